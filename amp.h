@@ -3519,7 +3519,6 @@ extern "C" {
 #else
 #  define AMPI_THREAD_LOCAL __thread
 #endif
-#define AMPI_PRIVATE static __attribute__((unused))
 #define AMPI_PRINTF(text, first) __attribute__((format(printf, text, first)))
 #define AMPI_MIN(a, b) ((a) < (b) ? (a) : (b))
 #define AMPI_MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -3552,7 +3551,7 @@ AMP_API int amp_version(void) { return AMP_VERSION; }
 /* Text that is put together piece by piece and cut like snprintf's: `used` is the length that all of it takes. */
 typedef struct ampi_sheet { char *text; size_t size, used; int first; } ampi_sheet;
 
-AMPI_PRIVATE ampi_sheet ampi_sheet_of(char *text, size_t size) {
+static ampi_sheet ampi_sheet_of(char *text, size_t size) {
     ampi_sheet s;
     memset(&s, 0, sizeof s);
     s.text = text;
@@ -3561,13 +3560,13 @@ AMPI_PRIVATE ampi_sheet ampi_sheet_of(char *text, size_t size) {
     return s;
 }
 
-AMPI_PRIVATE AMPI_PRINTF(2, 0) void ampi_print_args(ampi_sheet *s, const char *format, va_list args) {
+static AMPI_PRINTF(2, 0) void ampi_print_args(ampi_sheet *s, const char *format, va_list args) {
     size_t capacity = s->used < s->size ? s->size - s->used : 0;
     int n = vsnprintf(capacity ? s->text + s->used : NULL, capacity, format, args);
     if (n > 0) s->used += (size_t)n;
 }
 
-AMPI_PRIVATE AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format, ...) {
+static AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format, ...) {
     va_list args;
     va_start(args, format);
     ampi_print_args(s, format, args);
@@ -3575,7 +3574,7 @@ AMPI_PRIVATE AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format
 }
 
 /* Sets the last-error text "AMP0102 amp_x: .field = 3, must be ...; hint" and returns result. */
-AMPI_PRIVATE AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) {
+static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) {
     char detail[352];
     ampi_sheet sheet = ampi_sheet_of(detail, sizeof detail);
     va_list args;
@@ -3586,16 +3585,21 @@ AMPI_PRIVATE AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const cha
     return result;
 }
 
+/* What a call cannot do without. */
+static amp_result ampi_need(const char *function, int there, const char *names) {
+    return there ? AMP_OK : ampi_fail(AMP_ERR_NULL, function, "%s is NULL", names);
+}
+
 /* A number that no other context or parameter of this process has: each implementation (several with AMP_STATIC) counts on
    from a start of its own. */
-AMPI_PRIVATE uint64_t ampi_serial(void) {
+static uint64_t ampi_serial(void) {
     static uint64_t count;
     uint64_t start = (uint64_t)(uintptr_t)&count * 0x9e3779b97f4a7c15u;
     return (start + __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED)) | (uint64_t)1 << 63;
 }
 
 /* What a public function got from another one, or from a backend, is told as its own failure: the text gets its name. */
-AMPI_PRIVATE amp_result ampi_as(const char *function, amp_result result) {
+static amp_result ampi_as(const char *function, amp_result result) {
     char detail[sizeof ampi_error_text], number[16];
     const char *colon;
     if (result == AMP_OK) return result;
@@ -3610,7 +3614,7 @@ AMPI_PRIVATE amp_result ampi_as(const char *function, amp_result result) {
 
 /* Every file must have been compiled against this amp.h.  Calls that take a struct before amp_open look at the files that are
    linked with this one: AMPI_HEADERS. */
-AMPI_PRIVATE amp_result ampi_check_headers(const char *function, const amp_header *headers, int64_t n) {
+static amp_result ampi_check_headers(const char *function, const amp_header *headers, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
         const char *file = headers[i].file != NULL ? headers[i].file : "a file";
@@ -3625,13 +3629,13 @@ AMPI_PRIVATE amp_result ampi_check_headers(const char *function, const amp_heade
     return AMP_OK;
 }
 /* 0 in every struct that was set to 0 before it was filled; anything else was left there by the stack. */
-AMPI_PRIVATE amp_result ampi_check_reserved(const char *function, int32_t reserved) {
+static amp_result ampi_check_reserved(const char *function, int32_t reserved) {
     if (reserved == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, ".reserved = %d, must be 0: set the struct to 0 before filling it", (int)reserved);
 }
 
 /* *bytes = count * size, unless that overflows. */
-AMPI_PRIVATE amp_result ampi_bytes(const char *function, int64_t count, size_t size, size_t *bytes) {
+static amp_result ampi_bytes(const char *function, int64_t count, size_t size, size_t *bytes) {
     if (count < 0 || (size != 0 && (uint64_t)count > (uint64_t)PTRDIFF_MAX / size))
         return ampi_fail(AMP_ERR_SIZE, function, "%lld elements of %zu bytes", (long long)count, size);
     *bytes = (size_t)count * size;
@@ -3639,7 +3643,7 @@ AMPI_PRIVATE amp_result ampi_bytes(const char *function, int64_t count, size_t s
 }
 
 /* Whether two pieces of memory have no byte in common. */
-AMPI_PRIVATE int ampi_is_apart(const void *a, size_t a_bytes, const void *b, size_t b_bytes) {
+static int ampi_is_apart(const void *a, size_t a_bytes, const void *b, size_t b_bytes) {
     uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
     return a_bytes == 0 || b_bytes == 0 || (x < y ? y - x >= a_bytes : x - y >= b_bytes);
 }
@@ -3651,34 +3655,34 @@ AMPI_PRIVATE int ampi_is_apart(const void *a, size_t a_bytes, const void *b, siz
 #if AMPI_X86 && defined(__SSE2_MATH__)
 typedef uint32_t ampi_fp;
 enum { AMPI_FP_FLAGS = 0x3f, AMPI_FP_DEFAULT = 0x1f80 };
-AMPI_PRIVATE inline int ampi_fp_is_default(ampi_fp x) { return (x | AMPI_FP_FLAGS) == (AMPI_FP_DEFAULT | AMPI_FP_FLAGS); }
-AMPI_PRIVATE inline ampi_fp ampi_fp_get(void) { ampi_fp x; __asm__ volatile("stmxcsr %0" : "=m"(x) : : "memory"); return x; }
-AMPI_PRIVATE inline void ampi_fp_set(ampi_fp x) { __asm__ volatile("ldmxcsr %0" : : "m"(x) : "memory"); }
+static inline int ampi_fp_is_default(ampi_fp x) { return (x | AMPI_FP_FLAGS) == (AMPI_FP_DEFAULT | AMPI_FP_FLAGS); }
+static inline ampi_fp ampi_fp_get(void) { ampi_fp x; __asm__ volatile("stmxcsr %0" : "=m"(x) : : "memory"); return x; }
+static inline void ampi_fp_set(ampi_fp x) { __asm__ volatile("ldmxcsr %0" : : "m"(x) : "memory"); }
 #elif defined(__aarch64__)          /* flags have a register of their own */
 typedef uint64_t ampi_fp;
 enum { AMPI_FP_DEFAULT = 0 };
-AMPI_PRIVATE inline int ampi_fp_is_default(ampi_fp x) { return x == AMPI_FP_DEFAULT; }
-AMPI_PRIVATE inline ampi_fp ampi_fp_get(void) { ampi_fp x; __asm__ volatile("mrs %0, fpcr" : "=r"(x) : : "memory"); return x; }
-AMPI_PRIVATE inline void ampi_fp_set(ampi_fp x) { __asm__ volatile("msr fpcr, %0" : : "r"(x) : "memory"); }
+static inline int ampi_fp_is_default(ampi_fp x) { return x == AMPI_FP_DEFAULT; }
+static inline ampi_fp ampi_fp_get(void) { ampi_fp x; __asm__ volatile("mrs %0, fpcr" : "=r"(x) : : "memory"); return x; }
+static inline void ampi_fp_set(ampi_fp x) { __asm__ volatile("msr fpcr, %0" : : "r"(x) : "memory"); }
 #endif
 #if (AMPI_X86 && defined(__SSE2_MATH__)) || defined(__aarch64__)
-AMPI_PRIVATE inline ampi_fp ampi_fp_begin(void) {
+static inline ampi_fp ampi_fp_begin(void) {
     ampi_fp host = ampi_fp_get();
     if (!ampi_fp_is_default(host)) ampi_fp_set(AMPI_FP_DEFAULT);
     return host;
 }
-AMPI_PRIVATE inline void ampi_fp_end(ampi_fp host) {
+static inline void ampi_fp_end(ampi_fp host) {
     if (!ampi_fp_is_default(host)) ampi_fp_set(host);
 }
 #else
 typedef fenv_t ampi_fp;
-AMPI_PRIVATE inline ampi_fp ampi_fp_begin(void) {
+static inline ampi_fp ampi_fp_begin(void) {
     ampi_fp host;
     fegetenv(&host);
     fesetenv(FE_DFL_ENV);
     return host;
 }
-AMPI_PRIVATE inline void ampi_fp_end(ampi_fp host) { fesetenv(&host); }
+static inline void ampi_fp_end(ampi_fp host) { fesetenv(&host); }
 #endif
 
 /* ---- The POSIX system */
@@ -3872,7 +3876,7 @@ AMP_API void amp_system_default(amp_system *out) {
 }
 
 /* The caller's table with the gaps filled; system may be NULL. */
-AMPI_PRIVATE amp_system ampi_system(const amp_system *system) {
+static amp_system ampi_system(const amp_system *system) {
     amp_system s;
     amp_system_default(&s);
     if (system == NULL) return s;
@@ -3896,7 +3900,7 @@ AMPI_PRIVATE amp_system ampi_system(const amp_system *system) {
 }
 
 /* Zeroed host memory. */
-AMPI_PRIVATE amp_result ampi_alloc(const amp_system *s, const char *function, void **out, int64_t count, size_t size) {
+static amp_result ampi_alloc(const amp_system *s, const char *function, void **out, int64_t count, size_t size) {
     size_t bytes = 0;
     *out = NULL;
     AMPI_TRY(ampi_bytes(function, count, size, &bytes));
@@ -3906,7 +3910,7 @@ AMPI_PRIVATE amp_result ampi_alloc(const amp_system *s, const char *function, vo
     return AMP_OK;
 }
 
-AMPI_PRIVATE void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size) {
+static void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size) {
     if (ptr != NULL) s->free(s->user, ptr, count > 0 ? (size_t)count * size : 1);
 }
 
@@ -4003,7 +4007,7 @@ static void ampi_job_join(ampi_threads *t, ampi_pool_job *job) {
 enum { AMPI_CORE_WORDS = 128 };     /* of 64 cores each */
 
 /* How many cores this thread may run on (its affinity, a container's cpuset), and that set; 0 where nobody tells. */
-AMPI_PRIVATE int32_t ampi_cores(uint64_t *set) {
+static int32_t ampi_cores(uint64_t *set) {
     int32_t cores = 0;
 #if defined(__linux__)
     uint64_t words[AMPI_CORE_WORDS], word;
@@ -4098,7 +4102,7 @@ static void ampi_job_close(ampi_threads *t, ampi_pool_job *job) {
 }
 
 /* Calls run(arg, 0), and run(arg, i) for those i below n that other threads come for before run(arg, 0) returns. */
-AMPI_PRIVATE void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
+static void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
     int ready = n > 1 && ampi_threads_ready(t);
     int alone = __atomic_add_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED) >= t->cores || !ready;
     ampi_pool_job job;
@@ -4113,7 +4117,7 @@ AMPI_PRIVATE void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void 
     __atomic_sub_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
 }
 
-AMPI_PRIVATE amp_result ampi_threads_open(ampi_threads **out, const amp_system *system, int32_t threads, int32_t cores, int32_t pinned) {
+static amp_result ampi_threads_open(ampi_threads **out, const amp_system *system, int32_t threads, int32_t cores, int32_t pinned) {
     ampi_threads *t;
     void *memory;
     int32_t unknown = 0;
@@ -4135,7 +4139,7 @@ AMPI_PRIVATE amp_result ampi_threads_open(ampi_threads **out, const amp_system *
 }
 
 /* For one holder; the last ends the workers.  In a child of fork() there are none to end.  NULL is allowed. */
-AMPI_PRIVATE void ampi_threads_close(ampi_threads *t) {
+static void ampi_threads_close(ampi_threads *t) {
     amp_system system;
     int32_t i;
     if (t == NULL || __atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
@@ -4156,7 +4160,7 @@ AMPI_PRIVATE void ampi_threads_close(ampi_threads *t) {
 }
 
 /* Reads or writes all bytes, over short transfers and interruptions. Returns bytes moved or -errno. */
-AMPI_PRIVATE int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer, int64_t bytes, int64_t offset) {
+static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
         int64_t n = s->file_read(s->user, file, (char *)buffer + done, (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done);
@@ -4168,7 +4172,7 @@ AMPI_PRIVATE int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *b
     return done;
 }
 
-AMPI_PRIVATE int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *buffer, int64_t bytes, int64_t offset) {
+static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
         int64_t n = s->file_write(s->user, file, (const char *)buffer + done, (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done);
@@ -4181,19 +4185,19 @@ AMPI_PRIVATE int64_t ampi_write_fully(const amp_system *s, intptr_t file, const 
 }
 
 /* A signal interrupts them: open and sync are called again.  close is not: the descriptor is gone whatever it says. */
-AMPI_PRIVATE int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
+static int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
     int error;
     do error = s->file_open(s->user, path, for_writing, file);
     while (error == -EINTR);
     return error;
 }
-AMPI_PRIVATE int ampi_file_sync(const amp_system *s, intptr_t file) {
+static int ampi_file_sync(const amp_system *s, intptr_t file) {
     int error;
     do error = s->file_sync(s->user, file);
     while (error == -EINTR);
     return error;
 }
-AMPI_PRIVATE int ampi_file_close(const amp_system *s, intptr_t file) {
+static int ampi_file_close(const amp_system *s, intptr_t file) {
     int error = s->file_close(s->user, file);
     return error == -EINTR ? 0 : error;
 }
@@ -4308,24 +4312,24 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes) {
 }
 
 /* Element i of an array that need not be aligned. */
-AMPI_PRIVATE inline uint16_t ampi_get16(const void *p, int64_t i) {
+static inline uint16_t ampi_get16(const void *p, int64_t i) {
     uint16_t x;
     memcpy(&x, (const char *)p + 2 * i, 2);
     return x;
 }
-AMPI_PRIVATE inline uint32_t ampi_get32(const void *p, int64_t i) {
+static inline uint32_t ampi_get32(const void *p, int64_t i) {
     uint32_t x;
     memcpy(&x, (const char *)p + 4 * i, 4);
     return x;
 }
-AMPI_PRIVATE inline uint64_t ampi_get64(const void *p, int64_t i) {
+static inline uint64_t ampi_get64(const void *p, int64_t i) {
     uint64_t x;
     memcpy(&x, (const char *)p + 8 * i, 8);
     return x;
 }
-AMPI_PRIVATE inline void ampi_put16(void *p, int64_t i, uint16_t x) { memcpy((char *)p + 2 * i, &x, 2); }
-AMPI_PRIVATE inline void ampi_put32(void *p, int64_t i, uint32_t x) { memcpy((char *)p + 4 * i, &x, 4); }
-AMPI_PRIVATE inline void ampi_put64(void *p, int64_t i, uint64_t x) { memcpy((char *)p + 8 * i, &x, 8); }
+static inline void ampi_put16(void *p, int64_t i, uint16_t x) { memcpy((char *)p + 2 * i, &x, 2); }
+static inline void ampi_put32(void *p, int64_t i, uint32_t x) { memcpy((char *)p + 4 * i, &x, 4); }
+static inline void ampi_put64(void *p, int64_t i, uint64_t x) { memcpy((char *)p + 8 * i, &x, 8); }
 
 /* ---- The CPU */
 
@@ -4488,7 +4492,7 @@ static void ampi_probe_cpu(amp_cpu_info *cpu) {
 }
 
 /* The library's one global: the best path, probed once.  Threads that race store the same value. */
-AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void) {
+static amp_cpu_path ampi_cpu_best_path(void) {
     static int cached;
     int path = __atomic_load_n(&cached, __ATOMIC_RELAXED);
     if (path == 0) {
@@ -4587,7 +4591,7 @@ enum { AMPI_DTYPES = sizeof ampi_dtypes / sizeof *ampi_dtypes };
 enum { AMPI_COMPUTE_DTYPES = 4 };
 static const amp_dtype ampi_compute_dtypes[AMPI_COMPUTE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
 
-AMPI_PRIVATE inline const ampi_dtype_traits *ampi_traits(amp_dtype dtype) {
+static inline const ampi_dtype_traits *ampi_traits(amp_dtype dtype) {
     return &ampi_dtypes[(uint32_t)dtype < AMPI_DTYPES ? (int)dtype : 0];
 }
 
@@ -4611,18 +4615,18 @@ AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
     return ampi_fail(AMP_ERR_NAME, "amp_dtype_parse", "\"%.40s\", must be one of %sauto", name, all);
 }
 
-AMPI_PRIVATE int ampi_dtype_is_float(amp_dtype dtype) { return ampi_traits(dtype)->exponent > 0; }
-AMPI_PRIVATE int ampi_is_storage(amp_dtype dtype) { return ampi_traits(dtype)->use & AMPI_IS_STORAGE; }
-AMPI_PRIVATE int ampi_is_compute(amp_dtype dtype) { return (ampi_traits(dtype)->use & AMPI_IS_COMPUTE) != 0; }
+static int ampi_dtype_is_float(amp_dtype dtype) { return ampi_traits(dtype)->exponent > 0; }
+static int ampi_is_storage(amp_dtype dtype) { return ampi_traits(dtype)->use & AMPI_IS_STORAGE; }
+static int ampi_is_compute(amp_dtype dtype) { return (ampi_traits(dtype)->use & AMPI_IS_COMPUTE) != 0; }
 /* Half the distance from 1 to the next number. */
-AMPI_PRIVATE double ampi_roundoff(amp_dtype dtype) { return ampi_f64_of_bits((uint64_t)(1022 - ampi_traits(dtype)->mantissa) << 52); }
-AMPI_PRIVATE double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits(ampi_traits(dtype)->largest); }
+static double ampi_roundoff(amp_dtype dtype) { return ampi_f64_of_bits((uint64_t)(1022 - ampi_traits(dtype)->mantissa) << 52); }
+static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits(ampi_traits(dtype)->largest); }
 
 /* Whether x is 0: by its bits, for a host that flushes subnormal numbers compares them equal to 0. */
-AMPI_PRIVATE inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
+static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
 
 /* A number of a desc or op: finite, which its bits tell, and what fits. */
-AMPI_PRIVATE amp_result ampi_check_real(const char *function, const char *field, double value, int fits, const char *allowed) {
+static amp_result ampi_check_real(const char *function, const char *field, double value, int fits, const char *allowed) {
     if (fits && amp_is_finite_f64(&value)) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be %s", field, value, allowed);
 }
@@ -4632,7 +4636,7 @@ AMPI_PRIVATE amp_result ampi_check_real(const char *function, const char *field,
 
 enum { AMPI_CONVERT_CHUNK = 512 };      /* elements of a fp32 buffer on the stack */
 
-AMPI_PRIVATE void ampi_to_fp32(void *dst, const void *src, amp_dtype dtype, int64_t n, amp_cpu_path path) {
+static void ampi_to_fp32(void *dst, const void *src, amp_dtype dtype, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     switch (dtype) {
         case AMP_F16:  vec->f32_from_f16(dst, src, n); break;
@@ -4642,7 +4646,7 @@ AMPI_PRIVATE void ampi_to_fp32(void *dst, const void *src, amp_dtype dtype, int6
     }
 }
 
-AMPI_PRIVATE void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, int64_t n, amp_cpu_path path) {
+static void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     switch (dtype) {
         case AMP_F16:  vec->f16_from_f32(dst, src, n); break;
@@ -4655,8 +4659,8 @@ AMPI_PRIVATE void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, in
 }
 
 /* From fp64 to any other dtype, in one rounding; random NULL: to nearest. */
-AMPI_PRIVATE void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t n, int saturate, const uint32_t *random,
-                                 amp_cpu_path path) {
+static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t n, int saturate, const uint32_t *random,
+                           amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     int64_t size = (int64_t)amp_dtype_size(dtype), i, m;
     float scratch[AMPI_CONVERT_CHUNK];
@@ -4680,8 +4684,8 @@ AMPI_PRIVATE void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, in
 }
 
 /* Nearest even, no saturation, nothing counted, on the calling thread: what the CPU kernels use. */
-AMPI_PRIVATE void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
-                                    amp_cpu_path path) {
+static void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                              amp_cpu_path path) {
     float scratch[AMPI_CONVERT_CHUNK];
     size_t dst_size = amp_dtype_size(dst_dtype), src_size = amp_dtype_size(src_dtype);
     int64_t i;
@@ -4699,7 +4703,7 @@ AMPI_PRIVATE void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *
 
 /* ---- Counting.  A number is not finite where every bit of its exponent is set; in E4M3, of its magnitude. */
 
-AMPI_PRIVATE int64_t ampi_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, amp_cpu_path path) {
+static int64_t ampi_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     const uint8_t *bytes = (const uint8_t *)data;
     uint8_t mask = dtype == AMP_E4M3 ? 0x7f : 0x7c;
@@ -4736,8 +4740,8 @@ AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n
 
 /* ---- Conversion with every option, in pieces that fit the stack buffers. */
 
-AMPI_PRIVATE void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, int64_t n, const uint32_t *random,
-                                  amp_cpu_path path) {
+static void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, int64_t n, const uint32_t *random,
+                            amp_cpu_path path) {
     uint8_t *bytes = (uint8_t *)dst;
     int64_t i;
     switch (dtype) {
@@ -4756,8 +4760,8 @@ AMPI_PRIVATE void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, i
 }
 
 /* At most AMPI_CONVERT_CHUNK elements; `index` is the random number of the first. */
-AMPI_PRIVATE void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
-                                     const amp_convert_desc *desc, uint64_t index, amp_cpu_path path) {
+static void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                               const amp_convert_desc *desc, uint64_t index, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     int mode = desc->rounding == AMP_ROUND_STOCHASTIC ? AMPI_STOCHASTIC : AMPI_EVEN;
     uint32_t random[AMPI_CONVERT_CHUNK];
@@ -4779,8 +4783,8 @@ AMPI_PRIVATE void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void 
 
 /* amp_convert with checked arguments and a chosen path.  Without saturation a number that is not finite stays so,
    so what became infinite is the difference of two counts. */
-AMPI_PRIVATE void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
-                               const amp_convert_desc *desc, int64_t *new_inf, amp_cpu_path path) {
+static void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                         const amp_convert_desc *desc, int64_t *new_inf, amp_cpu_path path) {
     int64_t dst_size = (int64_t)amp_dtype_size(dst_dtype), src_size = (int64_t)amp_dtype_size(src_dtype), i, found = 0;
     int plain = desc->rounding != AMP_ROUND_STOCHASTIC && !desc->saturate, counted = new_inf != NULL && !desc->saturate;
     ampi_fp host = ampi_fp_begin();
@@ -4838,7 +4842,7 @@ static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
 }
 
 AMP_API amp_result amp_machine_probe(amp_machine *out) {
-    if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_machine_probe", "out is NULL");
+    AMPI_TRY(ampi_need("amp_machine_probe", out != NULL, "out"));
     AMPI_TRY(ampi_check_headers("amp_machine_probe", AMPI_HEADERS));
     memset(out, 0, sizeof *out);
     ampi_probe_cpu(&out->cpu);
@@ -4859,7 +4863,7 @@ static const char *ampi_cpu_path_name(amp_cpu_path path) {
 
 static const char *ampi_yes_no(int32_t flag) { return flag ? "yes" : "no"; }
 
-AMPI_PRIVATE void ampi_print_machine(ampi_sheet *s, const amp_machine *machine) {
+static void ampi_print_machine(ampi_sheet *s, const amp_machine *machine) {
     const amp_cpu_info *c = &machine->cpu;
     const amp_device *d = &machine->device;
     int is_cpu = strcmp(d->kind, "cpu") == 0;
@@ -4893,7 +4897,7 @@ static AMPI_PRINTF(5, 6) amp_result ampi_chosen(amp_choice *out, amp_dtype dtype
     return AMP_OK;
 }
 
-AMPI_PRIVATE int ampi_device_has(const amp_device *d, amp_dtype dtype) {
+static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
     return dtype == AMP_F32 || (dtype == AMP_BF16 && d->bf16) || (dtype == AMP_F16 && d->fp16) || (dtype == AMP_TF32 && d->tf32);
 }
 
@@ -4911,7 +4915,7 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
     const amp_device *d;
     const char *scaler;
     int is_cpu;
-    if (machine == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_choose", "machine or out is NULL");
+    AMPI_TRY(ampi_need("amp_choose", machine && out, "machine or out"));
     AMPI_TRY(ampi_check_headers("amp_choose", AMPI_HEADERS));
     d = &machine->device;
     is_cpu = strcmp(d->kind, "cpu") == 0;
@@ -4955,7 +4959,7 @@ AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
 }
 
 /* Stride of dimension i in elements, also where the view leaves strides to be contiguous. */
-AMPI_PRIVATE int64_t ampi_stride(const amp_tensor *t, int i) {
+static int64_t ampi_stride(const amp_tensor *t, int i) {
     int64_t stride = 1;
     int j, given = 0;
     for (j = 0; j < t->ndim; j++) given |= t->stride[j] != 0;
@@ -4964,7 +4968,7 @@ AMPI_PRIVATE int64_t ampi_stride(const amp_tensor *t, int i) {
     return stride;
 }
 
-AMPI_PRIVATE int ampi_is_contiguous(const amp_tensor *t) {
+static int ampi_is_contiguous(const amp_tensor *t) {
     int64_t stride = 1;
     int i;
     for (i = t->ndim - 1; i >= 0; i--) {
@@ -4975,7 +4979,7 @@ AMPI_PRIVATE int ampi_is_contiguous(const amp_tensor *t) {
 }
 
 /* "[2, 3, 4] bf16" for messages. */
-AMPI_PRIVATE const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size) {
+static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size) {
     ampi_sheet s = ampi_sheet_of(text, size);
     int i;
     if (t->data == NULL) { ampi_print(&s, "none"); return text; }
@@ -4985,7 +4989,7 @@ AMPI_PRIVATE const char *ampi_shape_text(const amp_tensor *t, char *text, size_t
 }
 
 /* A tensor operand of an operator: present, of a storage dtype, with a legal shape. */
-AMPI_PRIVATE amp_result ampi_check_tensor(const char *function, const char *field, const amp_tensor *t) {
+static amp_result ampi_check_tensor(const char *function, const char *field, const amp_tensor *t) {
     int i, given = 0;
     if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, function, ".%s has no data", field);
     if (!ampi_is_storage(t->dtype))
@@ -5001,13 +5005,13 @@ AMPI_PRIVATE amp_result ampi_check_tensor(const char *function, const char *fiel
 }
 
 /* Whether a matrix's rows lie apart, one after the other. */
-AMPI_PRIVATE amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
+static amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
     if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements %s, their stride is %lld", field, (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
 }
 
 /* An output: no two elements may be one.  Strides from the smallest on must each reach past what lies below them. */
-AMPI_PRIVATE amp_result ampi_check_output(const char *function, const char *field, const amp_tensor *t) {
+static amp_result ampi_check_output(const char *function, const char *field, const amp_tensor *t) {
     int64_t reach = 0;              /* place of the last element of the dimensions so far */
     int i, k, done = 0;
     if (amp_tensor_count(t) < 2) return AMP_OK;
@@ -5043,7 +5047,7 @@ typedef struct ampi_place {
 } ampi_place;
 typedef struct ampi_places { int n; ampi_place place[AMPI_OPERANDS]; } ampi_places;
 
-AMPI_PRIVATE ampi_place *ampi_reads_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
+static ampi_place *ampi_reads_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
     ampi_place *p = &s->place[s->n];
     p->field = field;
     p->view = NULL;
@@ -5059,7 +5063,7 @@ AMPI_PRIVATE ampi_place *ampi_reads_array(ampi_places *s, const char *field, con
 }
 
 /* A view whose shape has been checked, or none. */
-AMPI_PRIVATE ampi_place *ampi_reads(ampi_places *s, const char *field, const amp_tensor *t) {
+static ampi_place *ampi_reads(ampi_places *s, const char *field, const amp_tensor *t) {
     uintptr_t size = amp_dtype_size(t->dtype), below = 0, above = 0, count = 1, given = 0;
     ampi_place *p;
     int i;
@@ -5079,18 +5083,18 @@ AMPI_PRIVATE ampi_place *ampi_reads(ampi_places *s, const char *field, const amp
     return p;
 }
 
-AMPI_PRIVATE void ampi_writes_over(ampi_places *s, const char *field, const amp_tensor *t, const char *may_be, const char *or_be) {
+static void ampi_writes_over(ampi_places *s, const char *field, const amp_tensor *t, const char *may_be, const char *or_be) {
     ampi_place *p = ampi_reads(s, field, t);
     p->written = 1;
     p->may_be = may_be;
     p->or_be = or_be;
 }
-AMPI_PRIVATE void ampi_writes(ampi_places *s, const char *field, const amp_tensor *t) { ampi_writes_over(s, field, t, NULL, NULL); }
-AMPI_PRIVATE void ampi_writes_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
+static void ampi_writes(ampi_places *s, const char *field, const amp_tensor *t) { ampi_writes_over(s, field, t, NULL, NULL); }
+static void ampi_writes_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
     ampi_reads_array(s, field, data, bytes)->written = 1;
 }
 
-AMPI_PRIVATE void ampi_find_extent(ampi_place *p) {
+static void ampi_find_extent(ampi_place *p) {
     ampi_extent *out = &p->extent;
     int64_t stride[AMP_MAX_DIMS], size[AMP_MAX_DIMS];
     int i, j, n = 0;
@@ -5119,11 +5123,11 @@ AMPI_PRIVATE void ampi_find_extent(ampi_place *p) {
 enum { AMPI_TERMS = 2 * AMP_MAX_DIMS + 1 };
 typedef struct ampi_sums { int64_t stride[AMPI_TERMS], least[AMPI_TERMS], most[AMPI_TERMS], low[AMPI_TERMS + 1], high[AMPI_TERMS + 1]; int n, tries; } ampi_sums;
 
-AMPI_PRIVATE int64_t ampi_floor_div(int64_t a, int64_t b) { return a >= 0 ? (a < b ? 0 : a / b) : a >= -b ? -1 : -((b - 1 - a) / b); }
+static int64_t ampi_floor_div(int64_t a, int64_t b) { return a >= 0 ? (a < b ? 0 : a / b) : a >= -b ? -1 : -((b - 1 - a) / b); }
 
 /* Whether a sum from k on can be `target`.  Views whose dimensions do not reach into one another leave at most two choices for
    each; for others the tries may end, and they are then not known to share memory. */
-AMPI_PRIVATE int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
+static int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
     int64_t x, last;
     if (target < s->low[k] || target > s->high[k]) return 0;
     if (k == s->n - 1) return 1;
@@ -5136,7 +5140,7 @@ AMPI_PRIVATE int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
 
 /* Whether a byte is part of both: whether a way up from a's first byte less one from b's can be what lies between these two.
    Where strides agree the difference takes one term. */
-AMPI_PRIVATE int ampi_share(const ampi_place *a, const ampi_place *b) {
+static int ampi_share(const ampi_place *a, const ampi_place *b) {
     const ampi_extent *ea = &a->extent, *eb = &b->extent;
     int i = ea->n - 1, j = eb->n - 1, k;
     ampi_sums s;
@@ -5160,13 +5164,13 @@ AMPI_PRIVATE int ampi_share(const ampi_place *a, const ampi_place *b) {
 }
 
 /* The same elements at the same places. */
-AMPI_PRIVATE int ampi_is_same_place(const ampi_place *a, const ampi_place *b) {
+static int ampi_is_same_place(const ampi_place *a, const ampi_place *b) {
     const ampi_extent *ea = &a->extent, *eb = &b->extent;
     size_t bytes = sizeof *ea->stride * (size_t)ea->n;
     return a->low == b->low && a->size == b->size && ea->block == eb->block && ea->n == eb->n && memcmp(ea->stride, eb->stride, bytes) == 0 && memcmp(ea->size, eb->size, bytes) == 0;
 }
 
-AMPI_PRIVATE amp_result ampi_check_pair(const char *function, ampi_place *out, ampi_place *other) {
+static amp_result ampi_check_pair(const char *function, ampi_place *out, ampi_place *other) {
     int may = (out->may_be != NULL && strcmp(out->may_be, other->field) == 0) || (out->or_be != NULL && strcmp(out->or_be, other->field) == 0);
     ampi_find_extent(out);
     ampi_find_extent(other);
@@ -5175,7 +5179,7 @@ AMPI_PRIVATE amp_result ampi_check_pair(const char *function, ampi_place *out, a
                      may ? "make them the same view of one dtype size, or give the output its own" : "give the output its own");
 }
 
-AMPI_PRIVATE amp_result ampi_check_places(const char *function, ampi_places *s) {
+static amp_result ampi_check_places(const char *function, ampi_places *s) {
     int i, j;
     for (i = 0; i < s->n; i++) {
         ampi_place *out = &s->place[i];
@@ -5189,19 +5193,19 @@ AMPI_PRIVATE amp_result ampi_check_places(const char *function, ampi_places *s) 
 }
 
 /* A parameter's weight and its gradient, which has the weight's elements. */
-AMPI_PRIVATE void ampi_reads_param(ampi_places *s, const char *field, const amp_param *p) { if (p != NULL) ampi_reads(s, field, &p->weight); }
-AMPI_PRIVATE void ampi_writes_gradient(ampi_places *s, const char *field, const amp_param *p) {
+static void ampi_reads_param(ampi_places *s, const char *field, const amp_param *p) { if (p != NULL) ampi_reads(s, field, &p->weight); }
+static void ampi_writes_gradient(ampi_places *s, const char *field, const amp_param *p) {
     if (p != NULL) ampi_writes_array(s, field, p->grad.data, amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->grad.dtype));
 }
 
-AMPI_PRIVATE amp_result ampi_check_own_gradient(const char *function, const amp_param *p) {
+static amp_result ampi_check_own_gradient(const char *function, const amp_param *p) {
     size_t bytes = (size_t)amp_tensor_count(&p->weight);
     if (ampi_is_apart(p->weight.data, bytes * amp_dtype_size(p->weight.dtype), p->grad.data, bytes * amp_dtype_size(p->grad.dtype))) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function, "%s: the gradient lies in the weight's memory", p->name);
 }
 
 /* Shell-style match with * (any run) and ? (one character). */
-AMPI_PRIVATE int ampi_match(const char *pattern, const char *text) {
+static int ampi_match(const char *pattern, const char *text) {
     const char *star = NULL, *resume = NULL;
     while (*text) {
         if (*pattern == '*') { star = pattern++; resume = text; }
@@ -5272,7 +5276,7 @@ static int ampi_crc_has_instruction(void) { return 0; }
 #endif
 
 /* table[k][i]: the CRC of byte i followed by k zero bytes. */
-AMPI_PRIVATE void ampi_crc_init(ampi_crc *c, int allow_instruction) {
+static void ampi_crc_init(ampi_crc *c, int allow_instruction) {
     uint32_t i;
     int k;
     c->instruction = allow_instruction && ampi_crc_has_instruction();
@@ -5287,20 +5291,20 @@ AMPI_PRIVATE void ampi_crc_init(ampi_crc *c, int allow_instruction) {
             c->table[k][i] = (c->table[k - 1][i] >> 8) ^ c->table[0][c->table[k - 1][i] & 255];
 }
 
-AMPI_PRIVATE uint32_t ampi_le32(const uint8_t *p) {
+static uint32_t ampi_le32(const uint8_t *p) {
     return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
-AMPI_PRIVATE uint64_t ampi_le64(const uint8_t *p) { return (uint64_t)ampi_le32(p) | (uint64_t)ampi_le32(p + 4) << 32; }
-AMPI_PRIVATE void ampi_store_le32(uint8_t *p, uint32_t value) {
+static uint64_t ampi_le64(const uint8_t *p) { return (uint64_t)ampi_le32(p) | (uint64_t)ampi_le32(p + 4) << 32; }
+static void ampi_store_le32(uint8_t *p, uint32_t value) {
     p[0] = (uint8_t)value; p[1] = (uint8_t)(value >> 8); p[2] = (uint8_t)(value >> 16); p[3] = (uint8_t)(value >> 24);
 }
-AMPI_PRIVATE void ampi_store_le64(uint8_t *p, uint64_t value) {
+static void ampi_store_le64(uint8_t *p, uint64_t value) {
     ampi_store_le32(p, (uint32_t)value);
     ampi_store_le32(p + 4, (uint32_t)(value >> 32));
 }
 
 /* Goes on from the CRC of the bytes before; 0 to begin with. */
-AMPI_PRIVATE uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *data, size_t n) {
+static uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *data, size_t n) {
     crc = ~crc;
     if (c->instruction) return ~ampi_crc_instruction(crc, data, n);
     for (; n >= 8; n -= 8, data += 8) {
@@ -5406,7 +5410,7 @@ AMP_API void amp_state_destroy(amp_state *state) {
 }
 
 /* Ends a save that filled a state of its own: unless that failed its records move into `to`, all of them or, without memory, none. */
-AMPI_PRIVATE amp_result ampi_state_take(amp_state *to, amp_state *own, amp_result result, const char *function) {
+static amp_result ampi_state_take(amp_state *to, amp_state *own, amp_result result, const char *function) {
     int64_t capacity = AMPI_MAX(to->capacity, 16), i;
     while (capacity < to->n + own->n) capacity *= 2;
     if (result == AMP_OK && capacity > to->capacity) result = ampi_state_grow(to, function, capacity);
@@ -5468,7 +5472,7 @@ AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dty
 }
 
 /* "<prefix>.<name>" in key. */
-AMPI_PRIVATE amp_result ampi_state_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name) {
+static amp_result ampi_state_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name) {
     if (snprintf(key, AMPI_STATE_KEY, "%s.%s", prefix, name) < AMPI_STATE_KEY) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%.80s\" has %zu bytes, must have at most %zu", prefix, strlen(prefix), AMPI_STATE_KEY - 2 - strlen(name));
 }
@@ -5480,7 +5484,7 @@ AMP_API const char *amp_state_key(const amp_state *state, int64_t i) {
 /* ---- The blob */
 
 /* Copies values of `size` bytes between memory and little-endian data: reversed on a big-endian machine. */
-AMPI_PRIVATE void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t size) {
+static void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t size) {
     const uint16_t probe = 1;
     uint8_t first;
     size_t i, j;
@@ -5691,7 +5695,7 @@ AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, con
 }
 
 /* The same of a file that the library writes itself: a pipe there is not waited for. */
-AMPI_PRIVATE amp_result ampi_state_load_own(amp_state **out, const amp_system *system, const char *path) {
+static amp_result ampi_state_load_own(amp_state **out, const amp_system *system, const char *path) {
     intptr_t file;
     int64_t size;
     int error = ampi_file_open(system, path, 0, &file);
@@ -5977,7 +5981,7 @@ static int ampi_threads_now(const ampi_cpu *cpu) {
 }
 
 /* All of a loop on the calling thread. */
-AMPI_PRIVATE void ampi_alone(ampi_task task, void *arg, int64_t n) {
+static void ampi_alone(ampi_task task, void *arg, int64_t n) {
     ampi_fp host = ampi_fp_begin();
     task(arg, 0, n, 0);
     ampi_fp_end(host);
@@ -5985,7 +5989,7 @@ AMPI_PRIVATE void ampi_alone(ampi_task task, void *arg, int64_t n) {
 
 /* Calls task for [0, n) in contiguous pieces of a multiple of `grain` items, on at most `threads` threads.
    Items must be independent, so that the result does not depend on how they are cut. */
-AMPI_PRIVATE void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, ampi_task task, void *arg) {
+static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, ampi_task task, void *arg) {
     int64_t pieces = (n + grain - 1) / grain, begin;
     ampi_loop loop;
     ampi_fp host;
@@ -6051,14 +6055,14 @@ static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
 }
 
 /* Scratch memory of one kernel call. */
-AMPI_PRIVATE void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
+static void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
     void *ptr = NULL;
     if (bytes == 0) bytes = 1;
     if (cpu->pooled) ptr = ampi_pool_take(cpu, bytes);
     return ptr ? ptr : cpu->host.alloc(cpu->host.user, bytes, 64);
 }
 
-AMPI_PRIVATE void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
+static void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
     int i, found = 0;
     if (ptr == NULL) return;
     if (cpu->pooled) {
@@ -6070,23 +6074,23 @@ AMPI_PRIVATE void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
     if (!found) cpu->host.free(cpu->host.user, ptr, bytes ? bytes : 1);
 }
 
-AMPI_PRIVATE amp_result ampi_cpu_no_scratch(const char *kernel, size_t bytes) {
+static amp_result ampi_cpu_no_scratch(const char *kernel, size_t bytes) {
     return ampi_fail(AMP_ERR_MEMORY, kernel, "%zu bytes of scratch memory", bytes);
 }
 
 /* Address of element i of an array of dtype. */
-AMPI_PRIVATE const void *ampi_at(const void *data, amp_dtype dtype, int64_t i) { return (const char *)data + i * (int64_t)amp_dtype_size(dtype); }
-AMPI_PRIVATE void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) { return (char *)data + i * (int64_t)amp_dtype_size(dtype); }
+static const void *ampi_at(const void *data, amp_dtype dtype, int64_t i) { return (const char *)data + i * (int64_t)amp_dtype_size(dtype); }
+static void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) { return (char *)data + i * (int64_t)amp_dtype_size(dtype); }
 
 /* Rows as fp32.  Kernels are written for fp32 rows: a 16-bit row is widened into `scratch` first, and a result
    row is computed in place or in `scratch` and then rounded once. */
-AMPI_PRIVATE const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, float *scratch, amp_cpu_path path) {
+static const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, float *scratch, amp_cpu_path path) {
     if (dtype == AMP_F32) return (const float *)row;
     ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
     return scratch;
 }
-AMPI_PRIVATE float *ampi_row_out(void *row, amp_dtype dtype, float *scratch) { return dtype == AMP_F32 ? (float *)row : scratch; }
-AMPI_PRIVATE void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *scratch, amp_cpu_path path) {
+static float *ampi_row_out(void *row, amp_dtype dtype, float *scratch) { return dtype == AMP_F32 ? (float *)row : scratch; }
+static void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *scratch, amp_cpu_path path) {
     if (dtype != AMP_F32) ampi_convert_fast(row, dtype, scratch, AMP_F32, n, path);
 }
 
@@ -7060,7 +7064,7 @@ typedef struct ampi_long_sum {
 } ampi_long_sum;
 
 /* Rows of n elements, at most AMPI_SUM_COLS. */
-AMPI_PRIVATE void ampi_sum_begin(ampi_long_sum *s, amp_cpu_path path, amp_dtype dtype, int64_t n) {
+static void ampi_sum_begin(ampi_long_sum *s, amp_cpu_path path, amp_dtype dtype, int64_t n) {
     s->vec = AMPI_PICK(ampi_pointwise_kernels, path);
     s->path = path;
     s->dtype = dtype;
@@ -7068,7 +7072,7 @@ AMPI_PRIVATE void ampi_sum_begin(ampi_long_sum *s, amp_cpu_path path, amp_dtype 
     s->waiting = s->wide = 0;
 }
 
-AMPI_PRIVATE void ampi_sum_widen(ampi_long_sum *s) {
+static void ampi_sum_widen(ampi_long_sum *s) {
     s->vec->sum_rows(s->part, s->rows, s->dtype, s->waiting, s->n);
     if (!s->wide) memset(s->total, 0, (size_t)s->n * sizeof *s->total);
     s->vec->widen(s->total, s->part, s->n);
@@ -7077,7 +7081,7 @@ AMPI_PRIVATE void ampi_sum_widen(ampi_long_sum *s) {
 }
 
 /* Adds `count` rows, ld elements apart. */
-AMPI_PRIVATE inline void ampi_sum_add(ampi_long_sum *s, const void *rows, int64_t ld, int64_t count) {
+static inline void ampi_sum_add(ampi_long_sum *s, const void *rows, int64_t ld, int64_t count) {
     const char *row = (const char *)rows;
     int64_t step = ld * (int64_t)amp_dtype_size(s->dtype), i, m;
     for (; count > 0; count -= m, row += m * step) {
@@ -7092,7 +7096,7 @@ AMPI_PRIVATE inline void ampi_sum_add(ampi_long_sum *s, const void *rows, int64_
 }
 
 /* to = (old +) the sum */
-AMPI_PRIVATE void ampi_sum_end(ampi_long_sum *s, void *to, amp_dtype dtype, int32_t add) {
+static void ampi_sum_end(ampi_long_sum *s, void *to, amp_dtype dtype, int32_t add) {
     float old[AMPI_SUM_COLS];
     if (s->wide) {
         ampi_sum_widen(s);
@@ -7144,10 +7148,10 @@ enum { AMPI_FOLD = 1024 / AMPI_KEY_TILE, AMPI_FOLD_TILES = 1024 / (AMPI_STRIPS *
 /* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
 typedef struct ampi_span { int64_t first, low, high; } ampi_span;
 
-AMPI_PRIVATE int64_t ampi_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+static int64_t ampi_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 /* The query stands at `position` among the keys: query i of q at i + keys - q, so that the last ones align. */
-AMPI_PRIVATE ampi_span ampi_mask_span(const amp_mask *mask, int64_t b, int64_t position, int64_t keys) {
+static ampi_span ampi_mask_span(const amp_mask *mask, int64_t b, int64_t position, int64_t keys) {
     int64_t length = mask->lengths ? ampi_clamp(mask->lengths[b], 0, keys) : keys;
     int64_t window = AMPI_MIN(mask->window, INT64_MAX / 4), end = position + 1;
     ampi_span s = {keys, 0, 0};
@@ -7172,12 +7176,12 @@ AMPI_PRIVATE ampi_span ampi_mask_span(const amp_mask *mask, int64_t b, int64_t p
     return s;
 }
 
-AMPI_PRIVATE int ampi_mask_hides(const amp_mask *mask) {
+static int ampi_mask_hides(const amp_mask *mask) {
     return mask->kind != AMP_MASK_NONE || mask->lengths != NULL || mask->documents != NULL;
 }
 
 /* The row of `allowed` that belongs to a query, or NULL. */
-AMPI_PRIVATE const uint8_t *ampi_mask_row(const amp_mask *mask, int64_t b, int64_t h, int64_t query, int64_t keys) {
+static const uint8_t *ampi_mask_row(const amp_mask *mask, int64_t b, int64_t h, int64_t query, int64_t keys) {
     if (mask->kind != AMP_MASK_ARBITRARY) return NULL;
     return mask->allowed + b * mask->allowed_batch_stride + h * mask->allowed_head_stride + query * keys;
 }
@@ -7191,8 +7195,8 @@ typedef struct ampi_strip_mask {
     int64_t keys, n;
 } ampi_strip_mask;
 
-AMPI_PRIVATE void ampi_strip_mask_open(ampi_strip_mask *s, const amp_mask *mask, int64_t b, int64_t h, int64_t query,
-                                       int64_t n, int64_t queries, int64_t keys) {
+static void ampi_strip_mask_open(ampi_strip_mask *s, const amp_mask *mask, int64_t b, int64_t h, int64_t query,
+                                 int64_t n, int64_t queries, int64_t keys) {
     s->documents = mask->documents ? mask->documents + b * keys : NULL;
     s->allowed = ampi_mask_row(mask, b, h, query, keys);
     s->keys = keys;
@@ -7216,7 +7220,7 @@ AMPI_PRIVATE void ampi_strip_mask_open(ampi_strip_mask *s, const amp_mask *mask,
 }
 
 /* The keys [*begin, *end) of a tile that some query of the strip may see; 0 if there are none. */
-AMPI_PRIVATE int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int64_t *end) {
+static int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int64_t *end) {
     int64_t from = *begin, to = *end;
     *end = AMPI_MIN(to, AMPI_MAX(s->most.first, s->most.high));
     if (s->most.first <= from) *begin = AMPI_MAX(from, s->least.low);
@@ -7234,8 +7238,8 @@ AMPI_PRIVATE int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int6
 
 /* The mask of the keys [begin, end) for the strip.  Returns 0 where all of them are seen by all.  `scratch` holds
    the transposed part of an arbitrary mask. */
-AMPI_PRIVATE int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, int64_t end, ampi_tile_mask *m,
-                                      int32_t *scratch) {
+static int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, int64_t end, ampi_tile_mask *m,
+                                int32_t *scratch) {
     int64_t rows = end - begin, i, j;
     int open = end <= s->least.first || (begin >= s->most.low && end <= s->least.high);
     m->documents = NULL;
@@ -7295,14 +7299,14 @@ typedef struct ampi_attention_scratch {
     int32_t careful;                /* 1: hidden keys or queries hold infinities or NaN */
 } ampi_attention_scratch;
 
-AMPI_PRIVATE float *ampi_take(float *base, int64_t *used, int64_t n) {
+static float *ampi_take(float *base, int64_t *used, int64_t n) {
     float *p = base ? base + *used : NULL;
     *used += n;
     return p;
 }
 
 /* Places a thread's arrays at base and returns how many floats they take; base NULL only counts. */
-AMPI_PRIVATE int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base, const ampi_attention_call *call, int backward) {
+static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base, const ampi_attention_call *call, int backward) {
     int64_t wide = call->wide, keys = call->x->keys, used = 0, strip = AMPI_STRIP * wide, tile = AMPI_KEY_TILE * AMPI_STRIP;
     for (int s = 0; s < AMPI_STRIPS; s++) {
         scratch->strips[s].q_copy = ampi_take(base, &used, strip);
@@ -7326,18 +7330,18 @@ AMPI_PRIVATE int64_t ampi_attention_place(ampi_attention_scratch *scratch, float
 }
 
 /* Whether every value of `storage` is one of `compute`. */
-AMPI_PRIVATE int ampi_is_exact(amp_dtype storage, amp_dtype compute) {
+static int ampi_is_exact(amp_dtype storage, amp_dtype compute) {
     return compute == AMP_F32 || compute == storage || (compute == AMP_TF32 && storage != AMP_F32);
 }
 
 /* Row i of the head in a tensor. */
-AMPI_PRIVATE int64_t ampi_attention_at(const ampi_attention_scratch *scratch, const int64_t stride[3], int64_t i) {
+static int64_t ampi_attention_at(const ampi_attention_scratch *scratch, const int64_t stride[3], int64_t i) {
     return scratch->b * stride[0] + i * stride[1] + scratch->h * stride[2];
 }
 
 /* n rows of dim values at `data`, `stride` elements apart, as fp32 numbers of the compute dtype in scratch[n][wide]. */
-AMPI_PRIVATE void ampi_attention_load(const ampi_attention_call *call, const void *data, int64_t stride, int64_t n,
-                                      float *scratch) {
+static void ampi_attention_load(const ampi_attention_call *call, const void *data, int64_t stride, int64_t n,
+                                float *scratch) {
     const amp_k_attention *x = call->x;
     for (int64_t i = 0; i < n; i++) {
         float *row = scratch + i * call->wide;
@@ -7349,9 +7353,9 @@ AMPI_PRIVATE void ampi_attention_load(const ampi_attention_call *call, const voi
 
 /* Rows [begin, begin + n) of the head: where they lie if they are fp32 and stay so, else in `copy`.  A strip is
    filled up with zeros to AMPI_STRIP rows of `wide`. */
-AMPI_PRIVATE ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
-                                             const void *data, const int64_t stride[3], int64_t begin, int64_t n,
-                                             int strip, float *copy) {
+static ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
+                                       const void *data, const int64_t stride[3], int64_t begin, int64_t n,
+                                       int strip, float *copy) {
     const amp_k_attention *x = call->x;
     const void *from = ampi_at(data, x->dtype, ampi_attention_at(scratch, stride, begin));
     int64_t wide = call->wide;
@@ -7368,8 +7372,8 @@ AMPI_PRIVATE ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, co
 }
 
 /* Rounds factor * rows[n][wide] into rows begin, begin + 1, ... of a tensor.  Returns whether there was a NaN. */
-AMPI_PRIVATE int ampi_attention_store(const ampi_attention_call *call, const ampi_attention_scratch *scratch, void *data,
-                                      const int64_t stride[3], int64_t begin, int64_t n, float *rows, float factor) {
+static int ampi_attention_store(const ampi_attention_call *call, const ampi_attention_scratch *scratch, void *data,
+                                const int64_t stride[3], int64_t begin, int64_t n, float *rows, float factor) {
     const amp_k_attention *x = call->x;
     int nan = call->vec->has_nan(rows, n * call->wide);
     for (int64_t i = 0; i < n; i++) {
@@ -7382,8 +7386,8 @@ AMPI_PRIVATE int ampi_attention_store(const ampi_attention_call *call, const amp
 }
 
 /* delta[i] = sum over d of do[i][d] o[i][d], which is sum over keys of p dp. */
-AMPI_PRIVATE void ampi_attention_delta(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
-                                       ampi_strip *s) {
+static void ampi_attention_delta(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
+                                 ampi_strip *s) {
     const amp_k_attention *x = call->x;
     float *row = scratch->result;
     memset(row, 0, (size_t)call->wide * sizeof *row);
@@ -7396,8 +7400,8 @@ AMPI_PRIVATE void ampi_attention_delta(const ampi_attention_call *call, const am
 }
 
 /* Prepares the strips of tile t of the head. */
-AMPI_PRIVATE void ampi_attention_open(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t,
-                                      int backward) {
+static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t,
+                                int backward) {
     const amp_k_attention *x = call->x;
     int64_t query = t * AMPI_STRIPS * AMPI_STRIP;
     scratch->n_strips = 0;
@@ -7422,22 +7426,22 @@ AMPI_PRIVATE void ampi_attention_open(const ampi_attention_call *call, ampi_atte
 }
 
 /* tile = scale times n rows times a transposed strip. */
-AMPI_PRIVATE void ampi_attention_scores(const ampi_attention_call *call, ampi_rows32 rows, int64_t n,
-                                        const float *strip_t, float scale, float *tile) {
+static void ampi_attention_scores(const ampi_attention_call *call, ampi_rows32 rows, int64_t n,
+                                  const float *strip_t, float scale, float *tile) {
     ampi_product p = {n, AMPI_STRIP, call->x->dim, rows.data, rows.ld, 1, strip_t, AMPI_STRIP, tile, AMPI_STRIP,
                       0, scale, NULL};
     call->vec->product(&p);
 }
 
-AMPI_PRIVATE void ampi_attention_add(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
-                                     const ampi_product *p, int32_t a_is_weight) {
+static void ampi_attention_add(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
+                               const ampi_product *p, int32_t a_is_weight) {
     if (scratch->careful) call->vec->product_weighted(p, a_is_weight);
     else call->vec->product(p);
 }
 
 /* One strip and n keys from `begin` on: o = o rescale + v^T p. */
-AMPI_PRIVATE void ampi_attention_forward_tile(const ampi_attention_call *call, ampi_attention_scratch *scratch, ampi_strip *s,
-                                              int64_t begin, int64_t n, ampi_rows32 k, ampi_rows32 v) {
+static void ampi_attention_forward_tile(const ampi_attention_call *call, ampi_attention_scratch *scratch, ampi_strip *s,
+                                        int64_t begin, int64_t n, ampi_rows32 k, ampi_rows32 v) {
     const amp_k_attention *x = call->x;
     float rescale[AMPI_STRIP];
     ampi_tile_mask mask;
@@ -7452,9 +7456,9 @@ AMPI_PRIVATE void ampi_attention_forward_tile(const ampi_attention_call *call, a
 
 /* One strip and n keys from `begin` on, with s the scaled scores:
    p = exp(s - lse), dp = do v^T, ds = p (dp - delta), dv += p^T do, dk += ds^T q, dq += ds k. */
-AMPI_PRIVATE void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_attention_scratch *scratch,
-                                               ampi_strip *s, int64_t begin, int64_t n, ampi_rows32 k,
-                                               ampi_rows32 v) {
+static void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_attention_scratch *scratch,
+                                         ampi_strip *s, int64_t begin, int64_t n, ampi_rows32 k,
+                                         ampi_rows32 v) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide, queries = s->mask.n;
     float *p = scratch->scores, *ds = scratch->slopes, *dk = scratch->dk + begin * wide, *dv = scratch->dv + begin * wide;
@@ -7481,7 +7485,7 @@ AMPI_PRIVATE void ampi_attention_backward_tile(const ampi_attention_call *call, 
 }
 
 /* Adds a strip's result, and forward its sums of weights relative to `max`, to those of the keys before. */
-AMPI_PRIVATE void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, int backward) {
+static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, int backward) {
     int64_t n = AMPI_STRIP * call->wide;
     float factor[AMPI_STRIP];
     ampi_product rescale = {call->wide, AMPI_STRIP, 0, s->q_t, 0, 0, s->q_t, 0, s->total_t, AMPI_STRIP, 1, 1.0f, factor};
@@ -7505,7 +7509,7 @@ AMPI_PRIVATE void ampi_attention_fold(const ampi_attention_call *call, ampi_stri
 }
 
 /* All strips in `scratch` against all keys they see. */
-AMPI_PRIVATE void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_scratch *scratch, int backward) {
+static void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_scratch *scratch, int backward) {
     const amp_k_attention *x = call->x;
     for (int64_t j = 0; j < x->keys; j += AMPI_KEY_TILE) {
         int64_t last = AMPI_MIN(x->keys, j + AMPI_KEY_TILE);
@@ -7536,7 +7540,7 @@ AMPI_PRIVATE void ampi_attention_sweep(const ampi_attention_call *call, ampi_att
 }
 
 /* Tile t of the head, forward.  Returns whether o has a NaN. */
-AMPI_PRIVATE int ampi_attention_forward(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t) {
+static int ampi_attention_forward(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide;
     int nan = 0;
@@ -7557,7 +7561,7 @@ AMPI_PRIVATE int ampi_attention_forward(const ampi_attention_call *call, ampi_at
 }
 
 /* After tile t - 1: total takes what part holds; after the last, part takes what total holds, if anything. */
-AMPI_PRIVATE void ampi_attention_total(const ampi_attention_call *call, float *part, float *total, int64_t t) {
+static void ampi_attention_total(const ampi_attention_call *call, float *part, float *total, int64_t t) {
     int64_t n = call->x->keys * call->wide;
     int last = t == call->tiles;
     if (t <= AMPI_FOLD_TILES && last) return;
@@ -7567,7 +7571,7 @@ AMPI_PRIVATE void ampi_attention_total(const ampi_attention_call *call, float *p
 }
 
 /* The head, backward.  Returns whether a gradient has a NaN. */
-AMPI_PRIVATE int ampi_attention_backward(const ampi_attention_call *call, ampi_attention_scratch *scratch) {
+static int ampi_attention_backward(const ampi_attention_call *call, ampi_attention_scratch *scratch) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide;
     int nan = 0;
@@ -7624,7 +7628,7 @@ static void ampi_attention_backward_task(void *arg, int64_t begin, int64_t end, 
     }
 }
 
-AMPI_PRIVATE amp_result ampi_attention_run(ampi_cpu *cpu, const amp_k_attention *x, int backward) {
+static amp_result ampi_attention_run(ampi_cpu *cpu, const amp_k_attention *x, int backward) {
     ampi_attention_call call;
     ampi_attention_scratch scratch;
     int64_t items;
@@ -7666,8 +7670,8 @@ typedef struct ampi_softmax_call {
 } ampi_softmax_call;
 
 /* -inf into the hidden ones among scores [0, end) of a row. */
-AMPI_PRIVATE void ampi_softmax_hide(const amp_k_softmax *x, int64_t b, int64_t h, int64_t query, ampi_span span,
-                                    float *scores, int64_t end) {
+static void ampi_softmax_hide(const amp_k_softmax *x, int64_t b, int64_t h, int64_t query, ampi_span span,
+                              float *scores, int64_t end) {
     int64_t position = query + x->keys - x->queries;
     const int32_t *documents = x->mask.documents ? x->mask.documents + b * x->keys : NULL;
     const uint8_t *allowed = ampi_mask_row(&x->mask, b, h, query, x->keys);
@@ -7680,7 +7684,7 @@ AMPI_PRIVATE void ampi_softmax_hide(const amp_k_softmax *x, int64_t b, int64_t h
 }
 
 /* y[0, n) = softmax of itself. */
-AMPI_PRIVATE void ampi_softmax_row(amp_cpu_path path, float *y, int64_t n) {
+static void ampi_softmax_row(amp_cpu_path path, float *y, int64_t n) {
     const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, path);
     float max = vec->row_max(y, n);
     double sum = 0.0;
@@ -7727,7 +7731,7 @@ static void ampi_softmax_backward_task(void *arg, int64_t begin, int64_t end, in
     }
 }
 
-AMPI_PRIVATE amp_result ampi_softmax_run(ampi_cpu *cpu, const amp_k_softmax *x, ampi_task task) {
+static amp_result ampi_softmax_run(ampi_cpu *cpu, const amp_k_softmax *x, ampi_task task) {
     ampi_softmax_call call;
     int64_t rows = x->batch * x->heads * x->queries;
     int64_t grain = AMPI_MAX((int64_t)1, 16384 / AMPI_MAX(x->keys, (int64_t)1));
@@ -7769,7 +7773,7 @@ typedef struct ampi_pointwise_job {
     int64_t rows, cols, tiles_per_row;  /* elementwise kernels: tiles of at most AMPI_TILE neighbours in a row */
 } ampi_pointwise_job;
 
-AMPI_PRIVATE ampi_pointwise_job ampi_job(void *dev, const void *args) {
+static ampi_pointwise_job ampi_job(void *dev, const void *args) {
     ampi_pointwise_job job;
     memset(&job, 0, sizeof job);
     job.cpu = (ampi_cpu *)dev;
@@ -7779,10 +7783,10 @@ AMPI_PRIVATE ampi_pointwise_job ampi_job(void *dev, const void *args) {
 }
 
 /* How many items of `size` elements a thread should get at least. */
-AMPI_PRIVATE int64_t ampi_grain(int64_t size) { return AMPI_MAX(1, AMPI_PIECE / AMPI_MAX(size, 1)); }
+static int64_t ampi_grain(int64_t size) { return AMPI_MAX(1, AMPI_PIECE / AMPI_MAX(size, 1)); }
 
 /* Runs an elementwise task over the tiles of a rows x cols shape. */
-AMPI_PRIVATE void ampi_run_tiles(ampi_pointwise_job *job, int64_t rows, int64_t cols, ampi_task task) {
+static void ampi_run_tiles(ampi_pointwise_job *job, int64_t rows, int64_t cols, ampi_task task) {
     job->rows = rows;
     job->cols = cols;
     job->tiles_per_row = (cols + AMPI_TILE - 1) / AMPI_TILE;
@@ -7790,24 +7794,24 @@ AMPI_PRIVATE void ampi_run_tiles(ampi_pointwise_job *job, int64_t rows, int64_t 
 }
 
 /* Tile i starts at (row, col) and has so many elements. */
-AMPI_PRIVATE int64_t ampi_tile(const ampi_pointwise_job *job, int64_t i, int64_t *row, int64_t *col) {
+static int64_t ampi_tile(const ampi_pointwise_job *job, int64_t i, int64_t *row, int64_t *col) {
     *row = i / job->tiles_per_row;
     *col = i % job->tiles_per_row * AMPI_TILE;
     return AMPI_MIN(job->cols - *col, (int64_t)AMPI_TILE);
 }
 
-AMPI_PRIVATE void *ampi_mat_at(const amp_mat *m, int64_t row, int64_t col) {
+static void *ampi_mat_at(const amp_mat *m, int64_t row, int64_t col) {
     return ampi_at_mut(m->data, m->dtype, row * m->ld + col);
 }
 
 /* 1 where the rows follow each other without a gap, so that the matrix can be walked as one long row. */
-AMPI_PRIVATE int ampi_mat_dense(const amp_mat *m) { return m->ld == m->cols || m->rows <= 1; }
+static int ampi_mat_dense(const amp_mat *m) { return m->ld == m->cols || m->rows <= 1; }
 
 /* Columns of a row buffer: a multiple of 64 bytes. */
-AMPI_PRIVATE int64_t ampi_padded(int64_t cols) { return (cols + 15) / 16 * 16; }
+static int64_t ampi_padded(int64_t cols) { return (cols + 15) / 16 * 16; }
 
 /* 1 + the index of the first value outside 0..limit-1 that is not `ignore`, or 0. */
-AMPI_PRIVATE int32_t ampi_first_outside(const int32_t *values, int64_t n, int64_t limit, int64_t ignore) {
+static int32_t ampi_first_outside(const int32_t *values, int64_t n, int64_t limit, int64_t ignore) {
     for (int64_t i = 0; i < n; i++)
         if ((values[i] < 0 || values[i] >= limit) && values[i] != ignore)
             return (int32_t)AMPI_MIN(i + 1, (int64_t)INT32_MAX);
@@ -7854,8 +7858,8 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
 /* ---- Activations, SwiGLU, dropout, addition */
 
 /* x + bias[col..], in `scratch`; without a bias x itself. */
-AMPI_PRIVATE const float *ampi_row_biased(const float *x, const void *bias, amp_dtype dtype, int64_t col, int64_t n,
-                                          float *scratch, amp_cpu_path path) {
+static const float *ampi_row_biased(const float *x, const void *bias, amp_dtype dtype, int64_t col, int64_t n,
+                                    float *scratch, amp_cpu_path path) {
     float bias_scratch[AMPI_TILE];
     const float *b;
     if (bias == NULL) return x;
@@ -7881,7 +7885,7 @@ static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thre
 }
 
 /* With a bias over rows of cols, else over one long row. */
-AMPI_PRIVATE void ampi_run_activation(ampi_pointwise_job *job, const amp_k_activation *a, ampi_task task) {
+static void ampi_run_activation(ampi_pointwise_job *job, const amp_k_activation *a, ampi_task task) {
     int64_t cols = a->bias != NULL ? a->cols : a->n;
     ampi_run_tiles(job, cols > 0 ? a->n / cols : 0, cols, task);
 }
@@ -8569,11 +8573,11 @@ struct ampi_multi_job {
     amp_k_inspected *inspected;     /* of each chunk */
 };
 
-AMPI_PRIVATE int64_t ampi_row_chunks(const amp_k_tensor *row) {
+static int64_t ampi_row_chunks(const amp_k_tensor *row) {
     return row->live ? (row->count + AMPI_MULTI_CHUNK - 1) / AMPI_MULTI_CHUNK : 0;
 }
 
-AMPI_PRIVATE int64_t ampi_multi_chunks(const amp_k_tensor *table, int64_t tensors) {
+static int64_t ampi_multi_chunks(const amp_k_tensor *table, int64_t tensors) {
     int64_t i, chunks = 0;
     for (i = 0; i < tensors; i++) chunks += ampi_row_chunks(&table[i]);
     return chunks;
@@ -8592,8 +8596,8 @@ static void ampi_multi_task(void *arg, int64_t begin, int64_t end, int thread) {
     }
 }
 
-AMPI_PRIVATE void ampi_multi_run(ampi_cpu *cpu, ampi_multi_job *job, const amp_k_tensor *table, int64_t tensors,
-                                 ampi_multi_piece piece, const void *args) {
+static void ampi_multi_run(ampi_cpu *cpu, ampi_multi_job *job, const amp_k_tensor *table, int64_t tensors,
+                           ampi_multi_piece piece, const void *args) {
     job->table = table;
     job->tensors = tensors;
     job->piece = piece;
@@ -8605,7 +8609,7 @@ AMPI_PRIVATE void ampi_multi_run(ampi_cpu *cpu, ampi_multi_job *job, const amp_k
 
 /* ---- Check and scale */
 
-AMPI_PRIVATE double ampi_check_f64(void *data, int64_t n, const float *factor, int32_t *bad) {
+static double ampi_check_f64(void *data, int64_t n, const float *factor, int32_t *bad) {
     double sum = 0, x;
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -8620,7 +8624,7 @@ AMPI_PRIVATE double ampi_check_f64(void *data, int64_t n, const float *factor, i
 }
 
 /* 16-bit gradients are widened (exactly), multiplied in fp32 and rounded once. */
-AMPI_PRIVATE double ampi_check_16bit(const ampi_multi_job *job, void *data, amp_dtype dtype, int64_t n, int32_t *bad) {
+static double ampi_check_16bit(const ampi_multi_job *job, void *data, amp_dtype dtype, int64_t n, int32_t *bad) {
     float scratch[AMPI_MULTI_BLOCK];
     double sum = 0;
     int64_t i, k;
@@ -8703,7 +8707,7 @@ static amp_result ampi_cpu_scale_ranges(void *dev, const amp_k_scale_ranges *arg
 
 /* ---- Inspect */
 
-AMPI_PRIVATE float ampi_inspect_f64(const void *data, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS]) {
+static float ampi_inspect_f64(const void *data, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS]) {
     uint64_t bits, largest = 0;
     int64_t i;
     int k;
@@ -8768,24 +8772,24 @@ typedef struct ampi_update {
     float w_scratch[AMPI_MULTI_BLOCK], g_scratch[AMPI_MULTI_BLOCK], m_scratch[AMPI_MULTI_BLOCK], v_scratch[AMPI_MULTI_BLOCK];
 } ampi_update;
 
-AMPI_PRIVATE int ampi_has_remainder(const amp_k_tensor *row) {
+static int ampi_has_remainder(const amp_k_tensor *row) {
     return row->master != NULL && row->master_kind == AMP_MASTER_REMAINDER;
 }
 /* How many elements may be worked on at once. */
-AMPI_PRIVATE int64_t ampi_update_block(const amp_k_tensor *row) {
+static int64_t ampi_update_block(const amp_k_tensor *row) {
     return row->weight_dtype == AMP_F32 && row->grad_dtype == AMP_F32 && row->moment_dtype != AMP_BF16
                ? AMPI_MULTI_CHUNK : AMPI_MULTI_BLOCK;
 }
 
-AMPI_PRIVATE float *ampi_moment_in(const amp_k_tensor *row, void *moment, int64_t first, int64_t n, float *scratch,
-                                   amp_cpu_path path) {
+static float *ampi_moment_in(const amp_k_tensor *row, void *moment, int64_t first, int64_t n, float *scratch,
+                             amp_cpu_path path) {
     if (moment == NULL) return NULL;
     if (row->moment_dtype != AMP_BF16) return (float *)moment + first;
     ampi_convert_fast(scratch, AMP_F32, ampi_at(moment, AMP_BF16, first), AMP_BF16, n, path);
     return scratch;
 }
 
-AMPI_PRIVATE void ampi_update_in(ampi_update *x, const amp_k_tensor *row, int64_t first, int64_t n, amp_cpu_path path) {
+static void ampi_update_in(ampi_update *x, const amp_k_tensor *row, int64_t first, int64_t n, amp_cpu_path path) {
     const void *weight = ampi_at(row->weight, row->weight_dtype, first);
     x->g = ampi_row_in(ampi_at(row->grad, row->grad_dtype, first), row->grad_dtype, n, x->g_scratch, path);
     x->m = ampi_moment_in(row, row->m, first, n, x->m_scratch, path);
@@ -8798,8 +8802,8 @@ AMPI_PRIVATE void ampi_update_in(ampi_update *x, const amp_k_tensor *row, int64_
     else ampi_row_in(weight, row->weight_dtype, n, x->w_scratch, path);
 }
 
-AMPI_PRIVATE void ampi_update_out(const ampi_update *x, const amp_k_tensor *row, uint64_t seed, int64_t first, int64_t n,
-                                  amp_cpu_path path) {
+static void ampi_update_out(const ampi_update *x, const amp_k_tensor *row, uint64_t seed, int64_t first, int64_t n,
+                            amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     void *weight = ampi_at_mut(row->weight, row->weight_dtype, first);
     int stochastic = row->master == NULL && row->master_kind == AMP_MASTER_STOCHASTIC && row->weight_dtype != AMP_F32;
@@ -9152,54 +9156,54 @@ struct amp_context {
 /* ---- What other sections may ask of a context */
 
 /* Has a section's listener called from now on.  Called with the lock held. */
-AMPI_PRIVATE void ampi_listen(amp_context *amp, ampi_listener listener) {
+static void ampi_listen(amp_context *amp, ampi_listener listener) {
     int i = 0;
     while (amp->listeners[i] != NULL && amp->listeners[i] != listener) i++;
     __atomic_store_n(&amp->listeners[i], listener, __ATOMIC_RELEASE);
 }
-AMPI_PRIVATE void ampi_notify(amp_context *amp, ampi_notice notice, uint64_t id) {
+static void ampi_notify(amp_context *amp, ampi_notice notice, uint64_t id) {
     ampi_listener listener;
     int i;
     for (i = 0; (listener = __atomic_load_n(&amp->listeners[i], __ATOMIC_ACQUIRE)) != NULL; i++) listener(amp, notice, id);
 }
 
-AMPI_PRIVATE const amp_backend *ampi_backend(const amp_context *amp, void **dev, void **stream) {
+static const amp_backend *ampi_backend(const amp_context *amp, void **dev, void **stream) {
     *dev = amp->dev;
     *stream = amp->desc.stream;
     return amp->backend;
 }
-AMPI_PRIVATE amp_result ampi_check_saturate(const amp_context *amp, const char *f, int32_t saturate) {
+static amp_result ampi_check_saturate(const amp_context *amp, const char *f, int32_t saturate) {
     if (!saturate || amp->backend->host_visible) return AMP_OK;
     return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".saturate_inputs: the %s backend cannot cut operands; compute in bf16, or scale the inputs", amp->backend->name);
 }
-AMPI_PRIVATE amp_result ampi_may_wait(const amp_context *amp) {
+static amp_result ampi_may_wait(const amp_context *amp) {
     if (amp->capture == NULL) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "the call waits for the device, which only records while a graph is captured: move it behind amp_graph_end");
 }
 /* Something changed that captured graphs have built in. */
-AMPI_PRIVATE void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
-AMPI_PRIVATE uint64_t ampi_settings_version(const amp_context *amp) { return amp->settings_version; }
+static void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
+static uint64_t ampi_settings_version(const amp_context *amp) { return amp->settings_version; }
 /* The graph that is being captured, or NULL. */
-AMPI_PRIVATE ampi_object *ampi_capture(const amp_context *amp) { return amp->capture; }
-AMPI_PRIVATE void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
+static ampi_object *ampi_capture(const amp_context *amp) { return amp->capture; }
+static void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
     amp->capture = graph;
     amp->graphs++;
     amp->capture_random = amp->random_offset;
 }
 /* Returns how many random numbers the captured work takes; they are not used up. */
-AMPI_PRIVATE uint64_t ampi_capture_end(amp_context *amp) {
+static uint64_t ampi_capture_end(amp_context *amp) {
     uint64_t taken = amp->random_offset - amp->capture_random;
     amp->random_offset = amp->capture_random;
     amp->capture = NULL;
     return taken;
 }
-AMPI_PRIVATE void ampi_graph_left(amp_context *amp) { amp->graphs--; }
+static void ampi_graph_left(amp_context *amp) { amp->graphs--; }
 /* Where a graph reads its first random offset, and what that is now. */
-AMPI_PRIVATE uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
+static uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
     *offset = amp->random_offset;
     return &amp->cells->random;
 }
-AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
+static void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
 /* What decides what regions compute in, and the next random numbers, to be put back after a look at another precision. */
 typedef struct ampi_precision {
     amp_choice choice;
@@ -9208,7 +9212,7 @@ typedef struct ampi_precision {
     int64_t n_layers;               /* overrides of layers */
     uint64_t random_offset;
 } ampi_precision;
-AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
+static ampi_precision ampi_precision_get(const amp_context *amp) {
     ampi_precision p;
     memset(&p, 0, sizeof p);
     p.choice = amp->choice;
@@ -9221,7 +9225,7 @@ AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
     return p;
 }
 /* Whatever the level; nothing that is captured or logged changes.  Weights may have changed too: no cached cast is left. */
-AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
+static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->choice = p->choice;
     amp->desc.autocast_dtype = p->autocast_dtype;
     amp->desc.disable = p->disable;
@@ -9232,11 +9236,11 @@ AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) 
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 /* 1: the gradient holds what no step has used, and the next backward adds to it; 0: it overwrites it. */
-AMPI_PRIVATE void ampi_gradient_live(amp_param *p, int live) {
+static void ampi_gradient_live(amp_param *p, int live) {
     if (p != NULL && (!live || p->grad.data != NULL)) p->grad_live = live;
 }
 /* 1: some registered parameter's gradient is live; clear 1: no more. */
-AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
+static int ampi_live_gradients(amp_context *amp, int clear) {
     int64_t i, live = 0;
     for (i = 0; i < amp->n_params; i++) {
         live += amp->params[i].param->grad_live != 0;
@@ -9245,20 +9249,20 @@ AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
     return live > 0;
 }
 /* The registered parameter with this gradient, or NULL. */
-AMPI_PRIVATE amp_param *ampi_param_of_gradient(const amp_context *amp, const void *data) {
+static amp_param *ampi_param_of_gradient(const amp_context *amp, const void *data) {
     int64_t i;
     for (i = 0; data != NULL && i < amp->n_params; i++)
         if (amp->params[i].param->grad.data == data) return amp->params[i].param;
     return NULL;
 }
-AMPI_PRIVATE int ampi_is_closed(const amp_context *amp) { return __atomic_load_n(&amp->closed, __ATOMIC_ACQUIRE); }
-AMPI_PRIVATE const amp_system *ampi_context_system(const amp_context *amp) { return &amp->system; }
-AMPI_PRIVATE const amp_desc *ampi_settings(const amp_context *amp) { return &amp->desc; }
-AMPI_PRIVATE amp_dtype ampi_dtype(const amp_context *amp) { return amp->choice.dtype; }
+static int ampi_is_closed(const amp_context *amp) { return __atomic_load_n(&amp->closed, __ATOMIC_ACQUIRE); }
+static const amp_system *ampi_context_system(const amp_context *amp) { return &amp->system; }
+static const amp_desc *ampi_settings(const amp_context *amp) { return &amp->desc; }
+static amp_dtype ampi_dtype(const amp_context *amp) { return amp->choice.dtype; }
 
-AMPI_PRIVATE void ampi_lock(const amp_context *amp) { pthread_mutex_lock(&((amp_context *)(uintptr_t)amp)->lock); }
-AMPI_PRIVATE void ampi_unlock(const amp_context *amp) { pthread_mutex_unlock(&((amp_context *)(uintptr_t)amp)->lock); }
-AMPI_PRIVATE int64_t ampi_new_inf(const amp_context *amp, char where[80]) {
+static void ampi_lock(const amp_context *amp) { pthread_mutex_lock(&((amp_context *)(uintptr_t)amp)->lock); }
+static void ampi_unlock(const amp_context *amp) { pthread_mutex_unlock(&((amp_context *)(uintptr_t)amp)->lock); }
+static int64_t ampi_new_inf(const amp_context *amp, char where[80]) {
     int64_t n;
     ampi_lock(amp);
     n = amp->new_inf;
@@ -9298,9 +9302,9 @@ static amp_result ampi_grow(amp_context *amp, const char *function, void **array
 
 /* ---- Who lives how long */
 
-AMPI_PRIVATE void ampi_context_hold(amp_context *amp) { __atomic_add_fetch(&amp->holders, 1, __ATOMIC_RELAXED); }
+static void ampi_context_hold(amp_context *amp) { __atomic_add_fetch(&amp->holders, 1, __ATOMIC_RELAXED); }
 /* The last of them frees what amp_close leaves. */
-AMPI_PRIVATE void ampi_context_let_go(amp_context *amp) {
+static void ampi_context_let_go(amp_context *amp) {
     amp_system system = amp->system;
     if (__atomic_sub_fetch(&amp->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
     if (amp->has_key) pthread_key_delete(amp->thread_key);
@@ -9310,7 +9314,7 @@ AMPI_PRIVATE void ampi_context_let_go(amp_context *amp) {
 }
 
 /* *out: a zeroed struct that begins with an ampi_object, which its maker enlists when it is complete. */
-AMPI_PRIVATE amp_result ampi_object_create(amp_context *amp, const char *function, void **out, size_t bytes, const char *kind, void (*stop)(ampi_object *object)) {
+static amp_result ampi_object_create(amp_context *amp, const char *function, void **out, size_t bytes, const char *kind, void (*stop)(ampi_object *object)) {
     ampi_object *o;
     AMPI_TRY(ampi_alloc(&amp->system, function, out, 1, bytes));
     o = (ampi_object *)*out;
@@ -9322,7 +9326,7 @@ AMPI_PRIVATE amp_result ampi_object_create(amp_context *amp, const char *functio
     ampi_context_hold(amp);
     return AMP_OK;
 }
-AMPI_PRIVATE void ampi_object_enlist(ampi_object *o, const char *name) {
+static void ampi_object_enlist(ampi_object *o, const char *name) {
     amp_context *amp = o->amp;
     snprintf(o->name, sizeof o->name, "%s", name ? name : "");
     ampi_lock(amp);
@@ -9332,35 +9336,41 @@ AMPI_PRIVATE void ampi_object_enlist(ampi_object *o, const char *name) {
     amp->objects = o;
     ampi_unlock(amp);
 }
-AMPI_PRIVATE void ampi_object_unlist(ampi_object *o) {
+static void ampi_object_unlist(ampi_object *o) {
     ampi_lock(o->amp);
     if (o->link != NULL) *o->link = o->next;
     if (o->link != NULL && o->next != NULL) o->next->link = o->link;
     o->link = NULL;
     ampi_unlock(o->amp);
 }
-AMPI_PRIVATE void ampi_object_stop(ampi_object *o) {
+static void ampi_object_stop(ampi_object *o) {
     if (!__atomic_exchange_n(&o->stopped, 1, __ATOMIC_ACQ_REL)) o->stop(o);
 }
-AMPI_PRIVATE void ampi_object_hold(ampi_object *o) { __atomic_add_fetch(&o->holders, 1, __ATOMIC_RELAXED); }
-AMPI_PRIVATE void ampi_object_let_go(ampi_object *o) {
+static void ampi_object_hold(ampi_object *o) { __atomic_add_fetch(&o->holders, 1, __ATOMIC_RELAXED); }
+static void ampi_object_let_go(ampi_object *o) {
     amp_context *amp = o->amp;
     if (__atomic_sub_fetch(&o->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
     if (o->release != NULL) o->release(o);
     else ampi_free(&amp->system, o, 1, o->bytes);
     ampi_context_let_go(amp);
 }
-AMPI_PRIVATE void ampi_object_destroy(ampi_object *o) {
+static void ampi_object_destroy(ampi_object *o) {
     ampi_object_unlist(o);
     ampi_object_stop(o);
     ampi_object_let_go(o);
 }
-AMPI_PRIVATE int ampi_is_stopped(const ampi_object *o) { return __atomic_load_n(&o->stopped, __ATOMIC_ACQUIRE); }
-AMPI_PRIVATE amp_result ampi_alive(const ampi_object *o, const char *function) {
+static int ampi_is_stopped(const ampi_object *o) { return __atomic_load_n(&o->stopped, __ATOMIC_ACQUIRE); }
+static amp_result ampi_alive(const ampi_object *o, const char *function) {
     if (!ampi_is_stopped(o)) return AMP_OK;
     if (ampi_is_closed(o->amp))
         return ampi_fail(AMP_ERR_STATE, function, "the context that this %s was created from was closed; only destroying it is left to do", o->kind);
     return ampi_fail(AMP_ERR_STATE, function, "the %s that this refers to was destroyed; destroy this one first", o->kind);
+}
+
+/* An object of a caller's, which begins with its ampi_object. */
+static amp_result ampi_need_object(const char *function, const void *object, const char *name) {
+    AMPI_TRY(ampi_need(function, object != NULL, name));
+    return ampi_alive((const ampi_object *)object, function);
 }
 
 /* ---- Log */
@@ -9380,7 +9390,7 @@ static int ampi_log_count(amp_context *amp, int id) {
     return 1;
 }
 
-AMPI_PRIVATE void ampi_log_text(const amp_context *amp, amp_log_level level, int id, const char *text) {
+static void ampi_log_text(const amp_context *amp, amp_log_level level, int id, const char *text) {
     const amp_logger *logger = &amp->desc.logger;
     int count;
     if (level > logger->level || logger->level == AMP_LOG_OFF) return;
@@ -9390,7 +9400,7 @@ AMPI_PRIVATE void ampi_log_text(const amp_context *amp, amp_log_level level, int
         fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text, count == AMPI_LOG_REPEATS ? " (not repeated further)" : "");
 }
 
-AMPI_PRIVATE AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level level, int id, const char *format, ...) {
+static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level level, int id, const char *format, ...) {
     char text[512];
     ampi_sheet sheet = ampi_sheet_of(text, sizeof text);
     va_list args;
@@ -9636,7 +9646,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp_result result;
     void *memory;
     int locks;
-    if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open", "out is NULL");
+    AMPI_TRY(ampi_need("amp_open", out != NULL, "out"));
     *out = NULL;
     if (headers == NULL || n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "headers is NULL or none");
     AMPI_TRY(ampi_check_headers("amp_open", headers, n));
@@ -9727,20 +9737,20 @@ AMP_API void amp_close(amp_context *amp) {
 }
 
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out) {
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_query", "amp or out is NULL");
+    AMPI_TRY(ampi_need("amp_query", amp && out, "amp or out"));
     *out = amp->desc;
     out->dtype = amp->choice.dtype;
     return AMP_OK;
 }
 
 AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out) {
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_query_machine", "amp or out is NULL");
+    AMPI_TRY(ampi_need("amp_query_machine", amp && out, "amp or out"));
     *out = amp->machine;
     return AMP_OK;
 }
 
 AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_query_choice", "amp or out is NULL");
+    AMPI_TRY(ampi_need("amp_query_choice", amp && out, "amp or out"));
     *out = amp->choice;
     return AMP_OK;
 }
@@ -9763,7 +9773,7 @@ static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dt
 
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
     amp_choice choice;
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_dtype", "amp is NULL");
+    AMPI_TRY(ampi_need("amp_set_dtype", amp != NULL, "amp"));
     AMPI_TRY(ampi_as("amp_set_dtype", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
     if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s", amp_dtype_name(choice.dtype));
@@ -9773,7 +9783,7 @@ AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
 }
 
 AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled) {
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_enabled", "amp is NULL");
+    AMPI_TRY(ampi_need("amp_set_enabled", amp != NULL, "amp"));
     amp->desc.disable = !enabled;
     ampi_settings_changed(amp);
     return AMP_OK;
@@ -9832,7 +9842,7 @@ static int64_t ampi_block_take(amp_context *amp, const void *ptr) {
     return block.bytes;
 }
 
-AMPI_PRIVATE amp_result ampi_alloc_part(amp_context *amp, ampi_part part, void **ptr, int64_t bytes) {
+static amp_result ampi_alloc_part(amp_context *amp, ampi_part part, void **ptr, int64_t bytes) {
     ampi_block *block;
     amp_result result;
     void *memory = NULL;
@@ -9856,7 +9866,7 @@ AMPI_PRIVATE amp_result ampi_alloc_part(amp_context *amp, ampi_part part, void *
 }
 
 AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes) {
-    if (amp == NULL || ptr == NULL) return ampi_fail(AMP_ERR_NULL, "amp_alloc", "amp or ptr is NULL");
+    AMPI_TRY(ampi_need("amp_alloc", amp && ptr, "amp or ptr"));
     return ampi_alloc_part(amp, AMPI_PART_USER, ptr, bytes);
 }
 
@@ -9884,7 +9894,7 @@ AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes
 
 AMP_API amp_result amp_sync(amp_context *amp) {
     int32_t bad = 0;
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_sync", "amp is NULL");
+    AMPI_TRY(ampi_need("amp_sync", amp != NULL, "amp"));
     AMPI_TRY(ampi_as("amp_sync", ampi_may_wait(amp)));
     if (!amp->backend->host_visible) AMPI_TRY(amp->backend->copy(amp->dev, &bad, &amp->cells->bad_row, sizeof bad, AMP_COPY_TO_HOST, amp->desc.stream));
     AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
@@ -9894,17 +9904,17 @@ AMP_API amp_result amp_sync(amp_context *amp) {
 }
 
 AMP_API amp_result amp_event_record(amp_context *amp, void *event) {
-    if (amp == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_event_record", "amp or event is NULL");
+    AMPI_TRY(ampi_need("amp_event_record", amp && event, "amp or event"));
     return amp->backend->host_visible ? AMP_OK : ampi_as("amp_event_record", amp->backend->event_record(amp->dev, event, amp->desc.stream));
 }
 
 AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
-    if (amp == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_event_wait", "amp or event is NULL");
+    AMPI_TRY(ampi_need("amp_event_wait", amp && event, "amp or event"));
     return amp->backend->host_visible ? AMP_OK : ampi_as("amp_event_wait", amp->backend->event_wait(amp->dev, event, amp->desc.stream));
 }
 
 /* What the context counts itself, without asking the device. */
-AMPI_PRIVATE void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
+static void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
     ampi_lock(amp);
     out->allocated = amp->allocated;
     out->peak = amp->peak;
@@ -9918,7 +9928,7 @@ AMPI_PRIVATE void ampi_memory_counted(const amp_context *amp, amp_memory_info *o
 }
 
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_memory", "amp or out is NULL");
+    AMPI_TRY(ampi_need("amp_memory", amp && out, "amp or out"));
     memset(out, 0, sizeof *out);
     AMPI_TRY(ampi_as("amp_memory", amp->backend->memory(amp->dev, out)));
     ampi_memory_counted(amp, out);
@@ -9933,10 +9943,10 @@ AMP_API void amp_memory_reset_peak(amp_context *amp) {
     ampi_unlock(amp);
 }
 
-AMPI_PRIVATE amp_result ampi_cleanup(amp_context *amp, int64_t *freed) {
+static amp_result ampi_cleanup(amp_context *amp, int64_t *freed) {
     amp_memory_info before, after;
     if (freed != NULL) *freed = 0;
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cleanup", "amp is NULL");
+    AMPI_TRY(ampi_need("amp_cleanup", amp != NULL, "amp"));
     AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
     if (freed != NULL) AMPI_TRY(amp_memory(amp, &before));
@@ -9954,7 +9964,7 @@ AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) { return ampi_a
 static int ampi_is_known(const amp_context *amp, const amp_param *p) { return p->id != 0 && p->context == amp->serial && p->place == p; }
 
 /* One that is registered nowhere (or NULL) may be used; so may this context's own. */
-AMPI_PRIVATE amp_result ampi_check_known(const amp_context *amp, const char *function, const amp_param *p) {
+static amp_result ampi_check_known(const amp_context *amp, const char *function, const amp_param *p) {
     if (p == NULL || p->id == 0 || ampi_is_known(amp, p)) return AMP_OK;
     if (p->context == amp->serial)
         return ampi_fail(AMP_ERR_STATE, function, "parameter %s was copied or moved since amp_param_register; use it where it was registered, "
@@ -9962,7 +9972,7 @@ AMPI_PRIVATE amp_result ampi_check_known(const amp_context *amp, const char *fun
     return ampi_fail(AMP_ERR_STATE, function, "parameter %s is registered with another context, or with one that was closed; "
                      "call amp_param_register with this one", p->name ? p->name : "?");
 }
-AMPI_PRIVATE amp_result ampi_check_all_known(const amp_context *amp, const char *function, const amp_param *params, int64_t n) {
+static amp_result ampi_check_all_known(const amp_context *amp, const char *function, const amp_param *params, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) AMPI_TRY(ampi_check_known(amp, function, &params[i]));
     return AMP_OK;
@@ -10299,12 +10309,12 @@ static void ampi_mask_written(amp_context *amp, const ampi_mask_entry *e, amp_re
     ampi_free(&amp->system, e->key, e->key_bytes, 1);
 }
 
-AMPI_PRIVATE amp_result ampi_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
-                                amp_dtype dtype, amp_mask_view *out) {
+static amp_result ampi_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
+                          amp_dtype dtype, amp_mask_view *out) {
     ampi_mask_entry e;
     amp_result result;
     void *key;
-    if (amp == NULL || mask == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_mask_get", "amp, mask or out is NULL");
+    AMPI_TRY(ampi_need("amp_mask_get", amp && mask && out, "amp, mask or out"));
     AMPI_TRY(ampi_mask_check(mask, batch, queries, keys, dtype));
     memset(&e, 0, sizeof e);
     e.kind = mask->kind;
@@ -10352,7 +10362,7 @@ AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view) {
 }
 
 AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *out) {
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_mask_cache_info", "amp or out is NULL");
+    AMPI_TRY(ampi_need("amp_mask_cache_info", amp && out, "amp or out"));
     ampi_lock(amp);
     *out = amp->mask_info;
     out->limit = amp->desc.mask_limit;
@@ -10530,7 +10540,7 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
     const amp_autocast_desc *outer;
     amp_autocast_desc d;
     amp_choice choice;
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_begin", "amp is NULL");
+    AMPI_TRY(ampi_need("amp_autocast_begin", amp != NULL, "amp"));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     AMPI_TRY(ampi_check_saturate(amp, "amp_autocast_begin", d.saturate_inputs));
@@ -10552,13 +10562,13 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
 
 /* How many entries this thread has; what a callback of the host's then opens inherits nothing from the region around.
    And closing those beyond. */
-AMPI_PRIVATE int ampi_regions_hide(amp_context *amp) {
+static int ampi_regions_hide(amp_context *amp) {
     int depth = ampi_regions.n;
     amp_autocast_desc outside = ampi_outside(amp);
     if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH) (void)ampi_region_push(amp, "amp_autocast_begin", &outside, 0);
     return depth;
 }
-AMPI_PRIVATE void ampi_regions_close(int depth) {
+static void ampi_regions_close(int depth) {
     while (ampi_regions.n > depth) ampi_region_drop();
 }
 
@@ -10567,7 +10577,7 @@ AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(a
 AMP_API amp_result amp_recompute_begin(amp_context *amp) {
     amp_autocast_desc outside;
     const amp_autocast_desc *around;
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recompute_begin", "amp is NULL");
+    AMPI_TRY(ampi_need("amp_recompute_begin", amp != NULL, "amp"));
     outside = ampi_outside(amp);
     around = ampi_region_of(amp);
     return ampi_region_push(amp, "amp_recompute_begin", around ? around : &outside, 1);
@@ -10815,7 +10825,7 @@ static int ampi_is_cast_policy(amp_cast_policy policy) { return (int)policy >= 0
 
 AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp_cast_policy policy, int32_t *op) {
     int64_t i;
-    if (amp == NULL || name == NULL || op == NULL) return ampi_fail(AMP_ERR_NULL, "amp_operator_register", "amp, name or op is NULL");
+    AMPI_TRY(ampi_need("amp_operator_register", amp && name && op, "amp, name or op"));
     if (!ampi_is_cast_policy(policy) || policy == AMP_CAST_DEFAULT) return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "policy = %d, must be 1 to 6", (int)policy);
     if (strlen(name) >= sizeof amp->ops->name) return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, at most 63", strlen(name));
     for (i = 0; i < AMPI_BUILTIN_OPS + amp->n_ops; i++)
@@ -10830,7 +10840,7 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
 }
 
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy) {
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_operator_override", "amp is NULL");
+    AMPI_TRY(ampi_need("amp_operator_override", amp != NULL, "amp"));
     if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS) return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is no built-in operator", op);
     if (!ampi_is_cast_policy(policy)) return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
     amp->override_policy[op] = (uint8_t)policy;
@@ -10841,7 +10851,7 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype) {
     amp_choice choice;
     int64_t i, kept = 0;
-    if (amp == NULL || pattern == NULL) return ampi_fail(AMP_ERR_NULL, "amp_layer_override", "amp or pattern is NULL");
+    AMPI_TRY(ampi_need("amp_layer_override", amp && pattern, "amp or pattern"));
     if (strlen(pattern) >= sizeof amp->layers->pattern) return ampi_fail(AMP_ERR_RANGE, "amp_layer_override", "pattern has %zu bytes, at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
     if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_as("amp_layer_override", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
@@ -11024,7 +11034,7 @@ static void ampi_cache_put(amp_context *amp, const void *data) {
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out) {
     const void *data = NULL;
     ampi_cache_use use;
-    if (amp == NULL || param == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_cast", "amp, param or out is NULL");
+    AMPI_TRY(ampi_need("amp_autocast_cast", amp && param && out, "amp, param or out"));
     if (!ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be fp32, fp16 or bf16", amp_dtype_name(dtype));
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
     AMPI_TRY(ampi_check_known(amp, "amp_autocast_cast", param));
@@ -11040,7 +11050,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
 }
 
 AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *out) {
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cast_cache_info", "amp or out is NULL");
+    AMPI_TRY(ampi_need("amp_cast_cache_info", amp && out, "amp or out"));
     ampi_lock(amp);
     *out = amp->cache_info;
     out->limit = amp->desc.cache_limit;
@@ -11066,7 +11076,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
    calls the backend. */
 
 /* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
-AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
+static amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
     int last = t->ndim - 1, i, given = 0;
     int64_t rows = 1, expect = 0;
     AMPI_TRY(ampi_check_tensor(function, field, t));
@@ -11087,7 +11097,7 @@ AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const
     return ampi_check_ld(function, field, rows, out->cols, out->ld);
 }
 
-AMPI_PRIVATE amp_result ampi_check_same_rows(const char *function, const char *field, const amp_mat *m, const char *other, const amp_mat *like) {
+static amp_result ampi_check_same_rows(const char *function, const char *field, const amp_mat *m, const char *other, const amp_mat *like) {
     if (m->rows == like->rows && m->cols == like->cols) return AMP_OK;
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s is [%lld, %lld], .%s is [%lld, %lld]; they must agree", field,
                      (long long)m->rows, (long long)m->cols, other, (long long)like->rows, (long long)like->cols);
@@ -11102,7 +11112,7 @@ static int ampi_plan_is_garbage(const amp_plan *p) {
 
 /* What every call with an op begins with.  plan: where in the op its plan is. */
 static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, size_t plan) {
-    if (amp == NULL || op == NULL) return ampi_fail(AMP_ERR_NULL, function, "amp or op is NULL");
+    AMPI_TRY(ampi_need(function, amp && op, "amp or op"));
     if (ampi_plan_is_garbage((const amp_plan *)(const void *)((const char *)op + plan)))
         return ampi_fail(AMP_ERR_RANGE, function, ".plan holds what no forward wrote: set the struct to 0 before filling it");
     return AMP_OK;
@@ -11313,7 +11323,7 @@ static amp_result ampi_linear_check_act(const char *function, const char *field,
 }
 
 static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op, amp_mat *x, amp_mat *y) {
-    if (op->weight == NULL) return ampi_fail(AMP_ERR_NULL, function, ".weight is NULL");
+    AMPI_TRY(ampi_need(function, op->weight != NULL, ".weight"));
     AMPI_TRY(ampi_rows(function, "x", &op->x, x));
     AMPI_TRY(ampi_rows(function, "y", &op->y, y));
     AMPI_TRY(ampi_check_weight(function, "weight", op->weight, y->cols, x->cols));
@@ -11719,7 +11729,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     size_t bytes = swap ? ampi_gemm_span(n, m, ldc) : ampi_gemm_span(m, n, ldc);
     amp_plan plan;
     amp_k_gemm g;
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_gemm", "amp is NULL");
+    AMPI_TRY(ampi_need("amp_gemm", amp != NULL, "amp"));
     AMPI_TRY(ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc));
     AMPI_TRY(ampi_check_real("amp_gemm", "alpha", (double)alpha, 1, "finite"));
     AMPI_TRY(ampi_check_real("amp_gemm", "beta", (double)beta, 1, "finite"));
@@ -11758,7 +11768,7 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     void *scratch;
     amp_result result;
     ampi_fp host;
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp is NULL");
+    AMPI_TRY(ampi_need(f, amp != NULL, "amp"));
     if (!amp->backend->host_visible) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "computes on the CPU alone; on a device use amp_gemm");
     AMPI_TRY(ampi_as(f, ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc)));
     AMPI_TRY(ampi_check_real(f, "alpha", alpha, 1, "finite"));
@@ -11814,7 +11824,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     AMPI_TRY(ampi_check_output(f, "o", &op->o));
     AMPI_TRY(ampi_check_mask(f, &op->mask));
     AMPI_TRY(ampi_check_real(f, ".scale", (double)op->scale, 1, "finite"));
-    if (op->lse == NULL) return ampi_fail(AMP_ERR_NULL, f, ".lse is NULL");
+    AMPI_TRY(ampi_need(f, op->lse != NULL, ".lse"));
     k->batch = q_shape[0]; k->queries = q_shape[1]; k->heads = q_shape[2]; k->dim = q_shape[3];
     k->keys = k_shape[1];
     k->q = op->q.data; k->k = op->k.data; k->v = op->v.data; k->o = op->o.data;
@@ -12204,7 +12214,7 @@ AMP_API amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op)
     memset(&k, 0, sizeof k);
     AMPI_TRY(ampi_rows(f, "logits", &op->logits, &k.logits));
     AMPI_TRY(ampi_optional_rows(f, "dlogits", &op->dlogits, "logits", &k.logits, &k.dlogits));
-    if (op->labels == NULL || op->loss == NULL) return ampi_fail(AMP_ERR_NULL, f, ".labels or .loss is NULL");
+    AMPI_TRY(ampi_need(f, op->labels && op->loss, ".labels or .loss"));
     if (op->classes < 0 || op->classes > k.logits.cols)
         return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)", (long long)op->classes, (long long)k.logits.cols);
     AMPI_TRY(ampi_check_real(f, ".label_smoothing", (double)op->label_smoothing, isgreaterequal(op->label_smoothing, 0) && islessequal(op->label_smoothing, 1), "0 to 1"));
@@ -12245,7 +12255,7 @@ AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op) {
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, k.n, AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_check_flat(f, "target", &op->target, k.n, AMP_DTYPE_DEFAULT));
     if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, op->x.dtype));
-    if (op->loss == NULL) return ampi_fail(AMP_ERR_NULL, f, ".loss is NULL");
+    AMPI_TRY(ampi_need(f, op->loss != NULL, ".loss"));
     AMPI_TRY(ampi_check_real(f, ".factor", (double)op->factor, 1, "finite"));
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
     at.n = 0;
@@ -12269,7 +12279,7 @@ AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op) {
 
 static amp_result ampi_embedding_args(const char *f, const amp_embedding_op *op, amp_k_embedding *k) {
     memset(k, 0, sizeof *k);
-    if (op->ids == NULL || op->table == NULL) return ampi_fail(AMP_ERR_NULL, f, ".ids or .table is NULL");
+    AMPI_TRY(ampi_need(f, op->ids && op->table, ".ids or .table"));
     AMPI_TRY(ampi_rows(f, "y", &op->y, &k->y));
     AMPI_TRY(ampi_rows(f, "table", &op->table->weight, &k->table));
     k->ids = op->ids;
@@ -12410,7 +12420,7 @@ AMP_API amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op) {
 AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tensor *b, const amp_tensor *y) {
     ampi_places at;
     amp_k_add k;
-    if (amp == NULL || a == NULL || b == NULL || y == NULL) return ampi_fail(AMP_ERR_NULL, "amp_add", "amp, a, b or y is NULL");
+    AMPI_TRY(ampi_need("amp_add", amp && a && b && y, "amp, a, b or y"));
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(a);
     AMPI_TRY(ampi_check_flat("amp_add", "a", a, k.n, AMP_DTYPE_DEFAULT));
@@ -12429,7 +12439,7 @@ AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tens
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst) {
     ampi_places at;
     amp_k_cast k;
-    if (amp == NULL || src == NULL || dst == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cast", "amp, src or dst is NULL");
+    AMPI_TRY(ampi_need("amp_cast", amp && src && dst, "amp, src or dst"));
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(src);
     AMPI_TRY(ampi_check_flat("amp_cast", "src", src, k.n, AMP_DTYPE_DEFAULT));
@@ -12448,7 +12458,7 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
     char key[64];
     amp_state *own;
     amp_result r;
-    if (amp == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_random_save", "amp, state or prefix is NULL");
+    AMPI_TRY(ampi_need("amp_random_save", amp && state && prefix, "amp, state or prefix"));
     AMPI_TRY(ampi_state_key("amp_random_save", key, prefix, "random"));
     values[0] = (int64_t)amp->desc.seed;
     values[1] = (int64_t)amp->random_offset;
@@ -12464,7 +12474,7 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix) {
     int64_t values[2], rank[2];
     char key[64];
-    if (amp == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_random_load", "amp, state or prefix is NULL");
+    AMPI_TRY(ampi_need("amp_random_load", amp && state && prefix, "amp, state or prefix"));
     AMPI_TRY(ampi_state_key("amp_random_load", key, prefix, "random"));
     if (amp->capture != NULL) return ampi_fail(AMP_ERR_STATE, "amp_random_load", "a graph is being captured: load before amp_graph_begin or after amp_graph_end");
     AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, values, 2)));
@@ -12541,20 +12551,20 @@ struct amp_graph {
     amp_grad_set **sets; int64_t n_sets, set_capacity;       /* that it checks by amp_scaler_check */
 };
 
-AMPI_PRIVATE int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
+static int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
 /* The scaler, or NULL when it does nothing. */
-AMPI_PRIVATE amp_scaler *ampi_enabled(amp_scaler *scaler) {
+static amp_scaler *ampi_enabled(amp_scaler *scaler) {
     return scaler != NULL && !scaler->desc.disable ? scaler : NULL;
 }
 
-AMPI_PRIVATE amp_result ampi_wait(const amp_context *amp) {
+static amp_result ampi_wait(const amp_context *amp) {
     void *dev, *stream;
     AMPI_TRY(ampi_may_wait(amp));
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
     return backend->stream_sync(dev, stream);
 }
 
-AMPI_PRIVATE amp_result ampi_fetch(const amp_context *amp, void *dst, const void *src, size_t bytes) {
+static amp_result ampi_fetch(const amp_context *amp, void *dst, const void *src, size_t bytes) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
     AMPI_TRY(ampi_may_wait(amp));
@@ -12563,7 +12573,7 @@ AMPI_PRIVATE amp_result ampi_fetch(const amp_context *amp, void *dst, const void
 }
 
 /* Waits too, because src may be on the stack. */
-AMPI_PRIVATE amp_result ampi_send(amp_context *amp, void *dst, const void *src, size_t bytes) {
+static amp_result ampi_send(amp_context *amp, void *dst, const void *src, size_t bytes) {
     AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(amp_copy(amp, dst, src, (int64_t)bytes, AMP_COPY_TO_DEVICE));
     return ampi_wait(amp);
@@ -12600,7 +12610,7 @@ static const ampi_preset ampi_presets[] = {
 enum { AMPI_PRESETS = sizeof ampi_presets / sizeof ampi_presets[0] };
 
 /* The constants of the rule.  A ceiling of "none" is infinity, by its bits. */
-AMPI_PRIVATE amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
+static amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
     amp_k_scaler_rule r;
     memset(&r, 0, sizeof r);
     r.growth_factor = d->growth_factor;
@@ -12616,11 +12626,11 @@ AMPI_PRIVATE amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
 }
 
 /* What gradients are averaged by. */
-AMPI_PRIVATE double ampi_set_divisor(const amp_grad_set *set) {
+static double ampi_set_divisor(const amp_grad_set *set) {
     return (double)set->desc->accumulation * (set->desc->sharded ? 1 : ampi_world(set->amp));
 }
 
-AMPI_PRIVATE amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, const amp_grad_set *set) {
+static amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, const amp_grad_set *set) {
     amp_k_rule rule;
     memset(&rule, 0, sizeof rule);
     rule.kind = kind;
@@ -12639,15 +12649,15 @@ AMPI_PRIVATE amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, 
     return rule;
 }
 
-AMPI_PRIVATE amp_result ampi_run_rule(const amp_context *amp, const amp_k_rule *rule) {
+static amp_result ampi_run_rule(const amp_context *amp, const amp_k_rule *rule) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
     return backend->rule(dev, rule, stream);
 }
 
 /* Replaces n texts (NULL allowed) by copies in one block. */
-AMPI_PRIVATE amp_result ampi_copy_texts(const amp_context *amp, const char *function, const char **texts, int64_t n,
-                                        char **block, int64_t *bytes) {
+static amp_result ampi_copy_texts(const amp_context *amp, const char *function, const char **texts, int64_t n,
+                                  char **block, int64_t *bytes) {
     int64_t i, at = 0;
     *bytes = 0;
     for (i = 0; i < n; i++) if (texts[i] != NULL) *bytes += (int64_t)strlen(texts[i]) + 1;
@@ -12663,7 +12673,7 @@ AMPI_PRIVATE amp_result ampi_copy_texts(const amp_context *amp, const char *func
 
 /* ---- Sets */
 
-AMPI_PRIVATE void ampi_set_unlink(amp_grad_set *set) {
+static void ampi_set_unlink(amp_grad_set *set) {
     amp_grad_set **link;
     set->stage = AMPI_READY;
     if (set->scaler == NULL) return;
@@ -12672,7 +12682,7 @@ AMPI_PRIVATE void ampi_set_unlink(amp_grad_set *set) {
     set->scaler = NULL;
 }
 
-AMPI_PRIVATE void ampi_set_enter(amp_grad_set *set, amp_scaler *scaler, ampi_stage stage) {
+static void ampi_set_enter(amp_grad_set *set, amp_scaler *scaler, ampi_stage stage) {
     if (set->scaler == NULL) {
         set->scaler = scaler;
         set->next = scaler->sets;
@@ -12682,7 +12692,7 @@ AMPI_PRIVATE void ampi_set_enter(amp_grad_set *set, amp_scaler *scaler, ampi_sta
     scaler->checked = 1;
 }
 
-AMPI_PRIVATE void ampi_set_stop(ampi_object *object) {
+static void ampi_set_stop(ampi_object *object) {
     amp_grad_set *set = (amp_grad_set *)(void *)object;
     const amp_system *s = ampi_context_system(set->amp);
     ampi_settings_changed(set->amp);
@@ -12698,8 +12708,8 @@ AMPI_PRIVATE void ampi_set_stop(ampi_object *object) {
 AMP_API void amp_grad_set_destroy(amp_grad_set *set) { if (set != NULL) ampi_object_destroy(&set->object); }
 
 /* A set of n rows that are still to be filled. */
-AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
-                                     int with_params) {
+static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
+                               int with_params) {
     const amp_system *s = ampi_context_system(amp);
     amp_result r;
     amp_grad_set *set;
@@ -12722,7 +12732,7 @@ AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp
 }
 
 /* Everything is filled in: to the device. */
-AMPI_PRIVATE amp_result ampi_set_finish(amp_grad_set *set) {
+static amp_result ampi_set_finish(amp_grad_set *set) {
     amp_k_grad_stats found;
     memset(&found, 0, sizeof found);
     found.first_bad = -1;
@@ -12732,7 +12742,7 @@ AMPI_PRIVATE amp_result ampi_set_finish(amp_grad_set *set) {
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
 
-AMPI_PRIVATE amp_result ampi_check_gradient(const char *function, const amp_param *p) {
+static amp_result ampi_check_gradient(const char *function, const amp_param *p) {
     char a[64], b[64];
     if (!ampi_is_contiguous(&p->weight) || !ampi_is_contiguous(&p->grad))
         return ampi_fail(AMP_ERR_SHAPE, function, "%s: weight and gradient must be contiguous", p->name);
@@ -12748,8 +12758,8 @@ AMPI_PRIVATE amp_result ampi_check_gradient(const char *function, const amp_para
     return ampi_check_own_gradient(function, p);
 }
 
-AMPI_PRIVATE amp_result ampi_check_params(const char *function, const amp_param *params, int64_t n,
-                                          int64_t *with_grad) {
+static amp_result ampi_check_params(const char *function, const amp_param *params, int64_t n,
+                                    int64_t *with_grad) {
     int64_t i, j;
     *with_grad = 0;
     for (i = 0; i < n; i++) {
@@ -12766,7 +12776,7 @@ AMPI_PRIVATE amp_result ampi_check_params(const char *function, const amp_param 
 }
 
 /* Weights that are read as a whole, those without a gradient too. */
-AMPI_PRIVATE amp_result ampi_check_weights_of(const char *function, const amp_param *params, int64_t n) {
+static amp_result ampi_check_weights_of(const char *function, const amp_param *params, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++)
         if (params[i].weight.data == NULL || amp_tensor_count(&params[i].weight) < 0 || !ampi_is_contiguous(&params[i].weight) ||
@@ -12775,7 +12785,7 @@ AMPI_PRIVATE amp_result ampi_check_weights_of(const char *function, const amp_pa
     return AMP_OK;
 }
 
-AMPI_PRIVATE void ampi_set_fill_params(amp_grad_set *set, amp_param *params, int64_t n) {
+static void ampi_set_fill_params(amp_grad_set *set, amp_param *params, int64_t n) {
     int64_t i, r = 0;
     for (i = 0; i < n; i++) {
         amp_param *p = &params[i];
@@ -12792,7 +12802,7 @@ AMPI_PRIVATE void ampi_set_fill_params(amp_grad_set *set, amp_param *params, int
     }
 }
 
-AMPI_PRIVATE amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
+static amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
         const amp_range *range = &ranges[i];
@@ -12809,7 +12819,7 @@ AMPI_PRIVATE amp_result ampi_check_ranges(const char *function, const amp_range 
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_grad_set *set, const amp_range *ranges) {
+static amp_result ampi_set_fill_ranges(amp_grad_set *set, const amp_range *ranges) {
     int64_t i;
     AMPI_TRY(ampi_check_ranges("amp_grad_set_create", ranges, set->n));
     for (i = 0; i < set->n; i++) {
@@ -12823,16 +12833,15 @@ AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_grad_set *set, const amp_range 
     return ampi_copy_texts(set->amp, "amp_grad_set_create", set->names, set->n, &set->text, &set->text_bytes);
 }
 
-AMPI_PRIVATE amp_result ampi_check_clip(const char *function, double clip_norm) {
+static amp_result ampi_check_clip(const char *function, double clip_norm) {
     return ampi_check_real(function, ".clip_norm", clip_norm, isgreaterequal(clip_norm, 0), "positive and finite, or 0 for none");
 }
 
-AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) {
+static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) {
     int64_t n;
     amp_result r;
     if (out != NULL) *out = NULL;
-    if (amp == NULL || out == NULL || desc == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", "amp, out or desc is NULL");
+    AMPI_TRY(ampi_need("amp_grad_set_create", amp && out && desc, "amp, out or desc"));
     AMPI_TRY(ampi_check_reserved("amp_grad_set_create", desc->reserved));
     if (desc->n_params < 0 || desc->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", ".n_params or .n_ranges is negative");
@@ -12861,12 +12870,12 @@ AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, co
 AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) { return ampi_as("amp_grad_set_create", ampi_set_create(amp, out, desc)); }
 
 /* NULL once the context closes: parameters' names are the host's, and may be gone. */
-AMPI_PRIVATE const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
+static const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
     return row < 0 || row >= set->n || ampi_is_closed(set->amp) ? NULL : set->names[row];
 }
 
 /* The first infinity or NaN in a row that has one, read piece by piece; -1: there is none any more. */
-AMPI_PRIVATE amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tensor *row, int64_t *out) {
+static amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tensor *row, int64_t *out) {
     uint64_t piece[2048];
     int64_t size = (int64_t)amp_dtype_size(row->grad_dtype), most = (int64_t)sizeof piece / size, i, n, first = -1;
     for (i = 0; i < row->count && first < 0; i += n) {
@@ -12878,10 +12887,10 @@ AMPI_PRIVATE amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) {
+static amp_result ampi_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) {
     int64_t element = -1;
     amp_k_grad_stats f;
-    if (set == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_stats", "set or out is NULL");
+    AMPI_TRY(ampi_need("amp_grad_set_stats", set && out, "set or out"));
     AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_stats"));
     AMPI_TRY(ampi_fetch(set->amp, &f, set->found, sizeof f));
     if (f.first_bad >= 0 && f.first_bad < set->n) AMPI_TRY(ampi_set_bad_element(set, &set->rows[f.first_bad], &element));
@@ -12897,7 +12906,7 @@ AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *o
 
 AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set) { return set && !ampi_is_stopped(&set->object) ? set->found : NULL; }
 
-AMPI_PRIVATE amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
+static amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(set->amp, &dev, &stream);
     amp_k_scale_ranges args;
@@ -12910,15 +12919,14 @@ AMPI_PRIVATE amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
 
 AMP_API amp_result amp_grad_set_apply(amp_grad_set *set) {
     amp_k_rule rule;
-    if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_apply", "set is NULL");
-    AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_apply"));
+    AMPI_TRY(ampi_need_object("amp_grad_set_apply", set, "set"));
     AMPI_TRY(ampi_set_scale(set, &set->found->multiplier));
     rule = ampi_rule(AMP_RULE_APPLIED, NULL, set);
     return ampi_run_rule(set->amp, &rule);
 }
 
 /* Every row between the gradients and the copy of them. */
-AMPI_PRIVATE amp_result ampi_set_copy(amp_grad_set *set, int restore) {
+static amp_result ampi_set_copy(amp_grad_set *set, int restore) {
     int64_t i, at = 0;
     for (i = 0; i < set->n; i++) {
         amp_k_tensor *row = &set->rows[i];
@@ -12929,10 +12937,9 @@ AMPI_PRIVATE amp_result ampi_set_copy(amp_grad_set *set, int restore) {
     }
     return AMP_OK;
 }
-AMPI_PRIVATE amp_result ampi_set_save(amp_grad_set *set) {
+static amp_result ampi_set_save(amp_grad_set *set) {
     int64_t i, bytes = 0;
-    if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_save", "set is NULL");
-    AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_save"));
+    AMPI_TRY(ampi_need_object("amp_grad_set_save", set, "set"));
     for (i = 0; i < set->n; i++) bytes += set->rows[i].count * (int64_t)amp_dtype_size(set->rows[i].grad_dtype);
     if (set->saved == NULL) AMPI_TRY(ampi_alloc_part(set->amp, AMPI_PART_OPTIMIZER, &set->saved, AMPI_MAX(bytes, 1)));
     return ampi_set_copy(set, 0);
@@ -12940,21 +12947,20 @@ AMPI_PRIVATE amp_result ampi_set_save(amp_grad_set *set) {
 AMP_API amp_result amp_grad_set_save(amp_grad_set *set) { return ampi_as("amp_grad_set_save", ampi_set_save(set)); }
 AMP_API amp_result amp_grad_set_restore(amp_grad_set *set) {
     const char *f = "amp_grad_set_restore";
-    if (set == NULL) return ampi_fail(AMP_ERR_NULL, f, "set is NULL");
-    AMPI_TRY(ampi_alive(&set->object, f));
+    AMPI_TRY(ampi_need_object(f, set, "set"));
     if (set->saved == NULL) return ampi_fail(AMP_ERR_STATE, f, "nothing was saved; call amp_grad_set_save before the backward pass");
     return ampi_as(f, ampi_set_copy(set, 1));
 }
 
 /* Its parameters are still this context's. */
-AMPI_PRIVATE amp_result ampi_check_set_known(const char *function, const amp_grad_set *set) {
+static amp_result ampi_check_set_known(const char *function, const amp_grad_set *set) {
     int64_t i;
     for (i = 0; set->params != NULL && i < set->n; i++) AMPI_TRY(ampi_check_known(set->amp, function, set->params[i]));
     return AMP_OK;
 }
 
 /* Which rows have a gradient now.  With several ranks all take part in the sums, zeros where there is none. */
-AMPI_PRIVATE amp_result ampi_set_refresh(amp_grad_set *set) {
+static amp_result ampi_set_refresh(amp_grad_set *set) {
     int all = ampi_world(set->amp) > 1 && !set->desc->sharded, changed = 0;
     int64_t i;
     if (set->params == NULL) return AMP_OK;
@@ -12972,8 +12978,8 @@ AMPI_PRIVATE amp_result ampi_set_refresh(amp_grad_set *set) {
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
 
-AMPI_PRIVATE amp_result ampi_reduce(const amp_context *amp, void *data, int64_t count, amp_dtype dtype,
-                                    amp_reduce_op op) {
+static amp_result ampi_reduce(const amp_context *amp, void *data, int64_t count, amp_dtype dtype,
+                              amp_reduce_op op) {
     const amp_reducer *r = &ampi_settings(amp)->reducer;
     void *dev, *stream;
     int code;
@@ -12985,7 +12991,7 @@ AMPI_PRIVATE amp_result ampi_reduce(const amp_context *amp, void *data, int64_t 
                      amp_dtype_name(dtype), op == AMP_REDUCE_SUM ? "sum" : "max", code);
 }
 
-AMPI_PRIVATE amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
+static amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(set->amp, &dev, &stream);
     amp_k_check args;
@@ -12999,7 +13005,7 @@ AMPI_PRIVATE amp_result ampi_run_check(amp_grad_set *set, const float *multiply)
 
 /* The whole check; scaler is enabled or NULL.  The end of a cycle combines ranks; a micro-batch inside it (for
    clip_each) is a rank's own affair, with its own average. */
-AMPI_PRIVATE amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
+static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     amp_k_rule rule;
     int64_t i;
     AMPI_TRY(ampi_set_refresh(set));
@@ -13019,10 +13025,10 @@ AMPI_PRIVATE amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, am
 /* ---- The loss scaler */
 
 /* Not 0; by bits, so that NaN is not taken for "not given". */
-AMPI_PRIVATE int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
+static int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
 
 /* Every 0 replaced by its value. */
-AMPI_PRIVATE void ampi_scaler_defaults(amp_scaler_desc *d) {
+static void ampi_scaler_defaults(amp_scaler_desc *d) {
     const ampi_preset *p = &ampi_presets[d->preset];
     int livelock = d->preset != AMP_SCALER_MEGATRON && d->preset != AMP_SCALER_DEEPSPEED;
     if (!ampi_is_set(d->init_scale)) d->init_scale = p->init_scale;
@@ -13036,7 +13042,7 @@ AMPI_PRIVATE void ampi_scaler_defaults(amp_scaler_desc *d) {
     if (!ampi_is_given(d->tolerance)) d->tolerance = d->hysteresis > 1 && livelock ? 0.25 : (double)AMP_EXPLICIT_ZERO;
 }
 
-AMPI_PRIVATE amp_result ampi_check_factors(const char *function, double growth, double backoff, int32_t interval) {
+static amp_result ampi_check_factors(const char *function, double growth, double backoff, int32_t interval) {
     AMPI_TRY(ampi_check_real(function, ".growth_factor", growth, isgreater(growth, 1), "above 1 and finite"));
     AMPI_TRY(ampi_check_real(function, ".backoff_factor", backoff, isgreater(backoff, 0) && isless(backoff, 1), "between 0 and 1"));
     if (interval < 1 && interval != AMP_NO_INTERVAL)
@@ -13045,17 +13051,17 @@ AMPI_PRIVATE amp_result ampi_check_factors(const char *function, double growth, 
     return AMP_OK;
 }
 
-AMPI_PRIVATE int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_EXPLICIT_ZERO); }
-AMPI_PRIVATE int ampi_is_none(float limit) { return ampi_bits_f32(limit) == ampi_bits_f32(AMPI_NONE); }
+static int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_EXPLICIT_ZERO); }
+static int ampi_is_none(float limit) { return ampi_bits_f32(limit) == ampi_bits_f32(AMPI_NONE); }
 
-AMPI_PRIVATE amp_result ampi_check_scale(const char *function, const char *field, float scale) {
+static amp_result ampi_check_scale(const char *function, const char *field, float scale) {
     if (ampi_is_usable(scale)) return AMP_OK;
     return ampi_fail(AMP_ERR_SCALE, function, "%s = %g, must be from 2^-126 to 2^126", field, (double)scale);
 }
 
 /* Settings with every default filled in.  torch takes any scale, as PyTorch does; flax's own ceiling is beyond the
    guard. */
-AMPI_PRIVATE amp_result ampi_check_scaler(const char *function, const amp_scaler_desc *d) {
+static amp_result ampi_check_scaler(const char *function, const amp_scaler_desc *d) {
     int floor = !ampi_is_none(d->min_scale), ceiling = !ampi_is_none(d->max_scale);
     int own = ampi_bits_f32(d->max_scale) == ampi_bits_f32(ampi_presets[d->preset].max_scale);
     AMPI_TRY(ampi_check_factors(function, d->growth_factor, d->backoff_factor, d->growth_interval));
@@ -13074,7 +13080,7 @@ AMPI_PRIVATE amp_result ampi_check_scaler(const char *function, const amp_scaler
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_k_scaler ampi_scaler_start(const amp_scaler_desc *d) {
+static amp_k_scaler ampi_scaler_start(const amp_scaler_desc *d) {
     amp_k_scaler s;
     memset(&s, 0, sizeof s);
     s.scale = s.previous_scale = d->disable ? 1.0f : d->init_scale;
@@ -13084,19 +13090,19 @@ AMPI_PRIVATE amp_k_scaler ampi_scaler_start(const amp_scaler_desc *d) {
     return s;
 }
 
-AMPI_PRIVATE void ampi_scaler_release_sets(amp_scaler *scaler) {
+static void ampi_scaler_release_sets(amp_scaler *scaler) {
     while (scaler->sets != NULL) ampi_set_unlink(scaler->sets);
     scaler->checked = 0;
 }
 
-AMPI_PRIVATE void ampi_scaler_stop(ampi_object *object) {
+static void ampi_scaler_stop(ampi_object *object) {
     amp_scaler *scaler = (amp_scaler *)(void *)object;
     ampi_settings_changed(scaler->amp);
     ampi_scaler_release_sets(scaler);
     if (scaler->own != NULL) ampi_object_stop(&scaler->own->object);
     amp_free(scaler->amp, scaler->device);
 }
-AMPI_PRIVATE void ampi_scaler_release(ampi_object *object) {
+static void ampi_scaler_release(ampi_object *object) {
     amp_scaler *scaler = (amp_scaler *)(void *)object;
     if (scaler->own != NULL) ampi_object_let_go(&scaler->own->object);
     ampi_free(ampi_context_system(scaler->amp), scaler, 1, sizeof *scaler);
@@ -13109,7 +13115,7 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
     amp_scaler *scaler;
     amp_result r;
     if (out != NULL) *out = NULL;
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_create", "amp or out is NULL");
+    AMPI_TRY(ampi_need("amp_scaler_create", amp && out, "amp or out"));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     if ((int)d.preset < 0 || (int)d.preset >= AMPI_PRESETS)
@@ -13132,7 +13138,7 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
 }
 
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out) {
-    if (scaler == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_query", "scaler or out is NULL");
+    AMPI_TRY(ampi_need("amp_scaler_query", scaler && out, "scaler or out"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_query"));
     *out = scaler->desc;
     return AMP_OK;
@@ -13147,7 +13153,7 @@ AMP_API const float *amp_scaler_scale_ptr(const amp_scaler *scaler) {
 AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler) { return amp_scaler_device(scaler) != NULL && !scaler->desc.disable; }
 
 /* Says once that no smaller scale will help; `state` as the host sees it. */
-AMPI_PRIVATE void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *state) {
+static void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *state) {
     int32_t most = scaler->desc.skip_warning;
     char where[80];
     int64_t n;
@@ -13164,9 +13170,9 @@ AMPI_PRIVATE void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler
              "names the tensors; bf16, or an island around that layer, holds them", (long long)state->consecutive_skips, (double)state->scale);
 }
 
-AMPI_PRIVATE amp_result ampi_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
+static amp_result ampi_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
     amp_scaler_desc none;
-    if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_get", "out is NULL");
+    AMPI_TRY(ampi_need("amp_scaler_get", out != NULL, "out"));
     if (scaler == NULL) {
         memset(&none, 0, sizeof none);
         none.disable = 1;
@@ -13189,8 +13195,7 @@ AMP_API float amp_scaler_scale(const amp_scaler *scaler) {
 
 AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale) {
     amp_k_rule rule;
-    if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_set_scale", "scaler is NULL");
-    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_set_scale"));
+    AMPI_TRY(ampi_need_object("amp_scaler_set_scale", scaler, "scaler"));
     if (!scaler->desc.disable) {
         if (scaler->desc.preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale("amp_scaler_set_scale", "scale", scale));
         rule = ampi_rule(AMP_RULE_SET_SCALE, scaler, NULL);
@@ -13205,8 +13210,7 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
                                        int32_t growth_interval) {
     amp_scaler_desc d;
     amp_k_rule rule;
-    if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_set_rule", "scaler is NULL");
-    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_set_rule"));
+    AMPI_TRY(ampi_need_object("amp_scaler_set_rule", scaler, "scaler"));
     d = scaler->desc;
     if (ampi_is_given(growth_factor)) d.growth_factor = growth_factor;
     if (ampi_is_given(backoff_factor)) d.backoff_factor = backoff_factor;
@@ -13222,7 +13226,7 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
 
 /* A running scaler takes other settings, filled in and checked, of the same preset.  Turned on it starts anew; turned off
    its scale is 1. */
-AMPI_PRIVATE amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *d) {
+static amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *d) {
     amp_k_scaler s = ampi_scaler_start(d);
     int keeps = d->preset == AMP_SCALER_TORCH;
     if (d->disable == scaler->desc.disable) {
@@ -13240,20 +13244,20 @@ AMPI_PRIVATE amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_check_one_context(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
+static amp_result ampi_check_one_context(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     if (scaler == NULL || scaler->amp == set->amp) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler is of another context");
 }
 
 /* A set serves one scaler between two updates of it. */
-AMPI_PRIVATE amp_result ampi_check_owner(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
+static amp_result ampi_check_owner(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     AMPI_TRY(ampi_check_one_context(function, set, scaler));
     if (set->scaler == NULL || set->scaler == scaler) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, function,
                      "the set was checked by another scaler; call amp_scaler_update on that one first");
 }
 
-AMPI_PRIVATE amp_result ampi_refuse_fp16(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
+static amp_result ampi_refuse_fp16(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     int64_t i;
     if (scaler == NULL || scaler->desc.preset != AMP_SCALER_TORCH) return AMP_OK;
     for (i = 0; i < set->n; i++) {
@@ -13265,7 +13269,7 @@ AMPI_PRIVATE amp_result ampi_refuse_fp16(const char *function, const amp_grad_se
 }
 
 /* Records a set that is checked in the graph being captured. */
-AMPI_PRIVATE amp_result ampi_graph_note_set(amp_grad_set *set) {
+static amp_result ampi_graph_note_set(amp_grad_set *set) {
     amp_graph *graph = (amp_graph *)ampi_capture(set->amp);
     if (graph == NULL) return AMP_OK;
     AMPI_TRY(ampi_grow(set->amp, "amp_graph_begin", (void **)&graph->sets, graph->n_sets, &graph->set_capacity, sizeof(void *)));
@@ -13277,7 +13281,7 @@ AMPI_PRIVATE amp_result ampi_graph_note_set(amp_grad_set *set) {
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode) {
     amp_scaler *enabled = ampi_enabled(scaler);
     if (scaler == NULL) return AMP_OK;
-    if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_check", "set is NULL");
+    AMPI_TRY(ampi_need("amp_scaler_check", set != NULL, "set"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_check"));
     AMPI_TRY(ampi_alive(&set->object, "amp_scaler_check"));
     if (mode != AMP_CHECK_UNSCALE && mode != AMP_CHECK_READ)
@@ -13298,7 +13302,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_scaler_update(amp_scaler *scaler, int32_t found_inf) {
+static amp_result ampi_scaler_update(amp_scaler *scaler, int32_t found_inf) {
     amp_k_rule rule;
     if (!scaler->desc.disable) {
         rule = ampi_rule(AMP_RULE_UPDATE, scaler, NULL);
@@ -13324,7 +13328,7 @@ AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf)
     return ampi_as("amp_scaler_update_with", ampi_scaler_update(scaler, found_inf));
 }
 
-AMPI_PRIVATE int ampi_set_is_of(const amp_grad_set *set, const amp_range *ranges, int64_t n) {
+static int ampi_set_is_of(const amp_grad_set *set, const amp_range *ranges, int64_t n) {
     int64_t i;
     if (set == NULL || set->n != n) return 0;
     for (i = 0; i < n; i++) {
@@ -13336,7 +13340,7 @@ AMPI_PRIVATE int ampi_set_is_of(const amp_grad_set *set, const amp_range *ranges
 }
 
 /* The scaler's own set holds these ranges. */
-AMPI_PRIVATE amp_result ampi_scaler_ranges(amp_scaler *scaler, const amp_range *ranges, int64_t n) {
+static amp_result ampi_scaler_ranges(amp_scaler *scaler, const amp_range *ranges, int64_t n) {
     amp_grad_set *set;
     amp_result r;
     if (ampi_set_is_of(scaler->own, ranges, n)) return AMP_OK;
@@ -13350,7 +13354,7 @@ AMPI_PRIVATE amp_result ampi_scaler_ranges(amp_scaler *scaler, const amp_range *
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply) {
+static amp_result ampi_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply) {
     amp_k_grad_stats found;
     AMPI_TRY(ampi_may_wait(scaler->amp));
     AMPI_TRY(ampi_scaler_ranges(scaler, ranges, n));
@@ -13362,11 +13366,11 @@ AMPI_PRIVATE amp_result ampi_scaler_unscale(amp_scaler *scaler, const amp_range 
 }
 AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply) {
     const char *f = "amp_scaler_unscale";
-    if (apply == NULL) return ampi_fail(AMP_ERR_NULL, f, "apply is NULL");
+    AMPI_TRY(ampi_need(f, apply != NULL, "apply"));
     *apply = scaler == NULL;
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_alive(&scaler->object, f));
-    if (ranges == NULL) return ampi_fail(AMP_ERR_NULL, f, "ranges is NULL");
+    AMPI_TRY(ampi_need(f, ranges != NULL, "ranges"));
     if (n < 1) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld ranges, must be 1 or more", (long long)n);
     return ampi_as(f, ampi_scaler_unscale(scaler, ranges, n, apply));
 }
@@ -13374,7 +13378,7 @@ AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *range
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, float old_scale) {
     amp_k_rule rule;
     if (scaler == NULL) return AMP_OK;
-    if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_rescale", "set is NULL");
+    AMPI_TRY(ampi_need("amp_scaler_rescale", set != NULL, "set"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_rescale"));
     AMPI_TRY(ampi_alive(&set->object, "amp_scaler_rescale"));
     AMPI_TRY(ampi_check_set_known("amp_scaler_rescale", set));
@@ -13391,23 +13395,23 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
 /* ---- Saving.  Structs are written field by field, so the records do not depend on their layout. */
 
 /* "<prefix>.<name>", or "<prefix>.<name>.<i>" for i >= 0, in key. */
-AMPI_PRIVATE amp_result ampi_key(const char *function, char key[64], const char *prefix, const char *name, int64_t i) {
+static amp_result ampi_key(const char *function, char key[64], const char *prefix, const char *name, int64_t i) {
     int n;
-    if (prefix == NULL) return ampi_fail(AMP_ERR_NULL, function, "prefix is NULL");
+    AMPI_TRY(ampi_need(function, prefix != NULL, "prefix"));
     n = i < 0 ? snprintf(key, 64, "%s.%s", prefix, name) : snprintf(key, 64, "%s.%s.%lld", prefix, name, (long long)i);
     if (prefix[0] != 0 && strlen(prefix) <= 40 && n < 64) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%s\" must have 1 to 40 bytes", prefix);
 }
 
-AMPI_PRIVATE amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype,
-                                 const void *values, int64_t n) {
+static amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype,
+                           const void *values, int64_t n) {
     char key[64];
     AMPI_TRY(ampi_key("save", key, prefix, name, i));
     return amp_state_put(state, key, dtype, values, n);
 }
 
-AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, const char *name, int64_t i,
-                                 amp_dtype dtype, void *values, int64_t n) {
+static amp_result ampi_get(const amp_state *state, const char *prefix, const char *name, int64_t i,
+                           amp_dtype dtype, void *values, int64_t n) {
     char key[64];
     AMPI_TRY(ampi_key("load", key, prefix, name, i));
     return amp_state_get(state, key, dtype, values, n);
@@ -13419,7 +13423,7 @@ enum { AMPI_DISABLED_CHECKED = 3, AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 1
 #define AMPI_SAVED_ZERO (-1.0)                  /* how a state says AMP_EXPLICIT_ZERO */
 
 /* before: what the records will be added to. */
-AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state, const char *prefix) {
+static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state, const char *prefix) {
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
     double factors[AMPI_SAVED_FACTORS];
@@ -13445,9 +13449,9 @@ AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_sta
     return ampi_put(state, prefix, "rule", -1, AMP_I64, rule, AMPI_SAVED_RULE);
 }
 
-AMPI_PRIVATE amp_result ampi_save_scaler_whole(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+static amp_result ampi_save_scaler_whole(const amp_scaler *scaler, amp_state *state, const char *prefix) {
     amp_state *own;
-    if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
+    AMPI_TRY(ampi_need("amp_scaler_save", scaler && state, "scaler or state"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_save"));
     AMPI_TRY(amp_state_create(&own, &state->system));
     return ampi_state_take(state, own, ampi_save_scaler(scaler, state, own, prefix), "amp_scaler_save");
@@ -13455,8 +13459,8 @@ AMPI_PRIVATE amp_result ampi_save_scaler_whole(const amp_scaler *scaler, amp_sta
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) { return ampi_as("amp_scaler_save", ampi_save_scaler_whole(scaler, state, prefix)); }
 
 /* Saved numbers as a state that the rule can go on from. */
-AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *scales, const int64_t *counters,
-                                         amp_k_scaler *s) {
+static amp_result ampi_saved_state(const amp_scaler_desc *d, const float *scales, const int64_t *counters,
+                                   amp_k_scaler *s) {
     int i;
     for (i = 0; i < AMPI_SAVED_COUNTERS; i++)
         if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || counters[i] > (i < 6 ? INT32_MAX : AMPI_COUNT_MOST))
@@ -13479,7 +13483,7 @@ AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_saved_settings(const amp_state *state, const char *prefix, amp_scaler_desc *d) {
+static amp_result ampi_saved_settings(const amp_state *state, const char *prefix, amp_scaler_desc *d) {
     double factors[AMPI_SAVED_FACTORS];
     int64_t rule[AMPI_SAVED_RULE];
     AMPI_TRY(ampi_get(state, prefix, "factors", -1, AMP_F64, factors, AMPI_SAVED_FACTORS));
@@ -13498,14 +13502,14 @@ AMPI_PRIVATE amp_result ampi_saved_settings(const amp_state *state, const char *
     return ampi_check_scaler("amp_scaler_load", d);
 }
 
-AMPI_PRIVATE amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, const char *prefix) {
+static amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, const char *prefix) {
     amp_scaler_desc d;
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
     int64_t counters[AMPI_SAVED_COUNTERS];
     int32_t disabled = 0;
     char key[64];
-    if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_load", "scaler or state is NULL");
+    AMPI_TRY(ampi_need("amp_scaler_load", scaler && state, "scaler or state"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_load"));
     AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
     if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I32, &disabled, 1));
@@ -13533,16 +13537,16 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 /* ---- Optimizers */
 
 /* 0 means the default, AMP_EXPLICIT_ZERO 0. */
-AMPI_PRIVATE double ampi_or(double value, double otherwise) {
+static double ampi_or(double value, double otherwise) {
     return !ampi_is_given(value) ? otherwise : ampi_is_zero(value) ? 0 : value;
 }
 
-AMPI_PRIVATE amp_result ampi_check_number(const char *field, double value, double limit) {
+static amp_result ampi_check_number(const char *field, double value, double limit) {
     const char *allowed = limit > 1 ? "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where that is a default" : "from 0 to below 1";
     return ampi_check_real("amp_optimizer_create", field, value, isgreaterequal(value, 0) && isless(value, limit), allowed);
 }
 
-AMPI_PRIVATE void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
+static void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
     if (d->kind == AMP_OPTIMIZER_DEFAULT) d->kind = AMP_ADAMW;
     d->lr = ampi_or(d->lr, 1e-3);
     d->beta1 = ampi_or(d->beta1, 0.9);
@@ -13555,8 +13559,8 @@ AMPI_PRIVATE void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level
 }
 
 /* Whether a master and moments of this kind can be; level O3 is the one without masters. */
-AMPI_PRIVATE amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level level, const char *of,
-                                           amp_master_kind master, amp_dtype moments) {
+static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level level, const char *of,
+                                     amp_master_kind master, amp_dtype moments) {
     const char *function = "amp_optimizer_create";
     if ((int)master < 0 || master > AMP_MASTER_STOCHASTIC)
         return ampi_fail(AMP_ERR_RANGE, function, "%s.master = %d, must be an amp_master_kind", of, (int)master);
@@ -13570,7 +13574,7 @@ AMPI_PRIVATE amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_leve
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level level) {
+static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level level) {
     const char *function = "amp_optimizer_create";
     int64_t i;
     if ((int)d->kind < 0 || d->kind > AMP_SGD)
@@ -13604,7 +13608,7 @@ AMPI_PRIVATE amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_le
     return ampi_check_storage(d, level, "", d->master, d->moments);
 }
 
-AMPI_PRIVATE amp_result ampi_copy_groups(amp_optimizer *o) {
+static amp_result ampi_copy_groups(amp_optimizer *o) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t i, n = o->desc.n_groups;
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_create", (void **)&o->groups, n, sizeof *o->groups));
@@ -13620,7 +13624,7 @@ AMPI_PRIVATE amp_result ampi_copy_groups(amp_optimizer *o) {
 }
 
 /* Learning rate, decay and storage of each row. */
-AMPI_PRIVATE void ampi_apply_groups(amp_optimizer *o) {
+static void ampi_apply_groups(amp_optimizer *o) {
     int64_t i, g;
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
@@ -13642,7 +13646,7 @@ AMPI_PRIVATE void ampi_apply_groups(amp_optimizer *o) {
 }
 
 /* Remainders go with bf16 weights, and what is asked of 16-bit weights needs at least one. */
-AMPI_PRIVATE amp_result ampi_check_weights(const amp_optimizer *o) {
+static amp_result ampi_check_weights(const amp_optimizer *o) {
     int64_t i, narrow = 0;
     for (i = 0; i < o->set->n; i++) {
         narrow += o->set->rows[i].weight_dtype != AMP_F32;
@@ -13659,19 +13663,19 @@ AMPI_PRIVATE amp_result ampi_check_weights(const amp_optimizer *o) {
 /* The three arrays a row may have, and bytes per element of each. */
 enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
 
-AMPI_PRIVATE int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int which) {
+static int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int which) {
     if (which == AMPI_MASTER) return row->master_kind == AMP_MASTER_F32 || row->master_kind == AMP_MASTER_REMAINDER;
     return o->desc.kind == AMP_ADAMW || (which == AMPI_M && o->desc.momentum > 0);
 }
-AMPI_PRIVATE void **ampi_row_array(amp_k_tensor *row, int which) {
+static void **ampi_row_array(amp_k_tensor *row, int which) {
     return which == AMPI_M ? &row->m : which == AMPI_V2 ? &row->v : &row->master;
 }
-AMPI_PRIVATE int64_t ampi_array_size(const amp_k_tensor *row, int which) {
+static int64_t ampi_array_size(const amp_k_tensor *row, int which) {
     return which == AMPI_MASTER ? row->master_kind == AMP_MASTER_REMAINDER ? 2 : 4 : row->moment_dtype == AMP_BF16 ? 2 : 4;
 }
 
 /* One block for the arrays of all rows, zeroed, each array at a multiple of 256 bytes. */
-AMPI_PRIVATE amp_result ampi_optimizer_memory(amp_optimizer *o) {
+static amp_result ampi_optimizer_memory(amp_optimizer *o) {
     int64_t i, bytes = 0, at = 0;
     int a, pass;
     for (pass = 0; pass < 2; pass++) {
@@ -13689,7 +13693,7 @@ AMPI_PRIVATE amp_result ampi_optimizer_memory(amp_optimizer *o) {
     return amp_fill(o->amp, o->memory, 0, bytes);
 }
 
-AMPI_PRIVATE amp_result ampi_make_masters(amp_optimizer *o) {
+static amp_result ampi_make_masters(amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
     int64_t i;
@@ -13713,7 +13717,7 @@ AMPI_PRIVATE amp_result ampi_make_masters(amp_optimizer *o) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_result_memory(amp_optimizer *o) {
+static amp_result ampi_result_memory(amp_optimizer *o) {
     void *dev, *stream, *pinned;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
     size_t bytes = AMP_STEP_RESULTS * sizeof *o->ring;
@@ -13725,7 +13729,7 @@ AMPI_PRIVATE amp_result ampi_result_memory(amp_optimizer *o) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
+static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_copy_groups(o));
     AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
     o->set->desc = &o->desc;
@@ -13738,7 +13742,7 @@ AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     return ampi_make_masters(o);
 }
 
-AMPI_PRIVATE void ampi_optimizer_stop(ampi_object *object) {
+static void ampi_optimizer_stop(ampi_object *object) {
     amp_optimizer *o = (amp_optimizer *)(void *)object;
     const amp_system *s = ampi_context_system(o->amp);
     void *dev, *stream;
@@ -13757,21 +13761,20 @@ AMPI_PRIVATE void ampi_optimizer_stop(ampi_object *object) {
     ampi_free(s, (void *)o->matches, o->desc.n_groups, sizeof *o->matches);
     ampi_free(s, o->text, o->text_bytes, 1);
 }
-AMPI_PRIVATE void ampi_optimizer_release(ampi_object *object) {
+static void ampi_optimizer_release(ampi_object *object) {
     amp_optimizer *o = (amp_optimizer *)(void *)object;
     if (o->set != NULL) ampi_object_let_go(&o->set->object);
     ampi_free(ampi_context_system(o->amp), o, 1, sizeof *o);
 }
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) { if (optimizer != NULL) ampi_object_destroy(&optimizer->object); }
 
-AMPI_PRIVATE amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
+static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_optimizer_desc d;
     amp_optimizer *o;
     amp_result r;
     int64_t rows;
     if (out != NULL) *out = NULL;
-    if (amp == NULL || out == NULL || desc == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_optimizer_create", "amp, out or desc is NULL");
+    AMPI_TRY(ampi_need("amp_optimizer_create", amp && out && desc, "amp, out or desc"));
     d = *desc;
     AMPI_TRY(ampi_check_reserved("amp_optimizer_create", d.reserved));
     ampi_optimizer_defaults(&d, ampi_settings(amp)->level);
@@ -13793,8 +13796,7 @@ AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, c
 }
 
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out) {
-    if (optimizer == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_optimizer_query", "optimizer or out is NULL");
+    AMPI_TRY(ampi_need("amp_optimizer_query", optimizer && out, "optimizer or out"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_query"));
     *out = optimizer->desc;
     return AMP_OK;
@@ -13803,16 +13805,14 @@ AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optim
 AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer) { return optimizer ? optimizer->set : NULL; }
 
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
-    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_lr", "optimizer is NULL");
-    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_set_lr"));
+    AMPI_TRY(ampi_need_object("amp_optimizer_set_lr", optimizer, "optimizer"));
     AMPI_TRY(ampi_check_real("amp_optimizer_set_lr", "lr", lr, isgreaterequal(lr, 0), "0 or more and finite"));
     optimizer->desc.lr = lr;
     return AMP_OK;
 }
 
 AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm) {
-    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_clip", "optimizer is NULL");
-    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_set_clip"));
+    AMPI_TRY(ampi_need_object("amp_optimizer_set_clip", optimizer, "optimizer"));
     AMPI_TRY(ampi_check_clip("amp_optimizer_set_clip", clip_norm));
     optimizer->desc.clip_norm = clip_norm;
     ampi_settings_changed(optimizer->amp);
@@ -13822,8 +13822,7 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation) {
     amp_grad_set *set;
     int64_t i;
-    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_accumulation", "optimizer is NULL");
-    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_set_accumulation"));
+    AMPI_TRY(ampi_need_object("amp_optimizer_set_accumulation", optimizer, "optimizer"));
     if (accumulation < 1)
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_accumulation", "accumulation = %d, must be 1 or more", accumulation);
     set = optimizer->set;
@@ -13837,14 +13836,13 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
 
 AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
     int64_t i;
-    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_rebuild_masters", "optimizer is NULL");
-    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_rebuild_masters"));
+    AMPI_TRY(ampi_need_object("amp_optimizer_rebuild_masters", optimizer, "optimizer"));
     for (i = 0; i < optimizer->set->n; i++) amp_param_changed(optimizer->set->params[i]);
     return ampi_make_masters(optimizer);
 }
 
 /* fp32 values as a bf16 weight and its remainder, through `scratch` for twice as many numbers. */
-AMPI_PRIVATE amp_result ampi_send_remainder(const amp_optimizer *o, const amp_k_tensor *row, const float *values, uint16_t *scratch) {
+static amp_result ampi_send_remainder(const amp_optimizer *o, const amp_k_tensor *row, const float *values, uint16_t *scratch) {
     size_t bytes = (size_t)row->count * 2;
     AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split(scratch, scratch + row->count, values, row->count);
     AMPI_TRY(ampi_send(o->amp, row->weight, scratch, bytes));
@@ -13852,7 +13850,7 @@ AMPI_PRIVATE amp_result ampi_send_remainder(const amp_optimizer *o, const amp_k_
 }
 
 /* row NULL: the parameter has no gradient, and no master. */
-AMPI_PRIVATE amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const amp_k_tensor *row, const float *values, void *scratch) {
+static amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const amp_k_tensor *row, const float *values, void *scratch) {
     int64_t n = amp_tensor_count(&p->weight), new_inf = 0;
     AMPI_TRY(amp_convert(scratch, p->weight.dtype, values, AMP_F32, n, NULL, &new_inf));
     if (new_inf > 0)
@@ -13893,8 +13891,7 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
     int64_t i, n = 0, weight = 0, gradient = 0, arrays[AMPI_ARRAYS] = {0, 0, 0};
     double parameters;
     int a;
-    if (optimizer == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_optimizer_bytes", "optimizer or out is NULL");
+    AMPI_TRY(ampi_need("amp_optimizer_bytes", optimizer && out, "optimizer or out"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_bytes"));
     for (i = 0; i < optimizer->set->n; i++) {
         const amp_k_tensor *row = &optimizer->set->rows[i];
@@ -13917,7 +13914,7 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 /* ---- Graphs: what a launch has to do on the host beside launching */
 
 /* Records an optimizer whose cycle begins in the graph that is being captured. */
-AMPI_PRIVATE amp_result ampi_graph_note(amp_optimizer *o) {
+static amp_result ampi_graph_note(amp_optimizer *o) {
     amp_graph *graph = (amp_graph *)ampi_capture(o->amp);
     int64_t i;
     if (graph == NULL || o->micro > 0) return AMP_OK;
@@ -13932,7 +13929,7 @@ AMPI_PRIVATE amp_result ampi_graph_note(amp_optimizer *o) {
 
 /* ---- The step */
 
-AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
+static amp_result ampi_run_optimizer(const amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
     amp_k_adamw adamw;
@@ -13952,7 +13949,7 @@ AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
 }
 
 /* Counts the step on the device; scaler is enabled or NULL.  In a graph the learning rate is what AMP_RULE_LAUNCH wrote. */
-AMPI_PRIVATE amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
+static amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
     amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
     rule.results = o->ring;
     rule.step_rule.beta1 = o->desc.beta1;
@@ -13962,7 +13959,7 @@ AMPI_PRIVATE amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler
 }
 
 /* Sends the step's result on the way to the host. */
-AMPI_PRIVATE amp_result ampi_send_result(amp_optimizer *o) {
+static amp_result ampi_send_result(amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
     int64_t slot = o->attempts % AMP_STEP_RESULTS;
@@ -13974,15 +13971,14 @@ AMPI_PRIVATE amp_result ampi_send_result(amp_optimizer *o) {
 }
 
 /* The weights have other values now. */
-AMPI_PRIVATE void ampi_weights_changed(const amp_grad_set *set) {
+static void ampi_weights_changed(const amp_grad_set *set) {
     int64_t i;
     for (i = 0; i < set->n; i++) if (set->rows[i].live) amp_param_changed(set->params[i]);
 }
 
 /* The stages that amp_optimizer_step and amp_step can start from. */
-AMPI_PRIVATE amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
-    if (o == NULL) return ampi_fail(AMP_ERR_NULL, function, "optimizer is NULL");
-    AMPI_TRY(ampi_alive(&o->object, function));
+static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
+    AMPI_TRY(ampi_need_object(function, o, "optimizer"));
     if (scaler != NULL) AMPI_TRY(ampi_alive(&scaler->object, function));
     AMPI_TRY(ampi_check_set_known(function, o->set));
     AMPI_TRY(ampi_check_owner(function, o->set, scaler));
@@ -13991,7 +13987,7 @@ AMPI_PRIVATE amp_result ampi_check_step(const char *function, amp_optimizer *o, 
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
-AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
+static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     amp_scaler *enabled = ampi_enabled(scaler);
     amp_grad_set *set = o->set;
     int64_t i;
@@ -14016,7 +14012,7 @@ AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scal
 }
 
 /* Clips what has been summed up so far, as if the cycle ended with this micro-batch. */
-AMPI_PRIVATE amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) {
+static amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) {
     if (!o->desc.clip_each || !(o->desc.clip_norm > 0)) return AMP_OK;
     AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, 0));
     return ampi_set_scale(o->set, &o->set->found->clip_coef);
@@ -14040,7 +14036,7 @@ AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler) {
 
 /* ---- Outcomes */
 
-AMPI_PRIVATE void ampi_result_fill(const amp_optimizer *o, const amp_k_step_result *k, amp_step_result *out) {
+static void ampi_result_fill(const amp_optimizer *o, const amp_k_step_result *k, amp_step_result *out) {
     memset(out, 0, sizeof *out);
     out->step = k->number;
     out->applied_steps = k->step;
@@ -14057,7 +14053,7 @@ AMPI_PRIVATE void ampi_result_fill(const amp_optimizer *o, const amp_k_step_resu
 }
 
 /* The number of the oldest result that is due, 0 if none is. */
-AMPI_PRIVATE int64_t ampi_result_due(amp_optimizer *o) {
+static int64_t ampi_result_due(amp_optimizer *o) {
     int64_t due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.result_lag, 0));
     o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_STEP_RESULTS);
     return o->delivered < due ? o->delivered + 1 : 0;
@@ -14082,7 +14078,7 @@ AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *
 }
 
 /* 1: the result of step `number` has come. */
-AMPI_PRIVATE int ampi_result_here(const amp_optimizer *o, int64_t number) {
+static int ampi_result_here(const amp_optimizer *o, int64_t number) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
     int32_t done = 0;
@@ -14090,10 +14086,10 @@ AMPI_PRIVATE int ampi_result_here(const amp_optimizer *o, int64_t number) {
 }
 
 /* 1: the next step's result takes the place of one that was not delivered. */
-AMPI_PRIVATE int ampi_results_full(const amp_optimizer *o) { return o->attempts - o->delivered >= AMP_STEP_RESULTS; }
+static int ampi_results_full(const amp_optimizer *o) { return o->attempts - o->delivered >= AMP_STEP_RESULTS; }
 
 /* Back to where another was, in the settings of now.  Results that were pending then have been delivered. */
-AMPI_PRIVATE void ampi_optimizer_rewind(amp_optimizer *o, const amp_optimizer *then) {
+static void ampi_optimizer_rewind(amp_optimizer *o, const amp_optimizer *then) {
     o->micro = then->micro;
     o->attempts = o->delivered = then->attempts;
     o->flushed = then->flushed;
@@ -14103,15 +14099,14 @@ AMPI_PRIVATE void ampi_optimizer_rewind(amp_optimizer *o, const amp_optimizer *t
 }
 
 AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer) {
-    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_step_result_flush", "optimizer is NULL");
-    AMPI_TRY(ampi_alive(&optimizer->object, "amp_step_result_flush"));
+    AMPI_TRY(ampi_need_object("amp_step_result_flush", optimizer, "optimizer"));
     optimizer->flushed = optimizer->attempts;
     return ampi_as("amp_step_result_flush", ampi_wait(optimizer->amp));
 }
 
 /* ---- Capturing and launching */
 
-AMPI_PRIVATE void ampi_graph_stop(ampi_object *object) {
+static void ampi_graph_stop(ampi_object *object) {
     amp_graph *graph = (amp_graph *)(void *)object;
     amp_context *amp = graph->amp;
     void *dev, *stream;
@@ -14136,7 +14131,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     const amp_backend *backend;
     amp_graph *graph;
     amp_result result;
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp is NULL");
+    AMPI_TRY(ampi_need(f, amp != NULL, "amp"));
     backend = ampi_backend(amp, &dev, &stream);
     if (ampi_capture(amp) != NULL) return ampi_fail(AMP_ERR_STATE, f, "a graph is being captured already");
     if (backend->graph_begin == NULL)
@@ -14157,7 +14152,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
 }
 
 /* Every cycle that was begun must have ended with its step and update. */
-AMPI_PRIVATE amp_result ampi_graph_check(const amp_graph *graph, const char *function) {
+static amp_result ampi_graph_check(const amp_graph *graph, const char *function) {
     int64_t i;
     int open = ampi_live_gradients(graph->amp, 0);
     for (i = 0; i < graph->n_sets; i++)
@@ -14168,14 +14163,14 @@ AMPI_PRIVATE amp_result ampi_graph_check(const amp_graph *graph, const char *fun
 }
 
 /* The set is ready, as if it had not been checked. */
-AMPI_PRIVATE void ampi_set_undo(amp_grad_set *set) {
+static void ampi_set_undo(amp_grad_set *set) {
     amp_scaler *scaler = set->scaler;
     ampi_set_unlink(set);
     if (scaler != NULL && scaler->sets == NULL) scaler->checked = 0;
 }
 
 /* What the calls of a failed capture left on the host. */
-AMPI_PRIVATE void ampi_graph_undo(const amp_graph *graph) {
+static void ampi_graph_undo(const amp_graph *graph) {
     int64_t i;
     ampi_live_gradients(graph->amp, 1);
     for (i = 0; i < graph->n_sets; i++) ampi_set_undo(graph->sets[i]);
@@ -14185,14 +14180,14 @@ AMPI_PRIVATE void ampi_graph_undo(const amp_graph *graph) {
     }
 }
 
-AMPI_PRIVATE amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
+static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     const char *f = "amp_graph_end";
     void *dev, *stream;
     const amp_backend *backend;
     amp_graph *graph;
     amp_result result;
     if (out != NULL) *out = NULL;
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp or out is NULL");
+    AMPI_TRY(ampi_need(f, amp && out, "amp or out"));
     backend = ampi_backend(amp, &dev, &stream);
     graph = (amp_graph *)ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "amp_graph_begin comes first");
@@ -14212,7 +14207,7 @@ AMPI_PRIVATE amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
 AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) { return ampi_as("amp_graph_end", ampi_graph_end(amp, out)); }
 
 /* The numbers that change from launch to launch go to the device by value. */
-AMPI_PRIVATE amp_result ampi_graph_numbers(const amp_graph *graph) {
+static amp_result ampi_graph_numbers(const amp_graph *graph) {
     int64_t i;
     for (i = 0; i < AMPI_MAX(graph->n, (int64_t)1); i++) {
         amp_k_rule rule = ampi_rule(AMP_RULE_LAUNCH, NULL, i < graph->n ? graph->optimizers[i]->set : NULL);
@@ -14223,12 +14218,11 @@ AMPI_PRIVATE amp_result ampi_graph_numbers(const amp_graph *graph) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_graph_launch(amp_graph *graph) {
+static amp_result ampi_graph_launch(amp_graph *graph) {
     void *dev, *stream;
     const amp_backend *backend;
     int64_t i;
-    if (graph == NULL) return ampi_fail(AMP_ERR_NULL, "amp_graph_launch", "graph is NULL");
-    AMPI_TRY(ampi_alive(&graph->object, "amp_graph_launch"));
+    AMPI_TRY(ampi_need_object("amp_graph_launch", graph, "graph"));
     backend = ampi_backend(graph->amp, &dev, &stream);
     AMPI_TRY(ampi_may_wait(graph->amp));
     if (graph->settings_version != ampi_settings_version(graph->amp))
@@ -14257,7 +14251,7 @@ enum { AMPI_CYCLE_RANK = 0, AMPI_CYCLE_WORLD = 1, AMPI_CYCLE_ACCUMULATION = 2, A
 static const char *const ampi_array_names[AMPI_ARRAYS] = {"m", "v", "master"};
 
 /* Per row: elements, and which arrays there are as bits. */
-AMPI_PRIVATE amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
+static amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
     int64_t i;
     int a;
     AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)shape, 2 * o->set->n,
@@ -14271,7 +14265,7 @@ AMPI_PRIVATE amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shap
 }
 
 /* All names, each followed by a line feed. */
-AMPI_PRIVATE amp_result ampi_names_record(const amp_optimizer *o, char **text, int64_t *bytes) {
+static amp_result ampi_names_record(const amp_optimizer *o, char **text, int64_t *bytes) {
     int64_t i, at = 0;
     *bytes = 0;
     for (i = 0; i < o->set->n; i++) *bytes += (int64_t)strlen(o->set->names[i]) + 1;
@@ -14285,7 +14279,7 @@ AMPI_PRIVATE amp_result ampi_names_record(const amp_optimizer *o, char **text, i
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state, const char *prefix) {
+static amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t *shape, bytes;
     char *names;
@@ -14300,7 +14294,7 @@ AMPI_PRIVATE amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state,
     return r;
 }
 
-AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, const char *prefix) {
+static amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, const char *prefix) {
     amp_k_grad_stats f;
     int64_t steps[AMPI_SAVED_STEPS], seed;
     double reals[AMPI_SAVED_REALS];
@@ -14316,14 +14310,14 @@ AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *st
 }
 
 /* Of this optimizer's rank, and of its settings as far as they matter to a cycle's gradients. */
-AMPI_PRIVATE void ampi_cycle_record(const amp_optimizer *o, int64_t cycle[AMPI_SAVED_CYCLE]) {
+static void ampi_cycle_record(const amp_optimizer *o, int64_t cycle[AMPI_SAVED_CYCLE]) {
     cycle[AMPI_CYCLE_WORLD] = ampi_world(o->amp);
     cycle[AMPI_CYCLE_RANK] = ampi_settings(o->amp)->reducer.rank;
     cycle[AMPI_CYCLE_ACCUMULATION] = o->desc.accumulation;
     cycle[AMPI_CYCLE_SHARDED] = o->desc.sharded && cycle[AMPI_CYCLE_WORLD] > 1;
 }
 
-AMPI_PRIVATE amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state, const char *prefix) {
+static amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t cycle[AMPI_SAVED_CYCLE], i;
     uint8_t *live;
@@ -14339,7 +14333,7 @@ AMPI_PRIVATE amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state
 }
 
 /* The results not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of their own. */
-AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, const char *prefix) {
+static amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, const char *prefix) {
     double rows[AMP_STEP_RESULTS * AMPI_SAVED_OUTCOME];
     int32_t trackers[AMP_STEP_RESULTS];
     int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_STEP_RESULTS), n = o->attempts - first;
@@ -14357,14 +14351,14 @@ AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *st
 }
 
 /* The dtype of an array of a row in a record. */
-AMPI_PRIVATE amp_dtype ampi_saved_dtype(const amp_k_tensor *row, int which) {
+static amp_dtype ampi_saved_dtype(const amp_k_tensor *row, int which) {
     return which != AMPI_MASTER && row->moment_dtype == AMP_BF16 ? AMP_BF16 : AMP_F32;
 }
 
 /* A record, widened to fp32 if it is bf16 and that is wanted: bf16 lies in the upper half of the scratch, and each number
    is read before it is written over. */
-AMPI_PRIVATE amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
-                                    amp_dtype dtype, void *scratch, int64_t n) {
+static amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
+                              amp_dtype dtype, void *scratch, int64_t n) {
     char key[64];
     amp_dtype saved;
     AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));
@@ -14379,7 +14373,7 @@ AMPI_PRIVATE amp_result ampi_get_as(const amp_state *state, const char *prefix, 
 typedef struct ampi_archive { const amp_optimizer *o; amp_state *to; const amp_state *from; const char *prefix; void *scratch; } ampi_archive;
 
 /* One array between the device and its record. */
-AMPI_PRIVATE amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data, amp_dtype dtype) {
+static amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data, amp_dtype dtype) {
     int64_t n = r->o->set->rows[i].count;
     size_t bytes = (size_t)n * amp_dtype_size(dtype);
     if (r->to == NULL) {
@@ -14391,7 +14385,7 @@ AMPI_PRIVATE amp_result ampi_archive_array(const ampi_archive *r, const char *na
 }
 
 /* A weight and its remainder, which are one fp32 record; the scratch has room for twice as many numbers. */
-AMPI_PRIVATE amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
+static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     const amp_k_tensor *row = &r->o->set->rows[i];
     float *values = (float *)r->scratch;
     uint16_t *weight = (uint16_t *)(values + row->count), *rest = weight + row->count;
@@ -14411,7 +14405,7 @@ AMPI_PRIVATE amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i)
 }
 
 /* All arrays, and the gradients that are live. */
-AMPI_PRIVATE amp_result ampi_archive_arrays(const ampi_archive *r) {
+static amp_result ampi_archive_arrays(const ampi_archive *r) {
     int64_t i;
     int a;
     for (i = 0; i < r->o->set->n; i++) {
@@ -14426,14 +14420,14 @@ AMPI_PRIVATE amp_result ampi_archive_arrays(const ampi_archive *r) {
 }
 
 /* Bytes that the largest row needs on its way. */
-AMPI_PRIVATE int64_t ampi_row_scratch(const amp_grad_set *set) {
+static int64_t ampi_row_scratch(const amp_grad_set *set) {
     int64_t i, largest = 0;
     for (i = 0; i < set->n; i++)
         largest = AMPI_MAX(largest, set->rows[i].count * (ampi_has_remainder(&set->rows[i]) ? 8 : 4));
     return largest;
 }
 
-AMPI_PRIVATE amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
+static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
     ampi_archive archive = {o, state, NULL, prefix, NULL};
     int64_t bytes = ampi_row_scratch(o->set);
@@ -14448,9 +14442,9 @@ AMPI_PRIVATE amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *s
     return r;
 }
 
-AMPI_PRIVATE amp_result ampi_save_optimizer_whole(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
+static amp_result ampi_save_optimizer_whole(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
     amp_state *own;
-    if (optimizer == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
+    AMPI_TRY(ampi_need("amp_optimizer_save", optimizer && state, "optimizer or state"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_save"));
     AMPI_TRY(amp_state_create(&own, &state->system));
     return ampi_state_take(state, own, ampi_save_optimizer(optimizer, own, prefix), "amp_optimizer_save");
@@ -14460,7 +14454,7 @@ AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state 
 }
 
 /* Refuses what was saved by an optimizer with other parameters, and says which. */
-AMPI_PRIVATE amp_result ampi_compare_names(const amp_optimizer *o, const char *saved, int64_t bytes) {
+static amp_result ampi_compare_names(const amp_optimizer *o, const char *saved, int64_t bytes) {
     int64_t i, at = 0;
     for (i = 0; i < o->set->n; i++) {
         const char *name = o->set->names[i], *end = NULL;
@@ -14477,7 +14471,7 @@ AMPI_PRIVATE amp_result ampi_compare_names(const amp_optimizer *o, const char *s
                      saved + at);
 }
 
-AMPI_PRIVATE amp_result ampi_load_names(const amp_optimizer *o, const amp_state *state, const char *prefix) {
+static amp_result ampi_load_names(const amp_optimizer *o, const amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
     char key[64], *saved;
     amp_dtype dtype;
@@ -14493,7 +14487,7 @@ AMPI_PRIVATE amp_result ampi_load_names(const amp_optimizer *o, const amp_state 
     return r;
 }
 
-AMPI_PRIVATE amp_result ampi_compare_shape(const amp_optimizer *o, const int64_t *saved, const int64_t *shape) {
+static amp_result ampi_compare_shape(const amp_optimizer *o, const int64_t *saved, const int64_t *shape) {
     int64_t i;
     for (i = 0; i < o->set->n; i++) {
         const char *name = o->set->names[i];
@@ -14508,7 +14502,7 @@ AMPI_PRIVATE amp_result ampi_compare_shape(const amp_optimizer *o, const int64_t
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_load_shape(const amp_optimizer *o, const amp_state *state, const char *prefix) {
+static amp_result ampi_load_shape(const amp_optimizer *o, const amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t *shape, *saved, n = 2 * o->set->n;
     amp_result r;
@@ -14522,8 +14516,8 @@ AMPI_PRIVATE amp_result ampi_load_shape(const amp_optimizer *o, const amp_state 
 }
 
 /* Every record that will be read is there, with its size. */
-AMPI_PRIVATE amp_result ampi_check_array(const amp_optimizer *o, const amp_state *state, const char *prefix,
-                                         const char *name, int64_t i, amp_dtype wanted) {
+static amp_result ampi_check_array(const amp_optimizer *o, const amp_state *state, const char *prefix,
+                                   const char *name, int64_t i, amp_dtype wanted) {
     char key[64];
     amp_dtype dtype;
     int64_t n;
@@ -14537,14 +14531,14 @@ AMPI_PRIVATE amp_result ampi_check_array(const amp_optimizer *o, const amp_state
                      amp_dtype_name(dtype), (long long)o->set->rows[i].count, amp_dtype_name(wanted));
 }
 
-AMPI_PRIVATE int ampi_has_record(const amp_state *state, const char *prefix, const char *name, int64_t i) {
+static int ampi_has_record(const amp_state *state, const char *prefix, const char *name, int64_t i) {
     char key[64];
     return ampi_key("amp_optimizer_load", key, prefix, name, i) == AMP_OK && amp_state_count(state, key, NULL) >= 0;
 }
 
 /* What was saved in the middle of a cycle, or sharded, is of one rank. */
-AMPI_PRIVATE amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const int64_t own[AMPI_SAVED_CYCLE],
-                                         int64_t micro, int live) {
+static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const int64_t own[AMPI_SAVED_CYCLE],
+                                   int64_t micro, int live) {
     const char *f = "amp_optimizer_load", *why = saved[AMPI_CYCLE_SHARDED] ? "sharded" : "in the middle of a cycle";
     if (saved[AMPI_CYCLE_SHARDED] != own[AMPI_CYCLE_SHARDED])
         return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s .sharded over %lld ranks", saved[AMPI_CYCLE_SHARDED] ? "with" : "without",
@@ -14559,8 +14553,8 @@ AMPI_PRIVATE amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], 
 }
 
 /* live: of each row, whether its gradient was saved and counts.  States of 0.1.0 do not say whose their gradients are. */
-AMPI_PRIVATE amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
-                                        uint8_t *live) {
+static amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
+                                  uint8_t *live) {
     int64_t saved[AMPI_SAVED_CYCLE], own[AMPI_SAVED_CYCLE], i;
     int any = 0;
     ampi_cycle_record(o, own);
@@ -14575,8 +14569,8 @@ AMPI_PRIVATE amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state 
     return ampi_check_cycle(saved, own, micro, any);
 }
 
-AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *state, const char *prefix,
-                                          const uint8_t *live) {
+static amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *state, const char *prefix,
+                                    const uint8_t *live) {
     int64_t i;
     int a;
     for (i = 0; i < o->set->n; i++) {
@@ -14590,7 +14584,7 @@ AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_stat
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_check_saved_steps(const amp_optimizer *o, const int64_t *steps, const double *reals) {
+static amp_result ampi_check_saved_steps(const amp_optimizer *o, const int64_t *steps, const double *reals) {
     int64_t i;
     if (steps[0] != (int64_t)o->desc.kind)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", steps[0] == AMP_SGD ? "SGD" : "AdamW");
@@ -14610,7 +14604,7 @@ AMPI_PRIVATE amp_result ampi_check_saved_steps(const amp_optimizer *o, const int
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_load_counters(amp_optimizer *o, const int64_t *steps, const double *reals) {
+static amp_result ampi_load_counters(amp_optimizer *o, const int64_t *steps, const double *reals) {
     amp_k_grad_stats f;
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     f.attempts = steps[2]; f.step = steps[5]; f.skips = steps[6];
@@ -14626,7 +14620,7 @@ AMPI_PRIVATE amp_result ampi_load_counters(amp_optimizer *o, const int64_t *step
 }
 
 /* What becomes an integer is one that fp64 holds. */
-AMPI_PRIVATE amp_result ampi_check_outcomes(const double *rows, int64_t n) {
+static amp_result ampi_check_outcomes(const double *rows, int64_t n) {
     int64_t i;
     for (i = 0; i < n * AMPI_SAVED_OUTCOME; i++) {
         int64_t column = i % AMPI_SAVED_OUTCOME;
@@ -14639,7 +14633,7 @@ AMPI_PRIVATE amp_result ampi_check_outcomes(const double *rows, int64_t n) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, const int32_t *trackers, int64_t n) {
+static void ampi_load_outcomes(amp_optimizer *o, const double *rows, const int32_t *trackers, int64_t n) {
     int64_t i, first = o->attempts - n;
     for (i = 0; i < n; i++) {
         amp_k_step_result *k = &o->outcomes[(first + i) % AMP_STEP_RESULTS];
@@ -14652,7 +14646,7 @@ AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, const
     }
 }
 
-AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
+static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
     amp_optimizer *o = optimizer;
     ampi_archive archive = {o, NULL, state, prefix, NULL};
     const amp_system *s;
@@ -14661,7 +14655,7 @@ AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_
     double reals[AMPI_SAVED_REALS], outcomes[AMP_STEP_RESULTS * AMPI_SAVED_OUTCOME];
     amp_result r;
     uint8_t *live;
-    if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_load", "optimizer or state is NULL");
+    AMPI_TRY(ampi_need("amp_optimizer_load", o && state, "optimizer or state"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_load"));
     s = ampi_context_system(o->amp);
     bytes = ampi_row_scratch(o->set);
@@ -14732,19 +14726,19 @@ enum {
 typedef struct ampi_order { uint64_t n, keys[AMPI_ORDER_ROUNDS]; int low_bits, high_bits; } ampi_order;
 
 /* The finaliser of SplitMix64 (Steele, Lea & Flood 2014), a bijection of 64 bits. */
-AMPI_PRIVATE uint64_t ampi_mix64(uint64_t x) {
+static uint64_t ampi_mix64(uint64_t x) {
     x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
     x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
     return x ^ (x >> 31);
 }
 
 /* Number i of the stream that belongs to (seed, epoch). */
-AMPI_PRIVATE uint64_t ampi_epoch_random(uint64_t seed, int64_t epoch, uint64_t i) {
+static uint64_t ampi_epoch_random(uint64_t seed, int64_t epoch, uint64_t i) {
     uint64_t stream = ampi_mix64(ampi_mix64(seed + UINT64_C(0x9e3779b97f4a7c15)) ^ (uint64_t)epoch);
     return ampi_mix64(stream + (i + 1) * UINT64_C(0x9e3779b97f4a7c15));
 }
 
-AMPI_PRIVATE void ampi_order_init(ampi_order *order, int64_t n, uint64_t seed, int64_t epoch) {
+static void ampi_order_init(ampi_order *order, int64_t n, uint64_t seed, int64_t epoch) {
     int bits = 0, round;
     while (bits < 63 && (UINT64_C(1) << bits) < (uint64_t)n) bits++;
     order->n = (uint64_t)n;
@@ -14754,7 +14748,7 @@ AMPI_PRIVATE void ampi_order_init(ampi_order *order, int64_t n, uint64_t seed, i
         order->keys[round] = ampi_epoch_random(seed, epoch, (uint64_t)round);
 }
 
-AMPI_PRIVATE inline __attribute__((always_inline)) uint64_t ampi_order_step(const ampi_order *order, uint64_t x) {
+static inline __attribute__((always_inline)) uint64_t ampi_order_step(const ampi_order *order, uint64_t x) {
     uint64_t low_mask = (UINT64_C(1) << order->low_bits) - 1, high_mask = (UINT64_C(1) << order->high_bits) - 1;
     uint64_t low = x & low_mask, high = x >> order->low_bits;
     int round;
@@ -14767,7 +14761,7 @@ AMPI_PRIVATE inline __attribute__((always_inline)) uint64_t ampi_order_step(cons
 
 /* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They walk abreast and without branches: one alone
    would wait for its multiplications. */
-AMPI_PRIVATE void ampi_order_at(const ampi_order *order, int64_t place, int64_t n, int64_t *out) {
+static void ampi_order_at(const ampi_order *order, int64_t place, int64_t n, int64_t *out) {
     uint64_t x[AMPI_PIECES];
     int64_t walking[AMPI_PIECES], i, k;
     for (i = 0; i < n; i++) { x[i] = (uint64_t)(place + i); walking[i] = i; }
@@ -15341,7 +15335,7 @@ static amp_result ampi_loader_count_arrays(amp_loader *l) {
 static amp_result ampi_loader_count_callback(amp_loader *l) {
     const amp_source *s = &l->source;
     int32_t i;
-    if (s->read == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".source->read is NULL");
+    AMPI_TRY(ampi_need(ampi_loader_create_name, s->read != NULL, ".source->read"));
     if (s->samples < 1 || s->n_fields < 1 || s->n_fields > AMP_MAX_FIELDS)
         return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name,
                          ".source->samples = %lld and .n_fields = %d, must be 1 or more and 1 to %d",
@@ -15479,7 +15473,7 @@ static amp_result ampi_worker_get(ampi_worker *w, const ampi_data_file *f, int64
 }
 
 /* Token i as a number; what is negative or beyond 32 bits comes out as the largest. */
-AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
+static inline __attribute__((always_inline)) uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
     uint64_t wide;
     if (dtype == AMP_U8) return raw[i];
     if (dtype == AMP_U16) return (uint32_t)raw[2 * i] | (uint32_t)raw[2 * i + 1] << 8;
@@ -15518,7 +15512,7 @@ static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, 
 
 /* One sample: seq inputs, and as targets the same one further, in int32 or, narrow, in uint16.  Whether a token is not
    below the limit. */
-AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t
+static inline __attribute__((always_inline)) uint32_t
 ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
                   uint32_t limit) {
     uint32_t token = ampi_token(raw, dtype, 0), next, bad = token >= limit;
@@ -16281,7 +16275,7 @@ AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const a
     amp_loader *l;
     void *memory;
     amp_result result;
-    if (out == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, "out is NULL");
+    AMPI_TRY(ampi_need(ampi_loader_create_name, out != NULL, "out"));
     *out = NULL;
     if (amp == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, "%s is NULL", amp == NULL ? "amp" : "desc");
@@ -16462,8 +16456,7 @@ static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *fu
 }
 
 AMP_API amp_result amp_loader_seek(amp_loader *l, int64_t epoch, int64_t index) {
-    if (l == NULL) return ampi_fail(AMP_ERR_NULL, "amp_loader_seek", "loader is NULL");
-    AMPI_TRY(ampi_alive(&l->object, "amp_loader_seek"));
+    AMPI_TRY(ampi_need_object("amp_loader_seek", l, "loader"));
     if (epoch < 0 || index < 0 || index >= l->batches || epoch > (INT64_MAX - index) / l->batches ||
         epoch * l->batches + index > l->end)
         return ampi_fail(AMP_ERR_RANGE, "amp_loader_seek",
@@ -17001,7 +16994,7 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
     amp_result result;
     void *text;
     size_t bytes;
-    if (settings == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or path is NULL");
+    AMPI_TRY(ampi_need(f, settings && path, "settings or path"));
     AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     AMPI_TRY(ampi_as(f, amp_file_read_all(system, path, &text, &bytes)));
     result = ampi_settings_read(settings, f, path, (const char *)text, bytes);
@@ -17120,7 +17113,7 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
 
 AMP_API amp_result amp_settings_check(const amp_settings *settings) {
     const char *f = "amp_settings_check";
-    if (settings == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings is NULL");
+    AMPI_TRY(ampi_need(f, settings != NULL, "settings"));
     return ampi_settings_check(f, settings);
 }
 
@@ -17168,7 +17161,7 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
                                      amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor) {
     const char *f = "amp_settings_fill";
     amp_settings s;
-    if (settings == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings is NULL");
+    AMPI_TRY(ampi_need(f, settings != NULL, "settings"));
     AMPI_TRY(ampi_settings_check(f, settings));
     s = ampi_settings_effective(settings);
     if (desc != NULL) ampi_settings_fill_context(&s, desc);
@@ -17196,7 +17189,7 @@ static int ampi_env_is_empty(void) {
     return 1;
 }
 
-AMPI_PRIVATE amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
+static amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
     amp_settings s, none;
     amp_desc desc;
     amp_scaler_desc scaling;
@@ -17224,13 +17217,13 @@ AMPI_PRIVATE amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
 AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) {
     if (amp != NULL) *amp = NULL;
     if (scaler != NULL) *scaler = NULL;
-    if (amp == NULL || scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open_env", "amp or scaler is NULL");
+    AMPI_TRY(ampi_need("amp_open_env", amp && scaler, "amp or scaler"));
     return ampi_as("amp_open_env", ampi_open_env(amp, scaler));
 }
 
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader) {
     const char *f = "amp_settings_fill_loader";
-    if (settings == NULL || loader == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or loader is NULL");
+    AMPI_TRY(ampi_need(f, settings && loader, "settings or loader"));
     AMPI_TRY(ampi_settings_check(f, settings));
     loader->workers = settings->workers;
     loader->prefetch = settings->prefetch;
@@ -17291,13 +17284,13 @@ static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp,
     if (d->disable_cache) amp_cast_cache_clear(amp);
 }
 
-AMPI_PRIVATE amp_result ampi_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
-                                        amp_optimizer *optimizer, amp_monitor *monitor) {
+static amp_result ampi_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
+                                  amp_optimizer *optimizer, amp_monitor *monitor) {
     const char *f = "amp_settings_apply";
     amp_settings s;
     amp_choice choice, regions;
     amp_scaler_desc rule;
-    if (settings == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or amp is NULL");
+    AMPI_TRY(ampi_need(f, settings && amp, "settings or amp"));
     AMPI_TRY(ampi_settings_check(f, settings));
     if (monitor != NULL && monitor->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, "monitor is of another context");
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &regions, &rule));
@@ -17322,7 +17315,7 @@ AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context 
 /* ---- Status */
 
 /* Bytes of the UTF-8 character at p; 0 where there is none (RFC 3629: no surrogates, nothing longer than need be). */
-AMPI_PRIVATE int ampi_utf8(const unsigned char *p) {
+static int ampi_utf8(const unsigned char *p) {
     int n = p[0] < 0x80 ? 1 : p[0] >= 0xc2 && p[0] < 0xe0 ? 2 : (p[0] & 0xf0) == 0xe0 ? 3 : p[0] >= 0xf0 && p[0] < 0xf5 ? 4 : 0, i;
     for (i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
     if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
@@ -17330,27 +17323,27 @@ AMPI_PRIVATE int ampi_utf8(const unsigned char *p) {
 }
 
 /* JSON (RFC 8259): values of an object, or the object itself, by key. */
-AMPI_PRIVATE void ampi_json_key(ampi_sheet *s, const char *key) {
+static void ampi_json_key(ampi_sheet *s, const char *key) {
     ampi_print(s, "%s\"%s\": ", s->first ? "" : ", ", key);
     s->first = 0;
 }
-AMPI_PRIVATE void ampi_json_open(ampi_sheet *s, const char *key) {
+static void ampi_json_open(ampi_sheet *s, const char *key) {
     if (key) ampi_json_key(s, key);
     ampi_print(s, "{");
     s->first = 1;
 }
-AMPI_PRIVATE void ampi_json_close(ampi_sheet *s) { ampi_print(s, "}"); s->first = 0; }
-AMPI_PRIVATE void ampi_json_null(ampi_sheet *s, const char *key) { ampi_json_key(s, key); ampi_print(s, "null"); }
-AMPI_PRIVATE void ampi_json_integer(ampi_sheet *s, const char *key, int64_t value) {
+static void ampi_json_close(ampi_sheet *s) { ampi_print(s, "}"); s->first = 0; }
+static void ampi_json_null(ampi_sheet *s, const char *key) { ampi_json_key(s, key); ampi_print(s, "null"); }
+static void ampi_json_integer(ampi_sheet *s, const char *key, int64_t value) {
     ampi_json_key(s, key);
     ampi_print(s, "%lld", (long long)value);
 }
-AMPI_PRIVATE void ampi_json_flag(ampi_sheet *s, const char *key, int flag) {
+static void ampi_json_flag(ampi_sheet *s, const char *key, int flag) {
     ampi_json_key(s, key);
     ampi_print(s, flag ? "true" : "false");
 }
 /* Nine digits, those of an fp32 number, with a point whatever the locale has there. */
-AMPI_PRIVATE void ampi_json_number(ampi_sheet *s, const char *key, double value) {
+static void ampi_json_number(ampi_sheet *s, const char *key, double value) {
     char digits[64], *end = digits;
     const char *p = digits;
     if (!amp_is_finite_f64(&value)) { ampi_json_null(s, key); return; }
@@ -17364,7 +17357,7 @@ AMPI_PRIVATE void ampi_json_number(ampi_sheet *s, const char *key, double value)
     ampi_print(s, "%s", digits);
 }
 /* Bytes that are no UTF-8 become U+FFFD. */
-AMPI_PRIVATE void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
+static void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
     const unsigned char *p = (const unsigned char *)text;
     int n;
     if (text == NULL) { ampi_json_null(s, key); return; }
@@ -17379,28 +17372,28 @@ AMPI_PRIVATE void ampi_json_text(ampi_sheet *s, const char *key, const char *tex
     ampi_print(s, "\"");
 }
 /* Values that may be unknown. */
-AMPI_PRIVATE void ampi_json_count(ampi_sheet *s, const char *key, int64_t value) {
+static void ampi_json_count(ampi_sheet *s, const char *key, int64_t value) {
     if (value > 0) ampi_json_integer(s, key, value);
     else ampi_json_null(s, key);
 }
-AMPI_PRIVATE void ampi_json_reading(ampi_sheet *s, const char *key, double value) {
+static void ampi_json_reading(ampi_sheet *s, const char *key, double value) {
     if (value >= 0) ampi_json_number(s, key, value);
     else ampi_json_null(s, key);
 }
 
 /* Share of the device's memory that the context holds; -1 unknown. */
-AMPI_PRIVATE double ampi_memory_share(const amp_memory_info *m) {
+static double ampi_memory_share(const amp_memory_info *m) {
     return m->device_total > 0 ? (double)AMPI_MAX(m->reserved, m->allocated) / (double)m->device_total : -1.0;
 }
 
 /* *threshold by its default; 1 means never. */
-AMPI_PRIVATE amp_result ampi_memory_threshold(const char *function, double *threshold) {
+static amp_result ampi_memory_threshold(const char *function, double *threshold) {
     if (!ampi_is_given(*threshold)) *threshold = 0.9;
     return ampi_check_real(function, "memory_warning", *threshold, isgreater(*threshold, 0) && islessequal(*threshold, 1), "above 0 and at most 1 (never), or 0 (0.9)");
 }
-AMPI_PRIVATE int ampi_memory_warned(double share, double threshold) { return threshold < 1 && share >= threshold; }
+static int ampi_memory_warned(double share, double threshold) { return threshold < 1 && share >= threshold; }
 
-AMPI_PRIVATE amp_result ampi_status_scaler(const amp_scaler *scaler, amp_status *out) {
+static amp_result ampi_status_scaler(const amp_scaler *scaler, amp_status *out) {
     amp_k_scaler k;
     out->scale = 1;
     if (scaler == NULL || scaler->desc.disable) return AMP_OK;
@@ -17412,12 +17405,12 @@ AMPI_PRIVATE amp_result ampi_status_scaler(const amp_scaler *scaler, amp_status 
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) {
+static amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) {
     void *dev, *stream;
     const amp_backend *backend;
     const amp_desc *d;
     amp_status s;
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_status_get", "amp or out is NULL");
+    AMPI_TRY(ampi_need("amp_status_get", amp && out, "amp or out"));
     AMPI_TRY(ampi_memory_threshold("amp_status_get", &memory_warning));
     AMPI_TRY(ampi_wait(amp));
     memset(&s, 0, sizeof s);
@@ -17450,13 +17443,13 @@ AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scal
 }
 
 /* The word of a value; "?" if it has none. */
-AMPI_PRIVATE const char *ampi_word_of(const ampi_word *words, int value) {
+static const char *ampi_word_of(const ampi_word *words, int value) {
     while (words->word != NULL && words->value != value) words++;
     return words->word ? words->word : "?";
 }
 
 /* Bytes in words. */
-AMPI_PRIVATE void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t bytes, int known) {
+static void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t bytes, int known) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
     double value = (double)bytes;
     int unit = 0;
@@ -17464,18 +17457,18 @@ AMPI_PRIVATE void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t by
     if (!known) ampi_print(s, "%snot here", before);
     else ampi_print(s, "%s%.*f %s", before, unit > 0, value, units[unit]);
 }
-AMPI_PRIVATE void ampi_print_reading(ampi_sheet *s, const char *name, double value, double factor, const char *unit) {
+static void ampi_print_reading(ampi_sheet *s, const char *name, double value, double factor, const char *unit) {
     if (value >= 0) ampi_print(s, "%s %.0f%s", name, value * factor, unit);
     else ampi_print(s, "%s not here", name);
 }
-AMPI_PRIVATE void ampi_print_cache(ampi_sheet *s, const char *label, const amp_cache_info *c) {
+static void ampi_print_cache(ampi_sheet *s, const char *label, const amp_cache_info *c) {
     ampi_print(s, "%s%lld entries, ", label, (long long)c->entries);
     ampi_print_bytes(s, "", c->bytes, 1);
     if (c->limit > 0) ampi_print_bytes(s, " of ", c->limit, 1);
     ampi_print(s, "; %lld hits, %lld misses, %lld evictions, %lld new infinities\n", (long long)c->hits, (long long)c->misses,
                (long long)c->evictions, (long long)c->new_inf);
 }
-AMPI_PRIVATE void ampi_print_memory(ampi_sheet *s, const amp_status *t) {
+static void ampi_print_memory(ampi_sheet *s, const amp_status *t) {
     const amp_memory_info *m = &t->memory;
     ampi_print_bytes(s, "memory   allocated ", m->allocated, 1);
     ampi_print_bytes(s, " (casts ", m->cast_cache, 1);
@@ -17519,7 +17512,7 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     return s.used;
 }
 
-AMPI_PRIVATE void ampi_json_cache(ampi_sheet *s, const char *key, const amp_cache_info *c) {
+static void ampi_json_cache(ampi_sheet *s, const char *key, const amp_cache_info *c) {
     ampi_json_open(s, key);
     ampi_json_integer(s, "entries", c->entries);
     ampi_json_integer(s, "bytes", c->bytes);
@@ -17530,7 +17523,7 @@ AMPI_PRIVATE void ampi_json_cache(ampi_sheet *s, const char *key, const amp_cach
     ampi_json_integer(s, "new_inf", c->new_inf);
     ampi_json_close(s);
 }
-AMPI_PRIVATE void ampi_json_scaler(ampi_sheet *s, const amp_status *t) {
+static void ampi_json_scaler(ampi_sheet *s, const amp_status *t) {
     if (!t->has_scaler) { ampi_json_null(s, "scaler"); return; }
     ampi_json_open(s, "scaler");
     ampi_json_number(s, "scale", (double)t->scale);
@@ -17542,7 +17535,7 @@ AMPI_PRIVATE void ampi_json_scaler(ampi_sheet *s, const amp_status *t) {
     ampi_json_integer(s, "consecutive_skips", t->consecutive_skips);
     ampi_json_close(s);
 }
-AMPI_PRIVATE void ampi_json_memory(ampi_sheet *s, const amp_status *t) {
+static void ampi_json_memory(ampi_sheet *s, const amp_status *t) {
     const amp_memory_info *m = &t->memory;
     ampi_json_open(s, "memory");
     ampi_json_integer(s, "allocated", m->allocated);
@@ -17556,7 +17549,7 @@ AMPI_PRIVATE void ampi_json_memory(ampi_sheet *s, const amp_status *t) {
     ampi_json_flag(s, "warned", t->memory_warned);
     ampi_json_close(s);
 }
-AMPI_PRIVATE void ampi_json_cpu(ampi_sheet *s, const amp_cpu_info *c) {
+static void ampi_json_cpu(ampi_sheet *s, const amp_cpu_info *c) {
     ampi_json_open(s, "cpu");
     ampi_json_text(s, "name", c->name);
     ampi_json_integer(s, "cores", c->cores);
@@ -17572,7 +17565,7 @@ AMPI_PRIVATE void ampi_json_cpu(ampi_sheet *s, const amp_cpu_info *c) {
     ampi_json_count(s, "memory", c->memory);
     ampi_json_close(s);
 }
-AMPI_PRIVATE void ampi_json_device(ampi_sheet *s, const amp_device *d) {
+static void ampi_json_device(ampi_sheet *s, const amp_device *d) {
     ampi_json_open(s, "device");
     ampi_json_text(s, "name", d->name);
     ampi_json_text(s, "kind", d->kind);
@@ -17645,20 +17638,20 @@ AMP_API void amp_profile_pop(amp_context *amp) {
 /* ---- Monitor.  A step's record waits for its result, and for the events that measure it; lines wait for room on disk. */
 
 /* One JSON value (RFC 8259) of a single line; returns what follows, or NULL. */
-AMPI_PRIVATE const char *ampi_json_blank(const char *p) { while (*p == ' ' || *p == '\t') p++; return p; }
-AMPI_PRIVATE const char *ampi_json_digits(const char *p) {
+static const char *ampi_json_blank(const char *p) { while (*p == ' ' || *p == '\t') p++; return p; }
+static const char *ampi_json_digits(const char *p) {
     if (*p < '0' || *p > '9') return NULL;
     while (*p >= '0' && *p <= '9') p++;
     return p;
 }
-AMPI_PRIVATE const char *ampi_json_skip_number(const char *p) {
+static const char *ampi_json_skip_number(const char *p) {
     if (*p == '-') p++;
     p = *p == '0' ? p + 1 : ampi_json_digits(p);
     if (p != NULL && *p == '.') p = ampi_json_digits(p + 1);
     if (p == NULL || (*p != 'e' && *p != 'E')) return p;
     return ampi_json_digits(p[1] == '-' || p[1] == '+' ? p + 2 : p + 1);
 }
-AMPI_PRIVATE const char *ampi_json_skip_text(const char *p) {
+static const char *ampi_json_skip_text(const char *p) {
     int i, n;
     if (*p != '"') return NULL;
     for (p++; *p != '"'; p += n) {
@@ -17671,7 +17664,7 @@ AMPI_PRIVATE const char *ampi_json_skip_text(const char *p) {
     }
     return p + 1;
 }
-AMPI_PRIVATE const char *ampi_json_skip(const char *p, int depth) {
+static const char *ampi_json_skip(const char *p, int depth) {
     char end = *p == '{' ? '}' : ']';
     int object = *p == '{', i;
     static const char *const words[] = {"true", "false", "null"};
@@ -17694,7 +17687,7 @@ AMPI_PRIVATE const char *ampi_json_skip(const char *p, int depth) {
         if (*p != ',') return NULL;
     }
 }
-AMPI_PRIVATE int ampi_json_is_object(const char *p) {
+static int ampi_json_is_object(const char *p) {
     p = ampi_json_blank(p);
     if (*p == '{') p = ampi_json_skip(p, 64);
     else return 0;
@@ -17704,7 +17697,7 @@ AMPI_PRIVATE int ampi_json_is_object(const char *p) {
 /* ---- The file */
 
 /* Writes what is kept, from where the last write ended: a line that was cut is gone on with. */
-AMPI_PRIVATE amp_result ampi_lines_write(amp_monitor *m, const char *function) {
+static amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t done = 0, n = 1;
     if (!m->open) return AMP_OK;
@@ -17722,10 +17715,10 @@ AMPI_PRIVATE amp_result ampi_lines_write(amp_monitor *m, const char *function) {
 }
 
 /* A sheet for one more line, behind those that are kept. */
-AMPI_PRIVATE ampi_sheet ampi_line_scratch(const amp_monitor *m) {
+static ampi_sheet ampi_line_scratch(const amp_monitor *m) {
     return ampi_sheet_of(m->lines + m->kept, (size_t)(AMPI_LINE_BYTES - m->kept));
 }
-AMPI_PRIVATE ampi_sheet ampi_line_begin(const amp_monitor *m, const char *event) {
+static ampi_sheet ampi_line_begin(const amp_monitor *m, const char *event) {
     ampi_sheet s = ampi_line_scratch(m);
     ampi_json_open(&s, NULL);
     ampi_json_text(&s, "event", event);
@@ -17733,7 +17726,7 @@ AMPI_PRIVATE ampi_sheet ampi_line_begin(const amp_monitor *m, const char *event)
 }
 
 /* Keeps the line if there is room for it. */
-AMPI_PRIVATE void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
+static void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
     if (s->used + 1 <= s->size) {
         m->kept += (int64_t)s->used + 1;
         m->lines[m->kept - 1] = '\n';
@@ -17744,7 +17737,7 @@ AMPI_PRIVATE void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
 }
 
 /* Opens the file; behind a last line without its end, which a crash left, comes one. */
-AMPI_PRIVATE amp_result ampi_lines_open(amp_monitor *m, const char *function) {
+static amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t n;
     char last = '\n';
@@ -17764,7 +17757,7 @@ AMPI_PRIVATE amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     return ampi_lines_write(m, function);
 }
 
-AMPI_PRIVATE amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
+static amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int error;
     AMPI_TRY(ampi_lines_write(m, function));
@@ -17775,12 +17768,12 @@ AMPI_PRIVATE amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
 
 /* ---- Time */
 
-AMPI_PRIVATE ampi_mark *ampi_mark_at(const amp_monitor *m, int64_t i) {
+static ampi_mark *ampi_mark_at(const amp_monitor *m, int64_t i) {
     return &m->marks[(m->first_mark + i) & (m->mark_capacity - 1)];
 }
 
 /* Twice the capacity, with an event at each place.  The ring begins anew at 0; the places not in use move along. */
-AMPI_PRIVATE amp_result ampi_marks_grow(amp_monitor *m) {
+static amp_result ampi_marks_grow(amp_monitor *m) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
@@ -17797,7 +17790,7 @@ AMPI_PRIVATE amp_result ampi_marks_grow(amp_monitor *m) {
 }
 
 /* Books what has been measured; wait 1: also what is not done of steps before `until`. */
-AMPI_PRIVATE amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
+static amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     for (; m->n_marks >= 2; m->first_mark = (m->first_mark + 1) & (m->mark_capacity - 1), m->n_marks--) {
@@ -17816,7 +17809,7 @@ AMPI_PRIVATE amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wai
 }
 
 /* From now on time belongs to this phase of the step that runs. */
-AMPI_PRIVATE amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
+static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
@@ -17833,14 +17826,14 @@ AMPI_PRIVATE amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
 }
 
 /* The time of an epoch begins, with its first phase once more. */
-AMPI_PRIVATE amp_result ampi_time_begin(amp_monitor *m) {
+static amp_result ampi_time_begin(amp_monitor *m) {
     m->n_marks = 0;
     m->begun = 0;
     memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
     return ampi_mark_now(m, AMP_PHASE_OTHER);
 }
 
-AMPI_PRIVATE void ampi_range_end(amp_monitor *m) {
+static void ampi_range_end(amp_monitor *m) {
     if (m->in_range) amp_profile_pop(m->amp);
     m->in_range = 0;
 }
@@ -17848,7 +17841,7 @@ AMPI_PRIVATE void ampi_range_end(amp_monitor *m) {
 AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
     static const char *const names[AMP_PHASES] = {"other", "data", "forward", "backward", "optimizer"};
     amp_monitor *m = monitor;
-    if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_phase", "monitor is NULL");
+    AMPI_TRY(ampi_need("amp_monitor_phase", m != NULL, "monitor"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_phase"));
     if ((int)phase < 0 || phase >= AMP_PHASES)
         return ampi_fail(AMP_ERR_RANGE, "amp_monitor_phase", "phase = %d, must be 0 to %d", (int)phase, AMP_PHASES - 1);
@@ -17863,12 +17856,12 @@ AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
 
 /* ---- Records */
 
-AMPI_PRIVATE const char *ampi_anomaly_name(amp_anomaly anomaly) {
+static const char *ampi_anomaly_name(amp_anomaly anomaly) {
     static const char *const names[] = {NULL, "loss", "gradients", "floor", "skips"};
     return names[anomaly];
 }
 
-AMPI_PRIVATE amp_anomaly ampi_anomaly_of(const amp_monitor *m, const amp_step_record *r, int read) {
+static amp_anomaly ampi_anomaly_of(const amp_monitor *m, const amp_step_record *r, int read) {
     const amp_step_result *o = &r->result;
     int scales = m->desc.scaler != NULL && !m->desc.scaler->desc.disable && !m->desc.scaler->desc.frozen;
     if (read && !amp_is_finite_f64(&r->loss)) return AMP_ANOMALY_LOSS;
@@ -17877,7 +17870,7 @@ AMPI_PRIVATE amp_anomaly ampi_anomaly_of(const amp_monitor *m, const amp_step_re
     return o->consecutive_skips >= m->desc.max_skips ? AMP_ANOMALY_SKIPS : AMP_ANOMALY_NONE;
 }
 
-AMPI_PRIVATE void ampi_anomaly_log(const amp_monitor *m, const amp_step_record *r) {
+static void ampi_anomaly_log(const amp_monitor *m, const amp_step_record *r) {
     static const char *const words[] = {"", "the loss is not finite", "gradients are not finite, and no scale can shrink",
                                         "gradients overflow, and the scale is at its floor", "too many steps in a row were skipped"};
     ampi_log(m->amp, AMP_LOG_WARNING, 1212, "step %lld: %s%s%s (%lld in a row skipped); action: %s", (long long)r->result.step,
@@ -17885,7 +17878,7 @@ AMPI_PRIVATE void ampi_anomaly_log(const amp_monitor *m, const amp_step_record *
              (long long)r->result.consecutive_skips, ampi_word_of(ampi_action_words, (int)r->action));
 }
 
-AMPI_PRIVATE void ampi_json_phases(ampi_sheet *s, double seconds, const double *phases) {
+static void ampi_json_phases(ampi_sheet *s, double seconds, const double *phases) {
     ampi_json_number(s, "seconds", seconds);
     ampi_json_number(s, "data_s", phases[AMP_PHASE_DATA]);
     ampi_json_number(s, "forward_s", phases[AMP_PHASE_FORWARD]);
@@ -17893,7 +17886,7 @@ AMPI_PRIVATE void ampi_json_phases(ampi_sheet *s, double seconds, const double *
     ampi_json_number(s, "optimizer_s", phases[AMP_PHASE_OPTIMIZER]);
 }
 
-AMPI_PRIVATE void ampi_step_line(amp_monitor *m, const amp_step_record *r, int read) {
+static void ampi_step_line(amp_monitor *m, const amp_step_record *r, int read) {
     const amp_step_result *o = &r->result;
     ampi_sheet s = ampi_line_begin(m, "step");
     ampi_json_integer(&s, "step", o->step);
@@ -17919,14 +17912,14 @@ AMPI_PRIVATE void ampi_step_line(amp_monitor *m, const amp_step_record *r, int r
     ampi_line_end(m, &s);
 }
 
-AMPI_PRIVATE double ampi_sum_phases(const double *phases) {
+static double ampi_sum_phases(const double *phases) {
     double seconds = 0;
     int p;
     for (p = 0; p < AMP_PHASES; p++) seconds += phases[p];
     return seconds;
 }
 
-AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
+static void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     int p;
     t->steps++;
     t->skipped += !r->result.applied;
@@ -17940,7 +17933,7 @@ AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
 }
 
 /* Makes the record of a step: its result has come. */
-AMPI_PRIVATE void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_step_result *outcome) {
+static void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_step_result *outcome) {
     int64_t interval = m->desc.log_interval;
     amp_step_record *r;
     if (m->n_records == AMP_STEP_RESULTS) { m->first_record++; m->n_records--; }
@@ -17968,21 +17961,21 @@ AMPI_PRIVATE void ampi_record_add(amp_monitor *m, const ampi_note *note, const a
 }
 
 /* The oldest note of this number, or NULL. */
-AMPI_PRIVATE const ampi_note *ampi_note_find(const amp_monitor *m, int64_t number, int64_t *step) {
+static const ampi_note *ampi_note_find(const amp_monitor *m, int64_t number, int64_t *step) {
     for (*step = m->taken; *step < m->steps; (*step)++)
         if (m->notes[*step % AMPI_NOTES].number == number) return &m->notes[*step % AMPI_NOTES];
     return NULL;
 }
 
 /* 1: result `number`, the next one that is due, and the times of its step are there. */
-AMPI_PRIVATE int ampi_record_here(amp_monitor *m, int64_t number) {
+static int ampi_record_here(amp_monitor *m, int64_t number) {
     int64_t step;
     if (!ampi_result_here(m->desc.optimizer, number)) return 0;
     return ampi_note_find(m, number, &step) == NULL || ampi_mark_at(m, 0)->step > step;
 }
 
 /* Makes records of the results that are due; wait 0: of those that have come. */
-AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
+static amp_result ampi_records_take(amp_monitor *m, int wait) {
     amp_optimizer *o = m->desc.optimizer;
     const ampi_note *note;
     amp_step_result outcome;
@@ -18001,7 +17994,7 @@ AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
 
 /* ---- Steps */
 
-AMPI_PRIVATE amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
+static amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
     double share;
     int reached;
     AMPI_TRY(amp_memory(m->amp, &note->memory));
@@ -18015,10 +18008,10 @@ AMPI_PRIVATE amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
+static int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
 
 /* The note of the step that ends.  Notes from before the optimizer was set back have no result any more. */
-AMPI_PRIVATE amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
+static amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
     ampi_note *note = &m->notes[m->steps % AMPI_NOTES];
     const amp_desc *d = ampi_settings(m->amp);
     int64_t i;
@@ -18035,10 +18028,10 @@ AMPI_PRIVATE amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info
     return ampi_interval_ends(m->desc.memory_interval, note->number) ? ampi_monitor_memory(m, note) : AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
+static amp_result ampi_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
     amp_monitor *m = monitor;
     amp_optimizer *o;
-    if (m == NULL || info == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_step", "monitor or info is NULL");
+    AMPI_TRY(ampi_need("amp_monitor_step", m && info, "monitor or info"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_step"));
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_step"));
     o = m->desc.optimizer;
@@ -18069,14 +18062,13 @@ AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
     return 1;
 }
 
-AMPI_PRIVATE amp_result ampi_monitor_take_all(amp_monitor *m) {
+static amp_result ampi_monitor_take_all(amp_monitor *m) {
     AMPI_TRY(amp_step_result_flush(m->desc.optimizer));
     return ampi_records_take(m, 1);
 }
 
 AMP_API amp_result amp_monitor_flush(amp_monitor *monitor) {
-    if (monitor == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_flush", "monitor is NULL");
-    AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_flush"));
+    AMPI_TRY(ampi_need_object("amp_monitor_flush", monitor, "monitor"));
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_flush"));
     AMPI_TRY(ampi_monitor_take_all(monitor));
     return ampi_lines_write(monitor, "amp_monitor_flush");
@@ -18085,7 +18077,7 @@ AMP_API amp_result amp_monitor_flush(amp_monitor *monitor) {
 AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json) {
     amp_monitor *m = monitor;
     ampi_sheet s;
-    if (m == NULL || json == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_write", "monitor or json is NULL");
+    AMPI_TRY(ampi_need("amp_monitor_write", m && json, "monitor or json"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_write"));
     if (!ampi_json_is_object(json) || strlen(json) >= AMPI_LINE_BYTES)
         return ampi_fail(AMP_ERR_RANGE, "amp_monitor_write", "\"%.40s\" must be one JSON object on one line of at most %d bytes",
@@ -18099,7 +18091,7 @@ AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json) {
 
 /* ---- Epochs */
 
-AMPI_PRIVATE void ampi_epoch_fill(amp_epoch_record *r, const ampi_tally *t) {
+static void ampi_epoch_fill(amp_epoch_record *r, const ampi_tally *t) {
     double n = (double)AMPI_MAX(t->epochs, (int64_t)1), seconds = ampi_sum_phases(t->phase_seconds);
     int p, dtype = AMP_F32;
     memset(r, 0, sizeof *r);
@@ -18117,7 +18109,7 @@ AMPI_PRIVATE void ampi_epoch_fill(amp_epoch_record *r, const ampi_tally *t) {
     r->mixed = dtype != AMP_F32 && ampi_is_compute(r->dtype);
 }
 
-AMPI_PRIVATE void ampi_tally_epoch(ampi_tally *sum, const ampi_tally *t, double loss) {
+static void ampi_tally_epoch(ampi_tally *sum, const ampi_tally *t, double loss) {
     int p;
     sum->epochs++;
     sum->steps += t->steps; sum->skipped += t->skipped; sum->anomalies += t->anomalies; sum->tokens += t->tokens;
@@ -18129,7 +18121,7 @@ AMPI_PRIVATE void ampi_tally_epoch(ampi_tally *sum, const ampi_tally *t, double 
     sum->loss += loss;
 }
 
-AMPI_PRIVATE void ampi_epoch_line(amp_monitor *m, const amp_epoch_record *r) {
+static void ampi_epoch_line(amp_monitor *m, const amp_epoch_record *r) {
     ampi_sheet s = ampi_line_begin(m, "epoch");
     ampi_json_integer(&s, "epoch", r->epoch);
     ampi_json_integer(&s, "steps", r->steps);
@@ -18144,11 +18136,11 @@ AMPI_PRIVATE void ampi_epoch_line(amp_monitor *m, const amp_epoch_record *r) {
     ampi_line_end(m, &s);
 }
 
-AMPI_PRIVATE amp_result ampi_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out) {
+static amp_result ampi_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out) {
     amp_monitor *m = monitor;
     amp_epoch_record r;
     amp_memory_info memory;
-    if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_epoch", "monitor is NULL");
+    AMPI_TRY(ampi_need("amp_monitor_epoch", m != NULL, "monitor"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_monitor_take_all(m));
@@ -18173,7 +18165,7 @@ AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
 
 AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out) {
     const amp_epoch_record *a, *b;
-    if (monitor == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_summary", "monitor or out is NULL");
+    AMPI_TRY(ampi_need("amp_monitor_summary", monitor && out, "monitor or out"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_summary"));
     memset(out, 0, sizeof *out);
     ampi_epoch_fill(&out->mixed, &monitor->mixed);
@@ -18188,7 +18180,7 @@ AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_sum
     return AMP_OK;
 }
 
-AMPI_PRIVATE void ampi_print_epochs(ampi_sheet *s, const char *label, const amp_epoch_record *r) {
+static void ampi_print_epochs(ampi_sheet *s, const char *label, const amp_epoch_record *r) {
     if (r->epoch == 0) { ampi_print(s, "%-16s  none\n", label); return; }
     ampi_print(s, "%-16s  %6lld  %8lld  %7lld  ", label, (long long)r->epoch, (long long)r->steps, (long long)r->skipped);
     if (amp_is_finite_f64(&r->loss)) ampi_print(s, "%10.4f", r->loss);
@@ -18215,16 +18207,16 @@ AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *te
 
 /* ---- Creation */
 
-AMPI_PRIVATE amp_result ampi_check_interval(const char *field, int64_t *interval, int64_t otherwise) {
+static amp_result ampi_check_interval(const char *field, int64_t *interval, int64_t otherwise) {
     if (*interval == 0) *interval = otherwise;
     if (*interval >= 1 || *interval == AMP_INTERVAL_OFF) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, "amp_monitor_create", ".%s = %lld, must be 1 or more, or AMP_INTERVAL_OFF", field, (long long)*interval);
 }
 
-AMPI_PRIVATE amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d) {
+static amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d) {
     const char *f = "amp_monitor_create";
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
-    if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
+    AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler is of another context");
     AMPI_TRY(ampi_check_interval("log_interval", &d->log_interval, 100));
@@ -18241,7 +18233,7 @@ AMPI_PRIVATE amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_d
     return AMP_OK;
 }
 
-AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
+static void ampi_monitor_free(amp_monitor *m) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
@@ -18256,7 +18248,7 @@ AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
     if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
 
-AMPI_PRIVATE void ampi_monitor_stop(ampi_object *object) {
+static void ampi_monitor_stop(ampi_object *object) {
     amp_monitor *m = (amp_monitor *)(void *)object;
     amp_result r = AMP_OK;
     ampi_range_end(m);
@@ -18275,7 +18267,7 @@ AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const
     amp_monitor *m;
     amp_result r;
     if (out != NULL) *out = NULL;
-    if (amp == NULL || out == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp, out or desc is NULL");
+    AMPI_TRY(ampi_need(f, amp && out && desc, "amp, out or desc"));
     d = *desc;
     AMPI_TRY(ampi_check_monitor(amp, &d));
     AMPI_TRY(ampi_object_create(amp, f, (void **)&m, sizeof *m, "monitor", ampi_monitor_stop));
@@ -18300,7 +18292,7 @@ AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const
 }
 
 AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out) {
-    if (monitor == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_query", "monitor or out is NULL");
+    AMPI_TRY(ampi_need("amp_monitor_query", monitor && out, "monitor or out"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_query"));
     *out = monitor->desc;
     return AMP_OK;
@@ -18322,7 +18314,7 @@ struct amp_tensor_stats {
     amp_tensor_stats_report report;     /* of the last time */
 };
 
-AMPI_PRIVATE void ampi_tensor_stats_stop(ampi_object *object) {
+static void ampi_tensor_stats_stop(ampi_object *object) {
     amp_tensor_stats *m = (amp_tensor_stats *)(void *)object;
     const amp_system *s = ampi_context_system(m->amp);
     amp_free(m->amp, m->on_device);
@@ -18337,7 +18329,7 @@ AMPI_PRIVATE void ampi_tensor_stats_stop(ampi_object *object) {
 }
 AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats) { if (stats != NULL) ampi_object_destroy(&stats->object); }
 
-AMPI_PRIVATE amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tensor_stats_desc *d, int64_t *gradients) {
+static amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tensor_stats_desc *d, int64_t *gradients) {
     const char *f = "amp_tensor_stats_create";
     if (d->n_params < 0 || d->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, f, "%s = %lld, must be 0 or more", d->n_params < 0 ? ".n_params" : ".n_ranges",
@@ -18355,8 +18347,8 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_check(const amp_context *amp, const am
     return ampi_check_all_known(amp, f, d->params, d->n_params);
 }
 
-AMPI_PRIVATE void ampi_tensor_stats_row(amp_tensor_stats *m, int64_t i, const char *name, int gradient, void *data,
-                                    amp_dtype dtype, int64_t count) {
+static void ampi_tensor_stats_row(amp_tensor_stats *m, int64_t i, const char *name, int gradient, void *data,
+                              amp_dtype dtype, int64_t count) {
     m->table[i].grad = data;
     m->table[i].grad_dtype = dtype;
     m->table[i].count = count;
@@ -18365,7 +18357,7 @@ AMPI_PRIVATE void ampi_tensor_stats_row(amp_tensor_stats *m, int64_t i, const ch
     m->rows[i].gradient = gradient;
 }
 
-AMPI_PRIVATE amp_result ampi_tensor_stats_fill(amp_tensor_stats *m) {
+static amp_result ampi_tensor_stats_fill(amp_tensor_stats *m) {
     const amp_tensor_stats_desc *d = &m->desc;
     int64_t i, g = 0;
     for (i = 0; i < d->n_params; i++) {
@@ -18383,7 +18375,7 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_fill(amp_tensor_stats *m) {
     return ampi_send(m->amp, m->on_device, m->table, (size_t)m->n * sizeof *m->table);
 }
 
-AMPI_PRIVATE amp_result ampi_tensor_stats_memory(amp_tensor_stats *m) {
+static amp_result ampi_tensor_stats_memory(amp_tensor_stats *m) {
     const amp_system *s = ampi_context_system(m->amp);
     const char *f = "amp_tensor_stats_create";
     AMPI_TRY(ampi_alloc(s, f, (void **)&m->table, m->n, sizeof *m->table));
@@ -18395,14 +18387,13 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_memory(amp_tensor_stats *m) {
     return amp_alloc(m->amp, (void **)&m->found_on_device, m->n * (int64_t)sizeof *m->found);
 }
 
-AMPI_PRIVATE amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc) {
+static amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc) {
     amp_tensor_stats_desc d;
     amp_tensor_stats *m;
     amp_result r;
     int64_t gradients;
     if (out != NULL) *out = NULL;
-    if (amp == NULL || out == NULL || desc == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_tensor_stats_create", "amp, out or desc is NULL");
+    AMPI_TRY(ampi_need("amp_tensor_stats_create", amp && out && desc, "amp, out or desc"));
     d = *desc;
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->autocast_dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
     if (d.interval == 0) d.interval = 100;
@@ -18425,7 +18416,7 @@ AMP_API amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **
     return ampi_as("amp_tensor_stats_create", ampi_tensor_stats_create(amp, out, desc));
 }
 
-AMPI_PRIVATE amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
+static amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     amp_k_inspect args;
@@ -18441,7 +18432,7 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
     return ampi_fetch(m->amp, m->found, m->found_on_device, (size_t)m->n * sizeof *m->found);
 }
 
-AMPI_PRIVATE void ampi_tensor_stats_shares(amp_tensor_stats_row *row, const amp_k_tensor *tensor, const amp_k_inspected *k) {
+static void ampi_tensor_stats_shares(amp_tensor_stats_row *row, const amp_k_tensor *tensor, const amp_k_inspected *k) {
     double values = (double)AMPI_MAX(k->nonzero, (int64_t)1);
     row->largest = k->largest;
     row->count = tensor->live ? tensor->count : 0;
@@ -18464,12 +18455,12 @@ typedef struct ampi_fitting {
 } ampi_fitting;
 
 /* The largest power of two at or below a positive normal number. */
-AMPI_PRIVATE double ampi_power_below(double x) { return ampi_f64_of_bits(ampi_bits_f64(x) >> 52 << 52); }
+static double ampi_power_below(double x) { return ampi_f64_of_bits(ampi_bits_f64(x) >> 52 << 52); }
 
 /* Why AMP_UNDERFLOW_SHARE is 1%: what underflows are the smallest, so at 1% they are less than 1% of the sum of
    magnitudes, which is what bf16's roundoff (0.4%) makes of every sum anyway; networks were found to train with 5% of their
    gradients' values lost, and not with 31% (Micikevicius et al. 2018). */
-AMPI_PRIVATE void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
+static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     double top = row->infinite > 0 ? 2 * ampi_largest_of(m->desc.dtype) : (double)row->largest;
     if (row->count == 0) return;
     f->gradients++;
@@ -18481,7 +18472,7 @@ AMPI_PRIVATE void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_
 }
 
 /* What is infinite in fp32's range was not made so by a narrower format. */
-AMPI_PRIVATE void ampi_fit_other(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
+static void ampi_fit_other(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     amp_dtype dtype = m->table[row - m->rows].grad_dtype;
     if (row->count == 0) return;
     f->others++;
@@ -18491,7 +18482,7 @@ AMPI_PRIVATE void ampi_fit_other(const amp_tensor_stats *m, const amp_tensor_sta
     if (f->wide == NULL || row->overflow > f->wide->overflow) f->wide = row;
 }
 
-AMPI_PRIVATE amp_result ampi_fit_scale(const amp_tensor_stats *m, ampi_fitting *f) {
+static amp_result ampi_fit_scale(const amp_tensor_stats *m, ampi_fitting *f) {
     amp_scaler *scaler = ampi_enabled(m->desc.scaler);
     amp_k_scaler state;
     f->scale = f->floor = 1;
@@ -18505,13 +18496,13 @@ AMPI_PRIVATE amp_result ampi_fit_scale(const amp_tensor_stats *m, ampi_fitting *
 }
 
 /* The power of two that leaves two bits above the largest gradient. */
-AMPI_PRIVATE float ampi_wanted_scale(const amp_tensor_stats *m, const ampi_fitting *f) {
+static float ampi_wanted_scale(const amp_tensor_stats *m, const ampi_fitting *f) {
     double wanted = (double)f->scale * ampi_largest_of(m->desc.dtype) / 4 / f->largest;
     if (!(f->largest > 0)) return f->scale;
     return (float)ampi_power_below(AMPI_MIN(wanted, (double)f->ceiling));
 }
 
-AMPI_PRIVATE AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_recommendation recommendation, const amp_tensor_stats_row *worst, const char *format, ...) {
+static AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_recommendation recommendation, const amp_tensor_stats_row *worst, const char *format, ...) {
     ampi_sheet sheet = ampi_sheet_of(r->text, sizeof r->text);
     va_list args;
     va_start(args, format);
@@ -18522,7 +18513,7 @@ AMPI_PRIVATE AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r
 }
 
 /* `worst` does not fit, and no scale helps: `few` of `all` tensors. */
-AMPI_PRIVATE void ampi_recommend_format(amp_tensor_stats *m, const amp_tensor_stats_row *worst, int64_t few, int64_t all) {
+static void ampi_recommend_format(amp_tensor_stats *m, const amp_tensor_stats_row *worst, int64_t few, int64_t all) {
     const char *format = amp_dtype_name(m->desc.dtype), *what = worst->overflow > 0 ? "overflow" : "underflow";
     double share = 100 * (worst->overflow > 0 ? worst->overflow : worst->underflow);
     if (4 * few < all || m->desc.dtype == AMP_BF16)
@@ -18535,7 +18526,7 @@ AMPI_PRIVATE void ampi_recommend_format(amp_tensor_stats *m, const amp_tensor_st
                     (long long)few, (long long)all);
 }
 
-AMPI_PRIVATE void ampi_recommend_scale(amp_tensor_stats *m, const ampi_fitting *f) {
+static void ampi_recommend_scale(amp_tensor_stats *m, const ampi_fitting *f) {
     amp_tensor_stats_report *r = &m->report;
     const char *format = amp_dtype_name(m->desc.dtype);
     r->wanted_scale = f->wanted;
@@ -18549,7 +18540,7 @@ AMPI_PRIVATE void ampi_recommend_scale(amp_tensor_stats *m, const ampi_fitting *
                     ampi_enabled(m->desc.scaler) ? "raise the scale, amp_scaler_set_scale" : "train with a loss scaler");
 }
 
-AMPI_PRIVATE amp_result ampi_tensor_stats_judge(amp_tensor_stats *m) {
+static amp_result ampi_tensor_stats_judge(amp_tensor_stats *m) {
     amp_tensor_stats_report *r = &m->report;
     ampi_fitting f;
     int64_t i;
@@ -18577,12 +18568,12 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_judge(amp_tensor_stats *m) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out) {
+static amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out) {
     amp_tensor_stats *m = stats;
     amp_result result;
     ampi_fp host;
     int64_t i;
-    if (m == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tensor_stats_step", "stats or out is NULL");
+    AMPI_TRY(ampi_need("amp_tensor_stats_step", m && out, "stats or out"));
     AMPI_TRY(ampi_alive(&stats->object, "amp_tensor_stats_step"));
     if (stats->desc.scaler != NULL) AMPI_TRY(ampi_alive(&stats->desc.scaler->object, "amp_tensor_stats_step"));
     AMPI_TRY(ampi_may_wait(m->amp));
@@ -18649,7 +18640,7 @@ typedef struct ampi_snapshot {
     int64_t position;               /* of the loader: batches that were taken */
 } ampi_snapshot;
 
-AMPI_PRIVATE void ampi_snapshot_destroy(ampi_snapshot *k) {
+static void ampi_snapshot_destroy(ampi_snapshot *k) {
     const amp_system *s;
     int64_t i;
     if (k == NULL) return;
@@ -18661,17 +18652,17 @@ AMPI_PRIVATE void ampi_snapshot_destroy(ampi_snapshot *k) {
     ampi_free(s, k, 1, sizeof *k);
 }
 
-AMPI_PRIVATE void ampi_snapshot_memory(ampi_snapshot *k, void *data, int64_t bytes) {
+static void ampi_snapshot_memory(ampi_snapshot *k, void *data, int64_t bytes) {
     if (data == NULL || bytes <= 0) return;
     k->kept[k->n_kept].data = data;
     k->kept[k->n_kept++].bytes = (size_t)bytes;
 }
 
-AMPI_PRIVATE void ampi_snapshot_tensor(ampi_snapshot *k, const amp_tensor *t) {
+static void ampi_snapshot_tensor(ampi_snapshot *k, const amp_tensor *t) {
     ampi_snapshot_memory(k, t->data, amp_tensor_count(t) * (int64_t)amp_dtype_size(t->dtype));
 }
 
-AMPI_PRIVATE void ampi_snapshot_param(ampi_snapshot *k, amp_param *p) {
+static void ampi_snapshot_param(ampi_snapshot *k, amp_param *p) {
     k->param_copies[k->n_params] = *p;
     k->params[k->n_params++] = p;
     ampi_snapshot_tensor(k, &p->weight);
@@ -18679,7 +18670,7 @@ AMPI_PRIVATE void ampi_snapshot_param(ampi_snapshot *k, amp_param *p) {
     if (k->desc.optimizer == NULL) ampi_snapshot_memory(k, p->master, amp_tensor_count(&p->weight) * 4);
 }
 
-AMPI_PRIVATE void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
+static void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
     int64_t i;
     int a;
     for (i = 0; i < o->set->n; i++) {
@@ -18695,7 +18686,7 @@ AMPI_PRIVATE void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
 }
 
 /* to_host 1: from the device; 0: back. */
-AMPI_PRIVATE amp_result ampi_snapshot_copy(const ampi_snapshot *k, int to_host) {
+static amp_result ampi_snapshot_copy(const ampi_snapshot *k, int to_host) {
     int64_t i;
     for (i = 0; i < k->n_kept; i++) {
         const ampi_kept *m = &k->kept[i];
@@ -18706,14 +18697,14 @@ AMPI_PRIVATE amp_result ampi_snapshot_copy(const ampi_snapshot *k, int to_host) 
 }
 
 /* The copy of device memory; NULL: there is none. */
-AMPI_PRIVATE const void *ampi_snapshot_of(const ampi_snapshot *k, const void *data) {
+static const void *ampi_snapshot_of(const ampi_snapshot *k, const void *data) {
     int64_t i;
     for (i = 0; i < k->n_kept; i++) if (k->kept[i].data == data) return k->kept[i].copy;
     return NULL;
 }
 
 /* With settings: between two steps only, since what was checked and not yet updated would be lost. */
-AMPI_PRIVATE amp_result ampi_snapshot_check(const char *function, const amp_context *amp, const ampi_snapshot_desc *d) {
+static amp_result ampi_snapshot_check(const char *function, const amp_context *amp, const ampi_snapshot_desc *d) {
     const amp_optimizer *o = d->optimizer;
     const amp_scaler *s = d->scaler;
     AMPI_TRY(ampi_may_wait(amp));
@@ -18729,7 +18720,7 @@ AMPI_PRIVATE amp_result ampi_snapshot_check(const char *function, const amp_cont
     return d->settings ? ampi_check_all_known(amp, function, d->params, d->n_params) : AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
+static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
     const amp_system *s = ampi_context_system(k->amp);
     amp_optimizer *o = k->desc.optimizer;
     int64_t i, rows = o != NULL ? o->set->n : 0;
@@ -18759,7 +18750,7 @@ AMPI_PRIVATE amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *functio
 }
 
 /* On failure nothing was taken. */
-AMPI_PRIVATE amp_result ampi_snapshot_create(amp_context *amp, const char *function, const ampi_snapshot_desc *desc, ampi_snapshot **out) {
+static amp_result ampi_snapshot_create(amp_context *amp, const char *function, const ampi_snapshot_desc *desc, ampi_snapshot **out) {
     ampi_snapshot *k;
     amp_result r;
     AMPI_TRY(ampi_snapshot_check(function, amp, desc));
@@ -18773,7 +18764,7 @@ AMPI_PRIVATE amp_result ampi_snapshot_create(amp_context *amp, const char *funct
 }
 
 /* Everything as it was. */
-AMPI_PRIVATE amp_result ampi_snapshot_restore(ampi_snapshot *k) {
+static amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_scaler *s = k->desc.scaler;
     int64_t i;
@@ -18800,7 +18791,7 @@ AMPI_PRIVATE amp_result ampi_snapshot_restore(ampi_snapshot *k) {
 }
 
 /* A scaler that was turned on or off since stays as it is. */
-AMPI_PRIVATE amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler *s) {
+static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler *s) {
     amp_scaler_desc d = k->scaler.desc;
     if (d.disable) return AMP_OK;
     ampi_scaler_release_sets(s);
@@ -18812,7 +18803,7 @@ AMPI_PRIVATE amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_
 }
 
 /* Training as it was, in the settings of now. */
-AMPI_PRIVATE amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
+static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_loader *l = k->desc.loader;
     int64_t i;
@@ -18864,7 +18855,7 @@ typedef struct ampi_verifier {
 /* ---- Changing weights by random amounts up to one roundoff */
 
 /* x (1 + u xi), xi uniform from -1 to 1; below the format's normal numbers up to half its spacing. */
-AMPI_PRIVATE void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const uint32_t *random) {
+static void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const uint32_t *random) {
     int64_t i;
     for (i = 0; i < n; i++) {
         double w = (double)x[i], most = AMPI_MAX(u * (w < 0 ? -w : w), tiny);
@@ -18873,7 +18864,7 @@ AMPI_PRIVATE void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, c
 }
 
 /* 16-bit weights cannot move by less than their own spacing: they move by that, as seldom as gives the same variance. */
-AMPI_PRIVATE void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u, const uint32_t *random) {
+static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u, const uint32_t *random) {
     int64_t i;
     for (i = 0; i < n; i++) {
         uint16_t magnitude = x[i] & 0x7fff, next = (uint16_t)(magnitude + 1), infinite = dtype == AMP_F16 ? 0x7c00 : 0x7f80;
@@ -18887,7 +18878,7 @@ AMPI_PRIVATE void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, do
 }
 
 /* All weights from their kept copies, changed; fp16's subnormals as the candidate's roundoff calls for. */
-AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
+static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
     uint32_t random[AMPI_MULTI_BLOCK];
     int64_t i, k, first, m;
@@ -18914,7 +18905,7 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
 /* ---- Runs */
 
 /* Everything as it was kept, gradients zero, and the context in `dtype`; reference 1: everywhere. */
-AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
+static amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
     ampi_precision p = v->before->precision;
     int64_t i;
     AMPI_TRY(ampi_snapshot_restore(v->before));
@@ -18939,7 +18930,7 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
 
 /* A function of the host's with no region around it but, on request, one of the context's dtype; no older error's text is left,
    regions it leaves open are closed, and the device is done. */
-AMPI_PRIVATE int ampi_call_host(amp_context *amp, amp_step_function call, void *user, int region) {
+static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, int region) {
     int depth = ampi_regions_hide(amp), code = 0;
     ampi_error_text[0] = 0;
     if (region) code = (int)amp_autocast_begin(amp, NULL);
@@ -18949,7 +18940,7 @@ AMPI_PRIVATE int ampi_call_host(amp_context *amp, amp_step_function call, void *
     return code;
 }
 
-AMPI_PRIVATE void ampi_verify_step(ampi_verifier *v) {
+static void ampi_verify_step(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
     int64_t begin = s->clock_ns(s->user);
     v->code = ampi_call_host(v->amp, v->desc->step, v->desc->user, 0);
@@ -18957,10 +18948,10 @@ AMPI_PRIVATE void ampi_verify_step(ampi_verifier *v) {
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
 }
 
-AMPI_PRIVATE double ampi_square(double x) { return x * x; }
+static double ampi_square(double x) { return x * x; }
 
 /* Adds n elements to a tensor's difference; those that are not finite are marked and left out. */
-AMPI_PRIVATE void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void *reference, int64_t n) {
+static void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void *reference, int64_t n) {
     float a_scratch[AMPI_MULTI_BLOCK], b_scratch[AMPI_MULTI_BLOCK];
     amp_cpu_path path = ampi_cpu_best_path();
     ampi_fp host = ampi_fp_begin();
@@ -18987,7 +18978,7 @@ AMPI_PRIVATE void ampi_verify_compare(ampi_verify_tensor *t, const void *x, cons
 }
 
 /* Holds what the last run left against the reference.  Returns the first tensor that is not finite, or NULL. */
-AMPI_PRIVATE amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **bad) {
+static amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **bad) {
     int64_t i, first, n;
     *bad = NULL;
     for (i = 0; i < v->n; i++) {
@@ -19006,13 +18997,13 @@ AMPI_PRIVATE amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_ten
 }
 
 /* The reference itself, and with it the norms: a gradient's is its layer's, or where that is 0 that of all gradients. */
-AMPI_PRIVATE int ampi_same_layer(const char *a, const char *b) {
+static int ampi_same_layer(const char *a, const char *b) {
     const char *end = strrchr(a, '.');
     size_t n = end ? (size_t)(end - a) + 1 : strlen(a) + 1;
     return strncmp(a, b, n) == 0 && (end == NULL || strrchr(b, '.') == b + n - 1);
 }
 
-AMPI_PRIVATE void ampi_verify_norms(ampi_verifier *v) {
+static void ampi_verify_norms(ampi_verifier *v) {
     double all = 0, layer;
     int64_t i, j;
     for (i = 0; i < v->n; i++) if (v->tensors[i].gradient) all += v->tensors[i].difference;
@@ -19027,7 +19018,7 @@ AMPI_PRIVATE void ampi_verify_norms(ampi_verifier *v) {
 }
 
 /* reference starts as zeros, so that the first comparison gives norms. */
-AMPI_PRIVATE amp_result ampi_verify_reference(ampi_verifier *v) {
+static amp_result ampi_verify_reference(ampi_verifier *v) {
     const ampi_verify_tensor *bad;
     int64_t i;
     AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
@@ -19048,7 +19039,7 @@ AMPI_PRIVATE amp_result ampi_verify_reference(ampi_verifier *v) {
        what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
        that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
        (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.) */
-AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
+static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
     const ampi_verify_tensor *bad;
     int64_t i;
     int draw;
@@ -19067,7 +19058,7 @@ AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype 
 
 /* The largest loss scale from the scaler's own down at which fp16's gradients are finite (without fp16: fp32's, which may be
    stored in fp16): what the scaler would come to. */
-AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
+static amp_result ampi_verify_scale(ampi_verifier *v) {
     amp_k_scaler_rule rule;
     amp_scaler *scaler = ampi_enabled(v->desc->scaler);
     const ampi_verify_tensor *bad;
@@ -19094,9 +19085,9 @@ AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
 
 /* ---- Verdicts */
 
-AMPI_PRIVATE double ampi_over_bound(double error, double bound) { return bound > 0 ? error / bound : -1; }
+static double ampi_over_bound(double error, double bound) { return bound > 0 ? error / bound : -1; }
 
-AMPI_PRIVATE void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
+static void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
     const char *name = amp_dtype_name(row->dtype);
     int fp16 = row->dtype == AMP_F16, scaled = ampi_enabled(v->desc->scaler) != NULL;
     int gradient = ampi_over_bound(row->gradient_error, row->gradient_bound) > ampi_over_bound(row->output_error, row->output_bound);
@@ -19117,7 +19108,7 @@ AMPI_PRIVATE void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row
 }
 
 /* Errors and bounds of the worst output and the worst gradient. */
-AMPI_PRIVATE void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
+static void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
     double u = ampi_roundoff(row->dtype), u32 = ampi_roundoff(AMP_F32), worst[2] = {-1, -1};
     int64_t i;
     for (i = 0; i < v->n; i++) {
@@ -19133,7 +19124,7 @@ AMPI_PRIVATE void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row
     }
 }
 
-AMPI_PRIVATE amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *row) {
+static amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *row) {
     const ampi_verify_tensor *bad = NULL;
     amp_machine machine;
     amp_choice choice;
@@ -19161,10 +19152,10 @@ AMPI_PRIVATE amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *
 
 /* ---- The call */
 
-AMPI_PRIVATE amp_result ampi_verify_check(const amp_context *amp, const amp_verify_desc *d) {
+static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_desc *d) {
     const char *f = "amp_verify";
     int64_t i, ignored;
-    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, f, ".step is NULL");
+    AMPI_TRY(ampi_need(f, d->step != NULL, ".step"));
     if (ampi_world(amp) > 1) return ampi_fail(AMP_ERR_CONFLICT, f, "the context has %d ranks, which may not all run the step equally often: verify on one", ampi_world(amp));
     if (d->n_params < 0 || d->n_outputs < 0 || d->n_dtypes < 0 || d->n_dtypes > AMP_VERIFY_ROWS)
         return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, .n_outputs = %lld or .n_dtypes = %lld, must be 0 or more, the last at most %d",
@@ -19184,7 +19175,7 @@ AMPI_PRIVATE amp_result ampi_verify_check(const amp_context *amp, const amp_veri
 }
 
 /* Without a list: what the device has. */
-AMPI_PRIVATE void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[3]) {
+static void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[3]) {
     amp_machine machine;
     amp_choice choice;
     int i;
@@ -19194,7 +19185,7 @@ AMPI_PRIVATE void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d,
     d->dtypes = dtypes;
 }
 
-AMPI_PRIVATE void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, void *data, amp_dtype dtype, int64_t count) {
+static void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, void *data, amp_dtype dtype, int64_t count) {
     ampi_verify_tensor *t = &v->tensors[v->n++];
     t->name = name ? name : "output";
     t->gradient = gradient;
@@ -19206,12 +19197,12 @@ AMPI_PRIVATE void ampi_verify_add(ampi_verifier *v, const char *name, int gradie
 }
 
 /* All that the host's step may change, for amp_verify and amp_tune. */
-AMPI_PRIVATE amp_result ampi_verify_keep(amp_context *amp, const char *function, const amp_verify_desc *d, ampi_snapshot **out) {
+static amp_result ampi_verify_keep(amp_context *amp, const char *function, const amp_verify_desc *d, ampi_snapshot **out) {
     const ampi_snapshot_desc k = {d->params, d->n_params, d->optimizer, d->scaler, NULL, 1};
     return ampi_snapshot_create(amp, function, &k, out);
 }
 
-AMPI_PRIVATE amp_result ampi_verify_memory(ampi_verifier *v) {
+static amp_result ampi_verify_memory(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
     const amp_verify_desc *d = v->desc;
     int64_t i;
@@ -19229,7 +19220,7 @@ AMPI_PRIVATE amp_result ampi_verify_memory(ampi_verifier *v) {
     return ampi_verify_keep(v->amp, "amp_verify", d, &v->before);
 }
 
-AMPI_PRIVATE amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *report) {
+static amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *report) {
     int64_t i;
     AMPI_TRY(ampi_verify_scale(v));
     AMPI_TRY(ampi_verify_reference(v));
@@ -19242,13 +19233,13 @@ AMPI_PRIVATE amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *rep
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
+static amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
     amp_verify_desc d;
     amp_verify_report report;
     amp_dtype dtypes[3];
     ampi_verifier v;
     amp_result r, restored = AMP_OK;
-    if (amp == NULL || desc == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_verify", "amp, desc or out is NULL");
+    AMPI_TRY(ampi_need("amp_verify", amp && desc && out, "amp, desc or out"));
     AMPI_TRY(ampi_verify_check(amp, desc));
     d = *desc;
     ampi_verify_dtypes(amp, &d, dtypes);
@@ -19270,7 +19261,7 @@ AMPI_PRIVATE amp_result ampi_verify_whole(amp_context *amp, const amp_verify_des
 }
 AMP_API amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) { return ampi_as("amp_verify", ampi_verify_whole(amp, desc, out)); }
 
-AMPI_PRIVATE const char *ampi_verdict_word(amp_verdict verdict) {
+static const char *ampi_verdict_word(amp_verdict verdict) {
     return verdict == AMP_VERDICT_PASS ? "PASS" : verdict == AMP_VERDICT_INACCURATE ? "INACCURATE"
            : verdict == AMP_VERDICT_NONFINITE ? "NONFINITE" : "FAILED";
 }
@@ -19290,7 +19281,7 @@ AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size
     return sheet.used;
 }
 
-AMPI_PRIVATE const char *ampi_memory_kind_word(amp_memory_kind place) {
+static const char *ampi_memory_kind_word(amp_memory_kind place) {
     switch (place) {
         case AMP_MEMORY_HOST: return "pageable memory of the host";
         case AMP_MEMORY_PINNED: return "pinned memory of the host";
@@ -19345,31 +19336,31 @@ typedef struct ampi_gradchecker {
 } ampi_gradchecker;
 
 /* 1/4 to 1 in quarters, of either sign. */
-AMPI_PRIVATE double ampi_gradcheck_weight(const ampi_gradchecker *c, int64_t output, int64_t i) {
+static double ampi_gradcheck_weight(const ampi_gradchecker *c, int64_t output, int64_t i) {
     uint32_t word = amp_random_u32(ampi_row_seed(c->desc->seed, -1, output), (uint64_t)i);
     return (double)(int32_t)((word >> 8) % 4 + 1) * (word & 1 ? 0.25 : -0.25);
 }
 
-AMPI_PRIVATE uint64_t ampi_direction_seed(const ampi_gradchecker *c, int64_t input, int32_t direction) {
+static uint64_t ampi_direction_seed(const ampi_gradchecker *c, int64_t input, int32_t direction) {
     return ampi_row_seed(c->desc->seed, input, direction);
 }
-AMPI_PRIVATE double ampi_direction(uint64_t seed, int64_t i) { return amp_random_u32(seed, (uint64_t)i) & 1 ? 1.0 : -1.0; }
+static double ampi_direction(uint64_t seed, int64_t i) { return amp_random_u32(seed, (uint64_t)i) & 1 ? 1.0 : -1.0; }
 
 /* ---- Runs */
 
-AMPI_PRIVATE int64_t ampi_gradcheck_count(const ampi_gradchecker *c, int64_t input) { return c->begin[input + 1] - c->begin[input]; }
+static int64_t ampi_gradcheck_count(const ampi_gradchecker *c, int64_t input) { return c->begin[input + 1] - c->begin[input]; }
 
-AMPI_PRIVATE const char *ampi_input_name(const ampi_gradchecker *c, int64_t input) {
+static const char *ampi_input_name(const ampi_gradchecker *c, int64_t input) {
     const char *name = c->desc->inputs[input].name;
     return name != NULL && name[0] != 0 ? name : "input";
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_put(ampi_gradchecker *c, int64_t input, const float *x) {
+static amp_result ampi_gradcheck_put(ampi_gradchecker *c, int64_t input, const float *x) {
     int64_t n = ampi_gradcheck_count(c, input);
     return n > 0 ? ampi_send(c->amp, c->desc->inputs[input].data, x, (size_t)n * 4) : AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_call(ampi_gradchecker *c, amp_step_function call, const char *name, int region) {
+static amp_result ampi_gradcheck_call(ampi_gradchecker *c, amp_step_function call, const char *name, int region) {
     int code = ampi_call_host(c->amp, call, c->desc->user, region);
     char why[200];
     if (code == 0) return AMP_OK;
@@ -19377,7 +19368,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_call(ampi_gradchecker *c, amp_step_functi
     return ampi_fail((amp_result)code, "amp_gradcheck", ".%s returned %d. %s", name, code, why);
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t output) {
+static amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t output) {
     const amp_range *y = &c->desc->outputs[output];
     float scratch[AMPI_MULTI_BLOCK];
     int64_t first, n, k, m, i;
@@ -19402,7 +19393,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t o
 }
 
 /* The loss at what the inputs hold, with the same random numbers and no stale casts each time. */
-AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
+static amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
     int64_t i;
     ampi_precision_set(c->amp, &c->within);
     AMPI_TRY(ampi_gradcheck_call(c, c->desc->forward, "forward", 1));
@@ -19413,7 +19404,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss
 }
 
 /* Gradients begin at zero, whether backward overwrites or adds. */
-AMPI_PRIVATE amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
+static amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
     int64_t i;
     for (i = 0; i < c->desc->n_inputs; i++) {
         const amp_range *g = &c->desc->input_grads[i];
@@ -19422,7 +19413,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
     return ampi_gradcheck_call(c, c->desc->backward, "backward", 0);
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_gradient(ampi_gradchecker *c, int64_t input, float *out) {
+static amp_result ampi_gradcheck_gradient(ampi_gradchecker *c, int64_t input, float *out) {
     const amp_range *g = &c->desc->input_grads[input];
     int64_t i;
     if (g->count > 0) AMPI_TRY(ampi_fetch(c->amp, out, g->data, (size_t)g->count * 4));
@@ -19434,7 +19425,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_gradient(ampi_gradchecker *c, int64_t inp
 }
 
 /* w as the outputs' gradients. */
-AMPI_PRIVATE amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
+static amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
     int64_t o, first, n, i;
     for (o = 0; o < c->desc->n_outputs; o++) {
         const amp_range *g = &c->desc->output_grads[o];
@@ -19452,7 +19443,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
 
 /* Step of an input's elements: the cube root of u, which balances rounding (u / h) and truncation (h^2), times their root
    mean square. */
-AMPI_PRIVATE double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
+static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
     double sum = 0, h = c->u > 0.001 ? 0.125 : c->u > 1e-6 ? 0.0625 : 0.00390625;
@@ -19461,11 +19452,11 @@ AMPI_PRIVATE double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input
 }
 
 /* x + step d as fp32 has it. */
-AMPI_PRIVATE float ampi_gradcheck_moved(float x, double step, double d) { return (float)((double)x + step * d); }
+static float ampi_gradcheck_moved(float x, double step, double d) { return (float)((double)x + step * d); }
 
 /* gradient . d, d being the step that was really taken, over `step`; *squares: of its terms. */
-AMPI_PRIVATE double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, uint64_t seed, double step, const float *gradient,
-                                       const float *minus, double *squares) {
+static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, uint64_t seed, double step, const float *gradient,
+                                 const float *minus, double *squares) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
     double sum = 0;
@@ -19482,7 +19473,7 @@ AMPI_PRIVATE double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input,
 
 /* The standard deviation of L, and of each gradient . d, when every input changes at random by up to u of itself: other
    roundings everywhere.  To L comes one rounding of each output. */
-AMPI_PRIVATE amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
+static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
     const amp_gradcheck_desc *d = c->desc;
     double at, squares = c->squares, loss = c->loss, sum = 0, unused, change;
     uint32_t random;
@@ -19517,7 +19508,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
 /* ---- Differences */
 
 /* (L(x + step d) - L(x - step d)) / 2 step. */
-AMPI_PRIVATE amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, uint64_t seed, double step, double *out) {
+static amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, uint64_t seed, double step, double *out) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
     double loss[2] = {0, 0};
@@ -19532,8 +19523,8 @@ AMPI_PRIVATE amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t i
 }
 
 /* limit: the smallest so far of bound over gradient . d; an input that L does not depend on has none. */
-AMPI_PRIVATE amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t input, int32_t j, amp_gradcheck_report *worst,
-                                                 double *limit) {
+static amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t input, int32_t j, amp_gradcheck_report *worst,
+                                           double *limit) {
     uint64_t seed = ampi_direction_seed(c, input, j);
     double step = ampi_gradcheck_step(c, input), wide, narrow, found, squares, rounding, error, bound;
     AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step, &wide));
@@ -19556,7 +19547,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t in
 
 /* ---- The call */
 
-AMPI_PRIVATE amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range *grads, int64_t n, int inputs) {
+static amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range *grads, int64_t n, int inputs) {
     const char *f = "amp_gradcheck", *what = inputs ? "input" : "output";
     int64_t i;
     if (values == NULL || grads == NULL) return ampi_fail(AMP_ERR_NULL, f, ".%ss or .%s_grads is NULL", what, what);
@@ -19574,11 +19565,11 @@ AMPI_PRIVATE amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradcheck_desc *d, amp_dtype *dtype) {
+static amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradcheck_desc *d, amp_dtype *dtype) {
     const char *f = "amp_gradcheck";
     amp_choice choice;
     amp_machine machine;
-    if (d->forward == NULL || d->backward == NULL) return ampi_fail(AMP_ERR_NULL, f, ".forward or .backward is NULL");
+    AMPI_TRY(ampi_need(f, d->forward && d->backward, ".forward or .backward"));
     if (d->directions < 0 || d->directions > 1000000)
         return ampi_fail(AMP_ERR_RANGE, f, ".directions = %d, must be 1 to 1000000, or 0 (8)", d->directions);
     AMPI_TRY(ampi_gradcheck_pairs(d->inputs, d->input_grads, d->n_inputs, 1));
@@ -19591,7 +19582,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradche
     return ampi_may_wait(amp);
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_memory(ampi_gradchecker *c) {
+static amp_result ampi_gradcheck_memory(ampi_gradchecker *c) {
     const amp_system *s = ampi_context_system(c->amp);
     const char *f = "amp_gradcheck";
     int64_t i, n = c->desc->n_inputs, most = 1;
@@ -19612,7 +19603,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_memory(ampi_gradchecker *c) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE void ampi_gradcheck_free(ampi_gradchecker *c) {
+static void ampi_gradcheck_free(ampi_gradchecker *c) {
     const amp_system *s = ampi_context_system(c->amp);
     int64_t i, n = c->desc->n_inputs, most = 1, size = c->begin ? c->begin[n] : 0;
     for (i = 0; i < n; i++) most = AMPI_MAX(most, c->desc->inputs[i].count);
@@ -19624,7 +19615,7 @@ AMPI_PRIVATE void ampi_gradcheck_free(ampi_gradchecker *c) {
     ampi_free(s, c->begin, n + 1, sizeof *c->begin);
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_run(ampi_gradchecker *c, amp_gradcheck_report *report) {
+static amp_result ampi_gradcheck_run(ampi_gradchecker *c, amp_gradcheck_report *report) {
     int64_t i;
     int32_t j;
     AMPI_TRY(ampi_gradcheck_memory(c));
@@ -19642,13 +19633,13 @@ AMPI_PRIVATE amp_result ampi_gradcheck_run(ampi_gradchecker *c, amp_gradcheck_re
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
+static amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
     amp_gradcheck_report report;
     ampi_gradchecker c;
     amp_dtype dtype;
     amp_result r;
     int64_t i;
-    if (amp == NULL || desc == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_gradcheck", "amp, desc or out is NULL");
+    AMPI_TRY(ampi_need("amp_gradcheck", amp && desc && out, "amp, desc or out"));
     AMPI_TRY(ampi_gradcheck_check(amp, desc, &dtype));
     memset(&c, 0, sizeof c);
     memset(&report, 0, sizeof report);
@@ -20008,7 +19999,7 @@ static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_des
     return amp_scaler_get(desc->scaler, &f->scaler);
 }
 
-AMPI_PRIVATE amp_result ampi_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
+static amp_result ampi_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
     static const amp_advise_desc none = {0, NULL, NULL, NULL, NULL, 0};
     amp_advice advice;
     ampi_facts f;
@@ -20134,7 +20125,7 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
 }
 
 static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d) {
-    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".step is NULL");
+    AMPI_TRY(ampi_need("amp_tune", d->step != NULL, ".step"));
     AMPI_TRY(ampi_check_tune_dtypes(d));
     if (d->batch < 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".batch = %lld, must be 1 or more, or 0 for 1", (long long)d->batch);
     if (d->max_batch != 0 && d->max_batch < AMPI_MAX(d->batch, 1))
@@ -20455,7 +20446,7 @@ static amp_result ampi_tune_time(ampi_tune *t) {
     return result != AMP_OK ? result : restored;
 }
 
-AMPI_PRIVATE amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
+static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
     amp_result result = AMP_OK;
     amp_tune_report report;
     char why[200];
@@ -20578,9 +20569,9 @@ static amp_result ampi_recovery_restore(const amp_recovery *r, const ampi_recove
 static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery_desc *d) {
     static const char f[] = "amp_recovery_create";
     int64_t i;
-    if (d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
+    AMPI_TRY(ampi_need(f, d->params != NULL, ".params"));
     if (d->n_params < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
-    if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
+    AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
     if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 for 100", (long long)d->interval);
     if (d->batch_growth_interval < AMP_INTERVAL_OFF)
         return ampi_fail(AMP_ERR_RANGE, f, ".batch_growth_interval = %lld, must be 1 or more, or 0 or AMP_INTERVAL_OFF for never",
@@ -20866,7 +20857,7 @@ static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
+static amp_result ampi_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     if (r == NULL || record == NULL || event == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL", r == NULL ? "recovery" : record == NULL ? "record" : "event");
@@ -20916,7 +20907,7 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
 
 /* One cleanup per step, then ever smaller micro-batches.  What the cycle has accumulated is dropped, since a part of what
    failed may be in it. */
-AMPI_PRIVATE amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
+static amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     amp_recovery_event e;
     amp_optimizer *o;
@@ -20942,13 +20933,13 @@ AMPI_PRIVATE amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recover
 }
 AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) { return ampi_as("amp_recovery_memory", ampi_recovery_memory(recovery, event)); }
 
-AMPI_PRIVATE amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader) {
+static amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader) {
     amp_recovery *r = recovery;
     amp_loader *before;
     ampi_recovery_point now;
     amp_result result;
     memset(&now, 0, sizeof now);
-    if (r == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_batch", "recovery is NULL");
+    AMPI_TRY(ampi_need("amp_recovery_batch", r != NULL, "recovery"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_batch"));
     if (loader != NULL) AMPI_TRY(ampi_alive(&loader->object, "amp_recovery_batch"));
     if (r->desc.optimizer->micro > 0)
@@ -20974,7 +20965,7 @@ enum { AMPI_SAVED_RECOVERY = 6 };
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix) {
     const amp_recovery *r = recovery;
     int64_t all[AMPI_SAVED_RECOVERY];
-    if (r == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_save", "recovery, state or prefix is NULL");
+    AMPI_TRY(ampi_need("amp_recovery_save", r && state && prefix, "recovery, state or prefix"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_save"));
     /* good steps that nothing waits for are not counted: whatever came before, runs that stand at the same place save the same bytes */
     all[0] = r->halvings; all[1] = r->halvings > 0 ? r->fitted : 0; all[2] = r->failures;
@@ -20986,7 +20977,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
     amp_recovery *r = recovery;
     int64_t all[AMPI_SAVED_RECOVERY];
     int i;
-    if (r == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_load", "recovery, state or prefix is NULL");
+    AMPI_TRY(ampi_need("amp_recovery_load", r && state && prefix, "recovery, state or prefix"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_load"));
     AMPI_TRY(ampi_as("amp_recovery_load", ampi_get(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY)));
     for (i = 0; i < AMPI_SAVED_RECOVERY; i++)
@@ -21061,9 +21052,9 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 typedef float ampi_vf __attribute__((vector_size(AMPI_W * 4), may_alias));
 typedef int32_t ampi_vi __attribute__((vector_size(AMPI_W * 4), may_alias));
 
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load)(const float *p) { ampi_vf v; memcpy(&v, p, sizeof v); return v; }
-AMPI_PRIVATE inline void AMPI_V(ampi_store)(float *p, ampi_vf v) { memcpy(p, &v, sizeof v); }
-AMPI_PRIVATE inline void AMPI_V(ampi_store_past_cache)(float *p, ampi_vf v) {        /* p: at a multiple of a vector's size */
+static inline ampi_vf AMPI_V(ampi_load)(const float *p) { ampi_vf v; memcpy(&v, p, sizeof v); return v; }
+static inline void AMPI_V(ampi_store)(float *p, ampi_vf v) { memcpy(p, &v, sizeof v); }
+static inline void AMPI_V(ampi_store_past_cache)(float *p, ampi_vf v) {        /* p: at a multiple of a vector's size */
 #if AMPI_X86 && AMPI_PASS == 3
     _mm512_stream_ps(p, (__m512)v);
 #elif AMPI_X86 && AMPI_PASS == 2
@@ -21074,14 +21065,14 @@ AMPI_PRIVATE inline void AMPI_V(ampi_store_past_cache)(float *p, ampi_vf v) {   
 }
 
 #if AMPI_PASS == 2
-AMPI_PRIVATE inline __m256i AMPI_V(ampi_lane_mask)(int64_t n) {
+static inline __m256i AMPI_V(ampi_lane_mask)(int64_t n) {
     static const int32_t lanes[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
     return _mm256_loadu_si256((const __m256i *)(const void *)(lanes + 8 - n));
 }
 #endif
 
 /* The first n lanes from or to memory, 0 <= n <= AMPI_W; the others read as 0. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_tail)(const void *p, int64_t n) {
+static inline ampi_vf AMPI_V(ampi_load_tail)(const void *p, int64_t n) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 #elif AMPI_PASS == 2
@@ -21092,7 +21083,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_tail)(const void *p, int64_t n) {
     return v;
 #endif
 }
-AMPI_PRIVATE inline void AMPI_V(ampi_store_tail)(void *p, ampi_vf v, int64_t n) {
+static inline void AMPI_V(ampi_store_tail)(void *p, ampi_vf v, int64_t n) {
 #if AMPI_PASS == 3
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
 #elif AMPI_PASS == 2
@@ -21103,7 +21094,7 @@ AMPI_PRIVATE inline void AMPI_V(ampi_store_tail)(void *p, ampi_vf v, int64_t n) 
 }
 
 /* Lane by lane, yes where mask is all ones and no where it is 0. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no) {
+static inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)yes, (__m512i)no, 0xca);
 #elif AMPI_PASS == 2
@@ -21114,7 +21105,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_
 }
 
 /* All ones in the lanes that hold a NaN, under -Ofast too. */
-AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
+static inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
 #if AMPI_PASS == 2
     ampi_vi nan;
     __asm__("vcmpunordps %1, %1, %0" : "=x"(nan) : "x"(x));         /* x: a register that AVX2 has */
@@ -21138,7 +21129,7 @@ AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
 
 typedef struct AMPI_V(ampi_four) { ampi_vf a, b, c, d; } AMPI_V(ampi_four);
 
-AMPI_PRIVATE inline __attribute__((always_inline)) AMPI_V(ampi_four) AMPI_V(ampi_transpose4)(AMPI_V(ampi_four) r) {
+static inline __attribute__((always_inline)) AMPI_V(ampi_four) AMPI_V(ampi_transpose4)(AMPI_V(ampi_four) r) {
     ampi_vf low_ab = AMPI_SHUFFLE(r.a, r.b, 0, 1, 0, 1), high_ab = AMPI_SHUFFLE(r.a, r.b, 2, 3, 2, 3);
     ampi_vf low_cd = AMPI_SHUFFLE(r.c, r.d, 0, 1, 0, 1), high_cd = AMPI_SHUFFLE(r.c, r.d, 2, 3, 2, 3);
     r.a = AMPI_SHUFFLE(low_ab, low_cd, 0, 2, 0, 2);
@@ -21154,17 +21145,17 @@ AMPI_PRIVATE inline __attribute__((always_inline)) AMPI_V(ampi_four) AMPI_V(ampi
 #define ampi_vu AMPI_V(ampi_vuint)       /* AMPI_W uint32 */
 typedef uint32_t ampi_vu __attribute__((vector_size(AMPI_W * 4), may_alias));
 
-AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_load32)(const void *p, int64_t i) {
+static inline ampi_vu AMPI_V(ampi_load32)(const void *p, int64_t i) {
     ampi_vu v;
     memcpy(&v, (const char *)p + 4 * i, sizeof v);
     return v;
 }
-AMPI_PRIVATE inline void AMPI_V(ampi_store32)(void *p, int64_t i, ampi_vu v) {
+static inline void AMPI_V(ampi_store32)(void *p, int64_t i, ampi_vu v) {
     memcpy((char *)p + 4 * i, &v, sizeof v);
 }
 
 /* 16-bit elements from i on, widened into 32-bit lanes, and back; the lanes must be below 65536. */
-AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_load16)(const void *p, int64_t i) {
+static inline ampi_vu AMPI_V(ampi_load16)(const void *p, int64_t i) {
     const char *from = (const char *)p + 2 * i;
 #if AMPI_PASS == 3
     return (ampi_vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)from));
@@ -21177,7 +21168,7 @@ AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_load16)(const void *p, int64_t i) {
     return __builtin_convertvector(v, ampi_vu);
 #endif
 }
-AMPI_PRIVATE inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
+static inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
     char *to = (char *)p + 2 * i;
 #if AMPI_PASS == 3
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi32_epi16((__m512i)v));
@@ -21193,7 +21184,7 @@ AMPI_PRIVATE inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
 
 /* x + add, of which the upper bits will be kept: bf16 or tf32.  add is half of the last place kept to round to nearest, that
    less 1 plus the last place's bit for ties to even, random bits below it for stochastic rounding.  A NaN becomes quiet. */
-AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_round_up)(ampi_vu x, ampi_vu add) {
+static inline ampi_vu AMPI_V(ampi_round_up)(ampi_vu x, ampi_vu add) {
 #if AMPI_PASS == 3
     __mmask16 nan = _mm512_fpclass_ps_mask((__m512)x, 0x81);
     return (ampi_vu)_mm512_mask_or_epi32((__m512i)(x + add), nan, (__m512i)x, _mm512_set1_epi32(0x400000));
@@ -21204,26 +21195,26 @@ AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_round_up)(ampi_vu x, ampi_vu add) {
     return (x + (add & ~nan)) | (nan & 0x400000u);
 #endif
 }
-AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_bf16_round)(ampi_vu x) { return AMPI_V(ampi_round_up)(x, ((x >> 16) & 1u) + 0x7fffu); }
+static inline ampi_vu AMPI_V(ampi_bf16_round)(ampi_vu x) { return AMPI_V(ampi_round_up)(x, ((x >> 16) & 1u) + 0x7fffu); }
 
 /* F16C instructions do not depend on flush-to-zero or denormals-are-zero: fp16 subnormals are always kept, and an
    fp32 subnormal is far below the smallest of them. */
 #if AMPI_PASS == 3
-AMPI_PRIVATE inline __m256i AMPI_V(ampi_f16_narrow)(ampi_vf v) { return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT); }
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_f16_widen)(__m256i v) { return (ampi_vf)_mm512_cvtph_ps(v); }
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
+static inline __m256i AMPI_V(ampi_f16_narrow)(ampi_vf v) { return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT); }
+static inline ampi_vf AMPI_V(ampi_f16_widen)(__m256i v) { return (ampi_vf)_mm512_cvtph_ps(v); }
+static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
     return AMPI_V(ampi_f16_widen)(_mm256_loadu_si256((const __m256i *)(const void *)((const char *)p + 2 * i)));
 }
 #elif AMPI_PASS == 2
-AMPI_PRIVATE inline __m128i AMPI_V(ampi_f16_narrow)(ampi_vf v) { return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_f16_widen)(__m128i v) { return (ampi_vf)_mm256_cvtph_ps(v); }
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
+static inline __m128i AMPI_V(ampi_f16_narrow)(ampi_vf v) { return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
+static inline ampi_vf AMPI_V(ampi_f16_widen)(__m128i v) { return (ampi_vf)_mm256_cvtph_ps(v); }
+static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
     return AMPI_V(ampi_f16_widen)(_mm_loadu_si128((const __m128i *)(const void *)((const char *)p + 2 * i)));
 }
 #endif
 
 /* Numbers rounded to nearest in `dtype`: fp16 and bf16 with ties to even, tf32 away from zero.  Others stay as they are. */
-AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
+static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
     ampi_vu x = (ampi_vu)v, zero = {0};
     switch (dtype) {
         case AMP_BF16: return (ampi_vf)(AMPI_V(ampi_bf16_round)(x) & 0xffff0000u);
@@ -21237,7 +21228,7 @@ AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)
     }
 }
 
-AMPI_PRIVATE inline __attribute__((always_inline)) void AMPI_V(ampi_round_as)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+static inline __attribute__((always_inline)) void AMPI_V(ampi_round_as)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W)
         AMPI_V(ampi_store32)(dst, i, (ampi_vu)AMPI_V(ampi_round_to)((ampi_vf)AMPI_V(ampi_load32)(src, i), dtype));
@@ -21246,20 +21237,20 @@ AMPI_PRIVATE inline __attribute__((always_inline)) void AMPI_V(ampi_round_as)(vo
         AMPI_V(ampi_store_tail)((char *)dst + 4 * i, AMPI_V(ampi_round_to)(v, dtype), n - i);
     }
 }
-AMPI_PRIVATE void AMPI_V(ampi_round_row)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+static void AMPI_V(ampi_round_row)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
     if (dtype == AMP_F16) AMPI_V(ampi_round_as)(dst, src, n, AMP_F16);
     else if (dtype == AMP_BF16) AMPI_V(ampi_round_as)(dst, src, n, AMP_BF16);
     else AMPI_V(ampi_round_as)(dst, src, n, AMP_TF32);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_bf16_from_f32)(void *dst, const void *src, int64_t n) {
+static void AMPI_V(ampi_bf16_from_f32)(void *dst, const void *src, int64_t n) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store16)(dst, i, AMPI_V(ampi_bf16_round)(AMPI_V(ampi_load32)(src, i)) >> 16);
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_bf16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random,
-                                               int shift) {
+static void AMPI_V(ampi_bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random,
+                                         int shift) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
         ampi_vu add = AMPI_V(ampi_load32)(random, i) << shift >> 16;
@@ -21268,7 +21259,7 @@ AMPI_PRIVATE void AMPI_V(ampi_bf16_stochastic)(void *dst, const void *src, int64
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_bf16(ampi_get32(src, i), 0, 0, AMPI_STOCHASTIC, random[i] << shift));
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_bf16_split)(void *bf16, void *rest, const void *src, int64_t n) {
+static void AMPI_V(ampi_bf16_split)(void *bf16, void *rest, const void *src, int64_t n) {
     uint16_t low;
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
@@ -21282,7 +21273,7 @@ AMPI_PRIVATE void AMPI_V(ampi_bf16_split)(void *bf16, void *rest, const void *sr
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_f32_join)(void *dst, const void *bf16, const void *rest, int64_t n) {
+static void AMPI_V(ampi_f32_join)(void *dst, const void *bf16, const void *rest, int64_t n) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
         ampi_vu x = AMPI_V(ampi_load16)(bf16, i), low = AMPI_V(ampi_load16)(rest, i);
@@ -21293,13 +21284,13 @@ AMPI_PRIVATE void AMPI_V(ampi_f32_join)(void *dst, const void *bf16, const void 
     for (; i < n; i++) ampi_put32(dst, i, ampi_bits_f32(amp_f32_join(ampi_get16(bf16, i), ampi_get16(rest, i))));
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_f32_from_bf16)(void *dst, const void *src, int64_t n) {
+static void AMPI_V(ampi_f32_from_bf16)(void *dst, const void *src, int64_t n) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_load16)(src, i) << 16);
     for (; i < n; i++) ampi_put32(dst, i, (uint32_t)ampi_get16(src, i) << 16);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_f16_from_f32)(void *dst, const void *src, int64_t n) {
+static void AMPI_V(ampi_f16_from_f32)(void *dst, const void *src, int64_t n) {
     int64_t i = 0;
 #if AMPI_PASS == 3
     for (; i + 16 <= n; i += 16) {
@@ -21313,7 +21304,7 @@ AMPI_PRIVATE void AMPI_V(ampi_f16_from_f32)(void *dst, const void *src, int64_t 
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_f16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_f32_from_f16)(void *dst, const void *src, int64_t n) {
+static void AMPI_V(ampi_f32_from_f16)(void *dst, const void *src, int64_t n) {
     int64_t i = 0;
 #if AMPI_PASS >= 2
     for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, (ampi_vu)AMPI_V(ampi_load_f16)(src, i));
@@ -21323,18 +21314,18 @@ AMPI_PRIVATE void AMPI_V(ampi_f32_from_f16)(void *dst, const void *src, int64_t 
 
 /* Half a vector's worth of fp64 from src + 8 i on, as fp32. */
 #if AMPI_PASS == 3
-AMPI_PRIVATE inline __m256 AMPI_V(ampi_odd)(const double *src) {
+static inline __m256 AMPI_V(ampi_odd)(const double *src) {
     __m512d x = _mm512_loadu_pd(src);
     __m256 y = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
     __mmask8 inexact = _mm512_cmp_pd_mask(_mm512_cvtps_pd(y), x, _CMP_NEQ_UQ);
     return _mm256_castsi256_ps(_mm256_mask_or_epi32(_mm256_castps_si256(y), inexact, _mm256_castps_si256(y), _mm256_set1_epi32(1)));
 }
 #elif AMPI_PASS == 2
-AMPI_PRIVATE inline __m128i AMPI_V(ampi_halves)(__m256d mask) {
+static inline __m128i AMPI_V(ampi_halves)(__m256d mask) {
     __m256 m = _mm256_castpd_ps(mask);
     return _mm_castps_si128(_mm_shuffle_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1), 0x88));
 }
-AMPI_PRIVATE inline __m128 AMPI_V(ampi_odd)(const double *src) {
+static inline __m128 AMPI_V(ampi_odd)(const double *src) {
     __m256d x = _mm256_loadu_pd(src), sign = _mm256_set1_pd(-0.0), back;
     __m128i y = _mm_castps_si128(_mm256_cvtpd_ps(x));
     back = _mm256_cvtps_pd(_mm_castsi128_ps(y));
@@ -21343,7 +21334,7 @@ AMPI_PRIVATE inline __m128 AMPI_V(ampi_odd)(const double *src) {
 }
 #endif
 
-AMPI_PRIVATE void AMPI_V(ampi_f32_odd_from_f64)(void *dst, const void *src, int64_t n) {
+static void AMPI_V(ampi_f32_odd_from_f64)(void *dst, const void *src, int64_t n) {
     int64_t i = 0;
 #if AMPI_PASS == 3
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps((float *)dst + i, AMPI_V(ampi_odd)((const double *)src + i));
@@ -21361,7 +21352,7 @@ AMPI_PRIVATE void AMPI_V(ampi_f32_odd_from_f64)(void *dst, const void *src, int6
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_f32_from_f64)(void *dst, const void *src, int64_t n) {
+static void AMPI_V(ampi_f32_from_f64)(void *dst, const void *src, int64_t n) {
     int64_t i = 0;
 #if AMPI_PASS == 3
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps((float *)dst + i, _mm512_cvtpd_ps(_mm512_loadu_pd((const double *)src + i)));
@@ -21371,7 +21362,7 @@ AMPI_PRIVATE void AMPI_V(ampi_f32_from_f64)(void *dst, const void *src, int64_t 
     for (; i < n; i++) ampi_put32(dst, i, ampi_to_f32(ampi_get64(src, i), 0));
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
+static void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
     int64_t i = 0;
 #if AMPI_PASS == 3
     for (; i + 8 <= n; i += 8) _mm512_storeu_pd((double *)dst + i, _mm512_cvtps_pd(_mm256_loadu_ps((const float *)src + i)));
@@ -21383,7 +21374,7 @@ AMPI_PRIVATE void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t 
 
 /* fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes; what is below the normal numbers
    is rounded, or made exact, by fp32's own addition, which needs no fp32 subnormals. */
-AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b, uint32_t largest) {
+static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b, uint32_t largest) {
     ampi_vu magnitude = x & 0x7fffffffu, zero = {0}, unit = zero + ((uint32_t)(151 - b - m) << 23);
     ampi_vu normal = ((magnitude + ((magnitude >> (23 - m)) & 1u) + ((1u << (22 - m)) - 1)) >> (23 - m)) - ((uint32_t)(127 - b) << m);
     ampi_vu below = (ampi_vu)((ampi_vf)magnitude + (ampi_vf)unit) - unit;
@@ -21392,7 +21383,7 @@ AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narro
     ampi_vu is_nan = (ampi_vu)((ampi_vi)magnitude > 0x7f800000), is_beyond = (ampi_vu)((ampi_vi)normal > (int32_t)largest) & ~is_below & ~is_nan;
     return (x >> 24 & 0x80u) | (below & is_below) | ((largest + 1) & is_beyond) | (nan & is_nan) | (normal & ~(is_below | is_beyond | is_nan));
 }
-AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_widen)(ampi_vu x, int m, int b, uint32_t largest) {
+static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_widen)(ampi_vu x, int m, int b, uint32_t largest) {
     ampi_vu magnitude = x & 0x7fu, zero = {0}, least = zero + ((uint32_t)(128 - b) << 23), scaled = magnitude << (23 - m);
     ampi_vu below = (ampi_vu)((ampi_vf)(scaled + least) - (ampi_vf)least), normal = scaled + ((uint32_t)(127 - b) << 23);
     ampi_vu is_nan = (ampi_vu)((ampi_vi)magnitude > 0x7c), special = scaled | 0x7f800000u | (is_nan & 0x400000u);
@@ -21400,7 +21391,7 @@ AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_widen
     if (largest == 0x7e) special = zero + 0x7fc00000u;      /* E4M3 has no payload */
     return (x & 0x80u) << 24 | (below & is_below) | (special & is_special) | (normal & ~(is_below | is_special));
 }
-AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
+static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
 #if AMPI_PASS == 3
     return (ampi_vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
 #elif AMPI_PASS == 2
@@ -21412,7 +21403,7 @@ AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_load8)(co
     return __builtin_convertvector(v, ampi_vu);
 #endif
 }
-AMPI_PRIVATE inline __attribute__((always_inline)) void AMPI_V(ampi_store8)(uint8_t *p, ampi_vu v) {
+static inline __attribute__((always_inline)) void AMPI_V(ampi_store8)(uint8_t *p, ampi_vu v) {
 #if AMPI_PASS == 3
     _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)v));
 #elif AMPI_PASS == 2
@@ -21424,14 +21415,14 @@ AMPI_PRIVATE inline __attribute__((always_inline)) void AMPI_V(ampi_store8)(uint
     memcpy(p, &narrow, sizeof narrow);
 #endif
 }
-AMPI_PRIVATE void AMPI_V(ampi_f32_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+static void AMPI_V(ampi_f32_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
     const uint8_t *from = (const uint8_t *)src;
     int64_t i = 0;
     if (dtype == AMP_E4M3) for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_fp8_widen)(AMPI_V(ampi_load8)(from + i), 3, 7, 0x7e));
     else for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_fp8_widen)(AMPI_V(ampi_load8)(from + i), 2, 15, 0x7b));
     for (; i < n; i++) ampi_put32(dst, i, dtype == AMP_E4M3 ? ampi_bits_of_e4m3(from[i]) : ampi_bits_of_f16((uint16_t)(from[i] << 8)));
 }
-AMPI_PRIVATE void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+static void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
     uint8_t *to = (uint8_t *)dst;
     int64_t i = 0;
     if (dtype == AMP_E4M3) for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store8)(to + i, AMPI_V(ampi_fp8_narrow)(AMPI_V(ampi_load32)(src, i), 3, 7, 0x7e));
@@ -21442,7 +21433,7 @@ AMPI_PRIVATE void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t 
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint32_t limit) {
+static void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint32_t limit) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
         ampi_vu x = AMPI_V(ampi_load32)(src, i);
@@ -21457,7 +21448,7 @@ AMPI_PRIVATE void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint
 }
 
 /* Counts in 32-bit lanes, emptied before they can overflow. */
-AMPI_PRIVATE int64_t AMPI_V(ampi_count32)(const void *src, int64_t n, uint32_t mask) {
+static int64_t AMPI_V(ampi_count32)(const void *src, int64_t n, uint32_t mask) {
     int64_t i = 0, total = 0;
     while (i + AMPI_W <= n) {
         int64_t last = AMPI_MIN(n - AMPI_W, i + ((int64_t)1 << 30));
@@ -21471,7 +21462,7 @@ AMPI_PRIVATE int64_t AMPI_V(ampi_count32)(const void *src, int64_t n, uint32_t m
 }
 
 /* The same over pairs of 16-bit elements. */
-AMPI_PRIVATE int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
+static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
     uint32_t high = mask << 16;
     int64_t pairs = n / 2, i = 0, total = 0;
     while (i + AMPI_W <= pairs) {
@@ -21500,7 +21491,7 @@ AMPI_PRIVATE int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t m
 #endif
 
 /* The low and high halves of the products with m. */
-AMPI_PRIVATE inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, ampi_vu *high) {
+static inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, ampi_vu *high) {
     typedef uint64_t wide __attribute__((vector_size(AMPI_W * 4)));
     ampi_mi factor = AMPI_M(set1_epi32)((int)m);
     wide even = (wide)AMPI_M(mul_epu32)((ampi_mi)x, factor);
@@ -21511,7 +21502,7 @@ AMPI_PRIVATE inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *l
 
 /* out[0..4W) = the blocks from `block` on, whose low words must not wrap.  A transposition of 4 x 4 words in each
    128 bits leaves word groups in the order lane 0, 4, 8, .. 1, 5, ..: the lanes' blocks are numbered to fit. */
-AMPI_PRIVATE void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t block) {
+static void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t block) {
     ampi_vu c0 = {0}, c1 = c0 + (uint32_t)(block >> 32), c2 = c0, c3 = c0, low0, high0, low2, high2;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     AMPI_V(ampi_four) words;
@@ -21541,7 +21532,7 @@ AMPI_PRIVATE void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t blo
 #undef ampi_mi
 #endif
 
-AMPI_PRIVATE void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, uint64_t index) {
+static void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, uint64_t index) {
     uint32_t words[4];
     int64_t i = 0;
     while (i < n) {
@@ -21575,7 +21566,7 @@ __extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
 /* ---- Vector helpers and elementary functions.  They hold under -Ofast too: special values are told apart by
    their bits, and AMPI_V(ampi_keep) stops the compiler from rearranging a sum whose order matters. */
 
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_splat)(float x) {
+static inline ampi_vf AMPI_V(ampi_splat)(float x) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_set1_ps(x);
 #elif AMPI_PASS == 2
@@ -21585,10 +21576,10 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_splat)(float x) {
     return v;
 #endif
 }
-AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_splat_int)(int32_t x) { ampi_vi zero = {0}; return zero + x; }
+static inline ampi_vi AMPI_V(ampi_splat_int)(int32_t x) { ampi_vi zero = {0}; return zero + x; }
 
 /* v itself, with its history hidden from the compiler. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
+static inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("" : "+v"(v));
 #elif AMPI_X86 && defined(__SSE__)
@@ -21602,7 +21593,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
 }
 
 /* The larger and the smaller of two numbers; with a NaN, either operand. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_max)(ampi_vf a, ampi_vf b) {
+static inline ampi_vf AMPI_V(ampi_max)(ampi_vf a, ampi_vf b) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_max_ps((__m512)a, (__m512)b);
 #elif AMPI_PASS == 2
@@ -21611,7 +21602,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_max)(ampi_vf a, ampi_vf b) {
     return AMPI_V(ampi_select)((ampi_vi)(a > b), a, b);
 #endif
 }
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_min)(ampi_vf a, ampi_vf b) {
+static inline ampi_vf AMPI_V(ampi_min)(ampi_vf a, ampi_vf b) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_min_ps((__m512)a, (__m512)b);
 #elif AMPI_PASS == 2
@@ -21622,7 +21613,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_min)(ampi_vf a, ampi_vf b) {
 }
 
 /* a b + c, with one rounding where the instruction set has it, and two without.  Never rearranged. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_fma)(ampi_vf a, ampi_vf b, ampi_vf c) {
+static inline ampi_vf AMPI_V(ampi_fma)(ampi_vf a, ampi_vf b, ampi_vf c) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif AMPI_PASS == 2
@@ -21634,7 +21625,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_fma)(ampi_vf a, ampi_vf b, ampi_vf c) {
 
 /* a / b and sqrt(a), correctly rounded: -Ofast turns the plain operator into an approximation that fails for
    infinities and zeros. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_div)(ampi_vf a, ampi_vf b) {
+static inline ampi_vf AMPI_V(ampi_div)(ampi_vf a, ampi_vf b) {
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("vdivps %1, %0, %0" : "+v"(a) : "v"(b));
     return a;
@@ -21648,7 +21639,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_div)(ampi_vf a, ampi_vf b) {
     return a / b;
 #endif
 }
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sqrt)(ampi_vf a) {
+static inline ampi_vf AMPI_V(ampi_sqrt)(ampi_vf a) {
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("vsqrtps %0, %0" : "+v"(a));
 #elif AMPI_X86 && defined(__AVX__)
@@ -21662,7 +21653,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sqrt)(ampi_vf a) {
 }
 
 /* The nearest integer of |x| < 2^31, as a number. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif AMPI_PASS == 2
@@ -21674,7 +21665,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
 }
 
 /* The sum and the largest of all lanes, by halves: lane i with lane i + W/2, and so on. */
-AMPI_PRIVATE inline float AMPI_V(ampi_sum)(ampi_vf v) {
+static inline float AMPI_V(ampi_sum)(ampi_vf v) {
 #if AMPI_PASS >= 2
     __m128 s;
 #  if AMPI_PASS == 3
@@ -21689,7 +21680,7 @@ AMPI_PRIVATE inline float AMPI_V(ampi_sum)(ampi_vf v) {
     return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
 }
-AMPI_PRIVATE inline float AMPI_V(ampi_reduce_max)(ampi_vf v) {
+static inline float AMPI_V(ampi_reduce_max)(ampi_vf v) {
 #if AMPI_PASS >= 2
     __m128 s;
 #  if AMPI_PASS == 3
@@ -21707,7 +21698,7 @@ AMPI_PRIVATE inline float AMPI_V(ampi_reduce_max)(ampi_vf v) {
 }
 
 /* c[0] + c[1] x + ... + c[n - 1] x^(n - 1) */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) {
     ampi_vf p = AMPI_V(ampi_splat)(c[n - 1]);
     AMPI_UNROLL
     for (int i = n - 2; i >= 0; i--) p = AMPI_V(ampi_fma)(p, x, AMPI_V(ampi_splat)(c[i]));
@@ -21715,7 +21706,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_
 }
 
 /* x brought into [low, high]; NaN stays NaN, which min and max promise only for their second operand. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high) {
+static inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high) {
     ampi_vf a = AMPI_V(ampi_splat)(low), b = AMPI_V(ampi_splat)(high);
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("vmaxps %1, %2, %0" : "=v"(a) : "v"(x), "v"(a));
@@ -21728,7 +21719,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high)
 }
 
 /* x 2^n for an integer n from -252 to 254, in two steps so that no factor overflows; 0 where not place > limit. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_scale2)(ampi_vf x, ampi_vf n, ampi_vi place, int32_t limit) {
+static inline ampi_vf AMPI_V(ampi_scale2)(ampi_vf x, ampi_vf n, ampi_vi place, int32_t limit) {
 #if AMPI_PASS == 3
     __mmask16 kept = _mm512_cmpgt_epi32_mask((__m512i)place, _mm512_set1_epi32(limit));
     return (ampi_vf)_mm512_maskz_scalef_ps(kept, (__m512)x, (__m512)n);
@@ -21743,7 +21734,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_scale2)(ampi_vf x, ampi_vf n, ampi_vi pl
 /* exp(x) = 2^n exp(r), n = round(x / ln 2), r = x - n ln 2 with ln 2 in two parts.  Below -87.3 the result is 0,
    because subnormal numbers cost a hundred times as much; above 88.73 it is inf.  Largest error measured 1.03 ulp.
    All four functions: NaN gives NaN. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_exp)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_exp)(ampi_vf x) {
     static const float c[] = {0.5f, 0.166665763f, 0.0416665524f, 0.00836334564f, 0.00139263924f};
     /* The patterns below -87.3 (0xc2ae999a), to -inf (0xff800000), moved to the smallest integers. */
     ampi_vi place = (ampi_vi)((AMPI_V(ampi_vuint))x + 0xbd516665u);
@@ -21758,7 +21749,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_exp)(ampi_vf x) {
 /* log(x) = k ln 2 + log(1 + f), x = 2^k (1 + f) with 1 + f from sqrt(1/2) to sqrt(2), and with s = f / (2 + f)
    log(1 + f) = 2 atanh(s) = f - (f^2/2 - s (f^2/2 + R(s^2))), as in fdlibm.  Largest error 0.79 ulp; 0 gives -inf,
    below 0 NaN. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_log)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_log)(ampi_vf x) {
     static const float c[] = {0.666666687f, 0.400001258f, 0.285503983f, 0.233419433f};
     ampi_vi bits = (ampi_vi)x, subnormal = (ampi_vi)(bits < 0x00800000), k;
     ampi_vi scaled = (ampi_vi)__builtin_convertvector(bits & 0x007fffff, ampi_vf);      /* 2^149 x */
@@ -21781,7 +21772,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_log)(ampi_vf x) {
 }
 
 /* tanh(x): x + x^3 P(x^2) below 0.625, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x.  Largest error 1.3 ulp. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_tanh)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_tanh)(ampi_vf x) {
     static const float c[] = {-0.333333343f, 0.133333042f, -0.0539592579f, 0.0217689183f, -0.00834394526f,
                               0.00229274482f};
     ampi_vf one = AMPI_V(ampi_splat)(1.0f), a = (ampi_vf)((ampi_vi)x & INT32_MAX), z, small, large;
@@ -21796,7 +21787,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_tanh)(ampi_vf x) {
 
 /* erf(x): x + x P(x^2) below 0.92, else 1 - exp(Q(|x|)), Q(t) = log(1 - erf(t)), with the sign of x.  Largest error
    1.16 ulp. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
     static const float p[] = {0.128379166f, -0.376126349f, 0.112837009f, -0.0268596914f, 0.00520171458f,
                               -0.000815005042f, 8.39977802e-05f};
     static const float q[] = {0.000318539649f, -1.13023102f, -0.631823897f, -0.110087164f, 0.0264276378f,
@@ -21824,7 +21815,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
 #endif
 
 /* One word in all lanes; a and b may hold pairs of bf16, so nothing is assumed of their type. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
+static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
     float word;
     memcpy(&word, p, sizeof word);
     return AMPI_V(ampi_splat)(word);
@@ -21853,7 +21844,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
                            else { AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); }
 
 #define AMPI_TILE(name, r, v) \
-    AMPI_PRIVATE AMPI_TILE_TARGET void AMPI_V(name##v##_##r)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb, \
+    static AMPI_TILE_TARGET void AMPI_V(name##v##_##r)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb, \
                                                              int64_t tail, const float *add, int64_t ldadd, float *c, int64_t ldc) { \
         /* three rows to a pointer: fourteen addresses do not fit into the registers */ \
         const float *at[5] = {a, a + 3 * lda, a + 6 * lda, a + 9 * lda, a + 12 * lda}; \
@@ -21899,8 +21890,8 @@ AMPI_TILES(ampi_tile_, 2)
 #undef AMPI_TILE_PRODUCT
 #undef AMPI_TILE_CHAIN
 
-AMPI_PRIVATE void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step, const float *b,
-                                             int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
+static void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step, const float *b,
+                                       int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
     static const ampi_tile_rows tiles[2][AMPI_GEMM_ROWS] = {{AMPI_TILE_NAMES(ampi_tile_1_)}, {AMPI_TILE_NAMES(ampi_tile_2_)}};
     int two = cols > AMPI_W;
     tiles[two][rows - 1](k, a, lda, step, b, ldb, two ? cols - AMPI_W : cols, add, ldadd, c, ldc);
@@ -21908,7 +21899,7 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t cols, int64_t
 
 /* ---- Packing into fp32 words */
 
-AMPI_PRIVATE void AMPI_V(ampi_gemm_row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
+static void AMPI_V(ampi_gemm_row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
     if (dtype == AMP_F16) AMPI_V(ampi_f32_from_f16)(dst, src, n);
     else if (dtype == AMP_BF16) AMPI_V(ampi_f32_from_bf16)(dst, src, n);
     else if (compute == AMP_F32) memcpy(dst, src, (size_t)n * sizeof *dst);
@@ -21918,14 +21909,14 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_row)(float *dst, const void *src, amp_dtype d
         AMPI_V(ampi_round_row)(dst, dst, n, compute);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_gemm_rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
-                                            int64_t n, int64_t m) {
+static void AMPI_V(ampi_gemm_rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
+                                      int64_t n, int64_t m) {
     int64_t step = ld * (int64_t)amp_dtype_size(dtype), i;
     for (i = 0; i < m; i++) AMPI_V(ampi_gemm_row)(dst + i * pitch, (const char *)src + i * step, dtype, compute, n);
 }
 
 /* n words as one row of several panels. */
-AMPI_PRIVATE inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, const float *src, int64_t n) {
+static inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, const float *src, int64_t n) {
     for (; n >= 2 * AMPI_W; n -= 2 * AMPI_W, src += 2 * AMPI_W, dst += stride) {
         AMPI_V(ampi_store)(dst, AMPI_V(ampi_load)(src));
         AMPI_V(ampi_store)(dst + AMPI_W, AMPI_V(ampi_load)(src + AMPI_W));
@@ -21935,8 +21926,8 @@ AMPI_PRIVATE inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, cons
     AMPI_V(ampi_store)(dst + AMPI_W, AMPI_V(ampi_load_tail)(src + AMPI_MIN(n, AMPI_W), AMPI_MAX(n - AMPI_W, 0)));
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
-                                          int64_t ld, int64_t k, int64_t n) {
+static void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
+                                    int64_t ld, int64_t k, int64_t n) {
     float scratch[AMPI_GEMM_BUFFER];
     int64_t size = (int64_t)amp_dtype_size(dtype), p;
     for (p = 0; p < k; p++, dst += 2 * AMPI_W) {
@@ -21953,7 +21944,7 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void
 /* ---- Transposition: the rows that come side by side are loaded there first */
 
 /* 4 words from each of p, p + step, .. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
+static inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
 #if AMPI_PASS == 3
     __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(p));
     v = _mm512_insertf32x4(v, _mm_loadu_ps(p + step), 1);
@@ -21968,7 +21959,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
 }
 
 /* AMPI_W rows and 4 columns */
-AMPI_PRIVATE inline void AMPI_V(ampi_transpose_strip)(float *dst, int64_t ldd, const float *src, int64_t lds) {
+static inline void AMPI_V(ampi_transpose_strip)(float *dst, int64_t ldd, const float *src, int64_t lds) {
     AMPI_V(ampi_four) r;
     r.a = AMPI_V(ampi_gather4)(src, 4 * lds);
     r.b = AMPI_V(ampi_gather4)(src + lds, 4 * lds);
@@ -21981,7 +21972,7 @@ AMPI_PRIVATE inline void AMPI_V(ampi_transpose_strip)(float *dst, int64_t ldd, c
     AMPI_V(ampi_store)(dst + 3 * ldd, r.d);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols) {
+static void AMPI_V(ampi_transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols) {
     int64_t r, c, whole = rows - rows % AMPI_W, quads = cols - cols % 4;
     for (r = 0; r < whole; r += AMPI_W)
         for (c = 0; c < quads; c += 4)
@@ -21992,14 +21983,14 @@ AMPI_PRIVATE void AMPI_V(ampi_transpose)(float *dst, int64_t ldd, const float *s
 
 /* ---- Writing out */
 
-AMPI_PRIVATE void AMPI_V(ampi_gemm_write)(void *dst, amp_dtype dtype, int64_t offset, const float *x, int64_t n) {
+static void AMPI_V(ampi_gemm_write)(void *dst, amp_dtype dtype, int64_t offset, const float *x, int64_t n) {
     if (dtype == AMP_F16) AMPI_V(ampi_f16_from_f32)((char *)dst + 2 * offset, x, n);
     else if (dtype == AMP_BF16) AMPI_V(ampi_bf16_from_f32)((char *)dst + 2 * offset, x, n);
     else memcpy((char *)dst + 4 * offset, x, (size_t)n * sizeof *x);
 }
 
 /* x = alpha x + bias */
-AMPI_PRIVATE void AMPI_V(ampi_gemm_scale)(float *x, float alpha, const float *bias, int64_t n) {
+static void AMPI_V(ampi_gemm_scale)(float *x, float alpha, const float *bias, int64_t n) {
     ampi_vf factor = AMPI_V(ampi_splat)(alpha);
     int64_t j;
     for (j = 0; j < n; j += AMPI_W) {
@@ -22011,7 +22002,7 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_scale)(float *x, float alpha, const float *bi
 }
 
 /* x += beta c, n at most AMPI_GEMM_BUFFER */
-AMPI_PRIVATE void AMPI_V(ampi_gemm_add_c)(float *x, float beta, const void *c, amp_dtype dtype, int64_t offset, int64_t n) {
+static void AMPI_V(ampi_gemm_add_c)(float *x, float beta, const void *c, amp_dtype dtype, int64_t offset, int64_t n) {
     float scratch[AMPI_GEMM_BUFFER + AMPI_W];
     ampi_vf factor = AMPI_V(ampi_splat)(beta), zero = {0.0f};
     int64_t j;
@@ -22021,7 +22012,7 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_add_c)(float *x, float beta, const void *c, a
         AMPI_V(ampi_store)(x + j, AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(scratch + j), AMPI_V(ampi_load)(x + j)));
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols) {
+static void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols) {
     int64_t i, j;
     if (out->alpha != 1.0f || out->bias != NULL)
         for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_scale)(x + i * ld, out->alpha, out->bias, ld);
@@ -22040,7 +22031,7 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, i
 /* ---- Matrix times vector */
 
 /* v + x[0] b[0][j] + .. over 4 rows */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, ampi_vf b0, ampi_vf b1, ampi_vf b2, ampi_vf b3) {
+static inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, ampi_vf b0, ampi_vf b1, ampi_vf b2, ampi_vf b3) {
     v = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[0]), b0, v);
     v = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[1]), b1, v);
     v = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[2]), b2, v);
@@ -22048,7 +22039,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, amp
 }
 
 /* Four vectors of y over all k: they stay in registers. */
-AMPI_PRIVATE inline void AMPI_V(ampi_combine_strip)(float *y, const float *x, const float *b, int64_t ld, int64_t k) {
+static inline void AMPI_V(ampi_combine_strip)(float *y, const float *x, const float *b, int64_t ld, int64_t k) {
     ampi_vf s0 = AMPI_V(ampi_load)(y), s1 = AMPI_V(ampi_load)(y + AMPI_W);
     ampi_vf s2 = AMPI_V(ampi_load)(y + 2 * AMPI_W), s3 = AMPI_V(ampi_load)(y + 3 * AMPI_W);
     for (int64_t p = 0; p < k; p++, b += ld) {
@@ -22064,7 +22055,7 @@ AMPI_PRIVATE inline void AMPI_V(ampi_combine_strip)(float *y, const float *x, co
     AMPI_V(ampi_store)(y + 3 * AMPI_W, s3);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_gemm_combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n) {
+static void AMPI_V(ampi_gemm_combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n) {
     int64_t j, p, whole, rest = n % AMPI_W;
     for (; n >= 4 * AMPI_W && n <= 8 * AMPI_W; n -= 4 * AMPI_W, y += 4 * AMPI_W, b += 4 * AMPI_W) AMPI_V(ampi_combine_strip)(y, x, b, ld, k);
     if (n == 0) return;
@@ -22090,7 +22081,7 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_combine)(float *y, const float *x, const floa
 }
 
 /* The sum of x[i] y[i], in two interleaved ones; n is a multiple of 2 AMPI_W. */
-AMPI_PRIVATE float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
+static float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
     ampi_vf s0 = {0.0f}, s1 = s0;
     int64_t i;
     for (i = 0; i < n; i += 2 * AMPI_W) {
@@ -22109,7 +22100,7 @@ AMPI_PRIVATE float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
 #endif
 
 /* The sum of all lanes of each of four vectors. */
-AMPI_PRIVATE inline void AMPI_V(ampi_sum4)(float *sums, ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
+static inline void AMPI_V(ampi_sum4)(float *sums, ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
     AMPI_V(ampi_four) r = {a, b, c, d};
     ampi_vf v;
     r = AMPI_V(ampi_transpose4)(r);
@@ -22131,7 +22122,7 @@ AMPI_PRIVATE inline void AMPI_V(ampi_sum4)(float *sums, ampi_vf a, ampi_vf b, am
 #define AMPI_DOT_REST(i) x = AMPI_DOT_TAIL(at[i / 3] + i % 3 * lda + p, k - p); AMPI_DOT_ADD(i, x)
 #define AMPI_DOT_STORE(i) AMPI_V(ampi_sum4)(sums + 4 * i, sum##i##_0, sum##i##_1, sum##i##_2, sum##i##_3);
 #define AMPI_DOTS_OF(name, r) \
-    AMPI_PRIVATE AMPI_TILE_TARGET void AMPI_V(name##r)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums) { \
+    static AMPI_TILE_TARGET void AMPI_V(name##r)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums) { \
         const float *at[2] = {a, a + 3 * lda}, *b0 = b[0], *b1 = b[1], *b2 = b[2], *b3 = b[3]; \
         ampi_vf x, y0, y1, y2, y3; \
         int64_t p; \
@@ -22166,7 +22157,7 @@ AMPI_DOTS(ampi_dots_)
 #undef AMPI_DOT_PRODUCT
 
 /* Columns beyond `cols` repeat the last. */
-AMPI_PRIVATE void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums) {
+static void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums) {
     static const ampi_dot_rows dots[AMPI_DOT_ROWS] = {AMPI_V(ampi_dots_1), AMPI_V(ampi_dots_2),
 #if AMPI_DOT_ROWS == 6
         AMPI_V(ampi_dots_3), AMPI_V(ampi_dots_4), AMPI_V(ampi_dots_5), AMPI_V(ampi_dots_6),
@@ -22177,7 +22168,7 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, 
 }
 
 /* The product is rounded before it is added, as that of any k. */
-AMPI_PRIVATE void AMPI_V(ampi_gemm_outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c, int64_t ldc) {
+static void AMPI_V(ampi_gemm_outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c, int64_t ldc) {
     ampi_vf zero = {0.0f};
     int64_t i, j;
     for (i = 0; i < rows; i++, c += ldc) {
@@ -22206,7 +22197,7 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
 #if AMPI_GEMM_BF16 && AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
-AMPI_PRIVATE AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi_vf sum) {
+static AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi_vf sum) {
     return (ampi_vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)b);
 }
 #define AMPI_TILE_PRODUCT ampi_gemm_dot2
@@ -22216,8 +22207,8 @@ AMPI_TILES(ampi_tile_bf16_, 2)
 #undef AMPI_TILE_PRODUCT
 #undef AMPI_TILE_CHAIN
 
-AMPI_PRIVATE void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step, const float *b,
-                                          int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
+static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step, const float *b,
+                                    int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
     static const ampi_tile_rows tiles[2][AMPI_GEMM_ROWS] = {{AMPI_TILE_NAMES(ampi_tile_bf16_1_)}, {AMPI_TILE_NAMES(ampi_tile_bf16_2_)}};
     int two = cols > AMPI_W;
     tiles[two][rows - 1](k, a, lda, step, b, ldb, two ? cols - AMPI_W : cols, add, ldadd, c, ldc);
@@ -22232,22 +22223,22 @@ AMPI_PRIVATE void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k,
     else { enum { DTYPE = AMP_BF16, SIZE = 2 }; call; }
 
 /* The first n of 16 lanes; any n. */
-AMPI_PRIVATE AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+static AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
 
 /* n of 16 values of fp32 or fp16 */
-AMPI_PRIVATE AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, int64_t n) {
+static AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, int64_t n) {
     if (dtype == AMP_F16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(ampi_lanes16(n), p));
     return _mm512_maskz_loadu_ps(ampi_lanes16(n), p);
 }
 
 /* n of 32 values side by side, as pairs */
-AMPI_PRIVATE AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, int64_t n) {
+static AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, int64_t n) {
     if (dtype == AMP_BF16) return (ampi_vf)_mm512_maskz_loadu_epi16((__mmask32)ampi_lanes16(n) | (__mmask32)ampi_lanes16(n - 16) << 16, p);
     return (ampi_vf)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(p + (dtype == AMP_F16 ? 32 : 64), dtype, n - 16), ampi_gemm_load_bf16(p, dtype, n));
 }
 
 /* What stands below each other in two rows, as pairs; n of 16 values of the upper row, m of the other. */
-AMPI_PRIVATE AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, int64_t n, int64_t m) {
+static AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, int64_t n, int64_t m) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     __m512i both = dtype != AMP_BF16 ? (__m512i)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(high, dtype, m), ampi_gemm_load_bf16(low, dtype, n))
@@ -22256,7 +22247,7 @@ AMPI_PRIVATE AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, cons
     return (ampi_vf)_mm512_permutexvar_epi16(order, both);
 }
 
-AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemm_rows_of_bf16(float *dst, int64_t pitch, const char *src, int dtype, int64_t step, int64_t n, int64_t m) {
+static AMPI_BF16_INLINE void ampi_gemm_rows_of_bf16(float *dst, int64_t pitch, const char *src, int dtype, int64_t step, int64_t n, int64_t m) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, rest = n % 32, whole = n - rest, i;
     __mmask16 words = ampi_lanes16((rest + 1) / 2);
     for (; m > 0; m--, dst += pitch, src += step) {
@@ -22264,16 +22255,16 @@ AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemm_rows_of_bf16(float *dst, int64_t pi
         if (rest > 0) _mm512_mask_storeu_ps(dst + i / 2, words, (__m512)ampi_gemm_side_bf16(src + i * size, dtype, rest));
     }
 }
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_rows_bf16(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
-                                                       int64_t n, int64_t m) {
+static AMPI_TILE_TARGET void ampi_gemm_rows_bf16(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
+                                                 int64_t n, int64_t m) {
     (void)compute;
     AMPI_BF16_OF(dtype, ampi_gemm_rows_of_bf16(dst, pitch, (const char *)src, DTYPE, ld * SIZE, n, m))
 }
-AMPI_PRIVATE void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
+static void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
     ampi_gemm_rows_bf16(dst, 0, src, dtype, compute, 0, n, 1);
 }
 
-AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step, int64_t k, int64_t n) {
+static AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step, int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, p, j;
     ampi_vf zero = {0.0f};
     for (p = 0; p < k; p += 2, dst += 32, src += 2 * step) {
@@ -22286,14 +22277,14 @@ AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride
                                j < n ? ampi_gemm_pairs_bf16(src + j * size, high + j * size, dtype, n - j, AMPI_MIN(n - j, m)) : zero);
     }
 }
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
-                                                        int64_t ld, int64_t k, int64_t n) {
+static AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
+                                                  int64_t ld, int64_t k, int64_t n) {
     (void)compute;
     AMPI_BF16_OF(dtype, ampi_gemm_weave_of(dst, stride, (const char *)src, DTYPE, ld * SIZE, k, n))
 }
 
 /* One vector of y, of n values, over all k. */
-AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+static AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
     ampi_vf sum = (ampi_vf)_mm512_maskz_loadu_ps(ampi_lanes16(n), y);
     int64_t p;
     for (p = 0; p < k; p += 2, b += 2 * step)
@@ -22302,7 +22293,7 @@ AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, cons
 }
 
 /* Many columns four rows at a time, as memory likes it. */
-AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+static AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, rows = n > 512 ? 4 : n > 16 ? 16 : AMPI_MAX(k, 1), p, j;
     for (p = 0; p < k; p += rows, x += rows / 2, b += rows * step) {
         rows = AMPI_MIN(rows, k - p);
@@ -22310,18 +22301,18 @@ AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x
         if (j < n) ampi_gemv_rows(y + j, x, b + j * size, dtype, step, rows, n - j);
     }
 }
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
+static AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
     AMPI_BF16_OF(dtype, ampi_gemv_combine_of(y, x, (const char *)b, DTYPE, ld * SIZE, k, n))
 }
 
 /* sum + what n of 32 values from i on give; sums without a word stay as they are. */
-AMPI_PRIVATE AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, int dtype, int64_t i, int64_t n) {
+static AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, int dtype, int64_t i, int64_t n) {
     ampi_vf all = ampi_gemm_dot2(x, ampi_gemm_side_bf16(row + i * (dtype == AMP_F32 ? 4 : 2), dtype, n), sum);
     return n >= 32 ? all : (ampi_vf)_mm512_mask_blend_ps(ampi_lanes16((n + 1) / 2), (__m512)sum, (__m512)all);
 }
 
 /* Four rows together.  Of 16 sums, those of each four words are added as 0 + 2 and 1 + 3, then the fours likewise. */
-AMPI_PRIVATE AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const row[4], int dtype, int64_t k) {
+static AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const row[4], int dtype, int64_t k) {
     ampi_vf s0 = {0.0f}, s1 = s0, s2 = s0, s3 = s0, factor;
     __m256 half;
     int64_t i;
@@ -22341,7 +22332,7 @@ AMPI_PRIVATE AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const c
     half = _mm256_add_ps(_mm512_castps512_ps256((__m512)s0), _mm512_extractf32x8_ps((__m512)s0, 1));
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
-AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_dots_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+static AMPI_BF16_INLINE void ampi_gemv_dots_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
     int64_t j, r;
     for (j = 0; j < n; j += 4) {
         const char *row[4];
@@ -22349,12 +22340,12 @@ AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_dots_of(float *y, const float *x, c
         _mm_mask_storeu_ps(y + j, (__mmask8)ampi_lanes16(n - j), ampi_gemv_four_dots(x, row, dtype, k));
     }
 }
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
+static AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
     AMPI_BF16_OF(dtype, ampi_gemv_dots_of(y, x, (const char *)b, DTYPE, ld * SIZE, k, n))
 }
 
 /* (a + b) + (c + d), under -Ofast too */
-AMPI_PRIVATE inline ampi_vf ampi_gemv_add4(ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
+static inline ampi_vf ampi_gemv_add4(ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
     return AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(a + b) + AMPI_V(ampi_keep)(c + d));
 }
 
@@ -22363,8 +22354,8 @@ AMPI_PRIVATE inline ampi_vf ampi_gemv_add4(ampi_vf a, ampi_vf b, ampi_vf c, ampi
 #define AMPI_GEMV_ZERO(i) ampi_vf sum##i = {0.0f};
 #define AMPI_GEMV_STEP(i) sum##i = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + w + i), AMPI_V(ampi_load)(b + (w + i) * 32), sum##i);
 #define AMPI_GEMV_REST(i) if (w + i >= from && w + i < to) { AMPI_GEMV_STEP(i) }
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x, const float *packed, const ampi_gemm_blocks *blocks,
-                                                              int64_t ld, int64_t col, int64_t begin, int64_t end, int64_t n) {
+static AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x, const float *packed, const ampi_gemm_blocks *blocks,
+                                                        int64_t ld, int64_t col, int64_t begin, int64_t end, int64_t n) {
     int64_t half, from, to, w;
     for (half = 0; half < n && half < 32; half += 16) {
         AMPI_ROWS_16(AMPI_GEMV_ZERO)
@@ -22399,7 +22390,7 @@ AMPI_DOTS(ampi_dots_bf16_)
 #undef AMPI_DOT_LOAD
 #undef AMPI_DOT_TAIL
 #undef AMPI_DOT_PRODUCT
-AMPI_PRIVATE void ampi_gemm_dots_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums) {
+static void ampi_gemm_dots_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums) {
     static const ampi_dot_rows dots[AMPI_DOT_ROWS] = {AMPI_V(ampi_dots_bf16_1), AMPI_V(ampi_dots_bf16_2), AMPI_V(ampi_dots_bf16_3),
                                                       AMPI_V(ampi_dots_bf16_4), AMPI_V(ampi_dots_bf16_5), AMPI_V(ampi_dots_bf16_6)};
     const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb, b + (cols - 1) * ldb};
@@ -22426,19 +22417,19 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
 #define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")))
 
 /* All eight tiles with 16 rows of 64 bytes (palette 1). */
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_amx_begin(void) {
+static AMPI_TILE_TARGET void ampi_amx_begin(void) {
     static const struct { uint8_t palette, start, zero[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } config = {
         1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}
     };
     _tile_loadconfig(&config);
 }
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_amx_end(void) { _tile_release(); }
+static AMPI_TILE_TARGET void ampi_amx_end(void) { _tile_release(); }
 
 /* gcc does not see that a tile load reads memory: what was stored there must be stored before. */
-AMPI_PRIVATE inline void ampi_amx_stored(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
+static inline void ampi_amx_stored(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
 /* Tiles 0 to 3 (two of 16 rows, two of 16 columns) += a b over 16 words; one row of tiles unless `both`.  Strides in bytes. */
-AMPI_PRIVATE AMPI_TILE_TARGET inline void ampi_amx_step(int both, const float *a, size_t lda, const float *b, size_t ldb) {
+static AMPI_TILE_TARGET inline void ampi_amx_step(int both, const float *a, size_t lda, const float *b, size_t ldb) {
     _tile_loadd(6, b, ldb);
     _tile_loadd(4, a, lda);
     _tile_dpbf16ps(0, 4, 6);
@@ -22451,7 +22442,7 @@ AMPI_PRIVATE AMPI_TILE_TARGET inline void ampi_amx_step(int both, const float *a
 }
 
 /* The last words of k, fewer than 16, filled with zeros. */
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_amx_rest(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb) {
+static AMPI_TILE_TARGET void ampi_amx_rest(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb) {
     float rest_a[32 * 16], rest_b[16 * 32];
     int64_t i;
     memset(rest_a, 0, sizeof rest_a);
@@ -22463,14 +22454,14 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_amx_rest(int64_t rows, int64_t k, const 
     ampi_amx_step(rows > 16, rest_a, 64, rest_b, 128);
 }
 
-AMPI_PRIVATE AMPI_TILE_TARGET inline void ampi_amx_load(int both, const float *c, size_t ldc) {
+static AMPI_TILE_TARGET inline void ampi_amx_load(int both, const float *c, size_t ldc) {
     _tile_loadd(0, c, ldc);
     _tile_loadd(1, c + 16, ldc);
     if (!both) return;
     _tile_loadd(2, (const char *)c + 16 * ldc, ldc);
     _tile_loadd(3, (const char *)c + 16 * ldc + 64, ldc);
 }
-AMPI_PRIVATE AMPI_TILE_TARGET inline void ampi_amx_store(int both, float *c, size_t ldc) {
+static AMPI_TILE_TARGET inline void ampi_amx_store(int both, float *c, size_t ldc) {
     _tile_stored(0, c, ldc);
     _tile_stored(1, c + 16, ldc);
     if (!both) return;
@@ -22479,8 +22470,8 @@ AMPI_PRIVATE AMPI_TILE_TARGET inline void ampi_amx_store(int both, float *c, siz
 }
 
 /* Rows that do not fill their tiles come from, and go to, a tile of their own. */
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
-                                                          const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
+static AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
+                                                    const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
     float part[32 * 32];
     int whole = rows % 16 == 0, both = rows > 16;
     int64_t i;
@@ -22536,14 +22527,14 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 /* 2 AMPI_W neighbouring columns. */
 typedef struct AMPI_V(ampi_two) { ampi_vf x, y; } AMPI_V(ampi_two);
 
-AMPI_PRIVATE inline AMPI_V(ampi_two) AMPI_V(ampi_two_load)(const float *p) {
+static inline AMPI_V(ampi_two) AMPI_V(ampi_two_load)(const float *p) {
     AMPI_V(ampi_two) t;
     t.x = AMPI_V(ampi_load)(p);
     t.y = AMPI_V(ampi_load)(p + AMPI_W);
     return t;
 }
 
-AMPI_PRIVATE inline AMPI_V(ampi_two) AMPI_V(ampi_two_fma)(const float *a, AMPI_V(ampi_two) b, AMPI_V(ampi_two) c) {
+static inline AMPI_V(ampi_two) AMPI_V(ampi_two_fma)(const float *a, AMPI_V(ampi_two) b, AMPI_V(ampi_two) c) {
     ampi_vf s = AMPI_V(ampi_splat)(*a);
     c.x = AMPI_V(ampi_fma)(s, b.x, c.x);
     c.y = AMPI_V(ampi_fma)(s, b.y, c.y);
@@ -22551,7 +22542,7 @@ AMPI_PRIVATE inline AMPI_V(ampi_two) AMPI_V(ampi_two_fma)(const float *a, AMPI_V
 }
 
 /* Stores the sums of row r, columns from x on. */
-AMPI_PRIVATE inline void AMPI_V(ampi_product_store)(const ampi_product *p, int64_t r, int64_t x, AMPI_V(ampi_two) sum) {
+static inline void AMPI_V(ampi_product_store)(const ampi_product *p, int64_t r, int64_t x, AMPI_V(ampi_two) sum) {
     float *c = p->c + r * p->ldc + x;
     if (!p->add) {
         ampi_vf scale = AMPI_V(ampi_splat)(p->scale);
@@ -22577,7 +22568,7 @@ AMPI_PRIVATE inline void AMPI_V(ampi_product_store)(const ampi_product *p, int64
 #else
 #  define AMPI_PRODUCT_ROWS 4
 #endif
-AMPI_PRIVATE void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t x) {
+static void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t x) {
     int64_t n = p->rows - r, depth = p->depth, step = p->a_depth, ldb = p->ldb;
     const float *b = p->b + x, *a0 = p->a + r * p->a_row;
     const float *a1 = n > 1 ? a0 + p->a_row : a0, *a2 = n > 2 ? a1 + p->a_row : a0, *a3 = n > 3 ? a2 + p->a_row : a0;
@@ -22612,7 +22603,7 @@ AMPI_PRIVATE void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, in
 #endif
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_product_all)(const ampi_product *p) {
+static void AMPI_V(ampi_product_all)(const ampi_product *p) {
     for (int64_t r = 0; r < p->rows; r += AMPI_PRODUCT_ROWS) {
         for (int64_t x = 0; x < p->cols; x += 2 * AMPI_W) AMPI_V(ampi_product_rows)(p, r, x);
     }
@@ -22620,9 +22611,9 @@ AMPI_PRIVATE void AMPI_V(ampi_product_all)(const ampi_product *p) {
 #undef AMPI_PRODUCT_ROWS
 
 /* All ones in the lanes that hold +0 or -0. */
-AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_zero)(ampi_vf x) { return (ampi_vi)(((ampi_vi)x & INT32_MAX) == 0); }
+static inline ampi_vi AMPI_V(ampi_is_zero)(ampi_vf x) { return (ampi_vi)(((ampi_vi)x & INT32_MAX) == 0); }
 
-AMPI_PRIVATE void AMPI_V(ampi_product_weighted)(const ampi_product *p, int32_t a_is_weight) {
+static void AMPI_V(ampi_product_weighted)(const ampi_product *p, int32_t a_is_weight) {
     ampi_vf zero = AMPI_V(ampi_splat)(0.0f);
     for (int64_t r = 0; r < p->rows; r++) {
         for (int64_t x = 0; x < p->cols; x += 2 * AMPI_W) {
@@ -22638,9 +22629,9 @@ AMPI_PRIVATE void AMPI_V(ampi_product_weighted)(const ampi_product *p, int32_t a
     }
 }
 
-AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_load_int)(const int32_t *p) { ampi_vi v; memcpy(&v, p, sizeof v); return v; }
+static inline ampi_vi AMPI_V(ampi_load_int)(const int32_t *p) { ampi_vi v; memcpy(&v, p, sizeof v); return v; }
 
-AMPI_PRIVATE void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value) {
+static void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value) {
     ampi_vf hidden = AMPI_V(ampi_splat)(value);
     for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vi first = AMPI_V(ampi_load_int)(mask->first + x), low = AMPI_V(ampi_load_int)(mask->low + x);
@@ -22657,12 +22648,12 @@ AMPI_PRIVATE void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_m
 }
 
 /* All ones in the lanes that hold -inf. */
-AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_lowest)(ampi_vf x) { return (ampi_vi)((ampi_vi)x == -0x00800000); }
+static inline ampi_vi AMPI_V(ampi_is_lowest)(ampi_vf x) { return (ampi_vi)((ampi_vi)x == -0x00800000); }
 
 /* m = max(max, scores), p = exp(score - m), rescale = exp(max - m), sum = sum rescale + all p: the running
    softmax of Milakov and Gimelshein 2018.  Lanes that saw nothing yet keep m = -inf and get p = 0. */
-AMPI_PRIVATE void AMPI_V(ampi_soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale,
-                                      amp_dtype compute) {
+static void AMPI_V(ampi_soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale,
+                                amp_dtype compute) {
     for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vf old = AMPI_V(ampi_load)(max + x), m = old, n = old, s = AMPI_V(ampi_splat)(0.0f), shift, factor;
         float *p = tile + x;
@@ -22686,7 +22677,7 @@ AMPI_PRIVATE void AMPI_V(ampi_soften)(float *tile, int64_t rows, float *max, flo
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_finish)(const float *max, const float *sum, float *lse, float *inverse) {
+static void AMPI_V(ampi_finish)(const float *max, const float *sum, float *lse, float *inverse) {
     ampi_vf lowest = (ampi_vf)AMPI_V(ampi_splat_int)(-0x00800000), one = AMPI_V(ampi_splat)(1.0f);
     for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vf s = AMPI_V(ampi_load)(sum + x), m = AMPI_V(ampi_load)(max + x);
@@ -22696,7 +22687,7 @@ AMPI_PRIVATE void AMPI_V(ampi_finish)(const float *max, const float *sum, float 
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const float *lse, const float *delta) {
+static void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const float *lse, const float *delta) {
     ampi_vf highest = (ampi_vf)AMPI_V(ampi_splat_int)(0x7f800000);
     for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vf l = AMPI_V(ampi_load)(lse + x), d = AMPI_V(ampi_load)(delta + x);
@@ -22710,9 +22701,9 @@ AMPI_PRIVATE void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const f
 }
 
 /* Two sums: four would be another order, and other bits of the gradients. */
-AMPI_PRIVATE float AMPI_V(ampi_attention_dot)(const float *a, const float *b, int64_t n) { return AMPI_V(ampi_dot)(a, b, n); }
+static float AMPI_V(ampi_attention_dot)(const float *a, const float *b, int64_t n) { return AMPI_V(ampi_dot)(a, b, n); }
 
-AMPI_PRIVATE int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
+static int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
     ampi_vi nan = AMPI_V(ampi_splat_int)(0);
     int32_t any = 0;
     for (int64_t i = 0; i < n; i += AMPI_W) {
@@ -22723,8 +22714,8 @@ AMPI_PRIVATE int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
 }
 
 /* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0 whatever its gradient is. */
-AMPI_PRIVATE void AMPI_V(ampi_softmax_backward_row)(const float *y, const float *dy, float scale, float *dx,
-                                                    int64_t n) {
+static void AMPI_V(ampi_softmax_backward_row)(const float *y, const float *dy, float scale, float *dx,
+                                              int64_t n) {
     ampi_vf s, zero = AMPI_V(ampi_splat)(0.0f), factor = AMPI_V(ampi_splat)(scale);
     double sum = 0.0;
     for (int64_t chunk = 0; chunk < n; chunk += AMPI_ROW_CHUNK) {
@@ -22756,23 +22747,23 @@ __extension__ static const ampi_attention_vec AMPI_V(ampi_attention_kernels) = {
    instructions wherever it stands in a row; the last n % AMPI_W go through a partly filled vector. */
 
 /* The next vector of a row that has n elements left: whole, or its first n lanes. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_upto)(const float *p, int64_t n) {
+static inline ampi_vf AMPI_V(ampi_load_upto)(const float *p, int64_t n) {
     return n >= AMPI_W ? AMPI_V(ampi_load)(p) : AMPI_V(ampi_load_tail)(p, n);
 }
-AMPI_PRIVATE inline void AMPI_V(ampi_store_upto)(float *p, ampi_vf v, int64_t n) {
+static inline void AMPI_V(ampi_store_upto)(float *p, ampi_vf v, int64_t n) {
     if (n >= AMPI_W) AMPI_V(ampi_store)(p, v);
     else AMPI_V(ampi_store_tail)(p, v, n);
 }
 
 /* The first n lanes of v, and 0 in the others. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_first_lanes)(ampi_vf v, int64_t n) {
+static inline ampi_vf AMPI_V(ampi_first_lanes)(ampi_vf v, int64_t n) {
     float lanes[AMPI_W];
     AMPI_V(ampi_store)(lanes, v);
     return AMPI_V(ampi_load_tail)(lanes, n);
 }
 
 /* 1 / (1 + exp(-x)) from exp(-|x|), which never overflows: e / (1 + e) below 0 and 1 / (1 + e) from 0 on. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sigmoid)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_sigmoid)(ampi_vf x) {
     ampi_vf one = AMPI_V(ampi_splat)(1.0f);
     ampi_vf e = AMPI_V(ampi_exp)((ampi_vf)((ampi_vi)x | INT32_MIN));
     return AMPI_V(ampi_div)(AMPI_V(ampi_select)((ampi_vi)((ampi_vi)x < 0), e, one), one + e);
@@ -22783,18 +22774,18 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sigmoid)(ampi_vf x) {
 #define AMPI_GELU_A 1.5957691216057308f
 #define AMPI_GELU_B 0.07135481282740843f
 
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gelu_square)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_gelu_square)(ampi_vf x) {
     ampi_vf square = x * x, limit = AMPI_V(ampi_splat)(1.0e4f);
     return AMPI_V(ampi_select)((ampi_vi)(square > limit), limit, square);
 }
 
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gelu)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_gelu)(ampi_vf x) {
     ampi_vf a = AMPI_V(ampi_splat)(AMPI_GELU_A), b = AMPI_V(ampi_splat)(AMPI_GELU_B);
     return x * AMPI_V(ampi_sigmoid)(x * AMPI_V(ampi_fma)(b, AMPI_V(ampi_gelu_square)(x), a));
 }
 
 /* s + x s (1 - s) (A + 3 B x^2) */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gelu_slope)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_gelu_slope)(ampi_vf x) {
     ampi_vf a = AMPI_V(ampi_splat)(AMPI_GELU_A), b = AMPI_V(ampi_splat)(AMPI_GELU_B);
     ampi_vf square = AMPI_V(ampi_gelu_square)(x);
     ampi_vf s = AMPI_V(ampi_sigmoid)(x * AMPI_V(ampi_fma)(b, square, a));
@@ -22803,29 +22794,29 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gelu_slope)(ampi_vf x) {
 }
 
 /* The normal distribution function, (1 + erf(x / sqrt 2)) / 2. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_normal)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_normal)(ampi_vf x) {
     ampi_vf half = AMPI_V(ampi_splat)(0.5f);
     return AMPI_V(ampi_fma)(half, AMPI_V(ampi_erf)(x * AMPI_V(ampi_splat)(0.7071067811865476f)), half);
 }
 
 /* normal(x) + x exp(-x^2 / 2) / sqrt(2 pi) */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gelu_erf_slope)(ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_gelu_erf_slope)(ampi_vf x) {
     ampi_vf density = AMPI_V(ampi_exp)(x * x * AMPI_V(ampi_splat)(-0.5f)) * AMPI_V(ampi_splat)(0.3989422804014327f);
     return AMPI_V(ampi_fma)(x, density, AMPI_V(ampi_normal)(x));
 }
 
 /* s (1 + x (1 - s)), s = sigmoid(x) */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_silu_slope)(ampi_vf x, ampi_vf s) {
+static inline ampi_vf AMPI_V(ampi_silu_slope)(ampi_vf x, ampi_vf s) {
     ampi_vf one = AMPI_V(ampi_splat)(1.0f);
     return s * AMPI_V(ampi_fma)(x, one - s, one);
 }
 
 /* ReLU by bits, so that NaN survives whatever the compiler assumes about it: all ones where x is above 0 or NaN. */
-AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_relu_mask)(ampi_vf x) {
+static inline ampi_vi AMPI_V(ampi_relu_mask)(ampi_vf x) {
     return (ampi_vi)((ampi_vi)x > 0) | AMPI_V(ampi_is_nan)(x);
 }
 
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_act)(amp_activation_kind kind, ampi_vf x) {
+static inline ampi_vf AMPI_V(ampi_act)(amp_activation_kind kind, ampi_vf x) {
     switch (kind) {
         case AMP_ACT_GELU: return AMPI_V(ampi_gelu)(x);
         case AMP_ACT_GELU_ERF: return x * AMPI_V(ampi_normal)(x);
@@ -22837,11 +22828,11 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_act)(amp_activation_kind kind, ampi_vf x
 }
 
 /* 1 - y^2, the slope of tanh where its value is y */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_tanh_slope)(ampi_vf y) {
+static inline ampi_vf AMPI_V(ampi_tanh_slope)(ampi_vf y) {
     return AMPI_V(ampi_fma)(-y, y, AMPI_V(ampi_splat)(1.0f));
 }
 
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_act_back)(amp_activation_kind kind, ampi_vf x, ampi_vf dy) {
+static inline ampi_vf AMPI_V(ampi_act_back)(amp_activation_kind kind, ampi_vf x, ampi_vf dy) {
     switch (kind) {
         case AMP_ACT_GELU: return dy * AMPI_V(ampi_gelu_slope)(x);
         case AMP_ACT_GELU_ERF: return dy * AMPI_V(ampi_gelu_erf_slope)(x);
@@ -22852,35 +22843,35 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_act_back)(amp_activation_kind kind, ampi
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_activation_row)(amp_activation_kind kind, const float *x, float *y, int64_t n) {
+static void AMPI_V(ampi_activation_row)(amp_activation_kind kind, const float *x, float *y, int64_t n) {
     for (int64_t i = 0; i < n; i += AMPI_W)
         AMPI_V(ampi_store_upto)(y + i, AMPI_V(ampi_act)(kind, AMPI_V(ampi_load_upto)(x + i, n - i)), n - i);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_activation_backward_row)(amp_activation_kind kind, const float *x, const float *dy,
-                                                       float *dx, int64_t n) {
+static void AMPI_V(ampi_activation_backward_row)(amp_activation_kind kind, const float *x, const float *dy,
+                                                 float *dx, int64_t n) {
     for (int64_t i = 0; i < n; i += AMPI_W) {
         ampi_vf v = AMPI_V(ampi_load_upto)(x + i, n - i), d = AMPI_V(ampi_load_upto)(dy + i, n - i);
         AMPI_V(ampi_store_upto)(dx + i, AMPI_V(ampi_act_back)(kind, v, d), n - i);
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_tanh_backward_row)(const float *y, const float *dy, float *dx, int64_t n) {
+static void AMPI_V(ampi_tanh_backward_row)(const float *y, const float *dy, float *dx, int64_t n) {
     for (int64_t i = 0; i < n; i += AMPI_W) {
         ampi_vf v = AMPI_V(ampi_load_upto)(y + i, n - i), d = AMPI_V(ampi_load_upto)(dy + i, n - i);
         AMPI_V(ampi_store_upto)(dx + i, d * AMPI_V(ampi_tanh_slope)(v), n - i);
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_swiglu_row)(const float *gate, const float *up, float *y, int64_t n) {
+static void AMPI_V(ampi_swiglu_row)(const float *gate, const float *up, float *y, int64_t n) {
     for (int64_t i = 0; i < n; i += AMPI_W) {
         ampi_vf g = AMPI_V(ampi_load_upto)(gate + i, n - i), u = AMPI_V(ampi_load_upto)(up + i, n - i);
         AMPI_V(ampi_store_upto)(y + i, g * AMPI_V(ampi_sigmoid)(g) * u, n - i);
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const float *up, const float *dy, float *dgate,
-                                                   float *dup, int64_t n) {
+static void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const float *up, const float *dy, float *dgate,
+                                             float *dup, int64_t n) {
     for (int64_t i = 0; i < n; i += AMPI_W) {
         ampi_vf g = AMPI_V(ampi_load_upto)(gate + i, n - i), u = AMPI_V(ampi_load_upto)(up + i, n - i);
         ampi_vf d = AMPI_V(ampi_load_upto)(dy + i, n - i), s = AMPI_V(ampi_sigmoid)(g);
@@ -22892,7 +22883,7 @@ AMPI_PRIVATE void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const floa
 /* ---- Sums of rows of fp32, fp16 or bf16, element by element: eight in pairs, then in their order */
 
 /* AMPI_W elements of a row from i on, of which m are there. */
-AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i, int64_t m) {
+static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i, int64_t m) {
     float scratch[AMPI_W];
     if (dtype == AMP_F32) return AMPI_V(ampi_load_upto)((const float *)row + i, m);
     if (m >= AMPI_W && dtype == AMP_BF16) return (ampi_vf)(AMPI_V(ampi_load16)(row, i) << 16);
@@ -22906,7 +22897,7 @@ AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(
 }
 
 /* The sum of eight rows, or one row, at i. */
-AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vf
+static inline __attribute__((always_inline)) ampi_vf
 AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t i, int64_t m) {
     ampi_vf s = AMPI_V(ampi_load_as)(r[0], dtype, i, m), a, b, c;
     if (!eight) return s;
@@ -22918,7 +22909,7 @@ AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t 
 }
 
 /* y = (y +) that */
-AMPI_PRIVATE inline __attribute__((always_inline)) void
+static inline __attribute__((always_inline)) void
 AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int eight, int add, int64_t n) {
     const void *r[8];
     int64_t i, m;
@@ -22935,7 +22926,7 @@ AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int e
 }
 
 /* The same for AMPI_W columns and all rows: the sum stays in a register. */
-AMPI_PRIVATE inline __attribute__((always_inline)) void
+static inline __attribute__((always_inline)) void
 AMPI_V(ampi_sum_strip)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
     int64_t r = count >= 8 ? 8 : 1;
     ampi_vf s = AMPI_V(ampi_sum_at)(rows, dtype, count >= 8, i, m);
@@ -22944,7 +22935,7 @@ AMPI_V(ampi_sum_strip)(float *y, const void *const *rows, amp_dtype dtype, int64
     AMPI_V(ampi_store_upto)(y + i, s, m);
 }
 
-AMPI_PRIVATE inline __attribute__((always_inline)) void
+static inline __attribute__((always_inline)) void
 AMPI_V(ampi_sum_rows_as)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
     int64_t r = 0;
     for (; n <= 4 * AMPI_W && r * AMPI_W < n; r++) AMPI_V(ampi_sum_strip)(y, rows, dtype, count, r * AMPI_W, n - r * AMPI_W);
@@ -22955,7 +22946,7 @@ AMPI_V(ampi_sum_rows_as)(float *y, const void *const *rows, amp_dtype dtype, int
     for (; r < count; r++) AMPI_V(ampi_sum_group)(y, rows + r, dtype, 0, 1, n);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_sum_rows)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
+static void AMPI_V(ampi_sum_rows)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
     if (dtype == AMP_F16) AMPI_V(ampi_sum_rows_as)(y, rows, AMP_F16, count, n);
     else if (dtype == AMP_BF16) AMPI_V(ampi_sum_rows_as)(y, rows, AMP_BF16, count, n);
     else AMPI_V(ampi_sum_rows_as)(y, rows, AMP_F32, count, n);
@@ -22966,7 +22957,7 @@ typedef float AMPI_V(ampi_vhalf) __attribute__((vector_size(AMPI_W * 2), may_ali
 typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((vector_size(AMPI_W * 2), may_alias));
 typedef double AMPI_V(ampi_vdouble) __attribute__((vector_size(AMPI_W * 4), may_alias));
 
-AMPI_PRIVATE void AMPI_V(ampi_widen_row)(double *total, const float *x, int64_t n) {
+static void AMPI_V(ampi_widen_row)(double *total, const float *x, int64_t n) {
     int64_t i = 0;
     for (; i + AMPI_W / 2 <= n; i += AMPI_W / 2) {
         AMPI_V(ampi_vhalf) f;
@@ -22979,7 +22970,7 @@ AMPI_PRIVATE void AMPI_V(ampi_widen_row)(double *total, const float *x, int64_t 
     for (; i < n; i++) total[i] += (double)x[i];
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_narrow_row)(float *y, const double *total, int64_t n) {
+static void AMPI_V(ampi_narrow_row)(float *y, const double *total, int64_t n) {
     int64_t i = 0;
     for (; i + AMPI_W / 2 <= n; i += AMPI_W / 2) {
         AMPI_V(ampi_vdouble) d;
@@ -22993,7 +22984,7 @@ AMPI_PRIVATE void AMPI_V(ampi_narrow_row)(float *y, const double *total, int64_t
 
 /* ---- Rows: sums with four accumulators (the latency of an addition), then lane by lane in a fixed order */
 
-AMPI_PRIVATE float AMPI_V(ampi_sum_row)(const float *x, int64_t n) {
+static float AMPI_V(ampi_sum_row)(const float *x, int64_t n) {
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, s2 = s0, s3 = s0;
     int64_t i = 0;
     for (; i + 4 * AMPI_W <= n; i += 4 * AMPI_W) {
@@ -23007,7 +22998,7 @@ AMPI_PRIVATE float AMPI_V(ampi_sum_row)(const float *x, int64_t n) {
     return AMPI_V(ampi_sum)((s0 + s1) + (s2 + s3));
 }
 
-AMPI_PRIVATE float AMPI_V(ampi_sum_squares_row)(const float *x, float mean, int64_t n) {
+static float AMPI_V(ampi_sum_squares_row)(const float *x, float mean, int64_t n) {
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, s2 = s0, s3 = s0, m = AMPI_V(ampi_splat)(mean);
     int64_t i = 0;
     for (; i + 4 * AMPI_W <= n; i += 4 * AMPI_W) {
@@ -23029,8 +23020,8 @@ AMPI_PRIVATE float AMPI_V(ampi_sum_squares_row)(const float *x, float mean, int6
     return AMPI_V(ampi_sum)((s0 + s1) + (s2 + s3));
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_normalize_row)(const float *x, float mean, float rstd, const float *weight,
-                                             const float *bias, float *y, int64_t n) {
+static void AMPI_V(ampi_normalize_row)(const float *x, float mean, float rstd, const float *weight,
+                                       const float *bias, float *y, int64_t n) {
     ampi_vf m = AMPI_V(ampi_splat)(mean), r = AMPI_V(ampi_splat)(rstd);
     for (int64_t i = 0; i < n; i += AMPI_W) {
         ampi_vf v = (AMPI_V(ampi_load_upto)(x + i, n - i) - m) * r;
@@ -23043,8 +23034,8 @@ AMPI_PRIVATE void AMPI_V(ampi_normalize_row)(const float *x, float mean, float r
 }
 
 /* With g = dy weight and h = (x - mean) rstd: sums = sum g, sum g h; dweight += dy h, dbias += dy. */
-AMPI_PRIVATE void AMPI_V(ampi_norm_sums_row)(const float *x, const float *dy, const float *weight, float mean,
-                                             float rstd, float *dweight, float *dbias, float sums[2], int64_t n) {
+static void AMPI_V(ampi_norm_sums_row)(const float *x, const float *dy, const float *weight, float mean,
+                                       float rstd, float *dweight, float *dbias, float sums[2], int64_t n) {
     ampi_vf m = AMPI_V(ampi_splat)(mean), r = AMPI_V(ampi_splat)(rstd);
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0;
     for (int64_t i = 0; i < n; i += AMPI_W) {
@@ -23063,8 +23054,8 @@ AMPI_PRIVATE void AMPI_V(ampi_norm_sums_row)(const float *x, const float *dy, co
 }
 
 /* dx = rstd (g - means[0] - h means[1]) + dsum */
-AMPI_PRIVATE void AMPI_V(ampi_norm_dx_row)(const float *x, const float *dy, const float *weight, const float *dsum,
-                                           float mean, float rstd, const float means[2], float *dx, int64_t n) {
+static void AMPI_V(ampi_norm_dx_row)(const float *x, const float *dy, const float *weight, const float *dsum,
+                                     float mean, float rstd, const float means[2], float *dx, int64_t n) {
     ampi_vf m = AMPI_V(ampi_splat)(mean), r = AMPI_V(ampi_splat)(rstd);
     ampi_vf g_mean = AMPI_V(ampi_splat)(means[0]), gh_mean = AMPI_V(ampi_splat)(means[1]);
     for (int64_t i = 0; i < n; i += AMPI_W) {
@@ -23078,7 +23069,7 @@ AMPI_PRIVATE void AMPI_V(ampi_norm_dx_row)(const float *x, const float *dy, cons
 }
 
 /* -inf for an empty row; a row with NaN has any value. */
-AMPI_PRIVATE float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
+static float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
     ampi_vf m0 = AMPI_V(ampi_splat)(ampi_f32_of_bits(0xff800000u)), m1 = m0;
     int64_t i = 0;
     for (; i + 2 * AMPI_W <= n; i += 2 * AMPI_W) {
@@ -23090,7 +23081,7 @@ AMPI_PRIVATE float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
 }
 
 /* Two sums that take turns: unrolled, a short row would end with two badly predicted branches. */
-AMPI_PRIVATE float AMPI_V(ampi_exp_sum_row)(const float *x, float max, float *e, int64_t n) {
+static float AMPI_V(ampi_exp_sum_row)(const float *x, float max, float *e, int64_t n) {
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, m = AMPI_V(ampi_splat)(max), v, next;
     int64_t i = 0;
     for (; i + AMPI_W <= n; i += AMPI_W) {
@@ -23108,8 +23099,8 @@ AMPI_PRIVATE float AMPI_V(ampi_exp_sum_row)(const float *x, float max, float *e,
     return AMPI_V(ampi_sum)(s0 + s1);
 }
 
-AMPI_PRIVATE float AMPI_V(ampi_squared_error_row)(const float *x, const float *target, float scale, float *dx,
-                                                  int64_t n) {
+static float AMPI_V(ampi_squared_error_row)(const float *x, const float *target, float scale, float *dx,
+                                            int64_t n) {
     ampi_vf s = AMPI_V(ampi_splat)(0.0f), f = AMPI_V(ampi_splat)(scale);
     for (int64_t i = 0; i < n; i += AMPI_W) {
         ampi_vf d = AMPI_V(ampi_load_upto)(x + i, n - i) - AMPI_V(ampi_load_upto)(target + i, n - i);
@@ -23119,14 +23110,14 @@ AMPI_PRIVATE float AMPI_V(ampi_squared_error_row)(const float *x, const float *t
     return AMPI_V(ampi_sum)(s);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_scale_shift_row)(const float *x, float a, float b, float *y, int64_t n) {
+static void AMPI_V(ampi_scale_shift_row)(const float *x, float a, float b, float *y, int64_t n) {
     ampi_vf scale = AMPI_V(ampi_splat)(a), shift = AMPI_V(ampi_splat)(b);
     for (int64_t i = 0; i < n; i += AMPI_W) {
         AMPI_V(ampi_store_upto)(y + i, AMPI_V(ampi_fma)(AMPI_V(ampi_load_upto)(x + i, n - i), scale, shift), n - i);
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_add_row)(const float *a, float alpha, const float *b, float beta, float *y, int64_t n) {
+static void AMPI_V(ampi_add_row)(const float *a, float alpha, const float *b, float beta, float *y, int64_t n) {
     ampi_vf va = AMPI_V(ampi_splat)(alpha), vb = AMPI_V(ampi_splat)(beta);
     for (int64_t i = 0; i < n; i += AMPI_W) {
         ampi_vf v = AMPI_V(ampi_load_upto)(a + i, n - i) * va;
@@ -23135,8 +23126,8 @@ AMPI_PRIVATE void AMPI_V(ampi_add_row)(const float *a, float alpha, const float 
     }
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, uint32_t threshold, float scale,
-                                           uint64_t seed, uint64_t index) {
+static void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, uint32_t threshold, float scale,
+                                     uint64_t seed, uint64_t index) {
     uint32_t words[256];
     ampi_vf s = AMPI_V(ampi_splat)(scale);
     for (int64_t begin = 0; begin < n; begin += 256) {
@@ -23166,8 +23157,8 @@ __extension__ static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
 /* ---- Multi-tensor kernels. */
 
 /* sum += x^2 for AMPI_W / 2 numbers, which are read as bits so that no compiler option hides what is not finite. */
-AMPI_PRIVATE inline AMPI_V(ampi_vdouble) AMPI_V(ampi_add_square)(AMPI_V(ampi_vdouble) sum, const float *p,
-                                                                 AMPI_V(ampi_vhalf_bits) *bad) {
+static inline AMPI_V(ampi_vdouble) AMPI_V(ampi_add_square)(AMPI_V(ampi_vdouble) sum, const float *p,
+                                                           AMPI_V(ampi_vhalf_bits) *bad) {
     AMPI_V(ampi_vhalf_bits) x;
     AMPI_V(ampi_vdouble) d;
     memcpy(&x, p, sizeof x);
@@ -23176,7 +23167,7 @@ AMPI_PRIVATE inline AMPI_V(ampi_vdouble) AMPI_V(ampi_add_square)(AMPI_V(ampi_vdo
     return sum + d * d;
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_multi_scale)(float *g, int64_t n, float factor) {
+static void AMPI_V(ampi_multi_scale)(float *g, int64_t n, float factor) {
     ampi_vf f = AMPI_V(ampi_splat)(factor);
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store)(g + i, AMPI_V(ampi_load)(g + i) * f);
@@ -23185,7 +23176,7 @@ AMPI_PRIVATE void AMPI_V(ampi_multi_scale)(float *g, int64_t n, float factor) {
 
 /* Four independent sums hide the latency of the addition; they are added at the end in a fixed order.  The last
    numbers of a row go through a vector filled up with zeros. */
-AMPI_PRIVATE double AMPI_V(ampi_multi_check)(float *g, int64_t n, const float *factor, int32_t *bad) {
+static double AMPI_V(ampi_multi_check)(float *g, int64_t n, const float *factor, int32_t *bad) {
     AMPI_V(ampi_vdouble) s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
     AMPI_V(ampi_vhalf_bits) seen = {0};
     float rest[2 * AMPI_W];
@@ -23212,8 +23203,8 @@ AMPI_PRIVATE double AMPI_V(ampi_multi_check)(float *g, int64_t n, const float *f
     return total;
 }
 
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_adamw_one)(ampi_vf w, ampi_vf g, ampi_vf *m, ampi_vf *v,
-                                                   const ampi_adamw_step *s) {
+static inline ampi_vf AMPI_V(ampi_adamw_one)(ampi_vf w, ampi_vf g, ampi_vf *m, ampi_vf *v,
+                                             const ampi_adamw_step *s) {
     ampi_vf root, rate = AMPI_V(ampi_splat)(-s->rate);
     g = g * s->multiplier;
     *m = AMPI_V(ampi_fma)(g - *m, AMPI_V(ampi_splat)(s->rest1), *m);
@@ -23222,8 +23213,8 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_adamw_one)(ampi_vf w, ampi_vf g, ampi_vf
     return AMPI_V(ampi_fma)(rate, AMPI_V(ampi_div)(*m, root), w * s->keep);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, float *v, int64_t n,
-                                           const ampi_adamw_step *s) {
+static void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, float *v, int64_t n,
+                                     const ampi_adamw_step *s) {
     int64_t i, rest;
     ampi_vf a, b, x;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
@@ -23244,7 +23235,7 @@ AMPI_PRIVATE void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, f
     AMPI_V(ampi_store_tail)(v + i, b, rest);
 }
 
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sgd_one)(ampi_vf w, ampi_vf g, ampi_vf *m, const ampi_sgd_step *s) {
+static inline ampi_vf AMPI_V(ampi_sgd_one)(ampi_vf w, ampi_vf g, ampi_vf *m, const ampi_sgd_step *s) {
     ampi_vf momentum = AMPI_V(ampi_splat)(s->momentum);
     g = g * s->multiplier;
     if (s->decay != 0) g = AMPI_V(ampi_fma)(w, AMPI_V(ampi_splat)(s->decay), g);     /* 0 times an infinite w is NaN */
@@ -23255,7 +23246,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sgd_one)(ampi_vf w, ampi_vf g, ampi_vf *
     return AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(-s->rate), g, w);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s) {
+static void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s) {
     int64_t i, rest;
     ampi_vf a = {0}, x, *scratch = m != NULL ? &a : NULL;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
@@ -23275,7 +23266,7 @@ AMPI_PRIVATE void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int
 /* Counts of AMPI_W numbers at a time, each lane's own; comparisons give -1. */
 typedef struct AMPI_V(ampi_inspect_sums) { ampi_vi above[AMPI_FIT_LIMITS], limit[AMPI_FIT_LIMITS], largest; } AMPI_V(ampi_inspect_sums);
 
-AMPI_PRIVATE inline void AMPI_V(ampi_inspect_one)(AMPI_V(ampi_inspect_sums) *s, ampi_vi x) {
+static inline void AMPI_V(ampi_inspect_one)(AMPI_V(ampi_inspect_sums) *s, ampi_vi x) {
     ampi_vi finite, greater;
     x &= 0x7fffffff;
     s->above[0] -= (ampi_vi)(x > s->limit[0]);
@@ -23291,8 +23282,8 @@ AMPI_PRIVATE inline void AMPI_V(ampi_inspect_one)(AMPI_V(ampi_inspect_sums) *s, 
     s->largest = (x & greater) | (s->largest & ~greater);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_multi_inspect)(const float *x, int64_t n, const ampi_fit *fit,
-                                             int64_t above[AMPI_FIT_LIMITS], uint32_t *largest) {
+static void AMPI_V(ampi_multi_inspect)(const float *x, int64_t n, const ampi_fit *fit,
+                                       int64_t above[AMPI_FIT_LIMITS], uint32_t *largest) {
     AMPI_V(ampi_inspect_sums) s;
     ampi_vi bits;
     float rest[AMPI_W];
