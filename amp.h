@@ -288,11 +288,11 @@
 
    TRAPS AND ROUNDING  All arithmetic of the CPU backend, conversions included, runs in C's default floating-point environment,
        on whatever thread: no exception traps (feenableexcept), to nearest, subnormal numbers not flushed, though the program
-       or a library linked with -Ofast asks for that.  Results are the same, and your environment is back when a call returns.
-       Callbacks run in yours: .parallel and its threads, allocator, logger, steps, kernels of your own; a loader's in that of
-       the thread that created it.  Calls may raise exception flags, and clear none.  On the host, the sections >>watch and
-       >>care mask neither FE_INEXACT nor FE_UNDERFLOW for what they count and time.  Elsewhere than on x86-64 and AArch64,
-       flags come back as they were, by <fenv.h>.
+       or a library linked with -Ofast asks for that.  Results are the same; your environment is back when a call returns, and
+       callbacks run in it: .parallel and its threads, allocator, logger, steps, kernels of your own; a loader's in that of
+       the thread that created it.  Calls may raise exception flags, and clear none.  On the host, >>watch and >>care mask
+       neither FE_INEXACT nor FE_UNDERFLOW.  Your own sums trap where a scale too high makes gradients infinite (inf - inf):
+       ask amp_count_nonfinite before them; if any is, go straight to amp_scaler_update_with(scaler, 1), as in tests/hosts.
 
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a restart
        from a saved state, but for the sign and payload of a NaN.  CPU paths, in the order of amp_cpu_path, differ by rounding where they do not agree:

@@ -23,8 +23,7 @@ static float x[SAMPLES * INPUTS];
 static int   y[SAMPLES];
 static float h1[BATCH * HIDDEN], h2[BATCH * HIDDEN], logits[BATCH * CLASSES];
 static float d1[BATCH * HIDDEN], d2[BATCH * HIDDEN];
-static amp_context *amp;
-static amp_scaler *scaler;
+static amp_context *amp; static amp_scaler *scaler;
 
 static void die(const char *what)
 {
@@ -67,6 +66,7 @@ static void dense_backward(const float *in, int n_in, int n_out, const float *w,
     int i;
 
     matmul(CblasTrans, CblasNoTrans, n_in, n_out, BATCH, in, dout, dw);
+    if (scaler && amp_count_nonfinite(dw, AMP_F32, n_in * n_out, NULL) > 0) return;     /* skip: dout overflowed */
     for (i = 0; i < BATCH * n_out; i++) dbias[i % n_out] += dout[i];
     if (din == NULL) return;
     matmul(CblasNoTrans, CblasTrans, BATCH, n_in, n_out, dout, w, din);
