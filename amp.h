@@ -2724,7 +2724,8 @@ typedef struct amp_k_gemm {
     void *pre; amp_dtype pre_dtype; int64_t ld_pre;     /* if not NULL, what goes into act is written here */
     const void *packed_b;           /* b as gemm_pack made it, or NULL; b stays valid beside it */
     void *scratch; size_t scratch_bytes;        /* of gemm_reserve, or NULL and 0 */
-    int32_t backward, reserved;     /* 1: c = act'(pre) * (alpha op(a) op(b)) + beta c; pre is read, no bias */
+    int32_t backward;               /* 1: c = act'(pre) * (alpha op(a) op(b)) + beta c; pre is read, no bias */
+    int32_t shares;                 /* of gemm_reserve: 1: a, 2: b is cast into scratch, where the next product finds it */
     amp_k_gradient column_sum;      /* [n]: over the rows of what is written to c, before or after its rounding */
     amp_k_gradient row_sum;         /* [m]: of op(a)[i][p] over p, before or after the rounding to `compute` */
 } amp_k_gemm;
@@ -3096,7 +3097,8 @@ struct amp_backend {
     amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
     size_t (*gemm_pack_size)(void *dev, const amp_k_pack *args);    /* 0: no use packing this */
     amp_result (*gemm_pack)(void *dev, const amp_k_pack *args, void *packed, void *stream);
-    /* scratch for n products in turn, set in them before one writes, and given back; NULL: each takes its own */
+    /* scratch for n products in turn in the context's stream, set in them before one writes, and given back; what they share
+       may be cast there once, by the first; NULL: each takes its own */
     amp_result (*gemm_reserve)(void *dev, amp_k_gemm *args, int64_t n);
     void (*gemm_release)(void *dev, const amp_k_gemm *args);
     amp_result (*column_sum)(void *dev, const amp_k_column_sum *args, void *stream);

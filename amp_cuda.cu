@@ -293,6 +293,11 @@ struct ampc_scratch {
     ampc_scratch(ampc_device *d, void *s) : dev(d), stream(s ? (cudaStream_t)s : d->stream), data(NULL) {}
     ~ampc_scratch();
     amp_result get(size_t bytes, const char *kernel);
+    void *keep() {                  /* it is the caller's now: ampc_free */
+        void *kept = data;
+        data = NULL;
+        return kept;
+    }
     ampc_scratch(const ampc_scratch &) = delete;
     ampc_scratch &operator=(const ampc_scratch &) = delete;
 };
@@ -4483,36 +4488,42 @@ amp_result ampc_gemm_units(ampc_device *dev, const amp_k_gemm &g, void *stream) 
 
 /* ---- Around a product: operands in the compute dtype, epilogues that cuBLASLt lacks, sums */
 
-struct ampc_same {
-    enum { ahead = 4 };
-    template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t) const {
-        AMPC_UNROLL
-        for (int i = 0; i < V; i++) out[0][i] = in[0][i];
+/* Operand a or b as it is stored: fields of its product. */
+struct ampc_gemm_operand {
+    const void *&data;
+    amp_dtype &dtype;
+    int64_t &ld, &stride, items, rows, cols;
+    ampc_gemm_operand(amp_k_gemm &g, bool b)
+        : data(b ? g.b : g.a), dtype(b ? g.b_dtype : g.a_dtype), ld(b ? g.ldb : g.lda), stride(b ? g.stride_b : g.stride_a),
+          items(stride == 0 ? 1 : g.batch), rows(b ? g.trans_b ? g.n : g.k : g.trans_a ? g.k : g.m),
+          cols(b ? g.trans_b ? g.k : g.n : g.trans_a ? g.m : g.k) {}
+    size_t bytes_in(amp_dtype to) const { return (size_t)(items * rows * cols * ampc_dtype_size(to)); }
+    bool is_dense() const { return (items - 1) * stride + (rows - 1) * ld + cols == items * rows * cols; }
+    bool is(const ampc_gemm_operand &x) const {
+        return data == x.data && dtype == x.dtype && ld == x.ld && stride == x.stride && items == x.items && rows == x.rows &&
+               cols == x.cols;
+    }
+    /* What it is once it was cast. */
+    void become(const void *copy, amp_dtype to) {
+        if (!is_dense()) ld = cols, stride = items == 1 ? 0 : rows * cols;
+        data = copy;
+        dtype = to;
     }
 };
 
-/* x in another dtype, in scratch memory: as it lies where its elements fill their memory, else row after row. */
-amp_result ampc_gemm_cast(ampc_device *dev, ampc_scratch &scratch, const void **x, amp_dtype *from, amp_dtype to, int64_t rows,
-                          int64_t cols, int64_t *ld, int64_t batch, int64_t *stride, void *stream) {
-    int64_t items = *stride == 0 ? 1 : batch, count = items * rows * cols;
+/* x in another dtype: as it lies where its elements fill their memory, else row after row. */
+amp_result ampc_gemm_cast(ampc_device *dev, const ampc_gemm_operand &x, void *copy, amp_dtype to, void *stream) {
     amp_k_cast all = {};
-    if (*from == to) return AMP_OK;
-    AMPC_TRY(scratch.get((size_t)(count * ampc_dtype_size(to)), "gemm"));
-    if ((items - 1) * *stride + (rows - 1) * *ld + cols == count) {
-        all.dst = scratch.data, all.dst_dtype = to, all.src = *x, all.src_dtype = *from, all.n = count;
-        AMPC_TRY(ampc_cast(dev, &all, stream));
-    } else {
-        for (int64_t i = 0; i < items; i++) {
-            ampc_map<1, 1> m;
-            m.in[0] = amp_mat{const_cast<void *>(ampc_at(*x, *from, i * *stride)), *from, 0, rows, cols, *ld};
-            m.out[0] = amp_mat{ampc_at(scratch.data, to, i * rows * cols), to, 0, rows, cols, cols};
-            AMPC_TRY(ampc_map_run(dev, "gemm", m, ampc_same(), stream));
-        }
-        *ld = cols;
-        *stride = items == 1 ? 0 : rows * cols;
+    if (x.is_dense()) {
+        all.dst = copy, all.dst_dtype = to, all.src = x.data, all.src_dtype = x.dtype, all.n = x.items * x.rows * x.cols;
+        return ampc_cast(dev, &all, stream);
     }
-    *x = scratch.data;
-    *from = to;
+    for (int64_t i = 0; i < x.items; i++) {
+        ampc_map<1, 1> m;
+        m.in[0] = ampc_matrix(ampc_at(x.data, x.dtype, i * x.stride), x.dtype, x.rows, x.cols, x.ld);
+        m.out[0] = ampc_matrix(ampc_at(copy, to, i * x.rows * x.cols), to, x.rows, x.cols, x.cols);
+        AMPC_TRY(ampc_map_run(dev, "gemm", m, ampc_unchanged(), stream));
+    }
     return AMP_OK;
 }
 
@@ -5020,9 +5031,10 @@ amp_result ampc_gemm_staged(ampc_device *dev, const amp_k_gemm &g, void *stream,
 
 /* What cuBLASLt takes at all: it counts in 32 bits, and alpha 0 reads neither a nor b, as in BLAS. */
 bool ampc_gemm_for_library(const amp_k_gemm &g) {
-    int64_t most = g.m;
+    int64_t most = g.m, least = g.m;
     for (int64_t size : {g.n, g.k, g.batch, g.lda, g.ldb, g.ldc, g.ld_pre}) most = size > most ? size : most;
-    return most <= INT32_MAX && g.k > 0 && ampi_is_set(g.alpha);
+    for (int64_t size : {g.n, g.k, g.batch}) least = size < least ? size : least;
+    return most <= INT32_MAX && least > 0 && ampi_is_set(g.alpha);
 }
 
 /* Distances that nothing is reached by become what a packed matrix has. */
@@ -5053,20 +5065,47 @@ amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     amp_k_gemm g = *args;
     amp_dtype in = ampc_operand_dtype(g.compute);
     ampc_scratch a(dev, stream), b(dev, stream);
-    bool library, done = false;
+    bool done = false;
     AMPC_ENTER(dev, "gemm");
     ampc_gemm_tidy(&g);
     if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_gemm_sums(dev, g, stream);
-    library = ampc_gemm_for_library(g);
-    if (library) {
-        AMPC_TRY(ampc_gemm_cast(dev, a, &g.a, &g.a_dtype, in, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, &g.lda, g.batch,
-                                &g.stride_a, stream));
-        AMPC_TRY(ampc_gemm_cast(dev, b, &g.b, &g.b_dtype, in, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, &g.ldb, g.batch,
-                                &g.stride_b, stream));
-        AMPC_TRY(ampc_gemm_library(dev, g, stream, &done));
+    if (!ampc_gemm_for_library(g)) return ampc_gemm_in_parts(dev, g, stream, false);
+    for (ampc_scratch *scratch : {&a, &b}) {
+        ampc_gemm_operand x(g, scratch == &b);
+        void *copy = g.shares == 1 + (scratch == &b) ? g.scratch : NULL;
+        if (x.dtype == in) continue;
+        if (copy == NULL) {
+            AMPC_TRY(scratch->get(x.bytes_in(in), "gemm"));
+            copy = scratch->data;
+        }
+        AMPC_TRY(ampc_gemm_cast(dev, x, copy, in, stream));
+        x.become(copy, in);
     }
-    return done ? AMP_OK : ampc_gemm_in_parts(dev, g, stream, library);
+    AMPC_TRY(ampc_gemm_library(dev, g, stream, &done));
+    return done ? AMP_OK : ampc_gemm_in_parts(dev, g, stream, true);
 }
+
+/* An operand that two products read, and that must be cast, is cast by the first; the second finds it so. */
+amp_result ampc_gemm_reserve(void *device, amp_k_gemm *args, int64_t n) {
+    ampc_device *dev = (ampc_device *)device;
+    amp_dtype in = ampc_operand_dtype(args->compute);
+    ampc_scratch scratch(dev, NULL);
+    for (int64_t i = 0; i < n; i++) {
+        ampc_gemm_tidy(&args[i]);
+        if (!ampc_gemm_for_library(args[i]) || args[i].compute != args->compute) return AMP_OK;
+    }
+    for (int i = 0; i < 4 && n == 2; i++) {
+        ampc_gemm_operand x(args[0], i / 2), y(args[1], i % 2);
+        if (!x.is(y) || x.dtype == in) continue;
+        AMPC_TRY(scratch.get(x.bytes_in(in), "gemm"));
+        args[0].shares = 1 + i / 2;
+        y.become(scratch.data, in);
+        args[0].scratch = args[1].scratch = scratch.keep();
+        return AMP_OK;
+    }
+    return AMP_OK;
+}
+void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device, args->scratch, args->scratch_bytes); }
 
 /* ---- Measuring, on memory of its own, in the caller's stream.  Without autotuning: a doubtful epilogue beside its parts,
    once.  With it: each algorithm that cuBLASLt names is held to the fp32 units' result and timed, and so are the parts of
@@ -6885,7 +6924,7 @@ __extension__ const amp_backend ampc_backend = {
     .plans_save = ampc_plans_save, .plans_load = ampc_plans_load, .trim = ampc_trim_idle,
     .cast = ampc_cast, .gemm = ampc_gemm,
     .gemm_pack_size = ampc_gemm_pack_size, .gemm_pack = ampc_gemm_pack,
-    .gemm_reserve = NULL, .gemm_release = NULL, .column_sum = ampc_column_sum,
+    .gemm_reserve = ampc_gemm_reserve, .gemm_release = ampc_gemm_release, .column_sum = ampc_column_sum,
     .attention = ampc_attention, .attention_backward = ampc_attention_backward,
     .norm = ampc_norm, .norm_backward = ampc_norm_backward,
     .softmax = ampc_softmax, .softmax_backward = ampc_softmax_backward,

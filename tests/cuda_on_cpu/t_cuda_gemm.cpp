@@ -639,6 +639,154 @@ CUDA_TEST(weights_are_cast_once) {
     amp_close(amp);
 }
 
+/* Both products of a backward read dy, and cast it once where it is not in their dtype.  Each product alone: the same bits. */
+struct backward_case {
+    const char *name;
+    amp_dtype dy, compute;
+    int64_t batch = 0, ld = 24;     /* batch 0: a linear layer's */
+    amp_activation_kind act = AMP_ACT_NONE, x_act = AMP_ACT_NONE;
+    int trans = 0, saved = 1;       /* saved: launches, beside each product alone */
+};
+enum { BACKWARD_WEIGHT = 1, BACKWARD_X = 2 };
+
+struct backward_pass {
+    enum { M = 32, N = 24, K = 16, EACH = 2048, BUFFERS = 9 };
+    amp_context *amp;
+    char *memory = NULL;
+    amp_param params[2] = {};
+    amp_linear_op linear = {};
+    amp_matmul_op matmul = {};
+    bool batched;
+
+    void *at(int i, amp_dtype dtype) {      /* buffer i, filled */
+        std::string numbers = cuda_stored(cuda_random(EACH, 11 + (uint64_t)i), dtype);
+        CHECK_OK(amp_copy(amp, memory + i * EACH * 4, numbers.data(), numbers.size(), AMP_COPY_TO_DEVICE));
+        CHECK_OK(amp_sync(amp));
+        return memory + i * EACH * 4;
+    }
+    backward_pass(const backward_case &c, int products) : batched(c.batch > 0) {
+        amp_desc d = {};
+        amp_dtype h = c.compute == AMP_TF32 ? AMP_F32 : c.compute;
+        d.dtype = c.compute;
+        amp = cuda_context(&d);
+        CHECK_OK(amp_alloc(amp, (void **)&memory, BUFFERS * EACH * 4));
+        CHECK_OK(amp_fill(amp, memory, 0, BUFFERS * EACH * 4));
+        params[0].name = "w", params[0].weight = amp_tensor2(at(0, AMP_F32), AMP_F32, N, K);
+        params[1].name = "b", params[1].weight = amp_tensor1(at(1, AMP_F32), AMP_F32, N);
+        if (products & BACKWARD_WEIGHT) {
+            params[0].grad = amp_tensor2(at(2, AMP_F32), AMP_F32, N, K);
+            params[1].grad = amp_tensor1(at(3, AMP_F32), AMP_F32, N);
+        }
+        CHECK_OK(amp_param_register(amp, params, 2));
+        amp_tensor dy = amp_tensor2(at(4, c.dy), c.dy, M, N);
+        linear.weight = &params[0], linear.bias = &params[1], linear.act = c.act, linear.x_act = c.x_act;
+        linear.x = amp_tensor2(at(5, h), h, M, K), linear.y = amp_tensor2(at(6, c.dy), c.dy, M, N);
+        linear.dy = dy, linear.dy.stride[0] = c.ld, linear.dy.stride[1] = 1;
+        if (c.act) linear.pre = amp_tensor2(at(7, c.dy), c.dy, M, N);
+        if (c.x_act) linear.x_pre = amp_tensor2(at(7, h), h, M, K);
+        if (products & BACKWARD_X) linear.dx = amp_tensor2(at(8, h), h, M, K);
+        matmul.trans_a = matmul.trans_b = c.trans;
+        matmul.a = c.trans ? amp_tensor3(linear.x.data, h, c.batch, K, 8) : amp_tensor3(linear.x.data, h, c.batch, 8, K);
+        matmul.b = c.trans ? amp_tensor3(at(0, h), h, c.batch, N, K) : amp_tensor3(at(0, h), h, c.batch, K, N);
+        matmul.y = amp_tensor3(linear.y.data, c.dy, c.batch, 8, N);
+        matmul.dy = matmul.y, matmul.dy.data = dy.data;
+        if (products & BACKWARD_X) matmul.da = matmul.a, matmul.da.data = linear.dx.data;
+        if (products & BACKWARD_WEIGHT) matmul.db = matmul.b, matmul.db.data = params[0].grad.data;
+        if (batched) linear.x_act = AMP_ACT_NONE;
+        CHECK_OK(amp_autocast_begin(amp, NULL));
+        CHECK_OK(batched ? amp_matmul(amp, &matmul) : amp_linear(amp, &linear));
+        CHECK_OK(amp_autocast_end(amp));
+    }
+    backward_pass(const backward_pass &) = delete;
+    ~backward_pass() {
+        amp_param_forget(amp, params, 2);
+        amp_free(amp, memory);
+        amp_close(amp);
+    }
+    amp_result backward() { return batched ? amp_matmul_backward(amp, &matmul) : amp_linear_backward(amp, &linear); }
+    /* How many kernels a backward launches, when all of its products are measured. */
+    long launches() {
+        for (int i = 0; i < 2; i++) CHECK_OK(backward());
+        CHECK_OK(amp_sync(amp));
+        coc_reset_counts();
+        CHECK_OK(backward());
+        return coc_count().launches;
+    }
+    std::string bits(int buffer) {
+        std::string out(EACH * 4, 0);
+        CHECK_OK(amp_copy(amp, &out[0], memory + buffer * EACH * 4, out.size(), AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(amp));
+        return out;
+    }
+};
+
+static const backward_case linear_backward = {"linear", AMP_F32, AMP_BF16};
+
+CUDA_TEST(gradients_are_cast_once) {
+    const amp_dtype f = AMP_F32, h = AMP_BF16;
+    const amp_activation_kind none = AMP_ACT_NONE, gelu = AMP_ACT_GELU;
+    const backward_case cases[] = {
+        linear_backward,                                {"linear in fp16", f, AMP_F16},
+        {"rows that are apart", f, h, 0, 40},           {"GELU's gradient behind it", f, h, 0, 24, none, gelu},
+        {"its own GELU, in place", f, h, 0, 24, gelu, none, 0, 2},      {"dy in 16 bits", h, h, 0, 24, none, none, 0, 0},
+        {"fp32", f, f, 0, 24, none, none, 0, 0},        {"16-bit dy for TF32", h, AMP_TF32},
+        {"a batch", f, h, 3},                           {"a batch, transposed", f, h, 3, 24, none, none, 1},
+        {"a batch in 16 bits", h, h, 3, 24, none, none, 0, 0},
+    };
+    for (const backward_case &c : cases) {
+        backward_pass both(c, BACKWARD_WEIGHT | BACKWARD_X), weight(c, BACKWARD_WEIGHT), x(c, BACKWARD_X);
+        long together = both.launches(), apart = weight.launches() + x.launches();
+        CHECK_MSG(together == apart - c.saved, "%s: %ld launches, %ld apart", c.name, together, apart);
+        for (int i : {2, 3, 8}) CHECK_MSG(both.bits(i) == (i == 8 ? x : weight).bits(i), "%s: buffer %d", c.name, i);
+    }
+    backward_pass both(linear_backward, BACKWARD_WEIGHT | BACKWARD_X);
+    (void)both.launches();
+    CHECK_EQ(coc_kernel_launches("ampc_cast_kernel"), 1);
+}
+
+/* A graph keeps the memory of its cast: what is allocated later stays as it is when the graph runs. */
+CUDA_TEST(gradients_are_cast_once_captured) {
+    const gemm_case weight = {"weight", 24, 16, 32, 1, 1, 0, AMP_F32, AMP_BF16, AMP_F32, AMP_BF16};
+    const gemm_case inputs = {"inputs", 32, 16, 24, 1, 0, 0, AMP_F32, AMP_BF16, AMP_F32, AMP_BF16};
+    const amp_backend *b = amp_cuda();
+    const std::string ones(32 * 24 * 2, 1);
+    std::string right, out;
+    std::vector<void *> others(8);
+    void *dev = NULL, *graph = NULL;
+    amp_backend_desc d = {};
+    CHECK_EQ(b->open(&dev, cuda_host(), &d), AMP_OK);
+    {
+        cuda_side memory(b);
+        gemm_arguments first(memory, weight), second(memory, inputs);
+        amp_k_gemm both[] = {first.g, second.g};
+        both[1].a = both[0].a;
+        for (amp_k_gemm &g : both) CHECK_EQ(memory.backend->gemm(memory.dev, &g, NULL), AMP_OK);
+        first.get(memory, &right), second.get(memory, &right);
+        for (gemm_arguments *x : {&first, &second}) CHECK_EQ(b->fill(memory.dev, x->g.c, 0, (size_t)(x->g.m * x->g.n) * 4, NULL), AMP_OK);
+        memory.sync();
+        coc_reset_counts();
+        CHECK_EQ(b->graph_begin(dev, NULL), AMP_OK);
+        CHECK_EQ(b->gemm_reserve(dev, both, 2), AMP_OK);
+        for (amp_k_gemm &g : both) CHECK_EQ(b->gemm(dev, &g, NULL), AMP_OK);
+        b->gemm_release(dev, both);
+        CHECK_EQ(b->graph_end(dev, NULL, &graph), AMP_OK);
+        for (void *&p : others) CHECK(b->alloc(dev, &p, ones.size()) == AMP_OK && b->fill(dev, p, 1, ones.size(), NULL) == AMP_OK);
+        CHECK_EQ(b->graph_launch(dev, graph, NULL), AMP_OK);
+        if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_cast_kernel"), 1);
+        for (void *p : others) {
+            std::string now = ones;
+            CHECK_EQ(b->copy(dev, &now[0], p, now.size(), AMP_COPY_TO_HOST, NULL), AMP_OK);
+            CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+            CHECK(now == ones);
+            b->free(dev, p, ones.size());
+        }
+        first.get(memory, &out), second.get(memory, &out);
+        CHECK(out == right);
+        b->graph_destroy(dev, graph);
+    }
+    b->close(dev);
+}
+
 /* ---- Failures: each call of cuBLASLt in turn.  The text names it, nothing is half done, the next try succeeds. */
 
 /* Whether the call happened. */
@@ -1093,6 +1241,8 @@ int main(int argc, char **argv) {
     RUN(captured);
     RUN(workspace);
     RUN(weights_are_cast_once);
+    RUN(gradients_are_cast_once);
+    RUN(gradients_are_cast_once_captured);
     RUN(failing_calls);
     RUN(doubtful_epilogues);
     RUN(doubtful_epilogues_captured);
