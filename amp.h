@@ -2,13 +2,12 @@
    SPDX-License-Identifier: MIT
 
    What PyTorch's AMP and Apex give a Python program: a compute dtype chosen for the machine, autocast, a loss scaler,
-   operators with their backward, optimizers, a loader, exact checkpoints.  Every part works alone.  It does not
-   differentiate automatically (you call backward functions in reverse order), own your tensors (views point to memory
-   of yours, or amp_alloc's), have convolutions (bring yours, and take amp_gemm, scaler and optimizer), compute in fp8
-   (conversions are there), drop out inside attention, abort, exit, or print but for warnings and errors to stderr,
-   which a logger replaces.
+   operators with their backward, optimizers, a data loader, exact checkpoints.  Every part works alone.  There is no
+   automatic differentiation (call backward functions in reverse order), no convolution (bring yours, with amp_gemm,
+   scaler and optimizer), no fp8 compute (only conversions), no dropout inside attention.  Tensors are views of your
+   memory.  It never aborts or exits, and prints only warnings and errors, to stderr or to your logger.
 
-   A WHOLE PROGRAM     C99 and C++20.  ./program fp16 trains in fp16; ./program fp16 program.state goes on from there.
+   A WHOLE PROGRAM     C99 and C++20.  ./program fp16 trains in fp16; ./program fp16 program.state resumes.
 
     #define AMP_IMPLEMENTATION
     #include "amp.h"
@@ -77,7 +76,8 @@
         for (amp_param *p = params; p < params + 4; p++) {
             int64_t n = amp_tensor_count(&p->weight);
             if (!load) copy(host, p->weight.data, n);
-            check(load ? amp_state_get(state, p->name, AMP_F32, host, n) : amp_state_put(state, p->name, AMP_F32, host, n));
+            check(load ? amp_state_get(state, p->name, AMP_F32, host, n)
+                       : amp_state_put(state, p->name, AMP_F32, host, n));
             if (load) { copy(p->weight.data, host, n); amp_param_changed(p); }
         }
         check(load ? amp_optimizer_load(optimizer, state, "adamw") : amp_optimizer_save(optimizer, state, "adamw"));
@@ -100,7 +100,8 @@
         h = zeros(store, BATCH, HIDDEN); dh = zeros(store, BATCH, HIDDEN);
         logits = zeros(AMP_F32, BATCH, 2); loss = zeros(AMP_F32, 0, 1);
         amp_source source = {.read = read_sample, .samples = 4096,
-                             .fields = {{.dtype = AMP_F32, .count = IN}, {.dtype = AMP_I32, .count = 1}}, .n_fields = 2};
+                             .fields = {{.dtype = AMP_F32, .count = IN}, {.dtype = AMP_I32, .count = 1}},
+                             .n_fields = 2};
         amp_loader_desc first = {.source = &source, .shuffle = 1, .batch = BATCH, .last = 3840};
         amp_loader_desc rest = {.source = &source, .batch = BATCH, .first = 3840};
         amp_scaler_desc scaling = {.disable = !choice.scaler};  // only fp16 needs one
@@ -127,64 +128,61 @@
 
        gcc -O2 program.c -o program -lm -lpthread
 
-       One file of a program defines AMP_IMPLEMENTATION, best one of its own that is compiled once, as C for C++ too; all
-       others have the #include alone:
+     Exactly one file defines AMP_IMPLEMENTATION, best a file of its own, compiled once, as C even for C++:
 
        printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n' > amp.c
        gcc -O2 -c amp.c
        gcc -O2 program.c amp.o -o program -lm -lpthread
        g++ -O2 -std=c++20 program.cpp amp.o -o program -lpthread
 
-       An NVIDIA GPU (none has run this so far; tests run it on a model of one) is desc.backend = amp_cuda().  What
-       tensors, labels and loss point to is then in its memory: amp_alloc's, or your own.
+     For an NVIDIA GPU (sm_75 or later) set desc.backend = amp_cuda(); tensors, labels and loss then point to its
+     memory, from amp_alloc or your own.  Not yet run on a real GPU; tests run it on a model of one.
 
        nvcc -O2 -std=c++17 -arch=native -c amp_cuda.cu
        gcc -O2 -c program.c
        nvcc program.o amp.o amp_cuda.o -o program -lcublasLt -lm -lpthread
 
-       Turing (sm_75) and later: nvcc 13 no longer builds for Volta (sm_70), which is therefore not supported.
+     Without -O2 everything is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under
+     -std=c99 includes amp.h before system headers; other files may be C90 or C++98.  AMP_STATIC beside
+     AMP_IMPLEMENTATION makes everything, thread state and caches too, private to the file.  AMP_API may be predefined
+     in all files, say as a visibility attribute.  Some g++ -Wextra need -Wno-missing-field-initializers.
 
-       Without -O2 all is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under -std=c99
-       includes amp.h before system headers; files that only include it may be C90 or C++98.  AMP_STATIC beside
-       AMP_IMPLEMENTATION: all is private to the file, thread state and caches too.  AMP_API may be predefined in all
-       files, for example with a visibility attribute.  Some g++ -Wextra want -Wno-missing-field-initializers.
+   STEP BY STEP     for readers who know PyTorch
 
-   STEP BY STEP     for a reader who knows PyTorch
+     1 Zero every struct: = {.x = x}, = {0}, in C++ also = {}.  A field left at 0 has its default.  Check every result;
+       amp_last_error() says what went wrong, where, and what is allowed.
+     2 amp_open(&amp, &desc), or NULL for &desc.  .dtype 0 ("auto") is bf16 where the machine computes in it, fp16 on
+       older GPUs, else fp32; amp_query_choice tells which, and why.
+     3 A parameter is a name, a weight and a grad of the same shape, in fp32 or the weight's dtype; without grad it is
+       frozen.  amp_param_register(amp, params, n) before creating the optimizer; the array must not move.  Casts of
+       weights are cached: after changing one yourself call amp_param_changed(&params[i]).  Set 16-bit weights (level
+       O2, amp_param_dtype) with amp_optimizer_set_weight; they get fp32 masters.
+     4 An amp_tensor has .data .dtype .ndim .shape .stride (0: contiguous), stored in fp32, fp16 or bf16.  As in
+       PyTorch, use the region's dtype between operators and fp32 for logits; loss, mean, rstd and lse are float.  One
+       dtype each: all tensors of attention; dx and x in softmax, activation and mse; dy and y in the first two;
+       linear's dy and .pre with .act, or dy and y without.
+     5 A region, from amp_autocast_begin to amp_autocast_end, sets what operators compute in, however their operands are
+       stored.  Backward comes after it and computes as forward did, which the op records: until then keep the op, and
+       what it points to.
+     6 Backward goes in reverse.  Never zero parameter gradients: the first backward after a step overwrites them, later
+       ones add.  dx is overwritten; where a tensor has two uses, amp_add(amp, &dx1, &dx2, &dx).
+     7 fp16 needs a scaler, which scales not the loss but its gradient: .grad_scale.  amp_step(optimizer, scaler) is
+       unscale_, clip_grad_norm_, step and update, and skips the step if gradients are infinite or NaN.  With an
+       optimizer of your own: amp_scaler_unscale(scaler, ranges, n, &apply).
+     8 .accumulation = n: amp_step after each of n backward passes; the last one steps with the mean.  Schedules:
+       amp_optimizer_set_lr(optimizer, lr).  .weight_decay is for matrices only; .groups (amp_param_group) by name.
+     9 while (amp_step_result_next(optimizer, &result)): each step's outcome, two steps later: .applied, .norm, .scale,
+       .first_bad.  The first fp16 steps may be skipped while the scale adapts.
+    10 Data: a callback as above, .path of token files with .seq, or .arrays of .npy files.  A batch is valid until the
+       next; .inputs and .targets are .fields[0] and [1] if those are int32_t.
+    11 Evaluate in a region with .mode = AMP_MODE_INFERENCE: no dropout, and no backward can follow.
+    12 Save between steps: weights, optimizer, scaler, loader, with dropout also amp_random_save(amp, state, "r").  Load
+       into the same objects, weights first, and the run continues with the same bits.
+    13 Destroy what you created, then amp_close(amp).
+    14 Further: amp_monitor_create (JSON lines, in place of amp_step_result_next), amp_tensor_stats_create, amp_verify,
+       amp_recovery_create; amp_desc.reducer for several ranks.
 
-       1 Zero every struct: = {.x = x}, = {0}, in C++ also = {}.  A field left out has its default.  Check every result:
-         amp_last_error() says function, field, value, what is allowed and how to mend it.
-       2 amp_open(&amp, &desc), or NULL for &desc.  .dtype 0, "auto": bf16 where the machine computes in it, fp16 on
-         older GPUs, else fp32; amp_query_choice says which, and why.
-       3 Parameters: a name, weight and grad, whose memory is yours; grad has the weight's shape, in fp32 or its dtype;
-         without grad it is frozen.  amp_param_register(amp, params, n), before the optimizer; the array must not move.
-         After changing a weight yourself call amp_param_changed(&params[i]): casts of weights are cached.  Weights in
-         16 bits (level O2, amp_param_dtype) are set by amp_optimizer_set_weight, and get fp32 masters.
-       4 Activations and their gradients are yours: amp_tensor has .data .dtype .ndim .shape .stride (0: contiguous).
-         Each may be fp32, fp16 or bf16.  As PyTorch does, take the region's dtype for what operators hand on, but fp32
-         for logits; loss, mean, rstd, lse are float.  Not free are: one dtype for all of attention; dx like x in
-         softmax, activation and mse, dy like y in the first two; dy of linear with .act like .pre, without like y.
-       5 A region, amp_autocast_begin to amp_autocast_end, sets what operators compute in, whatever their operands are
-         stored in.  Backward comes after it and computes as forward did, which the op noted: keep the op until then,
-         and what it points to.
-       6 Backward goes in reverse.  Gradients of parameters need no zeroing: the first backward after a step overwrites
-         them, later ones add.  dx is overwritten: where a tensor goes two ways, amp_add(amp, &dx1, &dx2, &dx).
-       7 A scaler for fp16: not the loss but its gradient is scaled, by .grad_scale.  amp_step(optimizer, scaler) is
-         unscale_, clip_grad_norm_, step and update, and skips where gradients are infinite or NaN.  For an optimizer of
-         your own: amp_scaler_unscale(scaler, ranges, n, &apply).
-       8 .accumulation = n: amp_step after each of n backward passes; the last one steps with the mean.  Schedules:
-         amp_optimizer_set_lr(optimizer, lr).  .weight_decay is for matrices alone; .groups (amp_param_group) by names.
-       9 while (amp_step_result_next(optimizer, &result)): each step's result, two steps later: .applied, .norm, .scale,
-         .first_bad.  The first steps in fp16 may be skipped, until the scale fits.
-      10 Data: a callback as above, .path of token files with .seq, .arrays of .npy files.  Batches hold until the next:
-         .fields[i], .inputs and .targets are fields 0 and 1 if int32_t.
-      11 Evaluate in a region with .mode = AMP_MODE_INFERENCE: dropout does nothing, and no backward can follow.
-      12 Save between steps: weights, optimizer, scaler, loader, with dropout (desc.seed) amp_random_save(amp, state, "r").
-         Load into the same objects, weights first, and the run goes on with the same bits.
-      13 Destroy what you created, then amp_close(amp).
-      14 Then: amp_monitor_create (JSON lines, in place of amp_step_result_next), amp_tensor_stats_create, amp_verify,
-         amp_recovery_create; amp_desc.reducer for several ranks.
-
-   OPERATORS     amp_NAME(amp, &op), then amp_NAME_backward(amp, &op).  Fields of amp_NAME_op in their order; [optional];
+   OPERATORS     amp_NAME(amp, &op), then amp_NAME_backward(amp, &op).  Fields of amp_NAME_op in order; [optional];
                  | for backward.  (rows, n): leading dimensions count as rows
 
        linear         .x (rows, in) .y (rows, out) [.pre like y] .weight (out, in) [.bias (out)] [.act] | .dy [.dx]
@@ -204,13 +202,13 @@
        cross_entropy  .logits (rows, n) [.dlogits] .labels (int32_t[rows], -100: none) [.label_smoothing .grad_scale]
                       .loss (float[1])                      both losses: no backward call
        mse            .x .target [.dx] [.grad_scale] .loss
-       Besides: amp_add, amp_cast; amp_gemm for cblas_sgemm, amp_gemm_f64 for dgemm.  In place, the same view, may be:
-       dlogits on logits; dx of mse on x; y on x in dropout, softmax, TANH and RELU; dx on dy in dropout, softmax and
-       activation; sum on x or residual, dx on dsum; amp_add and amp_cast.
+       Besides: amp_add, amp_cast; amp_gemm for cblas_sgemm, amp_gemm_f64 for dgemm.  These may be one view: dlogits and
+       logits; dx and x of mse; y and x in dropout, softmax, TANH and RELU; dx and dy in dropout, softmax and
+       activation; sum and x or residual, dx and dsum; in amp_add and amp_cast the result and an operand.
 
-   CONTENTS AT A GLANCE     tags to search for.  The API has them in three parts: what a training program calls, the rest,
-                            and what kernels and backends are made of; each part, and the implementation, in this order.
-                            Created objects have _destroy, and _query for their settings
+   CONTENTS AT A GLANCE     Search for the tags.  The API has three parts: what a training program calls, the rest, and
+                            what kernels and backends are made of; each, and the implementation, in this order.  Objects
+                            also have _destroy, and _query for their settings
 
        >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all
                     amp_file_free amp_system_default
@@ -238,29 +236,30 @@
 
    GLOSSARY
 
-       found_inf       some gradient was infinite or NaN: the step is skipped and the scale shrinks
-       master weights  the fp32 weights an optimizer updates when the model's own are 16-bit
-       remainder       the 16 bits that make a bf16 weight an fp32 master
-       island          a region with .disable, inside another
-       recomputing     a block's forward once more before its backward, instead of keeping its activations
-       packed weight   a copy of a matrix in the order and dtype in which the kernel reads it
+     found_inf: some gradient is infinite or NaN, so the step is skipped and the scale shrinks.  live gradient: written
+     by a backward since the last step.  master weights: the fp32 weights an optimizer updates when the model's own are
+     16-bit.  remainder: the 16 bits that make a bf16 weight an fp32 master.  island: a region with .disable inside
+     another.  recomputing: running a block's forward again before its backward, to save the memory of its activations.
+     packed weight: in the order and dtype in which the kernel reads it.  to wait: for the device, on the host.
 
-   ERRORS  Every fallible call returns an amp_result, and on failure leaves its outputs as they were.  Overflow and
-       skipped steps are no errors but data: see amp_step_result.
-   HEADERS  All files of a program include one amp.h: amp_open looks at each that is linked with its caller, and error 105
-       names the first that was compiled against another version, or with other sizes of structs.  So
-       do calls that take a struct before amp_open: amp_machine_*, amp_choose, amp_settings_*; amp_system,
-       amp_convert_desc and amp_tensor never change.  Not seen: with amp.h in a shared library, what the program calls
-       before amp_open (give its soname the version), or opens by amp_open_env; with AMP_STATIC, and where programs are neither ELF nor Mach-O,
-       other files than the one that calls amp_open.
-       Every function is a symbol by its own name; inline are scalar conversions, amp_tensor1 to 4, and amp_open, which
-       other languages call as amp_open_abi.
-   TEXTS  Functions that write one take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
-   MEMORY  All of it comes from amp_system.alloc.  Operators take scratch from there too, and give it back.
-   FILES  What is read whole (settings, states) may be a pipe; data must be regular files.  The library takes no
-       descriptor below 3 and changes no disposition of a signal; a limit on file sizes is AMP_ERR_WRITE.
-   STABLE  Result numbers and the state format are for ever.  Before 1.0 the rest may change with the minor version; the
-       change log stands at the end.
+   ERRORS  Calls that can fail return an amp_result, and on failure leave their outputs as they were.  Overflow and
+     skipped steps are data, not errors: see amp_step_result.  "Errors:" in a function's comment omits what all have in
+     common: AMP_ERR_NULL for NULL where it is not allowed, AMP_ERR_RANGE for a number or enum outside its range,
+     AMP_ERR_MEMORY from whatever allocates, AMP_ERR_DEVICE from whatever uses the device.
+   HEADERS  All files of a program must include the same amp.h.  amp_open, like the calls that take a struct before it
+     (amp_machine_*, amp_choose, amp_settings_*), checks every file linked with its caller; AMP_ERR_VERSION names the
+     first one compiled against another version or other struct sizes.  Not checked: with amp.h in a shared library,
+     calls before amp_open (put the version in its soname) and amp_open_env; with AMP_STATIC, or in formats other than
+     ELF and Mach-O, files other than the caller.  amp_system, amp_convert_desc and amp_tensor never change.
+   SYMBOLS  Functions are symbols by their own names, except the inline scalar conversions, amp_tensor1 to 4, and
+     amp_open: other languages call amp_open_abi.
+   TEXTS  Functions that write text take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
+   MEMORY  All of it comes from amp_system.alloc, the operators' scratch included.
+   STATE  amp_NAME_save and _load take a prefix of 1 to 40 bytes, for records <prefix>.WHAT, and do all or nothing.
+   FILES  Settings and states may be read from pipes; data must be regular files.  Descriptors below 3 and signal
+     dispositions are left alone; exceeding a file size limit is AMP_ERR_WRITE.
+   STABLE  Result numbers and the state format never change.  Until 1.0 the rest may change with the minor version;
+     change log at the end.
 
    NUMBERS
 
@@ -272,30 +271,30 @@
        E4M3    4         3         448      1.6e-2           2.0e-3    6.3e-2
        E5M2    5         2         57344    6.1e-5           1.5e-5    1.3e-1
 
-       Rounding, overflow and NaN: see the scalar conversions.  TF32's conversion rounds ties away; tensor cores given fp32
-       may cut instead, which is off by up to 9.8e-4.
+     Rounding, overflow and NaN: see the scalar conversions.  Conversion to TF32 rounds ties away; tensor cores given
+     fp32 may truncate instead, an error of up to 9.8e-4.
 
-   THREADS  A context may be used from several threads at once by operators, amp_gemm, regions and memory calls.  Setting
-       up (registering, overriding), and each scaler, optimizer, set and loader, is one thread's business at a time, but
-       for amp_loader_stop and amp_loader_info_get.  Regions and the last-error text belong to their thread.  No callback
-       of yours is called under a lock of the library's: a logger, allocator or reducer may call it in turn.
-       Kernels run on threads of the context's own (.threads; .share_threads: of another context; .parallel: of the
-       host), started by the first call that is worth it.  In all contexts together no more run than there are cores;
-       where other programs need those, the caller works alone for a while.
-       A child of fork starts threads of its own; calls on the parent's loader return 106; destroying it, and amp_close of
-       the parent's context, do nothing.  Fork, by fork() itself, while no other thread is in the library.
-       When the system has no more threads, kernels run on fewer, with one warning; a loader returns 302.
+   THREADS  Operators, amp_gemm, regions and memory calls may use one context from several threads at once.  Setup
+     (registering, overriding), and each scaler, optimizer, set and loader, is for one thread at a time, except
+     amp_loader_stop and amp_loader_info_get.  Regions and the last-error text are per thread.  Callbacks are never
+     called under a lock: a logger, allocator or reducer may call the library.  Kernels run on the context's own threads
+     (.threads; .share_threads: another context's; .parallel: yours), started by the first call worth it.  All contexts
+     together run no more threads than there are cores; while other programs need those, the caller works alone.  If the
+     system has no more threads, kernels use fewer, with one warning, and a loader returns AMP_ERR_THREAD.  fork() only
+     while no other thread is in the library.  A child starts threads of its own; calls on the parent's loader return
+     AMP_ERR_STATE; destroying it, and amp_close of the parent's context, do nothing.
 
-   TRAPS AND ROUNDING  All arithmetic of the CPU backend, conversions included, runs in C's default floating-point environment,
-       on whatever thread: no exception traps (feenableexcept), to nearest, subnormal numbers not flushed, though the program
-       or a library linked with -Ofast asks for that.  Results are the same; your environment is back when a call returns, and
-       callbacks run in it: .parallel and its threads, allocator, logger, steps, kernels of your own; a loader's in that of
-       the thread that created it.  Calls may raise exception flags, and clear none.  On the host, >>watch and >>care mask
-       neither FE_INEXACT nor FE_UNDERFLOW.  Your own sums trap where a scale too high makes gradients infinite (inf - inf):
-       ask amp_count_nonfinite before them; if any is, go straight to amp_scaler_update_with(scaler, 1), as in tests/hosts.
+   TRAPS AND ROUNDING  The CPU backend computes and converts in C's default floating-point environment (no traps, round
+     to nearest, subnormals kept), whatever your program or a library linked with -Ofast has set.  Yours is back when a
+     call returns, and in callbacks: .parallel and its threads, allocator, logger, steps, your kernels; a loader's run
+     in that of the thread that created it.  Traps for FE_INEXACT and FE_UNDERFLOW stay active in host code of >>watch
+     and >>care.  Calls may raise exception flags but clear none.  Your own sums may trap on inf - inf when too high a
+     scale makes gradients infinite: call amp_count_nonfinite first, and if it finds any go straight to
+     amp_scaler_update_with(scaler, 1), as in tests/hosts.
 
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a restart
-       from a saved state, but for the sign and payload of a NaN.  CPU paths, in the order of amp_cpu_path, differ by rounding where they do not agree:
+     from a saved state, except for sign and payload of NaN.  Which CPU paths (in the order of amp_cpu_path) agree;
+     others differ by rounding:
 
        what                                   runs  threads  restarts  CPU paths that agree
        casts, random numbers, dropout, masks  yes   yes      yes       all
@@ -305,7 +304,7 @@
        gradient norms, products but in bf16   yes   yes      yes       AVX-512 and up
        products in bf16                       yes   yes      yes       none
 
-       Conversions, finite checks and the scaler stay right under -Ofast. */
+     Conversions, finite checks and the scaler stay correct under -Ofast. */
 
 #ifndef AMP_H_INCLUDED
 #define AMP_H_INCLUDED
@@ -347,46 +346,45 @@ extern "C" {
 /* ==== PART ONE: what a training program calls ==== */
 
 /* ==== 1 >>base ====
-   Result codes, the last-error text, the log, and the layer through which all memory, files, threads
-   and time go. */
+   Result codes, the last-error text, the log, and the table of system calls. */
 
-/* X(name, number, text, hint).  Numbers are for ever: they are never reused or changed.
-   1xx arguments, 2xx numbers, 3xx memory and threads, 4xx files and data, 5xx devices and hooks. */
+/* X(name, number, text, hint).  1xx arguments, 2xx numerics, 3xx memory and threads, 4xx files and data, 5xx devices.
+   */
 #define AMP_RESULTS(X) \
-    X(AMP_OK,                0, "success",                               "") \
-    X(AMP_ERR_NULL,        101, "a required pointer is NULL",            "pass the object or buffer the text names") \
-    X(AMP_ERR_RANGE,       102, "a value is outside its legal range",    "use a value from the range in the text") \
-    X(AMP_ERR_SHAPE,       103, "shapes do not fit together",            "compare the shapes in the text with the operator's comment") \
-    X(AMP_ERR_DTYPE,       104, "a dtype is not accepted here",          "use one of the dtypes in the text") \
-    X(AMP_ERR_VERSION,     105, "header and implementation differ",      "rebuild every file against the same amp.h") \
-    X(AMP_ERR_STATE,       106, "called in the wrong order",             "see the order of calls in the manual") \
-    X(AMP_ERR_NAME,        107, "unknown or duplicate name",             "use one of the names in the text") \
-    X(AMP_ERR_UNSUPPORTED, 108, "not supported here",                    "choose what the text offers, or allow the fallback") \
-    X(AMP_ERR_SIZE,        109, "a size does not fit into memory",       "use smaller dimensions") \
-    X(AMP_ERR_CONFLICT,    110, "settings or operands conflict",         "change one of the two in the text") \
-    X(AMP_ERR_LABEL,       201, "a label or index is out of range",      "mend the data, or name the size they were made for") \
-    X(AMP_ERR_SCALE,       202, "the loss scale is not usable",          "the scale and its inverse must be finite and normal") \
-    X(AMP_ERR_GRAD_16BIT,  203, "fp16 gradients are refused",            "only the torch preset does this: use another preset, or fp32 or bf16 gradients") \
-    X(AMP_ERR_UNSCALED,    204, "already checked since the last update", "call amp_scaler_update before the next amp_scaler_check") \
+    X(AMP_OK,                0, "success", "") \
+    X(AMP_ERR_NULL,        101, "a required pointer is NULL", "pass the object or buffer the text names") \
+    X(AMP_ERR_RANGE,       102, "a value is outside its legal range", "use a value from the range in the text") \
+    X(AMP_ERR_SHAPE,       103, "shapes do not fit together", "compare them with the operator's comment") \
+    X(AMP_ERR_DTYPE,       104, "a dtype is not accepted here", "use one of the dtypes in the text") \
+    X(AMP_ERR_VERSION,     105, "header and implementation differ", "rebuild every file against the same amp.h") \
+    X(AMP_ERR_STATE,       106, "called in the wrong order", "see the order of calls in the manual") \
+    X(AMP_ERR_NAME,        107, "unknown or duplicate name", "use one of the names in the text") \
+    X(AMP_ERR_UNSUPPORTED, 108, "not supported here", "choose what the text offers, or allow the fallback") \
+    X(AMP_ERR_SIZE,        109, "a size does not fit into memory", "use smaller dimensions") \
+    X(AMP_ERR_CONFLICT,    110, "settings or operands conflict", "change one of the two in the text") \
+    X(AMP_ERR_LABEL,       201, "a label or index is out of range", "fix the data, or the size given for it") \
+    X(AMP_ERR_SCALE,       202, "the loss scale is not usable", "the scale and its inverse must be finite and normal") \
+    X(AMP_ERR_GRAD_16BIT,  203, "fp16 gradients are refused", "use another preset, or fp32 or bf16 gradients") \
+    X(AMP_ERR_UNSCALED,    204, "already checked since the last update", "call amp_scaler_update first") \
     X(AMP_ERR_STEPPED,     205, "already stepped since the last update", "call amp_scaler_update after each step") \
-    X(AMP_ERR_NO_CHECK,    206, "no inf check was recorded",             "call amp_scaler_check for at least one set before the update") \
-    X(AMP_ERR_GRAPH,       207, "a captured graph is out of date",       "capture the step again") \
-    X(AMP_ERR_MEMORY,      301, "out of memory",                         "use a smaller batch, or give the context a larger allocator") \
-    X(AMP_ERR_THREAD,      302, "a thread could not be started",         "raise the thread limit or use fewer workers") \
-    X(AMP_ERR_OPEN,        401, "a file could not be opened",            "check path and permissions") \
-    X(AMP_ERR_READ,        402, "a file could not be read",              "check the disk; the text has the offset") \
-    X(AMP_ERR_WRITE,       403, "a file could not be written",           "check free space and permissions") \
-    X(AMP_ERR_FORMAT,      404, "not a file of the expected format",     "pass a file of the format the text names") \
-    X(AMP_ERR_TRUNCATED,   405, "a file or blob ends too early",         "copy or write it again") \
-    X(AMP_ERR_CHECKSUM,    406, "a checksum does not match",             "the file is damaged: use the previous one") \
-    X(AMP_ERR_NEWER,       407, "written by a newer version",            "use a newer amp.h") \
-    X(AMP_ERR_MISMATCH,    408, "saved state is of another object",      "load it into an object with the same settings") \
-    X(AMP_ERR_END,         409, "no more data",                          "the loader's last epoch is over") \
-    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time",      "the text names worker, file and offset; raise timeout_ms") \
-    X(AMP_ERR_SOURCE,      411, "the data callback failed",              "see the callback's own message") \
-    X(AMP_ERR_DEVICE,      501, "a device call failed",                  "the text has the device's own error name") \
-    X(AMP_ERR_BACKEND,     502, "the backend cannot be used",            "build the backend against this amp.h") \
-    X(AMP_ERR_REDUCE,      503, "the reduction hook failed",             "the hook must return 0")
+    X(AMP_ERR_NO_CHECK,    206, "no inf check was recorded", "call amp_scaler_check for at least one set first") \
+    X(AMP_ERR_GRAPH,       207, "a captured graph is out of date", "capture the step again") \
+    X(AMP_ERR_MEMORY,      301, "out of memory", "use a smaller batch, or give the context a larger allocator") \
+    X(AMP_ERR_THREAD,      302, "a thread could not be started", "raise the thread limit or use fewer workers") \
+    X(AMP_ERR_OPEN,        401, "a file could not be opened", "check path and permissions") \
+    X(AMP_ERR_READ,        402, "a file could not be read", "check the disk; the text has the offset") \
+    X(AMP_ERR_WRITE,       403, "a file could not be written", "check free space and permissions") \
+    X(AMP_ERR_FORMAT,      404, "not a file of the expected format", "pass a file of the format the text names") \
+    X(AMP_ERR_TRUNCATED,   405, "a file or blob ends too early", "copy or write it again") \
+    X(AMP_ERR_CHECKSUM,    406, "a checksum does not match", "the file is damaged: use the previous one") \
+    X(AMP_ERR_NEWER,       407, "written by a newer version", "use a newer amp.h") \
+    X(AMP_ERR_MISMATCH,    408, "saved state is of another object", "load it into an object with the same settings") \
+    X(AMP_ERR_END,         409, "no more data", "the loader's last epoch is over") \
+    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time", "raise timeout_ms; the text names worker and file") \
+    X(AMP_ERR_SOURCE,      411, "the data callback failed", "see the callback's own message") \
+    X(AMP_ERR_DEVICE,      501, "a device call failed", "the text has the device's own error name") \
+    X(AMP_ERR_BACKEND,     502, "the backend cannot be used", "build the backend against this amp.h") \
+    X(AMP_ERR_REDUCE,      503, "the reduction hook failed", "the hook must return 0")
 
 typedef enum amp_result {
 #define AMPI_RESULT_ENUM(name, number, text, hint) name = number,
@@ -395,64 +393,62 @@ typedef enum amp_result {
     AMP_RESULT_FORCE_I32 = 0x7fffffff
 } amp_result;
 
-/* The constant text, and the constant advice, of a result; "unknown result" and "" for any other number. */
+/* A result in words, and what to do about it: constant strings; "unknown result" and "" for any other number. */
 AMP_API const char *amp_result_text(amp_result result);
 AMP_API const char *amp_result_hint(amp_result result);
-/* Why the last failing call of this thread failed: id, function, field, value, what is allowed, how to
-   mend it, in one line.  "" before any failure.  Stays valid until the next failure of this thread. */
+/* Why this thread's last failing call failed, in one line: number, function, field, value, what is allowed.
+   "" before the first failure; valid until the next one on this thread. */
 AMP_API const char *amp_last_error(void);
-/* AMP_VERSION of the implementation that is linked in. */
+/* AMP_VERSION of the linked implementation. */
 AMP_API int amp_version(void);
 
 typedef enum amp_log_level {
-    AMP_LOG_DEFAULT = 0,            /* AMP_LOG_WARNING */
+    AMP_LOG_DEFAULT = 0,        /* AMP_LOG_WARNING */
     AMP_LOG_OFF = 1, AMP_LOG_ERROR = 2, AMP_LOG_WARNING = 3, AMP_LOG_INFO = 4, AMP_LOG_DEBUG = 5,
     AMP_LOG_FORCE_I32 = 0x7fffffff
 } amp_log_level;
 
-/* Called from any thread.  id: the amp_result for errors, a constant number per message otherwise. */
+/* write may be called from any thread; NULL writes to stderr, each warning and error at most 10 times.  id is an
+   error's amp_result, and otherwise a constant number for each message. */
 typedef struct amp_logger {
-    void (*write)(void *user, amp_log_level level, int id, const char *text);   /* NULL: stderr, each warning and error
-                                                                                   at most 10 times */
+    void (*write)(void *user, amp_log_level level, int id, const char *text);
     void *user;
-    amp_log_level level;            /* most detailed level that is written; default AMP_LOG_WARNING */
+    amp_log_level level;        /* the most detailed level to write */
 } amp_logger;
 
-/* Everything the library asks of the machine goes through this table; a NULL member is POSIX's.  File calls return 0 (or a byte count) or -errno.
-   alloc and free come both or neither: size 0 is never asked for, align is a power of two up to 4096.
-   thread_start, thread_join and thread_detach come all or none: each thread that was started is joined or, when a
-   call of this table never returns in it, detached. */
+/* System calls.  NULL members are POSIX's.  File calls return 0 (or a byte count), or -errno.  Set alloc and free
+   together, and the three thread calls together.  alloc is never asked for 0 bytes; align is a power of two up to
+   4096.  Every thread started is joined, or detached if a call of this table hangs in it. */
 typedef struct amp_system {
     void *user;
     void *(*alloc)(void *user, size_t size, size_t align);
     void (*free)(void *user, void *ptr, size_t size);
-    /* for_writing 0: to read; 1: a new or emptied file to write; 2: what is there, or a new file, to read and write;
-       3: PATH.tmpX, a new file to be renamed PATH, as private as that: -EEXIST where there is one */
+    /* for_writing 0: to read; 1: to write, creating or emptying the file; 2: to read and write, creating it if needed;
+       3: create PATH.tmpX, later renamed to PATH and with its permissions; -EEXIST if it exists */
     int (*file_open)(void *user, const char *path, int for_writing, intptr_t *file);
-    int64_t (*file_read)(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset);       /* 0: the end */
+    int64_t (*file_read)(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset);  /* 0: the end */
     int64_t (*file_write)(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset);
-    int64_t (*file_size)(void *user, intptr_t file);        /* -ESPIPE: a pipe or device, only read from front to end */
+    int64_t (*file_size)(void *user, intptr_t file);  /* -ESPIPE: a pipe or device, read once from start to end */
     int (*file_sync)(void *user, intptr_t file);
     int (*file_close)(void *user, intptr_t file);
     int (*file_rename)(void *user, const char *from, const char *to);
     int (*file_remove)(void *user, const char *path);
-    /* Calls each(arg, name) for the names in a folder, in any order, until that returns other than 0; returns what
-       it returned, or -errno. */
+    /* Calls each(arg, name) for the names in a folder, in any order, until that is not 0; returns it, or -errno. */
     int (*file_list)(void *user, const char *folder, int (*each)(void *arg, const char *name), void *arg);
     int (*thread_start)(void *user, void **thread, void (*run)(void *arg), void *arg);
     int (*thread_join)(void *user, void *thread);
     int (*thread_detach)(void *user, void *thread);
-    int64_t (*clock_ns)(void *user);        /* monotonic */
+    int64_t (*clock_ns)(void *user);  /* monotonic */
 } amp_system;
 
-/* The instruction set that the CPU kernels use, best last; amp_desc.cpu_path forces one. */
+/* Instruction sets of the CPU kernels, best last. */
 typedef enum amp_cpu_path {
-    AMP_CPU_DEFAULT = 0,            /* the best this CPU has */
-    AMP_CPU_SCALAR = 1,             /* C99 */
-    AMP_CPU_AVX2 = 2,               /* with FMA and F16C */
-    AMP_CPU_AVX512 = 3,             /* F, BW, DQ, VL */
-    AMP_CPU_AVX512_BF16 = 4,        /* products of bf16, which take subnormal numbers as 0, here and in AMX */
-    AMP_CPU_AMX = 5,                /* AMX-BF16: products of bf16; the rest as AVX-512 */
+    AMP_CPU_DEFAULT = 0,        /* the best this CPU supports */
+    AMP_CPU_SCALAR = 1,         /* C99 */
+    AMP_CPU_AVX2 = 2,           /* with FMA and F16C */
+    AMP_CPU_AVX512 = 3,         /* F, BW, DQ, VL */
+    AMP_CPU_AVX512_BF16 = 4,    /* bf16 products; they read subnormal numbers as 0, as AMX does */
+    AMP_CPU_AMX = 5,            /* AMX-BF16 for bf16 products, else AVX-512 */
     AMP_CPU_FORCE_I32 = 0x7fffffff
 } amp_cpu_path;
 
@@ -461,27 +457,28 @@ typedef enum amp_cpu_path {
 typedef enum amp_dtype {
     AMP_DTYPE_DEFAULT = 0,
     AMP_F32 = 1, AMP_F64 = 2, AMP_F16 = 3, AMP_BF16 = 4,
-    AMP_TF32 = 5,                   /* a compute dtype only: fp32 storage with a 10-bit mantissa */
-    AMP_E4M3 = 6, AMP_E5M2 = 7,     /* the OCP 8-bit formats; E4M3 has no infinity */
+    AMP_TF32 = 5,               /* compute only: fp32 storage with a 10-bit mantissa */
+    AMP_E4M3 = 6, AMP_E5M2 = 7, /* OCP 8-bit formats; E4M3 has no infinity */
     AMP_U8 = 8, AMP_U16 = 9, AMP_I32 = 10, AMP_I64 = 11,
     AMP_DTYPE_FORCE_I32 = 0x7fffffff
 } amp_dtype;
 
-/* Bytes of one element (TF32: 4); 0 for anything that is no dtype. */
+/* Bytes per element (TF32: 4); 0 for anything else. */
 AMP_API size_t amp_dtype_size(amp_dtype dtype);
 /* "fp32", "fp64", "fp16", "bf16", "tf32", "fp8_e4m3", "fp8_e5m2", "u8", "u16", "i32", "i64"; "default" for 0,
    "?" otherwise. */
 AMP_API const char *amp_dtype_name(amp_dtype dtype);
-/* The inverse, also "float32", "float16", "half", "bfloat16", "float", "double", and "auto" for 0.  Errors: 107. */
+/* The inverse; also "float32", "float16", "half", "bfloat16", "float", "double", and "auto" for 0.
+   Errors: AMP_ERR_NAME. */
 AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out);
 
 /* ==== 4 >>tensors ====
-   Views on memory that the caller owns.  Nothing here allocates. */
+   Views of memory that the caller owns. */
 
 enum { AMP_MAX_DIMS = 4 };
 
-/* shape[0..ndim-1], the last dimension fastest.  Strides are in elements; all zero means contiguous.
-   A zeroed amp_tensor (data NULL) is "no tensor". */
+/* The last dimension varies fastest.  Strides count elements; all zero means contiguous.  data NULL means "no
+   tensor". */
 typedef struct amp_tensor {
     void *data;
     amp_dtype dtype;
@@ -490,7 +487,7 @@ typedef struct amp_tensor {
     int64_t stride[AMP_MAX_DIMS];
 } amp_tensor;
 
-/* Contiguous views.  const data may be passed: operators write only to what they document as output. */
+/* Contiguous views.  data may be const: operators write only to their outputs. */
 AMPI_INLINE amp_tensor amp_tensor4(const void *data, amp_dtype dtype, int64_t n0, int64_t n1, int64_t n2, int64_t n3) {
     amp_tensor t;
     memset(&t, 0, sizeof t);
@@ -514,95 +511,97 @@ AMPI_INLINE amp_tensor amp_tensor1(const void *data, amp_dtype dtype, int64_t n)
     t.ndim = 1;
     return t;
 }
-/* Elements of the view; 0 for no tensor (data NULL); -1 if a dimension is negative or the product overflows. */
+/* Number of elements; 0 for no tensor; -1 if a dimension is negative or the product overflows. */
 AMP_API int64_t amp_tensor_count(const amp_tensor *tensor);
 
-/* A piece of memory that a set, a check or a host's own loop works on. */
+/* A named array. */
 typedef struct amp_range {
-    const char *name;               /* for reports; may be NULL */
+    const char *name;           /* for reports; may be NULL */
     void *data;
-    int64_t count;                  /* elements */
+    int64_t count;              /* elements */
     amp_dtype dtype;
 } amp_range;
 
-/* A parameter: name, weight and grad, contiguous, are the caller's; the rest is the library's. */
+/* A parameter.  name, weight and grad (both contiguous) are yours; the library manages the rest. */
 typedef struct amp_param {
-    const char *name;               /* as in "blocks.0.attn.weight": layer overrides match it */
+    const char *name;           /* such as "blocks.0.attn.weight"; layer overrides match it */
     amp_tensor weight;
     amp_tensor grad;
-    void *master;                   /* fp32 master weights, where an optimizer keeps such; else NULL */
-    uint64_t id;                    /* from amp_param_register, one for all contexts; 0: never cached */
-    uint64_t version;               /* of the weight's value */
-    uint64_t used[2];               /* 1 + the version that a forward, a backward call last multiplied by */
-    int32_t grad_live;              /* 0: the next backward overwrites grad; 1: it adds */
+    void *master;               /* the optimizer's fp32 master weights, or NULL */
+    uint64_t id;                /* from amp_param_register, unique across contexts; 0: never cached */
+    uint64_t version;           /* of the weight's value */
+    uint64_t used[2];           /* 1 + the version that the last forward [0] and backward [1] used */
+    int32_t grad_live;          /* 0: the next backward overwrites grad; 1: it adds */
     int32_t reserved;
-    uint64_t context;               /* the number of the context that knows it, ... */
-    const void *place;              /* ... and where it was when it was registered */
+    uint64_t context;           /* serial number of the context it is registered with */
+    const void *place;          /* its address when it was registered */
 } amp_param;
 
-/* Which keys j a query sees.  Query i stands at position i + keys - queries, so that the last ones align; documents
-   and windows go by that position too.  A zeroed mask hides nothing. */
+/* Which keys j a query sees.  Query i is at position i + keys - queries, so the last query and the last key align. */
 typedef enum amp_mask_kind {
     AMP_MASK_NONE = 0,
-    AMP_MASK_CAUSAL = 1,            /* j <= position */
-    AMP_MASK_WINDOW = 2,            /* causal, and the last `window` keys only; bidirectional: |position - j| < window */
-    AMP_MASK_WINDOW_GLOBAL = 3,     /* as WINDOW, and the first `global` positions see and are seen by all (causally if causal) */
-    AMP_MASK_PREFIX = 4,            /* causal, but keys below prefix[b] are seen by all */
-    AMP_MASK_ARBITRARY = 5,         /* the tensor `allowed` */
+    AMP_MASK_CAUSAL = 1,        /* j <= position */
+    AMP_MASK_WINDOW = 2,        /* position - window < j <= position; bidirectional: |position - j| < window */
+    /* WINDOW, but the first `global` positions see and are seen by all (causally unless bidirectional) */
+    AMP_MASK_WINDOW_GLOBAL = 3,
+    AMP_MASK_PREFIX = 4,        /* causal, but all queries see keys below prefix[b] */
+    AMP_MASK_ARBITRARY = 5,     /* the array `allowed` */
     AMP_MASK_FORCE_I32 = 0x7fffffff
 } amp_mask_kind;
 
-/* Kinds combine with padding and documents: a key is seen if all of them allow it.  A query that sees
-   no key gives zeros, and zero gradients. */
+/* A key is visible if the kind, the lengths and the documents all allow it; a zeroed mask hides nothing.  A query that
+   sees no key gives zeros, and zero gradients. */
 typedef struct amp_mask {
-    int32_t bidirectional;          /* WINDOW, WINDOW_GLOBAL: 1 = not causal */
+    int32_t bidirectional;      /* WINDOW, WINDOW_GLOBAL: 1 = not causal */
     amp_mask_kind kind;
-    int64_t window;                 /* WINDOW, WINDOW_GLOBAL: 1 or more */
-    int64_t global;                 /* WINDOW_GLOBAL: 0 or more */
-    const int32_t *prefix;          /* PREFIX: [batch] */
-    const int32_t *lengths;         /* padding: keys at lengths[b] and beyond are hidden; NULL: none */
-    const int32_t *documents;       /* [batch, keys] document numbers: only keys of the query's own document; NULL: one document */
-    const uint8_t *allowed;         /* ARBITRARY: 1 = seen; [batch or 1, heads or 1, queries, keys] by the strides below */
-    int64_t allowed_batch_stride;   /* elements; 0: the same for every sequence */
-    int64_t allowed_head_stride;    /* elements; 0: the same for every head */
+    int64_t window;             /* WINDOW, WINDOW_GLOBAL: 1 or more */
+    int64_t global;             /* WINDOW_GLOBAL: 0 or more */
+    const int32_t *prefix;      /* PREFIX: [batch] */
+    const int32_t *lengths;     /* [batch]: keys from lengths[b] on are padding; NULL: no padding */
+    /* [batch, keys] document numbers; queries see only keys of their own document; NULL: one document */
+    const int32_t *documents;
+    const uint8_t *allowed;     /* ARBITRARY: 1 = visible; [batch or 1, heads or 1, queries, keys] */
+    int64_t allowed_batch_stride;  /* in elements; 0: one mask for all sequences */
+    int64_t allowed_head_stride;  /* in elements; 0: one mask for all heads */
 } amp_mask;
 
 /* ==== 6 >>backends ====
-   The context: backend, precision and threads of all that follows, memory, parameters. */
+   The context: backend, precision, threads, memory and parameters. */
 
 typedef struct amp_context amp_context;
-typedef struct amp_backend amp_backend;                 /* in part three */
-typedef struct amp_machine amp_machine;                 /* in part two */
+typedef struct amp_backend amp_backend; /* in part three */
+typedef struct amp_machine amp_machine; /* in part two */
 typedef struct amp_choice amp_choice;
 typedef struct amp_state amp_state;
-typedef struct amp_k_scaler amp_k_scaler;               /* in part three */
+typedef struct amp_k_scaler amp_k_scaler; /* in part three */
 typedef struct amp_k_grad_stats amp_k_grad_stats;
 
-/* The CPU backend's table. */
+/* The CPU backend. */
 AMP_API const amp_backend *amp_cpu(void);
-/* The CUDA backend's table: from amp_cuda.cu, which nvcc compiles and the program links. */
+/* The CUDA backend, defined in amp_cuda.cu. */
 extern const amp_backend *amp_cuda(void);
 
-typedef enum amp_level {            /* Apex's levels */
-    AMP_LEVEL_DEFAULT = 0,          /* O1 */
-    AMP_LEVEL_O0 = 1,               /* fp32 throughout; regions and scaler report, and do nothing */
-    AMP_LEVEL_O1 = 2,               /* fp32 weights, operators cast */
-    AMP_LEVEL_O2 = 3,               /* 16-bit weights (norms fp32) with fp32 masters in the optimizer */
-    AMP_LEVEL_O3 = 4,               /* 16-bit weights, no masters */
+/* As in Apex. */
+typedef enum amp_level {
+    AMP_LEVEL_DEFAULT = 0,      /* O1 */
+    AMP_LEVEL_O0 = 1,           /* fp32 throughout; regions and scaler keep their records but do nothing */
+    AMP_LEVEL_O1 = 2,           /* fp32 weights; operators cast */
+    AMP_LEVEL_O2 = 3,           /* 16-bit weights (norms fp32), fp32 masters in the optimizer */
+    AMP_LEVEL_O3 = 4,           /* 16-bit weights, no masters */
     AMP_LEVEL_FORCE_I32 = 0x7fffffff
 } amp_level;
 
 typedef enum amp_policy {
-    AMP_POLICY_DEFAULT = 0,         /* FUSED */
-    AMP_POLICY_FUSED = 1,           /* norms, softmax and losses store 16-bit and compute in fp32 */
-    AMP_POLICY_TORCH = 2,           /* the result dtypes of PyTorch's CUDA table */
+    AMP_POLICY_DEFAULT = 0,     /* FUSED */
+    AMP_POLICY_FUSED = 1,       /* norms, softmax and losses store 16-bit and compute in fp32 */
+    AMP_POLICY_TORCH = 2,       /* the result dtypes of PyTorch's CUDA table */
     AMP_POLICY_FORCE_I32 = 0x7fffffff
 } amp_policy;
 
 typedef enum amp_mode {
-    AMP_MODE_DEFAULT = 0,           /* training */
+    AMP_MODE_DEFAULT = 0,       /* TRAINING */
     AMP_MODE_TRAINING = 1,
-    AMP_MODE_INFERENCE = 2,         /* dropout passes through; nothing is kept for a backward */
+    AMP_MODE_INFERENCE = 2,     /* dropout passes through; no backward can follow */
     AMP_MODE_FORCE_I32 = 0x7fffffff
 } amp_mode;
 
@@ -611,204 +610,195 @@ typedef enum amp_reduce_op {
     AMP_REDUCE_FORCE_I32 = 0x7fffffff
 } amp_reduce_op;
 
-/* Combines a buffer over all ranks, in place, on the stream; returns 0 for success.  Called on every rank
-   in the same order.  NULL: one rank. */
+/* Combines a buffer over all ranks, in place, on the stream, and returns 0.  Every rank makes the same calls in the
+   same order.  reduce NULL: one rank. */
 typedef struct amp_reducer {
     int (*reduce)(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream);
     void *user;
-    int32_t rank, world;            /* world 0 means 1 */
+    int32_t rank, world;        /* world 0: 1 */
 } amp_reducer;
 
 typedef enum amp_autotune {
-    AMP_AUTOTUNE_DEFAULT = 0,       /* off */
+    AMP_AUTOTUNE_DEFAULT = 0,   /* OFF */
     AMP_AUTOTUNE_OFF = 1,
     AMP_AUTOTUNE_ON = 2,
     AMP_AUTOTUNE_FORCE_I32 = 0x7fffffff
 } amp_autotune;
 
-/* What becomes of floating-point values where they enter a model and where they leave it. */
+/* How floating-point model inputs and outputs are cast. */
 typedef enum amp_io_cast {
-    AMP_IO_DEFAULT = 0,             /* NONE */
-    AMP_IO_NONE = 1,                /* nothing: inputs as they come, outputs as autocast returns them */
-    AMP_IO_REGION = 2,              /* to the dtype that regions compute in */
+    AMP_IO_DEFAULT = 0,         /* NONE */
+    AMP_IO_NONE = 1,            /* inputs stay as they are, outputs as autocast returns them */
+    AMP_IO_REGION = 2,          /* to the dtype that regions compute in */
     AMP_IO_F32 = 3,
     AMP_IO_FORCE_I32 = 0x7fffffff
 } amp_io_cast;
 
-/* The host's own thread pool; all zero: amp.h's.  parallel calls run(arg, i) for i = 0 to n - 1, at the same time, one
-   after the other or anything between, and returns when all of them have returned.  n is at most amp_desc.threads. */
+/* Your own thread pool.  parallel calls run(arg, i) for each i in 0..n-1, concurrently or not, and returns when all
+   calls have returned.  n is at most amp_desc.threads. */
 typedef struct amp_parallel {
     void *user;
     void (*parallel)(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg);
 } amp_parallel;
 
-/* The host's own allocator of device memory; all zero: the backend's.  What it hands out may be used at once by work
-   in `stream` (NULL: the legacy default stream); what comes back may still be in use by work queued there.  alloc
-   returns NULL where there is no memory left. */
+/* Your own device allocator, ordered by `stream` (NULL: the legacy default stream): new memory is ready for work
+   queued there, and freed memory may still be in use by such work.  alloc returns NULL when out of memory. */
 typedef struct amp_device_memory {
     void *user;
     void *(*alloc)(void *user, size_t bytes, int32_t device, void *stream);
     void (*free)(void *user, void *ptr, size_t bytes, int32_t device, void *stream);
 } amp_device_memory;
 
-/*  .field            default                      legal
-    .dtype            auto: see amp_choose          F32, TF32, F16, BF16
-    .autocast_dtype   .dtype                       the same: of regions that name none, where they are to compute in
-                                                   another dtype than weights are stored in (levels O2 and O3)
-    .level            O1                           O0 to O3
-    .policy           FUSED                        FUSED, TORCH
-    .mode             TRAINING                     TRAINING, INFERENCE
-    .backend          amp_cpu()                    a backend's table
-    .device           0                            device index
-    .threads          cores, fewer by a CPU quota  1 to 1024: most threads that work on one call, the caller included
-    .seed             0                            of dropout
-    .fallback         none                         F32, TF32, F16, BF16: replaces a dtype the device lacks, instead of an
-                                                   error or the nearest; operators overridden to AMP_CAST_FP32 compute in it
-    .cpu_path         best                         what this CPU has
-    .autotune         OFF                          OFF, ON: a device times its ways to the first product of each shape
-                                                   (not while a graph is captured); amp_cpu() has no use for it
-    .autotune_file    NULL: none                   what was found: read by amp_open, written by amp_close if there is more.
-                                                   One that is missing, damaged or of another device or library is no
-                                                   error: a warning says so */
 typedef struct amp_desc {
     int32_t reserved;
-    amp_dtype dtype, autocast_dtype;
-    amp_io_cast cast_inputs;        /* of loaders' fields in F32, F16 and BF16; see amp_autocast_input */
-    amp_io_cast cast_outputs;       /* see amp_autocast_output */
+    amp_dtype dtype;            /* F32, TF32, F16, BF16; default chosen by amp_choose */
+    /* default .dtype; of regions that name none, if they should compute in another dtype than weights are stored in
+       (O2, O3) */
+    amp_dtype autocast_dtype;
+    amp_io_cast cast_inputs;    /* of loader fields in F32, F16 and BF16; see amp_autocast_input */
+    amp_io_cast cast_outputs;   /* see amp_autocast_output */
     amp_level level;
     amp_policy policy;
     amp_mode mode;
-    int32_t allow_fallback;         /* 1: a dtype the device lacks is replaced, with a logged reason; 0: refused */
-    int32_t disable_cache;          /* 1: no cast cache */
-    int32_t disable;                /* 1: regions compute in their operands' dtypes until amp_set_enabled */
-    int32_t allow_tf32;             /* 1: products that would be computed in F32 are computed in TF32 */
-    int32_t memory_efficient;       /* 1: the cast cache is emptied when the last region closes; hosts ask for it, to recompute */
+    int32_t allow_fallback;     /* 1: replace a dtype the device lacks, and log why; 0: refuse it */
+    int32_t disable_cache;      /* 1: no cast cache */
+    int32_t disable;            /* 1: regions compute in their operands' dtypes until amp_set_enabled */
+    int32_t allow_tf32;         /* 1: compute F32 products in TF32 */
+    int32_t memory_efficient;   /* 1: empty the cast cache when the last region closes; a hint to recompute */
+    /* F32, TF32, F16 or BF16 in place of a dtype the device lacks (default: refused, or the nearest); operators
+       overridden to AMP_CAST_FP32 compute in it too */
     amp_dtype fallback;
-    int64_t cache_limit;            /* bytes of the cast cache; 0: no limit */
-    int64_t mask_limit;             /* bytes of the mask cache; 0: no limit */
-    const amp_backend *backend;
-    int32_t device;
+    int64_t cache_limit;        /* bytes of the cast cache; 0: no limit */
+    int64_t mask_limit;         /* bytes of the mask cache; 0: no limit */
+    const amp_backend *backend; /* default amp_cpu() */
+    int32_t device;             /* device index */
+    /* 1 to 1024 working on one call, the caller included; default: cores, within the CPU quota */
     int32_t threads;
-    uint64_t seed;
-    amp_cpu_path cpu_path;
+    uint64_t seed;              /* of dropout */
+    amp_cpu_path cpu_path;      /* default: the best this CPU supports */
+    /* ON: a device times its algorithms on the first product of each shape (except in a graph capture); no effect on
+       the CPU */
     amp_autotune autotune;
+    /* keeps the results: read by amp_open, written by amp_close if there are new ones.  A missing, damaged or foreign
+       file is a warning */
     const char *autotune_file;
-    void *stream;                   /* the host's own stream; NULL: the backend's */
-    void *blas;                     /* the host's own BLAS handle */
-    amp_device_memory memory;       /* the host's own allocator on the device; not for amp_cpu(), see .system */
+    void *stream;               /* your own stream; NULL: the backend's */
+    void *blas;                 /* your own BLAS handle */
+    amp_device_memory memory;   /* default: the backend's; refused by amp_cpu(), which takes memory from .system */
     amp_logger logger;
     amp_system system;
     amp_reducer reducer;
-    amp_parallel parallel;          /* the host's own thread pool */
-    amp_context *share_threads;     /* use this open context's threads, and no others; .threads is at most its own */
-    int32_t pin_threads;            /* 1: each thread that amp.h starts keeps to one core (Linux) */
-    int32_t gemm_always;            /* 1: outside any region amp_gemm computes as it would inside one, for hosts that
-                                       call it everywhere; an island stays one */
-    int32_t saturate_inputs;        /* 1: in every region; see amp_autocast_desc */
+    amp_parallel parallel;      /* default: amp.h's own threads */
+    amp_context *share_threads; /* an open context whose threads to use; .threads is then at most its own */
+    int32_t pin_threads;        /* 1: bind each thread that amp.h starts to a core (Linux) */
+    int32_t gemm_always;        /* 1: amp_gemm outside any region computes as inside one; islands stay islands */
+    int32_t saturate_inputs;    /* 1: in every region; see amp_autocast_desc */
 } amp_desc;
 
-/* Opens a context.  Errors: 101, 102, 104, 105, 106 .share_threads was closed, 108, 110, 301, 302, 501, 502; *out is
-   NULL on failure. */
+/* Opens a context; *out is NULL on failure.
+   Errors: AMP_ERR_DTYPE, AMP_ERR_VERSION, AMP_ERR_STATE .share_threads was closed, AMP_ERR_UNSUPPORTED,
+   AMP_ERR_CONFLICT, AMP_ERR_THREAD, AMP_ERR_BACKEND. */
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc);
-/* Closes it, amp_alloc's memory included.  What was created from it and not destroyed is stopped, and named in a warning;
-   its calls are then error 106 (or do nothing), and destroying it frees the rest by amp_system.free, which stays until
-   then.  Regions that are open have ended, on all threads.  It touches no amp_param, and NULL is allowed. */
+/* Closes it and frees amp_alloc's memory; open regions end, on all threads.  Objects created from it and not yet
+   destroyed are stopped and named in a warning: their calls return AMP_ERR_STATE or do nothing, and destroying them
+   frees the rest, so .system must last until then.  No amp_param is touched. */
 AMP_API void amp_close(amp_context *amp);
-/* The settings in effect, every default replaced by its value. */
+/* The settings in effect, defaults filled in. */
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out);
-/* The machine with the backend's device, and why the dtype was chosen. */
+/* The machine and the context's device; the dtype, and why it was chosen. */
 AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out);
 AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out);
-/* Changes the compute dtype of regions that begin from now on, not within another, .autocast_dtype with it; drops the
-   cast cache.  Errors: 104, 108. */
+/* Sets .dtype and .autocast_dtype for regions that begin outside any other from now on; empties the cast cache.
+   Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED. */
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype);
-/* Off: regions that begin from now on compute in their operands' dtypes, as islands do; on: in the context's dtype again.
-   Everything else goes on: the scaler scales, caches stay.  Errors: 101. */
+/* 0: regions that begin from now on compute in their operands' dtypes, as islands do; 1: in the context's dtype again.
+   Scaler and caches are not affected. */
 AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled);
 
 typedef enum amp_copy_kind {
-    AMP_COPY_DEFAULT = 0,           /* found out from the pointers */
+    AMP_COPY_DEFAULT = 0,       /* from the pointers */
     AMP_COPY_TO_DEVICE = 1, AMP_COPY_TO_HOST = 2, AMP_COPY_ON_DEVICE = 3,
     AMP_COPY_FORCE_I32 = 0x7fffffff
 } amp_copy_kind;
 
-/* Device memory, 64-byte aligned (256 on CUDA).  *ptr is NULL for 0 bytes.  Errors: 102, 301. */
+/* Device memory, 64-byte aligned (256 on CUDA); *ptr is NULL for 0 bytes. */
 AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes);
 AMP_API void amp_free(amp_context *amp, void *ptr);
-/* Errors: 101, 102, 110 dst and src share memory, and are not one, 501. */
+/* Errors: AMP_ERR_CONFLICT dst and src overlap without being equal. */
 AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind);
 AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes);
-/* Waits until everything queued on the context's stream is done. */
+/* Waits for everything queued on the context's stream. */
 AMP_API amp_result amp_sync(amp_context *amp);
-/* The context's stream and the host's others, by events of the host's own (a cudaEvent_t): record marks what is queued so
-   far, and wait makes what is queued from now on wait for the event.  Neither waits for the device.  On the CPU, where
-   calls return when they are done, both do nothing.  Errors: 101, 501. */
+/* Orders the context's stream with others of yours, through an event of yours (cudaEvent_t): record marks what is
+   queued so far; wait holds later work back until the event.  Neither blocks the host; both do nothing on the CPU. */
 AMP_API amp_result amp_event_record(amp_context *amp, void *event);
 AMP_API amp_result amp_event_wait(amp_context *amp, void *event);
+/* In bytes. */
 typedef struct amp_memory_info {
-    int64_t allocated;              /* bytes handed out now: the caller's, the caches', the optimizers' */
-    int64_t reserved;               /* bytes taken from the system, the kernels' scratch included */
-    int64_t peak;                   /* most bytes since the last reset: of reserved on the CPU, of allocated on a device */
-    int64_t pinned;                 /* bytes of pinned host memory */
+    int64_t allocated;          /* in use: by you, caches and optimizers */
+    int64_t reserved;           /* taken from the system, kernel scratch included */
+    int64_t peak;               /* since the last reset: of reserved on the CPU, of allocated on a device */
+    int64_t pinned;             /* host memory */
     int64_t cast_cache, optimizer;  /* parts of allocated */
-    int64_t device_total;           /* 0: unknown */
+    int64_t device_total;       /* 0: unknown */
 } amp_memory_info;
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out);
 AMP_API void amp_memory_reset_peak(amp_context *amp);
-/* Gives back what can be made again: cached casts and masks nobody holds, scratch kept for later.  Waits.  *freed: bytes
-   (may be NULL).  Errors: 101, 106 while a graph is captured, 501. */
+/* Frees what can be made again: cached casts, masks not in use, scratch.  Waits.  *freed: bytes; may be NULL.
+   Errors: AMP_ERR_STATE during a graph capture. */
 AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed);
 
-/* Makes parameters known: gives each an id, so that its casts are cached.  The array must stay where it is
-   until amp_param_forget or amp_close.  Names must be unique in a context.  The context that registers a parameter last
-   has it; any use with another (106), a copy's too, is refused, and after amp_close until it is registered anew.
-   Errors: 101, 102, 103, 104, 107, 110 a gradient in its weight's memory, 301. */
+/* Gives each parameter an id, so that its casts are cached.  The array must not move until amp_param_forget or
+   amp_close; names are unique in a context.  The last context to register a parameter owns it: using it, or a copy of
+   it, with another returns AMP_ERR_STATE, as does using it after amp_close.
+   Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME, AMP_ERR_CONFLICT a gradient overlaps its weight. */
 AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n);
 AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n);
-/* The host changed the weights itself: cached casts of them are stale. */
+/* Call it after changing a weight yourself: drops its cached casts. */
 AMP_API void amp_param_changed(amp_param *param);
-/* For a host's own backward kernels: 1 if the gradient must be added to param->grad, 0 if it overwrites.
+/* For your own backward kernels: 1 if the gradient must be added to param->grad, 0 if it overwrites it.
    Marks the gradient as live. */
 AMP_API int32_t amp_param_accumulate(amp_param *param);
 /* The dtype to store a weight in at this context's level. */
 AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm);
 
-/* What operators, optimizers and kernels have in common. */
 typedef enum amp_activation_kind {
     AMP_ACT_NONE = 0,
-    AMP_ACT_GELU = 1,               /* tanh form, "gelu_new": 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) */
-    AMP_ACT_GELU_ERF = 2,           /* exact form: 0.5 x (1 + erf(x / sqrt 2)) */
+    AMP_ACT_GELU = 1,           /* tanh form, "gelu_new": 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) */
+    AMP_ACT_GELU_ERF = 2,       /* exact form: 0.5 x (1 + erf(x / sqrt 2)) */
     AMP_ACT_TANH = 3,
-    AMP_ACT_SILU = 4,               /* x / (1 + exp(-x)) */
-    AMP_ACT_RELU = 5,               /* relu(NaN) is NaN */
+    AMP_ACT_SILU = 4,           /* x / (1 + exp(-x)) */
+    AMP_ACT_RELU = 5,           /* relu(NaN) is NaN */
     AMP_ACT_FORCE_I32 = 0x7fffffff
 } amp_activation_kind;
 
-/* What a 16-bit weight loses by rounding, and where it is kept.  The figures are bytes per parameter. */
+/* Where a 16-bit weight's rounding loss is kept.  In brackets: bytes per parameter. */
 typedef enum amp_master_kind {
-    AMP_MASTER_DEFAULT = 0,         /* F32; at level O3 NONE */
-    AMP_MASTER_F32 = 1,             /* 4: an fp32 master, rounded to the weight in the same pass */
-    AMP_MASTER_REMAINDER = 2,       /* 2: bf16 weights only; weight and remainder are the master, by amp_bf16_split: bit
-                                       for bit that of F32.  The weight differs in exact ties, away from zero here */
-    AMP_MASTER_NONE = 3,            /* 0: rounded to nearest; an update below half a step of the weight is lost */
-    AMP_MASTER_STOCHASTIC = 4,      /* 0: rounded stochastically; such updates count on average */
+    AMP_MASTER_DEFAULT = 0,     /* F32; NONE at level O3 */
+    AMP_MASTER_F32 = 1,         /* [4] an fp32 master, rounded to the weight in the same pass */
+    /* [2] bf16 weights only: the 16 bits that make the weight an fp32 master (amp_bf16_split), bit for bit that of
+       F32; the weight itself rounds ties away from zero */
+    AMP_MASTER_REMAINDER = 2,
+    AMP_MASTER_NONE = 3,        /* [0] round to nearest; updates below half a step of the weight are lost */
+    AMP_MASTER_STOCHASTIC = 4,  /* [0] round stochastically; such updates count on average */
     AMP_MASTER_FORCE_I32 = 0x7fffffff
 } amp_master_kind;
 
-/* One of the two caches. */
+/* The cast or the mask cache. */
 typedef struct amp_cache_info {
     int64_t entries, bytes, limit;  /* limit 0: none */
     int64_t hits, misses, evictions;
-    int64_t new_inf;                /* cast cache: finite weights that became infinite in a copy */
+    int64_t new_inf;            /* cast cache: finite weights that became infinite */
 } amp_cache_info;
 
-typedef struct amp_telemetry {      /* each -1 where it cannot be had */
-    float utilization, memory_utilization;      /* 0 to 1 */
-    float temperature, power;       /* degrees C, W */
+/* Unknown values are -1. */
+typedef struct amp_telemetry {
+    float utilization, memory_utilization;  /* 0 to 1 */
+    float temperature, power;   /* degrees C, W */
 } amp_telemetry;
 
 /* ==== 8 >>autocast ====
-   Which dtype operators compute in: by region, policy, operator and layer; and recomputing. */
+   The dtype that operators compute in, by region, policy, operator and layer; recomputing. */
 
 typedef enum amp_operator {
     AMP_OP_NONE = 0,
@@ -816,146 +806,140 @@ typedef enum amp_operator {
     AMP_OP_LAYERNORM = 5, AMP_OP_RMSNORM = 6, AMP_OP_SOFTMAX = 7,
     AMP_OP_ACTIVATION = 8, AMP_OP_SWIGLU = 9, AMP_OP_CROSS_ENTROPY = 10, AMP_OP_MSE = 11,
     AMP_OP_EMBEDDING = 12, AMP_OP_DROPOUT = 13, AMP_OP_ADD = 14,
-    AMP_OP_USER = 1000,             /* the first operator a host adds */
+    AMP_OP_USER = 1000,         /* the first of your own */
     AMP_OP_FORCE_I32 = 0x7fffffff
 } amp_operator;
 
 /* What a region does with an operator; names as in PyTorch's tables. */
 typedef enum amp_cast_policy {
-    AMP_CAST_DEFAULT = 0,           /* what the policy table says */
-    AMP_CAST_LOWER = 1,             /* compute in the region's dtype */
-    AMP_CAST_FP32 = 2,              /* compute and return fp32 */
-    AMP_CAST_PROMOTE = 3,           /* the widest of the inputs, at least the region's dtype */
-    AMP_CAST_FALLTHROUGH = 4,       /* whatever the inputs are */
-    AMP_CAST_FP32_STORE = 5,        /* compute fp32, return the inputs' dtype (FUSED norms and softmax) */
-    AMP_CAST_BANNED = 6,            /* refused in a region */
+    AMP_CAST_DEFAULT = 0,       /* as amp_policy says */
+    AMP_CAST_LOWER = 1,         /* compute in the region's dtype */
+    AMP_CAST_FP32 = 2,          /* compute and return fp32 */
+    AMP_CAST_PROMOTE = 3,       /* the widest of the inputs, at least the region's dtype */
+    AMP_CAST_FALLTHROUGH = 4,   /* whatever the inputs are */
+    AMP_CAST_FP32_STORE = 5,    /* compute fp32, return the inputs' dtype (FUSED norms and softmax) */
+    AMP_CAST_BANNED = 6,        /* refused in a region */
     AMP_CAST_FORCE_I32 = 0x7fffffff
 } amp_cast_policy;
 
 /* Which rule decided. */
 typedef enum amp_rule {
-    AMP_BY_STORAGE = 1,             /* no region, or an island: the operands' own dtype */
-    AMP_BY_REGION = 2,              /* the region's dtype and the policy table */
-    AMP_BY_OPERATOR = 3,            /* amp_operator_override */
-    AMP_BY_LAYER = 4,               /* amp_layer_override */
-    AMP_BY_LEVEL = 5,               /* O0 */
+    AMP_BY_STORAGE = 1,         /* no region, or an island: the operands' own dtype */
+    AMP_BY_REGION = 2,          /* the region's dtype and policy */
+    AMP_BY_OPERATOR = 3,        /* amp_operator_override */
+    AMP_BY_LAYER = 4,           /* amp_layer_override */
+    AMP_BY_LEVEL = 5,           /* O0 */
     AMP_BY_FORCE_I32 = 0x7fffffff
 } amp_rule;
 
-/* With a logger of level AMP_LOG_DEBUG each decision of a context is told once, with id AMP_LOG_DECISION, and again where
-   the same call comes out otherwise (up to 4096 of them):
-       linear h.0.fc.weight (bf16, fp32): computes in bf16, returns bf16, by region; cast cache: miss                  */
+/* With a logger of level AMP_LOG_DEBUG, each decision is logged once under this id, and again when the same call
+   decides differently (up to 4096 decisions per context):
+       linear h.0.fc.weight (bf16, fp32): computes in bf16, returns bf16, by region; cast cache: miss
+        */
 enum { AMP_LOG_DECISION = 1080 };
 
-/* Filled by forward, read by backward and when recomputing; a zeroed plan is "forward has not run". */
+/* Written by forward, read by backward and when recomputing; all zero: forward has not run. */
 typedef struct amp_plan {
-    int32_t captured, saturate;     /* 1: the offset counts from where a launch of the graph begins; inputs are cut */
-    amp_dtype compute;              /* operands are rounded to this; sums are fp32 */
-    amp_dtype result;               /* what PyTorch would return */
+    int32_t captured, saturate; /* 1: the offset counts from the start of a graph launch; inputs are clamped */
+    amp_dtype compute;          /* operands are rounded to it; sums are fp32 */
+    amp_dtype result;           /* what PyTorch would return */
     amp_rule rule;
     amp_mode mode;
-    uint64_t random_seed, random_offset;    /* of dropout */
-    uint64_t version;               /* of the operator's parameters, added up: recomputing wants the same */
+    uint64_t random_seed, random_offset;  /* of dropout */
+    uint64_t version;           /* of the parameters, summed; unchanged when recomputing */
 } amp_plan;
 
-/*  .dtype            the enclosing region's, or the context's; F32, TF32, F16 or BF16
-    .policy           the enclosing region's, or the context's
-    .mode             the enclosing region's, or the context's */
+/* dtype, policy and mode default to those of the enclosing region, or else of the context. */
 typedef struct amp_autocast_desc {
-    int32_t disable;                /* 1: an island: operators use their operands' dtype */
-    amp_dtype dtype;
+    int32_t disable;            /* 1: an island: operators use their operands' dtype */
+    amp_dtype dtype;            /* F32, TF32, F16 or BF16 */
     amp_policy policy;
     amp_mode mode;
-    int32_t disable_cache;          /* 1: no cast cache within, nor in regions nested within */
-    int32_t saturate_inputs;        /* 1: here and within, linear, matmul and attention cut finite inputs that their cast would
-                                       make infinite (fp16: beyond 65504) to the largest number.  Gradients are not cut: the
-                                       scaler must see them overflow; amp_gemm, which cannot tell, cuts both operands.
-                                       Infinities and NaN stay.  On the CPU alone (108) */
+    int32_t disable_cache;      /* 1: no cast cache, in nested regions too */
+    /* 1, nested regions included: linear, matmul and attention clamp finite inputs that would become infinite in the
+       cast (fp16: beyond 65504).  Gradients are not clamped, so the scaler sees them overflow; amp_gemm, which cannot
+       tell, clamps both operands.  Infinity and NaN stay.  CPU only (elsewhere AMP_ERR_UNSUPPORTED) */
+    int32_t saturate_inputs;
 } amp_autocast_desc;
 
-/* Opens a region on this thread; regions nest up to 32 deep on a stack of the thread, so a region begun in
-   one thread does not exist in another.  desc NULL: defaults.  Errors: 101, 102, 104, 108 as in amp_choose,
-   106 nested too deep.  On failure no region was opened. */
+/* Opens a region on this thread; other threads are not affected.  Regions nest, up to 32 deep.  desc may be NULL.
+   Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED as in amp_choose, AMP_ERR_STATE nested too deep. */
 AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc *desc);
-/* Closes the innermost region of this thread.  Errors: 106 none is open, or it belongs to another context. */
+/* Closes this thread's innermost region.  Errors: AMP_ERR_STATE none is open, or it is another context's. */
 AMP_API amp_result amp_autocast_end(amp_context *amp);
-/* 1 if this thread is in a region of this context that is not an island, and no level O0.  *out: the region's
-   effective settings (may be NULL). */
+/* 1 if this thread is in a region of this context that is no island, at a level other than O0.  *out: the settings in
+   effect; may be NULL. */
 AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *out);
 
-/* Recomputing (activation checkpointing, Chen et al. 2016): keep a block's input, let blocks share the memory of their
-   activations, and in backward run each block's forward once more before its backward:
+/* Recomputing (activation checkpointing, Chen et al. 2016): keep only each block's input, share activation memory
+   between blocks, and run each block's forward again just before its backward:
 
        amp_recompute_begin(amp); block_forward(b); amp_recompute_end(amp); block_backward(b);
 
-   In between, the forwards that this thread calls obey the plans in their op structs, in whatever region they are: the
-   same compute dtype, mode and random numbers, of which no new ones are taken.  From the same inputs they write the same
-   bits, so the gradients are those of a run that kept everything.  Outputs that no backward reads need not be written
-   again: the block's last linear may be left out.  The pair nests with itself and with regions, 32 deep in all.
-   Errors: 101, 106 nested too deep, none is open, or the innermost is a region or another context's.  Operators in
-   between: 106 forward has not run, ran in inference mode, or a parameter's version has moved since (the optimizer
-   stepped).  amp_gemm and amp_autocast_decide have no record: 106 unless their region is opened again in between. */
+   Between the two calls, forwards on this thread follow the plans in their op structs, whatever the region: same
+   dtype, mode and random numbers, hence the same bits from the same inputs, and the same gradients as if all had been
+   kept.  Outputs that no backward reads, such as the block's last linear, need not be recomputed.  The pair nests with
+   itself and with regions, 32 deep in all.
+   amp_gemm and amp_autocast_decide have no plan: AMP_ERR_STATE unless you open their region again in between.
+   Operators in between return AMP_ERR_STATE if forward has not run, ran in inference mode, or a parameter has changed
+   since.
+   Errors: AMP_ERR_STATE nested too deep, none is open, or the innermost is a region or another context's. */
 AMP_API amp_result amp_recompute_begin(amp_context *amp);
 AMP_API amp_result amp_recompute_end(amp_context *amp);
 
-/* What an operator with inputs of these dtypes would do now.  layer: name for overrides, may be NULL; n >= 0
-   inputs; integer and fp64 inputs are ignored as in PyTorch, and stay what they are.  Errors: 106 recomputing
-   outside a region, 107 no such operator, 108 banned. */
+/* What an operator with n inputs of these dtypes would do now.  layer, for overrides, may be NULL.  Integer and fp64
+   inputs are ignored, as in PyTorch.  Errors: AMP_ERR_STATE recomputing outside a region, AMP_ERR_NAME no such
+   operator, AMP_ERR_UNSUPPORTED banned. */
 AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
                                        const amp_dtype *inputs, int32_t n, amp_plan *out);
-/* The two halves of that, for one or two inputs: the dtype to compute in, and the dtype to allocate the output
+/* .compute and .result of that decision, for one or two inputs: what to compute in, and what to allocate the output
    in.  AMP_DTYPE_DEFAULT on error. */
 AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
 AMP_API amp_dtype amp_autocast_result(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
-/* The dtype to hand a model inputs in that the host has in `dtype`, and the one to keep outputs in (logits) that autocast
-   returns in `dtype`: what .cast_inputs and .cast_outputs say of F32, F16 and BF16; all else stays, and all while the
-   context is disabled or at level O0.  AMP_DTYPE_DEFAULT on error. */
+/* What amp_desc.cast_inputs and .cast_outputs make of a model's input or output in F32, F16 or BF16.  Other dtypes
+   stay as they are, as does everything while the context is disabled or at level O0.  AMP_DTYPE_DEFAULT on error. */
 AMP_API amp_dtype amp_autocast_input(const amp_context *amp, amp_dtype dtype);
 AMP_API amp_dtype amp_autocast_output(const amp_context *amp, amp_dtype dtype);
-/* For the host's own kernels: *out is param's weight in dtype, from the cast cache when it is registered; valid
-   until the weight changes or the last open region ends.  When the weight has that dtype it is the weight itself.
-   With the cache disabled it is made anew at each call, at the same place: for one thread at a time.
-   Errors: 101, 104, 106 param is not registered, 301. */
+/* For your own kernels: *out is param's weight in dtype, from the cast cache, or the weight itself if it has that
+   dtype; valid until the weight changes or the last open region ends.  With the cache disabled each call casts again,
+   into the same memory: use it from one thread at a time.
+   Errors: AMP_ERR_DTYPE, AMP_ERR_STATE param is not registered. */
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out);
 
-/* A host's own operator.  *op is its number for the calls above.  Errors: 101, 107 duplicate, 301. */
+/* Adds an operator of your own; *op is its number.  Errors: AMP_ERR_NAME duplicate. */
 AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp_cast_policy policy, int32_t *op);
-/* Replaces the policy of one operator; AMP_CAST_DEFAULT restores it.  Errors: 102, 107. */
+/* Replaces one operator's policy; AMP_CAST_DEFAULT restores it.  Errors: AMP_ERR_NAME. */
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy);
-/* Layers whose name matches pattern (* any run, ? one character) compute in dtype; the last match wins;
-   AMP_DTYPE_DEFAULT takes the pattern back.  Errors: 101, 104, 108, 301. */
+/* Layers whose name matches pattern (* any run, ? one character) compute in dtype; the last match wins.
+   AMP_DTYPE_DEFAULT removes the pattern.  Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED. */
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype);
 
-/* Waits for the device, where the host cannot read its counters. */
+/* Waits, if the counters are on a device. */
 AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *out);
-/* Frees every cached cast. */
 AMP_API void amp_cast_cache_clear(amp_context *amp);
 
 /* ==== 9 >>operators ====
-   Forward and backward of the parts of a network.  Forward adds its plan to the op struct, which then goes to backward.
-   "rows" are all leading dimensions of a tensor together; evenly strided, one after the other without
-   overlapping, the last dimension contiguous.  Inputs of products and attention may repeat over batches and heads (stride
-   0); elements of an output are never the same.  Storage is fp32, fp16 or bf16 unless said otherwise.
-   Gradients of parameters and inputs: see the manual, 6.  Only linear, matmul and the losses can do without dx (data NULL).
-   layer names the layer for overrides; NULL: the weight's name.
-   An output may lie over another operand only where its operator says so, and then be the same view, of one dtype size.
-   All return 101 for a missing pointer, 102 for numbers (NaN is none) and a struct that was not set to 0, 103 for shapes,
-   104 for dtypes, 110 for operands that share memory, 301 without scratch memory, and backward 106 when forward has not
-   run; for forwards that run again see amp_recompute_begin. */
+   "rows" are all leading dimensions of a tensor together, evenly strided without overlap; the last dimension is
+   contiguous.  Inputs of products and attention may repeat over batches and heads (stride 0).  Storage is fp32, fp16
+   or bf16 unless said otherwise.  Gradients: see STEP BY STEP, 6; only linear, matmul and the losses can do without dx
+   (data NULL).  layer is the name that overrides match; NULL: the weight's.  An output may alias another operand only
+   where its operator says so, by the same view with equal element sizes.
+   All return AMP_ERR_RANGE for bad numbers and for a struct that was not zeroed, AMP_ERR_SHAPE, AMP_ERR_DTYPE,
+   AMP_ERR_CONFLICT for operands that share memory, and AMP_ERR_MEMORY without scratch memory; backward AMP_ERR_STATE
+   if forward has not run. */
 
-/* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out].
-   act NONE, GELU, GELU_ERF or RELU; with GELU and a backward to come, pre [rows, out] keeps what went into act. */
+/* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out]. */
 typedef struct amp_linear_op {
     const char *layer;
-    amp_tensor x, y, pre;
-    amp_param *weight, *bias;       /* bias may be NULL */
-    amp_activation_kind act;
-    int32_t dy_before_act;          /* 1: dy is the gradient before act already */
+    amp_tensor x, y, pre;       /* pre [rows, out]: the input of act; GELU and GELU_ERF need it for backward */
+    amp_param *weight, *bias;   /* bias may be NULL */
+    amp_activation_kind act;    /* NONE, GELU, GELU_ERF or RELU */
+    int32_t dy_before_act;      /* 1: dy is already the gradient before act */
     amp_plan plan;
-    amp_tensor dy, dx;              /* with act, backward overwrites dy with the gradient before act */
-    amp_activation_kind x_act;      /* as act: x = x_act(x_pre), and backward writes the gradient of x_pre to dx */
+    amp_tensor dy, dx;          /* with act, backward overwrites dy with the gradient before act */
+    amp_activation_kind x_act;  /* like act: x = x_act(x_pre), and backward writes the gradient of x_pre to dx */
     int32_t reserved;
-    amp_tensor x_pre;               /* like dx; RELU can do without */
+    amp_tensor x_pre;           /* like dx; not needed for RELU */
 } amp_linear_op;
 AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op);
 AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op);
@@ -966,38 +950,42 @@ typedef struct amp_matmul_op {
     const char *layer;
     amp_tensor a, b, y;
     int32_t trans_a, trans_b;
-    float alpha;                    /* 0: 1 */
+    float alpha;                /* default 1 */
     int32_t reserved;
     amp_plan plan;
-    amp_tensor dy, da, db;          /* da, db: data NULL means not wanted */
+    amp_tensor dy, da, db;      /* da, db: data NULL to skip */
 } amp_matmul_op;
 AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op);
 AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op);
 
-/* The BLAS-shaped entry: replaces cblas_sgemm in one line (in none: examples/adopt/cblas.h) and obeys the region.  The
-   numbers of the enums are CBLAS's.  C = alpha op(A) op(B) + beta C, op(A) m x k, op(B) k x n; fp32, no alignment needed;
-   beta 0 does not read C; any dimension may be 0.  May be called from several threads at once, each in its own region.
-   Errors: 101, 102 (negative dimension, leading dimension too small, bad enum, alpha or beta not finite), 110 C shares memory with A or B, 301. */
+/* Replaces cblas_sgemm in one line, and follows the region.  examples/adopt/cblas.h needs no changed line.  Enum
+   values are CBLAS's.  C = alpha op(A) op(B) + beta C; op(A) m x k, op(B) k x n; fp32, any alignment; dimensions may
+   be 0; with beta 0 C is not read.  alpha and beta must be finite.
+   Errors: AMP_ERR_CONFLICT C shares memory with A or B. */
 typedef enum amp_order { AMP_ROW_MAJOR = 101, AMP_COL_MAJOR = 102, AMP_ORDER_FORCE_I32 = 0x7fffffff } amp_order;
-typedef enum amp_trans { AMP_NO_TRANS = 111, AMP_TRANS = 112, AMP_CONJ_TRANS = 113, AMP_TRANS_FORCE_I32 = 0x7fffffff } amp_trans;
+typedef enum amp_trans {
+    AMP_NO_TRANS = 111, AMP_TRANS = 112, AMP_CONJ_TRANS = 113,
+    AMP_TRANS_FORCE_I32 = 0x7fffffff
+} amp_trans;
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
                             const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
-/* The same for a host in fp64: A and B are rounded to fp32, beta C is added in fp64.  Errors: as above, 108 on a device. */
+/* For dgemm: A and B are rounded to fp32, beta C is added in fp64.
+   Errors: AMP_ERR_CONFLICT as above, AMP_ERR_UNSUPPORTED on a device. */
 AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                                 int64_t m, int64_t n, int64_t k, double alpha, const double *a, int64_t lda,
                                 const double *b, int64_t ldb, double beta, double *c, int64_t ldc);
 
-/* o = softmax(scale q k^T + mask) v.  q, o [batch, queries, heads, dim]; k, v [batch, keys, heads, dim]; any
-   strides with dim contiguous, so a packed qkv [batch, seq, 3, heads, dim] is three views of one buffer.
-   lse fp32 [batch, heads, queries] carries what backward needs, and is written in inference too; never stores queries x
-   keys.  Grouped heads: a call per group, k and v with stride 0 over its heads (their gradients need memory per head).
-   Decoding: k and v are the first `keys` positions of a cache, with its strides; CAUSAL aligns the last query and key. */
+/* o = softmax(scale q k^T + mask) v, without storing queries x keys.  q, o [batch, queries, heads, dim]; k, v [batch,
+   keys, heads, dim]; any strides with dim contiguous, so a packed qkv [batch, seq, 3, heads, dim] is three views of
+   one buffer.  Grouped heads: one call per group, with k and v of stride 0 over its heads (dk and dv need memory per
+   head).  Decoding: k and v are the first `keys` positions of a cache, with its strides; CAUSAL aligns the last query
+   and key. */
 typedef struct amp_attention_op {
     const char *layer;
     amp_tensor q, k, v, o;
-    float *lse;
-    float scale;                    /* 0: 1 / sqrt(dim) */
+    float *lse;                 /* [batch, heads, queries], for backward; written in inference too */
+    float scale;                /* default 1 / sqrt(dim) */
     int32_t reserved;
     amp_mask mask;
     amp_plan plan;
@@ -1006,18 +994,17 @@ typedef struct amp_attention_op {
 AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op);
 AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op);
 
-/* sum = x + residual; y = normalised sum.  x, residual, sum, y [rows, cols]; weight, bias [cols], either may be
-   NULL.  Without residual leave residual and sum empty.  mean, rstd fp32 [rows], in inference too (RMSNorm: no mean, no
-   bias).
-   Backward: dx = gradient of x (and of residual, which is the same), dsum added in if given: the gradient that
-   reaches sum on its other way.  sum may be x or residual, dsum may be dx. */
+/* sum = x + residual; y = norm(sum) weight + bias.  x, residual, sum, y [rows, cols]; weight, bias [cols], each may be
+   NULL.  Without a residual, leave residual and sum empty.  sum may be x or residual.
+   Backward: dx is the gradient of x, and of residual.  dsum, if given, is added: the gradient of sum's other uses; it
+   may be dx. */
 typedef struct amp_norm_op {
     const char *layer;
     amp_tensor x, residual, sum, y;
-    amp_param *weight, *bias;
-    float eps;                      /* 0: 1e-5 */
+    amp_param *weight, *bias;   /* bias: layernorm only */
+    float eps;                  /* default 1e-5 */
     int32_t reserved;
-    float *mean, *rstd;
+    float *mean, *rstd;         /* [rows], written in inference too; mean: layernorm only */
     amp_plan plan;
     amp_tensor dy, dsum, dx;
 } amp_norm_op;
@@ -1026,30 +1013,30 @@ AMP_API amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op);
 AMP_API amp_result amp_rmsnorm(amp_context *amp, amp_norm_op *op);
 AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op);
 
-/* y = softmax(scale x) over the last dimension, masked; x, y [batch, heads, queries, keys], or fewer dimensions
-   (rows, keys) without a mask.  y may be x. */
+/* y = softmax(scale x + mask) over the last dimension.  x, y [batch, heads, queries, keys], or (rows, keys) without a
+   mask.  y may be x. */
 typedef struct amp_softmax_op {
     const char *layer;
     amp_tensor x, y;
-    float scale;                    /* 0: 1 */
+    float scale;                /* default 1 */
     int32_t reserved;
     amp_mask mask;
     amp_plan plan;
-    amp_tensor dy, dx;              /* dx may be dy */
+    amp_tensor dy, dx;          /* dx may be dy */
 } amp_softmax_op;
 AMP_API amp_result amp_softmax(amp_context *amp, amp_softmax_op *op);
 AMP_API amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op);
 
-/* y = act(x + bias), any shape, contiguous.  y may be x; a backward can then follow for TANH, and for RELU without a
-   bias (they need y or the sign of it); that of the others reads x again.  Errors: 102; backward 110 (such a y). */
+/* y = act(x + bias), any shape, contiguous.  y may be x, but then only TANH, and RELU without a bias, have a backward
+   (AMP_ERR_CONFLICT for the others, which read x again). */
 typedef struct amp_activation_op {
     const char *layer;
     amp_tensor x, y;
-    amp_param *bias;                /* [the last dimension of x]; may be NULL */
+    amp_param *bias;            /* [last dimension of x]; may be NULL */
     amp_activation_kind act;
     int32_t reserved;
     amp_plan plan;
-    amp_tensor dy, dx;              /* dx may be dy */
+    amp_tensor dy, dx;          /* dx may be dy */
 } amp_activation_op;
 AMP_API amp_result amp_activation(amp_context *amp, amp_activation_op *op);
 AMP_API amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op);
@@ -1059,7 +1046,7 @@ AMP_API amp_result amp_activation_backward(amp_context *amp, amp_activation_op *
 typedef struct amp_swiglu_op {
     const char *layer;
     amp_tensor gate, up, y;
-    amp_param *gate_bias, *up_bias; /* [cols]; each may be NULL */
+    amp_param *gate_bias, *up_bias;  /* [cols]; each may be NULL */
     amp_plan plan;
     amp_tensor dy, dgate, dup;
 } amp_swiglu_op;
@@ -1067,51 +1054,50 @@ AMP_API amp_result amp_swiglu(amp_context *amp, amp_swiglu_op *op);
 AMP_API amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op);
 
 typedef enum amp_reduction {
-    AMP_REDUCTION_DEFAULT = 0,      /* mean */
+    AMP_REDUCTION_DEFAULT = 0,  /* MEAN */
     AMP_REDUCTION_MEAN = 1, AMP_REDUCTION_SUM = 2,
     AMP_REDUCTION_FORCE_I32 = 0x7fffffff
 } amp_reduction;
 
-/* Softmax cross-entropy over the last dimension, loss and gradient in one read of the logits.
-   logits [rows, cols], labels int32 [rows] in 0..classes-1 or ignore_index; the mean is over the rows that
-   count.  With dlogits the gradient is computed in the same call, starting from grad_scale (see amp_scaler_scale_ptr)
-   times factor; dlogits may be the logits themselves.
-   Errors: 201 for a label out of range (on a device: at the next call that waits). */
+/* Softmax cross-entropy over the last dimension of logits [rows, cols], averaged over the rows that are not ignored.
+   With dlogits the same read of the logits also gives the gradient, times grad_scale and factor; dlogits may be
+   logits.
+   Errors: AMP_ERR_LABEL a label out of range (on a device: from the next call that waits). */
 typedef struct amp_cross_entropy_op {
     const char *layer;
-    amp_tensor logits, dlogits;     /* dlogits.data NULL: loss only */
-    const int32_t *labels;
-    int64_t classes;                /* 0: cols; fewer: the rest of the columns is padding */
-    int32_t ignore_index;           /* 0: -100, as in PyTorch (a real label 0 cannot be ignored) */
+    amp_tensor logits, dlogits; /* dlogits.data NULL: loss only */
+    const int32_t *labels;      /* [rows], 0 to classes - 1 or ignore_index */
+    int64_t classes;            /* default cols; fewer: the other columns are padding */
+    int32_t ignore_index;       /* default -100, as in PyTorch; label 0 cannot be ignored */
     amp_reduction reduction;
-    float label_smoothing;          /* 0 to 1 */
-    float factor;                   /* 0: 1 */
-    const float *grad_scale;        /* device; NULL: 1 */
-    float *loss;                    /* device, [1] */
-    float *losses;                  /* device, [rows]; may be NULL */
+    float label_smoothing;      /* 0 to 1 */
+    float factor;               /* default 1 */
+    const float *grad_scale;    /* device, see amp_scaler_scale_ptr; NULL: 1 */
+    float *loss;                /* device, [1] */
+    float *losses;              /* device, [rows]; may be NULL */
     amp_plan plan;
 } amp_cross_entropy_op;
 AMP_API amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op);
 
-/* loss = mean or sum of (x - target)^2, and its gradient dx in the same call, as above; dx may be x. */
+/* loss = mean or sum of (x - target)^2, and its gradient dx in the same call; dx may be x. */
 typedef struct amp_mse_op {
     const char *layer;
-    amp_tensor x, target, dx;       /* dx.data NULL: loss only */
+    amp_tensor x, target, dx;   /* dx.data NULL: loss only */
     amp_reduction reduction;
-    float factor;                   /* 0: 1 */
+    float factor;               /* as in amp_cross_entropy_op, with the next two */
     const float *grad_scale;
     float *loss;
     amp_plan plan;
 } amp_mse_op;
 AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op);
 
-/* y[i] = table[ids[i]] + positions[i mod seq].  ids int32 [rows], table [vocab, cols], positions [>= seq, cols]
-   or NULL, y [rows, cols].  Backward adds rows up in a fixed order.  Errors: 201 for an id out of range. */
+/* y[i] = table[ids[i]] + positions[i mod seq].  ids [rows], table [vocab, cols], positions [>= seq, cols] or NULL, y
+   [rows, cols].  Backward adds rows in a fixed order.  Errors: AMP_ERR_LABEL an id out of range (as above). */
 typedef struct amp_embedding_op {
     const char *layer;
     const int32_t *ids;
     amp_param *table, *positions;
-    int64_t seq;                    /* rows per sequence; 0: all of them */
+    int64_t seq;                /* rows per sequence; default all */
     amp_tensor y;
     amp_plan plan;
     amp_tensor dy;
@@ -1119,90 +1105,85 @@ typedef struct amp_embedding_op {
 AMP_API amp_result amp_embedding(amp_context *amp, amp_embedding_op *op);
 AMP_API amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op);
 
-/* y = x with each element zeroed with probability p, the rest divided by 1 - p.  No mask is stored: the
-   random numbers are a function of (seed, offset, element), and the offset stands in the plan.  In inference
-   mode y = x.  y may be x. */
+/* y = x with each element zeroed with probability p and the rest divided by 1 - p; in inference mode y = x.  No mask
+   is stored: random numbers are a function of seed and offset (in the plan) and element.  y may be x. */
 typedef struct amp_dropout_op {
     const char *layer;
     amp_tensor x, y;
-    float p;                        /* 0 to less than 1 */
+    float p;                    /* 0 to less than 1 */
     int32_t reserved;
     amp_plan plan;
-    amp_tensor dy, dx;              /* dx may be dy */
+    amp_tensor dy, dx;          /* dx may be dy */
 } amp_dropout_op;
 AMP_API amp_result amp_dropout(amp_context *amp, amp_dropout_op *op);
 AMP_API amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op);
 
 /* y = a + b, contiguous, any storage dtypes, one rounding; y may be a or b.  The gradient of both is dy.
-   Errors: 101, 103, 104, 110. */
+   Errors of both: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_CONFLICT. */
 AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tensor *b, const amp_tensor *y);
-/* dst = src in dst's dtype, contiguous, nearest even; dst may be src.  Errors: as above. */
+/* dst = src, rounded to nearest even in dst's dtype; contiguous; dst may be src. */
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst);
-/* The next random offset of the context, and its seed: to be saved with a checkpoint.  Another seed puts captured graphs
-   out of date; a rank with a .seed of its own does not take another rank's.  Errors: 101, 102, 106 while a graph is captured,
-   107, 301, 408. */
+/* The context's random seed and next offset (of dropout).  Loading another seed puts captured graphs out of date; a
+   rank with a .seed of its own does not load another rank's (AMP_ERR_MISMATCH).
+   Errors: AMP_ERR_STATE during a graph capture, AMP_ERR_NAME, AMP_ERR_MISMATCH. */
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix);
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix);
 
 /* ==== 10 >>gradients ====
-   From gradients to new weights: sets of ranges, the loss scaler, check + norm + clip, optimizers, the
-   step.  The scaler is PyTorch's, bit for bit, with more presets and a floor.
-
-   One training step is three calls, or amp_step for all of them:
-       amp_scaler_check      looks for infinities and NaN, takes the norm; optional, the next call does it too
+   Gradient sets, the loss scaler (PyTorch's bit for bit, with presets and a floor), optimizers and the step.  One
+   training step is three calls, or amp_step for all of them; none waits for the device:
+       amp_scaler_check      looks for infinities and NaN, takes the norm; optional: the next call does it if needed
        amp_optimizer_step    new weights, unless something was infinite or NaN
-       amp_scaler_update     new scale, once per iteration
-   Nothing waits for the device: what was found, the scale and the counters live there, and small rules (in
-   part three) change them there. */
+       amp_scaler_update     new scale, once per step */
 
-/* ---- Gradient sets, of parameters or of any arrays of the host's.
+/* ---- Gradient sets, of parameters or of your own arrays.
 
-   Ranks: where the context has a reducer, a check first sums the gradients over the ranks and averages them,
-   then combines "something was not finite" (MAX), so all ranks decide alike.  Every rank takes part with
-   every row: where a parameter has no gradient it counts as zeros. */
+   Ranks: with amp_desc.reducer, a check averages the gradients over the ranks, then combines the overflow flags, so
+   all ranks decide alike.  Every rank takes part with every parameter; one without a gradient counts as zeros. */
 
 typedef struct amp_grad_set amp_grad_set;
 
-/* Either params or ranges.  sharded 1: each rank holds other elements, so gradients are not summed over ranks,
-   but norms and flags are combined. */
+/* Either params or ranges. */
 typedef struct amp_grad_set_desc {
-    amp_param *params; int64_t n_params;            /* their gradients, where grad_live is set; the array must stay.  A
-                                                       host with an optimizer of its own sets grad_live = 0 after it */
-    const amp_range *ranges; int64_t n_ranges;      /* copied; F32, F16, BF16 or F64; count 0 is allowed */
+    /* gradients with grad_live set; not copied.  Set grad_live = 0 after a step of your own */
+    amp_param *params; int64_t n_params;
+    const amp_range *ranges; int64_t n_ranges;  /* copied; F32, F16, BF16 or F64; count may be 0 */
+    /* 1: ranks hold different elements: gradients are not summed over them, norms and flags are */
     int32_t sharded, reserved;
-    double clip_norm;               /* largest allowed norm; 0: no clipping */
+    double clip_norm;           /* largest norm; 0: no clipping */
 } amp_grad_set_desc;
-/* Errors: 101, 102, 103, 104, 110 .params and .ranges are both given, 301. */
+/* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_CONFLICT both .params and .ranges are given. */
 AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc);
 AMP_API void amp_grad_set_destroy(amp_grad_set *set);
 
-/* What the last check of a set found. */
+/* What a set's last check found. */
 typedef struct amp_grad_stats {
-    int32_t found_inf;              /* 1: some element was infinite or NaN */
-    float norm;                     /* Euclidean, of the unscaled, averaged gradients; inf or NaN if found_inf */
-    float clip_coef;                /* what clipping multiplies by */
-    const char *first_bad;          /* name of the first range with a bad element, or NULL */
-    int64_t first_bad_index;        /* its place in the set, -1: none */
-    int64_t first_bad_element;      /* in it, as it lies there now; -1: none */
+    int32_t found_inf;          /* 1: some element was infinite or NaN */
+    float norm;                 /* Euclidean, of the unscaled, averaged gradients; inf or NaN if found_inf */
+    float clip_coef;            /* the factor that clips */
+    const char *first_bad;      /* the first range with a bad element, or NULL */
+    int64_t first_bad_index;    /* its place in the set; -1: none */
+    int64_t first_bad_element;  /* the first bad element now in it; -1: none */
 } amp_grad_stats;
-/* Waits for the device; reads that range if there is one.  Errors: 101, 501. */
+/* Waits; reads the bad range, if any. */
 AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out);
-/* Device address of what was found, for a host's own kernels: `multiplier` is what is left to multiply by (with momentum
-   in the gradient buffer: fold it into the learning rate), `skip` is 1 when nothing may change.  Never moves. */
+/* The device address, which never changes, of what was found.  For kernels of your own: multiply gradients by
+   `multiplier` (with momentum in the gradient buffer: fold it into the learning rate), and change nothing if `skip` is
+   1. */
 AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set);
-/* Multiplies the gradients by what the last check left to be multiplied: after AMP_CHECK_UNSCALE clipping, after
-   AMP_CHECK_READ also the inverse scale and the average.  For hosts with an optimizer of their own.  Errors: 101. */
+/* For an optimizer of your own: multiplies the gradients by what the last check left over: the clipping factor, and
+   after AMP_CHECK_READ also the inverse scale and the averaging. */
 AMP_API amp_result amp_grad_set_apply(amp_grad_set *set);
-/* Keeps a copy of the ranges as they are, and puts it back: for gradient buffers that hold the momentum as well, which a
-   skipped step must leave as it was.  The first save takes as much memory as the ranges.  One step of such a host, where
-   the buffers carry the scale S (while it stays 1, save, restore and rescale may be left out):
+/* Copies the ranges, and restores them: for gradient buffers that also hold the momentum, which a skipped step must
+   not change.  Takes as much memory as the ranges.  A step of such a host, whose buffers carry the scale S (while S
+   stays 1, save, restore and rescale are not needed; examples/adopt/momentum.c):
        amp_grad_set_save; backward, from a gradient of S, adds to the buffers;
-       amp_scaler_check(scaler, set, AMP_CHECK_READ); amp_grad_set_stats tells found_inf;
+       amp_scaler_check(scaler, set, AMP_CHECK_READ); amp_grad_set_stats gives found_inf;
        found_inf 0: step by learning rate / S, and S times the weight decay; then buffers *= momentum;
        found_inf 1: amp_grad_set_restore;
        amp_scaler_update; amp_scaler_rescale(scaler, set, 0).
-   S moves by powers of two, so every number is S times that of a run without scaling (examples/adopt/momentum.c).
-   Errors: 101, 301, and 106 nothing was saved. */
+   S moves by powers of two, so every number is exactly S times that of an unscaled run.
+   Errors: AMP_ERR_STATE nothing was saved. */
 AMP_API amp_result amp_grad_set_save(amp_grad_set *set);
 AMP_API amp_result amp_grad_set_restore(amp_grad_set *set);
 
@@ -1211,24 +1192,24 @@ AMP_API amp_result amp_grad_set_restore(amp_grad_set *set);
 typedef struct amp_scaler amp_scaler;
 
 typedef enum amp_scaler_preset {
-    AMP_SCALER_DEFAULT = 0,         /* torch's numbers with a floor of 1 and a guarded ceiling */
-    AMP_SCALER_TORCH = 1,           /* exactly torch.amp.GradScaler: no floor, no guard, refuses fp16 gradients */
-    AMP_SCALER_APEX = 2,            /* apex.amp.LossScaler */
-    AMP_SCALER_MEGATRON = 3,        /* Megatron-LM DynamicGradScaler */
-    AMP_SCALER_DEEPSPEED = 4,       /* DeepSpeed DynamicLossScaler, JSON defaults */
-    AMP_SCALER_DEEPSPEED_FUSED = 5, /* DeepSpeed fused FP16_Optimizer */
-    AMP_SCALER_FAIRSEQ = 6,         /* fairseq DynamicLossScaler, class defaults */
-    AMP_SCALER_METASEQ = 7,         /* metaseq (OPT): the interval moves with the scale */
-    AMP_SCALER_FLAX = 8,            /* flax DynamicScale */
-    AMP_SCALER_KERAS = 9,           /* TF / Keras 2 LossScaleOptimizer */
+    AMP_SCALER_DEFAULT = 0,     /* TORCH's numbers, with a floor of 1 and a guarded ceiling */
+    AMP_SCALER_TORCH = 1,       /* exactly torch.amp.GradScaler; refuses fp16 gradients */
+    AMP_SCALER_APEX = 2,        /* apex.amp.LossScaler */
+    AMP_SCALER_MEGATRON = 3,    /* Megatron-LM DynamicGradScaler */
+    AMP_SCALER_DEEPSPEED = 4,   /* DeepSpeed DynamicLossScaler, JSON defaults */
+    AMP_SCALER_DEEPSPEED_FUSED = 5,  /* DeepSpeed fused FP16_Optimizer */
+    AMP_SCALER_FAIRSEQ = 6,     /* fairseq DynamicLossScaler, class defaults */
+    AMP_SCALER_METASEQ = 7,     /* metaseq (OPT): the interval moves with the scale */
+    AMP_SCALER_FLAX = 8,        /* flax DynamicScale */
+    AMP_SCALER_KERAS = 9,       /* TF / Keras 2 LossScaleOptimizer */
     AMP_SCALER_FORCE_I32 = 0x7fffffff
 } amp_scaler_preset;
 
-#define AMP_NO_FLOOR (-1.0f)        /* min_scale: none */
-#define AMP_NO_CEILING (-1.0f)      /* max_scale: none, not even the guard */
-#define AMP_NO_INTERVAL (-1)        /* growth_interval: never grow */
-#define AMP_EXPLICIT_ZERO (-1.0f / 18446744073709551616.0f)  /* -2^-64: an explicit 0 where 0 means the default */
-#define AMP_LAG_NONE (-1)           /* result_lag: none, so that amp_step_result_next waits for the step itself */
+#define AMP_NO_FLOOR (-1.0f)        /* for .min_scale */
+#define AMP_NO_CEILING (-1.0f)      /* for .max_scale; no guard either */
+#define AMP_NO_INTERVAL (-1)        /* for .growth_interval: never grow */
+#define AMP_EXPLICIT_ZERO (-1.0f / 18446744073709551616.0f)  /* -2^-64: 0 where a plain 0 is the default */
+#define AMP_LAG_NONE (-1)           /* for .result_lag: amp_step_result_next waits for the step itself */
 
 /*                   init    grow  shrink  interval  floor   ceiling  hysteresis
     DEFAULT          2^16    2     1/2     2000      1       2^126    1
@@ -1241,97 +1222,91 @@ typedef enum amp_scaler_preset {
     METASEQ          2^2     2     1/2     256 (c)   2^-5 (b) none    1
     FLAX             2^16    2     1/2     2000 (d)  2^-126  fp32 max 1
     KERAS            2^15    2     1/2     2000      1       fp32     1
-   (a) one clean update more before the first growth after an overflow  (b) the scale stays above it instead of
-   being set to it  (c) doubles and halves with the scale  (d) one clean update more before every growth.
-   Ceiling "fp32": growth that would overflow is refused; "none": the scale can become infinite.  Where DeepSpeed
-   and fairseq raise an exception at the floor, the step is skipped and reported with at_floor.
+   (a) the first growth after an overflow takes one more clean update  (b) instead of being set to the floor, the scale
+   stays above it  (c) moves with the scale  (d) every growth takes one more clean update.  Ceiling "fp32": growth that
+   would overflow is refused; "none": the scale can become infinite.  Where DeepSpeed and fairseq raise an exception at
+   the floor, the step is skipped and reported with at_floor.
 
-   0 takes the preset's value:
-    .init_scale        finite and normal, with a finite and normal inverse (TORCH: anything), from floor to ceiling
-    .growth_factor     above 1, finite
-    .backoff_factor    0 to 1, both excluded
-    .growth_interval   clean updates before growing; 1 or more, or AMP_NO_INTERVAL
-    .min_scale         floor, as init_scale; AMP_NO_FLOOR: none
-    .max_scale         ceiling, as init_scale; AMP_NO_CEILING: none
-    .hysteresis        1 or more: overflows it takes to shrink the scale; refilled on growth
-    .tolerance         0 to 1: an overflow also shrinks when overflows / updates since the last change reach this
-                       rate, whatever hysteresis is left.  With hysteresis 1 only the rate decides (fairseq's rule).
-                       0 means none with hysteresis 1 and in MEGATRON and DEEPSPEED, and 0.25 with more hysteresis
-                       elsewhere, against endless alternating overflows; AMP_EXPLICIT_ZERO: none     */
+   Numbers of 0 take the preset's value. */
 typedef struct amp_scaler_desc {
     int32_t reserved;
     amp_scaler_preset preset;
-    int32_t disable;                /* 1 (always at level O0): the scale stays 1; averages, skips, stages and their errors
-                                       are as when enabled */
-    int32_t frozen;                 /* 1: a static scale; overflows still skip */
-    float init_scale;
-    double growth_factor, backoff_factor;
+    /* 1 (always at level O0): the scale stays 1; averaging, skipping and stages work as when enabled */
+    int32_t disable;
+    int32_t frozen;             /* 1: a static scale; overflows still skip */
+    float init_scale;           /* from floor to ceiling; it and its inverse finite and normal (TORCH: anything) */
+    double growth_factor, backoff_factor;  /* above 1, finite; between 0 and 1 */
+    /* clean updates before growing, 1 or more or AMP_NO_INTERVAL; overflows before shrinking, 1 or more, refilled by
+       growth */
     int32_t growth_interval, hysteresis;
-    float min_scale, max_scale;
+    float min_scale, max_scale; /* floor, ceiling: as init_scale, or AMP_NO_FLOOR, AMP_NO_CEILING */
+    /* 0 to 1: an overflow also shrinks the scale, whatever hysteresis is left, when overflows / updates since the last
+       change reach this rate.  With hysteresis 1 only the rate decides (fairseq's rule).  Default: none with
+       hysteresis 1, in MEGATRON and in DEEPSPEED, else 0.25 against endlessly alternating overflows;
+       AMP_EXPLICIT_ZERO: none */
     double tolerance;
-    int32_t skip_warning;           /* 0: 50; -1: never.  Steps skipped in a row with the scale at its floor before one
-                                       warning says so */
+    int32_t skip_warning;       /* steps skipped in a row at the floor before one warning; default 50, -1: never */
 } amp_scaler_desc;
-/* Errors: 101, 102, 202, 301. */
+/* Errors: AMP_ERR_SCALE. */
 AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc);
 AMP_API void amp_scaler_destroy(amp_scaler *scaler);
-/* 1 where there is a loss scale: not NULL, not disabled, its context open.  NULL stands for "no scaler" in
-   amp_scaler_scale, _scale_ptr, _get, _check, _unscale, _update, _update_with and _rescale: scale 1, nothing found, nothing
-   done, AMP_OK; so a host calls them in its fp32 runs, too. */
+/* 1 if there is a loss scale: not NULL, not disabled, its context open.  NULL means "no scaler" in amp_scaler_scale,
+   _scale_ptr, _get, _check, _unscale, _update, _update_with and _rescale, so fp32 runs can call them too: the scale is
+   1, nothing is found or done, and the result is AMP_OK. */
 AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler);
-/* Effective settings; creating a scaler from them gives the same scaler. */
+/* The settings in effect; they create the same scaler. */
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out);
-/* Device address of the scale: what a backward pass starts from, d(loss)/d(loss) = scale.  Never moves.
+/* The device address, which never changes, of the scale: what backward starts from, d(loss)/d(loss) = scale.
    NULL, which operators take as 1, for NULL. */
 AMP_API const float *amp_scaler_scale_ptr(const amp_scaler *scaler);
-/* Device address of the whole state, for a user's own kernels. */
+/* The device address of the whole state, for kernels of your own. */
 AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler);
-/* A copy of the state; for NULL that of a scale of 1.  Waits for the device. */
+/* A copy of the state.  Waits. */
 AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out);
-/* The scale alone; 1 for a disabled scaler or NULL.  Waits. */
+/* The scale alone; 1 if disabled.  Waits. */
 AMP_API float amp_scaler_scale(const amp_scaler *scaler);
-/* Sets the scale; the growth tracker stays, as in PyTorch; every set is ready then.
-   Errors: 202 (but TORCH takes anything, as PyTorch does). */
+/* Sets the scale and makes every set ready; the growth tracker stays, as in PyTorch.
+   Errors: AMP_ERR_SCALE (TORCH takes anything, as PyTorch does). */
 AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale);
-/* Changes growth factor, backoff factor and growth interval; 0 leaves a value.  An interval at or below the
-   tracker restarts the count (TORCH: the scale then never grows again, as in PyTorch).  Errors: 102. */
+/* Sets growth factor, backoff factor and growth interval; 0 leaves a value.  An interval at or below the tracker
+   restarts the count (TORCH: the scale then never grows again, as in PyTorch). */
 AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor, double backoff_factor,
                                        int32_t growth_interval);
 
 typedef enum amp_check_mode {
-    AMP_CHECK_UNSCALE = 1,          /* gradients are unscaled in place (PyTorch's unscale_), and averaged where there is
-                                       something to average; stored also where they are not finite */
-    AMP_CHECK_READ = 2,             /* gradients stay as they are; the optimizer multiplies */
+    /* unscales (and averages) gradients in place, as PyTorch's unscale_, non-finite ones too */
+    AMP_CHECK_UNSCALE = 1,
+    AMP_CHECK_READ = 2,         /* only reads them; the optimizer multiplies */
     AMP_CHECK_FORCE_I32 = 0x7fffffff
 } amp_check_mode;
-/* Looks for infinities and NaN in the set and takes its norm; once per set between two updates.  The stages are
-   PyTorch's, per set, and update makes every set ready again:
-                            ready             checked     stepped
-       amp_scaler_check     -> checked        error 204   error 205
-       amp_optimizer_step   checks, -> stepped  -> stepped  error 205
-       amp_scaler_update    error 206 unless some set of this scaler was checked
-   An empty set counts as checked.  On failure the set stays where it was.  Only the values before the
-   multiplication are looked at: one that overflows by it is not found.
-   Errors: 101 the set, 102 mode, 106 the set is in use by another scaler, 203, 204, 205, 503. */
+/* Looks for infinities and NaN in a set and takes its norm, once per set between two updates.  As in PyTorch, each set
+   is in one of three stages, and an update makes all sets ready again:
+                            ready                    checked             stepped
+       amp_scaler_check     -> checked               AMP_ERR_UNSCALED    AMP_ERR_STEPPED
+       amp_optimizer_step   checks first, -> stepped  -> stepped         AMP_ERR_STEPPED
+       amp_scaler_update    AMP_ERR_NO_CHECK unless some set of this scaler was checked
+   An empty set counts as checked.  On failure the stage stays.  Values are tested before the multiplication: overflow
+   that it causes is not found.
+   Errors: AMP_ERR_STATE another scaler uses the set, AMP_ERR_GRAD_16BIT, AMP_ERR_UNSCALED, AMP_ERR_STEPPED,
+   AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode);
-/* Grows or shrinks the scale by what all checks since the last update found.  Errors: 206. */
+/* Grows or shrinks the scale by what all checks since the last update found.  Errors: AMP_ERR_NO_CHECK. */
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
-/* The same with what the host found itself, as well: found_inf 0 or 1.  Needs no check: for updates that are fused with
-   the backward pass and leave no gradients behind.  Errors: 102. */
+/* The same, also counting what you found yourself (found_inf 0 or 1).  Needs no check: for updates fused with
+   backward, which leave no gradients behind. */
 AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf);
-/* All at once for gradients that lie in a few arrays: checks them, multiplies them by 1 / scale (also where they are not
-   finite), updates the scale, and says in *apply whether the optimizer is to step: 1, or 0 where some number is infinite
-   or NaN, and on failure.  NULL: nothing is done, *apply is 1.  Waits for the device.
-   Errors: 101, 102 n or a count, 104, 106 while a graph is captured, 203, 301, 503. */
+/* All at once, for gradients in a few arrays: checks them, multiplies them by 1 / scale (non-finite ones too), updates
+   the scale, and sets *apply to whether your optimizer shall step: 0 if anything is infinite or NaN, or on failure.
+   Waits.
+   Errors: AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture, AMP_ERR_GRAD_16BIT, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply);
-/* For buffers at an old scale (momentum in a gradient buffer): multiplies a set's ranges by scale / old_scale.
-   old_scale 0: the scale before the last update, so call it after every update.  Errors: 101, 202. */
+/* Multiplies a set's ranges by scale / old_scale, for buffers that carry the scale (momentum in a gradient buffer).
+   old_scale 0: the scale before the last update, so call it after every update.  Errors: AMP_ERR_SCALE. */
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, float old_scale);
-/* Records <prefix>.scale and so on (prefix: 1 to 40 bytes): everything the next decision depends on.  All or nothing.
-   Errors: 101, 102, 301. */
+/* Everything the next decision depends on.  Loading also takes over the saved factors and interval, and makes every
+   set ready; a disabled scaler loads anything, for its stages alone.
+   Errors of load: AMP_ERR_NAME, AMP_ERR_SCALE, AMP_ERR_MISMATCH another preset, or saved by a disabled scaler. */
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix);
-/* All or nothing; every set is ready then.  Brings the saved factors and interval with it.  A disabled scaler takes
-   anything, for its stages alone.  Errors: 101, 102, 107, 202, 408 another preset, or saved by a disabled scaler. */
 AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, const char *prefix);
 
 /* ---- Optimizers and the step */
@@ -1339,140 +1314,131 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 typedef struct amp_optimizer amp_optimizer;
 
 typedef enum amp_optimizer_kind {
-    AMP_OPTIMIZER_DEFAULT = 0,      /* ADAMW */
-    AMP_ADAMW = 1,                  /* torch.optim.AdamW: Loshchilov & Hutter 2019, decoupled weight decay */
-    AMP_SGD = 2,                    /* torch.optim.SGD: momentum, dampening, Nesterov, weight decay as L2 */
+    AMP_OPTIMIZER_DEFAULT = 0,  /* ADAMW */
+    AMP_ADAMW = 1,              /* torch.optim.AdamW: Loshchilov & Hutter 2019, decoupled weight decay */
+    AMP_SGD = 2,                /* torch.optim.SGD: momentum, dampening, Nesterov, weight decay as L2 */
     AMP_OPTIMIZER_FORCE_I32 = 0x7fffffff
 } amp_optimizer_kind;
 
-/* Parameters whose name matches get other settings; the first match wins. */
+/* Settings for parameters whose name matches; the first match wins. */
 typedef struct amp_param_group {
-    const char *match;              /* pattern with * and ? */
-    double lr_scale;                /* 0: 1; AMP_EXPLICIT_ZERO: 0 */
-    double weight_decay;            /* 0: the optimizer's; AMP_EXPLICIT_ZERO: none; else this, also on vectors */
-    amp_master_kind master;         /* DEFAULT: the optimizer's; fp32 weights have none */
-    amp_dtype moments;              /* DEFAULT: the optimizer's */
+    const char *match;          /* pattern with * and ? */
+    double lr_scale;            /* default 1; AMP_EXPLICIT_ZERO: 0 */
+    double weight_decay;        /* default the optimizer's, AMP_EXPLICIT_ZERO: none; else also on vectors */
+    amp_master_kind master;     /* default the optimizer's; fp32 weights have none */
+    amp_dtype moments;          /* default the optimizer's */
 } amp_param_group;
 
-/*  .lr                1e-3       finite, 0 or more by amp_optimizer_set_lr; AMP_EXPLICIT_ZERO
-    .beta1, .beta2     0.9, 0.999 0 to less than 1; AMP_EXPLICIT_ZERO
-    .eps               1e-8       AMP_EXPLICIT_ZERO
-    .weight_decay      0          on matrices only, unless decay_vectors
-    .momentum          0          SGD: 0 to less than 1 ...
-    .dampening, .nesterov         ... as in torch.optim.SGD
-    .clip_norm         0          0: no clipping; max norm of the whole averaged gradient
-    .accumulation      1          micro-batches per step: every n-th amp_step steps, and averages
-    .result_lag        2          steps until a step's result is delivered, to 63; AMP_LAG_NONE: at once
-    .master            F32        of 16-bit weights; see amp_master_kind.  At level O3 NONE, or STOCHASTIC
-    .moments           F32        or BF16, rounded stochastically: to nearest, v never shrinks with beta2 above 0.996
-    .seed              0          of stochastic rounding; ranks with the same weights need the same.  The number of
-                                  an element is a function of seed, step applied, parameter and element */
+/* AMP_EXPLICIT_ZERO is a 0 for lr, the betas and eps. */
 typedef struct amp_optimizer_desc {
     int32_t reserved;
     amp_optimizer_kind kind;
-    int32_t accumulation;
-    amp_param *params; int64_t n_params;            /* those without grad are left out; the array must stay */
-    const amp_param_group *groups; int64_t n_groups;      /* copied */
+    int32_t accumulation;       /* micro-batches per step: every n-th amp_step steps, with the mean; default 1 */
+    amp_param *params; int64_t n_params;  /* not copied; those without grad are left out */
+    const amp_param_group *groups; int64_t n_groups;  /* copied */
+    /* defaults 1e-3, 0.9, 0.999, 1e-8, 0; betas below 1; decay on matrices only, unless decay_vectors */
     double lr, beta1, beta2, eps, weight_decay;
-    double momentum, dampening;
-    double clip_norm;
+    double momentum, dampening; /* SGD, as in torch.optim.SGD; momentum below 1 */
+    double clip_norm;           /* largest norm of all averaged gradients together; 0: no clipping */
     int32_t nesterov, maximize;
-    int32_t decay_vectors;          /* 1: weight decay on parameters of one dimension too */
-    int32_t clip_each;              /* 1: also clip the running sum after every micro-batch; 0: once per step */
-    int32_t result_lag;
-    int32_t apply_nonfinite;        /* 1: without a scaler, step even with inf or NaN gradients (as PyTorch does) */
-    int32_t sharded;                /* as in amp_grad_set_desc */
-    amp_master_kind master;
+    int32_t decay_vectors;      /* 1: weight decay on one-dimensional parameters too */
+    int32_t clip_each;          /* 1: also clip the running sum after every micro-batch */
+    int32_t result_lag;         /* steps until a result is delivered: up to 63, or AMP_LAG_NONE; default 2 */
+    int32_t apply_nonfinite;    /* 1: without a scaler, step even with inf or NaN gradients, as PyTorch does */
+    int32_t sharded;            /* as in amp_grad_set_desc */
+    amp_master_kind master;     /* of 16-bit weights; at level O3 NONE or STOCHASTIC */
+    /* F32, or BF16 rounded stochastically (to nearest, v would never shrink with beta2 above 0.996) */
     amp_dtype moments;
+    /* of stochastic rounding, a function of seed, applied step, parameter and element; ranks with the same weights
+       need the same */
     uint64_t seed;
 } amp_optimizer_desc;
-/* Allocates moments and masters.  All parameters share one step count: one that gets its first gradient later has the
-   others' bias correction.
-   Errors: 101, 102, 103, 104, 107 duplicate names, 110 a storage policy that does not fit, 301. */
+/* All parameters share one step count, also for bias correction.
+   Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, AMP_ERR_CONFLICT a storage policy that does not
+   fit. */
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc);
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
-/* Effective settings. */
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
 /* The set of its gradients, for amp_scaler_check. */
 AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer);
-/* From the next step on.  0 is a learning rate.  Errors: 102 negative or not finite. */
+/* From the next step on; finite, 0 or more. */
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
-/* The largest allowed norm from the next check on; 0: none.  Errors: 101, 102. */
+/* From the next check on; 0: no clipping. */
 AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm);
-/* Micro-batches per step, from a new cycle on: what has been accumulated is dropped.  Errors: 101, 102. */
+/* Begins a new cycle: accumulated gradients are dropped. */
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation);
-/* Makes masters again from the weights (after a host loaded some), and drops their cached casts. */
+/* Makes masters from the weights again, after you loaded some, and drops their cached casts. */
 AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer);
-/* Sets a weight of .params from fp32 on the host: the master, or weight and remainder, are these values, a 16-bit weight
-   is rounded to nearest (STOCHASTIC too).  Initialise and load 16-bit models with this: masters made from the weights
-   lack what these lack.  Waits.  Errors: 101, 102 a value overflows, 103, 106, 107, 301, 501. */
+/* Sets a weight of .params, and its master or remainder, from fp32 values on the host; a 16-bit weight is rounded to
+   nearest.  Initialise and load 16-bit models with it: masters made from the weights lack the bits that these lack.
+   Waits.
+   Errors: AMP_ERR_RANGE also for a value that overflows, AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_NAME. */
 AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values);
-/* What storage costs: bytes per parameter, of those with a gradient.  Errors: 101. */
+/* Bytes per parameter, over those with a gradient. */
 typedef struct amp_parameter_bytes {
-    int64_t parameters;             /* elements of all of them */
+    int64_t parameters;         /* total elements */
     double weight, gradient, master, moments;
-    double total;                   /* their sum */
+    double total;               /* their sum */
 } amp_parameter_bytes;
 AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_parameter_bytes *out);
 
-/* One optimizer step, without touching the scale: checks first if amp_scaler_check was not called.  Gradients are
-   averaged by `accumulation` (times ranks) and clipped.  Skips when something was infinite or NaN; moments, weights
-   and step count then stay.  scaler NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward
-   overwrites gradients.  Errors: 101, 106 the set is in use by another scaler, 203, 205, 503. */
+/* Averages the gradients by `accumulation` times ranks, clips them and steps; the scale stays.  Checks first if
+   amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count stay.  scaler
+   NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward overwrites gradients.
+   Errors: AMP_ERR_STATE another scaler uses the set, AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
-   scaler may be NULL.  Errors: as amp_optimizer_step, and 106 the set was checked before the cycle's last micro-batch. */
+   scaler may be NULL.  Errors: as above, and AMP_ERR_STATE the set was checked before the cycle's last micro-batch. */
 AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler);
 
-/* What became of one step. */
 typedef struct amp_step_result {
-    int64_t step;                   /* number of the amp_step or amp_optimizer_step that stepped, from 1 */
-    int64_t applied_steps;          /* of them applied so far */
-    int32_t applied;                /* 0: skipped */
-    int32_t at_floor;               /* 1: it overflowed, and the scale cannot shrink further */
-    float norm, clip_coef;          /* as in amp_grad_stats */
-    float scale;                    /* the scale this step's gradients carried ... */
-    int32_t growth_tracker;         /* ... and the scaler's clean updates when the step began; 0 without a scaler */
+    int64_t step;               /* steps so far, skipped or not, this one included */
+    int64_t applied_steps;      /* those applied */
+    int32_t applied;            /* 0: skipped */
+    int32_t at_floor;           /* 1: it overflowed, and the scale cannot shrink further */
+    float norm, clip_coef;      /* as in amp_grad_stats */
+    float scale;                /* that this step's gradients carried */
+    int32_t growth_tracker;     /* clean updates before the step; 0 without a scaler */
     double lr;
-    const char *first_bad;          /* name of the first parameter with a bad gradient, or NULL */
+    const char *first_bad;      /* the first parameter with a bad gradient, or NULL */
     int64_t total_skips, consecutive_skips;
 } amp_step_result;
-/* Takes the oldest result that is due: at least result_lag steps old.  1: *out was filled; 0: none is due, or the
-   device failed.  Waits for that step, so what comes when is always the same.  The last 64 are kept.  amp_step_result_flush
-   makes all of them due, and waits. */
+/* Takes the oldest result that is due, result_lag steps old, and waits for that step, so results come at fixed times.
+   1: *out was filled; 0: none is due, or the device failed.  The last 64 are kept.  amp_step_result_flush makes all of
+   them due, and waits. */
 AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *out);
 AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer);
 
-/* A captured graph (CUDA graphs): what is called between begin and end is not done but recorded, and each launch does
-   all of it at the cost of one call.  A whole step can be captured, dynamic loss scaling included:
+/* A captured graph (CUDA graphs): calls between begin and end are recorded instead of done, and each launch does all
+   of them at the cost of one.  A whole step can be captured, dynamic loss scaling included:
 
-       step once as usual;                         (buffers, masks and plans exist from then on)
+       step once as usual;                         (creates buffers, masks and plans)
        amp_graph_begin(amp); forward; backward; amp_step; amp_graph_end(amp, &graph);
-       then each step: amp_loader_next; amp_copy of the batch into the buffers that were captured;
+       then each step: amp_loader_next; amp_copy of the batch into the captured buffers;
                        amp_optimizer_set_lr; amp_graph_launch(graph); amp_step_result_next;
 
    The bits are those of the same calls without a graph: learning rate, loss scale, step count and random offsets are
-   read from device memory.  In between nothing may wait for the device, accumulation cycles must be whole, and a check
-   has its step or update.  While a graph lives, copies in the cast and mask caches stay.  Built into it are the dtype,
-   overrides, the seed, an optimizer's or scaler's settings but the learning rate and the scale, pointers and shapes:
-   launching after they changed is error 207.  Destroy graphs before the optimizers they step, and before the context.
-   Errors: 101; begin: 106 one is being captured, 108 the backend has no graphs (the CPU's has none), 301, 501; end: 106
-   nothing is captured, another thread began it, or a cycle is not whole, 501 with what could not be captured; launch: 106,
-   207, 501.  After a failed end nothing was done and nothing changed.  Closing the context drops an open capture. */
+   read from device memory.  Nothing in between may wait for the device, accumulation cycles must be whole, and a check
+   needs its step or update.  Copies in the cast and mask caches stay while a graph lives.  A graph holds the dtype,
+   overrides, seed, pointers, shapes, and all settings of optimizer and scaler but learning rate and scale: launching
+   it after any of them changed returns AMP_ERR_GRAPH.  Destroy graphs before the optimizers they step, and before the
+   context.  After a failed end nothing was done or changed.  Closing the context drops an open capture.
+   Errors: AMP_ERR_STATE a graph is being captured (begin), none is (end), another thread began it (end), or a cycle is
+   not whole (end); AMP_ERR_UNSUPPORTED the backend, such as the CPU's, has no graphs (begin); AMP_ERR_DEVICE what
+   could not be captured (end); AMP_ERR_GRAPH (launch). */
 typedef struct amp_graph amp_graph;
 AMP_API amp_result amp_graph_begin(amp_context *amp);
 AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out);
 AMP_API amp_result amp_graph_launch(amp_graph *graph);
 AMP_API void amp_graph_destroy(amp_graph *graph);
 
-/* Moments, masters, step count, learning rate, seed, position in the accumulation cycle with the gradients that no step
-   has used, counters and results not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
-   Between two steps any rank's state loads into each, in any world.  In a cycle the gradients are a rank's own, and if
-   sharded everything is: then rank, world and accumulation must be those of the save.
-   Weights are the host's to save, and to load first.  Remainders are saved as fp32 masters, so each kind loads into the
-   other; loading remainders writes the bf16 weights, which are one with them.  bf16 moments load into fp32 ones too.
-   Save and load are all or nothing: saving over an earlier save takes memory for both.
-   Errors: 101, 102, 106 saved between amp_scaler_check and the step, 107, 301, 408 with the parameter's name. */
+/* Moments, masters, step count, learning rate, seed, accumulation cycle with its gradients, counters, and results not
+   yet delivered.  Weights are yours to save, and to load first.  Between two steps any rank's state loads into every
+   rank of any world; inside a cycle, or if sharded, only into the same rank, world and accumulation.  Remainders are
+   saved as fp32 masters, so either kind loads into the other; loading remainders also writes the bf16 weights.  bf16
+   moments load into fp32 ones too.
+   Errors: AMP_ERR_STATE saved between amp_scaler_check and the step, AMP_ERR_NAME, AMP_ERR_MISMATCH with the
+   parameter's name. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# errors.sh - what amp.h promises to return ("Errors: 101, 103" above a function) and no test that ran before this one under
+# errors.sh - what amp.h promises to return ("Errors: AMP_ERR_SHAPE" above a function) and no test that ran before this one under
 # run.sh provoked by a call that CHECK_ERR sees.  errors.awk reads the promises.
 . tests/lib.sh
 if [ ! -s "${AMPT_ERRORS:-}" ]; then skip "promised errors" "no tests ran before: make errors"; closing; exit; fi

@@ -1,5 +1,5 @@
 /* t_errors.c - what amp.h says when something is wrong, held against its own text: every result that a comment of the API half
- * promises ("Errors: 101, 103") is provoked, and the text names the function that was called and that alone; and every
+ * promises ("Errors: AMP_ERR_SHAPE") is provoked, and the text names the function that was called and that alone; and every
  * function that writes a text works as snprintf does. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
