@@ -4593,6 +4593,80 @@ static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits
 /* Whether x is 0: by its bits, for a host that flushes subnormal numbers compares them equal to 0. */
 static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
 
+#define AMPI_DBL_MAX 1.7976931348623157e308
+#define AMPI_ABOVE_0 2.2250738585072014e-308
+#define AMPI_ABOVE_1 1.0000000000000002
+#define AMPI_BELOW_1 0.99999999999999989
+
+/* ---- Fields.  A row says what a number in a struct is called, where it lies and what it may be: defaults, checks and settings
+   go by tables of them. */
+
+typedef struct ampi_word { const char *word; double value; } ampi_word;
+
+/* What a field holds.  INVERTED: a switch whose field says the opposite. */
+typedef enum ampi_type {
+    AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64
+} ampi_type;
+
+/* words: values with a word of their own; "0" among them where 0 in the field means the default.  Numbers: from low to
+   high, in words `range`.  standard: what 0 in the field stands for. */
+typedef struct ampi_field {
+    const char *key;
+    ampi_type type;
+    size_t offset;
+    const ampi_word *words;
+    double standard, low, high;
+    const char *range;
+} ampi_field;
+
+/* A field's value; 0 (a switch: its opposite, if INVERTED) is the default. */
+static double ampi_field_get(const void *s, const ampi_field *k) {
+    const char *at = (const char *)s + k->offset;
+    int32_t i32;
+    int64_t i64;
+    float real32;
+    double real64;
+    switch (k->type) {
+        case AMPI_I64: memcpy(&i64, at, sizeof i64); return (double)i64;
+        case AMPI_REAL32: memcpy(&real32, at, sizeof real32); return (double)real32;
+        case AMPI_REAL64: memcpy(&real64, at, sizeof real64); return real64;
+        default: memcpy(&i32, at, sizeof i32);
+    }
+    return k->type == AMPI_INVERTED ? i32 == 0 : k->type == AMPI_SWITCH ? i32 != 0 : (double)i32;
+}
+
+static void ampi_field_put(void *s, const ampi_field *k, double value) {
+    char *at = (char *)s + k->offset;
+    int64_t i64 = k->type == AMPI_I64 ? (int64_t)value : 0;
+    int32_t i32 = k->type <= AMPI_I32 ? (int32_t)value : 0;
+    float real32 = k->type == AMPI_REAL32 ? (float)value : 0;
+    switch (k->type) {
+        case AMPI_I64: memcpy(at, &i64, sizeof i64); break;
+        case AMPI_REAL32: memcpy(at, &real32, sizeof real32); break;
+        case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
+        case AMPI_INVERTED: i32 = !i32;         /* falls through */
+        default: memcpy(at, &i32, sizeof i32);
+    }
+}
+
+/* Refuses what a field of a desc may not be, and gives those that are 0 what it stands for. */
+static amp_result ampi_fields(const char *function, const ampi_field *rows, size_t bytes, void *desc) {
+    const ampi_field *k;
+    char range[64];
+    for (k = rows; k < rows + bytes / sizeof *rows; k++) {
+        double value = ampi_field_get(desc, k);
+        const ampi_word *w = k->words;
+        int finite = amp_is_finite_f64(&value);
+        if (finite && ampi_bits_f64(value) << 1 == 0) { ampi_field_put(desc, k, k->standard); continue; }
+        while (w != NULL && w->word != NULL && !(finite && w->value == value)) w++;
+        if ((w != NULL && w->word != NULL) || (finite && value >= k->low && value <= k->high)) continue;
+        snprintf(range, sizeof range, "%.0f to %.0f", k->low, k->high);
+        return ampi_fail(AMP_ERR_RANGE, function, k->type < AMPI_REAL32 ? ".%s = %.0f, must be %s" : ".%s = %g, must be %s", k->key, value,
+                         k->range ? k->range : range);
+    }
+    return AMP_OK;
+}
+
 /* A number of a desc or op: finite, which its bits tell, and what fits. */
 static amp_result ampi_check_real(const char *function, const char *field, double value, int fits, const char *allowed) {
     if (fits && amp_is_finite_f64(&value)) return AMP_OK;
@@ -9407,32 +9481,33 @@ static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int
 
 /* ---- Opening */
 
-static amp_result ampi_check_enum(const char *field, int value, int last) {
-    if (value >= 0 && value <= last) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, "amp_open", ".%s = %d, must be 0 (default) to %d", field, value, last);
-}
+#define AMPI_ENUM(field, standard, last) {#field, AMPI_I32, offsetof(amp_desc, field), NULL, standard, 0, last, NULL}
+static const ampi_field ampi_desc_fields[] = {
+    AMPI_ENUM(level, AMP_LEVEL_O1, AMP_LEVEL_O3),
+    AMPI_ENUM(policy, AMP_POLICY_FUSED, AMP_POLICY_TORCH),
+    AMPI_ENUM(mode, AMP_MODE_TRAINING, AMP_MODE_INFERENCE),
+    AMPI_ENUM(cpu_path, 0, AMP_CPU_AMX),
+    AMPI_ENUM(autotune, AMP_AUTOTUNE_OFF, AMP_AUTOTUNE_ON),
+    AMPI_ENUM(cast_inputs, AMP_IO_NONE, AMP_IO_F32),
+    AMPI_ENUM(cast_outputs, AMP_IO_NONE, AMP_IO_F32),
+    AMPI_ENUM(logger.level, AMP_LOG_WARNING, AMP_LOG_DEBUG),
+    {"threads", AMPI_I32, offsetof(amp_desc, threads), NULL, 0, 1, 1024, "1 to 1024, or 0 for all cores"},
+    {"device", AMPI_I32, offsetof(amp_desc, device), NULL, 0, 0, INT32_MAX, "0 or more"},
+    {"cache_limit", AMPI_I64, offsetof(amp_desc, cache_limit), NULL, 0, 0, AMPI_DBL_MAX, "0 (none) or more"},
+    {"mask_limit", AMPI_I64, offsetof(amp_desc, mask_limit), NULL, 0, 0, AMPI_DBL_MAX, "0 (none) or more"}
+};
 
-static amp_result ampi_check_desc(const amp_desc *d) {
+/* Fills in the defaults that the machine does not decide. */
+static amp_result ampi_check_desc(amp_desc *d) {
     const amp_system *s = &d->system;
-    AMPI_TRY(ampi_check_enum("level", (int)d->level, AMP_LEVEL_O3));
-    AMPI_TRY(ampi_check_enum("policy", (int)d->policy, AMP_POLICY_TORCH));
-    AMPI_TRY(ampi_check_enum("mode", (int)d->mode, AMP_MODE_INFERENCE));
-    AMPI_TRY(ampi_check_enum("cpu_path", (int)d->cpu_path, AMP_CPU_AMX));
-    AMPI_TRY(ampi_check_enum("autotune", (int)d->autotune, AMP_AUTOTUNE_ON));
-    AMPI_TRY(ampi_check_enum("cast_inputs", (int)d->cast_inputs, AMP_IO_F32));
-    AMPI_TRY(ampi_check_enum("cast_outputs", (int)d->cast_outputs, AMP_IO_F32));
+    AMPI_TRY(ampi_fields("amp_open", ampi_desc_fields, sizeof ampi_desc_fields, d));
     if ((int)d->fallback != AMP_DTYPE_DEFAULT && !ampi_is_compute(d->fallback))
         return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be fp32, tf32, fp16 or bf16", amp_dtype_name(d->fallback));
-    AMPI_TRY(ampi_check_enum("logger.level", (int)d->logger.level, AMP_LOG_DEBUG));
-    if (d->threads < 0 || d->threads > 1024) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".threads = %d, must be 1 to 1024, or 0 for all cores", d->threads);
     if (d->share_threads != NULL && d->share_threads->threads == NULL)
         return ampi_fail(AMP_ERR_STATE, "amp_open", "the context of .share_threads was closed, must be open");
     if (d->share_threads != NULL && d->threads > d->share_threads->desc.threads)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".threads = %d, but the context of .share_threads has %d", d->threads, d->share_threads->desc.threads);
     if (d->share_threads != NULL && d->parallel.parallel != NULL) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel both say which threads to use");
-    if (d->device < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".device = %d, must be 0 or more", d->device);
-    if (d->cache_limit < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".cache_limit = %lld, must be 0 (none) or more", (long long)d->cache_limit);
-    if (d->mask_limit < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".mask_limit = %lld, must be 0 (none) or more", (long long)d->mask_limit);
     if (d->cpu_path > ampi_cpu_best_path())
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s", ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
     if ((s->alloc == NULL) != (s->free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free come both or neither");
@@ -9450,13 +9525,6 @@ static amp_result ampi_check_desc(const amp_desc *d) {
 }
 
 static void ampi_fill_defaults(amp_desc *d, const amp_cpu_info *cpu) {
-    if (d->level == 0) d->level = AMP_LEVEL_O1;
-    if (d->policy == 0) d->policy = AMP_POLICY_FUSED;
-    if (d->mode == 0) d->mode = AMP_MODE_TRAINING;
-    if (d->autotune == 0) d->autotune = AMP_AUTOTUNE_OFF;
-    if (d->cast_inputs == 0) d->cast_inputs = AMP_IO_NONE;
-    if (d->cast_outputs == 0) d->cast_outputs = AMP_IO_NONE;
-    if (d->logger.level == 0) d->logger.level = AMP_LOG_WARNING;
     if (d->backend == NULL) d->backend = amp_cpu();
     if (d->cpu_path == 0) d->cpu_path = cpu->path;
     if (d->threads == 0) d->threads = d->share_threads ? d->share_threads->desc.threads : cpu->cores;
@@ -9611,6 +9679,7 @@ static amp_result ampi_open_device(amp_context *amp) {
 AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const amp_header *headers, int64_t n) {
     amp_system system;
     amp_context *amp;
+    amp_desc d;
     amp_result result;
     void *memory;
     int locks;
@@ -9618,11 +9687,13 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     *out = NULL;
     if (headers == NULL || n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "headers is NULL or none");
     AMPI_TRY(ampi_check_headers("amp_open", headers, n));
-    if (desc != NULL) AMPI_TRY(ampi_check_desc(desc));
+    memset(&d, 0, sizeof d);
+    if (desc != NULL) d = *desc;
+    AMPI_TRY(ampi_check_desc(&d));
     system = ampi_system(desc ? &desc->system : NULL);
     AMPI_TRY(ampi_alloc(&system, "amp_open", &memory, 1, sizeof *amp));
     amp = (amp_context *)memory;
-    if (desc != NULL) amp->desc = *desc;
+    amp->desc = d;
     ampi_probe_cpu(&amp->machine.cpu);
     ampi_fill_defaults(&amp->desc, &amp->machine.cpu);
     amp->system = amp->desc.system = system;
@@ -13509,19 +13580,30 @@ static double ampi_or(double value, double otherwise) {
     return !ampi_is_given(value) ? otherwise : ampi_is_zero(value) ? 0 : value;
 }
 
-static amp_result ampi_check_number(const char *field, double value, double limit) {
-    const char *allowed = limit > 1 ? "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where that is a default" : "from 0 to below 1";
-    return ampi_check_real("amp_optimizer_create", field, value, isgreaterequal(value, 0) && isless(value, limit), allowed);
-}
+static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
+static const ampi_word ampi_lag_words[] = {{"none", AMP_LAG_NONE}, {NULL, 0}};
+
+#define AMPI_RATE(field, words, standard, high, range) {#field, AMPI_REAL64, offsetof(amp_optimizer_desc, field), words, standard, 0, high, range}
+#define AMPI_NOT_NEGATIVE "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where that is a default"
+static const ampi_field ampi_optimizer_fields[] = {
+    {"kind", AMPI_I32, offsetof(amp_optimizer_desc, kind), NULL, AMP_ADAMW, AMP_ADAMW, AMP_SGD, "AMP_ADAMW or AMP_SGD"},
+    AMPI_RATE(lr, ampi_zero_words, 1e-3, 1e30, AMPI_NOT_NEGATIVE),
+    AMPI_RATE(beta1, ampi_zero_words, 0.9, AMPI_BELOW_1, "from 0 to below 1"),
+    AMPI_RATE(beta2, ampi_zero_words, 0.999, AMPI_BELOW_1, "from 0 to below 1"),
+    AMPI_RATE(eps, ampi_zero_words, 1e-8, 1e30, AMPI_NOT_NEGATIVE),
+    AMPI_RATE(weight_decay, NULL, 0, 1e30, AMPI_NOT_NEGATIVE),
+    AMPI_RATE(momentum, NULL, 0, AMPI_BELOW_1, "from 0 to below 1"),
+    AMPI_RATE(dampening, NULL, 0, 1e30, AMPI_NOT_NEGATIVE),
+    {"accumulation", AMPI_I32, offsetof(amp_optimizer_desc, accumulation), NULL, 1, 1, INT32_MAX, "1 or more"},
+    {"result_lag", AMPI_I32, offsetof(amp_optimizer_desc, result_lag), ampi_lag_words, 2, 1, AMP_STEP_RESULTS - 1,
+     "1 to 63, 0 (2) or AMP_LAG_NONE"}
+};
 
 static void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
-    if (d->kind == AMP_OPTIMIZER_DEFAULT) d->kind = AMP_ADAMW;
-    d->lr = ampi_or(d->lr, 1e-3);
-    d->beta1 = ampi_or(d->beta1, 0.9);
-    d->beta2 = ampi_or(d->beta2, 0.999);
-    d->eps = ampi_or(d->eps, 1e-8);
-    if (d->accumulation == 0) d->accumulation = 1;
-    if (d->result_lag == 0) d->result_lag = 2;
+    d->lr = ampi_or(d->lr, 0);
+    d->beta1 = ampi_or(d->beta1, 0);
+    d->beta2 = ampi_or(d->beta2, 0);
+    d->eps = ampi_or(d->eps, 0);
     if (d->master == AMP_MASTER_DEFAULT) d->master = level == AMP_LEVEL_O3 ? AMP_MASTER_NONE : AMP_MASTER_F32;
     if (d->moments == AMP_DTYPE_DEFAULT) d->moments = AMP_F32;
 }
@@ -13542,26 +13624,18 @@ static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level leve
     return AMP_OK;
 }
 
+static const ampi_field ampi_group_fields[] = {
+    {"groups[].lr_scale", AMPI_REAL64, offsetof(amp_param_group, lr_scale), ampi_zero_words, 1, 0, 1e30, AMPI_NOT_NEGATIVE},
+    {"groups[].weight_decay", AMPI_REAL64, offsetof(amp_param_group, weight_decay), ampi_zero_words, 0, 0, 1e30, AMPI_NOT_NEGATIVE}
+};
+
 static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level level) {
     const char *function = "amp_optimizer_create";
+    amp_param_group own;
     int64_t i;
-    if ((int)d->kind < 0 || d->kind > AMP_SGD)
-        return ampi_fail(AMP_ERR_RANGE, function, ".kind = %d, must be AMP_ADAMW or AMP_SGD", (int)d->kind);
-    AMPI_TRY(ampi_check_number(".lr", d->lr, 1e30));
-    AMPI_TRY(ampi_check_number(".beta1", d->beta1, 1));
-    AMPI_TRY(ampi_check_number(".beta2", d->beta2, 1));
-    AMPI_TRY(ampi_check_number(".eps", d->eps, 1e30));
-    AMPI_TRY(ampi_check_number(".weight_decay", d->weight_decay, 1e30));
-    AMPI_TRY(ampi_check_number(".momentum", d->momentum, 1));
-    AMPI_TRY(ampi_check_number(".dampening", d->dampening, 1e30));
     AMPI_TRY(ampi_check_clip(function, d->clip_norm));
     if (d->nesterov && (!(d->momentum > 0) || d->dampening > 0))
         return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
-    if (d->accumulation < 1)
-        return ampi_fail(AMP_ERR_RANGE, function, ".accumulation = %d, must be 1 or more", d->accumulation);
-    if (d->result_lag != AMP_LAG_NONE && (d->result_lag < 0 || d->result_lag >= AMP_STEP_RESULTS))
-        return ampi_fail(AMP_ERR_RANGE, function, ".result_lag = %d, must be 1 to %d, 0 (2) or AMP_LAG_NONE",
-                         d->result_lag, AMP_STEP_RESULTS - 1);
     if (d->n_params < 0 || d->n_groups < 0)
         return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
     if (d->params == NULL || (d->groups == NULL && d->n_groups > 0))
@@ -13569,8 +13643,8 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
     for (i = 0; i < d->n_groups; i++) {
         if (d->groups[i].match == NULL)
             return ampi_fail(AMP_ERR_NULL, function, "group %lld has no pattern", (long long)i);
-        AMPI_TRY(ampi_check_number("a group's .lr_scale", ampi_or(d->groups[i].lr_scale, 1), 1e30));
-        AMPI_TRY(ampi_check_number("a group's .weight_decay", ampi_or(d->groups[i].weight_decay, 0), 1e30));
+        own = d->groups[i];
+        AMPI_TRY(ampi_fields(function, ampi_group_fields, sizeof ampi_group_fields, &own));
         AMPI_TRY(ampi_check_storage(d, level, "a group's ", d->groups[i].master, d->groups[i].moments));
     }
     return ampi_check_storage(d, level, "", d->master, d->moments);
@@ -13745,6 +13819,7 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
     AMPI_TRY(ampi_need("amp_optimizer_create", amp && out && desc, "amp, out or desc"));
     d = *desc;
     AMPI_TRY(ampi_check_reserved("amp_optimizer_create", d.reserved));
+    AMPI_TRY(ampi_fields("amp_optimizer_create", ampi_optimizer_fields, sizeof ampi_optimizer_fields, &d));
     ampi_optimizer_defaults(&d, ampi_settings(amp)->level);
     AMPI_TRY(ampi_check_optimizer(&d, ampi_settings(amp)->level));
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
@@ -16160,7 +16235,23 @@ static amp_result ampi_loader_range(const char *field, int64_t value, int64_t lo
                      (long long)value, (long long)low, (long long)high);
 }
 
-static amp_result ampi_loader_check_desc(const amp_loader_desc *d) {
+#define AMPI_OF_LOADER(field, words, standard, last) {#field, AMPI_I32, offsetof(amp_loader_desc, field), words, standard, 0, last, NULL}
+static const ampi_word ampi_workers_words[] = {{"0", AMP_NO_WORKERS}, {NULL, 0}};
+static const ampi_field ampi_loader_fields[] = {
+    AMPI_OF_LOADER(format, NULL, 0, AMP_TOKENS_NPY),
+    AMPI_OF_LOADER(shuffle, NULL, 0, 1),
+    AMPI_OF_LOADER(last_batch, NULL, AMP_LAST_DROP, AMP_LAST_PAD),
+    {"epochs", AMPI_I64, offsetof(amp_loader_desc, epochs), NULL, 0, 0, AMPI_DBL_MAX, "0 or more"},
+    AMPI_OF_LOADER(workers, ampi_workers_words, 2, 64),
+    AMPI_OF_LOADER(prefetch, NULL, 2, 1024),
+    AMPI_OF_LOADER(timeout_ms, NULL, 60000, INT32_MAX),
+    AMPI_OF_LOADER(vocab, NULL, 0, INT32_MAX),
+    AMPI_OF_LOADER(disable_pinned, NULL, 0, 1),
+    AMPI_OF_LOADER(cache_mb, NULL, AMPI_CACHE_MB, INT32_MAX),
+    AMPI_OF_LOADER(world, NULL, 0, INT32_MAX)
+};
+
+static amp_result ampi_loader_check_desc(amp_loader_desc *d) {
     int sources = (d->path != NULL) + (d->arrays != NULL) + (d->source != NULL);
     int32_t i;
     if (sources != 1)
@@ -16173,29 +16264,14 @@ static amp_result ampi_loader_check_desc(const amp_loader_desc *d) {
     if (d->arrays != NULL) AMPI_TRY(ampi_loader_range("n_arrays", d->n_arrays, 1, AMP_MAX_FIELDS));
     for (i = 0; i < d->n_arrays && d->arrays != NULL; i++)
         if (d->arrays[i] == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".arrays[%d]", i);
-    AMPI_TRY(ampi_loader_range("format", d->format, 0, AMP_TOKENS_NPY));
-    AMPI_TRY(ampi_loader_range("shuffle", d->shuffle, 0, 1));
-    AMPI_TRY(ampi_loader_range("last_batch", d->last_batch, 0, AMP_LAST_PAD));
     AMPI_TRY(ampi_loader_range("batch", d->batch, 1, INT64_MAX));
-    AMPI_TRY(ampi_loader_range("epochs", d->epochs, 0, INT64_MAX));
-    AMPI_TRY(ampi_loader_range("workers", d->workers, AMP_NO_WORKERS, 64));
-    AMPI_TRY(ampi_loader_range("prefetch", d->prefetch, 0, 1024));
-    AMPI_TRY(ampi_loader_range("timeout_ms", d->timeout_ms, 0, INT32_MAX));
-    AMPI_TRY(ampi_loader_range("vocab", d->vocab, 0, INT32_MAX));
-    AMPI_TRY(ampi_loader_range("disable_pinned", d->disable_pinned, 0, 1));
-    AMPI_TRY(ampi_loader_range("cache_mb", d->cache_mb, 0, INT32_MAX));
-    AMPI_TRY(ampi_loader_range("world", d->world, 0, INT32_MAX));
+    AMPI_TRY(ampi_fields(ampi_loader_create_name, ampi_loader_fields, sizeof ampi_loader_fields, d));
     return ampi_loader_range("rank", d->rank, 0, AMPI_MAX(d->world, 1) - 1);
 }
 
 static void ampi_loader_defaults(amp_loader *l) {
     amp_loader_desc *d = &l->desc;
     const amp_reducer *ranks = &ampi_settings(l->amp)->reducer;
-    if (d->last_batch == AMP_LAST_DEFAULT) d->last_batch = AMP_LAST_DROP;
-    if (d->workers == 0) d->workers = 2;
-    if (d->prefetch == 0) d->prefetch = 2;
-    if (d->timeout_ms == 0) d->timeout_ms = 60000;
-    if (d->cache_mb == 0) d->cache_mb = AMPI_CACHE_MB;
     if (d->world == 0) { d->world = AMPI_MAX(ranks->world, 1); d->rank = ranks->rank; }
     /* one more than is read ahead: the batch in use, or on its way to the device */
     l->depth = (d->workers == AMP_NO_WORKERS ? 1 : (int64_t)d->prefetch) +
@@ -16240,6 +16316,7 @@ static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) 
 }
 
 AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) {
+    amp_loader_desc d;
     amp_loader *l;
     void *memory;
     amp_result result;
@@ -16247,14 +16324,15 @@ AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const a
     *out = NULL;
     if (amp == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, "%s is NULL", amp == NULL ? "amp" : "desc");
-    AMPI_TRY(ampi_loader_check_desc(desc));
+    d = *desc;
+    AMPI_TRY(ampi_loader_check_desc(&d));
     AMPI_TRY(ampi_object_create(amp, ampi_loader_create_name, &memory, sizeof *l, "loader", ampi_loader_object_stop));
     l = (amp_loader *)memory;
     l->object.release = ampi_loader_object_release;
     l->amp = amp;
     l->system = *ampi_context_system(amp);
     l->backend = ampi_backend(amp, &l->dev, &l->stream);
-    l->desc = *desc;
+    l->desc = d;
     l->desc.path = NULL;
     l->holders = 1;
     l->process = getpid();
@@ -16572,8 +16650,6 @@ struct amp_monitor {
 
 /* ---- Settings.  One table says what each key is; setting, reading, checking and writing go by it. */
 
-typedef struct ampi_word { const char *word; double value; } ampi_word;
-
 static const ampi_word ampi_switch_words[] = {
     {"true", 1}, {"false", 0}, {"on", 1}, {"off", 0}, {"yes", 1}, {"no", 0}, {"1", 1}, {"0", 0}, {NULL, 0}};
 static const ampi_word ampi_dtype_words[] = {
@@ -16593,35 +16669,13 @@ static const ampi_word ampi_io_words[] = {
     {"false", AMP_IO_NONE}, {"true", AMP_IO_REGION}, {"fp32", AMP_IO_F32}, {"off", AMP_IO_NONE}, {"on", AMP_IO_REGION}, {NULL, 0}};
 static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
-static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
 static const ampi_word ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}};
-static const ampi_word ampi_workers_words[] = {{"0", AMP_NO_WORKERS}, {NULL, 0}};
 static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
-
-/* What a field of amp_settings holds.  INVERTED: a switch whose field says the opposite. */
-typedef enum ampi_field {
-    AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64
-} ampi_field;
-
-/* words: values with a word of their own; "0" among them where 0 in the field means the default.  Numbers: from low to
-   high, in words `range`.  standard: what 0 in the field stands for. */
-typedef struct ampi_setting {
-    const char *key;
-    ampi_field field;
-    size_t offset;
-    const ampi_word *words;
-    double standard, low, high;
-    const char *range;
-} ampi_setting;
 
 #define AMPI_AT(field) offsetof(amp_settings, field)
 #define AMPI_STEPS 1, 1e15, "a whole number from 1 to 1e15, or off"
 #define AMPI_SCALES 0, AMPI_TINY, AMPI_POW2_126
-#define AMPI_DBL_MAX 1.7976931348623157e308
-#define AMPI_ABOVE_0 2.2250738585072014e-308
-#define AMPI_ABOVE_1 1.0000000000000002
-#define AMPI_BELOW_1 0.99999999999999989
-static const ampi_setting ampi_setting_table[] = {
+static const ampi_field ampi_setting_table[] = {
     {"enabled", AMPI_INVERTED, AMPI_AT(disable), ampi_switch_words, 0, 0, 0, NULL},
     {"dtype", AMPI_WORD, AMPI_AT(dtype), ampi_dtype_words, 0, 0, 0, NULL},
     {"autocast_dtype", AMPI_WORD, AMPI_AT(autocast_dtype), ampi_dtype_words, 0, 0, 0, NULL},
@@ -16667,40 +16721,10 @@ static const ampi_setting ampi_setting_table[] = {
 };
 enum { AMPI_SETTINGS = sizeof ampi_setting_table / sizeof ampi_setting_table[0] };
 
-/* A field's value; 0 (a switch: its opposite, if INVERTED) is the default. */
-static double ampi_setting_get(const amp_settings *s, const ampi_setting *k) {
-    const char *at = (const char *)s + k->offset;
-    int32_t i32;
-    int64_t i64;
-    float real32;
-    double real64;
-    switch (k->field) {
-        case AMPI_I64: memcpy(&i64, at, sizeof i64); return (double)i64;
-        case AMPI_REAL32: memcpy(&real32, at, sizeof real32); return (double)real32;
-        case AMPI_REAL64: memcpy(&real64, at, sizeof real64); return real64;
-        default: memcpy(&i32, at, sizeof i32);
-    }
-    return k->field == AMPI_INVERTED ? i32 == 0 : k->field == AMPI_SWITCH ? i32 != 0 : (double)i32;
-}
-
-static void ampi_setting_put(amp_settings *s, const ampi_setting *k, double value) {
-    char *at = (char *)s + k->offset;
-    int64_t i64 = k->field == AMPI_I64 ? (int64_t)value : 0;
-    int32_t i32 = k->field < AMPI_I32 || k->field == AMPI_I32 ? (int32_t)value : 0;
-    float real32 = k->field == AMPI_REAL32 ? (float)value : 0;
-    switch (k->field) {
-        case AMPI_I64: memcpy(at, &i64, sizeof i64); break;
-        case AMPI_REAL32: memcpy(at, &real32, sizeof real32); break;
-        case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
-        case AMPI_INVERTED: i32 = !i32;         /* falls through */
-        default: memcpy(at, &i32, sizeof i32);
-    }
-}
-
 /* Word i of a key and its value, or NULL. */
-static const char *ampi_setting_word(const ampi_setting *k, int i, double *value) {
+static const char *ampi_setting_word(const ampi_field *k, int i, double *value) {
     *value = i;
-    if (k->field == AMPI_PRESET) return i < AMPI_PRESETS ? ampi_presets[i].name : NULL;
+    if (k->type == AMPI_PRESET) return i < AMPI_PRESETS ? ampi_presets[i].name : NULL;
     if (k->words == NULL) return NULL;
     *value = k->words[i].value;
     return k->words[i].word;
@@ -16767,19 +16791,30 @@ static void ampi_number_text(double value, int single, char out[64]) {
 }
 
 /* A value as a file has it. */
-static void ampi_setting_text(const ampi_setting *k, double value, char out[64]) {
+static void ampi_setting_text(const ampi_field *k, double value, char out[64]) {
     const char *word;
     double of;
     int i;
     for (i = 0; (word = ampi_setting_word(k, i, &of)) != NULL; i++)
         if (amp_is_finite_f64(&value) && value == of) { snprintf(out, 64, "%s", word); return; }
     if (!amp_is_finite_f64(&value)) snprintf(out, 64, "not finite");
-    else if (k->field == AMPI_I32 || k->field == AMPI_I64 || k->field == AMPI_WORD || k->field == AMPI_PRESET) snprintf(out, 64, "%.0f", value);
-    else ampi_number_text(value, k->field == AMPI_REAL32, out);
+    else if (k->type == AMPI_I32 || k->type == AMPI_I64 || k->type == AMPI_WORD || k->type == AMPI_PRESET) snprintf(out, 64, "%.0f", value);
+    else ampi_number_text(value, k->type == AMPI_REAL32, out);
 }
 
+#define AMPI_OF_MONITOR(field, type) #field, type, offsetof(amp_monitor_desc, field)
+static const ampi_field ampi_monitor_fields[] = {
+    {AMPI_OF_MONITOR(log_interval, AMPI_I64), ampi_interval_words, 100, 1, AMPI_DBL_MAX, "1 or more, or AMP_INTERVAL_OFF"},
+    {AMPI_OF_MONITOR(memory_interval, AMPI_I64), ampi_interval_words, 100, 1, AMPI_DBL_MAX, "1 or more, or AMP_INTERVAL_OFF"},
+    {AMPI_OF_MONITOR(cleanup_interval, AMPI_I64), ampi_interval_words, AMP_INTERVAL_OFF, 1, AMPI_DBL_MAX, "1 or more, or AMP_INTERVAL_OFF"},
+    {AMPI_OF_MONITOR(memory_warning, AMPI_REAL64), NULL, 0.9, AMPI_ABOVE_0, 1, "above 0 and at most 1 (never), or 0 (0.9)"},
+    {AMPI_OF_MONITOR(nan_action, AMPI_I32), NULL, AMP_NAN_SKIP, 0, AMP_NAN_RECOVER, NULL},
+    {AMPI_OF_MONITOR(max_skips, AMPI_I32), NULL, 25, 1, INT32_MAX, "1 or more, or 0 for 25"},
+    {AMPI_OF_MONITOR(epoch, AMPI_I64), NULL, 0, 0, AMPI_DBL_MAX, "0 or more"}
+};
+
 /* What a key takes, in words. */
-static void ampi_setting_allowed(const ampi_setting *k, char *out, size_t size) {
+static void ampi_setting_allowed(const ampi_field *k, char *out, size_t size) {
     const char *word;
     double of;
     int i, n;
@@ -16790,7 +16825,7 @@ static void ampi_setting_allowed(const ampi_setting *k, char *out, size_t size) 
         ampi_print(&t, "%s%s", i == 0 ? "one of " : i + 1 < n ? ", " : " or ", word);
 }
 
-static int ampi_setting_parse(const ampi_setting *k, const char *text, size_t n, double *value) {
+static int ampi_setting_parse(const ampi_field *k, const char *text, size_t n, double *value) {
     const char *word;
     double of;
     int i;
@@ -16798,9 +16833,9 @@ static int ampi_setting_parse(const ampi_setting *k, const char *text, size_t n,
         *value = of;
         if (ampi_same_word(word, text, n)) return 1;
     }
-    if (k->range == NULL || !ampi_parse_number(text, n, k->field == AMPI_I32 || k->field == AMPI_I64, value)) return 0;
+    if (k->range == NULL || !ampi_parse_number(text, n, k->type == AMPI_I32 || k->type == AMPI_I64, value)) return 0;
     if (k->words != NULL && strcmp(k->words->word, "0") == 0 && *value == 0) { *value = k->words->value; return 1; }
-    if (k->field == AMPI_REAL32) *value = (double)(float)*value;
+    if (k->type == AMPI_REAL32) *value = (double)(float)*value;
     return amp_is_finite_f64(value) && *value >= k->low && *value <= k->high;
 }
 
@@ -16840,7 +16875,7 @@ static int ampi_edits(const char *name, size_t n, const char *key) {
     return row[length];
 }
 
-static const ampi_setting *ampi_setting_find(const char *key, size_t n) {
+static const ampi_field *ampi_setting_find(const char *key, size_t n) {
     int i;
     for (i = 0; i < AMPI_SETTINGS; i++)
         if (strlen(ampi_setting_table[i].key) == n && memcmp(ampi_setting_table[i].key, key, n) == 0) return &ampi_setting_table[i];
@@ -16861,21 +16896,21 @@ static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key,
 }
 
 /* Sets one key from text.  On failure nothing changes. */
-static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_setting *k, const char *text, size_t n) {
+static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_field *k, const char *text, size_t n) {
     char label[256], allowed[160], shown[48];
     double value = 0;
     ampi_fp host;
     size_t i;
     int known;
     if (ampi_same_word("default", text, n)) {
-        ampi_setting_put(s, k, k->field == AMPI_INVERTED);
+        ampi_field_put(s, k, k->type == AMPI_INVERTED);
         return AMP_OK;
     }
     host = ampi_fp_begin();
     known = n > 0 && ampi_setting_parse(k, text, n, &value);
     ampi_fp_end(host);
     if (known) {
-        ampi_setting_put(s, k, value);
+        ampi_field_put(s, k, value);
         return AMP_OK;
     }
     for (i = 0; i < n && i < 40; i++) shown[i] = text[i] < 32 || text[i] > 126 ? '?' : text[i];
@@ -16886,7 +16921,7 @@ static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, con
 }
 
 AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, const char *value) {
-    const ampi_setting *k;
+    const ampi_field *k;
     ampi_origin from;
     memset(&from, 0, sizeof from);
     from.function = "amp_settings_set";
@@ -16905,7 +16940,7 @@ static void ampi_trim(const char **text, size_t *n) {
 /* One line; seen: where each key stood before. */
 static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, const char *line, size_t n, int64_t seen[AMPI_SETTINGS]) {
     const char *comment = (const char *)memchr(line, '#', n), *equals, *value;
-    const ampi_setting *k;
+    const ampi_field *k;
     size_t length, rest;
     char label[256];
     if (comment != NULL) n = (size_t)(comment - line);
@@ -16986,7 +17021,7 @@ AMP_API amp_result amp_settings_read_env(amp_settings *settings) {
     next = *settings;
     for (i = 0; environ != NULL && environ[i] != NULL; i++) {
         const char *name = environ[i], *equals = strchr(name, '=');
-        const ampi_setting *k;
+        const ampi_field *k;
         if (equals == NULL || strncmp(name, "AMP_", 4) != 0) continue;
         n = (size_t)(equals - name) - 4;
         for (j = 0; j < n && j < sizeof key; j++) key[j] = (char)(name[j + 4] >= 'a' && name[j + 4] <= 'z' ? '?' : ampi_lower(name[j + 4]));
@@ -17003,9 +17038,9 @@ static amp_settings ampi_settings_effective(const amp_settings *settings) {
     amp_settings s = *settings;
     int i;
     for (i = 0; i < AMPI_SETTINGS; i++) {
-        const ampi_setting *k = &ampi_setting_table[i];
-        double value = ampi_setting_get(&s, k);
-        if (k->standard != 0 && amp_is_finite_f64(&value) && value == 0) ampi_setting_put(&s, k, k->standard);
+        const ampi_field *k = &ampi_setting_table[i];
+        double value = ampi_field_get(&s, k);
+        if (k->standard != 0 && amp_is_finite_f64(&value) && value == 0) ampi_field_put(&s, k, k->standard);
     }
     if ((int)s.scaler.preset >= 0 && (int)s.scaler.preset < AMPI_PRESETS) ampi_scaler_defaults(&s.scaler);
     return s;
@@ -17019,7 +17054,7 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
     if (settings == NULL || ampi_check_headers("amp_settings_text", AMPI_HEADERS) != AMP_OK) return 0;
     s = ampi_settings_effective(settings);
     for (i = 0; i < AMPI_SETTINGS; i++) {
-        ampi_setting_text(&ampi_setting_table[i], ampi_setting_get(&s, &ampi_setting_table[i]), value);
+        ampi_setting_text(&ampi_setting_table[i], ampi_field_get(&s, &ampi_setting_table[i]), value);
         ampi_print(&t, "%s = %s\n", ampi_setting_table[i].key, value);
     }
     return t.used;
@@ -17032,8 +17067,8 @@ static amp_result ampi_settings_check_fields(const char *f, const amp_settings *
     double of;
     int i, w, fits;
     for (i = 0; i < AMPI_SETTINGS; i++) {
-        const ampi_setting *k = &ampi_setting_table[i];
-        value = ampi_setting_get(s, k);
+        const ampi_field *k = &ampi_setting_table[i];
+        value = ampi_field_get(s, k);
         fits = amp_is_finite_f64(&value) && (value == 0 || (k->range != NULL && value >= k->low && value <= k->high));
         for (w = 0; !fits && amp_is_finite_f64(&value) && ampi_setting_word(k, w, &of) != NULL; w++) fits = value == of;
         if (fits) continue;
@@ -17046,10 +17081,10 @@ static amp_result ampi_settings_check_fields(const char *f, const amp_settings *
 }
 
 static amp_result ampi_settings_conflict(const char *f, const amp_settings *s, const char *a, const char *b, const char *why) {
-    const ampi_setting *ka = ampi_setting_find(a, strlen(a)), *kb = ampi_setting_find(b, strlen(b));
+    const ampi_field *ka = ampi_setting_find(a, strlen(a)), *kb = ampi_setting_find(b, strlen(b));
     char va[64], vb[64];
-    ampi_setting_text(ka, ampi_setting_get(s, ka), va);
-    ampi_setting_text(kb, ampi_setting_get(s, kb), vb);
+    ampi_setting_text(ka, ampi_field_get(s, ka), va);
+    ampi_setting_text(kb, ampi_field_get(s, kb), vb);
     return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s and %s = %s: %s", a, va, b, vb, why);
 }
 
@@ -17093,6 +17128,13 @@ static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dty
     return d;
 }
 
+/* Fields of a desc that have a setting of their name. */
+static void ampi_settings_copy(const amp_settings *s, const ampi_field *rows, size_t bytes, void *desc) {
+    const ampi_field *k, *from;
+    for (k = rows; k < rows + bytes / sizeof *rows; k++)
+        if ((from = ampi_setting_find(k->key, strlen(k->key))) != NULL) ampi_field_put(desc, k, ampi_field_get(s, from));
+}
+
 /* What is the same whether the context is still to be opened or runs. */
 static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
     d->disable = s->disable != 0;
@@ -17105,24 +17147,16 @@ static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
 }
 
 static void ampi_settings_fill_context(const amp_settings *s, amp_desc *d) {
+    ampi_settings_copy(s, ampi_desc_fields, sizeof ampi_desc_fields, d);
     ampi_settings_fill_common(s, d);
     d->dtype = s->dtype;
     d->autocast_dtype = s->autocast_dtype;
-    d->level = s->level;
-    d->policy = s->policy;
-    d->mode = s->mode;
     d->allow_tf32 = s->allow_tf32 != 0;
-    d->autotune = s->autotune;
     if (s->debug) d->logger.level = AMP_LOG_DEBUG;
 }
 
 static void ampi_settings_fill_monitor(const amp_settings *s, amp_monitor_desc *d) {
-    d->log_interval = s->log_interval;
-    d->memory_interval = s->memory_interval;
-    d->cleanup_interval = s->cleanup_interval;
-    d->memory_warning = s->memory_warning;
-    d->nan_action = s->nan_action;
-    d->max_skips = s->max_skips;
+    ampi_settings_copy(s, ampi_monitor_fields, sizeof ampi_monitor_fields, d);
 }
 
 AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
@@ -17145,7 +17179,7 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
 }
 
 /* 1: it concerns an optimizer, a monitor or a loader. */
-static int ampi_setting_is_of_others(const ampi_setting *k) {
+static int ampi_setting_is_of_others(const ampi_field *k) {
     return k->offset == AMPI_AT(nan_action) || (k->offset >= AMPI_AT(clip_norm) && k->offset != AMPI_AT(debug));
 }
 
@@ -17175,8 +17209,8 @@ static amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
     if (r == AMP_OK) r = amp_scaler_create(*amp, scaler, &scaling);
     if (r != AMP_OK) { amp_close(*amp); *amp = NULL; return r; }
     for (i = 0; i < AMPI_SETTINGS; i++) {
-        const ampi_setting *k = &ampi_setting_table[i];
-        if (ampi_setting_is_of_others(k) && ampi_setting_get(&s, k) != ampi_setting_get(&none, k))
+        const ampi_field *k = &ampi_setting_table[i];
+        if (ampi_setting_is_of_others(k) && ampi_field_get(&s, k) != ampi_field_get(&none, k))
             ampi_log(*amp, AMP_LOG_WARNING, 1202, ".%s of the environment is not for a context or a scaler, which is all that amp_open_env "
                      "opens: read it by amp_settings_read_env and hand it on", k->key);
     }
@@ -17193,15 +17227,14 @@ AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_lo
     const char *f = "amp_settings_fill_loader";
     AMPI_TRY(ampi_need(f, settings && loader, "settings or loader"));
     AMPI_TRY(ampi_settings_check(f, settings));
-    loader->workers = settings->workers;
-    loader->prefetch = settings->prefetch;
+    ampi_settings_copy(settings, ampi_loader_fields, sizeof ampi_loader_fields, loader);
     loader->disable_pinned = settings->disable_pinned != 0;
     return AMP_OK;
 }
 
 /* What cannot change while a context lives; asked 0: nothing was asked for. */
 static amp_result ampi_settings_fixed(const char *f, const char *key, int asked, int in_force) {
-    const ampi_setting *k = ampi_setting_find(key, strlen(key));
+    const ampi_field *k = ampi_setting_find(key, strlen(key));
     char a[64], b[64];
     if (asked == 0 || asked == in_force) return AMP_OK;
     ampi_setting_text(k, asked, a);
@@ -18175,28 +18208,13 @@ AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *te
 
 /* ---- Creation */
 
-static amp_result ampi_check_interval(const char *field, int64_t *interval, int64_t otherwise) {
-    if (*interval == 0) *interval = otherwise;
-    if (*interval >= 1 || *interval == AMP_INTERVAL_OFF) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, "amp_monitor_create", ".%s = %lld, must be 1 or more, or AMP_INTERVAL_OFF", field, (long long)*interval);
-}
-
 static amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d) {
     const char *f = "amp_monitor_create";
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
     AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler is of another context");
-    AMPI_TRY(ampi_check_interval("log_interval", &d->log_interval, 100));
-    AMPI_TRY(ampi_check_interval("memory_interval", &d->memory_interval, 100));
-    AMPI_TRY(ampi_check_interval("cleanup_interval", &d->cleanup_interval, AMP_INTERVAL_OFF));
-    AMPI_TRY(ampi_memory_threshold(f, &d->memory_warning));
-    if ((int)d->nan_action < 0 || d->nan_action > AMP_NAN_RECOVER)
-        return ampi_fail(AMP_ERR_RANGE, f, ".nan_action = %d, must be 0 (default) to %d", (int)d->nan_action, (int)AMP_NAN_RECOVER);
-    if (d->nan_action == AMP_NAN_DEFAULT) d->nan_action = AMP_NAN_SKIP;
-    if (d->max_skips < 0) return ampi_fail(AMP_ERR_RANGE, f, ".max_skips = %d, must be 1 or more, or 0 for 25", d->max_skips);
-    if (d->max_skips == 0) d->max_skips = 25;
-    if (d->epoch < 0) return ampi_fail(AMP_ERR_RANGE, f, ".epoch = %lld, must be 0 or more", (long long)d->epoch);
+    AMPI_TRY(ampi_fields(f, ampi_monitor_fields, sizeof ampi_monitor_fields, d));
     if (d->path != NULL && d->path[0] == 0) return ampi_fail(AMP_ERR_RANGE, f, ".path is empty; NULL means no file");
     return AMP_OK;
 }
@@ -18297,6 +18315,10 @@ static void ampi_tensor_stats_stop(ampi_object *object) {
 }
 AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats) { if (stats != NULL) ampi_object_destroy(&stats->object); }
 
+static const ampi_field ampi_stats_fields[] = {
+    {"interval", AMPI_I64, offsetof(amp_tensor_stats_desc, interval), NULL, 100, 1, AMPI_DBL_MAX, "1 or more, or 0 (100)"}
+};
+
 static amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tensor_stats_desc *d, int64_t *gradients) {
     const char *f = "amp_tensor_stats_create";
     if (d->n_params < 0 || d->n_ranges < 0)
@@ -18305,7 +18327,6 @@ static amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tens
     if (d->n_params > 0 && d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
     if (d->n_ranges > 0 && d->ranges == NULL) return ampi_fail(AMP_ERR_NULL, f, ".ranges is NULL");
     if (d->n_params + d->n_ranges == 0) return ampi_fail(AMP_ERR_NULL, f, "give .params or .ranges, neither is there");
-    if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 (100)", (long long)d->interval);
     if (d->dtype != AMP_F16 && d->dtype != AMP_BF16 && d->dtype != AMP_E4M3 && d->dtype != AMP_E5M2)
         return ampi_fail(AMP_ERR_DTYPE, f, ".dtype = %s, must be fp16, bf16, fp8_e4m3 or fp8_e5m2", amp_dtype_name(d->dtype));
     AMPI_TRY(ampi_check_ranges(f, d->ranges, d->n_ranges));
@@ -18364,7 +18385,7 @@ static amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **
     AMPI_TRY(ampi_need("amp_tensor_stats_create", amp && out && desc, "amp, out or desc"));
     d = *desc;
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->autocast_dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
-    if (d.interval == 0) d.interval = 100;
+    AMPI_TRY(ampi_fields("amp_tensor_stats_create", ampi_stats_fields, sizeof ampi_stats_fields, &d));
     AMPI_TRY(ampi_tensor_stats_check(amp, &d, &gradients));
     AMPI_TRY(ampi_object_create(amp, "amp_tensor_stats_create", (void **)&m, sizeof *m, "tensor stats", ampi_tensor_stats_stop));
     m->amp = amp;
@@ -20092,16 +20113,19 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     return AMP_OK;
 }
 
-static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d) {
+static const ampi_field ampi_tune_fields[] = {
+    {"batch", AMPI_I64, offsetof(amp_tune_desc, batch), NULL, 1, 1, AMPI_DBL_MAX, "1 or more, or 0 for 1"},
+    {"iterations", AMPI_I32, offsetof(amp_tune_desc, iterations), NULL, 10, 1, 1000, "1 to 1000, or 0 for 10"},
+    {"warmup", AMPI_I32, offsetof(amp_tune_desc, warmup), NULL, 3, 1, 1000, "1 to 1000, or 0 for 3"}
+};
+
+static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
     AMPI_TRY(ampi_need("amp_tune", d->step != NULL, ".step"));
     AMPI_TRY(ampi_check_tune_dtypes(d));
-    if (d->batch < 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".batch = %lld, must be 1 or more, or 0 for 1", (long long)d->batch);
-    if (d->max_batch != 0 && d->max_batch < AMPI_MAX(d->batch, 1))
+    AMPI_TRY(ampi_fields("amp_tune", ampi_tune_fields, sizeof ampi_tune_fields, d));
+    if (d->max_batch != 0 && d->max_batch < d->batch)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more",
-                         (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
-    if (d->iterations < 0 || d->iterations > 1000)
-        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".iterations = %d, must be 1 to 1000, or 0 for 10", d->iterations);
-    if (d->warmup < 0 || d->warmup > 1000) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".warmup = %d, must be 1 to 1000, or 0 for 3", d->warmup);
+                         (long long)d->max_batch, (long long)d->batch);
     if (d->file != NULL && d->file[0] == 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".file is \"\", must be a path, or NULL for none");
     AMPI_TRY(ampi_may_wait(amp));
     if (ampi_world(amp) > 1) return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", "%d ranks would each find another best: tune on one, and give the others its result", ampi_world(amp));
@@ -20113,10 +20137,7 @@ static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d
 static void ampi_tune_fill(ampi_tune *t) {
     amp_tune_desc *d = &t->desc;
     int i;
-    if (d->batch == 0) d->batch = 1;
     if (d->max_batch == 0 || d->prepare == NULL) d->max_batch = d->batch;
-    if (d->iterations == 0) d->iterations = 10;
-    if (d->warmup == 0) d->warmup = 3;
     if (d->model == NULL) d->model = "";
     for (i = 0; i < (d->n_dtypes > 0 ? (int)d->n_dtypes : AMPI_COMPUTE_DTYPES); i++) {
         ampi_candidate *c = &t->candidates[t->n];
@@ -20422,10 +20443,10 @@ static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, a
     int code = 0;
     if (amp == NULL || desc == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_tune", "%s is NULL", amp == NULL ? "amp" : desc == NULL ? "desc" : "out");
-    AMPI_TRY(ampi_check_tune(amp, desc));
     memset(&t, 0, sizeof t);
     t.amp = amp;
     t.desc = *desc;
+    AMPI_TRY(ampi_check_tune(amp, &t.desc));
     t.out = &report;
     memset(&report, 0, sizeof report);
     ampi_tune_fill(&t);
@@ -20534,18 +20555,20 @@ static amp_result ampi_recovery_restore(const amp_recovery *r, const ampi_recove
     return code != 0 ? ampi_host_failed("load", code) : AMP_OK;
 }
 
-static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery_desc *d) {
+static const ampi_field ampi_recovery_fields[] = {
+    {"interval", AMPI_I64, offsetof(amp_recovery_desc, interval), NULL, 100, 1, AMPI_DBL_MAX, "1 or more, or 0 for 100"},
+    {"batch_growth_interval", AMPI_I64, offsetof(amp_recovery_desc, batch_growth_interval), ampi_interval_words, 0, 1, AMPI_DBL_MAX,
+     "1 or more, or 0 or AMP_INTERVAL_OFF for never"},
+    {"max_retries", AMPI_I32, offsetof(amp_recovery_desc, max_retries), ampi_retries_words, 3, 1, 1000, "1 to 1000, 0 for 3, or AMP_NO_RETRIES"}
+};
+
+static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc *d) {
     static const char f[] = "amp_recovery_create";
     int64_t i;
     AMPI_TRY(ampi_need(f, d->params != NULL, ".params"));
     if (d->n_params < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
     AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
-    if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 for 100", (long long)d->interval);
-    if (d->batch_growth_interval < AMP_INTERVAL_OFF)
-        return ampi_fail(AMP_ERR_RANGE, f, ".batch_growth_interval = %lld, must be 1 or more, or 0 or AMP_INTERVAL_OFF for never",
-                         (long long)d->batch_growth_interval);
-    if (d->max_retries < AMP_NO_RETRIES || d->max_retries > 1000)
-        return ampi_fail(AMP_ERR_RANGE, f, ".max_retries = %d, must be 1 to 1000, 0 for 3, or AMP_NO_RETRIES", d->max_retries);
+    AMPI_TRY(ampi_fields(f, ampi_recovery_fields, sizeof ampi_recovery_fields, d));
     if ((d->save == NULL) != (d->load == NULL)) return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load come both or neither");
     for (i = 0; i < d->n_params; i++) {
         const amp_param *p = &d->params[i];
@@ -20581,20 +20604,20 @@ static void ampi_recovery_stop(ampi_object *object) {
 AMP_API void amp_recovery_destroy(amp_recovery *recovery) { if (recovery != NULL) ampi_object_destroy(&recovery->object); }
 
 AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
+    amp_recovery_desc d;
     amp_recovery *r;
     amp_result result;
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL", amp == NULL ? "amp" : out == NULL ? "out" : "desc");
-    AMPI_TRY(ampi_check_recovery(amp, desc));
+    d = *desc;
+    AMPI_TRY(ampi_check_recovery(amp, &d));
     AMPI_TRY(ampi_object_create(amp, "amp_recovery_create", (void **)&r, sizeof *r, "recovery", ampi_recovery_stop));
     r->amp = amp;
-    r->desc = *desc;
+    r->desc = d;
     ampi_object_hold(&desc->optimizer->object);
     if (desc->scaler != NULL) ampi_object_hold(&desc->scaler->object);
     if (desc->loader != NULL) ampi_object_hold(&desc->loader->object);
-    if (r->desc.interval == 0) r->desc.interval = 100;
-    if (r->desc.max_retries == 0) r->desc.max_retries = 3;
     if (r->desc.max_retries == AMP_NO_RETRIES) r->desc.max_retries = 0;
     result = ampi_as("amp_recovery_create", ampi_recovery_take(r, &r->good));
     if (result != AMP_OK) { amp_recovery_destroy(r); return result; }
