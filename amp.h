@@ -1443,30 +1443,29 @@ AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state 
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
 
 /* ==== 11 >>data ====
-   Samples, read by worker threads ahead of the training loop, in one order for any number of workers, and resumed
-   exactly. */
+   Samples, read ahead by worker threads, in an order that does not depend on their number, with exact resume. */
 
 typedef enum amp_token_format {
-    AMP_TOKENS_DEFAULT = 0,         /* by content: llm.c's magic or .npy's, else bytes */
-    AMP_TOKENS_LLMC = 1,            /* llm.c: 256 int32 (20240520, 1, count) and u16, or (20240801, 7, count) and u32 */
-    AMP_TOKENS_U16 = 2,             /* raw little-endian uint16 */
-    AMP_TOKENS_BYTES = 3,           /* any file: one token per byte */
-    AMP_TOKENS_NPY = 4,             /* one-dimensional .npy of u1, u2, u4, i4 or i8 */
+    AMP_TOKENS_DEFAULT = 0,     /* by content: llm.c's magic or .npy's, else bytes */
+    AMP_TOKENS_LLMC = 1,        /* llm.c: 256 int32 (20240520, 1, count) and u16, or (20240801, 7, count) and u32 */
+    AMP_TOKENS_U16 = 2,         /* raw little-endian uint16 */
+    AMP_TOKENS_BYTES = 3,       /* any file, a token per byte */
+    AMP_TOKENS_NPY = 4,         /* one-dimensional .npy of u1, u2, u4, i4 or i8 */
     AMP_TOKENS_FORCE_I32 = 0x7fffffff
 } amp_token_format;
 
-/* What becomes of the samples at an epoch's end that do not fill a batch on every rank. */
+/* What to do with samples at an epoch's end that do not fill a batch on every rank. */
 typedef enum amp_last_batch {
-    AMP_LAST_DEFAULT = 0,           /* DROP */
-    AMP_LAST_DROP = 1,              /* left out of this epoch */
-    AMP_LAST_PARTIAL = 2,           /* a smaller batch, shared out evenly among the ranks; on some it may be empty */
-    AMP_LAST_PAD = 3,               /* the same, filled up: zeros, and -100, the ignore index, as targets of tokens */
+    AMP_LAST_DEFAULT = 0,       /* DROP */
+    AMP_LAST_DROP = 1,          /* leave them out of this epoch */
+    AMP_LAST_PARTIAL = 2,       /* a smaller batch, shared evenly among the ranks; on some it may be empty */
+    AMP_LAST_PAD = 3,           /* the same, padded: with zeros, targets of tokens with -100, the ignore index */
     AMP_LAST_FORCE_I32 = 0x7fffffff
 } amp_last_batch;
 
 enum { AMP_MAX_FIELDS = 8 };
 
-/* One of the things a sample consists of: `count` values of dtype. */
+/* A part of a sample: `count` values of dtype. */
 typedef struct amp_field {
     int32_t reserved;
     amp_dtype dtype;
@@ -1475,17 +1474,16 @@ typedef struct amp_field {
 
 /* What a callback is asked for. */
 typedef struct amp_sample {
-    int64_t sample;                 /* 0 to samples - 1 */
+    int64_t sample;             /* 0 to samples - 1 */
     int64_t epoch;
-    uint64_t random;                /* for augmentation: a function of (seed, epoch, sample) only */
-    int32_t worker;                 /* who asks, from 0: for scratch memory of its own */
+    uint64_t random;            /* for augmentation: a function of seed, epoch and sample */
+    int32_t worker;             /* index of the calling thread, for scratch memory of its own */
     int32_t error_size;
-    char *error;                    /* on failure: why, for the error text */
+    char *error;                /* on failure write the reason here */
 } amp_sample;
 
-/* A source of the host's own.  read fills fields[i], host memory for fields[i].count values, and returns 0, or
-   anything else for failure.  Workers call it at the same time.  Resuming counts on equal calls giving equal
-   samples.  amp_loader_destroy waits until no call is running. */
+/* A source of your own.  read fills fields[i], host memory for fields[i].count values, and returns 0 on success.
+   Workers call it concurrently.  Exact resume needs equal samples from equal calls. */
 typedef struct amp_source {
     int (*read)(void *user, const amp_sample *sample, void *const *fields);
     void *user;
@@ -1493,100 +1491,88 @@ typedef struct amp_source {
     amp_field fields[AMP_MAX_FIELDS];
     int32_t n_fields;
     int32_t reserved;
-    uint64_t hash;                  /* of the data: resuming on another hash is refused; may stay 0 */
+    uint64_t hash;              /* of the data; resuming with another is refused; may stay 0 */
 } amp_source;
 
 typedef struct amp_loader amp_loader;
 
 /* One of path, arrays and source.
-   path: token files.  A sample is `seq` tokens, and the same one further as targets; samples start every seq
-   tokens of a file and end in it.  A path with * ? or [] in any part that is no file itself is a pattern; the files
-   are taken in the order of their bytes, and each stays open: one that another is renamed over is still read, one
-   that is cut short is an error where it ends.
-   arrays: .npy files of f2, f4, f8, u1, u2, i4, i8 or b1 with the same first dimension; sample i is row i of each.
-   Where the context casts inputs, fields of arrays and source come in amp_autocast_input's dtype of when the loader was
-   created; values that become infinite in it are a warning.
-    .format     by content
-    .first      0          first token used, counted over all files; first sample of arrays and source
-    .last       the end    one past the last
-    .last_batch DROP
-    .epochs     endless    after that many amp_loader_next returns AMP_ERR_END
-    .workers    2          1 to 64 threads; AMP_NO_WORKERS: read in amp_loader_next
-    .prefetch   2          batches read ahead: 1 to 1024
-    .timeout_ms 60000      how long amp_loader_next waits for a worker, and amp_loader_create for files to open
-    .vocab      unchecked  tokens must be below
-    .cache_mb   1024       shuffled samples of less than 8 KiB: file contents are kept in this many MiB of memory as
-                           they are first touched, since a read for each would be slow; beyond them there is one  */
+   path: token files.  A sample is `seq` tokens, and as targets the same shifted by one; samples start every seq tokens
+   within a file.  A path that is no file is a pattern if any part has * ? or []; its files are taken in byte order of
+   their names and kept open: a replaced file is still read, a truncated one is an error where it ends.
+   arrays: .npy files of f2, f4, f8, u1, u2, i4, i8 or b1 with equal first dimension; sample i is row i of each.
+   Floating-point fields come in amp_autocast_input's dtype as of creation, with a warning for values that become
+   infinite. */
 typedef struct amp_loader_desc {
     const char *path;
     const char *const *arrays;
-    const amp_source *source;       /* copied */
-    int32_t n_arrays;               /* 1 to AMP_MAX_FIELDS */
+    const amp_source *source;   /* copied */
+    int32_t n_arrays;           /* 1 to AMP_MAX_FIELDS */
     amp_token_format format;
-    int32_t shuffle;                /* 1: another order each epoch, a function of (seed, epoch) only */
+    int32_t shuffle;            /* 1: a new order each epoch, a function of seed and epoch */
     amp_last_batch last_batch;
-    int64_t batch;                  /* samples per batch and rank: 1 or more */
-    int64_t seq;                    /* path: 1 or more */
-    int64_t first, last;
+    int64_t batch;              /* samples per batch and rank, 1 or more */
+    int64_t seq;                /* path: 1 or more */
+    int64_t first, last;        /* range of tokens (over all files) or samples; last is one past the end, default all */
     uint64_t seed;
-    int64_t epochs;
-    int32_t workers, prefetch;
-    int32_t timeout_ms;
-    int32_t rank, world;            /* of this process; world 0: those of the context's reducer */
-    int32_t vocab;
-    int32_t disable_pinned;         /* 1: ordinary host memory, where the device has pinned */
+    int64_t epochs;             /* default endless; afterwards amp_loader_next returns AMP_ERR_END */
+    int32_t workers, prefetch;  /* threads, 1 to 64 or AMP_NO_WORKERS; batches read ahead, 1 to 1024; default 2 each */
+    int32_t timeout_ms;         /* for a worker's batch, and for opening files; default 60000 */
+    int32_t rank, world;        /* of this process; world 0: those of the context's reducer */
+    int32_t vocab;              /* tokens must be below; default unchecked */
+    int32_t disable_pinned;     /* 1: pageable host memory even where the device has pinned */
+    /* MiB of files kept in memory as they are read, to shuffle samples below 8 KiB fast; default 1024 */
     int32_t cache_mb;
 } amp_loader_desc;
 #define AMP_NO_WORKERS (-1)
 
-/* Device memory, read-only, valid until the next call on the loader: that is, for work queued on the context's stream
-   before it.  A device of its own gets batches on a stream of their own, into two slots, while the one before is in use;
-   amp_loader_next then waits for nothing but the workers, and the context's stream for the copy.  Tokens below 65536, by
-   .vocab or by the files' width, cross the bus in 16 bits and are widened there. */
+/* Device memory, read-only, valid until the next call on the loader, also for work queued on the context's stream
+   before it.  A device gets batches on a separate stream, into two slots, while the previous one is in use:
+   amp_loader_next waits only for the workers, and the context's stream for the copy.  Tokens known to be below 65536
+   (.vocab, or the files' width) cross the bus in 16 bits. */
 typedef struct amp_batch {
-    const int32_t *inputs, *targets;    /* [batch, seq]: fields 0 and 1, each NULL unless it is I32 */
-    const void *fields[AMP_MAX_FIELDS]; /* [batch, count] each */
-    int64_t batch, seq;             /* samples, and values of field 0 in each */
-    int64_t valid;                  /* samples before the padding */
-    int64_t epoch, index;           /* epoch from 0; index of this batch in its epoch */
+    const int32_t *inputs, *targets;  /* [batch, seq]: fields 0 and 1, NULL unless I32 */
+    const void *fields[AMP_MAX_FIELDS];  /* [batch, count] each */
+    int64_t batch, seq;         /* samples, and values of field 0 in each */
+    int64_t valid;              /* samples before the padding */
+    int64_t epoch, index;       /* epoch, and batch in it, from 0 */
 } amp_batch;
 
-/* A loader is used by one thread at a time; amp_loader_stop and amp_loader_info_get may come from any.  Errors: 101,
-   102, 103 arrays of different length, 104, 109, 110, 301, 302, 401, 402, 404, 405, 410; 102 also when there is less
-   than one batch. */
+/* Errors: AMP_ERR_RANGE also for less than one batch, AMP_ERR_SHAPE arrays of different length, AMP_ERR_DTYPE,
+   AMP_ERR_SIZE, AMP_ERR_CONFLICT, AMP_ERR_THREAD, AMP_ERR_OPEN, AMP_ERR_READ, AMP_ERR_FORMAT, AMP_ERR_TRUNCATED,
+   AMP_ERR_TIMEOUT. */
 AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc);
-/* For closing from another thread: a call that waits, and every later one, returns 106, and the position stays.  Save and
-   destroy remain. */
+/* For shutting down from another thread: waiting and later calls return AMP_ERR_STATE; only save and destroy still
+   work. */
 AMP_API void amp_loader_stop(amp_loader *loader);
-/* A call that another thread is in ends with 106 first; none may begin any more (see amp_loader_stop).
-   Returns within 100 ms, once no callback is running and, without workers, no call: a worker that the operating system
-   holds in a read is left behind, and frees what it uses, through the context's system table, when the read returns. */
+/* Stops it first.  Returns within 100 ms once no callback (and without workers no call) is running; a worker stuck in
+   a read is left behind, and frees what it uses when the read returns. */
 AMP_API void amp_loader_destroy(amp_loader *loader);
-/* After an error the loader stands where it stood: the next call tries the same batch again.
-   Errors: 106 stopped, 402 and 405 with file and offset, 201 token not below vocab, 409 after the last epoch, 410, 411. */
+/* After an error the next call tries the same batch again.
+   Errors: AMP_ERR_STATE stopped, AMP_ERR_READ and AMP_ERR_TRUNCATED with file and offset, AMP_ERR_LABEL token not
+   below vocab, AMP_ERR_END after the last epoch, AMP_ERR_TIMEOUT, AMP_ERR_SOURCE. */
 AMP_API amp_result amp_loader_next(amp_loader *loader, amp_batch *out);
-/* Makes batch `index` of `epoch` the next one, in the same time wherever it is.  Errors: 102, 106, 410. */
+/* Makes batch `index` of `epoch` the next one, in constant time.  Errors: AMP_ERR_STATE, AMP_ERR_TIMEOUT. */
 AMP_API amp_result amp_loader_seek(amp_loader *loader, int64_t epoch, int64_t index);
 
 typedef struct amp_loader_info {
-    int32_t n_files, n_fields, ready;   /* ready: batches that wait to be taken */
-    amp_token_format format;        /* of token files; else DEFAULT */
+    int32_t n_files, n_fields, ready;  /* ready: batches waiting to be taken */
+    amp_token_format format;    /* of token files, else DEFAULT */
     amp_field fields[AMP_MAX_FIELDS];
-    int64_t tokens;                 /* in all token files */
-    int64_t samples;                /* per epoch, all ranks */
-    int64_t batches;                /* per epoch, this rank */
-    int64_t epoch, index;           /* of the batch that comes next */
-    int64_t waits;                  /* amp_loader_next calls that found no batch ready ... */
-    double wait_seconds;            /* ... and what they waited in all: lost to the data, or to others on these cores: THREADS */
-    uint64_t hash;                  /* of the sizes and of sample blocks of the files: other data has another */
+    int64_t tokens;             /* in all token files */
+    int64_t samples;            /* per epoch, all ranks */
+    int64_t batches;            /* per epoch, this rank */
+    int64_t epoch, index;       /* of the next batch */
+    int64_t waits;              /* calls of amp_loader_next that found no batch ready */
+    double wait_seconds;        /* their waiting time in all, lost to the data or to busy cores: THREADS */
+    uint64_t hash;              /* of the files' sizes and sampled blocks: identifies the data */
 } amp_loader_info;
 AMP_API amp_result amp_loader_info_get(const amp_loader *loader, amp_loader_info *out);
-/* Effective settings; what they point to belongs to the loader. */
+/* What the pointers point to belongs to the loader. */
 AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *out);
-/* Record <prefix>.loader: what was consumed, not what was read ahead; the same on all ranks.  Load continues exactly
-   there, also with other workers, prefetch, paths, epochs and ranks, and refuses other data, samples or order, or another
-   batch times world.
-   Errors of save: 102, 301; of load: 106, 107, 408, 410. */
+/* The position after the last batch taken; the same on all ranks.  Load continues there exactly, also with other
+   workers, prefetch, paths, epochs and ranks; it refuses other data, samples, order, or batch times world.
+   Errors of load: AMP_ERR_STATE, AMP_ERR_NAME, AMP_ERR_MISMATCH, AMP_ERR_TIMEOUT. */
 AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
 AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
 
@@ -1594,145 +1580,137 @@ AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, c
 
 /* ==== 1 >>base ==== */
 
-/* *out = the POSIX table, every member set. */
+/* The POSIX table, every member set. */
 AMP_API void amp_system_default(amp_system *out);
-/* Writes a file so that after a crash, and whoever else writes it, one whole content is there: temporary file beside it,
-   write, fsync, rename.  The file keeps its permissions and, where possible, its owner.  A symbolic link is replaced; a
-   device or pipe is refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched.  What a process that
-   is killed in it leaves is PATH.tmpPID@HOST-RANDOM. */
+/* Replaces a file through a temporary one (write, fsync, rename), so after a crash or a concurrent write it has one
+   whole content.  Keeps permissions and, where possible, the owner.  A symbolic link is replaced; a device or pipe is
+   refused.  system may be NULL.  A process killed here leaves PATH.tmpPID@HOST-RANDOM.
+   Errors: AMP_ERR_OPEN, AMP_ERR_WRITE; the old file is then untouched. */
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
-/* Reads a file, a pipe or a device to its end into *data (from system->alloc, one extra 0 byte behind it; amp_file_free
-   frees it); at most 256 MiB of what is no regular file.  A pipe that nobody writes to yet is waited for.
-   Errors: 301, 401, 402. */
+/* Reads a file, a pipe or a device to its end, at most 256 MiB unless it is a regular file; waits for a pipe's writer.
+   *data ends with an extra 0 byte; free it with amp_file_free.  Errors: AMP_ERR_OPEN, AMP_ERR_READ. */
 AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes);
 AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
 
 typedef struct amp_cpu_info {
     char name[64];
-    int32_t cores;                  /* that this process may use, fewer by a CPU quota */
-    amp_cpu_path path;              /* best path this CPU and system support */
-    int32_t avx2, avx512, avx512_bf16, avx512_fp16; /* 0 or 1 */
-    int32_t amx_bf16;               /* 0 or 1; 1 only where the system lets this process use it */
-    int64_t l1d, l2, l3;            /* bytes per core, core and socket; 0 unknown */
-    int64_t memory;                 /* bytes of RAM; 0 unknown */
+    int32_t cores;              /* that this process may use, within its CPU quota */
+    amp_cpu_path path;          /* the best that CPU and system support */
+    int32_t avx2, avx512, avx512_bf16, avx512_fp16;  /* 0 or 1 */
+    int32_t amx_bf16;           /* 1: the system lets this process use it */
+    int64_t l1d, l2, l3;        /* bytes per core, core and socket; 0 unknown */
+    int64_t memory;             /* bytes of RAM; 0 unknown */
 } amp_cpu_info;
 
 /* ==== 2 >>numbers ==== */
 
 typedef enum amp_rounding {
-    AMP_ROUND_DEFAULT = 0,          /* nearest, ties to even (TF32: ties away from zero, as cvt.rna does) */
-    AMP_ROUND_STOCHASTIC = 1,       /* to bf16, fp16 or fp8: away from zero with probability equal to the discarded
-                                       fraction, so unbiased; NaN stays NaN */
+    AMP_ROUND_DEFAULT = 0,      /* nearest, ties to even (TF32: ties away from zero, as cvt.rna) */
+    AMP_ROUND_STOCHASTIC = 1,   /* to bf16, fp16 or fp8; see amp_f16_stochastic */
     AMP_ROUND_FORCE_I32 = 0x7fffffff
 } amp_rounding;
 
-/* What bulk conversion may be told.  NULL or all zero: nearest even, no saturation. */
 typedef struct amp_convert_desc {
     amp_rounding rounding;
-    int32_t saturate;               /* 1: beyond the largest finite value, infinity included, becomes that value; NaN
-                                       stays NaN; to fp64 nothing saturates */
-    uint64_t seed, offset;          /* of AMP_ROUND_STOCHASTIC: element i uses amp_random_u32(seed, offset + i) */
+    /* 1: overflow and infinity become the largest finite value, except in fp64; NaN stays NaN */
+    int32_t saturate;
+    uint64_t seed, offset;      /* stochastic: element i uses amp_random_u32(seed, offset + i) */
 } amp_convert_desc;
 
-/* Bulk conversion of n elements between floating dtypes on the host, with the CPU's instructions and
-   the scalar functions' bits.  dst and src may be the same buffer when the element sizes agree, and
-   need no alignment.  new_inf, if not NULL, receives how many finite inputs became infinite (E4M3: NaN).
-   TF32 as destination rounds within fp32 storage.
-   Errors: 101, 102 n < 0, 104 not floating, or stochastic to fp32, fp64 or TF32, 110 dst and src share memory
+/* Converts n elements between floating dtypes on the host, fast, with the scalar functions' bits.  TF32 as destination
+   rounds within fp32 storage.  dst and src need no alignment, and may be one buffer if element sizes agree.  desc may
+   be NULL.  *new_inf, if given, counts finite inputs that became infinite (E4M3: NaN).
+   Errors: AMP_ERR_DTYPE not floating, or stochastic to fp32, fp64 or TF32, AMP_ERR_CONFLICT dst and src overlap
    otherwise. */
 AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                const amp_convert_desc *desc, int64_t *new_inf);
-/* How many of n elements are infinite or NaN, found by their bits (isfinite is folded away by -Ofast);
-   *first, if not NULL, is the index of the first, or -1.  -1 is returned for a dtype that is not floating. */
+/* How many of n elements are infinite or NaN, by their bits, so under -Ofast too; -1 for a dtype that is not floating.
+   *first, if given, is the index of the first, or -1. */
 AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first);
 
 /* ==== 3 >>machine ====
-   What this machine can do, and which precision to use on it, with the reason. */
+   What this machine can do, and which precision to use on it. */
 
-/* Filled by a backend. */
 typedef struct amp_device {
     char name[128];
-    char kind[16];                  /* "cpu", "cuda", ... */
+    char kind[16];              /* "cpu", "cuda", ... */
     int32_t index;
-    int32_t cc_major, cc_minor;     /* CUDA compute capability; 0 for a CPU */
-    int32_t fp16, bf16, tf32, fp8;  /* matrix instructions of that format: 0 or 1 */
+    int32_t cc_major, cc_minor; /* CUDA compute capability; 0 for a CPU */
+    int32_t fp16, bf16, tf32, fp8;  /* 1: has matrix instructions for it */
     int32_t multiprocessors;
-    int64_t memory;                 /* bytes in all */
-    char versions[96];              /* of the compiler, driver and libraries the backend runs on */
+    int64_t memory;             /* bytes in all */
+    char versions[96];          /* of the backend's compiler, driver and libraries */
 } amp_device;
 
 struct amp_machine {
     amp_cpu_info cpu;
-    amp_device device;              /* of the context's backend; kind "cpu" where that is the CPU */
+    amp_device device;          /* of the context's backend; kind "cpu" where that is the CPU */
 };
 
-/* Fills cpu, and device from it.  Errors: 101, 105. */
+/* Describes the CPU, in device too.  Errors: AMP_ERR_VERSION. */
 AMP_API amp_result amp_machine_probe(amp_machine *out);
-/* A table of the machine. */
+/* As a table. */
 AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size);
 
 struct amp_choice {
-    int32_t scaler;                 /* 1: train with a loss scaler (fp16) */
-    amp_dtype dtype;                /* what regions compute in: AMP_F32, AMP_TF32, AMP_F16 or AMP_BF16 */
-    int32_t emulated;               /* 1: the CPU rounds to this dtype and computes in fp32 */
-    int32_t fell_back;              /* 1: not what was asked for */
-    char reason[160];               /* one line */
+    int32_t scaler;             /* 1: train with a loss scaler (fp16) */
+    amp_dtype dtype;            /* what regions compute in: AMP_F32, AMP_TF32, AMP_F16 or AMP_BF16 */
+    int32_t emulated;           /* 1: the CPU rounds to this dtype and computes in fp32 */
+    int32_t fell_back;          /* 1: not what was asked for */
+    char reason[160];           /* one line */
 };
 
-/* Chooses a compute dtype: a pure function of its arguments.
-   wanted AMP_DTYPE_DEFAULT ("auto"): bf16 on compute capability 8.0 and later or a CPU with bf16 instructions;
-   fp16 with a scaler on 7.0 to 7.5; else fp32.  Anything else: that dtype if the device has it.
-   Errors: 101, 104 not a compute dtype; 105; 108 the device lacks it (fp8: always) and allow_fallback is 0.  With
-   allow_fallback the nearest dtype that works is chosen and the reason says so. */
+/* Chooses a compute dtype from its arguments alone.  wanted AMP_DTYPE_DEFAULT ("auto"): bf16 on compute capability 8.0
+   and later, or on a CPU with bf16 instructions; fp16 with a scaler on 7.0 to 7.5; else fp32.  Otherwise `wanted` if
+   the device has it; if not, with allow_fallback, the nearest dtype that works, and the reason says so.
+   Errors: AMP_ERR_DTYPE not a compute dtype, AMP_ERR_VERSION, AMP_ERR_UNSUPPORTED the device lacks it (fp8:
+   always). */
 AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out);
 
 /* ==== 5 >>state ====
-   One blob for everything that must survive a restart: a list of named records, little-endian on every
-   machine, each with a checksum, behind a header with magic and format version.  Objects save into it
-   and load from it; a program adds records of its own. */
+   One blob for all that must survive a restart: named records, little-endian everywhere, each with a checksum, behind
+   a header with magic and format version.  Objects save into it; add records of your own. */
 
-/* An empty state.  system NULL: POSIX.  Errors: 301. */
+/* An empty state.  system may be NULL. */
 AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system);
 AMP_API void amp_state_destroy(amp_state *state);
-/* Adds or replaces the record `key` (1 to 63 bytes): n values of dtype (F32, F64, F16, BF16, U8, U16, I32, I64).
-   Errors: 101, 102 key length, 104, 301. */
+/* Adds or replaces record `key` (1 to 63 bytes): n values of F32, F64, F16, BF16, U8, U16, I32 or I64.
+   Errors: AMP_ERR_DTYPE. */
 AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values, int64_t n);
-/* Copies the record out; it must have this dtype and count.  On failure values is untouched.
-   Errors: 107 no such key, 408 other dtype or count. */
+/* Copies a record out.  Errors: AMP_ERR_NAME no such key, AMP_ERR_MISMATCH other dtype or count. */
 AMP_API amp_result amp_state_get(const amp_state *state, const char *key, amp_dtype dtype, void *values, int64_t n);
-/* Count and dtype of a record, -1 if there is none. */
+/* Count and dtype of a record; -1 if there is none. */
 AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dtype *dtype);
-/* Name of record i, NULL beyond the last. */
+/* Name of record i; NULL beyond the last. */
 AMP_API const char *amp_state_key(const amp_state *state, int64_t i);
-/* The blob as bytes; *data comes from the state's system and goes back by amp_file_free.  Errors: 301. */
+/* The blob; free *data with amp_file_free and the state's system. */
 AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t *bytes);
-/* Errors: 301, 404 foreign, 405 ends early, 406 damaged, 407 newer format.  *out is untouched on failure. */
+/* Errors: AMP_ERR_FORMAT foreign, AMP_ERR_TRUNCATED, AMP_ERR_CHECKSUM damaged, AMP_ERR_NEWER newer format. */
 AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, const void *data, size_t bytes);
-/* To and from a file, written atomically.  Errors: as above and 401, 402, 403. */
+/* To and from a file, written atomically.  Errors: as above, AMP_ERR_OPEN, AMP_ERR_READ, AMP_ERR_WRITE. */
 AMP_API amp_result amp_state_save(const amp_state *state, const char *path);
 AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path);
 
 /* ==== 7 >>masks ====
-   Masks written out, and kept.  amp_attention and amp_softmax read structured masks from their description
-   and need none of this; it is for softmax over scores of your own, for kernels that want a mask tensor, and
-   for arbitrary masks that are used again and again. */
+   Masks written out and cached: for softmax over scores of your own, kernels that want a mask tensor, and arbitrary
+   masks used repeatedly.  amp_attention and amp_softmax do not need it. */
 
-/* A mask of the cache, read-only and shared. */
+/* A cached mask, read-only and shared. */
 typedef struct amp_mask_view {
-    amp_mask mask;                  /* U8: kind ARBITRARY over the tensor, for amp_attention and amp_softmax */
-    amp_tensor tensor;              /* device, [batch or 1, 1, queries, keys]; 1 where all sequences have the same mask */
+    amp_mask mask;              /* U8: of kind ARBITRARY over the tensor, for amp_attention and amp_softmax */
+    amp_tensor tensor;          /* device, [batch or 1, 1, queries, keys]; 1 if all sequences have the same mask */
 } amp_mask_view;
 
-/* Writes a mask out, or finds it in the cache: by kind, sizes, dtype and the contents of its arrays.
-   dtype AMP_U8: 1 seen, 0 hidden.  AMP_F32, AMP_F16, AMP_BF16: 0 seen, -inf hidden, to be added to scores.
-   The arrays of mask must be readable by the host, and `allowed` the same for all heads.  The view stays until
-   amp_mask_release gives it back; views given back may be evicted (least recently used first) when amp_desc.mask_limit
-   is reached.  Errors: 101, 102, 104, 106, 108 a mask per head, 301, 501. */
+/* Finds a mask in the cache, by kind, sizes, dtype and array contents, or writes it.  AMP_U8: 1 visible, 0 hidden;
+   AMP_F32, AMP_F16, AMP_BF16: 0 visible, -inf hidden, to add to scores.  The arrays of mask must be readable by the
+   host, and `allowed` the same for all heads.  Held until amp_mask_release; then evicted, least recently used first,
+   to stay within amp_desc.mask_limit.
+   Errors: AMP_ERR_DTYPE, AMP_ERR_STATE, AMP_ERR_UNSUPPORTED a mask per head. */
 AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
                                 amp_dtype dtype, amp_mask_view *out);
 AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view);
 AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *out);
-/* Frees the masks of one kind, or of all kinds, that nobody holds. */
+/* Frees the masks of one kind, or of all kinds, that are not held. */
 AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind);
 AMP_API void amp_mask_cache_clear(amp_context *amp);
 
