@@ -1715,76 +1715,73 @@ AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind);
 AMP_API void amp_mask_cache_clear(amp_context *amp);
 
 /* ==== 12 >>watch ====
-   Settings that reach every part, what the library is doing, records of each step and epoch, and what the
-   numbers in the tensors look like. */
+   Settings for every part, the library's status, records of steps and epochs, and statistics of tensors. */
 
 /* ---- Settings: one struct for everything below, from a program, a file or the environment */
 
 typedef enum amp_scaler_use {
-    AMP_SCALER_USE_DEFAULT = 0,     /* AUTO */
-    AMP_SCALER_USE_AUTO = 1,        /* for fp16 alone */
+    AMP_SCALER_USE_DEFAULT = 0, /* AUTO */
+    AMP_SCALER_USE_AUTO = 1,    /* for fp16 only */
     AMP_SCALER_USE_ON = 2, AMP_SCALER_USE_OFF = 3,
     AMP_SCALER_USE_FORCE_I32 = 0x7fffffff
 } amp_scaler_use;
 
-/* What to do about an amp_anomaly. */
+/* What to do about an amp_anomaly, apart from a warning. */
 typedef enum amp_nan_action {
-    AMP_NAN_DEFAULT = 0,            /* SKIP */
-    AMP_NAN_REPORT = 1,             /* a warning; without a scaler the step is applied all the same, as in PyTorch */
-    AMP_NAN_SKIP = 2,               /* a warning; the step is skipped if its gradients are not finite */
-    AMP_NAN_STOP = 3,               /* as SKIP, and the record asks the host to stop */
-    AMP_NAN_RECOVER = 4,            /* as SKIP, and the record asks the host to call amp_recovery_step */
+    AMP_NAN_DEFAULT = 0,        /* SKIP */
+    AMP_NAN_REPORT = 1,         /* nothing: without a scaler the step is applied, as in PyTorch */
+    AMP_NAN_SKIP = 2,           /* skip the step if gradients are not finite */
+    AMP_NAN_STOP = 3,           /* SKIP, and the record asks you to stop */
+    AMP_NAN_RECOVER = 4,        /* SKIP, and the record asks you to call amp_recovery_step */
     AMP_NAN_FORCE_I32 = 0x7fffffff
 } amp_nan_action;
 
 #define AMP_INTERVAL_OFF (-1)       /* an interval: never */
 
-/* The words in quotes are the key in files, and in capitals behind AMP_ the environment variable.  Words are those of
-   the enums without their prefix, in either case; switches are true, false, on, off, yes, no, 1, 0; "default" takes any
-   key back to its default.  An interval is a number of steps, or "off".
+/* The key in files, the field, the default, and other values.  Environment variables are AMP_ and the key in capitals.
+   Enum values go without their prefix, in either case; switches are true, false, on, off, yes, no, 1, 0; "default"
+   restores any default.  Intervals are numbers of steps, or "off".  What is not explained here is in the desc of the
+   field's name.
 
     "enabled"            .disable           true       false: regions compute in their operands' dtypes
     "dtype"              .dtype             auto       fp32, tf32, fp16, bf16
-    "autocast_dtype"     .autocast_dtype    auto       the same: of regions, where it is another than "dtype"
-    "cast_inputs"        .cast_inputs       false      false, true (to the dtype of regions), fp32: see amp_io_cast
+    "autocast_dtype"     .autocast_dtype    auto       the same
+    "cast_inputs"        .cast_inputs       false      true (to the dtype of regions), fp32
     "cast_outputs"       .cast_outputs      false      the same
     "level"              .level             O1         O0 to O3; for O2 and O3 store weights in 16 bits
-    "policy"             .policy            fused      fused, torch
-    "mode"               .mode              training   training, inference
-    "memory_efficient"   .memory_efficient  false      the cast cache is emptied when the last region closes, and models
-                                                       that can recompute do (examples/train_gpt.c)
+    "policy"             .policy            fused      torch
+    "mode"               .mode              training   inference
+    "memory_efficient"   .memory_efficient  false      models that can recompute do (examples/train_gpt.c)
     "cache"              .disable_cache     true       the cast cache
-    "saturate_inputs"    .saturate_inputs   false      see amp_autocast_desc
-    "fallback"           .fallback          none       see amp_desc.fallback
-    "tf32"               .allow_tf32        false      products left in fp32 are computed in TF32
-    "autotune"           .autotune          off        off, on
-    "scaler"             .use_scaler        auto       auto (fp16 alone), on, off
+    "saturate_inputs"    .saturate_inputs   false
+    "fallback"           .fallback          none
+    "tf32"               .allow_tf32        false
+    "autotune"           .autotune          off
+    "scaler"             .use_scaler        auto       auto (fp16 only), on, off
     "scaler_preset"      .scaler.preset     default    the names of amp_scaler_preset
-    "frozen"             .scaler.frozen     false      a static scale; overflows still skip
+    "frozen"             .scaler.frozen     false
     "init_scale" "growth_factor" "backoff_factor" "growth_interval" "min_scale" "max_scale" "hysteresis" "tolerance"
-                         .scaler            the preset's; a floor, ceiling or growth interval may be "none"
+                         .scaler            the preset's; "none" for no floor, ceiling or growth
     "clip_norm"          .clip_norm         none       above 0, finite
-    "accumulation"       .accumulation      1          1 to 1000000 micro-batches per step
-    "log_interval"       .log_interval      100        steps between step records
-    "memory_interval"    .memory_interval   100        steps between memory queries
-    "cleanup_interval"   .cleanup_interval  off        steps between calls of amp_cleanup
-    "tensor_stats_interval"  .tensor_stats_interval off        steps between looks at the tensors: where it is above 0 the host
-                                                       makes an amp_tensor_stats with it
-    "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that is worth a warning
+    "accumulation"       .accumulation      1          1 to 1000000
+    "log_interval"       .log_interval      100        between step records
+    "memory_interval"    .memory_interval   100        between memory queries
+    "cleanup_interval"   .cleanup_interval  off        between calls of amp_cleanup
+    "tensor_stats_interval"  .tensor_stats_interval off  if set, make an amp_tensor_stats with it
+    "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that gives a warning
     "nan_action"         .nan_action        skip       report, skip, stop, recover
-    "max_skips"          .max_skips         25         consecutive skips that are an anomaly; 1 or more
-    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000: for the amp_recovery
-    "batch_growth_interval" .batch_growth_interval off  good steps until a batch that was halved for memory is doubled
-                                                       again: for the amp_recovery
-    "workers"            .workers           2          of a loader: 0 to 64 threads that read ahead
-    "prefetch"           .prefetch          2          batches they read ahead: 1 to 1024
+    "max_skips"          .max_skips         25         consecutive skips that are an anomaly, 1 or more
+    "max_retries"        .max_retries       3          of an amp_recovery: 0 to 1000
+    "batch_growth_interval" .batch_growth_interval off  of an amp_recovery
+    "workers"            .workers           2          of a loader: 0 to 64
+    "prefetch"           .prefetch          2          of a loader
     "pin"                .disable_pinned    true       batches in pinned memory, where the device has it
-    "debug"              .debug             false      the log tells each operator's decision, once
+    "debug"              .debug             false      log each operator's decision once (AMP_LOG_DECISION)
 
    What trainers in Python call these: their names -> a key, a field, a call, or a flag of examples/train_gpt.c.
 
     use_amp amp_enabled use_mixed_precision mixed_precision_enabled mixed_precision_autocast_enabled -> "enabled"
-    mixed_precision mixed_precision_dtype amp_dtype fp_precision PRECISION -> "dtype"; for no and none fp32, fp8 is refused
+    mixed_precision mixed_precision_dtype amp_dtype fp_precision PRECISION -> "dtype"; no, none: fp32; fp8: refused
     mixed_precision_autocast_dtype mixed_precision_autocast_fast_dtype -> "autocast_dtype"
     mixed_precision_autocast_fallback_dtype -> "fallback"
     mixed_precision_autocast_mode mixed_precision_autocast_cache_enabled -> "mode" "cache"
@@ -1796,17 +1793,17 @@ typedef enum amp_nan_action {
     mixed_precision_grad_scaler_growth_factor -> "growth_factor"
     mixed_precision_grad_scaler_backoff_factor grad_scaler_backoff -> "backoff_factor"
     mixed_precision_grad_scaler_growth_interval grad_scaler_growth_interval -> "growth_interval"
-    allow_tf32 cudnn_benchmark -> "tf32" "autotune"
-    compile -> amp_graph_begin; operators are fused as they are
-    max_norm grad_accum_steps -> "clip_norm" "accumulation"
+    allow_tf32 cudnn_benchmark max_norm grad_accum_steps -> "tf32" "autotune" "clip_norm" "accumulation"
+    compile -> amp_graph_begin; operators are fused anyway
     num_workers prefetch_factor pin_memory -> "workers" "prefetch" "pin"
-    persistent_workers non_blocking -> amp_loader_next; always so
+    persistent_workers non_blocking -> amp_loader_next; always
     gpu_log_interval log_gpu_memory empty_cache -> "log_interval" "memory_interval" "cleanup_interval"
     debug -> "debug" "tensor_stats_interval"
     batch_size BATCH_SIZE seq_len epochs max_steps learning_rate -> .batch .seq .epochs --steps .lr
     enable_mixed_precision disable_mixed_precision -> amp_settings_apply amp_set_enabled
     optimize_mixed_precision_for_hardware get_mixed_precision_status -> amp_advise amp_status_get
-    _setup_mixed_precision _get_optimal_mixed_precision_dtype get_scale gradient_scaler_scale -> amp_settings_fill amp_choose amp_scaler_scale
+    _setup_mixed_precision _get_optimal_mixed_precision_dtype -> amp_settings_fill amp_choose
+    get_scale gradient_scaler_scale -> amp_scaler_scale
     _verify_autocast_compatibility GPUDeviceManager -> amp_verify amp_verify_placement
     _causal_mask_cache clear_mask_cache -> amp_mask_get amp_mask_cache_clear */
 typedef struct amp_settings {
@@ -1823,58 +1820,61 @@ typedef struct amp_settings {
     amp_autotune autotune;
     amp_scaler_use use_scaler;
     amp_nan_action nan_action;
-    amp_scaler_desc scaler;         /* .disable stays 0: see use_scaler */
+    amp_scaler_desc scaler;     /* .disable stays 0: see use_scaler */
     double clip_norm;
     int32_t accumulation, max_skips;
-    int32_t max_retries;            /* 0: the default; AMP_NO_RETRIES: none */
-    int32_t workers;                /* 0: the default; AMP_NO_WORKERS: none */
+    int32_t max_retries;        /* AMP_NO_RETRIES: none */
+    int32_t workers;            /* AMP_NO_WORKERS: none */
     int32_t prefetch, disable_pinned;
     int32_t debug;
-    int64_t log_interval, memory_interval, cleanup_interval, tensor_stats_interval;     /* 0: the default; AMP_INTERVAL_OFF */
+    int64_t log_interval, memory_interval, cleanup_interval, tensor_stats_interval;  /* or AMP_INTERVAL_OFF */
     int64_t batch_growth_interval;
-    double memory_warning;          /* 0: the default; 1: never */
+    double memory_warning;      /* 1: never */
 } amp_settings;
 #define AMP_NO_RETRIES (-1)
 
-/* Sets one by its key.  On failure nothing changes.  Errors: 101, 105, 107 no such key (the text names the nearest), 102 a
-   value out of range or no value of this key. */
+/* Sets one setting.  Errors: AMP_ERR_VERSION, AMP_ERR_NAME no such key (the text names the nearest), AMP_ERR_RANGE not
+   a value of this key. */
 AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, const char *value);
-/* Lines "key = value"; # begins a comment, blank lines are allowed, a key may stand only once.  All or nothing.
-   name stands in error texts, which say line and key.  Errors: as above, and 404 a line that is neither, 110 twice. */
+/* Lines "key = value"; # begins a comment; each key at most once.  All or nothing.  Error texts say `name`, line and
+   key.
+   Errors: as above, AMP_ERR_FORMAT another line, AMP_ERR_CONFLICT a key twice. */
 AMP_API amp_result amp_settings_read_text(amp_settings *settings, const char *name, const char *text, size_t bytes);
-/* The same from a file.  Errors: also 301, 401, 402. */
+/* The same from a file.  Errors: also AMP_ERR_OPEN, AMP_ERR_READ. */
 AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_system *system, const char *path);
-/* From the environment: AMP_DTYPE=bf16 and its kin; an empty one counts as not set.  Nothing else but amp_open_env reads it.
-   All or nothing.
-   Errors: as amp_settings_set; 107 for a variable AMP_... that is no key. */
+/* From the environment, such as AMP_DTYPE=bf16; empty variables count as not set.  All or nothing.  Only this function
+   and amp_open_env read it.
+   Errors: as amp_settings_set; AMP_ERR_NAME for a variable AMP_... that is no key. */
 AMP_API amp_result amp_settings_read_env(amp_settings *settings);
-/* A context and a scaler from the environment, in one call, for a program that has its own fp32 code: with no variable AMP_...
-   set, both become NULL, and the host branches on *amp (operators and amp_gemm refuse NULL with 101, the scaler's calls take
-   it as a scale of 1).  Else the context has what the variables ask for, on the CPU, and .gemm_always; the scaler is a
-   disabled one where none is wanted (amp_scaler_enabled).  Both are NULL on failure.
+/* A context and a scaler from the environment, for a program with fp32 code of its own.  With no variable AMP_... set,
+   or on failure, both become NULL: the program branches on *amp, and scaler calls take NULL as a scale of 1.
+   Otherwise the context is as the variables say, on the CPU, with .gemm_always; the scaler is disabled if none is
+   wanted.
    Errors: as amp_settings_read_env, amp_settings_check, amp_open and amp_scaler_create. */
 AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler);
-/* Each field by itself, and what contradicts: level O0, which is fp32 throughout, with another dtype, with tf32 or with
-   the scaler on; levels O2 and O3, which keep 16-bit weights, with fp32 or tf32; a floor above the ceiling; an initial
-   scale outside of them.  What is only without effect is no contradiction.  Errors: 101, 102, 105, 110 with both keys, 202. */
+/* Checks each field, and for contradictions: level O0 (fp32 throughout) with another dtype, tf32 or the scaler on;
+   levels O2 and O3 (16-bit weights) with fp32 or tf32; a floor above the ceiling; an initial scale outside them.
+   Settings without effect are no contradiction.
+   Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT with both keys, AMP_ERR_SCALE. */
 AMP_API amp_result amp_settings_check(const amp_settings *settings);
-/* Every effective setting as a file that amp_settings_read_text takes. */
+/* All settings in effect, as a file that amp_settings_read_text takes. */
 AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
 
-/* What a context's other parts are to be created with: fields of the descs that are settings are overwritten, the rest
-   stays.  Each pointer may be NULL.  scaler->disable becomes 1 where no scaler is wanted; for "auto" that takes the
-   context's dtype, so pass amp when it is open, and NULL before.  Errors: 101, 102, 105, 110, 202. */
+/* Overwrites the fields of each desc that are settings; any desc may be NULL.  scaler->disable becomes 1 if no scaler
+   is wanted; for "auto" that takes the dtype of amp: pass it once it is open, before that NULL.
+   Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT, AMP_ERR_SCALE. */
 typedef struct amp_monitor_desc amp_monitor_desc;
 AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
                                      amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor);
-/* And a loader: .workers, .prefetch and .disable_pinned.  Errors: as above. */
+/* The same for a loader: .workers, .prefetch and .disable_pinned. */
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader);
-/* The same between two steps of a running training: dtypes, enabled, mode, caches, fallback, tf32, clipping,
-   accumulation, the scaler's rule, intervals and actions change, and so does whether there is scaling: a scaler that is
-   turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
-   force is refused (left at their defaults they stay), and then nothing has changed.  Casts of inputs and outputs change
-   for loaders and memory that come after.  scaler, optimizer and monitor may be NULL.  Captured graphs are out of date
-   afterwards.  Errors: 101, 102, 106 in the middle of a step, its cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
+/* Changes a running training between two steps: dtypes, enabled, mode, caches, fallback, tf32, clipping, accumulation,
+   scaler on or off and its rule, intervals and actions.  A scaler turned on starts anew; one turned off has scale 1.
+   Level, policy, autotune and scaler preset must be as they are, or defaults.  Casts of inputs and outputs change for
+   later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler, optimizer and monitor may
+   be NULL.
+   Errors: AMP_ERR_STATE in the middle of a step, accumulation cycle or capture, AMP_ERR_UNSUPPORTED the device lacks
+   the dtype, AMP_ERR_CONFLICT what cannot change, AMP_ERR_SCALE. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
                                       amp_optimizer *optimizer, amp_monitor *monitor);
@@ -1882,37 +1882,36 @@ AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context 
 /* ---- Status: everything at a glance */
 
 typedef struct amp_status {
-    int32_t version, enabled;       /* AMP_VERSION of the implementation */
+    int32_t version, enabled;   /* AMP_VERSION of the implementation */
     char backend[16];
-    amp_machine machine;            /* with the device and what it supports */
-    amp_choice choice;              /* the compute dtype in force, and why */
-    amp_dtype autocast_dtype;       /* of regions; choice.dtype unless asked for */
+    amp_machine machine;
+    amp_choice choice;          /* the compute dtype in effect, and why */
+    amp_dtype autocast_dtype;   /* of regions */
     amp_io_cast cast_inputs, cast_outputs;
     amp_level level;
     amp_policy policy;
     amp_mode mode;
     int32_t memory_efficient, allow_tf32;
-    int32_t has_scaler;             /* 0: no scaler, or a disabled one; the next fields are then 1 and 0 */
+    int32_t has_scaler;         /* 0: none, or a disabled one: scale is 1, the next fields 0 */
     float scale;
     int32_t growth_tracker, growth_interval, at_floor;
     int64_t updates, skips, consecutive_skips;
     amp_cache_info cast_cache, mask_cache;
-    int64_t new_inf;                /* CPU: finite numbers in operands of products that fp16 made infinite, or saturate_inputs cut */
-    char new_inf_in[80];            /* the last such operand: "amp_linear: x of h.0.fc.weight" */
+    /* CPU: finite numbers in operands of products that became infinite in fp16, or were clamped */
+    int64_t new_inf;
+    char new_inf_in[80];        /* the last such operand: "amp_linear: x of h.0.fc.weight" */
     amp_memory_info memory;
-    double memory_share;            /* of the device's memory in use; -1 unknown */
-    int32_t memory_warned, reserved;/* 1: the share has reached the warning threshold */
+    double memory_share;        /* of the device's memory in use; -1 unknown */
+    int32_t memory_warned, reserved;  /* 1: memory_share has reached memory_warning */
     amp_telemetry telemetry;
 } amp_status;
-/* memory_warning: as in amp_settings.  scaler may be NULL.  Waits for the device.  Errors: 101, 102, 106 while a graph is
-   captured, 501. */
+/* memory_warning: as in amp_settings.  scaler may be NULL.  Waits.  Errors: AMP_ERR_STATE during a graph capture. */
 AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out);
-/* As a table and as one JSON object; fields that cannot be had say "not here" (JSON: null). */
+/* As a table, and as one JSON object; unknown values are "not here" (JSON: null). */
 AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size);
 AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size);
 
-/* Names a stretch of work for a profiler (NVTX ranges, where amp_cuda.cu was built with -DAMP_NVTX); ranges nest.
-   Without a profiler nothing happens. */
+/* Named ranges for a profiler (NVTX, if amp_cuda.cu was built with -DAMP_NVTX); they nest. */
 AMP_API void amp_profile_push(amp_context *amp, const char *name);
 AMP_API void amp_profile_pop(amp_context *amp);
 
@@ -1925,13 +1924,13 @@ AMP_API void amp_profile_pop(amp_context *amp);
            while (amp_monitor_next(monitor, &record)) ...;      in place of amp_step_result_next
        at an epoch's end: amp_monitor_epoch(monitor, &epoch);
 
-   A line of the file, by its "event":
+   Lines by "event":
        "step"     step epoch loss norm scale tracker skipped skips dtype lr tokens_per_s seconds data_s forward_s
-                  backward_s optimizer_s; where memory was queried allocated reserved peak; where there is one
-                  anomaly ("loss", "gradients", "floor", "skips") and first_bad
+                  backward_s optimizer_s; if memory was queried allocated reserved peak; if there is one anomaly
+                  ("loss", "gradients", "floor", "skips") and first_bad
        "epoch"    epoch steps skipped anomalies loss dtype tokens_per_s seconds data_s ... optimizer_s peak
-   A loss that was not read is left out; null stands for infinities and NaN, which JSON has none of.  tracker is the
-   scaler's before the step, skipped 0 or 1, skips their sum so far. */
+   A loss that was not read is left out; null is infinity or NaN.  tracker: before the step; skipped: 0 or 1; skips:
+   total. */
 
 typedef enum amp_phase {
     AMP_PHASE_OTHER = 0, AMP_PHASE_DATA = 1, AMP_PHASE_FORWARD = 2, AMP_PHASE_BACKWARD = 3, AMP_PHASE_OPTIMIZER = 4,
@@ -1939,117 +1938,110 @@ typedef enum amp_phase {
     AMP_PHASE_FORCE_I32 = 0x7fffffff
 } amp_phase;
 
-/* What is wrong with a step.  An overflow that a scaler answers is no anomaly. */
+/* What is wrong with a step.  Overflow that a scaler answers is no anomaly. */
 typedef enum amp_anomaly {
     AMP_ANOMALY_NONE = 0,
-    AMP_ANOMALY_LOSS = 1,           /* the loss is infinite or NaN */
-    AMP_ANOMALY_GRADIENTS = 2,      /* gradients are, and there is no scaler whose scale could shrink */
-    AMP_ANOMALY_FLOOR = 3,          /* they are, and the scale is at its floor */
-    AMP_ANOMALY_SKIPS = 4,          /* max_skips steps in a row were skipped */
+    AMP_ANOMALY_LOSS = 1,       /* loss infinite or NaN */
+    AMP_ANOMALY_GRADIENTS = 2,  /* gradients infinite or NaN, with no scale that could shrink */
+    AMP_ANOMALY_FLOOR = 3,      /* the same, with the scale at its floor */
+    AMP_ANOMALY_SKIPS = 4,      /* max_skips steps in a row were skipped */
     AMP_ANOMALY_FORCE_I32 = 0x7fffffff
 } amp_anomaly;
 
-/*  .path              none         JSON lines go here
-    .append            0            1: behind what is there (a torn last line is closed first); 0: a new file
-    .log_interval      100          steps between step records in the file; those with an anomaly or a skip always
-    .memory_interval   100          steps between memory queries; the device is asked at no other time
-    .cleanup_interval  off          steps between calls of amp_cleanup
-    .memory_warning    0.9          as in amp_settings; said once per crossing
-    .nan_action        SKIP
-    .max_skips         25
-    .epoch             0            number of the first epoch, of a run that goes on */
+/* Intervals, memory_warning, nan_action and max_skips: as in amp_settings. */
 struct amp_monitor_desc {
-    const char *path;
-    int32_t append, max_skips;
-    amp_optimizer *optimizer;       /* the steps' results are taken from here; required */
-    amp_scaler *scaler;             /* may be NULL */
+    const char *path;           /* of the JSON lines; default none */
+    int32_t append, max_skips;  /* append 0: a new file; 1: add to it, after ending a torn last line */
+    amp_optimizer *optimizer;   /* required; step results are taken from it */
+    amp_scaler *scaler;         /* may be NULL */
+    /* steps with an anomaly or a skip are always logged; memory is queried at no other time */
     int64_t log_interval, memory_interval, cleanup_interval;
-    double memory_warning;
+    double memory_warning;      /* given once per crossing */
     amp_nan_action nan_action;
     int32_t reserved;
-    int64_t epoch;
+    int64_t epoch;              /* number of the first epoch */
 };
-/* Destroy it before its optimizer.  Errors: 101, 102, 110 optimizer or scaler of another context, 301, 401, 402, 403,
-   501. */
+/* Destroy it before its optimizer.
+   Errors: AMP_ERR_CONFLICT optimizer or scaler of another context, AMP_ERR_OPEN, AMP_ERR_READ, AMP_ERR_WRITE. */
 AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc);
-/* Writes what is still to be written, the records of the last steps too; errors are logged. */
+/* Writes what is left, the last steps' records too; logs errors. */
 AMP_API void amp_monitor_destroy(amp_monitor *monitor);
 AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out);
 
-/* The phase that begins now ends the one before; times are the device's own where it has events.  Also a profiler's
-   range.  Time counts from the first call, in an epoch as in the run (without calls, from the epoch's beginning), so
-   validation between epochs is nobody's.  While a graph is captured nothing is recorded.  Errors: 101, 102, 501. */
+/* Ends the previous phase and begins one, also as a profiler's range; timed by device events if there are any.  An
+   epoch's time counts from its first call (without calls, from its beginning), so validation between epochs does not
+   count.  Does nothing during a graph capture. */
 AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase);
 
 typedef struct amp_step_info {
     double loss;
-    int32_t no_loss;                /* 1: the loss was not read in this step */
+    int32_t no_loss;            /* 1: the loss was not read in this step */
     int32_t reserved;
-    int64_t tokens;                 /* or samples, of all micro-batches of the step; for the rate */
+    int64_t tokens;             /* or samples, of all micro-batches of the step; for the rate */
 } amp_step_info;
-/* Ends a step, after amp_step stepped; it does not wait for it.  Errors: 101, 106 the optimizer has not stepped since the
-   last call, 501; 403 when lines could not be written: they are kept (up to 256 KiB) and written as soon as that works
-   again; training may go on. */
+/* Ends a step, after amp_step; does not wait for it.
+   Errors: AMP_ERR_STATE the optimizer has not stepped since the last call, AMP_ERR_WRITE lines could not be written:
+   up to 256 KiB are kept and written when it works again; training may go on. */
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info);
 
 typedef struct amp_step_record {
     amp_step_result result;
-    int64_t epoch;                  /* from 0 */
-    double loss;                    /* NaN: not read */
+    int64_t epoch;              /* from 0 */
+    double loss;                /* NaN: not read */
     int64_t tokens;
     double tokens_per_second, seconds, phase_seconds[AMP_PHASES];
-    amp_dtype dtype;                /* AMP_F32 while disabled */
+    amp_dtype dtype;            /* AMP_F32 while disabled */
     amp_anomaly anomaly;
-    amp_nan_action action;          /* what is to be done about it; DEFAULT: nothing */
-    int32_t has_memory;             /* 1: memory was queried in this step */
+    amp_nan_action action;      /* what to do about it; DEFAULT: nothing */
+    int32_t has_memory;         /* 1: memory was queried in this step */
     amp_memory_info memory;
 } amp_step_record;
-/* The next record that is due, with the step's result.  1: *out was filled.  The last 64 are kept.  Steps that
-   amp_monitor_step was not told of have none. */
+/* The next record that is due, with the step's result.  1: *out was filled.  The last 64 are kept.  Steps without
+   amp_monitor_step have none. */
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out);
 /* Makes the records of all steps due, and waits. */
 AMP_API amp_result amp_monitor_flush(amp_monitor *monitor);
-/* A line of the host's own: one JSON object without line ends.  Errors: 101, 102 it is none, 403 as above. */
+/* Adds a line of your own: one JSON object without line ends.  Errors: AMP_ERR_RANGE it is none, AMP_ERR_WRITE as
+   above. */
 AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json);
 
 /* One epoch, or the mean of several. */
 typedef struct amp_epoch_record {
-    int64_t epoch;                  /* its number; in a mean: how many */
-    int64_t steps, skipped, anomalies;   /* in a mean: of all together; anomalies: steps with any */
-    double loss;                    /* mean of the finite ones; NaN: there was none */
+    int64_t epoch;              /* its number; in a mean: how many */
+    int64_t steps, skipped, anomalies;  /* totals, also in a mean; anomalies: steps with any */
+    double loss;                /* mean of the finite ones; NaN: there was none */
     double seconds, phase_seconds[AMP_PHASES], tokens_per_second;
-    int64_t peak;                   /* bytes, most in the epoch */
-    amp_dtype dtype;                /* of most of its steps */
-    int32_t mixed;                  /* 1: fp16, bf16 or tf32 */
+    int64_t peak;               /* bytes */
+    amp_dtype dtype;            /* of most of its steps */
+    int32_t mixed;              /* 1: fp16, bf16 or tf32 */
 } amp_epoch_record;
-/* Ends an epoch: waits for its steps, writes its record and starts the peak of memory anew.  Records not yet taken stay.
-   Errors: 101, 106 it has no steps, 403, 501. */
+/* Ends an epoch: waits for its steps, writes its record and resets the peak of memory.  Records not yet taken stay.
+   Errors: AMP_ERR_STATE it has no steps, AMP_ERR_WRITE. */
 AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out);
-/* Mixed-precision epochs beside full-precision ones: means of loss, time and rate, the greater peak.  epoch 0: there was
-   none of that kind, and the ratios are 0. */
+/* Mixed-precision and full-precision epochs compared: means of loss, time and rate; the greater peak.  If either has
+   epoch 0 (there was none), the ratios are 0. */
 typedef struct amp_epoch_summary {
     amp_epoch_record mixed, full;
-    double speedup;                 /* seconds of full over mixed, per step */
-    double memory_ratio;            /* peak of mixed over full */
-    double loss_difference;         /* mixed - full */
+    double speedup;             /* seconds of full over mixed, per step */
+    double memory_ratio;        /* peak of mixed over full */
+    double loss_difference;     /* mixed - full */
 } amp_epoch_summary;
 AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out);
 AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *text, size_t size);
 
 /* ---- Statistics of tensors: how their values fit a format
 
-   Which recommendation, in this order; a gradient is taken as it lies in memory, with the loss scale in it:
-       LOOK         NaN or infinities that a wider format does not prevent: in weights or ranges (infinities in fp16 ranges
-                    aside), or in gradients when the format is bf16 or the scale cannot fall any further.
-       LOWER_SCALE  a gradient overflows in the format, or is infinite or NaN, and fits at a smaller scale that is not below
-                    the scaler's floor (1 without a scaler).
+   Recommendations, the first that applies; gradients are judged as they lie in memory, loss scale included:
+       LOOK         NaN or infinities that a wider format would not prevent: in weights or ranges (except infinities in
+       fp16 ranges), or in gradients if the format is bf16 or the scale cannot fall further.
+       LOWER_SCALE  a gradient overflows in the format, or is infinite or NaN, and fits at a smaller scale not below
+       the scaler's floor (1 without a scaler).
        RAISE_SCALE  more than AMP_UNDERFLOW_SHARE of a gradient becomes 0, none overflows, and there is headroom.
-       LAYER_FP32   one overflows and another underflows, or one does both, or no scale is left to go to: what does not fit
-                    is fewer than a quarter of the gradients.  Else BF16 (held against bf16 itself: still LAYER_FP32).
-                    The same for weights and ranges that overflow, which no scale mends; what underflows there is small
-                    beside the rest, and counts for nothing.
+       LAYER_FP32   no scale serves all gradients (one overflows and another, or the same, underflows), and fewer than
+       a quarter do not fit.  Otherwise BF16 (judged against bf16 itself: still LAYER_FP32).  The same for weights and
+       ranges that overflow, which no scale helps; their underflow is ignored, as small beside the rest.
    wanted_scale is the largest power of two at which the largest gradient is at most a quarter of the format's largest
-   number: two bits of headroom for what differs from step to step. */
+   number: two bits of headroom from step to step. */
 
 /* Of the values that are not 0. */
 #define AMP_UNDERFLOW_SHARE 0.01
@@ -2057,229 +2049,221 @@ AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *te
 typedef enum amp_recommendation {
     AMP_RECOMMEND_NONE = 0,
     AMP_RECOMMEND_LOWER_SCALE = 1, AMP_RECOMMEND_RAISE_SCALE = 2,
-    AMP_RECOMMEND_LAYER_FP32 = 3,   /* amp_layer_override for the few tensors that do not fit */
+    AMP_RECOMMEND_LAYER_FP32 = 3,  /* amp_layer_override for the few tensors that do not fit */
     AMP_RECOMMEND_BF16 = 4,
-    AMP_RECOMMEND_LOOK = 5,         /* NaN that no precision causes: data, learning rate, a division in the model */
+    AMP_RECOMMEND_LOOK = 5,     /* not a matter of precision: data, learning rate, a division in the model */
     AMP_RECOMMEND_FORCE_I32 = 0x7fffffff
 } amp_recommendation;
 
 typedef struct amp_tensor_stats_row {
     const char *name;
-    int32_t gradient;               /* 1: of the gradient, as it lies in memory (scaled); 0: of the weight */
-    float largest;                  /* largest finite magnitude; 0 if there is none */
-    int64_t count, infinite, nan;   /* count 0: a gradient that is not live */
-    double underflow;               /* of the values that are not 0: share that becomes 0 in the format, ... */
-    double subnormal;               /* ... or subnormal, which has fewer digits, ... */
-    double overflow;                /* ... or infinite, or is infinite, ... */
-    double saturation;              /* ... or comes into the format's last binade: one doubling away from that */
+    int32_t gradient;           /* 1: of the gradient, as it lies in memory (scaled); 0: of the weight */
+    float largest;              /* largest finite magnitude; 0 if there is none */
+    int64_t count, infinite, nan;  /* count 0: a gradient that is not live */
+    /* Shares of the values that are not 0, which in the format become: */
+    double underflow;           /* 0 */
+    double subnormal;           /* subnormal, with fewer digits */
+    double overflow;            /* infinite, or are already */
+    double saturation;          /* numbers in the last binade, one doubling from overflow */
 } amp_tensor_stats_row;
 
 typedef struct amp_tensor_stats_report {
-    int64_t step;                   /* calls so far */
-    int32_t due;                    /* 0: the interval has not come; the rest is that of the last time */
+    int64_t step;               /* calls so far */
+    int32_t due;                /* 0: not due in this call; the rest is from the last one that was */
     amp_recommendation recommendation;
-    const amp_tensor_stats_row *rows; int64_t n_rows;       /* the object's; gradients first */
-    const char *first_bad;          /* first tensor with an infinity or NaN, or NULL */
-    const char *worst;              /* the tensor the recommendation is about, or NULL */
-    float wanted_scale;             /* LOWER_SCALE, RAISE_SCALE: a power of two */
-    char text[240];                 /* the recommendation and its reason in words */
+    const amp_tensor_stats_row *rows; int64_t n_rows;  /* the object's; gradients first */
+    const char *first_bad;      /* first tensor with an infinity or NaN, or NULL */
+    const char *worst;          /* the tensor the recommendation is about, or NULL */
+    float wanted_scale;         /* LOWER_SCALE, RAISE_SCALE: a power of two */
+    char text[240];             /* the recommendation and its reason */
 } amp_tensor_stats_report;
 
-/*  .dtype      the context's now; F16 for F32, TF32    F16, BF16, E4M3, E5M2: the format that values are held against
-    .interval   100                                     calls; the first one is due                                     */
 typedef struct amp_tensor_stats_desc {
-    amp_param *params; int64_t n_params;                /* weights and live gradients; the array must stay */
-    const amp_range *ranges; int64_t n_ranges;          /* and any others, such as activations; copied */
-    amp_scaler *scaler;                                 /* whose scale the gradients carry; may be NULL */
+    amp_param *params; int64_t n_params;  /* weights and live gradients; not copied */
+    const amp_range *ranges; int64_t n_ranges;  /* others, such as activations; copied */
+    amp_scaler *scaler;         /* whose scale the gradients carry; may be NULL */
+    /* the format: F16, BF16, E4M3 or E5M2; default the context's now, F16 for F32 and TF32 */
     amp_dtype dtype;
     int32_t reserved;
-    int64_t interval;
+    int64_t interval;           /* calls; the first is due; default 100 */
 } amp_tensor_stats_desc;
 typedef struct amp_tensor_stats amp_tensor_stats;
-/* Errors: 101, 102, 104, 301. */
+/* Errors: AMP_ERR_DTYPE. */
 AMP_API amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc);
 AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats);
-/* Between backward and step.  At its interval it reads every tensor once and waits; otherwise it only counts.
-   Errors: 101, 106 while a graph is captured, 501. */
+/* Call it between backward and step.  When due it reads every tensor once and waits; otherwise it only counts.
+   Errors: AMP_ERR_STATE during a graph capture. */
 AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out);
 AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size);
 
 /* ==== 13 >>care ====
    Does mixed precision work here, which is best, and what to do when it goes wrong. */
 
-/* ---- Verify: a step of the host's in fp32 and in each candidate, on the same batch */
+/* ---- Verify: your step in fp32 and in each candidate, on the same batch */
 
-/* Forward and backward of one batch, always the same; 0, or an amp_result, or any number of the host's for failure.  Regions
-   inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names; does not change
-   overrides.  For the fp32 it is held against, overrides of layers, .fallback and .allow_tf32 do not count. */
+/* Forward and backward of one batch, always the same; returns 0, or an amp_result or number of your own.  Its regions
+   take the context's dtype (amp_autocast_begin(amp, NULL)).  It may step an optimizer that the desc names, but not
+   change overrides; the fp32 reference ignores overrides of layers, .fallback and .allow_tf32. */
 typedef int (*amp_step_function)(void *user, amp_context *amp);
 
-/* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
-   u, as one rounding does, twice over, and what that does to a tensor, as a root mean square, is its noise.  A computation in
-   that precision rounds more than the weights, so its errors are some times that: right models were found at 0.5 to 2 times
-   the noise.  Zero weights are left as they are.
-
-    .dtypes        TF32, F16 and BF16 as far as the device has them
-    .allowance     8          an error passes up to this many times the noise */
+/* How far a precision may differ is measured: in fp32, all weights (but zeros) are changed at random by up to the
+   candidate's roundoff, as one rounding would, twice.  The root mean square effect on a tensor is its noise.  Since a
+   computation rounds more than the weights, correct models were found at 0.5 to 2 times the noise. */
 typedef struct amp_verify_desc {
     amp_step_function step;
     void *user;
-    amp_param *params; int64_t n_params;                /* restored; their gradients are compared */
-    const amp_range *outputs; int64_t n_outputs;        /* compared too: logits, the loss; F32, F16, BF16 or F64 */
-    amp_optimizer *optimizer;                           /* restored; may be NULL, as may the scaler, which F16 takes */
-    amp_scaler *scaler;
-    const amp_dtype *dtypes; int64_t n_dtypes;          /* at most AMP_VERIFY_ROWS */
-    double allowance;
+    amp_param *params; int64_t n_params;  /* restored; their gradients are compared */
+    const amp_range *outputs; int64_t n_outputs;  /* also compared: logits, the loss; F32, F16, BF16 or F64 */
+    amp_optimizer *optimizer;   /* restored; may be NULL */
+    amp_scaler *scaler;         /* for F16; restored; may be NULL */
+    /* default: the device's of TF32, F16 and BF16; at most AMP_VERIFY_ROWS */
+    const amp_dtype *dtypes; int64_t n_dtypes;
+    double allowance;           /* errors of up to this many times the noise pass; default 8 */
 } amp_verify_desc;
 enum { AMP_VERIFY_ROWS = 8 };
 
 typedef enum amp_verdict {
-    AMP_VERDICT_PASS = 1, AMP_VERDICT_INACCURATE = 2, AMP_VERDICT_NONFINITE = 3, AMP_VERDICT_FAILED = 4,    /* the step itself */
+    AMP_VERDICT_PASS = 1, AMP_VERDICT_INACCURATE = 2, AMP_VERDICT_NONFINITE = 3,
+    AMP_VERDICT_FAILED = 4,     /* the step itself */
     AMP_VERDICT_FORCE_I32 = 0x7fffffff
 } amp_verdict;
 
-/* Errors are relative: |x - fp32| / |fp32| in the Euclidean norm of the tensor, for a gradient over that of its layer's
-   gradients together (of the same name up to the last dot; of all, where those are 0; an output of zeros: over 1). */
+/* Errors are |x - fp32| / |fp32| in the Euclidean norm; for a gradient the denominator is that of all gradients of its
+   layer (names equal up to the last dot), or of the model where that is 0; for an output of zeros it is 1. */
 typedef struct amp_verify_row {
-    double seconds;                         /* of the step */
+    double seconds;             /* of the step */
     amp_dtype dtype;
     amp_verdict verdict;
-    double output_error, output_bound;      /* of the worst output, by error over bound */
+    double output_error, output_bound;  /* of the worst output, by error over bound */
     double gradient_error, gradient_bound;  /* of the worst gradient */
     char worst_output[64], worst_gradient[64];
-    char first_bad[64];                     /* first tensor with an infinity or NaN; "" if none */
+    char first_bad[64];         /* first tensor with an infinity or NaN; "" if none */
     char advice[160];
 } amp_verify_row;
 typedef struct amp_verify_report {
     int64_t n_rows;
     amp_verify_row rows[AMP_VERIFY_ROWS];
 } amp_verify_report;
-/* Runs the step 3 times in fp32 and 3 times for each candidate, each time from the same weights (but for those changes), zero
-   gradients, random numbers and loss scale; with a scaler once more before, and where fp16's gradients overflow then, at the
-   scale that the scaler would come to.
-   Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are bit for bit what they were, whatever the
-   step did; outputs are not.  It takes host memory for all of these, the gradients twice.  A candidate that fails, or that the
-   device lacks, is a row, not an error.  Errors: 101, 102, 103, 104, 106 while a graph is captured or between
-   amp_scaler_check and amp_scaler_update, 107, 110 level O0 or several ranks, 301, 501; 102 too when the step is not finite or fails in fp32
-   already: the text names the first bad tensor, or has the step's own error. */
+/* Runs the step 3 times in fp32 and 3 times per candidate, from the same weights (but for those changes), zero
+   gradients, random numbers and loss scale; with a scaler once more before and, if fp16's gradients overflow then, at
+   the scale the scaler would come to.  Whatever the step did, parameters, gradients, optimizer, scaler, random offsets
+   and dtype are restored bit for bit; outputs are not.  Takes host memory for all of these, twice for gradients.  A
+   candidate that fails, or that the device lacks, is a row, not an error.
+   Errors: AMP_ERR_RANGE also if the step fails or is not finite in fp32 (the text has the first bad tensor or the
+   step's error), AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture or between amp_scaler_check and
+   amp_scaler_update, AMP_ERR_NAME, AMP_ERR_CONFLICT level O0 or several ranks. */
 AMP_API amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out);
 AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size);
 
-/* Does memory lie where the context's kernels can use it?  Errors: 101, 103 a range without data, 501 with the first name
-   that does not, and where it lies. */
+/* Is all memory where the context's kernels can use it?
+   Errors: AMP_ERR_SHAPE a range without data, AMP_ERR_DEVICE the first name that is elsewhere, and where. */
 AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *ranges, int64_t n);
 
-/* Finite differences for an operator of the host's own, under autocast: for random directions d of each input,
-   (L(x + h d) - L(x - h d)) / 2h is held against gradient . d, L = sum(outputs * weights) with random weights, which
-   backward gets as the outputs' gradients.  h = 2^-8 (2^-4 for fp16 and tf32, 2^-3 for bf16) times the input's root mean
-   square.  The bound is computed: 8 standard deviations of what rounding does to L, over h, and to gradient . d, both
-   measured by changing all inputs at random by up to the coarsest roundoff of dtype, outputs and output_grads; and twice
-   the truncation that halving h shows.  So a factor of 1.01 is found in fp32, the default whatever the context's dtype;
-   in bf16 one of 1.1 passes: see .detectable.
-   Each forward has the same random numbers, each backward begins with input_grads zero.  The inputs are restored, and
-   gradients of parameters are not live afterwards. */
+/* Finite differences for an operator of your own, under autocast: for random directions d of each input, (L(x + h d) -
+   L(x - h d)) / 2h is compared with gradient . d, where L = sum(outputs * weights) with random weights, which backward
+   gets as the outputs' gradients.  h is 2^-8 (fp16 and tf32 2^-4, bf16 2^-3) times the input's root mean square.  The
+   bound is 8 standard deviations of the effect of rounding on L (over h) and on gradient . d, both measured by random
+   changes of all inputs by up to the coarsest roundoff of dtype, outputs and output_grads, plus twice the truncation
+   error that halving h shows.  So fp32, the default, finds a factor of 1.01, while bf16 misses one of 1.1: see
+   .detectable.
+   Forwards get the same random numbers; backwards begin with input_grads zero.  Inputs are restored; gradients of
+   parameters are not live afterwards. */
 typedef struct amp_gradcheck_desc {
-    amp_step_function forward, backward;    /* inside and outside of a region, as in training */
+    amp_step_function forward, backward;  /* inside and outside of a region, as in training */
     void *user;
-    const amp_range *inputs, *input_grads; int64_t n_inputs;        /* F32; same order and counts */
-    const amp_range *outputs, *output_grads; int64_t n_outputs;     /* F32, F16 or BF16 */
-    amp_dtype dtype;                        /* of the region; AMP_F32 */
-    int32_t directions;                     /* per input; 0: 8 */
+    const amp_range *inputs, *input_grads; int64_t n_inputs;  /* F32; same order and counts */
+    const amp_range *outputs, *output_grads; int64_t n_outputs;  /* F32, F16 or BF16 */
+    amp_dtype dtype;            /* of the region; default F32 */
+    int32_t directions;         /* per input; default 8 */
     uint64_t seed;
 } amp_gradcheck_desc;
 typedef struct amp_gradcheck_report {
     int32_t passed;
-    amp_dtype dtype;                        /* that the region computed in */
-    double error, bound;                    /* of the worst, by error over bound; absolute */
-    double expected, found;                 /* by differences, by backward */
-    double detectable;                      /* relative error from which on any input's gradient is found wrong */
-    char worst[64];                         /* its input */
+    amp_dtype dtype;            /* that the region computed in */
+    double error, bound;        /* of the worst, by error over bound; absolute */
+    double expected, found;     /* by differences, by backward */
+    double detectable;          /* the relative error of any input's gradient from which on it is found */
+    char worst[64];             /* its input */
 } amp_gradcheck_report;
-/* Errors: 101, 102 a field, or an output or gradient that is not finite, 103, 104, 106 while a graph is captured, 108,
-   301, 501; what the host's functions return. */
+/* Errors: those of your functions, AMP_ERR_RANGE also for an output or gradient that is not finite, AMP_ERR_SHAPE,
+   AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture, AMP_ERR_UNSUPPORTED. */
 AMP_API amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out);
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size);
 
 /* ---- Advice */
 
-/*  All may stay 0: then advice is about the machine alone.  */
+/* Each may be 0; if all are, the advice is about the machine alone. */
 typedef struct amp_advise_desc {
-    int64_t batch;                          /* of a step that has run already, for the headroom */
+    int64_t batch;              /* of a step that has run, for the memory left */
     const amp_optimizer *optimizer;
     const amp_scaler *scaler;
-    const amp_verify_report *verified;      /* what failed there is not advised */
-    const double *losses; int64_t n_losses; /* of the last steps, oldest first, after the warmup, for the learning rate; NaN
-                                               and infinity count */
+    const amp_verify_report *verified;  /* what failed there is not advised */
+    /* of the last steps after warmup, oldest first, NaN and infinity included */
+    const double *losses; int64_t n_losses;
 } amp_advise_desc;
-enum { AMP_ADVISE_LOSSES = 100 };           /* fewer tell nothing */
+enum { AMP_ADVISE_LOSSES = 100 }; /* fewer give no advice */
 typedef struct amp_advice {
-    amp_settings settings;                  /* as advised: dtype, level, allow_tf32, autotune, use_scaler, scaler, memory_efficient */
-    int64_t batch;                          /* largest batch that should fit, 90% of the memory used; 0 unknown */
-    double lr_factor;                       /* on the learning rate: 0.5 to 0.8, 1, 1.2 to 1.5; 0 unknown */
-    double lr;                              /* .optimizer's times that; 0 unknown */
+    /* dtype, level, allow_tf32, autotune, use_scaler, scaler, memory_efficient as advised */
+    amp_settings settings;
+    int64_t batch;              /* largest that should fit in 90% of the memory; 0 unknown */
+    double lr_factor;           /* for the learning rate: 0.5 to 0.8, 1, 1.2 to 1.5; 0 unknown */
+    double lr;                  /* .optimizer's times that; 0 unknown */
     char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160], lr_reason[160];
 } amp_advice;
-/* dtype: amp_choose's for "auto", or the next of bf16, fp16, tf32 and fp32 that nothing speaks against (verification; fp16's
-   scale at its floor).  level: O1; O2 when the step that ran took more than 90% of the device's memory and the dtype has 16
-   bits.  batch: peak memory is fixed + batch * each, fixed being what amp_optimizer_bytes tells and the cast cache; the step
-   must be the largest since amp_memory_reset_peak, and its memory amp_alloc's.  scaler: by its share of skipped steps.
-   lr: lower, by 0.5 to 0.8, where losses are not finite, rise or jump; higher, by 1.2 to 1.5, where they fall smoothly, by
-   less than 10% in all and as fast at the end as before.
-   desc may be NULL.  Errors: 101, 102, 501. */
+/* dtype: amp_choose's for "auto", or the first of bf16, fp16, tf32 and fp32 with nothing against it (verification;
+   fp16's scale at its floor).  level: O1; or O2 when the step took over 90% of the device's memory and the dtype has
+   16 bits.  batch: from peak memory = fixed + batch * each, where fixed is amp_optimizer_bytes and the cast cache; the
+   step must be the largest since amp_memory_reset_peak, with memory from amp_alloc.  scaler: by its share of skipped
+   steps.  lr: lower if losses are not finite, rise or jump; higher if they fall smoothly, by less than 10% in all, and
+   as fast at the end as before.  desc may be NULL. */
 AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out);
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size);
-/* Applies what can change while training runs, as amp_settings_apply does, and the learning rate; the level stays, and a log
-   line says that it takes a new context where another was advised.  A host that sets the rate in each step applies lr_factor
-   to its schedule.  Errors: as there. */
+/* amp_settings_apply with what can change while training runs, and the learning rate; another level is only logged, as
+   it needs a new context.  If you set the rate in each step, apply lr_factor to your schedule. */
 AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer);
 
-/* ---- Tune: the host's step over precisions and batch sizes, timed and verified */
+/* ---- Tune: your step over precisions and batch sizes, timed and verified */
 
-/* Makes the model ready for a batch size, freeing that of the one before; 0, AMP_ERR_MEMORY when it does not fit, or
-   another amp_result. */
+/* Makes the model ready for a batch size, freeing that of the one before; returns 0, AMP_ERR_MEMORY if it does not
+   fit, or another amp_result. */
 typedef int (*amp_prepare_function)(void *user, amp_context *amp, int64_t batch);
 
-/*  .dtypes       F32 and what the device has of TF32, F16 and BF16
-    .batch        1        the first batch size; doubled up to .max_batch, or until memory ends
-    .max_batch    .batch
-    .iterations   10       timed, after .warmup
-    .warmup       3
-    .file         none     where results are kept: read when it holds this machine, model and desc, written otherwise
-    .model        ""       names the model there */
 typedef struct amp_tune_desc {
     amp_step_function step;
-    amp_prepare_function prepare;           /* NULL: only .batch is tried */
+    amp_prepare_function prepare;  /* NULL: only .batch is tried */
     void *user;
-    const amp_dtype *dtypes; int64_t n_dtypes;
+    const amp_dtype *dtypes; int64_t n_dtypes;  /* default: F32, and the device's of TF32, F16 and BF16 */
+    /* from batch (default 1), doubled up to max_batch (default batch) or the end of memory */
     int64_t batch, max_batch;
-    int32_t iterations, warmup;
-    const amp_verify_desc *verify;          /* candidates that fail it are not picked; NULL: all are taken to be right.  Its
-                                               parameters stay where they are, whatever batch is prepared */
-    const char *file, *model;
+    int32_t iterations, warmup; /* timed steps, default 10, after warmup, default 3 */
+    /* candidates that fail it are not picked; NULL: none is verified.  Its parameters must not move when a batch is
+       prepared */
+    const amp_verify_desc *verify;
+    const char *file, *model;   /* keeps results by machine, model name and desc, to read them instead of timing */
 } amp_tune_desc;
 enum { AMP_TUNE_ROWS = 64 };
 typedef struct amp_tune_row {
-    double seconds;                         /* of a step, median */
+    double seconds;             /* of a step, median */
     amp_dtype dtype;
-    amp_verdict verdict;                    /* PASS, too, where verify is NULL; FAILED: reason says why */
-    int64_t batch, peak;                    /* bytes */
-    double rate;                            /* samples per second */
-    double speedup;                         /* over F32 at the same batch; 0 without one */
+    amp_verdict verdict;        /* PASS also without verify; FAILED: see reason */
+    int64_t batch, peak;        /* bytes */
+    double rate;                /* samples per second */
+    double speedup;             /* over F32 at the same batch; 0 without one */
     char reason[120];
 } amp_tune_row;
 typedef struct amp_tune_report {
-    int64_t n_rows, best;                   /* index; -1: none */
-    int32_t from_file, reserved;            /* 1: nothing was timed */
+    int64_t n_rows, best;       /* index of the highest rate; -1: none */
+    int32_t from_file, reserved;  /* 1: nothing was timed */
     amp_tune_row rows[AMP_TUNE_ROWS];
 } amp_tune_report;
-/* Precisions alternate in turns of a few timed steps, so that a machine's changing speed meets all alike.  A failing row is
-   no error: its precision is not tried with larger batches, and batches end when `prepare` fails or none is left.
-   Verification runs at the first batch.  best: the highest rate,
-   of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
-   steps have trained), captured graphs are out of date, and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch
-   cannot be prepared, is written anew; one that holds something else is left alone; all with a warning.
-   Errors: 101, 102, 104, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 110
-   several ranks, 301, those of amp_verify; 403 the results are there, but the file could not be written. */
+/* Precisions take turns of a few timed steps, so changes in the machine's speed affect all alike.  A failing row is no
+   error: its precision is not tried with larger batches.  Verification runs at the first batch.  Afterwards dtype and
+   all that .verify names are restored (without it the steps have trained), captured graphs are out of date, and
+   `prepare` was last called with the best batch.  A file that is damaged, or whose best batch cannot be prepared, is
+   rewritten, one with other content is left alone, each with a warning.
+   Errors: AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture, in a disabled context or if the last `prepare` fails,
+   AMP_ERR_CONFLICT several ranks, those of amp_verify, AMP_ERR_WRITE the file could not be written (*out is
+   filled). */
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out);
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size);
 
@@ -2289,79 +2273,78 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
            amp_recovery_step(recovery, &record, &event);
            if (event.action == AMP_RECOVERY_STOP) ...
        }
-       ... and when a call returned 301:  amp_recovery_memory(recovery, &event), and do what event.action says. */
+       ... and when a call returned AMP_ERR_MEMORY:  amp_recovery_memory(recovery, &event), and do what event.action
+       says. */
 
 typedef enum amp_recovery_action {
     AMP_RECOVERY_NONE = 0,
-    AMP_RECOVERY_RESTORED = 1,      /* the snapshot of event.step is in place, in event.dtype: go on from there */
-    AMP_RECOVERY_RETRY = 2,         /* memory was freed: the same step again */
-    AMP_RECOVERY_HALVE_BATCH = 3,   /* halve the micro-batch; accumulation has been doubled already, the cycle begins anew */
-    AMP_RECOVERY_STOP = 4,          /* retries are spent, or the policy said so: the last good snapshot is in place */
-    AMP_RECOVERY_DOUBLE_BATCH = 5,  /* double the micro-batch again; accumulation has been halved already */
+    AMP_RECOVERY_RESTORED = 1,  /* the snapshot of event.step is restored, in event.dtype: continue from there */
+    AMP_RECOVERY_RETRY = 2,     /* memory was freed: repeat the step */
+    AMP_RECOVERY_HALVE_BATCH = 3,  /* halve the micro-batch; accumulation has been doubled, and the cycle begins anew */
+    AMP_RECOVERY_STOP = 4,      /* no retries are left, or the policy says so; the last good snapshot is restored */
+    AMP_RECOVERY_DOUBLE_BATCH = 5,  /* double the micro-batch again; accumulation has been halved */
     AMP_RECOVERY_FORCE_I32 = 0x7fffffff
 } amp_recovery_action;
 
 /* What a recovery does about the cause, beside restoring. */
 typedef enum amp_mitigation {
-    AMP_MITIGATE_NONE = 0,          /* the same once more */
-    AMP_MITIGATE_LAYERS = 1,        /* the layer of the first bad tensor computes in fp32 from now on */
-    AMP_MITIGATE_DTYPE = 2,         /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32.  The
-                                       scaler is turned off with fp16; levels O2 and O3 keep their dtype */
+    AMP_MITIGATE_NONE = 0,
+    AMP_MITIGATE_LAYERS = 1,    /* the layer of the first bad tensor computes in fp32 from now on */
+    /* fp16 becomes bf16 if the device has it, else fp32, and the scaler is turned off; bf16 and tf32 become fp32.
+       Levels O2 and O3 keep their dtype */
+    AMP_MITIGATE_DTYPE = 2,
     AMP_MITIGATE_FORCE_I32 = 0x7fffffff
 } amp_mitigation;
 
 typedef struct amp_recovery_event {
-    int64_t step;                   /* of the snapshot: applied steps */
-    amp_recovery_action action;     /* what is about to be done; a policy may change action and mitigation */
+    int64_t step;               /* of the snapshot: applied steps */
+    amp_recovery_action action; /* planned, when a policy gets it */
     amp_mitigation mitigation;
     amp_anomaly anomaly;
-    amp_dtype dtype;                /* in force afterwards */
+    amp_dtype dtype;            /* in effect afterwards */
     int32_t retries, left;
-    char layer[64];                 /* the pattern that LAYERS gives amp_layer_override: the layer of the first bad tensor */
-    char text[200];                 /* what happened and what was done */
+    char layer[64];             /* for LAYERS: the pattern given to amp_layer_override */
+    char text[200];             /* what happened and what was done */
 } amp_recovery_event;
 
-/*  .interval      100       applied steps between snapshots; the first one is taken at creation
-    .max_retries   3         AMP_NO_RETRIES: none; they count anew after .interval good steps
-    .batch_growth_interval  off   good steps after which DOUBLE_BATCH takes a HALVE_BATCH back; twice as many each time
-                             that memory then ends again.  With .loader only where its next two batches make one
-    .policy        NULL      decides: gets the event as planned, and may change action, mitigation and layer.  A learning rate that
-                             it sets stays; otherwise the snapshot's comes back
-    .save, .load   NULL      what the host wants restored too, into and from records of its own.  They return 0, or an
-                             amp_result or other number for failure */
 typedef struct amp_recovery_desc {
-    amp_param *params; int64_t n_params;    /* weights; the array must stay */
+    amp_param *params; int64_t n_params;  /* weights; not copied */
     amp_optimizer *optimizer;
     amp_scaler *scaler;
-    amp_loader *loader;                     /* NULL: data go on as they come */
+    amp_loader *loader;         /* NULL: the data continue */
+    /* applied steps between snapshots, the first at creation; default 100.  Good steps until DOUBLE_BATCH undoes a
+       HALVE_BATCH, doubled whenever memory then runs out again; default off.  With .loader only if its next two
+       batches make one */
     int64_t interval, batch_growth_interval;
-    int32_t max_retries, reserved;
+    int32_t max_retries, reserved;  /* default 3; AMP_NO_RETRIES: none; counted anew after .interval good steps */
+    /* may change action, mitigation and layer of the plan.  A learning rate that it sets stays; otherwise the
+       snapshot's returns */
     void (*policy)(void *user, amp_recovery_event *event);
+    /* and load: more to restore, in records of your own; return 0, an amp_result or another number */
     int (*save)(void *user, amp_state *state);
     int (*load)(void *user, const amp_state *state);
     void *user;
 } amp_recovery_desc;
 typedef struct amp_recovery amp_recovery;
-/* Errors: 101, 102, 103, 104, 106 in the middle of an accumulation cycle, 110, 301, 501; what .save returns. */
+/* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_STATE inside an accumulation cycle, AMP_ERR_CONFLICT, what .save
+   returns. */
 AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc);
 AMP_API void amp_recovery_destroy(amp_recovery *recovery);
-/* For every record: good ones lead to snapshots, ones with an anomaly and action RECOVER to recovery.  A snapshot replaces
-   the one before only when a later step, computed from its weights, was applied without one; until then both are kept.
-   One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
-   finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
-   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.  Ranks must see
-   the same records: give amp_monitor_step the loss that is averaged over them.  DOUBLE_BATCH, too, comes from here.
-   Errors: 101, 106, 301, 501, what .load returns: call it again then, with the same record. */
+/* Call it for every record: good ones lead to snapshots and DOUBLE_BATCH, anomalies with action RECOVER to recovery.
+   A snapshot replaces the one before only once a later step, computed from its weights, was applied without anomaly.
+   If one does not fit into memory the old one stays, with a warning.  The plan is LAYERS for non-finite gradients;
+   DTYPE if that was tried, or for a non-finite loss or a scale at its floor; NONE in fp32.  After restoring, records
+   of undone steps give NONE.  All ranks must see the same records: pass amp_monitor_step the loss averaged over them.
+   Errors: AMP_ERR_STATE, what .load returns: then call it again with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
-/* After a call of a step returned AMP_ERR_MEMORY, or the device said so: first cleans up (RETRY), then asks for half of the
-   micro-batch (HALVE_BATCH) as often as it takes, or what the policy says.  What the cycle had accumulated is dropped.
-   Errors: 101, 501. */
+/* Call it when a step returned AMP_ERR_MEMORY, or the device ran out: cleans up first (RETRY), then asks for
+   HALVE_BATCH as often as needed, unless the policy decides otherwise.  Drops what the cycle had accumulated. */
 AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event);
-/* After HALVE_BATCH or DOUBLE_BATCH, when the host has made its loader anew and put it where the old one stood: takes it
-   (or NULL) in place of the old one, and a snapshot.  Errors: 101, 106 in the middle of a cycle, 301, 501, what .save returns;
-   the recovery is then as it was. */
+/* After HALVE_BATCH or DOUBLE_BATCH: takes your new loader (or NULL), at the old one's position, in its place, and a
+   snapshot.
+   Errors: AMP_ERR_STATE inside an accumulation cycle, what .save returns; nothing has changed then. */
 AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader);
-/* Record <prefix>.recovery: what a resumed run counts on from, not the snapshots.  Errors: 101, 102, 301; of load: 107, 408. */
+/* What a resumed run counts on from, without the snapshots.  Errors of load: AMP_ERR_NAME, AMP_ERR_MISMATCH. */
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix);
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix);
 
