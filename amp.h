@@ -13392,7 +13392,8 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
     return ampi_set_scale(set, &set->found->factor);
 }
 
-/* ---- Saving.  Structs are written field by field, so the records do not depend on their layout. */
+/* ---- Saving.  Structs are written field by field, so the records do not depend on their layout: one table of an object's
+   numbers serves saves and loads. */
 
 /* "<prefix>.<name>", or "<prefix>.<name>.<i>" for i >= 0, in key. */
 static amp_result ampi_key(const char *function, char key[64], const char *prefix, const char *name, int64_t i) {
@@ -13417,36 +13418,91 @@ static amp_result ampi_get(const amp_state *state, const char *prefix, const cha
     return amp_state_get(state, key, dtype, values, n);
 }
 
-enum { AMPI_DISABLED_CHECKED = 3, AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
-#define AMPI_COUNT_MOST ((int64_t)1 << 53)      /* of saved counters: what fp64 holds, and what still can be counted on from */
+/* A number of a record, which has them in the order of the rows.  A load refuses it below .low or above .high, unless .low
+   is above .high. */
+typedef struct ampi_saved { const char *record; amp_dtype dtype; ampi_field field; } ampi_saved;
+
+enum { AMPI_SAVED_NUMBERS = 16 };       /* at most, in a record of one struct */
+#define AMPI_COUNT_MOST 9007199254740992.0      /* of saved counters, 2^53: what fp64 holds, and what still can be counted on from */
+#define AMPI_SAVED(record, dtype, object, member, type, low, high) \
+    {record, dtype, {#member, type, offsetof(object, member), NULL, 0, low, high, NULL}}
+
+/* How many rows from here on are of one record. */
+static int64_t ampi_saved_run(const ampi_saved *row, const ampi_saved *end) {
+    int64_t n = 1;
+    while (row + n < end && strcmp(row[n].record, row->record) == 0) n++;
+    return n;
+}
+
+/* Saves `count` structs of `size` bytes to a state, or loads them from one: records that each hold all of them. */
+static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp_state *from, const char *prefix, const ampi_saved *row,
+                                  size_t bytes, void *structs, size_t size, int64_t count) {
+    const ampi_saved *end = row + bytes / sizeof *row;
+    int64_t record[AMPI_SAVED_NUMBERS * AMP_STEP_RESULTS], n, i;
+    for (; row < end; row += n) {
+        ampi_field place = row->field;
+        place.type = row->dtype == AMP_I64 ? AMPI_I64 : row->dtype == AMP_I32 ? AMPI_I32 : row->dtype == AMP_F64 ? AMPI_REAL64 : AMPI_REAL32;
+        n = ampi_saved_run(row, end);
+        if (to == NULL) AMPI_TRY(ampi_get(from, prefix, row->record, -1, row->dtype, record, n * count));
+        for (i = 0; i < n * count; i++) {
+            const ampi_field *k = &row[i % n].field;
+            char *at = (char *)structs + (size_t)(i / n) * size;
+            double value;
+            place.offset = (size_t)i * amp_dtype_size(row->dtype);
+            if (to != NULL) { ampi_field_put(record, &place, ampi_field_get(at, k)); continue; }
+            value = ampi_field_get(record, &place);
+            if (k->low <= k->high && !(amp_is_finite_f64(&value) && value >= k->low && value <= k->high))
+                return ampi_fail(AMP_ERR_RANGE, function, "saved %s = %g is out of range", k->key, value);
+            ampi_field_put(at, k, value);
+        }
+        if (to != NULL) AMPI_TRY(ampi_put(to, prefix, row->record, -1, row->dtype, record, n * count));
+    }
+    return AMP_OK;
+}
+
+enum { AMPI_DISABLED_CHECKED = 3 };
+
+/* All of a scaler that is saved. */
+typedef struct ampi_saved_scaler { amp_k_scaler k; amp_scaler_desc d; int32_t checked; } ampi_saved_scaler;
+
+#define AMPI_SCALER_SCALE(member) AMPI_SAVED("scale", AMP_F32, ampi_saved_scaler, member, AMPI_REAL32, 1, 0)
+#define AMPI_SCALER_COUNT(member, type, low, high) AMPI_SAVED("counters", AMP_I64, ampi_saved_scaler, member, type, low, high)
+#define AMPI_SCALER_FACTOR(member, type) AMPI_SAVED("factors", AMP_F64, ampi_saved_scaler, member, type, 1, 0)
+#define AMPI_SCALER_RULE(member, low) AMPI_SAVED("rule", AMP_I64, ampi_saved_scaler, member, AMPI_I32, low, INT32_MAX)
+static const ampi_saved ampi_scaler_saved[] = {
+    AMPI_SCALER_SCALE(k.scale), AMPI_SCALER_SCALE(k.previous_scale), AMPI_SCALER_SCALE(k.found_inf),
+    AMPI_SCALER_COUNT(k.growth_tracker, AMPI_I32, 0, INT32_MAX),
+    AMPI_SCALER_COUNT(k.growth_interval, AMPI_I32, AMP_NO_INTERVAL, INT32_MAX),
+    AMPI_SCALER_COUNT(k.hysteresis_left, AMPI_I32, 0, INT32_MAX),
+    AMPI_SCALER_COUNT(k.overflows, AMPI_I32, 0, INT32_MAX),
+    AMPI_SCALER_COUNT(k.steps, AMPI_I32, 0, INT32_MAX),
+    AMPI_SCALER_COUNT(k.at_floor, AMPI_I32, 0, INT32_MAX),
+    AMPI_SCALER_COUNT(k.updates, AMPI_I64, 0, AMPI_COUNT_MOST),
+    AMPI_SCALER_COUNT(k.skips, AMPI_I64, 0, AMPI_COUNT_MOST),
+    AMPI_SCALER_COUNT(k.consecutive_skips, AMPI_I64, 0, AMPI_COUNT_MOST),
+    AMPI_SCALER_COUNT(checked, AMPI_SWITCH, 0, AMPI_COUNT_MOST),
+    AMPI_SCALER_FACTOR(d.growth_factor, AMPI_REAL64), AMPI_SCALER_FACTOR(d.backoff_factor, AMPI_REAL64),
+    AMPI_SCALER_FACTOR(d.tolerance, AMPI_REAL64), AMPI_SCALER_FACTOR(d.min_scale, AMPI_REAL32),
+    AMPI_SCALER_FACTOR(d.max_scale, AMPI_REAL32), AMPI_SCALER_FACTOR(d.init_scale, AMPI_REAL32),
+    AMPI_SCALER_RULE(d.preset, INT32_MIN), AMPI_SCALER_RULE(d.growth_interval, INT32_MIN), AMPI_SCALER_RULE(d.hysteresis, 1)
+};
 
 #define AMPI_SAVED_ZERO (-1.0)                  /* how a state says AMP_EXPLICIT_ZERO */
 
 /* before: what the records will be added to. */
 static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state, const char *prefix) {
-    amp_k_scaler s;
-    float scales[AMPI_SAVED_SCALES];
-    double factors[AMPI_SAVED_FACTORS];
-    int64_t counters[AMPI_SAVED_COUNTERS], rule[AMPI_SAVED_RULE];
+    ampi_saved_scaler s;
     int32_t disabled = scaler->desc.disable ? scaler->checked ? AMPI_DISABLED_CHECKED : 1 : 0;
     char key[64];
-    const amp_scaler_desc *d = &scaler->desc;
     AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
     if (disabled || amp_state_count(before, key, NULL) >= 0)   /* an earlier save's record must not stay */
         AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
     if (disabled) return AMP_OK;
-    AMPI_TRY(amp_scaler_get(scaler, &s));
-    scales[0] = s.scale; scales[1] = s.previous_scale; scales[2] = s.found_inf;
-    counters[0] = s.growth_tracker; counters[1] = s.growth_interval; counters[2] = s.hysteresis_left;
-    counters[3] = s.overflows; counters[4] = s.steps; counters[5] = s.at_floor; counters[6] = s.updates;
-    counters[7] = s.skips; counters[8] = s.consecutive_skips; counters[9] = scaler->checked;
-    factors[0] = d->growth_factor; factors[1] = d->backoff_factor; factors[2] = ampi_is_zero(d->tolerance) ? AMPI_SAVED_ZERO : d->tolerance;
-    factors[3] = (double)d->min_scale; factors[4] = (double)d->max_scale; factors[5] = (double)d->init_scale;
-    rule[0] = d->preset; rule[1] = d->growth_interval; rule[2] = d->hysteresis;
-    AMPI_TRY(ampi_put(state, prefix, "scale", -1, AMP_F32, scales, AMPI_SAVED_SCALES));
-    AMPI_TRY(ampi_put(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS));
-    AMPI_TRY(ampi_put(state, prefix, "factors", -1, AMP_F64, factors, AMPI_SAVED_FACTORS));
-    return ampi_put(state, prefix, "rule", -1, AMP_I64, rule, AMPI_SAVED_RULE);
+    s.d = scaler->desc;
+    s.checked = scaler->checked;
+    if (ampi_is_zero(s.d.tolerance)) s.d.tolerance = AMPI_SAVED_ZERO;
+    AMPI_TRY(amp_scaler_get(scaler, &s.k));
+    return ampi_saved_walk("amp_scaler_save", state, NULL, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved, &s, sizeof s, 1);
 }
 
 static amp_result ampi_save_scaler_whole(const amp_scaler *scaler, amp_state *state, const char *prefix) {
@@ -13458,77 +13514,46 @@ static amp_result ampi_save_scaler_whole(const amp_scaler *scaler, amp_state *st
 }
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) { return ampi_as("amp_scaler_save", ampi_save_scaler_whole(scaler, state, prefix)); }
 
-/* Saved numbers as a state that the rule can go on from. */
-static amp_result ampi_saved_state(const amp_scaler_desc *d, const float *scales, const int64_t *counters,
-                                   amp_k_scaler *s) {
-    int i;
-    for (i = 0; i < AMPI_SAVED_COUNTERS; i++)
-        if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || counters[i] > (i < 6 ? INT32_MAX : AMPI_COUNT_MOST))
-            return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved counter %d = %lld is out of range", i,
-                             (long long)counters[i]);
-    if (counters[1] == 0 || counters[2] > d->hysteresis)
-        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved interval %lld or hysteresis %lld is out of range",
-                         (long long)counters[1], (long long)counters[2]);
-    if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale("amp_scaler_load", "scale", scales[0]));
-    memset(s, 0, sizeof *s);
-    s->scale = scales[0];
-    s->inv_scale = ampi_inverse(s->scale);
-    s->previous_scale = scales[1];
-    s->found_inf = ampi_is_set(scales[2]) ? 1.0f : 0.0f;
-    s->growth_tracker = (int32_t)counters[0];
-    s->growth_interval = (int32_t)counters[1];
-    s->hysteresis_left = (int32_t)counters[2];
-    s->overflows = (int32_t)counters[3]; s->steps = (int32_t)counters[4]; s->at_floor = (int32_t)counters[5];
-    s->updates = counters[6]; s->skips = counters[7]; s->consecutive_skips = counters[8];
+/* Saved numbers as settings, and as a state that the rule can go on from. */
+static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_preset preset) {
+    const char *f = "amp_scaler_load";
+    if (s->d.preset != preset)
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved by preset %s, this scaler has %s",
+                         (int)s->d.preset >= 0 && (int)s->d.preset < AMPI_PRESETS ? ampi_presets[s->d.preset].name : "?", ampi_presets[preset].name);
+    if (ampi_bits_f64(s->d.tolerance) == ampi_bits_f64(AMPI_SAVED_ZERO)) s->d.tolerance = (double)AMP_EXPLICIT_ZERO;
+    AMPI_TRY(ampi_check_scaler(f, &s->d));
+    if (s->k.growth_interval == 0 || s->k.hysteresis_left > s->d.hysteresis)
+        return ampi_fail(AMP_ERR_RANGE, f, "saved interval %d or hysteresis %d is out of range", s->k.growth_interval, s->k.hysteresis_left);
+    if (preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(f, "scale", s->k.scale));
+    s->k.inv_scale = ampi_inverse(s->k.scale);
+    s->k.found_inf = ampi_is_set(s->k.found_inf) ? 1.0f : 0.0f;
     return AMP_OK;
 }
 
-static amp_result ampi_saved_settings(const amp_state *state, const char *prefix, amp_scaler_desc *d) {
-    double factors[AMPI_SAVED_FACTORS];
-    int64_t rule[AMPI_SAVED_RULE];
-    AMPI_TRY(ampi_get(state, prefix, "factors", -1, AMP_F64, factors, AMPI_SAVED_FACTORS));
-    AMPI_TRY(ampi_get(state, prefix, "rule", -1, AMP_I64, rule, AMPI_SAVED_RULE));
-    if (rule[0] != (int64_t)d->preset)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "saved by preset %s, this scaler has %s",
-                         rule[0] >= 0 && rule[0] < AMPI_PRESETS ? ampi_presets[rule[0]].name : "?",
-                         ampi_presets[d->preset].name);
-    if (rule[1] < INT32_MIN || rule[1] > INT32_MAX || rule[2] < 1 || rule[2] > INT32_MAX)
-        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved interval %lld or hysteresis %lld is out of range",
-                         (long long)rule[1], (long long)rule[2]);
-    d->growth_factor = factors[0]; d->backoff_factor = factors[1];
-    d->tolerance = ampi_bits_f64(factors[2]) == ampi_bits_f64(AMPI_SAVED_ZERO) ? (double)AMP_EXPLICIT_ZERO : factors[2];
-    d->min_scale = (float)factors[3]; d->max_scale = (float)factors[4]; d->init_scale = (float)factors[5];
-    d->growth_interval = (int32_t)rule[1]; d->hysteresis = (int32_t)rule[2];
-    return ampi_check_scaler("amp_scaler_load", d);
-}
-
 static amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, const char *prefix) {
-    amp_scaler_desc d;
-    amp_k_scaler s;
-    float scales[AMPI_SAVED_SCALES];
-    int64_t counters[AMPI_SAVED_COUNTERS];
+    ampi_saved_scaler s;
     int32_t disabled = 0;
     char key[64];
     AMPI_TRY(ampi_need("amp_scaler_load", scaler && state, "scaler or state"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_load"));
     AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
     if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I32, &disabled, 1));
+    memset(&s.k, 0, sizeof s.k);
+    s.d = scaler->desc;
+    s.checked = 0;
     if (scaler->desc.disable) {
         ampi_scaler_release_sets(scaler);
-        scaler->checked = disabled == AMPI_DISABLED_CHECKED ||
-                          (!disabled && ampi_get(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS) == AMP_OK && counters[9] != 0);
+        if (!disabled) (void)ampi_saved_walk("amp_scaler_load", NULL, state, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved, &s, sizeof s, 1);
+        scaler->checked = disabled == AMPI_DISABLED_CHECKED || s.checked;
         return AMP_OK;
     }
     if (disabled) return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
-    d = scaler->desc;
-    AMPI_TRY(ampi_get(state, prefix, "scale", -1, AMP_F32, scales, AMPI_SAVED_SCALES));
-    AMPI_TRY(ampi_get(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS));
-    AMPI_TRY(ampi_saved_settings(state, prefix, &d));
-    AMPI_TRY(ampi_saved_state(&d, scales, counters, &s));
-    AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s, sizeof s));
+    AMPI_TRY(ampi_saved_walk("amp_scaler_load", NULL, state, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved, &s, sizeof s, 1));
+    AMPI_TRY(ampi_saved_scaler_check(&s, scaler->desc.preset));
+    AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s.k, sizeof s.k));
     ampi_scaler_release_sets(scaler);
-    scaler->checked = counters[9] != 0;
-    scaler->desc = d;
+    scaler->checked = s.checked;
+    scaler->desc = s.d;
     ampi_settings_changed(scaler->amp);
     return AMP_OK;
 }
@@ -14248,9 +14273,34 @@ AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_grap
    record, however they are kept. */
 
 enum { AMPI_CYCLE_RANK = 0, AMPI_CYCLE_WORLD = 1, AMPI_CYCLE_ACCUMULATION = 2, AMPI_CYCLE_SHARDED = 3, AMPI_SAVED_CYCLE = 4 };
-#define AMPI_SAVED_STEPS 8
-#define AMPI_SAVED_REALS 3
-#define AMPI_SAVED_OUTCOME 11
+
+/* The numbers of an optimizer that are saved. */
+typedef struct ampi_saved_optimizer {
+    int64_t kind, micro, attempts, delivered, flushed, step, skips, consecutive_skips;
+    double beta1_power, beta2_power, lr;
+} ampi_saved_optimizer;
+
+#define AMPI_STEP_COUNT(member) AMPI_SAVED("step", AMP_I64, ampi_saved_optimizer, member, AMPI_I64, 0, AMPI_COUNT_MOST)
+#define AMPI_STEP_REAL(member, high) AMPI_SAVED("settings", AMP_F64, ampi_saved_optimizer, member, AMPI_REAL64, 0, high)
+static const ampi_saved ampi_optimizer_saved[] = {
+    AMPI_STEP_COUNT(kind), AMPI_STEP_COUNT(micro), AMPI_STEP_COUNT(attempts), AMPI_STEP_COUNT(delivered), AMPI_STEP_COUNT(flushed),
+    AMPI_STEP_COUNT(step), AMPI_STEP_COUNT(skips), AMPI_STEP_COUNT(consecutive_skips)
+};
+static const ampi_saved ampi_settings_saved[] = {
+    AMPI_STEP_REAL(beta1_power, 1), AMPI_STEP_REAL(beta2_power, 1), AMPI_STEP_REAL(lr, AMPI_DBL_MAX)
+};
+
+/* The results not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of their own. */
+#define AMPI_OUTCOME(member, type, low, high) AMPI_SAVED("outcomes", AMP_F64, amp_k_step_result, member, type, low, high)
+static const ampi_saved ampi_outcome_saved[] = {
+    AMPI_OUTCOME(number, AMPI_I64, -1, AMPI_COUNT_MOST), AMPI_OUTCOME(step, AMPI_I64, -1, AMPI_COUNT_MOST),
+    AMPI_OUTCOME(skips, AMPI_I64, -1, AMPI_COUNT_MOST), AMPI_OUTCOME(consecutive_skips, AMPI_I64, -1, AMPI_COUNT_MOST),
+    AMPI_OUTCOME(lr, AMPI_REAL64, 1, 0), AMPI_OUTCOME(norm, AMPI_REAL32, 1, 0),
+    AMPI_OUTCOME(clip_coef, AMPI_REAL32, 1, 0), AMPI_OUTCOME(scale, AMPI_REAL32, 1, 0),
+    AMPI_OUTCOME(applied, AMPI_I32, -1, INT32_MAX), AMPI_OUTCOME(at_floor, AMPI_I32, -1, INT32_MAX),
+    AMPI_OUTCOME(first_bad, AMPI_I32, -1, INT32_MAX)
+};
+static const ampi_saved ampi_tracker_saved[] = {AMPI_SAVED("trackers", AMP_I32, amp_k_step_result, growth_tracker, AMPI_I32, 1, 0)};
 
 static const char *const ampi_array_names[AMPI_ARRAYS] = {"m", "v", "master"};
 
@@ -14300,17 +14350,16 @@ static amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state, const
 
 static amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, const char *prefix) {
     amp_k_grad_stats f;
-    int64_t steps[AMPI_SAVED_STEPS], seed;
-    double reals[AMPI_SAVED_REALS];
+    ampi_saved_optimizer n;
+    int64_t seed = (int64_t)o->desc.seed;
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
-    steps[0] = o->desc.kind; steps[1] = o->micro;
-    steps[2] = o->attempts; steps[3] = o->delivered; steps[4] = o->flushed;
-    steps[5] = f.step; steps[6] = f.skips; steps[7] = f.consecutive_skips;
-    reals[0] = f.beta1_power; reals[1] = f.beta2_power; reals[2] = o->desc.lr;
-    seed = (int64_t)o->desc.seed;
-    AMPI_TRY(ampi_put(state, prefix, "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
+    n.kind = o->desc.kind; n.micro = o->micro;
+    n.attempts = o->attempts; n.delivered = o->delivered; n.flushed = o->flushed;
+    n.step = f.step; n.skips = f.skips; n.consecutive_skips = f.consecutive_skips;
+    n.beta1_power = f.beta1_power; n.beta2_power = f.beta2_power; n.lr = o->desc.lr;
+    AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_optimizer_saved, sizeof ampi_optimizer_saved, &n, sizeof n, 1));
     AMPI_TRY(ampi_put(state, prefix, "seed", -1, AMP_I64, &seed, 1));
-    return ampi_put(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS);
+    return ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_settings_saved, sizeof ampi_settings_saved, &n, sizeof n, 1);
 }
 
 /* Of this optimizer's rank, and of its settings as far as they matter to a cycle's gradients. */
@@ -14336,22 +14385,12 @@ static amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state, cons
     return r == AMP_OK ? ampi_put(state, prefix, "cycle", -1, AMP_I64, cycle, AMPI_SAVED_CYCLE) : r;
 }
 
-/* The results not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of their own. */
 static amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, const char *prefix) {
-    double rows[AMP_STEP_RESULTS * AMPI_SAVED_OUTCOME];
-    int32_t trackers[AMP_STEP_RESULTS];
+    amp_k_step_result due[AMP_STEP_RESULTS];
     int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_STEP_RESULTS), n = o->attempts - first;
-    for (i = 0; i < n; i++) {
-        const amp_k_step_result *k = &o->outcomes[(first + i) % AMP_STEP_RESULTS];
-        double *row = rows + i * AMPI_SAVED_OUTCOME;
-        row[0] = (double)k->number; row[1] = (double)k->step;
-        row[2] = (double)k->skips; row[3] = (double)k->consecutive_skips;
-        row[4] = k->lr; row[5] = (double)k->norm; row[6] = (double)k->clip_coef; row[7] = (double)k->scale;
-        row[8] = k->applied; row[9] = k->at_floor; row[10] = k->first_bad;
-        trackers[i] = k->growth_tracker;
-    }
-    AMPI_TRY(ampi_put(state, prefix, "trackers", -1, AMP_I32, trackers, n));
-    return ampi_put(state, prefix, "outcomes", -1, AMP_F64, rows, n * AMPI_SAVED_OUTCOME);
+    for (i = 0; i < n; i++) due[i] = o->outcomes[(first + i) % AMP_STEP_RESULTS];
+    AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved, due, sizeof *due, n));
+    return ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved, due, sizeof *due, n);
 }
 
 /* The dtype of an array of a row in a record. */
@@ -14588,75 +14627,40 @@ static amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *sta
     return AMP_OK;
 }
 
-static amp_result ampi_check_saved_steps(const amp_optimizer *o, const int64_t *steps, const double *reals) {
-    int64_t i;
-    if (steps[0] != (int64_t)o->desc.kind)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", steps[0] == AMP_SGD ? "SGD" : "AdamW");
-    for (i = 1; i < AMPI_SAVED_STEPS; i++)
-        if (steps[i] < 0 || steps[i] > AMPI_COUNT_MOST)
-            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved counter %lld = %lld is out of range", (long long)i,
-                             (long long)steps[i]);
-    for (i = 0; i < AMPI_SAVED_REALS; i++)
-        if (!amp_is_finite_f64(&reals[i]) || !(reals[i] >= 0) || (i < 2 && reals[i] > 1))
-            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved setting %lld = %g is out of range",
-                             (long long)i, reals[i]);
-    if (steps[1] >= o->desc.accumulation)
+static amp_result ampi_check_saved_steps(const amp_optimizer *o, const ampi_saved_optimizer *n) {
+    if (n->kind != (int64_t)o->desc.kind)
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", n->kind == AMP_SGD ? "SGD" : "AdamW");
+    if (n->micro >= o->desc.accumulation)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved after %lld micro-batches, .accumulation is %d",
-                         (long long)steps[1], o->desc.accumulation);
-    if (steps[3] > steps[2] || steps[4] > steps[2] || steps[5] > steps[2] || steps[6] != steps[2] - steps[5])
+                         (long long)n->micro, o->desc.accumulation);
+    if (n->delivered > n->attempts || n->flushed > n->attempts || n->step > n->attempts || n->skips != n->attempts - n->step)
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "the saved counters contradict each other");
     return AMP_OK;
 }
 
-static amp_result ampi_load_counters(amp_optimizer *o, const int64_t *steps, const double *reals) {
+static amp_result ampi_load_counters(amp_optimizer *o, const ampi_saved_optimizer *n) {
     amp_k_grad_stats f;
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
-    f.attempts = steps[2]; f.step = steps[5]; f.skips = steps[6];
-    f.consecutive_skips = (int32_t)AMPI_MIN(steps[7], INT32_MAX / 2);
-    f.beta1_power = reals[0]; f.beta2_power = reals[1];
+    f.attempts = n->attempts; f.step = n->step; f.skips = n->skips;
+    f.consecutive_skips = (int32_t)AMPI_MIN(n->consecutive_skips, INT32_MAX / 2);
+    f.beta1_power = n->beta1_power; f.beta2_power = n->beta2_power;
     AMPI_TRY(ampi_send(o->amp, o->set->found, &f, sizeof f));
-    o->micro = (int32_t)steps[1];
-    o->attempts = steps[2];
-    o->delivered = steps[3];
-    o->flushed = steps[4];
-    o->desc.lr = reals[2];
+    o->micro = (int32_t)n->micro;
+    o->attempts = n->attempts;
+    o->delivered = n->delivered;
+    o->flushed = n->flushed;
+    o->desc.lr = n->lr;
     return AMP_OK;
-}
-
-/* What becomes an integer is one that fp64 holds. */
-static amp_result ampi_check_outcomes(const double *rows, int64_t n) {
-    int64_t i;
-    for (i = 0; i < n * AMPI_SAVED_OUTCOME; i++) {
-        int64_t column = i % AMPI_SAVED_OUTCOME;
-        double most = column < 4 ? 9007199254740992.0 : 2147483647.0;
-        if (column >= 4 && column < 8) continue;
-        if (!amp_is_finite_f64(&rows[i]) || !(rows[i] >= -1 && rows[i] <= most))
-            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved result: number %lld = %g is out of range",
-                             (long long)column, rows[i]);
-    }
-    return AMP_OK;
-}
-
-static void ampi_load_outcomes(amp_optimizer *o, const double *rows, const int32_t *trackers, int64_t n) {
-    int64_t i, first = o->attempts - n;
-    for (i = 0; i < n; i++) {
-        amp_k_step_result *k = &o->outcomes[(first + i) % AMP_STEP_RESULTS];
-        const double *row = rows + i * AMPI_SAVED_OUTCOME;
-        k->number = (int64_t)row[0]; k->step = (int64_t)row[1];
-        k->skips = (int64_t)row[2]; k->consecutive_skips = (int64_t)row[3];
-        k->lr = row[4]; k->norm = (float)row[5]; k->clip_coef = (float)row[6]; k->scale = (float)row[7];
-        k->applied = (int32_t)row[8]; k->at_floor = (int32_t)row[9]; k->first_bad = (int32_t)row[10];
-        k->growth_tracker = trackers[i];
-    }
 }
 
 static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
+    const char *f = "amp_optimizer_load";
     amp_optimizer *o = optimizer;
     ampi_archive archive = {o, NULL, state, prefix, NULL};
     const amp_system *s;
-    int64_t steps[AMPI_SAVED_STEPS], n, bytes, seed, i;
-    int32_t trackers[AMP_STEP_RESULTS];
-    double reals[AMPI_SAVED_REALS], outcomes[AMP_STEP_RESULTS * AMPI_SAVED_OUTCOME];
+    ampi_saved_optimizer numbers;
+    amp_k_step_result due[AMP_STEP_RESULTS];
+    int64_t n, bytes, seed, i;
     amp_result r;
     uint8_t *live;
     AMPI_TRY(ampi_need("amp_optimizer_load", o && state, "optimizer or state"));
@@ -14664,19 +14668,19 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
     s = ampi_context_system(o->amp);
     bytes = ampi_row_scratch(o->set);
     seed = (int64_t)o->desc.seed;
-    AMPI_TRY(ampi_get(state, prefix, "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
-    AMPI_TRY(ampi_get(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS));
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_optimizer_saved, sizeof ampi_optimizer_saved, &numbers, sizeof numbers, 1));
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_settings_saved, sizeof ampi_settings_saved, &numbers, sizeof numbers, 1));
     AMPI_TRY(ampi_load_names(o, state, prefix));
-    AMPI_TRY(ampi_check_saved_steps(o, steps, reals));
+    AMPI_TRY(ampi_check_saved_steps(o, &numbers));
     AMPI_TRY(ampi_load_shape(o, state, prefix));
-    n = AMPI_MIN(steps[2] - steps[3], AMP_STEP_RESULTS);
-    AMPI_TRY(ampi_get(state, prefix, "outcomes", -1, AMP_F64, outcomes, n * AMPI_SAVED_OUTCOME));
-    AMPI_TRY(ampi_check_outcomes(outcomes, n));
-    memset(trackers, 0, sizeof trackers);
-    if (ampi_has_record(state, prefix, "trackers", -1)) AMPI_TRY(ampi_get(state, prefix, "trackers", -1, AMP_I32, trackers, n));
+    n = AMPI_MIN(numbers.attempts - numbers.delivered, AMP_STEP_RESULTS);
+    memset(due, 0, sizeof due);
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved, due, sizeof *due, n));
+    if (ampi_has_record(state, prefix, "trackers", -1))
+        AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved, due, sizeof *due, n));
     if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&live, o->set->n, 1));
-    r = ampi_load_cycle(o, state, prefix, steps[1], live);
+    r = ampi_load_cycle(o, state, prefix, numbers.micro, live);
     if (r == AMP_OK) r = ampi_check_arrays(o, state, prefix, live);
     if (r == AMP_OK) r = ampi_alloc(s, "amp_optimizer_load", &archive.scratch, bytes, 1);
     if (r == AMP_OK) r = ampi_wait(o->amp);
@@ -14687,8 +14691,8 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
     }
     for (i = 0; i < o->set->n; i++) ampi_gradient_live(o->set->params[i], live[i] != 0);
     r = ampi_archive_arrays(&archive);
-    if (r == AMP_OK) r = ampi_load_counters(o, steps, reals);
-    if (r == AMP_OK) ampi_load_outcomes(o, outcomes, trackers, n);
+    if (r == AMP_OK) r = ampi_load_counters(o, &numbers);
+    for (i = 0; r == AMP_OK && i < n; i++) o->outcomes[(o->attempts - n + i) % AMP_STEP_RESULTS] = due[i];
     if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
     ampi_free(s, archive.scratch, bytes, 1);
     ampi_free(s, live, o->set->n, 1);
@@ -20912,31 +20916,35 @@ static amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader
 }
 AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader) { return ampi_as("amp_recovery_batch", ampi_recovery_batch(recovery, loader)); }
 
-enum { AMPI_SAVED_RECOVERY = 6 };
+#define AMPI_OF_RECOVERY(member, type, most) AMPI_SAVED("recovery", AMP_I64, amp_recovery, member, type, 0, most)
+static const ampi_saved ampi_recovery_saved[] = {
+    AMPI_OF_RECOVERY(halvings, AMPI_I64, 1000), AMPI_OF_RECOVERY(fitted, AMPI_I64, AMPI_DBL_MAX), AMPI_OF_RECOVERY(failures, AMPI_I32, 1000),
+    AMPI_OF_RECOVERY(doubled, AMPI_I32, 1), AMPI_OF_RECOVERY(retries, AMPI_I32, 1000), AMPI_OF_RECOVERY(streak, AMPI_I64, AMPI_DBL_MAX)
+};
 
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix) {
-    const amp_recovery *r = recovery;
-    int64_t all[AMPI_SAVED_RECOVERY];
-    AMPI_TRY(ampi_need("amp_recovery_save", r && state && prefix, "recovery, state or prefix"));
-    AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_save"));
+    const char *f = "amp_recovery_save";
+    amp_recovery r;
+    AMPI_TRY(ampi_need(f, recovery && state && prefix, "recovery, state or prefix"));
+    AMPI_TRY(ampi_recovery_alive(recovery, f));
+    r = *recovery;
     /* good steps that nothing waits for are not counted: whatever came before, runs that stand at the same place save the same bytes */
-    all[0] = r->halvings; all[1] = r->halvings > 0 ? r->fitted : 0; all[2] = r->failures;
-    all[3] = r->doubled; all[4] = r->retries; all[5] = r->retries > 0 ? r->streak : 0;
-    return ampi_as("amp_recovery_save", ampi_put(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY));
+    if (r.halvings == 0) r.fitted = 0;
+    if (r.retries == 0) r.streak = 0;
+    return ampi_as(f, ampi_saved_walk(f, state, NULL, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r, sizeof r, 1));
 }
 
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix) {
-    amp_recovery *r = recovery;
-    int64_t all[AMPI_SAVED_RECOVERY];
-    int i;
-    AMPI_TRY(ampi_need("amp_recovery_load", r && state && prefix, "recovery, state or prefix"));
-    AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_load"));
-    AMPI_TRY(ampi_as("amp_recovery_load", ampi_get(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY)));
-    for (i = 0; i < AMPI_SAVED_RECOVERY; i++)
-        if (all[i] < 0 || (i != 1 && i != 5 && all[i] > (i == 3 ? 1 : 1000)))
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_recovery_load", "number %d of %.60s.recovery is %lld: no recovery saved it", i, prefix, (long long)all[i]);
-    r->halvings = all[0]; r->fitted = all[1]; r->failures = (int32_t)all[2];
-    r->doubled = (int32_t)all[3]; r->retries = (int32_t)all[4]; r->streak = all[5];
+    const char *f = "amp_recovery_load";
+    amp_recovery r;
+    amp_result result;
+    AMPI_TRY(ampi_need(f, recovery && state && prefix, "recovery, state or prefix"));
+    AMPI_TRY(ampi_recovery_alive(recovery, f));
+    r = *recovery;
+    result = ampi_as(f, ampi_saved_walk(f, NULL, state, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r, sizeof r, 1));
+    if (result == AMP_ERR_RANGE) return ampi_fail(AMP_ERR_MISMATCH, f, "%.60s.recovery was not saved by a recovery", prefix);
+    if (result != AMP_OK) return result;
+    *recovery = r;
     return AMP_OK;
 }
 
