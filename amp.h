@@ -5826,7 +5826,8 @@ typedef struct ampi_gemm_vec {
     void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols);
     /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n. */
     void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
-    /* sums[4 i + j] = the sum of a[i * lda + p] b[j * ldb + p] over p < k, for `rows` rows and cols <= 4 columns, fp32 */
+    /* sums[4 i + j] = the sum of a[i * lda + p] b[j * ldb + p] over p < k, fp32, for `rows` rows and cols <= 4 columns, or one
+       row and a multiple of 4 */
     void (*dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums);
     /* c = a b, or c + a b where `add`, for a column a[i * step] and a row b */
     void (*outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c, int64_t ldc);
@@ -6753,8 +6754,8 @@ static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_
         }
 }
 
-/* Columns j to j + cols, over words p to p + k.  A set of a first-level cache has room for half the rows of a tile. */
-static void ampi_direct_panel(const ampi_direct *d, int64_t j, int64_t cols, int64_t p, int64_t k) {
+/* Columns j to j + cols, at b, over words p to p + k.  A set of a first-level cache has room for half the rows of a tile. */
+static void ampi_direct_panel(const ampi_direct *d, const float *b, int64_t j, int64_t cols, int64_t p, int64_t k) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t most = d->a_row % 512 == 0 ? vec->rows / 2 : vec->rows, left = d->m <= most ? 1 : (d->m + most - 1) / most, i, rows;
     int add = d->add || p > 0;
@@ -6763,7 +6764,7 @@ static void ampi_direct_panel(const ampi_direct *d, int64_t j, int64_t cols, int
         float *c = d->c + i * d->c_row + j;
         int in_c = d->c_col == 1;
         rows = left == 1 ? d->m - i : (d->m - i) / left;
-        vec->multiply(rows, cols, k, d->a + i * d->a_row + p * d->a_step, d->a_row, d->a_step, d->b + j / vec->cols * d->panel + p * d->b_step, d->b_step,
+        vec->multiply(rows, cols, k, d->a + i * d->a_row + p * d->a_step, d->a_row, d->a_step, b + p * d->b_step, d->b_step,
                       in_c && add ? c : NULL, d->c_row, in_c ? c : sums, in_c ? d->c_row : (int64_t)AMPI_GEMM_COLS);
         if (!in_c) ampi_direct_store(d, i, j, rows, cols, add, sums, AMPI_GEMM_COLS);
     }
@@ -6787,16 +6788,28 @@ static void ampi_direct_row(const ampi_direct *d) {
     ampi_direct_store(d, 0, 0, 1, cols, d->add, sums, 0);
 }
 
+/* Whether it is one tile of plain fp32, as many of the smallest are: what follows would find nothing else. */
+static int ampi_direct_one(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+    int64_t m = g->m, n = g->n, k = g->k;
+    if (m > vec->rows || n > vec->cols || n == 1 || k == 1 || k > AMPI_GEMV_BLOCK || g->trans_b || !vec->edges) return 0;
+    if (m > 1 && (g->trans_a ? m > n || 2 * n > vec->cols : g->lda % 512 == 0)) return 0;
+    vec->multiply(m, n, k, (const float *)g->a, g->trans_a ? 1 : g->lda, g->trans_a ? g->lda : 1, (const float *)g->b, g->ldb,
+                  ampi_is_0(g->beta) ? NULL : (const float *)g->c, g->ldc, (float *)g->c, g->ldc);
+    return 1;
+}
+
 /* A turned C fills more lanes, and costs a copy. */
 static void ampi_direct_tiles(ampi_direct *d) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t lanes = vec->cols / 2, size = d->k <= vec->block ? d->k : ampi_gemm_cut_k(vec, d->k).size, j, p;
     if (d->m == 1 && vec->unit == 1 && (d->n > vec->cols || d->k > AMPI_GEMV_BLOCK)) { ampi_direct_row(d); return; }
-    if (d->k == 1 && vec->unit == 1 && d->n >= vec->cols) { vec->outer(d->m, d->n, d->a, d->a_row, d->b, d->add, d->c, d->c_row); return; }
+    if (d->k == 1 && vec->unit == 1) { vec->outer(d->m, d->n, d->a, d->a_row, d->b, d->add, d->c, d->c_row); return; }
     if (vec->unit == 1 && d->a_row == 1 && d->m > 1 && d->k * (d->m * ((d->n + lanes - 1) / lanes) - d->n * ((d->m + lanes - 1) / lanes)) > 2 * d->m * d->n) ampi_direct_turn(d);
-    for (p = 0; p < d->k; p += size)
-        for (j = 0; j < d->n; j += vec->cols)
-            ampi_direct_panel(d, j, AMPI_MIN(d->n - j, (int64_t)vec->cols), p, AMPI_MIN(d->k - p, size));
+    for (p = 0; p < d->k; p += size) {
+        const float *b = d->b;
+        for (j = 0; j < d->n; j += vec->cols, b += d->panel)
+            ampi_direct_panel(d, b, j, AMPI_MIN(d->n - j, (int64_t)vec->cols), p, AMPI_MIN(d->k - p, size));
+    }
 }
 
 /* A small b whose columns lie along k is turned on the stack. */
@@ -6826,10 +6839,10 @@ static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) 
     for (i = begin; i < end; i += rows) {
         rows = end - i == 1 ? 1 : (end - i) / ((end - i + d->vec->dot_rows - 1) / d->vec->dot_rows);
         for (j = 0; j < d->n; j += cols) {
-            cols = AMPI_MIN(d->n - j, 4);
+            cols = rows == 1 && d->c_col == 1 && !d->add && d->k <= AMPI_GEMV_DOT && d->n - j >= 4 ? (d->n - j) / 4 * 4 : AMPI_MIN(d->n - j, 4);
             for (p = 0; p < d->k; p += k) {
                 float *c = d->c + i * d->c_row + j;
-                int add = d->add || p > 0, in_c = rows == 1 && cols == 4 && d->c_col == 1 && !add;
+                int add = d->add || p > 0, in_c = rows == 1 && cols >= 4 && d->c_col == 1 && !add;
                 k = AMPI_MIN(d->k - p, (int64_t)AMPI_GEMV_DOT);
                 d->vec->dots(rows, cols, k, d->a + i * d->a_row + p, d->a_row, d->b + j * d->b_col + p, d->b_col, in_c ? c : sums);
                 if (!in_c) ampi_direct_store(d, i, j, rows, cols, add, sums, 4);
@@ -6839,11 +6852,8 @@ static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) 
 }
 
 /* Four are taken of the operand that then leaves less over. */
-static void ampi_direct_dots_run(ampi_cpu *cpu, ampi_direct *d) {
-    int threads = 2.0 * (double)d->m * (double)d->n * (double)d->k < 1e6 ? 1 : ampi_threads_now(cpu);
+static void ampi_direct_dots_turn(ampi_direct *d) {
     if (d->m * ((d->n + 3) / 4) > d->n * ((d->m + 3) / 4)) ampi_direct_turn(d);
-    if (threads == 1) ampi_alone(ampi_direct_dots, d, d->m);
-    else ampi_parallel(cpu, threads, d->m, d->vec->dot_rows, ampi_direct_dots, d);
 }
 
 /* In pairs of bf16: a row or a column of C as below, from x in words. */
@@ -6898,18 +6908,23 @@ static int ampi_direct_takes_dots(const ampi_gemm_vec *vec, const amp_k_gemm *g,
 /* Whether the product was one of those. */
 static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
-    int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32, done = 1;
+    int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32, done = 1, wide = 0;
     ampi_direct d;
     ampi_fp host;
     if (!ampi_direct_is_plain(g) || (!words && vec->pairs == NULL)) return 0;
-    d = ampi_direct_of(vec, g);
-    if (ampi_direct_takes_dots(vec, g, &d)) { ampi_direct_dots_run(cpu, &d); return 1; }
     host = ampi_fp_begin();
-    if (vec->pairs != NULL) done = ampi_direct_pairs(cpu, vec, g);
+    if (words && ampi_direct_one(vec, g)) { ampi_fp_end(host); return 1; }
+    d = ampi_direct_of(vec, g);
+    if (ampi_direct_takes_dots(vec, g, &d)) {
+        ampi_direct_dots_turn(&d);
+        if (2.0 * (double)d.m * (double)d.n * (double)d.k < 1e6) ampi_direct_dots(&d, 0, d.m, 0);
+        else wide = 1;
+    } else if (vec->pairs != NULL) done = ampi_direct_pairs(cpu, vec, g);
     else if (ampi_direct_by_tiles(&d)) ampi_direct_tiles(&d);
     else if (d.b_step == 1 && d.m > 1 && d.vec->edges && (double)d.n * (double)d.k <= (double)AMPI_GEMM_LOCAL && d.m <= 64) ampi_direct_copied(&d);
     else done = 0;
     ampi_fp_end(host);
+    if (wide) ampi_parallel(cpu, ampi_threads_now(cpu), d.m, vec->dot_rows, ampi_direct_dots, &d);
     return done;
 }
 
@@ -9148,6 +9163,7 @@ struct amp_context {
     ampi_object *capture;           /* the graph being captured, else NULL */
     int graphs;                     /* that live: the caches keep what they refer to */
     uint64_t settings_version;      /* moves with everything that is built into a graph */
+    uint64_t decisions;             /* a serial of its own, a new one with every setting that operators decide by */
     uint64_t capture_random;        /* random_offset when the capture began */
     int64_t new_inf; char new_inf_in[80];           /* of amp_status */
     struct { int id, count; } logged[AMPI_LOG_IDS];         /* changed atomically; id 0: free */
@@ -9185,6 +9201,11 @@ static amp_result ampi_may_wait(const amp_context *amp) {
 }
 /* Something changed that captured graphs have built in. */
 static void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
+/* And one that operators decide by. */
+static void ampi_decisions_changed(amp_context *amp) {
+    ampi_settings_changed(amp);
+    amp->decisions = ampi_serial();
+}
 static uint64_t ampi_settings_version(const amp_context *amp) { return amp->settings_version; }
 /* The graph that is being captured, or NULL. */
 static ampi_object *ampi_capture(const amp_context *amp) { return amp->capture; }
@@ -9236,6 +9257,7 @@ static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->desc.fallback = p->fallback;
     amp->n_layers = p->n_layers;
     amp->random_offset = p->random_offset;
+    amp->decisions = ampi_serial();
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 /* 1: the gradient holds what no step has used, and the next backward adds to it; 0: it overwrites it. */
@@ -9662,7 +9684,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp->backend = amp->desc.backend;
     amp->product.batch = 1;
     amp->product.a_dtype = amp->product.b_dtype = amp->product.c_dtype = AMP_F32;
-    amp->serial = ampi_serial();
+    amp->serial = amp->decisions = ampi_serial();
     amp->holders = 1;
     amp->process = getpid();
     amp->host.user = amp;
@@ -9767,7 +9789,7 @@ static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dt
     amp->choice = *choice;
     amp->desc.autocast_dtype = regions;
     if (!changed) return;
-    ampi_settings_changed(amp);
+    ampi_decisions_changed(amp);
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 
@@ -9785,7 +9807,7 @@ AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
 AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled) {
     AMPI_TRY(ampi_need("amp_set_enabled", amp != NULL, "amp"));
     amp->desc.disable = !enabled;
-    ampi_settings_changed(amp);
+    ampi_decisions_changed(amp);
     return AMP_OK;
 }
 
@@ -10417,8 +10439,8 @@ enum { AMPI_REGION_DEPTH = 32 };
 /* recompute 1: opened by amp_recompute_begin; desc is then that of the region around it. */
 typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
-/* The stack of regions of this thread. */
-static AMPI_THREAD_LOCAL struct { ampi_region at[AMPI_REGION_DEPTH]; int n; } ampi_regions;
+/* The stack of regions of this thread, and what amp_gemm decided last: 0, or under which `decisions`. */
+static AMPI_THREAD_LOCAL struct { ampi_region at[AMPI_REGION_DEPTH]; int n; uint64_t decided; amp_plan gemm; } ampi_regions;
 
 /* The innermost entry of this context, or NULL; its settings. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
@@ -10443,6 +10465,7 @@ static int ampi_is_recomputing(const amp_context *amp) {
 static void ampi_region_remove(int i) {
     amp_context *amp = (amp_context *)(uintptr_t)ampi_regions.at[i].amp;
     ampi_regions.n--;
+    ampi_regions.decided = 0;
     memmove(&ampi_regions.at[i], &ampi_regions.at[i + 1], (size_t)(ampi_regions.n - i) * sizeof *ampi_regions.at);
     if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient && !ampi_is_closed(amp)) ampi_cache_clear_idle(amp);
     ampi_context_let_go(amp);
@@ -10506,6 +10529,7 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     region->amp = amp;
     region->desc = own;
     region->recompute = recompute;
+    ampi_regions.decided = 0;
     __atomic_add_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
     ampi_context_hold(amp);
     return AMP_OK;
@@ -10844,7 +10868,7 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
     if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS) return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is no built-in operator", op);
     if (!ampi_is_cast_policy(policy)) return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
     amp->override_policy[op] = (uint8_t)policy;
-    ampi_settings_changed(amp);
+    ampi_decisions_changed(amp);
     return AMP_OK;
 }
 
@@ -11678,7 +11702,7 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
 
 /* ---- The BLAS-shaped GEMM */
 
-static amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc) {
+static inline __attribute__((always_inline)) amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc) {
     int row = order == AMP_ROW_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
     int64_t need_a = row != ta ? k : m, need_b = row != tb ? n : k, need_c = row ? n : m;
     if (!row && order != AMP_COL_MAJOR) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "order = %d, must be 101 (row major) or 102 (column major)", order);
@@ -11721,6 +11745,15 @@ static void ampi_gemm_outside(amp_context *amp, amp_dtype compute) {
              "around it, or set amp_desc.gemm_always", amp_dtype_name(compute), amp_dtype_name(dtype));
 }
 
+/* What was decided last stands until something changes, unless each decision is told. */
+static amp_result ampi_gemm_decide(const amp_context *amp, amp_plan *plan) {
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, plan));
+    if (amp->desc.logger.level >= AMP_LOG_DEBUG) return AMP_OK;
+    ampi_regions.gemm = *plan;
+    ampi_regions.decided = amp->decisions;
+    return AMP_OK;
+}
+
 /* Column major is row major with everything transposed: C^T = op(B)^T op(A)^T. */
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
@@ -11739,7 +11772,8 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
         AMPI_TRY(ampi_gemm_places(AMP_F32, !swap, ta, tb, m, n, k, a, lda, b, ldb, c, ldc));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, &plan));
+    if (ampi_regions.decided == amp->decisions) plan = ampi_regions.gemm;
+    else AMPI_TRY(ampi_as("amp_gemm", ampi_gemm_decide(amp, &plan)));
     if (plan.rule == AMP_BY_STORAGE) ampi_gemm_outside(amp, plan.compute);
     g = amp->product;
     g.m = swap ? n : m; g.n = swap ? m : n; g.k = k;
@@ -17245,7 +17279,7 @@ static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp,
     d->allow_tf32 = ampi_may_tf32(amp, s->allow_tf32);
     if (s->debug && loud != AMP_LOG_DEBUG) { amp->quiet = loud; d->logger.level = AMP_LOG_DEBUG; }
     if (!s->debug && loud == AMP_LOG_DEBUG) d->logger.level = amp->quiet;
-    ampi_settings_changed(amp);
+    ampi_decisions_changed(amp);
     ampi_switch_dtype(amp, choice, regions->dtype, changed);
     if (d->disable_cache) amp_cast_cache_clear(amp);
 }
@@ -22123,24 +22157,38 @@ static void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const 
         AMPI_V(ampi_dots_3), AMPI_V(ampi_dots_4), AMPI_V(ampi_dots_5), AMPI_V(ampi_dots_6),
 #endif
     };
-    const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb, b + (cols - 1) * ldb};
-    dots[rows - 1](k, a, lda, at, sums);
+    for (; cols > 0; cols -= 4, b += 4 * ldb, sums += 4) {
+        const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb, b + AMPI_MIN(3, cols - 1) * ldb};
+        dots[rows - 1](k, a, lda, at, sums);
+    }
 }
 
 /* The product is rounded before it is added, as that of any k. */
-static void AMPI_V(ampi_gemm_outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c, int64_t ldc) {
+static inline ampi_vf AMPI_V(ampi_outer)(ampi_vf x, ampi_vf b) {
     ampi_vf zero = {0.0f};
-    int64_t i, j;
-    for (i = 0; i < rows; i++, c += ldc) {
-        ampi_vf x = AMPI_V(ampi_splat)(a[i * step]), v;
-        for (j = 0; j + AMPI_W <= cols; j += AMPI_W) {
-            v = AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, AMPI_V(ampi_load)(b + j), zero));
-            AMPI_V(ampi_store)(c + j, add ? (ampi_vf)(v + AMPI_V(ampi_load)(c + j)) : v);
-        }
-        if (j == cols) continue;
-        v = AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, AMPI_V(ampi_load_tail)(b + j, cols - j), zero));
-        AMPI_V(ampi_store_tail)(c + j, add ? (ampi_vf)(v + AMPI_V(ampi_load_tail)(c + j, cols - j)) : v, cols - j);
+    return AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, b, zero));
+}
+/* The last columns, fewer than a vector has lanes. */
+static inline __attribute__((always_inline)) void AMPI_V(ampi_outer_rest)(int64_t rows, int64_t rest, const float *a, int64_t step,
+                                                                                const float *b, int add, float *c, int64_t ldc) {
+    ampi_vf last = AMPI_V(ampi_load_tail)(b, rest);
+    for (; rows > 0; rows--, a += step, c += ldc) {
+        ampi_vf v = AMPI_V(ampi_outer)(AMPI_V(ampi_splat)(*a), last);
+        AMPI_V(ampi_store_tail)(c, add ? (ampi_vf)(v + AMPI_V(ampi_load_tail)(c, rest)) : v, rest);
     }
+}
+static void AMPI_V(ampi_gemm_outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c, int64_t ldc) {
+    int64_t rest = cols % AMPI_W, whole = cols - rest, i, j;
+    for (i = 0; i < rows && whole > 0; i++) {
+        ampi_vf x = AMPI_V(ampi_splat)(a[i * step]), v;
+        for (j = 0; j < whole; j += AMPI_W) {
+            v = AMPI_V(ampi_outer)(x, AMPI_V(ampi_load)(b + j));
+            AMPI_V(ampi_store)(c + i * ldc + j, add ? (ampi_vf)(v + AMPI_V(ampi_load)(c + i * ldc + j)) : v);
+        }
+    }
+    if (rest == 0) return;
+    if (add) AMPI_V(ampi_outer_rest)(rows, rest, a, step, b + whole, 1, c + whole, ldc);
+    else AMPI_V(ampi_outer_rest)(rows, rest, a, step, b + whole, 0, c + whole, ldc);
 }
 
 __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
@@ -22353,8 +22401,10 @@ AMPI_DOTS(ampi_dots_bf16_)
 static void ampi_gemm_dots_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums) {
     static const ampi_dot_rows dots[AMPI_DOT_ROWS] = {AMPI_V(ampi_dots_bf16_1), AMPI_V(ampi_dots_bf16_2), AMPI_V(ampi_dots_bf16_3),
                                                       AMPI_V(ampi_dots_bf16_4), AMPI_V(ampi_dots_bf16_5), AMPI_V(ampi_dots_bf16_6)};
-    const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb, b + (cols - 1) * ldb};
-    dots[rows - 1](k, a, lda, at, sums);
+    for (; cols > 0; cols -= 4, b += 4 * ldb, sums += 4) {
+        const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb, b + AMPI_MIN(3, cols - 1) * ldb};
+        dots[rows - 1](k, a, lda, at, sums);
+    }
 }
 
 static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv_dots_bf16, ampi_gemv_dots_packed_bf16};

@@ -453,6 +453,60 @@ TEST(operators_are_overridden) {
     amp_close(amp);
 }
 
+/* What amp_gemm computes in now: 1 + 2^-12 is a number of fp32, not of bf16. */
+static amp_dtype gemm_now(amp_context *amp) {
+    const float x = 1 + 0x1p-12f, y = 1;
+    float z = 0;
+    CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, &x, 1, &y, 1, 0, &z, 1));
+    return z > 1 ? AMP_F32 : AMP_BF16;
+}
+
+/* amp_gemm remembers what it decided. */
+TEST(gemm_decides_anew) {
+    amp_context *amp = open_context(AMP_BF16, AMP_LEVEL_DEFAULT, NULL), *other = open_context(AMP_F32, AMP_LEVEL_DEFAULT, NULL), *always;
+    const float x = 1;
+    float z;
+    amp_desc desc;
+    int i;
+    begin(amp, AMP_DTYPE_DEFAULT, AMP_POLICY_DEFAULT);
+    for (i = 0; i < 2; i++) {
+        CHECK_EQ(gemm_now(amp), AMP_BF16);
+        CHECK_EQ(gemm_now(other), AMP_F32);
+    }
+    begin_island(amp);
+    CHECK_EQ(gemm_now(amp), AMP_F32);
+    end(amp);
+    CHECK_EQ(gemm_now(amp), AMP_BF16);
+    CHECK_OK(amp_operator_override(amp, AMP_OP_GEMM, AMP_CAST_FP32));
+    CHECK_EQ(gemm_now(amp), AMP_F32);
+    CHECK_OK(amp_operator_override(amp, AMP_OP_GEMM, AMP_CAST_BANNED));
+    CHECK_ERR(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, &x, 1, &x, 1, 0, &z, 1), AMP_ERR_UNSUPPORTED);
+    CHECK_OK(amp_operator_override(amp, AMP_OP_GEMM, AMP_CAST_DEFAULT));
+    CHECK_EQ(gemm_now(amp), AMP_BF16);
+    CHECK_OK(amp_recompute_begin(amp));
+    CHECK_ERR(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, &x, 1, &x, 1, 0, &z, 1), AMP_ERR_STATE);
+    CHECK_OK(amp_recompute_end(amp));
+    CHECK_EQ(gemm_now(amp), AMP_BF16);
+    end(amp);
+    CHECK_EQ(gemm_now(amp), AMP_F32);
+    amp_close(other);
+    amp_close(amp);
+    memset(&desc, 0, sizeof desc);
+    desc.gemm_always = 1;
+    for (i = 0; i < 4; i++) {           /* perhaps where the last one was */
+        desc.dtype = i % 2 ? AMP_BF16 : AMP_F32;
+        CHECK_OK(amp_open(&always, &desc));
+        CHECK_EQ(gemm_now(always), desc.dtype);
+        CHECK_OK(amp_set_dtype(always, AMP_BF16));
+        CHECK_EQ(gemm_now(always), AMP_BF16);
+        CHECK_OK(amp_set_enabled(always, 0));
+        CHECK_EQ(gemm_now(always), AMP_F32);
+        CHECK_OK(amp_set_enabled(always, 1));
+        CHECK_EQ(gemm_now(always), AMP_BF16);
+        amp_close(always);
+    }
+}
+
 TEST(users_add_operators) {
     amp_context *amp = open_context(AMP_BF16, AMP_LEVEL_O1, NULL), *other = open_context(AMP_BF16, AMP_LEVEL_O1, NULL);
     amp_plan plan;
@@ -1076,6 +1130,7 @@ int main(int argc, char **argv) {
     RUN(a_thread_starts_outside);
     RUN(layers_are_overridden_by_pattern);
     RUN(operators_are_overridden);
+    RUN(gemm_decides_anew);
     RUN(users_add_operators);
     RUN(backward_obeys_the_plan);
     RUN(operators_obey_layer_overrides);

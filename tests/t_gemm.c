@@ -332,6 +332,11 @@ TEST(small_and_thin_shapes) {
                 t.bias_dtype = dtypes[(draw >> 22) % 3];
                 t.act = acts[(draw >> 24) % 3];
                 t.pre = (int)(draw >> 26 & 1);
+                if (draw >> 27 & 1) {           /* as those have it that go their own way */
+                    t.alpha = 1; t.beta = (double)(draw >> 10 & 1); t.bias = t.pre = 0; t.act = AMP_ACT_NONE;
+                    if (draw >> 28 & 1) t.a = t.b = t.c = AMP_F32;
+                    if (t.compute != AMP_BF16) t.compute = AMP_F32;
+                }
                 check_case(&all_ways[w], t);
             }
 }

@@ -925,6 +925,27 @@ TEST(gradcheck_failures) {
     }
 }
 
+/* amp_gemm remembers what it decided, until the precision is another for a while. */
+TEST(gemm_follows_the_precision) {
+    const float x = 1 + 0x1p-12f, y = 1;
+    amp_context *amp;
+    amp_desc desc;
+    int i;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_BF16;
+    desc.gemm_always = desc.allow_fallback = 1;
+    CHECK_OK(amp_open(&amp, &desc));
+    for (i = 0; i < 3; i++) {
+        ampi_precision p = ampi_precision_get(amp);
+        float z = 0;
+        p.autocast_dtype = i == 1 ? AMP_F32 : AMP_BF16;
+        if (i > 0) ampi_precision_set(amp, &p);
+        CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, &x, 1, &y, 1, 0, &z, 1));
+        CHECK(i == 1 ? z > 1 : !(z > 1));
+    }
+    amp_close(amp);
+}
+
 TEST(gradcheck_bad_input) {
     amp_gradcheck_report r;
     amp_gradcheck_desc d, good;
@@ -983,6 +1004,7 @@ int main(int argc, char **argv) {
     RUN(wrong_gradients);
     RUN(what_a_gradcheck_detects);
     RUN(gradcheck_failures);
+    RUN(gemm_follows_the_precision);
     RUN(gradcheck_bad_input);
     return TEST_END();
 }
