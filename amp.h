@@ -858,7 +858,7 @@ typedef struct amp_autocast_desc {
     int32_t disable_cache;      /* 1: no cast cache, in nested regions too */
     /* 1, nested regions included: linear, matmul and attention clamp finite inputs that would become infinite in the
        cast (fp16: beyond 65504).  Gradients are not clamped, so the scaler sees them overflow; amp_gemm, which cannot
-       tell, clamps both operands.  Infinity and NaN stay.  CPU only (elsewhere AMP_ERR_UNSUPPORTED) */
+       tell, clamps both operands.  Infinity and NaN stay */
     int32_t saturate_inputs;
 } amp_autocast_desc;
 
@@ -1897,7 +1897,7 @@ typedef struct amp_status {
     int32_t growth_tracker, growth_interval, at_floor;
     int64_t updates, skips, consecutive_skips;
     amp_cache_info cast_cache, mask_cache;
-    /* CPU: finite numbers in operands of products that became infinite in fp16, or were clamped */
+    /* finite numbers in operands of products that saturate_inputs clamped or, on the CPU, that became infinite in fp16 */
     int64_t new_inf;
     char new_inf_in[80];        /* the last such operand: "amp_linear: x of h.0.fc.weight" */
     amp_memory_info memory;
@@ -2631,6 +2631,15 @@ typedef struct amp_k_cast {         /* dst[i] = src[i]: between floating dtypes;
     int64_t *new_inf;               /* + finite inputs that became non-finite; NULL: not counted */
 } amp_k_cast;
 
+/* An operand that saturates: finite numbers of at least `beyond`, an fp32 magnitude's bits, become `largest` on their way into
+   a product, and are counted; what is counted last leaves its `note`. */
+typedef struct amp_k_cut_note { amp_dtype compute; int32_t input; char where[80]; } amp_k_cut_note;
+typedef struct amp_k_cut {
+    uint32_t largest, beyond;
+    int64_t *count; amp_k_cut_note *last;       /* on the device */
+    amp_k_cut_note note;
+} amp_k_cut;
+
 /* The gradient of a parameter: where it goes; data NULL: not wanted. */
 typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
 
@@ -2655,6 +2664,7 @@ typedef struct amp_k_gemm {
     int32_t shares;                 /* of gemm_reserve: 1: a, 2: b is cast into scratch, where the next product finds it */
     amp_k_gradient column_sum;      /* [n]: over the rows of what is written to c, before or after its rounding */
     amp_k_gradient row_sum;         /* [m]: of op(a)[i][p] over p, before or after the rounding to `compute` */
+    const amp_k_cut *cut[2];        /* a, b; NULL: not cut, and always where the backend has .saturates 0 */
 } amp_k_gemm;
 
 typedef struct amp_k_pack {         /* op(b) k x n, to be used with `compute` */
@@ -2683,6 +2693,7 @@ typedef struct amp_k_attention {
     /* backward */
     const void *d_o; void *dq, *dk, *dv;
     int64_t do_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
+    const amp_k_cut *cut[3];        /* q, k, v; as in amp_k_gemm */
 } amp_k_attention;
 
 /* s = x + residual; y = (s - mean) rstd weight + bias per row (RMSNorm: mean 0, no bias). */
@@ -2985,6 +2996,7 @@ struct amp_backend {
     int32_t fuses;                  /* 1: gemm may be given .backward and the sums; 0: its caller calls the kernels for them */
     /* memory; host_visible 1: device pointers can be read by the host */
     int32_t host_visible;
+    int32_t saturates, reserved;    /* 1: gemm and attention obey .cut; on host_visible ones operands come cut */
     amp_result (*alloc)(void *dev, void **ptr, size_t bytes);
     void (*free)(void *dev, void *ptr, size_t bytes);
     amp_result (*alloc_pinned)(void *dev, void **ptr, size_t bytes);
@@ -3313,7 +3325,7 @@ AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *ro
 /* Every struct of this header, but amp_header: X(desc) for amp_desc. */
 #define AMPI_STRUCTS(X) \
     X(logger) X(system) X(convert_desc) X(cpu_info) X(device) X(machine) X(choice) X(tensor) X(range) X(param) \
-    X(mask) X(mat) X(k_cast) X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) X(k_norm) X(k_softmax) \
+    X(mask) X(mat) X(k_cast) X(k_cut_note) X(k_cut) X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) X(k_norm) X(k_softmax) \
     X(k_activation) X(k_swiglu) X(k_cross_entropy) X(k_mse) X(k_embedding) X(k_dropout) X(k_add) X(k_tensor) \
     X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_scale_ranges) X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
@@ -9025,7 +9037,7 @@ static amp_result ampi_cpu_trim(void *dev) {
 __extension__ static const amp_backend ampi_cpu_backend = {
     .abi = AMP_ABI, .name = "cpu",
     .open = ampi_cpu_open, .close = ampi_cpu_close, .describe = ampi_cpu_describe,
-    .fuses = 0, .host_visible = 1, .alloc = ampi_cpu_alloc, .free = ampi_cpu_free, .alloc_pinned = ampi_cpu_alloc,
+    .fuses = 0, .host_visible = 1, .saturates = 0, .reserved = 0, .alloc = ampi_cpu_alloc, .free = ampi_cpu_free, .alloc_pinned = ampi_cpu_alloc,
     .free_pinned = ampi_cpu_free,
     .copy = ampi_cpu_copy, .fill = ampi_cpu_fill, .memory_kind = ampi_cpu_place, .memory = ampi_cpu_memory,
     .stream_create = ampi_cpu_stream_create, .stream_destroy = ampi_cpu_stream_destroy, .stream_sync = ampi_cpu_stream_sync,
@@ -9115,6 +9127,8 @@ typedef struct ampi_cells {
     int32_t bad_row, reserved;      /* 1 + a row where a kernel found something out of range; 0: none */
     int64_t new_inf;                /* of the cast cache */
     uint64_t random;                /* where the random numbers of the graph launched last begin */
+    int64_t cut;                    /* numbers that saturate_inputs cut; the last of them where it says */
+    amp_k_cut_note cut_last;
 } ampi_cells;
 
 /* What happens to a context, told to the later sections that keep something in it. */
@@ -9166,6 +9180,7 @@ struct amp_context {
     uint64_t decisions;             /* a serial of its own, a new one with every setting that operators decide by */
     uint64_t capture_random;        /* random_offset when the capture began */
     int64_t new_inf; char new_inf_in[80];           /* of amp_status */
+    int64_t cut;                                    /* cells->cut when it was read last */
     struct { int id, count; } logged[AMPI_LOG_IDS];         /* changed atomically; id 0: free */
     uint64_t *told; int n_told;     /* decisions in the log: a table of AMPI_TOLD_CAPACITY hashes; NULL before the first */
     amp_log_level quiet;            /* the log's level without `debug` of the settings */
@@ -9192,7 +9207,7 @@ static const amp_backend *ampi_backend(const amp_context *amp, void **dev, void 
     return amp->backend;
 }
 static amp_result ampi_check_saturate(const amp_context *amp, const char *f, int32_t saturate) {
-    if (!saturate || amp->backend->host_visible) return AMP_OK;
+    if (!saturate || amp->backend->host_visible || amp->backend->saturates) return AMP_OK;
     return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".saturate_inputs: the %s backend cannot cut operands; compute in bf16, or scale the inputs", amp->backend->name);
 }
 static amp_result ampi_may_wait(const amp_context *amp) {
@@ -9914,15 +9929,43 @@ AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes
     return bytes == 0 ? AMP_OK : ampi_as("amp_fill", amp->backend->fill(amp->dev, dst, byte, (size_t)bytes, amp->desc.stream));
 }
 
+/* Finite numbers that were too large for an operand of a product: cut, or infinite now. */
+static void ampi_input_note(amp_context *amp, const amp_k_cut_note *note, int64_t count, int cut) {
+    int loud = cut || note->input == 1, id = loud ? 1011 : 1012;
+    ampi_lock(amp);
+    amp->new_inf += count;
+    memcpy(amp->new_inf_in, note->where, sizeof note->where);
+    ampi_unlock(amp);
+    if (ampi_log_count(amp, id) > 1) return;
+    ampi_log(amp, loud ? AMP_LOG_WARNING : AMP_LOG_INFO, id, "%s: finite numbers beyond the range of %s: %lld, %s", note->where,
+             amp_dtype_name(note->compute), (long long)count,
+             !cut ? "which became infinite.  A smaller loss scale helps gradients only: scale the data, compute in bf16 or that layer "
+                    "in fp32 (amp_layer_override), or set saturate_inputs (AMP_SATURATE_INPUTS=true).  amp_status_get counts them" :
+             note->input == 1 ? "cut by saturate_inputs" : "cut by saturate_inputs; if they are gradients, the loss scaler does not see that they overflow");
+}
+
+/* Waits, and reads what kernels left in the cells. */
+static amp_result ampi_read_cells(amp_context *amp, ampi_cells *out) {
+    int64_t more;
+    AMPI_TRY(amp->backend->copy(amp->dev, out, amp->cells, sizeof *out, AMP_COPY_TO_HOST, amp->desc.stream));
+    AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
+    ampi_lock(amp);
+    more = out->cut - amp->cut;
+    amp->cut = out->cut;
+    ampi_unlock(amp);
+    if (more > 0) ampi_input_note(amp, &out->cut_last, more, 1);
+    return AMP_OK;
+}
+
 AMP_API amp_result amp_sync(amp_context *amp) {
-    int32_t bad = 0;
+    ampi_cells cells;
     AMPI_TRY(ampi_need("amp_sync", amp != NULL, "amp"));
     AMPI_TRY(ampi_as("amp_sync", ampi_may_wait(amp)));
-    if (!amp->backend->host_visible) AMPI_TRY(amp->backend->copy(amp->dev, &bad, &amp->cells->bad_row, sizeof bad, AMP_COPY_TO_HOST, amp->desc.stream));
-    AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
-    if (bad == 0) return AMP_OK;
-    AMPI_TRY(amp->backend->fill(amp->dev, &amp->cells->bad_row, 0, sizeof bad, amp->desc.stream));
-    return ampi_fail(AMP_ERR_LABEL, "amp_sync", "an operator since the last wait met a label or id out of range in row %d", bad - 1);
+    if (amp->backend->host_visible) return amp->backend->stream_sync(amp->dev, amp->desc.stream);
+    AMPI_TRY(ampi_read_cells(amp, &cells));
+    if (cells.bad_row == 0) return AMP_OK;
+    AMPI_TRY(amp->backend->fill(amp->dev, &amp->cells->bad_row, 0, sizeof cells.bad_row, amp->desc.stream));
+    return ampi_fail(AMP_ERR_LABEL, "amp_sync", "an operator since the last wait met a label or id out of range in row %d", cells.bad_row - 1);
 }
 
 AMP_API amp_result amp_event_record(amp_context *amp, void *event) {
@@ -11074,6 +11117,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
 }
 
 AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *out) {
+    ampi_cells cells;
     AMPI_TRY(ampi_need("amp_cast_cache_info", amp && out, "amp or out"));
     ampi_lock(amp);
     *out = amp->cache_info;
@@ -11081,8 +11125,9 @@ AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *o
     ampi_unlock(amp);
     if (amp->backend->host_visible) return AMP_OK;
     AMPI_TRY(ampi_as("amp_cast_cache_info", ampi_may_wait(amp)));
-    AMPI_TRY(amp->backend->copy(amp->dev, &out->new_inf, &amp->cells->new_inf, sizeof out->new_inf, AMP_COPY_TO_HOST, amp->desc.stream));
-    return amp->backend->stream_sync(amp->dev, amp->desc.stream);
+    AMPI_TRY(ampi_read_cells((amp_context *)(uintptr_t)amp, &cells));
+    out->new_inf = cells.new_inf;
+    return AMP_OK;
 }
 
 AMP_API void amp_cast_cache_clear(amp_context *amp) {
@@ -11261,32 +11306,37 @@ static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     return total;
 }
 
-/* An operand as it is named; `input` 0: a gradient, 1: none, 2: who knows.  copy: what it was cut into, or NULL. */
-typedef struct ampi_input { const char *name, *layer; int input; void *copy; } ampi_input;
+/* An operand as it is named; `input` 0: a gradient, 1: none, 2: who knows.  copy: what it was cut into, or NULL; cut: what a
+   device is told that cuts it. */
+typedef struct ampi_input { const char *name, *layer; int input; void *copy; amp_k_cut cut; } ampi_input;
 
-static void ampi_input_note(amp_context *amp, const char *f, const ampi_input *in, int64_t count, amp_dtype compute) {
-    int loud = in->copy != NULL || in->input == 1, id = loud ? 1011 : 1012;
-    char where[80];
-    snprintf(where, sizeof where, "%s: %s%s%.40s", f, in->name, in->layer ? " of " : "", in->layer ? in->layer : "");
-    ampi_lock(amp);
-    amp->new_inf += count;
-    memcpy(amp->new_inf_in, where, sizeof where);
-    ampi_unlock(amp);
-    if (ampi_log_count(amp, id) > 1) return;
-    ampi_log(amp, loud ? AMP_LOG_WARNING : AMP_LOG_INFO, id, "%s: finite numbers beyond the range of %s: %lld, %s", where, amp_dtype_name(compute),
-             (long long)count,
-             in->copy == NULL ? "which became infinite.  A smaller loss scale helps gradients only: scale the data, compute in bf16 or that layer "
-                                "in fp32 (amp_layer_override), or set saturate_inputs (AMP_SATURATE_INPUTS=true).  amp_status_get counts them" :
-             in->input == 1 ? "cut by saturate_inputs" : "cut by saturate_inputs; if they are gradients, the loss scaler does not see that they overflow");
+static amp_k_cut_note ampi_input_at(const char *f, const ampi_input *in, amp_dtype compute) {
+    amp_k_cut_note note;
+    memset(&note, 0, sizeof note);
+    note.compute = compute; note.input = in->input;
+    snprintf(note.where, sizeof note.where, "%s: %s%s%.40s", f, in->name, in->layer ? " of " : "", in->layer ? in->layer : "");
+    return note;
+}
+
+/* What cuts an operand on a device, or NULL. */
+static const amp_k_cut *ampi_input_there(const amp_context *amp, const char *f, ampi_input *in, amp_dtype compute, amp_dtype dtype) {
+    uint32_t largest = ampi_traits(compute)->largest;
+    if (in->input == 0 || dtype == compute || dtype == AMP_F16) return NULL;
+    in->cut.largest = dtype == AMP_BF16 ? largest & 0xffff0000u : largest;      /* what its own dtype has */
+    in->cut.beyond = largest + (largest & (0u - largest)) / 2;     /* from half a step beyond on, it rounds up */
+    in->cut.count = &amp->cells->cut; in->cut.last = &amp->cells->cut_last;
+    in->cut.note = ampi_input_at(f, in, compute);
+    return &in->cut;
 }
 
 /* Makes the copy of an operand that is to be cut, and of which something is; *t becomes that.  amp_free(in->copy). */
 static amp_result ampi_input_cut(amp_context *amp, const char *f, ampi_input *in, amp_dtype compute, amp_tensor *t) {
+    amp_k_cut_note note = ampi_input_at(f, in, compute);
     int64_t count = in->input == 0 ? 0 : ampi_beyond(t, compute, NULL);
     if (count == 0) return AMP_OK;
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &in->copy, amp_tensor_count(t) * (int64_t)amp_dtype_size(t->dtype))));
     ampi_beyond(t, compute, in->copy);
-    ampi_input_note(amp, f, in, count, compute);
+    ampi_input_note(amp, &note, count, 1);
     t->data = in->copy;
     memset(t->stride, 0, sizeof t->stride);
     return AMP_OK;
@@ -11294,7 +11344,8 @@ static amp_result ampi_input_cut(amp_context *amp, const char *f, ampi_input *in
 
 static void ampi_input_count(amp_context *amp, const char *f, const ampi_input *in, const amp_tensor *t) {
     int64_t count = in->copy != NULL ? 0 : ampi_beyond(t, AMP_F16, NULL);
-    if (count > 0) ampi_input_note(amp, f, in, count, AMP_F16);
+    amp_k_cut_note note = ampi_input_at(f, in, AMP_F16);
+    if (count > 0) ampi_input_note(amp, &note, count, 0);
 }
 
 static void ampi_product_done(amp_context *amp, const ampi_input *in) { amp_free(amp, in[0].copy); amp_free(amp, in[1].copy); }
@@ -11304,6 +11355,8 @@ static amp_result ampi_product_ready(amp_context *amp, const char *f, amp_k_gemm
     int i;
     for (i = 0; i < 2 && saturate && g->c != NULL && g->k > 0 && !ampi_is_0(g->alpha); i++) {
         amp_tensor t = ampi_product_operand(g, i);
+        g->cut[i] = amp->backend->host_visible ? NULL : ampi_input_there(amp, f, &in[i], g->compute, t.dtype);
+        if (!amp->backend->host_visible) continue;
         AMPI_TRY(ampi_input_cut(amp, f, &in[i], g->compute, &t));
         if (in[i].copy == NULL) continue;
         if (i == 0) { g->a = t.data; g->lda = t.shape[2]; g->stride_a = t.shape[1] * t.shape[2]; }
@@ -11360,13 +11413,14 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
 
 /* The weight as the right operand: packed, where that is of use, or cast once until it changes.  ampi_cache_put(*held)
    ends its use. */
-static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, amp_k_gemm *g, const void **held, ampi_cache_use *use) {
+static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, const amp_plan *plan, amp_k_gemm *g, const void **held,
+                                     ampi_cache_use *use) {
     amp_k_pack pack;
     *held = NULL;
     *use = AMPI_CACHE_UNUSED;
     g->b = w->weight.data;
     g->b_dtype = w->weight.dtype;
-    if (g->compute == AMP_F32) return AMP_OK;
+    if (g->compute == AMP_F32 || (plan->saturate && !amp->backend->host_visible)) return AMP_OK;    /* a device cuts it as it casts it */
     ampi_pack_args(w, g->compute, kind, NULL, &pack);
     pack.repeated = 1;
     if (amp->backend->gemm_pack_size(amp->dev, &pack) > 0) {
@@ -11408,7 +11462,7 @@ AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
     g.alpha = 1; g.compute = plan.compute; g.act = op->act;
     if (op->bias) { g.bias = op->bias->weight.data; g.bias_dtype = op->bias->weight.dtype; }
     if (pre.data) { g.pre = pre.data; g.pre_dtype = pre.dtype; g.ld_pre = pre.ld; }
-    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held, &use));
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &plan, &g, &held, &use));
     inputs[0] = x.dtype; inputs[1] = op->weight->weight.dtype;
     ampi_tell(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), inputs, 2, &plan, use);
     result = ampi_product_call(amp, f, &g, ampi_layer_name(op->layer, op->weight), "x", "weight", 1, plan.saturate);
@@ -11503,7 +11557,7 @@ static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp
         g->backward = 1; g->act = op->x_act;
         g->pre = at.data; g->pre_dtype = at.dtype; g->ld_pre = at.ld;
     }
-    return ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, g, held, &use);
+    return ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &op->plan, g, held, &use);
 }
 
 /* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for x. */
@@ -11884,6 +11938,7 @@ static amp_result ampi_attention_ready(amp_context *amp, const char *f, const am
     for (i = 0; i < (k->d_o ? 4 : 3) && (saturate || (k->compute == AMP_F16 && amp->backend->host_visible)); i++) {
         amp_tensor t = i == 0 ? op->q : i == 1 ? op->k : i == 2 ? op->v : op->d_o;
         in[i].name = names[i]; in[i].layer = op->layer; in[i].input = i < 3;
+        if (!amp->backend->host_visible) { if (i < 3) k->cut[i] = ampi_input_there(amp, f, &in[i], k->compute, k->dtype); continue; }
         if (!saturate || i == 3) { if (k->compute == AMP_F16) ampi_input_count(amp, f, &in[i], &t); continue; }
         AMPI_TRY(ampi_input_cut(amp, f, &in[i], k->compute, &t));
         *data[i] = t.data;

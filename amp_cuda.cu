@@ -4511,6 +4511,53 @@ struct ampc_gemm_operand {
     }
 };
 
+/* An operand that saturates: [n[0], n[1], n[2], cols], its columns side by side. */
+struct ampc_cut {
+    const void *x; void *to;
+    amp_dtype from, dtype;
+    int64_t n[3], stride[3], cols;
+    amp_k_cut how;
+};
+
+/* All of it side by side in `to`, cut. */
+__global__ void __launch_bounds__(256) ampc_cut_kernel(ampc_cut c, int64_t total) {
+    AMPC_SHARED(int, scratch, 32);
+    int found = 0;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
+        int64_t at, rest = ampc_divide(i, c.cols, &at);
+        AMPC_UNROLL
+        for (int d = 2; d >= 0; d--) {
+            int64_t index;
+            rest = ampc_divide(rest, c.n[d], &index);
+            at += index * c.stride[d];
+        }
+        float x = ampc_stored(c.x, c.from, at);
+        uint32_t bits = ampi_bits_f32(x), magnitude = bits & 0x7fffffffu;
+        if (magnitude >= c.how.beyond && magnitude < 0x7f800000u) {
+            found++;
+            x = ampi_f32_of_bits((bits & 0x80000000u) | c.how.largest);
+        }
+        ampc_put_stored(c.to, c.dtype, i, x);
+    }
+    found = ampc_block_sum(found, scratch);
+    if (threadIdx.x != 0 || found == 0) return;
+    atomicAdd((unsigned long long *)c.how.count, (unsigned long long)found);
+    *c.how.last = c.how.note;
+}
+
+amp_result ampc_cut_run(ampc_device *dev, const ampc_cut &c, const char *name, void *stream) {
+    int64_t total = c.n[0] * c.n[1] * c.n[2] * c.cols;
+    return ampc_launch(dev, name, ampc_cut_kernel, ampc_grid(dev, ampc_blocks(total, 256), AMPC_CAST_PER_SM), 256, 0, stream, c, total);
+}
+
+/* x cut, row after row. */
+amp_result ampc_gemm_cut(ampc_device *dev, ampc_gemm_operand &x, const amp_k_cut &how, void *copy, amp_dtype to, void *stream) {
+    ampc_cut c = {x.data, copy, x.dtype, to, {1, x.items, x.rows}, {0, x.stride, x.ld}, x.cols, how};
+    x.ld = x.cols;
+    x.stride = x.items == 1 ? 0 : x.rows * x.cols;
+    return ampc_cut_run(dev, c, "gemm", stream);
+}
+
 /* x in another dtype: as it lies where its elements fill their memory, else row after row. */
 amp_result ampc_gemm_cast(ampc_device *dev, const ampc_gemm_operand &x, void *copy, amp_dtype to, void *stream) {
     amp_k_cast all = {};
@@ -5065,24 +5112,25 @@ amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     amp_k_gemm g = *args;
     amp_dtype in = ampc_operand_dtype(g.compute);
     ampc_scratch a(dev, stream), b(dev, stream);
-    bool done = false;
+    bool library, done = false;
     AMPC_ENTER(dev, "gemm");
     ampc_gemm_tidy(&g);
     if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_gemm_sums(dev, g, stream);
-    if (!ampc_gemm_for_library(g)) return ampc_gemm_in_parts(dev, g, stream, false);
+    library = ampc_gemm_for_library(g);
     for (ampc_scratch *scratch : {&a, &b}) {
+        const amp_k_cut *cut = g.cut[scratch == &b];
         ampc_gemm_operand x(g, scratch == &b);
         void *copy = g.shares == 1 + (scratch == &b) ? g.scratch : NULL;
-        if (x.dtype == in) continue;
+        if (cut == NULL && (!library || x.dtype == in)) continue;
         if (copy == NULL) {
             AMPC_TRY(scratch->get(x.bytes_in(in), "gemm"));
             copy = scratch->data;
         }
-        AMPC_TRY(ampc_gemm_cast(dev, x, copy, in, stream));
+        AMPC_TRY(cut != NULL ? ampc_gemm_cut(dev, x, *cut, copy, in, stream) : ampc_gemm_cast(dev, x, copy, in, stream));
         x.become(copy, in);
     }
-    AMPC_TRY(ampc_gemm_library(dev, g, stream, &done));
-    return done ? AMP_OK : ampc_gemm_in_parts(dev, g, stream, true);
+    if (library) AMPC_TRY(ampc_gemm_library(dev, g, stream, &done));
+    return done ? AMP_OK : ampc_gemm_in_parts(dev, g, stream, library);
 }
 
 /* An operand that two products read, and that must be cast, is cast by the first; the second finds it so. */
@@ -5096,7 +5144,7 @@ amp_result ampc_gemm_reserve(void *device, amp_k_gemm *args, int64_t n) {
     }
     for (int i = 0; i < 4 && n == 2; i++) {
         ampc_gemm_operand x(args[0], i / 2), y(args[1], i % 2);
-        if (!x.is(y) || x.dtype == in) continue;
+        if (!x.is(y) || x.dtype == in || args[0].cut[i / 2] != args[1].cut[i % 2]) continue;
         AMPC_TRY(scratch.get(x.bytes_in(in), "gemm"));
         args[0].shares = 1 + i / 2;
         y.become(scratch.data, in);
@@ -6863,16 +6911,47 @@ amp_result ampc_attention_delta(ampc_device *dev, const amp_k_attention *a, floa
                        ampc_grid(dev, ampc_blocks(a->batch * a->heads * a->queries, 8), 8), 256, 0, stream, *a, delta);
 }
 
-amp_result ampc_attention(void *device, const amp_k_attention *a, void *stream) {
+/* One of q, k and v, cut if it is to be. */
+amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp_k_cut *cut, const amp_k_attention &a, int64_t positions,
+                              const void **x, int64_t (&stride)[3], void *stream) {
+    if (cut == NULL) return AMP_OK;
+    AMPC_TRY(scratch.get((size_t)(a.batch * positions * a.heads * a.dim * ampc_dtype_size(a.dtype)), "amp_attention"));
+    ampc_cut c = {*x, scratch.data, a.dtype, a.dtype, {a.batch, positions, a.heads}, {stride[0], stride[1], stride[2]}, a.dim, *cut};
+    AMPC_TRY(ampc_cut_run(dev, c, "amp_attention", stream));
+    *x = scratch.data;
+    stride[2] = a.dim, stride[1] = a.heads * a.dim, stride[0] = positions * a.heads * a.dim;
+    return AMP_OK;
+}
+
+/* The call with its operands cut, for as long as this lives. */
+struct ampc_attention_operands {
+    amp_k_attention a;
+    ampc_scratch q, k, v;
+    ampc_attention_operands(ampc_device *dev, const amp_k_attention &given, void *stream)
+        : a(given), q(dev, stream), k(dev, stream), v(dev, stream) {}
+    amp_result cut(ampc_device *dev, void *stream) {
+        AMPC_TRY(ampc_attention_cut(dev, q, a.cut[0], a, a.queries, &a.q, a.q_stride, stream));
+        AMPC_TRY(ampc_attention_cut(dev, k, a.cut[1], a, a.keys, &a.k, a.k_stride, stream));
+        return ampc_attention_cut(dev, v, a.cut[2], a, a.keys, &a.v, a.v_stride, stream);
+    }
+};
+
+amp_result ampc_attention(void *device, const amp_k_attention *given, void *stream) {
     ampc_device *dev = (ampc_device *)device;
+    ampc_attention_operands operands(dev, *given, stream);
+    const amp_k_attention *a = &operands.a;
+    AMPC_TRY(operands.cut(dev, stream));
     if (ampc_flash_serves(dev, *a)) return ampc_flash_forward(dev, *a, stream);
     return a->dim <= AMPC_GEMM_TILE ? ampc_attention_as<1>(dev, a, stream) : ampc_attention_as<2>(dev, a, stream);
 }
 
-amp_result ampc_attention_backward(void *device, const amp_k_attention *a, void *stream) {
+amp_result ampc_attention_backward(void *device, const amp_k_attention *given, void *stream) {
     ampc_device *dev = (ampc_device *)device;
+    ampc_attention_operands operands(dev, *given, stream);
+    const amp_k_attention *a = &operands.a;
     int64_t rows = a->batch * a->heads * a->queries;
     ampc_scratch delta(dev, stream);
+    AMPC_TRY(operands.cut(dev, stream));
     if (ampc_flash_serves(dev, *a)) return ampc_flash_backward(dev, *a, stream);
     if (rows > 0) AMPC_TRY(delta.get((size_t)rows * sizeof(float), "amp_attention_backward"));
     AMPC_TRY(ampc_attention_delta(dev, a, (float *)delta.data, stream));
@@ -6911,7 +6990,7 @@ amp_result ampc_allow_large(ampc_device *dev) {
 __extension__ const amp_backend ampc_backend = {
     .abi = AMP_ABI, .name = "cuda",
     .open = ampc_open, .close = ampc_close, .describe = ampc_describe,
-    .fuses = 1, .host_visible = 0, .alloc = ampc_alloc, .free = ampc_free, .alloc_pinned = ampc_alloc_pinned,
+    .fuses = 1, .host_visible = 0, .saturates = 1, .reserved = 0, .alloc = ampc_alloc, .free = ampc_free, .alloc_pinned = ampc_alloc_pinned,
     .free_pinned = ampc_free_pinned,
     .copy = ampc_copy, .fill = ampc_fill, .memory_kind = ampc_place_of, .memory = ampc_memory,
     .stream_create = ampc_stream_create, .stream_destroy = ampc_stream_destroy, .stream_sync = ampc_stream_sync,
