@@ -1611,7 +1611,7 @@ typedef enum amp_rounding {
 } amp_rounding;
 
 typedef struct amp_convert_desc {
-    amp_rounding rounding;
+    uint32_t rounding;          /* an amp_rounding */
     /* 1: overflow and infinity become the largest finite value, except in fp64; NaN stays NaN */
     int32_t saturate;
     uint64_t seed, offset;      /* stochastic: element i uses amp_random_u32(seed, offset + i) */
@@ -2633,7 +2633,7 @@ typedef struct amp_k_cast {         /* dst[i] = src[i]: between floating dtypes;
 
 /* An operand that saturates: finite numbers of at least `beyond`, an fp32 magnitude's bits, become `largest` on their way into
    a product, and are counted; what is counted last leaves its `note`. */
-typedef struct amp_k_cut_note { amp_dtype compute; int32_t input; char where[80]; } amp_k_cut_note;
+typedef struct amp_k_cut_note { int32_t input; amp_dtype compute; char where[80]; } amp_k_cut_note;
 typedef struct amp_k_cut {
     uint32_t largest, beyond;
     int64_t *count; amp_k_cut_note *last;       /* on the device */
@@ -23430,7 +23430,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Long fp32 sums no longer lose accuracy with their number of terms.
        Arithmetic runs in C's default floating-point environment, whatever the host's: traps, rounding, flushed subnormals.
        amp_convert from and to fp64 by vector instructions, rounded once.
-       No struct but amp_convert_desc begins with an enum: = {0} is clean under gcc's -Wc++-compat; initialise by name.
+       No struct begins with an enum: = {0} is clean under gcc's -Wc++-compat; initialise by name.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 
