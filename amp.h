@@ -380,7 +380,7 @@ extern "C" {
     X(AMP_ERR_NEWER,       407, "written by a newer version", "use a newer amp.h") \
     X(AMP_ERR_MISMATCH,    408, "saved state is of another object", "load it into an object with the same settings") \
     X(AMP_ERR_END,         409, "no more data", "the loader's last epoch is over") \
-    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time", "raise timeout_ms; the text names worker and file") \
+    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time", "raise timeout_ms; the text names the worker") \
     X(AMP_ERR_SOURCE,      411, "the data callback failed", "see the callback's own message") \
     X(AMP_ERR_DEVICE,      501, "a device call failed", "the text has the device's own error name") \
     X(AMP_ERR_BACKEND,     502, "the backend cannot be used", "build the backend against this amp.h") \
@@ -1897,7 +1897,7 @@ typedef struct amp_status {
     int32_t growth_tracker, growth_interval, at_floor;
     int64_t updates, skips, consecutive_skips;
     amp_cache_info cast_cache, mask_cache;
-    /* finite numbers in operands of products that saturate_inputs clamped or, on the CPU, that became infinite in fp16 */
+    /* finite numbers in operands of products that saturate_inputs clamped or, on the CPU, fp16 made infinite */
     int64_t new_inf;
     char new_inf_in[80];        /* the last such operand: "amp_linear: x of h.0.fc.weight" */
     amp_memory_info memory;
@@ -1906,7 +1906,8 @@ typedef struct amp_status {
     amp_telemetry telemetry;
 } amp_status;
 /* memory_warning: as in amp_settings.  scaler may be NULL.  Waits.  Errors: AMP_ERR_STATE during a graph capture. */
-AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out);
+AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning,
+                                  amp_status *out);
 /* As a table, and as one JSON object; unknown values are "not here" (JSON: null). */
 AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size);
 AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size);
@@ -2220,7 +2221,8 @@ AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size);
 /* amp_settings_apply with what can change while training runs, and the learning rate; another level is only logged, as
    it needs a new context.  If you set the rate in each step, apply lr_factor to your schedule. */
-AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer);
+AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler,
+                                    amp_optimizer *optimizer);
 
 /* ---- Tune: your step over precisions and batch sizes, timed and verified */
 
@@ -2273,8 +2275,8 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
            amp_recovery_step(recovery, &record, &event);
            if (event.action == AMP_RECOVERY_STOP) ...
        }
-       ... and when a call returned AMP_ERR_MEMORY:  amp_recovery_memory(recovery, &event), and do what event.action
-       says. */
+       ... and when a call returned AMP_ERR_MEMORY:
+           amp_recovery_memory(recovery, &event);       and do as event.action says */
 
 typedef enum amp_recovery_action {
     AMP_RECOVERY_NONE = 0,
@@ -2312,10 +2314,10 @@ typedef struct amp_recovery_desc {
     amp_optimizer *optimizer;
     amp_scaler *scaler;
     amp_loader *loader;         /* NULL: the data continue */
-    /* applied steps between snapshots, the first at creation; default 100.  Good steps until DOUBLE_BATCH undoes a
-       HALVE_BATCH, doubled whenever memory then runs out again; default off.  With .loader only if its next two
-       batches make one */
-    int64_t interval, batch_growth_interval;
+    int64_t interval;           /* applied steps between snapshots, the first at creation; default 100 */
+    /* good steps until DOUBLE_BATCH undoes a HALVE_BATCH, doubled each time memory then runs out again; default off.
+       With .loader only if its next two batches make one */
+    int64_t batch_growth_interval;
     int32_t max_retries, reserved;  /* default 3; AMP_NO_RETRIES: none; counted anew after .interval good steps */
     /* may change action, mitigation and layer of the plan.  A learning rate that it sets stays; otherwise the
        snapshot's returns */
@@ -2351,21 +2353,19 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 /* ==== PART THREE: for kernels and backends ==== */
 
 /* ==== 2 >>numbers ====
-   Conversions of single numbers, and random ones.  All of this is integer arithmetic on bit patterns: the same
-   bits on every machine, under every compiler flag, with flush-to-zero set or not. */
+   Scalar conversions and random numbers, in integer arithmetic on bit patterns: the same bits on every machine, under
+   every compiler flag, with flush-to-zero or without. */
 
 /* ---- Scalar conversions.  16-bit and 8-bit numbers are uint16_t and uint8_t bit patterns.
 
-   Narrowing rounds once, to nearest, ties to even (IEEE 754-2019, 4.3.1); subnormals are kept.  Overflow: with
-   saturate 0, fp16, bf16 and E5M2 become infinite, as in PyTorch, and E4M3, which has no infinity, becomes NaN
-   (beyond 464), as in ml_dtypes and in PyTorch before 2.12 (which saturates E4M3 alone); with saturate 1 the result
-   is the largest finite value, for an infinite input too.  NaN stays NaN, with its sign and its upper payload bits,
-   and becomes quiet, as in the F16C instructions. */
+   Narrowing rounds once, to nearest, ties to even (IEEE 754-2019, 4.3.1), and keeps subnormals.  On overflow the
+   result is infinity, as in PyTorch, or in E4M3, which has none, NaN (beyond 464), as in ml_dtypes and in PyTorch
+   before 2.12 (which saturates E4M3 alone); with saturate 1 it is the largest finite value, for an infinite input too.
+   NaN keeps its sign and upper payload bits, and becomes quiet, as in the F16C instructions. */
 
 enum { AMPI_EVEN = 0, AMPI_AWAY = 1, AMPI_STOCHASTIC = 2 };     /* how ampi_round_bits rounds */
 
-/* The bits of a number.  The empty asm hides their origin from compilers that, under -ffast-math, would
-   conclude that a computed number is finite. */
+/* The bits of a number.  Without the empty asm, compilers could assume under -ffast-math that it is finite. */
 AMPI_HD uint32_t ampi_bits_f32(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -2383,9 +2383,9 @@ AMPI_HD uint64_t ampi_bits_f64(double x) {
 AMPI_HD float ampi_f32_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, sizeof x); return x; }
 AMPI_HD double ampi_f64_of_bits(uint64_t bits) { double x; memcpy(&x, &bits, sizeof x); return x; }
 
-/* Rounds a finite magnitude, given as a pattern with sm mantissa bits and exponent bias sb, to dm mantissa bits
-   and bias db.  Returns the pattern with an unbounded exponent, so a result above the format's largest finite
-   pattern is an overflow.  Stochastic: up if fraction + random / 2^32 >= 1, the fraction cut to 32 bits. */
+/* Rounds a finite magnitude with sm mantissa bits and exponent bias sb to dm bits and bias db.  The exponent is not
+   limited: a pattern above the format's largest is an overflow.  Stochastic: up if fraction + random / 2^32 >= 1, the
+   fraction cut to 32 bits. */
 AMPI_HD uint64_t ampi_round_bits(uint64_t bits, int sm, int sb, int dm, int db, int mode, uint32_t random) {
     uint64_t m = bits & (((uint64_t)1 << sm) - 1), q, rest, middle;
     int e = (int)(bits >> sm), shift = sm - dm;
@@ -2404,8 +2404,8 @@ AMPI_HD uint64_t ampi_round_bits(uint64_t bits, int sm, int sb, int dm, int db, 
     return ((uint64_t)(e - 1) << dm) + q;
 }
 
-/* The magnitude pattern, in a format with dm mantissa bits, bias db and this largest finite pattern, of an fp32
-   (wide 0) or fp64 (wide 1) pattern.  largest + 1 is infinity, in E4M3 NaN. */
+/* An fp32 (wide 0) or fp64 (wide 1) pattern's magnitude in a format with dm mantissa bits, bias db and this largest
+   finite pattern.  largest + 1 is infinity, in E4M3 NaN. */
 AMPI_HD uint32_t ampi_narrow(uint64_t x, int wide, int dm, int db, uint32_t largest, int saturate, int mode,
                              uint32_t random) {
     int sm = wide ? 52 : 23, sb = wide ? 1023 : 127;
@@ -2438,7 +2438,7 @@ AMPI_HD uint32_t ampi_to_f32(uint64_t x, int saturate) {
     return ampi_sign(x, 1) << 31 | ampi_narrow(x, 1, 23, 127, 0x7f7fffff, saturate, AMPI_EVEN, 0);
 }
 
-/* fp32 to 16 and 8 bits, and to TF32 (10 mantissa bits in fp32 storage, ties away from zero as cvt.rna.tf32.f32). */
+/* From fp32.  TF32: 10 mantissa bits in fp32 storage, ties away from zero as cvt.rna.tf32.f32. */
 AMPI_HD uint16_t amp_f16_from_f32(float x, int saturate) {
     return ampi_to_f16(ampi_bits_f32(x), 0, saturate, AMPI_EVEN, 0);
 }
@@ -2458,7 +2458,7 @@ AMPI_HD float amp_tf32_from_f32(float x, int saturate) {
     return ampi_f32_of_bits(ampi_to_tf32(ampi_bits_f32(x), 0, saturate));
 }
 
-/* fp64 to 16 and 8 bits with one rounding: going through fp32 would round twice. */
+/* From fp64; through fp32 would round twice. */
 AMPI_HD uint16_t amp_f16_from_f64(double x, int saturate) {
     return ampi_to_f16(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
 }
@@ -2472,9 +2472,8 @@ AMPI_HD uint8_t amp_e5m2_from_f64(double x, int saturate) {
     return ampi_to_e5m2(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
 }
 
-/* Stochastic rounding (Gupta et al. 2015): of the two neighbours, the one away from zero with probability equal to
-   the discarded fraction, so that the mean over uniform `random` is x.  Finite x beyond the largest finite value
-   overflows as above; infinity and NaN do not depend on random. */
+/* Stochastic rounding (Gupta et al. 2015): away from zero with probability equal to the discarded fraction, so the
+   mean over uniform `random` is x.  Overflow, infinity and NaN as above. */
 AMPI_HD uint16_t amp_f16_stochastic(float x, uint32_t random, int saturate) {
     return ampi_to_f16(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
 }
@@ -2484,9 +2483,8 @@ AMPI_HD uint16_t amp_bf16_stochastic(float x, uint32_t random, int saturate) {
     if (saturate && magnitude > 0x7f7f0000u) return (uint16_t)((bits >> 16 & 0x8000u) | 0x7f7f);
     return (uint16_t)((bits + (random >> 16)) >> 16);
 }
-/* A number as a bf16 number and the 16 bits it lacks, and back: every fp32 number but a signalling NaN, which becomes
-   quiet, comes back bit for bit.  The bf16 number is the nearest; ties go away from zero, because with ties to even two
-   numbers would have the same two halves. */
+/* Splits x into the nearest bf16 number and the 16 bits that it lacks; join returns x bit for bit (a signalling NaN
+   becomes quiet).  Ties go away from zero: with ties to even two numbers would have the same halves. */
 AMPI_HD uint16_t amp_bf16_split(float x, uint16_t *rest) {
     uint32_t bits = ampi_bits_f32(x);
     *rest = (uint16_t)bits;
@@ -2494,7 +2492,7 @@ AMPI_HD uint16_t amp_bf16_split(float x, uint16_t *rest) {
     return (uint16_t)((bits + 0x8000u) >> 16);
 }
 AMPI_HD float amp_f32_join(uint16_t bf16, uint16_t rest) {
-    uint32_t rounded_up = (bf16 & 0x7fffu) - 1u < 0x7f80u ? (uint32_t)rest >> 15 : 0;      /* not in 0 and NaN */
+    uint32_t rounded_up = (bf16 & 0x7fffu) - 1u < 0x7f80u ? (uint32_t)rest >> 15 : 0;  /* not in 0 and NaN */
     return ampi_f32_of_bits((bf16 - rounded_up) << 16 | rest);
 }
 AMPI_HD uint8_t amp_e4m3_stochastic(float x, uint32_t random, int saturate) {
@@ -2534,23 +2532,25 @@ AMPI_HD float amp_f32_from_bf16(uint16_t x) { return ampi_f32_of_bits((uint32_t)
 AMPI_HD float amp_f32_from_e4m3(uint8_t x)  { return ampi_f32_of_bits(ampi_bits_of_e4m3(x)); }
 AMPI_HD float amp_f32_from_e5m2(uint8_t x)  { return ampi_f32_of_bits(ampi_bits_of_f16((uint16_t)(x << 8))); }
 
-/* 1 if neither infinite nor NaN.  They test the exponent's bits, where isfinite() is constant under -Ofast. */
+/* 1 if neither infinite nor NaN, by the bits: under -Ofast isfinite() is constant. */
 AMPI_HD int amp_is_finite_f32(const float *x)  { return (ampi_bits_f32(*x) & 0x7f800000u) != 0x7f800000u; }
 AMPI_HD int amp_is_finite_f64(const double *x) { return (ampi_bits_f64(*x) >> 52 & 0x7ff) != 0x7ff; }
 AMPI_HD int amp_is_finite_f16(uint16_t x)      { return (x & 0x7c00) != 0x7c00; }
 AMPI_HD int amp_is_finite_bf16(uint16_t x)     { return (x & 0x7f80) != 0x7f80; }
 
-/* ---- How numbers fit a format: where, among the magnitudes of finite fp32 (wide 0) or fp64 (wide 1) numbers, rounding to
-   fp16, bf16, E4M3 or E5M2 to nearest even changes kind.  A number x is counted at i where |x|, as an integer, is above
-   limit[i]; rounding is monotone, so the differences of these counts are those of the kinds. */
-enum { AMPI_FIT_ZERO = 0,           /* above: x is not 0 ... */
-       AMPI_FIT_KEPT = 1,           /* ... nor does it become 0 ... */
-       AMPI_FIT_NORMAL = 2,         /* ... nor subnormal; */
-       AMPI_FIT_LAST = 3,           /* it comes into the last binade ... */
-       AMPI_FIT_OVER = 4,           /* ... or beyond the largest number; */
-       AMPI_FIT_INFINITE = 5,       /* it is infinite ... */
-       AMPI_FIT_NAN = 6,            /* ... or NaN */
-       AMPI_FIT_LIMITS = 7 };
+/* ---- How numbers fit a format: the magnitudes of finite fp32 (wide 0) or fp64 (wide 1) numbers at which rounding to
+   fp16, bf16, E4M3 or E5M2 changes kind.  x counts at i if |x| as an integer is above limit[i]; differences of these
+   counts are counts of the kinds. */
+enum {
+    AMPI_FIT_ZERO = 0,          /* above: not 0 */
+    AMPI_FIT_KEPT = 1,          /* does not become 0 */
+    AMPI_FIT_NORMAL = 2,        /* nor subnormal */
+    AMPI_FIT_LAST = 3,          /* comes into the last binade */
+    AMPI_FIT_OVER = 4,          /* or beyond the largest number */
+    AMPI_FIT_INFINITE = 5,      /* is infinite */
+    AMPI_FIT_NAN = 6,           /* or NaN */
+    AMPI_FIT_LIMITS = 7
+};
 typedef struct ampi_fit { uint64_t limit[AMPI_FIT_LIMITS]; } ampi_fit;
 
 /* The largest finite magnitude that rounds to at most `pattern`, by bisection. */
@@ -2578,8 +2578,8 @@ AMPI_HD ampi_fit ampi_fit_of(int wide, amp_dtype format) {
     return f;
 }
 
-/* ---- Random numbers that are a function of (seed, position), so any element can be computed anywhere, in any order.
-   Philox4x32-10 (Salmon et al. 2011): four words from key = seed and counter = {block, stream}, low words first. */
+/* ---- Random numbers as a function of seed and position, so any element can be computed anywhere, in any order:
+   Philox4x32-10 (Salmon et al. 2011), four words from key = seed and counter = {block, stream}, low words first. */
 AMPI_HD void amp_philox(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]) {
     uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -2595,7 +2595,7 @@ AMPI_HD void amp_philox(uint64_t seed, uint64_t stream, uint64_t block, uint32_t
     }
     out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
 }
-/* Word `index` of the sequence of a seed: word index % 4 of block index / 4 of stream 0. */
+/* Word index % 4 of block index / 4 of stream 0. */
 AMPI_HD uint32_t amp_random_u32(uint64_t seed, uint64_t index) {
     uint32_t words[4];
     amp_philox(seed, 0, index / 4, words);
@@ -2607,11 +2607,11 @@ AMPI_HD float amp_random_uniform(uint64_t seed, uint64_t index) {
 }
 
 /* ==== 6 >>backends ====
-   The table through which everything a device does goes: memory, copies, streams, events, graphs and
-   kernels.  The CPU backend is built in; amp_cuda.cu brings another; a third needs no change here.  A host
-   may also copy a table and replace one entry, for example gemm by its own BLAS. */
+   All that a device does: memory, copies, streams, events, graphs and kernels.  The CPU backend is built in,
+   amp_cuda.cu is another, and a third needs no change here.  You may also copy a table and replace an entry, such as
+   gemm by your BLAS. */
 
-/* A matrix as kernels see it: element (i, j) at data[i * ld + j], counted in elements of dtype. */
+/* A matrix: element (i, j) at data[i * ld + j]. */
 typedef struct amp_mat {
     void *data;
     amp_dtype dtype;
@@ -2619,139 +2619,144 @@ typedef struct amp_mat {
     int64_t rows, cols, ld;
 } amp_mat;
 
-/* ---- Kernel arguments.  All pointers are device pointers; kernels do not check them.  Sums are fp32 (or
-   wider) with one rounding to the output's dtype, and come out the same for any number of threads.
-   "add" fields: 1 = add to what is there, 0 = overwrite. */
+/* ---- Kernel arguments.  All pointers are device pointers, unchecked.  Sums are fp32 or wider, rounded once to the
+   output's dtype, and do not depend on the number of threads.  "add" fields: 1 = add to what is there, 0 =
+   overwrite. */
 
-typedef struct amp_k_cast {         /* dst[i] = src[i]: between floating dtypes; or U16 to I32, which ignores `how` */
+/* dst[i] = src[i]: between floating dtypes; or U16 to I32, ignoring `how`. */
+typedef struct amp_k_cast {
     void *dst; const void *src;
     amp_dtype dst_dtype, src_dtype;
     int64_t n;
     amp_convert_desc how;
-    int64_t *new_inf;               /* + finite inputs that became non-finite; NULL: not counted */
+    int64_t *new_inf;           /* adds the number of finite inputs that became non-finite; may be NULL */
 } amp_k_cast;
 
-/* An operand that saturates: finite numbers of at least `beyond`, an fp32 magnitude's bits, become `largest` on their way into
-   a product, and are counted; what is counted last leaves its `note`. */
+/* A saturating operand: finite numbers whose fp32 magnitude bits are at least `beyond` become `largest` in the product,
+   and are counted; the last one leaves its `note`. */
 typedef struct amp_k_cut_note { int32_t input; amp_dtype compute; char where[80]; } amp_k_cut_note;
 typedef struct amp_k_cut {
     uint32_t largest, beyond;
-    int64_t *count; amp_k_cut_note *last;       /* on the device */
+    int64_t *count; amp_k_cut_note *last;  /* on the device */
     amp_k_cut_note note;
 } amp_k_cut;
 
-/* The gradient of a parameter: where it goes; data NULL: not wanted. */
+/* Where to put a parameter's gradient; data NULL: not wanted. */
 typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
 
-/* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
-   a and b are rounded to `compute` (F32, TF32, which a device may cut, F16, BF16), products and sums are fp32; a device may round bias to c's
-   dtype first, and its RELU make 0 of NaN.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the
-   sums: batch 1; backward and the sums: only where the backend fuses. */
+/* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.  a and
+   b are rounded to `compute` (F32, F16, BF16, or TF32, which a device may truncate); a device may round bias to c's
+   dtype first, and its RELU may turn NaN into 0.  With beta 0 c is not read; k 0 leaves act(bias) + beta c.  pre,
+   backward and the sums need batch 1; backward and the sums also a backend that fuses. */
 typedef struct amp_k_gemm {
     int64_t m, n, k, batch;
     const void *a, *b; void *c;
     amp_dtype a_dtype, b_dtype, c_dtype, compute;
-    int32_t trans_a, trans_b;       /* 1: the matrix is stored transposed (a: k x m, b: n x k) */
+    int32_t trans_a, trans_b;   /* 1: stored transposed (a: k x m, b: n x k) */
     int64_t lda, ldb, ldc;
     int64_t stride_a, stride_b, stride_c;
     float alpha, beta;
-    const void *bias; amp_dtype bias_dtype;     /* [n], added to every row; NULL: none */
-    amp_activation_kind act;        /* NONE, GELU, GELU_ERF or RELU */
-    void *pre; amp_dtype pre_dtype; int64_t ld_pre;     /* if not NULL, what goes into act is written here */
-    const void *packed_b;           /* b as gemm_pack made it, or NULL; b stays valid beside it */
-    void *scratch; size_t scratch_bytes;        /* of gemm_reserve, or NULL and 0 */
-    int32_t backward;               /* 1: c = act'(pre) * (alpha op(a) op(b)) + beta c; pre is read, no bias */
-    int32_t shares;                 /* of gemm_reserve: 1: a, 2: b is cast into scratch, where the next product finds it */
-    amp_k_gradient column_sum;      /* [n]: over the rows of what is written to c, before or after its rounding */
-    amp_k_gradient row_sum;         /* [m]: of op(a)[i][p] over p, before or after the rounding to `compute` */
-    const amp_k_cut *cut[2];        /* a, b; NULL: not cut, and always where the backend has .saturates 0 */
+    const void *bias; amp_dtype bias_dtype;  /* [n], added to every row; may be NULL */
+    amp_activation_kind act;    /* NONE, GELU, GELU_ERF or RELU */
+    void *pre; amp_dtype pre_dtype; int64_t ld_pre;  /* if given, receives the input of act */
+    const void *packed_b;       /* b as gemm_pack made it, or NULL; b is valid too */
+    void *scratch; size_t scratch_bytes;  /* of gemm_reserve, or NULL and 0 */
+    int32_t backward;           /* 1: c = act'(pre) * (alpha op(a) op(b)) + beta c; pre is read, no bias */
+    int32_t shares;             /* of gemm_reserve: 1: a, 2: b is cast into scratch, where the next product finds it */
+    amp_k_gradient column_sum;  /* [n]: over the rows written to c, before or after rounding */
+    amp_k_gradient row_sum;     /* [m]: of op(a)[i][p] over p, before or after rounding to `compute` */
+    const amp_k_cut *cut[2];    /* a, b; NULL: not clamped, and always if the backend has .saturates 0 */
 } amp_k_gemm;
 
-typedef struct amp_k_pack {         /* op(b) k x n, to be used with `compute` */
+/* op(b), k x n, to be used with `compute`. */
+typedef struct amp_k_pack {
     const void *b; amp_dtype b_dtype, compute;
     int32_t trans_b;
-    int32_t repeated;               /* 0: this is the first product with this b since it changed */
+    int32_t repeated;           /* 0: the first product with this b since it changed */
     int64_t k, n, ldb;
-    int64_t *new_inf;               /* as in amp_k_cast */
+    int64_t *new_inf;           /* as in amp_k_cast */
 } amp_k_pack;
 
-typedef struct amp_k_column_sum {   /* out[j] = sum over i of x[i][j] */
+/* out[j] = sum over i of x[i][j]. */
+typedef struct amp_k_column_sum {
     amp_mat x;
     void *out; amp_dtype out_dtype; int32_t add;
 } amp_k_column_sum;
 
-/* o = softmax(scale q k^T, masked) v per batch and head.  Strides in elements between [batch, position, head];
-   the head dimension is contiguous.  Nothing of size queries x keys is stored. */
+/* As amp_attention.  Strides between [batch, position, head]; the head dimension is contiguous. */
 typedef struct amp_k_attention {
     int64_t batch, heads, queries, keys, dim;
     const void *q, *k, *v; void *o;
-    amp_dtype dtype, compute;       /* dtype: storage of q, k, v, o and their gradients */
+    amp_dtype dtype, compute;   /* dtype: of q, k, v, o and their gradients */
     int64_t q_stride[3], k_stride[3], v_stride[3], o_stride[3];
     float scale;
     amp_mask mask;
-    float *lse;                     /* [batch, heads, queries] log-sum-exp of the scaled scores; -inf for a fully masked row */
+    /* [batch, heads, queries] log-sum-exp of the scaled scores; -inf for a fully masked row */
+    float *lse;
     /* backward */
     const void *d_o; void *dq, *dk, *dv;
     int64_t do_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
-    const amp_k_cut *cut[3];        /* q, k, v; as in amp_k_gemm */
+    const amp_k_cut *cut[3];    /* q, k, v; as in amp_k_gemm */
 } amp_k_attention;
 
 /* s = x + residual; y = (s - mean) rstd weight + bias per row (RMSNorm: mean 0, no bias). */
 typedef struct amp_k_norm {
     int32_t rms;
-    float eps;                      /* rstd = 1 / sqrt(variance + eps), variance over cols without Bessel's correction */
-    amp_mat x, residual, sum, y;    /* residual.data and sum.data may be NULL; sum may be x or residual */
-    const void *weight, *bias; amp_dtype weight_dtype;      /* [cols]; either may be NULL */
-    float *mean, *rstd;             /* [rows]; mean unused by RMSNorm */
-    /* backward: x is the sum that was normalised; dx = gradient of that sum (+ dsum if given) */
-    amp_mat dy, dsum, dx;           /* dsum.data may be NULL, and may be dx */
+    float eps;                  /* rstd = 1 / sqrt(variance + eps), variance over cols without Bessel's correction */
+    amp_mat x, residual, sum, y;  /* residual.data and sum.data may be NULL; sum may be x or residual */
+    const void *weight, *bias; amp_dtype weight_dtype;  /* [cols]; each may be NULL */
+    float *mean, *rstd;         /* [rows]; RMSNorm does not use mean */
+    /* backward: x is the normalised sum; dx = gradient of that sum (+ dsum if given) */
+    amp_mat dy, dsum, dx;       /* dsum.data may be NULL, and may be dx */
     amp_k_gradient dweight, dbias;  /* [cols] */
 } amp_k_norm;
 
-/* y = softmax(scale x) over the last dimension of [batch, heads, queries, keys], masked. */
+/* As amp_softmax. */
 typedef struct amp_k_softmax {
     int64_t batch, heads, queries, keys;
     const void *x; void *y;
     amp_dtype x_dtype, y_dtype;
     float scale;
     amp_mask mask;
-    const void *dy; void *dx;       /* backward reads y; dx in x_dtype, dy in y_dtype; dx may be dy */
+    const void *dy; void *dx;   /* backward reads y; dx in x_dtype, dy in y_dtype; dx may be dy */
 } amp_k_softmax;
 
-/* y = act(x + bias); dx = dy act'(x + bias), tanh's from y if given.  y may be x, dx may be dy. */
+/* y = act(x + bias); dx = dy act'(x + bias), for tanh from y if given.  y may be x, dx may be dy. */
 typedef struct amp_k_activation {
     int64_t n;
     amp_activation_kind act;
-    amp_dtype x_dtype, y_dtype;     /* dx in x_dtype, dy in y_dtype */
+    amp_dtype x_dtype, y_dtype; /* dx in x_dtype, dy in y_dtype */
     const void *x; void *y;
     const void *dy; void *dx;
-    const void *bias; amp_dtype bias_dtype;     /* [cols], added to every row; NULL: none */
-    int64_t cols;                   /* divides n; used with a bias only */
+    const void *bias; amp_dtype bias_dtype;  /* [cols]; may be NULL */
+    int64_t cols;               /* divides n; with a bias only */
 } amp_k_activation;
 
-typedef struct amp_k_swiglu {       /* y = silu(gate + gate_bias) (up + up_bias) */
+/* As amp_swiglu. */
+typedef struct amp_k_swiglu {
     amp_mat gate, up, y;
     amp_mat dy, dgate, dup;
-    const void *gate_bias, *up_bias; amp_dtype gate_bias_dtype, up_bias_dtype;      /* [cols]; either may be NULL */
+    const void *gate_bias, *up_bias; amp_dtype gate_bias_dtype, up_bias_dtype;  /* [cols]; each may be NULL */
 } amp_k_swiglu;
 
-/* loss = sum or mean over the rows whose label is not ignore_index of
+/* loss = sum or mean, over the rows whose label is not ignore_index, of
    (1 - smoothing) (lse - x[label]) + smoothing (lse - mean(x)) over the first `classes` columns.
-   dlogits = (softmax - target) factor grad_scale / (rows counted, for the mean); ignored rows and the columns beyond
-   classes get 0.  One read of the logits; dlogits may be their own buffer. */
+   dlogits = (softmax - target) factor grad_scale / (rows counted, for the mean), and 0 in ignored rows and further
+   columns.  One read of the logits; dlogits may be logits. */
 typedef struct amp_k_cross_entropy {
-    amp_mat logits, dlogits;        /* dlogits.data NULL: loss only */
+    amp_mat logits, dlogits;    /* dlogits.data NULL: loss only */
     int64_t classes;
-    const int32_t *labels;          /* [rows] */
-    int32_t ignore_index, sum;      /* sum 1: no mean */
+    const int32_t *labels;      /* [rows] */
+    int32_t ignore_index, sum;  /* sum 1: no mean */
     float smoothing, factor;
-    const float *grad_scale;        /* device; NULL: 1 */
-    float *losses;                  /* [rows], 0 where ignored; NULL: not wanted */
-    float *loss;                    /* [1]; NaN for a mean over no rows */
-    int32_t *bad_label;             /* [1]: 1 + the first row whose label is out of range, else 0 */
+    const float *grad_scale;    /* device; NULL: 1 */
+    float *losses;              /* [rows], 0 where ignored; may be NULL */
+    float *loss;                /* [1]; NaN for a mean over no rows */
+    int32_t *bad_label;         /* [1]: 1 + the first row whose label is out of range, else 0 */
 } amp_k_cross_entropy;
 
-typedef struct amp_k_mse {          /* loss = mean (or sum) of (x - target)^2; dx = 2 (x - target) factor grad_scale / n */
+/* loss = mean (or sum) of (x - target)^2; dx = 2 (x - target) factor grad_scale / n. */
+typedef struct amp_k_mse {
     const void *x, *target; void *dx;
     amp_dtype x_dtype, target_dtype;
     int64_t n;
@@ -2762,78 +2767,81 @@ typedef struct amp_k_mse {          /* loss = mean (or sum) of (x - target)^2; d
 /* y[i] = table[ids[i]] + positions[i mod seq]. */
 typedef struct amp_k_embedding {
     const int32_t *ids; int64_t n, seq;
-    amp_mat table, positions, y;    /* positions.data may be NULL */
-    amp_mat dy, dtable, dpositions; /* gradients: either may have data NULL */
+    amp_mat table, positions, y;  /* positions.data may be NULL */
+    amp_mat dy, dtable, dpositions;  /* gradients: each may have data NULL */
     int32_t add_table, add_positions;
-    int32_t *bad_id;                /* [1]: 1 + the first i whose id is out of range, else 0 */
+    int32_t *bad_id;            /* [1]: 1 + the first i whose id is out of range, else 0 */
 } amp_k_embedding;
 
-typedef struct amp_k_dropout {      /* y = kept ? x / (1 - p) : 0; element i is kept if its uniform number >= p */
-    const void *x; void *y;         /* backward: x = dy, y = dx */
+/* y = kept ? x / (1 - p) : 0; element i is kept if its uniform number >= p. */
+typedef struct amp_k_dropout {
+    const void *x; void *y;     /* backward: x = dy, y = dx */
     amp_dtype x_dtype, y_dtype;
     int64_t n;
     float p;
     uint64_t seed, offset;
-    const uint64_t *base;           /* device; added to offset; NULL: 0 */
+    const uint64_t *base;       /* device; added to offset; may be NULL */
 } amp_k_dropout;
 
-typedef struct amp_k_add {          /* y = alpha a + beta b; b NULL: y = alpha a */
+/* y = alpha a + beta b; b NULL: y = alpha a. */
+typedef struct amp_k_add {
     const void *a, *b; void *y;
     amp_dtype a_dtype, b_dtype, y_dtype;
     int64_t n;
     float alpha, beta;
 } amp_k_add;
 
-/* The rows of a multi-tensor call.  The table lies in device memory and is built once. */
+/* A row of a multi-tensor call's table, which is built once, in device memory. */
 typedef struct amp_k_tensor {
-    void *weight, *grad, *master, *m, *v;       /* those a call does not use are NULL; master: fp32, or u16 remainders */
+    void *weight, *grad, *master, *m, *v;  /* NULL if not used; master: fp32, or u16 remainders */
     amp_dtype weight_dtype, grad_dtype;
-    amp_dtype moment_dtype;         /* of m and v: BF16, else fp32 */
-    amp_master_kind master_kind;    /* REMAINDER: what master is; STOCHASTIC: how the weight is rounded */
+    amp_dtype moment_dtype;     /* of m and v: BF16, else fp32 */
+    amp_master_kind master_kind;  /* REMAINDER: what master is; STOCHASTIC: how the weight is rounded */
     int64_t count;
     double lr_scale, weight_decay;
-    int32_t live;                   /* 0: has no gradient in this step, is passed over */
+    int32_t live;               /* 0: no gradient in this step, skipped */
     int32_t reserved;
 } amp_k_tensor;
 
-/* What a check finds and what follows from it, in device memory: one per set. */
+/* What a check finds, and what follows from it; one per set, in device memory. */
 struct amp_k_grad_stats {
-    double sum_sq;                  /* of the gradients before any multiplication; inf or NaN with them */
-    float found_inf;                /* 0, or not 0: something was infinite or NaN */
-    int32_t first_bad;              /* lowest row with a non-finite element; -1: none */
-    float norm;                     /* of the gradients after unscaling and averaging; what clipping compares */
-    float clip_coef;                /* min(1, clip / (norm + 1e-6)), 1 without clipping */
-    float multiplier;               /* fp32(inverse scale * clip / divisor), or what of it is not yet in memory */
-    float factor;                   /* what the next pass over the gradients multiplies by */
-    int32_t skip;                   /* 1: the optimizer leaves everything as it is */
+    double sum_sq;              /* of the gradients before any multiplication; inf or NaN with them */
+    float found_inf;            /* not 0: something was infinite or NaN */
+    int32_t first_bad;          /* lowest row with a non-finite element; -1: none */
+    float norm;                 /* of the unscaled, averaged gradients; what clipping compares */
+    float clip_coef;            /* min(1, clip / (norm + 1e-6)), 1 without clipping */
+    float multiplier;           /* fp32(inverse scale * clip / divisor), or the part not yet applied in memory */
+    float factor;               /* for the next pass over the gradients */
+    int32_t skip;               /* 1: the optimizer changes nothing */
     int32_t consecutive_skips;
     int64_t attempts, step, skips;  /* attempts = step + skips; step counts those applied */
-    double beta1_power, beta2_power;/* beta^step */
+    double beta1_power, beta2_power;  /* beta^step */
     double lr;
 };
 
 /* The result of one step: record (number - 1) % AMP_STEP_RESULTS of a ring in device memory. */
 #define AMP_STEP_RESULTS 64
 typedef struct amp_k_step_result {
-    int64_t number, step, skips, consecutive_skips;     /* counters after the attempt */
+    int64_t number, step, skips, consecutive_skips;  /* counters after the attempt */
     double lr;
     float norm, clip_coef, scale;
     int32_t applied, at_floor, first_bad;
-    int32_t growth_tracker, reserved;                   /* as scale, before the attempt's update */
+    int32_t growth_tracker, reserved;  /* like scale, before the attempt's update */
 } amp_k_step_result;
 
-typedef struct amp_k_check {        /* finite check and sum of squares; grad *= *multiply if that is given and not 1 */
+/* Finite check and sum of squares; grad *= *multiply if that is given and not 1. */
+typedef struct amp_k_check {
     const amp_k_tensor *table; int64_t tensors;
-    const float *multiply;          /* device; NULL: read only.  Only the values before it count for `found` */
-    amp_k_grad_stats *found;             /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
+    const float *multiply;      /* device; NULL: read only.  `found` counts the values before it */
+    amp_k_grad_stats *found;    /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
 } amp_k_check;
 
-/* By ampi_adamw_row and ampi_sgd_row.  A row with master writes both weights in one pass. */
+/* By ampi_adamw_row and ampi_sgd_row.  Weight and master are written in one pass. */
 typedef struct amp_k_adamw {
     const amp_k_tensor *table; int64_t tensors;
     const amp_k_grad_stats *found;
     double beta1, beta2, eps;
-    uint64_t seed;                  /* of stochastic rounding */
+    uint64_t seed;              /* of stochastic rounding */
     int32_t maximize, reserved;
 } amp_k_adamw;
 
@@ -2845,29 +2853,30 @@ typedef struct amp_k_sgd {
     int32_t nesterov, maximize;
 } amp_k_sgd;
 
-typedef struct amp_k_scale_ranges { /* data *= *factor, in fp32 (fp64 in fp64), rounded once */
-    const amp_k_tensor *table; int64_t tensors;     /* grad, grad_dtype, count, live */
+/* data *= *factor, in fp32 (fp64 in fp64), rounded once. */
+typedef struct amp_k_scale_ranges {
+    const amp_k_tensor *table; int64_t tensors;  /* grad, grad_dtype, count, live */
     const float *factor;
 } amp_k_scale_ranges;
 
 /* How the values of a row fit a format. */
 typedef struct amp_k_inspected {
-    int64_t nan, infinite;          /* as they are */
-    int64_t nonzero;                /* NaN and infinite ones too */
-    int64_t underflow, subnormal;   /* not 0, and become 0, become subnormal, ... */
-    int64_t overflow, saturated;    /* ... finite, and become infinite (E4M3: NaN), come into the last binade */
-    float largest;                  /* largest finite magnitude, in fp32 to nearest (fp64 beyond it: fp32's largest); 0: none */
+    int64_t nan, infinite;      /* as they are */
+    int64_t nonzero;            /* NaN and infinite ones too */
+    int64_t underflow, subnormal;  /* not 0, but become 0, become subnormal */
+    int64_t overflow, saturated;  /* finite, but become infinite (E4M3: NaN), come into the last binade */
+    float largest;              /* largest finite magnitude, rounded to fp32 (larger fp64: fp32's largest); 0: none */
     int32_t reserved;
 } amp_k_inspected;
-/* What nearest even to `dtype` would do to the values; nothing is changed.  Integer tests on bits: exact. */
+/* What rounding the values to nearest even in `dtype` would do; nothing is changed.  Integer tests on bits: exact. */
 typedef struct amp_k_inspect {
-    const amp_k_tensor *table; int64_t tensors;     /* grad, grad_dtype (F32, F16, BF16 or F64), count, live */
-    amp_dtype dtype;                /* F16, BF16, E4M3 or E5M2 */
+    const amp_k_tensor *table; int64_t tensors;  /* grad, grad_dtype (F32, F16, BF16 or F64), count, live */
+    amp_dtype dtype;            /* F16, BF16, E4M3 or E5M2 */
     int32_t reserved;
-    amp_k_inspected *out;           /* one per row, overwritten; zeros where a row is not live */
+    amp_k_inspected *out;       /* one per row, overwritten; zeros where a row is not live */
 } amp_k_inspect;
 
-/* From the counts above each limit of ampi_fit to those of each kind; and one piece of a row added to another. */
+/* The counts above each limit of ampi_fit as counts of each kind; a piece of a row added to another. */
 AMPI_HD void ampi_fit_count(const int64_t above[AMPI_FIT_LIMITS], amp_k_inspected *out) {
     out->nan = above[AMPI_FIT_NAN];
     out->infinite = above[AMPI_FIT_INFINITE] - above[AMPI_FIT_NAN];
@@ -2884,119 +2893,118 @@ AMPI_HD void ampi_fit_add(amp_k_inspected *sum, const amp_k_inspected *piece) {
     if (ampi_bits_f32(piece->largest) > ampi_bits_f32(sum->largest)) sum->largest = piece->largest;
 }
 
-/* The loss scaler as it lives in device memory; the rules stand below.  found_inf is the "any of the sets
-   since the last update"; the counters serve the rate rule, hysteresis and reports. */
+/* The loss scaler in device memory. */
 struct amp_k_scaler {
-    float scale, inv_scale;         /* inv_scale = fp32(1 / double(scale)) */
-    float previous_scale;           /* before the last update or amp_scaler_set_scale */
-    float found_inf;
-    int32_t growth_tracker;         /* clean updates since the last change */
-    int32_t growth_interval;        /* in force; metaseq's moves with the scale; -1: never */
-    int32_t hysteresis_left;        /* overflows until the scale shrinks */
-    int32_t overflows, steps;       /* since the scale last changed */
-    int32_t at_floor;               /* 1: the last update found an overflow and could not shrink the scale */
+    float scale, inv_scale;     /* inv_scale = fp32(1 / double(scale)) */
+    float previous_scale;       /* before the last update or amp_scaler_set_scale */
+    float found_inf;            /* in any set since the last update */
+    int32_t growth_tracker;     /* clean updates since the last change */
+    int32_t growth_interval;    /* in effect; metaseq's moves with the scale; -1: never */
+    int32_t hysteresis_left;    /* overflows until the scale shrinks */
+    int32_t overflows, steps;   /* since the scale last changed */
+    int32_t at_floor;           /* 1: the last update found an overflow and could not shrink the scale */
     int64_t updates, skips, consecutive_skips;
 };
 
-/* Where the presets differ beyond their numbers. */
+/* How presets differ beyond their numbers. */
 enum {
-    AMP_GROWTH_REFUSES_INF = 1,     /* a scale that would become infinite stays (torch, keras) */
-    AMP_GROWTH_ONE_LATER = 2,       /* growth takes growth_interval + 1 clean updates (flax, deepspeed_fused) */
-    AMP_GROWTH_COUNTS_ON = 4,       /* ... but only the first: the growing update counts on (deepspeed_fused) */
-    AMP_WINDOW_MOVES = 8,           /* growth_interval grows and shrinks with the scale (metaseq) */
-    AMP_FLOOR_REFUSES = 16,         /* a scale stays rather than fall to min_scale (fairseq, metaseq) */
-    AMP_OVERFLOWS_KEPT = 32,        /* growth does not restart the overflow count of the rate rule (fairseq, metaseq) */
-    AMP_SCALE_GUARDED = 64          /* steps skip while scale or inverse is 0, subnormal or inf (all but torch) */
+    AMP_GROWTH_REFUSES_INF = 1, /* a scale that would become infinite stays (torch, keras) */
+    AMP_GROWTH_ONE_LATER = 2,   /* growth takes growth_interval + 1 clean updates (flax, deepspeed_fused) */
+    AMP_GROWTH_COUNTS_ON = 4,   /* ... but only the first: the growing update counts on (deepspeed_fused) */
+    AMP_WINDOW_MOVES = 8,       /* growth_interval grows and shrinks with the scale (metaseq) */
+    AMP_FLOOR_REFUSES = 16,     /* the scale stays rather than fall to min_scale (fairseq, metaseq) */
+    AMP_OVERFLOWS_KEPT = 32,    /* growth does not restart the rate rule's overflow count (fairseq, metaseq) */
+    AMP_SCALE_GUARDED = 64      /* steps skip while scale or inverse is 0, subnormal or inf (all but torch) */
 };
 
-/* A scaler's constants; see amp_scaler_desc for their meaning. */
+/* A scaler's constants; see amp_scaler_desc. */
 typedef struct amp_k_scaler_rule {
     double growth_factor, backoff_factor, tolerance;
-    float min_scale, max_scale;     /* 0 and +inf: none */
+    float min_scale, max_scale; /* 0 and +inf: none */
     int32_t growth_interval, hysteresis;
-    uint32_t bits;                  /* the AMP_GROWTH_... bits above */
-    int32_t frozen;                 /* 1: static scale */
+    uint32_t bits;              /* those above */
+    int32_t frozen;             /* 1: static scale */
 } amp_k_scaler_rule;
 
-/* One step's constants, as the rules need them. */
+/* A step's constants. */
 typedef struct amp_k_step_rule {
-    double divisor;                 /* micro-batches times ranks: gradients are averaged by it */
-    double beta1, beta2, lr;        /* lr below 0: found->lr is in force */
-    double clip_norm;               /* 0: none */
-    int32_t unscaled;               /* 1: the check multiplied the gradients in memory by `factor` */
-    int32_t apply_nonfinite;        /* 1: never skip */
+    double divisor;             /* micro-batches times ranks, for the average */
+    double beta1, beta2, lr;    /* lr below 0: found->lr is in effect */
+    double clip_norm;           /* 0: none */
+    int32_t unscaled;           /* 1: the check multiplied the gradients in memory by `factor` */
+    int32_t apply_nonfinite;    /* 1: never skip */
 } amp_k_step_rule;
 
 typedef enum amp_rule_kind {
-    AMP_RULE_BEGIN = 1,             /* clears `found`, but no counters; factor = fp32(inverse scale / divisor) */
-    AMP_RULE_CHECKED = 2,           /* found -> norm, clip_coef, multiplier, skip; scaler->found_inf |= found_inf */
-    AMP_RULE_STEPPED = 3,           /* before the optimizer kernel: counts the step or skip, writes the result */
-    AMP_RULE_UPDATE = 4,            /* the scaler's update; value not 0: the host found an infinity or NaN */
-    AMP_RULE_APPLIED = 5,           /* the gradients in memory have been multiplied by `multiplier`: it becomes 1 */
-    AMP_RULE_RATIO = 6,             /* factor = scale / value, or scale / previous_scale for value 0 */
-    AMP_RULE_SET_SCALE = 7,         /* the scale becomes value; the growth tracker stays */
-    AMP_RULE_SET_INTERVAL = 8,      /* the rule's interval; value not 0: a tracker at or beyond it restarts */
-    AMP_RULE_LAUNCH = 9,            /* before a captured step: found->lr = lr, *random = random_offset; either may be NULL */
+    AMP_RULE_BEGIN = 1,         /* clears `found` but its counters; factor = fp32(inverse scale / divisor) */
+    AMP_RULE_CHECKED = 2,       /* found -> norm, clip_coef, multiplier, skip; scaler->found_inf |= found_inf */
+    AMP_RULE_STEPPED = 3,       /* before the optimizer kernel: counts the step or skip, writes the result */
+    AMP_RULE_UPDATE = 4,        /* updates the scaler; value not 0: the host found an infinity or NaN */
+    AMP_RULE_APPLIED = 5,       /* gradients have been multiplied by `multiplier`, which becomes 1 */
+    AMP_RULE_RATIO = 6,         /* factor = scale / value, or scale / previous_scale for value 0 */
+    AMP_RULE_SET_SCALE = 7,     /* the scale becomes value; the growth tracker stays */
+    AMP_RULE_SET_INTERVAL = 8,  /* the rule's interval; value not 0: a tracker at or beyond it restarts */
+    AMP_RULE_LAUNCH = 9,        /* before a captured step: found->lr = lr, *random = random_offset; each may be NULL */
     AMP_RULE_KIND_FORCE_I32 = 0x7fffffff
 } amp_rule_kind;
 
-/* One thread on the device runs one rule.  Pointers that a kind does not use are NULL. */
+/* Run by one thread on the device.  Pointers that a kind does not use are NULL. */
 typedef struct amp_k_rule {
     float value;
     amp_rule_kind kind;
-    amp_k_scaler *scaler;           /* device; NULL: no scaler, scale 1 */
-    amp_k_grad_stats *found;        /* device */
-    amp_k_step_result *results;     /* device; the ring */
-    uint64_t *random;               /* device */
+    amp_k_scaler *scaler;       /* device; NULL: no scaler, scale 1 */
+    amp_k_grad_stats *found;    /* device */
+    amp_k_step_result *results; /* device; the ring */
+    uint64_t *random;           /* device */
     uint64_t random_offset;
     amp_k_scaler_rule scaler_rule;  /* by value */
-    amp_k_step_rule step_rule;      /* by value */
+    amp_k_step_rule step_rule;  /* by value */
 } amp_k_rule;
 
-/* Where memory lies. */
 typedef enum amp_memory_kind {
     AMP_MEMORY_UNKNOWN = 0,
-    AMP_MEMORY_HOST = 1,            /* pageable memory of the host */
-    AMP_MEMORY_PINNED = 2,          /* host memory that the device can read */
+    AMP_MEMORY_HOST = 1,        /* pageable host memory */
+    AMP_MEMORY_PINNED = 2,      /* host memory that the device can read */
     AMP_MEMORY_DEVICE = 3,
     AMP_MEMORY_OTHER_DEVICE = 4,
-    AMP_MEMORY_MANAGED = 5,         /* moves between host and device by itself */
+    AMP_MEMORY_MANAGED = 5,     /* migrates between host and device */
     AMP_MEMORY_FORCE_I32 = 0x7fffffff
 } amp_memory_kind;
 
-/* What a backend may call back: fail sets the thread's last-error text and returns the result. */
+/* What a backend may call: fail sets the thread's last-error text and returns the result. */
 typedef struct amp_host {
     void *user;
     amp_result (*fail)(void *user, amp_result result, const char *text);
     void (*log)(void *user, amp_log_level level, int id, const char *text);
     void *(*alloc)(void *user, size_t size, size_t align);
     void (*free)(void *user, void *ptr, size_t size);
-    void (*parallel)(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg);  /* as in amp_parallel, but numbers
-                                                       other than 0 may be left out; NULL: one thread */
+    /* as in amp_parallel, but may leave out numbers other than 0; NULL: one thread */
+    void (*parallel)(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg);
 } amp_host;
 
+/* As in amp_desc. */
 typedef struct amp_backend_desc {
-    int32_t device;                 /* index */
-    int32_t threads;                /* CPU: threads a kernel may use */
+    int32_t device;
+    int32_t threads;
     amp_cpu_path cpu_path;
-    int32_t autotune;               /* 1: the first product of a shape tries which way is the fastest */
-    void *stream;                   /* the host's own stream, or NULL */
-    void *blas;                     /* the host's own BLAS handle, or NULL */
+    int32_t autotune;           /* 1: on */
+    void *stream;
+    void *blas;
     amp_device_memory memory;
 } amp_backend_desc;
 
-/* `dev` is what open returned.  All calls but those named sync or wait return before the device is done.
-   Every entry is set, or NULL where its comment allows that. */
+/* `dev` is what open returned.  Only calls named sync or wait wait for the device.  Every entry is set, or NULL where
+   its comment allows it. */
 struct amp_backend {
-    uint64_t abi;                   /* AMP_ABI */
+    uint64_t abi;               /* AMP_ABI */
     const char *name;
     amp_result (*open)(void **dev, const amp_host *host, const amp_backend_desc *desc);
     void (*close)(void *dev);
     amp_result (*describe)(void *dev, amp_device *out);
-    int32_t fuses;                  /* 1: gemm may be given .backward and the sums; 0: its caller calls the kernels for them */
-    /* memory; host_visible 1: device pointers can be read by the host */
+    int32_t fuses;              /* 1: gemm takes .backward and the sums; 0: separate kernels do them */
+    /* memory; host_visible 1: the host can read device pointers */
     int32_t host_visible;
-    int32_t saturates, reserved;    /* 1: gemm and attention obey .cut; on host_visible ones operands come cut */
+    int32_t saturates, reserved; /* 1: gemm and attention obey .cut; 0: host_visible backends get clamped operands */
     amp_result (*alloc)(void *dev, void **ptr, size_t bytes);
     void (*free)(void *dev, void *ptr, size_t bytes);
     amp_result (*alloc_pinned)(void *dev, void **ptr, size_t bytes);
@@ -3004,40 +3012,40 @@ struct amp_backend {
     amp_result (*copy)(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream);
     amp_result (*fill)(void *dev, void *dst, int byte, size_t bytes, void *stream);
     amp_result (*memory_kind)(void *dev, const void *ptr, amp_memory_kind *out);
-    amp_result (*memory)(void *dev, amp_memory_info *out);          /* reserved, pinned and device_total only */
+    amp_result (*memory)(void *dev, amp_memory_info *out);  /* reserved, pinned and device_total only */
     /* streams and events; stream NULL is the context's own */
     amp_result (*stream_create)(void *dev, void **stream);
     void (*stream_destroy)(void *dev, void *stream);
     amp_result (*stream_sync)(void *dev, void *stream);
-    amp_result (*event_create)(void *dev, void **event, int32_t timed);     /* timed 1: for event_elapsed */
+    amp_result (*event_create)(void *dev, void **event, int32_t timed);  /* timed 1: for event_elapsed */
     void (*event_destroy)(void *dev, void *event);
     amp_result (*event_record)(void *dev, void *event, void *stream);
-    amp_result (*event_wait)(void *dev, void *event, void *stream); /* the stream waits, the host does not */
+    amp_result (*event_wait)(void *dev, void *event, void *stream);  /* the stream waits, the host does not */
     amp_result (*event_done)(void *dev, void *event, int32_t *done);
     amp_result (*event_sync)(void *dev, void *event);
     amp_result (*event_elapsed)(void *dev, void *from, void *to, double *seconds);
-    /* graphs: NULL where the device has none */
+    /* graphs, or NULL */
     amp_result (*graph_begin)(void *dev, void *stream);
     amp_result (*graph_end)(void *dev, void *stream, void **graph);
     amp_result (*graph_launch)(void *dev, void *graph, void *stream);
     void (*graph_destroy)(void *dev, void *graph);
-    /* optional: NULL where there is none */
+    /* optional, or NULL */
     amp_result (*telemetry)(void *dev, amp_telemetry *out);
     void (*profile_push)(void *dev, const char *name);
     void (*profile_pop)(void *dev);
-    /* What autotuning found.  save: the bytes it takes, 0 for nothing new since load; copied to buffer if size is enough.
-       load: what save gave, in another process; what does not fit this device and library is left out, and logged. */
+    /* What autotuning found.  save returns its bytes, 0 if nothing is new since load, and copies them if size is
+       enough.  load leaves out, and logs, what is not for this device and library. */
     size_t (*plans_save)(void *dev, void *buffer, size_t size);
     amp_result (*plans_load)(void *dev, const void *buffer, size_t size);
-    /* Gives memory that is kept for later use, and that no graph needs, back to the system. */
+    /* Gives unused memory back to the system, except what graphs need. */
     amp_result (*trim)(void *dev);
     /* kernels */
     amp_result (*cast)(void *dev, const amp_k_cast *args, void *stream);
     amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
-    size_t (*gemm_pack_size)(void *dev, const amp_k_pack *args);    /* 0: no use packing this */
+    size_t (*gemm_pack_size)(void *dev, const amp_k_pack *args);  /* 0: packing is of no use */
     amp_result (*gemm_pack)(void *dev, const amp_k_pack *args, void *packed, void *stream);
-    /* scratch for n products in turn in the context's stream, set in them before one writes, and given back; what they share
-       may be cast there once, by the first; NULL: each takes its own */
+    /* Scratch for n products run in turn in the context's stream, set in them before the first, which may cast there
+       what they share, and given back by gemm_release.  NULL: each takes its own. */
     amp_result (*gemm_reserve)(void *dev, amp_k_gemm *args, int64_t n);
     void (*gemm_release)(void *dev, const amp_k_gemm *args);
     amp_result (*column_sum)(void *dev, const amp_k_column_sum *args, void *stream);
@@ -3057,7 +3065,7 @@ struct amp_backend {
     amp_result (*embedding_backward)(void *dev, const amp_k_embedding *args, void *stream);
     amp_result (*dropout)(void *dev, const amp_k_dropout *args, void *stream);
     amp_result (*add)(void *dev, const amp_k_add *args, void *stream);
-    /* multi-tensor kernels; `rules` are single-thread calls of an AMPI_HD rule on device memory */
+    /* multi-tensor kernels; rule runs an AMPI_HD rule in one thread on device memory */
     amp_result (*check)(void *dev, const amp_k_check *args, void *stream);
     amp_result (*adamw)(void *dev, const amp_k_adamw *args, void *stream);
     amp_result (*sgd)(void *dev, const amp_k_sgd *args, void *stream);
@@ -3066,12 +3074,12 @@ struct amp_backend {
     amp_result (*rule)(void *dev, const amp_k_rule *args, void *stream);
 };
 
-/* ---- The rules.  Single-thread arithmetic on the structs in device memory, written once for host and device: only
-   integers, and fp64 operations in an order that leaves nothing to contract, so both give the same bits. */
+/* ---- The rules: single-thread arithmetic on device memory, with the same bits on host and device: only integers, and
+   fp64 operations in an order that leaves nothing to contract. */
 
 /* Not 0, NaN included. */
 AMPI_HD int ampi_is_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
-/* One rounding from the exact quotient's double, as PyTorch's scale.double().reciprocal().float(). */
+/* As PyTorch's scale.double().reciprocal().float(). */
 AMPI_HD float ampi_inverse(float scale) { return (float)(1.0 / (double)scale); }
 /* Scale and inverse both positive, finite and normal: 2^-126 to 2^126. */
 AMPI_HD int ampi_is_usable(float scale) {
@@ -3079,7 +3087,7 @@ AMPI_HD int ampi_is_usable(float scale) {
     return bits >= 0x00800000u && bits <= 0x7e800000u;
 }
 
-/* Square root to an ulp by Newton's iteration; an argument that is not positive, normal and finite comes back. */
+/* Square root to an ulp by Newton's iteration; returns an x that is not positive, normal and finite as it is. */
 AMPI_HD double ampi_root(double x) {
     uint64_t bits = ampi_bits_f64(x);
     double r;
@@ -3109,7 +3117,7 @@ AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
     double inverse = s ? (double)s->inv_scale : 1.0;
     double norm = ampi_root(f->sum_sq) * inverse / step->divisor, clip = 1;
     int bad = ampi_is_set(f->found_inf);
-    if (step->clip_norm > 0) clip = step->clip_norm / (norm + 1e-6);    /* torch.nn.utils.clip_grad_norm_ */
+    if (step->clip_norm > 0) clip = step->clip_norm / (norm + 1e-6);  /* torch.nn.utils.clip_grad_norm_ */
     if (!(clip < 1)) clip = 1;
     f->norm = (float)norm;
     f->clip_coef = (float)clip;
@@ -3120,10 +3128,10 @@ AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
     if ((rule->scaler_rule.bits & AMP_SCALE_GUARDED) && !ampi_is_usable(s->scale)) f->skip = 1;
 }
 
-/* The scale after an overflow.  Never larger: a floor above the scale leaves it. */
+/* The scale after an overflow, never larger. */
 AMPI_HD float ampi_scale_shrunk(const amp_k_scaler_rule *r, float scale) {
     float next = (float)((double)scale * r->backoff_factor);
-    if (!(r->min_scale > 0)) return next;               /* a negative one shrinks too, as in PyTorch */
+    if (!(r->min_scale > 0)) return next;  /* a negative one shrinks too, as in PyTorch */
     if (next < r->min_scale) next = r->bits & AMP_FLOOR_REFUSES ? scale : r->min_scale;
     return next > scale ? scale : next;
 }
@@ -3167,7 +3175,6 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     o->first_bad = f->first_bad;
 }
 
-/* What shrinking and growing have in common. */
 AMPI_HD void ampi_scale_changed(amp_k_scaler *s, float scale) {
     s->scale = scale;
     s->inv_scale = ampi_inverse(scale);
@@ -3205,8 +3212,8 @@ AMPI_HD void ampi_update_growth(amp_k_scaler *s, const amp_k_scaler_rule *r) {
     ampi_scale_changed(s, ampi_scale_grown(r, s->scale));
 }
 
-/* torch._amp_update_scale_ with the presets' differences.  The tracker is compared with ==, as there; metaseq counts
-   clean updates since the last overflow and grows at each multiple of its interval. */
+/* torch._amp_update_scale_ and the presets' differences.  The tracker is compared with ==, as there; metaseq grows at
+   each multiple of its interval in clean updates since the last overflow. */
 AMPI_HD void ampi_rule_update(amp_k_scaler *s, const amp_k_scaler_rule *r) {
     int overflow = ampi_is_set(s->found_inf), due;
     s->found_inf = 0;
@@ -3261,9 +3268,9 @@ AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
     }
 }
 
-/* ---- Stochastic rounding in an optimizer.  Element i of a row takes the word amp_random_u32(s, i), s the seed of the
-   row and step.  The weight takes the word, of which bf16 uses the upper half; bf16 moments both take the lower half,
-   each unbiased by itself.  The step counts those applied, so a skipped one leaves no trace here either. */
+/* ---- Stochastic rounding in an optimizer.  Element i of a row takes the word amp_random_u32(seed of row and step,
+   i): the weight all of it (bf16 the upper half), both bf16 moments the lower half, each unbiased by itself.  Only
+   applied steps count, so a skipped one leaves no trace here either. */
 AMPI_HD uint64_t ampi_row_seed(uint64_t seed, int64_t step, int64_t row) {
     uint32_t words[4];
     amp_philox(seed, (uint64_t)step, (uint64_t)row, words);
@@ -3271,13 +3278,12 @@ AMPI_HD uint64_t ampi_row_seed(uint64_t seed, int64_t step, int64_t row) {
 }
 AMPI_HD uint16_t ampi_moment_round(float x, uint32_t word) { return amp_bf16_stochastic(x, word << 16, 0); }
 
-/* What every element of a row needs, in fp32; computed in fp64 from the device's own counters.
-
-   AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 - beta2) g^2;
+/* What every element of a row needs.  AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 -
+   beta2) g^2;
    w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier. */
 typedef struct ampi_adamw_step {
     float multiplier, beta2, rest1, rest2, keep, rate, correction, eps;
-    uint64_t seed;                  /* of ampi_row_seed */
+    uint64_t seed;              /* of ampi_row_seed */
 } ampi_adamw_step;
 AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tensor *row) {
     const amp_k_grad_stats *f = args->found;
@@ -3287,7 +3293,8 @@ AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tens
     s.beta2 = (float)args->beta2;
     s.rest1 = (float)(1.0 - args->beta1);
     s.rest2 = (float)(1.0 - args->beta2);
-    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));    /* two roundings; nvcc fuses them, and its kernel makes `keep` again */
+    /* two roundings; nvcc fuses them, and its kernel computes `keep` again */
+    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));
     s.rate = (float)(lr / (1.0 - f->beta1_power));
     s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
     s.eps = (float)args->eps;
@@ -3295,7 +3302,8 @@ AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tens
     return s;
 }
 
-/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first step
+/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first
+   step
    b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
 typedef struct ampi_sgd_step {
     float multiplier, decay, momentum, rest, rate;
@@ -3318,14 +3326,15 @@ AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *ro
 
 /* ==== Header and implementation ====
 
-   Every file that includes amp.h leaves in the program which amp.h that was; amp_open, the only inline wrapper, shows them all
-   to the implementation (with AMP_STATIC, and in other programs than ELF and Mach-O, its own file).
-   amp_header and amp_open_abi, amp_system, amp_convert_desc and amp_tensor keep their layout for ever. */
+   Every file that includes amp.h records in the program which amp.h that was; the inline amp_open passes all records
+   (with AMP_STATIC, and outside of ELF and Mach-O, its own file's) to the implementation.  The layouts of amp_header
+   and amp_open_abi, amp_system, amp_convert_desc and amp_tensor never change. */
 
-/* Every struct of this header, but amp_header: X(desc) for amp_desc. */
+/* Every struct of this header except amp_header: X(desc) for amp_desc. */
 #define AMPI_STRUCTS(X) \
     X(logger) X(system) X(convert_desc) X(cpu_info) X(device) X(machine) X(choice) X(tensor) X(range) X(param) \
-    X(mask) X(mat) X(k_cast) X(k_cut_note) X(k_cut) X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) X(k_norm) X(k_softmax) \
+    X(mask) X(mat) X(k_cast) X(k_cut_note) X(k_cut) X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) \
+    X(k_norm) X(k_softmax) \
     X(k_activation) X(k_swiglu) X(k_cross_entropy) X(k_mse) X(k_embedding) X(k_dropout) X(k_add) X(k_tensor) \
     X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_scale_ranges) X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
@@ -3340,13 +3349,13 @@ AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *ro
 #define AMPI_PLACE(name) AMPI_PLACE_##name,
 enum { AMPI_STRUCTS(AMPI_PLACE) AMPI_PLACES };
 #undef AMPI_PLACE
-/* The version above, and below the sum of all sizes, each times an odd number of its own. */
+/* Upper half: the version; lower half: the sum of all sizes, each times a different odd number. */
 #define AMPI_SIZE(name) + (uint64_t)sizeof(amp_##name) * (2 * AMPI_PLACE_##name + 1)
 #define AMP_ABI (((uint64_t)AMP_VERSION << 32) | (uint32_t)(0 AMPI_STRUCTS(AMPI_SIZE)))
 
-/* Against which amp.h a file was compiled. */
+/* The amp.h that a file was compiled against. */
 typedef struct amp_header {
-    uint64_t abi;                   /* AMP_ABI */
+    uint64_t abi;               /* AMP_ABI */
     const char *file;
 } amp_header;
 
@@ -3358,7 +3367,7 @@ typedef struct amp_header {
 #if !defined(AMPI_RETAIN)
 #  define AMPI_RETAIN __attribute__((used))
 #endif
-#if !defined(AMP_STATIC) && defined(__ELF__)        /* the linker names the ends of a section */
+#if !defined(AMP_STATIC) && defined(__ELF__)        /* the linker provides a section's ends */
 #  define AMPI_SECTION __attribute__((section("amp_headers")))
 extern const amp_header ampi_headers[] __asm__("__start_amp_headers") __attribute__((visibility("hidden")));
 extern const amp_header ampi_headers_end[] __asm__("__stop_amp_headers") __attribute__((visibility("hidden")));
@@ -3374,9 +3383,11 @@ extern const amp_header ampi_headers_end[] __asm("section$end$__DATA$amp_headers
 #endif
 static const amp_header ampi_header AMPI_RETAIN AMPI_SECTION = {AMP_ABI, __BASE_FILE__};
 
-/* amp_open for other languages: headers holds what their own structs were made from, an AMP_ABI that a C file printed. */
+/* amp_open for other languages; headers: the AMP_ABI, printed by a C file, that their structs were made from. */
 AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const amp_header *headers, int64_t n);
-AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { return amp_open_abi(out, desc, AMPI_HEADERS); }
+AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
+    return amp_open_abi(out, desc, AMPI_HEADERS);
+}
 
 #ifdef __cplusplus
 }
