@@ -38,10 +38,5 @@ END {
             print number[substr(rest, RSTART, RLENGTH)] below[said]
             rest = substr(rest, RSTART + RLENGTH)
         }
-        rest = substr(said, index(said, "Errors"))
-        while (match(rest, /[^0-9][1-5][0-9][0-9][^0-9]/)) {
-            if (substr(rest, RSTART + 1, 3) != 256) print substr(rest, RSTART + 1, 3) below[said]
-            rest = substr(rest, RSTART + 4)
-        }
     }
 }
