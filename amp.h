@@ -10672,32 +10672,28 @@ AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *o
 
 /* ---- Policies */
 
-/* Rows: operators in the order of amp_operator.  Columns: FUSED and TORCH (PyTorch's CUDA lists). */
-static const uint8_t ampi_policy_table[AMPI_BUILTIN_OPS][2] = {
-    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH},   /* none */
-    {AMP_CAST_LOWER, AMP_CAST_LOWER},               /* linear */
-    {AMP_CAST_LOWER, AMP_CAST_LOWER},               /* matmul */
-    {AMP_CAST_LOWER, AMP_CAST_LOWER},               /* gemm */
-    {AMP_CAST_LOWER, AMP_CAST_LOWER},               /* attention: scaled_dot_product_attention */
-    {AMP_CAST_FP32_STORE, AMP_CAST_FP32},           /* layernorm */
-    {AMP_CAST_FP32_STORE, AMP_CAST_FP32},           /* rmsnorm */
-    {AMP_CAST_FP32_STORE, AMP_CAST_FP32},           /* softmax */
-    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH},   /* activation */
-    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH},   /* swiglu */
-    {AMP_CAST_FP32, AMP_CAST_FP32},                 /* cross_entropy: log_softmax and nll_loss */
-    {AMP_CAST_FP32, AMP_CAST_FP32},                 /* mse */
-    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH},   /* embedding */
-    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH},   /* dropout */
-    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}    /* add */
-};
-
-static const char *const ampi_op_names[AMPI_BUILTIN_OPS] = {
-    "none", "linear", "matmul", "gemm", "attention", "layernorm", "rmsnorm", "softmax", "activation", "swiglu",
-    "cross_entropy", "mse", "embedding", "dropout", "add"
+/* The built-in operators, in the order of amp_operator: name, and policies FUSED and TORCH (PyTorch's CUDA lists).  The table
+   ampi_calls says how they are called. */
+static const struct ampi_builtin { const char *name; uint8_t policy[2]; } ampi_builtins[AMPI_BUILTIN_OPS] = {
+    {"none", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
+    {"linear", {AMP_CAST_LOWER, AMP_CAST_LOWER}},
+    {"matmul", {AMP_CAST_LOWER, AMP_CAST_LOWER}},
+    {"gemm", {AMP_CAST_LOWER, AMP_CAST_LOWER}},
+    {"attention", {AMP_CAST_LOWER, AMP_CAST_LOWER}},      /* scaled_dot_product_attention */
+    {"layernorm", {AMP_CAST_FP32_STORE, AMP_CAST_FP32}},
+    {"rmsnorm", {AMP_CAST_FP32_STORE, AMP_CAST_FP32}},
+    {"softmax", {AMP_CAST_FP32_STORE, AMP_CAST_FP32}},
+    {"activation", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
+    {"swiglu", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
+    {"cross_entropy", {AMP_CAST_FP32, AMP_CAST_FP32}},      /* log_softmax and nll_loss */
+    {"mse", {AMP_CAST_FP32, AMP_CAST_FP32}},
+    {"embedding", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
+    {"dropout", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
+    {"add", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}}
 };
 
 static const char *ampi_op_name(const amp_context *amp, int32_t op) {
-    return op < AMPI_BUILTIN_OPS ? ampi_op_names[op] : amp->ops[op - AMP_OP_USER].name;
+    return op < AMPI_BUILTIN_OPS ? ampi_builtins[op].name : amp->ops[op - AMP_OP_USER].name;
 }
 
 static int ampi_op_exists(const amp_context *amp, int32_t op) {
@@ -10708,7 +10704,7 @@ static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_po
     *rule = AMP_BY_REGION;
     if (op >= AMP_OP_USER) return (amp_cast_policy)amp->ops[op - AMP_OP_USER].policy;
     if (amp->override_policy[op] != AMP_CAST_DEFAULT) { *rule = AMP_BY_OPERATOR; return (amp_cast_policy)amp->override_policy[op]; }
-    return (amp_cast_policy)ampi_policy_table[op][table == AMP_POLICY_TORCH];
+    return (amp_cast_policy)ampi_builtins[op].policy[table == AMP_POLICY_TORCH];
 }
 
 /* The last override whose pattern matches, AMP_DTYPE_DEFAULT without one. */
@@ -10907,7 +10903,7 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
     if (!ampi_is_cast_policy(policy) || policy == AMP_CAST_DEFAULT) return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "policy = %d, must be 1 to 6", (int)policy);
     if (strlen(name) >= sizeof amp->ops->name) return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, at most 63", strlen(name));
     for (i = 0; i < AMPI_BUILTIN_OPS + amp->n_ops; i++)
-        if (strcmp(i < AMPI_BUILTIN_OPS ? ampi_op_names[i] : amp->ops[i - AMPI_BUILTIN_OPS].name, name) == 0)
+        if (strcmp(i < AMPI_BUILTIN_OPS ? ampi_builtins[i].name : amp->ops[i - AMPI_BUILTIN_OPS].name, name) == 0)
             return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s exists already", name);
     AMPI_TRY(ampi_lock_and_grow(amp, "amp_operator_register", (void **)&amp->ops, &amp->n_ops, 1, &amp->op_capacity, sizeof *amp->ops));
     snprintf(amp->ops[amp->n_ops].name, sizeof amp->ops->name, "%s", name);
@@ -12019,6 +12015,24 @@ AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op
     return result;
 }
 
+/* ---- Operators by rows of the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the kernel's arguments,
+   and says which memory is read and written; `kernel` calls it.  All else is the same for all. */
+
+typedef struct ampi_call {
+    amp_context *amp;
+    const char *f;                  /* the public function */
+    const void *op;
+    int32_t id, backward, bad;      /* bad: 1 + the first label or id out of range */
+    amp_dtype inputs[2];            /* what `prepare` found, for the plan */
+    amp_param *params[2];
+    amp_plan plan;
+    ampi_places at;
+    union {
+        amp_k_norm norm; amp_k_softmax softmax; amp_k_activation activation; amp_k_swiglu swiglu;
+        amp_k_cross_entropy cross_entropy; amp_k_mse mse; amp_k_embedding embedding; amp_k_dropout dropout;
+    } k;
+} ampi_call;
+
 /* ---- Norms */
 
 static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, amp_k_norm *k) {
@@ -12110,43 +12124,6 @@ AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op) { ret
 
 /* ---- Softmax */
 
-/* A contiguous tensor as [batch, heads, queries, keys], missing leading dimensions 1. */
-static amp_result ampi_softmax_args(const char *f, const amp_softmax_op *op, amp_k_softmax *k) {
-    int64_t shape[4];
-    int i;
-    memset(k, 0, sizeof *k);
-    AMPI_TRY(ampi_check_tensor(f, "x", &op->x));
-    AMPI_TRY(ampi_check_tensor(f, "y", &op->y));
-    AMPI_TRY(ampi_check_mask(f, &op->mask));
-    AMPI_TRY(ampi_check_real(f, ".scale", (double)op->scale, 1, "finite"));
-    if (!ampi_is_contiguous(&op->x) || !ampi_is_contiguous(&op->y)) return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y must be contiguous");
-    if (op->x.ndim != op->y.ndim || memcmp(op->x.shape, op->y.shape, sizeof(int64_t) * (size_t)op->x.ndim) != 0)
-        return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y have different shapes");
-    for (i = 0; i < 4; i++) shape[i] = i < 4 - op->x.ndim ? 1 : op->x.shape[i - (4 - op->x.ndim)];
-    k->batch = shape[0]; k->heads = shape[1]; k->queries = shape[2]; k->keys = shape[3];
-    k->x = op->x.data; k->x_dtype = op->x.dtype;
-    k->y = op->y.data; k->y_dtype = op->y.dtype;
-    k->scale = ampi_is_0(op->scale) ? 1 : op->scale;
-    k->mask = op->mask;
-    return AMP_OK;
-}
-
-AMP_API amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) {
-    ampi_places at;
-    amp_k_softmax k;
-    amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_softmax", amp, op, offsetof(amp_softmax_op, plan)));
-    AMPI_TRY(ampi_softmax_args("amp_softmax", op, &k));
-    at.n = 0;
-    ampi_reads(&at, ".x", &op->x); ampi_reads_mask(&at, &op->mask, k.batch, k.heads, k.queries, k.keys);
-    ampi_writes_over(&at, ".y", &op->y, ".x", NULL);
-    AMPI_TRY(ampi_check_places("amp_softmax", &at));
-    AMPI_TRY(ampi_plan_forward(amp, "amp_softmax", AMP_OP_SOFTMAX, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
-    AMPI_TRY(ampi_as("amp_softmax", amp->backend->softmax(amp->dev, &k, amp->desc.stream)));
-    op->plan = plan;
-    return AMP_OK;
-}
-
 /* A gradient that is contiguous, with the count and dtype of its tensor. */
 static amp_result ampi_check_flat(const char *f, const char *field, const amp_tensor *t, int64_t n, amp_dtype dtype) {
     AMPI_TRY(ampi_check_tensor(f, field, t));
@@ -12156,90 +12133,98 @@ static amp_result ampi_check_flat(const char *f, const char *field, const amp_te
     return AMP_OK;
 }
 
-AMP_API amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) {
-    const char *f = "amp_softmax_backward";
-    ampi_places at;
-    amp_k_softmax k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_softmax_op, plan)));
-    AMPI_TRY(ampi_check_plan(f, &op->plan));
-    AMPI_TRY(ampi_softmax_args(f, op, &k));
-    AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->y), k.y_dtype));
-    AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, amp_tensor_count(&op->x), k.x_dtype));
-    at.n = 0;
-    ampi_reads(&at, ".y", &op->y); ampi_reads(&at, ".dy", &op->dy); ampi_reads_mask(&at, &op->mask, k.batch, k.heads, k.queries, k.keys);
-    ampi_writes_over(&at, ".dx", &op->dx, ".dy", NULL);
-    AMPI_TRY(ampi_check_places(f, &at));
-    k.dy = op->dy.data;
-    k.dx = op->dx.data;
-    return ampi_as(f, amp->backend->softmax_backward(amp->dev, &k, amp->desc.stream));
+/* A contiguous tensor as [batch, heads, queries, keys], missing leading dimensions 1. */
+static amp_result ampi_softmax_prepare(ampi_call *c) {
+    const amp_softmax_op *op = (const amp_softmax_op *)c->op;
+    amp_k_softmax *k = &c->k.softmax;
+    const char *f = c->f;
+    int64_t shape[4];
+    int i;
+    AMPI_TRY(ampi_check_tensor(f, "x", &op->x));
+    AMPI_TRY(ampi_check_tensor(f, "y", &op->y));
+    AMPI_TRY(ampi_check_mask(f, &op->mask));
+    AMPI_TRY(ampi_check_real(f, ".scale", (double)op->scale, 1, "finite"));
+    if (!ampi_is_contiguous(&op->x) || !ampi_is_contiguous(&op->y)) return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y must be contiguous");
+    if (op->x.ndim != op->y.ndim || memcmp(op->x.shape, op->y.shape, sizeof(int64_t) * (size_t)op->x.ndim) != 0)
+        return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y have different shapes");
+    for (i = 0; i < 4; i++) shape[i] = i < 4 - op->x.ndim ? 1 : op->x.shape[i - (4 - op->x.ndim)];
+    k->batch = shape[0]; k->heads = shape[1]; k->queries = shape[2]; k->keys = shape[3];
+    k->x = op->x.data; k->x_dtype = c->inputs[0] = op->x.dtype;
+    k->y = op->y.data; k->y_dtype = op->y.dtype;
+    k->scale = ampi_is_0(op->scale) ? 1 : op->scale;
+    k->mask = op->mask;
+    ampi_reads_mask(&c->at, &op->mask, k->batch, k->heads, k->queries, k->keys);
+    if (!c->backward) {
+        ampi_reads(&c->at, ".x", &op->x); ampi_writes_over(&c->at, ".y", &op->y, ".x", NULL);
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->y), k->y_dtype));
+    AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, amp_tensor_count(&op->x), k->x_dtype));
+    ampi_reads(&c->at, ".y", &op->y); ampi_reads(&c->at, ".dy", &op->dy); ampi_writes_over(&c->at, ".dx", &op->dx, ".dy", NULL);
+    k->dy = op->dy.data;
+    k->dx = op->dx.data;
+    return AMP_OK;
+}
+
+static amp_result ampi_softmax_kernel(ampi_call *c) {
+    const amp_backend *b = c->amp->backend;
+    return (c->backward ? b->softmax_backward : b->softmax)(c->amp->dev, &c->k.softmax, c->amp->desc.stream);
 }
 
 /* ---- Activations */
 
-static amp_result ampi_activation_args(const char *f, const amp_activation_op *op, amp_k_activation *k) {
-    memset(k, 0, sizeof *k);
+static amp_result ampi_activation_prepare(ampi_call *c) {
+    const amp_activation_op *op = (const amp_activation_op *)c->op;
+    amp_k_activation *k = &c->k.activation;
+    const char *f = c->f;
     if (op->act <= AMP_ACT_NONE || op->act > AMP_ACT_RELU) return ampi_fail(AMP_ERR_RANGE, f, ".act = %d, must be 1 to 5", (int)op->act);
-    AMPI_TRY(ampi_check_flat(f, "x", &op->x, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
-    AMPI_TRY(ampi_check_flat(f, "y", &op->y, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
     k->act = op->act;
     k->n = amp_tensor_count(&op->x);
-    k->x = op->x.data; k->x_dtype = op->x.dtype;
+    AMPI_TRY(ampi_check_flat(f, "x", &op->x, k->n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_check_flat(f, "y", &op->y, k->n, AMP_DTYPE_DEFAULT));
+    k->x = op->x.data; k->x_dtype = c->inputs[0] = op->x.dtype;
     k->y = op->y.data; k->y_dtype = op->y.dtype;
-    if (op->bias == NULL) return AMP_OK;
-    k->cols = op->x.shape[op->x.ndim - 1];
-    AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, -1));
-    k->bias = op->bias->weight.data; k->bias_dtype = op->bias->weight.dtype;
+    if (op->bias != NULL) {
+        k->cols = op->x.shape[op->x.ndim - 1];
+        AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, -1));
+        k->bias = op->bias->weight.data; k->bias_dtype = op->bias->weight.dtype;
+    }
+    if (c->backward && k->act == AMP_ACT_TANH) ampi_reads(&c->at, ".y", &op->y);
+    else { ampi_reads(&c->at, ".x", &op->x); ampi_reads_param(&c->at, ".bias", op->bias); }
+    if (!c->backward) {
+        ampi_writes_over(&c->at, ".y", &op->y, ".x", NULL);
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k->n, k->y_dtype));
+    AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k->n, k->x_dtype));
+    if (k->x == k->y && k->act != AMP_ACT_TANH && (k->act != AMP_ACT_RELU || k->bias != NULL))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".y is .x, which backward reads again: give .y its own memory");
+    ampi_reads(&c->at, ".dy", &op->dy);
+    ampi_writes_over(&c->at, ".dx", &op->dx, ".dy", NULL); ampi_writes_gradient(&c->at, ".bias->grad", op->bias);
+    k->dy = op->dy.data;
+    k->dx = op->dx.data;
     return AMP_OK;
 }
 
-AMP_API amp_result amp_activation(amp_context *amp, amp_activation_op *op) {
-    ampi_places at;
-    amp_k_activation k;
-    amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_activation", amp, op, offsetof(amp_activation_op, plan)));
-    AMPI_TRY(ampi_check_known(amp, "amp_activation", op->bias));
-    AMPI_TRY(ampi_activation_args("amp_activation", op, &k));
-    at.n = 0;
-    ampi_reads(&at, ".x", &op->x); ampi_reads_param(&at, ".bias", op->bias); ampi_writes_over(&at, ".y", &op->y, ".x", NULL);
-    AMPI_TRY(ampi_check_places("amp_activation", &at));
-    AMPI_TRY(ampi_plan_forward(amp, "amp_activation", AMP_OP_ACTIVATION, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, ampi_versions(op->bias, NULL), &op->plan, &plan));
-    AMPI_TRY(ampi_as("amp_activation", amp->backend->activation(amp->dev, &k, amp->desc.stream)));
-    op->plan = plan;
-    return AMP_OK;
-}
-
-AMP_API amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op) {
-    const char *f = "amp_activation_backward";
-    ampi_places at;
-    amp_k_activation k;
+static amp_result ampi_activation_kernel(ampi_call *c) {
+    const amp_k_activation *k = &c->k.activation;
+    amp_context *amp = c->amp;
     amp_k_column_sum sum;
     amp_mat dx;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_activation_op, plan)));
-    AMPI_TRY(ampi_check_known(amp, f, op->bias));
-    AMPI_TRY(ampi_check_plan(f, &op->plan));
-    AMPI_TRY(ampi_activation_args(f, op, &k));
-    AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k.n, k.y_dtype));
-    AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, k.x_dtype));
-    if (k.x == k.y && k.act != AMP_ACT_TANH && (k.act != AMP_ACT_RELU || k.bias != NULL))
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".y is .x, which backward reads again: give .y its own memory");
-    at.n = 0;
-    if (k.act == AMP_ACT_TANH) ampi_reads(&at, ".y", &op->y);
-    else { ampi_reads(&at, ".x", &op->x); ampi_reads_param(&at, ".bias", op->bias); }
-    ampi_reads(&at, ".dy", &op->dy);
-    ampi_writes_over(&at, ".dx", &op->dx, ".dy", NULL); ampi_writes_gradient(&at, ".bias->grad", op->bias);
-    AMPI_TRY(ampi_check_places(f, &at));
-    k.dy = op->dy.data;
-    k.dx = op->dx.data;
+    if (!c->backward) return amp->backend->activation(amp->dev, k, amp->desc.stream);
     memset(&dx, 0, sizeof dx);
-    dx.data = k.dx; dx.dtype = k.x_dtype;
-    dx.rows = k.cols ? k.n / k.cols : 0; dx.cols = dx.ld = k.cols;
-    sum = ampi_dbias_args(k.cols ? op->bias : NULL, &dx);
-    AMPI_TRY(ampi_as(f, amp->backend->activation_backward(amp->dev, &k, amp->desc.stream)));
-    return ampi_dbias(amp, op->bias, &sum);
+    dx.data = k->dx; dx.dtype = k->x_dtype;
+    dx.rows = k->cols ? k->n / k->cols : 0; dx.cols = dx.ld = k->cols;
+    sum = ampi_dbias_args(k->cols ? c->params[0] : NULL, &dx);
+    AMPI_TRY(amp->backend->activation_backward(amp->dev, k, amp->desc.stream));
+    return ampi_dbias(amp, c->params[0], &sum);
 }
 
-static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k_swiglu *k) {
-    memset(k, 0, sizeof *k);
+static amp_result ampi_swiglu_prepare(ampi_call *c) {
+    const amp_swiglu_op *op = (const amp_swiglu_op *)c->op;
+    amp_k_swiglu *k = &c->k.swiglu;
+    ampi_places *at = &c->at;
+    const char *f = c->f;
     AMPI_TRY(ampi_rows(f, "gate", &op->gate, &k->gate));
     AMPI_TRY(ampi_rows_like(f, "up", &op->up, "gate", &k->gate, &k->up));
     if (op->gate_bias) {
@@ -12250,174 +12235,108 @@ static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k
         AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, -1));
         k->up_bias = op->up_bias->weight.data; k->up_bias_dtype = op->up_bias->weight.dtype;
     }
-    return ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y);
-}
-
-static void ampi_swiglu_reads(ampi_places *at, const amp_swiglu_op *op) {
-    at->n = 0;
+    AMPI_TRY(ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y));
+    c->inputs[0] = k->gate.dtype; c->inputs[1] = k->up.dtype;
     ampi_reads(at, ".gate", &op->gate); ampi_reads(at, ".up", &op->up);
     ampi_reads_param(at, ".gate_bias", op->gate_bias); ampi_reads_param(at, ".up_bias", op->up_bias);
-}
-
-AMP_API amp_result amp_swiglu(amp_context *amp, amp_swiglu_op *op) {
-    ampi_places at;
-    amp_k_swiglu k;
-    amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, offsetof(amp_swiglu_op, plan)));
-    AMPI_TRY(ampi_check_known(amp, "amp_swiglu", op->gate_bias));
-    AMPI_TRY(ampi_check_known(amp, "amp_swiglu", op->up_bias));
-    AMPI_TRY(ampi_swiglu_args("amp_swiglu", op, &k));
-    ampi_swiglu_reads(&at, op);
-    ampi_writes(&at, ".y", &op->y);
-    AMPI_TRY(ampi_check_places("amp_swiglu", &at));
-    AMPI_TRY(ampi_plan_forward(amp, "amp_swiglu", AMP_OP_SWIGLU, op->layer, k.gate.dtype, k.up.dtype, ampi_versions(op->gate_bias, op->up_bias), &op->plan, &plan));
-    AMPI_TRY(ampi_as("amp_swiglu", amp->backend->swiglu(amp->dev, &k, amp->desc.stream)));
-    op->plan = plan;
+    if (!c->backward) {
+        ampi_writes(at, ".y", &op->y);
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k->gate, &k->dy));
+    AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k->gate, &k->dgate));
+    AMPI_TRY(ampi_rows_like(f, "dup", &op->dup, "gate", &k->gate, &k->dup));
+    ampi_reads(at, ".dy", &op->dy);
+    ampi_writes(at, ".dgate", &op->dgate); ampi_writes(at, ".dup", &op->dup);
+    ampi_writes_gradient(at, ".gate_bias->grad", op->gate_bias);
+    if (op->up_bias != op->gate_bias) ampi_writes_gradient(at, ".up_bias->grad", op->up_bias);     /* one bias takes both sums */
     return AMP_OK;
 }
 
-AMP_API amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op) {
-    const char *f = "amp_swiglu_backward";
-    ampi_places at;
-    amp_k_swiglu k;
+static amp_result ampi_swiglu_kernel(ampi_call *c) {
+    amp_context *amp = c->amp;
     amp_k_column_sum sum;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_swiglu_op, plan)));
-    AMPI_TRY(ampi_check_known(amp, f, op->gate_bias));
-    AMPI_TRY(ampi_check_known(amp, f, op->up_bias));
-    AMPI_TRY(ampi_check_plan(f, &op->plan));
-    AMPI_TRY(ampi_swiglu_args(f, op, &k));
-    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k.gate, &k.dy));
-    AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k.gate, &k.dgate));
-    AMPI_TRY(ampi_rows_like(f, "dup", &op->dup, "gate", &k.gate, &k.dup));
-    ampi_swiglu_reads(&at, op);
-    ampi_reads(&at, ".dy", &op->dy);
-    ampi_writes(&at, ".dgate", &op->dgate); ampi_writes(&at, ".dup", &op->dup);
-    ampi_writes_gradient(&at, ".gate_bias->grad", op->gate_bias);
-    if (op->up_bias != op->gate_bias) ampi_writes_gradient(&at, ".up_bias->grad", op->up_bias);     /* one bias takes both sums */
-    AMPI_TRY(ampi_check_places(f, &at));
-    AMPI_TRY(ampi_as(f, amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream)));
-    sum = ampi_dbias_args(op->gate_bias, &k.dgate);
-    AMPI_TRY(ampi_dbias(amp, op->gate_bias, &sum));
-    sum = ampi_dbias_args(op->up_bias, &k.dup);
-    return ampi_dbias(amp, op->up_bias, &sum);
+    int i;
+    if (!c->backward) return amp->backend->swiglu(amp->dev, &c->k.swiglu, amp->desc.stream);
+    AMPI_TRY(amp->backend->swiglu_backward(amp->dev, &c->k.swiglu, amp->desc.stream));
+    for (i = 0; i < 2; i++) {
+        sum = ampi_dbias_args(c->params[i], i ? &c->k.swiglu.dup : &c->k.swiglu.dgate);
+        AMPI_TRY(ampi_dbias(amp, c->params[i], &sum));
+    }
+    return AMP_OK;
 }
 
 /* ---- Losses */
 
-AMP_API amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op) {
-    const char *f = "amp_cross_entropy";
-    int32_t bad = 0;
-    ampi_places at;
-    amp_k_cross_entropy k;
-    amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_cross_entropy_op, plan)));
-    memset(&k, 0, sizeof k);
-    AMPI_TRY(ampi_rows(f, "logits", &op->logits, &k.logits));
-    AMPI_TRY(ampi_optional_rows(f, "dlogits", &op->dlogits, "logits", &k.logits, &k.dlogits));
+static amp_result ampi_check_loss(const char *f, float factor, amp_reduction reduction) {
+    AMPI_TRY(ampi_check_real(f, ".factor", (double)factor, 1, "finite"));
+    if ((int)reduction >= 0 && reduction <= AMP_REDUCTION_SUM) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)reduction);
+}
+
+static amp_result ampi_cross_entropy_prepare(ampi_call *c) {
+    const amp_cross_entropy_op *op = (const amp_cross_entropy_op *)c->op;
+    amp_k_cross_entropy *k = &c->k.cross_entropy;
+    ampi_places *at = &c->at;
+    const char *f = c->f;
+    AMPI_TRY(ampi_rows(f, "logits", &op->logits, &k->logits));
+    AMPI_TRY(ampi_optional_rows(f, "dlogits", &op->dlogits, "logits", &k->logits, &k->dlogits));
     AMPI_TRY(ampi_need(f, op->labels && op->loss, ".labels or .loss"));
-    if (op->classes < 0 || op->classes > k.logits.cols)
-        return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)", (long long)op->classes, (long long)k.logits.cols);
+    if (op->classes < 0 || op->classes > k->logits.cols)
+        return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)", (long long)op->classes, (long long)k->logits.cols);
     AMPI_TRY(ampi_check_real(f, ".label_smoothing", (double)op->label_smoothing, isgreaterequal(op->label_smoothing, 0) && islessequal(op->label_smoothing, 1), "0 to 1"));
-    AMPI_TRY(ampi_check_real(f, ".factor", (double)op->factor, 1, "finite"));
-    if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
-    at.n = 0;
-    ampi_reads(&at, ".logits", &op->logits); ampi_reads_array(&at, ".labels", op->labels, k.logits.rows * (int64_t)sizeof *op->labels);
-    ampi_reads_array(&at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
-    ampi_writes_over(&at, ".dlogits", &op->dlogits, ".logits", NULL); ampi_writes_array(&at, ".loss", op->loss, sizeof *op->loss);
-    ampi_writes_array(&at, ".losses", op->losses, k.logits.rows * (int64_t)sizeof *op->losses);
-    AMPI_TRY(ampi_check_places(f, &at));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_CROSS_ENTROPY, op->layer, k.logits.dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
-    k.classes = op->classes ? op->classes : k.logits.cols;
-    k.labels = op->labels;
-    k.ignore_index = op->ignore_index ? op->ignore_index : -100;
-    k.sum = op->reduction == AMP_REDUCTION_SUM;
-    k.smoothing = op->label_smoothing;
-    k.factor = op->factor == 0 ? 1 : op->factor;
-    k.grad_scale = op->grad_scale;
-    k.loss = op->loss;
-    k.losses = op->losses;
-    k.bad_label = ampi_bad_row(amp, &bad);
-    AMPI_TRY(ampi_as(f, amp->backend->cross_entropy(amp->dev, &k, amp->desc.stream)));
-    if (bad != 0)
-        return ampi_fail(AMP_ERR_LABEL, f, ".labels[%d] = %d, must be 0 to %lld or ignore_index %d", bad - 1, op->labels[bad - 1], (long long)k.classes - 1, k.ignore_index);
-    op->plan = plan;
+    AMPI_TRY(ampi_check_loss(f, op->factor, op->reduction));
+    ampi_reads(at, ".logits", &op->logits); ampi_reads_array(at, ".labels", op->labels, k->logits.rows * (int64_t)sizeof *op->labels);
+    ampi_reads_array(at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
+    ampi_writes_over(at, ".dlogits", &op->dlogits, ".logits", NULL); ampi_writes_array(at, ".loss", op->loss, sizeof *op->loss);
+    ampi_writes_array(at, ".losses", op->losses, k->logits.rows * (int64_t)sizeof *op->losses);
+    c->inputs[0] = k->logits.dtype;
+    k->classes = op->classes ? op->classes : k->logits.cols;
+    k->labels = op->labels;
+    k->ignore_index = op->ignore_index ? op->ignore_index : -100;
+    k->sum = op->reduction == AMP_REDUCTION_SUM;
+    k->smoothing = op->label_smoothing;
+    k->factor = op->factor == 0 ? 1 : op->factor;
+    k->grad_scale = op->grad_scale;
+    k->loss = op->loss;
+    k->losses = op->losses;
+    k->bad_label = ampi_bad_row(c->amp, &c->bad);
     return AMP_OK;
 }
 
-AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op) {
-    const char *f = "amp_mse";
-    ampi_places at;
-    amp_k_mse k;
-    amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_mse_op, plan)));
-    memset(&k, 0, sizeof k);
-    k.n = amp_tensor_count(&op->x);
-    AMPI_TRY(ampi_check_flat(f, "x", &op->x, k.n, AMP_DTYPE_DEFAULT));
-    AMPI_TRY(ampi_check_flat(f, "target", &op->target, k.n, AMP_DTYPE_DEFAULT));
-    if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, op->x.dtype));
+static amp_result ampi_cross_entropy_kernel(ampi_call *c) {
+    const amp_k_cross_entropy *k = &c->k.cross_entropy;
+    AMPI_TRY(c->amp->backend->cross_entropy(c->amp->dev, k, c->amp->desc.stream));
+    if (c->bad == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_LABEL, c->f, ".labels[%d] = %d, must be 0 to %lld or ignore_index %d", c->bad - 1, k->labels[c->bad - 1], (long long)k->classes - 1, k->ignore_index);
+}
+
+static amp_result ampi_mse_prepare(ampi_call *c) {
+    const amp_mse_op *op = (const amp_mse_op *)c->op;
+    amp_k_mse *k = &c->k.mse;
+    const char *f = c->f;
+    k->n = amp_tensor_count(&op->x);
+    AMPI_TRY(ampi_check_flat(f, "x", &op->x, k->n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_check_flat(f, "target", &op->target, k->n, AMP_DTYPE_DEFAULT));
+    if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k->n, op->x.dtype));
     AMPI_TRY(ampi_need(f, op->loss != NULL, ".loss"));
-    AMPI_TRY(ampi_check_real(f, ".factor", (double)op->factor, 1, "finite"));
-    if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
-    at.n = 0;
-    ampi_reads(&at, ".x", &op->x); ampi_reads(&at, ".target", &op->target); ampi_reads_array(&at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
-    ampi_writes_over(&at, ".dx", &op->dx, ".x", NULL); ampi_writes_array(&at, ".loss", op->loss, sizeof *op->loss);
-    AMPI_TRY(ampi_check_places(f, &at));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MSE, op->layer, op->x.dtype, op->target.dtype, 0, &op->plan, &plan));
-    k.x = op->x.data; k.x_dtype = op->x.dtype;
-    k.target = op->target.data; k.target_dtype = op->target.dtype;
-    k.dx = op->dx.data;
-    k.sum = op->reduction == AMP_REDUCTION_SUM;
-    k.factor = op->factor == 0 ? 1 : op->factor;
-    k.grad_scale = op->grad_scale;
-    k.loss = op->loss;
-    AMPI_TRY(ampi_as(f, amp->backend->mse(amp->dev, &k, amp->desc.stream)));
-    op->plan = plan;
+    AMPI_TRY(ampi_check_loss(f, op->factor, op->reduction));
+    ampi_reads(&c->at, ".x", &op->x); ampi_reads(&c->at, ".target", &op->target);
+    ampi_reads_array(&c->at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
+    ampi_writes_over(&c->at, ".dx", &op->dx, ".x", NULL); ampi_writes_array(&c->at, ".loss", op->loss, sizeof *op->loss);
+    k->x = op->x.data; k->x_dtype = c->inputs[0] = op->x.dtype;
+    k->target = op->target.data; k->target_dtype = c->inputs[1] = op->target.dtype;
+    k->dx = op->dx.data;
+    k->sum = op->reduction == AMP_REDUCTION_SUM;
+    k->factor = op->factor == 0 ? 1 : op->factor;
+    k->grad_scale = op->grad_scale;
+    k->loss = op->loss;
     return AMP_OK;
 }
+
+static amp_result ampi_mse_kernel(ampi_call *c) { return c->amp->backend->mse(c->amp->dev, &c->k.mse, c->amp->desc.stream); }
 
 /* ---- Embedding */
-
-static amp_result ampi_embedding_args(const char *f, const amp_embedding_op *op, amp_k_embedding *k) {
-    memset(k, 0, sizeof *k);
-    AMPI_TRY(ampi_need(f, op->ids && op->table, ".ids or .table"));
-    AMPI_TRY(ampi_rows(f, "y", &op->y, &k->y));
-    AMPI_TRY(ampi_rows(f, "table", &op->table->weight, &k->table));
-    k->ids = op->ids;
-    k->n = k->y.rows;
-    k->seq = op->seq ? op->seq : AMPI_MAX(k->n, 1);
-    if (k->seq < 0) return ampi_fail(AMP_ERR_RANGE, f, ".seq = %lld, must be 1 or more (0: all rows)", (long long)op->seq);
-    AMPI_TRY(ampi_check_weight(f, "table", op->table, k->table.rows, k->y.cols));
-    if (op->positions == NULL) return AMP_OK;
-    AMPI_TRY(ampi_rows(f, "positions", &op->positions->weight, &k->positions));
-    if (k->positions.rows < AMPI_MIN(k->seq, k->n) || k->positions.cols != k->y.cols)
-        return ampi_fail(AMP_ERR_SHAPE, f, ".positions is [%lld, %lld], must be [at least %lld, %lld]", (long long)k->positions.rows, (long long)k->positions.cols,
-                         (long long)AMPI_MIN(k->seq, k->n), (long long)k->y.cols);
-    return AMP_OK;
-}
-
-AMP_API amp_result amp_embedding(amp_context *amp, amp_embedding_op *op) {
-    const char *f = "amp_embedding";
-    int32_t bad = 0;
-    ampi_places at;
-    amp_k_embedding k;
-    amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_embedding_op, plan)));
-    AMPI_TRY(ampi_check_known(amp, f, op->table));
-    AMPI_TRY(ampi_check_known(amp, f, op->positions));
-    AMPI_TRY(ampi_embedding_args(f, op, &k));
-    at.n = 0;
-    ampi_reads_array(&at, ".ids", op->ids, k.n * (int64_t)sizeof *op->ids);
-    ampi_reads_param(&at, ".table", op->table); ampi_reads_param(&at, ".positions", op->positions);
-    ampi_writes(&at, ".y", &op->y);
-    AMPI_TRY(ampi_check_places(f, &at));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT,
-                               ampi_versions(op->table, op->positions), &op->plan, &plan));
-    k.bad_id = ampi_bad_row(amp, &bad);
-    AMPI_TRY(ampi_as(f, amp->backend->embedding(amp->dev, &k, amp->desc.stream)));
-    if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);
-    op->plan = plan;
-    return AMP_OK;
-}
 
 static void ampi_grad_mat(const amp_param *p, const amp_mat *like, amp_mat *grad, int32_t *add) {
     if (!ampi_wants_grad(p)) return;
@@ -12427,56 +12346,66 @@ static void ampi_grad_mat(const amp_param *p, const amp_mat *like, amp_mat *grad
     *add = p->grad_live;
 }
 
-AMP_API amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op) {
-    const char *f = "amp_embedding_backward";
-    int32_t bad = 0;
-    ampi_places at;
-    amp_k_embedding k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_embedding_op, plan)));
-    AMPI_TRY(ampi_check_known(amp, f, op->table));
-    AMPI_TRY(ampi_check_known(amp, f, op->positions));
-    AMPI_TRY(ampi_check_plan(f, &op->plan));
-    AMPI_TRY(ampi_embedding_args(f, op, &k));
-    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
-    at.n = 0;
-    ampi_reads_array(&at, ".ids", op->ids, k.n * (int64_t)sizeof *op->ids); ampi_reads(&at, ".dy", &op->dy);
-    ampi_writes_gradient(&at, ".table->grad", op->table); ampi_writes_gradient(&at, ".positions->grad", op->positions);
-    AMPI_TRY(ampi_check_places(f, &at));
-    ampi_grad_mat(op->table, &k.table, &k.dtable, &k.add_table);
-    ampi_grad_mat(op->positions, &k.positions, &k.dpositions, &k.add_positions);
-    k.bad_id = ampi_bad_row(amp, &bad);
-    AMPI_TRY(ampi_as(f, amp->backend->embedding_backward(amp->dev, &k, amp->desc.stream)));
-    if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);
-    ampi_gradient_live(op->table, 1);
-    ampi_gradient_live(op->positions, 1);
+static amp_result ampi_embedding_prepare(ampi_call *c) {
+    const amp_embedding_op *op = (const amp_embedding_op *)c->op;
+    amp_k_embedding *k = &c->k.embedding;
+    ampi_places *at = &c->at;
+    const char *f = c->f;
+    AMPI_TRY(ampi_need(f, op->ids && op->table, ".ids or .table"));
+    AMPI_TRY(ampi_rows(f, "y", &op->y, &k->y));
+    AMPI_TRY(ampi_rows(f, "table", &op->table->weight, &k->table));
+    k->ids = op->ids;
+    k->n = k->y.rows;
+    k->seq = op->seq ? op->seq : AMPI_MAX(k->n, 1);
+    if (k->seq < 0) return ampi_fail(AMP_ERR_RANGE, f, ".seq = %lld, must be 1 or more (0: all rows)", (long long)op->seq);
+    AMPI_TRY(ampi_check_weight(f, "table", op->table, k->table.rows, k->y.cols));
+    if (op->positions != NULL) {
+        AMPI_TRY(ampi_rows(f, "positions", &op->positions->weight, &k->positions));
+        if (k->positions.rows < AMPI_MIN(k->seq, k->n) || k->positions.cols != k->y.cols)
+            return ampi_fail(AMP_ERR_SHAPE, f, ".positions is [%lld, %lld], must be [at least %lld, %lld]", (long long)k->positions.rows,
+                             (long long)k->positions.cols, (long long)AMPI_MIN(k->seq, k->n), (long long)k->y.cols);
+    }
+    c->inputs[0] = k->table.dtype;
+    k->bad_id = ampi_bad_row(c->amp, &c->bad);
+    ampi_reads_array(at, ".ids", op->ids, k->n * (int64_t)sizeof *op->ids);
+    if (!c->backward) {
+        ampi_reads_param(at, ".table", op->table); ampi_reads_param(at, ".positions", op->positions);
+        ampi_writes(at, ".y", &op->y);
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k->y, &k->dy));
+    ampi_reads(at, ".dy", &op->dy);
+    ampi_writes_gradient(at, ".table->grad", op->table); ampi_writes_gradient(at, ".positions->grad", op->positions);
+    ampi_grad_mat(op->table, &k->table, &k->dtable, &k->add_table);
+    ampi_grad_mat(op->positions, &k->positions, &k->dpositions, &k->add_positions);
     return AMP_OK;
+}
+
+static amp_result ampi_embedding_kernel(ampi_call *c) {
+    const amp_backend *b = c->amp->backend;
+    const amp_k_embedding *k = &c->k.embedding;
+    AMPI_TRY((c->backward ? b->embedding_backward : b->embedding)(c->amp->dev, k, c->amp->desc.stream));
+    if (c->bad == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_LABEL, c->f, ".ids[%d] = %d, must be 0 to %lld", c->bad - 1, k->ids[c->bad - 1], (long long)k->table.rows - 1);
 }
 
 /* ---- Dropout */
 
-static amp_result ampi_dropout_p(const char *f, const amp_dropout_op *op) {
-    return ampi_check_real(f, ".p", (double)op->p, isgreaterequal(op->p, 0) && isless(op->p, 1), "0 to less than 1");
-}
-
-static amp_result ampi_dropout_run(amp_context *amp, const char *f, const amp_dropout_op *op, const amp_plan *plan, const amp_tensor *from, const amp_tensor *to) {
-    amp_k_dropout k;
-    memset(&k, 0, sizeof k);
-    k.n = amp_tensor_count(from);
-    k.x = from->data; k.x_dtype = from->dtype;
-    k.y = to->data; k.y_dtype = to->dtype;
-    k.p = plan->mode == AMP_MODE_INFERENCE ? 0 : op->p;
-    k.seed = plan->random_seed;
-    k.offset = plan->random_offset;
-    k.base = plan->captured ? &amp->cells->random : NULL;
-    return ampi_as(f, amp->backend->dropout(amp->dev, &k, amp->desc.stream));
-}
-
-static amp_result ampi_dropout_check(const char *f, const amp_tensor *from, const char *from_name, const amp_tensor *to, const char *to_name) {
-    ampi_places at;
-    AMPI_TRY(ampi_check_flat(f, to_name + 1, to, amp_tensor_count(from), AMP_DTYPE_DEFAULT));
-    at.n = 0;
-    ampi_reads(&at, from_name, from); ampi_writes_over(&at, to_name, to, from_name, NULL);
-    return ampi_check_places(f, &at);
+static amp_result ampi_dropout_prepare(ampi_call *c) {
+    const amp_dropout_op *op = (const amp_dropout_op *)c->op;
+    const amp_tensor *from = c->backward ? &op->dy : &op->x, *to = c->backward ? &op->dx : &op->y;
+    const char *from_name = c->backward ? ".dy" : ".x", *to_name = c->backward ? ".dx" : ".y";
+    amp_k_dropout *k = &c->k.dropout;
+    AMPI_TRY(ampi_check_real(c->f, ".p", (double)op->p, isgreaterequal(op->p, 0) && isless(op->p, 1), "0 to less than 1"));
+    k->n = amp_tensor_count(&op->x);
+    AMPI_TRY(ampi_check_flat(c->f, from_name + 1, from, k->n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_check_flat(c->f, to_name + 1, to, k->n, AMP_DTYPE_DEFAULT));
+    ampi_reads(&c->at, from_name, from); ampi_writes_over(&c->at, to_name, to, from_name, NULL);
+    c->inputs[0] = op->x.dtype;
+    k->x = from->data; k->x_dtype = from->dtype;
+    k->y = to->data; k->y_dtype = to->dtype;
+    k->p = op->p;
+    return AMP_OK;
 }
 
 /* Takes the next n random numbers, none in inference. */
@@ -12489,31 +12418,82 @@ static void ampi_dropout_numbers(amp_context *amp, int64_t n, amp_plan *plan) {
     ampi_unlock(amp);
 }
 
-AMP_API amp_result amp_dropout(amp_context *amp, amp_dropout_op *op) {
-    const char *f = "amp_dropout";
-    int64_t n;
-    amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_dropout_op, plan)));
-    AMPI_TRY(ampi_dropout_p(f, op));
-    n = amp_tensor_count(&op->x);
-    AMPI_TRY(ampi_check_flat(f, "x", &op->x, n, AMP_DTYPE_DEFAULT));
-    AMPI_TRY(ampi_dropout_check(f, &op->x, ".x", &op->y, ".y"));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_DROPOUT, op->layer, op->x.dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
-    if (!ampi_is_recomputing(amp)) ampi_dropout_numbers(amp, op->p > 0 ? n : 0, &plan);
-    AMPI_TRY(ampi_dropout_run(amp, f, op, &plan, &op->x, &op->y));
-    op->plan = plan;
+static amp_result ampi_dropout_kernel(ampi_call *c) {
+    amp_k_dropout *k = &c->k.dropout;
+    if (!c->backward && !ampi_is_recomputing(c->amp)) ampi_dropout_numbers(c->amp, k->p > 0 ? k->n : 0, &c->plan);
+    if (c->plan.mode == AMP_MODE_INFERENCE) k->p = 0;
+    k->seed = c->plan.random_seed;
+    k->offset = c->plan.random_offset;
+    k->base = c->plan.captured ? &c->amp->cells->random : NULL;
+    return c->amp->backend->dropout(c->amp->dev, k, c->amp->desc.stream);
+}
+
+/* ---- Calls.  A row: where in the op struct, which begins with .layer, the plan and up to two parameters are (0: none), whether the
+   first of them names a layer without a name, and the operator's functions. */
+
+typedef struct ampi_operator {
+    const char *names[2];           /* of the public functions */
+    size_t plan, params[2];
+    int named;
+    amp_result (*prepare)(ampi_call *c);
+    amp_result (*kernel)(ampi_call *c);
+} ampi_operator;
+
+#define AMPI_CALL(name, a, b, named) \
+    {{"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##name##_op, plan), {a, b}, named, ampi_##name##_prepare, ampi_##name##_kernel}
+#define AMPI_IN(name, field) offsetof(amp_##name##_op, field)
+static const ampi_operator ampi_calls[] = {     /* from AMP_OP_SOFTMAX on */
+    AMPI_CALL(softmax, 0, 0, 0),
+    AMPI_CALL(activation, AMPI_IN(activation, bias), 0, 0),
+    AMPI_CALL(swiglu, AMPI_IN(swiglu, gate_bias), AMPI_IN(swiglu, up_bias), 0),
+    AMPI_CALL(cross_entropy, 0, 0, 0),
+    AMPI_CALL(mse, 0, 0, 0),
+    AMPI_CALL(embedding, AMPI_IN(embedding, table), AMPI_IN(embedding, positions), 1),
+    AMPI_CALL(dropout, 0, 0, 0)
+};
+
+static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backward) {
+    const ampi_operator *row = &ampi_calls[id - AMP_OP_SOFTMAX];
+    const char *f = row->names[backward], *layer;
+    amp_plan *plan;
+    ampi_call c;
+    int i;
+    AMPI_TRY(ampi_op_begin(f, amp, op, row->plan));
+    c.amp = amp; c.f = f; c.op = op; c.id = id; c.backward = backward; c.bad = 0;
+    c.inputs[0] = c.inputs[1] = AMP_DTYPE_DEFAULT;
+    c.at.n = 0;
+    memset(&c.k, 0, sizeof c.k);
+    memcpy(&layer, op, sizeof layer);
+    plan = (amp_plan *)(void *)((char *)op + row->plan);
+    for (i = 0; i < 2; i++) {
+        c.params[i] = NULL;
+        if (row->params[i]) memcpy(&c.params[i], (char *)op + row->params[i], sizeof *c.params);
+        AMPI_TRY(ampi_check_known(amp, f, c.params[i]));
+    }
+    if (backward) AMPI_TRY(ampi_check_plan(f, plan));
+    AMPI_TRY(row->prepare(&c));
+    AMPI_TRY(ampi_check_places(f, &c.at));
+    if (backward) c.plan = *plan;
+    else AMPI_TRY(ampi_plan_forward(amp, f, id, row->named ? ampi_layer_name(layer, c.params[0]) : layer, c.inputs[0], c.inputs[1],
+                                    ampi_versions(c.params[0], c.params[1]), plan, &c.plan));
+    AMPI_TRY(ampi_as(f, row->kernel(&c)));
+    if (!backward) *plan = c.plan;
+    for (i = 0; i < 2 && backward; i++) ampi_gradient_live(c.params[i], 1);
     return AMP_OK;
 }
 
-AMP_API amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op) {
-    const char *f = "amp_dropout_backward";
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_dropout_op, plan)));
-    AMPI_TRY(ampi_check_plan(f, &op->plan));
-    AMPI_TRY(ampi_dropout_p(f, op));
-    AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
-    AMPI_TRY(ampi_dropout_check(f, &op->dy, ".dy", &op->dx, ".dx"));
-    return ampi_dropout_run(amp, f, op, &op->plan, &op->dy, &op->dx);
-}
+AMP_API amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) { return ampi_operate(amp, AMP_OP_SOFTMAX, op, 0); }
+AMP_API amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) { return ampi_operate(amp, AMP_OP_SOFTMAX, op, 1); }
+AMP_API amp_result amp_activation(amp_context *amp, amp_activation_op *op) { return ampi_operate(amp, AMP_OP_ACTIVATION, op, 0); }
+AMP_API amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op) { return ampi_operate(amp, AMP_OP_ACTIVATION, op, 1); }
+AMP_API amp_result amp_swiglu(amp_context *amp, amp_swiglu_op *op) { return ampi_operate(amp, AMP_OP_SWIGLU, op, 0); }
+AMP_API amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op) { return ampi_operate(amp, AMP_OP_SWIGLU, op, 1); }
+AMP_API amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op) { return ampi_operate(amp, AMP_OP_CROSS_ENTROPY, op, 0); }
+AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op) { return ampi_operate(amp, AMP_OP_MSE, op, 0); }
+AMP_API amp_result amp_embedding(amp_context *amp, amp_embedding_op *op) { return ampi_operate(amp, AMP_OP_EMBEDDING, op, 0); }
+AMP_API amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op) { return ampi_operate(amp, AMP_OP_EMBEDDING, op, 1); }
+AMP_API amp_result amp_dropout(amp_context *amp, amp_dropout_op *op) { return ampi_operate(amp, AMP_OP_DROPOUT, op, 0); }
+AMP_API amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op) { return ampi_operate(amp, AMP_OP_DROPOUT, op, 1); }
 
 /* ---- Add, cast, random state */
 
