@@ -1738,74 +1738,42 @@ typedef enum amp_nan_action {
 
 #define AMP_INTERVAL_OFF (-1)       /* an interval: never */
 
-/* The key in files, the field, the default, and other values.  Environment variables are AMP_ and the key in capitals.
-   Enum values go without their prefix, in either case; switches are true, false, on, off, yes, no, 1, 0; "default"
-   restores any default.  Intervals are numbers of steps, or "off".  What is not explained here is in the desc of the
-   field's name.
+/* Keys in files, with the field if its name differs; default; other values.  Environment variables are AMP_ and the key
+   in capitals.  Enum values go without their prefix, in either case; switches are true, false, on, off, yes, no, 1, 0;
+   "default" restores any default.  Intervals are numbers of steps, or "off".  More is said in the descs with these
+   fields; README.md has the names in Python trainers.
 
-    "enabled"            .disable           true       false: regions compute in their operands' dtypes
-    "dtype"              .dtype             auto       fp32, tf32, fp16, bf16
-    "autocast_dtype"     .autocast_dtype    auto       the same
-    "cast_inputs"        .cast_inputs       false      true (to the dtype of regions), fp32
-    "cast_outputs"       .cast_outputs      false      the same
-    "level"              .level             O1         O0 to O3; for O2 and O3 store weights in 16 bits
-    "policy"             .policy            fused      torch
-    "mode"               .mode              training   inference
-    "memory_efficient"   .memory_efficient  false      models that can recompute do (examples/train_gpt.c)
-    "cache"              .disable_cache     true       the cast cache
-    "saturate_inputs"    .saturate_inputs   false
-    "fallback"           .fallback          none
-    "tf32"               .allow_tf32        false
-    "autotune"           .autotune          off
-    "scaler"             .use_scaler        auto       auto (fp16 only), on, off
-    "scaler_preset"      .scaler.preset     default    the names of amp_scaler_preset
-    "frozen"             .scaler.frozen     false
+    "enabled" .disable            true      false: regions compute in their operands' dtypes
+    "dtype"                       auto      fp32, tf32, fp16, bf16
+    "autocast_dtype"              auto      the same
+    "cast_inputs", "cast_outputs" false     true (to the dtype of regions), fp32
+    "level"                       O1        O0 to O3; for O2 and O3 store weights in 16 bits
+    "policy"                      fused     torch
+    "mode"                        training  inference
+    "memory_efficient"            false     models that can recompute do (examples/train_gpt.c)
+    "cache" .disable_cache        true      the cast cache
+    "saturate_inputs"             false
+    "fallback"                    none      fp32, tf32, fp16, bf16
+    "tf32" .allow_tf32            false
+    "autotune"                    off       on
+    "scaler" .use_scaler          auto      on, off
+    "scaler_preset" .scaler.preset default   the names of amp_scaler_preset
     "init_scale" "growth_factor" "backoff_factor" "growth_interval" "min_scale" "max_scale" "hysteresis" "tolerance"
-                         .scaler            the preset's; "none" for no floor, ceiling or growth
-    "clip_norm"          .clip_norm         none       above 0, finite
-    "accumulation"       .accumulation      1          1 to 1000000
-    "log_interval"       .log_interval      100        between step records
-    "memory_interval"    .memory_interval   100        between memory queries
-    "cleanup_interval"   .cleanup_interval  off        between calls of amp_cleanup
-    "tensor_stats_interval"  .tensor_stats_interval off  if set, make an amp_tensor_stats with it
-    "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that gives a warning
-    "nan_action"         .nan_action        skip       report, skip, stop, recover
-    "max_skips"          .max_skips         25         consecutive skips that are an anomaly, 1 or more
-    "max_retries"        .max_retries       3          of an amp_recovery: 0 to 1000
-    "batch_growth_interval" .batch_growth_interval off  of an amp_recovery
-    "workers"            .workers           2          of a loader: 0 to 64
-    "prefetch"           .prefetch          2          of a loader
-    "pin"                .disable_pinned    true       batches in pinned memory, where the device has it
-    "debug"              .debug             false      log each operator's decision once (AMP_LOG_DECISION)
-
-   What trainers in Python call these: their names -> a key, a field, a call, or a flag of examples/train_gpt.c.
-
-    use_amp amp_enabled use_mixed_precision mixed_precision_enabled mixed_precision_autocast_enabled -> "enabled"
-    mixed_precision mixed_precision_dtype amp_dtype fp_precision PRECISION -> "dtype"; no, none: fp32; fp8: refused
-    mixed_precision_autocast_dtype mixed_precision_autocast_fast_dtype -> "autocast_dtype"
-    mixed_precision_autocast_fallback_dtype -> "fallback"
-    mixed_precision_autocast_mode mixed_precision_autocast_cache_enabled -> "mode" "cache"
-    mixed_precision_cast_inputs mixed_precision_cast_outputs -> "cast_inputs" "cast_outputs"
-    amp_opt_level mixed_precision_cast_model -> "level"; O2 casts the model
-    mixed_precision_memory_efficient grad_ckpt -> "memory_efficient" amp_recompute_begin
-    mixed_precision_grad_scaler mixed_precision_grad_scaler_enabled -> "scaler"
-    mixed_precision_grad_scaler_init_scale grad_scaler_init -> "init_scale"
-    mixed_precision_grad_scaler_growth_factor -> "growth_factor"
-    mixed_precision_grad_scaler_backoff_factor grad_scaler_backoff -> "backoff_factor"
-    mixed_precision_grad_scaler_growth_interval grad_scaler_growth_interval -> "growth_interval"
-    allow_tf32 cudnn_benchmark max_norm grad_accum_steps -> "tf32" "autotune" "clip_norm" "accumulation"
-    compile -> amp_graph_begin; operators are fused anyway
-    num_workers prefetch_factor pin_memory -> "workers" "prefetch" "pin"
-    persistent_workers non_blocking -> amp_loader_next; always
-    gpu_log_interval log_gpu_memory empty_cache -> "log_interval" "memory_interval" "cleanup_interval"
-    debug -> "debug" "tensor_stats_interval"
-    batch_size BATCH_SIZE seq_len epochs max_steps learning_rate -> .batch .seq .epochs --steps .lr
-    enable_mixed_precision disable_mixed_precision -> amp_settings_apply amp_set_enabled
-    optimize_mixed_precision_for_hardware get_mixed_precision_status -> amp_advise amp_status_get
-    _setup_mixed_precision _get_optimal_mixed_precision_dtype -> amp_settings_fill amp_choose
-    get_scale gradient_scaler_scale -> amp_scaler_scale
-    _verify_autocast_compatibility GPUDeviceManager -> amp_verify amp_verify_placement
-    _causal_mask_cache clear_mask_cache -> amp_mask_get amp_mask_cache_clear */
+    "frozen" .scaler.KEY          preset's  "none" for no floor, ceiling or growth
+    "clip_norm"                   none      above 0
+    "accumulation"                1         to 1000000
+    "log_interval"                100       between step records
+    "memory_interval"             100       between memory queries
+    "cleanup_interval"            off       between calls of amp_cleanup
+    "tensor_stats_interval"       off       if set, make an amp_tensor_stats with it
+    "memory_warning"              0.9       share of the device's memory, up to 1, that gives a warning
+    "nan_action"                  skip      report, stop, recover
+    "max_skips"                   25        consecutive skips that are an anomaly, 1 or more
+    "max_retries"                 3         of an amp_recovery: 0 to 1000
+    "batch_growth_interval"       off       of an amp_recovery
+    "workers", "prefetch"         2         of a loader: 0 to 64, 1 to 1024
+    "pin" .disable_pinned         true      batches in pinned memory, where the device has it
+    "debug"                       false     log each operator's decision once (AMP_LOG_DECISION) */
 typedef struct amp_settings {
     int32_t disable;
     amp_dtype dtype, autocast_dtype;

@@ -390,7 +390,7 @@ TEST(nothing_is_read_silently) {
     unsetenv(ENV("NONSENSE"));
 }
 
-/* ---- The manual's table of what trainers in Python call the settings */
+/* ---- README's table of what trainers in Python call the settings */
 
 /* Every key, flag and call of the five descriptions that the library is to answer. */
 static const char *const python_names[] = {
@@ -406,7 +406,9 @@ static const char *const python_names[] = {
     "gpu_log_interval", "log_gpu_memory", "empty_cache", "debug", "batch_size", "BATCH_SIZE", "seq_len", "epochs", "max_steps",
     "learning_rate", "enable_mixed_precision", "disable_mixed_precision", "optimize_mixed_precision_for_hardware",
     "get_mixed_precision_status", "_setup_mixed_precision", "_get_optimal_mixed_precision_dtype", "get_scale", "gradient_scaler_scale",
-    "_verify_autocast_compatibility", "GPUDeviceManager", "_causal_mask_cache", "clear_mask_cache"};
+    "_verify_autocast_compatibility", "GPUDeviceManager", "_causal_mask_cache", "clear_mask_cache", "cast_model_outputs",
+    "gradient_checkpointing", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis", "max_grad_norm",
+    "gradient_accumulation_steps", "logging_steps", "detect_anomaly", "terminate_on_nan", "auto_find_batch_size"};
 enum { PYTHON_NAMES = sizeof python_names / sizeof *python_names };
 
 static char *whole_file(const char *path) {
@@ -438,15 +440,16 @@ static int answers(const char *word, const char *api, const char *trainer) {
     return strstr(trainer, name) != NULL;
 }
 
-TEST(the_manual_maps_every_name_of_python_trainers) {
-    char *header = whole_file("amp.h"), *trainer = whole_file("examples/train_gpt.c"), *end, *row, *next, *word, *arrow;
+TEST(readme_maps_every_name_of_python_trainers) {
+    char *header = whole_file("amp.h"), *readme = whole_file("README.md"), *trainer = whole_file("examples/train_gpt.c");
+    char *end, *row, *next, *word, *arrow, *table = strstr(readme, "## From a Python trainer's settings");
     char *stop = strstr(header, "/* Stop here");
     int seen[PYTHON_NAMES] = {0}, rows = 0, ours, keys_seen = 0;
     if (stop != NULL) *stop = 0;
-    char *copy = strdup(header), *table = strstr(copy, "   What trainers in Python call these");
+    if (table != NULL) table = strstr(table, "```\n");
     CHECK(stop != NULL && table != NULL);
     if (table == NULL) return;
-    end = strstr(table, "*/");
+    end = strstr(table + 4, "```");
     CHECK(end != NULL);
     *end = 0;
     for (word = strstr(header, "/*"); word != NULL; word = strstr(word, "/*"))     /* comments declare nothing */
@@ -476,8 +479,8 @@ TEST(the_manual_maps_every_name_of_python_trainers) {
     CHECK(rows > 20 && keys_seen > 20);
     CHECK(answers("\"dtpye\"", header, trainer) == 0 && answers("amp_nothing", header, trainer) == 0 && answers(".nothing", header, trainer) == 0 &&
           answers("--nothing", header, trainer) == 0 && answers("words", header, trainer) == -1);
-    free(copy);
     amp_file_free(NULL, header, 0);
+    amp_file_free(NULL, readme, 0);
     amp_file_free(NULL, trainer, 0);
 }
 
@@ -2011,7 +2014,7 @@ int main(int argc, char **argv) {
     RUN(text_is_read_with_comments_blank_lines_and_any_line_ends); RUN(malformed_text_is_refused_with_name_line_and_key);
     RUN(text_comes_back_as_the_same_bytes); RUN(no_bytes_do_harm); RUN(files_are_read_and_refused);
     RUN(the_environment_is_read_when_asked_for); RUN(nothing_is_read_silently);
-    RUN(the_manual_maps_every_name_of_python_trainers); RUN(contradictions_are_refused_with_both_keys); RUN(fields_out_of_range_are_refused);
+    RUN(readme_maps_every_name_of_python_trainers); RUN(contradictions_are_refused_with_both_keys); RUN(fields_out_of_range_are_refused);
     RUN(enabled_and_dtype_decide_what_regions_compute_in); RUN(autocast_dtype_is_that_of_regions);
     RUN(autocast_dtype_trains_as_dtype_does); RUN(cast_inputs_decides_what_loaders_deliver); RUN(cast_inputs_train_the_same);
     RUN(cast_inputs_and_outputs_say_which_dtype); RUN(workers_prefetch_and_pin_reach_the_loader); RUN(level_decides_what_weights_are_stored_in);
