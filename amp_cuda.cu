@@ -284,6 +284,26 @@ unsigned ampc_grid(const ampc_device *dev, int64_t blocks, int per_sm) {
 /* Blocks of `size` that n needs. */
 __host__ __device__ inline int64_t ampc_blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
+/* A number that a kernel divides by: i / d = 2 i factor / 2^(64 + shift) for 0 <= i < 2^63 (Granlund and Montgomery
+   1994), where a 64-bit division would be a hundred instructions. */
+struct ampc_divisor {
+    int64_t d;
+    uint64_t factor;
+    int shift;
+    ampc_divisor(int64_t by = 1) : d(by), shift(0) {
+        __extension__ typedef unsigned __int128 wide;
+        const uint64_t least = d > 1 ? (uint64_t)d : 1;
+        while ((uint64_t)1 << shift < least) shift++;
+        factor = (uint64_t)((((wide)1 << (63 + shift)) + (wide)(least - 1)) / (wide)least);
+    }
+};
+/* i / d, and i % d in *rest. */
+__device__ __forceinline__ int64_t ampc_divide(int64_t i, const ampc_divisor &by, int64_t *rest) {
+    int64_t q = (int64_t)(__umul64hi(2 * (uint64_t)i, by.factor) >> by.shift);
+    *rest = i - q * by.d;
+    return q;
+}
+
 /* Device memory for the kernels of one call, in the order of its stream; given back when the scope ends.
    get: AMP_OK and .data (256-byte aligned), or AMP_ERR_MEMORY. */
 struct ampc_scratch {
@@ -548,6 +568,17 @@ template <class T, int N> __device__ __forceinline__ void ampc_store_upto(T *p, 
     AMPC_UNROLL
     for (int i = 0; i < N; i++)
         if (i < n) ampc_put(p + i, x[i]);
+}
+
+/* The random words of a seed from `first` on; N is 1 or a multiple of 4. */
+template <int N> __device__ __forceinline__ void ampc_random(uint64_t seed, uint64_t first, uint32_t (&words)[N]) {
+    const int shift = (int)(first % 4);
+    uint32_t all[(N / 4 + 1) * 4 + 3] = {};
+    AMPC_UNROLL
+    for (int b = 0; b < N / 4 + 1; b++)
+        if (b == 0 || b < N / 4 || shift != 0) amp_philox(seed, 0, first / 4 + (uint64_t)b, all + 4 * b);
+    AMPC_UNROLL
+    for (int i = 0; i < N; i++) words[i] = shift == 0 ? all[i] : shift == 1 ? all[i + 1] : shift == 2 ? all[i + 2] : all[i + 3];
 }
 
 /* 1 where a pointer (and, for rows, their distance in bytes) allows 16-byte accesses. */
@@ -1391,6 +1422,8 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
 struct ampc_tf32 { uint32_t bits; };
 struct ampc_e4m3 { uint8_t bits; };
 struct ampc_e5m2 { uint8_t bits; };
+__host__ __device__ constexpr bool ampc_is_e4m3(const void *) { return false; }
+__host__ __device__ constexpr bool ampc_is_e4m3(const ampc_e4m3 *) { return true; }
 
 /* The 8-bit pattern of a finite or infinite fp32 magnitude, to nearest even; LARGEST + 1 beyond the largest finite
    one.  Subnormal results are rounded by adding a number whose last place is the smallest subnormal. */
@@ -1444,16 +1477,28 @@ __device__ __forceinline__ void ampc_narrow(ampc_e4m3 *to, uint32_t bits, int sa
 __device__ __forceinline__ void ampc_narrow(ampc_e5m2 *to, uint32_t bits, int saturate) {
     to->bits = ampc_to_8bit<2, 15, 0x7b>(bits, saturate);
 }
-/* Straight from an fp64 pattern. */
-__device__ __forceinline__ void ampc_narrow_wide(float *to, uint64_t x, int saturate) {
-    *to = ampi_f32_of_bits(ampi_to_f32(x, saturate));
+/* From an fp32 or fp64 pattern, straight and with any rounding that the format has. */
+struct ampc_rounding { int wide, saturate, mode; uint32_t random; };
+
+__device__ __forceinline__ void ampc_round(float *to, uint64_t x, const ampc_rounding &r) {
+    *to = ampi_f32_of_bits(ampi_to_f32(x, r.saturate));
 }
-__device__ __forceinline__ void ampc_narrow_wide(double *to, uint64_t x, int) { *to = ampi_f64_of_bits(x); }
-__device__ __forceinline__ void ampc_narrow_wide(ampc_f16 *to, uint64_t x, int s) { to->bits = ampi_to_f16(x, 1, s, AMPI_EVEN, 0); }
-__device__ __forceinline__ void ampc_narrow_wide(ampc_bf16 *to, uint64_t x, int s) { to->bits = ampi_to_bf16(x, 1, s, AMPI_EVEN, 0); }
-__device__ __forceinline__ void ampc_narrow_wide(ampc_tf32 *to, uint64_t x, int s) { to->bits = ampi_to_tf32(x, 1, s); }
-__device__ __forceinline__ void ampc_narrow_wide(ampc_e4m3 *to, uint64_t x, int s) { to->bits = ampi_to_e4m3(x, 1, s, AMPI_EVEN, 0); }
-__device__ __forceinline__ void ampc_narrow_wide(ampc_e5m2 *to, uint64_t x, int s) { to->bits = ampi_to_e5m2(x, 1, s, AMPI_EVEN, 0); }
+__device__ __forceinline__ void ampc_round(double *to, uint64_t x, const ampc_rounding &) { *to = ampi_f64_of_bits(x); }
+__device__ __forceinline__ void ampc_round(ampc_tf32 *to, uint64_t x, const ampc_rounding &r) {
+    to->bits = ampi_to_tf32(x, r.wide, r.saturate);
+}
+__device__ __forceinline__ void ampc_round(ampc_f16 *to, uint64_t x, const ampc_rounding &r) {
+    to->bits = ampi_to_f16(x, r.wide, r.saturate, r.mode, r.random);
+}
+__device__ __forceinline__ void ampc_round(ampc_bf16 *to, uint64_t x, const ampc_rounding &r) {
+    to->bits = ampi_to_bf16(x, r.wide, r.saturate, r.mode, r.random);
+}
+__device__ __forceinline__ void ampc_round(ampc_e4m3 *to, uint64_t x, const ampc_rounding &r) {
+    to->bits = ampi_to_e4m3(x, r.wide, r.saturate, r.mode, r.random);
+}
+__device__ __forceinline__ void ampc_round(ampc_e5m2 *to, uint64_t x, const ampc_rounding &r) {
+    to->bits = ampi_to_e5m2(x, r.wide, r.saturate, r.mode, r.random);
+}
 
 template <class D, class S> __device__ __forceinline__ D ampc_convert(S x, int saturate) {
     D y;
@@ -1462,8 +1507,49 @@ template <class D, class S> __device__ __forceinline__ D ampc_convert(S x, int s
 }
 template <class D> __device__ __forceinline__ D ampc_convert(double x, int saturate) {
     D y;
-    ampc_narrow_wide(&y, ampi_bits_f64(x), saturate);
+    ampc_round(&y, ampi_bits_f64(x), ampc_rounding{1, saturate, AMPI_EVEN, 0});
     return y;
+}
+template <class D, class S> __device__ __forceinline__ D ampc_convert_stochastic(S x, int saturate, uint32_t random) {
+    D y;
+    if constexpr (sizeof(S) == 8) ampc_round(&y, ampi_bits_f64(x), ampc_rounding{1, saturate, AMPI_STOCHASTIC, random});
+    else ampc_round(&y, ampc_pattern(x), ampc_rounding{0, saturate, AMPI_STOCHASTIC, random});
+    return y;
+}
+
+/* To E4M3 by an instruction, saturated and to nearest: from 8.9 on.  Of a NaN it keeps no sign, amp.h does. */
+__device__ __forceinline__ bool ampc_e4m3_units() {
+#if defined(__CUDA_ARCH__)
+    return __CUDA_ARCH__ >= 890;
+#elif !defined(__CUDACC__)
+    return coc_image() >= 89;
+#else
+    return false;
+#endif
+}
+__device__ __forceinline__ uint32_t ampc_e4m3_pair(uint32_t low, uint32_t high) {
+    uint16_t pair = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(__uint_as_float(high)), "f"(__uint_as_float(low)));
+#elif !defined(__CUDACC__)
+    pair = coc_cvt_e4m3x2(ampi_f32_of_bits(high), ampi_f32_of_bits(low));
+#endif
+    return pair | (low >> 24 & 0x80u) | (high >> 16 & 0x8000u);
+}
+
+/* Whether a piece was converted so. */
+template <class D, class S, int N> __device__ __forceinline__ bool ampc_convert_pairs(const S (&x)[N], D (&y)[N], int saturate) {
+    if constexpr (ampc_is_e4m3((D *)NULL) && sizeof(S) < 8) {
+        if (saturate && ampc_e4m3_units()) {
+            AMPC_UNROLL
+            for (int j = 0; j < N; j += 2) {
+                uint32_t pair = ampc_e4m3_pair(ampc_pattern(x[j]), ampc_pattern(x[j + 1]));
+                y[j].bits = (uint8_t)pair, y[j + 1].bits = (uint8_t)(pair >> 8);
+            }
+            return true;
+        }
+    }
+    return false;
 }
 
 /* 1 for what is infinite or NaN. */
@@ -1475,10 +1561,14 @@ __device__ __forceinline__ int ampc_beyond(ampc_tf32 x) { return (x.bits & 0x7f8
 __device__ __forceinline__ int ampc_beyond(ampc_e4m3 x) { return (x.bits & 0x7f) == 0x7f; }
 __device__ __forceinline__ int ampc_beyond(ampc_e5m2 x) { return (x.bits & 0x7c) == 0x7c; }
 
-/* A piece of an array in the elements' own type. */
+/* A piece of an array in the elements' own type: up to 16 bytes, or several times 16. */
 template <class T, int N> __device__ __forceinline__ void ampc_fetch(const T *p, T (&x)[N]) {
-    uint4 raw = ampc_get_piece<AMPC_ONCE, N * (int)sizeof(T)>(p);
-    memcpy(x, &raw, sizeof x);
+    const int bytes = N * (int)sizeof(T), each = bytes < 16 ? bytes : 16;
+    AMPC_UNROLL
+    for (int i = 0; i < bytes; i += each) {
+        uint4 raw = ampc_get_piece<AMPC_ONCE, each>((const char *)p + i);
+        memcpy((char *)x + i, &raw, each);
+    }
 }
 template <class T, int N> __device__ __forceinline__ void ampc_leave(T *p, const T (&x)[N]) {
     uint4 raw = {0, 0, 0, 0};
@@ -1525,10 +1615,12 @@ ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uns
         for (int u = 0; u < U; u++) {
             D y[W];
             if (i + u * 256 >= pieces) continue;
-            AMPC_UNROLL
-            for (int j = 0; j < W; j++) {
-                y[j] = ampc_convert<D>(x[u][j], saturate);
-                if (new_inf != NULL) found += ampc_beyond(y[j]) - ampc_beyond(x[u][j]);
+            if (!ampc_convert_pairs(x[u], y, saturate)) {
+                AMPC_UNROLL
+                for (int j = 0; j < W; j++) {
+                    y[j] = ampc_convert<D>(x[u][j], saturate);
+                    if (new_inf != NULL) found += ampc_beyond(y[j]) - ampc_beyond(x[u][j]);
+                }
             }
             ampc_leave(dst + (i + u * 256) * W, y);
         }
@@ -1543,47 +1635,33 @@ ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uns
     if (new_inf != NULL) ampc_count(new_inf, found, scratch);
 }
 
-/* Stochastic rounding to 16 and 8 bits.  A thread takes the elements whose random words are one block of Philox. */
-__device__ inline int ampc_round_stochastic(void *dst, amp_dtype to, const void *src, amp_dtype from, int64_t i,
-                                            int saturate, uint32_t random) {
-    int wide = from == AMP_F64, before, after;
-    uint64_t x;
-    if (wide) x = ampi_bits_f64(((const double *)src)[i]);
-    else if (from == AMP_F16) x = ampc_pattern(((const ampc_f16 *)src)[i]);
-    else if (from == AMP_BF16) x = ampc_pattern(((const ampc_bf16 *)src)[i]);
-    else if (from == AMP_E4M3) x = ampc_pattern(((const ampc_e4m3 *)src)[i]);
-    else if (from == AMP_E5M2) x = ampc_pattern(((const ampc_e5m2 *)src)[i]);
-    else x = ampc_pattern(((const float *)src)[i]);
-    before = wide ? (x >> 52 & 0x7ff) == 0x7ff : (x >> 23 & 0xff) == 0xff;
-    if (to == AMP_F16 || to == AMP_BF16) {
-        uint16_t y = to == AMP_F16 ? ampi_to_f16(x, wide, saturate, AMPI_STOCHASTIC, random)
-                                   : ampi_to_bf16(x, wide, saturate, AMPI_STOCHASTIC, random);
-        ((uint16_t *)dst)[i] = y;
-        after = to == AMP_F16 ? !amp_is_finite_f16(y) : !amp_is_finite_bf16(y);
-    } else {
-        uint8_t y = to == AMP_E4M3 ? ampi_to_e4m3(x, wide, saturate, AMPI_STOCHASTIC, random)
-                                   : ampi_to_e5m2(x, wide, saturate, AMPI_STOCHASTIC, random);
-        ((uint8_t *)dst)[i] = y;
-        after = to == AMP_E4M3 ? (y & 0x7f) == 0x7f : (y & 0x7c) == 0x7c;
-    }
-    return after - before;
-}
-
-__global__ void __launch_bounds__(256)
-ampc_cast_stochastic_kernel(void *dst, amp_dtype to, const void *src, amp_dtype from, int64_t n, int saturate,
-                            uint64_t seed, uint64_t offset, unsigned long long *new_inf) {
+/* Stochastic rounding to 16 and 8 bits.  A piece is 16 bytes of the wider side, but at least 4 elements, which a block of random
+   numbers serves, and at most 8. */
+template <class D, class S> __global__ void __launch_bounds__(256)
+ampc_cast_stochastic_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uint64_t seed, uint64_t offset,
+                            unsigned long long *new_inf) {
+    enum { W = sizeof(S) == 8 ? 4 : sizeof(S) == 1 ? 8 : (int)ampc_cast_shape<D, S>::width };
     AMPC_SHARED(int, scratch, 32);
-    uint64_t first = offset / 4, groups = (offset + (uint64_t)n + 3) / 4 - first;
-    uint64_t g = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
     int found = 0;
-    for (; g < groups; g += (uint64_t)gridDim.x * blockDim.x) {
-        uint32_t words[4];
-        amp_philox(seed, 0, first + g, words);
+    for (int64_t i = W * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += W * (int64_t)gridDim.x * blockDim.x) {
+        bool whole = aligned && n - i >= W;
+        uint32_t words[W];
+        S x[W];
+        D y[W];
+        if (whole) ampc_fetch(src + i, x);
         AMPC_UNROLL
-        for (int j = 0; j < 4; j++) {
-            int64_t i = (int64_t)((first + g) * 4 + (uint64_t)j - offset);
-            if (i >= 0 && i < n) found += ampc_round_stochastic(dst, to, src, from, i, saturate, words[j]);
+        for (int j = 0; j < W; j++)
+            if (!whole) x[j] = i + j < n ? src[i + j] : S();
+        ampc_random(seed, offset + (uint64_t)i, words);
+        AMPC_UNROLL
+        for (int j = 0; j < W; j++) {
+            y[j] = ampc_convert_stochastic<D>(x[j], saturate, words[j]);
+            if (new_inf != NULL) found += ampc_beyond(y[j]) - ampc_beyond(x[j]);
         }
+        if (whole) ampc_leave(dst + i, y);
+        AMPC_UNROLL
+        for (int j = 0; j < W; j++)
+            if (!whole && i + j < n) dst[i + j] = y[j];
     }
     if (new_inf != NULL) ampc_count(new_inf, found, scratch);
 }
@@ -1606,8 +1684,15 @@ template <class D, class S> amp_result ampc_cast_as(ampc_device *dev, const amp_
     const int width = ampc_cast_shape<D, S>::width * ampc_cast_shape<D, S>::pieces;
     int saturate = a->how.saturate != 0, aligned = ampc_aligned(a->dst) && ampc_aligned(a->src);
     unsigned grid = ampc_grid(dev, ampc_blocks(a->n, 256 * (aligned ? width : 1)), ampc_cast_shape<D, S>::per_sm);
-    return ampc_launch(dev, "amp_cast", ampc_cast_kernel<D, S>, grid, 256, 0, stream, (D *)a->dst, (const S *)a->src, a->n,
-                       saturate, aligned, saturate ? NULL : (unsigned long long *)a->new_inf);
+    unsigned long long *new_inf = saturate ? NULL : (unsigned long long *)a->new_inf;
+    if (a->how.rounding != AMP_ROUND_STOCHASTIC)
+        return ampc_launch(dev, "amp_cast", ampc_cast_kernel<D, S>, grid, 256, 0, stream, (D *)a->dst, (const S *)a->src, a->n,
+                           saturate, aligned, new_inf);
+    if constexpr (sizeof(D) <= 2)
+        return ampc_launch(dev, "amp_cast", ampc_cast_stochastic_kernel<D, S>,
+                           ampc_grid(dev, ampc_blocks(a->n, 4 * 256), AMPC_CAST_PER_SM), 256, 0, stream, (D *)a->dst,
+                           (const S *)a->src, a->n, saturate, aligned, a->how.seed, a->how.offset, new_inf);
+    else return ampc_refuse(dev, AMP_ERR_DTYPE, "amp_cast", "stochastic rounding must be to fp16, bf16 or fp8");
 }
 
 template <class D> amp_result ampc_cast_to(ampc_device *dev, const amp_k_cast *a, void *stream) {
@@ -1622,17 +1707,6 @@ template <class D> amp_result ampc_cast_to(ampc_device *dev, const amp_k_cast *a
     }
 }
 
-amp_result ampc_cast_stochastic(ampc_device *dev, const amp_k_cast *a, void *stream) {
-    int saturate = a->how.saturate != 0;
-    unsigned grid = ampc_grid(dev, ampc_blocks(a->n / 4 + 2, 256), AMPC_CAST_PER_SM);
-    bool from = a->src_dtype >= AMP_F32 && a->src_dtype <= AMP_E5M2;
-    bool to = a->dst_dtype == AMP_F16 || a->dst_dtype == AMP_BF16 || a->dst_dtype == AMP_E4M3 || a->dst_dtype == AMP_E5M2;
-    if (!from || !to) return ampc_refuse(dev, AMP_ERR_DTYPE, "amp_cast", "stochastic rounding must be to fp16, bf16 or fp8");
-    return ampc_launch(dev, "amp_cast", ampc_cast_stochastic_kernel, grid, 256, 0, stream, a->dst, a->dst_dtype, a->src,
-                       a->src_dtype, a->n, saturate, a->how.seed, a->how.offset,
-                       saturate ? NULL : (unsigned long long *)a->new_inf);
-}
-
 amp_result ampc_cast(void *device, const amp_k_cast *a, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     if (a->n <= 0) return ampc_usable(dev, "amp_cast");
@@ -1640,8 +1714,7 @@ amp_result ampc_cast(void *device, const amp_k_cast *a, void *stream) {
         return ampc_launch(dev, "amp_cast", ampc_widen_ids_kernel, ampc_grid(dev, ampc_blocks(a->n, 256), AMPC_CAST_PER_SM),
                            256, 0, stream, (int32_t *)a->dst, (const uint16_t *)a->src, a->n,
                            ampc_aligned(a->dst) && ((uintptr_t)a->src & 7) == 0);
-    if (a->how.rounding == AMP_ROUND_STOCHASTIC) return ampc_cast_stochastic(dev, a, stream);
-    if (a->src_dtype == a->dst_dtype && a->dst_dtype != AMP_TF32 && !a->how.saturate)
+    if (a->src_dtype == a->dst_dtype && a->dst_dtype != AMP_TF32 && !a->how.saturate && a->how.rounding != AMP_ROUND_STOCHASTIC)
         return a->dst == a->src ? ampc_usable(dev, "amp_cast")
                                 : ampc_copy(dev, a->dst, a->src, (size_t)(a->n * ampc_dtype_size(a->dst_dtype)),
                                             AMP_COPY_ON_DEVICE, stream);
@@ -1702,15 +1775,36 @@ __device__ inline int ampc_cursor_find(ampc_cursor *c, int chunk, int *inside) {
     return c->base + lane;
 }
 
-/* Calls piece(row number, row, first element, elements) for the block's chunks, with all its threads together. */
+/* n elements of a row, from `first` on; row -1: none. */
+struct ampc_chunk {
+    void *grad;                     /* of the first of them */
+    int64_t first;
+    int row, n;
+    amp_dtype dtype;                /* of grad */
+};
+__device__ __forceinline__ ampc_chunk ampc_chunk_at(ampc_cursor *cursor, int number) {
+    ampc_chunk c = {NULL, 0, 0, 0, AMP_F32};
+    int inside = 0;
+    c.row = ampc_cursor_find(cursor, number, &inside);
+    if (c.row < 0) return c;
+    const amp_k_tensor &row = cursor->table[c.row];
+    c.first = (int64_t)inside * AMPC_CHUNK;
+    c.n = row.count - c.first < AMPC_CHUNK ? (int)(row.count - c.first) : (int)AMPC_CHUNK;
+    c.dtype = row.grad_dtype;
+    c.grad = ampc_at(row.grad, c.dtype, c.first);
+    return c;
+}
+
+/* Calls piece(chunk) for the block's chunks, with all its threads together.  What is needed of the table for the next chunk is
+   fetched before this one is worked on. */
 template <class F> __device__ __forceinline__ void ampc_for_chunks(const amp_k_tensor *table, int64_t tensors, F piece) {
     ampc_cursor cursor = ampc_cursor_begin(table, tensors);
-    for (int chunk = (int)blockIdx.x;; chunk += (int)gridDim.x) {
-        int inside = 0, row = ampc_cursor_find(&cursor, chunk, &inside);
-        int64_t first = (int64_t)inside * AMPC_CHUNK, left;
-        if (row < 0) return;
-        left = table[row].count - first;
-        piece(row, table[row], first, left < AMPC_CHUNK ? (int)left : (int)AMPC_CHUNK);
+    int number = (int)blockIdx.x;
+    ampc_chunk next = ampc_chunk_at(&cursor, number);
+    while (next.row >= 0) {
+        const ampc_chunk chunk = next;
+        next = ampc_chunk_at(&cursor, number += (int)gridDim.x);
+        piece(chunk);
     }
 }
 
@@ -1720,15 +1814,26 @@ struct ampc_partial { double sum_sq; int32_t bad_row, reserved; };      /* bad_r
 
 __device__ __forceinline__ double ampc_square(double x) { return x * x; }
 
-/* Squares, and what is not finite, of 4 or 8 numbers. */
-template <int N> __device__ __forceinline__ void ampc_check_lanes(const float (&x)[N], double *sum, int *bad) {
+/* The sum of the squares of 4 or 8 numbers.  Those of 16-bit numbers, 8 to a piece, are exact in fp32, and their sum there is
+   off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, it is taken in fp64. */
+template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)[N]) {
     double squares = 0;
-    AMPC_UNROLL
-    for (int i = 0; i < N; i++) *bad |= !ampc_finite(x[i]);
+    if constexpr (N == 8) {
+        const uint32_t least = 0x0d800000u, most = 0x7f7fffffu;         /* 2^-100: what underflows is nothing beside it */
+        float pair[4], sum;
+        bool zeros = true;
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) pair[i] = ampc_fma(x[2 * i], x[2 * i], ampc_mul(x[2 * i + 1], x[2 * i + 1]));
+        sum = ampc_add(ampc_add(pair[0], pair[1]), ampc_add(pair[2], pair[3]));
+        if (ampi_bits_f32(sum) - least <= most - least) return (double)sum;
+        AMPC_UNROLL
+        for (int i = 0; i < 8; i++) zeros &= x[i] == 0.0f;
+        if (zeros) return 0;
+    }
     AMPC_UNROLL
     for (int i = 0; i < N; i += 4)
         squares += (ampc_square(x[i]) + ampc_square(x[i + 1])) + (ampc_square(x[i + 2]) + ampc_square(x[i + 3]));
-    *sum += squares;
+    return squares;
 }
 
 /* n elements at p by the whole block; write 0: read only. */
@@ -1746,7 +1851,11 @@ __device__ __forceinline__ void ampc_check_piece(T *p, int n, float factor, int 
             float x[W];
             if (i + u * AMPC_MULTI_THREADS >= whole) continue;
             ampc_widen<W>(raw[u], ampc_dtype_of(p), x);
-            if (SUM) ampc_check_lanes(x, sum, bad);
+            if (SUM) {
+                AMPC_UNROLL
+                for (int k = 0; k < W; k++) *bad |= !ampc_finite(x[k]);
+                *sum += ampc_squares(x);
+            }
             if (!write) continue;
             AMPC_UNROLL
             for (int k = 0; k < W; k++) x[k] = ampc_mul(x[k], factor);
@@ -1774,13 +1883,12 @@ __device__ __forceinline__ void ampc_check_piece(double *p, int n, float factor,
     }
 }
 template <bool SUM>
-__device__ __forceinline__ void ampc_check_row(const amp_k_tensor &row, int64_t first, int n, float factor, int write,
-                                               double *sum, int *bad) {
-    switch (row.grad_dtype) {
-        case AMP_F32: ampc_check_piece<SUM>((float *)row.grad + first, n, factor, write, sum, bad); break;
-        case AMP_F16: ampc_check_piece<SUM>((ampc_f16 *)row.grad + first, n, factor, write, sum, bad); break;
-        case AMP_BF16: ampc_check_piece<SUM>((ampc_bf16 *)row.grad + first, n, factor, write, sum, bad); break;
-        default: ampc_check_piece<SUM>((double *)row.grad + first, n, factor, write, sum, bad); break;
+__device__ __forceinline__ void ampc_check_chunk(const ampc_chunk &c, float factor, int write, double *sum, int *bad) {
+    switch (c.dtype) {
+        case AMP_F32: ampc_check_piece<SUM>((float *)c.grad, c.n, factor, write, sum, bad); break;
+        case AMP_F16: ampc_check_piece<SUM>((ampc_f16 *)c.grad, c.n, factor, write, sum, bad); break;
+        case AMP_BF16: ampc_check_piece<SUM>((ampc_bf16 *)c.grad, c.n, factor, write, sum, bad); break;
+        default: ampc_check_piece<SUM>((double *)c.grad, c.n, factor, write, sum, bad); break;
     }
 }
 
@@ -1794,10 +1902,10 @@ ampc_check_kernel(const amp_k_tensor *table, int64_t tensors, const float *multi
     float factor = multiply != NULL ? *multiply : 1.0f;
     int write = !ampc_is_one(factor), bad_row = INT32_MAX;
     double sum = 0;
-    ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
         int bad = 0;
-        ampc_check_row<true>(row, first, n, factor, write, &sum, &bad);
-        if (bad && number < bad_row) bad_row = number;
+        ampc_check_chunk<true>(c, factor, write, &sum, &bad);
+        if (bad && c.row < bad_row) bad_row = c.row;
     });
     sum = ampc_block_sum(sum, sums);
     bad_row = -ampc_block_max(-bad_row, rows);
@@ -1822,9 +1930,7 @@ __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
 ampc_scale_kernel(const amp_k_tensor *table, int64_t tensors, const float *factor_at) {
     float factor = *factor_at;
     if (ampc_is_one(factor)) return;
-    ampc_for_chunks(table, tensors, [&](int, const amp_k_tensor &row, int64_t first, int n) {
-        ampc_check_row<false>(row, first, n, factor, 1, NULL, NULL);
-    });
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) { ampc_check_chunk<false>(c, factor, 1, NULL, NULL); });
 }
 
 amp_result ampc_check_grads(void *device, const amp_k_check *a, void *stream) {
@@ -1932,17 +2038,17 @@ __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
 ampc_inspect_kernel(const amp_k_tensor *table, int64_t tensors, ampc_fits fits, amp_k_inspected *out) {
     ampc_tally t = {};
     int mine = -1;
-    ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
-        if (number != mine) {
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
+        if (c.row != mine) {
             if (mine >= 0) ampc_tally_add(t, out + mine);
             t = {};
-            mine = number;
+            mine = c.row;
         }
-        switch (row.grad_dtype) {
-            case AMP_F32: ampc_inspect_piece((const float *)row.grad + first, n, fits, &t); break;
-            case AMP_F16: ampc_inspect_piece((const ampc_f16 *)row.grad + first, n, fits, &t); break;
-            case AMP_BF16: ampc_inspect_piece((const ampc_bf16 *)row.grad + first, n, fits, &t); break;
-            default: ampc_inspect_piece((const double *)row.grad + first, n, fits, &t); break;
+        switch (c.dtype) {
+            case AMP_F32: ampc_inspect_piece((const float *)c.grad, c.n, fits, &t); break;
+            case AMP_F16: ampc_inspect_piece((const ampc_f16 *)c.grad, c.n, fits, &t); break;
+            case AMP_BF16: ampc_inspect_piece((const ampc_bf16 *)c.grad, c.n, fits, &t); break;
+            default: ampc_inspect_piece((const double *)c.grad, c.n, fits, &t); break;
         }
     });
     if (mine >= 0) ampc_tally_add(t, out + mine);
@@ -2140,13 +2246,15 @@ __device__ inline void ampc_store_moments(void *p, amp_dtype dtype, int64_t i, c
 
 template <bool SECOND, class UPDATE>
 __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int64_t first, int n, uint64_t seed, UPDATE update) {
+    const bool stochastic = row.master_kind == AMP_MASTER_STOCHASTIC || row.moment_dtype == AMP_BF16;
     AMPC_NO_UNROLL
     for (int at = (int)threadIdx.x * AMPC_LANES; at < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
         int64_t i = first + at;
         float w[AMPC_LANES], g[AMPC_LANES], m[AMPC_LANES] = {}, v[AMPC_LANES] = {};
-        uint32_t random[AMPC_LANES];
-        amp_philox(seed, 0, (uint64_t)i / 4, random);
-        amp_philox(seed, 0, (uint64_t)i / 4 + 1, random + 4);
+        uint32_t random[AMPC_LANES] = {};
+        AMPC_UNROLL
+        for (int k = 0; k < AMPC_LANES / 4; k++)
+            if (stochastic) amp_philox(seed, 0, (uint64_t)i / 4 + (uint64_t)k, random + 4 * k);
         ampc_load_as(row.grad, row.grad_dtype, i, g, n - at);
         ampc_load_weights(row, i, w, n - at);
         if (row.m != NULL) ampc_load_as(row.m, row.moment_dtype, i, m, n - at);
@@ -2175,23 +2283,25 @@ template <class A, class S> __global__ void __launch_bounds__(128) ampc_row_step
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
 ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_adamw_step *steps) {
     if (found->skip) return;
-    ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
-        const ampi_adamw_step s = steps[number];
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
+        const ampi_adamw_step s = steps[c.row];
+        const amp_k_tensor &row = table[c.row];
         auto update = [&](float w, float g, float *m, float *v) { return ampc_adamw_one(w, g, m, v, s); };
-        if (ampc_is_plain(row)) ampc_update_row<true>(row, first, n, update);
-        else ampc_update_stored<true>(row, first, n, s.seed, update);
+        if (ampc_is_plain(row)) ampc_update_row<true>(row, c.first, c.n, update);
+        else ampc_update_stored<true>(row, c.first, c.n, s.seed, update);
     });
 }
 
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
 ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_sgd_step *steps) {
     if (found->skip) return;
-    ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
-        const ampi_sgd_step s = steps[number];
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
+        const ampi_sgd_step s = steps[c.row];
+        const amp_k_tensor &row = table[c.row];
         bool momentum = row.m != NULL;
         auto update = [&](float w, float g, float *m, float *) { return ampc_sgd_one(w, g, m, s, momentum); };
-        if (ampc_is_plain(row)) ampc_update_row<false>(row, first, n, update);
-        else ampc_update_stored<false>(row, first, n, s.seed, update);
+        if (ampc_is_plain(row)) ampc_update_row<false>(row, c.first, c.n, update);
+        else ampc_update_stored<false>(row, c.first, c.n, s.seed, update);
     });
 }
 
@@ -3185,18 +3295,21 @@ __device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t k
 
 /* ---- Softmax over masked rows */
 
+/* How a softmax's rows are counted. */
+struct ampc_softmax_index { int64_t rows; ampc_divisor queries, heads; };
+
 /* What the query of a row sees; most masks need little of it. */
-__device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, int64_t row) {
+__device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, const ampc_softmax_index &of, int64_t row) {
     const amp_mask &m = a.mask;
     if (m.kind == AMP_MASK_NONE && !m.lengths && !m.documents) return ampc_sight{{a.keys, 0, 0}, a.keys, NULL, 0, NULL};
-    int64_t head = row / a.queries, query = row - head * a.queries;
+    int64_t query, h, head = ampc_divide(row, of.queries, &query);
     if (m.kind == AMP_MASK_CAUSAL && !m.lengths && !m.documents) {
         int64_t end = query + a.keys - a.queries + 1;
         end = end < 0 ? 0 : end;
         return ampc_sight{{end, 0, 0}, end, NULL, 0, NULL};
     }
-    int64_t b = head / a.heads;
-    return ampc_sight_of(m, b, head - b * a.heads, query, a.queries, a.keys);
+    int64_t b = ampc_divide(head, of.heads, &h);
+    return ampc_sight_of(m, b, h, query, a.queries, a.keys);
 }
 
 /* -inf for the hidden ones among the scores of a piece; first, low, high and end count from the chunk's first element. */
@@ -3250,15 +3363,15 @@ __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place
 
 /* A row without a seen key has only -inf, and gives zeros; NaN and +inf make a row NaN. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
-ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
+ampc_softmax_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t planned) {
     AMPC_SHARED(float, scratch, 64);
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
     int turn = 0;
-    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < rows; first += (int64_t)gridDim.x * place.groups) {
-        bool live = first + place.group < rows;
-        int64_t row = live ? first + place.group : rows - 1, c;
-        const ampc_sight sight = ampc_row_sight(a, row);
+    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < of.rows; first += (int64_t)gridDim.x * place.groups) {
+        bool live = first + place.group < of.rows;
+        int64_t row = live ? first + place.group : of.rows - 1, c;
+        const ampc_sight sight = ampc_row_sight(a, of, row);
         float s[E], max[1] = {ampi_f32_of_bits(0xff800000u)}, sum[1] = {0.0f}, shift;
         for (c = 0; c < chunks; c++) {
             ampc_scores_fetch(a, place, sight, row, c, s);
@@ -3299,13 +3412,13 @@ template <int V> __device__ __forceinline__ void ampc_softmax_slopes(const uint4
 /* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0 whatever its gradient is, and what the mask hides is
    not read. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
-ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
+ampc_softmax_gradient_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t planned) {
     AMPC_SHARED(float, scratch, 64);
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
     int turn = 0;
-    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < rows; first += (int64_t)gridDim.x * place.groups) {
-        int64_t row = first + place.group, cols = row < rows ? a.keys : 0, end = cols ? ampc_row_sight(a, row).end : 0, c;
+    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < of.rows; first += (int64_t)gridDim.x * place.groups) {
+        int64_t row = first + place.group, cols = row < of.rows ? a.keys : 0, end = cols ? ampc_row_sight(a, of, row).end : 0, c;
         float sum[1] = {0.0f}, value[V], slope[V];
         uint4 y[E / V], dy[E / V];
         auto fetch = [&](int64_t chunk) {
@@ -3341,29 +3454,32 @@ ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t pla
 }
 
 /* The rows of a softmax, none where there are no keys. */
-int64_t ampc_softmax_count(const amp_k_softmax *a) { return a->keys > 0 ? a->batch * a->heads * a->queries : 0; }
+ampc_softmax_index ampc_softmax_count(const amp_k_softmax *a) {
+    int64_t rows = a->keys > 0 ? a->batch * a->heads * a->queries : 0;
+    return ampc_softmax_index{rows, a->queries, a->heads};
+}
 
 amp_result ampc_softmax(void *dev, const amp_k_softmax *args, void *stream) {
     ampc_device *d = (ampc_device *)dev;
-    int64_t rows = ampc_softmax_count(args);
+    const ampc_softmax_index of = ampc_softmax_count(args);
     int v = ampc_width(ampc_width(8, args->x, args->x_dtype, 0, args->keys), args->y, args->y_dtype);
-    ampc_row_plan plan = ampc_plan_rows(d, v, rows, args->keys);
+    ampc_row_plan plan = ampc_plan_rows(d, v, of.rows, args->keys);
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
         return ampc_launch(d, "amp_softmax", ampc_softmax_rows<S::v, S::e>, plan.grid, (unsigned)plan.block, 0, stream,
-                           *args, rows, plan.lanes, plan.chunks);
+                           *args, of, plan.lanes, plan.chunks);
     });
 }
 
 amp_result ampc_softmax_backward(void *dev, const amp_k_softmax *args, void *stream) {
     ampc_device *d = (ampc_device *)dev;
-    int64_t rows = ampc_softmax_count(args);
+    const ampc_softmax_index of = ampc_softmax_count(args);
     int v = ampc_width(ampc_width(8, args->y, args->y_dtype, 0, args->keys), args->dy, args->y_dtype);
-    ampc_row_plan plan = ampc_plan_rows(d, ampc_width(v, args->dx, args->x_dtype), rows, args->keys);
+    ampc_row_plan plan = ampc_plan_rows(d, ampc_width(v, args->dx, args->x_dtype), of.rows, args->keys);
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
         return ampc_launch(d, "amp_softmax_backward", ampc_softmax_gradient_rows<S::v, S::e>, plan.grid,
-                           (unsigned)plan.block, 0, stream, *args, rows, plan.lanes, plan.chunks);
+                           (unsigned)plan.block, 0, stream, *args, of, plan.lanes, plan.chunks);
     });
 }
 
@@ -3375,7 +3491,8 @@ amp_result ampc_softmax_backward(void *dev, const amp_k_softmax *args, void *str
 template <int I, int O> struct ampc_map {
     enum { inputs = I, outputs = O, per_sm = I > 3 ? 3 : 4 };       /* blocks per multiprocessor: many operands need registers */
     amp_mat in[I], out[O];
-    int64_t cols, pieces, total;    /* elements and pieces of a row, pieces in all */
+    int64_t cols, total;            /* elements of a row, pieces in all */
+    ampc_divisor pieces;            /* of a row */
 };
 
 /* ld 0: rows that are all the same. */
@@ -3384,13 +3501,6 @@ amp_mat ampc_matrix(const void *data, amp_dtype dtype, int64_t rows, int64_t col
     return m;
 }
 amp_mat ampc_flat(const void *data, amp_dtype dtype, int64_t n) { return ampc_matrix(data, dtype, 1, n, n); }
-
-/* i / d and i % d, without a 64-bit division where the numbers are small. */
-__device__ __forceinline__ int64_t ampc_divide(int64_t i, int64_t d, int64_t *rest) {
-    int64_t q = i == 0 || d == 1 ? i : i < d ? 0 : ((i | d) >> 32) == 0 ? (int64_t)((uint32_t)i / (uint32_t)d) : i / d;
-    *rest = i - q * d;
-    return q;
-}
 
 /* Reads, computes and writes one piece of each operand. */
 template <int V, class Map>
@@ -3420,8 +3530,8 @@ template <int V, class Op, class Map> __global__ void __launch_bounds__(256, Map
         uint4 raw[U][Map::inputs];
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
-            row[u] = m.total == m.pieces ? 0 : ampc_divide(i + u * step, m.pieces, &at[u]);
-            at[u] = V * (m.total == m.pieces ? i + u * step : at[u]);
+            row[u] = m.total == m.pieces.d ? 0 : ampc_divide(i + u * step, m.pieces, &at[u]);
+            at[u] = V * (m.total == m.pieces.d ? i + u * step : at[u]);
             if (i + u * step < m.total && at[u] + V <= m.cols) ampc_map_read<V>(m, row[u], at[u], raw[u]);
         }
         AMPC_UNROLL
@@ -3452,7 +3562,7 @@ template <int W = 8, class Op, class Map> amp_result ampc_map_run(void *dev, con
     for (k = 0; k < Map::outputs; k++) look(m.out[k]);
     m.cols = dense ? rows * cols : cols;
     m.pieces = ampc_blocks(m.cols, v);
-    m.total = dense ? m.pieces : rows * m.pieces;
+    m.total = (dense ? 1 : rows) * m.pieces.d;
     return ampc_launch(d, name, v == 8 ? ampc_map_kernel<W, Op, Map> : v == 4 ? ampc_map_kernel<4, Op, Map> :
                        ampc_map_kernel<1, Op, Map>, ampc_grid(d, ampc_blocks(m.total, 256), Map::per_sm), 256, 0, stream, m, op);
 }
@@ -3643,11 +3753,6 @@ amp_result ampc_swiglu_backward(void *dev, const amp_k_swiglu *args, void *strea
 
 /* ---- Dropout */
 
-/* Word i of three blocks of random numbers. */
-__device__ __forceinline__ uint32_t ampc_pick_word(const uint32_t *words, int shift, int i) {
-    return shift == 0 ? words[i] : shift == 1 ? words[i + 1] : shift == 2 ? words[i + 2] : words[i + 3];
-}
-
 /* Uniform numbers are multiples of 2^-24, so u >= p exactly where the integer 2^24 u >= threshold = ceil(2^24 p). */
 struct ampc_drop {
     enum { ahead = 2 };
@@ -3656,15 +3761,10 @@ struct ampc_drop {
     uint64_t seed, offset;
     const uint64_t *base;
     template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t index) const {
-        uint64_t first = offset + (base != NULL ? *base : 0) + (uint64_t)index;
-        int shift = (int)(first % 4), blocks = V / 4 + 1;
-        uint32_t words[(V / 4 + 1) * 4 + 3] = {};
+        uint32_t words[V];
+        ampc_random(seed, offset + (base != NULL ? *base : 0) + (uint64_t)index, words);
         AMPC_UNROLL
-        for (int b = 0; b < blocks; b++)
-            if (b == 0 || b < V / 4 || shift != 0) amp_philox(seed, 0, first / 4 + (uint64_t)b, words + 4 * b);
-        AMPC_UNROLL
-        for (int i = 0; i < V; i++)
-            out[0][i] = ampc_pick_word(words, shift, i) >> 8 >= threshold ? ampc_mul(in[0][i], scale) : 0.0f;
+        for (int i = 0; i < V; i++) out[0][i] = words[i] >> 8 >= threshold ? ampc_mul(in[0][i], scale) : 0.0f;
     }
 };
 
@@ -4027,8 +4127,9 @@ amp_result ampc_mse(void *dev, const amp_k_mse *args, void *stream) {
 
 /* ---- Embedding.  A row whose id is out of range is reported and left alone. */
 
-template <int V> __global__ void __launch_bounds__(256, 4) ampc_embedding_rows(amp_k_embedding a, int64_t pieces) {
-    int64_t total = a.n * pieces, step = (int64_t)gridDim.x * blockDim.x;
+template <int V> __global__ void __launch_bounds__(256, 4) ampc_embedding_rows(amp_k_embedding a, ampc_divisor pieces,
+                                                                                                 ampc_divisor seq) {
+    int64_t total = a.n * pieces.d, step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += step) {
         int64_t piece, place, row = ampc_divide(i, pieces, &piece), at = piece * V, id = a.ids[row];
         float y[V], position[V];
@@ -4038,7 +4139,7 @@ template <int V> __global__ void __launch_bounds__(256, 4) ampc_embedding_rows(a
         }
         uint4 raw = ampc_piece_get<V>(ampc_row(a.table, id, at), a.table.dtype), other = {0, 0, 0, 0};
         if (a.positions.data) {
-            ampc_divide(row, a.seq, &place);
+            ampc_divide(row, seq, &place);
             other = ampc_piece_get<V>(ampc_row(a.positions, place, at), a.positions.dtype);
         }
         ampc_widen<V>(raw, a.table.dtype, y);
@@ -4056,7 +4157,7 @@ amp_result ampc_embedding(void *dev, const amp_k_embedding *args, void *stream) 
     int64_t pieces = args->y.cols / v;
     return ampc_launch(d, "amp_embedding", v == 8 ? ampc_embedding_rows<8> : v == 4 ? ampc_embedding_rows<4> :
                        ampc_embedding_rows<1>, ampc_grid(d, ampc_blocks(args->n * pieces, 256), 8), 256, 0, stream, *args,
-                       pieces);
+                       pieces, args->seq);
 }
 
 /* ---- Embedding, backward.  The rows of dy are sorted by id (a stable radix sort of their numbers, 8 bits a pass), and
@@ -4153,8 +4254,9 @@ __global__ void __launch_bounds__(256) ampc_sort_scatter(ampc_sort s, const ampc
 }
 
 /* Zeros the rows of a matrix from `first` on. */
-template <int V> __global__ void __launch_bounds__(256) ampc_zero_rows(amp_mat m, int64_t first, const ampc_labels *labels) {
-    int64_t pieces = m.cols / V, total = (m.rows - first) * pieces, piece;
+template <int V> __global__ void __launch_bounds__(256) ampc_zero_rows(amp_mat m, int64_t first, ampc_divisor pieces,
+                                                                             const ampc_labels *labels) {
+    int64_t total = (m.rows - first) * pieces.d, piece;
     if (labels && labels->bad) return;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
         int64_t row = first + ampc_divide(i, pieces, &piece);
@@ -4169,7 +4271,8 @@ struct ampc_gather {
     const int32_t *ids;
     const int64_t *order;
     float *head, *tail;
-    int64_t n, stretches, strips;
+    int64_t n, stretches;
+    ampc_divisor strips;
     int add;
     __device__ __forceinline__ int64_t id(int64_t i) const { return i >= 0 && i < n ? ids[order[i]] : -1; }
 };
@@ -4200,7 +4303,7 @@ template <int V> __device__ __forceinline__ void ampc_gather_flush(const ampc_ga
 
 /* Adds up the rows of a stretch, four reads under way. */
 template <int V> __global__ void __launch_bounds__(128) ampc_gather_stretches(ampc_gather g, const ampc_labels *labels) {
-    int64_t parts = g.stretches * g.strips, warps = (int64_t)gridDim.x * (blockDim.x / 32);
+    int64_t parts = g.stretches * g.strips.d, warps = (int64_t)gridDim.x * (blockDim.x / 32);
     if (labels->bad) return;
     for (int64_t p = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 32; p < parts; p += warps) {
         const ampc_gather_part<V> part(g, p);
@@ -4235,7 +4338,7 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_stretches(am
 
 /* For the id that begins in a stretch and goes on: its tail there and its heads in the stretches that follow, in fp64. */
 template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_gather g, const ampc_labels *labels) {
-    int64_t parts = g.stretches * g.strips, warps = (int64_t)gridDim.x * (blockDim.x / 32);
+    int64_t parts = g.stretches * g.strips.d, warps = (int64_t)gridDim.x * (blockDim.x / 32);
     if (labels->bad) return;
     for (int64_t p = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 32; p < parts; p += warps) {
         const ampc_gather_part<V> part(g, p);
@@ -4261,8 +4364,8 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_ga
 
 /* dpositions[p] = (old +) the rows p, p + seq, p + 2 seq, ... of dy. */
 template <int V> __global__ void __launch_bounds__(128) ampc_position_rows(amp_k_embedding a, int64_t positions,
-                                                                           const ampc_labels *labels) {
-    int64_t pieces = a.dy.cols / V, total = positions * pieces, piece;
+                                                                           ampc_divisor pieces, const ampc_labels *labels) {
+    int64_t total = positions * pieces.d, piece;
     if (labels && labels->bad) return;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
         int64_t p = ampc_divide(i, pieces, &piece), at = piece * V;
@@ -4288,7 +4391,8 @@ amp_result ampc_zero(ampc_device *d, const amp_mat &m, int64_t first, const ampc
     int v = ampc_width(8, m);
     if (first >= m.rows) return AMP_OK;
     return ampc_launch(d, "amp_embedding_backward", v == 8 ? ampc_zero_rows<8> : v == 4 ? ampc_zero_rows<4> : ampc_zero_rows<1>,
-                       ampc_grid(d, ampc_blocks((m.rows - first) * m.cols / v, 256), 8), 256, 0, stream, m, first, labels);
+                       ampc_grid(d, ampc_blocks((m.rows - first) * m.cols / v, 256), 8), 256, 0, stream, m, first,
+                       m.cols / v, labels);
 }
 
 /* Sorts the numbers of a's rows by id: *order is then in one of the two buffers. */
@@ -4318,7 +4422,8 @@ amp_result ampc_embedding_table(ampc_device *d, const amp_k_embedding &a, ampc_s
     AMPC_TRY(scratch.get((size_t)words * 8 + (size_t)(2 * stretches * a.dy.cols) * sizeof(float), name));
     int64_t *memory = (int64_t *)scratch.data, *buffers[2] = {memory + 32, memory + 32 + a.n};
     float *head = (float *)(void *)(memory + words);
-    ampc_gather g = {a.dy, a.dtable, a.ids, NULL, head, head + stretches * a.dy.cols, a.n, stretches, strips, a.add_table};
+    ampc_gather g = {a.dy, a.dtable, a.ids, NULL, head, head + stretches * a.dy.cols, a.n, stretches, strips,
+                     a.add_table};
     *labels = (ampc_labels *)(void *)memory;
     AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.ids, a.n, a.dtable.rows, 0, 0, 1, 1.0, NULL, *labels,
                          a.bad_id));
@@ -4343,7 +4448,7 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
     if (!a.add_positions) AMPC_TRY(ampc_zero(d, a.dpositions, positions, labels, stream));
     return ampc_launch(d, "amp_embedding_backward", v == 8 ? ampc_position_rows<8> : v == 4 ? ampc_position_rows<4> :
                        ampc_position_rows<1>, ampc_grid(d, ampc_blocks(positions * a.dy.cols / v, 128), 8), 128, 0, stream, a,
-                       positions, labels);
+                       positions, a.dy.cols / v, labels);
 }
 /* ==== Matrix products ===============================================================================
    Through cuBLASLt, by plans that are made once for each shape; further down.  First what remains to us.
@@ -4515,7 +4620,8 @@ struct ampc_gemm_operand {
 struct ampc_cut {
     const void *x; void *to;
     amp_dtype from, dtype;
-    int64_t n[3], stride[3], cols;
+    ampc_divisor n[3], cols;
+    int64_t stride[3];
     amp_k_cut how;
 };
 
@@ -4546,13 +4652,13 @@ __global__ void __launch_bounds__(256) ampc_cut_kernel(ampc_cut c, int64_t total
 }
 
 amp_result ampc_cut_run(ampc_device *dev, const ampc_cut &c, const char *name, void *stream) {
-    int64_t total = c.n[0] * c.n[1] * c.n[2] * c.cols;
+    int64_t total = c.n[0].d * c.n[1].d * c.n[2].d * c.cols.d;
     return ampc_launch(dev, name, ampc_cut_kernel, ampc_grid(dev, ampc_blocks(total, 256), AMPC_CAST_PER_SM), 256, 0, stream, c, total);
 }
 
 /* x cut, row after row. */
 amp_result ampc_gemm_cut(ampc_device *dev, ampc_gemm_operand &x, const amp_k_cut &how, void *copy, amp_dtype to, void *stream) {
-    ampc_cut c = {x.data, copy, x.dtype, to, {1, x.items, x.rows}, {0, x.stride, x.ld}, x.cols, how};
+    ampc_cut c = {x.data, copy, x.dtype, to, {1, x.items, x.rows}, x.cols, {0, x.stride, x.ld}, how};
     x.ld = x.cols;
     x.stride = x.items == 1 ? 0 : x.rows * x.cols;
     return ampc_cut_run(dev, c, "gemm", stream);
@@ -5254,7 +5360,7 @@ ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsig
     int found = 0;
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (; i < total; i += (int64_t)gridDim.x * blockDim.x) {
-        int64_t col, row = ampc_divide(i, x.cols, &col);
+        int64_t row = i / x.cols, col = i - row * x.cols;
         float u = ampc_stored(x.data, x.dtype, row * x.ld + col), v = ampc_stored(y.data, y.dtype, row * y.ld + col);
         float far = share * (1.0f + fabsf(v));
         found += !(u == v || (u != u && v != v) || fabsf(u - v) <= far);
@@ -6916,7 +7022,7 @@ amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp
                               const void **x, int64_t (&stride)[3], void *stream) {
     if (cut == NULL) return AMP_OK;
     AMPC_TRY(scratch.get((size_t)(a.batch * positions * a.heads * a.dim * ampc_dtype_size(a.dtype)), "amp_attention"));
-    ampc_cut c = {*x, scratch.data, a.dtype, a.dtype, {a.batch, positions, a.heads}, {stride[0], stride[1], stride[2]}, a.dim, *cut};
+    ampc_cut c = {*x, scratch.data, a.dtype, a.dtype, {a.batch, positions, a.heads}, a.dim, {stride[0], stride[1], stride[2]}, *cut};
     AMPC_TRY(ampc_cut_run(dev, c, "amp_attention", stream));
     *x = scratch.data;
     stride[2] = a.dim, stride[1] = a.heads * a.dim, stride[0] = positions * a.heads * a.dim;

@@ -4,6 +4,7 @@
  * ucontext).  A thread that returns without ever having waited leaves its stack to the next one, so a kernel without
  * barriers runs as a plain loop.  Fibers never change their OS thread. */
 #include "coc_internal.h"
+#include <cmath>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -471,6 +472,28 @@ void coc_copy_wait(int groups_left) {
     copies.resize(kept);
 }
 
+/* ---- Conversions to E4M3 */
+
+static uint8_t e4m3_of(float x) {
+    uint8_t sign = std::signbit(x) ? 0x80 : 0;
+    float size = fabsf(x), step;
+    int exponent;
+    if (x != x) return 0x7f;
+    if (size >= 448) return sign | 0x7e;
+    frexpf(size, &exponent);                    /* size = fraction * 2^exponent, 0.5 <= fraction < 1 */
+    if (size == 0 || exponent < -5) exponent = -5;  /* subnormal ones have the step of the smallest normal ones */
+    step = ldexpf(1, exponent - 4);
+    int steps = (int)nearbyintf(size / step);   /* 8 to 16 of a normal number's; 0 to 8 */
+    return (uint8_t)(sign | (8 * (exponent + 5) + steps));
+}
+
+uint16_t coc_cvt_e4m3x2(float a, float b) {
+    if (coc_image() < 89)
+        coc_trap(cudaErrorIllegalInstruction, "cvt to e4m3x2 in code that was compiled for sm_%d, which has none", coc_image());
+    here->work.e4m3_pairs++;
+    return (uint16_t)(e4m3_of(a) << 8 | e4m3_of(b));
+}
+
 /* ---- Tensor cores */
 
 static float half_value(uint32_t bits, bool bf16) {
@@ -682,8 +705,8 @@ cudaError_t coc_run_grid(const coc_grid *what) {
             run_block(here, what, all - blocks + order[i]);
             if (here->failed != cudaSuccess) __atomic_store_n(&result, here->failed, __ATOMIC_RELAXED);
         }
-        for (long coc_work::*count : {&coc_work::switches, &coc_work::mmas, &coc_work::ldmatrices, &coc_work::async_bytes,
-                                      &coc_work::prefetches, &coc_work::barriers, &coc_work::busy_barriers})
+        for (long coc_work::*count : {&coc_work::switches, &coc_work::mmas, &coc_work::ldmatrices, &coc_work::e4m3_pairs,
+                                      &coc_work::async_bytes, &coc_work::prefetches, &coc_work::barriers, &coc_work::busy_barriers})
             __atomic_fetch_add(&(coc_worked.*count), here->work.*count, __ATOMIC_RELAXED);
     }
     return result;

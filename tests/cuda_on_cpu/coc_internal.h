@@ -23,14 +23,13 @@ int coc_host_touched(const void *address);
 std::string coc_describe(const void *address);
 std::string coc_function_name(const void *function);
 /* What kernels did since the program began; see coc_counts. */
-struct coc_work { long switches, mmas, ldmatrices, async_bytes, prefetches, barriers, busy_barriers; };
+struct coc_work { long switches, mmas, ldmatrices, e4m3_pairs, async_bytes, prefetches, barriers, busy_barriers; };
 extern coc_work coc_worked;
 extern coc_order coc_current_order;
 extern uint64_t coc_order_seed;
 extern unsigned coc_last_blocks;
 void coc_install_handler();
 void coc_check_locks(const char *function);
-int coc_image();                                /* what the program was compiled for, 10 major + minor */
 
 /* ---- For a library above the runtime (coc_cublas.cpp). */
 

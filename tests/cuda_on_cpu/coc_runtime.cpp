@@ -1658,6 +1658,7 @@ coc_counts coc_count() {
     counts.switches = coc_worked.switches - before.switches;
     counts.mmas = coc_worked.mmas - before.mmas;
     counts.ldmatrices = coc_worked.ldmatrices - before.ldmatrices;
+    counts.e4m3_pairs = coc_worked.e4m3_pairs - before.e4m3_pairs;
     counts.async_bytes = coc_worked.async_bytes - before.async_bytes;
     counts.prefetches = coc_worked.prefetches - before.prefetches;
     counts.barriers = coc_worked.barriers - before.barriers;

@@ -1,5 +1,5 @@
 #!/bin/sh
-# nvcc.sh - amp_cuda.cu for a GPU: it compiles without a warning, and its kernels for sm_90 need no more registers and
+# nvcc.sh - amp_cuda.cu for a GPU: it compiles without a warning, and its kernels for sm_90 need no more registers, divisions and
 # shared memory than tests/gpu/resources.txt says, spill nothing, and access memory 16 bytes at a time where
 # tests/gpu/wide.txt says so.  CUDA_ARCHS: further architectures to compile for ("80 100", "all").
 #
@@ -8,7 +8,7 @@
 build=${BUILD:-build}
 object=$build/amp_cuda_sm90.o
 table=tests/gpu/resources.txt
-topics="kernels registers shared accesses spills wide"
+topics="kernels registers shared accesses divisions spills wide"
 nvcc=$(sh tests/gpu/find.sh nvcc)
 release=$(sh tests/gpu/find.sh release)
 
@@ -29,7 +29,7 @@ reader() {
 write_table() {
     {
         echo "# resources.txt - what each kernel of amp_cuda.cu needs on sm_90; made by \`make gpu-table\`."
-        echo "# Columns: registers, bytes of stack, bytes of static shared memory, loads and stores of 16 bytes."
+        echo "# Columns: registers, bytes of stack, bytes of static shared memory, loads and stores of 16 bytes, 64-bit divisions."
         echo "# nvcc $release"
         "$work/resources" "$object"
     } > "$work/table" && cp "$work/table" "$table"
@@ -48,7 +48,7 @@ else
         for topic in $topics; do
             wrong=$(grep "^$topic " "$work/found" | head -n 8)
             made=$(sed -n 's/^# nvcc //p' "$table")
-            case $topic in registers|shared|accesses) same=$made ;; *) same=$release ;; esac
+            case $topic in registers|shared|accesses|divisions) same=$made ;; *) same=$release ;; esac
             if [ "$same" != "$release" ]; then skip "$topic" "the table is of nvcc $made, here is $release"
             elif [ -z "$wrong" ]; then pass
             else fail "$topic" "$wrong"; fi

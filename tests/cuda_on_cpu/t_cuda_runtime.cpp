@@ -419,6 +419,8 @@ TEST(casts_stochastic) {
             for (int64_t n : lengths) {
                 amp_convert_desc how = {AMP_ROUND_STOCHASTIC, (int32_t)(n & 1), 42, (uint64_t)n * 3 + 1};
                 cast_both(&cuda, &cpu, floats[f], floats[t], n, &how, 0, n % 2 ? amp_dtype_size(floats[t]) : 0);
+                how.offset = (uint64_t)n * 4 + ((uint64_t)1 << 40);
+                cast_both(&cuda, &cpu, floats[f], floats[t], n, &how, 0, 0);
             }
         }
     CHECK_EQ(coc_faults(), 0);
@@ -448,6 +450,38 @@ TEST(casts_many_patterns) {
             CHECK_MSG(y == expected, "fp32 to %s, part %d", name_of(t), part);
         }
     }
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* To E4M3 saturated: by the GPU's instruction where the image and the rounding allow it, by integers elsewhere; the bits are the
+   same, of NaN, zeros, ties and infinities too. */
+TEST(casts_to_e4m3) {
+    static const uint32_t low[] = {0, 1, 0x7fff, 0x8000, 0x8001, 0xffff};
+    std::vector<uint32_t> x;
+    for (uint32_t high = 0; high < 0x10000; high++)
+        for (uint32_t l : low) x.push_back(high << 16 | l);
+    for (int image : {90, 80}) {
+        coc_reset();
+        coc_set_devices(1, (size_t)1 << 28, 4, 90, image);
+        for (amp_dtype from : {AMP_F32, AMP_F16, AMP_BF16, AMP_E5M2})
+            for (int saturate = 0; saturate < 2; saturate++) {
+                side cuda(amp_cuda());
+                int64_t n = (int64_t)(x.size() * 4 / amp_dtype_size(from));
+                bytes y((size_t)n), expected = y;
+                amp_k_cast k = {};
+                k.src = cuda.up(x), k.src_dtype = from;
+                k.dst = cuda.up(y), k.dst_dtype = AMP_E4M3;
+                k.n = n;
+                k.how.saturate = saturate;
+                amp_convert(expected.data(), AMP_E4M3, x.data(), from, n, &k.how, NULL);
+                coc_reset_counts();
+                CHECK_EQ(cuda.b->cast(cuda.dev, &k, NULL), AMP_OK);
+                cuda.down(&y, k.dst);
+                CHECK_MSG(y == expected, "%s to E4M3, saturate %d, image %d", name_of(from), saturate, image);
+                CHECK_EQ(coc_count().e4m3_pairs, image == 90 && saturate ? n / 2 : 0);
+            }
+    }
+    coc_set_devices(2);
     CHECK_EQ(coc_faults(), 0);
 }
 
@@ -717,7 +751,8 @@ TEST(scale_bits) {
     update_both(3, 0, 0, many_rows(33));
 }
 
-/* bad 0: all finite; 1: NaN and inf in some rows; 2: also elements whose squares are beyond fp32. */
+/* bad 0: all finite; 1: NaN and inf in some rows; 2: also elements whose squares are beyond fp32.  Eight squares of 16-bit
+   numbers may be added in fp32, with three roundings of 2^-24. */
 static void check_both(int rows, int multiply, int bad) {
     std::vector<row_spec> specs = many_rows(rows);
     for (size_t i = 0; i < specs.size(); i++)
@@ -725,9 +760,15 @@ static void check_both(int rows, int multiply, int bad) {
     std::vector<row_data> before = fill_rows(specs, 1.0f), results[2] = {before, before};
     amp_k_grad_stats found[2];
     int64_t total = 0, first = -1;
+    double sixteen = 0;
     for (size_t i = 0; i < specs.size(); i++) {
         size_t size = amp_dtype_size(specs[i].grad);
         if (specs[i].live) total += specs[i].count;
+        if (specs[i].live && size == 2)
+            for (int64_t e = 0; e < specs[i].count; e++) {
+                double value = cuda_value(before[i].grad.data(), specs[i].grad, e);
+                sixteen += value * value;
+            }
         if (bad == 2 && specs[i].grad == AMP_F32 && specs[i].count > 0) {
             float large = 1e30f;
             memcpy(&before[i].grad[0], &large, 4);
@@ -758,7 +799,7 @@ static void check_both(int rows, int multiply, int bad) {
     CHECK_EQ(found[1].first_bad, first);
     CHECK(found[0].found_inf == found[1].found_inf && (found[1].found_inf != 0) == (first >= 0));
     /* n roundings of 2^-53 each, in either order */
-    CHECK_MSG(fabs(found[1].sum_sq - found[0].sum_sq) <= 2 * ldexp((double)total + 2, -53) * found[0].sum_sq,
+    CHECK_MSG(fabs(found[1].sum_sq - found[0].sum_sq) <= 2 * ldexp((double)total + 2, -53) * found[0].sum_sq + 3 * ldexp(sixteen, -24),
               "sums of squares %.17g and %.17g", found[1].sum_sq, found[0].sum_sq);
     if (bad != 1) compare_rows(specs, results[1], results[0]);
     CHECK_EQ(coc_faults(), 0);
@@ -771,6 +812,30 @@ TEST(checks) {
     check_both(0, 0, 0);
     check_both(1, 1, 0);
     check_both(100, 0, 1);
+}
+
+/* A row of one 16-bit number over and over: its largest, its smallest, and those around where squares leave fp32. */
+TEST(check_of_extremes) {
+    coc_reset();
+    const int64_t n = 4099;
+    for (amp_dtype dtype : {AMP_F16, AMP_BF16})
+        for (int step = 0; step < 256; step++) {
+            uint16_t bits = (uint16_t)(step * 128 < 0x7f80 ? step * 128 + 1 : 0x7f7f), number = dtype == AMP_F16 && bits > 0x7bff ? 0x7bff : bits;
+            double value = dtype == AMP_F16 ? (double)amp_f32_from_f16(number) : (double)amp_f32_from_bf16(number);
+            std::vector<uint16_t> grad((size_t)n, number);
+            side x(amp_cuda());
+            amp_k_grad_stats start = a_found();
+            amp_k_tensor row = {};
+            start.sum_sq = 0;
+            row.grad = x.up(grad), row.grad_dtype = dtype, row.weight_dtype = AMP_F32, row.count = n, row.live = 1;
+            amp_k_grad_stats *f = (amp_k_grad_stats *)x.up(&start, sizeof start);
+            amp_k_check k = {(amp_k_tensor *)x.up(&row, sizeof row), 1, NULL, f};
+            CHECK_EQ(x.b->check(x.dev, &k, NULL), AMP_OK);
+            amp_k_grad_stats found = x.one<amp_k_grad_stats>(f);
+            CHECK_MSG(fabs(found.sum_sq / ((double)n * value * value) - 1) <= 3 * ldexp(1, -24) && found.found_inf == 0,
+                      "%s %g: %.17g for %.17g", name_of(dtype), value, found.sum_sq, (double)n * value * value);
+        }
+    CHECK_EQ(coc_faults(), 0);
 }
 
 /* Rules run on the device leave the same bits as on the host. */
@@ -1667,6 +1732,7 @@ int main(int argc, char **argv) {
     RUN(streams_and_events);
     RUN(casts);
     RUN(casts_stochastic);
+    RUN(casts_to_e4m3);
     RUN(casts_many_patterns);
     RUN(casts_ids_and_refusals);
     RUN(adamw_bits);
@@ -1676,6 +1742,7 @@ int main(int argc, char **argv) {
     RUN(storage_bits);
     RUN(scale_bits);
     RUN(checks);
+    RUN(check_of_extremes);
     RUN(rules);
     RUN(column_sums);
     RUN(products);

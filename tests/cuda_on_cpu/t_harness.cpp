@@ -553,6 +553,33 @@ HARNESS_TEST(missing_copy_wait_shows) {
     }
 }
 
+/* ---- Conversions to E4M3: what the PTX ISA says of NaN, signs, ties and what is too large. */
+
+__global__ void k_e4m3(uint16_t *out, const float *in) { out[threadIdx.x] = coc_cvt_e4m3x2(in[2 * threadIdx.x], in[2 * threadIdx.x + 1]); }
+HARNESS_TEST(e4m3_pairs) {
+    const struct { float x; int bits; } cases[] = {
+        {0, 0}, {-0.0f, 0x80}, {1, 0x38}, {-1, 0xb8}, {NAN, 0x7f}, {-NAN, 0x7f}, {INFINITY, 0x7e}, {-INFINITY, 0xfe}, {448, 0x7e},
+        {-1e30f, 0xfe}, {432, 0x7e}, {416, 0x7d}, {400, 0x7c}, {0x1p-9f, 1}, {0x1p-10f, 0}, {0x1.8p-10f, 1}, {-0x1p-10f, 0x80},
+        {0x1.8p-9f, 2}, {0x1p-6f, 8}, {0x1.fp-7f, 8}, {1.0625f, 0x38}, {1.1875f, 0x3a}, {1e-40f, 0}, {1.9999f, 0x40},
+    };
+    std::vector<float> x;
+    for (const auto &c : cases) x.push_back(c.x);
+    array<float> in(x);
+    array<uint16_t> out(x.size() / 2);
+    CHECK_EQ(launch(k_e4m3, 1, (unsigned)x.size() / 2, 0, 0, out.data, in.data), cudaSuccess);
+    std::vector<uint16_t> got = out.get();
+    for (size_t i = 0; i < x.size(); i++)       /* the first of two becomes the upper half */
+        CHECK_MSG((got[i / 2] >> (i % 2 ? 0 : 8) & 255) == cases[i].bits, "%g: %02x", (double)x[i], got[i / 2] >> (i % 2 ? 0 : 8) & 255);
+    coc_set_devices(1, 1 << 20, 4, 90, 80);
+    array<uint16_t> none(1);
+    array<float> one(2);
+    CHECK_EQ(launch(k_e4m3, 1, 1, 0, 0, none.data, one.data), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaErrorIllegalInstruction);
+    CHECK(took_fault("cvt to e4m3x2 in code that was compiled for sm_80"));
+    cudaDeviceReset();
+    coc_set_devices(2);
+}
+
 /* ---- Vectors, hints, numbers */
 
 __global__ void k_vectors(float4 *out, const float4 *in) {
@@ -1399,6 +1426,7 @@ int main(int argc, char **argv) {
     RUN(tensor_core_fragments);
     RUN(unaligned_matrices);
     RUN(missing_copy_wait_shows);
+    RUN(e4m3_pairs);
     RUN(vectors);
     RUN(numbers);
     RUN(conversions);

@@ -29,6 +29,7 @@ enum {      /* opcodes: through any address (LD, ST), global memory, local memor
 struct kernel {
     unsigned registers, stack, shared;
     unsigned loads, stores;             /* instructions of 16 bytes */
+    unsigned divisions;                 /* subroutines of integers of 64 bits: a hundred instructions a call */
     unsigned local;                     /* instructions on local memory */
 };
 typedef std::map<std::string, kernel> kernels;
@@ -123,10 +124,19 @@ static kernel *kernel_behind(const char *prefix, const std::string &section, ker
     return found == all->end() ? NULL : &found->second;
 }
 
+/* A subroutine lies behind the kernel that calls it, in its section: "$__internal_0_$__cuda_sm20_div_s64". */
+static bool divides(const std::string &symbol) {
+    static const char *const names[] = {"_div_s64", "_div_u64", "_rem_s64", "_rem_u64"};
+    for (const char *name : names)
+        if (symbol.size() > strlen(name) && symbol.compare(symbol.size() - strlen(name), std::string::npos, name) == 0) return true;
+    return false;
+}
+
 static bool read_kernels(const elf &e, kernels *out) {
     Elf64_Ehdr head;
     std::vector<Elf64_Shdr> sections;
     std::vector<std::string> names, symbols;
+    std::vector<size_t> dividing;       /* the sections of subroutines that divide */
     if (!e.at(0, &head)) return fail("no ELF header");
     sections.resize(head.e_shnum);
     for (size_t i = 0; i < sections.size(); i++)
@@ -139,6 +149,7 @@ static bool read_kernels(const elf &e, kernels *out) {
         for (uint64_t i = 0; i < table.sh_size && e.at(table.sh_offset + i, &symbol); i += sizeof symbol) {
             symbols.push_back(e.text(sections[table.sh_link].sh_offset + symbol.st_name));
             if (symbol.st_other & KERNEL_SYMBOL) all[symbols.back()] = kernel();
+            if (divides(symbols.back()) && symbol.st_shndx < names.size()) dividing.push_back(symbol.st_shndx);
         }
     }
     for (size_t i = 0; i < sections.size(); i++) {
@@ -147,14 +158,16 @@ static bool read_kernels(const elf &e, kernels *out) {
         if (shared && sections[i].sh_size >= SHARED_RESERVED) shared->shared = (unsigned)sections[i].sh_size - SHARED_RESERVED;
         if (names[i] == ".nv.info") read_attributes(e, sections[i], symbols, &all);
     }
+    for (size_t i : dividing)
+        if (kernel *code = kernel_behind(".text.", names[i], &all)) code->divisions++;
     for (const auto &k : all) (*out)[short_name(k.first)] = k.second;
     return all.size() == out->size() ? true : fail("two kernels have the same short name");
 }
 
 static void print_kernels(const kernels &all) {
     for (const auto &k : all)
-        printf("%3u %5u %5u  %4u %4u  %s\n", k.second.registers, k.second.stack, k.second.shared, k.second.loads,
-               k.second.stores, k.first.c_str());
+        printf("%3u %5u %5u  %4u %4u  %u  %s\n", k.second.registers, k.second.stack, k.second.shared, k.second.loads,
+               k.second.stores, k.second.divisions, k.first.c_str());
 }
 
 /* ---- Comparing with the tables; a line that starts with # is a comment. */
@@ -173,8 +186,9 @@ static void compare_table(const kernels &all, const std::string &text) {
     for (const std::string &line : table_lines(text)) {
         kernel k = kernel();
         int at = 0;
-        int found = sscanf(line.c_str(), "%u %u %u %u %u %n", &k.registers, &k.stack, &k.shared, &k.loads, &k.stores, &at);
-        if (found == 5 && at) known[line.substr((size_t)at)] = k;
+        int found = sscanf(line.c_str(), "%u %u %u %u %u %u %n", &k.registers, &k.stack, &k.shared, &k.loads, &k.stores,
+                           &k.divisions, &at);
+        if (found == 6 && at) known[line.substr((size_t)at)] = k;
     }
     for (const auto &k : known)
         if (!all.count(k.first)) printf("kernels %s: in the table, but no such kernel\n", k.first.c_str());
@@ -184,6 +198,8 @@ static void compare_table(const kernels &all, const std::string &text) {
         if (then.registers == 0) { printf("kernels %s: not in the table\n", name); continue; }
         if (now.registers > then.registers) printf("registers %s: %u, were %u\n", name, now.registers, then.registers);
         if (now.shared > then.shared) printf("shared %s: %u bytes, were %u\n", name, now.shared, then.shared);
+        if (now.divisions > then.divisions)
+            printf("divisions %s: %u subroutines of 64-bit division, were %u\n", name, now.divisions, then.divisions);
         if (now.loads < then.loads || now.stores < then.stores)
             printf("accesses %s: %u loads and %u stores of 16 bytes, were %u and %u\n", name, now.loads, now.stores,
                    then.loads, then.stores);
