@@ -1876,7 +1876,7 @@ typedef struct amp_status {
 /* memory_warning: as in amp_settings.  scaler may be NULL.  Waits.  Errors: AMP_ERR_STATE during a graph capture. */
 AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning,
                                   amp_status *out);
-/* As a table, and as one JSON object; unknown values are "not here" (JSON: null). */
+/* As a table, and as one JSON object; unknown values are "n/a" (JSON: null). */
 AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size);
 AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size);
 
@@ -4146,7 +4146,7 @@ static amp_result ampi_temporary_open(const amp_system *s, const char *path, cha
             return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "path of %zu bytes is too long", strlen(path));
         error = ampi_file_open(s, name, 3, file);
     } while (error == -EEXIST && ++tries < 100);
-    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: no file beside it: %s", path, strerror(-error));
+    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: cannot create a file beside it: %s", path, strerror(-error));
 }
 
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes) {
@@ -4189,7 +4189,7 @@ static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const cha
     int64_t used = 0, n, wanted = size > 0 ? size + 1 : 4096;
     do {
         if (used >= AMPI_LONGEST_STREAM && size == -ESPIPE)
-            return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: a stream without an end after %lld bytes, copy it into a file", path, (long long)used);
+            return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: no end after %lld bytes; copy it into a file", path, (long long)used);
         if (!ampi_resize(s, buffer, capacity, wanted))
             return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)wanted, path);
         n = ampi_read_fully(s, file, *buffer + used, *capacity - used, used);
@@ -4994,7 +4994,7 @@ static amp_result ampi_check_tensor(const char *function, const char *field, con
         return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the last dimension has stride %lld, must be contiguous", field, (long long)t->stride[t->ndim - 1]);
     for (i = 0; given && i < t->ndim; i++)
         if (fabs((double)t->stride[i]) * (double)t->shape[i] > 72057594037927936.0)     /* 2^56 */
-            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: dimension %d has stride %lld, which leads out of any memory", field, i, (long long)t->stride[i]);
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: dimension %d has stride %lld, which exceeds any memory", field, i, (long long)t->stride[i]);
     return AMP_OK;
 }
 
@@ -6934,7 +6934,7 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
     ampi_cpu *cpu = (ampi_cpu *)dev;
     (void)stream;
     if (args->backward || args->column_sum.data != NULL || args->row_sum.data != NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "gemm", "this backend has .fuses 0: an activation's backward and sums are calls of their own");
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "gemm", "this backend has .fuses 0: call an activation's backward and the sums separately");
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return AMP_OK;
     if (ampi_direct_run(cpu, args)) return AMP_OK;
     if (args->n == 1 && args->m > 1 && args->ldc == 1 && args->bias == NULL && args->pre == NULL) {
@@ -9191,7 +9191,7 @@ static amp_result ampi_check_saturate(const amp_context *amp, const char *f, int
 }
 static amp_result ampi_may_wait(const amp_context *amp) {
     if (amp->capture == NULL) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "the call waits for the device, which only records while a graph is captured: move it behind amp_graph_end");
+    return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "the call waits for the device, which only records while a graph is captured: move it after amp_graph_end");
 }
 /* Something changed that captured graphs have built in. */
 static void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
@@ -9382,7 +9382,7 @@ static int ampi_is_stopped(const ampi_object *o) { return __atomic_load_n(&o->st
 static amp_result ampi_alive(const ampi_object *o, const char *function) {
     if (!ampi_is_stopped(o)) return AMP_OK;
     if (ampi_is_closed(o->amp))
-        return ampi_fail(AMP_ERR_STATE, function, "the context that this %s was created from was closed; only destroying it is left to do", o->kind);
+        return ampi_fail(AMP_ERR_STATE, function, "the context that this %s was created from was closed; it can only be destroyed", o->kind);
     return ampi_fail(AMP_ERR_STATE, function, "the %s that this refers to was destroyed; destroy this one first", o->kind);
 }
 
@@ -9452,7 +9452,7 @@ static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int
     if (own->parallel != NULL) own->parallel(own->user, n, run, arg);
     else ampi_threads_run(amp->threads, n, run, arg);
     if (own->parallel == NULL && __atomic_load_n(&amp->threads->missing, __ATOMIC_RELAXED) > 0 && __atomic_exchange_n(&amp->threads->missing, 0, __ATOMIC_RELAXED) > 0)
-        ampi_log(amp, AMP_LOG_WARNING, 1009, "out of threads: calls run on %d in place of %d; raise the limit (ulimit -u, a container's pids), or lower .threads",
+        ampi_log(amp, AMP_LOG_WARNING, 1009, "out of threads: calls run on %d instead of %d; raise the limit (ulimit -u, a container's pids), or lower .threads",
                  (int)amp->threads->started + 1, (int)amp->threads->limit + 1);
 }
 
@@ -9487,12 +9487,12 @@ static amp_result ampi_check_desc(amp_desc *d) {
     if (d->share_threads != NULL && d->parallel.parallel != NULL) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel both say which threads to use");
     if (d->cpu_path > ampi_cpu_best_path())
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s", ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
-    if ((s->alloc == NULL) != (s->free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free come both or neither");
-    if ((d->memory.alloc == NULL) != (d->memory.free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".memory.alloc and .memory.free come both or neither");
+    if ((s->alloc == NULL) != (s->free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free must be set together");
+    if ((d->memory.alloc == NULL) != (d->memory.free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".memory.alloc and .memory.free must be set together");
     if (d->memory.alloc != NULL && (d->backend == NULL || d->backend == amp_cpu()))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".memory is for a device's memory, and amp_cpu() has none: set .system");
     if ((s->thread_start == NULL) != (s->thread_join == NULL) || (s->thread_start == NULL) != (s->thread_detach == NULL))
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.thread_start, .thread_join and .thread_detach come all or none");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.thread_start, .thread_join and .thread_detach must be set together");
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
         return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.rank = %d of .world = %d", d->reducer.rank, d->reducer.world);
     if (d->reducer.world > 1 && d->reducer.reduce == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
@@ -10039,7 +10039,7 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
     }
     for (j = 0; j < amp->n_params; j++)
         if (amp->params[j].param == p || strcmp(amp->params[j].param->name, p->name) == 0)
-            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "%s is registered already; amp_param_forget comes first", p->name);
+            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "%s is already registered; call amp_param_forget first", p->name);
     for (j = 0; j < i; j++)
         if (strcmp(params[j].name, p->name) == 0) return ampi_fail(AMP_ERR_NAME, "amp_param_register", "two parameters are called %s", p->name);
     return AMP_OK;
@@ -10287,7 +10287,7 @@ static void ampi_masks_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
     (void)id;
     if (notice == AMPI_CLEANUP) amp_mask_cache_clear(amp);
     if (notice != AMPI_CLOSING) return;
-    if (views > 0) ampi_log(amp, AMP_LOG_WARNING, 1008, "amp_close: masks of amp_mask_get that were not given back, and whose memory is gone: %d", views);
+    if (views > 0) ampi_log(amp, AMP_LOG_WARNING, 1008, "amp_close: masks of amp_mask_get were not released, and their memory is gone: %d", views);
     for (i = 0; i < amp->n_masks; i++) ampi_free(&amp->system, amp->masks[i].key, amp->masks[i].key_bytes, 1);
 }
 
@@ -10755,7 +10755,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
     top = ampi_region_top(amp);
     if (top != NULL && top->recompute)
-        return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide", "%s keeps no record of its forward; while recomputing, open the region it ran in again around it", ampi_op_name(amp, op));
+        return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide", "%s keeps no record of its forward; while recomputing, open its region again around it", ampi_op_name(amp, op));
     memset(out, 0, sizeof *out);
     region = top ? &top->desc : NULL;
     if (top == NULL && op == AMP_OP_GEMM && amp->desc.gemm_always) {
@@ -10823,7 +10823,7 @@ static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, con
     ampi_print(&s, "): computes in %s, returns %s, by %s%s", amp_dtype_name(plan->compute), amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
     added = ampi_told_add((amp_context *)(uintptr_t)amp, text);
     if (added) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, text);
-    if (added == 2) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, "further decisions are not told");
+    if (added == 2) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, "further decisions are not logged");
 }
 
 AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
@@ -10883,7 +10883,7 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
 
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy) {
     AMPI_TRY(ampi_need("amp_operator_override", amp != NULL, "amp"));
-    if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS) return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is no built-in operator", op);
+    if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS) return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is not a built-in operator", op);
     if (!ampi_is_cast_policy(policy)) return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
     amp->override_policy[op] = (uint8_t)policy;
     ampi_decisions_changed(amp);
@@ -11158,14 +11158,14 @@ static int ampi_plan_is_garbage(const amp_plan *p) {
 static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, size_t plan) {
     AMPI_TRY(ampi_need(function, amp && op, "amp or op"));
     if (ampi_plan_is_garbage((const amp_plan *)(const void *)((const char *)op + plan)))
-        return ampi_fail(AMP_ERR_RANGE, function, ".plan holds what no forward wrote: set the struct to 0 before filling it");
+        return ampi_fail(AMP_ERR_RANGE, function, ".plan was not written by a forward: set the struct to 0 before filling it");
     return AMP_OK;
 }
 
 /* What backward and a forward that runs again obey. */
 static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
     if (plan->compute == AMP_DTYPE_DEFAULT) return ampi_fail(AMP_ERR_STATE, function, "the forward call of this op struct has not run");
-    if (plan->mode == AMP_MODE_INFERENCE) return ampi_fail(AMP_ERR_STATE, function, "its forward ran in inference mode, which keeps nothing for a backward");
+    if (plan->mode == AMP_MODE_INFERENCE) return ampi_fail(AMP_ERR_STATE, function, "its forward ran in inference mode, so it has no backward");
     return AMP_OK;
 }
 
@@ -11832,7 +11832,7 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     amp_result result;
     ampi_fp host;
     AMPI_TRY(ampi_need(f, amp != NULL, "amp"));
-    if (!amp->backend->host_visible) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "computes on the CPU alone; on a device use amp_gemm");
+    if (!amp->backend->host_visible) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "computes on the CPU only; on a device use amp_gemm");
     AMPI_TRY(ampi_as(f, ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc)));
     AMPI_TRY(ampi_check_real(f, "alpha", alpha, 1, "finite"));
     AMPI_TRY(ampi_check_real(f, "beta", beta, 1, "finite"));
@@ -12894,7 +12894,7 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     if (desc->n_params < 0 || desc->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", ".n_params or .n_ranges is negative");
     if (desc->params == NULL && desc->ranges == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are NULL, one must be given");
-    if (desc->params != NULL && desc->ranges != NULL) return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", ".params and .ranges are given, must be one of them");
+    if (desc->params != NULL && desc->ranges != NULL) return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", ".params and .ranges are both given, must be one");
     if ((desc->params ? desc->n_params : desc->n_ranges) == 0 && !desc->sharded)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", "%s = 0, must be 1 or more (0 only where .sharded is 1)", desc->params ? ".n_params" : ".n_ranges");
     AMPI_TRY(ampi_check_clip("amp_grad_set_create", desc->clip_norm));
@@ -13294,7 +13294,7 @@ static amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *
 
 static amp_result ampi_check_one_context(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     if (scaler == NULL || scaler->amp == set->amp) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler is of another context");
+    return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler belongs to another context");
 }
 
 /* A set serves one scaler between two updates of it. */
@@ -14212,7 +14212,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     backend = ampi_backend(amp, &dev, &stream);
     if (ampi_capture(amp) != NULL) return ampi_fail(AMP_ERR_STATE, f, "a graph is being captured already");
     if (backend->graph_begin == NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step as it is", backend->name);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step without one", backend->name);
     if (ampi_live_gradients(amp, 0)) return ampi_fail(AMP_ERR_STATE, f, "there are gradients of a cycle without its step: step first");
     AMPI_TRY(ampi_object_create(amp, f, (void **)&graph, sizeof *graph, "graph", ampi_graph_stop));
     graph->object.unfinished = 1;
@@ -14267,7 +14267,7 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     AMPI_TRY(ampi_need(f, amp && out, "amp or out"));
     backend = ampi_backend(amp, &dev, &stream);
     graph = (amp_graph *)ampi_capture(amp);
-    if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "amp_graph_begin comes first");
+    if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "call amp_graph_begin first");
     if (!pthread_equal(graph->thread, pthread_self())) return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
     graph->random = ampi_capture_end(amp);
     result = backend->graph_end(dev, stream, &graph->exec);
@@ -15112,7 +15112,7 @@ static amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_
     if (npy.start > n || !ampi_npy_dict(&text, &npy) || npy.dims < 1 || (npy.fortran && npy.dims > 1) ||
         (tokens && npy.dims != 1))
         return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name,
-                         "%s: the header is none of a%s plain array in C order", f->path,
+                         "%s: the header is not that of a%s plain array in C order", f->path,
                          tokens ? " one-dimensional" : "");
     f->dtype = ampi_npy_dtype(npy.descr, tokens);
     if (f->dtype == AMP_DTYPE_DEFAULT)
@@ -15147,7 +15147,7 @@ static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_for
         return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s", f->path, strerror((int)-f->bytes));
     AMPI_TRY(ampi_data_read(l, f, head, sizeof head, 0, &n));
     if (n > f->bytes)
-        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s has a size of %lld and more in it, as files of /proc do; copy it", f->path,
+        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s holds more than its size of %lld bytes, as files in /proc do; copy it", f->path,
                          (long long)f->bytes);
     if (l->kind == AMPI_FROM_ARRAYS) return ampi_npy_header(f, head, n, 0);
     if (format == AMP_TOKENS_DEFAULT)
@@ -16027,7 +16027,7 @@ static amp_result ampi_loader_start(amp_loader *l) {
 static int ampi_loader_elsewhere(const amp_loader *l) { return l->threads > 0 && l->process != getpid(); }
 
 static amp_result ampi_loader_is_elsewhere(const char *function) {
-    return ampi_fail(AMP_ERR_STATE, function, "the loader's workers are in the process that created it: create one here, behind fork");
+    return ampi_fail(AMP_ERR_STATE, function, "the loader's workers are in the process that created it: create one here, after fork");
 }
 
 AMP_API void amp_loader_stop(amp_loader *l) {
@@ -16904,7 +16904,7 @@ static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key,
     }
     key = ampi_origin_text(from, key, n, label);
     ampi_origin_text(from, ampi_setting_table[best].key, strlen(ampi_setting_table[best].key), nearest);
-    return ampi_fail(AMP_ERR_NAME, from->function, "%s is no setting; the nearest is %s", key,
+    return ampi_fail(AMP_ERR_NAME, from->function, "%s is not a setting; the nearest is %s", key,
                      from->name ? strrchr(nearest, '.') : nearest);
 }
 
@@ -17262,7 +17262,7 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, "%s is of another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
+        return ampi_fail(AMP_ERR_CONFLICT, f, "%s belongs to another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
     if (scaler != NULL && scaler->checked)
         return ampi_fail(AMP_ERR_STATE, f, "gradients were checked since the last update: call amp_scaler_update first");
     for (i = 0; optimizer != NULL && i < optimizer->set->n; i++)
@@ -17306,7 +17306,7 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
     amp_scaler_desc rule;
     AMPI_TRY(ampi_need(f, settings && amp, "settings or amp"));
     AMPI_TRY(ampi_settings_check(f, settings));
-    if (monitor != NULL && monitor->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, "monitor is of another context");
+    if (monitor != NULL && monitor->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context");
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &regions, &rule));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
     else if (!rule.disable) ampi_log(amp, AMP_LOG_WARNING, 1201, "%s asks for a loss scaler, and none was passed to amp_settings_apply",
@@ -17468,12 +17468,12 @@ static void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t bytes, i
     double value = (double)bytes;
     int unit = 0;
     while (value >= 1024 && unit < 4) { value /= 1024; unit++; }
-    if (!known) ampi_print(s, "%snot here", before);
+    if (!known) ampi_print(s, "%sn/a", before);
     else ampi_print(s, "%s%.*f %s", before, unit > 0, value, units[unit]);
 }
 static void ampi_print_reading(ampi_sheet *s, const char *name, double value, double factor, const char *unit) {
     if (value >= 0) ampi_print(s, "%s %.0f%s", name, value * factor, unit);
-    else ampi_print(s, "%s not here", name);
+    else ampi_print(s, "%s n/a", name);
 }
 static void ampi_print_cache(ampi_sheet *s, const char *label, const amp_cache_info *c) {
     ampi_print(s, "%s%lld entries, ", label, (long long)c->entries);
@@ -17512,7 +17512,7 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
         ampi_print(&s, "scaler   scale %g%s, tracker %d of %d; %lld of %lld updates skipped, %lld in a row\n", (double)t->scale,
                    t->at_floor ? " (at its floor)" : "", t->growth_tracker, t->growth_interval, (long long)t->skips,
                    (long long)t->updates, (long long)t->consecutive_skips);
-    else ampi_print(&s, "scaler   not here\n");
+    else ampi_print(&s, "scaler   n/a\n");
     ampi_print_cache(&s, "casts    ", &t->cast_cache);
     ampi_print_cache(&s, "masks    ", &t->mask_cache);
     if (t->new_inf > 0) ampi_print(&s, "operands %lld finite numbers beyond the range of fp16, the last in %s\n", (long long)t->new_inf, t->new_inf_in);
@@ -18050,7 +18050,7 @@ static amp_result ampi_monitor_step(amp_monitor *monitor, const amp_step_info *i
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_step"));
     o = m->desc.optimizer;
     if (o->sent == m->last)
-        return ampi_fail(AMP_ERR_STATE, "amp_monitor_step", "the optimizer has not stepped since the last call: amp_step comes first");
+        return ampi_fail(AMP_ERR_STATE, "amp_monitor_step", "the optimizer has not stepped since the last call: call amp_step first");
     ampi_range_end(m);
     AMPI_TRY(ampi_note_fill(m, info));
     m->last = o->sent;
@@ -18198,7 +18198,7 @@ static void ampi_print_epochs(ampi_sheet *s, const char *label, const amp_epoch_
     if (r->epoch == 0) { ampi_print(s, "%-16s  none\n", label); return; }
     ampi_print(s, "%-16s  %6lld  %8lld  %7lld  ", label, (long long)r->epoch, (long long)r->steps, (long long)r->skipped);
     if (amp_is_finite_f64(&r->loss)) ampi_print(s, "%10.4f", r->loss);
-    else ampi_print(s, "%10s", "not here");
+    else ampi_print(s, "%10s", "n/a");
     ampi_print(s, "  %10.3g  %10.4g", r->seconds, r->tokens_per_second);
     ampi_print_bytes(s, "  ", r->peak, 1);
     ampi_print(s, "\n");
@@ -18226,7 +18226,7 @@ static amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
     AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler is of another context");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler belongs to another context");
     AMPI_TRY(ampi_fields(f, ampi_monitor_fields, sizeof ampi_monitor_fields, d));
     if (d->path != NULL && d->path[0] == 0) return ampi_fail(AMP_ERR_RANGE, f, ".path is empty; NULL means no file");
     return AMP_OK;
@@ -18254,7 +18254,7 @@ static void ampi_monitor_stop(ampi_object *object) {
     if (!ampi_is_stopped(&m->desc.optimizer->object)) r = ampi_monitor_take_all(m);
     if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
     r = ampi_lines_sync(m, "amp_monitor_destroy");
-    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s; what was kept is lost now", amp_last_error());
+    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s; the lines kept are lost", amp_last_error());
     ampi_monitor_free(m);
 }
 AMP_API void amp_monitor_destroy(amp_monitor *monitor) { if (monitor != NULL) ampi_object_destroy(&monitor->object); }
@@ -18339,12 +18339,12 @@ static amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tens
                          (long long)AMPI_MIN(d->n_params, d->n_ranges));
     if (d->n_params > 0 && d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
     if (d->n_ranges > 0 && d->ranges == NULL) return ampi_fail(AMP_ERR_NULL, f, ".ranges is NULL");
-    if (d->n_params + d->n_ranges == 0) return ampi_fail(AMP_ERR_NULL, f, "give .params or .ranges, neither is there");
+    if (d->n_params + d->n_ranges == 0) return ampi_fail(AMP_ERR_NULL, f, ".params and .ranges are missing: give one of them");
     if (d->dtype != AMP_F16 && d->dtype != AMP_BF16 && d->dtype != AMP_E4M3 && d->dtype != AMP_E5M2)
         return ampi_fail(AMP_ERR_DTYPE, f, ".dtype = %s, must be fp16, bf16, fp8_e4m3 or fp8_e5m2", amp_dtype_name(d->dtype));
     AMPI_TRY(ampi_check_ranges(f, d->ranges, d->n_ranges));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
-    if (d->scaler != NULL && d->scaler->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler is of another context");
+    if (d->scaler != NULL && d->scaler->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context");
     AMPI_TRY(ampi_check_params(f, d->params, d->n_params, gradients));
     return ampi_check_all_known(amp, f, d->params, d->n_params);
 }
@@ -19105,7 +19105,7 @@ static void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
                  : "%.50s: give its layer fp32 by amp_layer_override, or look at its operator in %s", worst, name);
     else if (fp16 && !scaled) snprintf(to, sizeof row->advice, "good for this batch; gradients may shrink: train with a loss scaler");
     else if (fp16 && v->scale > 0)
-        snprintf(to, sizeof row->advice, "good, from loss scale %g on, which the scaler comes to: start there", (double)v->scale);
+        snprintf(to, sizeof row->advice, "good from loss scale %g on, which the scaler will reach: start there", (double)v->scale);
     else snprintf(to, sizeof row->advice, "good");
 }
 
@@ -19285,12 +19285,12 @@ AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size
 
 static const char *ampi_memory_kind_word(amp_memory_kind place) {
     switch (place) {
-        case AMP_MEMORY_HOST: return "pageable memory of the host";
-        case AMP_MEMORY_PINNED: return "pinned memory of the host";
+        case AMP_MEMORY_HOST: return "pageable host memory";
+        case AMP_MEMORY_PINNED: return "pinned host memory";
         case AMP_MEMORY_DEVICE: return "memory of this device";
         case AMP_MEMORY_OTHER_DEVICE: return "memory of another device";
         case AMP_MEMORY_MANAGED: return "managed memory";
-        default: return "memory that nobody knows";
+        default: return "memory of an unknown kind";
     }
 }
 
@@ -19313,7 +19313,7 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
             return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, lies in %s, where kernels of this context cannot read it: take "
                              "memory from amp_alloc, and amp_copy it there", name, (long long)i, ampi_memory_kind_word(place));
         if (place == AMP_MEMORY_PINNED && !backend->host_visible)
-            ampi_log(amp, AMP_LOG_WARNING, 1306, "%s lies in pinned memory of the host: kernels read it over the bus", name);
+            ampi_log(amp, AMP_LOG_WARNING, 1306, "%s lies in pinned host memory: kernels read it over the bus", name);
     }
     return AMP_OK;
 }
@@ -19782,7 +19782,7 @@ static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
     char *reason = out->batch_reason;
     size_t size = sizeof out->batch_reason;
     if (f->desc->batch == 0 || f->desc->optimizer == NULL) {
-        snprintf(reason, size, "not known before a step has run: it takes .batch and .optimizer");
+        snprintf(reason, size, "unknown before a step has run: needs .batch and .optimizer");
         return;
     }
     (void)amp_optimizer_bytes(f->desc->optimizer, &bytes);
@@ -19794,7 +19794,7 @@ static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
     }
     f->is_short = (double)f->memory.peak > usable;
     if (!(each > 0)) {
-        snprintf(reason, size, "the peak of %.3g GiB is no more than parameters and optimizer take (%.3g GiB): activations are not amp_alloc's",
+        snprintf(reason, size, "the peak of %.3g GiB is no more than parameters and optimizer take (%.3g GiB): activations are not from amp_alloc",
                  AMPI_GIB(f->memory.peak), AMPI_GIB(fixed));
         return;
     }
@@ -19811,7 +19811,7 @@ static void ampi_advise_level(const ampi_facts *f, amp_advice *out) {
     out->settings.memory_efficient = f->is_short;
     if (!f->is_short)
         snprintf(out->level_reason, sizeof out->level_reason, "O1: fp32 weights, and casts where they pay; %s",
-                 out->batch > 0 ? "memory is not short" : "nothing says that memory is short");
+                 out->batch > 0 ? "memory is not short" : "no sign that memory is short");
     else
         snprintf(out->level_reason, sizeof out->level_reason, "%s: the step took %.3g of %.3g GiB, over 90%%; %s", low ? "O2" : "O1",
                  AMPI_GIB(f->memory.peak), AMPI_GIB(f->memory.device_total),
@@ -19842,7 +19842,7 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     } else if (s->updates == 0) {
         snprintf(reason, size, "fp16 loses gradients below 6e-8: a dynamic scale, halved on overflow, doubled after clean steps");
     } else if (!(rate > 0.01) && !(s->scale < d->init_scale)) {
-        snprintf(reason, size, "%lld of %lld steps skipped, scale %g: as it is", (long long)s->skips, (long long)s->updates, (double)s->scale);
+        snprintf(reason, size, "%lld of %lld steps skipped, scale %g: unchanged", (long long)s->skips, (long long)s->updates, (double)s->scale);
     } else if (!(rate > 0.01)) {
         d->init_scale = s->scale;
         snprintf(reason, size, "the scale came down from %g to %g in %lld skips: begin there", init, (double)s->scale, (long long)s->skips);
@@ -19971,7 +19971,7 @@ static void ampi_advise_history(const ampi_history *h, int64_t n, amp_advice *ou
         snprintf(reason, size, "slow: %lld losses fell by %.2g%% from %.4g, smoothly (noise %.2g), as fast at the end as at the beginning",
                  (long long)n, 100 * fall / level, h->mean[0], h->noise);
     } else
-        snprintf(reason, size, "as it is: %lld losses went from %.4g to %.4g by quarters, best %.4g, noise %.2g, %lld jumps", (long long)n,
+        snprintf(reason, size, "unchanged: %lld losses went from %.4g to %.4g by quarters, best %.4g, noise %.2g, %lld jumps", (long long)n,
                  h->mean[0], h->mean[3], best, h->noise, (long long)h->jumps);
 }
 
@@ -19980,7 +19980,7 @@ static amp_result ampi_advise_lr(const amp_context *amp, const amp_advise_desc *
     ampi_history history;
     void *scratch;
     if (d->n_losses < AMP_ADVISE_LOSSES) {
-        snprintf(out->lr_reason, sizeof out->lr_reason, "not known from %lld losses: it takes %d in .losses", (long long)d->n_losses, (int)AMP_ADVISE_LOSSES);
+        snprintf(out->lr_reason, sizeof out->lr_reason, "unknown from %lld losses: needs %d in .losses", (long long)d->n_losses, (int)AMP_ADVISE_LOSSES);
         return AMP_OK;
     }
     AMPI_TRY(ampi_alloc(s, "amp_advise", &scratch, d->n_losses, sizeof(double)));
@@ -20065,7 +20065,7 @@ AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, 
     AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
     if (optimizer != NULL && advice->lr > 0 && advice->lr_factor != 1) AMPI_TRY(amp_optimizer_set_lr(optimizer, advice->lr));
     if (advice->settings.level != s.level)
-        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays",
+        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: that needs a new context; O%d stays",
                  (int)advice->settings.level - (int)AMP_LEVEL_O0, (int)s.level - (int)AMP_LEVEL_O0);
     return AMP_OK;
 }
@@ -20218,7 +20218,7 @@ static int ampi_tune_known(ampi_tune *t) {
         }
     }
     memset(t->out, 0, sizeof *t->out);
-    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: %s holds rows that cannot be", t->desc.file);
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: %s holds impossible rows", t->desc.file);
     return 0;
 }
 
@@ -20261,7 +20261,7 @@ static amp_result ampi_tune_write(ampi_tune *t) {
     if (result == AMP_OK) result = ampi_tune_put(t);
     if (result == AMP_OK) return AMP_OK;
     snprintf(why, sizeof why, "%.199s", amp_last_error());
-    return ampi_fail(AMP_ERR_WRITE, "amp_tune", "the results are there, but not in %.100s: %s", t->desc.file, why);
+    return ampi_fail(AMP_ERR_WRITE, "amp_tune", "the results are valid, but not saved in %.100s: %s", t->desc.file, why);
 }
 
 /* ---- Timing */
@@ -20582,7 +20582,7 @@ static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc 
     if (d->n_params < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
     AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
     AMPI_TRY(ampi_fields(f, ampi_recovery_fields, sizeof ampi_recovery_fields, d));
-    if ((d->save == NULL) != (d->load == NULL)) return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load come both or neither");
+    if ((d->save == NULL) != (d->load == NULL)) return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load must be set together");
     for (i = 0; i < d->n_params; i++) {
         const amp_param *p = &d->params[i];
         if (p->weight.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] %s has no weight", (long long)i, p->name ? p->name : "");
@@ -20590,7 +20590,7 @@ static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc 
         if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
     }
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp) || (d->loader != NULL && d->loader->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context",
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s belongs to another context",
                          d->optimizer->amp != amp ? "optimizer" : d->loader != NULL && d->loader->amp != amp ? "loader" : "scaler");
     AMPI_TRY(ampi_check_all_known(amp, f, d->params, d->n_params));
     if (d->optimizer->micro > 0)
@@ -20850,7 +20850,7 @@ static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
     amp_recovery_event e = ampi_event(r, AMP_RECOVERY_DOUBLE_BATCH, AMP_ANOMALY_NONE);
     int32_t n = o->desc.accumulation;
     if (r->halvings == 0 || r->fitted < ampi_patience(r) || o->micro > 0 || n % 2 != 0 || !ampi_batch_is_even(r)) return AMP_OK;
-    snprintf(e.text, sizeof e.text, "%lld good steps since the micro-batch was %s for memory: twice its size again from step %lld, and %d instead of %d of them",
+    snprintf(e.text, sizeof e.text, "%lld good steps since the micro-batch was %s for memory: twice its size again from step %lld, and %d instead of %d a step",
              (long long)r->fitted, r->doubled ? "last changed" : "halved", (long long)o->attempts + 1, n / 2, n);
     (void)ampi_ask(r, &e);
     if (e.action != AMP_RECOVERY_DOUBLE_BATCH) { r->fitted = 0; return AMP_OK; }
@@ -20890,7 +20890,7 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
     int32_t n = o->desc.accumulation, most = INT32_MAX / 2;
     int keep_lr;
     e->action = n > most ? AMP_RECOVERY_STOP : AMP_RECOVERY_HALVE_BATCH;
-    snprintf(e->text, sizeof e->text, "out of memory again in step %lld: half of the micro-batch, and twice as many of them as the %d of a step",
+    snprintf(e->text, sizeof e->text, "out of memory again in step %lld: halve the micro-batch; a step now has twice its %d",
              (long long)o->attempts + 1, n);
     keep_lr = ampi_ask(r, e);
     if (e->action == AMP_RECOVERY_HALVE_BATCH && n <= most) {
@@ -20928,7 +20928,7 @@ static amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_even
     if (again) AMPI_TRY(ampi_halve(r, &e));
     else {
         AMPI_TRY(amp_optimizer_set_accumulation(o, o->desc.accumulation));
-        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more",
+        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes freed, repeat the step",
                  (long long)o->attempts + 1, (long long)freed);
     }
     ampi_log(r->amp, AMP_LOG_WARNING, 1305, "%s", e.text);

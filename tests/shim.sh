@@ -45,7 +45,7 @@ says "alpha and beta" no "$work/host" nan
 # Settings.
 says "no dtype" "as they were: .*AMP_DTYPE = fp7, must be one of" env AMP_DTYPE=fp7 "$work/host" fp32
 says "a dtype not to compute in" "as they were: .*AMP_DTYPE = fp8_e4m3" env AMP_DTYPE=fp8_e4m3 "$work/host" fp32
-says "no setting" "as they were: .*AMP_DTYP is no setting" env "AMP_DTYP=bf16" "$work/host" fp32
+says "no setting" "as they were: .*AMP_DTYP is not a setting" env "AMP_DTYP=bf16" "$work/host" fp32
 says "debug says what is computed" "computes in bf16" env AMP_DEBUG=1 AMP_DTYPE=bf16 "$work/host" bf16
 says "fp16 without a scaler" "amp_cblas_scaler" env AMP_DTYPE=fp16 "$work/host" fp16
 says "fp16 with the scaler off" no env AMP_DTYPE=fp16 AMP_SCALER=off "$work/host" fp16

@@ -529,7 +529,7 @@ TEST(tune_leaves_foreign_files_alone) {
     remove(path);
     d.file = "/nowhere/at/all/tune";
     CHECK_ERR(amp_tune(amp, &d, &r), AMP_ERR_WRITE);
-    CHECK(r.best == 2 && r.n_rows == 4 && strstr(amp_last_error(), "the results are there") != NULL);
+    CHECK(r.best == 2 && r.n_rows == 4 && strstr(amp_last_error(), "the results are valid") != NULL);
     CHECK(ampi_dtype(amp) == AMP_F32);
     amp_close(amp);
 }
@@ -868,7 +868,7 @@ TEST(advice_on_the_scaler) {
     amp_advice a = scaler_advice(0, 0, 0, "", 0, 1);
     CHECK(a.settings.dtype == AMP_F16 && strstr(a.scaler_reason, "dynamic") != NULL);
     a = scaler_advice(0, 0, 0, clean, 20, 1);
-    CHECK(a.settings.scaler.init_scale == 65536 && strstr(a.scaler_reason, "0 of 400 steps skipped, scale 65536: as it is") != NULL);
+    CHECK(a.settings.scaler.init_scale == 65536 && strstr(a.scaler_reason, "0 of 400 steps skipped, scale 65536: unchanged") != NULL);
     a = scaler_advice(0, 0, 0, "xxx...................................................................................................", 10, 1);
     CHECK(strstr(a.scaler_reason, "30 of 1020") != NULL && a.settings.scaler.backoff_factor == 0.25);   /* 2.9%: down to its floor of 1 */
     CHECK(a.settings.scaler.init_scale == 1);
@@ -908,11 +908,11 @@ static void losses_of(double *x, int n, const char *kind, double noise) {
 
 TEST(advice_on_the_learning_rate) {
     static const struct { const char *kind; double noise, low, high; const char *says; } rows[] = {
-        {"healthy", 0, 1, 1, "as it is: 200 losses went from"}, {"healthy", 0.1, 1, 1, "as it is"},
-        {"flat", 0, 1, 1, "as it is"}, {"flat", 0.3, 1, 1, "as it is"},
+        {"healthy", 0, 1, 1, "unchanged: 200 losses went from"}, {"healthy", 0.1, 1, 1, "unchanged"},
+        {"flat", 0, 1, 1, "unchanged"}, {"flat", 0.3, 1, 1, "unchanged"},
         {"slow", 0.0003, 1.4, 1.45, "slow: 200 losses fell by 2.3% from 2.989"}, {"slowest", 0.000001, 1.49, 1.5, "slow: 200 losses fell by 0.075%"},
-        {"slow", 0.05, 1, 1, "as it is"}, {"slowest", 0.001, 1, 1, "as it is"},       /* the noise hides it */
-        {"flattening", 0.00001, 1, 1, "as it is"}, {"negative", 0.0003, 1.4, 1.45, "slow"},
+        {"slow", 0.05, 1, 1, "unchanged"}, {"slowest", 0.001, 1, 1, "unchanged"},       /* the noise hides it */
+        {"flattening", 0.00001, 1, 1, "unchanged"}, {"negative", 0.0003, 1.4, 1.45, "slow"},
         {"rising", 0.02, 0.6, 0.75, "unstable: the last quarter of 200 losses has mean 2.4"}, {"diverging", 0.02, 0.5, 0.5, "unstable"},
         {"exploding", 0.01, 0.5, 0.5, "unstable: each of the last 10 of 200 losses is above"}, {"exploding late", 0.02, 0.5, 0.5, "unstable: each of"},
         {"jumping", 0.01, 0.6, 0.7, "unstable: 10 of 200 losses jump"}, {"one jump", 0.01, 1, 1, "1 jumps"}};
@@ -964,7 +964,7 @@ TEST(advice_on_the_learning_rate) {
     losses_of(x, 200, "diverging", 0);                  /* too short for any word, and said so; the shortest that is not */
     for (d.n_losses = 0; d.n_losses < AMP_ADVISE_LOSSES; d.n_losses++) {
         CHECK_OK(amp_advise(amp, &d, &a));
-        snprintf(text, sizeof text, "not known from %lld losses: it takes 100 in .losses", (long long)d.n_losses);
+        snprintf(text, sizeof text, "unknown from %lld losses: needs 100 in .losses", (long long)d.n_losses);
         CHECK(a.lr_factor == 0 && a.lr == 0 && strcmp(a.lr_reason, text) == 0);
     }
     CHECK_OK(amp_advice_apply(&a, amp, NULL, b.o));

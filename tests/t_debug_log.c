@@ -208,7 +208,7 @@ TEST(bounded) {
         }
     CHECK_EQ(heard->n, 4097);
     CHECK(strcmp(heard->lines[4095], "linear layer.4095 (fp32, fp32): computes in fp32, returns fp32, by storage") == 0);
-    CHECK(strcmp(heard->lines[4096], "further decisions are not told") == 0);
+    CHECK(strcmp(heard->lines[4096], "further decisions are not logged") == 0);
     amp_close(amp);
 }
 

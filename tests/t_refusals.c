@@ -1155,7 +1155,7 @@ TEST(settings_of_a_context_that_contradict) {
     amp_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.system.thread_start = no_thread;
-    REFUSED(amp_open(&other, &desc), AMP_ERR_CONFLICT, "all or none");
+    REFUSED(amp_open(&other, &desc), AMP_ERR_CONFLICT, "must be set together");
     memset(&desc, 0, sizeof desc);
     desc.cpu_path = (amp_cpu_path)9;
     CHECK_ERR(amp_open(&other, &desc), AMP_ERR_RANGE);

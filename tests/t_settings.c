@@ -168,7 +168,7 @@ TEST(every_key_refuses_what_is_out_of_range) {
         CHECK(says(label));
     }
     CHECK_ERR(amp_settings_set(&s, "dtpye", "bf16"), AMP_ERR_NAME);
-    CHECK(says(".dtpye is no setting; the nearest is .dtype"));
+    CHECK(says(".dtpye is not a setting; the nearest is .dtype"));
     CHECK_ERR(amp_settings_set(&s, "accumulation_steps", "4"), AMP_ERR_NAME);
     CHECK(says("the nearest is .accumulation"));
     CHECK_ERR(amp_settings_set(&s, "", "4"), AMP_ERR_NAME);
@@ -214,7 +214,7 @@ TEST(malformed_text_is_refused_with_name_line_and_key) {
     char many[9000];
     REFUSED("dtype = fp16\n\ndtype = bf17\n", AMP_ERR_CONFLICT, "max.conf: line 3: .dtype stands in line 1 already");
     REFUSED("# x\ntf32 = on\ndtype = bf17\n", AMP_ERR_RANGE, "amp_settings_read_text: max.conf: line 3: .dtype = bf17, must be one of auto, fp32");
-    REFUSED("tf32 = on\nprecision = bf16\n", AMP_ERR_NAME, "max.conf: line 2: .precision is no setting; the nearest is .");
+    REFUSED("tf32 = on\nprecision = bf16\n", AMP_ERR_NAME, "max.conf: line 2: .precision is not a setting; the nearest is .");
     REFUSED("cilp_norm = 1\n", AMP_ERR_NAME, "the nearest is .clip_norm");
     REFUSED("tf32 = on\nbf16\n", AMP_ERR_FORMAT, "max.conf: line 2 is neither \"key = value\" nor a # comment");
     REFUSED("= 3\n", AMP_ERR_FORMAT, "line 1 is neither");
@@ -223,14 +223,14 @@ TEST(malformed_text_is_refused_with_name_line_and_key) {
     REFUSED("dtype = \"bf16\"\n", AMP_ERR_RANGE, ".dtype = \"bf16\", must be");
     REFUSED("dtype = bf\0" "16\n", AMP_ERR_RANGE, ".dtype = bf?16, must be");
     REFUSED("dtype = bf16\0", AMP_ERR_RANGE, ".dtype = bf16?, must be");
-    REFUSED("dt\0ype = bf16\n", AMP_ERR_NAME, ".dt?ype is no setting; the nearest is .dtype");
+    REFUSED("dt\0ype = bf16\n", AMP_ERR_NAME, ".dt?ype is not a setting; the nearest is .dtype");
     REFUSED("\0\0\0\0", AMP_ERR_FORMAT, "line 1 is neither");
     REFUSED("dtype = bf16\rtf32 = on\n", AMP_ERR_RANGE, ".dtype = bf16?tf32 = on, must be");
-    REFUSED("a = b = c\n", AMP_ERR_NAME, ".a is no setting");
+    REFUSED("a = b = c\n", AMP_ERR_NAME, ".a is not a setting");
     memset(many, 'x', sizeof many);
     refused_text(many, sizeof many, AMP_ERR_FORMAT, "line 1 is neither");
     many[5000] = '=';
-    refused_text(many, sizeof many, AMP_ERR_NAME, ".xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx is no setting");
+    refused_text(many, sizeof many, AMP_ERR_NAME, ".xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx is not a setting");
     memcpy(many, "dtype=", 6);
     refused_text(many, sizeof many, AMP_ERR_RANGE, ".dtype = xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..., must be");
     memset(many, '\n', sizeof many);
@@ -354,12 +354,12 @@ TEST(the_environment_is_read_when_asked_for) {
     CHECK(s.clip_norm == 3);
     before = s;
     static const struct { const char *name, *value; amp_result result; const char *why; } rows[] = {
-        {ENV("DTYP"), "bf16", AMP_ERR_NAME, "amp_settings_read_env: " ENV("DTYP is no setting; the nearest is ") ENV("DTYPE")},
+        {ENV("DTYP"), "bf16", AMP_ERR_NAME, "amp_settings_read_env: " ENV("DTYP is not a setting; the nearest is ") ENV("DTYPE")},
         {ENV("dtype"), "bf16", AMP_ERR_NAME, "the nearest is " ENV("DTYPE")},
-        {"AMP_", "bf16", AMP_ERR_NAME, "AMP_ is no setting"},
+        {"AMP_", "bf16", AMP_ERR_NAME, "AMP_ is not a setting"},
         {ENV("INITIAL_SCALE"), "8", AMP_ERR_NAME, "the nearest is " ENV("INIT_SCALE")},
         {ENV("TF32"), "bf16", AMP_ERR_RANGE, ENV("TF32 = bf16, must be one of true, false")},
-        {ENV("A_NAME_THAT_IS_LONGER_THAN_ANY_KEY_COULD_EVER_BE_AND_GOES_ON_AND_ON_AND_ON"), "1", AMP_ERR_NAME, "is no setting"}};
+        {ENV("A_NAME_THAT_IS_LONGER_THAN_ANY_KEY_COULD_EVER_BE_AND_GOES_ON_AND_ON_AND_ON"), "1", AMP_ERR_NAME, "is not a setting"}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         setenv(rows[i].name, rows[i].value, 1);
         CHECK_ERR(amp_settings_read_env(&s), rows[i].result);

@@ -1700,7 +1700,7 @@ CUDA_TEST(placement) {
     amp_range ranges[3] = {{"w", gpu.params[0].weight.data, 4, AMP_F32}, {"pinned", pinned, 4, AMP_F32}, {"batch", pageable, 4, AMP_F32}};
     CHECK_OK(amp_verify_placement(gpu.amp, ranges, 2));
     CHECK_ERR(amp_verify_placement(gpu.amp, ranges, 3), AMP_ERR_DEVICE);
-    CHECK(says("batch, number 2, lies in pageable memory of the host"));
+    CHECK(says("batch, number 2, lies in pageable host memory"));
     if (gpus_here() > 1) {
         CHECK(cudaSetDevice(1) == cudaSuccess && cudaMalloc(&elsewhere, 64) == cudaSuccess);
         CHECK(cudaSetDevice(0) == cudaSuccess);
