@@ -20,7 +20,7 @@ TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
 .PHONY: help run examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
-        bench-curves bench-threads bench-shapes accuracy readme install clean
+        bench-curves bench-threads bench-shapes bench-convert accuracy readme install clean
 
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
@@ -47,6 +47,7 @@ help: backend
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
 	@echo "make bench-threads    the thread pool alone and beside busy programs; PEER=COMMIT: beside an amp.h with OpenMP"
 	@echo "make bench-shapes     small and thin products beside OpenBLAS, in fp32 and bf16, on one and two threads"
+	@echo "make bench-convert    amp_convert from and to fp64 beside memcpy, in caches and in memory"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
 	@echo "make adopt            a plain fp32 program before and after adopting amp.h: time and loss in each precision"
 	@echo "make libampblas       $(BUILD)/libampblas.so: AMP_DTYPE=bf16 LD_PRELOAD=$(BUILD)/libampblas.so ./program, and the"
@@ -165,6 +166,9 @@ bench-threads:
 
 bench-shapes: $(BUILD)/bench_shapes
 	$(PYTHON) tests/bench/shapes.py
+
+bench-convert: $(BUILD)/bench_convert
+	$(PYTHON) tests/bench/convert.py
 
 bench-curves: $(BENCHES:%=$(BUILD)/%)
 	$(PYTHON) tests/bench/run.py --only curves

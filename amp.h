@@ -4463,6 +4463,9 @@ typedef struct ampi_numbers_vec {
     /* Rounded to odd (Boldo and Melquiond 2008): toward zero, with the last bit set where that is not exact.  What is rounded
        to nearest in a narrower format then has the bits of one rounding. */
     void (*f32_odd_from_f64)(void *dst, const void *src, int64_t n);
+    /* Between fp64 and 16 or 8 bits without fp32 in memory: converts as many as come in whole vectors, and returns how many. */
+    int64_t (*from_f64)(void *dst, const void *src, int64_t n, amp_dtype dtype);
+    int64_t (*f64_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     /* fp32 rounded to nearest in fp16, bf16 or tf32, and left in fp32. */
     void (*round)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     /* Magnitudes above `limit`, a finite fp32 pattern, become limit; NaN stays. */
@@ -4659,7 +4662,7 @@ static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t 
     int64_t size = (int64_t)amp_dtype_size(dtype), i, m;
     float scratch[AMPI_CONVERT_CHUNK];
     uint8_t *bytes = (uint8_t *)dst;
-    for (i = 0; random == NULL && i < n; i += m) {
+    for (i = random == NULL && !saturate ? vec->from_f64(dst, src, n, dtype) : 0; random == NULL && i < n; i += m) {
         void *to = dtype == AMP_F32 ? (void *)(bytes + i * size) : scratch;
         m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
         (dtype == AMP_F32 ? vec->f32_from_f64 : vec->f32_odd_from_f64)(to, (const char *)src + 8 * i, m);
@@ -4688,7 +4691,8 @@ static void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, a
     else if (src_dtype == AMP_F64) ampi_from_fp64(dst, dst_dtype, src, n, 0, NULL, path);
     else if (src_dtype == AMP_F32 || src_dtype == AMP_TF32) ampi_from_fp32(dst, dst_dtype, src, n, path);
     else if (dst_dtype == AMP_F32) ampi_to_fp32(dst, src, src_dtype, n, path);
-    else for (i = 0; i < n; i += AMPI_CONVERT_CHUNK) {
+    else for (i = dst_dtype == AMP_F64 && src_size == 1 ? AMPI_PICK(ampi_numbers_kernels, path)->f64_from_fp8(dst, src, n, src_dtype) : 0;
+              i < n; i += AMPI_CONVERT_CHUNK) {
         int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
         ampi_to_fp32(scratch, (const char *)src + i * (int64_t)src_size, src_dtype, m, path);
         ampi_from_fp32((char *)dst + i * (int64_t)dst_size, dst_dtype, scratch, m, path);
@@ -21441,6 +21445,93 @@ static void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp
     }
 }
 
+#if AMPI_PASS == 3
+/* 16 numbers rounded to odd, as in ampi_odd; where fp32 has no normal number, only the bits that are kept are right. */
+static inline __attribute__((always_inline)) __m512 AMPI_V(ampi_odd16)(const double *src) {
+    __m512d x = _mm512_loadu_pd(src), y = _mm512_loadu_pd(src + 8);
+    __m256 low = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC), high = _mm512_cvt_roundpd_ps(y, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(low)), _mm256_castps_si256(high), 1), lost = _mm512_set1_epi64(0x1fffffff);
+    __mmask16 inexact = _mm512_kunpackb(_mm512_test_epi64_mask(_mm512_castpd_si512(y), lost), _mm512_test_epi64_mask(_mm512_castpd_si512(x), lost));
+    return _mm512_castsi512_ps(_mm512_mask_or_epi32(both, inexact, both, _mm512_set1_epi32(1)));
+}
+
+/* 32 numbers rounded to odd in fp16, times a power of two. */
+static inline __attribute__((always_inline)) __m512i AMPI_V(ampi_odd32_f16)(const double *src, float factor) {
+    __m512 x = _mm512_mul_ps(AMPI_V(ampi_odd16)(src), _mm512_set1_ps(factor)), y = _mm512_mul_ps(AMPI_V(ampi_odd16)(src + 16), _mm512_set1_ps(factor));
+    __m256i low = _mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC), high = _mm512_cvtps_ph(y, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __mmask32 inexact = _mm512_kunpackw(_mm512_cmp_ps_mask(_mm512_cvtph_ps(high), y, _CMP_NEQ_UQ), _mm512_cmp_ps_mask(_mm512_cvtph_ps(low), x, _CMP_NEQ_UQ));
+    __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    return _mm512_or_si512(both, _mm512_maskz_set1_epi16(inexact, 1));
+}
+
+/* E5M2 is the upper half of fp16, and so is E4M3, one bit further down, of the number over 256. */
+static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e5m2)(uint8_t *to, const double *src) {
+    __m512i x = AMPI_V(ampi_odd32_f16)(src, 1), one = _mm512_set1_epi16(1);
+    __mmask32 number = _mm512_cmple_epu16_mask(_mm512_and_si512(x, _mm512_set1_epi16(0x7fff)), _mm512_set1_epi16(0x7c00));
+    __m512i half = _mm512_add_epi16(_mm512_and_si512(_mm512_srli_epi16(x, 8), one), _mm512_set1_epi16(0x7f));
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi16_epi8(_mm512_srli_epi16(_mm512_mask_add_epi16(x, number, x, half), 8)));
+}
+static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e4m3)(uint8_t *to, const double *src) {
+    __m512i x = AMPI_V(ampi_odd32_f16)(src, 0.00390625f), one = _mm512_set1_epi16(1), magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7fff));
+    __m512i half = _mm512_add_epi16(_mm512_and_si512(_mm512_srli_epi16(magnitude, 7), one), _mm512_set1_epi16(0x3f));
+    __m512i y = _mm512_min_epu16(_mm512_srli_epi16(_mm512_add_epi16(magnitude, half), 7), _mm512_set1_epi16(0x7f));
+    y = _mm512_or_si512(y, _mm512_and_si512(_mm512_srli_epi16(x, 8), _mm512_set1_epi16(0x80)));
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi16_epi8(y));
+}
+
+/* Below fp32's normal numbers, where bf16 has some, fp32 is to be exactly odd. */
+static inline __attribute__((always_inline)) void AMPI_V(ampi_store_bf16)(uint16_t *to, const double *src) {
+    __m512i x = _mm512_castps_si512(AMPI_V(ampi_odd16)(src)), half;
+    if (_mm512_testn_epi32_mask(x, _mm512_set1_epi32(0x7f800000)))
+        x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(AMPI_V(ampi_odd)(src))), _mm256_castps_si256(AMPI_V(ampi_odd)(src + 8)), 1);
+    half = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff));
+    x = _mm512_mask_add_epi32(x, _mm512_cmp_ps_mask(_mm512_castsi512_ps(x), _mm512_castsi512_ps(x), _CMP_ORD_Q), x, half);
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
+}
+
+static int64_t AMPI_V(ampi_from_f64)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+    const double *from = (const double *)src;
+    int64_t i = 0;
+    if (dtype == AMP_F16)
+        for (; i + 16 <= n; i += 16)
+            _mm256_storeu_si256((__m256i *)(void *)((uint16_t *)dst + i), _mm512_cvtps_ph(AMPI_V(ampi_odd16)(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    else if (dtype == AMP_BF16) for (; i + 16 <= n; i += 16) AMPI_V(ampi_store_bf16)((uint16_t *)dst + i, from + i);
+    else if (dtype == AMP_E4M3) for (; i + 32 <= n; i += 32) AMPI_V(ampi_store_e4m3)((uint8_t *)dst + i, from + i);
+    else if (dtype == AMP_E5M2) for (; i + 32 <= n; i += 32) AMPI_V(ampi_store_e5m2)((uint8_t *)dst + i, from + i);
+    return i;
+}
+
+static inline __attribute__((always_inline)) void AMPI_V(ampi_store_f64)(double *to, __m256i halves, float factor) {
+    __m512 x = _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(factor));
+    _mm512_storeu_pd(to, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
+    _mm512_storeu_pd(to + 8, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
+}
+static int64_t AMPI_V(ampi_f64_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+    double *to = (double *)dst;
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(const void *)((const uint8_t *)src + i))), magnitude;
+        float factor = dtype == AMP_E4M3 ? 256.0f : 1.0f;
+        if (dtype == AMP_E4M3) {
+            magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7f));
+            x = _mm512_or_si512(_mm512_slli_epi16(magnitude, 7), _mm512_slli_epi16(_mm512_srli_epi16(x, 7), 15));
+            x = _mm512_xor_si512(x, _mm512_maskz_set1_epi16(_mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)), 0x3f80 ^ 0x7e00));
+        } else x = _mm512_slli_epi16(x, 8);
+        AMPI_V(ampi_store_f64)(to + i, _mm512_castsi512_si256(x), factor);
+        AMPI_V(ampi_store_f64)(to + i + 16, _mm512_extracti64x4_epi64(x, 1), factor);
+    }
+    return i;
+}
+#else
+static int64_t AMPI_V(ampi_from_f64)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+    (void)dst; (void)src; (void)n; (void)dtype;
+    return 0;
+}
+static int64_t AMPI_V(ampi_f64_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+    return AMPI_V(ampi_from_f64)(dst, src, n, dtype);
+}
+#endif
+
 static void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint32_t limit) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
@@ -21562,6 +21653,7 @@ __extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
     .f32_from_bf16 = AMPI_V(ampi_f32_from_bf16), .bf16_from_f32 = AMPI_V(ampi_bf16_from_f32), .f64_from_f32 = AMPI_V(ampi_f64_from_f32),
     .f32_from_fp8 = AMPI_V(ampi_f32_from_fp8), .fp8_from_f32 = AMPI_V(ampi_fp8_from_f32),
     .f32_from_f64 = AMPI_V(ampi_f32_from_f64), .f32_odd_from_f64 = AMPI_V(ampi_f32_odd_from_f64),
+    .from_f64 = AMPI_V(ampi_from_f64), .f64_from_fp8 = AMPI_V(ampi_f64_from_fp8),
     .round = AMPI_V(ampi_round_row), .clamp = AMPI_V(ampi_clamp), .bf16_stochastic = AMPI_V(ampi_bf16_stochastic),
     .bf16_split = AMPI_V(ampi_bf16_split), .f32_join = AMPI_V(ampi_f32_join), .count16 = AMPI_V(ampi_count16),
     .count32 = AMPI_V(ampi_count32), .random = AMPI_V(ampi_random)
