@@ -1423,7 +1423,7 @@ AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer);
    overrides, seed, pointers, shapes, and all settings of optimizer and scaler but learning rate and scale: launching
    it after any of them changed returns AMP_ERR_GRAPH.  Destroy graphs before the optimizers they step, and before the
    context.  After a failed end nothing was done or changed.  Closing the context drops an open capture.
-   Errors: AMP_ERR_STATE a graph is being captured (begin), none is (end), another thread began it (end), or a cycle is
+   Errors: AMP_ERR_STATE a graph is being captured (begin, launch), none is (end), another thread began it (end), or a cycle is
    not whole (end); AMP_ERR_UNSUPPORTED the backend, such as the CPU's, has no graphs (begin); AMP_ERR_DEVICE what
    could not be captured (end); AMP_ERR_GRAPH (launch). */
 typedef struct amp_graph amp_graph;
@@ -14756,9 +14756,9 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
 
 /* ==== 11 >>data: implementation ====
 
-   Batches carry one number over all epochs: epoch * batches per epoch + index.  Slot number % depth of a ring
-   belongs to it.  Workers claim numbers in order, fill the slots in any order, and the consumer takes them in
-   order.  Which samples a batch has is a function of its number alone, so a position is one number. */
+   Batches carry one number over all epochs: epoch * batches per epoch + index.  It goes into
+   slot number % depth of a ring.  Workers claim numbers in order, fill slots in any order, and the consumer takes them in
+   order.  A batch's samples depend only on its number, so a position is one number. */
 
 enum {
     AMPI_LLMC_HEADER = 1024,
@@ -14776,12 +14776,12 @@ enum {
     AMPI_POSITION_COUNT = 13        /* values in the saved record */
 };
 
-/* A worker that was told to stop in the middle of a batch returns this; it never leaves this section. */
+/* Internal: a worker was told to stop in the middle of a batch. */
 #define AMPI_CANCELLED AMP_ERR_STATE
 
-/* ---- Order: a bijection of 0..n-1 that needs no memory.  An alternating Feistel network over the smallest number
-   of bits that holds n, walked until it lands below n (under two steps on average): Black & Rogaway 2002.
-   These functions define what a saved position means and never change. */
+/* ---- Order: a bijection of 0..n-1 without memory.  An alternating Feistel network over the fewest bits that hold n,
+   repeated until the result is below n (under two steps on average): Black & Rogaway 2002.
+   Saved positions depend on these functions: they never change. */
 
 typedef struct ampi_order { uint64_t n, keys[AMPI_ORDER_ROUNDS]; int low_bits, high_bits; } ampi_order;
 
@@ -14819,7 +14819,7 @@ static inline __attribute__((always_inline)) uint64_t ampi_order_step(const ampi
     return high << order->low_bits | low;
 }
 
-/* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They walk abreast and without branches: one alone
+/* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They run side by side, without branches, since one alone
    would wait for its multiplications. */
 static void ampi_order_at(const ampi_order *order, int64_t place, int64_t n, int64_t *out) {
     uint64_t x[AMPI_PIECES];
@@ -14871,12 +14871,12 @@ typedef struct ampi_slot {
 
 enum { AMPI_BLOCK_ABSENT, AMPI_BLOCK_LOADING, AMPI_BLOCK_LOADED };
 
-/* Where a worker is: the closing thread turns READING into ABANDONED, and then the worker touches nothing but
-   itself, the loader's files and cache, and its shell. */
+/* What a worker is doing.  The closing thread turns READING into ABANDONED; the worker then touches only itself, the
+   loader's files and cache, and its shell. */
 enum { AMPI_WORKER_BUSY, AMPI_WORKER_READING, AMPI_WORKER_ABANDONED };
 
-/* How long a file was when a worker last looked, and in which of its fills that was: what the cache holds of a file
-   is handed out only while the file holds it too. */
+/* A file's length when a worker last looked, and in which of its fills: the cache serves only what the file still
+   holds. */
 typedef struct ampi_seen { int64_t fill, bytes; } ampi_seen;
 
 /* Bytes that are read at once: neighbouring samples. */
@@ -14897,7 +14897,7 @@ typedef struct ampi_worker {
     int64_t order_epoch;            /* that `order` is of; -1: none */
 } ampi_worker;
 
-/* The thread that opens the files, for no longer than .timeout_ms. */
+/* The thread that opens the files, within .timeout_ms. */
 typedef struct ampi_opener {
     void *thread;
     int64_t file;                   /* atomic: which; -1: still looking for them */
@@ -14924,13 +14924,13 @@ struct amp_loader {
     int narrow;                     /* 1: slots hold tokens in 16 bits, device slots in 32, all at twice the offset */
     int64_t depth, ring_bytes, slot_bytes, scratch_bytes, raw_bytes;
     int64_t field_offset[AMP_MAX_FIELDS], field_bytes[AMP_MAX_FIELDS];    /* in a slot; of one sample */
-    int64_t raw_offset[AMP_MAX_FIELDS];         /* of a callback's field that is cast: where in scratch memory */
+    int64_t raw_offset[AMP_MAX_FIELDS];         /* where in scratch memory a callback's field is before its cast */
     ampi_slot *slots;
     char *ring;
-    uint8_t *cache;                 /* of file contents: blocks, each filled once, by the worker that first wants it */
+    uint8_t *cache;                 /* file contents in blocks, each filled once, by the first worker that needs it */
     uint8_t *cache_blocks;          /* atomic: their states */
     int64_t cache_bytes;
-    /* a device that the host cannot see: two device slots, filled by turns on a stream of their own */
+    /* for memory the host cannot read: two device slots, filled in turn on a stream of their own */
     const amp_backend *backend;
     void *dev, *stream, *copy_stream, *used[2];     /* used: events, all work queued before the last calls of next */
     char *device;                   /* and behind the two slots, where tokens arrive in 16 bits */
@@ -14943,15 +14943,15 @@ struct amp_loader {
     int cancel;                     /* atomic: workers drop what they do */
     int64_t busy, retries;
     int64_t calls;                  /* of the host's, that are inside */
-    int64_t holders;                /* who still needs the loader's shell: its owner, and threads left behind */
+    int64_t holders;                /* users of the loader's shell: its owner, and threads left behind */
     pid_t process;                  /* that the threads are in */
     ampi_opener opener;
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
-    int64_t consumed, claimed, released;    /* first batch not taken; not claimed; whose slot's last use is not over */
+    int64_t consumed, claimed, released;    /* first batch not taken; not claimed; whose slot is still in use */
     int64_t waits, wait_ns;
     ampi_worker *workers;
-    int64_t n_workers;              /* in the array: one where there are no threads, and it reads for amp_loader_next */
+    int64_t n_workers;              /* in the array; without threads one, which reads for amp_loader_next */
 };
 
 /* ---- Files */
@@ -15010,7 +15010,7 @@ static amp_result ampi_llmc_header(ampi_data_file *f, const uint8_t *head, int64
 typedef struct ampi_npy { char descr[8]; int fortran, dims; int64_t shape[AMPI_NPY_DIMS], start; } ampi_npy;
 typedef struct ampi_text { const char *at, *end; } ampi_text;
 
-/* Passes over white space and then over `word`, if that comes next. */
+/* Skips white space, and then `word` if it comes next. */
 static int ampi_text_take(ampi_text *t, const char *word) {
     size_t n = strlen(word);
     while (t->at < t->end && (*t->at == ' ' || *t->at == '\n' || *t->at == '\t' || *t->at == '\r')) t->at++;
@@ -15180,7 +15180,7 @@ static uint64_t ampi_hash_number(uint64_t hash, int64_t value) {
     return ampi_hash_bytes(hash, bytes, 8);
 }
 
-/* Hashes the size of a file and blocks of it, from the first to the last: 16 of a single file, two of each of many. */
+/* Hashes a file's size and evenly spaced blocks, first and last included: 16 of a single file, two of each of many. */
 static amp_result ampi_data_hash(amp_loader *l, const ampi_data_file *f) {
     uint8_t block[AMPI_HASH_BLOCK];
     int64_t blocks = AMPI_MAX(AMPI_HASH_BLOCKS / l->n_files, 2), last = f->bytes - AMPI_HASH_BLOCK, i, n, offset;
@@ -15218,7 +15218,7 @@ static amp_result ampi_file_name(amp_loader *l, int64_t i, const char *path) {
     return AMP_OK;
 }
 
-/* A path that matches the beginning of a pattern, its text behind it, and the rest of the pattern. */
+/* A path that matches the start of a pattern, followed by its text, and the rest of the pattern. */
 typedef struct ampi_path { struct ampi_path *next; const char *rest; int64_t bytes; } ampi_path;
 typedef struct ampi_search {
     const amp_system *system;
@@ -15278,7 +15278,7 @@ static amp_result ampi_search_step(ampi_search *s) {
 
 static int ampi_compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-/* The matches of a pattern, sorted by bytes: the same order for every rank, whatever its locale. */
+/* The matches of a pattern in byte order: the same on every rank, whatever the locale. */
 static amp_result ampi_files_by_pattern(amp_loader *l) {
     ampi_search s;
     ampi_path root[2], *found = NULL, *p;
@@ -15426,7 +15426,7 @@ static amp_result ampi_files_open(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Counts what the open source holds; afterwards samples, batches, fields and hash are known. */
+/* Finds samples, batches, fields and hash of the open source. */
 static amp_result ampi_loader_open(amp_loader *l) {
     const amp_loader_desc *d = &l->desc;
     int64_t per_rank;
@@ -15446,8 +15446,8 @@ static amp_result ampi_loader_open(amp_loader *l) {
 
 /* ---- Filling a slot */
 
-/* The places in the epoch's order that batch `index` has on this rank.  What fills no batch on every rank is
-   shared out evenly. */
+/* The places in the epoch's order that batch `index` has on this rank.  Samples that do not fill a
+   batch on every rank are shared evenly. */
 static void ampi_loader_slice(const amp_loader *l, int64_t index, int64_t *start, int64_t *n) {
     int64_t world = l->desc.world, rank = l->desc.rank, rest;
     *n = l->desc.batch;
@@ -15467,8 +15467,8 @@ static const uint8_t *ampi_cache_find(const amp_loader *l, const ampi_data_file 
     return l->cache + at;
 }
 
-/* Reads the blocks that hold these bytes.  One that another worker is reading, or that cannot be read, is passed
-   over: then the bytes are not found, and are read for themselves. */
+/* Reads the blocks that hold these bytes, except those that another worker is reading or that cannot be read: bytes in
+   them are then read directly. */
 static void ampi_cache_load(const amp_loader *l, const ampi_data_file *f, int64_t offset, int64_t bytes) {
     int64_t from = offset / AMPI_CACHE_BLOCK * AMPI_CACHE_BLOCK;
     for (; from < offset + bytes && from < f->cached; from += AMPI_CACHE_BLOCK) {
@@ -15481,8 +15481,7 @@ static void ampi_cache_load(const amp_loader *l, const ampi_data_file *f, int64_
     }
 }
 
-/* What may hang: *data = the bytes, in the cache or in the worker's scratch memory.  Returns how many there are, or
-   -errno. */
+/* *data = the bytes, in the cache or in the worker's scratch memory.  Returns their number, or -errno.  May hang. */
 static int64_t ampi_worker_fetch(ampi_worker *w, const ampi_data_file *f, int64_t offset, int64_t bytes,
                                  const uint8_t **data) {
     const amp_loader *l = w->loader;
@@ -15532,7 +15531,7 @@ static amp_result ampi_worker_get(ampi_worker *w, const ampi_data_file *f, int64
     return ampi_worker_read(w, f, offset, bytes, data);
 }
 
-/* Token i as a number; what is negative or beyond 32 bits comes out as the largest. */
+/* Token i; the largest number for one that is negative or beyond 32 bits. */
 static inline __attribute__((always_inline)) uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
     uint64_t wide;
     if (dtype == AMP_U8) return raw[i];
@@ -15545,7 +15544,7 @@ static inline __attribute__((always_inline)) uint32_t ampi_token(const uint8_t *
 typedef uint16_t ampi_u16x8 __attribute__((vector_size(16)));
 typedef int32_t ampi_i32x8 __attribute__((vector_size(32)));
 
-/* As ampi_token_row_as for 16 bits, 8 tokens at a time, on a little-endian machine.  Returns how many it did. */
+/* As ampi_token_row_as for 16 bits, 8 tokens at a time, on a little-endian machine.  Returns how many it converted. */
 static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
                                  uint32_t limit, uint32_t *bad) {
     ampi_u16x8 last, over = {0}, in, out;
@@ -15570,8 +15569,8 @@ static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, 
     return i;
 }
 
-/* One sample: seq inputs, and as targets the same one further, in int32 or, narrow, in uint16.  Whether a token is not
-   below the limit. */
+/* One sample: seq inputs, and the same shifted by one as targets, in int32 or, narrow, in uint16.  Returns whether some
+   token is not below the limit. */
 static inline __attribute__((always_inline)) uint32_t
 ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
                   uint32_t limit) {
@@ -15623,13 +15622,13 @@ static const ampi_data_file *ampi_file_of_sample(const amp_loader *l, int64_t sa
     return l->files + low;
 }
 
-/* How many neighbouring samples, of `size` bytes each, one read may bring. */
+/* How many neighbouring samples of `size` bytes one read may fetch. */
 static int64_t ampi_read_run(const amp_loader *l, int64_t wanted, int64_t size) {
     return l->desc.shuffle ? 1 : AMPI_MIN(wanted, AMPI_MAX(AMPI_READ_BYTES / size, 1));
 }
 
-/* Finds out where n samples lie, from a place on, in this array or, if NULL, in the token files: as many as go into
-   AMPI_PIECES pieces, whose number it returns.  What they need from the cache is on its way when they are used. */
+/* Locates n samples from a place on, in this array or, if NULL, in the token files: as many as fit into AMPI_PIECES
+   pieces, whose number it returns.  Prefetches what they need from the cache. */
 static int64_t ampi_worker_plan(const ampi_worker *w, const ampi_data_file *array, int64_t place, int64_t n,
                                 ampi_piece *pieces) {
     const amp_loader *l = w->loader;
@@ -15666,7 +15665,7 @@ static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int6
     return AMP_OK;
 }
 
-/* 1: field k is delivered in another dtype than it is read in. */
+/* 1: field k is cast. */
 static int ampi_field_is_cast(const amp_loader *l, int64_t k) { return l->fields[k].dtype != l->source.fields[k].dtype; }
 
 /* The values of field k in one sample, from the source's dtype into that of the slot. */
@@ -15744,7 +15743,7 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
     return AMP_OK;
 }
 
-/* Fills what the batch lacks of its full size; narrow targets get theirs on the device. */
+/* Pads the batch to its full size; narrow targets are padded on the device. */
 static void ampi_fill_padding(const amp_loader *l, int64_t n, ampi_slot *slot) {
     int64_t i, missing = l->desc.batch - n, k;
     for (i = 0; i < l->source.n_fields && missing > 0; i++) {
@@ -15774,7 +15773,7 @@ static amp_result ampi_worker_fill(ampi_worker *w, int64_t number, ampi_slot *sl
 
 static ampi_slot *ampi_slot_of(amp_loader *l, int64_t number) { return l->slots + number % l->depth; }
 
-/* The batch to fill next, or -1: what has to be filled again, once the consumer waits, or what was never claimed. */
+/* The batch to fill next, or -1: one to fill again, once the consumer waits for it, or one never claimed. */
 static int64_t ampi_queue_claim(amp_loader *l) {
     int64_t number;
     if (l->paused) return -1;
@@ -15828,8 +15827,8 @@ static void ampi_queue_again(amp_loader *l, ampi_slot *slot) {
     pthread_cond_broadcast(&l->work);
 }
 
-/* Waits until batch `number`, the next one, is READY.  A failure of reading ahead may be old: the batch is tried
-   again now that it is wanted, and only that attempt's failure is handed over. */
+/* Waits until batch `number`, the next one, is READY.  If reading ahead failed, the batch is tried again now, and only
+   that attempt's failure is reported. */
 static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
     ampi_slot *slot = ampi_slot_of(l, number);
     int64_t begin = 0;
@@ -15900,7 +15899,7 @@ static void ampi_loader_free(amp_loader *l) {
     ampi_free(&s, l, 1, sizeof *l);
 }
 
-/* ---- The thread that opens the files: where a network's files hang, it is left behind */
+/* ---- The thread that opens the files; if a network file system hangs, it is left behind */
 
 static void ampi_opener_main(void *arg) {
     amp_loader *l = (amp_loader *)arg;
@@ -15921,7 +15920,7 @@ static void ampi_opener_main(void *arg) {
     if (last) ampi_loader_free(l);
 }
 
-/* Without workers files are opened here, and no time is kept. */
+/* Without workers files are opened here, without a time limit. */
 static amp_result ampi_loader_open_files(amp_loader *l) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, file;
     ampi_opener *o = &l->opener;
@@ -15950,7 +15949,7 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     return AMP_ERR_TIMEOUT;
 }
 
-/* What a worker called ended its thread (pthread_exit) instead of returning: its batch fails, the others go on. */
+/* A callback ended the worker's thread (pthread_exit) instead of returning: its batch fails, the other workers go on. */
 static void ampi_worker_died(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
     amp_loader *l = w->loader;
@@ -16027,7 +16026,7 @@ static amp_result ampi_loader_start(amp_loader *l) {
     return AMP_OK;
 }
 
-/* In a child of fork there are no workers, and the lock may be held for ever by one of the parent's. */
+/* A child of fork has no workers, and one of the parent's may hold the lock for ever. */
 static int ampi_loader_elsewhere(const amp_loader *l) { return l->threads > 0 && l->process != getpid(); }
 
 static amp_result ampi_loader_is_elsewhere(const char *function) {
@@ -16044,7 +16043,7 @@ AMP_API void amp_loader_stop(amp_loader *l) {
     pthread_mutex_unlock(&l->lock);
 }
 
-/* Around the host's calls that may wait: destroying waits until they are out. */
+/* Around public calls that may block: destroying waits until they have returned. */
 static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
@@ -16063,7 +16062,7 @@ static amp_result ampi_loader_leave(amp_loader *l, amp_result result) {
     return result;
 }
 
-/* Sees every call and every worker out: workers that do not come back from a read are left behind. */
+/* Waits for every call and every worker to return; workers stuck in a read are left behind. */
 static void ampi_loader_finish(amp_loader *l) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
     if (!l->has_lock) return;
@@ -16091,7 +16090,7 @@ static void ampi_loader_finish(amp_loader *l) {
 
 /* ---- Buffers */
 
-/* Whether every token fits into 16 bits, and has a way to go in them. */
+/* Whether every token fits into 16 bits, and crosses a bus. */
 static int ampi_loader_narrow(const amp_loader *l) {
     int64_t i;
     if (l->kind != AMPI_FROM_TOKENS || l->backend->host_visible) return 0;
@@ -16100,7 +16099,7 @@ static int ampi_loader_narrow(const amp_loader *l) {
     return i == l->n_files;
 }
 
-/* Narrow slots with padding have one more behind them, which is large enough for a batch of targets in 32 bits. */
+/* Narrow slots with padding are followed by one large enough for a batch of targets in 32 bits. */
 static amp_result ampi_loader_layout(amp_loader *l) {
     int32_t i;
     size_t bytes;
@@ -16127,7 +16126,7 @@ static amp_result ampi_loader_layout(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Scratch memory of a worker: the longest read.  And which files have a place in the cache. */
+/* A worker's scratch memory, for the longest read; and which files the cache holds. */
 static void ampi_loader_file_memory(amp_loader *l) {
     int64_t limit = (int64_t)l->desc.cache_mb << 20, i;
     for (i = 0; i < l->n_files; i++) {
@@ -16290,7 +16289,7 @@ static void ampi_loader_defaults(amp_loader *l) {
     amp_loader_desc *d = &l->desc;
     const amp_reducer *ranks = &ampi_settings(l->amp)->reducer;
     if (d->world == 0) { d->world = AMPI_MAX(ranks->world, 1); d->rank = ranks->rank; }
-    /* one more than is read ahead: the batch in use, or on its way to the device */
+    /* one more than is read ahead, for the batch in use or in transfer */
     l->depth = (d->workers == AMP_NO_WORKERS ? 1 : (int64_t)d->prefetch) +
                (d->workers != AMP_NO_WORKERS || !l->backend->host_visible);
 }
@@ -16362,7 +16361,7 @@ AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const a
 
 /* ---- Taking batches */
 
-/* The host sees the ring: the slot itself is handed out, and belongs to the workers again at the next call. */
+/* Host memory: returns the slot itself, which goes back to the workers at the next call. */
 static amp_result ampi_next_host(amp_loader *l, int64_t number, char **data) {
     amp_result result;
     pthread_mutex_lock(&l->lock);
@@ -16377,7 +16376,7 @@ static char *ampi_device_slot(const amp_loader *l, int64_t turn) {
     return l->device + (turn & 1) * (l->narrow + 1) * l->slot_bytes;
 }
 
-/* What has arrived in 16 bits goes into a device slot, and the targets of the padding with it. */
+/* Widens what has arrived in 16 bits into a device slot, and pads its targets. */
 static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, const char *from) {
     char *targets = to + 2 * l->field_offset[1];
     int64_t start, valid, missing;
@@ -16396,8 +16395,8 @@ static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, con
                             AMP_COPY_TO_DEVICE, l->copy_stream);
 }
 
-/* Begins the copy of a batch that is READY into the device slot of its turn, once the work that was queued up to
-   `after` has let go of that slot; the first time that is whatever used this memory before. */
+/* Begins to copy a READY batch into the next device slot, after the work queued up to `after`, which may still use that
+   slot (the first time: whatever used this memory before). */
 static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     const amp_backend *b = l->backend;
     ampi_slot *slot = ampi_slot_of(l, number);
@@ -16411,8 +16410,8 @@ static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     return AMP_OK;
 }
 
-/* Gives the slots whose copy is done back to the workers, and waits only for the one that batch `number` needs, if the
-   host is that far ahead of the device. */
+/* Returns slots whose copy is done to the workers; waits only for the one that batch `number` needs, if the host is that
+   far ahead of the device. */
 static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
     while (l->released < l->issued) {
         void *copied = ampi_slot_of(l, l->released)->copied;
@@ -16492,7 +16491,7 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
 
 /* ---- Position */
 
-/* Makes batch `number` the next one.  Workers drop what they do; what was read ahead is forgotten. */
+/* Makes batch `number` the next one.  Workers abandon their batches; what was read ahead is dropped. */
 static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
@@ -18621,12 +18620,12 @@ AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char
 
 /* ==== 13 >>care: implementation ==== */
 
-/* ---- Snapshots: what training changes, copied to the host as it lies in memory, and put back bit for bit as often as
-   wanted.  Putting it back takes no memory, so that it works when a step has failed for want of it. */
+/* ---- Snapshots: what training changes, copied to the host as it is, and restored bit for bit, any number of times.
+   Restoring allocates nothing, so it works after a step ran out of memory. */
 
 typedef struct ampi_snapshot_desc {
     amp_param *params; int64_t n_params;
-    amp_optimizer *optimizer;       /* it, the scaler and the loader: NULL where there is none */
+    amp_optimizer *optimizer;       /* optimizer, scaler and loader; each may be NULL */
     amp_scaler *scaler;
     amp_loader *loader;
     int settings;                   /* 1: for ampi_snapshot_restore, with settings and all gradients; 0: for ampi_snapshot_rewind */
@@ -18709,7 +18708,7 @@ static const void *ampi_snapshot_of(const ampi_snapshot *k, const void *data) {
     return NULL;
 }
 
-/* With settings: between two steps only, since what was checked and not yet updated would be lost. */
+/* With settings only between two steps: a check without its update would be lost. */
 static amp_result ampi_snapshot_check(const char *function, const amp_context *amp, const ampi_snapshot_desc *d) {
     const amp_optimizer *o = d->optimizer;
     const amp_scaler *s = d->scaler;
@@ -18796,7 +18795,7 @@ static amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     return r;
 }
 
-/* A scaler that was turned on or off since stays as it is. */
+/* A scaler turned on or off since is left alone. */
 static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler *s) {
     amp_scaler_desc d = k->scaler.desc;
     if (d.disable) return AMP_OK;
@@ -18869,7 +18868,7 @@ static void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const u
     }
 }
 
-/* 16-bit weights cannot move by less than their own spacing: they move by that, as seldom as gives the same variance. */
+/* 16-bit weights cannot move by less than their spacing: they move by that, rarely enough for the same variance. */
 static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u, const uint32_t *random) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -18883,7 +18882,7 @@ static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u
     }
 }
 
-/* All weights from their kept copies, changed; fp16's subnormals as the candidate's roundoff calls for. */
+/* All weights from their saved copies, changed; fp16's subnormals by the candidate's roundoff. */
 static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
     uint32_t random[AMPI_MULTI_BLOCK];
@@ -18910,7 +18909,7 @@ static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint
 
 /* ---- Runs */
 
-/* Everything as it was kept, gradients zero, and the context in `dtype`; reference 1: everywhere. */
+/* Restores everything, with zero gradients and the context in `dtype`; reference 1: in all layers too. */
 static amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
     ampi_precision p = v->before->precision;
     int64_t i;
@@ -18934,8 +18933,8 @@ static amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int ref
     return AMP_OK;
 }
 
-/* A function of the host's with no region around it but, on request, one of the context's dtype; no older error's text is left,
-   regions it leaves open are closed, and the device is done. */
+/* Calls a user function, outside of any region or, on request, inside one of the context's dtype.  Clears the last-error
+   text before, closes regions it left open, and waits for the device. */
 static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, int region) {
     int depth = ampi_regions_hide(amp), code = 0;
     ampi_error_text[0] = 0;
@@ -18956,7 +18955,7 @@ static void ampi_verify_step(ampi_verifier *v) {
 
 static double ampi_square(double x) { return x * x; }
 
-/* Adds n elements to a tensor's difference; those that are not finite are marked and left out. */
+/* Adds n elements to a tensor's difference; non-finite ones are marked and left out. */
 static void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void *reference, int64_t n) {
     float a_scratch[AMPI_MULTI_BLOCK], b_scratch[AMPI_MULTI_BLOCK];
     amp_cpu_path path = ampi_cpu_best_path();
@@ -18983,7 +18982,7 @@ static void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void
     ampi_fp_end(host);
 }
 
-/* Holds what the last run left against the reference.  Returns the first tensor that is not finite, or NULL. */
+/* Compares the last run with the reference.  Returns the first tensor that is not finite, or NULL. */
 static amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **bad) {
     int64_t i, first, n;
     *bad = NULL;
@@ -19023,7 +19022,7 @@ static void ampi_verify_norms(ampi_verifier *v) {
     }
 }
 
-/* reference starts as zeros, so that the first comparison gives norms. */
+/* The reference starts as zeros, so the first comparison gives norms. */
 static amp_result ampi_verify_reference(ampi_verifier *v) {
     const ampi_verify_tensor *bad;
     int64_t i;
@@ -19202,7 +19201,7 @@ static void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, vo
     v->bytes += (count * (int64_t)amp_dtype_size(dtype) + 7) / 8 * 8;
 }
 
-/* All that the host's step may change, for amp_verify and amp_tune. */
+/* All that the user's step may change, for amp_verify and amp_tune. */
 static amp_result ampi_verify_keep(amp_context *amp, const char *function, const amp_verify_desc *d, ampi_snapshot **out) {
     const ampi_snapshot_desc k = {d->params, d->n_params, d->optimizer, d->scaler, NULL, 1};
     return ampi_snapshot_create(amp, function, &k, out);
@@ -19338,7 +19337,7 @@ typedef struct ampi_gradchecker {
     float *stage;                   /* for AMPI_VERIFY_STAGE outputs */
     int32_t directions, ready;      /* ready 1: x holds the inputs */
     double u;                       /* roundoff of what is computed or stored in */
-    double loss, squares, noise;    /* L, the sum of (w y)^2, and what of L is rounding: a standard deviation */
+    double loss, squares, noise;    /* L, the sum of (w y)^2, and the standard deviation of L's rounding */
 } ampi_gradchecker;
 
 /* 1/4 to 1 in quarters, of either sign. */
@@ -19398,7 +19397,7 @@ static amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t output)
     return AMP_OK;
 }
 
-/* The loss at what the inputs hold, with the same random numbers and no stale casts each time. */
+/* The loss at the current inputs, always with the same random numbers, never with stale casts. */
 static amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
     int64_t i;
     ampi_precision_set(c->amp, &c->within);
@@ -19460,7 +19459,7 @@ static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
 /* x + step d as fp32 has it. */
 static float ampi_gradcheck_moved(float x, double step, double d) { return (float)((double)x + step * d); }
 
-/* gradient . d, d being the step that was really taken, over `step`; *squares: of its terms. */
+/* gradient . d, where d is the step actually taken over `step`; *squares: sum of its terms' squares. */
 static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, uint64_t seed, double step, const float *gradient,
                                  const float *minus, double *squares) {
     const float *x = c->x + c->begin[input];
@@ -19759,7 +19758,7 @@ static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, 
     return 1;
 }
 
-/* The automatic choice, or what comes after it: the 16-bit formats first, the wider range before the finer step. */
+/* The automatic choice, or the next: 16-bit formats first, wider range before finer precision. */
 static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
     char why[100] = "", first[100] = "";
     int i;
@@ -19779,7 +19778,7 @@ static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
 
 #define AMPI_GIB(bytes) ((double)(bytes) / 1073741824.0)
 
-/* peak(b) = fixed + b each: what belongs to the parameters does not grow with the batch, all else in proportion. */
+/* peak(b) = fixed + b each: parameters do not grow with the batch, all else grows in proportion. */
 static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
     amp_parameter_bytes bytes;
     double fixed, each, usable = 0.9 * (double)f->memory.device_total;
@@ -19808,7 +19807,7 @@ static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
              AMPI_GIB(f->memory.device_total), (long long)out->batch);
 }
 
-/* O2 halves weights, gradients and casts; that pays when they are what does not fit. */
+/* O2 halves weights, gradients and casts, which helps if these do not fit. */
 static void ampi_advise_level(const ampi_facts *f, amp_advice *out) {
     int low = out->settings.dtype == AMP_F16 || out->settings.dtype == AMP_BF16;
     out->settings.level = f->is_short && low ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
@@ -19947,7 +19946,7 @@ static void ampi_history_read(ampi_history *h, const double *x, int64_t n, doubl
     for (i = n / 2; i < n - h->tail; i++) if (x[i] >= h->above) h->above = h->mean[h->best];
 }
 
-/* The factor, and why; share: of what would ask for the largest change, from 0 to 1. */
+/* The factor and its reason; share, from 0 to 1: how far towards the largest change. */
 static double ampi_lr_lower(double share) { return 0.8 - 0.3 * AMPI_MIN(share, 1.0); }
 
 static void ampi_advise_history(const ampi_history *h, int64_t n, amp_advice *out) {
@@ -20104,7 +20103,7 @@ typedef struct ampi_tune {
     int foreign;                    /* 1: the file is something else, and stays */
 } ampi_tune;
 
-/* What a function of the host's means by its number, in words. */
+/* A user function's number in words. */
 static void ampi_host_said(const char *what, int code, char *text, size_t size) {
     const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
     char id[16];
@@ -20164,7 +20163,7 @@ static void ampi_tune_fill(ampi_tune *t) {
     }
 }
 
-/* ---- The file: records "tune.<key>.rows" and "tune.<key>.text"; the key stands for all that the results depend on */
+/* ---- The file: records "tune.<key>.rows" and "tune.<key>.text"; the key hashes all that the results depend on */
 
 static uint64_t ampi_tune_hash(const ampi_tune *t) {
     const amp_desc *s = ampi_settings(t->amp);
@@ -20288,7 +20287,7 @@ static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
     return code;
 }
 
-/* One turn of a candidate.  A new precision begins without cached casts, so untimed steps come first in every turn. */
+/* One turn of a candidate.  A new precision begins without cached casts, so each turn begins with untimed steps. */
 static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
     int n = AMPI_MIN(t->desc.iterations - done, (int)AMPI_TUNE_TURN), code;
     amp_memory_info memory;
@@ -20305,7 +20304,7 @@ static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
     (void)amp_cleanup(t->amp, NULL);
 }
 
-/* The middle one, or the mean of the two in the middle; sorts. */
+/* The median; sorts. */
 static double ampi_median_ns(int64_t *times, int n) {
     int i, j;
     for (i = 1; i < n; i++) {
@@ -20417,7 +20416,7 @@ static amp_result ampi_tune_run(ampi_tune *t) {
     return AMP_OK;
 }
 
-/* The highest rate; the first row of those with the same. */
+/* The first row with the highest rate. */
 static void ampi_tune_pick(amp_tune_report *out) {
     int64_t i;
     out->best = -1;
@@ -20425,7 +20424,7 @@ static void ampi_tune_pick(amp_tune_report *out) {
         if (out->rows[i].verdict == AMP_VERDICT_PASS && (out->best < 0 || out->rows[i].rate > out->rows[out->best].rate)) out->best = i;
 }
 
-/* What was the best batch once may not fit beside what runs now. */
+/* An earlier best batch may not fit beside what runs now. */
 static int ampi_tune_still_fits(ampi_tune *t) {
     int64_t batch;
     ampi_tune_pick(t->out);
@@ -20496,13 +20495,13 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
     return sheet.used;
 }
 
-/* ---- Recover.  Records come some steps late, so a snapshot is taken of weights that no record speaks of yet: it is a
-   candidate until a later step was applied, whose finite loss and gradients were computed from them.  Then it replaces the
-   one before; an anomaly drops it.  Two snapshots are held at most.
+/* ---- Recover.  Records come some steps late, so a new snapshot is only a candidate until a later step, whose finite loss
+   and gradients were computed from its weights, was applied.  Then it replaces the one before; an anomaly drops it.  At
+   most two snapshots are held.
 
-   Restoring sets the optimizer's count of steps back and drops the results that were pending.  What a monitor or the host
-   still has of the undone steps are records numbered from the last one seen to the last step done.  They are passed over
-   until a number comes that is not among these: the new run's, which begins below. */
+   Restoring sets the optimizer's count of steps back and drops the results that were pending.  Records of
+   undone steps may still come, numbered from the last one seen to the last step done.  They are skipped until another
+   number comes: the new run's, which begins below. */
 
 /* What can be gone back to. */
 typedef struct ampi_recovery_point {
@@ -20520,7 +20519,7 @@ struct amp_recovery {
     int64_t streak;                 /* applied steps without an anomaly */
     int64_t next;                   /* applied steps when a snapshot is due */
     int64_t seen;                   /* the last record's number */
-    int64_t undone;                 /* records from seen + 1 to this one are passed over; 0: none */
+    int64_t undone;                 /* records from seen + 1 to this one are skipped; 0: none */
     int64_t cleaned;                /* 1 + steps done when memory was last cleaned up; 0: not yet */
     int64_t halvings;               /* of the micro-batch that are in force */
     int64_t fitted;                 /* good steps since the batch last changed */
@@ -20534,7 +20533,7 @@ static void ampi_recovery_drop(ampi_recovery_point *p) {
     memset(p, 0, sizeof *p);
 }
 
-/* What a save or load of the host's returned, as a result. */
+/* What the user's save or load returned, as a result. */
 static amp_result ampi_host_failed(const char *what, int code) {
     char why[200];
     ampi_host_said(what, code, why, sizeof why);
@@ -20663,21 +20662,21 @@ static int ampi_layer_is_fp32(const amp_context *amp, const char *pattern) {
     return 0;
 }
 
-/* The next wider format: fp16 -> bf16 where there is one, all else -> fp32. */
+/* The next wider format: fp16 -> bf16 if the device has it, all else -> fp32. */
 static amp_dtype ampi_next_dtype(const amp_context *amp) {
     amp_dtype now = ampi_settings(amp)->autocast_dtype;
     amp_choice choice;
     return now == AMP_F16 && amp_choose(&amp->machine, AMP_BF16, 1, &choice) == AMP_OK && !choice.fell_back ? AMP_BF16 : AMP_F32;
 }
 
-/* 1: a wider format is there, and may be switched to: levels O2 and O3 keep theirs. */
+/* 1: there is a wider format to switch to; levels O2 and O3 keep theirs. */
 static int ampi_can_widen(const amp_context *amp) {
     const amp_desc *d = ampi_settings(amp);
     return !d->disable && d->autocast_dtype != AMP_F32 && d->level < AMP_LEVEL_O2;
 }
 
-/* A gradient that is not finite points to its layer.  A loss that is not makes every gradient NaN, and a scale at its floor
-   is no single layer's doing: both take a wider format, where there is one. */
+/* A gradient that is not finite points to its layer.  A loss that is not makes every gradient NaN, and a scale at its
+   floor is not due to a single layer: both need a wider format, if there is one. */
 static void ampi_plan_mitigation(const amp_recovery *r, const amp_step_record *record, amp_recovery_event *event) {
     const amp_context *amp = r->amp;
     const char *bad = r->desc.optimizer->desc.sharded && ampi_world(amp) > 1 ? NULL : record->result.first_bad;    /* sharded: this rank's own */
@@ -20712,7 +20711,7 @@ static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action 
 
 /* ---- What is done */
 
-/* Asks the policy.  1: it was the policy that set the learning rate, so restoring keeps it. */
+/* Asks the policy.  1: the policy set the learning rate, so restoring keeps it. */
 static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     double lr = r->desc.optimizer->desc.lr;
     amp_recovery_event planned = *event;
@@ -20771,7 +20770,7 @@ static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record
     else ampi_print(&s, "nothing else changed");
 }
 
-/* Trouble that is only noted: snapshots since are worth nothing. */
+/* An anomaly that is only reported: later snapshots are useless. */
 static void ampi_note_bad(amp_recovery *r) {
     ampi_recovery_drop(&r->candidate);
     r->streak = r->fitted = 0;
@@ -20835,7 +20834,7 @@ static void ampi_batch_changed(amp_recovery *r, int halvings) {
     r->fitted = 0;
 }
 
-/* 1: the next two micro-batches are one of twice the size, as seen from the loader: none begins in the middle of another. */
+/* 1: the loader's next two micro-batches are one of twice the size: it does not begin in the middle of another. */
 static int ampi_batch_is_even(const amp_recovery *r) {
     amp_loader_info info;
     if (r->desc.loader == NULL) return 1;
@@ -20913,8 +20912,8 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
     return AMP_OK;
 }
 
-/* One cleanup per step, then ever smaller micro-batches.  What the cycle has accumulated is dropped, since a part of what
-   failed may be in it. */
+/* One cleanup per step, then ever smaller micro-batches.  The cycle's accumulated gradients are dropped, since the failed
+   pass may be partly in them. */
 static amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     amp_recovery_event e;
