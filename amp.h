@@ -4488,7 +4488,7 @@ typedef struct ampi_numbers_vec {
 
 /* ---- What is known of each dtype; a row's place is its number */
 
-enum { AMPI_IS_STORAGE = 1, AMPI_IS_COMPUTE = 2, AMPI_IS_CASTABLE = 4 };       /* castable: by a region */
+enum { AMPI_IS_STORAGE = 1, AMPI_IS_COMPUTE = 2, AMPI_IS_CASTABLE = 4, AMPI_IS_SAVED = 8 };     /* castable: by a region; saved: in states */
 typedef struct ampi_dtype_traits {
     const char *name, *others[2];   /* and what amp_dtype_parse takes besides */
     int8_t bytes, exponent, mantissa, use;      /* exponent and mantissa in bits, 0: no floating-point format */
@@ -4497,17 +4497,17 @@ typedef struct ampi_dtype_traits {
 
 static const ampi_dtype_traits ampi_dtypes[] = {
     {"default",  {"auto", NULL},        0,  0,  0, 0, 0},
-    {"fp32",     {"float32", "float"},  4,  8, 23, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE, 0x7f7fffffu},
-    {"fp64",     {"float64", "double"}, 8, 11, 52, 0, 0x7f7fffffu},
-    {"fp16",     {"float16", "half"},   2,  5, 10, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE, 0x477fe000u},
-    {"bf16",     {"bfloat16", NULL},    2,  8,  7, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE, 0x7f7f0000u},
+    {"fp32",     {"float32", "float"},  4,  8, 23, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE | AMPI_IS_SAVED, 0x7f7fffffu},
+    {"fp64",     {"float64", "double"}, 8, 11, 52, AMPI_IS_SAVED, 0x7f7fffffu},
+    {"fp16",     {"float16", "half"},   2,  5, 10, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE | AMPI_IS_SAVED, 0x477fe000u},
+    {"bf16",     {"bfloat16", NULL},    2,  8,  7, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE | AMPI_IS_SAVED, 0x7f7f0000u},
     {"tf32",     {NULL, NULL},          4,  8, 10, AMPI_IS_COMPUTE, 0x7f7fe000u},
     {"fp8_e4m3", {NULL, NULL},          1,  4,  3, AMPI_IS_CASTABLE, 0x43e00000u},
     {"fp8_e5m2", {NULL, NULL},          1,  5,  2, AMPI_IS_CASTABLE, 0x47600000u},
-    {"u8",       {NULL, NULL},          1,  0,  0, 0, 0},
-    {"u16",      {NULL, NULL},          2,  0,  0, 0, 0},
-    {"i32",      {NULL, NULL},          4,  0,  0, 0, 0},
-    {"i64",      {NULL, NULL},          8,  0,  0, 0, 0}};
+    {"u8",       {NULL, NULL},          1,  0,  0, AMPI_IS_SAVED, 0},
+    {"u16",      {NULL, NULL},          2,  0,  0, AMPI_IS_SAVED, 0},
+    {"i32",      {NULL, NULL},          4,  0,  0, AMPI_IS_SAVED, 0},
+    {"i64",      {NULL, NULL},          8,  0,  0, AMPI_IS_SAVED, 0}};
 enum { AMPI_DTYPES = sizeof ampi_dtypes / sizeof *ampi_dtypes };
 
 /* What products are computed in, the widest first: what comes before may take the place of what comes after. */
@@ -4541,6 +4541,13 @@ AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
 static int ampi_dtype_is_float(amp_dtype dtype) { return ampi_traits(dtype)->exponent > 0; }
 static int ampi_is_storage(amp_dtype dtype) { return ampi_traits(dtype)->use & AMPI_IS_STORAGE; }
 static int ampi_is_compute(amp_dtype dtype) { return (ampi_traits(dtype)->use & AMPI_IS_COMPUTE) != 0; }
+/* Their names, for messages. */
+static const char *ampi_dtypes_of(int use, char text[80]) {
+    ampi_sheet s = ampi_sheet_of(text, 80);
+    int d;
+    for (d = 0; d < AMPI_DTYPES; d++) if (ampi_dtypes[d].use & use) ampi_print(&s, "%s%s", s.used > 0 ? ", " : "", ampi_dtypes[d].name);
+    return text;
+}
 /* Half the distance from 1 to the next number. */
 static double ampi_roundoff(amp_dtype dtype) { return ampi_f64_of_bits((uint64_t)(1022 - ampi_traits(dtype)->mantissa) << 52); }
 static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits(ampi_traits(dtype)->largest); }
@@ -4558,9 +4565,9 @@ static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) =
 
 typedef struct ampi_word { const char *word; double value; } ampi_word;
 
-/* What a field holds.  INVERTED: a switch whose field says the opposite. */
+/* What a field holds.  INVERTED: a switch whose field says the opposite.  DTYPE: one to compute in, or the only one of .words. */
 typedef enum ampi_type {
-    AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64
+    AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_DTYPE, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64
 } ampi_type;
 
 /* words: values with a word of their own; "0" among them where 0 in the field means the default.  Numbers: from low to
@@ -4988,10 +4995,11 @@ static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size)
 
 /* A tensor operand of an operator: present, of a storage dtype, with a legal shape. */
 static amp_result ampi_check_tensor(const char *function, const char *field, const amp_tensor *t) {
+    char list[80];
     int i, given = 0;
     if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, function, ".%s has no data", field);
     if (!ampi_is_storage(t->dtype))
-        return ampi_fail(AMP_ERR_DTYPE, function, ".%s is %s, must be fp32, fp16 or bf16", field, amp_dtype_name(t->dtype));
+        return ampi_fail(AMP_ERR_DTYPE, function, ".%s is %s, must be one of %s", field, amp_dtype_name(t->dtype), ampi_dtypes_of(AMPI_IS_STORAGE, list));
     if (amp_tensor_count(t) < 0) return ampi_fail(AMP_ERR_SHAPE, function, ".%s has ndim %d or a negative or overflowing shape", field, t->ndim);
     for (i = 0; i < t->ndim; i++) given |= t->stride[i] != 0;
     if (given && t->shape[t->ndim - 1] > 1 && t->stride[t->ndim - 1] != 1)
@@ -5319,11 +5327,7 @@ static uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *dat
 
 /* Bytes of an element, 0 for a dtype that a record cannot have. */
 static size_t ampi_state_element(amp_dtype dtype) {
-    switch (dtype) {
-        case AMP_F32: case AMP_F64: case AMP_F16: case AMP_BF16: case AMP_U8: case AMP_U16: case AMP_I32: case AMP_I64:
-            return amp_dtype_size(dtype);
-        default: return 0;
-    }
+    return ampi_traits(dtype)->use & AMPI_IS_SAVED ? amp_dtype_size(dtype) : 0;
 }
 
 static uint64_t ampi_text_hash(const char *key) {      /* FNV-1a */
@@ -5419,6 +5423,7 @@ static amp_result ampi_state_take(amp_state *to, amp_state *own, amp_result resu
 }
 
 AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values, int64_t n) {
+    char list[80];
     static const char function[] = "amp_state_put";
     size_t size = ampi_state_element(dtype), length;
     ampi_record record;
@@ -5431,8 +5436,8 @@ AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dt
                          AMPI_STATE_KEY - 1);
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, function, "n = %lld for \"%s\", must be 0 or more", (long long)n, key);
     if (size == 0)
-        return ampi_fail(AMP_ERR_DTYPE, function, "%s for \"%s\", must be fp32, fp64, fp16, bf16, u8, u16, i32 or i64",
-                         amp_dtype_name(dtype), key);
+        return ampi_fail(AMP_ERR_DTYPE, function, "%s for \"%s\", must be one of %s", amp_dtype_name(dtype), key,
+                         ampi_dtypes_of(AMPI_IS_SAVED, list));
     memset(&record, 0, sizeof record);
     memcpy(record.key, key, length);
     record.dtype = dtype;
@@ -9480,10 +9485,11 @@ static const ampi_field ampi_desc_fields[] = {
 
 /* Fills in the defaults that the machine does not decide. */
 static amp_result ampi_check_desc(amp_desc *d) {
+    char list[80];
     const amp_system *s = &d->system;
     AMPI_TRY(ampi_fields("amp_open", ampi_desc_fields, sizeof ampi_desc_fields, d));
     if ((int)d->fallback != AMP_DTYPE_DEFAULT && !ampi_is_compute(d->fallback))
-        return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be fp32, tf32, fp16 or bf16", amp_dtype_name(d->fallback));
+        return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be one of %s", amp_dtype_name(d->fallback), ampi_dtypes_of(AMPI_IS_COMPUTE, list));
     if (d->share_threads != NULL && d->share_threads->threads == NULL)
         return ampi_fail(AMP_ERR_STATE, "amp_open", "the context of .share_threads was closed, must be open");
     if (d->share_threads != NULL && d->threads > d->share_threads->desc.threads)
@@ -10154,11 +10160,12 @@ static int ampi_mask_per_batch(const amp_mask *m) {
 }
 
 static amp_result ampi_mask_check(const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype) {
+    char list[80];
     const char *f = "amp_mask_get";
     size_t bytes;
     if (batch < 1 || queries < 1 || keys < 1)
         return ampi_fail(AMP_ERR_RANGE, f, "batch = %lld, queries = %lld, keys = %lld, must be 1 or more", (long long)batch, (long long)queries, (long long)keys);
-    if (dtype != AMP_U8 && !ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, f, "dtype %s, must be u8, fp32, fp16 or bf16", amp_dtype_name(dtype));
+    if (dtype != AMP_U8 && !ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, f, "dtype %s, must be u8 or one of %s", amp_dtype_name(dtype), ampi_dtypes_of(AMPI_IS_STORAGE, list));
     if (queries > INT64_MAX / keys || batch > INT64_MAX / (queries * keys))
         return ampi_fail(AMP_ERR_SIZE, f, "%lld x %lld x %lld elements", (long long)batch, (long long)queries, (long long)keys);
     AMPI_TRY(ampi_bytes(f, batch * queries * keys, amp_dtype_size(dtype), &bytes));
@@ -10857,7 +10864,7 @@ AMP_API amp_dtype amp_autocast_result(const amp_context *amp, int32_t op, const 
 }
 
 static amp_dtype ampi_io_dtype(const amp_context *amp, amp_io_cast cast, amp_dtype dtype) {
-    if (amp->desc.disable || amp->desc.level == AMP_LEVEL_O0 || (dtype != AMP_F32 && dtype != AMP_F16 && dtype != AMP_BF16)) return dtype;
+    if (amp->desc.disable || amp->desc.level == AMP_LEVEL_O0 || !ampi_is_storage(dtype)) return dtype;
     return cast == AMP_IO_REGION ? ampi_stored(amp->desc.autocast_dtype) : cast == AMP_IO_F32 ? AMP_F32 : dtype;
 }
 AMP_API amp_dtype amp_autocast_input(const amp_context *amp, amp_dtype dtype) {
@@ -11078,10 +11085,11 @@ static void ampi_cache_put(amp_context *amp, const void *data) {
 }
 
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out) {
+    char list[80];
     const void *data = NULL;
     ampi_cache_use use;
     AMPI_TRY(ampi_need("amp_autocast_cast", amp && param && out, "amp, param or out"));
-    if (!ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be fp32, fp16 or bf16", amp_dtype_name(dtype));
+    if (!ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be one of %s", amp_dtype_name(dtype), ampi_dtypes_of(AMPI_IS_STORAGE, list));
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
     AMPI_TRY(ampi_check_known(amp, "amp_autocast_cast", param));
     if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
@@ -12795,6 +12803,7 @@ static amp_result ampi_set_finish(amp_grad_set *set) {
 }
 
 static amp_result ampi_check_gradient(const char *function, const amp_param *p) {
+    char list[80];
     char a[64], b[64];
     if (!ampi_is_contiguous(&p->weight) || !ampi_is_contiguous(&p->grad))
         return ampi_fail(AMP_ERR_SHAPE, function, "%s: weight and gradient must be contiguous", p->name);
@@ -12805,8 +12814,8 @@ static amp_result ampi_check_gradient(const char *function, const amp_param *p) 
         return ampi_fail(AMP_ERR_DTYPE, function, "%s: the gradient is %s, must be fp32 or the weight's %s", p->name,
                          amp_dtype_name(p->grad.dtype), amp_dtype_name(p->weight.dtype));
     if (!ampi_is_storage(p->weight.dtype))
-        return ampi_fail(AMP_ERR_DTYPE, function, "%s: the weight is %s, must be fp32, fp16 or bf16", p->name,
-                         amp_dtype_name(p->weight.dtype));
+        return ampi_fail(AMP_ERR_DTYPE, function, "%s: the weight is %s, must be one of %s", p->name,
+                         amp_dtype_name(p->weight.dtype), ampi_dtypes_of(AMPI_IS_STORAGE, list));
     return ampi_check_own_gradient(function, p);
 }
 
@@ -13619,12 +13628,48 @@ static double ampi_or(double value, double otherwise) {
 }
 
 static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
+/* The three arrays a parameter may have. */
+enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
+
+static amp_result ampi_run_adamw(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream) {
+    amp_k_adamw k;
+    memset(&k, 0, sizeof k);
+    k.table = o->set->table; k.tensors = o->set->n; k.found = o->set->found;
+    k.beta1 = o->desc.beta1; k.beta2 = o->desc.beta2; k.eps = o->desc.eps;
+    k.maximize = o->desc.maximize; k.seed = o->desc.seed;
+    return backend->adamw(dev, &k, stream);
+}
+
+static amp_result ampi_run_sgd(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream) {
+    amp_k_sgd k;
+    memset(&k, 0, sizeof k);
+    k.table = o->set->table; k.tensors = o->set->n; k.found = o->set->found;
+    k.momentum = o->desc.momentum; k.dampening = o->desc.dampening; k.seed = o->desc.seed;
+    k.nesterov = o->desc.nesterov; k.maximize = o->desc.maximize;
+    return backend->sgd(dev, &k, stream);
+}
+
+/* The optimizers, by amp_optimizer_kind: which arrays a parameter has, as bits, without and with .momentum, and the call of the
+   kernel with its scalars.  Masters go by the row, whatever the optimizer. */
+static const struct ampi_optimizer_row {
+    const char *name;
+    int arrays[2];
+    amp_result (*run)(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream);
+} ampi_optimizers[] = {
+    {"?", {0, 0}, NULL},
+    {"AdamW", {1 << AMPI_M | 1 << AMPI_V2, 1 << AMPI_M | 1 << AMPI_V2}, ampi_run_adamw},
+    {"SGD", {0, 1 << AMPI_M}, ampi_run_sgd}
+};
+enum { AMPI_OPTIMIZERS = sizeof ampi_optimizers / sizeof *ampi_optimizers };
+
+static int ampi_has_moments(const amp_optimizer_desc *d) { return ampi_optimizers[d->kind].arrays[d->momentum > 0]; }
+
 static const ampi_word ampi_lag_words[] = {{"none", AMP_LAG_NONE}, {NULL, 0}};
 
 #define AMPI_RATE(field, words, standard, high, range) {#field, AMPI_REAL64, offsetof(amp_optimizer_desc, field), words, standard, 0, high, range}
 #define AMPI_NOT_NEGATIVE "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where that is a default"
 static const ampi_field ampi_optimizer_fields[] = {
-    {"kind", AMPI_I32, offsetof(amp_optimizer_desc, kind), NULL, AMP_ADAMW, AMP_ADAMW, AMP_SGD, "AMP_ADAMW or AMP_SGD"},
+    {"kind", AMPI_I32, offsetof(amp_optimizer_desc, kind), NULL, AMP_ADAMW, 1, AMPI_OPTIMIZERS - 1, NULL},
     AMPI_RATE(lr, ampi_zero_words, 1e-3, 1e30, AMPI_NOT_NEGATIVE),
     AMPI_RATE(beta1, ampi_zero_words, 0.9, AMPI_BELOW_1, "from 0 to below 1"),
     AMPI_RATE(beta2, ampi_zero_words, 0.999, AMPI_BELOW_1, "from 0 to below 1"),
@@ -13657,8 +13702,8 @@ static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level leve
                          "at level O2", of);
     if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && moments != AMP_BF16)
         return ampi_fail(AMP_ERR_DTYPE, function, "%s.moments = %s, must be fp32 or bf16", of, amp_dtype_name(moments));
-    if (moments == AMP_BF16 && d->kind == AMP_SGD && !(d->momentum > 0))
-        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.moments is given, and SGD without .momentum has none", of);
+    if (moments == AMP_BF16 && !ampi_has_moments(d))
+        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.moments is given, and %s without .momentum has none", of, ampi_optimizers[d->kind].name);
     return AMP_OK;
 }
 
@@ -13741,11 +13786,9 @@ static amp_result ampi_check_weights(const amp_optimizer *o) {
 }
 
 /* The three arrays a row may have, and bytes per element of each. */
-enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
-
 static int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int which) {
     if (which == AMPI_MASTER) return row->master_kind == AMP_MASTER_F32 || row->master_kind == AMP_MASTER_REMAINDER;
-    return o->desc.kind == AMP_ADAMW || (which == AMPI_M && o->desc.momentum > 0);
+    return ampi_has_moments(&o->desc) >> which & 1;
 }
 static void **ampi_row_array(amp_k_tensor *row, int which) {
     return which == AMPI_M ? &row->m : which == AMPI_V2 ? &row->v : &row->master;
@@ -14013,20 +14056,7 @@ static amp_result ampi_graph_note(amp_optimizer *o) {
 static amp_result ampi_run_optimizer(const amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
-    amp_k_adamw adamw;
-    amp_k_sgd sgd;
-    if (o->desc.kind == AMP_ADAMW) {
-        memset(&adamw, 0, sizeof adamw);
-        adamw.table = o->set->table; adamw.tensors = o->set->n; adamw.found = o->set->found;
-        adamw.beta1 = o->desc.beta1; adamw.beta2 = o->desc.beta2; adamw.eps = o->desc.eps;
-        adamw.maximize = o->desc.maximize; adamw.seed = o->desc.seed;
-        return backend->adamw(dev, &adamw, stream);
-    }
-    memset(&sgd, 0, sizeof sgd);
-    sgd.table = o->set->table; sgd.tensors = o->set->n; sgd.found = o->set->found;
-    sgd.momentum = o->desc.momentum; sgd.dampening = o->desc.dampening; sgd.seed = o->desc.seed;
-    sgd.nesterov = o->desc.nesterov; sgd.maximize = o->desc.maximize;
-    return backend->sgd(dev, &sgd, stream);
+    return ampi_optimizers[o->desc.kind].run(o, backend, dev, stream);
 }
 
 /* Counts the step on the device; scaler is enabled or NULL.  In a graph the learning rate is what AMP_RULE_LAUNCH wrote. */
@@ -14681,7 +14711,7 @@ static amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *sta
 
 static amp_result ampi_check_saved_steps(const amp_optimizer *o, const ampi_saved_optimizer *n) {
     if (n->kind != (int64_t)o->desc.kind)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", n->kind == AMP_SGD ? "SGD" : "AdamW");
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", ampi_optimizers[n->kind < AMPI_OPTIMIZERS ? n->kind : 0].name);
     if (n->micro >= o->desc.accumulation)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved after %lld micro-batches, .accumulation is %d",
                          (long long)n->micro, o->desc.accumulation);
@@ -16668,10 +16698,8 @@ struct amp_monitor {
 
 static const ampi_word ampi_switch_words[] = {
     {"true", 1}, {"false", 0}, {"on", 1}, {"off", 0}, {"yes", 1}, {"no", 0}, {"1", 1}, {"0", 0}, {NULL, 0}};
-static const ampi_word ampi_dtype_words[] = {
-    {"auto", AMP_DTYPE_DEFAULT}, {"fp32", AMP_F32}, {"tf32", AMP_TF32}, {"fp16", AMP_F16}, {"bf16", AMP_BF16}, {NULL, 0}};
-static const ampi_word ampi_fallback_words[] = {
-    {"none", AMP_DTYPE_DEFAULT}, {"fp32", AMP_F32}, {"tf32", AMP_TF32}, {"fp16", AMP_F16}, {"bf16", AMP_BF16}, {NULL, 0}};
+static const ampi_word ampi_auto_words[] = {{"auto", AMP_DTYPE_DEFAULT}};
+static const ampi_word ampi_fallback_words[] = {{"none", AMP_DTYPE_DEFAULT}};
 static const ampi_word ampi_level_words[] = {
     {"O0", AMP_LEVEL_O0}, {"O1", AMP_LEVEL_O1}, {"O2", AMP_LEVEL_O2}, {"O3", AMP_LEVEL_O3}, {NULL, 0}};
 static const ampi_word ampi_policy_words[] = {{"fused", AMP_POLICY_FUSED}, {"torch", AMP_POLICY_TORCH}, {NULL, 0}};
@@ -16693,8 +16721,8 @@ static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL
 #define AMPI_SCALES 0, AMPI_TINY, AMPI_POW2_126
 static const ampi_field ampi_setting_table[] = {
     {"enabled", AMPI_INVERTED, AMPI_AT(disable), ampi_switch_words, 0, 0, 0, NULL},
-    {"dtype", AMPI_WORD, AMPI_AT(dtype), ampi_dtype_words, 0, 0, 0, NULL},
-    {"autocast_dtype", AMPI_WORD, AMPI_AT(autocast_dtype), ampi_dtype_words, 0, 0, 0, NULL},
+    {"dtype", AMPI_DTYPE, AMPI_AT(dtype), ampi_auto_words, 0, 0, 0, NULL},
+    {"autocast_dtype", AMPI_DTYPE, AMPI_AT(autocast_dtype), ampi_auto_words, 0, 0, 0, NULL},
     {"cast_inputs", AMPI_WORD, AMPI_AT(cast_inputs), ampi_io_words, AMP_IO_NONE, 0, 0, NULL},
     {"cast_outputs", AMPI_WORD, AMPI_AT(cast_outputs), ampi_io_words, AMP_IO_NONE, 0, 0, NULL},
     {"level", AMPI_WORD, AMPI_AT(level), ampi_level_words, AMP_LEVEL_O1, 0, 0, NULL},
@@ -16703,7 +16731,7 @@ static const ampi_field ampi_setting_table[] = {
     {"memory_efficient", AMPI_SWITCH, AMPI_AT(memory_efficient), ampi_switch_words, 0, 0, 0, NULL},
     {"cache", AMPI_INVERTED, AMPI_AT(disable_cache), ampi_switch_words, 0, 0, 0, NULL},
     {"saturate_inputs", AMPI_SWITCH, AMPI_AT(saturate_inputs), ampi_switch_words, 0, 0, 0, NULL},
-    {"fallback", AMPI_WORD, AMPI_AT(fallback), ampi_fallback_words, 0, 0, 0, NULL},
+    {"fallback", AMPI_DTYPE, AMPI_AT(fallback), ampi_fallback_words, 0, 0, 0, NULL},
     {"tf32", AMPI_SWITCH, AMPI_AT(allow_tf32), ampi_switch_words, 0, 0, 0, NULL},
     {"autotune", AMPI_WORD, AMPI_AT(autotune), ampi_autotune_words, AMP_AUTOTUNE_OFF, 0, 0, NULL},
     {"scaler", AMPI_WORD, AMPI_AT(use_scaler), ampi_scaler_words, AMP_SCALER_USE_AUTO, 0, 0, NULL},
@@ -16741,7 +16769,11 @@ enum { AMPI_SETTINGS = sizeof ampi_setting_table / sizeof ampi_setting_table[0] 
 static const char *ampi_setting_word(const ampi_field *k, int i, double *value) {
     *value = i;
     if (k->type == AMPI_PRESET) return i < AMPI_PRESETS ? ampi_presets[i].name : NULL;
-    if (k->words == NULL) return NULL;
+    if (k->words == NULL || (k->type == AMPI_DTYPE && i > AMPI_COMPUTE_DTYPES)) return NULL;
+    if (k->type == AMPI_DTYPE && i > 0) {
+        *value = ampi_compute_dtypes[i - 1];
+        return amp_dtype_name(ampi_compute_dtypes[i - 1]);
+    }
     *value = k->words[i].value;
     return k->words[i].word;
 }
@@ -16814,7 +16846,7 @@ static void ampi_setting_text(const ampi_field *k, double value, char out[64]) {
     for (i = 0; (word = ampi_setting_word(k, i, &of)) != NULL; i++)
         if (amp_is_finite_f64(&value) && value == of) { snprintf(out, 64, "%s", word); return; }
     if (!amp_is_finite_f64(&value)) snprintf(out, 64, "not finite");
-    else if (k->type == AMPI_I32 || k->type == AMPI_I64 || k->type == AMPI_WORD || k->type == AMPI_PRESET) snprintf(out, 64, "%.0f", value);
+    else if (k->type <= AMPI_I64) snprintf(out, 64, "%.0f", value);
     else ampi_number_text(value, k->type == AMPI_REAL32, out);
 }
 
@@ -19158,6 +19190,7 @@ static amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *row) {
 /* ---- The call */
 
 static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_desc *d) {
+    char list[80];
     const char *f = "amp_verify";
     int64_t i, ignored;
     AMPI_TRY(ampi_need(f, d->step != NULL, ".step"));
@@ -19171,7 +19204,8 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
     AMPI_TRY(ampi_check_real(f, ".allowance", d->allowance, isgreaterequal(d->allowance, 0), "above 0 and finite, or 0 (8)"));
     for (i = 0; i < d->n_dtypes; i++)
         if (!ampi_is_compute(d->dtypes[i]))
-            return ampi_fail(AMP_ERR_DTYPE, f, ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(d->dtypes[i]));
+            return ampi_fail(AMP_ERR_DTYPE, f, ".dtypes[%lld] = %s, must be one of %s", (long long)i, amp_dtype_name(d->dtypes[i]),
+                             ampi_dtypes_of(AMPI_IS_COMPUTE, list));
     if (ampi_settings(amp)->level == AMP_LEVEL_O0)
         return ampi_fail(AMP_ERR_CONFLICT, f, "level O0 computes in fp32: open the context at another level to see other precisions");
     AMPI_TRY(ampi_check_ranges(f, d->outputs, d->n_outputs));
@@ -20114,6 +20148,7 @@ static void ampi_host_said(const char *what, int code, char *text, size_t size) 
 }
 
 static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
+    char list[80];
     int64_t i, j;
     if (d->n_dtypes < 0 || d->n_dtypes > AMPI_COMPUTE_DTYPES)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_COMPUTE_DTYPES);
@@ -20122,7 +20157,8 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     for (i = 0; i < d->n_dtypes; i++) {
         amp_dtype t = d->dtypes[i];
         if (!ampi_is_compute(t))
-            return ampi_fail(AMP_ERR_DTYPE, "amp_tune", ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(t));
+            return ampi_fail(AMP_ERR_DTYPE, "amp_tune", ".dtypes[%lld] = %s, must be one of %s", (long long)i, amp_dtype_name(t),
+                             ampi_dtypes_of(AMPI_IS_COMPUTE, list));
         for (j = 0; j < i; j++)
             if (d->dtypes[j] == t) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice", amp_dtype_name(t));
     }
