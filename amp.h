@@ -1423,9 +1423,9 @@ AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer);
    overrides, seed, pointers, shapes, and all settings of optimizer and scaler but learning rate and scale: launching
    it after any of them changed returns AMP_ERR_GRAPH.  Destroy graphs before the optimizers they step, and before the
    context.  After a failed end nothing was done or changed.  Closing the context drops an open capture.
-   Errors: AMP_ERR_STATE a graph is being captured (begin, launch), none is (end), another thread began it (end), or a cycle is
-   not whole (end); AMP_ERR_UNSUPPORTED the backend, such as the CPU's, has no graphs (begin); AMP_ERR_DEVICE what
-   could not be captured (end); AMP_ERR_GRAPH (launch). */
+   Errors: AMP_ERR_STATE a graph is being captured (begin, launch), none is (end), another thread began it (end), or a
+   cycle is not whole (end); AMP_ERR_UNSUPPORTED the backend, such as the CPU's, has no graphs (begin); AMP_ERR_DEVICE
+   what could not be captured (end); AMP_ERR_GRAPH (launch). */
 typedef struct amp_graph amp_graph;
 AMP_API amp_result amp_graph_begin(amp_context *amp);
 AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out);
@@ -3468,7 +3468,7 @@ AMP_API const char *amp_result_hint(amp_result result) {
 AMP_API const char *amp_last_error(void) { return ampi_error_text; }
 AMP_API int amp_version(void) { return AMP_VERSION; }
 
-/* Text that is put together piece by piece and cut like snprintf's: `used` is the length that all of it takes. */
+/* Text built piece by piece and cut as by snprintf: `used` is the length of all of it. */
 typedef struct ampi_sheet { char *text; size_t size, used; int first; } ampi_sheet;
 
 static ampi_sheet ampi_sheet_of(char *text, size_t size) {
@@ -3518,7 +3518,7 @@ static uint64_t ampi_serial(void) {
     return (start + __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED)) | (uint64_t)1 << 63;
 }
 
-/* What a public function got from another one, or from a backend, is told as its own failure: the text gets its name. */
+/* Reports a failure of another public function, or of a backend, as this function's: the text gets its name. */
 static amp_result ampi_as(const char *function, amp_result result) {
     char detail[sizeof ampi_error_text], number[16];
     const char *colon;
@@ -3532,8 +3532,8 @@ static amp_result ampi_as(const char *function, amp_result result) {
     return result;
 }
 
-/* Every file must have been compiled against this amp.h.  Calls that take a struct before amp_open look at the files that are
-   linked with this one: AMPI_HEADERS. */
+/* Every file must have been compiled against this amp.h.  Calls that take a struct before amp_open check the
+   files linked with this one: AMPI_HEADERS. */
 static amp_result ampi_check_headers(const char *function, const amp_header *headers, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -3548,7 +3548,7 @@ static amp_result ampi_check_headers(const char *function, const amp_header *hea
     }
     return AMP_OK;
 }
-/* 0 in every struct that was set to 0 before it was filled; anything else was left there by the stack. */
+/* 0 in every struct that was zeroed before it was filled; anything else is left over from the stack. */
 static amp_result ampi_check_reserved(const char *function, int32_t reserved) {
     if (reserved == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, ".reserved = %d, must be 0: set the struct to 0 before filling it", (int)reserved);
@@ -3626,7 +3626,7 @@ static int ampi_posix_replaces(const char *path, struct stat *old) {
     return stat(target, old) == 0 && S_ISREG(old->st_mode);
 }
 
-/* Owner and permissions of the old file.  A group that cannot be kept gets what all others have. */
+/* The old file's owner and permissions.  A group that cannot be kept gets the permissions of others. */
 static void ampi_posix_inherit(int fd, const struct stat *old) {
     mode_t mode = old->st_mode & 0777;
     if (fchown(fd, old->st_uid, old->st_gid) != 0 && fchown(fd, (uid_t)-1, old->st_gid) != 0)
@@ -3661,7 +3661,7 @@ static int ampi_posix_open(void *user, const char *path, int for_writing, intptr
     return 0;
 }
 
-/* What has no offsets is read on from where it is; a pipe that nobody has written to yet is waited for. */
+/* Files without offsets are read from where they are; waits for a pipe's first writer. */
 static ssize_t ampi_posix_read_on(int fd, void *buffer, size_t bytes) {
     struct pollfd ready;
     ssize_t n;
@@ -3679,7 +3679,7 @@ static int64_t ampi_posix_read(void *user, intptr_t file, void *buffer, size_t b
     return n < 0 ? -errno : n;
 }
 
-/* Beyond the process's limit on file sizes the kernel sends this thread SIGXFSZ, which kills: it is held back and taken. */
+/* Beyond the process's limit on file sizes the kernel sends this thread SIGXFSZ, which kills: it is blocked and consumed. */
 static int64_t ampi_posix_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) {
     sigset_t limit, before, pending;
     int hosts, error, number;
@@ -3795,7 +3795,7 @@ AMP_API void amp_system_default(amp_system *out) {
     out->clock_ns = ampi_posix_clock;
 }
 
-/* The caller's table with the gaps filled; system may be NULL. */
+/* The caller's table with NULL members filled in; system may be NULL. */
 static amp_system ampi_system(const amp_system *system) {
     amp_system s;
     amp_system_default(&s);
@@ -3834,8 +3834,8 @@ static void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size
     if (ptr != NULL) s->free(s->user, ptr, count > 0 ? (size_t)count * size : 1);
 }
 
-/* ---- The thread pool.  A job is a function that several threads run at once, each with a number of its own, to share
-   out some work between them.  The caller is number 0.  It never waits for a thread that has not begun: when it comes
+/* ---- The thread pool.  A job is a function that several threads run at once, each with its own number, to share
+   some work.  The caller is number 0.  It never waits for a thread that has not begun: when it comes
    out of the function all work has been taken, and only those still at theirs are waited for.  Workers start with the
    first job; after each they look for another for a while, then sleep. */
 
@@ -3862,7 +3862,7 @@ typedef struct ampi_threads {
     pthread_cond_t posted, finished;
     ampi_pool_job *jobs;
     int32_t started, asleep;
-    int32_t missing;                /* atomic: workers that could not be started, until that was told */
+    int32_t missing;                /* atomic: workers that could not be started, until that is reported */
     void **workers;
 } ampi_threads;
 
@@ -3926,7 +3926,7 @@ static void ampi_job_join(ampi_threads *t, ampi_pool_job *job) {
 
 enum { AMPI_CORE_WORDS = 128 };     /* of 64 cores each */
 
-/* How many cores this thread may run on (its affinity, a container's cpuset), and that set; 0 where nobody tells. */
+/* How many cores this thread may run on (its affinity, a container's cpuset), and that set; 0: unknown. */
 static int32_t ampi_cores(uint64_t *set) {
     int32_t cores = 0;
 #if defined(__linux__)
@@ -3943,7 +3943,7 @@ static int32_t ampi_cores(uint64_t *set) {
     return cores;
 }
 
-/* Keeps this thread to core `number`, counted round through those it may run on. */
+/* Binds this thread to core `number`, modulo those it may run on. */
 static void ampi_pin(int32_t number) {
 #if defined(__linux__)
     uint64_t words[AMPI_CORE_WORDS], one[AMPI_CORE_WORDS];
@@ -4135,7 +4135,7 @@ static uint64_t ampi_posix_random(void) {
     return bits ^ mixed;
 }
 
-/* Opens PATH.tmpPID@HOST-RANDOM, a file that nobody else has. */
+/* Opens PATH.tmpPID@HOST-RANDOM, a new file. */
 static amp_result ampi_temporary_open(const amp_system *s, const char *path, char *name, size_t size, intptr_t *file) {
     char host[32] = "";
     int error, tries = 0;
@@ -4168,7 +4168,7 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     return ampi_fail(AMP_ERR_WRITE, "amp_file_write_atomic", "%s: %s", path, ampi_file_text(-error));
 }
 
-/* Moves what a buffer holds into one of another size; 0: no memory, and all stays. */
+/* Moves a buffer's content into one of another size; 0: no memory, nothing changed. */
 static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, int64_t wanted) {
     char *moved = (char *)s->alloc(s->user, (size_t)wanted, 64);
     if (moved == NULL) return 0;
@@ -4183,7 +4183,7 @@ static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, in
 
 enum { AMPI_LONGEST_STREAM = 1 << 28 };
 
-/* Reads to the end: `size`, what the file says it has, may be old, or 0 where nobody knows. */
+/* Reads to the end: `size`, which the file reports, may be outdated, or 0 if unknown. */
 static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const char *path, int64_t size, char **buffer,
                                    int64_t *capacity) {
     int64_t used = 0, n, wanted = size > 0 ? size + 1 : 4096;
@@ -4408,7 +4408,7 @@ static void ampi_probe_cpu(amp_cpu_info *cpu) {
     cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
     cpu->l3 = ampi_sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-    ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");      /* what the C library tells is 0 or wrong in some machines */
+    ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");      /* the C library's figures are 0 or wrong on some machines */
 }
 
 /* The library's one global: the best path, probed once.  Threads that race store the same value. */
@@ -5235,8 +5235,8 @@ static int ampi_match(const char *pattern, const char *text) {
      36    4  CRC-32C of bytes 0 to 35
      40       directory, 80 bytes per record: key (64, filled up with 0), dtype (4), CRC-32C of the payload (4),
               count (8)
-   and then the payloads in the order of the directory, without gaps.  Every byte stands under a checksum, and
-   nothing is allocated before the sizes were compared with the bytes that are there. */
+   and then the payloads in the order of the directory, without gaps.  Every byte is covered by a
+   checksum, and nothing is allocated before the sizes were compared with the bytes at hand. */
 
 enum { AMPI_STATE_FORMAT = 1, AMPI_STATE_HEADER = 40, AMPI_STATE_ENTRY = 80, AMPI_STATE_KEY = 64 };
 
@@ -5309,7 +5309,7 @@ static void ampi_store_le64(uint8_t *p, uint64_t value) {
     ampi_store_le32(p + 4, (uint32_t)(value >> 32));
 }
 
-/* Goes on from the CRC of the bytes before; 0 to begin with. */
+/* Continues from the CRC of the bytes before; 0 at first. */
 static uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *data, size_t n) {
     crc = ~crc;
     if (c->instruction) return ~ampi_crc_instruction(crc, data, n);
@@ -5336,7 +5336,7 @@ static uint64_t ampi_text_hash(const char *key) {      /* FNV-1a */
     return hash;
 }
 
-/* Where the key stands in the table, or the empty entry where it would stand. */
+/* The key's place in the table, or the empty entry for it. */
 static int64_t *ampi_state_entry(const amp_state *state, const char *key) {
     uint64_t mask = (uint64_t)state->capacity * 2 - 1, i = ampi_text_hash(key) & mask;
     while (state->table[i] != 0 && strcmp(state->records[state->table[i] - 1].key, key) != 0) i = (i + 1) & mask;
@@ -5374,7 +5374,7 @@ static void ampi_state_release(const amp_state *state, ampi_record *record) {
     if (record->data != NULL) state->system.free(state->system.user, record->data, record->bytes);
 }
 
-/* Adds or replaces a record; its data becomes the state's own, unless this fails. */
+/* Adds or replaces a record; unless this fails, the state takes over its data. */
 static amp_result ampi_state_insert(amp_state *state, const char *function, const ampi_record *record) {
     ampi_record *old = ampi_state_find(state, record->key);
     if (old != NULL) {
@@ -5411,7 +5411,7 @@ AMP_API void amp_state_destroy(amp_state *state) {
     ampi_free(&s, state, 1, sizeof(amp_state));
 }
 
-/* Ends a save that filled a state of its own: unless that failed its records move into `to`, all of them or, without memory, none. */
+/* Ends a save that filled a state of its own: unless it failed, moves all records into `to`, or none without memory. */
 static amp_result ampi_state_take(amp_state *to, amp_state *own, amp_result result, const char *function) {
     int64_t capacity = AMPI_MAX(to->capacity, 16), i;
     while (capacity < to->n + own->n) capacity *= 2;
@@ -16648,9 +16648,9 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
 
 /* ==== 12 >>watch: implementation ==== */
 
-/* What the host said of a step, and what was measured; kept until the step's result is due. */
+/* What the program reported of a step, and what was measured; kept until the step's result is due. */
 typedef struct ampi_note {
-    int64_t number;                 /* the optimizer's for this step; 0: given up, the optimizer was set back */
+    int64_t number;                 /* the optimizer's number of this step; 0: void, the optimizer was restored */
     int64_t epoch, tokens;
     double loss, phase_seconds[AMP_PHASES];
     amp_dtype dtype;
@@ -16658,7 +16658,7 @@ typedef struct ampi_note {
     amp_memory_info memory;
 } ampi_note;
 
-/* A moment: from here to the next one time belongs to a phase of a step. */
+/* A moment from which on time counts for a phase of a step. */
 typedef struct ampi_mark {
     void *event;                    /* the device's; NULL where the host's clock measures */
     int64_t ns;
@@ -16684,17 +16684,17 @@ struct amp_monitor {
     intptr_t file; int open;
     char *lines; int64_t kept, offset, lost;    /* bytes of lines not yet written, where they go, lines there was no room for */
     ampi_note notes[AMPI_NOTES];     /* of the steps since `taken`, and of the one that runs */
-    int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are not needed any more */
+    int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are no longer needed */
     int64_t last;                   /* the optimizer's steps at the last of them */
     ampi_mark *marks; int64_t first_mark, n_marks, mark_capacity;   /* a ring; the capacity is a power of two */
     int32_t begun;                  /* 1: a phase or a step of this epoch was seen */
-    int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was said */
+    int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was given */
     amp_step_record records[AMP_STEP_RESULTS]; int64_t first_record, n_records;
     ampi_tally epoch, mixed, full;
     int64_t epochs;                 /* number of the one that runs */
 };
 
-/* ---- Settings.  One table says what each key is; setting, reading, checking and writing go by it. */
+/* ---- Settings.  Setting, reading, checking and writing use one table of keys. */
 
 static const ampi_word ampi_switch_words[] = {
     {"true", 1}, {"false", 0}, {"on", 1}, {"off", 0}, {"yes", 1}, {"no", 0}, {"1", 1}, {"0", 0}, {NULL, 0}};
@@ -17011,7 +17011,7 @@ static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, c
     return ampi_setting_set(s, from, k, value, rest);
 }
 
-/* A byte order mark before the first line is passed over. */
+/* Skips a byte order mark before the first line. */
 static amp_result ampi_settings_read(amp_settings *settings, const char *function, const char *name, const char *text, size_t bytes) {
     int64_t seen[AMPI_SETTINGS];
     amp_settings next = *settings;
@@ -17183,7 +17183,7 @@ static void ampi_settings_copy(const amp_settings *s, const ampi_field *rows, si
         if ((from = ampi_setting_find(k->key, strlen(k->key))) != NULL) ampi_field_put(desc, k, ampi_field_get(s, from));
 }
 
-/* What is the same whether the context is still to be opened or runs. */
+/* For a context not yet open as for a running one. */
 static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
     d->disable = s->disable != 0;
     d->memory_efficient = s->memory_efficient != 0;
@@ -17280,7 +17280,7 @@ AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_lo
     return AMP_OK;
 }
 
-/* What cannot change while a context lives; asked 0: nothing was asked for. */
+/* What cannot change while a context is open; asked 0: not asked for. */
 static amp_result ampi_settings_fixed(const char *f, const char *key, int asked, int in_force) {
     const ampi_field *k = ampi_setting_find(key, strlen(key));
     char a[64], b[64];
@@ -17363,7 +17363,7 @@ AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context 
 
 /* ---- Status */
 
-/* Bytes of the UTF-8 character at p; 0 where there is none (RFC 3629: no surrogates, nothing longer than need be). */
+/* Bytes of the UTF-8 character at p; 0: none (RFC 3629: no surrogates, no overlong forms). */
 static int ampi_utf8(const unsigned char *p) {
     int n = p[0] < 0x80 ? 1 : p[0] >= 0xc2 && p[0] < 0xe0 ? 2 : (p[0] & 0xf0) == 0xe0 ? 3 : p[0] >= 0xf0 && p[0] < 0xf5 ? 4 : 0, i;
     for (i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
@@ -17391,7 +17391,7 @@ static void ampi_json_flag(ampi_sheet *s, const char *key, int flag) {
     ampi_json_key(s, key);
     ampi_print(s, flag ? "true" : "false");
 }
-/* Nine digits, those of an fp32 number, with a point whatever the locale has there. */
+/* Nine digits, enough for fp32, with a point in every locale. */
 static void ampi_json_number(ampi_sheet *s, const char *key, double value) {
     char digits[64], *end = digits;
     const char *p = digits;
@@ -17745,7 +17745,7 @@ static int ampi_json_is_object(const char *p) {
 
 /* ---- The file */
 
-/* Writes what is kept, from where the last write ended: a line that was cut is gone on with. */
+/* Writes the kept lines, continuing where the last write ended, within a line if need be. */
 static amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t done = 0, n = 1;
@@ -17785,7 +17785,7 @@ static void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
         ampi_log(m->amp, AMP_LOG_ERROR, 1213, "%s cannot be written, and there is no room to keep more lines", m->desc.path);
 }
 
-/* Opens the file; behind a last line without its end, which a crash left, comes one. */
+/* Opens the file, and ends a last line that a crash left without its end. */
 static amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t n;
@@ -17838,7 +17838,7 @@ static amp_result ampi_marks_grow(amp_monitor *m) {
     return AMP_OK;
 }
 
-/* Books what has been measured; wait 1: also what is not done of steps before `until`. */
+/* Takes the measurements that are done; wait 1: also those of steps before `until` that are not. */
 static amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
@@ -17857,7 +17857,7 @@ static amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
     return AMP_OK;
 }
 
-/* From now on time belongs to this phase of the step that runs. */
+/* From now on time counts for this phase of the current step. */
 static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
@@ -17874,7 +17874,7 @@ static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     return AMP_OK;
 }
 
-/* The time of an epoch begins, with its first phase once more. */
+/* Begins an epoch's time, again with its first phase. */
 static amp_result ampi_time_begin(amp_monitor *m) {
     m->n_marks = 0;
     m->begun = 0;
@@ -18016,14 +18016,14 @@ static const ampi_note *ampi_note_find(const amp_monitor *m, int64_t number, int
     return NULL;
 }
 
-/* 1: result `number`, the next one that is due, and the times of its step are there. */
+/* 1: result `number`, the next one due, and its step's times are available. */
 static int ampi_record_here(amp_monitor *m, int64_t number) {
     int64_t step;
     if (!ampi_result_here(m->desc.optimizer, number)) return 0;
     return ampi_note_find(m, number, &step) == NULL || ampi_mark_at(m, 0)->step > step;
 }
 
-/* Makes records of the results that are due; wait 0: of those that have come. */
+/* Makes records of the results that are due; wait 0: of those that are available. */
 static amp_result ampi_records_take(amp_monitor *m, int wait) {
     amp_optimizer *o = m->desc.optimizer;
     const ampi_note *note;
@@ -18059,7 +18059,7 @@ static amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
 
 static int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
 
-/* The note of the step that ends.  Notes from before the optimizer was set back have no result any more. */
+/* The note of the step that ends.  Notes from before the optimizer was restored have no result any more. */
 static amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
     ampi_note *note = &m->notes[m->steps % AMPI_NOTES];
     const amp_desc *d = ampi_settings(m->amp);
@@ -18103,7 +18103,7 @@ AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *i
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
     amp_monitor *m = monitor;
     if (m == NULL || out == NULL || ampi_is_stopped(&m->object)) return 0;
-    if (!ampi_is_stopped(&m->desc.optimizer->object)) (void)ampi_records_take(m, 1);          /* what fails here fails in the next step, or has made its line wait */
+    if (!ampi_is_stopped(&m->desc.optimizer->object)) (void)ampi_records_take(m, 1);          /* a failure here recurs in the next step, or its line is kept */
     (void)ampi_lines_write(m, "amp_monitor_next");
     if (m->n_records == 0) return 0;
     *out = m->records[m->first_record++ % AMP_STEP_RESULTS];
@@ -18487,7 +18487,7 @@ typedef struct ampi_fitting {
     const amp_tensor_stats_row *over, *under, *bad, *look;      /* the worst gradient of each kind, ... */
     const amp_tensor_stats_row *wide;   /* ... what else overflows, most; any row; NULL: none */
     double largest;                 /* of the gradients, infinite ones counted as twice the format's largest */
-    int64_t gradients, misfits, others, wide_ones;          /* gradients there are, those that do not fit; the same of the rest */
+    int64_t gradients, misfits, others, wide_ones;          /* gradients, and those that do not fit; the same for the rest */
     float scale, floor, ceiling, wanted;
 } ampi_fitting;
 
@@ -18508,7 +18508,7 @@ static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_
     f->misfits += row->overflow > 0 || row->nan > 0 || row->underflow > AMP_UNDERFLOW_SHARE;
 }
 
-/* What is infinite in fp32's range was not made so by a narrower format. */
+/* What is infinite within fp32's range is not due to a narrower format. */
 static void ampi_fit_other(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     amp_dtype dtype = m->table[row - m->rows].grad_dtype;
     if (row->count == 0) return;
