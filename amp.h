@@ -5847,6 +5847,10 @@ typedef struct ampi_gemv_pairs {
     void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots_packed)(float *y, const float *x, const float *b, const ampi_gemm_blocks *blocks, int64_t ld, int64_t col,
                         int64_t from, int64_t end, int64_t n);
+    /* n <= 16 columns of k values, in rows `ld` apart, as words: 16 columns of them, 0 beyond n. */
+    void (*strip)(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
+    /* As ampi_gemm_vec's, from b in words of one value each. */
+    void (*outer)(int64_t rows, int64_t cols, const void *a, amp_dtype dtype, int64_t step, const float *b, int add, float *c, int64_t ldc);
 } ampi_gemv_pairs;
 
 /* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; the same bits for an element wherever it
@@ -6857,39 +6861,86 @@ static void ampi_direct_dots_turn(ampi_direct *d) {
 }
 
 /* In pairs of bf16: a row or a column of C as below, from x in words. */
-static int ampi_direct_pair_vector(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
-    float x[4 * AMPI_GEMM_BUFFER];
+static int ampi_direct_pair_vector(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+    float x[4 * AMPI_GEMM_BUFFER], sums[AMPI_GEMM_BUFFER], *y = sums;
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0), *matrix = g->m == 1 ? &b : &a;
     int64_t n = g->m == 1 ? g->n : g->m;
     if (g->m == 1 && g->packed_b != NULL && n * g->k >= 1 << 14) return 0;
-    if (g->c_dtype != AMP_F32 || (g->k + 1) / 2 > (matrix->along_k ? (int64_t)AMPI_GEMM_BUFFER * 4 : vec->block)) return 0;
+    if ((g->k + 1) / 2 > (matrix->along_k ? (int64_t)AMPI_GEMM_BUFFER * 4 : vec->block)) return 0;
     if (g->beta != 0.0f || (g->m > 1 && g->ldc != 1) || (double)n * (double)g->k >= 5e5) return 0;
+    if (g->c_dtype == AMP_F32) y = (float *)g->c;
+    else if (n > AMPI_GEMM_BUFFER) return 0;
     ampi_gemv_vector(vec, g->m == 1 ? &a : &b, g->k, x);
-    if (!matrix->along_k) memset(g->c, 0, (size_t)n * sizeof *x);
-    (matrix->along_k ? vec->pairs->dots : vec->pairs->combine)((float *)g->c, x, matrix->data, matrix->dtype, matrix->ld, g->k, n);
+    if (!matrix->along_k) memset(y, 0, (size_t)n * sizeof *x);
+    (matrix->along_k ? vec->pairs->dots : vec->pairs->combine)(y, x, matrix->data, matrix->dtype, matrix->ld, g->k, n);
+    if (y == sums) ampi_convert_fast(g->c, g->c_dtype, sums, AMP_F32, n, cpu->path);
     return 1;
 }
 
-/* Operands that fit into a buffer on the stack once they are words, as do sums that C then holds in 16 bits. */
+static int ampi_direct_pair_outer(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+    float b[AMPI_GEMM_LOCAL];
+    int64_t j;
+    for (j = 0; j < g->n; j += 16) vec->pairs->strip(b + j, ampi_at(g->b, g->b_dtype, j * (g->trans_b ? g->ldb : 1)), g->b_dtype, 0, 1, AMPI_MIN(g->n - j, 16));
+    vec->pairs->outer(g->m, g->n, g->a, g->a_dtype, g->trans_a ? 1 : g->lda, b, !ampi_is_0(g->beta), (float *)g->c, g->ldc);
+    return 1;
+}
+
+/* Few columns, which do not lie along k: some rows of C at a time.  C^T fills more lanes than C, and costs a copy. */
+static int ampi_direct_in_strips(const amp_k_gemm *g) {
+    return !g->trans_b && g->n <= 16 && g->c_dtype == AMP_F32 && (double)g->m * (double)g->n * (double)g->k <= 1e6;
+}
+static int ampi_direct_pair_strips(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+    float x[AMPI_GEMM_LOCAL], y[AMPI_GEMM_LOCAL];
+    ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
+    int64_t size = g->k <= 2 * vec->block ? g->k : 2 * ampi_gemm_cut_k(vec, g->k).size, i, p, k, rows, words;
+    int there = ampi_gemm_is_words(vec, &a, g->k), side = a.along_k, add = !ampi_is_0(g->beta);
+    ampi_direct d;
+    memset(&d, 0, sizeof d);
+    d.vec = vec;
+    d.b_step = 16;
+    for (p = 0; p < g->k; p += k) {
+        k = AMPI_MIN(g->k - p, size);
+        words = (k + 1) / 2;
+        d.add = add || p > 0;
+        vec->pairs->strip(y, ampi_gemm_at(&b, p, 0), b.dtype, b.ld, k, g->n);
+        for (i = 0; i < g->m; i += rows) {
+            const void *from = ampi_gemm_at(&a, p, i);
+            int turned = !side && (16 - g->n) * words > 48 * g->n;
+            rows = AMPI_MIN(g->m - i, there ? g->m : side ? AMPI_GEMM_LOCAL / words : 16);
+            if (side && !there) vec->rows_of(x, words, from, a.dtype, AMP_BF16, a.ld, k, rows);
+            else if (!side) vec->pairs->strip(x, from, a.dtype, a.ld, k, rows);
+            d.c = (float *)g->c + i * g->ldc;
+            d.a = turned ? y : there ? (const float *)from : x;
+            d.a_row = !side ? 1 : there ? a.ld / 2 : words; d.a_step = side ? 1 : 16;
+            d.m = turned ? g->n : rows;
+            d.c_row = turned ? 1 : g->ldc; d.c_col = turned ? g->ldc : 1;
+            ampi_direct_panel(&d, turned ? x : y, 0, turned ? rows : g->n, 0, words);
+        }
+    }
+    return 1;
+}
+
+/* Operands that fit into a buffer on the stack once they are words, as do sums that C then holds in 16 bits; a may be words
+   where it lies. */
 static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     enum { ROOM = 2 * AMPI_GEMM_LOCAL };
     float local[ROOM];
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
-    int64_t width = vec->cols, words = (g->k + 1) / 2, panel = words * width, step = a.along_k ? g->m : width, narrow = g->c_dtype != AMP_F32, i;
-    int64_t at_b = a.along_k ? g->m * words : (g->m + width - 1) / width * panel;
+    int64_t width = vec->cols, words = (g->k + 1) / 2, panel = words * width, narrow = g->c_dtype != AMP_F32, there = ampi_gemm_is_words(vec, &a, g->k), i;
+    int64_t step = a.along_k ? g->m : width, at_b = there ? 0 : a.along_k ? g->m * words : (g->m + width - 1) / width * panel;
     int64_t at_c = at_b + (g->packed_b != NULL ? 0 : (g->n + width - 1) / width * panel), at_scratch = at_c + (narrow ? g->m * g->n : 0);
     ampi_direct d = ampi_direct_of(vec, g);
-    if (g->m == 1 || g->n == 1) return ampi_direct_pair_vector(vec, g);
-    if (words > vec->block || (narrow && d.add) || at_scratch + (b.along_k ? width * ampi_gemm_pitch(words) : 0) > ROOM) return 0;
-    if (a.along_k) vec->rows_of(local, words, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
-    else vec->weave(local, panel, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
+    if ((words > vec->block && (g->packed_b == NULL || g->n > width)) || (narrow && d.add)) return 0;
+    if (at_scratch + (b.along_k && g->packed_b == NULL ? width * ampi_gemm_pitch(words) : 0) > ROOM) return 0;
+    if (a.along_k && !there) vec->rows_of(local, words, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
+    else if (!there) vec->weave(local, panel, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
     if (g->packed_b == NULL) ampi_gemm_pack_columns(vec, &b, 0, g->k, 0, g->n, local + at_b, panel, local + at_scratch);
-    d.a_row = a.along_k ? words : 1; d.a_step = a.along_k ? 1 : width;
+    d.a_row = there ? a.ld / 2 : a.along_k ? words : 1; d.a_step = a.along_k ? 1 : width;
     d.b = g->packed_b != NULL ? (const float *)g->packed_b : local + at_b; d.b_step = width; d.panel = panel;
     d.k = words;
     if (narrow) { d.c = local + at_c; d.c_row = g->n; }
     for (i = 0; i < g->m; i += step, d.c += step * d.c_row) {
-        d.a = local + (a.along_k ? 0 : i / width * panel);
+        d.a = there ? (const float *)a.data : local + (a.along_k ? 0 : i / width * panel);
         d.m = AMPI_MIN(step, g->m - i);
         ampi_direct_tiles(&d);
     }
@@ -6905,26 +6956,38 @@ static int ampi_direct_takes_dots(const ampi_gemm_vec *vec, const amp_k_gemm *g,
     return words && ampi_direct_by_dots(d) && (vec->pairs != NULL ? g->m > 1 && g->n > 1 : !ampi_direct_by_tiles(d));
 }
 
+/* Whether the product was one of those in pairs. */
+static int ampi_direct_paired(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+    if (g->m == 1 || g->n == 1) return ampi_direct_pair_vector(cpu, vec, g);
+    if (g->k == 1 && g->c_dtype == AMP_F32 && g->n <= AMPI_GEMM_LOCAL && (!g->trans_b || g->ldb == 1) && g->m * g->n <= 1000000) return ampi_direct_pair_outer(vec, g);
+    return ampi_direct_in_strips(g) ? ampi_direct_pair_strips(vec, g) : ampi_direct_pairs(cpu, vec, g);
+}
+
 /* Whether the product was one of those. */
 static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
-    int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32, done = 1, wide = 0;
+    int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32, done = 1, shared = 0;
     ampi_direct d;
     ampi_fp host;
     if (!ampi_direct_is_plain(g) || (!words && vec->pairs == NULL)) return 0;
     host = ampi_fp_begin();
     if (words && ampi_direct_one(vec, g)) { ampi_fp_end(host); return 1; }
+    if (vec->pairs != NULL && (g->trans_a || !g->trans_b || g->m == 1 || g->n == 1)) {      /* no dots */
+        done = ampi_direct_paired(cpu, vec, g);
+        ampi_fp_end(host);
+        return done;
+    }
     d = ampi_direct_of(vec, g);
     if (ampi_direct_takes_dots(vec, g, &d)) {
         ampi_direct_dots_turn(&d);
-        if (2.0 * (double)d.m * (double)d.n * (double)d.k < 1e6) ampi_direct_dots(&d, 0, d.m, 0);
-        else wide = 1;
-    } else if (vec->pairs != NULL) done = ampi_direct_pairs(cpu, vec, g);
+        shared = 2.0 * (double)d.m * (double)d.n * (double)d.k >= 1e6;
+        if (!shared) ampi_direct_dots(&d, 0, d.m, 0);
+    } else if (vec->pairs != NULL) done = ampi_direct_paired(cpu, vec, g);
     else if (ampi_direct_by_tiles(&d)) ampi_direct_tiles(&d);
     else if (d.b_step == 1 && d.m > 1 && d.vec->edges && (double)d.n * (double)d.k <= (double)AMPI_GEMM_LOCAL && d.m <= 64) ampi_direct_copied(&d);
     else done = 0;
     ampi_fp_end(host);
-    if (wide) ampi_parallel(cpu, ampi_threads_now(cpu), d.m, vec->dot_rows, ampi_direct_dots, &d);
+    if (shared) ampi_parallel(cpu, ampi_threads_now(cpu), d.m, vec->dot_rows, ampi_direct_dots, &d);
     return done;
 }
 
@@ -22374,25 +22437,25 @@ static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const
 /* The first n of 16 lanes; any n. */
 static AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
 
-/* n of 16 values of fp32 or fp16 */
-static AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, int64_t n) {
-    if (dtype == AMP_F16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(ampi_lanes16(n), p));
-    return _mm512_maskz_loadu_ps(ampi_lanes16(n), p);
+/* These of 16 values of fp32 or fp16. */
+static AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, __mmask16 lanes) {
+    if (dtype == AMP_F16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, p));
+    return _mm512_maskz_loadu_ps(lanes, p);
 }
 
 /* n of 32 values side by side, as pairs */
 static AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, int64_t n) {
     if (dtype == AMP_BF16) return (ampi_vf)_mm512_maskz_loadu_epi16((__mmask32)ampi_lanes16(n) | (__mmask32)ampi_lanes16(n - 16) << 16, p);
-    return (ampi_vf)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(p + (dtype == AMP_F16 ? 32 : 64), dtype, n - 16), ampi_gemm_load_bf16(p, dtype, n));
+    return (ampi_vf)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(p + (dtype == AMP_F16 ? 32 : 64), dtype, ampi_lanes16(n - 16)),
+                                           ampi_gemm_load_bf16(p, dtype, ampi_lanes16(n)));
 }
 
-/* What stands below each other in two rows, as pairs; n of 16 values of the upper row, m of the other. */
-static AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, int64_t n, int64_t m) {
+/* What stands below each other in two rows, as pairs; these of 16 values of the upper row and of the other. */
+static AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, __mmask16 n, __mmask16 m) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     __m512i both = dtype != AMP_BF16 ? (__m512i)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(high, dtype, m), ampi_gemm_load_bf16(low, dtype, n))
-                   : _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(ampi_lanes16(n), low)),
-                                        _mm256_maskz_loadu_epi16(ampi_lanes16(m), high), 1);
+                   : _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(n, low)), _mm256_maskz_loadu_epi16(m, high), 1);
     return (ampi_vf)_mm512_permutexvar_epi16(order, both);
 }
 
@@ -22413,18 +22476,43 @@ static void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp
     ampi_gemm_rows_bf16(dst, 0, src, dtype, compute, 0, n, 1);
 }
 
-static AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step, int64_t k, int64_t n) {
-    int64_t size = dtype == AMP_F32 ? 4 : 2, p, j;
-    ampi_vf zero = {0.0f};
-    for (p = 0; p < k; p += 2, dst += 32, src += 2 * step) {
-        const char *high = p + 1 < k ? src + step : src;
-        int64_t m = p + 1 < k ? 16 : 0;
-        for (j = 0; j + 16 <= n; j += 16)
-            AMPI_V(ampi_store)(dst + j / 32 * stride + j % 32, ampi_gemm_pairs_bf16(src + j * size, high + j * size, dtype, 16, m));
-        for (; j < n || j % 32 != 0; j += 16)
-            AMPI_V(ampi_store)(dst + j / 32 * stride + j % 32,
-                               j < n ? ampi_gemm_pairs_bf16(src + j * size, high + j * size, dtype, n - j, AMPI_MIN(n - j, m)) : zero);
+/* n of 16 columns, in words `pitch` apart, 0 beyond. */
+static AMPI_BF16_INLINE void ampi_gemm_strip_of(float *dst, int64_t pitch, const char *src, int dtype, int64_t step, int64_t k, int64_t n) {
+    __mmask16 lanes = ampi_lanes16(n);
+    for (; k > 1; k -= 2, dst += pitch, src += 2 * step) AMPI_V(ampi_store)(dst, ampi_gemm_pairs_bf16(src, src + step, dtype, lanes, lanes));
+    if (k > 0) AMPI_V(ampi_store)(dst, ampi_gemm_pairs_bf16(src, src, dtype, lanes, 0));
+}
+static AMPI_TILE_TARGET void ampi_gemm_strip_bf16(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
+    AMPI_BF16_OF(dtype, ampi_gemm_strip_of(dst, 16, (const char *)src, DTYPE, ld * SIZE, k, n))
+}
+static AMPI_BF16_INLINE void ampi_gemm_outer_of(int64_t rows, int64_t cols, const char *a, int dtype, int64_t step, const float *b, int add, float *c, int64_t ldc) {
+    __mmask16 last = ampi_lanes16(cols - (cols - 1) / 16 * 16);
+    ampi_vf zero = {0.0f}, v;
+    int64_t j;
+    for (; rows > 0; rows--, a += step, c += ldc) {
+        __m512 x = _mm512_broadcastss_ps(_mm512_castps512_ps128((__m512)ampi_gemm_pairs_bf16(a, a, dtype, 1, 0)));
+        for (j = 0; j + 16 < cols; j += 16) {
+            v = ampi_gemm_dot2((ampi_vf)x, AMPI_V(ampi_load)(b + j), zero);
+            AMPI_V(ampi_store)(c + j, add ? (ampi_vf)(v + AMPI_V(ampi_load)(c + j)) : v);
+        }
+        v = ampi_gemm_dot2((ampi_vf)x, AMPI_V(ampi_load)(b + j), zero);
+        _mm512_mask_storeu_ps(c + j, last, (__m512)(add ? (ampi_vf)(v + (ampi_vf)_mm512_maskz_loadu_ps(last, c + j)) : v));
     }
+}
+static AMPI_TILE_TARGET void ampi_gemm_outer_bf16(int64_t rows, int64_t cols, const void *a, amp_dtype dtype, int64_t step, const float *b, int add,
+                                                  float *c, int64_t ldc) {
+    AMPI_BF16_OF(dtype, ampi_gemm_outer_of(rows, cols, (const char *)a, DTYPE, step * SIZE, b, add, c, ldc))
+}
+/* The last, incomplete vectors of all rows come after the others. */
+static AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step, int64_t k, int64_t n) {
+    int64_t size = dtype == AMP_F32 ? 4 : 2, whole = n / 16 * 16, p, j;
+    for (p = 0; p < k && whole > 0; p += 2)
+        for (j = 0; j < whole; j += 16) {
+            const char *low = src + p * step + j * size;
+            AMPI_V(ampi_store)(dst + j / 32 * stride + j % 32 + p * 16,
+                               ampi_gemm_pairs_bf16(low, p + 1 < k ? low + step : low, dtype, 0xffff, p + 1 < k ? 0xffff : 0));
+        }
+    for (j = whole; j < n || j % 32 != 0; j += 16) ampi_gemm_strip_of(dst + j / 32 * stride + j % 32, 32, src + j * size, dtype, step, k, n - j);
 }
 static AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
                                                   int64_t ld, int64_t k, int64_t n) {
@@ -22434,11 +22522,12 @@ static AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, co
 
 /* One vector of y, of n values, over all k. */
 static AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
-    ampi_vf sum = (ampi_vf)_mm512_maskz_loadu_ps(ampi_lanes16(n), y);
+    __mmask16 lanes = ampi_lanes16(n);
+    ampi_vf sum = (ampi_vf)_mm512_maskz_loadu_ps(lanes, y);
     int64_t p;
     for (p = 0; p < k; p += 2, b += 2 * step)
-        sum = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + p / 2), ampi_gemm_pairs_bf16(b, p + 1 < k ? b + step : b, dtype, n, p + 1 < k ? n : 0), sum);
-    _mm512_mask_storeu_ps(y, ampi_lanes16(n), (__m512)sum);
+        sum = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + p / 2), ampi_gemm_pairs_bf16(b, p + 1 < k ? b + step : b, dtype, lanes, p + 1 < k ? lanes : 0), sum);
+    _mm512_mask_storeu_ps(y, lanes, (__m512)sum);
 }
 
 /* Many columns four rows at a time, as memory likes it. */
@@ -22548,7 +22637,8 @@ static void ampi_gemm_dots_bf16(int64_t rows, int64_t cols, int64_t k, const flo
     }
 }
 
-static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv_dots_bf16, ampi_gemv_dots_packed_bf16};
+static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv_dots_bf16, ampi_gemv_dots_packed_bf16, ampi_gemm_strip_bf16,
+                                                ampi_gemm_outer_bf16};
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
