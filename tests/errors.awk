@@ -20,7 +20,8 @@ comment { next }
 /^(AMP_API|AMPI_INLINE) / || /^} amp_|^$/ {
     if (/^(AMP_API|AMPI_INLINE) amp_result / && match($0, / amp_[a-z0-9_]+\(/)) {
         name = substr($0, RSTART + 1, RLENGTH - 2)
-        if (/\*/ && name !~ /^amp_(scaler_update|scaler_update_with|open_abi)$/) print number["AMP_ERR_NULL"], name      # those two take NULL
+        # NULL is no scaler to two of these, and to two another context than the region's.
+        if (/\*/ && name !~ /^amp_(scaler_update|scaler_update_with|autocast_end|recompute_end|open_abi)$/) print number["AMP_ERR_NULL"], name
         if (/_op \*op\)/) {
             split("103 104 110", always, " ")
             for (i in always) print always[i], name

@@ -249,6 +249,7 @@ TEST(a_call_during_capture) {
     CHECK_ERR(amp_random_save(amp, state, "a prefix of more than fifty-six bytes, which no key has room for"), AMP_ERR_RANGE);
     CHECK_OK(amp_random_save(amp, state, "r"));
     CHECK_ERR(amp_graph_end(amp, &graph), AMP_ERR_STATE);
+    CHECK_ERR(amp_graph_end(NULL, &graph), AMP_ERR_NULL);
     BREAKS(amp_graph_begin(amp));
     CHECK_OK(amp_graph_begin(amp));
     CHECK_ERR(amp_graph_begin(amp), AMP_ERR_STATE);

@@ -588,7 +588,7 @@ TEST(copies_and_moves_of_a_parameter) {
     n->amp = a;
     REFUSED_AS_COPY(net_linear(n, &copy));
     CHECK_ERR(amp_param_register(a, &copy, 1), AMP_ERR_NAME);       /* its name is taken */
-    CHECK(says("second is registered already") && says("amp_param_forget"));
+    CHECK(says("second is already registered") && says("amp_param_forget"));
     CHECK_ERR(amp_param_register(a, &n->p[1], 1), AMP_ERR_NAME);    /* and so is the original */
     copy.name = "copy";
     CHECK_OK(amp_param_register(a, &copy, 1));
