@@ -6905,7 +6905,7 @@ static int ampi_direct_pair_strips(const ampi_gemm_vec *vec, const amp_k_gemm *g
         vec->pairs->strip(y, ampi_gemm_at(&b, p, 0), b.dtype, b.ld, k, g->n);
         for (i = 0; i < g->m; i += rows) {
             const void *from = ampi_gemm_at(&a, p, i);
-            int turned = !side && (16 - g->n) * words > 48 * g->n;
+            int turned = !side && (16 - g->n) * words > 24 * g->n;
             rows = AMPI_MIN(g->m - i, there ? g->m : side ? AMPI_GEMM_LOCAL / words : 16);
             if (side && !there) vec->rows_of(x, words, from, a.dtype, AMP_BF16, a.ld, k, rows);
             else if (!side) vec->pairs->strip(x, from, a.dtype, a.ld, k, rows);
