@@ -96,7 +96,7 @@
         params[0] = param("fc1.weight", HIDDEN, IN); params[1] = param("fc1.bias", 0, HIDDEN);
         params[2] = param("fc2.weight", 2, HIDDEN);  params[3] = param("fc2.bias", 0, 2);
         check(amp_param_register(amp, params, 4));
-        amp_dtype store = choice.dtype == AMP_TF32 ? AMP_F32 : choice.dtype;  // of activations; tf32 is none
+        amp_dtype store = choice.dtype == AMP_TF32 ? AMP_F32 : choice.dtype;  // of activations; tf32 cannot store
         h = zeros(store, BATCH, HIDDEN); dh = zeros(store, BATCH, HIDDEN);
         logits = zeros(AMP_F32, BATCH, 2); loss = zeros(AMP_F32, 0, 1);
         amp_source source = {.read = read_sample, .samples = 4096,
@@ -1970,7 +1970,7 @@ typedef struct amp_step_record {
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out);
 /* Makes the records of all steps due, and waits. */
 AMP_API amp_result amp_monitor_flush(amp_monitor *monitor);
-/* Adds a line of your own: one JSON object without line ends.  Errors: AMP_ERR_RANGE it is none, AMP_ERR_WRITE as
+/* Adds a line of your own: one JSON object without line ends.  Errors: AMP_ERR_RANGE not JSON, AMP_ERR_WRITE as
    above. */
 AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json);
 
