@@ -326,6 +326,20 @@ CUDA_TEST(epilogues_of_our_own) {
     }
 }
 
+/* Sums of rows with gaps between them, longer than a lane's chain of fp32 sums; of columns likewise. */
+CUDA_TEST(sums_with_gaps) {
+    const amp_dtype f = AMP_F32, h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
+    for (int trans_a = 0; trans_a < 2; trans_a++)
+        for (amp_dtype a : {h, f})
+            for (int64_t pad : {8, 3}) {
+                gemm_case x = {"sums with gaps", 11, 8, 1100, 1, trans_a, 0, a, a, f, a == h ? h : f, 1, 0, no, AMP_ACT_NONE, no, 0, f, f, pad == 3};
+                x.pad_a = x.pad_c = pad;
+                x.matmuls = 1;
+                x.launches = -1;
+                check_case(x);
+            }
+}
+
 /* ---- Without the library: it refuses what it is asked first, second, ... */
 
 static amp_result run_once(const gemm_case &x, std::string *out) {
@@ -1233,6 +1247,7 @@ int main(int argc, char **argv) {
     RUN(nothing_to_multiply);
     RUN(epilogues_of_the_library);
     RUN(epilogues_of_our_own);
+    RUN(sums_with_gaps);
     RUN(refused_products);
     RUN(plans_are_made_once);
     RUN(several_threads);

@@ -1056,6 +1056,35 @@ CUDA_TEST(embedding_bad_id) {
     CHECK_EQ(*(const int32_t *)y.data(), 3);
 }
 
+/* A report of several calls: the earliest row that one of them found. */
+CUDA_TEST(reports_of_several_calls) {
+    const std::vector<int32_t> bad_rows[] = {{4, 2}, {3}, {4}, {1}, {0, 3}};
+    const int32_t reported[] = {3, 3, 3, 2, 1};
+    std::vector<float> x = cuda_random(5 * 8, 65);
+    cuda_side s(amp_cuda());
+    amp_k_embedding e = {};
+    amp_k_cross_entropy c = {};
+    e.n = e.seq = 5;
+    e.table = c.logits = s.put_matrix(x.data(), AMP_F32, 5, 8, 8);
+    e.y = s.put_matrix(NULL, AMP_F32, 5, 8, 8);
+    e.bad_id = s.put(std::vector<int32_t>(1, 0));
+    c.classes = 8, c.ignore_index = -100, c.factor = 1;
+    c.loss = (float *)s.room(4);
+    c.bad_label = s.put(std::vector<int32_t>(1, 0));
+    for (size_t i = 0; i < 5; i++) {
+        std::vector<int32_t> ids(5, 1);
+        std::string found;
+        for (int32_t row : bad_rows[i]) ids[(size_t)row] = 8;
+        e.ids = c.labels = s.put(ids);
+        ok(s.backend->embedding(s.dev, &e, NULL));
+        ok(s.backend->cross_entropy(s.dev, &c, NULL));
+        s.get(&found, e.bad_id, 4);
+        s.get(&found, c.bad_label, 4);
+        CHECK_EQ(((const int32_t *)found.data())[0], reported[i]);
+        CHECK_EQ(((const int32_t *)found.data())[1], reported[i]);
+    }
+}
+
 struct embedding_case { int64_t n, cols, vocabulary, seq; int hot, add, parts; };       /* parts: 1 table, 2 positions */
 static const embedding_case embedding_cases[] = {
     {1, 8, 3, 1, 0, 0, 3},      {0, 8, 3, 1, 0, 0, 3},      {37, 7, 5, 10, 0, 1, 3},        {130, 40, 300, 65, 0, 0, 3},
@@ -1515,7 +1544,7 @@ int main(int argc, char **argv) {
     RUN(cross_entropy_of_infinities);
     RUN(mse);
     RUN(embedding);
-    RUN(embedding_bad_id);
+    RUN(embedding_bad_id); RUN(reports_of_several_calls);
     RUN(embedding_backward);
     RUN(embedding_backward_bad_id);
     RUN(long_sums);

@@ -838,6 +838,36 @@ TEST(check_of_extremes) {
     CHECK_EQ(coc_faults(), 0);
 }
 
+/* One number that is not finite, at each end of a piece of 16 bytes and within, and in the row's tail; what follows is finite. */
+TEST(checks_find_each) {
+    const int64_t count = 43;
+    coc_reset();
+    for (amp_dtype dtype : {AMP_F32, AMP_F16, AMP_BF16, AMP_F64})
+        for (int factor = 0; factor < 2; factor++) {
+            side gpu(amp_cuda());
+            for (int64_t bad : {16, 17, 20, 23, 42}) {
+                std::vector<float> x((size_t)count, 0.5f);
+                x[(size_t)bad] = bad % 2 ? -HUGE_VALF : NAN;
+                std::vector<amp_k_tensor> table(3);
+                for (size_t i = 0; i < 3; i++) {
+                    std::string stored = cuda_stored(i == 1 ? x : std::vector<float>((size_t)count, 2.0f), dtype);
+                    table[i].grad = gpu.up(stored.data(), stored.size());
+                    table[i].grad_dtype = dtype;
+                    table[i].count = count;
+                    table[i].live = 1;
+                }
+                amp_k_grad_stats start = a_found();
+                amp_k_grad_stats *f = (amp_k_grad_stats *)gpu.up(&start, sizeof start);
+                amp_k_check k = {gpu.up(table), 3, factor ? &f->factor : NULL, f};
+                CHECK_EQ(gpu.b->check(gpu.dev, &k, NULL), AMP_OK);
+                amp_k_grad_stats found = gpu.one<amp_k_grad_stats>(f);
+                CHECK_MSG(found.found_inf == 1 && found.first_bad == 1, "%s, number %d: %d, row %d", name_of(dtype), (int)bad,
+                          (int)found.found_inf, (int)found.first_bad);
+            }
+        }
+    CHECK_EQ(coc_faults(), 0);
+}
+
 /* Rules run on the device leave the same bits as on the host. */
 TEST(rules) {
     coc_reset();
@@ -1743,6 +1773,7 @@ int main(int argc, char **argv) {
     RUN(scale_bits);
     RUN(checks);
     RUN(check_of_extremes);
+    RUN(checks_find_each);
     RUN(rules);
     RUN(column_sums);
     RUN(products);

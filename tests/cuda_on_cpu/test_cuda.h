@@ -81,14 +81,11 @@ struct cuda_side {
     struct piece { unsigned char *base; size_t offset, bytes; bool sparse; };
     std::vector<piece> pieces;
 
-    explicit cuda_side(const amp_backend *b, const amp_device_memory *memory = NULL, amp_cpu_path path = AMP_CPU_DEFAULT)
-        : backend(b), gpu(b == amp_cuda()) {
-        amp_backend_desc d = {};
-        d.threads = 1;
-        d.cpu_path = path;
-        if (memory) d.memory = *memory;
+    cuda_side(const amp_backend *b, const amp_backend_desc &d) : backend(b), gpu(b == amp_cuda()) {
         CHECK(backend->open(&dev, cuda_host(), &d) == AMP_OK);
     }
+    explicit cuda_side(const amp_backend *b, const amp_device_memory *memory = NULL, amp_cpu_path path = AMP_CPU_DEFAULT)
+        : cuda_side(b, desc_of(memory, path)) {}
     cuda_side(const cuda_side &) = delete;
     cuda_side &operator=(const cuda_side &) = delete;
     ~cuda_side() {
@@ -161,6 +158,13 @@ struct cuda_side {
     }
 
 private:
+    static amp_backend_desc desc_of(const amp_device_memory *memory, amp_cpu_path path) {
+        amp_backend_desc d = {};
+        d.threads = 1;
+        d.cpu_path = path;
+        if (memory) d.memory = *memory;
+        return d;
+    }
     static void *map(size_t bytes) {
         void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         return p == MAP_FAILED ? NULL : p;
