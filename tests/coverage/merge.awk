@@ -1,4 +1,4 @@
-# merge.awk - gcov's JSON of several programs as one table: for each line of amp.h that has code
+# merge.awk - gcov's JSON of several programs as one table: for each line of a file (-v file=amp.h) that has code
 #   L LINE FUNCTION COUNT                 and for each of its branches   B LINE FUNCTION INDEX COUNT
 # added up over the programs.  A line of the vector kernels is there once for each instruction set.
 #
@@ -11,7 +11,7 @@ function string(key, from) {
     from = substr(text, RSTART, RLENGTH); sub(/^"[a-z_]*": *"/, "", from); sub(/"$/, "", from)
     return from
 }
-function finish(line, file, name, i) {
+function finish(line, name, i, from) {
     line = number("line_number")
     if (line >= 0) {
         name = string("function_name")
@@ -20,9 +20,10 @@ function finish(line, file, name, i) {
         waiting_branches[waiting] = branches
         for (i = 1; i <= branches; i++) waiting_branch[waiting, i] = branch[i]
     }
-    file = string("file")
-    if (file != "") {
-        if (file ~ /(^|\/)amp\.h$/) take()
+    from = string("file")
+    if (from != "") {
+        sub(/.*\//, "", from)
+        if (from == file) take()
         waiting = 0
     }
     text = ""; branches = 0

@@ -1,5 +1,5 @@
-# rules.mk - which lines and branches of amp.h the tests reach.  TEST=program: what that one reaches.
+# rules.mk - which lines and branches of amp.h and amp_cuda.cu the tests reach.  TEST=program: what that one reaches.
 .PHONY: coverage
-COVERED := $(if $(HAVE_CXX),$(COC_PARTS:%=$(BUILD)/%) $(BUILD)/model_amp_cuda.o)
-coverage: $(COVERED) | $(BUILD)
+COVERED := $(if $(HAVE_CXX),$(COC_PARTS:%=$(BUILD)/%))
+coverage: $(COVERED) $(if $(COVERED),$(BUILD)/coc_nvml.so) | $(BUILD)
 	CC="$(CC)" CXX="$(CXX)" OMP="$(OMP)" INSIDE="$(INSIDE) $(INSIDE_QUICK)" MODEL="$(COVERED)" sh tests/coverage/run.sh $(TEST)
