@@ -11381,11 +11381,12 @@ static const amp_k_cut *ampi_input_there(const amp_context *amp, const char *f, 
 
 /* Makes the copy of an operand that is to be cut, and of which something is; *t becomes that.  amp_free(in->copy). */
 static amp_result ampi_input_cut(amp_context *amp, const char *f, ampi_input *in, amp_dtype compute, amp_tensor *t) {
-    amp_k_cut_note note = ampi_input_at(f, in, compute);
     int64_t count = in->input == 0 ? 0 : ampi_beyond(t, compute, NULL);
+    amp_k_cut_note note;
     if (count == 0) return AMP_OK;
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &in->copy, amp_tensor_count(t) * (int64_t)amp_dtype_size(t->dtype))));
     ampi_beyond(t, compute, in->copy);
+    note = ampi_input_at(f, in, compute);
     ampi_input_note(amp, &note, count, 1);
     t->data = in->copy;
     memset(t->stride, 0, sizeof t->stride);
@@ -11394,8 +11395,10 @@ static amp_result ampi_input_cut(amp_context *amp, const char *f, ampi_input *in
 
 static void ampi_input_count(amp_context *amp, const char *f, const ampi_input *in, const amp_tensor *t) {
     int64_t count = in->copy != NULL ? 0 : ampi_beyond(t, AMP_F16, NULL);
-    amp_k_cut_note note = ampi_input_at(f, in, AMP_F16);
-    if (count > 0) ampi_input_note(amp, &note, count, 0);
+    amp_k_cut_note note;
+    if (count == 0) return;
+    note = ampi_input_at(f, in, AMP_F16);
+    ampi_input_note(amp, &note, count, 0);
 }
 
 static void ampi_product_done(amp_context *amp, const ampi_input *in) { amp_free(amp, in[0].copy); amp_free(amp, in[1].copy); }
