@@ -13407,6 +13407,7 @@ static amp_result ampi_graph_note_set(amp_grad_set *set) {
 
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode) {
     amp_scaler *enabled = ampi_enabled(scaler);
+    int64_t filled = 0;
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_need("amp_scaler_check", set != NULL, "set"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_check"));
@@ -13421,8 +13422,10 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
-    if (set->n == 0 && !set->desc->sharded && ampi_log_count(set->amp, 1102) == 1)
-        ampi_log(set->amp, AMP_LOG_WARNING, 1102, "amp_scaler_check: the set holds no gradients (no parameter has .grad.data): nothing is found in it");
+    while (filled < set->n && set->rows[filled].count == 0) filled++;
+    if (filled == set->n && !set->desc->sharded && ampi_log_count(set->amp, 1102) == 1)
+        ampi_log(set->amp, AMP_LOG_WARNING, 1102, "amp_scaler_check: the set holds no gradients (no parameter has .grad.data, or no range a .count): "
+                 "nothing is found in it");
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_graph_note_set(set)));
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_check_set(set, enabled, mode, 1)));
     ampi_set_enter(set, scaler, AMPI_CHECKED);

@@ -15,7 +15,7 @@ typedef struct words { int warnings, infos; char warning[600], info[600]; } word
 
 static void hear(void *user, amp_log_level level, int id, const char *text) {
     words *w = (words *)user;
-    if (id == 1011 || id == 1103) { CHECK_EQ(level, AMP_LOG_WARNING); w->warnings++; snprintf(w->warning, sizeof w->warning, "%s", text); }
+    if (id == 1011 || id == 1102 || id == 1103) { CHECK_EQ(level, AMP_LOG_WARNING); w->warnings++; snprintf(w->warning, sizeof w->warning, "%s", text); }
     if (id == 1012) { CHECK_EQ(level, AMP_LOG_INFO); w->infos++; snprintf(w->info, sizeof w->info, "%s", text); }
 }
 
@@ -393,6 +393,20 @@ TEST(a_stuck_scaler_points_there) {
     amp_close(amp);
 }
 
+/* A range given without its .count is nothing to unscale: said once. */
+TEST(a_range_without_a_count) {
+    words w;
+    amp_context *amp = open_as(AMP_F16, 0, AMP_CPU_DEFAULT, &w);
+    amp_scaler *scaler;
+    amp_range range = {"o", o, 0, AMP_F32};
+    int32_t apply;
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    for (int i = 0; i < 3; i++) CHECK_OK(amp_scaler_unscale(scaler, &range, 1, &apply));
+    CHECK(w.warnings == 1 && strstr(w.warning, "no range a .count"));
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
 /* Counting and cutting trap as little as products do. */
 TEST(with_traps) {
 #if defined(__GLIBC__) && defined(__x86_64__)
@@ -427,6 +441,6 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(which_operand_of_a_linear_layer); RUN(which_operand_of_the_others); RUN(only_what_fp16_makes_infinite);
     RUN(saturated_products_are_products_of_what_was_cut); RUN(inputs_are_cut_and_gradients_are_not); RUN(regions_that_saturate);
-    RUN(a_setting); RUN(a_stuck_scaler_points_there); RUN(with_traps);
+    RUN(a_setting); RUN(a_stuck_scaler_points_there); RUN(a_range_without_a_count); RUN(with_traps);
     return TEST_END();
 }
