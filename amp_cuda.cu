@@ -1411,8 +1411,11 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     ampc_graph *graph = (ampc_graph *)made;
     AMPC_ENTER(dev, "graph_launch");
-    graph->stream = ampc_stream(dev, stream);
-    return ampc_check(dev, cudaGraphLaunch(graph->exec, graph->stream), "cudaGraphLaunch", NULL);
+    {
+        ampc_locked locked(dev);
+        graph->stream = ampc_stream(dev, stream);
+    }
+    return ampc_check(dev, cudaGraphLaunch(graph->exec, ampc_stream(dev, stream)), "cudaGraphLaunch", NULL);
 }
 
 /* ==== Casts =========================================================================================
@@ -2574,7 +2577,6 @@ template <int LEFT> __device__ __forceinline__ void ampc_copy_wait() {
 /* ---- Exponentials.  Hardware: 2^x and 1/x with relative errors below 2^-22 and 2^-23, results below 2^-126 are 0. */
 
 #define AMPC_LOG2_E 1.44269504f
-#define AMPC_LN_2 0.693147181f
 
 __device__ __forceinline__ float ampc_exp2(float x) {
 #if defined(__CUDA_ARCH__)
@@ -5895,6 +5897,9 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
    an fp32 copy of dq: blocks that own keys compute dk and dv, blocks that own queries compute the weights again and dq.
    That is 7 products where one pass, which adds up dq over blocks, takes 5; in return no weight goes through memory. */
 
+/* From here on a maximum in powers of 2 is rounded by no small part of one: it is subtracted before the scores are scaled. */
+#define AMPC_FLASH_STEEP 1048576.0f
+
 enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
 enum {
     AMPC_FLASH_OWN = 128,           /* rows of a block */
@@ -5951,7 +5956,7 @@ struct ampc_flash_call {
     ampc_flash_bits bits;
     ampc_flash_operand own[2], others[2], out[2];
     float *lse;
-    const float2 *stats;            /* backward: lse, in powers of 2, and delta of every query */
+    const float2 *stats;            /* backward: lse, as ampc_flash_power takes it, and delta of every query */
     int64_t padded;                 /* queries of a head there, filled up to a multiple of 128 */
 };
 
@@ -6230,6 +6235,14 @@ template <int D, bool BF16> struct ampc_flash_part {
     }
 };
 
+/* The power of 2 that a score's weight is, at most 0.  stat: what is subtracted, a maximum or a log-sum-exp: in powers of 2 as
+   long as its rounding is far below one of them, else twice itself. */
+__device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, float score, float stat) {
+    float x = fabsf(stat) < AMPC_FLASH_STEEP ? ampc_fma(score, a.scale, -stat)
+                                             : ampc_mul(ampc_mul(score, a.factor) - 0.5f * stat, AMPC_LOG2_E);
+    return x > 0.0f ? 0.0f : x;
+}
+
 /* The row `mine` of the results; stats of queries, in TO_KEYS of the others, else of this one. */
 template <ampc_flash_pass PASS, int D, bool BF16>
 __device__ __forceinline__ void ampc_flash_again(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
@@ -6243,7 +6256,7 @@ __device__ __forceinline__ void ampc_flash_again(const ampc_flash_call &a, const
         if (!sweep.sees(mine, other)) continue;
         const part u(a.others[0].at(p, other), a.dim), w(a.others[1].at(p, other), a.dim);
         float2 stat = stats[PASS == AMPC_TO_KEYS ? other : 0];
-        float weight = ampc_exp2(ampc_fma(x.dot(u), a.scale, -stat.x));
+        float weight = ampc_exp2(ampc_flash_power(a, x.dot(u), stat.x));
         if (PASS == AMPC_FORWARD) first.add(weight, w);
         else first.add(ampc_mul(weight, y.dot(w) - stat.y), u);
         if (PASS == AMPC_TO_KEYS) second.add(weight, w);
@@ -6268,7 +6281,7 @@ template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float
 /* ---- Forward */
 
 /* Raw scores become exp(scaled score - running maximum); o and the sums shrink when it grows (Milakov and Gimelshein
-   2018).  `max` are maxima of scaled scores, in powers of 2; a row that saw nothing yet has -inf, and its weights are 0. */
+   2018).  `max` are maxima of raw scores; a row that saw nothing yet has -inf, and its weights are 0. */
 template <int D, int M, int N>
 __device__ __forceinline__ void ampc_flash_soften(float (&s)[M][N][4], float scale, float (&max)[M][2], float (&sum)[M][2],
                                                   float (&o)[M][D / 8][4]) {
@@ -6278,19 +6291,32 @@ __device__ __forceinline__ void ampc_flash_soften(float (&s)[M][N][4], float sca
     for (int m = 0; m < M; m++) {
         AMPC_UNROLL
         for (int h = 0; h < 2; h++) {
-            float top = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]), total = 0.0f, shift;
+            float top = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]), total = 0.0f, base, shift;
             AMPC_UNROLL
             for (int n = 1; n < N; n++) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-            top = fmaxf(max[m][h], ampc_mul(top, scale));
-            shift = ampi_bits_f32(top) == 0xff800000u ? 0.0f : top;
-            factor[m][h] = ampc_exp2(max[m][h] - shift);
+            top = fmaxf(max[m][h], top);
+            base = ampi_bits_f32(top) == 0xff800000u ? 0.0f : top;
+            shift = ampc_mul(base, scale);
+            factor[m][h] = ampc_exp2(ampc_mul(max[m][h] - base, scale));
+            if (D > 64 || fabsf(shift) >= AMPC_FLASH_STEEP) {       /* D > 64: no register for both */
+                AMPC_UNROLL
+                for (int n = 0; n < N; n++) {
+                    AMPC_UNROLL
+                    for (int i = 2 * h; i < 2 * h + 2; i++) s[m][n][i] = ampc_mul(s[m][n][i] - base, scale);
+                }
+            } else {
+                AMPC_UNROLL
+                for (int n = 0; n < N; n++) {
+                    AMPC_UNROLL
+                    for (int i = 2 * h; i < 2 * h + 2; i++) s[m][n][i] = ampc_fma(s[m][n][i], scale, -shift);
+                }
+            }
             AMPC_UNROLL
             for (int n = 0; n < N; n++) {
                 AMPC_UNROLL
-                for (int i = 2 * h; i < 2 * h + 2; i++)
-                    total = ampc_add(total, s[m][n][i] = ampc_exp2(ampc_fma(s[m][n][i], scale, -shift)));
+                for (int i = 2 * h; i < 2 * h + 2; i++) total = ampc_add(total, s[m][n][i] = ampc_exp2(s[m][n][i]));
             }
             sum[m][h] = ampc_fma(sum[m][h], factor[m][h], total);
             grown = grown || factor[m][h] != 1.0f;
@@ -6308,22 +6334,23 @@ __device__ __forceinline__ void ampc_flash_soften(float (&s)[M][N][4], float sca
     }
 }
 
-/* Sums become what o is multiplied by, and `max` the shift of the exponents; the log-sum-exp of rows below `left` goes to
+/* Sums become what o is multiplied by, and `max` what ampc_flash_power takes; the log-sum-exp of rows below `left` goes to
    lse, if there is one. */
-template <int M> __device__ __forceinline__ void ampc_flash_finish(float (&max)[M][2], float (&sum)[M][2], float *lse, int left) {
+template <int M>
+__device__ __forceinline__ void ampc_flash_finish(const ampc_flash_call &a, float (&max)[M][2], float (&sum)[M][2], float *lse, int left) {
     int lane = (int)threadIdx.x % 32;
     AMPC_UNROLL
     for (int m = 0; m < M; m++) {
         AMPC_UNROLL
         for (int h = 0; h < 2; h++) {
             int row = 16 * m + 8 * h + lane / 4;
-            float total = sum[m][h];
+            float total = sum[m][h], top = ampc_mul(max[m][h], a.factor), power = ampc_mul(max[m][h], a.scale);
             total += __shfl_xor_sync(0xffffffffu, total, 1);
             total += __shfl_xor_sync(0xffffffffu, total, 2);
-            if (total == 0.0f) max[m][h] = 0.0f;
+            max[m][h] = total == 0.0f ? 0.0f : fabsf(power) < AMPC_FLASH_STEEP ? power : 2.0f * top;
             sum[m][h] = total == 0.0f ? 0.0f : 1.0f / total;
             if (lse != NULL && lane % 4 == 0 && row < left)
-                lse[row] = total == 0.0f ? ampi_f32_of_bits(0xff800000u) : ampc_fma(max[m][h], AMPC_LN_2, logf(total));
+                lse[row] = total == 0.0f ? ampi_f32_of_bits(0xff800000u) : top + logf(total);
         }
     }
 }
@@ -6346,7 +6373,7 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
     int64_t head = (int64_t)sweep.place.b * a.heads + sweep.place.h;
     float2 *notes = (float2 *)(scratch + mine * 2 * D);
     if (left <= 0) return;
-    ampc_flash_finish(max, sum, a.lse ? a.lse + head * a.queries + own : NULL, left);
+    ampc_flash_finish(a, max, sum, a.lse ? a.lse + head * a.queries + own : NULL, left);
     ampc_tile_write<D, BF16>(o, sum, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
     if (!a.hides || !ampc_has_nan(o)) return;
     ampc_flash_note(notes, max, sum);
@@ -6407,7 +6434,7 @@ ampc_flash_rows(ampc_flash_call a) {
 #endif
 }
 
-/* ---- Backward.  With s the raw scores and lse in powers of 2: p = 2^(scale s - lse), ds = p (do v^T - delta), delta = the
+/* ---- Backward.  With s the raw scores and lse in powers of 2: p = 2^(scale s - lse) (ampc_flash_power), ds = p (do v^T - delta), delta = the
    sum of do o over a row; dv = p^T do, dk = factor ds^T q, dq = factor ds k. */
 
 /* lse and delta of all queries.  Those that see nothing, and those that fill up a head's rows, get lse = infinity, which
@@ -6432,7 +6459,8 @@ __global__ void __launch_bounds__(256) ampc_flash_delta(ampc_flash_call a, ampc_
         AMPC_UNROLL
         for (int step = pieces / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
         if (ampi_bits_f32(lse) == 0xff800000u) lse = ampi_f32_of_bits(0x7f800000u);
-        if (piece == 0) stats[row] = float2{ampc_mul(lse, AMPC_LOG2_E), sum};
+        float power = ampc_mul(lse, AMPC_LOG2_E);
+        if (piece == 0) stats[row] = float2{fabsf(power) < AMPC_FLASH_STEEP ? power : 2.0f * lse, sum};
     }
 }
 
@@ -6451,15 +6479,25 @@ __device__ __forceinline__ void ampc_flash_fetch_stats(float2 *scratch, const fl
 
 /* Scores and do v^T become p and ds; stats: of the columns if those are the queries, else of the warp's rows. */
 template <bool KEYS, int M, int N>
-__device__ __forceinline__ void ampc_flash_slopes(float (&s)[M][N][4], float (&ds)[M][N][4], float scale, const float2 *stats) {
+__device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, float (&s)[M][N][4], float (&ds)[M][N][4], const float2 *stats) {
     int lane = (int)threadIdx.x % 32;
     AMPC_UNROLL
     for (int k = 0; k < 2 * (KEYS ? N : M); k++) {
         float2 stat = stats[KEYS ? k / 2 * 8 + lane % 4 * 2 + k % 2 : 8 * k + lane / 4];
+        float by = a.scale, shift = stat.x;
+        if (fabsf(stat.x) >= AMPC_FLASH_STEEP) {
+            AMPC_UNROLL
+            for (int l = 0; l < 2 * (KEYS ? M : N); l++) {
+                float &score = s[(KEYS ? l : k) / 2][(KEYS ? k : l) / 2][(KEYS ? l : k) % 2 * 2 + (KEYS ? k : l) % 2];
+                score = ampc_flash_power(a, score, stat.x);
+            }
+            by = 1.0f;
+            shift = 0.0f;
+        }
         AMPC_UNROLL
         for (int l = 0; l < 2 * (KEYS ? M : N); l++) {
             int r = KEYS ? l : k, c = KEYS ? k : l, i = r % 2 * 2 + c % 2;
-            float p = ampc_exp2(ampc_fma(s[r / 2][c / 2][i], scale, -stat.x));
+            float p = ampc_exp2(ampc_fma(s[r / 2][c / 2][i], by, -shift));
             s[r / 2][c / 2][i] = p;
             ds[r / 2][c / 2][i] = ampc_mul(p, ds[r / 2][c / 2][i] - stat.y);
         }
@@ -6536,7 +6574,7 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
             ampc_tile_scores<D, BF16>(s, x, u);
             __syncwarp();                       /* or the compiler loads for both products at once, and spills */
             ampc_tile_scores<D, BF16>(ds, y, w);
-            ampc_flash_slopes<KEYS>(s, ds, a.scale, stats_scratch + (KEYS ? turn * T + c : mine));
+            ampc_flash_slopes<KEYS>(a, s, ds, stats_scratch + (KEYS ? turn * T + c : mine));
             if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, at + c, s, ds, 0.0f);
             if (KEYS) ampc_tile_weigh<D, BF16>(second, s, w);
             ampc_tile_weigh<D, BF16>(first, ds, u);

@@ -630,6 +630,32 @@ CUDA_TEST(tensor_cores_and_infinities) {
     check_problem(none);
 }
 
+/* Scores whose distance in powers of 2 fp32 does not tell apart: the largest has all the weight, and is not lost. */
+CUDA_TEST(tensor_cores_and_large_scores) {
+    const struct { float query, best, others; } cases[] = {
+        {60000, 60000, 30000}, {60000, -30000, -60000}, {60000, 60000, 59000}, {-50000, -60000, 60000}, {300, 60000, 1000},
+    };
+    uint64_t turn = 0;
+    for (const auto &c : cases)
+        for (int64_t dim : {64, 128})
+            for (int bf16 = 0; bf16 < 2; bf16++) {
+                problem p({1, 1, 70, 140, dim, DENSE}, mask_cases[turn % 2], all_numbers[1 + bf16], 1400 + turn);
+                size_t values = (size_t)p.count(O), at = 0;
+                turn++;
+                p.scale = 0.125f;
+                for (int64_t i = 0; i < 70; i++) p.set(Q, 0, 0, i, c.query);
+                for (int64_t j = 0; j < 140; j++) p.set(K, 0, 0, j, j == 65 ? c.best : c.others);
+                cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) { p.run(s, out); });
+                auto near = [&](int64_t, double value) { return 2 * cuda_spacing(p.type.storage, value); };
+                at = both.check_within(at, p.type.storage, (int64_t)values, near, "o");
+                for (int t : {DQ, DK})          /* ds is 0 but for the rounding of o, of which delta is computed */
+                    at = both.check_within(at, p.type.storage, p.count(t), [&](int64_t, double) { return 0.5 * 60000; }, "ds");
+                at = both.check_within(at, p.type.storage, p.count(DV), [&](int64_t, double value) {
+                    return 70 * ldexp(1, -20) + 4 * cuda_spacing(p.type.storage, value); }, "dv");
+                both.check_within(at, AMP_F32, p.rows(), [&](int64_t, double value) { return fabs(value) * ldexp(1, -21); }, "lse");
+            }
+}
+
 /* Own rows that stay in registers are loaded once.  Blocks own 128 rows, for which they fetch the other side once. */
 CUDA_TEST(tensor_cores_move_little) {
     if (!CUDA_IS_MODEL) return;
@@ -668,6 +694,7 @@ int main(int argc, char **argv) {
     RUN(tensor_cores_and_head_sizes);
     RUN(tensor_cores_skip_hidden_tiles);
     RUN(tensor_cores_move_little);
+    RUN(tensor_cores_and_large_scores);
     RUN(tensor_cores_of_an_older_image);
     RUN(shared_memory_is_allowed_at_open);
     RUN(tensor_cores_and_infinities);
