@@ -243,6 +243,9 @@ struct ampc_current {
 
 /* ==== Launches ====================================================================================== */
 
+/* NULL: the context's own. */
+cudaStream_t ampc_stream(const ampc_device *dev, void *stream) { return stream ? (cudaStream_t)stream : dev->stream; }
+
 template <class T> struct ampc_identity { typedef T type; };
 
 /* Lets kernels have all the dynamic shared memory that their own leaves: without that the two together get 48 KiB.  The
@@ -260,7 +263,7 @@ template <class... K> amp_result ampc_allow_shared(ampc_device *dev, K... kernel
 }
 
 /* Starts a kernel; name: the call that it serves.  Arguments are converted to the kernel's own parameter types, so that
-   an int cannot be read as an int64_t.  stream NULL: the context's own.  An empty grid starts nothing. */
+   an int cannot be read as an int64_t.  An empty grid starts nothing. */
 template <class... P>
 amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...), unsigned grid, unsigned block,
                        size_t shared, void *stream, typename ampc_identity<P>::type... args) {
@@ -269,7 +272,7 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
     char call[96];
     AMPC_ENTER(dev, name);
     if (grid == 0) return AMP_OK;
-    error = cudaLaunchKernel(kernel, dim3(grid), dim3(block), pointers, shared, stream ? (cudaStream_t)stream : dev->stream);
+    error = cudaLaunchKernel(kernel, dim3(grid), dim3(block), pointers, shared, ampc_stream(dev, stream));
     if (error == cudaSuccess) return AMP_OK;
     snprintf(call, sizeof call, "cudaLaunchKernel for %s", name);
     return ampc_check(dev, error, call, NULL);
@@ -310,7 +313,7 @@ struct ampc_scratch {
     ampc_device *dev;
     cudaStream_t stream;
     void *data;
-    ampc_scratch(ampc_device *d, void *s) : dev(d), stream(s ? (cudaStream_t)s : d->stream), data(NULL) {}
+    ampc_scratch(ampc_device *d, void *s) : dev(d), stream(ampc_stream(d, s)), data(NULL) {}
     ~ampc_scratch();
     amp_result get(size_t bytes, const char *kernel);
     void *keep() {                  /* it is the caller's now: ampc_free */
@@ -1083,8 +1086,6 @@ void ampc_free_pinned(void *device, void *ptr, size_t bytes) {
     ampc_locked locked(dev);
     dev->pinned -= (int64_t)bytes;
 }
-
-cudaStream_t ampc_stream(const ampc_device *dev, void *stream) { return stream ? (cudaStream_t)stream : dev->stream; }
 
 amp_result ampc_copy(void *device, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream) {
     ampc_device *dev = (ampc_device *)device;
@@ -4595,26 +4596,30 @@ amp_result ampc_gemm_units(ampc_device *dev, const amp_k_gemm &g, void *stream) 
 
 /* ---- Around a product: operands in the compute dtype, epilogues that cuBLASLt lacks, sums */
 
+/* What operands are stored in for a compute dtype. */
+amp_dtype ampc_operand_dtype(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
+
 /* Operand a or b as it is stored: fields of its product. */
 struct ampc_gemm_operand {
     const void *&data;
     amp_dtype &dtype;
+    const amp_k_cut *&cut;
     int64_t &ld, &stride, items, rows, cols;
     ampc_gemm_operand(amp_k_gemm &g, bool b)
-        : data(b ? g.b : g.a), dtype(b ? g.b_dtype : g.a_dtype), ld(b ? g.ldb : g.lda), stride(b ? g.stride_b : g.stride_a),
+        : data(b ? g.b : g.a), dtype(b ? g.b_dtype : g.a_dtype), cut(g.cut[b]), ld(b ? g.ldb : g.lda), stride(b ? g.stride_b : g.stride_a),
           items(stride == 0 ? 1 : g.batch), rows(b ? g.trans_b ? g.n : g.k : g.trans_a ? g.k : g.m),
           cols(b ? g.trans_b ? g.k : g.n : g.trans_a ? g.m : g.k) {}
     size_t bytes_in(amp_dtype to) const { return (size_t)(items * rows * cols * ampc_dtype_size(to)); }
-    bool is_dense() const { return (items - 1) * stride + (rows - 1) * ld + cols == items * rows * cols; }
+    int64_t extent() const { return (items - 1) * stride + (rows - 1) * ld + cols; }
+    bool is_dense() const { return extent() == items * rows * cols; }
     bool is(const ampc_gemm_operand &x) const {
         return data == x.data && dtype == x.dtype && ld == x.ld && stride == x.stride && items == x.items && rows == x.rows &&
                cols == x.cols;
     }
     /* What it is once it was cast. */
     void become(const void *copy, amp_dtype to) {
-        if (!is_dense()) ld = cols, stride = items == 1 ? 0 : rows * cols;
-        data = copy;
-        dtype = to;
+        if (cut != NULL || !is_dense()) ld = cols, stride = items == 1 ? 0 : rows * cols;
+        data = copy, dtype = to, cut = NULL;
     }
 };
 
@@ -4658,27 +4663,30 @@ amp_result ampc_cut_run(ampc_device *dev, const ampc_cut &c, const char *name, v
     return ampc_launch(dev, name, ampc_cut_kernel, ampc_grid(dev, ampc_blocks(total, 256), AMPC_CAST_PER_SM), 256, 0, stream, c, total);
 }
 
-/* x cut, row after row. */
-amp_result ampc_gemm_cut(ampc_device *dev, ampc_gemm_operand &x, const amp_k_cut &how, void *copy, amp_dtype to, void *stream) {
-    ampc_cut c = {x.data, copy, x.dtype, to, {1, x.items, x.rows}, x.cols, {0, x.stride, x.ld}, how};
-    x.ld = x.cols;
-    x.stride = x.items == 1 ? 0 : x.rows * x.cols;
-    return ampc_cut_run(dev, c, "gemm", stream);
+amp_result ampc_cast_flat(ampc_device *dev, void *dst, amp_dtype to, const void *src, amp_dtype from, int64_t n, void *stream) {
+    amp_k_cast cast = {};
+    cast.dst = dst, cast.dst_dtype = to, cast.src = src, cast.src_dtype = from, cast.n = n;
+    return ampc_cast(dev, &cast, stream);
 }
 
-/* x in another dtype: as it lies where its elements fill their memory, else row after row. */
-amp_result ampc_gemm_cast(ampc_device *dev, const ampc_gemm_operand &x, void *copy, amp_dtype to, void *stream) {
-    amp_k_cast all = {};
-    if (x.is_dense()) {
-        all.dst = copy, all.dst_dtype = to, all.src = x.data, all.src_dtype = x.dtype, all.n = x.items * x.rows * x.cols;
-        return ampc_cast(dev, &all, stream);
-    }
-    for (int64_t i = 0; i < x.items; i++) {
+/* Casts operand a or b: as it lies where its elements fill their memory, else row after row; so where it is cut. */
+amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch &own, void *stream) {
+    ampc_gemm_operand x(g, b);
+    const amp_dtype to = ampc_operand_dtype(g.compute);
+    bool shared = g.shares == 1 + b;
+    if (!shared) AMPC_TRY(own.get(x.bytes_in(to), "gemm"));
+    void *copy = shared ? g.scratch : own.data;
+    if (x.cut != NULL) {
+        ampc_cut c = {x.data, copy, x.dtype, to, {1, x.items, x.rows}, x.cols, {0, x.stride, x.ld}, *x.cut};
+        AMPC_TRY(ampc_cut_run(dev, c, "gemm", stream));
+    } else if (x.is_dense()) AMPC_TRY(ampc_cast_flat(dev, copy, to, x.data, x.dtype, x.items * x.rows * x.cols, stream));
+    for (int64_t i = 0; i < x.items && x.cut == NULL && !x.is_dense(); i++) {
         ampc_map<1, 1> m;
         m.in[0] = ampc_matrix(ampc_at(x.data, x.dtype, i * x.stride), x.dtype, x.rows, x.cols, x.ld);
         m.out[0] = ampc_matrix(ampc_at(copy, to, i * x.rows * x.cols), to, x.rows, x.cols, x.cols);
         AMPC_TRY(ampc_map_run(dev, "gemm", m, ampc_unchanged(), stream));
     }
+    x.become(copy, to);
     return AMP_OK;
 }
 
@@ -4705,16 +4713,22 @@ template <int O> struct ampc_finish {
     }
 };
 
-template <int O> amp_result ampc_gemm_finish_as(ampc_device *dev, const amp_k_gemm &g, const amp_mat &product, void *stream) {
-    const amp_mat none = {NULL, AMP_F32, 0, g.m, g.n, g.n};
-    amp_mat c = {g.c, g.c_dtype, 0, g.m, g.n, g.ldc}, pre = {g.pre, g.pre_dtype, 0, g.m, g.n, g.ld_pre};
-    ampc_map<3, O> m;
-    m.in[0] = product;
-    m.in[1] = g.backward ? pre : amp_mat{const_cast<void *>(g.bias), g.bias_dtype, 0, g.m, g.n, 0};
-    m.in[2] = ampi_is_set(g.beta) ? c : none;
-    m.out[0] = c;
-    if (O == 2) m.out[O - 1] = pre;
-    return ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream);       /* the product is fp32 */
+template <int O> amp_result ampc_gemm_map_as(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm &product, void *stream) {
+    for (int64_t i = 0; i < g.batch; i++) {
+        const amp_mat c = {ampc_at(g.c, g.c_dtype, i * g.stride_c), g.c_dtype, 0, g.m, g.n, g.ldc};
+        const amp_mat pre = {g.pre, g.pre_dtype, 0, g.m, g.n, g.ld_pre};
+        ampc_map<3, O> m;
+        m.in[0] = ampc_matrix(ampc_at(product.c, AMP_F32, i * product.stride_c), AMP_F32, g.m, g.n, product.ldc);
+        m.in[1] = g.backward ? pre : ampc_matrix(g.bias, g.bias_dtype, g.m, g.n, 0);
+        m.in[2] = ampi_is_set(g.beta) ? c : ampc_matrix(NULL, AMP_F32, g.m, g.n, g.n);
+        m.out[0] = c;
+        if (O == 2) m.out[O - 1] = pre;
+        AMPC_TRY(ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream));   /* the product is fp32 */
+    }
+    return AMP_OK;
+}
+amp_result ampc_gemm_map(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm &product, void *stream) {
+    return g.pre && !g.backward ? ampc_gemm_map_as<2>(dev, g, product, stream) : ampc_gemm_map_as<1>(dev, g, product, stream);
 }
 
 /* A warp to a row; a lane adds AMPC_SUM_CHAIN numbers in fp32, and their sums in fp64. */
@@ -4758,19 +4772,35 @@ amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
 /* ---- cuBLASLt.  It thinks in columns, where a row-major matrix is its own transpose: c^T = op(b)^T op(a)^T, so that
    its A is b, its B is a, its rows are our columns, and a vector along its rows is a bias. */
 
-/* What a plan depends on; compared byte by byte, so there is no padding. */
-struct ampc_plan_key {
+/* What the plan of a product depends on; keys are compared byte by byte, so there is no padding. */
+struct ampc_product_key {
     int64_t m, n, k, batch, lda, ldb, ldc, ld_aux, stride_a, stride_b, stride_c;
     int32_t compute, c_dtype, trans_a, trans_b, epilogue;
     int32_t adds;                   /* 1: beta is not 0 */
     uint8_t align[8];               /* of a, b, c, bias, aux: log2 of their alignment, 8 at most */
 };
+/* The plan of a call has the first way in place of the epilogue, and how operands and vectors are stored; a product's: zeros. */
+struct ampc_plan_key : ampc_product_key { uint8_t around[16]; };
 static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
 
-/* Calls work on copies of it, which share the layouts. */
+/* Ways to do a call, of which the first that cuBLASLt takes serves. */
+enum ampc_way {
+    AMPC_FUSED,                     /* the product with all that is asked for, in cuBLASLt */
+    AMPC_SUMS_APART,                /* the same but for sums over rows or columns, which kernels make */
+    AMPC_UNFUSED,                   /* the plain product in cuBLASLt, in fp32 (in c itself if it can be), and a map for the rest */
+    AMPC_UNITS                      /* the kernel of the fp32 units */
+};
+/* Steps, in the order in which they are taken.  ADD_SUM: the epilogue sums into scratch memory. */
+enum { AMPC_CAST_A = 1, AMPC_CAST_B = 2, AMPC_CAST_BIAS = 4, AMPC_MATMUL = 8, AMPC_SIMT = 16, AMPC_MAP = 32, AMPC_ADD_SUM = 64,
+       AMPC_SUMS = 128 };
+
+/* Of a call: its steps; of a product in cuBLASLt: the rest.  Calls work on copies, which share the layouts. */
 struct ampc_plan {
     ampc_plan_key key;
     ampc_plan *next;
+    ampc_way way;
+    int steps;
+    ampc_plan *product;             /* of AMPC_MATMUL; a product's own plan: itself */
     cublasLtMatrixLayout_t a, b, c; /* of a, b and c in our terms; NULL: from a file, and not asked for yet */
     cublasLtMatmulAlgo_t algo;
     size_t workspace;               /* bytes */
@@ -4822,11 +4852,10 @@ void ampc_plan_free(ampc_device *dev, ampc_plan *plan) {
 }
 
 void ampc_blas_close(ampc_device *dev) {
-    for (int i = 0; i < AMPC_PLANS; i++)
-        while (dev->blas.plans[i] != NULL) {
-            ampc_plan *plan = dev->blas.plans[i];
-            dev->blas.plans[i] = plan->next;
-            ampc_plan_free(dev, plan);
+    for (ampc_plan *first : dev->blas.plans)
+        for (ampc_plan *next; first != NULL; first = next) {
+            next = first->next;
+            ampc_plan_free(dev, first);
         }
     if (dev->blas.owned) (void)cublasLtDestroy(dev->blas.handle);
 }
@@ -4834,8 +4863,6 @@ void ampc_blas_close(ampc_device *dev) {
 cudaDataType ampc_blas_type(amp_dtype dtype) {
     return dtype == AMP_F16 ? CUDA_R_16F : dtype == AMP_BF16 ? CUDA_R_16BF : CUDA_R_32F;
 }
-/* What operands are stored in for a compute dtype. */
-amp_dtype ampc_operand_dtype(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
 
 int ampc_align_class(const void *p, int64_t stride_bytes = 0) {
     return __builtin_ctzll((uint64_t)(uintptr_t)p | (uint64_t)stride_bytes | 256);
@@ -4868,15 +4895,19 @@ int ampc_gemm_epilogue(const amp_k_gemm &g) {
     return g.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
 }
 
-/* Where an epilogue reads a bias or leaves sums: NULL if it does neither. */
+/* What an epilogue sums into, and its vector: that, or scratch memory for it, or a bias; NULL: there is none. */
 const amp_k_gradient *ampc_epilogue_sum(const amp_k_gemm &g) {
     return g.row_sum.data ? &g.row_sum : g.column_sum.data ? &g.column_sum : NULL;
+}
+const void *ampc_epilogue_vector(const amp_k_gemm &g) {
+    const amp_k_gradient *sum = ampc_epilogue_sum(g);
+    return g.bias == NULL && sum != NULL ? sum->data : g.bias;
 }
 
 ampc_plan_key ampc_plan_key_of(const amp_k_gemm &g, int epilogue) {
     ampc_plan_key key;
     int64_t size = ampc_dtype_size(ampc_operand_dtype(g.compute));
-    memset(&key, 0, sizeof key);
+    memset((void *)&key, 0, sizeof key);
     key.m = g.m, key.n = g.n, key.k = g.k, key.batch = g.batch;
     key.lda = g.lda, key.ldb = g.ldb, key.ldc = g.ldc, key.ld_aux = g.pre ? g.ld_pre : 0;
     key.stride_a = g.stride_a, key.stride_b = g.stride_b, key.stride_c = g.stride_c;
@@ -4885,8 +4916,17 @@ ampc_plan_key ampc_plan_key_of(const amp_k_gemm &g, int epilogue) {
     key.align[0] = (uint8_t)ampc_align_class(g.a, g.stride_a * size);
     key.align[1] = (uint8_t)ampc_align_class(g.b, g.stride_b * size);
     key.align[2] = (uint8_t)ampc_align_class(g.c, g.stride_c * ampc_dtype_size(g.c_dtype));
-    key.align[3] = (uint8_t)ampc_align_class(g.bias);
+    key.align[3] = (uint8_t)ampc_align_class(ampc_epilogue_vector(g));
     key.align[4] = (uint8_t)ampc_align_class(g.pre);
+    return key;
+}
+
+ampc_plan_key ampc_call_key_of(const amp_k_gemm &g, ampc_way first) {
+    ampc_plan_key key = ampc_plan_key_of(g, first);
+    auto sum = [](const amp_k_gradient &s) { return s.data == NULL ? 0 : 1 + 2 * (int)s.dtype + (s.add != 0); };
+    const int around[] = {1 + g.a_dtype, g.b_dtype, g.bias_dtype, g.pre_dtype, g.act, g.backward, g.cut[0] != NULL, g.cut[1] != NULL,
+                          sum(g.column_sum), ampc_align_class(g.column_sum.data), sum(g.row_sum), ampc_align_class(g.row_sum.data)};
+    for (size_t i = 0; i < sizeof around / sizeof *around; i++) key.around[i] = (uint8_t)around[i];
     return key;
 }
 
@@ -4903,6 +4943,7 @@ cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_pl
     cublasOperation_t of_b = g.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, of_a = g.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     uint32_t epilogue = (uint32_t)plan.key.epilogue;
     int64_t ld = g.ld_pre;
+    const void *vector = ampc_epilogue_vector(g);
     cublasStatus_t status = cublasLtMatmulDescInit(product, compute, CUDA_R_32F);
     auto set = [&](cublasLtMatmulDescAttributes_t attribute, const void *value, size_t size) {
         if (status == CUBLAS_STATUS_SUCCESS) status = cublasLtMatmulDescSetAttribute(product, attribute, value, size);
@@ -4910,7 +4951,7 @@ cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_pl
     set(CUBLASLT_MATMUL_DESC_TRANSA, &of_b, sizeof of_b);
     set(CUBLASLT_MATMUL_DESC_TRANSB, &of_a, sizeof of_a);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue);
-    if (g.bias != NULL) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g.bias, sizeof g.bias);
+    if (vector != NULL) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &vector, sizeof vector);
     if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &ld, sizeof ld);
     if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.pre, sizeof g.pre);
     return status;
@@ -4957,12 +4998,11 @@ bool ampc_blas_declines(cublasStatus_t status) {
     return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_ARCH_MISMATCH || status == CUBLAS_STATUS_INVALID_VALUE;
 }
 
-amp_result ampc_plan_describe(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
+amp_result ampc_plan_describe(ampc_device *dev, amp_k_gemm g, ampc_plan *plan) {
     amp_dtype in = ampc_operand_dtype(g.compute);
-    cublasStatus_t status;
-    status = ampc_plan_describe_matrix(&plan->a, in, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda, g.batch, g.stride_a);
-    if (status == CUBLAS_STATUS_SUCCESS)
-        status = ampc_plan_describe_matrix(&plan->b, in, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb, g.batch, g.stride_b);
+    ampc_gemm_operand a(g, 0), b(g, 1);
+    cublasStatus_t status = ampc_plan_describe_matrix(&plan->a, in, a.rows, a.cols, a.ld, g.batch, a.stride);
+    if (status == CUBLAS_STATUS_SUCCESS) status = ampc_plan_describe_matrix(&plan->b, in, b.rows, b.cols, b.ld, g.batch, b.stride);
     if (status == CUBLAS_STATUS_SUCCESS)
         status = ampc_plan_describe_matrix(&plan->c, g.c_dtype, g.m, g.n, g.ldc, g.batch, g.stride_c);
     return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
@@ -4974,7 +5014,6 @@ bool ampc_plan_is_doubtful(const ampc_plan *plan) {
     int e = plan->key.epilogue;
     return e == CUBLASLT_EPILOGUE_DGELU || e == CUBLASLT_EPILOGUE_DGELU_BGRAD || e == CUBLASLT_EPILOGUE_BGRADB;
 }
-int ampc_plan_unmeasured_apart(const ampc_plan *plan) { return plan->key.epilogue == CUBLASLT_EPILOGUE_BGRADB; }
 
 /* Takes the algorithm that a file brought, if it can still run, or else the first of the heuristic. */
 amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
@@ -4990,7 +5029,7 @@ amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *pl
         if (status == CUBLAS_STATUS_SUCCESS && plan->workspace <= dev->has.workspace) return AMP_OK;
         plan->tuned = plan->compared = 0;
     }
-    if (!plan->compared) plan->apart = ampc_plan_unmeasured_apart(plan);
+    if (!plan->compared) plan->apart = plan->key.epilogue == CUBLASLT_EPILOGUE_BGRADB;
     status = ampc_plan_ask(dev, plan, &product, 1, &found, &n);
     plan->refused = ampc_blas_declines(status) || (status == CUBLAS_STATUS_SUCCESS && (n == 0 || found.state != status));
     if (plan->refused) {
@@ -5012,12 +5051,14 @@ ampc_plan *ampc_plan_find(ampc_device *dev, const ampc_plan_key &key) {
     return plan;
 }
 
-/* Copies the plan with this key; false: there is none. */
-bool ampc_plan_look(ampc_device *dev, const ampc_plan_key &key, ampc_plan *out) {
+/* Copies the plan with this key, and that of its product; false: there is none. */
+bool ampc_plan_look(ampc_device *dev, const ampc_plan_key &key, ampc_plan *out, ampc_plan *product) {
     ampc_locked locked(&dev->blas.lock);
     const ampc_plan *plan = ampc_plan_find(dev, key);
-    if (plan != NULL) *out = *plan;
-    return plan != NULL;
+    if (plan == NULL) return false;
+    *out = *plan;
+    if (plan->product != NULL) *product = *plan->product;
+    return true;
 }
 
 amp_result ampc_plan_new(ampc_device *dev, const ampc_plan_key &key, ampc_plan **out) {
@@ -5029,14 +5070,14 @@ amp_result ampc_plan_new(ampc_device *dev, const ampc_plan_key &key, ampc_plan *
     return AMP_OK;
 }
 
-/* Keeps a plan, ahead of one from a file, or frees it where another thread was faster. */
+/* Keeps a plan, ahead of one from a file or of steps that no longer serve; frees it where another thread was faster. */
 void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
     bool known;
     {
         ampc_locked locked(&dev->blas.lock);
         const ampc_plan *other = ampc_plan_find(dev, plan->key);
         ampc_plan **slot = ampc_plan_slot(dev, plan->key);
-        known = other != NULL && (other->c != NULL || plan->c == NULL);
+        known = other != NULL && plan->steps == 0 && (other->c != NULL || plan->c == NULL);
         plan->next = *slot;
         if (!known) *slot = plan;
     }
@@ -5046,12 +5087,13 @@ void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
 /* The plan of a product with this epilogue, as it is now. */
 amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, ampc_plan *out) {
     ampc_plan_key key = ampc_plan_key_of(g, epilogue);
-    bool known = ampc_plan_look(dev, key, out);
+    bool known = ampc_plan_look(dev, key, out, out);
     ampc_plan *plan;
     amp_result result;
     if (known && out->c != NULL) return AMP_OK;
     ampc_relaxed relaxed;
     AMPC_TRY(ampc_plan_new(dev, key, &plan));
+    plan->product = plan;
     if (known) {                    /* from a file */
         plan->tuned = out->tuned, plan->compared = out->compared;
         plan->algo = out->algo, plan->apart = out->apart;
@@ -5063,11 +5105,11 @@ amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, am
         return result;
     }
     ampc_plan_keep(dev, plan);
-    (void)ampc_plan_look(dev, key, out);
+    (void)ampc_plan_look(dev, key, out, out);
     return AMP_OK;
 }
 
-/* *done 0: cuBLASLt declines after all. */
+/* The product of a plan.  *done 0: cuBLASLt declines after all. */
 amp_result ampc_plan_run(ampc_device *dev, const ampc_plan &plan, const amp_k_gemm &g, void *stream, bool *done) {
     ampc_scratch workspace(dev, stream);
     cublasLtMatmulDescOpaque_t product;
@@ -5085,13 +5127,13 @@ amp_result ampc_plan_run(ampc_device *dev, const ampc_plan &plan, const amp_k_ge
 /* What a plan is from now on. */
 void ampc_plan_learn(ampc_device *dev, const ampc_plan &found) {
     ampc_locked locked(&dev->blas.lock);
-    ampc_plan *plan = ampc_plan_find(dev, found.key);
+    ampc_plan *plan = found.product;
     plan->algo = found.algo, plan->workspace = found.workspace, plan->refused = found.refused;
     plan->tuned = found.tuned, plan->compared = found.compared, plan->apart = found.apart, plan->measuring = 0;
 }
-void ampc_plan_refuse(ampc_device *dev, const ampc_plan_key &key) {
+void ampc_plan_refuse(ampc_device *dev, ampc_plan *shared) {
     ampc_locked locked(&dev->blas.lock);
-    ampc_plan_find(dev, key)->refused = 1;
+    shared->refused = 1;
 }
 
 /* Whether the first use of a plan has something to measure. */
@@ -5100,15 +5142,14 @@ bool ampc_plan_is_new(const ampc_device *dev, const ampc_plan *plan) {
     return dev->blas.autotune || (!plan->compared && ampc_plan_is_doubtful(plan));
 }
 /* True for the one thread that is to measure a plan. */
-bool ampc_tune_claim(ampc_device *dev, const ampc_plan_key &key) {
+bool ampc_tune_claim(ampc_device *dev, ampc_plan *shared) {
     ampc_locked locked(&dev->blas.lock);
-    ampc_plan *plan = ampc_plan_find(dev, key);
-    if (!ampc_plan_is_new(dev, plan) || plan->measuring) return false;
-    plan->measuring = 1;
-    return true;
+    bool mine = ampc_plan_is_new(dev, shared) && !shared->measuring;
+    if (mine) shared->measuring = 1;
+    return mine;
 }
 
-amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm *described, ampc_plan *plan, void *stream);
+amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream);
 
 bool ampc_is_captured(const ampc_device *dev, void *stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -5116,73 +5157,7 @@ bool ampc_is_captured(const ampc_device *dev, void *stream) {
     return cudaStreamGetCaptureInfo(ampc_stream(dev, stream), &status, &id) != cudaSuccess || status != cudaStreamCaptureStatusNone;
 }
 
-/* The product with its epilogue, if cuBLASLt has both.  Vectors must be 16-byte aligned and in c's dtype; others, and sums
-   that are to be added, go through scratch memory.  trial: a plan that is being measured, to be used as it is. */
-amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *stream, bool *done, const ampc_plan *trial = NULL) {
-    int epilogue = ampc_gemm_epilogue(args);
-    const amp_k_gradient *sum = ampc_epilogue_sum(args);
-    int64_t count = args.row_sum.data ? args.m : args.n;
-    bool apart = sum != NULL && (sum->add || sum->dtype != args.c_dtype || !ampc_aligned(sum->data));
-    ampc_scratch scratch(dev, stream);
-    amp_k_gemm g = args;
-    ampc_plan plan;
-    *done = false;
-    if (epilogue < 0) return AMP_OK;
-    if (g.bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias))) {
-        amp_k_cast cast = {};
-        AMPC_TRY(scratch.get((size_t)(g.n * ampc_dtype_size(g.c_dtype)), "gemm"));
-        cast.dst = scratch.data, cast.dst_dtype = g.c_dtype, cast.src = g.bias, cast.src_dtype = g.bias_dtype, cast.n = g.n;
-        AMPC_TRY(ampc_cast(dev, &cast, stream));
-        g.bias = scratch.data;
-    }
-    if (apart) AMPC_TRY(scratch.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
-    if (sum != NULL) g.bias = apart ? scratch.data : sum->data;
-    if (trial != NULL) plan = *trial;
-    else {
-        AMPC_TRY(ampc_plan_get(dev, g, epilogue, &plan));
-        if (ampc_plan_is_new(dev, &plan) && !ampc_is_captured(dev, stream) && ampc_tune_claim(dev, plan.key))
-            AMPC_TRY(ampc_tune(dev, args, &g, &plan, stream));
-    }
-    if (plan.refused || plan.apart) return AMP_OK;
-    AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
-    if (!*done && trial == NULL) ampc_plan_refuse(dev, plan.key);
-    if (!*done || !apart) return AMP_OK;
-    amp_k_add add = {scratch.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
-    return ampc_add(dev, &add, stream);
-}
-
-/* ---- One call.  The first of these that can:
-       the product with all that is asked for, in cuBLASLt;
-       the same but for sums over rows or columns, which kernels above make;
-       the plain product in cuBLASLt, in fp32 (in c itself if it can be), and our own epilogue;
-       the kernel of the fp32 units. */
-
-/* The plain product in fp32, and then everything else. */
-amp_result ampc_gemm_staged(ampc_device *dev, const amp_k_gemm &g, void *stream, bool library, bool *done) {
-    bool in_c = g.c_dtype == AMP_F32 && !ampi_is_set(g.beta);
-    ampc_scratch scratch(dev, stream);
-    amp_k_gemm p = g;
-    *done = false;
-    p.bias = NULL, p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0;
-    p.c_dtype = AMP_F32;
-    if (!in_c) {
-        AMPC_TRY(scratch.get((size_t)(g.batch * g.m * g.n) * sizeof(float), "gemm"));
-        p.c = scratch.data, p.ldc = g.n, p.stride_c = g.m * g.n;
-    }
-    if (library) {
-        AMPC_TRY(ampc_gemm_library(dev, p, stream, done));
-        if (!*done) return AMP_OK;
-    } else AMPC_TRY(ampc_gemm_units(dev, p, stream));
-    *done = true;
-    for (int64_t i = 0; i < g.batch; i++) {
-        amp_mat product = {ampc_at(p.c, AMP_F32, i * p.stride_c), AMP_F32, 0, g.m, g.n, p.ldc};
-        amp_k_gemm item = g;
-        item.c = ampc_at(g.c, g.c_dtype, i * g.stride_c);
-        AMPC_TRY(g.pre && !g.backward ? ampc_gemm_finish_as<2>(dev, item, product, stream)
-                                      : ampc_gemm_finish_as<1>(dev, item, product, stream));
-    }
-    return AMP_OK;
-}
+/* ---- One call: its steps are listed once, by the planner, for all calls that are alike. */
 
 /* What cuBLASLt takes at all: it counts in 32 bits, and alpha 0 reads neither a nor b, as in BLAS. */
 bool ampc_gemm_for_library(const amp_k_gemm &g) {
@@ -5203,42 +5178,117 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
     if (!ampi_is_set(g->alpha)) g->k = 0;
 }
 
-/* All but the first. */
-amp_result ampc_gemm_in_parts(ampc_device *dev, const amp_k_gemm &g, void *stream, bool library) {
-    amp_k_gemm bare = g;
-    bool done = false;
-    bare.column_sum.data = bare.row_sum.data = NULL;
-    if (library && ampc_epilogue_sum(g) != NULL) AMPC_TRY(ampc_gemm_library(dev, bare, stream, &done));
-    if (library && !done && ampc_gemm_epilogue(bare) != CUBLASLT_EPILOGUE_DEFAULT)
-        AMPC_TRY(ampc_gemm_staged(dev, bare, stream, true, &done));
-    if (!done) AMPC_TRY(g.backward ? ampc_gemm_staged(dev, bare, stream, false, &done) : ampc_gemm_units(dev, bare, stream));
-    return ampc_gemm_sums(dev, g, stream);
+/* Where scratch memory will be does not matter to a plan, only how it is aligned. */
+void *ampc_scratch_place() { return (void *)(uintptr_t)256; }
+
+/* Whether a map makes c of a plain product, and that product: in c itself if it can be, else in scratch memory. */
+bool ampc_way_maps(const amp_k_gemm &g, ampc_way way) { return way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward); }
+amp_k_gemm ampc_way_product(const amp_k_gemm &g, ampc_way way) {
+    amp_k_gemm p = g;
+    if (way != AMPC_FUSED) p.column_sum.data = p.row_sum.data = NULL;
+    if (!ampc_way_maps(g, way)) return p;
+    if (g.c_dtype != AMP_F32 || ampi_is_set(g.beta)) p.c = ampc_scratch_place(), p.ldc = g.n, p.stride_c = g.m * g.n;
+    p.bias = NULL, p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0, p.c_dtype = AMP_F32;
+    return p;
+}
+
+/* The steps of a way; 0: there is no such way.  product: when the operands are cast.  Vectors must be in c's dtype and 16-byte
+   aligned: others, and sums that are to be added, go through scratch memory. */
+int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
+    const amp_dtype in = ampc_operand_dtype(args.compute);
+    const amp_k_gradient *sum = ampc_epilogue_sum(args);
+    bool library = ampc_gemm_for_library(args), fused = way == AMPC_FUSED;
+    int steps = way == AMPC_UNITS ? AMPC_SIMT : AMPC_MATMUL;
+    amp_k_gemm g = args;
+    for (int i = 0; i < 2; i++) {
+        ampc_gemm_operand x(g, i);
+        if (x.cut != NULL || (library && x.dtype != in)) steps |= AMPC_CAST_A << i, x.become(ampc_scratch_place(), in);
+    }
+    *product = ampc_way_product(g, way);
+    if (way != AMPC_UNITS) {
+        if (!library || ampc_gemm_epilogue(*product) < 0 || (way == AMPC_SUMS_APART && sum == NULL)) return 0;
+        if (way == AMPC_UNFUSED && ampc_gemm_epilogue(ampc_way_product(g, AMPC_SUMS_APART)) == CUBLASLT_EPILOGUE_DEFAULT) return 0;
+        if (product->bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias))) steps |= AMPC_CAST_BIAS;
+    }
+    if (sum != NULL && fused && (sum->add || sum->dtype != g.c_dtype || !ampc_aligned(sum->data))) steps |= AMPC_ADD_SUM;
+    return steps | (ampc_way_maps(g, way) ? AMPC_MAP : 0) | (sum != NULL && !fused ? AMPC_SUMS : 0);
+}
+
+/* Takes the steps after the operands' casts; plan: of the product.  *done 0: cuBLASLt declines it after all, and nothing is
+   written. */
+amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, int steps, const ampc_plan &plan, void *stream, bool *done) {
+    ampc_scratch vector(dev, stream), wide(dev, stream);
+    const amp_k_gradient *sum = ampc_epilogue_sum(g);
+    int64_t count = g.row_sum.data && !(steps & AMPC_CAST_BIAS) ? g.m : g.n;
+    if (steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) AMPC_TRY(vector.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
+    if (steps & AMPC_CAST_BIAS) AMPC_TRY(ampc_cast_flat(dev, vector.data, g.c_dtype, g.bias, g.bias_dtype, g.n, stream));
+    amp_k_gemm product = ampc_way_product(g, way);
+    if (vector.data != NULL) product.bias = vector.data;
+    if (product.c == ampc_scratch_place()) {
+        AMPC_TRY(wide.get((size_t)(g.batch * g.m * g.n) * sizeof(float), "gemm"));
+        product.c = wide.data;
+    }
+    *done = true;
+    if (steps & AMPC_MATMUL) AMPC_TRY(ampc_plan_run(dev, plan, product, stream, done));
+    if (!*done) return AMP_OK;
+    if (steps & AMPC_SIMT) AMPC_TRY(ampc_gemm_units(dev, product, stream));
+    if (steps & AMPC_MAP) AMPC_TRY(ampc_gemm_map(dev, g, product, stream));
+    if (steps & AMPC_ADD_SUM) {
+        amp_k_add add = {vector.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
+        AMPC_TRY(ampc_add(dev, &add, stream));
+    }
+    return steps & AMPC_SUMS ? ampc_gemm_sums(dev, g, stream) : AMP_OK;
+}
+
+/* The planner: the first way from `first` on that serves.  While there is something to measure, the next call asks again. */
+amp_result ampc_gemm_plan(ampc_device *dev, const amp_k_gemm &g, ampc_way first, void *stream, ampc_plan *call, ampc_plan *plan) {
+    ampc_plan_key key = ampc_call_key_of(g, first);
+    ampc_plan *kept;
+    amp_k_gemm product, told;
+    bool settled = true;
+    if (ampc_plan_look(dev, key, call, plan) && (call->product == NULL || !(plan->refused || plan->apart))) return AMP_OK;
+    for (int way = first;; way++) {
+        call->way = (ampc_way)way, call->product = NULL;
+        call->steps = ampc_way_steps(g, call->way, &product);
+        if (call->steps & AMPC_SIMT) break;
+        if (call->steps == 0) continue;
+        told = product;
+        if (call->steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) told.bias = ampc_scratch_place();
+        AMPC_TRY(ampc_plan_get(dev, told, ampc_gemm_epilogue(product), plan));
+        if (ampc_plan_is_new(dev, plan) && !ampc_is_captured(dev, stream) && ampc_tune_claim(dev, plan->product))
+            AMPC_TRY(ampc_tune(dev, product, plan, stream));
+        settled = settled && !ampc_plan_is_new(dev, plan);
+        call->product = plan->product;
+        if (!plan->refused && !plan->apart) break;
+    }
+    if (!settled) return AMP_OK;
+    AMPC_TRY(ampc_plan_new(dev, key, &kept));
+    kept->way = call->way, kept->steps = call->steps, kept->product = call->product;
+    ampc_plan_keep(dev, kept);
+    return AMP_OK;
+}
+
+/* The call, by one of the ways from `first` on. */
+amp_result ampc_gemm_from(ampc_device *dev, amp_k_gemm g, ampc_way first, void *stream) {
+    ampc_scratch a(dev, stream), b(dev, stream);
+    for (bool done = false; !done;) {
+        ampc_plan call, plan;
+        AMPC_TRY(ampc_gemm_plan(dev, g, first, stream, &call, &plan));
+        if (call.steps & AMPC_CAST_A) AMPC_TRY(ampc_gemm_cast(dev, g, false, a, stream));
+        if (call.steps & AMPC_CAST_B) AMPC_TRY(ampc_gemm_cast(dev, g, true, b, stream));
+        AMPC_TRY(ampc_gemm_run(dev, g, call.way, call.steps, plan, stream, &done));
+        if (!done) ampc_plan_refuse(dev, plan.product);
+    }
+    return AMP_OK;
 }
 
 amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     amp_k_gemm g = *args;
-    amp_dtype in = ampc_operand_dtype(g.compute);
-    ampc_scratch a(dev, stream), b(dev, stream);
-    bool library, done = false;
     AMPC_ENTER(dev, "gemm");
     ampc_gemm_tidy(&g);
     if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_gemm_sums(dev, g, stream);
-    library = ampc_gemm_for_library(g);
-    for (ampc_scratch *scratch : {&a, &b}) {
-        const amp_k_cut *cut = g.cut[scratch == &b];
-        ampc_gemm_operand x(g, scratch == &b);
-        void *copy = g.shares == 1 + (scratch == &b) ? g.scratch : NULL;
-        if (cut == NULL && (!library || x.dtype == in)) continue;
-        if (copy == NULL) {
-            AMPC_TRY(scratch->get(x.bytes_in(in), "gemm"));
-            copy = scratch->data;
-        }
-        AMPC_TRY(cut != NULL ? ampc_gemm_cut(dev, x, *cut, copy, in, stream) : ampc_gemm_cast(dev, x, copy, in, stream));
-        x.become(copy, in);
-    }
-    if (library) AMPC_TRY(ampc_gemm_library(dev, g, stream, &done));
-    return done ? AMP_OK : ampc_gemm_in_parts(dev, g, stream, library);
+    return ampc_gemm_from(dev, g, AMPC_FUSED, stream);
 }
 
 /* An operand that two products read, and that must be cast, is cast by the first; the second finds it so. */
@@ -5250,15 +5300,14 @@ amp_result ampc_gemm_reserve(void *device, amp_k_gemm *args, int64_t n) {
         ampc_gemm_tidy(&args[i]);
         if (!ampc_gemm_for_library(args[i]) || args[i].compute != args->compute) return AMP_OK;
     }
-    for (int i = 0; i < 4 && n == 2; i++) {
+    for (int i = 0; i < 4 && n == 2 && scratch.data == NULL; i++) {
         ampc_gemm_operand x(args[0], i / 2), y(args[1], i % 2);
-        if (!x.is(y) || x.dtype == in || args[0].cut[i / 2] != args[1].cut[i % 2]) continue;
+        if (!x.is(y) || x.dtype == in || x.cut != NULL || y.cut != NULL) continue;
         AMPC_TRY(scratch.get(x.bytes_in(in), "gemm"));
         args[0].shares = 1 + i / 2;
         y.become(scratch.data, in);
-        args[0].scratch = args[1].scratch = scratch.keep();
-        return AMP_OK;
     }
+    args[0].scratch = scratch.keep();
     return AMP_OK;
 }
 void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device, args->scratch, args->scratch_bytes); }
@@ -5278,70 +5327,36 @@ struct ampc_tuning {
     ampc_device *dev;
     void *stream;
     amp_k_gemm g;                   /* the caller's */
-    const amp_k_gemm *described;    /* the same as cuBLASLt is told of it */
     ampc_plan *plan;
-    size_t a, b, c, pre, vector, sum, bytes;    /* of one set: where each begins, and how much it is */
+    size_t bytes;                   /* of one set */
     int sets, timed, runs;          /* timed: those that runs take in turn */
     ampc_scratch scratch;
-    cudaEvent_t from, to;
-    ampc_tuning(ampc_device *d, const amp_k_gemm &args, const amp_k_gemm *told, ampc_plan *p, void *s)
-        : dev(d), stream(s), g(args), described(told), plan(p), bytes(0), scratch(d, s), from(NULL), to(NULL) {}
-    ~ampc_tuning() {
-        if (from) (void)cudaEventDestroy(from);
-        if (to) (void)cudaEventDestroy(to);
-    }
-    /* The start of a buffer that is as aligned as p. */
-    size_t place(const void *p, int64_t elements, amp_dtype dtype) {
-        size_t at = bytes + ((uintptr_t)p & 255);
-        if (p != NULL) bytes = (at + (size_t)(elements * ampc_dtype_size(dtype)) + 255) & ~(size_t)255;
-        return at;
-    }
+    void *from, *to;                /* events */
+    ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s)
+        : dev(d), stream(s), g(args), plan(p), bytes(0), scratch(d, s), from(NULL), to(NULL) {}
+    ~ampc_tuning() { ampc_event_destroy(dev, from), ampc_event_destroy(dev, to); }
 };
 
-int64_t ampc_extent(int64_t rows, int64_t cols, int64_t ld, int64_t batch, int64_t stride) {
-    return (batch - 1) * stride + (rows - 1) * ld + cols;
-}
-int64_t ampc_extent_a(const amp_k_gemm &g) {
-    return ampc_extent(g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda, g.batch, g.stride_a);
-}
-int64_t ampc_extent_b(const amp_k_gemm &g) {
-    return ampc_extent(g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb, g.batch, g.stride_b);
-}
-int64_t ampc_extent_c(const amp_k_gemm &g) { return ampc_extent(g.m, g.n, g.ldc, g.batch, g.stride_c); }
-int64_t ampc_extent_pre(const amp_k_gemm &g) { return ampc_extent(g.m, g.n, g.ld_pre, 1, 0); }
+int64_t ampc_extent_c(const amp_k_gemm &g) { return (g.batch - 1) * g.stride_c + (g.m - 1) * g.ldc + g.n; }
+int64_t ampc_extent_pre(const amp_k_gemm &g) { return (g.m - 1) * g.ld_pre + g.n; }
 
-amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones);
-
-/* right: sets of results that are right */
-amp_result ampc_tune_open(ampc_tuning *t, int right, int runs) {
-    const amp_k_gemm &g = t->g;
-    const amp_k_gradient *sum = ampc_epilogue_sum(g);
-    int64_t sets;
-    t->a = t->place(g.a, ampc_extent_a(g), g.a_dtype);
-    t->b = t->place(g.b, ampc_extent_b(g), g.b_dtype);
-    t->c = t->place(g.c, ampc_extent_c(g), g.c_dtype);
-    t->pre = t->place(g.pre, g.pre ? ampc_extent_pre(g) : 0, g.pre_dtype);
-    t->vector = t->place(g.bias, g.n, g.bias_dtype);
-    t->sum = t->place(sum ? sum->data : NULL, g.row_sum.data ? g.m : g.n, AMP_F32);
-    sets = 1 + right + 2 * t->dev->blas.cache / (int64_t)t->bytes;
-    t->sets = sets < AMPC_TUNE_SETS ? (int)sets : (int)AMPC_TUNE_SETS;
-    t->timed = t->sets - right;
-    t->runs = runs;
-    AMPC_TRY(t->scratch.get(t->bytes * (size_t)t->sets, "autotune"));
-    for (int i = 0; i < t->sets; i++) AMPC_TRY(ampc_tune_inputs(t, i, 0));
-    AMPC_TRY(ampc_check(t->dev, cudaEventCreateWithFlags(&t->from, cudaEventDefault), "cudaEventCreateWithFlags", NULL));
-    return ampc_check(t->dev, cudaEventCreateWithFlags(&t->to, cudaEventDefault), "cudaEventCreateWithFlags", NULL);
-}
-
-/* The product on set i. */
-amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i) {
+/* The product on set i: buffers one behind the other, each as aligned as the caller's; *bytes: all of them. */
+amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL) {
     amp_k_gemm g = t->g;
-    char *set = (char *)t->scratch.data + (size_t)i * t->bytes;
-    g.a = set + t->a, g.b = set + t->b, g.c = set + t->c;
-    if (g.pre) g.pre = set + t->pre;
-    if (g.bias) g.bias = set + t->vector;
-    if (g.row_sum.data) g.row_sum.data = set + t->sum;
-    if (g.column_sum.data) g.column_sum.data = set + t->sum;
+    uintptr_t set = (uintptr_t)t->scratch.data + (size_t)i * t->bytes, end = set;
+    auto place = [&](const void *p, int64_t elements, amp_dtype dtype) {
+        uintptr_t at = end + ((uintptr_t)p & 255);
+        if (p != NULL) end = (at + (size_t)(elements * ampc_dtype_size(dtype)) + 255) & ~(uintptr_t)255;
+        return p != NULL ? (void *)at : NULL;
+    };
+    g.a = place(g.a, ampc_gemm_operand(g, 0).extent(), g.a_dtype);
+    g.b = place(g.b, ampc_gemm_operand(g, 1).extent(), g.b_dtype);
+    g.c = place(g.c, ampc_extent_c(g), g.c_dtype);
+    g.pre = place(g.pre, ampc_extent_pre(g), g.pre_dtype);
+    g.bias = place(g.bias, g.n, g.bias_dtype);
+    g.row_sum.data = place(g.row_sum.data, g.m, g.row_sum.dtype);
+    g.column_sum.data = place(g.column_sum.data, g.n, g.column_sum.dtype);
+    if (bytes != NULL) *bytes = end - set;
     return g;
 }
 
@@ -5370,26 +5385,43 @@ ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsig
     ampc_count(wrong, found, scratch);
 }
 
-amp_result ampc_tune_fill(const ampc_tuning *t, const void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
-    if (p == NULL) return AMP_OK;
-    return ampc_launch(t->dev, "autotune", ampc_tune_fill_kernel, ampc_grid(t->dev, ampc_blocks(n, 256), 8), 256, 0, t->stream,
-                       const_cast<void *>(p), dtype, n, ones, seed);
-}
-
 /* Inputs of a set; c is 0, so that beta changes nothing. */
 amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     amp_k_gemm g = ampc_tune_set(t, i);
+    const struct { const void *p; int64_t n; amp_dtype dtype; } inputs[] = {
+        {g.a, ampc_gemm_operand(g, 0).extent(), g.a_dtype}, {g.b, ampc_gemm_operand(g, 1).extent(), g.b_dtype},
+        {g.bias, g.n, g.bias_dtype}, {g.pre, ampc_extent_pre(g), g.pre_dtype}};
     AMPC_TRY(ampc_fill(t->dev, g.c, 0, (size_t)(ampc_extent_c(g) * ampc_dtype_size(g.c_dtype)), t->stream));
-    AMPC_TRY(ampc_tune_fill(t, g.a, g.a_dtype, ampc_extent_a(g), ones, 1));
-    AMPC_TRY(ampc_tune_fill(t, g.b, g.b_dtype, ampc_extent_b(g), ones, 2));
-    AMPC_TRY(ampc_tune_fill(t, g.bias, g.bias_dtype, g.n, ones, 3));
-    if (g.pre) AMPC_TRY(ampc_tune_fill(t, g.pre, g.pre_dtype, ampc_extent_pre(g), ones, 4));
+    for (uint32_t k = 0; k < 4; k++)
+        if (inputs[k].p != NULL)
+            AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_fill_kernel, ampc_grid(t->dev, ampc_blocks(inputs[k].n, 256), 8), 256, 0,
+                                 t->stream, const_cast<void *>(inputs[k].p), inputs[k].dtype, inputs[k].n, ones, k + 1));
     return AMP_OK;
+}
+
+/* right: sets of results that are right */
+amp_result ampc_tune_open(ampc_tuning *t, int right, int runs) {
+    int64_t sets;
+    (void)ampc_tune_set(t, 0, &t->bytes);
+    sets = 1 + right + 2 * t->dev->blas.cache / (int64_t)t->bytes;
+    t->sets = sets < AMPC_TUNE_SETS ? (int)sets : (int)AMPC_TUNE_SETS;
+    t->timed = t->sets - right;
+    t->runs = runs;
+    AMPC_TRY(t->scratch.get(t->bytes * (size_t)t->sets, "autotune"));
+    for (int i = 0; i < t->sets; i++) AMPC_TRY(ampc_tune_inputs(t, i, 0));
+    AMPC_TRY(ampc_event_create(t->dev, &t->from, 1));
+    return ampc_event_create(t->dev, &t->to, 1);
 }
 
 amp_k_gemm ampc_tune_alone(amp_k_gemm g) {      /* sums overwrite, so that runs do not depend on those before */
     g.row_sum.add = g.column_sum.add = 0;
     return g;
+}
+
+/* The product with its epilogue, by the plan that is measured. */
+amp_result ampc_tune_trial(const ampc_tuning *t, const amp_k_gemm &g, bool *done) {
+    amp_k_gemm product;
+    return ampc_gemm_run(t->dev, g, AMPC_FUSED, ampc_way_steps(g, AMPC_FUSED, &product), *t->plan, t->stream, done);
 }
 
 /* Adds to *wrong what differs between the outputs of sets i and j.  GELU is an approximation in cuBLASLt. */
@@ -5432,7 +5464,7 @@ amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
     AMPC_TRY(count.get(sizeof wrong, "autotune"));
     AMPC_TRY(ampc_fill(t->dev, count.data, 0, sizeof wrong, t->stream));
     AMPC_TRY(ampc_tune_inputs(t, 0, ones));
-    AMPC_TRY(ampc_gemm_library(t->dev, ampc_tune_alone(ampc_tune_set(t, 0)), t->stream, &done, t->plan));
+    AMPC_TRY(ampc_tune_trial(t, ampc_tune_alone(ampc_tune_set(t, 0)), &done));
     AMPC_TRY(ampc_tune_compare(t, 0, t->sets - 1, ones, (unsigned long long *)count.data));
     AMPC_TRY(ampc_copy(t->dev, &wrong, count.data, sizeof wrong, AMP_COPY_TO_HOST, t->stream));
     AMPC_TRY(ampc_stream_sync(t->dev, t->stream));
@@ -5446,7 +5478,7 @@ amp_result ampc_tune_check(ampc_tuning *t, ampc_candidates *all) {
         all->right[i] = all->found[i].state == CUBLAS_STATUS_SUCCESS && all->found[i].workspaceSize <= t->dev->has.workspace;
     for (int ones = 1; ones >= 0; ones--) {
         AMPC_TRY(ampc_tune_inputs(t, t->sets - 1, ones));
-        AMPC_TRY(ampc_gemm_in_parts(t->dev, ampc_tune_alone(ampc_tune_set(t, t->sets - 1)), t->stream, false));
+        AMPC_TRY(ampc_gemm_from(t->dev, ampc_tune_alone(ampc_tune_set(t, t->sets - 1)), AMPC_UNITS, t->stream));
         for (int i = 0; i < all->count; i++) {
             if (!all->right[i]) continue;
             ampc_tune_take(t->plan, all->found[i]);
@@ -5469,8 +5501,7 @@ amp_result ampc_tune_run(const ampc_tuning *t, bool parts, int i, int products, 
     AMPC_TRY(ampc_event_record(t->dev, t->from, t->stream));
     for (int n = 0; n < products; n++) {
         amp_k_gemm g = ampc_tune_set(t, (i + n) % t->timed);
-        AMPC_TRY(parts ? ampc_gemm_in_parts(t->dev, g, t->stream, true)
-                       : ampc_gemm_library(t->dev, g, t->stream, &done, t->plan));
+        AMPC_TRY(parts ? ampc_gemm_from(t->dev, g, AMPC_SUMS_APART, t->stream) : ampc_tune_trial(t, g, &done));
         if (!parts && !done) t->plan->refused = 1;
     }
     AMPC_TRY(ampc_event_record(t->dev, t->to, t->stream));
@@ -5559,8 +5590,7 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
     char what[96];
     AMPC_TRY(ampc_tune_open(t, 1, AMPC_TUNE_RUNS));
     plan->apart = 0;
-    AMPC_TRY(ampc_blas_check(t->dev, ampc_describe_product(&product, *plan, *t->described), "describing a product to cublasLt",
-                             &t->g));
+    AMPC_TRY(ampc_blas_check(t->dev, ampc_describe_product(&product, *plan, t->g), "describing a product to cublasLt", &t->g));
     AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, &product, AMPC_TUNE_ALGORITHMS, all.found, &all.count),
                              "cublasLtMatmulAlgoGetHeuristic", &t->g));
     AMPC_TRY(ampc_tune_check(t, &all));
@@ -5580,14 +5610,14 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
 
 /* Where memory does not suffice, what was not measured stays.  What was taken goes back to CUDA: it may be much.
    plan: the caller's copy, which others see when it is measured. */
-amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm *described, ampc_plan *plan, void *stream) {
+amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream) {
     ampc_plan before = *plan;
     amp_result result;
     ampc_relaxed relaxed;
     plan->tuned = dev->blas.autotune;
     plan->compared = 1;
     {
-        ampc_tuning t(dev, g, described, plan, stream);
+        ampc_tuning t(dev, g, plan, stream);
         result = dev->blas.autotune ? ampc_tune_plan(&t) : ampc_tune_compared(&t);
         if (result != AMP_OK) {
             plan->algo = before.algo, plan->workspace = before.workspace;
@@ -5612,7 +5642,7 @@ struct ampc_plans_head {
     uint64_t format, cublas, entry, multiprocessors, count;
 };
 struct ampc_plans_entry {
-    ampc_plan_key key;
+    ampc_product_key key;
     cublasLtMatmulAlgo_t algo;
     int32_t apart, tuned;           /* tuned 0: algo is the heuristic's, and only its epilogue was timed */
 };
@@ -5681,9 +5711,11 @@ amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
     }
     for (uint64_t i = 0; i < head.count; i++) {
         ampc_plans_entry entry;
+        ampc_plan_key key = {};
         ampc_plan *plan;
         memcpy((void *)&entry, (const char *)buffer + sizeof head + i * sizeof entry, sizeof entry);
-        AMPC_TRY(ampc_plan_new(dev, entry.key, &plan));
+        (ampc_product_key &)key = entry.key;
+        AMPC_TRY(ampc_plan_new(dev, key, &plan));
         plan->algo = entry.algo;
         plan->apart = entry.apart != 0;
         plan->tuned = entry.tuned != 0;
