@@ -5474,10 +5474,13 @@ AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dty
     return record->count;
 }
 
-/* "<prefix>.<name>" in key. */
-static amp_result ampi_state_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name) {
-    if (snprintf(key, AMPI_STATE_KEY, "%s.%s", prefix, name) < AMPI_STATE_KEY) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%.80s\" has %zu bytes, must have at most %zu", prefix, strlen(prefix), AMPI_STATE_KEY - 2 - strlen(name));
+/* "<prefix>.<name>", or "<prefix>.<name>.<i>" for i >= 0, in key. */
+static amp_result ampi_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name, int64_t i) {
+    int n;
+    AMPI_TRY(ampi_need(function, prefix != NULL, "prefix"));
+    n = i < 0 ? snprintf(key, AMPI_STATE_KEY, "%s.%s", prefix, name) : snprintf(key, AMPI_STATE_KEY, "%s.%s.%lld", prefix, name, (long long)i);
+    if (prefix[0] != 0 && strlen(prefix) <= 40 && n < AMPI_STATE_KEY) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%.80s\" must have 1 to 40 bytes", prefix);
 }
 
 AMP_API const char *amp_state_key(const amp_state *state, int64_t i) {
@@ -12585,14 +12588,14 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
     amp_state *own;
     amp_result r;
     AMPI_TRY(ampi_need("amp_random_save", amp && state && prefix, "amp, state or prefix"));
-    AMPI_TRY(ampi_state_key("amp_random_save", key, prefix, "random"));
+    AMPI_TRY(ampi_key("amp_random_save", key, prefix, "random", -1));
     values[0] = (int64_t)amp->desc.seed;
     values[1] = (int64_t)amp->random_offset;
     rank[0] = amp->desc.reducer.rank;
     rank[1] = AMPI_MAX(amp->desc.reducer.world, 1);
     AMPI_TRY(ampi_as("amp_random_save", amp_state_create(&own, &state->system)));
     r = amp_state_put(own, key, AMP_I64, values, 2);
-    snprintf(key, sizeof key, "%.56s.rank", prefix);
+    snprintf(key, sizeof key, "%.40s.rank", prefix);
     if (r == AMP_OK) r = amp_state_put(own, key, AMP_I64, rank, 2);
     return ampi_as("amp_random_save", ampi_state_take(state, own, r, "amp_random_save"));
 }
@@ -12601,10 +12604,10 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     int64_t values[2], rank[2];
     char key[64];
     AMPI_TRY(ampi_need("amp_random_load", amp && state && prefix, "amp, state or prefix"));
-    AMPI_TRY(ampi_state_key("amp_random_load", key, prefix, "random"));
+    AMPI_TRY(ampi_key("amp_random_load", key, prefix, "random", -1));
     if (amp->capture != NULL) return ampi_fail(AMP_ERR_STATE, "amp_random_load", "a graph is being captured: load before amp_graph_begin or after amp_graph_end");
     AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, values, 2)));
-    snprintf(key, sizeof key, "%.56s.rank", prefix);
+    snprintf(key, sizeof key, "%.40s.rank", prefix);
     rank[0] = amp->desc.reducer.rank;
     if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, rank, 2)));
     if (rank[0] != amp->desc.reducer.rank && amp->desc.seed != 0 && amp->desc.seed != (uint64_t)values[0])
@@ -13524,15 +13527,6 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
 
 /* ---- Saving.  Structs are written field by field, so the records do not depend on their layout: one table of an object's
    numbers serves saves and loads. */
-
-/* "<prefix>.<name>", or "<prefix>.<name>.<i>" for i >= 0, in key. */
-static amp_result ampi_key(const char *function, char key[64], const char *prefix, const char *name, int64_t i) {
-    int n;
-    AMPI_TRY(ampi_need(function, prefix != NULL, "prefix"));
-    n = i < 0 ? snprintf(key, 64, "%s.%s", prefix, name) : snprintf(key, 64, "%s.%s.%lld", prefix, name, (long long)i);
-    if (prefix[0] != 0 && strlen(prefix) <= 40 && n < 64) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%s\" must have 1 to 40 bytes", prefix);
-}
 
 static amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype,
                            const void *values, int64_t n) {
@@ -16676,7 +16670,7 @@ static void ampi_loader_position(const amp_loader *l, int64_t values[AMPI_POSITI
 static amp_result ampi_loader_key(const char *function, const void *loader, const void *state, const char *prefix, char key[AMPI_STATE_KEY]) {
     if (loader == NULL || state == NULL || prefix == NULL)
         return ampi_fail(AMP_ERR_NULL, function, "%s is NULL", loader == NULL ? "loader" : state == NULL ? "state" : "prefix");
-    return ampi_state_key(function, key, prefix, "loader");
+    return ampi_key(function, key, prefix, "loader", -1);
 }
 
 AMP_API amp_result amp_loader_save(const amp_loader *l, amp_state *state, const char *prefix) {
@@ -21092,13 +21086,15 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
 
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix) {
     const char *f = "amp_recovery_load";
+    char key[AMPI_STATE_KEY];
     amp_recovery r;
     amp_result result;
     AMPI_TRY(ampi_need(f, recovery && state && prefix, "recovery, state or prefix"));
+    AMPI_TRY(ampi_key(f, key, prefix, "recovery", -1));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
     result = ampi_as(f, ampi_saved_walk(f, NULL, state, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r, sizeof r, 1));
-    if (result == AMP_ERR_RANGE) return ampi_fail(AMP_ERR_MISMATCH, f, "%.60s.recovery was not saved by a recovery", prefix);
+    if (result == AMP_ERR_RANGE) return ampi_fail(AMP_ERR_MISMATCH, f, "%s was not saved by a recovery", key);
     if (result != AMP_OK) return result;
     *recovery = r;
     return AMP_OK;

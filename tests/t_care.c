@@ -2135,6 +2135,10 @@ TEST(memory_recovery_doubles_the_batch_again) {
         CHECK_ERR(amp_recovery_load(resumed, wrong, "run"), AMP_ERR_MISMATCH);
         amp_state_destroy(wrong);
     }
+    CHECK_ERR(amp_recovery_save(recovery, state, ""), AMP_ERR_RANGE);
+    CHECK_ERR(amp_recovery_save(recovery, state, "a-prefix-that-is-longer-than-forty-bytes-is"), AMP_ERR_RANGE);
+    CHECK_ERR(amp_recovery_load(resumed, state, ""), AMP_ERR_RANGE);
+    CHECK_ERR(amp_recovery_load(resumed, state, "a-prefix-that-is-longer-than-forty-bytes-is"), AMP_ERR_RANGE);
     CHECK_ERR(amp_recovery_save(NULL, state, "run"), AMP_ERR_NULL);
     CHECK_ERR(amp_recovery_load(resumed, NULL, "run"), AMP_ERR_NULL);
     CHECK_ERR(amp_recovery_batch(NULL, NULL), AMP_ERR_NULL);

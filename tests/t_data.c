@@ -477,10 +477,13 @@ TEST(resume_refuses_what_differs) {
     CHECK_OK(amp_state_create(&state, NULL));
     CHECK_OK(amp_loader_save(l, state, "x"));
     CHECK_ERR(amp_loader_load(l, state, "y"), AMP_ERR_NAME);
-    memset(longest, 'p', 57);
-    longest[57] = 0;
+    memset(longest, 'p', 41);
+    longest[41] = 0;
     CHECK_ERR(amp_loader_save(l, state, longest), AMP_ERR_RANGE);
-    longest[56] = 0;
+    CHECK_ERR(amp_loader_load(l, state, longest), AMP_ERR_RANGE);
+    CHECK_ERR(amp_loader_save(l, state, ""), AMP_ERR_RANGE);
+    CHECK_ERR(amp_loader_load(l, state, ""), AMP_ERR_RANGE);
+    longest[40] = 0;
     CHECK_OK(amp_loader_save(l, state, longest));
     CHECK_ERR(amp_loader_save(l, NULL, "x"), AMP_ERR_NULL);
     CHECK_ERR(amp_loader_save(l, state, NULL), AMP_ERR_NULL);

@@ -246,7 +246,10 @@ TEST(a_call_during_capture) {
     CHECK_OK(amp_tensor_stats_create(amp, &numerics, &nd));
     CHECK_OK(amp_state_create(&state, NULL));
     CHECK_ERR(amp_random_load(amp, state, "none"), AMP_ERR_NAME);
-    CHECK_ERR(amp_random_save(amp, state, "a prefix of more than fifty-six bytes, which no key has room for"), AMP_ERR_RANGE);
+    CHECK_ERR(amp_random_save(amp, state, ""), AMP_ERR_RANGE);
+    CHECK_ERR(amp_random_save(amp, state, "a-prefix-that-is-longer-than-forty-bytes-is"), AMP_ERR_RANGE);
+    CHECK_ERR(amp_random_load(amp, state, ""), AMP_ERR_RANGE);
+    CHECK_ERR(amp_random_load(amp, state, "a-prefix-that-is-longer-than-forty-bytes-is"), AMP_ERR_RANGE);
     CHECK_OK(amp_random_save(amp, state, "r"));
     CHECK_ERR(amp_graph_end(amp, &graph), AMP_ERR_STATE);
     CHECK_ERR(amp_graph_end(NULL, &graph), AMP_ERR_NULL);
