@@ -642,7 +642,8 @@ typedef struct amp_parallel {
 } amp_parallel;
 
 /* Your own device allocator, ordered by `stream` (NULL: the legacy default stream): new memory is ready for work
-   queued there, and freed memory may still be in use by such work.  alloc returns NULL when out of memory. */
+   queued there, and freed memory may still be in use by such work.  alloc returns memory that is 256-byte aligned, or
+   NULL when there is none. */
 typedef struct amp_device_memory {
     void *user;
     void *(*alloc)(void *user, size_t bytes, int32_t device, void *stream);

@@ -784,11 +784,17 @@ cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
     return owner == NULL ? dev->stream : (cudaStream_t)const_cast<void *>(owner);
 }
 
-/* Memory from CUDA or from the host's own allocator. */
+/* Memory from CUDA or from the host's own allocator, whose blocks are refused when less aligned than CUDA's. */
+enum { AMPC_ALIGN = 256 };
 cudaError_t ampc_memory_get(ampc_device *dev, cudaStream_t stream, void **data, size_t bytes) {
     if (dev->memory.alloc == NULL) return cudaMalloc(data, bytes);
     *data = dev->memory.alloc(dev->memory.user, bytes, dev->index, stream);
     return *data != NULL ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+
+void ampc_memory_give(ampc_device *dev, void *data, size_t bytes, void *stream) {
+    if (dev->memory.alloc == NULL) (void)cudaFree(data);
+    else dev->memory.free(dev->memory.user, data, bytes, dev->index, stream);
 }
 
 /* Takes idle blocks out of the arena, those that no graph holds or all of them, with the streams that they go to. */
@@ -817,8 +823,7 @@ void ampc_trim(ampc_device *dev, bool all) {
     ampc_relaxed relaxed;
     for (ampc_block *block = ampc_unused(dev, all), *next; block != NULL; block = next) {
         next = block->next;
-        if (dev->memory.alloc == NULL) (void)cudaFree(block->data);
-        else dev->memory.free(dev->memory.user, block->data, block->bytes, dev->index, const_cast<void *>(block->owner));
+        ampc_memory_give(dev, block->data, block->bytes, const_cast<void *>(block->owner));
         dev->host.free(dev->host.user, block, sizeof *block);
     }
     (void)cudaGetLastError();
@@ -852,6 +857,12 @@ amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, c
     if (error != cudaSuccess) {
         dev->host.free(dev->host.user, block, sizeof *block);
         return ampc_no_memory(dev, error, bytes, call);
+    }
+    if ((uintptr_t)block->data % AMPC_ALIGN != 0) {
+        amp_result r = ampc_refuse(dev, AMP_ERR_RANGE, call, ".memory.alloc must return memory that is 256-byte aligned, as cudaMalloc's is");
+        ampc_memory_give(dev, block->data, bytes, stream);
+        dev->host.free(dev->host.user, block, sizeof *block);
+        return r;
     }
     block->bytes = bytes;
     *out = block;
@@ -5179,7 +5190,7 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
 }
 
 /* Where scratch memory will be does not matter to a plan, only how it is aligned. */
-void *ampc_scratch_place() { return (void *)(uintptr_t)256; }
+void *ampc_scratch_place() { return (void *)(uintptr_t)AMPC_ALIGN; }
 
 /* Whether a map makes c of a plain product, and that product: in c itself if it can be, else in scratch memory. */
 bool ampc_way_maps(const amp_k_gemm &g, ampc_way way) { return way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward); }

@@ -320,6 +320,32 @@ TEST(callbacks) {
     coc_reset();
 }
 
+/* A block that vectors and cuBLASLt could not use is given back and refused by name. */
+static void *crooked_memory(void *, size_t size, int, void *) {
+    char *p = NULL;
+    return cudaMalloc((void **)&p, size + 64) == cudaSuccess ? p + 64 : NULL;
+}
+static void crooked_release(void *, void *p, size_t, int, void *) { (void)cudaFree((char *)p - 64); }
+TEST(crooked_memory_is_refused) {
+    coc_reset();
+    amp_desc d;
+    amp_context *amp = NULL;
+    void *p = NULL;
+    memset(&d, 0, sizeof d);
+    d.backend = amp_cuda();
+    CHECK_OK(amp_open(&amp, &d));
+    amp_close(amp);
+    d.memory.alloc = crooked_memory, d.memory.free = crooked_release;
+    amp_result opened = amp_open(&amp, &d);
+    if (opened == AMP_OK) {
+        CHECK_ERR(amp_alloc(amp, &p, 1000), AMP_ERR_RANGE);
+        CHECK(strstr(amp_last_error(), ".memory.alloc") != NULL);
+        amp_close(amp);
+    }
+    else CHECK(opened == AMP_ERR_RANGE && strstr(amp_last_error(), ".memory.alloc") != NULL);
+    coc_reset();
+}
+
 /* ---- Streams and events */
 
 TEST(streams_and_events) {
