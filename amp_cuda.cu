@@ -348,7 +348,8 @@ __host__ __device__ inline const void *ampc_at(const void *data, amp_dtype dtype
     return (const char *)data + i * ampc_dtype_size(dtype);
 }
 
-/* Hardware conversions make every NaN the same; amp.h keeps its sign and upper payload bits. */
+/* To fp16 and bf16, where hardware makes every NaN the same and amp.h keeps its sign and upper payload bits; from fp16, where NaN
+   stays NaN, with any payload. */
 __device__ __forceinline__ uint16_t ampc_f16_bits(float x) {
 #if defined(__CUDA_ARCH__)
     uint32_t bits = __float_as_uint(x);
@@ -364,8 +365,7 @@ __device__ __forceinline__ float ampc_f16_value(uint16_t half) {
 #if defined(__CUDA_ARCH__)
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
-    if ((half & 0x7fffu) <= 0x7c00u) return x;
-    return __uint_as_float((half & 0x8000u) << 16 | 0x7fc00000u | (half & 0x3ffu) << 13);
+    return x;
 #else
     return amp_f32_from_f16(half);
 #endif
@@ -507,23 +507,13 @@ __device__ __forceinline__ uint32_t ampc_pair(float low, float high, amp_dtype d
     return ampc_bf16_bits(low) | (uint32_t)ampc_bf16_bits(high) << 16;
 #endif
 }
-__device__ __forceinline__ float ampc_half_value(uint16_t half) {
-#if defined(__CUDA_ARCH__)
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
-    return x;
-#else
-    return amp_f32_from_f16(half);
-#endif
-}
-
 template <int V> __device__ __forceinline__ void ampc_widen(const uint4 &raw, amp_dtype dtype, float *x) {
     if (V < 8 && dtype == AMP_F32) {
         AMPC_UNROLL
         for (int i = 0; i < V; i++) x[i] = ampi_f32_of_bits(ampc_word(raw, i & 3));
     } else if (dtype == AMP_F16) {
         AMPC_UNROLL
-        for (int i = 0; i < V; i++) x[i] = ampc_half_value((uint16_t)(ampc_word(raw, i / 2) >> 16 * (i & 1)));
+        for (int i = 0; i < V; i++) x[i] = ampc_f16_value((uint16_t)(ampc_word(raw, i / 2) >> 16 * (i & 1)));
     } else {
         AMPC_UNROLL
         for (int i = 0; i < V; i++)
@@ -1459,9 +1449,12 @@ template <int M, int BIAS, uint32_t LARGEST> __device__ __forceinline__ uint8_t 
     return (uint8_t)((bits >> 24 & 0x80u) | r);
 }
 
-/* The fp32 pattern of a stored number. */
+/* The fp32 pattern of a stored number, with NaN's payload. */
 __device__ __forceinline__ uint32_t ampc_pattern(float x) { return ampi_bits_f32(x); }
-__device__ __forceinline__ uint32_t ampc_pattern(ampc_f16 x) { return ampi_bits_f32(ampc_f16_value(x.bits)); }
+__device__ __forceinline__ uint32_t ampc_pattern(ampc_f16 x) {
+    uint32_t bits = ampi_bits_f32(ampc_f16_value(x.bits));
+    return (x.bits & 0x7fffu) <= 0x7c00u ? bits : (x.bits & 0x8000u) << 16 | 0x7fc00000u | (x.bits & 0x3ffu) << 13;
+}
 __device__ __forceinline__ uint32_t ampc_pattern(ampc_bf16 x) { return (uint32_t)x.bits << 16; }
 __device__ __forceinline__ uint32_t ampc_pattern(ampc_e4m3 x) { return ampi_bits_of_e4m3(x.bits); }
 __device__ __forceinline__ uint32_t ampc_pattern(ampc_e5m2 x) { return ampi_bits_of_f16((uint16_t)(x.bits << 8)); }
@@ -2480,6 +2473,16 @@ template <class I> __device__ __forceinline__ const void *ampc_within(const void
 }
 template <class I> __device__ __forceinline__ void *ampc_within(void *row, amp_dtype dtype, I at) {
     return (char *)row + at * (dtype == AMP_F32 ? 4 : 2);
+}
+
+/* Element i. */
+__device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
+    float x;
+    ampc_widen<1>(ampc_piece_get<1>(ampc_within(p, dtype, i), dtype), dtype, &x);
+    return x;
+}
+__device__ __forceinline__ void ampc_put_stored(void *p, amp_dtype dtype, int64_t i, float x) {
+    ampc_piece_put<1>(ampc_within(p, dtype, i), dtype, ampc_narrow<1>(&x, dtype));
 }
 
 /* The piece at `at` of a row that ends at `end`, a multiple of V; beyond it 0 (reads) or nothing (writes). */
@@ -3910,15 +3913,6 @@ struct ampc_running {
     }
 };
 
-__device__ __forceinline__ float ampc_logit(const void *row, amp_dtype dtype, int64_t at) {
-    float x[1];
-    ampc_widen<1>(ampc_piece_get<1>(ampc_within(row, dtype, at), dtype), dtype, x);
-    return x[0];
-}
-__device__ __forceinline__ void ampc_logit_put(void *row, amp_dtype dtype, int64_t at, float x) {
-    ampc_piece_put<1>(ampc_within(row, dtype, at), dtype, ampc_narrow<1>(&x, dtype));
-}
-
 /* What a block knows of its row. */
 struct ampc_logit_row {
     const void *from;
@@ -3935,7 +3929,7 @@ template <int V> __device__ __forceinline__ ampc_logit_row ampc_logits_of(const 
     ampc_logit_row r = {ampc_row(a.logits, row), a.dlogits.data ? ampc_row(a.dlogits, row) : NULL, memory, a.labels[row],
                         0, 0, 0.0f, 0.0f, 1.0f};
     if (r.label == a.ignore_index) r.label = -1;
-    else r.at_label = ampc_logit(r.from, a.logits.dtype, r.label);
+    else r.at_label = ampc_stored(r.from, a.logits.dtype, r.label);
     r.head = (int)((0 - (uintptr_t)r.from / (a.logits.dtype == AMP_F32 ? 4 : 2)) % V);
     if (r.head > a.classes) r.head = a.classes;
     r.edge = r.head + (a.classes - r.head) / V * V;
@@ -3964,7 +3958,7 @@ __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entro
         }
     }
     for (int64_t k = threadIdx.x; k < outside; k += blockDim.x) {
-        float x[1] = {ampc_logit(r.from, dtype, r.outside(k))};
+        float x[1] = {ampc_stored(r.from, dtype, r.outside(k))};
         found.add(x, smooth);
     }
     return found;
@@ -3999,18 +3993,18 @@ __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &
     for (int64_t k = threadIdx.x; k < outside; k += blockDim.x) {
         int64_t at = r.outside(k);
         float g = 0.0f;
-        if (at < a.classes) g = ampc_fma(ampc_exp_below(ampc_logit(r.from, dtype, at), r.max), slope, share);
-        ampc_logit_put(r.to, to_dtype, at, g);
+        if (at < a.classes) g = ampc_fma(ampc_exp_below(ampc_stored(r.from, dtype, at), r.max), slope, share);
+        ampc_put_stored(r.to, to_dtype, at, g);
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
-    ampc_logit_put(r.to, to_dtype, r.label, ampc_mul(scale, ampc_exp_below(r.at_label, r.max) / r.sum + less));
+    ampc_put_stored(r.to, to_dtype, r.label, ampc_mul(scale, ampc_exp_below(r.at_label, r.max) / r.sum + less));
 }
 template <int V> __device__ __forceinline__ void ampc_logits_clear(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
     int64_t at, outside = r.head + a.dlogits.cols - r.edge;
     for (at = r.head + (int64_t)threadIdx.x * V; at < r.edge; at += (int64_t)blockDim.x * V)
         ampc_piece_put<V>(ampc_within(r.to, a.dlogits.dtype, at), a.dlogits.dtype, uint4{0, 0, 0, 0});
-    for (at = threadIdx.x; at < outside; at += blockDim.x) ampc_logit_put(r.to, a.dlogits.dtype, r.outside(at), 0.0f);
+    for (at = threadIdx.x; at < outside; at += blockDim.x) ampc_put_stored(r.to, a.dlogits.dtype, r.outside(at), 0.0f);
 }
 
 /* In a row with NaN, with +inf or with nothing but -inf some x - max is NaN, and so are loss and gradient. */
@@ -4473,15 +4467,6 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
 
 enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 3 };
 
-__device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
-    if (dtype == AMP_F16) return ampc_float(((const ampc_f16 *)p)[i]);
-    return dtype == AMP_BF16 ? ampc_float(((const ampc_bf16 *)p)[i]) : ((const float *)p)[i];
-}
-__device__ __forceinline__ void ampc_put_stored(void *p, amp_dtype dtype, int64_t i, float x) {
-    if (dtype == AMP_F16) ampc_put((ampc_f16 *)p + i, x);
-    else if (dtype == AMP_BF16) ampc_put((ampc_bf16 *)p + i, x);
-    else ((float *)p)[i] = x;
-}
 __device__ __forceinline__ float ampc_rounded(float x, amp_dtype compute) {
     switch (compute) {
         case AMP_F16: return ampc_f16_value(ampc_f16_bits(x));
@@ -6256,7 +6241,7 @@ template <int D, bool BF16> struct ampc_flash_part {
         const uint16_t *p = (const uint16_t *)row + threadIdx.x % 32 * (D / 32);
         AMPC_UNROLL
         for (int i = 0; i < D / 32; i++)
-            if (i < count(dim)) x[i] = BF16 ? amp_f32_from_bf16(p[i]) : ampc_half_value(p[i]);
+            if (i < count(dim)) x[i] = BF16 ? amp_f32_from_bf16(p[i]) : ampc_f16_value(p[i]);
     }
     __device__ __forceinline__ float dot(const ampc_flash_part &y) const {
         float sum = 0.0f;
@@ -6288,7 +6273,7 @@ __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, floa
 
 /* The row `mine` of the results; stats of queries, in TO_KEYS of the others, else of this one. */
 template <ampc_flash_pass PASS, int D, bool BF16>
-__device__ __forceinline__ void ampc_flash_again(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
+__device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
                                                  int mine, const float2 *stats) {
     const ampc_flash_place &p = sweep.place;
     typedef ampc_flash_part<D, BF16> part;
@@ -6326,7 +6311,7 @@ template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float
 /* Raw scores become exp(scaled score - running maximum); o and the sums shrink when it grows (Milakov and Gimelshein
    2018).  `max` are maxima of raw scores; a row that saw nothing yet has -inf, and its weights are 0. */
 template <int D, int M, int N>
-__device__ __forceinline__ void ampc_flash_soften(float (&s)[M][N][4], float scale, float (&max)[M][2], float (&sum)[M][2],
+__device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], float scale, float (&max)[M][2], float (&sum)[M][2],
                                                   float (&o)[M][D / 8][4]) {
     float factor[M][2];
     bool grown = false;
@@ -6380,7 +6365,7 @@ __device__ __forceinline__ void ampc_flash_soften(float (&s)[M][N][4], float sca
 /* Sums become what o is multiplied by, and `max` what ampc_flash_power takes; the log-sum-exp of rows below `left` goes to
    lse, if there is one. */
 template <int M>
-__device__ __forceinline__ void ampc_flash_finish(const ampc_flash_call &a, float (&max)[M][2], float (&sum)[M][2], float *lse, int left) {
+__device__ __forceinline__ void ampc_flash_normalise(const ampc_flash_call &a, float (&max)[M][2], float (&sum)[M][2], float *lse, int left) {
     int lane = (int)threadIdx.x % 32;
     AMPC_UNROLL
     for (int m = 0; m < M; m++) {
@@ -6398,7 +6383,7 @@ __device__ __forceinline__ void ampc_flash_finish(const ampc_flash_call &a, floa
     }
 }
 
-/* What each row's weights are computed from, for ampc_flash_again. */
+/* What each row's weights are computed from, for ampc_flash_recompute_row. */
 template <int M> __device__ __forceinline__ void ampc_flash_note(float2 *scratch, const float (&shift)[M][2], const float (&inverse)[M][2]) {
     int lane = (int)threadIdx.x % 32;
     __syncwarp();
@@ -6416,11 +6401,11 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
     int64_t head = (int64_t)sweep.place.b * a.heads + sweep.place.h;
     float2 *notes = (float2 *)(scratch + mine * 2 * D);
     if (left <= 0) return;
-    ampc_flash_finish(a, max, sum, a.lse ? a.lse + head * a.queries + own : NULL, left);
+    ampc_flash_normalise(a, max, sum, a.lse ? a.lse + head * a.queries + own : NULL, left);
     ampc_tile_write<D, BF16>(o, sum, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
     if (!a.hides || !ampc_has_nan(o)) return;
     ampc_flash_note(notes, max, sum);
-    for (int i = 0; i < min(left, 16 * M); i++) ampc_flash_again<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
+    for (int i = 0; i < min(left, 16 * M); i++) ampc_flash_recompute_row<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
 }
 
 #endif /* AMPC_TENSOR_CORES */
@@ -6465,7 +6450,7 @@ ampc_flash_rows(ampc_flash_call a) {
             if (state == AMPC_HIDDEN) continue;
             ampc_tile_scores<D, BF16>(s, q, k);
             if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, j + c, s, s, lowest);
-            ampc_flash_soften<D>(s, a.scale, max, sum, o);
+            ampc_flash_online_softmax<D>(s, a.scale, max, sum, o);
             ampc_tile_weigh<D, BF16>(o, s, k + half / 2);
         }
         turn ^= 1;
@@ -6480,31 +6465,37 @@ ampc_flash_rows(ampc_flash_call a) {
 /* ---- Backward.  With s the raw scores and lse in powers of 2: p = 2^(scale s - lse) (ampc_flash_power), ds = p (do v^T - delta), delta = the
    sum of do o over a row; dv = p^T do, dk = factor ds^T q, dq = factor ds k. */
 
-/* lse and delta of all queries.  Those that see nothing, and those that fill up a head's rows, get lse = infinity, which
-   makes their p and ds 0.  A row is D / 8 threads'. */
-template <int D>
-__global__ void __launch_bounds__(256) ampc_flash_delta(ampc_flash_call a, ampc_flash_operand o, ampc_flash_operand d_o, float2 *stats) {
-    const int pieces = D / 8;
-    const amp_dtype dtype = a.bf16 ? AMP_BF16 : AMP_F16;
-    int64_t rows = a.all_heads * a.padded;
-    for (int64_t row = ((int64_t)blockIdx.x * 256 + threadIdx.x) / pieces; row < rows; row += (int64_t)gridDim.x * (256 / pieces)) {
-        int64_t head = row / a.padded, i = row - head * a.padded;
-        const ampc_flash_place p = {(int)(head / a.heads), (int)(head % a.heads), 0};
-        int piece = (int)threadIdx.x % pieces;
-        float x[8] = {}, y[8] = {}, sum = 0.0f, lse = ampi_f32_of_bits(0xff800000u);
-        if (i < a.queries) lse = a.lse[head * a.queries + i];
-        if (i < a.queries && 8 * piece < a.dim) {
-            ampc_widen<8>(ampc_get16<AMPC_KEEP>(o.at(p, i) + 16 * piece), dtype, x);
-            ampc_widen<8>(ampc_get16<AMPC_KEEP>(d_o.at(p, i) + 16 * piece), dtype, y);
+/* lse and delta of all queries, LANES threads to a row, V numbers at a time: for the tensor cores 8, and lse as they take it.  Those that see nothing, and those that
+   fill up a head's rows, get lse = infinity, which makes their p and ds 0. */
+template <int V, int LANES> __global__ void __launch_bounds__(256)
+ampc_attention_delta(amp_k_attention a, ampc_divisor padded, ampc_divisor heads, float2 *stats) {
+    int64_t rows = a.batch * a.heads * padded.d;
+    for (int64_t row = ((int64_t)blockIdx.x * 256 + threadIdx.x) / LANES; row < rows; row += (int64_t)gridDim.x * (256 / LANES)) {
+        int64_t i, h, head = ampc_divide(row, padded, &i), b = ampc_divide(head, heads, &h);
+        int64_t o = b * a.o_stride[0] + i * a.o_stride[1] + h * a.o_stride[2];
+        int64_t d_o = b * a.do_stride[0] + i * a.do_stride[1] + h * a.do_stride[2];
+        float sum = 0.0f, lse = i < a.queries ? a.lse[head * a.queries + i] : ampi_f32_of_bits(0xff800000u);
+        for (int64_t d = threadIdx.x % LANES * V; i < a.queries && d < a.dim; d += LANES * V) {
+            float x[V], y[V];
+            ampc_widen<V>(ampc_piece_get<V>(ampc_within(a.o, a.dtype, o + d), a.dtype), a.dtype, x);
+            ampc_widen<V>(ampc_piece_get<V>(ampc_within(a.d_o, a.dtype, d_o + d), a.dtype), a.dtype, y);
+            AMPC_UNROLL
+            for (int e = 0; e < V; e++) sum = ampc_fma(a.compute == a.dtype ? y[e] : ampc_rounded(y[e], a.compute), x[e], sum);
         }
         AMPC_UNROLL
-        for (int e = 0; e < 8; e++) sum = ampc_fma(x[e], y[e], sum);
-        AMPC_UNROLL
-        for (int step = pieces / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        for (int step = LANES / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
         if (ampi_bits_f32(lse) == 0xff800000u) lse = ampi_f32_of_bits(0x7f800000u);
         float power = ampc_mul(lse, AMPC_LOG2_E);
-        if (piece == 0) stats[row] = float2{fabsf(power) < AMPC_FLASH_STEEP ? power : 2.0f * lse, sum};
+        if (V > 1) lse = fabsf(power) < AMPC_FLASH_STEEP ? power : 2.0f * lse;
+        if (threadIdx.x % LANES == 0) stats[row] = float2{lse, sum};
     }
+}
+
+template <int V, int LANES>
+amp_result ampc_attention_stats(ampc_device *dev, const amp_k_attention &a, int64_t padded, float2 *stats, void *stream) {
+    return ampc_launch(dev, "amp_attention_backward", ampc_attention_delta<V, LANES>,
+                       ampc_grid(dev, ampc_blocks(a.batch * a.heads * padded, 256 / LANES), 8), 256, 0, stream, a, padded, a.heads,
+                       stats);
 }
 
 #if AMPC_TENSOR_CORES
@@ -6566,7 +6557,7 @@ __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a
     if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
     __syncwarp();
     for (int i = own; i < own + min(left, 16 * M); i++)
-        ampc_flash_again<PASS, D, BF16>(a, sweep, i, KEYS ? stats : stats + i);
+        ampc_flash_recompute_row<PASS, D, BF16>(a, sweep, i, KEYS ? stats : stats + i);
 }
 
 #endif /* AMPC_TENSOR_CORES */
@@ -6757,8 +6748,7 @@ amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &a, void 
     return ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
         float2 *stats = (float2 *)scratch.data;
-        AMPC_TRY(ampc_launch(dev, name, ampc_flash_delta<K::d>, ampc_grid(dev, ampc_blocks(rows * K::d, 2048), 8), 256, 0, stream,
-                             call, ampc_flash_operand_of(a.o, a.o_stride), call.own[1], stats));
+        AMPC_TRY((ampc_attention_stats<8, K::d / 8>(dev, a, call.padded, stats, stream)));
         AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::bf16>(dev, a, stream, bits, stats)));
         return ampc_flash_gradient<AMPC_TO_QUERIES, K::d, K::bf16>(dev, a, stream, bits, stats);
     });
@@ -6813,21 +6803,20 @@ __device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, i
     __syncthreads();
 }
 
-/* The queries from `query` on; those beyond the last see nothing.  Backward: lse is +inf where nothing is seen, so that
-   every probability is 0. */
-__device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, int64_t query, const float *delta,
+/* The queries from `query` on; those beyond the last see nothing. */
+__device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, int64_t query, const float2 *stats,
                                                     ampc_attention_scratch *scratch) {
     const ampc_attention_item &item = scratch->item;
     if (threadIdx.x < AMPC_GEMM_TILE) {
-        int64_t q = query + threadIdx.x, row = (item.b * a.heads + item.h) * a.queries + q;
+        int64_t q = query + threadIdx.x;
         ampc_sight blind = {{0, INT64_MAX, 0}, 0, NULL, 0, NULL};
         bool live = q < a.queries;
-        scratch->sights[threadIdx.x] = live ? ampc_sight_of(a.mask, item.b, item.h, q, a.queries, a.keys) : blind;
-        if (delta != NULL) {
-            float lse = live ? a.lse[row] : 0.0f;
-            scratch->lse[threadIdx.x] = ampi_bits_f32(lse) == 0xff800000u ? -lse : lse;
-            scratch->delta[threadIdx.x] = live ? delta[row] : 0.0f;
+        if (stats != NULL) {
+            const float2 stat = live ? stats[(item.b * a.heads + item.h) * a.queries + q] : float2{0.0f, 0.0f};
+            scratch->lse[threadIdx.x] = stat.x;
+            scratch->delta[threadIdx.x] = stat.y;
         }
+        scratch->sights[threadIdx.x] = live ? ampc_sight_of(a.mask, item.b, item.h, q, a.queries, a.keys) : blind;
     }
     __syncthreads();
 }
@@ -6924,7 +6913,7 @@ __device__ __forceinline__ void ampc_attention_store(const amp_k_attention &a, c
    exp(old m - m): the running softmax of Milakov and Gimelshein 2018. */
 
 /* The running softmax of a thread's four rows.  The maximum is that of the row, the sum that of the thread's keys. */
-struct ampc_row_softmax {
+struct ampc_online_softmax {
     float max[4], sum[4];
     /* Scores become weights; hidden ones 0. */
     __device__ __forceinline__ void add(float (&s)[4][4], unsigned seen, float scale, float (&rescale)[4]) {
@@ -6964,7 +6953,7 @@ ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
     const ampc_span &reach = scratch->reach;
     for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
         const float lowest = ampi_f32_of_bits(0xff800000u);
-        ampc_row_softmax running = {{lowest, lowest, lowest, lowest}, {0.0f, 0.0f, 0.0f, 0.0f}};
+        ampc_online_softmax running = {{lowest, lowest, lowest, lowest}, {0.0f, 0.0f, 0.0f, 0.0f}};
         float sum[N][4][4] = {};
         ampc_attention_begin<N>(a, number, groups, tiles, true, scratch);
         ampc_attention_open(a, item.i0, NULL, scratch);
@@ -6997,22 +6986,6 @@ ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
 /* ---- Backward, with s the scaled scores: p = exp(s - lse), dp = do v^T, delta = sum over d of do o, ds = p (dp - delta);
    dq = scale ds k, dk = scale ds^T q, dv = p^T do.  One kernel owns queries and sums dq, or owns keys and sums dk and dv. */
 
-/* delta[batch, heads, queries]: a warp for each row. */
-__global__ void __launch_bounds__(256) ampc_attention_delta_kernel(amp_k_attention a, float *delta) {
-    int64_t rows = a.batch * a.heads * a.queries;
-    for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += (int64_t)gridDim.x * 8) {
-        int64_t head = row / a.queries, query = row - head * a.queries;
-        const ampc_attention_item item = {head / a.heads, head % a.heads, 0, 0};
-        int64_t o = ampc_head_at(item, a.o_stride) + query * a.o_stride[1];
-        int64_t d_o = ampc_head_at(item, a.do_stride) + query * a.do_stride[1];
-        float sum = 0.0f;
-        for (int64_t d = threadIdx.x % 32; d < a.dim; d += 32)
-            sum = ampc_fma(ampc_rounded(ampc_stored(a.d_o, a.dtype, d_o + d), a.compute), ampc_stored(a.o, a.dtype, o + d), sum);
-        sum = ampc_warp_sum(sum);
-        if (threadIdx.x % 32 == 0) delta[row] = sum;
-    }
-}
-
 /* Scores become p, and dp becomes ds; hidden ones 0. */
 template <bool KEYS>
 __device__ __forceinline__ void ampc_attention_slopes(float (&s)[4][4], float (&dp)[4][4], unsigned seen, float scale,
@@ -7028,7 +7001,7 @@ __device__ __forceinline__ void ampc_attention_slopes(float (&s)[4][4], float (&
 }
 
 template <int N, bool KEYS> __global__ void __launch_bounds__(256, KEYS && N > 1 ? 1 : AMPC_ATTENTION_PER_SM)
-ampc_attention_gradient_kernel(amp_k_attention a, const float *delta, int64_t tiles, int64_t groups) {
+ampc_attention_gradient_kernel(amp_k_attention a, const float2 *stats, int64_t tiles, int64_t groups) {
     AMPC_SHARED(ampc_attention_scratch, scratch, 1);
     const bool masked = ampc_mask_hides(a.mask);
     const ampc_attention_item &item = scratch->item;
@@ -7037,7 +7010,7 @@ ampc_attention_gradient_kernel(amp_k_attention a, const float *delta, int64_t ti
         float first[N][4][4] = {}, second[KEYS ? N : 1][4][4] = {};         /* dq; or dk and dv */
         ampc_attention_begin<N>(a, number, groups, tiles, !KEYS, scratch);
         if (!KEYS) {
-            ampc_attention_open(a, item.i0, delta, scratch);
+            ampc_attention_open(a, item.i0, stats, scratch);
             ampc_attention_reach(scratch);
         }
         for (int64_t other = 0; KEYS ? other < a.queries : other < reach.first || other < reach.high; other += AMPC_GEMM_TILE) {
@@ -7047,7 +7020,7 @@ ampc_attention_gradient_kernel(amp_k_attention a, const float *delta, int64_t ti
             const ampc_operand d_o = ampc_head_rows(a, item, a.d_o, a.do_stride, a.queries);
             float s[4][4], dp[4][4];
             if (!KEYS && other >= reach.first && other + AMPC_GEMM_TILE <= reach.low) continue;
-            if (KEYS) ampc_attention_open(a, other, delta, scratch);
+            if (KEYS) ampc_attention_open(a, other, stats, scratch);
             unsigned seen = ampc_attention_look<KEYS>(scratch, KEYS ? item.i0 : other);
             if (!__syncthreads_or(seen != 0)) continue;
             ampc_attention_sum(a, KEYS ? k : q, item.i0, KEYS ? q : k, other, scratch, s);
@@ -7082,20 +7055,15 @@ template <int N> amp_result ampc_attention_as(ampc_device *dev, const amp_k_atte
     });
 }
 
-template <int N> amp_result ampc_attention_gradients_as(ampc_device *dev, const amp_k_attention *a, const float *delta, void *stream) {
+template <int N> amp_result ampc_attention_gradients_as(ampc_device *dev, const amp_k_attention *a, const float2 *stats, void *stream) {
     const char *name = "amp_attention_backward";
     amp_result result = ampc_attention_launch(dev, a, a->queries, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
-        return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, false>, grid, 256, 0, stream, *a, delta, tiles, groups);
+        return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, false>, grid, 256, 0, stream, *a, stats, tiles, groups);
     });
     if (result != AMP_OK) return result;
     return ampc_attention_launch(dev, a, a->keys, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
-        return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, true>, grid, 256, 0, stream, *a, delta, tiles, groups);
+        return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, true>, grid, 256, 0, stream, *a, stats, tiles, groups);
     });
-}
-
-amp_result ampc_attention_delta(ampc_device *dev, const amp_k_attention *a, float *delta, void *stream) {
-    return ampc_launch(dev, "amp_attention_backward", ampc_attention_delta_kernel,
-                       ampc_grid(dev, ampc_blocks(a->batch * a->heads * a->queries, 8), 8), 256, 0, stream, *a, delta);
 }
 
 /* One of q, k and v, cut if it is to be. */
@@ -7137,13 +7105,13 @@ amp_result ampc_attention_backward(void *device, const amp_k_attention *given, v
     ampc_attention_operands operands(dev, *given, stream);
     const amp_k_attention *a = &operands.a;
     int64_t rows = a->batch * a->heads * a->queries;
-    ampc_scratch delta(dev, stream);
+    ampc_scratch stats(dev, stream);
     AMPC_TRY(operands.cut(dev, stream));
     if (ampc_flash_serves(dev, *a)) return ampc_flash_backward(dev, *a, stream);
-    if (rows > 0) AMPC_TRY(delta.get((size_t)rows * sizeof(float), "amp_attention_backward"));
-    AMPC_TRY(ampc_attention_delta(dev, a, (float *)delta.data, stream));
-    return a->dim <= AMPC_GEMM_TILE ? ampc_attention_gradients_as<1>(dev, a, (const float *)delta.data, stream)
-                                    : ampc_attention_gradients_as<2>(dev, a, (const float *)delta.data, stream);
+    if (rows > 0) AMPC_TRY(stats.get((size_t)rows * sizeof(float2), "amp_attention_backward"));
+    AMPC_TRY((ampc_attention_stats<1, 32>(dev, *a, a->queries, (float2 *)stats.data, stream)));
+    return a->dim <= AMPC_GEMM_TILE ? ampc_attention_gradients_as<1>(dev, a, (const float2 *)stats.data, stream)
+                                    : ampc_attention_gradients_as<2>(dev, a, (const float2 *)stats.data, stream);
 }
 
 /* ==== Large shared memory =========================================================================== */

@@ -502,7 +502,7 @@ static void check_on_tensor_cores(problem p) {
     long before = CUDA_IS_MODEL ? coc_kernel_launches("ampc_flash") : 0;
     p.scale = fabsf(p.scale);
     check_problem(p);
-    if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_flash") - before, 5 * (p.mask.kind.kind == AMP_MASK_ARBITRARY ? 6 : 4));
+    if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_flash") - before, 5 * (p.mask.kind.kind == AMP_MASK_ARBITRARY ? 5 : 3));
 }
 
 CUDA_TEST(tensor_cores) {
@@ -603,7 +603,7 @@ CUDA_TEST(shared_memory_is_allowed_at_open) {
     cuda_side gpu(amp_cuda());
     coc_reset_counts();
     p.run(gpu, &out);
-    CHECK(coc_kernel_launches("ampc_flash") == 4);
+    CHECK(coc_kernel_launches("ampc_flash") == 3);
     CHECK_EQ(coc_calls("cudaFuncGetAttributes") + coc_calls("cudaFuncSetAttribute"), 0);
 }
 

@@ -1785,6 +1785,7 @@ int main(int argc, char **argv) {
     RUN(arena);
     RUN(arena_full);
     RUN(callbacks);
+    RUN(crooked_memory_is_refused);
     RUN(streams_and_events);
     RUN(casts);
     RUN(casts_stochastic);
