@@ -998,7 +998,9 @@ AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op
 /* sum = x + residual; y = norm(sum) weight + bias.  x, residual, sum, y [rows, cols]; weight, bias [cols], each may be
    NULL.  Without a residual, leave residual and sum empty.  sum may be x or residual.
    Backward: dx is the gradient of x, and of residual.  dsum, if given, is added: the gradient of sum's other uses; it
-   may be dx. */
+   may be dx.  dx_low, if given, is dx again in 16 bits: the .dy of the linear layer whose output was added to the
+   residual, in the dtype that layer computes in, so that nothing is cast.
+   Errors: backward AMP_ERR_DTYPE dx_low is not fp16 or bf16, or dx not fp32. */
 typedef struct amp_norm_op {
     const char *layer;
     amp_tensor x, residual, sum, y;
@@ -1008,6 +1010,7 @@ typedef struct amp_norm_op {
     float *mean, *rstd;         /* [rows], written in inference too; mean: layernorm only */
     amp_plan plan;
     amp_tensor dy, dsum, dx;
+    amp_tensor dx_low;          /* may be empty */
 } amp_norm_op;
 AMP_API amp_result amp_layernorm(amp_context *amp, amp_norm_op *op);
 AMP_API amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op);
@@ -1413,14 +1416,15 @@ AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer);
 /* A captured graph (CUDA graphs): calls between begin and end are recorded instead of done, and each launch does all
    of them at the cost of one.  A whole step can be captured, dynamic loss scaling included:
 
-       step once as usual;                         (creates buffers, masks and plans)
+       step once as usual;                         (creates buffers, masks, casts and plans)
        amp_graph_begin(amp); forward; backward; amp_step; amp_graph_end(amp, &graph);
        then each step: amp_loader_next; amp_copy of the batch into the captured buffers;
                        amp_optimizer_set_lr; amp_graph_launch(graph); amp_step_result_next;
 
    The bits are those of the same calls without a graph: learning rate, loss scale, step count and random offsets are
    read from device memory.  Nothing in between may wait for the device, accumulation cycles must be whole, and a check
-   needs its step or update.  Copies in the cast and mask caches stay while a graph lives.  A graph holds the dtype,
+   needs its step or update.  Copies in the cast and mask caches stay while a graph lives; before
+   it runs, a launch casts anew what amp_param_changed was called for.  A graph holds the dtype,
    overrides, seed, pointers, shapes, and all settings of optimizer and scaler but learning rate and scale: launching
    it after any of them changed returns AMP_ERR_GRAPH.  Destroy graphs before the optimizers they step, and before the
    context.  After a failed end nothing was done or changed.  Closing the context drops an open capture.
@@ -2626,6 +2630,7 @@ typedef struct amp_k_gemm {
     int64_t stride_a, stride_b, stride_c;
     float alpha, beta;
     const void *bias; amp_dtype bias_dtype;  /* [n], added to every row; may be NULL */
+    const void *bias_copy;      /* bias in c_dtype, for kernels that would cast it; may be NULL */
     amp_activation_kind act;    /* NONE, GELU, GELU_ERF or RELU */
     void *pre; amp_dtype pre_dtype; int64_t ld_pre;  /* if given, receives the input of act */
     const void *packed_b;       /* b as gemm_pack made it, or NULL; b is valid too */
@@ -2677,6 +2682,7 @@ typedef struct amp_k_norm {
     float *mean, *rstd;         /* [rows]; RMSNorm does not use mean */
     /* backward: x is the normalised sum; dx = gradient of that sum (+ dsum if given) */
     amp_mat dy, dsum, dx;       /* dsum.data may be NULL, and may be dx */
+    amp_mat dx_low;             /* fp16 or bf16: an fp32 dx, rounded; data may be NULL */
     amp_k_gradient dweight, dbias;  /* [cols] */
 } amp_k_norm;
 
@@ -2805,13 +2811,15 @@ typedef struct amp_k_check {
     amp_k_grad_stats *found;    /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
 } amp_k_check;
 
-/* By ampi_adamw_row and ampi_sgd_row.  Weight and master are written in one pass. */
+/* By ampi_adamw_row and ampi_sgd_row.  Weight and master, or an fp32 weight and its copy, are written in one pass. */
 typedef struct amp_k_adamw {
     const amp_k_tensor *table; int64_t tensors;
     const amp_k_grad_stats *found;
     double beta1, beta2, eps;
     uint64_t seed;              /* of stochastic rounding */
     int32_t maximize, reserved;
+    const amp_range *copies;    /* device: of each row, its fp16 or bf16 copy, or data NULL; NULL: there are none */
+    int64_t *new_inf;           /* device: += finite weights that become infinite in copies */
 } amp_k_adamw;
 
 typedef struct amp_k_sgd {
@@ -2820,6 +2828,7 @@ typedef struct amp_k_sgd {
     double momentum, dampening;
     uint64_t seed;
     int32_t nesterov, maximize;
+    const amp_range *copies; int64_t *new_inf;  /* as in amp_k_adamw */
 } amp_k_sgd;
 
 /* data *= *factor, in fp32 (fp64 in fp64), rounded once. */
@@ -8256,6 +8265,7 @@ static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float 
         dsum = ampi_row_in(ampi_mat_at(&a->dsum, row, 0), a->dsum.dtype, n, scratch + 2 * job->stride, path);
     job->vec->norm_dx(x, dy, job->weight, dsum, mean, a->rstd[row], means, dx, n);
     ampi_row_done(to, a->dx.dtype, n, dx, path);
+    if (a->dx_low.data) ampi_convert_fast(ampi_mat_at(&a->dx_low, row, 0), a->dx_low.dtype, dx, AMP_F32, n, path);
 }
 
 /* sums[2, stride] = dweight and dbias of rows begin to end */
@@ -8903,9 +8913,18 @@ static void ampi_update_out(const ampi_update *x, const amp_k_tensor *row, uint6
     if (rounded && x->v != NULL) vec->bf16_stochastic(ampi_at_mut(row->v, AMP_BF16, first), x->v, n, random, 16);
 }
 
+/* Elements of a row's copy. */
+static void ampi_copy_out(const amp_range *copies, int64_t row, int64_t *new_inf, const float *w, int64_t first, int64_t n) {
+    int64_t found = 0;
+    if (copies == NULL || copies[row].data == NULL) return;
+    (void)amp_convert(ampi_at_mut(copies[row].data, copies[row].dtype, first), copies[row].dtype, w, AMP_F32, n, NULL, &found);
+    __atomic_fetch_add(new_inf, found, __ATOMIC_RELAXED);
+}
+
 static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                              int64_t chunk) {
-    ampi_adamw_step step = ampi_adamw_row((const amp_k_adamw *)job->args, row);
+    const amp_k_adamw *args = (const amp_k_adamw *)job->args;
+    ampi_adamw_step step = ampi_adamw_row(args, row);
     int64_t i, k, block = ampi_update_block(row);
     ampi_update x;
     (void)chunk;
@@ -8914,6 +8933,7 @@ static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row,
         ampi_update_in(&x, row, i, k, job->path);
         job->vec->adamw(x.w, x.g, x.m, x.v, k, &step);
         ampi_update_out(&x, row, step.seed, i, k, job->path);
+        ampi_copy_out(args->copies, row - args->table, args->new_inf, x.w, i, k);
     }
 }
 
@@ -8927,7 +8947,8 @@ static amp_result ampi_cpu_adamw(void *dev, const amp_k_adamw *args, void *strea
 
 static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                            int64_t chunk) {
-    ampi_sgd_step step = ampi_sgd_row((const amp_k_sgd *)job->args, row);
+    const amp_k_sgd *args = (const amp_k_sgd *)job->args;
+    ampi_sgd_step step = ampi_sgd_row(args, row);
     int64_t i, k, block = ampi_update_block(row);
     ampi_update x;
     (void)chunk;
@@ -8936,6 +8957,7 @@ static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, i
         ampi_update_in(&x, row, i, k, job->path);
         job->vec->sgd(x.w, x.g, x.m, k, &step);
         ampi_update_out(&x, row, step.seed, i, k, job->path);
+        ampi_copy_out(args->copies, row - args->table, args->new_inf, x.w, i, k);
     }
 }
 
@@ -9144,6 +9166,9 @@ typedef struct ampi_cache_entry {
     ampi_pack_kind kind;
     int users;                      /* calls that are writing or reading it: not evicted meanwhile */
     int writing; pthread_t by;      /* 1: this thread is making it, and others wait for it */
+    int unused;                     /* 1: an optimizer wrote it, and no call has used it since */
+    int recorded;                   /* 1: the graph being captured makes it */
+    int in_graph;                   /* 1: a graph that lives reads it and does not make it: launches want it up to date */
     void *data;
     int64_t bytes, new_inf;         /* new_inf: of this making, where the host sees it at once */
 } ampi_cache_entry;                 /* id 0: dropped, and to be freed after its last user */
@@ -9159,8 +9184,8 @@ typedef struct ampi_mask_entry {
     int64_t bytes;
 } ampi_mask_entry;
 
-/* A registered parameter, and the id that it was given here. */
-typedef struct ampi_known { amp_param *param; uint64_t id; } ampi_known;
+/* A registered parameter, the id that it was given here, and its version when the capture of a graph began last. */
+typedef struct ampi_known { amp_param *param; uint64_t id, captured; } ampi_known;
 
 /* What everything that is created from a context begins with.  Closing the context stops what still lives, the newest first:
    its calls are errors from then on, and destroying it frees the rest.  What others refer to stays until they are gone. */
@@ -9280,18 +9305,31 @@ static uint64_t ampi_settings_version(const amp_context *amp) { return amp->sett
 /* The graph that is being captured, or NULL. */
 static ampi_object *ampi_capture(const amp_context *amp) { return amp->capture; }
 static void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
+    int64_t i;
+    for (i = 0; i < amp->n_params; i++) amp->params[i].captured = amp->params[i].param->version;
     amp->capture = graph;
     amp->graphs++;
     amp->capture_random = amp->random_offset;
 }
-/* Returns how many random numbers the captured work takes; they are not used up. */
+/* Returns how many random numbers the captured work takes; they are not used up.  Casts have only been recorded. */
 static uint64_t ampi_capture_end(amp_context *amp) {
     uint64_t taken = amp->random_offset - amp->capture_random;
+    int64_t i;
+    pthread_mutex_lock(&amp->lock);
+    for (i = 0; i < amp->n_cache; i++)
+        if (amp->cache[i].recorded) { amp->cache[i].version = UINT64_MAX; amp->cache[i].recorded = 0; }
+    pthread_mutex_unlock(&amp->lock);
     amp->random_offset = amp->capture_random;
     amp->capture = NULL;
     return taken;
 }
-static void ampi_graph_left(amp_context *amp) { amp->graphs--; }
+static void ampi_graph_left(amp_context *amp) {
+    int64_t i;
+    if (--amp->graphs > 0) return;
+    pthread_mutex_lock(&amp->lock);
+    for (i = 0; i < amp->n_cache; i++) amp->cache[i].in_graph = 0;
+    pthread_mutex_unlock(&amp->lock);
+}
 /* Where a graph reads its first random offset, and what that is now. */
 static uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
     *offset = amp->random_offset;
@@ -10153,6 +10191,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
         p->place = p;
         p->version = 1;
         p->grad_live = 0;
+        amp->params[amp->n_params].captured = p->version;
         amp->params[amp->n_params].param = p;
         amp->params[amp->n_params++].id = p->id;
     }
@@ -11058,6 +11097,9 @@ static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dty
     at->last_use = ++amp->clock;
     at->writing = at->data == NULL || at->version != p->version || refresh;
     at->by = pthread_self();
+    at->unused = 0;
+    if (amp->capture != NULL && at->writing) at->recorded = 1;
+    else if (amp->capture != NULL && !at->recorded) at->in_graph = 1;
     if (!at->writing) amp->cache_info.hits++;
     at->version = p->version;
     *e = *at;
@@ -11149,6 +11191,64 @@ static void ampi_cache_put(amp_context *amp, const void *data) {
     if (i < amp->n_cache) dropped = --amp->cache[i].users == 0 && amp->cache[i].id == 0;
     ampi_unlock(amp);
     if (dropped) ampi_cache_free_dropped(amp);
+}
+
+/* ---- What an optimizer writes along: of an fp32 weight the copy that is up to date and was used since the last step, or
+   that a graph reads */
+
+/* In use until ampi_copy_end; NULL: there is none. */
+static void *ampi_copy_begin(amp_context *amp, const amp_param *p, amp_dtype *dtype) {
+    ampi_cache_entry *best = NULL;
+    void *data = NULL;
+    int64_t i;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_cache; i++) {
+        ampi_cache_entry *e = &amp->cache[i];
+        if (p->id == 0 || e->id != p->id || e->kind != AMPI_PACK_CAST || e->data == NULL || e->writing) continue;
+        if (e->version != p->version || (e->unused && !e->in_graph)) continue;
+        if (best == NULL || e->in_graph > best->in_graph || (e->in_graph == best->in_graph && e->last_use > best->last_use)) best = e;
+    }
+    if (best != NULL) {
+        best->users++;
+        *dtype = best->dtype;
+        data = best->data;
+    }
+    ampi_unlock(amp);
+    return data;
+}
+/* result: of writing it. */
+static void ampi_copy_end(amp_context *amp, const amp_param *p, const void *data, amp_result result) {
+    int64_t i;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_cache && amp->cache[i].data != data; i++) {}
+    if (i < amp->n_cache) {
+        amp->cache[i].version = result == AMP_OK ? p->version : UINT64_MAX;
+        amp->cache[i].unused = 1;
+    }
+    ampi_unlock(amp);
+    ampi_cache_put(amp, data);
+}
+
+/* Brings up to date what graphs read. */
+static amp_result ampi_copies_refresh(amp_context *amp) {
+    for (;;) {
+        ampi_cache_entry e;
+        amp_param *p = NULL;
+        const void *data = NULL;
+        ampi_cache_use use;
+        int64_t i, j;
+        ampi_lock(amp);
+        for (i = 0; i < amp->n_cache && p == NULL; i++) {
+            e = amp->cache[i];
+            for (j = 0; e.in_graph && j < amp->n_params; j++)
+                if (amp->params[j].id == e.id && amp->params[j].param->version != e.version) p = amp->params[j].param;
+        }
+        ampi_unlock(amp);
+        if (p == NULL) return AMP_OK;
+        AMPI_TRY(ampi_cache_lookup(amp, p, e.dtype, e.kind, 1, 0, &data, &use));
+        if (data == NULL) return ampi_fail(AMP_ERR_STATE, "amp_graph_launch", "called from a callback of the call that is casting %s; it cannot wait for that", p->name);
+        ampi_cache_put(amp, data);
+    }
 }
 
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out) {
@@ -11490,6 +11590,13 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
     return AMP_OK;
 }
 
+/* A 16-bit copy of the bias, where the kernels may want it; ends as the weight's use. */
+static amp_result ampi_linear_bias(amp_context *amp, amp_param *bias, amp_k_gemm *g) {
+    ampi_cache_use use;
+    if (bias == NULL || amp->backend->host_visible || bias->weight.dtype != AMP_F32 || g->c_dtype == AMP_F32) return AMP_OK;
+    return ampi_cache_get(amp, bias, g->c_dtype, AMPI_PACK_CAST, &g->bias_copy, &use);
+}
+
 AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
     const char *f = "amp_linear";
     ampi_places at;
@@ -11522,8 +11629,10 @@ AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
     AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &plan, &g, &held, &use));
     inputs[0] = x.dtype; inputs[1] = op->weight->weight.dtype;
     ampi_tell(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), inputs, 2, &plan, use);
-    result = ampi_product_call(amp, f, &g, ampi_layer_name(op->layer, op->weight), "x", "weight", 1, plan.saturate);
+    result = ampi_linear_bias(amp, op->bias, &g);
+    if (result == AMP_OK) result = ampi_product_call(amp, f, &g, ampi_layer_name(op->layer, op->weight), "x", "weight", 1, plan.saturate);
     ampi_cache_put(amp, held);
+    ampi_cache_put(amp, g.bias_copy);
     if (result == AMP_OK) op->plan = plan;
     return result;
 }
@@ -12149,13 +12258,16 @@ static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_o
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
     AMPI_TRY(ampi_rows_like(f, "dx", &op->dx, "x", &k.x, &k.dx));
     AMPI_TRY(ampi_optional_rows(f, "dsum", &op->dsum, "x", &k.x, &k.dsum));
+    AMPI_TRY(ampi_optional_rows(f, "dx_low", &op->dx_low, "x", &k.x, &k.dx_low));
+    if (k.dx_low.data && (k.dx.dtype != AMP_F32 || k.dx_low.dtype == AMP_F32))
+        return ampi_fail(AMP_ERR_DTYPE, f, ".dx_low is %s beside .dx in %s, must be fp16 or bf16 beside fp32", amp_dtype_name(k.dx_low.dtype), amp_dtype_name(k.dx.dtype));
     at.n = 0;
     if (k.sum.data) ampi_reads(&at, ".sum", &op->sum);
     else ampi_reads(&at, ".x", &op->x);
     ampi_reads_param(&at, ".weight", w); ampi_reads(&at, ".dy", &op->dy); ampi_reads(&at, ".dsum", &op->dsum);
     if (!rms) ampi_reads_array(&at, ".mean", op->mean, k.x.rows * (int64_t)sizeof(float));
     ampi_reads_array(&at, ".rstd", op->rstd, k.x.rows * (int64_t)sizeof(float));
-    ampi_writes_over(&at, ".dx", &op->dx, ".dsum", NULL);
+    ampi_writes_over(&at, ".dx", &op->dx, ".dsum", NULL); ampi_writes(&at, ".dx_low", &op->dx_low);
     ampi_writes_gradient(&at, ".weight->grad", w); ampi_writes_gradient(&at, ".bias->grad", b);
     AMPI_TRY(ampi_check_places(f, &at));
     if (k.sum.data) k.x = k.sum;
@@ -12661,6 +12773,8 @@ struct amp_optimizer {
     amp_param_group *groups; const char **matches; char *text; int64_t text_bytes;
     amp_grad_set *set;
     void *memory;                   /* device: moments and masters of all rows */
+    amp_range *copies, *copy_table; /* of each row, what is written along: the device's table, and what was sent there; count -1: not sent.
+                                       NULL where the host sees the device's memory, and copies are packed */
     amp_k_step_result *ring;            /* device */
     amp_k_step_result *outcomes;        /* the host's copy of it, pinned; record i is complete after events[i] */
     void *events[AMP_STEP_RESULTS];
@@ -12679,6 +12793,7 @@ struct amp_graph {
     uint64_t random;                /* random numbers that a launch takes */
     amp_optimizer **optimizers; int64_t n, capacity;    /* that it steps, each once */
     amp_grad_set **sets; int64_t n_sets, set_capacity;       /* that it checks by amp_scaler_check */
+    ampi_known *changed; int64_t n_changed;     /* parameters whose version the host moved within, `captured` times */
 };
 
 static int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
@@ -13695,12 +13810,15 @@ static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}}
 /* The three arrays a parameter may have. */
 enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
 
+static int64_t *ampi_copies_inf(const amp_optimizer *o) { return o->copy_table != NULL ? &o->amp->cells->new_inf : NULL; }
+
 static amp_result ampi_run_adamw(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream) {
     amp_k_adamw k;
     memset(&k, 0, sizeof k);
     k.table = o->set->table; k.tensors = o->set->n; k.found = o->set->found;
     k.beta1 = o->desc.beta1; k.beta2 = o->desc.beta2; k.eps = o->desc.eps;
     k.maximize = o->desc.maximize; k.seed = o->desc.seed;
+    k.copies = o->copy_table; k.new_inf = ampi_copies_inf(o);
     return backend->adamw(dev, &k, stream);
 }
 
@@ -13710,6 +13828,7 @@ static amp_result ampi_run_sgd(const amp_optimizer *o, const amp_backend *backen
     k.table = o->set->table; k.tensors = o->set->n; k.found = o->set->found;
     k.momentum = o->desc.momentum; k.dampening = o->desc.dampening; k.seed = o->desc.seed;
     k.nesterov = o->desc.nesterov; k.maximize = o->desc.maximize;
+    k.copies = o->copy_table; k.new_inf = ampi_copies_inf(o);
     return backend->sgd(dev, &k, stream);
 }
 
@@ -13904,6 +14023,14 @@ static amp_result ampi_make_masters(amp_optimizer *o) {
     return AMP_OK;
 }
 
+static amp_result ampi_copy_memory(amp_optimizer *o) {
+    int64_t bytes = o->set->n * (int64_t)sizeof *o->copies;
+    if (o->amp->backend->host_visible) return AMP_OK;
+    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_create", (void **)&o->copies, o->set->n, sizeof *o->copies));
+    AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, (void **)&o->copy_table, bytes));
+    return amp_fill(o->amp, o->copy_table, 0, bytes);
+}
+
 static amp_result ampi_result_memory(amp_optimizer *o) {
     void *dev, *stream, *pinned;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
@@ -13924,6 +14051,7 @@ static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
     AMPI_TRY(ampi_optimizer_memory(o));
+    AMPI_TRY(ampi_copy_memory(o));
     AMPI_TRY(ampi_result_memory(o));
     AMPI_TRY(ampi_set_finish(o->set));
     return ampi_make_masters(o);
@@ -13943,6 +14071,8 @@ static void ampi_optimizer_stop(ampi_object *object) {
     if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_STEP_RESULTS * sizeof *o->outcomes);
     amp_free(o->amp, o->ring);
     amp_free(o->amp, o->memory);
+    amp_free(o->amp, o->copy_table);
+    if (o->copies != NULL) ampi_free(s, o->copies, o->set->n, sizeof *o->copies);
     if (o->set != NULL) ampi_object_stop(&o->set->object);
     ampi_free(s, o->groups, o->desc.n_groups, sizeof *o->groups);
     ampi_free(s, (void *)o->matches, o->desc.n_groups, sizeof *o->matches);
@@ -14151,6 +14281,34 @@ static void ampi_weights_changed(const amp_grad_set *set) {
     for (i = 0; i < set->n; i++) if (set->rows[i].live) amp_param_changed(set->params[i]);
 }
 
+/* Copies are in use while a step is on its way to the device; of a captured one, while a launch is. */
+static void ampi_copies_end(amp_optimizer *o, amp_result result) {
+    int64_t i;
+    for (i = 0; o->copies != NULL && ampi_capture(o->amp) == NULL && i < o->set->n; i++)
+        if (o->copies[i].data != NULL) ampi_copy_end(o->amp, o->set->params[i], o->copies[i].data, result);
+}
+static amp_result ampi_copies_begin(amp_optimizer *o) {
+    int changed = 0;
+    int64_t i;
+    amp_result result;
+    if (o->copies == NULL || ampi_capture(o->amp) != NULL) return AMP_OK;
+    for (i = 0; i < o->set->n; i++) {
+        const amp_k_tensor *row = &o->set->rows[i];
+        amp_range was = o->copies[i], *copy = &o->copies[i];
+        memset(copy, 0, sizeof *copy);
+        if (row->live && row->weight_dtype == AMP_F32 && !ampi_settings(o->amp)->disable_cache)
+            copy->data = ampi_copy_begin(o->amp, o->set->params[i], &copy->dtype);
+        changed |= copy->data != was.data || copy->dtype != was.dtype || was.count != 0;
+    }
+    if (!changed) return AMP_OK;
+    result = amp_copy(o->amp, o->copy_table, o->copies, o->set->n * (int64_t)sizeof *o->copies, AMP_COPY_TO_DEVICE);
+    if (result == AMP_OK) return AMP_OK;
+    ampi_copies_end(o, result);
+    memset(o->copies, 0, (size_t)o->set->n * sizeof *o->copies);
+    o->copies[0].count = -1;
+    return result;
+}
+
 /* The stages that amp_optimizer_step and amp_step can start from. */
 static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
     AMPI_TRY(ampi_need_object(function, o, "optimizer"));
@@ -14165,6 +14323,7 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
 static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     amp_scaler *enabled = ampi_enabled(scaler);
     amp_grad_set *set = o->set;
+    amp_result result;
     int64_t i;
     if (set->stage != AMPI_CHECKED) {
         AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, 1));
@@ -14172,8 +14331,11 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have come and gone since the check */
     AMPI_TRY(ampi_count_step(o, enabled));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
-    AMPI_TRY(ampi_run_optimizer(o));
-    ampi_weights_changed(set);
+    AMPI_TRY(ampi_copies_begin(o));
+    result = ampi_run_optimizer(o);
+    if (result == AMP_OK) ampi_weights_changed(set);
+    ampi_copies_end(o, result);
+    AMPI_TRY(result);
     for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
@@ -14296,6 +14458,7 @@ static void ampi_graph_stop(ampi_object *object) {
     for (i = 0; i < graph->n_sets; i++) ampi_object_let_go(&graph->sets[i]->object);
     ampi_free(ampi_context_system(amp), graph->optimizers, graph->capacity, sizeof(void *));
     ampi_free(ampi_context_system(amp), graph->sets, graph->set_capacity, sizeof(void *));
+    ampi_free(ampi_context_system(amp), graph->changed, graph->n_changed, sizeof *graph->changed);
     ampi_graph_left(amp);
 }
 AMP_API void amp_graph_destroy(amp_graph *graph) { if (graph != NULL) ampi_object_destroy(&graph->object); }
@@ -14317,7 +14480,6 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     graph->amp = amp;
     graph->thread = pthread_self();
     graph->settings_version = ampi_settings_version(amp);      /* what changes from here on is only in a part of it */
-    amp_cast_cache_clear(amp);      /* every launch makes its casts anew */
     ampi_capture_begin(amp, &graph->object);
     result = ampi_as(f, backend->graph_begin(dev, stream));
     if (result == AMP_OK) { ampi_object_enlist(&graph->object, NULL); return AMP_OK; }
@@ -14335,6 +14497,23 @@ static amp_result ampi_graph_check(const amp_graph *graph, const char *function)
             return ampi_fail(AMP_ERR_STATE, function, "a set was checked without its amp_scaler_update: a graph holds both");
     for (i = 0; i < graph->n; i++) open |= graph->optimizers[i]->micro > 0 || graph->optimizers[i]->set->stage != AMPI_READY;
     return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open: a graph holds whole steps") : AMP_OK;
+}
+
+/* Notes the parameters that the host's own work in the graph changes, told by amp_param_changed. */
+static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
+    const amp_context *amp = graph->amp;
+    int64_t i, k, r;
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)&graph->changed, amp->n_params, sizeof *graph->changed));
+    graph->n_changed = amp->n_params;
+    for (i = 0; i < amp->n_params; i++) {
+        ampi_known *known = &graph->changed[i];
+        *known = amp->params[i];
+        known->captured = known->param->version - known->captured;
+        for (k = 0; k < graph->n; k++)
+            for (r = 0; r < graph->optimizers[k]->set->n; r++)
+                known->captured -= graph->optimizers[k]->set->params[r] == known->param && graph->optimizers[k]->set->rows[r].live;
+    }
+    return AMP_OK;
 }
 
 /* The set is ready, as if it had not been checked. */
@@ -14369,8 +14548,8 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     if (!pthread_equal(graph->thread, pthread_self())) return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
     graph->random = ampi_capture_end(amp);
     result = backend->graph_end(dev, stream, &graph->exec);
-    amp_cast_cache_clear(amp);      /* what was to be cast has only been recorded */
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
+    if (result == AMP_OK) result = ampi_graph_changes(graph, f);
     graph->object.unfinished = 0;
     if (result == AMP_OK) *out = graph;
     else {
@@ -14396,20 +14575,27 @@ static amp_result ampi_graph_numbers(const amp_graph *graph) {
 static amp_result ampi_graph_launch(amp_graph *graph) {
     void *dev, *stream;
     const amp_backend *backend;
-    int64_t i;
-    AMPI_TRY(ampi_need_object("amp_graph_launch", graph, "graph"));
+    amp_result result = AMP_OK;
+    int64_t i, n;
+    if (graph == NULL) return ampi_fail(AMP_ERR_NULL, "amp_graph_launch", "graph is NULL");
+    AMPI_TRY(ampi_alive(&graph->object, "amp_graph_launch"));
     backend = ampi_backend(graph->amp, &dev, &stream);
     AMPI_TRY(ampi_may_wait(graph->amp));
     if (graph->settings_version != ampi_settings_version(graph->amp))
         return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch", "precision, overrides, seed or settings changed since its capture began");
     AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
     AMPI_TRY(ampi_graph_numbers(graph));
-    AMPI_TRY(backend->graph_launch(dev, graph->exec, stream));
-    ampi_random_advance(graph->amp, graph->random);
-    for (i = 0; i < graph->n; i++) {
-        ampi_weights_changed(graph->optimizers[i]->set);
-        AMPI_TRY(ampi_send_result(graph->optimizers[i]));
+    AMPI_TRY(ampi_copies_refresh(graph->amp));
+    for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_copies_begin(graph->optimizers[n]);
+    if (result == AMP_OK) result = backend->graph_launch(dev, graph->exec, stream);
+    for (i = 0; i < n; i++) {
+        if (result == AMP_OK) ampi_weights_changed(graph->optimizers[i]->set);
+        ampi_copies_end(graph->optimizers[i], result);
     }
+    AMPI_TRY(result);
+    for (i = 0; i < graph->n_changed; i++) graph->changed[i].param->version += graph->changed[i].captured;
+    ampi_random_advance(graph->amp, graph->random);
+    for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_send_result(graph->optimizers[i]));
     return AMP_OK;
 }
 AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
@@ -23610,6 +23796,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Arithmetic runs in C's default floating-point environment, whatever the host's: traps, rounding, flushed subnormals.
        amp_convert from and to fp64 by vector instructions, rounded once.
        No struct begins with an enum: = {0} is clean under gcc's -Wc++-compat; initialise by name.
+       On GPUs optimizers write the 16-bit copies of fp32 weights in their own pass, and neither a steady step nor a captured one
+       casts a weight: amp_param_changed, between launches too, for weights that you change yourself.  amp_norm_op.dx_low.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

@@ -2094,29 +2094,48 @@ __device__ __forceinline__ float ampc_sgd_one(float w, float g, float *m, const 
     return ampc_fma(-s.rate, g, w);
 }
 
-/* Where a row's elements from `first` on lie.  w: the fp32 weights, NULL where there is but a 16-bit weight. */
+/* The 16-bit copy of a row's fp32 weight (data NULL: none), and where finite weights are counted that become infinite in it. */
+struct ampc_low_copy {
+    const amp_range *range;
+    int64_t *new_inf;
+    __device__ __forceinline__ void *data() const { return range != NULL ? range->data : NULL; }
+    __device__ __forceinline__ void count(int found) const {
+        if (found != 0 && data() != NULL) atomicAdd((unsigned long long *)new_inf, (unsigned long long)found);
+    }
+};
+/* What rounds to infinity begins at 2^16 - 2^4 in fp16, at 2^128 - 2^119 in bf16. */
+__device__ __forceinline__ bool ampc_gains_inf(float w, amp_dtype dtype) {
+    const uint32_t least = dtype == AMP_F16 ? 0x477ff000u : 0x7f7f8000u;
+    return (ampi_bits_f32(w) & 0x7fffffffu) - least < 0x7f800000u - least;
+}
+
+/* Where a row's elements from `first` on lie.  w: the fp32 weights, NULL where there is but a 16-bit weight; low: the
+   16-bit weights beside them, or a copy, whose infinities are counted. */
 template <class W, class G> struct ampc_row_piece {
     float *w, *m, *v;
     W *low;
     const G *g;
     bool aligned;
 };
-template <class W, class G> __device__ __forceinline__ ampc_row_piece<W, G> ampc_piece_of(const amp_k_tensor &row, int64_t first) {
+template <class W, class G>
+__device__ __forceinline__ ampc_row_piece<W, G> ampc_piece_of(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first) {
     ampc_row_piece<W, G> p;
-    p.w = row.master != NULL ? (float *)row.master + first : sizeof(W) == 4 ? (float *)row.weight + first : NULL;
+    bool wide = row.weight_dtype == AMP_F32;
+    p.w = row.master != NULL ? (float *)row.master + first : wide ? (float *)row.weight + first : NULL;
     p.m = row.m != NULL ? (float *)row.m + first : NULL;
     p.v = row.v != NULL ? (float *)row.v + first : NULL;
-    p.low = sizeof(W) == 4 && row.master == NULL ? NULL : (W *)row.weight + first;
+    p.low = copy.data() != NULL ? (W *)copy.data() + first : wide && row.master == NULL ? NULL : (W *)row.weight + first;
     p.g = (const G *)row.grad + first;
     p.aligned = ampc_aligned(p.w) && ampc_aligned(p.m) && ampc_aligned(p.v) && ampc_aligned(p.low) && ampc_aligned(p.g);
     return p;
 }
 
-/* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v). */
+/* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v).  Returns how many weights of this
+   thread's are finite and not so in 16 bits. */
 template <bool SECOND, class W, class G, class UPDATE>
-__device__ __forceinline__ void ampc_update_piece(const ampc_row_piece<W, G> &p, int n, UPDATE update) {
+__device__ __forceinline__ int ampc_update_piece(const ampc_row_piece<W, G> &p, int n, UPDATE update) {
     enum { L = 4 };                 /* elements of a piece: 16 bytes of fp32, so that a warp writes whole sectors */
-    int whole = p.aligned ? n / L : 0, i;
+    int whole = p.aligned ? n / L : 0, found = 0, i;
     AMPC_NO_UNROLL
     for (i = (int)threadIdx.x; i < whole; i += AMPC_MULTI_THREADS) {
         int at = i * L;
@@ -2132,6 +2151,8 @@ __device__ __forceinline__ void ampc_update_piece(const ampc_row_piece<W, G> &p,
         if (p.m != NULL) ampc_store<AMPC_ONCE>(p.m + at, m);
         if (SECOND) ampc_store<AMPC_ONCE>(p.v + at, v);
         if (p.low != NULL) ampc_store(p.low + at, w);
+        AMPC_UNROLL
+        for (int j = 0; j < L && sizeof(W) == 2; j++) found += ampc_gains_inf(w[j], ampc_dtype_of(p.low));
     }
     AMPC_NO_UNROLL
     for (i = whole * L + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
@@ -2141,23 +2162,27 @@ __device__ __forceinline__ void ampc_update_piece(const ampc_row_piece<W, G> &p,
         if (p.m != NULL) p.m[i] = m;
         if (SECOND) p.v[i] = v;
         if (p.low != NULL) ampc_put(p.low + i, w);
+        found += sizeof(W) == 2 && ampc_gains_inf(w, ampc_dtype_of(p.low));
     }
+    return found;
 }
 
 template <bool SECOND, class W, class UPDATE>
-__device__ __forceinline__ void ampc_update_weights(const amp_k_tensor &row, int64_t first, int n, UPDATE update) {
+__device__ __forceinline__ int ampc_update_weights(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first, int n,
+                                                    UPDATE update) {
     switch (row.grad_dtype) {
-        case AMP_F16: ampc_update_piece<SECOND>(ampc_piece_of<W, ampc_f16>(row, first), n, update); break;
-        case AMP_BF16: ampc_update_piece<SECOND>(ampc_piece_of<W, ampc_bf16>(row, first), n, update); break;
-        default: ampc_update_piece<SECOND>(ampc_piece_of<W, float>(row, first), n, update); break;
+        case AMP_F16: return ampc_update_piece<SECOND>(ampc_piece_of<W, ampc_f16>(row, copy, first), n, update);
+        case AMP_BF16: return ampc_update_piece<SECOND>(ampc_piece_of<W, ampc_bf16>(row, copy, first), n, update);
+        default: return ampc_update_piece<SECOND>(ampc_piece_of<W, float>(row, copy, first), n, update);
     }
 }
 template <bool SECOND, class UPDATE>
-__device__ __forceinline__ void ampc_update_row(const amp_k_tensor &row, int64_t first, int n, UPDATE update) {
-    switch (row.weight_dtype) {
-        case AMP_F16: ampc_update_weights<SECOND, ampc_f16>(row, first, n, update); break;
-        case AMP_BF16: ampc_update_weights<SECOND, ampc_bf16>(row, first, n, update); break;
-        default: ampc_update_weights<SECOND, float>(row, first, n, update); break;
+__device__ __forceinline__ int ampc_update_row(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first, int n,
+                                                UPDATE update) {
+    switch (copy.data() != NULL ? copy.range->dtype : row.weight_dtype) {
+        case AMP_F16: return ampc_update_weights<SECOND, ampc_f16>(row, copy, first, n, update);
+        case AMP_BF16: return ampc_update_weights<SECOND, ampc_bf16>(row, copy, first, n, update);
+        default: return ampc_update_weights<SECOND, float>(row, copy, first, n, update);
     }
 }
 
@@ -2274,6 +2299,20 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int6
         if (SECOND) ampc_store_moments(row.v, row.moment_dtype, i, v, random, n - at);
     }
 }
+/* Their copies, each thread's own elements: apart, because registers are short above. */
+__device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first, int n) {
+    int found = 0;
+    if (copy.data() == NULL) return;
+    AMPC_NO_UNROLL
+    for (int at = (int)threadIdx.x * AMPC_LANES; at < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
+        float w[AMPC_LANES];
+        ampc_load_as(row.weight, AMP_F32, first + at, w, n - at);
+        ampc_store_as(copy.data(), copy.range->dtype, first + at, w, n - at);
+        AMPC_UNROLL
+        for (int j = 0; j < AMPC_LANES; j++) found += j < n - at && ampc_gains_inf(w[j], copy.range->dtype);
+    }
+    copy.count(found);
+}
 
 /* nvcc would make one fused operation of 1 - lr decay, which rounds once where the CPU rounds twice. */
 __device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const amp_k_tensor *row) {
@@ -2289,40 +2328,52 @@ template <class A, class S> __global__ void __launch_bounds__(128) ampc_row_step
 }
 
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
-ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_adamw_step *steps) {
+ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_adamw_step *steps,
+                  const amp_range *copies, int64_t *new_inf) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
         const ampi_adamw_step s = steps[c.row];
         const amp_k_tensor &row = table[c.row];
+        const ampc_low_copy copy = {copies != NULL ? copies + c.row : NULL, new_inf};
         auto update = [&](float w, float g, float *m, float *v) { return ampc_adamw_one(w, g, m, v, s); };
-        if (ampc_is_plain(row)) ampc_update_row<true>(row, c.first, c.n, update);
-        else ampc_update_stored<true>(row, c.first, c.n, s.seed, update);
+        if (ampc_is_plain(row)) {
+            copy.count(ampc_update_row<true>(row, copy, c.first, c.n, update));
+            return;
+        }
+        ampc_update_stored<true>(row, c.first, c.n, s.seed, update);
+        ampc_copy_stored(row, copy, c.first, c.n);
     });
 }
 
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
-ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_sgd_step *steps) {
+ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_sgd_step *steps,
+                const amp_range *copies, int64_t *new_inf) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
         const ampi_sgd_step s = steps[c.row];
         const amp_k_tensor &row = table[c.row];
+        const ampc_low_copy copy = {copies != NULL ? copies + c.row : NULL, new_inf};
         bool momentum = row.m != NULL;
         auto update = [&](float w, float g, float *m, float *) { return ampc_sgd_one(w, g, m, s, momentum); };
-        if (ampc_is_plain(row)) ampc_update_row<false>(row, c.first, c.n, update);
-        else ampc_update_stored<false>(row, c.first, c.n, s.seed, update);
+        if (ampc_is_plain(row)) {
+            copy.count(ampc_update_row<false>(row, copy, c.first, c.n, update));
+            return;
+        }
+        ampc_update_stored<false>(row, c.first, c.n, s.seed, update);
+        ampc_copy_stored(row, copy, c.first, c.n);
     });
 }
 
 template <class A, class S>
 amp_result ampc_optimize(ampc_device *dev, const char *name, const A *a, void *stream,
-                         void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_grad_stats *, const S *)) {
+                         void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_grad_stats *, const S *, const amp_range *, int64_t *)) {
     ampc_scratch steps(dev, stream);
     if (a->tensors <= 0) return ampc_usable(dev, name);
     AMPC_TRY(steps.get((size_t)a->tensors * sizeof(S), name));
     AMPC_TRY(ampc_launch(dev, name, ampc_row_steps_kernel<A, S>, (unsigned)ampc_blocks(a->tensors, 128), 128, 0, stream, *a,
                          (S *)steps.data));
     return ampc_launch(dev, name, kernel, (unsigned)(dev->has.multiprocessors * AMPC_OPTIMIZER_PER_SM), AMPC_MULTI_THREADS, 0, stream,
-                       a->table, a->tensors, a->found, (const S *)steps.data);
+                       a->table, a->tensors, a->found, (const S *)steps.data, a->copies, a->new_inf);
 }
 
 amp_result ampc_adamw(void *device, const amp_k_adamw *a, void *stream) {
@@ -2974,6 +3025,8 @@ __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_pla
             ampc_piece_add<V>(dsum ? dsum[p] : ampc_piece_read<V>(ampc_row(a.dsum, row, start), a.dsum.dtype, at, left),
                               a.dsum.dtype, g);
         ampc_piece_write<V>(ampc_row(a.dx, row, start), a.dx.dtype, at, left, ampc_narrow<V>(g, a.dx.dtype));
+        if (a.dx_low.data)
+            ampc_piece_write<V>(ampc_row(a.dx_low, row, start), a.dx_low.dtype, at, left, ampc_narrow<V>(g, a.dx_low.dtype));
     }
 }
 
@@ -3224,7 +3277,7 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     amp_k_norm a = *args;
     const char *name = a.rms ? "amp_rmsnorm_backward" : "amp_layernorm_backward";
     ampc_scratch scratch(d, stream);
-    int v = ampc_width(ampc_width(ampc_width(ampc_width(8, a.x), a.dy), a.dsum), a.dx);
+    int v = ampc_width(ampc_width(ampc_width(ampc_width(ampc_width(8, a.x), a.dy), a.dsum), a.dx), a.dx_low);
     if (a.rms) a.dbias.data = NULL;
     v = ampc_width_shared(v, a.weight, a.weight_dtype);
     ampc_row_plan plan = ampc_norm_plan(d, v, a.x.rows, a.x.cols);
@@ -5216,9 +5269,11 @@ amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, in
     ampc_scratch vector(dev, stream), wide(dev, stream);
     const amp_k_gradient *sum = ampc_epilogue_sum(g);
     int64_t count = g.row_sum.data && !(steps & AMPC_CAST_BIAS) ? g.m : g.n;
-    if (steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) AMPC_TRY(vector.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
-    if (steps & AMPC_CAST_BIAS) AMPC_TRY(ampc_cast_flat(dev, vector.data, g.c_dtype, g.bias, g.bias_dtype, g.n, stream));
+    bool copied = (steps & AMPC_CAST_BIAS) && g.bias_copy != NULL && (uintptr_t)g.bias_copy % 256 == 0;     /* as the plan was told */
+    if (!copied && steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) AMPC_TRY(vector.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
+    if (!copied && steps & AMPC_CAST_BIAS) AMPC_TRY(ampc_cast_flat(dev, vector.data, g.c_dtype, g.bias, g.bias_dtype, g.n, stream));
     amp_k_gemm product = ampc_way_product(g, way);
+    if (copied) product.bias = g.bias_copy;
     if (vector.data != NULL) product.bias = vector.data;
     if (product.c == ampc_scratch_place()) {
         AMPC_TRY(wide.get((size_t)(g.batch * g.m * g.n) * sizeof(float), "gemm"));

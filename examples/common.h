@@ -1357,13 +1357,19 @@ static inline amp_result config_open(model_config *m, const st_file *tensors, co
 
 /* ==== 5 The GPT-2 model ==========================================================================
    As Hugging Face's GPT2LMHeadModel: learned positions, LayerNorm before attention and MLP, output weights tied to the
-   embedding.  The residual stream is fp32; everything else is stored in `activations`.
+   embedding.  The residual stream is fp32 unless `stored` says otherwise; everything else is stored in `activations`.
    Linear weights are [out, in]; Hugging Face's Conv1D has [in, out] and is transposed at loading and saving. */
+
+/* Tensors that can be stored in a dtype of their own, each with its gradient: the residual stream; what LayerNorms return; q, k, v
+   and what attention returns; the inside of the MLP; what is added to the stream. */
+typedef enum gpt_tensor { GPT_STREAM, GPT_NORM, GPT_ATTENTION, GPT_MLP, GPT_BRANCH, GPT_TENSORS } gpt_tensor;
+static const char *const gpt_tensor_names[GPT_TENSORS] = {"stream", "norm", "attention", "mlp", "branch"};
 
 typedef struct gpt_config {
     int64_t vocab, positions, channels, heads, layers;
     int64_t batch, seq;             /* the most that forward will be called with; seq at most positions */
     amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
+    amp_dtype stored[GPT_TENSORS];  /* the same, tensor by tensor; 0: as activations, the stream F32 */
     amp_dtype logits;               /* the same of the logits; 0: as activations */
     float dropout;                  /* on the embedding and on both residual branches; 0: none */
     int32_t recompute;              /* 1: all blocks share the memory of one block's activations; see gpt_recompute */
@@ -1382,7 +1388,7 @@ typedef struct gpt_block {
     amp_dropout_op attn_drop, mlp_drop;
     void *norm_1, *qkv, *heads;     /* [rows, C], [rows, 3C], [rows, C] */
     void *norm_2, *fc_in, *fc_out;  /* [rows, C], [rows, 4C] before and after the activation */
-    float *middle, *end;            /* the residual stream after attention and after the MLP: [rows, C] */
+    void *middle, *end;             /* the residual stream after attention and after the MLP: [rows, C] */
     float *mean_1, *rstd_1, *mean_2, *rstd_2, *lse;
 } gpt_block;
 
@@ -1401,10 +1407,11 @@ typedef struct gpt {
     amp_norm_op ln_f;
     amp_linear_op head;
     amp_cross_entropy_op loss;
-    float *start;                   /* the residual stream at the beginning */
+    void *start;                    /* the residual stream at the beginning */
     void *branch, *norm_f, *logits; /* [rows, C], [rows, C], [rows, vocab]; branch is what is added to the stream */
     float *mean_f, *rstd_f, *loss_value;
-    float *d_stream, *d_branch;     /* gradients; d_branch is d_stream unless there is dropout */
+    void *d_stream, *d_branch;      /* gradients; d_branch is d_stream unless there is dropout */
+    void *d_low;                    /* d_branch in the dtype that the branch's last layer computes in; see gpt_pass_low */
     void *d_norm, *d_heads, *d_qkv, *d_fc;
     int64_t batch, seq, rows;       /* what the ops are bound to */
     amp_optimizer *optimizer;       /* weights are set through it, so that masters have what a 16-bit weight lacks; or NULL */
@@ -1502,52 +1509,57 @@ static inline amp_dtype gpt_logits_dtype(const gpt *g) {
     return g->config.logits != AMP_DTYPE_DEFAULT ? g->config.logits : g->config.activations;
 }
 
+static inline amp_dtype gpt_dtype(const gpt_config *c, gpt_tensor which) {
+    return c->stored[which] != AMP_DTYPE_DEFAULT ? c->stored[which] : which == GPT_STREAM ? AMP_F32 : c->activations;
+}
+
 static inline void gpt_place_activations(gpt *g, arena *a) {
     const gpt_config *c = &g->config;
     int64_t rows = c->batch * c->seq, C = c->channels, layer;
-    amp_dtype type = c->activations;
+    amp_dtype stream = gpt_dtype(c, GPT_STREAM), norm = gpt_dtype(c, GPT_NORM), attention = gpt_dtype(c, GPT_ATTENTION),
+              mlp = gpt_dtype(c, GPT_MLP);
     for (layer = 0; layer < c->layers; layer++) {
         gpt_block *b = &g->blocks[layer];
         if (layer > 0 && c->recompute) *b = b[-1];
-        b->end = arena_floats(a, rows * C);
+        b->end = arena_take(a, rows * C, stream);
         if (layer > 0 && c->recompute) continue;        /* of its own it has only what the next block starts from */
-        b->norm_1 = arena_take(a, rows * C, type);   b->qkv = arena_take(a, rows * 3 * C, type);
-        b->heads = arena_take(a, rows * C, type);    b->norm_2 = arena_take(a, rows * C, type);
-        b->fc_in = arena_take(a, rows * 4 * C, type); b->fc_out = arena_take(a, rows * 4 * C, type);
-        b->middle = arena_floats(a, rows * C);
+        b->norm_1 = arena_take(a, rows * C, norm);   b->qkv = arena_take(a, rows * 3 * C, attention);
+        b->heads = arena_take(a, rows * C, attention); b->norm_2 = arena_take(a, rows * C, norm);
+        b->fc_in = arena_take(a, rows * 4 * C, mlp); b->fc_out = arena_take(a, rows * 4 * C, mlp);
+        b->middle = arena_take(a, rows * C, stream);
         b->mean_1 = arena_floats(a, rows);           b->rstd_1 = arena_floats(a, rows);
         b->mean_2 = arena_floats(a, rows);           b->rstd_2 = arena_floats(a, rows);
         b->lse = arena_floats(a, rows * c->heads);
     }
-    g->start = arena_floats(a, rows * C);
-    g->branch = arena_take(a, rows * C, type);
-    g->norm_f = arena_take(a, rows * C, type);
+    g->start = arena_take(a, rows * C, stream);
+    g->branch = arena_take(a, rows * C, gpt_dtype(c, GPT_BRANCH));
+    g->norm_f = arena_take(a, rows * C, norm);
     g->logits = arena_take(a, rows * c->vocab, gpt_logits_dtype(g));
     g->mean_f = arena_floats(a, rows);
     g->rstd_f = arena_floats(a, rows);
     g->loss_value = arena_floats(a, 1);
-    g->d_stream = arena_floats(a, rows * C);
-    g->d_branch = c->dropout > 0 ? arena_floats(a, rows * C) : g->d_stream;
-    g->d_norm = arena_take(a, rows * C, type);
-    g->d_heads = arena_take(a, rows * C, type);
-    g->d_qkv = arena_take(a, rows * 3 * C, type);
-    g->d_fc = arena_take(a, rows * 4 * C, type);
+    g->d_stream = arena_take(a, rows * C, stream);
+    g->d_branch = c->dropout > 0 ? arena_take(a, rows * C, stream) : g->d_stream;
+    g->d_low = c->dropout > 0 || stream != AMP_F32 || c->activations == AMP_F32 ? g->d_branch : arena_take(a, rows * C, AMP_BF16);
+    g->d_norm = arena_take(a, rows * C, norm);
+    g->d_heads = arena_take(a, rows * C, attention);
+    g->d_qkv = arena_take(a, rows * 3 * C, attention);
+    g->d_fc = arena_take(a, rows * 4 * C, mlp);
 }
 
-static inline amp_tensor gpt_matrix(const gpt *g, void *data, int64_t cols) {
-    return amp_tensor2(data, g->config.activations, g->rows, cols);
+static inline amp_tensor gpt_matrix(const gpt *g, gpt_tensor which, void *data, int64_t cols) {
+    return amp_tensor2(data, gpt_dtype(&g->config, which), g->rows, cols);
 }
-static inline amp_tensor gpt_stream(const gpt *g, float *data) {
-    return amp_tensor2(data, AMP_F32, g->rows, g->config.channels);
-}
+static inline amp_tensor gpt_stream(const gpt *g, void *data) { return gpt_matrix(g, GPT_STREAM, data, g->config.channels); }
 
-static inline void gpt_bind_linear(gpt *g, amp_linear_op *op, amp_param *weight, void *x, void *y, void *dx) {
+/* from and to: which tensors x (and dx) and y are. */
+static inline void gpt_bind_linear(gpt *g, amp_linear_op *op, amp_param *weight, gpt_tensor from, void *x, gpt_tensor to, void *y, void *dx) {
     memset(op, 0, sizeof *op);
     op->weight = weight;
     op->bias = weight + 1;
-    op->x = gpt_matrix(g, x, weight->weight.shape[1]);
-    op->y = gpt_matrix(g, y, weight->weight.shape[0]);
-    op->dx = gpt_matrix(g, dx, weight->weight.shape[1]);
+    op->x = gpt_matrix(g, from, x, weight->weight.shape[1]);
+    op->y = gpt_matrix(g, to, y, weight->weight.shape[0]);
+    op->dx = gpt_matrix(g, from, dx, weight->weight.shape[1]);
 }
 
 /* y of `up`, which is x of `down`, is act(pre): the linear layers do it, or a step between them. */
@@ -1566,22 +1578,22 @@ static inline void bind_activation(amp_activation_op *op, amp_activation_kind ac
 }
 
 /* y = LayerNorm(sum), sum = branch + stream; without sum it is LayerNorm(stream). */
-static inline void gpt_bind_norm(gpt *g, amp_norm_op *op, amp_param *weight, float *stream, float *sum, void *y,
+static inline void gpt_bind_norm(gpt *g, amp_norm_op *op, amp_param *weight, void *stream, void *sum, void *y,
                                  float *mean, float *rstd) {
     memset(op, 0, sizeof *op);
     op->weight = weight;
     op->bias = weight + 1;
     op->x = gpt_stream(g, stream);
     if (sum != NULL) {
-        op->x = gpt_matrix(g, g->branch, g->config.channels);
+        op->x = gpt_matrix(g, GPT_BRANCH, g->branch, g->config.channels);
         op->residual = gpt_stream(g, stream);
         op->sum = gpt_stream(g, sum);
     }
-    op->y = gpt_matrix(g, y, g->config.channels);
+    op->y = gpt_matrix(g, GPT_NORM, y, g->config.channels);
     op->eps = g->config.eps;
     op->mean = mean;
     op->rstd = rstd;
-    op->dy = gpt_matrix(g, g->d_norm, g->config.channels);
+    op->dy = gpt_matrix(g, GPT_NORM, g->d_norm, g->config.channels);
     op->dx = gpt_stream(g, g->d_stream);
     op->dsum = op->dx;
 }
@@ -1589,8 +1601,8 @@ static inline void gpt_bind_norm(gpt *g, amp_norm_op *op, amp_param *weight, flo
 /* The part q (0), k (1) or v (2) of a packed [batch, seq, 3, heads, dim] buffer. */
 static inline amp_tensor gpt_part_of_qkv(const gpt *g, void *qkv, int64_t part) {
     int64_t C = g->config.channels, dim = C / g->config.heads;
-    char *data = (char *)qkv + part * C * (int64_t)amp_dtype_size(g->config.activations);
-    amp_tensor t = amp_tensor4(data, g->config.activations, g->batch, g->seq, g->config.heads, dim);
+    amp_dtype type = gpt_dtype(&g->config, GPT_ATTENTION);
+    amp_tensor t = amp_tensor4((char *)qkv + part * C * (int64_t)amp_dtype_size(type), type, g->batch, g->seq, g->config.heads, dim);
     t.stride[0] = g->seq * 3 * C; t.stride[1] = 3 * C; t.stride[2] = dim; t.stride[3] = 1;
     return t;
 }
@@ -1598,6 +1610,7 @@ static inline amp_tensor gpt_part_of_qkv(const gpt *g, void *qkv, int64_t part) 
 static inline void gpt_bind_attention(gpt *g, int64_t layer) {
     gpt_block *b = &g->blocks[layer];
     amp_attention_op *op = &b->attention;
+    amp_dtype type = gpt_dtype(&g->config, GPT_ATTENTION);
     int64_t dim = g->config.channels / g->config.heads;
     memset(op, 0, sizeof *op);
     if (g->config.unscaled || g->config.by_layer)
@@ -1605,14 +1618,14 @@ static inline void gpt_bind_attention(gpt *g, int64_t layer) {
     op->q = gpt_part_of_qkv(g, b->qkv, 0);  op->dq = gpt_part_of_qkv(g, g->d_qkv, 0);
     op->k = gpt_part_of_qkv(g, b->qkv, 1);  op->dk = gpt_part_of_qkv(g, g->d_qkv, 1);
     op->v = gpt_part_of_qkv(g, b->qkv, 2);  op->dv = gpt_part_of_qkv(g, g->d_qkv, 2);
-    op->o = amp_tensor4(b->heads, g->config.activations, g->batch, g->seq, g->config.heads, dim);
-    op->d_o = amp_tensor4(g->d_heads, g->config.activations, g->batch, g->seq, g->config.heads, dim);
+    op->o = amp_tensor4(b->heads, type, g->batch, g->seq, g->config.heads, dim);
+    op->d_o = amp_tensor4(g->d_heads, type, g->batch, g->seq, g->config.heads, dim);
     op->lse = b->lse;
     op->mask.kind = AMP_MASK_CAUSAL;
 }
 
 /* Dropout in place on data; its gradient goes from d_stream to dx. */
-static inline void gpt_bind_dropout(gpt *g, amp_dropout_op *op, amp_tensor data, float *dx) {
+static inline void gpt_bind_dropout(gpt *g, amp_dropout_op *op, amp_tensor data, void *dx) {
     memset(op, 0, sizeof *op);
     op->x = op->y = data;
     op->p = g->config.dropout;
@@ -1623,21 +1636,21 @@ static inline void gpt_bind_dropout(gpt *g, amp_dropout_op *op, amp_tensor data,
 static inline void gpt_bind_block(gpt *g, int64_t layer) {
     gpt_block *b = &g->blocks[layer], *before = layer > 0 ? b - 1 : NULL;
     amp_param *p = g->params + 2 + GPT_PARTS * layer;
-    amp_tensor branch = gpt_matrix(g, g->branch, g->config.channels), d_branch = gpt_stream(g, g->d_branch);
+    amp_tensor branch = gpt_matrix(g, GPT_BRANCH, g->branch, g->config.channels), d_branch = gpt_stream(g, g->d_branch);
     gpt_bind_norm(g, &b->ln_1, p, before ? before->middle : g->start, before ? before->end : NULL, b->norm_1,
                   b->mean_1, b->rstd_1);
-    gpt_bind_linear(g, &b->c_attn, p + 2, b->norm_1, b->qkv, g->d_norm);
-    b->c_attn.dy = gpt_matrix(g, g->d_qkv, 3 * g->config.channels);
+    gpt_bind_linear(g, &b->c_attn, p + 2, GPT_NORM, b->norm_1, GPT_ATTENTION, b->qkv, g->d_norm);
+    b->c_attn.dy = gpt_matrix(g, GPT_ATTENTION, g->d_qkv, 3 * g->config.channels);
     gpt_bind_attention(g, layer);
-    gpt_bind_linear(g, &b->attn_proj, p + 4, b->heads, g->branch, g->d_heads);
+    gpt_bind_linear(g, &b->attn_proj, p + 4, GPT_ATTENTION, b->heads, GPT_BRANCH, g->branch, g->d_heads);
     b->attn_proj.dy = d_branch;
     gpt_bind_dropout(g, &b->attn_drop, branch, g->d_branch);
     gpt_bind_norm(g, &b->ln_2, p + 6, before ? before->end : g->start, b->middle, b->norm_2, b->mean_2, b->rstd_2);
-    gpt_bind_linear(g, &b->c_fc, p + 8, b->norm_2, b->fc_out, g->d_norm);
-    b->c_fc.dy = gpt_matrix(g, g->d_fc, 4 * g->config.channels);
-    gpt_bind_linear(g, &b->mlp_proj, p + 10, b->fc_out, g->branch, g->d_fc);
+    gpt_bind_linear(g, &b->c_fc, p + 8, GPT_NORM, b->norm_2, GPT_MLP, b->fc_out, g->d_norm);
+    b->c_fc.dy = gpt_matrix(g, GPT_MLP, g->d_fc, 4 * g->config.channels);
+    gpt_bind_linear(g, &b->mlp_proj, p + 10, GPT_MLP, b->fc_out, GPT_BRANCH, g->branch, g->d_fc);
     b->mlp_proj.dy = d_branch;
-    bind_activation(&b->act, g->config.act, &b->c_fc, &b->mlp_proj, gpt_matrix(g, b->fc_in, 4 * g->config.channels));
+    bind_activation(&b->act, g->config.act, &b->c_fc, &b->mlp_proj, gpt_matrix(g, GPT_MLP, b->fc_in, 4 * g->config.channels));
     gpt_bind_dropout(g, &b->mlp_drop, branch, g->d_branch);
 }
 
@@ -1661,7 +1674,7 @@ static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
     for (layer = 0; layer < c->layers; layer++) gpt_bind_block(g, layer);
     gpt_bind_norm(g, &g->ln_f, &g->params[g->n_params - 2], last->middle, last->end, g->norm_f, g->mean_f, g->rstd_f);
     memset(&g->ln_f.dsum, 0, sizeof g->ln_f.dsum);      /* the stream ends here */
-    gpt_bind_linear(g, &g->head, &g->params[0], g->norm_f, g->logits, g->d_norm);
+    gpt_bind_linear(g, &g->head, &g->params[0], GPT_NORM, g->norm_f, GPT_BRANCH, g->logits, g->d_norm);
     g->head.bias = NULL;
     g->head.y.dtype = gpt_logits_dtype(g);
     g->head.dy = g->head.y;                             /* the loss puts its gradient into the logits */
@@ -1869,8 +1882,8 @@ static inline amp_result gpt_body(gpt *g, const int32_t *ids, int64_t batch, int
 /* The logits of `rows` rows from `first` on, into g->logits. */
 static inline amp_result gpt_head(gpt *g, int64_t first, int64_t rows) {
     int64_t C = g->config.channels;
-    char *x = (char *)g->norm_f + first * C * (int64_t)amp_dtype_size(g->config.activations);
-    g->head.x = amp_tensor2(x, g->config.activations, rows, C);
+    amp_dtype type = gpt_dtype(&g->config, GPT_NORM);
+    g->head.x = amp_tensor2((char *)g->norm_f + first * C * (int64_t)amp_dtype_size(type), type, rows, C);
     g->head.y = amp_tensor2(g->logits, gpt_logits_dtype(g), rows, g->config.vocab);
     TIMED(g->profile, g->amp, PROFILE_HEAD, 0, amp_linear(g->amp, &g->head));
     return AMP_OK;
@@ -1931,6 +1944,16 @@ static inline amp_result gpt_recompute_block(gpt *g, int64_t layer) {
     return result;
 }
 
+/* Where the stream's gradient is fp32, and `linear`, the last layer of a branch, computes in 16 bits: whoever writes the gradient that it
+   reads does so in that dtype too, so that its two products need not round it. */
+static inline void gpt_pass_low(gpt *g, amp_norm_op *norm, amp_dropout_op *drop, amp_linear_op *linear) {
+    amp_dtype low = linear->plan.compute;
+    int wanted = gpt_dtype(&g->config, GPT_STREAM) == AMP_F32 && (low == AMP_F16 || low == AMP_BF16) && g->d_low != g->d_stream;
+    linear->dy = wanted ? amp_tensor2(g->d_low, low, g->rows, g->config.channels) : gpt_stream(g, g->d_branch);
+    if (g->config.dropout > 0) drop->dx = linear->dy;
+    else norm->dx_low = wanted ? linear->dy : amp_tensor2(NULL, AMP_F32, 0, 0);
+}
+
 /* After gpt_forward and gpt_loss with backward: all gradients. */
 static inline amp_result gpt_backward(gpt *g) {
     amp_context *amp = g->amp;
@@ -1938,6 +1961,11 @@ static inline amp_result gpt_backward(gpt *g) {
     int drop = g->config.dropout > 0;
     int64_t layer;
     TIMED(p, amp, PROFILE_HEAD, 1, amp_linear_backward(amp, &g->head));
+    for (layer = 0; layer < g->config.layers; layer++) {
+        gpt_block *b = &g->blocks[layer];
+        gpt_pass_low(g, &b->ln_2, &b->attn_drop, &b->attn_proj);
+        gpt_pass_low(g, layer + 1 < g->config.layers ? &b[1].ln_1 : &g->ln_f, &b->mlp_drop, &b->mlp_proj);
+    }
     TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &g->ln_f));
     for (layer = g->config.layers - 1; layer >= 0; layer--) {
         gpt_block *b = &g->blocks[layer];

@@ -134,8 +134,9 @@ static const option options[] = {
     {"level", SETTING, FIELD(amp), "O1", 0, 0, "level",
      "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
     {"policy", SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
-    {"activations", CHOICE, FIELD(activations), "auto", 0, 0, "auto fp32 fp16 bf16",
-     "their storage; auto: what autocast returns"},
+    {"activations", TEXT, FIELD(activations), "auto", 0, 0, NULL,
+     "their storage: auto (what autocast returns), fp32, fp16 or bf16, and tensors apart, as in auto,stream=bf16: the residual "
+     "stream (else fp32; the loss in fp32 is printed beside), norm, attention, mlp, branch (what is added to the stream)"},
     {"allow-fallback", SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
      "take the nearest precision if this machine lacks the wanted one"},
     {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
@@ -280,10 +281,43 @@ static void write_saved_options(text_buffer *b) {
 static const char *const scaler_options[] = {"preset",    "init-scale", "growth-factor", "backoff-factor", "growth-interval", "min-scale",
                                              "max-scale", "hysteresis", "tolerance",     "static-scale",   NULL};
 
+static amp_dtype setting_dtype(const char *name) {
+    amp_dtype dtype = AMP_DTYPE_DEFAULT;
+    amp_dtype_parse(name, &dtype);
+    return dtype;
+}
+
+/* --activations: a dtype for all (*all 0: auto) and name=dtype for single tensors (0: not named), with commas between. */
+static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype stored[GPT_TENSORS]) {
+    const char *end;
+    int which, given_all = 0;
+    *all = AMP_DTYPE_DEFAULT;
+    memset(stored, 0, GPT_TENSORS * sizeof *stored);
+    for (;; text = end + 1) {
+        char item[64], *dtype = item, *equals;
+        end = text + strcspn(text, ",");
+        snprintf(item, sizeof item, "%.*s", (int)(end - text < 63 ? end - text : 63), text);
+        if ((equals = strchr(item, '=')) != NULL) {
+            *equals = 0;
+            dtype = equals + 1;
+            for (which = 0; which < GPT_TENSORS && strcmp(item, gpt_tensor_names[which]) != 0; which++) {}
+            if (which == GPT_TENSORS) return refuse("activations", "no tensor is called \"%s\"; there are stream, norm, attention, mlp and branch", item);
+            if (stored[which] != AMP_DTYPE_DEFAULT) return refuse("activations", "%s is there twice", item);
+        } else if (given_all++) return refuse("activations", "two dtypes for all: \"%s\" is the second; a tensor's own is name=%s", item, item);
+        if (word_place(equals != NULL ? "fp32 fp16 bf16" : "auto fp32 fp16 bf16", dtype) < 0)
+            return refuse("activations", "\"%s\" is not offered; one of: %sfp32 fp16 bf16", dtype, equals != NULL ? "" : "auto ");
+        if (equals == NULL) *all = setting_dtype(dtype);
+        else stored[which] = setting_dtype(dtype);
+        if (*end == 0) return AMP_OK;
+    }
+}
+
 /* Values that are legal alone but not together. */
 static amp_result check_settings(settings *set) {
     static const char *const sample_options[] = {"prompt", "temperature", "top-k", NULL};
+    amp_dtype all, stored[GPT_TENSORS];
     int i;
+    TRY(read_activations(set->activations, &all, stored));
     if (*set->resume != 0 && *set->init != 0)
         return refuse("init", "a resumed run has its weights already: drop --init or --resume");
     if (set->graph && set->profile) return refuse("graph", "contradicts --profile, which times every operator by itself");
@@ -403,12 +437,6 @@ typedef struct run {
     double busy;                    /* seconds in training steps */
     double bigram, bigram_best;
 } run;
-
-static amp_dtype setting_dtype(const char *name) {
-    amp_dtype dtype = AMP_DTYPE_DEFAULT;
-    amp_dtype_parse(name, &dtype);
-    return dtype;
-}
 
 static amp_result open_context(run *r) {
     const settings *set = &r->set;
@@ -619,20 +647,15 @@ static amp_result check_shape(const run *r, const gpt_config *file) {
     return AMP_OK;
 }
 
-/* The dtype to keep activations in: autocast says what an operator would return. */
-static amp_result activation_dtype(const run *r, amp_dtype *out) {
-    *out = setting_dtype(r->set.activations);
-    if (*out != AMP_DTYPE_DEFAULT) return AMP_OK;
-    TRY(amp_autocast_begin(r->amp, NULL));
-    *out = amp_autocast_result(r->amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
-    TRY(amp_autocast_end(r->amp));
-    if (*out == AMP_TF32) *out = AMP_F32;
-    return AMP_OK;
-}
-
-/* The same, and the dtype of the logits, in the model's config. */
+/* The dtypes to keep activations and logits in, in the model's config.  auto: autocast says what an operator would return. */
 static amp_result storage_dtypes(const run *r, gpt_config *c) {
-    TRY(activation_dtype(r, &c->activations));
+    TRY(read_activations(r->set.activations, &c->activations, c->stored));
+    if (c->activations == AMP_DTYPE_DEFAULT) {
+        TRY(amp_autocast_begin(r->amp, NULL));
+        c->activations = amp_autocast_result(r->amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
+        TRY(amp_autocast_end(r->amp));
+        if (c->activations == AMP_TF32) c->activations = AMP_F32;
+    }
     c->logits = amp_autocast_output(r->amp, c->activations);
     return AMP_OK;
 }
@@ -1537,12 +1560,16 @@ static void print_run(const run *r) {
     const settings *set = &r->set;
     amp_parameter_bytes bytes;
     char a[32], b[32], d[32];
+    int i;
     int64_t per_step = set->batch * set->seq * set->accumulation * ranks.world;
     printf("Run\n  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
     print_scaler(r);
     printf("  level       %s\n", levels[r->level - AMP_LEVEL_O0]);
-    printf("  storage     weights %s, activations %s, residual stream and gradients fp32\n",
-           amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
+    printf("  storage     weights %s, activations %s, ", amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
+    for (i = GPT_NORM; i < GPT_TENSORS; i++)
+        if (c->stored[i] != AMP_DTYPE_DEFAULT && c->stored[i] != c->activations) printf("%s %s, ", gpt_tensor_names[i], amp_dtype_name(c->stored[i]));
+    if (gpt_dtype(c, GPT_STREAM) != AMP_F32) printf("residual stream %s, gradients fp32\n", amp_dtype_name(gpt_dtype(c, GPT_STREAM)));
+    else printf("residual stream and gradients fp32\n");
     printf("  activations %.1f MiB with logits and gradients%s\n", (double)r->model.memory_bytes / 1048576,
            c->recompute ? ": one block's, and each block runs again in backward" : "");
     if (amp_optimizer_bytes(r->optimizer, &bytes) == AMP_OK)
@@ -1594,6 +1621,27 @@ static void print_result(const run *r, double loss) {
                (double)(memory.peak > r->peak ? memory.peak : r->peak) / 1048576,
                (double)memory.optimizer / 1048576);
     printf("  skipped     %lld of %lld steps\n", (long long)r->result.total_skips, (long long)r->step);
+}
+
+/* What a 16-bit residual stream makes of the loss: the same weights on the same text with an fp32 one. */
+static amp_result print_stream(run *r, double loss) {
+    gpt_config *c = &r->model.config;
+    amp_dtype stream = gpt_dtype(c, GPT_STREAM);
+    double wide;
+    if (stream == AMP_F32) return AMP_OK;
+    amp_graph_destroy(r->graph);                /* it runs in the memory that is about to go */
+    r->graph = NULL;
+    c->stored[GPT_STREAM] = AMP_F32;
+    TRY(gpt_reshape(&r->model, c->batch, c->activations));
+    TRY(evaluate(r, &wide));
+    c->stored[GPT_STREAM] = stream;
+    printf("  stream      in fp32 the same weights have %.6f, in %s %.6f: a difference of %+.6f\n", wide, amp_dtype_name(stream), loss, loss - wide);
+    metrics_begin(r->metrics.file, "stream");
+    metrics_text(r->metrics.file, "dtype", amp_dtype_name(stream));
+    metrics_number(r->metrics.file, "loss", loss);
+    metrics_number(r->metrics.file, "loss_fp32", wide);
+    metrics_line_end(&r->metrics, r->monitor);
+    return gpt_reshape(&r->model, c->batch, c->activations);
 }
 
 /* Length of the UTF-8 character at text: 1 to 4, or 0 if there is none, or a control character. */
@@ -1829,19 +1877,29 @@ static amp_result do_short_run(const settings *set, const char *precision, short
     return result;
 }
 
-static amp_result compare_precisions(const settings *set, FILE *metrics) {
-    static const char *const names[] = {"fp32", "fp16", "bf16"};
-    int i;
+/* The precisions one after the other, and beside a 16-bit residual stream an fp32 one in the run's own precision. */
+static amp_result compare_precisions(const settings *set, amp_dtype precision, FILE *metrics) {
+    const char *names[] = {"fp32", "fp16", "bf16", amp_dtype_name(precision)};
+    amp_dtype all, stored[GPT_TENSORS];
+    double trained = 0;
+    int i, n;
+    TRY(read_activations(set->activations, &all, stored));
+    n = stored[GPT_STREAM] == AMP_F16 || stored[GPT_STREAM] == AMP_BF16 ? 4 : 3;
     printf("\nThe first %lld steps in each precision\n", (long long)set->compare);
     printf("  %-26s %10s %10s %12s %12s %8s\n", "precision", "tokens/s", "peak MiB", "train loss", "valid. loss",
            "skipped");
-    for (i = 0; i < 3 && !stop_requested; i++) {
+    for (i = 0; i < n && !stop_requested; i++) {
         short_run s;
-        char label[64], rate[32];
-        TRY(do_short_run(set, names[i], &s));
+        settings mine = *set;
+        char label[64], rate[32], wide[128];
+        snprintf(wide, sizeof wide, "%s", set->activations);
+        if (i == 3) memcpy(strstr(wide, "stream=") + strlen("stream="), "fp32", 4);
+        mine.activations = wide;
+        TRY(do_short_run(&mine, names[i], &s));
         if (stop_requested) break;
-        snprintf(label, sizeof label, "%s%s%s", s.precision, s.scaler ? ", scaler" : "",
-                 s.emulated ? ", emulated" : "");
+        if (i < 3 && strcmp(names[i], names[3]) == 0) trained = s.validation;
+        snprintf(label, sizeof label, "%s%s%s%s", s.precision, s.scaler ? ", scaler" : "", s.emulated ? ", emulated" : "",
+                 i == 3 ? ", fp32 stream" : "");
         printf("  %-26s %10s %10.1f %12.4f %12.4f %8lld\n", label, grouped((int64_t)s.rate, rate, sizeof rate),
                s.peak, s.training, s.validation, (long long)s.skips);
         metrics_begin(metrics, "compare");
@@ -1854,6 +1912,8 @@ static amp_result compare_precisions(const settings *set, FILE *metrics) {
         metrics_integer(metrics, "skips", s.skips);
         metrics_integer(metrics, "emulated", s.emulated);
         metrics_end(metrics);
+        if (i == 3 && trained > 0)
+            printf("  stream in %s instead of fp32: %+.4f nats of validation loss\n", amp_dtype_name(stored[GPT_STREAM]), trained - s.validation);
     }
     return AMP_OK;
 }
@@ -1892,6 +1952,7 @@ static amp_result main_run(run *r) {
     }
     TRY(report_validation(r, &bar, &loss));
     print_result(r, loss);
+    TRY(print_stream(r, loss));
     return r->set.sample > 0 ? print_sample(r) : AMP_OK;
 }
 
@@ -1901,6 +1962,7 @@ int main(int argc, char **argv) {
     run r;
     FILE *metrics = NULL;
     char data[PATH_MAX], path[PATH_MAX];
+    amp_dtype precision;
     amp_result result;
     program_begin();
     ranks_begin(&argc, &argv);
@@ -1918,10 +1980,11 @@ int main(int argc, char **argv) {
     set.format = r.set.format;
     if (r.tokenizer.n > 0) set.vocab = r.model.config.vocab;
     set.tokenizer = "";
+    precision = r.choice.dtype;
     close_run(&r);                  /* before the short runs, so that they have the memory */
     if (result == AMP_OK && set.compare > 0 && !set.stop_after && !stop_requested) {
         if (path[0] != 0) metrics = fopen(path, "a");
-        result = compare_precisions(&set, metrics);
+        result = compare_precisions(&set, precision, metrics);
     }
     if (metrics != NULL) fclose(metrics);
     free(saved_options);

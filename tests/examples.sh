@@ -50,6 +50,12 @@ if grep -q "bytes each: weight 2.*master 0.*moments 4" "$work/whole.log"; then p
 train change --steps 6 --precision bf16 --level O2 --masters fp32 --save "$work/change" --stop-after 3
 if train changed --steps 6 --save "$work/change" --resume "$work/change" --masters remainder; then pass; else fail "masters change over" "$(tail -n 2 "$work/changed.log")"; fi
 
+# A 16-bit residual stream: its loss beside that of an fp32 one, of the same weights and of the same short run.
+if train stream --steps 6 --precision bf16 --activations auto,stream=bf16 --compare 4 --data "$work/text" &&
+    grep -q "stream      in fp32 the same weights have .* in bf16 .*: a difference of" "$work/stream.log" &&
+    grep -q "bf16.*, fp32 stream" "$work/stream.log" && grep -q "stream in bf16 instead of fp32: .* nats" "$work/stream.log"; then pass
+else fail "16-bit residual stream" "$(tail -n 3 "$work/stream.log")"; fi
+
 # How the data is read changes nothing: workers, none, more read ahead, other memory.
 train read_2 --steps 6 --save "$work/read_2"
 train read_0 --steps 6 --save "$work/read_0" --workers 0
@@ -227,6 +233,11 @@ refused "model.safetensors was saved with activation_function = gelu_new" --init
 refused "no activation_function: .*model.safetensors was saved with \"relu\"" --init "$work/silent/model.safetensors"
 refused "no config.json beside it" --init "$work/alone/model.safetensors"
 refused "--batch" --batch 0
+refused 'no tensor is called "foo"' --activations bf16,foo=bf16
+refused '"bf17" is not offered' --activations auto,stream=bf17
+refused "stream is there twice" --activations stream=bf16,stream=fp16
+refused "two dtypes for all" --activations auto,bf16
+refused "one of: auto fp32 fp16 bf16" --activations ""
 refused "--lr" --lr fast
 refused "--steps" --steps
 refused "/nonexistent" --data /nonexistent

@@ -232,6 +232,67 @@ TEST(norms) {
     }
 }
 
+/* A second dx in 16 bits for the next product, whose gradients are those of a linear layer that rounds an fp32 dy itself. */
+TEST(norm_dx_low) {
+    static const amp_dtype low[] = {AMP_F16, AMP_BF16};
+    static uint16_t narrow[28], rounded[28];
+    static float from_wide[2][35], from_low[2][35];
+    int i, way;
+    for (i = 0; i < 4; i++) {
+        amp_param weight = make_param("g", w, dw, 7, 0);
+        amp_norm_op op;
+        amp_linear_op linear;
+        amp_autocast_desc region;
+        memset(&op, 0, sizeof op);
+        fill(x, 28, 6); fill(w, 7, 8); fill(loss_weights, 28, 9); fill(dx, 28, 10);
+        op.x = amp_tensor2(x, AMP_F32, 4, 7); op.y = amp_tensor2(y, AMP_F32, 4, 7);
+        op.weight = &weight;
+        op.mean = mean; op.rstd = rstd;
+        rms_norm = i / 2;
+        run_norm(&op);
+        op.dy = amp_tensor2(loss_weights, AMP_F32, 4, 7);
+        op.dsum = op.dx = amp_tensor2(dx, AMP_F32, 4, 7);
+        op.dx_low = amp_tensor2(narrow, low[i % 2], 4, 7);
+        CHECK_OK(rms_norm ? amp_rmsnorm_backward(amp, &op) : amp_layernorm_backward(amp, &op));
+        CHECK_OK(amp_convert(rounded, low[i % 2], dx, AMP_F32, 28, NULL, NULL));
+        CHECK(memcmp(narrow, rounded, sizeof rounded) == 0);
+
+        op.dx_low.dtype = AMP_F32;
+        CHECK_ERR(amp_layernorm_backward(amp, &op), AMP_ERR_DTYPE);
+        CHECK(strstr(amp_last_error(), ".dx_low is fp32") != NULL);
+        op.dx_low = amp_tensor2(narrow, low[i % 2], 7, 4);
+        CHECK_ERR(amp_layernorm_backward(amp, &op), AMP_ERR_SHAPE);
+        CHECK(strstr(amp_last_error(), ".dx_low") != NULL);
+        op.dx_low = amp_tensor2(dx, low[i % 2], 4, 7);
+        CHECK_ERR(amp_layernorm_backward(amp, &op), AMP_ERR_CONFLICT);
+        CHECK(strstr(amp_last_error(), ".dx_low") != NULL);
+        op.dsum.data = NULL;
+        op.dx.dtype = AMP_BF16;
+        op.dx_low = amp_tensor2(narrow, low[i % 2], 4, 7);
+        CHECK_ERR(amp_layernorm_backward(amp, &op), AMP_ERR_DTYPE);
+        CHECK(strstr(amp_last_error(), "beside .dx in bf16") != NULL);
+
+        for (way = 0; way < 2; way++) {
+            float *grad = way ? from_low[0] : from_wide[0], *back = way ? from_low[1] : from_wide[1];
+            amp_param matrix = make_param("m", w, grad, 7, 5);
+            memset(&linear, 0, sizeof linear);
+            memset(&region, 0, sizeof region);
+            fill(w, 35, 11); fill(residual, 20, 12);
+            region.dtype = low[i % 2];
+            linear.x = amp_tensor2(residual, AMP_F32, 4, 5); linear.y = amp_tensor2(y, AMP_F32, 4, 7);
+            linear.weight = &matrix;
+            linear.dy = way ? amp_tensor2(narrow, low[i % 2], 4, 7) : amp_tensor2(dx, AMP_F32, 4, 7);
+            linear.dx = amp_tensor2(back, AMP_F32, 4, 5);
+            CHECK_OK(amp_autocast_begin(amp, &region));
+            CHECK_OK(amp_linear(amp, &linear));
+            CHECK_OK(amp_autocast_end(amp));
+            CHECK_EQ(linear.plan.compute, low[i % 2]);
+            CHECK_OK(amp_linear_backward(amp, &linear));
+        }
+        CHECK(memcmp(from_low, from_wide, sizeof from_wide) == 0);
+    }
+}
+
 /* ---- attention and softmax */
 
 static float qkv[ROOM], dqkv[ROOM], lse[64];
@@ -575,7 +636,8 @@ TEST(refusals) {
 
 static void run_all(void) {
     RUN(linear); RUN(linear_through_activations); RUN(linear_refuses_half_an_activation); RUN(gradients_overwrite_then_add); RUN(matmul);
-    RUN(norms); RUN(attention_from_a_cache_of_grouped_heads); RUN(attention_on_packed_qkv); RUN(softmax);
+    RUN(norms);
+    RUN(norm_dx_low); RUN(attention_from_a_cache_of_grouped_heads); RUN(attention_on_packed_qkv); RUN(softmax);
     RUN(activations); RUN(activations_with_bias); RUN(swiglu_on_one_buffer); RUN(swiglu_with_biases); RUN(cross_entropy); RUN(cross_entropy_seed_scales_the_gradient_only);
     RUN(mse); RUN(embedding); RUN(dropout_repeats_its_mask_in_backward); RUN(add_and_cast); RUN(gemm_is_blas_shaped); RUN(refusals);
 }

@@ -538,7 +538,7 @@ static void train_steps(gpt *g, const training *how, trace *t) {
 
 /* Returns the most memory it took. */
 static int64_t train_traced(const training *how, int recompute, trace *t) {
-    gpt_config config = {61, 13, 20, 4, 4, 3, 13, AMP_F32, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0};
+    gpt_config config = {61, 13, 20, 4, 4, 3, 13, AMP_F32, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0};
     amp_memory_info memory;
     amp_desc desc;
     int64_t offset;

@@ -94,6 +94,7 @@ static void make_rms(void *memory) {
     op->x = rows(0, 4, 6); op->residual = rows(1, 4, 6); op->sum = rows(2, 4, 6); op->y = rows(3, 4, 6);
     op->weight = param(0, 4, 6, 0);
     op->rstd = room[8]; op->dy = rows(10, 4, 6); op->dsum = rows(11, 4, 6); op->dx = rows(12, 4, 6);
+    op->dx_low = amp_tensor2(room[13], AMP_BF16, 4, 6);
 }
 static void make_norm(void *memory) {
     amp_norm_op *op = (amp_norm_op *)memory;
@@ -141,7 +142,8 @@ static void make_dropout(void *memory) {
 #define NORM_FIELDS \
     {AT(amp_norm_op, x), TENSOR, BOTH}, {AT(amp_norm_op, residual), OPTIONAL, BOTH}, {AT(amp_norm_op, sum), TENSOR, BOTH}, {AT(amp_norm_op, y), TENSOR, BOTH}, \
     {AT(amp_norm_op, weight), OPTIONAL_PARAM, BOTH}, {AT(amp_norm_op, rstd), POINTER, BOTH}, \
-    {AT(amp_norm_op, dy), TENSOR, BACKWARD}, {AT(amp_norm_op, dsum), OPTIONAL, BACKWARD}, {AT(amp_norm_op, dx), TENSOR, BACKWARD}
+    {AT(amp_norm_op, dy), TENSOR, BACKWARD}, {AT(amp_norm_op, dsum), OPTIONAL, BACKWARD}, {AT(amp_norm_op, dx), TENSOR, BACKWARD}, \
+    {AT(amp_norm_op, dx_low), OPTIONAL, BACKWARD}
 static const operator_case cases[] = {
     {"linear", sizeof(amp_linear_op), call_amp_linear, call_amp_linear_backward, make_linear,
      {{AT(amp_linear_op, x), TENSOR, BOTH}, {AT(amp_linear_op, y), TENSOR, BOTH}, {AT(amp_linear_op, pre), OPTIONAL, BOTH},

@@ -851,6 +851,32 @@ TEST(larger_pieces_again) {
     }
 }
 
+/* --activations stores tensors apart, and a 16-bit residual stream costs less of the loss than bf16 does. */
+TEST(activations_by_tensor) {
+    static const char *const storage[] = {"bf16", "auto,stream=bf16,mlp=fp32", "attention=bf16,branch=fp32,norm=fp32"};
+    float losses[4];
+    char flags[500];
+    run r;
+    silence(1);
+    for (int i = 0; i < 4; i++) {
+        snprintf(flags, sizeof flags, "--save=none --layers=2 --precision=%s --steps=3 --activations=%s", i < 3 ? "bf16" : "fp32", i < 3 ? storage[i] : "auto");
+        open_pieces(&r, 600, flags);
+        const gpt_block *b = &r.model.blocks[1];
+        amp_dtype stream = i == 1 ? AMP_BF16 : AMP_F32, mlp = i == 1 || i == 3 ? AMP_F32 : AMP_BF16, rest = i >= 2 ? AMP_F32 : AMP_BF16;
+        CHECK(b->ln_2.sum.dtype == stream && b->ln_2.dx.dtype == stream && r.model.embedding.y.dtype == stream);
+        CHECK(b->c_fc.pre.dtype == mlp && b->c_fc.dy.dtype == mlp && b->mlp_proj.dx.dtype == mlp);
+        CHECK(b->ln_1.y.dtype == rest && b->mlp_proj.y.dtype == rest && r.model.head.x.dtype == rest);
+        CHECK(b->attention.q.dtype == (i == 3 ? AMP_F32 : AMP_BF16) && b->attention.d_o.dtype == b->attention.q.dtype);
+        train_pieces(&r, 3, 0, NULL);
+        CHECK(b->mlp_proj.dy.dtype == (i == 3 ? AMP_F32 : AMP_BF16));          /* what the product computes in */
+        losses[i] = r.losses[3];
+        close_run(&r);
+    }
+    CHECK(losses[0] != losses[1] && fabsf(losses[0] - losses[1]) <= 2 * fabsf(losses[0] - losses[3]) + 0.001f);
+    CHECK(fabsf(losses[2] - losses[0]) < 0.01f);
+    silence(0);
+}
+
 /* What a settings file says of the loader and of the logits reaches them; flags win. */
 TEST(settings_reach_loader_and_logits) {
     char flags[500];
@@ -991,6 +1017,7 @@ int main(int argc, char **argv) {
     RUN(idx_header_that_lies);
     RUN(smaller_pieces);
     RUN(larger_pieces_again);
+    RUN(activations_by_tensor);
     RUN(settings_reach_loader_and_logits);
     RUN(masters_begin_as_fp32);
     free(saved_options);

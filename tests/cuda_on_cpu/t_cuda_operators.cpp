@@ -490,6 +490,7 @@ static void norm_back(const cuda_shape &shape, const dtypes &t, const norm_case 
     doubles in = values_of(x, t.a), d = values_of(dy, t.b), ds = values_of(dsum, t.c);
     doubles w = values_of(weight, t.d), before = values_of(old, t.d);
     std::vector<float> mean, rstd;
+    amp_dtype low = t.c != AMP_F32 || c.parts == 3 ? AMP_DTYPE_DEFAULT : c.rms ? AMP_F16 : AMP_BF16;     /* a second output */
     for (int64_t i = 0; i < rows; i++) {
         row_facts f = facts_of(&in[(size_t)(i * cols)], cols, c.rms, 1e-5f);
         mean.push_back((float)f.mean);
@@ -510,8 +511,15 @@ static void norm_back(const cuda_shape &shape, const dtypes &t, const norm_case 
         if (c.parts & 2) k.dbias.data = s.put(old.data(), old.size());
         k.dweight.dtype = k.dbias.dtype = t.d;
         k.dweight.add = k.dbias.add = (c.parts & 8) != 0;
+        if (low != AMP_DTYPE_DEFAULT) k.dx_low = mat_at(s, NULL, shape, low);
         ok(s.backend->norm_backward(s.dev, &k, NULL));
         get_mat(s, out, k.dx);
+        if (low != AMP_DTYPE_DEFAULT) {
+            std::string got, rounded((size_t)n * 2, 0);
+            get_mat(s, &got, k.dx_low);
+            ok(amp_convert(&rounded[0], low, out->data(), AMP_F32, n, NULL, NULL));
+            CHECK_MSG(got == rounded, "dx_low is not dx in %s: %s", amp_dtype_name(low), shape.name);
+        }
         if (c.parts & 2) s.get(out, k.dweight.data, old.size());
         if (c.parts & 2) s.get(out, k.dbias.data, old.size());
     });
@@ -1352,8 +1360,8 @@ static void optimizer_far(const cuda_shape &shape, int adamw, amp_master_kind ki
         row.lr_scale = row.live = 1;
         row.weight_decay = 0.1;
         const amp_k_tensor *table = s.put(std::vector<amp_k_tensor>(1, row));
-        amp_k_adamw a = {table, 1, found, 0.9, 0.999, 1e-8, 7, 0, 0};
-        amp_k_sgd b = {table, 1, found, 0.9, 0.1, 7, 0, 0};
+        amp_k_adamw a = {table, 1, found, 0.9, 0.999, 1e-8, 7, 0, 0, NULL, NULL};
+        amp_k_sgd b = {table, 1, found, 0.9, 0.1, 7, 0, 0, NULL, NULL};
         ok(adamw ? s.backend->adamw(s.dev, &a, NULL) : s.backend->sgd(s.dev, &b, NULL));
         get_at(s, out, row.m, shape, AMP_F32);
         if (adamw) get_at(s, out, row.v, shape, AMP_F32);

@@ -576,7 +576,7 @@ static std::vector<row_spec> stored_rows(int n) {
 }
 
 /* The arrays of a table, once in host memory and then on each side. */
-struct row_data { bytes weight, grad, master, m, v; };
+struct row_data { bytes weight, grad, master, m, v, copy; };
 
 static std::vector<row_data> fill_rows(const std::vector<row_spec> &specs, float grad_scale) {
     std::vector<row_data> out;
@@ -588,6 +588,11 @@ static std::vector<row_data> fill_rows(const std::vector<row_spec> &specs, float
         d.m = numbers(s.moments, s.count, 0.1f);
         d.v = numbers(s.moments, s.count, 0.1f);
         for (size_t i = amp_dtype_size(s.moments); i <= d.v.size(); i += amp_dtype_size(s.moments)) d.v[i - 1] &= 0x7f;
+        if (s.weight == AMP_F32 && !s.master && s.count != 20000) {          /* the others have no copy */
+            static const float edges[] = {65519.998f, 65520, -70000, 3.4e38f, -3.4028233e38f, INFINITY, NAN, 65500, 1e-40f, -6e-8f};
+            d.copy = bytes((size_t)s.count * 2, 0x5a);
+            for (size_t i = 0; i < 10 && (int64_t)i * 3 < s.count; i++) memcpy(&d.weight[i * 12], &edges[i], 4);
+        }
         out.push_back(d);
     }
     return out;
@@ -635,6 +640,7 @@ static void compare_rows(const std::vector<row_spec> &specs, const std::vector<r
         CHECK_MSG(got[i].master == want[i].master, "master of row %zu", i);
         CHECK_MSG(got[i].m == want[i].m, "m of row %zu", i);
         CHECK_MSG(got[i].v == want[i].v, "v of row %zu", i);
+        CHECK_MSG(got[i].copy == want[i].copy, "copy of row %zu", i);
         CHECK_MSG(got[i].grad == want[i].grad, "gradient of row %zu: %s, %lld", i, g, (long long)specs[i].count);
     }
 }
@@ -652,17 +658,20 @@ static amp_k_grad_stats a_found() {
     return f;
 }
 
+static amp_dtype copy_dtype(size_t row) { return row % 2 ? AMP_BF16 : AMP_F16; }
+
 /* kind 0: AdamW, 1: SGD with momentum, 2: plain SGD, 3: scale_ranges */
-static amp_result update(side *s, int kind, const amp_k_tensor *table, int64_t n, const amp_k_grad_stats *found, int variant) {
+static amp_result update(side *s, int kind, const amp_k_tensor *table, int64_t n, const amp_k_grad_stats *found, int variant,
+                         const amp_range *copies = NULL, int64_t *new_inf = NULL) {
     if (kind == 0) {
-        amp_k_adamw a = {table, n, found, 0.9, 0.999, 1e-8, 7, variant & 1, 0};
+        amp_k_adamw a = {table, n, found, 0.9, 0.999, 1e-8, 7, variant & 1, 0, copies, new_inf};
         return s->b->adamw(s->dev, &a, NULL);
     }
     if (kind == 3) {
         amp_k_scale_ranges a = {table, n, &found->factor};
         return s->b->scale_ranges(s->dev, &a, NULL);
     }
-    amp_k_sgd a = {table, n, found, kind == 1 ? 0.9 : 0.0, variant & 2 ? 0.1 : 0.0, 7, variant & 1, variant >> 2 & 1};
+    amp_k_sgd a = {table, n, found, kind == 1 ? 0.9 : 0.0, variant & 2 ? 0.1 : 0.0, 7, variant & 1, variant >> 2 & 1, copies, new_inf};
     return s->b->sgd(s->dev, &a, NULL);
 }
 
@@ -678,8 +687,27 @@ static void update_both(int kind, int variant, int skip, const std::vector<row_s
         std::vector<amp_k_tensor> table = table_of(&x, specs, before, moments[kind]);
         amp_k_tensor *on = x.up(table);
         amp_k_grad_stats *f = (amp_k_grad_stats *)x.up(&found, sizeof found);
-        CHECK_EQ(update(&x, kind, on, rows, f, variant), AMP_OK);
+        std::vector<amp_range> copies(specs.size());
+        for (size_t i = 0; i < specs.size(); i++) {
+            bool has = !before[i].copy.empty();
+            copies[i] = {NULL, has ? x.up(before[i].copy, specs[i].odd * 2) : NULL, 0, copy_dtype(i)};
+        }
+        int64_t zero = 0, *new_inf = (int64_t *)x.up(&zero, sizeof zero);
+        CHECK_EQ(update(&x, kind, on, rows, f, variant, x.up(copies), new_inf), AMP_OK);
         bring_rows(&x, table, &results[s]);
+        int64_t expected = 0;
+        for (size_t i = 0; i < specs.size(); i++) {
+            if (before[i].copy.empty()) continue;
+            x.down(&results[s][i].copy, copies[i].data);
+            if (skip || kind == 3 || !specs[i].live) continue;
+            bytes cast(before[i].copy.size());              /* what amp_cast makes of the new weight */
+            int64_t beyond = 0;
+            CHECK_OK(amp_convert(cast.data(), copy_dtype(i), results[s][i].weight.data(), AMP_F32, specs[i].count, NULL, &beyond));
+            expected += beyond;
+            CHECK_MSG(results[s][i].copy == cast, "copy of row %zu, side %d", i, s);
+        }
+        CHECK_EQ(x.one<int64_t>(new_inf), expected);
+        if (!skip && kind != 3 && rows >= 11) CHECK(expected >= 2);
     }
     compare_rows(specs, results[1], results[0]);
     if (skip) compare_rows(specs, results[1], before);
@@ -1227,7 +1255,7 @@ TEST(graph_replays) {
         CHECK_EQ(x.b->stream_create(x.dev, &stream), AMP_OK);
         CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);
         amp_k_check k = {on, 12, NULL, f}, k2 = {on, 12, NULL, other};
-        amp_k_adamw a = {on, 12, f, 0.9, 0.999, 1e-8, 0, 0, 0};
+        amp_k_adamw a = {on, 12, f, 0.9, 0.999, 1e-8, 0, 0, 0, NULL, NULL};
         if (graphed) {
             CHECK_EQ(x.b->graph_begin(x.dev, stream), AMP_OK);
             CHECK_EQ(x.b->check(x.dev, &k, stream), AMP_OK);
@@ -1461,7 +1489,7 @@ struct session {
         amp_k_grad_stats *f = (amp_k_grad_stats *)a;
         const amp_k_tensor *t = (const amp_k_tensor *)table;
         amp_k_column_sum sum = {{(char *)a + 16384, AMP_F32, 0, 300, 8, 8}, (char *)a + 4096, AMP_F32, 0};
-        amp_k_adamw adamw = {t, 1, f, 0.9, 0.999, 1e-8, 0, 0, 0};
+        amp_k_adamw adamw = {t, 1, f, 0.9, 0.999, 1e-8, 0, 0, 0, NULL, NULL};
         amp_k_scale_ranges scale = {t, 1, &f->factor};
         amp_k_cast cast;
         amp_k_rule rule;

@@ -622,6 +622,189 @@ CUDA_TEST(steady_step_does_not_wait) {
     }
 }
 
+/* ---- The optimizer writes the 16-bit copies of fp32 weights */
+
+static int64_t weight_casts() { return coc_kernel_launches("ampc_f16, float>") + coc_kernel_launches("ampc_bf16, float>"); }
+
+static std::string cast_of(network &n, const amp_param &p, amp_dtype dtype) {
+    std::string wide = n.bytes(p.weight), low((size_t)amp_tensor_count(&p.weight) * 2, 0);
+    CHECK_OK(amp_convert(&low[0], dtype, wide.data(), AMP_F32, amp_tensor_count(&p.weight), NULL, NULL));
+    return low;
+}
+/* The copy that products read is the weight's, and nothing was cast for this look. */
+static void check_copies(network &n, const char *when) {
+    amp_cache_info before, after;
+    CHECK_OK(amp_cast_cache_info(n.amp, &before));
+    for (int i : {HIDDEN_WEIGHT, HIDDEN_BIAS, HEAD_WEIGHT}) {
+        amp_tensor copy;
+        CHECK_OK(amp_autocast_cast(n.amp, &n.params[i], AMP_F16, &copy));
+        CHECK_MSG(n.bytes(copy) == cast_of(n, n.params[i], AMP_F16), "%s: parameter %d", when, i);
+    }
+    CHECK_OK(amp_cast_cache_info(n.amp, &after));
+    CHECK_MSG(after.misses == before.misses, "%s: %lld casts", when, (long long)(after.misses - before.misses));
+}
+
+/* A steady step at O1 casts no weight, and the copies are what casts would make, after skipped steps too. */
+CUDA_TEST(steady_step_casts_no_weight) {
+    network gpu;
+    std::vector<amp_step_result> outcomes;
+    float bad = INFINITY, good = 0.125f;
+    amp_cache_info info;
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
+    for (int i = 0; i < 12; i++) {
+        if (i == 1) coc_reset_counts();         /* the first step measures products too */
+        if (i == 6 || i == 7) {                 /* the host writes a weight: step 6 is skipped */
+            CHECK_OK(amp_copy(gpu.amp, gpu.params[HEAD_WEIGHT].weight.data, i == 6 ? &bad : &good, 4, AMP_COPY_TO_DEVICE));
+            CHECK_OK(amp_sync(gpu.amp));
+            amp_param_changed(&gpu.params[HEAD_WEIGHT]);
+        }
+        if (i == 9) amp_cast_cache_clear(gpu.amp);
+        CHECK_OK(gpu.forward_backward());
+        CHECK_OK(gpu.step(&outcomes));
+        if (CUDA_IS_MODEL && i > 0) CHECK_EQ(weight_casts(), i < 6 ? 0 : i == 6 ? 1 : i < 9 ? 2 : 5);
+        check_copies(gpu, i == 6 ? "a skipped step" : "a step");
+    }
+    CHECK_OK(amp_step_result_flush(gpu.optimizer));
+    CHECK_OK(amp_cast_cache_info(gpu.amp, &info));
+    CHECK_EQ(info.misses, 3 + 2 + 3);              /* two weights and the bias that is added to 16-bit rows */
+    CHECK_EQ(info.new_inf, 0);                  /* infinity stays infinity */
+}
+
+/* With and without copies the same bits: AdamW and SGD, moments in fp32 and bf16, micro-batches, fp16 and bf16. */
+CUDA_TEST(copies_change_no_bits) {
+    for (int variant = 0; variant < 4; variant++) {
+        std::string weights[2];
+        for (int cached = 0; cached < 2; cached++) {
+            network gpu;
+            std::vector<amp_step_result> outcomes;
+            amp_desc d = settings(amp_cuda(), AMP_LEVEL_O1);
+            amp_optimizer_desc o = {};
+            d.disable_cache = !cached;
+            gpu.accumulation = 1 + (variant == 3);
+            CHECK_OK(gpu.open(d, AMP_NO_WORKERS));
+            amp_optimizer_destroy(gpu.optimizer);
+            o.params = gpu.params, o.n_params = PARAMS;
+            o.kind = variant & 1 ? AMP_SGD : AMP_ADAMW;
+            o.lr = 1e-2, o.momentum = 0.9, o.accumulation = gpu.accumulation;
+            o.moments = variant & 2 ? AMP_BF16 : AMP_F32;
+            CHECK_OK(amp_optimizer_create(gpu.amp, &gpu.optimizer, &o));
+            for (int i = 0; i < 6; i++) {
+                CHECK_OK(gpu.forward_backward());
+                CHECK_OK(gpu.step(&outcomes));
+                if (cached && i % gpu.accumulation == 0) check_copies(gpu, "a step");
+            }
+            weights[cached] = gpu.weights();
+        }
+        CHECK_MSG(weights[0] == weights[1], "variant %d", variant);
+    }
+}
+
+/* A copy follows its weight while it is used, is counted where it becomes infinite, and is nobody else's affair: a frozen
+   parameter, one without a gradient in this step, one in another context, one in two dtypes. */
+CUDA_TEST(copies_that_are_used) {
+    enum { USED, ONCE, FROZEN, IDLE, TWICE, ALL, N = 24 };
+    static const char *const names[ALL] = {"used", "once", "frozen", "idle", "twice"};
+    network other, gpu;                         /* networks for what they give back */
+    CHECK_OK(amp_open(&gpu.amp, std::vector<amp_desc>(1, settings(amp_cuda(), AMP_LEVEL_O1)).data()));
+    CHECK_OK(other.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
+    CHECK_OK(other.forward_backward());
+    std::vector<float> weights(N, 65000), gradients(N, -100);
+    amp_param params[ALL];
+    amp_optimizer *optimizer;
+    amp_optimizer_desc o = {};
+    amp_cache_info info;
+    memset((void *)params, 0, sizeof params);
+    for (int i = 0; i < ALL; i++) {
+        params[i].name = names[i];
+        CHECK_OK(gpu.tensor(&params[i].weight, AMP_F32, N, 1));
+        if (i != FROZEN) CHECK_OK(gpu.tensor(&params[i].grad, AMP_F32, N, 1));
+        CHECK_OK(amp_copy(gpu.amp, params[i].weight.data, weights.data(), N * 4, AMP_COPY_TO_DEVICE));
+        if (i != FROZEN) CHECK_OK(amp_copy(gpu.amp, params[i].grad.data, gradients.data(), N * 4, AMP_COPY_TO_DEVICE));
+    }
+    CHECK_OK(amp_param_register(gpu.amp, params, ALL));
+    o.params = params, o.n_params = ALL;
+    o.kind = AMP_SGD, o.lr = 1;
+    CHECK_OK(amp_optimizer_create(gpu.amp, &optimizer, &o));
+    for (int step = 0; step < 8; step++) {
+        amp_tensor copy, half;
+        for (int i = 0; i < ALL; i++) {
+            if (i == ONCE && step > 0) continue;
+            CHECK_OK(amp_autocast_cast(gpu.amp, &params[i], AMP_BF16, &copy));
+            CHECK(gpu.bytes(copy) == cast_of(gpu, params[i], AMP_BF16));
+            if (i != TWICE) continue;
+            CHECK_OK(amp_autocast_cast(gpu.amp, &params[i], AMP_F16, &half));       /* the one used last is written along */
+            CHECK(gpu.bytes(half) == cast_of(gpu, params[i], AMP_F16));
+        }
+        for (int i = 0; i < ALL; i++)
+            if (i != FROZEN && (i != IDLE || step == 0)) (void)amp_param_accumulate(&params[i]);
+        coc_reset_counts();
+        CHECK_OK(amp_optimizer_step(optimizer, NULL));
+        if (CUDA_IS_MODEL) CHECK_EQ(weight_casts(), 0);
+        CHECK_OK(amp_cast_cache_info(gpu.amp, &info));
+        CHECK_EQ(info.misses, 6 + step);                        /* each parameter once, and TWICE's other copy */
+        /* 65000 + 100 (step + 1) is beyond fp16's range from the sixth step on, in one copy */
+        CHECK_EQ(info.new_inf, step < 5 ? 0 : (step - 4) * N);
+    }
+    amp_optimizer_destroy(optimizer);
+    std::vector<amp_step_result> outcomes;
+    CHECK_OK(other.step(&outcomes));
+    check_copies(other, "another context's step");
+}
+
+/* A captured step casts nothing either once one has run before it; what the host changes between launches, or by its own
+   work inside the graph, is cast before the launch. */
+static std::string copies_in_graph(bool captured, bool own_work) {
+    network gpu;
+    amp_graph *graph = NULL;
+    float other = 0.25f;
+    void *value;
+    std::string result;
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
+    CHECK_OK(gpu.for_graphs(0));
+    CHECK_OK(gpu.room(&value, 4));
+    CHECK_OK(amp_copy(gpu.amp, value, &other, 4, AMP_COPY_TO_DEVICE));
+    const amp_param *head = &gpu.params[HEAD_WEIGHT];
+    auto step = [&] {
+        CHECK_OK(gpu.compute());
+        CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+        if (!own_work) return;
+        CHECK_OK(amp_copy(gpu.amp, (char *)head->weight.data + 8, value, 4, AMP_COPY_ON_DEVICE));
+        amp_param_changed(&gpu.params[HEAD_WEIGHT]);
+    };
+    for (int i = 0; i < 10; i++) {
+        CHECK_OK(gpu.next_copied());
+        if (i == 5) {
+            CHECK_OK(amp_copy(gpu.amp, gpu.params[HIDDEN_WEIGHT].weight.data, value, 4, AMP_COPY_ON_DEVICE));
+            amp_param_changed(&gpu.params[HIDDEN_WEIGHT]);
+        }
+        if (i == 7) amp_cast_cache_clear(gpu.amp);
+        if (i == 1 || i == 8) CHECK_OK(gpu.evaluate());         /* casts what is out of date */
+        if (captured && i == 1) {
+            CHECK_OK(amp_graph_begin(gpu.amp));
+            step();
+            CHECK_OK(amp_graph_end(gpu.amp, &graph));
+        }
+        CHECK_OK(amp_sync(gpu.amp));
+        coc_reset_counts();
+        if (graph != NULL) CHECK_OK(amp_graph_launch(graph));
+        else step();
+        for (amp_step_result o; amp_step_result_next(gpu.optimizer, &o);) {}
+        CHECK_OK(amp_sync(gpu.amp));
+        if (CUDA_IS_MODEL && graph != NULL && i > 1)
+            CHECK_MSG(weight_casts() == own_work + (i == 5) + (i == 7 ? 3 - own_work : 0) - (i == 8 && own_work),
+                      "launch %d: %lld casts", i, (long long)weight_casts());
+        if (!own_work) check_copies(gpu, "a launch");
+        result += gpu.bytes(gpu.loss.loss, 4);
+    }
+    result += gpu.weights();
+    amp_graph_destroy(graph);
+    return result;
+}
+CUDA_TEST(captured_step_casts_no_weight) {
+    for (bool own_work : {false, true})
+        CHECK_MSG(copies_in_graph(true, own_work) == copies_in_graph(false, own_work), "own work %d", (int)own_work);
+}
+
 /* With a GPU that is late a step waits once, for the outcome of two steps before, and makes nothing newer run: the loss in
    device memory stays that step's. */
 CUDA_TEST(late_step_waits_for_two_before) {
@@ -1899,6 +2082,10 @@ int main(int argc, char **argv) {
     RUN(every_order);
     RUN(recomputing_has_the_same_bits);
     RUN(steady_step_does_not_wait);
+    RUN(steady_step_casts_no_weight);
+    RUN(copies_change_no_bits);
+    RUN(copies_that_are_used);
+    RUN(captured_step_casts_no_weight);
     RUN(late_step_waits_for_two_before);
     RUN(records_are_the_cpus);
     RUN(monitor_does_not_wait);
