@@ -702,7 +702,7 @@ typedef struct amp_desc {
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc);
 /* Closes it and frees amp_alloc's memory; open regions end, on all threads.  Objects created from it and not yet
    destroyed are stopped and named in a warning: their calls return AMP_ERR_STATE or do nothing, and destroying them
-   frees the rest, so .system must last until then.  No amp_param is touched. */
+   frees the rest, so .system must last until then.  No amp_param is touched.  amp may be NULL. */
 AMP_API void amp_close(amp_context *amp);
 /* The settings in effect, defaults filled in. */
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out);
@@ -1300,8 +1300,8 @@ AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
    backward, which leave no gradients behind. */
 AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf);
 /* All at once, for gradients in a few arrays: checks them, multiplies them by 1 / scale (non-finite ones too), updates
-   the scale, and sets *apply to whether your optimizer shall step: 0 if anything is infinite or NaN, or on failure.
-   Waits.
+   the scale, and sets *apply to whether your optimizer shall step: 0 if anything is infinite or NaN, or on failure;
+   1 if scaler is NULL.  Waits.
    Errors: AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture, AMP_ERR_GRAD_16BIT, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply);
 /* Multiplies a set's ranges by scale / old_scale, for buffers that carry the scale (momentum in a gradient buffer).
@@ -13663,7 +13663,7 @@ static amp_result ampi_get(const amp_state *state, const char *prefix, const cha
 typedef struct ampi_saved { const char *record; amp_dtype dtype; ampi_field field; } ampi_saved;
 
 enum { AMPI_SAVED_NUMBERS = 16 };       /* at most, in a record of one struct */
-#define AMPI_COUNT_MOST 9007199254740992.0      /* of saved counters, 2^53: what fp64 holds, and what still can be counted on from */
+#define AMPI_COUNT_MOST 9007199254740991.0      /* of saved counters, 2^53 - 1: what fp64 tells from its neighbours, and what can be counted on from */
 #define AMPI_SAVED(record, dtype, object, member, type, low, high) \
     {record, dtype, {#member, type, offsetof(object, member), NULL, 0, low, high, NULL}}
 
@@ -13689,6 +13689,11 @@ static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp
             char *at = (char *)structs + (size_t)(i / n) * size;
             double value;
             place.offset = (size_t)i * amp_dtype_size(row->dtype);
+            if (k->type == place.type && k->low > k->high) {        /* by its bits, whatever the host does with subnormals */
+                char *there = (char *)record + place.offset;
+                memcpy(to != NULL ? there : at + k->offset, to != NULL ? at + k->offset : there, amp_dtype_size(row->dtype));
+                continue;
+            }
             if (to != NULL) { ampi_field_put(record, &place, ampi_field_get(at, k)); continue; }
             value = ampi_field_get(record, &place);
             if (k->low <= k->high && !(amp_is_finite_f64(&value) && value >= k->low && value <= k->high))
@@ -13720,7 +13725,7 @@ static const ampi_saved ampi_scaler_saved[] = {
     AMPI_SCALER_COUNT(k.updates, AMPI_I64, 0, AMPI_COUNT_MOST),
     AMPI_SCALER_COUNT(k.skips, AMPI_I64, 0, AMPI_COUNT_MOST),
     AMPI_SCALER_COUNT(k.consecutive_skips, AMPI_I64, 0, AMPI_COUNT_MOST),
-    AMPI_SCALER_COUNT(checked, AMPI_SWITCH, 0, AMPI_COUNT_MOST),
+    AMPI_SCALER_COUNT(checked, AMPI_SWITCH, 0, INT32_MAX),
     AMPI_SCALER_FACTOR(d.growth_factor, AMPI_REAL64), AMPI_SCALER_FACTOR(d.backoff_factor, AMPI_REAL64),
     AMPI_SCALER_FACTOR(d.tolerance, AMPI_REAL64), AMPI_SCALER_FACTOR(d.min_scale, AMPI_REAL32),
     AMPI_SCALER_FACTOR(d.max_scale, AMPI_REAL32), AMPI_SCALER_FACTOR(d.init_scale, AMPI_REAL32),
@@ -21255,8 +21260,8 @@ AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader
 
 #define AMPI_OF_RECOVERY(member, type, most) AMPI_SAVED("recovery", AMP_I64, amp_recovery, member, type, 0, most)
 static const ampi_saved ampi_recovery_saved[] = {
-    AMPI_OF_RECOVERY(halvings, AMPI_I64, 1000), AMPI_OF_RECOVERY(fitted, AMPI_I64, AMPI_DBL_MAX), AMPI_OF_RECOVERY(failures, AMPI_I32, 1000),
-    AMPI_OF_RECOVERY(doubled, AMPI_I32, 1), AMPI_OF_RECOVERY(retries, AMPI_I32, 1000), AMPI_OF_RECOVERY(streak, AMPI_I64, AMPI_DBL_MAX)
+    AMPI_OF_RECOVERY(halvings, AMPI_I64, 1000), AMPI_OF_RECOVERY(fitted, AMPI_I64, AMPI_COUNT_MOST), AMPI_OF_RECOVERY(failures, AMPI_I32, 1000),
+    AMPI_OF_RECOVERY(doubled, AMPI_I32, 1), AMPI_OF_RECOVERY(retries, AMPI_I32, 1000), AMPI_OF_RECOVERY(streak, AMPI_I64, AMPI_COUNT_MOST)
 };
 
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix) {
@@ -21283,7 +21288,8 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
     result = ampi_as(f, ampi_saved_walk(f, NULL, state, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r, sizeof r, 1));
     if (result == AMP_ERR_RANGE) return ampi_fail(AMP_ERR_MISMATCH, f, "%s was not saved by a recovery", key);
     if (result != AMP_OK) return result;
-    *recovery = r;
+    recovery->halvings = r.halvings, recovery->fitted = r.fitted, recovery->failures = r.failures;
+    recovery->doubled = r.doubled, recovery->retries = r.retries, recovery->streak = r.streak;
     return AMP_OK;
 }
 

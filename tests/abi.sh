@@ -94,6 +94,6 @@ if have nm; then
     odd=$(sort "$work/declared" "$work/exported" | uniq -u | tr '\n' ' ')
     if [ -z "$odd" ]; then pass; else fail "plain symbols" "declared or exported, and not both: $odd"; fi
 else skip "symbols" "no nm"; fi
-inline=$(awk '/^AMPI_INLINE .*\) \{$/ {on = 1} on && /^    return amp_[a-z_]+\(/ {n++} /^}/ {on = 0} END {print n + 0}' amp.h)
+inline=$(awk '/^AMPI_INLINE .*\) \{ return amp_[a-z_]+\(/ {n++} /^AMPI_INLINE .*\) \{$/ {on = 1} on && /^    return amp_[a-z_]+\(/ {n++} /^}/ {on = 0} END {print n + 0}' amp.h)
 if [ "$inline" -eq 1 ]; then pass; else fail "inline wrappers" "$inline, not amp_open alone"; fi
 closing

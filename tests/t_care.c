@@ -2126,10 +2126,10 @@ TEST(memory_recovery_doubles_the_batch_again) {
         CHECK_EQ(e.action, step == 4 ? AMP_RECOVERY_DOUBLE_BATCH : AMP_RECOVERY_NONE);
     }
     CHECK_ERR(amp_recovery_load(resumed, state, "other"), AMP_ERR_NAME);
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 12; i++) {
         amp_state *wrong;
         memcpy(bad, numbers, sizeof bad);
-        bad[i] = i == 3 ? 2 : -1;
+        bad[i % 6] = i >= 6 ? INT64_MAX : i == 3 ? 2 : -1;
         CHECK_OK(amp_state_create(&wrong, NULL));
         CHECK_OK(amp_state_put(wrong, "run.recovery", AMP_I64, bad, 6));
         CHECK_ERR(amp_recovery_load(resumed, wrong, "run"), AMP_ERR_MISMATCH);

@@ -1153,6 +1153,41 @@ static const struct { int rule, at; int64_t value; amp_result result; } impossib
     {1, 1, (int64_t)INT32_MIN - 1, AMP_ERR_RANGE}, {1, 1, (int64_t)INT32_MAX + 1, AMP_ERR_RANGE}, {1, 1, 0, AMP_ERR_RANGE},
     {1, 2, 0, AMP_ERR_RANGE}, {1, 2, (int64_t)INT32_MAX + 1, AMP_ERR_RANGE}};
 
+/* Saved by its bits, also in a program that flushes subnormals to zero. */
+TEST(save_keeps_a_subnormal_scale) {
+#if defined(__SSE__)
+    unsigned mode = _mm_getcsr();
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *a = NULL, *b = NULL;
+    amp_state *state = NULL;
+    amp_scaler_desc d;
+    float scales[3] = {0, 0, 0}, again[3] = {0, 0, 0};
+    uint32_t bits = 0;
+    memset(&d, 0, sizeof d);
+    d.preset = AMP_SCALER_TORCH;
+    CHECK_OK(amp_scaler_create(amp, &a, &d));
+    CHECK_OK(amp_scaler_create(amp, &b, &d));
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_scaler_set_scale(a, 0x1p-130f));
+    _mm_setcsr(mode | 0x8040u);
+    CHECK_OK(amp_scaler_save(a, state, "s"));
+    CHECK_OK(amp_scaler_load(b, state, "s"));
+    CHECK_OK(amp_scaler_save(b, state, "t"));
+    _mm_setcsr(mode);
+    CHECK_OK(amp_state_get(state, "s.scale", AMP_F32, scales, 3));
+    CHECK_OK(amp_state_get(state, "t.scale", AMP_F32, again, 3));
+    memcpy(&bits, scales, 4);
+    CHECK_EQ(bits, 1u << 19);
+    CHECK(memcmp(scales, again, sizeof scales) == 0);
+    amp_state_destroy(state);
+    amp_scaler_destroy(b);
+    amp_scaler_destroy(a);
+    amp_close(amp);
+#else
+    SKIP("no MXCSR on this processor");
+#endif
+}
+
 TEST(load_refuses_what_does_not_fit) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler *a = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *torch = make_scaler(amp, AMP_SCALER_TORCH, 0, 0), *off = NULL;
@@ -1436,6 +1471,7 @@ int main(int argc, char **argv) {
     RUN(sets_are_checked);
     RUN(save_and_load_at_every_point);
     RUN(save_over_a_disabled_scalers);
+    RUN(save_keeps_a_subnormal_scale);
     RUN(load_refuses_what_does_not_fit);
     RUN(ranks_sum_gradients_and_agree_on_overflow);
     RUN(averages_are_taken_once);
