@@ -1870,7 +1870,8 @@ typedef struct amp_status {
     int32_t growth_tracker, growth_interval, at_floor;
     int64_t updates, skips, consecutive_skips;
     amp_cache_info cast_cache, mask_cache;
-    /* finite numbers in operands of products that saturate_inputs clamped or, on the CPU, fp16 made infinite */
+    /* finite numbers in operands of products that saturate_inputs clamped or, on the CPU, fp16 made infinite; there an
+       operand that a batch shares counts for each of its products */
     int64_t new_inf;
     char new_inf_in[80];        /* the last such operand: "amp_linear: x of h.0.fc.weight" */
     amp_memory_info memory;

@@ -1604,6 +1604,8 @@ enum { AMPC_RESIDENT = 8 };
 template <class D, class S> struct ampc_cast_shape {
     enum { wide = sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S), least = sizeof(D) < sizeof(S) ? sizeof(D) : sizeof(S) };
     enum { width = 16 / wide, pieces = wide == 8 ? 4 : wide / least, per_sm = wide == 8 ? 5 : 8 };
+    /* stochastic rounding: at least 4, which a block of random numbers serves, and at most 8 */
+    enum { rounded = sizeof(S) == 8 ? 4 : sizeof(S) == 1 ? 8 : (int)width };
 };
 
 template <class D, class S> __global__ void
@@ -1643,12 +1645,11 @@ ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uns
     if (new_inf != NULL) ampc_count(new_inf, found, scratch);
 }
 
-/* Stochastic rounding to 16 and 8 bits.  A piece is 16 bytes of the wider side, but at least 4 elements, which a block of random
-   numbers serves, and at most 8. */
+/* Stochastic rounding to 16 and 8 bits. */
 template <class D, class S> __global__ void __launch_bounds__(256)
 ampc_cast_stochastic_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uint64_t seed, uint64_t offset,
                             unsigned long long *new_inf) {
-    enum { W = sizeof(S) == 8 ? 4 : sizeof(S) == 1 ? 8 : (int)ampc_cast_shape<D, S>::width };
+    enum { W = ampc_cast_shape<D, S>::rounded };
     AMPC_SHARED(int, scratch, 32);
     int found = 0;
     for (int64_t i = W * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += W * (int64_t)gridDim.x * blockDim.x) {
@@ -1698,7 +1699,7 @@ template <class D, class S> amp_result ampc_cast_as(ampc_device *dev, const amp_
                            saturate, aligned, new_inf);
     if constexpr (sizeof(D) <= 2)
         return ampc_launch(dev, "amp_cast", ampc_cast_stochastic_kernel<D, S>,
-                           ampc_grid(dev, ampc_blocks(a->n, 4 * 256), AMPC_CAST_PER_SM), 256, 0, stream, (D *)a->dst,
+                           ampc_grid(dev, ampc_blocks(a->n, 256 * ampc_cast_shape<D, S>::rounded), AMPC_CAST_PER_SM), 256, 0, stream, (D *)a->dst,
                            (const S *)a->src, a->n, saturate, aligned, a->how.seed, a->how.offset, new_inf);
     else return ampc_refuse(dev, AMP_ERR_DTYPE, "amp_cast", "stochastic rounding must be to fp16, bf16 or fp8");
 }
@@ -5263,13 +5264,23 @@ int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     return steps | (ampc_way_maps(g, way) ? AMPC_MAP : 0) | (sum != NULL && !fused ? AMPC_SUMS : 0);
 }
 
+/* What a plan is told of a product's vector: one that goes through scratch memory is as aligned as that. */
+amp_k_gemm ampc_way_told(const amp_k_gemm &product, int steps) {
+    amp_k_gemm told = product;
+    if (steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) told.bias = ampc_scratch_place();
+    return told;
+}
+
+/* Whether the bias has a copy in c's dtype, as aligned as the plan was told. */
+bool ampc_bias_copied(const amp_k_gemm &g) { return g.bias != NULL && g.bias_copy != NULL && (uintptr_t)g.bias_copy % AMPC_ALIGN == 0; }
+
 /* Takes the steps after the operands' casts; plan: of the product.  *done 0: cuBLASLt declines it after all, and nothing is
    written. */
 amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, int steps, const ampc_plan &plan, void *stream, bool *done) {
     ampc_scratch vector(dev, stream), wide(dev, stream);
     const amp_k_gradient *sum = ampc_epilogue_sum(g);
     int64_t count = g.row_sum.data && !(steps & AMPC_CAST_BIAS) ? g.m : g.n;
-    bool copied = (steps & AMPC_CAST_BIAS) && g.bias_copy != NULL && (uintptr_t)g.bias_copy % 256 == 0;     /* as the plan was told */
+    bool copied = (steps & AMPC_CAST_BIAS) && ampc_bias_copied(g);
     if (!copied && steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) AMPC_TRY(vector.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
     if (!copied && steps & AMPC_CAST_BIAS) AMPC_TRY(ampc_cast_flat(dev, vector.data, g.c_dtype, g.bias, g.bias_dtype, g.n, stream));
     amp_k_gemm product = ampc_way_product(g, way);
@@ -5295,7 +5306,7 @@ amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, in
 amp_result ampc_gemm_plan(ampc_device *dev, const amp_k_gemm &g, ampc_way first, void *stream, ampc_plan *call, ampc_plan *plan) {
     ampc_plan_key key = ampc_call_key_of(g, first);
     ampc_plan *kept;
-    amp_k_gemm product, told;
+    amp_k_gemm product;
     bool settled = true;
     if (ampc_plan_look(dev, key, call, plan) && (call->product == NULL || !(plan->refused || plan->apart))) return AMP_OK;
     for (int way = first;; way++) {
@@ -5303,9 +5314,7 @@ amp_result ampc_gemm_plan(ampc_device *dev, const amp_k_gemm &g, ampc_way first,
         call->steps = ampc_way_steps(g, call->way, &product);
         if (call->steps & AMPC_SIMT) break;
         if (call->steps == 0) continue;
-        told = product;
-        if (call->steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) told.bias = ampc_scratch_place();
-        AMPC_TRY(ampc_plan_get(dev, told, ampc_gemm_epilogue(product), plan));
+        AMPC_TRY(ampc_plan_get(dev, ampc_way_told(product, call->steps), ampc_gemm_epilogue(product), plan));
         if (ampc_plan_is_new(dev, plan) && !ampc_is_captured(dev, stream) && ampc_tune_claim(dev, plan->product))
             AMPC_TRY(ampc_tune(dev, product, plan, stream));
         settled = settled && !ampc_plan_is_new(dev, plan);
@@ -5636,12 +5645,15 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
     ampc_candidates all;
     ampc_plan *plan = t->plan;
     cublasLtMatmulDescOpaque_t product;
+    amp_k_gemm told;
     double least = 0, parts = 0;
-    int best = -1;
+    int best = -1, steps;
     char what[96];
     AMPC_TRY(ampc_tune_open(t, 1, AMPC_TUNE_RUNS));
     plan->apart = 0;
-    AMPC_TRY(ampc_blas_check(t->dev, ampc_describe_product(&product, *plan, t->g), "describing a product to cublasLt", &t->g));
+    steps = ampc_way_steps(t->g, AMPC_FUSED, &told);
+    told = ampc_way_told(t->g, steps);
+    AMPC_TRY(ampc_blas_check(t->dev, ampc_describe_product(&product, *plan, told), "describing a product to cublasLt", &t->g));
     AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, &product, AMPC_TUNE_ALGORITHMS, all.found, &all.count),
                              "cublasLtMatmulAlgoGetHeuristic", &t->g));
     AMPC_TRY(ampc_tune_check(t, &all));
@@ -5665,10 +5677,13 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
     ampc_plan before = *plan;
     amp_result result;
     ampc_relaxed relaxed;
+    amp_k_gemm alone = g;           /* a set has a bias of its own, where steady steps have a copy one of the copy's dtype */
+    if (ampc_bias_copied(g)) alone.bias = g.bias_copy, alone.bias_dtype = g.c_dtype;
+    alone.bias_copy = NULL;
     plan->tuned = dev->blas.autotune;
     plan->compared = 1;
     {
-        ampc_tuning t(dev, g, plan, stream);
+        ampc_tuning t(dev, alone, plan, stream);
         result = dev->blas.autotune ? ampc_tune_plan(&t) : ampc_tune_compared(&t);
         if (result != AMP_OK) {
             plan->algo = before.algo, plan->workspace = before.workspace;

@@ -69,11 +69,15 @@ struct gemm_arguments {
         g.lda = a.ld, g.ldb = b.ld, g.ldc = c.ld;
         g.stride_a = rows_a(x) * a.ld, g.stride_b = rows_b(x) * b.ld, g.stride_c = x.m * c.ld;
         g.alpha = x.alpha, g.beta = x.beta, g.act = x.act, g.backward = x.backward;
-        if (x.bias) g.bias = put_vector(s, x, in.bias, x.bias), g.bias_dtype = x.bias;
+        vectors(s, x);
         if (x.pre) {
             pre = s.put_matrix(x.backward ? cuda_stored(in.pre, x.pre).data() : NULL, x.pre, x.m, x.n, x.n + x.pad_pre, offset_of(x, x.pre));
             g.pre = pre.data, g.pre_dtype = x.pre, g.ld_pre = pre.ld;
         }
+    }
+    void vectors(cuda_side &s, const gemm_case &x) {
+        gemm_numbers in(x);
+        if (x.bias) g.bias = put_vector(s, x, in.bias, x.bias), g.bias_dtype = x.bias;
         if (x.column_sum) g.column_sum = {put_vector(s, x, in.column, x.column_sum), x.column_sum, x.add};
         if (x.row_sum) g.row_sum = {put_vector(s, x, in.row, x.row_sum), x.row_sum, x.add};
     }
@@ -1123,6 +1127,8 @@ CUDA_TEST(autotune_that_fails) {
 }
 
 /* Whatever is chosen is right: this one runs on a GPU too. */
+static std::string autotune_log;
+static void autotune_logs(void *, amp_log_level, int, const char *text) { autotune_log += text; }
 CUDA_TEST(autotune_is_right) {
     const amp_dtype h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
     static const gemm_case cases[] = {
@@ -1131,20 +1137,34 @@ CUDA_TEST(autotune_is_right) {
         {"gelu backward", 24, 40, 32, 1, 0, 0, h, h, h, h, 1, 0, no, AMP_ACT_GELU, h, 1},
         {"weight gradient", 24, 40, 32, 1, 1, 0, h, h, AMP_F32, h, 1, 1, no, AMP_ACT_NONE, no, 0, no, AMP_F32, 1},
         {"a batch in fp32", 9, 17, 20, 3, 0, 0, AMP_F32, AMP_F32, AMP_F32, AMP_F32},
+        {"a bias in fp32", 24, 40, 48, 1, 0, 1, h, h, h, h, 1, 0, AMP_F32},
+        {"its bf16 copy", 24, 40, 64, 1, 0, 1, h, h, h, h, 1, 0, AMP_F32},
+        {"a bias of odd address", 24, 40, 80, 1, 0, 1, h, h, h, h, 1, 0, h},
+        {"sums of odd address", 24, 40, 96, 1, 1, 0, h, h, AMP_F32, h, 1, 1, no, AMP_ACT_NONE, no, 0, no, AMP_F32, 1},
     };
     amp_backend_desc d = {};
     void *dev = NULL, *again = NULL;
     d.autotune = 1;
-    CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+    amp_host host = *cuda_host();
+    host.log = autotune_logs;
+    CHECK_EQ(amp_cuda()->open(&dev, &host, &d), AMP_OK);
     CHECK_EQ(amp_cuda()->open(&again, cuda_host(), &d), AMP_OK);
     for (const gemm_case &x : cases) {
         gemm_bounds bounds(x);
         cuda_compare both;
         cuda_side cpu(amp_cpu()), gpu(amp_cuda());
         gemm_arguments there(cpu, x), here(gpu, x);
+        if (strstr(x.name, "odd address")) {
+            gemm_case odd = x;
+            odd.offset = 1;
+            here.vectors(gpu, odd);
+        }
+        if (strstr(x.name, "copy")) here.g.bias_copy = put_vector(gpu, x, gemm_numbers(x).bias, x.c);
         gpu.sync();
         CHECK_EQ(gemm_parts(cpu.dev, &there.g), AMP_OK);
+        autotune_log.clear();
         CHECK_EQ(amp_cuda()->gemm(dev, &here.g, NULL), AMP_OK);
+        CHECK_MSG(autotune_log.find("is wrong") == std::string::npos, "%s: %s", x.name, autotune_log.c_str());
         CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
         there.get(cpu, &both.expected);
         here.get(gpu, &both.actual);
