@@ -397,6 +397,7 @@ TEST(a_host_without_memory) {
     STARVES(amp_state_create(&none, &host));
     STARVES(amp_optimizer_create(tr.amp, &optimizer, &tr.od));
     STARVES(amp_optimizer_set_weight(tr.optimizer, &tr.p[0], tr.x));
+    STARVES(amp_grad_set_save(amp_optimizer_grad_set(tr.optimizer)));
     STARVES(amp_scaler_create(tr.amp, &scaler, NULL));
     STARVES(amp_monitor_create(tr.amp, &tr.monitor, &tr.md));
     STARVES(amp_recovery_batch(tr.recovery, NULL));
