@@ -4610,15 +4610,15 @@ static double ampi_field_get(const void *s, const ampi_field *k) {
 
 static void ampi_field_put(void *s, const ampi_field *k, double value) {
     char *at = (char *)s + k->offset;
-    int64_t i64 = k->type == AMPI_I64 ? (int64_t)value : 0;
-    int32_t i32 = k->type <= AMPI_I32 ? (int32_t)value : 0;
-    float real32 = k->type == AMPI_REAL32 ? (float)value : 0;
-    switch (k->type) {
-        case AMPI_I64: memcpy(at, &i64, sizeof i64); break;
-        case AMPI_REAL32: memcpy(at, &real32, sizeof real32); break;
+    int64_t i64;
+    int32_t i32;
+    float real32;
+    switch (k->type) {              /* each converts for itself: others would trap on what it holds */
+        case AMPI_I64: i64 = (int64_t)value; memcpy(at, &i64, sizeof i64); break;
+        case AMPI_REAL32: real32 = (float)value; memcpy(at, &real32, sizeof real32); break;
         case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
-        case AMPI_INVERTED: i32 = !i32;         /* falls through */
-        default: memcpy(at, &i32, sizeof i32);
+        case AMPI_INVERTED: value = value == 0;         /* falls through */
+        default: i32 = (int32_t)value; memcpy(at, &i32, sizeof i32);
     }
 }
 
