@@ -348,8 +348,8 @@ extern "C" {
 /* ==== 1 >>base ====
    Result codes, the last-error text, the log, and the table of system calls. */
 
-/* X(name, number, text, hint).  1xx arguments, 2xx numerics, 3xx memory and threads, 4xx files and data, 5xx devices.
-   */
+/* X(name, number, text, hint).  1xx arguments, 2xx numerics, 3xx memory and threads, 4xx files and data,
+   5xx devices. */
 #define AMP_RESULTS(X) \
     X(AMP_OK,                0, "success", "") \
     X(AMP_ERR_NULL,        101, "a required pointer is NULL", "pass the object or buffer the text names") \
@@ -835,8 +835,8 @@ typedef enum amp_rule {
 
 /* With a logger of level AMP_LOG_DEBUG, each decision is logged once under this id, and again when the same call
    decides differently (up to 4096 decisions per context):
-       linear h.0.fc.weight (bf16, fp32): computes in bf16, returns bf16, by region; cast cache: miss
-        */
+       linear h.0.fc.weight (bf16, fp32): computes in bf16, returns bf16, by region; cast
+        cache: miss */
 enum { AMP_LOG_DECISION = 1080 };
 
 /* Written by forward, read by backward and when recomputing; all zero: forward has not run. */
@@ -3375,8 +3375,9 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
 
 /* Stop here if you only want the API. */
 
-#if defined(AMP_IMPLEMENTATION) && (defined(__cplusplus) ? __cplusplus < 201103L : !defined(__STDC_VERSION__) || __STDC_VERSION__ < 199901L)
-#  error "The file that defines AMP_IMPLEMENTATION is compiled as C99 or C++11 or later; files that only include amp.h may be C90 or C++98."
+#if defined(AMP_IMPLEMENTATION) && \
+    (defined(__cplusplus) ? __cplusplus < 201103L : !defined(__STDC_VERSION__) || __STDC_VERSION__ < 199901L)
+#  error "AMP_IMPLEMENTATION needs C99 or C++11 or later; files that only include amp.h may be C90 or C++98."
 #  undef AMP_IMPLEMENTATION
 #endif
 
@@ -3407,7 +3408,7 @@ extern long syscall(long number, ...);      /* unistd.h declares it only where m
 #  endif
 #endif
 #if !defined(O_CLOEXEC)
-#  error "amp.h: with -std=c99 or -std=c11, include amp.h before system headers in the file with AMP_IMPLEMENTATION, or compile with -std=gnu99"
+#  error "with -std=c99 or -std=c11, include amp.h before system headers where AMP_IMPLEMENTATION is, or use -std=gnu99"
 #endif
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 #  define AMPI_X86 1
@@ -3512,7 +3513,8 @@ static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *fun
     va_start(args, format);
     ampi_print_args(&sheet, format, args);
     va_end(args);
-    snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s; %s", (int)result, function, detail, amp_result_hint(result));
+    snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s; %s", (int)result, function, detail,
+             amp_result_hint(result));
     return result;
 }
 
@@ -3521,8 +3523,8 @@ static amp_result ampi_need(const char *function, int there, const char *names) 
     return there ? AMP_OK : ampi_fail(AMP_ERR_NULL, function, "%s is NULL", names);
 }
 
-/* A number that no other context or parameter of this process has: each implementation (several with AMP_STATIC) counts on
-   from a start of its own. */
+/* A number that no other context or parameter of this process has: each implementation (several with AMP_STATIC) counts
+   on from a start of its own. */
 static uint64_t ampi_serial(void) {
     static uint64_t count;
     uint64_t start = (uint64_t)(uintptr_t)&count * 0x9e3779b97f4a7c15u;
@@ -3551,18 +3553,22 @@ static amp_result ampi_check_headers(const char *function, const amp_header *hea
         const char *file = headers[i].file != NULL ? headers[i].file : "a file";
         unsigned theirs = (unsigned)(headers[i].abi >> 32);
         if (theirs != AMP_VERSION)
-            return ampi_fail(AMP_ERR_VERSION, function, "%.200s was compiled against amp.h %u.%u.%u, the implementation is " AMP_VERSION_TEXT,
+            return ampi_fail(AMP_ERR_VERSION, function,
+                             "%.200s was compiled against amp.h %u.%u.%u, the implementation is " AMP_VERSION_TEXT,
                              file, theirs / 10000, theirs / 100 % 100, theirs % 100);
         if (headers[i].abi != AMP_ABI)
-            return ampi_fail(AMP_ERR_VERSION, function, "%.200s was compiled against this version, but struct sizes differ: compiled with "
-                             "other flags or packing", file);
+            return ampi_fail(AMP_ERR_VERSION, function,
+                             "%.200s was compiled against this version, but struct sizes differ: compiled with "
+                             "other flags or packing",
+                             file);
     }
     return AMP_OK;
 }
 /* 0 in every struct that was zeroed before it was filled; anything else is left over from the stack. */
 static amp_result ampi_check_reserved(const char *function, int32_t reserved) {
     if (reserved == 0) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, function, ".reserved = %d, must be 0: set the struct to 0 before filling it", (int)reserved);
+    return ampi_fail(AMP_ERR_RANGE, function, ".reserved = %d, must be 0: set the struct to 0 before filling it",
+                     (int)reserved);
 }
 
 /* *bytes = count * size, unless that overflows. */
@@ -3579,10 +3585,10 @@ static int ampi_is_apart(const void *a, size_t a_bytes, const void *b, size_t b_
     return a_bytes == 0 || b_bytes == 0 || (x < y ? y - x >= a_bytes : x - y >= b_bytes);
 }
 
-/* ---- The floating-point environment.  What computes does so between these two calls, in C's default: no exception traps, to
-   nearest, with subnormal numbers; operands are read, and results written, in between.  The host's own code, callbacks
-   included, finds the host's.  Flags that were raised before stay so.  Results must be in memory before the second call:
-   compilers move what stays in registers past it. */
+/* ---- The floating-point environment.  What computes does so between these two calls, in C's default: no exception
+   traps, to nearest, with subnormal numbers; operands are read, and results written, in between.  The host's own code,
+   callbacks included, finds the host's.  Flags that were raised before stay so.  Results must be in memory before the
+   second call: compilers move what stays in registers past it. */
 #if AMPI_X86 && defined(__SSE2_MATH__)
 typedef uint32_t ampi_fp;
 enum { AMPI_FP_FLAGS = 0x3f, AMPI_FP_DEFAULT = 0x1f80 };
@@ -3593,7 +3599,11 @@ static inline void ampi_fp_set(ampi_fp x) { __asm__ volatile("ldmxcsr %0" : : "m
 typedef uint64_t ampi_fp;
 enum { AMPI_FP_DEFAULT = 0 };
 static inline int ampi_fp_is_default(ampi_fp x) { return x == AMPI_FP_DEFAULT; }
-static inline ampi_fp ampi_fp_get(void) { ampi_fp x; __asm__ volatile("mrs %0, fpcr" : "=r"(x) : : "memory"); return x; }
+static inline ampi_fp ampi_fp_get(void) {
+    ampi_fp x;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(x) : : "memory");
+    return x;
+}
 static inline void ampi_fp_set(ampi_fp x) { __asm__ volatile("msr fpcr, %0" : : "r"(x) : "memory"); }
 #endif
 #if (AMPI_X86 && defined(__SSE2_MATH__)) || defined(__aarch64__)
@@ -3645,7 +3655,8 @@ static void ampi_posix_inherit(int fd, const struct stat *old) {
     (void)fchmod(fd, mode);
 }
 
-/* Does not wait for a pipe's writer or a device's carrier; for a file's lease, which another process gives back, it does. */
+/* Does not wait for a pipe's writer or a device's carrier; for a file's lease, which another process gives back, it
+   does. */
 static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
     struct stat info;
     int fd = open(path, flags | O_NONBLOCK, mode);
@@ -3655,7 +3666,8 @@ static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
 
 /* Descriptors that the program was started without, 0 to 2, are left free, or what is printed would land in a file. */
 static int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
-    static const int how[] = {O_RDONLY, O_WRONLY | O_CREAT | O_TRUNC, O_RDWR | O_CREAT, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW};
+    static const int how[] = {O_RDONLY, O_WRONLY | O_CREAT | O_TRUNC, O_RDWR | O_CREAT,
+                              O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW};
     struct stat old;
     int inherits = for_writing == 3 && ampi_posix_replaces(path, &old);
     int fd = ampi_posix_open_now(path, how[for_writing] | O_NOCTTY | O_CLOEXEC, inherits ? 0600 : 0666), low = fd;
@@ -3690,7 +3702,8 @@ static int64_t ampi_posix_read(void *user, intptr_t file, void *buffer, size_t b
     return n < 0 ? -errno : n;
 }
 
-/* Beyond the process's limit on file sizes the kernel sends this thread SIGXFSZ, which kills: it is blocked and consumed. */
+/* Beyond the process's limit on file sizes the kernel sends this thread SIGXFSZ, which kills: it is blocked and
+   consumed. */
 static int64_t ampi_posix_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) {
     sigset_t limit, before, pending;
     int hosts, error, number;
@@ -3720,7 +3733,8 @@ static int ampi_posix_close(void *user, intptr_t file) { (void)user; return clos
 static int ampi_posix_rename(void *user, const char *from, const char *to) {
     struct stat info;
     (void)user;
-    if (lstat(to, &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode) && !S_ISLNK(info.st_mode)) return -EPERM;     /* a device, a pipe */
+    if (lstat(to, &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode) && !S_ISLNK(info.st_mode))
+        return -EPERM; /* a device, a pipe */
     return rename(from, to) != 0 ? -errno : 0;
 }
 static int ampi_posix_remove(void *user, const char *path) { (void)user; return unlink(path) != 0 ? -errno : 0; }
@@ -3868,7 +3882,8 @@ typedef struct ampi_threads {
     int32_t holders;                /* atomic: contexts that use it */
     int32_t closing, posts;         /* atomic; posts changes with each job */
     int32_t waiting;                /* atomic: callers that wait for `finished` */
-    int32_t owner;                  /* atomic: ampi_forks of the process the workers live in; 0: not started; -1: being started */
+    /* atomic: ampi_forks of the process the workers live in; 0: not started; -1: being started */
+    int32_t owner;
     pthread_mutex_t lock;           /* for what follows */
     pthread_cond_t posted, finished;
     ampi_pool_job *jobs;
@@ -3880,8 +3895,8 @@ typedef struct ampi_threads {
 /* How many threads are in jobs, in all pools: contexts that work at the same time share the cores. */
 static int32_t ampi_threads_running;
 
-/* 0 before the first pool is opened; then 1, and 1 more in each child of fork.  getpid() in its place would be a system call for
-   each job. */
+/* 0 before the first pool is opened; then 1, and 1 more in each child of fork.  getpid() in its place would be a system
+   call for each job. */
 static int32_t ampi_forks;
 static void ampi_count_fork(void) { ampi_forks++; ampi_threads_running = 0; }
 
@@ -3996,11 +4011,15 @@ static void ampi_threads_main(void *arg) {
 static int ampi_threads_ready(ampi_threads *t) {
     int32_t self = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED), owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
     if (owner == self) return t->started > 0;
-    if (owner < 0 || !__atomic_compare_exchange_n(&t->owner, &owner, -1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return 0;
+    if (owner < 0 || !__atomic_compare_exchange_n(&t->owner, &owner, -1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+        return 0;
     t->jobs = NULL;
     t->started = t->asleep = t->waiting = t->arrived = 0;
-    if (pthread_mutex_init(&t->lock, NULL) == 0 && pthread_cond_init(&t->posted, NULL) == 0 && pthread_cond_init(&t->finished, NULL) == 0)
-        while (t->started < t->limit && t->system.thread_start(t->system.user, &t->workers[t->started], ampi_threads_main, t) == 0) t->started++;
+    if (pthread_mutex_init(&t->lock, NULL) == 0 && pthread_cond_init(&t->posted, NULL) == 0 &&
+        pthread_cond_init(&t->finished, NULL) == 0)
+        while (t->started < t->limit &&
+               t->system.thread_start(t->system.user, &t->workers[t->started], ampi_threads_main, t) == 0)
+            t->started++;
     __atomic_store_n(&t->missing, t->limit - t->started, __ATOMIC_RELAXED);
     __atomic_store_n(&t->owner, self, __ATOMIC_RELEASE);
     return t->started > 0;
@@ -4048,7 +4067,8 @@ static void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void *arg, 
     __atomic_sub_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
 }
 
-static amp_result ampi_threads_open(ampi_threads **out, const amp_system *system, int32_t threads, int32_t cores, int32_t pinned) {
+static amp_result ampi_threads_open(ampi_threads **out, const amp_system *system, int32_t threads, int32_t cores,
+                                    int32_t pinned) {
     ampi_threads *t;
     void *memory;
     int32_t unknown = 0;
@@ -4094,7 +4114,8 @@ static void ampi_threads_close(ampi_threads *t) {
 static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
-        int64_t n = s->file_read(s->user, file, (char *)buffer + done, (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done);
+        int64_t n = s->file_read(s->user, file, (char *)buffer + done, (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30),
+                                 offset + done);
         if (n == -EINTR) continue;
         if (n < 0) return n;
         if (n == 0) break;
@@ -4106,7 +4127,8 @@ static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer,
 static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
-        int64_t n = s->file_write(s->user, file, (const char *)buffer + done, (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done);
+        int64_t n = s->file_write(s->user, file, (const char *)buffer + done,
+                                  (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done);
         if (n == -EINTR) continue;
         if (n < 0) return n;
         if (n == 0) return -EIO;
@@ -4153,11 +4175,14 @@ static amp_result ampi_temporary_open(const amp_system *s, const char *path, cha
     (void)gethostname(host, sizeof host - 1);
     host[strcspn(host, "/")] = 0;
     do {
-        if (snprintf(name, size, "%s.tmp%ld@%s-%016llx", path, (long)getpid(), host, (unsigned long long)ampi_posix_random()) >= (int)size)
+        if (snprintf(name, size, "%s.tmp%ld@%s-%016llx", path, (long)getpid(), host,
+                     (unsigned long long)ampi_posix_random()) >= (int)size)
             return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "path of %zu bytes is too long", strlen(path));
         error = ampi_file_open(s, name, 3, file);
     } while (error == -EEXIST && ++tries < 100);
-    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: cannot create a file beside it: %s", path, strerror(-error));
+    return error == 0 ? AMP_OK
+                      : ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: cannot create a file beside it: %s", path,
+                                  strerror(-error));
 }
 
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes) {
@@ -4166,7 +4191,8 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     intptr_t file = -1;
     int64_t n;
     int error = 0;
-    if (path == NULL || (data == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, "amp_file_write_atomic", "path or data");
+    if (path == NULL || (data == NULL && bytes > 0))
+        return ampi_fail(AMP_ERR_NULL, "amp_file_write_atomic", "path or data");
     AMPI_TRY(ampi_temporary_open(&s, path, temporary, sizeof temporary, &file));
     n = ampi_write_fully(&s, file, data, (int64_t)bytes, 0);
     if (n < 0) error = (int)n;
@@ -4200,7 +4226,8 @@ static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const cha
     int64_t used = 0, n, wanted = size > 0 ? size + 1 : 4096;
     do {
         if (used >= AMPI_LONGEST_STREAM && size == -ESPIPE)
-            return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: no end after %lld bytes; copy it into a file", path, (long long)used);
+            return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: no end after %lld bytes; copy it into a file",
+                             path, (long long)used);
         if (!ampi_resize(s, buffer, capacity, wanted))
             return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)wanted, path);
         n = ampi_read_fully(s, file, *buffer + used, *capacity - used, used);
@@ -4208,7 +4235,8 @@ static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const cha
         wanted = 2 * *capacity;
     } while (n >= 0 && used == *capacity);
     if (n < 0 || used < size)
-        return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s at offset %lld", path, n < 0 ? strerror((int)-n) : "ends early", (long long)used);
+        return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s at offset %lld", path,
+                         n < 0 ? strerror((int)-n) : "ends early", (long long)used);
     (*buffer)[used] = 0;
     if (used + 1 == *capacity || ampi_resize(s, buffer, capacity, used + 1)) return AMP_OK;
     return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)used + 1, path);
@@ -4221,12 +4249,14 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
     char *buffer = NULL;
     amp_result result;
     int error;
-    if (path == NULL || data == NULL || bytes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
+    if (path == NULL || data == NULL || bytes == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
     error = ampi_file_open(&s, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
     size = s.file_size(s.user, file);
-    result = size < 0 && size != -ESPIPE ? ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, strerror((int)-size))
-                                         : ampi_read_to_end(&s, file, path, size, &buffer, &capacity);
+    result = size < 0 && size != -ESPIPE
+                 ? ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, strerror((int)-size))
+                 : ampi_read_to_end(&s, file, path, size, &buffer, &capacity);
     s.file_close(s.user, file);
     if (result != AMP_OK) {
         if (buffer != NULL) s.free(s.user, buffer, (size_t)capacity);
@@ -4290,7 +4320,8 @@ static amp_cpu_path ampi_path_of(const amp_cpu_info *cpu, int cores_have_amx) {
     return cpu->avx512 ? AMP_CPU_AVX512 : cpu->avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
 }
 
-/* An instruction set counts only if the operating system saves its registers (XCR0: 0x06 ymm, 0xe6 zmm, 0x60000 tiles). */
+/* An instruction set counts only if the operating system saves its registers (XCR0: 0x06 ymm, 0xe6 zmm,
+   0x60000 tiles). */
 static void ampi_probe_x86(amp_cpu_info *cpu) {
     uint32_t a, b, c, d, brand[12];
     uint64_t saved;
@@ -4298,7 +4329,8 @@ static void ampi_probe_x86(amp_cpu_info *cpu) {
     if (__get_cpuid(0x80000000u, &a, &b, &c, &d) && a >= 0x80000004u) {
         const char *name = (const char *)brand;
         for (i = 0; i < 3; i++)
-            __get_cpuid(0x80000002u + (uint32_t)i, &brand[4 * i], &brand[4 * i + 1], &brand[4 * i + 2], &brand[4 * i + 3]);
+            __get_cpuid(0x80000002u + (uint32_t)i, &brand[4 * i], &brand[4 * i + 1], &brand[4 * i + 2],
+                        &brand[4 * i + 3]);
         while (*name == ' ') name++;
         snprintf(cpu->name, sizeof cpu->name, "%.47s", name);
     }
@@ -4307,7 +4339,8 @@ static void ampi_probe_x86(amp_cpu_info *cpu) {
     if ((saved & 0x06) == 0x06 && (c >> 12 & 1) && (c >> 28 & 1) && (c >> 29 & 1)) cpu->avx2 = 1;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) { cpu->avx2 = 0; return; }
     cpu->avx2 = cpu->avx2 && (b >> 5 & 1);
-    cpu->avx512 = cpu->avx2 && (saved & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
+    cpu->avx512 =
+        cpu->avx2 && (saved & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
     cpu->avx512_fp16 = cpu->avx512 && (d >> 23 & 1);
     amx = (d >> 22 & 1) && (d >> 24 & 1);
     if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu->avx512_bf16 = cpu->avx512 && (a >> 5 & 1);
@@ -4369,8 +4402,9 @@ static int32_t ampi_quota(const char *text) {
     return quota > 0 && period > 0 ? (int32_t)AMPI_MIN((quota - 1) / period + 1, (long long)INT32_MAX) : 0;
 }
 
-/* The smallest CPU quota of this process's cgroups and of those above them, in cores; 0: none.  list: /proc/self/cgroup, with
-   lines "number:controllers:path", of version 2 without controllers; root: where cgroups are mounted. */
+/* The smallest CPU quota of this process's cgroups and of those above them, in cores; 0: none.  list:
+   /proc/self/cgroup, with lines "number:controllers:path", of version 2 without controllers; root: where cgroups are
+   mounted. */
 static int32_t ampi_quota_cores(const char *list, const char *root) {
     char text[4096], quota[64], *line, *names, *path, *rest = NULL;
     int32_t least = 0, cores;
@@ -4419,7 +4453,8 @@ static void ampi_probe_cpu(amp_cpu_info *cpu) {
     cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
     cpu->l3 = ampi_sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-    ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");      /* the C library's figures are 0 or wrong on some machines */
+    /* the C library's figures are 0 or wrong on some machines */
+    ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");
 }
 
 /* The library's one global: the best path, probed once.  Threads that race store the same value. */
@@ -4435,9 +4470,10 @@ static amp_cpu_path ampi_cpu_best_path(void) {
     return (amp_cpu_path)path;
 }
 
-/* ---- Vector kernels.  They stand at the end of this file, which sections 2 and 6 include: their number in AMPI_KERNELS
-   gets them their kernels, once per instruction set.  AMPI_V(name) is name_scalar, name_avx2 or name_avx512, AMPI_W the
-   floats in a vector.  The loops that call them, and everything with threads, are ordinary code. */
+/* ---- Vector kernels.  They stand at the end of this file, which sections 2 and 6 include: their number in
+   AMPI_KERNELS gets them their kernels, once per instruction set.  AMPI_V(name) is name_scalar, name_avx2 or
+   name_avx512, AMPI_W the floats in a vector.  The loops that call them, and everything with threads, are ordinary
+   code. */
 
 #if defined(__NVCC__)               /* whose front end does not know the pragma */
 #  define AMPI_UNROLL
@@ -4450,13 +4486,14 @@ static amp_cpu_path ampi_cpu_best_path(void) {
 #define ampi_vf AMPI_V(ampi_vfloat)      /* AMPI_W floats */
 #define ampi_vi AMPI_V(ampi_vint)        /* AMPI_W int32 */
 #if AMPI_X86
-#  define AMPI_PICK(table, path) ((path) >= AMP_CPU_AVX512 ? &table##_avx512 : (path) == AMP_CPU_AVX2 ? &table##_avx2 : &table##_scalar)
+#define AMPI_PICK(table, path) \
+    ((path) >= AMP_CPU_AVX512 ? &table##_avx512 : (path) == AMP_CPU_AVX2 ? &table##_avx2 : &table##_scalar)
 #else
 #  define AMPI_PICK(table, path) ((void)(path), &table##_scalar)
 #endif
 
-/* Tables of functions name their entries: the compiler checks name, order and type.  C++ has that from C++20 on, and gcc and
-   clang before, where __extension__ keeps -Wpedantic quiet. */
+/* Tables of functions name their entries: the compiler checks name, order and type.  C++ has that from C++20 on, and
+   gcc and clang before, where __extension__ keeps -Wpedantic quiet. */
 
 /* ==== 2 >>numbers: implementation ==== */
 
@@ -4471,10 +4508,11 @@ typedef struct ampi_numbers_vec {
     void (*f32_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     void (*fp8_from_f32)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     void (*f32_from_f64)(void *dst, const void *src, int64_t n);
-    /* Rounded to odd (Boldo and Melquiond 2008): toward zero, with the last bit set where that is not exact.  What is rounded
-       to nearest in a narrower format then has the bits of one rounding. */
+    /* Rounded to odd (Boldo and Melquiond 2008): toward zero, with the last bit set where that is not exact.  What is
+       rounded to nearest in a narrower format then has the bits of one rounding. */
     void (*f32_odd_from_f64)(void *dst, const void *src, int64_t n);
-    /* Between fp64 and 16 or 8 bits without fp32 in memory: converts as many as come in whole vectors, and returns how many. */
+    /* Between fp64 and 16 or 8 bits without fp32 in memory: converts as many as come in whole vectors, and returns how
+       many. */
     int64_t (*from_f64)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     int64_t (*f64_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     /* fp32 rounded to nearest in fp16, bf16 or tf32, and left in fp32. */
@@ -4499,7 +4537,8 @@ typedef struct ampi_numbers_vec {
 
 /* ---- What is known of each dtype; a row's place is its number */
 
-enum { AMPI_IS_STORAGE = 1, AMPI_IS_COMPUTE = 2, AMPI_IS_CASTABLE = 4, AMPI_IS_SAVED = 8 };     /* castable: by a region; saved: in states */
+/* castable: by a region; saved: in states */
+enum { AMPI_IS_STORAGE = 1, AMPI_IS_COMPUTE = 2, AMPI_IS_CASTABLE = 4, AMPI_IS_SAVED = 8 };
 typedef struct ampi_dtype_traits {
     const char *name, *others[2];   /* and what amp_dtype_parse takes besides */
     int8_t bytes, exponent, mantissa, use;      /* exponent and mantissa in bits, 0: no floating-point format */
@@ -4508,10 +4547,13 @@ typedef struct ampi_dtype_traits {
 
 static const ampi_dtype_traits ampi_dtypes[] = {
     {"default",  {"auto", NULL},        0,  0,  0, 0, 0},
-    {"fp32",     {"float32", "float"},  4,  8, 23, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE | AMPI_IS_SAVED, 0x7f7fffffu},
+    {"fp32",     {"float32", "float"},  4,  8, 23, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE | AMPI_IS_SAVED,
+     0x7f7fffffu},
     {"fp64",     {"float64", "double"}, 8, 11, 52, AMPI_IS_SAVED, 0x7f7fffffu},
-    {"fp16",     {"float16", "half"},   2,  5, 10, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE | AMPI_IS_SAVED, 0x477fe000u},
-    {"bf16",     {"bfloat16", NULL},    2,  8,  7, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE | AMPI_IS_SAVED, 0x7f7f0000u},
+    {"fp16",     {"float16", "half"},   2,  5, 10, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE | AMPI_IS_SAVED,
+     0x477fe000u},
+    {"bf16",     {"bfloat16", NULL},    2,  8,  7, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE | AMPI_IS_SAVED,
+     0x7f7f0000u},
     {"tf32",     {NULL, NULL},          4,  8, 10, AMPI_IS_COMPUTE, 0x7f7fe000u},
     {"fp8_e4m3", {NULL, NULL},          1,  4,  3, AMPI_IS_CASTABLE, 0x43e00000u},
     {"fp8_e5m2", {NULL, NULL},          1,  5,  2, AMPI_IS_CASTABLE, 0x47600000u},
@@ -4531,7 +4573,9 @@ static inline const ampi_dtype_traits *ampi_traits(amp_dtype dtype) {
 
 AMP_API size_t amp_dtype_size(amp_dtype dtype) { return (size_t)ampi_traits(dtype)->bytes; }
 
-AMP_API const char *amp_dtype_name(amp_dtype dtype) { return (uint32_t)dtype < AMPI_DTYPES ? ampi_dtypes[(int)dtype].name : "?"; }
+AMP_API const char *amp_dtype_name(amp_dtype dtype) {
+    return (uint32_t)dtype < AMPI_DTYPES ? ampi_dtypes[(int)dtype].name : "?";
+}
 
 AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
     char all[160];
@@ -4540,7 +4584,8 @@ AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
     if (name == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_dtype_parse", name == NULL ? "name" : "out");
     for (d = 0; d < AMPI_DTYPES; d++) {
         const ampi_dtype_traits *t = &ampi_dtypes[d];
-        if (strcmp(name, t->name) == 0 || (t->others[0] && strcmp(name, t->others[0]) == 0) || (t->others[1] && strcmp(name, t->others[1]) == 0)) {
+        if (strcmp(name, t->name) == 0 || (t->others[0] && strcmp(name, t->others[0]) == 0) ||
+            (t->others[1] && strcmp(name, t->others[1]) == 0)) {
             *out = (amp_dtype)d;
             return AMP_OK;
         }
@@ -4556,11 +4601,14 @@ static int ampi_is_compute(amp_dtype dtype) { return (ampi_traits(dtype)->use & 
 static const char *ampi_dtypes_of(int use, char text[80]) {
     ampi_sheet s = ampi_sheet_of(text, 80);
     int d;
-    for (d = 0; d < AMPI_DTYPES; d++) if (ampi_dtypes[d].use & use) ampi_print(&s, "%s%s", s.used > 0 ? ", " : "", ampi_dtypes[d].name);
+    for (d = 0; d < AMPI_DTYPES; d++)
+        if (ampi_dtypes[d].use & use) ampi_print(&s, "%s%s", s.used > 0 ? ", " : "", ampi_dtypes[d].name);
     return text;
 }
 /* Half the distance from 1 to the next number. */
-static double ampi_roundoff(amp_dtype dtype) { return ampi_f64_of_bits((uint64_t)(1022 - ampi_traits(dtype)->mantissa) << 52); }
+static double ampi_roundoff(amp_dtype dtype) {
+    return ampi_f64_of_bits((uint64_t)(1022 - ampi_traits(dtype)->mantissa) << 52);
+}
 static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits(ampi_traits(dtype)->largest); }
 
 /* Whether x is 0: by its bits, for a host that flushes subnormal numbers compares them equal to 0. */
@@ -4571,12 +4619,13 @@ static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) =
 #define AMPI_ABOVE_1 1.0000000000000002
 #define AMPI_BELOW_1 0.99999999999999989
 
-/* ---- Fields.  A row says what a number in a struct is called, where it lies and what it may be: defaults, checks and settings
-   go by tables of them. */
+/* ---- Fields.  A row says what a number in a struct is called, where it lies and what it may be: defaults, checks and
+   settings go by tables of them. */
 
 typedef struct ampi_word { const char *word; double value; } ampi_word;
 
-/* What a field holds.  INVERTED: a switch whose field says the opposite.  DTYPE: one to compute in, or the only one of .words. */
+/* What a field holds.  INVERTED: a switch whose field says the opposite.  DTYPE: one to compute in, or the only one of
+   .words. */
 typedef enum ampi_type {
     AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_DTYPE, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64
 } ampi_type;
@@ -4634,14 +4683,16 @@ static amp_result ampi_fields(const char *function, const ampi_field *rows, size
         while (w != NULL && w->word != NULL && !(finite && w->value == value)) w++;
         if ((w != NULL && w->word != NULL) || (finite && value >= k->low && value <= k->high)) continue;
         snprintf(range, sizeof range, "%.0f to %.0f", k->low, k->high);
-        return ampi_fail(AMP_ERR_RANGE, function, k->type < AMPI_REAL32 ? ".%s = %.0f, must be %s" : ".%s = %g, must be %s", k->key, value,
+        return ampi_fail(AMP_ERR_RANGE, function,
+                         k->type < AMPI_REAL32 ? ".%s = %.0f, must be %s" : ".%s = %g, must be %s", k->key, value,
                          k->range ? k->range : range);
     }
     return AMP_OK;
 }
 
 /* A number of a desc or op: finite, which its bits tell, and what fits. */
-static amp_result ampi_check_real(const char *function, const char *field, double value, int fits, const char *allowed) {
+static amp_result ampi_check_real(const char *function, const char *field, double value, int fits,
+                                  const char *allowed) {
     if (fits && amp_is_finite_f64(&value)) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be %s", field, value, allowed);
 }
@@ -4709,12 +4760,15 @@ static void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, a
     else if (src_dtype == AMP_F64) ampi_from_fp64(dst, dst_dtype, src, n, 0, NULL, path);
     else if (src_dtype == AMP_F32 || src_dtype == AMP_TF32) ampi_from_fp32(dst, dst_dtype, src, n, path);
     else if (dst_dtype == AMP_F32) ampi_to_fp32(dst, src, src_dtype, n, path);
-    else for (i = dst_dtype == AMP_F64 && src_size == 1 ? AMPI_PICK(ampi_numbers_kernels, path)->f64_from_fp8(dst, src, n, src_dtype) : 0;
-              i < n; i += AMPI_CONVERT_CHUNK) {
-        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
-        ampi_to_fp32(scratch, (const char *)src + i * (int64_t)src_size, src_dtype, m, path);
-        ampi_from_fp32((char *)dst + i * (int64_t)dst_size, dst_dtype, scratch, m, path);
-    }
+    else
+        for (i = dst_dtype == AMP_F64 && src_size == 1
+                     ? AMPI_PICK(ampi_numbers_kernels, path)->f64_from_fp8(dst, src, n, src_dtype)
+                     : 0;
+             i < n; i += AMPI_CONVERT_CHUNK) {
+            int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
+            ampi_to_fp32(scratch, (const char *)src + i * (int64_t)src_size, src_dtype, m, path);
+            ampi_from_fp32((char *)dst + i * (int64_t)dst_size, dst_dtype, scratch, m, path);
+        }
 }
 
 /* ---- Counting.  A number is not finite where every bit of its exponent is set; in E4M3, of its magnitude. */
@@ -4834,7 +4888,8 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
         return ampi_fail(AMP_ERR_RANGE, "amp_convert", ".rounding = %d, must be an amp_rounding", (int)desc->rounding);
     if ((dst != src || amp_dtype_size(dst_dtype) != amp_dtype_size(src_dtype)) &&
         !ampi_is_apart(dst, (size_t)n * amp_dtype_size(dst_dtype), src, (size_t)n * amp_dtype_size(src_dtype)))
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_convert", "dst and src share memory, and are not one buffer of elements of one size");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_convert",
+                         "dst and src share memory, and are not one buffer of elements of one size");
     ampi_convert(dst, dst_dtype, src, src_dtype, n, desc != NULL ? desc : &none, new_inf, ampi_cpu_best_path());
     return AMP_OK;
 }
@@ -4884,22 +4939,28 @@ static void ampi_print_machine(ampi_sheet *s, const amp_machine *machine) {
     const amp_device *d = &machine->device;
     int is_cpu = strcmp(d->kind, "cpu") == 0;
     ampi_print(s, "CPU      %s, %d cores, %.1f GiB\n", c->name, c->cores, (double)c->memory / 1073741824.0);
-    ampi_print(s, "         caches L1d %lld KiB, L2 %lld KiB, L3 %lld KiB\n", (long long)(c->l1d / 1024), (long long)(c->l2 / 1024), (long long)(c->l3 / 1024));
-    ampi_print(s, "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n", ampi_yes_no(c->avx2), ampi_yes_no(c->avx512),
-               ampi_yes_no(c->avx512_bf16), ampi_yes_no(c->avx512_fp16), ampi_yes_no(c->amx_bf16), ampi_cpu_path_name(c->path));
+    ampi_print(s, "         caches L1d %lld KiB, L2 %lld KiB, L3 %lld KiB\n", (long long)(c->l1d / 1024),
+               (long long)(c->l2 / 1024), (long long)(c->l3 / 1024));
+    ampi_print(s, "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n",
+               ampi_yes_no(c->avx2), ampi_yes_no(c->avx512), ampi_yes_no(c->avx512_bf16), ampi_yes_no(c->avx512_fp16),
+               ampi_yes_no(c->amx_bf16), ampi_cpu_path_name(c->path));
     ampi_print(s, "device   %s%s%s", d->kind, is_cpu ? "" : ", ", is_cpu ? "" : d->name);
-    if (d->cc_major > 0) ampi_print(s, ", compute capability %d.%d, %d SMs", d->cc_major, d->cc_minor, d->multiprocessors);
-    ampi_print(s, "\n         matrix instructions: fp16 %s, bf16 %s, tf32 %s, fp8 %s%s\n", ampi_yes_no(d->fp16), ampi_yes_no(d->bf16),
-               ampi_yes_no(d->tf32), ampi_yes_no(d->fp8), is_cpu ? " (others are emulated in fp32)" : "");
+    if (d->cc_major > 0)
+        ampi_print(s, ", compute capability %d.%d, %d SMs", d->cc_major, d->cc_minor, d->multiprocessors);
+    ampi_print(s, "\n         matrix instructions: fp16 %s, bf16 %s, tf32 %s, fp8 %s%s\n", ampi_yes_no(d->fp16),
+               ampi_yes_no(d->bf16), ampi_yes_no(d->tf32), ampi_yes_no(d->fp8),
+               is_cpu ? " (others are emulated in fp32)" : "");
 }
 
 AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
-    if (machine != NULL && ampi_check_headers("amp_machine_text", AMPI_HEADERS) == AMP_OK) ampi_print_machine(&sheet, machine);
+    if (machine != NULL && ampi_check_headers("amp_machine_text", AMPI_HEADERS) == AMP_OK)
+        ampi_print_machine(&sheet, machine);
     return sheet.used;
 }
 
-static AMPI_PRINTF(5, 6) amp_result ampi_chosen(amp_choice *out, amp_dtype dtype, int emulated, int fell_back, const char *format, ...) {
+static AMPI_PRINTF(5, 6) amp_result
+    ampi_chosen(amp_choice *out, amp_dtype dtype, int emulated, int fell_back, const char *format, ...) {
     ampi_sheet sheet = ampi_sheet_of(out->reason, sizeof out->reason);
     va_list args;
     memset(out, 0, sizeof *out);
@@ -4914,16 +4975,29 @@ static AMPI_PRINTF(5, 6) amp_result ampi_chosen(amp_choice *out, amp_dtype dtype
 }
 
 static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
-    return dtype == AMP_F32 || (dtype == AMP_BF16 && d->bf16) || (dtype == AMP_F16 && d->fp16) || (dtype == AMP_TF32 && d->tf32);
+    return dtype == AMP_F32 || (dtype == AMP_BF16 && d->bf16) || (dtype == AMP_F16 && d->fp16) ||
+           (dtype == AMP_TF32 && d->tf32);
 }
 
 static amp_result ampi_choose_auto(const amp_device *d, int is_cpu, amp_choice *out) {
     int cc = d->cc_major * 10 + d->cc_minor;
-    if (is_cpu && d->bf16) return ampi_chosen(out, AMP_BF16, 0, 0, "auto: this CPU has bf16 instructions; bf16 has fp32's range and needs no loss scaler");
-    if (is_cpu) return ampi_chosen(out, AMP_F32, 0, 0, "auto: this CPU has no 16-bit matrix instructions, so fp32 is fastest and exact");
-    if (d->bf16 && cc >= 80) return ampi_chosen(out, AMP_BF16, 0, 0, "auto: compute capability %d.%d has bf16 tensor cores; no loss scaler needed", d->cc_major, d->cc_minor);
-    if (d->fp16 && cc >= 70 && cc <= 75) return ampi_chosen(out, AMP_F16, 0, 0, "auto: compute capability %d.%d has fp16 tensor cores but no bf16; with a loss scaler", d->cc_major, d->cc_minor);
-    if (cc == 0 && d->bf16) return ampi_chosen(out, AMP_BF16, 0, 0, "auto: %.64s has bf16 matrix instructions; no loss scaler needed", d->name);
+    if (is_cpu && d->bf16)
+        return ampi_chosen(out, AMP_BF16, 0, 0,
+                           "auto: this CPU has bf16 instructions; bf16 has fp32's range and needs no loss scaler");
+    if (is_cpu)
+        return ampi_chosen(out, AMP_F32, 0, 0,
+                           "auto: this CPU has no 16-bit matrix instructions, so fp32 is fastest and exact");
+    if (d->bf16 && cc >= 80)
+        return ampi_chosen(out, AMP_BF16, 0, 0,
+                           "auto: compute capability %d.%d has bf16 tensor cores; no loss scaler needed", d->cc_major,
+                           d->cc_minor);
+    if (d->fp16 && cc >= 70 && cc <= 75)
+        return ampi_chosen(out, AMP_F16, 0, 0,
+                           "auto: compute capability %d.%d has fp16 tensor cores but no bf16; with a loss scaler",
+                           d->cc_major, d->cc_minor);
+    if (cc == 0 && d->bf16)
+        return ampi_chosen(out, AMP_BF16, 0, 0, "auto: %.64s has bf16 matrix instructions; no loss scaler needed",
+                           d->name);
     return ampi_chosen(out, AMP_F32, 0, 0, "auto: %.64s has no fast 16-bit matrix instructions", d->name);
 }
 
@@ -4940,22 +5014,33 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
         case AMP_F32: return ampi_chosen(out, AMP_F32, 0, 0, "asked for; every machine has fp32");
         case AMP_E4M3: case AMP_E5M2:
             if (!allow_fallback)
-                return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype %s: fp8 can be converted, but not computed in, by this version; use bf16, fp16, tf32 or fp32", amp_dtype_name(wanted));
+                return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose",
+                                 "dtype %s: fp8 can be converted, but not computed in, by this version; use bf16, "
+                                 "fp16, tf32 or fp32",
+                                 amp_dtype_name(wanted));
             AMPI_TRY(ampi_choose_auto(d, is_cpu, out));
-            return ampi_chosen(out, out->dtype, 0, 1, "%s asked for: fp8 compute is not in this version; %s instead", amp_dtype_name(wanted), amp_dtype_name(out->dtype));
+            return ampi_chosen(out, out->dtype, 0, 1, "%s asked for: fp8 compute is not in this version; %s instead",
+                               amp_dtype_name(wanted), amp_dtype_name(out->dtype));
         default:
             if (ampi_is_compute(wanted)) break;
-            return ampi_fail(AMP_ERR_DTYPE, "amp_choose", "dtype %s is not a compute dtype; use fp32, tf32, fp16 or bf16", amp_dtype_name(wanted));
+            return ampi_fail(AMP_ERR_DTYPE, "amp_choose",
+                             "dtype %s is not a compute dtype; use fp32, tf32, fp16 or bf16", amp_dtype_name(wanted));
     }
     scaler = wanted == AMP_F16 ? "; train with a loss scaler" : "";
-    if (ampi_device_has(d, wanted)) return ampi_chosen(out, wanted, 0, 0, "asked for; %s has %s matrix instructions%s", is_cpu ? "this CPU" : "the device",
-                                amp_dtype_name(wanted), scaler);
-    if (is_cpu) return ampi_chosen(out, wanted, 1, 0, "asked for; emulated: operands are rounded to %s, the arithmetic is fp32%s",
-                                   amp_dtype_name(wanted), scaler);
+    if (ampi_device_has(d, wanted))
+        return ampi_chosen(out, wanted, 0, 0, "asked for; %s has %s matrix instructions%s",
+                           is_cpu ? "this CPU" : "the device", amp_dtype_name(wanted), scaler);
+    if (is_cpu)
+        return ampi_chosen(out, wanted, 1, 0,
+                           "asked for; emulated: operands are rounded to %s, the arithmetic is fp32%s",
+                           amp_dtype_name(wanted), scaler);
     if (!allow_fallback)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype %s: %.64s (compute capability %d.%d) has no such matrix instructions", amp_dtype_name(wanted), d->name, d->cc_major, d->cc_minor);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose",
+                         "dtype %s: %.64s (compute capability %d.%d) has no such matrix instructions",
+                         amp_dtype_name(wanted), d->name, d->cc_major, d->cc_minor);
     AMPI_TRY(ampi_choose_auto(d, is_cpu, out));
-    return ampi_chosen(out, out->dtype, 0, 1, "%s asked for: %.64s lacks it; %s instead", amp_dtype_name(wanted), d->name, amp_dtype_name(out->dtype));
+    return ampi_chosen(out, out->dtype, 0, 1, "%s asked for: %.64s lacks it; %s instead", amp_dtype_name(wanted),
+                       d->name, amp_dtype_name(out->dtype));
 }
 
 /* ==== 4 >>tensors: implementation ==== */
@@ -5010,21 +5095,26 @@ static amp_result ampi_check_tensor(const char *function, const char *field, con
     int i, given = 0;
     if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, function, ".%s has no data", field);
     if (!ampi_is_storage(t->dtype))
-        return ampi_fail(AMP_ERR_DTYPE, function, ".%s is %s, must be one of %s", field, amp_dtype_name(t->dtype), ampi_dtypes_of(AMPI_IS_STORAGE, list));
-    if (amp_tensor_count(t) < 0) return ampi_fail(AMP_ERR_SHAPE, function, ".%s has ndim %d or a negative or overflowing shape", field, t->ndim);
+        return ampi_fail(AMP_ERR_DTYPE, function, ".%s is %s, must be one of %s", field, amp_dtype_name(t->dtype),
+                         ampi_dtypes_of(AMPI_IS_STORAGE, list));
+    if (amp_tensor_count(t) < 0)
+        return ampi_fail(AMP_ERR_SHAPE, function, ".%s has ndim %d or a negative or overflowing shape", field, t->ndim);
     for (i = 0; i < t->ndim; i++) given |= t->stride[i] != 0;
     if (given && t->shape[t->ndim - 1] > 1 && t->stride[t->ndim - 1] != 1)
-        return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the last dimension has stride %lld, must be contiguous", field, (long long)t->stride[t->ndim - 1]);
+        return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the last dimension has stride %lld, must be contiguous", field,
+                         (long long)t->stride[t->ndim - 1]);
     for (i = 0; given && i < t->ndim; i++)
         if (fabs((double)t->stride[i]) * (double)t->shape[i] > 72057594037927936.0)     /* 2^56 */
-            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: dimension %d has stride %lld, which exceeds any memory", field, i, (long long)t->stride[i]);
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: dimension %d has stride %lld, which exceeds any memory",
+                             field, i, (long long)t->stride[i]);
     return AMP_OK;
 }
 
 /* Whether a matrix's rows lie apart, one after the other. */
 static amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
     if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
-    return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements %s, their stride is %lld", field, (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements %s, their stride is %lld", field,
+                     (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
 }
 
 /* An output: no two elements may be one.  Strides from the smallest on must each reach past what lies below them. */
@@ -5038,7 +5128,8 @@ static amp_result ampi_check_output(const char *function, const char *field, con
             if (!(done >> i & 1) && t->shape[i] > 1 && (next < 0 || ampi_stride(t, i) < ampi_stride(t, next))) next = i;
         if (next < 0) return AMP_OK;
         if (ampi_stride(t, next) <= reach)
-            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: elements overlap, dimension %d has stride %lld", field, next, (long long)ampi_stride(t, next));
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: elements overlap, dimension %d has stride %lld", field,
+                             next, (long long)ampi_stride(t, next));
         done |= 1 << next;
         reach += (t->shape[next] - 1) * ampi_stride(t, next);
     }
@@ -5050,8 +5141,8 @@ static amp_result ampi_check_output(const char *function, const char *field, con
 
 enum { AMPI_OPERANDS = 16 };
 
-/* The bytes of a view: its first + i[0] stride[0] + ... + (0 to block - 1) with i[k] below size[k]; strides grow, and what
-   follows without a gap is one.  n -1: not yet found out. */
+/* The bytes of a view: its first + i[0] stride[0] + ... + (0 to block - 1) with i[k] below size[k]; strides grow, and
+   what follows without a gap is one.  n -1: not yet found out. */
 typedef struct ampi_extent { int64_t stride[AMP_MAX_DIMS], size[AMP_MAX_DIMS], block; int n; } ampi_extent;
 
 typedef struct ampi_place {
@@ -5100,13 +5191,16 @@ static ampi_place *ampi_reads(ampi_places *s, const char *field, const amp_tenso
     return p;
 }
 
-static void ampi_writes_over(ampi_places *s, const char *field, const amp_tensor *t, const char *may_be, const char *or_be) {
+static void ampi_writes_over(ampi_places *s, const char *field, const amp_tensor *t, const char *may_be,
+                             const char *or_be) {
     ampi_place *p = ampi_reads(s, field, t);
     p->written = 1;
     p->may_be = may_be;
     p->or_be = or_be;
 }
-static void ampi_writes(ampi_places *s, const char *field, const amp_tensor *t) { ampi_writes_over(s, field, t, NULL, NULL); }
+static void ampi_writes(ampi_places *s, const char *field, const amp_tensor *t) {
+    ampi_writes_over(s, field, t, NULL, NULL);
+}
 static void ampi_writes_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
     ampi_reads_array(s, field, data, bytes)->written = 1;
 }
@@ -5135,15 +5229,20 @@ static void ampi_find_extent(ampi_place *p) {
     }
 }
 
-/* Sums of strides, each taken any number of times from `least` to `most`; those from k on lie from low[k] to high[k].  The
-   last stride is 1. */
+/* Sums of strides, each taken any number of times from `least` to `most`; those from k on lie from low[k] to high[k].
+   The last stride is 1. */
 enum { AMPI_TERMS = 2 * AMP_MAX_DIMS + 1 };
-typedef struct ampi_sums { int64_t stride[AMPI_TERMS], least[AMPI_TERMS], most[AMPI_TERMS], low[AMPI_TERMS + 1], high[AMPI_TERMS + 1]; int n, tries; } ampi_sums;
+typedef struct ampi_sums {
+    int64_t stride[AMPI_TERMS], least[AMPI_TERMS], most[AMPI_TERMS], low[AMPI_TERMS + 1], high[AMPI_TERMS + 1];
+    int n, tries;
+} ampi_sums;
 
-static int64_t ampi_floor_div(int64_t a, int64_t b) { return a >= 0 ? (a < b ? 0 : a / b) : a >= -b ? -1 : -((b - 1 - a) / b); }
+static int64_t ampi_floor_div(int64_t a, int64_t b) {
+    return a >= 0 ? (a < b ? 0 : a / b) : a >= -b ? -1 : -((b - 1 - a) / b);
+}
 
-/* Whether a sum from k on can be `target`.  Views whose dimensions do not reach into one another leave at most two choices for
-   each; for others the tries may end, and they are then not known to share memory. */
+/* Whether a sum from k on can be `target`.  Views whose dimensions do not reach into one another leave at most two
+   choices for each; for others the tries may end, and they are then not known to share memory. */
 static int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
     int64_t x, last;
     if (target < s->low[k] || target > s->high[k]) return 0;
@@ -5155,8 +5254,8 @@ static int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
     return 0;
 }
 
-/* Whether a byte is part of both: whether a way up from a's first byte less one from b's can be what lies between these two.
-   Where strides agree the difference takes one term. */
+/* Whether a byte is part of both: whether a way up from a's first byte less one from b's can be what lies between these
+   two. Where strides agree the difference takes one term. */
 static int ampi_share(const ampi_place *a, const ampi_place *b) {
     const ampi_extent *ea = &a->extent, *eb = &b->extent;
     int i = ea->n - 1, j = eb->n - 1, k;
@@ -5184,16 +5283,19 @@ static int ampi_share(const ampi_place *a, const ampi_place *b) {
 static int ampi_is_same_place(const ampi_place *a, const ampi_place *b) {
     const ampi_extent *ea = &a->extent, *eb = &b->extent;
     size_t bytes = sizeof *ea->stride * (size_t)ea->n;
-    return a->low == b->low && a->size == b->size && ea->block == eb->block && ea->n == eb->n && memcmp(ea->stride, eb->stride, bytes) == 0 && memcmp(ea->size, eb->size, bytes) == 0;
+    return a->low == b->low && a->size == b->size && ea->block == eb->block && ea->n == eb->n &&
+           memcmp(ea->stride, eb->stride, bytes) == 0 && memcmp(ea->size, eb->size, bytes) == 0;
 }
 
 static amp_result ampi_check_pair(const char *function, ampi_place *out, ampi_place *other) {
-    int may = (out->may_be != NULL && strcmp(out->may_be, other->field) == 0) || (out->or_be != NULL && strcmp(out->or_be, other->field) == 0);
+    int may = (out->may_be != NULL && strcmp(out->may_be, other->field) == 0) ||
+              (out->or_be != NULL && strcmp(out->or_be, other->field) == 0);
     ampi_find_extent(out);
     ampi_find_extent(other);
     if ((may && ampi_is_same_place(out, other)) || !ampi_share(out, other)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function, "%s and %s share memory: %s", out->field, other->field,
-                     may ? "make them the same view of one dtype size, or give the output its own" : "give the output its own");
+                     may ? "make them the same view of one dtype size, or give the output its own"
+                         : "give the output its own");
 }
 
 static amp_result ampi_check_places(const char *function, ampi_places *s) {
@@ -5210,14 +5312,20 @@ static amp_result ampi_check_places(const char *function, ampi_places *s) {
 }
 
 /* A parameter's weight and its gradient, which has the weight's elements. */
-static void ampi_reads_param(ampi_places *s, const char *field, const amp_param *p) { if (p != NULL) ampi_reads(s, field, &p->weight); }
+static void ampi_reads_param(ampi_places *s, const char *field, const amp_param *p) {
+    if (p != NULL) ampi_reads(s, field, &p->weight);
+}
 static void ampi_writes_gradient(ampi_places *s, const char *field, const amp_param *p) {
-    if (p != NULL) ampi_writes_array(s, field, p->grad.data, amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->grad.dtype));
+    if (p != NULL)
+        ampi_writes_array(s, field, p->grad.data,
+                          amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->grad.dtype));
 }
 
 static amp_result ampi_check_own_gradient(const char *function, const amp_param *p) {
     size_t bytes = (size_t)amp_tensor_count(&p->weight);
-    if (ampi_is_apart(p->weight.data, bytes * amp_dtype_size(p->weight.dtype), p->grad.data, bytes * amp_dtype_size(p->grad.dtype))) return AMP_OK;
+    if (ampi_is_apart(p->weight.data, bytes * amp_dtype_size(p->weight.dtype), p->grad.data,
+                      bytes * amp_dtype_size(p->grad.dtype)))
+        return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function, "%s: the gradient lies in the weight's memory", p->name);
 }
 
@@ -5263,7 +5371,8 @@ struct amp_state {
     amp_system system;
     ampi_record *records;
     int64_t n, capacity;
-    int64_t *table;                 /* by hash of the key: 1 + place of the record, 0 empty; 2 * capacity, a power of two */
+    /* by hash of the key: 1 + place of the record, 0 empty; 2 * capacity, a power of two */
+    int64_t *table;
 };
 
 /* ---- CRC-32C (Castagnoli, reflected polynomial 0x82F63B78, as in iSCSI), with the CPU's instruction where there
@@ -5393,7 +5502,8 @@ static amp_result ampi_state_insert(amp_state *state, const char *function, cons
         *old = *record;
         return AMP_OK;
     }
-    if (state->n == state->capacity) AMPI_TRY(ampi_state_grow(state, function, state->capacity == 0 ? 16 : 2 * state->capacity));
+    if (state->n == state->capacity)
+        AMPI_TRY(ampi_state_grow(state, function, state->capacity == 0 ? 16 : 2 * state->capacity));
     state->records[state->n] = *record;
     *ampi_state_entry(state, record->key) = state->n + 1;
     state->n++;
@@ -5486,10 +5596,12 @@ AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dty
 }
 
 /* "<prefix>.<name>", or "<prefix>.<name>.<i>" for i >= 0, in key. */
-static amp_result ampi_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name, int64_t i) {
+static amp_result ampi_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name,
+                           int64_t i) {
     int n;
     AMPI_TRY(ampi_need(function, prefix != NULL, "prefix"));
-    n = i < 0 ? snprintf(key, AMPI_STATE_KEY, "%s.%s", prefix, name) : snprintf(key, AMPI_STATE_KEY, "%s.%s.%lld", prefix, name, (long long)i);
+    n = i < 0 ? snprintf(key, AMPI_STATE_KEY, "%s.%s", prefix, name)
+              : snprintf(key, AMPI_STATE_KEY, "%s.%s.%lld", prefix, name, (long long)i);
     if (prefix[0] != 0 && strlen(prefix) <= 40 && n < AMPI_STATE_KEY) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%.80s\" must have 1 to 40 bytes", prefix);
 }
@@ -5719,7 +5831,8 @@ static amp_result ampi_state_load_own(amp_state **out, const amp_system *system,
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_state_load", "%s: %s", path, strerror(-error));
     size = system->file_size(system->user, file);
     system->file_close(system->user, file);
-    if (size == -ESPIPE) return ampi_fail(AMP_ERR_FORMAT, "amp_state_load", "%s is a pipe or device, must be a regular file", path);
+    if (size == -ESPIPE)
+        return ampi_fail(AMP_ERR_FORMAT, "amp_state_load", "%s is a pipe or device, must be a regular file", path);
     return amp_state_load(out, system, path);
 }
 
@@ -5755,7 +5868,8 @@ typedef struct ampi_attention_vec {
     void (*product)(const ampi_product *p);
     /* The same, and a weight of exactly 0 contributes 0 even if the other factor is infinite or NaN. */
     void (*product_weighted)(const ampi_product *p, int32_t a_is_weight);
-    void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);     /* as the GEMM's */
+    /* as the GEMM's */
+    void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
     void (*hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value);
     /* Scores become exp(score - running maximum), rounded to compute; max, sum and rescale are lanes. */
     void (*soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale, amp_dtype compute);
@@ -5795,15 +5909,16 @@ enum {
 #define AMPI_ROWS_14(X) AMPI_ROWS_13(X) X(13)
 
 /* A tile of a fixed number of rows and of vectors, the last of `tail` lanes. */
-typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb, int64_t tail,
-                               const float *add, int64_t ldadd, float *c, int64_t ldc);
+typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb,
+                               int64_t tail, const float *add, int64_t ldadd, float *c, int64_t ldc);
 /* A fixed number of rows of `a` by four of b: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
 typedef void (*ampi_dot_rows)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums);
 
-/* c (`rows` rows) = add + a b over k words: a[i * lda + p * step], b[p * ldb + j]; add NULL counts as 0.  A table with .edges
-   touches `cols` columns of b, add and c, and takes any step; others touch all columns of a tile, and their step is 1. */
-typedef void (*ampi_gemm_tile)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb,
-                               const float *add, int64_t ldadd, float *c, int64_t ldc);
+/* c (`rows` rows) = add + a b over k words: a[i * lda + p * step], b[p * ldb + j]; add NULL counts as 0.  A table with
+   .edges touches `cols` columns of b, add and c, and takes any step; others touch all columns of a tile, and their step
+   is 1. */
+typedef void (*ampi_gemm_tile)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
+                               const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc);
 
 /* What becomes of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
 typedef struct ampi_gemm_out {
@@ -5826,12 +5941,14 @@ typedef struct ampi_gemm_vec {
     int32_t dot_rows;                   /* of the most that `dots` takes */
     ampi_gemm_tile multiply;
     void (*begin)(void), (*end)(void);  /* around a thread's multiplications; NULL: nothing to do */
-    /* n values, which lie side by side, rounded to `compute` and packed into words; a last half word is filled with 0. */
+    /* n values, which lie side by side, rounded to `compute` and packed into words; a last half word is filled
+       with 0. */
     void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
     /* m such rows, `ld` values apart, into rows `pitch` words apart. */
-    void (*rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld, int64_t n, int64_t m);
-    /* Rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, filled with 0 at the right:
-       panel q at dst + q * stride, in it the word of column j and word row w at w * cols + j. */
+    void (*rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
+                    int64_t n, int64_t m);
+    /* Rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, filled with 0 at the
+       right: panel q at dst + q * stride, in it the word of column j and word row w at w * cols + j. */
     void (*weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                   int64_t k, int64_t n);
     /* dst[c * ldd + r] = src[r * lds + c], words */
@@ -5840,11 +5957,13 @@ typedef struct ampi_gemm_vec {
     void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols);
     /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n. */
     void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
-    /* sums[4 i + j] = the sum of a[i * lda + p] b[j * ldb + p] over p < k, fp32, for `rows` rows and cols <= 4 columns, or one
-       row and a multiple of 4 */
-    void (*dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums);
+    /* sums[4 i + j] = the sum of a[i * lda + p] b[j * ldb + p] over p < k, fp32, for `rows` rows and cols <= 4 columns,
+       or one row and a multiple of 4 */
+    void (*dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                 float *sums);
     /* c = a b, or c + a b where `add`, for a column a[i * step] and a row b */
-    void (*outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c, int64_t ldc);
+    void (*outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c,
+                  int64_t ldc);
     const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is multiplied as fp32 */
 } ampi_gemm_vec;
 
@@ -5853,18 +5972,19 @@ typedef struct ampi_gemm_blocks {
     int64_t words, count, size;         /* of k in all; blocks; words of a block */
 } ampi_gemm_blocks;
 
-/* Matrix times vector in pairs of bf16; x holds words.  y[j] += the sum over p < k, in order, of x[p] b[p * ld + j]; y[j] = that
-   of x[p] b[j * ld + p], in 16 sums, each of every 16th word; and the same over words from to end of n columns from col on,
-   which are packed: whole vectors; ld: the width of all panels. */
+/* Matrix times vector in pairs of bf16; x holds words.  y[j] += the sum over p < k, in order, of x[p] b[p * ld + j];
+   y[j] = that of x[p] b[j * ld + p], in 16 sums, each of every 16th word; and the same over words from to end of n
+   columns from col on, which are packed: whole vectors; ld: the width of all panels. */
 typedef struct ampi_gemv_pairs {
     void (*combine)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
-    void (*dots_packed)(float *y, const float *x, const float *b, const ampi_gemm_blocks *blocks, int64_t ld, int64_t col,
-                        int64_t from, int64_t end, int64_t n);
+    void (*dots_packed)(float *y, const float *x, const float *b, const ampi_gemm_blocks *blocks, int64_t ld,
+                        int64_t col, int64_t from, int64_t end, int64_t n);
     /* n <= 16 columns of k values, in rows `ld` apart, as words: 16 columns of them, 0 beyond n. */
     void (*strip)(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     /* As ampi_gemm_vec's, from b in words of one value each. */
-    void (*outer)(int64_t rows, int64_t cols, const void *a, amp_dtype dtype, int64_t step, const float *b, int add, float *c, int64_t ldc);
+    void (*outer)(int64_t rows, int64_t cols, const void *a, amp_dtype dtype, int64_t step, const float *b, int add,
+                  float *c, int64_t ldc);
 } ampi_gemv_pairs;
 
 /* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; the same bits for an element wherever it
@@ -5977,8 +6097,9 @@ static void ampi_loop_run(void *arg, int32_t number) {
 
 /* Whether threads are worth it now.  Beside other programs a thread may come too late to find work, or lose its core in
    the middle of a piece, which keeps the caller waiting.  What loops gained and lost by their threads, against the time
-   that the caller alone would have taken, goes into an account; overdrawn, the caller works alone for AMPI_REST times the debt.
-   Alone it would have had the pace of the fastest thread with a fair number of pieces: the others may have lost their cores. */
+   that the caller alone would have taken, goes into an account; overdrawn, the caller works alone for AMPI_REST times
+   the debt. Alone it would have had the pace of the fastest thread with a fair number of pieces: the others may have
+   lost their cores. */
 enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
 
 static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces) {
@@ -6101,8 +6222,12 @@ static amp_result ampi_cpu_no_scratch(const char *kernel, size_t bytes) {
 }
 
 /* Address of element i of an array of dtype. */
-static const void *ampi_at(const void *data, amp_dtype dtype, int64_t i) { return (const char *)data + i * (int64_t)amp_dtype_size(dtype); }
-static void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) { return (char *)data + i * (int64_t)amp_dtype_size(dtype); }
+static const void *ampi_at(const void *data, amp_dtype dtype, int64_t i) {
+    return (const char *)data + i * (int64_t)amp_dtype_size(dtype);
+}
+static void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) {
+    return (char *)data + i * (int64_t)amp_dtype_size(dtype);
+}
 
 /* Rows as fp32.  Kernels are written for fp32 rows: a 16-bit row is widened into `scratch` first, and a result
    row is computed in place or in `scratch` and then rounded once. */
@@ -6111,7 +6236,9 @@ static const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, flo
     ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
     return scratch;
 }
-static float *ampi_row_out(void *row, amp_dtype dtype, float *scratch) { return dtype == AMP_F32 ? (float *)row : scratch; }
+static float *ampi_row_out(void *row, amp_dtype dtype, float *scratch) {
+    return dtype == AMP_F32 ? (float *)row : scratch;
+}
 static void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *scratch, amp_cpu_path path) {
     if (dtype != AMP_F32) ampi_convert_fast(row, dtype, scratch, AMP_F32, n, path);
 }
@@ -6201,9 +6328,10 @@ static int64_t ampi_gemm_pitch(int64_t words) { return (words + 15) / 16 * 16 + 
 /* ---- Packing */
 
 /* Columns j0 .. j0 + n of B, k values from k0 on, into panels, `stride` words apart.  scratch: cols * pitch words. */
-static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k, int64_t j0,
-                                   int64_t n, float *dst, int64_t stride, float *scratch) {
-    int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words), step = x->along_k ? vec->cols : (int64_t)AMPI_GEMM_BUFFER;
+static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k,
+                                   int64_t j0, int64_t n, float *dst, int64_t stride, float *scratch) {
+    int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words),
+            step = x->along_k ? vec->cols : (int64_t)AMPI_GEMM_BUFFER;
     int64_t j;
     for (j = 0; j < n; j += step) {
         float *panel = dst + j / vec->cols * stride;
@@ -6259,7 +6387,8 @@ typedef struct ampi_gemm_call {
     int use_a, use_b;                   /* 1: where it lies, unpacked */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int past_cache;                     /* 1: C is written past the caches */
-    int64_t at_a, at_b, at_scratch, at_sums, at_tile, slot;   /* offsets in, and size of, a thread's scratch memory in words */
+    /* offsets in, and size of, a thread's scratch memory in words */
+    int64_t at_a, at_b, at_scratch, at_sums, at_tile, slot;
     int threads; int64_t parts;
     size_t bytes;                       /* of all threads' scratch memory; 0: the stack has room for it */
     float *scratch;
@@ -6275,7 +6404,8 @@ typedef struct ampi_gemm_step {
 } ampi_gemm_step;
 
 /* What finish is told about the first row of the block and column j. */
-static void ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t j, const float *bias, ampi_gemm_out *out) {
+static void ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t j, const float *bias,
+                             ampi_gemm_out *out) {
     const amp_k_gemm *g = call->g;
     int whole = s->last && !call->sum_in_c;         /* x is all of the sum */
     out->alpha = g->alpha;
@@ -6316,8 +6446,8 @@ static void ampi_gemm_fetch_rows(const float *sums, int64_t ld, int64_t rows, in
 /* One panel of B against a band of rows, from row `from` to `end` of the block, tile by tile, each summed in C itself,
    in the scratch memory's sums, or in one tile that finish then writes out.  next: the packed panel that follows, or
    NULL. */
-static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, int64_t from, int64_t end,
-                            const float *b, int64_t ldb, const float *next) {
+static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, int64_t from,
+                            int64_t end, const float *b, int64_t ldb, const float *next) {
     const amp_k_gemm *g = call->g;
     const ampi_gemm_vec *vec = call->vec;
     int64_t width = vec->cols, col = panel * width, cols = AMPI_MIN(g->n - col, width), pitch = call->pitch;
@@ -6336,7 +6466,8 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
         if (in_c) {
             float *c = (float *)out.c + from * g->ldc;
             if (tile + 1 < tiles) ampi_gemm_fetch_rows(c + rows * g->ldc, g->ldc, rows, width);
-            vec->multiply(rows, cols, s->words, a, s->lda, s->step, b, ldb, s->first && g->beta == 0.0f ? NULL : c, g->ldc, c, g->ldc);
+            vec->multiply(rows, cols, s->words, a, s->lda, s->step, b, ldb, s->first && g->beta == 0.0f ? NULL : c,
+                          g->ldc, c, g->ldc);
         } else if (sums != NULL && !s->last) {
             vec->multiply(rows, cols, s->words, a, s->lda, s->step, b, ldb, before, pitch, sums + from * pitch, pitch);
         } else {
@@ -6365,7 +6496,8 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
     const ampi_gemm_vec *vec = call->vec;
     ampi_gemm_operand b = ampi_gemm_operand_b(g, s->item);
     int64_t width = vec->cols, stride = s->words * width, k0 = block * call->blocks.size * vec->unit, p, q, end;
-    const float *ready = call->packed_b == NULL ? NULL : call->packed_b + block * call->blocks.size * call->panels * width;
+    const float *ready =
+        call->packed_b == NULL ? NULL : call->packed_b + block * call->blocks.size * call->panels * width;
     float *packed = s->scratch + call->at_b;
     for (p = s->panel; p < s->panel + s->panels; p = end) {
         end = AMPI_MIN(p + AMPI_GEMM_GROUP, s->panel + s->panels);
@@ -6373,7 +6505,8 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
             ampi_gemm_bands(call, s, p, end, ready + p * stride, stride, width, end < call->panels);
             continue;
         }
-        q = !call->use_b ? p : vec->edges ? end : AMPI_MIN(end, g->n / width);      /* panels before q are used where they lie */
+        /* panels before q are used where they lie */
+        q = !call->use_b ? p : vec->edges ? end : AMPI_MIN(end, g->n / width);
         if (p < q) ampi_gemm_bands(call, s, p, q, (const float *)ampi_gemm_at(&b, k0, p * width), width, b.ld, 0);
         if (q == end) continue;
         ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packed, stride,
@@ -6419,7 +6552,8 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
         int64_t along_m = part % parts / call->cut_n, along_n = part % call->cut_n;
         int64_t row = ampi_gemm_cut(call->g->m, call->vec->rows, along_m, call->cut_m);
         int64_t row_end = ampi_gemm_cut(call->g->m, call->vec->rows, along_m + 1, call->cut_m);
-        int64_t panel = ampi_gemm_cut(call->panels, 1, along_n, call->cut_n), panel_end = ampi_gemm_cut(call->panels, 1, along_n + 1, call->cut_n);
+        int64_t panel = ampi_gemm_cut(call->panels, 1, along_n, call->cut_n),
+                panel_end = ampi_gemm_cut(call->panels, 1, along_n + 1, call->cut_n);
         ampi_gemm_step s;
         memset(&s, 0, sizeof s);
         s.item = part / parts;
@@ -6437,8 +6571,8 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
     if (call->past_cache) __atomic_thread_fence(__ATOMIC_SEQ_CST);      /* such stores have no order of their own */
 }
 
-/* What the busiest thread does when each C is cut into m x n parts.  A part of r rows and c columns takes r c / 64 cycles
-   for each k, and packing about 5 r / 8 + c / 2. */
+/* What the busiest thread does when each C is cut into m x n parts.  A part of r rows and c columns takes r c / 64
+   cycles for each k, and packing about 5 r / 8 + c / 2. */
 static int64_t ampi_gemm_cut_cost(const ampi_gemm_call *call, int threads, int64_t m, int64_t n) {
     int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows;
     int64_t r = (tiles + m - 1) / m * call->vec->rows, c = (call->panels + n - 1) / n * call->vec->cols;
@@ -6446,8 +6580,8 @@ static int64_t ampi_gemm_cut_cost(const ampi_gemm_call *call, int threads, int64
     return rounds * (r * c + 40 * r + (call->packed_b != NULL ? 0 : 32 * c));
 }
 
-/* Chooses the parts: the cheapest cut into one for each thread, then finer ones where that costs no more than 1%, so that
-   a thread that lost its core holds up little. */
+/* Chooses the parts: the cheapest cut into one for each thread, then finer ones where that costs no more than 1%, so
+   that a thread that lost its core holds up little. */
 static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
     int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows, least = INT64_MAX, cost, m, n, best_m, best_n;
     call->cut_m = call->cut_n = 1;
@@ -6463,8 +6597,11 @@ static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
     best_m = call->cut_m;
     best_n = call->cut_n;
     for (m = best_m; m <= AMPI_MIN(best_m * AMPI_STEPS, tiles); m *= 2)
-        for (n = best_n; n <= AMPI_MIN(best_n * AMPI_STEPS, call->panels) && m * n <= AMPI_STEPS * best_m * best_n; n *= 2) {
-            if (m * n <= call->cut_m * call->cut_n || (double)call->g->m * (double)call->g->n * (double)call->k < (double)AMPI_GEMM_PIECE * (double)(m * n)) continue;
+        for (n = best_n; n <= AMPI_MIN(best_n * AMPI_STEPS, call->panels) && m * n <= AMPI_STEPS * best_m * best_n;
+             n *= 2) {
+            if (m * n <= call->cut_m * call->cut_n ||
+                (double)call->g->m * (double)call->g->n * (double)call->k < (double)AMPI_GEMM_PIECE * (double)(m * n))
+                continue;
             if (100 * ampi_gemm_cut_cost(call, threads, m, n) > 101 * least) continue;
             call->cut_m = m;
             call->cut_n = n;
@@ -6486,7 +6623,8 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     const ampi_gemm_vec *vec = call->vec;
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
     int64_t tiles = (g->m + vec->rows - 1) / vec->rows, width = vec->cols, words = call->blocks.size;
-    int64_t rows = AMPI_MIN((tiles + call->cut_m - 1) / call->cut_m * vec->rows, g->m), panels = (call->panels + call->cut_n - 1) / call->cut_n;
+    int64_t rows = AMPI_MIN((tiles + call->cut_m - 1) / call->cut_m * vec->rows, g->m),
+            panels = (call->panels + call->cut_n - 1) / call->cut_n;
     int keep;
     call->past_cache = ampi_gemm_past_cache(call);
     call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL && !call->past_cache;
@@ -6496,18 +6634,21 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->block_panels = keep ? AMPI_MIN(panels, AMPI_GEMM_SUMS / (call->block_rows * width)) : panels;
     call->pitch = ampi_gemm_pitch(call->block_panels * width);
     /* Few columns or rows do not repay packing the other operand; rows a multiple of 1 KiB apart share cache sets. */
-    call->use_a = (a.along_k || vec->edges) && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 && (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
+    call->use_a = (a.along_k || vec->edges) && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 &&
+                  (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
     call->at_tile = 0;
     call->at_a = call->at_tile + vec->rows * width;
     call->at_b = call->at_a + (call->use_a ? 0 : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
-    call->at_scratch = call->at_b + (call->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
+    call->at_scratch =
+        call->at_b + (call->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
     call->at_sums = call->at_scratch + width * ampi_gemm_pitch(words);
     call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
 }
 
 /* All of a call on at most `threads` threads but its scratch memory. */
-static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g, int threads) {
+static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g,
+                                        int threads) {
     ampi_gemm_call call;
     if (2.0 * (double)g->m * (double)g->n * (double)g->k * (double)g->batch < 1e6) threads = 1;
     memset(&call, 0, sizeof call);
@@ -6523,13 +6664,14 @@ static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec
     ampi_gemm_plan(&call);
     call.parts = g->batch * call.cut_m * call.cut_n;
     call.threads = (int)AMPI_MIN(call.parts, (int64_t)threads);
-    if (threads > 1 || call.slot > AMPI_GEMM_LOCAL) call.bytes = (size_t)call.slot * (size_t)call.threads * sizeof(float);
+    if (threads > 1 || call.slot > AMPI_GEMM_LOCAL)
+        call.bytes = (size_t)call.slot * (size_t)call.threads * sizeof(float);
     return call;
 }
 
 /* A call in scratch memory: what was reserved for it, or its own. */
-static amp_result ampi_gemm_run(ampi_cpu *cpu, const amp_k_gemm *g, int threads, int64_t parts, ampi_task task, void *call,
-                                float **scratch, size_t bytes) {
+static amp_result ampi_gemm_run(ampi_cpu *cpu, const amp_k_gemm *g, int threads, int64_t parts, ampi_task task,
+                                void *call, float **scratch, size_t bytes) {
     *scratch = (float *)(bytes <= g->scratch_bytes ? g->scratch : ampi_cpu_scratch(cpu, bytes));
     if (*scratch == NULL) return ampi_cpu_no_scratch("gemm", bytes);
     ampi_parallel(cpu, threads, parts, 1, task, call);
@@ -6550,14 +6692,15 @@ static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const 
     return ampi_gemm_run(cpu, g, call.threads, call.parts, ampi_gemm_part, &call, &call.scratch, call.bytes);
 }
 
-/* ---- Matrix times vector: one row or one column of C, each value a sum of its own.  The matrix is read once, unpacked. */
+/* ---- Matrix times vector: one row or one column of C, each value a sum of its own.  The matrix is read once,
+   unpacked. */
 
 enum {
-    AMPI_GEMV_UNIT = 64,                /* values of C that threads share out */
-    AMPI_GEMV_SPAN = 1024,              /* values of C at a time */
-    AMPI_GEMV_ROWS = 8,                 /* rows converted to fp32 at a time */
-    AMPI_GEMV_SIDE = 2048,              /* words side by side whose sums are fp32 */
-    AMPI_GEMV_BLOCK = 128,              /* of k: sums are fp32 within it, fp64 beyond; the same where k lies side by side: */
+    AMPI_GEMV_UNIT = 64,   /* values of C that threads share out */
+    AMPI_GEMV_SPAN = 1024, /* values of C at a time */
+    AMPI_GEMV_ROWS = 8,    /* rows converted to fp32 at a time */
+    AMPI_GEMV_SIDE = 2048, /* words side by side whose sums are fp32 */
+    AMPI_GEMV_BLOCK = 128, /* of k: sums are fp32 within it, fp64 beyond; the same where k lies side by side: */
     AMPI_GEMV_DOT = 1024
 };
 
@@ -6575,20 +6718,26 @@ typedef struct ampi_gemv_call {
     float *scratch;
 } ampi_gemv_call;
 
-/* As ampi_gemv_sums, where a word holds a pair: fp32 within a block of k, or AMPI_GEMV_SIDE words side by side, fp64 beyond. */
-static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t j0, int64_t n,
-                                float *sums, double *total) {
+/* As ampi_gemv_sums, where a word holds a pair: fp32 within a block of k, or AMPI_GEMV_SIDE words side by side, fp64
+   beyond. */
+static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t j0,
+                                int64_t n, float *sums, double *total) {
     const ampi_gemm_vec *vec = call->vec;
-    int64_t width = vec->cols, ld = (call->n + width - 1) / width * width, size = matrix->along_k ? (int64_t)AMPI_GEMV_SIDE : call->blocks.size, w, j;
+    int64_t width = vec->cols, ld = (call->n + width - 1) / width * width,
+            size = matrix->along_k ? (int64_t)AMPI_GEMV_SIDE : call->blocks.size, w, j;
     memset(total, 0, (size_t)n * sizeof *total);
     for (w = 0; w < call->blocks.words || w == 0; w += size) {
         int64_t words = AMPI_MIN(call->blocks.words - w, size), k = AMPI_MIN(call->k - 2 * w, 2 * size);
         memset(sums, 0, (size_t)n * sizeof *sums);
         if (call->packed_b == NULL)
-            (matrix->along_k ? vec->pairs->dots : vec->pairs->combine)(sums, x + w, ampi_gemm_at(matrix, 2 * w, j0), matrix->dtype, matrix->ld, k, n);
+            (matrix->along_k ? vec->pairs->dots : vec->pairs->combine)(sums, x + w, ampi_gemm_at(matrix, 2 * w, j0),
+                                                                       matrix->dtype, matrix->ld, k, n);
         for (j = 0; call->packed_b != NULL && j < n; j += width)
-            if (matrix->along_k) vec->pairs->dots_packed(sums + j, x, call->packed_b, &call->blocks, ld, j0 + j, w, w + words, n - j);
-            else vec->multiply(1, AMPI_MIN(n - j, width), words, x + w, 0, 1, call->packed_b + w * ld + (j0 + j) * words, width, NULL, 0, sums + j, 0);
+            if (matrix->along_k)
+                vec->pairs->dots_packed(sums + j, x, call->packed_b, &call->blocks, ld, j0 + j, w, w + words, n - j);
+            else
+                vec->multiply(1, AMPI_MIN(n - j, width), words, x + w, 0, 1, call->packed_b + w * ld + (j0 + j) * words,
+                              width, NULL, 0, sums + j, 0);
         if (call->blocks.words <= size) return;
         call->rows->widen(total, sums, n);
     }
@@ -6596,8 +6745,8 @@ static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_oper
 }
 
 /* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  scratch: k floats, or GEMV_ROWS rows of GEMV_SPAN; total: n. */
-static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t k, int64_t j0,
-                           int64_t n, float *sums, double *total, float *scratch) {
+static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t k,
+                           int64_t j0, int64_t n, float *sums, double *total, float *scratch) {
     int words = matrix->dtype == AMP_F32 && matrix->compute == AMP_F32;
     const ampi_gemm_vec *vec = call->vec;
     int64_t j, p, q, i, m, rows;
@@ -6610,7 +6759,9 @@ static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *
             float part[4];
             const float *from = words ? (const float *)ampi_gemm_at(matrix, p, j0 + j) : scratch;
             m = AMPI_MIN(k - p, (int64_t)AMPI_GEMV_DOT);
-            for (i = 0; !words && i < rows; i++) vec->row(scratch + i * AMPI_GEMV_DOT, ampi_gemm_at(matrix, p, j0 + j + i), matrix->dtype, matrix->compute, m);
+            for (i = 0; !words && i < rows; i++)
+                vec->row(scratch + i * AMPI_GEMV_DOT, ampi_gemm_at(matrix, p, j0 + j + i), matrix->dtype,
+                         matrix->compute, m);
             vec->dots(1, rows, m, x + p, 0, from, words ? matrix->ld : (int64_t)AMPI_GEMV_DOT, part);
             for (i = 0; i < rows; i++) sum[i] += (double)part[i];
         }
@@ -6624,7 +6775,9 @@ static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *
         if (words) vec->combine(sums, x + p, (const float *)ampi_gemm_at(matrix, p, j0), matrix->ld, m, n);
         else for (q = p; q < p + m; q += rows) {
             rows = AMPI_MIN(p + m - q, (int64_t)AMPI_GEMV_ROWS);
-            for (i = 0; i < rows; i++) vec->row(scratch + i * AMPI_GEMV_SPAN, ampi_gemm_at(matrix, q + i, j0), matrix->dtype, matrix->compute, n);
+            for (i = 0; i < rows; i++)
+                vec->row(scratch + i * AMPI_GEMV_SPAN, ampi_gemm_at(matrix, q + i, j0), matrix->dtype, matrix->compute,
+                         n);
             vec->combine(sums, x + q, scratch, AMPI_GEMV_SPAN, rows, n);
         }
         if (k > AMPI_GEMV_BLOCK) call->rows->widen(total, sums, n);
@@ -6645,10 +6798,12 @@ static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *
     }
 }
 
-/* Writes n values from j on: a row of C in pieces of GEMM_ROOM columns, or a column, one value in each row of a tile. */
+/* Writes n values from j on: a row of C in pieces of GEMM_ROOM columns, or a column, one value in each row of
+   a tile. */
 static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j, int64_t n, const float *sums) {
     const amp_k_gemm *g = call->g;
-    int64_t capacity = AMPI_GEMM_BUFFER, width = call->vec->cols, most = g->m == 1 ? capacity : capacity / width, i, done, m;
+    int64_t capacity = AMPI_GEMM_BUFFER, width = call->vec->cols, most = g->m == 1 ? capacity : capacity / width, i,
+            done, m;
     float x[AMPI_GEMM_BUFFER], bias[AMPI_GEMM_BUFFER];
     for (done = 0; done < n; done += m, j += m) {
         int64_t row = g->m == 1 ? 0 : j, col = g->m == 1 ? j : 0;
@@ -6658,7 +6813,9 @@ static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j
         memset(x, 0, sizeof x);
         memset(bias, 0, sizeof bias);
         for (i = 0; i < m; i++) x[g->m == 1 ? i : i * width] = sums[done + i];
-        if (g->bias != NULL) ampi_convert_fast(bias, AMP_F32, ampi_at(g->bias, g->bias_dtype, col), g->bias_dtype, g->m == 1 ? m : 1, call->path);
+        if (g->bias != NULL)
+            ampi_convert_fast(bias, AMP_F32, ampi_at(g->bias, g->bias_dtype, col), g->bias_dtype, g->m == 1 ? m : 1,
+                              call->path);
         out.alpha = g->alpha;
         out.beta = g->beta;
         out.bias = g->bias != NULL ? bias : NULL;
@@ -6683,7 +6840,8 @@ static void ampi_gemv_part(void *arg, int64_t begin, int64_t end, int thread) {
     for (unit = begin; unit < end; unit += count) {
         int64_t item = unit / call->units, j = unit % call->units * AMPI_GEMV_UNIT, n;
         ampi_gemm_operand a = ampi_gemm_operand_a(call->g, item), b = ampi_gemm_operand_b(call->g, item);
-        count = AMPI_MIN(AMPI_MIN(end - unit, call->units - unit % call->units), (int64_t)(AMPI_GEMV_SPAN / AMPI_GEMV_UNIT));
+        count = AMPI_MIN(AMPI_MIN(end - unit, call->units - unit % call->units),
+                         (int64_t)(AMPI_GEMV_SPAN / AMPI_GEMV_UNIT));
         n = AMPI_MIN(count * AMPI_GEMV_UNIT, call->n - j);
         ampi_gemv_vector(call->vec, call->g->m == 1 ? &a : &b, call->k, x);
         ampi_gemv_sums(call, call->g->m == 1 ? &b : &a, x, call->k, j, n, sums, total, scratch);
@@ -6702,10 +6860,12 @@ static ampi_gemv_call ampi_gemv_call_of(const ampi_cpu *cpu, const amp_k_gemm *g
     call.path = cpu->path;
     call.k = ampi_is_0(g->alpha) ? 0 : g->k;
     call.blocks = ampi_gemm_cut_k(call.vec, call.k);
-    if (call.vec->pairs != NULL && g->m == 1 && (g->batch == 1 || g->stride_b == 0)) call.packed_b = (const float *)g->packed_b;
+    if (call.vec->pairs != NULL && g->m == 1 && (g->batch == 1 || g->stride_b == 0))
+        call.packed_b = (const float *)g->packed_b;
     call.n = g->m == 1 ? g->n : g->m;
     call.units = (call.n + AMPI_GEMV_UNIT - 1) / AMPI_GEMV_UNIT;
-    call.slot = (3 * AMPI_GEMV_SPAN + call.k + AMPI_MAX(call.k, (int64_t)AMPI_GEMV_ROWS * AMPI_GEMV_SPAN) + 15) / 16 * 16;
+    call.slot =
+        (3 * AMPI_GEMV_SPAN + call.k + AMPI_MAX(call.k, (int64_t)AMPI_GEMV_ROWS * AMPI_GEMV_SPAN) + 15) / 16 * 16;
     call.threads = (int)AMPI_MIN(g->batch * call.units, (int64_t)threads);
     call.bytes = (size_t)call.slot * (size_t)call.threads * sizeof(float);
     return call;
@@ -6716,10 +6876,11 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
     return ampi_gemm_run(cpu, g, call.threads, g->batch * call.units, ampi_gemv_part, &call, &call.scratch, call.bytes);
 }
 
-/* ---- Small and thin products in fp32, from where the operands lie: no plan, no packing, no scratch memory.  Which are chosen
-   depends on their shape alone, and tiles give the bits that they give above. */
+/* ---- Small and thin products in fp32, from where the operands lie: no plan, no packing, no scratch memory.  Which are
+   chosen depends on their shape alone, and tiles give the bits that they give above. */
 
-/* Element (i, p) of op(a) is a[i * a_row + p * a_step], (p, j) of op(b) b[p * b_step + j * b_col], (i, j) of c c[i * c_row + j * c_col]. */
+/* Element (i, p) of op(a) is a[i * a_row + p * a_step], (p, j) of op(b) b[p * b_step + j * b_col], (i, j) of c c[i *
+   c_row + j * c_col]. */
 typedef struct ampi_direct {
     const ampi_gemm_vec *vec;
     int64_t m, n, k, a_row, a_step, b_step, b_col, c_row, c_col;
@@ -6750,20 +6911,24 @@ static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g)
 }
 
 static int ampi_direct_is_plain(const amp_k_gemm *g) {
-    return g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (ampi_is_0(g->beta) || g->beta == 1.0f) && g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
+    return g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (ampi_is_0(g->beta) || g->beta == 1.0f) &&
+           g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
 }
 
 /* ---- By tiles, where rows of b lie as they want them, and stay in the first-level cache if they are passed often */
 
 static int ampi_direct_by_tiles(const ampi_direct *d) {
     int64_t most = 1 << 20, size = d->m <= 16 || d->n <= 16 ? 1000000 : 500000;
-    if (!d->vec->edges || d->b_col != 1 || d->m > most || d->n > most || d->k > most || d->m * d->n > size || d->m * d->n * d->k > size) return 0;
+    if (!d->vec->edges || d->b_col != 1 || d->m > most || d->n > most || d->k > most || d->m * d->n > size ||
+        d->m * d->n * d->k > size)
+        return 0;
     if (d->m == 1) return d->n <= d->vec->cols || (d->k <= AMPI_GEMV_BLOCK && d->a_step == 1 && !d->add);
     return d->m <= 2 * d->vec->rows || AMPI_MIN(d->k, (int64_t)d->vec->block) * d->b_step <= 8192;
 }
 
 /* sums (in rows of `ld`, or as c lies) to c */
-static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_t rows, int64_t cols, int add, const float *sums, int64_t ld) {
+static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_t rows, int64_t cols, int add,
+                              const float *sums, int64_t ld) {
     int64_t q, x;
     for (q = 0; q < rows; q++)
         for (x = 0; x < cols; x++) {
@@ -6772,18 +6937,21 @@ static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_
         }
 }
 
-/* Columns j to j + cols, at b, over words p to p + k.  A set of a first-level cache has room for half the rows of a tile. */
+/* Columns j to j + cols, at b, over words p to p + k.  A set of a first-level cache has room for half the rows of a
+   tile. */
 static void ampi_direct_panel(const ampi_direct *d, const float *b, int64_t j, int64_t cols, int64_t p, int64_t k) {
     const ampi_gemm_vec *vec = d->vec;
-    int64_t most = d->a_row % 512 == 0 ? vec->rows / 2 : vec->rows, left = d->m <= most ? 1 : (d->m + most - 1) / most, i, rows;
+    int64_t most = d->a_row % 512 == 0 ? vec->rows / 2 : vec->rows, left = d->m <= most ? 1 : (d->m + most - 1) / most,
+            i, rows;
     int add = d->add || p > 0;
     float sums[AMPI_GEMM_ROWS_MOST * AMPI_GEMM_COLS];
     for (i = 0; left > 0; i += rows, left--) {
         float *c = d->c + i * d->c_row + j;
         int in_c = d->c_col == 1;
         rows = left == 1 ? d->m - i : (d->m - i) / left;
-        vec->multiply(rows, cols, k, d->a + i * d->a_row + p * d->a_step, d->a_row, d->a_step, b + p * d->b_step, d->b_step,
-                      in_c && add ? c : NULL, d->c_row, in_c ? c : sums, in_c ? d->c_row : (int64_t)AMPI_GEMM_COLS);
+        vec->multiply(rows, cols, k, d->a + i * d->a_row + p * d->a_step, d->a_row, d->a_step, b + p * d->b_step,
+                      d->b_step, in_c && add ? c : NULL, d->c_row, in_c ? c : sums,
+                      in_c ? d->c_row : (int64_t)AMPI_GEMM_COLS);
         if (!in_c) ampi_direct_store(d, i, j, rows, cols, add, sums, AMPI_GEMM_COLS);
     }
 }
@@ -6799,7 +6967,8 @@ static void ampi_direct_row(const ampi_direct *d) {
         return;
     }
     for (p = 0; p < d->k; p += AMPI_GEMV_BLOCK) {
-        d->vec->multiply(1, cols, AMPI_MIN(d->k - p, (int64_t)AMPI_GEMV_BLOCK), d->a + p * d->a_step, 0, d->a_step, d->b + p * d->b_step, d->b_step, NULL, 0, sums, 0);
+        d->vec->multiply(1, cols, AMPI_MIN(d->k - p, (int64_t)AMPI_GEMV_BLOCK), d->a + p * d->a_step, 0, d->a_step,
+                         d->b + p * d->b_step, d->b_step, NULL, 0, sums, 0);
         for (x = 0; x < cols; x++) total[x] = p > 0 ? total[x] + (double)sums[x] : (double)sums[x];
     }
     for (x = 0; x < cols; x++) sums[x] = (float)total[x];
@@ -6809,10 +6978,11 @@ static void ampi_direct_row(const ampi_direct *d) {
 /* Whether it is one tile of plain fp32, as many of the smallest are: what follows would find nothing else. */
 static int ampi_direct_one(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     int64_t m = g->m, n = g->n, k = g->k;
-    if (m > vec->rows || n > vec->cols || n == 1 || k == 1 || k > AMPI_GEMV_BLOCK || g->trans_b || !vec->edges) return 0;
+    if (m > vec->rows || n > vec->cols || n == 1 || k == 1 || k > AMPI_GEMV_BLOCK || g->trans_b || !vec->edges)
+        return 0;
     if (m > 1 && (g->trans_a ? m > n || 2 * n > vec->cols : g->lda % 512 == 0)) return 0;
-    vec->multiply(m, n, k, (const float *)g->a, g->trans_a ? 1 : g->lda, g->trans_a ? g->lda : 1, (const float *)g->b, g->ldb,
-                  ampi_is_0(g->beta) ? NULL : (const float *)g->c, g->ldc, (float *)g->c, g->ldc);
+    vec->multiply(m, n, k, (const float *)g->a, g->trans_a ? 1 : g->lda, g->trans_a ? g->lda : 1, (const float *)g->b,
+                  g->ldb, ampi_is_0(g->beta) ? NULL : (const float *)g->c, g->ldc, (float *)g->c, g->ldc);
     return 1;
 }
 
@@ -6822,7 +6992,9 @@ static void ampi_direct_tiles(ampi_direct *d) {
     int64_t lanes = vec->cols / 2, size = d->k <= vec->block ? d->k : ampi_gemm_cut_k(vec, d->k).size, j, p;
     if (d->m == 1 && vec->unit == 1 && (d->n > vec->cols || d->k > AMPI_GEMV_BLOCK)) { ampi_direct_row(d); return; }
     if (d->k == 1 && vec->unit == 1) { vec->outer(d->m, d->n, d->a, d->a_row, d->b, d->add, d->c, d->c_row); return; }
-    if (vec->unit == 1 && d->a_row == 1 && d->m > 1 && d->k * (d->m * ((d->n + lanes - 1) / lanes) - d->n * ((d->m + lanes - 1) / lanes)) > 2 * d->m * d->n) ampi_direct_turn(d);
+    if (vec->unit == 1 && d->a_row == 1 && d->m > 1 &&
+        d->k * (d->m * ((d->n + lanes - 1) / lanes) - d->n * ((d->m + lanes - 1) / lanes)) > 2 * d->m * d->n)
+        ampi_direct_turn(d);
     for (p = 0; p < d->k; p += size) {
         const float *b = d->b;
         for (j = 0; j < d->n; j += vec->cols, b += d->panel)
@@ -6842,7 +7014,8 @@ static void ampi_direct_copied(ampi_direct *d) {
 
 /* Whole vectors of k cost less than packing b and filling vectors of columns. */
 static int ampi_direct_by_dots(const ampi_direct *d) {
-    int64_t lanes = d->vec->cols / 2, words = (d->k + d->vec->unit - 1) / d->vec->unit, dots = d->m * d->n * ((words + lanes - 1) / lanes + 4);
+    int64_t lanes = d->vec->cols / 2, words = (d->k + d->vec->unit - 1) / d->vec->unit,
+            dots = d->m * d->n * ((words + lanes - 1) / lanes + 4);
     if (d->a_step != 1 || d->b_step != 1) return 0;
     if (d->m == 1) return d->k <= AMPI_GEMV_DOT;
     return AMPI_MIN(d->m, d->n) <= 2 * lanes && dots < d->m * ((d->n + lanes - 1) / lanes) * words + d->n * words;
@@ -6857,12 +7030,15 @@ static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) 
     for (i = begin; i < end; i += rows) {
         rows = end - i == 1 ? 1 : (end - i) / ((end - i + d->vec->dot_rows - 1) / d->vec->dot_rows);
         for (j = 0; j < d->n; j += cols) {
-            cols = rows == 1 && d->c_col == 1 && !d->add && d->k <= AMPI_GEMV_DOT && d->n - j >= 4 ? (d->n - j) / 4 * 4 : AMPI_MIN(d->n - j, 4);
+            cols = rows == 1 && d->c_col == 1 && !d->add && d->k <= AMPI_GEMV_DOT && d->n - j >= 4
+                       ? (d->n - j) / 4 * 4
+                       : AMPI_MIN(d->n - j, 4);
             for (p = 0; p < d->k; p += k) {
                 float *c = d->c + i * d->c_row + j;
                 int add = d->add || p > 0, in_c = rows == 1 && cols >= 4 && d->c_col == 1 && !add;
                 k = AMPI_MIN(d->k - p, (int64_t)AMPI_GEMV_DOT);
-                d->vec->dots(rows, cols, k, d->a + i * d->a_row + p, d->a_row, d->b + j * d->b_col + p, d->b_col, in_c ? c : sums);
+                d->vec->dots(rows, cols, k, d->a + i * d->a_row + p, d->a_row, d->b + j * d->b_col + p, d->b_col,
+                             in_c ? c : sums);
                 if (!in_c) ampi_direct_store(d, i, j, rows, cols, add, sums, 4);
             }
         }
@@ -6894,8 +7070,11 @@ static int ampi_direct_pair_vector(const ampi_cpu *cpu, const ampi_gemm_vec *vec
 static int ampi_direct_pair_outer(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     float b[AMPI_GEMM_LOCAL];
     int64_t j;
-    for (j = 0; j < g->n; j += 16) vec->pairs->strip(b + j, ampi_at(g->b, g->b_dtype, j * (g->trans_b ? g->ldb : 1)), g->b_dtype, 0, 1, AMPI_MIN(g->n - j, 16));
-    vec->pairs->outer(g->m, g->n, g->a, g->a_dtype, g->trans_a ? 1 : g->lda, b, !ampi_is_0(g->beta), (float *)g->c, g->ldc);
+    for (j = 0; j < g->n; j += 16)
+        vec->pairs->strip(b + j, ampi_at(g->b, g->b_dtype, j * (g->trans_b ? g->ldb : 1)), g->b_dtype, 0, 1,
+                          AMPI_MIN(g->n - j, 16));
+    vec->pairs->outer(g->m, g->n, g->a, g->a_dtype, g->trans_a ? 1 : g->lda, b, !ampi_is_0(g->beta), (float *)g->c,
+                      g->ldc);
     return 1;
 }
 
@@ -6934,15 +7113,19 @@ static int ampi_direct_pair_strips(const ampi_gemm_vec *vec, const amp_k_gemm *g
     return 1;
 }
 
-/* Operands that fit into a buffer on the stack once they are words, as do sums that C then holds in 16 bits; a may be words
-   where it lies. */
+/* Operands that fit into a buffer on the stack once they are words, as do sums that C then holds in 16 bits; a may be
+   words where it lies. */
 static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     enum { ROOM = 2 * AMPI_GEMM_LOCAL };
     float local[ROOM];
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
-    int64_t width = vec->cols, words = (g->k + 1) / 2, panel = words * width, narrow = g->c_dtype != AMP_F32, there = ampi_gemm_is_words(vec, &a, g->k), i;
-    int64_t step = a.along_k ? g->m : width, at_b = there ? 0 : a.along_k ? g->m * words : (g->m + width - 1) / width * panel;
-    int64_t at_c = at_b + (g->packed_b != NULL ? 0 : (g->n + width - 1) / width * panel), at_scratch = at_c + (narrow ? g->m * g->n : 0);
+    int64_t width = vec->cols, words = (g->k + 1) / 2, panel = words * width, narrow = g->c_dtype != AMP_F32,
+            there = ampi_gemm_is_words(vec, &a, g->k), i;
+    int64_t step = a.along_k ? g->m : width, at_b = there       ? 0
+                                                    : a.along_k ? g->m * words
+                                                                : (g->m + width - 1) / width * panel;
+    int64_t at_c = at_b + (g->packed_b != NULL ? 0 : (g->n + width - 1) / width * panel),
+            at_scratch = at_c + (narrow ? g->m * g->n : 0);
     ampi_direct d = ampi_direct_of(vec, g);
     if ((words > vec->block && (g->packed_b == NULL || g->n > width)) || (narrow && d.add)) return 0;
     if (at_scratch + (b.along_k && g->packed_b == NULL ? width * ampi_gemm_pitch(words) : 0) > ROOM) return 0;
@@ -6960,7 +7143,8 @@ static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_
     }
     step = g->ldc == g->n ? g->m : 1;
     for (i = 0; narrow && i < g->m; i += step)
-        ampi_convert_fast(ampi_at_mut(g->c, g->c_dtype, i * g->ldc), g->c_dtype, local + at_c + i * g->n, AMP_F32, step * g->n, cpu->path);
+        ampi_convert_fast(ampi_at_mut(g->c, g->c_dtype, i * g->ldc), g->c_dtype, local + at_c + i * g->n, AMP_F32,
+                          step * g->n, cpu->path);
     return 1;
 }
 
@@ -6973,14 +7157,17 @@ static int ampi_direct_takes_dots(const ampi_gemm_vec *vec, const amp_k_gemm *g,
 /* Whether the product was one of those in pairs. */
 static int ampi_direct_paired(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     if (g->m == 1 || g->n == 1) return ampi_direct_pair_vector(cpu, vec, g);
-    if (g->k == 1 && g->c_dtype == AMP_F32 && g->n <= AMPI_GEMM_LOCAL && (!g->trans_b || g->ldb == 1) && g->m * g->n <= 1000000) return ampi_direct_pair_outer(vec, g);
+    if (g->k == 1 && g->c_dtype == AMP_F32 && g->n <= AMPI_GEMM_LOCAL && (!g->trans_b || g->ldb == 1) &&
+        g->m * g->n <= 1000000)
+        return ampi_direct_pair_outer(vec, g);
     return ampi_direct_in_strips(g) ? ampi_direct_pair_strips(vec, g) : ampi_direct_pairs(cpu, vec, g);
 }
 
 /* Whether the product was one of those. */
 static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
-    int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32, done = 1, shared = 0;
+    int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32,
+        done = 1, shared = 0;
     ampi_direct d;
     ampi_fp host;
     if (!ampi_direct_is_plain(g) || (!words && vec->pairs == NULL)) return 0;
@@ -6998,7 +7185,9 @@ static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
         if (!shared) ampi_direct_dots(&d, 0, d.m, 0);
     } else if (vec->pairs != NULL) done = ampi_direct_paired(cpu, vec, g);
     else if (ampi_direct_by_tiles(&d)) ampi_direct_tiles(&d);
-    else if (d.b_step == 1 && d.m > 1 && d.vec->edges && (double)d.n * (double)d.k <= (double)AMPI_GEMM_LOCAL && d.m <= 64) ampi_direct_copied(&d);
+    else if (d.b_step == 1 && d.m > 1 && d.vec->edges && (double)d.n * (double)d.k <= (double)AMPI_GEMM_LOCAL &&
+             d.m <= 64)
+        ampi_direct_copied(&d);
     else done = 0;
     ampi_fp_end(host);
     if (shared) ampi_parallel(cpu, ampi_threads_now(cpu), d.m, vec->dot_rows, ampi_direct_dots, &d);
@@ -7020,7 +7209,8 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
     ampi_cpu *cpu = (ampi_cpu *)dev;
     (void)stream;
     if (args->backward || args->column_sum.data != NULL || args->row_sum.data != NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "gemm", "this backend has .fuses 0: call an activation's backward and the sums separately");
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "gemm",
+                         "this backend has .fuses 0: call an activation's backward and the sums separately");
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return AMP_OK;
     if (ampi_direct_run(cpu, args)) return AMP_OK;
     if (args->n == 1 && args->m > 1 && args->ldc == 1 && args->bias == NULL && args->pre == NULL) {
@@ -7058,7 +7248,9 @@ static amp_result ampi_cpu_gemm_reserve(void *dev, amp_k_gemm *args, int64_t n) 
     for (i = 0; i < n; i++) { args[i].scratch = scratch; args[i].scratch_bytes = bytes; }
     return AMP_OK;
 }
-static void ampi_cpu_gemm_release(void *dev, const amp_k_gemm *args) { ampi_cpu_release((ampi_cpu *)dev, args->scratch, args->scratch_bytes); }
+static void ampi_cpu_gemm_release(void *dev, const amp_k_gemm *args) {
+    ampi_cpu_release((ampi_cpu *)dev, args->scratch, args->scratch_bytes);
+}
 
 /* ---- Packing B ahead: block of k after block, in each panel after panel */
 
@@ -7089,12 +7281,15 @@ static ampi_gemm_packing ampi_gemm_packing_of(const ampi_gemm_vec *vec, const am
 }
 
 /* How many values stopped being finite when k0 .. k0 + k of columns j .. j + n were rounded into `words` words. */
-static int64_t ampi_gemm_new_inf(const ampi_gemm_packing *p, int64_t k0, int64_t k, int64_t j, int64_t n, const float *packed, int64_t words) {
+static int64_t ampi_gemm_new_inf(const ampi_gemm_packing *p, int64_t k0, int64_t k, int64_t j, int64_t n,
+                                 const float *packed, int64_t words) {
     int64_t after, before = 0, i;
     after = ampi_count_nonfinite(packed, p->vec->unit == 1 ? AMP_F32 : AMP_BF16, words * p->vec->unit, p->path);
     if (after == 0) return 0;
-    for (i = 0; p->b.along_k && i < n; i++) before += ampi_count_nonfinite(ampi_gemm_at(&p->b, k0, j + i), p->b.dtype, k, p->path);
-    for (i = 0; !p->b.along_k && i < k; i++) before += ampi_count_nonfinite(ampi_gemm_at(&p->b, k0 + i, j), p->b.dtype, n, p->path);
+    for (i = 0; p->b.along_k && i < n; i++)
+        before += ampi_count_nonfinite(ampi_gemm_at(&p->b, k0, j + i), p->b.dtype, k, p->path);
+    for (i = 0; !p->b.along_k && i < k; i++)
+        before += ampi_count_nonfinite(ampi_gemm_at(&p->b, k0 + i, j), p->b.dtype, n, p->path);
     return after - before;
 }
 
@@ -7103,11 +7298,13 @@ static void ampi_gemm_pack_part(void *arg, int64_t begin, int64_t end, int threa
     int64_t width = p->vec->cols, block, q;
     float *scratch = p->scratch + thread * width * p->pitch;
     for (block = 0; block < p->blocks.count; block++) {
-        int64_t k0 = block * p->blocks.size * p->vec->unit, k = AMPI_MIN(p->args->k - k0, p->blocks.size * p->vec->unit);
+        int64_t k0 = block * p->blocks.size * p->vec->unit,
+                k = AMPI_MIN(p->args->k - k0, p->blocks.size * p->vec->unit);
         int64_t words = (k + p->vec->unit - 1) / p->vec->unit;
         float *to = p->packed + block * p->blocks.size * p->panels * width;
         for (q = begin; q < end; q += AMPI_GEMM_GROUP) {
-            int64_t last = AMPI_MIN(q + AMPI_GEMM_GROUP, end), n = AMPI_MIN(last * width, p->args->n) - q * width, found;
+            int64_t last = AMPI_MIN(q + AMPI_GEMM_GROUP, end), n = AMPI_MIN(last * width, p->args->n) - q * width,
+                    found;
             ampi_gemm_pack_columns(p->vec, &p->b, k0, k, q * width, n, to + q * words * width, words * width, scratch);
             if (p->args->new_inf == NULL) continue;
             found = ampi_gemm_new_inf(p, k0, k, q * width, n, to + q * words * width, (last - q) * words * width);
@@ -7118,7 +7315,8 @@ static void ampi_gemm_pack_part(void *arg, int64_t begin, int64_t end, int threa
 
 static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_pack *args, void *packed) {
     ampi_gemm_packing p = ampi_gemm_packing_of(vec, args);
-    int threads = (double)args->k * (double)args->n < 1e5 ? 1 : (int)AMPI_MIN((int64_t)cpu->threads, AMPI_MAX(p.panels, 1));
+    int threads =
+        (double)args->k * (double)args->n < 1e5 ? 1 : (int)AMPI_MIN((int64_t)cpu->threads, AMPI_MAX(p.panels, 1));
     size_t bytes = (size_t)(threads * vec->cols * p.pitch) * sizeof(float);
     p.path = cpu->path;
     p.packed = (float *)packed;
@@ -7142,8 +7340,8 @@ static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *pa
     return ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, args->compute), args, packed);
 }
 
-/* ---- Long sums of rows, element by element.  Rows wait where they lie until AMPI_SUM_ROWS are there; these are added in
-   fp32, and what they give in fp64, so that the error does not grow with the number of rows. */
+/* ---- Long sums of rows, element by element.  Rows wait where they lie until AMPI_SUM_ROWS are there; these are added
+   in fp32, and what they give in fp64, so that the error does not grow with the number of rows. */
 
 enum { AMPI_SUM_ROWS = 128, AMPI_SUM_COLS = 1024 };
 
@@ -7237,7 +7435,8 @@ static amp_result ampi_cpu_column_sum(void *dev, const amp_k_column_sum *args, v
 /* ---- Attention after Dao et al. 2022, on strips of 32 queries and tiles of 64 keys.  A tile is skipped where the
    mask hides all of it, and otherwise computed from the first to the last key that some query of the strip sees.
    Operands and probabilities are rounded to the compute dtype, products and sums are fp32, and the sums over keys
-   (of o, dq) and over queries (of dk, dv) run in order: 1024 at a time, and these sums, so that the error hardly grows. */
+   (of o, dq) and over queries (of dk, dv) run in order: 1024 at a time, and these sums, so that the error
+   hardly grows. */
 enum { AMPI_FOLD = 1024 / AMPI_KEY_TILE, AMPI_FOLD_TILES = 1024 / (AMPI_STRIPS * AMPI_STRIP) };
 
 /* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
@@ -7401,8 +7600,10 @@ static float *ampi_take(float *base, int64_t *used, int64_t n) {
 }
 
 /* Places a thread's arrays at base and returns how many floats they take; base NULL only counts. */
-static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base, const ampi_attention_call *call, int backward) {
-    int64_t wide = call->wide, keys = call->x->keys, used = 0, strip = AMPI_STRIP * wide, tile = AMPI_KEY_TILE * AMPI_STRIP;
+static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base, const ampi_attention_call *call,
+                                    int backward) {
+    int64_t wide = call->wide, keys = call->x->keys, used = 0, strip = AMPI_STRIP * wide,
+            tile = AMPI_KEY_TILE * AMPI_STRIP;
     for (int s = 0; s < AMPI_STRIPS; s++) {
         scratch->strips[s].q_copy = ampi_take(base, &used, strip);
         scratch->strips[s].q_t = ampi_take(base, &used, strip);
@@ -7442,7 +7643,8 @@ static void ampi_attention_load(const ampi_attention_call *call, const void *dat
         float *row = scratch + i * call->wide;
         ampi_convert_fast(row, AMP_F32, ampi_at(data, x->dtype, i * stride), x->dtype, x->dim, call->path);
         memset(row + x->dim, 0, (size_t)(call->wide - x->dim) * sizeof *row);
-        if (!ampi_is_exact(x->dtype, x->compute)) AMPI_PICK(ampi_numbers_kernels, call->path)->round(row, row, x->dim, x->compute);
+        if (!ampi_is_exact(x->dtype, x->compute))
+            AMPI_PICK(ampi_numbers_kernels, call->path)->round(row, row, x->dim, x->compute);
     }
 }
 
@@ -7556,7 +7758,8 @@ static void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_a
                                          ampi_rows32 v) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide, queries = s->mask.n;
-    float *p = scratch->scores, *ds = scratch->slopes, *dk = scratch->dk + begin * wide, *dv = scratch->dv + begin * wide;
+    float *p = scratch->scores, *ds = scratch->slopes, *dk = scratch->dk + begin * wide,
+          *dv = scratch->dv + begin * wide;
     ampi_tile_mask mask;
     ampi_product to_dv = {n, wide, queries, p, AMPI_STRIP, 1, s->d_o.data, s->d_o.ld, dv, wide, 1, 1.0f, NULL};
     ampi_product to_dk = {n, wide, queries, ds, AMPI_STRIP, 1, s->q.data, s->q.ld, dk, wide, 1, 1.0f, NULL};
@@ -7583,7 +7786,8 @@ static void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_a
 static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, int backward) {
     int64_t n = AMPI_STRIP * call->wide;
     float factor[AMPI_STRIP];
-    ampi_product rescale = {call->wide, AMPI_STRIP, 0, s->q_t, 0, 0, s->q_t, 0, s->total_t, AMPI_STRIP, 1, 1.0f, factor};
+    ampi_product rescale = {call->wide, AMPI_STRIP, 0,          s->q_t, 0,    0,     s->q_t,
+                            0,          s->total_t, AMPI_STRIP, 1,      1.0f, factor};
     if (!s->folded) {
         memset(s->total_t, 0, (size_t)n * sizeof(float));
         memset(s->total, 0, sizeof s->total);
@@ -7678,7 +7882,8 @@ static int ampi_attention_backward(const ampi_attention_call *call, ampi_attenti
         for (int64_t i = 0; i < scratch->n_strips; i++) {
             ampi_strip *s = &scratch->strips[i];
             call->vec->transpose(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
-            nan |= ampi_attention_store(call, scratch, x->dq, x->dq_stride, s->query, s->mask.n, scratch->result, x->scale);
+            nan |= ampi_attention_store(call, scratch, x->dq, x->dq_stride, s->query, s->mask.n, scratch->result,
+                                        x->scale);
         }
         if ((t + 1) % AMPI_FOLD_TILES != 0 && t + 1 < call->tiles) continue;
         ampi_attention_total(call, scratch->dk, scratch->dk_total, t + 1);
@@ -7819,7 +8024,8 @@ static void ampi_softmax_backward_task(void *arg, int64_t begin, int64_t end, in
     for (int64_t r = begin; r < end; r++) {
         int64_t at = r * x->keys;
         const float *y = ampi_row_in(ampi_at(x->y, x->y_dtype, at), x->y_dtype, x->keys, scratch, call->path);
-        const float *dy = ampi_row_in(ampi_at(x->dy, x->y_dtype, at), x->y_dtype, x->keys, scratch + x->keys, call->path);
+        const float *dy =
+            ampi_row_in(ampi_at(x->dy, x->y_dtype, at), x->y_dtype, x->keys, scratch + x->keys, call->path);
         float *dx = ampi_row_out(ampi_at_mut(x->dx, x->x_dtype, at), x->x_dtype, scratch + x->keys);
         vec->softmax_backward(y, dy, x->scale, dx, x->keys);
         ampi_row_done(ampi_at_mut(x->dx, x->x_dtype, at), x->x_dtype, x->keys, dx, call->path);
@@ -7885,7 +8091,8 @@ static void ampi_run_tiles(ampi_pointwise_job *job, int64_t rows, int64_t cols, 
     job->rows = rows;
     job->cols = cols;
     job->tiles_per_row = (cols + AMPI_TILE - 1) / AMPI_TILE;
-    ampi_parallel(job->cpu, job->cpu->threads, rows * job->tiles_per_row, ampi_grain(AMPI_MIN(cols, (int64_t)AMPI_TILE)), task, job);
+    ampi_parallel(job->cpu, job->cpu->threads, rows * job->tiles_per_row,
+                  ampi_grain(AMPI_MIN(cols, (int64_t)AMPI_TILE)), task, job);
 }
 
 /* Tile i starts at (row, col) and has so many elements. */
@@ -7944,7 +8151,8 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
     }
     ampi_parallel(cpu, cpu->threads, args->n, AMPI_PIECE, ampi_cast_task, &job);
     if (job.new_inf != NULL) {
-        for (int thread = 0; thread < cpu->threads; thread++) __atomic_fetch_add(args->new_inf, job.new_inf[thread], __ATOMIC_RELAXED);
+        for (int thread = 0; thread < cpu->threads; thread++)
+            __atomic_fetch_add(args->new_inf, job.new_inf[thread], __ATOMIC_RELAXED);
         ampi_cpu_release(cpu, job.new_inf, bytes);
     }
     return AMP_OK;
@@ -8053,7 +8261,8 @@ static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_swiglu *a = (const amp_k_swiglu *)job->args;
     amp_cpu_path path = job->cpu->path;
-    float gate_scratch[AMPI_TILE], up_scratch[AMPI_TILE], dy_scratch[AMPI_TILE], dgate_scratch[AMPI_TILE], dup_scratch[AMPI_TILE];
+    float gate_scratch[AMPI_TILE], up_scratch[AMPI_TILE], dy_scratch[AMPI_TILE], dgate_scratch[AMPI_TILE],
+        dup_scratch[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col);
@@ -8122,7 +8331,8 @@ static void ampi_add_task(void *arg, int64_t begin, int64_t end, int thread) {
     for (int64_t i = begin; i < end; i++) {
         int64_t row, at, n = ampi_tile(job, i, &row, &at);
         void *to = ampi_at_mut(p->y, p->y_dtype, at);
-        const float *a = ampi_row_in(ampi_at(p->a, p->a_dtype, at), p->a_dtype, n, a_scratch, job->cpu->path), *b = NULL;
+        const float *a = ampi_row_in(ampi_at(p->a, p->a_dtype, at), p->a_dtype, n, a_scratch, job->cpu->path),
+                    *b = NULL;
         float *y = ampi_row_out(to, p->y_dtype, y_scratch);
         if (p->b != NULL) b = ampi_row_in(ampi_at(p->b, p->b_dtype, at), p->b_dtype, n, b_scratch, job->cpu->path);
         job->vec->add(a, p->alpha, b, p->beta, y, n);
@@ -8139,7 +8349,8 @@ static amp_result ampi_cpu_add(void *dev, const amp_k_add *args, void *stream) {
 
 /* ---- LayerNorm and RMSNorm */
 
-enum { AMPI_NORM_ROWS = 32, AMPI_NORM_RUNS = 8 };   /* rows whose part in dweight and dbias is one chain in fp32; chains summed in fp32 */
+/* rows whose part in dweight and dbias is one chain in fp32; chains summed in fp32 */
+enum { AMPI_NORM_ROWS = 32, AMPI_NORM_RUNS = 8 };
 
 typedef struct ampi_norm_job {
     ampi_cpu *cpu;
@@ -8147,7 +8358,8 @@ typedef struct ampi_norm_job {
     const amp_k_norm *args;
     const float *weight, *bias;     /* fp32, or NULL */
     int64_t stride;                 /* floats between row buffers */
-    int64_t thread_scratch;           /* row buffers per thread: three, and for long partial sums two for each chain, their sum, and two in fp64 */
+    /* row buffers per thread: three, and for long partial sums two for each chain, their sum, and two in fp64 */
+    int64_t thread_scratch;
     float *scratch;
     int64_t block_rows, blocks;     /* backward: rows per partial sum of dweight and dbias */
     float *partials;                /* [blocks, 2, stride] */
@@ -8243,7 +8455,8 @@ static amp_result ampi_cpu_norm(void *dev, const amp_k_norm *args, void *stream)
 
 /* With g = dy weight, h = (x - mean) rstd and means over the row:
    dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy. */
-static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float *scratch, float *dweight, float *dbias) {
+static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float *scratch, float *dweight,
+                                   float *dbias) {
     const amp_k_norm *a = job->args;
     amp_cpu_path path = job->cpu->path;
     int64_t n = a->x.cols;
@@ -8274,12 +8487,14 @@ static void ampi_norm_backward_rows(const ampi_norm_job *job, int64_t begin, int
     const amp_k_norm *a = job->args;
     memset(sums, 0, 2 * (size_t)job->stride * sizeof(float));
     for (int64_t row = begin; row < end; row++)
-        ampi_norm_backward_row(job, row, scratch, a->dweight.data ? sums : NULL, a->dbias.data && !a->rms ? sums + job->stride : NULL);
+        ampi_norm_backward_row(job, row, scratch, a->dweight.data ? sums : NULL,
+                               a->dbias.data && !a->rms ? sums + job->stride : NULL);
 }
 
 static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_norm_job *job = (const ampi_norm_job *)arg;
-    float *scratch = job->scratch + job->thread_scratch * (int64_t)thread * job->stride, *sums = scratch + 3 * job->stride;
+    float *scratch = job->scratch + job->thread_scratch * (int64_t)thread * job->stride,
+          *sums = scratch + 3 * job->stride;
     int64_t both = 2 * job->stride, run;
     float *part = sums + AMPI_NORM_RUNS * both;
     double *total = (double *)(void *)(part + both);
@@ -8312,7 +8527,8 @@ static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int t
 }
 
 /* gradient = (old +) the sum of the partials, for columns begin to end */
-static void ampi_norm_reduce(const ampi_norm_job *job, const amp_k_gradient *gradient, int64_t which, int64_t begin, int64_t end) {
+static void ampi_norm_reduce(const ampi_norm_job *job, const amp_k_gradient *gradient, int64_t which, int64_t begin,
+                             int64_t end) {
     ampi_long_sum sum;
     for (int64_t col = begin; col < end; col += AMPI_SUM_COLS) {
         ampi_sum_begin(&sum, job->cpu->path, AMP_F32, AMPI_MIN(end - col, (int64_t)AMPI_SUM_COLS));
@@ -8333,8 +8549,8 @@ static amp_result ampi_cpu_norm_backward(void *dev, const amp_k_norm *args, void
     ampi_norm_job job;
     (void)stream;
     AMPI_TRY(ampi_norm_open(&job, dev, args, args->rms ? "amp_rmsnorm_backward" : "amp_layernorm_backward", 1));
-    ampi_parallel(job.cpu, job.cpu->threads, job.blocks, ampi_grain(job.block_rows * args->x.cols), ampi_norm_backward_task,
-                  &job);
+    ampi_parallel(job.cpu, job.cpu->threads, job.blocks, ampi_grain(job.block_rows * args->x.cols),
+                  ampi_norm_backward_task, &job);
     ampi_parallel(job.cpu, job.cpu->threads, args->x.cols, AMPI_TILE, ampi_norm_reduce_task, &job);
     ampi_cpu_release(job.cpu, job.memory, job.bytes);
     return AMP_OK;
@@ -8546,7 +8762,11 @@ static amp_result ampi_cpu_embedding(void *dev, const amp_k_embedding *args, voi
     return AMP_OK;
 }
 
-typedef struct ampi_embedding_job { ampi_cpu *cpu; const amp_k_embedding *args; const int64_t *order; } ampi_embedding_job;
+typedef struct ampi_embedding_job {
+    ampi_cpu *cpu;
+    const amp_k_embedding *args;
+    const int64_t *order;
+} ampi_embedding_job;
 
 /* order = 0..n-1 sorted by id, equal ids in their order: a counting sort with starts[vocab + 1]. */
 static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, int64_t *starts, int64_t *order) {
@@ -8569,9 +8789,9 @@ static int ampi_row_is_zero(const void *row, amp_dtype dtype, int64_t n) {
     return 1;
 }
 
-/* Columns begin to end of the gradient of every table row that occurs: its occurrences in their order.  Rows of zeros, the
-   gradient of padding, are left out, so that they do not move the others into other groups of the sum.  Threads divide the
-   columns, because a few ids make up most of a text. */
+/* Columns begin to end of the gradient of every table row that occurs: its occurrences in their order.  Rows of zeros,
+   the gradient of padding, are left out, so that they do not move the others into other groups of the sum.  Threads
+   divide the columns, because a few ids make up most of a text. */
 static void ampi_embedding_table_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
     const amp_k_embedding *a = job->args;
@@ -8632,8 +8852,8 @@ static amp_result ampi_cpu_embedding_backward(void *dev, const amp_k_embedding *
         job.order = starts + args->dtable.rows + 1;
         ampi_embedding_sort(args->ids, args->n, args->dtable.rows, starts, starts + args->dtable.rows + 1);
         if (!args->add_table) ampi_zero_rows(cpu, &args->dtable, 0);
-        ampi_parallel(cpu, cpu->threads, cols, AMPI_MAX(64, ampi_padded(ampi_grain(args->n))), ampi_embedding_table_task,
-                      &job);
+        ampi_parallel(cpu, cpu->threads, cols, AMPI_MAX(64, ampi_padded(ampi_grain(args->n))),
+                      ampi_embedding_table_task, &job);
         ampi_cpu_release(cpu, starts, bytes);
     }
     if (args->dpositions.data != NULL) {
@@ -8865,7 +9085,8 @@ static amp_result ampi_cpu_inspect(void *dev, const amp_k_inspect *args, void *s
 typedef struct ampi_update {
     float *w, *m, *v;               /* m and v NULL where a row has none */
     const float *g;
-    float w_scratch[AMPI_MULTI_BLOCK], g_scratch[AMPI_MULTI_BLOCK], m_scratch[AMPI_MULTI_BLOCK], v_scratch[AMPI_MULTI_BLOCK];
+    float w_scratch[AMPI_MULTI_BLOCK], g_scratch[AMPI_MULTI_BLOCK], m_scratch[AMPI_MULTI_BLOCK],
+        v_scratch[AMPI_MULTI_BLOCK];
 } ampi_update;
 
 static int ampi_has_remainder(const amp_k_tensor *row) {
@@ -8915,10 +9136,12 @@ static void ampi_update_out(const ampi_update *x, const amp_k_tensor *row, uint6
 }
 
 /* Elements of a row's copy. */
-static void ampi_copy_out(const amp_range *copies, int64_t row, int64_t *new_inf, const float *w, int64_t first, int64_t n) {
+static void ampi_copy_out(const amp_range *copies, int64_t row, int64_t *new_inf, const float *w, int64_t first,
+                          int64_t n) {
     int64_t found = 0;
     if (copies == NULL || copies[row].data == NULL) return;
-    (void)amp_convert(ampi_at_mut(copies[row].data, copies[row].dtype, first), copies[row].dtype, w, AMP_F32, n, NULL, &found);
+    (void)amp_convert(ampi_at_mut(copies[row].data, copies[row].dtype, first), copies[row].dtype, w, AMP_F32, n, NULL,
+                      &found);
     __atomic_fetch_add(new_inf, found, __ATOMIC_RELAXED);
 }
 
@@ -9057,7 +9280,8 @@ static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
     return AMP_OK;
 }
 
-/* Utilization: the process's CPU time over what its kernels' threads had since the last call, at first since opening. */
+/* Utilization: the process's CPU time over what its kernels' threads had since the last call, at first
+   since opening. */
 static amp_result ampi_cpu_telemetry(void *dev, amp_telemetry *out) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
     int64_t wall = ampi_posix_clock(NULL), busy = ampi_cpu_time();
@@ -9077,15 +9301,28 @@ static void ampi_cpu_stream_destroy(void *dev, void *stream) { (void)dev; (void)
 static amp_result ampi_cpu_stream_sync(void *dev, void *stream) { (void)dev; (void)stream; return AMP_OK; }
 
 /* An event is the time it was recorded at. */
-static amp_result ampi_cpu_event_create(void *dev, void **event, int32_t timed) { (void)timed; return ampi_cpu_alloc(dev, event, sizeof(int64_t)); }
+static amp_result ampi_cpu_event_create(void *dev, void **event, int32_t timed) {
+    (void)timed;
+    return ampi_cpu_alloc(dev, event, sizeof(int64_t));
+}
 static void ampi_cpu_event_destroy(void *dev, void *event) { ampi_cpu_free(dev, event, sizeof(int64_t)); }
 static amp_result ampi_cpu_event_record(void *dev, void *event, void *stream) {
     (void)dev; (void)stream;
     *(int64_t *)event = ampi_posix_clock(NULL);
     return AMP_OK;
 }
-static amp_result ampi_cpu_event_wait(void *dev, void *event, void *stream) { (void)dev; (void)event; (void)stream; return AMP_OK; }
-static amp_result ampi_cpu_event_done(void *dev, void *event, int32_t *done) { (void)dev; (void)event; *done = 1; return AMP_OK; }
+static amp_result ampi_cpu_event_wait(void *dev, void *event, void *stream) {
+    (void)dev;
+    (void)event;
+    (void)stream;
+    return AMP_OK;
+}
+static amp_result ampi_cpu_event_done(void *dev, void *event, int32_t *done) {
+    (void)dev;
+    (void)event;
+    *done = 1;
+    return AMP_OK;
+}
 static amp_result ampi_cpu_event_sync(void *dev, void *event) { (void)dev; (void)event; return AMP_OK; }
 static amp_result ampi_cpu_event_elapsed(void *dev, void *from, void *to, double *seconds) {
     (void)dev;
@@ -9112,39 +9349,84 @@ static amp_result ampi_cpu_trim(void *dev) {
     return AMP_OK;
 }
 
-__extension__ static const amp_backend ampi_cpu_backend = {
-    .abi = AMP_ABI, .name = "cpu",
-    .open = ampi_cpu_open, .close = ampi_cpu_close, .describe = ampi_cpu_describe,
-    .fuses = 0, .host_visible = 1, .saturates = 0, .reserved = 0, .alloc = ampi_cpu_alloc, .free = ampi_cpu_free, .alloc_pinned = ampi_cpu_alloc,
-    .free_pinned = ampi_cpu_free,
-    .copy = ampi_cpu_copy, .fill = ampi_cpu_fill, .memory_kind = ampi_cpu_place, .memory = ampi_cpu_memory,
-    .stream_create = ampi_cpu_stream_create, .stream_destroy = ampi_cpu_stream_destroy, .stream_sync = ampi_cpu_stream_sync,
-    .event_create = ampi_cpu_event_create, .event_destroy = ampi_cpu_event_destroy, .event_record = ampi_cpu_event_record,
-    .event_wait = ampi_cpu_event_wait,
-    .event_done = ampi_cpu_event_done, .event_sync = ampi_cpu_event_sync, .event_elapsed = ampi_cpu_event_elapsed,
-    .graph_begin = NULL, .graph_end = NULL, .graph_launch = NULL, .graph_destroy = NULL,
-    .telemetry = ampi_cpu_telemetry, .profile_push = NULL, .profile_pop = NULL,
-    .plans_save = NULL, .plans_load = NULL, .trim = ampi_cpu_trim,
-    .cast = ampi_cpu_cast, .gemm = ampi_cpu_gemm,
-    .gemm_pack_size = ampi_cpu_gemm_pack_size, .gemm_pack = ampi_cpu_gemm_pack,
-    .gemm_reserve = ampi_cpu_gemm_reserve, .gemm_release = ampi_cpu_gemm_release, .column_sum = ampi_cpu_column_sum,
-    .attention = ampi_cpu_attention, .attention_backward = ampi_cpu_attention_backward,
-    .norm = ampi_cpu_norm, .norm_backward = ampi_cpu_norm_backward,
-    .softmax = ampi_cpu_softmax, .softmax_backward = ampi_cpu_softmax_backward,
-    .activation = ampi_cpu_activation, .activation_backward = ampi_cpu_activation_backward,
-    .swiglu = ampi_cpu_swiglu, .swiglu_backward = ampi_cpu_swiglu_backward,
-    .cross_entropy = ampi_cpu_cross_entropy, .mse = ampi_cpu_mse,
-    .embedding = ampi_cpu_embedding, .embedding_backward = ampi_cpu_embedding_backward,
-    .dropout = ampi_cpu_dropout, .add = ampi_cpu_add,
-    .check = ampi_cpu_check, .adamw = ampi_cpu_adamw, .sgd = ampi_cpu_sgd,
-    .scale_ranges = ampi_cpu_scale_ranges, .inspect = ampi_cpu_inspect, .rule = ampi_cpu_rule
-};
+__extension__ static const amp_backend ampi_cpu_backend = {.abi = AMP_ABI,
+                                                           .name = "cpu",
+                                                           .open = ampi_cpu_open,
+                                                           .close = ampi_cpu_close,
+                                                           .describe = ampi_cpu_describe,
+                                                           .fuses = 0,
+                                                           .host_visible = 1,
+                                                           .saturates = 0,
+                                                           .reserved = 0,
+                                                           .alloc = ampi_cpu_alloc,
+                                                           .free = ampi_cpu_free,
+                                                           .alloc_pinned = ampi_cpu_alloc,
+                                                           .free_pinned = ampi_cpu_free,
+                                                           .copy = ampi_cpu_copy,
+                                                           .fill = ampi_cpu_fill,
+                                                           .memory_kind = ampi_cpu_place,
+                                                           .memory = ampi_cpu_memory,
+                                                           .stream_create = ampi_cpu_stream_create,
+                                                           .stream_destroy = ampi_cpu_stream_destroy,
+                                                           .stream_sync = ampi_cpu_stream_sync,
+                                                           .event_create = ampi_cpu_event_create,
+                                                           .event_destroy = ampi_cpu_event_destroy,
+                                                           .event_record = ampi_cpu_event_record,
+                                                           .event_wait = ampi_cpu_event_wait,
+                                                           .event_done = ampi_cpu_event_done,
+                                                           .event_sync = ampi_cpu_event_sync,
+                                                           .event_elapsed = ampi_cpu_event_elapsed,
+                                                           .graph_begin = NULL,
+                                                           .graph_end = NULL,
+                                                           .graph_launch = NULL,
+                                                           .graph_destroy = NULL,
+                                                           .telemetry = ampi_cpu_telemetry,
+                                                           .profile_push = NULL,
+                                                           .profile_pop = NULL,
+                                                           .plans_save = NULL,
+                                                           .plans_load = NULL,
+                                                           .trim = ampi_cpu_trim,
+                                                           .cast = ampi_cpu_cast,
+                                                           .gemm = ampi_cpu_gemm,
+                                                           .gemm_pack_size = ampi_cpu_gemm_pack_size,
+                                                           .gemm_pack = ampi_cpu_gemm_pack,
+                                                           .gemm_reserve = ampi_cpu_gemm_reserve,
+                                                           .gemm_release = ampi_cpu_gemm_release,
+                                                           .column_sum = ampi_cpu_column_sum,
+                                                           .attention = ampi_cpu_attention,
+                                                           .attention_backward = ampi_cpu_attention_backward,
+                                                           .norm = ampi_cpu_norm,
+                                                           .norm_backward = ampi_cpu_norm_backward,
+                                                           .softmax = ampi_cpu_softmax,
+                                                           .softmax_backward = ampi_cpu_softmax_backward,
+                                                           .activation = ampi_cpu_activation,
+                                                           .activation_backward = ampi_cpu_activation_backward,
+                                                           .swiglu = ampi_cpu_swiglu,
+                                                           .swiglu_backward = ampi_cpu_swiglu_backward,
+                                                           .cross_entropy = ampi_cpu_cross_entropy,
+                                                           .mse = ampi_cpu_mse,
+                                                           .embedding = ampi_cpu_embedding,
+                                                           .embedding_backward = ampi_cpu_embedding_backward,
+                                                           .dropout = ampi_cpu_dropout,
+                                                           .add = ampi_cpu_add,
+                                                           .check = ampi_cpu_check,
+                                                           .adamw = ampi_cpu_adamw,
+                                                           .sgd = ampi_cpu_sgd,
+                                                           .scale_ranges = ampi_cpu_scale_ranges,
+                                                           .inspect = ampi_cpu_inspect,
+                                                           .rule = ampi_cpu_rule};
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
 
 /* ==== 6 >>backends: implementation, the context ==== */
 
-enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15, AMPI_TOLD = 4096, AMPI_TOLD_CAPACITY = 2 * AMPI_TOLD };
+enum {
+    AMPI_LOG_IDS = 64,
+    AMPI_LOG_REPEATS = 10,
+    AMPI_BUILTIN_OPS = 15,
+    AMPI_TOLD = 4096,
+    AMPI_TOLD_CAPACITY = 2 * AMPI_TOLD
+};
 
 typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, AMPI_PARTS } ampi_part;
 
@@ -9169,7 +9451,8 @@ typedef struct ampi_cache_entry {
     int writing; pthread_t by;      /* 1: this thread is making it, and others wait for it */
     int unused;                     /* 1: an optimizer wrote it, and no call has used it since */
     int recorded;                   /* 1: the graph being captured makes it */
-    int in_graph;                   /* 1: a graph that lives reads it and does not make it: launches want it up to date */
+    /* 1: a graph that lives reads it and does not make it: launches want it up to date */
+    int in_graph;
     void *data;
     int64_t bytes, new_inf;         /* new_inf: of this making, where the host sees it at once */
 } ampi_cache_entry;                 /* id 0: dropped, and to be freed after its last user */
@@ -9188,19 +9471,22 @@ typedef struct ampi_mask_entry {
 /* A registered parameter, the id that it was given here, and its version when the capture of a graph began last. */
 typedef struct ampi_known { amp_param *param; uint64_t id, captured; } ampi_known;
 
-/* What everything that is created from a context begins with.  Closing the context stops what still lives, the newest first:
-   its calls are errors from then on, and destroying it frees the rest.  What others refer to stays until they are gone. */
+/* What everything that is created from a context begins with.  Closing the context stops what still lives, the newest
+   first: its calls are errors from then on, and destroying it frees the rest.  What others refer to stays until they
+   are gone. */
 typedef struct ampi_object ampi_object;
 struct ampi_object {
     amp_context *amp;
     const char *kind; char name[60];                /* for the warning */
-    void (*stop)(ampi_object *object);              /* gives back all but the struct; when the context closes, the host's own
+    void (*stop)(ampi_object *object); /* gives back all but the struct; when the context closes, the host's own
                                                        arrays (parameters, names) may be gone already */
-    void (*release)(ampi_object *object);           /* gives back the struct; NULL: it has these bytes and nothing else */
+    /* gives back the struct; NULL: it has these bytes and nothing else */
+    void (*release)(ampi_object *object);
     size_t bytes;
     ampi_object *next, **link;                      /* the context's list; link NULL: not in it */
     int holders, stopped;                           /* changed atomically: its owner and those who refer to it */
-    int unfinished;                                 /* 1: the host has no handle yet, so closing the context destroys it */
+    /* 1: the host has no handle yet, so closing the context destroys it */
+    int unfinished;
 };
 
 /* Numbers in device memory. */
@@ -9233,8 +9519,8 @@ struct amp_context {
     amp_machine machine;
     amp_choice choice;
     amp_k_gemm product;             /* amp_gemm's, without what its caller gives: copying is faster than setting to 0 */
-    /* For everything below.  THE LOCK RULE: no call of the host's (logger, allocator, reducer, callbacks, amp_system) and
-       none of a backend is made with a lock held, here or anywhere: it might come back, or fail and log. */
+    /* For everything below.  THE LOCK RULE: no call of the host's (logger, allocator, reducer, callbacks, amp_system)
+       and none of a backend is made with a lock held, here or anywhere: it might come back, or fail and log. */
     pthread_mutex_t lock;
     pthread_cond_t written;         /* a copy or a mask is made, or cannot be */
     ampi_block *blocks; int64_t n_blocks, block_capacity;   /* the capacity is a power of two */
@@ -9245,10 +9531,12 @@ struct amp_context {
     ampi_cache_entry *cache; int64_t n_cache, cache_capacity;
     amp_cache_info cache_info;
     int regions;                    /* open on all threads; changed atomically */
-    pthread_key_t thread_key; int has_key;          /* whose destructor ends what a thread left open; made with the first region */
+    /* whose destructor ends what a thread left open; made with the first region */
+    pthread_key_t thread_key; int has_key;
     ampi_listener listeners[AMPI_LISTENERS];        /* one per section; changed with the lock held, and atomically */
     ampi_object *objects;           /* that live, the newest first */
-    int holders, closed, views;     /* changed atomically: objects, regions, mask views and whoever opened it; views: of these */
+    /* changed atomically: objects, regions, mask views and whoever opened it; views: of these */
+    int holders, closed, views;
     ampi_mask_entry *masks; int64_t n_masks, mask_capacity;
     amp_cache_info mask_info;
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
@@ -9263,7 +9551,8 @@ struct amp_context {
     int64_t new_inf; char new_inf_in[80];           /* of amp_status */
     int64_t cut;                                    /* cells->cut when it was read last */
     struct { int id, count; } logged[AMPI_LOG_IDS];         /* changed atomically; id 0: free */
-    uint64_t *told; int n_told;     /* decisions in the log: a table of AMPI_TOLD_CAPACITY hashes; NULL before the first */
+    /* decisions in the log: a table of AMPI_TOLD_CAPACITY hashes; NULL before the first */
+    uint64_t *told; int n_told;
     amp_log_level quiet;            /* the log's level without `debug` of the settings */
     pid_t process;                  /* that opened it */
 };
@@ -9279,7 +9568,8 @@ static void ampi_listen(amp_context *amp, ampi_listener listener) {
 static void ampi_notify(amp_context *amp, ampi_notice notice, uint64_t id) {
     ampi_listener listener;
     int i;
-    for (i = 0; (listener = __atomic_load_n(&amp->listeners[i], __ATOMIC_ACQUIRE)) != NULL; i++) listener(amp, notice, id);
+    for (i = 0; (listener = __atomic_load_n(&amp->listeners[i], __ATOMIC_ACQUIRE)) != NULL; i++)
+        listener(amp, notice, id);
 }
 
 static const amp_backend *ampi_backend(const amp_context *amp, void **dev, void **stream) {
@@ -9289,11 +9579,15 @@ static const amp_backend *ampi_backend(const amp_context *amp, void **dev, void 
 }
 static amp_result ampi_check_saturate(const amp_context *amp, const char *f, int32_t saturate) {
     if (!saturate || amp->backend->host_visible || amp->backend->saturates) return AMP_OK;
-    return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".saturate_inputs: the %s backend cannot cut operands; compute in bf16, or scale the inputs", amp->backend->name);
+    return ampi_fail(AMP_ERR_UNSUPPORTED, f,
+                     ".saturate_inputs: the %s backend cannot cut operands; compute in bf16, or scale the inputs",
+                     amp->backend->name);
 }
 static amp_result ampi_may_wait(const amp_context *amp) {
     if (amp->capture == NULL) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "the call waits for the device, which only records while a graph is captured: move it after amp_graph_end");
+    return ampi_fail(
+        AMP_ERR_STATE, "amp_graph_begin",
+        "the call waits for the device, which only records while a graph is captured: move it after amp_graph_end");
 }
 /* Something changed that captured graphs have built in. */
 static void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
@@ -9337,7 +9631,8 @@ static uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
     return &amp->cells->random;
 }
 static void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
-/* What decides what regions compute in, and the next random numbers, to be put back after a look at another precision. */
+/* What decides what regions compute in, and the next random numbers, to be put back after a look at
+   another precision. */
 typedef struct ampi_precision {
     amp_choice choice;
     amp_dtype autocast_dtype, fallback;
@@ -9357,7 +9652,8 @@ static ampi_precision ampi_precision_get(const amp_context *amp) {
     p.random_offset = amp->random_offset;
     return p;
 }
-/* Whatever the level; nothing that is captured or logged changes.  Weights may have changed too: no cached cast is left. */
+/* Whatever the level; nothing that is captured or logged changes.  Weights may have changed too: no cached cast is
+   left. */
 static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->choice = p->choice;
     amp->desc.autocast_dtype = p->autocast_dtype;
@@ -9405,8 +9701,10 @@ static int64_t ampi_new_inf(const amp_context *amp, char where[80]) {
     return n;
 }
 
-/* Returns with the lock held and room for `more` elements of a growing array of the context, or without it and the error. */
-static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, void **array, const int64_t *count, int64_t more, int64_t *capacity, size_t size) {
+/* Returns with the lock held and room for `more` elements of a growing array of the context, or without it and the
+   error. */
+static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, void **array, const int64_t *count,
+                                     int64_t more, int64_t *capacity, size_t size) {
     for (ampi_lock(amp); *capacity - *count < more; ampi_lock(amp)) {
         int64_t old = *capacity, bigger = AMPI_MAX(2 * old, AMPI_MAX(*count + more, 16));
         void *memory, *left;
@@ -9428,7 +9726,8 @@ static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, voi
 }
 
 /* Room for one more element of an array that one thread at a time uses. */
-static amp_result ampi_grow(amp_context *amp, const char *function, void **array, int64_t count, int64_t *capacity, size_t size) {
+static amp_result ampi_grow(amp_context *amp, const char *function, void **array, int64_t count, int64_t *capacity,
+                            size_t size) {
     AMPI_TRY(ampi_lock_and_grow(amp, function, array, &count, 1, capacity, size));
     ampi_unlock(amp);
     return AMP_OK;
@@ -9448,7 +9747,8 @@ static void ampi_context_let_go(amp_context *amp) {
 }
 
 /* *out: a zeroed struct that begins with an ampi_object, which its maker enlists when it is complete. */
-static amp_result ampi_object_create(amp_context *amp, const char *function, void **out, size_t bytes, const char *kind, void (*stop)(ampi_object *object)) {
+static amp_result ampi_object_create(amp_context *amp, const char *function, void **out, size_t bytes, const char *kind,
+                                     void (*stop)(ampi_object *object)) {
     ampi_object *o;
     AMPI_TRY(ampi_alloc(&amp->system, function, out, 1, bytes));
     o = (ampi_object *)*out;
@@ -9497,8 +9797,10 @@ static int ampi_is_stopped(const ampi_object *o) { return __atomic_load_n(&o->st
 static amp_result ampi_alive(const ampi_object *o, const char *function) {
     if (!ampi_is_stopped(o)) return AMP_OK;
     if (ampi_is_closed(o->amp))
-        return ampi_fail(AMP_ERR_STATE, function, "the context that this %s was created from was closed; it can only be destroyed", o->kind);
-    return ampi_fail(AMP_ERR_STATE, function, "the %s that this refers to was destroyed; destroy this one first", o->kind);
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "the context that this %s was created from was closed; it can only be destroyed", o->kind);
+    return ampi_fail(AMP_ERR_STATE, function, "the %s that this refers to was destroyed; destroy this one first",
+                     o->kind);
 }
 
 /* An object of a caller's, which begins with its ampi_object. */
@@ -9510,7 +9812,10 @@ static amp_result ampi_need_object(const char *function, const void *object, con
 /* ---- Log */
 
 static const char *ampi_log_word(amp_log_level level) {
-    return level == AMP_LOG_ERROR ? "error" : level == AMP_LOG_WARNING ? "warning" : level == AMP_LOG_INFO ? "info" : "debug";
+    return level == AMP_LOG_ERROR     ? "error"
+           : level == AMP_LOG_WARNING ? "warning"
+           : level == AMP_LOG_INFO    ? "info"
+                                      : "debug";
 }
 
 /* Counts an id; returns how often it has been seen, this time included. */
@@ -9518,7 +9823,8 @@ static int ampi_log_count(amp_context *amp, int id) {
     int i, known;
     for (i = 0; i < AMPI_LOG_IDS; i++) {
         known = 0;
-        if (__atomic_compare_exchange_n(&amp->logged[i].id, &known, id, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED) || known == id)
+        if (__atomic_compare_exchange_n(&amp->logged[i].id, &known, id, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED) ||
+            known == id)
             return __atomic_add_fetch(&amp->logged[i].count, 1, __ATOMIC_RELAXED);
     }
     return 1;
@@ -9531,7 +9837,8 @@ static void ampi_log_text(const amp_context *amp, amp_log_level level, int id, c
     if (logger->write != NULL) { logger->write(logger->user, level, id, text); return; }
     count = level <= AMP_LOG_WARNING ? ampi_log_count((amp_context *)(uintptr_t)amp, id) : 1;
     if (count <= AMPI_LOG_REPEATS)
-        fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text, count == AMPI_LOG_REPEATS ? " (not repeated further)" : "");
+        fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text,
+                count == AMPI_LOG_REPEATS ? " (not repeated further)" : "");
 }
 
 static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level level, int id, const char *format, ...) {
@@ -9544,8 +9851,13 @@ static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level lev
     ampi_log_text(amp, level, id, text);
 }
 
-static amp_result ampi_host_fail(void *user, amp_result result, const char *text) { (void)user; return ampi_fail(result, "backend", "%s", text); }
-static void ampi_host_log(void *user, amp_log_level level, int id, const char *text) { ampi_log_text((const amp_context *)user, level, id, text); }
+static amp_result ampi_host_fail(void *user, amp_result result, const char *text) {
+    (void)user;
+    return ampi_fail(result, "backend", "%s", text);
+}
+static void ampi_host_log(void *user, amp_log_level level, int id, const char *text) {
+    ampi_log_text((const amp_context *)user, level, id, text);
+}
 static void *ampi_host_alloc(void *user, size_t size, size_t align) {
     amp_context *amp = (amp_context *)user;
     void *ptr = amp->system.alloc(amp->system.user, size, align);
@@ -9553,7 +9865,8 @@ static void *ampi_host_alloc(void *user, size_t size, size_t align) {
     if (ptr == NULL) return NULL;
     now = __atomic_add_fetch(&amp->taken, (int64_t)size, __ATOMIC_RELAXED);
     peak = __atomic_load_n(&amp->taken_peak, __ATOMIC_RELAXED);
-    while (now > peak && !__atomic_compare_exchange_n(&amp->taken_peak, &peak, now, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    while (now > peak &&
+           !__atomic_compare_exchange_n(&amp->taken_peak, &peak, now, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     return ptr;
 }
 static void ampi_host_free(void *user, void *ptr, size_t size) {
@@ -9566,8 +9879,11 @@ static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int
     const amp_parallel *own = &amp->desc.parallel;
     if (own->parallel != NULL) own->parallel(own->user, n, run, arg);
     else ampi_threads_run(amp->threads, n, run, arg);
-    if (own->parallel == NULL && __atomic_load_n(&amp->threads->missing, __ATOMIC_RELAXED) > 0 && __atomic_exchange_n(&amp->threads->missing, 0, __ATOMIC_RELAXED) > 0)
-        ampi_log(amp, AMP_LOG_WARNING, 1009, "out of threads: calls run on %d instead of %d; raise the limit (ulimit -u, a container's pids), or lower .threads",
+    if (own->parallel == NULL && __atomic_load_n(&amp->threads->missing, __ATOMIC_RELAXED) > 0 &&
+        __atomic_exchange_n(&amp->threads->missing, 0, __ATOMIC_RELAXED) > 0)
+        ampi_log(amp, AMP_LOG_WARNING, 1009,
+                 "out of threads: calls run on %d instead of %d; raise the limit (ulimit -u, a container's pids), or "
+                 "lower .threads",
                  (int)amp->threads->started + 1, (int)amp->threads->limit + 1);
 }
 
@@ -9595,25 +9911,37 @@ static amp_result ampi_check_desc(amp_desc *d) {
     const amp_system *s = &d->system;
     AMPI_TRY(ampi_fields("amp_open", ampi_desc_fields, sizeof ampi_desc_fields, d));
     if ((int)d->fallback != AMP_DTYPE_DEFAULT && !ampi_is_compute(d->fallback))
-        return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be one of %s", amp_dtype_name(d->fallback), ampi_dtypes_of(AMPI_IS_COMPUTE, list));
+        return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be one of %s", amp_dtype_name(d->fallback),
+                         ampi_dtypes_of(AMPI_IS_COMPUTE, list));
     if (d->share_threads != NULL && d->share_threads->threads == NULL)
         return ampi_fail(AMP_ERR_STATE, "amp_open", "the context of .share_threads was closed, must be open");
     if (d->share_threads != NULL && d->threads > d->share_threads->desc.threads)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".threads = %d, but the context of .share_threads has %d", d->threads, d->share_threads->desc.threads);
-    if (d->share_threads != NULL && d->parallel.parallel != NULL) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel both say which threads to use");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".threads = %d, but the context of .share_threads has %d",
+                         d->threads, d->share_threads->desc.threads);
+    if (d->share_threads != NULL && d->parallel.parallel != NULL)
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel both say which threads to use");
     if (d->cpu_path > ampi_cpu_best_path())
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s", ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
-    if ((s->alloc == NULL) != (s->free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free must be set together");
-    if ((d->memory.alloc == NULL) != (d->memory.free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".memory.alloc and .memory.free must be set together");
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s",
+                         ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
+    if ((s->alloc == NULL) != (s->free == NULL))
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free must be set together");
+    if ((d->memory.alloc == NULL) != (d->memory.free == NULL))
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".memory.alloc and .memory.free must be set together");
     if (d->memory.alloc != NULL && (d->backend == NULL || d->backend == amp_cpu()))
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".memory is for a device's memory, and amp_cpu() has none: set .system");
-    if ((s->thread_start == NULL) != (s->thread_join == NULL) || (s->thread_start == NULL) != (s->thread_detach == NULL))
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.thread_start, .thread_join and .thread_detach must be set together");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
+                         ".memory is for a device's memory, and amp_cpu() has none: set .system");
+    if ((s->thread_start == NULL) != (s->thread_join == NULL) ||
+        (s->thread_start == NULL) != (s->thread_detach == NULL))
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
+                         ".system.thread_start, .thread_join and .thread_detach must be set together");
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
-        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.rank = %d of .world = %d", d->reducer.rank, d->reducer.world);
-    if (d->reducer.world > 1 && d->reducer.reduce == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
+        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.rank = %d of .world = %d", d->reducer.rank,
+                         d->reducer.world);
+    if (d->reducer.world > 1 && d->reducer.reduce == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
     if (d->backend != NULL && d->backend->abi != AMP_ABI)
-        return ampi_fail(AMP_ERR_BACKEND, "amp_open", "backend %s was built against another amp.h", d->backend->name ? d->backend->name : "?");
+        return ampi_fail(AMP_ERR_BACKEND, "amp_open", "backend %s was built against another amp.h",
+                         d->backend->name ? d->backend->name : "?");
     return AMP_OK;
 }
 
@@ -9632,7 +9960,8 @@ static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
     int64_t bytes = amp_state_count(state, AMPI_PLANS_KEY, &dtype);
     void *data;
     amp_result result;
-    if (bytes <= 0 || dtype != AMP_U8) return ampi_fail(AMP_ERR_CHECKSUM, "amp_open", "%s holds no plans", amp->desc.autotune_file);
+    if (bytes <= 0 || dtype != AMP_U8)
+        return ampi_fail(AMP_ERR_CHECKSUM, "amp_open", "%s holds no plans", amp->desc.autotune_file);
     AMPI_TRY(ampi_alloc(&amp->system, "amp_open", &data, bytes, 1));
     result = amp_state_get(state, AMPI_PLANS_KEY, AMP_U8, data, bytes);
     if (result == AMP_OK) result = amp->backend->plans_load(amp->dev, data, (size_t)bytes);
@@ -9691,7 +10020,8 @@ static amp_result ampi_own_path(const amp_system *system, const char **path) {
     return AMP_OK;
 }
 
-/* Chooses as amp_choose does, on this context's device; what the device lacks is replaced by fallback, if there is one. */
+/* Chooses as amp_choose does, on this context's device; what the device lacks is replaced by fallback, if there
+   is one. */
 static amp_result ampi_choose_here(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
     amp_result result;
     if (fallback == AMP_DTYPE_DEFAULT) return amp_choose(&amp->machine, wanted, amp->desc.allow_fallback, out);
@@ -9712,8 +10042,8 @@ static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_
 }
 
 /* The dtype of regions that name none: the context's, unless another one is wanted. */
-static amp_result ampi_choose_regions(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, const amp_choice *context,
-                                      amp_choice *out) {
+static amp_result ampi_choose_regions(const amp_context *amp, amp_dtype wanted, amp_dtype fallback,
+                                      const amp_choice *context, amp_choice *out) {
     *out = *context;
     return wanted == AMP_DTYPE_DEFAULT ? AMP_OK : ampi_choose_for(amp, wanted, fallback, out);
 }
@@ -9735,7 +10065,8 @@ static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice)
 static amp_result ampi_open_threads(amp_context *amp) {
     amp_context *other = amp->desc.share_threads;
     if (other == NULL)
-        return ampi_threads_open(&amp->threads, &amp->system, amp->desc.threads, amp->machine.cpu.cores, amp->desc.pin_threads);
+        return ampi_threads_open(&amp->threads, &amp->system, amp->desc.threads, amp->machine.cpu.cores,
+                                 amp->desc.pin_threads);
     amp->threads = other->threads;
     amp->desc.parallel = other->desc.parallel;
     __atomic_add_fetch(&amp->threads->holders, 1, __ATOMIC_RELAXED);
@@ -9756,7 +10087,8 @@ static amp_result ampi_open_device(amp_context *amp) {
     AMPI_TRY(ampi_as("amp_open", amp->backend->open(&amp->dev, &amp->host, &b)));
     AMPI_TRY(ampi_as("amp_open", amp->backend->describe(amp->dev, &amp->machine.device)));
     AMPI_TRY(ampi_as("amp_open", ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice)));
-    AMPI_TRY(ampi_as("amp_open", ampi_choose_regions(amp, amp->desc.autocast_dtype, amp->desc.fallback, &amp->choice, &regions)));
+    AMPI_TRY(ampi_as("amp_open",
+                     ampi_choose_regions(amp, amp->desc.autocast_dtype, amp->desc.fallback, &amp->choice, &regions)));
     AMPI_TRY(ampi_check_saturate(amp, "amp_open", amp->desc.saturate_inputs));
     amp->desc.allow_tf32 = ampi_may_tf32(amp, amp->desc.allow_tf32);
     ampi_tell_fallback(amp, &amp->choice);
@@ -9830,7 +10162,8 @@ static void ampi_close_objects(amp_context *amp) {
         ampi_unlock(amp);
         if (o == NULL) break;
         ampi_object_unlist(o);
-        ampi_log(amp, AMP_LOG_WARNING, 1006, "amp_close: the %s %s%s was not destroyed before its context; it is stopped now", o->kind,
+        ampi_log(amp, AMP_LOG_WARNING, 1006,
+                 "amp_close: the %s %s%s was not destroyed before its context; it is stopped now", o->kind,
                  o->name[0] ? "of " : "", o->name);
         ampi_object_stop(o);
         if (o->unfinished) ampi_object_let_go(o);
@@ -9849,7 +10182,8 @@ static void ampi_close_device(amp_context *amp) {
 
 AMP_API void amp_close(amp_context *amp) {
     const amp_system *system;
-    if (amp == NULL || amp->process != getpid()) return;       /* in a child of fork: its locks may be held, its device is the parent's */
+    /* in a child of fork: its locks may be held, its device is the parent's */
+    if (amp == NULL || amp->process != getpid()) return;
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
     system = &amp->system;
     ampi_close_objects(amp);
@@ -9857,7 +10191,8 @@ AMP_API void amp_close(amp_context *amp) {
     if (amp->dev != NULL) ampi_close_device(amp);
     ampi_threads_close(amp->threads);
     amp->threads = NULL;
-    if (amp->desc.autotune_file) ampi_free(system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
+    if (amp->desc.autotune_file)
+        ampi_free(system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
     ampi_free(system, amp->blocks, amp->block_capacity, sizeof *amp->blocks);
     ampi_free(system, amp->params, amp->param_capacity, sizeof *amp->params);
     ampi_free(system, amp->cache, amp->cache_capacity, sizeof *amp->cache);
@@ -9890,7 +10225,9 @@ AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
 /* Levels O2 and O3 keep weights in the dtype they were opened with. */
 static amp_result ampi_check_switch(const amp_context *amp, const char *function, amp_dtype dtype) {
     if (amp->desc.level < AMP_LEVEL_O2 || dtype == amp->choice.dtype) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, function, "levels O2 and O3 store weights in %s; switching the dtype needs level O1", amp_dtype_name(amp->choice.dtype));
+    return ampi_fail(AMP_ERR_CONFLICT, function,
+                     "levels O2 and O3 store weights in %s; switching the dtype needs level O1",
+                     amp_dtype_name(amp->choice.dtype));
 }
 
 /* changed 0: only the reason is another. */
@@ -9908,7 +10245,8 @@ AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
     AMPI_TRY(ampi_need("amp_set_dtype", amp != NULL, "amp"));
     AMPI_TRY(ampi_as("amp_set_dtype", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
     if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s", amp_dtype_name(choice.dtype));
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s",
+                         amp_dtype_name(choice.dtype));
     AMPI_TRY(ampi_check_switch(amp, "amp_set_dtype", choice.dtype));
     ampi_switch_dtype(amp, &choice, choice.dtype, 1);
     return AMP_OK;
@@ -9954,7 +10292,8 @@ static amp_result ampi_lock_with_block(amp_context *amp) {
     return AMP_OK;
 }
 
-/* Takes a block out, with its bytes, and closes the gap in its probe chain; 0: there is none.  Called with the lock held. */
+/* Takes a block out, with its bytes, and closes the gap in its probe chain; 0: there is none.  Called with the lock
+   held. */
 static int64_t ampi_block_take(amp_context *amp, const void *ptr) {
     int64_t mask = amp->block_capacity - 1, hole, i;
     ampi_block block;
@@ -10012,16 +10351,21 @@ AMP_API void amp_free(amp_context *amp, void *ptr) {
 }
 
 AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
-    if (amp == NULL || (bytes > 0 && (dst == NULL || src == NULL))) return ampi_fail(AMP_ERR_NULL, "amp_copy", "amp, dst or src is NULL");
+    if (amp == NULL || (bytes > 0 && (dst == NULL || src == NULL)))
+        return ampi_fail(AMP_ERR_NULL, "amp_copy", "amp, dst or src is NULL");
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_copy", "bytes = %lld, must be 0 or more", (long long)bytes);
-    if (dst != src && !ampi_is_apart(dst, (size_t)bytes, src, (size_t)bytes)) return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src share memory");
-    return bytes == 0 ? AMP_OK : ampi_as("amp_copy", amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
+    if (dst != src && !ampi_is_apart(dst, (size_t)bytes, src, (size_t)bytes))
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src share memory");
+    return bytes == 0
+               ? AMP_OK
+               : ampi_as("amp_copy", amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
 }
 
 AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes) {
     if (amp == NULL || (bytes > 0 && dst == NULL)) return ampi_fail(AMP_ERR_NULL, "amp_fill", "amp or dst is NULL");
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_fill", "bytes = %lld, must be 0 or more", (long long)bytes);
-    return bytes == 0 ? AMP_OK : ampi_as("amp_fill", amp->backend->fill(amp->dev, dst, byte, (size_t)bytes, amp->desc.stream));
+    return bytes == 0 ? AMP_OK
+                      : ampi_as("amp_fill", amp->backend->fill(amp->dev, dst, byte, (size_t)bytes, amp->desc.stream));
 }
 
 /* Finite numbers that were too large for an operand of a product: cut, or infinite now. */
@@ -10032,11 +10376,15 @@ static void ampi_input_note(amp_context *amp, const amp_k_cut_note *note, int64_
     memcpy(amp->new_inf_in, note->where, sizeof note->where);
     ampi_unlock(amp);
     if (ampi_log_count(amp, id) > 1) return;
-    ampi_log(amp, loud ? AMP_LOG_WARNING : AMP_LOG_INFO, id, "%s: finite numbers beyond the range of %s: %lld, %s", note->where,
-             amp_dtype_name(note->compute), (long long)count,
-             !cut ? "which became infinite.  A smaller loss scale helps gradients only: scale the data, compute in bf16 or that layer "
-                    "in fp32 (amp_layer_override), or set saturate_inputs (AMP_SATURATE_INPUTS=true).  amp_status_get counts them" :
-             note->input == 1 ? "cut by saturate_inputs" : "cut by saturate_inputs; if they are gradients, the loss scaler does not see that they overflow");
+    ampi_log(amp, loud ? AMP_LOG_WARNING : AMP_LOG_INFO, id, "%s: finite numbers beyond the range of %s: %lld, %s",
+             note->where, amp_dtype_name(note->compute), (long long)count,
+             !cut ? "which became infinite.  A smaller loss scale helps gradients only: scale the data, compute in "
+                    "bf16 or that layer "
+                    "in fp32 (amp_layer_override), or set saturate_inputs (AMP_SATURATE_INPUTS=true).  amp_status_get "
+                    "counts them"
+             : note->input == 1
+                 ? "cut by saturate_inputs"
+                 : "cut by saturate_inputs; if they are gradients, the loss scaler does not see that they overflow");
 }
 
 /* Waits, and reads what kernels left in the cells. */
@@ -10060,17 +10408,22 @@ AMP_API amp_result amp_sync(amp_context *amp) {
     AMPI_TRY(ampi_read_cells(amp, &cells));
     if (cells.bad_row == 0) return AMP_OK;
     AMPI_TRY(amp->backend->fill(amp->dev, &amp->cells->bad_row, 0, sizeof cells.bad_row, amp->desc.stream));
-    return ampi_fail(AMP_ERR_LABEL, "amp_sync", "an operator since the last wait met a label or id out of range in row %d", cells.bad_row - 1);
+    return ampi_fail(AMP_ERR_LABEL, "amp_sync",
+                     "an operator since the last wait met a label or id out of range in row %d", cells.bad_row - 1);
 }
 
 AMP_API amp_result amp_event_record(amp_context *amp, void *event) {
     AMPI_TRY(ampi_need("amp_event_record", amp && event, "amp or event"));
-    return amp->backend->host_visible ? AMP_OK : ampi_as("amp_event_record", amp->backend->event_record(amp->dev, event, amp->desc.stream));
+    return amp->backend->host_visible
+               ? AMP_OK
+               : ampi_as("amp_event_record", amp->backend->event_record(amp->dev, event, amp->desc.stream));
 }
 
 AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
     AMPI_TRY(ampi_need("amp_event_wait", amp && event, "amp or event"));
-    return amp->backend->host_visible ? AMP_OK : ampi_as("amp_event_wait", amp->backend->event_wait(amp->dev, event, amp->desc.stream));
+    return amp->backend->host_visible
+               ? AMP_OK
+               : ampi_as("amp_event_wait", amp->backend->event_wait(amp->dev, event, amp->desc.stream));
 }
 
 /* What the context counts itself, without asking the device. */
@@ -10117,22 +10470,31 @@ static amp_result ampi_cleanup(amp_context *amp, int64_t *freed) {
     *freed = before.reserved - after.reserved;
     return AMP_OK;
 }
-AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) { return ampi_as("amp_cleanup", ampi_cleanup(amp, freed)); }
+AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) {
+    return ampi_as("amp_cleanup", ampi_cleanup(amp, freed));
+}
 
 /* ---- Parameters */
 
-static int ampi_is_known(const amp_context *amp, const amp_param *p) { return p->id != 0 && p->context == amp->serial && p->place == p; }
+static int ampi_is_known(const amp_context *amp, const amp_param *p) {
+    return p->id != 0 && p->context == amp->serial && p->place == p;
+}
 
 /* One that is registered nowhere (or NULL) may be used; so may this context's own. */
 static amp_result ampi_check_known(const amp_context *amp, const char *function, const amp_param *p) {
     if (p == NULL || p->id == 0 || ampi_is_known(amp, p)) return AMP_OK;
     if (p->context == amp->serial)
-        return ampi_fail(AMP_ERR_STATE, function, "parameter %s was copied or moved since amp_param_register; use it where it was registered, "
-                         "or zero the id of the copy and register that", p->name ? p->name : "?");
-    return ampi_fail(AMP_ERR_STATE, function, "parameter %s is registered with another context, or with one that was closed; "
-                     "call amp_param_register with this one", p->name ? p->name : "?");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "parameter %s was copied or moved since amp_param_register; use it where it was registered, "
+                         "or zero the id of the copy and register that",
+                         p->name ? p->name : "?");
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "parameter %s is registered with another context, or with one that was closed; "
+                     "call amp_param_register with this one",
+                     p->name ? p->name : "?");
 }
-static amp_result ampi_check_all_known(const amp_context *amp, const char *function, const amp_param *params, int64_t n) {
+static amp_result ampi_check_all_known(const amp_context *amp, const char *function, const amp_param *params,
+                                       int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) AMPI_TRY(ampi_check_known(amp, function, &params[i]));
     return AMP_OK;
@@ -10142,27 +10504,35 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
     const amp_param *p = &params[i];
     int64_t j;
     AMPI_TRY(ampi_check_reserved("amp_param_register", p->reserved));
-    if (p->name == NULL) return ampi_fail(AMP_ERR_NULL, "amp_param_register", "parameter %lld has no name", (long long)i);
+    if (p->name == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_param_register", "parameter %lld has no name", (long long)i);
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
-    if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous", p->name);
+    if (!ampi_is_contiguous(&p->weight))
+        return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous", p->name);
     if (p->grad.data != NULL) {
         AMPI_TRY(ampi_check_tensor("amp_param_register", "grad", &p->grad));
         if (amp_tensor_count(&p->grad) != amp_tensor_count(&p->weight) || !ampi_is_contiguous(&p->grad))
-            return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the gradient must be contiguous with the weight's %lld elements", p->name, (long long)amp_tensor_count(&p->weight));
+            return ampi_fail(AMP_ERR_SHAPE, "amp_param_register",
+                             "%s: the gradient must be contiguous with the weight's %lld elements", p->name,
+                             (long long)amp_tensor_count(&p->weight));
         if (p->grad.dtype != AMP_F32 && p->grad.dtype != p->weight.dtype)
-            return ampi_fail(AMP_ERR_DTYPE, "amp_param_register", "%s: the gradient is %s, must be fp32 or the weight's %s", p->name, amp_dtype_name(p->grad.dtype), amp_dtype_name(p->weight.dtype));
+            return ampi_fail(AMP_ERR_DTYPE, "amp_param_register",
+                             "%s: the gradient is %s, must be fp32 or the weight's %s", p->name,
+                             amp_dtype_name(p->grad.dtype), amp_dtype_name(p->weight.dtype));
         AMPI_TRY(ampi_check_own_gradient("amp_param_register", p));
     }
     for (j = 0; j < amp->n_params; j++)
         if (amp->params[j].param == p || strcmp(amp->params[j].param->name, p->name) == 0)
-            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "%s is already registered; call amp_param_forget first", p->name);
+            return ampi_fail(AMP_ERR_NAME, "amp_param_register",
+                             "%s is already registered; call amp_param_forget first", p->name);
     for (j = 0; j < i; j++)
-        if (strcmp(params[j].name, p->name) == 0) return ampi_fail(AMP_ERR_NAME, "amp_param_register", "two parameters are called %s", p->name);
+        if (strcmp(params[j].name, p->name) == 0)
+            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "two parameters are called %s", p->name);
     return AMP_OK;
 }
 
-/* Drops a range of parameters: all, or those that were registered elsewhere since, or whose memory begins anew.  Called with
-   the lock held; AMPI_PARAMS_FORGOTTEN follows. */
+/* Drops a range of parameters: all, or those that were registered elsewhere since, or whose memory begins anew.  Called
+   with the lock held; AMPI_PARAMS_FORGOTTEN follows. */
 static void ampi_params_drop(amp_context *amp, const amp_param *params, int64_t n, int all) {
     int64_t i, kept = 0;
     for (i = 0; i < amp->n_params; i++) {
@@ -10179,9 +10549,11 @@ static void ampi_params_drop(amp_context *amp, const amp_param *params, int64_t 
 AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n) {
     amp_result result = AMP_OK;
     int64_t i;
-    if (amp == NULL || (params == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_param_register", "amp or params is NULL");
+    if (amp == NULL || (params == NULL && n > 0))
+        return ampi_fail(AMP_ERR_NULL, "amp_param_register", "amp or params is NULL");
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_param_register", "n = %lld, must be 0 or more", (long long)n);
-    AMPI_TRY(ampi_lock_and_grow(amp, "amp_param_register", (void **)&amp->params, &amp->n_params, n, &amp->param_capacity, sizeof *amp->params));
+    AMPI_TRY(ampi_lock_and_grow(amp, "amp_param_register", (void **)&amp->params, &amp->n_params, n,
+                                &amp->param_capacity, sizeof *amp->params));
     ampi_params_drop(amp, params, n, 0);
     for (i = 0; i < n && result == AMP_OK; i++) result = ampi_check_param(amp, params, i);
     for (i = 0; i < n && result == AMP_OK; i++) {
@@ -10242,28 +10614,35 @@ static int ampi_is_writing(const amp_context *amp) {
 }
 
 static amp_result ampi_check_mask(const char *f, const amp_mask *mask) {
-    if ((int)mask->kind < 0 || mask->kind > AMP_MASK_ARBITRARY) return ampi_fail(AMP_ERR_RANGE, f, ".mask.kind = %d, must be 0 to 5", (int)mask->kind);
+    if ((int)mask->kind < 0 || mask->kind > AMP_MASK_ARBITRARY)
+        return ampi_fail(AMP_ERR_RANGE, f, ".mask.kind = %d, must be 0 to 5", (int)mask->kind);
     if ((mask->kind == AMP_MASK_WINDOW || mask->kind == AMP_MASK_WINDOW_GLOBAL) && mask->window < 1)
         return ampi_fail(AMP_ERR_RANGE, f, ".mask.window = %lld, must be 1 or more", (long long)mask->window);
-    if (mask->kind == AMP_MASK_WINDOW_GLOBAL && mask->global < 0) return ampi_fail(AMP_ERR_RANGE, f, ".mask.global = %lld, must be 0 or more", (long long)mask->global);
-    if (mask->kind == AMP_MASK_PREFIX && mask->prefix == NULL) return ampi_fail(AMP_ERR_NULL, f, ".mask.prefix is NULL");
-    if (mask->kind == AMP_MASK_ARBITRARY && mask->allowed == NULL) return ampi_fail(AMP_ERR_NULL, f, ".mask.allowed is NULL");
+    if (mask->kind == AMP_MASK_WINDOW_GLOBAL && mask->global < 0)
+        return ampi_fail(AMP_ERR_RANGE, f, ".mask.global = %lld, must be 0 or more", (long long)mask->global);
+    if (mask->kind == AMP_MASK_PREFIX && mask->prefix == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, ".mask.prefix is NULL");
+    if (mask->kind == AMP_MASK_ARBITRARY && mask->allowed == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, ".mask.allowed is NULL");
     return AMP_OK;
 }
 
 /* The arrays that a mask reads. */
-static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
+static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, int64_t heads, int64_t queries,
+                            int64_t keys) {
     const int64_t word = (int64_t)sizeof(int32_t);
     if (m->lengths) ampi_reads_array(s, ".mask.lengths", m->lengths, batch * word);
     if (m->documents) ampi_reads_array(s, ".mask.documents", m->documents, batch * keys * word);
     if (m->kind == AMP_MASK_PREFIX) ampi_reads_array(s, ".mask.prefix", m->prefix, batch * word);
     if (m->kind == AMP_MASK_ARBITRARY)
-        ampi_reads_array(s, ".mask.allowed", m->allowed, (batch - 1) * m->allowed_batch_stride + (heads - 1) * m->allowed_head_stride + queries * keys);
+        ampi_reads_array(s, ".mask.allowed", m->allowed,
+                         (batch - 1) * m->allowed_batch_stride + (heads - 1) * m->allowed_head_stride + queries * keys);
 }
 
 /* Whether sequences may differ. */
 static int ampi_mask_per_batch(const amp_mask *m) {
-    return m->lengths || m->documents || m->kind == AMP_MASK_PREFIX || (m->kind == AMP_MASK_ARBITRARY && m->allowed_batch_stride != 0);
+    return m->lengths || m->documents || m->kind == AMP_MASK_PREFIX ||
+           (m->kind == AMP_MASK_ARBITRARY && m->allowed_batch_stride != 0);
 }
 
 static amp_result ampi_mask_check(const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype) {
@@ -10271,19 +10650,26 @@ static amp_result ampi_mask_check(const amp_mask *m, int64_t batch, int64_t quer
     const char *f = "amp_mask_get";
     size_t bytes;
     if (batch < 1 || queries < 1 || keys < 1)
-        return ampi_fail(AMP_ERR_RANGE, f, "batch = %lld, queries = %lld, keys = %lld, must be 1 or more", (long long)batch, (long long)queries, (long long)keys);
-    if (dtype != AMP_U8 && !ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, f, "dtype %s, must be u8 or one of %s", amp_dtype_name(dtype), ampi_dtypes_of(AMPI_IS_STORAGE, list));
+        return ampi_fail(AMP_ERR_RANGE, f, "batch = %lld, queries = %lld, keys = %lld, must be 1 or more",
+                         (long long)batch, (long long)queries, (long long)keys);
+    if (dtype != AMP_U8 && !ampi_is_storage(dtype))
+        return ampi_fail(AMP_ERR_DTYPE, f, "dtype %s, must be u8 or one of %s", amp_dtype_name(dtype),
+                         ampi_dtypes_of(AMPI_IS_STORAGE, list));
     if (queries > INT64_MAX / keys || batch > INT64_MAX / (queries * keys))
-        return ampi_fail(AMP_ERR_SIZE, f, "%lld x %lld x %lld elements", (long long)batch, (long long)queries, (long long)keys);
+        return ampi_fail(AMP_ERR_SIZE, f, "%lld x %lld x %lld elements", (long long)batch, (long long)queries,
+                         (long long)keys);
     AMPI_TRY(ampi_bytes(f, batch * queries * keys, amp_dtype_size(dtype), &bytes));
     AMPI_TRY(ampi_check_mask(f, m));
     if (m->kind == AMP_MASK_ARBITRARY && m->allowed_head_stride != 0)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".allowed differs between heads (stride %lld); the cache keeps one mask for all", (long long)m->allowed_head_stride);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, f,
+                         ".allowed differs between heads (stride %lld); the cache keeps one mask for all",
+                         (long long)m->allowed_head_stride);
     return AMP_OK;
 }
 
 /* The key: eight numbers, then the arrays.  Returns its size; out NULL only counts. */
-static int64_t ampi_mask_key(const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype, uint8_t *out) {
+static int64_t ampi_mask_key(const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype,
+                             uint8_t *out) {
     int64_t numbers[8], n = (int64_t)sizeof numbers, b;
     int per_batch = ampi_mask_per_batch(m);
     const void *parts[3];
@@ -10318,7 +10704,8 @@ static uint64_t ampi_mask_hash(const uint8_t *key, int64_t n) {        /* FNV-1a
 }
 
 /* One row of 0 and 1. */
-static void ampi_mask_write_row(const amp_mask *m, int64_t b, int64_t query, int64_t queries, int64_t keys, uint8_t *row) {
+static void ampi_mask_write_row(const amp_mask *m, int64_t b, int64_t query, int64_t queries, int64_t keys,
+                                uint8_t *row) {
     int64_t position = query + keys - queries, j;
     ampi_span s = ampi_mask_span(m, b, position, keys);
     const int32_t *documents = m->documents ? m->documents + b * keys : NULL;
@@ -10341,7 +10728,8 @@ static void ampi_mask_add_row(const uint8_t *row, int64_t keys, amp_dtype dtype,
 }
 
 /* Writes all rows to the device, one at a time where the host cannot reach it. */
-static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype, void *data) {
+static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys,
+                                  amp_dtype dtype, void *data) {
     int64_t size = (int64_t)amp_dtype_size(dtype), b, i;
     amp_result result = AMP_OK;
     void *scratch;
@@ -10354,8 +10742,10 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
             ampi_mask_write_row(m, b, i, queries, keys, row);
             out = dtype == AMP_U8 ? row : row + keys;
             if (dtype != AMP_U8) ampi_mask_add_row(row, keys, dtype, out);
-            result = amp->backend->copy(amp->dev, target, out, (size_t)(keys * size), AMP_COPY_TO_DEVICE, amp->desc.stream);
-            if (result == AMP_OK && !amp->backend->host_visible) result = amp->backend->stream_sync(amp->dev, amp->desc.stream);
+            result =
+                amp->backend->copy(amp->dev, target, out, (size_t)(keys * size), AMP_COPY_TO_DEVICE, amp->desc.stream);
+            if (result == AMP_OK && !amp->backend->host_visible)
+                result = amp->backend->stream_sync(amp->dev, amp->desc.stream);
         }
     ampi_free(&amp->system, scratch, keys, 1 + (size_t)size);
     return result;
@@ -10364,8 +10754,8 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
 /* What amp_mask_cache_drop (kind), amp_mask_cache_clear (any) and the limit let go. */
 typedef enum ampi_let_go_of { AMPI_GO_KIND, AMPI_GO_ANY, AMPI_GO_OLDEST } ampi_let_go_of;
 
-/* Frees one mask that nobody holds, the least recently used; 0: there is none.  OLDEST: only while `more` bytes do not fit
-   under the limit. */
+/* Frees one mask that nobody holds, the least recently used; 0: there is none.  OLDEST: only while `more` bytes do not
+   fit under the limit. */
 static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_kind kind, int64_t more) {
     ampi_mask_entry e;
     int64_t oldest = -1, i;
@@ -10373,7 +10763,8 @@ static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_ki
     for (i = 0; i < amp->n_masks && amp->graphs == 0; i++)
         if (amp->masks[i].users == 0 && (what != AMPI_GO_KIND || amp->masks[i].kind == kind) &&
             (oldest < 0 || amp->masks[i].last_use < amp->masks[oldest].last_use)) oldest = i;
-    if (what == AMPI_GO_OLDEST && (amp->desc.mask_limit == 0 || amp->mask_info.bytes + more <= amp->desc.mask_limit)) oldest = -1;
+    if (what == AMPI_GO_OLDEST && (amp->desc.mask_limit == 0 || amp->mask_info.bytes + more <= amp->desc.mask_limit))
+        oldest = -1;
     memset(&e, 0, sizeof e);
     if (oldest >= 0) {
         e = amp->masks[oldest];
@@ -10393,7 +10784,9 @@ static int64_t ampi_mask_at(const amp_context *amp, const ampi_mask_entry *e) {
     int64_t i;
     for (i = 0; i < amp->n_masks; i++) {
         const ampi_mask_entry *known = &amp->masks[i];
-        if (known->hash == e->hash && known->key_bytes == e->key_bytes && memcmp(known->key, e->key, (size_t)e->key_bytes) == 0) break;
+        if (known->hash == e->hash && known->key_bytes == e->key_bytes &&
+            memcmp(known->key, e->key, (size_t)e->key_bytes) == 0)
+            break;
     }
     return i;
 }
@@ -10405,7 +10798,9 @@ static void ampi_masks_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
     (void)id;
     if (notice == AMPI_CLEANUP) amp_mask_cache_clear(amp);
     if (notice != AMPI_CLOSING) return;
-    if (views > 0) ampi_log(amp, AMP_LOG_WARNING, 1008, "amp_close: masks of amp_mask_get were not released, and their memory is gone: %d", views);
+    if (views > 0)
+        ampi_log(amp, AMP_LOG_WARNING, 1008,
+                 "amp_close: masks of amp_mask_get were not released, and their memory is gone: %d", views);
     for (i = 0; i < amp->n_masks; i++) ampi_free(&amp->system, amp->masks[i].key, amp->masks[i].key_bytes, 1);
 }
 
@@ -10414,12 +10809,14 @@ static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
     ampi_mask_entry *at;
     int64_t i;
     for (;;) {
-        AMPI_TRY(ampi_lock_and_grow(amp, "amp_mask_get", (void **)&amp->masks, &amp->n_masks, 1, &amp->mask_capacity, sizeof *amp->masks));
+        AMPI_TRY(ampi_lock_and_grow(amp, "amp_mask_get", (void **)&amp->masks, &amp->n_masks, 1, &amp->mask_capacity,
+                                    sizeof *amp->masks));
         i = ampi_mask_at(amp, e);
         if (i == amp->n_masks || !amp->masks[i].writing) break;
         if (ampi_is_writing(amp)) {
             ampi_unlock(amp);
-            return ampi_fail(AMP_ERR_STATE, "amp_mask_get", "called from a callback of the call that is writing a mask; it cannot wait for another");
+            return ampi_fail(AMP_ERR_STATE, "amp_mask_get",
+                             "called from a callback of the call that is writing a mask; it cannot wait for another");
         }
         pthread_cond_wait(&amp->written, &amp->lock);
         ampi_unlock(amp);
@@ -10441,7 +10838,8 @@ static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
 }
 
 /* Makes a mask that was claimed; batch is 1 where all sequences share it. */
-static amp_result ampi_mask_make(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype, ampi_mask_entry *e) {
+static amp_result ampi_mask_make(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys,
+                                 amp_dtype dtype, ampi_mask_entry *e) {
     size_t bytes = 0;
     AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(ampi_bytes("amp_mask_get", batch * queries, (size_t)keys * amp_dtype_size(dtype), &bytes));
@@ -10502,7 +10900,9 @@ static amp_result ampi_mask_get(amp_context *amp, const amp_mask *mask, int64_t 
     return AMP_OK;
 }
 AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
-                                amp_dtype dtype, amp_mask_view *out) { return ampi_as("amp_mask_get", ampi_mask_get(amp, mask, batch, queries, keys, dtype, out)); }
+                                amp_dtype dtype, amp_mask_view *out) {
+    return ampi_as("amp_mask_get", ampi_mask_get(amp, mask, batch, queries, keys, dtype, out));
+}
 
 AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view) {
     int64_t i;
@@ -10532,16 +10932,20 @@ AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *o
     return AMP_OK;
 }
 
-AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind) { while (amp != NULL && ampi_mask_free_one(amp, AMPI_GO_KIND, kind, 0)) {} }
-AMP_API void amp_mask_cache_clear(amp_context *amp) { while (amp != NULL && ampi_mask_free_one(amp, AMPI_GO_ANY, AMP_MASK_NONE, 0)) {} }
+AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind) {
+    while (amp != NULL && ampi_mask_free_one(amp, AMPI_GO_KIND, kind, 0)) {}
+}
+AMP_API void amp_mask_cache_clear(amp_context *amp) {
+    while (amp != NULL && ampi_mask_free_one(amp, AMPI_GO_ANY, AMP_MASK_NONE, 0)) {}
+}
 
 /* ==== 8 >>autocast: implementation ==== */
 
 /* ---- Emptying the cast cache, of which more below */
 
-/* Which copies are freed: those dropped already and nothing else; those that nobody needs, as those handed to the host stay
-   while any region is open; the least recently used of these, while `more` bytes do not fit under the limit; all that
-   nobody is reading. */
+/* Which copies are freed: those dropped already and nothing else; those that nobody needs, as those handed to the host
+   stay while any region is open; the least recently used of these, while `more` bytes do not fit under the limit; all
+   that nobody is reading. */
 typedef enum ampi_copies { AMPI_COPIES_DROPPED, AMPI_COPIES_IDLE, AMPI_COPIES_OLDEST, AMPI_COPIES_ALL } ampi_copies;
 
 /* Frees one of them; 0: there is none.  A graph that lives may use their memory: then all stay. */
@@ -10554,10 +10958,13 @@ static int ampi_cache_free_one(amp_context *amp, ampi_copies which, int64_t more
     for (i = 0; i < amp->n_cache && amp->graphs == 0; i++) {
         const ampi_cache_entry *e = &amp->cache[i];
         int idle = e->kind != AMPI_PACK_CAST || regions == 0;
-        if (e->users > 0 || (e->id != 0 && (which == AMPI_COPIES_DROPPED || (which != AMPI_COPIES_ALL && !idle)))) continue;
+        if (e->users > 0 || (e->id != 0 && (which == AMPI_COPIES_DROPPED || (which != AMPI_COPIES_ALL && !idle))))
+            continue;
         if (oldest < 0 || e->last_use < amp->cache[oldest].last_use) oldest = i;
     }
-    if (which == AMPI_COPIES_OLDEST && (amp->desc.cache_limit == 0 || amp->cache_info.bytes + more <= amp->desc.cache_limit)) oldest = -1;
+    if (which == AMPI_COPIES_OLDEST &&
+        (amp->desc.cache_limit == 0 || amp->cache_info.bytes + more <= amp->desc.cache_limit))
+        oldest = -1;
     if (oldest >= 0) {
         data = amp->cache[oldest].data;
         amp->cache_info.entries--;
@@ -10580,7 +10987,12 @@ enum { AMPI_REGION_DEPTH = 32 };
 typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
 /* The stack of regions of this thread, and what amp_gemm decided last: 0, or under which `decisions`. */
-static AMPI_THREAD_LOCAL struct { ampi_region at[AMPI_REGION_DEPTH]; int n; uint64_t decided; amp_plan gemm; } ampi_regions;
+static AMPI_THREAD_LOCAL struct {
+    ampi_region at[AMPI_REGION_DEPTH];
+    int n;
+    uint64_t decided;
+    amp_plan gemm;
+} ampi_regions;
 
 /* The innermost entry of this context, or NULL; its settings. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
@@ -10607,7 +11019,9 @@ static void ampi_region_remove(int i) {
     ampi_regions.n--;
     ampi_regions.decided = 0;
     memmove(&ampi_regions.at[i], &ampi_regions.at[i + 1], (size_t)(ampi_regions.n - i) * sizeof *ampi_regions.at);
-    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient && !ampi_is_closed(amp)) ampi_cache_clear_idle(amp);
+    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient &&
+        !ampi_is_closed(amp))
+        ampi_cache_clear_idle(amp);
     ampi_context_let_go(amp);
 }
 static void ampi_region_drop(void) { ampi_region_remove(ampi_regions.n - 1); }
@@ -10616,7 +11030,10 @@ static void ampi_region_drop(void) { ampi_region_remove(ampi_regions.n - 1); }
 static int ampi_regions_end(const amp_context *amp) {
     int i, n = 0;
     for (i = ampi_regions.n - 1; i >= 0; i--)
-        if (ampi_regions.at[i].amp == amp || (amp == NULL && ampi_is_closed(ampi_regions.at[i].amp))) { ampi_region_remove(i); n++; }
+        if (ampi_regions.at[i].amp == amp || (amp == NULL && ampi_is_closed(ampi_regions.at[i].amp))) {
+            ampi_region_remove(i);
+            n++;
+        }
     return n;
 }
 
@@ -10634,7 +11051,8 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
             here = ampi_regions_end(amp);
             elsewhere = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
             if (here + elsewhere > 0)
-                ampi_log(amp, AMP_LOG_WARNING, 1007, "amp_close: open regions have ended: %d on this thread, %d on other threads", here, elsewhere);
+                ampi_log(amp, AMP_LOG_WARNING, 1007,
+                         "amp_close: open regions have ended: %d on this thread, %d on other threads", here, elsewhere);
             break;
     }
 }
@@ -10652,16 +11070,23 @@ static amp_result ampi_region_key(amp_context *amp, const char *function) {
     ampi_listen(amp, ampi_autocast_hear);
     if (error == 0) __atomic_store_n(&amp->has_key, 1, __ATOMIC_RELEASE);
     ampi_unlock(amp);
-    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_THREAD, function, "no key for this context's threads (%s): close contexts that are not needed", strerror(error));
+    return error == 0 ? AMP_OK
+                      : ampi_fail(AMP_ERR_THREAD, function,
+                                  "no key for this context's threads (%s): close contexts that are not needed",
+                                  strerror(error));
 }
 
-static amp_result ampi_region_push(amp_context *amp, const char *function, const amp_autocast_desc *desc, int recompute) {
+static amp_result ampi_region_push(amp_context *amp, const char *function, const amp_autocast_desc *desc,
+                                   int recompute) {
     amp_autocast_desc own = *desc;      /* desc may be in the stack */
     ampi_region *region;
     int error;
     (void)ampi_regions_end(NULL);
     if (ampi_regions.n == AMPI_REGION_DEPTH)
-        return ampi_fail(AMP_ERR_STATE, function, "%d regions are open on this thread, which is the limit; is an amp_autocast_end or amp_recompute_end missing", AMPI_REGION_DEPTH);
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "%d regions are open on this thread, which is the limit; is an amp_autocast_end or "
+                         "amp_recompute_end missing",
+                         AMPI_REGION_DEPTH);
     if (!__atomic_load_n(&amp->has_key, __ATOMIC_ACQUIRE)) AMPI_TRY(ampi_region_key(amp, function));
     error = pthread_setspecific(amp->thread_key, amp);
     if (error != 0) return ampi_fail(AMP_ERR_THREAD, function, "pthread_setspecific: %s", strerror(error));
@@ -10681,9 +11106,11 @@ static amp_result ampi_region_pop(const amp_context *amp, const char *function, 
     (void)ampi_regions_end(NULL);
     if (ampi_regions.n == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
     top = &ampi_regions.at[ampi_regions.n - 1];
-    if (top->amp != amp) return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
+    if (top->amp != amp)
+        return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
     if (top->recompute != recompute)
-        return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close that first", top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
+        return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close that first",
+                         top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
     ampi_region_drop();
     return AMP_OK;
 }
@@ -10708,8 +11135,10 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     AMPI_TRY(ampi_check_saturate(amp, "amp_autocast_begin", d.saturate_inputs));
-    if ((int)d.policy < 0 || d.policy > AMP_POLICY_TORCH) return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".policy = %d, must be 0 to 2", (int)d.policy);
-    if ((int)d.mode < 0 || d.mode > AMP_MODE_INFERENCE) return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".mode = %d, must be 0 to 2", (int)d.mode);
+    if ((int)d.policy < 0 || d.policy > AMP_POLICY_TORCH)
+        return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".policy = %d, must be 0 to 2", (int)d.policy);
+    if ((int)d.mode < 0 || d.mode > AMP_MODE_INFERENCE)
+        return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".mode = %d, must be 0 to 2", (int)d.mode);
     outer = ampi_region_of(amp);
     if (d.policy == 0) d.policy = outer ? outer->policy : amp->desc.policy;
     if (d.mode == 0) d.mode = outer ? outer->mode : amp->desc.mode;
@@ -10729,7 +11158,8 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
 static int ampi_regions_hide(amp_context *amp) {
     int depth = ampi_regions.n;
     amp_autocast_desc outside = ampi_outside(amp);
-    if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH) (void)ampi_region_push(amp, "amp_autocast_begin", &outside, 0);
+    if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH)
+        (void)ampi_region_push(amp, "amp_autocast_begin", &outside, 0);
     return depth;
 }
 static void ampi_regions_close(int depth) {
@@ -10758,8 +11188,8 @@ AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *o
 
 /* ---- Policies */
 
-/* The built-in operators, in the order of amp_operator: name, and policies FUSED and TORCH (PyTorch's CUDA lists).  The table
-   ampi_calls says how they are called. */
+/* The built-in operators, in the order of amp_operator: name, and policies FUSED and TORCH (PyTorch's CUDA lists).  The
+   table ampi_calls says how they are called. */
 static const struct ampi_builtin { const char *name; uint8_t policy[2]; } ampi_builtins[AMPI_BUILTIN_OPS] = {
     {"none", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"linear", {AMP_CAST_LOWER, AMP_CAST_LOWER}},
@@ -10789,7 +11219,10 @@ static int ampi_op_exists(const amp_context *amp, int32_t op) {
 static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_policy table, amp_rule *rule) {
     *rule = AMP_BY_REGION;
     if (op >= AMP_OP_USER) return (amp_cast_policy)amp->ops[op - AMP_OP_USER].policy;
-    if (amp->override_policy[op] != AMP_CAST_DEFAULT) { *rule = AMP_BY_OPERATOR; return (amp_cast_policy)amp->override_policy[op]; }
+    if (amp->override_policy[op] != AMP_CAST_DEFAULT) {
+        *rule = AMP_BY_OPERATOR;
+        return (amp_cast_policy)amp->override_policy[op];
+    }
     return (amp_cast_policy)ampi_builtins[op].policy[table == AMP_POLICY_TORCH];
 }
 
@@ -10850,7 +11283,9 @@ static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc
     amp_cast_policy policy = ampi_policy_of(amp, op, region->policy, &out->rule);
     amp_dtype dtype = AMP_DTYPE_DEFAULT;
     if (policy == AMP_CAST_BANNED)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)", ampi_op_name(amp, op));
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide",
+                         "operator %s is banned in autocast regions; call it in an island (.disable = 1)",
+                         ampi_op_name(amp, op));
     if (policy == AMP_CAST_FALLTHROUGH || out->result == AMP_F64 || widest == AMP_DTYPE_DEFAULT) return AMP_OK;
     if (policy == AMP_CAST_LOWER || policy == AMP_CAST_PROMOTE) dtype = ampi_layer_dtype(amp, layer);
     if (dtype != AMP_DTYPE_DEFAULT) out->rule = AMP_BY_LAYER;
@@ -10864,16 +11299,20 @@ static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc
 }
 
 /* Takes no lock: operators and overrides are set up before threads use the context, as the manual says. */
-static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n, amp_plan *out) {
+static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n,
+                              amp_plan *out) {
     const ampi_region *top;
     const amp_autocast_desc *region;
     amp_autocast_desc always;
     amp_dtype widest;
-    if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
+    if (amp == NULL || out == NULL || (inputs == NULL && n > 0))
+        return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
     top = ampi_region_top(amp);
     if (top != NULL && top->recompute)
-        return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide", "%s keeps no record of its forward; while recomputing, open its region again around it", ampi_op_name(amp, op));
+        return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide",
+                         "%s keeps no record of its forward; while recomputing, open its region again around it",
+                         ampi_op_name(amp, op));
     memset(out, 0, sizeof *out);
     region = top ? &top->desc : NULL;
     if (top == NULL && op == AMP_OP_GEMM && amp->desc.gemm_always) {
@@ -10937,8 +11376,10 @@ static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, con
     s = ampi_sheet_of(text, sizeof text);
     ampi_print(&s, "%s%s%.200s (", ampi_op_name(amp, op), layer ? " " : "", layer ? layer : "");
     for (first = s.used, i = 0; i < n && s.used < first + 80; i++)
-        if (inputs[i] != AMP_DTYPE_DEFAULT) ampi_print(&s, "%s%s", s.used > first ? ", " : "", amp_dtype_name(inputs[i]));
-    ampi_print(&s, "): computes in %s, returns %s, by %s%s", amp_dtype_name(plan->compute), amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
+        if (inputs[i] != AMP_DTYPE_DEFAULT)
+            ampi_print(&s, "%s%s", s.used > first ? ", " : "", amp_dtype_name(inputs[i]));
+    ampi_print(&s, "): computes in %s, returns %s, by %s%s", amp_dtype_name(plan->compute),
+               amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
     added = ampi_told_add((amp_context *)(uintptr_t)amp, text);
     if (added) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, text);
     if (added == 2) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, "further decisions are not logged");
@@ -10951,7 +11392,8 @@ AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const
     return AMP_OK;
 }
 
-static amp_result ampi_decide2(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b, amp_plan *plan) {
+static amp_result ampi_decide2(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b,
+                               amp_plan *plan) {
     amp_dtype inputs[2];
     inputs[0] = a;
     inputs[1] = b;
@@ -10960,7 +11402,8 @@ static amp_result ampi_decide2(const amp_context *amp, int32_t op, const char *l
     return AMP_OK;
 }
 
-AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b) {
+AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const char *layer, amp_dtype a,
+                                       amp_dtype b) {
     amp_plan plan;
     return ampi_decide2(amp, op, layer, a, b, &plan) == AMP_OK ? plan.compute : AMP_DTYPE_DEFAULT;
 }
@@ -10986,12 +11429,15 @@ static int ampi_is_cast_policy(amp_cast_policy policy) { return (int)policy >= 0
 AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp_cast_policy policy, int32_t *op) {
     int64_t i;
     AMPI_TRY(ampi_need("amp_operator_register", amp && name && op, "amp, name or op"));
-    if (!ampi_is_cast_policy(policy) || policy == AMP_CAST_DEFAULT) return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "policy = %d, must be 1 to 6", (int)policy);
-    if (strlen(name) >= sizeof amp->ops->name) return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, at most 63", strlen(name));
+    if (!ampi_is_cast_policy(policy) || policy == AMP_CAST_DEFAULT)
+        return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "policy = %d, must be 1 to 6", (int)policy);
+    if (strlen(name) >= sizeof amp->ops->name)
+        return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, at most 63", strlen(name));
     for (i = 0; i < AMPI_BUILTIN_OPS + amp->n_ops; i++)
         if (strcmp(i < AMPI_BUILTIN_OPS ? ampi_builtins[i].name : amp->ops[i - AMPI_BUILTIN_OPS].name, name) == 0)
             return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s exists already", name);
-    AMPI_TRY(ampi_lock_and_grow(amp, "amp_operator_register", (void **)&amp->ops, &amp->n_ops, 1, &amp->op_capacity, sizeof *amp->ops));
+    AMPI_TRY(ampi_lock_and_grow(amp, "amp_operator_register", (void **)&amp->ops, &amp->n_ops, 1, &amp->op_capacity,
+                                sizeof *amp->ops));
     snprintf(amp->ops[amp->n_ops].name, sizeof amp->ops->name, "%s", name);
     amp->ops[amp->n_ops].policy = (uint8_t)policy;
     *op = AMP_OP_USER + (int32_t)amp->n_ops++;
@@ -11001,8 +11447,10 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
 
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy) {
     AMPI_TRY(ampi_need("amp_operator_override", amp != NULL, "amp"));
-    if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS) return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is not a built-in operator", op);
-    if (!ampi_is_cast_policy(policy)) return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
+    if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS)
+        return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is not a built-in operator", op);
+    if (!ampi_is_cast_policy(policy))
+        return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
     amp->override_policy[op] = (uint8_t)policy;
     ampi_decisions_changed(amp);
     return AMP_OK;
@@ -11012,10 +11460,13 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
     amp_choice choice;
     int64_t i, kept = 0;
     AMPI_TRY(ampi_need("amp_layer_override", amp && pattern, "amp or pattern"));
-    if (strlen(pattern) >= sizeof amp->layers->pattern) return ampi_fail(AMP_ERR_RANGE, "amp_layer_override", "pattern has %zu bytes, at most 127", strlen(pattern));
+    if (strlen(pattern) >= sizeof amp->layers->pattern)
+        return ampi_fail(AMP_ERR_RANGE, "amp_layer_override", "pattern has %zu bytes, at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
-    if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_as("amp_layer_override", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
-    AMPI_TRY(ampi_lock_and_grow(amp, "amp_layer_override", (void **)&amp->layers, &amp->n_layers, 1, &amp->layer_capacity, sizeof *amp->layers));
+    if (dtype != AMP_DTYPE_DEFAULT)
+        AMPI_TRY(ampi_as("amp_layer_override", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
+    AMPI_TRY(ampi_lock_and_grow(amp, "amp_layer_override", (void **)&amp->layers, &amp->n_layers, 1,
+                                &amp->layer_capacity, sizeof *amp->layers));
     for (i = 0; i < amp->n_layers; i++)
         if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
     amp->n_layers = kept;
@@ -11028,10 +11479,11 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
     return AMP_OK;
 }
 
-/* ---- The cast cache: copies of registered weights by (id, dtype, kind), made again when the version moved.  A copy is made
-   once: whoever wants it meanwhile waits.  Making, allocating and freeing run without the lock. */
+/* ---- The cast cache: copies of registered weights by (id, dtype, kind), made again when the version moved.  A copy is
+   made once: whoever wants it meanwhile waits.  Making, allocating and freeing run without the lock. */
 
-static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int64_t *new_inf, amp_k_pack *out) {
+static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int64_t *new_inf,
+                           amp_k_pack *out) {
     memset(out, 0, sizeof *out);
     out->b = p->weight.data;
     out->b_dtype = p->weight.dtype;
@@ -11062,7 +11514,8 @@ static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cac
     return amp->backend->cast(amp->dev, &cast, amp->desc.stream);
 }
 
-static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated) {
+static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
+                                int repeated) {
     amp_k_pack pack;
     if (kind == AMPI_PACK_CAST) return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(dtype);
     ampi_pack_args(p, dtype, kind, NULL, &pack);
@@ -11070,14 +11523,17 @@ static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype 
     return (int64_t)amp->backend->gemm_pack_size(amp->dev, &pack);
 }
 
-/* Finds the copy, in use from now on, or takes its place and has it to make: e->writing.  Neither, for a call from within the
-   making of another copy that would have to wait: e->users 0.  refresh 1: it is made again, whatever its version. */
-static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int refresh, ampi_cache_entry *e) {
+/* Finds the copy, in use from now on, or takes its place and has it to make: e->writing.  Neither, for a call from
+   within the making of another copy that would have to wait: e->users 0.  refresh 1: it is made again, whatever its
+   version. */
+static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
+                                   int refresh, ampi_cache_entry *e) {
     ampi_cache_entry *at;
     int64_t i;
     memset(e, 0, sizeof *e);
     for (;;) {
-        AMPI_TRY(ampi_lock_and_grow(amp, "cast cache", (void **)&amp->cache, &amp->n_cache, 1, &amp->cache_capacity, sizeof *amp->cache));
+        AMPI_TRY(ampi_lock_and_grow(amp, "cast cache", (void **)&amp->cache, &amp->n_cache, 1, &amp->cache_capacity,
+                                    sizeof *amp->cache));
         for (i = 0; i < amp->n_cache; i++)
             if (amp->cache[i].id == p->id && amp->cache[i].dtype == dtype && amp->cache[i].kind == kind) break;
         if (i == amp->n_cache || !amp->cache[i].writing) break;
@@ -11148,8 +11604,8 @@ static void ampi_cache_made(amp_context *amp, const ampi_cache_entry *e, amp_res
 }
 
 /* A copy in use, or *data NULL.  repeated: as in amp_k_pack. */
-static amp_result ampi_cache_lookup(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated, int refresh,
-                                  const void **data, ampi_cache_use *use) {
+static amp_result ampi_cache_lookup(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
+                                    int repeated, int refresh, const void **data, ampi_cache_use *use) {
     ampi_cache_entry e;
     amp_result result;
     AMPI_TRY(ampi_cache_claim(amp, p, dtype, kind, refresh, &e));
@@ -11171,7 +11627,8 @@ static int ampi_cache_is_off(const amp_context *amp) {
 /* A cached copy, or *data NULL when there is none to be had: the parameter is not registered, the cache is off,
    or the kernels have no use for one.  Recomputing is no repeated use: it is the last one, and there to save memory.
    ampi_cache_put ends its use. */
-static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data, ampi_cache_use *use) {
+static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
+                                 const void **data, ampi_cache_use *use) {
     uint64_t *used = &p->used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
     int repeated;
     *data = NULL;
@@ -11194,8 +11651,8 @@ static void ampi_cache_put(amp_context *amp, const void *data) {
     if (dropped) ampi_cache_free_dropped(amp);
 }
 
-/* ---- What an optimizer writes along: of an fp32 weight the copy that is up to date and was used since the last step, or
-   that a graph reads */
+/* ---- What an optimizer writes along: of an fp32 weight the copy that is up to date and was used since the last step,
+   or that a graph reads */
 
 /* In use until ampi_copy_end; NULL: there is none. */
 static void *ampi_copy_begin(amp_context *amp, const amp_param *p, amp_dtype *dtype) {
@@ -11207,7 +11664,9 @@ static void *ampi_copy_begin(amp_context *amp, const amp_param *p, amp_dtype *dt
         ampi_cache_entry *e = &amp->cache[i];
         if (p->id == 0 || e->id != p->id || e->kind != AMPI_PACK_CAST || e->data == NULL || e->writing) continue;
         if (e->version != p->version || (e->unused && !e->in_graph)) continue;
-        if (best == NULL || e->in_graph > best->in_graph || (e->in_graph == best->in_graph && e->last_use > best->last_use)) best = e;
+        if (best == NULL || e->in_graph > best->in_graph ||
+            (e->in_graph == best->in_graph && e->last_use > best->last_use))
+            best = e;
     }
     if (best != NULL) {
         best->users++;
@@ -11247,7 +11706,9 @@ static amp_result ampi_copies_refresh(amp_context *amp) {
         ampi_unlock(amp);
         if (p == NULL) return AMP_OK;
         AMPI_TRY(ampi_cache_lookup(amp, p, e.dtype, e.kind, 1, 0, &data, &use));
-        if (data == NULL) return ampi_fail(AMP_ERR_STATE, "amp_graph_launch", "called from a callback of the call that is casting %s; it cannot wait for that", p->name);
+        if (data == NULL)
+            return ampi_fail(AMP_ERR_STATE, "amp_graph_launch",
+                             "called from a callback of the call that is casting %s; it cannot wait for that", p->name);
         ampi_cache_put(amp, data);
     }
 }
@@ -11257,13 +11718,19 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
     const void *data = NULL;
     ampi_cache_use use;
     AMPI_TRY(ampi_need("amp_autocast_cast", amp && param && out, "amp, param or out"));
-    if (!ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be one of %s", amp_dtype_name(dtype), ampi_dtypes_of(AMPI_IS_STORAGE, list));
+    if (!ampi_is_storage(dtype))
+        return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be one of %s", amp_dtype_name(dtype),
+                         ampi_dtypes_of(AMPI_IS_STORAGE, list));
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
     AMPI_TRY(ampi_check_known(amp, "amp_autocast_cast", param));
-    if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
-    AMPI_TRY(ampi_as("amp_autocast_cast", ampi_cache_lookup(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use)));
+    if (param->id == 0)
+        return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first",
+                         param->name ? param->name : "the parameter");
+    AMPI_TRY(ampi_as("amp_autocast_cast",
+                     ampi_cache_lookup(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use)));
     if (data == NULL && amp_tensor_count(&param->weight) > 0)
-        return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "called from a callback of the call that is casting %s; it cannot wait for that", param->name);
+        return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast",
+                         "called from a callback of the call that is casting %s; it cannot wait for that", param->name);
     ampi_cache_put(amp, data);
     *out = param->weight;
     memcpy(&out->data, &data, sizeof out->data);
@@ -11321,7 +11788,8 @@ static amp_result ampi_rows(const char *function, const char *field, const amp_t
     return ampi_check_ld(function, field, rows, out->cols, out->ld);
 }
 
-static amp_result ampi_check_same_rows(const char *function, const char *field, const amp_mat *m, const char *other, const amp_mat *like) {
+static amp_result ampi_check_same_rows(const char *function, const char *field, const amp_mat *m, const char *other,
+                                       const amp_mat *like) {
     if (m->rows == like->rows && m->cols == like->cols) return AMP_OK;
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s is [%lld, %lld], .%s is [%lld, %lld]; they must agree", field,
                      (long long)m->rows, (long long)m->cols, other, (long long)like->rows, (long long)like->cols);
@@ -11338,24 +11806,30 @@ static int ampi_plan_is_garbage(const amp_plan *p) {
 static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, size_t plan) {
     AMPI_TRY(ampi_need(function, amp && op, "amp or op"));
     if (ampi_plan_is_garbage((const amp_plan *)(const void *)((const char *)op + plan)))
-        return ampi_fail(AMP_ERR_RANGE, function, ".plan was not written by a forward: set the struct to 0 before filling it");
+        return ampi_fail(AMP_ERR_RANGE, function,
+                         ".plan was not written by a forward: set the struct to 0 before filling it");
     return AMP_OK;
 }
 
 /* What backward and a forward that runs again obey. */
 static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
-    if (plan->compute == AMP_DTYPE_DEFAULT) return ampi_fail(AMP_ERR_STATE, function, "the forward call of this op struct has not run");
-    if (plan->mode == AMP_MODE_INFERENCE) return ampi_fail(AMP_ERR_STATE, function, "its forward ran in inference mode, so it has no backward");
+    if (plan->compute == AMP_DTYPE_DEFAULT)
+        return ampi_fail(AMP_ERR_STATE, function, "the forward call of this op struct has not run");
+    if (plan->mode == AMP_MODE_INFERENCE)
+        return ampi_fail(AMP_ERR_STATE, function, "its forward ran in inference mode, so it has no backward");
     return AMP_OK;
 }
 
 /* Versions only grow, so their sum moves when one of them does. */
-static uint64_t ampi_versions(const amp_param *a, const amp_param *b) { return (a ? a->version : 0) + (b ? b->version : 0); }
+static uint64_t ampi_versions(const amp_param *a, const amp_param *b) {
+    return (a ? a->version : 0) + (b ? b->version : 0);
+}
 
-/* The plan of a forward: decided now, or when recomputing the recorded one.  amp_linear tells the log of it itself, with what
-   the cast cache had. */
-static amp_result ampi_plan_forward(const amp_context *amp, const char *function, int32_t op, const char *layer, amp_dtype a, amp_dtype b,
-                                    uint64_t version, const amp_plan *recorded, amp_plan *plan) {
+/* The plan of a forward: decided now, or when recomputing the recorded one.  amp_linear tells the log of it itself,
+   with what the cast cache had. */
+static amp_result ampi_plan_forward(const amp_context *amp, const char *function, int32_t op, const char *layer,
+                                    amp_dtype a, amp_dtype b, uint64_t version, const amp_plan *recorded,
+                                    amp_plan *plan) {
     if (!ampi_is_recomputing(amp)) {
         amp_dtype inputs[2];
         inputs[0] = a; inputs[1] = b;
@@ -11366,45 +11840,58 @@ static amp_result ampi_plan_forward(const amp_context *amp, const char *function
     }
     AMPI_TRY(ampi_check_plan(function, recorded));
     if (recorded->version != version)
-        return ampi_fail(AMP_ERR_STATE, function, "a parameter of %s has changed since its forward; recompute before the optimizer steps", layer ? layer : ampi_op_name(amp, op));
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "a parameter of %s has changed since its forward; recompute before the optimizer steps",
+                         layer ? layer : ampi_op_name(amp, op));
     *plan = *recorded;
     return AMP_OK;
 }
 
 /* A gradient or input that must have the rows of `like`, if it is there at all. */
-static amp_result ampi_rows_like(const char *function, const char *field, const amp_tensor *t, const char *other, const amp_mat *like, amp_mat *out) {
+static amp_result ampi_rows_like(const char *function, const char *field, const amp_tensor *t, const char *other,
+                                 const amp_mat *like, amp_mat *out) {
     AMPI_TRY(ampi_rows(function, field, t, out));
     return ampi_check_same_rows(function, field, out, other, like);
 }
 
-static amp_result ampi_optional_rows(const char *function, const char *field, const amp_tensor *t, const char *other, const amp_mat *like, amp_mat *out) {
+static amp_result ampi_optional_rows(const char *function, const char *field, const amp_tensor *t, const char *other,
+                                     const amp_mat *like, amp_mat *out) {
     memset(out, 0, sizeof *out);
     return t->data == NULL ? AMP_OK : ampi_rows_like(function, field, t, other, like, out);
 }
 
 /* A parameter of this exact shape; cols -1 for a vector. */
-static amp_result ampi_check_weight(const char *function, const char *field, const amp_param *p, int64_t rows, int64_t cols) {
+static amp_result ampi_check_weight(const char *function, const char *field, const amp_param *p, int64_t rows,
+                                    int64_t cols) {
     const int64_t *have = p->weight.shape;
     char shape[64], other[24] = "";
     AMPI_TRY(ampi_check_tensor(function, field, &p->weight));
     if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous", field);
     if (p->weight.ndim == (cols < 0 ? 1 : 2) && have[0] == rows && (cols < 0 || have[1] == cols)) return AMP_OK;
     if (cols >= 0) snprintf(other, sizeof other, ", %lld", (long long)cols);
-    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]%s%s", field, ampi_shape_text(&p->weight, shape, sizeof shape),
-                     (long long)rows, other, p->name ? ": " : "", p->name ? p->name : "");
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]%s%s", field,
+                     ampi_shape_text(&p->weight, shape, sizeof shape), (long long)rows, other, p->name ? ": " : "",
+                     p->name ? p->name : "");
 }
 
 static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.data != NULL; }
 static const char *ampi_layer_name(const char *layer, const amp_param *p) { return layer ? layer : p ? p->name : NULL; }
 
 /* What a kernel found out of range: read back at once where the host can, otherwise at the next wait. */
-static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) { return amp->backend->host_visible ? here : &amp->cells->bad_row; }
+static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) {
+    return amp->backend->host_visible ? here : &amp->cells->bad_row;
+}
 
-/* ---- What the operands of products lose in their casts, on the CPU: finite numbers that fp16 makes infinite are counted; where
-   the plan saturates, inputs are cut to the largest number that stays finite. */
+/* ---- What the operands of products lose in their casts, on the CPU: finite numbers that fp16 makes infinite are
+   counted; where the plan saturates, inputs are cut to the largest number that stays finite. */
 
 static amp_tensor ampi_product_operand(const amp_k_gemm *g, int i) {
-    int64_t rows = i ? g->trans_b ? g->n : g->k : g->trans_a ? g->k : g->m, cols = i ? g->trans_b ? g->k : g->n : g->trans_a ? g->m : g->k;
+    int64_t rows = i            ? g->trans_b ? g->n : g->k
+                   : g->trans_a ? g->k
+                                : g->m,
+            cols = i            ? g->trans_b ? g->k : g->n
+                   : g->trans_a ? g->m
+                                : g->k;
     amp_tensor t = amp_tensor3(i ? g->b : g->a, i ? g->b_dtype : g->a_dtype, g->batch, rows, cols);
     t.stride[0] = i ? g->stride_b : g->stride_a; t.stride[1] = i ? g->ldb : g->lda; t.stride[2] = 1;
     return t;
@@ -11422,14 +11909,16 @@ static int64_t ampi_view_rows(const amp_tensor *t) { return amp_tensor_count(t) 
 static int ampi_view_is_finite(const amp_tensor *t) {
     int64_t i;
     for (i = 0; i < ampi_view_rows(t); i++)
-        if (ampi_count_nonfinite(ampi_view_row(t, i), t->dtype, t->shape[t->ndim - 1], ampi_cpu_best_path()) > 0) return 0;
+        if (ampi_count_nonfinite(ampi_view_row(t, i), t->dtype, t->shape[t->ndim - 1], ampi_cpu_best_path()) > 0)
+            return 0;
     return 1;
 }
 
 static void ampi_cut(void *x, amp_dtype dtype, int64_t n, uint32_t largest) {
     int64_t i;
     for (i = 0; i < n; i++) {
-        uint32_t bits = dtype == AMP_F32 ? ampi_get32(x, i) : (uint32_t)ampi_get16(x, i) << 16, magnitude = bits & 0x7fffffffu;
+        uint32_t bits = dtype == AMP_F32 ? ampi_get32(x, i) : (uint32_t)ampi_get16(x, i) << 16,
+                 magnitude = bits & 0x7fffffffu;
         if (magnitude <= largest || magnitude >= 0x7f800000u) continue;
         bits = (bits & 0x80000000u) | largest;
         if (dtype == AMP_F32) ampi_put32(x, i, bits);
@@ -11437,7 +11926,8 @@ static void ampi_cut(void *x, amp_dtype dtype, int64_t n, uint32_t largest) {
     }
 }
 
-/* How many finite numbers of t become infinite in `compute`.  copy: all of t side by side, those cut; NULL: none is made. */
+/* How many finite numbers of t become infinite in `compute`.  copy: all of t side by side, those cut; NULL: none is
+   made. */
 static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0};
     float scratch[AMPI_CONVERT_CHUNK];
@@ -11461,20 +11951,22 @@ static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     return total;
 }
 
-/* An operand as it is named; `input` 0: a gradient, 1: none, 2: who knows.  copy: what it was cut into, or NULL; cut: what a
-   device is told that cuts it. */
+/* An operand as it is named; `input` 0: a gradient, 1: none, 2: who knows.  copy: what it was cut into, or NULL; cut:
+   what a device is told that cuts it. */
 typedef struct ampi_input { const char *name, *layer; int input; void *copy; amp_k_cut cut; } ampi_input;
 
 static amp_k_cut_note ampi_input_at(const char *f, const ampi_input *in, amp_dtype compute) {
     amp_k_cut_note note;
     memset(&note, 0, sizeof note);
     note.compute = compute; note.input = in->input;
-    snprintf(note.where, sizeof note.where, "%s: %s%s%.40s", f, in->name, in->layer ? " of " : "", in->layer ? in->layer : "");
+    snprintf(note.where, sizeof note.where, "%s: %s%s%.40s", f, in->name, in->layer ? " of " : "",
+             in->layer ? in->layer : "");
     return note;
 }
 
 /* What cuts an operand on a device, or NULL. */
-static const amp_k_cut *ampi_input_there(const amp_context *amp, const char *f, ampi_input *in, amp_dtype compute, amp_dtype dtype) {
+static const amp_k_cut *ampi_input_there(const amp_context *amp, const char *f, ampi_input *in, amp_dtype compute,
+                                         amp_dtype dtype) {
     uint32_t largest = ampi_traits(compute)->largest;
     if (in->input == 0 || dtype == compute || dtype == AMP_F16) return NULL;
     in->cut.largest = dtype == AMP_BF16 ? largest & 0xffff0000u : largest;      /* what its own dtype has */
@@ -11506,7 +11998,10 @@ static void ampi_input_count(amp_context *amp, const char *f, const ampi_input *
     ampi_input_note(amp, &note, count, 0);
 }
 
-static void ampi_product_done(amp_context *amp, const ampi_input *in) { amp_free(amp, in[0].copy); amp_free(amp, in[1].copy); }
+static void ampi_product_done(amp_context *amp, const ampi_input *in) {
+    amp_free(amp, in[0].copy);
+    amp_free(amp, in[1].copy);
+}
 
 /* Cuts the operands of a product, before anything is written.  ampi_product_done, also after a failure. */
 static amp_result ampi_product_ready(amp_context *amp, const char *f, amp_k_gemm *g, ampi_input *in, int32_t saturate) {
@@ -11539,7 +12034,8 @@ static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_
 }
 
 /* The three for one product.  input: of both operands. */
-static amp_result ampi_product_call(amp_context *amp, const char *f, amp_k_gemm *g, const char *layer, const char *a, const char *b, int input, int32_t saturate) {
+static amp_result ampi_product_call(amp_context *amp, const char *f, amp_k_gemm *g, const char *layer, const char *a,
+                                    const char *b, int input, int32_t saturate) {
     ampi_input in[2];
     amp_result result;
     memset(in, 0, sizeof in);
@@ -11564,21 +12060,23 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
     AMPI_TRY(ampi_check_weight(function, "weight", op->weight, y->cols, x->cols));
     if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, -1));
     if (x->rows != y->rows)
-        return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld", (long long)x->rows, (long long)y->rows);
+        return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld", (long long)x->rows,
+                         (long long)y->rows);
     AMPI_TRY(ampi_linear_check_act(function, "act", op->act));
     return ampi_linear_check_act(function, "x_act", op->x_act);
 }
 
 /* The weight as the right operand: packed, where that is of use, or cast once until it changes.  ampi_cache_put(*held)
    ends its use. */
-static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, const amp_plan *plan, amp_k_gemm *g, const void **held,
-                                     ampi_cache_use *use) {
+static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, const amp_plan *plan,
+                                     amp_k_gemm *g, const void **held, ampi_cache_use *use) {
     amp_k_pack pack;
     *held = NULL;
     *use = AMPI_CACHE_UNUSED;
     g->b = w->weight.data;
     g->b_dtype = w->weight.dtype;
-    if (g->compute == AMP_F32 || (plan->saturate && !amp->backend->host_visible)) return AMP_OK;    /* a device cuts it as it casts it */
+    /* a device cuts it as it casts it */
+    if (g->compute == AMP_F32 || (plan->saturate && !amp->backend->host_visible)) return AMP_OK;
     ampi_pack_args(w, g->compute, kind, NULL, &pack);
     pack.repeated = 1;
     if (amp->backend->gemm_pack_size(amp->dev, &pack) > 0) {
@@ -11594,7 +12092,8 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
 /* A 16-bit copy of the bias, where the kernels may want it; ends as the weight's use. */
 static amp_result ampi_linear_bias(amp_context *amp, amp_param *bias, amp_k_gemm *g) {
     ampi_cache_use use;
-    if (bias == NULL || amp->backend->host_visible || bias->weight.dtype != AMP_F32 || g->c_dtype == AMP_F32) return AMP_OK;
+    if (bias == NULL || amp->backend->host_visible || bias->weight.dtype != AMP_F32 || g->c_dtype == AMP_F32)
+        return AMP_OK;
     return ampi_cache_get(amp, bias, g->c_dtype, AMPI_PACK_CAST, &g->bias_copy, &use);
 }
 
@@ -11614,11 +12113,13 @@ AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
     at.n = 0;
-    ampi_reads(&at, ".x", &op->x); ampi_reads_param(&at, ".weight", op->weight); ampi_reads_param(&at, ".bias", op->bias);
+    ampi_reads(&at, ".x", &op->x);
+    ampi_reads_param(&at, ".weight", op->weight);
+    ampi_reads_param(&at, ".bias", op->bias);
     ampi_writes(&at, ".y", &op->y); ampi_writes(&at, ".pre", &op->pre);
     AMPI_TRY(ampi_check_places(f, &at));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype,
-                               ampi_versions(op->weight, op->bias), &op->plan, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype,
+                               op->weight->weight.dtype, ampi_versions(op->weight, op->bias), &op->plan, &plan));
     memset(&g, 0, sizeof g);
     g.m = y.rows; g.n = y.cols; g.k = x.cols; g.batch = 1;
     g.a = x.data; g.a_dtype = x.dtype; g.lda = x.ld;
@@ -11631,7 +12132,8 @@ AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
     inputs[0] = x.dtype; inputs[1] = op->weight->weight.dtype;
     ampi_tell(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), inputs, 2, &plan, use);
     result = ampi_linear_bias(amp, op->bias, &g);
-    if (result == AMP_OK) result = ampi_product_call(amp, f, &g, ampi_layer_name(op->layer, op->weight), "x", "weight", 1, plan.saturate);
+    if (result == AMP_OK)
+        result = ampi_product_call(amp, f, &g, ampi_layer_name(op->layer, op->weight), "x", "weight", 1, plan.saturate);
     ampi_cache_put(amp, held);
     ampi_cache_put(amp, g.bias_copy);
     if (result == AMP_OK) op->plan = plan;
@@ -11639,8 +12141,9 @@ AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
 }
 
 /* d, the gradient after an activation, becomes the gradient before it. */
-static amp_result ampi_linear_activation_backward(amp_context *amp, const char *f, amp_activation_kind act, const amp_tensor *in,
-                                                  const char *in_name, const amp_tensor *d, const char *d_name) {
+static amp_result ampi_linear_activation_backward(amp_context *amp, const char *f, amp_activation_kind act,
+                                                  const amp_tensor *in, const char *in_name, const amp_tensor *d,
+                                                  const char *d_name) {
     amp_k_activation a;
     if (!ampi_is_contiguous(in) || !ampi_is_contiguous(d))
         return ampi_fail(AMP_ERR_SHAPE, f, ".%s and .%s must be contiguous with an activation", d_name, in_name);
@@ -11653,16 +12156,20 @@ static amp_result ampi_linear_activation_backward(amp_context *amp, const char *
     return ampi_as(f, amp->backend->activation_backward(amp->dev, &a, amp->desc.stream));
 }
 
-/* What an activation's backward reads: what went into it, kept beside what came out; RELU does with what came out, because
-   relu(x) > 0 where x > 0. */
-static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const amp_tensor *pre, const char *name, const amp_tensor *y,
-                                   const amp_tensor *d, const char *d_name, const amp_tensor **in) {
+/* What an activation's backward reads: what went into it, kept beside what came out; RELU does with what came out,
+   because relu(x) > 0 where x > 0. */
+static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const amp_tensor *pre, const char *name,
+                                   const amp_tensor *y, const amp_tensor *d, const char *d_name,
+                                   const amp_tensor **in) {
     *in = act == AMP_ACT_RELU && pre->data == NULL ? y : pre;
-    if ((*in)->data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".%s has no data; backward through GELU needs what went into it", name);
+    if ((*in)->data == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, ".%s has no data; backward through GELU needs what went into it", name);
     if (act != AMP_ACT_RELU && (*in)->data == y->data)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is what came out of the activation; backward through GELU needs what went into it", name);
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         ".%s is what came out of the activation; backward through GELU needs what went into it", name);
     if ((*in)->dtype == d->dtype) return AMP_OK;
-    return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", d_name, amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
+    return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", d_name, amp_dtype_name(d->dtype),
+                     name, amp_dtype_name((*in)->dtype));
 }
 
 /* Scratch memory of several products, taken before the first of them writes. */
@@ -11674,7 +12181,8 @@ static void ampi_gemm_release(amp_context *amp, const amp_k_gemm *gemms) {
 }
 
 /* bias: takes its gradient along; NULL: none. */
-static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_mat *x, const amp_mat *dy, const amp_param *bias) {
+static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_mat *x, const amp_mat *dy,
+                                           const amp_param *bias) {
     const amp_param *w = op->weight;
     amp_k_gemm g;
     memset(&g, 0, sizeof g);
@@ -11684,7 +12192,11 @@ static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_ma
     g.b = x->data; g.b_dtype = x->dtype; g.ldb = x->ld;
     g.c = w->grad.data; g.c_dtype = w->grad.dtype; g.ldc = x->cols;
     g.alpha = 1; g.beta = w->grad_live ? 1.0f : 0.0f; g.compute = op->plan.compute;
-    if (bias != NULL) { g.row_sum.data = bias->grad.data; g.row_sum.dtype = bias->grad.dtype; g.row_sum.add = bias->grad_live; }
+    if (bias != NULL) {
+        g.row_sum.data = bias->grad.data;
+        g.row_sum.dtype = bias->grad.dtype;
+        g.row_sum.add = bias->grad_live;
+    }
     return g;
 }
 
@@ -11707,8 +12219,8 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_colu
 }
 
 /* pre: what went into x_act, NULL: there is none.  ampi_cache_put(*held) ends the use of the weight. */
-static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx,
-                                      const amp_tensor *pre, amp_k_gemm *g, const void **held) {
+static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy,
+                                      const amp_mat *dx, const amp_tensor *pre, amp_k_gemm *g, const void **held) {
     amp_mat at;
     ampi_cache_use use;
     *held = NULL;
@@ -11727,7 +12239,8 @@ static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp
     return ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &op->plan, g, held, &use);
 }
 
-/* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for x. */
+/* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for
+   x. */
 typedef struct ampi_linear_calls {
     amp_k_gemm gemms[2]; amp_k_column_sum sum; const amp_tensor *pre, *x_pre; amp_param *along;
     ampi_input in[2][2];
@@ -11748,7 +12261,8 @@ static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op
 }
 
 /* pre and x_pre: what the backwards of act and x_act read, or NULL. */
-static amp_result ampi_linear_places(const char *f, const amp_linear_op *op, const amp_tensor *pre, const amp_tensor *x_pre) {
+static amp_result ampi_linear_places(const char *f, const amp_linear_op *op, const amp_tensor *pre,
+                                     const amp_tensor *x_pre) {
     ampi_places at;
     at.n = 0;
     if (ampi_wants_grad(op->weight) || x_pre == &op->x) ampi_reads(&at, ".x", &op->x);
@@ -11810,7 +12324,9 @@ typedef struct ampi_operand { const void *data; amp_dtype dtype; int64_t batch, 
 
 static amp_result ampi_operand_of(const char *f, const char *field, const amp_tensor *t, ampi_operand *out) {
     AMPI_TRY(ampi_check_tensor(f, field, t));
-    if (t->ndim != 2 && t->ndim != 3) return ampi_fail(AMP_ERR_SHAPE, f, ".%s has %d dimensions, must be [batch, rows, cols] or [rows, cols]", field, t->ndim);
+    if (t->ndim != 2 && t->ndim != 3)
+        return ampi_fail(AMP_ERR_SHAPE, f, ".%s has %d dimensions, must be [batch, rows, cols] or [rows, cols]", field,
+                         t->ndim);
     out->data = t->data;
     out->dtype = t->dtype;
     out->batch = t->ndim == 3 ? t->shape[0] : 1;
@@ -11822,18 +12338,23 @@ static amp_result ampi_operand_of(const char *f, const char *field, const amp_te
 }
 
 /* Whether op(a) op(b) has the shape of c. */
-static amp_result ampi_batched_check(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b, const ampi_operand *c) {
+static amp_result ampi_batched_check(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b,
+                                     int trans_b, const ampi_operand *c) {
     int64_t m = trans_a ? a->cols : a->rows, k = trans_a ? a->rows : a->cols, n = trans_b ? b->rows : b->cols;
-    if (k == (trans_b ? b->cols : b->rows) && c->rows == m && c->cols == n && a->batch == c->batch && b->batch == c->batch) return AMP_OK;
-    return ampi_fail(AMP_ERR_SHAPE, f, "[%lld, %lld, %lld]%s times [%lld, %lld, %lld]%s does not give [%lld, %lld, %lld]",
+    if (k == (trans_b ? b->cols : b->rows) && c->rows == m && c->cols == n && a->batch == c->batch &&
+        b->batch == c->batch)
+        return AMP_OK;
+    return ampi_fail(AMP_ERR_SHAPE, f,
+                     "[%lld, %lld, %lld]%s times [%lld, %lld, %lld]%s does not give [%lld, %lld, %lld]",
                      (long long)a->batch, (long long)a->rows, (long long)a->cols, trans_a ? " transposed" : "",
                      (long long)b->batch, (long long)b->rows, (long long)b->cols, trans_b ? " transposed" : "",
                      (long long)c->batch, (long long)c->rows, (long long)c->cols);
 }
 
 /* *out: c = alpha op(a) op(b), shapes checked. */
-static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b,
-                                    const ampi_operand *c, float alpha, amp_dtype compute, amp_k_gemm *out) {
+static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b,
+                                    int trans_b, const ampi_operand *c, float alpha, amp_dtype compute,
+                                    amp_k_gemm *out) {
     amp_k_gemm g;
     AMPI_TRY(ampi_batched_check(f, a, trans_a, b, trans_b, c));
     memset(&g, 0, sizeof g);
@@ -11863,13 +12384,15 @@ AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) {
     ampi_reads(&at, ".a", &op->a); ampi_reads(&at, ".b", &op->b); ampi_writes(&at, ".y", &op->y);
     AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
-    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, ampi_is_0(op->alpha) ? 1 : op->alpha, plan.compute, &g));
+    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, ampi_is_0(op->alpha) ? 1 : op->alpha,
+                               plan.compute, &g));
     AMPI_TRY(ampi_product_call(amp, f, &g, op->layer, "a", "b", 1, plan.saturate));
     op->plan = plan;
     return AMP_OK;
 }
 
-/* With y = op(a) op(b): d op(a) = dy op(b)^T and d op(b) = op(a)^T dy; a transposed operand takes the transposed product. */
+/* With y = op(a) op(b): d op(a) = dy op(b)^T and d op(b) = op(a)^T dy; a transposed operand takes the transposed
+   product. */
 AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
     const char *f = "amp_matmul_backward";
     ampi_operand a, b, dy, da, db;
@@ -11890,13 +12413,15 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
     if (op->da.data) {
         AMPI_TRY(ampi_operand_of(f, "da", &op->da, &da));
         AMPI_TRY(ampi_check_output(f, "da", &op->da));
-        if (op->trans_a) AMPI_TRY(ampi_batched_gemm(f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute, &gemms[n++]));
+        if (op->trans_a)
+            AMPI_TRY(ampi_batched_gemm(f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute, &gemms[n++]));
         else AMPI_TRY(ampi_batched_gemm(f, &dy, 0, &b, !op->trans_b, &da, alpha, op->plan.compute, &gemms[n++]));
     }
     if (op->db.data) {
         AMPI_TRY(ampi_operand_of(f, "db", &op->db, &db));
         AMPI_TRY(ampi_check_output(f, "db", &op->db));
-        if (op->trans_b) AMPI_TRY(ampi_batched_gemm(f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute, &gemms[n++]));
+        if (op->trans_b)
+            AMPI_TRY(ampi_batched_gemm(f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute, &gemms[n++]));
         else AMPI_TRY(ampi_batched_gemm(f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute, &gemms[n++]));
     }
     at.n = 0;
@@ -11913,7 +12438,8 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
         in[i].input = data != op->dy.data;
         in[i].layer = op->layer;
     }
-    for (i = 0, result = AMP_OK; i < n && result == AMP_OK; i++) result = ampi_product_ready(amp, f, &gemms[i], in + 2 * i, op->plan.saturate);
+    for (i = 0, result = AMP_OK; i < n && result == AMP_OK; i++)
+        result = ampi_product_ready(amp, f, &gemms[i], in + 2 * i, op->plan.saturate);
     if (result == AMP_OK) result = ampi_gemm_reserve(amp, f, gemms, n);
     for (i = 0; i < n && result == AMP_OK; i++) result = ampi_product_run(amp, f, &gemms[i], in + 2 * i);
     ampi_gemm_release(amp, gemms);
@@ -11923,29 +12449,42 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
 
 /* ---- The BLAS-shaped GEMM */
 
-static inline __attribute__((always_inline)) amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc) {
+static inline __attribute__((always_inline)) amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m,
+                                                                        int64_t n, int64_t k, int64_t lda, int64_t ldb,
+                                                                        int64_t ldc) {
     int row = order == AMP_ROW_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
     int64_t need_a = row != ta ? k : m, need_b = row != tb ? n : k, need_c = row ? n : m;
-    if (!row && order != AMP_COL_MAJOR) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "order = %d, must be 101 (row major) or 102 (column major)", order);
-    if (trans_a < AMP_NO_TRANS || trans_a > AMP_CONJ_TRANS) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "trans_a = %d, must be 111, 112 or 113", trans_a);
-    if (trans_b < AMP_NO_TRANS || trans_b > AMP_CONJ_TRANS) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "trans_b = %d, must be 111, 112 or 113", trans_b);
+    if (!row && order != AMP_COL_MAJOR)
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "order = %d, must be 101 (row major) or 102 (column major)", order);
+    if (trans_a < AMP_NO_TRANS || trans_a > AMP_CONJ_TRANS)
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "trans_a = %d, must be 111, 112 or 113", trans_a);
+    if (trans_b < AMP_NO_TRANS || trans_b > AMP_CONJ_TRANS)
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "trans_b = %d, must be 111, 112 or 113", trans_b);
     if (m < 0 || n < 0 || k < 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "m = %lld, n = %lld, k = %lld, must be 0 or more", (long long)m, (long long)n, (long long)k);
-    if (lda < AMPI_MAX(need_a, 1)) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "lda = %lld, must be at least %lld", (long long)lda, (long long)AMPI_MAX(need_a, 1));
-    if (ldb < AMPI_MAX(need_b, 1)) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "ldb = %lld, must be at least %lld", (long long)ldb, (long long)AMPI_MAX(need_b, 1));
-    if (ldc < AMPI_MAX(need_c, 1)) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "ldc = %lld, must be at least %lld", (long long)ldc, (long long)AMPI_MAX(need_c, 1));
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "m = %lld, n = %lld, k = %lld, must be 0 or more", (long long)m,
+                         (long long)n, (long long)k);
+    if (lda < AMPI_MAX(need_a, 1))
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "lda = %lld, must be at least %lld", (long long)lda,
+                         (long long)AMPI_MAX(need_a, 1));
+    if (ldb < AMPI_MAX(need_b, 1))
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "ldb = %lld, must be at least %lld", (long long)ldb,
+                         (long long)AMPI_MAX(need_b, 1));
+    if (ldc < AMPI_MAX(need_c, 1))
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "ldc = %lld, must be at least %lld", (long long)ldc,
+                         (long long)AMPI_MAX(need_c, 1));
     return AMP_OK;
 }
 
 /* rows x cols of C and its kin, in rows `ld` apart; as the view of an operand. */
-static amp_tensor ampi_gemm_view(const void *data, amp_dtype dtype, int row_major, int64_t rows, int64_t cols, int64_t ld) {
+static amp_tensor ampi_gemm_view(const void *data, amp_dtype dtype, int row_major, int64_t rows, int64_t cols,
+                                 int64_t ld) {
     amp_tensor t = amp_tensor2(data, dtype, row_major ? rows : cols, row_major ? cols : rows);
     t.stride[0] = ld; t.stride[1] = 1;
     return t;
 }
 
-static amp_result ampi_gemm_places(amp_dtype dtype, int row, int ta, int tb, int64_t m, int64_t n, int64_t k, const void *a, int64_t lda,
-                                   const void *b, int64_t ldb, const void *c, int64_t ldc) {
+static amp_result ampi_gemm_places(amp_dtype dtype, int row, int ta, int tb, int64_t m, int64_t n, int64_t k,
+                                   const void *a, int64_t lda, const void *b, int64_t ldb, const void *c, int64_t ldc) {
     amp_tensor va = ampi_gemm_view(a, dtype, row != ta, m, k, lda), vb = ampi_gemm_view(b, dtype, row != tb, k, n, ldb);
     amp_tensor vc = ampi_gemm_view(c, dtype, row, m, n, ldc);
     ampi_places at;
@@ -11955,15 +12494,21 @@ static amp_result ampi_gemm_places(amp_dtype dtype, int row, int ta, int tb, int
 }
 
 /* The bytes from the first to the last of lines that lie `ld` apart. */
-static size_t ampi_gemm_span(int64_t lines, int64_t length, int64_t ld) { return (((size_t)lines - 1) * (size_t)ld + (size_t)length) * sizeof(float); }
+static size_t ampi_gemm_span(int64_t lines, int64_t length, int64_t ld) {
+    return (((size_t)lines - 1) * (size_t)ld + (size_t)length) * sizeof(float);
+}
 
 /* A product of a 16-bit context in fp32, for want of a region: said once. */
 static void ampi_gemm_outside(amp_context *amp, amp_dtype compute) {
     amp_dtype dtype = amp->desc.autocast_dtype;
-    if ((dtype != AMP_F16 && dtype != AMP_BF16) || amp->desc.disable || amp->desc.gemm_always || ampi_region_of(amp) != NULL) return;
+    if ((dtype != AMP_F16 && dtype != AMP_BF16) || amp->desc.disable || amp->desc.gemm_always ||
+        ampi_region_of(amp) != NULL)
+        return;
     if (ampi_log_count(amp, 1010) > 1) return;
-    ampi_log(amp, AMP_LOG_WARNING, 1010, "amp_gemm outside any region computes in %s, not in this context's %s: call amp_autocast_begin "
-             "around it, or set amp_desc.gemm_always", amp_dtype_name(compute), amp_dtype_name(dtype));
+    ampi_log(amp, AMP_LOG_WARNING, 1010,
+             "amp_gemm outside any region computes in %s, not in this context's %s: call amp_autocast_begin "
+             "around it, or set amp_desc.gemm_always",
+             amp_dtype_name(compute), amp_dtype_name(dtype));
 }
 
 /* What was decided last stands until something changes, unless each decision is told. */
@@ -11988,7 +12533,8 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     AMPI_TRY(ampi_check_real("amp_gemm", "alpha", (double)alpha, 1, "finite"));
     AMPI_TRY(ampi_check_real("amp_gemm", "beta", (double)beta, 1, "finite"));
     if (m == 0 || n == 0) return AMP_OK;
-    if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, "amp_gemm", "a, b or c is NULL");
+    if (c == NULL || (k > 0 && (a == NULL || b == NULL)))
+        return ampi_fail(AMP_ERR_NULL, "amp_gemm", "a, b or c is NULL");
     if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
     else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
@@ -12002,7 +12548,8 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     g.b = swap ? a : b; g.ldb = swap ? lda : ldb; g.trans_b = swap ? ta : tb;
     g.c = c; g.ldc = ldc;
     g.alpha = alpha; g.beta = beta; g.compute = plan.compute;
-    if (plan.compute == AMP_F16 || plan.saturate) return ampi_product_call(amp, "amp_gemm", &g, NULL, swap ? "b" : "a", swap ? "a" : "b", 2, plan.saturate);
+    if (plan.compute == AMP_F16 || plan.saturate)
+        return ampi_product_call(amp, "amp_gemm", &g, NULL, swap ? "b" : "a", swap ? "a" : "b", 2, plan.saturate);
     return ampi_as("amp_gemm", amp->backend->gemm(amp->dev, &g, amp->desc.stream));
 }
 
@@ -12018,13 +12565,15 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
                                 const double *b, int64_t ldb, double beta, double *c, int64_t ldc) {
     const char *f = "amp_gemm_f64";
     int row = order == AMP_ROW_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
-    int64_t wide_a = AMPI_MAX(row != ta ? k : m, 1), wide_b = AMPI_MAX(row != tb ? n : k, 1), wide_c = row ? n : m, i, j;
+    int64_t wide_a = AMPI_MAX(row != ta ? k : m, 1), wide_b = AMPI_MAX(row != tb ? n : k, 1), wide_c = row ? n : m, i,
+            j;
     float *a32, *b32, *c32;
     void *scratch;
     amp_result result;
     ampi_fp host;
     AMPI_TRY(ampi_need(f, amp != NULL, "amp"));
-    if (!amp->backend->host_visible) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "computes on the CPU only; on a device use amp_gemm");
+    if (!amp->backend->host_visible)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "computes on the CPU only; on a device use amp_gemm");
     AMPI_TRY(ampi_as(f, ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc)));
     AMPI_TRY(ampi_check_real(f, "alpha", alpha, 1, "finite"));
     AMPI_TRY(ampi_check_real(f, "beta", beta, 1, "finite"));
@@ -12049,15 +12598,19 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
 
 /* ---- Attention */
 
-static amp_result ampi_attention_view(const char *f, const char *field, const amp_tensor *t, const int64_t shape[4], amp_dtype dtype, int64_t stride[3]) {
+static amp_result ampi_attention_view(const char *f, const char *field, const amp_tensor *t, const int64_t shape[4],
+                                      amp_dtype dtype, int64_t stride[3]) {
     char text[64];
     int i;
     AMPI_TRY(ampi_check_tensor(f, field, t));
     for (i = 0; i < 4; i++)
         if (t->ndim != 4 || t->shape[i] != shape[i])
-            return ampi_fail(AMP_ERR_SHAPE, f, ".%s is %s, must be [%lld, %lld, %lld, %lld]", field, ampi_shape_text(t, text, sizeof text),
-                             (long long)shape[0], (long long)shape[1], (long long)shape[2], (long long)shape[3]);
-    if (t->dtype != dtype) return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must be %s like .q", field, amp_dtype_name(t->dtype), amp_dtype_name(dtype));
+            return ampi_fail(AMP_ERR_SHAPE, f, ".%s is %s, must be [%lld, %lld, %lld, %lld]", field,
+                             ampi_shape_text(t, text, sizeof text), (long long)shape[0], (long long)shape[1],
+                             (long long)shape[2], (long long)shape[3]);
+    if (t->dtype != dtype)
+        return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must be %s like .q", field, amp_dtype_name(t->dtype),
+                         amp_dtype_name(dtype));
     for (i = 0; i < 3; i++) stride[i] = ampi_stride(t, i);
     return AMP_OK;
 }
@@ -12068,7 +12621,8 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     memset(k, 0, sizeof *k);
     AMPI_TRY(ampi_check_tensor(f, "q", &op->q));
     AMPI_TRY(ampi_check_tensor(f, "k", &op->k));
-    if (op->q.ndim != 4 || op->k.ndim != 4) return ampi_fail(AMP_ERR_SHAPE, f, ".q and .k must be [batch, positions, heads, dim]");
+    if (op->q.ndim != 4 || op->k.ndim != 4)
+        return ampi_fail(AMP_ERR_SHAPE, f, ".q and .k must be [batch, positions, heads, dim]");
     memcpy(q_shape, op->q.shape, sizeof q_shape);
     memcpy(k_shape, op->q.shape, sizeof k_shape);
     k_shape[1] = op->k.shape[1];
@@ -12092,9 +12646,10 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     return AMP_OK;
 }
 
-/* q, k and v as ampi_product_ready has the operands of a product, but counted at once: a key at -inf tells nothing.  in[3] is
-   d_o: NULL in forward. */
-static amp_result ampi_attention_ready(amp_context *amp, const char *f, const amp_attention_op *op, amp_k_attention *k, ampi_input in[4], int32_t saturate) {
+/* q, k and v as ampi_product_ready has the operands of a product, but counted at once: a key at -inf tells nothing.
+   in[3] is d_o: NULL in forward. */
+static amp_result ampi_attention_ready(amp_context *amp, const char *f, const amp_attention_op *op, amp_k_attention *k,
+                                       ampi_input in[4], int32_t saturate) {
     static const char *const names[4] = {"q", "k", "v", "d_o"};
     const void **data[3];
     int64_t *stride[3];
@@ -12105,7 +12660,10 @@ static amp_result ampi_attention_ready(amp_context *amp, const char *f, const am
     for (i = 0; i < (k->d_o ? 4 : 3) && (saturate || (k->compute == AMP_F16 && amp->backend->host_visible)); i++) {
         amp_tensor t = i == 0 ? op->q : i == 1 ? op->k : i == 2 ? op->v : op->d_o;
         in[i].name = names[i]; in[i].layer = op->layer; in[i].input = i < 3;
-        if (!amp->backend->host_visible) { if (i < 3) k->cut[i] = ampi_input_there(amp, f, &in[i], k->compute, k->dtype); continue; }
+        if (!amp->backend->host_visible) {
+            if (i < 3) k->cut[i] = ampi_input_there(amp, f, &in[i], k->compute, k->dtype);
+            continue;
+        }
         if (!saturate || i == 3) { if (k->compute == AMP_F16) ampi_input_count(amp, f, &in[i], &t); continue; }
         AMPI_TRY(ampi_input_cut(amp, f, &in[i], k->compute, &t));
         *data[i] = t.data;
@@ -12133,7 +12691,8 @@ AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op) {
     ampi_writes(&at, ".o", &op->o);
     ampi_writes_array(&at, ".lse", op->lse, k.batch * k.heads * k.queries * (int64_t)sizeof(float));
     AMPI_TRY(ampi_check_places("amp_attention", &at));
-    AMPI_TRY(ampi_plan_forward(amp, "amp_attention", AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, 0, &op->plan, &plan));
+    AMPI_TRY(
+        ampi_plan_forward(amp, "amp_attention", AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, 0, &op->plan, &plan));
     k.compute = plan.compute;
     result = ampi_attention_ready(amp, "amp_attention", op, &k, in, plan.saturate);
     if (result == AMP_OK) result = ampi_as("amp_attention", amp->backend->attention(amp->dev, &k, amp->desc.stream));
@@ -12175,8 +12734,8 @@ AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op
     return result;
 }
 
-/* ---- Operators by rows of the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the kernel's arguments,
-   and says which memory is read and written; `kernel` calls it.  All else is the same for all. */
+/* ---- Operators by rows of the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the kernel's
+   arguments, and says which memory is read and written; `kernel` calls it.  All else is the same for all. */
 
 typedef struct ampi_call {
     amp_context *amp;
@@ -12202,13 +12761,16 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     AMPI_TRY(ampi_optional_rows(f, "sum", &op->sum, "x", &k->x, &k->sum));
     AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
     if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given; RMSNorm has none");
-    if (op->residual.data && op->sum.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".sum has no data; with .residual the sum is kept for backward");
+    if (op->residual.data && op->sum.data == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data; with .residual the sum is kept for backward");
     if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
     if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, -1));
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
-        return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree", amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
+        return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree",
+                         amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
     if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
-    AMPI_TRY(ampi_check_real(f, ".eps", (double)op->eps, isgreaterequal(op->eps, 0), "positive and finite, or 0 (1e-5)"));
+    AMPI_TRY(
+        ampi_check_real(f, ".eps", (double)op->eps, isgreaterequal(op->eps, 0), "positive and finite, or 0 (1e-5)"));
     k->rms = rms;
     k->eps = op->eps == 0 ? 1e-5f : op->eps;
     if (op->weight) { k->weight = op->weight->weight.data; k->weight_dtype = op->weight->weight.dtype; }
@@ -12233,8 +12795,8 @@ static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op
     if (!rms) ampi_writes_array(&at, ".mean", op->mean, k.x.rows * (int64_t)sizeof(float));
     ampi_writes_array(&at, ".rstd", op->rstd, k.x.rows * (int64_t)sizeof(float));
     AMPI_TRY(ampi_check_places(f, &at));
-    AMPI_TRY(ampi_plan_forward(amp, f, rms ? AMP_OP_RMSNORM : AMP_OP_LAYERNORM, ampi_layer_name(op->layer, op->weight), k.x.dtype, AMP_DTYPE_DEFAULT,
-                               ampi_versions(op->weight, op->bias), &op->plan, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, rms ? AMP_OP_RMSNORM : AMP_OP_LAYERNORM, ampi_layer_name(op->layer, op->weight),
+                               k.x.dtype, AMP_DTYPE_DEFAULT, ampi_versions(op->weight, op->bias), &op->plan, &plan));
     AMPI_TRY(ampi_as(f, amp->backend->norm(amp->dev, &k, amp->desc.stream)));
     op->plan = plan;
     return AMP_OK;
@@ -12261,7 +12823,8 @@ static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_o
     AMPI_TRY(ampi_optional_rows(f, "dsum", &op->dsum, "x", &k.x, &k.dsum));
     AMPI_TRY(ampi_optional_rows(f, "dx_low", &op->dx_low, "x", &k.x, &k.dx_low));
     if (k.dx_low.data && (k.dx.dtype != AMP_F32 || k.dx_low.dtype == AMP_F32))
-        return ampi_fail(AMP_ERR_DTYPE, f, ".dx_low is %s beside .dx in %s, must be fp16 or bf16 beside fp32", amp_dtype_name(k.dx_low.dtype), amp_dtype_name(k.dx.dtype));
+        return ampi_fail(AMP_ERR_DTYPE, f, ".dx_low is %s beside .dx in %s, must be fp16 or bf16 beside fp32",
+                         amp_dtype_name(k.dx_low.dtype), amp_dtype_name(k.dx.dtype));
     at.n = 0;
     if (k.sum.data) ampi_reads(&at, ".sum", &op->sum);
     else ampi_reads(&at, ".x", &op->x);
@@ -12280,10 +12843,18 @@ static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_o
     return AMP_OK;
 }
 
-AMP_API amp_result amp_layernorm(amp_context *amp, amp_norm_op *op) { return ampi_norm_forward(amp, "amp_layernorm", op, 0); }
-AMP_API amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op) { return ampi_norm_backward(amp, "amp_layernorm_backward", op, 0); }
-AMP_API amp_result amp_rmsnorm(amp_context *amp, amp_norm_op *op) { return ampi_norm_forward(amp, "amp_rmsnorm", op, 1); }
-AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op) { return ampi_norm_backward(amp, "amp_rmsnorm_backward", op, 1); }
+AMP_API amp_result amp_layernorm(amp_context *amp, amp_norm_op *op) {
+    return ampi_norm_forward(amp, "amp_layernorm", op, 0);
+}
+AMP_API amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op) {
+    return ampi_norm_backward(amp, "amp_layernorm_backward", op, 0);
+}
+AMP_API amp_result amp_rmsnorm(amp_context *amp, amp_norm_op *op) {
+    return ampi_norm_forward(amp, "amp_rmsnorm", op, 1);
+}
+AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op) {
+    return ampi_norm_backward(amp, "amp_rmsnorm_backward", op, 1);
+}
 
 /* ---- Softmax */
 
@@ -12291,8 +12862,12 @@ AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op) { ret
 static amp_result ampi_check_flat(const char *f, const char *field, const amp_tensor *t, int64_t n, amp_dtype dtype) {
     AMPI_TRY(ampi_check_tensor(f, field, t));
     if (!ampi_is_contiguous(t)) return ampi_fail(AMP_ERR_SHAPE, f, ".%s must be contiguous", field);
-    if (amp_tensor_count(t) != n) return ampi_fail(AMP_ERR_SHAPE, f, ".%s has %lld elements, must have %lld", field, (long long)amp_tensor_count(t), (long long)n);
-    if (dtype != AMP_DTYPE_DEFAULT && t->dtype != dtype) return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must be %s", field, amp_dtype_name(t->dtype), amp_dtype_name(dtype));
+    if (amp_tensor_count(t) != n)
+        return ampi_fail(AMP_ERR_SHAPE, f, ".%s has %lld elements, must have %lld", field,
+                         (long long)amp_tensor_count(t), (long long)n);
+    if (dtype != AMP_DTYPE_DEFAULT && t->dtype != dtype)
+        return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must be %s", field, amp_dtype_name(t->dtype),
+                         amp_dtype_name(dtype));
     return AMP_OK;
 }
 
@@ -12307,7 +12882,8 @@ static amp_result ampi_softmax_prepare(ampi_call *c) {
     AMPI_TRY(ampi_check_tensor(f, "y", &op->y));
     AMPI_TRY(ampi_check_mask(f, &op->mask));
     AMPI_TRY(ampi_check_real(f, ".scale", (double)op->scale, 1, "finite"));
-    if (!ampi_is_contiguous(&op->x) || !ampi_is_contiguous(&op->y)) return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y must be contiguous");
+    if (!ampi_is_contiguous(&op->x) || !ampi_is_contiguous(&op->y))
+        return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y must be contiguous");
     if (op->x.ndim != op->y.ndim || memcmp(op->x.shape, op->y.shape, sizeof(int64_t) * (size_t)op->x.ndim) != 0)
         return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y have different shapes");
     for (i = 0; i < 4; i++) shape[i] = i < 4 - op->x.ndim ? 1 : op->x.shape[i - (4 - op->x.ndim)];
@@ -12323,7 +12899,9 @@ static amp_result ampi_softmax_prepare(ampi_call *c) {
     }
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->y), k->y_dtype));
     AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, amp_tensor_count(&op->x), k->x_dtype));
-    ampi_reads(&c->at, ".y", &op->y); ampi_reads(&c->at, ".dy", &op->dy); ampi_writes_over(&c->at, ".dx", &op->dx, ".dy", NULL);
+    ampi_reads(&c->at, ".y", &op->y);
+    ampi_reads(&c->at, ".dy", &op->dy);
+    ampi_writes_over(&c->at, ".dx", &op->dx, ".dy", NULL);
     k->dy = op->dy.data;
     k->dx = op->dx.data;
     return AMP_OK;
@@ -12340,7 +12918,8 @@ static amp_result ampi_activation_prepare(ampi_call *c) {
     const amp_activation_op *op = (const amp_activation_op *)c->op;
     amp_k_activation *k = &c->k.activation;
     const char *f = c->f;
-    if (op->act <= AMP_ACT_NONE || op->act > AMP_ACT_RELU) return ampi_fail(AMP_ERR_RANGE, f, ".act = %d, must be 1 to 5", (int)op->act);
+    if (op->act <= AMP_ACT_NONE || op->act > AMP_ACT_RELU)
+        return ampi_fail(AMP_ERR_RANGE, f, ".act = %d, must be 1 to 5", (int)op->act);
     k->act = op->act;
     k->n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, k->n, AMP_DTYPE_DEFAULT));
@@ -12412,7 +12991,8 @@ static amp_result ampi_swiglu_prepare(ampi_call *c) {
     ampi_reads(at, ".dy", &op->dy);
     ampi_writes(at, ".dgate", &op->dgate); ampi_writes(at, ".dup", &op->dup);
     ampi_writes_gradient(at, ".gate_bias->grad", op->gate_bias);
-    if (op->up_bias != op->gate_bias) ampi_writes_gradient(at, ".up_bias->grad", op->up_bias);     /* one bias takes both sums */
+    /* one bias takes both sums */
+    if (op->up_bias != op->gate_bias) ampi_writes_gradient(at, ".up_bias->grad", op->up_bias);
     return AMP_OK;
 }
 
@@ -12446,12 +13026,16 @@ static amp_result ampi_cross_entropy_prepare(ampi_call *c) {
     AMPI_TRY(ampi_optional_rows(f, "dlogits", &op->dlogits, "logits", &k->logits, &k->dlogits));
     AMPI_TRY(ampi_need(f, op->labels && op->loss, ".labels or .loss"));
     if (op->classes < 0 || op->classes > k->logits.cols)
-        return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)", (long long)op->classes, (long long)k->logits.cols);
-    AMPI_TRY(ampi_check_real(f, ".label_smoothing", (double)op->label_smoothing, isgreaterequal(op->label_smoothing, 0) && islessequal(op->label_smoothing, 1), "0 to 1"));
+        return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)",
+                         (long long)op->classes, (long long)k->logits.cols);
+    AMPI_TRY(ampi_check_real(f, ".label_smoothing", (double)op->label_smoothing,
+                             isgreaterequal(op->label_smoothing, 0) && islessequal(op->label_smoothing, 1), "0 to 1"));
     AMPI_TRY(ampi_check_loss(f, op->factor, op->reduction));
-    ampi_reads(at, ".logits", &op->logits); ampi_reads_array(at, ".labels", op->labels, k->logits.rows * (int64_t)sizeof *op->labels);
+    ampi_reads(at, ".logits", &op->logits);
+    ampi_reads_array(at, ".labels", op->labels, k->logits.rows * (int64_t)sizeof *op->labels);
     ampi_reads_array(at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
-    ampi_writes_over(at, ".dlogits", &op->dlogits, ".logits", NULL); ampi_writes_array(at, ".loss", op->loss, sizeof *op->loss);
+    ampi_writes_over(at, ".dlogits", &op->dlogits, ".logits", NULL);
+    ampi_writes_array(at, ".loss", op->loss, sizeof *op->loss);
     ampi_writes_array(at, ".losses", op->losses, k->logits.rows * (int64_t)sizeof *op->losses);
     c->inputs[0] = k->logits.dtype;
     k->classes = op->classes ? op->classes : k->logits.cols;
@@ -12471,7 +13055,8 @@ static amp_result ampi_cross_entropy_kernel(ampi_call *c) {
     const amp_k_cross_entropy *k = &c->k.cross_entropy;
     AMPI_TRY(c->amp->backend->cross_entropy(c->amp->dev, k, c->amp->desc.stream));
     if (c->bad == 0) return AMP_OK;
-    return ampi_fail(AMP_ERR_LABEL, c->f, ".labels[%d] = %d, must be 0 to %lld or ignore_index %d", c->bad - 1, k->labels[c->bad - 1], (long long)k->classes - 1, k->ignore_index);
+    return ampi_fail(AMP_ERR_LABEL, c->f, ".labels[%d] = %d, must be 0 to %lld or ignore_index %d", c->bad - 1,
+                     k->labels[c->bad - 1], (long long)k->classes - 1, k->ignore_index);
 }
 
 static amp_result ampi_mse_prepare(ampi_call *c) {
@@ -12486,7 +13071,8 @@ static amp_result ampi_mse_prepare(ampi_call *c) {
     AMPI_TRY(ampi_check_loss(f, op->factor, op->reduction));
     ampi_reads(&c->at, ".x", &op->x); ampi_reads(&c->at, ".target", &op->target);
     ampi_reads_array(&c->at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
-    ampi_writes_over(&c->at, ".dx", &op->dx, ".x", NULL); ampi_writes_array(&c->at, ".loss", op->loss, sizeof *op->loss);
+    ampi_writes_over(&c->at, ".dx", &op->dx, ".x", NULL);
+    ampi_writes_array(&c->at, ".loss", op->loss, sizeof *op->loss);
     k->x = op->x.data; k->x_dtype = c->inputs[0] = op->x.dtype;
     k->target = op->target.data; k->target_dtype = c->inputs[1] = op->target.dtype;
     k->dx = op->dx.data;
@@ -12497,7 +13083,9 @@ static amp_result ampi_mse_prepare(ampi_call *c) {
     return AMP_OK;
 }
 
-static amp_result ampi_mse_kernel(ampi_call *c) { return c->amp->backend->mse(c->amp->dev, &c->k.mse, c->amp->desc.stream); }
+static amp_result ampi_mse_kernel(ampi_call *c) {
+    return c->amp->backend->mse(c->amp->dev, &c->k.mse, c->amp->desc.stream);
+}
 
 /* ---- Embedding */
 
@@ -12520,13 +13108,15 @@ static amp_result ampi_embedding_prepare(ampi_call *c) {
     k->ids = op->ids;
     k->n = k->y.rows;
     k->seq = op->seq ? op->seq : AMPI_MAX(k->n, 1);
-    if (k->seq < 0) return ampi_fail(AMP_ERR_RANGE, f, ".seq = %lld, must be 1 or more (0: all rows)", (long long)op->seq);
+    if (k->seq < 0)
+        return ampi_fail(AMP_ERR_RANGE, f, ".seq = %lld, must be 1 or more (0: all rows)", (long long)op->seq);
     AMPI_TRY(ampi_check_weight(f, "table", op->table, k->table.rows, k->y.cols));
     if (op->positions != NULL) {
         AMPI_TRY(ampi_rows(f, "positions", &op->positions->weight, &k->positions));
         if (k->positions.rows < AMPI_MIN(k->seq, k->n) || k->positions.cols != k->y.cols)
-            return ampi_fail(AMP_ERR_SHAPE, f, ".positions is [%lld, %lld], must be [at least %lld, %lld]", (long long)k->positions.rows,
-                             (long long)k->positions.cols, (long long)AMPI_MIN(k->seq, k->n), (long long)k->y.cols);
+            return ampi_fail(AMP_ERR_SHAPE, f, ".positions is [%lld, %lld], must be [at least %lld, %lld]",
+                             (long long)k->positions.rows, (long long)k->positions.cols,
+                             (long long)AMPI_MIN(k->seq, k->n), (long long)k->y.cols);
     }
     c->inputs[0] = k->table.dtype;
     k->bad_id = ampi_bad_row(c->amp, &c->bad);
@@ -12549,7 +13139,8 @@ static amp_result ampi_embedding_kernel(ampi_call *c) {
     const amp_k_embedding *k = &c->k.embedding;
     AMPI_TRY((c->backward ? b->embedding_backward : b->embedding)(c->amp->dev, k, c->amp->desc.stream));
     if (c->bad == 0) return AMP_OK;
-    return ampi_fail(AMP_ERR_LABEL, c->f, ".ids[%d] = %d, must be 0 to %lld", c->bad - 1, k->ids[c->bad - 1], (long long)k->table.rows - 1);
+    return ampi_fail(AMP_ERR_LABEL, c->f, ".ids[%d] = %d, must be 0 to %lld", c->bad - 1, k->ids[c->bad - 1],
+                     (long long)k->table.rows - 1);
 }
 
 /* ---- Dropout */
@@ -12559,7 +13150,8 @@ static amp_result ampi_dropout_prepare(ampi_call *c) {
     const amp_tensor *from = c->backward ? &op->dy : &op->x, *to = c->backward ? &op->dx : &op->y;
     const char *from_name = c->backward ? ".dy" : ".x", *to_name = c->backward ? ".dx" : ".y";
     amp_k_dropout *k = &c->k.dropout;
-    AMPI_TRY(ampi_check_real(c->f, ".p", (double)op->p, isgreaterequal(op->p, 0) && isless(op->p, 1), "0 to less than 1"));
+    AMPI_TRY(
+        ampi_check_real(c->f, ".p", (double)op->p, isgreaterequal(op->p, 0) && isless(op->p, 1), "0 to less than 1"));
     k->n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(c->f, from_name + 1, from, k->n, AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_check_flat(c->f, to_name + 1, to, k->n, AMP_DTYPE_DEFAULT));
@@ -12591,8 +13183,8 @@ static amp_result ampi_dropout_kernel(ampi_call *c) {
     return c->amp->backend->dropout(c->amp->dev, k, c->amp->desc.stream);
 }
 
-/* ---- Calls.  A row: where in the op struct, which begins with .layer, the plan and up to two parameters are (0: none), whether the
-   first of them names a layer without a name, and the operator's functions. */
+/* ---- Calls.  A row: where in the op struct, which begins with .layer, the plan and up to two parameters are (0:
+   none), whether the first of them names a layer without a name, and the operator's functions. */
 
 typedef struct ampi_operator {
     const char *names[2];           /* of the public functions */
@@ -12603,7 +13195,8 @@ typedef struct ampi_operator {
 } ampi_operator;
 
 #define AMPI_CALL(name, a, b, named) \
-    {{"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##name##_op, plan), {a, b}, named, ampi_##name##_prepare, ampi_##name##_kernel}
+    {{"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##name##_op, plan), {a, b}, named, ampi_##name##_prepare, \
+     ampi_##name##_kernel}
 #define AMPI_IN(name, field) offsetof(amp_##name##_op, field)
 static const ampi_operator ampi_calls[] = {     /* from AMP_OP_SOFTMAX on */
     AMPI_CALL(softmax, 0, 0, 0),
@@ -12637,26 +13230,47 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
     AMPI_TRY(row->prepare(&c));
     AMPI_TRY(ampi_check_places(f, &c.at));
     if (backward) c.plan = *plan;
-    else AMPI_TRY(ampi_plan_forward(amp, f, id, row->named ? ampi_layer_name(layer, c.params[0]) : layer, c.inputs[0], c.inputs[1],
-                                    ampi_versions(c.params[0], c.params[1]), plan, &c.plan));
+    else
+        AMPI_TRY(ampi_plan_forward(amp, f, id, row->named ? ampi_layer_name(layer, c.params[0]) : layer, c.inputs[0],
+                                   c.inputs[1], ampi_versions(c.params[0], c.params[1]), plan, &c.plan));
     AMPI_TRY(ampi_as(f, row->kernel(&c)));
     if (!backward) *plan = c.plan;
     for (i = 0; i < 2 && backward; i++) ampi_gradient_live(c.params[i], 1);
     return AMP_OK;
 }
 
-AMP_API amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) { return ampi_operate(amp, AMP_OP_SOFTMAX, op, 0); }
-AMP_API amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) { return ampi_operate(amp, AMP_OP_SOFTMAX, op, 1); }
-AMP_API amp_result amp_activation(amp_context *amp, amp_activation_op *op) { return ampi_operate(amp, AMP_OP_ACTIVATION, op, 0); }
-AMP_API amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op) { return ampi_operate(amp, AMP_OP_ACTIVATION, op, 1); }
+AMP_API amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) {
+    return ampi_operate(amp, AMP_OP_SOFTMAX, op, 0);
+}
+AMP_API amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) {
+    return ampi_operate(amp, AMP_OP_SOFTMAX, op, 1);
+}
+AMP_API amp_result amp_activation(amp_context *amp, amp_activation_op *op) {
+    return ampi_operate(amp, AMP_OP_ACTIVATION, op, 0);
+}
+AMP_API amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op) {
+    return ampi_operate(amp, AMP_OP_ACTIVATION, op, 1);
+}
 AMP_API amp_result amp_swiglu(amp_context *amp, amp_swiglu_op *op) { return ampi_operate(amp, AMP_OP_SWIGLU, op, 0); }
-AMP_API amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op) { return ampi_operate(amp, AMP_OP_SWIGLU, op, 1); }
-AMP_API amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op) { return ampi_operate(amp, AMP_OP_CROSS_ENTROPY, op, 0); }
+AMP_API amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op) {
+    return ampi_operate(amp, AMP_OP_SWIGLU, op, 1);
+}
+AMP_API amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op) {
+    return ampi_operate(amp, AMP_OP_CROSS_ENTROPY, op, 0);
+}
 AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op) { return ampi_operate(amp, AMP_OP_MSE, op, 0); }
-AMP_API amp_result amp_embedding(amp_context *amp, amp_embedding_op *op) { return ampi_operate(amp, AMP_OP_EMBEDDING, op, 0); }
-AMP_API amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op) { return ampi_operate(amp, AMP_OP_EMBEDDING, op, 1); }
-AMP_API amp_result amp_dropout(amp_context *amp, amp_dropout_op *op) { return ampi_operate(amp, AMP_OP_DROPOUT, op, 0); }
-AMP_API amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op) { return ampi_operate(amp, AMP_OP_DROPOUT, op, 1); }
+AMP_API amp_result amp_embedding(amp_context *amp, amp_embedding_op *op) {
+    return ampi_operate(amp, AMP_OP_EMBEDDING, op, 0);
+}
+AMP_API amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op) {
+    return ampi_operate(amp, AMP_OP_EMBEDDING, op, 1);
+}
+AMP_API amp_result amp_dropout(amp_context *amp, amp_dropout_op *op) {
+    return ampi_operate(amp, AMP_OP_DROPOUT, op, 0);
+}
+AMP_API amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op) {
+    return ampi_operate(amp, AMP_OP_DROPOUT, op, 1);
+}
 
 /* ---- Add, cast, random state */
 
@@ -12719,16 +13333,22 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     char key[64];
     AMPI_TRY(ampi_need("amp_random_load", amp && state && prefix, "amp, state or prefix"));
     AMPI_TRY(ampi_key("amp_random_load", key, prefix, "random", -1));
-    if (amp->capture != NULL) return ampi_fail(AMP_ERR_STATE, "amp_random_load", "a graph is being captured: load before amp_graph_begin or after amp_graph_end");
+    if (amp->capture != NULL)
+        return ampi_fail(AMP_ERR_STATE, "amp_random_load",
+                         "a graph is being captured: load before amp_graph_begin or after amp_graph_end");
     AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, values, 2)));
     snprintf(key, sizeof key, "%.40s.rank", prefix);
     rank[0] = amp->desc.reducer.rank;
-    if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, rank, 2)));
+    if (amp_state_count(state, key, NULL) >= 0)
+        AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, rank, 2)));
     if (rank[0] != amp->desc.reducer.rank && amp->desc.seed != 0 && amp->desc.seed != (uint64_t)values[0])
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_random_load", "saved by rank %lld of %lld with seed %llu, this is rank %d with seed %llu: "
-                         "ranks with seeds of their own need states of their own", (long long)rank[0], (long long)rank[1],
-                         (unsigned long long)values[0], amp->desc.reducer.rank, (unsigned long long)amp->desc.seed);
-    if (amp->desc.seed != (uint64_t)values[0]) ampi_settings_changed(amp);     /* graphs have the seed built in, not the offset */
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_random_load",
+                         "saved by rank %lld of %lld with seed %llu, this is rank %d with seed %llu: "
+                         "ranks with seeds of their own need states of their own",
+                         (long long)rank[0], (long long)rank[1], (unsigned long long)values[0], amp->desc.reducer.rank,
+                         (unsigned long long)amp->desc.seed);
+    /* graphs have the seed built in, not the offset */
+    if (amp->desc.seed != (uint64_t)values[0]) ampi_settings_changed(amp);
     amp->desc.seed = (uint64_t)values[0];
     amp->random_offset = (uint64_t)values[1];
     return AMP_OK;
@@ -12748,13 +13368,15 @@ struct amp_grad_set {
     amp_param **params;             /* of each row; NULL: the rows are ranges */
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
     amp_k_grad_stats *found;        /* device */
-    const amp_optimizer_desc *desc; /* its optimizer's; `own` without one: accumulation 1, clip_norm and sharded as asked for */
+    /* its optimizer's; `own` without one: accumulation 1, clip_norm and sharded as asked for */
+    const amp_optimizer_desc *desc;
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
     ampi_stage stage;
     amp_scaler *scaler;             /* the one this set was checked by since its last update, else NULL ... */
     amp_grad_set *next;                  /* ... and the next set in that scaler's list */
-    void *saved;                    /* device: the ranges of amp_grad_set_save, one behind the other; NULL before the first */
+    /* device: the ranges of amp_grad_set_save, one behind the other; NULL before the first */
+    void *saved;
 };
 
 struct amp_scaler {
@@ -12774,8 +13396,9 @@ struct amp_optimizer {
     amp_param_group *groups; const char **matches; char *text; int64_t text_bytes;
     amp_grad_set *set;
     void *memory;                   /* device: moments and masters of all rows */
-    amp_range *copies, *copy_table; /* of each row, what is written along: the device's table, and what was sent there; count -1: not sent.
-                                       NULL where the host sees the device's memory, and copies are packed */
+    /* Of each row, what is written along: the device's table, and what was sent there (count -1: not sent).  NULL where
+       the host sees the device's memory, and copies are packed. */
+    amp_range *copies, *copy_table;
     amp_k_step_result *ring;            /* device */
     amp_k_step_result *outcomes;        /* the host's copy of it, pinned; record i is complete after events[i] */
     void *events[AMP_STEP_RESULTS];
@@ -13026,9 +13649,10 @@ static amp_result ampi_check_params(const char *function, const amp_param *param
 static amp_result ampi_check_weights_of(const char *function, const amp_param *params, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++)
-        if (params[i].weight.data == NULL || amp_tensor_count(&params[i].weight) < 0 || !ampi_is_contiguous(&params[i].weight) ||
-            !ampi_is_storage(params[i].weight.dtype))
-            return ampi_fail(AMP_ERR_SHAPE, function, "parameter %lld: the weight must be contiguous, in fp32, fp16 or bf16", (long long)i);
+        if (params[i].weight.data == NULL || amp_tensor_count(&params[i].weight) < 0 ||
+            !ampi_is_contiguous(&params[i].weight) || !ampi_is_storage(params[i].weight.dtype))
+            return ampi_fail(AMP_ERR_SHAPE, function,
+                             "parameter %lld: the weight must be contiguous, in fp32, fp16 or bf16", (long long)i);
     return AMP_OK;
 }
 
@@ -13081,7 +13705,8 @@ static amp_result ampi_set_fill_ranges(amp_grad_set *set, const amp_range *range
 }
 
 static amp_result ampi_check_clip(const char *function, double clip_norm) {
-    return ampi_check_real(function, ".clip_norm", clip_norm, isgreaterequal(clip_norm, 0), "positive and finite, or 0 for none");
+    return ampi_check_real(function, ".clip_norm", clip_norm, isgreaterequal(clip_norm, 0),
+                           "positive and finite, or 0 for none");
 }
 
 static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) {
@@ -13092,10 +13717,13 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     AMPI_TRY(ampi_check_reserved("amp_grad_set_create", desc->reserved));
     if (desc->n_params < 0 || desc->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", ".n_params or .n_ranges is negative");
-    if (desc->params == NULL && desc->ranges == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are NULL, one must be given");
-    if (desc->params != NULL && desc->ranges != NULL) return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", ".params and .ranges are both given, must be one");
+    if (desc->params == NULL && desc->ranges == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are NULL, one must be given");
+    if (desc->params != NULL && desc->ranges != NULL)
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", ".params and .ranges are both given, must be one");
     if ((desc->params ? desc->n_params : desc->n_ranges) == 0 && !desc->sharded)
-        return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", "%s = 0, must be 1 or more (0 only where .sharded is 1)", desc->params ? ".n_params" : ".n_ranges");
+        return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", "%s = 0, must be 1 or more (0 only where .sharded is 1)",
+                         desc->params ? ".n_params" : ".n_ranges");
     AMPI_TRY(ampi_check_clip("amp_grad_set_create", desc->clip_norm));
     n = desc->n_ranges;
     if (desc->params != NULL) {
@@ -13114,7 +13742,9 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     *out = NULL;
     return r;
 }
-AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) { return ampi_as("amp_grad_set_create", ampi_set_create(amp, out, desc)); }
+AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) {
+    return ampi_as("amp_grad_set_create", ampi_set_create(amp, out, desc));
+}
 
 /* NULL once the context closes: parameters' names are the host's, and may be gone. */
 static const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
@@ -13140,7 +13770,8 @@ static amp_result ampi_grad_set_stats(const amp_grad_set *set, amp_grad_stats *o
     AMPI_TRY(ampi_need("amp_grad_set_stats", set && out, "set or out"));
     AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_stats"));
     AMPI_TRY(ampi_fetch(set->amp, &f, set->found, sizeof f));
-    if (f.first_bad >= 0 && f.first_bad < set->n) AMPI_TRY(ampi_set_bad_element(set, &set->rows[f.first_bad], &element));
+    if (f.first_bad >= 0 && f.first_bad < set->n)
+        AMPI_TRY(ampi_set_bad_element(set, &set->rows[f.first_bad], &element));
     out->found_inf = ampi_is_set(f.found_inf);
     out->norm = f.norm;
     out->clip_coef = f.clip_coef;
@@ -13149,9 +13780,13 @@ static amp_result ampi_grad_set_stats(const amp_grad_set *set, amp_grad_stats *o
     out->first_bad_element = element;
     return AMP_OK;
 }
-AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) { return ampi_as("amp_grad_set_stats", ampi_grad_set_stats(set, out)); }
+AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) {
+    return ampi_as("amp_grad_set_stats", ampi_grad_set_stats(set, out));
+}
 
-AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set) { return set && !ampi_is_stopped(&set->object) ? set->found : NULL; }
+AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set) {
+    return set && !ampi_is_stopped(&set->object) ? set->found : NULL;
+}
 
 static amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
     void *dev, *stream;
@@ -13195,7 +13830,8 @@ AMP_API amp_result amp_grad_set_save(amp_grad_set *set) { return ampi_as("amp_gr
 AMP_API amp_result amp_grad_set_restore(amp_grad_set *set) {
     const char *f = "amp_grad_set_restore";
     AMPI_TRY(ampi_need_object(f, set, "set"));
-    if (set->saved == NULL) return ampi_fail(AMP_ERR_STATE, f, "nothing was saved; call amp_grad_set_save before the backward pass");
+    if (set->saved == NULL)
+        return ampi_fail(AMP_ERR_STATE, f, "nothing was saved; call amp_grad_set_save before the backward pass");
     return ampi_as(f, ampi_set_copy(set, 1));
 }
 
@@ -13291,7 +13927,8 @@ static void ampi_scaler_defaults(amp_scaler_desc *d) {
 
 static amp_result ampi_check_factors(const char *function, double growth, double backoff, int32_t interval) {
     AMPI_TRY(ampi_check_real(function, ".growth_factor", growth, isgreater(growth, 1), "above 1 and finite"));
-    AMPI_TRY(ampi_check_real(function, ".backoff_factor", backoff, isgreater(backoff, 0) && isless(backoff, 1), "between 0 and 1"));
+    AMPI_TRY(ampi_check_real(function, ".backoff_factor", backoff, isgreater(backoff, 0) && isless(backoff, 1),
+                             "between 0 and 1"));
     if (interval < 1 && interval != AMP_NO_INTERVAL)
         return ampi_fail(AMP_ERR_RANGE, function, ".growth_interval = %d, must be 1 or more, or AMP_NO_INTERVAL",
                          interval);
@@ -13315,9 +13952,13 @@ static amp_result ampi_check_scaler(const char *function, const amp_scaler_desc 
     if (d->hysteresis < 1)
         return ampi_fail(AMP_ERR_RANGE, function, ".hysteresis = %d, must be 1 or more", d->hysteresis);
     if (d->skip_warning < -1)
-        return ampi_fail(AMP_ERR_RANGE, function, ".skip_warning = %d, must be 1 or more, 0 (50) or -1 (never)", d->skip_warning);
+        return ampi_fail(AMP_ERR_RANGE, function, ".skip_warning = %d, must be 1 or more, 0 (50) or -1 (never)",
+                         d->skip_warning);
     AMPI_TRY(ampi_check_reserved(function, d->reserved));
-    AMPI_TRY(ampi_check_real(function, ".tolerance", d->tolerance, ampi_is_zero(d->tolerance) || (isgreaterequal(d->tolerance, 0) && islessequal(d->tolerance, 1)), "0 to 1, or AMP_EXPLICIT_ZERO"));
+    AMPI_TRY(
+        ampi_check_real(function, ".tolerance", d->tolerance,
+                        ampi_is_zero(d->tolerance) || (isgreaterequal(d->tolerance, 0) && islessequal(d->tolerance, 1)),
+                        "0 to 1, or AMP_EXPLICIT_ZERO"));
     if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(function, ".init_scale", d->init_scale));
     if (floor) AMPI_TRY(ampi_check_scale(function, ".min_scale", d->min_scale));
     if (ceiling && !own) AMPI_TRY(ampi_check_scale(function, ".max_scale", d->max_scale));
@@ -13371,7 +14012,8 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
     if (ampi_settings(amp)->level == AMP_LEVEL_O0) d.disable = 1;
     ampi_scaler_defaults(&d);
     AMPI_TRY(ampi_check_scaler("amp_scaler_create", &d));
-    AMPI_TRY(ampi_object_create(amp, "amp_scaler_create", (void **)&scaler, sizeof *scaler, "scaler", ampi_scaler_stop));
+    AMPI_TRY(
+        ampi_object_create(amp, "amp_scaler_create", (void **)&scaler, sizeof *scaler, "scaler", ampi_scaler_stop));
     scaler->object.release = ampi_scaler_release;
     scaler->amp = amp;
     scaler->desc = d;
@@ -13391,30 +14033,41 @@ AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *o
     return AMP_OK;
 }
 
-AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler) { return scaler && !ampi_is_stopped(&scaler->object) ? scaler->device : NULL; }
+AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler) {
+    return scaler && !ampi_is_stopped(&scaler->object) ? scaler->device : NULL;
+}
 AMP_API const float *amp_scaler_scale_ptr(const amp_scaler *scaler) {
     const amp_k_scaler *device = amp_scaler_device(scaler);
     return device ? &device->scale : NULL;
 }
 
-AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler) { return amp_scaler_device(scaler) != NULL && !scaler->desc.disable; }
+AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler) {
+    return amp_scaler_device(scaler) != NULL && !scaler->desc.disable;
+}
 
 /* Says once that no smaller scale will help; `state` as the host sees it. */
 static void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *state) {
     int32_t most = scaler->desc.skip_warning;
     char where[80];
     int64_t n;
-    if (most < 0 || !state->at_floor || state->consecutive_skips < most || ampi_log_count(scaler->amp, 1103) > 1) return;
+    if (most < 0 || !state->at_floor || state->consecutive_skips < most || ampi_log_count(scaler->amp, 1103) > 1)
+        return;
     n = ampi_new_inf(scaler->amp, where);
     if (n > 0)
         ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
-                 "the last %lld steps were all skipped, and the loss scale is at its floor, %g.  %lld finite numbers in operands of products were beyond "
-                 "fp16's range, the last in %s: scale the data, compute in bf16 or, if that is not on yet, cut them by saturate_inputs (AMP_SATURATE_INPUTS=true)",
+                 "the last %lld steps were all skipped, and the loss scale is at its floor, %g.  %lld finite numbers "
+                 "in operands of products were beyond "
+                 "fp16's range, the last in %s: scale the data, compute in bf16 or, if that is not on yet, cut them by "
+                 "saturate_inputs (AMP_SATURATE_INPUTS=true)",
                  (long long)state->consecutive_skips, (double)state->scale, (long long)n, where);
-    else ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
-             "the last %lld steps were all skipped, and the loss scale is at its floor, %g: no smaller scale makes these gradients finite.  "
-             "Look for infinity or NaN in the data and the loss, and for values beyond 65504 that fp16 makes infinite: amp_tensor_stats_create "
-             "names the tensors; bf16, or an island around that layer, holds them", (long long)state->consecutive_skips, (double)state->scale);
+    else
+        ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
+                 "the last %lld steps were all skipped, and the loss scale is at its floor, %g: no smaller scale makes "
+                 "these gradients finite.  "
+                 "Look for infinity or NaN in the data and the loss, and for values beyond 65504 that fp16 makes "
+                 "infinite: amp_tensor_stats_create "
+                 "names the tensors; bf16, or an island around that layer, holds them",
+                 (long long)state->consecutive_skips, (double)state->scale);
 }
 
 static amp_result ampi_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
@@ -13432,7 +14085,9 @@ static amp_result ampi_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
     ampi_scaler_watch(scaler, out);
     return AMP_OK;
 }
-AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) { return ampi_as("amp_scaler_get", ampi_scaler_get(scaler, out)); }
+AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
+    return ampi_as("amp_scaler_get", ampi_scaler_get(scaler, out));
+}
 
 AMP_API float amp_scaler_scale(const amp_scaler *scaler) {
     amp_k_scaler state;
@@ -13471,8 +14126,8 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
     return ampi_run_rule(scaler->amp, &rule);
 }
 
-/* A running scaler takes other settings, filled in and checked, of the same preset.  Turned on it starts anew; turned off
-   its scale is 1. */
+/* A running scaler takes other settings, filled in and checked, of the same preset.  Turned on it starts anew; turned
+   off its scale is 1. */
 static amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *d) {
     amp_k_scaler s = ampi_scaler_start(d);
     int keeps = d->preset == AMP_SCALER_TORCH;
@@ -13519,7 +14174,8 @@ static amp_result ampi_refuse_fp16(const char *function, const amp_grad_set *set
 static amp_result ampi_graph_note_set(amp_grad_set *set) {
     amp_graph *graph = (amp_graph *)ampi_capture(set->amp);
     if (graph == NULL) return AMP_OK;
-    AMPI_TRY(ampi_grow(set->amp, "amp_graph_begin", (void **)&graph->sets, graph->n_sets, &graph->set_capacity, sizeof(void *)));
+    AMPI_TRY(ampi_grow(set->amp, "amp_graph_begin", (void **)&graph->sets, graph->n_sets, &graph->set_capacity,
+                       sizeof(void *)));
     graph->sets[graph->n_sets++] = set;
     ampi_object_hold(&set->object);
     return AMP_OK;
@@ -13544,7 +14200,8 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
     while (filled < set->n && set->rows[filled].count == 0) filled++;
     if (filled == set->n && !set->desc->sharded && ampi_log_count(set->amp, 1102) == 1)
-        ampi_log(set->amp, AMP_LOG_WARNING, 1102, "amp_scaler_check: the set holds no gradients (no parameter has .grad.data, or no range a .count): "
+        ampi_log(set->amp, AMP_LOG_WARNING, 1102,
+                 "amp_scaler_check: the set holds no gradients (no parameter has .grad.data, or no range a .count): "
                  "nothing is found in it");
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_graph_note_set(set)));
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_check_set(set, enabled, mode, 1)));
@@ -13584,7 +14241,9 @@ static int ampi_set_is_of(const amp_grad_set *set, const amp_range *ranges, int6
     for (i = 0; i < n; i++) {
         const amp_k_tensor *row = &set->rows[i];
         const char *a = set->names[i] ? set->names[i] : "", *b = ranges[i].name ? ranges[i].name : "";
-        if (row->grad != ranges[i].data || row->count != ranges[i].count || row->grad_dtype != ranges[i].dtype || strcmp(a, b) != 0) return 0;
+        if (row->grad != ranges[i].data || row->count != ranges[i].count || row->grad_dtype != ranges[i].dtype ||
+            strcmp(a, b) != 0)
+            return 0;
     }
     return 1;
 }
@@ -13642,8 +14301,8 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
     return ampi_set_scale(set, &set->found->factor);
 }
 
-/* ---- Saving.  Structs are written field by field, so the records do not depend on their layout: one table of an object's
-   numbers serves saves and loads. */
+/* ---- Saving.  Structs are written field by field, so the records do not depend on their layout: one table of an
+   object's numbers serves saves and loads. */
 
 static amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype,
                            const void *values, int64_t n) {
@@ -13659,12 +14318,13 @@ static amp_result ampi_get(const amp_state *state, const char *prefix, const cha
     return amp_state_get(state, key, dtype, values, n);
 }
 
-/* A number of a record, which has them in the order of the rows.  A load refuses it below .low or above .high, unless .low
-   is above .high. */
+/* A number of a record, which has them in the order of the rows.  A load refuses it below .low or above .high, unless
+   .low is above .high. */
 typedef struct ampi_saved { const char *record; amp_dtype dtype; ampi_field field; } ampi_saved;
 
 enum { AMPI_SAVED_NUMBERS = 16 };       /* at most, in a record of one struct */
-#define AMPI_COUNT_MOST 9007199254740991.0      /* of saved counters, 2^53 - 1: what fp64 tells from its neighbours, and what can be counted on from */
+/* Of saved counters, 2^53 - 1: what fp64 tells from its neighbours, and what can be counted on from. */
+#define AMPI_COUNT_MOST 9007199254740991.0
 #define AMPI_SAVED(record, dtype, object, member, type, low, high) \
     {record, dtype, {#member, type, offsetof(object, member), NULL, 0, low, high, NULL}}
 
@@ -13676,13 +14336,16 @@ static int64_t ampi_saved_run(const ampi_saved *row, const ampi_saved *end) {
 }
 
 /* Saves `count` structs of `size` bytes to a state, or loads them from one: records that each hold all of them. */
-static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp_state *from, const char *prefix, const ampi_saved *row,
-                                  size_t bytes, void *structs, size_t size, int64_t count) {
+static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp_state *from, const char *prefix,
+                                  const ampi_saved *row, size_t bytes, void *structs, size_t size, int64_t count) {
     const ampi_saved *end = row + bytes / sizeof *row;
     int64_t record[AMPI_SAVED_NUMBERS * AMP_STEP_RESULTS], n, i;
     for (; row < end; row += n) {
         ampi_field place = row->field;
-        place.type = row->dtype == AMP_I64 ? AMPI_I64 : row->dtype == AMP_I32 ? AMPI_I32 : row->dtype == AMP_F64 ? AMPI_REAL64 : AMPI_REAL32;
+        place.type = row->dtype == AMP_I64   ? AMPI_I64
+                     : row->dtype == AMP_I32 ? AMPI_I32
+                     : row->dtype == AMP_F64 ? AMPI_REAL64
+                                             : AMPI_REAL32;
         n = ampi_saved_run(row, end);
         if (to == NULL) AMPI_TRY(ampi_get(from, prefix, row->record, -1, row->dtype, record, n * count));
         for (i = 0; i < n * count; i++) {
@@ -13690,9 +14353,11 @@ static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp
             char *at = (char *)structs + (size_t)(i / n) * size;
             double value;
             place.offset = (size_t)i * amp_dtype_size(row->dtype);
-            if (k->type == place.type && k->low > k->high) {        /* by its bits, whatever the host does with subnormals */
+            /* by its bits, whatever the host does with subnormals */
+            if (k->type == place.type && k->low > k->high) {
                 char *there = (char *)record + place.offset;
-                memcpy(to != NULL ? there : at + k->offset, to != NULL ? at + k->offset : there, amp_dtype_size(row->dtype));
+                memcpy(to != NULL ? there : at + k->offset, to != NULL ? at + k->offset : there,
+                       amp_dtype_size(row->dtype));
                 continue;
             }
             if (to != NULL) { ampi_field_put(record, &place, ampi_field_get(at, k)); continue; }
@@ -13712,31 +14377,39 @@ enum { AMPI_DISABLED_CHECKED = 3 };
 typedef struct ampi_saved_scaler { amp_k_scaler k; amp_scaler_desc d; int32_t checked; } ampi_saved_scaler;
 
 #define AMPI_SCALER_SCALE(member) AMPI_SAVED("scale", AMP_F32, ampi_saved_scaler, member, AMPI_REAL32, 1, 0)
-#define AMPI_SCALER_COUNT(member, type, low, high) AMPI_SAVED("counters", AMP_I64, ampi_saved_scaler, member, type, low, high)
+#define AMPI_SCALER_COUNT(member, type, low, high) \
+    AMPI_SAVED("counters", AMP_I64, ampi_saved_scaler, member, type, low, high)
 #define AMPI_SCALER_FACTOR(member, type) AMPI_SAVED("factors", AMP_F64, ampi_saved_scaler, member, type, 1, 0)
 #define AMPI_SCALER_RULE(member, low) AMPI_SAVED("rule", AMP_I64, ampi_saved_scaler, member, AMPI_I32, low, INT32_MAX)
-static const ampi_saved ampi_scaler_saved[] = {
-    AMPI_SCALER_SCALE(k.scale), AMPI_SCALER_SCALE(k.previous_scale), AMPI_SCALER_SCALE(k.found_inf),
-    AMPI_SCALER_COUNT(k.growth_tracker, AMPI_I32, 0, INT32_MAX),
-    AMPI_SCALER_COUNT(k.growth_interval, AMPI_I32, AMP_NO_INTERVAL, INT32_MAX),
-    AMPI_SCALER_COUNT(k.hysteresis_left, AMPI_I32, 0, INT32_MAX),
-    AMPI_SCALER_COUNT(k.overflows, AMPI_I32, 0, INT32_MAX),
-    AMPI_SCALER_COUNT(k.steps, AMPI_I32, 0, INT32_MAX),
-    AMPI_SCALER_COUNT(k.at_floor, AMPI_I32, 0, INT32_MAX),
-    AMPI_SCALER_COUNT(k.updates, AMPI_I64, 0, AMPI_COUNT_MOST),
-    AMPI_SCALER_COUNT(k.skips, AMPI_I64, 0, AMPI_COUNT_MOST),
-    AMPI_SCALER_COUNT(k.consecutive_skips, AMPI_I64, 0, AMPI_COUNT_MOST),
-    AMPI_SCALER_COUNT(checked, AMPI_SWITCH, 0, INT32_MAX),
-    AMPI_SCALER_FACTOR(d.growth_factor, AMPI_REAL64), AMPI_SCALER_FACTOR(d.backoff_factor, AMPI_REAL64),
-    AMPI_SCALER_FACTOR(d.tolerance, AMPI_REAL64), AMPI_SCALER_FACTOR(d.min_scale, AMPI_REAL32),
-    AMPI_SCALER_FACTOR(d.max_scale, AMPI_REAL32), AMPI_SCALER_FACTOR(d.init_scale, AMPI_REAL32),
-    AMPI_SCALER_RULE(d.preset, INT32_MIN), AMPI_SCALER_RULE(d.growth_interval, INT32_MIN), AMPI_SCALER_RULE(d.hysteresis, 1)
-};
+static const ampi_saved ampi_scaler_saved[] = {AMPI_SCALER_SCALE(k.scale),
+                                               AMPI_SCALER_SCALE(k.previous_scale),
+                                               AMPI_SCALER_SCALE(k.found_inf),
+                                               AMPI_SCALER_COUNT(k.growth_tracker, AMPI_I32, 0, INT32_MAX),
+                                               AMPI_SCALER_COUNT(k.growth_interval, AMPI_I32, AMP_NO_INTERVAL,
+                                                                 INT32_MAX),
+                                               AMPI_SCALER_COUNT(k.hysteresis_left, AMPI_I32, 0, INT32_MAX),
+                                               AMPI_SCALER_COUNT(k.overflows, AMPI_I32, 0, INT32_MAX),
+                                               AMPI_SCALER_COUNT(k.steps, AMPI_I32, 0, INT32_MAX),
+                                               AMPI_SCALER_COUNT(k.at_floor, AMPI_I32, 0, INT32_MAX),
+                                               AMPI_SCALER_COUNT(k.updates, AMPI_I64, 0, AMPI_COUNT_MOST),
+                                               AMPI_SCALER_COUNT(k.skips, AMPI_I64, 0, AMPI_COUNT_MOST),
+                                               AMPI_SCALER_COUNT(k.consecutive_skips, AMPI_I64, 0, AMPI_COUNT_MOST),
+                                               AMPI_SCALER_COUNT(checked, AMPI_SWITCH, 0, INT32_MAX),
+                                               AMPI_SCALER_FACTOR(d.growth_factor, AMPI_REAL64),
+                                               AMPI_SCALER_FACTOR(d.backoff_factor, AMPI_REAL64),
+                                               AMPI_SCALER_FACTOR(d.tolerance, AMPI_REAL64),
+                                               AMPI_SCALER_FACTOR(d.min_scale, AMPI_REAL32),
+                                               AMPI_SCALER_FACTOR(d.max_scale, AMPI_REAL32),
+                                               AMPI_SCALER_FACTOR(d.init_scale, AMPI_REAL32),
+                                               AMPI_SCALER_RULE(d.preset, INT32_MIN),
+                                               AMPI_SCALER_RULE(d.growth_interval, INT32_MIN),
+                                               AMPI_SCALER_RULE(d.hysteresis, 1)};
 
 #define AMPI_SAVED_ZERO (-1.0)                  /* how a state says AMP_EXPLICIT_ZERO */
 
 /* before: what the records will be added to. */
-static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state, const char *prefix) {
+static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state,
+                                   const char *prefix) {
     ampi_saved_scaler s;
     int32_t disabled = scaler->desc.disable ? scaler->checked ? AMPI_DISABLED_CHECKED : 1 : 0;
     char key[64];
@@ -13748,7 +14421,8 @@ static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *be
     s.checked = scaler->checked;
     if (ampi_is_zero(s.d.tolerance)) s.d.tolerance = AMPI_SAVED_ZERO;
     AMPI_TRY(amp_scaler_get(scaler, &s.k));
-    return ampi_saved_walk("amp_scaler_save", state, NULL, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved, &s, sizeof s, 1);
+    return ampi_saved_walk("amp_scaler_save", state, NULL, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved, &s,
+                           sizeof s, 1);
 }
 
 static amp_result ampi_save_scaler_whole(const amp_scaler *scaler, amp_state *state, const char *prefix) {
@@ -13758,18 +14432,23 @@ static amp_result ampi_save_scaler_whole(const amp_scaler *scaler, amp_state *st
     AMPI_TRY(amp_state_create(&own, &state->system));
     return ampi_state_take(state, own, ampi_save_scaler(scaler, state, own, prefix), "amp_scaler_save");
 }
-AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) { return ampi_as("amp_scaler_save", ampi_save_scaler_whole(scaler, state, prefix)); }
+AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+    return ampi_as("amp_scaler_save", ampi_save_scaler_whole(scaler, state, prefix));
+}
 
 /* Saved numbers as settings, and as a state that the rule can go on from. */
 static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_preset preset) {
     const char *f = "amp_scaler_load";
     if (s->d.preset != preset)
         return ampi_fail(AMP_ERR_MISMATCH, f, "saved by preset %s, this scaler has %s",
-                         (int)s->d.preset >= 0 && (int)s->d.preset < AMPI_PRESETS ? ampi_presets[s->d.preset].name : "?", ampi_presets[preset].name);
+                         (int)s->d.preset >= 0 && (int)s->d.preset < AMPI_PRESETS ? ampi_presets[s->d.preset].name
+                                                                                  : "?",
+                         ampi_presets[preset].name);
     if (ampi_bits_f64(s->d.tolerance) == ampi_bits_f64(AMPI_SAVED_ZERO)) s->d.tolerance = (double)AMP_EXPLICIT_ZERO;
     AMPI_TRY(ampi_check_scaler(f, &s->d));
     if (s->k.growth_interval == 0 || s->k.hysteresis_left > s->d.hysteresis)
-        return ampi_fail(AMP_ERR_RANGE, f, "saved interval %d or hysteresis %d is out of range", s->k.growth_interval, s->k.hysteresis_left);
+        return ampi_fail(AMP_ERR_RANGE, f, "saved interval %d or hysteresis %d is out of range", s->k.growth_interval,
+                         s->k.hysteresis_left);
     if (preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(f, "scale", s->k.scale));
     s->k.inv_scale = ampi_inverse(s->k.scale);
     s->k.found_inf = ampi_is_set(s->k.found_inf) ? 1.0f : 0.0f;
@@ -13789,12 +14468,15 @@ static amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, c
     s.checked = 0;
     if (scaler->desc.disable) {
         ampi_scaler_release_sets(scaler);
-        if (!disabled) (void)ampi_saved_walk("amp_scaler_load", NULL, state, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved, &s, sizeof s, 1);
+        if (!disabled)
+            (void)ampi_saved_walk("amp_scaler_load", NULL, state, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved,
+                                  &s, sizeof s, 1);
         scaler->checked = disabled == AMPI_DISABLED_CHECKED || s.checked;
         return AMP_OK;
     }
     if (disabled) return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
-    AMPI_TRY(ampi_saved_walk("amp_scaler_load", NULL, state, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved, &s, sizeof s, 1));
+    AMPI_TRY(ampi_saved_walk("amp_scaler_load", NULL, state, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved, &s,
+                             sizeof s, 1));
     AMPI_TRY(ampi_saved_scaler_check(&s, scaler->desc.preset));
     AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s.k, sizeof s.k));
     ampi_scaler_release_sets(scaler);
@@ -13803,7 +14485,9 @@ static amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, c
     ampi_settings_changed(scaler->amp);
     return AMP_OK;
 }
-AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, const char *prefix) { return ampi_as("amp_scaler_load", ampi_load_scaler(scaler, state, prefix)); }
+AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, const char *prefix) {
+    return ampi_as("amp_scaler_load", ampi_load_scaler(scaler, state, prefix));
+}
 
 /* ---- Optimizers */
 
@@ -13816,7 +14500,9 @@ static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}}
 /* The three arrays a parameter may have. */
 enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
 
-static int64_t *ampi_copies_inf(const amp_optimizer *o) { return o->copy_table != NULL ? &o->amp->cells->new_inf : NULL; }
+static int64_t *ampi_copies_inf(const amp_optimizer *o) {
+    return o->copy_table != NULL ? &o->amp->cells->new_inf : NULL;
+}
 
 static amp_result ampi_run_adamw(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream) {
     amp_k_adamw k;
@@ -13838,8 +14524,8 @@ static amp_result ampi_run_sgd(const amp_optimizer *o, const amp_backend *backen
     return backend->sgd(dev, &k, stream);
 }
 
-/* The optimizers, by amp_optimizer_kind: which arrays a parameter has, as bits, without and with .momentum, and the call of the
-   kernel with its scalars.  Masters go by the row, whatever the optimizer. */
+/* The optimizers, by amp_optimizer_kind: which arrays a parameter has, as bits, without and with .momentum, and the
+   call of the kernel with its scalars.  Masters go by the row, whatever the optimizer. */
 static const struct ampi_optimizer_row {
     const char *name;
     int arrays[2];
@@ -13855,7 +14541,8 @@ static int ampi_has_moments(const amp_optimizer_desc *d) { return ampi_optimizer
 
 static const ampi_word ampi_lag_words[] = {{"none", AMP_LAG_NONE}, {NULL, 0}};
 
-#define AMPI_RATE(field, words, standard, high, range) {#field, AMPI_REAL64, offsetof(amp_optimizer_desc, field), words, standard, 0, high, range}
+#define AMPI_RATE(field, words, standard, high, range) \
+    { #field, AMPI_REAL64, offsetof(amp_optimizer_desc, field), words, standard, 0, high, range }
 #define AMPI_NOT_NEGATIVE "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where that is a default"
 static const ampi_field ampi_optimizer_fields[] = {
     {"kind", AMPI_I32, offsetof(amp_optimizer_desc, kind), NULL, AMP_ADAMW, 1, AMPI_OPTIMIZERS - 1, NULL},
@@ -13887,18 +14574,23 @@ static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level leve
     if ((int)master < 0 || master > AMP_MASTER_STOCHASTIC)
         return ampi_fail(AMP_ERR_RANGE, function, "%s.master = %d, must be an amp_master_kind", of, (int)master);
     if (level == AMP_LEVEL_O3 && (master == AMP_MASTER_F32 || master == AMP_MASTER_REMAINDER))
-        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.master asks for masters, and level O3 has none: open the context "
-                         "at level O2", of);
+        return ampi_fail(AMP_ERR_CONFLICT, function,
+                         "%s.master asks for masters, and level O3 has none: open the context "
+                         "at level O2",
+                         of);
     if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && moments != AMP_BF16)
         return ampi_fail(AMP_ERR_DTYPE, function, "%s.moments = %s, must be fp32 or bf16", of, amp_dtype_name(moments));
     if (moments == AMP_BF16 && !ampi_has_moments(d))
-        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.moments is given, and %s without .momentum has none", of, ampi_optimizers[d->kind].name);
+        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.moments is given, and %s without .momentum has none", of,
+                         ampi_optimizers[d->kind].name);
     return AMP_OK;
 }
 
 static const ampi_field ampi_group_fields[] = {
-    {"groups[].lr_scale", AMPI_REAL64, offsetof(amp_param_group, lr_scale), ampi_zero_words, 1, 0, 1e30, AMPI_NOT_NEGATIVE},
-    {"groups[].weight_decay", AMPI_REAL64, offsetof(amp_param_group, weight_decay), ampi_zero_words, 0, 0, 1e30, AMPI_NOT_NEGATIVE}
+    {"groups[].lr_scale", AMPI_REAL64, offsetof(amp_param_group, lr_scale), ampi_zero_words, 1, 0, 1e30,
+     AMPI_NOT_NEGATIVE},
+    {"groups[].weight_decay", AMPI_REAL64, offsetof(amp_param_group, weight_decay), ampi_zero_words, 0, 0, 1e30,
+     AMPI_NOT_NEGATIVE}
 };
 
 static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level level) {
@@ -13965,10 +14657,13 @@ static amp_result ampi_check_weights(const amp_optimizer *o) {
     for (i = 0; i < o->set->n; i++) {
         narrow += o->set->rows[i].weight_dtype != AMP_F32;
         if (o->set->rows[i].master_kind == AMP_MASTER_REMAINDER && o->set->rows[i].weight_dtype != AMP_BF16)
-            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s: .master = AMP_MASTER_REMAINDER needs a bf16 "
-                             "weight, this one is %s", o->set->names[i], amp_dtype_name(o->set->rows[i].weight_dtype));
+            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create",
+                             "%s: .master = AMP_MASTER_REMAINDER needs a bf16 "
+                             "weight, this one is %s",
+                             o->set->names[i], amp_dtype_name(o->set->rows[i].weight_dtype));
     }
-    if (narrow > 0 || (o->desc.master != AMP_MASTER_REMAINDER && o->desc.master != AMP_MASTER_STOCHASTIC)) return AMP_OK;
+    if (narrow > 0 || (o->desc.master != AMP_MASTER_REMAINDER && o->desc.master != AMP_MASTER_STOCHASTIC))
+        return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", ".master = %s is for 16-bit weights, and all are fp32: "
                      "levels O2 and O3 keep them in 16 bits",
                      o->desc.master == AMP_MASTER_REMAINDER ? "AMP_MASTER_REMAINDER" : "AMP_MASTER_STOCHASTIC");
@@ -13983,7 +14678,9 @@ static void **ampi_row_array(amp_k_tensor *row, int which) {
     return which == AMPI_M ? &row->m : which == AMPI_V2 ? &row->v : &row->master;
 }
 static int64_t ampi_array_size(const amp_k_tensor *row, int which) {
-    return which == AMPI_MASTER ? row->master_kind == AMP_MASTER_REMAINDER ? 2 : 4 : row->moment_dtype == AMP_BF16 ? 2 : 4;
+    return which == AMPI_MASTER            ? row->master_kind == AMP_MASTER_REMAINDER ? 2 : 4
+           : row->moment_dtype == AMP_BF16 ? 2
+                                           : 4;
 }
 
 /* One block for the arrays of all rows, zeroed, each array at a multiple of 256 bytes. */
@@ -14032,7 +14729,8 @@ static amp_result ampi_make_masters(amp_optimizer *o) {
 static amp_result ampi_copy_memory(amp_optimizer *o) {
     int64_t bytes = o->set->n * (int64_t)sizeof *o->copies;
     if (o->amp->backend->host_visible) return AMP_OK;
-    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_create", (void **)&o->copies, o->set->n, sizeof *o->copies));
+    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_create", (void **)&o->copies, o->set->n,
+                        sizeof *o->copies));
     AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, (void **)&o->copy_table, bytes));
     return amp_fill(o->amp, o->copy_table, 0, bytes);
 }
@@ -14089,7 +14787,9 @@ static void ampi_optimizer_release(ampi_object *object) {
     if (o->set != NULL) ampi_object_let_go(&o->set->object);
     ampi_free(ampi_context_system(o->amp), o, 1, sizeof *o);
 }
-AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) { if (optimizer != NULL) ampi_object_destroy(&optimizer->object); }
+AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
+    if (optimizer != NULL) ampi_object_destroy(&optimizer->object);
+}
 
 static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_optimizer_desc d;
@@ -14148,7 +14848,8 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
     int64_t i;
     AMPI_TRY(ampi_need_object("amp_optimizer_set_accumulation", optimizer, "optimizer"));
     if (accumulation < 1)
-        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_accumulation", "accumulation = %d, must be 1 or more", accumulation);
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_accumulation", "accumulation = %d, must be 1 or more",
+                         accumulation);
     set = optimizer->set;
     optimizer->desc.accumulation = accumulation;
     optimizer->micro = 0;
@@ -14166,20 +14867,23 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
 }
 
 /* fp32 values as a bf16 weight and its remainder, through `scratch` for twice as many numbers. */
-static amp_result ampi_send_remainder(const amp_optimizer *o, const amp_k_tensor *row, const float *values, uint16_t *scratch) {
+static amp_result ampi_send_remainder(const amp_optimizer *o, const amp_k_tensor *row, const float *values,
+                                      uint16_t *scratch) {
     size_t bytes = (size_t)row->count * 2;
-    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split(scratch, scratch + row->count, values, row->count);
+    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())
+        ->bf16_split(scratch, scratch + row->count, values, row->count);
     AMPI_TRY(ampi_send(o->amp, row->weight, scratch, bytes));
     return ampi_send(o->amp, row->master, scratch + row->count, bytes);
 }
 
 /* row NULL: the parameter has no gradient, and no master. */
-static amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const amp_k_tensor *row, const float *values, void *scratch) {
+static amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const amp_k_tensor *row, const float *values,
+                                  void *scratch) {
     int64_t n = amp_tensor_count(&p->weight), new_inf = 0;
     AMPI_TRY(amp_convert(scratch, p->weight.dtype, values, AMP_F32, n, NULL, &new_inf));
     if (new_inf > 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_weight", "%s: %lld of %lld finite values are infinite in %s", p->name,
-                         (long long)new_inf, (long long)n, amp_dtype_name(p->weight.dtype));
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_weight", "%s: %lld of %lld finite values are infinite in %s",
+                         p->name, (long long)new_inf, (long long)n, amp_dtype_name(p->weight.dtype));
     if (row != NULL && ampi_has_remainder(row)) return ampi_send_remainder(o, row, values, (uint16_t *)scratch);
     AMPI_TRY(ampi_send(o->amp, p->weight.data, scratch, (size_t)n * amp_dtype_size(p->weight.dtype)));
     return row != NULL && row->master != NULL ? ampi_send(o->amp, row->master, values, (size_t)n * 4) : AMP_OK;
@@ -14197,7 +14901,8 @@ AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param 
     AMPI_TRY(ampi_alive(&o->object, f));
     for (i = 0; i < o->desc.n_params && &o->desc.params[i] != param; i++) {}
     if (i == o->desc.n_params)
-        return ampi_fail(AMP_ERR_NAME, f, "%s is not in the optimizer's .params", param->name ? param->name : "the parameter");
+        return ampi_fail(AMP_ERR_NAME, f, "%s is not in the optimizer's .params",
+                         param->name ? param->name : "the parameter");
     AMPI_TRY(ampi_check_weights_of(f, param, 1));
     AMPI_TRY(ampi_as(f, ampi_may_wait(o->amp)));
     for (row = 0; row < o->set->n && o->set->params[row] != param; row++) {}
@@ -14244,8 +14949,10 @@ static amp_result ampi_graph_note(amp_optimizer *o) {
     if (graph == NULL || o->micro > 0) return AMP_OK;
     for (i = 0; i < graph->n; i++)
         if (graph->optimizers[i] == o)
-            return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "an optimizer steps twice: a graph holds one step of each");
-    AMPI_TRY(ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->capacity, sizeof(void *)));
+            return ampi_fail(AMP_ERR_STATE, "amp_graph_begin",
+                             "an optimizer steps twice: a graph holds one step of each");
+    AMPI_TRY(
+        ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->capacity, sizeof(void *)));
     graph->optimizers[graph->n++] = o;
     ampi_object_hold(&o->object);
     return AMP_OK;
@@ -14259,7 +14966,8 @@ static amp_result ampi_run_optimizer(const amp_optimizer *o) {
     return ampi_optimizers[o->desc.kind].run(o, backend, dev, stream);
 }
 
-/* Counts the step on the device; scaler is enabled or NULL.  In a graph the learning rate is what AMP_RULE_LAUNCH wrote. */
+/* Counts the step on the device; scaler is enabled or NULL.  In a graph the learning rate is what AMP_RULE_LAUNCH
+   wrote. */
 static amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
     amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
     rule.results = o->ring;
@@ -14366,9 +15074,10 @@ AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler) {
     AMPI_TRY(ampi_as("amp_step", ampi_graph_note(optimizer)));
     if (optimizer->micro + 1 < optimizer->desc.accumulation) {
         if (optimizer->set->stage != AMPI_READY)
-            return ampi_fail(AMP_ERR_STATE, "amp_step", "the set was checked in micro-batch %d of %d, must be in the last: "
-                             "amp_optimizer_set_accumulation begins a new cycle", optimizer->micro + 1,
-                             optimizer->desc.accumulation);
+            return ampi_fail(AMP_ERR_STATE, "amp_step",
+                             "the set was checked in micro-batch %d of %d, must be in the last: "
+                             "amp_optimizer_set_accumulation begins a new cycle",
+                             optimizer->micro + 1, optimizer->desc.accumulation);
         AMPI_TRY(ampi_as("amp_step", ampi_clip_running(optimizer, scaler)));
         optimizer->micro++;
         return AMP_OK;
@@ -14479,8 +15188,10 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     backend = ampi_backend(amp, &dev, &stream);
     if (ampi_capture(amp) != NULL) return ampi_fail(AMP_ERR_STATE, f, "a graph is being captured already");
     if (backend->graph_begin == NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step without one", backend->name);
-    if (ampi_live_gradients(amp, 0)) return ampi_fail(AMP_ERR_STATE, f, "there are gradients of a cycle without its step: step first");
+        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step without one",
+                         backend->name);
+    if (ampi_live_gradients(amp, 0))
+        return ampi_fail(AMP_ERR_STATE, f, "there are gradients of a cycle without its step: step first");
     AMPI_TRY(ampi_object_create(amp, f, (void **)&graph, sizeof *graph, "graph", ampi_graph_stop));
     graph->object.unfinished = 1;
     graph->amp = amp;
@@ -14500,16 +15211,20 @@ static amp_result ampi_graph_check(const amp_graph *graph, const char *function)
     int open = ampi_live_gradients(graph->amp, 0);
     for (i = 0; i < graph->n_sets; i++)
         if (graph->sets[i]->stage != AMPI_READY)
-            return ampi_fail(AMP_ERR_STATE, function, "a set was checked without its amp_scaler_update: a graph holds both");
-    for (i = 0; i < graph->n; i++) open |= graph->optimizers[i]->micro > 0 || graph->optimizers[i]->set->stage != AMPI_READY;
-    return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open: a graph holds whole steps") : AMP_OK;
+            return ampi_fail(AMP_ERR_STATE, function,
+                             "a set was checked without its amp_scaler_update: a graph holds both");
+    for (i = 0; i < graph->n; i++)
+        open |= graph->optimizers[i]->micro > 0 || graph->optimizers[i]->set->stage != AMPI_READY;
+    return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open: a graph holds whole steps")
+                : AMP_OK;
 }
 
 /* Notes the parameters that the host's own work in the graph changes, told by amp_param_changed. */
 static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     const amp_context *amp = graph->amp;
     int64_t i, k, r;
-    AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)&graph->changed, amp->n_params, sizeof *graph->changed));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)&graph->changed, amp->n_params,
+                        sizeof *graph->changed));
     graph->n_changed = amp->n_params;
     for (i = 0; i < amp->n_params; i++) {
         ampi_known *known = &graph->changed[i];
@@ -14517,7 +15232,8 @@ static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
         known->captured = known->param->version - known->captured;
         for (k = 0; k < graph->n; k++)
             for (r = 0; r < graph->optimizers[k]->set->n; r++)
-                known->captured -= graph->optimizers[k]->set->params[r] == known->param && graph->optimizers[k]->set->rows[r].live;
+                known->captured -=
+                    graph->optimizers[k]->set->params[r] == known->param && graph->optimizers[k]->set->rows[r].live;
     }
     return AMP_OK;
 }
@@ -14551,7 +15267,8 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     backend = ampi_backend(amp, &dev, &stream);
     graph = (amp_graph *)ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "call amp_graph_begin first");
-    if (!pthread_equal(graph->thread, pthread_self())) return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
+    if (!pthread_equal(graph->thread, pthread_self()))
+        return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
     graph->random = ampi_capture_end(amp);
     result = backend->graph_end(dev, stream, &graph->exec);
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
@@ -14564,7 +15281,9 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     }
     return result;
 }
-AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) { return ampi_as("amp_graph_end", ampi_graph_end(amp, out)); }
+AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
+    return ampi_as("amp_graph_end", ampi_graph_end(amp, out));
+}
 
 /* The numbers that change from launch to launch go to the device by value. */
 static amp_result ampi_graph_numbers(const amp_graph *graph) {
@@ -14588,7 +15307,8 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
     backend = ampi_backend(graph->amp, &dev, &stream);
     AMPI_TRY(ampi_may_wait(graph->amp));
     if (graph->settings_version != ampi_settings_version(graph->amp))
-        return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch", "precision, overrides, seed or settings changed since its capture began");
+        return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch",
+                         "precision, overrides, seed or settings changed since its capture began");
     AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
     AMPI_TRY(ampi_graph_numbers(graph));
     AMPI_TRY(ampi_copies_refresh(graph->amp));
@@ -14606,11 +15326,17 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
 }
 AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
 
-/* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes, and the arrays m.0, v.0, master.0
-   and so on by row; cycle: whose the gradients grad.0 ... are, and live: which of them count.  Masters are fp32 in a
-   record, however they are kept. */
+/* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes, and the arrays m.0, v.0,
+   master.0 and so on by row; cycle: whose the gradients grad.0 ... are, and live: which of them count.  Masters are
+   fp32 in a record, however they are kept. */
 
-enum { AMPI_CYCLE_RANK = 0, AMPI_CYCLE_WORLD = 1, AMPI_CYCLE_ACCUMULATION = 2, AMPI_CYCLE_SHARDED = 3, AMPI_SAVED_CYCLE = 4 };
+enum {
+    AMPI_CYCLE_RANK = 0,
+    AMPI_CYCLE_WORLD = 1,
+    AMPI_CYCLE_ACCUMULATION = 2,
+    AMPI_CYCLE_SHARDED = 3,
+    AMPI_SAVED_CYCLE = 4
+};
 
 /* The numbers of an optimizer that are saved. */
 typedef struct ampi_saved_optimizer {
@@ -14620,16 +15346,18 @@ typedef struct ampi_saved_optimizer {
 
 #define AMPI_STEP_COUNT(member) AMPI_SAVED("step", AMP_I64, ampi_saved_optimizer, member, AMPI_I64, 0, AMPI_COUNT_MOST)
 #define AMPI_STEP_REAL(member, high) AMPI_SAVED("settings", AMP_F64, ampi_saved_optimizer, member, AMPI_REAL64, 0, high)
-static const ampi_saved ampi_optimizer_saved[] = {
-    AMPI_STEP_COUNT(kind), AMPI_STEP_COUNT(micro), AMPI_STEP_COUNT(attempts), AMPI_STEP_COUNT(delivered), AMPI_STEP_COUNT(flushed),
-    AMPI_STEP_COUNT(step), AMPI_STEP_COUNT(skips), AMPI_STEP_COUNT(consecutive_skips)
-};
+static const ampi_saved ampi_optimizer_saved[] = {AMPI_STEP_COUNT(kind),     AMPI_STEP_COUNT(micro),
+                                                  AMPI_STEP_COUNT(attempts), AMPI_STEP_COUNT(delivered),
+                                                  AMPI_STEP_COUNT(flushed),  AMPI_STEP_COUNT(step),
+                                                  AMPI_STEP_COUNT(skips),    AMPI_STEP_COUNT(consecutive_skips)};
 static const ampi_saved ampi_settings_saved[] = {
     AMPI_STEP_REAL(beta1_power, 1), AMPI_STEP_REAL(beta2_power, 1), AMPI_STEP_REAL(lr, AMPI_DBL_MAX)
 };
 
-/* The results not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of their own. */
-#define AMPI_OUTCOME(member, type, low, high) AMPI_SAVED("outcomes", AMP_F64, amp_k_step_result, member, type, low, high)
+/* The results not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of
+   their own. */
+#define AMPI_OUTCOME(member, type, low, high) \
+    AMPI_SAVED("outcomes", AMP_F64, amp_k_step_result, member, type, low, high)
 static const ampi_saved ampi_outcome_saved[] = {
     AMPI_OUTCOME(number, AMPI_I64, -1, AMPI_COUNT_MOST), AMPI_OUTCOME(step, AMPI_I64, -1, AMPI_COUNT_MOST),
     AMPI_OUTCOME(skips, AMPI_I64, -1, AMPI_COUNT_MOST), AMPI_OUTCOME(consecutive_skips, AMPI_I64, -1, AMPI_COUNT_MOST),
@@ -14638,7 +15366,8 @@ static const ampi_saved ampi_outcome_saved[] = {
     AMPI_OUTCOME(applied, AMPI_I32, -1, INT32_MAX), AMPI_OUTCOME(at_floor, AMPI_I32, -1, INT32_MAX),
     AMPI_OUTCOME(first_bad, AMPI_I32, -1, INT32_MAX)
 };
-static const ampi_saved ampi_tracker_saved[] = {AMPI_SAVED("trackers", AMP_I32, amp_k_step_result, growth_tracker, AMPI_I32, 1, 0)};
+static const ampi_saved ampi_tracker_saved[] = {
+    AMPI_SAVED("trackers", AMP_I32, amp_k_step_result, growth_tracker, AMPI_I32, 1, 0)};
 
 static const char *const ampi_array_names[AMPI_ARRAYS] = {"m", "v", "master"};
 
@@ -14695,9 +15424,11 @@ static amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, c
     n.attempts = o->attempts; n.delivered = o->delivered; n.flushed = o->flushed;
     n.step = f.step; n.skips = f.skips; n.consecutive_skips = f.consecutive_skips;
     n.beta1_power = f.beta1_power; n.beta2_power = f.beta2_power; n.lr = o->desc.lr;
-    AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_optimizer_saved, sizeof ampi_optimizer_saved, &n, sizeof n, 1));
+    AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_optimizer_saved,
+                             sizeof ampi_optimizer_saved, &n, sizeof n, 1));
     AMPI_TRY(ampi_put(state, prefix, "seed", -1, AMP_I64, &seed, 1));
-    return ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_settings_saved, sizeof ampi_settings_saved, &n, sizeof n, 1);
+    return ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_settings_saved, sizeof ampi_settings_saved,
+                           &n, sizeof n, 1);
 }
 
 /* Of this optimizer's rank, and of its settings as far as they matter to a cycle's gradients. */
@@ -14714,7 +15445,8 @@ static amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state, cons
     uint8_t *live;
     amp_result r;
     if (o->set->stage == AMPI_CHECKED)
-        return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save", "the gradients were checked, and are not used yet: step first");
+        return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save",
+                         "the gradients were checked, and are not used yet: step first");
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", (void **)&live, o->set->n, 1));
     for (i = 0; i < o->set->n; i++) live[i] = o->set->params[i]->grad_live != 0;
     r = ampi_put(state, prefix, "live", -1, AMP_U8, live, o->set->n);
@@ -14727,8 +15459,10 @@ static amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, c
     amp_k_step_result due[AMP_STEP_RESULTS];
     int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_STEP_RESULTS), n = o->attempts - first;
     for (i = 0; i < n; i++) due[i] = o->outcomes[(first + i) % AMP_STEP_RESULTS];
-    AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved, due, sizeof *due, n));
-    return ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved, due, sizeof *due, n);
+    AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved,
+                             due, sizeof *due, n));
+    return ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved,
+                           due, sizeof *due, n);
 }
 
 /* The dtype of an array of a row in a record. */
@@ -14736,8 +15470,8 @@ static amp_dtype ampi_saved_dtype(const amp_k_tensor *row, int which) {
     return which != AMPI_MASTER && row->moment_dtype == AMP_BF16 ? AMP_BF16 : AMP_F32;
 }
 
-/* A record, widened to fp32 if it is bf16 and that is wanted: bf16 lies in the upper half of the scratch, and each number
-   is read before it is written over. */
+/* A record, widened to fp32 if it is bf16 and that is wanted: bf16 lies in the upper half of the scratch, and each
+   number is read before it is written over. */
 static amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
                               amp_dtype dtype, void *scratch, int64_t n) {
     char key[64];
@@ -14751,7 +15485,13 @@ static amp_result ampi_get_as(const amp_state *state, const char *prefix, const 
 }
 
 /* What an optimizer's arrays are saved in, or loaded from; the other one is NULL. */
-typedef struct ampi_archive { const amp_optimizer *o; amp_state *to; const amp_state *from; const char *prefix; void *scratch; } ampi_archive;
+typedef struct ampi_archive {
+    const amp_optimizer *o;
+    amp_state *to;
+    const amp_state *from;
+    const char *prefix;
+    void *scratch;
+} ampi_archive;
 
 /* One array between the device and its record. */
 static amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data, amp_dtype dtype) {
@@ -14794,7 +15534,8 @@ static amp_result ampi_archive_arrays(const ampi_archive *r) {
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (a == AMPI_MASTER && ampi_has_remainder(row)) AMPI_TRY(ampi_archive_remainder(r, i));
             else if (ampi_has_array(r->o, row, a))
-                AMPI_TRY(ampi_archive_array(r, ampi_array_names[a], i, *ampi_row_array(row, a), ampi_saved_dtype(row, a)));
+                AMPI_TRY(
+                    ampi_archive_array(r, ampi_array_names[a], i, *ampi_row_array(row, a), ampi_saved_dtype(row, a)));
         if (r->o->set->params[i]->grad_live) AMPI_TRY(ampi_archive_array(r, "grad", i, row->grad, row->grad_dtype));
     }
     return AMP_OK;
@@ -14922,18 +15663,22 @@ static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const 
                                    int64_t micro, int live) {
     const char *f = "amp_optimizer_load", *why = saved[AMPI_CYCLE_SHARDED] ? "sharded" : "in the middle of a cycle";
     if (saved[AMPI_CYCLE_SHARDED] != own[AMPI_CYCLE_SHARDED])
-        return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s .sharded over %lld ranks", saved[AMPI_CYCLE_SHARDED] ? "with" : "without",
-                         (long long)saved[AMPI_CYCLE_WORLD]);
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s .sharded over %lld ranks",
+                         saved[AMPI_CYCLE_SHARDED] ? "with" : "without", (long long)saved[AMPI_CYCLE_WORLD]);
     if (micro > 0 && saved[AMPI_CYCLE_ACCUMULATION] != own[AMPI_CYCLE_ACCUMULATION])
-        return ampi_fail(AMP_ERR_MISMATCH, f, "saved after %lld of %lld micro-batches, .accumulation is %lld", (long long)micro,
-                         (long long)saved[AMPI_CYCLE_ACCUMULATION], (long long)own[AMPI_CYCLE_ACCUMULATION]);
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved after %lld of %lld micro-batches, .accumulation is %lld",
+                         (long long)micro, (long long)saved[AMPI_CYCLE_ACCUMULATION],
+                         (long long)own[AMPI_CYCLE_ACCUMULATION]);
     if ((micro == 0 && !live && !saved[AMPI_CYCLE_SHARDED]) ||
-        (saved[AMPI_CYCLE_RANK] == own[AMPI_CYCLE_RANK] && saved[AMPI_CYCLE_WORLD] == own[AMPI_CYCLE_WORLD])) return AMP_OK;
-    return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s by rank %lld of %lld, this is rank %lld of %lld", why, (long long)saved[AMPI_CYCLE_RANK],
-                     (long long)saved[AMPI_CYCLE_WORLD], (long long)own[AMPI_CYCLE_RANK], (long long)own[AMPI_CYCLE_WORLD]);
+        (saved[AMPI_CYCLE_RANK] == own[AMPI_CYCLE_RANK] && saved[AMPI_CYCLE_WORLD] == own[AMPI_CYCLE_WORLD]))
+        return AMP_OK;
+    return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s by rank %lld of %lld, this is rank %lld of %lld", why,
+                     (long long)saved[AMPI_CYCLE_RANK], (long long)saved[AMPI_CYCLE_WORLD],
+                     (long long)own[AMPI_CYCLE_RANK], (long long)own[AMPI_CYCLE_WORLD]);
 }
 
-/* live: of each row, whether its gradient was saved and counts.  States of 0.1.0 do not say whose their gradients are. */
+/* live: of each row, whether its gradient was saved and counts.  States of 0.1.0 do not say whose their
+   gradients are. */
 static amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
                                   uint8_t *live) {
     int64_t saved[AMPI_SAVED_CYCLE], own[AMPI_SAVED_CYCLE], i;
@@ -14942,7 +15687,8 @@ static amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state
     if (!ampi_has_record(state, prefix, "cycle", -1)) {
         for (i = 0; i < o->set->n; i++) live[i] = micro > 0 && ampi_has_record(state, prefix, "grad", i);
         if (micro == 0 || own[AMPI_CYCLE_WORLD] == 1) return AMP_OK;
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved in the middle of a cycle, and it does not say by which rank");
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
+                         "saved in the middle of a cycle, and it does not say by which rank");
     }
     AMPI_TRY(ampi_get(state, prefix, "cycle", -1, AMP_I64, saved, AMPI_SAVED_CYCLE));
     AMPI_TRY(ampi_get(state, prefix, "live", -1, AMP_U8, live, o->set->n));
@@ -14967,11 +15713,13 @@ static amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *sta
 
 static amp_result ampi_check_saved_steps(const amp_optimizer *o, const ampi_saved_optimizer *n) {
     if (n->kind != (int64_t)o->desc.kind)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", ampi_optimizers[n->kind < AMPI_OPTIMIZERS ? n->kind : 0].name);
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s",
+                         ampi_optimizers[n->kind < AMPI_OPTIMIZERS ? n->kind : 0].name);
     if (n->micro >= o->desc.accumulation)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved after %lld micro-batches, .accumulation is %d",
                          (long long)n->micro, o->desc.accumulation);
-    if (n->delivered > n->attempts || n->flushed > n->attempts || n->step > n->attempts || n->skips != n->attempts - n->step)
+    if (n->delivered > n->attempts || n->flushed > n->attempts || n->step > n->attempts ||
+        n->skips != n->attempts - n->step)
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "the saved counters contradict each other");
     return AMP_OK;
 }
@@ -15006,16 +15754,20 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
     s = ampi_context_system(o->amp);
     bytes = ampi_row_scratch(o->set);
     seed = (int64_t)o->desc.seed;
-    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_optimizer_saved, sizeof ampi_optimizer_saved, &numbers, sizeof numbers, 1));
-    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_settings_saved, sizeof ampi_settings_saved, &numbers, sizeof numbers, 1));
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_optimizer_saved, sizeof ampi_optimizer_saved, &numbers,
+                             sizeof numbers, 1));
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_settings_saved, sizeof ampi_settings_saved, &numbers,
+                             sizeof numbers, 1));
     AMPI_TRY(ampi_load_names(o, state, prefix));
     AMPI_TRY(ampi_check_saved_steps(o, &numbers));
     AMPI_TRY(ampi_load_shape(o, state, prefix));
     n = AMPI_MIN(numbers.attempts - numbers.delivered, AMP_STEP_RESULTS);
     memset(due, 0, sizeof due);
-    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved, due, sizeof *due, n));
+    AMPI_TRY(
+        ampi_saved_walk(f, NULL, state, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved, due, sizeof *due, n));
     if (ampi_has_record(state, prefix, "trackers", -1))
-        AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved, due, sizeof *due, n));
+        AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved, due,
+                                 sizeof *due, n));
     if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&live, o->set->n, 1));
     r = ampi_load_cycle(o, state, prefix, numbers.micro, live);
@@ -15038,13 +15790,15 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
     ampi_settings_changed(o->amp);
     return r;
 }
-AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) { return ampi_as("amp_optimizer_load", ampi_load_optimizer(optimizer, state, prefix)); }
+AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
+    return ampi_as("amp_optimizer_load", ampi_load_optimizer(optimizer, state, prefix));
+}
 
 /* ==== 11 >>data: implementation ====
 
    Batches carry one number over all epochs: epoch * batches per epoch + index.  It goes into
-   slot number % depth of a ring.  Workers claim numbers in order, fill slots in any order, and the consumer takes them in
-   order.  A batch's samples depend only on its number, so a position is one number. */
+   slot number % depth of a ring.  Workers claim numbers in order, fill slots in any order, and the consumer takes them
+   in order.  A batch's samples depend only on its number, so a position is one number. */
 
 enum {
     AMPI_LLMC_HEADER = 1024,
@@ -15105,8 +15859,8 @@ static inline __attribute__((always_inline)) uint64_t ampi_order_step(const ampi
     return high << order->low_bits | low;
 }
 
-/* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They run side by side, without branches, since one alone
-   would wait for its multiplications. */
+/* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They run side by side, without branches, since one
+   alone would wait for its multiplications. */
 static void ampi_order_at(const ampi_order *order, int64_t place, int64_t n, int64_t *out) {
     uint64_t x[AMPI_PIECES];
     int64_t walking[AMPI_PIECES], i, k;
@@ -15250,8 +16004,8 @@ static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, v
     *got = ampi_read_fully(&l->system, f->handle, buffer, bytes, offset);
     if (*got >= AMPI_MIN(bytes, f->bytes - offset)) return AMP_OK;
     if (*got >= 0)
-        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s ended at offset %lld, it had %lld bytes", f->path,
-                         (long long)(offset + *got), (long long)f->bytes);
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s ended at offset %lld, it had %lld bytes",
+                         f->path, (long long)(offset + *got), (long long)f->bytes);
     return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s at offset %lld", f->path, strerror((int)-*got),
                      (long long)offset);
 }
@@ -15280,10 +16034,12 @@ static amp_result ampi_llmc_header(ampi_data_file *f, const uint8_t *head, int64
                          "%s begins with %u, not with llm.c's 20240520 or 20240801", f->path, magic);
     known = magic == 20240520u ? 1u : 7u;
     if (version != known)
-        return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: llm.c version %u, must be %u", f->path, version, known);
+        return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: llm.c version %u, must be %u", f->path, version,
+                         known);
     if (ampi_le32(head + 8) > INT32_MAX)
-        return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: the header says %u tokens, must be at most 2147483647: split the file",
-                         f->path, ampi_le32(head + 8));
+        return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name,
+                         "%s: the header says %u tokens, must be at most 2147483647: split the file", f->path,
+                         ampi_le32(head + 8));
     f->dtype = magic == 20240520u ? AMP_U16 : AMP_I32;
     f->start = AMPI_LLMC_HEADER;
     f->count = (int64_t)ampi_le32(head + 8);
@@ -15432,12 +16188,14 @@ static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_for
     f->is_open = 1;
     f->bytes = l->system.file_size(l->system.user, f->handle);
     if (f->bytes == -ESPIPE)
-        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s is a pipe or device, must be a regular file", f->path);
+        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s is a pipe or device, must be a regular file",
+                         f->path);
     if (f->bytes < 0)
         return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s", f->path, strerror((int)-f->bytes));
     AMPI_TRY(ampi_data_read(l, f, head, sizeof head, 0, &n));
     if (n > f->bytes)
-        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s holds more than its size of %lld bytes, as files in /proc do; copy it", f->path,
+        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name,
+                         "%s holds more than its size of %lld bytes, as files in /proc do; copy it", f->path,
                          (long long)f->bytes);
     if (l->kind == AMPI_FROM_ARRAYS) return ampi_npy_header(f, head, n, 0);
     if (format == AMP_TOKENS_DEFAULT)
@@ -15528,7 +16286,8 @@ static int ampi_search_add(ampi_search *s, const char *name) {
     p->rest = rest;
     p->next = s->ahead;
     s->ahead = p;
-    snprintf(ampi_path_text(p), (size_t)bytes - sizeof *p, "%s%s%.*s", ampi_path_text(s->at), name, (int)(rest - end), end);
+    snprintf(ampi_path_text(p), (size_t)bytes - sizeof *p, "%s%s%.*s", ampi_path_text(s->at), name, (int)(rest - end),
+             end);
     return 0;
 }
 
@@ -15723,9 +16482,9 @@ static amp_result ampi_loader_open(amp_loader *l) {
     l->whole = per_rank / d->batch;
     l->batches = l->whole + (d->last_batch != AMP_LAST_DROP && l->samples > l->whole * d->world * d->batch);
     if (l->batches < 1)
-        return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name,
-                         "%s: %lld samples are less than one batch of %lld%s", l->n_files > 0 ? l->files[0].path : "callback",
-                         (long long)l->samples, (long long)d->batch, d->world > 1 ? " on each rank" : "");
+        return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name, "%s: %lld samples are less than one batch of %lld%s",
+                         l->n_files > 0 ? l->files[0].path : "callback", (long long)l->samples, (long long)d->batch,
+                         d->world > 1 ? " on each rank" : "");
     l->end = d->epochs == 0 || d->epochs > INT64_MAX / l->batches ? INT64_MAX : d->epochs * l->batches;
     return AMP_OK;
 }
@@ -15952,14 +16711,18 @@ static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int6
 }
 
 /* 1: field k is cast. */
-static int ampi_field_is_cast(const amp_loader *l, int64_t k) { return l->fields[k].dtype != l->source.fields[k].dtype; }
+static int ampi_field_is_cast(const amp_loader *l, int64_t k) {
+    return l->fields[k].dtype != l->source.fields[k].dtype;
+}
 
 /* The values of field k in one sample, from the source's dtype into that of the slot. */
 static void ampi_field_cast(const amp_loader *l, int64_t k, char *to, const void *from) {
     int64_t new_inf = 0;
     (void)amp_convert(to, l->fields[k].dtype, from, l->source.fields[k].dtype, l->fields[k].count, NULL, &new_inf);
     if (new_inf > 0)
-        ampi_log(l->amp, AMP_LOG_WARNING, 1151, "amp_loader: field %lld of a sample: %lld values became infinite in %s; scale the data, or cast_inputs = false",
+        ampi_log(l->amp, AMP_LOG_WARNING, 1151,
+                 "amp_loader: field %lld of a sample: %lld values became infinite in %s; scale the data, or "
+                 "cast_inputs = false",
                  (long long)k, (long long)new_inf, amp_dtype_name(l->fields[k].dtype));
 }
 
@@ -16016,7 +16779,8 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
         what.random = ampi_epoch_random(l->desc.seed, epoch, (uint64_t)what.sample + AMPI_ORDER_ROUNDS);
         error[0] = 0;
         for (k = 0; k < l->source.n_fields; k++)
-            fields[k] = ampi_field_is_cast(l, k) ? (char *)w->raw + l->raw_offset[k] : slot->data + l->field_offset[k] + i * l->field_bytes[k];
+            fields[k] = ampi_field_is_cast(l, k) ? (char *)w->raw + l->raw_offset[k]
+                                                 : slot->data + l->field_offset[k] + i * l->field_bytes[k];
         __atomic_store_n(&w->offset, what.sample, __ATOMIC_RELAXED);
         failed = l->source.read(l->source.user, &what, fields);
         error[sizeof error - 1] = 0;
@@ -16024,7 +16788,8 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
             return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: the callback returned %d: %s",
                              w->id, (long long)what.sample, failed, error);
         for (k = 0; k < l->source.n_fields; k++)
-            if (ampi_field_is_cast(l, k)) ampi_field_cast(l, k, slot->data + l->field_offset[k] + i * l->field_bytes[k], fields[k]);
+            if (ampi_field_is_cast(l, k))
+                ampi_field_cast(l, k, slot->data + l->field_offset[k] + i * l->field_bytes[k], fields[k]);
     }
     return AMP_OK;
 }
@@ -16093,7 +16858,9 @@ static amp_result ampi_queue_timeout(amp_loader *l, const ampi_slot *slot, const
                      l->desc.timeout_ms, id, l->files[__atomic_load_n(&w->file, __ATOMIC_RELAXED)].path, offset);
 }
 
-static amp_result ampi_stopped(const char *function) { return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped"); }
+static amp_result ampi_stopped(const char *function) {
+    return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped");
+}
 
 /* Waits for news from a worker until `deadline` (monotonic ns); 0 when that has passed. */
 static int ampi_queue_wait(amp_loader *l, int64_t deadline) {
@@ -16139,7 +16906,8 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
             if (!slot->ahead) break;
         }
         if (l->threads > 0 && l->lost == l->threads) {
-            result = ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "no worker is left, the callback ended their threads: create the loader anew");
+            result = ampi_fail(AMP_ERR_SOURCE, "amp_loader_next",
+                               "no worker is left, the callback ended their threads: create the loader anew");
             break;
         }
         if (begin == 0) {
@@ -16214,7 +16982,8 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     o->file = -1;
     if (l->desc.workers == AMP_NO_WORKERS) return ampi_files_open(l);
     error = l->system.thread_start(l->system.user, &o->thread, ampi_opener_main, l);
-    if (error != 0) return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "for opening the files: %s", strerror(-error));
+    if (error != 0)
+        return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "for opening the files: %s", strerror(-error));
     pthread_mutex_lock(&l->lock);
     while (!o->done && !late) late = !ampi_queue_wait(l, deadline);
     if (!o->done) {
@@ -16235,7 +17004,8 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     return AMP_ERR_TIMEOUT;
 }
 
-/* A callback ended the worker's thread (pthread_exit) instead of returning: its batch fails, the other workers go on. */
+/* A callback ended the worker's thread (pthread_exit) instead of returning: its batch fails, the other workers
+   go on. */
 static void ampi_worker_died(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
     amp_loader *l = w->loader;
@@ -16247,8 +17017,9 @@ static void ampi_worker_died(void *arg) {
         l->lost++;
         w->exited = 1;
         ampi_queue_store(l, ampi_slot_of(l, w->number),
-                         ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: what it called ended its thread, at sample or offset %lld",
-                                   w->id, (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED)));
+                         ampi_fail(AMP_ERR_SOURCE, "amp_loader_next",
+                                   "worker %d: what it called ended its thread, at sample or offset %lld", w->id,
+                                   (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED)));
         pthread_cond_broadcast(&l->ready);
     }
     pthread_mutex_unlock(&l->lock);
@@ -16316,7 +17087,8 @@ static amp_result ampi_loader_start(amp_loader *l) {
 static int ampi_loader_elsewhere(const amp_loader *l) { return l->threads > 0 && l->process != getpid(); }
 
 static amp_result ampi_loader_is_elsewhere(const char *function) {
-    return ampi_fail(AMP_ERR_STATE, function, "the loader's workers are in the process that created it: create one here, after fork");
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "the loader's workers are in the process that created it: create one here, after fork");
 }
 
 AMP_API void amp_loader_stop(amp_loader *l) {
@@ -16394,11 +17166,14 @@ static amp_result ampi_loader_layout(amp_loader *l) {
         l->fields[i] = l->source.fields[i];
         l->fields[i].dtype = amp_autocast_input(l->amp, l->fields[i].dtype);
         if (ampi_field_is_cast(l, i)) {
-            AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->fields[i].count, amp_dtype_size(l->source.fields[i].dtype), &bytes));
+            AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->fields[i].count, amp_dtype_size(l->source.fields[i].dtype),
+                                &bytes));
             l->raw_offset[i] = l->kind == AMPI_FROM_CALLBACK ? l->raw_bytes : 0;
-            l->raw_bytes = AMPI_MAX(l->raw_bytes, l->raw_offset[i] + ((int64_t)bytes + AMPI_SLOT_ALIGN - 1) / AMPI_SLOT_ALIGN * AMPI_SLOT_ALIGN);
+            l->raw_bytes = AMPI_MAX(l->raw_bytes, l->raw_offset[i] + ((int64_t)bytes + AMPI_SLOT_ALIGN - 1) /
+                                                                         AMPI_SLOT_ALIGN * AMPI_SLOT_ALIGN);
         }
-        AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->fields[i].count, l->narrow ? 2 : amp_dtype_size(l->fields[i].dtype), &bytes));
+        AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->fields[i].count,
+                            l->narrow ? 2 : amp_dtype_size(l->fields[i].dtype), &bytes));
         l->field_bytes[i] = (int64_t)bytes;
         l->field_offset[i] = l->slot_bytes;
         AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->desc.batch, bytes, &bytes));
@@ -16537,7 +17312,8 @@ static amp_result ampi_loader_range(const char *field, int64_t value, int64_t lo
                      (long long)value, (long long)low, (long long)high);
 }
 
-#define AMPI_OF_LOADER(field, words, standard, last) {#field, AMPI_I32, offsetof(amp_loader_desc, field), words, standard, 0, last, NULL}
+#define AMPI_OF_LOADER(field, words, standard, last) \
+    { #field, AMPI_I32, offsetof(amp_loader_desc, field), words, standard, 0, last, NULL }
 static const ampi_word ampi_workers_words[] = {{"0", AMP_NO_WORKERS}, {NULL, 0}};
 static const ampi_field ampi_loader_fields[] = {
     AMPI_OF_LOADER(format, NULL, 0, AMP_TOKENS_NPY),
@@ -16696,8 +17472,8 @@ static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     return AMP_OK;
 }
 
-/* Returns slots whose copy is done to the workers; waits only for the one that batch `number` needs, if the host is that
-   far ahead of the device. */
+/* Returns slots whose copy is done to the workers; waits only for the one that batch `number` needs, if the host is
+   that far ahead of the device. */
 static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
     while (l->released < l->issued) {
         void *copied = ampi_slot_of(l, l->released)->copied;
@@ -16860,9 +17636,13 @@ static void ampi_loader_position(const amp_loader *l, int64_t values[AMPI_POSITI
     values[12] = (int64_t)d->format;
 }
 
-static amp_result ampi_loader_key(const char *function, const void *loader, const void *state, const char *prefix, char key[AMPI_STATE_KEY]) {
+static amp_result ampi_loader_key(const char *function, const void *loader, const void *state, const char *prefix,
+                                  char key[AMPI_STATE_KEY]) {
     if (loader == NULL || state == NULL || prefix == NULL)
-        return ampi_fail(AMP_ERR_NULL, function, "%s is NULL", loader == NULL ? "loader" : state == NULL ? "state" : "prefix");
+        return ampi_fail(AMP_ERR_NULL, function, "%s is NULL",
+                         loader == NULL  ? "loader"
+                         : state == NULL ? "state"
+                                         : "prefix");
     return ampi_key(function, key, prefix, "loader", -1);
 }
 
@@ -16887,8 +17667,8 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
     AMPI_TRY(ampi_as("amp_loader_load", amp_state_get(state, key, AMP_I64, saved, AMPI_POSITION_COUNT)));
     ampi_loader_position(l, own);
     if (saved[4] < 1 || saved[7] < 1 || saved[4] > INT64_MAX / saved[7])
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": .batch %lld, .world %lld", key, (long long)saved[4],
-                         (long long)saved[7]);
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": .batch %lld, .world %lld", key,
+                         (long long)saved[4], (long long)saved[7]);
     saved[4] *= saved[7];           /* the samples of a step: ranks may share them otherwise */
     own[4] *= own[7];
     saved[7] = own[7];
@@ -16938,7 +17718,8 @@ struct amp_monitor {
     amp_monitor_desc desc;          /* effective */
     char *text; int64_t text_bytes; /* of desc.path */
     intptr_t file; int open;
-    char *lines; int64_t kept, offset, lost;    /* bytes of lines not yet written, where they go, lines there was no room for */
+    /* bytes of lines not yet written, where they go, lines there was no room for */
+    char *lines; int64_t kept, offset, lost;
     ampi_note notes[AMPI_NOTES];     /* of the steps since `taken`, and of the one that runs */
     int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are no longer needed */
     int64_t last;                   /* the optimizer's steps at the last of them */
@@ -16959,14 +17740,17 @@ static const ampi_word ampi_fallback_words[] = {{"none", AMP_DTYPE_DEFAULT}};
 static const ampi_word ampi_level_words[] = {
     {"O0", AMP_LEVEL_O0}, {"O1", AMP_LEVEL_O1}, {"O2", AMP_LEVEL_O2}, {"O3", AMP_LEVEL_O3}, {NULL, 0}};
 static const ampi_word ampi_policy_words[] = {{"fused", AMP_POLICY_FUSED}, {"torch", AMP_POLICY_TORCH}, {NULL, 0}};
-static const ampi_word ampi_mode_words[] = {{"training", AMP_MODE_TRAINING}, {"inference", AMP_MODE_INFERENCE}, {NULL, 0}};
+static const ampi_word ampi_mode_words[] = {
+    {"training", AMP_MODE_TRAINING}, {"inference", AMP_MODE_INFERENCE}, {NULL, 0}};
 static const ampi_word ampi_autotune_words[] = {{"off", AMP_AUTOTUNE_OFF}, {"on", AMP_AUTOTUNE_ON}, {NULL, 0}};
 static const ampi_word ampi_scaler_words[] = {
     {"auto", AMP_SCALER_USE_AUTO}, {"on", AMP_SCALER_USE_ON}, {"off", AMP_SCALER_USE_OFF}, {NULL, 0}};
 static const ampi_word ampi_action_words[] = {
-    {"report", AMP_NAN_REPORT}, {"skip", AMP_NAN_SKIP}, {"stop", AMP_NAN_STOP}, {"recover", AMP_NAN_RECOVER}, {NULL, 0}};
+    {"report", AMP_NAN_REPORT}, {"skip", AMP_NAN_SKIP}, {"stop", AMP_NAN_STOP}, {"recover", AMP_NAN_RECOVER}, {NULL,
+     0}};
 static const ampi_word ampi_io_words[] = {
-    {"false", AMP_IO_NONE}, {"true", AMP_IO_REGION}, {"fp32", AMP_IO_F32}, {"off", AMP_IO_NONE}, {"on", AMP_IO_REGION}, {NULL, 0}};
+    {"false", AMP_IO_NONE}, {"true", AMP_IO_REGION}, {"fp32", AMP_IO_F32}, {"off", AMP_IO_NONE}, {"on", AMP_IO_REGION},
+     {NULL, 0}};
 static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
 static const ampi_word ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}};
@@ -16994,26 +17778,32 @@ static const ampi_field ampi_setting_table[] = {
     {"scaler_preset", AMPI_PRESET, AMPI_AT(scaler.preset), NULL, 0, 0, 0, NULL},
     {"frozen", AMPI_SWITCH, AMPI_AT(scaler.frozen), ampi_switch_words, 0, 0, 0, NULL},
     {"init_scale", AMPI_REAL32, AMPI_AT(scaler.init_scale), NULL, AMPI_SCALES, "a number from 2^-126 to 2^126"},
-    {"growth_factor", AMPI_REAL64, AMPI_AT(scaler.growth_factor), NULL, 0, AMPI_ABOVE_1, AMPI_DBL_MAX, "a number above 1"},
+    {"growth_factor", AMPI_REAL64, AMPI_AT(scaler.growth_factor), NULL, 0, AMPI_ABOVE_1, AMPI_DBL_MAX,
+     "a number above 1"},
     {"backoff_factor", AMPI_REAL64, AMPI_AT(scaler.backoff_factor), NULL, 0, AMPI_ABOVE_0, AMPI_BELOW_1,
      "a number between 0 and 1"},
     {"growth_interval", AMPI_I32, AMPI_AT(scaler.growth_interval), ampi_none_words, 0, 1, INT32_MAX,
      "a whole number from 1 to 2147483647, or none"},
-    {"min_scale", AMPI_REAL32, AMPI_AT(scaler.min_scale), ampi_none_words, AMPI_SCALES, "a number from 2^-126 to 2^126, or none"},
-    {"max_scale", AMPI_REAL32, AMPI_AT(scaler.max_scale), ampi_none_words, 0, AMPI_TINY, AMPI_FLT_MAX, "a number from 2^-126 to 2^126, or none"},
+    {"min_scale", AMPI_REAL32, AMPI_AT(scaler.min_scale), ampi_none_words, AMPI_SCALES,
+     "a number from 2^-126 to 2^126, or none"},
+    {"max_scale", AMPI_REAL32, AMPI_AT(scaler.max_scale), ampi_none_words, 0, AMPI_TINY, AMPI_FLT_MAX,
+     "a number from 2^-126 to 2^126, or none"},
     {"hysteresis", AMPI_I32, AMPI_AT(scaler.hysteresis), NULL, 0, 1, INT32_MAX, "a whole number from 1 to 2147483647"},
     {"tolerance", AMPI_REAL64, AMPI_AT(scaler.tolerance), ampi_zero_words, 0, AMPI_ABOVE_0, 1, "a number from 0 to 1"},
-    {"clip_norm", AMPI_REAL64, AMPI_AT(clip_norm), ampi_clip_words, 0, AMPI_ABOVE_0, AMPI_DBL_MAX, "a number above 0, or none"},
+    {"clip_norm", AMPI_REAL64, AMPI_AT(clip_norm), ampi_clip_words, 0, AMPI_ABOVE_0, AMPI_DBL_MAX,
+     "a number above 0, or none"},
     {"accumulation", AMPI_I32, AMPI_AT(accumulation), NULL, 1, 1, 1000000, "a whole number from 1 to 1000000"},
     {"log_interval", AMPI_I64, AMPI_AT(log_interval), ampi_interval_words, 100, AMPI_STEPS},
     {"memory_interval", AMPI_I64, AMPI_AT(memory_interval), ampi_interval_words, 100, AMPI_STEPS},
     {"cleanup_interval", AMPI_I64, AMPI_AT(cleanup_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
-    {"tensor_stats_interval", AMPI_I64, AMPI_AT(tensor_stats_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
+    {"tensor_stats_interval", AMPI_I64, AMPI_AT(tensor_stats_interval), ampi_interval_words, AMP_INTERVAL_OFF,
+     AMPI_STEPS},
     {"memory_warning", AMPI_REAL64, AMPI_AT(memory_warning), NULL, 0.9, AMPI_ABOVE_0, 1, "a number above 0, at most 1"},
     {"nan_action", AMPI_WORD, AMPI_AT(nan_action), ampi_action_words, AMP_NAN_SKIP, 0, 0, NULL},
     {"max_skips", AMPI_I32, AMPI_AT(max_skips), NULL, 25, 1, INT32_MAX, "a whole number from 1 to 2147483647"},
     {"max_retries", AMPI_I32, AMPI_AT(max_retries), ampi_retries_words, 3, 1, 1000, "a whole number from 0 to 1000"},
-    {"batch_growth_interval", AMPI_I64, AMPI_AT(batch_growth_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
+    {"batch_growth_interval", AMPI_I64, AMPI_AT(batch_growth_interval), ampi_interval_words, AMP_INTERVAL_OFF,
+     AMPI_STEPS},
     {"workers", AMPI_I32, AMPI_AT(workers), ampi_workers_words, 2, 1, 64, "a whole number from 0 to 64"},
     {"prefetch", AMPI_I32, AMPI_AT(prefetch), NULL, 2, 1, 1024, "a whole number from 1 to 1024"},
     {"pin", AMPI_INVERTED, AMPI_AT(disable_pinned), ampi_switch_words, 0, 0, 0, NULL},
@@ -17070,7 +17860,8 @@ static int ampi_parse_number(const char *text, size_t n, int whole, double *out)
     const char *point = (const char *)memchr(text, '.', n);
     size_t before = point ? (size_t)(point - text) : n;
     if (n >= 64 || !ampi_is_number(text, n, whole)) return 0;
-    snprintf(copy, sizeof copy, "%.*s%s%.*s", (int)before, text, point ? ampi_point(scratch) : "", point ? (int)(n - before - 1) : 0, point ? point + 1 : "");
+    snprintf(copy, sizeof copy, "%.*s%s%.*s", (int)before, text, point ? ampi_point(scratch) : "",
+             point ? (int)(n - before - 1) : 0, point ? point + 1 : "");
     *out = strtod(copy, &end);
     return *end == 0 && amp_is_finite_f64(out);
 }
@@ -17089,7 +17880,8 @@ static void ampi_number_text(double value, int single, char out[64]) {
             *at = '.';
             memmove(at + 1, at + strlen(point), strlen(at + strlen(point)) + 1);
         }
-        if (ampi_parse_number(out, strlen(out), 0, &back) && (single ? (float)back == (float)value : back == value)) break;
+        if (ampi_parse_number(out, strlen(out), 0, &back) && (single ? (float)back == (float)value : back == value))
+            break;
     }
     ampi_fp_end(host);
 }
@@ -17108,10 +17900,14 @@ static void ampi_setting_text(const ampi_field *k, double value, char out[64]) {
 
 #define AMPI_OF_MONITOR(field, type) #field, type, offsetof(amp_monitor_desc, field)
 static const ampi_field ampi_monitor_fields[] = {
-    {AMPI_OF_MONITOR(log_interval, AMPI_I64), ampi_interval_words, 100, 1, AMPI_DBL_MAX, "1 or more, or AMP_INTERVAL_OFF"},
-    {AMPI_OF_MONITOR(memory_interval, AMPI_I64), ampi_interval_words, 100, 1, AMPI_DBL_MAX, "1 or more, or AMP_INTERVAL_OFF"},
-    {AMPI_OF_MONITOR(cleanup_interval, AMPI_I64), ampi_interval_words, AMP_INTERVAL_OFF, 1, AMPI_DBL_MAX, "1 or more, or AMP_INTERVAL_OFF"},
-    {AMPI_OF_MONITOR(memory_warning, AMPI_REAL64), NULL, 0.9, AMPI_ABOVE_0, 1, "above 0 and at most 1 (never), or 0 (0.9)"},
+    {AMPI_OF_MONITOR(log_interval, AMPI_I64), ampi_interval_words, 100, 1, AMPI_DBL_MAX,
+     "1 or more, or AMP_INTERVAL_OFF"},
+    {AMPI_OF_MONITOR(memory_interval, AMPI_I64), ampi_interval_words, 100, 1, AMPI_DBL_MAX,
+     "1 or more, or AMP_INTERVAL_OFF"},
+    {AMPI_OF_MONITOR(cleanup_interval, AMPI_I64), ampi_interval_words, AMP_INTERVAL_OFF, 1, AMPI_DBL_MAX,
+     "1 or more, or AMP_INTERVAL_OFF"},
+    {AMPI_OF_MONITOR(memory_warning, AMPI_REAL64), NULL, 0.9, AMPI_ABOVE_0, 1,
+     "above 0 and at most 1 (never), or 0 (0.9)"},
     {AMPI_OF_MONITOR(nan_action, AMPI_I32), NULL, AMP_NAN_SKIP, 0, AMP_NAN_RECOVER, NULL},
     {AMPI_OF_MONITOR(max_skips, AMPI_I32), NULL, 25, 1, INT32_MAX, "1 or more, or 0 for 25"},
     {AMPI_OF_MONITOR(epoch, AMPI_I64), NULL, 0, 0, AMPI_DBL_MAX, "0 or more"}
@@ -17172,7 +17968,8 @@ static int ampi_edits(const char *name, size_t n, const char *key) {
         before = row[0]++;
         for (j = 1; j <= length; j++) {
             above = row[j];
-            row[j] = AMPI_MIN(AMPI_MIN(above, row[j - 1]) + 1, before + (ampi_lower(name[i - 1]) != ampi_lower(key[j - 1])));
+            row[j] =
+                AMPI_MIN(AMPI_MIN(above, row[j - 1]) + 1, before + (ampi_lower(name[i - 1]) != ampi_lower(key[j - 1])));
             before = above;
         }
     }
@@ -17182,7 +17979,8 @@ static int ampi_edits(const char *name, size_t n, const char *key) {
 static const ampi_field *ampi_setting_find(const char *key, size_t n) {
     int i;
     for (i = 0; i < AMPI_SETTINGS; i++)
-        if (strlen(ampi_setting_table[i].key) == n && memcmp(ampi_setting_table[i].key, key, n) == 0) return &ampi_setting_table[i];
+        if (strlen(ampi_setting_table[i].key) == n && memcmp(ampi_setting_table[i].key, key, n) == 0)
+            return &ampi_setting_table[i];
     return NULL;
 }
 
@@ -17200,7 +17998,8 @@ static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key,
 }
 
 /* Sets one key from text.  On failure nothing changes. */
-static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_field *k, const char *text, size_t n) {
+static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_field *k, const char *text,
+                                   size_t n) {
     char label[256], allowed[160], shown[48];
     double value = 0;
     ampi_fp host;
@@ -17220,8 +18019,8 @@ static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, con
     for (i = 0; i < n && i < 40; i++) shown[i] = text[i] < 32 || text[i] > 126 ? '?' : text[i];
     snprintf(shown + i, 4, "%s", n > 40 ? "..." : "");
     ampi_setting_allowed(k, allowed, sizeof allowed);
-    return ampi_fail(AMP_ERR_RANGE, from->function, "%s = %s, must be %s", ampi_origin_text(from, k->key, strlen(k->key), label),
-                     n > 0 ? shown : "(nothing)", allowed);
+    return ampi_fail(AMP_ERR_RANGE, from->function, "%s = %s, must be %s",
+                     ampi_origin_text(from, k->key, strlen(k->key), label), n > 0 ? shown : "(nothing)", allowed);
 }
 
 AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, const char *value) {
@@ -17229,10 +18028,12 @@ AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, con
     ampi_origin from;
     memset(&from, 0, sizeof from);
     from.function = "amp_settings_set";
-    if (settings == NULL || key == NULL || value == NULL) return ampi_fail(AMP_ERR_NULL, from.function, "settings, key or value is NULL");
+    if (settings == NULL || key == NULL || value == NULL)
+        return ampi_fail(AMP_ERR_NULL, from.function, "settings, key or value is NULL");
     AMPI_TRY(ampi_check_headers(from.function, AMPI_HEADERS));
     k = ampi_setting_find(key, strlen(key));
-    return k == NULL ? ampi_setting_unknown(&from, key, strlen(key)) : ampi_setting_set(settings, &from, k, value, strlen(value));
+    return k == NULL ? ampi_setting_unknown(&from, key, strlen(key))
+                     : ampi_setting_set(settings, &from, k, value, strlen(value));
 }
 
 /* Without the white space around it. */
@@ -17242,7 +18043,8 @@ static void ampi_trim(const char **text, size_t *n) {
 }
 
 /* One line; seen: where each key stood before. */
-static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, const char *line, size_t n, int64_t seen[AMPI_SETTINGS]) {
+static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, const char *line, size_t n,
+                                     int64_t seen[AMPI_SETTINGS]) {
     const char *comment = (const char *)memchr(line, '#', n), *equals, *value;
     const ampi_field *k;
     size_t length, rest;
@@ -17256,19 +18058,21 @@ static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, c
     rest = equals ? n - length - 1 : 0;
     ampi_trim(&line, &length);
     if (length == 0)
-        return ampi_fail(AMP_ERR_FORMAT, from->function, "%.120s: line %lld is neither \"key = value\" nor a # comment", from->name, (long long)from->line);
+        return ampi_fail(AMP_ERR_FORMAT, from->function, "%.120s: line %lld is neither \"key = value\" nor a # comment",
+                         from->name, (long long)from->line);
     k = ampi_setting_find(line, length);
     if (k == NULL) return ampi_setting_unknown(from, line, length);
     if (seen[k - ampi_setting_table] > 0)
-        return ampi_fail(AMP_ERR_CONFLICT, from->function, "%s stands in line %lld already", ampi_origin_text(from, line, length, label),
-                         (long long)seen[k - ampi_setting_table]);
+        return ampi_fail(AMP_ERR_CONFLICT, from->function, "%s stands in line %lld already",
+                         ampi_origin_text(from, line, length, label), (long long)seen[k - ampi_setting_table]);
     seen[k - ampi_setting_table] = from->line;
     ampi_trim(&value, &rest);
     return ampi_setting_set(s, from, k, value, rest);
 }
 
 /* Skips a byte order mark before the first line. */
-static amp_result ampi_settings_read(amp_settings *settings, const char *function, const char *name, const char *text, size_t bytes) {
+static amp_result ampi_settings_read(amp_settings *settings, const char *function, const char *name, const char *text,
+                                     size_t bytes) {
     int64_t seen[AMPI_SETTINGS];
     amp_settings next = *settings;
     const char *at = text, *end = text + bytes, *line_end;
@@ -17328,7 +18132,8 @@ AMP_API amp_result amp_settings_read_env(amp_settings *settings) {
         const ampi_field *k;
         if (equals == NULL || strncmp(name, "AMP_", 4) != 0) continue;
         n = (size_t)(equals - name) - 4;
-        for (j = 0; j < n && j < sizeof key; j++) key[j] = (char)(name[j + 4] >= 'a' && name[j + 4] <= 'z' ? '?' : ampi_lower(name[j + 4]));
+        for (j = 0; j < n && j < sizeof key; j++)
+            key[j] = (char)(name[j + 4] >= 'a' && name[j + 4] <= 'z' ? '?' : ampi_lower(name[j + 4]));
         k = n <= sizeof key ? ampi_setting_find(key, n) : NULL;
         if (k == NULL) return ampi_setting_unknown(&from, name + 4, n);
         if (equals[1] != 0) AMPI_TRY(ampi_setting_set(&next, &from, k, equals + 1, strlen(equals + 1)));
@@ -17380,11 +18185,13 @@ static amp_result ampi_settings_check_fields(const char *f, const amp_settings *
         ampi_setting_allowed(k, allowed, sizeof allowed);
         return ampi_fail(AMP_ERR_RANGE, f, ".%s = %s, must be %s", k->key, shown, allowed);
     }
-    if (s->scaler.disable) return ampi_fail(AMP_ERR_RANGE, f, ".scaler.disable = %d, must be 0: .use_scaler decides", s->scaler.disable);
+    if (s->scaler.disable)
+        return ampi_fail(AMP_ERR_RANGE, f, ".scaler.disable = %d, must be 0: .use_scaler decides", s->scaler.disable);
     return AMP_OK;
 }
 
-static amp_result ampi_settings_conflict(const char *f, const amp_settings *s, const char *a, const char *b, const char *why) {
+static amp_result ampi_settings_conflict(const char *f, const amp_settings *s, const char *a, const char *b,
+                                         const char *why) {
     const ampi_field *ka = ampi_setting_find(a, strlen(a)), *kb = ampi_setting_find(b, strlen(b));
     char va[64], vb[64];
     ampi_setting_text(ka, ampi_field_get(s, ka), va);
@@ -17403,7 +18210,8 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
     ceiling = !ampi_is_none(c->max_scale);
     if (s.level == AMP_LEVEL_O0) {
         const char *why = "level O0 is fp32 throughout";
-        if (s.dtype != AMP_DTYPE_DEFAULT && s.dtype != AMP_F32) return ampi_settings_conflict(f, &s, "level", "dtype", why);
+        if (s.dtype != AMP_DTYPE_DEFAULT && s.dtype != AMP_F32)
+            return ampi_settings_conflict(f, &s, "level", "dtype", why);
         if (s.autocast_dtype != AMP_DTYPE_DEFAULT && s.autocast_dtype != AMP_F32)
             return ampi_settings_conflict(f, &s, "level", "autocast_dtype", why);
         if (s.allow_tf32) return ampi_settings_conflict(f, &s, "level", "tf32", why);
@@ -17413,8 +18221,10 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
         return ampi_settings_conflict(f, &s, "level", "dtype", "levels O2 and O3 keep weights in fp16 or bf16");
     if (floor && ceiling && c->min_scale > c->max_scale)
         return ampi_settings_conflict(f, &s, "min_scale", "max_scale", "the floor is above the ceiling");
-    if (floor && c->init_scale < c->min_scale) return ampi_settings_conflict(f, &s, "init_scale", "min_scale", "it starts below its floor");
-    if (ceiling && c->init_scale > c->max_scale) return ampi_settings_conflict(f, &s, "init_scale", "max_scale", "it starts above its ceiling");
+    if (floor && c->init_scale < c->min_scale)
+        return ampi_settings_conflict(f, &s, "init_scale", "min_scale", "it starts below its floor");
+    if (ceiling && c->init_scale > c->max_scale)
+        return ampi_settings_conflict(f, &s, "init_scale", "max_scale", "it starts above its ceiling");
     return ampi_check_scaler(f, c);
 }
 
@@ -17436,7 +18246,8 @@ static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dty
 static void ampi_settings_copy(const amp_settings *s, const ampi_field *rows, size_t bytes, void *desc) {
     const ampi_field *k, *from;
     for (k = rows; k < rows + bytes / sizeof *rows; k++)
-        if ((from = ampi_setting_find(k->key, strlen(k->key))) != NULL) ampi_field_put(desc, k, ampi_field_get(s, from));
+        if ((from = ampi_setting_find(k->key, strlen(k->key))) != NULL)
+            ampi_field_put(desc, k, ampi_field_get(s, from));
 }
 
 /* For a context not yet open as for a running one. */
@@ -17464,7 +18275,8 @@ static void ampi_settings_fill_monitor(const amp_settings *s, amp_monitor_desc *
 }
 
 AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
-                                     amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor) {
+                                     amp_scaler_desc *scaler, amp_optimizer_desc *optimizer,
+                                     amp_monitor_desc *monitor) {
     const char *f = "amp_settings_fill";
     amp_settings s;
     AMPI_TRY(ampi_need(f, settings != NULL, "settings"));
@@ -17472,7 +18284,8 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
     s = ampi_settings_effective(settings);
     if (desc != NULL) ampi_settings_fill_context(&s, desc);
     if (scaler != NULL)
-        *scaler = ampi_settings_scaler(settings, amp ? ampi_dtype(amp) : s.dtype, amp ? ampi_settings(amp)->autocast_dtype : s.autocast_dtype);
+        *scaler = ampi_settings_scaler(settings, amp ? ampi_dtype(amp) : s.dtype,
+                                       amp ? ampi_settings(amp)->autocast_dtype : s.autocast_dtype);
     if (optimizer != NULL) {
         optimizer->clip_norm = s.clip_norm;
         optimizer->accumulation = s.accumulation;
@@ -17491,7 +18304,8 @@ static int ampi_env_is_empty(void) {
     const char *equals;
     int i;
     for (i = 0; environ != NULL && environ[i] != NULL; i++)
-        if (strncmp(environ[i], "AMP_", 4) == 0 && (equals = strchr(environ[i], '=')) != NULL && equals[1] != 0) return 0;
+        if (strncmp(environ[i], "AMP_", 4) == 0 && (equals = strchr(environ[i], '=')) != NULL && equals[1] != 0)
+            return 0;
     return 1;
 }
 
@@ -17515,8 +18329,10 @@ static amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
     for (i = 0; i < AMPI_SETTINGS; i++) {
         const ampi_field *k = &ampi_setting_table[i];
         if (ampi_setting_is_of_others(k) && ampi_field_get(&s, k) != ampi_field_get(&none, k))
-            ampi_log(*amp, AMP_LOG_WARNING, 1202, ".%s of the environment is not for a context or a scaler, which is all that amp_open_env "
-                     "opens: read it by amp_settings_read_env and hand it on", k->key);
+            ampi_log(*amp, AMP_LOG_WARNING, 1202,
+                     ".%s of the environment is not for a context or a scaler, which is all that amp_open_env "
+                     "opens: read it by amp_settings_read_env and hand it on",
+                     k->key);
     }
     return AMP_OK;
 }
@@ -17543,22 +18359,28 @@ static amp_result ampi_settings_fixed(const char *f, const char *key, int asked,
     if (asked == 0 || asked == in_force) return AMP_OK;
     ampi_setting_text(k, asked, a);
     ampi_setting_text(k, in_force, b);
-    return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s, and %s is in force: that cannot change while training runs", key, a, b);
+    return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s, and %s is in force: that cannot change while training runs", key, a,
+                     b);
 }
 
 /* Everything that amp_settings_apply may refuse. */
-static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp, const amp_scaler *scaler,
-                                          const amp_optimizer *optimizer, amp_choice *choice, amp_choice *regions,
-                                          amp_scaler_desc *rule) {
+static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp,
+                                          const amp_scaler *scaler, const amp_optimizer *optimizer, amp_choice *choice,
+                                          amp_choice *regions, amp_scaler_desc *rule) {
     int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, "%s belongs to another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
+        return ampi_fail(AMP_ERR_CONFLICT, f, "%s belongs to another context",
+                         scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
     if (scaler != NULL && scaler->checked)
-        return ampi_fail(AMP_ERR_STATE, f, "gradients were checked since the last update: call amp_scaler_update first");
+        return ampi_fail(AMP_ERR_STATE, f,
+                         "gradients were checked since the last update: call amp_scaler_update first");
     for (i = 0; optimizer != NULL && i < optimizer->set->n; i++)
         if (optimizer->set->params[i]->grad_live)
-            return ampi_fail(AMP_ERR_STATE, f, "%s has a gradient that no step has used: step first, or drop it by amp_optimizer_set_accumulation", optimizer->set->names[i]);
+            return ampi_fail(
+                AMP_ERR_STATE, f,
+                "%s has a gradient that no step has used: step first, or drop it by amp_optimizer_set_accumulation",
+                optimizer->set->names[i]);
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
@@ -17575,7 +18397,8 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     return ampi_check_scaler(f, rule);
 }
 
-static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp, const amp_choice *choice, const amp_choice *regions) {
+static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp, const amp_choice *choice,
+                                        const amp_choice *regions) {
     amp_desc *d = &amp->desc;
     amp_log_level loud = d->logger.level;
     int changed = choice->dtype != ampi_dtype(amp) || regions->dtype != d->autocast_dtype;
@@ -17597,16 +18420,19 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
     amp_scaler_desc rule;
     AMPI_TRY(ampi_need(f, settings && amp, "settings or amp"));
     AMPI_TRY(ampi_settings_check(f, settings));
-    if (monitor != NULL && monitor->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context");
+    if (monitor != NULL && monitor->amp != amp)
+        return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context");
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &regions, &rule));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
-    else if (!rule.disable) ampi_log(amp, AMP_LOG_WARNING, 1201, "%s asks for a loss scaler, and none was passed to amp_settings_apply",
-                                 amp_dtype_name(regions.dtype == AMP_F16 ? AMP_F16 : choice.dtype));
+    else if (!rule.disable)
+        ampi_log(amp, AMP_LOG_WARNING, 1201, "%s asks for a loss scaler, and none was passed to amp_settings_apply",
+                 amp_dtype_name(regions.dtype == AMP_F16 ? AMP_F16 : choice.dtype));
     s = ampi_settings_effective(settings);
     ampi_settings_apply_context(&s, amp, &choice, &regions);
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
-        if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
+        if (s.accumulation != optimizer->desc.accumulation)
+            AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
         optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
@@ -17621,7 +18447,12 @@ AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context 
 
 /* Bytes of the UTF-8 character at p; 0: none (RFC 3629: no surrogates, no overlong forms). */
 static int ampi_utf8(const unsigned char *p) {
-    int n = p[0] < 0x80 ? 1 : p[0] >= 0xc2 && p[0] < 0xe0 ? 2 : (p[0] & 0xf0) == 0xe0 ? 3 : p[0] >= 0xf0 && p[0] < 0xf5 ? 4 : 0, i;
+    int n = p[0] < 0x80                   ? 1
+            : p[0] >= 0xc2 && p[0] < 0xe0 ? 2
+            : (p[0] & 0xf0) == 0xe0       ? 3
+            : p[0] >= 0xf0 && p[0] < 0xf5 ? 4
+                                          : 0,
+        i;
     for (i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
     if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
     return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
@@ -17694,7 +18525,9 @@ static double ampi_memory_share(const amp_memory_info *m) {
 /* *threshold by its default; 1 means never. */
 static amp_result ampi_memory_threshold(const char *function, double *threshold) {
     if (!ampi_is_given(*threshold)) *threshold = 0.9;
-    return ampi_check_real(function, "memory_warning", *threshold, isgreater(*threshold, 0) && islessequal(*threshold, 1), "above 0 and at most 1 (never), or 0 (0.9)");
+    return ampi_check_real(function, "memory_warning", *threshold,
+                           isgreater(*threshold, 0) && islessequal(*threshold, 1),
+                           "above 0 and at most 1 (never), or 0 (0.9)");
 }
 static int ampi_memory_warned(double share, double threshold) { return threshold < 1 && share >= threshold; }
 
@@ -17710,7 +18543,8 @@ static amp_result ampi_status_scaler(const amp_scaler *scaler, amp_status *out) 
     return AMP_OK;
 }
 
-static amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) {
+static amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning,
+                                  amp_status *out) {
     void *dev, *stream;
     const amp_backend *backend;
     const amp_desc *d;
@@ -17743,7 +18577,8 @@ static amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scal
     *out = s;
     return AMP_OK;
 }
-AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) {
+AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning,
+                                  amp_status *out) {
     return ampi_as("amp_status_get", ampi_status_get(amp, scaler, memory_warning, out));
 }
 
@@ -17770,8 +18605,8 @@ static void ampi_print_cache(ampi_sheet *s, const char *label, const amp_cache_i
     ampi_print(s, "%s%lld entries, ", label, (long long)c->entries);
     ampi_print_bytes(s, "", c->bytes, 1);
     if (c->limit > 0) ampi_print_bytes(s, " of ", c->limit, 1);
-    ampi_print(s, "; %lld hits, %lld misses, %lld evictions, %lld new infinities\n", (long long)c->hits, (long long)c->misses,
-               (long long)c->evictions, (long long)c->new_inf);
+    ampi_print(s, "; %lld hits, %lld misses, %lld evictions, %lld new infinities\n", (long long)c->hits,
+               (long long)c->misses, (long long)c->evictions, (long long)c->new_inf);
 }
 static void ampi_print_memory(ampi_sheet *s, const amp_status *t) {
     const amp_memory_info *m = &t->memory;
@@ -17792,21 +18627,26 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     ampi_sheet s = ampi_sheet_of(text, size);
     if (t == NULL) return 0;
     m = &t->telemetry;
-    ampi_print(&s, "version  amp.h %d.%d.%d, backend %s: %s\n", t->version / 10000, t->version / 100 % 100, t->version % 100, t->backend,
-               t->machine.device.versions);
-    ampi_print(&s, "dtype    %s%s: %s\n", amp_dtype_name(t->choice.dtype), t->enabled ? "" : " (disabled)", t->choice.reason);
-    ampi_print(&s, "regions  %s, cast_inputs %s, cast_outputs %s\n", amp_dtype_name(t->autocast_dtype), ampi_word_of(ampi_io_words, (int)t->cast_inputs),
-               ampi_word_of(ampi_io_words, (int)t->cast_outputs));
-    ampi_print(&s, "level    %s, policy %s, mode %s, memory_efficient %s, tf32 %s\n", ampi_word_of(ampi_level_words, (int)t->level),
-               ampi_word_of(ampi_policy_words, (int)t->policy), ampi_word_of(ampi_mode_words, (int)t->mode), ampi_yes_no(t->memory_efficient), ampi_yes_no(t->allow_tf32));
+    ampi_print(&s, "version  amp.h %d.%d.%d, backend %s: %s\n", t->version / 10000, t->version / 100 % 100,
+               t->version % 100, t->backend, t->machine.device.versions);
+    ampi_print(&s, "dtype    %s%s: %s\n", amp_dtype_name(t->choice.dtype), t->enabled ? "" : " (disabled)",
+               t->choice.reason);
+    ampi_print(&s, "regions  %s, cast_inputs %s, cast_outputs %s\n", amp_dtype_name(t->autocast_dtype),
+               ampi_word_of(ampi_io_words, (int)t->cast_inputs), ampi_word_of(ampi_io_words, (int)t->cast_outputs));
+    ampi_print(&s, "level    %s, policy %s, mode %s, memory_efficient %s, tf32 %s\n",
+               ampi_word_of(ampi_level_words, (int)t->level), ampi_word_of(ampi_policy_words, (int)t->policy),
+               ampi_word_of(ampi_mode_words, (int)t->mode), ampi_yes_no(t->memory_efficient),
+               ampi_yes_no(t->allow_tf32));
     if (t->has_scaler)
-        ampi_print(&s, "scaler   scale %g%s, tracker %d of %d; %lld of %lld updates skipped, %lld in a row\n", (double)t->scale,
-                   t->at_floor ? " (at its floor)" : "", t->growth_tracker, t->growth_interval, (long long)t->skips,
-                   (long long)t->updates, (long long)t->consecutive_skips);
+        ampi_print(&s, "scaler   scale %g%s, tracker %d of %d; %lld of %lld updates skipped, %lld in a row\n",
+                   (double)t->scale, t->at_floor ? " (at its floor)" : "", t->growth_tracker, t->growth_interval,
+                   (long long)t->skips, (long long)t->updates, (long long)t->consecutive_skips);
     else ampi_print(&s, "scaler   n/a\n");
     ampi_print_cache(&s, "casts    ", &t->cast_cache);
     ampi_print_cache(&s, "masks    ", &t->mask_cache);
-    if (t->new_inf > 0) ampi_print(&s, "operands %lld finite numbers beyond the range of fp16, the last in %s\n", (long long)t->new_inf, t->new_inf_in);
+    if (t->new_inf > 0)
+        ampi_print(&s, "operands %lld finite numbers beyond the range of fp16, the last in %s\n", (long long)t->new_inf,
+                   t->new_inf_in);
     ampi_print_memory(&s, t);
     ampi_print_reading(&s, "load     utilization", (double)m->utilization, 100, "%");
     ampi_print_reading(&s, ", memory", (double)m->memory_utilization, 100, "%");
@@ -17940,7 +18780,8 @@ AMP_API void amp_profile_pop(amp_context *amp) {
     if (backend->profile_pop != NULL) backend->profile_pop(dev);
 }
 
-/* ---- Monitor.  A step's record waits for its result, and for the events that measure it; lines wait for room on disk. */
+/* ---- Monitor.  A step's record waits for its result, and for the events that measure it; lines wait for room
+   on disk. */
 
 /* One JSON value (RFC 8259) of a single line; returns what follows, or NULL. */
 static const char *ampi_json_blank(const char *p) { while (*p == ' ' || *p == '\t') p++; return p; }
@@ -18015,8 +18856,9 @@ static amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     m->offset += done;
     if (done > 0 && m->kept > 0) memmove(m->lines, m->lines + done, (size_t)m->kept);
     if (m->kept == 0) return AMP_OK;
-    return ampi_fail(AMP_ERR_WRITE, function, "%s at offset %lld: %s; %lld bytes are kept, %lld lines were lost", m->desc.path,
-                     (long long)m->offset, n < 0 ? ampi_file_text((int)-n) : "nothing was written", (long long)m->kept, (long long)m->lost);
+    return ampi_fail(AMP_ERR_WRITE, function, "%s at offset %lld: %s; %lld bytes are kept, %lld lines were lost",
+                     m->desc.path, (long long)m->offset, n < 0 ? ampi_file_text((int)-n) : "nothing was written",
+                     (long long)m->kept, (long long)m->lost);
 }
 
 /* A sheet for one more line, behind those that are kept. */
@@ -18038,7 +18880,8 @@ static void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
         return;
     }
     if (m->lost++ == 0)
-        ampi_log(m->amp, AMP_LOG_ERROR, 1213, "%s cannot be written, and there is no room to keep more lines", m->desc.path);
+        ampi_log(m->amp, AMP_LOG_ERROR, 1213, "%s cannot be written, and there is no room to keep more lines",
+                 m->desc.path);
 }
 
 /* Opens the file, and ends a last line that a crash left without its end. */
@@ -18176,11 +19019,14 @@ static amp_anomaly ampi_anomaly_of(const amp_monitor *m, const amp_step_record *
 }
 
 static void ampi_anomaly_log(const amp_monitor *m, const amp_step_record *r) {
-    static const char *const words[] = {"", "the loss is not finite", "gradients are not finite, and no scale can shrink",
-                                        "gradients overflow, and the scale is at its floor", "too many steps in a row were skipped"};
-    ampi_log(m->amp, AMP_LOG_WARNING, 1212, "step %lld: %s%s%s (%lld in a row skipped); action: %s", (long long)r->result.step,
-             words[r->anomaly], r->result.first_bad ? ", first in " : "", r->result.first_bad ? r->result.first_bad : "",
-             (long long)r->result.consecutive_skips, ampi_word_of(ampi_action_words, (int)r->action));
+    static const char *const words[] = {"", "the loss is not finite",
+                                        "gradients are not finite, and no scale can shrink",
+                                        "gradients overflow, and the scale is at its floor",
+                                        "too many steps in a row were skipped"};
+    ampi_log(m->amp, AMP_LOG_WARNING, 1212, "step %lld: %s%s%s (%lld in a row skipped); action: %s",
+             (long long)r->result.step, words[r->anomaly], r->result.first_bad ? ", first in " : "",
+             r->result.first_bad ? r->result.first_bad : "", (long long)r->result.consecutive_skips,
+             ampi_word_of(ampi_action_words, (int)r->action));
 }
 
 static void ampi_json_phases(ampi_sheet *s, double seconds, const double *phases) {
@@ -18307,8 +19153,9 @@ static amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
     share = ampi_memory_share(&note->memory);
     reached = ampi_memory_warned(share, m->desc.memory_warning);
     if (reached && !m->warned)
-        ampi_log(m->amp, AMP_LOG_WARNING, 1211, "step %lld: %.0f%% of the device's memory is in use (memory_warning %g)",
-                 (long long)note->number, 100 * share, m->desc.memory_warning);
+        ampi_log(m->amp, AMP_LOG_WARNING, 1211,
+                 "step %lld: %.0f%% of the device's memory is in use (memory_warning %g)", (long long)note->number,
+                 100 * share, m->desc.memory_warning);
     m->warned = reached;
     return AMP_OK;
 }
@@ -18341,7 +19188,8 @@ static amp_result ampi_monitor_step(amp_monitor *monitor, const amp_step_info *i
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_step"));
     o = m->desc.optimizer;
     if (o->sent == m->last)
-        return ampi_fail(AMP_ERR_STATE, "amp_monitor_step", "the optimizer has not stepped since the last call: call amp_step first");
+        return ampi_fail(AMP_ERR_STATE, "amp_monitor_step",
+                         "the optimizer has not stepped since the last call: call amp_step first");
     ampi_range_end(m);
     AMPI_TRY(ampi_note_fill(m, info));
     m->last = o->sent;
@@ -18354,12 +19202,15 @@ static amp_result ampi_monitor_step(amp_monitor *monitor, const amp_step_info *i
     if (ampi_interval_ends(m->desc.cleanup_interval, o->attempts)) AMPI_TRY(amp_cleanup(m->amp, NULL));
     return ampi_lines_write(m, "amp_monitor_step");
 }
-AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) { return ampi_as("amp_monitor_step", ampi_monitor_step(monitor, info)); }
+AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
+    return ampi_as("amp_monitor_step", ampi_monitor_step(monitor, info));
+}
 
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
     amp_monitor *m = monitor;
     if (m == NULL || out == NULL || ampi_is_stopped(&m->object)) return 0;
-    if (!ampi_is_stopped(&m->desc.optimizer->object)) (void)ampi_records_take(m, 1);          /* a failure here recurs in the next step, or its line is kept */
+    /* a failure here recurs in the next step, or its line is kept */
+    if (!ampi_is_stopped(&m->desc.optimizer->object)) (void)ampi_records_take(m, 1);
     (void)ampi_lines_write(m, "amp_monitor_next");
     if (m->n_records == 0) return 0;
     *out = m->records[m->first_record++ % AMP_STEP_RESULTS];
@@ -18385,8 +19236,9 @@ AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json) {
     AMPI_TRY(ampi_need("amp_monitor_write", m && json, "monitor or json"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_write"));
     if (!ampi_json_is_object(json) || strlen(json) >= AMPI_LINE_BYTES)
-        return ampi_fail(AMP_ERR_RANGE, "amp_monitor_write", "\"%.40s\" must be one JSON object on one line of at most %d bytes",
-                         json, AMPI_LINE_BYTES - 1);
+        return ampi_fail(AMP_ERR_RANGE, "amp_monitor_write",
+                         "\"%.40s\" must be one JSON object on one line of at most %d bytes", json,
+                         AMPI_LINE_BYTES - 1);
     if (!m->open) return AMP_OK;
     s = ampi_line_scratch(m);
     ampi_print(&s, "%s", json);
@@ -18449,7 +19301,8 @@ static amp_result ampi_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_monitor_take_all(m));
-    if (m->epoch.steps == 0) return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch", "epoch %lld has no steps", (long long)m->epochs);
+    if (m->epoch.steps == 0)
+        return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch", "epoch %lld has no steps", (long long)m->epochs);
     memset(&memory, 0, sizeof memory);
     ampi_memory_counted(m->amp, &memory);
     m->epoch.peak = memory.peak;
@@ -18466,7 +19319,9 @@ static amp_result ampi_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
     AMPI_TRY(ampi_time_begin(m));
     return ampi_lines_sync(m, "amp_monitor_epoch");
 }
-AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out) { return ampi_as("amp_monitor_epoch", ampi_monitor_epoch(monitor, out)); }
+AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out) {
+    return ampi_as("amp_monitor_epoch", ampi_monitor_epoch(monitor, out));
+}
 
 AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out) {
     const amp_epoch_record *a, *b;
@@ -18479,7 +19334,8 @@ AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_sum
     b = &out->full;
     if (a->epoch == 0 || b->epoch == 0) return AMP_OK;
     if (a->seconds > 0)
-        out->speedup = b->seconds * (double)b->epoch / (double)b->steps / (a->seconds * (double)a->epoch / (double)a->steps);
+        out->speedup =
+            b->seconds * (double)b->epoch / (double)b->steps / (a->seconds * (double)a->epoch / (double)a->steps);
     if (b->peak > 0) out->memory_ratio = (double)a->peak / (double)b->peak;
     out->loss_difference = a->loss - b->loss;
     return AMP_OK;
@@ -18487,7 +19343,8 @@ AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_sum
 
 static void ampi_print_epochs(ampi_sheet *s, const char *label, const amp_epoch_record *r) {
     if (r->epoch == 0) { ampi_print(s, "%-16s  none\n", label); return; }
-    ampi_print(s, "%-16s  %6lld  %8lld  %7lld  ", label, (long long)r->epoch, (long long)r->steps, (long long)r->skipped);
+    ampi_print(s, "%-16s  %6lld  %8lld  %7lld  ", label, (long long)r->epoch, (long long)r->steps,
+               (long long)r->skipped);
     if (amp_is_finite_f64(&r->loss)) ampi_print(s, "%10.4f", r->loss);
     else ampi_print(s, "%10s", "n/a");
     ampi_print(s, "  %10.3g  %10.4g", r->seconds, r->tokens_per_second);
@@ -18498,13 +19355,13 @@ static void ampi_print_epochs(ampi_sheet *s, const char *label, const amp_epoch_
 AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *text, size_t size) {
     ampi_sheet s = ampi_sheet_of(text, size);
     if (summary == NULL) return 0;
-    ampi_print(&s, "%-16s  %6s  %8s  %7s  %10s  %10s  %10s  %s\n", "precision", "epochs", "steps", "skipped", "loss", "s/epoch",
-               "tokens/s", "peak");
+    ampi_print(&s, "%-16s  %6s  %8s  %7s  %10s  %10s  %10s  %s\n", "precision", "epochs", "steps", "skipped", "loss",
+               "s/epoch", "tokens/s", "peak");
     ampi_print_epochs(&s, summary->mixed.epoch ? amp_dtype_name(summary->mixed.dtype) : "mixed", &summary->mixed);
     ampi_print_epochs(&s, "fp32", &summary->full);
     if (summary->mixed.epoch == 0 || summary->full.epoch == 0) return s.used;
-    ampi_print(&s, "%s beside fp32: %.2f times as fast per step, %.2f of the memory", amp_dtype_name(summary->mixed.dtype),
-               summary->speedup, summary->memory_ratio);
+    ampi_print(&s, "%s beside fp32: %.2f times as fast per step, %.2f of the memory",
+               amp_dtype_name(summary->mixed.dtype), summary->speedup, summary->memory_ratio);
     if (amp_is_finite_f64(&summary->loss_difference)) ampi_print(&s, ", loss %+.4f", summary->loss_difference);
     ampi_print(&s, "\n");
     return s.used;
@@ -18530,7 +19387,8 @@ static void ampi_monitor_free(amp_monitor *m) {
     int64_t i;
     int error = m->open ? ampi_file_close(s, m->file) : 0;
     if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, strerror(-error));
-    for (i = 0; i < m->mark_capacity; i++) if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
+    for (i = 0; i < m->mark_capacity; i++)
+        if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
     ampi_free(s, m->marks, m->mark_capacity, sizeof *m->marks);
     ampi_free(s, m->lines, AMPI_LINE_BYTES, 1);
     ampi_free(s, m->text, m->text_bytes, 1);
@@ -18617,10 +19475,13 @@ static void ampi_tensor_stats_stop(ampi_object *object) {
     ampi_free(s, m->text, m->text_bytes, 1);
     if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
-AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats) { if (stats != NULL) ampi_object_destroy(&stats->object); }
+AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats) {
+    if (stats != NULL) ampi_object_destroy(&stats->object);
+}
 
 static const ampi_field ampi_stats_fields[] = {
-    {"interval", AMPI_I64, offsetof(amp_tensor_stats_desc, interval), NULL, 100, 1, AMPI_DBL_MAX, "1 or more, or 0 (100)"}
+    {"interval", AMPI_I64, offsetof(amp_tensor_stats_desc, interval), NULL, 100, 1, AMPI_DBL_MAX,
+     "1 or more, or 0 (100)"}
 };
 
 static amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tensor_stats_desc *d, int64_t *gradients) {
@@ -18630,12 +19491,15 @@ static amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tens
                          (long long)AMPI_MIN(d->n_params, d->n_ranges));
     if (d->n_params > 0 && d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
     if (d->n_ranges > 0 && d->ranges == NULL) return ampi_fail(AMP_ERR_NULL, f, ".ranges is NULL");
-    if (d->n_params + d->n_ranges == 0) return ampi_fail(AMP_ERR_NULL, f, ".params and .ranges are missing: give one of them");
+    if (d->n_params + d->n_ranges == 0)
+        return ampi_fail(AMP_ERR_NULL, f, ".params and .ranges are missing: give one of them");
     if (d->dtype != AMP_F16 && d->dtype != AMP_BF16 && d->dtype != AMP_E4M3 && d->dtype != AMP_E5M2)
-        return ampi_fail(AMP_ERR_DTYPE, f, ".dtype = %s, must be fp16, bf16, fp8_e4m3 or fp8_e5m2", amp_dtype_name(d->dtype));
+        return ampi_fail(AMP_ERR_DTYPE, f, ".dtype = %s, must be fp16, bf16, fp8_e4m3 or fp8_e5m2",
+                         amp_dtype_name(d->dtype));
     AMPI_TRY(ampi_check_ranges(f, d->ranges, d->n_ranges));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
-    if (d->scaler != NULL && d->scaler->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context");
+    if (d->scaler != NULL && d->scaler->amp != amp)
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context");
     AMPI_TRY(ampi_check_params(f, d->params, d->n_params, gradients));
     return ampi_check_all_known(amp, f, d->params, d->n_params);
 }
@@ -18655,7 +19519,8 @@ static amp_result ampi_tensor_stats_fill(amp_tensor_stats *m) {
     int64_t i, g = 0;
     for (i = 0; i < d->n_params; i++) {
         amp_param *p = &d->params[i];
-        ampi_tensor_stats_row(m, m->gradients + i, p->name, 0, p->weight.data, p->weight.dtype, amp_tensor_count(&p->weight));
+        ampi_tensor_stats_row(m, m->gradients + i, p->name, 0, p->weight.data, p->weight.dtype,
+                              amp_tensor_count(&p->weight));
         if (p->grad.data == NULL) continue;
         m->params[g] = p;
         ampi_tensor_stats_row(m, g++, p->name, 1, p->grad.data, p->grad.dtype, amp_tensor_count(&p->grad));
@@ -18663,8 +19528,8 @@ static amp_result ampi_tensor_stats_fill(amp_tensor_stats *m) {
     for (i = 0; i < d->n_ranges; i++) m->names[i] = d->ranges[i].name;
     AMPI_TRY(ampi_copy_texts(m->amp, "amp_tensor_stats_create", m->names, d->n_ranges, &m->text, &m->text_bytes));
     for (i = 0; i < d->n_ranges; i++)
-        ampi_tensor_stats_row(m, m->gradients + m->weights + i, m->names[i] ? m->names[i] : "range", 0, d->ranges[i].data,
-                          d->ranges[i].dtype, d->ranges[i].count);
+        ampi_tensor_stats_row(m, m->gradients + m->weights + i, m->names[i] ? m->names[i] : "range", 0,
+                              d->ranges[i].data, d->ranges[i].dtype, d->ranges[i].count);
     return ampi_send(m->amp, m->on_device, m->table, (size_t)m->n * sizeof *m->table);
 }
 
@@ -18680,7 +19545,8 @@ static amp_result ampi_tensor_stats_memory(amp_tensor_stats *m) {
     return amp_alloc(m->amp, (void **)&m->found_on_device, m->n * (int64_t)sizeof *m->found);
 }
 
-static amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc) {
+static amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **out,
+                                           const amp_tensor_stats_desc *desc) {
     amp_tensor_stats_desc d;
     amp_tensor_stats *m;
     amp_result r;
@@ -18691,7 +19557,8 @@ static amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->autocast_dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
     AMPI_TRY(ampi_fields("amp_tensor_stats_create", ampi_stats_fields, sizeof ampi_stats_fields, &d));
     AMPI_TRY(ampi_tensor_stats_check(amp, &d, &gradients));
-    AMPI_TRY(ampi_object_create(amp, "amp_tensor_stats_create", (void **)&m, sizeof *m, "tensor stats", ampi_tensor_stats_stop));
+    AMPI_TRY(ampi_object_create(amp, "amp_tensor_stats_create", (void **)&m, sizeof *m, "tensor stats",
+                                ampi_tensor_stats_stop));
     m->amp = amp;
     m->desc = d;
     if (d.scaler != NULL) ampi_object_hold(&d.scaler->object);
@@ -18705,7 +19572,8 @@ static amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **
     *out = m;
     return AMP_OK;
 }
-AMP_API amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc) {
+AMP_API amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **out,
+                                           const amp_tensor_stats_desc *desc) {
     return ampi_as("amp_tensor_stats_create", ampi_tensor_stats_create(amp, out, desc));
 }
 
@@ -18743,7 +19611,8 @@ typedef struct ampi_fitting {
     const amp_tensor_stats_row *over, *under, *bad, *look;      /* the worst gradient of each kind, ... */
     const amp_tensor_stats_row *wide;   /* ... what else overflows, most; any row; NULL: none */
     double largest;                 /* of the gradients, infinite ones counted as twice the format's largest */
-    int64_t gradients, misfits, others, wide_ones;          /* gradients, and those that do not fit; the same for the rest */
+    /* gradients, and those that do not fit; the same for the rest */
+    int64_t gradients, misfits, others, wide_ones;
     float scale, floor, ceiling, wanted;
 } ampi_fitting;
 
@@ -18751,8 +19620,8 @@ typedef struct ampi_fitting {
 static double ampi_power_below(double x) { return ampi_f64_of_bits(ampi_bits_f64(x) >> 52 << 52); }
 
 /* Why AMP_UNDERFLOW_SHARE is 1%: what underflows are the smallest, so at 1% they are less than 1% of the sum of
-   magnitudes, which is what bf16's roundoff (0.4%) makes of every sum anyway; networks were found to train with 5% of their
-   gradients' values lost, and not with 31% (Micikevicius et al. 2018). */
+   magnitudes, which is what bf16's roundoff (0.4%) makes of every sum anyway; networks were found to train with 5% of
+   their gradients' values lost, and not with 31% (Micikevicius et al. 2018). */
 static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     double top = row->infinite > 0 ? 2 * ampi_largest_of(m->desc.dtype) : (double)row->largest;
     if (row->count == 0) return;
@@ -18760,7 +19629,8 @@ static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_
     if (row->nan > 0 && f->bad == NULL) f->bad = row;
     if (top > f->largest) f->largest = top;
     if (row->overflow > 0 && (f->over == NULL || row->overflow > f->over->overflow)) f->over = row;
-    if (row->underflow > AMP_UNDERFLOW_SHARE && (f->under == NULL || row->underflow > f->under->underflow)) f->under = row;
+    if (row->underflow > AMP_UNDERFLOW_SHARE && (f->under == NULL || row->underflow > f->under->underflow))
+        f->under = row;
     f->misfits += row->overflow > 0 || row->nan > 0 || row->underflow > AMP_UNDERFLOW_SHARE;
 }
 
@@ -18795,7 +19665,8 @@ static float ampi_wanted_scale(const amp_tensor_stats *m, const ampi_fitting *f)
     return (float)ampi_power_below(AMPI_MIN(wanted, (double)f->ceiling));
 }
 
-static AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_recommendation recommendation, const amp_tensor_stats_row *worst, const char *format, ...) {
+static AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_recommendation recommendation,
+                                                const amp_tensor_stats_row *worst, const char *format, ...) {
     ampi_sheet sheet = ampi_sheet_of(r->text, sizeof r->text);
     va_list args;
     va_start(args, format);
@@ -18810,13 +19681,17 @@ static void ampi_recommend_format(amp_tensor_stats *m, const amp_tensor_stats_ro
     const char *format = amp_dtype_name(m->desc.dtype), *what = worst->overflow > 0 ? "overflow" : "underflow";
     double share = 100 * (worst->overflow > 0 ? worst->overflow : worst->underflow);
     if (4 * few < all || m->desc.dtype == AMP_BF16)
-        ampi_recommend_is(&m->report, AMP_RECOMMEND_LAYER_FP32, worst, "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever "
-                    "the scale: compute such layers in fp32, amp_layer_override(amp, \"%s\", AMP_F32)", share, worst->name,
-                    worst->gradient ? "'s gradient" : "", what, format, (long long)few, (long long)all, worst->name);
+        ampi_recommend_is(&m->report, AMP_RECOMMEND_LAYER_FP32, worst,
+                          "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever "
+                          "the scale: compute such layers in fp32, amp_layer_override(amp, \"%s\", AMP_F32)",
+                          share, worst->name, worst->gradient ? "'s gradient" : "", what, format, (long long)few,
+                          (long long)all, worst->name);
     else
-        ampi_recommend_is(&m->report, AMP_RECOMMEND_BF16, worst, "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever the "
-                    "scale: bf16 has the range", share, worst->name, worst->gradient ? "'s gradient" : "", what, format,
-                    (long long)few, (long long)all);
+        ampi_recommend_is(&m->report, AMP_RECOMMEND_BF16, worst,
+                          "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever the "
+                          "scale: bf16 has the range",
+                          share, worst->name, worst->gradient ? "'s gradient" : "", what, format, (long long)few,
+                          (long long)all);
 }
 
 static void ampi_recommend_scale(amp_tensor_stats *m, const ampi_fitting *f) {
@@ -18824,13 +19699,17 @@ static void ampi_recommend_scale(amp_tensor_stats *m, const ampi_fitting *f) {
     const char *format = amp_dtype_name(m->desc.dtype);
     r->wanted_scale = f->wanted;
     if (f->over != NULL || f->bad != NULL)
-        ampi_recommend_is(r, AMP_RECOMMEND_LOWER_SCALE, f->over ? f->over : f->bad, "%s's gradient overflows in %s at scale %g and fits "
-                    "at %g: lower the scale, amp_scaler_set_scale", (f->over ? f->over : f->bad)->name, format,
-                    (double)f->scale, (double)f->wanted);
+        ampi_recommend_is(r, AMP_RECOMMEND_LOWER_SCALE, f->over ? f->over : f->bad,
+                          "%s's gradient overflows in %s at scale %g and fits "
+                          "at %g: lower the scale, amp_scaler_set_scale",
+                          (f->over ? f->over : f->bad)->name, format, (double)f->scale, (double)f->wanted);
     else
-        ampi_recommend_is(r, AMP_RECOMMEND_RAISE_SCALE, f->under, "%.3g%% of %s's gradient becomes 0 in %s at scale %g, and %g would still "
-                    "leave room: %s", 100 * f->under->underflow, f->under->name, format, (double)f->scale, (double)f->wanted,
-                    ampi_enabled(m->desc.scaler) ? "raise the scale, amp_scaler_set_scale" : "train with a loss scaler");
+        ampi_recommend_is(r, AMP_RECOMMEND_RAISE_SCALE, f->under,
+                          "%.3g%% of %s's gradient becomes 0 in %s at scale %g, and %g would still "
+                          "leave room: %s",
+                          100 * f->under->underflow, f->under->name, format, (double)f->scale, (double)f->wanted,
+                          ampi_enabled(m->desc.scaler) ? "raise the scale, amp_scaler_set_scale"
+                                                       : "train with a loss scaler");
 }
 
 static amp_result ampi_tensor_stats_judge(amp_tensor_stats *m) {
@@ -18847,17 +19726,22 @@ static amp_result ampi_tensor_stats_judge(amp_tensor_stats *m) {
     lower = f.wanted < f.scale && f.wanted >= f.floor;
     raise = f.wanted > f.scale;
     r->wanted_scale = 0;
-    if (f.look != NULL || ((f.bad != NULL || (f.over != NULL && f.over->infinite > 0)) && (!lower || m->desc.dtype == AMP_BF16))) {
+    if (f.look != NULL ||
+        ((f.bad != NULL || (f.over != NULL && f.over->infinite > 0)) && (!lower || m->desc.dtype == AMP_BF16))) {
         const amp_tensor_stats_row *worst = f.look ? f.look : f.bad ? f.bad : f.over;
-        ampi_recommend_is(r, AMP_RECOMMEND_LOOK, worst, "%s%s has %lld NaN and %lld infinities that no smaller scale or wider format "
-                    "prevents: look at the data, the learning rate, divisions and logarithms", worst->name,
-                    worst->gradient ? "'s gradient" : "", (long long)worst->nan, (long long)worst->infinite);
+        ampi_recommend_is(r, AMP_RECOMMEND_LOOK, worst,
+                          "%s%s has %lld NaN and %lld infinities that no smaller scale or wider format "
+                          "prevents: look at the data, the learning rate, divisions and logarithms",
+                          worst->name, worst->gradient ? "'s gradient" : "", (long long)worst->nan,
+                          (long long)worst->infinite);
     } else if ((f.over != NULL || f.bad != NULL) && f.under == NULL && lower) ampi_recommend_scale(m, &f);
     else if (f.over == NULL && f.under != NULL && raise) ampi_recommend_scale(m, &f);
-    else if (f.over != NULL || f.under != NULL) ampi_recommend_format(m, f.over ? f.over : f.under, f.misfits, f.gradients);
+    else if (f.over != NULL || f.under != NULL)
+        ampi_recommend_format(m, f.over ? f.over : f.under, f.misfits, f.gradients);
     else if (f.wide != NULL) ampi_recommend_format(m, f.wide, f.wide_ones, f.others);
     else ampi_recommend_is(r, AMP_RECOMMEND_NONE, NULL, "all tensors fit %s", amp_dtype_name(m->desc.dtype));
-    if (r->recommendation != AMP_RECOMMEND_LOWER_SCALE && r->recommendation != AMP_RECOMMEND_RAISE_SCALE) r->wanted_scale = 0;
+    if (r->recommendation != AMP_RECOMMEND_LOWER_SCALE && r->recommendation != AMP_RECOMMEND_RAISE_SCALE)
+        r->wanted_scale = 0;
     return AMP_OK;
 }
 
@@ -18877,7 +19761,8 @@ static amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_sta
         host = ampi_fp_begin();
         for (i = 0; i < m->n; i++) {
             ampi_tensor_stats_shares(&m->rows[i], &m->table[i], &m->found[i]);
-            if (m->rows[i].nan + m->rows[i].infinite > 0 && m->report.first_bad == NULL) m->report.first_bad = m->rows[i].name;
+            if (m->rows[i].nan + m->rows[i].infinite > 0 && m->report.first_bad == NULL)
+                m->report.first_bad = m->rows[i].name;
         }
         m->report.rows = m->rows;
         m->report.n_rows = m->n;
@@ -18889,19 +19774,23 @@ static amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_sta
     *out = m->report;
     return AMP_OK;
 }
-AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out) { return ampi_as("amp_tensor_stats_step", ampi_tensor_stats_step(stats, out)); }
+AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out) {
+    return ampi_as("amp_tensor_stats_step", ampi_tensor_stats_step(stats, out));
+}
 
 AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
     int64_t i;
     if (report == NULL) return 0;
     ampi_print(&sheet, "step %lld: %s\n%-36s %-8s %10s %9s %9s %9s %9s %8s %8s\n", (long long)report->step,
-               report->text, "tensor", "", "largest", "underflow", "subnormal", "last bin.", "overflow", "infinite", "NaN");
+               report->text, "tensor", "", "largest", "underflow", "subnormal", "last bin.", "overflow", "infinite",
+               "NaN");
     for (i = 0; i < report->n_rows; i++) {
         const amp_tensor_stats_row *r = &report->rows[i];
-        ampi_print(&sheet, "%-36s %-8s %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n", r->name ? r->name : "range",
-                   r->gradient ? "gradient" : "", (double)r->largest, 100 * r->underflow, 100 * r->subnormal,
-                   100 * r->saturation, 100 * r->overflow, (long long)r->infinite, (long long)r->nan);
+        ampi_print(&sheet, "%-36s %-8s %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n",
+                   r->name ? r->name : "range", r->gradient ? "gradient" : "", (double)r->largest, 100 * r->underflow,
+                   100 * r->subnormal, 100 * r->saturation, 100 * r->overflow, (long long)r->infinite,
+                   (long long)r->nan);
     }
     return sheet.used;
 }
@@ -18916,15 +19805,18 @@ typedef struct ampi_snapshot_desc {
     amp_optimizer *optimizer;       /* optimizer, scaler and loader; each may be NULL */
     amp_scaler *scaler;
     amp_loader *loader;
-    int settings;                   /* 1: for ampi_snapshot_restore, with settings and all gradients; 0: for ampi_snapshot_rewind */
+    /* 1: for ampi_snapshot_restore, with settings and all gradients; 0: for ampi_snapshot_rewind */
+    int settings;
 } ampi_snapshot_desc;
 
-typedef struct ampi_kept { void *data, *copy; size_t bytes; } ampi_kept;    /* memory of the device, and the host's copy of it */
+/* memory of the device, and the host's copy of it */
+typedef struct ampi_kept { void *data, *copy; size_t bytes; } ampi_kept;
 
 typedef struct ampi_snapshot {
     amp_context *amp;
     ampi_snapshot_desc desc;
-    amp_param **params, *param_copies; int64_t n_params, capacity;  /* the desc's, and the optimizer's that are not among them */
+    /* the desc's, and the optimizer's that are not among them */
+    amp_param **params, *param_copies; int64_t n_params, capacity;
     ampi_kept *kept; int64_t n_kept, kept_capacity;
     amp_optimizer optimizer; amp_grad_set set; amp_k_step_result outcomes[AMP_STEP_RESULTS];
     amp_scaler scaler; amp_k_scaler scale;
@@ -18969,9 +19861,11 @@ static void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
         amp_param *p = o->set->params[i];
-        if (k->desc.n_params == 0 || p < k->desc.params || p >= k->desc.params + k->desc.n_params) ampi_snapshot_param(k, p);
+        if (k->desc.n_params == 0 || p < k->desc.params || p >= k->desc.params + k->desc.n_params)
+            ampi_snapshot_param(k, p);
         for (a = 0; a < AMPI_ARRAYS; a++)
-            if (ampi_has_array(o, row, a)) ampi_snapshot_memory(k, *ampi_row_array(row, a), row->count * ampi_array_size(row, a));
+            if (ampi_has_array(o, row, a))
+                ampi_snapshot_memory(k, *ampi_row_array(row, a), row->count * ampi_array_size(row, a));
         if (!k->desc.settings && p->grad_live) ampi_snapshot_tensor(k, &p->grad);
     }
     ampi_snapshot_memory(k, o->ring, AMP_STEP_RESULTS * (int64_t)sizeof *o->ring);
@@ -19005,9 +19899,11 @@ static amp_result ampi_snapshot_check(const char *function, const amp_context *a
     if (s != NULL) AMPI_TRY(ampi_alive(&s->object, function));
     if (d->loader != NULL) AMPI_TRY(ampi_alive(&d->loader->object, function));
     if ((o != NULL && o->amp != amp) || (s != NULL && s->amp != amp))
-        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context", o != NULL && o->amp != amp ? "optimizer" : "scaler");
+        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context",
+                         o != NULL && o->amp != amp ? "optimizer" : "scaler");
     if (d->settings && ((o != NULL && o->set->stage != AMPI_READY) || (s != NULL && s->checked)))
-        return ampi_fail(AMP_ERR_STATE, function, "gradients were checked since the last update: call amp_scaler_update first");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "gradients were checked since the last update: call amp_scaler_update first");
     if (o != NULL && o->set->stage == AMPI_CHECKED)
         return ampi_fail(AMP_ERR_STATE, function, "the gradients were checked, and are not used yet: step first");
     return d->settings ? ampi_check_all_known(amp, function, d->params, d->n_params) : AMP_OK;
@@ -19026,7 +19922,8 @@ static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
     if (o != NULL) ampi_snapshot_optimizer(k, o);
     for (i = 0; i < k->n_kept; i++) {           /* without ampi_alloc's zeros */
         k->kept[i].copy = s->alloc(s->user, k->kept[i].bytes, 64);
-        if (k->kept[i].copy == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
+        if (k->kept[i].copy == NULL)
+            return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
     }
     AMPI_TRY(ampi_snapshot_copy(k, 1));
     if (o != NULL) {
@@ -19043,7 +19940,8 @@ static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
 }
 
 /* On failure nothing was taken. */
-static amp_result ampi_snapshot_create(amp_context *amp, const char *function, const ampi_snapshot_desc *desc, ampi_snapshot **out) {
+static amp_result ampi_snapshot_create(amp_context *amp, const char *function, const ampi_snapshot_desc *desc,
+                                       ampi_snapshot **out) {
     ampi_snapshot *k;
     amp_result r;
     AMPI_TRY(ampi_snapshot_check(function, amp, desc));
@@ -19129,7 +20027,8 @@ typedef struct ampi_verify_tensor {
     int64_t count, at;              /* at: where its bytes begin in the reference */
     double norm;                    /* what errors are relative to */
     double difference;              /* sum of squares, of the last run against the reference */
-    double noise, noise32;          /* the same, summed over draws: from changes of the candidate's, of fp32's roundoff */
+    /* the same, summed over draws: from changes of the candidate's, of fp32's roundoff */
+    double noise, noise32;
 } ampi_verify_tensor;
 
 typedef struct ampi_verifier {
@@ -19152,7 +20051,8 @@ static void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const u
     int64_t i;
     for (i = 0; i < n; i++) {
         double w = (double)x[i], most = AMPI_MAX(u * (w < 0 ? -w : w), tiny);
-        if ((ampi_bits_f32(x[i]) & 0x7fffffffu) != 0) x[i] = (float)(w + most * (double)(int32_t)random[i] * 4.656612873077393e-10);
+        if ((ampi_bits_f32(x[i]) & 0x7fffffffu) != 0)
+            x[i] = (float)(w + most * (double)(int32_t)random[i] * 4.656612873077393e-10);
     }
 }
 
@@ -19160,7 +20060,8 @@ static void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const u
 static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u, const uint32_t *random) {
     int64_t i;
     for (i = 0; i < n; i++) {
-        uint16_t magnitude = x[i] & 0x7fff, next = (uint16_t)(magnitude + 1), infinite = dtype == AMP_F16 ? 0x7c00 : 0x7f80;
+        uint16_t magnitude = x[i] & 0x7fff, next = (uint16_t)(magnitude + 1),
+                 infinite = dtype == AMP_F16 ? 0x7c00 : 0x7f80;
         double w = dtype == AMP_F16 ? (double)amp_f32_from_f16(magnitude) : (double)amp_f32_from_bf16(magnitude);
         double step = dtype == AMP_F16 ? (double)amp_f32_from_f16(next) : (double)amp_f32_from_bf16(next), share;
         if (magnitude == 0 || next >= infinite) continue;
@@ -19186,7 +20087,9 @@ static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint
             for (k = 0; k < n; k += m) {
                 m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
                 vec->random(random, m, seed, (uint64_t)(first + k));
-                if (p->weight.dtype == AMP_F32) ampi_perturb_f32((float *)(void *)v->stage + k, m, u, dtype == AMP_F16 ? 2.98023223876953125e-8 : 0, random);
+                if (p->weight.dtype == AMP_F32)
+                    ampi_perturb_f32((float *)(void *)v->stage + k, m, u, dtype == AMP_F16 ? 2.98023223876953125e-8 : 0,
+                                     random);
                 else ampi_perturb_16bit((uint16_t *)(void *)v->stage + k, p->weight.dtype, m, u, random);
             }
             AMPI_TRY(ampi_send(v->amp, (char *)p->weight.data + first * size, v->stage, (size_t)(n * size)));
@@ -19206,7 +20109,8 @@ static amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int ref
         amp_param *param = v->before->params[i];
         if (param->grad.data == NULL) continue;
         ampi_gradient_live(param, 0);
-        AMPI_TRY(amp_fill(v->amp, param->grad.data, 0, amp_tensor_count(&param->grad) * (int64_t)amp_dtype_size(param->grad.dtype)));
+        AMPI_TRY(amp_fill(v->amp, param->grad.data, 0,
+                          amp_tensor_count(&param->grad) * (int64_t)amp_dtype_size(param->grad.dtype)));
     }
     if (v->scale > 0) AMPI_TRY(amp_scaler_set_scale(v->desc->scaler, v->scale));
     p.disable = 0;
@@ -19221,8 +20125,8 @@ static amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int ref
     return AMP_OK;
 }
 
-/* Calls a user function, outside of any region or, on request, inside one of the context's dtype.  Clears the last-error
-   text before, closes regions it left open, and waits for the device. */
+/* Calls a user function, outside of any region or, on request, inside one of the context's dtype.  Clears the
+   last-error text before, closes regions it left open, and waits for the device. */
 static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, int region) {
     int depth = ampi_regions_hide(amp), code = 0;
     ampi_error_text[0] = 0;
@@ -19289,7 +20193,8 @@ static amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **
     return AMP_OK;
 }
 
-/* The reference itself, and with it the norms: a gradient's is its layer's, or where that is 0 that of all gradients. */
+/* The reference itself, and with it the norms: a gradient's is its layer's, or where that is 0 that of
+   all gradients. */
 static int ampi_same_layer(const char *a, const char *b) {
     const char *end = strrchr(a, '.');
     size_t n = end ? (size_t)(end - a) + 1 : strlen(a) + 1;
@@ -19304,7 +20209,8 @@ static void ampi_verify_norms(ampi_verifier *v) {
         ampi_verify_tensor *t = &v->tensors[i];
         layer = t->difference;
         for (j = 0; t->gradient && j < v->n; j++)
-            if (j != i && v->tensors[j].gradient && ampi_same_layer(t->name, v->tensors[j].name)) layer += v->tensors[j].difference;
+            if (j != i && v->tensors[j].gradient && ampi_same_layer(t->name, v->tensors[j].name))
+                layer += v->tensors[j].difference;
         if (!(layer > 0) && t->gradient) layer = all;
         t->norm = layer > 0 ? ampi_root(layer) : 1;
     }
@@ -19316,9 +20222,12 @@ static amp_result ampi_verify_reference(ampi_verifier *v) {
     int64_t i;
     AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
     ampi_verify_step(v);
-    if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
+    if (v->code != 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
     AMPI_TRY(ampi_verify_look(v, &bad));
-    if (bad != NULL) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s%s is infinite or NaN in fp32 already", bad->name, bad->gradient ? "'s gradient" : "");
+    if (bad != NULL)
+        return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s%s is infinite or NaN in fp32 already", bad->name,
+                         bad->gradient ? "'s gradient" : "");
     ampi_verify_norms(v);
     for (i = 0; i < v->n; i++) {
         const ampi_verify_tensor *t = &v->tensors[i];
@@ -19329,9 +20238,10 @@ static amp_result ampi_verify_reference(ampi_verifier *v) {
 
 /* What random changes of the weights by up to u make in fp32.  The noise is taken to be no less than
        u of what errors are relative to, as what is stored in that precision is rounded once at least; and
-       what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
-       that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
-       (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.) */
+       what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding,
+   such as
+       that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding
+       is. (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.) */
 static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
     const ampi_verify_tensor *bad;
     int64_t i;
@@ -19341,16 +20251,21 @@ static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype)
         AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
         AMPI_TRY(ampi_perturb(v, u, dtype, (uint64_t)draw));
         ampi_verify_step(v);
-        if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 once weights change by a rounding, with %d: %s", v->code, v->why);
+        if (v->code != 0)
+            return ampi_fail(AMP_ERR_RANGE, "amp_verify",
+                             "the step fails in fp32 once weights change by a rounding, with %d: %s", v->code, v->why);
         AMPI_TRY(ampi_verify_look(v, &bad));
-        if (bad != NULL) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s is infinite or NaN in fp32 once weights change by a rounding", bad->name);
-        for (i = 0; i < v->n; i++) *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) += v->tensors[i].difference;
+        if (bad != NULL)
+            return ampi_fail(AMP_ERR_RANGE, "amp_verify",
+                             "%s is infinite or NaN in fp32 once weights change by a rounding", bad->name);
+        for (i = 0; i < v->n; i++)
+            *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) += v->tensors[i].difference;
     }
     return AMP_OK;
 }
 
-/* The largest loss scale from the scaler's own down at which fp16's gradients are finite (without fp16: fp32's, which may be
-   stored in fp16): what the scaler would come to. */
+/* The largest loss scale from the scaler's own down at which fp16's gradients are finite (without fp16: fp32's, which
+   may be stored in fp16): what the scaler would come to. */
 static amp_result ampi_verify_scale(ampi_verifier *v) {
     amp_k_scaler_rule rule;
     amp_scaler *scaler = ampi_enabled(v->desc->scaler);
@@ -19383,20 +20298,29 @@ static double ampi_over_bound(double error, double bound) { return bound > 0 ? e
 static void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
     const char *name = amp_dtype_name(row->dtype);
     int fp16 = row->dtype == AMP_F16, scaled = ampi_enabled(v->desc->scaler) != NULL;
-    int gradient = ampi_over_bound(row->gradient_error, row->gradient_bound) > ampi_over_bound(row->output_error, row->output_bound);
+    int gradient = ampi_over_bound(row->gradient_error, row->gradient_bound) >
+                   ampi_over_bound(row->output_error, row->output_bound);
     const char *worst = gradient ? row->worst_gradient : row->worst_output;
     char *to = row->advice;
     if (row->verdict == AMP_VERDICT_FAILED && v->seconds < 0) snprintf(to, sizeof row->advice, "%s", v->why);
-    else if (row->verdict == AMP_VERDICT_FAILED) snprintf(to, sizeof row->advice, "the step returned %d. %.120s", v->code, v->why);
+    else if (row->verdict == AMP_VERDICT_FAILED)
+        snprintf(to, sizeof row->advice, "the step returned %d. %.120s", v->code, v->why);
     else if (row->verdict == AMP_VERDICT_NONFINITE)
-        snprintf(to, sizeof row->advice, fp16 ? "%.50s overflows: train in bf16, or give its layer fp32 by amp_layer_override"
-                 : "%.50s: %s has fp32's range, so look for what the operator does in low precision", row->first_bad, name);
+        snprintf(to, sizeof row->advice,
+                 fp16 ? "%.50s overflows: train in bf16, or give its layer fp32 by amp_layer_override"
+                      : "%.50s: %s has fp32's range, so look for what the operator does in low precision",
+                 row->first_bad, name);
     else if (row->verdict == AMP_VERDICT_INACCURATE)
-        snprintf(to, sizeof row->advice, fp16 && gradient && !scaled ? "%.50s loses what underflows: train with a loss scaler"
-                 : "%.50s: give its layer fp32 by amp_layer_override, or look at its operator in %s", worst, name);
-    else if (fp16 && !scaled) snprintf(to, sizeof row->advice, "good for this batch; gradients may shrink: train with a loss scaler");
+        snprintf(to, sizeof row->advice,
+                 fp16 && gradient && !scaled
+                     ? "%.50s loses what underflows: train with a loss scaler"
+                     : "%.50s: give its layer fp32 by amp_layer_override, or look at its operator in %s",
+                 worst, name);
+    else if (fp16 && !scaled)
+        snprintf(to, sizeof row->advice, "good for this batch; gradients may shrink: train with a loss scaler");
     else if (fp16 && v->scale > 0)
-        snprintf(to, sizeof row->advice, "good from loss scale %g on, which the scaler will reach: start there", (double)v->scale);
+        snprintf(to, sizeof row->advice, "good from loss scale %g on, which the scaler will reach: start there",
+                 (double)v->scale);
     else snprintf(to, sizeof row->advice, "good");
 }
 
@@ -19406,7 +20330,8 @@ static void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
     int64_t i;
     for (i = 0; i < v->n; i++) {
         const ampi_verify_tensor *t = &v->tensors[i];
-        double noise = ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / (double)AMPI_VERIFY_DRAWS) / t->norm;
+        double noise =
+            ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / (double)AMPI_VERIFY_DRAWS) / t->norm;
         double error = ampi_root(t->difference) / t->norm, bound = v->allowance * AMPI_MAX(noise, u);
         if (t->bad || !(ampi_over_bound(error, bound) > worst[t->gradient])) continue;
         worst[t->gradient] = ampi_over_bound(error, bound);
@@ -19450,20 +20375,29 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
     const char *f = "amp_verify";
     int64_t i, ignored;
     AMPI_TRY(ampi_need(f, d->step != NULL, ".step"));
-    if (ampi_world(amp) > 1) return ampi_fail(AMP_ERR_CONFLICT, f, "the context has %d ranks, which may not all run the step equally often: verify on one", ampi_world(amp));
+    if (ampi_world(amp) > 1)
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         "the context has %d ranks, which may not all run the step equally often: verify on one",
+                         ampi_world(amp));
     if (d->n_params < 0 || d->n_outputs < 0 || d->n_dtypes < 0 || d->n_dtypes > AMP_VERIFY_ROWS)
-        return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, .n_outputs = %lld or .n_dtypes = %lld, must be 0 or more, the last at most %d",
-                         (long long)d->n_params, (long long)d->n_outputs, (long long)d->n_dtypes, AMP_VERIFY_ROWS);
-    if ((d->params == NULL && d->n_params > 0) || (d->outputs == NULL && d->n_outputs > 0) || (d->dtypes == NULL && d->n_dtypes > 0))
+        return ampi_fail(
+            AMP_ERR_RANGE, f,
+            ".n_params = %lld, .n_outputs = %lld or .n_dtypes = %lld, must be 0 or more, the last at most %d",
+            (long long)d->n_params, (long long)d->n_outputs, (long long)d->n_dtypes, AMP_VERIFY_ROWS);
+    if ((d->params == NULL && d->n_params > 0) || (d->outputs == NULL && d->n_outputs > 0) ||
+        (d->dtypes == NULL && d->n_dtypes > 0))
         return ampi_fail(AMP_ERR_NULL, f, ".params, .outputs or .dtypes is NULL");
-    if (d->n_params + d->n_outputs == 0) return ampi_fail(AMP_ERR_NULL, f, "nothing to compare: give .params or .outputs");
-    AMPI_TRY(ampi_check_real(f, ".allowance", d->allowance, isgreaterequal(d->allowance, 0), "above 0 and finite, or 0 (8)"));
+    if (d->n_params + d->n_outputs == 0)
+        return ampi_fail(AMP_ERR_NULL, f, "nothing to compare: give .params or .outputs");
+    AMPI_TRY(ampi_check_real(f, ".allowance", d->allowance, isgreaterequal(d->allowance, 0),
+                             "above 0 and finite, or 0 (8)"));
     for (i = 0; i < d->n_dtypes; i++)
         if (!ampi_is_compute(d->dtypes[i]))
-            return ampi_fail(AMP_ERR_DTYPE, f, ".dtypes[%lld] = %s, must be one of %s", (long long)i, amp_dtype_name(d->dtypes[i]),
-                             ampi_dtypes_of(AMPI_IS_COMPUTE, list));
+            return ampi_fail(AMP_ERR_DTYPE, f, ".dtypes[%lld] = %s, must be one of %s", (long long)i,
+                             amp_dtype_name(d->dtypes[i]), ampi_dtypes_of(AMPI_IS_COMPUTE, list));
     if (ampi_settings(amp)->level == AMP_LEVEL_O0)
-        return ampi_fail(AMP_ERR_CONFLICT, f, "level O0 computes in fp32: open the context at another level to see other precisions");
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         "level O0 computes in fp32: open the context at another level to see other precisions");
     AMPI_TRY(ampi_check_ranges(f, d->outputs, d->n_outputs));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
     return ampi_check_params(f, d->params, d->n_params, &ignored);
@@ -19476,11 +20410,13 @@ static void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_d
     int i;
     if (d->n_dtypes > 0 || amp_query_machine(amp, &machine) != AMP_OK) return;
     for (i = 1; i < AMPI_COMPUTE_DTYPES; i++)
-        if (amp_choose(&machine, ampi_compute_dtypes[i], 0, &choice) == AMP_OK) dtypes[d->n_dtypes++] = ampi_compute_dtypes[i];
+        if (amp_choose(&machine, ampi_compute_dtypes[i], 0, &choice) == AMP_OK)
+            dtypes[d->n_dtypes++] = ampi_compute_dtypes[i];
     d->dtypes = dtypes;
 }
 
-static void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, void *data, amp_dtype dtype, int64_t count) {
+static void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, void *data, amp_dtype dtype,
+                            int64_t count) {
     ampi_verify_tensor *t = &v->tensors[v->n++];
     t->name = name ? name : "output";
     t->gradient = gradient;
@@ -19492,7 +20428,8 @@ static void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, vo
 }
 
 /* All that the user's step may change, for amp_verify and amp_tune. */
-static amp_result ampi_verify_keep(amp_context *amp, const char *function, const amp_verify_desc *d, ampi_snapshot **out) {
+static amp_result ampi_verify_keep(amp_context *amp, const char *function, const amp_verify_desc *d,
+                                   ampi_snapshot **out) {
     const ampi_snapshot_desc k = {d->params, d->n_params, d->optimizer, d->scaler, NULL, 1};
     return ampi_snapshot_create(amp, function, &k, out);
 }
@@ -19509,7 +20446,9 @@ static amp_result ampi_verify_memory(ampi_verifier *v) {
         const amp_tensor *g = &d->params[i].grad;
         if (g->data != NULL) ampi_verify_add(v, d->params[i].name, 1, g->data, g->dtype, amp_tensor_count(g));
     }
-    if (v->bytes == 0) return ampi_fail(AMP_ERR_NULL, "amp_verify", "nothing to compare: no parameter has a gradient, and there are no outputs");
+    if (v->bytes == 0)
+        return ampi_fail(AMP_ERR_NULL, "amp_verify",
+                         "nothing to compare: no parameter has a gradient, and there are no outputs");
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->reference, v->bytes, 1));
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->stage, AMPI_VERIFY_STAGE, 8));
     return ampi_verify_keep(v->amp, "amp_verify", d, &v->before);
@@ -19554,7 +20493,9 @@ static amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *des
     if (r == AMP_OK) *out = report;
     return r;
 }
-AMP_API amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) { return ampi_as("amp_verify", ampi_verify_whole(amp, desc, out)); }
+AMP_API amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
+    return ampi_as("amp_verify", ampi_verify_whole(amp, desc, out));
+}
 
 static const char *ampi_verdict_word(amp_verdict verdict) {
     return verdict == AMP_VERDICT_PASS ? "PASS" : verdict == AMP_VERDICT_INACCURATE ? "INACCURATE"
@@ -19602,9 +20543,12 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
         if (ranges[i].data == NULL || ranges[i].count < 0)
             return ampi_fail(AMP_ERR_SHAPE, f, "%s, number %lld, has no data or a negative count", name, (long long)i);
         AMPI_TRY(ampi_as(f, backend->memory_kind(dev, ranges[i].data, &place)));
-        if (place == AMP_MEMORY_UNKNOWN || place == AMP_MEMORY_OTHER_DEVICE || (place == AMP_MEMORY_HOST && !backend->host_visible))
-            return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, lies in %s, where kernels of this context cannot read it: take "
-                             "memory from amp_alloc, and amp_copy it there", name, (long long)i, ampi_memory_kind_word(place));
+        if (place == AMP_MEMORY_UNKNOWN || place == AMP_MEMORY_OTHER_DEVICE ||
+            (place == AMP_MEMORY_HOST && !backend->host_visible))
+            return ampi_fail(AMP_ERR_DEVICE, f,
+                             "%s, number %lld, lies in %s, where kernels of this context cannot read it: take "
+                             "memory from amp_alloc, and amp_copy it there",
+                             name, (long long)i, ampi_memory_kind_word(place));
         if (place == AMP_MEMORY_PINNED && !backend->host_visible)
             ampi_log(amp, AMP_LOG_WARNING, 1306, "%s lies in pinned host memory: kernels read it over the bus", name);
     }
@@ -19643,7 +20587,9 @@ static double ampi_direction(uint64_t seed, int64_t i) { return amp_random_u32(s
 
 /* ---- Runs */
 
-static int64_t ampi_gradcheck_count(const ampi_gradchecker *c, int64_t input) { return c->begin[input + 1] - c->begin[input]; }
+static int64_t ampi_gradcheck_count(const ampi_gradchecker *c, int64_t input) {
+    return c->begin[input + 1] - c->begin[input];
+}
 
 static const char *ampi_input_name(const ampi_gradchecker *c, int64_t input) {
     const char *name = c->desc->inputs[input].name;
@@ -19728,7 +20674,8 @@ static amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
             n = AMPI_MIN(g->count - first, AMPI_MULTI_BLOCK);
             for (i = 0; i < n; i++) c->stage[i] = (float)ampi_gradcheck_weight(c, o, first + i);
             if (g->dtype != AMP_F32) ampi_convert_fast(c->stage, g->dtype, c->stage, AMP_F32, n, AMP_CPU_SCALAR);
-            AMPI_TRY(ampi_send(c->amp, ampi_at_mut(g->data, g->dtype, first), c->stage, (size_t)n * amp_dtype_size(g->dtype)));
+            AMPI_TRY(ampi_send(c->amp, ampi_at_mut(g->data, g->dtype, first), c->stage,
+                               (size_t)n * amp_dtype_size(g->dtype)));
         }
     }
     return AMP_OK;
@@ -19736,8 +20683,8 @@ static amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
 
 /* ---- What of it is rounding */
 
-/* Step of an input's elements: the cube root of u, which balances rounding (u / h) and truncation (h^2), times their root
-   mean square. */
+/* Step of an input's elements: the cube root of u, which balances rounding (u / h) and truncation (h^2), times their
+   root mean square. */
 static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
@@ -19750,8 +20697,8 @@ static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
 static float ampi_gradcheck_moved(float x, double step, double d) { return (float)((double)x + step * d); }
 
 /* gradient . d, where d is the step actually taken over `step`; *squares: sum of its terms' squares. */
-static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, uint64_t seed, double step, const float *gradient,
-                                 const float *minus, double *squares) {
+static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, uint64_t seed, double step,
+                                 const float *gradient, const float *minus, double *squares) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
     double sum = 0;
@@ -19789,8 +20736,8 @@ static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
         for (input = 0; input < d->n_inputs; input++) {
             AMPI_TRY(ampi_gradcheck_gradient(c, input, c->work));
             for (j = 0; j < c->directions; j++) {
-                change = ampi_gradcheck_dot(c, input, ampi_direction_seed(c, input, j), ampi_gradcheck_step(c, input), c->work,
-                                            c->grad + c->begin[input], &unused);
+                change = ampi_gradcheck_dot(c, input, ampi_direction_seed(c, input, j), ampi_gradcheck_step(c, input),
+                                            c->work, c->grad + c->begin[input], &unused);
                 c->changes[input * c->directions + j] += ampi_square(change);
             }
         }
@@ -19803,7 +20750,8 @@ static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
 /* ---- Differences */
 
 /* (L(x + step d) - L(x - step d)) / 2 step. */
-static amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, uint64_t seed, double step, double *out) {
+static amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, uint64_t seed, double step,
+                                            double *out) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
     double loss[2] = {0, 0};
@@ -19825,8 +20773,9 @@ static amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t input, i
     AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step, &wide));
     AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step / 2, &narrow));
     found = ampi_gradcheck_dot(c, input, seed, step, c->grad + c->begin[input], NULL, &squares);
-    rounding = c->noise / (step * 1.4142135623730951) +
-               ampi_root(c->changes[input * c->directions + j] / (double)AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
+    rounding =
+        c->noise / (step * 1.4142135623730951) +
+        ampi_root(c->changes[input * c->directions + j] / (double)AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
     error = found > wide ? found - wide : wide - found;
     bound = AMPI_GRADCHECK_SIGMAS * rounding + 8.0 / 3 * (wide > narrow ? wide - narrow : narrow - wide);
     if (error > bound) worst->passed = 0;
@@ -19852,10 +20801,13 @@ static amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range 
     for (i = 0; i < n; i++) {
         const char *name = values[i].name ? values[i].name : what;
         if (values[i].count != grads[i].count)
-            return ampi_fail(AMP_ERR_SHAPE, f, "%s %lld has %lld elements, its gradient %lld", name, (long long)i, (long long)values[i].count, (long long)grads[i].count);
-        if (inputs ? values[i].dtype != AMP_F32 || grads[i].dtype != AMP_F32 : values[i].dtype == AMP_F64 || grads[i].dtype == AMP_F64)
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s %lld has %lld elements, its gradient %lld", name, (long long)i,
+                             (long long)values[i].count, (long long)grads[i].count);
+        if (inputs ? values[i].dtype != AMP_F32 || grads[i].dtype != AMP_F32
+                   : values[i].dtype == AMP_F64 || grads[i].dtype == AMP_F64)
             return ampi_fail(AMP_ERR_DTYPE, f, "%s %lld or its gradient is %s, must be %s", name, (long long)i,
-                             amp_dtype_name(values[i].dtype == AMP_F32 ? grads[i].dtype : values[i].dtype), inputs ? "fp32" : "fp32, fp16 or bf16");
+                             amp_dtype_name(values[i].dtype == AMP_F32 ? grads[i].dtype : values[i].dtype),
+                             inputs ? "fp32" : "fp32, fp16 or bf16");
     }
     return AMP_OK;
 }
@@ -19893,7 +20845,8 @@ static amp_result ampi_gradcheck_memory(ampi_gradchecker *c) {
     AMPI_TRY(ampi_alloc(s, f, (void **)&c->stage, AMPI_VERIFY_STAGE, 4));
     for (i = 0; i < n; i++)
         if (c->desc->inputs[i].count > 0)
-            AMPI_TRY(ampi_fetch(c->amp, c->x + c->begin[i], c->desc->inputs[i].data, (size_t)c->desc->inputs[i].count * 4));
+            AMPI_TRY(
+                ampi_fetch(c->amp, c->x + c->begin[i], c->desc->inputs[i].data, (size_t)c->desc->inputs[i].count * 4));
     c->ready = 1;
     return AMP_OK;
 }
@@ -19970,9 +20923,11 @@ AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text
     const amp_gradcheck_report *r = report;
     ampi_sheet sheet = ampi_sheet_of(text, size);
     if (r == NULL) return 0;
-    ampi_print(&sheet, "gradient check in %s: %s; worst in %s: %.6g by differences, %.6g by backward, error %.2g, "
-                       "bound %.2g; detects relative errors from %.2g%% on\n", amp_dtype_name(r->dtype),
-                       r->passed ? "passed" : "failed", r->worst, r->expected, r->found, r->error, r->bound, 100 * r->detectable);
+    ampi_print(&sheet,
+               "gradient check in %s: %s; worst in %s: %.6g by differences, %.6g by backward, error %.2g, "
+               "bound %.2g; detects relative errors from %.2g%% on\n",
+               amp_dtype_name(r->dtype), r->passed ? "passed" : "failed", r->worst, r->expected, r->found, r->error,
+               r->bound, 100 * r->detectable);
     return sheet.used;
 }
 
@@ -20038,7 +20993,9 @@ static const char *ampi_verdict_name(amp_verdict verdict) {
 static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, size_t size) {
     const amp_verify_row *row = ampi_failed_row(f->desc->verified, dtype);
     if (row != NULL) {
-        const char *where = row->first_bad[0] ? row->first_bad : row->worst_gradient[0] ? row->worst_gradient : row->worst_output;
+        const char *where = row->first_bad[0]        ? row->first_bad
+                            : row->worst_gradient[0] ? row->worst_gradient
+                                                     : row->worst_output;
         snprintf(why, size, "%s: verified %s%s%.40s", amp_dtype_name(dtype), ampi_verdict_name(row->verdict),
                  where[0] ? " in " : "", where);
         return 1;
@@ -20060,7 +21017,9 @@ static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
     }
     for (i = AMPI_COMPUTE_DTYPES - 1; i > 0; i--) {
         amp_dtype dtype = ampi_compute_dtypes[i];
-        if (dtype != f->automatic.dtype && ampi_device_has(f->device, dtype) && !ampi_speaks_against(f, dtype, why, sizeof why)) break;
+        if (dtype != f->automatic.dtype && ampi_device_has(f->device, dtype) &&
+            !ampi_speaks_against(f, dtype, why, sizeof why))
+            break;
     }
     out->settings.dtype = ampi_compute_dtypes[i];
     snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s; so %s", first, amp_dtype_name(out->settings.dtype));
@@ -20087,12 +21046,15 @@ static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
     }
     f->is_short = (double)f->memory.peak > usable;
     if (!(each > 0)) {
-        snprintf(reason, size, "the peak of %.3g GiB is no more than parameters and optimizer take (%.3g GiB): activations are not from amp_alloc",
+        snprintf(reason, size,
+                 "the peak of %.3g GiB is no more than parameters and optimizer take (%.3g GiB): activations are not "
+                 "from amp_alloc",
                  AMPI_GIB(f->memory.peak), AMPI_GIB(fixed));
         return;
     }
     out->batch = usable > fixed ? (int64_t)((usable - fixed) / each) : 0;
-    snprintf(reason, size, "peak %.3g GiB at batch %lld is %.3g GiB fixed and %.3g GiB a sample; 90%% of %.3g GiB hold %lld",
+    snprintf(reason, size,
+             "peak %.3g GiB at batch %lld is %.3g GiB fixed and %.3g GiB a sample; 90%% of %.3g GiB hold %lld",
              AMPI_GIB(f->memory.peak), (long long)f->desc->batch, AMPI_GIB(fixed), AMPI_GIB(each),
              AMPI_GIB(f->memory.device_total), (long long)out->batch);
 }
@@ -20106,8 +21068,8 @@ static void ampi_advise_level(const ampi_facts *f, amp_advice *out) {
         snprintf(out->level_reason, sizeof out->level_reason, "O1: fp32 weights, and casts where they pay; %s",
                  out->batch > 0 ? "memory is not short" : "no sign that memory is short");
     else
-        snprintf(out->level_reason, sizeof out->level_reason, "%s: the step took %.3g of %.3g GiB, over 90%%; %s", low ? "O2" : "O1",
-                 AMPI_GIB(f->memory.peak), AMPI_GIB(f->memory.device_total),
+        snprintf(out->level_reason, sizeof out->level_reason, "%s: the step took %.3g of %.3g GiB, over 90%%; %s",
+                 low ? "O2" : "O1", AMPI_GIB(f->memory.peak), AMPI_GIB(f->memory.device_total),
                  low ? "16-bit weights with masters, no kept casts" : "no kept casts");
 }
 
@@ -20115,14 +21077,16 @@ static void ampi_advise_tf32(const ampi_facts *f, amp_advice *out) {
     char why[100] = "";
     out->settings.allow_tf32 = f->device->tf32 && !ampi_speaks_against(f, AMP_TF32, why, sizeof why);
     snprintf(out->tf32_reason, sizeof out->tf32_reason, "%s",
-             out->settings.allow_tf32 ? "on: what stays in fp32 is multiplied by tf32 instructions, with 10 bits of mantissa" :
-             f->device->tf32 ? why : "off: the device has no tf32 instructions");
+             out->settings.allow_tf32
+                 ? "on: what stays in fp32 is multiplied by tf32 instructions, with 10 bits of mantissa"
+             : f->device->tf32 ? why
+                               : "off: the device has no tf32 instructions");
     out->settings.autotune = strcmp(f->device->kind, "cpu") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
 }
 
-/* From the scaler's own history.  Growth alone costs a skip per growth interval, so more than one step in a hundred means
-   that something else is wrong: hysteresis that takes several skips for one reduction, an interval that is too short, or a
-   scale that hangs just below the overflow. */
+/* From the scaler's own history.  Growth alone costs a skip per growth interval, so more than one step in a hundred
+   means that something else is wrong: hysteresis that takes several skips for one reduction, an interval that is too
+   short, or a scale that hangs just below the overflow. */
 static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     amp_scaler_desc *d = &out->settings.scaler;
     const amp_k_scaler *s = &f->scaler;
@@ -20133,12 +21097,15 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     if (out->settings.dtype != AMP_F16) {
         snprintf(reason, size, "%s has fp32's range and needs none", amp_dtype_name(out->settings.dtype));
     } else if (s->updates == 0) {
-        snprintf(reason, size, "fp16 loses gradients below 6e-8: a dynamic scale, halved on overflow, doubled after clean steps");
+        snprintf(reason, size,
+                 "fp16 loses gradients below 6e-8: a dynamic scale, halved on overflow, doubled after clean steps");
     } else if (!(rate > 0.01) && !(s->scale < d->init_scale)) {
-        snprintf(reason, size, "%lld of %lld steps skipped, scale %g: unchanged", (long long)s->skips, (long long)s->updates, (double)s->scale);
+        snprintf(reason, size, "%lld of %lld steps skipped, scale %g: unchanged", (long long)s->skips,
+                 (long long)s->updates, (double)s->scale);
     } else if (!(rate > 0.01)) {
         d->init_scale = s->scale;
-        snprintf(reason, size, "the scale came down from %g to %g in %lld skips: begin there", init, (double)s->scale, (long long)s->skips);
+        snprintf(reason, size, "the scale came down from %g to %g in %lld skips: begin there", init, (double)s->scale,
+                 (long long)s->skips);
     } else {
         const char *mitigation = "backoff 0.25, and begin at a quarter of it";
         if (s->scale < d->init_scale) d->init_scale = s->scale;
@@ -20152,23 +21119,28 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
             d->backoff_factor = AMPI_MIN(d->backoff_factor, 0.25);
             d->init_scale = AMPI_MAX(s->scale / 4, ampi_is_none(d->min_scale) ? 1.1754944e-38f : d->min_scale);
         }
-        snprintf(reason, size, "%lld of %lld steps skipped, over 1%%, scale %g: %s", (long long)s->skips, (long long)s->updates,
-                 (double)s->scale, mitigation);
+        snprintf(reason, size, "%lld of %lld steps skipped, over 1%%, scale %g: %s", (long long)s->skips,
+                 (long long)s->updates, (double)s->scale, mitigation);
     }
 }
 
 /* ---- The learning rate, from a history of losses in quarters
 
-       lower    0.5 where one is not finite, or beyond fp32; 0.8 to 0.5 where the last quarter's mean is above the best one's
-                by more than 4 standard errors and 5% (at 50%: 0.5), which losses that explode are not, whose last ones are
-                all of the mean and of its error: so where each of the last twentieth is above all others of the last half,
-                and above the best mean by as much; or where 3 losses and 2% of them jump above both neighbours' mean, by
-                more than 6 times the median step and 10% (at 10% of the losses: 0.5)
-       higher   1.5 to 1.2 where the loss falls by less than 10% in all, smoothly (neighbours' differences are below a tenth
-                of the fall), and in the last quarter by no less than 0.8 times the first: a rate that is right slows down
+       lower    0.5 where one is not finite, or beyond fp32; 0.8 to 0.5 where the last quarter's mean is above the best
+                one's by more than 4 standard errors and 5% (at 50%: 0.5), which losses that explode are not, whose last
+                ones
+   are
+                all of the mean and of its error: so where each of the last twentieth is above all others of the last
+   half,
+                and above the best mean by as much; or where 3 losses and 2% of them jump above both neighbours' mean,
+                by more than 6 times the median step and 10% (at 10% of the losses: 0.5)
+       higher   1.5 to 1.2 where the loss falls by less than 10% in all, smoothly (neighbours' differences are below a
+                tenth of the fall), and in the last quarter by no less than 0.8 times the first: a rate that is right
+                slows
+   down
 
-   Of random histories that fall as they should, or not at all, fewer than 3 in a hundred get a hint at 100 losses, and fewer
-   than 2 at 200, where noise is like the one before's by 0.7. */
+   Of random histories that fall as they should, or not at all, fewer than 3 in a hundred get a hint at 100 losses, and
+   fewer than 2 at 200, where noise is like the one before's by 0.7. */
 
 /* What a history looks like, in quarters of it. */
 typedef struct ampi_history {
@@ -20177,7 +21149,8 @@ typedef struct ampi_history {
     int best;                       /* the quarter with the lowest mean */
     double noise;                   /* of one loss */
     int64_t jumps;                  /* losses far above both neighbours */
-    int64_t tail;                   /* the last twentieth, and its lowest where that is above the half before it, else the best mean */
+    /* the last twentieth, and its lowest where that is above the half before it, else the best mean */
+    int64_t tail;
     double above;
 } ampi_history;
 
@@ -20241,31 +21214,41 @@ static double ampi_lr_lower(double share) { return 0.8 - 0.3 * AMPI_MIN(share, 1
 
 static void ampi_advise_history(const ampi_history *h, int64_t n, amp_advice *out) {
     double best = h->mean[h->best], rise = h->mean[3] - best, fall = h->mean[0] - h->mean[3], level = fabs(h->mean[0]);
-    double error = hypot(h->error[3], h->error[h->best]), burst = h->above - best, first = h->mean[0] - h->mean[1], last = h->mean[2] - h->mean[3];
+    double error = hypot(h->error[3], h->error[h->best]), burst = h->above - best, first = h->mean[0] - h->mean[1],
+           last = h->mean[2] - h->mean[3];
     char *reason = out->lr_reason;
     size_t size = sizeof out->lr_reason;
     out->lr_factor = 1;
     if (h->bad > 0) {
         out->lr_factor = 0.5;
-        snprintf(reason, size, "unstable: %lld of %lld losses are not finite, or beyond fp32", (long long)h->bad, (long long)n);
+        snprintf(reason, size, "unstable: %lld of %lld losses are not finite, or beyond fp32", (long long)h->bad,
+                 (long long)n);
     } else if (rise > 4 * error && rise > 0.05 * fabs(best)) {
         out->lr_factor = ampi_lr_lower(rise / (0.5 * AMPI_MAX(fabs(best), rise)));
-        snprintf(reason, size, "unstable: the last quarter of %lld losses has mean %.4g, the best one %.4g (standard error %.2g)",
+        snprintf(reason, size,
+                 "unstable: the last quarter of %lld losses has mean %.4g, the best one %.4g (standard error %.2g)",
                  (long long)n, h->mean[3], best, error);
     } else if (burst > 0.05 * fabs(best)) {
         out->lr_factor = ampi_lr_lower(burst / (0.5 * AMPI_MAX(fabs(best), burst)));
-        snprintf(reason, size, "unstable: each of the last %lld of %lld losses is above the half before them, from %.4g; the best quarter's mean is %.4g",
+        snprintf(reason, size,
+                 "unstable: each of the last %lld of %lld losses is above the half before them, from %.4g; the best "
+                 "quarter's mean is %.4g",
                  (long long)h->tail, (long long)n, h->above, best);
     } else if (h->jumps >= 3 && (double)h->jumps > 0.02 * (double)n) {
         out->lr_factor = ampi_lr_lower((double)h->jumps / (0.1 * (double)n));
-        snprintf(reason, size, "unstable: %lld of %lld losses jump, each by 10%% and 6 times the usual step", (long long)h->jumps, (long long)n);
-    } else if (fall > 4 * hypot(h->error[0], h->error[3]) && fall < 0.1 * level && h->noise < 0.1 * fall && last > 0.8 * first) {
+        snprintf(reason, size, "unstable: %lld of %lld losses jump, each by 10%% and 6 times the usual step",
+                 (long long)h->jumps, (long long)n);
+    } else if (fall > 4 * hypot(h->error[0], h->error[3]) && fall < 0.1 * level && h->noise < 0.1 * fall &&
+               last > 0.8 * first) {
         out->lr_factor = 1.5 - 0.3 * fall / (0.1 * level);
-        snprintf(reason, size, "slow: %lld losses fell by %.2g%% from %.4g, smoothly (noise %.2g), as fast at the end as at the beginning",
-                 (long long)n, 100 * fall / level, h->mean[0], h->noise);
+        snprintf(
+            reason, size,
+            "slow: %lld losses fell by %.2g%% from %.4g, smoothly (noise %.2g), as fast at the end as at the beginning",
+            (long long)n, 100 * fall / level, h->mean[0], h->noise);
     } else
-        snprintf(reason, size, "unchanged: %lld losses went from %.4g to %.4g by quarters, best %.4g, noise %.2g, %lld jumps", (long long)n,
-                 h->mean[0], h->mean[3], best, h->noise, (long long)h->jumps);
+        snprintf(reason, size,
+                 "unchanged: %lld losses went from %.4g to %.4g by quarters, best %.4g, noise %.2g, %lld jumps",
+                 (long long)n, h->mean[0], h->mean[3], best, h->noise, (long long)h->jumps);
 }
 
 static amp_result ampi_advise_lr(const amp_context *amp, const amp_advise_desc *d, amp_advice *out) {
@@ -20273,7 +21256,8 @@ static amp_result ampi_advise_lr(const amp_context *amp, const amp_advise_desc *
     ampi_history history;
     void *scratch;
     if (d->n_losses < AMP_ADVISE_LOSSES) {
-        snprintf(out->lr_reason, sizeof out->lr_reason, "unknown from %lld losses: needs %d in .losses", (long long)d->n_losses, (int)AMP_ADVISE_LOSSES);
+        snprintf(out->lr_reason, sizeof out->lr_reason, "unknown from %lld losses: needs %d in .losses",
+                 (long long)d->n_losses, (int)AMP_ADVISE_LOSSES);
         return AMP_OK;
     }
     AMPI_TRY(ampi_alloc(s, "amp_advise", &scratch, d->n_losses, sizeof(double)));
@@ -20290,7 +21274,8 @@ static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_des
     f->device = &amp->machine.device;
     AMPI_TRY(amp_choose(&amp->machine, AMP_DTYPE_DEFAULT, 0, &f->automatic));
     AMPI_TRY(amp_memory(amp, &f->memory));
-    if (desc->scaler == NULL || desc->scaler->desc.disable || ampi_settings(amp)->autocast_dtype != AMP_F16) return AMP_OK;
+    if (desc->scaler == NULL || desc->scaler->desc.disable || ampi_settings(amp)->autocast_dtype != AMP_F16)
+        return AMP_OK;
     return amp_scaler_get(desc->scaler, &f->scaler);
 }
 
@@ -20298,13 +21283,16 @@ static amp_result ampi_advise(amp_context *amp, const amp_advise_desc *desc, amp
     static const amp_advise_desc none = {0, NULL, NULL, NULL, NULL, 0};
     amp_advice advice;
     ampi_facts f;
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_advise", "%s is NULL", amp == NULL ? "amp" : "out");
+    if (amp == NULL || out == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_advise", "%s is NULL", amp == NULL ? "amp" : "out");
     if (desc == NULL) desc = &none;
     if (desc->batch < 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none", (long long)desc->batch);
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none",
+                         (long long)desc->batch);
     if (desc->n_losses < 0 || (desc->n_losses > 0 && desc->losses == NULL))
-        return ampi_fail(desc->n_losses < 0 ? AMP_ERR_RANGE : AMP_ERR_NULL, "amp_advise", ".n_losses = %lld, must be 0 or more, and .losses%s NULL",
-                         (long long)desc->n_losses, desc->losses ? " is not" : " is");
+        return ampi_fail(desc->n_losses < 0 ? AMP_ERR_RANGE : AMP_ERR_NULL, "amp_advise",
+                         ".n_losses = %lld, must be 0 or more, and .losses%s NULL", (long long)desc->n_losses,
+                         desc->losses ? " is not" : " is");
     if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d",
                          (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
@@ -20320,7 +21308,9 @@ static amp_result ampi_advise(amp_context *amp, const amp_advise_desc *desc, amp
     *out = advice;
     return AMP_OK;
 }
-AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) { return ampi_as("amp_advise", ampi_advise(amp, desc, out)); }
+AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
+    return ampi_as("amp_advise", ampi_advise(amp, desc, out));
+}
 
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
@@ -20340,10 +21330,12 @@ AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size
     return sheet.used;
 }
 
-AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer) {
+AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler,
+                                    amp_optimizer *optimizer) {
     const amp_scaler_desc *rule;
     amp_settings s;
-    if (advice == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_advice_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
+    if (advice == NULL || amp == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_advice_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
     ampi_settings_now(amp, scaler, optimizer, &s);
     s.dtype = advice->settings.dtype;
     s.autocast_dtype = advice->settings.autocast_dtype;
@@ -20356,7 +21348,8 @@ AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, 
     if (rule->growth_interval != 0) s.scaler.growth_interval = rule->growth_interval;
     if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
     AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
-    if (optimizer != NULL && advice->lr > 0 && advice->lr_factor != 1) AMPI_TRY(amp_optimizer_set_lr(optimizer, advice->lr));
+    if (optimizer != NULL && advice->lr > 0 && advice->lr_factor != 1)
+        AMPI_TRY(amp_optimizer_set_lr(optimizer, advice->lr));
     if (advice->settings.level != s.level)
         ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: that needs a new context; O%d stays",
                  (int)advice->settings.level - (int)AMP_LEVEL_O0, (int)s.level - (int)AMP_LEVEL_O0);
@@ -20407,16 +21400,18 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     char list[80];
     int64_t i, j;
     if (d->n_dtypes < 0 || d->n_dtypes > AMPI_COMPUTE_DTYPES)
-        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_COMPUTE_DTYPES);
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes,
+                         AMPI_COMPUTE_DTYPES);
     if (d->n_dtypes > 0 && d->dtypes == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
     for (i = 0; i < d->n_dtypes; i++) {
         amp_dtype t = d->dtypes[i];
         if (!ampi_is_compute(t))
-            return ampi_fail(AMP_ERR_DTYPE, "amp_tune", ".dtypes[%lld] = %s, must be one of %s", (long long)i, amp_dtype_name(t),
-                             ampi_dtypes_of(AMPI_IS_COMPUTE, list));
+            return ampi_fail(AMP_ERR_DTYPE, "amp_tune", ".dtypes[%lld] = %s, must be one of %s", (long long)i,
+                             amp_dtype_name(t), ampi_dtypes_of(AMPI_IS_COMPUTE, list));
         for (j = 0; j < i; j++)
-            if (d->dtypes[j] == t) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice", amp_dtype_name(t));
+            if (d->dtypes[j] == t)
+                return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice", amp_dtype_name(t));
     }
     return AMP_OK;
 }
@@ -20434,11 +21429,16 @@ static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
     if (d->max_batch != 0 && d->max_batch < d->batch)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more",
                          (long long)d->max_batch, (long long)d->batch);
-    if (d->file != NULL && d->file[0] == 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".file is \"\", must be a path, or NULL for none");
+    if (d->file != NULL && d->file[0] == 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".file is \"\", must be a path, or NULL for none");
     AMPI_TRY(ampi_may_wait(amp));
-    if (ampi_world(amp) > 1) return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", "%d ranks would each find another best: tune on one, and give the others its result", ampi_world(amp));
+    if (ampi_world(amp) > 1)
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune",
+                         "%d ranks would each find another best: tune on one, and give the others its result",
+                         ampi_world(amp));
     if (ampi_settings(amp)->disable)
-        return ampi_fail(AMP_ERR_STATE, "amp_tune", "the context is disabled, so all precisions would be one: call amp_set_enabled first");
+        return ampi_fail(AMP_ERR_STATE, "amp_tune",
+                         "the context is disabled, so all precisions would be one: call amp_set_enabled first");
     return AMP_OK;
 }
 
@@ -20461,8 +21461,11 @@ static uint64_t ampi_tune_hash(const ampi_tune *t) {
     const amp_desc *s = ampi_settings(t->amp);
     const amp_tune_desc *d = &t->desc;
     char machine[1024];
-    int64_t numbers[] = {AMP_VERSION, s->level, s->policy, s->mode, s->allow_tf32, s->memory_efficient, s->disable_cache, s->threads,
-                         s->cpu_path, s->autotune, d->batch, d->max_batch, d->iterations, d->warmup, d->verify != NULL};
+    int64_t numbers[] = {AMP_VERSION,      s->level,      s->policy,
+                         s->mode,          s->allow_tf32, s->memory_efficient,
+                         s->disable_cache, s->threads,    s->cpu_path,
+                         s->autotune,      d->batch,      d->max_batch,
+                         d->iterations,    d->warmup,     d->verify != NULL};
     uint64_t hash = UINT64_C(0xcbf29ce484222325);
     size_t i;
     int k;
@@ -20481,7 +21484,8 @@ static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64])
 /* A row from its numbers; 0: they cannot be one. */
 static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
     int i;
-    for (i = 0; i < AMPI_TUNE_NUMBERS; i++) if (!amp_is_finite_f64(&x[i]) || !(x[i] >= 0 && x[i] <= 9007199254740992.0)) return 0;
+    for (i = 0; i < AMPI_TUNE_NUMBERS; i++)
+        if (!amp_is_finite_f64(&x[i]) || !(x[i] >= 0 && x[i] <= 9007199254740992.0)) return 0;
     if (x[0] > (double)(int)AMP_I64 || x[1] < 1 || x[1] > (double)(int)AMP_VERDICT_FAILED || x[2] < 1) return 0;
     memset(row, 0, sizeof *row);
     row->dtype = (amp_dtype)(int)x[0];
@@ -20508,7 +21512,8 @@ static int ampi_tune_known(ampi_tune *t) {
         n /= AMPI_TUNE_NUMBERS;
         if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
             amp_state_get(t->state, text_key, AMP_U8, text, n * size) == AMP_OK) {
-            for (i = 0; i < n && ampi_tune_decode(numbers + i * AMPI_TUNE_NUMBERS, text + i * size, &t->out->rows[i]); i++) {}
+            for (i = 0; i < n && ampi_tune_decode(numbers + i * AMPI_TUNE_NUMBERS, text + i * size, &t->out->rows[i]);
+                 i++) {}
             if (i == n) { t->out->n_rows = n; return 1; }
         }
     }
@@ -20525,7 +21530,8 @@ static int ampi_tune_read(ampi_tune *t) {
     if (result == AMP_OK) return ampi_tune_known(t);
     t->foreign = result == AMP_ERR_FORMAT;
     if (result != AMP_ERR_OPEN)                 /* not yet written */
-        ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored%s: %s", t->foreign ? ", and the file left alone" : "", amp_last_error());
+        ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored%s: %s",
+                 t->foreign ? ", and the file left alone" : "", amp_last_error());
     return 0;
 }
 
@@ -20536,7 +21542,10 @@ static amp_result ampi_tune_put(const ampi_tune *t) {
     for (i = 0; i < t->out->n_rows; i++) {
         const amp_tune_row *row = &t->out->rows[i];
         double *x = numbers + i * AMPI_TUNE_NUMBERS;
-        x[0] = (double)(int)row->dtype; x[1] = (double)(int)row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
+        x[0] = (double)(int)row->dtype;
+        x[1] = (double)(int)row->verdict;
+        x[2] = (double)row->batch;
+        x[3] = (double)row->peak;
         x[4] = row->seconds; x[5] = row->rate; x[6] = row->speedup;
         memcpy(text + i * size, row->reason, (size_t)size);
     }
@@ -20556,7 +21565,8 @@ static amp_result ampi_tune_write(ampi_tune *t) {
     if (result == AMP_OK) result = ampi_tune_put(t);
     if (result == AMP_OK) return AMP_OK;
     snprintf(why, sizeof why, "%.199s", amp_last_error());
-    return ampi_fail(AMP_ERR_WRITE, "amp_tune", "the results are valid, but not saved in %.100s: %s", t->desc.file, why);
+    return ampi_fail(AMP_ERR_WRITE, "amp_tune", "the results are valid, but not saved in %.100s: %s", t->desc.file,
+                     why);
 }
 
 /* ---- Timing */
@@ -20697,7 +21707,8 @@ static amp_result ampi_tune_run(ampi_tune *t) {
         code = ampi_tune_prepare(t, batch);
         if (code != 0) {
             ampi_tune_open_rows(t, batch);
-            for (k = 0; k < t->n; k++) if (t->candidates[k].row != NULL) ampi_tune_failed(&t->candidates[k], "prepare", code);
+            for (k = 0; k < t->n; k++)
+                if (t->candidates[k].row != NULL) ampi_tune_failed(&t->candidates[k], "prepare", code);
             break;
         }
         if (batch == t->desc.batch) AMPI_TRY(ampi_tune_verify(t));
@@ -20713,7 +21724,9 @@ static void ampi_tune_pick(amp_tune_report *out) {
     int64_t i;
     out->best = -1;
     for (i = 0; i < out->n_rows; i++)
-        if (out->rows[i].verdict == AMP_VERDICT_PASS && (out->best < 0 || out->rows[i].rate > out->rows[out->best].rate)) out->best = i;
+        if (out->rows[i].verdict == AMP_VERDICT_PASS &&
+            (out->best < 0 || out->rows[i].rate > out->rows[out->best].rate))
+            out->best = i;
 }
 
 /* An earlier best batch may not fit beside what runs now. */
@@ -20722,7 +21735,8 @@ static int ampi_tune_still_fits(ampi_tune *t) {
     ampi_tune_pick(t->out);
     batch = t->out->best < 0 ? t->desc.batch : t->out->rows[t->out->best].batch;
     if (ampi_tune_prepare(t, batch) == 0) return 1;
-    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: batch %lld of %s cannot be prepared any more", (long long)batch, t->desc.file);
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: batch %lld of %s cannot be prepared any more",
+             (long long)batch, t->desc.file);
     memset(t->out, 0, sizeof *t->out);
     return 0;
 }
@@ -20732,7 +21746,8 @@ static amp_result ampi_tune_time(ampi_tune *t) {
     int64_t *times;
     amp_result result, restored = AMP_OK;
     int k;
-    AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations, sizeof *times));
+    AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations,
+                        sizeof *times));
     for (k = 0; k < t->n; k++) t->candidates[k].times = times + k * t->desc.iterations;
     result = ampi_tune_run(t);
     if (t->before != NULL) restored = ampi_snapshot_restore(t->before);
@@ -20761,35 +21776,43 @@ static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, a
     report.from_file = ampi_tune_read(&t) && ampi_tune_still_fits(&t);
     if (!report.from_file) result = ampi_tune_time(&t);
     ampi_tune_pick(&report);
-    if (result == AMP_OK) code = ampi_tune_prepare(&t, report.best >= 0 ? report.rows[report.best].batch : t.desc.batch);
+    if (result == AMP_OK)
+        code = ampi_tune_prepare(&t, report.best >= 0 ? report.rows[report.best].batch : t.desc.batch);
     if (code != 0) ampi_host_said("prepare", code, why, sizeof why);
     if (result == AMP_OK && !report.from_file) result = ampi_tune_write(&t);
     amp_state_destroy(t.state);
     if (result != AMP_OK && result != AMP_ERR_WRITE) return result;
     *out = report;
     if (code == 0 || out->best < 0) return result;
-    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed and is the best, but now %s", (long long)out->rows[out->best].batch, why);
+    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed and is the best, but now %s",
+                     (long long)out->rows[out->best].batch, why);
 }
-AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) { return ampi_as("amp_tune", ampi_tune_whole(amp, desc, out)); }
+AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
+    return ampi_as("amp_tune", ampi_tune_whole(amp, desc, out));
+}
 
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
     int64_t i;
     if (report == NULL) return 0;
-    ampi_print(&sheet, "  %-5s %8s %12s %12s %8s %10s  %s\n", "dtype", "batch", "ms/step", "samples/s", "speedup", "peak MiB", "verdict");
+    ampi_print(&sheet, "  %-5s %8s %12s %12s %8s %10s  %s\n", "dtype", "batch", "ms/step", "samples/s", "speedup",
+               "peak MiB", "verdict");
     for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_TUNE_ROWS); i++) {
         const amp_tune_row *row = &report->rows[i];
-        ampi_print(&sheet, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype), (long long)row->batch);
+        ampi_print(&sheet, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype),
+                   (long long)row->batch);
         if (row->verdict == AMP_VERDICT_FAILED) ampi_print(&sheet, "%12s %12s %8s %10s", "-", "-", "-", "-");
-        else ampi_print(&sheet, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup, (double)row->peak / 1048576.0);
+        else
+            ampi_print(&sheet, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup,
+                       (double)row->peak / 1048576.0);
         ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
     }
     return sheet.used;
 }
 
-/* ---- Recover.  Records come some steps late, so a new snapshot is only a candidate until a later step, whose finite loss
-   and gradients were computed from its weights, was applied.  Then it replaces the one before; an anomaly drops it.  At
-   most two snapshots are held.
+/* ---- Recover.  Records come some steps late, so a new snapshot is only a candidate until a later step, whose finite
+   loss and gradients were computed from its weights, was applied.  Then it replaces the one before; an anomaly drops
+   it.  At most two snapshots are held.
 
    Restoring sets the optimizer's count of steps back and drops the results that were pending.  Records of
    undone steps may still come, numbered from the last one seen to the last step done.  They are skipped until another
@@ -20829,7 +21852,8 @@ static void ampi_recovery_drop(ampi_recovery_point *p) {
 static amp_result ampi_host_failed(const char *what, int code) {
     char why[200];
     ampi_host_said(what, code, why, sizeof why);
-    return ampi_fail(strcmp(amp_result_text((amp_result)code), "unknown result") ? (amp_result)code : AMP_ERR_STATE, "amp_recovery", "%s", why);
+    return ampi_fail(strcmp(amp_result_text((amp_result)code), "unknown result") ? (amp_result)code : AMP_ERR_STATE,
+                     "amp_recovery", "%s", why);
 }
 
 static amp_result ampi_recovery_fill(const amp_recovery *r, ampi_recovery_point *out) {
@@ -20864,29 +21888,39 @@ static amp_result ampi_recovery_restore(const amp_recovery *r, const ampi_recove
 }
 
 static const ampi_field ampi_recovery_fields[] = {
-    {"interval", AMPI_I64, offsetof(amp_recovery_desc, interval), NULL, 100, 1, AMPI_DBL_MAX, "1 or more, or 0 for 100"},
-    {"batch_growth_interval", AMPI_I64, offsetof(amp_recovery_desc, batch_growth_interval), ampi_interval_words, 0, 1, AMPI_DBL_MAX,
+    {"interval", AMPI_I64, offsetof(amp_recovery_desc, interval), NULL, 100, 1, AMPI_DBL_MAX,
+     "1 or more, or 0 for 100"},
+    {"batch_growth_interval", AMPI_I64, offsetof(amp_recovery_desc, batch_growth_interval), ampi_interval_words, 0, 1,
+     AMPI_DBL_MAX,
      "1 or more, or 0 or AMP_INTERVAL_OFF for never"},
-    {"max_retries", AMPI_I32, offsetof(amp_recovery_desc, max_retries), ampi_retries_words, 3, 1, 1000, "1 to 1000, 0 for 3, or AMP_NO_RETRIES"}
+    {"max_retries", AMPI_I32, offsetof(amp_recovery_desc, max_retries), ampi_retries_words, 3, 1, 1000,
+     "1 to 1000, 0 for 3, or AMP_NO_RETRIES"}
 };
 
 static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc *d) {
     static const char f[] = "amp_recovery_create";
     int64_t i;
     AMPI_TRY(ampi_need(f, d->params != NULL, ".params"));
-    if (d->n_params < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
+    if (d->n_params < 1)
+        return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
     AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
     AMPI_TRY(ampi_fields(f, ampi_recovery_fields, sizeof ampi_recovery_fields, d));
-    if ((d->save == NULL) != (d->load == NULL)) return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load must be set together");
+    if ((d->save == NULL) != (d->load == NULL))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load must be set together");
     for (i = 0; i < d->n_params; i++) {
         const amp_param *p = &d->params[i];
-        if (p->weight.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] %s has no weight", (long long)i, p->name ? p->name : "");
+        if (p->weight.data == NULL)
+            return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] %s has no weight", (long long)i, p->name ? p->name : "");
         AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
-        if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
+        if (!ampi_is_contiguous(&p->weight))
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
     }
-    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp) || (d->loader != NULL && d->loader->amp != amp))
+    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp) ||
+        (d->loader != NULL && d->loader->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".%s belongs to another context",
-                         d->optimizer->amp != amp ? "optimizer" : d->loader != NULL && d->loader->amp != amp ? "loader" : "scaler");
+                         d->optimizer->amp != amp                     ? "optimizer"
+                         : d->loader != NULL && d->loader->amp != amp ? "loader"
+                                                                      : "scaler");
     AMPI_TRY(ampi_check_all_known(amp, f, d->params, d->n_params));
     if (d->optimizer->micro > 0)
         return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps",
@@ -20909,7 +21943,9 @@ static void ampi_recovery_stop(ampi_object *object) {
     if (r->desc.scaler != NULL) ampi_object_let_go(&r->desc.scaler->object);
     if (r->desc.loader != NULL) ampi_object_let_go(&r->desc.loader->object);
 }
-AMP_API void amp_recovery_destroy(amp_recovery *recovery) { if (recovery != NULL) ampi_object_destroy(&recovery->object); }
+AMP_API void amp_recovery_destroy(amp_recovery *recovery) {
+    if (recovery != NULL) ampi_object_destroy(&recovery->object);
+}
 
 AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
     amp_recovery_desc d;
@@ -20917,7 +21953,10 @@ AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, con
     amp_result result;
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL || desc == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL", amp == NULL ? "amp" : out == NULL ? "out" : "desc");
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL",
+                         amp == NULL   ? "amp"
+                         : out == NULL ? "out"
+                                       : "desc");
     d = *desc;
     AMPI_TRY(ampi_check_recovery(amp, &d));
     AMPI_TRY(ampi_object_create(amp, "amp_recovery_create", (void **)&r, sizeof *r, "recovery", ampi_recovery_stop));
@@ -20958,7 +21997,8 @@ static int ampi_layer_is_fp32(const amp_context *amp, const char *pattern) {
 static amp_dtype ampi_next_dtype(const amp_context *amp) {
     amp_dtype now = ampi_settings(amp)->autocast_dtype;
     amp_choice choice;
-    return now == AMP_F16 && amp_choose(&amp->machine, AMP_BF16, 1, &choice) == AMP_OK && !choice.fell_back ? AMP_BF16 : AMP_F32;
+    return now == AMP_F16 && amp_choose(&amp->machine, AMP_BF16, 1, &choice) == AMP_OK && !choice.fell_back ? AMP_BF16
+                                                                                                            : AMP_F32;
 }
 
 /* 1: there is a wider format to switch to; levels O2 and O3 keep theirs. */
@@ -20971,11 +22011,14 @@ static int ampi_can_widen(const amp_context *amp) {
    floor is not due to a single layer: both need a wider format, if there is one. */
 static void ampi_plan_mitigation(const amp_recovery *r, const amp_step_record *record, amp_recovery_event *event) {
     const amp_context *amp = r->amp;
-    const char *bad = r->desc.optimizer->desc.sharded && ampi_world(amp) > 1 ? NULL : record->result.first_bad;    /* sharded: this rank's own */
-    int everywhere = record->anomaly == AMP_ANOMALY_LOSS || record->anomaly == AMP_ANOMALY_FLOOR, wide = ampi_can_widen(amp);
+    /* sharded: this rank's own */
+    const char *bad = r->desc.optimizer->desc.sharded && ampi_world(amp) > 1 ? NULL : record->result.first_bad;
+    int everywhere = record->anomaly == AMP_ANOMALY_LOSS || record->anomaly == AMP_ANOMALY_FLOOR,
+        wide = ampi_can_widen(amp);
     if (ampi_settings(amp)->disable || ampi_settings(amp)->autocast_dtype == AMP_F32) return;
     if (bad != NULL) ampi_layer_pattern(bad, event->layer);
-    if (bad != NULL && !(everywhere && wide) && !ampi_layer_is_fp32(amp, event->layer)) event->mitigation = AMP_MITIGATE_LAYERS;
+    if (bad != NULL && !(everywhere && wide) && !ampi_layer_is_fp32(amp, event->layer))
+        event->mitigation = AMP_MITIGATE_LAYERS;
     else if (wide) { event->mitigation = AMP_MITIGATE_DTYPE; event->dtype = ampi_next_dtype(amp); }
 }
 
@@ -21010,7 +22053,8 @@ static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     if (r->desc.policy == NULL) return 0;
     r->desc.policy(r->desc.user, event);
     if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_DOUBLE_BATCH) event->action = planned.action;
-    if (event->mitigation < AMP_MITIGATE_NONE || event->mitigation > AMP_MITIGATE_DTYPE) event->mitigation = planned.mitigation;
+    if (event->mitigation < AMP_MITIGATE_NONE || event->mitigation > AMP_MITIGATE_DTYPE)
+        event->mitigation = planned.mitigation;
     event->layer[sizeof event->layer - 1] = 0;
     event->anomaly = planned.anomaly;
     event->step = planned.step;
@@ -21054,8 +22098,8 @@ static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
 static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record) {
     const char *where = record->result.first_bad;
     ampi_sheet s = ampi_sheet_of(e->text, sizeof e->text);
-    ampi_print(&s, "step %lld: %s%s%.40s; back to %lld applied steps, ", (long long)record->result.step, ampi_anomaly_text(e->anomaly),
-               where ? ", first in " : "", where ? where : "", (long long)e->step);
+    ampi_print(&s, "step %lld: %s%s%.40s; back to %lld applied steps, ", (long long)record->result.step,
+               ampi_anomaly_text(e->anomaly), where ? ", first in " : "", where ? where : "", (long long)e->step);
     if (e->action == AMP_RECOVERY_STOP) ampi_print(&s, "stop");
     else if (e->mitigation == AMP_MITIGATE_LAYERS) ampi_print(&s, "%.63s in fp32 from now on", e->layer);
     else if (e->mitigation == AMP_MITIGATE_DTYPE) ampi_print(&s, "%s from now on", amp_dtype_name(e->dtype));
@@ -21114,8 +22158,8 @@ static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
     if (c->training != NULL || r->desc.optimizer->micro > 0 || record->result.applied_steps < r->next) return;
     r->next = record->result.applied_steps + r->desc.interval;
     if (ampi_recovery_take(r, c) != AMP_OK)
-        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, that of %lld applied steps stays: %s", (long long)record->result.step,
-                 (long long)r->good.applied, amp_last_error());
+        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, that of %lld applied steps stays: %s",
+                 (long long)record->result.step, (long long)r->good.applied, amp_last_error());
 }
 
 /* ---- The size of the micro-batch */
@@ -21130,13 +22174,15 @@ static void ampi_batch_changed(amp_recovery *r, int halvings) {
 static int ampi_batch_is_even(const amp_recovery *r) {
     amp_loader_info info;
     if (r->desc.loader == NULL) return 1;
-    return amp_loader_info_get(r->desc.loader, &info) == AMP_OK && info.index % 2 == 0 && info.index + 2 <= info.batches;
+    return amp_loader_info_get(r->desc.loader, &info) == AMP_OK && info.index % 2 == 0 &&
+           info.index + 2 <= info.batches;
 }
 
 /* Good steps it takes to double the batch. */
 static int64_t ampi_patience(const amp_recovery *r) {
     int64_t interval = r->desc.batch_growth_interval;
-    return interval <= 0 || r->failures > 62 || interval > INT64_MAX >> r->failures ? INT64_MAX : interval << r->failures;
+    return interval <= 0 || r->failures > 62 || interval > INT64_MAX >> r->failures ? INT64_MAX
+                                                                                    : interval << r->failures;
 }
 
 /* Takes a halving back, when it has fitted long enough. */
@@ -21144,8 +22190,11 @@ static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
     amp_optimizer *o = r->desc.optimizer;
     amp_recovery_event e = ampi_event(r, AMP_RECOVERY_DOUBLE_BATCH, AMP_ANOMALY_NONE);
     int32_t n = o->desc.accumulation;
-    if (r->halvings == 0 || r->fitted < ampi_patience(r) || o->micro > 0 || n % 2 != 0 || !ampi_batch_is_even(r)) return AMP_OK;
-    snprintf(e.text, sizeof e.text, "%lld good steps since the micro-batch was %s for memory: twice its size again from step %lld, and %d instead of %d a step",
+    if (r->halvings == 0 || r->fitted < ampi_patience(r) || o->micro > 0 || n % 2 != 0 || !ampi_batch_is_even(r))
+        return AMP_OK;
+    snprintf(e.text, sizeof e.text,
+             "%lld good steps since the micro-batch was %s for memory: twice its size again from step %lld, and %d "
+             "instead of %d a step",
              (long long)r->fitted, r->doubled ? "last changed" : "halved", (long long)o->attempts + 1, n / 2, n);
     (void)ampi_ask(r, &e);
     if (e.action != AMP_RECOVERY_DOUBLE_BATCH) { r->fitted = 0; return AMP_OK; }
@@ -21159,7 +22208,10 @@ static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
 static amp_result ampi_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     if (r == NULL || record == NULL || event == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL", r == NULL ? "recovery" : record == NULL ? "record" : "event");
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL",
+                         r == NULL        ? "recovery"
+                         : record == NULL ? "record"
+                                          : "event");
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_step"));
     if (r->desc.loader != NULL) AMPI_TRY(ampi_alive(&r->desc.loader->object, "amp_recovery_step"));
     AMPI_TRY(ampi_may_wait(r->amp));
@@ -21185,7 +22237,8 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
     int32_t n = o->desc.accumulation, most = INT32_MAX / 2;
     int keep_lr;
     e->action = n > most ? AMP_RECOVERY_STOP : AMP_RECOVERY_HALVE_BATCH;
-    snprintf(e->text, sizeof e->text, "out of memory again in step %lld: halve the micro-batch; a step now has twice its %d",
+    snprintf(e->text, sizeof e->text,
+             "out of memory again in step %lld: halve the micro-batch; a step now has twice its %d",
              (long long)o->attempts + 1, n);
     keep_lr = ampi_ask(r, e);
     if (e->action == AMP_RECOVERY_HALVE_BATCH && n <= most) {
@@ -21204,15 +22257,16 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
     return AMP_OK;
 }
 
-/* One cleanup per step, then ever smaller micro-batches.  The cycle's accumulated gradients are dropped, since the failed
-   pass may be partly in them. */
+/* One cleanup per step, then ever smaller micro-batches.  The cycle's accumulated gradients are dropped, since the
+   failed pass may be partly in them. */
 static amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     amp_recovery_event e;
     amp_optimizer *o;
     int64_t freed = 0;
     int again;
-    if (r == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_memory", "%s is NULL", r == NULL ? "recovery" : "event");
+    if (r == NULL || event == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_memory", "%s is NULL", r == NULL ? "recovery" : "event");
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_memory"));
     AMPI_TRY(ampi_may_wait(r->amp));
     o = r->desc.optimizer;
@@ -21230,7 +22284,9 @@ static amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_even
     *event = e;
     return AMP_OK;
 }
-AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) { return ampi_as("amp_recovery_memory", ampi_recovery_memory(recovery, event)); }
+AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
+    return ampi_as("amp_recovery_memory", ampi_recovery_memory(recovery, event));
+}
 
 static amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader) {
     amp_recovery *r = recovery;
@@ -21242,8 +22298,9 @@ static amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_batch"));
     if (loader != NULL) AMPI_TRY(ampi_alive(&loader->object, "amp_recovery_batch"));
     if (r->desc.optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, "amp_recovery_batch", "%d of %d micro-batches are accumulated: call it between steps",
-                         r->desc.optimizer->micro, r->desc.optimizer->desc.accumulation);
+        return ampi_fail(AMP_ERR_STATE, "amp_recovery_batch",
+                         "%d of %d micro-batches are accumulated: call it between steps", r->desc.optimizer->micro,
+                         r->desc.optimizer->desc.accumulation);
     AMPI_TRY(ampi_may_wait(r->amp));
     before = r->desc.loader;
     r->desc.loader = loader;
@@ -21257,13 +22314,17 @@ static amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader
     r->next = now.applied + r->desc.interval;
     return AMP_OK;
 }
-AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader) { return ampi_as("amp_recovery_batch", ampi_recovery_batch(recovery, loader)); }
+AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader) {
+    return ampi_as("amp_recovery_batch", ampi_recovery_batch(recovery, loader));
+}
 
 #define AMPI_OF_RECOVERY(member, type, most) AMPI_SAVED("recovery", AMP_I64, amp_recovery, member, type, 0, most)
-static const ampi_saved ampi_recovery_saved[] = {
-    AMPI_OF_RECOVERY(halvings, AMPI_I64, 1000), AMPI_OF_RECOVERY(fitted, AMPI_I64, AMPI_COUNT_MOST), AMPI_OF_RECOVERY(failures, AMPI_I32, 1000),
-    AMPI_OF_RECOVERY(doubled, AMPI_I32, 1), AMPI_OF_RECOVERY(retries, AMPI_I32, 1000), AMPI_OF_RECOVERY(streak, AMPI_I64, AMPI_COUNT_MOST)
-};
+static const ampi_saved ampi_recovery_saved[] = {AMPI_OF_RECOVERY(halvings, AMPI_I64, 1000),
+                                                 AMPI_OF_RECOVERY(fitted, AMPI_I64, AMPI_COUNT_MOST),
+                                                 AMPI_OF_RECOVERY(failures, AMPI_I32, 1000),
+                                                 AMPI_OF_RECOVERY(doubled, AMPI_I32, 1),
+                                                 AMPI_OF_RECOVERY(retries, AMPI_I32, 1000),
+                                                 AMPI_OF_RECOVERY(streak, AMPI_I64, AMPI_COUNT_MOST)};
 
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix) {
     const char *f = "amp_recovery_save";
@@ -21271,10 +22332,12 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
     AMPI_TRY(ampi_need(f, recovery && state && prefix, "recovery, state or prefix"));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
-    /* good steps that nothing waits for are not counted: whatever came before, runs that stand at the same place save the same bytes */
+    /* good steps that nothing waits for are not counted: whatever came before, runs that stand at the same place save
+       the same bytes */
     if (r.halvings == 0) r.fitted = 0;
     if (r.retries == 0) r.streak = 0;
-    return ampi_as(f, ampi_saved_walk(f, state, NULL, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r, sizeof r, 1));
+    return ampi_as(f, ampi_saved_walk(f, state, NULL, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r,
+                                      sizeof r, 1));
 }
 
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix) {
@@ -21286,7 +22349,8 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
     AMPI_TRY(ampi_key(f, key, prefix, "recovery", -1));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
-    result = ampi_as(f, ampi_saved_walk(f, NULL, state, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r, sizeof r, 1));
+    result = ampi_as(f, ampi_saved_walk(f, NULL, state, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r,
+                                        sizeof r, 1));
     if (result == AMP_ERR_RANGE) return ampi_fail(AMP_ERR_MISMATCH, f, "%s was not saved by a recovery", key);
     if (result != AMP_OK) return result;
     recovery->halvings = r.halvings, recovery->fitted = r.fitted, recovery->failures = r.failures;
@@ -21336,7 +22400,8 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #define AMPI_SUFFIX _avx512
 #define AMPI_W 16
 #if defined(__clang__)
-#  pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
+                             apply_to = function)
 #else
 #  pragma GCC push_options
 #  pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
@@ -21488,8 +22553,9 @@ static inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
 #endif
 }
 
-/* x + add, of which the upper bits will be kept: bf16 or tf32.  add is half of the last place kept to round to nearest, that
-   less 1 plus the last place's bit for ties to even, random bits below it for stochastic rounding.  A NaN becomes quiet. */
+/* x + add, of which the upper bits will be kept: bf16 or tf32.  add is half of the last place kept to round to nearest,
+   that less 1 plus the last place's bit for ties to even, random bits below it for stochastic rounding.  A NaN becomes
+   quiet. */
 static inline ampi_vu AMPI_V(ampi_round_up)(ampi_vu x, ampi_vu add) {
 #if AMPI_PASS == 3
     __mmask16 nan = _mm512_fpclass_ps_mask((__m512)x, 0x81);
@@ -21501,25 +22567,32 @@ static inline ampi_vu AMPI_V(ampi_round_up)(ampi_vu x, ampi_vu add) {
     return (x + (add & ~nan)) | (nan & 0x400000u);
 #endif
 }
-static inline ampi_vu AMPI_V(ampi_bf16_round)(ampi_vu x) { return AMPI_V(ampi_round_up)(x, ((x >> 16) & 1u) + 0x7fffu); }
+static inline ampi_vu AMPI_V(ampi_bf16_round)(ampi_vu x) {
+    return AMPI_V(ampi_round_up)(x, ((x >> 16) & 1u) + 0x7fffu);
+}
 
 /* F16C instructions do not depend on flush-to-zero or denormals-are-zero: fp16 subnormals are always kept, and an
    fp32 subnormal is far below the smallest of them. */
 #if AMPI_PASS == 3
-static inline __m256i AMPI_V(ampi_f16_narrow)(ampi_vf v) { return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT); }
+static inline __m256i AMPI_V(ampi_f16_narrow)(ampi_vf v) {
+    return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+}
 static inline ampi_vf AMPI_V(ampi_f16_widen)(__m256i v) { return (ampi_vf)_mm512_cvtph_ps(v); }
 static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
     return AMPI_V(ampi_f16_widen)(_mm256_loadu_si256((const __m256i *)(const void *)((const char *)p + 2 * i)));
 }
 #elif AMPI_PASS == 2
-static inline __m128i AMPI_V(ampi_f16_narrow)(ampi_vf v) { return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
+static inline __m128i AMPI_V(ampi_f16_narrow)(ampi_vf v) {
+    return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+}
 static inline ampi_vf AMPI_V(ampi_f16_widen)(__m128i v) { return (ampi_vf)_mm256_cvtph_ps(v); }
 static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
     return AMPI_V(ampi_f16_widen)(_mm_loadu_si128((const __m128i *)(const void *)((const char *)p + 2 * i)));
 }
 #endif
 
-/* Numbers rounded to nearest in `dtype`: fp16 and bf16 with ties to even, tf32 away from zero.  Others stay as they are. */
+/* Numbers rounded to nearest in `dtype`: fp16 and bf16 with ties to even, tf32 away from zero.  Others stay as they
+   are. */
 static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
     ampi_vu x = (ampi_vu)v, zero = {0};
     switch (dtype) {
@@ -21534,7 +22607,8 @@ static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_
     }
 }
 
-static inline __attribute__((always_inline)) void AMPI_V(ampi_round_as)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+static inline __attribute__((always_inline)) void AMPI_V(ampi_round_as)(void *dst, const void *src, int64_t n,
+                                                                        amp_dtype dtype) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W)
         AMPI_V(ampi_store32)(dst, i, (ampi_vu)AMPI_V(ampi_round_to)((ampi_vf)AMPI_V(ampi_load32)(src, i), dtype));
@@ -21551,7 +22625,8 @@ static void AMPI_V(ampi_round_row)(void *dst, const void *src, int64_t n, amp_dt
 
 static void AMPI_V(ampi_bf16_from_f32)(void *dst, const void *src, int64_t n) {
     int64_t i;
-    for (i = 0; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store16)(dst, i, AMPI_V(ampi_bf16_round)(AMPI_V(ampi_load32)(src, i)) >> 16);
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W)
+        AMPI_V(ampi_store16)(dst, i, AMPI_V(ampi_bf16_round)(AMPI_V(ampi_load32)(src, i)) >> 16);
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_bf16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
 }
 
@@ -21605,7 +22680,8 @@ static void AMPI_V(ampi_f16_from_f32)(void *dst, const void *src, int64_t n) {
     }
 #elif AMPI_PASS == 2
     for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(void *)((char *)dst + 2 * i), AMPI_V(ampi_f16_narrow)((ampi_vf)AMPI_V(ampi_load32)(src, i)));
+        _mm_storeu_si128((__m128i *)(void *)((char *)dst + 2 * i),
+                         AMPI_V(ampi_f16_narrow)((ampi_vf)AMPI_V(ampi_load32)(src, i)));
 #endif
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_f16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
 }
@@ -21624,7 +22700,8 @@ static inline __m256 AMPI_V(ampi_odd)(const double *src) {
     __m512d x = _mm512_loadu_pd(src);
     __m256 y = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
     __mmask8 inexact = _mm512_cmp_pd_mask(_mm512_cvtps_pd(y), x, _CMP_NEQ_UQ);
-    return _mm256_castsi256_ps(_mm256_mask_or_epi32(_mm256_castps_si256(y), inexact, _mm256_castps_si256(y), _mm256_set1_epi32(1)));
+    return _mm256_castsi256_ps(
+        _mm256_mask_or_epi32(_mm256_castps_si256(y), inexact, _mm256_castps_si256(y), _mm256_set1_epi32(1)));
 }
 #elif AMPI_PASS == 2
 static inline __m128i AMPI_V(ampi_halves)(__m256d mask) {
@@ -21635,8 +22712,10 @@ static inline __m128 AMPI_V(ampi_odd)(const double *src) {
     __m256d x = _mm256_loadu_pd(src), sign = _mm256_set1_pd(-0.0), back;
     __m128i y = _mm_castps_si128(_mm256_cvtpd_ps(x));
     back = _mm256_cvtps_pd(_mm_castsi128_ps(y));
-    y = _mm_add_epi32(y, AMPI_V(ampi_halves)(_mm256_cmp_pd(_mm256_andnot_pd(sign, back), _mm256_andnot_pd(sign, x), _CMP_GT_OQ)));
-    return _mm_castsi128_ps(_mm_or_si128(y, _mm_srli_epi32(AMPI_V(ampi_halves)(_mm256_cmp_pd(back, x, _CMP_NEQ_UQ)), 31)));
+    y = _mm_add_epi32(y, AMPI_V(ampi_halves)(
+                             _mm256_cmp_pd(_mm256_andnot_pd(sign, back), _mm256_andnot_pd(sign, x), _CMP_GT_OQ)));
+    return _mm_castsi128_ps(
+        _mm_or_si128(y, _mm_srli_epi32(AMPI_V(ampi_halves)(_mm256_cmp_pd(back, x, _CMP_NEQ_UQ)), 31)));
 }
 #endif
 
@@ -21661,9 +22740,11 @@ static void AMPI_V(ampi_f32_odd_from_f64)(void *dst, const void *src, int64_t n)
 static void AMPI_V(ampi_f32_from_f64)(void *dst, const void *src, int64_t n) {
     int64_t i = 0;
 #if AMPI_PASS == 3
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps((float *)dst + i, _mm512_cvtpd_ps(_mm512_loadu_pd((const double *)src + i)));
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps((float *)dst + i, _mm512_cvtpd_ps(_mm512_loadu_pd((const double *)src + i)));
 #elif AMPI_PASS == 2
-    for (; i + 4 <= n; i += 4) _mm_storeu_ps((float *)dst + i, _mm256_cvtpd_ps(_mm256_loadu_pd((const double *)src + i)));
+    for (; i + 4 <= n; i += 4)
+        _mm_storeu_ps((float *)dst + i, _mm256_cvtpd_ps(_mm256_loadu_pd((const double *)src + i)));
 #endif
     for (; i < n; i++) ampi_put32(dst, i, ampi_to_f32(ampi_get64(src, i), 0));
 }
@@ -21671,29 +22752,38 @@ static void AMPI_V(ampi_f32_from_f64)(void *dst, const void *src, int64_t n) {
 static void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
     int64_t i = 0;
 #if AMPI_PASS == 3
-    for (; i + 8 <= n; i += 8) _mm512_storeu_pd((double *)dst + i, _mm512_cvtps_pd(_mm256_loadu_ps((const float *)src + i)));
+    for (; i + 8 <= n; i += 8)
+        _mm512_storeu_pd((double *)dst + i, _mm512_cvtps_pd(_mm256_loadu_ps((const float *)src + i)));
 #elif AMPI_PASS == 2
-    for (; i + 4 <= n; i += 4) _mm256_storeu_pd((double *)dst + i, _mm256_cvtps_pd(_mm_loadu_ps((const float *)src + i)));
+    for (; i + 4 <= n; i += 4)
+        _mm256_storeu_pd((double *)dst + i, _mm256_cvtps_pd(_mm_loadu_ps((const float *)src + i)));
 #endif
     for (; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i)));
 }
 
-/* fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes; what is below the normal numbers
-   is rounded, or made exact, by fp32's own addition, which needs no fp32 subnormals. */
-static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b, uint32_t largest) {
+/* fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes; what is below the normal
+   numbers is rounded, or made exact, by fp32's own addition, which needs no fp32 subnormals. */
+static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b,
+                                                                             uint32_t largest) {
     ampi_vu magnitude = x & 0x7fffffffu, zero = {0}, unit = zero + ((uint32_t)(151 - b - m) << 23);
-    ampi_vu normal = ((magnitude + ((magnitude >> (23 - m)) & 1u) + ((1u << (22 - m)) - 1)) >> (23 - m)) - ((uint32_t)(127 - b) << m);
+    ampi_vu normal = ((magnitude + ((magnitude >> (23 - m)) & 1u) + ((1u << (22 - m)) - 1)) >> (23 - m)) -
+                     ((uint32_t)(127 - b) << m);
     ampi_vu below = (ampi_vu)((ampi_vf)magnitude + (ampi_vf)unit) - unit;
     ampi_vu nan = (largest + 1) | 1u << (m - 1) | (magnitude - 0x7f800000u) >> (23 - m);
     ampi_vu is_below = (ampi_vu)((ampi_vi)magnitude < (int32_t)((uint32_t)(128 - b) << 23));
-    ampi_vu is_nan = (ampi_vu)((ampi_vi)magnitude > 0x7f800000), is_beyond = (ampi_vu)((ampi_vi)normal > (int32_t)largest) & ~is_below & ~is_nan;
-    return (x >> 24 & 0x80u) | (below & is_below) | ((largest + 1) & is_beyond) | (nan & is_nan) | (normal & ~(is_below | is_beyond | is_nan));
+    ampi_vu is_nan = (ampi_vu)((ampi_vi)magnitude > 0x7f800000),
+            is_beyond = (ampi_vu)((ampi_vi)normal > (int32_t)largest) & ~is_below & ~is_nan;
+    return (x >> 24 & 0x80u) | (below & is_below) | ((largest + 1) & is_beyond) | (nan & is_nan) |
+           (normal & ~(is_below | is_beyond | is_nan));
 }
 static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_widen)(ampi_vu x, int m, int b, uint32_t largest) {
-    ampi_vu magnitude = x & 0x7fu, zero = {0}, least = zero + ((uint32_t)(128 - b) << 23), scaled = magnitude << (23 - m);
-    ampi_vu below = (ampi_vu)((ampi_vf)(scaled + least) - (ampi_vf)least), normal = scaled + ((uint32_t)(127 - b) << 23);
+    ampi_vu magnitude = x & 0x7fu, zero = {0}, least = zero + ((uint32_t)(128 - b) << 23),
+            scaled = magnitude << (23 - m);
+    ampi_vu below = (ampi_vu)((ampi_vf)(scaled + least) - (ampi_vf)least),
+            normal = scaled + ((uint32_t)(127 - b) << 23);
     ampi_vu is_nan = (ampi_vu)((ampi_vi)magnitude > 0x7c), special = scaled | 0x7f800000u | (is_nan & 0x400000u);
-    ampi_vu is_below = (ampi_vu)((ampi_vi)magnitude < (int32_t)(1u << m)), is_special = (ampi_vu)((ampi_vi)magnitude > (int32_t)largest);
+    ampi_vu is_below = (ampi_vu)((ampi_vi)magnitude < (int32_t)(1u << m)),
+            is_special = (ampi_vu)((ampi_vi)magnitude > (int32_t)largest);
     if (largest == 0x7e) special = zero + 0x7fc00000u;      /* E4M3 has no payload */
     return (x & 0x80u) << 24 | (below & is_below) | (special & is_special) | (normal & ~(is_below | is_special));
 }
@@ -21724,15 +22814,24 @@ static inline __attribute__((always_inline)) void AMPI_V(ampi_store8)(uint8_t *p
 static void AMPI_V(ampi_f32_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
     const uint8_t *from = (const uint8_t *)src;
     int64_t i = 0;
-    if (dtype == AMP_E4M3) for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_fp8_widen)(AMPI_V(ampi_load8)(from + i), 3, 7, 0x7e));
-    else for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_fp8_widen)(AMPI_V(ampi_load8)(from + i), 2, 15, 0x7b));
-    for (; i < n; i++) ampi_put32(dst, i, dtype == AMP_E4M3 ? ampi_bits_of_e4m3(from[i]) : ampi_bits_of_f16((uint16_t)(from[i] << 8)));
+    if (dtype == AMP_E4M3)
+        for (; i + AMPI_W <= n; i += AMPI_W)
+            AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_fp8_widen)(AMPI_V(ampi_load8)(from + i), 3, 7, 0x7e));
+    else
+        for (; i + AMPI_W <= n; i += AMPI_W)
+            AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_fp8_widen)(AMPI_V(ampi_load8)(from + i), 2, 15, 0x7b));
+    for (; i < n; i++)
+        ampi_put32(dst, i, dtype == AMP_E4M3 ? ampi_bits_of_e4m3(from[i]) : ampi_bits_of_f16((uint16_t)(from[i] << 8)));
 }
 static void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
     uint8_t *to = (uint8_t *)dst;
     int64_t i = 0;
-    if (dtype == AMP_E4M3) for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store8)(to + i, AMPI_V(ampi_fp8_narrow)(AMPI_V(ampi_load32)(src, i), 3, 7, 0x7e));
-    else for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store8)(to + i, AMPI_V(ampi_fp8_narrow)(AMPI_V(ampi_load32)(src, i), 2, 15, 0x7b));
+    if (dtype == AMP_E4M3)
+        for (; i + AMPI_W <= n; i += AMPI_W)
+            AMPI_V(ampi_store8)(to + i, AMPI_V(ampi_fp8_narrow)(AMPI_V(ampi_load32)(src, i), 3, 7, 0x7e));
+    else
+        for (; i + AMPI_W <= n; i += AMPI_W)
+            AMPI_V(ampi_store8)(to + i, AMPI_V(ampi_fp8_narrow)(AMPI_V(ampi_load32)(src, i), 2, 15, 0x7b));
     for (; i < n; i++) {
         uint32_t x = ampi_get32(src, i);
         to[i] = dtype == AMP_E4M3 ? ampi_to_e4m3(x, 0, 0, AMPI_EVEN, 0) : ampi_to_e5m2(x, 0, 0, AMPI_EVEN, 0);
@@ -21743,17 +22842,23 @@ static void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp
 /* 16 numbers rounded to odd, as in ampi_odd; where fp32 has no normal number, only the bits that are kept are right. */
 static inline __attribute__((always_inline)) __m512 AMPI_V(ampi_odd16)(const double *src) {
     __m512d x = _mm512_loadu_pd(src), y = _mm512_loadu_pd(src + 8);
-    __m256 low = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC), high = _mm512_cvt_roundpd_ps(y, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-    __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(low)), _mm256_castps_si256(high), 1), lost = _mm512_set1_epi64(0x1fffffff);
-    __mmask16 inexact = _mm512_kunpackb(_mm512_test_epi64_mask(_mm512_castpd_si512(y), lost), _mm512_test_epi64_mask(_mm512_castpd_si512(x), lost));
+    __m256 low = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC),
+           high = _mm512_cvt_roundpd_ps(y, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(low)), _mm256_castps_si256(high), 1),
+            lost = _mm512_set1_epi64(0x1fffffff);
+    __mmask16 inexact = _mm512_kunpackb(_mm512_test_epi64_mask(_mm512_castpd_si512(y), lost),
+                                        _mm512_test_epi64_mask(_mm512_castpd_si512(x), lost));
     return _mm512_castsi512_ps(_mm512_mask_or_epi32(both, inexact, both, _mm512_set1_epi32(1)));
 }
 
 /* 32 numbers rounded to odd in fp16, times a power of two. */
 static inline __attribute__((always_inline)) __m512i AMPI_V(ampi_odd32_f16)(const double *src, float factor) {
-    __m512 x = _mm512_mul_ps(AMPI_V(ampi_odd16)(src), _mm512_set1_ps(factor)), y = _mm512_mul_ps(AMPI_V(ampi_odd16)(src + 16), _mm512_set1_ps(factor));
-    __m256i low = _mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC), high = _mm512_cvtps_ph(y, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-    __mmask32 inexact = _mm512_kunpackw(_mm512_cmp_ps_mask(_mm512_cvtph_ps(high), y, _CMP_NEQ_UQ), _mm512_cmp_ps_mask(_mm512_cvtph_ps(low), x, _CMP_NEQ_UQ));
+    __m512 x = _mm512_mul_ps(AMPI_V(ampi_odd16)(src), _mm512_set1_ps(factor)),
+           y = _mm512_mul_ps(AMPI_V(ampi_odd16)(src + 16), _mm512_set1_ps(factor));
+    __m256i low = _mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC),
+            high = _mm512_cvtps_ph(y, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __mmask32 inexact = _mm512_kunpackw(_mm512_cmp_ps_mask(_mm512_cvtph_ps(high), y, _CMP_NEQ_UQ),
+                                        _mm512_cmp_ps_mask(_mm512_cvtph_ps(low), x, _CMP_NEQ_UQ));
     __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
     return _mm512_or_si512(both, _mm512_maskz_set1_epi16(inexact, 1));
 }
@@ -21761,12 +22866,15 @@ static inline __attribute__((always_inline)) __m512i AMPI_V(ampi_odd32_f16)(cons
 /* E5M2 is the upper half of fp16, and so is E4M3, one bit further down, of the number over 256. */
 static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e5m2)(uint8_t *to, const double *src) {
     __m512i x = AMPI_V(ampi_odd32_f16)(src, 1), one = _mm512_set1_epi16(1);
-    __mmask32 number = _mm512_cmple_epu16_mask(_mm512_and_si512(x, _mm512_set1_epi16(0x7fff)), _mm512_set1_epi16(0x7c00));
+    __mmask32 number =
+        _mm512_cmple_epu16_mask(_mm512_and_si512(x, _mm512_set1_epi16(0x7fff)), _mm512_set1_epi16(0x7c00));
     __m512i half = _mm512_add_epi16(_mm512_and_si512(_mm512_srli_epi16(x, 8), one), _mm512_set1_epi16(0x7f));
-    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi16_epi8(_mm512_srli_epi16(_mm512_mask_add_epi16(x, number, x, half), 8)));
+    _mm256_storeu_si256((__m256i *)(void *)to,
+                        _mm512_cvtepi16_epi8(_mm512_srli_epi16(_mm512_mask_add_epi16(x, number, x, half), 8)));
 }
 static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e4m3)(uint8_t *to, const double *src) {
-    __m512i x = AMPI_V(ampi_odd32_f16)(src, 0.00390625f), one = _mm512_set1_epi16(1), magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7fff));
+    __m512i x = AMPI_V(ampi_odd32_f16)(src, 0.00390625f), one = _mm512_set1_epi16(1),
+            magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7fff));
     __m512i half = _mm512_add_epi16(_mm512_and_si512(_mm512_srli_epi16(magnitude, 7), one), _mm512_set1_epi16(0x3f));
     __m512i y = _mm512_min_epu16(_mm512_srli_epi16(_mm512_add_epi16(magnitude, half), 7), _mm512_set1_epi16(0x7f));
     y = _mm512_or_si512(y, _mm512_and_si512(_mm512_srli_epi16(x, 8), _mm512_set1_epi16(0x80)));
@@ -21777,9 +22885,12 @@ static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e4m3)(uint8_
 static inline __attribute__((always_inline)) void AMPI_V(ampi_store_bf16)(uint16_t *to, const double *src) {
     __m512i x = _mm512_castps_si512(AMPI_V(ampi_odd16)(src)), half;
     if (_mm512_testn_epi32_mask(x, _mm512_set1_epi32(0x7f800000)))
-        x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(AMPI_V(ampi_odd)(src))), _mm256_castps_si256(AMPI_V(ampi_odd)(src + 8)), 1);
-    half = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff));
-    x = _mm512_mask_add_epi32(x, _mm512_cmp_ps_mask(_mm512_castsi512_ps(x), _mm512_castsi512_ps(x), _CMP_ORD_Q), x, half);
+        x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(AMPI_V(ampi_odd)(src))),
+                               _mm256_castps_si256(AMPI_V(ampi_odd)(src + 8)), 1);
+    half =
+        _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff));
+    x = _mm512_mask_add_epi32(x, _mm512_cmp_ps_mask(_mm512_castsi512_ps(x), _mm512_castsi512_ps(x), _CMP_ORD_Q), x,
+                              half);
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
 }
 
@@ -21788,7 +22899,9 @@ static int64_t AMPI_V(ampi_from_f64)(void *dst, const void *src, int64_t n, amp_
     int64_t i = 0;
     if (dtype == AMP_F16)
         for (; i + 16 <= n; i += 16)
-            _mm256_storeu_si256((__m256i *)(void *)((uint16_t *)dst + i), _mm512_cvtps_ph(AMPI_V(ampi_odd16)(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+            _mm256_storeu_si256((__m256i *)(void *)((uint16_t *)dst + i),
+                                _mm512_cvtps_ph(AMPI_V(ampi_odd16)(from + i),
+                                                _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     else if (dtype == AMP_BF16) for (; i + 16 <= n; i += 16) AMPI_V(ampi_store_bf16)((uint16_t *)dst + i, from + i);
     else if (dtype == AMP_E4M3) for (; i + 32 <= n; i += 32) AMPI_V(ampi_store_e4m3)((uint8_t *)dst + i, from + i);
     else if (dtype == AMP_E5M2) for (; i + 32 <= n; i += 32) AMPI_V(ampi_store_e5m2)((uint8_t *)dst + i, from + i);
@@ -21804,12 +22917,14 @@ static int64_t AMPI_V(ampi_f64_from_fp8)(void *dst, const void *src, int64_t n, 
     double *to = (double *)dst;
     int64_t i = 0;
     for (; i + 32 <= n; i += 32) {
-        __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(const void *)((const uint8_t *)src + i))), magnitude;
+        __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(const void *)((const uint8_t *)src + i))),
+                magnitude;
         float factor = dtype == AMP_E4M3 ? 256.0f : 1.0f;
         if (dtype == AMP_E4M3) {
             magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7f));
             x = _mm512_or_si512(_mm512_slli_epi16(magnitude, 7), _mm512_slli_epi16(_mm512_srli_epi16(x, 7), 15));
-            x = _mm512_xor_si512(x, _mm512_maskz_set1_epi16(_mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)), 0x3f80 ^ 0x7e00));
+            x = _mm512_xor_si512(x, _mm512_maskz_set1_epi16(_mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)),
+                                                            0x3f80 ^ 0x7e00));
         } else x = _mm512_slli_epi16(x, 8);
         AMPI_V(ampi_store_f64)(to + i, _mm512_castsi512_si256(x), factor);
         AMPI_V(ampi_store_f64)(to + i + 16, _mm512_extracti64x4_epi64(x, 1), factor);
@@ -21942,16 +23057,26 @@ static void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, uint64_
     }
 }
 
-__extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
-    .f32_from_f16 = AMPI_V(ampi_f32_from_f16), .f16_from_f32 = AMPI_V(ampi_f16_from_f32),
-    .f32_from_bf16 = AMPI_V(ampi_f32_from_bf16), .bf16_from_f32 = AMPI_V(ampi_bf16_from_f32), .f64_from_f32 = AMPI_V(ampi_f64_from_f32),
-    .f32_from_fp8 = AMPI_V(ampi_f32_from_fp8), .fp8_from_f32 = AMPI_V(ampi_fp8_from_f32),
-    .f32_from_f64 = AMPI_V(ampi_f32_from_f64), .f32_odd_from_f64 = AMPI_V(ampi_f32_odd_from_f64),
-    .from_f64 = AMPI_V(ampi_from_f64), .f64_from_fp8 = AMPI_V(ampi_f64_from_fp8),
-    .round = AMPI_V(ampi_round_row), .clamp = AMPI_V(ampi_clamp), .bf16_stochastic = AMPI_V(ampi_bf16_stochastic),
-    .bf16_split = AMPI_V(ampi_bf16_split), .f32_join = AMPI_V(ampi_f32_join), .count16 = AMPI_V(ampi_count16),
-    .count32 = AMPI_V(ampi_count32), .random = AMPI_V(ampi_random)
-};
+__extension__ static const ampi_numbers_vec AMPI_V(
+    ampi_numbers_kernels) = {.f32_from_f16 = AMPI_V(ampi_f32_from_f16),
+                             .f16_from_f32 = AMPI_V(ampi_f16_from_f32),
+                             .f32_from_bf16 = AMPI_V(ampi_f32_from_bf16),
+                             .bf16_from_f32 = AMPI_V(ampi_bf16_from_f32),
+                             .f64_from_f32 = AMPI_V(ampi_f64_from_f32),
+                             .f32_from_fp8 = AMPI_V(ampi_f32_from_fp8),
+                             .fp8_from_f32 = AMPI_V(ampi_fp8_from_f32),
+                             .f32_from_f64 = AMPI_V(ampi_f32_from_f64),
+                             .f32_odd_from_f64 = AMPI_V(ampi_f32_odd_from_f64),
+                             .from_f64 = AMPI_V(ampi_from_f64),
+                             .f64_from_fp8 = AMPI_V(ampi_f64_from_fp8),
+                             .round = AMPI_V(ampi_round_row),
+                             .clamp = AMPI_V(ampi_clamp),
+                             .bf16_stochastic = AMPI_V(ampi_bf16_stochastic),
+                             .bf16_split = AMPI_V(ampi_bf16_split),
+                             .f32_join = AMPI_V(ampi_f32_join),
+                             .count16 = AMPI_V(ampi_count16),
+                             .count32 = AMPI_V(ampi_count32),
+                             .random = AMPI_V(ampi_random)};
 #undef ampi_vu
 
 #else
@@ -22197,8 +23322,8 @@ static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
 }
 
 /* ---- >>backends: the GEMM's kernels.  A tile's sums live in named registers: gcc keeps no array of vectors there.
-   Each sum is a chain of FMAs in the order of k, whatever the tile's height, or several of at most AMPI_TILE_CHAIN words,
-   one after the other: the error of a chain grows with its length. */
+   Each sum is a chain of FMAs in the order of k, whatever the tile's height, or several of at most AMPI_TILE_CHAIN
+   words, one after the other: the error of a chain grows with its length. */
 
 #if AMPI_W == 16
 #  define AMPI_GEMM_ROWS 14             /* 28 of 32 registers */
@@ -22220,37 +23345,52 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store)(p, v)
 #elif AMPI_PASS == 2                    /* its masks are slow */
 #  define AMPI_TILE_LOAD(p) (tail < AMPI_W ? AMPI_V(ampi_load_tail)(p, tail) : AMPI_V(ampi_load)(p))
-#  define AMPI_TILE_WRITE(p, v) do { if (tail < AMPI_W) AMPI_V(ampi_store_tail)(p, v, tail); else AMPI_V(ampi_store)(p, v); } while (0)
+#define AMPI_TILE_WRITE(p, v) \
+    do { \
+        if (tail < AMPI_W) AMPI_V(ampi_store_tail)(p, v, tail); \
+        else AMPI_V(ampi_store)(p, v); \
+    } while (0)
 #else
 #  define AMPI_TILE_LOAD(p) AMPI_V(ampi_load_tail)(p, tail)
 #  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store_tail)(p, v, tail)
 #endif
 #define AMPI_TILE_FIRST(p) (two ? AMPI_V(ampi_load)(p) : AMPI_TILE_LOAD(p))
 #define AMPI_TILE_ZERO(i)  ampi_vf sum##i##_0 = {0.0f}, sum##i##_1 = {0.0f};
-#define AMPI_TILE_STEP(i)  x = AMPI_V(ampi_gemm_word)(at[i / 3] + i % 3 * lda); sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); \
-                           if (two) sum##i##_1 = AMPI_TILE_PRODUCT(x, b1, sum##i##_1);
+#define AMPI_TILE_STEP(i) \
+    x = AMPI_V(ampi_gemm_word)(at[i / 3] + i % 3 * lda); \
+    sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); \
+    if (two) sum##i##_1 = AMPI_TILE_PRODUCT(x, b1, sum##i##_1);
 #define AMPI_TILE_ADD(i)   sum##i##_0 += AMPI_TILE_FIRST(add + i * ldadd); \
                            if (two) sum##i##_1 += AMPI_TILE_LOAD(add + i * ldadd + AMPI_W);
 #define AMPI_TILE_JOIN(i)  sum##i##_0 += AMPI_V(ampi_load)(part + i * 2 * AMPI_W); \
                            if (two) sum##i##_1 += AMPI_V(ampi_load)(part + i * 2 * AMPI_W + AMPI_W);
-#define AMPI_TILE_PART(i)  AMPI_V(ampi_store)(part + i * 2 * AMPI_W, sum##i##_0); AMPI_V(ampi_store)(part + i * 2 * AMPI_W + AMPI_W, sum##i##_1);
-#define AMPI_TILE_STORE(i) if (two) { AMPI_V(ampi_store)(c + i * ldc, sum##i##_0); AMPI_TILE_WRITE(c + i * ldc + AMPI_W, sum##i##_1); } \
-                           else { AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); }
+#define AMPI_TILE_PART(i) \
+    AMPI_V(ampi_store)(part + i * 2 * AMPI_W, sum##i##_0); \
+    AMPI_V(ampi_store)(part + i * 2 * AMPI_W + AMPI_W, sum##i##_1);
+#define AMPI_TILE_STORE(i) \
+    if (two) { \
+        AMPI_V(ampi_store)(c + i * ldc, sum##i##_0); \
+        AMPI_TILE_WRITE(c + i * ldc + AMPI_W, sum##i##_1); \
+    } else { \
+        AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); \
+    }
 
 #define AMPI_TILE(name, r, v) \
-    static AMPI_TILE_TARGET void AMPI_V(name##v##_##r)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb, \
-                                                             int64_t tail, const float *add, int64_t ldadd, float *c, int64_t ldc) { \
+    static AMPI_TILE_TARGET void AMPI_V(name##v##_##r)(int64_t k, const float *a, int64_t lda, int64_t step, \
+                                                       const float *b, int64_t ldb, int64_t tail, const float *add, \
+                                                       int64_t ldadd, float *c, int64_t ldc) { \
         /* three rows to a pointer: fourteen addresses do not fit into the registers */ \
         const float *at[5] = {a, a + 3 * lda, a + 6 * lda, a + 9 * lda, a + 12 * lda}; \
-        int64_t chains = (k + AMPI_TILE_CHAIN - 1) / AMPI_TILE_CHAIN, size = chains > 1 ? (k + chains - 1) / chains : k, chain; \
+        int64_t chains = (k + AMPI_TILE_CHAIN - 1) / AMPI_TILE_CHAIN, \
+                size = chains > 1 ? (k + chains - 1) / chains : k, chain; \
         float part[2 * AMPI_W * r]; \
         enum { two = v - 1 }; \
         int joined = 0; \
         (void)tail; \
         do { \
-            AMPI_ROWS_##r(AMPI_TILE_ZERO) \
-            chain = AMPI_MIN(k, size); \
-            for (k -= chain; chain > 0; chain--, b += ldb, at[0] += step, at[1] += step, at[2] += step, at[3] += step, at[4] += step) { \
+            AMPI_ROWS_##r(AMPI_TILE_ZERO) chain = AMPI_MIN(k, size); \
+            for (k -= chain; chain > 0; \
+                 chain--, b += ldb, at[0] += step, at[1] += step, at[2] += step, at[3] += step, at[4] += step) { \
                 ampi_vf x, b0 = AMPI_TILE_FIRST(b), b1 = two ? AMPI_TILE_LOAD(b + AMPI_W) : b0; \
                 AMPI_ROWS_##r(AMPI_TILE_STEP) \
             } \
@@ -22261,12 +23401,17 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
             AMPI_ROWS_##r(AMPI_TILE_STORE) \
         } while (k > 0); \
     }
-#define AMPI_TILES_6(name, v) AMPI_TILE(name, 1, v) AMPI_TILE(name, 2, v) AMPI_TILE(name, 3, v) AMPI_TILE(name, 4, v) AMPI_TILE(name, 5, v) AMPI_TILE(name, 6, v)
-#define AMPI_TILES_14(name, v) AMPI_TILES_6(name, v) AMPI_TILE(name, 7, v) AMPI_TILE(name, 8, v) AMPI_TILE(name, 9, v) AMPI_TILE(name, 10, v) \
-                               AMPI_TILE(name, 11, v) AMPI_TILE(name, 12, v) AMPI_TILE(name, 13, v) AMPI_TILE(name, 14, v)
-#define AMPI_TILE_NAMES_6(name) AMPI_V(name##1), AMPI_V(name##2), AMPI_V(name##3), AMPI_V(name##4), AMPI_V(name##5), AMPI_V(name##6)
-#define AMPI_TILE_NAMES_14(name) AMPI_TILE_NAMES_6(name), AMPI_V(name##7), AMPI_V(name##8), AMPI_V(name##9), AMPI_V(name##10), \
-                                 AMPI_V(name##11), AMPI_V(name##12), AMPI_V(name##13), AMPI_V(name##14)
+#define AMPI_TILES_6(name, v) \
+    AMPI_TILE(name, 1, v) AMPI_TILE(name, 2, v) AMPI_TILE(name, 3, v) \
+    AMPI_TILE(name, 4, v) AMPI_TILE(name, 5, v) AMPI_TILE(name, 6, v)
+#define AMPI_TILES_14(name, v) AMPI_TILES_6(name, v) \
+    AMPI_TILE(name, 7, v) AMPI_TILE(name, 8, v) AMPI_TILE(name, 9, v) AMPI_TILE(name, 10, v) \
+    AMPI_TILE(name, 11, v) AMPI_TILE(name, 12, v) AMPI_TILE(name, 13, v) AMPI_TILE(name, 14, v)
+#define AMPI_TILE_NAMES_6(name) \
+    AMPI_V(name##1), AMPI_V(name##2), AMPI_V(name##3), AMPI_V(name##4), AMPI_V(name##5), AMPI_V(name##6)
+#define AMPI_TILE_NAMES_14(name) AMPI_TILE_NAMES_6(name), \
+    AMPI_V(name##7), AMPI_V(name##8), AMPI_V(name##9), AMPI_V(name##10), \
+    AMPI_V(name##11), AMPI_V(name##12), AMPI_V(name##13), AMPI_V(name##14)
 #if AMPI_W == 16
 #  define AMPI_TILES AMPI_TILES_14
 #  define AMPI_TILE_NAMES AMPI_TILE_NAMES_14
@@ -22284,9 +23429,11 @@ AMPI_TILES(ampi_tile_, 2)
 #undef AMPI_TILE_PRODUCT
 #undef AMPI_TILE_CHAIN
 
-static void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step, const float *b,
-                                       int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
-    static const ampi_tile_rows tiles[2][AMPI_GEMM_ROWS] = {{AMPI_TILE_NAMES(ampi_tile_1_)}, {AMPI_TILE_NAMES(ampi_tile_2_)}};
+static void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda,
+                                       int64_t step, const float *b, int64_t ldb, const float *add, int64_t ldadd,
+                                       float *c, int64_t ldc) {
+    static const ampi_tile_rows tiles[2][AMPI_GEMM_ROWS] = {
+        {AMPI_TILE_NAMES(ampi_tile_1_)}, {AMPI_TILE_NAMES(ampi_tile_2_)}};
     int two = cols > AMPI_W;
     tiles[two][rows - 1](k, a, lda, step, b, ldb, two ? cols - AMPI_W : cols, add, ldadd, c, ldc);
 }
@@ -22303,8 +23450,8 @@ static void AMPI_V(ampi_gemm_row)(float *dst, const void *src, amp_dtype dtype, 
         AMPI_V(ampi_round_row)(dst, dst, n, compute);
 }
 
-static void AMPI_V(ampi_gemm_rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
-                                      int64_t n, int64_t m) {
+static void AMPI_V(ampi_gemm_rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute,
+                                      int64_t ld, int64_t n, int64_t m) {
     int64_t step = ld * (int64_t)amp_dtype_size(dtype), i;
     for (i = 0; i < m; i++) AMPI_V(ampi_gemm_row)(dst + i * pitch, (const char *)src + i * step, dtype, compute, n);
 }
@@ -22406,15 +23553,18 @@ static void AMPI_V(ampi_gemm_add_c)(float *x, float beta, const void *c, amp_dty
         AMPI_V(ampi_store)(x + j, AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(scratch + j), AMPI_V(ampi_load)(x + j)));
 }
 
-static void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols) {
+static void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows,
+                                     int64_t cols) {
     int64_t i, j;
     if (out->alpha != 1.0f || out->bias != NULL)
         for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_scale)(x + i * ld, out->alpha, out->bias, ld);
     if (out->pre != NULL)
-        for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_write)(out->pre, out->pre_dtype, (row + i) * out->ld_pre, x + i * ld, cols);
+        for (i = 0; i < rows; i++)
+            AMPI_V(ampi_gemm_write)(out->pre, out->pre_dtype, (row + i) * out->ld_pre, x + i * ld, cols);
     if (out->act != AMP_ACT_NONE) out->activation(out->act, x, x, rows * ld);
     if (out->beta != 0.0f)
-        for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_add_c)(x + i * ld, out->beta, out->c, out->c_dtype, (row + i) * out->ldc, cols);
+        for (i = 0; i < rows; i++)
+            AMPI_V(ampi_gemm_add_c)(x + i * ld, out->beta, out->c, out->c_dtype, (row + i) * out->ldc, cols);
     for (i = 0; i < rows; i++) {
         float *c = (float *)out->c + (row + i) * out->ldc;
         if (!out->past_cache) AMPI_V(ampi_gemm_write)(out->c, out->c_dtype, (row + i) * out->ldc, x + i * ld, cols);
@@ -22451,7 +23601,8 @@ static inline void AMPI_V(ampi_combine_strip)(float *y, const float *x, const fl
 
 static void AMPI_V(ampi_gemm_combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n) {
     int64_t j, p, whole, rest = n % AMPI_W;
-    for (; n >= 4 * AMPI_W && n <= 8 * AMPI_W; n -= 4 * AMPI_W, y += 4 * AMPI_W, b += 4 * AMPI_W) AMPI_V(ampi_combine_strip)(y, x, b, ld, k);
+    for (; n >= 4 * AMPI_W && n <= 8 * AMPI_W; n -= 4 * AMPI_W, y += 4 * AMPI_W, b += 4 * AMPI_W)
+        AMPI_V(ampi_combine_strip)(y, x, b, ld, k);
     if (n == 0) return;
     whole = n - rest;
     for (p = 0; p + 4 <= k; p += 4, b += 4 * ld) {
@@ -22510,30 +23661,40 @@ static inline void AMPI_V(ampi_sum4)(float *sums, ampi_vf a, ampi_vf b, ampi_vf 
 }
 
 #define AMPI_DOT_ZERO(i) ampi_vf sum##i##_0 = {0.0f}, sum##i##_1 = {0.0f}, sum##i##_2 = {0.0f}, sum##i##_3 = {0.0f};
-#define AMPI_DOT_ADD(i, x) sum##i##_0 = AMPI_DOT_PRODUCT(x, y0, sum##i##_0); sum##i##_1 = AMPI_DOT_PRODUCT(x, y1, sum##i##_1); \
-                           sum##i##_2 = AMPI_DOT_PRODUCT(x, y2, sum##i##_2); sum##i##_3 = AMPI_DOT_PRODUCT(x, y3, sum##i##_3);
+#define AMPI_DOT_ADD(i, x) \
+    sum##i##_0 = AMPI_DOT_PRODUCT(x, y0, sum##i##_0); \
+    sum##i##_1 = AMPI_DOT_PRODUCT(x, y1, sum##i##_1); \
+    sum##i##_2 = AMPI_DOT_PRODUCT(x, y2, sum##i##_2); \
+    sum##i##_3 = AMPI_DOT_PRODUCT(x, y3, sum##i##_3);
 #define AMPI_DOT_STEP(i) x = AMPI_DOT_LOAD(at[i / 3] + i % 3 * lda + p); AMPI_DOT_ADD(i, x)
 #define AMPI_DOT_REST(i) x = AMPI_DOT_TAIL(at[i / 3] + i % 3 * lda + p, k - p); AMPI_DOT_ADD(i, x)
 #define AMPI_DOT_STORE(i) AMPI_V(ampi_sum4)(sums + 4 * i, sum##i##_0, sum##i##_1, sum##i##_2, sum##i##_3);
 #define AMPI_DOTS_OF(name, r) \
-    static AMPI_TILE_TARGET void AMPI_V(name##r)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums) { \
+    static AMPI_TILE_TARGET void AMPI_V(name##r)(int64_t k, const float *a, int64_t lda, const float *const *b, \
+                                                 float *sums) { \
         const float *at[2] = {a, a + 3 * lda}, *b0 = b[0], *b1 = b[1], *b2 = b[2], *b3 = b[3]; \
         ampi_vf x, y0, y1, y2, y3; \
         int64_t p; \
-        AMPI_ROWS_##r(AMPI_DOT_ZERO) \
-        for (p = 0; p + AMPI_DOT_LANES <= k; p += AMPI_DOT_LANES) { \
-            y0 = AMPI_DOT_LOAD(b0 + p); y1 = AMPI_DOT_LOAD(b1 + p); y2 = AMPI_DOT_LOAD(b2 + p); y3 = AMPI_DOT_LOAD(b3 + p); \
+        AMPI_ROWS_##r(AMPI_DOT_ZERO) for (p = 0; p + AMPI_DOT_LANES <= k; p += AMPI_DOT_LANES) { \
+            y0 = AMPI_DOT_LOAD(b0 + p); \
+            y1 = AMPI_DOT_LOAD(b1 + p); \
+            y2 = AMPI_DOT_LOAD(b2 + p); \
+            y3 = AMPI_DOT_LOAD(b3 + p); \
             AMPI_ROWS_##r(AMPI_DOT_STEP) \
         } \
         if (p < k) { \
-            y0 = AMPI_DOT_TAIL(b0 + p, k - p); y1 = AMPI_DOT_TAIL(b1 + p, k - p); \
-            y2 = AMPI_DOT_TAIL(b2 + p, k - p); y3 = AMPI_DOT_TAIL(b3 + p, k - p); \
+            y0 = AMPI_DOT_TAIL(b0 + p, k - p); \
+            y1 = AMPI_DOT_TAIL(b1 + p, k - p); \
+            y2 = AMPI_DOT_TAIL(b2 + p, k - p); \
+            y3 = AMPI_DOT_TAIL(b3 + p, k - p); \
             AMPI_ROWS_##r(AMPI_DOT_REST) \
         } \
         AMPI_ROWS_##r(AMPI_DOT_STORE) \
     }
 #if AMPI_DOT_ROWS == 6
-#  define AMPI_DOTS(name) AMPI_DOTS_OF(name, 1) AMPI_DOTS_OF(name, 2) AMPI_DOTS_OF(name, 3) AMPI_DOTS_OF(name, 4) AMPI_DOTS_OF(name, 5) AMPI_DOTS_OF(name, 6)
+#define AMPI_DOTS(name) \
+    AMPI_DOTS_OF(name, 1) \
+    AMPI_DOTS_OF(name, 2) AMPI_DOTS_OF(name, 3) AMPI_DOTS_OF(name, 4) AMPI_DOTS_OF(name, 5) AMPI_DOTS_OF(name, 6)
 #else
 #  define AMPI_DOTS(name) AMPI_DOTS_OF(name, 1) AMPI_DOTS_OF(name, 2)
 #endif
@@ -22551,14 +23712,16 @@ AMPI_DOTS(ampi_dots_)
 #undef AMPI_DOT_PRODUCT
 
 /* Columns beyond `cols` repeat the last. */
-static void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums) {
+static void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b,
+                                   int64_t ldb, float *sums) {
     static const ampi_dot_rows dots[AMPI_DOT_ROWS] = {AMPI_V(ampi_dots_1), AMPI_V(ampi_dots_2),
 #if AMPI_DOT_ROWS == 6
         AMPI_V(ampi_dots_3), AMPI_V(ampi_dots_4), AMPI_V(ampi_dots_5), AMPI_V(ampi_dots_6),
 #endif
     };
     for (; cols > 0; cols -= 4, b += 4 * ldb, sums += 4) {
-        const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb, b + AMPI_MIN(3, cols - 1) * ldb};
+        const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb,
+                              b + AMPI_MIN(3, cols - 1) * ldb};
         dots[rows - 1](k, a, lda, at, sums);
     }
 }
@@ -22569,15 +23732,17 @@ static inline ampi_vf AMPI_V(ampi_outer)(ampi_vf x, ampi_vf b) {
     return AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, b, zero));
 }
 /* The last columns, fewer than a vector has lanes. */
-static inline __attribute__((always_inline)) void AMPI_V(ampi_outer_rest)(int64_t rows, int64_t rest, const float *a, int64_t step,
-                                                                                const float *b, int add, float *c, int64_t ldc) {
+static inline __attribute__((always_inline)) void AMPI_V(ampi_outer_rest)(int64_t rows, int64_t rest, const float *a,
+                                                                          int64_t step, const float *b, int add,
+                                                                          float *c, int64_t ldc) {
     ampi_vf last = AMPI_V(ampi_load_tail)(b, rest);
     for (; rows > 0; rows--, a += step, c += ldc) {
         ampi_vf v = AMPI_V(ampi_outer)(AMPI_V(ampi_splat)(*a), last);
         AMPI_V(ampi_store_tail)(c, add ? (ampi_vf)(v + AMPI_V(ampi_load_tail)(c, rest)) : v, rest);
     }
 }
-static void AMPI_V(ampi_gemm_outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c, int64_t ldc) {
+static void AMPI_V(ampi_gemm_outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add,
+                                    float *c, int64_t ldc) {
     int64_t rest = cols % AMPI_W, whole = cols - rest, i, j;
     for (i = 0; i < rows && whole > 0; i++) {
         ampi_vf x = AMPI_V(ampi_splat)(a[i * step]), v;
@@ -22592,15 +23757,30 @@ static void AMPI_V(ampi_gemm_outer)(int64_t rows, int64_t cols, const float *a, 
 }
 
 __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
-    .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 1, .block = AMPI_GEMM_BLOCK, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
-    .edges = AMPI_PASS > 1, .dot_rows = AMPI_DOT_ROWS, .multiply = AMPI_V(ampi_gemm_multiply), .begin = NULL, .end = NULL,
-    .row = AMPI_V(ampi_gemm_row), .rows_of = AMPI_V(ampi_gemm_rows_of), .weave = AMPI_V(ampi_gemm_weave),
-    .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dots = AMPI_V(ampi_gemm_dots), .outer = AMPI_V(ampi_gemm_outer), .pairs = NULL
-};
+    .rows = AMPI_GEMM_ROWS,
+    .cols = 2 * AMPI_W,
+    .unit = 1,
+    .block = AMPI_GEMM_BLOCK,
+    .band = 14 * AMPI_GEMM_ROWS,
+    .spare = 0,
+    .edges = AMPI_PASS > 1,
+    .dot_rows = AMPI_DOT_ROWS,
+    .multiply = AMPI_V(ampi_gemm_multiply),
+    .begin = NULL,
+    .end = NULL,
+    .row = AMPI_V(ampi_gemm_row),
+    .rows_of = AMPI_V(ampi_gemm_rows_of),
+    .weave = AMPI_V(ampi_gemm_weave),
+    .transpose = AMPI_V(ampi_transpose),
+    .finish = AMPI_V(ampi_gemm_finish),
+    .combine = AMPI_V(ampi_gemm_combine),
+    .dots = AMPI_V(ampi_gemm_dots),
+    .outer = AMPI_V(ampi_gemm_outer),
+    .pairs = NULL};
 
 /* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low
-   ones.  It takes subnormal operands as 0, and so does the conversion that packs them, which is no rounding of section 2's. */
+   ones.  It takes subnormal operands as 0, and so does the conversion that packs them, which is no rounding of section
+   2's. */
 
 #if AMPI_GEMM_BF16 && AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
@@ -22615,9 +23795,11 @@ AMPI_TILES(ampi_tile_bf16_, 2)
 #undef AMPI_TILE_PRODUCT
 #undef AMPI_TILE_CHAIN
 
-static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step, const float *b,
-                                    int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
-    static const ampi_tile_rows tiles[2][AMPI_GEMM_ROWS] = {{AMPI_TILE_NAMES(ampi_tile_bf16_1_)}, {AMPI_TILE_NAMES(ampi_tile_bf16_2_)}};
+static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
+                                    const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c,
+                                    int64_t ldc) {
+    static const ampi_tile_rows tiles[2][AMPI_GEMM_ROWS] = {{AMPI_TILE_NAMES(ampi_tile_bf16_1_)},
+                                                            {AMPI_TILE_NAMES(ampi_tile_bf16_2_)}};
     int two = cols > AMPI_W;
     tiles[two][rows - 1](k, a, lda, step, b, ldb, two ? cols - AMPI_W : cols, add, ldadd, c, ldc);
 }
@@ -22631,7 +23813,9 @@ static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const
     else { enum { DTYPE = AMP_BF16, SIZE = 2 }; call; }
 
 /* The first n of 16 lanes; any n. */
-static AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+static AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) {
+    return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
+}
 
 /* These of 16 values of fp32 or fp16. */
 static AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, __mmask16 lanes) {
@@ -22641,30 +23825,37 @@ static AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, __m
 
 /* n of 32 values side by side, as pairs */
 static AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, int64_t n) {
-    if (dtype == AMP_BF16) return (ampi_vf)_mm512_maskz_loadu_epi16((__mmask32)ampi_lanes16(n) | (__mmask32)ampi_lanes16(n - 16) << 16, p);
-    return (ampi_vf)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(p + (dtype == AMP_F16 ? 32 : 64), dtype, ampi_lanes16(n - 16)),
-                                           ampi_gemm_load_bf16(p, dtype, ampi_lanes16(n)));
+    if (dtype == AMP_BF16)
+        return (ampi_vf)_mm512_maskz_loadu_epi16((__mmask32)ampi_lanes16(n) | (__mmask32)ampi_lanes16(n - 16) << 16, p);
+    return (
+        ampi_vf)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(p + (dtype == AMP_F16 ? 32 : 64), dtype, ampi_lanes16(n - 16)),
+                                    ampi_gemm_load_bf16(p, dtype, ampi_lanes16(n)));
 }
 
 /* What stands below each other in two rows, as pairs; these of 16 values of the upper row and of the other. */
-static AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, __mmask16 n, __mmask16 m) {
+static AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, __mmask16 n,
+                                                     __mmask16 m) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512i both = dtype != AMP_BF16 ? (__m512i)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(high, dtype, m), ampi_gemm_load_bf16(low, dtype, n))
-                   : _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(n, low)), _mm256_maskz_loadu_epi16(m, high), 1);
+    __m512i both = dtype != AMP_BF16 ? (__m512i)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(high, dtype, m),
+                                                                    ampi_gemm_load_bf16(low, dtype, n))
+                                     : _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(n, low)),
+                                                          _mm256_maskz_loadu_epi16(m, high), 1);
     return (ampi_vf)_mm512_permutexvar_epi16(order, both);
 }
 
-static AMPI_BF16_INLINE void ampi_gemm_rows_of_bf16(float *dst, int64_t pitch, const char *src, int dtype, int64_t step, int64_t n, int64_t m) {
+static AMPI_BF16_INLINE void ampi_gemm_rows_of_bf16(float *dst, int64_t pitch, const char *src, int dtype, int64_t step,
+                                                    int64_t n, int64_t m) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, rest = n % 32, whole = n - rest, i;
     __mmask16 words = ampi_lanes16((rest + 1) / 2);
     for (; m > 0; m--, dst += pitch, src += step) {
         for (i = 0; i < whole; i += 32) AMPI_V(ampi_store)(dst + i / 2, ampi_gemm_side_bf16(src + i * size, dtype, 32));
-        if (rest > 0) _mm512_mask_storeu_ps(dst + i / 2, words, (__m512)ampi_gemm_side_bf16(src + i * size, dtype, rest));
+        if (rest > 0)
+            _mm512_mask_storeu_ps(dst + i / 2, words, (__m512)ampi_gemm_side_bf16(src + i * size, dtype, rest));
     }
 }
-static AMPI_TILE_TARGET void ampi_gemm_rows_bf16(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
-                                                 int64_t n, int64_t m) {
+static AMPI_TILE_TARGET void ampi_gemm_rows_bf16(float *dst, int64_t pitch, const void *src, amp_dtype dtype,
+                                                 amp_dtype compute, int64_t ld, int64_t n, int64_t m) {
     (void)compute;
     AMPI_BF16_OF(dtype, ampi_gemm_rows_of_bf16(dst, pitch, (const char *)src, DTYPE, ld * SIZE, n, m))
 }
@@ -22673,15 +23864,19 @@ static void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp
 }
 
 /* n of 16 columns, in words `pitch` apart, 0 beyond. */
-static AMPI_BF16_INLINE void ampi_gemm_strip_of(float *dst, int64_t pitch, const char *src, int dtype, int64_t step, int64_t k, int64_t n) {
+static AMPI_BF16_INLINE void ampi_gemm_strip_of(float *dst, int64_t pitch, const char *src, int dtype, int64_t step,
+                                                int64_t k, int64_t n) {
     __mmask16 lanes = ampi_lanes16(n);
-    for (; k > 1; k -= 2, dst += pitch, src += 2 * step) AMPI_V(ampi_store)(dst, ampi_gemm_pairs_bf16(src, src + step, dtype, lanes, lanes));
+    for (; k > 1; k -= 2, dst += pitch, src += 2 * step)
+        AMPI_V(ampi_store)(dst, ampi_gemm_pairs_bf16(src, src + step, dtype, lanes, lanes));
     if (k > 0) AMPI_V(ampi_store)(dst, ampi_gemm_pairs_bf16(src, src, dtype, lanes, 0));
 }
-static AMPI_TILE_TARGET void ampi_gemm_strip_bf16(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
+static AMPI_TILE_TARGET void ampi_gemm_strip_bf16(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k,
+                                                  int64_t n) {
     AMPI_BF16_OF(dtype, ampi_gemm_strip_of(dst, 16, (const char *)src, DTYPE, ld * SIZE, k, n))
 }
-static AMPI_BF16_INLINE void ampi_gemm_outer_of(int64_t rows, int64_t cols, const char *a, int dtype, int64_t step, const float *b, int add, float *c, int64_t ldc) {
+static AMPI_BF16_INLINE void ampi_gemm_outer_of(int64_t rows, int64_t cols, const char *a, int dtype, int64_t step,
+                                                const float *b, int add, float *c, int64_t ldc) {
     __mmask16 last = ampi_lanes16(cols - (cols - 1) / 16 * 16);
     ampi_vf zero = {0.0f}, v;
     int64_t j;
@@ -22692,42 +23887,50 @@ static AMPI_BF16_INLINE void ampi_gemm_outer_of(int64_t rows, int64_t cols, cons
             AMPI_V(ampi_store)(c + j, add ? (ampi_vf)(v + AMPI_V(ampi_load)(c + j)) : v);
         }
         v = ampi_gemm_dot2((ampi_vf)x, AMPI_V(ampi_load)(b + j), zero);
-        _mm512_mask_storeu_ps(c + j, last, (__m512)(add ? (ampi_vf)(v + (ampi_vf)_mm512_maskz_loadu_ps(last, c + j)) : v));
+        _mm512_mask_storeu_ps(c + j, last,
+                              (__m512)(add ? (ampi_vf)(v + (ampi_vf)_mm512_maskz_loadu_ps(last, c + j)) : v));
     }
 }
-static AMPI_TILE_TARGET void ampi_gemm_outer_bf16(int64_t rows, int64_t cols, const void *a, amp_dtype dtype, int64_t step, const float *b, int add,
-                                                  float *c, int64_t ldc) {
+static AMPI_TILE_TARGET void ampi_gemm_outer_bf16(int64_t rows, int64_t cols, const void *a, amp_dtype dtype,
+                                                  int64_t step, const float *b, int add, float *c, int64_t ldc) {
     AMPI_BF16_OF(dtype, ampi_gemm_outer_of(rows, cols, (const char *)a, DTYPE, step * SIZE, b, add, c, ldc))
 }
 /* The last, incomplete vectors of all rows come after the others. */
-static AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step, int64_t k, int64_t n) {
+static AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step,
+                                                int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, whole = n / 16 * 16, p, j;
     for (p = 0; p < k && whole > 0; p += 2)
         for (j = 0; j < whole; j += 16) {
             const char *low = src + p * step + j * size;
-            AMPI_V(ampi_store)(dst + j / 32 * stride + j % 32 + p * 16,
-                               ampi_gemm_pairs_bf16(low, p + 1 < k ? low + step : low, dtype, 0xffff, p + 1 < k ? 0xffff : 0));
+            AMPI_V(ampi_store)
+            (dst + j / 32 * stride + j % 32 + p * 16,
+             ampi_gemm_pairs_bf16(low, p + 1 < k ? low + step : low, dtype, 0xffff, p + 1 < k ? 0xffff : 0));
         }
-    for (j = whole; j < n || j % 32 != 0; j += 16) ampi_gemm_strip_of(dst + j / 32 * stride + j % 32, 32, src + j * size, dtype, step, k, n - j);
+    for (j = whole; j < n || j % 32 != 0; j += 16)
+        ampi_gemm_strip_of(dst + j / 32 * stride + j % 32, 32, src + j * size, dtype, step, k, n - j);
 }
-static AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
-                                                  int64_t ld, int64_t k, int64_t n) {
+static AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype,
+                                                  amp_dtype compute, int64_t ld, int64_t k, int64_t n) {
     (void)compute;
     AMPI_BF16_OF(dtype, ampi_gemm_weave_of(dst, stride, (const char *)src, DTYPE, ld * SIZE, k, n))
 }
 
 /* One vector of y, of n values, over all k. */
-static AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+static AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k,
+                                            int64_t n) {
     __mmask16 lanes = ampi_lanes16(n);
     ampi_vf sum = (ampi_vf)_mm512_maskz_loadu_ps(lanes, y);
     int64_t p;
     for (p = 0; p < k; p += 2, b += 2 * step)
-        sum = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + p / 2), ampi_gemm_pairs_bf16(b, p + 1 < k ? b + step : b, dtype, lanes, p + 1 < k ? lanes : 0), sum);
+        sum =
+            ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + p / 2),
+                           ampi_gemm_pairs_bf16(b, p + 1 < k ? b + step : b, dtype, lanes, p + 1 < k ? lanes : 0), sum);
     _mm512_mask_storeu_ps(y, lanes, (__m512)sum);
 }
 
 /* Many columns four rows at a time, as memory likes it. */
-static AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+static AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step,
+                                                  int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, rows = n > 512 ? 4 : n > 16 ? 16 : AMPI_MAX(k, 1), p, j;
     for (p = 0; p < k; p += rows, x += rows / 2, b += rows * step) {
         rows = AMPI_MIN(rows, k - p);
@@ -22735,12 +23938,14 @@ static AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, cons
         if (j < n) ampi_gemv_rows(y + j, x, b + j * size, dtype, step, rows, n - j);
     }
 }
-static AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
+static AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float *x, const void *b, amp_dtype dtype,
+                                                    int64_t ld, int64_t k, int64_t n) {
     AMPI_BF16_OF(dtype, ampi_gemv_combine_of(y, x, (const char *)b, DTYPE, ld * SIZE, k, n))
 }
 
 /* sum + what n of 32 values from i on give; sums without a word stay as they are. */
-static AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, int dtype, int64_t i, int64_t n) {
+static AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, int dtype, int64_t i,
+                                               int64_t n) {
     ampi_vf all = ampi_gemm_dot2(x, ampi_gemm_side_bf16(row + i * (dtype == AMP_F32 ? 4 : 2), dtype, n), sum);
     return n >= 32 ? all : (ampi_vf)_mm512_mask_blend_ps(ampi_lanes16((n + 1) / 2), (__m512)sum, (__m512)all);
 }
@@ -22757,8 +23962,10 @@ static AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *c
     }
     if (i < k) {
         factor = (ampi_vf)_mm512_maskz_loadu_ps(ampi_lanes16((k - i + 1) / 2), x + i / 2);
-        s0 = ampi_gemv_side(s0, factor, row[0], dtype, i, k - i); s1 = ampi_gemv_side(s1, factor, row[1], dtype, i, k - i);
-        s2 = ampi_gemv_side(s2, factor, row[2], dtype, i, k - i); s3 = ampi_gemv_side(s3, factor, row[3], dtype, i, k - i);
+        s0 = ampi_gemv_side(s0, factor, row[0], dtype, i, k - i);
+        s1 = ampi_gemv_side(s1, factor, row[1], dtype, i, k - i);
+        s2 = ampi_gemv_side(s2, factor, row[2], dtype, i, k - i);
+        s3 = ampi_gemv_side(s3, factor, row[3], dtype, i, k - i);
     }
     s0 = (ampi_vf)_mm512_unpacklo_ps((__m512)s0, (__m512)s1) + (ampi_vf)_mm512_unpackhi_ps((__m512)s0, (__m512)s1);
     s2 = (ampi_vf)_mm512_unpacklo_ps((__m512)s2, (__m512)s3) + (ampi_vf)_mm512_unpackhi_ps((__m512)s2, (__m512)s3);
@@ -22766,7 +23973,8 @@ static AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *c
     half = _mm256_add_ps(_mm512_castps512_ps256((__m512)s0), _mm512_extractf32x8_ps((__m512)s0, 1));
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
-static AMPI_BF16_INLINE void ampi_gemv_dots_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+static AMPI_BF16_INLINE void ampi_gemv_dots_of(float *y, const float *x, const char *b, int dtype, int64_t step,
+                                               int64_t k, int64_t n) {
     int64_t j, r;
     for (j = 0; j < n; j += 4) {
         const char *row[4];
@@ -22774,7 +23982,8 @@ static AMPI_BF16_INLINE void ampi_gemv_dots_of(float *y, const float *x, const c
         _mm_mask_storeu_ps(y + j, (__mmask8)ampi_lanes16(n - j), ampi_gemv_four_dots(x, row, dtype, k));
     }
 }
-static AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
+static AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld,
+                                                 int64_t k, int64_t n) {
     AMPI_BF16_OF(dtype, ampi_gemv_dots_of(y, x, (const char *)b, DTYPE, ld * SIZE, k, n))
 }
 
@@ -22786,10 +23995,12 @@ static inline ampi_vf ampi_gemv_add4(ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d)
 /* The sums that lie in the lanes above lie in 16 vectors here. */
 #define AMPI_ROWS_16(X)   AMPI_ROWS_14(X) X(14) X(15)
 #define AMPI_GEMV_ZERO(i) ampi_vf sum##i = {0.0f};
-#define AMPI_GEMV_STEP(i) sum##i = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + w + i), AMPI_V(ampi_load)(b + (w + i) * 32), sum##i);
+#define AMPI_GEMV_STEP(i) \
+    sum##i = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + w + i), AMPI_V(ampi_load)(b + (w + i) * 32), sum##i);
 #define AMPI_GEMV_REST(i) if (w + i >= from && w + i < to) { AMPI_GEMV_STEP(i) }
-static AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x, const float *packed, const ampi_gemm_blocks *blocks,
-                                                        int64_t ld, int64_t col, int64_t begin, int64_t end, int64_t n) {
+static AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x, const float *packed,
+                                                        const ampi_gemm_blocks *blocks, int64_t ld, int64_t col,
+                                                        int64_t begin, int64_t end, int64_t n) {
     int64_t half, from, to, w;
     for (half = 0; half < n && half < 32; half += 16) {
         AMPI_ROWS_16(AMPI_GEMV_ZERO)
@@ -22824,17 +24035,20 @@ AMPI_DOTS(ampi_dots_bf16_)
 #undef AMPI_DOT_LOAD
 #undef AMPI_DOT_TAIL
 #undef AMPI_DOT_PRODUCT
-static void ampi_gemm_dots_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums) {
-    static const ampi_dot_rows dots[AMPI_DOT_ROWS] = {AMPI_V(ampi_dots_bf16_1), AMPI_V(ampi_dots_bf16_2), AMPI_V(ampi_dots_bf16_3),
-                                                      AMPI_V(ampi_dots_bf16_4), AMPI_V(ampi_dots_bf16_5), AMPI_V(ampi_dots_bf16_6)};
+static void ampi_gemm_dots_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b,
+                                int64_t ldb, float *sums) {
+    static const ampi_dot_rows dots[AMPI_DOT_ROWS] = {AMPI_V(ampi_dots_bf16_1), AMPI_V(ampi_dots_bf16_2),
+                                                      AMPI_V(ampi_dots_bf16_3), AMPI_V(ampi_dots_bf16_4),
+                                                      AMPI_V(ampi_dots_bf16_5), AMPI_V(ampi_dots_bf16_6)};
     for (; cols > 0; cols -= 4, b += 4 * ldb, sums += 4) {
-        const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb, b + AMPI_MIN(3, cols - 1) * ldb};
+        const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb,
+                              b + AMPI_MIN(3, cols - 1) * ldb};
         dots[rows - 1](k, a, lda, at, sums);
     }
 }
 
-static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv_dots_bf16, ampi_gemv_dots_packed_bf16, ampi_gemm_strip_bf16,
-                                                ampi_gemm_outer_bf16};
+static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv_dots_bf16, ampi_gemv_dots_packed_bf16,
+                                               ampi_gemm_strip_bf16, ampi_gemm_outer_bf16};
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
@@ -22865,7 +24079,8 @@ static AMPI_TILE_TARGET void ampi_amx_end(void) { _tile_release(); }
 /* gcc does not see that a tile load reads memory: what was stored there must be stored before. */
 static inline void ampi_amx_stored(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-/* Tiles 0 to 3 (two of 16 rows, two of 16 columns) += a b over 16 words; one row of tiles unless `both`.  Strides in bytes. */
+/* Tiles 0 to 3 (two of 16 rows, two of 16 columns) += a b over 16 words; one row of tiles unless `both`.  Strides in
+   bytes. */
 static AMPI_TILE_TARGET inline void ampi_amx_step(int both, const float *a, size_t lda, const float *b, size_t ldb) {
     _tile_loadd(6, b, ldb);
     _tile_loadd(4, a, lda);
@@ -22879,7 +24094,8 @@ static AMPI_TILE_TARGET inline void ampi_amx_step(int both, const float *a, size
 }
 
 /* The last words of k, fewer than 16, filled with zeros. */
-static AMPI_TILE_TARGET void ampi_amx_rest(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb) {
+static AMPI_TILE_TARGET void ampi_amx_rest(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b,
+                                           int64_t ldb) {
     float rest_a[32 * 16], rest_b[16 * 32];
     int64_t i;
     memset(rest_a, 0, sizeof rest_a);
@@ -22907,8 +24123,9 @@ static AMPI_TILE_TARGET inline void ampi_amx_store(int both, float *c, size_t ld
 }
 
 /* Rows that do not fill their tiles come from, and go to, a tile of their own. */
-static AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
-                                                    const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
+static AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda,
+                                                    int64_t step, const float *b, int64_t ldb, const float *add,
+                                                    int64_t ldadd, float *c, int64_t ldc) {
     float part[32 * 32];
     int whole = rows % 16 == 0, both = rows > 16;
     int64_t i;
@@ -23174,12 +24391,17 @@ static void AMPI_V(ampi_softmax_backward_row)(const float *y, const float *dy, f
     }
 }
 
-__extension__ static const ampi_attention_vec AMPI_V(ampi_attention_kernels) = {
-    .product = AMPI_V(ampi_product_all), .product_weighted = AMPI_V(ampi_product_weighted),
-    .transpose = AMPI_V(ampi_transpose), .hide = AMPI_V(ampi_hide),
-    .soften = AMPI_V(ampi_soften), .slopes = AMPI_V(ampi_slopes), .finish = AMPI_V(ampi_finish), .dot = AMPI_V(ampi_attention_dot),
-    .has_nan = AMPI_V(ampi_has_nan), .softmax_backward = AMPI_V(ampi_softmax_backward_row)
-};
+__extension__ static const ampi_attention_vec AMPI_V(
+    ampi_attention_kernels) = {.product = AMPI_V(ampi_product_all),
+                               .product_weighted = AMPI_V(ampi_product_weighted),
+                               .transpose = AMPI_V(ampi_transpose),
+                               .hide = AMPI_V(ampi_hide),
+                               .soften = AMPI_V(ampi_soften),
+                               .slopes = AMPI_V(ampi_slopes),
+                               .finish = AMPI_V(ampi_finish),
+                               .dot = AMPI_V(ampi_attention_dot),
+                               .has_nan = AMPI_V(ampi_has_nan),
+                               .softmax_backward = AMPI_V(ampi_softmax_backward_row)};
 /* ---- >>backends: the bandwidth-bound operators on fp32 rows.  Each element is computed by the same
    instructions wherever it stands in a row; the last n % AMPI_W go through a partly filled vector. */
 
@@ -23320,7 +24542,8 @@ static void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const float *up,
 /* ---- Sums of rows of fp32, fp16 or bf16, element by element: eight in pairs, then in their order */
 
 /* AMPI_W elements of a row from i on, of which m are there. */
-static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i, int64_t m) {
+static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i,
+                                                                          int64_t m) {
     float scratch[AMPI_W];
     if (dtype == AMP_F32) return AMPI_V(ampi_load_upto)((const float *)row + i, m);
     if (m >= AMPI_W && dtype == AMP_BF16) return (ampi_vf)(AMPI_V(ampi_load16)(row, i) << 16);
@@ -23375,7 +24598,8 @@ AMPI_V(ampi_sum_strip)(float *y, const void *const *rows, amp_dtype dtype, int64
 static inline __attribute__((always_inline)) void
 AMPI_V(ampi_sum_rows_as)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
     int64_t r = 0;
-    for (; n <= 4 * AMPI_W && r * AMPI_W < n; r++) AMPI_V(ampi_sum_strip)(y, rows, dtype, count, r * AMPI_W, n - r * AMPI_W);
+    for (; n <= 4 * AMPI_W && r * AMPI_W < n; r++)
+        AMPI_V(ampi_sum_strip)(y, rows, dtype, count, r * AMPI_W, n - r * AMPI_W);
     if (r > 0) return;
     if (count >= 8) { AMPI_V(ampi_sum_group)(y, rows, dtype, 1, 0, n); r = 8; }
     else if (count > 0) { AMPI_V(ampi_sum_group)(y, rows, dtype, 0, 0, n); r = 1; }
@@ -23580,16 +24804,26 @@ static void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, uint32
     }
 }
 
-__extension__ static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
-    .activation = AMPI_V(ampi_activation_row), .activation_backward = AMPI_V(ampi_activation_backward_row),
-    .tanh_backward = AMPI_V(ampi_tanh_backward_row), .swiglu = AMPI_V(ampi_swiglu_row),
-    .swiglu_backward = AMPI_V(ampi_swiglu_backward_row),
-    .sum_rows = AMPI_V(ampi_sum_rows), .widen = AMPI_V(ampi_widen_row), .narrow = AMPI_V(ampi_narrow_row),
-    .sum = AMPI_V(ampi_sum_row), .sum_squares = AMPI_V(ampi_sum_squares_row), .normalize = AMPI_V(ampi_normalize_row),
-    .norm_sums = AMPI_V(ampi_norm_sums_row), .norm_dx = AMPI_V(ampi_norm_dx_row),
-    .row_max = AMPI_V(ampi_row_max), .exp_sum = AMPI_V(ampi_exp_sum_row), .squared_error = AMPI_V(ampi_squared_error_row),
-    .scale_shift = AMPI_V(ampi_scale_shift_row), .add = AMPI_V(ampi_add_row), .dropout = AMPI_V(ampi_dropout_row)
-};
+__extension__ static const ampi_pointwise_vec AMPI_V(
+    ampi_pointwise_kernels) = {.activation = AMPI_V(ampi_activation_row),
+                               .activation_backward = AMPI_V(ampi_activation_backward_row),
+                               .tanh_backward = AMPI_V(ampi_tanh_backward_row),
+                               .swiglu = AMPI_V(ampi_swiglu_row),
+                               .swiglu_backward = AMPI_V(ampi_swiglu_backward_row),
+                               .sum_rows = AMPI_V(ampi_sum_rows),
+                               .widen = AMPI_V(ampi_widen_row),
+                               .narrow = AMPI_V(ampi_narrow_row),
+                               .sum = AMPI_V(ampi_sum_row),
+                               .sum_squares = AMPI_V(ampi_sum_squares_row),
+                               .normalize = AMPI_V(ampi_normalize_row),
+                               .norm_sums = AMPI_V(ampi_norm_sums_row),
+                               .norm_dx = AMPI_V(ampi_norm_dx_row),
+                               .row_max = AMPI_V(ampi_row_max),
+                               .exp_sum = AMPI_V(ampi_exp_sum_row),
+                               .squared_error = AMPI_V(ampi_squared_error_row),
+                               .scale_shift = AMPI_V(ampi_scale_shift_row),
+                               .add = AMPI_V(ampi_add_row),
+                               .dropout = AMPI_V(ampi_dropout_row)};
 
 /* ---- Multi-tensor kernels. */
 
@@ -23701,7 +24935,9 @@ static void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int64_t n
 }
 
 /* Counts of AMPI_W numbers at a time, each lane's own; comparisons give -1. */
-typedef struct AMPI_V(ampi_inspect_sums) { ampi_vi above[AMPI_FIT_LIMITS], limit[AMPI_FIT_LIMITS], largest; } AMPI_V(ampi_inspect_sums);
+typedef struct AMPI_V(ampi_inspect_sums) {
+    ampi_vi above[AMPI_FIT_LIMITS], limit[AMPI_FIT_LIMITS], largest;
+} AMPI_V(ampi_inspect_sums);
 
 static inline void AMPI_V(ampi_inspect_one)(AMPI_V(ampi_inspect_sums) *s, ampi_vi x) {
     ampi_vi finite, greater;
@@ -23783,28 +25019,33 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Header and implementation are compared once, in amp_open, and file by file: functions are plain symbols (no more
        _v); AMP_ABI takes no argument, and amp_backend.abi is AMP_ABI.  The API begins with what a training program
        calls, and the manual with a whole program.
-       amp_open_env, amp_scaler_unscale, _update_with, _enabled, .gemm_always, .skip_warning: what a program with a training
-       loop of its own takes; NULL is a scale of 1 for a scaler's calls.  Sets without a count are refused, products outside regions of a
+       amp_open_env, amp_scaler_unscale, _update_with, _enabled, .gemm_always, .skip_warning: what a program with a
+       training loop of its own takes; NULL is a scale of 1 for a scaler's calls.  Sets without a count are refused,
+       products
+   outside regions of a
        16-bit context and endless skips at the floor are warned about; an empty variable AMP_... counts as not set.
-       amp_gemm_f64; saturate_inputs; amp_status.new_inf: where fp16 made operands infinite.  Declarations compile as C90
-       and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
-       amp_grad_stats.first_bad_element.  examples/adopt/cblas.h is compiled once, as cblas.c, and without AMP_... leaves a
+       amp_gemm_f64; saturate_inputs; amp_status.new_inf: where fp16 made operands infinite.  Declarations compile as
+       C90 and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
+       amp_grad_stats.first_bad_element.  examples/adopt/cblas.h is compiled once, as cblas.c, and without AMP_...
+   leaves a
        program its BLAS; ampblas.c is for binaries.
-       Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  As many
-       as there are cores, or as a CPU quota allows.
-       Backends: .fuses says whether gemm takes sums and .backward; .gemm_reserve and .gemm_release: memory for products.
-       Ids of parameters are unique over all contexts; amp_close stops what was created from the context.
+       Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  As
+       many as there are cores, or as a CPU quota allows.
+       Backends: .fuses says whether gemm takes sums and .backward; .gemm_reserve and .gemm_release: memory for
+       products. Ids of parameters are unique over all contexts; amp_close stops what was created from the context.
        A disabled scaler keeps the stages of an enabled one; AMP_SCALER_TORCH takes bf16 gradients; AMP_EXPLICIT_ZERO is
        no longer -1; operands that share memory, numbers that are NaN and structs that were not zeroed are refused.
        amp_optimizer_set_weight: masters from fp32 values.  States say rank, world and place in the cycle.
        Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; hints on the
        learning rate in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
        Long fp32 sums no longer lose accuracy with their number of terms.
-       Arithmetic runs in C's default floating-point environment, whatever the host's: traps, rounding, flushed subnormals.
-       amp_convert from and to fp64 by vector instructions, rounded once.
+       Arithmetic runs in C's default floating-point environment, whatever the host's: traps, rounding, flushed
+       subnormals. amp_convert from and to fp64 by vector instructions, rounded once.
        No struct begins with an enum: = {0} is clean under gcc's -Wc++-compat; initialise by name.
-       On GPUs optimizers write the 16-bit copies of fp32 weights in their own pass, and neither a steady step nor a captured one
-       casts a weight: amp_param_changed, between launches too, for weights that you change yourself.  amp_norm_op.dx_low.
+       On GPUs optimizers write the 16-bit copies of fp32 weights in their own pass, and neither a steady step nor a
+   captured one
+       casts a weight: amp_param_changed, between launches too, for weights that you change yourself.
+   amp_norm_op.dx_low.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

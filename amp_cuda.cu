@@ -33,8 +33,8 @@
      block and may differ in the last bits between GPUs with another number of multiprocessors; nothing else does.
    - Products are cuBLASLt's, with what surrounds them in its epilogues where it can; the rest falls to kernels here.
      Split sums are kept in fp32 and added in order, so that one plan gives the same bits every time; autotuning may
-     choose another plan.  Without it the first product of a shape with GELU's gradient, or with a bias gradient beside a
-     weight's, is timed once beside the same in parts, but not in a captured stream: a clear difference decides, and
+     choose another plan.  Without it the first product of a shape with GELU's gradient, or with a bias gradient beside
+     a weight's, is timed once beside the same in parts, but not in a captured stream: a clear difference decides, and
      .autotune_file keeps what was decided.  Operands of TF32 are rounded or cut, off by 2^-10 at most.  Biases
      are rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.
    - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
@@ -42,7 +42,8 @@
 
    The file is CUDA C++17 that g++ also compiles: kernels are launched through ampc_launch, and PTX stands in small
    functions with a twin in plain C++.  Sections, in order: device, errors, launches, numbers, lanes, sums; runtime;
-   casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products; attention; table. */
+   casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products;
+   attention; table. */
 
 #include <cublasLt.h>
 #include <cuda_runtime.h>
@@ -97,9 +98,10 @@ struct ampc_blas {
     int found;                      /* 1: tuned plans that plans_load did not bring */
 };
 
-/* NVML, the driver's library of sensors, and this GPU's handle there.  These are its declarations as far as they are used,
-   so that building needs no nvml.h; results other than 0 are failures. */
-struct ampc_nvml_utilization { unsigned gpu, memory; };                 /* percent of the time since the sample before */
+/* NVML, the driver's library of sensors, and this GPU's handle there.  These are its declarations as far as they are
+   used, so that building needs no nvml.h; results other than 0 are failures. */
+/* percent of the time since the sample before */
+struct ampc_nvml_utilization { unsigned gpu, memory; };
 struct ampc_nvml_temperature { unsigned version; int sensor, celsius; };
 struct ampc_nvml {
     int looked_for;                 /* 1: what is NULL now is not here */
@@ -139,11 +141,18 @@ struct ampc_device {
     ampc_block *idle[AMPC_CLASSES]; /* blocks to be used again, by size class */
     ampc_graph *graphs;             /* being captured, or made and not destroyed */
     ampc_capture *captures;         /* the host's own that use scratch memory */
-    int64_t allocated, reserved, peak, pinned;      /* bytes: handed out (rounded up), taken from CUDA, most handed out */
+    /* bytes: handed out (rounded up), taken from CUDA, most handed out */
+    int64_t allocated, reserved, peak, pinned;
 };
 
-enum { AMPC_LOG_REFUSED = 5001, AMPC_LOG_WRONG = 5002, AMPC_LOG_TUNED = 5003, AMPC_LOG_PLANS = 5004, AMPC_LOG_CAPTURE = 5005,
-       AMPC_LOG_IMAGE = 5006 };     /* ids */
+enum {
+    AMPC_LOG_REFUSED = 5001,
+    AMPC_LOG_WRONG = 5002,
+    AMPC_LOG_TUNED = 5003,
+    AMPC_LOG_PLANS = 5004,
+    AMPC_LOG_CAPTURE = 5005,
+    AMPC_LOG_IMAGE = 5006
+}; /* ids */
 
 /* ==== Errors ======================================================================================== */
 
@@ -203,8 +212,10 @@ amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, con
 amp_result ampc_usable(ampc_device *dev, const char *call) {
     char text[256];
     if (ampc_loss(dev) == cudaSuccess) return AMP_OK;
-    snprintf(text, sizeof text, "amp_cuda: %s: device %d failed before with %s; close the context and start the process "
-             "again", call, dev->index, cudaGetErrorName(ampc_loss(dev)));
+    snprintf(text, sizeof text,
+             "amp_cuda: %s: device %d failed before with %s; close the context and start the process "
+             "again",
+             call, dev->index, cudaGetErrorName(ampc_loss(dev)));
     return dev->host.fail(dev->host.user, AMP_ERR_DEVICE, text);
 }
 
@@ -348,8 +359,8 @@ __host__ __device__ inline const void *ampc_at(const void *data, amp_dtype dtype
     return (const char *)data + i * ampc_dtype_size(dtype);
 }
 
-/* To fp16 and bf16, where hardware makes every NaN the same and amp.h keeps its sign and upper payload bits; from fp16, where NaN
-   stays NaN, with any payload. */
+/* To fp16 and bf16, where hardware makes every NaN the same and amp.h keeps its sign and upper payload bits; from fp16,
+   where NaN stays NaN, with any payload. */
 __device__ __forceinline__ uint16_t ampc_f16_bits(float x) {
 #if defined(__CUDA_ARCH__)
     uint32_t bits = __float_as_uint(x);
@@ -487,7 +498,9 @@ template <ampc_reuse R, int BYTES> __device__ __forceinline__ void ampc_put_piec
     else *(uint16_t *)p = (uint16_t)raw.x;
 }
 
-__device__ __forceinline__ uint32_t ampc_word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+__device__ __forceinline__ uint32_t ampc_word(const uint4 &x, int i) {
+    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
 __device__ __forceinline__ void ampc_set_word(uint4 &x, int i, uint32_t word) {
     if (i == 0) x.x = word;
     else if (i == 1) x.y = word;
@@ -537,7 +550,8 @@ __host__ __device__ constexpr amp_dtype ampc_dtype_of(const ampc_f16 *) { return
 __host__ __device__ constexpr amp_dtype ampc_dtype_of(const ampc_bf16 *) { return AMP_BF16; }
 
 /* A piece of N elements, or pieces of 16 bytes. */
-template <ampc_reuse R = AMPC_KEEP, class T, int N> __device__ __forceinline__ void ampc_load(const T *p, float (&x)[N]) {
+template <ampc_reuse R = AMPC_KEEP, class T, int N>
+__device__ __forceinline__ void ampc_load(const T *p, float (&x)[N]) {
     const int width = N * (int)sizeof(T) < 16 ? N : 16 / (int)sizeof(T);
     uint4 raw[N / width];
     AMPC_UNROLL
@@ -545,7 +559,8 @@ template <ampc_reuse R = AMPC_KEEP, class T, int N> __device__ __forceinline__ v
     AMPC_UNROLL
     for (int i = 0; i < N / width; i++) ampc_widen<width>(raw[i], ampc_dtype_of(p), x + i * width);
 }
-template <ampc_reuse R = AMPC_KEEP, class T, int N> __device__ __forceinline__ void ampc_store(T *p, const float (&x)[N]) {
+template <ampc_reuse R = AMPC_KEEP, class T, int N>
+__device__ __forceinline__ void ampc_store(T *p, const float (&x)[N]) {
     const int width = N * (int)sizeof(T) < 16 ? N : 16 / (int)sizeof(T);
     AMPC_UNROLL
     for (int i = 0; i < N / width; i++)
@@ -553,7 +568,8 @@ template <ampc_reuse R = AMPC_KEEP, class T, int N> __device__ __forceinline__ v
 }
 
 /* The first n of N elements, one by one; those beyond are `fill` (loads) or left alone (stores). */
-template <class T, int N> __device__ __forceinline__ void ampc_load_upto(const T *p, float (&x)[N], int64_t n, float fill) {
+template <class T, int N>
+__device__ __forceinline__ void ampc_load_upto(const T *p, float (&x)[N], int64_t n, float fill) {
     AMPC_UNROLL
     for (int i = 0; i < N; i++) x[i] = i < n ? ampc_float(p[i]) : fill;
 }
@@ -571,7 +587,8 @@ template <int N> __device__ __forceinline__ void ampc_random(uint64_t seed, uint
     for (int b = 0; b < N / 4 + 1; b++)
         if (b == 0 || b < N / 4 || shift != 0) amp_philox(seed, 0, first / 4 + (uint64_t)b, all + 4 * b);
     AMPC_UNROLL
-    for (int i = 0; i < N; i++) words[i] = shift == 0 ? all[i] : shift == 1 ? all[i + 1] : shift == 2 ? all[i + 2] : all[i + 3];
+    for (int i = 0; i < N; i++)
+        words[i] = shift == 0 ? all[i] : shift == 1 ? all[i + 1] : shift == 2 ? all[i + 2] : all[i + 3];
 }
 
 /* 1 where a pointer (and, for rows, their distance in bytes) allows 16-byte accesses. */
@@ -644,7 +661,8 @@ struct ampc_capture {
     ampc_capture *next;
 };
 
-/* Nothing is called while it is locked that may wait or call back: no function of the host's, of CUDA or of cuBLASLt. */
+/* Nothing is called while it is locked that may wait or call back: no function of the host's, of CUDA or
+   of cuBLASLt. */
 struct ampc_locked {
     pthread_mutex_t *lock;
     explicit ampc_locked(pthread_mutex_t *l) : lock(l) { pthread_mutex_lock(lock); }
@@ -709,22 +727,24 @@ void ampc_captures_end(ampc_device *dev, bool all) {
     }
 }
 
-/* A capture of the host's, held by the arena and by its graph.  If CUDA makes no user object it is held until the context
-   is closed. */
+/* A capture of the host's, held by the arena and by its graph.  If CUDA makes no user object it is held until the
+   context is closed. */
 ampc_capture *ampc_capture_new(unsigned long long id, cudaGraph_t graph) {
     cudaUserObject_t object;
     ampc_capture *capture = (ampc_capture *)malloc(sizeof *capture);
     if (capture == NULL) return NULL;
     capture->id = id;
     capture->holders = 2;
-    if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) == cudaSuccess &&
+    if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) ==
+            cudaSuccess &&
         cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) != cudaSuccess)
         (void)cudaUserObjectRelease(object, 1);
     (void)cudaGetLastError();
     return capture;
 }
 
-cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph) {
+cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id,
+                              cudaGraph_t *graph) {
 #if CUDART_VERSION >= 13000
     return cudaStreamGetCaptureInfo(stream, status, id, graph);
 #else
@@ -759,7 +779,8 @@ const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     if (owner != NULL) return owner;
     ampc_capture *made = ampc_capture_new(id, captured);
     owner = made == NULL ? NULL : ampc_capture_owner(dev, stream, id, made);
-    if (owner != made) ampc_capture_release(made);      /* another thread that captures into the same graph was faster */
+    /* another thread that captures into the same graph was faster */
+    if (owner != made) ampc_capture_release(made);
     return owner;
 }
 
@@ -849,7 +870,8 @@ amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, c
         return ampc_no_memory(dev, error, bytes, call);
     }
     if ((uintptr_t)block->data % AMPC_ALIGN != 0) {
-        amp_result r = ampc_refuse(dev, AMP_ERR_RANGE, call, ".memory.alloc must return memory that is 256-byte aligned, as cudaMalloc's is");
+        amp_result r = ampc_refuse(dev, AMP_ERR_RANGE, call,
+                                   ".memory.alloc must return memory that is 256-byte aligned, as cudaMalloc's is");
         ampc_memory_give(dev, block->data, bytes, stream);
         dev->host.free(dev->host.user, block, sizeof *block);
         return r;
@@ -932,8 +954,10 @@ amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     char text[320];
     has->cc = 10 * prop.major + prop.minor;
     if (has->cc < AMPC_LEAST) {
-        snprintf(text, sizeof text, "%.127s has compute capability %d.%d; 7.5 (Turing) or later is needed, as CUDA 13 builds for "
-                 "nothing older", prop.name, prop.major, prop.minor);
+        snprintf(text, sizeof text,
+                 "%.127s has compute capability %d.%d; 7.5 (Turing) or later is needed, as CUDA 13 builds for "
+                 "nothing older",
+                 prop.name, prop.major, prop.minor);
         return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
     }
     AMPC_TRY(ampc_image(dev, &has->image));
@@ -944,8 +968,10 @@ amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     has->fp8 = has->cc >= 89;
     has->tensor_cores = has->cc >= AMPC_TENSOR_CORES_FROM && has->image >= AMPC_TENSOR_CORES_FROM;
     if (has->tensor_cores || has->cc < AMPC_TENSOR_CORES_FROM) return AMP_OK;
-    snprintf(text, sizeof text, "amp_cuda: compiled for compute capability %d.%d, and %.127s has %d.%d: attention runs without tensor "
-             "cores; compile amp_cuda.cu with -arch=sm_%d", has->image / 10, has->image % 10, prop.name, prop.major, prop.minor, has->cc);
+    snprintf(text, sizeof text,
+             "amp_cuda: compiled for compute capability %d.%d, and %.127s has %d.%d: attention runs without tensor "
+             "cores; compile amp_cuda.cu with -arch=sm_%d",
+             has->image / 10, has->image % 10, prop.name, prop.major, prop.minor, has->cc);
     dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_IMAGE, text);
     return AMP_OK;
 }
@@ -975,8 +1001,8 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     dev->info.memory = (int64_t)prop.totalGlobalMem;
     AMPC_TRY(ampc_check(dev, cudaDriverGetVersion(&driver), "cudaDriverGetVersion", NULL));
     AMPC_TRY(ampc_check(dev, cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion", NULL));
-    snprintf(dev->info.versions, sizeof dev->info.versions, "CUDA %d.%d, driver for CUDA %d.%d, cuBLASLt %zu", runtime / 1000,
-             runtime / 10 % 100, driver / 1000, driver / 10 % 100, cublasLtGetVersion());
+    snprintf(dev->info.versions, sizeof dev->info.versions, "CUDA %d.%d, driver for CUDA %d.%d, cuBLASLt %zu",
+             runtime / 1000, runtime / 10 % 100, driver / 1000, driver / 10 % 100, cublasLtGetVersion());
     AMPC_TRY(ampc_allow_large(dev));
     AMPC_TRY(ampc_blas_open(dev));
     if (desc->stream != NULL) return AMP_OK;
@@ -1113,7 +1139,9 @@ amp_result ampc_place_of(void *device, const void *ptr, amp_memory_kind *out) {
     if (ptr == NULL) return AMP_OK;
     AMPC_TRY(ampc_check(dev, cudaPointerGetAttributes(&where, ptr), "cudaPointerGetAttributes", NULL));
     switch (where.type) {
-        case cudaMemoryTypeDevice: *out = where.device == dev->index ? AMP_MEMORY_DEVICE : AMP_MEMORY_OTHER_DEVICE; break;
+        case cudaMemoryTypeDevice:
+            *out = where.device == dev->index ? AMP_MEMORY_DEVICE : AMP_MEMORY_OTHER_DEVICE;
+            break;
         case cudaMemoryTypeHost: *out = AMP_MEMORY_PINNED; break;
         case cudaMemoryTypeManaged: *out = AMP_MEMORY_MANAGED; break;
         default: *out = AMP_MEMORY_HOST; break;
@@ -1166,7 +1194,8 @@ float ampc_temperature(const ampc_nvml *nvml) {
     ampc_nvml_temperature now = {(unsigned)sizeof now | 1u << 24, 0, 0};
     unsigned celsius = 0;
     if (nvml->temperature != NULL && nvml->temperature(nvml->device, &now) == 0) return (float)now.celsius;
-    if (nvml->temperature_before != NULL && nvml->temperature_before(nvml->device, 0, &celsius) == 0) return (float)celsius;
+    if (nvml->temperature_before != NULL && nvml->temperature_before(nvml->device, 0, &celsius) == 0)
+        return (float)celsius;
     return -1;
 }
 
@@ -1225,8 +1254,8 @@ ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     return graph;
 }
 
-/* Ends a capture that nobody will end, while its stream is still there.  Left open, the thread that began it could neither
-   allocate nor wait any more (error 900), and CUDA lets no other thread end it. */
+/* Ends a capture that nobody will end, while its stream is still there.  Left open, the thread that began it could
+   neither allocate nor wait any more (error 900), and CUDA lets no other thread end it. */
 void ampc_capture_drop(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     cudaGraph_t graph = NULL;
@@ -1235,8 +1264,10 @@ void ampc_capture_drop(ampc_device *dev, cudaStream_t stream) {
     if (graph != NULL) (void)cudaGraphDestroy(graph);
     (void)cudaGetLastError();
     if (error == cudaErrorStreamCaptureWrongThread)
-        dev->host.log(dev->host.user, AMP_LOG_ERROR, AMPC_LOG_CAPTURE, "amp_cuda: a capture is left open, which only the thread "
-                      "that began it could end: that thread's cudaMalloc and waits fail from now on; end captures before you close");
+        dev->host.log(dev->host.user, AMP_LOG_ERROR, AMPC_LOG_CAPTURE,
+                      "amp_cuda: a capture is left open, which only the thread "
+                      "that began it could end: that thread's cudaMalloc and waits fail from now on; end captures "
+                      "before you close");
 }
 
 amp_result ampc_stream_create(void *device, void **stream) {
@@ -1244,7 +1275,8 @@ amp_result ampc_stream_create(void *device, void **stream) {
     cudaStream_t made = NULL;
     *stream = NULL;
     AMPC_ENTER(dev, "stream_create");
-    AMPC_TRY(ampc_check(dev, cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", NULL));
+    AMPC_TRY(
+        ampc_check(dev, cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", NULL));
     *stream = made;
     return AMP_OK;
 }
@@ -1432,7 +1464,8 @@ __host__ __device__ constexpr bool ampc_is_e4m3(const ampc_e4m3 *) { return true
 
 /* The 8-bit pattern of a finite or infinite fp32 magnitude, to nearest even; LARGEST + 1 beyond the largest finite
    one.  Subnormal results are rounded by adding a number whose last place is the smallest subnormal. */
-template <int M, int BIAS, uint32_t LARGEST> __device__ __forceinline__ uint32_t ampc_narrow8(uint32_t magnitude, int saturate) {
+template <int M, int BIAS, uint32_t LARGEST>
+__device__ __forceinline__ uint32_t ampc_narrow8(uint32_t magnitude, int saturate) {
     const uint32_t normal = (uint32_t)(128 - BIAS) << 23, magic = (uint32_t)(127 - BIAS + 23 - M + 1) << 23;
     uint32_t r;
     if (magnitude < normal)
@@ -1442,7 +1475,8 @@ template <int M, int BIAS, uint32_t LARGEST> __device__ __forceinline__ uint32_t
             ((uint32_t)(127 - BIAS) << M);
     return r <= LARGEST ? r : saturate ? LARGEST : LARGEST + 1;
 }
-template <int M, int BIAS, uint32_t LARGEST> __device__ __forceinline__ uint8_t ampc_to_8bit(uint32_t bits, int saturate) {
+template <int M, int BIAS, uint32_t LARGEST>
+__device__ __forceinline__ uint8_t ampc_to_8bit(uint32_t bits, int saturate) {
     uint32_t magnitude = bits & 0x7fffffffu, r;
     if (magnitude > 0x7f800000u) r = (LARGEST + 1) | 1u << (M - 1) | (magnitude - 0x7f800000u) >> (23 - M);
     else r = ampc_narrow8<M, BIAS, LARGEST>(magnitude, saturate);
@@ -1546,7 +1580,8 @@ __device__ __forceinline__ uint32_t ampc_e4m3_pair(uint32_t low, uint32_t high) 
 }
 
 /* Whether a piece was converted so. */
-template <class D, class S, int N> __device__ __forceinline__ bool ampc_convert_pairs(const S (&x)[N], D (&y)[N], int saturate) {
+template <class D, class S, int N>
+__device__ __forceinline__ bool ampc_convert_pairs(const S (&x)[N], D (&y)[N], int saturate) {
     if constexpr (ampc_is_e4m3((D *)NULL) && sizeof(S) < 8) {
         if (saturate && ampc_e4m3_units()) {
             AMPC_UNROLL
@@ -1590,8 +1625,8 @@ __device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, 
     if (threadIdx.x == 0 && sum != 0) atomicAdd(total, (unsigned long long)sum);
 }
 
-/* Blocks of 256 threads that a multiprocessor holds: it has room for 2048 threads, from 8.6 on for 1536 but for 9.0 and 10.x,
-   at 7.5 for 1024 (CUDA Programming Guide, technical specifications per compute capability). */
+/* Blocks of 256 threads that a multiprocessor holds: it has room for 2048 threads, from 8.6 on for 1536 but for 9.0 and
+   10.x, at 7.5 for 1024 (CUDA Programming Guide, technical specifications per compute capability). */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
 enum { AMPC_RESIDENT = 4 };
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ / 100 != 9 && __CUDA_ARCH__ / 100 != 10
@@ -1602,7 +1637,10 @@ enum { AMPC_RESIDENT = 8 };
 
 /* Elements of a piece, 16 bytes of the wider side, so that a warp writes whole sectors; and pieces under way. */
 template <class D, class S> struct ampc_cast_shape {
-    enum { wide = sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S), least = sizeof(D) < sizeof(S) ? sizeof(D) : sizeof(S) };
+    enum {
+        wide = sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S),
+        least = sizeof(D) < sizeof(S) ? sizeof(D) : sizeof(S)
+    };
     enum { width = 16 / wide, pieces = wide == 8 ? 4 : wide / least, per_sm = wide == 8 ? 5 : 8 };
     /* stochastic rounding: at least 4, which a block of random numbers serves, and at most 8 */
     enum { rounded = sizeof(S) == 8 ? 4 : sizeof(S) == 1 ? 8 : (int)width };
@@ -1652,7 +1690,8 @@ ampc_cast_stochastic_kernel(D *dst, const S *src, int64_t n, int saturate, int a
     enum { W = ampc_cast_shape<D, S>::rounded };
     AMPC_SHARED(int, scratch, 32);
     int found = 0;
-    for (int64_t i = W * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += W * (int64_t)gridDim.x * blockDim.x) {
+    for (int64_t i = W * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
+         i += W * (int64_t)gridDim.x * blockDim.x) {
         bool whole = aligned && n - i >= W;
         uint32_t words[W];
         S x[W];
@@ -1676,7 +1715,8 @@ ampc_cast_stochastic_kernel(D *dst, const S *src, int64_t n, int saturate, int a
 }
 
 /* Token ids travel as u16 and are used as i32. */
-__global__ void __launch_bounds__(256) ampc_widen_ids_kernel(int32_t *dst, const uint16_t *src, int64_t n, int aligned) {
+__global__ void __launch_bounds__(256)
+    ampc_widen_ids_kernel(int32_t *dst, const uint16_t *src, int64_t n, int aligned) {
     int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x, i;
     int64_t pieces = aligned ? n / 4 : 0;
     for (i = at; i < pieces; i += step) {
@@ -1695,12 +1735,13 @@ template <class D, class S> amp_result ampc_cast_as(ampc_device *dev, const amp_
     unsigned grid = ampc_grid(dev, ampc_blocks(a->n, 256 * (aligned ? width : 1)), ampc_cast_shape<D, S>::per_sm);
     unsigned long long *new_inf = saturate ? NULL : (unsigned long long *)a->new_inf;
     if (a->how.rounding != AMP_ROUND_STOCHASTIC)
-        return ampc_launch(dev, "amp_cast", ampc_cast_kernel<D, S>, grid, 256, 0, stream, (D *)a->dst, (const S *)a->src, a->n,
-                           saturate, aligned, new_inf);
+        return ampc_launch(dev, "amp_cast", ampc_cast_kernel<D, S>, grid, 256, 0, stream, (D *)a->dst,
+                           (const S *)a->src, a->n, saturate, aligned, new_inf);
     if constexpr (sizeof(D) <= 2)
         return ampc_launch(dev, "amp_cast", ampc_cast_stochastic_kernel<D, S>,
-                           ampc_grid(dev, ampc_blocks(a->n, 256 * ampc_cast_shape<D, S>::rounded), AMPC_CAST_PER_SM), 256, 0, stream, (D *)a->dst,
-                           (const S *)a->src, a->n, saturate, aligned, a->how.seed, a->how.offset, new_inf);
+                           ampc_grid(dev, ampc_blocks(a->n, 256 * ampc_cast_shape<D, S>::rounded), AMPC_CAST_PER_SM),
+                           256, 0, stream, (D *)a->dst, (const S *)a->src, a->n, saturate, aligned, a->how.seed,
+                           a->how.offset, new_inf);
     else return ampc_refuse(dev, AMP_ERR_DTYPE, "amp_cast", "stochastic rounding must be to fp16, bf16 or fp8");
 }
 
@@ -1720,10 +1761,11 @@ amp_result ampc_cast(void *device, const amp_k_cast *a, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     if (a->n <= 0) return ampc_usable(dev, "amp_cast");
     if (a->src_dtype == AMP_U16 && a->dst_dtype == AMP_I32)
-        return ampc_launch(dev, "amp_cast", ampc_widen_ids_kernel, ampc_grid(dev, ampc_blocks(a->n, 256), AMPC_CAST_PER_SM),
-                           256, 0, stream, (int32_t *)a->dst, (const uint16_t *)a->src, a->n,
-                           ampc_aligned(a->dst) && ((uintptr_t)a->src & 7) == 0);
-    if (a->src_dtype == a->dst_dtype && a->dst_dtype != AMP_TF32 && !a->how.saturate && a->how.rounding != AMP_ROUND_STOCHASTIC)
+        return ampc_launch(dev, "amp_cast", ampc_widen_ids_kernel,
+                           ampc_grid(dev, ampc_blocks(a->n, 256), AMPC_CAST_PER_SM), 256, 0, stream, (int32_t *)a->dst,
+                           (const uint16_t *)a->src, a->n, ampc_aligned(a->dst) && ((uintptr_t)a->src & 7) == 0);
+    if (a->src_dtype == a->dst_dtype && a->dst_dtype != AMP_TF32 && !a->how.saturate &&
+        a->how.rounding != AMP_ROUND_STOCHASTIC)
         return a->dst == a->src ? ampc_usable(dev, "amp_cast")
                                 : ampc_copy(dev, a->dst, a->src, (size_t)(a->n * ampc_dtype_size(a->dst_dtype)),
                                             AMP_COPY_ON_DEVICE, stream);
@@ -1804,9 +1846,10 @@ __device__ __forceinline__ ampc_chunk ampc_chunk_at(ampc_cursor *cursor, int num
     return c;
 }
 
-/* Calls piece(chunk) for the block's chunks, with all its threads together.  What is needed of the table for the next chunk is
-   fetched before this one is worked on. */
-template <class F> __device__ __forceinline__ void ampc_for_chunks(const amp_k_tensor *table, int64_t tensors, F piece) {
+/* Calls piece(chunk) for the block's chunks, with all its threads together.  What is needed of the table for the next
+   chunk is fetched before this one is worked on. */
+template <class F>
+__device__ __forceinline__ void ampc_for_chunks(const amp_k_tensor *table, int64_t tensors, F piece) {
     ampc_cursor cursor = ampc_cursor_begin(table, tensors);
     int number = (int)blockIdx.x;
     ampc_chunk next = ampc_chunk_at(&cursor, number);
@@ -1823,12 +1866,14 @@ struct ampc_partial { double sum_sq; int32_t bad_row, reserved; };      /* bad_r
 
 __device__ __forceinline__ double ampc_square(double x) { return x * x; }
 
-/* The sum of the squares of 4 or 8 numbers.  Those of 16-bit numbers, 8 to a piece, are exact in fp32, and their sum there is
-   off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, it is taken in fp64. */
+/* The sum of the squares of 4 or 8 numbers.  Those of 16-bit numbers, 8 to a piece, are exact in fp32, and their sum
+   there is off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, it is taken
+   in fp64. */
 template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)[N]) {
     double squares = 0;
     if constexpr (N == 8) {
-        const uint32_t least = 0x0d800000u, most = 0x7f7fffffu;         /* 2^-100: what underflows is nothing beside it */
+        /* 2^-100: what underflows is nothing beside it */
+        const uint32_t least = 0x0d800000u, most = 0x7f7fffffu;
         float pair[4], sum;
         bool zeros = true;
         AMPC_UNROLL
@@ -1854,7 +1899,8 @@ __device__ __forceinline__ void ampc_check_piece(T *p, int n, float factor, int 
         uint4 raw[U];
         AMPC_UNROLL
         for (int u = 0; u < U; u++)
-            if (i + u * AMPC_MULTI_THREADS < whole) raw[u] = ampc_get16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W);
+            if (i + u * AMPC_MULTI_THREADS < whole)
+                raw[u] = ampc_get16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W);
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
             float x[W];
@@ -1923,7 +1969,8 @@ ampc_check_kernel(const amp_k_tensor *table, int64_t tensors, const float *multi
     partials[blockIdx.x].bad_row = bad_row;
 }
 
-__global__ void __launch_bounds__(AMPC_CHECK_BLOCKS) ampc_check_finish_kernel(const ampc_partial *partials, amp_k_grad_stats *found) {
+__global__ void __launch_bounds__(AMPC_CHECK_BLOCKS)
+    ampc_check_finish_kernel(const ampc_partial *partials, amp_k_grad_stats *found) {
     AMPC_SHARED(double, sums, 32);
     AMPC_SHARED(int, rows, 32);
     double sum = ampc_block_sum(partials[threadIdx.x].sum_sq, sums);
@@ -1956,18 +2003,21 @@ amp_result ampc_check_grads(void *device, const amp_k_check *a, void *stream) {
 amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     unsigned grid = a->tensors > 0 ? (unsigned)(dev->has.multiprocessors * AMPC_MULTI_PER_SM) : 0;
-    return ampc_launch(dev, "scale_ranges", ampc_scale_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table, a->tensors, a->factor);
+    return ampc_launch(dev, "scale_ranges", ampc_scale_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table,
+                       a->tensors, a->factor);
 }
 
-/* ---- Inspect.  A thread counts what it meets in a row, a warp adds its counts to the row's in memory: integers, so the
-   order does not matter. */
+/* ---- Inspect.  A thread counts what it meets in a row, a warp adds its counts to the row's in memory: integers, so
+   the order does not matter. */
 
 struct ampc_fits { ampi_fit of32, of64; };
 /* above: as in ampi_fit, without the `plain` numbers, which become normal ones below the last binade. */
 struct ampc_tally { int plain, above[AMPI_FIT_LIMITS]; uint32_t largest; };
 
-template <int N> __device__ __forceinline__ void ampc_inspect_lanes(const float (&x)[N], const ampi_fit &fit, ampc_tally *t) {
-    uint32_t first = (uint32_t)fit.limit[AMPI_FIT_NORMAL] + 1, plain = (uint32_t)fit.limit[AMPI_FIT_LAST] - first, largest = 0;
+template <int N>
+__device__ __forceinline__ void ampc_inspect_lanes(const float (&x)[N], const ampi_fit &fit, ampc_tally *t) {
+    uint32_t first = (uint32_t)fit.limit[AMPI_FIT_NORMAL] + 1, plain = (uint32_t)fit.limit[AMPI_FIT_LAST] - first,
+             largest = 0;
     bool all = true;
     AMPC_UNROLL
     for (int i = 0; i < N; i++) {
@@ -1998,7 +2048,8 @@ __device__ __forceinline__ void ampc_inspect_piece(const T *p, int n, const ampc
         uint4 raw[U];
         AMPC_UNROLL
         for (int u = 0; u < U; u++)
-            if (i + u * AMPC_MULTI_THREADS < whole) raw[u] = ampc_get16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W);
+            if (i + u * AMPC_MULTI_THREADS < whole)
+                raw[u] = ampc_get16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W);
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
             float x[W];
@@ -2030,7 +2081,8 @@ __device__ __forceinline__ void ampc_tally_add(const ampc_tally &t, amp_k_inspec
     int64_t above[AMPI_FIT_LIMITS];
     amp_k_inspected sum;
     AMPC_UNROLL
-    for (int k = 0; k < AMPI_FIT_LIMITS; k++) above[k] = ampc_warp_sum(t.above[k] + (k <= AMPI_FIT_NORMAL ? t.plain : 0));
+    for (int k = 0; k < AMPI_FIT_LIMITS; k++)
+        above[k] = ampc_warp_sum(t.above[k] + (k <= AMPI_FIT_NORMAL ? t.plain : 0));
     if (threadIdx.x % 32 != 0) return;
     ampi_fit_count(above, &sum);
     ampc_count_add(&out->nan, sum.nan);
@@ -2095,7 +2147,8 @@ __device__ __forceinline__ float ampc_sgd_one(float w, float g, float *m, const 
     return ampc_fma(-s.rate, g, w);
 }
 
-/* The 16-bit copy of a row's fp32 weight (data NULL: none), and where finite weights are counted that become infinite in it. */
+/* The 16-bit copy of a row's fp32 weight (data NULL: none), and where finite weights are counted that become infinite
+   in it. */
 struct ampc_low_copy {
     const amp_range *range;
     int64_t *new_inf;
@@ -2119,20 +2172,23 @@ template <class W, class G> struct ampc_row_piece {
     bool aligned;
 };
 template <class W, class G>
-__device__ __forceinline__ ampc_row_piece<W, G> ampc_piece_of(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first) {
+__device__ __forceinline__ ampc_row_piece<W, G> ampc_piece_of(const amp_k_tensor &row, const ampc_low_copy &copy,
+                                                              int64_t first) {
     ampc_row_piece<W, G> p;
     bool wide = row.weight_dtype == AMP_F32;
     p.w = row.master != NULL ? (float *)row.master + first : wide ? (float *)row.weight + first : NULL;
     p.m = row.m != NULL ? (float *)row.m + first : NULL;
     p.v = row.v != NULL ? (float *)row.v + first : NULL;
-    p.low = copy.data() != NULL ? (W *)copy.data() + first : wide && row.master == NULL ? NULL : (W *)row.weight + first;
+    p.low = copy.data() != NULL          ? (W *)copy.data() + first
+            : wide && row.master == NULL ? NULL
+                                         : (W *)row.weight + first;
     p.g = (const G *)row.grad + first;
     p.aligned = ampc_aligned(p.w) && ampc_aligned(p.m) && ampc_aligned(p.v) && ampc_aligned(p.low) && ampc_aligned(p.g);
     return p;
 }
 
-/* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v).  Returns how many weights of this
-   thread's are finite and not so in 16 bits. */
+/* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v).  Returns how many
+   weights of this thread's are finite and not so in 16 bits. */
 template <bool SECOND, class W, class G, class UPDATE>
 __device__ __forceinline__ int ampc_update_piece(const ampc_row_piece<W, G> &p, int n, UPDATE update) {
     enum { L = 4 };                 /* elements of a piece: 16 bytes of fp32, so that a warp writes whole sectors */
@@ -2157,7 +2213,8 @@ __device__ __forceinline__ int ampc_update_piece(const ampc_row_piece<W, G> &p, 
     }
     AMPC_NO_UNROLL
     for (i = whole * L + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
-        float w = p.w != NULL ? p.w[i] : ampc_float(p.low[i]), m = p.m != NULL ? p.m[i] : 0.0f, v = SECOND ? p.v[i] : 0.0f;
+        float w = p.w != NULL ? p.w[i] : ampc_float(p.low[i]), m = p.m != NULL ? p.m[i] : 0.0f,
+              v = SECOND ? p.v[i] : 0.0f;
         w = update(w, ampc_float(p.g[i]), &m, &v);
         if (p.w != NULL) p.w[i] = w;
         if (p.m != NULL) p.m[i] = m;
@@ -2169,8 +2226,8 @@ __device__ __forceinline__ int ampc_update_piece(const ampc_row_piece<W, G> &p, 
 }
 
 template <bool SECOND, class W, class UPDATE>
-__device__ __forceinline__ int ampc_update_weights(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first, int n,
-                                                    UPDATE update) {
+__device__ __forceinline__ int ampc_update_weights(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first,
+                                                   int n, UPDATE update) {
     switch (row.grad_dtype) {
         case AMP_F16: return ampc_update_piece<SECOND>(ampc_piece_of<W, ampc_f16>(row, copy, first), n, update);
         case AMP_BF16: return ampc_update_piece<SECOND>(ampc_piece_of<W, ampc_bf16>(row, copy, first), n, update);
@@ -2187,11 +2244,12 @@ __device__ __forceinline__ int ampc_update_row(const amp_k_tensor &row, const am
     }
 }
 
-/* ---- Rows whose storage takes more than a conversion: remainders, stochastic rounding, bf16 moments.  Dtypes are known
-   at run time only, which keeps this out of the plain rows' registers. */
+/* ---- Rows whose storage takes more than a conversion: remainders, stochastic rounding, bf16 moments.  Dtypes are
+   known at run time only, which keeps this out of the plain rows' registers. */
 
 __device__ inline bool ampc_is_plain(const amp_k_tensor &row) {
-    return row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC && row.moment_dtype != AMP_BF16;
+    return row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC &&
+           row.moment_dtype != AMP_BF16;
 }
 
 /* Up to 8 16-bit patterns. */
@@ -2239,7 +2297,8 @@ __device__ inline void ampc_store_as(void *p, amp_dtype dtype, int64_t i, const 
 __device__ inline void ampc_load_weights(const amp_k_tensor &row, int64_t i, float (&w)[AMPC_LANES], int n) {
     uint32_t high[AMPC_LANES], rest[AMPC_LANES];
     if (row.master_kind != AMP_MASTER_REMAINDER) {
-        ampc_load_as(row.master != NULL ? row.master : row.weight, row.master != NULL ? AMP_F32 : row.weight_dtype, i, w, n);
+        ampc_load_as(row.master != NULL ? row.master : row.weight, row.master != NULL ? AMP_F32 : row.weight_dtype, i,
+                     w, n);
         return;
     }
     ampc_load_bits((const uint16_t *)row.weight + i, high, n);
@@ -2279,7 +2338,8 @@ __device__ inline void ampc_store_moments(void *p, amp_dtype dtype, int64_t i, c
 }
 
 template <bool SECOND, class UPDATE>
-__device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int64_t first, int n, uint64_t seed, UPDATE update) {
+__device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int64_t first, int n, uint64_t seed,
+                                                   UPDATE update) {
     const bool stochastic = row.master_kind == AMP_MASTER_STOCHASTIC || row.moment_dtype == AMP_BF16;
     AMPC_NO_UNROLL
     for (int at = (int)threadIdx.x * AMPC_LANES; at < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
@@ -2301,7 +2361,8 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int6
     }
 }
 /* Their copies, each thread's own elements: apart, because registers are short above. */
-__device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first, int n) {
+__device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first,
+                                                 int n) {
     int found = 0;
     if (copy.data() == NULL) return;
     AMPC_NO_UNROLL
@@ -2321,7 +2382,9 @@ __device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const a
     s.keep = (float)(1.0 - ampc_mul(ampc_mul(args->found->lr, row->lr_scale), row->weight_decay));
     return s;
 }
-__device__ inline ampi_sgd_step ampc_row_step(const amp_k_sgd *args, const amp_k_tensor *row) { return ampi_sgd_row(args, row); }
+__device__ inline ampi_sgd_step ampc_row_step(const amp_k_sgd *args, const amp_k_tensor *row) {
+    return ampi_sgd_row(args, row);
+}
 
 template <class A, class S> __global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps) {
     int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -2329,8 +2392,8 @@ template <class A, class S> __global__ void __launch_bounds__(128) ampc_row_step
 }
 
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
-ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_adamw_step *steps,
-                  const amp_range *copies, int64_t *new_inf) {
+    ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
+                      const ampi_adamw_step *steps, const amp_range *copies, int64_t *new_inf) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
         const ampi_adamw_step s = steps[c.row];
@@ -2367,14 +2430,16 @@ ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_sta
 
 template <class A, class S>
 amp_result ampc_optimize(ampc_device *dev, const char *name, const A *a, void *stream,
-                         void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_grad_stats *, const S *, const amp_range *, int64_t *)) {
+                         void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_grad_stats *, const S *,
+                                        const amp_range *, int64_t *)) {
     ampc_scratch steps(dev, stream);
     if (a->tensors <= 0) return ampc_usable(dev, name);
     AMPC_TRY(steps.get((size_t)a->tensors * sizeof(S), name));
-    AMPC_TRY(ampc_launch(dev, name, ampc_row_steps_kernel<A, S>, (unsigned)ampc_blocks(a->tensors, 128), 128, 0, stream, *a,
-                         (S *)steps.data));
-    return ampc_launch(dev, name, kernel, (unsigned)(dev->has.multiprocessors * AMPC_OPTIMIZER_PER_SM), AMPC_MULTI_THREADS, 0, stream,
-                       a->table, a->tensors, a->found, (const S *)steps.data, a->copies, a->new_inf);
+    AMPC_TRY(ampc_launch(dev, name, ampc_row_steps_kernel<A, S>, (unsigned)ampc_blocks(a->tensors, 128), 128, 0, stream,
+                         *a, (S *)steps.data));
+    return ampc_launch(dev, name, kernel, (unsigned)(dev->has.multiprocessors * AMPC_OPTIMIZER_PER_SM),
+                       AMPC_MULTI_THREADS, 0, stream, a->table, a->tensors, a->found, (const S *)steps.data, a->copies,
+                       a->new_inf);
 }
 
 amp_result ampc_adamw(void *device, const amp_k_adamw *a, void *stream) {
@@ -2393,22 +2458,23 @@ amp_result ampc_rule(void *device, const amp_k_rule *a, void *stream) {
     return ampc_launch((ampc_device *)device, "rule", ampc_rule_kernel, 1, 1, 0, stream, *a);
 }
 
-/* Tells what the image that the driver took was compiled for.  A build without -arch is nvcc's oldest architecture, which the
-   driver translates for newer GPUs: __CUDA_ARCH__ was the old one, and with it what stands under #if. */
+/* Tells what the image that the driver took was compiled for.  A build without -arch is nvcc's oldest architecture,
+   which the driver translates for newer GPUs: __CUDA_ARCH__ was the old one, and with it what stands under #if. */
 __global__ void ampc_marker_kernel() {}
 
 amp_result ampc_image(ampc_device *dev, int *image) {
     cudaFuncAttributes attributes;
-    AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&attributes, (const void *)ampc_marker_kernel), "cudaFuncGetAttributes",
-                        "compile amp_cuda.cu with -arch for this GPU"));
-    *image = attributes.ptxVersion;     /* 10 __CUDA_ARCH__ / 100, also of machine code (cub::PtxVersion relies on it) */
+    AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&attributes, (const void *)ampc_marker_kernel),
+                        "cudaFuncGetAttributes", "compile amp_cuda.cu with -arch for this GPU"));
+    /* 10 __CUDA_ARCH__ / 100, also of machine code (cub::PtxVersion relies on it) */
+    *image = attributes.ptxVersion;
     return AMP_OK;
 }
 
 /* ==== Column sums ===================================================================================
    A warp adds up every eighth row of 256 columns, eight columns to a lane; then the block's eight warps are added in
-   order.  Tall matrices are cut into runs of rows, whose sums a second kernel adds in order, in fp64.  How many runs there
-   are follows from the shape alone.                                                                      */
+   order.  Tall matrices are cut into runs of rows, whose sums a second kernel adds in order, in fp64.  How many runs
+   there are follows from the shape alone.                                                                      */
 
 enum { AMPC_SUM_COLS = 256, AMPC_SUM_ROWS = 256, AMPC_SUM_RUNS = 256, AMPC_SUM_CHAIN = 32 };
 
@@ -2496,7 +2562,8 @@ amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream
    one operand is fp32, so that the lanes of a warp always touch neighbouring bytes; 1 where a pointer, a row distance
    or the length of a row does not fit.  A piece is held as it lies in memory until its turn comes.          */
 
-/* The widest V, at most v, for an array from p on; for rows of `cols` elements, ld apart, each a whole number of pieces. */
+/* The widest V, at most v, for an array from p on; for rows of `cols` elements, ld apart, each a whole number of
+   pieces. */
 int ampc_width(int v, const void *p, amp_dtype dtype, int64_t ld = 0, int64_t cols = 0) {
     int64_t size = ampc_dtype_size(dtype);
     if (p == NULL) return v;
@@ -2538,7 +2605,8 @@ __device__ __forceinline__ void ampc_put_stored(void *p, amp_dtype dtype, int64_
 }
 
 /* The piece at `at` of a row that ends at `end`, a multiple of V; beyond it 0 (reads) or nothing (writes). */
-template <int V, class I> __device__ __forceinline__ uint4 ampc_piece_read(const void *row, amp_dtype dtype, I at, I end) {
+template <int V, class I>
+__device__ __forceinline__ uint4 ampc_piece_read(const void *row, amp_dtype dtype, I at, I end) {
     return at < end ? ampc_piece_get<V>(ampc_within(row, dtype, at), dtype) : uint4{0, 0, 0, 0};
 }
 template <int V, class I> __device__ __forceinline__ void ampc_piece_write(void *row, amp_dtype dtype, I at, I end,
@@ -2583,8 +2651,8 @@ __device__ __forceinline__ void ampc_prefetch(const void *p) {
 }
 
 /* Adds a piece of sums to what lies there (add 1), or overwrites it. */
-template <int V, class I> __device__ __forceinline__ void ampc_piece_sum(void *row, amp_dtype dtype, I at, I end, float *sum,
-                                                                         int add) {
+template <int V, class I>
+__device__ __forceinline__ void ampc_piece_sum(void *row, amp_dtype dtype, I at, I end, float *sum, int add) {
     if (add) ampc_piece_add<V>(ampc_piece_read<V>(row, dtype, at, end), dtype, sum);
     ampc_piece_write<V>(row, dtype, at, end, ampc_narrow<V>(sum, dtype));
 }
@@ -2605,8 +2673,9 @@ __device__ __forceinline__ ampc_address ampc_address_of(const void *shared) {
 #endif
 }
 
-/* Starts to copy 8 or 16 bytes into shared memory, or zeros where `there` is false (then `from` is not read).  This thread may
-   read them after ampc_copy_wait, others after a barrier too.  A group is what was started since the commit before. */
+/* Starts to copy 8 or 16 bytes into shared memory, or zeros where `there` is false (then `from` is not read).  This
+   thread may read them after ampc_copy_wait, others after a barrier too.  A group is what was started since the commit
+   before. */
 template <int BYTES = 16> __device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
     static_assert(BYTES == 8 || BYTES == 16, "a piece");
 #if defined(__CUDA_ARCH__)
@@ -2689,8 +2758,8 @@ struct ampc_row_plan {
     int64_t chunks;
 };
 
-/* As few warps for a row as 8, 16 or 24 elements a thread allow, and of these as few elements; 32 for rows that would not
-   fit otherwise. */
+/* As few warps for a row as 8, 16 or 24 elements a thread allow, and of these as few elements; 32 for rows that would
+   not fit otherwise. */
 ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_t cols, bool sums = false) {
     static const int choices[3][4] = {{8, 8, 8, 8}, {8, 16, 16, 32}, {8, 16, 24, 32}};
     const int *e = choices[v == 8 ? 2 : v == 4];
@@ -2725,7 +2794,8 @@ template <class F> amp_result ampc_pick_shape(const ampc_row_plan &p, F run) {
     }
 }
 
-/* Where a thread stands: its row's group, and its pieces in a chunk, whose elements are counted from the chunk's first. */
+/* Where a thread stands: its row's group, and its pieces in a chunk, whose elements are counted from the
+   chunk's first. */
 template <int V, int E> struct ampc_place {
     int lanes, lane, group, groups;
     __device__ explicit ampc_place(int row_lanes) : lanes(row_lanes) {
@@ -2744,9 +2814,9 @@ template <int V, int E> struct ampc_place {
     }
 };
 
-/* Sums or the largest over the threads of a group, in every thread.  scratch: 64 N floats of shared memory, of which the
-   calls take one half and the other in turn, so that none writes what others may still be reading.  All threads of the
-   block call it. */
+/* Sums or the largest over the threads of a group, in every thread.  scratch: 64 N floats of shared memory, of which
+   the calls take one half and the other in turn, so that none writes what others may still be reading.  All threads of
+   the block call it. */
 struct ampc_plus {
     static __device__ __forceinline__ float none() { return 0.0f; }
     static __device__ __forceinline__ float of(float a, float b) { return a + b; }
@@ -2764,7 +2834,8 @@ template <class Op, int N> __device__ __forceinline__ void ampc_over_warp(float 
 }
 template <class Op, int N, class Place>
 __device__ __forceinline__ void ampc_over_group(float (&x)[N], const Place &place, float *scratch, int &turn) {
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = place.lanes / 32, first = place.group * warps;
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = place.lanes / 32,
+        first = place.group * warps;
     ampc_over_warp<Op>(x);
     if (warps == 1) return;
     scratch += 32 * N * turn;
@@ -2786,14 +2857,15 @@ __device__ __forceinline__ void ampc_over_group(float (&x)[N], const Place &plac
 
 /* A chunk of a row as it lies in memory. */
 template <int V, int E>
-__device__ __forceinline__ void ampc_chunk_read(const ampc_place<V, E> &place, const void *from, amp_dtype dtype, int left,
-                                                uint4 (&raw)[E / V]) {
+__device__ __forceinline__ void ampc_chunk_read(const ampc_place<V, E> &place, const void *from, amp_dtype dtype,
+                                                int left, uint4 (&raw)[E / V]) {
     AMPC_UNROLL
     for (int p = 0; p < E / V; p++) raw[p] = ampc_piece_read<V>(from, dtype, place.at(p), left);
 }
 
 /* A chunk in fp32.  The dtype is asked for once, since both ways of a short branch would be gone through. */
-template <int V, int P> __device__ __forceinline__ void ampc_chunk_widen(const uint4 (&raw)[P], amp_dtype dtype, float *x) {
+template <int V, int P>
+__device__ __forceinline__ void ampc_chunk_widen(const uint4 (&raw)[P], amp_dtype dtype, float *x) {
     if (V < 8 && dtype == AMP_F32) {
         AMPC_UNROLL
         for (int p = 0; p < P; p++) ampc_widen<V>(raw[p], AMP_F32, x + p * V);
@@ -2808,7 +2880,8 @@ template <int V, int P> __device__ __forceinline__ void ampc_chunk_widen(const u
 
 /* Has a chunk fetched into the L2 cache for a later read: a thread's part is at most the 128 bytes that it asks for. */
 template <int V, int E>
-__device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place, const void *from, amp_dtype dtype, int left) {
+__device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place, const void *from, amp_dtype dtype,
+                                                  int left) {
     static_assert(E * 4 <= 128, "a thread's part of a chunk");
     if (place.lane * 128 < left * (dtype == AMP_F32 ? 4 : 2)) ampc_prefetch((const char *)from + place.lane * 128);
 }
@@ -2871,7 +2944,8 @@ template <int V, int E> struct ampc_norm_chunk {
     int64_t row, start;
     int left;
     float s[E];
-    __device__ __forceinline__ ampc_norm_chunk(const amp_k_norm &args, const ampc_place<V, E> &where) : a(args), place(where) {}
+    __device__ __forceinline__ ampc_norm_chunk(const amp_k_norm &args, const ampc_place<V, E> &where)
+        : a(args), place(where) {}
     __device__ __forceinline__ void fetch(int64_t of_row, int64_t chunk, int64_t cols, bool first) {
         const bool add = a.residual.data && (first || !a.sum.data);
         const amp_mat &from = a.residual.data && !add ? a.sum : a.x;
@@ -2979,7 +3053,8 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
         return ampc_launch(d, a.rms ? "amp_rmsnorm" : "amp_layernorm",
-                           keep ? ampc_norm_rows<S::v, S::e, ampc_one_chunk(S::v, S::e)> : ampc_norm_rows<S::v, S::e, false>,
+                           keep ? ampc_norm_rows<S::v, S::e, ampc_one_chunk(S::v, S::e)>
+                                : ampc_norm_rows<S::v, S::e, false>,
                            plan.grid, (unsigned)plan.block, keep ? kept : 0, stream, a, plan.lanes, plan.chunks,
                            1.0f / (float)a.x.cols);
     });
@@ -2987,12 +3062,13 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
 
 /* ---- LayerNorm and RMSNorm, backward.  With g = dy weight, h = (x - mean) rstd and means over the row:
    dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy.
-   A thread keeps its columns from row to row and sums dweight and dbias for them.  Each block writes one partial sum, and
-   a second kernel adds the partial sums up in order.  These sums alone depend on the size of the grid, and so on the GPU. */
+   A thread keeps its columns from row to row and sums dweight and dbias for them.  Each block writes one partial sum,
+   and a second kernel adds the partial sums up in order.  These sums alone depend on the size of the grid, and so on
+   the GPU. */
 
-template <int V> __device__ __forceinline__ void ampc_norm_pair(const uint4 &x_raw, amp_dtype x_dtype, const uint4 &dy_raw,
-                                                                amp_dtype dy_dtype, float mean, float rstd, float *h,
-                                                                float *dy) {
+template <int V>
+__device__ __forceinline__ void ampc_norm_pair(const uint4 &x_raw, amp_dtype x_dtype, const uint4 &dy_raw,
+                                               amp_dtype dy_dtype, float mean, float rstd, float *h, float *dy) {
     ampc_widen<V>(x_raw, x_dtype, h);
     ampc_widen<V>(dy_raw, dy_dtype, dy);
     AMPC_UNROLL
@@ -3010,9 +3086,9 @@ template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_nor
 
 /* dx for a chunk; dsum: as it lies in memory, or NULL: it is read here. */
 template <int V, int E>
-__device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row, int64_t start,
-                                             int left, float mean, float rstd, const float *means, const uint4 *x,
-                                             const uint4 *dy, const uint4 *dsum) {
+__device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row,
+                                             int64_t start, int left, float mean, float rstd, const float *means,
+                                             const uint4 *x, const uint4 *dy, const uint4 *dsum) {
     AMPC_UNROLL
     for (int p = 0; p < E / V; p++) {
         int at = place.at(p);
@@ -3027,7 +3103,8 @@ __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_pla
                               a.dsum.dtype, g);
         ampc_piece_write<V>(ampc_row(a.dx, row, start), a.dx.dtype, at, left, ampc_narrow<V>(g, a.dx.dtype));
         if (a.dx_low.data)
-            ampc_piece_write<V>(ampc_row(a.dx_low, row, start), a.dx_low.dtype, at, left, ampc_narrow<V>(g, a.dx_low.dtype));
+            ampc_piece_write<V>(ampc_row(a.dx_low, row, start), a.dx_low.dtype, at, left,
+                                ampc_narrow<V>(g, a.dx_low.dtype));
     }
 }
 
@@ -3064,7 +3141,8 @@ template <int V, int E> struct ampc_column_sums {
             *b = first ? dbias[k] : *b + dbias[k];
         }
     }
-    /* The groups of the block do so in order, and the block writes its partial sum, [2, cols].  Shared sums have one group. */
+    /* The groups of the block do so in order, and the block writes its partial sum, [2, cols].  Shared sums have one
+       group. */
     __device__ void write(float *partial, int64_t cols) {
         for (int g = 0; g < place.groups; g++) {
             if (place.group == g) gather(g == 0);
@@ -3085,8 +3163,8 @@ size_t ampc_column_scratch(const ampc_row_plan &p) {
 
 /* The sums over a chunk: of g and g h to means, of the columns' gradients to sums. */
 template <int V, int E>
-__device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t start, int left,
-                                               float mean, float rstd, const uint4 *x, const uint4 *dy,
+__device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t start,
+                                               int left, float mean, float rstd, const uint4 *x, const uint4 *dy,
                                                ampc_column_sums<V, E> &sums, float (&means)[2]) {
     AMPC_UNROLL
     for (int p = 0; p < E / V; p++) {
@@ -3111,11 +3189,13 @@ template <int V, int E> struct ampc_norm_stage {
     __device__ __forceinline__ uint4 *at(int half, int which, int p) const {
         return mine + ((half * 2 + which) * (E / V) + p) * (int)blockDim.x;
     }
-    __device__ __forceinline__ void fetch(const ampc_place<V, E> &place, const amp_mat &m, int64_t row, int left, int half, int which) const {
+    __device__ __forceinline__ void fetch(const ampc_place<V, E> &place, const amp_mat &m, int64_t row, int left,
+                                          int half, int which) const {
         const void *from = ampc_row(m, row);
         AMPC_UNROLL
         for (int p = 0; p < E / V; p++) {
-            if (V == 8 || m.dtype == AMP_F32) ampc_copy_async<16>(at(half, which, p), ampc_within(from, m.dtype, place.at(p)), place.at(p) < left);
+            if (V == 8 || m.dtype == AMP_F32)
+                ampc_copy_async<16>(at(half, which, p), ampc_within(from, m.dtype, place.at(p)), place.at(p) < left);
             else ampc_copy_async<8>(at(half, which, p), ampc_within(from, m.dtype, place.at(p)), place.at(p) < left);
         }
     }
@@ -3126,7 +3206,9 @@ template <int V, int E> struct ampc_norm_stage {
 };
 
 /* Bytes of shared memory for it, at least as many as for the sums. */
-size_t ampc_norm_stage_bytes(const ampc_row_plan &p) { return (size_t)p.block * (size_t)(4 * p.e / p.v) * sizeof(uint4); }
+size_t ampc_norm_stage_bytes(const ampc_row_plan &p) {
+    return (size_t)p.block * (size_t)(4 * p.e / p.v) * sizeof(uint4);
+}
 
 /* Rows of one chunk: the next one is on its way while this one is worked on.  partials NULL: dx alone. */
 template <int V, int E> __global__ void __launch_bounds__(AMPC_SUM_THREADS, 1)
@@ -3171,7 +3253,8 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Rows of any length.  What follows is fetched into the L2 cache while a chunk is worked on, and over a row's barrier. */
+/* Rows of any length.  What follows is fetched into the L2 cache while a chunk is worked on, and over a
+   row's barrier. */
 template <int V, int E> __global__ void __launch_bounds__(ampc_threads(E, true), 1)
 ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, float *partials) {
     AMPC_SHARED(float, scratch, 128);
@@ -3191,7 +3274,8 @@ ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, fl
     expect((int64_t)blockIdx.x * place.groups + place.group, 0);
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += step) {
         int64_t row = first + place.group, cols = row < a.x.rows ? a.x.cols : 0, c;
-        float mean = a.rms || cols == 0 ? 0.0f : a.mean[row], rstd = cols == 0 ? 0.0f : a.rstd[row], means[2] = {0.0f, 0.0f};
+        float mean = a.rms || cols == 0 ? 0.0f : a.mean[row], rstd = cols == 0 ? 0.0f : a.rstd[row],
+              means[2] = {0.0f, 0.0f};
         uint4 x[E / V], dy[E / V];
         auto fetch = [&](int64_t start, int left) {
             ampc_chunk_read(place, ampc_row(a.x, row, start), a.x.dtype, left, x);
@@ -3214,9 +3298,10 @@ ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, fl
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Partial sums of dweight and dbias where a row or its sums do not fit into a block: block i of `blocks` adds up the rows
-   i, i + blocks, ... for a strip of columns. */
-template <int V> __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, int64_t blocks, float *partials) {
+/* Partial sums of dweight and dbias where a row or its sums do not fit into a block: block i of `blocks` adds up the
+   rows i, i + blocks, ... for a strip of columns. */
+template <int V>
+__global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, int64_t blocks, float *partials) {
     int64_t block = blockIdx.x % blocks, cols = a.x.cols, at = (blockIdx.x / blocks * blockDim.x + threadIdx.x) * V;
     float dweight[V], dbias[V];
     if (at >= cols) return;
@@ -3242,8 +3327,8 @@ template <int V> __global__ void __launch_bounds__(128) ampc_norm_gradient_colum
 }
 
 /* gradient = (old +) the sum of the partial sums: 32 columns per block, 32 threads for each. */
-__global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight, amp_k_gradient dbias, const float *partials,
-                                                         int64_t blocks, int64_t cols) {
+__global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight, amp_k_gradient dbias,
+                                                         const float *partials, int64_t blocks, int64_t cols) {
     AMPC_SHARED(float, scratch, 32 * 33);
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, which = (int)(blockIdx.x % 2);
     int64_t col = blockIdx.x / 2 * (int64_t)32 + lane;
@@ -3291,17 +3376,21 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     AMPC_TRY(ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
         if constexpr (ampc_one_chunk(S::v, S::e))
-            return ampc_launch(d, name, ampc_norm_gradient_rows<S::v, S::e>, blocks, threads, ampc_norm_stage_bytes(plan), stream, a,
-                               plan.lanes, share, partials);
+            return ampc_launch(d, name, ampc_norm_gradient_rows<S::v, S::e>, blocks, threads,
+                               ampc_norm_stage_bytes(plan), stream, a, plan.lanes, share, partials);
         else
-            return ampc_launch(d, name, ampc_norm_gradient_wide<S::v, S::e>, blocks, threads, sums && !wide ? shared : 0, stream, a,
-                               plan.lanes, plan.chunks, share, wide ? NULL : partials);
+            return ampc_launch(d, name, ampc_norm_gradient_wide<S::v, S::e>, blocks, threads,
+                               sums && !wide ? shared : 0, stream, a, plan.lanes, plan.chunks, share,
+                               wide ? NULL : partials);
     }));
     if (!sums) return AMP_OK;
     if (wide)
-        AMPC_TRY(ampc_launch(d, name, v == 8 ? ampc_norm_gradient_columns<8> : v == 4 ? ampc_norm_gradient_columns<4>
-                             : ampc_norm_gradient_columns<1>, blocks * (unsigned)ampc_blocks(a.x.cols, (int64_t)128 * v), 128,
-                             0, stream, a, (int64_t)blocks, partials));
+        AMPC_TRY(ampc_launch(d, name,
+                             v == 8   ? ampc_norm_gradient_columns<8>
+                             : v == 4 ? ampc_norm_gradient_columns<4>
+                                      : ampc_norm_gradient_columns<1>,
+                             blocks * (unsigned)ampc_blocks(a.x.cols, (int64_t)128 * v), 128, 0, stream, a,
+                             (int64_t)blocks, partials));
     return ampc_launch(d, name, ampc_norm_reduce, (unsigned)(2 * ampc_blocks(a.x.cols, 32)), 1024, 0, stream, a.dweight,
                        a.dbias, partials, (int64_t)blocks, a.x.cols);
 }
@@ -3311,7 +3400,9 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
 /* Which keys by kind and length: key j if j < first or low <= j < high. */
 struct ampc_span { int64_t first, low, high; };
 
-__device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+__device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t high) {
+    return x < low ? low : x > high ? high : x;
+}
 
 /* The query stands at `position` among the keys. */
 __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int64_t position, int64_t keys) {
@@ -3355,8 +3446,11 @@ __device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int6
     return s;
 }
 
-/* Whether key `at` is within a span, all counted from the same key; whether documents and tensor let the query see a key. */
-__device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) { return at < first || (at >= low && at < high); }
+/* Whether key `at` is within a span, all counted from the same key; whether documents and tensor let the query see a
+   key. */
+__device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) {
+    return at < first || (at >= low && at < high);
+}
 __device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t key) {
     bool see = true;
     if (sight.documents) see = sight.documents[key] == sight.document;
@@ -3370,7 +3464,8 @@ __device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t k
 struct ampc_softmax_index { int64_t rows; ampc_divisor queries, heads; };
 
 /* What the query of a row sees; most masks need little of it. */
-__device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, const ampc_softmax_index &of, int64_t row) {
+__device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, const ampc_softmax_index &of,
+                                                     int64_t row) {
     const amp_mask &m = a.mask;
     if (m.kind == AMP_MASK_NONE && !m.lengths && !m.documents) return ampc_sight{{a.keys, 0, 0}, a.keys, NULL, 0, NULL};
     int64_t query, h, head = ampc_divide(row, of.queries, &query);
@@ -3383,9 +3478,11 @@ __device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, con
     return ampc_sight_of(m, b, h, query, a.queries, a.keys);
 }
 
-/* -inf for the hidden ones among the scores of a piece; first, low, high and end count from the chunk's first element. */
+/* -inf for the hidden ones among the scores of a piece; first, low, high and end count from the chunk's
+   first element. */
 template <int V>
-__device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start, int at, int first, int low, int high, float *s) {
+__device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start, int at, int first, int low, int high,
+                                          float *s) {
     const float hidden = ampi_f32_of_bits(0xff800000u);
     int end = first > high ? first : high;
     if (at + V <= first && !sight.documents && !sight.allowed) return;
@@ -3399,13 +3496,14 @@ __device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start
 }
 
 template <int V, int E>
-__device__ __forceinline__ void ampc_scores_fetch(const amp_k_softmax &a, const ampc_place<V, E> &place, const ampc_sight &sight,
-                                                  int64_t row, int64_t chunk, float *s) {
+__device__ __forceinline__ void ampc_scores_fetch(const amp_k_softmax &a, const ampc_place<V, E> &place,
+                                                  const ampc_sight &sight, int64_t row, int64_t chunk, float *s) {
     int first = place.left(chunk, sight.span.first), low = place.left(chunk, sight.span.low);
     int high = place.left(chunk, sight.span.high);
     int64_t start = place.start(chunk);
     uint4 x[E / V];
-    ampc_chunk_read(place, ampc_within(a.x, a.x_dtype, row * a.keys + start), a.x_dtype, place.left(chunk, sight.end), x);
+    ampc_chunk_read(place, ampc_within(a.x, a.x_dtype, row * a.keys + start), a.x_dtype, place.left(chunk, sight.end),
+                    x);
     ampc_chunk_widen<V>(x, a.x_dtype, s);
     AMPC_UNROLL
     for (int k = 0; k < E; k++) s[k] = ampc_mul(s[k], a.scale);
@@ -3415,8 +3513,8 @@ __device__ __forceinline__ void ampc_scores_fetch(const amp_k_softmax &a, const 
 
 /* Writes a chunk of a softmax row, cols elements of it: zeros from `end` on. */
 template <int V, int E>
-__device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place, void *to, amp_dtype dtype, int cols, int end,
-                                                   float inverse, const float *e) {
+__device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place, void *to, amp_dtype dtype, int cols,
+                                                   int end, float inverse, const float *e) {
     AMPC_UNROLL
     for (int p = 0; p < E / V; p++) {
         int at = place.at(p);
@@ -3439,7 +3537,8 @@ ampc_softmax_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t pla
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
     int turn = 0;
-    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < of.rows; first += (int64_t)gridDim.x * place.groups) {
+    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < of.rows;
+         first += (int64_t)gridDim.x * place.groups) {
         bool live = first + place.group < of.rows;
         int64_t row = live ? first + place.group : of.rows - 1, c;
         const ampc_sight sight = ampc_row_sight(a, of, row);
@@ -3470,8 +3569,9 @@ ampc_softmax_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t pla
     }
 }
 
-template <int V> __device__ __forceinline__ void ampc_softmax_slopes(const uint4 &y, const uint4 &dy, const amp_k_softmax &a,
-                                                                     float sum, float *slope) {
+template <int V>
+__device__ __forceinline__ void ampc_softmax_slopes(const uint4 &y, const uint4 &dy, const amp_k_softmax &a, float sum,
+                                                    float *slope) {
     float value[V];
     ampc_widen<V>(y, a.y_dtype, value);
     ampc_widen<V>(dy, a.y_dtype, slope);
@@ -3488,13 +3588,16 @@ ampc_softmax_gradient_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, in
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
     int turn = 0;
-    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < of.rows; first += (int64_t)gridDim.x * place.groups) {
-        int64_t row = first + place.group, cols = row < of.rows ? a.keys : 0, end = cols ? ampc_row_sight(a, of, row).end : 0, c;
+    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < of.rows;
+         first += (int64_t)gridDim.x * place.groups) {
+        int64_t row = first + place.group, cols = row < of.rows ? a.keys : 0,
+                end = cols ? ampc_row_sight(a, of, row).end : 0, c;
         float sum[1] = {0.0f}, value[V], slope[V];
         uint4 y[E / V], dy[E / V];
         auto fetch = [&](int64_t chunk) {
             int64_t start = row * a.keys + place.start(chunk);
-            ampc_chunk_read(place, ampc_within((const void *)a.y, a.y_dtype, start), a.y_dtype, place.left(chunk, end), y);
+            ampc_chunk_read(place, ampc_within((const void *)a.y, a.y_dtype, start), a.y_dtype, place.left(chunk, end),
+                            y);
             ampc_chunk_read(place, ampc_within(a.dy, a.y_dtype, start), a.y_dtype, place.left(chunk, end), dy);
         };
         for (c = 0; c < chunks; c++) {
@@ -3560,7 +3663,8 @@ amp_result ampc_softmax_backward(void *dev, const amp_k_softmax *args, void *str
    of each input a thread reads ahead.                                                                       */
 
 template <int I, int O> struct ampc_map {
-    enum { inputs = I, outputs = O, per_sm = I > 3 ? 3 : 4 };       /* blocks per multiprocessor: many operands need registers */
+    /* blocks per multiprocessor: many operands need registers */
+    enum { inputs = I, outputs = O, per_sm = I > 3 ? 3 : 4 };
     amp_mat in[I], out[O];
     int64_t cols, total;            /* elements of a row, pieces in all */
     ampc_divisor pieces;            /* of a row */
@@ -3593,7 +3697,8 @@ __device__ __forceinline__ void ampc_map_write(const Map &m, const Op &op, int64
 }
 
 /* A row's last elements, if fewer than V, are done one by one. */
-template <int V, class Op, class Map> __global__ void __launch_bounds__(256, Map::per_sm) ampc_map_kernel(Map m, Op op) {
+template <int V, class Op, class Map>
+__global__ void __launch_bounds__(256, Map::per_sm) ampc_map_kernel(Map m, Op op) {
     enum { U = Op::ahead };
     int64_t step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < m.total; i += U * step) {
@@ -3619,7 +3724,8 @@ template <int V, class Op, class Map> __global__ void __launch_bounds__(256, Map
 }
 
 /* Runs op over the shape of the first output.  W: the widest piece that its operands allow. */
-template <int W = 8, class Op, class Map> amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream) {
+template <int W = 8, class Op, class Map>
+amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream) {
     ampc_device *d = (ampc_device *)dev;
     int64_t rows = m.out[0].rows, cols = m.out[0].cols;
     bool dense = true;
@@ -3634,8 +3740,11 @@ template <int W = 8, class Op, class Map> amp_result ampc_map_run(void *dev, con
     m.cols = dense ? rows * cols : cols;
     m.pieces = ampc_blocks(m.cols, v);
     m.total = (dense ? 1 : rows) * m.pieces.d;
-    return ampc_launch(d, name, v == 8 ? ampc_map_kernel<W, Op, Map> : v == 4 ? ampc_map_kernel<4, Op, Map> :
-                       ampc_map_kernel<1, Op, Map>, ampc_grid(d, ampc_blocks(m.total, 256), Map::per_sm), 256, 0, stream, m, op);
+    return ampc_launch(d, name,
+                       v == 8   ? ampc_map_kernel<W, Op, Map>
+                       : v == 4 ? ampc_map_kernel<4, Op, Map>
+                                : ampc_map_kernel<1, Op, Map>,
+                       ampc_grid(d, ampc_blocks(m.total, 256), Map::per_sm), 256, 0, stream, m, op);
 }
 
 /* ---- Activations */
@@ -3653,12 +3762,15 @@ __device__ __forceinline__ float ampc_gelu(float x) {
 }
 /* s + x s (1 - s) (A + 3 B x^2).  x^2 is cut at 10^4, where s is long 0 or 1. */
 __device__ __forceinline__ float ampc_gelu_slope(float x) {
-    float square = fminf(ampc_mul(x, x), 1.0e4f), s = ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, square, AMPC_GELU_A)));
+    float square = fminf(ampc_mul(x, x), 1.0e4f),
+          s = ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, square, AMPC_GELU_A)));
     float inner = ampc_fma(3.0f * AMPC_GELU_B, square, AMPC_GELU_A);
     return ampc_fma(ampc_mul(x, inner), ampc_mul(s, 1.0f - s), s);
 }
 /* The normal distribution function, (1 + erf(x / sqrt 2)) / 2. */
-__device__ __forceinline__ float ampc_normal(float x) { return ampc_fma(0.5f, erff(ampc_mul(x, 0.7071067811865476f)), 0.5f); }
+__device__ __forceinline__ float ampc_normal(float x) {
+    return ampc_fma(0.5f, erff(ampc_mul(x, 0.7071067811865476f)), 0.5f);
+}
 /* normal(x) + x exp(-x^2 / 2) / sqrt(2 pi) */
 __device__ __forceinline__ float ampc_gelu_erf_slope(float x) {
     float density = ampc_mul(ampc_exp(ampc_mul(ampc_mul(x, x), -0.5f)), 0.3989422804014327f);
@@ -3750,7 +3862,8 @@ amp_result ampc_activation_backward(void *dev, const amp_k_activation *args, voi
         m.in[1] = ampc_matrix(args->dy, args->y_dtype, rows, args->cols, args->cols);
         m.in[2] = ampc_matrix(args->bias, args->bias_dtype, rows, args->cols, 0);
         m.out[0] = ampc_matrix(args->dx, args->x_dtype, rows, args->cols, args->cols);
-        return ampc_map_run(dev, "amp_activation_backward", m, ampc_biased<ampc_act_back, 2, 1>{{args->act, 0}}, stream);
+        return ampc_map_run(dev, "amp_activation_backward", m, ampc_biased<ampc_act_back, 2, 1>{{args->act, 0}},
+                            stream);
     }
     ampc_map<2, 1> m;
     m.in[0] = from_y ? ampc_flat(args->y, args->y_dtype, args->n) : ampc_flat(args->x, args->x_dtype, args->n);
@@ -3900,10 +4013,11 @@ struct ampc_labels {
     float scale;                    /* of the gradient */
 };
 
-/* One block.  values[i] must lie in 0..limit-1 or, with may_ignore, be `ignore`; scale = factor grad_scale / counted. */
-__global__ void __launch_bounds__(1024) ampc_labels_scan(const int32_t *values, int64_t n, int64_t limit, int may_ignore,
-                                                         int32_t ignore, int sum, double factor, const float *grad_scale,
-                                                         ampc_labels *out, int32_t *report) {
+/* One block.  values[i] must lie in 0..limit-1 or, with may_ignore, be `ignore`.
+   scale = factor grad_scale / counted. */
+__global__ void __launch_bounds__(1024)
+    ampc_labels_scan(const int32_t *values, int64_t n, int64_t limit, int may_ignore, int32_t ignore, int sum,
+                     double factor, const float *grad_scale, ampc_labels *out, int32_t *report) {
     AMPC_SHARED(int64_t, scratch, 32);
     enum { U = 8 };                 /* reads under way */
     int64_t counted = 0, first = n;
@@ -3924,13 +4038,17 @@ __global__ void __launch_bounds__(1024) ampc_labels_scan(const int32_t *values, 
     if (threadIdx.x != 0) return;
     out->counted = counted;
     out->bad = first < n;
-    out->scale = (float)(factor * (grad_scale ? (double)*grad_scale : 1.0) / (double)(sum ? 1 : counted > 0 ? counted : 1));
+    out->scale = (float)(factor * (grad_scale ? (double)*grad_scale : 1.0) /
+                         (double)(sum           ? 1
+                                  : counted > 0 ? counted
+                                                : 1));
     if (out->bad) ampc_report(report, first);
 }
 
 /* loss = the sum of n values, or their mean over what `labels` counted (NULL: `counted`), NaN over none.  One block. */
-template <class T> __global__ void __launch_bounds__(1024) ampc_loss_total(const T *values, int64_t n, const ampc_labels *labels,
-                                                                           int64_t counted, int sum, float *loss) {
+template <class T>
+__global__ void __launch_bounds__(1024)
+    ampc_loss_total(const T *values, int64_t n, const ampc_labels *labels, int64_t counted, int sum, float *loss) {
     AMPC_SHARED(double, scratch, 32);
     double total = 0.0;
     if (labels && labels->bad) return;
@@ -3980,8 +4098,15 @@ struct ampc_logit_row {
 
 template <int V> __device__ __forceinline__ ampc_logit_row ampc_logits_of(const amp_k_cross_entropy &a, int64_t row,
                                                                           unsigned char *memory) {
-    ampc_logit_row r = {ampc_row(a.logits, row), a.dlogits.data ? ampc_row(a.dlogits, row) : NULL, memory, a.labels[row],
-                        0, 0, 0.0f, 0.0f, 1.0f};
+    ampc_logit_row r = {ampc_row(a.logits, row),
+                        a.dlogits.data ? ampc_row(a.dlogits, row) : NULL,
+                        memory,
+                        a.labels[row],
+                        0,
+                        0,
+                        0.0f,
+                        0.0f,
+                        1.0f};
     if (r.label == a.ignore_index) r.label = -1;
     else r.at_label = ampc_stored(r.from, a.logits.dtype, r.label);
     r.head = (int)((0 - (uintptr_t)r.from / (a.logits.dtype == AMP_F32 ? 4 : 2)) % V);
@@ -4041,7 +4166,8 @@ __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &
             ampc_widen<V>(raw[u], dtype, g);
             AMPC_UNROLL
             for (int i = 0; i < V; i++) g[i] = ampc_fma(ampc_exp_below(g[i], r.max), slope, share);
-            ampc_piece_put<V>(ampc_within(r.to, to_dtype, r.head + at + u * step), to_dtype, ampc_narrow<V>(g, to_dtype));
+            ampc_piece_put<V>(ampc_within(r.to, to_dtype, r.head + at + u * step), to_dtype,
+                              ampc_narrow<V>(g, to_dtype));
         }
     }
     for (int64_t k = threadIdx.x; k < outside; k += blockDim.x) {
@@ -4054,7 +4180,8 @@ __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &
     if (threadIdx.x != 0) return;
     ampc_put_stored(r.to, to_dtype, r.label, ampc_mul(scale, ampc_exp_below(r.at_label, r.max) / r.sum + less));
 }
-template <int V> __device__ __forceinline__ void ampc_logits_clear(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
+template <int V>
+__device__ __forceinline__ void ampc_logits_clear(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
     int64_t at, outside = r.head + a.dlogits.cols - r.edge;
     for (at = r.head + (int64_t)threadIdx.x * V; at < r.edge; at += (int64_t)blockDim.x * V)
         ampc_piece_put<V>(ampc_within(r.to, a.dlogits.dtype, at), a.dlogits.dtype, uint4{0, 0, 0, 0});
@@ -4063,7 +4190,8 @@ template <int V> __device__ __forceinline__ void ampc_logits_clear(const amp_k_c
 
 /* In a row with NaN, with +inf or with nothing but -inf some x - max is NaN, and so are loss and gradient. */
 template <int V, bool KEEP>
-__device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entropy &a, ampc_logit_row &r, float *scratch) {
+__device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entropy &a, ampc_logit_row &r,
+                                                        float *scratch) {
     ampc_running found = ampc_logits_scan<V, KEEP>(a, r);
     float loss;
     r.max = ampc_block_max(found.max, scratch);
@@ -4094,8 +4222,11 @@ ampc_cross_entropy_rows(amp_k_cross_entropy a, double even, const ampc_labels *l
     }
 }
 
-template <bool KEEP> void (*ampc_cross_entropy_kernel(int v))(amp_k_cross_entropy, double, const ampc_labels *, float *) {
-    return v == 8 ? ampc_cross_entropy_rows<8, KEEP> : v == 4 ? ampc_cross_entropy_rows<4, KEEP> : ampc_cross_entropy_rows<1, KEEP>;
+template <bool KEEP>
+void (*ampc_cross_entropy_kernel(int v))(amp_k_cross_entropy, double, const ampc_labels *, float *) {
+    return v == 8   ? ampc_cross_entropy_rows<8, KEEP>
+           : v == 4 ? ampc_cross_entropy_rows<4, KEEP>
+                    : ampc_cross_entropy_rows<1, KEEP>;
 }
 
 /* The widest pieces that are aligned in both matrices at the same columns of every row. */
@@ -4124,8 +4255,8 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     threads = threads < 128 ? 128 : threads < 512 ? threads : 512;
     int per_sm = (int)(1024 / threads);
     while (per_sm > 1 && (size_t)per_sm * (shared + 2048) > d->has.shared_limit) per_sm--;
-    AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.labels, rows, a.classes, 1, a.ignore_index, a.sum,
-                         (double)a.factor, a.grad_scale, labels, a.bad_label));
+    AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.labels, rows, a.classes, 1, a.ignore_index,
+                         a.sum, (double)a.factor, a.grad_scale, labels, a.bad_label));
     AMPC_TRY(ampc_launch(d, name, keep ? ampc_cross_entropy_kernel<true>(v) : ampc_cross_entropy_kernel<false>(v),
                          ampc_grid(d, rows, per_sm), (unsigned)threads, shared, stream, a,
                          (double)a.smoothing / (double)a.classes, labels, losses));
@@ -4155,7 +4286,8 @@ template <int V> __device__ __forceinline__ double ampc_mse_piece(const amp_k_ms
     return (double)sum;
 }
 
-template <int V> __global__ void __launch_bounds__(256, 4) ampc_mse_stretches(amp_k_mse a, double divisor, double *partials) {
+template <int V>
+__global__ void __launch_bounds__(256, 4) ampc_mse_stretches(amp_k_mse a, double divisor, double *partials) {
     AMPC_SHARED(double, scratch, 32);
     float scale = (float)(2.0 * (double)a.factor * (a.grad_scale ? (double)*a.grad_scale : 1.0) / divisor);
     const int64_t length = ampc_mse_stretch(a.n), stretches = ampc_blocks(a.n, length);
@@ -4180,7 +4312,10 @@ amp_result ampc_mse(void *dev, const amp_k_mse *args, void *stream) {
     v = ampc_width(v, args->dx, args->x_dtype);
     AMPC_TRY(scratch.get(256 + (size_t)stretches * sizeof(double), "amp_mse"));
     double *partials = (double *)scratch.data;
-    AMPC_TRY(ampc_launch(d, "amp_mse", v == 8 ? ampc_mse_stretches<8> : v == 4 ? ampc_mse_stretches<4> : ampc_mse_stretches<1>,
+    AMPC_TRY(ampc_launch(d, "amp_mse",
+                         v == 8   ? ampc_mse_stretches<8>
+                         : v == 4 ? ampc_mse_stretches<4>
+                                  : ampc_mse_stretches<1>,
                          ampc_grid(d, stretches, 4), 256, 0, stream, *args,
                          (double)(args->sum || args->n < 1 ? 1 : args->n), partials));
     return ampc_launch(d, "amp_mse", ampc_loss_total<double>, 1, 1024, 0, stream, partials, stretches, NULL, args->n,
@@ -4217,14 +4352,17 @@ amp_result ampc_embedding(void *dev, const amp_k_embedding *args, void *stream) 
     ampc_device *d = (ampc_device *)dev;
     int v = ampc_width(ampc_width(ampc_width(8, args->y), args->table), args->positions);
     int64_t pieces = args->y.cols / v;
-    return ampc_launch(d, "amp_embedding", v == 8 ? ampc_embedding_rows<8> : v == 4 ? ampc_embedding_rows<4> :
-                       ampc_embedding_rows<1>, ampc_grid(d, ampc_blocks(args->n * pieces, 256), 8), 256, 0, stream, *args,
-                       pieces, args->seq);
+    return ampc_launch(d, "amp_embedding",
+                       v == 8   ? ampc_embedding_rows<8>
+                       : v == 4 ? ampc_embedding_rows<4>
+                                : ampc_embedding_rows<1>,
+                       ampc_grid(d, ampc_blocks(args->n * pieces, 256), 8), 256, 0, stream, *args, pieces, args->seq);
 }
 
 /* ---- Embedding, backward.  The rows of dy are sorted by id (a stable radix sort of their numbers, 8 bits a pass), and
    each id's rows are added up in that order, in stretches of fixed length: first within each stretch, then, for the ids
-   that reach over stretches, stretch by stretch.  No sum depends on the grid, and a frequent id is not one long chain. */
+   that reach over stretches, stretch by stretch.  No sum depends on the grid, and a frequent id is not one
+   long chain. */
 
 enum { AMPC_SORT_TILE = 1024, AMPC_DIGITS = 256, AMPC_STRETCH = 128 };
 
@@ -4232,16 +4370,20 @@ struct ampc_sort { const int32_t *ids; const int64_t *from; int64_t *to; int64_t
 
 /* The number of the row at place i of the order so far. */
 __device__ __forceinline__ int64_t ampc_sorted(const ampc_sort &s, int64_t i) { return s.from ? s.from[i] : i; }
-__device__ __forceinline__ int ampc_digit(const ampc_sort &s, int64_t row) { return s.ids[row] >> s.shift & (AMPC_DIGITS - 1); }
+__device__ __forceinline__ int ampc_digit(const ampc_sort &s, int64_t row) {
+    return s.ids[row] >> s.shift & (AMPC_DIGITS - 1);
+}
 
 /* counts[digit][tile] */
 __global__ void __launch_bounds__(256) ampc_sort_count(ampc_sort s, const ampc_labels *labels, int64_t *counts) {
     AMPC_SHARED(unsigned, count, AMPC_DIGITS);
-    int64_t first = (int64_t)blockIdx.x * AMPC_SORT_TILE, end = first + AMPC_SORT_TILE < s.n ? first + AMPC_SORT_TILE : s.n;
+    int64_t first = (int64_t)blockIdx.x * AMPC_SORT_TILE,
+            end = first + AMPC_SORT_TILE < s.n ? first + AMPC_SORT_TILE : s.n;
     if (labels->bad) return;
     count[threadIdx.x] = 0;
     __syncthreads();
-    for (int64_t i = first + threadIdx.x; i < end; i += blockDim.x) atomicAdd(&count[ampc_digit(s, ampc_sorted(s, i))], 1u);
+    for (int64_t i = first + threadIdx.x; i < end; i += blockDim.x)
+        atomicAdd(&count[ampc_digit(s, ampc_sorted(s, i))], 1u);
     __syncthreads();
     counts[threadIdx.x * s.tiles + blockIdx.x] = count[threadIdx.x];
 }
@@ -4265,7 +4407,8 @@ __device__ inline int64_t ampc_block_before(int64_t x, int64_t *scratch) {
 /* counts becomes the sum of all counts before it.  One block. */
 __global__ void __launch_bounds__(1024) ampc_sort_scan(const ampc_labels *labels, int64_t *counts, int64_t n) {
     AMPC_SHARED(int64_t, scratch, 32);
-    int64_t each = ampc_blocks(n, blockDim.x), begin = each * threadIdx.x, end = begin + each < n ? begin + each : n, sum = 0;
+    int64_t each = ampc_blocks(n, blockDim.x), begin = each * threadIdx.x, end = begin + each < n ? begin + each : n,
+            sum = 0;
     if (labels->bad) return;
     for (int64_t i = begin; i < end; i++) sum += counts[i];
     sum = ampc_block_before(sum, scratch);
@@ -4288,10 +4431,12 @@ __device__ __forceinline__ unsigned ampc_same_digit(int digit, bool live) {
 }
 
 /* Moves the keys of a tile to their places, 256 at a time; thread d keeps the books of digit d. */
-__global__ void __launch_bounds__(256) ampc_sort_scatter(ampc_sort s, const ampc_labels *labels, const int64_t *starts) {
+__global__ void __launch_bounds__(256)
+    ampc_sort_scatter(ampc_sort s, const ampc_labels *labels, const int64_t *starts) {
     AMPC_SHARED(unsigned, count, 8 * AMPC_DIGITS);
     AMPC_SHARED(int64_t, base, AMPC_DIGITS);
-    int64_t first = (int64_t)blockIdx.x * AMPC_SORT_TILE, end = first + AMPC_SORT_TILE < s.n ? first + AMPC_SORT_TILE : s.n;
+    int64_t first = (int64_t)blockIdx.x * AMPC_SORT_TILE,
+            end = first + AMPC_SORT_TILE < s.n ? first + AMPC_SORT_TILE : s.n;
     unsigned lane = threadIdx.x % 32, *mine = count + threadIdx.x / 32 * AMPC_DIGITS;
     if (labels->bad) return;
     base[threadIdx.x] = starts[threadIdx.x * s.tiles + blockIdx.x];
@@ -4326,8 +4471,8 @@ template <int V> __global__ void __launch_bounds__(256) ampc_zero_rows(amp_mat m
     }
 }
 
-/* A call's sorted rows, and the sums of the ids that reach over the stretches' ends: head[stretch] is what belongs to an
-   id that began before, tail[stretch] to one that goes on, both [stretches, cols]. */
+/* A call's sorted rows, and the sums of the ids that reach over the stretches' ends: head[stretch] is what belongs to
+   an id that began before, tail[stretch] to one that goes on, both [stretches, cols]. */
 struct ampc_gather {
     amp_mat dy, dtable;
     const int32_t *ids;
@@ -4352,8 +4497,9 @@ template <int V> struct ampc_gather_part {
 };
 
 /* What an id has in this stretch goes to the table, or to be added up with what it has in others. */
-template <int V> __device__ __forceinline__ void ampc_gather_flush(const ampc_gather &g, const ampc_gather_part<V> &part,
-                                                                   int64_t id, bool before, bool after, float *sum) {
+template <int V>
+__device__ __forceinline__ void ampc_gather_flush(const ampc_gather &g, const ampc_gather_part<V> &part, int64_t id,
+                                                  bool before, bool after, float *sum) {
     float *to = (before ? g.head : g.tail) + part.stretch * g.dy.cols + part.at;
     if (id < 0 || part.at >= g.dy.cols) return;
     if (!before && !after) ampc_piece_sum<V>(ampc_row(g.dtable, id), g.dtable.dtype, part.at, g.dy.cols, sum, g.add);
@@ -4364,7 +4510,8 @@ template <int V> __device__ __forceinline__ void ampc_gather_flush(const ampc_ga
 }
 
 /* Adds up the rows of a stretch, four reads under way. */
-template <int V> __global__ void __launch_bounds__(128) ampc_gather_stretches(ampc_gather g, const ampc_labels *labels) {
+template <int V>
+__global__ void __launch_bounds__(128) ampc_gather_stretches(ampc_gather g, const ampc_labels *labels) {
     int64_t parts = g.stretches * g.strips.d, warps = (int64_t)gridDim.x * (blockDim.x / 32);
     if (labels->bad) return;
     for (int64_t p = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 32; p < parts; p += warps) {
@@ -4372,7 +4519,8 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_stretches(am
         int64_t current = -1, first = g.id(part.begin - 1), next = g.id(part.end);
         float sum[V] = {};
         for (int64_t base = part.begin; base < part.end; base += 32) {
-            int64_t i = base + threadIdx.x % 32, mine = i < part.end ? g.order[i] : 0, id = i < part.end ? g.ids[mine] : -1;
+            int64_t i = base + threadIdx.x % 32, mine = i < part.end ? g.order[i] : 0,
+                    id = i < part.end ? g.ids[mine] : -1;
             for (int k = 0; k < 32; k += 4) {
                 uint4 raw[4];
                 int64_t row_id[4];
@@ -4380,7 +4528,8 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_stretches(am
                 for (int u = 0; u < 4; u++) {
                     int64_t row = __shfl_sync(0xffffffffu, mine, k + u);
                     row_id[u] = __shfl_sync(0xffffffffu, id, k + u);
-                    raw[u] = ampc_piece_read<V>(ampc_row(g.dy, row), g.dy.dtype, part.at, row_id[u] < 0 ? 0 : g.dy.cols);
+                    raw[u] =
+                        ampc_piece_read<V>(ampc_row(g.dy, row), g.dy.dtype, part.at, row_id[u] < 0 ? 0 : g.dy.cols);
                 }
                 AMPC_UNROLL
                 for (int u = 0; u < 4; u++) {
@@ -4398,7 +4547,8 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_stretches(am
     }
 }
 
-/* For the id that begins in a stretch and goes on: its tail there and its heads in the stretches that follow, in fp64. */
+/* For the id that begins in a stretch and goes on: its tail there and its heads in the stretches that follow,
+   in fp64. */
 template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_gather g, const ampc_labels *labels) {
     int64_t parts = g.stretches * g.strips.d, warps = (int64_t)gridDim.x * (blockDim.x / 32);
     if (labels->bad) return;
@@ -4409,7 +4559,8 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_ga
         double total[V];
         float sum[V];
         if (id != g.id(part.end) || id == g.id(part.begin - 1)) continue;
-        for (; whole == 0xffffffffu; last += __popc(whole))     /* the id is still there where stretch last + 1 + lane begins */
+        for (; whole == 0xffffffffu;
+             last += __popc(whole)) /* the id is still there where stretch last + 1 + lane begins */
             whole = __ballot_sync(0xffffffffu, g.id((last + 1 + threadIdx.x % 32) * AMPC_STRETCH) == id);
         if (part.at >= g.dy.cols) continue;
         AMPC_UNROLL
@@ -4425,8 +4576,9 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_ga
 }
 
 /* dpositions[p] = (old +) the rows p, p + seq, p + 2 seq, ... of dy. */
-template <int V> __global__ void __launch_bounds__(128) ampc_position_rows(amp_k_embedding a, int64_t positions,
-                                                                           ampc_divisor pieces, const ampc_labels *labels) {
+template <int V>
+__global__ void __launch_bounds__(128)
+    ampc_position_rows(amp_k_embedding a, int64_t positions, ampc_divisor pieces, const ampc_labels *labels) {
     int64_t total = positions * pieces.d, piece;
     if (labels && labels->bad) return;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
@@ -4436,7 +4588,8 @@ template <int V> __global__ void __launch_bounds__(128) ampc_position_rows(amp_k
             uint4 raw[4];
             AMPC_UNROLL
             for (int u = 0; u < 4; u++)
-                raw[u] = ampc_piece_read<V>(ampc_row(a.dy, row + u * a.seq), a.dy.dtype, at, row + u * a.seq < a.n ? a.dy.cols : 0);
+                raw[u] = ampc_piece_read<V>(ampc_row(a.dy, row + u * a.seq), a.dy.dtype, at,
+                                            row + u * a.seq < a.n ? a.dy.cols : 0);
             AMPC_UNROLL
             for (int u = 0; u < 4; u++) {
                 float x[V];
@@ -4452,7 +4605,10 @@ template <int V> __global__ void __launch_bounds__(128) ampc_position_rows(amp_k
 amp_result ampc_zero(ampc_device *d, const amp_mat &m, int64_t first, const ampc_labels *labels, void *stream) {
     int v = ampc_width(8, m);
     if (first >= m.rows) return AMP_OK;
-    return ampc_launch(d, "amp_embedding_backward", v == 8 ? ampc_zero_rows<8> : v == 4 ? ampc_zero_rows<4> : ampc_zero_rows<1>,
+    return ampc_launch(d, "amp_embedding_backward",
+                       v == 8   ? ampc_zero_rows<8>
+                       : v == 4 ? ampc_zero_rows<4>
+                                : ampc_zero_rows<1>,
                        ampc_grid(d, ampc_blocks((m.rows - first) * m.cols / v, 256), 8), 256, 0, stream, m, first,
                        m.cols / v, labels);
 }
@@ -4487,15 +4643,21 @@ amp_result ampc_embedding_table(ampc_device *d, const amp_k_embedding &a, ampc_s
     ampc_gather g = {a.dy, a.dtable, a.ids, NULL, head, head + stretches * a.dy.cols, a.n, stretches, strips,
                      a.add_table};
     *labels = (ampc_labels *)(void *)memory;
-    AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.ids, a.n, a.dtable.rows, 0, 0, 1, 1.0, NULL, *labels,
-                         a.bad_id));
+    AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.ids, a.n, a.dtable.rows, 0, 0, 1, 1.0, NULL,
+                         *labels, a.bad_id));
     if (!a.add_table) AMPC_TRY(ampc_zero(d, a.dtable, 0, *labels, stream));
     AMPC_TRY(ampc_embedding_sort(d, a, *labels, memory + 32 + 2 * a.n, buffers, &g.order, stream));
     unsigned grid = ampc_grid(d, ampc_blocks(stretches * strips, 4), 8);
-    AMPC_TRY(ampc_launch(d, name, v == 8 ? ampc_gather_stretches<8> : v == 4 ? ampc_gather_stretches<4> : ampc_gather_stretches<1>,
+    AMPC_TRY(ampc_launch(d, name,
+                         v == 8   ? ampc_gather_stretches<8>
+                         : v == 4 ? ampc_gather_stretches<4>
+                                  : ampc_gather_stretches<1>,
                          grid, 128, 0, stream, g, *labels));
-    return ampc_launch(d, name, v == 8 ? ampc_gather_join<8> : v == 4 ? ampc_gather_join<4> : ampc_gather_join<1>, grid, 128, 0,
-                       stream, g, *labels);
+    return ampc_launch(d, name,
+                       v == 8   ? ampc_gather_join<8>
+                       : v == 4 ? ampc_gather_join<4>
+                                : ampc_gather_join<1>,
+                       grid, 128, 0, stream, g, *labels);
 }
 
 amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void *stream) {
@@ -4508,9 +4670,12 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
     if (a.dtable.data) AMPC_TRY(ampc_embedding_table(d, a, scratch, &labels, stream));
     if (a.dpositions.data == NULL) return AMP_OK;
     if (!a.add_positions) AMPC_TRY(ampc_zero(d, a.dpositions, positions, labels, stream));
-    return ampc_launch(d, "amp_embedding_backward", v == 8 ? ampc_position_rows<8> : v == 4 ? ampc_position_rows<4> :
-                       ampc_position_rows<1>, ampc_grid(d, ampc_blocks(positions * a.dy.cols / v, 128), 8), 128, 0, stream, a,
-                       positions, a.dy.cols / v, labels);
+    return ampc_launch(d, "amp_embedding_backward",
+                       v == 8   ? ampc_position_rows<8>
+                       : v == 4 ? ampc_position_rows<4>
+                                : ampc_position_rows<1>,
+                       ampc_grid(d, ampc_blocks(positions * a.dy.cols / v, 128), 8), 128, 0, stream, a, positions,
+                       a.dy.cols / v, labels);
 }
 /* ==== Matrix products ===============================================================================
    Through cuBLASLt, by plans that are made once for each shape; further down.  First what remains to us.
@@ -4540,13 +4705,14 @@ struct ampc_operand {
 typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, padded against bank conflicts */
 
 /* Elements from, from + step, ... where n di < i_left and n dj < j_left, else 0.  They are on their way together. */
-__device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di, int j_left,
-                                               int dj, float (&value)[4]) {
+__device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di,
+                                               int j_left, int dj, float (&value)[4]) {
     const bool exact = x.compute == AMP_F32 || x.compute == x.dtype || (x.compute == AMP_TF32 && x.dtype != AMP_F32);
     uint4 raw[4];
     AMPC_UNROLL
     for (int n = 0; n < 4; n++)
-        raw[n] = ampc_piece_read<1>(ampc_within(x.data, x.dtype, from + n * step), x.dtype, 0, n * di < i_left && n * dj < j_left ? 1 : 0);
+        raw[n] = ampc_piece_read<1>(ampc_within(x.data, x.dtype, from + n * step), x.dtype, 0,
+                                    n * di < i_left && n * dj < j_left ? 1 : 0);
     AMPC_UNROLL
     for (int n = 0; n < 4; n++) ampc_widen<1>(raw[n], x.dtype, value + n);
     if (exact) return;
@@ -4556,13 +4722,14 @@ __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t fr
 
 /* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours.
    Returns whether this thread met an infinity or NaN. */
-__device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0, int64_t k,
-                                                ampc_strip *tile) {
+__device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0,
+                                                int64_t k, ampc_strip *tile) {
     const bool rows = x.inner == 1;
     const int t = (int)threadIdx.x, i = rows ? t / AMPC_GEMM_DEPTH : t % AMPC_GEMM_TILE, di = rows ? 16 : 0;
     const int j = rows ? t % AMPC_GEMM_DEPTH : t / AMPC_GEMM_TILE, dj = rows ? 0 : 4;
     const int64_t from = offset + (i0 + i) * x.outer + (j0 + j) * x.inner, step = rows ? 16 * x.outer : 4 * x.inner;
-    const int i_left = (int)ampc_clamp(x.count - i0 - i, 0, AMPC_GEMM_TILE), j_left = (int)ampc_clamp(k - j0 - j, 0, AMPC_GEMM_TILE);
+    const int i_left = (int)ampc_clamp(x.count - i0 - i, 0, AMPC_GEMM_TILE),
+              j_left = (int)ampc_clamp(k - j0 - j, 0, AMPC_GEMM_TILE);
     float value[4];
     bool wild = false;
     ampc_gemm_read(x, from, step, i_left, di, j_left, dj, value);
@@ -4574,7 +4741,8 @@ __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t o
     return wild;
 }
 
-/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], d in order.  WEIGHTS: those of a, of which a 0 makes nothing of infinities. */
+/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], d in order.  WEIGHTS: those of a, of which a 0 makes nothing
+   of infinities. */
 template <bool WEIGHTS>
 __device__ __forceinline__ void ampc_gemm_add(const ampc_strip *a, const ampc_strip *b, float (&sum)[4][4]) {
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
@@ -4590,9 +4758,9 @@ __device__ __forceinline__ void ampc_gemm_add(const ampc_strip *a, const ampc_st
 }
 
 /* sum[i][j] = row i0 + 4 y + i of a times row j0 + 4 x + j of b.  The tiles may be used again at once. */
-__device__ __forceinline__ void ampc_gemm_sum(const ampc_operand &a, int64_t a_offset, int64_t i0, const ampc_operand &b,
-                                              int64_t b_offset, int64_t j0, int64_t depth, ampc_strip *as, ampc_strip *bs,
-                                              float (&sum)[4][4]) {
+__device__ __forceinline__ void ampc_gemm_sum(const ampc_operand &a, int64_t a_offset, int64_t i0,
+                                              const ampc_operand &b, int64_t b_offset, int64_t j0, int64_t depth,
+                                              ampc_strip *as, ampc_strip *bs, float (&sum)[4][4]) {
     AMPC_UNROLL
     for (int i = 0; i < 16; i++) sum[i / 4][i % 4] = 0.0f;
     for (int64_t k = 0; k < depth; k += AMPC_GEMM_DEPTH) {
@@ -4605,7 +4773,8 @@ __device__ __forceinline__ void ampc_gemm_sum(const ampc_operand &a, int64_t a_o
 }
 
 /* pre = alpha sum + bias; c = act(pre) + beta c. */
-__device__ __forceinline__ void ampc_gemm_finish(const amp_k_gemm &g, int64_t item, int64_t row, int64_t col, float sum) {
+__device__ __forceinline__ void ampc_gemm_finish(const amp_k_gemm &g, int64_t item, int64_t row, int64_t col,
+                                                 float sum) {
     int64_t at = item * g.stride_c + row * g.ldc + col;
     float x[1][1] = {{ampc_mul(g.alpha, sum)}}, y[1][1];
     if (g.bias != NULL) x[0][0] = ampc_add(x[0][0], ampc_stored(g.bias, g.bias_dtype, col));
@@ -4622,7 +4791,8 @@ ampc_gemm_kernel(amp_k_gemm g, ampc_operand a, ampc_operand b, int64_t rows, int
     AMPC_SHARED(ampc_strip, b_tile, AMPC_GEMM_DEPTH);
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
     for (int64_t tile = blockIdx.x; tile < rows * columns * g.batch; tile += gridDim.x) {
-        int64_t item = tile / (rows * columns), i0 = tile / columns % rows * AMPC_GEMM_TILE, j0 = tile % columns * AMPC_GEMM_TILE;
+        int64_t item = tile / (rows * columns), i0 = tile / columns % rows * AMPC_GEMM_TILE,
+                j0 = tile % columns * AMPC_GEMM_TILE;
         float sum[4][4];
         ampc_gemm_sum(a, item * g.stride_a, i0, b, item * g.stride_b, j0, g.k, a_tile, b_tile, sum);
         AMPC_UNROLL
@@ -4640,8 +4810,8 @@ amp_result ampc_gemm_units(ampc_device *dev, const amp_k_gemm &g, void *stream) 
     int64_t rows = ampc_blocks(g.m, AMPC_GEMM_TILE), columns = ampc_blocks(g.n, AMPC_GEMM_TILE);
     ampc_operand a = {g.a, g.a_dtype, g.compute, g.trans_a ? 1 : g.lda, g.trans_a ? g.lda : 1, g.m};
     ampc_operand b = {g.b, g.b_dtype, g.compute, g.trans_b ? g.ldb : 1, g.trans_b ? 1 : g.ldb, g.n};
-    return ampc_launch(dev, "gemm", ampc_gemm_kernel, ampc_grid(dev, rows * columns * g.batch, AMPC_GEMM_PER_SM), 256, 0,
-                       stream, g, a, b, rows, columns);
+    return ampc_launch(dev, "gemm", ampc_gemm_kernel, ampc_grid(dev, rows * columns * g.batch, AMPC_GEMM_PER_SM), 256,
+                       0, stream, g, a, b, rows, columns);
 }
 
 /* ---- Around a product: operands in the compute dtype, epilogues that cuBLASLt lacks, sums */
@@ -4656,15 +4826,19 @@ struct ampc_gemm_operand {
     const amp_k_cut *&cut;
     int64_t &ld, &stride, items, rows, cols;
     ampc_gemm_operand(amp_k_gemm &g, bool b)
-        : data(b ? g.b : g.a), dtype(b ? g.b_dtype : g.a_dtype), cut(g.cut[b]), ld(b ? g.ldb : g.lda), stride(b ? g.stride_b : g.stride_a),
-          items(stride == 0 ? 1 : g.batch), rows(b ? g.trans_b ? g.n : g.k : g.trans_a ? g.k : g.m),
-          cols(b ? g.trans_b ? g.k : g.n : g.trans_a ? g.m : g.k) {}
+        : data(b ? g.b : g.a), dtype(b ? g.b_dtype : g.a_dtype), cut(g.cut[b]), ld(b ? g.ldb : g.lda),
+          stride(b ? g.stride_b : g.stride_a), items(stride == 0 ? 1 : g.batch), rows(b ? g.trans_b ? g.n : g.k
+                                                                                      : g.trans_a ? g.k
+                                                                                                  : g.m),
+          cols(b           ? g.trans_b ? g.k : g.n
+               : g.trans_a ? g.m
+                           : g.k) {}
     size_t bytes_in(amp_dtype to) const { return (size_t)(items * rows * cols * ampc_dtype_size(to)); }
     int64_t extent() const { return (items - 1) * stride + (rows - 1) * ld + cols; }
     bool is_dense() const { return extent() == items * rows * cols; }
     bool is(const ampc_gemm_operand &x) const {
-        return data == x.data && dtype == x.dtype && ld == x.ld && stride == x.stride && items == x.items && rows == x.rows &&
-               cols == x.cols;
+        return data == x.data && dtype == x.dtype && ld == x.ld && stride == x.stride && items == x.items &&
+               rows == x.rows && cols == x.cols;
     }
     /* What it is once it was cast. */
     void become(const void *copy, amp_dtype to) {
@@ -4710,10 +4884,12 @@ __global__ void __launch_bounds__(256) ampc_cut_kernel(ampc_cut c, int64_t total
 
 amp_result ampc_cut_run(ampc_device *dev, const ampc_cut &c, const char *name, void *stream) {
     int64_t total = c.n[0].d * c.n[1].d * c.n[2].d * c.cols.d;
-    return ampc_launch(dev, name, ampc_cut_kernel, ampc_grid(dev, ampc_blocks(total, 256), AMPC_CAST_PER_SM), 256, 0, stream, c, total);
+    return ampc_launch(dev, name, ampc_cut_kernel, ampc_grid(dev, ampc_blocks(total, 256), AMPC_CAST_PER_SM), 256, 0,
+                       stream, c, total);
 }
 
-amp_result ampc_cast_flat(ampc_device *dev, void *dst, amp_dtype to, const void *src, amp_dtype from, int64_t n, void *stream) {
+amp_result ampc_cast_flat(ampc_device *dev, void *dst, amp_dtype to, const void *src, amp_dtype from, int64_t n,
+                          void *stream) {
     amp_k_cast cast = {};
     cast.dst = dst, cast.dst_dtype = to, cast.src = src, cast.src_dtype = from, cast.n = n;
     return ampc_cast(dev, &cast, stream);
@@ -4729,7 +4905,8 @@ amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch 
     if (x.cut != NULL) {
         ampc_cut c = {x.data, copy, x.dtype, to, {1, x.items, x.rows}, x.cols, {0, x.stride, x.ld}, *x.cut};
         AMPC_TRY(ampc_cut_run(dev, c, "gemm", stream));
-    } else if (x.is_dense()) AMPC_TRY(ampc_cast_flat(dev, copy, to, x.data, x.dtype, x.items * x.rows * x.cols, stream));
+    } else if (x.is_dense())
+        AMPC_TRY(ampc_cast_flat(dev, copy, to, x.data, x.dtype, x.items * x.rows * x.cols, stream));
     for (int64_t i = 0; i < x.items && x.cut == NULL && !x.is_dense(); i++) {
         ampc_map<1, 1> m;
         m.in[0] = ampc_matrix(ampc_at(x.data, x.dtype, i * x.stride), x.dtype, x.rows, x.cols, x.ld);
@@ -4763,7 +4940,8 @@ template <int O> struct ampc_finish {
     }
 };
 
-template <int O> amp_result ampc_gemm_map_as(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm &product, void *stream) {
+template <int O>
+amp_result ampc_gemm_map_as(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm &product, void *stream) {
     for (int64_t i = 0; i < g.batch; i++) {
         const amp_mat c = {ampc_at(g.c, g.c_dtype, i * g.stride_c), g.c_dtype, 0, g.m, g.n, g.ldc};
         const amp_mat pre = {g.pre, g.pre_dtype, 0, g.m, g.n, g.ld_pre};
@@ -4773,12 +4951,14 @@ template <int O> amp_result ampc_gemm_map_as(ampc_device *dev, const amp_k_gemm 
         m.in[2] = ampi_is_set(g.beta) ? c : ampc_matrix(NULL, AMP_F32, g.m, g.n, g.n);
         m.out[0] = c;
         if (O == 2) m.out[O - 1] = pre;
-        AMPC_TRY(ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream));   /* the product is fp32 */
+        /* the product is fp32 */
+        AMPC_TRY(ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream));
     }
     return AMP_OK;
 }
 amp_result ampc_gemm_map(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm &product, void *stream) {
-    return g.pre && !g.backward ? ampc_gemm_map_as<2>(dev, g, product, stream) : ampc_gemm_map_as<1>(dev, g, product, stream);
+    return g.pre && !g.backward ? ampc_gemm_map_as<2>(dev, g, product, stream)
+                                : ampc_gemm_map_as<1>(dev, g, product, stream);
 }
 
 /* A warp to a row; a lane adds AMPC_SUM_CHAIN numbers in fp32, and their sums in fp64. */
@@ -4813,8 +4993,8 @@ amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
         return ampc_storage(dev, "gemm", out.dtype, [&](auto o) {
             typedef typename decltype(x)::type X;
             typedef typename decltype(o)::type O;
-            return ampc_launch(dev, "gemm", ampc_row_sum_kernel<X, O>, ampc_grid(dev, ampc_blocks(g.m, 8), 8), 256, 0, stream,
-                               (const X *)a, g.m, g.k, g.lda, (O *)out.data, (int)out.add);
+            return ampc_launch(dev, "gemm", ampc_row_sum_kernel<X, O>, ampc_grid(dev, ampc_blocks(g.m, 8), 8), 256, 0,
+                               stream, (const X *)a, g.m, g.k, g.lda, (O *)out.data, (int)out.add);
         });
     });
 }
@@ -4829,20 +5009,29 @@ struct ampc_product_key {
     int32_t adds;                   /* 1: beta is not 0 */
     uint8_t align[8];               /* of a, b, c, bias, aux: log2 of their alignment, 8 at most */
 };
-/* The plan of a call has the first way in place of the epilogue, and how operands and vectors are stored; a product's: zeros. */
+/* The plan of a call has the first way in place of the epilogue, and how operands and vectors are stored; a product's:
+   zeros. */
 struct ampc_plan_key : ampc_product_key { uint8_t around[16]; };
 static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
 
 /* Ways to do a call, of which the first that cuBLASLt takes serves. */
 enum ampc_way {
-    AMPC_FUSED,                     /* the product with all that is asked for, in cuBLASLt */
-    AMPC_SUMS_APART,                /* the same but for sums over rows or columns, which kernels make */
-    AMPC_UNFUSED,                   /* the plain product in cuBLASLt, in fp32 (in c itself if it can be), and a map for the rest */
-    AMPC_UNITS                      /* the kernel of the fp32 units */
+    AMPC_FUSED,      /* the product with all that is asked for, in cuBLASLt */
+    AMPC_SUMS_APART, /* the same but for sums over rows or columns, which kernels make */
+    AMPC_UNFUSED,    /* the plain product in cuBLASLt, in fp32 (in c itself if it can be), and a map for the rest */
+    AMPC_UNITS       /* the kernel of the fp32 units */
 };
 /* Steps, in the order in which they are taken.  ADD_SUM: the epilogue sums into scratch memory. */
-enum { AMPC_CAST_A = 1, AMPC_CAST_B = 2, AMPC_CAST_BIAS = 4, AMPC_MATMUL = 8, AMPC_SIMT = 16, AMPC_MAP = 32, AMPC_ADD_SUM = 64,
-       AMPC_SUMS = 128 };
+enum {
+    AMPC_CAST_A = 1,
+    AMPC_CAST_B = 2,
+    AMPC_CAST_BIAS = 4,
+    AMPC_MATMUL = 8,
+    AMPC_SIMT = 16,
+    AMPC_MAP = 32,
+    AMPC_ADD_SUM = 64,
+    AMPC_SUMS = 128
+};
 
 /* Of a call: its steps; of a product in cuBLASLt: the rest.  Calls work on copies, which share the layouts. */
 struct ampc_plan {
@@ -4882,8 +5071,8 @@ amp_result ampc_blas_check(ampc_device *dev, cublasStatus_t status, const char *
                  (long long)g->m, (long long)g->n, (long long)g->k, (long long)g->batch, amp_dtype_name(g->a_dtype),
                  g->trans_a ? "^T" : "", amp_dtype_name(g->b_dtype), g->trans_b ? "^T" : "", amp_dtype_name(g->compute),
                  amp_dtype_name(g->c_dtype));
-    snprintf(text, sizeof text, "amp_cuda: %s%s on device %d: %s; %s", call, shape, dev->index, cublasLtGetStatusName(status),
-             ampc_blas_hint(status));
+    snprintf(text, sizeof text, "amp_cuda: %s%s on device %d: %s; %s", call, shape, dev->index,
+             cublasLtGetStatusName(status), ampc_blas_hint(status));
     return dev->host.fail(dev->host.user, status == CUBLAS_STATUS_ALLOC_FAILED ? AMP_ERR_MEMORY : AMP_ERR_DEVICE, text);
 }
 
@@ -4924,17 +5113,19 @@ bool ampc_epilogue_sums(const amp_k_gemm &g, const amp_k_gradient &sum) {
     return g.c_dtype == AMP_F32 || (sum.dtype == g.c_dtype && !sum.add);
 }
 
-/* The epilogue of cuBLASLt that does all that g asks for, or -1.  Its activations read beta c too, know GELU's tanh form
-   only, in an approximation that is good enough for 16 bits, and keep of RELU's input no more than signs; aux must be
-   like c, 16-byte aligned, with rows a multiple of 8 apart (cublasLt.h, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
+/* The epilogue of cuBLASLt that does all that g asks for, or -1.  Its activations read beta c too, know GELU's tanh
+   form only, in an approximation that is good enough for 16 bits, and keep of RELU's input no more than signs; aux must
+   be like c, 16-byte aligned, with rows a multiple of 8 apart (cublasLt.h, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
 int ampc_gemm_epilogue(const amp_k_gemm &g) {
     amp_dtype in = ampc_operand_dtype(g.compute);
-    bool column = g.column_sum.data != NULL, row = g.row_sum.data != NULL, plain = g.act == AMP_ACT_NONE && g.pre == NULL;
+    bool column = g.column_sum.data != NULL, row = g.row_sum.data != NULL,
+         plain = g.act == AMP_ACT_NONE && g.pre == NULL;
     bool aux = g.pre_dtype == g.c_dtype && g.ld_pre % 8 == 0 && ampc_aligned(g.pre);
     if (g.c_dtype != AMP_F32 && g.c_dtype != in) return -1;
     if (plain && g.bias == NULL && !column && !row) return CUBLASLT_EPILOGUE_DEFAULT;
     if (g.batch != 1) return -1;
-    if (row) return plain && g.bias == NULL && !column && ampc_epilogue_sums(g, g.row_sum) ? CUBLASLT_EPILOGUE_BGRADB : -1;
+    if (row)
+        return plain && g.bias == NULL && !column && ampc_epilogue_sums(g, g.row_sum) ? CUBLASLT_EPILOGUE_BGRADB : -1;
     if (column && !(g.backward && ampc_epilogue_sums(g, g.column_sum))) return -1;
     if (plain) return CUBLASLT_EPILOGUE_BIAS;
     if (ampi_is_set(g.beta) || (g.pre != NULL && !aux)) return -1;
@@ -4974,8 +5165,18 @@ ampc_plan_key ampc_plan_key_of(const amp_k_gemm &g, int epilogue) {
 ampc_plan_key ampc_call_key_of(const amp_k_gemm &g, ampc_way first) {
     ampc_plan_key key = ampc_plan_key_of(g, first);
     auto sum = [](const amp_k_gradient &s) { return s.data == NULL ? 0 : 1 + 2 * (int)s.dtype + (s.add != 0); };
-    const int around[] = {1 + g.a_dtype, g.b_dtype, g.bias_dtype, g.pre_dtype, g.act, g.backward, g.cut[0] != NULL, g.cut[1] != NULL,
-                          sum(g.column_sum), ampc_align_class(g.column_sum.data), sum(g.row_sum), ampc_align_class(g.row_sum.data)};
+    const int around[] = {1 + g.a_dtype,
+                          g.b_dtype,
+                          g.bias_dtype,
+                          g.pre_dtype,
+                          g.act,
+                          g.backward,
+                          g.cut[0] != NULL,
+                          g.cut[1] != NULL,
+                          sum(g.column_sum),
+                          ampc_align_class(g.column_sum.data),
+                          sum(g.row_sum),
+                          ampc_align_class(g.row_sum.data)};
     for (size_t i = 0; i < sizeof around / sizeof *around; i++) key.around[i] = (uint8_t)around[i];
     return key;
 }
@@ -5008,8 +5209,8 @@ cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_pl
 }
 
 /* A row-major matrix of rows x cols, as cuBLASLt sees it. */
-cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld,
-                                         int64_t batch, int64_t stride) {
+cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype dtype, int64_t rows, int64_t cols,
+                                         int64_t ld, int64_t batch, int64_t stride) {
     int32_t items = (int32_t)batch;
     cublasStatus_t status = cublasLtMatrixLayoutCreate(out, ampc_blas_type(dtype), (uint64_t)cols, (uint64_t)rows, ld);
     if (items == 1 || status != CUBLAS_STATUS_SUCCESS) return status;
@@ -5026,7 +5227,8 @@ cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMa
     uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, align[3];
     cublasStatus_t status = cublasLtMatmulPreferenceCreate(&wish);
     auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const void *value, size_t size) {
-        if (status == CUBLAS_STATUS_SUCCESS) status = cublasLtMatmulPreferenceSetAttribute(wish, attribute, value, size);
+        if (status == CUBLAS_STATUS_SUCCESS)
+            status = cublasLtMatmulPreferenceSetAttribute(wish, attribute, value, size);
     };
     for (int i = 0; i < 3; i++) align[i] = 1u << plan->key.align[i];
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
@@ -5045,21 +5247,23 @@ cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMa
 
 /* Whether a status says that cuBLASLt cannot do this product, which something else then does. */
 bool ampc_blas_declines(cublasStatus_t status) {
-    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_ARCH_MISMATCH || status == CUBLAS_STATUS_INVALID_VALUE;
+    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_ARCH_MISMATCH ||
+           status == CUBLAS_STATUS_INVALID_VALUE;
 }
 
 amp_result ampc_plan_describe(ampc_device *dev, amp_k_gemm g, ampc_plan *plan) {
     amp_dtype in = ampc_operand_dtype(g.compute);
     ampc_gemm_operand a(g, 0), b(g, 1);
     cublasStatus_t status = ampc_plan_describe_matrix(&plan->a, in, a.rows, a.cols, a.ld, g.batch, a.stride);
-    if (status == CUBLAS_STATUS_SUCCESS) status = ampc_plan_describe_matrix(&plan->b, in, b.rows, b.cols, b.ld, g.batch, b.stride);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = ampc_plan_describe_matrix(&plan->b, in, b.rows, b.cols, b.ld, g.batch, b.stride);
     if (status == CUBLAS_STATUS_SUCCESS)
         status = ampc_plan_describe_matrix(&plan->c, g.c_dtype, g.m, g.n, g.ldc, g.batch, g.stride_c);
     return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
 }
 
-/* Epilogues of which some versions have only slow kernels: GELU's gradient, and sums over k next to an fp32 result, which
-   may also be refused and so are not used before they were seen to be faster. */
+/* Epilogues of which some versions have only slow kernels: GELU's gradient, and sums over k next to an fp32 result,
+   which may also be refused and so are not used before they were seen to be faster. */
 bool ampc_plan_is_doubtful(const ampc_plan *plan) {
     int e = plan->key.epilogue;
     return e == CUBLASLT_EPILOGUE_DGELU || e == CUBLASLT_EPILOGUE_DGELU_BGRAD || e == CUBLASLT_EPILOGUE_BGRADB;
@@ -5074,17 +5278,20 @@ amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *pl
     AMPC_TRY(ampc_blas_check(dev, status, "describing a product to cublasLt", &g));
     memset(&found, 0, sizeof found);
     if (plan->tuned) {
-        status = cublasLtMatmulAlgoCheck(dev->blas.handle, &product, plan->b, plan->a, plan->c, plan->c, &plan->algo, &found);
+        status = cublasLtMatmulAlgoCheck(dev->blas.handle, &product, plan->b, plan->a, plan->c, plan->c, &plan->algo,
+                                         &found);
         plan->workspace = found.workspaceSize;
         if (status == CUBLAS_STATUS_SUCCESS && plan->workspace <= dev->has.workspace) return AMP_OK;
         plan->tuned = plan->compared = 0;
     }
     if (!plan->compared) plan->apart = plan->key.epilogue == CUBLASLT_EPILOGUE_BGRADB;
     status = ampc_plan_ask(dev, plan, &product, 1, &found, &n);
-    plan->refused = ampc_blas_declines(status) || (status == CUBLAS_STATUS_SUCCESS && (n == 0 || found.state != status));
+    plan->refused =
+        ampc_blas_declines(status) || (status == CUBLAS_STATUS_SUCCESS && (n == 0 || found.state != status));
     if (plan->refused) {
         char text[200];
-        snprintf(text, sizeof text, "amp_cuda: cuBLASLt has no algorithm for c[%lld, %lld] of k = %lld in %s with epilogue %d",
+        snprintf(text, sizeof text,
+                 "amp_cuda: cuBLASLt has no algorithm for c[%lld, %lld] of k = %lld in %s with epilogue %d",
                  (long long)g.m, (long long)g.n, (long long)g.k, amp_dtype_name(g.compute), (int)plan->key.epilogue);
         dev->host.log(dev->host.user, AMP_LOG_INFO, AMPC_LOG_REFUSED, text);
         return AMP_OK;
@@ -5167,8 +5374,9 @@ amp_result ampc_plan_run(ampc_device *dev, const ampc_plan &plan, const amp_k_ge
     *done = false;
     AMPC_TRY(ampc_blas_check(dev, status, "describing a product to cublasLt", &g));
     if (plan.workspace > 0) AMPC_TRY(workspace.get(dev->has.workspace, "gemm"));
-    status = cublasLtMatmul(dev->blas.handle, &product, &g.alpha, g.b, plan.b, g.a, plan.a, &g.beta, g.c, plan.c, g.c, plan.c,
-                            &plan.algo, workspace.data, workspace.data ? dev->has.workspace : 0, ampc_stream(dev, stream));
+    status = cublasLtMatmul(dev->blas.handle, &product, &g.alpha, g.b, plan.b, g.a, plan.a, &g.beta, g.c, plan.c, g.c,
+                            plan.c, &plan.algo, workspace.data, workspace.data ? dev->has.workspace : 0,
+                            ampc_stream(dev, stream));
     if (ampc_blas_declines(status)) return AMP_OK;
     *done = status == CUBLAS_STATUS_SUCCESS;
     return ampc_blas_check(dev, status, "cublasLtMatmul", &g);
@@ -5204,7 +5412,8 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
 bool ampc_is_captured(const ampc_device *dev, void *stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
-    return cudaStreamGetCaptureInfo(ampc_stream(dev, stream), &status, &id) != cudaSuccess || status != cudaStreamCaptureStatusNone;
+    return cudaStreamGetCaptureInfo(ampc_stream(dev, stream), &status, &id) != cudaSuccess ||
+           status != cudaStreamCaptureStatusNone;
 }
 
 /* ---- One call: its steps are listed once, by the planner, for all calls that are alike. */
@@ -5232,7 +5441,9 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
 void *ampc_scratch_place() { return (void *)(uintptr_t)AMPC_ALIGN; }
 
 /* Whether a map makes c of a plain product, and that product: in c itself if it can be, else in scratch memory. */
-bool ampc_way_maps(const amp_k_gemm &g, ampc_way way) { return way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward); }
+bool ampc_way_maps(const amp_k_gemm &g, ampc_way way) {
+    return way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward);
+}
 amp_k_gemm ampc_way_product(const amp_k_gemm &g, ampc_way way) {
     amp_k_gemm p = g;
     if (way != AMPC_FUSED) p.column_sum.data = p.row_sum.data = NULL;
@@ -5242,8 +5453,8 @@ amp_k_gemm ampc_way_product(const amp_k_gemm &g, ampc_way way) {
     return p;
 }
 
-/* The steps of a way; 0: there is no such way.  product: when the operands are cast.  Vectors must be in c's dtype and 16-byte
-   aligned: others, and sums that are to be added, go through scratch memory. */
+/* The steps of a way; 0: there is no such way.  product: when the operands are cast.  Vectors must be in c's dtype and
+   16-byte aligned: others, and sums that are to be added, go through scratch memory. */
 int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     const amp_dtype in = ampc_operand_dtype(args.compute);
     const amp_k_gradient *sum = ampc_epilogue_sum(args);
@@ -5257,10 +5468,13 @@ int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     *product = ampc_way_product(g, way);
     if (way != AMPC_UNITS) {
         if (!library || ampc_gemm_epilogue(*product) < 0 || (way == AMPC_SUMS_APART && sum == NULL)) return 0;
-        if (way == AMPC_UNFUSED && ampc_gemm_epilogue(ampc_way_product(g, AMPC_SUMS_APART)) == CUBLASLT_EPILOGUE_DEFAULT) return 0;
+        if (way == AMPC_UNFUSED &&
+            ampc_gemm_epilogue(ampc_way_product(g, AMPC_SUMS_APART)) == CUBLASLT_EPILOGUE_DEFAULT)
+            return 0;
         if (product->bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias))) steps |= AMPC_CAST_BIAS;
     }
-    if (sum != NULL && fused && (sum->add || sum->dtype != g.c_dtype || !ampc_aligned(sum->data))) steps |= AMPC_ADD_SUM;
+    if (sum != NULL && fused && (sum->add || sum->dtype != g.c_dtype || !ampc_aligned(sum->data)))
+        steps |= AMPC_ADD_SUM;
     return steps | (ampc_way_maps(g, way) ? AMPC_MAP : 0) | (sum != NULL && !fused ? AMPC_SUMS : 0);
 }
 
@@ -5272,17 +5486,22 @@ amp_k_gemm ampc_way_told(const amp_k_gemm &product, int steps) {
 }
 
 /* Whether the bias has a copy in c's dtype, as aligned as the plan was told. */
-bool ampc_bias_copied(const amp_k_gemm &g) { return g.bias != NULL && g.bias_copy != NULL && (uintptr_t)g.bias_copy % AMPC_ALIGN == 0; }
+bool ampc_bias_copied(const amp_k_gemm &g) {
+    return g.bias != NULL && g.bias_copy != NULL && (uintptr_t)g.bias_copy % AMPC_ALIGN == 0;
+}
 
-/* Takes the steps after the operands' casts; plan: of the product.  *done 0: cuBLASLt declines it after all, and nothing is
-   written. */
-amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, int steps, const ampc_plan &plan, void *stream, bool *done) {
+/* Takes the steps after the operands' casts; plan: of the product.  *done 0: cuBLASLt declines it after all, and
+   nothing is written. */
+amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, int steps, const ampc_plan &plan,
+                         void *stream, bool *done) {
     ampc_scratch vector(dev, stream), wide(dev, stream);
     const amp_k_gradient *sum = ampc_epilogue_sum(g);
     int64_t count = g.row_sum.data && !(steps & AMPC_CAST_BIAS) ? g.m : g.n;
     bool copied = (steps & AMPC_CAST_BIAS) && ampc_bias_copied(g);
-    if (!copied && steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) AMPC_TRY(vector.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
-    if (!copied && steps & AMPC_CAST_BIAS) AMPC_TRY(ampc_cast_flat(dev, vector.data, g.c_dtype, g.bias, g.bias_dtype, g.n, stream));
+    if (!copied && steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM))
+        AMPC_TRY(vector.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
+    if (!copied && steps & AMPC_CAST_BIAS)
+        AMPC_TRY(ampc_cast_flat(dev, vector.data, g.c_dtype, g.bias, g.bias_dtype, g.n, stream));
     amp_k_gemm product = ampc_way_product(g, way);
     if (copied) product.bias = g.bias_copy;
     if (vector.data != NULL) product.bias = vector.data;
@@ -5296,19 +5515,23 @@ amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, in
     if (steps & AMPC_SIMT) AMPC_TRY(ampc_gemm_units(dev, product, stream));
     if (steps & AMPC_MAP) AMPC_TRY(ampc_gemm_map(dev, g, product, stream));
     if (steps & AMPC_ADD_SUM) {
-        amp_k_add add = {vector.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
+        amp_k_add add =
+            {vector.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
         AMPC_TRY(ampc_add(dev, &add, stream));
     }
     return steps & AMPC_SUMS ? ampc_gemm_sums(dev, g, stream) : AMP_OK;
 }
 
-/* The planner: the first way from `first` on that serves.  While there is something to measure, the next call asks again. */
-amp_result ampc_gemm_plan(ampc_device *dev, const amp_k_gemm &g, ampc_way first, void *stream, ampc_plan *call, ampc_plan *plan) {
+/* The planner: the first way from `first` on that serves.  While there is something to measure, the next call asks
+   again. */
+amp_result ampc_gemm_plan(ampc_device *dev, const amp_k_gemm &g, ampc_way first, void *stream, ampc_plan *call,
+                          ampc_plan *plan) {
     ampc_plan_key key = ampc_call_key_of(g, first);
     ampc_plan *kept;
     amp_k_gemm product;
     bool settled = true;
-    if (ampc_plan_look(dev, key, call, plan) && (call->product == NULL || !(plan->refused || plan->apart))) return AMP_OK;
+    if (ampc_plan_look(dev, key, call, plan) && (call->product == NULL || !(plan->refused || plan->apart)))
+        return AMP_OK;
     for (int way = first;; way++) {
         call->way = (ampc_way)way, call->product = NULL;
         call->steps = ampc_way_steps(g, call->way, &product);
@@ -5372,17 +5595,17 @@ amp_result ampc_gemm_reserve(void *device, amp_k_gemm *args, int64_t n) {
 }
 void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device, args->scratch, args->scratch_bytes); }
 
-/* ---- Measuring, on memory of its own, in the caller's stream.  Without autotuning: a doubtful epilogue beside its parts,
-   once.  With it: each algorithm that cuBLASLt names is held to the fp32 units' result and timed, and so are the parts of
-   each epilogue.  Operands are small whole numbers, so that any order of summation must give the same bits; all ones first,
-   where a product that lost some of k shows at once. */
+/* ---- Measuring, on memory of its own, in the caller's stream.  Without autotuning: a doubtful epilogue beside its
+   parts, once.  With it: each algorithm that cuBLASLt names is held to the fp32 units' result and timed, and so are the
+   parts of each epilogue.  Operands are small whole numbers, so that any order of summation must give the same bits;
+   all ones first, where a product that lost some of k shows at once. */
 
 enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_COMPARE_RUNS = 3, AMPC_TUNE_PRODUCTS = 4,
        AMPC_TUNE_SETS = 16 };
 enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, as long as the host takes for a few launches */
 
-/* The buffers of a product, `sets` times, so that the cache does not hold what the next run reads; with autotuning the last
-   set is of the results that are right. */
+/* The buffers of a product, `sets` times, so that the cache does not hold what the next run reads; with autotuning the
+   last set is of the results that are right. */
 struct ampc_tuning {
     ampc_device *dev;
     void *stream;
@@ -5421,7 +5644,8 @@ amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL) {
 }
 
 /* Whole numbers from -2 to 2, or ones. */
-__global__ void __launch_bounds__(256) ampc_tune_fill_kernel(void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
+__global__ void __launch_bounds__(256)
+    ampc_tune_fill_kernel(void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (; i < n; i += (int64_t)gridDim.x * blockDim.x) {
         uint32_t hash = ((uint32_t)i ^ seed) * 0x9e3779b9u;
@@ -5454,8 +5678,9 @@ amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     AMPC_TRY(ampc_fill(t->dev, g.c, 0, (size_t)(ampc_extent_c(g) * ampc_dtype_size(g.c_dtype)), t->stream));
     for (uint32_t k = 0; k < 4; k++)
         if (inputs[k].p != NULL)
-            AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_fill_kernel, ampc_grid(t->dev, ampc_blocks(inputs[k].n, 256), 8), 256, 0,
-                                 t->stream, const_cast<void *>(inputs[k].p), inputs[k].dtype, inputs[k].n, ones, k + 1));
+            AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_fill_kernel,
+                                 ampc_grid(t->dev, ampc_blocks(inputs[k].n, 256), 8), 256, 0, t->stream,
+                                 const_cast<void *>(inputs[k].p), inputs[k].dtype, inputs[k].n, ones, k + 1));
     return AMP_OK;
 }
 
@@ -5492,14 +5717,16 @@ amp_result ampc_tune_compare(const ampc_tuning *t, int i, int j, int ones, unsig
     auto compare = [&](const void *p, const void *q, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld) {
         amp_mat u = {const_cast<void *>(p), dtype, 0, rows, cols, ld}, v = u;
         v.data = const_cast<void *>(q);
-        return ampc_launch(t->dev, "autotune", ampc_tune_compare_kernel, ampc_grid(t->dev, ampc_blocks(rows * cols, 256), 8), 256,
-                           0, t->stream, u, v, rows * cols, share, wrong);
+        return ampc_launch(t->dev, "autotune", ampc_tune_compare_kernel,
+                           ampc_grid(t->dev, ampc_blocks(rows * cols, 256), 8), 256, 0, t->stream, u, v, rows * cols,
+                           share, wrong);
     };
     for (int64_t item = 0; item < x.batch; item++)
-        AMPC_TRY(compare(ampc_at(x.c, x.c_dtype, item * x.stride_c), ampc_at(y.c, y.c_dtype, item * y.stride_c), x.c_dtype, x.m,
-                         x.n, x.ldc));
+        AMPC_TRY(compare(ampc_at(x.c, x.c_dtype, item * x.stride_c), ampc_at(y.c, y.c_dtype, item * y.stride_c),
+                         x.c_dtype, x.m, x.n, x.ldc));
     if (x.pre && !x.backward) AMPC_TRY(compare(x.pre, y.pre, x.pre_dtype, x.m, x.n, x.ld_pre));
-    if (xs && (ones || xs == &x.row_sum)) AMPC_TRY(compare(xs->data, ys->data, xs->dtype, 1, x.row_sum.data ? x.m : x.n, x.m));
+    if (xs && (ones || xs == &x.row_sum))
+        AMPC_TRY(compare(xs->data, ys->data, xs->dtype, 1, x.row_sum.data ? x.m : x.n, x.m));
     return AMP_OK;
 }
 
@@ -5535,7 +5762,8 @@ amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
 /* Finds out which algorithms are right, on ones and on other numbers. */
 amp_result ampc_tune_check(ampc_tuning *t, ampc_candidates *all) {
     for (int i = 0; i < all->count; i++)
-        all->right[i] = all->found[i].state == CUBLAS_STATUS_SUCCESS && all->found[i].workspaceSize <= t->dev->has.workspace;
+        all->right[i] =
+            all->found[i].state == CUBLAS_STATUS_SUCCESS && all->found[i].workspaceSize <= t->dev->has.workspace;
     for (int ones = 1; ones >= 0; ones--) {
         AMPC_TRY(ampc_tune_inputs(t, t->sets - 1, ones));
         AMPC_TRY(ampc_gemm_from(t->dev, ampc_tune_alone(ampc_tune_set(t, t->sets - 1)), AMPC_UNITS, t->stream));
@@ -5553,11 +5781,12 @@ __global__ void ampc_tune_spin_kernel(long long clocks) {
     while (clock64() - from < clocks) {}
 }
 
-/* The time of `products` in a row, the first on set i.  The stream is kept busy until all of them are in it: a launch takes
-   the host longer than a small product the GPU. */
+/* The time of `products` in a row, the first on set i.  The stream is kept busy until all of them are in it: a launch
+   takes the host longer than a small product the GPU. */
 amp_result ampc_tune_run(const ampc_tuning *t, bool parts, int i, int products, double *seconds) {
     bool done = false;
-    AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_spin_kernel, 1, 1, 0, t->stream, (long long)AMPC_TUNE_SPIN * products));
+    AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_spin_kernel, 1, 1, 0, t->stream,
+                         (long long)AMPC_TUNE_SPIN * products));
     AMPC_TRY(ampc_event_record(t->dev, t->from, t->stream));
     for (int n = 0; n < products; n++) {
         amp_k_gemm g = ampc_tune_set(t, (i + n) % t->timed);
@@ -5618,8 +5847,8 @@ amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int 
     return AMP_OK;
 }
 
-/* What must be faster by this share for an unasked measurement to change the way: bits differ between the two, and should
-   not depend on what disturbs a measurement. */
+/* What must be faster by this share for an unasked measurement to change the way: bits differ between the two, and
+   should not depend on what disturbs a measurement. */
 #define AMPC_COMPARE_GAIN 0.9
 
 /* A doubtful epilogue beside its parts, with the heuristic's algorithm. */
@@ -5653,7 +5882,8 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
     plan->apart = 0;
     steps = ampc_way_steps(t->g, AMPC_FUSED, &told);
     told = ampc_way_told(t->g, steps);
-    AMPC_TRY(ampc_blas_check(t->dev, ampc_describe_product(&product, *plan, told), "describing a product to cublasLt", &t->g));
+    AMPC_TRY(ampc_blas_check(t->dev, ampc_describe_product(&product, *plan, told), "describing a product to cublasLt",
+                             &t->g));
     AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, &product, AMPC_TUNE_ALGORITHMS, all.found, &all.count),
                              "cublasLtMatmulAlgoGetHeuristic", &t->g));
     AMPC_TRY(ampc_tune_check(t, &all));
@@ -5677,7 +5907,8 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
     ampc_plan before = *plan;
     amp_result result;
     ampc_relaxed relaxed;
-    amp_k_gemm alone = g;           /* a set has a bias of its own, where steady steps have a copy one of the copy's dtype */
+    /* a set has a bias of its own, where steady steps have a copy one of the copy's dtype */
+    amp_k_gemm alone = g;
     if (ampc_bias_copied(g)) alone.bias = g.bias_copy, alone.bias_dtype = g.c_dtype;
     alone.bias_copy = NULL;
     plan->tuned = dev->blas.autotune;
@@ -5691,7 +5922,8 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
             if (result == AMP_ERR_MEMORY) plan->compared = -1;
             else plan->tuned = before.tuned, plan->compared = before.compared;
         }
-        if (result == AMP_ERR_MEMORY) ampc_tune_log(&t, AMP_LOG_INFO, AMPC_LOG_TUNED, "not measured, for lack of memory");
+        if (result == AMP_ERR_MEMORY)
+            ampc_tune_log(&t, AMP_LOG_INFO, AMPC_LOG_TUNED, "not measured, for lack of memory");
     }
     ampc_plan_learn(dev, *plan);
     if (result == AMP_OK) __atomic_store_n(&dev->blas.found, 1, __ATOMIC_RELAXED);
@@ -5716,7 +5948,8 @@ struct ampc_plans_entry {
 ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
     ampc_plans_head head;
     memset(&head, 0, sizeof head);
-    memcpy(head.device, dev->info.name, sizeof dev->info.name < sizeof head.device ? sizeof dev->info.name : sizeof head.device);
+    memcpy(head.device, dev->info.name,
+           sizeof dev->info.name < sizeof head.device ? sizeof dev->info.name : sizeof head.device);
     head.format = AMPC_PLANS_FORMAT;
     head.cublas = cublasLtGetVersion();
     head.entry = sizeof(ampc_plans_entry);
@@ -5728,7 +5961,8 @@ ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
 template <class F> void ampc_for_tuned(ampc_device *dev, F each) {
     for (ampc_plan *first : dev->blas.plans)
         for (ampc_plan *plan = first; plan != NULL; plan = plan->next)
-            if ((plan->tuned || plan->compared > 0) && !plan->refused && ampc_plan_find(dev, plan->key) == plan) each(plan);
+            if ((plan->tuned || plan->compared > 0) && !plan->refused && ampc_plan_find(dev, plan->key) == plan)
+                each(plan);
 }
 
 size_t ampc_plans_save(void *device, void *buffer, size_t size) {
@@ -5794,7 +6028,8 @@ amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
 /* Matrices are used as they lie. */
 size_t ampc_gemm_pack_size(void *, const amp_k_pack *) { return 0; }
 amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
-    return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "gemm_pack", "matrices are used as they lie on this device");
+    return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "gemm_pack",
+                       "matrices are used as they lie on this device");
 }
 
 /* ==== Tensor cores ==================================================================================
@@ -5822,11 +6057,13 @@ template <bool BF16>
 __device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if defined(__CUDA_ARCH__)
     if (BF16)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, "
+            "%1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+            "%2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #elif !defined(__CUDACC__)
@@ -5852,18 +6089,23 @@ __device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], am
 #endif
 }
 
-/* ---- Tiles: rows of D 16-bit numbers in shared memory.  Exclusive-or with the row's number spreads the same piece of 8
-   neighbouring rows over all banks, so that neither copies nor ldmatrix wait for each other. */
+/* ---- Tiles: rows of D 16-bit numbers in shared memory.  Exclusive-or with the row's number spreads the same piece of
+   8 neighbouring rows over all banks, so that neither copies nor ldmatrix wait for each other. */
 
 template <int D> __device__ __forceinline__ int ampc_tile_at(int row, int piece) {
     return row * 2 * D + ((piece ^ (row & 7)) << 4);
 }
-/* From the address of an even piece of a row in a tile that starts at a multiple of 128 to that of another: `by` pieces on. */
-__device__ __forceinline__ ampc_address ampc_tile_on(ampc_address at, int by) { return (at ^ (ampc_address)((by & 7) << 4)) + (ampc_address)(by >> 3) * 128; }
+/* From the address of an even piece of a row in a tile that starts at a multiple of 128 to that of another: `by` pieces
+   on. */
+__device__ __forceinline__ ampc_address ampc_tile_on(ampc_address at, int by) {
+    return (at ^ (ampc_address)((by & 7) << 4)) + (ampc_address)(by >> 3) * 128;
+}
 
-/* Starts to copy ROWS rows of `dim` numbers, `stride` bytes apart; numbers from dim on, and rows from `count` on, become 0. */
+/* Starts to copy ROWS rows of `dim` numbers, `stride` bytes apart; numbers from dim on, and rows from `count` on,
+   become 0. */
 template <int D, int ROWS, int THREADS>
-__device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int dim, int count) {
+__device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int dim,
+                                                int count) {
     const int pieces = D / 8, step = THREADS / pieces;
     int thread = (int)ampc_afresh(threadIdx.x), piece = thread % pieces, row = thread / pieces;
     const char *p = (const char *)from + row * stride + piece * 16;
@@ -5874,7 +6116,8 @@ __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void 
         ampc_copy_async(tile + ampc_tile_at<D>(row, piece) + i * 2 * D, p, row + i < count);
 }
 
-/* 16 M rows of D numbers as left operands of products: in registers for as long as this lives (HELD), or loaded for each. */
+/* 16 M rows of D numbers as left operands of products: in registers for as long as this lives (HELD), or loaded for
+   each. */
 template <int D, int M, bool HELD> struct ampc_tile_rows {
     uint32_t x[HELD ? D / 16 : 1][M][4];
     const unsigned char *rows;
@@ -5895,7 +6138,8 @@ template <int D, int M, bool HELD> struct ampc_tile_rows {
 
 /* c = a b^T: a are 16 M rows, b 8 N rows of D numbers. */
 template <int D, bool BF16, int M, int N, bool HELD>
-__device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc_tile_rows<D, M, HELD> &a, const unsigned char *b) {
+__device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc_tile_rows<D, M, HELD> &a,
+                                                 const unsigned char *b) {
     int lane = (int)ampc_afresh(threadIdx.x) % 32;
     ampc_address b_at = ampc_address_of(b + ampc_tile_at<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2));
     ampc_address a_at = HELD ? b_at : a.at(a.rows);
@@ -5927,9 +6171,11 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc
     }
 }
 
-/* c += w b: w are 16 M x 8 N weights where ampc_tile_scores left them, rounded to 16 bits; b are 8 N rows of D numbers. */
+/* c += w b: w are 16 M x 8 N weights where ampc_tile_scores left them, rounded to 16 bits; b are 8 N rows of
+   D numbers. */
 template <int D, bool BF16, int M, int N>
-__device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4], const unsigned char *b) {
+__device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4],
+                                                const unsigned char *b) {
     const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
     int lane = (int)ampc_afresh(threadIdx.x) % 32;
     ampc_address b_at = ampc_address_of(b + ampc_tile_at<D>(lane % 16, lane / 16));
@@ -5955,11 +6201,11 @@ __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const f
     }
 }
 
-/* Rounds factor times 16 M rows of results to 16 bits and writes the first `count` of them, the first `dim` numbers of each;
-   the warp's part of a tile, `scratch`, is used on the way. */
+/* Rounds factor times 16 M rows of results to 16 bits and writes the first `count` of them, the first `dim` numbers of
+   each; the warp's part of a tile, `scratch`, is used on the way. */
 template <int D, bool BF16, int M>
-__device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2], unsigned char *scratch,
-                                                void *to, int64_t stride, int dim, int count) {
+__device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2],
+                                                unsigned char *scratch, void *to, int64_t stride, int dim, int count) {
     const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
     const int pieces = D / 8, step = 32 / pieces;
     int lane = (int)threadIdx.x % 32, piece = lane % pieces, row = lane / pieces;
@@ -5971,7 +6217,8 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
             AMPC_UNROLL
             for (int h = 0; h < 2; h++)
                 *(uint32_t *)(scratch + ampc_tile_at<D>(16 * m + 8 * h + lane / 4, n) + lane % 4 * 4) =
-                    ampc_pair(ampc_mul(c[m][n][2 * h], factor[m][h]), ampc_mul(c[m][n][2 * h + 1], factor[m][h]), dtype);
+                    ampc_pair(ampc_mul(c[m][n][2 * h], factor[m][h]), ampc_mul(c[m][n][2 * h + 1], factor[m][h]),
+                              dtype);
         }
     }
     __syncwarp();
@@ -5985,17 +6232,19 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
 #endif /* AMPC_TENSOR_CORES */
 
 /* ==== Attention on tensor cores =====================================================================
-   After Dao 2023, FlashAttention-2.  Kernels for heads of D = 64 and 128 numbers; others are filled up with zeros.  A block
-   owns 128 queries or keys of one head.  The other side comes in tiles, fetched into one half of a double buffer while the
-   other is worked on.  Tiles that the mask hides are neither fetched nor computed, tiles that it leaves whole are not tested
-   number by number.  A warp keeps what it sums up, the weights between two products, and its own rows where there is room,
-   in registers.
+   After Dao 2023, FlashAttention-2.  Kernels for heads of D = 64 and 128 numbers; others are filled up with zeros.  A
+   block owns 128 queries or keys of one head.  The other side comes in tiles, fetched into one half of a double buffer
+   while the other is worked on.  Tiles that the mask hides are neither fetched nor computed, tiles that it leaves whole
+   are not tested number by number.  A warp keeps what it sums up, the weights between two products, and its own rows
+   where there is room, in registers.
 
-   Backward is two passes, so that every sum is one thread's and its order is fixed, without atomic operations and without
-   an fp32 copy of dq: blocks that own keys compute dk and dv, blocks that own queries compute the weights again and dq.
-   That is 7 products where one pass, which adds up dq over blocks, takes 5; in return no weight goes through memory. */
+   Backward is two passes, so that every sum is one thread's and its order is fixed, without atomic operations and
+   without an fp32 copy of dq: blocks that own keys compute dk and dv, blocks that own queries compute the weights again
+   and dq. That is 7 products where one pass, which adds up dq over blocks, takes 5; in return no weight goes through
+   memory. */
 
-/* From here on a maximum in powers of 2 is rounded by no small part of one: it is subtracted before the scores are scaled. */
+/* From here on a maximum in powers of 2 is rounded by no small part of one: it is subtracted before the scores are
+   scaled. */
 #define AMPC_FLASH_STEEP 1048576.0f
 
 enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
@@ -6006,13 +6255,16 @@ enum {
     AMPC_SWEEP_BYTES = 512          /* at the end of a block's shared memory: its ampc_sweep */
 };
 __host__ __device__ constexpr int ampc_flash_width(int64_t dim) { return dim <= 64 ? 64 : 128; }
-/* How a pass works for heads of D numbers: its threads, the blocks that a multiprocessor holds, the rows of a tile of the
-   other side and how many of them go through the products at a time, the own operands that stay in registers.  Of four warps
-   each has 32 own rows, of eight 16.  What a pass sums up takes most of its registers: dk and dv leave no room for k and v. */
+/* How a pass works for heads of D numbers: its threads, the blocks that a multiprocessor holds, the rows of a tile of
+   the other side and how many of them go through the products at a time, the own operands that stay in registers.  Of
+   four warps each has 32 own rows, of eight 16.  What a pass sums up takes most of its registers: dk and dv leave no
+   room for k and v. */
 struct ampc_flash_shape { int threads, blocks, tile, columns, held; };
 __host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_flash_pass pass) {
-    if (pass == AMPC_FORWARD) return d == 64 ? ampc_flash_shape{128, 2, 64, 64, 1} : ampc_flash_shape{128, 2, 64, 16, 1};
-    if (pass == AMPC_TO_QUERIES) return d == 64 ? ampc_flash_shape{128, 2, 64, 32, 2} : ampc_flash_shape{256, 1, 64, 64, 2};
+    if (pass == AMPC_FORWARD)
+        return d == 64 ? ampc_flash_shape{128, 2, 64, 64, 1} : ampc_flash_shape{128, 2, 64, 16, 1};
+    if (pass == AMPC_TO_QUERIES)
+        return d == 64 ? ampc_flash_shape{128, 2, 64, 32, 2} : ampc_flash_shape{256, 1, 64, 64, 2};
     return d == 64 ? ampc_flash_shape{128, 2, 64, 32, 0} : ampc_flash_shape{256, 1, 32, 32, 0};
 }
 /* Where registers hold all own rows, the second half of the double buffer takes their place in shared memory. */
@@ -6032,19 +6284,21 @@ struct ampc_flash_place { int b, h, tile; };
 struct ampc_flash_operand {
     char *data;
     int64_t batch, row, head;
-    __device__ char *at(const ampc_flash_place &p, int64_t i) const { return data + p.b * batch + i * row + p.h * head; }
+    __device__ char *at(const ampc_flash_place &p, int64_t i) const {
+        return data + p.b * batch + i * row + p.h * head;
+    }
 };
 
-/* The tensor of an arbitrary mask as bits: bit j % 32 of word j / 32 of a row says whether key j is seen.  Rows are filled
-   up with zeros to a multiple of 128 keys; strides in words. */
+/* The tensor of an arbitrary mask as bits: bit j % 32 of word j / 32 of a row says whether key j is seen.  Rows are
+   filled up with zeros to a multiple of 128 keys; strides in words. */
 struct ampc_flash_bits {
     uint32_t *data;                 /* NULL: another mask */
     int64_t batch, head, row;
 };
 
-/* One launch.  FORWARD: own q, others k, v, out o.  TO_QUERIES: own q, do, others k, v, out dq.  TO_KEYS: own k, v, others
-   q, do, out dk, dv.  Blocks are numbered so that `together` heads come one after the other, whose operands fit the L2
-   cache, and of these the tiles that see most first: the last queries, the first keys. */
+/* One launch.  FORWARD: own q, others k, v, out o.  TO_QUERIES: own q, do, others k, v, out dq.  TO_KEYS: own k, v,
+   others q, do, out dk, dv.  Blocks are numbered so that `together` heads come one after the other, whose operands fit
+   the L2 cache, and of these the tiles that see most first: the last queries, the first keys. */
 struct ampc_flash_call {
     int64_t heads, all_heads;       /* of a sequence, of the batch */
     int queries, keys, dim, together, tiles;
@@ -6060,11 +6314,12 @@ struct ampc_flash_call {
 
 #if AMPC_TENSOR_CORES
 
-/* Which keys query i sees: low(i) <= j < high(i), both growing with i, and j < first(i), of the query's own document, and
-   as the bits say. */
+/* Which keys query i sees: low(i) <= j < high(i), both growing with i, and j < first(i), of the query's own document,
+   and as the bits say. */
 struct ampc_band {
     int queries, length, floor, above, below, start, offset;
-    int globals, global_queries, ahead;     /* global positions; where the mask looks both ways, they as queries; see first */
+    /* global positions; where the mask looks both ways, they as queries; see first */
+    int globals, global_queries, ahead;
     bool special;                   /* low and high do not say it all */
     const int32_t *documents;       /* of the keys; NULL: one document */
     const uint32_t *bits;           /* of the head; NULL: all seen */
@@ -6073,7 +6328,9 @@ struct ampc_band {
     __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
     /* The global keys up to where query i may look, and all keys of a global query. */
     __device__ int first_globals(int i) const { return i < start ? 0 : min(min(length, globals), max(i + ahead, 0)); }
-    __device__ int first(int i) const { return (unsigned)(i + offset) < (unsigned)global_queries ? length : first_globals(i); }
+    __device__ int first(int i) const {
+        return (unsigned)(i + offset) < (unsigned)global_queries ? length : first_globals(i);
+    }
     /* The first query whose high, or whose low, lies beyond key j; FAR: none. */
     __device__ int sees_beyond(int j) const {
         return j >= length ? (int)AMPC_FLASH_FAR : max(start, floor > j ? 0 : max(j - above + 1, 0));
@@ -6084,7 +6341,8 @@ struct ampc_band {
     /* Of the 32 keys around key j; beyond the queries any. */
     __device__ uint32_t word(int i, int j) const { return bits[min(i, queries - 1) * words + j / 32]; }
     __device__ bool sees(int i, int j) const {
-        return (j < first(i) || (j >= low(i) && j < high(i))) && (documents == NULL || document(j) == document(i + offset)) &&
+        return (j < first(i) || (j >= low(i) && j < high(i))) &&
+               (documents == NULL || document(j) == document(i + offset)) &&
                (bits == NULL || (word(i, j) >> j % 32 & 1));
     }
 };
@@ -6092,12 +6350,15 @@ struct ampc_band {
 __device__ __forceinline__ ampc_band ampc_band_of(const ampc_flash_call &a, const ampc_flash_place &p) {
     const amp_mask &mask = a.mask;
     int offset = a.keys - a.queries, window = (int)min(mask.window, (int64_t)AMPC_FLASH_FAR);
-    bool windowed = mask.kind == AMP_MASK_WINDOW || mask.kind == AMP_MASK_WINDOW_GLOBAL, both = windowed && mask.bidirectional;
+    bool windowed = mask.kind == AMP_MASK_WINDOW || mask.kind == AMP_MASK_WINDOW_GLOBAL,
+         both = windowed && mask.bidirectional;
     ampc_band s;
     s.queries = a.queries;
     s.offset = offset;
     s.length = mask.lengths ? max(0, min(mask.lengths[p.b], a.keys)) : a.keys;
-    s.floor = mask.kind == AMP_MASK_NONE || a.bits.data ? a.keys : mask.kind == AMP_MASK_PREFIX ? max(mask.prefix[p.b], 0) : 0;
+    s.floor = mask.kind == AMP_MASK_NONE || a.bits.data ? a.keys
+              : mask.kind == AMP_MASK_PREFIX            ? max(mask.prefix[p.b], 0)
+                                                        : 0;
     s.above = both ? offset + window : offset + 1;
     s.below = windowed ? window - 1 - offset : AMPC_FLASH_FAR;
     s.globals = mask.kind == AMP_MASK_WINDOW_GLOBAL ? (int)min(mask.global, (int64_t)a.keys) : 0;
@@ -6126,14 +6387,16 @@ __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from
 }
 
 /* Whether some and whether all of the bits of n queries and of `columns` keys are set, by all lanes of a warp. */
-__device__ __forceinline__ void ampc_band_bits(const ampc_band &s, int query, int n, int key, int columns, bool &some, bool &all) {
+__device__ __forceinline__ void ampc_band_bits(const ampc_band &s, int query, int n, int key, int columns, bool &some,
+                                               bool &all) {
     some = false;
     all = true;
     AMPC_NO_UNROLL
     for (int i = (int)threadIdx.x % 32; i < n; i += 32) {
         AMPC_NO_UNROLL
         for (int j = key; j < key + columns; j += 32) {
-            uint32_t full = columns < 32 ? (1u << columns) - 1 : 0xffffffffu, seen = s.word(query + i, j) >> key % 32 & full;
+            uint32_t full = columns < 32 ? (1u << columns) - 1 : 0xffffffffu,
+                     seen = s.word(query + i, j) >> key % 32 & full;
             some = some || seen != 0;
             all = all && seen == full;
         }
@@ -6218,7 +6481,8 @@ template <bool KEYS> struct ampc_sweep {
         if (hidden && (other >= r[1].some_to || to <= r[1].some_from)) return AMPC_HIDDEN;
         if (band.bits) {
             bool some, all;
-            ampc_band_bits(band, KEYS ? other : from, KEYS ? columns : n, KEYS ? from : other, KEYS ? n : columns, some, all);
+            ampc_band_bits(band, KEYS ? other : from, KEYS ? columns : n, KEYS ? from : other, KEYS ? n : columns, some,
+                           all);
             if (!some) return AMPC_HIDDEN;
             open = open && all;
         }
@@ -6240,31 +6504,36 @@ template <bool KEYS> struct ampc_sweep {
     }
     /* The part of hide that the bits say: `mine` and `other` are those of the lane. */
     template <int M, int N>
-    __device__ __forceinline__ void hide_unset(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4], float value) const {
+    __device__ __forceinline__ void hide_unset(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4],
+                                               float value) const {
         const int each = KEYS ? 2 * M : N < 4 ? 2 * N : 8;      /* keys of a query in a word */
         AMPC_UNROLL
         for (int k = 0; k < 4 * M * N; k += each) {
-            int r = KEYS ? 0 : k / (2 * N), c = KEYS ? k / each : k % (2 * N), i = KEYS ? other + c / 2 * 8 + c % 2 : mine + 8 * r;
+            int r = KEYS ? 0 : k / (2 * N), c = KEYS ? k / each : k % (2 * N),
+                i = KEYS ? other + c / 2 * 8 + c % 2 : mine + 8 * r;
             int j = KEYS ? mine : other + c / 2 * 8;
             uint32_t seen = band.word(i, j) >> j % 32;
             AMPC_UNROLL
             for (int e = 0; e < each; e++) {
                 int row = KEYS ? e : r, column = KEYS ? c : c + e;
                 if (!(seen >> (KEYS ? 8 * e : e / 2 * 8 + e % 2) & 1))
-                    x[row / 2][column / 2][row % 2 * 2 + column % 2] = y[row / 2][column / 2][row % 2 * 2 + column % 2] = value;
+                    x[row / 2][column / 2][row % 2 * 2 + column % 2] =
+                        y[row / 2][column / 2][row % 2 * 2 + column % 2] = value;
             }
         }
     }
     /* Hidden ones among rows from `mine` on and columns from `other` on become `value`, in x and in y. */
     template <int M, int N>
-    __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4], float value) const {
+    __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4],
+                                         float value) const {
         int lane = (int)threadIdx.x % 32;
         mine += lane / 4;
         other += lane % 4 * 2;
         AMPC_UNROLL
         for (int k = 0; k < 4 * M * N; k++) {           /* along keys: a query's bounds are needed once */
             int r = KEYS ? k % (2 * M) : k / (2 * N), c = KEYS ? k / (2 * M) : k % (2 * N);
-            int row = mine + 8 * r, column = other + c / 2 * 8 + c % 2, j = KEYS ? row : column, i = KEYS ? column : row;
+            int row = mine + 8 * r, column = other + c / 2 * 8 + c % 2, j = KEYS ? row : column,
+                i = KEYS ? column : row;
             bool hidden = (j >= band.first(i)) & ((j < band.low(i)) | (j >= band.high(i)));
             x[r / 2][c / 2][r % 2 * 2 + c % 2] = hidden ? value : x[r / 2][c / 2][r % 2 * 2 + c % 2];
             y[r / 2][c / 2][r % 2 * 2 + c % 2] = hidden ? value : y[r / 2][c / 2][r % 2 * 2 + c % 2];
@@ -6289,14 +6558,14 @@ static_assert(sizeof(ampc_sweep<true>) <= AMPC_SWEEP_BYTES, "it fits");
 
 /* Starts to copy the rows from i on of two operands, into two tiles, one behind the other. */
 template <int D, int ROWS, int THREADS>
-__device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const ampc_flash_operand (&x)[2], const ampc_flash_place &p,
-                                                 int dim, int i, int rows) {
+__device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const ampc_flash_operand (&x)[2],
+                                                 const ampc_flash_place &p, int dim, int i, int rows) {
     ampc_tile_fetch<D, ROWS, THREADS>(tiles, x[0].at(p, i), x[0].row, dim, rows - i);
     ampc_tile_fetch<D, ROWS, THREADS>(tiles + ROWS * 2 * D, x[1].at(p, i), x[1].row, dim, rows - i);
 }
 
-/* ---- A weight of 0 wins over an infinity or NaN that it is multiplied with, which a hidden key or query may hold.  The
-   tensor cores do not know that: where a NaN comes out under a mask, a warp computes its rows again, one by one. */
+/* ---- A weight of 0 wins over an infinity or NaN that it is multiplied with, which a hidden key or query may hold.
+   The tensor cores do not know that: where a NaN comes out under a mask, a warp computes its rows again, one by one. */
 
 /* A lane's D / 32 numbers of a row. */
 template <int D, bool BF16> struct ampc_flash_part {
@@ -6333,8 +6602,8 @@ template <int D, bool BF16> struct ampc_flash_part {
     }
 };
 
-/* The power of 2 that a score's weight is, at most 0.  stat: what is subtracted, a maximum or a log-sum-exp: in powers of 2 as
-   long as its rounding is far below one of them, else twice itself. */
+/* The power of 2 that a score's weight is, at most 0.  stat: what is subtracted, a maximum or a log-sum-exp: in powers
+   of 2 as long as its rounding is far below one of them, else twice itself. */
 __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, float score, float stat) {
     float x = fabsf(stat) < AMPC_FLASH_STEEP ? ampc_fma(score, a.scale, -stat)
                                              : ampc_mul(ampc_mul(score, a.factor) - 0.5f * stat, AMPC_LOG2_E);
@@ -6343,8 +6612,9 @@ __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, floa
 
 /* The row `mine` of the results; stats of queries, in TO_KEYS of the others, else of this one. */
 template <ampc_flash_pass PASS, int D, bool BF16>
-__device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
-                                                 int mine, const float2 *stats) {
+__device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &a,
+                                                         const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep, int mine,
+                                                         const float2 *stats) {
     const ampc_flash_place &p = sweep.place;
     typedef ampc_flash_part<D, BF16> part;
     const part x(a.own[0].at(p, mine), a.dim), y = PASS == AMPC_FORWARD ? part() : part(a.own[1].at(p, mine), a.dim);
@@ -6381,8 +6651,8 @@ template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float
 /* Raw scores become exp(scaled score - running maximum); o and the sums shrink when it grows (Milakov and Gimelshein
    2018).  `max` are maxima of raw scores; a row that saw nothing yet has -inf, and its weights are 0. */
 template <int D, int M, int N>
-__device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], float scale, float (&max)[M][2], float (&sum)[M][2],
-                                                  float (&o)[M][D / 8][4]) {
+__device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], float scale, float (&max)[M][2],
+                                                          float (&sum)[M][2], float (&o)[M][D / 8][4]) {
     float factor[M][2];
     bool grown = false;
     AMPC_UNROLL
@@ -6432,10 +6702,11 @@ __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], f
     }
 }
 
-/* Sums become what o is multiplied by, and `max` what ampc_flash_power takes; the log-sum-exp of rows below `left` goes to
-   lse, if there is one. */
+/* Sums become what o is multiplied by, and `max` what ampc_flash_power takes; the log-sum-exp of rows below `left` goes
+   to lse, if there is one. */
 template <int M>
-__device__ __forceinline__ void ampc_flash_normalise(const ampc_flash_call &a, float (&max)[M][2], float (&sum)[M][2], float *lse, int left) {
+__device__ __forceinline__ void ampc_flash_normalise(const ampc_flash_call &a, float (&max)[M][2], float (&sum)[M][2],
+                                                     float *lse, int left) {
     int lane = (int)threadIdx.x % 32;
     AMPC_UNROLL
     for (int m = 0; m < M; m++) {
@@ -6454,7 +6725,9 @@ __device__ __forceinline__ void ampc_flash_normalise(const ampc_flash_call &a, f
 }
 
 /* What each row's weights are computed from, for ampc_flash_recompute_row. */
-template <int M> __device__ __forceinline__ void ampc_flash_note(float2 *scratch, const float (&shift)[M][2], const float (&inverse)[M][2]) {
+template <int M>
+__device__ __forceinline__ void ampc_flash_note(float2 *scratch, const float (&shift)[M][2],
+                                                const float (&inverse)[M][2]) {
     int lane = (int)threadIdx.x % 32;
     __syncwarp();
     AMPC_UNROLL
@@ -6465,8 +6738,9 @@ template <int M> __device__ __forceinline__ void ampc_flash_note(float2 *scratch
 
 /* Writes the warp's rows of o, and their log-sum-exp. */
 template <int D, bool BF16, int M>
-__device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const ampc_sweep<false> &sweep, unsigned char *scratch,
-                                               const float (&o)[M][D / 8][4], float (&max)[M][2], float (&sum)[M][2]) {
+__device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const ampc_sweep<false> &sweep,
+                                               unsigned char *scratch, const float (&o)[M][D / 8][4],
+                                               float (&max)[M][2], float (&sum)[M][2]) {
     int mine = ampc_warp_row<M>(), own = sweep.own + mine, left = a.queries - own;
     int64_t head = (int64_t)sweep.place.b * a.heads + sweep.place.h;
     float2 *notes = (float2 *)(scratch + mine * 2 * D);
@@ -6475,17 +6749,20 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
     ampc_tile_write<D, BF16>(o, sum, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
     if (!a.hides || !ampc_has_nan(o)) return;
     ampc_flash_note(notes, max, sum);
-    for (int i = 0; i < min(left, 16 * M); i++) ampc_flash_recompute_row<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
+    for (int i = 0; i < min(left, 16 * M); i++)
+        ampc_flash_recompute_row<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
 }
 
 #endif /* AMPC_TENSOR_CORES */
 
 template <int D, bool BF16>
-__global__ void __launch_bounds__(ampc_flash_shape_of(D, AMPC_FORWARD).threads, ampc_flash_shape_of(D, AMPC_FORWARD).blocks)
-ampc_flash_rows(ampc_flash_call a) {
+__global__ void __launch_bounds__(ampc_flash_shape_of(D, AMPC_FORWARD).threads,
+    ampc_flash_shape_of(D, AMPC_FORWARD).blocks)
+    ampc_flash_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
     constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, AMPC_FORWARD);
-    const int R = AMPC_FLASH_OWN, T = shape.tile, M = R / (shape.threads / 2), N = shape.columns / 8, half = 2 * T * 2 * D;
+    const int R = AMPC_FLASH_OWN, T = shape.tile, M = R / (shape.threads / 2), N = shape.columns / 8,
+              half = 2 * T * 2 * D;
     const int other_half = ampc_flash_holds_all(D, AMPC_FORWARD) ? -half : half;
     const float lowest = ampi_f32_of_bits(0xff800000u);
     AMPC_DYNAMIC(shared);
@@ -6496,7 +6773,8 @@ ampc_flash_rows(ampc_flash_call a) {
     float o[M][D / 8][4] = {}, max[M][2], sum[M][2] = {};
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) max[i / 2][i % 2] = lowest;
-    ampc_tile_fetch<D, R, shape.threads>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, a.dim, a.queries - sweep->own);
+    ampc_tile_fetch<D, R, shape.threads>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, a.dim,
+                                         a.queries - sweep->own);
     ampc_copy_commit();
     int j = sweep->next(sweep->first), turn = 0;
     if (j < sweep->end) ampc_flash_fetch<D, T, shape.threads>(others, a.others, sweep->place, a.dim, j, a.keys);
@@ -6509,7 +6787,8 @@ ampc_flash_rows(ampc_flash_call a) {
         ampc_copy_wait<0>();
         __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
         if (following < sweep->end)
-            ampc_flash_fetch<D, T, shape.threads>(others + (turn ^ 1) * other_half, a.others, sweep->place, a.dim, following, a.keys);
+            ampc_flash_fetch<D, T, shape.threads>(others + (turn ^ 1) * other_half, a.others, sweep->place, a.dim,
+                                                  following, a.keys);
         ampc_copy_commit();
         AMPC_NO_UNROLL
         for (int c = 0; c < T; c += 8 * N) {
@@ -6532,15 +6811,17 @@ ampc_flash_rows(ampc_flash_call a) {
 #endif
 }
 
-/* ---- Backward.  With s the raw scores and lse in powers of 2: p = 2^(scale s - lse) (ampc_flash_power), ds = p (do v^T - delta), delta = the
-   sum of do o over a row; dv = p^T do, dk = factor ds^T q, dq = factor ds k. */
+/* ---- Backward.  With s the raw scores and lse in powers of 2: p = 2^(scale s - lse) (ampc_flash_power), ds = p (do
+   v^T - delta), delta = the sum of do o over a row; dv = p^T do, dk = factor ds^T q, dq = factor ds k. */
 
-/* lse and delta of all queries, LANES threads to a row, V numbers at a time: for the tensor cores 8, and lse as they take it.  Those that see nothing, and those that
-   fill up a head's rows, get lse = infinity, which makes their p and ds 0. */
+/* lse and delta of all queries, LANES threads to a row, V numbers at a time: for the tensor cores 8, and lse as they
+   take it.  Those that see nothing, and those that fill up a head's rows, get lse = infinity, which makes their p and
+   ds 0. */
 template <int V, int LANES> __global__ void __launch_bounds__(256)
 ampc_attention_delta(amp_k_attention a, ampc_divisor padded, ampc_divisor heads, float2 *stats) {
     int64_t rows = a.batch * a.heads * padded.d;
-    for (int64_t row = ((int64_t)blockIdx.x * 256 + threadIdx.x) / LANES; row < rows; row += (int64_t)gridDim.x * (256 / LANES)) {
+    for (int64_t row = ((int64_t)blockIdx.x * 256 + threadIdx.x) / LANES; row < rows;
+         row += (int64_t)gridDim.x * (256 / LANES)) {
         int64_t i, h, head = ampc_divide(row, padded, &i), b = ampc_divide(head, heads, &h);
         int64_t o = b * a.o_stride[0] + i * a.o_stride[1] + h * a.o_stride[2];
         int64_t d_o = b * a.do_stride[0] + i * a.do_stride[1] + h * a.do_stride[2];
@@ -6550,7 +6831,8 @@ ampc_attention_delta(amp_k_attention a, ampc_divisor padded, ampc_divisor heads,
             ampc_widen<V>(ampc_piece_get<V>(ampc_within(a.o, a.dtype, o + d), a.dtype), a.dtype, x);
             ampc_widen<V>(ampc_piece_get<V>(ampc_within(a.d_o, a.dtype, d_o + d), a.dtype), a.dtype, y);
             AMPC_UNROLL
-            for (int e = 0; e < V; e++) sum = ampc_fma(a.compute == a.dtype ? y[e] : ampc_rounded(y[e], a.compute), x[e], sum);
+            for (int e = 0; e < V; e++)
+                sum = ampc_fma(a.compute == a.dtype ? y[e] : ampc_rounded(y[e], a.compute), x[e], sum);
         }
         AMPC_UNROLL
         for (int step = LANES / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
@@ -6562,10 +6844,11 @@ ampc_attention_delta(amp_k_attention a, ampc_divisor padded, ampc_divisor heads,
 }
 
 template <int V, int LANES>
-amp_result ampc_attention_stats(ampc_device *dev, const amp_k_attention &a, int64_t padded, float2 *stats, void *stream) {
+amp_result ampc_attention_stats(ampc_device *dev, const amp_k_attention &a, int64_t padded, float2 *stats,
+                                void *stream) {
     return ampc_launch(dev, "amp_attention_backward", ampc_attention_delta<V, LANES>,
-                       ampc_grid(dev, ampc_blocks(a.batch * a.heads * padded, 256 / LANES), 8), 256, 0, stream, a, padded, a.heads,
-                       stats);
+                       ampc_grid(dev, ampc_blocks(a.batch * a.heads * padded, 256 / LANES), 8), 256, 0, stream, a,
+                       padded, a.heads, stats);
 }
 
 #if AMPC_TENSOR_CORES
@@ -6583,7 +6866,8 @@ __device__ __forceinline__ void ampc_flash_fetch_stats(float2 *scratch, const fl
 
 /* Scores and do v^T become p and ds; stats: of the columns if those are the queries, else of the warp's rows. */
 template <bool KEYS, int M, int N>
-__device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, float (&s)[M][N][4], float (&ds)[M][N][4], const float2 *stats) {
+__device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, float (&s)[M][N][4], float (&ds)[M][N][4],
+                                                  const float2 *stats) {
     int lane = (int)threadIdx.x % 32;
     AMPC_UNROLL
     for (int k = 0; k < 2 * (KEYS ? N : M); k++) {
@@ -6610,8 +6894,10 @@ __device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, floa
 
 /* Writes the warp's rows of the results, of `rows`. */
 template <ampc_flash_pass PASS, int D, bool BF16, int M>
-__device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
-                                                        unsigned char *scratch, int rows, const float (&first)[M][D / 8][4],
+__device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a,
+                                                        const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
+                                                        unsigned char *scratch, int rows,
+                                                        const float (&first)[M][D / 8][4],
                                                         const float (&second)[M][D / 8][4]) {
     const bool KEYS = PASS == AMPC_TO_KEYS;
     int mine = ampc_warp_row<M>(), own = sweep.own + mine, left = rows - own;
@@ -6620,10 +6906,13 @@ __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a
     if (left <= 0) return;
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = a.factor;
-    ampc_tile_write<D, BF16>(first, factor, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
+    ampc_tile_write<D, BF16>(first, factor, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, a.dim,
+                             left);
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = 1.0f;
-    if (KEYS) ampc_tile_write<D, BF16>(second, factor, scratch + mine * 2 * D, a.out[1].at(sweep.place, own), a.out[1].row, a.dim, left);
+    if (KEYS)
+        ampc_tile_write<D, BF16>(second, factor, scratch + mine * 2 * D, a.out[1].at(sweep.place, own), a.out[1].row,
+                                 a.dim, left);
     if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
     __syncwarp();
     for (int i = own; i < own + min(left, 16 * M); i++)
@@ -6638,14 +6927,16 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
     const bool KEYS = PASS == AMPC_TO_KEYS;
     constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, PASS);
-    const int R = AMPC_FLASH_OWN, T = shape.tile, M = R / (shape.threads / 2), N = shape.columns / 8, half = 2 * T * 2 * D;
+    const int R = AMPC_FLASH_OWN, T = shape.tile, M = R / (shape.threads / 2), N = shape.columns / 8,
+              half = 2 * T * 2 * D;
     const int other_half = ampc_flash_holds_all(D, PASS) ? -half : half;
     AMPC_DYNAMIC(shared);
     ampc_sweep<KEYS> *sweep = (ampc_sweep<KEYS> *)(shared + ampc_flash_shared(D, PASS) - AMPC_SWEEP_BYTES);
     if (threadIdx.x % 32 == 0) sweep->open(a, T);
     __syncthreads();
     unsigned char *others = shared + 2 * R * 2 * D;
-    float2 *stats_scratch = (float2 *)(others + half + (other_half > 0 ? half : 0));     /* of the tiles' queries, or of the own ones */
+    /* of the tiles' queries, or of the own ones */
+    float2 *stats_scratch = (float2 *)(others + half + (other_half > 0 ? half : 0));
     const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
     float first[M][D / 8][4] = {}, second[M][D / 8][4] = {};
     auto fetch = [&](int from, int to) {
@@ -6708,10 +6999,13 @@ bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
     if (a.dim < 8 || a.dim > 128 || a.dim % 8 != 0) return false;
     if (dev->has.shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS)) return false;
     if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is looked for before scaling */
-    if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST || a.keys > AMPC_FLASH_LONGEST) return false;
+    if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST ||
+        a.keys > AMPC_FLASH_LONGEST)
+        return false;
     if (a.batch * a.heads > INT32_MAX / ampc_blocks(a.queries > a.keys ? a.queries : a.keys, 64)) return false;
-    return ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) && ampc_flash_aligned(a.v, a.v_stride) &&
-           ampc_flash_aligned(a.o, a.o_stride) && ampc_flash_aligned(a.d_o, a.do_stride) && ampc_flash_aligned(a.dq, a.dq_stride) &&
+    return ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) &&
+           ampc_flash_aligned(a.v, a.v_stride) && ampc_flash_aligned(a.o, a.o_stride) &&
+           ampc_flash_aligned(a.d_o, a.do_stride) && ampc_flash_aligned(a.dq, a.dq_stride) &&
            ampc_flash_aligned(a.dk, a.dk_stride) && ampc_flash_aligned(a.dv, a.dv_stride);
 }
 
@@ -6737,8 +7031,9 @@ ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pas
     c.own[1] = pass == AMPC_TO_KEYS ? v : d_o;
     c.others[0] = pass == AMPC_TO_KEYS ? q : k;
     c.others[1] = pass == AMPC_TO_KEYS ? d_o : v;
-    c.out[0] = pass == AMPC_FORWARD ? ampc_flash_operand_of(a.o, a.o_stride)
-             : pass == AMPC_TO_QUERIES ? ampc_flash_operand_of(a.dq, a.dq_stride) : ampc_flash_operand_of(a.dk, a.dk_stride);
+    c.out[0] = pass == AMPC_FORWARD      ? ampc_flash_operand_of(a.o, a.o_stride)
+               : pass == AMPC_TO_QUERIES ? ampc_flash_operand_of(a.dq, a.dq_stride)
+                                         : ampc_flash_operand_of(a.dk, a.dk_stride);
     c.out[1] = ampc_flash_operand_of(a.dv, a.dv_stride);
     c.lse = a.lse;
     c.padded = ampc_blocks(a.queries, 128) * 128;
@@ -6747,18 +7042,20 @@ ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pas
 
 template <int D, bool BF16> struct ampc_flash_kind { enum { d = D, bf16 = BF16 }; };
 template <class F> amp_result ampc_flash_pick(const amp_k_attention &a, F run) {
-    if (ampc_flash_width(a.dim) == 64) return a.dtype == AMP_BF16 ? run(ampc_flash_kind<64, true>()) : run(ampc_flash_kind<64, false>());
+    if (ampc_flash_width(a.dim) == 64)
+        return a.dtype == AMP_BF16 ? run(ampc_flash_kind<64, true>()) : run(ampc_flash_kind<64, false>());
     return a.dtype == AMP_BF16 ? run(ampc_flash_kind<128, true>()) : run(ampc_flash_kind<128, false>());
 }
 
 /* Those of a head's tensor that differ, in order. */
-__global__ void __launch_bounds__(256) ampc_flash_pack(amp_mask mask, ampc_flash_bits to, int64_t heads, int64_t queries, int64_t keys,
-                                                       int64_t groups) {
+__global__ void __launch_bounds__(256)
+    ampc_flash_pack(amp_mask mask, ampc_flash_bits to, int64_t heads, int64_t queries, int64_t keys, int64_t groups) {
     const int lane = (int)threadIdx.x % 32;
     for (int64_t group = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; group < groups; group += (int64_t)gridDim.x * 8) {
-        int64_t row = group / (to.row / 4), key = (group - row * (to.row / 4)) * 128 + lane, head = row / queries, b = head / heads;
-        const uint8_t *from = mask.allowed + b * mask.allowed_batch_stride + (head - b * heads) * mask.allowed_head_stride +
-                              (row - head * queries) * keys;
+        int64_t row = group / (to.row / 4), key = (group - row * (to.row / 4)) * 128 + lane, head = row / queries,
+                b = head / heads;
+        const uint8_t *from = mask.allowed + b * mask.allowed_batch_stride +
+                              (head - b * heads) * mask.allowed_head_stride + (row - head * queries) * keys;
         bool seen[4];
         AMPC_UNROLL
         for (int i = 0; i < 4; i++) seen[i] = key + 32 * i < keys && from[key + 32 * i] != 0;
@@ -6769,8 +7066,8 @@ __global__ void __launch_bounds__(256) ampc_flash_pack(amp_mask mask, ampc_flash
 }
 
 /* Packs an arbitrary mask into scratch memory, once where sequences or heads share it; others need no bits. */
-amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const char *name, void *stream, ampc_scratch *scratch,
-                           ampc_flash_bits *bits) {
+amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const char *name, void *stream,
+                           ampc_scratch *scratch, ampc_flash_bits *bits) {
     const amp_mask &mask = a.mask;
     int64_t heads = mask.allowed_head_stride ? a.heads : 1, batch = mask.allowed_batch_stride ? a.batch : 1, words;
     *bits = ampc_flash_bits{NULL, 0, 0, 0};
@@ -6781,8 +7078,8 @@ amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const cha
     words = batch * heads * a.queries * bits->row;
     AMPC_TRY(scratch->get((size_t)words * sizeof(uint32_t), name));
     bits->data = (uint32_t *)scratch->data;
-    return ampc_launch(dev, name, ampc_flash_pack, ampc_grid(dev, ampc_blocks(words, 4 * 8), 8), 256, 0, stream, mask, *bits, heads,
-                       a.queries, a.keys, words / 4);
+    return ampc_launch(dev, name, ampc_flash_pack, ampc_grid(dev, ampc_blocks(words, 4 * 8), 8), 256, 0, stream, mask,
+                       *bits, heads, a.queries, a.keys, words / 4);
 }
 
 amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &a, void *stream) {
@@ -6792,8 +7089,10 @@ amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &a, void *
     const ampc_flash_call call = ampc_flash_prepare(a, AMPC_FORWARD, bits);
     return ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
-        return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::bf16>, (unsigned)(call.all_heads * call.tiles),
-                           (unsigned)ampc_flash_shape_of(K::d, AMPC_FORWARD).threads, ampc_flash_shared(K::d, AMPC_FORWARD), stream, call);
+        return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::bf16>,
+                           (unsigned)(call.all_heads * call.tiles),
+                           (unsigned)ampc_flash_shape_of(K::d, AMPC_FORWARD).threads,
+                           ampc_flash_shared(K::d, AMPC_FORWARD), stream, call);
     });
 }
 
@@ -6842,13 +7141,18 @@ __device__ __forceinline__ int64_t ampc_head_at(const ampc_attention_item &i, co
     return i.b * stride[0] + i.h * stride[2];
 }
 /* A head as an operand: its rows, to be multiplied over the columns; or its columns from c0 on, over the rows. */
-__device__ __forceinline__ ampc_operand ampc_head_rows(const amp_k_attention &a, const ampc_attention_item &i, const void *data,
-                                                       const int64_t (&stride)[3], int64_t rows) {
+__device__ __forceinline__ ampc_operand ampc_head_rows(const amp_k_attention &a, const ampc_attention_item &i,
+                                                       const void *data, const int64_t (&stride)[3], int64_t rows) {
     return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride)), a.dtype, a.compute, stride[1], 1, rows};
 }
 __device__ __forceinline__ ampc_operand ampc_head_columns(const amp_k_attention &a, const ampc_attention_item &i,
                                                           const void *data, const int64_t (&stride)[3]) {
-    return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride) + i.c0), a.dtype, a.compute, 1, stride[1], a.dim - i.c0};
+    return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride) + i.c0),
+                        a.dtype,
+                        a.compute,
+                        1,
+                        stride[1],
+                        a.dim - i.c0};
 }
 
 /* Shared memory of a block.  Each product uses it again at once. */
@@ -6861,15 +7165,16 @@ struct ampc_attention_scratch {
     ampc_span reach;                            /* of the owned queries: keys below `first`, and those in [low, high) */
 };
 
-/* The block's next item, of `groups` of 64 N columns.  Heads vary fastest, so that the tiles of one place, which cost the
-   same, run together.  It lies in shared memory to leave the registers to sums. */
+/* The block's next item, of `groups` of 64 N columns.  Heads vary fastest, so that the tiles of one place, which cost
+   the same, run together.  It lies in shared memory to leave the registers to sums. */
 template <int N>
-__device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, int64_t number, int64_t groups, int64_t tiles,
-                                                     bool last_first, ampc_attention_scratch *scratch) {
+__device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, int64_t number, int64_t groups,
+                                                     int64_t tiles, bool last_first, ampc_attention_scratch *scratch) {
     int64_t heads = a.batch * a.heads, place = number / heads, head = number - place * heads, tile = place / groups;
     if (threadIdx.x == 0)
-        scratch->item = ampc_attention_item{head / a.heads, head % a.heads, (last_first ? tiles - 1 - tile : tile) * AMPC_GEMM_TILE,
-                                         (place - tile * groups) * AMPC_GEMM_TILE * N};
+        scratch->item =
+            ampc_attention_item{head / a.heads, head % a.heads, (last_first ? tiles - 1 - tile : tile) * AMPC_GEMM_TILE,
+                                (place - tile * groups) * AMPC_GEMM_TILE * N};
     __syncthreads();
 }
 
@@ -6896,7 +7201,8 @@ __device__ __forceinline__ void ampc_attention_reach(ampc_attention_scratch *scr
     if (threadIdx.x < 32) {
         const ampc_span &s = scratch->sights[threadIdx.x].span, &t = scratch->sights[threadIdx.x + 32].span;
         int64_t first = ampc_warp_max(s.first > t.first ? s.first : t.first);
-        int64_t low = ampc_warp_max(-(s.low < t.low ? s.low : t.low)), high = ampc_warp_max(s.high > t.high ? s.high : t.high);
+        int64_t low = ampc_warp_max(-(s.low < t.low ? s.low : t.low)),
+                high = ampc_warp_max(s.high > t.high ? s.high : t.high);
         if (threadIdx.x == 0) scratch->reach = ampc_span{first, -low, high};
     }
     __syncthreads();
@@ -6904,7 +7210,8 @@ __device__ __forceinline__ void ampc_attention_reach(ampc_attention_scratch *scr
 
 /* Bit 4 i + j: whether this thread's owned row i and other row j see each other.  The keys at hand start at `key`.
    KEYS: they are the owned rows. */
-template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(const ampc_attention_scratch *scratch, int64_t key) {
+template <bool KEYS>
+__device__ __forceinline__ unsigned ampc_attention_look(const ampc_attention_scratch *scratch, int64_t key) {
     int x = 4 * (int)(threadIdx.x % 16), y = 4 * (int)(threadIdx.x / 16);
     unsigned seen = 0;
     AMPC_UNROLL
@@ -6925,13 +7232,14 @@ template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(con
 
 /* sum[i][j] = row i0 + 4 y + i of x times row j0 + 4 x + j of y */
 __device__ __forceinline__ void ampc_attention_sum(const amp_k_attention &a, const ampc_operand &own, int64_t i0,
-                                                   const ampc_operand &other, int64_t j0, ampc_attention_scratch *scratch,
-                                                   float (&sum)[4][4]) {
+                                                   const ampc_operand &other, int64_t j0,
+                                                   ampc_attention_scratch *scratch, float (&sum)[4][4]) {
     ampc_gemm_sum(own, 0, i0, other, 0, j0, a.dim, scratch->tiles[0], scratch->tiles[1], sum);
 }
 
 /* Hands this thread's weights to the block, rounded to the compute dtype. */
-__device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_dtype compute, ampc_attention_scratch *scratch) {
+__device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_dtype compute,
+                                                    ampc_attention_scratch *scratch) {
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
     AMPC_UNROLL
     for (int j = 0; j < 4; j++) {
@@ -6966,16 +7274,17 @@ __device__ __forceinline__ bool ampc_mask_hides(const amp_mask &mask) {
 
 /* Rounds factor[i] * sum into a head of a tensor of `rows` rows. */
 template <int N>
-__device__ __forceinline__ void ampc_attention_store(const amp_k_attention &a, const ampc_attention_item &item, void *data,
-                                                     const int64_t (&stride)[3], int64_t rows, const float (&sum)[N][4][4],
-                                                     const float (&factor)[4]) {
+__device__ __forceinline__ void ampc_attention_store(const amp_k_attention &a, const ampc_attention_item &item,
+                                                     void *data, const int64_t (&stride)[3], int64_t rows,
+                                                     const float (&sum)[N][4][4], const float (&factor)[4]) {
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
     AMPC_UNROLL
     for (int e = 0; e < 16 * N; e++) {
         int n = e / 16, i = e / 4 % 4, j = e % 4;
         int64_t row = item.i0 + 4 * y + i, column = item.c0 + n * AMPC_GEMM_TILE + 4 * x + j;
         if (row < rows && column < a.dim)
-            ampc_put_stored(data, a.dtype, ampc_head_at(item, stride) + row * stride[1] + column, ampc_mul(sum[n][i][j], factor[i]));
+            ampc_put_stored(data, a.dtype, ampc_head_at(item, stride) + row * stride[1] + column,
+                            ampc_mul(sum[n][i][j], factor[i]));
     }
 }
 
@@ -7037,7 +7346,8 @@ ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
                                ampc_head_rows(a, item, a.k, a.k_stride, a.keys), key, scratch, s);
             running.add(s, seen, a.scale, rescale);
             AMPC_UNROLL
-            for (int e = 0; e < 16 * N; e++) sum[e / 16][e / 4 % 4][e % 4] = ampc_mul(sum[e / 16][e / 4 % 4][e % 4], rescale[e / 4 % 4]);
+            for (int e = 0; e < 16 * N; e++)
+                sum[e / 16][e / 4 % 4][e % 4] = ampc_mul(sum[e / 16][e / 4 % 4][e % 4], rescale[e / 4 % 4]);
             ampc_attention_hand(s, a.compute, scratch);
             ampc_attention_add<N>(ampc_head_columns(a, item, a.v, a.v_stride), key, a.keys, masked, scratch, sum);
         }
@@ -7053,8 +7363,9 @@ ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
     }
 }
 
-/* ---- Backward, with s the scaled scores: p = exp(s - lse), dp = do v^T, delta = sum over d of do o, ds = p (dp - delta);
-   dq = scale ds k, dk = scale ds^T q, dv = p^T do.  One kernel owns queries and sums dq, or owns keys and sums dk and dv. */
+/* ---- Backward, with s the scaled scores: p = exp(s - lse), dp = do v^T, delta = sum over d of do o, ds = p (dp -
+   delta); dq = scale ds k, dk = scale ds^T q, dv = p^T do.  One kernel owns queries and sums dq, or owns keys and sums
+   dk and dv. */
 
 /* Scores become p, and dp becomes ds; hidden ones 0. */
 template <bool KEYS>
@@ -7083,7 +7394,8 @@ ampc_attention_gradient_kernel(amp_k_attention a, const float2 *stats, int64_t t
             ampc_attention_open(a, item.i0, stats, scratch);
             ampc_attention_reach(scratch);
         }
-        for (int64_t other = 0; KEYS ? other < a.queries : other < reach.first || other < reach.high; other += AMPC_GEMM_TILE) {
+        for (int64_t other = 0; KEYS ? other < a.queries : other < reach.first || other < reach.high;
+             other += AMPC_GEMM_TILE) {
             const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
             const ampc_operand k = ampc_head_rows(a, item, a.k, a.k_stride, a.keys);
             const ampc_operand v = ampc_head_rows(a, item, a.v, a.v_stride, a.keys);
@@ -7098,10 +7410,12 @@ ampc_attention_gradient_kernel(amp_k_attention a, const float2 *stats, int64_t t
             ampc_attention_slopes<KEYS>(s, dp, seen, a.scale, scratch);
             if constexpr (KEYS) {
                 ampc_attention_hand(s, a.compute, scratch);
-                ampc_attention_add<N>(ampc_head_columns(a, item, a.d_o, a.do_stride), other, a.queries, masked, scratch, second);
+                ampc_attention_add<N>(ampc_head_columns(a, item, a.d_o, a.do_stride), other, a.queries, masked, scratch,
+                                      second);
             }
             ampc_attention_hand(dp, a.compute, scratch);
-            ampc_attention_add<N>(KEYS ? ampc_head_columns(a, item, a.q, a.q_stride) : ampc_head_columns(a, item, a.k, a.k_stride),
+            ampc_attention_add<N>(KEYS ? ampc_head_columns(a, item, a.q, a.q_stride)
+                                       : ampc_head_columns(a, item, a.k, a.k_stride),
                                   other, KEYS ? a.queries : a.keys, masked, scratch, first);
         }
         const float scales[4] = {a.scale, a.scale, a.scale, a.scale}, ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
@@ -7114,34 +7428,45 @@ ampc_attention_gradient_kernel(amp_k_attention a, const float2 *stats, int64_t t
 }
 
 /* Calls run(tiles, groups, grid) for `rows` owned rows: tiles of them, groups of `width` columns. */
-template <class F> amp_result ampc_attention_launch(ampc_device *dev, const amp_k_attention *a, int64_t rows, int64_t width, F run) {
+template <class F>
+amp_result ampc_attention_launch(ampc_device *dev, const amp_k_attention *a, int64_t rows, int64_t width, F run) {
     int64_t tiles = ampc_blocks(rows, AMPC_GEMM_TILE), groups = a->dim > 0 ? ampc_blocks(a->dim, width) : 1;
     return run(tiles, groups, ampc_grid(dev, a->batch * a->heads * tiles * groups, AMPC_ATTENTION_PER_SM));
 }
 
 template <int N> amp_result ampc_attention_as(ampc_device *dev, const amp_k_attention *a, void *stream) {
-    return ampc_attention_launch(dev, a, a->queries, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
-        return ampc_launch(dev, "amp_attention", ampc_attention_kernel<N>, grid, 256, 0, stream, *a, tiles, groups);
-    });
+    return ampc_attention_launch(dev, a, a->queries, N * AMPC_GEMM_TILE,
+                                 [&](int64_t tiles, int64_t groups, unsigned grid) {
+                                     return ampc_launch(dev, "amp_attention", ampc_attention_kernel<N>, grid, 256, 0,
+                                                        stream, *a, tiles, groups);
+                                 });
 }
 
-template <int N> amp_result ampc_attention_gradients_as(ampc_device *dev, const amp_k_attention *a, const float2 *stats, void *stream) {
+template <int N>
+amp_result ampc_attention_gradients_as(ampc_device *dev, const amp_k_attention *a, const float2 *stats, void *stream) {
     const char *name = "amp_attention_backward";
-    amp_result result = ampc_attention_launch(dev, a, a->queries, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
-        return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, false>, grid, 256, 0, stream, *a, stats, tiles, groups);
-    });
+    amp_result result =
+        ampc_attention_launch(dev, a, a->queries, N * AMPC_GEMM_TILE,
+                              [&](int64_t tiles, int64_t groups, unsigned grid) {
+                                  return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, false>, grid, 256, 0,
+                                                     stream, *a, stats, tiles, groups);
+                              });
     if (result != AMP_OK) return result;
-    return ampc_attention_launch(dev, a, a->keys, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
-        return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, true>, grid, 256, 0, stream, *a, stats, tiles, groups);
-    });
+    return ampc_attention_launch(dev, a, a->keys, N * AMPC_GEMM_TILE,
+                                 [&](int64_t tiles, int64_t groups, unsigned grid) {
+                                     return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, true>, grid, 256,
+                                                        0, stream, *a, stats, tiles, groups);
+                                 });
 }
 
 /* One of q, k and v, cut if it is to be. */
-amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp_k_cut *cut, const amp_k_attention &a, int64_t positions,
-                              const void **x, int64_t (&stride)[3], void *stream) {
+amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp_k_cut *cut, const amp_k_attention &a,
+                              int64_t positions, const void **x, int64_t (&stride)[3], void *stream) {
     if (cut == NULL) return AMP_OK;
     AMPC_TRY(scratch.get((size_t)(a.batch * positions * a.heads * a.dim * ampc_dtype_size(a.dtype)), "amp_attention"));
-    ampc_cut c = {*x, scratch.data, a.dtype, a.dtype, {a.batch, positions, a.heads}, a.dim, {stride[0], stride[1], stride[2]}, *cut};
+    ampc_cut c =
+        {*x,  scratch.data, a.dtype, a.dtype, {a.batch, positions, a.heads}, a.dim, {stride[0], stride[1], stride[2]},
+         *cut};
     AMPC_TRY(ampc_cut_run(dev, c, "amp_attention", stream));
     *x = scratch.data;
     stride[2] = a.dim, stride[1] = a.heads * a.dim, stride[0] = positions * a.heads * a.dim;
@@ -7198,12 +7523,14 @@ amp_result ampc_allow_large(ampc_device *dev) {
             else return ampc_allow_shared(dev, ampc_norm_rows<S::v, S::e, false>, ampc_norm_gradient_wide<S::v, S::e>);
         }));
     }
-    AMPC_TRY(ampc_allow_shared(dev, ampc_cross_entropy_rows<8, true>, ampc_cross_entropy_rows<4, true>, ampc_cross_entropy_rows<1, true>));
+    AMPC_TRY(ampc_allow_shared(dev, ampc_cross_entropy_rows<8, true>, ampc_cross_entropy_rows<4, true>,
+                               ampc_cross_entropy_rows<1, true>));
     for (int way = 0; way < 4 && dev->has.tensor_cores; way++) {
         a.dim = way & 1 ? 128 : 64, a.dtype = way & 2 ? AMP_BF16 : AMP_F16;
         AMPC_TRY(ampc_flash_pick(a, [&](auto kind) {
             typedef decltype(kind) K;
-            return ampc_allow_shared(dev, ampc_flash_rows<K::d, K::bf16>, ampc_flash_gradient_rows<AMPC_TO_KEYS, K::d, K::bf16>,
+            return ampc_allow_shared(dev, ampc_flash_rows<K::d, K::bf16>,
+                                     ampc_flash_gradient_rows<AMPC_TO_KEYS, K::d, K::bf16>,
                                      ampc_flash_gradient_rows<AMPC_TO_QUERIES, K::d, K::bf16>);
         }));
     }
@@ -7212,34 +7539,72 @@ amp_result ampc_allow_large(ampc_device *dev) {
 
 /* ==== Table ========================================================================================= */
 
-__extension__ const amp_backend ampc_backend = {
-    .abi = AMP_ABI, .name = "cuda",
-    .open = ampc_open, .close = ampc_close, .describe = ampc_describe,
-    .fuses = 1, .host_visible = 0, .saturates = 1, .reserved = 0, .alloc = ampc_alloc, .free = ampc_free, .alloc_pinned = ampc_alloc_pinned,
-    .free_pinned = ampc_free_pinned,
-    .copy = ampc_copy, .fill = ampc_fill, .memory_kind = ampc_place_of, .memory = ampc_memory,
-    .stream_create = ampc_stream_create, .stream_destroy = ampc_stream_destroy, .stream_sync = ampc_stream_sync,
-    .event_create = ampc_event_create, .event_destroy = ampc_event_destroy, .event_record = ampc_event_record,
-    .event_wait = ampc_event_wait,
-    .event_done = ampc_event_done, .event_sync = ampc_event_sync, .event_elapsed = ampc_event_elapsed,
-    .graph_begin = ampc_graph_begin, .graph_end = ampc_graph_end, .graph_launch = ampc_graph_launch,
-    .graph_destroy = ampc_graph_destroy,
-    .telemetry = ampc_telemetry, .profile_push = ampc_profile_push, .profile_pop = ampc_profile_pop,
-    .plans_save = ampc_plans_save, .plans_load = ampc_plans_load, .trim = ampc_trim_idle,
-    .cast = ampc_cast, .gemm = ampc_gemm,
-    .gemm_pack_size = ampc_gemm_pack_size, .gemm_pack = ampc_gemm_pack,
-    .gemm_reserve = ampc_gemm_reserve, .gemm_release = ampc_gemm_release, .column_sum = ampc_column_sum,
-    .attention = ampc_attention, .attention_backward = ampc_attention_backward,
-    .norm = ampc_norm, .norm_backward = ampc_norm_backward,
-    .softmax = ampc_softmax, .softmax_backward = ampc_softmax_backward,
-    .activation = ampc_activation, .activation_backward = ampc_activation_backward,
-    .swiglu = ampc_swiglu, .swiglu_backward = ampc_swiglu_backward,
-    .cross_entropy = ampc_cross_entropy, .mse = ampc_mse,
-    .embedding = ampc_embedding, .embedding_backward = ampc_embedding_backward,
-    .dropout = ampc_dropout, .add = ampc_add,
-    .check = ampc_check_grads, .adamw = ampc_adamw, .sgd = ampc_sgd,
-    .scale_ranges = ampc_scale_ranges, .inspect = ampc_inspect, .rule = ampc_rule
-};
+__extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
+                                                .name = "cuda",
+                                                .open = ampc_open,
+                                                .close = ampc_close,
+                                                .describe = ampc_describe,
+                                                .fuses = 1,
+                                                .host_visible = 0,
+                                                .saturates = 1,
+                                                .reserved = 0,
+                                                .alloc = ampc_alloc,
+                                                .free = ampc_free,
+                                                .alloc_pinned = ampc_alloc_pinned,
+                                                .free_pinned = ampc_free_pinned,
+                                                .copy = ampc_copy,
+                                                .fill = ampc_fill,
+                                                .memory_kind = ampc_place_of,
+                                                .memory = ampc_memory,
+                                                .stream_create = ampc_stream_create,
+                                                .stream_destroy = ampc_stream_destroy,
+                                                .stream_sync = ampc_stream_sync,
+                                                .event_create = ampc_event_create,
+                                                .event_destroy = ampc_event_destroy,
+                                                .event_record = ampc_event_record,
+                                                .event_wait = ampc_event_wait,
+                                                .event_done = ampc_event_done,
+                                                .event_sync = ampc_event_sync,
+                                                .event_elapsed = ampc_event_elapsed,
+                                                .graph_begin = ampc_graph_begin,
+                                                .graph_end = ampc_graph_end,
+                                                .graph_launch = ampc_graph_launch,
+                                                .graph_destroy = ampc_graph_destroy,
+                                                .telemetry = ampc_telemetry,
+                                                .profile_push = ampc_profile_push,
+                                                .profile_pop = ampc_profile_pop,
+                                                .plans_save = ampc_plans_save,
+                                                .plans_load = ampc_plans_load,
+                                                .trim = ampc_trim_idle,
+                                                .cast = ampc_cast,
+                                                .gemm = ampc_gemm,
+                                                .gemm_pack_size = ampc_gemm_pack_size,
+                                                .gemm_pack = ampc_gemm_pack,
+                                                .gemm_reserve = ampc_gemm_reserve,
+                                                .gemm_release = ampc_gemm_release,
+                                                .column_sum = ampc_column_sum,
+                                                .attention = ampc_attention,
+                                                .attention_backward = ampc_attention_backward,
+                                                .norm = ampc_norm,
+                                                .norm_backward = ampc_norm_backward,
+                                                .softmax = ampc_softmax,
+                                                .softmax_backward = ampc_softmax_backward,
+                                                .activation = ampc_activation,
+                                                .activation_backward = ampc_activation_backward,
+                                                .swiglu = ampc_swiglu,
+                                                .swiglu_backward = ampc_swiglu_backward,
+                                                .cross_entropy = ampc_cross_entropy,
+                                                .mse = ampc_mse,
+                                                .embedding = ampc_embedding,
+                                                .embedding_backward = ampc_embedding_backward,
+                                                .dropout = ampc_dropout,
+                                                .add = ampc_add,
+                                                .check = ampc_check_grads,
+                                                .adamw = ampc_adamw,
+                                                .sgd = ampc_sgd,
+                                                .scale_ranges = ampc_scale_ranges,
+                                                .inspect = ampc_inspect,
+                                                .rule = ampc_rule};
 
 } /* namespace */
 

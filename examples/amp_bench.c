@@ -37,7 +37,8 @@ static const option options[] = {
     {"heads", INTEGER, FIELD(heads), "auto", 1, 4096, "auto=0", "must divide the channels; auto: 64 channels each"},
     {"vocab", INTEGER, FIELD(vocab), "auto", 2, 65536, "auto=0",
      "auto: BERT's 30522 and GPT-2's 50257 on a GPU, 8192 on a CPU"},
-    {"batch", INTEGER, FIELD(batch), "auto", 1, 1 << 20, "auto=0", "sequences; auto: 16 (encoder) and 8 on a GPU, 4 on a CPU"},
+    {"batch", INTEGER, FIELD(batch), "auto", 1, 1 << 20, "auto=0",
+     "sequences; auto: 16 (encoder) and 8 on a GPU, 4 on a CPU"},
     {"seq", INTEGER, FIELD(seq), "auto", 1, 1 << 20, "auto=0",
      "tokens in a sequence; auto: 512 (encoder) and 1024 on a GPU, 128 on a CPU"},
 
@@ -142,7 +143,8 @@ static void json_size(bench *b, const workload_desc *d) {
 /* ==== Precisions ================================================================================= */
 
 enum { WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CAST_CACHE, WORKSPACE, PARTS };
-static const char *const part_names[PARTS] = {"weights", "gradients", "optimizer", "activations", "cast cache", "workspace"};
+static const char *const part_names[PARTS] = {
+    "weights", "gradients", "optimizer", "activations", "cast cache", "workspace"};
 
 typedef struct precision_row {
     int supported, emulated;
@@ -204,8 +206,14 @@ static amp_result measure_memory(const bench *b, const workload_desc *size, amp_
     return result;
 }
 
-static int forward_step(void *user, amp_context *amp) { (void)amp; return workload_pass((workload *)user, NULL, NULL, 0); }
-static int backward_step(void *user, amp_context *amp) { (void)amp; return workload_pass((workload *)user, NULL, NULL, 1); }
+static int forward_step(void *user, amp_context *amp) {
+    (void)amp;
+    return workload_pass((workload *)user, NULL, NULL, 0);
+}
+static int backward_step(void *user, amp_context *amp) {
+    (void)amp;
+    return workload_pass((workload *)user, NULL, NULL, 1);
+}
 static int full_step(void *user, amp_context *amp) { (void)amp; return workload_step((workload *)user, NULL, NULL); }
 
 /* Times all precisions in turn, and holds their gradients against fp32's. */
@@ -245,15 +253,17 @@ static amp_result time_rows(const bench *b, workload *w, precision_row rows[PREC
 /* "gain", "loss" or "even" of a ratio that is above 1 where it gains. */
 static const char *gain_text(double ratio) { return ratio >= 1.005 ? "gain" : ratio <= 0.995 ? "loss" : "even"; }
 
-static void print_row(bench *b, const workload_desc *size, amp_dtype dtype, const precision_row *row, const precision_row *full) {
+static void print_row(bench *b, const workload_desc *size, amp_dtype dtype, const precision_row *row,
+                      const precision_row *full) {
     static const char *const verdicts[] = {"", "pass", "inaccurate", "not finite", "failed"};
     double speedup = full->seconds > 0 && row->seconds > 0 ? full->seconds / row->seconds : 0;
     double reduction = full->total > 0 ? 1 - (double)row->total / (double)full->total : 0;
     char name[32];
     int i;
     snprintf(name, sizeof name, "%s%s", amp_dtype_name(dtype), row->emulated ? " emulated" : "");
-    printf("  %-14s %10.2f %8.2f %-5s %10.1f %9.1f%% %-5s", name, 1e3 * row->seconds, speedup, row == full || speedup <= 0 ? "" : gain_text(speedup),
-           (double)row->total / 1048576, 100 * reduction, row == full ? "" : gain_text(1 / (1 - reduction)));
+    printf("  %-14s %10.2f %8.2f %-5s %10.1f %9.1f%% %-5s", name, 1e3 * row->seconds, speedup,
+           row == full || speedup <= 0 ? "" : gain_text(speedup), (double)row->total / 1048576, 100 * reduction,
+           row == full ? "" : gain_text(1 / (1 - reduction)));
     for (i = 0; i < PARTS; i++) printf(" %11.1f", (double)row->parts[i] / 1048576);
     printf("%s%s\n", row->reason[0] != 0 ? "  " : "", row->reason);
     json_row(b, "precision");
@@ -274,8 +284,8 @@ static void print_row(bench *b, const workload_desc *size, amp_dtype dtype, cons
 static void print_table(bench *b, const workload_desc *d, precision_row rows[PRECISIONS]) {
     int i;
     printf("\n%s, %s: %lld layers, %lld channels, vocabulary %lld, batch %lld x %lld, median of %lld\n", named_shape(d),
-           d->inference ? "forward only" : "full step", (long long)d->layers, (long long)d->channels, (long long)d->vocab,
-           (long long)d->batch, (long long)d->seq, (long long)b->set.iterations);
+           d->inference ? "forward only" : "full step", (long long)d->layers, (long long)d->channels,
+           (long long)d->vocab, (long long)d->batch, (long long)d->seq, (long long)b->set.iterations);
     printf("  %-14s %10s %8s %-5s %10s %10s %-5s", "", "ms", "speedup", "", "MiB", "reduction", "");
     for (i = 0; i < PARTS; i++) printf(" %11s", part_names[i]);
     printf("\n");
@@ -321,7 +331,8 @@ static amp_result bench_precision(bench *b) {
         if (strcmp(b->set.model, encodes ? "decoder" : "encoder") == 0) continue;
         for (inference = 1; inference >= 0; inference--) TRY(bench_pass(b, encodes, inference));
     }
-    printf("\n  speedup and reduction: beside fp32; workspace: kernels' scratch, the batch and the library's own memory\n");
+    printf("\n  speedup and reduction: beside fp32; workspace: kernels' scratch, the batch and the library's own "
+           "memory\n");
     return AMP_OK;
 }
 
@@ -383,14 +394,18 @@ static amp_result step_own(side *s) { return workload_step(&s->work, NULL, NULL)
 enum { MICRO_BATCHES = 4 };
 static void describe_cast_cache(int on, amp_desc *context, workload_desc *model) {
     context->disable_cache = !on;
-    model->accumulation = MICRO_BATCHES;        /* the same weights are used several times: there is something to keep */
+    /* the same weights are used several times: there is something to keep */
+    model->accumulation = MICRO_BATCHES;
 }
 static amp_result step_accumulated(side *s) {
     int i;
     for (i = 0; i < MICRO_BATCHES; i++) TRY(workload_step(&s->work, NULL, NULL));
     return AMP_OK;
 }
-static void describe_recompute(int on, amp_desc *context, workload_desc *model) { (void)context; model->recompute = on; }
+static void describe_recompute(int on, amp_desc *context, workload_desc *model) {
+    (void)context;
+    model->recompute = on;
+}
 static void describe_fused(int on, amp_desc *context, workload_desc *model) {
     (void)on;
     context->dtype = AMP_F16;       /* with a scaler: there is something to check and to unscale */
@@ -546,8 +561,9 @@ static amp_result report_feature(bench *b, const feature *f, side sides[2]) {
     on = quantile(sides[1].seconds, n, 0.5);
     memory = (double)sides[0].peak / (double)sides[1].peak;
     time = low > 1 || high < 1 ? gain_text(middle) : "even";
-    printf("  %-16s %-18s %-20s %10.3f %10.3f %8.3f  %5.3f to %5.3f  %-5s %9.1f %9.1f %8.3f  %s\n", f->name, f->on, f->off, 1e3 * on,
-           1e3 * off, middle, low, high, time, (double)sides[1].peak / 1048576, (double)sides[0].peak / 1048576, memory, gain_text(memory));
+    printf("  %-16s %-18s %-20s %10.3f %10.3f %8.3f  %5.3f to %5.3f  %-5s %9.1f %9.1f %8.3f  %s\n", f->name, f->on,
+           f->off, 1e3 * on, 1e3 * off, middle, low, high, time, (double)sides[1].peak / 1048576,
+           (double)sides[0].peak / 1048576, memory, gain_text(memory));
     json_row(b, "feature");
     metrics_text(b->json, "name", f->name);
     metrics_text(b->json, "on", f->on);
@@ -595,16 +611,20 @@ static amp_result bench_features(bench *b) {
     amp_result result;
     int i;
     TRY(tokens_file_make(tokens < 1 << 20 ? 1 << 20 : tokens, d.vocab));
-    printf("\n%s: %lld layers, %lld channels, vocabulary %lld, batch %lld x %lld, %lld steps of each side in turn\n", named_shape(&d),
-           (long long)d.layers, (long long)d.channels, (long long)d.vocab, (long long)d.batch, (long long)d.seq, (long long)b->set.iterations);
-    printf("  %-16s %-18s %-20s %10s %10s %8s  %-14s  %-5s %9s %9s %8s\n", "feature", "on", "off", "ms on", "ms off", "speedup",
-           "quartiles", "time", "MiB on", "MiB off", "off/on");
+    printf("\n%s: %lld layers, %lld channels, vocabulary %lld, batch %lld x %lld, %lld steps of each side in turn\n",
+           named_shape(&d), (long long)d.layers, (long long)d.channels, (long long)d.vocab, (long long)d.batch,
+           (long long)d.seq, (long long)b->set.iterations);
+    printf("  %-16s %-18s %-20s %10s %10s %8s  %-14s  %-5s %9s %9s %8s\n", "feature", "on", "off", "ms on", "ms off",
+           "speedup", "quartiles", "time", "MiB on", "MiB off", "off/on");
     for (i = 0, result = AMP_OK; i < FEATURES && result == AMP_OK; i++)
-        if (strcmp(b->set.feature, "all") == 0 || strcmp(b->set.feature, features[i].name) == 0) result = bench_feature(b, &features[i]);
+        if (strcmp(b->set.feature, "all") == 0 || strcmp(b->set.feature, features[i].name) == 0)
+            result = bench_feature(b, &features[i]);
     tokens_file_remove();
     TRY(result);
-    printf("\n  time: gain or loss where three quarters of the neighbouring steps agree, else even; mask-cache is one softmax,\n"
-           "  cast-cache a step of %d micro-batches, fused-step the optimizer's part in fp16 with a scaler, all others training steps\n",
+    printf("\n  time: gain or loss where three quarters of the neighbouring steps agree, else even; mask-cache is one "
+           "softmax,\n"
+           "  cast-cache a step of %d micro-batches, fused-step the optimizer's part in fp16 with a scaler, all others "
+           "training steps\n",
            MICRO_BATCHES);
     return AMP_OK;
 }
@@ -645,8 +665,10 @@ static amp_result open_bench(bench *b) {
     amp_result result;
     if (set->precision && set->features) return refuse("features", "contradicts --precision: run one after the other");
     if (!set->features && was_given("feature")) return refuse("feature", "goes with --features");
-    if (!set->features && was_given("dtype")) return refuse("dtype", "goes with --features; the table of precisions has them all");
-    if (set->features && was_given("model")) return refuse("model", "goes with --precision; features are measured on a decoder");
+    if (!set->features && was_given("dtype"))
+        return refuse("dtype", "goes with --features; the table of precisions has them all");
+    if (set->features && was_given("model"))
+        return refuse("model", "goes with --precision; features are measured on a decoder");
     memset(&desc, 0, sizeof desc);
     amp_dtype_parse(set->dtype, &desc.dtype);
     result = open_context(b, &desc, &b->amp);
@@ -656,7 +678,8 @@ static amp_result open_bench(bench *b) {
     if (on_cpu(b->amp)) b->set.device = "cpu";  /* and so for the contexts that follow */
     d = size_of(b, 0);
     if (d.channels % d.heads != 0)
-        return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels", (long long)d.heads, (long long)d.channels);
+        return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels",
+                      (long long)d.heads, (long long)d.channels);
     if (d.batch * d.seq > MOST_TOKENS)
         return refuse(set->batch > 0 ? "batch" : "seq", "%lld x %lld tokens in a batch, at most %d", (long long)d.batch,
                       (long long)d.seq, MOST_TOKENS);

@@ -30,8 +30,10 @@ static const option options[] = {
     {"size", INTEGER, FIELD(size), "auto", 64, 16384, "auto=0",
      "of the products, size x size x size; auto: 1024 on a CPU, 8192 on a GPU, half of it with --quick"},
     {"copies", INTEGER, FIELD(copies), "auto", 1, 65536, "auto=0",
-     "MiB of fp32 values to copy; auto: as much as the last cache holds, at least 16; with --quick at most 64; to a device: 64"},
-    {"layers", INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0", "of the GPT-2 that trains; auto: 2 on a CPU, 8 on a GPU"},
+     "MiB of fp32 values to copy; auto: as much as the last cache holds, at least 16; with --quick at most 64; to a "
+     "device: 64"},
+    {"layers", INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0",
+     "of the GPT-2 that trains; auto: 2 on a CPU, 8 on a GPU"},
     {"channels", INTEGER, FIELD(channels), "auto", 64, 65536, "auto=0",
      "its width, 64 for each head; auto: 256 on a CPU, 1024 on a GPU"},
     {"batch", INTEGER, FIELD(batch), "auto", 1, 65536, "auto=0", "its sequences; auto: 4 on a CPU, 32 on a GPU"},
@@ -135,7 +137,8 @@ static void find_precisions(check *c) {
         memset(&choice, 0, sizeof choice);
         row->supported = amp_choose(&c->machine, precisions[i], 0, &choice) == AMP_OK;
         row->emulated = choice.emulated;
-        snprintf(row->reason, sizeof row->reason, "%.199s", row->supported ? without_asked(choice.reason) : amp_last_error());
+        snprintf(row->reason, sizeof row->reason, "%.199s",
+                 row->supported ? without_asked(choice.reason) : amp_last_error());
     }
 }
 
@@ -301,14 +304,16 @@ static void check_choice(check *c) {
     double speedup = c->precisions[0].gemm > 0 ? row->gemm / c->precisions[0].gemm : 0;
     char value[48];
     if (c->choice.dtype == AMP_F32) {
-        add_line(c, NOT_HERE, "fast precision", "fp32", "no fast 16-bit products: mixed precision saves memory here, not time");
+        add_line(c, NOT_HERE, "fast precision", "fp32",
+                 "no fast 16-bit products: mixed precision saves memory here, not time");
         return;
     }
     snprintf(value, sizeof value, "%s, %.2f x fp32", name, speedup);
     if (speedup > 0)
-        add_line(c, speedup >= 1 ? PASS : FAIL, "fast precision", value,
-                 "%s", speedup >= 1 ? "products in the chosen precision are faster than in fp32"
-                                    : "products in the chosen precision are slower than in fp32: do other programs run here?");
+        add_line(c, speedup >= 1 ? PASS : FAIL, "fast precision", value, "%s",
+                 speedup >= 1
+                     ? "products in the chosen precision are faster than in fp32"
+                     : "products in the chosen precision are slower than in fp32: do other programs run here?");
 }
 
 /* ==== Data ======================================================================================= */
@@ -452,7 +457,8 @@ static void identity_close(identity *t) {
 /* The first value of a tensor. */
 static float first_of(amp_context *amp, const amp_tensor *t) {
     float value = -1;
-    if (amp_copy(amp, &value, t->data, (int64_t)sizeof value, AMP_COPY_TO_HOST) != AMP_OK || amp_sync(amp) != AMP_OK) return -1;
+    if (amp_copy(amp, &value, t->data, (int64_t)sizeof value, AMP_COPY_TO_HOST) != AMP_OK || amp_sync(amp) != AMP_OK)
+        return -1;
     return value;
 }
 
@@ -551,7 +557,9 @@ static void check_scaler(check *c) {
     if (result == AMP_OK) result = try_scaler(&t, optimizer, scaler, &why);
     if (result != AMP_OK) add_error(c, "loss scaler");
     else if (why != NULL) add_line(c, FAIL, "loss scaler", "wrong", "%s", why);
-    else add_line(c, PASS, "loss scaler", "exact", "an overflow halves the scale and is skipped, clean steps let it grow");
+    else
+        add_line(c, PASS, "loss scaler", "exact",
+                 "an overflow halves the scale and is skipped, clean steps let it grow");
     amp_optimizer_destroy(optimizer);
     amp_scaler_destroy(scaler);
     identity_close(&t);
@@ -605,7 +613,8 @@ static void check_numerics(check *c) {
         snprintf(name, sizeof name, "numerics %s", amp_dtype_name(row->dtype));
         snprintf(value, sizeof value, "error %.1e", row->gradient_error);
         if (row->verdict == AMP_VERDICT_PASS)
-            add_line(c, PASS, name, value, "worst gradient beside fp32; up to %.1e is this precision's own rounding", row->gradient_bound);
+            add_line(c, PASS, name, value, "worst gradient beside fp32; up to %.1e is this precision's own rounding",
+                     row->gradient_bound);
         else add_line(c, FAIL, name, value, "%s", row->advice);
     }
 }
@@ -682,10 +691,12 @@ static void check_utilisation(check *c) {
     if (c->utilisation >= c->set.min_utilisation)
         add_line(c, PASS, "utilisation", value, "of the device, while training%s", more);
     else
-        add_line(c, FAIL, "utilisation", value, "of the device while training, below %.0f%%: %s%s", 100 * c->set.min_utilisation,
-                 c->wait_share > 0.05   ? "it waits for data"
-                 : on_cpu(c->amp)       ? "other programs run here, or threads are too many"
-                                        : "steps are too small, or other programs run here", more);
+        add_line(c, FAIL, "utilisation", value, "of the device while training, below %.0f%%: %s%s",
+                 100 * c->set.min_utilisation,
+                 c->wait_share > 0.05 ? "it waits for data"
+                 : on_cpu(c->amp)     ? "other programs run here, or threads are too many"
+                                      : "steps are too small, or other programs run here",
+                 more);
 }
 
 static void report_training(check *c, const trained *t) {
@@ -695,8 +706,8 @@ static void report_training(check *c, const trained *t) {
     c->wait_share = t->waited / t->seconds;
     snprintf(value, sizeof value, "%s tokens/s", grouped((int64_t)c->loader_rate, rate, sizeof rate));
     add_line(c, c->wait_share <= 0.05 ? PASS : FAIL, "loader", value,
-             "training took %s of them, and waited %.1f%% of its time for data", grouped((int64_t)c->train_rate, rate, sizeof rate),
-             100 * c->wait_share);
+             "training took %s of them, and waited %.1f%% of its time for data",
+             grouped((int64_t)c->train_rate, rate, sizeof rate), 100 * c->wait_share);
     snprintf(value, sizeof value, "loss %.2f to %.2f", (double)t->first_loss, (double)t->last_loss);
     add_line(c, t->last_loss < t->first_loss ? PASS : FAIL, "training", value, "%lld steps of a small GPT-2 in %s",
              (long long)t->steps + 1, amp_dtype_name(c->choice.dtype));
@@ -732,21 +743,25 @@ static void recommend(check *c) {
     desc.scaler = c->work.scaler;
     if (c->verified.n_rows > 0) desc.verified = &c->verified;
     if (c->work.optimizer != NULL && amp_advise(c->amp, &desc, &advice) == AMP_OK) {
-        const char *const reasons[] = {advice.dtype_reason, advice.level_reason, advice.tf32_reason, advice.scaler_reason};
+        const char *const reasons[] = {advice.dtype_reason, advice.level_reason, advice.tf32_reason,
+                                       advice.scaler_reason};
         static const char *const names[] = {"dtype", "level", "tf32", "scaler"};
         for (i = 0; i < 4; i++) if (reasons[i][0] != 0) advise(c, "%s: %s", names[i], reasons[i]);
     }
     for (i = 2; i < PRECISIONS && (!c->precisions[i].supported || c->precisions[i].emulated); i++) { }
     if (i == PRECISIONS)
         advise(c, "16 bits: no such instructions here: mixed precision saves memory, not time");
-    if (c->wait_share > 0.05) advise(c, "workers: training waits for data: more of amp_loader_desc.workers, then more .prefetch; or other programs take the cores");
+    if (c->wait_share > 0.05)
+        advise(c, "workers: training waits for data: more of amp_loader_desc.workers, then more .prefetch; or other "
+                  "programs take the cores");
     if (!cpu && c->pinned > 1.05 * c->ordinary)
         advise(c, "pinning: leave it on: %.1f x the copies' rate from ordinary memory", c->pinned / c->ordinary);
     if (c->utilisation >= 0 && c->utilisation < c->set.min_utilisation)
         advise(c, "utilisation: end other programs, or train with larger batches");
     if (!cpu) advise(c, "autotune: amp_desc.autotune on, with a file, finds the fastest products once and keeps them");
     if (cpu && c->set.threads > 0 && c->set.threads < c->machine.cpu.cores)
-        advise(c, "threads: this process may use %d cores, --threads gave it %lld", (int)c->machine.cpu.cores, (long long)c->set.threads);
+        advise(c, "threads: this process may use %d cores, --threads gave it %lld", (int)c->machine.cpu.cores,
+               (long long)c->set.threads);
 }
 
 /* ==== Text and JSON ============================================================================== */
@@ -765,7 +780,8 @@ static void number_or_dash(char *text, size_t size, double value, const char *fo
 
 static void print_precisions(const check *c) {
     int i;
-    printf("\nPrecisions: products of %lld x %lld matrices, and fp32 values copied into each\n", (long long)c->size, (long long)c->size);
+    printf("\nPrecisions: products of %lld x %lld matrices, and fp32 values copied into each\n", (long long)c->size,
+           (long long)c->size);
     printf("  %-10s %-9s %10s %8s %8s %8s  %s\n", "", "here", "GFLOP/s", "x fp32", "of peak", "GB/s", "why");
     for (i = 0; i < PRECISIONS; i++) {
         const precision_row *row = &c->precisions[i];
@@ -775,7 +791,10 @@ static void print_precisions(const check *c) {
         number_or_dash(peak, sizeof peak, row->peak > 0 ? 100 * row->gemm / row->peak : 0, "%");
         number_or_dash(cast, sizeof cast, row->cast, "");
         printf("  %-10s %-9s %10s %8s %8s %8s  %s\n", amp_dtype_name(precisions[i]),
-               !row->supported ? "not here" : row->emulated ? "emulated" : "native", gemm, times, peak, cast, row->reason);
+               !row->supported ? "not here"
+               : row->emulated ? "emulated"
+                               : "native",
+               gemm, times, peak, cast, row->reason);
     }
 }
 
@@ -784,7 +803,8 @@ static void print_text(const check *c) {
     print_precisions(c);
     printf("\nChecklist\n");
     for (i = 0; i < c->n_lines; i++)
-        printf("  %-9s %-16s %-24s %s\n", verdict_names[c->lines[i].verdict], c->lines[i].name, c->lines[i].value, c->lines[i].meaning);
+        printf("  %-9s %-16s %-24s %s\n", verdict_names[c->lines[i].verdict], c->lines[i].name, c->lines[i].value,
+               c->lines[i].meaning);
     printf("\nRecommended\n");
     for (i = 0; i < c->n_advice; i++) printf("  %s\n", c->advice[i]);
     printf("\n%s\n", failures(c) == 0 ? "Nothing failed." : "Some lines say FAIL.");
@@ -837,7 +857,8 @@ static void print_json(const check *c) {
     metrics_number(stdout, "utilisation", c->utilisation >= 0 ? c->utilisation : HUGE_VAL);
     metrics_integer(stdout, "failed", failures(c));
     if (amp_status_get(c->amp, c->work.scaler, 0, &status) == AMP_OK &&
-        amp_status_json(&status, status_text, sizeof status_text) < sizeof status_text) printf(", \"status\": %s", status_text);
+        amp_status_json(&status, status_text, sizeof status_text) < sizeof status_text)
+        printf(", \"status\": %s", status_text);
     print_json_rows(c);
     metrics_end(stdout);
 }
@@ -877,7 +898,8 @@ int main(int argc, char **argv) {
     int failed;
     program_begin();
     memset(&c, 0, sizeof c);
-    if (read_command_line(argc, argv) != AMP_OK || parse_options(&c.set) != AMP_OK || (!c.set.help && open_check(&c) != AMP_OK)) {
+    if (read_command_line(argc, argv) != AMP_OK || parse_options(&c.set) != AMP_OK ||
+        (!c.set.help && open_check(&c) != AMP_OK)) {
         fprintf(stderr, "amp_check: %s\n", example_error());
         return 2;
     }

@@ -48,8 +48,8 @@ static inline const char *example_error(void) { return example_text[0] != 0 ? ex
 
 typedef enum option_type { HEADING, TEXT, PATHS, CHOICE, INTEGER, NUMBER, SWITCH, SWITCH_TEXT, SETTING } option_type;
 
-/* PATHS: two of them, kept as "first,second".  SWITCH_TEXT: a switch that may take a text, "--name=text".  SETTING: the key
-   `words` of the amp_settings in the field, which says what is legal.
+/* PATHS: two of them, kept as "first,second".  SWITCH_TEXT: a switch that may take a text, "--name=text".  SETTING: the
+   key `words` of the amp_settings in the field, which says what is legal.
    words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
 typedef struct option {
     const char *name;
@@ -76,7 +76,8 @@ static program_flags given;
 
 static inline int option_index(const char *name) {
     int i;
-    for (i = 0; i < given.n; i++) if (given.options[i].type != HEADING && strcmp(given.options[i].name, name) == 0) return i;
+    for (i = 0; i < given.n; i++)
+        if (given.options[i].type != HEADING && strcmp(given.options[i].name, name) == 0) return i;
     return -1;
 }
 static inline int was_given(const char *name) { return given.on_command_line[option_index(name)]; }
@@ -228,13 +229,16 @@ static inline amp_result read_command_line(int argc, char **argv) {
         } else if (equals != NULL) given.text[at] = equals + 1;
         else if (given.options[at].type == PATHS) {
             if (i + 2 >= argc || strncmp(argv[i + 1], "--", 2) == 0 || strncmp(argv[i + 2], "--", 2) == 0)
-                return example_fail(AMP_ERR_RANGE, "--%s: takes two files; --help lists all flags", given.options[at].name);
+                return example_fail(AMP_ERR_RANGE, "--%s: takes two files; --help lists all flags",
+                                    given.options[at].name);
             snprintf(given.pair, sizeof given.pair, "%.4000s,%.4000s", argv[i + 1], argv[i + 2]);
             given.text[at] = given.pair;
             i += 2;
         }
         else if (i + 1 < argc) given.text[at] = argv[++i];
-        else return example_fail(AMP_ERR_RANGE, "--%s: a value is missing; --help lists all flags", given.options[at].name);
+        else
+            return example_fail(AMP_ERR_RANGE, "--%s: a value is missing; --help lists all flags",
+                                given.options[at].name);
         given.on_command_line[at] = 1;
     }
     return AMP_OK;
@@ -283,8 +287,8 @@ static inline void check_output(void) {
     _exit(1);
 }
 
-/* Called first in main.  Standard descriptors that are closed are opened on nothing, so that no file gets their numbers and
-   what is printed; a limit on the size of files (ulimit -f) is an error of writing, no signal. */
+/* Called first in main.  Standard descriptors that are closed are opened on nothing, so that no file gets their numbers
+   and what is printed; a limit on the size of files (ulimit -f) is an error of writing, no signal. */
 static inline void program_begin(void) {
     int fd;
     do fd = open("/dev/null", O_RDWR);
@@ -294,7 +298,8 @@ static inline void program_begin(void) {
     atexit(check_output);
 }
 
-/* What asks a program to end: Ctrl-C, kill, and a terminal that is closed, but where nohup shields the program from that. */
+/* What asks a program to end: Ctrl-C, kill, and a terminal that is closed, but where nohup shields the program from
+   that. */
 static inline void on_ending_signals(void (*handler)(int), int flags) {
     static const int numbers[] = {SIGINT, SIGTERM, SIGHUP};
     struct sigaction action, before;
@@ -326,7 +331,8 @@ static inline amp_result folder_make(const char *path) {
         part[i] = 0;
         if (mkdir(part, 0777) != 0 && errno != EEXIST)
             return example_fail(AMP_ERR_OPEN, "%s: %s", part, strerror(errno));
-        if (stat(part, &info) == 0 && !S_ISDIR(info.st_mode)) return example_fail(AMP_ERR_OPEN, "%s: %s", part, strerror(ENOTDIR));
+        if (stat(part, &info) == 0 && !S_ISDIR(info.st_mode))
+            return example_fail(AMP_ERR_OPEN, "%s: %s", part, strerror(ENOTDIR));
         part[i] = '/';
     }
     return AMP_OK;
@@ -339,8 +345,8 @@ static inline int made_here(const char *text) {
     if (*text == 0) return 1;
     (void)gethostname(host, sizeof host - 1);
     n = strcspn(host, "/");
-    return *text == '@' && strncmp(text + 1, host, n) == 0 && text[1 + n] == '-' && strspn(text + 2 + n, "0123456789abcdef") == 16 &&
-           text[18 + n] == 0;
+    return *text == '@' && strncmp(text + 1, host, n) == 0 && text[1 + n] == '-' &&
+           strspn(text + 2 + n, "0123456789abcdef") == 16 && text[18 + n] == 0;
 }
 
 static inline int remove_if_unfinished(void *path, const char *name) {
@@ -351,7 +357,8 @@ static inline int remove_if_unfinished(void *path, const char *name) {
     if (strncmp(name, base, n) != 0 || strncmp(name + n, ".tmp", 4) != 0) return 0;
     pid = strtol(name + n + 4, &end, 10);
     if (pid <= 0 || !made_here(end) || kill((pid_t)pid, 0) == 0 || errno != ESRCH) return 0;
-    if (snprintf(full, sizeof full, "%.*s%s", (int)(base - (const char *)path), (const char *)path, name) < PATH_MAX) unlink(full);
+    if (snprintf(full, sizeof full, "%.*s%s", (int)(base - (const char *)path), (const char *)path, name) < PATH_MAX)
+        unlink(full);
     return 0;
 }
 
@@ -362,12 +369,16 @@ static inline void remove_unfinished(char *path) {
     const char *slash = strrchr(path, '/');
     amp_system s;
     amp_system_default(&s);
-    snprintf(folder, sizeof folder, "%.*s", slash == NULL ? 1 : slash == path ? 1 : (int)(slash - path), slash == NULL ? "." : path);
+    snprintf(folder, sizeof folder, "%.*s",
+             slash == NULL   ? 1
+             : slash == path ? 1
+                             : (int)(slash - path),
+             slash == NULL ? "." : path);
     (void)s.file_list(s.user, folder, remove_if_unfinished, path);
 }
 
-/* Opens a context on "cpu", "cuda" or "cuda:1" and so on; "auto": on the first GPU, where this build and this machine have
-   one.  A build has CUDA if it was compiled with -DUSE_CUDA and linked with amp_cuda.o. */
+/* Opens a context on "cpu", "cuda" or "cuda:1" and so on; "auto": on the first GPU, where this build and this machine
+   have one.  A build has CUDA if it was compiled with -DUSE_CUDA and linked with amp_cuda.o. */
 static inline amp_result device_open(amp_context **amp, amp_desc *desc, const char *device) {
     int any = strcmp(device, "auto") == 0;
     char *end = NULL;
@@ -385,7 +396,8 @@ static inline amp_result device_open(amp_context **amp, amp_desc *desc, const ch
     fprintf(stderr, "on the CPU, because no GPU can be used: %s\n", amp_last_error());
     desc->backend = NULL;
 #else
-    if (!any) return example_fail(AMP_ERR_NAME, "this build has only the CPU: compile with -DUSE_CUDA, link amp_cuda.o");
+    if (!any)
+        return example_fail(AMP_ERR_NAME, "this build has only the CPU: compile with -DUSE_CUDA, link amp_cuda.o");
 #endif
     return amp_open(amp, desc);
 }
@@ -509,7 +521,8 @@ static inline void metrics_end(FILE *file) {
     fflush(file);
 }
 
-/* Metrics that go through a monitor, a line at a time: made between metrics_begin(m->file, ...) and metrics_line_end. */
+/* Metrics that go through a monitor, a line at a time: made between metrics_begin(m->file, ...) and metrics_line_end.
+   */
 typedef struct metrics_line {
     FILE *file;                     /* the line in memory (open_memstream); NULL: no metrics */
     char *text;
@@ -532,8 +545,9 @@ static inline void metrics_line_end(metrics_line *m, amp_monitor *monitor) {
     rewind(m->file);
 }
 
-/* ---- TensorBoard: scalars in an event file.  That is a TFRecord file: each record is its length in 8 bytes, a checksum of
-   them, the data, and a checksum of that, little endian; the data are protocol buffers of tensorflow/core/util/event.proto. */
+/* ---- TensorBoard: scalars in an event file.  That is a TFRecord file: each record is its length in 8 bytes, a
+   checksum of them, the data, and a checksum of that, little endian; the data are protocol buffers of
+   tensorflow/core/util/event.proto. */
 
 enum { BOARD_TAG = 100, BOARD_RECORD = BOARD_TAG + 64 };
 
@@ -547,12 +561,14 @@ static inline uint32_t crc32c_add(uint32_t crc, const unsigned char *data, size_
     static uint32_t table[8][256];      /* of a byte and of one with 1 to 7 zeros behind it: eight bytes at a time */
     uint32_t i, k;
     for (i = 0; i < 256 && table[0][255] == 0; i++)
-        for (table[0][i] = i, k = 0; k < 8; k++) table[0][i] = (table[0][i] >> 1) ^ (0x82f63b78u & (0u - (table[0][i] & 1u)));
+        for (table[0][i] = i, k = 0; k < 8; k++)
+            table[0][i] = (table[0][i] >> 1) ^ (0x82f63b78u & (0u - (table[0][i] & 1u)));
     for (k = 1; k < 8 && table[7][255] == 0; k++)
         for (i = 0; i < 256; i++) table[k][i] = (table[k - 1][i] >> 8) ^ table[0][table[k - 1][i] & 255];
     for (crc = ~crc; n >= 8; n -= 8, data += 8)
-        crc = table[7][(crc ^ data[0]) & 255] ^ table[6][(crc >> 8 ^ data[1]) & 255] ^ table[5][(crc >> 16 ^ data[2]) & 255] ^
-              table[4][crc >> 24 ^ data[3]] ^ table[3][data[4]] ^ table[2][data[5]] ^ table[1][data[6]] ^ table[0][data[7]];
+        crc = table[7][(crc ^ data[0]) & 255] ^ table[6][(crc >> 8 ^ data[1]) & 255] ^
+              table[5][(crc >> 16 ^ data[2]) & 255] ^ table[4][crc >> 24 ^ data[3]] ^ table[3][data[4]] ^
+              table[2][data[5]] ^ table[1][data[6]] ^ table[0][data[7]];
     for (; n > 0; n--, data++) crc = (crc >> 8) ^ table[0][(crc ^ *data) & 255];
     return ~crc;
 }
@@ -563,7 +579,8 @@ static inline unsigned char *board_bytes(unsigned char *out, uint64_t value, int
     for (; bytes > 0; bytes--, value >>= 8) *out++ = (unsigned char)value;
     return out;
 }
-/* The checksum of n bytes as records have it: rotated by 15 and moved, so that a checksum of data that end in one differs. */
+/* The checksum of n bytes as records have it: rotated by 15 and moved, so that a checksum of data that end in one
+   differs. */
 static inline unsigned char *board_checksum(unsigned char *out, const unsigned char *data, size_t n) {
     uint32_t crc = crc32c(data, n);
     return board_bytes(out, (uint32_t)((crc >> 15 | crc << 17) + 0xa282ead8u), 4);
@@ -584,9 +601,11 @@ static inline size_t board_record(unsigned char *out, double seconds, int64_t st
     memcpy(&value_bits, &value, sizeof value_bits);
     at = board_bytes(board_bytes(at, 0x09, 1), bits, 8);                                    /* 1: wall_time */
     if (tag != NULL) {
-        for (at = board_bytes(at, 0x10, 1); rest > 127; rest >>= 7) *at++ = (unsigned char)(rest | 128);    /* 2: step */
+        /* 2: step */
+        for (at = board_bytes(at, 0x10, 1); rest > 127; rest >>= 7) *at++ = (unsigned char)(rest | 128);
         *at++ = (unsigned char)rest;
-        end = board_field(inner, 0x0a, tag, strlen(tag) < BOARD_TAG ? strlen(tag) : (size_t)BOARD_TAG);         /* value.1: tag */
+        /* value.1: tag */
+        end = board_field(inner, 0x0a, tag, strlen(tag) < BOARD_TAG ? strlen(tag) : (size_t)BOARD_TAG);
         end = board_bytes(board_bytes(end, 0x15, 1), value_bits, 4);                        /* value.2: simple_value */
         end = board_field(outer, 0x0a, inner, (size_t)(end - inner));                       /* summary.1: value */
         at = board_field(at, 0x2a, outer, (size_t)(end - outer));                           /* 5: summary */
@@ -619,7 +638,8 @@ static inline amp_result board_open(board *b, const char *folder) {
     double now = board_now();
     b->file = NULL;
     if (gethostname(host, sizeof host - 1) != 0 || host[0] == 0) snprintf(host, sizeof host, "localhost");
-    if (snprintf(b->path, sizeof b->path, "%s/events.out.tfevents.%010.0f.%s", folder, floor(now), host) >= (int)sizeof b->path)
+    if (snprintf(b->path, sizeof b->path, "%s/events.out.tfevents.%010.0f.%s", folder, floor(now), host) >=
+        (int)sizeof b->path)
         return example_fail(AMP_ERR_OPEN, "%.60s...: the path is too long", folder);
     TRY(folder_make(b->path));
     b->file = fopen(b->path, "ab");
@@ -660,10 +680,10 @@ static inline amp_result profile_add(profile *p, amp_context *amp, int row, int 
         if ((p) != NULL) TRY(profile_add(p, amp, row, pass, timed_began)); \
     } while (0)
 
-/* The mean cross-entropy of logits against labels, one a row, in *value; with backward the logits become their gradient,
-   starting from *grad_scale (see amp_scaler_scale_ptr; NULL: 1). */
-static inline amp_result mean_loss(profile *p, amp_context *amp, amp_cross_entropy_op *op, amp_tensor logits, const int32_t *labels,
-                                   float *value, int backward, const float *grad_scale) {
+/* The mean cross-entropy of logits against labels, one a row, in *value; with backward the logits become their
+   gradient, starting from *grad_scale (see amp_scaler_scale_ptr; NULL: 1). */
+static inline amp_result mean_loss(profile *p, amp_context *amp, amp_cross_entropy_op *op, amp_tensor logits,
+                                   const int32_t *labels, float *value, int backward, const float *grad_scale) {
     memset(op, 0, sizeof *op);
     op->logits = logits;
     if (backward) op->dlogits = logits;
@@ -991,7 +1011,8 @@ static inline amp_result st_read_header(st_file *file, json *j, const unsigned c
                 return example_fail(AMP_ERR_FORMAT, "%s: stands in the file twice", t.name);
             TRY(st_read_entry(j, &t, data, bytes));
             if (file->n == capacity) {
-                st_tensor *more = (st_tensor *)realloc(file->tensors, (size_t)(capacity = capacity * 2 + 64) * sizeof *more);
+                st_tensor *more =
+                    (st_tensor *)realloc(file->tensors, (size_t)(capacity = capacity * 2 + 64) * sizeof *more);
                 if (more == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the tensor table");
                 file->tensors = more;
             }
@@ -1004,8 +1025,8 @@ static inline amp_result st_read_header(st_file *file, json *j, const unsigned c
     return AMP_OK;
 }
 
-/* A checksum of our own: the CRC-32C of the whole file, taken with zeros in place of its eight digits, which stand in the
-   metadata as "crc32c":"89abcdef".  Other programs' files have none. */
+/* A checksum of our own: the CRC-32C of the whole file, taken with zeros in place of its eight digits, which stand in
+   the metadata as "crc32c":"89abcdef".  Other programs' files have none. */
 #define ST_CHECKSUM "\"crc32c\":\""
 enum { ST_DIGITS = 8 };
 
@@ -1014,10 +1035,12 @@ static inline const unsigned char *st_digits(const unsigned char *file, size_t h
     const size_t n = sizeof ST_CHECKSUM - 1;
     size_t i;
     for (i = 8; i + n + ST_DIGITS < header; i++)
-        if (file[i] == '"' && memcmp(file + i, ST_CHECKSUM, n) == 0 && file[i + n + ST_DIGITS] == '"') return file + i + n;
+        if (file[i] == '"' && memcmp(file + i, ST_CHECKSUM, n) == 0 && file[i + n + ST_DIGITS] == '"')
+            return file + i + n;
     return NULL;
 }
-static inline void st_checksum(const unsigned char *file, size_t bytes, const unsigned char *digits, char text[ST_DIGITS + 1]) {
+static inline void st_checksum(const unsigned char *file, size_t bytes, const unsigned char *digits,
+                               char text[ST_DIGITS + 1]) {
     uint32_t crc = crc32c(file, (size_t)(digits - file));
     crc = crc32c_add(crc, (const unsigned char *)"00000000", ST_DIGITS);
     crc = crc32c_add(crc, digits + ST_DIGITS, bytes - (size_t)(digits - file) - ST_DIGITS);
@@ -1029,8 +1052,10 @@ static inline amp_result st_verify(const unsigned char *file, size_t bytes, size
     if (digits == NULL) return AMP_OK;
     st_checksum(file, bytes, digits, text);
     if (memcmp(digits, text, ST_DIGITS) == 0) return AMP_OK;
-    return example_fail(AMP_ERR_CHECKSUM, "the safetensors file's checksum is %.*s, its bytes give %s: it is damaged, use another copy "
-                        "(a program that changed it must drop crc32c from its metadata)", ST_DIGITS, (const char *)digits, text);
+    return example_fail(AMP_ERR_CHECKSUM,
+                        "the safetensors file's checksum is %.*s, its bytes give %s: it is damaged, use another copy "
+                        "(a program that changed it must drop crc32c from its metadata)",
+                        ST_DIGITS, (const char *)digits, text);
 }
 /* Sets the checksum of a file that is complete. */
 static inline void st_seal(unsigned char *file, size_t bytes, size_t header) {
@@ -1071,13 +1096,13 @@ static inline amp_result st_floats(const st_tensor *t, float *out) {
     return amp_convert(out, AMP_F32, t->data, t->dtype, t->count, NULL, NULL);
 }
 
-/* ---- config.json, as transformers writes it beside a model.  What would make another model of the same weights is read, or
-   refused by key and value; everything else is kept, and written back when the model is saved. */
+/* ---- config.json, as transformers writes it beside a model.  What would make another model of the same weights is
+   read, or refused by key and value; everything else is kept, and written back when the model is saved. */
 
 typedef struct config_only { const char *key, *values; } config_only;   /* values: JSON, with '|' between them */
 
-/* Of one kind of model.  read: keys that its reader takes; kept: keys that change nothing; only: keys of which it has these
-   values alone, up to a NULL. */
+/* Of one kind of model.  read: keys that its reader takes; kept: keys that change nothing; only: keys of which it has
+   these values alone, up to a NULL. */
 typedef struct config_rules {
     const char *read, *kept;
     const config_only *only;
@@ -1087,14 +1112,19 @@ typedef struct config_rules {
 /* Of every kind.  The last three lines are of old files: how text was to be generated. */
 static const char config_kept[] =
     "architectures transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash attn_implementation "
-    "_attn_implementation _attn_implementation_autoset return_dict output_hidden_states output_attentions output_past use_cache "
-    "torchscript use_bfloat16 gradient_checkpointing chunk_size_feed_forward initializer_range id2label label2id num_labels "
+    "_attn_implementation _attn_implementation_autoset return_dict output_hidden_states output_attentions output_past "
+    "use_cache "
+    "torchscript use_bfloat16 gradient_checkpointing chunk_size_feed_forward initializer_range id2label label2id "
+    "num_labels "
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class vocab_file language "
     "finetuning_task task_specific_params prefix tie_encoder_decoder tf_legacy_loss summary_type summary_use_proj "
     "summary_activation summary_proj_to_labels summary_first_dropout summary_last_dropout "
-    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
-    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
-    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
+    "top_p typical_p "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences "
+    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
+    "suppress_tokens "
     "begin_suppress_tokens exponential_decay_length_penalty";
 static const config_only config_only_of_all[] = {
     {"is_encoder_decoder", "false"}, {"add_cross_attention", "false"}, {"cross_attention_hidden_size", "null"},
@@ -1123,7 +1153,8 @@ static inline int config_get(const model_config *m, const char *key, json *value
 }
 
 /* Sets the error text "file: key = value: why". */
-static inline amp_result config_refuse(const model_config *m, const char *key, const char *format, ...) __attribute__((format(printf, 3, 4)));
+static inline amp_result config_refuse(const model_config *m, const char *key, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
 static inline amp_result config_refuse(const model_config *m, const char *key, const char *format, ...) {
     char why[300];
     json value = {"", "", 0};
@@ -1135,11 +1166,13 @@ static inline amp_result config_refuse(const model_config *m, const char *key, c
     config_get(m, key, &value);
     n = (size_t)(value.end - value.at);
     for (shown = 0; shown < n && shown < 60 && value.at[shown] >= ' '; shown++) { }
-    return example_fail(AMP_ERR_UNSUPPORTED, "%s: %s = %.*s%s: %s", m->path, key, (int)shown, value.at, shown < n ? "..." : "", why);
+    return example_fail(AMP_ERR_UNSUPPORTED, "%s: %s = %.*s%s: %s", m->path, key, (int)shown, value.at,
+                        shown < n ? "..." : "", why);
 }
 
 /* Values are left as they are where the key is not there.  All refuse another type and what is out of range. */
-static inline amp_result config_integer(const model_config *m, const char *key, int64_t lowest, int64_t highest, int64_t *out) {
+static inline amp_result config_integer(const model_config *m, const char *key, int64_t lowest, int64_t highest,
+                                        int64_t *out) {
     json value;
     int64_t number;
     if (!config_get(m, key, &value)) return AMP_OK;
@@ -1149,7 +1182,8 @@ static inline amp_result config_integer(const model_config *m, const char *key, 
     *out = number;
     return AMP_OK;
 }
-static inline amp_result config_number(const model_config *m, const char *key, double lowest, double highest, double *out) {
+static inline amp_result config_number(const model_config *m, const char *key, double lowest, double highest,
+                                       double *out) {
     json value;
     char text[64], *end = text;
     double number = 0;
@@ -1206,7 +1240,8 @@ static inline amp_result config_activation(const model_config *m, const char *ke
     TRY(config_word(m, key, text));
     for (i = 0; i < ACTIVATION_NAMES; i++) {
         if (strcmp(text, activation_names[i].name) == 0) { *out = activation_names[i].act; return AMP_OK; }
-        snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i > 0 ? ", " : "", activation_names[i].name);
+        snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i > 0 ? ", " : "",
+                 activation_names[i].name);
     }
     return config_refuse(m, key, "must be one of %s", names);
 }
@@ -1231,8 +1266,12 @@ static inline amp_result config_dropout(model_config *m, const char *key) {
     double p = 0;
     if (config_get(m, key, &value) && *value.at == 'n') return AMP_OK;      /* null: as another one */
     TRY(config_number(m, key, 0, 1, &p));
-    if (p > 0) config_note(m, "%s%s %g", strstr(m->note, "dropout is") != NULL ? ", " : m->note[0] != 0 ? "; dropout is --dropout's, not "
-                                                                                                 : "dropout is --dropout's, not ", key, p);
+    if (p > 0)
+        config_note(m, "%s%s %g",
+                    strstr(m->note, "dropout is") != NULL ? ", "
+                    : m->note[0] != 0                     ? "; dropout is --dropout's, not "
+                                                          : "dropout is --dropout's, not ",
+                    key, p);
     return AMP_OK;
 }
 
@@ -1266,14 +1305,17 @@ static inline amp_result config_check(model_config *m, const config_rules *rules
     j = json_open(m->text, m->bytes);
     json_need(&j, '{');
     for (more = json_peek(&j) == '"'; more && json_member(&j, key, &value); more = json_take(&j, ',')) {
-        if (++keys > MOST_KEYS) return example_fail(AMP_ERR_FORMAT, "%s: more than %d keys: not of a model", m->path, MOST_KEYS);
+        if (++keys > MOST_KEYS)
+            return example_fail(AMP_ERR_FORMAT, "%s: more than %d keys: not of a model", m->path, MOST_KEYS);
         if (key[0] != 0 && config_get(m, key, &first) && first.at != value.at)
             return config_refuse(m, key, "stands there twice, the second time as %.*s: drop one",
                                  (int)(value.end - value.at < 60 ? value.end - value.at : 60), value.at);
         if (config_find_only(config_only_of_all, key, value, &ok) || config_find_only(rules->only, key, value, &ok)) {
             if (!ok) return config_refuse(m, key, "a model that is not computed here");
-        } else if (word_place(rules->read, key) < 0 && word_place(rules->kept, key) < 0 && word_place(config_kept, key) < 0)
-            config_note(m, "%s%s", unknown++ > 0 ? ", " : "not known here, and kept: ", key[0] != 0 ? key : "a long key");
+        } else if (word_place(rules->read, key) < 0 && word_place(rules->kept, key) < 0 &&
+                   word_place(config_kept, key) < 0)
+            config_note(m, "%s%s",
+                        unknown++ > 0 ? ", " : "not known here, and kept: ", key[0] != 0 ? key : "a long key");
     }
     return AMP_OK;
 }
@@ -1290,12 +1332,15 @@ static inline amp_result config_agree(const model_config *m, const model_config 
         if (!config_get(other, key, &theirs)) continue;
         if (!config_get(m, key, &mine)) {
             if (word_place(rules->unseen, key) < 0) continue;
-            return example_fail(AMP_ERR_UNSUPPORTED, "%s: no %s: %s was saved with %.*s: put that back, or delete this file", m->path, key,
-                                other->path, (int)(theirs.end - theirs.at < 60 ? theirs.end - theirs.at : 60), theirs.at);
+            return example_fail(AMP_ERR_UNSUPPORTED,
+                                "%s: no %s: %s was saved with %.*s: put that back, or delete this file", m->path, key,
+                                other->path, (int)(theirs.end - theirs.at < 60 ? theirs.end - theirs.at : 60),
+                                theirs.at);
         }
         if (!json_text(mine, a, sizeof a) || !json_text(theirs, b, sizeof b) || strcmp(a, b) == 0) continue;
         if (strtod(a, &a_end) == strtod(b, &b_end) && *a_end == 0 && *b_end == 0) continue;
-        return config_refuse(m, key, "%s was saved with %s = %s: put that back, or delete this file", other->path, key, b);
+        return config_refuse(m, key, "%s was saved with %s = %s: put that back, or delete this file", other->path, key,
+                             b);
     }
     return AMP_OK;
 }
@@ -1308,9 +1353,16 @@ static inline amp_result config_of_file(model_config *m, const st_file *tensors,
     snprintf(m->path, sizeof m->path, "%s", path);
     if (value.at == NULL) return AMP_OK;
     inside = json_value(tensors->metadata, "config", &value);
-    if (!inside && !json_value(tensors->metadata, "n_head", &value) && !json_value(tensors->metadata, "num_attention_heads", &value)) return AMP_OK;
+    if (!inside && !json_value(tensors->metadata, "n_head", &value) &&
+        !json_value(tensors->metadata, "num_attention_heads", &value))
+        return AMP_OK;
     m->plain = !inside;
-    if (!inside) { value = tensors->metadata; json_skip(&value); value.end = value.at; value.at = tensors->metadata.at; }
+    if (!inside) {
+        value = tensors->metadata;
+        json_skip(&value);
+        value.end = value.at;
+        value.at = tensors->metadata.at;
+    }
     m->text = (char *)malloc((size_t)(value.end - value.at) + 1);
     if (m->text == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for its metadata", path);
     if (!json_text(value, m->text, (size_t)(value.end - value.at) + 1)) m->text[0] = 0;
@@ -1330,9 +1382,10 @@ static inline amp_result config_read(model_config *m, const char *path) {
     return m->text != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
 }
 
-/* The description of the model in the file `path`.  model.safetensors goes with the config.json beside it; under another name a
-   file goes with that only if it says nothing itself. */
-static inline amp_result config_open(model_config *m, const st_file *tensors, const char *path, const config_rules *rules) {
+/* The description of the model in the file `path`.  model.safetensors goes with the config.json beside it; under
+   another name a file goes with that only if it says nothing itself. */
+static inline amp_result config_open(model_config *m, const st_file *tensors, const char *path,
+                                     const config_rules *rules) {
     char beside[PATH_MAX];
     const char *slash = strrchr(path, '/');
     int named = strcmp(slash != NULL ? slash + 1 : path, "model.safetensors") == 0;
@@ -1344,7 +1397,9 @@ static inline amp_result config_open(model_config *m, const st_file *tensors, co
     if (access(beside, F_OK) != 0 || (own.text != NULL && !named)) {
         *m = own;
         if (m->text == NULL)
-            return example_fail(AMP_ERR_OPEN, "%s: no config.json beside it, which says what kind of model it is: put the model's own there", path);
+            return example_fail(
+                AMP_ERR_OPEN,
+                "%s: no config.json beside it, which says what kind of model it is: put the model's own there", path);
         return m->plain ? AMP_OK : config_check(m, rules);
     }
     result = config_read(m, beside);
@@ -1360,8 +1415,8 @@ static inline amp_result config_open(model_config *m, const st_file *tensors, co
    embedding.  The residual stream is fp32 unless `stored` says otherwise; everything else is stored in `activations`.
    Linear weights are [out, in]; Hugging Face's Conv1D has [in, out] and is transposed at loading and saving. */
 
-/* Tensors that can be stored in a dtype of their own, each with its gradient: the residual stream; what LayerNorms return; q, k, v
-   and what attention returns; the inside of the MLP; what is added to the stream. */
+/* Tensors that can be stored in a dtype of their own, each with its gradient: the residual stream; what LayerNorms
+   return; q, k, v and what attention returns; the inside of the MLP; what is added to the stream. */
 typedef enum gpt_tensor { GPT_STREAM, GPT_NORM, GPT_ATTENTION, GPT_MLP, GPT_BRANCH, GPT_TENSORS } gpt_tensor;
 static const char *const gpt_tensor_names[GPT_TENSORS] = {"stream", "norm", "attention", "mlp", "branch"};
 
@@ -1411,10 +1466,12 @@ typedef struct gpt {
     void *branch, *norm_f, *logits; /* [rows, C], [rows, C], [rows, vocab]; branch is what is added to the stream */
     float *mean_f, *rstd_f, *loss_value;
     void *d_stream, *d_branch;      /* gradients; d_branch is d_stream unless there is dropout */
-    void *d_low;                    /* d_branch in the dtype that the branch's last layer computes in; see gpt_pass_low */
+    /* d_branch in the dtype that the branch's last layer computes in; see gpt_pass_low */
+    void *d_low;
     void *d_norm, *d_heads, *d_qkv, *d_fc;
     int64_t batch, seq, rows;       /* what the ops are bound to */
-    amp_optimizer *optimizer;       /* weights are set through it, so that masters have what a 16-bit weight lacks; or NULL */
+    /* weights are set through it, so that masters have what a 16-bit weight lacks; or NULL */
+    amp_optimizer *optimizer;
     struct profile *profile;        /* NULL: nothing is timed */
 } gpt;
 
@@ -1540,7 +1597,8 @@ static inline void gpt_place_activations(gpt *g, arena *a) {
     g->loss_value = arena_floats(a, 1);
     g->d_stream = arena_take(a, rows * C, stream);
     g->d_branch = c->dropout > 0 ? arena_take(a, rows * C, stream) : g->d_stream;
-    g->d_low = c->dropout > 0 || stream != AMP_F32 || c->activations == AMP_F32 ? g->d_branch : arena_take(a, rows * C, AMP_BF16);
+    g->d_low = c->dropout > 0 || stream != AMP_F32 || c->activations == AMP_F32 ? g->d_branch
+                                                                                : arena_take(a, rows * C, AMP_BF16);
     g->d_norm = arena_take(a, rows * C, norm);
     g->d_heads = arena_take(a, rows * C, attention);
     g->d_qkv = arena_take(a, rows * 3 * C, attention);
@@ -1550,10 +1608,13 @@ static inline void gpt_place_activations(gpt *g, arena *a) {
 static inline amp_tensor gpt_matrix(const gpt *g, gpt_tensor which, void *data, int64_t cols) {
     return amp_tensor2(data, gpt_dtype(&g->config, which), g->rows, cols);
 }
-static inline amp_tensor gpt_stream(const gpt *g, void *data) { return gpt_matrix(g, GPT_STREAM, data, g->config.channels); }
+static inline amp_tensor gpt_stream(const gpt *g, void *data) {
+    return gpt_matrix(g, GPT_STREAM, data, g->config.channels);
+}
 
 /* from and to: which tensors x (and dx) and y are. */
-static inline void gpt_bind_linear(gpt *g, amp_linear_op *op, amp_param *weight, gpt_tensor from, void *x, gpt_tensor to, void *y, void *dx) {
+static inline void gpt_bind_linear(gpt *g, amp_linear_op *op, amp_param *weight, gpt_tensor from, void *x,
+                                   gpt_tensor to, void *y, void *dx) {
     memset(op, 0, sizeof *op);
     op->weight = weight;
     op->bias = weight + 1;
@@ -1563,7 +1624,8 @@ static inline void gpt_bind_linear(gpt *g, amp_linear_op *op, amp_param *weight,
 }
 
 /* y of `up`, which is x of `down`, is act(pre): the linear layers do it, or a step between them. */
-static inline void bind_activation(amp_activation_op *op, amp_activation_kind act, amp_linear_op *up, amp_linear_op *down, amp_tensor pre) {
+static inline void bind_activation(amp_activation_op *op, amp_activation_kind act, amp_linear_op *up,
+                                   amp_linear_op *down, amp_tensor pre) {
     memset(op, 0, sizeof *op);
     if (activation_is_fused(act)) {
         up->act = down->x_act = act;
@@ -1602,7 +1664,8 @@ static inline void gpt_bind_norm(gpt *g, amp_norm_op *op, amp_param *weight, voi
 static inline amp_tensor gpt_part_of_qkv(const gpt *g, void *qkv, int64_t part) {
     int64_t C = g->config.channels, dim = C / g->config.heads;
     amp_dtype type = gpt_dtype(&g->config, GPT_ATTENTION);
-    amp_tensor t = amp_tensor4((char *)qkv + part * C * (int64_t)amp_dtype_size(type), type, g->batch, g->seq, g->config.heads, dim);
+    amp_tensor t = amp_tensor4((char *)qkv + part * C * (int64_t)amp_dtype_size(type), type, g->batch, g->seq,
+                               g->config.heads, dim);
     t.stride[0] = g->seq * 3 * C; t.stride[1] = 3 * C; t.stride[2] = dim; t.stride[3] = 1;
     return t;
 }
@@ -1614,7 +1677,8 @@ static inline void gpt_bind_attention(gpt *g, int64_t layer) {
     int64_t dim = g->config.channels / g->config.heads;
     memset(op, 0, sizeof *op);
     if (g->config.unscaled || g->config.by_layer)
-        op->scale = (float)((g->config.unscaled ? 1 : 1 / sqrt((double)dim)) / (g->config.by_layer ? (double)(layer + 1) : 1));
+        op->scale =
+            (float)((g->config.unscaled ? 1 : 1 / sqrt((double)dim)) / (g->config.by_layer ? (double)(layer + 1) : 1));
     op->q = gpt_part_of_qkv(g, b->qkv, 0);  op->dq = gpt_part_of_qkv(g, g->d_qkv, 0);
     op->k = gpt_part_of_qkv(g, b->qkv, 1);  op->dk = gpt_part_of_qkv(g, g->d_qkv, 1);
     op->v = gpt_part_of_qkv(g, b->qkv, 2);  op->dv = gpt_part_of_qkv(g, g->d_qkv, 2);
@@ -1650,7 +1714,8 @@ static inline void gpt_bind_block(gpt *g, int64_t layer) {
     b->c_fc.dy = gpt_matrix(g, GPT_MLP, g->d_fc, 4 * g->config.channels);
     gpt_bind_linear(g, &b->mlp_proj, p + 10, GPT_MLP, b->fc_out, GPT_BRANCH, g->branch, g->d_fc);
     b->mlp_proj.dy = d_branch;
-    bind_activation(&b->act, g->config.act, &b->c_fc, &b->mlp_proj, gpt_matrix(g, GPT_MLP, b->fc_in, 4 * g->config.channels));
+    bind_activation(&b->act, g->config.act, &b->c_fc, &b->mlp_proj,
+                    gpt_matrix(g, GPT_MLP, b->fc_in, 4 * g->config.channels));
     gpt_bind_dropout(g, &b->mlp_drop, branch, g->d_branch);
 }
 
@@ -1689,8 +1754,10 @@ static inline amp_result gpt_store(gpt *g, amp_dtype activations) {
     g->config.activations = activations;
     g->batch = g->seq = 0;
     gpt_place_activations(g, &memory);
-    return memory.used <= g->memory_bytes ? AMP_OK
-           : example_fail(AMP_ERR_SIZE, "activations in %s need more memory than the model has", amp_dtype_name(activations));
+    return memory.used <= g->memory_bytes
+               ? AMP_OK
+               : example_fail(AMP_ERR_SIZE, "activations in %s need more memory than the model has",
+                              amp_dtype_name(activations));
 }
 
 static inline void gpt_destroy(gpt *g) {
@@ -1904,7 +1971,8 @@ static inline amp_result gpt_loss(gpt *g, const int32_t *labels, int backward, c
 /* The loss on the host.  Waits for the device. */
 static inline amp_result gpt_loss_read(gpt *g, float *out) { return value_read(g->amp, g->loss_value, out); }
 
-/* Forward and loss of a batch in a region; with backward the logits become their gradient, from the scaler's scale (NULL: 1). */
+/* Forward and loss of a batch in a region; with backward the logits become their gradient, from the scaler's scale
+   (NULL: 1). */
 static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, amp_scaler *scaler, int backward) {
     amp_autocast_desc region;
     amp_result result;
@@ -1912,13 +1980,14 @@ static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, amp_sc
     region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
     TRY(amp_autocast_begin(g->amp, &region));
     result = gpt_forward(g, batch->inputs, batch->batch, batch->seq);
-    if (result == AMP_OK) result = gpt_loss(g, batch->targets, backward, scaler != NULL ? amp_scaler_scale_ptr(scaler) : NULL);
+    if (result == AMP_OK)
+        result = gpt_loss(g, batch->targets, backward, scaler != NULL ? amp_scaler_scale_ptr(scaler) : NULL);
     TRY(amp_autocast_end(g->amp));
     return result;
 }
 
-/* Runs a block's forward again, up to what its backward reads.  Its input, the stream, was kept: ln_1 need not add to it
-   a second time, and what the last linear adds is not needed. */
+/* Runs a block's forward again, up to what its backward reads.  Its input, the stream, was kept: ln_1 need not add to
+   it a second time, and what the last linear adds is not needed. */
 static inline amp_result gpt_recompute(gpt *g, const gpt_block *block) {
     gpt_block b = *block;
     if (b.ln_1.sum.data != NULL) {
@@ -1944,11 +2013,12 @@ static inline amp_result gpt_recompute_block(gpt *g, int64_t layer) {
     return result;
 }
 
-/* Where the stream's gradient is fp32, and `linear`, the last layer of a branch, computes in 16 bits: whoever writes the gradient that it
-   reads does so in that dtype too, so that its two products need not round it. */
+/* Where the stream's gradient is fp32, and `linear`, the last layer of a branch, computes in 16 bits: whoever writes
+   the gradient that it reads does so in that dtype too, so that its two products need not round it. */
 static inline void gpt_pass_low(gpt *g, amp_norm_op *norm, amp_dropout_op *drop, amp_linear_op *linear) {
     amp_dtype low = linear->plan.compute;
-    int wanted = gpt_dtype(&g->config, GPT_STREAM) == AMP_F32 && (low == AMP_F16 || low == AMP_BF16) && g->d_low != g->d_stream;
+    int wanted =
+        gpt_dtype(&g->config, GPT_STREAM) == AMP_F32 && (low == AMP_F16 || low == AMP_BF16) && g->d_low != g->d_stream;
     linear->dy = wanted ? amp_tensor2(g->d_low, low, g->rows, g->config.channels) : gpt_stream(g, g->d_branch);
     if (g->config.dropout > 0) drop->dx = linear->dy;
     else norm->dx_low = wanted ? linear->dy : amp_tensor2(NULL, AMP_F32, 0, 0);
@@ -1973,7 +2043,8 @@ static inline amp_result gpt_backward(gpt *g) {
             TIMED(p, amp, PROFILE_RECOMPUTE, 1, gpt_recompute_block(g, layer));
         if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &b->mlp_drop));
         TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->mlp_proj));
-        if (!activation_is_fused(g->config.act)) TIMED(p, amp, PROFILE_LINEAR, 1, amp_activation_backward(amp, &b->act));
+        if (!activation_is_fused(g->config.act))
+            TIMED(p, amp, PROFILE_LINEAR, 1, amp_activation_backward(amp, &b->act));
         TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->c_fc));
         TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &b->ln_2));
         if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &b->attn_drop));
@@ -2025,15 +2096,16 @@ static inline const st_tensor *gpt_file_find(const gpt_file *file, const char *n
 }
 
 static const config_only gpt_config_only[] = {{"tie_word_embeddings", "true"}, {NULL, NULL}};
-static const config_rules gpt_config_rules = {
-    "model_type vocab_size n_positions n_embd n_layer n_head n_inner max_position_embeddings hidden_size num_hidden_layers "
-    "num_attention_heads activation_function layer_norm_epsilon scale_attn_weights scale_attn_by_inverse_layer_idx embd_pdrop "
-    "resid_pdrop attn_pdrop",
-    "n_ctx is_decoder problem_type hidden_dropout classifier_dropout "
-    "reorder_and_upcast_attn",      /* where PyTorch rounds: scores are fp32 here anyway */
-    gpt_config_only,
-    "n_head activation_function layer_norm_epsilon scale_attn_weights scale_attn_by_inverse_layer_idx"
-};
+static const config_rules gpt_config_rules =
+    {"model_type vocab_size n_positions n_embd n_layer n_head n_inner max_position_embeddings hidden_size "
+     "num_hidden_layers "
+     "num_attention_heads activation_function layer_norm_epsilon scale_attn_weights scale_attn_by_inverse_layer_idx "
+     "embd_pdrop "
+     "resid_pdrop attn_pdrop",
+     "n_ctx is_decoder problem_type hidden_dropout classifier_dropout "
+     "reorder_and_upcast_attn", /* where PyTorch rounds: scores are fp32 here anyway */
+     gpt_config_only,
+     "n_head activation_function layer_norm_epsilon scale_attn_weights scale_attn_by_inverse_layer_idx"};
 
 /* What stands in no shape, and that the rest agrees with the weights'. */
 static inline amp_result gpt_read_config(model_config *m, gpt_config *c) {
@@ -2056,11 +2128,12 @@ static inline amp_result gpt_read_config(model_config *m, gpt_config *c) {
     TRY(config_integer(m, "n_head", 1, INT32_MAX, &c->heads));
     heads = c->heads;
     TRY(config_integer(m, "num_attention_heads", 1, INT32_MAX, &heads));
-    if (heads != c->heads && config_get(m, "n_head", &value)) return config_refuse(m, "num_attention_heads", "n_head is %lld", (long long)c->heads);
+    if (heads != c->heads && config_get(m, "n_head", &value))
+        return config_refuse(m, "num_attention_heads", "n_head is %lld", (long long)c->heads);
     c->heads = heads;
     if (c->channels % heads != 0)
-        return config_refuse(m, config_get(m, "n_head", &value) ? "n_head" : "num_attention_heads", "%lld heads do not divide %lld channels",
-                             (long long)heads, (long long)c->channels);
+        return config_refuse(m, config_get(m, "n_head", &value) ? "n_head" : "num_attention_heads",
+                             "%lld heads do not divide %lld channels", (long long)heads, (long long)c->channels);
     c->act = AMP_ACT_GELU;
     TRY(config_activation(m, "activation_function", &c->act));
     TRY(config_number(m, "layer_norm_epsilon", 1e-37, 1e37, &eps));
@@ -2130,7 +2203,8 @@ static inline amp_result gpt_file_llmc(gpt_file *file, const char *path) {
 
 /* The shape of the model whose file is file->data.  Nothing in the file is trusted. */
 static inline amp_result gpt_file_parse(gpt_file *file, const char *path) {
-    if (file->bytes >= 4 && bytes_i32((const unsigned char *)file->data) == LLMC_MODEL_MAGIC) return gpt_file_llmc(file, path);
+    if (file->bytes >= 4 && bytes_i32((const unsigned char *)file->data) == LLMC_MODEL_MAGIC)
+        return gpt_file_llmc(file, path);
     TRY(st_open(&file->tensors, file->data, file->bytes));
     return gpt_file_shape(file, path);
 }
@@ -2224,9 +2298,11 @@ static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
                             "the file holds another model: %lld tokens, %lld positions, %lld channels, %lld layers",
                             (long long)file->config.vocab, (long long)file->config.positions,
                             (long long)file->config.channels, (long long)file->config.layers);
-    if (file->config.heads != g->config.heads || file->config.act != g->config.act || file->config.eps < g->config.eps ||
-        file->config.eps > g->config.eps || file->config.unscaled != g->config.unscaled || file->config.by_layer != g->config.by_layer)
-        return example_fail(AMP_ERR_MISMATCH, "the file's model has other heads, another activation, epsilon or scale of attention");
+    if (file->config.heads != g->config.heads || file->config.act != g->config.act ||
+        file->config.eps < g->config.eps || file->config.eps > g->config.eps ||
+        file->config.unscaled != g->config.unscaled || file->config.by_layer != g->config.by_layer)
+        return example_fail(AMP_ERR_MISMATCH,
+                            "the file's model has other heads, another activation, epsilon or scale of attention");
     for (i = 0; i < g->n_params && file->llmc == 0; i++) TRY(gpt_file_check(file, g, i, &t));
     for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
     values = (float *)malloc((size_t)largest * 2 * sizeof *values);
@@ -2308,21 +2384,24 @@ static inline void config_merge(text_buffer *b, const char *source, const config
         from = j.at;
         if (!json_member(&j, key, &value)) break;
         for (i = 0; i < n; i++)
-            if (own[i].how != CONFIG_ADD && strcmp(own[i].key, key) == 0) mine = own[i].longer != NULL ? own[i].longer : own[i].value;
+            if (own[i].how != CONFIG_ADD && strcmp(own[i].key, key) == 0)
+                mine = own[i].longer != NULL ? own[i].longer : own[i].value;
         text_add(b, "%s\n  ", b->used > 1 ? "," : "");
         text_put(b, from, (size_t)((mine != NULL ? value.at : value.end) - from));
         if (mine != NULL) text_put(b, mine, strlen(mine));
     }
     for (i = 0; i < n; i++) {
         const char *mine = own[i].longer != NULL ? own[i].longer : own[i].value;
-        if (own[i].how != CONFIG_REPLACE && (source == NULL || !json_value(json_open(source, strlen(source)), own[i].key, &value)))
+        if (own[i].how != CONFIG_REPLACE &&
+            (source == NULL || !json_value(json_open(source, strlen(source)), own[i].key, &value)))
             config_add(b, own[i].key, mine, strlen(mine));
     }
     text_add(b, "\n}\n");
 }
 
 static inline amp_result config_save(const text_buffer *b, const char *path) {
-    return b->failed ? example_fail(AMP_ERR_MEMORY, "no memory for %s", path) : amp_file_write_atomic(NULL, path, b->text, b->used);
+    return b->failed ? example_fail(AMP_ERR_MEMORY, "no memory for %s", path)
+                     : amp_file_write_atomic(NULL, path, b->text, b->used);
 }
 
 /* An entry of a safetensors header: fp32 [rows, cols] or, with cols 0, [rows]; *offset moves on. */
@@ -2339,7 +2418,8 @@ static inline amp_result st_end_header(text_buffer *b) {
     return b->failed ? example_fail(AMP_ERR_MEMORY, "no memory for the file's header") : AMP_OK;
 }
 
-static inline void config_own_put(config_own *own, const char *key, config_how how, const char *format, ...) __attribute__((format(printf, 4, 5)));
+static inline void config_own_put(config_own *own, const char *key, config_how how, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
 static inline void config_own_put(config_own *own, const char *key, config_how how, const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -2376,7 +2456,9 @@ static inline void gpt_config_text(const gpt *g, text_buffer *b) {
 
 /* The metadata of a file: what other programs want to know, `more` of it, and its config.json once more. */
 static inline amp_result st_begin_header(text_buffer *b, const text_buffer *config, const char *more) {
-    text_add(b, "{\"__metadata__\":{\"format\":\"pt\"," ST_CHECKSUM "00000000\",\"producer\":\"amp.h %s\",%s\"config\":\"", AMP_VERSION_TEXT, more);
+    text_add(b,
+             "{\"__metadata__\":{\"format\":\"pt\"," ST_CHECKSUM "00000000\",\"producer\":\"amp.h %s\",%s\"config\":\"",
+             AMP_VERSION_TEXT, more);
     if (config->failed) return example_fail(AMP_ERR_MEMORY, "no memory for the file's header");
     text_add_escaped(b, config->text);
     text_add(b, "\"}");
@@ -2396,7 +2478,8 @@ static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer
     for (i = 0; i < g->n_params; i++) {
         const amp_tensor *w = &g->params[i].weight;
         int conv1d = gpt_is_conv1d(g, i);
-        st_add_entry(b, g->params[i].name, w->shape[conv1d ? 1 : 0], w->ndim == 1 ? 0 : w->shape[conv1d ? 0 : 1], &offset);
+        st_add_entry(b, g->params[i].name, w->shape[conv1d ? 1 : 0], w->ndim == 1 ? 0 : w->shape[conv1d ? 0 : 1],
+                     &offset);
     }
     return st_end_header(b);
 }
@@ -2500,7 +2583,8 @@ static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
         const amp_tensor *w = &g->params[i].weight;
         snprintf(key, sizeof key, "weight.%s", g->params[i].name);
         if (amp_state_count(state, key, &dtype) != amp_tensor_count(w) || dtype != w->dtype)
-            return example_fail(AMP_ERR_MISMATCH, "the checkpoint has no record %s of %lld x %s: it is of another model", key,
+            return example_fail(AMP_ERR_MISMATCH,
+                                "the checkpoint has no record %s of %lld x %s: it is of another model", key,
                                 (long long)amp_tensor_count(w), amp_dtype_name(w->dtype));
         bytes = amp_tensor_count(w) * (int64_t)amp_dtype_size(w->dtype);
         if (bytes > largest) largest = bytes;
@@ -2512,7 +2596,8 @@ static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
         int64_t count = amp_tensor_count(w);
         snprintf(key, sizeof key, "weight.%s", g->params[i].name);
         result = amp_state_get(state, key, w->dtype, scratch, count);
-        if (result == AMP_OK) result = amp_copy(g->amp, w->data, scratch, count * (int64_t)amp_dtype_size(w->dtype), AMP_COPY_TO_DEVICE);
+        if (result == AMP_OK)
+            result = amp_copy(g->amp, w->data, scratch, count * (int64_t)amp_dtype_size(w->dtype), AMP_COPY_TO_DEVICE);
         if (result == AMP_OK) result = amp_sync(g->amp);
         amp_param_changed(&g->params[i]);
     }
@@ -3218,7 +3303,11 @@ typedef enum encoder_family {
 
 /* first: the position of the first token.  The rows before it are in the file, and no token reads them.
    dense and out: the head's layers.  dense's activation is tanh but in ELECTRA. */
-typedef struct encoder_kind { const char *name, *prefix, *dense, *out; int64_t first; amp_activation_kind act; } encoder_kind;
+typedef struct encoder_kind {
+    const char *name, *prefix, *dense, *out;
+    int64_t first;
+    amp_activation_kind act;
+} encoder_kind;
 static const encoder_kind encoder_kinds[] = {
     {"bert", "bert.", "bert.pooler.dense", "classifier", 0, AMP_ACT_TANH},
     {"roberta", "roberta.", "classifier.dense", "classifier.out_proj", 2, AMP_ACT_TANH},
@@ -3426,8 +3515,8 @@ static inline void encoder_bind_linear(amp_linear_op *op, amp_param *weight, amp
 }
 
 /* y = LayerNorm(sum), sum = x + residual. */
-static inline void encoder_bind_norm(const encoder *e, amp_norm_op *op, amp_param *weight, amp_tensor x, float *residual,
-                                     float *sum, float *y, float *mean, float *rstd) {
+static inline void encoder_bind_norm(const encoder *e, amp_norm_op *op, amp_param *weight, amp_tensor x,
+                                     float *residual, float *sum, float *y, float *mean, float *rstd) {
     int64_t cols = weight->weight.shape[0];
     memset(op, 0, sizeof *op);
     op->weight = weight; op->bias = weight + 1;
@@ -3465,7 +3554,8 @@ static inline void encoder_bind_attention(encoder *e, encoder_layer *l) {
     op->mask.global = 1;
 }
 
-/* Longformer's first token has its own projections, to see all tokens by; its output takes the place of the one above. */
+/* Longformer's first token has its own projections, to see all tokens by; its output takes the place of the one above.
+   */
 static inline void encoder_bind_global(encoder *e, encoder_layer *l, amp_param *p, float *before) {
     amp_attention_op *op = &l->attention_global;
     int64_t C = e->config.hidden, dim = C / e->config.heads;
@@ -3495,7 +3585,8 @@ static inline void encoder_bind_layer(encoder *e, int64_t layer) {
                         encoder_stream(e, e->d_inner), encoder_matrix(e, e->d_qkv, 3 * C));
     encoder_bind_attention(e, l);
     if (c->family == ENCODER_LONGFORMER) { encoder_bind_global(e, l, p + 2, before); p += 4; }
-    encoder_bind_linear(&l->proj, p + 2, encoder_matrix(e, l->heads, C), branch, encoder_matrix(e, e->d_heads, C), d_drop);
+    encoder_bind_linear(&l->proj, p + 2, encoder_matrix(e, l->heads, C), branch, encoder_matrix(e, e->d_heads, C),
+                        d_drop);
     encoder_bind_dropout(e, &l->drop_1, branch, d_branch, d_drop);
     encoder_bind_norm(e, &l->norm_1, p + 4, branch, before, l->sum_1, l->middle, l->mean_1, l->rstd_1);
     encoder_bind_linear(&l->fc, p + 6, encoder_stream(e, l->middle), encoder_matrix(e, l->fc_act, I),
@@ -3509,7 +3600,8 @@ static inline void encoder_bind_layer(encoder *e, int64_t layer) {
 /* Words with positions and types are added up by the norm. */
 static inline void encoder_bind_embedding(encoder *e) {
     int64_t E = e->config.embedding;
-    amp_tensor words = amp_tensor2(e->d_stream, AMP_F32, e->rows, E), types = amp_tensor2(e->d_branch, AMP_F32, e->rows, E);
+    amp_tensor words = amp_tensor2(e->d_stream, AMP_F32, e->rows, E),
+               types = amp_tensor2(e->d_branch, AMP_F32, e->rows, E);
     memset(&e->words, 0, sizeof e->words);
     memset(&e->types, 0, sizeof e->types);
     e->words.table = e->params; e->words.positions = e->params + 1; e->words.seq = e->seq; e->words.y = words;
@@ -3538,7 +3630,8 @@ static inline void encoder_bind_head(encoder *e) {
     e->act.x = inner; e->act.y = pooled; e->act.dy = d_pooled; e->act.dx = d_inner;
     e->act.act = encoder_kinds[c->family].act;
     encoder_bind_dropout(e, &e->head_drop, pooled, d_pooled, d_pooled);
-    encoder_bind_linear(&e->out, p + 2, pooled, logits, d_pooled, logits);  /* the loss leaves its gradient in the logits */
+    /* the loss leaves its gradient in the logits */
+    encoder_bind_linear(&e->out, p + 2, pooled, logits, d_pooled, logits);
 }
 
 /* Sets every op for a batch.  Errors: 102 more than the model was created for. */
@@ -3891,13 +3984,18 @@ static inline amp_result encoder_type_of(const model_config *m, const st_file *t
     int64_t i;
     int k;
     TRY(config_word(m, "model_type", name));
-    for (k = 0; k < ENCODER_TYPES; k++) if (strcmp(name, encoder_types[k].name) == 0) { *out = &encoder_types[k]; return AMP_OK; }
+    for (k = 0; k < ENCODER_TYPES; k++)
+        if (strcmp(name, encoder_types[k].name) == 0) {
+            *out = &encoder_types[k];
+            return AMP_OK;
+        }
     if (config_get(m, "model_type", &value))
         return config_refuse(m, "model_type", "must be bert, roberta, xlm-roberta, camembert, electra or longformer");
     *out = encoder_types;
     for (k = 1; k < ENCODER_KINDS; k++)
         for (i = 0; i < tensors->n; i++)
-            if (strncmp(tensors->tensors[i].name, encoder_kinds[k].prefix, strlen(encoder_kinds[k].prefix)) == 0) *out = &encoder_types[k];
+            if (strncmp(tensors->tensors[i].name, encoder_kinds[k].prefix, strlen(encoder_kinds[k].prefix)) == 0)
+                *out = &encoder_types[k];
     return AMP_OK;
 }
 
@@ -3912,15 +4010,14 @@ static const config_only encoder_config_only[] = {
     {"attention_mode", "\"longformer\""}, {"ignore_attention_mask", "false"}, {"autoregressive", "false"},
     {"problem_type", "null|\"single_label_classification\""}, {NULL, NULL},
 };
-static const config_rules encoder_config_rules = {
-    "model_type vocab_size max_position_embeddings type_vocab_size hidden_size num_hidden_layers num_attention_heads "
-    "intermediate_size embedding_size hidden_act layer_norm_eps attention_window hidden_dropout_prob attention_probs_dropout_prob "
-    "classifier_dropout",
-    "tie_word_embeddings onnx_export directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
-    "pooler_size_per_head pooler_type",
-    encoder_config_only,
-    "num_attention_heads hidden_act layer_norm_eps attention_window"
-};
+static const config_rules encoder_config_rules =
+    {"model_type vocab_size max_position_embeddings type_vocab_size hidden_size num_hidden_layers num_attention_heads "
+     "intermediate_size embedding_size hidden_act layer_norm_eps attention_window hidden_dropout_prob "
+     "attention_probs_dropout_prob "
+     "classifier_dropout",
+     "tie_word_embeddings onnx_export directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+     "pooler_size_per_head pooler_type",
+     encoder_config_only, "num_attention_heads hidden_act layer_norm_eps attention_window"};
 
 /* Longformer's windows: one for each layer, or one for all.  windows: space for one of each layer. */
 static inline amp_result encoder_read_windows(const model_config *m, encoder_config *c, int64_t *windows) {
@@ -3938,7 +4035,8 @@ static inline amp_result encoder_read_windows(const model_config *m, encoder_con
         windows[layer] = number / 2;
     }
     if (list ? layer != c->layers || !json_take(&value, ']') : layer != 1 || value.at != value.end)
-        return config_refuse(m, "attention_window", "must be an even number from 2, or a list of them, one for each of the %lld layers",
+        return config_refuse(m, "attention_window",
+                             "must be an even number from 2, or a list of them, one for each of the %lld layers",
                              (long long)c->layers);
     for (; layer < c->layers; layer++) windows[layer] = windows[0];
     c->window = windows[0];
@@ -3959,7 +4057,8 @@ static inline amp_result encoder_read_config(model_config *m, encoder_config *c,
     c->heads = c->family == ENCODER_ELECTRA ? 4 : 12;
     TRY(config_integer(m, "num_attention_heads", 1, INT32_MAX, &c->heads));
     if (c->hidden % c->heads != 0)
-        return config_refuse(m, "num_attention_heads", "%lld heads do not divide a width of %lld", (long long)c->heads, (long long)c->hidden);
+        return config_refuse(m, "num_attention_heads", "%lld heads do not divide a width of %lld", (long long)c->heads,
+                             (long long)c->hidden);
     c->act = AMP_ACT_GELU_ERF;
     TRY(config_activation(m, "hidden_act", &c->act));
     TRY(config_number(m, "layer_norm_eps", 1e-37, 1e37, &eps));
@@ -3980,7 +4079,8 @@ static inline int64_t config_count_labels(const char *text, size_t bytes) {
     int64_t n = 0;
     int more;
     if (!json_value(json_open(text, bytes), "id2label", &labels) || !json_take(&labels, '{')) return 0;
-    for (more = json_peek(&labels) == '"'; more && json_member(&labels, key, &value); more = json_take(&labels, ',')) n++;
+    for (more = json_peek(&labels) == '"'; more && json_member(&labels, key, &value); more = json_take(&labels, ','))
+        n++;
     return n;
 }
 
@@ -3996,7 +4096,8 @@ static inline amp_result config_read_labels(const model_config *m, char **names,
         number = json_open(key, strlen(key));
         i = json_integer(&number);
         if (number.bad || number.at != number.end || i < 0 || i >= n || names[i] != NULL || *value.at != '"')
-            return config_refuse(m, "id2label", "must give each class from \"0\" to \"%lld\" a name, once", (long long)n - 1);
+            return config_refuse(m, "id2label", "must give each class from \"0\" to \"%lld\" a name, once",
+                                 (long long)n - 1);
         names[i] = (char *)malloc((size_t)(value.end - value.at));
         if (names[i] == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for its labels", m->path);
         (void)json_text(value, names[i], (size_t)(value.end - value.at));
@@ -4016,9 +4117,10 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
     positions = encoder_file_body(file, "embeddings.position_embeddings.weight");
     types = encoder_file_body(file, "embeddings.token_type_embeddings.weight");
     down = encoder_file_body(file, "encoder.layer.0.output.dense.weight");
-    if (words == NULL || positions == NULL || types == NULL || down == NULL || words->ndim != 2 || positions->ndim != 2 ||
-        types->ndim != 2 || down->ndim != 2)
-        return example_fail(AMP_ERR_FORMAT, "%s: no encoder of BERT's kind: embeddings or the first layer are missing", path);
+    if (words == NULL || positions == NULL || types == NULL || down == NULL || words->ndim != 2 ||
+        positions->ndim != 2 || types->ndim != 2 || down->ndim != 2)
+        return example_fail(AMP_ERR_FORMAT, "%s: no encoder of BERT's kind: embeddings or the first layer are missing",
+                            path);
     c->vocab = words->shape[0]; c->positions = positions->shape[0]; c->types = types->shape[0];
     c->embedding = words->shape[1]; c->hidden = down->shape[0]; c->intermediate = down->shape[1];
     for (c->layers = 1; c->layers < 10000; c->layers++) {
@@ -4031,10 +4133,12 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
     file->windows = (int64_t *)calloc((size_t)c->layers, sizeof *file->windows);
     file->n_labels = config_count_labels(file->described.text, file->described.bytes);
     file->labels = (char **)calloc((size_t)file->n_labels + 1, sizeof *file->labels);
-    if (file->windows == NULL || file->labels == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for its windows and labels", path);
+    if (file->windows == NULL || file->labels == NULL)
+        return example_fail(AMP_ERR_MEMORY, "%s: no memory for its windows and labels", path);
     TRY(encoder_read_config(&file->described, c, file->windows));
     if (c->classes > 0 && file->n_labels > 0 && file->n_labels != c->classes)
-        return config_refuse(&file->described, "id2label", "names %lld classes, the weights have %lld", (long long)file->n_labels, (long long)c->classes);
+        return config_refuse(&file->described, "id2label", "names %lld classes, the weights have %lld",
+                             (long long)file->n_labels, (long long)c->classes);
     return config_read_labels(&file->described, file->labels, file->n_labels);
 }
 
@@ -4059,7 +4163,8 @@ static inline amp_result encoder_file_check(const encoder_file *file, encoder *e
         encoder_piece_get(e, p, part, &piece);
         t = encoder_file_find(&file->tensors, e->config.family, piece.name);
         if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
-        if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip || (t->ndim == 2 && t->shape[1] != piece.cols))
+        if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip ||
+            (t->ndim == 2 && t->shape[1] != piece.cols))
             return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", piece.name);
         TRY(st_check_floats(t));
     }
@@ -4067,7 +4172,8 @@ static inline amp_result encoder_file_check(const encoder_file *file, encoder *e
 }
 
 /* The elements of parameter i.  values, scratch: see encoder_scratch. */
-static inline amp_result encoder_file_param(const encoder_file *file, encoder *e, int64_t i, float *values, float *scratch) {
+static inline amp_result encoder_file_param(const encoder_file *file, encoder *e, int64_t i, float *values,
+                                            float *scratch) {
     const amp_param *p = &e->params[i];
     encoder_piece piece;
     int part;
@@ -4116,7 +4222,8 @@ static inline amp_result encoder_file_load(const encoder_file *file, encoder *e,
 }
 
 /* {"0": "bad", "1": "good"}, or the other way round; classes without a name are LABEL_2 and so on. */
-static inline void encoder_labels_text(text_buffer *b, const char *const *names, int64_t n, int64_t classes, int inverse) {
+static inline void encoder_labels_text(text_buffer *b, const char *const *names, int64_t n, int64_t classes,
+                                       int inverse) {
     int64_t i;
     for (i = 0; i < classes; i++) {
         text_add(b, "%s", i > 0 ? ", \"" : "{\"");
@@ -4129,8 +4236,8 @@ static inline void encoder_labels_text(text_buffer *b, const char *const *names,
     text_add(b, "}");
 }
 
-/* The config.json that transformers' from_pretrained wants beside model.safetensors.  names: of n classes; n 0: those that the
-   model came with, where they are as many. */
+/* The config.json that transformers' from_pretrained wants beside model.safetensors.  names: of n classes; n 0: those
+   that the model came with, where they are as many. */
 static inline void encoder_config_text(const encoder *e, const char *const *names, int64_t n, text_buffer *b) {
     const encoder_config *c = &e->config;
     const encoder_type *type = &encoder_types[c->family];       /* the first ones stand in the order of the families */
@@ -4157,9 +4264,11 @@ static inline void encoder_config_text(const encoder *e, const char *const *name
     config_own_put(&own[k++], "num_hidden_layers", CONFIG_ADD, "%lld", (long long)c->layers);
     config_own_put(&own[k++], "num_attention_heads", CONFIG_ADD, "%lld", (long long)c->heads);
     config_own_put(&own[k++], "intermediate_size", CONFIG_ADD, "%lld", (long long)c->intermediate);
-    if (c->family == ENCODER_ELECTRA) config_own_put(&own[k++], "embedding_size", CONFIG_ADD, "%lld", (long long)c->embedding);
+    if (c->family == ENCODER_ELECTRA)
+        config_own_put(&own[k++], "embedding_size", CONFIG_ADD, "%lld", (long long)c->embedding);
     if (c->family == ENCODER_LONGFORMER) {
-        for (layer = 0; layer < c->layers; layer++) text_add(&windows, "%s%lld", layer > 0 ? ", " : "[", (long long)e->layers[layer].window * 2);
+        for (layer = 0; layer < c->layers; layer++)
+            text_add(&windows, "%s%lld", layer > 0 ? ", " : "[", (long long)e->layers[layer].window * 2);
         text_add(&windows, "]");
         config_own_put(&own[k], "attention_window", CONFIG_SET, "%s", "");
         own[k++].longer = windows.text;
@@ -4182,7 +4291,10 @@ static inline void encoder_config_text(const encoder *e, const char *const *name
 static inline amp_result encoder_name_labels(encoder *e, const char *const *names, int64_t n) {
     text_buffer b = {NULL, 0, 0, 0};
     encoder_config_text(e, names, n, &b);
-    if (b.failed) { free(b.text); return example_fail(AMP_ERR_MEMORY, "no memory for the names of %lld classes", (long long)n); }
+    if (b.failed) {
+        free(b.text);
+        return example_fail(AMP_ERR_MEMORY, "no memory for the names of %lld classes", (long long)n);
+    }
     free(e->json);
     e->json = b.text;
     return AMP_OK;
@@ -4245,10 +4357,10 @@ static inline amp_result encoder_save_config(const encoder *e, const char *path)
 
 /* ==== 11 The tokenizer of BERT ===================================================================
    WordPiece (Devlin et al. 2019) from a vocab.txt with one token a line: text is cleaned, lower-cased without accents
-   unless the vocabulary is cased, split at spaces, at punctuation and around ideographs, and each word is cut from the left
-   into the longest pieces there are, those after the first with "##" before them; a word that cannot be cut, or has more
-   than 100 characters, is [UNK].  As BertTokenizer, but that CJK compatibility ideographs stay what they are, and that
-   "[SEP]" in a text is three tokens like any other.  Without a vocabulary, bytes are the tokens. */
+   unless the vocabulary is cased, split at spaces, at punctuation and around ideographs, and each word is cut from the
+   left into the longest pieces there are, those after the first with "##" before them; a word that cannot be cut, or
+   has more than 100 characters, is [UNK].  As BertTokenizer, but that CJK compatibility ideographs stay what they are,
+   and that "[SEP]" in a text is three tokens like any other.  Without a vocabulary, bytes are the tokens. */
 
 enum { WORDPIECE_LONGEST = 100, WORDPIECE_BYTES = 4 };      /* characters of a word; the token of byte 0 */
 
@@ -4302,7 +4414,8 @@ static inline amp_result wordpiece_lines(wordpiece *w, const char *path) {
     for (w->n_slots = 16; (int64_t)w->n_slots < 2 * lines;) w->n_slots *= 2;
     w->tokens = (token_span *)malloc((size_t)lines * sizeof *w->tokens);
     w->slots = (int32_t *)malloc((size_t)w->n_slots * sizeof *w->slots);
-    if (w->tokens == NULL || w->slots == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for the vocabulary", path);
+    if (w->tokens == NULL || w->slots == NULL)
+        return example_fail(AMP_ERR_MEMORY, "%s: no memory for the vocabulary", path);
     for (i = 0; i < (int64_t)w->n_slots; i++) w->slots[i] = -1;
     while (at < bytes) {
         const char *stop = (const char *)memchr(w->text + at, '\n', (size_t)(bytes - at));
@@ -4310,7 +4423,8 @@ static inline amp_result wordpiece_lines(wordpiece *w, const char *path) {
         token_span *span = &w->tokens[w->n];
         if (end > at && w->text[end - 1] == '\r') end--;
         if (end - at > TOKENIZER_LONGEST)
-            return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a token of %lld bytes", path, (long long)w->n + 1, (long long)(end - at));
+            return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a token of %lld bytes", path, (long long)w->n + 1,
+                                (long long)(end - at));
         span->at = at;
         span->length = (int32_t)(end - at);
         if (end - at > w->longest) w->longest = end - at;
@@ -4330,7 +4444,8 @@ static inline amp_result wordpiece_parse(wordpiece *w, const char *path) {
     TRY(wordpiece_lines(w, path));
     for (i = 0; i < 4; i++) {
         *special[i] = wordpiece_find(w, "", names[i], 5);
-        if (*special[i] < 0) return example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt of BERT's kind", path, names[i]);
+        if (*special[i] < 0)
+            return example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt of BERT's kind", path, names[i]);
     }
     return AMP_OK;
 }
@@ -4350,7 +4465,14 @@ static inline amp_result wordpiece_open(wordpiece *w, const char *path, int case
 
 /* ---- Characters */
 
-enum { PIECE_OTHER = 0, PIECE_MARK = 1, PIECE_DROPPED = 2, PIECE_SPACE = 3, PIECE_PUNCTUATION = 4, PIECE_IDEOGRAPH = 5 };
+enum {
+    PIECE_OTHER = 0,
+    PIECE_MARK = 1,
+    PIECE_DROPPED = 2,
+    PIECE_SPACE = 3,
+    PIECE_PUNCTUATION = 4,
+    PIECE_IDEOGRAPH = 5
+};
 
 /* Made by tests/oracle/wordpiece.py --tables from what the tokenizers library does with each character: letters that
    U+00C0, U+1E00 and U+1F00 (there 'a' is alpha) and those after them become, runs of other characters (first,
@@ -4506,8 +4628,9 @@ static inline int piece_fold(uint32_t code, uint32_t out[3]) {
     const int32_t c = (int32_t)code, *run, *pair;
     size_t low = 0, high = sizeof piece_folds / sizeof *piece_folds / 3;
     out[0] = code >= 'A' && code <= 'Z' ? code + 32 : code;
-    if (code < 0x80 || piece_letter(piece_latin, 0xc0, 'a', code, out) || piece_letter(piece_extended, 0x1e00, 'a', code, out) ||
-        piece_letter(piece_greek, 0x1f00, 0x3b1, code, out)) return 1;
+    if (code < 0x80 || piece_letter(piece_latin, 0xc0, 'a', code, out) ||
+        piece_letter(piece_extended, 0x1e00, 'a', code, out) || piece_letter(piece_greek, 0x1f00, 0x3b1, code, out))
+        return 1;
     if (code >= 0xac00 && code < 0xd7a4) {
         out[0] = 0x1100 + (code - 0xac00) / 588;
         out[1] = 0x1161 + (code - 0xac00) / 28 % 21;

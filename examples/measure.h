@@ -68,7 +68,8 @@ static inline amp_result tokens_file_make(int64_t n, int64_t vocab) {
     int64_t i = 0;
     FILE *file;
     int fd, failed = 0;
-    snprintf(tokens_path, sizeof tokens_path, "%.4000s/amp_tokens_XXXXXX", folder != NULL && *folder != 0 ? folder : "/tmp");
+    snprintf(tokens_path, sizeof tokens_path, "%.4000s/amp_tokens_XXXXXX",
+             folder != NULL && *folder != 0 ? folder : "/tmp");
     fd = mkstemp(tokens_path);
     file = fd >= 0 ? fdopen(fd, "wb") : NULL;
     if (file == NULL) {
@@ -148,7 +149,11 @@ static inline amp_result workload_decoder(workload *w) {
     const workload_desc *d = &w->desc;
     gpt_config c;
     memset(&c, 0, sizeof c);
-    c.vocab = d->vocab; c.positions = c.seq = d->seq; c.channels = d->channels; c.heads = d->heads; c.layers = d->layers;
+    c.vocab = d->vocab;
+    c.positions = c.seq = d->seq;
+    c.channels = d->channels;
+    c.heads = d->heads;
+    c.layers = d->layers;
     c.batch = d->batch; c.activations = d->activations; c.recompute = d->recompute;
     TRY(gpt_create(&w->gpt, w->amp, &c));
     w->params = w->gpt.params;

@@ -79,10 +79,18 @@ static __attribute__((unused)) peak_loop peak_of_path(amp_cpu_path path, amp_dty
     if (path >= AMP_CPU_AVX512) { p.loop = peak_fma512; p.flops = 28 * 2 * 16; p.name = "AVX-512 FMA"; }
     if (path == AMP_CPU_AVX2) { p.loop = peak_fma256; p.flops = 14 * 2 * 8; p.name = "AVX2 FMA"; }
 #ifdef PEAK_DOT
-    if (path == AMP_CPU_AVX512_BF16 && compute == AMP_BF16) { p.loop = peak_dot512; p.flops = 28 * 4 * 16; p.name = "vdpbf16ps"; }
+    if (path == AMP_CPU_AVX512_BF16 && compute == AMP_BF16) {
+        p.loop = peak_dot512;
+        p.flops = 28 * 4 * 16;
+        p.name = "vdpbf16ps";
+    }
 #endif
 #ifdef PEAK_AMX
-    if (path == AMP_CPU_AMX && compute == AMP_BF16) { p.loop = peak_tiles; p.flops = 4 * 2 * 16 * 16 * 32; p.name = "AMX tdpbf16ps"; }
+    if (path == AMP_CPU_AMX && compute == AMP_BF16) {
+        p.loop = peak_tiles;
+        p.flops = 4 * 2 * 16 * 16 * 32;
+        p.name = "AMX tdpbf16ps";
+    }
 #endif
 #endif
     (void)path; (void)compute;

@@ -35,7 +35,8 @@ static void make_param(amp_param *p, const char *name, int64_t rows, int64_t col
     memset(start, 0, sizeof start);
     if (cols > 0) random_normal(start, n, 1, (uint64_t)cols, (float)sqrt(2.0 / (double)cols));
     p->name = name;
-    p->weight = cols > 0 ? amp_tensor2(on_device(start, n), AMP_F32, rows, cols) : amp_tensor1(on_device(start, n), AMP_F32, n);
+    p->weight =
+        cols > 0 ? amp_tensor2(on_device(start, n), AMP_F32, rows, cols) : amp_tensor1(on_device(start, n), AMP_F32, n);
     p->grad = cols > 0 ? amp_tensor2(zeros(n), AMP_F32, rows, cols) : amp_tensor1(zeros(n), AMP_F32, n);
 }
 

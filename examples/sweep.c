@@ -2,7 +2,8 @@
  *
  *     gcc -O2 examples/sweep.c -o sweep -lm -lpthread
  *     ./sweep                                                       a grid of twelve trials, about a minute
- *     ./sweep --search random --trials 30 --lrs 1e-4,1e-2           learning rates in between, evenly in their logarithm
+ *     ./sweep --search random --trials 30 --lrs 1e-4,1e-2           learning rates in between, evenly in their
+   logarithm
  *
  * Each trial's record is written as a JSON line as soon as it ends; run again, the search goes on behind those that are
  * there.  A trial that diverges, lacks memory or is refused is a record too, and the search goes on. */
@@ -37,8 +38,10 @@ static const option options[] = {
     {"channels", INTEGER, FIELD(channels), "128", 1, 65536, NULL, "width"},
     {"seq", INTEGER, FIELD(seq), "64", 1, 1 << 20, NULL, "tokens in a sequence"},
     {"data", TEXT, FIELD(data), "amp.h", 0, 0, NULL, "text, read as bytes, or several by a pattern in quotes"},
-    {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL, "part of the data, at its end, kept for validation"},
-    {"eval-batches", INTEGER, FIELD(eval_batches), "16", 1, 1e9, NULL, "batches of 8 sequences in a validation, at most"},
+    {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
+     "part of the data, at its end, kept for validation"},
+    {"eval-batches", INTEGER, FIELD(eval_batches), "16", 1, 1e9, NULL,
+     "batches of 8 sequences in a validation, at most"},
 
     {"Run", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"out", TEXT, FIELD(out), "out/sweep.jsonl", 0, 0, NULL, "JSON lines, one for each trial"},
@@ -80,7 +83,8 @@ static amp_result list_item(const char *flag, const char *word, const char *lega
     char *end;
     if (strcmp(flag, "precisions") == 0) {
         amp_dtype dtype;
-        if (amp_dtype_parse(word, &dtype) != AMP_OK || (dtype != AMP_F32 && dtype != AMP_TF32 && dtype != AMP_F16 && dtype != AMP_BF16))
+        if (amp_dtype_parse(word, &dtype) != AMP_OK ||
+            (dtype != AMP_F32 && dtype != AMP_TF32 && dtype != AMP_F16 && dtype != AMP_BF16))
             return refuse(flag, "%.20s is not offered; %s", word, legal);
         *x = (double)dtype;
         return AMP_OK;
@@ -131,7 +135,9 @@ static amp_result make_trials(search *s) {
         if (s->lrs.x[k] < least) least = s->lrs.x[k];
         if (s->lrs.x[k] > most) most = s->lrs.x[k];
     }
-    s->n = at_random ? (set->trials > 0 ? set->trials : 20) : set->trials > 0 && set->trials < grid ? set->trials : grid;
+    s->n = at_random                               ? (set->trials > 0 ? set->trials : 20)
+           : set->trials > 0 && set->trials < grid ? set->trials
+                                                   : grid;
     s->trials = (trial *)calloc((size_t)s->n, sizeof *s->trials);
     if (s->trials == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for %lld trials", (long long)s->n);
     for (i = 0; i < s->n; i++) {
@@ -219,7 +225,8 @@ static amp_result open_records(search *s) {
     if (folder_make(s->set.out) != AMP_OK) return refuse("out", "%s", because(why));
     s->file = fopen(s->set.out, s->set.again ? "w" : "a");
     if (s->file == NULL) return refuse("out", "%s", strerror(errno));
-    if (fstat(fileno(s->file), &info) == 0 && !S_ISREG(info.st_mode)) return AMP_OK;        /* a device has no records */
+    /* a device has no records */
+    if (fstat(fileno(s->file), &info) == 0 && !S_ISREG(info.st_mode)) return AMP_OK;
     TRY(amp_file_read_all(NULL, s->set.out, &data, &bytes));
     end = (const char *)data + bytes;
     torn = bytes > 0 && end[-1] != '\n';
@@ -247,7 +254,8 @@ typedef struct session {
     int at_floor;
 } session;
 
-static amp_result open_loader(const search *s, amp_context *amp, int64_t batch, int64_t first, int64_t last, amp_loader **out) {
+static amp_result open_loader(const search *s, amp_context *amp, int64_t batch, int64_t first, int64_t last,
+                              amp_loader **out) {
     amp_loader_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.path = s->set.data;
@@ -348,7 +356,8 @@ static amp_result train(session *r, int64_t steps, const char **why) {
         amp_batch batch;
         int read = step % 10 == 0 || step >= steps - 5;
         float loss;
-        TRY(amp_optimizer_set_lr(r->optimizer, schedule_lr(SCHEDULE_COSINE, step, steps, steps / 10, t->lr, 0.1 * t->lr)));
+        TRY(amp_optimizer_set_lr(r->optimizer,
+                                 schedule_lr(SCHEDULE_COSINE, step, steps, steps / 10, t->lr, 0.1 * t->lr)));
         TRY(amp_loader_next(r->loader, &batch));
         TRY(gpt_forward_loss(&r->model, &batch, r->scaler, 1));
         TRY(gpt_backward(&r->model));
@@ -415,10 +424,12 @@ static void run_trial(const search *s, trial *t) {
 static void print_trial(const search *s, int64_t i) {
     const trial *t = &s->trials[i];
     char rate[32];
-    printf("trial %lld/%lld | %s | lr %.3g | batch %lld | ", (long long)i + 1, (long long)s->n, amp_dtype_name(t->precision),
-           t->lr, (long long)t->batch);
+    printf("trial %lld/%lld | %s | lr %.3g | batch %lld | ", (long long)i + 1, (long long)s->n,
+           amp_dtype_name(t->precision), t->lr, (long long)t->batch);
     if (t->result != TRIAL_DONE) printf("%s: %s%s\n", result_names[t->result], t->reason, t->known ? " (known)" : "");
-    else printf("validation %.4f | %s tok/s%s\n", t->validation, grouped((int64_t)t->rate, rate, sizeof rate), t->known ? " (known)" : "");
+    else
+        printf("validation %.4f | %s tok/s%s\n", t->validation, grouped((int64_t)t->rate, rate, sizeof rate),
+               t->known ? " (known)" : "");
 }
 
 static int compare_trials(const void *a, const void *b) {
@@ -432,18 +443,19 @@ static int print_table(search *s, int64_t n) {
     const trial *best = s->trials;
     int64_t i;
     qsort(s->trials, (size_t)n, sizeof *s->trials, compare_trials);
-    printf("\n  %-9s %9s %6s %11s %11s %10s %9s %8s\n", "precision", "lr", "batch", "valid. loss", "train loss", "tokens/s",
-           "peak MiB", "skipped");
+    printf("\n  %-9s %9s %6s %11s %11s %10s %9s %8s\n", "precision", "lr", "batch", "valid. loss", "train loss",
+           "tokens/s", "peak MiB", "skipped");
     for (i = 0; i < n; i++) {
         const trial *t = &s->trials[i];
         char rate[32];
         printf("  %-9s %9.3g %6lld ", amp_dtype_name(t->precision), t->lr, (long long)t->batch);
         if (t->result != TRIAL_DONE) { printf("%11s: %s\n", result_names[t->result], t->reason); continue; }
-        printf("%11.4f %11.4f %10s %9.1f %8lld\n", t->validation, t->training, grouped((int64_t)t->rate, rate, sizeof rate),
-               t->peak, (long long)t->skips);
+        printf("%11.4f %11.4f %10s %9.1f %8lld\n", t->validation, t->training,
+               grouped((int64_t)t->rate, rate, sizeof rate), t->peak, (long long)t->skips);
     }
     if (n == 0 || best->result != TRIAL_DONE) return 0;
-    printf("\nbest: --precision %s --lr %.3g --batch %lld\n", amp_dtype_name(best->precision), best->lr, (long long)best->batch);
+    printf("\nbest: --precision %s --lr %.3g --batch %lld\n", amp_dtype_name(best->precision), best->lr,
+           (long long)best->batch);
     return 1;
 }
 
@@ -469,7 +481,8 @@ static amp_result open_data(search *s) {
     s->end = info.tokens;
     s->split = info.tokens - (int64_t)(s->set.validation * (double)info.tokens);
     if (s->end - s->split < 8 * s->set.seq + 1)
-        return refuse("validation", "leaves %lld tokens, validation takes at least %lld: use more data or a smaller --seq",
+        return refuse("validation",
+                      "leaves %lld tokens, validation takes at least %lld: use more data or a smaller --seq",
                       (long long)(s->end - s->split), (long long)(8 * s->set.seq + 1));
     return AMP_OK;
 }
@@ -477,7 +490,8 @@ static amp_result open_data(search *s) {
 static amp_result open_search(search *s) {
     const settings *set = &s->set;
     if (set->channels % set->heads != 0)
-        return refuse("heads", "%lld heads do not divide %lld channels", (long long)set->heads, (long long)set->channels);
+        return refuse("heads", "%lld heads do not divide %lld channels", (long long)set->heads,
+                      (long long)set->channels);
     if (was_given("steps") && set->tokens > 0) return refuse("tokens", "takes the place of --steps: give one of them");
     TRY(read_list("precisions", set->precisions, "a list of fp32, tf32, fp16, bf16", &s->precisions));
     TRY(read_list("lrs", set->lrs, "a list of numbers above 0", &s->lrs));
@@ -485,9 +499,11 @@ static amp_result open_search(search *s) {
     TRY(open_data(s));
     TRY(make_trials(s));
     snprintf(s->settings_text, sizeof s->settings_text,
-             "steps=%lld tokens=%lld seed=%lld layers=%lld heads=%lld channels=%lld seq=%lld validation=%.6g eval-batches=%lld "
-             "data=%.200s bytes=%lld device=%.20s", (long long)set->steps, (long long)set->tokens, (long long)set->seed,
-             (long long)set->layers, (long long)set->heads, (long long)set->channels, (long long)set->seq, set->validation,
+             "steps=%lld tokens=%lld seed=%lld layers=%lld heads=%lld channels=%lld seq=%lld validation=%.6g "
+             "eval-batches=%lld "
+             "data=%.200s bytes=%lld device=%.20s",
+             (long long)set->steps, (long long)set->tokens, (long long)set->seed, (long long)set->layers,
+             (long long)set->heads, (long long)set->channels, (long long)set->seq, set->validation,
              (long long)set->eval_batches, set->data, (long long)s->end, set->device);
     return open_records(s);
 }

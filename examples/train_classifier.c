@@ -8,7 +8,8 @@
  * reviews.tsv has one text a line, "label<TAB>text"; labels are numbers or names.  model.safetensors is as Hugging Face
  * writes it, with its vocab.txt and config.json beside it.  On a GPU: see train_gpt.c.
  *
- * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_optimizer, which makes the scaler,
+ * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_optimizer, which makes the
+   scaler,
  * forward_loss, the region and the gradient at its scale, and train_batch, the rest of a step. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
@@ -17,7 +18,8 @@
 /* ==== Flags ====================================================================================== */
 
 typedef struct settings {
-    const char *data, *valid, *vocab, *init, *model, *precision, *level, *policy, *scaler, *out, *save, *metrics, *device;
+    const char *data, *valid, *vocab, *init, *model, *precision, *level, *policy, *scaler, *out, *save, *metrics,
+        *device;
     int64_t classes, cased, seq, layers, heads, hidden, intermediate, allow_fallback, threads, growth_interval;
     int64_t batch, accumulation, epochs, seed, shuffle_off, log_interval, compat, compat_scale, help;
     double validation, dropout, lr, warmup, weight_decay, clip, init_scale;
@@ -28,23 +30,29 @@ typedef struct settings {
 
 static const option options[] = {
     {"Data", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"data", TEXT, FIELD(data), "", 0, 0, NULL, "labelled text, one \"label<TAB>text\" a line; empty: made-up sentences"},
+    {"data", TEXT, FIELD(data), "", 0, 0, NULL,
+     "labelled text, one \"label<TAB>text\" a line; empty: made-up sentences"},
     {"valid", TEXT, FIELD(valid), "", 0, 0, NULL, "labelled text to evaluate on; empty: a part of --data"},
-    {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL, "part of the data, drawn by chance, that is only evaluated on"},
+    {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
+     "part of the data, drawn by chance, that is only evaluated on"},
     {"classes", INTEGER, FIELD(classes), "auto", 2, 65536, "auto=0", "number of labels; auto: as many as the data has"},
     {"vocab", TEXT, FIELD(vocab), "", 0, 0, NULL,
-     "vocab.txt of WordPiece; empty: the one beside --init, or else bytes are the tokens (made-up sentences bring theirs)"},
+     "vocab.txt of WordPiece; empty: the one beside --init, or else bytes are the tokens (made-up sentences bring "
+     "theirs)"},
     {"cased", SWITCH, FIELD(cased), "off", 0, 0, NULL, "the vocabulary has upper case and accents"},
-    {"seq", INTEGER, FIELD(seq), "128", 2, 1 << 20, NULL, "tokens of a text at most, [CLS] and [SEP] among them; longer ones are cut"},
+    {"seq", INTEGER, FIELD(seq), "128", 2, 1 << 20, NULL,
+     "tokens of a text at most, [CLS] and [SEP] among them; longer ones are cut"},
 
     {"Model", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"model", CHOICE, FIELD(model), "tiny", 0, 0, "tiny mini small base large", "size of a model with random weights"},
     {"layers", INTEGER, FIELD(layers), "model", 1, 1000, "model=0", "layers"},
     {"heads", INTEGER, FIELD(heads), "model", 1, 4096, "model=0", "attention heads; must divide --hidden"},
     {"hidden", INTEGER, FIELD(hidden), "model", 1, 65536, "model=0", "width"},
-    {"intermediate", INTEGER, FIELD(intermediate), "model", 1, 1 << 20, "model=0", "width inside the layers; model: 4 times --hidden"},
+    {"intermediate", INTEGER, FIELD(intermediate), "model", 1, 1 << 20, "model=0",
+     "width inside the layers; model: 4 times --hidden"},
     {"dropout", NUMBER, FIELD(dropout), "0.1", 0, 0.95, NULL, "on embeddings, branches and the head"},
-    {"init", TEXT, FIELD(init), "", 0, 0, NULL, "start from this safetensors file of a BERT or ELECTRA, with its config.json beside it"},
+    {"init", TEXT, FIELD(init), "", 0, 0, NULL,
+     "start from this safetensors file of a BERT or ELECTRA, with its config.json beside it"},
 
     {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"precision", CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "what autocast computes in"},
@@ -58,14 +66,16 @@ static const option options[] = {
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
     {"scaler", CHOICE, FIELD(scaler), "auto", 0, 0, "auto on off", "loss scaler; auto: with fp16"},
     {"init-scale", NUMBER, FIELD(init_scale), "65536", 1e-37, 8e37, NULL, "its first scale"},
-    {"growth-interval", INTEGER, FIELD(growth_interval), "2000", 1, 2147483647, NULL, "clean steps before the scale grows"},
+    {"growth-interval", INTEGER, FIELD(growth_interval), "2000", 1, 2147483647, NULL,
+     "clean steps before the scale grows"},
 
     {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "texts in a micro-batch, padded to its longest"},
     {"accumulation", INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
     {"epochs", INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL, "passes over the data; 0: only evaluate, and save"},
     {"lr", NUMBER, FIELD(lr), "auto", 0, 100, "auto=-1", "highest learning rate; auto: 5e-5 with --init, else 1e-3"},
-    {"warmup", NUMBER, FIELD(warmup), "0.1", 0, 1, NULL, "part of the steps in which it rises; then it falls linearly to 0"},
+    {"warmup", NUMBER, FIELD(warmup), "0.1", 0, 1, NULL,
+     "part of the steps in which it rises; then it falls linearly to 0"},
     {"weight-decay", NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL, "on matrices only"},
     {"clip", NUMBER, FIELD(clip), "1", 0, LARGEST, NULL, "largest gradient norm; 0: no clipping"},
     {"shuffle-off", SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "the order of the file in every epoch"},
@@ -73,21 +83,25 @@ static const option options[] = {
 
     {"Files", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"out", TEXT, FIELD(out), "out", 0, 0, NULL, "folder of everything that is not named itself"},
-    {"save", TEXT, FIELD(save), "", 0, 0, NULL, "the model's file, .safetensors is added; empty: OUT/classifier/model; none: nothing"},
+    {"save", TEXT, FIELD(save), "", 0, 0, NULL,
+     "the model's file, .safetensors is added; empty: OUT/classifier/model; none: nothing"},
     {"metrics", TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/classifier/metrics.jsonl; none: nothing"},
 
     {"Reports", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"log-interval", INTEGER, FIELD(log_interval), "10", 1, 9e15, NULL, "steps between records in the metrics; every epoch has one"},
+    {"log-interval", INTEGER, FIELD(log_interval), "10", 1, 9e15, NULL,
+     "steps between records in the metrics; every epoch has one"},
     {"compat", SWITCH, FIELD(compat), "off", 0, 0, NULL,
      "train nothing, but compare every precision with fp32 on two layers of each architecture"},
-    {"compat-scale", INTEGER, FIELD(compat_scale), "1", 1, 64, NULL, "divides the architectures' vocabularies and widths"},
+    {"compat-scale", INTEGER, FIELD(compat_scale), "1", 1, 64, NULL,
+     "divides the architectures' vocabularies and widths"},
     {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
-static program_flags given = {
-    .program = "train_classifier", .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
-    .options = options, .n = (int)(sizeof options / sizeof *options),
-    .ending = "Ctrl-C evaluates, saves and stops, and so do kill and a closed terminal.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."
-};
+static program_flags given = {.program = "train_classifier",
+                              .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
+                              .options = options,
+                              .n = (int)(sizeof options / sizeof *options),
+                              .ending = "Ctrl-C evaluates, saves and stops, and so do kill and a closed terminal.  "
+                                        "Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."};
 
 /* ==== Labelled text ============================================================================== */
 
@@ -150,24 +164,34 @@ static int64_t label_place(label_names *l, const char *text, int64_t n, int add)
 }
 
 /* One line "label<TAB>text" without its end. */
-static amp_result read_line(text_set *t, label_names *l, const char *path, const char *line, int64_t n, int64_t number, int add) {
+static amp_result read_line(text_set *t, label_names *l, const char *path, const char *line, int64_t n, int64_t number,
+                            int add) {
     const char *tab = (const char *)memchr(line, '\t', (size_t)n);
     text_item *item = &t->items[t->n];
     int64_t length = tab != NULL ? tab - line : 0, place, i;
     uint32_t code;
-    if (tab == NULL) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no tab: must be a label, a tab and a text", path, (long long)number);
-    if (length == 0) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no label before the tab", path, (long long)number);
-    if (length > 200) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a label of %lld bytes", path, (long long)number, (long long)length);
+    if (tab == NULL)
+        return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no tab: must be a label, a tab and a text", path,
+                            (long long)number);
+    if (length == 0)
+        return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no label before the tab", path, (long long)number);
+    if (length > 200)
+        return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a label of %lld bytes", path, (long long)number,
+                            (long long)length);
     if (memchr(line, 0, (size_t)length) != NULL)
         return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a zero byte in the label", path, (long long)number);
     for (i = 0; i < length; i += place) {
         place = utf8_read(line + i, length - i, &code);
-        if (code == 0xfffd && place == 1) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: the label is no UTF-8", path, (long long)number);
+        if (code == 0xfffd && place == 1)
+            return example_fail(AMP_ERR_FORMAT, "%s: line %lld: the label is no UTF-8", path, (long long)number);
     }
     place = label_place(l, line, length, add);
     if (place == -2) return example_fail(AMP_ERR_MEMORY, "%s: no memory for the labels", path);
-    if (place < 0) return example_fail(AMP_ERR_LABEL, "%s: line %lld: the label %.*s is not in --data", path, (long long)number, (int)length, line);
-    if (place >= MOST_LABELS) return example_fail(AMP_ERR_LABEL, "%s: line %lld: more than %d labels", path, (long long)number, MOST_LABELS);
+    if (place < 0)
+        return example_fail(AMP_ERR_LABEL, "%s: line %lld: the label %.*s is not in --data", path, (long long)number,
+                            (int)length, line);
+    if (place >= MOST_LABELS)
+        return example_fail(AMP_ERR_LABEL, "%s: line %lld: more than %d labels", path, (long long)number, MOST_LABELS);
     if (label_number(line, length) < 0) l->numbers = 0;
     item->label = (int32_t)place;
     item->line = number;
@@ -229,7 +253,8 @@ static amp_result text_set_encode(text_set *t, const wordpiece *w, int64_t seq) 
         const char *text = (const char *)t->file + item->at;
         int64_t n;
         if (used + seq > capacity) {
-            int32_t *more = (int32_t *)realloc(t->tokens, (size_t)(capacity = 2 * capacity + seq + 4096) * sizeof *more);
+            int32_t *more =
+                (int32_t *)realloc(t->tokens, (size_t)(capacity = 2 * capacity + seq + 4096) * sizeof *more);
             if (more == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the tokens");
             t->tokens = more;
         }
@@ -245,12 +270,17 @@ static amp_result text_set_encode(text_set *t, const wordpiece *w, int64_t seq) 
 
 /* ==== Made-up sentences ========================================================================== */
 
-static const char *const made_of[] = {"the film",  "the plot",  "this story", "the acting", "the music", "her second novel",
+static const char *const made_of[] = {
+    "the film",  "the plot",  "this story", "the acting", "the music", "her second novel",
                                       "the ending", "that scene", "the whole cast", "the dialogue"};
-static const char *const made_how[] = {"", "really ", "simply ", "rather ", "quite ", "never less than ", "at times ", "from start to end "};
-static const char *const made_good[] = {"wonderful", "moving", "clever", "brilliant", "charming", "a delight", "superb", "funny"};
-static const char *const made_bad[] = {"dreadful", "boring", "clumsy", "tedious", "shallow", "a waste of time", "awful", "lifeless"};
-static const char *const made_end[] = {".", ", I thought.", "!", ", they say.", " and I would see it again.", " but short."};
+static const char *const made_how[] = {
+    "", "really ", "simply ", "rather ", "quite ", "never less than ", "at times ", "from start to end "};
+static const char *const made_good[] = {
+    "wonderful", "moving", "clever", "brilliant", "charming", "a delight", "superb", "funny"};
+static const char *const made_bad[] = {
+    "dreadful", "boring", "clumsy", "tedious", "shallow", "a waste of time", "awful", "lifeless"};
+static const char *const made_end[] = {
+    ".", ", I thought.", "!", ", they say.", " and I would see it again.", " but short."};
 enum { MADE_TEXTS = 1200 };
 
 #define COUNT(array) (sizeof array / sizeof *array)
@@ -266,10 +296,12 @@ static amp_result make_sentences(const char *path) {
         good = r[0] & 1;
         turned = (r[0] >> 1) % 4 == 0;
         word = (r[0] >> 8) % (uint32_t)COUNT(made_good);
-        text_add(&b, "%s\t%s was %s%s%s%s\n", good != turned ? "good" : "bad", made_of[r[1] % COUNT(made_of)], turned ? "not " : "",
-                 made_how[r[2] % COUNT(made_how)], good ? made_good[word] : made_bad[word], made_end[r[3] % COUNT(made_end)]);
+        text_add(&b, "%s\t%s was %s%s%s%s\n", good != turned ? "good" : "bad", made_of[r[1] % COUNT(made_of)],
+                 turned ? "not " : "", made_how[r[2] % COUNT(made_how)], good ? made_good[word] : made_bad[word],
+                 made_end[r[3] % COUNT(made_end)]);
     }
-    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the sentences") : amp_file_write_atomic(NULL, path, b.text, b.used);
+    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the sentences")
+                      : amp_file_write_atomic(NULL, path, b.text, b.used);
     free(b.text);
     return result;
 }
@@ -302,7 +334,8 @@ static amp_result make_vocabulary(const char *path) {
         make_words(&b, made_good, COUNT(made_good)); make_words(&b, made_bad, COUNT(made_bad));
         make_words(&b, made_end, COUNT(made_end)); make_words(&b, others, COUNT(others));
     }
-    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the vocabulary") : amp_file_write_atomic(NULL, path, b.text, b.used);
+    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the vocabulary")
+                      : amp_file_write_atomic(NULL, path, b.text, b.used);
     free(b.text);
     return result;
 }
@@ -311,7 +344,8 @@ static amp_result make_vocabulary(const char *path) {
 
 typedef struct run {
     settings set;
-    char data[PATH_MAX], vocab[PATH_MAX], save[PATH_MAX], metrics_path[PATH_MAX];   /* save "": nothing; vocab "": bytes */
+    char data[PATH_MAX], vocab[PATH_MAX], save[PATH_MAX],
+        metrics_path[PATH_MAX]; /* save "": nothing; vocab "": bytes */
     amp_context *amp;
     amp_choice choice;
     amp_level level;
@@ -340,16 +374,22 @@ static const char *const scaler_flags[] = {"init-scale", "growth-interval", NULL
 
 /* Flags that are legal alone but not together. */
 static amp_result check_flags(const settings *set) {
-    static const char *const of_compat[] = {"compat", "compat-scale", "level", "policy", "allow-fallback", "device", "threads", "out", "metrics", "help", NULL};
+    static const char *const of_compat[] = {"compat",         "compat-scale", "level",   "policy",
+                                            "allow-fallback", "device",       "threads", "out",
+                                            "metrics",        "help",         NULL};
     int i, k;
     for (i = 0; i < given.n && set->compat; i++) {
-        for (k = 0; of_compat[k] != NULL && given.on_command_line[i] && strcmp(of_compat[k], options[i].name) != 0; k++) { }
-        if (given.on_command_line[i] && of_compat[k] == NULL) return refuse(options[i].name, "contradicts --compat, which has models and data of its own");
+        for (k = 0; of_compat[k] != NULL && given.on_command_line[i] && strcmp(of_compat[k], options[i].name) != 0;
+             k++) {}
+        if (given.on_command_line[i] && of_compat[k] == NULL)
+            return refuse(options[i].name, "contradicts --compat, which has models and data of its own");
     }
     if (was_given("compat-scale") && !set->compat) return refuse("compat-scale", "is for --compat");
     for (k = 0; scaler_flags[k] != NULL; k++)
-        if (was_given(scaler_flags[k]) && strcmp(set->scaler, "off") == 0) return refuse(scaler_flags[k], "contradicts --scaler off");
-    if (was_given("validation") && *set->valid != 0) return refuse("validation", "contradicts --valid, which names the texts to evaluate on");
+        if (was_given(scaler_flags[k]) && strcmp(set->scaler, "off") == 0)
+            return refuse(scaler_flags[k], "contradicts --scaler off");
+    if (was_given("validation") && *set->valid != 0)
+        return refuse("validation", "contradicts --valid, which names the texts to evaluate on");
     return AMP_OK;
 }
 
@@ -382,7 +422,8 @@ static amp_result open_files(run *r) {
     char why[400];
     if (*set->save == 0) snprintf(r->save, sizeof r->save, "%.4000s/classifier/model.safetensors", set->out);
     else if (strcmp(set->save, "none") != 0)
-        snprintf(r->save, sizeof r->save, "%.4000s%s", set->save, strcmp(suffix, ".safetensors") == 0 ? "" : ".safetensors");
+        snprintf(r->save, sizeof r->save, "%.4000s%s", set->save,
+                 strcmp(suffix, ".safetensors") == 0 ? "" : ".safetensors");
     if (set->compat) r->save[0] = 0;
     if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return refuse("save", "%s", because(why));
     if (r->save[0] != 0) remove_unfinished(r->save);
@@ -431,7 +472,8 @@ static amp_result open_data(run *r) {
         return refuse("valid", "%s", because(why));
     TRY(settle_labels(set, &r->labels, sets, &r->classes));
     r->order = (int64_t *)malloc((size_t)r->texts.n * sizeof *r->order);
-    if (r->order == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the order of %lld texts", (long long)r->texts.n);
+    if (r->order == NULL)
+        return example_fail(AMP_ERR_MEMORY, "no memory for the order of %lld texts", (long long)r->texts.n);
     for (i = 0; i < r->texts.n; i++) r->order[i] = i;
     shuffle(r->order, r->texts.n, (uint64_t)set->seed, 0);
     r->n_valid = r->valid.n;
@@ -439,7 +481,8 @@ static amp_result open_data(run *r) {
     if (r->n_valid < 1) r->n_valid = 1;
     r->n_train = *set->valid != 0 ? r->texts.n : r->texts.n - r->n_valid;
     if (set->shuffle_off && r->n_train > 0) qsort(r->order, (size_t)r->n_train, sizeof *r->order, compare_places);
-    return r->n_train > 0 ? AMP_OK : refuse("data", "%lld texts are too few to train and to evaluate on", (long long)r->texts.n);
+    return r->n_train > 0 ? AMP_OK
+                          : refuse("data", "%lld texts are too few to train and to evaluate on", (long long)r->texts.n);
 }
 
 /* --vocab, or the vocab.txt beside --init, or that of the made-up sentences, or bytes. */
@@ -449,14 +492,16 @@ static amp_result open_tokenizer(run *r) {
     char why[400];
     if (*set->vocab != 0) snprintf(r->vocab, sizeof r->vocab, "%.4000s", set->vocab);
     else if (*set->init != 0) {
-        snprintf(r->vocab, sizeof r->vocab, "%.*svocab.txt", slash != NULL ? (int)(slash - set->init) + 1 : 0, set->init);
+        snprintf(r->vocab, sizeof r->vocab, "%.*svocab.txt", slash != NULL ? (int)(slash - set->init) + 1 : 0,
+                 set->init);
         if (access(r->vocab, R_OK) != 0) r->vocab[0] = 0;
     }
     if (r->vocab[0] == 0 && *set->data == 0) {
         snprintf(r->vocab, sizeof r->vocab, "%.4000s/classifier/vocab.txt", set->out);
         TRY(make_vocabulary(r->vocab));
     }
-    if (r->vocab[0] == 0 && set->cased) return refuse("cased", "is for a vocabulary: bytes have case as it is, drop it or give --vocab");
+    if (r->vocab[0] == 0 && set->cased)
+        return refuse("cased", "is for a vocabulary: bytes have case as it is, drop it or give --vocab");
     if (r->vocab[0] == 0) wordpiece_bytes(&r->tokenizer);
     else if (wordpiece_open(&r->tokenizer, r->vocab, (int)set->cased) != AMP_OK)
         return refuse(*set->vocab != 0 ? "vocab" : "init", "%s", because(why));
@@ -480,7 +525,8 @@ static amp_result shape_from_flags(const run *r, encoder_config *c) {
     c->types = 2;
     c->positions = set->seq > 512 ? set->seq : 512;
     if (c->hidden % c->heads != 0)
-        return refuse(set->heads > 0 ? "heads" : "hidden", "%lld heads do not divide a width of %lld", (long long)c->heads, (long long)c->hidden);
+        return refuse(set->heads > 0 ? "heads" : "hidden", "%lld heads do not divide a width of %lld",
+                      (long long)c->heads, (long long)c->hidden);
     return AMP_OK;
 }
 
@@ -497,7 +543,8 @@ static amp_result check_shape(const run *r, const encoder_config *file) {
         const int64_t theirs[] = {file->layers, file->heads, file->hidden, file->intermediate};
         int64_t wanted = was_given(names[i]) ? flags[i] : was_given("model") ? sizes[i] : 0;
         if (wanted > 0 && wanted != theirs[i])
-            return refuse(was_given(names[i]) ? names[i] : "model", "the model of --init has %s %lld", names[i], (long long)theirs[i]);
+            return refuse(was_given(names[i]) ? names[i] : "model", "the model of --init has %s %lld", names[i],
+                          (long long)theirs[i]);
     }
     return AMP_OK;
 }
@@ -513,8 +560,8 @@ static int has_labels(const encoder_file *file) {
     return 0;
 }
 
-/* Labels that the model of --init names get its numbers for them.  Where it lacks one, its last layer is of no use, as one for
-   another number of classes. */
+/* Labels that the model of --init names get its numbers for them.  Where it lacks one, its last layer is of no use, as
+   one for another number of classes. */
 static amp_result adopt_labels(run *r) {
     label_names theirs;
     text_set *sets[2];
@@ -546,15 +593,19 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
     if (encoder_file_open(&r->file, set->init) != AMP_OK) return refuse("init", "%s", because(why));
     *c = r->file.config;
     if (c->family != ENCODER_BERT && c->family != ENCODER_ELECTRA)
-        return refuse("init", "a model of the kind %s has tokens of byte pairs, and this program makes WordPiece", encoder_kinds[c->family].name);
+        return refuse("init", "a model of the kind %s has tokens of byte pairs, and this program makes WordPiece",
+                      encoder_kinds[c->family].name);
     if (r->tokenizer.n > c->vocab)
-        return refuse(*set->vocab != 0 ? "vocab" : "init", "the tokenizer has %lld tokens, the model of --init only %lld%s",
-                      (long long)r->tokenizer.n, (long long)c->vocab, r->vocab[0] == 0 ? ": bytes are the tokens, give --vocab" : "");
-    if (set->seq > c->positions) return refuse("seq", "the model of --init has %lld positions", (long long)c->positions);
+        return refuse(*set->vocab != 0 ? "vocab" : "init",
+                      "the tokenizer has %lld tokens, the model of --init only %lld%s", (long long)r->tokenizer.n,
+                      (long long)c->vocab, r->vocab[0] == 0 ? ": bytes are the tokens, give --vocab" : "");
+    if (set->seq > c->positions)
+        return refuse("seq", "the model of --init has %lld positions", (long long)c->positions);
     TRY(check_shape(r, c));
     TRY(adopt_labels(r));
     snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
-    if (r->labels.n == 0 && set->classes == 0 && c->classes > r->classes) r->classes = c->classes;     /* its head knows more labels */
+    /* its head knows more labels */
+    if (r->labels.n == 0 && set->classes == 0 && c->classes > r->classes) r->classes = c->classes;
     return AMP_OK;
 }
 
@@ -583,7 +634,8 @@ static amp_result open_model(run *r) {
     return result == AMP_ERR_MEMORY ? refuse(*set->init != 0 ? "batch" : "model", "%s", because(why)) : result;
 }
 
-/* Through the optimizer, whose masters begin with what 16-bit weights lack.  Then the names of the classes, over those of the file. */
+/* Through the optimizer, whose masters begin with what 16-bit weights lack.  Then the names of the classes, over those
+   of the file. */
 static amp_result open_weights(run *r) {
     const settings *set = &r->set;
     char why[400];
@@ -622,8 +674,8 @@ static amp_result open_optimizer(run *r) {
     desc.seed = (uint64_t)set->seed;
     r->steps = set->epochs * batches / set->accumulation;
     if (set->epochs > 0 && r->steps == 0)
-        return refuse("accumulation", "a step takes %lld micro-batches, and the training has %lld", (long long)set->accumulation,
-                      (long long)(set->epochs * batches));
+        return refuse("accumulation", "a step takes %lld micro-batches, and the training has %lld",
+                      (long long)set->accumulation, (long long)(set->epochs * batches));
     return amp_optimizer_create(r->amp, &r->optimizer, &desc);
 }
 
@@ -635,7 +687,8 @@ static amp_result open_monitor(run *r) {
     desc.scaler = r->scaler;
     desc.log_interval = r->set.log_interval;
     desc.epoch = 1;
-    return amp_monitor_create(r->amp, &r->monitor, &desc) == AMP_OK ? AMP_OK : refuse("metrics", "%s", amp_last_error());
+    return amp_monitor_create(r->amp, &r->monitor, &desc) == AMP_OK ? AMP_OK
+                                                                    : refuse("metrics", "%s", amp_last_error());
 }
 
 /* Room for a batch on both sides. */
@@ -683,7 +736,8 @@ static amp_result open_run(run *r) {
 /* ==== Training =================================================================================== */
 
 /* Texts first to first + n - 1 of an order (NULL: as they stand) on the device, padded to the longest. */
-static amp_result load_batch(run *r, const text_set *t, const int64_t *order, int64_t first, int64_t n, encoder_input *in, const int32_t **labels) {
+static amp_result load_batch(run *r, const text_set *t, const int64_t *order, int64_t first, int64_t n,
+                             encoder_input *in, const int32_t **labels) {
     int32_t *lengths = r->host, *classes = r->host + n, *ids = r->host + 2 * n;
     int64_t i, longest = 0;
     for (i = 0; i < n; i++) {
@@ -717,7 +771,8 @@ static amp_result forward_loss(run *r, const encoder_input *in, const int32_t *l
     region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
     TRY(amp_autocast_begin(r->amp, &region));
     result = encoder_forward(&r->model, in);
-    if (result == AMP_OK) result = encoder_loss(&r->model, labels, backward, r->scaler != NULL ? amp_scaler_scale_ptr(r->scaler) : NULL);
+    if (result == AMP_OK)
+        result = encoder_loss(&r->model, labels, backward, r->scaler != NULL ? amp_scaler_scale_ptr(r->scaler) : NULL);
     TRY(amp_autocast_end(r->amp));
     return result;
 }
@@ -752,7 +807,9 @@ static amp_result evaluate(run *r) {
         result = load_batch(r, t, order, first, n, &in, &labels);
         if (result == AMP_OK) result = forward_loss(r, &in, labels, 0);
         if (result == AMP_OK) result = encoder_loss_read(&r->model, &loss);
-        if (result == AMP_OK) result = amp_copy(r->amp, stored, y->data, n * classes * (int64_t)amp_dtype_size(y->dtype), AMP_COPY_TO_HOST);
+        if (result == AMP_OK)
+            result =
+                amp_copy(r->amp, stored, y->data, n * classes * (int64_t)amp_dtype_size(y->dtype), AMP_COPY_TO_HOST);
         if (result == AMP_OK) result = amp_sync(r->amp);
         if (result == AMP_OK) result = amp_convert(logits, AMP_F32, stored, y->dtype, n * classes, NULL, NULL);
         for (i = 0; i < n; i++) right += largest_of(logits + i * classes, classes) == r->host[n + i];
@@ -773,7 +830,8 @@ static amp_result train_epoch(run *r, int64_t epoch, progress *bar) {
     memset(&info, 0, sizeof info);
     if (!set->shuffle_off) shuffle(r->order, r->n_train, (uint64_t)set->seed, (uint64_t)epoch);
     for (first = 0; first < r->n_train && !stop_requested; first += set->batch) {
-        int64_t n = r->n_train - first < set->batch ? r->n_train - first : set->batch, step = r->batches / set->accumulation;
+        int64_t n = r->n_train - first < set->batch ? r->n_train - first : set->batch,
+                step = r->batches / set->accumulation;
         encoder_input in;
         const int32_t *labels;
         float loss;
@@ -788,8 +846,8 @@ static amp_result train_epoch(run *r, int64_t epoch, progress *bar) {
         memset(&info, 0, sizeof info);
         while (amp_monitor_next(r->monitor, &r->record)) { }
         if (!bar->terminal) continue;
-        snprintf(text, sizeof text, "epoch %lld | step %lld/%lld | loss %.4f | scale %g", (long long)epoch, (long long)step + 1,
-                 (long long)r->steps, (double)loss, (double)r->record.result.scale);
+        snprintf(text, sizeof text, "epoch %lld | step %lld/%lld | loss %.4f | scale %g", (long long)epoch,
+                 (long long)step + 1, (long long)r->steps, (double)loss, (double)r->record.result.scale);
         progress_show(bar, (epoch - 1) * r->n_train + first, text, 0);
     }
     return AMP_OK;
@@ -797,9 +855,9 @@ static amp_result train_epoch(run *r, int64_t epoch, progress *bar) {
 
 static void report_epoch(run *r, int64_t epoch, const amp_epoch_record *e, double evaluation) {
     char rate[32];
-    printf("epoch %lld: loss %.4f | validation loss %.4f, accuracy %.2f%% | %.2f s, %s tokens/s | skipped %lld", (long long)epoch, e->loss,
-           r->valid_loss, 100 * r->accuracy, e->seconds, grouped((int64_t)e->tokens_per_second, rate, sizeof rate),
-           (long long)r->record.result.total_skips);
+    printf("epoch %lld: loss %.4f | validation loss %.4f, accuracy %.2f%% | %.2f s, %s tokens/s | skipped %lld",
+           (long long)epoch, e->loss, r->valid_loss, 100 * r->accuracy, e->seconds,
+           grouped((int64_t)e->tokens_per_second, rate, sizeof rate), (long long)r->record.result.total_skips);
     if (e->anomalies > 0) printf(" | %lld of %lld steps were in trouble", (long long)e->anomalies, (long long)e->steps);
     printf("\n");
     metrics_begin(r->metrics.file, "evaluation");
@@ -837,7 +895,8 @@ static amp_result train(run *r) {
         int64_t steps = r->batches / r->set.accumulation;
         TRY(train_epoch(r, epoch, &bar));
         memset(&record, 0, sizeof record);
-        if (r->batches / r->set.accumulation > steps) TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
+        if (r->batches / r->set.accumulation > steps)
+            TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
         while (amp_monitor_next(r->monitor, &r->record)) { }
         began = seconds_now();
         TRY(evaluate(r));
@@ -866,19 +925,23 @@ static void print_run(const run *r) {
     if (r->scaler == NULL) print_without_effect(scaler_flags);
     printf("\n");
     printf("  model       %s, %lld layers, %lld heads, width %lld, %s tokens: %s parameters%s%s\n",
-           encoder_kinds[c->family].name, (long long)c->layers, (long long)c->heads, (long long)c->hidden, grouped(c->vocab, a, sizeof a), grouped(r->model.weights_count, b, sizeof b),
+           encoder_kinds[c->family].name, (long long)c->layers, (long long)c->heads, (long long)c->hidden,
+           grouped(c->vocab, a, sizeof a), grouped(r->model.weights_count, b, sizeof b),
            *set->init != 0 ? ", from " : ", random", set->init);
     if (r->described[0] != 0) printf("  config.json %s\n", r->described);
-    if (r->fresh > 0 && r->other_labels) printf("  head        the last layer initialised: the data's labels are not all among the model's\n");
+    if (r->fresh > 0 && r->other_labels)
+        printf("  head        the last layer initialised: the data's labels are not all among the model's\n");
     else if (r->fresh > 0)
         printf("  head        %s initialised: the file has no layer for %lld classes\n",
                r->fresh > 2 ? "both layers" : "the last layer", (long long)r->classes);
-    printf("  tokens      %s%s%s\n", r->vocab[0] != 0 ? "WordPiece of " : "bytes", r->vocab, r->tokenizer.cased ? ", cased" : "");
-    printf("  data        %s: %s texts to train on, %s to evaluate on%s%s, %lld classes", r->data, grouped(r->n_train, a, sizeof a),
-           grouped(r->n_valid, b, sizeof b), *set->valid != 0 ? " from " : "", set->valid, (long long)r->classes);
+    printf("  tokens      %s%s%s\n", r->vocab[0] != 0 ? "WordPiece of " : "bytes", r->vocab,
+           r->tokenizer.cased ? ", cased" : "");
+    printf("  data        %s: %s texts to train on, %s to evaluate on%s%s, %lld classes", r->data,
+           grouped(r->n_train, a, sizeof a), grouped(r->n_valid, b, sizeof b), *set->valid != 0 ? " from " : "",
+           set->valid, (long long)r->classes);
     for (i = 0; i < r->labels.n && i < 8; i++) printf("%s%s", i == 0 ? ": " : ", ", r->labels.name[i]);
-    printf("%s\n  steps       %lld of %lld x %lld texts, learning rate %g\n", r->labels.n > 8 ? ", ..." : "", (long long)r->steps,
-           (long long)set->accumulation, (long long)set->batch, set->lr);
+    printf("%s\n  steps       %lld of %lld x %lld texts, learning rate %g\n", r->labels.n > 8 ? ", ..." : "",
+           (long long)r->steps, (long long)set->accumulation, (long long)set->batch, set->lr);
 }
 
 static void metrics_run(run *r) {
@@ -956,7 +1019,8 @@ static amp_result compat_data(compat *c, const encoder_config *config) {
     int64_t n = config->batch * (2 + config->seq), i;
     int32_t *host = (int32_t *)malloc((size_t)n * sizeof *host);
     void *memory = NULL;
-    amp_result result = host != NULL ? amp_alloc(c->amp, &memory, n * 4) : example_fail(AMP_ERR_MEMORY, "no memory for a batch");
+    amp_result result =
+        host != NULL ? amp_alloc(c->amp, &memory, n * 4) : example_fail(AMP_ERR_MEMORY, "no memory for a batch");
     c->memory = (int32_t *)memory;
     for (i = 0; i < n && result == AMP_OK; i++) {
         uint32_t words[4];
@@ -1025,9 +1089,11 @@ static int compat_step(void *user, amp_context *amp) {
 /* One line of the table, and of the metrics; returns 1 if the precision passed. */
 static int compat_print(compat *c, const architecture *a, const amp_verify_row *row) {
     static const char *const words[] = {"", "ok", "TOO FAR OFF", "NOT FINITE", "FAILED"};
-    const char *values = row->first_bad[0] != 0 ? row->first_bad : row->verdict == AMP_VERDICT_FAILED ? row->advice : "finite";
-    printf("%-11s %-9s %9.1e %9.1e %9.1e %9.1e  %-8s  %s\n", a->name, amp_dtype_name(row->dtype), row->output_error, row->output_bound,
-           row->gradient_error, row->gradient_bound, values, words[row->verdict]);
+    const char *values = row->first_bad[0] != 0               ? row->first_bad
+                         : row->verdict == AMP_VERDICT_FAILED ? row->advice
+                                                              : "finite";
+    printf("%-11s %-9s %9.1e %9.1e %9.1e %9.1e  %-8s  %s\n", a->name, amp_dtype_name(row->dtype), row->output_error,
+           row->output_bound, row->gradient_error, row->gradient_bound, values, words[row->verdict]);
     metrics_begin(c->metrics, "compat");
     metrics_text(c->metrics, "architecture", a->name);
     metrics_text(c->metrics, "precision", amp_dtype_name(row->dtype));
@@ -1081,14 +1147,16 @@ static amp_result run_compat(run *r, int *failed) {
     c.metrics = r->metrics.file;
     result = amp_scaler_create(r->amp, &c.scaler, NULL);
     printf("Two layers of each architecture with random weights, one batch forward and backward, against fp32\n"
-           "%-11s %-9s %9s %9s %9s %9s  %-8s  %s\n", "", "precision", "logits", "at most", "gradients", "at most", "values", "verdict");
+           "%-11s %-9s %9s %9s %9s %9s  %-8s  %s\n",
+           "", "precision", "logits", "at most", "gradients", "at most", "values", "verdict");
     for (i = 0; i < COUNT(architectures) && result == AMP_OK && !stop_requested; i++) {
         result = compat_architecture(&c, &architectures[i], r->set.compat_scale, failed);
         compat_close(&c);
     }
     if (c.scaler != NULL) amp_scaler_destroy(c.scaler);
     TRY(result);
-    printf("errors are relative norms, of the gradients' tensors the worst, over its layer's; at most: 8 times what rounding the weights\n"
+    printf("errors are relative norms, of the gradients' tensors the worst, over its layer's; at most: 8 times what "
+           "rounding the weights\n"
            "alone does, see amp_verify; values: finite, or the first tensor that is not\n");
     for (i = 0; i < COUNT(architectures); i++)
         if (*architectures[i].note != 0) printf("%s: %s\n", architectures[i].name, architectures[i].note);

@@ -85,7 +85,8 @@ typedef struct settings {
     int64_t allow_fallback, threads, static_scale, recompute, graph;
     int64_t save_interval, eval_interval, eval_batches, sample, top_k, compare, help, stop_after, profile;
     int64_t env, log_memory, debug;
-    int64_t accumulation, log_interval, tensor_stats_interval;      /* as .amp has them, with defaults; an interval 0: never */
+    /* as .amp has them, with defaults; an interval 0: never */
+    int64_t accumulation, log_interval, tensor_stats_interval;
     double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, temperature, timeout;
 } settings;
 
@@ -126,7 +127,8 @@ static const option options[] = {
      "a file of lines \"key = value\", the keys of amp.h's amp_settings: examples/max.conf; flags win over it"},
     {"env", SWITCH, FIELD(env), "off", 0, 0, NULL,
      "the same from the environment, AMP_DTYPE=bf16 and so on, which wins over the file"},
-    {"precision", SETTING, FIELD(amp), "auto", 0, 0, "dtype", "what autocast computes in: auto, fp32, tf32, fp16, bf16"},
+    {"precision", SETTING, FIELD(amp), "auto", 0, 0, "dtype",
+     "what autocast computes in: auto, fp32, tf32, fp16, bf16"},
     {"autocast-dtype", SETTING, FIELD(amp), "auto", 0, 0, "autocast_dtype",
      "the same of regions alone, where weights (O2, O3) are stored in another"},
     {"cast-outputs", SETTING, FIELD(amp), "off", 0, 0, "cast_outputs",
@@ -135,8 +137,10 @@ static const option options[] = {
      "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
     {"policy", SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
     {"activations", TEXT, FIELD(activations), "auto", 0, 0, NULL,
-     "their storage: auto (what autocast returns), fp32, fp16 or bf16, and tensors apart, as in auto,stream=bf16: the residual "
-     "stream (else fp32; the loss in fp32 is printed beside), norm, attention, mlp, branch (what is added to the stream)"},
+     "their storage: auto (what autocast returns), fp32, fp16 or bf16, and tensors apart, as in auto,stream=bf16: the "
+     "residual "
+     "stream (else fp32; the loss in fp32 is printed beside), norm, attention, mlp, branch (what is added to the "
+     "stream)"},
     {"allow-fallback", SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
      "take the nearest precision if this machine lacks the wanted one"},
     {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
@@ -150,14 +154,17 @@ static const option options[] = {
     {"scaler", SETTING, FIELD(amp), "auto", 0, 0, "scaler", "auto: with fp16; on, off"},
     {"preset", SETTING, FIELD(amp), "default", 0, 0, "scaler_preset",
      "whose rule and numbers: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, metaseq, flax, keras"},
-    {"init-scale", SETTING, FIELD(amp), "default", 0, 0, "init_scale", "first scale; default: the preset's, here and below"},
+    {"init-scale", SETTING, FIELD(amp), "default", 0, 0, "init_scale",
+     "first scale; default: the preset's, here and below"},
     {"growth-factor", SETTING, FIELD(amp), "default", 0, 0, "growth_factor", "above 1"},
     {"backoff-factor", SETTING, FIELD(amp), "default", 0, 0, "backoff_factor", "below 1"},
-    {"growth-interval", SETTING, FIELD(amp), "default", 0, 0, "growth_interval", "clean steps before it grows, or none"},
+    {"growth-interval", SETTING, FIELD(amp), "default", 0, 0, "growth_interval",
+     "clean steps before it grows, or none"},
     {"min-scale", SETTING, FIELD(amp), "default", 0, 0, "min_scale", "floor, or none"},
     {"max-scale", SETTING, FIELD(amp), "default", 0, 0, "max_scale", "ceiling, or none"},
     {"hysteresis", SETTING, FIELD(amp), "default", 0, 0, "hysteresis", "overflows it takes to shrink"},
-    {"tolerance", SETTING, FIELD(amp), "default", 0, 0, "tolerance", "overflow rate that shrinks whatever the hysteresis"},
+    {"tolerance", SETTING, FIELD(amp), "default", 0, 0, "tolerance",
+     "overflow rate that shrinks whatever the hysteresis"},
     {"static-scale", SWITCH, FIELD(static_scale), "off", 0, 0, NULL, "the scale never changes"},
     {"nan-action", SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
      "in trouble that no scale cures: report, skip, stop, recover (go back, in a wider precision)"},
@@ -217,18 +224,20 @@ static const option options[] = {
     {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
 enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
-static program_flags given = {
-    .program = "train_gpt", .summary = "trains a GPT-2 in mixed precision with amp.h",
-    .options = options, .n = N_OPTIONS,
-    .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."
-};
+static program_flags given = {.program = "train_gpt",
+                              .summary = "trains a GPT-2 in mixed precision with amp.h",
+                              .options = options,
+                              .n = N_OPTIONS,
+                              .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 "
+                                        "done, 1 failed, 2 refused, 130 stopped by Ctrl-C."};
 static char *saved_options;             /* keeps the texts of the checkpoint that is resumed */
 
 /* Not taken over from a checkpoint: they belong to one session. */
-static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics", "recompute",
-                                              "out",    "compare",    "sample",  "prompt", "temperature",
-                                              "top-k",  "stop-after", "help",    "timeout", "profile", "device", "graph",   "autotune", "config",
-                                              "env",     "debug",   "log-memory", "tensorboard", NULL};
+static const char *const session_options[] = {"resume",      "init",   "threads",    "save",        "metrics",
+                                              "recompute",   "out",    "compare",    "sample",      "prompt",
+                                              "temperature", "top-k",  "stop-after", "help",        "timeout",
+                                              "profile",     "device", "graph",      "autotune",    "config",
+                                              "env",         "debug",  "log-memory", "tensorboard", NULL};
 
 /* PATH without ".state" or ".safetensors". */
 static const char *without_suffix(const char *path) {
@@ -278,7 +287,8 @@ static void write_saved_options(text_buffer *b) {
 }
 
 /* Flags that only a scaler reads. */
-static const char *const scaler_options[] = {"preset",    "init-scale", "growth-factor", "backoff-factor", "growth-interval", "min-scale",
+static const char *const scaler_options[] = {
+    "preset",    "init-scale", "growth-factor", "backoff-factor", "growth-interval", "min-scale",
                                              "max-scale", "hysteresis", "tolerance",     "static-scale",   NULL};
 
 static amp_dtype setting_dtype(const char *name) {
@@ -287,7 +297,8 @@ static amp_dtype setting_dtype(const char *name) {
     return dtype;
 }
 
-/* --activations: a dtype for all (*all 0: auto) and name=dtype for single tensors (0: not named), with commas between. */
+/* --activations: a dtype for all (*all 0: auto) and name=dtype for single tensors (0: not named), with commas between.
+   */
 static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype stored[GPT_TENSORS]) {
     const char *end;
     int which, given_all = 0;
@@ -301,11 +312,16 @@ static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype s
             *equals = 0;
             dtype = equals + 1;
             for (which = 0; which < GPT_TENSORS && strcmp(item, gpt_tensor_names[which]) != 0; which++) {}
-            if (which == GPT_TENSORS) return refuse("activations", "no tensor is called \"%s\"; there are stream, norm, attention, mlp and branch", item);
+            if (which == GPT_TENSORS)
+                return refuse("activations",
+                              "no tensor is called \"%s\"; there are stream, norm, attention, mlp and branch", item);
             if (stored[which] != AMP_DTYPE_DEFAULT) return refuse("activations", "%s is there twice", item);
-        } else if (given_all++) return refuse("activations", "two dtypes for all: \"%s\" is the second; a tensor's own is name=%s", item, item);
+        } else if (given_all++)
+            return refuse("activations", "two dtypes for all: \"%s\" is the second; a tensor's own is name=%s", item,
+                          item);
         if (word_place(equals != NULL ? "fp32 fp16 bf16" : "auto fp32 fp16 bf16", dtype) < 0)
-            return refuse("activations", "\"%s\" is not offered; one of: %sfp32 fp16 bf16", dtype, equals != NULL ? "" : "auto ");
+            return refuse("activations", "\"%s\" is not offered; one of: %sfp32 fp16 bf16", dtype,
+                          equals != NULL ? "" : "auto ");
         if (equals == NULL) *all = setting_dtype(dtype);
         else stored[which] = setting_dtype(dtype);
         if (*end == 0) return AMP_OK;
@@ -320,18 +336,24 @@ static amp_result check_settings(settings *set) {
     TRY(read_activations(set->activations, &all, stored));
     if (*set->resume != 0 && *set->init != 0)
         return refuse("init", "a resumed run has its weights already: drop --init or --resume");
-    if (set->graph && set->profile) return refuse("graph", "contradicts --profile, which times every operator by itself");
+    if (set->graph && set->profile)
+        return refuse("graph", "contradicts --profile, which times every operator by itself");
     if (set->graph && set->tensor_stats_interval > 0)
         return refuse("graph", "contradicts --debug and tensor_stats_interval, which look at gradients inside a step");
     if (ranks.world > 1) set->compare = 0;      /* the short runs are for one process */
     if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
-    if (was_given("min-lr") && strcmp(set->schedule, "constant") == 0) return refuse("min-lr", "contradicts --schedule constant, which ends nowhere else");
-    if (was_given("save-interval") && strcmp(set->save, "none") == 0) return refuse("save-interval", "contradicts --save none");
-    if (was_given("prefetch") && set->amp.workers == AMP_NO_WORKERS) return refuse("prefetch", "contradicts --workers 0, which reads nothing ahead");
-    if (was_given("batch-growth-interval") && set->amp.batch_growth_interval > 0 && set->amp.nan_action != AMP_NAN_RECOVER)
+    if (was_given("min-lr") && strcmp(set->schedule, "constant") == 0)
+        return refuse("min-lr", "contradicts --schedule constant, which ends nowhere else");
+    if (was_given("save-interval") && strcmp(set->save, "none") == 0)
+        return refuse("save-interval", "contradicts --save none");
+    if (was_given("prefetch") && set->amp.workers == AMP_NO_WORKERS)
+        return refuse("prefetch", "contradicts --workers 0, which reads nothing ahead");
+    if (was_given("batch-growth-interval") && set->amp.batch_growth_interval > 0 &&
+        set->amp.nan_action != AMP_NAN_RECOVER)
         return refuse("batch-growth-interval", "is for --nan-action recover, which halves batches");
     for (i = 0; sample_options[i] != NULL; i++)
-        if (was_given(sample_options[i]) && set->sample == 0) return refuse(sample_options[i], "contradicts --sample 0, which writes none");
+        if (was_given(sample_options[i]) && set->sample == 0)
+            return refuse(sample_options[i], "contradicts --sample 0, which writes none");
     for (i = 0; scaler_options[i] != NULL; i++) {
         if (was_given(scaler_options[i]) && set->amp.use_scaler == AMP_SCALER_USE_OFF)
             return refuse(scaler_options[i], "contradicts --scaler off");
@@ -354,21 +376,25 @@ static amp_result read_saved_settings(settings *set, const amp_state *state) {
     return result;
 }
 
-/* set->amp, of which defaults and flags are there already: from the checkpoint, --config, --env, and the flags again. */
+/* set->amp, of which defaults and flags are there already: from the checkpoint, --config, --env, and the flags again.
+   */
 static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
     amp_optimizer_desc optimizer;
     amp_monitor_desc monitor;
     int i;
     if (resumed != NULL) TRY(read_saved_settings(set, resumed));
-    if (*set->config != 0 && amp_settings_read_file(&set->amp, NULL, set->config) != AMP_OK) return refuse("config", "%s", amp_last_error());
+    if (*set->config != 0 && amp_settings_read_file(&set->amp, NULL, set->config) != AMP_OK)
+        return refuse("config", "%s", amp_last_error());
     if (set->env && amp_settings_read_env(&set->amp) != AMP_OK) return refuse("env", "%s", amp_last_error());
     for (i = 0; i < N_OPTIONS; i++)
         if (options[i].type == SETTING && given.on_command_line[i]) TRY(parse_option(i, given.text[i], set));
     if (set->debug) set->amp.debug = 1;
     if (set->static_scale) set->amp.scaler.frozen = 1;
-    if (was_given("autotune")) set->amp.autotune = strcmp(set->autotune, "off") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
+    if (was_given("autotune"))
+        set->amp.autotune = strcmp(set->autotune, "off") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
     if (set->amp.memory_efficient) set->recompute = 1;
-    if (set->amp.mode == AMP_MODE_INFERENCE) return example_fail(AMP_ERR_RANGE, "mode = inference: this program trains");
+    if (set->amp.mode == AMP_MODE_INFERENCE)
+        return example_fail(AMP_ERR_RANGE, "mode = inference: this program trains");
     memset(&optimizer, 0, sizeof optimizer);
     memset(&monitor, 0, sizeof monitor);
     if (amp_settings_fill(&set->amp, NULL, NULL, NULL, &optimizer, &monitor) != AMP_OK)
@@ -457,7 +483,8 @@ static amp_result open_context(run *r) {
     if (result == AMP_ERR_UNSUPPORTED) return refuse("precision", "%s", because(why));
     TRY(result);
     TRY(amp_query(r->amp, &desc));
-    if (set->graph && desc.backend->graph_begin == NULL) return refuse("graph", "the %s backend has none", desc.backend->name);
+    if (set->graph && desc.backend->graph_begin == NULL)
+        return refuse("graph", "the %s backend has none", desc.backend->name);
     TRY(amp_query_choice(r->amp, &r->choice));
     r->level = desc.level;
     return AMP_OK;
@@ -647,7 +674,8 @@ static amp_result check_shape(const run *r, const gpt_config *file) {
     return AMP_OK;
 }
 
-/* The dtypes to keep activations and logits in, in the model's config.  auto: autocast says what an operator would return. */
+/* The dtypes to keep activations and logits in, in the model's config.  auto: autocast says what an operator would
+   return. */
 static amp_result storage_dtypes(const run *r, gpt_config *c) {
     TRY(read_activations(r->set.activations, &c->activations, c->stored));
     if (c->activations == AMP_DTYPE_DEFAULT) {
@@ -694,7 +722,8 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     return result;
 }
 
-/* Through the optimizer, whose masters begin with what 16-bit weights lack; those of a checkpoint come with its state. */
+/* Through the optimizer, whose masters begin with what 16-bit weights lack; those of a checkpoint come with its state.
+   */
 static amp_result open_weights(run *r, const amp_state *resumed) {
     amp_result result;
     r->model.optimizer = r->optimizer;
@@ -769,7 +798,8 @@ static amp_result open_step(run *r) {
     return AMP_OK;
 }
 
-/* config.json beside the model.  1: the model is model.safetensors, and transformers' from_pretrained(folder) opens the two. */
+/* config.json beside the model.  1: the model is model.safetensors, and transformers' from_pretrained(folder) opens the
+   two. */
 static int config_path(const run *r, char *path, size_t size) {
     const char *slash = strrchr(r->save, '/');
     snprintf(path, size, "%.*sconfig.json", slash != NULL ? (int)(slash - r->save) + 1 : 0, r->save);
@@ -1235,8 +1265,8 @@ static amp_result read_loss(run *r, float *loss) {
     return AMP_OK;
 }
 
-/* One optimizer step.  loss: its mean over the micro-batches, NULL if it is not wanted; log 1: over the ranks too, and for
-   the metrics. */
+/* One optimizer step.  loss: its mean over the micro-batches, NULL if it is not wanted; log 1: over the ranks too, and
+   for the metrics. */
 static amp_result train_step(run *r, float lr, float *loss, int log) {
     int64_t micro;
     double began = seconds_now();
@@ -1244,7 +1274,8 @@ static amp_result train_step(run *r, float lr, float *loss, int log) {
     amp_step_info info;
     r->epoch = -1;
     TRY(amp_optimizer_set_lr(r->optimizer, lr));
-    r->model.profile = r->set.profile ? &r->profile : NULL;     /* only here: validation and the sample are not counted */
+    /* only here: validation and the sample are not counted */
+    r->model.profile = r->set.profile ? &r->profile : NULL;
     if (r->set.graph && r->step > r->start) TRY(graph_step(r));
     else
         for (micro = 0; micro < r->set.accumulation; micro++) {
@@ -1288,7 +1319,8 @@ static void print_memory(progress *bar, const amp_step_record *record) {
 static void board_record_of(run *r, const amp_step_record *record) {
     int64_t step = record->result.step;
     if (amp_is_finite_f64(&record->loss)) board_scalar(&r->board, step, "train/loss", record->loss);
-    if (record->has_memory) board_scalar(&r->board, step, "memory/allocated_mib", (double)record->memory.allocated / 1048576);
+    if (record->has_memory)
+        board_scalar(&r->board, step, "memory/allocated_mib", (double)record->memory.allocated / 1048576);
     if (r->set.log_interval == 0 || step % r->set.log_interval != 0) return;
     board_scalar(&r->board, step, "train/lr", record->result.lr);
     board_scalar(&r->board, step, "train/norm", (double)record->result.norm);
@@ -1308,8 +1340,8 @@ static void report_event(run *r, progress *bar, const amp_recovery_event *event)
     if (event->action == AMP_RECOVERY_STOP) snprintf(r->anomaly, sizeof r->anomaly, "%s", event->text);
 }
 
-/* What a recovery changed are the run's settings from now on, so that a checkpoint keeps them: its dtype, and as without
-   fp16 nothing is scaled any more, no scaler that was asked for either. */
+/* What a recovery changed are the run's settings from now on, so that a checkpoint keeps them: its dtype, and as
+   without fp16 nothing is scaled any more, no scaler that was asked for either. */
 static amp_result keep_cure(run *r, const amp_recovery_event *event) {
     if (event->mitigation == AMP_MITIGATE_LAYERS) return keep_fp32_layer(r, event->layer);
     if (event->mitigation != AMP_MITIGATE_DTYPE) return AMP_OK;
@@ -1318,8 +1350,8 @@ static amp_result keep_cure(run *r, const amp_recovery_event *event) {
     return AMP_OK;
 }
 
-/* Another number of sequences in a micro-batch, and of those in a step, from batch `index` of r->epoch on: of the library,
-   which has changed accumulation already. */
+/* Another number of sequences in a micro-batch, and of those in a step, from batch `index` of r->epoch on: of the
+   library, which has changed accumulation already. */
 static amp_result change_batch(run *r, int64_t batch, int64_t accumulation, int64_t index) {
     static char text[24];
     r->set.batch = batch;
@@ -1344,12 +1376,13 @@ static amp_result change_batch(run *r, int64_t batch, int64_t accumulation, int6
 /* Half of the sequences in a micro-batch: the step that found no memory, again from its first. */
 static amp_result halve_batch(run *r) {
     if (r->epoch < 0) return example_fail(AMP_ERR_MEMORY, "no memory to read a batch");
-    if (r->set.batch % 2 != 0) return example_fail(AMP_ERR_MEMORY, "no memory for a micro-batch of %lld sequences", (long long)r->set.batch);
+    if (r->set.batch % 2 != 0)
+        return example_fail(AMP_ERR_MEMORY, "no memory for a micro-batch of %lld sequences", (long long)r->set.batch);
     return change_batch(r, r->set.batch / 2, r->set.accumulation * 2, r->index * 2);
 }
 
-/* There was no memory for the step, which is done once more, after cleaning up or in smaller pieces, or for another batch
-   (there is no loader then). */
+/* There was no memory for the step, which is done once more, after cleaning up or in smaller pieces, or for another
+   batch (there is no loader then). */
 static amp_result answer_memory(run *r, progress *bar) {
     amp_result result = AMP_ERR_MEMORY;
     amp_recovery_event event;
@@ -1458,8 +1491,9 @@ static amp_result report_save(run *r, progress *bar) {
     return AMP_OK;
 }
 
-/* A checkpoint on the way.  What is known of the steps before it comes first: their lines are in the metrics, since the run
-   that goes on from it writes only those of later ones; and what a recovery undoes, r->step with it, is not saved. */
+/* A checkpoint on the way.  What is known of the steps before it comes first: their lines are in the metrics, since the
+   run that goes on from it writes only those of later ones; and what a recovery undoes, r->step with it, is not saved.
+   */
 static amp_result save_between(run *r, progress *bar) {
     int64_t step = r->step;
     TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
@@ -1508,8 +1542,8 @@ static amp_result train_steps(run *r, progress *bar, int quiet) {
     return result == AMP_ERR_END ? AMP_OK : result;
 }
 
-/* Trains as train_steps does.  Its last records come after it: where they ask for recovery, r->step is that of the snapshot,
-   and the steps that were undone are trained again.  quiet 1: the bar only. */
+/* Trains as train_steps does.  Its last records come after it: where they ask for recovery, r->step is that of the
+   snapshot, and the steps that were undone are trained again.  quiet 1: the bar only. */
 static amp_result train(run *r, progress *bar, int quiet) {
     amp_result result;
     int64_t last;
@@ -1565,10 +1599,13 @@ static void print_run(const run *r) {
     printf("Run\n  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
     print_scaler(r);
     printf("  level       %s\n", levels[r->level - AMP_LEVEL_O0]);
-    printf("  storage     weights %s, activations %s, ", amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
+    printf("  storage     weights %s, activations %s, ", amp_dtype_name(r->model.params[0].weight.dtype),
+           amp_dtype_name(c->activations));
     for (i = GPT_NORM; i < GPT_TENSORS; i++)
-        if (c->stored[i] != AMP_DTYPE_DEFAULT && c->stored[i] != c->activations) printf("%s %s, ", gpt_tensor_names[i], amp_dtype_name(c->stored[i]));
-    if (gpt_dtype(c, GPT_STREAM) != AMP_F32) printf("residual stream %s, gradients fp32\n", amp_dtype_name(gpt_dtype(c, GPT_STREAM)));
+        if (c->stored[i] != AMP_DTYPE_DEFAULT && c->stored[i] != c->activations)
+            printf("%s %s, ", gpt_tensor_names[i], amp_dtype_name(c->stored[i]));
+    if (gpt_dtype(c, GPT_STREAM) != AMP_F32)
+        printf("residual stream %s, gradients fp32\n", amp_dtype_name(gpt_dtype(c, GPT_STREAM)));
     else printf("residual stream and gradients fp32\n");
     printf("  activations %.1f MiB with logits and gradients%s\n", (double)r->model.memory_bytes / 1048576,
            c->recompute ? ": one block's, and each block runs again in backward" : "");
@@ -1635,7 +1672,8 @@ static amp_result print_stream(run *r, double loss) {
     TRY(gpt_reshape(&r->model, c->batch, c->activations));
     TRY(evaluate(r, &wide));
     c->stored[GPT_STREAM] = stream;
-    printf("  stream      in fp32 the same weights have %.6f, in %s %.6f: a difference of %+.6f\n", wide, amp_dtype_name(stream), loss, loss - wide);
+    printf("  stream      in fp32 the same weights have %.6f, in %s %.6f: a difference of %+.6f\n", wide,
+           amp_dtype_name(stream), loss, loss - wide);
     metrics_begin(r->metrics.file, "stream");
     metrics_text(r->metrics.file, "dtype", amp_dtype_name(stream));
     metrics_number(r->metrics.file, "loss", loss);
@@ -1816,11 +1854,13 @@ static amp_result print_profile(run *r) {
         flops[0] = gpt_flops(&r->model, row) * (double)r->set.accumulation;
         flops[1] = flops[0] * (row == PROFILE_ATTENTION ? 2.5 : 2);
         rest[0] -= r->profile.seconds[row][0] + r->profile.seconds[row][1];
-        if ((row == PROFILE_DROPOUT && r->set.dropout <= 0) || (row == PROFILE_RECOMPUTE && !r->set.recompute)) continue;
+        if ((row == PROFILE_DROPOUT && r->set.dropout <= 0) || (row == PROFILE_RECOMPUTE && !r->set.recompute))
+            continue;
         print_profile_row(r, names[row], r->profile.seconds[row], flops, peak);
     }
     print_profile_row(r, "the rest", rest, none, peak);
-    if (peak > 0) printf("  of peak: share of the %.1f GFLOP/s of %s, nothing else done, on all threads\n", peak, loop.name);
+    if (peak > 0)
+        printf("  of peak: share of the %.1f GFLOP/s of %s, nothing else done, on all threads\n", peak, loop.name);
     printf("  amp_gemm reached %.1f GFLOP/s here on 1024 x 1024 x 1024 in %s\n"
            "  linear: with bias and GELU; cross-entropy: with its gradient; optimizer: check, clipping and update\n",
            gemm, amp_dtype_name(r->choice.dtype));
@@ -1845,7 +1885,8 @@ static amp_result do_short_run(const settings *set, const char *precision, short
     int64_t i, n = 0;
     amp_result result;
     TRY(amp_settings_set(&mine.amp, "dtype", precision));
-    if (mine.amp.dtype == AMP_F32 ? mine.amp.level >= AMP_LEVEL_O2 : mine.amp.level == AMP_LEVEL_O0) mine.amp.level = AMP_LEVEL_O1;
+    if (mine.amp.dtype == AMP_F32 ? mine.amp.level >= AMP_LEVEL_O2 : mine.amp.level == AMP_LEVEL_O0)
+        mine.amp.level = AMP_LEVEL_O1;
     mine.amp.debug = 0;
     mine.tensor_stats_interval = mine.log_memory = 0;
     mine.save = mine.metrics = "none";
@@ -1898,8 +1939,8 @@ static amp_result compare_precisions(const settings *set, amp_dtype precision, F
         TRY(do_short_run(&mine, names[i], &s));
         if (stop_requested) break;
         if (i < 3 && strcmp(names[i], names[3]) == 0) trained = s.validation;
-        snprintf(label, sizeof label, "%s%s%s%s", s.precision, s.scaler ? ", scaler" : "", s.emulated ? ", emulated" : "",
-                 i == 3 ? ", fp32 stream" : "");
+        snprintf(label, sizeof label, "%s%s%s%s", s.precision, s.scaler ? ", scaler" : "",
+                 s.emulated ? ", emulated" : "", i == 3 ? ", fp32 stream" : "");
         printf("  %-26s %10s %10.1f %12.4f %12.4f %8lld\n", label, grouped((int64_t)s.rate, rate, sizeof rate),
                s.peak, s.training, s.validation, (long long)s.skips);
         metrics_begin(metrics, "compare");
@@ -1913,7 +1954,8 @@ static amp_result compare_precisions(const settings *set, amp_dtype precision, F
         metrics_integer(metrics, "emulated", s.emulated);
         metrics_end(metrics);
         if (i == 3 && trained > 0)
-            printf("  stream in %s instead of fp32: %+.4f nats of validation loss\n", amp_dtype_name(stored[GPT_STREAM]), trained - s.validation);
+            printf("  stream in %s instead of fp32: %+.4f nats of validation loss\n",
+                   amp_dtype_name(stored[GPT_STREAM]), trained - s.validation);
     }
     return AMP_OK;
 }
@@ -1937,7 +1979,8 @@ static amp_result main_run(run *r) {
     print_run(r);
     metrics_run(r);
     progress_open(&bar, r->steps);
-    if (r->set.log_interval > 0) bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
+    if (r->set.log_interval > 0)
+        bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
     TRY(train(r, &bar, 0));
     stop = stopped(r);
     if (r->step > start || stop || *r->set.resume == 0) TRY(report_save(r, &bar));

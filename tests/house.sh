@@ -31,17 +31,15 @@ $cc -std=gnu99 -dM -E "$work/base.c" | awk '{print $2}' | sed 's/(.*//' | sort >
 stray=$(comm -23 "$work/macros" "$work/base" | grep -v '^AMPI\{0,1\}_' | tr '\n' ' ')
 if [ -z "$stray" ]; then pass; else fail "macros" "$stray"; fi
 
-# Sizes: the first prototype before line 400, the API below 195 KiB in lines of at most 120 columns, the whole below 1203 KiB.
+# Sizes: the first prototype before line 400, the API below 195 KiB, the whole below 1240 KiB; lines of at most 120 columns.
 line=$(grep -n '^AMP_API' amp.h | head -n 1 | cut -d: -f1)
 if [ "$line" -lt 400 ]; then pass; else fail "first prototype" "line $line, must come before 400"; fi
 api=$(awk '/^\/\* Stop here if you only want the API/ {exit} {n += length($0) + 1} END {print n}' amp.h)
 if [ "$api" -lt 199680 ]; then pass; else fail "API size" "$api bytes"; fi
 whole=$(wc -c < amp.h)
-if [ "$whole" -lt 1231872 ]; then pass; else fail "size" "$whole bytes"; fi
-long=$(awk '/^\/\* Stop here/ {exit} length($0) > 120 {print FILENAME ":" FNR}' amp.h | head -n 3 | tr '\n' ' ')
-if [ -z "$long" ]; then pass; else fail "lines of the API over 120 columns" "$long"; fi
-long=$(awk 'length($0) > 200 {print FILENAME ":" FNR}' amp.h | head -n 3 | tr '\n' ' ')
-if [ -z "$long" ]; then pass; else fail "lines over 200 columns" "$long"; fi
+if [ "$whole" -lt 1269760 ]; then pass; else fail "size" "$whole bytes"; fi
+long=$(awk 'length($0) > 120 {print FILENAME ":" FNR}' amp.h amp_cuda.cu examples/*.c examples/*.h | head -n 3 | tr '\n' ' ')
+if [ -z "$long" ]; then pass; else fail "lines over 120 columns" "$long"; fi
 
 # The API half is in three parts.  Each has its sections in the order of the implementation, and all of them are there.
 tags() { grep -o '^/\* ==== [0-9]* >>[a-z]*' | awk '{print $3, $4}' | uniq; }

@@ -7,30 +7,38 @@
  * Installed: gcc -O2 -c $(pkg-config --variable=source amp-cblas); then $(pkg-config --cflags --libs amp-cblas).
  * Copied: cblas.h, cblas.c and amp.h in one folder.
  *
- * WHAT IS COMPUTED  Operands are rounded to AMP_DTYPE; products and sums are fp32, and so is C.  Every setting AMP_... counts
- * as in amp_open_env; AMP_DTYPE=auto, or an empty one, is the best of this machine, which is never fp16 on a CPU.  With no
+ * WHAT IS COMPUTED  Operands are rounded to AMP_DTYPE; products and sums are fp32, and so is C.  Every setting AMP_...
+   counts
+ * as in amp_open_env; AMP_DTYPE=auto, or an empty one, is the best of this machine, which is never fp16 on a CPU.  With
+   no
  * AMP_... in the environment the program's own BLAS computes, as before; if it has none, amp.h in fp32.
  *
- * ALL ELSE OF CBLAS  (cblas_dgemm, cblas_sgemv, cblas_sgemm_batch) is declared by the cblas.h that the program had before,
+ * ALL ELSE OF CBLAS  (cblas_dgemm, cblas_sgemv, cblas_sgemm_batch) is declared by the cblas.h that the program had
+   before,
  * found behind this one in the include path, and comes from its library.  Where there is no such header, or with
  * -DAMP_CBLAS_ALONE, other calls do not compile.
  *
- * WITH AMP.H  This header brings it.  amp_cblas_context() and amp_cblas_scaler() are for the program, too: a scaled loss for
+ * WITH AMP.H  This header brings it.  amp_cblas_context() and amp_cblas_scaler() are for the program, too: a scaled
+   loss for
  * fp16, islands, anything that takes a context.  cblas.c is also amp.h's implementation: the program has no other.
  *
- * ERRORS  On stderr, ten lines at most.  A refused setting (AMP_DTYPE=fp8_e4m3): products are computed as if none were set.  Bad
+ * ERRORS  On stderr, ten lines at most.  A refused setting (AMP_DTYPE=fp8_e4m3): products are computed as if none were
+   set.  Bad
  * arguments: nothing is computed, as in BLAS.  No memory: a plain loop computes.  Any thread may call, and fork.
  *
- * TRAPS  The shim cannot detect any of these.  AMP_DEBUG=1 with AMP_DTYPE says what products compute in: no word, no product.
+ * TRAPS  The shim cannot detect any of these.  AMP_DEBUG=1 with AMP_DTYPE says what products compute in: no word, no
+   product.
  * - The program finds another cblas.h first: put this -I before all others.
- * - It declares cblas_sgemm or sgemm_ by hand, or includes mkl.h or Accelerate.h: see ampblas.c, which serves the names.
+ * - It declares cblas_sgemm or sgemm_ by hand, or includes mkl.h or Accelerate.h: see ampblas.c, which serves the
+   names.
  * - It calls cblas_sgemm by a pointer: that stays its BLAS's.
  * - It calls CBLAS only under a switch of its own (#ifdef CBLAS, USE_BLAS=1), and has loops otherwise: set the switch.
  * - `undefined reference to cblas_sgemm`: there is a cblas.h, but no BLAS is linked: -DAMP_CBLAS_ALONE, or link it.
  * - `undefined reference to amp_cblas_context`: cblas.o is missing.
  * - The shim is part of a plugin that is unloaded: link that with -Wl,-z,nodelete, for amp.h's threads run on.
  *
- * ONE FILE  -DAMP_CBLAS_IMPLEMENTATION, or #define it before this #include, instead of cblas.c; with -std=c99 that must be the
+ * ONE FILE  -DAMP_CBLAS_IMPLEMENTATION, or #define it before this #include, instead of cblas.c; with -std=c99 that must
+   be the
  * first include.  After AMP_IMPLEMENTATION and amp.h it adds the shim alone. */
 #if !defined(AMP_CBLAS_H_INCLUDED)
 #define AMP_CBLAS_H_INCLUDED
@@ -88,15 +96,17 @@ AMP_CBLAS_API amp_scaler *amp_cblas_scaler(void);
 
 /* C = alpha op(A) op(B) + beta C in that context; where it is NULL, in fp32. */
 AMP_CBLAS_API void amp_cblas_product(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
-                                     const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
+                                     const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
+                                     int64_t ldc);
 
 AMPI_INLINE void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
-                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
+                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
+                                 int64_t ldc) {
 #if defined(AMP_CBLAS_BESIDE)
     if (amp_cblas_context() == NULL) {
 #  if defined(__cplusplus)
-        cblas_sgemm((CBLAS_ORDER)order, (CBLAS_TRANSPOSE)trans_a, (CBLAS_TRANSPOSE)trans_b, m, n, k, alpha, a, lda, b, ldb, beta,
-                    c, ldc);
+        cblas_sgemm((CBLAS_ORDER)order, (CBLAS_TRANSPOSE)trans_a, (CBLAS_TRANSPOSE)trans_b, m, n, k, alpha, a, lda, b,
+                    ldb, beta, c, ldc);
 #  else
         cblas_sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 #  endif
@@ -152,7 +162,8 @@ static void amp_cblas_open(void) {
     desc.dtype = AMP_F32;
     if (result != AMP_OK) amp_cblas_say("products stay as they were: ", amp_last_error());
     amp_cblas_used = amp_cblas_asked;
-    if (amp_cblas_asked == NULL && amp_open(&amp_cblas_used, &desc) != AMP_OK) amp_cblas_say("plain loops: ", amp_last_error());
+    if (amp_cblas_asked == NULL && amp_open(&amp_cblas_used, &desc) != AMP_OK)
+        amp_cblas_say("plain loops: ", amp_last_error());
     amp_cblas_leave();
 }
 AMP_CBLAS_API amp_context *amp_cblas_context(void) {
@@ -169,10 +180,11 @@ static int amp_cblas_is_finite(float x) {       /* with -Ofast, too */
     memcpy(&bits, &x, sizeof bits);
     return (bits & 0x7f800000u) != 0x7f800000u;
 }
-/* Without memory, and for factors that amp_gemm refuses: element (i, p) of op(A) is at p * lda + i if A is stored by columns
-   or transposed, but not both. */
+/* Without memory, and for factors that amp_gemm refuses: element (i, p) of op(A) is at p * lda + i if A is stored by
+   columns or transposed, but not both. */
 static void amp_cblas_loop(int columns, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
-                           const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
+                           const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
+                           int64_t ldc) {
     int64_t i, j, p;
     for (i = 0; i < m; i++)
         for (j = 0; j < n; j++) {
@@ -186,7 +198,8 @@ static void amp_cblas_loop(int columns, int trans_a, int trans_b, int64_t m, int
 
 /* With alpha 0, A and B are not read; with beta 0, C is not. */
 AMP_CBLAS_API void amp_cblas_product(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
-                                     const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
+                                     const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
+                                     int64_t ldc) {
     const int no_conjugate = 114;               /* OpenBLAS's CblasConjNoTrans */
     amp_result result = AMP_ERR_MEMORY;
     (void)amp_cblas_context();
@@ -197,14 +210,14 @@ AMP_CBLAS_API void amp_cblas_product(int order, int trans_a, int trans_b, int64_
         amp_cblas_say("fp16, and nobody has called amp_cblas_scaler(): gradients below 6e-8 become 0", "");
     if (amp_cblas_used != NULL && amp_cblas_is_finite(alpha) && amp_cblas_is_finite(beta)) {
         amp_cblas_enter();
-        result = amp_gemm(amp_cblas_used, (amp_order)order, (amp_trans)trans_a, (amp_trans)trans_b, m, n, k, alpha, a, lda, b,
-                          ldb, beta, c, ldc);
+        result = amp_gemm(amp_cblas_used, (amp_order)order, (amp_trans)trans_a, (amp_trans)trans_b, m, n, k, alpha, a,
+                          lda, b, ldb, beta, c, ldc);
         amp_cblas_leave();
         if (result != AMP_OK) amp_cblas_say("sgemm: ", amp_last_error());
     }
     if (result == AMP_ERR_MEMORY)
-        amp_cblas_loop(order == AMP_COL_MAJOR, trans_a != AMP_NO_TRANS, trans_b != AMP_NO_TRANS, m, n, k, alpha, a, lda, b, ldb,
-                       beta, c, ldc);
+        amp_cblas_loop(order == AMP_COL_MAJOR, trans_a != AMP_NO_TRANS, trans_b != AMP_NO_TRANS, m, n, k, alpha, a, lda,
+                       b, ldb, beta, c, ldc);
 }
 #endif
 

@@ -7,8 +7,9 @@ FNR == NR {
     next
 }
 FNR == 1 { inside = scope == "-" }
-# A definition begins in the first column with a type, has its name before "(", and ends with "}" there.
-scope != "-" && /^[A-Za-z]/ && $0 ~ "(^|[^A-Za-z0-9_])" scope "\\)?\\(" { inside = 1; open = 0 }
+# A definition begins in the first column with a type, has its name before "(", there or on the next line, and ends with "}"
+# in the first column.
+scope != "-" && (/^[A-Za-z]/ || (goes_on && /^    [a-z]/)) && $0 ~ "(^|[^A-Za-z0-9_])" scope "\\)?\\(" { inside = 1; open = 0 }
 {
     line = $0
     if (inside) {
@@ -21,6 +22,7 @@ scope != "-" && /^[A-Za-z]/ && $0 ~ "(^|[^A-Za-z0-9_])" scope "\\)?\\(" { inside
         }
     }
     print line
+    goes_on = /^[A-Za-z]/ && /\)$/
     if (scope == "-" || !inside) next
     code = $0
     sub(/ *\/\*.*\*\/ *$/, "", code)

@@ -12,8 +12,9 @@ FNR == NR {
     else if (/^\+ /) new[mutants] = substr($0, 3)
     next
 }
-# A definition begins in the first column, has its name before "(", or "struct" before its name, and ends with "}" there.
-/^[A-Za-z_]/ {
+# A definition begins in the first column, has its name before "(", there or on the next line, or "struct" before its name,
+# and ends with "}" in the first column.
+/^[A-Za-z_]/ || (goes_on && /^    [a-z]/) {
     for (m = 1; m <= mutants; m++)
         if ($0 ~ "(^|[^A-Za-z0-9_])" scope[m] "\\(" || $0 ~ "struct " scope[m] " ") { inside[m] = 1; open[m] = 0 }
 }
@@ -41,6 +42,7 @@ FNR == NR {
         if (/^}/ || (/^[A-Za-z_]/ && code ~ /}$/) || (!open[m] && code ~ /;$/)) inside[m] = 0
     }
     print line
+    goes_on = /^[A-Za-z_]/ && code ~ /\)$/
     if ($0 == "#include \"amp.h\"") print "static const int coc_mutant = getenv(\"AMP_MUTANT\") ? atoi(getenv(\"AMP_MUTANT\")) : 0;"
 }
 END {
