@@ -2069,6 +2069,51 @@ static inline double gpt_flops(const gpt *g, int row) {
     return 0;
 }
 
+/* What the calls of a row move at least in a pass (0: forward, 1: backward): each tensor read once by each call that
+   needs it, and written once.  The optimizer's is that of amp_step, with what amp_optimizer_bytes says of it. */
+typedef struct gpt_traffic { double bytes, calls; } gpt_traffic;
+
+static inline gpt_traffic gpt_bytes(const gpt *g, int row, int pass) {
+    const gpt_config *c = &g->config;
+    double rows = (double)g->rows, C = (double)c->channels, n = rows * C, L = (double)c->layers, V = (double)c->vocab;
+    double stream = (double)amp_dtype_size(gpt_dtype(c, GPT_STREAM));
+    double branch = (double)amp_dtype_size(gpt_dtype(c, GPT_BRANCH));
+    double norm = (double)amp_dtype_size(gpt_dtype(c, GPT_NORM)), mlp = (double)amp_dtype_size(gpt_dtype(c, GPT_MLP));
+    double heads = (double)amp_dtype_size(gpt_dtype(c, GPT_ATTENTION));
+    double logits = (double)amp_dtype_size(gpt_logits_dtype(g)), grad = (double)amp_dtype_size(g->params[0].grad.dtype);
+    double stored = (double)amp_dtype_size(g->params[0].weight.dtype);
+    double weight = (double)amp_dtype_size(g->head.plan.compute);       /* as products read it */
+    gpt_traffic t = {0, 0};
+    switch (row) {
+        case PROFILE_EMBEDDING: t.calls = 1; t.bytes = n * (stream + (pass ? 2 * grad : stored)); break;
+        case PROFILE_NORM:                      /* all but the first add a branch to the stream */
+            t.calls = 2 * L + 1;
+            t.bytes = pass ? n * ((2 * L + 1) * (norm + 2 * stream) + 2 * L * stream)
+                           : n * ((2 * L + 1) * (stream + norm) + 2 * L * (branch + stream));
+            break;
+        case PROFILE_LINEAR:
+            t.calls = 4 * L;
+            t.bytes = pass ? L * (n * (4 * norm + 5 * heads + 16 * mlp + 2 * stream) + 12 * C * C * (weight + grad))
+                           : L * (n * (2 * norm + 4 * heads + 12 * mlp + 2 * branch) + 12 * C * C * weight);
+            break;
+        case PROFILE_ATTENTION: t.calls = L; t.bytes = L * n * heads * (pass ? 8 : 4); break;
+        case PROFILE_DROPOUT: t.calls = 2 * L + 1; t.bytes = t.calls * 2 * n * branch; break;
+        case PROFILE_HEAD:
+            t.calls = 1;
+            t.bytes = n * norm * (pass ? 2 : 1) + V * C * (weight + (pass ? grad : 0)) + rows * V * logits;
+            break;
+        case PROFILE_LOSS: t.calls = pass ? 0 : 1; t.bytes = pass ? 0 : 2 * rows * V * logits; break;
+        default: break;
+    }
+    return t;
+}
+static inline gpt_traffic optimizer_traffic(const amp_parameter_bytes *b) {
+    gpt_traffic t;
+    t.calls = 1;
+    t.bytes = (double)b->parameters * (b->gradient + 2 * (b->weight + b->master + b->moments));
+    return t;
+}
+
 /* ==== 6 Model files ==============================================================================
    Reads safetensors as Hugging Face writes them, and llm.c's model files; writes safetensors. */
 

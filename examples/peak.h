@@ -1,4 +1,4 @@
-/* peak.h - how fast this CPU's multiply instructions can go: loops that do nothing else, on all threads.
+/* peak.h - how fast this CPU can multiply and copy: loops that do nothing else, on all threads.
  *
  * Include after amp.h.  A figure of a product is worth something only beside such a peak.  The sums are named
  * variables that the compiler must keep in registers: sums in an array spill, and any bar against such a "peak" is
@@ -129,6 +129,78 @@ static __attribute__((unused)) double peak_rate(peak_loop peak, int threads) {
     peak.loop(job.n);
     for (i = 0; i < started; i++) pthread_join(ids[i], NULL);
     return 1e-9 * peak.flops * (double)job.n * (started + 1) / (peak_clock() - start);
+}
+
+/* ---- Copies.  Each thread copies a piece of its own, again and again, so that small ones come from its cache. */
+
+typedef struct peak_copy_job { char *memory; size_t half; long n; } peak_copy_job;
+static __attribute__((unused)) void *peak_copy_run(void *arg) {
+    const peak_copy_job *job = (const peak_copy_job *)arg;
+    long i;
+    for (i = 0; i < job->n; i++) {
+        memcpy(job->memory, job->memory + job->half, job->half);
+        __asm__ volatile("" : : : "memory");
+    }
+    return NULL;
+}
+
+/* Seconds in which `threads` threads together read bytes / 2 and write as much, as a copy does; 0: no memory. */
+static __attribute__((unused)) double peak_copy_once(double bytes, int threads) {
+    const double most = 268435456;              /* from here on the time is in proportion */
+    double used = bytes < most ? bytes : most, start, seconds;
+    peak_copy_job jobs[256];
+    pthread_t ids[256];
+    size_t half;
+    int i, started = 0;
+    threads = threads < 1 ? 1 : threads > 256 ? 256 : threads;
+    half = ((size_t)(used / 2 / threads) + 64) / 64 * 64;
+    for (i = 0; i < threads; i++) {
+        jobs[i].memory = (char *)malloc(2 * half);
+        jobs[i].half = half;
+        jobs[i].n = 1 + (long)(3e7 / (double)half);
+        if (jobs[i].memory == NULL) break;
+        memset(jobs[i].memory, 1, 2 * half);
+    }
+    threads = i;
+    start = peak_clock();
+    for (i = 1; i < threads; i++) started += pthread_create(&ids[started], NULL, peak_copy_run, &jobs[i]) == 0;
+    if (threads > 0) peak_copy_run(&jobs[0]);
+    for (i = 0; i < started; i++) pthread_join(ids[i], NULL);
+    seconds = peak_clock() - start;
+    for (i = 0; i < threads; i++) free(jobs[i].memory);
+    if (threads == 0) return 0;
+    return seconds / (double)jobs[0].n * bytes / (2 * (double)half * (started + 1));
+}
+
+/* ---- The floor: no program on this machine does the work in less time, unless its data are still in a cache. */
+
+typedef struct peak_machine { peak_loop loop; double rate; int threads; } peak_machine;     /* GFLOP/s; 0: unknown */
+
+/* The best of five. */
+static __attribute__((unused)) peak_machine peak_measure(amp_cpu_path path, amp_dtype compute, int threads) {
+    peak_machine m;
+    int i;
+    m.loop = peak_of_path(path, compute);
+    m.rate = 0;
+    m.threads = threads;
+    for (i = 0; i < 5; i++) {
+        double once = peak_rate(m.loop, threads);
+        if (once > m.rate) m.rate = once;
+    }
+    return m;
+}
+
+/* Seconds for `flops` at the peak plus those of a copy that moves `bytes` in `calls` equal parts: the best of five.
+   0: unknown. */
+static __attribute__((unused)) double peak_floor(const peak_machine *m, double flops, double bytes, double calls) {
+    double copy = 0;
+    int i;
+    if (m->rate <= 0 || calls <= 0) return 0;
+    for (i = 0; i < 5; i++) {
+        double once = peak_copy_once(bytes / calls, m->threads);
+        if (i == 0 || once < copy) copy = once;
+    }
+    return 1e-9 * flops / m->rate + copy * calls;
 }
 
 #endif

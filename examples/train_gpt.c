@@ -1801,66 +1801,95 @@ static amp_result measure_gemm(run *r, double *rate) {
     return result;
 }
 
-/* GFLOP/s of the CPU's instruction for the run's precision, on the run's threads: the best of five.  0: not known. */
-static amp_result measure_peak(run *r, peak_loop *loop, double *rate) {
+/* This CPU's peak and copies in the run's precision; rate 0 on a device. */
+static amp_result measure_machine(run *r, peak_machine *machine) {
     amp_desc desc;
-    int i;
-    *rate = 0;
     TRY(amp_query(r->amp, &desc));
-    *loop = peak_of_path(strcmp(desc.backend->name, "cpu") == 0 ? desc.cpu_path : AMP_CPU_SCALAR, r->choice.dtype);
-    for (i = 0; i < 5; i++) {
-        double once = peak_rate(*loop, desc.threads);
-        if (once > *rate) *rate = once;
-    }
+    *machine = peak_measure(desc.backend->host_visible ? desc.cpu_path : AMP_CPU_SCALAR, r->choice.dtype, desc.threads);
     return AMP_OK;
 }
 
-/* One row of the table; flops: of one step's forward and backward, 0 for none; peak 0: not known. */
-static void print_profile_row(run *r, const char *name, const double seconds[2], const double flops[2],
-                              double peak) {
-    double steps = (double)r->profile.steps, both = seconds[0] + seconds[1], rate;
-    printf("  %-16s %10.3f %10.3f %7.1f%%", name, 1e3 * seconds[0] / steps, 1e3 * seconds[1] / steps,
+/* One row of the table, of all steps.  flops: of forward and backward, 0 for none; floor: seconds, 0: unknown. */
+typedef struct profile_row { const char *name; double seconds[2], flops[2], floor; } profile_row;
+
+static void print_profile_row(run *r, const profile_row *row) {
+    double steps = (double)r->profile.steps, both = row->seconds[0] + row->seconds[1], rate;
+    printf("  %-16s %10.3f %10.3f %7.1f%%", row->name, 1e3 * row->seconds[0] / steps, 1e3 * row->seconds[1] / steps,
            100 * both / r->profile.all);
     metrics_begin(r->metrics.file, "profile");
-    metrics_text(r->metrics.file, "operator", name);
-    metrics_number(r->metrics.file, "forward_ms", 1e3 * seconds[0] / steps);
-    metrics_number(r->metrics.file, "backward_ms", 1e3 * seconds[1] / steps);
+    metrics_text(r->metrics.file, "operator", row->name);
+    metrics_number(r->metrics.file, "forward_ms", 1e3 * row->seconds[0] / steps);
+    metrics_number(r->metrics.file, "backward_ms", 1e3 * row->seconds[1] / steps);
     metrics_number(r->metrics.file, "share", both / r->profile.all);
-    if (flops[0] > 0 && seconds[0] > 0 && seconds[1] > 0) {
-        rate = 1e-9 * (flops[0] + flops[1]) * steps / both;
-        printf(" %10.1f %10.1f", 1e-9 * flops[0] * steps / seconds[0], 1e-9 * flops[1] * steps / seconds[1]);
-        if (peak > 0) printf(" %8.1f%%", 100 * rate / peak);
+    if (row->flops[0] > 0 && row->seconds[0] > 0 && row->seconds[1] > 0) {
+        rate = 1e-9 * (row->flops[0] + row->flops[1]) / both;
+        printf(" %10.1f %10.1f", 1e-9 * row->flops[0] / row->seconds[0], 1e-9 * row->flops[1] / row->seconds[1]);
         metrics_number(r->metrics.file, "gflops", rate);
-        if (peak > 0) metrics_number(r->metrics.file, "of_peak", rate / peak);
+    } else if (row->floor > 0) printf(" %10s %10s", "", "");
+    if (row->floor > 0) {
+        printf(" %10.3f %7.1f%%", 1e3 * row->floor / steps, 100 * row->floor / both);
+        metrics_number(r->metrics.file, "floor_ms", 1e3 * row->floor / steps);
+        metrics_number(r->metrics.file, "of_floor", row->floor / both);
     }
     metrics_line_end(&r->metrics, r->monitor);
     printf("\n");
 }
 
+/* A row's operations and floor, of all steps. */
+static amp_result profile_work(run *r, const peak_machine *machine, int row, profile_row *out) {
+    double times = (double)r->profile.steps * (double)r->set.accumulation;
+    amp_parameter_bytes bytes;
+    int pass;
+    TRY(amp_optimizer_bytes(r->optimizer, &bytes));
+    for (pass = 0; pass < 2; pass++) {
+        double flops = gpt_flops(&r->model, row) * (pass == 0 ? 1 : row == PROFILE_ATTENTION ? 2.5 : 2);
+        gpt_traffic t = gpt_bytes(&r->model, row, pass);
+        out->seconds[pass] = r->profile.seconds[row][pass];
+        out->flops[pass] = flops * times;
+        out->floor += times * peak_floor(machine, flops, t.bytes, t.calls);
+    }
+    if (row == PROFILE_OPTIMIZER) {
+        gpt_traffic t = optimizer_traffic(&bytes);
+        out->floor = (double)r->profile.steps * peak_floor(machine, 0, t.bytes, t.calls);
+    }
+    return AMP_OK;
+}
+
 static amp_result print_profile(run *r) {
     static const char *const names[PROFILE_ROWS] = {"loader",  "embedding", "layernorm",     "linear",   "attention",
                                                     "dropout", "lm_head",   "cross-entropy", "recompute", "optimizer"};
-    double peak, gemm, rest[2] = {0, 0}, none[2] = {0, 0};
-    peak_loop loop;
-    int row;
-    TRY(measure_peak(r, &loop, &peak));
+    profile_row rest, furthest;
+    double gemm, lost = 0;
+    peak_machine machine;
+    int i;
+    memset(&rest, 0, sizeof rest);
+    memset(&furthest, 0, sizeof furthest);
+    rest.name = "the rest";
+    rest.seconds[0] = r->profile.all;
+    TRY(measure_machine(r, &machine));
     TRY(measure_gemm(r, &gemm));
-    printf("\nProfile: %lld steps of %.3f ms%s\n  %-16s %10s %10s %8s %10s %10s %9s\n", (long long)r->profile.steps,
-           1e3 * r->profile.all / (double)r->profile.steps, r->profile.steps > 1 ? ", the first one left out" : "",
-           "operator", "forward ms", "backward", "of step", "GFLOP/s", "backward", "of peak");
-    rest[0] = r->profile.all;
-    for (row = 0; row < PROFILE_ROWS; row++) {
-        double flops[2];
-        flops[0] = gpt_flops(&r->model, row) * (double)r->set.accumulation;
-        flops[1] = flops[0] * (row == PROFILE_ATTENTION ? 2.5 : 2);
-        rest[0] -= r->profile.seconds[row][0] + r->profile.seconds[row][1];
-        if ((row == PROFILE_DROPOUT && r->set.dropout <= 0) || (row == PROFILE_RECOMPUTE && !r->set.recompute))
-            continue;
-        print_profile_row(r, names[row], r->profile.seconds[row], flops, peak);
+    printf("\nProfile: %lld steps of %.3f ms%s\n", (long long)r->profile.steps,
+           1e3 * r->profile.all / (double)r->profile.steps, r->profile.steps > 1 ? ", the first one left out" : "");
+    printf("  %-16s %10s %10s %8s %10s %10s %10s %8s\n", "operator", "forward ms", "backward", "of step",
+           "GFLOP/s", "backward", "floor ms", "share");
+    for (i = 0; i < PROFILE_ROWS; i++) {
+        profile_row row;
+        double both = r->profile.seconds[i][0] + r->profile.seconds[i][1];
+        rest.seconds[0] -= both;
+        if ((i == PROFILE_DROPOUT && r->set.dropout <= 0) || (i == PROFILE_RECOMPUTE && !r->set.recompute)) continue;
+        memset(&row, 0, sizeof row);
+        row.name = names[i];
+        TRY(profile_work(r, &machine, i, &row));
+        print_profile_row(r, &row);
+        if (row.floor > 0 && both - row.floor > lost) { lost = both - row.floor; furthest = row; }
     }
-    print_profile_row(r, "the rest", rest, none, peak);
-    if (peak > 0)
-        printf("  of peak: share of the %.1f GFLOP/s of %s, nothing else done, on all threads\n", peak, loop.name);
+    print_profile_row(r, &rest);
+    if (furthest.name != NULL)
+        printf("  furthest from its floor: %s, %.3f ms a step above it\n", furthest.name,
+               1e3 * lost / (double)r->profile.steps);
+    if (machine.rate > 0)
+        printf("  floor: the %.1f GFLOP/s of %s, nothing else done, plus a copy of as many bytes, on %d threads;\n"
+               "         what is still in a cache can be faster\n", machine.rate, machine.loop.name, machine.threads);
     printf("  amp_gemm reached %.1f GFLOP/s here on 1024 x 1024 x 1024 in %s\n"
            "  linear: with bias and GELU; cross-entropy: with its gradient; optimizer: check, clipping and update\n",
            gemm, amp_dtype_name(r->choice.dtype));

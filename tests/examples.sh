@@ -104,7 +104,7 @@ train profile --steps 8 --profile --dropout 0.1 --recompute
 missing=
 for row in loader embedding layernorm linear attention dropout lm_head cross-entropy recompute optimizer "the rest"; do grep -q "^  $row " "$work/profile.log" || missing="$missing $row"; done
 sum=$(grep '"profile"' "$work/profile/metrics.jsonl" | sed 's/.*"share": \([^,}]*\).*/\1/' | awk '{s += $1} END {print s}')
-if [ -z "$missing" ] && awk "BEGIN {exit !($sum > 0.999 && $sum < 1.001)}" && grep -q "of peak: share" "$work/profile.log"; then pass
+if [ -z "$missing" ] && awk "BEGIN {exit !($sum > 0.999 && $sum < 1.001)}" && grep -q "furthest from its floor: " "$work/profile.log"; then pass
 else fail "--profile" "no row:$missing; the shares add up to $sum"; fi
 
 # Recomputing: the same weights and losses, byte for byte, in less memory, and resumed without it.

@@ -219,6 +219,31 @@ TEST(flops_by_hand) {
     CHECK(gpt_flops(&g, PROFILE_LOADER) == 0);
 }
 
+/* Bytes of the same model with 16-bit activations, an fp32 stream, and products in bf16. */
+TEST(traffic_by_hand) {
+    amp_parameter_bytes bytes = {.parameters = 1000, .weight = 2, .gradient = 2, .master = 2, .moments = 8};
+    amp_param wte;
+    gpt g;
+    memset(&g, 0, sizeof g);
+    memset(&wte, 0, sizeof wte);
+    wte.weight.dtype = wte.grad.dtype = AMP_F32;
+    g.config = odd_config();
+    g.config.activations = AMP_BF16;
+    g.head.plan.compute = AMP_BF16;
+    g.params = &wte;
+    g.rows = 10; g.seq = 5;
+    double n = 10 * 20, w = 12 * 20 * 20;
+    CHECK(gpt_bytes(&g, PROFILE_EMBEDDING, 0).bytes == n * (4 + 4));
+    CHECK(gpt_bytes(&g, PROFILE_NORM, 0).bytes == n * (5 * (4 + 2) + 4 * (2 + 4)));
+    CHECK(gpt_bytes(&g, PROFILE_NORM, 1).calls == 5);
+    CHECK(gpt_bytes(&g, PROFILE_LINEAR, 0).bytes == 2 * (n * 2 * (2 + 4 + 12 + 2) + w * 2));
+    CHECK(gpt_bytes(&g, PROFILE_LINEAR, 1).bytes == 2 * (n * (2 * (4 + 5 + 16) + 4 * 2) + w * (2 + 4)));
+    CHECK(gpt_bytes(&g, PROFILE_ATTENTION, 1).bytes == 2 * n * 2 * 8);
+    CHECK(gpt_bytes(&g, PROFILE_HEAD, 0).bytes == n * 2 + 61 * 20 * 2 + 10 * 61 * 2);
+    CHECK(gpt_bytes(&g, PROFILE_LOSS, 0).bytes == 2 * 10 * 61 * 2 && gpt_bytes(&g, PROFILE_LOSS, 1).calls == 0);
+    CHECK(optimizer_traffic(&bytes).bytes == 1000 * (2 + 2 * (2 + 2 + 8)));
+}
+
 /* ---- Model files */
 
 TEST(safetensors_round_trip) {
@@ -1002,7 +1027,7 @@ int main(int argc, char **argv) {
     RUN(json_surrogates);
     RUN(json_of_any_text);
     RUN(json_errors_do_not_run_away);
-    RUN(flops_by_hand);
+    RUN(flops_by_hand); RUN(traffic_by_hand);
     RUN(safetensors_round_trip);
     RUN(safetensors_dtypes);
     RUN(safetensors_entries_that_lie);

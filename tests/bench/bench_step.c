@@ -8,6 +8,7 @@
  * the step and of its three parts. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"
+#include "../../examples/peak.h"
 
 typedef struct bench_model { const char *name; int64_t vocab, tokens, positions, channels, heads, layers; } bench_model;
 static const bench_model bench_models[] = {
@@ -112,9 +113,31 @@ static amp_result step(run *r, int64_t number, double at[PARTS]) {
     return AMP_OK;
 }
 
+/* Seconds that this machine needs for a step at least: see peak.h. */
+static double step_floor(run *r) {
+    amp_parameter_bytes bytes;
+    gpt_traffic t;
+    peak_machine machine;
+    amp_desc desc;
+    double floor = 0;
+    int row, pass;
+    memset(&desc, 0, sizeof desc);
+    bench_need(amp_query(r->amp, &desc), "amp_query");
+    bench_need(amp_optimizer_bytes(r->optimizer, &bytes), "amp_optimizer_bytes");
+    machine = peak_measure(desc.cpu_path, bench_dtype(r->precision), desc.threads);
+    for (row = 0; row < PROFILE_ROWS; row++)
+        for (pass = 0; pass < 2; pass++) {
+            double flops = gpt_flops(&r->gpt, row) * (pass == 0 ? 1 : row == PROFILE_ATTENTION ? 2.5 : 2);
+            t = gpt_bytes(&r->gpt, row, pass);
+            floor += peak_floor(&machine, flops, t.bytes, t.calls);
+        }
+    t = optimizer_traffic(&bytes);
+    return floor + peak_floor(&machine, 0, t.bytes, t.calls);
+}
+
 static void report(run *r, times *t, float loss) {
     static const char *const names[PARTS] = {"forward_ms", "backward_ms", "update_ms", "median_ms"};
-    double median = bench_median(t->of[STEP], r->steps);
+    double median = bench_median(t->of[STEP], r->steps), floor = r->recompute ? 0 : step_floor(r);
     amp_choice choice;
     amp_memory_info memory;
     int part;
@@ -136,6 +159,10 @@ static void report(run *r, times *t, float loss) {
     metrics_number(stdout, "best_ms", 1e3 * bench_quantile(t->of[STEP], r->steps, 0));
     metrics_number(stdout, "p75_ms", 1e3 * bench_quantile(t->of[STEP], r->steps, 0.75));
     metrics_number(stdout, "tokens_per_s", (double)(r->batch * r->seq) / median);
+    if (floor > 0) {
+        metrics_number(stdout, "floor_ms", 1e3 * floor);
+        metrics_number(stdout, "of_floor", floor / median);
+    }
     metrics_integer(stdout, "memory_bytes", memory.peak);
     metrics_integer(stdout, "activation_bytes", r->gpt.memory_bytes);
     metrics_number(stdout, "loss", (double)loss);
