@@ -5,8 +5,7 @@
  * Fits y = sin(3 x) with a small tanh network written in plain loops, whose gradients are rounded to fp16, as a GPU
  * kernel would store them: anything above 65504 is infinite, anything below 3e-8 is lost.  The scale starts too high:
  * steps overflow and are skipped until it fits.  Later it grows, overflows once in a while, and falls back.  Built with
- * -DUSE_CUDA and amp_cuda.o, scaler and checked gradients live on the GPU, as they would beside kernels of your own
-   there. */
+ * -DUSE_CUDA and amp_cuda.o, scaler and checked gradients live on the GPU, as beside kernels of your own there. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include <math.h>

@@ -1,9 +1,8 @@
 /* sweep.c - searches precision, learning rate and batch size: short trainings of a small GPT on bytes, best first.
  *
  *     gcc -O2 examples/sweep.c -o sweep -lm -lpthread
- *     ./sweep                                                       a grid of twelve trials, about a minute
- *     ./sweep --search random --trials 30 --lrs 1e-4,1e-2           learning rates in between, evenly in their
-   logarithm
+ *     ./sweep                                                   a grid of twelve trials, about a minute
+ *     ./sweep --search random --trials 30 --lrs 1e-4,1e-2       learning rates in between, evenly in their logarithm
  *
  * Each trial's record is written as a JSON line as soon as it ends; run again, the search goes on behind those that are
  * there.  A trial that diverges, lacks memory or is refused is a record too, and the search goes on. */

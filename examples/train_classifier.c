@@ -9,8 +9,7 @@
  * writes it, with its vocab.txt and config.json beside it.  On a GPU: see train_gpt.c.
  *
  * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_optimizer, which makes the
-   scaler,
- * forward_loss, the region and the gradient at its scale, and train_batch, the rest of a step. */
+ * scaler, forward_loss, the region and the gradient at its scale, and train_batch, the rest of a step. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"

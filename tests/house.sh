@@ -38,8 +38,10 @@ api=$(awk '/^\/\* Stop here if you only want the API/ {exit} {n += length($0) + 
 if [ "$api" -lt 199680 ]; then pass; else fail "API size" "$api bytes"; fi
 whole=$(wc -c < amp.h)
 if [ "$whole" -lt 1269760 ]; then pass; else fail "size" "$whole bytes"; fi
-long=$(awk 'length($0) > 120 {print FILENAME ":" FNR}' amp.h amp_cuda.cu examples/*.c examples/*.h | head -n 3 | tr '\n' ' ')
+long=$(awk 'length($0) > 120 {print FILENAME ":" FNR}' amp.h amp_cuda.cu examples/*.[ch] examples/adopt/*.[ch] | head -n 3 | tr '\n' ' ')
 if [ -z "$long" ]; then pass; else fail "lines over 120 columns" "$long"; fi
+broken=$(awk 'star && /^   [^ ]/ {print FILENAME ":" FNR} {star = /^ \*/}' amp.h amp_cuda.cu examples/*.[ch] examples/adopt/*.[ch] | head -n 3 | tr '\n' ' ')
+if [ -z "$broken" ]; then pass; else fail "comments with and without stars" "$broken"; fi
 
 # The API half is in three parts.  Each has its sections in the order of the implementation, and all of them are there.
 tags() { grep -o '^/\* ==== [0-9]* >>[a-z]*' | awk '{print $3, $4}' | uniq; }

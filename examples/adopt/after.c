@@ -3,7 +3,8 @@
  *     gcc -O3 -march=native -fopenmp after.c -o after -lm -lpthread && ./after [seed [steps [fp32|fp16|bf16]]]
  *
  * A perceptron of three layers learns digits drawn from a 5 x 7 font: shifted, stretched, turned, and under noise.
- * before.c has nothing of amp.h; after.c is the same program in mixed precision; `diff before.c after.c` is what it took. */
+ * before.c has nothing of amp.h; after.c is the same program in mixed precision; `diff before.c after.c` is what that
+ * took. */
 #define AMP_IMPLEMENTATION
 #include "../../amp.h"
 #include <math.h>
@@ -13,7 +14,8 @@
 #include <string.h>
 #include <time.h>
 
-enum { SIDE = 28, PIXELS = SIDE * SIDE, HIDDEN = 512, CLASSES = 10, BATCH = 128, TRAIN = 16384, TEST = 2048, LAYERS = 3 };
+enum { SIDE = 28, PIXELS = SIDE * SIDE, HIDDEN = 512, CLASSES = 10, LAYERS = 3 };
+enum { BATCH = 128, TRAIN = 16384, TEST = 2048 };
 
 /* ==== Random numbers: xorshift64* (Vigna 2016) =================================================== */
 
@@ -46,7 +48,8 @@ static void draw(int digit, float *picture) {
     int i;
     for (i = 0; i < PIXELS; i++) {
         double x = i % SIDE - left, y = i / SIDE - top;
-        double u = (cos(angle) * x + sin(angle) * y) / (size * narrow) + 2, v = (cos(angle) * y - sin(angle) * x) / size + 3;
+        double u = (cos(angle) * x + sin(angle) * y) / (size * narrow) + 2;
+        double v = (cos(angle) * y - sin(angle) * x) / size + 3;
         int x0 = (int)floor(u), y0 = (int)floor(v);
         double fx = u - x0, fy = v - y0;
         double upper = (1 - fx) * font_dot(digit, x0, y0) + fx * font_dot(digit, x0 + 1, y0);
@@ -155,7 +158,8 @@ static void adamw(float lr) {
         float g = gradients[i];
         first_moment[i] = beta1 * first_moment[i] + (1 - beta1) * g;
         second_moment[i] = beta2 * second_moment[i] + (1 - beta2) * g * g;
-        parameters[i] -= lr * (first_moment[i] / bias1 / (sqrtf(second_moment[i] / bias2) + 1e-8f) + decay * parameters[i]);
+        parameters[i] -= lr * (first_moment[i] / bias1 / (sqrtf(second_moment[i] / bias2) + 1e-8f) +
+                               decay * parameters[i]);
     }
 }
 

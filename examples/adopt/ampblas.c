@@ -1,20 +1,23 @@
-/* ampblas.c - cblas_sgemm and Fortran's sgemm_ by their names: for binaries as they are, and for programs without cblas.h.
+/* ampblas.c - cblas_sgemm and Fortran's sgemm_ by their names: for binaries as they are, and for programs without
+ * cblas.h.
  *
  *     make libampblas
  *     AMP_DTYPE=bf16 LD_PRELOAD=build/libampblas.so ./program
- *     gfortran program.f90 -Lbuild -lampblas -Wl,-rpath,$PWD/build -Wl,--no-as-needed -lopenblas      linked before the program's own BLAS
  *
- * What cblas.h says of settings, errors, threads and fork holds here, too.  With no AMP_... in the environment, each caller's
- * own BLAS computes.  Linked with --as-needed, the default of many, a program that only uses sgemm loses its BLAS, and amp.h
- * computes in fp32.
+ *     before the program's own BLAS on the command line, which --no-as-needed keeps:
+ *     gfortran program.f90 -Lbuild -lampblas -Wl,-rpath,$PWD/build -Wl,--no-as-needed -lopenblas
  *
- * Calls from within a library that has cblas_sgemm, sgemm_ or sgetrf_ stay with their BLAS: LAPACK does not expect operands in
- * 16 bits.  LAPACK within the program itself is not recognised.
+ * What cblas.h says of settings, errors, threads and fork holds here, too.  With no AMP_... in the environment, each
+ * caller's own BLAS computes.  Linked with --as-needed, the default of many, a program that only uses sgemm loses its
+ * BLAS, and amp.h computes in fp32.
  *
- * Not served are cblas_sgemm_batch, cblas_sgemv, cblas_ssyrk and all else (numpy takes gemv for vectors and syrk for A @ A.T);
- * names with a suffix (cblas_sgemm64_, scipy_cblas_sgemm: numpy from PyPI); a BLAS that is part of the program, or opened with
- * RTLD_DEEPBIND; one with 64-bit integers by the same names.  AMP_DEBUG=1 says what products compute in: no word, no
- * product. */
+ * Calls from within a library that has cblas_sgemm, sgemm_ or sgetrf_ stay with their BLAS: LAPACK does not expect
+ * operands in 16 bits.  LAPACK within the program itself is not recognised.
+ *
+ * Not served are cblas_sgemm_batch, cblas_sgemv, cblas_ssyrk and all else (numpy takes gemv for vectors and syrk for
+ * A @ A.T); names with a suffix (cblas_sgemm64_, scipy_cblas_sgemm: numpy from PyPI); a BLAS that is part of the
+ * program, or opened with RTLD_DEEPBIND; one with 64-bit integers by the same names.  AMP_DEBUG=1 says what products
+ * compute in: no word, no product. */
 #define _GNU_SOURCE             /* dladdr, RTLD_NEXT */
 #define AMP_STATIC
 #define AMP_CBLAS_IMPLEMENTATION
@@ -29,9 +32,9 @@ typedef struct amp_cblas_caller {
     int is_blas;
     void (*cblas_sgemm)(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda,
                         const float *b, int ldb, float beta, float *c, int ldc);
-    void (*sgemm)(const char *trans_a, const char *trans_b, const int *m, const int *n, const int *k, const float *alpha,
-                  const float *a, const int *lda, const float *b, const int *ldb, const float *beta, float *c,
-                  const int *ldc, size_t length_a, size_t length_b);
+    void (*sgemm)(const char *trans_a, const char *trans_b, const int *m, const int *n, const int *k,
+                  const float *alpha, const float *a, const int *lda, const float *b, const int *ldb,
+                  const float *beta, float *c, const int *ldc, size_t length_a, size_t length_b);
 } amp_cblas_caller;
 
 static const void *amp_cblas_object(const void *address) {
@@ -45,8 +48,8 @@ static void *amp_cblas_find(amp_cblas_caller *caller, void *handle, const char *
     if (amp_cblas_object(found) == amp_cblas_object(caller->at)) caller->is_blas = 1;
     return found;
 }
-/* The one that calls from here if its product stays with its own BLAS, else NULL.  Each thread remembers some, for a look-up
-   takes microseconds; handles are kept, so that what was found stays. */
+/* The one that calls from here if its product stays with its own BLAS, else NULL.  Each thread remembers some, for a
+   look-up takes microseconds; handles are kept, so that what was found stays. */
 static const amp_cblas_caller *amp_cblas_own(const void *at) {
     static __thread amp_cblas_caller callers[16];
     amp_cblas_caller *caller = &callers[((uintptr_t)at >> 3) % 16];
@@ -72,14 +75,21 @@ void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float
 }
 
 static int amp_cblas_trans(char c) {
-    return c == 'N' || c == 'n' ? AMP_NO_TRANS : c == 'T' || c == 't' ? AMP_TRANS : c == 'C' || c == 'c' ? AMP_CONJ_TRANS : 0;
+    switch (c) {
+    case 'N': case 'n': return AMP_NO_TRANS;
+    case 'T': case 't': return AMP_TRANS;
+    case 'C': case 'c': return AMP_CONJ_TRANS;
+    }
+    return 0;
 }
 __attribute__((visibility("default")))
 void sgemm_(const char *trans_a, const char *trans_b, const int *m, const int *n, const int *k, const float *alpha,
-            const float *a, const int *lda, const float *b, const int *ldb, const float *beta, float *c, const int *ldc) {
+            const float *a, const int *lda, const float *b, const int *ldb, const float *beta, float *c,
+            const int *ldc) {
     const amp_cblas_caller *own = amp_cblas_own(__builtin_return_address(0));
     if (own != NULL && own->sgemm != NULL)
         own->sgemm(trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, 1, 1);
-    else amp_cblas_product(AMP_COL_MAJOR, amp_cblas_trans(*trans_a), amp_cblas_trans(*trans_b), *m, *n, *k, *alpha, a, *lda,
-                           b, *ldb, *beta, c, *ldc);
+    else
+        amp_cblas_product(AMP_COL_MAJOR, amp_cblas_trans(*trans_a), amp_cblas_trans(*trans_b), *m, *n, *k, *alpha, a,
+                          *lda, b, *ldb, *beta, c, *ldc);
 }

@@ -8,29 +8,26 @@
  * Copied: cblas.h, cblas.c and amp.h in one folder.
  *
  * WHAT IS COMPUTED  Operands are rounded to AMP_DTYPE; products and sums are fp32, and so is C.  Every setting AMP_...
-   counts
- * as in amp_open_env; AMP_DTYPE=auto, or an empty one, is the best of this machine, which is never fp16 on a CPU.  With
-   no
- * AMP_... in the environment the program's own BLAS computes, as before; if it has none, amp.h in fp32.
+ * counts as in amp_open_env; AMP_DTYPE=auto, or an empty one, is the best of this machine, which is never fp16 on a
+ * CPU.  With no AMP_... in the environment the program's own BLAS computes, as before; if it has none, amp.h in fp32.
  *
  * ALL ELSE OF CBLAS  (cblas_dgemm, cblas_sgemv, cblas_sgemm_batch) is declared by the cblas.h that the program had
-   before,
- * found behind this one in the include path, and comes from its library.  Where there is no such header, or with
- * -DAMP_CBLAS_ALONE, other calls do not compile.
+ * before, found behind this one in the include path, and comes from its library.  Where there is no such header, or
+ * with -DAMP_CBLAS_ALONE, other calls do not compile.
  *
  * WITH AMP.H  This header brings it.  amp_cblas_context() and amp_cblas_scaler() are for the program, too: a scaled
-   loss for
- * fp16, islands, anything that takes a context.  cblas.c is also amp.h's implementation: the program has no other.
+ * loss for fp16, islands, anything that takes a context.  cblas.c is also amp.h's implementation: the program has no
+ * other.
  *
  * ERRORS  On stderr, ten lines at most.  A refused setting (AMP_DTYPE=fp8_e4m3): products are computed as if none were
-   set.  Bad
- * arguments: nothing is computed, as in BLAS.  No memory: a plain loop computes.  Any thread may call, and fork.
+ * set.  Bad arguments: nothing is computed, as in BLAS.  No memory: a plain loop computes.  Any thread may call, and
+ * fork.
  *
  * TRAPS  The shim cannot detect any of these.  AMP_DEBUG=1 with AMP_DTYPE says what products compute in: no word, no
-   product.
+ * product.
  * - The program finds another cblas.h first: put this -I before all others.
  * - It declares cblas_sgemm or sgemm_ by hand, or includes mkl.h or Accelerate.h: see ampblas.c, which serves the
-   names.
+ *   names.
  * - It calls cblas_sgemm by a pointer: that stays its BLAS's.
  * - It calls CBLAS only under a switch of its own (#ifdef CBLAS, USE_BLAS=1), and has loops otherwise: set the switch.
  * - `undefined reference to cblas_sgemm`: there is a cblas.h, but no BLAS is linked: -DAMP_CBLAS_ALONE, or link it.
@@ -38,8 +35,7 @@
  * - The shim is part of a plugin that is unloaded: link that with -Wl,-z,nodelete, for amp.h's threads run on.
  *
  * ONE FILE  -DAMP_CBLAS_IMPLEMENTATION, or #define it before this #include, instead of cblas.c; with -std=c99 that must
-   be the
- * first include.  After AMP_IMPLEMENTATION and amp.h it adds the shim alone. */
+ * be the first include.  After AMP_IMPLEMENTATION and amp.h it adds the shim alone. */
 #if !defined(AMP_CBLAS_H_INCLUDED)
 #define AMP_CBLAS_H_INCLUDED
 #pragma GCC system_header       /* the program's warning flags are for the program */

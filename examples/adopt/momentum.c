@@ -4,8 +4,8 @@
  *
  * The backward pass adds to what is left of the steps before, so the buffer carries the scale S: the update divides the
  * learning rate by S and multiplies the weight decay by it, a skipped step puts the buffer back, and where S moves the
- * buffer moves along.  S is a power of two: weights come out bit for bit as without it.  The scale starts so high that the
- * first steps overflow, and grows every 20 steps until they do again. */
+ * buffer moves along.  S is a power of two: weights come out bit for bit as without it.  The scale starts so high that
+ * the first steps overflow, and grows every 20 steps until they do again. */
 #define AMP_IMPLEMENTATION
 #include "../../amp.h"
 #include <math.h>
@@ -87,8 +87,9 @@ int main(int argc, char **argv) {
         CHECK(amp_scaler_update(scaler));
         CHECK(amp_scaler_rescale(scaler, set, 0));
         if (found.found_inf)
-            printf("step %3d: infinite at element %lld of %s, scale 2^%.0f -> 2^%.0f\n", step, (long long)found.first_bad_element,
-                   found.first_bad, (double)log2f(scale), (double)log2f(amp_scaler_scale(scaler)));
+            printf("step %3d: infinite at element %lld of %s, scale 2^%.0f -> 2^%.0f\n", step,
+                   (long long)found.first_bad_element, found.first_bad, (double)log2f(scale),
+                   (double)log2f(amp_scaler_scale(scaler)));
     }
     printf("%d steps, %d skipped, error %.6f; weights %s without a scale\n", steps, skipped, (double)error,
            memcmp(plain.w, scaled.w, sizeof plain.w) == 0 ? "bit for bit those" : "differ from those");
