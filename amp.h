@@ -15023,7 +15023,7 @@ static amp_result ampi_copies_begin(amp_optimizer *o) {
     return result;
 }
 
-/* The stages that amp_optimizer_step and amp_step can start from. */
+/* Whether amp_optimizer_step or amp_step may start. */
 static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
     AMPI_TRY(ampi_need_object(function, o, "optimizer"));
     if (scaler != NULL) AMPI_TRY(ampi_alive(&scaler->object, function));
@@ -15042,7 +15042,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     if (set->stage != AMPI_CHECKED) {
         AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, 1));
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
-    } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have come and gone since the check */
+    } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have become live or dead since the check */
     AMPI_TRY(ampi_count_step(o, enabled));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
     AMPI_TRY(ampi_copies_begin(o));
@@ -15062,7 +15062,7 @@ AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scal
     return ampi_as("amp_optimizer_step", ampi_step(optimizer, scaler));
 }
 
-/* Clips what has been summed up so far, as if the cycle ended with this micro-batch. */
+/* Clips the sum so far, as if the cycle ended with this micro-batch. */
 static amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) {
     if (!o->desc.clip_each || !(o->desc.clip_norm > 0)) return AMP_OK;
     AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, 0));
@@ -15129,7 +15129,7 @@ AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *
     return 1;
 }
 
-/* 1: the result of step `number` has come. */
+/* 1: the result of step `number` has arrived. */
 static int ampi_result_here(const amp_optimizer *o, int64_t number) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
@@ -15137,10 +15137,10 @@ static int ampi_result_here(const amp_optimizer *o, int64_t number) {
     return backend->event_done(dev, o->events[(number - 1) % AMP_STEP_RESULTS], &done) == AMP_OK && done;
 }
 
-/* 1: the next step's result takes the place of one that was not delivered. */
+/* 1: the next step's result would overwrite one not yet delivered. */
 static int ampi_results_full(const amp_optimizer *o) { return o->attempts - o->delivered >= AMP_STEP_RESULTS; }
 
-/* Back to where another was, in the settings of now.  Results that were pending then have been delivered. */
+/* Restores the progress, lr and seed of `then`.  Results pending then have been delivered since. */
 static void ampi_optimizer_rewind(amp_optimizer *o, const amp_optimizer *then) {
     o->micro = then->micro;
     o->attempts = o->delivered = then->attempts;
@@ -15164,7 +15164,7 @@ static void ampi_graph_stop(ampi_object *object) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
     int64_t i;
-    if (ampi_capture(amp) == &graph->object) {           /* the context closes meanwhile */
+    if (ampi_capture(amp) == &graph->object) {           /* the context closes during the capture */
         (void)ampi_capture_end(amp);
         (void)backend->graph_end(dev, stream, &graph->exec);
     }
@@ -15191,12 +15191,12 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
         return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step without one",
                          backend->name);
     if (ampi_live_gradients(amp, 0))
-        return ampi_fail(AMP_ERR_STATE, f, "there are gradients of a cycle without its step: step first");
+        return ampi_fail(AMP_ERR_STATE, f, "a cycle has gradients but no step yet: step first");
     AMPI_TRY(ampi_object_create(amp, f, (void **)&graph, sizeof *graph, "graph", ampi_graph_stop));
     graph->object.unfinished = 1;
     graph->amp = amp;
     graph->thread = pthread_self();
-    graph->settings_version = ampi_settings_version(amp);      /* what changes from here on is only in a part of it */
+    graph->settings_version = ampi_settings_version(amp);      /* a later change reaches only part of the graph */
     ampi_capture_begin(amp, &graph->object);
     result = ampi_as(f, backend->graph_begin(dev, stream));
     if (result == AMP_OK) { ampi_object_enlist(&graph->object, NULL); return AMP_OK; }
@@ -15205,7 +15205,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     return result;
 }
 
-/* Every cycle that was begun must have ended with its step and update. */
+/* Every cycle begun must have ended with its step and update. */
 static amp_result ampi_graph_check(const amp_graph *graph, const char *function) {
     int64_t i;
     int open = ampi_live_gradients(graph->amp, 0);
@@ -15219,7 +15219,7 @@ static amp_result ampi_graph_check(const amp_graph *graph, const char *function)
                 : AMP_OK;
 }
 
-/* Notes the parameters that the host's own work in the graph changes, told by amp_param_changed. */
+/* Notes the parameters that the host's own work in the graph changes, as reported by amp_param_changed. */
 static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     const amp_context *amp = graph->amp;
     int64_t i, k, r;
@@ -15238,14 +15238,14 @@ static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     return AMP_OK;
 }
 
-/* The set is ready, as if it had not been checked. */
+/* Makes the set ready, as if it had not been checked. */
 static void ampi_set_undo(amp_grad_set *set) {
     amp_scaler *scaler = set->scaler;
     ampi_set_unlink(set);
     if (scaler != NULL && scaler->sets == NULL) scaler->checked = 0;
 }
 
-/* What the calls of a failed capture left on the host. */
+/* Undoes on the host the calls of a failed capture. */
 static void ampi_graph_undo(const amp_graph *graph) {
     int64_t i;
     ampi_live_gradients(graph->amp, 1);
@@ -15285,7 +15285,7 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     return ampi_as("amp_graph_end", ampi_graph_end(amp, out));
 }
 
-/* The numbers that change from launch to launch go to the device by value. */
+/* Sends the device, by value, the numbers that change from launch to launch. */
 static amp_result ampi_graph_numbers(const amp_graph *graph) {
     int64_t i;
     for (i = 0; i < AMPI_MAX(graph->n, (int64_t)1); i++) {
@@ -15326,9 +15326,9 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
 }
 AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
 
-/* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes, and the arrays m.0, v.0,
-   master.0 and so on by row; cycle: whose the gradients grad.0 ... are, and live: which of them count.  Masters are
-   fp32 in a record, however they are kept. */
+/* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes; the arrays m.0, v.0, master.0
+   and so on by row; cycle: the rank that the gradients grad.0 ... belong to; live: which of them count.  Masters are
+   always saved in fp32. */
 
 enum {
     AMPI_CYCLE_RANK = 0,
@@ -15354,8 +15354,7 @@ static const ampi_saved ampi_settings_saved[] = {
     AMPI_STEP_REAL(beta1_power, 1), AMPI_STEP_REAL(beta2_power, 1), AMPI_STEP_REAL(lr, AMPI_DBL_MAX)
 };
 
-/* The results not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of
-   their own. */
+/* The results not yet delivered; fp64 holds each number exactly.  Trackers were added later, in their own record. */
 #define AMPI_OUTCOME(member, type, low, high) \
     AMPI_SAVED("outcomes", AMP_F64, amp_k_step_result, member, type, low, high)
 static const ampi_saved ampi_outcome_saved[] = {
@@ -15371,7 +15370,7 @@ static const ampi_saved ampi_tracker_saved[] = {
 
 static const char *const ampi_array_names[AMPI_ARRAYS] = {"m", "v", "master"};
 
-/* Per row: elements, and which arrays there are as bits. */
+/* Per row: its elements, and one bit for each of its arrays. */
 static amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
     int64_t i;
     int a;
@@ -15431,7 +15430,7 @@ static amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, c
                            &n, sizeof n, 1);
 }
 
-/* Of this optimizer's rank, and of its settings as far as they matter to a cycle's gradients. */
+/* The rank and the settings that a cycle's gradients depend on. */
 static void ampi_cycle_record(const amp_optimizer *o, int64_t cycle[AMPI_SAVED_CYCLE]) {
     cycle[AMPI_CYCLE_WORLD] = ampi_world(o->amp);
     cycle[AMPI_CYCLE_RANK] = ampi_settings(o->amp)->reducer.rank;
@@ -15470,8 +15469,8 @@ static amp_dtype ampi_saved_dtype(const amp_k_tensor *row, int which) {
     return which != AMPI_MASTER && row->moment_dtype == AMP_BF16 ? AMP_BF16 : AMP_F32;
 }
 
-/* A record, widened to fp32 if it is bf16 and that is wanted: bf16 lies in the upper half of the scratch, and each
-   number is read before it is written over. */
+/* Reads a record, widening bf16 if fp32 is wanted: bf16 lies in the upper half of the scratch, so each number is read
+   before it is overwritten. */
 static amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
                               amp_dtype dtype, void *scratch, int64_t n) {
     char key[64];
@@ -15484,7 +15483,7 @@ static amp_result ampi_get_as(const amp_state *state, const char *prefix, const 
     return AMP_OK;
 }
 
-/* What an optimizer's arrays are saved in, or loaded from; the other one is NULL. */
+/* The state that an optimizer's arrays are saved to or loaded from; the other is NULL. */
 typedef struct ampi_archive {
     const amp_optimizer *o;
     amp_state *to;
@@ -15493,7 +15492,7 @@ typedef struct ampi_archive {
     void *scratch;
 } ampi_archive;
 
-/* One array between the device and its record. */
+/* Copies one array from the device to its record, or back. */
 static amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data, amp_dtype dtype) {
     int64_t n = r->o->set->rows[i].count;
     size_t bytes = (size_t)n * amp_dtype_size(dtype);
@@ -15505,7 +15504,7 @@ static amp_result ampi_archive_array(const ampi_archive *r, const char *name, in
     return ampi_put(r->to, r->prefix, name, i, dtype, r->scratch, n);
 }
 
-/* A weight and its remainder, which are one fp32 record; the scratch has room for twice as many numbers. */
+/* The same for a weight and its remainder, saved as one fp32 record; the scratch has room for twice as many numbers. */
 static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     const amp_k_tensor *row = &r->o->set->rows[i];
     float *values = (float *)r->scratch;
@@ -15525,7 +15524,7 @@ static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     return ampi_put(r->to, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, row->count);
 }
 
-/* All arrays, and the gradients that are live. */
+/* The same for all arrays and the live gradients. */
 static amp_result ampi_archive_arrays(const ampi_archive *r) {
     int64_t i;
     int a;
@@ -15541,7 +15540,7 @@ static amp_result ampi_archive_arrays(const ampi_archive *r) {
     return AMP_OK;
 }
 
-/* Bytes that the largest row needs on its way. */
+/* The scratch bytes that the largest row needs. */
 static int64_t ampi_row_scratch(const amp_grad_set *set) {
     int64_t i, largest = 0;
     for (i = 0; i < set->n; i++)
@@ -15575,7 +15574,7 @@ AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state 
     return ampi_as("amp_optimizer_save", ampi_save_optimizer_whole(optimizer, state, prefix));
 }
 
-/* Refuses what was saved by an optimizer with other parameters, and says which. */
+/* Refuses a state saved for other parameters, and names the first. */
 static amp_result ampi_compare_names(const amp_optimizer *o, const char *saved, int64_t bytes) {
     int64_t i, at = 0;
     for (i = 0; i < o->set->n; i++) {
@@ -15618,7 +15617,7 @@ static amp_result ampi_compare_shape(const amp_optimizer *o, const int64_t *save
                              (long long)shape[2 * i], (long long)saved[2 * i]);
         if (saved[2 * i + 1] != shape[2 * i + 1])
             return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
-                             "%s has other moments or another master than were saved (%lld, %lld)", name,
+                             "%s: its moments or master differ from those saved (%lld, %lld)", name,
                              (long long)shape[2 * i + 1], (long long)saved[2 * i + 1]);
     }
     return AMP_OK;
@@ -15637,7 +15636,7 @@ static amp_result ampi_load_shape(const amp_optimizer *o, const amp_state *state
     return r;
 }
 
-/* Every record that will be read is there, with its size. */
+/* The record exists, with the right size and dtype. */
 static amp_result ampi_check_array(const amp_optimizer *o, const amp_state *state, const char *prefix,
                                    const char *name, int64_t i, amp_dtype wanted) {
     char key[64];
@@ -15658,7 +15657,7 @@ static int ampi_has_record(const amp_state *state, const char *prefix, const cha
     return ampi_key("amp_optimizer_load", key, prefix, name, i) == AMP_OK && amp_state_count(state, key, NULL) >= 0;
 }
 
-/* What was saved in the middle of a cycle, or sharded, is of one rank. */
+/* A state saved in the middle of a cycle, or sharded, belongs to one rank. */
 static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const int64_t own[AMPI_SAVED_CYCLE],
                                    int64_t micro, int live) {
     const char *f = "amp_optimizer_load", *why = saved[AMPI_CYCLE_SHARDED] ? "sharded" : "in the middle of a cycle";
@@ -15677,8 +15676,7 @@ static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const 
                      (long long)own[AMPI_CYCLE_RANK], (long long)own[AMPI_CYCLE_WORLD]);
 }
 
-/* live: of each row, whether its gradient was saved and counts.  States of 0.1.0 do not say whose their
-   gradients are. */
+/* live[row]: its gradient was saved and counts.  States of 0.1.0 do not name the rank. */
 static amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
                                   uint8_t *live) {
     int64_t saved[AMPI_SAVED_CYCLE], own[AMPI_SAVED_CYCLE], i;
@@ -15688,7 +15686,7 @@ static amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state
         for (i = 0; i < o->set->n; i++) live[i] = micro > 0 && ampi_has_record(state, prefix, "grad", i);
         if (micro == 0 || own[AMPI_CYCLE_WORLD] == 1) return AMP_OK;
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
-                         "saved in the middle of a cycle, and it does not say by which rank");
+                         "saved in the middle of a cycle, by a rank it does not name");
     }
     AMPI_TRY(ampi_get(state, prefix, "cycle", -1, AMP_I64, saved, AMPI_SAVED_CYCLE));
     AMPI_TRY(ampi_get(state, prefix, "live", -1, AMP_U8, live, o->set->n));
@@ -15796,19 +15794,19 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
 
 /* ==== 11 >>data: implementation ====
 
-   Batches carry one number over all epochs: epoch * batches per epoch + index.  It goes into
-   slot number % depth of a ring.  Workers claim numbers in order, fill slots in any order, and the consumer takes them
-   in order.  A batch's samples depend only on its number, so a position is one number. */
+   Batches are numbered over all epochs: epoch * batches per epoch + index.  Batch `number` goes into slot
+   number % depth of a ring.  Workers claim numbers in order and fill slots in any order; the consumer takes them in
+   order.  A batch's samples depend only on its number, so a position is one number. */
 
 enum {
     AMPI_LLMC_HEADER = 1024,
-    AMPI_NPY_HEADER = 4096,         /* longest header that is read */
+    AMPI_NPY_HEADER = 4096,         /* longest header read */
     AMPI_NPY_DIMS = 32,
-    AMPI_READ_BYTES = 1 << 18,      /* neighbouring samples are read together up to this */
+    AMPI_READ_BYTES = 1 << 18,      /* neighbouring samples are read together up to this size */
     AMPI_CACHE_MB = 1024,
     AMPI_CACHE_BLOCK = 1 << 16,
-    AMPI_CACHED_SAMPLE = 8192,      /* longer samples are worth a read each */
-    AMPI_PIECES = 32,               /* reads that are planned ahead */
+    AMPI_CACHED_SAMPLE = 8192,      /* longer samples get a read each */
+    AMPI_PIECES = 32,               /* reads planned ahead */
     AMPI_HASH_BLOCK = 4096, AMPI_HASH_BLOCKS = 16,
     AMPI_ORDER_ROUNDS = 8,
     AMPI_CLOSE_MS = 30,             /* how long destroy waits before it leaves a worker behind */
@@ -15819,9 +15817,9 @@ enum {
 /* Internal: a worker was told to stop in the middle of a batch. */
 #define AMPI_CANCELLED AMP_ERR_STATE
 
-/* ---- Order: a bijection of 0..n-1 without memory.  An alternating Feistel network over the fewest bits that hold n,
-   repeated until the result is below n (under two steps on average): Black & Rogaway 2002.
-   Saved positions depend on these functions: they never change. */
+/* ---- Order: a permutation of 0..n-1 without a table.  An alternating Feistel network over the fewest bits that hold
+   n, repeated until the result is below n (under two steps on average): Black & Rogaway 2002.  Saved positions depend
+   on these functions: they never change. */
 
 typedef struct ampi_order { uint64_t n, keys[AMPI_ORDER_ROUNDS]; int low_bits, high_bits; } ampi_order;
 
@@ -15859,8 +15857,8 @@ static inline __attribute__((always_inline)) uint64_t ampi_order_step(const ampi
     return high << order->low_bits | low;
 }
 
-/* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They run side by side, without branches, since one
-   alone would wait for its multiplications. */
+/* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They run side by side, without branches: one alone
+   would wait for its multiplications. */
 static void ampi_order_at(const ampi_order *order, int64_t place, int64_t n, int64_t *out) {
     uint64_t x[AMPI_PIECES];
     int64_t walking[AMPI_PIECES], i, k;
@@ -15890,19 +15888,19 @@ typedef struct ampi_data_file {
     amp_token_format format;
     amp_dtype dtype;
     int64_t count, row;             /* elements of the first dimension, values in each */
-    int64_t first_sample, samples;  /* of the loader, that lie in it */
+    int64_t first_sample, samples;  /* the loader's samples in it */
     int64_t first_byte, stride, overlap;    /* sample i: stride + overlap bytes at first_byte + i * stride */
-    int64_t cache_at, cached;       /* its first `cached` bytes have a place there in the cache */
+    int64_t cache_at, cached;       /* the cache has room for its first `cached` bytes, there */
 } ampi_data_file;
 
 typedef enum ampi_slot_state {
     AMPI_SLOT_EMPTY, AMPI_SLOT_FILLING, AMPI_SLOT_READY, AMPI_SLOT_FAILED,
-    AMPI_SLOT_RETRY                 /* claimed before, to be filled again */
+    AMPI_SLOT_RETRY                 /* to be filled again */
 } ampi_slot_state;
 
 typedef struct ampi_slot {
     ampi_slot_state state;
-    int worker, ahead;              /* who fills it; 1: claimed before the consumer waited for it */
+    int worker, ahead;              /* which fills it; 1: claimed before the consumer waited for it */
     amp_result result;
     char error[sizeof ampi_error_text];
     char *data;                     /* in the ring */
@@ -15915,11 +15913,11 @@ enum { AMPI_BLOCK_ABSENT, AMPI_BLOCK_LOADING, AMPI_BLOCK_LOADED };
    loader's files and cache, and its shell. */
 enum { AMPI_WORKER_BUSY, AMPI_WORKER_READING, AMPI_WORKER_ABANDONED };
 
-/* A file's length when a worker last looked, and in which of its fills: the cache serves only what the file still
-   holds. */
+/* A file's length when a worker last looked, and in which of its fills: the cache serves only bytes that
+   the file still has. */
 typedef struct ampi_seen { int64_t fill, bytes; } ampi_seen;
 
-/* Bytes that are read at once: neighbouring samples. */
+/* Neighbouring samples, read at once. */
 typedef struct ampi_piece { const ampi_data_file *file; int64_t offset, samples; } ampi_piece;
 
 typedef struct ampi_worker {
@@ -15930,11 +15928,11 @@ typedef struct ampi_worker {
     int phase;                      /* atomic */
     int64_t file, offset;           /* atomic: what it reads; a sample number for the callback */
     uint8_t *scratch;
-    uint8_t *raw;                   /* what is cast on its way into a slot: of one sample */
+    uint8_t *raw;                   /* one sample's values before they are cast into a slot */
     int64_t fills;                  /* begun */
     ampi_seen *seen;                /* of each file, when there is a cache */
     ampi_order order;
-    int64_t order_epoch;            /* that `order` is of; -1: none */
+    int64_t order_epoch;            /* of `order`; -1: none */
 } ampi_worker;
 
 /* The thread that opens the files, within .timeout_ms. */
@@ -15952,13 +15950,13 @@ struct amp_loader {
     amp_system system;
     amp_loader_desc desc;           /* effective */
     amp_source source;              /* its fields describe every kind of source */
-    amp_field fields[AMP_MAX_FIELDS];   /* as they are delivered: in amp_autocast_input's dtype */
+    amp_field fields[AMP_MAX_FIELDS];   /* as delivered: in amp_autocast_input's dtype */
     ampi_source_kind kind;
     ampi_data_file *files;
     int64_t n_files;
     char **names;                   /* the files' paths, for desc.arrays */
     int64_t tokens, samples, batches, whole;    /* whole: batches of an epoch that are full on every rank */
-    int64_t end;                    /* number of the batch at which the last epoch is over */
+    int64_t end;                    /* number of the first batch after the last epoch */
     uint64_t hash;
     /* buffers */
     int narrow;                     /* 1: slots hold tokens in 16 bits, device slots in 32, all at twice the offset */
@@ -15973,18 +15971,18 @@ struct amp_loader {
     /* for memory the host cannot read: two device slots, filled in turn on a stream of their own */
     const amp_backend *backend;
     void *dev, *stream, *copy_stream, *used[2];     /* used: events, all work queued before the last calls of next */
-    char *device;                   /* and behind the two slots, where tokens arrive in 16 bits */
+    char *device;                   /* the two slots, and room behind them for tokens in 16 bits */
     const char *padding;            /* in the ring: the targets of a batch that is all padding */
     int64_t deliveries;             /* since creation: device slot deliveries & 1 is the current one */
-    int64_t issued;                 /* number of the first batch whose copy was not begun */
+    int64_t issued;                 /* number of the first batch whose copy has not begun */
     /* the queue, under the lock */
     int has_lock, threads, stop, paused, waiting;
-    int lost;                       /* of the threads: ended by what they called */
-    int cancel;                     /* atomic: workers drop what they do */
+    int lost;                       /* threads that a callback ended */
+    int cancel;                     /* atomic: workers drop their batches */
     int64_t busy, retries;
-    int64_t calls;                  /* of the host's, that are inside */
+    int64_t calls;                  /* host calls in progress */
     int64_t holders;                /* users of the loader's shell: its owner, and threads left behind */
-    pid_t process;                  /* that the threads are in */
+    pid_t process;                  /* in which the threads run */
     ampi_opener opener;
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
@@ -16010,7 +16008,7 @@ static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, v
                      (long long)offset);
 }
 
-/* The elements a header promises are exactly those that follow it. */
+/* The file's size must be exactly what its header promises. */
 static amp_result ampi_data_check_size(const ampi_data_file *f) {
     int64_t size = (int64_t)amp_dtype_size(f->dtype), held = (f->bytes - f->start) / size;
     if (f->count == 0 ? f->bytes == f->start
@@ -16175,14 +16173,14 @@ static amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_
     return ampi_data_check_size(f);
 }
 
-/* Opens a file and finds out what is in it. */
+/* Opens a file and reads its header. */
 static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_format format) {
     uint8_t head[AMPI_NPY_HEADER];
     int64_t n;
     int error = f->is_open ? 0 : ampi_file_open(&l->system, f->path, 0, &f->handle);
     if (error == -EMFILE)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name,
-                         "%s: every file stays open, and of %lld only %lld could be; raise `ulimit -n`", f->path,
+                         "%s: all files stay open; of %lld only %lld could be opened: raise `ulimit -n`", f->path,
                          (long long)l->n_files, (long long)(f - l->files));
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: %s", f->path, strerror(-error));
     f->is_open = 1;
@@ -16230,7 +16228,7 @@ static amp_result ampi_data_hash(amp_loader *l, const ampi_data_file *f) {
     int64_t blocks = AMPI_MAX(AMPI_HASH_BLOCKS / l->n_files, 2), last = f->bytes - AMPI_HASH_BLOCK, i, n, offset;
     l->hash = ampi_hash_number(l->hash, f->bytes);
     for (i = 0; i < blocks; i++) {
-        offset = last < (blocks - 1) * AMPI_HASH_BLOCK ? i * AMPI_HASH_BLOCK    /* so short that this is all of it */
+        offset = last < (blocks - 1) * AMPI_HASH_BLOCK ? i * AMPI_HASH_BLOCK    /* short: all of it */
                : i == blocks - 1 ? last : last / (blocks - 1) * i;
         if (offset >= f->bytes) break;
         AMPI_TRY(ampi_data_read(l, f, block, sizeof block, offset, &n));
@@ -16268,12 +16266,12 @@ typedef struct ampi_search {
     const amp_system *system;
     ampi_path *ahead, *at;
     amp_result result;
-    char part[PATH_MAX];            /* of the pattern: what comes behind `at` */
+    char part[PATH_MAX];            /* the pattern's component after `at` */
 } ampi_search;
 
 static char *ampi_path_text(ampi_path *p) { return (char *)(p + 1); }
 
-/* Adds the path that continues `at` with a name, and with the slashes that follow in the pattern. */
+/* Adds the path `at` + name + the slashes that follow in the pattern. */
 static int ampi_search_add(ampi_search *s, const char *name) {
     const char *end = s->at->rest + strcspn(s->at->rest, "/"), *rest = end + strspn(end, "/");
     int64_t bytes = (int64_t)(sizeof(ampi_path) + strlen(ampi_path_text(s->at)) + strlen(name)) + (rest - end) + 1;
@@ -16303,7 +16301,7 @@ static int ampi_path_exists(const amp_system *s, const char *path) {
     return error != -ENOENT && error != -ENOTDIR;
 }
 
-/* Goes on from `at` by one part of the pattern. */
+/* Extends `at` by one component of the pattern. */
 static amp_result ampi_search_step(ampi_search *s) {
     const char *folder = ampi_path_text(s->at), *rest = s->at->rest;
     int error;
@@ -16318,7 +16316,7 @@ static amp_result ampi_search_step(ampi_search *s) {
     if (folder[0] == 0) folder = ".";
     error = s->system->file_list(s->system->user, folder, ampi_search_name, s);
     if (error >= 0 || error == -ENOENT || error == -ENOTDIR) return s->result;
-    return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "the names in %s: %s", folder, strerror(-error));
+    return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "listing %s: %s", folder, strerror(-error));
 }
 
 static int ampi_compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
@@ -16357,7 +16355,7 @@ static amp_result ampi_files_by_pattern(amp_loader *l) {
     return result;
 }
 
-/* A name with wildcards under which there is no file. */
+/* 1: the path has wildcards and is not itself the name of a file. */
 static int ampi_is_pattern(const amp_loader *l) {
     return strpbrk(l->desc.path, "*?[") != NULL && !ampi_path_exists(&l->system, l->desc.path);
 }
@@ -16377,7 +16375,7 @@ static amp_result ampi_files_find(amp_loader *l) {
 
 /* ---- What the source holds */
 
-/* Checks [first, last) of `n` and fills in the end. */
+/* Checks [first, last) against n, and replaces a last of 0. */
 static amp_result ampi_loader_bounds(amp_loader *l, int64_t n, const char *what) {
     amp_loader_desc *d = &l->desc;
     if (d->last == 0) d->last = n;
@@ -16388,7 +16386,7 @@ static amp_result ampi_loader_bounds(amp_loader *l, int64_t n, const char *what)
     return AMP_OK;
 }
 
-/* Counts the samples of token files: those of each file that lie in [first, last) with the token behind them. */
+/* Counts the samples of token files: those of each file that lie in [first, last) with the token after them. */
 static amp_result ampi_loader_count_tokens(amp_loader *l) {
     int64_t i, at = 0;
     for (i = 0; i < l->n_files; i++) {
@@ -16491,8 +16489,8 @@ static amp_result ampi_loader_open(amp_loader *l) {
 
 /* ---- Filling a slot */
 
-/* The places in the epoch's order that batch `index` has on this rank.  Samples that do not fill a
-   batch on every rank are shared evenly. */
+/* This rank's places of batch `index` in the epoch's order.  Samples that do not fill a batch on every rank are shared
+   evenly. */
 static void ampi_loader_slice(const amp_loader *l, int64_t index, int64_t *start, int64_t *n) {
     int64_t world = l->desc.world, rank = l->desc.rank, rest;
     *n = l->desc.batch;
@@ -16503,7 +16501,7 @@ static void ampi_loader_slice(const amp_loader *l, int64_t index, int64_t *start
     *n = rest / world + (rank < rest % world);
 }
 
-/* Where the cache has bytes of a file; NULL: it has not. */
+/* The cached bytes of a file, or NULL. */
 static const uint8_t *ampi_cache_find(const amp_loader *l, const ampi_data_file *f, int64_t offset, int64_t bytes) {
     int64_t at = f->cache_at + offset, block;
     if (offset + bytes > f->cached) return NULL;
@@ -16512,8 +16510,8 @@ static const uint8_t *ampi_cache_find(const amp_loader *l, const ampi_data_file 
     return l->cache + at;
 }
 
-/* Reads the blocks that hold these bytes, except those that another worker is reading or that cannot be read: bytes in
-   them are then read directly. */
+/* Reads the blocks of these bytes into the cache, except blocks that another worker is reading or that cannot be read:
+   their bytes are read directly. */
 static void ampi_cache_load(const amp_loader *l, const ampi_data_file *f, int64_t offset, int64_t bytes) {
     int64_t from = offset / AMPI_CACHE_BLOCK * AMPI_CACHE_BLOCK;
     for (; from < offset + bytes && from < f->cached; from += AMPI_CACHE_BLOCK) {
@@ -16576,7 +16574,7 @@ static amp_result ampi_worker_get(ampi_worker *w, const ampi_data_file *f, int64
     return ampi_worker_read(w, f, offset, bytes, data);
 }
 
-/* Token i; the largest number for one that is negative or beyond 32 bits. */
+/* Token i; UINT32_MAX if it is negative or beyond 32 bits. */
 static inline __attribute__((always_inline)) uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
     uint64_t wide;
     if (dtype == AMP_U8) return raw[i];
@@ -16614,8 +16612,8 @@ static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, 
     return i;
 }
 
-/* One sample: seq inputs, and the same shifted by one as targets, in int32 or, narrow, in uint16.  Returns whether some
-   token is not below the limit. */
+/* One sample: seq inputs, and the same shifted by one as targets, in int32 or (narrow) uint16.  Nonzero if a token is
+   not below the limit. */
 static inline __attribute__((always_inline)) uint32_t
 ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
                   uint32_t limit) {
@@ -16672,8 +16670,8 @@ static int64_t ampi_read_run(const amp_loader *l, int64_t wanted, int64_t size) 
     return l->desc.shuffle ? 1 : AMPI_MIN(wanted, AMPI_MAX(AMPI_READ_BYTES / size, 1));
 }
 
-/* Locates n samples from a place on, in this array or, if NULL, in the token files: as many as fit into AMPI_PIECES
-   pieces, whose number it returns.  Prefetches what they need from the cache. */
+/* Locates n samples from a place on, in this array or, if NULL, in the token files, as many as AMPI_PIECES pieces hold.
+   Returns the number of pieces; prefetches their cached bytes. */
 static int64_t ampi_worker_plan(const ampi_worker *w, const ampi_data_file *array, int64_t place, int64_t n,
                                 ampi_piece *pieces) {
     const amp_loader *l = w->loader;
@@ -16715,13 +16713,13 @@ static int ampi_field_is_cast(const amp_loader *l, int64_t k) {
     return l->fields[k].dtype != l->source.fields[k].dtype;
 }
 
-/* The values of field k in one sample, from the source's dtype into that of the slot. */
+/* Casts field k of one sample from the source's dtype to the slot's. */
 static void ampi_field_cast(const amp_loader *l, int64_t k, char *to, const void *from) {
     int64_t new_inf = 0;
     (void)amp_convert(to, l->fields[k].dtype, from, l->source.fields[k].dtype, l->fields[k].count, NULL, &new_inf);
     if (new_inf > 0)
         ampi_log(l->amp, AMP_LOG_WARNING, 1151,
-                 "amp_loader: field %lld of a sample: %lld values became infinite in %s; scale the data, or "
+                 "amp_loader: field %lld of a sample: %lld values became infinite in %s; scale the data or set "
                  "cast_inputs = false",
                  (long long)k, (long long)new_inf, amp_dtype_name(l->fields[k].dtype));
 }
@@ -16824,7 +16822,7 @@ static amp_result ampi_worker_fill(ampi_worker *w, int64_t number, ampi_slot *sl
 
 static ampi_slot *ampi_slot_of(amp_loader *l, int64_t number) { return l->slots + number % l->depth; }
 
-/* The batch to fill next, or -1: one to fill again, once the consumer waits for it, or one never claimed. */
+/* The batch to fill next: one to retry that the consumer waits for, or the next unclaimed one; -1: none. */
 static int64_t ampi_queue_claim(amp_loader *l) {
     int64_t number;
     if (l->paused) return -1;
@@ -16862,7 +16860,7 @@ static amp_result ampi_stopped(const char *function) {
     return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped");
 }
 
-/* Waits for news from a worker until `deadline` (monotonic ns); 0 when that has passed. */
+/* Waits for a worker's signal until `deadline` (monotonic ns); 0: the time is up. */
 static int ampi_queue_wait(amp_loader *l, int64_t deadline) {
     struct timespec until;
     int error;
@@ -16907,7 +16905,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
         }
         if (l->threads > 0 && l->lost == l->threads) {
             result = ampi_fail(AMP_ERR_SOURCE, "amp_loader_next",
-                               "no worker is left, the callback ended their threads: create the loader anew");
+                               "no worker is left, the callback ended their threads: create a new loader");
             break;
         }
         if (begin == 0) {
@@ -16925,7 +16923,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
 
 /* ---- Workers */
 
-/* What workers use; called when none is left. */
+/* Frees what workers use; called when none is left. */
 static void ampi_loader_free(amp_loader *l) {
     amp_system s = l->system;
     int64_t i;
@@ -16953,7 +16951,7 @@ static void ampi_loader_free(amp_loader *l) {
     ampi_free(&s, l, 1, sizeof *l);
 }
 
-/* ---- The thread that opens the files; if a network file system hangs, it is left behind */
+/* ---- The thread that opens the files; left behind if a network file system hangs */
 
 static void ampi_opener_main(void *arg) {
     amp_loader *l = (amp_loader *)arg;
@@ -16974,7 +16972,7 @@ static void ampi_opener_main(void *arg) {
     if (last) ampi_loader_free(l);
 }
 
-/* Without workers files are opened here, without a time limit. */
+/* Without workers, this thread opens the files, with no time limit. */
 static amp_result ampi_loader_open_files(amp_loader *l) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, file;
     ampi_opener *o = &l->opener;
@@ -16983,7 +16981,7 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     if (l->desc.workers == AMP_NO_WORKERS) return ampi_files_open(l);
     error = l->system.thread_start(l->system.user, &o->thread, ampi_opener_main, l);
     if (error != 0)
-        return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "for opening the files: %s", strerror(-error));
+        return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "a thread to open files: %s", strerror(-error));
     pthread_mutex_lock(&l->lock);
     while (!o->done && !late) late = !ampi_queue_wait(l, deadline);
     if (!o->done) {
@@ -17004,8 +17002,7 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     return AMP_ERR_TIMEOUT;
 }
 
-/* A callback ended the worker's thread (pthread_exit) instead of returning: its batch fails, the other workers
-   go on. */
+/* A callback ended the worker's thread (pthread_exit) instead of returning: its batch fails, other workers go on. */
 static void ampi_worker_died(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
     amp_loader *l = w->loader;
@@ -17018,7 +17015,7 @@ static void ampi_worker_died(void *arg) {
         w->exited = 1;
         ampi_queue_store(l, ampi_slot_of(l, w->number),
                          ampi_fail(AMP_ERR_SOURCE, "amp_loader_next",
-                                   "worker %d: what it called ended its thread, at sample or offset %lld", w->id,
+                                   "worker %d: a callback ended its thread, at sample or offset %lld", w->id,
                                    (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED)));
         pthread_cond_broadcast(&l->ready);
     }
@@ -17083,12 +17080,12 @@ static amp_result ampi_loader_start(amp_loader *l) {
     return AMP_OK;
 }
 
-/* A child of fork has no workers, and one of the parent's may hold the lock for ever. */
+/* A child of fork has no workers, and a worker of the parent may have held the lock at the fork. */
 static int ampi_loader_elsewhere(const amp_loader *l) { return l->threads > 0 && l->process != getpid(); }
 
 static amp_result ampi_loader_is_elsewhere(const char *function) {
     return ampi_fail(AMP_ERR_STATE, function,
-                     "the loader's workers are in the process that created it: create one here, after fork");
+                     "the loader's workers run in the process that created it: after fork, create another loader");
 }
 
 AMP_API void amp_loader_stop(amp_loader *l) {
@@ -17101,7 +17098,7 @@ AMP_API void amp_loader_stop(amp_loader *l) {
     pthread_mutex_unlock(&l->lock);
 }
 
-/* Around public calls that may block: destroying waits until they have returned. */
+/* Brackets public calls that may block: destroying the loader waits for them. */
 static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
@@ -17148,7 +17145,7 @@ static void ampi_loader_finish(amp_loader *l) {
 
 /* ---- Buffers */
 
-/* Whether every token fits into 16 bits, and crosses a bus. */
+/* 1: every token fits into 16 bits, and batches are copied to a device. */
 static int ampi_loader_narrow(const amp_loader *l) {
     int64_t i;
     if (l->kind != AMPI_FROM_TOKENS || l->backend->host_visible) return 0;
@@ -17157,7 +17154,7 @@ static int ampi_loader_narrow(const amp_loader *l) {
     return i == l->n_files;
 }
 
-/* Narrow slots with padding are followed by one large enough for a batch of targets in 32 bits. */
+/* With padding, narrow slots are followed by one large enough for a batch of 32-bit targets. */
 static amp_result ampi_loader_layout(amp_loader *l) {
     int32_t i;
     size_t bytes;
@@ -17351,7 +17348,7 @@ static void ampi_loader_defaults(amp_loader *l) {
     amp_loader_desc *d = &l->desc;
     const amp_reducer *ranks = &ampi_settings(l->amp)->reducer;
     if (d->world == 0) { d->world = AMPI_MAX(ranks->world, 1); d->rank = ranks->rank; }
-    /* one more than is read ahead, for the batch in use or in transfer */
+    /* one more than are read ahead: the batch in use or being copied */
     l->depth = (d->workers == AMP_NO_WORKERS ? 1 : (int64_t)d->prefetch) +
                (d->workers != AMP_NO_WORKERS || !l->backend->host_visible);
 }
@@ -17423,7 +17420,7 @@ AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const a
 
 /* ---- Taking batches */
 
-/* Host memory: returns the slot itself, which goes back to the workers at the next call. */
+/* Host memory: returns the slot itself, which the workers get back at the next call. */
 static amp_result ampi_next_host(amp_loader *l, int64_t number, char **data) {
     amp_result result;
     pthread_mutex_lock(&l->lock);
@@ -17438,7 +17435,7 @@ static char *ampi_device_slot(const amp_loader *l, int64_t turn) {
     return l->device + (turn & 1) * (l->narrow + 1) * l->slot_bytes;
 }
 
-/* Widens what has arrived in 16 bits into a device slot, and pads its targets. */
+/* Widens the 16-bit tokens that arrived into a device slot, and pads its targets. */
 static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, const char *from) {
     char *targets = to + 2 * l->field_offset[1];
     int64_t start, valid, missing;
@@ -17457,8 +17454,8 @@ static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, con
                             AMP_COPY_TO_DEVICE, l->copy_stream);
 }
 
-/* Begins to copy a READY batch into the next device slot, after the work queued up to `after`, which may still use that
-   slot (the first time: whatever used this memory before). */
+/* Begins to copy a READY batch into the next device slot, after the work queued up to `after`, which may still use the
+   slot (the first time: its memory). */
 static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     const amp_backend *b = l->backend;
     ampi_slot *slot = ampi_slot_of(l, number);
@@ -17472,8 +17469,7 @@ static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     return AMP_OK;
 }
 
-/* Returns slots whose copy is done to the workers; waits only for the one that batch `number` needs, if the host is
-   that far ahead of the device. */
+/* Gives slots whose copy is done back to the workers; waits only for the one that batch `number` needs. */
 static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
     while (l->released < l->issued) {
         void *copied = ampi_slot_of(l, l->released)->copied;
@@ -17510,7 +17506,7 @@ static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
     next_ready = number + 1 < l->claimed && ampi_slot_of(l, number + 1)->state == AMPI_SLOT_READY;
     pthread_mutex_unlock(&l->lock);
     if (next_ready && l->issued == number + 1)
-        (void)ampi_device_copy(l, number + 1, l->used[turn]);   /* failing, it is begun again by the next call */
+        (void)ampi_device_copy(l, number + 1, l->used[turn]);   /* if it fails, the next call tries again */
     return AMP_OK;
 }
 
@@ -17553,7 +17549,7 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
 
 /* ---- Position */
 
-/* Makes batch `number` the next one.  Workers abandon their batches; what was read ahead is dropped. */
+/* Makes batch `number` the next one.  Workers drop their batches; batches read ahead are discarded. */
 static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
@@ -17624,7 +17620,7 @@ AMP_API amp_result amp_loader_query(const amp_loader *l, amp_loader_desc *out) {
     return AMP_OK;
 }
 
-/* What a position means depends on all of these. */
+/* Everything that the meaning of a position depends on. */
 static void ampi_loader_position(const amp_loader *l, int64_t values[AMPI_POSITION_COUNT]) {
     const amp_loader_desc *d = &l->desc;
     values[0] = l->consumed / l->batches; values[1] = l->consumed % l->batches;
@@ -17669,7 +17665,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
     if (saved[4] < 1 || saved[7] < 1 || saved[4] > INT64_MAX / saved[7])
         return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": .batch %lld, .world %lld", key,
                          (long long)saved[4], (long long)saved[7]);
-    saved[4] *= saved[7];           /* the samples of a step: ranks may share them otherwise */
+    saved[4] *= saved[7];           /* the samples of a step: the number of ranks may change */
     own[4] *= own[7];
     saved[7] = own[7];
     for (i = 2; i < AMPI_POSITION_COUNT; i++)
@@ -17684,7 +17680,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
 
 /* ==== 12 >>watch: implementation ==== */
 
-/* What the program reported of a step, and what was measured; kept until the step's result is due. */
+/* A step as the program reported it and as measured; kept until the step's result is due. */
 typedef struct ampi_note {
     int64_t number;                 /* the optimizer's number of this step; 0: void, the optimizer was restored */
     int64_t epoch, tokens;
@@ -17694,7 +17690,7 @@ typedef struct ampi_note {
     amp_memory_info memory;
 } ampi_note;
 
-/* A moment from which on time counts for a phase of a step. */
+/* The moment from which time counts towards a phase of a step. */
 typedef struct ampi_mark {
     void *event;                    /* the device's; NULL where the host's clock measures */
     int64_t ns;
@@ -17718,9 +17714,9 @@ struct amp_monitor {
     amp_monitor_desc desc;          /* effective */
     char *text; int64_t text_bytes; /* of desc.path */
     intptr_t file; int open;
-    /* bytes of lines not yet written, where they go, lines there was no room for */
+    /* bytes of lines not yet written, their offset in the file, lines there was no room for */
     char *lines; int64_t kept, offset, lost;
-    ampi_note notes[AMPI_NOTES];     /* of the steps since `taken`, and of the one that runs */
+    ampi_note notes[AMPI_NOTES];     /* of the steps since `taken` and the current one */
     int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are no longer needed */
     int64_t last;                   /* the optimizer's steps at the last of them */
     ampi_mark *marks; int64_t first_mark, n_marks, mark_capacity;   /* a ring; the capacity is a power of two */
@@ -17728,10 +17724,10 @@ struct amp_monitor {
     int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was given */
     amp_step_record records[AMP_STEP_RESULTS]; int64_t first_record, n_records;
     ampi_tally epoch, mixed, full;
-    int64_t epochs;                 /* number of the one that runs */
+    int64_t epochs;                 /* number of the current one */
 };
 
-/* ---- Settings.  Setting, reading, checking and writing use one table of keys. */
+/* ---- Settings: one table of keys serves setting, reading, checking and writing. */
 
 static const ampi_word ampi_switch_words[] = {
     {"true", 1}, {"false", 0}, {"on", 1}, {"off", 0}, {"yes", 1}, {"no", 0}, {"1", 1}, {"0", 0}, {NULL, 0}};
@@ -17826,14 +17822,14 @@ static const char *ampi_setting_word(const ampi_field *k, int i, double *value) 
 
 static int ampi_lower(char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
 
-/* Whether the n bytes of text are the word, in either case. */
+/* 1: the n bytes of text are the word, in either case. */
 static int ampi_same_word(const char *word, const char *text, size_t n) {
     size_t i;
     for (i = 0; i < n && word[i] != 0; i++) if (ampi_lower(word[i]) != ampi_lower(text[i])) return 0;
     return i == n && word[i] == 0;
 }
 
-/* The decimal point of the locale in force. */
+/* The current locale's decimal point. */
 static const char *ampi_point(char scratch[16]) {
     snprintf(scratch, 16, "%.1f", 0.5);
     scratch[strlen(scratch) - 1] = 0;
@@ -17854,7 +17850,7 @@ static int ampi_is_number(const char *text, size_t n, int whole) {
     return exponent > 0 && i == n;
 }
 
-/* The same number in every locale; 0: none, or too large for an fp64. */
+/* Reads the same number in every locale; 0: not a number, or too large for fp64. */
 static int ampi_parse_number(const char *text, size_t n, int whole, double *out) {
     char copy[96], scratch[16], *end;
     const char *point = (const char *)memchr(text, '.', n);
@@ -17886,7 +17882,7 @@ static void ampi_number_text(double value, int single, char out[64]) {
     ampi_fp_end(host);
 }
 
-/* A value as a file has it. */
+/* A value as written in a file. */
 static void ampi_setting_text(const ampi_field *k, double value, char out[64]) {
     const char *word;
     double of;
@@ -17939,9 +17935,9 @@ static int ampi_setting_parse(const ampi_field *k, const char *text, size_t n, d
     return amp_is_finite_f64(value) && *value >= k->low && *value <= k->high;
 }
 
-/* Where a setting comes from, for error texts. */
+/* The source of a setting, for error texts. */
 typedef struct ampi_origin {
-    const char *function, *name;    /* name: of a file; NULL: none */
+    const char *function, *name;    /* name: the file, or NULL */
     int64_t line;
     int environment;                /* 1: keys are named as variables */
 } ampi_origin;
@@ -18036,13 +18032,13 @@ AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, con
                      : ampi_setting_set(settings, &from, k, value, strlen(value));
 }
 
-/* Without the white space around it. */
+/* Trims white space. */
 static void ampi_trim(const char **text, size_t *n) {
     while (*n > 0 && (**text == ' ' || (**text >= '\t' && **text <= '\r'))) { ++*text; --*n; }
     while (*n > 0 && ((*text)[*n - 1] == ' ' || ((*text)[*n - 1] >= '\t' && (*text)[*n - 1] <= '\r'))) --*n;
 }
 
-/* One line; seen: where each key stood before. */
+/* One line; seen: the line where each key was set. */
 static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, const char *line, size_t n,
                                      int64_t seen[AMPI_SETTINGS]) {
     const char *comment = (const char *)memchr(line, '#', n), *equals, *value;
@@ -18063,14 +18059,14 @@ static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, c
     k = ampi_setting_find(line, length);
     if (k == NULL) return ampi_setting_unknown(from, line, length);
     if (seen[k - ampi_setting_table] > 0)
-        return ampi_fail(AMP_ERR_CONFLICT, from->function, "%s stands in line %lld already",
+        return ampi_fail(AMP_ERR_CONFLICT, from->function, "%s is already set in line %lld",
                          ampi_origin_text(from, line, length, label), (long long)seen[k - ampi_setting_table]);
     seen[k - ampi_setting_table] = from->line;
     ampi_trim(&value, &rest);
     return ampi_setting_set(s, from, k, value, rest);
 }
 
-/* Skips a byte order mark before the first line. */
+/* Skips a leading byte order mark. */
 static amp_result ampi_settings_read(amp_settings *settings, const char *function, const char *name, const char *text,
                                      size_t bytes) {
     int64_t seen[AMPI_SETTINGS];
@@ -18142,7 +18138,7 @@ AMP_API amp_result amp_settings_read_env(amp_settings *settings) {
     return AMP_OK;
 }
 
-/* Every default replaced by its value; those of the scaler come from its preset. */
+/* Replaces defaults by their values; the scaler's come from its preset. */
 static amp_settings ampi_settings_effective(const amp_settings *settings) {
     amp_settings s = *settings;
     int i;
@@ -18169,7 +18165,7 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
     return t.used;
 }
 
-/* Each field by itself, as a program may have filled it. */
+/* Checks each field by itself, as a program may have filled it. */
 static amp_result ampi_settings_check_fields(const char *f, const amp_settings *s) {
     char allowed[160], shown[64];
     double value;
@@ -18222,9 +18218,9 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
     if (floor && ceiling && c->min_scale > c->max_scale)
         return ampi_settings_conflict(f, &s, "min_scale", "max_scale", "the floor is above the ceiling");
     if (floor && c->init_scale < c->min_scale)
-        return ampi_settings_conflict(f, &s, "init_scale", "min_scale", "it starts below its floor");
+        return ampi_settings_conflict(f, &s, "init_scale", "min_scale", "the scale starts below its floor");
     if (ceiling && c->init_scale > c->max_scale)
-        return ampi_settings_conflict(f, &s, "init_scale", "max_scale", "it starts above its ceiling");
+        return ampi_settings_conflict(f, &s, "init_scale", "max_scale", "the scale starts above its ceiling");
     return ampi_check_scaler(f, c);
 }
 
@@ -18234,7 +18230,7 @@ AMP_API amp_result amp_settings_check(const amp_settings *settings) {
     return ampi_settings_check(f, settings);
 }
 
-/* A scaler's desc for a training with weights or regions in these dtypes. */
+/* The scaler's desc for training with weights or regions in these dtypes. */
 static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dtype, amp_dtype regions) {
     amp_scaler_desc d = s->scaler;
     int automatic = s->use_scaler == AMP_SCALER_USE_DEFAULT || s->use_scaler == AMP_SCALER_USE_AUTO;
@@ -18242,7 +18238,7 @@ static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dty
     return d;
 }
 
-/* Fields of a desc that have a setting of their name. */
+/* Copies the settings into the desc's fields of the same names. */
 static void ampi_settings_copy(const amp_settings *s, const ampi_field *rows, size_t bytes, void *desc) {
     const ampi_field *k, *from;
     for (k = rows; k < rows + bytes / sizeof *rows; k++)
@@ -18250,7 +18246,7 @@ static void ampi_settings_copy(const amp_settings *s, const ampi_field *rows, si
             ampi_field_put(desc, k, ampi_field_get(s, from));
 }
 
-/* For a context not yet open as for a running one. */
+/* For contexts not yet open and for running ones. */
 static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
     d->disable = s->disable != 0;
     d->memory_efficient = s->memory_efficient != 0;
@@ -18319,7 +18315,7 @@ static amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
     memset(&none, 0, sizeof none);
     memset(&desc, 0, sizeof desc);
     desc.gemm_always = 1;
-    AMPI_TRY(amp_settings_read_env(&s));           /* refuses empty variables with a wrong name, too */
+    AMPI_TRY(amp_settings_read_env(&s));           /* also refuses misspelt names of empty variables */
     if (ampi_env_is_empty()) return AMP_OK;
     AMPI_TRY(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
     AMPI_TRY(amp_open_abi(amp, &desc, AMPI_HEADERS));
@@ -18330,8 +18326,8 @@ static amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
         const ampi_field *k = &ampi_setting_table[i];
         if (ampi_setting_is_of_others(k) && ampi_field_get(&s, k) != ampi_field_get(&none, k))
             ampi_log(*amp, AMP_LOG_WARNING, 1202,
-                     ".%s of the environment is not for a context or a scaler, which is all that amp_open_env "
-                     "opens: read it by amp_settings_read_env and hand it on",
+                     "the environment sets .%s, but amp_open_env opens only a context and a scaler: "
+                     "use amp_settings_read_env and amp_settings_fill",
                      k->key);
     }
     return AMP_OK;
@@ -18352,14 +18348,14 @@ AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_lo
     return AMP_OK;
 }
 
-/* What cannot change while a context is open; asked 0: not asked for. */
+/* Refuses to change what an open context fixes; asked 0: the default. */
 static amp_result ampi_settings_fixed(const char *f, const char *key, int asked, int in_force) {
     const ampi_field *k = ampi_setting_find(key, strlen(key));
     char a[64], b[64];
     if (asked == 0 || asked == in_force) return AMP_OK;
     ampi_setting_text(k, asked, a);
     ampi_setting_text(k, in_force, b);
-    return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s, and %s is in force: that cannot change while training runs", key, a,
+    return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s, but %s is in force: it cannot change during training", key, a,
                      b);
 }
 
@@ -18425,7 +18421,7 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &regions, &rule));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
     else if (!rule.disable)
-        ampi_log(amp, AMP_LOG_WARNING, 1201, "%s asks for a loss scaler, and none was passed to amp_settings_apply",
+        ampi_log(amp, AMP_LOG_WARNING, 1201, "%s needs a loss scaler, but none was passed to amp_settings_apply",
                  amp_dtype_name(regions.dtype == AMP_F16 ? AMP_F16 : choice.dtype));
     s = ampi_settings_effective(settings);
     ampi_settings_apply_context(&s, amp, &choice, &regions);
@@ -18458,7 +18454,7 @@ static int ampi_utf8(const unsigned char *p) {
     return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
 }
 
-/* JSON (RFC 8259): values of an object, or the object itself, by key. */
+/* JSON (RFC 8259): members of an object, by key. */
 static void ampi_json_key(ampi_sheet *s, const char *key) {
     ampi_print(s, "%s\"%s\": ", s->first ? "" : ", ", key);
     s->first = 0;
@@ -18492,7 +18488,7 @@ static void ampi_json_number(ampi_sheet *s, const char *key, double value) {
     ampi_json_key(s, key);
     ampi_print(s, "%s", digits);
 }
-/* Bytes that are no UTF-8 become U+FFFD. */
+/* Bytes that are not UTF-8 become U+FFFD. */
 static void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
     const unsigned char *p = (const unsigned char *)text;
     int n;
@@ -18517,12 +18513,12 @@ static void ampi_json_reading(ampi_sheet *s, const char *key, double value) {
     else ampi_json_null(s, key);
 }
 
-/* Share of the device's memory that the context holds; -1 unknown. */
+/* The share of the device's memory that the context holds; -1: unknown. */
 static double ampi_memory_share(const amp_memory_info *m) {
     return m->device_total > 0 ? (double)AMPI_MAX(m->reserved, m->allocated) / (double)m->device_total : -1.0;
 }
 
-/* *threshold by its default; 1 means never. */
+/* Checks *threshold and sets its default; 1 means never. */
 static amp_result ampi_memory_threshold(const char *function, double *threshold) {
     if (!ampi_is_given(*threshold)) *threshold = 0.9;
     return ampi_check_real(function, "memory_warning", *threshold,
@@ -18588,7 +18584,7 @@ static const char *ampi_word_of(const ampi_word *words, int value) {
     return words->word ? words->word : "?";
 }
 
-/* Bytes in words. */
+/* Bytes with their unit. */
 static void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t bytes, int known) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
     double value = (double)bytes;
@@ -18783,7 +18779,7 @@ AMP_API void amp_profile_pop(amp_context *amp) {
 /* ---- Monitor.  A step's record waits for its result, and for the events that measure it; lines wait for room
    on disk. */
 
-/* One JSON value (RFC 8259) of a single line; returns what follows, or NULL. */
+/* Skips one JSON value (RFC 8259) on a single line; returns the text after it, or NULL. */
 static const char *ampi_json_blank(const char *p) { while (*p == ' ' || *p == '\t') p++; return p; }
 static const char *ampi_json_digits(const char *p) {
     if (*p < '0' || *p > '9') return NULL;
@@ -18842,7 +18838,7 @@ static int ampi_json_is_object(const char *p) {
 
 /* ---- The file */
 
-/* Writes the kept lines, continuing where the last write ended, within a line if need be. */
+/* Writes the kept lines, continuing where the last write ended, even within a line. */
 static amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t done = 0, n = 1;
@@ -18861,7 +18857,7 @@ static amp_result ampi_lines_write(amp_monitor *m, const char *function) {
                      (long long)m->kept, (long long)m->lost);
 }
 
-/* A sheet for one more line, behind those that are kept. */
+/* A sheet for one more line after the kept ones. */
 static ampi_sheet ampi_line_scratch(const amp_monitor *m) {
     return ampi_sheet_of(m->lines + m->kept, (size_t)(AMPI_LINE_BYTES - m->kept));
 }
@@ -18884,7 +18880,7 @@ static void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
                  m->desc.path);
 }
 
-/* Opens the file, and ends a last line that a crash left without its end. */
+/* Opens the file, and ends a last line that a crash cut off. */
 static amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t n;
@@ -18910,7 +18906,7 @@ static amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
     int error;
     AMPI_TRY(ampi_lines_write(m, function));
     error = m->open ? ampi_file_sync(s, m->file) : 0;
-    if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* no file that could be synced */
+    if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* not a file that can be synced */
     return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, strerror(-error));
 }
 
@@ -18920,7 +18916,7 @@ static ampi_mark *ampi_mark_at(const amp_monitor *m, int64_t i) {
     return &m->marks[(m->first_mark + i) & (m->mark_capacity - 1)];
 }
 
-/* Twice the capacity, with an event at each place.  The ring begins anew at 0; the places not in use move along. */
+/* Doubles the capacity, with an event in each place.  The ring starts again at 0; unused places move too. */
 static amp_result ampi_marks_grow(amp_monitor *m) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
@@ -18937,7 +18933,7 @@ static amp_result ampi_marks_grow(amp_monitor *m) {
     return AMP_OK;
 }
 
-/* Takes the measurements that are done; wait 1: also those of steps before `until` that are not. */
+/* Takes the measurements that are done; wait 1: waits for all of steps before `until`. */
 static amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
@@ -18956,7 +18952,7 @@ static amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
     return AMP_OK;
 }
 
-/* From now on time counts for this phase of the current step. */
+/* From now on, time counts towards this phase of the current step. */
 static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
@@ -18973,7 +18969,7 @@ static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     return AMP_OK;
 }
 
-/* Begins an epoch's time, again with its first phase. */
+/* Restarts the time with an epoch's first phase. */
 static amp_result ampi_time_begin(amp_monitor *m) {
     m->n_marks = 0;
     m->begun = 0;
@@ -19083,7 +19079,7 @@ static void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     t->loss += r->loss;
 }
 
-/* Makes the record of a step: its result has come. */
+/* Makes a step's record from its result. */
 static void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_step_result *outcome) {
     int64_t interval = m->desc.log_interval;
     amp_step_record *r;
@@ -19125,7 +19121,7 @@ static int ampi_record_here(amp_monitor *m, int64_t number) {
     return ampi_note_find(m, number, &step) == NULL || ampi_mark_at(m, 0)->step > step;
 }
 
-/* Makes records of the results that are due; wait 0: of those that are available. */
+/* Makes records of the due results; wait 0: only of available ones. */
 static amp_result ampi_records_take(amp_monitor *m, int wait) {
     amp_optimizer *o = m->desc.optimizer;
     const ampi_note *note;
@@ -19134,7 +19130,7 @@ static amp_result ampi_records_take(amp_monitor *m, int wait) {
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
     while ((number = ampi_result_due(o)) != 0 && (wait || ampi_record_here(m, number))) {
         note = ampi_note_find(m, number, &step);
-        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the result has come, too */
+        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the result is here too */
         if (!amp_step_result_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
         if (note == NULL) continue;
         ampi_record_add(m, note, &outcome);
@@ -19162,7 +19158,7 @@ static amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
 
 static int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
 
-/* The note of the step that ends.  Notes from before the optimizer was restored have no result any more. */
+/* Fills the note of the ending step.  Notes from before the optimizer was restored no longer have a result. */
 static amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
     ampi_note *note = &m->notes[m->steps % AMPI_NOTES];
     const amp_desc *d = ampi_settings(m->amp);
@@ -19608,10 +19604,10 @@ static void ampi_tensor_stats_shares(amp_tensor_stats_row *row, const amp_k_tens
 /* ---- The recommendation: see amp_recommendation */
 
 typedef struct ampi_fitting {
-    const amp_tensor_stats_row *over, *under, *bad, *look;      /* the worst gradient of each kind, ... */
-    const amp_tensor_stats_row *wide;   /* ... what else overflows, most; any row; NULL: none */
+    const amp_tensor_stats_row *over, *under, *bad, *look;      /* the worst gradients; look: another bad tensor */
+    const amp_tensor_stats_row *wide;   /* the other tensor that overflows most; NULL: none */
     double largest;                 /* of the gradients, infinite ones counted as twice the format's largest */
-    /* gradients, and those that do not fit; the same for the rest */
+    /* gradients, and those that do not fit; the same for other tensors */
     int64_t gradients, misfits, others, wide_ones;
     float scale, floor, ceiling, wanted;
 } ampi_fitting;
@@ -19619,9 +19615,9 @@ typedef struct ampi_fitting {
 /* The largest power of two at or below a positive normal number. */
 static double ampi_power_below(double x) { return ampi_f64_of_bits(ampi_bits_f64(x) >> 52 << 52); }
 
-/* Why AMP_UNDERFLOW_SHARE is 1%: what underflows are the smallest, so at 1% they are less than 1% of the sum of
-   magnitudes, which is what bf16's roundoff (0.4%) makes of every sum anyway; networks were found to train with 5% of
-   their gradients' values lost, and not with 31% (Micikevicius et al. 2018). */
+/* Why AMP_UNDERFLOW_SHARE is 1%: the smallest values underflow first, so 1% of them is less than 1% of the sum of
+   magnitudes, an error of the order of bf16's roundoff (0.4%); networks trained with 5% of their gradient values lost,
+   but not with 31% (Micikevicius et al. 2018). */
 static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     double top = row->infinite > 0 ? 2 * ampi_largest_of(m->desc.dtype) : (double)row->largest;
     if (row->count == 0) return;
@@ -19634,7 +19630,7 @@ static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_
     f->misfits += row->overflow > 0 || row->nan > 0 || row->underflow > AMP_UNDERFLOW_SHARE;
 }
 
-/* What is infinite within fp32's range is not due to a narrower format. */
+/* Infinities stored in fp32 or bf16 are not due to a narrower format. */
 static void ampi_fit_other(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     amp_dtype dtype = m->table[row - m->rows].grad_dtype;
     if (row->count == 0) return;
@@ -19676,7 +19672,7 @@ static AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_
     r->worst = worst ? worst->name : NULL;
 }
 
-/* `worst` does not fit, and no scale helps: `few` of `all` tensors. */
+/* `worst` fits at no scale, like `few` of `all` tensors. */
 static void ampi_recommend_format(amp_tensor_stats *m, const amp_tensor_stats_row *worst, int64_t few, int64_t all) {
     const char *format = amp_dtype_name(m->desc.dtype), *what = worst->overflow > 0 ? "overflow" : "underflow";
     double share = 100 * (worst->overflow > 0 ? worst->overflow : worst->underflow);
@@ -19689,7 +19685,7 @@ static void ampi_recommend_format(amp_tensor_stats *m, const amp_tensor_stats_ro
     else
         ampi_recommend_is(&m->report, AMP_RECOMMEND_BF16, worst,
                           "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever the "
-                          "scale: bf16 has the range",
+                          "scale: use bf16, which has the range",
                           share, worst->name, worst->gradient ? "'s gradient" : "", what, format, (long long)few,
                           (long long)all);
 }
@@ -19797,7 +19793,7 @@ AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char
 
 /* ==== 13 >>care: implementation ==== */
 
-/* ---- Snapshots: what training changes, copied to the host as it is, and restored bit for bit, any number of times.
+/* ---- Snapshots: everything that training changes, copied to the host and restored bit for bit, any number of times.
    Restoring allocates nothing, so it works after a step ran out of memory. */
 
 typedef struct ampi_snapshot_desc {
@@ -19809,20 +19805,20 @@ typedef struct ampi_snapshot_desc {
     int settings;
 } ampi_snapshot_desc;
 
-/* memory of the device, and the host's copy of it */
+/* device memory and its copy on the host */
 typedef struct ampi_kept { void *data, *copy; size_t bytes; } ampi_kept;
 
 typedef struct ampi_snapshot {
     amp_context *amp;
     ampi_snapshot_desc desc;
-    /* the desc's, and the optimizer's that are not among them */
+    /* the desc's and the optimizer's other ones */
     amp_param **params, *param_copies; int64_t n_params, capacity;
     ampi_kept *kept; int64_t n_kept, kept_capacity;
     amp_optimizer optimizer; amp_grad_set set; amp_k_step_result outcomes[AMP_STEP_RESULTS];
     amp_scaler scaler; amp_k_scaler scale;
     ampi_precision precision;
     uint64_t seed;
-    int64_t position;               /* of the loader: batches that were taken */
+    int64_t position;               /* of the loader: batches taken */
 } ampi_snapshot;
 
 static void ampi_snapshot_destroy(ampi_snapshot *k) {
@@ -19883,14 +19879,14 @@ static amp_result ampi_snapshot_copy(const ampi_snapshot *k, int to_host) {
     return ampi_wait(k->amp);
 }
 
-/* The copy of device memory; NULL: there is none. */
+/* The copy of device memory, or NULL. */
 static const void *ampi_snapshot_of(const ampi_snapshot *k, const void *data) {
     int64_t i;
     for (i = 0; i < k->n_kept; i++) if (k->kept[i].data == data) return k->kept[i].copy;
     return NULL;
 }
 
-/* With settings only between two steps: a check without its update would be lost. */
+/* With settings, only between two steps: a check without its update would be lost. */
 static amp_result ampi_snapshot_check(const char *function, const amp_context *amp, const ampi_snapshot_desc *d) {
     const amp_optimizer *o = d->optimizer;
     const amp_scaler *s = d->scaler;
@@ -19954,7 +19950,7 @@ static amp_result ampi_snapshot_create(amp_context *amp, const char *function, c
     return AMP_OK;
 }
 
-/* Everything as it was. */
+/* Restores everything. */
 static amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_scaler *s = k->desc.scaler;
@@ -19964,7 +19960,7 @@ static amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     for (i = 0; i < k->n_params; i++) *k->params[i] = k->param_copies[i];
     if (o != NULL) {
         ampi_set_unlink(o->set);
-        k->optimizer.object = o->object;        /* who lives how long is not put back */
+        k->optimizer.object = o->object;        /* lifetimes are not restored */
         k->set.object = o->set->object;
         k->set.saved = o->set->saved;
         *o = k->optimizer;
@@ -19981,7 +19977,7 @@ static amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     return r;
 }
 
-/* A scaler turned on or off since is left alone. */
+/* Leaves alone a scaler turned on or off since. */
 static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler *s) {
     amp_scaler_desc d = k->scaler.desc;
     if (d.disable) return AMP_OK;
@@ -19993,7 +19989,7 @@ static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler
     return ampi_send(k->amp, s->device, &k->scale, sizeof k->scale);
 }
 
-/* Training as it was, in the settings of now. */
+/* Restores training, keeping the current settings. */
 static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_loader *l = k->desc.loader;
@@ -20017,17 +20013,17 @@ static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
 /* ---- Verify */
 
 #define AMPI_VERIFY_DRAWS 2         /* random changes of each size */
-#define AMPI_VERIFY_STAGE 65536     /* elements that are looked at at a time */
+#define AMPI_VERIFY_STAGE 65536     /* elements compared at a time */
 
 typedef struct ampi_verify_tensor {
     const char *name;
     void *data;
     amp_dtype dtype;
     int32_t gradient, bad;          /* bad 1: the last run left something infinite or NaN */
-    int64_t count, at;              /* at: where its bytes begin in the reference */
+    int64_t count, at;              /* at: its offset in the reference */
     double norm;                    /* what errors are relative to */
-    double difference;              /* sum of squares, of the last run against the reference */
-    /* the same, summed over draws: from changes of the candidate's, of fp32's roundoff */
+    double difference;              /* sum of squares: the last run less the reference */
+    /* the same summed over draws, with changes by the candidate's and by fp32's roundoff */
     double noise, noise32;
 } ampi_verify_tensor;
 
@@ -20038,15 +20034,15 @@ typedef struct ampi_verifier {
     ampi_verify_tensor *tensors; int64_t n, n_capacity;
     char *reference; int64_t bytes;
     char *stage;                    /* 8 bytes for each element */
-    float scale, own_scale;         /* the loss scale of all runs, 0: the scaler's own; and that */
+    float scale, own_scale;         /* the loss scale of all runs (0: the scaler's own); the scaler's own */
     double allowance, seconds;
     int code;                       /* what the step returned last */
-    char why[160];                  /* and the error text then, "" without one */
+    char why[160];                  /* and its error text, or "" */
 } ampi_verifier;
 
 /* ---- Changing weights by random amounts up to one roundoff */
 
-/* x (1 + u xi), xi uniform from -1 to 1; below the format's normal numbers up to half its spacing. */
+/* x (1 + u xi), xi uniform from -1 to 1, changed by up to `tiny` if that is more; zeros stay. */
 static void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const uint32_t *random) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -20056,7 +20052,7 @@ static void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const u
     }
 }
 
-/* 16-bit weights cannot move by less than their spacing: they move by that, rarely enough for the same variance. */
+/* 16-bit weights cannot change by less than their spacing: they change by that, rarely enough for the same variance. */
 static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u, const uint32_t *random) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -20071,7 +20067,7 @@ static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u
     }
 }
 
-/* All weights from their saved copies, changed; fp16's subnormals by the candidate's roundoff. */
+/* Sets all weights to changed copies of the saved ones; fp16's subnormals change by up to half their spacing. */
 static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
     uint32_t random[AMPI_MULTI_BLOCK];
@@ -20100,7 +20096,7 @@ static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint
 
 /* ---- Runs */
 
-/* Restores everything, with zero gradients and the context in `dtype`; reference 1: in all layers too. */
+/* Restores everything, with zero gradients and the context in `dtype`; reference 1: without layer overrides. */
 static amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
     ampi_precision p = v->before->precision;
     int64_t i;
@@ -20125,8 +20121,8 @@ static amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int ref
     return AMP_OK;
 }
 
-/* Calls a user function, outside of any region or, on request, inside one of the context's dtype.  Clears the
-   last-error text before, closes regions it left open, and waits for the device. */
+/* Calls a user function, outside any region or, if asked, inside one of the context's dtype.  Clears the last-error
+   text first, closes regions it left open, and waits for the device. */
 static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, int region) {
     int depth = ampi_regions_hide(amp), code = 0;
     ampi_error_text[0] = 0;
@@ -20193,8 +20189,7 @@ static amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **
     return AMP_OK;
 }
 
-/* The reference itself, and with it the norms: a gradient's is its layer's, or where that is 0 that of
-   all gradients. */
+/* A gradient's norm is its layer's or, if that is 0, that of all gradients. */
 static int ampi_same_layer(const char *a, const char *b) {
     const char *end = strrchr(a, '.');
     size_t n = end ? (size_t)(end - a) + 1 : strlen(a) + 1;
@@ -20236,12 +20231,11 @@ static amp_result ampi_verify_reference(ampi_verifier *v) {
     return AMP_OK;
 }
 
-/* What random changes of the weights by up to u make in fp32.  The noise is taken to be no less than
-       u of what errors are relative to, as what is stored in that precision is rounded once at least; and
-       what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding,
-   such as
-       that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding
-       is. (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.) */
+/* The effect in fp32 of random weight changes by up to u.  The noise is taken to be at least
+       u times the norm, as every stored value is rounded at least once; and
+       the effect of changes by fp32's roundoff, times u over 4 of that roundoff: if a gradient is 0 but for rounding,
+       as attention's key bias's is, changed weights change nothing, and only fp32's rounding shows its size.  (fp32
+       rounds in every operation, a candidate only what it stores and multiplies: hence the quarter.) */
 static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
     const ampi_verify_tensor *bad;
     int64_t i;
@@ -20253,19 +20247,19 @@ static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype)
         ampi_verify_step(v);
         if (v->code != 0)
             return ampi_fail(AMP_ERR_RANGE, "amp_verify",
-                             "the step fails in fp32 once weights change by a rounding, with %d: %s", v->code, v->why);
+                             "the step fails in fp32 with weights changed by a rounding, with %d: %s", v->code, v->why);
         AMPI_TRY(ampi_verify_look(v, &bad));
         if (bad != NULL)
             return ampi_fail(AMP_ERR_RANGE, "amp_verify",
-                             "%s is infinite or NaN in fp32 once weights change by a rounding", bad->name);
+                             "%s is infinite or NaN in fp32 with weights changed by a rounding", bad->name);
         for (i = 0; i < v->n; i++)
             *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) += v->tensors[i].difference;
     }
     return AMP_OK;
 }
 
-/* The largest loss scale from the scaler's own down at which fp16's gradients are finite (without fp16: fp32's, which
-   may be stored in fp16): what the scaler would come to. */
+/* Finds the loss scale that the scaler would come down to: the largest at which fp16's gradients are finite (without
+   fp16: fp32's, which may be stored in fp16). */
 static amp_result ampi_verify_scale(ampi_verifier *v) {
     amp_k_scaler_rule rule;
     amp_scaler *scaler = ampi_enabled(v->desc->scaler);
@@ -20307,19 +20301,19 @@ static void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
         snprintf(to, sizeof row->advice, "the step returned %d. %.120s", v->code, v->why);
     else if (row->verdict == AMP_VERDICT_NONFINITE)
         snprintf(to, sizeof row->advice,
-                 fp16 ? "%.50s overflows: train in bf16, or give its layer fp32 by amp_layer_override"
-                      : "%.50s: %s has fp32's range, so look for what the operator does in low precision",
+                 fp16 ? "%.50s overflows: train in bf16, or set its layer to fp32 by amp_layer_override"
+                      : "%.50s: %s has fp32's range, so check what the operator computes in low precision",
                  row->first_bad, name);
     else if (row->verdict == AMP_VERDICT_INACCURATE)
         snprintf(to, sizeof row->advice,
                  fp16 && gradient && !scaled
-                     ? "%.50s loses what underflows: train with a loss scaler"
-                     : "%.50s: give its layer fp32 by amp_layer_override, or look at its operator in %s",
+                     ? "%.50s underflows: train with a loss scaler"
+                     : "%.50s: set its layer to fp32 by amp_layer_override, or check its operator in %s",
                  worst, name);
     else if (fp16 && !scaled)
-        snprintf(to, sizeof row->advice, "good for this batch; gradients may shrink: train with a loss scaler");
+        snprintf(to, sizeof row->advice, "good for this batch, but gradients may shrink: train with a loss scaler");
     else if (fp16 && v->scale > 0)
-        snprintf(to, sizeof row->advice, "good from loss scale %g on, which the scaler will reach: start there",
+        snprintf(to, sizeof row->advice, "good at loss scale %g and below: start there",
                  (double)v->scale);
     else snprintf(to, sizeof row->advice, "good");
 }
@@ -20377,7 +20371,7 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
     AMPI_TRY(ampi_need(f, d->step != NULL, ".step"));
     if (ampi_world(amp) > 1)
         return ampi_fail(AMP_ERR_CONFLICT, f,
-                         "the context has %d ranks, which may not all run the step equally often: verify on one",
+                         "the context has %d ranks, which might run the step unequally often: verify on one",
                          ampi_world(amp));
     if (d->n_params < 0 || d->n_outputs < 0 || d->n_dtypes < 0 || d->n_dtypes > AMP_VERIFY_ROWS)
         return ampi_fail(
@@ -20403,7 +20397,7 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
     return ampi_check_params(f, d->params, d->n_params, &ignored);
 }
 
-/* Without a list: what the device has. */
+/* Without a list: the device's dtypes. */
 static void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[3]) {
     amp_machine machine;
     amp_choice choice;
@@ -20427,7 +20421,7 @@ static void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, vo
     v->bytes += (count * (int64_t)amp_dtype_size(dtype) + 7) / 8 * 8;
 }
 
-/* All that the user's step may change, for amp_verify and amp_tune. */
+/* Saves all that the user's step may change, for amp_verify and amp_tune. */
 static amp_result ampi_verify_keep(amp_context *amp, const char *function, const amp_verify_desc *d,
                                    ampi_snapshot **out) {
     const ampi_snapshot_desc k = {d->params, d->n_params, d->optimizer, d->scaler, NULL, 1};
@@ -20546,16 +20540,16 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
         if (place == AMP_MEMORY_UNKNOWN || place == AMP_MEMORY_OTHER_DEVICE ||
             (place == AMP_MEMORY_HOST && !backend->host_visible))
             return ampi_fail(AMP_ERR_DEVICE, f,
-                             "%s, number %lld, lies in %s, where kernels of this context cannot read it: take "
-                             "memory from amp_alloc, and amp_copy it there",
+                             "%s, number %lld, is in %s, which this context's kernels cannot read: amp_copy it to "
+                             "memory from amp_alloc",
                              name, (long long)i, ampi_memory_kind_word(place));
         if (place == AMP_MEMORY_PINNED && !backend->host_visible)
-            ampi_log(amp, AMP_LOG_WARNING, 1306, "%s lies in pinned host memory: kernels read it over the bus", name);
+            ampi_log(amp, AMP_LOG_WARNING, 1306, "%s is in pinned host memory: kernels read it over the bus", name);
     }
     return AMP_OK;
 }
 
-/* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64; w are numbers that every dtype holds. */
+/* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64; every dtype holds the w exactly. */
 
 #define AMPI_GRADCHECK_DRAWS 8
 #define AMPI_GRADCHECK_SIGMAS 8
@@ -20566,11 +20560,11 @@ typedef struct ampi_gradchecker {
     const amp_gradcheck_desc *desc;
     ampi_precision before, within;
     int64_t *begin;                 /* of each input in the arrays below; begin[n_inputs]: their size */
-    float *x, *grad, *work;         /* inputs, gradients there, and room for one input or gradient */
+    float *x, *grad, *work;         /* inputs, their gradients, and room for one input or gradient */
     double *changes;                /* [input, direction]: sums of squares, see ampi_gradcheck_noise */
     float *stage;                   /* for AMPI_VERIFY_STAGE outputs */
     int32_t directions, ready;      /* ready 1: x holds the inputs */
-    double u;                       /* roundoff of what is computed or stored in */
+    double u;                       /* roundoff of the dtype computed or stored in */
     double loss, squares, noise;    /* L, the sum of (w y)^2, and the standard deviation of L's rounding */
 } ampi_gradchecker;
 
@@ -20681,10 +20675,10 @@ static amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
     return AMP_OK;
 }
 
-/* ---- What of it is rounding */
+/* ---- Rounding errors */
 
-/* Step of an input's elements: the cube root of u, which balances rounding (u / h) and truncation (h^2), times their
-   root mean square. */
+/* Step of an input's elements: their root mean square times the cube root of u, which balances rounding (u / h) and
+   truncation (h^2). */
 static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
@@ -20693,10 +20687,10 @@ static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
     return sum > 0 ? h * ampi_root(sum / (double)n) : h;
 }
 
-/* x + step d as fp32 has it. */
+/* x + step d in fp32. */
 static float ampi_gradcheck_moved(float x, double step, double d) { return (float)((double)x + step * d); }
 
-/* gradient . d, where d is the step actually taken over `step`; *squares: sum of its terms' squares. */
+/* (gradient - minus) . d, where d is the step actually taken over `step`; *squares: sum of its terms' squares. */
 static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, uint64_t seed, double step,
                                  const float *gradient, const float *minus, double *squares) {
     const float *x = c->x + c->begin[input];
@@ -20713,8 +20707,8 @@ static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, uint6
     return sum;
 }
 
-/* The standard deviation of L, and of each gradient . d, when every input changes at random by up to u of itself: other
-   roundings everywhere.  To L comes one rounding of each output. */
+/* The standard deviation of L and of each gradient . d when every input changes at random by up to u of itself, which
+   changes every rounding.  L also has one rounding of each output. */
 static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
     const amp_gradcheck_desc *d = c->desc;
     double at, squares = c->squares, loss = c->loss, sum = 0, unused, change;
@@ -20765,7 +20759,7 @@ static amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, 
     return ampi_gradcheck_put(c, input, x);
 }
 
-/* limit: the smallest so far of bound over gradient . d; an input that L does not depend on has none. */
+/* limit: the smallest bound over gradient . d so far; inputs that L does not depend on do not count. */
 static amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t input, int32_t j, amp_gradcheck_report *worst,
                                            double *limit) {
     uint64_t seed = ampi_direction_seed(c, input, j);
@@ -20933,7 +20927,7 @@ AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text
 
 /* ---- Advice */
 
-/* What is in force now, as settings. */
+/* The settings in force. */
 static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, const amp_optimizer *optimizer,
                               amp_settings *s) {
     const amp_desc *d = ampi_settings(amp);
@@ -20961,14 +20955,14 @@ static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, 
     s->nan_action = optimizer->desc.apply_nonfinite ? AMP_NAN_REPORT : AMP_NAN_DEFAULT;
 }
 
-/* What a decision is made from. */
+/* The facts a decision rests on. */
 typedef struct ampi_facts {
     const amp_advise_desc *desc;
     const amp_device *device;
     amp_choice automatic;           /* amp_choose's */
     amp_memory_info memory;
     amp_k_scaler scaler;            /* updates 0: no history in fp16 */
-    int is_short;                   /* 1: the step that ran took more than 90% of the memory */
+    int is_short;                   /* 1: the step took more than 90% of the memory */
 } ampi_facts;
 
 /* The row of a candidate that failed, or NULL. */
@@ -20989,7 +20983,7 @@ static const char *ampi_verdict_name(amp_verdict verdict) {
     }
 }
 
-/* Why a dtype is not to be used, in `why`; 0: it may be. */
+/* 1: `why` says why the dtype must not be used; 0: it may be. */
 static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, size_t size) {
     const amp_verify_row *row = ampi_failed_row(f->desc->verified, dtype);
     if (row != NULL) {
@@ -21005,7 +20999,7 @@ static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, 
     return 1;
 }
 
-/* The automatic choice, or the next: 16-bit formats first, wider range before finer precision. */
+/* The automatic choice or the next one: 16-bit formats first, wider range before finer precision. */
 static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
     char why[100] = "", first[100] = "";
     int i;
@@ -21041,14 +21035,14 @@ static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
     fixed = bytes.total * (double)bytes.parameters + (double)f->memory.cast_cache;
     each = ((double)f->memory.peak - fixed) / (double)f->desc->batch;
     if (f->memory.device_total <= 0) {
-        snprintf(reason, size, "the device does not tell how much memory it has");
+        snprintf(reason, size, "the device does not report its memory");
         return;
     }
     f->is_short = (double)f->memory.peak > usable;
     if (!(each > 0)) {
         snprintf(reason, size,
-                 "the peak of %.3g GiB is no more than parameters and optimizer take (%.3g GiB): activations are not "
-                 "from amp_alloc",
+                 "the peak of %.3g GiB does not exceed parameters and optimizer (%.3g GiB): activations are not from "
+                 "amp_alloc",
                  AMPI_GIB(f->memory.peak), AMPI_GIB(fixed));
         return;
     }
@@ -21059,13 +21053,13 @@ static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
              AMPI_GIB(f->memory.device_total), (long long)out->batch);
 }
 
-/* O2 halves weights, gradients and casts, which helps if these do not fit. */
+/* O2 halves weights, gradients and casts. */
 static void ampi_advise_level(const ampi_facts *f, amp_advice *out) {
     int low = out->settings.dtype == AMP_F16 || out->settings.dtype == AMP_BF16;
     out->settings.level = f->is_short && low ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
     out->settings.memory_efficient = f->is_short;
     if (!f->is_short)
-        snprintf(out->level_reason, sizeof out->level_reason, "O1: fp32 weights, and casts where they pay; %s",
+        snprintf(out->level_reason, sizeof out->level_reason, "O1: fp32 weights, cast where it pays; %s",
                  out->batch > 0 ? "memory is not short" : "no sign that memory is short");
     else
         snprintf(out->level_reason, sizeof out->level_reason, "%s: the step took %.3g of %.3g GiB, over 90%%; %s",
@@ -21078,15 +21072,15 @@ static void ampi_advise_tf32(const ampi_facts *f, amp_advice *out) {
     out->settings.allow_tf32 = f->device->tf32 && !ampi_speaks_against(f, AMP_TF32, why, sizeof why);
     snprintf(out->tf32_reason, sizeof out->tf32_reason, "%s",
              out->settings.allow_tf32
-                 ? "on: what stays in fp32 is multiplied by tf32 instructions, with 10 bits of mantissa"
+                 ? "on: fp32 products use tf32 instructions, with 10 bits of mantissa"
              : f->device->tf32 ? why
                                : "off: the device has no tf32 instructions");
     out->settings.autotune = strcmp(f->device->kind, "cpu") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
 }
 
-/* From the scaler's own history.  Growth alone costs a skip per growth interval, so more than one step in a hundred
-   means that something else is wrong: hysteresis that takes several skips for one reduction, an interval that is too
-   short, or a scale that hangs just below the overflow. */
+/* From the scaler's history.  Growth alone costs one skip per growth interval, so more than one skip in a hundred steps
+   has another cause: hysteresis that takes several skips per reduction, too short an interval, or a scale that stays
+   just below overflow. */
 static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     amp_scaler_desc *d = &out->settings.scaler;
     const amp_k_scaler *s = &f->scaler;
@@ -21095,7 +21089,7 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     double init = (double)d->init_scale, rate = s->updates > 0 ? (double)s->skips / (double)s->updates : 0;
     out->settings.use_scaler = AMP_SCALER_USE_AUTO;
     if (out->settings.dtype != AMP_F16) {
-        snprintf(reason, size, "%s has fp32's range and needs none", amp_dtype_name(out->settings.dtype));
+        snprintf(reason, size, "%s has fp32's range and needs no scaler", amp_dtype_name(out->settings.dtype));
     } else if (s->updates == 0) {
         snprintf(reason, size,
                  "fp16 loses gradients below 6e-8: a dynamic scale, halved on overflow, doubled after clean steps");
@@ -21104,10 +21098,10 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
                  (long long)s->updates, (double)s->scale);
     } else if (!(rate > 0.01)) {
         d->init_scale = s->scale;
-        snprintf(reason, size, "the scale came down from %g to %g in %lld skips: begin there", init, (double)s->scale,
+        snprintf(reason, size, "the scale came down from %g to %g in %lld skips: start there", init, (double)s->scale,
                  (long long)s->skips);
     } else {
-        const char *mitigation = "backoff 0.25, and begin at a quarter of it";
+        const char *mitigation = "backoff 0.25, and start at a quarter of it";
         if (s->scale < d->init_scale) d->init_scale = s->scale;
         if (d->hysteresis > 1) {
             d->hysteresis = 1;
@@ -21126,30 +21120,27 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
 
 /* ---- The learning rate, from a history of losses in quarters
 
-       lower    0.5 where one is not finite, or beyond fp32; 0.8 to 0.5 where the last quarter's mean is above the best
-                one's by more than 4 standard errors and 5% (at 50%: 0.5), which losses that explode are not, whose last
-                ones
-   are
-                all of the mean and of its error: so where each of the last twentieth is above all others of the last
-   half,
-                and above the best mean by as much; or where 3 losses and 2% of them jump above both neighbours' mean,
-                by more than 6 times the median step and 10% (at 10% of the losses: 0.5)
-       higher   1.5 to 1.2 where the loss falls by less than 10% in all, smoothly (neighbours' differences are below a
-                tenth of the fall), and in the last quarter by no less than 0.8 times the first: a rate that is right
-                slows
-   down
+       lower    0.5 if a loss is not finite, or beyond fp32;
+                0.8 to 0.5 if the last quarter's mean exceeds the best one's by more than 4 standard errors and 5% (at
+                50%: 0.5).  Exploding losses escape that test, as the last few dominate both mean and error: so also if
+                all losses of the last twentieth are above all others of the last half and 5% above the best mean;
+                0.8 to 0.5 if at least 3 losses and 2% of them jump above both neighbours' mean, by more than 6 times
+                the median step and 10% (at 10% of the losses: 0.5)
+       higher   1.5 to 1.2 if the loss falls by less than 10% in all, smoothly (neighbours differ by less than a tenth
+                of the fall), and in the last quarter at least 0.8 times as much as in the first: with the right rate
+                the fall slows down
 
    Of random histories that fall as they should, or not at all, fewer than 3 in a hundred get a hint at 100 losses, and
-   fewer than 2 at 200, where noise is like the one before's by 0.7. */
+   fewer than 2 at 200, with noise whose neighbours correlate by 0.7. */
 
-/* What a history looks like, in quarters of it. */
+/* A history in quarters. */
 typedef struct ampi_history {
     int64_t bad;                    /* losses that are not finite */
     double mean[4], error[4];       /* with their standard errors */
     int best;                       /* the quarter with the lowest mean */
     double noise;                   /* of one loss */
     int64_t jumps;                  /* losses far above both neighbours */
-    /* the last twentieth, and its lowest where that is above the half before it, else the best mean */
+    /* the last twentieth, and its lowest loss if that is above the half before, else the best mean */
     int64_t tail;
     double above;
 } ampi_history;
@@ -21161,7 +21152,7 @@ static int ampi_compare_f64(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Losses further above both neighbours' mean than 6 times what is usual, and than a tenth of it; scratch: n numbers. */
+/* Losses above both neighbours' mean by more than 6 times the median step and a tenth of it; scratch: n numbers. */
 static int64_t ampi_count_jumps(const double *x, int64_t n, double *scratch) {
     int64_t i, jumps = 0;
     double usual;
@@ -21191,7 +21182,7 @@ static double ampi_mean_of(const double *x, int64_t n, double *error) {
 }
 
 static void ampi_history_read(ampi_history *h, const double *x, int64_t n, double *scratch) {
-    int64_t i, quarter = n / 4, from = n - 4 * quarter;         /* what is left over is the oldest */
+    int64_t i, quarter = n / 4, from = n - 4 * quarter;         /* leaves out the oldest n % 4 */
     int q;
     memset(h, 0, sizeof *h);
     for (i = 0; i < n; i++) h->bad += !amp_is_finite_f64(&x[i]) || fabs(x[i]) > AMPI_FLT_MAX;
@@ -21342,7 +21333,7 @@ AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, 
     s.allow_tf32 = advice->settings.allow_tf32;
     s.memory_efficient = advice->settings.memory_efficient;
     s.use_scaler = advice->settings.use_scaler;
-    rule = &advice->settings.scaler;            /* left at 0 by advice without a scaler */
+    rule = &advice->settings.scaler;            /* 0 in advice without a scaler */
     if (rule->init_scale > 0) s.scaler.init_scale = rule->init_scale;
     if (rule->backoff_factor > 0) s.scaler.backoff_factor = rule->backoff_factor;
     if (rule->growth_interval != 0) s.scaler.growth_interval = rule->growth_interval;
@@ -21351,7 +21342,7 @@ AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, 
     if (optimizer != NULL && advice->lr > 0 && advice->lr_factor != 1)
         AMPI_TRY(amp_optimizer_set_lr(optimizer, advice->lr));
     if (advice->settings.level != s.level)
-        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: that needs a new context; O%d stays",
+        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised but needs a new context; O%d stays",
                  (int)advice->settings.level - (int)AMP_LEVEL_O0, (int)s.level - (int)AMP_LEVEL_O0);
     return AMP_OK;
 }
@@ -21359,7 +21350,7 @@ AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, 
 /* ---- Tune */
 
 enum {
-    AMPI_TUNE_TURN = 5,             /* timed steps of a precision before the next one's turn */
+    AMPI_TUNE_TURN = 5,             /* timed steps of a precision per turn */
     AMPI_TUNE_NUMBERS = 7,          /* of a row in the file; and of all rows */
     AMPI_TUNE_ROOM = AMPI_TUNE_NUMBERS * (int)AMP_TUNE_ROWS
 };
@@ -21369,8 +21360,8 @@ typedef struct ampi_candidate {
     amp_verdict verdict;
     char reason[120];
     int dropped;                    /* 1: failed; not tried with larger batches */
-    amp_tune_row *row;              /* of the batch at hand; NULL: not tried */
-    int64_t *times;                 /* nanoseconds of its steps with it */
+    amp_tune_row *row;              /* of the current batch; NULL: not tried */
+    int64_t *times;                 /* nanoseconds of its steps at that size */
 } ampi_candidate;
 
 typedef struct ampi_tune {
@@ -21379,14 +21370,14 @@ typedef struct ampi_tune {
     amp_tune_report *out;
     ampi_candidate candidates[AMPI_COMPUTE_DTYPES];
     int n;
-    int64_t prepared;               /* what `prepare` was called with last; 0: not yet, or it failed */
-    ampi_snapshot *before;          /* what .verify names, as it was */
+    int64_t prepared;               /* the last batch `prepare` was called with; 0: none, or it failed */
+    ampi_snapshot *before;          /* a snapshot of what .verify names */
     uint64_t key;                   /* of the results in the file */
-    amp_state *state;               /* what the file holds, or NULL */
-    int foreign;                    /* 1: the file is something else, and stays */
+    amp_state *state;               /* the file's contents, or NULL */
+    int foreign;                    /* 1: the file is of another kind and stays */
 } ampi_tune;
 
-/* A user function's number in words. */
+/* A user function's return code in words. */
 static void ampi_host_said(const char *what, int code, char *text, size_t size) {
     const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
     char id[16];
@@ -21434,11 +21425,11 @@ static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
     AMPI_TRY(ampi_may_wait(amp));
     if (ampi_world(amp) > 1)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_tune",
-                         "%d ranks would each find another best: tune on one, and give the others its result",
+                         "each of %d ranks would find its own best: tune on one and pass the result to the others",
                          ampi_world(amp));
     if (ampi_settings(amp)->disable)
         return ampi_fail(AMP_ERR_STATE, "amp_tune",
-                         "the context is disabled, so all precisions would be one: call amp_set_enabled first");
+                         "the context is disabled, so all precisions would be the same: call amp_set_enabled first");
     return AMP_OK;
 }
 
@@ -21481,7 +21472,7 @@ static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64])
     snprintf(key, 64, "tune.%016llx.%s", (unsigned long long)t->key, name);
 }
 
-/* A row from its numbers; 0: they cannot be one. */
+/* A row from its numbers; 0: they are not a row. */
 static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
     int i;
     for (i = 0; i < AMPI_TUNE_NUMBERS; i++)
@@ -21556,7 +21547,7 @@ static amp_result ampi_tune_put(const ampi_tune *t) {
     return amp_state_save(t->state, t->desc.file);
 }
 
-/* Beside the results of others that the file holds. */
+/* Keeps the file's other results. */
 static amp_result ampi_tune_write(ampi_tune *t) {
     amp_result result = AMP_OK;
     char why[200];
@@ -21565,7 +21556,7 @@ static amp_result ampi_tune_write(ampi_tune *t) {
     if (result == AMP_OK) result = ampi_tune_put(t);
     if (result == AMP_OK) return AMP_OK;
     snprintf(why, sizeof why, "%.199s", amp_last_error());
-    return ampi_fail(AMP_ERR_WRITE, "amp_tune", "the results are valid, but not saved in %.100s: %s", t->desc.file,
+    return ampi_fail(AMP_ERR_WRITE, "amp_tune", "the results are valid but were not saved in %.100s: %s", t->desc.file,
                      why);
 }
 
@@ -21577,7 +21568,7 @@ static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
     ampi_host_said(what, code, c->row->reason, sizeof c->row->reason);
 }
 
-/* `n` steps with nothing queued behind them; times may be NULL. */
+/* Runs n steps, each to its end; times may be NULL. */
 static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int i, code = 0;
@@ -21589,7 +21580,7 @@ static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
     return code;
 }
 
-/* One turn of a candidate.  A new precision begins without cached casts, so each turn begins with untimed steps. */
+/* One turn of a candidate, beginning with untimed steps, since a new precision has no cached casts. */
 static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
     int n = AMPI_MIN(t->desc.iterations - done, (int)AMPI_TUNE_TURN), code;
     amp_memory_info memory;
@@ -21632,7 +21623,7 @@ static void ampi_tune_finish_rows(ampi_tune *t) {
             t->candidates[k].row->speedup = full / t->candidates[k].row->seconds;
 }
 
-/* Rows for the candidates that are still in it. */
+/* Rows for the candidates not yet dropped. */
 static void ampi_tune_open_rows(ampi_tune *t, int64_t batch) {
     int k;
     for (k = 0; k < t->n; k++) {
@@ -21735,7 +21726,7 @@ static int ampi_tune_still_fits(ampi_tune *t) {
     ampi_tune_pick(t->out);
     batch = t->out->best < 0 ? t->desc.batch : t->out->rows[t->out->best].batch;
     if (ampi_tune_prepare(t, batch) == 0) return 1;
-    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: batch %lld of %s cannot be prepared any more",
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: batch %lld of %s can no longer be prepared",
              (long long)batch, t->desc.file);
     memset(t->out, 0, sizeof *t->out);
     return 0;
@@ -21784,7 +21775,7 @@ static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, a
     if (result != AMP_OK && result != AMP_ERR_WRITE) return result;
     *out = report;
     if (code == 0 || out->best < 0) return result;
-    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed and is the best, but now %s",
+    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed as the best, but now %s",
                      (long long)out->rows[out->best].batch, why);
 }
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
@@ -21810,18 +21801,18 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
     return sheet.used;
 }
 
-/* ---- Recover.  Records come some steps late, so a new snapshot is only a candidate until a later step, whose finite
-   loss and gradients were computed from its weights, was applied.  Then it replaces the one before; an anomaly drops
-   it.  At most two snapshots are held.
+/* ---- Recover.  Records arrive some steps late, so a new snapshot is only a candidate until a later step has been
+   applied whose finite loss and gradients were computed from its weights.  Then it replaces the one before; an anomaly
+   drops it.  At most two snapshots are held.
 
-   Restoring sets the optimizer's count of steps back and drops the results that were pending.  Records of
-   undone steps may still come, numbered from the last one seen to the last step done.  They are skipped until another
-   number comes: the new run's, which begins below. */
+   Restoring sets the optimizer's step count back and drops pending results.  Records of undone steps may still arrive,
+   numbered from the last one seen to the last step done.  They are skipped until another number arrives: the new run's,
+   which begins below. */
 
-/* What can be gone back to. */
+/* A point to go back to. */
 typedef struct ampi_recovery_point {
     ampi_snapshot *training;        /* NULL: none */
-    amp_state *host;                /* what .save put there, or NULL */
+    amp_state *host;                /* what .save wrote, or NULL */
     int64_t attempts, applied;      /* steps done until then */
 } ampi_recovery_point;
 
@@ -21832,14 +21823,14 @@ struct amp_recovery {
     ampi_recovery_point good, candidate;
     int32_t retries;                /* since .interval good steps */
     int64_t streak;                 /* applied steps without an anomaly */
-    int64_t next;                   /* applied steps when a snapshot is due */
+    int64_t next;                   /* applied steps at which a snapshot is due */
     int64_t seen;                   /* the last record's number */
     int64_t undone;                 /* records from seen + 1 to this one are skipped; 0: none */
     int64_t cleaned;                /* 1 + steps done when memory was last cleaned up; 0: not yet */
-    int64_t halvings;               /* of the micro-batch that are in force */
+    int64_t halvings;               /* of the micro-batch, in force */
     int64_t fitted;                 /* good steps since the batch last changed */
     int32_t doubled;                /* 1: the last change was a doubling */
-    int32_t failures;               /* doublings that were followed by a halving */
+    int32_t failures;               /* doublings followed by a halving */
 };
 
 static void ampi_recovery_drop(ampi_recovery_point *p) {
@@ -21848,7 +21839,7 @@ static void ampi_recovery_drop(ampi_recovery_point *p) {
     memset(p, 0, sizeof *p);
 }
 
-/* What the user's save or load returned, as a result. */
+/* The result for a failed user's save or load. */
 static amp_result ampi_host_failed(const char *what, int code) {
     char why[200];
     ampi_host_said(what, code, why, sizeof why);
@@ -21923,12 +21914,12 @@ static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc 
                                                                       : "scaler");
     AMPI_TRY(ampi_check_all_known(amp, f, d->params, d->n_params));
     if (d->optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps",
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create the recovery between steps",
                          d->optimizer->micro, d->optimizer->desc.accumulation);
     return AMP_OK;
 }
 
-/* It, and what it puts back. */
+/* The recovery and all that it restores are alive. */
 static amp_result ampi_recovery_alive(const amp_recovery *r, const char *function) {
     AMPI_TRY(ampi_alive(&r->object, function));
     AMPI_TRY(ampi_alive(&r->desc.optimizer->object, function));
@@ -21974,9 +21965,9 @@ AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, con
     return AMP_OK;
 }
 
-/* ---- What is planned */
+/* ---- Planning */
 
-/* The layer's name is its tensor's up to the last dot. */
+/* A layer's name is its tensor's up to the last dot. */
 static void ampi_layer_pattern(const char *name, char pattern[64]) {
     const char *dot = strrchr(name, '.');
     size_t n = dot ? (size_t)(dot - name) + 1 : strlen(name);
@@ -21993,7 +21984,7 @@ static int ampi_layer_is_fp32(const amp_context *amp, const char *pattern) {
     return 0;
 }
 
-/* The next wider format: fp16 -> bf16 if the device has it, all else -> fp32. */
+/* The next wider format: fp16 -> bf16 if the device has it, any other -> fp32. */
 static amp_dtype ampi_next_dtype(const amp_context *amp) {
     amp_dtype now = ampi_settings(amp)->autocast_dtype;
     amp_choice choice;
@@ -22007,8 +21998,8 @@ static int ampi_can_widen(const amp_context *amp) {
     return !d->disable && d->autocast_dtype != AMP_F32 && d->level < AMP_LEVEL_O2;
 }
 
-/* A gradient that is not finite points to its layer.  A loss that is not makes every gradient NaN, and a scale at its
-   floor is not due to a single layer: both need a wider format, if there is one. */
+/* A non-finite gradient points to its layer.  A non-finite loss makes every gradient NaN, and a scale at its floor is
+   not due to a single layer: both need a wider format, if there is one. */
 static void ampi_plan_mitigation(const amp_recovery *r, const amp_step_record *record, amp_recovery_event *event) {
     const amp_context *amp = r->amp;
     /* sharded: this rank's own */
@@ -22044,7 +22035,7 @@ static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action 
     return e;
 }
 
-/* ---- What is done */
+/* ---- Acting */
 
 /* Asks the policy.  1: the policy set the learning rate, so restoring keeps it. */
 static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
@@ -22081,7 +22072,7 @@ static amp_result ampi_mitigate(const amp_recovery *r, amp_recovery_event *event
     return AMP_OK;
 }
 
-/* The last good snapshot, and from there on. */
+/* Goes back to the last good snapshot. */
 static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
     amp_optimizer *o = r->desc.optimizer;
     double lr = o->desc.lr;
@@ -22106,7 +22097,7 @@ static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record
     else ampi_print(&s, "nothing else changed");
 }
 
-/* An anomaly that is only reported: later snapshots are useless. */
+/* An anomaly that is only reported: snapshots taken after it are useless. */
 static void ampi_note_bad(amp_recovery *r) {
     ampi_recovery_drop(&r->candidate);
     r->streak = r->fitted = 0;
@@ -22137,7 +22128,7 @@ static amp_result ampi_recover(amp_recovery *r, const amp_step_record *record, a
 
 /* ---- Records */
 
-/* 1: of a step that was undone. */
+/* 1: the record is of an undone step. */
 static int ampi_is_undone(amp_recovery *r, int64_t step) {
     if (step > r->seen && step <= r->undone) return 1;
     r->undone = 0;
@@ -22158,7 +22149,7 @@ static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
     if (c->training != NULL || r->desc.optimizer->micro > 0 || record->result.applied_steps < r->next) return;
     r->next = record->result.applied_steps + r->desc.interval;
     if (ampi_recovery_take(r, c) != AMP_OK)
-        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, that of %lld applied steps stays: %s",
+        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, the one at %lld applied steps stays: %s",
                  (long long)record->result.step, (long long)r->good.applied, amp_last_error());
 }
 
@@ -22170,7 +22161,7 @@ static void ampi_batch_changed(amp_recovery *r, int halvings) {
     r->fitted = 0;
 }
 
-/* 1: the loader's next two micro-batches are one of twice the size: it does not begin in the middle of another. */
+/* 1: the loader's next two micro-batches make one of twice the size. */
 static int ampi_batch_is_even(const amp_recovery *r) {
     amp_loader_info info;
     if (r->desc.loader == NULL) return 1;
@@ -22178,14 +22169,14 @@ static int ampi_batch_is_even(const amp_recovery *r) {
            info.index + 2 <= info.batches;
 }
 
-/* Good steps it takes to double the batch. */
+/* Good steps before the batch doubles. */
 static int64_t ampi_patience(const amp_recovery *r) {
     int64_t interval = r->desc.batch_growth_interval;
     return interval <= 0 || r->failures > 62 || interval > INT64_MAX >> r->failures ? INT64_MAX
                                                                                     : interval << r->failures;
 }
 
-/* Takes a halving back, when it has fitted long enough. */
+/* Undoes a halving once the batch has fitted long enough. */
 static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
     amp_optimizer *o = r->desc.optimizer;
     amp_recovery_event e = ampi_event(r, AMP_RECOVERY_DOUBLE_BATCH, AMP_ANOMALY_NONE);
@@ -22193,8 +22184,8 @@ static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
     if (r->halvings == 0 || r->fitted < ampi_patience(r) || o->micro > 0 || n % 2 != 0 || !ampi_batch_is_even(r))
         return AMP_OK;
     snprintf(e.text, sizeof e.text,
-             "%lld good steps since the micro-batch was %s for memory: twice its size again from step %lld, and %d "
-             "instead of %d a step",
+             "%lld good steps since the micro-batch was %s for memory: twice its size again from step %lld, %d "
+             "instead of %d per step",
              (long long)r->fitted, r->doubled ? "last changed" : "halved", (long long)o->attempts + 1, n / 2, n);
     (void)ampi_ask(r, &e);
     if (e.action != AMP_RECOVERY_DOUBLE_BATCH) { r->fitted = 0; return AMP_OK; }
@@ -22231,7 +22222,7 @@ AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_reco
 
 /* ---- Memory */
 
-/* Out of memory a second time in one step. */
+/* Handles running out of memory a second time in one step. */
 static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
     amp_optimizer *o = r->desc.optimizer;
     int32_t n = o->desc.accumulation, most = INT32_MAX / 2;
@@ -22257,8 +22248,8 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
     return AMP_OK;
 }
 
-/* One cleanup per step, then ever smaller micro-batches.  The cycle's accumulated gradients are dropped, since the
-   failed pass may be partly in them. */
+/* One cleanup per step, then ever smaller micro-batches.  Drops the cycle's accumulated gradients: they may hold part
+   of the failed pass. */
 static amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     amp_recovery_event e;
@@ -22299,7 +22290,7 @@ static amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader
     if (loader != NULL) AMPI_TRY(ampi_alive(&loader->object, "amp_recovery_batch"));
     if (r->desc.optimizer->micro > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_recovery_batch",
-                         "%d of %d micro-batches are accumulated: call it between steps", r->desc.optimizer->micro,
+                         "%d of %d micro-batches are accumulated: call this between steps", r->desc.optimizer->micro,
                          r->desc.optimizer->desc.accumulation);
     AMPI_TRY(ampi_may_wait(r->amp));
     before = r->desc.loader;
@@ -22332,8 +22323,7 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
     AMPI_TRY(ampi_need(f, recovery && state && prefix, "recovery, state or prefix"));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
-    /* good steps that nothing waits for are not counted: whatever came before, runs that stand at the same place save
-       the same bytes */
+    /* good steps that nothing waits for are not counted, so runs at the same point save the same bytes */
     if (r.halvings == 0) r.fitted = 0;
     if (r.retries == 0) r.streak = 0;
     return ampi_as(f, ampi_saved_walk(f, state, NULL, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r,
@@ -22425,7 +22415,7 @@ typedef int32_t ampi_vi __attribute__((vector_size(AMPI_W * 4), may_alias));
 
 static inline ampi_vf AMPI_V(ampi_load)(const float *p) { ampi_vf v; memcpy(&v, p, sizeof v); return v; }
 static inline void AMPI_V(ampi_store)(float *p, ampi_vf v) { memcpy(p, &v, sizeof v); }
-static inline void AMPI_V(ampi_store_past_cache)(float *p, ampi_vf v) {        /* p: at a multiple of a vector's size */
+static inline void AMPI_V(ampi_store_past_cache)(float *p, ampi_vf v) {        /* p: aligned to a vector */
 #if AMPI_X86 && AMPI_PASS == 3
     _mm512_stream_ps(p, (__m512)v);
 #elif AMPI_X86 && AMPI_PASS == 2
@@ -22464,7 +22454,7 @@ static inline void AMPI_V(ampi_store_tail)(void *p, ampi_vf v, int64_t n) {
 #endif
 }
 
-/* Lane by lane, yes where mask is all ones and no where it is 0. */
+/* Per lane: yes if mask is all ones, no if it is 0. */
 static inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)yes, (__m512i)no, 0xca);
@@ -22475,7 +22465,7 @@ static inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no)
 #endif
 }
 
-/* All ones in the lanes that hold a NaN, under -Ofast too. */
+/* All ones in lanes that hold NaN, under -Ofast too. */
 static inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
 #if AMPI_PASS == 2
     ampi_vi nan;
@@ -22553,8 +22543,8 @@ static inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
 #endif
 }
 
-/* x + add, of which the upper bits will be kept: bf16 or tf32.  add is half of the last place kept to round to nearest,
-   that less 1 plus the last place's bit for ties to even, random bits below it for stochastic rounding.  A NaN becomes
+/* x + add, whose upper bits will be kept: bf16 or tf32.  add is half of the last place kept to round to nearest, that
+   less 1 plus the last place's bit for ties to even, or random bits below it for stochastic rounding.  NaNs become
    quiet. */
 static inline ampi_vu AMPI_V(ampi_round_up)(ampi_vu x, ampi_vu add) {
 #if AMPI_PASS == 3
@@ -22591,8 +22581,7 @@ static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
 }
 #endif
 
-/* Numbers rounded to nearest in `dtype`: fp16 and bf16 with ties to even, tf32 away from zero.  Others stay as they
-   are. */
+/* Rounds to nearest in `dtype`: ties to even in fp16 and bf16, away from zero in tf32.  Other dtypes: unchanged. */
 static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
     ampi_vu x = (ampi_vu)v, zero = {0};
     switch (dtype) {
@@ -22761,8 +22750,8 @@ static void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
     for (; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i)));
 }
 
-/* fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes; what is below the normal
-   numbers is rounded, or made exact, by fp32's own addition, which needs no fp32 subnormals. */
+/* fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes; fp32 addition rounds, or
+   restores exactly, its subnormals, without any fp32 subnormal. */
 static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b,
                                                                              uint32_t largest) {
     ampi_vu magnitude = x & 0x7fffffffu, zero = {0}, unit = zero + ((uint32_t)(151 - b - m) << 23);
@@ -22839,7 +22828,7 @@ static void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp
 }
 
 #if AMPI_PASS == 3
-/* 16 numbers rounded to odd, as in ampi_odd; where fp32 has no normal number, only the bits that are kept are right. */
+/* 16 numbers rounded to odd, as in ampi_odd; below fp32's normal numbers only the bits that will be kept are right. */
 static inline __attribute__((always_inline)) __m512 AMPI_V(ampi_odd16)(const double *src) {
     __m512d x = _mm512_loadu_pd(src), y = _mm512_loadu_pd(src + 8);
     __m256 low = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC),
@@ -22881,7 +22870,7 @@ static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e4m3)(uint8_
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi16_epi8(y));
 }
 
-/* Below fp32's normal numbers, where bf16 has some, fp32 is to be exactly odd. */
+/* bf16 keeps subnormals below fp32's normal numbers: there fp32 must be exactly odd. */
 static inline __attribute__((always_inline)) void AMPI_V(ampi_store_bf16)(uint16_t *to, const double *src) {
     __m512i x = _mm512_castps_si512(AMPI_V(ampi_odd16)(src)), half;
     if (_mm512_testn_epi32_mask(x, _mm512_set1_epi32(0x7f800000)))
@@ -22955,7 +22944,7 @@ static void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint32_t l
     }
 }
 
-/* Counts in 32-bit lanes, emptied before they can overflow. */
+/* Counts in 32-bit lanes, flushed before they can overflow. */
 static int64_t AMPI_V(ampi_count32)(const void *src, int64_t n, uint32_t mask) {
     int64_t i = 0, total = 0;
     while (i + AMPI_W <= n) {
@@ -23009,7 +22998,7 @@ static inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, am
 }
 
 /* out[0..4W) = the blocks from `block` on, whose low words must not wrap.  A transposition of 4 x 4 words in each
-   128 bits leaves word groups in the order lane 0, 4, 8, .. 1, 5, ..: the lanes' blocks are numbered to fit. */
+   128 bits leaves word groups in the order lane 0, 4, 8, .. 1, 5, ..: the lanes' blocks are numbered to match. */
 static void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t block) {
     ampi_vu c0 = {0}, c1 = c0 + (uint32_t)(block >> 32), c2 = c0, c3 = c0, low0, high0, low2, high2;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -23082,8 +23071,8 @@ __extension__ static const ampi_numbers_vec AMPI_V(
 #else
 /* ==== 6 >>backends: vector kernels ==== */
 
-/* ---- Vector helpers and elementary functions.  They hold under -Ofast too: special values are told apart by
-   their bits, and AMPI_V(ampi_keep) stops the compiler from rearranging a sum whose order matters. */
+/* ---- Vector helpers and elementary functions, safe under -Ofast: special values are recognised by their bits, and
+   AMPI_V(ampi_keep) stops the compiler from reordering a sum whose order matters. */
 
 static inline ampi_vf AMPI_V(ampi_splat)(float x) {
 #if AMPI_PASS == 3
@@ -23097,7 +23086,7 @@ static inline ampi_vf AMPI_V(ampi_splat)(float x) {
 }
 static inline ampi_vi AMPI_V(ampi_splat_int)(int32_t x) { ampi_vi zero = {0}; return zero + x; }
 
-/* v itself, with its history hidden from the compiler. */
+/* v, with its origin hidden from the compiler. */
 static inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("" : "+v"(v));
@@ -23131,7 +23120,7 @@ static inline ampi_vf AMPI_V(ampi_min)(ampi_vf a, ampi_vf b) {
 #endif
 }
 
-/* a b + c, with one rounding where the instruction set has it, and two without.  Never rearranged. */
+/* a b + c, with one rounding if the instruction set has FMA, else two.  Never reordered. */
 static inline ampi_vf AMPI_V(ampi_fma)(ampi_vf a, ampi_vf b, ampi_vf c) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -23142,8 +23131,7 @@ static inline ampi_vf AMPI_V(ampi_fma)(ampi_vf a, ampi_vf b, ampi_vf c) {
 #endif
 }
 
-/* a / b and sqrt(a), correctly rounded: -Ofast turns the plain operator into an approximation that fails for
-   infinities and zeros. */
+/* a / b and sqrt(a), correctly rounded: -Ofast's approximations fail for infinities and zeros. */
 static inline ampi_vf AMPI_V(ampi_div)(ampi_vf a, ampi_vf b) {
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("vdivps %1, %0, %0" : "+v"(a) : "v"(b));
@@ -23171,7 +23159,7 @@ static inline ampi_vf AMPI_V(ampi_sqrt)(ampi_vf a) {
     return a;
 }
 
-/* The nearest integer of |x| < 2^31, as a number. */
+/* Rounds |x| < 2^31 to the nearest integer. */
 static inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -23224,7 +23212,7 @@ static inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) 
     return p;
 }
 
-/* x brought into [low, high]; NaN stays NaN, which min and max promise only for their second operand. */
+/* x clamped to [low, high]; NaN stays NaN, which min and max ensure only for their second operand. */
 static inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high) {
     ampi_vf a = AMPI_V(ampi_splat)(low), b = AMPI_V(ampi_splat)(high);
 #if AMPI_X86 && AMPI_PASS >= 2
@@ -23251,11 +23239,11 @@ static inline ampi_vf AMPI_V(ampi_scale2)(ampi_vf x, ampi_vf n, ampi_vi place, i
 }
 
 /* exp(x) = 2^n exp(r), n = round(x / ln 2), r = x - n ln 2 with ln 2 in two parts.  Below -87.3 the result is 0,
-   because subnormal numbers cost a hundred times as much; above 88.73 it is inf.  Largest error measured 1.03 ulp.
-   All four functions: NaN gives NaN. */
+   as subnormal numbers cost a hundred times as much; above 88.73 it is inf.  Largest error measured: 1.03 ulp.  All
+   four functions: NaN gives NaN. */
 static inline ampi_vf AMPI_V(ampi_exp)(ampi_vf x) {
     static const float c[] = {0.5f, 0.166665763f, 0.0416665524f, 0.00836334564f, 0.00139263924f};
-    /* The patterns below -87.3 (0xc2ae999a), to -inf (0xff800000), moved to the smallest integers. */
+    /* Moves the patterns from below -87.3 (0xc2ae999a) to -inf (0xff800000) to the smallest integers. */
     ampi_vi place = (ampi_vi)((AMPI_V(ampi_vuint))x + 0xbd516665u);
     ampi_vf y = AMPI_V(ampi_bound)(x, -87.3f, 89.0f);
     ampi_vf n = AMPI_V(ampi_round)(y * AMPI_V(ampi_splat)(1.44269504f)), r, p;
@@ -23321,9 +23309,9 @@ static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
     return AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)(x), x, a);
 }
 
-/* ---- >>backends: the GEMM's kernels.  A tile's sums live in named registers: gcc keeps no array of vectors there.
-   Each sum is a chain of FMAs in the order of k, whatever the tile's height, or several of at most AMPI_TILE_CHAIN
-   words, one after the other: the error of a chain grows with its length. */
+/* ---- >>backends: GEMM kernels.  A tile's sums are named variables: gcc keeps no array of vectors in registers.  At
+   any tile height, a sum is one chain of FMAs in the order of k, or several in turn of at most AMPI_TILE_CHAIN words:
+   a chain's error grows with its length. */
 
 #if AMPI_W == 16
 #  define AMPI_GEMM_ROWS 14             /* 28 of 32 registers */
@@ -23333,7 +23321,7 @@ static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
 #  define AMPI_GEMM_BLOCK 256
 #endif
 
-/* One word in all lanes; a and b may hold pairs of bf16, so nothing is assumed of their type. */
+/* One word in all lanes; a and b may hold pairs of bf16, so no type is assumed. */
 static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
     float word;
     memcpy(&word, p, sizeof word);
@@ -23379,7 +23367,7 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
     static AMPI_TILE_TARGET void AMPI_V(name##v##_##r)(int64_t k, const float *a, int64_t lda, int64_t step, \
                                                        const float *b, int64_t ldb, int64_t tail, const float *add, \
                                                        int64_t ldadd, float *c, int64_t ldc) { \
-        /* three rows to a pointer: fourteen addresses do not fit into the registers */ \
+        /* three rows per pointer: fourteen addresses do not fit into registers */ \
         const float *at[5] = {a, a + 3 * lda, a + 6 * lda, a + 9 * lda, a + 12 * lda}; \
         int64_t chains = (k + AMPI_TILE_CHAIN - 1) / AMPI_TILE_CHAIN, \
                 size = chains > 1 ? (k + chains - 1) / chains : k, chain; \
@@ -23456,7 +23444,7 @@ static void AMPI_V(ampi_gemm_rows_of)(float *dst, int64_t pitch, const void *src
     for (i = 0; i < m; i++) AMPI_V(ampi_gemm_row)(dst + i * pitch, (const char *)src + i * step, dtype, compute, n);
 }
 
-/* n words as one row of several panels. */
+/* Deals n words out as one row of several panels. */
 static inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, const float *src, int64_t n) {
     for (; n >= 2 * AMPI_W; n -= 2 * AMPI_W, src += 2 * AMPI_W, dst += stride) {
         AMPI_V(ampi_store)(dst, AMPI_V(ampi_load)(src));
@@ -23482,7 +23470,7 @@ static void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void *src,
     }
 }
 
-/* ---- Transposition: the rows that come side by side are loaded there first */
+/* ---- Transposition: rows that end up side by side are loaded first */
 
 /* 4 words from each of p, p + step, .. */
 static inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
@@ -23522,7 +23510,7 @@ static void AMPI_V(ampi_transpose)(float *dst, int64_t ldd, const float *src, in
         for (c = r < whole ? quads : 0; c < cols; c++) memcpy(dst + c * ldd + r, src + r * lds + c, sizeof *dst);
 }
 
-/* ---- Writing out */
+/* ---- Writing results */
 
 static void AMPI_V(ampi_gemm_write)(void *dst, amp_dtype dtype, int64_t offset, const float *x, int64_t n) {
     if (dtype == AMP_F16) AMPI_V(ampi_f16_from_f32)((char *)dst + 2 * offset, x, n);
@@ -23582,7 +23570,7 @@ static inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, ampi_vf b
     return AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[3]), b3, v);
 }
 
-/* Four vectors of y over all k: they stay in registers. */
+/* Four vectors of y over all k, kept in registers. */
 static inline void AMPI_V(ampi_combine_strip)(float *y, const float *x, const float *b, int64_t ld, int64_t k) {
     ampi_vf s0 = AMPI_V(ampi_load)(y), s1 = AMPI_V(ampi_load)(y + AMPI_W);
     ampi_vf s2 = AMPI_V(ampi_load)(y + 2 * AMPI_W), s3 = AMPI_V(ampi_load)(y + 3 * AMPI_W);
@@ -23625,7 +23613,7 @@ static void AMPI_V(ampi_gemm_combine)(float *y, const float *x, const float *b, 
     }
 }
 
-/* The sum of x[i] y[i], in two interleaved ones; n is a multiple of 2 AMPI_W. */
+/* The sum of x[i] y[i], as two interleaved sums; n is a multiple of 2 AMPI_W. */
 static float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
     ampi_vf s0 = {0.0f}, s1 = s0;
     int64_t i;
@@ -23636,10 +23624,10 @@ static float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
     return AMPI_V(ampi_sum)(s0 + s1);
 }
 
-/* ---- Rows times rows, where both operands lie along k: each lane has its own part of a sum */
+/* ---- Rows times rows, both contiguous along k: each lane has its own part of a sum */
 
 #if AMPI_W == 16
-#  define AMPI_DOT_ROWS 6               /* 24 sums, and what they are made of, in 32 registers */
+#  define AMPI_DOT_ROWS 6               /* 24 sums and their operands, in 32 registers */
 #else
 #  define AMPI_DOT_ROWS 2               /* 8 of 16 */
 #endif
@@ -23726,7 +23714,7 @@ static void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const 
     }
 }
 
-/* The product is rounded before it is added, as that of any k. */
+/* Rounds the product before adding it, as for any k. */
 static inline ampi_vf AMPI_V(ampi_outer)(ampi_vf x, ampi_vf b) {
     ampi_vf zero = {0.0f};
     return AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, b, zero));
@@ -23778,9 +23766,8 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .outer = AMPI_V(ampi_gemm_outer),
     .pairs = NULL};
 
-/* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low
-   ones.  It takes subnormal operands as 0, and so does the conversion that packs them, which is no rounding of section
-   2's. */
+/* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low ones.
+   It takes subnormal operands as 0; so does the conversion that packs them, unlike section 2's roundings. */
 
 #if AMPI_GEMM_BF16 && AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
@@ -23806,7 +23793,7 @@ static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const
 
 #define AMPI_BF16_INLINE AMPI_TILE_TARGET inline __attribute__((always_inline))
 
-/* The function that works on this dtype. */
+/* Calls the function with the dtype as a constant. */
 #define AMPI_BF16_OF(dtype, call) \
     if (dtype == AMP_F32) { enum { DTYPE = AMP_F32, SIZE = 4 }; call; } \
     else if (dtype == AMP_F16) { enum { DTYPE = AMP_F16, SIZE = 2 }; call; } \
@@ -23817,7 +23804,7 @@ static AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) {
     return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
 }
 
-/* These of 16 values of fp32 or fp16. */
+/* The selected ones of 16 fp32 or fp16 values. */
 static AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, __mmask16 lanes) {
     if (dtype == AMP_F16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, p));
     return _mm512_maskz_loadu_ps(lanes, p);
@@ -23832,7 +23819,7 @@ static AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, in
                                     ampi_gemm_load_bf16(p, dtype, ampi_lanes16(n)));
 }
 
-/* What stands below each other in two rows, as pairs; these of 16 values of the upper row and of the other. */
+/* Pairs of values in the same column of two rows: lanes n of 16 from row `low`, lanes m from row `high`. */
 static AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, __mmask16 n,
                                                      __mmask16 m) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
@@ -23895,7 +23882,7 @@ static AMPI_TILE_TARGET void ampi_gemm_outer_bf16(int64_t rows, int64_t cols, co
                                                   int64_t step, const float *b, int add, float *c, int64_t ldc) {
     AMPI_BF16_OF(dtype, ampi_gemm_outer_of(rows, cols, (const char *)a, DTYPE, step * SIZE, b, add, c, ldc))
 }
-/* The last, incomplete vectors of all rows come after the others. */
+/* Incomplete last vectors of all rows come after the complete ones. */
 static AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step,
                                                 int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, whole = n / 16 * 16, p, j;
@@ -23928,7 +23915,7 @@ static AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char
     _mm512_mask_storeu_ps(y, lanes, (__m512)sum);
 }
 
-/* Many columns four rows at a time, as memory likes it. */
+/* Many columns, four rows at a time, to suit memory. */
 static AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step,
                                                   int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, rows = n > 512 ? 4 : n > 16 ? 16 : AMPI_MAX(k, 1), p, j;
@@ -23943,7 +23930,7 @@ static AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float *x, co
     AMPI_BF16_OF(dtype, ampi_gemv_combine_of(y, x, (const char *)b, DTYPE, ld * SIZE, k, n))
 }
 
-/* sum + what n of 32 values from i on give; sums without a word stay as they are. */
+/* Adds the products of n of 32 values from i on; sums without a word stay unchanged. */
 static AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, int dtype, int64_t i,
                                                int64_t n) {
     ampi_vf all = ampi_gemm_dot2(x, ampi_gemm_side_bf16(row + i * (dtype == AMP_F32 ? 4 : 2), dtype, n), sum);
@@ -23992,7 +23979,7 @@ static inline ampi_vf ampi_gemv_add4(ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d)
     return AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(a + b) + AMPI_V(ampi_keep)(c + d));
 }
 
-/* The sums that lie in the lanes above lie in 16 vectors here. */
+/* The sums held in lanes above are held in 16 vectors here. */
 #define AMPI_ROWS_16(X)   AMPI_ROWS_14(X) X(14) X(15)
 #define AMPI_GEMV_ZERO(i) ampi_vf sum##i = {0.0f};
 #define AMPI_GEMV_STEP(i) \
@@ -24060,14 +24047,13 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
 #undef AMPI_TILE_TARGET
 #endif
 
-/* ---- The same pairs with AMX.  A tile register holds 16 rows of 16 words; tdpbf16ps adds to each sum what 16 words
-   give, the products of the low halves and those of the high halves each summed by itself.  It takes subnormal
-   operands and results as 0. */
+/* ---- The same pairs with AMX.  A tile register holds 16 rows of 16 words; tdpbf16ps adds the products of 16 words to
+   each sum, those of low halves and of high halves summed separately.  Subnormal operands and results count as 0. */
 
 #if AMPI_GEMM_AMX && AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")))
 
-/* All eight tiles with 16 rows of 64 bytes (palette 1). */
+/* Configures all eight tiles as 16 rows of 64 bytes (palette 1). */
 static AMPI_TILE_TARGET void ampi_amx_begin(void) {
     static const struct { uint8_t palette, start, zero[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } config = {
         1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}
@@ -24076,7 +24062,7 @@ static AMPI_TILE_TARGET void ampi_amx_begin(void) {
 }
 static AMPI_TILE_TARGET void ampi_amx_end(void) { _tile_release(); }
 
-/* gcc does not see that a tile load reads memory: what was stored there must be stored before. */
+/* gcc does not know that a tile load reads memory: stores must come first. */
 static inline void ampi_amx_stored(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
 /* Tiles 0 to 3 (two of 16 rows, two of 16 columns) += a b over 16 words; one row of tiles unless `both`.  Strides in
@@ -24122,7 +24108,7 @@ static AMPI_TILE_TARGET inline void ampi_amx_store(int both, float *c, size_t ld
     _tile_stored(3, (char *)c + 16 * ldc + 64, ldc);
 }
 
-/* Rows that do not fill their tiles come from, and go to, a tile of their own. */
+/* Rows that do not fill a tile are copied through one of their own. */
 static AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda,
                                                     int64_t step, const float *b, int64_t ldb, const float *add,
                                                     int64_t ldadd, float *c, int64_t ldc) {
@@ -24174,9 +24160,9 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 #undef AMPI_TILE_PART
 #undef AMPI_TILE_STORE
 
-/* ---- >>backends: attention.  One matrix product serves all five of a layer's products: its left factor is read
-   as scalars in any layout, its right factor and the result as vectors, so keys and values are used where they
-   lie and only strips of queries are transposed. */
+/* ---- >>backends: attention.  One matrix product serves all five of a layer's products: it reads its left factor as
+   scalars in any layout, its right factor and the result as vectors, so keys and values are used in place and only
+   strips of queries are transposed. */
 
 /* 2 AMPI_W neighbouring columns. */
 typedef struct AMPI_V(ampi_two) { ampi_vf x, y; } AMPI_V(ampi_two);
@@ -24215,8 +24201,8 @@ static inline void AMPI_V(ampi_product_store)(const ampi_product *p, int64_t r, 
     AMPI_V(ampi_store)(c + AMPI_W, sum.y);
 }
 
-/* Rows from r on, as many as the registers hold: 8 with 32 registers, 4 with 16.  Rows beyond the last repeat the
-   first and are not stored. */
+/* As many rows from r on as registers allow: 8 with 32 registers, 4 with 16.  Rows beyond the last repeat the first and
+   are not stored. */
 #if AMPI_PASS == 3
 #  define AMPI_PRODUCT_ROWS 8
 #else
@@ -24305,7 +24291,7 @@ static void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_mask *m
 static inline ampi_vi AMPI_V(ampi_is_lowest)(ampi_vf x) { return (ampi_vi)((ampi_vi)x == -0x00800000); }
 
 /* m = max(max, scores), p = exp(score - m), rescale = exp(max - m), sum = sum rescale + all p: the running
-   softmax of Milakov and Gimelshein 2018.  Lanes that saw nothing yet keep m = -inf and get p = 0. */
+   softmax of Milakov and Gimelshein 2018.  Lanes with no visible key yet keep m = -inf and get p = 0. */
 static void AMPI_V(ampi_soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale,
                                 amp_dtype compute) {
     for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
@@ -24345,7 +24331,7 @@ static void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const float *
     ampi_vf highest = (ampi_vf)AMPI_V(ampi_splat_int)(0x7f800000);
     for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vf l = AMPI_V(ampi_load)(lse + x), d = AMPI_V(ampi_load)(delta + x);
-        l = AMPI_V(ampi_select)(AMPI_V(ampi_is_lowest)(l), highest, l);      /* a query that sees nothing: p = 0 */
+        l = AMPI_V(ampi_select)(AMPI_V(ampi_is_lowest)(l), highest, l);      /* a query without visible keys: p = 0 */
         for (int64_t i = x; i < rows * AMPI_STRIP; i += AMPI_STRIP) {
             ampi_vf e = AMPI_V(ampi_exp)(AMPI_V(ampi_load)(p + i) - l);
             AMPI_V(ampi_store)(p + i, e);
@@ -24354,7 +24340,7 @@ static void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const float *
     }
 }
 
-/* Two sums: four would be another order, and other bits of the gradients. */
+/* Two sums: four would change the order, and so the gradients' bits. */
 static float AMPI_V(ampi_attention_dot)(const float *a, const float *b, int64_t n) { return AMPI_V(ampi_dot)(a, b, n); }
 
 static int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
@@ -24367,7 +24353,7 @@ static int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
     return any != 0;
 }
 
-/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0 whatever its gradient is. */
+/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0, whatever its gradient. */
 static void AMPI_V(ampi_softmax_backward_row)(const float *y, const float *dy, float scale, float *dx,
                                               int64_t n) {
     ampi_vf s, zero = AMPI_V(ampi_splat)(0.0f), factor = AMPI_V(ampi_splat)(scale);
@@ -24402,10 +24388,10 @@ __extension__ static const ampi_attention_vec AMPI_V(
                                .dot = AMPI_V(ampi_attention_dot),
                                .has_nan = AMPI_V(ampi_has_nan),
                                .softmax_backward = AMPI_V(ampi_softmax_backward_row)};
-/* ---- >>backends: the bandwidth-bound operators on fp32 rows.  Each element is computed by the same
-   instructions wherever it stands in a row; the last n % AMPI_W go through a partly filled vector. */
+/* ---- >>backends: the bandwidth-bound operators on fp32 rows.  The same instructions compute each element of a row;
+   the last n % AMPI_W go through a partly filled vector. */
 
-/* The next vector of a row that has n elements left: whole, or its first n lanes. */
+/* The next vector of a row with n elements left: whole, or its first n lanes. */
 static inline ampi_vf AMPI_V(ampi_load_upto)(const float *p, int64_t n) {
     return n >= AMPI_W ? AMPI_V(ampi_load)(p) : AMPI_V(ampi_load_tail)(p, n);
 }
@@ -24429,7 +24415,7 @@ static inline ampi_vf AMPI_V(ampi_sigmoid)(ampi_vf x) {
 }
 
 /* The tanh form of GELU is x sigmoid(2 u), because (1 + tanh u) / 2 = sigmoid(2 u), with
-   2 u = x (A + B x^2), A = 2 sqrt(2 / pi), B = 0.044715 A.  x^2 is cut at 10^4, where the sigmoid is long 0 or 1. */
+   2 u = x (A + B x^2), A = 2 sqrt(2 / pi), B = 0.044715 A.  x^2 is limited to 10^4: the sigmoid is long 0 or 1. */
 #define AMPI_GELU_A 1.5957691216057308f
 #define AMPI_GELU_B 0.07135481282740843f
 
@@ -24470,7 +24456,7 @@ static inline ampi_vf AMPI_V(ampi_silu_slope)(ampi_vf x, ampi_vf s) {
     return s * AMPI_V(ampi_fma)(x, one - s, one);
 }
 
-/* ReLU by bits, so that NaN survives whatever the compiler assumes about it: all ones where x is above 0 or NaN. */
+/* ReLU by bits, so that NaN survives -Ofast: all ones where x is above 0 or NaN. */
 static inline ampi_vi AMPI_V(ampi_relu_mask)(ampi_vf x) {
     return (ampi_vi)((ampi_vi)x > 0) | AMPI_V(ampi_is_nan)(x);
 }
@@ -24486,7 +24472,7 @@ static inline ampi_vf AMPI_V(ampi_act)(amp_activation_kind kind, ampi_vf x) {
     }
 }
 
-/* 1 - y^2, the slope of tanh where its value is y */
+/* 1 - y^2, the slope of tanh at the value y */
 static inline ampi_vf AMPI_V(ampi_tanh_slope)(ampi_vf y) {
     return AMPI_V(ampi_fma)(-y, y, AMPI_V(ampi_splat)(1.0f));
 }
@@ -24539,9 +24525,9 @@ static void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const float *up,
     }
 }
 
-/* ---- Sums of rows of fp32, fp16 or bf16, element by element: eight in pairs, then in their order */
+/* ---- Sums of rows of fp32, fp16 or bf16, element by element: eight rows in pairs, the rest in order */
 
-/* AMPI_W elements of a row from i on, of which m are there. */
+/* AMPI_W elements of a row from i on; only m exist. */
 static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i,
                                                                           int64_t m) {
     float scratch[AMPI_W];
@@ -24568,7 +24554,7 @@ AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t 
     return AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(s + a) + AMPI_V(ampi_keep)(b + c));
 }
 
-/* y = (y +) that */
+/* y = (y +) that sum */
 static inline __attribute__((always_inline)) void
 AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int eight, int add, int64_t n) {
     const void *r[8];
@@ -24643,7 +24629,7 @@ static void AMPI_V(ampi_narrow_row)(float *y, const double *total, int64_t n) {
     for (; i < n; i++) y[i] = (float)total[i];
 }
 
-/* ---- Rows: sums with four accumulators (the latency of an addition), then lane by lane in a fixed order */
+/* ---- Rows: sums with four accumulators, to hide an addition's latency, then lane by lane in a fixed order */
 
 static float AMPI_V(ampi_sum_row)(const float *x, int64_t n) {
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, s2 = s0, s3 = s0;
@@ -24729,7 +24715,7 @@ static void AMPI_V(ampi_norm_dx_row)(const float *x, const float *dy, const floa
     }
 }
 
-/* -inf for an empty row; a row with NaN has any value. */
+/* -inf for an empty row; with NaN, any value. */
 static float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
     ampi_vf m0 = AMPI_V(ampi_splat)(ampi_f32_of_bits(0xff800000u)), m1 = m0;
     int64_t i = 0;
@@ -24741,7 +24727,7 @@ static float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
     return AMPI_V(ampi_reduce_max)(AMPI_V(ampi_max)(m0, m1));
 }
 
-/* Two sums that take turns: unrolled, a short row would end with two badly predicted branches. */
+/* Two alternating sums: unrolled, a short row would end with two badly predicted branches. */
 static float AMPI_V(ampi_exp_sum_row)(const float *x, float max, float *e, int64_t n) {
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, m = AMPI_V(ampi_splat)(max), v, next;
     int64_t i = 0;
@@ -24827,7 +24813,7 @@ __extension__ static const ampi_pointwise_vec AMPI_V(
 
 /* ---- Multi-tensor kernels. */
 
-/* sum += x^2 for AMPI_W / 2 numbers, which are read as bits so that no compiler option hides what is not finite. */
+/* sum += x^2 for AMPI_W / 2 numbers, read as bits so that no compiler option hides non-finite ones. */
 static inline AMPI_V(ampi_vdouble) AMPI_V(ampi_add_square)(AMPI_V(ampi_vdouble) sum, const float *p,
                                                            AMPI_V(ampi_vhalf_bits) *bad) {
     AMPI_V(ampi_vhalf_bits) x;
@@ -24845,8 +24831,8 @@ static void AMPI_V(ampi_multi_scale)(float *g, int64_t n, float factor) {
     if (i < n) AMPI_V(ampi_store_tail)(g + i, AMPI_V(ampi_load_tail)(g + i, n - i) * f, n - i);
 }
 
-/* Four independent sums hide the latency of the addition; they are added at the end in a fixed order.  The last
-   numbers of a row go through a vector filled up with zeros. */
+/* Four independent sums hide the addition's latency; they are added at the end in a fixed order.  A row's last numbers
+   go through a vector padded with zeros. */
 static double AMPI_V(ampi_multi_check)(float *g, int64_t n, const float *factor, int32_t *bad) {
     AMPI_V(ampi_vdouble) s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
     AMPI_V(ampi_vhalf_bits) seen = {0};
@@ -24934,7 +24920,7 @@ static void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int64_t n
     if (m != NULL) AMPI_V(ampi_store_tail)(m + i, a, rest);
 }
 
-/* Counts of AMPI_W numbers at a time, each lane's own; comparisons give -1. */
+/* Counts per lane, AMPI_W numbers at a time; comparisons give -1. */
 typedef struct AMPI_V(ampi_inspect_sums) {
     ampi_vi above[AMPI_FIT_LIMITS], limit[AMPI_FIT_LIMITS], largest;
 } AMPI_V(ampi_inspect_sums);
@@ -24989,7 +24975,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
 #endif /* AMPI_PASS */
 
 /* ---- Change log
-   0.2.0  Names changed, meanings did not:
+   0.2.0  Renamed, with unchanged meaning:
 
        0.1.0                             0.2.0
        amp_set, amp_set_create ...       amp_grad_set, amp_grad_set_create ...
@@ -25016,36 +25002,32 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        amp_step_record.outcome           .result
        AMP_OUTCOMES, amp_k_rule.outcomes AMP_STEP_RESULTS, .results
 
-       Header and implementation are compared once, in amp_open, and file by file: functions are plain symbols (no more
-       _v); AMP_ABI takes no argument, and amp_backend.abi is AMP_ABI.  The API begins with what a training program
-       calls, and the manual with a whole program.
-       amp_open_env, amp_scaler_unscale, _update_with, _enabled, .gemm_always, .skip_warning: what a program with a
-       training loop of its own takes; NULL is a scale of 1 for a scaler's calls.  Sets without a count are refused,
-       products
-   outside regions of a
-       16-bit context and endless skips at the floor are warned about; an empty variable AMP_... counts as not set.
+       amp_open compares header and implementation once per file: functions are plain symbols (no more _v); AMP_ABI
+       takes no argument, and amp_backend.abi is AMP_ABI.  The API begins with what a training program calls, the manual
+       with a whole program.
+       For programs with their own training loop: amp_open_env, amp_scaler_unscale, _update_with, _enabled,
+       .gemm_always, .skip_warning; a NULL scaler means a scale of 1.  Sets without a count are refused; products
+       outside regions of a 16-bit context and endless skips at the floor give warnings; an empty variable AMP_... is
+       not set.
        amp_gemm_f64; saturate_inputs; amp_status.new_inf: where fp16 made operands infinite.  Declarations compile as
        C90 and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
-       amp_grad_stats.first_bad_element.  examples/adopt/cblas.h is compiled once, as cblas.c, and without AMP_...
-   leaves a
-       program its BLAS; ampblas.c is for binaries.
-       Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  As
-       many as there are cores, or as a CPU quota allows.
+       amp_grad_stats.first_bad_element.  examples/adopt/cblas.h is compiled once, as cblas.c; without AMP_... a program
+       keeps its BLAS; ampblas.c is for binaries.
+       Own threads instead of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  One per core,
+       or as a CPU quota allows.
        Backends: .fuses says whether gemm takes sums and .backward; .gemm_reserve and .gemm_release: memory for
-       products. Ids of parameters are unique over all contexts; amp_close stops what was created from the context.
+       products.  Ids of parameters are unique over all contexts; amp_close stops what was created from the context.
        A disabled scaler keeps the stages of an enabled one; AMP_SCALER_TORCH takes bf16 gradients; AMP_EXPLICIT_ZERO is
-       no longer -1; operands that share memory, numbers that are NaN and structs that were not zeroed are refused.
-       amp_optimizer_set_weight: masters from fp32 values.  States say rank, world and place in the cycle.
-       Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; hints on the
-       learning rate in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
+       no longer -1; operands that share memory, NaN in settings and structs that were not zeroed are refused.
+       amp_optimizer_set_weight: masters from fp32 values.  States record rank, world and place in the cycle.
+       Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; learning-rate
+       hints in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
        Long fp32 sums no longer lose accuracy with their number of terms.
-       Arithmetic runs in C's default floating-point environment, whatever the host's: traps, rounding, flushed
-       subnormals. amp_convert from and to fp64 by vector instructions, rounded once.
+       Arithmetic runs in C's default floating-point environment, whatever the host's traps, rounding and subnormals.
+       amp_convert from and to fp64 uses vector instructions and rounds once.
        No struct begins with an enum: = {0} is clean under gcc's -Wc++-compat; initialise by name.
-       On GPUs optimizers write the 16-bit copies of fp32 weights in their own pass, and neither a steady step nor a
-   captured one
-       casts a weight: amp_param_changed, between launches too, for weights that you change yourself.
-   amp_norm_op.dx_low.
+       On GPUs, optimizers write the 16-bit copies of fp32 weights in their own pass: steady and captured steps cast no
+       weight.  Call amp_param_changed for weights that you change yourself, also between launches.  amp_norm_op.dx_low.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

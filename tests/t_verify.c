@@ -341,7 +341,7 @@ TEST(scale_too_large) {
     open_broken(0x1p30f);
     r = verify(&a_model, BREAK_NOTHING);
     check_row(&r, 0, AMP_VERDICT_PASS, "good");
-    check_row(&r, 1, AMP_VERDICT_PASS, "good from loss scale ");
+    check_row(&r, 1, AMP_VERDICT_PASS, "good at loss scale ");
     check_row(&r, 2, AMP_VERDICT_PASS, "good");
     CHECK(amp_scaler_scale(a_model.scaler) == 0x1p30f);
     close_model(&a_model);
