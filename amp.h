@@ -1156,7 +1156,8 @@ typedef struct amp_grad_set_desc {
     int32_t sharded, reserved;
     double clip_norm;           /* largest norm; 0: no clipping */
 } amp_grad_set_desc;
-/* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_CONFLICT both .params and .ranges are given. */
+/* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_CONFLICT both .params and .ranges are given, or two gradients or two
+   weights share memory. */
 AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc);
 AMP_API void amp_grad_set_destroy(amp_grad_set *set);
 
@@ -1302,7 +1303,8 @@ AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf)
 /* All at once, for gradients in a few arrays: checks them, multiplies them by 1 / scale (non-finite ones too), updates
    the scale, and sets *apply to whether your optimizer shall step: 0 if anything is infinite or NaN, or on failure;
    1 if scaler is NULL.  Waits.
-   Errors: AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture, AMP_ERR_GRAD_16BIT, AMP_ERR_REDUCE. */
+   Errors: AMP_ERR_DTYPE, AMP_ERR_CONFLICT ranges share memory, AMP_ERR_STATE during a graph capture,
+   AMP_ERR_GRAD_16BIT, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply);
 /* Multiplies a set's ranges by scale / old_scale, for buffers that carry the scale (momentum in a gradient buffer).
    old_scale 0: the scale before the last update, so call it after every update.  Errors: AMP_ERR_SCALE. */
@@ -1359,7 +1361,7 @@ typedef struct amp_optimizer_desc {
 } amp_optimizer_desc;
 /* All parameters share one step count, also for bias correction.
    Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, AMP_ERR_CONFLICT a storage policy that does not
-   fit. */
+   fit, or shared memory as in amp_grad_set_create. */
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc);
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
@@ -13601,9 +13603,33 @@ static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_
     return r;
 }
 
+static int ampi_arrays_share(const void *a, amp_dtype of_a, int64_t n, const void *b, amp_dtype of_b, int64_t m) {
+    uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return n > 0 && m > 0 && x < y + (uintptr_t)m * amp_dtype_size(of_b) && y < x + (uintptr_t)n * amp_dtype_size(of_a);
+}
+
+/* What two rows had in common would be unscaled, clipped and stepped twice. */
+static amp_result ampi_check_rows_apart(const amp_grad_set *set) {
+    int64_t i, j;
+    for (i = 0; i < set->n; i++)
+        for (j = 0; j < i; j++) {
+            const amp_k_tensor *a = &set->rows[i], *b = &set->rows[j];
+            int grads = ampi_arrays_share(a->grad, a->grad_dtype, a->count, b->grad, b->grad_dtype, b->count);
+            if (grads ||
+                ampi_arrays_share(a->weight, a->weight_dtype, a->count, b->weight, b->weight_dtype, b->count))
+                return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create",
+                                 "%s %lld (%s) and %lld (%s) share memory: list it once",
+                                 grads ? "gradients" : "weights", (long long)j,
+                                 set->names[j] ? set->names[j] : "unnamed", (long long)i,
+                                 set->names[i] ? set->names[i] : "unnamed");
+        }
+    return AMP_OK;
+}
+
 /* Everything is filled in: to the device. */
 static amp_result ampi_set_finish(amp_grad_set *set) {
     amp_k_grad_stats found;
+    AMPI_TRY(ampi_check_rows_apart(set));
     memset(&found, 0, sizeof found);
     found.first_bad = -1;
     found.clip_coef = found.multiplier = found.factor = 1;
@@ -14182,9 +14208,18 @@ static amp_result ampi_graph_note_set(amp_grad_set *set) {
     return AMP_OK;
 }
 
+/* The first range whose count the host has left out, or -1. */
+static int64_t ampi_set_forgotten(const amp_grad_set *set) {
+    int64_t i;
+    for (i = 0; i < set->n; i++)
+        if (set->params == NULL && !set->desc->sharded && set->rows[i].grad != NULL && set->rows[i].count == 0)
+            return i;
+    return -1;
+}
+
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode) {
     amp_scaler *enabled = ampi_enabled(scaler);
-    int64_t filled = 0;
+    int64_t filled = 0, forgotten;
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_need("amp_scaler_check", set != NULL, "set"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_check"));
@@ -14204,6 +14239,12 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
         ampi_log(set->amp, AMP_LOG_WARNING, 1102,
                  "amp_scaler_check: the set holds no gradients (no parameter has .grad.data, or no range a .count): "
                  "nothing is found in it");
+    forgotten = ampi_set_forgotten(set);
+    if (filled < set->n && forgotten >= 0 && ampi_log_count(set->amp, 1104) == 1)
+        ampi_log(set->amp, AMP_LOG_WARNING, 1104,
+                 "amp_scaler_check: range %lld (%s) has .data and no .count: nothing is found in it, and it is not "
+                 "unscaled; of an empty array leave .data NULL",
+                 (long long)forgotten, set->names[forgotten] ? set->names[forgotten] : "unnamed");
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_graph_note_set(set)));
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_check_set(set, enabled, mode, 1)));
     ampi_set_enter(set, scaler, AMPI_CHECKED);
@@ -25007,9 +25048,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        takes no argument, and amp_backend.abi is AMP_ABI.  The API begins with what a training program calls, the manual
        with a whole program.
        For programs with their own training loop: amp_open_env, amp_scaler_unscale, _update_with, _enabled,
-       .gemm_always, .skip_warning; a NULL scaler means a scale of 1.  Sets without a count are refused; products
-       outside regions of a 16-bit context and endless skips at the floor give warnings; an empty variable AMP_... is
-       not set.
+       .gemm_always, .skip_warning; a NULL scaler means a scale of 1.  Ranges of a set that share memory are refused;
+       ranges without a count, products outside regions of a 16-bit context and endless skips at the floor give
+       warnings; an empty variable AMP_... is not set.
        amp_gemm_f64; saturate_inputs; amp_status.new_inf: where fp16 made operands infinite.  Declarations compile as
        C90 and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
        amp_grad_stats.first_bad_element.  examples/adopt/cblas.h is compiled once, as cblas.c; without AMP_... a program

@@ -15,7 +15,7 @@ typedef struct words { int warnings, infos; char warning[600], info[600]; } word
 
 static void hear(void *user, amp_log_level level, int id, const char *text) {
     words *w = (words *)user;
-    if (id == 1011 || id == 1102 || id == 1103) { CHECK_EQ(level, AMP_LOG_WARNING); w->warnings++; snprintf(w->warning, sizeof w->warning, "%s", text); }
+    if (id == 1011 || (id >= 1102 && id <= 1104)) { CHECK_EQ(level, AMP_LOG_WARNING); w->warnings++; snprintf(w->warning, sizeof w->warning, "%s", text); }
     if (id == 1012) { CHECK_EQ(level, AMP_LOG_INFO); w->infos++; snprintf(w->info, sizeof w->info, "%s", text); }
 }
 
@@ -398,11 +398,58 @@ TEST(a_range_without_a_count) {
     words w;
     amp_context *amp = open_as(AMP_F16, 0, AMP_CPU_DEFAULT, &w);
     amp_scaler *scaler;
-    amp_range range = {"o", o, 0, AMP_F32};
+    amp_range range = {"o", o, 0, AMP_F32}, more[2] = {{"first", o, 4, AMP_F32}, {"second", o + 4, 0, AMP_F32}};
     int32_t apply;
     CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
     for (int i = 0; i < 3; i++) CHECK_OK(amp_scaler_unscale(scaler, &range, 1, &apply));
     CHECK(w.warnings == 1 && strstr(w.warning, "no range a .count"));
+    for (int i = 0; i < 3; i++) CHECK_OK(amp_scaler_unscale(scaler, more, 2, &apply));
+    CHECK(w.warnings == 2 && strstr(w.warning, "range 1 (second) has .data and no .count"));
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+
+    amp = open_as(AMP_F16, 0, AMP_CPU_DEFAULT, &w);
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    more[1].data = NULL;                    /* an empty array */
+    CHECK_OK(amp_scaler_unscale(scaler, more, 2, &apply));
+    CHECK_EQ(w.warnings, 0);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
+/* What two arrays share would be unscaled or stepped twice. */
+TEST(arrays_that_share_memory) {
+    static float x[16], y[16];
+    words w;
+    amp_context *amp = open_as(AMP_F16, 0, AMP_CPU_DEFAULT, &w);
+    amp_range ranges[3] = {{"a", x, 8, AMP_F32}, {"b", x + 8, 8, AMP_F32}, {"c", y, 8, AMP_F32}};
+    amp_grad_set_desc desc = {.ranges = ranges, .n_ranges = 3};
+    amp_param params[2] = {{.name = "embedding", .weight = amp_tensor1(x, AMP_F32, 8), .grad = amp_tensor1(y, AMP_F32, 8)},
+                           {.name = "head", .weight = amp_tensor1(x + 8, AMP_F32, 8), .grad = amp_tensor1(y + 8, AMP_F32, 8)}};
+    amp_optimizer_desc adamw = {.params = params, .n_params = 2, .lr = 0.1};
+    amp_scaler *scaler;
+    amp_grad_set *set;
+    amp_optimizer *optimizer;
+    int32_t apply;
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    CHECK_OK(amp_scaler_unscale(scaler, ranges, 3, &apply));        /* side by side */
+    x[7] = 1;
+    ranges[1].data = x + 7;
+    CHECK_ERR(amp_scaler_unscale(scaler, ranges, 3, &apply), AMP_ERR_CONFLICT);
+    CHECK(apply == 0 && x[7] == 1 && strstr(amp_last_error(), "gradients 0 (a) and 1 (b) share memory"));
+    CHECK_ERR(amp_grad_set_create(amp, &set, &desc), AMP_ERR_CONFLICT);
+    CHECK(set == NULL);
+    ranges[1].count = 0;
+    CHECK_OK(amp_grad_set_create(amp, &set, &desc));
+    amp_grad_set_destroy(set);
+    CHECK_OK(amp_optimizer_create(amp, &optimizer, &adamw));
+    amp_optimizer_destroy(optimizer);
+    params[1].weight.data = x;
+    CHECK_ERR(amp_optimizer_create(amp, &optimizer, &adamw), AMP_ERR_CONFLICT);
+    CHECK(strstr(amp_last_error(), "weights 0 (embedding) and 1 (head) share memory"));
+    params[1].weight.data = x + 8; params[1].grad.data = y + 4;
+    CHECK_ERR(amp_optimizer_create(amp, &optimizer, &adamw), AMP_ERR_CONFLICT);
+    CHECK(strstr(amp_last_error(), "gradients 0 (embedding) and 1 (head) share memory"));
     amp_scaler_destroy(scaler);
     amp_close(amp);
 }
@@ -441,6 +488,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(which_operand_of_a_linear_layer); RUN(which_operand_of_the_others); RUN(only_what_fp16_makes_infinite);
     RUN(saturated_products_are_products_of_what_was_cut); RUN(inputs_are_cut_and_gradients_are_not); RUN(regions_that_saturate);
-    RUN(a_setting); RUN(a_stuck_scaler_points_there); RUN(a_range_without_a_count); RUN(with_traps);
+    RUN(a_setting); RUN(a_stuck_scaler_points_there); RUN(a_range_without_a_count);
+    RUN(arrays_that_share_memory); RUN(with_traps);
     return TEST_END();
 }
