@@ -1,46 +1,46 @@
 /* amp_cuda.cu - the CUDA backend of amp.h: memory, streams, graphs and kernels of one NVIDIA GPU.
 
-   Build and link it beside the program; nothing of it is included:
+   Build it and link it to the program; it is not included:
 
-       nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu          (-arch=native for the GPU at hand; sm_75 and later:
+       nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu          (-arch=native for this machine's GPU; sm_75 and later:
                                                                nvcc 13 no longer builds for Volta, sm_70)
        cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
-   With -DAMP_NVTX, amp_profile_push and amp_monitor_phase are seen by profilers (nsys profile -t nvtx,cuda ./train).
+   With -DAMP_NVTX, profilers see amp_profile_push and amp_monitor_phase (nsys profile -t nvtx,cuda ./train).
 
-   and name it when the context is opened:
+   Then name it when you open a context:
 
        amp_desc d = {0};
        d.backend = amp_cuda();
        d.device = 0;                    index of the GPU; several contexts may be open, on one GPU or on several
        d.stream = my_stream;            a cudaStream_t, or NULL: the context makes its own
-       d.blas = my_handle;              a cublasLtHandle_t or cublasHandle_t of this GPU, or NULL: likewise
+       d.blas = my_handle;              a cublasLtHandle_t or cublasHandle_t of this GPU, or NULL: the same
        d.autotune = AMP_AUTOTUNE_ON;    measure cuBLASLt's algorithms at the first product of each shape
-       d.memory = my_memory;            alloc and free of the host's own, or zeros: cudaMalloc and cudaFree
+       d.memory = my_memory;            the host's own alloc and free, or zeros: cudaMalloc and cudaFree
        amp_open(&amp, &d);
 
-   What holds for every entry of the table:
+   For every entry of the table:
    - It works on the context's GPU and leaves the calling thread's current device as it was.
    - Kernels, copies and fills go to the stream and return at once.  Only stream_sync and event_sync wait; copies from
      and to pageable memory may.  A step allocates nothing once its sizes have been seen.
-   - Memory comes from an arena that keeps what is freed.  A freed block is used again on the same stream at once, in
-     stream order.  Scratch memory taken while a stream is captured, by amp_graph_begin or by the host itself, belongs
+   - Memory comes from an arena that keeps freed blocks.  The same stream may reuse a freed block at once, in stream
+     order.  Scratch memory taken while a stream is captured, by amp_graph_begin or by the host itself, belongs
      to that graph until it is destroyed.
-   - A failure names the CUDA error and the call.  After an error that CUDA does not recover from (an illegal address,
-     for example) every call fails, with a text that says so; close the context and start the process again.
+   - A failure names the CUDA error and the call.  After an error that CUDA does not recover from (such as an illegal
+     address) every call fails and says so; close the context and restart the process.
    - Kernels compute in fp32 (sums in fp32 or wider), round once to storage, use 64-bit indices and give the same bits
      every time on one kind of GPU: no floating-point atomics.  The norms' gradients of weight and bias are summed by
      block and may differ in the last bits between GPUs with another number of multiprocessors; nothing else does.
-   - Products are cuBLASLt's, with what surrounds them in its epilogues where it can; the rest falls to kernels here.
-     Split sums are kept in fp32 and added in order, so that one plan gives the same bits every time; autotuning may
-     choose another plan.  Without it the first product of a shape with GELU's gradient, or with a bias gradient beside
-     a weight's, is timed once beside the same in parts, but not in a captured stream: a clear difference decides, and
-     .autotune_file keeps what was decided.  Operands of TF32 are rounded or cut, off by 2^-10 at most.  Biases
-     are rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.
+   - cuBLASLt computes products, with its epilogues where they fit; kernels of this file do the rest.
+     Split sums are kept in fp32 and added in order, so one plan gives the same bits every time; autotuning may choose
+     another plan.  Without it, the first product of a shape with GELU's gradient, or with a weight's and a bias
+     gradient, is timed once, fused and in parts, unless the stream is being captured: a clear difference decides, and
+     .autotune_file keeps the decision.  TF32 operands are rounded or truncated, off by 2^-10 at most.  Biases are
+     rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.
    - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
    - Compute capability 7.5 or later.  Older GPUs (Volta's 7.0) are refused: CUDA 13 builds for none of them.
 
-   The file is CUDA C++17 that g++ also compiles: kernels are launched through ampc_launch, and PTX stands in small
+   The file is CUDA C++17 that g++ also compiles: ampc_launch launches the kernels, and PTX is confined to small
    functions with a twin in plain C++.  Sections, in order: device, errors, launches, numbers, lanes, sums; runtime;
    casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products;
    attention; table. */
@@ -60,9 +60,9 @@
 #  error "amp_cuda.cu needs compute capability 7.5 or later: -arch=sm_75"
 #endif
 
-/* Loops of constant length that are unrolled, and those that must not be.
-   Shared memory of fixed size (an array of `count`), and the launch's dynamic shared memory as aligned bytes.  Where
-   g++ compiles this file the two come from what runs kernels on the CPU. */
+/* Loops that are unrolled, and loops that must not be.
+   Shared memory of fixed size (an array of `count`), and the launch's dynamic shared memory as aligned bytes.  Under
+   g++ both come from the model that runs kernels on the CPU. */
 #if defined(__CUDACC__)
 #  define AMPC_UNROLL _Pragma("unroll")
 #  define AMPC_NO_UNROLL _Pragma("unroll 1")
@@ -87,24 +87,24 @@ enum { AMPC_BUCKETS = 1024, AMPC_CLASSES = 512, AMPC_PLANS = 256 };
 
 struct ampc_plan;
 
-/* cuBLASLt, and what is known about the products that it was asked for. */
+/* cuBLASLt and its plans for products. */
 struct ampc_blas {
     cublasLtHandle_t handle;
     int owned;                      /* 0: the host's own */
     int autotune;
     int64_t cache;                  /* bytes of the GPU's second-level cache */
-    pthread_mutex_t lock;           /* for everything below, what plans hold of algorithms included */
+    pthread_mutex_t lock;           /* for everything below and the algorithms in plans */
     ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys; they stay until the context closes */
-    int found;                      /* 1: tuned plans that plans_load did not bring */
+    int found;                      /* 1: there are tuned plans that plans_load did not load */
 };
 
-/* NVML, the driver's library of sensors, and this GPU's handle there.  These are its declarations as far as they are
-   used, so that building needs no nvml.h; results other than 0 are failures. */
+/* NVML, the driver's library of sensors, and its handle of this GPU.  The declarations in use stand here, so that
+   building needs no nvml.h; results other than 0 are failures. */
 /* percent of the time since the sample before */
 struct ampc_nvml_utilization { unsigned gpu, memory; };
 struct ampc_nvml_temperature { unsigned version; int sensor, celsius; };
 struct ampc_nvml {
-    int looked_for;                 /* 1: what is NULL now is not here */
+    int looked_for;                 /* 1: what is still NULL does not exist */
     void *library, *device;
     int (*shutdown)(void);
     int (*utilization)(void *device, ampc_nvml_utilization *out);
@@ -113,14 +113,14 @@ struct ampc_nvml {
     int (*power)(void *device, unsigned *milliwatts);
 };
 
-/* What the GPU has and what this build was compiled for: filled at open, and kernels are chosen by nothing else. */
+/* The GPU's and this build's features, filled at open; only they decide which kernels run. */
 struct ampc_features {
-    int cc, image;                  /* compute capability; what the code that runs was compiled for; 10 major + minor */
+    int cc, image;                  /* compute capability of the GPU, and of the code that runs; 10 major + minor */
     int multiprocessors;
-    size_t shared_limit;            /* bytes of shared memory that a block may ask for */
-    size_t workspace;               /* bytes that a product may use: what cuBLAS itself takes */
+    size_t shared_limit;            /* bytes of shared memory per block */
+    size_t workspace;               /* bytes per product, as cuBLAS itself takes */
     bool bf16, fp8;                 /* in products; bf16: TF32 too */
-    bool tensor_cores;              /* kernels of ours that use them: elsewhere they are empty */
+    bool tensor_cores;              /* used by kernels of this file, which are empty elsewhere */
 };
 enum { AMPC_LEAST = 75, AMPC_TENSOR_CORES_FROM = 80 };
 
@@ -134,11 +134,11 @@ struct ampc_device {
     int owns_stream;
     ampc_blas blas;
     amp_device_memory memory;       /* the host's own allocator, or zeros */
-    cudaError_t sticky;             /* not 0: CUDA gave up on this process's use of the GPU; changed atomically */
+    cudaError_t sticky;             /* not 0: this process can no longer use the GPU; atomic */
     pthread_mutex_t lock;           /* for everything below */
     ampc_nvml nvml;
     ampc_block *busy[AMPC_BUCKETS]; /* blocks handed out, by address */
-    ampc_block *idle[AMPC_CLASSES]; /* blocks to be used again, by size class */
+    ampc_block *idle[AMPC_CLASSES]; /* blocks to reuse, by size class */
     ampc_graph *graphs;             /* being captured, or made and not destroyed */
     ampc_capture *captures;         /* the host's own that use scratch memory */
     /* bytes: handed out (rounded up), taken from CUDA, most handed out */
@@ -171,7 +171,7 @@ amp_result ampc_result_of(cudaError_t error) {
     return error == cudaErrorMemoryAllocation ? AMP_ERR_MEMORY : AMP_ERR_DEVICE;
 }
 
-/* What to do about an error that the call itself has no advice for. */
+/* The hint for an error when the call has none of its own. */
 const char *ampc_advice(cudaError_t error) {
     switch (error) {
         case cudaErrorMemoryAllocation: return "free memory on the GPU or use a smaller batch";
@@ -185,7 +185,7 @@ const char *ampc_advice(cudaError_t error) {
     }
 }
 
-/* What CUDA gave up with, or cudaSuccess. */
+/* The error that ended the use of the GPU, or cudaSuccess. */
 cudaError_t ampc_loss(const ampc_device *dev) { return __atomic_load_n(&dev->sticky, __ATOMIC_RELAXED); }
 /* Notes it; true for one thread. */
 bool ampc_first_loss(ampc_device *dev, cudaError_t error) {
@@ -193,12 +193,12 @@ bool ampc_first_loss(ampc_device *dev, cudaError_t error) {
     return __atomic_compare_exchange_n(&dev->sticky, &none, error, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
-/* AMP_OK, or a failure whose text has the CUDA error's name, the call and a hint (NULL: the general one).  An error
-   that lasts is reported with its name once; from then on every call fails through ampc_usable. */
+/* AMP_OK, or a failure whose text has the CUDA error's name, the call and a hint (NULL: the general one).  A sticky
+   error is reported by name once; afterwards every call fails in ampc_usable. */
 amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, const char *hint) {
     char text[512];
     if (error == cudaSuccess) return AMP_OK;
-    (void)cudaGetLastError();       /* the host's own checks shall not find it again */
+    (void)cudaGetLastError();       /* hide it from the host's own checks */
     if (hint == NULL) hint = ampc_advice(error);
     snprintf(text, sizeof text, "amp_cuda: %s on device %d: %s (%s); %s", call, dev->index, cudaGetErrorName(error),
              cudaGetErrorString(error), hint);
@@ -208,12 +208,12 @@ amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, con
     return dev->host.fail(dev->host.user, ampc_result_of(error), text);
 }
 
-/* AMP_OK unless an earlier call met an error that lasts. */
+/* AMP_OK unless an earlier call met a sticky error. */
 amp_result ampc_usable(ampc_device *dev, const char *call) {
     char text[256];
     if (ampc_loss(dev) == cudaSuccess) return AMP_OK;
     snprintf(text, sizeof text,
-             "amp_cuda: %s: device %d failed before with %s; close the context and start the process "
+             "amp_cuda: %s: device %d failed earlier with %s; close the context and start the process "
              "again",
              call, dev->index, cudaGetErrorName(ampc_loss(dev)));
     return dev->host.fail(dev->host.user, AMP_ERR_DEVICE, text);
@@ -227,8 +227,8 @@ amp_result ampc_refuse(ampc_device *dev, amp_result result, const char *kernel, 
 
 #define AMPC_TRY(call) do { amp_result ampc_tried = (call); if (ampc_tried != AMP_OK) return ampc_tried; } while (0)
 
-/* Makes a context's GPU current for a scope, and then the one before it again.  ready: AMP_OK, or why the call cannot
-   go on. */
+/* Makes a context's GPU current for a scope, then restores the previous one.  ready: AMP_OK, or why the call must
+   fail. */
 struct ampc_current {
     ampc_device *dev;
     int before;
@@ -249,7 +249,7 @@ struct ampc_current {
     ampc_current &operator=(const ampc_current &) = delete;
 };
 
-/* The rest of the function runs on the context's GPU, or it returns why that cannot be. */
+/* Runs the rest of the function on the context's GPU, or returns why it cannot. */
 #define AMPC_ENTER(dev, call) ampc_current ampc_here(dev); AMPC_TRY(ampc_here.ready(call))
 
 /* ==== Launches ====================================================================================== */
@@ -259,9 +259,9 @@ cudaStream_t ampc_stream(const ampc_device *dev, void *stream) { return stream ?
 
 template <class T> struct ampc_identity { typedef T type; };
 
-/* Lets kernels have all the dynamic shared memory that their own leaves: without that the two together get 48 KiB.  The
-   setting belongs to the function, whose other users may be about to launch it, so it is the same for all of them.
-   ampc_allow_large does it at open for every kernel that may ask for so much. */
+/* Allows kernels all the dynamic shared memory that their static memory leaves; by default the two share 48 KiB.  The
+   setting is the function's, and other contexts may be about to launch it, so it is the same for all.  ampc_allow_large
+   calls this at open for every kernel that may need so much. */
 template <class... K> amp_result ampc_allow_shared(ampc_device *dev, K... kernels) {
     for (const void *kernel : {(const void *)kernels...}) {
         cudaFuncAttributes own;
@@ -273,8 +273,8 @@ template <class... K> amp_result ampc_allow_shared(ampc_device *dev, K... kernel
     return AMP_OK;
 }
 
-/* Starts a kernel; name: the call that it serves.  Arguments are converted to the kernel's own parameter types, so that
-   an int cannot be read as an int64_t.  An empty grid starts nothing. */
+/* Starts a kernel; name: the call it serves.  Arguments are converted to the kernel's parameter types, so that an int
+   is not read as an int64_t.  An empty grid starts nothing. */
 template <class... P>
 amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...), unsigned grid, unsigned block,
                        size_t shared, void *stream, typename ampc_identity<P>::type... args) {
@@ -289,7 +289,7 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
     return ampc_check(dev, error, call, NULL);
 }
 
-/* Blocks of a persistent grid: enough for the work, at most per_sm on each multiprocessor. */
+/* Blocks of a persistent grid: enough for the work, at most per_sm per multiprocessor. */
 unsigned ampc_grid(const ampc_device *dev, int64_t blocks, int per_sm) {
     int64_t most = (int64_t)dev->has.multiprocessors * per_sm;
     return (unsigned)(blocks < 0 ? 0 : blocks < most ? blocks : most);
@@ -298,8 +298,8 @@ unsigned ampc_grid(const ampc_device *dev, int64_t blocks, int per_sm) {
 /* Blocks of `size` that n needs. */
 __host__ __device__ inline int64_t ampc_blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-/* A number that a kernel divides by: i / d = 2 i factor / 2^(64 + shift) for 0 <= i < 2^63 (Granlund and Montgomery
-   1994), where a 64-bit division would be a hundred instructions. */
+/* A kernel's divisor: i / d = 2 i factor / 2^(64 + shift) for 0 <= i < 2^63 (Granlund and Montgomery 1994), as a 64-bit
+   division takes a hundred instructions. */
 struct ampc_divisor {
     int64_t d;
     uint64_t factor;
@@ -318,7 +318,7 @@ __device__ __forceinline__ int64_t ampc_divide(int64_t i, const ampc_divisor &by
     return q;
 }
 
-/* Device memory for the kernels of one call, in the order of its stream; given back when the scope ends.
+/* Device memory for the kernels of one call, in its stream's order; freed when the scope ends.
    get: AMP_OK and .data (256-byte aligned), or AMP_ERR_MEMORY. */
 struct ampc_scratch {
     ampc_device *dev;
@@ -327,7 +327,7 @@ struct ampc_scratch {
     ampc_scratch(ampc_device *d, void *s) : dev(d), stream(ampc_stream(d, s)), data(NULL) {}
     ~ampc_scratch();
     amp_result get(size_t bytes, const char *kernel);
-    void *keep() {                  /* it is the caller's now: ampc_free */
+    void *keep() {                  /* the caller frees it: ampc_free */
         void *kept = data;
         data = NULL;
         return kept;
@@ -351,7 +351,7 @@ __host__ __device__ inline int64_t ampc_dtype_size(amp_dtype dtype) {
     }
 }
 
-/* The address of element i of an array whose dtype is known at run time only. */
+/* The address of element i of an array whose dtype is known only at run time. */
 __host__ __device__ inline void *ampc_at(void *data, amp_dtype dtype, int64_t i) {
     return (char *)data + i * ampc_dtype_size(dtype);
 }
@@ -359,8 +359,8 @@ __host__ __device__ inline const void *ampc_at(const void *data, amp_dtype dtype
     return (const char *)data + i * ampc_dtype_size(dtype);
 }
 
-/* To fp16 and bf16, where hardware makes every NaN the same and amp.h keeps its sign and upper payload bits; from fp16,
-   where NaN stays NaN, with any payload. */
+/* To fp16 and bf16: hardware makes all NaNs the same, amp.h keeps sign and upper payload bits.  From fp16: NaN stays
+   NaN, with any payload. */
 __device__ __forceinline__ uint16_t ampc_f16_bits(float x) {
 #if defined(__CUDA_ARCH__)
     uint32_t bits = __float_as_uint(x);
@@ -399,7 +399,7 @@ __device__ __forceinline__ void ampc_put(float *to, float x) { *to = x; }
 __device__ __forceinline__ void ampc_put(ampc_f16 *to, float x) { to->bits = ampc_f16_bits(x); }
 __device__ __forceinline__ void ampc_put(ampc_bf16 *to, float x) { to->bits = ampc_bf16_bits(x); }
 
-/* Products, sums, quotients and roots that no compiler contracts or replaces: one rounding each. */
+/* Products, sums, quotients and roots that no compiler fuses or replaces: one rounding each. */
 __device__ __forceinline__ float ampc_mul(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fmul_rn(a, b);
@@ -591,7 +591,7 @@ template <int N> __device__ __forceinline__ void ampc_random(uint64_t seed, uint
         words[i] = shift == 0 ? all[i] : shift == 1 ? all[i + 1] : shift == 2 ? all[i + 2] : all[i + 3];
 }
 
-/* 1 where a pointer (and, for rows, their distance in bytes) allows 16-byte accesses. */
+/* 1: the pointer (and, for rows, their distance in bytes) allows 16-byte accesses. */
 __host__ __device__ inline bool ampc_aligned(const void *p, int64_t row_bytes = 0) {
     return (((uintptr_t)p | (uintptr_t)row_bytes) & 15) == 0;
 }
@@ -605,7 +605,7 @@ template <class T> __device__ __forceinline__ T ampc_warp_sum(T x) {
     for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
     return x;
 }
-/* NaN wins, as in a comparison that keeps what is not smaller. */
+/* The larger number; NaN wins. */
 template <class T> __device__ __forceinline__ T ampc_larger(T a, T b) { return a >= b || a != a ? a : b; }
 template <class T> __device__ __forceinline__ T ampc_warp_max(T x) {
     AMPC_UNROLL
@@ -632,37 +632,35 @@ template <class T> __device__ __forceinline__ T ampc_block_max(T x, T *scratch) 
 }
 
 /* ==== Runtime: the arena ============================================================================
-   Memory that is given back stays here, sorted into size classes (eight to an octave, so at most an eighth is lost to
-   rounding), and is used again by a request of the same class.  Every idle block remembers who used it last: a
-   stream, whose later work comes after everything that touches the block, so only that stream may have it at once;
-   or a graph, which will touch it again at every launch.  When CUDA has no more memory, what no graph holds is given
-   back to CUDA and the request is tried once more.                                                       */
+   Freed memory stays in the arena, in size classes (eight per octave, so at most an eighth is lost to rounding), for
+   later requests of the same class.  An idle block remembers its last owner: a stream, whose later work runs after all
+   work that uses the block, so only that stream may reuse it at once; or a graph, which uses it again at every launch.
+   When CUDA has no more memory, blocks that no graph holds go back to CUDA and the request is tried once more. */
 
 struct ampc_block {
     void *data;
     size_t bytes;                   /* its class */
-    const void *owner;              /* a stream, a graph, a capture of the host's; NULL: nothing touches it */
+    const void *owner;              /* a stream, a graph, a host's capture; NULL: unused */
     ampc_block *next;
 };
 
-/* A graph, from the begin of its capture on. */
+/* A graph, from the beginning of its capture on. */
 struct ampc_graph {
-    cudaStream_t stream;            /* captured, later the one it was launched on last */
+    cudaStream_t stream;            /* captured; later the last one it was launched on */
     int capturing;
     cudaGraphExec_t exec;
     ampc_graph *next;
 };
 
-/* A capture of the host's own.  The arena holds it, and a user object of CUDA's as long as the graph or what was
-   instantiated from it lives, which may be longer than the context does. */
+/* A capture of the host's own.  The arena holds it, and so does a CUDA user object while the graph or an instance of it
+   lives, possibly longer than the context. */
 struct ampc_capture {
     unsigned long long id;
     int holders;
     ampc_capture *next;
 };
 
-/* Nothing is called while it is locked that may wait or call back: no function of the host's, of CUDA or
-   of cuBLASLt. */
+/* While it is locked, nothing is called that may wait or call back: no function of the host, CUDA or cuBLASLt. */
 struct ampc_locked {
     pthread_mutex_t *lock;
     explicit ampc_locked(pthread_mutex_t *l) : lock(l) { pthread_mutex_lock(lock); }
@@ -672,7 +670,7 @@ struct ampc_locked {
     ampc_locked &operator=(const ampc_locked &) = delete;
 };
 
-/* Lets a thread allocate while it captures a stream: the allocation is no part of the graph. */
+/* Lets a thread allocate while it captures a stream: the allocation is not part of the graph. */
 struct ampc_relaxed {
     cudaStreamCaptureMode mode;
     ampc_relaxed() : mode(cudaStreamCaptureModeRelaxed) { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
@@ -705,7 +703,7 @@ ampc_block **ampc_busy_bucket(ampc_device *dev, const void *data) {
     return &dev->busy[((uintptr_t)data >> 9) % AMPC_BUCKETS];
 }
 
-/* Idle blocks of one owner become another's. */
+/* Hands one owner's idle blocks to another. */
 void ampc_hand_over(ampc_device *dev, const void *from, const void *to) {
     for (int i = 0; i < AMPC_CLASSES; i++)
         for (ampc_block *block = dev->idle[i]; block != NULL; block = block->next)
@@ -717,7 +715,7 @@ void ampc_capture_release(void *held) {
     if (__atomic_sub_fetch(&capture->holders, 1, __ATOMIC_ACQ_REL) == 0) free(capture);
 }
 
-/* Nothing touches the memory of captures whose graphs are gone; all: forgets the others too. */
+/* Releases the memory of captures whose graphs are gone; all: forgets the others too. */
 void ampc_captures_end(ampc_device *dev, bool all) {
     for (ampc_capture **link = &dev->captures, *capture; (capture = *link) != NULL;) {
         if (!all && __atomic_load_n(&capture->holders, __ATOMIC_ACQUIRE) > 1) { link = &capture->next; continue; }
@@ -727,8 +725,8 @@ void ampc_captures_end(ampc_device *dev, bool all) {
     }
 }
 
-/* A capture of the host's, held by the arena and by its graph.  If CUDA makes no user object it is held until the
-   context is closed. */
+/* A host's capture, held by the arena and by its graph.  If CUDA makes no user object, it is held until the context is
+   closed. */
 ampc_capture *ampc_capture_new(unsigned long long id, cudaGraph_t graph) {
     cudaUserObject_t object;
     ampc_capture *capture = (ampc_capture *)malloc(sizeof *capture);
@@ -752,7 +750,7 @@ cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *stat
 #endif
 }
 
-/* Who has the memory of a capture, or NULL; made: a capture of the host's to be known from now on. */
+/* The owner of a capture's memory, or NULL; made: a new host's capture to add. */
 const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned long long id, ampc_capture *made) {
     ampc_locked locked(dev);
     ampc_capture *capture = dev->captures;
@@ -764,8 +762,8 @@ const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned l
     return dev->captures = made;
 }
 
-/* Who scratch memory used on a stream belongs to: the stream, or the graph that it is being captured into.  NULL: no
-   host memory. */
+/* The owner of scratch memory used on a stream: the stream, or the graph it is being captured into.  NULL: no host
+   memory. */
 const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
@@ -779,12 +777,12 @@ const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     if (owner != NULL) return owner;
     ampc_capture *made = ampc_capture_new(id, captured);
     owner = made == NULL ? NULL : ampc_capture_owner(dev, stream, id, made);
-    /* another thread that captures into the same graph was faster */
+    /* another thread capturing into the same graph was faster */
     if (owner != made) ampc_capture_release(made);
     return owner;
 }
 
-/* The stream whose work an owner's memory is used by; held: a graph may use it at any time. */
+/* The stream whose work uses an owner's memory; held: a graph may use it at any time. */
 cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
     *held = true;
     for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
@@ -808,7 +806,7 @@ void ampc_memory_give(ampc_device *dev, void *data, size_t bytes, void *stream) 
     else dev->memory.free(dev->memory.user, data, bytes, dev->index, stream);
 }
 
-/* Takes idle blocks out of the arena, those that no graph holds or all of them, with the streams that they go to. */
+/* Takes idle blocks out of the arena, all or those that no graph holds, with the streams that they go to. */
 ampc_block *ampc_unused(ampc_device *dev, bool all) {
     ampc_block *unused = NULL;
     ampc_locked locked(dev);
@@ -858,7 +856,7 @@ amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, con
 amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, const char *call, ampc_block **out) {
     ampc_relaxed relaxed;
     ampc_block *block = (ampc_block *)dev->host.alloc(dev->host.user, sizeof *block, sizeof(void *));
-    if (block == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, call, "no host memory for the arena's own list");
+    if (block == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, call, "no host memory for the arena's list");
     cudaError_t error = ampc_memory_get(dev, stream, &block->data, bytes);
     if (error == cudaErrorMemoryAllocation) {
         (void)cudaGetLastError();
@@ -948,15 +946,15 @@ amp_result ampc_blas_open(ampc_device *dev);
 void ampc_blas_close(ampc_device *dev);
 void ampc_nvml_close(ampc_nvml *nvml);
 
-/* Fills the features, and refuses what is below the least. */
+/* Fills the features, and refuses GPUs below the least. */
 amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     ampc_features *has = &dev->has;
     char text[320];
     has->cc = 10 * prop.major + prop.minor;
     if (has->cc < AMPC_LEAST) {
         snprintf(text, sizeof text,
-                 "%.127s has compute capability %d.%d; 7.5 (Turing) or later is needed, as CUDA 13 builds for "
-                 "nothing older",
+                 "%.127s has compute capability %d.%d; 7.5 (Turing) or later is needed, as CUDA 13 does not build "
+                 "for older ones",
                  prop.name, prop.major, prop.minor);
         return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
     }
@@ -969,7 +967,7 @@ amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     has->tensor_cores = has->cc >= AMPC_TENSOR_CORES_FROM && has->image >= AMPC_TENSOR_CORES_FROM;
     if (has->tensor_cores || has->cc < AMPC_TENSOR_CORES_FROM) return AMP_OK;
     snprintf(text, sizeof text,
-             "amp_cuda: compiled for compute capability %d.%d, and %.127s has %d.%d: attention runs without tensor "
+             "amp_cuda: compiled for compute capability %d.%d, but %.127s has %d.%d: attention runs without tensor "
              "cores; compile amp_cuda.cu with -arch=sm_%d",
              has->image / 10, has->image % 10, prop.name, prop.major, prop.minor, has->cc);
     dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_IMAGE, text);
@@ -1012,7 +1010,7 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     return AMP_OK;
 }
 
-/* Everything that was handed out comes back, and all of it goes to CUDA. */
+/* Takes back everything handed out, and returns it to CUDA. */
 void ampc_drop_memory(ampc_device *dev) {
     while (dev->graphs != NULL) ampc_graph_destroy(dev, dev->graphs);
     for (int i = 0; i < AMPC_BUCKETS; i++)
@@ -1050,7 +1048,7 @@ amp_result ampc_open(void **out, const amp_host *host, const amp_backend_desc *d
     dev->host = *host;
     dev->index = desc->device;
     dev->stream = (cudaStream_t)desc->stream;
-    dev->blas.handle = (cublasLtHandle_t)desc->blas;        /* cuBLAS: any cublasHandle_t is one of cuBLASLt too */
+    dev->blas.handle = (cublasLtHandle_t)desc->blas;        /* any cublasHandle_t is also a cublasLtHandle_t */
     dev->memory = desc->memory;
     dev->blas.autotune = desc->autotune;
     result = ampc_open_device(dev, desc);
@@ -1170,7 +1168,7 @@ void ampc_nvml_close(ampc_nvml *nvml) {
 
 template <class F> void ampc_symbol(void *library, const char *name, F *out) { *out = (F)dlsym(library, name); }
 
-/* The GPU is found by its PCI address: NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
+/* Finds the GPU by its PCI address: NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
 void ampc_nvml_open(ampc_nvml *nvml, int index) {
     int (*init)(void);
     int (*find)(const char *address, void **device);
@@ -1199,7 +1197,7 @@ float ampc_temperature(const ampc_nvml *nvml) {
     return -1;
 }
 
-/* NVML, opened by the first that asks; who asks at the same time closes what it opened again. */
+/* NVML, opened by the first thread that asks; one that asks meanwhile closes its own copy. */
 ampc_nvml ampc_nvml_of(ampc_device *dev) {
     ampc_nvml nvml, mine = {};
     {
@@ -1219,7 +1217,7 @@ ampc_nvml ampc_nvml_of(ampc_device *dev) {
     return nvml;
 }
 
-/* What cannot be had stays -1: no driver's library, a virtual GPU without sensors, a GPU that was lost. */
+/* Unavailable values stay -1: no driver library, a virtual GPU without sensors, a lost GPU. */
 amp_result ampc_telemetry(void *device, amp_telemetry *out) {
     ampc_device *dev = (ampc_device *)device;
     const ampc_nvml nvml = ampc_nvml_of(dev);
@@ -1246,7 +1244,7 @@ void (*const ampc_profile_pop)(void *device) = NULL;
 
 /* ---- Streams */
 
-/* The capture of ours that runs on a stream (NULL: on any), or NULL. */
+/* This context's capture running on a stream (NULL: on any), or NULL. */
 ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     ampc_locked locked(dev);
     ampc_graph *graph = dev->graphs;
@@ -1254,8 +1252,8 @@ ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     return graph;
 }
 
-/* Ends a capture that nobody will end, while its stream is still there.  Left open, the thread that began it could
-   neither allocate nor wait any more (error 900), and CUDA lets no other thread end it. */
+/* Ends an abandoned capture while its stream still exists.  Left open, the thread that began it could no longer
+   allocate or wait (error 900), and CUDA lets no other thread end it. */
 void ampc_capture_drop(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     cudaGraph_t graph = NULL;
@@ -1265,9 +1263,8 @@ void ampc_capture_drop(ampc_device *dev, cudaStream_t stream) {
     (void)cudaGetLastError();
     if (error == cudaErrorStreamCaptureWrongThread)
         dev->host.log(dev->host.user, AMP_LOG_ERROR, AMPC_LOG_CAPTURE,
-                      "amp_cuda: a capture is left open, which only the thread "
-                      "that began it could end: that thread's cudaMalloc and waits fail from now on; end captures "
-                      "before you close");
+                      "amp_cuda: a capture is left open, and only the thread that began it can end it: that thread's "
+                      "cudaMalloc and waits fail from now on; end captures before you close");
 }
 
 amp_result ampc_stream_create(void *device, void **stream) {
@@ -1281,7 +1278,7 @@ amp_result ampc_stream_create(void *device, void **stream) {
     return AMP_OK;
 }
 
-/* Waits for it, since another stream may get its scratch memory; what is being captured from it is dropped. */
+/* Waits for the stream, since another may get its scratch memory; drops a running capture. */
 void ampc_stream_destroy(void *device, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     if (stream == NULL) return;
@@ -1350,7 +1347,7 @@ amp_result ampc_event_done(void *device, void *event, int32_t *done) {
     return ampc_check(dev, error, "cudaEventQuery", NULL);
 }
 
-/* What is done already costs no wait. */
+/* An event that is done costs no wait. */
 amp_result ampc_event_sync(void *device, void *event) {
     ampc_device *dev = (ampc_device *)device;
     int32_t done;
@@ -1395,7 +1392,7 @@ amp_result ampc_graph_begin(void *device, void *stream) {
     return AMP_OK;
 }
 
-/* Takes it out of the list; its scratch memory goes to the stream that it ran on last. */
+/* Takes the graph out of the list; its scratch memory goes to its last stream. */
 void ampc_graph_forget(ampc_device *dev, ampc_graph *graph) {
     ampc_graph **link = &dev->graphs;
     ampc_locked locked(dev);
@@ -1427,7 +1424,7 @@ amp_result ampc_graph_end(void *device, void *stream, void **out) {
     if (graph == NULL) return ampc_refuse(dev, AMP_ERR_STATE, "graph_end", "no capture was begun on this stream");
     ampc_current current(dev);
     result = ampc_check(dev, cudaStreamEndCapture(graph->stream, &captured), "cudaStreamEndCapture",
-                        "something that cannot be captured was called, such as a wait");
+                        "the capture contained a call that cannot be captured, such as a wait");
     if (result == AMP_OK) {
         ampc_locked locked(dev);
         graph->capturing = 0;
@@ -1453,8 +1450,8 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
 }
 
 /* ==== Casts =========================================================================================
-   Through the fp32 pattern, as amp.h's bulk conversion, and straight from fp64, because two roundings are not one.
-   A thread takes pieces of 16 bytes of the wider side.                                                    */
+   Through the fp32 pattern, as amp.h's bulk conversion, but directly from fp64: rounding twice can differ from
+   rounding once.  A thread takes pieces of 16 bytes of the wider side.                                   */
 
 struct ampc_tf32 { uint32_t bits; };
 struct ampc_e4m3 { uint8_t bits; };
@@ -1519,7 +1516,7 @@ __device__ __forceinline__ void ampc_narrow(ampc_e4m3 *to, uint32_t bits, int sa
 __device__ __forceinline__ void ampc_narrow(ampc_e5m2 *to, uint32_t bits, int saturate) {
     to->bits = ampc_to_8bit<2, 15, 0x7b>(bits, saturate);
 }
-/* From an fp32 or fp64 pattern, straight and with any rounding that the format has. */
+/* From an fp32 or fp64 pattern, directly and with any rounding that the format has. */
 struct ampc_rounding { int wide, saturate, mode; uint32_t random; };
 
 __device__ __forceinline__ void ampc_round(float *to, uint64_t x, const ampc_rounding &r) {
@@ -1559,7 +1556,7 @@ template <class D, class S> __device__ __forceinline__ D ampc_convert_stochastic
     return y;
 }
 
-/* To E4M3 by an instruction, saturated and to nearest: from 8.9 on.  Of a NaN it keeps no sign, amp.h does. */
+/* To E4M3 by an instruction, saturated and to nearest: from 8.9 on.  It drops a NaN's sign, amp.h keeps it. */
 __device__ __forceinline__ bool ampc_e4m3_units() {
 #if defined(__CUDA_ARCH__)
     return __CUDA_ARCH__ >= 890;
@@ -1579,7 +1576,7 @@ __device__ __forceinline__ uint32_t ampc_e4m3_pair(uint32_t low, uint32_t high) 
     return pair | (low >> 24 & 0x80u) | (high >> 16 & 0x8000u);
 }
 
-/* Whether a piece was converted so. */
+/* 1: the piece was converted that way. */
 template <class D, class S, int N>
 __device__ __forceinline__ bool ampc_convert_pairs(const S (&x)[N], D (&y)[N], int saturate) {
     if constexpr (ampc_is_e4m3((D *)NULL) && sizeof(S) < 8) {
@@ -1595,7 +1592,7 @@ __device__ __forceinline__ bool ampc_convert_pairs(const S (&x)[N], D (&y)[N], i
     return false;
 }
 
-/* 1 for what is infinite or NaN. */
+/* 1: infinite or NaN. */
 __device__ __forceinline__ int ampc_beyond(float x) { return !ampc_finite(x); }
 __device__ __forceinline__ int ampc_beyond(double x) { return !amp_is_finite_f64(&x); }
 __device__ __forceinline__ int ampc_beyond(ampc_f16 x) { return !amp_is_finite_f16(x.bits); }
@@ -1619,14 +1616,14 @@ template <class T, int N> __device__ __forceinline__ void ampc_leave(T *p, const
     ampc_put_piece<AMPC_KEEP, N * (int)sizeof(T)>(p, raw);
 }
 
-/* new_inf is a 64-bit count; integer atomics come out the same in any order. */
+/* new_inf is a 64-bit count; integer atomics give the same result in any order. */
 __device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, int *scratch) {
     int sum = ampc_block_sum(mine, scratch);
     if (threadIdx.x == 0 && sum != 0) atomicAdd(total, (unsigned long long)sum);
 }
 
-/* Blocks of 256 threads that a multiprocessor holds: it has room for 2048 threads, from 8.6 on for 1536 but for 9.0 and
-   10.x, at 7.5 for 1024 (CUDA Programming Guide, technical specifications per compute capability). */
+/* Blocks of 256 threads per multiprocessor, which holds 2048 threads; 1536 from 8.6 on except on 9.0 and 10.x; 1024 on
+   7.5 (CUDA Programming Guide, technical specifications per compute capability). */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
 enum { AMPC_RESIDENT = 4 };
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ / 100 != 9 && __CUDA_ARCH__ / 100 != 10
@@ -1635,14 +1632,14 @@ enum { AMPC_RESIDENT = 6 };
 enum { AMPC_RESIDENT = 8 };
 #endif
 
-/* Elements of a piece, 16 bytes of the wider side, so that a warp writes whole sectors; and pieces under way. */
+/* Elements of a piece, 16 bytes of the wider side, so that a warp writes whole sectors; and pieces in flight. */
 template <class D, class S> struct ampc_cast_shape {
     enum {
         wide = sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S),
         least = sizeof(D) < sizeof(S) ? sizeof(D) : sizeof(S)
     };
     enum { width = 16 / wide, pieces = wide == 8 ? 4 : wide / least, per_sm = wide == 8 ? 5 : 8 };
-    /* stochastic rounding: at least 4, which a block of random numbers serves, and at most 8 */
+    /* stochastic rounding: at least 4, one block of random numbers, and at most 8 */
     enum { rounded = sizeof(S) == 8 ? 4 : sizeof(S) == 1 ? 8 : (int)width };
 };
 
@@ -1714,7 +1711,7 @@ ampc_cast_stochastic_kernel(D *dst, const S *src, int64_t n, int saturate, int a
     if (new_inf != NULL) ampc_count(new_inf, found, scratch);
 }
 
-/* Token ids travel as u16 and are used as i32. */
+/* Token ids are copied as u16 and used as i32. */
 __global__ void __launch_bounds__(256)
     ampc_widen_ids_kernel(int32_t *dst, const uint16_t *src, int64_t n, int aligned) {
     int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x, i;
@@ -1782,17 +1779,17 @@ amp_result ampc_cast(void *device, const amp_k_cast *a, void *stream) {
 }
 
 /* ==== Multi-tensor kernels ==========================================================================
-   One launch covers a table of any number of rows.  Rows are cut into chunks, numbered through the table; block b
-   takes the chunks b, b + grid, b + 2 grid and so on.  A warp finds a chunk's row by summing up the chunks of 32 rows
-   at a time; since chunks come in rising order, it goes through the table once.                          */
+   One launch covers a table of any number of rows.  Rows are cut into chunks, numbered across the table; block b takes
+   chunks b, b + grid, b + 2 grid and so on.  A warp finds a chunk's row by summing the chunks of 32 rows at a time;
+   as chunks come in ascending order, it goes through the table once.                                     */
 
 enum { AMPC_CHUNK = 8192, AMPC_MULTI_THREADS = 256, AMPC_MULTI_PER_SM = 4, AMPC_OPTIMIZER_PER_SM = 3,
        AMPC_CHECK_BLOCKS = 512 };
 
 struct ampc_cursor {
     const amp_k_tensor *table;
-    int tensors, base, before;      /* the first of the 32 rows in view, and the chunks ahead of it */
-    int mine, upto;                 /* chunks of this lane's row, and of all rows in view up to it */
+    int tensors, base, before;      /* the first of the 32 rows in view, and the chunks before it */
+    int mine, upto;                 /* chunks of this lane's row, and of the rows in view up to it */
 };
 
 __device__ inline void ampc_cursor_look(ampc_cursor *c) {
@@ -1846,8 +1843,8 @@ __device__ __forceinline__ ampc_chunk ampc_chunk_at(ampc_cursor *cursor, int num
     return c;
 }
 
-/* Calls piece(chunk) for the block's chunks, with all its threads together.  What is needed of the table for the next
-   chunk is fetched before this one is worked on. */
+/* Calls piece(chunk) for the block's chunks, with all its threads.  The next chunk's table entry is fetched before this
+   chunk is processed. */
 template <class F>
 __device__ __forceinline__ void ampc_for_chunks(const amp_k_tensor *table, int64_t tensors, F piece) {
     ampc_cursor cursor = ampc_cursor_begin(table, tensors);
@@ -1866,13 +1863,13 @@ struct ampc_partial { double sum_sq; int32_t bad_row, reserved; };      /* bad_r
 
 __device__ __forceinline__ double ampc_square(double x) { return x * x; }
 
-/* The sum of the squares of 4 or 8 numbers.  Those of 16-bit numbers, 8 to a piece, are exact in fp32, and their sum
-   there is off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, it is taken
-   in fp64. */
+/* The sum of the squares of 4 or 8 numbers.  Squares of 16-bit numbers, 8 per piece, are exact in fp32, and their sum
+   is off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is in
+   fp64. */
 template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)[N]) {
     double squares = 0;
     if constexpr (N == 8) {
-        /* 2^-100: what underflows is nothing beside it */
+        /* 2^-100: beside it, underflow is negligible */
         const uint32_t least = 0x0d800000u, most = 0x7f7fffffu;
         float pair[4], sum;
         bool zeros = true;
@@ -1893,7 +1890,7 @@ template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)
 /* n elements at p by the whole block; write 0: read only. */
 template <bool SUM, class T>
 __device__ __forceinline__ void ampc_check_piece(T *p, int n, float factor, int write, double *sum, int *bad) {
-    enum { W = 16 / (int)sizeof(T), U = 4 };        /* elements of a piece, pieces on their way */
+    enum { W = 16 / (int)sizeof(T), U = 4 };        /* elements of a piece, pieces in flight */
     int i, whole = ampc_aligned(p) ? n / W : 0;
     for (i = (int)threadIdx.x; i < whole; i += U * AMPC_MULTI_THREADS) {
         uint4 raw[U];
@@ -1949,7 +1946,7 @@ __device__ __forceinline__ void ampc_check_chunk(const ampc_chunk &c, float fact
 
 __device__ __forceinline__ int ampc_is_one(float x) { return ampi_bits_f32(x) == 0x3f800000u; }
 
-/* The grid is always AMPC_CHECK_BLOCKS, so that the order of the sum is the same on every GPU. */
+/* The grid is always AMPC_CHECK_BLOCKS, so the order of the sum is the same on every GPU. */
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
 ampc_check_kernel(const amp_k_tensor *table, int64_t tensors, const float *multiply, ampc_partial *partials) {
     AMPC_SHARED(double, sums, 32);
@@ -2007,11 +2004,11 @@ amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *st
                        a->tensors, a->factor);
 }
 
-/* ---- Inspect.  A thread counts what it meets in a row, a warp adds its counts to the row's in memory: integers, so
-   the order does not matter. */
+/* ---- Inspect.  A thread counts over a row, and a warp adds its counts to the row's in memory: integers, so the order
+   does not matter. */
 
 struct ampc_fits { ampi_fit of32, of64; };
-/* above: as in ampi_fit, without the `plain` numbers, which become normal ones below the last binade. */
+/* above: as in ampi_fit, without the `plain` numbers, which become normal numbers below the last binade. */
 struct ampc_tally { int plain, above[AMPI_FIT_LIMITS]; uint32_t largest; };
 
 template <int N>
@@ -2125,8 +2122,8 @@ amp_result ampc_inspect(void *device, const amp_k_inspect *a, void *stream) {
                        a->tensors, fits, a->out);
 }
 
-/* ---- Optimizers.  The fp32 weight of a row is its master, or the weight itself, or a 16-bit weight widened.  A first
-   launch computes each row's constants in fp64, as the CPU does, so that the second has no fp64 in it. */
+/* ---- Optimizers.  A row's fp32 weight is its master, the weight itself, or a 16-bit weight widened.  A first launch
+   computes each row's constants in fp64, as the CPU does, so that the second needs no fp64. */
 
 /* One element.  Every operation rounds once, in the order of amp.h's CPU kernels. */
 __device__ __forceinline__ float ampc_adamw_one(float w, float g, float *m, float *v, const ampi_adamw_step &s) {
@@ -2147,8 +2144,8 @@ __device__ __forceinline__ float ampc_sgd_one(float w, float g, float *m, const 
     return ampc_fma(-s.rate, g, w);
 }
 
-/* The 16-bit copy of a row's fp32 weight (data NULL: none), and where finite weights are counted that become infinite
-   in it. */
+/* The 16-bit copy of a row's fp32 weight (data NULL: none), and the count of finite weights that become infinite in
+   it. */
 struct ampc_low_copy {
     const amp_range *range;
     int64_t *new_inf;
@@ -2157,14 +2154,14 @@ struct ampc_low_copy {
         if (found != 0 && data() != NULL) atomicAdd((unsigned long long *)new_inf, (unsigned long long)found);
     }
 };
-/* What rounds to infinity begins at 2^16 - 2^4 in fp16, at 2^128 - 2^119 in bf16. */
+/* Numbers round to infinity from 2^16 - 2^4 on in fp16, from 2^128 - 2^119 on in bf16. */
 __device__ __forceinline__ bool ampc_gains_inf(float w, amp_dtype dtype) {
     const uint32_t least = dtype == AMP_F16 ? 0x477ff000u : 0x7f7f8000u;
     return (ampi_bits_f32(w) & 0x7fffffffu) - least < 0x7f800000u - least;
 }
 
-/* Where a row's elements from `first` on lie.  w: the fp32 weights, NULL where there is but a 16-bit weight; low: the
-   16-bit weights beside them, or a copy, whose infinities are counted. */
+/* A row's elements from `first` on.  w: the fp32 weights, NULL if there are only 16-bit ones; low: the 16-bit weights,
+   or a copy, whose infinities are counted. */
 template <class W, class G> struct ampc_row_piece {
     float *w, *m, *v;
     W *low;
@@ -2187,8 +2184,8 @@ __device__ __forceinline__ ampc_row_piece<W, G> ampc_piece_of(const amp_k_tensor
     return p;
 }
 
-/* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v).  Returns how many
-   weights of this thread's are finite and not so in 16 bits. */
+/* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v).  Returns how many of
+   this thread's finite weights become infinite in 16 bits. */
 template <bool SECOND, class W, class G, class UPDATE>
 __device__ __forceinline__ int ampc_update_piece(const ampc_row_piece<W, G> &p, int n, UPDATE update) {
     enum { L = 4 };                 /* elements of a piece: 16 bytes of fp32, so that a warp writes whole sectors */
@@ -2244,8 +2241,8 @@ __device__ __forceinline__ int ampc_update_row(const amp_k_tensor &row, const am
     }
 }
 
-/* ---- Rows whose storage takes more than a conversion: remainders, stochastic rounding, bf16 moments.  Dtypes are
-   known at run time only, which keeps this out of the plain rows' registers. */
+/* ---- Rows whose storage needs more than a conversion: remainders, stochastic rounding, bf16 moments.  Dtypes are
+   known only at run time; kept apart, they cost plain rows no registers. */
 
 __device__ inline bool ampc_is_plain(const amp_k_tensor &row) {
     return row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC &&
@@ -2360,7 +2357,7 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int6
         if (SECOND) ampc_store_moments(row.v, row.moment_dtype, i, v, random, n - at);
     }
 }
-/* Their copies, each thread's own elements: apart, because registers are short above. */
+/* Copies each thread's own elements: a function of its own, as registers are short above. */
 __device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first,
                                                  int n) {
     int found = 0;
@@ -2376,7 +2373,7 @@ __device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const 
     copy.count(found);
 }
 
-/* nvcc would make one fused operation of 1 - lr decay, which rounds once where the CPU rounds twice. */
+/* nvcc would fuse 1 - lr decay, rounding once where the CPU rounds twice. */
 __device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const amp_k_tensor *row) {
     ampi_adamw_step s = ampi_adamw_row(args, row);
     s.keep = (float)(1.0 - ampc_mul(ampc_mul(args->found->lr, row->lr_scale), row->weight_decay));
@@ -2450,7 +2447,7 @@ amp_result ampc_sgd(void *device, const amp_k_sgd *a, void *stream) {
     return ampc_optimize((ampc_device *)device, "amp_step (SGD)", a, stream, ampc_sgd_kernel);
 }
 
-/* ---- Rules: amp.h's own arithmetic, on one thread */
+/* ---- Rules: amp.h's arithmetic, on one thread */
 
 __global__ void ampc_rule_kernel(amp_k_rule rule) { ampi_rule_run(&rule); }
 
@@ -2458,8 +2455,8 @@ amp_result ampc_rule(void *device, const amp_k_rule *a, void *stream) {
     return ampc_launch((ampc_device *)device, "rule", ampc_rule_kernel, 1, 1, 0, stream, *a);
 }
 
-/* Tells what the image that the driver took was compiled for.  A build without -arch is nvcc's oldest architecture,
-   which the driver translates for newer GPUs: __CUDA_ARCH__ was the old one, and with it what stands under #if. */
+/* Tells the architecture that the driver's image was compiled for.  Without -arch, nvcc builds for its oldest one,
+   which the driver translates for newer GPUs: __CUDA_ARCH__, and all code under #if, is the old one's. */
 __global__ void ampc_marker_kernel() {}
 
 amp_result ampc_image(ampc_device *dev, int *image) {
@@ -2472,9 +2469,9 @@ amp_result ampc_image(ampc_device *dev, int *image) {
 }
 
 /* ==== Column sums ===================================================================================
-   A warp adds up every eighth row of 256 columns, eight columns to a lane; then the block's eight warps are added in
-   order.  Tall matrices are cut into runs of rows, whose sums a second kernel adds in order, in fp64.  How many runs
-   there are follows from the shape alone.                                                                      */
+   A warp adds every eighth row of 256 columns, eight columns per lane; then the block's eight warps are added in
+   order.  Tall matrices are cut into runs of rows, whose sums a second kernel adds in order, in fp64.  The number of
+   runs depends on the shape alone.                                                                         */
 
 enum { AMPC_SUM_COLS = 256, AMPC_SUM_ROWS = 256, AMPC_SUM_RUNS = 256, AMPC_SUM_CHAIN = 32 };
 
@@ -2483,7 +2480,7 @@ template <class T> __device__ __forceinline__ void ampc_put_sum(T *to, float sum
     ampc_put(to, add ? ampc_add(sum, ampc_float(*to)) : sum);
 }
 
-/* partial NULL: the only run, straight to out. */
+/* partial NULL: the only run, directly to out. */
 template <class X, class O> __global__ void __launch_bounds__(256)
 ampc_column_sum_kernel(const X *x, int64_t rows, int64_t cols, int64_t ld, int64_t tiles, int64_t run, int aligned,
                        float *partial, O *out, int add) {
@@ -2558,9 +2555,9 @@ amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream
 }
 
 /* ==== Pieces ========================================================================================
-   V neighbouring elements of a row, whose dtype is known at run time: 8 of 16 bits, or 4 of any storage dtype where
-   one operand is fp32, so that the lanes of a warp always touch neighbouring bytes; 1 where a pointer, a row distance
-   or the length of a row does not fit.  A piece is held as it lies in memory until its turn comes.          */
+   V neighbouring elements of a row, whose dtype is known at run time: 8 of 16 bits, or 4 of any storage dtype if one
+   operand is fp32, so that the lanes of a warp always access neighbouring bytes; 1 where a pointer, a row distance
+   or a row's length does not fit.  A piece is held in its storage dtype until it is used.                   */
 
 /* The widest V, at most v, for an array from p on; for rows of `cols` elements, ld apart, each a whole number of
    pieces. */
@@ -2572,7 +2569,7 @@ int ampc_width(int v, const void *p, amp_dtype dtype, int64_t ld = 0, int64_t co
     return v;
 }
 int ampc_width(int v, const amp_mat &m) { return ampc_width(v, m.data, m.dtype, m.rows > 1 ? m.ld : 0, m.cols); }
-/* The same for what all rows share, such as a norm's weight: V of 8 takes fp32 too, as two pieces. */
+/* The same for arrays that all rows share, such as a norm's weight: V of 8 takes fp32 too, as two pieces. */
 int ampc_width_shared(int v, const void *p, amp_dtype dtype) {
     return v == 8 && dtype == AMP_F32 && ampc_aligned(p) ? v : ampc_width(v, p, dtype);
 }
@@ -2586,7 +2583,7 @@ template <int V> __device__ __forceinline__ void ampc_piece_put(void *p, amp_dty
     else ampc_put_piece<AMPC_KEEP, 2 * V>(p, raw);
 }
 
-/* Where element `at` of a row of storage lies.  I: int within a chunk, so that a thread keeps 32-bit distances. */
+/* The address of element `at` of a stored row.  I: int within a chunk, so that a thread keeps 32-bit offsets. */
 template <class I> __device__ __forceinline__ const void *ampc_within(const void *row, amp_dtype dtype, I at) {
     return (const char *)row + at * (dtype == AMP_F32 ? 4 : 2);
 }
@@ -2614,7 +2611,7 @@ template <int V, class I> __device__ __forceinline__ void ampc_piece_write(void 
     if (at < end) ampc_piece_put<V>(ampc_within(row, dtype, at), dtype, raw);
 }
 
-/* The V numbers at `at` of what all rows share. */
+/* The V numbers at `at` of an array that all rows share. */
 template <int V> __device__ __forceinline__ void ampc_shared_read(const void *p, amp_dtype dtype, int at, float *x) {
     const void *from = ampc_within(p, dtype, at);
     if constexpr (V == 8) {
@@ -2650,14 +2647,14 @@ __device__ __forceinline__ void ampc_prefetch(const void *p) {
 #endif
 }
 
-/* Adds a piece of sums to what lies there (add 1), or overwrites it. */
+/* Adds a piece of sums to the stored one (add 1), or overwrites it. */
 template <int V, class I>
 __device__ __forceinline__ void ampc_piece_sum(void *row, amp_dtype dtype, I at, I end, float *sum, int add) {
     if (add) ampc_piece_add<V>(ampc_piece_read<V>(row, dtype, at, end), dtype, sum);
     ampc_piece_write<V>(row, dtype, at, end, ampc_narrow<V>(sum, dtype));
 }
 
-/* ---- Copies into shared memory beside other work: cp.async.  Before compute capability 8.0 they are done at once. */
+/* ---- Asynchronous copies into shared memory: cp.async.  Before compute capability 8.0 they are done at once. */
 
 /* An address in shared memory. */
 #if defined(__CUDACC__)
@@ -2673,9 +2670,9 @@ __device__ __forceinline__ ampc_address ampc_address_of(const void *shared) {
 #endif
 }
 
-/* Starts to copy 8 or 16 bytes into shared memory, or zeros where `there` is false (then `from` is not read).  This
-   thread may read them after ampc_copy_wait, others after a barrier too.  A group is what was started since the commit
-   before. */
+/* Starts to copy 8 or 16 bytes into shared memory, or zeros if `there` is false (then `from` is not read).  This thread
+   may read them after ampc_copy_wait, others after a barrier too.  A group holds the copies started since the last
+   commit. */
 template <int BYTES = 16> __device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
     static_assert(BYTES == 8 || BYTES == 16, "a piece");
 #if defined(__CUDA_ARCH__)
@@ -2732,18 +2729,18 @@ __device__ __forceinline__ float ampc_reciprocal(float x) {
     return 1.0f / x;
 #endif
 }
-/* exp(x), relative error 2^-22 + 1.25 |x| 2^-24; of exp(x - max), x <= max, it is small where the result is not. */
+/* exp(x), relative error 2^-22 + 1.25 |x| 2^-24; for exp(x - max), x <= max, it is small unless the result is. */
 __device__ __forceinline__ float ampc_exp(float x) { return ampc_exp2(ampc_mul(x, AMPC_LOG2_E)); }
 __device__ __forceinline__ float ampc_exp_below(float x, float max) { return ampc_exp(x - max); }
 
 /* ==== Rows ==========================================================================================
-   A group of `lanes` threads, whole warps, works on a row.  Thread i holds E of its elements: the pieces i, i + lanes,
-   i + 2 lanes, ...  A row longer than lanes E is worked on in chunks, which later passes read again; passes go to and
-   fro, so that the chunk at the turn is still held.                                                        */
+   A group of `lanes` threads, whole warps, processes a row.  Thread i holds E of its elements: the pieces i, i + lanes,
+   i + 2 lanes, ...  A row longer than lanes E is processed in chunks, which later passes read again; passes alternate
+   in direction, so that the chunk at the turn is still held.                                               */
 
-/* Threads of a block at most, and their registers: 64 where the row is one chunk, so that a multiprocessor holds 1024
-   threads; 128 for other rows.  Those that also sum columns have one block on a multiprocessor, and 168 registers while
-   the sums lie there; of AMPC_SHARED_SUMS elements a thread they lie in shared memory, and the block has one group. */
+/* The most threads of a block, and their registers: 64 for rows of one chunk, so that a multiprocessor holds 1024
+   threads; 128 for other rows.  Kernels that also sum columns have one block per multiprocessor, and 168 registers if
+   these hold the sums; with AMPC_SHARED_SUMS elements a thread, shared memory does, and the block has one group. */
 enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 384, AMPC_SHARED_SUMS = 32 };
 __host__ __device__ constexpr bool ampc_one_chunk(int v, int e) { return v > 1 && e < 32; }
 __host__ __device__ constexpr int ampc_threads(int e, bool sums) {
@@ -2758,7 +2755,7 @@ struct ampc_row_plan {
     int64_t chunks;
 };
 
-/* As few warps for a row as 8, 16 or 24 elements a thread allow, and of these as few elements; 32 for rows that would
+/* The fewest warps per row that 8, 16 or 24 elements a thread allow, then the fewest elements; 32 for rows that would
    not fit otherwise. */
 ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_t cols, bool sums = false) {
     static const int choices[3][4] = {{8, 8, 8, 8}, {8, 16, 16, 32}, {8, 16, 24, 32}};
@@ -2794,8 +2791,7 @@ template <class F> amp_result ampc_pick_shape(const ampc_row_plan &p, F run) {
     }
 }
 
-/* Where a thread stands: its row's group, and its pieces in a chunk, whose elements are counted from the
-   chunk's first. */
+/* A thread's place: its row's group and its pieces in a chunk, whose elements are counted from the chunk's first. */
 template <int V, int E> struct ampc_place {
     int lanes, lane, group, groups;
     __device__ explicit ampc_place(int row_lanes) : lanes(row_lanes) {
@@ -2814,9 +2810,8 @@ template <int V, int E> struct ampc_place {
     }
 };
 
-/* Sums or the largest over the threads of a group, in every thread.  scratch: 64 N floats of shared memory, of which
-   the calls take one half and the other in turn, so that none writes what others may still be reading.  All threads of
-   the block call it. */
+/* Sums or maxima over the threads of a group, in every thread.  scratch: 64 N floats of shared memory; calls alternate
+   between its halves, so that none overwrites what others may still be reading.  All threads of the block call it. */
 struct ampc_plus {
     static __device__ __forceinline__ float none() { return 0.0f; }
     static __device__ __forceinline__ float of(float a, float b) { return a + b; }
@@ -2863,7 +2858,7 @@ __device__ __forceinline__ void ampc_chunk_read(const ampc_place<V, E> &place, c
     for (int p = 0; p < E / V; p++) raw[p] = ampc_piece_read<V>(from, dtype, place.at(p), left);
 }
 
-/* A chunk in fp32.  The dtype is asked for once, since both ways of a short branch would be gone through. */
+/* A chunk in fp32.  Tests the dtype once: with short branches, both ways would be executed. */
 template <int V, int P>
 __device__ __forceinline__ void ampc_chunk_widen(const uint4 (&raw)[P], amp_dtype dtype, float *x) {
     if (V < 8 && dtype == AMP_F32) {
@@ -2878,7 +2873,7 @@ __device__ __forceinline__ void ampc_chunk_widen(const uint4 (&raw)[P], amp_dtyp
     }
 }
 
-/* Has a chunk fetched into the L2 cache for a later read: a thread's part is at most the 128 bytes that it asks for. */
+/* Prefetches a chunk into the L2 cache: a thread's part is at most the 128 bytes it requests. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place, const void *from, amp_dtype dtype,
                                                   int left) {
@@ -2888,9 +2883,9 @@ __device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place,
 
 /* ---- LayerNorm and RMSNorm, forward */
 
-/* Weight and bias: y = h weight + bias, with 1 and -0 for what is not there, which change no h.  In rows of one chunk a
-   thread has the same columns in each: where shared memory has room (KEEP), a block holds them there in fp32, in the
-   order in which a warp reads 16 bytes each; else they are read anew for each row. */
+/* Weight and bias: y = h weight + bias, with 1 and -0 for missing ones, which change no h.  In rows of one chunk a
+   thread always has the same columns: if shared memory has room (KEEP), a block holds them there in fp32, in the order
+   in which a warp reads 16 bytes each; else they are read again for each row. */
 template <int V, int E, bool KEEP> struct ampc_norm_affine {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
@@ -2913,7 +2908,7 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
         }
         __syncthreads();
     }
-    /* Element k of a thread's part of the weight (array 0) or the bias (1), and the three behind it. */
+    /* Element k of a thread's part of the weight (array 0) or the bias (1), and the next three. */
     __device__ __forceinline__ uint4 *slot(int array, int k) const {
         return scratch + (array * (E / 4) + k / 4) * place.lanes + place.lane;
     }
@@ -2936,8 +2931,8 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
     }
 };
 
-/* A chunk of the row to normalise, in fp32.  A sum with the residual that is stored is rounded to storage before it is
-   used, because that is what backward reads; the first pass forms and stores it, later passes read it. */
+/* A chunk of the row to normalise, in fp32.  A stored sum with the residual is rounded to storage before it is used,
+   because backward reads that; the first pass computes and stores it, later passes read it. */
 template <int V, int E> struct ampc_norm_chunk {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
@@ -2970,7 +2965,7 @@ template <int V, int E> struct ampc_norm_chunk {
             ampc_widen<V>(sum, a.sum.dtype, s + p * V);
         }
     }
-    /* What lies beyond the row is 0. */
+    /* Elements beyond the row are 0. */
     __device__ __forceinline__ float sum(float total) const {
         AMPC_UNROLL
         for (int k = 0; k < E; k++) total += s[k];
@@ -3062,9 +3057,8 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
 
 /* ---- LayerNorm and RMSNorm, backward.  With g = dy weight, h = (x - mean) rstd and means over the row:
    dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy.
-   A thread keeps its columns from row to row and sums dweight and dbias for them.  Each block writes one partial sum,
-   and a second kernel adds the partial sums up in order.  These sums alone depend on the size of the grid, and so on
-   the GPU. */
+   A thread keeps its columns from row to row and sums their dweight and dbias.  Each block writes one partial sum, and
+   a second kernel adds these in order.  Only these sums depend on the size of the grid, and so on the GPU. */
 
 template <int V>
 __device__ __forceinline__ void ampc_norm_pair(const uint4 &x_raw, amp_dtype x_dtype, const uint4 &dy_raw,
@@ -3084,7 +3078,7 @@ template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_nor
     for (int i = 0; i < V; i++) g[i] = ampc_mul(g[i], weight[i]);
 }
 
-/* dx for a chunk; dsum: as it lies in memory, or NULL: it is read here. */
+/* dx for a chunk; dsum: as stored, or NULL: read here. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row,
                                              int64_t start, int left, float mean, float rstd, const float *means,
@@ -3108,7 +3102,7 @@ __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_pla
     }
 }
 
-/* The sums of a thread's columns, in its registers or in shared memory.  There they lie as [2, E, stride]. */
+/* The sums of a thread's columns, in its registers or in shared memory as [2, E, stride]. */
 template <int V, int E> struct ampc_column_sums {
     enum { own = E < (int)AMPC_SHARED_SUMS ? E : 1 };
     float dweight[own], dbias[own], *const shared;
@@ -3132,7 +3126,7 @@ template <int V, int E> struct ampc_column_sums {
             *b += dy;
         }
     }
-    /* Adds a thread's registers to what is shared. */
+    /* Adds a thread's registers to the shared sums. */
     __device__ __forceinline__ void gather(bool first) {
         AMPC_UNROLL
         for (int k = 0; k < own && own == E; k++) {
@@ -3141,8 +3135,7 @@ template <int V, int E> struct ampc_column_sums {
             *b = first ? dbias[k] : *b + dbias[k];
         }
     }
-    /* The groups of the block do so in order, and the block writes its partial sum, [2, cols].  Shared sums have one
-       group. */
+    /* Gathers the block's groups in order (one group with shared sums) and writes its partial sum, [2, cols]. */
     __device__ void write(float *partial, int64_t cols) {
         for (int g = 0; g < place.groups; g++) {
             if (place.group == g) gather(g == 0);
@@ -3156,7 +3149,7 @@ template <int V, int E> struct ampc_column_sums {
     }
 };
 
-/* Bytes of shared memory for them. */
+/* Bytes of shared memory for the sums. */
 size_t ampc_column_scratch(const ampc_row_plan &p) {
     return (size_t)(p.e < AMPC_SHARED_SUMS ? p.lanes : (int)AMPC_ROW_THREADS) * 2 * (size_t)p.e * sizeof(float);
 }
@@ -3182,7 +3175,7 @@ __device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_p
     }
 }
 
-/* A row of one chunk and the one that follows it, in shared memory.  A thread copies and reads its own pieces alone. */
+/* A row of one chunk and the next row, in shared memory.  A thread copies and reads only its own pieces. */
 template <int V, int E> struct ampc_norm_stage {
     uint4 *const mine;              /* [2, 2, E / V, threads] */
     __device__ __forceinline__ explicit ampc_norm_stage(void *memory) : mine((uint4 *)memory + threadIdx.x) {}
@@ -3205,12 +3198,12 @@ template <int V, int E> struct ampc_norm_stage {
     }
 };
 
-/* Bytes of shared memory for it, at least as many as for the sums. */
+/* Bytes of shared memory for the stage, at least as many as for the sums. */
 size_t ampc_norm_stage_bytes(const ampc_row_plan &p) {
     return (size_t)p.block * (size_t)(4 * p.e / p.v) * sizeof(uint4);
 }
 
-/* Rows of one chunk: the next one is on its way while this one is worked on.  partials NULL: dx alone. */
+/* Rows of one chunk: the next one is fetched while this one is processed.  partials NULL: only dx. */
 template <int V, int E> __global__ void __launch_bounds__(AMPC_SUM_THREADS, 1)
 ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
     AMPC_SHARED(float, scratch, 128);
@@ -3249,12 +3242,11 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
         ampc_norm_dx(a, place, row, 0, left, mean, rstd, means, x, dy, dsum);
     }
     ampc_copy_wait<0>();
-    __syncthreads();                            /* sums take the place of rows */
+    __syncthreads();                            /* sums reuse the memory of rows */
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Rows of any length.  What follows is fetched into the L2 cache while a chunk is worked on, and over a
-   row's barrier. */
+/* Rows of any length.  The next chunk is prefetched into the L2 cache during this one and across a row's barrier. */
 template <int V, int E> __global__ void __launch_bounds__(ampc_threads(E, true), 1)
 ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, float *partials) {
     AMPC_SHARED(float, scratch, 128);
@@ -3298,8 +3290,8 @@ ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, fl
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Partial sums of dweight and dbias where a row or its sums do not fit into a block: block i of `blocks` adds up the
-   rows i, i + blocks, ... for a strip of columns. */
+/* Partial sums of dweight and dbias if a row or its sums do not fit into a block: block i of `blocks` adds rows i,
+   i + blocks, ... for a strip of columns. */
 template <int V>
 __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, int64_t blocks, float *partials) {
     int64_t block = blockIdx.x % blocks, cols = a.x.cols, at = (blockIdx.x / blocks * blockDim.x + threadIdx.x) * V;
@@ -3345,7 +3337,7 @@ __global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight,
     ampc_piece_sum<1>(to.data, to.dtype, col, cols, sum, to.add);
 }
 
-/* Fewer groups, then chunks, where shared memory is too small for rows that wait. */
+/* Fewer groups, then chunks, if shared memory is too small for waiting rows. */
 ampc_row_plan ampc_norm_plan(const ampc_device *d, int v, int64_t rows, int64_t cols) {
     ampc_row_plan p = ampc_plan_rows(d, v, rows, cols, true);
     if (!ampc_one_chunk(p.v, p.e)) return p;
@@ -3395,9 +3387,9 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
                        a.dbias, partials, (int64_t)blocks, a.x.cols);
 }
 
-/* ---- Masks: what a query sees */
+/* ---- Masks: the keys that a query sees */
 
-/* Which keys by kind and length: key j if j < first or low <= j < high. */
+/* The keys visible by kind and length: j < first or low <= j < high. */
 struct ampc_span { int64_t first, low, high; };
 
 __device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t high) {
@@ -3427,7 +3419,7 @@ __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int6
 
 struct ampc_sight {
     ampc_span span;
-    int64_t end;                    /* no key from here on is seen */
+    int64_t end;                    /* keys from here on are hidden */
     const int32_t *documents;       /* of the keys; NULL: one document */
     int32_t document;               /* of the query */
     const uint8_t *allowed;         /* of the query; NULL: all */
@@ -3446,8 +3438,7 @@ __device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int6
     return s;
 }
 
-/* Whether key `at` is within a span, all counted from the same key; whether documents and tensor let the query see a
-   key. */
+/* Whether key `at` is in a span, all counted from the same key; whether documents and tensor allow a key. */
 __device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) {
     return at < first || (at >= low && at < high);
 }
@@ -3463,7 +3454,7 @@ __device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t k
 /* How a softmax's rows are counted. */
 struct ampc_softmax_index { int64_t rows; ampc_divisor queries, heads; };
 
-/* What the query of a row sees; most masks need little of it. */
+/* The keys that a row's query sees; most masks need few of the fields. */
 __device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, const ampc_softmax_index &of,
                                                      int64_t row) {
     const amp_mask &m = a.mask;
@@ -3478,8 +3469,7 @@ __device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, con
     return ampc_sight_of(m, b, h, query, a.queries, a.keys);
 }
 
-/* -inf for the hidden ones among the scores of a piece; first, low, high and end count from the chunk's
-   first element. */
+/* Sets a piece's hidden scores to -inf; first, low, high and end count from the chunk's first element. */
 template <int V>
 __device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start, int at, int first, int low, int high,
                                           float *s) {
@@ -3530,7 +3520,7 @@ __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place
     }
 }
 
-/* A row without a seen key has only -inf, and gives zeros; NaN and +inf make a row NaN. */
+/* A row without visible keys has only -inf, and gives zeros; NaN and +inf make a row NaN. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t planned) {
     AMPC_SHARED(float, scratch, 64);
@@ -3580,8 +3570,8 @@ __device__ __forceinline__ void ampc_softmax_slopes(const uint4 &y, const uint4 
         slope[i] = value[i] == 0.0f ? 0.0f : ampc_mul(ampc_mul(value[i], slope[i] - sum), a.scale);
 }
 
-/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0 whatever its gradient is, and what the mask hides is
-   not read. */
+/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0, whatever its gradient; hidden elements are not
+   read. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_gradient_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t planned) {
     AMPC_SHARED(float, scratch, 64);
@@ -3627,7 +3617,7 @@ ampc_softmax_gradient_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, in
     }
 }
 
-/* The rows of a softmax, none where there are no keys. */
+/* The rows of a softmax; none if there are no keys. */
 ampc_softmax_index ampc_softmax_count(const amp_k_softmax *a) {
     int64_t rows = a->keys > 0 ? a->batch * a->heads * a->queries : 0;
     return ampc_softmax_index{rows, a->queries, a->heads};
@@ -3658,9 +3648,9 @@ amp_result ampc_softmax_backward(void *dev, const amp_k_softmax *args, void *str
 }
 
 /* ==== Pointwise operators ===========================================================================
-   One kernel: out[0 to O) = op(in[0 to I)), element by element, over rows or, where no operand has gaps, one long row.
-   op has a template run<V>(in, out, index), index being that of the piece's first element, and says how many pieces
-   of each input a thread reads ahead.                                                                       */
+   One kernel: out[0 to O) = op(in[0 to I)), element by element, over rows or, if no operand has gaps, one long row.
+   op has a template run<V>(in, out, index), where index is the piece's first element, and says how many pieces of
+   each input a thread reads ahead.                                                                          */
 
 template <int I, int O> struct ampc_map {
     /* blocks per multiprocessor: many operands need registers */
@@ -3670,7 +3660,7 @@ template <int I, int O> struct ampc_map {
     ampc_divisor pieces;            /* of a row */
 };
 
-/* ld 0: rows that are all the same. */
+/* ld 0: all rows are the same. */
 amp_mat ampc_matrix(const void *data, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld) {
     amp_mat m = {const_cast<void *>(data), dtype, 0, rows, cols, ld};
     return m;
@@ -3760,7 +3750,7 @@ __device__ __forceinline__ float ampc_sigmoid(float x) { return ampc_reciprocal(
 __device__ __forceinline__ float ampc_gelu(float x) {
     return ampc_mul(x, ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, ampc_mul(x, x), AMPC_GELU_A))));
 }
-/* s + x s (1 - s) (A + 3 B x^2).  x^2 is cut at 10^4, where s is long 0 or 1. */
+/* s + x s (1 - s) (A + 3 B x^2).  x^2 is limited to 10^4: s is long 0 or 1. */
 __device__ __forceinline__ float ampc_gelu_slope(float x) {
     float square = fminf(ampc_mul(x, x), 1.0e4f),
           s = ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, square, AMPC_GELU_A)));
@@ -3782,7 +3772,7 @@ __device__ __forceinline__ float ampc_tanh_slope(float y) { return ampc_fma(-y, 
 /* x if `by` is above 0 or NaN, else 0 */
 __device__ __forceinline__ float ampc_gate(float x, float by) { return by <= 0.0f ? 0.0f : x; }
 
-/* y[i] = f(x[i]), for a function that is chosen once for V elements. */
+/* y[i] = f(x[i]), with the function chosen once for V elements. */
 #define AMPC_EACH(expression) do { AMPC_UNROLL for (int i = 0; i < V; i++) y[i] = (expression); } while (0)
 
 struct ampc_act {
@@ -3821,7 +3811,7 @@ struct ampc_act_back {
     }
 };
 
-/* op over N inputs, to the first B of which the B inputs after them are added: biases. */
+/* op over N inputs; the B inputs after them are biases, added to the first B. */
 template <class Op, int N, int B> struct ampc_biased {
     enum { ahead = (Op::ahead + 1) / 2 };
     Op op;
@@ -3852,7 +3842,7 @@ amp_result ampc_activation(void *dev, const amp_k_activation *args, void *stream
     return ampc_map_run(dev, "amp_activation", m, op, stream);
 }
 
-/* The slope of tanh is taken from y where it is given: x may have been overwritten. */
+/* Takes the slope of tanh from y if given: x may have been overwritten. */
 amp_result ampc_activation_backward(void *dev, const amp_k_activation *args, void *stream) {
     int from_y = args->act == AMP_ACT_TANH && args->y != NULL;
     if (args->bias != NULL && !from_y) {
@@ -3995,8 +3985,8 @@ amp_result ampc_add(void *dev, const amp_k_add *args, void *stream) {
 
 /* ==== Losses and embeddings ========================================================================= */
 
-/* Writes 1 + row into a report if it is clear or names a later row.  What an earlier call of the stream found there
-   stays: only the host clears it, when it has read it. */
+/* Writes 1 + row into a report that is clear or names a later row.  An earlier call's report stays until the host has
+   read and cleared it. */
 __device__ __forceinline__ void ampc_report(int32_t *report, int64_t row) {
     int32_t mine = row < INT32_MAX - 1 ? (int32_t)(row + 1) : INT32_MAX, seen = *(volatile int32_t *)report;
     while (seen == 0 || mine < seen) {
@@ -4006,10 +3996,10 @@ __device__ __forceinline__ void ampc_report(int32_t *report, int64_t row) {
     }
 }
 
-/* What one pass over the labels or ids of a call finds. */
+/* The findings of one pass over a call's labels or ids. */
 struct ampc_labels {
-    int64_t counted;                /* that are not ignored */
-    int32_t bad;                    /* 1: one is out of range, and the call's other kernels do nothing */
+    int64_t counted;                /* not ignored */
+    int32_t bad;                    /* 1: one is out of range, so the call's other kernels do nothing */
     float scale;                    /* of the gradient */
 };
 
@@ -4019,7 +4009,7 @@ __global__ void __launch_bounds__(1024)
     ampc_labels_scan(const int32_t *values, int64_t n, int64_t limit, int may_ignore, int32_t ignore, int sum,
                      double factor, const float *grad_scale, ampc_labels *out, int32_t *report) {
     AMPC_SHARED(int64_t, scratch, 32);
-    enum { U = 8 };                 /* reads under way */
+    enum { U = 8 };                 /* reads in flight */
     int64_t counted = 0, first = n;
     for (int64_t i = threadIdx.x; i < n; i += U * blockDim.x) {
         int32_t value[U];
@@ -4045,7 +4035,7 @@ __global__ void __launch_bounds__(1024)
     if (out->bad) ampc_report(report, first);
 }
 
-/* loss = the sum of n values, or their mean over what `labels` counted (NULL: `counted`), NaN over none.  One block. */
+/* loss = the sum of n values, or their mean over the count in `labels` (NULL: `counted`), NaN over none.  One block. */
 template <class T>
 __global__ void __launch_bounds__(1024)
     ampc_loss_total(const T *values, int64_t n, const ampc_labels *labels, int64_t counted, int sum, float *loss) {
@@ -4059,12 +4049,12 @@ __global__ void __launch_bounds__(1024)
     *loss = (float)(sum ? total : total / (double)counted);         /* 0 / 0 is NaN */
 }
 
-/* ---- Cross-entropy.  A block reads a row once, keeps it in shared memory where it fits (KEEP), with a running maximum
-   and sum of exponentials, and writes the gradient from there.  A thread finds its own pieces again, so dlogits may be
-   the logits.  Rows of any length and distance have pieces that are aligned; what lies before and behind them are the
-   row's edges, element by element. */
+/* ---- Cross-entropy.  A block reads a row once with a running maximum and sum of exponentials, keeps it in shared
+   memory if it fits (KEEP), and writes the gradient from there.  A thread writes only pieces that it read, so dlogits
+   may be the logits.  Rows of any length and distance have aligned pieces; elements before and after them are the
+   row's edges, done one by one. */
 
-/* exp(x - max) summed over what a thread has seen, relative to the largest of it. */
+/* The sum of exp(x - max) over a thread's elements so far, max being their largest. */
 struct ampc_running {
     float max, sum, total;          /* total: of the logits themselves */
     template <int V> __device__ __forceinline__ void add(const float (&x)[V], bool smooth) {
@@ -4085,11 +4075,11 @@ struct ampc_running {
     }
 };
 
-/* What a block knows of its row. */
+/* A block's row. */
 struct ampc_logit_row {
     const void *from;
     void *to;                       /* NULL: no gradient */
-    unsigned char *kept;            /* the pieces in shared memory, with KEEP; else the row is read again */
+    unsigned char *kept;            /* with KEEP, the pieces in shared memory; else the row is read again */
     int64_t label, head, edge;      /* label -1: ignored; the pieces of V lie in [head, edge) */
     float at_label, max, sum;
     /* Element k of the edges, those before `head` first. */
@@ -4118,7 +4108,7 @@ template <int V> __device__ __forceinline__ ampc_logit_row ampc_logits_of(const 
 /* The first pass. */
 template <int V, bool KEEP>
 __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
-    enum { U = V == 1 ? 16 : 4 };   /* reads under way */
+    enum { U = V == 1 ? 16 : 4 };   /* reads in flight */
     const int64_t step = (int64_t)blockDim.x * V, outside = r.head + a.classes - r.edge;
     const amp_dtype dtype = a.logits.dtype;
     const bool smooth = a.smoothing > 0.0f;
@@ -4143,9 +4133,9 @@ __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entro
     return found;
 }
 
-/* dlogits = scale (e / sum - smoothing / classes), and 1 - smoothing less in the column of the label; 0 beyond the
-   classes, and in rows that are ignored.  share = -scale smoothing / classes; less: what the label's column has beside
-   e / sum.  The column is written again when the whole row is there. */
+/* dlogits = scale (e / sum - smoothing / classes), in the label's column less 1 - smoothing; 0 beyond the classes and
+   in ignored rows.  share = -scale smoothing / classes; less: what the label's column adds to e / sum.  That column is
+   written again after the whole row. */
 template <int V, bool KEEP>
 __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &a, const ampc_logit_row &r, float scale,
                                                      float share, float less) {
@@ -4188,7 +4178,7 @@ __device__ __forceinline__ void ampc_logits_clear(const amp_k_cross_entropy &a, 
     for (at = threadIdx.x; at < outside; at += blockDim.x) ampc_put_stored(r.to, a.dlogits.dtype, r.outside(at), 0.0f);
 }
 
-/* In a row with NaN, with +inf or with nothing but -inf some x - max is NaN, and so are loss and gradient. */
+/* In a row with NaN or +inf, or with only -inf, some x - max is NaN, and so are loss and gradient. */
 template <int V, bool KEEP>
 __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entropy &a, ampc_logit_row &r,
                                                         float *scratch) {
@@ -4229,7 +4219,7 @@ void (*ampc_cross_entropy_kernel(int v))(amp_k_cross_entropy, double, const ampc
                     : ampc_cross_entropy_rows<1, KEEP>;
 }
 
-/* The widest pieces that are aligned in both matrices at the same columns of every row. */
+/* The widest pieces aligned in both matrices at the same columns of every row. */
 int ampc_logits_width(const amp_mat &x, const amp_mat &dx) {
     int v = x.dtype == AMP_F32 || (dx.data && dx.dtype == AMP_F32) ? 4 : 8;
     int64_t apart = (int64_t)((uintptr_t)x.data / (uint64_t)ampc_dtype_size(x.dtype) -
@@ -4263,8 +4253,8 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     return ampc_launch(d, name, ampc_loss_total<float>, 1, 1024, 0, stream, losses, rows, labels, 0, a.sum, a.loss);
 }
 
-/* ---- Mean squared error.  A block adds up a stretch in fp64, whose length, and with it the partial sums, depends on
-   the number of elements alone: from 2 million on there are at least 512 stretches, enough for any GPU. */
+/* ---- Mean squared error.  A block sums a stretch in fp64.  Its length, and so each partial sum, depends only on the
+   number of elements: from 2 million on there are at least 512 stretches, enough for any GPU. */
 
 __host__ __device__ inline int64_t ampc_mse_stretch(int64_t n) {
     int64_t stretch = 4096;
@@ -4360,15 +4350,14 @@ amp_result ampc_embedding(void *dev, const amp_k_embedding *args, void *stream) 
 }
 
 /* ---- Embedding, backward.  The rows of dy are sorted by id (a stable radix sort of their numbers, 8 bits a pass), and
-   each id's rows are added up in that order, in stretches of fixed length: first within each stretch, then, for the ids
-   that reach over stretches, stretch by stretch.  No sum depends on the grid, and a frequent id is not one
-   long chain. */
+   each id's rows are added in that order, in stretches of fixed length: first within each stretch, then, for ids that
+   span stretches, stretch by stretch.  No sum depends on the grid, and a frequent id is not one long chain. */
 
 enum { AMPC_SORT_TILE = 1024, AMPC_DIGITS = 256, AMPC_STRETCH = 128 };
 
 struct ampc_sort { const int32_t *ids; const int64_t *from; int64_t *to; int64_t n, tiles; int shift; };
 
-/* The number of the row at place i of the order so far. */
+/* The number of the row at place i of the current order. */
 __device__ __forceinline__ int64_t ampc_sorted(const ampc_sort &s, int64_t i) { return s.from ? s.from[i] : i; }
 __device__ __forceinline__ int ampc_digit(const ampc_sort &s, int64_t row) {
     return s.ids[row] >> s.shift & (AMPC_DIGITS - 1);
@@ -4430,7 +4419,7 @@ __device__ __forceinline__ unsigned ampc_same_digit(int digit, bool live) {
     return same;
 }
 
-/* Moves the keys of a tile to their places, 256 at a time; thread d keeps the books of digit d. */
+/* Moves the keys of a tile to their places, 256 at a time; thread d counts digit d. */
 __global__ void __launch_bounds__(256)
     ampc_sort_scatter(ampc_sort s, const ampc_labels *labels, const int64_t *starts) {
     AMPC_SHARED(unsigned, count, 8 * AMPC_DIGITS);
@@ -4471,8 +4460,8 @@ template <int V> __global__ void __launch_bounds__(256) ampc_zero_rows(amp_mat m
     }
 }
 
-/* A call's sorted rows, and the sums of the ids that reach over the stretches' ends: head[stretch] is what belongs to
-   an id that began before, tail[stretch] to one that goes on, both [stretches, cols]. */
+/* A call's sorted rows, and the sums of ids that span stretches: head[stretch] belongs to an id that began before it,
+   tail[stretch] to one that continues after it, both [stretches, cols]. */
 struct ampc_gather {
     amp_mat dy, dtable;
     const int32_t *ids;
@@ -4496,7 +4485,7 @@ template <int V> struct ampc_gather_part {
     }
 };
 
-/* What an id has in this stretch goes to the table, or to be added up with what it has in others. */
+/* Writes an id's sum in this stretch to the table, or keeps it to be added to those in others. */
 template <int V>
 __device__ __forceinline__ void ampc_gather_flush(const ampc_gather &g, const ampc_gather_part<V> &part, int64_t id,
                                                   bool before, bool after, float *sum) {
@@ -4509,7 +4498,7 @@ __device__ __forceinline__ void ampc_gather_flush(const ampc_gather &g, const am
     }
 }
 
-/* Adds up the rows of a stretch, four reads under way. */
+/* Adds the rows of a stretch, with four reads in flight. */
 template <int V>
 __global__ void __launch_bounds__(128) ampc_gather_stretches(ampc_gather g, const ampc_labels *labels) {
     int64_t parts = g.stretches * g.strips.d, warps = (int64_t)gridDim.x * (blockDim.x / 32);
@@ -4547,8 +4536,7 @@ __global__ void __launch_bounds__(128) ampc_gather_stretches(ampc_gather g, cons
     }
 }
 
-/* For the id that begins in a stretch and goes on: its tail there and its heads in the stretches that follow,
-   in fp64. */
+/* For an id that begins in a stretch and continues: adds its tail and its heads in the next stretches, in fp64. */
 template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_gather g, const ampc_labels *labels) {
     int64_t parts = g.stretches * g.strips.d, warps = (int64_t)gridDim.x * (blockDim.x / 32);
     if (labels->bad) return;
@@ -4560,7 +4548,7 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_ga
         float sum[V];
         if (id != g.id(part.end) || id == g.id(part.begin - 1)) continue;
         for (; whole == 0xffffffffu;
-             last += __popc(whole)) /* the id is still there where stretch last + 1 + lane begins */
+             last += __popc(whole)) /* stretch last + 1 + lane begins with the same id */
             whole = __ballot_sync(0xffffffffu, g.id((last + 1 + threadIdx.x % 32) * AMPC_STRETCH) == id);
         if (part.at >= g.dy.cols) continue;
         AMPC_UNROLL
@@ -4613,7 +4601,7 @@ amp_result ampc_zero(ampc_device *d, const amp_mat &m, int64_t first, const ampc
                        m.cols / v, labels);
 }
 
-/* Sorts the numbers of a's rows by id: *order is then in one of the two buffers. */
+/* Sorts the numbers of a's rows by id; *order ends in one of the two buffers. */
 amp_result ampc_embedding_sort(ampc_device *d, const amp_k_embedding &a, const ampc_labels *labels, int64_t *counts,
                                int64_t *buffers[2], const int64_t **order, void *stream) {
     const char *name = "amp_embedding_backward";
@@ -4678,11 +4666,11 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
                        a.dy.cols / v, labels);
 }
 /* ==== Matrix products ===============================================================================
-   Through cuBLASLt, by plans that are made once for each shape; further down.  First what remains to us.
+   Further down: products through cuBLASLt, by plans made once for each shape.  First, this file's own kernel for any
+   layout, dtype and epilogue on the fp32 units.
 
-   Any layout, dtype and epilogue on the fp32 units: operands are rounded to the compute dtype on their way into shared
-   memory, a block computes 64 x 64 of c in tiles of 16 along k, a thread 4 x 4 of them.  Every sum is one chain of
-   fused multiply-adds along k, so its bits depend on nothing else.                                      */
+   Operands are rounded to the compute dtype when they enter shared memory; a block computes 64 x 64 of c in tiles of 16
+   along k, a thread 4 x 4 of them.  Every sum is one chain of fused multiply-adds along k.               */
 
 enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 3 };
 
@@ -4704,7 +4692,7 @@ struct ampc_operand {
 
 typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, padded against bank conflicts */
 
-/* Elements from, from + step, ... where n di < i_left and n dj < j_left, else 0.  They are on their way together. */
+/* Elements from, from + step, ... where n di < i_left and n dj < j_left, else 0; the reads overlap. */
 __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di,
                                                int j_left, int dj, float (&value)[4]) {
     const bool exact = x.compute == AMP_F32 || x.compute == x.dtype || (x.compute == AMP_TF32 && x.dtype != AMP_F32);
@@ -4721,7 +4709,7 @@ __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t fr
 }
 
 /* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours.
-   Returns whether this thread met an infinity or NaN. */
+   True: this thread found an infinity or NaN. */
 __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0,
                                                 int64_t k, ampc_strip *tile) {
     const bool rows = x.inner == 1;
@@ -4741,8 +4729,7 @@ __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t o
     return wild;
 }
 
-/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], d in order.  WEIGHTS: those of a, of which a 0 makes nothing
-   of infinities. */
+/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], d in order.  WEIGHTS: a holds weights, and 0 times infinity is 0. */
 template <bool WEIGHTS>
 __device__ __forceinline__ void ampc_gemm_add(const ampc_strip *a, const ampc_strip *b, float (&sum)[4][4]) {
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
@@ -4816,10 +4803,10 @@ amp_result ampc_gemm_units(ampc_device *dev, const amp_k_gemm &g, void *stream) 
 
 /* ---- Around a product: operands in the compute dtype, epilogues that cuBLASLt lacks, sums */
 
-/* What operands are stored in for a compute dtype. */
+/* The dtype that stores operands of a compute dtype. */
 amp_dtype ampc_operand_dtype(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
 
-/* Operand a or b as it is stored: fields of its product. */
+/* Operand a or b as stored: fields of its product. */
 struct ampc_gemm_operand {
     const void *&data;
     amp_dtype &dtype;
@@ -4840,14 +4827,14 @@ struct ampc_gemm_operand {
         return data == x.data && dtype == x.dtype && ld == x.ld && stride == x.stride && items == x.items &&
                rows == x.rows && cols == x.cols;
     }
-    /* What it is once it was cast. */
+    /* The operand after its cast. */
     void become(const void *copy, amp_dtype to) {
         if (cut != NULL || !is_dense()) ld = cols, stride = items == 1 ? 0 : rows * cols;
         data = copy, dtype = to, cut = NULL;
     }
 };
 
-/* An operand that saturates: [n[0], n[1], n[2], cols], its columns side by side. */
+/* An operand that saturates: [n[0], n[1], n[2], cols], with contiguous columns. */
 struct ampc_cut {
     const void *x; void *to;
     amp_dtype from, dtype;
@@ -4856,7 +4843,7 @@ struct ampc_cut {
     amp_k_cut how;
 };
 
-/* All of it side by side in `to`, cut. */
+/* Copies all of it, saturated, to `to` without gaps. */
 __global__ void __launch_bounds__(256) ampc_cut_kernel(ampc_cut c, int64_t total) {
     AMPC_SHARED(int, scratch, 32);
     int found = 0;
@@ -4895,7 +4882,8 @@ amp_result ampc_cast_flat(ampc_device *dev, void *dst, amp_dtype to, const void 
     return ampc_cast(dev, &cast, stream);
 }
 
-/* Casts operand a or b: as it lies where its elements fill their memory, else row after row; so where it is cut. */
+/* Casts operand a or b: in its own layout if its elements fill their memory, else (and if it saturates) row after
+   row. */
 amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch &own, void *stream) {
     ampc_gemm_operand x(g, b);
     const amp_dtype to = ampc_operand_dtype(g.compute);
@@ -4917,7 +4905,7 @@ amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch 
     return AMP_OK;
 }
 
-/* in: the product, bias or what went into act, c as it was; out: c, what goes into act. */
+/* in: the product, bias or act's saved input, old c; out: c, act's input. */
 template <int O> struct ampc_finish {
     enum { ahead = 2 };
     amp_activation_kind act;
@@ -4982,7 +4970,7 @@ amp_result ampc_sum_columns(ampc_device *dev, const amp_mat &x, const amp_k_grad
     return out.data == NULL ? AMP_OK : ampc_column_sum(dev, &s, stream);
 }
 
-/* The sums that no epilogue made. */
+/* The sums that no epilogue computed. */
 amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
     const amp_k_gradient &out = g.row_sum;
     void *a = const_cast<void *>(g.a);
@@ -4999,29 +4987,29 @@ amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
     });
 }
 
-/* ---- cuBLASLt.  It thinks in columns, where a row-major matrix is its own transpose: c^T = op(b)^T op(a)^T, so that
-   its A is b, its B is a, its rows are our columns, and a vector along its rows is a bias. */
+/* ---- cuBLASLt is column-major, and sees a row-major matrix as its transpose: c^T = op(b)^T op(a)^T, so its A is b,
+   its B is a, its rows are our columns, and a vector along its rows is a bias. */
 
-/* What the plan of a product depends on; keys are compared byte by byte, so there is no padding. */
+/* Everything that a product's plan depends on; keys are compared byte by byte, so there is no padding. */
 struct ampc_product_key {
     int64_t m, n, k, batch, lda, ldb, ldc, ld_aux, stride_a, stride_b, stride_c;
     int32_t compute, c_dtype, trans_a, trans_b, epilogue;
     int32_t adds;                   /* 1: beta is not 0 */
     uint8_t align[8];               /* of a, b, c, bias, aux: log2 of their alignment, 8 at most */
 };
-/* The plan of a call has the first way in place of the epilogue, and how operands and vectors are stored; a product's:
-   zeros. */
+/* A call's plan has the first way in place of the epilogue, and how operands and vectors are stored; a product's plan
+   has zeros. */
 struct ampc_plan_key : ampc_product_key { uint8_t around[16]; };
 static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
 
-/* Ways to do a call, of which the first that cuBLASLt takes serves. */
+/* Ways to do a call; the first that cuBLASLt accepts is used. */
 enum ampc_way {
-    AMPC_FUSED,      /* the product with all that is asked for, in cuBLASLt */
-    AMPC_SUMS_APART, /* the same but for sums over rows or columns, which kernels make */
-    AMPC_UNFUSED,    /* the plain product in cuBLASLt, in fp32 (in c itself if it can be), and a map for the rest */
+    AMPC_FUSED,      /* the product with its whole epilogue, in cuBLASLt */
+    AMPC_SUMS_APART, /* the same, but kernels compute sums over rows or columns */
+    AMPC_UNFUSED,    /* the plain product in cuBLASLt, in fp32 (in c itself if possible), and a map for the rest */
     AMPC_UNITS       /* the kernel of the fp32 units */
 };
-/* Steps, in the order in which they are taken.  ADD_SUM: the epilogue sums into scratch memory. */
+/* Steps, in order of execution.  ADD_SUM: the epilogue sums into scratch memory. */
 enum {
     AMPC_CAST_A = 1,
     AMPC_CAST_B = 2,
@@ -5033,29 +5021,29 @@ enum {
     AMPC_SUMS = 128
 };
 
-/* Of a call: its steps; of a product in cuBLASLt: the rest.  Calls work on copies, which share the layouts. */
+/* A call's plan has steps; a product's in cuBLASLt has the rest.  Calls work on copies, which share the layouts. */
 struct ampc_plan {
     ampc_plan_key key;
     ampc_plan *next;
     ampc_way way;
     int steps;
     ampc_plan *product;             /* of AMPC_MATMUL; a product's own plan: itself */
-    cublasLtMatrixLayout_t a, b, c; /* of a, b and c in our terms; NULL: from a file, and not asked for yet */
+    cublasLtMatrixLayout_t a, b, c; /* of our a, b and c; NULL: from a file and not used yet */
     cublasLtMatmulAlgo_t algo;
     size_t workspace;               /* bytes */
     int refused;                    /* 1: cuBLASLt has no algorithm for it */
     int tuned;                      /* 1: algo and apart were measured */
     int compared;                   /* 1: apart was measured; -1: that failed */
-    int apart;                      /* 1: the plain product and kernels of ours are faster */
-    int measuring;                  /* 1: a thread does; others take the heuristic's choice meanwhile */
+    int apart;                      /* 1: the plain product and separate kernels are faster */
+    int measuring;                  /* 1: a thread measures; others use the heuristic's choice meanwhile */
 };
 
 const char *ampc_blas_hint(cublasStatus_t status) {
     switch (status) {
-        case CUBLAS_STATUS_NOT_INITIALIZED: return "the driver may be older than cuBLAS, or GPU memory used up";
+        case CUBLAS_STATUS_NOT_INITIALIZED: return "the driver may be older than cuBLAS, or GPU memory is full";
         case CUBLAS_STATUS_ALLOC_FAILED: return "free memory on the GPU or use a smaller batch";
-        case CUBLAS_STATUS_ARCH_MISMATCH: return "this GPU lacks what the dtype needs: choose another";
-        default: return "CUBLASLT_LOG_LEVEL=2 makes cuBLASLt say more";
+        case CUBLAS_STATUS_ARCH_MISMATCH: return "this GPU does not support the dtype: choose another";
+        default: return "set CUBLASLT_LOG_LEVEL=2 for details";
     }
 }
 
@@ -5107,15 +5095,15 @@ int ampc_align_class(const void *p, int64_t stride_bytes = 0) {
     return __builtin_ctzll((uint64_t)(uintptr_t)p | (uint64_t)stride_bytes | 256);
 }
 
-/* Whether an epilogue can sum into this gradient: it overwrites numbers of c's dtype, and what is to be added or
-   rounded otherwise must come as fp32. */
+/* Whether an epilogue can sum into this gradient: it overwrites, in c's dtype; sums to be added or rounded otherwise
+   need fp32. */
 bool ampc_epilogue_sums(const amp_k_gemm &g, const amp_k_gradient &sum) {
     return g.c_dtype == AMP_F32 || (sum.dtype == g.c_dtype && !sum.add);
 }
 
-/* The epilogue of cuBLASLt that does all that g asks for, or -1.  Its activations read beta c too, know GELU's tanh
-   form only, in an approximation that is good enough for 16 bits, and keep of RELU's input no more than signs; aux must
-   be like c, 16-byte aligned, with rows a multiple of 8 apart (cublasLt.h, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
+/* The epilogue of cuBLASLt that does all of g, or -1.  Its activations also apply to beta c, have only GELU's tanh
+   form, in an approximation good enough for 16 bits, and save only the signs of RELU's input; aux must be like c,
+   16-byte aligned, with rows a multiple of 8 apart (cublasLt.h, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
 int ampc_gemm_epilogue(const amp_k_gemm &g) {
     amp_dtype in = ampc_operand_dtype(g.compute);
     bool column = g.column_sum.data != NULL, row = g.row_sum.data != NULL,
@@ -5136,7 +5124,8 @@ int ampc_gemm_epilogue(const amp_k_gemm &g) {
     return g.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
 }
 
-/* What an epilogue sums into, and its vector: that, or scratch memory for it, or a bias; NULL: there is none. */
+/* The gradient that an epilogue sums into; then its vector: that gradient, scratch memory for it, or a bias.  NULL:
+   none. */
 const amp_k_gradient *ampc_epilogue_sum(const amp_k_gemm &g) {
     return g.row_sum.data ? &g.row_sum : g.column_sum.data ? &g.column_sum : NULL;
 }
@@ -5188,7 +5177,7 @@ ampc_plan **ampc_plan_slot(ampc_device *dev, const ampc_plan_key &key) {
     return &dev->blas.plans[hash % AMPC_PLANS];
 }
 
-/* Each call describes its product anew: threads share a plan, and the description holds addresses. */
+/* Each call makes its own description, which holds addresses: threads share plans. */
 cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_plan &plan, const amp_k_gemm &g) {
     cublasComputeType_t compute = g.compute == AMP_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     cublasOperation_t of_b = g.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, of_a = g.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
@@ -5219,7 +5208,7 @@ cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype 
     return cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
 }
 
-/* Asks for algorithms.  Split sums must not be kept in c's dtype, where they would be rounded. */
+/* Asks for algorithms.  Split sums must not be kept in c's dtype, which would round them. */
 cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMatmulDesc_t product, int most,
                              cublasLtMatmulHeuristicResult_t *found, int *n) {
     cublasLtMatmulPreference_t wish = NULL;
@@ -5245,7 +5234,7 @@ cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMa
     return status;
 }
 
-/* Whether a status says that cuBLASLt cannot do this product, which something else then does. */
+/* Whether a status says that cuBLASLt cannot do this product, so that another way is needed. */
 bool ampc_blas_declines(cublasStatus_t status) {
     return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_ARCH_MISMATCH ||
            status == CUBLAS_STATUS_INVALID_VALUE;
@@ -5262,14 +5251,14 @@ amp_result ampc_plan_describe(ampc_device *dev, amp_k_gemm g, ampc_plan *plan) {
     return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
 }
 
-/* Epilogues of which some versions have only slow kernels: GELU's gradient, and sums over k next to an fp32 result,
-   which may also be refused and so are not used before they were seen to be faster. */
+/* Epilogues for which some versions have only slow kernels: GELU's gradient, and sums over k next to an fp32 result,
+   which may also be refused and so are used only once measured to be faster. */
 bool ampc_plan_is_doubtful(const ampc_plan *plan) {
     int e = plan->key.epilogue;
     return e == CUBLASLT_EPILOGUE_DGELU || e == CUBLASLT_EPILOGUE_DGELU_BGRAD || e == CUBLASLT_EPILOGUE_BGRADB;
 }
 
-/* Takes the algorithm that a file brought, if it can still run, or else the first of the heuristic. */
+/* Takes the algorithm from a file, if it can still run, or else the heuristic's first. */
 amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
     cublasLtMatmulHeuristicResult_t found;
     cublasLtMatmulDescOpaque_t product;
@@ -5308,7 +5297,7 @@ ampc_plan *ampc_plan_find(ampc_device *dev, const ampc_plan_key &key) {
     return plan;
 }
 
-/* Copies the plan with this key, and that of its product; false: there is none. */
+/* Copies the plan with this key and its product's plan; false: there is none. */
 bool ampc_plan_look(ampc_device *dev, const ampc_plan_key &key, ampc_plan *out, ampc_plan *product) {
     ampc_locked locked(&dev->blas.lock);
     const ampc_plan *plan = ampc_plan_find(dev, key);
@@ -5327,7 +5316,7 @@ amp_result ampc_plan_new(ampc_device *dev, const ampc_plan_key &key, ampc_plan *
     return AMP_OK;
 }
 
-/* Keeps a plan, ahead of one from a file or of steps that no longer serve; frees it where another thread was faster. */
+/* Keeps a plan, ahead of one from a file or with outdated steps; frees it if another thread was faster. */
 void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
     bool known;
     {
@@ -5341,7 +5330,7 @@ void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
     if (known) ampc_plan_free(dev, plan);
 }
 
-/* The plan of a product with this epilogue, as it is now. */
+/* The current plan of a product with this epilogue. */
 amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, ampc_plan *out) {
     ampc_plan_key key = ampc_plan_key_of(g, epilogue);
     bool known = ampc_plan_look(dev, key, out, out);
@@ -5382,7 +5371,7 @@ amp_result ampc_plan_run(ampc_device *dev, const ampc_plan &plan, const amp_k_ge
     return ampc_blas_check(dev, status, "cublasLtMatmul", &g);
 }
 
-/* What a plan is from now on. */
+/* Publishes the findings in a plan. */
 void ampc_plan_learn(ampc_device *dev, const ampc_plan &found) {
     ampc_locked locked(&dev->blas.lock);
     ampc_plan *plan = found.product;
@@ -5394,12 +5383,12 @@ void ampc_plan_refuse(ampc_device *dev, ampc_plan *shared) {
     shared->refused = 1;
 }
 
-/* Whether the first use of a plan has something to measure. */
+/* Whether a plan's first use must measure something. */
 bool ampc_plan_is_new(const ampc_device *dev, const ampc_plan *plan) {
     if (plan->refused || plan->tuned) return false;
     return dev->blas.autotune || (!plan->compared && ampc_plan_is_doubtful(plan));
 }
-/* True for the one thread that is to measure a plan. */
+/* True for the one thread that measures a plan. */
 bool ampc_tune_claim(ampc_device *dev, ampc_plan *shared) {
     ampc_locked locked(&dev->blas.lock);
     bool mine = ampc_plan_is_new(dev, shared) && !shared->measuring;
@@ -5416,9 +5405,9 @@ bool ampc_is_captured(const ampc_device *dev, void *stream) {
            status != cudaStreamCaptureStatusNone;
 }
 
-/* ---- One call: its steps are listed once, by the planner, for all calls that are alike. */
+/* ---- One call: the planner lists its steps once for all calls alike. */
 
-/* What cuBLASLt takes at all: it counts in 32 bits, and alpha 0 reads neither a nor b, as in BLAS. */
+/* Whether cuBLASLt can do a product at all: it counts in 32 bits, and alpha 0 reads neither a nor b, as in BLAS. */
 bool ampc_gemm_for_library(const amp_k_gemm &g) {
     int64_t most = g.m, least = g.m;
     for (int64_t size : {g.n, g.k, g.batch, g.lda, g.ldb, g.ldc, g.ld_pre}) most = size > most ? size : most;
@@ -5426,7 +5415,7 @@ bool ampc_gemm_for_library(const amp_k_gemm &g) {
     return most <= INT32_MAX && least > 0 && ampi_is_set(g.alpha);
 }
 
-/* Distances that nothing is reached by become what a packed matrix has. */
+/* Unused strides become those of a packed matrix. */
 void ampc_gemm_tidy(amp_k_gemm *g) {
     if ((g->trans_a ? g->k : g->m) == 1) g->lda = g->trans_a ? g->m : g->k;
     if ((g->trans_b ? g->n : g->k) == 1) g->ldb = g->trans_b ? g->k : g->n;
@@ -5437,10 +5426,10 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
     if (!ampi_is_set(g->alpha)) g->k = 0;
 }
 
-/* Where scratch memory will be does not matter to a plan, only how it is aligned. */
+/* Stands for scratch memory in a plan, to which only its alignment matters. */
 void *ampc_scratch_place() { return (void *)(uintptr_t)AMPC_ALIGN; }
 
-/* Whether a map makes c of a plain product, and that product: in c itself if it can be, else in scratch memory. */
+/* Whether a map computes c from a plain product; and that product, in c itself if possible, else in scratch memory. */
 bool ampc_way_maps(const amp_k_gemm &g, ampc_way way) {
     return way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward);
 }
@@ -5453,8 +5442,8 @@ amp_k_gemm ampc_way_product(const amp_k_gemm &g, ampc_way way) {
     return p;
 }
 
-/* The steps of a way; 0: there is no such way.  product: when the operands are cast.  Vectors must be in c's dtype and
-   16-byte aligned: others, and sums that are to be added, go through scratch memory. */
+/* The steps of a way; 0: there is no such way.  product: after the operands' casts.  Vectors must be in c's dtype and
+   16-byte aligned: others, and sums to be added, go through scratch memory. */
 int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     const amp_dtype in = ampc_operand_dtype(args.compute);
     const amp_k_gradient *sum = ampc_epilogue_sum(args);
@@ -5478,20 +5467,20 @@ int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     return steps | (ampc_way_maps(g, way) ? AMPC_MAP : 0) | (sum != NULL && !fused ? AMPC_SUMS : 0);
 }
 
-/* What a plan is told of a product's vector: one that goes through scratch memory is as aligned as that. */
+/* The product as the plan sees it: a vector that goes through scratch memory has that memory's alignment. */
 amp_k_gemm ampc_way_told(const amp_k_gemm &product, int steps) {
     amp_k_gemm told = product;
     if (steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) told.bias = ampc_scratch_place();
     return told;
 }
 
-/* Whether the bias has a copy in c's dtype, as aligned as the plan was told. */
+/* Whether the bias has a copy in c's dtype, aligned as the plan assumes. */
 bool ampc_bias_copied(const amp_k_gemm &g) {
     return g.bias != NULL && g.bias_copy != NULL && (uintptr_t)g.bias_copy % AMPC_ALIGN == 0;
 }
 
-/* Takes the steps after the operands' casts; plan: of the product.  *done 0: cuBLASLt declines it after all, and
-   nothing is written. */
+/* Takes the steps after the operands' casts; plan: the product's.  *done 0: cuBLASLt declines after all, and nothing is
+   written. */
 amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, int steps, const ampc_plan &plan,
                          void *stream, bool *done) {
     ampc_scratch vector(dev, stream), wide(dev, stream);
@@ -5522,8 +5511,7 @@ amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, in
     return steps & AMPC_SUMS ? ampc_gemm_sums(dev, g, stream) : AMP_OK;
 }
 
-/* The planner: the first way from `first` on that serves.  While there is something to measure, the next call asks
-   again. */
+/* The planner: finds the first way from `first` on that works.  Until all is measured, the next call plans again. */
 amp_result ampc_gemm_plan(ampc_device *dev, const amp_k_gemm &g, ampc_way first, void *stream, ampc_plan *call,
                           ampc_plan *plan) {
     ampc_plan_key key = ampc_call_key_of(g, first);
@@ -5551,7 +5539,7 @@ amp_result ampc_gemm_plan(ampc_device *dev, const amp_k_gemm &g, ampc_way first,
     return AMP_OK;
 }
 
-/* The call, by one of the ways from `first` on. */
+/* Does the call by one of the ways from `first` on. */
 amp_result ampc_gemm_from(ampc_device *dev, amp_k_gemm g, ampc_way first, void *stream) {
     ampc_scratch a(dev, stream), b(dev, stream);
     for (bool done = false; !done;) {
@@ -5574,7 +5562,7 @@ amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     return ampc_gemm_from(dev, g, AMPC_FUSED, stream);
 }
 
-/* An operand that two products read, and that must be cast, is cast by the first; the second finds it so. */
+/* If two products read an operand that must be cast, the first casts it for both. */
 amp_result ampc_gemm_reserve(void *device, amp_k_gemm *args, int64_t n) {
     ampc_device *dev = (ampc_device *)device;
     amp_dtype in = ampc_operand_dtype(args->compute);
@@ -5595,24 +5583,24 @@ amp_result ampc_gemm_reserve(void *device, amp_k_gemm *args, int64_t n) {
 }
 void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device, args->scratch, args->scratch_bytes); }
 
-/* ---- Measuring, on memory of its own, in the caller's stream.  Without autotuning: a doubtful epilogue beside its
-   parts, once.  With it: each algorithm that cuBLASLt names is held to the fp32 units' result and timed, and so are the
-   parts of each epilogue.  Operands are small whole numbers, so that any order of summation must give the same bits;
-   all ones first, where a product that lost some of k shows at once. */
+/* ---- Measuring, in its own memory and the caller's stream.  Without autotuning: a doubtful epilogue and its parts,
+   once.  With it: each algorithm that cuBLASLt names is compared with the fp32 units' result and timed, and so are the
+   parts of each epilogue.  Operands are small whole numbers, so any order of summation must give the same bits; first
+   all ones, which expose a product that skips part of k. */
 
 enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_COMPARE_RUNS = 3, AMPC_TUNE_PRODUCTS = 4,
        AMPC_TUNE_SETS = 16 };
-enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, as long as the host takes for a few launches */
+enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, enough for a few launches */
 
-/* The buffers of a product, `sets` times, so that the cache does not hold what the next run reads; with autotuning the
-   last set is of the results that are right. */
+/* The buffers of a product, `sets` times, so that the next run does not read from the cache; with autotuning the last
+   set holds the correct results. */
 struct ampc_tuning {
     ampc_device *dev;
     void *stream;
     amp_k_gemm g;                   /* the caller's */
     ampc_plan *plan;
     size_t bytes;                   /* of one set */
-    int sets, timed, runs;          /* timed: those that runs take in turn */
+    int sets, timed, runs;          /* timed: the sets that runs alternate between */
     ampc_scratch scratch;
     void *from, *to;                /* events */
     ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s)
@@ -5623,7 +5611,7 @@ struct ampc_tuning {
 int64_t ampc_extent_c(const amp_k_gemm &g) { return (g.batch - 1) * g.stride_c + (g.m - 1) * g.ldc + g.n; }
 int64_t ampc_extent_pre(const amp_k_gemm &g) { return (g.m - 1) * g.ld_pre + g.n; }
 
-/* The product on set i: buffers one behind the other, each as aligned as the caller's; *bytes: all of them. */
+/* The product on set i: consecutive buffers, each aligned as the caller's; *bytes: their total. */
 amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL) {
     amp_k_gemm g = t->g;
     uintptr_t set = (uintptr_t)t->scratch.data + (size_t)i * t->bytes, end = set;
@@ -5654,7 +5642,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/* How many numbers of two matrices are further apart than `share` of their size. */
+/* Counts the numbers of two matrices that differ by more than `share` of their size. */
 __global__ void __launch_bounds__(256)
 ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsigned long long *wrong) {
     AMPC_SHARED(int, scratch, 32);
@@ -5684,7 +5672,7 @@ amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     return AMP_OK;
 }
 
-/* right: sets of results that are right */
+/* right: sets of correct results */
 amp_result ampc_tune_open(ampc_tuning *t, int right, int runs) {
     int64_t sets;
     (void)ampc_tune_set(t, 0, &t->bytes);
@@ -5698,18 +5686,18 @@ amp_result ampc_tune_open(ampc_tuning *t, int right, int runs) {
     return ampc_event_create(t->dev, &t->to, 1);
 }
 
-amp_k_gemm ampc_tune_alone(amp_k_gemm g) {      /* sums overwrite, so that runs do not depend on those before */
+amp_k_gemm ampc_tune_alone(amp_k_gemm g) {      /* sums overwrite, so that runs are independent */
     g.row_sum.add = g.column_sum.add = 0;
     return g;
 }
 
-/* The product with its epilogue, by the plan that is measured. */
+/* The product with its epilogue, by the measured plan. */
 amp_result ampc_tune_trial(const ampc_tuning *t, const amp_k_gemm &g, bool *done) {
     amp_k_gemm product;
     return ampc_gemm_run(t->dev, g, AMPC_FUSED, ampc_way_steps(g, AMPC_FUSED, &product), *t->plan, t->stream, done);
 }
 
-/* Adds to *wrong what differs between the outputs of sets i and j.  GELU is an approximation in cuBLASLt. */
+/* Adds to *wrong the differences between the outputs of sets i and j.  cuBLASLt approximates GELU. */
 amp_result ampc_tune_compare(const ampc_tuning *t, int i, int j, int ones, unsigned long long *wrong) {
     amp_k_gemm x = ampc_tune_set(t, i), y = ampc_tune_set(t, j);
     const amp_k_gradient *xs = ampc_epilogue_sum(x), *ys = ampc_epilogue_sum(y);
@@ -5743,7 +5731,7 @@ void ampc_tune_take(ampc_plan *plan, const cublasLtMatmulHeuristicResult_t &foun
     plan->refused = 0;
 }
 
-/* Strikes the algorithm that the plan has if its result is not that in the last set. */
+/* *right false: the result of the plan's algorithm differs from the last set's. */
 amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
     ampc_scratch count(t->dev, t->stream);
     unsigned long long wrong = 0;
@@ -5759,7 +5747,7 @@ amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
     return AMP_OK;
 }
 
-/* Finds out which algorithms are right, on ones and on other numbers. */
+/* Finds the correct algorithms, on ones and on other numbers. */
 amp_result ampc_tune_check(ampc_tuning *t, ampc_candidates *all) {
     for (int i = 0; i < all->count; i++)
         all->right[i] =
@@ -5781,8 +5769,8 @@ __global__ void ampc_tune_spin_kernel(long long clocks) {
     while (clock64() - from < clocks) {}
 }
 
-/* The time of `products` in a row, the first on set i.  The stream is kept busy until all of them are in it: a launch
-   takes the host longer than a small product the GPU. */
+/* The time of `products` in a row, the first on set i.  The stream is kept busy until all are queued: the host takes
+   longer to launch a small product than the GPU to run it. */
 amp_result ampc_tune_run(const ampc_tuning *t, bool parts, int i, int products, double *seconds) {
     bool done = false;
     AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_spin_kernel, 1, 1, 0, t->stream,
@@ -5798,11 +5786,11 @@ amp_result ampc_tune_run(const ampc_tuning *t, bool parts, int i, int products, 
     return ampc_event_elapsed(t->dev, t->from, t->to, seconds);
 }
 
-/* The median time of the product, through cuBLASLt's epilogue or through parts. */
+/* The median time of the product, with cuBLASLt's epilogue or in parts. */
 amp_result ampc_tune_time(const ampc_tuning *t, bool parts, double *seconds) {
     double times[AMPC_TUNE_RUNS];
     int products = AMPC_TUNE_PRODUCTS;
-    for (int i = -1, set = 0; i < t->runs; i++, set += products) {     /* the first to warm up */
+    for (int i = -1, set = 0; i < t->runs; i++, set += products) {     /* the first is a warm-up */
         double one = 0;
         int at = i;
         AMPC_TRY(ampc_tune_run(t, parts, set, products, &one));
@@ -5824,17 +5812,17 @@ void ampc_tune_log(const ampc_tuning *t, amp_log_level level, int id, const char
     t->dev->host.log(t->dev->host.user, level, id, text);
 }
 
-/* What must be faster than the first by this share to be preferred to it. */
+/* An algorithm must take less than this share of the first one's time to replace it. */
 #define AMPC_TUNE_GAIN 0.98
 
-/* Times those that are right: *best is the number of the fastest, or 0 where that gains little; -1: none is right. */
+/* Times the correct algorithms: *best is the fastest, or 0 if it gains little; -1: none is correct. */
 amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int *best, double *least) {
     char what[96];
     *best = -1;
     for (int i = 0; i < all.count; i++) {
         double seconds = 0;
         if (!all.right[i]) {
-            snprintf(what, sizeof what, "algorithm %d of cuBLASLt is wrong, and not used", i);
+            snprintf(what, sizeof what, "algorithm %d of cuBLASLt gives wrong results and is not used", i);
             ampc_tune_log(t, AMP_LOG_WARNING, AMPC_LOG_WRONG, what);
             continue;
         }
@@ -5847,11 +5835,10 @@ amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int 
     return AMP_OK;
 }
 
-/* What must be faster by this share for an unasked measurement to change the way: bits differ between the two, and
-   should not depend on what disturbs a measurement. */
+/* The same for measurements without autotuning: the two ways differ in bits, which should not depend on noise. */
 #define AMPC_COMPARE_GAIN 0.9
 
-/* A doubtful epilogue beside its parts, with the heuristic's algorithm. */
+/* Times a doubtful epilogue against its parts, with the heuristic's algorithm. */
 amp_result ampc_tune_compared(ampc_tuning *t) {
     ampc_plan *plan = t->plan;
     int before = plan->apart;
@@ -5869,7 +5856,7 @@ amp_result ampc_tune_compared(ampc_tuning *t) {
     return AMP_OK;
 }
 
-/* Leaves the plan with what was best; refused if no algorithm is right. */
+/* Leaves the best choice in the plan; refused if no algorithm is correct. */
 amp_result ampc_tune_plan(ampc_tuning *t) {
     ampc_candidates all;
     ampc_plan *plan = t->plan;
@@ -5901,13 +5888,13 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
     return AMP_OK;
 }
 
-/* Where memory does not suffice, what was not measured stays.  What was taken goes back to CUDA: it may be much.
-   plan: the caller's copy, which others see when it is measured. */
+/* Measures a plan; without enough memory it stays as it was.  The memory goes back to CUDA: it may be much.
+   plan: the caller's copy, which others see once it is measured. */
 amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream) {
     ampc_plan before = *plan;
     amp_result result;
     ampc_relaxed relaxed;
-    /* a set has a bias of its own, where steady steps have a copy one of the copy's dtype */
+    /* a set has its own bias, in the dtype of the copy if steady steps have one */
     amp_k_gemm alone = g;
     if (ampc_bias_copied(g)) alone.bias = g.bias_copy, alone.bias_dtype = g.c_dtype;
     alone.bias_copy = NULL;
@@ -5931,7 +5918,7 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
     return result == AMP_ERR_MEMORY ? AMP_OK : result;
 }
 
-/* ---- Plans in a file: of one device and library, in memory's own format */
+/* ---- Plans in a file: for one device and library, in memory's format */
 
 enum { AMPC_PLANS_FORMAT = 2 };
 
@@ -5942,7 +5929,7 @@ struct ampc_plans_head {
 struct ampc_plans_entry {
     ampc_product_key key;
     cublasLtMatmulAlgo_t algo;
-    int32_t apart, tuned;           /* tuned 0: algo is the heuristic's, and only its epilogue was timed */
+    int32_t apart, tuned;           /* tuned 0: algo is the heuristic's; only its epilogue was timed */
 };
 
 ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
@@ -5957,7 +5944,7 @@ ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
     return head;
 }
 
-/* Calls each(plan) for what was measured and is in use, or came from a file and was not asked for. */
+/* Calls each(plan) for measured plans in use and for unused ones from a file. */
 template <class F> void ampc_for_tuned(ampc_device *dev, F each) {
     for (ampc_plan *first : dev->blas.plans)
         for (ampc_plan *plan = first; plan != NULL; plan = plan->next)
@@ -5984,10 +5971,10 @@ size_t ampc_plans_save(void *device, void *buffer, size_t size) {
     return bytes;
 }
 
-/* NULL, or why these bytes are of no use here. */
+/* NULL, or why these bytes cannot be used. */
 const char *ampc_plans_foreign(const ampc_device *dev, const ampc_plans_head &head, size_t size) {
     ampc_plans_head own = ampc_plans_head_of(dev);
-    if (head.format != own.format || head.entry != own.entry) return "their format is another version's";
+    if (head.format != own.format || head.entry != own.entry) return "their format is of another version";
     if (head.cublas != own.cublas) return "they are of another version of cuBLASLt";
     if (memcmp(head.device, own.device, sizeof own.device) != 0 || head.multiprocessors != own.multiprocessors)
         return "they are of another kind of GPU";
@@ -6025,16 +6012,16 @@ amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
     return AMP_OK;
 }
 
-/* Matrices are used as they lie. */
+/* Matrices are used unpacked. */
 size_t ampc_gemm_pack_size(void *, const amp_k_pack *) { return 0; }
 amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
     return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "gemm_pack",
-                       "matrices are used as they lie on this device");
+                       "this device uses matrices unpacked");
 }
 
 /* ==== Tensor cores ==================================================================================
-   Products of 16-bit numbers summed in fp32, and what feeds them; from compute capability 8.0 on.  How a fragment lies
-   over the lanes of a warp: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix".   */
+   Products of 16-bit numbers summed in fp32, and their operands; from compute capability 8.0 on.  For the layout of a
+   fragment in a warp see PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix".   */
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #  define AMPC_TENSOR_CORES 1
@@ -6044,7 +6031,7 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
 
 #if AMPC_TENSOR_CORES
 
-/* A number of which the compiler knows nothing, so that it does not keep in registers what a loop computes from it. */
+/* x, hidden from the compiler, so that it does not keep values computed from it in registers. */
 __device__ __forceinline__ unsigned ampc_afresh(unsigned x) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+r"(x));
@@ -6090,13 +6077,12 @@ __device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], am
 }
 
 /* ---- Tiles: rows of D 16-bit numbers in shared memory.  Exclusive-or with the row's number spreads the same piece of
-   8 neighbouring rows over all banks, so that neither copies nor ldmatrix wait for each other. */
+   8 neighbouring rows over all banks, so neither copies nor ldmatrix have bank conflicts. */
 
 template <int D> __device__ __forceinline__ int ampc_tile_at(int row, int piece) {
     return row * 2 * D + ((piece ^ (row & 7)) << 4);
 }
-/* From the address of an even piece of a row in a tile that starts at a multiple of 128 to that of another: `by` pieces
-   on. */
+/* The address `by` pieces after that of an even piece of a row, in a tile that starts at a multiple of 128. */
 __device__ __forceinline__ ampc_address ampc_tile_on(ampc_address at, int by) {
     return (at ^ (ampc_address)((by & 7) << 4)) + (ampc_address)(by >> 3) * 128;
 }
@@ -6116,8 +6102,7 @@ __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void 
         ampc_copy_async(tile + ampc_tile_at<D>(row, piece) + i * 2 * D, p, row + i < count);
 }
 
-/* 16 M rows of D numbers as left operands of products: in registers for as long as this lives (HELD), or loaded for
-   each. */
+/* 16 M rows of D numbers as left operands of products, held in registers (HELD) or loaded for each product. */
 template <int D, int M, bool HELD> struct ampc_tile_rows {
     uint32_t x[HELD ? D / 16 : 1][M][4];
     const unsigned char *rows;
@@ -6129,7 +6114,7 @@ template <int D, int M, bool HELD> struct ampc_tile_rows {
         AMPC_UNROLL
         for (int m = 0; m < M; m++) ampc_matrix_load(to[m], ampc_tile_on(from, 2 * k) + m * 32 * D);
     }
-    /* `tile` holds the rows, until the last product where they are not HELD. */
+    /* `tile` holds the rows; if not HELD, until the last product. */
     __device__ __forceinline__ explicit ampc_tile_rows(const unsigned char *tile) : rows(tile) {
         AMPC_UNROLL
         for (int k = 0; k < (HELD ? D / 16 : 0); k++) load(x[k], at(tile), k);
@@ -6171,8 +6156,8 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc
     }
 }
 
-/* c += w b: w are 16 M x 8 N weights where ampc_tile_scores left them, rounded to 16 bits; b are 8 N rows of
-   D numbers. */
+/* c += w b: w are 16 M x 8 N weights in the layout of ampc_tile_scores, rounded to 16 bits; b are 8 N rows of D
+   numbers. */
 template <int D, bool BF16, int M, int N>
 __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4],
                                                 const unsigned char *b) {
@@ -6201,8 +6186,8 @@ __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const f
     }
 }
 
-/* Rounds factor times 16 M rows of results to 16 bits and writes the first `count` of them, the first `dim` numbers of
-   each; the warp's part of a tile, `scratch`, is used on the way. */
+/* Rounds factor times 16 M rows of results to 16 bits and writes the first `dim` numbers of the first `count` rows;
+   scratch: the warp's part of a tile. */
 template <int D, bool BF16, int M>
 __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2],
                                                 unsigned char *scratch, void *to, int64_t stride, int dim, int count) {
@@ -6232,18 +6217,17 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
 #endif /* AMPC_TENSOR_CORES */
 
 /* ==== Attention on tensor cores =====================================================================
-   After Dao 2023, FlashAttention-2.  Kernels for heads of D = 64 and 128 numbers; others are filled up with zeros.  A
+   After Dao 2023, FlashAttention-2.  Kernels for heads of D = 64 and 128 numbers; others are padded with zeros.  A
    block owns 128 queries or keys of one head.  The other side comes in tiles, fetched into one half of a double buffer
-   while the other is worked on.  Tiles that the mask hides are neither fetched nor computed, tiles that it leaves whole
-   are not tested number by number.  A warp keeps what it sums up, the weights between two products, and its own rows
-   where there is room, in registers.
+   while the other half is processed.  Tiles that the mask hides are neither fetched nor computed; fully visible tiles
+   are not tested number by number.  Registers of a warp hold its sums, the weights between two products and, if there
+   is room, its own rows.
 
-   Backward is two passes, so that every sum is one thread's and its order is fixed, without atomic operations and
-   without an fp32 copy of dq: blocks that own keys compute dk and dv, blocks that own queries compute the weights again
-   and dq. That is 7 products where one pass, which adds up dq over blocks, takes 5; in return no weight goes through
-   memory. */
+   Backward takes two passes, so that one thread computes each sum in a fixed order, without atomic operations or an
+   fp32 copy of dq: blocks that own keys compute dk and dv, blocks that own queries compute the weights again and dq.
+   That is 7 products, where one pass that sums dq over blocks takes 5; in return no weight goes through memory. */
 
-/* From here on a maximum in powers of 2 is rounded by no small part of one: it is subtracted before the scores are
+/* From this size on, rounding a maximum in powers of 2 is no longer negligible: it is subtracted before the scores are
    scaled. */
 #define AMPC_FLASH_STEEP 1048576.0f
 
@@ -6255,10 +6239,9 @@ enum {
     AMPC_SWEEP_BYTES = 512          /* at the end of a block's shared memory: its ampc_sweep */
 };
 __host__ __device__ constexpr int ampc_flash_width(int64_t dim) { return dim <= 64 ? 64 : 128; }
-/* How a pass works for heads of D numbers: its threads, the blocks that a multiprocessor holds, the rows of a tile of
-   the other side and how many of them go through the products at a time, the own operands that stay in registers.  Of
-   four warps each has 32 own rows, of eight 16.  What a pass sums up takes most of its registers: dk and dv leave no
-   room for k and v. */
+/* A pass for heads of D numbers: its threads, its blocks per multiprocessor, the rows of the other side's tile and how
+   many of them go through the products at a time, the own operands held in registers.  Each of four warps has 32 own
+   rows, each of eight 16.  A pass's sums take most of its registers: dk and dv leave no room for k and v. */
 struct ampc_flash_shape { int threads, blocks, tile, columns, held; };
 __host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_flash_pass pass) {
     if (pass == AMPC_FORWARD)
@@ -6267,7 +6250,7 @@ __host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_f
         return d == 64 ? ampc_flash_shape{128, 2, 64, 32, 2} : ampc_flash_shape{256, 1, 64, 64, 2};
     return d == 64 ? ampc_flash_shape{128, 2, 64, 32, 0} : ampc_flash_shape{256, 1, 32, 32, 0};
 }
-/* Where registers hold all own rows, the second half of the double buffer takes their place in shared memory. */
+/* If registers hold all own rows, the second half of the double buffer reuses their shared memory. */
 __host__ __device__ constexpr bool ampc_flash_holds_all(int d, ampc_flash_pass pass) {
     return ampc_flash_shape_of(d, pass).held == (pass == AMPC_FORWARD ? 1 : 2);
 }
@@ -6277,7 +6260,7 @@ __host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pa
          + (pass == AMPC_FORWARD ? 0 : 128 * sizeof(float2)) + AMPC_SWEEP_BYTES;
 }
 
-/* A head, and which rows of it a block owns. */
+/* A head and the rows of it that a block owns. */
 struct ampc_flash_place { int b, h, tile; };
 
 /* One operand; strides in bytes. */
@@ -6289,16 +6272,16 @@ struct ampc_flash_operand {
     }
 };
 
-/* The tensor of an arbitrary mask as bits: bit j % 32 of word j / 32 of a row says whether key j is seen.  Rows are
-   filled up with zeros to a multiple of 128 keys; strides in words. */
+/* An arbitrary mask as bits: bit j % 32 of word j / 32 of a row says whether key j is visible.  Rows are padded with
+   zeros to a multiple of 128 keys; strides in words. */
 struct ampc_flash_bits {
     uint32_t *data;                 /* NULL: another mask */
     int64_t batch, head, row;
 };
 
 /* One launch.  FORWARD: own q, others k, v, out o.  TO_QUERIES: own q, do, others k, v, out dq.  TO_KEYS: own k, v,
-   others q, do, out dk, dv.  Blocks are numbered so that `together` heads come one after the other, whose operands fit
-   the L2 cache, and of these the tiles that see most first: the last queries, the first keys. */
+   others q, do, out dk, dv.  Blocks are numbered so that `together` heads, whose operands fit the L2 cache, come in
+   sequence, beginning with the tiles that see most: the last queries, the first keys. */
 struct ampc_flash_call {
     int64_t heads, all_heads;       /* of a sequence, of the batch */
     int queries, keys, dim, together, tiles;
@@ -6309,36 +6292,36 @@ struct ampc_flash_call {
     ampc_flash_operand own[2], others[2], out[2];
     float *lse;
     const float2 *stats;            /* backward: lse, as ampc_flash_power takes it, and delta of every query */
-    int64_t padded;                 /* queries of a head there, filled up to a multiple of 128 */
+    int64_t padded;                 /* queries of a head in stats, padded to a multiple of 128 */
 };
 
 #if AMPC_TENSOR_CORES
 
-/* Which keys query i sees: low(i) <= j < high(i), both growing with i, and j < first(i), of the query's own document,
-   and as the bits say. */
+/* The keys that query i sees: low(i) <= j < high(i), both growing with i, and j < first(i), in the query's document and
+   set in the bits. */
 struct ampc_band {
     int queries, length, floor, above, below, start, offset;
-    /* global positions; where the mask looks both ways, they as queries; see first */
+    /* global positions; the same as queries, if the mask looks both ways; see first */
     int globals, global_queries, ahead;
-    bool special;                   /* low and high do not say it all */
+    bool special;                   /* there is more than low and high */
     const int32_t *documents;       /* of the keys; NULL: one document */
-    const uint32_t *bits;           /* of the head; NULL: all seen */
+    const uint32_t *bits;           /* of the head; NULL: all visible */
     int64_t words;                  /* of a row of bits */
     __device__ int low(int i) const { return min(length, max(i - below, 0)); }
     __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
-    /* The global keys up to where query i may look, and all keys of a global query. */
+    /* The global keys that query i may see, and all keys of a global query. */
     __device__ int first_globals(int i) const { return i < start ? 0 : min(min(length, globals), max(i + ahead, 0)); }
     __device__ int first(int i) const {
         return (unsigned)(i + offset) < (unsigned)global_queries ? length : first_globals(i);
     }
-    /* The first query whose high, or whose low, lies beyond key j; FAR: none. */
+    /* The first query whose high, or whose low, is beyond key j; FAR: none. */
     __device__ int sees_beyond(int j) const {
         return j >= length ? (int)AMPC_FLASH_FAR : max(start, floor > j ? 0 : max(j - above + 1, 0));
     }
     __device__ int hides_up_to(int j) const { return j >= length ? (int)AMPC_FLASH_FAR : max(j + below + 1, 0); }
-    /* Of the key at, or of the query that stands at, a position; beyond them any. */
+    /* The document of the key or query at a position; beyond them any. */
     __device__ int document(int position) const { return documents[min(max(position, 0), queries + offset - 1)]; }
-    /* Of the 32 keys around key j; beyond the queries any. */
+    /* The bits of the 32 keys around key j; beyond the queries any. */
     __device__ uint32_t word(int i, int j) const { return bits[min(i, queries - 1) * words + j / 32]; }
     __device__ bool sees(int i, int j) const {
         return (j < first(i) || (j >= low(i) && j < high(i))) &&
@@ -6407,10 +6390,10 @@ __device__ __forceinline__ void ampc_band_bits(const ampc_band &s, int query, in
 
 enum { AMPC_HIDDEN, AMPC_PARTLY, AMPC_OPEN };
 
-/* Of the other side, some of [some_from, some_to) is seen by some row, and all of [all_from, all_to) by all rows. */
+/* On the other side, only [some_from, some_to) is visible to any row, and all of [all_from, all_to) to all rows. */
 struct ampc_reach { int some_from, some_to, all_from, all_to; };
 
-/* That of the queries or keys [from, to). */
+/* The reach of the queries or keys [from, to). */
 __device__ __forceinline__ ampc_reach ampc_reach_of(const ampc_band &s, bool keys, int from, int to) {
     if (keys) return ampc_reach{s.sees_beyond(from), s.hides_up_to(to - 1), s.sees_beyond(to - 1), s.hides_up_to(from)};
     to = min(to, s.queries);
@@ -6444,8 +6427,8 @@ __device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_cal
     return ampc_flash_place{(int)(head / a.heads), (int)(head % a.heads), last_first ? a.tiles - 1 - tile : tile};
 }
 
-/* What a block owns, rows from `own` on of queries or keys, and where it goes over the other side.  It lies in shared
-   memory, because the loop has no register to spare for it. */
+/* A block's own queries or keys, from row `own` on, and its path over the other side.  In shared memory, because the
+   loop has no registers to spare. */
 template <bool KEYS> struct ampc_sweep {
     ampc_reach warps[8][2], block[2];   /* by the band, through global positions */
     ampc_flash_place place;
@@ -6472,7 +6455,7 @@ template <bool KEYS> struct ampc_sweep {
         first = first / tile * tile;
         end = min(max(near.some_to, global.some_to), KEYS ? a.queries : a.keys);
     }
-    /* What the rows [from, from + n), of these reaches, and the columns [other, other + columns) have in common. */
+    /* How the rows [from, from + n), of these reaches, see the columns [other, other + columns). */
     __device__ __forceinline__ int state(const ampc_reach (&r)[2], int from, int n, int other, int columns) const {
         int to = other + columns, least[2], most[2];
         bool hidden = other >= r[0].some_to || to <= r[0].some_from, open = other >= r[0].all_from && to <= r[0].all_to;
@@ -6502,11 +6485,11 @@ template <bool KEYS> struct ampc_sweep {
     __device__ __forceinline__ bool sees(int mine, int other) const {
         return KEYS ? band.sees(other, mine) : band.sees(mine, other);
     }
-    /* The part of hide that the bits say: `mine` and `other` are those of the lane. */
+    /* The part of hide by the bits; mine and other are the lane's. */
     template <int M, int N>
     __device__ __forceinline__ void hide_unset(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4],
                                                float value) const {
-        const int each = KEYS ? 2 * M : N < 4 ? 2 * N : 8;      /* keys of a query in a word */
+        const int each = KEYS ? 2 * M : N < 4 ? 2 * N : 8;      /* a query's keys in a word */
         AMPC_UNROLL
         for (int k = 0; k < 4 * M * N; k += each) {
             int r = KEYS ? 0 : k / (2 * N), c = KEYS ? k / each : k % (2 * N),
@@ -6522,7 +6505,7 @@ template <bool KEYS> struct ampc_sweep {
             }
         }
     }
-    /* Hidden ones among rows from `mine` on and columns from `other` on become `value`, in x and in y. */
+    /* Sets hidden elements of x and y, rows from `mine` on and columns from `other` on, to `value`. */
     template <int M, int N>
     __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4],
                                          float value) const {
@@ -6551,12 +6534,12 @@ template <bool KEYS> struct ampc_sweep {
     }
 };
 
-/* The first of a warp's rows among its block's. */
+/* A warp's first row in its block. */
 template <int M> __device__ __forceinline__ int ampc_warp_row() { return (int)ampc_afresh(threadIdx.x) / 32 * 16 * M; }
 
 static_assert(sizeof(ampc_sweep<true>) <= AMPC_SWEEP_BYTES, "it fits");
 
-/* Starts to copy the rows from i on of two operands, into two tiles, one behind the other. */
+/* Starts to copy the rows from i on of two operands into two consecutive tiles. */
 template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const ampc_flash_operand (&x)[2],
                                                  const ampc_flash_place &p, int dim, int i, int rows) {
@@ -6564,8 +6547,8 @@ __device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const amp
     ampc_tile_fetch<D, ROWS, THREADS>(tiles + ROWS * 2 * D, x[1].at(p, i), x[1].row, dim, rows - i);
 }
 
-/* ---- A weight of 0 wins over an infinity or NaN that it is multiplied with, which a hidden key or query may hold.
-   The tensor cores do not know that: where a NaN comes out under a mask, a warp computes its rows again, one by one. */
+/* ---- A weight of 0 times an infinity or NaN, which a hidden key or query may hold, must give 0.  On tensor cores it
+   gives NaN: if that happens under a mask, a warp computes its rows again, one by one. */
 
 /* A lane's D / 32 numbers of a row. */
 template <int D, bool BF16> struct ampc_flash_part {
@@ -6574,7 +6557,7 @@ template <int D, bool BF16> struct ampc_flash_part {
         AMPC_UNROLL
         for (int i = 0; i < D / 32; i++) x[i] = 0.0f;
     }
-    /* This lane's numbers that there are, of `dim`. */
+    /* How many of this lane's numbers are within dim; may be negative. */
     static __device__ __forceinline__ int count(int dim) { return dim - (int)threadIdx.x % 32 * (D / 32); }
     __device__ __forceinline__ ampc_flash_part(const char *row, int dim) : ampc_flash_part() {
         const uint16_t *p = (const uint16_t *)row + threadIdx.x % 32 * (D / 32);
@@ -6602,15 +6585,15 @@ template <int D, bool BF16> struct ampc_flash_part {
     }
 };
 
-/* The power of 2 that a score's weight is, at most 0.  stat: what is subtracted, a maximum or a log-sum-exp: in powers
-   of 2 as long as its rounding is far below one of them, else twice itself. */
+/* The exponent of 2 of a score's weight, at most 0.  stat: the maximum or log-sum-exp to subtract, in powers of 2 while
+   its rounding is negligible, else twice itself. */
 __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, float score, float stat) {
     float x = fabsf(stat) < AMPC_FLASH_STEEP ? ampc_fma(score, a.scale, -stat)
                                              : ampc_mul(ampc_mul(score, a.factor) - 0.5f * stat, AMPC_LOG2_E);
     return x > 0.0f ? 0.0f : x;
 }
 
-/* The row `mine` of the results; stats of queries, in TO_KEYS of the others, else of this one. */
+/* Row `mine` of the results; stats: of the other side's queries in TO_KEYS, else of this query. */
 template <ampc_flash_pass PASS, int D, bool BF16>
 __device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &a,
                                                          const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep, int mine,
@@ -6649,7 +6632,7 @@ template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float
 /* ---- Forward */
 
 /* Raw scores become exp(scaled score - running maximum); o and the sums shrink when it grows (Milakov and Gimelshein
-   2018).  `max` are maxima of raw scores; a row that saw nothing yet has -inf, and its weights are 0. */
+   2018).  `max` are maxima of raw scores; a row without visible keys so far has -inf, and weights of 0. */
 template <int D, int M, int N>
 __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], float scale, float (&max)[M][2],
                                                           float (&sum)[M][2], float (&o)[M][D / 8][4]) {
@@ -6702,8 +6685,8 @@ __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], f
     }
 }
 
-/* Sums become what o is multiplied by, and `max` what ampc_flash_power takes; the log-sum-exp of rows below `left` goes
-   to lse, if there is one. */
+/* Sums become o's factors, and `max` the stats of ampc_flash_power; the log-sum-exp of rows below `left` goes to lse if
+   there is one. */
 template <int M>
 __device__ __forceinline__ void ampc_flash_normalise(const ampc_flash_call &a, float (&max)[M][2], float (&sum)[M][2],
                                                      float *lse, int left) {
@@ -6724,7 +6707,7 @@ __device__ __forceinline__ void ampc_flash_normalise(const ampc_flash_call &a, f
     }
 }
 
-/* What each row's weights are computed from, for ampc_flash_recompute_row. */
+/* Saves each row's stats for ampc_flash_recompute_row. */
 template <int M>
 __device__ __forceinline__ void ampc_flash_note(float2 *scratch, const float (&shift)[M][2],
                                                 const float (&inverse)[M][2]) {
@@ -6814,9 +6797,8 @@ __global__ void __launch_bounds__(ampc_flash_shape_of(D, AMPC_FORWARD).threads,
 /* ---- Backward.  With s the raw scores and lse in powers of 2: p = 2^(scale s - lse) (ampc_flash_power), ds = p (do
    v^T - delta), delta = the sum of do o over a row; dv = p^T do, dk = factor ds^T q, dq = factor ds k. */
 
-/* lse and delta of all queries, LANES threads to a row, V numbers at a time: for the tensor cores 8, and lse as they
-   take it.  Those that see nothing, and those that fill up a head's rows, get lse = infinity, which makes their p and
-   ds 0. */
+/* lse and delta of all queries, LANES threads per row, V numbers at a time: 8 for the tensor cores, with lse in their
+   form.  Queries that see nothing and padding rows get lse = infinity, which makes their p and ds 0. */
 template <int V, int LANES> __global__ void __launch_bounds__(256)
 ampc_attention_delta(amp_k_attention a, ampc_divisor padded, ampc_divisor heads, float2 *stats) {
     int64_t rows = a.batch * a.heads * padded.d;
@@ -6967,7 +6949,7 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
             float s[M][N][4], ds[M][N][4];
             if (state == AMPC_HIDDEN) continue;
             ampc_tile_scores<D, BF16>(s, x, u);
-            __syncwarp();                       /* or the compiler loads for both products at once, and spills */
+            __syncwarp();                       /* else the compiler loads for both products at once, and spills */
             ampc_tile_scores<D, BF16>(ds, y, w);
             ampc_flash_slopes<KEYS>(a, s, ds, stats_scratch + (KEYS ? turn * T + c : mine));
             if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, at + c, s, ds, 0.0f);
@@ -6993,12 +6975,12 @@ bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3]) {
     return ampc_aligned(data, 2 * (stride[0] | stride[1] | stride[2]));
 }
 
-/* Whether the tensor cores do an attention. */
+/* Whether the tensor cores can do this attention. */
 bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
     if (!dev->has.tensor_cores || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
     if (a.dim < 8 || a.dim > 128 || a.dim % 8 != 0) return false;
     if (dev->has.shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS)) return false;
-    if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is looked for before scaling */
+    if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is found before scaling */
     if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST ||
         a.keys > AMPC_FLASH_LONGEST)
         return false;
@@ -7047,7 +7029,7 @@ template <class F> amp_result ampc_flash_pick(const amp_k_attention &a, F run) {
     return a.dtype == AMP_BF16 ? run(ampc_flash_kind<128, true>()) : run(ampc_flash_kind<128, false>());
 }
 
-/* Those of a head's tensor that differ, in order. */
+/* Packs those of the mask's heads that differ, in order. */
 __global__ void __launch_bounds__(256)
     ampc_flash_pack(amp_mask mask, ampc_flash_bits to, int64_t heads, int64_t queries, int64_t keys, int64_t groups) {
     const int lane = (int)threadIdx.x % 32;
@@ -7065,7 +7047,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/* Packs an arbitrary mask into scratch memory, once where sequences or heads share it; others need no bits. */
+/* Packs an arbitrary mask into scratch memory, once if sequences or heads share it; other masks need no bits. */
 amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const char *name, void *stream,
                            ampc_scratch *scratch, ampc_flash_bits *bits) {
     const amp_mask &mask = a.mask;
@@ -7126,21 +7108,21 @@ amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &a, void 
 /* ==== Attention =====================================================================================
    Any shape, mask, dtype and head dimension on the fp32 units, after Dao et al. 2022 and with the semantics of the CPU
    backend: operands and probabilities are rounded to the compute dtype, products and sums are fp32.  A block owns 64
-   rows (queries, or keys in the pass for dk and dv) and walks in order over the tiles of 64 on the other side of which
-   it sees something, so nothing depends on the order of blocks.  It sums 64 or 128 columns of its results at once, and
-   computes the scores again for further ones.
+   rows (queries, or keys in the pass for dk and dv) and visits in order the other side's tiles of 64 that it sees, so
+   nothing depends on the order of blocks.  It sums 64 or 128 columns of its results at once, and computes the scores
+   again for further ones.
    Thread (x, y) of 16 x 16 holds 4 x 4 of every tile: owned rows 4 y to 4 y + 3, others 4 x to 4 x + 3.            */
 
 enum { AMPC_ATTENTION_PER_SM = 2 };
 
-/* What a block works on: rows from i0 and columns from c0 on of a head. */
+/* A block's work: rows from i0 and columns from c0 on of a head. */
 struct ampc_attention_item { int64_t b, h, i0, c0; };
 
 /* Where a head of a tensor starts. */
 __device__ __forceinline__ int64_t ampc_head_at(const ampc_attention_item &i, const int64_t (&stride)[3]) {
     return i.b * stride[0] + i.h * stride[2];
 }
-/* A head as an operand: its rows, to be multiplied over the columns; or its columns from c0 on, over the rows. */
+/* A head as an operand: its rows, for products along columns; or its columns from c0 on, along rows. */
 __device__ __forceinline__ ampc_operand ampc_head_rows(const amp_k_attention &a, const ampc_attention_item &i,
                                                        const void *data, const int64_t (&stride)[3], int64_t rows) {
     return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride)), a.dtype, a.compute, stride[1], 1, rows};
@@ -7155,18 +7137,18 @@ __device__ __forceinline__ ampc_operand ampc_head_columns(const amp_k_attention 
                         a.dim - i.c0};
 }
 
-/* Shared memory of a block.  Each product uses it again at once. */
+/* Shared memory of a block, which each product reuses at once. */
 struct ampc_attention_scratch {
     ampc_strip tiles[2][AMPC_GEMM_DEPTH];
     ampc_strip weights[AMPC_GEMM_TILE];         /* of [other row][owned row] */
-    ampc_sight sights[AMPC_GEMM_TILE];          /* of the queries at hand */
+    ampc_sight sights[AMPC_GEMM_TILE];          /* of the current queries */
     float lse[AMPC_GEMM_TILE], delta[AMPC_GEMM_TILE];
     ampc_attention_item item;
     ampc_span reach;                            /* of the owned queries: keys below `first`, and those in [low, high) */
 };
 
-/* The block's next item, of `groups` of 64 N columns.  Heads vary fastest, so that the tiles of one place, which cost
-   the same, run together.  It lies in shared memory to leave the registers to sums. */
+/* The block's next item, of `groups` of 64 N columns.  Heads vary fastest, so that tiles at the same place, which cost
+   the same, run together.  In shared memory, to leave the registers to sums. */
 template <int N>
 __device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, int64_t number, int64_t groups,
                                                      int64_t tiles, bool last_first, ampc_attention_scratch *scratch) {
@@ -7196,7 +7178,7 @@ __device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, in
     __syncthreads();
 }
 
-/* Says what the open queries reach. */
+/* Finds the keys that the open queries see. */
 __device__ __forceinline__ void ampc_attention_reach(ampc_attention_scratch *scratch) {
     if (threadIdx.x < 32) {
         const ampc_span &s = scratch->sights[threadIdx.x].span, &t = scratch->sights[threadIdx.x + 32].span;
@@ -7208,7 +7190,7 @@ __device__ __forceinline__ void ampc_attention_reach(ampc_attention_scratch *scr
     __syncthreads();
 }
 
-/* Bit 4 i + j: whether this thread's owned row i and other row j see each other.  The keys at hand start at `key`.
+/* Bit 4 i + j: this thread's owned row i and other row j see each other.  The current keys start at `key`.
    KEYS: they are the owned rows. */
 template <bool KEYS>
 __device__ __forceinline__ unsigned ampc_attention_look(const ampc_attention_scratch *scratch, int64_t key) {
@@ -7237,7 +7219,7 @@ __device__ __forceinline__ void ampc_attention_sum(const amp_k_attention &a, con
     ampc_gemm_sum(own, 0, i0, other, 0, j0, a.dim, scratch->tiles[0], scratch->tiles[1], sum);
 }
 
-/* Hands this thread's weights to the block, rounded to the compute dtype. */
+/* Shares this thread's weights with the block, rounded to the compute dtype. */
 __device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_dtype compute,
                                                     ampc_attention_scratch *scratch) {
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
@@ -7248,8 +7230,8 @@ __device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_
     }
 }
 
-/* sum += the weights times rows [begin, begin + 64), of `rows`, of z.  Under a mask a weight of 0 makes nothing of the
-   infinities and NaN that hidden rows may hold. */
+/* sum += the weights times rows [begin, begin + 64), of `rows`, of z.  Under a mask a weight of 0 gives 0, even times
+   the infinities and NaN that hidden rows may hold. */
 template <int N>
 __device__ __forceinline__ void ampc_attention_add(const ampc_operand &z, int64_t begin, int64_t rows, bool masked,
                                                    ampc_attention_scratch *scratch, float (&sum)[N][4][4]) {
@@ -7291,10 +7273,10 @@ __device__ __forceinline__ void ampc_attention_store(const amp_k_attention &a, c
 /* ---- Forward: m = max(m, scores), p = exp(score - m), sum = sum rescale + all p, o = o rescale + p v, where rescale =
    exp(old m - m): the running softmax of Milakov and Gimelshein 2018. */
 
-/* The running softmax of a thread's four rows.  The maximum is that of the row, the sum that of the thread's keys. */
+/* The running softmax of a thread's four rows.  max: over the whole row; sum: over the thread's keys. */
 struct ampc_online_softmax {
     float max[4], sum[4];
-    /* Scores become weights; hidden ones 0. */
+    /* Turns scores into weights, 0 if hidden. */
     __device__ __forceinline__ void add(float (&s)[4][4], unsigned seen, float scale, float (&rescale)[4]) {
         AMPC_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -7314,7 +7296,7 @@ struct ampc_online_softmax {
             max[i] = top;
         }
     }
-    /* Row i's log-sum-exp, and 1 / sum in its place; -inf and 0 where nothing was seen. */
+    /* Returns row i's log-sum-exp and replaces its sum by 1 / sum; -inf and 0 if no key is visible. */
     __device__ __forceinline__ float finish(int i) {
         float total = sum[i];
         AMPC_UNROLL
@@ -7367,7 +7349,7 @@ ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
    delta); dq = scale ds k, dk = scale ds^T q, dv = p^T do.  One kernel owns queries and sums dq, or owns keys and sums
    dk and dv. */
 
-/* Scores become p, and dp becomes ds; hidden ones 0. */
+/* Turns scores into p and dp into ds, 0 if hidden. */
 template <bool KEYS>
 __device__ __forceinline__ void ampc_attention_slopes(float (&s)[4][4], float (&dp)[4][4], unsigned seen, float scale,
                                                       const ampc_attention_scratch *scratch) {
@@ -7459,7 +7441,7 @@ amp_result ampc_attention_gradients_as(ampc_device *dev, const amp_k_attention *
                                  });
 }
 
-/* One of q, k and v, cut if it is to be. */
+/* One of q, k and v, saturated if asked. */
 amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp_k_cut *cut, const amp_k_attention &a,
                               int64_t positions, const void **x, int64_t (&stride)[3], void *stream) {
     if (cut == NULL) return AMP_OK;
@@ -7473,7 +7455,7 @@ amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp
     return AMP_OK;
 }
 
-/* The call with its operands cut, for as long as this lives. */
+/* The call with saturated operands, while this object lives. */
 struct ampc_attention_operands {
     amp_k_attention a;
     ampc_scratch q, k, v;

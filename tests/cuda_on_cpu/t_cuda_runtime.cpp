@@ -1454,7 +1454,7 @@ TEST(captures_left_open) {
 TEST(images) {
     static const struct { int cc, image; amp_result result; int logs; const char *text; } cases[] = {
         {90, 90, AMP_OK, 0, NULL}, {90, 80, AMP_OK, 0, NULL}, {75, 75, AMP_OK, 0, NULL}, {86, 80, AMP_OK, 0, NULL},
-        {90, 75, AMP_OK, 1, "compiled for compute capability 7.5, and model has 9.0: attention runs without tensor cores; compile "
+        {90, 75, AMP_OK, 1, "compiled for compute capability 7.5, but model has 9.0: attention runs without tensor cores; compile "
                             "amp_cuda.cu with -arch=sm_90"},
         {80, 75, AMP_OK, 1, "-arch=sm_80"},
         {70, 70, AMP_ERR_UNSUPPORTED, 0, "model has compute capability 7.0; 7.5 (Turing) or later is needed"},
@@ -1646,7 +1646,7 @@ TEST(sticky_error) {
         CHECK_EQ(host_logs, 1);
         coc_reset_counts();
         CHECK_EQ(x.b->cast(x.dev, &k, NULL), AMP_ERR_DEVICE);
-        CHECK(last_text.find("failed before with cudaErrorIllegalAddress") != std::string::npos);
+        CHECK(last_text.find("failed earlier with cudaErrorIllegalAddress") != std::string::npos);
         CHECK_EQ(x.b->alloc(x.dev, &ptr, 100000), AMP_ERR_DEVICE);
         CHECK_EQ(x.b->copy(x.dev, v.data(), p, 256, AMP_COPY_TO_HOST, NULL), AMP_ERR_DEVICE);
         CHECK_EQ(x.b->graph_begin(x.dev, NULL), AMP_ERR_DEVICE);
