@@ -1788,14 +1788,18 @@ enum { AMPC_CHUNK = 8192, AMPC_MULTI_THREADS = 256, AMPC_MULTI_PER_SM = 4, AMPC_
 
 struct ampc_cursor {
     const amp_k_tensor *table;
-    int tensors, base, before;      /* the first of the 32 rows in view, and the chunks before it */
-    int mine, upto;                 /* chunks of this lane's row, and of the rows in view up to it */
+    int tensors, base;              /* base: the first of the 32 rows in view */
+    int at;                         /* the chunk's number from that row on */
+    int upto, tail;                 /* chunks of the rows in view up to this lane's, and elements of its last one */
 };
 
 __device__ inline void ampc_cursor_look(ampc_cursor *c) {
     int row = c->base + (int)(threadIdx.x % 32);
-    c->mine = row < c->tensors && c->table[row].live ? (int)ampc_blocks(c->table[row].count, AMPC_CHUNK) : 0;
-    c->upto = c->mine;
+    c->upto = c->tail = 0;
+    if (row < c->tensors && c->table[row].live) {
+        c->upto = (int)ampc_blocks(c->table[row].count, AMPC_CHUNK);
+        c->tail = (int)(c->table[row].count - (int64_t)(c->upto - 1) * AMPC_CHUNK);
+    }
     for (unsigned step = 1; step < 32; step *= 2) {
         int other = __shfl_up_sync(0xffffffffu, c->upto, step);
         if (threadIdx.x % 32 >= step) c->upto += other;
@@ -1803,56 +1807,59 @@ __device__ inline void ampc_cursor_look(ampc_cursor *c) {
 }
 
 __device__ inline ampc_cursor ampc_cursor_begin(const amp_k_tensor *table, int64_t tensors) {
-    ampc_cursor c = {table, (int)tensors, 0, 0, 0, 0};
+    ampc_cursor c = {table, (int)tensors, 0, (int)blockIdx.x, 0, 0};
     ampc_cursor_look(&c);
     return c;
 }
 
-/* The row of a chunk and the chunk's number in it; -1 beyond the last. */
-__device__ inline int ampc_cursor_find(ampc_cursor *c, int chunk, int *inside) {
-    int total = __shfl_sync(0xffffffffu, c->upto, 31), lane;
-    while (chunk - c->before >= total) {
-        c->before += total;
+/* The n elements of a row's chunk `inside`, and their table entry as it was loaded: nothing is computed from it before
+   the chunk's turn, so that no thread waits for it.  row -1: none. */
+struct ampc_entry {
+    void *grad;                     /* of the row */
+    int row, inside, n;
+    amp_dtype dtype;                /* of grad */
+};
+
+/* The entry of the chunk that the cursor is at. */
+__device__ inline ampc_entry ampc_cursor_find(ampc_cursor *c) {
+    ampc_entry e = {NULL, -1, 0, 0, AMP_F32};
+    int total = __shfl_sync(0xffffffffu, c->upto, 31), lane, before;
+    while (c->at >= total) {
+        c->at -= total;
         c->base += 32;
-        if (c->base >= c->tensors) return -1;
+        if (c->base >= c->tensors) return e;
         ampc_cursor_look(c);
         total = __shfl_sync(0xffffffffu, c->upto, 31);
     }
-    lane = __ffs((int)__ballot_sync(0xffffffffu, c->upto > chunk - c->before)) - 1;
-    *inside = chunk - c->before - __shfl_sync(0xffffffffu, c->upto - c->mine, lane);
-    return c->base + lane;
+    lane = __ffs((int)__ballot_sync(0xffffffffu, c->upto > c->at)) - 1;
+    before = __shfl_sync(0xffffffffu, c->upto, lane - 1);
+    e.row = c->base + lane;
+    e.inside = c->at - (lane > 0 ? before : 0);
+    e.n = __shfl_sync(0xffffffffu, c->upto - c->at == 1 ? c->tail : (int)AMPC_CHUNK, lane);
+    e.grad = c->table[e.row].grad;
+    e.dtype = c->table[e.row].grad_dtype;
+    return e;
 }
 
-/* n elements of a row, from `first` on; row -1: none. */
+/* n elements of a row, from `first` on. */
 struct ampc_chunk {
     void *grad;                     /* of the first of them */
     int64_t first;
     int row, n;
     amp_dtype dtype;                /* of grad */
 };
-__device__ __forceinline__ ampc_chunk ampc_chunk_at(ampc_cursor *cursor, int number) {
-    ampc_chunk c = {NULL, 0, 0, 0, AMP_F32};
-    int inside = 0;
-    c.row = ampc_cursor_find(cursor, number, &inside);
-    if (c.row < 0) return c;
-    const amp_k_tensor &row = cursor->table[c.row];
-    c.first = (int64_t)inside * AMPC_CHUNK;
-    c.n = row.count - c.first < AMPC_CHUNK ? (int)(row.count - c.first) : (int)AMPC_CHUNK;
-    c.dtype = row.grad_dtype;
-    c.grad = ampc_at(row.grad, c.dtype, c.first);
-    return c;
-}
 
-/* Calls piece(chunk) for the block's chunks, with all its threads.  The next chunk's table entry is fetched before this
+/* Calls piece(chunk) for the block's chunks, with all its threads.  The next chunk's table entry is fetched while this
    chunk is processed. */
 template <class F>
 __device__ __forceinline__ void ampc_for_chunks(const amp_k_tensor *table, int64_t tensors, F piece) {
     ampc_cursor cursor = ampc_cursor_begin(table, tensors);
-    int number = (int)blockIdx.x;
-    ampc_chunk next = ampc_chunk_at(&cursor, number);
+    ampc_entry next = ampc_cursor_find(&cursor);
     while (next.row >= 0) {
-        const ampc_chunk chunk = next;
-        next = ampc_chunk_at(&cursor, number += (int)gridDim.x);
+        const int64_t first = (int64_t)next.inside * AMPC_CHUNK;
+        const ampc_chunk chunk = {ampc_at(next.grad, next.dtype, first), first, next.row, next.n, next.dtype};
+        cursor.at += (int)gridDim.x;
+        next = ampc_cursor_find(&cursor);
         piece(chunk);
     }
 }
