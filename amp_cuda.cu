@@ -6746,9 +6746,9 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
 #endif /* AMPC_TENSOR_CORES */
 
 template <int D, bool BF16>
-__global__ void __launch_bounds__(ampc_flash_shape_of(D, AMPC_FORWARD).threads,
-    ampc_flash_shape_of(D, AMPC_FORWARD).blocks)
-    ampc_flash_rows(ampc_flash_call a) {
+__global__ void
+__launch_bounds__(ampc_flash_shape_of(D, AMPC_FORWARD).threads, ampc_flash_shape_of(D, AMPC_FORWARD).blocks)
+ampc_flash_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
     constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, AMPC_FORWARD);
     const int R = AMPC_FLASH_OWN, T = shape.tile, M = R / (shape.threads / 2), N = shape.columns / 8,
