@@ -3427,13 +3427,13 @@ extern long syscall(long number, ...);      /* unistd.h declares it only where m
 #else
 #  define AMPI_X86 0
 #endif
-/* The bf16 dot product needs a compiler that knows it. */
+/* vdpbf16ps needs a compiler that knows it. */
 #if AMPI_X86 && (defined(__clang__) || __GNUC__ >= 10)
 #  define AMPI_GEMM_BF16 1
 #else
 #  define AMPI_GEMM_BF16 0
 #endif
-/* AMX needs one, and a system that lets a process ask for it. */
+/* AMX also needs a system that lets a process ask for it. */
 #if AMPI_GEMM_BF16 && defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #  define AMPI_GEMM_AMX 1
 #else
@@ -3482,7 +3482,7 @@ AMP_API const char *amp_result_hint(amp_result result) {
 AMP_API const char *amp_last_error(void) { return ampi_error_text; }
 AMP_API int amp_version(void) { return AMP_VERSION; }
 
-/* Text built piece by piece and cut as by snprintf: `used` is the length of all of it. */
+/* Text built piece by piece and cut off like snprintf's; `used` is its full length. */
 typedef struct ampi_sheet { char *text; size_t size, used; int first; } ampi_sheet;
 
 static ampi_sheet ampi_sheet_of(char *text, size_t size) {
@@ -3520,35 +3520,33 @@ static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *fun
     return result;
 }
 
-/* What a call cannot do without. */
 static amp_result ampi_need(const char *function, int there, const char *names) {
     return there ? AMP_OK : ampi_fail(AMP_ERR_NULL, function, "%s is NULL", names);
 }
 
-/* A number that no other context or parameter of this process has: each implementation (several with AMP_STATIC) counts
-   on from a start of its own. */
+/* A number unique in this process: each implementation (several with AMP_STATIC) counts from its own start. */
 static uint64_t ampi_serial(void) {
     static uint64_t count;
     uint64_t start = (uint64_t)(uintptr_t)&count * 0x9e3779b97f4a7c15u;
     return (start + __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED)) | (uint64_t)1 << 63;
 }
 
-/* Reports a failure of another public function, or of a backend, as this function's: the text gets its name. */
+/* Reports the failure of another public function, or of a backend, under this function's name. */
 static amp_result ampi_as(const char *function, amp_result result) {
     char detail[sizeof ampi_error_text], number[16];
     const char *colon;
     if (result == AMP_OK) return result;
     colon = strstr(ampi_error_text, ": ");
     snprintf(number, sizeof number, "AMP%04d ", (int)result);
-    if (colon == NULL || strncmp(ampi_error_text, number, strlen(number)) != 0)     /* an older failure's text */
+    if (colon == NULL || strncmp(ampi_error_text, number, strlen(number)) != 0)     /* of an older failure */
         return ampi_fail(result, function, "%s; no reason was given", amp_result_text(result));
     snprintf(detail, sizeof detail, "%s", colon);
     snprintf(ampi_error_text, sizeof ampi_error_text, "%s%s%.440s", number, function, detail);
     return result;
 }
 
-/* Every file must have been compiled against this amp.h.  Calls that take a struct before amp_open check the
-   files linked with this one: AMPI_HEADERS. */
+/* Every file must have been compiled against this amp.h.  Calls that take a struct before amp_open pass
+   AMPI_HEADERS. */
 static amp_result ampi_check_headers(const char *function, const amp_header *headers, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -3566,7 +3564,7 @@ static amp_result ampi_check_headers(const char *function, const amp_header *hea
     }
     return AMP_OK;
 }
-/* 0 in every struct that was zeroed before it was filled; anything else is left over from the stack. */
+/* Anything but 0 means that the struct was not zeroed before it was filled. */
 static amp_result ampi_check_reserved(const char *function, int32_t reserved) {
     if (reserved == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, ".reserved = %d, must be 0: set the struct to 0 before filling it",
@@ -3581,23 +3579,22 @@ static amp_result ampi_bytes(const char *function, int64_t count, size_t size, s
     return AMP_OK;
 }
 
-/* Whether two pieces of memory have no byte in common. */
+/* Whether two pieces of memory do not overlap. */
 static int ampi_is_apart(const void *a, size_t a_bytes, const void *b, size_t b_bytes) {
     uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
     return a_bytes == 0 || b_bytes == 0 || (x < y ? y - x >= a_bytes : x - y >= b_bytes);
 }
 
-/* ---- The floating-point environment.  What computes does so between these two calls, in C's default: no exception
-   traps, to nearest, with subnormal numbers; operands are read, and results written, in between.  The host's own code,
-   callbacks included, finds the host's.  Flags that were raised before stay so.  Results must be in memory before the
-   second call: compilers move what stays in registers past it. */
+/* ---- The floating-point environment.  All arithmetic runs between these two calls, in C's default environment: no
+   traps, round to nearest, subnormals kept.  The host's own code, callbacks included, runs in the host's.  Raised flags
+   stay raised.  Results must be in memory before the second call: compilers move registers past it. */
 #if AMPI_X86 && defined(__SSE2_MATH__)
 typedef uint32_t ampi_fp;
 enum { AMPI_FP_FLAGS = 0x3f, AMPI_FP_DEFAULT = 0x1f80 };
 static inline int ampi_fp_is_default(ampi_fp x) { return (x | AMPI_FP_FLAGS) == (AMPI_FP_DEFAULT | AMPI_FP_FLAGS); }
 static inline ampi_fp ampi_fp_get(void) { ampi_fp x; __asm__ volatile("stmxcsr %0" : "=m"(x) : : "memory"); return x; }
 static inline void ampi_fp_set(ampi_fp x) { __asm__ volatile("ldmxcsr %0" : : "m"(x) : "memory"); }
-#elif defined(__aarch64__)          /* flags have a register of their own */
+#elif defined(__aarch64__)          /* the flags are in another register */
 typedef uint64_t ampi_fp;
 enum { AMPI_FP_DEFAULT = 0 };
 static inline int ampi_fp_is_default(ampi_fp x) { return x == AMPI_FP_DEFAULT; }
@@ -3638,7 +3635,7 @@ static void *ampi_posix_alloc(void *user, size_t size, size_t align) {
 
 static void ampi_posix_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
 
-/* The file that PATH.tmpX is to replace, if there is a regular one. */
+/* Whether PATH of PATH.tmpX is a regular file. */
 static int ampi_posix_replaces(const char *path, struct stat *old) {
     char target[PATH_MAX];
     const char *at = path, *end = NULL;
@@ -3649,7 +3646,7 @@ static int ampi_posix_replaces(const char *path, struct stat *old) {
     return stat(target, old) == 0 && S_ISREG(old->st_mode);
 }
 
-/* The old file's owner and permissions.  A group that cannot be kept gets the permissions of others. */
+/* Keeps the old file's owner and permissions.  A new group gets the permissions of others. */
 static void ampi_posix_inherit(int fd, const struct stat *old) {
     mode_t mode = old->st_mode & 0777;
     if (fchown(fd, old->st_uid, old->st_gid) != 0 && fchown(fd, (uid_t)-1, old->st_gid) != 0)
@@ -3657,8 +3654,7 @@ static void ampi_posix_inherit(int fd, const struct stat *old) {
     (void)fchmod(fd, mode);
 }
 
-/* Does not wait for a pipe's writer or a device's carrier; for a file's lease, which another process gives back, it
-   does. */
+/* Waits for another process to give back a file's lease, but not for a pipe's writer or a device's carrier. */
 static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
     struct stat info;
     int fd = open(path, flags | O_NONBLOCK, mode);
@@ -3666,7 +3662,7 @@ static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
     return fd;
 }
 
-/* Descriptors that the program was started without, 0 to 2, are left free, or what is printed would land in a file. */
+/* Descriptors 0 to 2 stay closed if the program started without them, or its output would land in the file. */
 static int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
     static const int how[] = {O_RDONLY, O_WRONLY | O_CREAT | O_TRUNC, O_RDWR | O_CREAT,
                               O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW};
@@ -3686,7 +3682,7 @@ static int ampi_posix_open(void *user, const char *path, int for_writing, intptr
     return 0;
 }
 
-/* Files without offsets are read from where they are; waits for a pipe's first writer. */
+/* For files without offsets.  Waits for a pipe's first writer. */
 static ssize_t ampi_posix_read_on(int fd, void *buffer, size_t bytes) {
     struct pollfd ready;
     ssize_t n;
@@ -3704,8 +3700,7 @@ static int64_t ampi_posix_read(void *user, intptr_t file, void *buffer, size_t b
     return n < 0 ? -errno : n;
 }
 
-/* Beyond the process's limit on file sizes the kernel sends this thread SIGXFSZ, which kills: it is blocked and
-   consumed. */
+/* Beyond the limit on file sizes the kernel sends this thread SIGXFSZ, which kills: it is blocked and consumed. */
 static int64_t ampi_posix_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) {
     sigset_t limit, before, pending;
     int hosts, error, number;
@@ -3759,7 +3754,7 @@ static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg
 
 typedef struct ampi_posix_thread { pthread_t handle; void (*run)(void *); void *arg; int holders; } ampi_posix_thread;
 
-/* The thread and whoever joins or detaches it both hold its record; the later one frees it. */
+/* The thread and its joiner or detacher share its record; the later one frees it. */
 static void ampi_posix_thread_release(void *thread) {
     ampi_posix_thread *t = (ampi_posix_thread *)thread;
     if (__atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) == 0) free(t);
@@ -3767,7 +3762,7 @@ static void ampi_posix_thread_release(void *thread) {
 
 static void *ampi_posix_thread_main(void *arg) {
     ampi_posix_thread *t = (ampi_posix_thread *)arg;
-    pthread_cleanup_push(ampi_posix_thread_release, t);         /* also when `run` ends the thread */
+    pthread_cleanup_push(ampi_posix_thread_release, t);         /* even if `run` ends the thread */
     t->run(t->arg);
     pthread_cleanup_pop(1);
     return NULL;
@@ -3862,14 +3857,14 @@ static void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size
 }
 
 /* ---- The thread pool.  A job is a function that several threads run at once, each with its own number, to share
-   some work.  The caller is number 0.  It never waits for a thread that has not begun: when it comes
-   out of the function all work has been taken, and only those still at theirs are waited for.  Workers start with the
-   first job; after each they look for another for a while, then sleep. */
+   some work.  The caller is number 0.  When it returns from the function all work has been taken: it waits only for
+   workers still at theirs, never for one that has not begun.  Workers start with the first job; after each they spin
+   for a while, then sleep. */
 
-enum { AMPI_SPIN_NS = 50000,        /* how long a thread looks before it sleeps ... */
-       AMPI_SPIN_TRIES = 256 };     /* ... and how often between two offers of its core to others */
+enum { AMPI_SPIN_NS = 50000,        /* how long a thread spins before it sleeps ... */
+       AMPI_SPIN_TRIES = 256 };     /* ... and how often it looks between two yields */
 
-typedef struct ampi_pool_job {      /* on its caller's stack; in the list until the caller has come out of run */
+typedef struct ampi_pool_job {      /* on its caller's stack; in the list until the caller returns from run */
     void (*run)(void *arg, int32_t i);
     void *arg;
     int32_t n, taken;               /* numbers */
@@ -3879,30 +3874,30 @@ typedef struct ampi_pool_job {      /* on its caller's stack; in the list until 
 
 typedef struct ampi_threads {
     amp_system system;
-    int32_t limit, cores;           /* workers at most; threads in jobs at most, those of other pools included */
-    int32_t pinned, arrived;        /* 1: each worker keeps to one core; workers that have begun (atomic) */
+    int32_t limit, cores;           /* most workers; most threads in jobs, over all pools */
+    int32_t pinned, arrived;        /* 1: each worker stays on one core; workers that have begun (atomic) */
     int32_t holders;                /* atomic: contexts that use it */
     int32_t closing, posts;         /* atomic; posts changes with each job */
-    int32_t waiting;                /* atomic: callers that wait for `finished` */
+    int32_t waiting;                /* atomic: callers waiting for `finished` */
     /* atomic: ampi_forks of the process the workers live in; 0: not started; -1: being started */
     int32_t owner;
     pthread_mutex_t lock;           /* for what follows */
     pthread_cond_t posted, finished;
     ampi_pool_job *jobs;
     int32_t started, asleep;
-    int32_t missing;                /* atomic: workers that could not be started, until that is reported */
+    int32_t missing;                /* atomic: workers that did not start, until reported */
     void **workers;
 } ampi_threads;
 
-/* How many threads are in jobs, in all pools: contexts that work at the same time share the cores. */
+/* Threads in jobs, over all pools: contexts that work at the same time share the cores. */
 static int32_t ampi_threads_running;
 
-/* 0 before the first pool is opened; then 1, and 1 more in each child of fork.  getpid() in its place would be a system
-   call for each job. */
+/* 0 before the first pool opens, then 1, and 1 more in each child of fork(); getpid() would cost each job a system
+   call. */
 static int32_t ampi_forks;
 static void ampi_count_fork(void) { ampi_forks++; ampi_threads_running = 0; }
 
-/* While (*value == old) is `equal`: looks again and again, then gives up.  1: it no longer is. */
+/* Spins for a while as long as (*value == old) is `equal`.  1: it no longer is. */
 static int ampi_spin(const int32_t *value, int32_t old, int equal) {
     int64_t now, end = 0;
     int i;
@@ -3920,7 +3915,7 @@ static int ampi_spin(const int32_t *value, int32_t old, int equal) {
     return 0;
 }
 
-/* Takes a lock that is held for a few instructions: a sleep would last longer. */
+/* For a lock held for a few instructions: sleeping would take longer. */
 static void ampi_spin_lock(pthread_mutex_t *lock) {
     int i;
     for (i = 0; i < AMPI_SPIN_TRIES; i++) {
@@ -4008,7 +4003,7 @@ static void ampi_threads_main(void *arg) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Starts the workers: with the first job in each process, since a child of fork() has none of its parent's.
+/* Starts the workers with the first job of each process: a child of fork() has none of its parent's.
    0: there are none, or another thread is starting them. */
 static int ampi_threads_ready(ampi_threads *t) {
     int32_t self = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED), owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
@@ -4038,7 +4033,7 @@ static void ampi_job_post(ampi_threads *t, ampi_pool_job *job) {
     while (wake-- > 0) pthread_cond_signal(&t->posted);
 }
 
-/* Lets no more workers in, and waits for those that are. */
+/* Lets no more workers in and waits for those inside. */
 static void ampi_job_close(ampi_threads *t, ampi_pool_job *job) {
     ampi_pool_job **at = &t->jobs;
     ampi_spin_lock(&t->lock);
@@ -4053,7 +4048,7 @@ static void ampi_job_close(ampi_threads *t, ampi_pool_job *job) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Calls run(arg, 0), and run(arg, i) for those i below n that other threads come for before run(arg, 0) returns. */
+/* Calls run(arg, 0); workers that come before it returns call run(arg, i), each with another i below n. */
 static void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
     int ready = n > 1 && ampi_threads_ready(t);
     int alone = __atomic_add_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED) >= t->cores || !ready;
@@ -4091,7 +4086,7 @@ static amp_result ampi_threads_open(ampi_threads **out, const amp_system *system
     return ampi_alloc(system, "amp_open", (void **)&t->workers, t->limit, sizeof *t->workers);
 }
 
-/* For one holder; the last ends the workers.  In a child of fork() there are none to end.  NULL is allowed. */
+/* The last holder ends the workers; a child of fork() has none.  NULL is allowed. */
 static void ampi_threads_close(ampi_threads *t) {
     amp_system system;
     int32_t i;
@@ -4112,7 +4107,7 @@ static void ampi_threads_close(ampi_threads *t) {
     ampi_free(&system, t, 1, sizeof *t);
 }
 
-/* Reads or writes all bytes, over short transfers and interruptions. Returns bytes moved or -errno. */
+/* Repeats short and interrupted transfers.  Returns bytes moved or -errno. */
 static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
@@ -4139,7 +4134,7 @@ static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *
     return done;
 }
 
-/* A signal interrupts them: open and sync are called again.  close is not: the descriptor is gone whatever it says. */
+/* When a signal interrupts them, open and sync are called again.  close is not: the descriptor is gone anyway. */
 static int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
     int error;
     do error = s->file_open(s->user, path, for_writing, file);
@@ -4207,7 +4202,7 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     return ampi_fail(AMP_ERR_WRITE, "amp_file_write_atomic", "%s: %s", path, ampi_file_text(-error));
 }
 
-/* Moves a buffer's content into one of another size; 0: no memory, nothing changed. */
+/* realloc; 0: no memory, nothing changed. */
 static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, int64_t wanted) {
     char *moved = (char *)s->alloc(s->user, (size_t)wanted, 64);
     if (moved == NULL) return 0;
@@ -4222,7 +4217,7 @@ static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, in
 
 enum { AMPI_LONGEST_STREAM = 1 << 28 };
 
-/* Reads to the end: `size`, which the file reports, may be outdated, or 0 if unknown. */
+/* Reads to the end; `size`, as reported, may be outdated, or 0 if unknown. */
 static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const char *path, int64_t size, char **buffer,
                                    int64_t *capacity) {
     int64_t used = 0, n, wanted = size > 0 ? size + 1 : 4096;
@@ -4274,7 +4269,7 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes) {
     if (data != NULL) s.free(s.user, data, bytes + 1);
 }
 
-/* Element i of an array that need not be aligned. */
+/* Element i of an unaligned array. */
 static inline uint16_t ampi_get16(const void *p, int64_t i) {
     uint16_t x;
     memcpy(&x, (const char *)p + 2 * i, 2);
@@ -4303,7 +4298,7 @@ static uint64_t ampi_xgetbv(void) {
     return (uint64_t)high << 32 | low;
 }
 
-/* Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+/* A process must ask Linux for the tile registers: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
 static int ampi_ask_for_tiles(void) {
 #if AMPI_GEMM_AMX
     long result;
@@ -4314,8 +4309,7 @@ static int ampi_ask_for_tiles(void) {
 #endif
 }
 
-/* On cores with AMX, vdpbf16ps has a quarter of the rate of an FMA and does twice its work: there bf16 is multiplied
-   with AMX or with FMA. */
+/* On cores with AMX, vdpbf16ps runs at a quarter of an FMA's rate for twice its work: they use AMX or FMA for bf16. */
 static amp_cpu_path ampi_path_of(const amp_cpu_info *cpu, int cores_have_amx) {
     if (cpu->amx_bf16) return AMP_CPU_AMX;
     if (cpu->avx512_bf16 && !cores_have_amx) return AMP_CPU_AVX512_BF16;
@@ -4356,7 +4350,7 @@ static int64_t ampi_sysconf(int name) {
     return value > 0 ? (int64_t)value : 0;
 }
 
-/* Bytes of RAM; 0 unknown. */
+/* Bytes of RAM; 0: unknown. */
 static int64_t ampi_probe_memory(void) {
 #if defined(_SC_PHYS_PAGES)
     return ampi_sysconf(_SC_PHYS_PAGES) * ampi_sysconf(_SC_PAGESIZE);
@@ -4365,7 +4359,7 @@ static int64_t ampi_probe_memory(void) {
 #endif
 }
 
-/* What a small file begins with; "" where there is none.  path and what follows: as for printf. */
+/* The beginning of a small file; "" if there is none.  path, ...: as for printf. */
 static AMPI_PRINTF(3, 4) void ampi_file_start(char *text, size_t size, const char *path, ...) {
     char name[1024];
     ampi_sheet sheet = ampi_sheet_of(name, sizeof name);
@@ -4380,7 +4374,7 @@ static AMPI_PRINTF(3, 4) void ampi_file_start(char *text, size_t size, const cha
     text[n > 0 ? n : 0] = 0;
 }
 
-/* Caches for data as Linux lists them, in *l1d, *l2 and *l3; what the list lacks stays. */
+/* Sets the data caches that Linux lists. */
 static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
     int64_t *const caches[] = {&cpu->l1d, &cpu->l2, &cpu->l3};
     char line[32], *end;
@@ -4397,16 +4391,15 @@ static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
     }
 }
 
-/* Cores' worth of CPU time in "quota period", rounded up; 0: "max", -1 or no such text. */
+/* The cores that "quota period" grants, rounded up; 0: "max", -1 or another text. */
 static int32_t ampi_quota(const char *text) {
     char *end;
     long long quota = strtoll(text, &end, 10), period = strtoll(end, NULL, 10);
     return quota > 0 && period > 0 ? (int32_t)AMPI_MIN((quota - 1) / period + 1, (long long)INT32_MAX) : 0;
 }
 
-/* The smallest CPU quota of this process's cgroups and of those above them, in cores; 0: none.  list:
-   /proc/self/cgroup, with lines "number:controllers:path", of version 2 without controllers; root: where cgroups are
-   mounted. */
+/* The smallest CPU quota of this process's cgroups and their parents, in cores; 0: none.  list: /proc/self/cgroup, with
+   lines "number:controllers:path" (version 2: no controllers); root: where cgroups are mounted. */
 static int32_t ampi_quota_cores(const char *list, const char *root) {
     char text[4096], quota[64], *line, *names, *path, *rest = NULL;
     int32_t least = 0, cores;
@@ -4459,7 +4452,7 @@ static void ampi_probe_cpu(amp_cpu_info *cpu) {
     ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");
 }
 
-/* The library's one global: the best path, probed once.  Threads that race store the same value. */
+/* Probed once.  Threads that race store the same value. */
 static amp_cpu_path ampi_cpu_best_path(void) {
     static int cached;
     int path = __atomic_load_n(&cached, __ATOMIC_RELAXED);
@@ -4472,12 +4465,11 @@ static amp_cpu_path ampi_cpu_best_path(void) {
     return (amp_cpu_path)path;
 }
 
-/* ---- Vector kernels.  They stand at the end of this file, which sections 2 and 6 include: their number in
-   AMPI_KERNELS gets them their kernels, once per instruction set.  AMPI_V(name) is name_scalar, name_avx2 or
-   name_avx512, AMPI_W the floats in a vector.  The loops that call them, and everything with threads, are ordinary
-   code. */
+/* ---- Vector kernels.  They stand at the end of this file, which sections 2 and 6 include with their number in
+   AMPI_KERNELS, once per instruction set.  AMPI_V(name) is name_scalar, name_avx2 or name_avx512; a vector holds AMPI_W
+   floats.  The loops that call them, and everything with threads, are ordinary code. */
 
-#if defined(__NVCC__)               /* whose front end does not know the pragma */
+#if defined(__NVCC__)               /* does not know the pragma */
 #  define AMPI_UNROLL
 #else
 #  define AMPI_UNROLL _Pragma("GCC unroll 8")
@@ -4494,12 +4486,12 @@ static amp_cpu_path ampi_cpu_best_path(void) {
 #  define AMPI_PICK(table, path) ((void)(path), &table##_scalar)
 #endif
 
-/* Tables of functions name their entries: the compiler checks name, order and type.  C++ has that from C++20 on, and
-   gcc and clang before, where __extension__ keeps -Wpedantic quiet. */
+/* Tables of functions use designated initializers.  Before C++20 they are an extension of gcc and clang: __extension__
+   keeps -Wpedantic quiet. */
 
 /* ==== 2 >>numbers: implementation ==== */
 
-/* ---- Vector kernels.  Pointers need no alignment; dst may be src where the sizes agree. */
+/* ---- Vector kernels.  Pointers need no alignment; dst may be src if the sizes agree. */
 typedef struct ampi_numbers_vec {
     void (*f32_from_f16)(void *dst, const void *src, int64_t n);
     void (*f16_from_f32)(void *dst, const void *src, int64_t n);
@@ -4510,14 +4502,13 @@ typedef struct ampi_numbers_vec {
     void (*f32_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     void (*fp8_from_f32)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     void (*f32_from_f64)(void *dst, const void *src, int64_t n);
-    /* Rounded to odd (Boldo and Melquiond 2008): toward zero, with the last bit set where that is not exact.  What is
-       rounded to nearest in a narrower format then has the bits of one rounding. */
+    /* Rounds to odd (Boldo and Melquiond 2008): toward zero, and sets the last bit if inexact.  Rounding the result to
+       nearest in a narrower format then gives the bits of a single rounding. */
     void (*f32_odd_from_f64)(void *dst, const void *src, int64_t n);
-    /* Between fp64 and 16 or 8 bits without fp32 in memory: converts as many as come in whole vectors, and returns how
-       many. */
+    /* Between fp64 and 16 or 8 bits without fp32 in memory: converts whole vectors, returns the number of elements. */
     int64_t (*from_f64)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     int64_t (*f64_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype);
-    /* fp32 rounded to nearest in fp16, bf16 or tf32, and left in fp32. */
+    /* Rounds to fp16, bf16 or tf32, stored as fp32. */
     void (*round)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     /* Magnitudes above `limit`, a finite fp32 pattern, become limit; NaN stays. */
     void (*clamp)(void *dst, const void *src, int64_t n, uint32_t limit);
@@ -4537,14 +4528,14 @@ typedef struct ampi_numbers_vec {
 #include "amp.h"
 #undef AMPI_KERNELS
 
-/* ---- What is known of each dtype; a row's place is its number */
+/* ---- Dtypes, one row each, in the order of their numbers */
 
-/* castable: by a region; saved: in states */
+/* CASTABLE: by a region; SAVED: in states */
 enum { AMPI_IS_STORAGE = 1, AMPI_IS_COMPUTE = 2, AMPI_IS_CASTABLE = 4, AMPI_IS_SAVED = 8 };
 typedef struct ampi_dtype_traits {
-    const char *name, *others[2];   /* and what amp_dtype_parse takes besides */
-    int8_t bytes, exponent, mantissa, use;      /* exponent and mantissa in bits, 0: no floating-point format */
-    uint32_t largest;               /* finite number, as fp32's pattern; fp64's is beyond */
+    const char *name, *others[2];   /* amp_dtype_parse takes them all */
+    int8_t bytes, exponent, mantissa, use;      /* exponent and mantissa: bits, 0 for integers */
+    uint32_t largest;               /* finite number, as fp32 bits; fp64's is larger */
 } ampi_dtype_traits;
 
 static const ampi_dtype_traits ampi_dtypes[] = {
@@ -4565,7 +4556,7 @@ static const ampi_dtype_traits ampi_dtypes[] = {
     {"i64",      {NULL, NULL},          8,  0,  0, AMPI_IS_SAVED, 0}};
 enum { AMPI_DTYPES = sizeof ampi_dtypes / sizeof *ampi_dtypes };
 
-/* What products are computed in, the widest first: what comes before may take the place of what comes after. */
+/* What products are computed in, widest first: an earlier one may replace a later one. */
 enum { AMPI_COMPUTE_DTYPES = 4 };
 static const amp_dtype ampi_compute_dtypes[AMPI_COMPUTE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
 
@@ -4599,7 +4590,7 @@ AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
 static int ampi_dtype_is_float(amp_dtype dtype) { return ampi_traits(dtype)->exponent > 0; }
 static int ampi_is_storage(amp_dtype dtype) { return ampi_traits(dtype)->use & AMPI_IS_STORAGE; }
 static int ampi_is_compute(amp_dtype dtype) { return (ampi_traits(dtype)->use & AMPI_IS_COMPUTE) != 0; }
-/* Their names, for messages. */
+/* The names of dtypes with this use, for messages. */
 static const char *ampi_dtypes_of(int use, char text[80]) {
     ampi_sheet s = ampi_sheet_of(text, 80);
     int d;
@@ -4607,13 +4598,12 @@ static const char *ampi_dtypes_of(int use, char text[80]) {
         if (ampi_dtypes[d].use & use) ampi_print(&s, "%s%s", s.used > 0 ? ", " : "", ampi_dtypes[d].name);
     return text;
 }
-/* Half the distance from 1 to the next number. */
 static double ampi_roundoff(amp_dtype dtype) {
     return ampi_f64_of_bits((uint64_t)(1022 - ampi_traits(dtype)->mantissa) << 52);
 }
 static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits(ampi_traits(dtype)->largest); }
 
-/* Whether x is 0: by its bits, for a host that flushes subnormal numbers compares them equal to 0. */
+/* By its bits: where the host flushes subnormals, they compare equal to 0. */
 static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
 
 #define AMPI_DBL_MAX 1.7976931348623157e308
@@ -4621,19 +4611,17 @@ static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) =
 #define AMPI_ABOVE_1 1.0000000000000002
 #define AMPI_BELOW_1 0.99999999999999989
 
-/* ---- Fields.  A row says what a number in a struct is called, where it lies and what it may be: defaults, checks and
-   settings go by tables of them. */
+/* ---- Fields.  A row gives a field's name, place and legal values; tables of rows drive defaults, checks, settings. */
 
 typedef struct ampi_word { const char *word; double value; } ampi_word;
 
-/* What a field holds.  INVERTED: a switch whose field says the opposite.  DTYPE: one to compute in, or the only one of
-   .words. */
+/* INVERTED: a switch whose field says the opposite.  DTYPE: a compute dtype, or the only one of .words. */
 typedef enum ampi_type {
     AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_DTYPE, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64
 } ampi_type;
 
-/* words: values with a word of their own; "0" among them where 0 in the field means the default.  Numbers: from low to
-   high, in words `range`.  standard: what 0 in the field stands for. */
+/* words: values that have a name; "0" is among them if 0 in the field means the default.  low to high: legal numbers;
+   range: the same in words.  standard: the default, for which 0 in the field stands. */
 typedef struct ampi_field {
     const char *key;
     ampi_type type;
@@ -4643,7 +4631,6 @@ typedef struct ampi_field {
     const char *range;
 } ampi_field;
 
-/* A field's value; 0 (a switch: its opposite, if INVERTED) is the default. */
 static double ampi_field_get(const void *s, const ampi_field *k) {
     const char *at = (const char *)s + k->offset;
     int32_t i32;
@@ -4664,7 +4651,7 @@ static void ampi_field_put(void *s, const ampi_field *k, double value) {
     int64_t i64;
     int32_t i32;
     float real32;
-    switch (k->type) {              /* each converts for itself: others would trap on what it holds */
+    switch (k->type) {              /* one conversion each: the others could trap on this value */
         case AMPI_I64: i64 = (int64_t)value; memcpy(at, &i64, sizeof i64); break;
         case AMPI_REAL32: real32 = (float)value; memcpy(at, &real32, sizeof real32); break;
         case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
@@ -4673,7 +4660,7 @@ static void ampi_field_put(void *s, const ampi_field *k, double value) {
     }
 }
 
-/* Refuses what a field of a desc may not be, and gives those that are 0 what it stands for. */
+/* Checks the fields of a desc and replaces 0 by the default. */
 static amp_result ampi_fields(const char *function, const ampi_field *rows, size_t bytes, void *desc) {
     const ampi_field *k;
     char range[64];
@@ -4692,17 +4679,17 @@ static amp_result ampi_fields(const char *function, const ampi_field *rows, size
     return AMP_OK;
 }
 
-/* A number of a desc or op: finite, which its bits tell, and what fits. */
+/* A number of a desc or op: must be finite and fit. */
 static amp_result ampi_check_real(const char *function, const char *field, double value, int fits,
                                   const char *allowed) {
     if (fits && amp_is_finite_f64(&value)) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be %s", field, value, allowed);
 }
 
-/* ---- Bulk conversion.  Everything goes through fp32, which holds each value of the narrower formats; fp64 is
-   converted directly, because two roundings are not one. */
+/* ---- Bulk conversion.  Everything goes through fp32, which holds every value of the narrower formats.  fp64 is
+   converted directly to round only once. */
 
-enum { AMPI_CONVERT_CHUNK = 512 };      /* elements of a fp32 buffer on the stack */
+enum { AMPI_CONVERT_CHUNK = 512 };      /* elements in a buffer on the stack */
 
 static void ampi_to_fp32(void *dst, const void *src, amp_dtype dtype, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
@@ -4726,7 +4713,7 @@ static void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, int64_t 
     }
 }
 
-/* From fp64 to any other dtype, in one rounding; random NULL: to nearest. */
+/* From fp64 to any other dtype in one rounding; random NULL: to nearest. */
 static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t n, int saturate, const uint32_t *random,
                            amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
@@ -4751,7 +4738,7 @@ static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t 
     }
 }
 
-/* Nearest even, no saturation, nothing counted, on the calling thread: what the CPU kernels use. */
+/* For the CPU kernels: nearest even, no saturation, no counts, on the calling thread. */
 static void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                               amp_cpu_path path) {
     float scratch[AMPI_CONVERT_CHUNK];
@@ -4773,7 +4760,7 @@ static void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, a
         }
 }
 
-/* ---- Counting.  A number is not finite where every bit of its exponent is set; in E4M3, of its magnitude. */
+/* ---- Counting.  A number is not finite if every bit of its exponent (in E4M3: of its magnitude) is set. */
 
 static int64_t ampi_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
@@ -4810,7 +4797,7 @@ AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n
     return total;
 }
 
-/* ---- Conversion with every option, in pieces that fit the stack buffers. */
+/* ---- Conversion with every option, in pieces that fit the stack buffers */
 
 static void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, int64_t n, const uint32_t *random,
                             amp_cpu_path path) {
@@ -4831,7 +4818,7 @@ static void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, int64_t
     }
 }
 
-/* At most AMPI_CONVERT_CHUNK elements; `index` is the random number of the first. */
+/* n is at most AMPI_CONVERT_CHUNK; `index`: the first element's random number. */
 static void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                const amp_convert_desc *desc, uint64_t index, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
@@ -4853,8 +4840,8 @@ static void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void *src, 
     else ampi_from_fp32(dst, dst_dtype, scratch, n, path);
 }
 
-/* amp_convert with checked arguments and a chosen path.  Without saturation a number that is not finite stays so,
-   so what became infinite is the difference of two counts. */
+/* amp_convert with checked arguments.  Without saturation non-finite numbers stay non-finite, so *new_inf is the
+   difference of two counts. */
 static void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                          const amp_convert_desc *desc, int64_t *new_inf, amp_cpu_path path) {
     int64_t dst_size = (int64_t)amp_dtype_size(dst_dtype), src_size = (int64_t)amp_dtype_size(src_dtype), i, found = 0;
@@ -4891,14 +4878,13 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     if ((dst != src || amp_dtype_size(dst_dtype) != amp_dtype_size(src_dtype)) &&
         !ampi_is_apart(dst, (size_t)n * amp_dtype_size(dst_dtype), src, (size_t)n * amp_dtype_size(src_dtype)))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_convert",
-                         "dst and src share memory, and are not one buffer of elements of one size");
+                         "dst and src overlap, and are not the same buffer with elements of one size");
     ampi_convert(dst, dst_dtype, src, src_dtype, n, desc != NULL ? desc : &none, new_inf, ampi_cpu_best_path());
     return AMP_OK;
 }
 
 /* ==== 3 >>machine: implementation ==== */
 
-/* A CPU as a device: tf32 and fp8 have no instructions there, fp16 has them with AVX512-FP16. */
 #if defined(__clang__)
 #  define AMPI_COMPILER ""          /* its __VERSION__ begins with its name */
 #else
@@ -5013,15 +4999,15 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
     is_cpu = strcmp(d->kind, "cpu") == 0;
     switch (wanted) {
         case AMP_DTYPE_DEFAULT: return ampi_choose_auto(d, is_cpu, out);
-        case AMP_F32: return ampi_chosen(out, AMP_F32, 0, 0, "asked for; every machine has fp32");
+        case AMP_F32: return ampi_chosen(out, AMP_F32, 0, 0, "requested; every machine has fp32");
         case AMP_E4M3: case AMP_E5M2:
             if (!allow_fallback)
                 return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose",
-                                 "dtype %s: fp8 can be converted, but not computed in, by this version; use bf16, "
+                                 "dtype %s: this version converts fp8 but does not compute in it; use bf16, "
                                  "fp16, tf32 or fp32",
                                  amp_dtype_name(wanted));
             AMPI_TRY(ampi_choose_auto(d, is_cpu, out));
-            return ampi_chosen(out, out->dtype, 0, 1, "%s asked for: fp8 compute is not in this version; %s instead",
+            return ampi_chosen(out, out->dtype, 0, 1, "%s requested: this version has no fp8 compute; %s instead",
                                amp_dtype_name(wanted), amp_dtype_name(out->dtype));
         default:
             if (ampi_is_compute(wanted)) break;
@@ -5030,18 +5016,18 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
     }
     scaler = wanted == AMP_F16 ? "; train with a loss scaler" : "";
     if (ampi_device_has(d, wanted))
-        return ampi_chosen(out, wanted, 0, 0, "asked for; %s has %s matrix instructions%s",
+        return ampi_chosen(out, wanted, 0, 0, "requested; %s has %s matrix instructions%s",
                            is_cpu ? "this CPU" : "the device", amp_dtype_name(wanted), scaler);
     if (is_cpu)
         return ampi_chosen(out, wanted, 1, 0,
-                           "asked for; emulated: operands are rounded to %s, the arithmetic is fp32%s",
+                           "requested; emulated: operands are rounded to %s, the arithmetic is fp32%s",
                            amp_dtype_name(wanted), scaler);
     if (!allow_fallback)
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose",
                          "dtype %s: %.64s (compute capability %d.%d) has no such matrix instructions",
                          amp_dtype_name(wanted), d->name, d->cc_major, d->cc_minor);
     AMPI_TRY(ampi_choose_auto(d, is_cpu, out));
-    return ampi_chosen(out, out->dtype, 0, 1, "%s asked for: %.64s lacks it; %s instead", amp_dtype_name(wanted),
+    return ampi_chosen(out, out->dtype, 0, 1, "%s requested: %.64s lacks it; %s instead", amp_dtype_name(wanted),
                        d->name, amp_dtype_name(out->dtype));
 }
 
@@ -5053,7 +5039,7 @@ AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
     if (tensor == NULL || tensor->data == NULL) return 0;
     if (tensor->ndim < 1 || tensor->ndim > AMP_MAX_DIMS) return -1;
     for (i = 0; i < tensor->ndim; i++) {
-        int64_t n = AMPI_MAX(tensor->shape[i], 1);      /* dimensions beside one of 0 must not overflow either */
+        int64_t n = AMPI_MAX(tensor->shape[i], 1);      /* even beside a dimension of 0 the others must not overflow */
         if (tensor->shape[i] < 0 || count > INT64_MAX / 16 / n) return -1;
         count *= n;
     }
@@ -5061,7 +5047,7 @@ AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
     return count;
 }
 
-/* Stride of dimension i in elements, also where the view leaves strides to be contiguous. */
+/* Stride of dimension i in elements; all 0 in the view means contiguous. */
 static int64_t ampi_stride(const amp_tensor *t, int i) {
     int64_t stride = 1;
     int j, given = 0;
@@ -5091,7 +5077,7 @@ static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size)
     return text;
 }
 
-/* A tensor operand of an operator: present, of a storage dtype, with a legal shape. */
+/* An operator's operand: present, of a storage dtype, with a legal shape. */
 static amp_result ampi_check_tensor(const char *function, const char *field, const amp_tensor *t) {
     char list[80];
     int i, given = 0;
@@ -5112,16 +5098,16 @@ static amp_result ampi_check_tensor(const char *function, const char *field, con
     return AMP_OK;
 }
 
-/* Whether a matrix's rows lie apart, one after the other. */
+/* Whether a matrix's rows follow one another without overlap. */
 static amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
     if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements %s, their stride is %lld", field,
                      (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
 }
 
-/* An output: no two elements may be one.  Strides from the smallest on must each reach past what lies below them. */
+/* An output's elements must not overlap: each stride, from the smallest up, must reach past the dimensions below it. */
 static amp_result ampi_check_output(const char *function, const char *field, const amp_tensor *t) {
-    int64_t reach = 0;              /* place of the last element of the dimensions so far */
+    int64_t reach = 0;              /* offset of the last element of the dimensions so far */
     int i, k, done = 0;
     if (amp_tensor_count(t) < 2) return AMP_OK;
     for (k = 0; k < t->ndim; k++) {
@@ -5138,20 +5124,20 @@ static amp_result ampi_check_output(const char *function, const char *field, con
     return AMP_OK;
 }
 
-/* ---- Where operands lie.  An output may not share memory with another operand, but where an operator says that it may
-   be that operand: the same elements at the same places. */
+/* ---- Where operands lie.  An output may not overlap another operand, unless the operator lets it be that operand: the
+   same elements at the same places. */
 
 enum { AMPI_OPERANDS = 16 };
 
-/* The bytes of a view: its first + i[0] stride[0] + ... + (0 to block - 1) with i[k] below size[k]; strides grow, and
-   what follows without a gap is one.  n -1: not yet found out. */
+/* The bytes of a view: its first + i[0] stride[0] + ... + (0 to block - 1) with i[k] below size[k].  Strides grow;
+   dimensions without a gap between them are merged.  n = -1: not yet computed. */
 typedef struct ampi_extent { int64_t stride[AMP_MAX_DIMS], size[AMP_MAX_DIMS], block; int n; } ampi_extent;
 
 typedef struct ampi_place {
     const char *field;              /* as error texts name it */
-    const amp_tensor *view;         /* NULL: an array without gaps */
-    uintptr_t low, high, size;      /* its bytes lie from low to below high; size of an element */
-    const char *may_be, *or_be;     /* an output: the fields that it may be */
+    const amp_tensor *view;         /* NULL: a contiguous array */
+    uintptr_t low, high, size;      /* its bytes are in [low, high); size of an element */
+    const char *may_be, *or_be;     /* the fields that an output may be */
     int written;
     ampi_extent extent;
 } ampi_place;
@@ -5172,7 +5158,7 @@ static ampi_place *ampi_reads_array(ampi_places *s, const char *field, const voi
     return p;
 }
 
-/* A view whose shape has been checked, or none. */
+/* The shape must have been checked; t may have no data. */
 static ampi_place *ampi_reads(ampi_places *s, const char *field, const amp_tensor *t) {
     uintptr_t size = amp_dtype_size(t->dtype), below = 0, above = 0, count = 1, given = 0;
     ampi_place *p;
@@ -5231,8 +5217,8 @@ static void ampi_find_extent(ampi_place *p) {
     }
 }
 
-/* Sums of strides, each taken any number of times from `least` to `most`; those from k on lie from low[k] to high[k].
-   The last stride is 1. */
+/* Sums of strides, each taken `least` to `most` times; the terms from k on sum to low[k] to high[k].  The last stride
+   is 1. */
 enum { AMPI_TERMS = 2 * AMP_MAX_DIMS + 1 };
 typedef struct ampi_sums {
     int64_t stride[AMPI_TERMS], least[AMPI_TERMS], most[AMPI_TERMS], low[AMPI_TERMS + 1], high[AMPI_TERMS + 1];
@@ -5243,8 +5229,8 @@ static int64_t ampi_floor_div(int64_t a, int64_t b) {
     return a >= 0 ? (a < b ? 0 : a / b) : a >= -b ? -1 : -((b - 1 - a) / b);
 }
 
-/* Whether a sum from k on can be `target`.  Views whose dimensions do not reach into one another leave at most two
-   choices for each; for others the tries may end, and they are then not known to share memory. */
+/* Whether the terms from k on can sum to `target`.  Views whose dimensions do not interleave leave at most two choices
+   per term; for others the tries may run out, and the views then count as apart. */
 static int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
     int64_t x, last;
     if (target < s->low[k] || target > s->high[k]) return 0;
@@ -5256,8 +5242,8 @@ static int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
     return 0;
 }
 
-/* Whether a byte is part of both: whether a way up from a's first byte less one from b's can be what lies between these
-   two. Where strides agree the difference takes one term. */
+/* Whether they share a byte: whether some offset into a minus some offset into b is the distance of their first bytes.
+   Equal strides share a term. */
 static int ampi_share(const ampi_place *a, const ampi_place *b) {
     const ampi_extent *ea = &a->extent, *eb = &b->extent;
     int i = ea->n - 1, j = eb->n - 1, k;
@@ -5296,8 +5282,8 @@ static amp_result ampi_check_pair(const char *function, ampi_place *out, ampi_pl
     ampi_find_extent(other);
     if ((may && ampi_is_same_place(out, other)) || !ampi_share(out, other)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function, "%s and %s share memory: %s", out->field, other->field,
-                     may ? "make them the same view of one dtype size, or give the output its own"
-                         : "give the output its own");
+                     may ? "make them the same view with one element size, or give the output its own memory"
+                         : "give the output its own memory");
 }
 
 static amp_result ampi_check_places(const char *function, ampi_places *s) {
@@ -5313,7 +5299,7 @@ static amp_result ampi_check_places(const char *function, ampi_places *s) {
     return AMP_OK;
 }
 
-/* A parameter's weight and its gradient, which has the weight's elements. */
+/* A parameter's weight, and its gradient, which has as many elements. */
 static void ampi_reads_param(ampi_places *s, const char *field, const amp_param *p) {
     if (p != NULL) ampi_reads(s, field, &p->weight);
 }
@@ -5346,7 +5332,7 @@ static int ampi_match(const char *pattern, const char *text) {
 
 /* ==== 5 >>state: implementation ====
 
-   The blob, format version 1; every number is little-endian.
+   The blob, format version 1, little-endian:
       0    8  magic "AMPSTATE"
       8    4  format version
      12    4  AMP_VERSION of the writer
@@ -5354,31 +5340,30 @@ static int ampi_match(const char *pattern, const char *text) {
      24    8  number of records
      32    4  CRC-32C of the directory
      36    4  CRC-32C of bytes 0 to 35
-     40       directory, 80 bytes per record: key (64, filled up with 0), dtype (4), CRC-32C of the payload (4),
-              count (8)
-   and then the payloads in the order of the directory, without gaps.  Every byte is covered by a
-   checksum, and nothing is allocated before the sizes were compared with the bytes at hand. */
+     40       directory, 80 bytes per record: key (64, padded with 0), dtype (4), CRC-32C of the payload (4), count (8)
+   then the payloads in the same order, without gaps.  Checksums cover every byte, and nothing is allocated before the
+   sizes have been compared with the bytes present. */
 
 enum { AMPI_STATE_FORMAT = 1, AMPI_STATE_HEADER = 40, AMPI_STATE_ENTRY = 80, AMPI_STATE_KEY = 64 };
 
 typedef struct ampi_record {
-    char key[AMPI_STATE_KEY];       /* filled up with 0 */
+    char key[AMPI_STATE_KEY];       /* padded with 0 */
     amp_dtype dtype;
     int64_t count;
     size_t bytes;
-    void *data;                     /* NULL for no bytes */
+    void *data;                     /* NULL if 0 bytes */
 } ampi_record;
 
 struct amp_state {
     amp_system system;
     ampi_record *records;
     int64_t n, capacity;
-    /* by hash of the key: 1 + place of the record, 0 empty; 2 * capacity, a power of two */
+    /* by hash of the key: 1 + index of the record, 0: empty; 2 * capacity entries, a power of two */
     int64_t *table;
 };
 
-/* ---- CRC-32C (Castagnoli, reflected polynomial 0x82F63B78, as in iSCSI), with the CPU's instruction where there
-   is one and eight bytes per round of table look-ups elsewhere. */
+/* ---- CRC-32C (Castagnoli, reflected polynomial 0x82F63B78, as in iSCSI): the CPU's instruction, or tables for eight
+   bytes per round. */
 
 typedef struct ampi_crc { int instruction; uint32_t table[8][256]; } ampi_crc;
 
@@ -5431,7 +5416,7 @@ static void ampi_store_le64(uint8_t *p, uint64_t value) {
     ampi_store_le32(p + 4, (uint32_t)(value >> 32));
 }
 
-/* Continues from the CRC of the bytes before; 0 at first. */
+/* Continues from the CRC of the bytes before; 0 to begin. */
 static uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *data, size_t n) {
     crc = ~crc;
     if (c->instruction) return ~ampi_crc_instruction(crc, data, n);
@@ -5447,7 +5432,7 @@ static uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *dat
 
 /* ---- Records */
 
-/* Bytes of an element, 0 for a dtype that a record cannot have. */
+/* Bytes of an element; 0 for a dtype that records cannot have. */
 static size_t ampi_state_element(amp_dtype dtype) {
     return ampi_traits(dtype)->use & AMPI_IS_SAVED ? amp_dtype_size(dtype) : 0;
 }
@@ -5458,7 +5443,7 @@ static uint64_t ampi_text_hash(const char *key) {      /* FNV-1a */
     return hash;
 }
 
-/* The key's place in the table, or the empty entry for it. */
+/* The key's entry in the table, or the empty one for it. */
 static int64_t *ampi_state_entry(const amp_state *state, const char *key) {
     uint64_t mask = (uint64_t)state->capacity * 2 - 1, i = ampi_text_hash(key) & mask;
     while (state->table[i] != 0 && strcmp(state->records[state->table[i] - 1].key, key) != 0) i = (i + 1) & mask;
@@ -5470,7 +5455,7 @@ static ampi_record *ampi_state_find(const amp_state *state, const char *key) {
     return place == 0 ? NULL : state->records + (place - 1);
 }
 
-/* Makes room for `capacity` records (a power of two) in all. */
+/* `capacity`: records in all, a power of two. */
 static amp_result ampi_state_grow(amp_state *state, const char *function, int64_t capacity) {
     void *records, *table;
     int64_t i;
@@ -5496,7 +5481,7 @@ static void ampi_state_release(const amp_state *state, ampi_record *record) {
     if (record->data != NULL) state->system.free(state->system.user, record->data, record->bytes);
 }
 
-/* Adds or replaces a record; unless this fails, the state takes over its data. */
+/* Adds or replaces a record; on success the state owns its data. */
 static amp_result ampi_state_insert(amp_state *state, const char *function, const ampi_record *record) {
     ampi_record *old = ampi_state_find(state, record->key);
     if (old != NULL) {
@@ -5534,7 +5519,7 @@ AMP_API void amp_state_destroy(amp_state *state) {
     ampi_free(&s, state, 1, sizeof(amp_state));
 }
 
-/* Ends a save that filled a state of its own: unless it failed, moves all records into `to`, or none without memory. */
+/* Ends a save that filled its own state: moves its records into `to`, all or, on failure, none. */
 static amp_result ampi_state_take(amp_state *to, amp_state *own, amp_result result, const char *function) {
     int64_t capacity = AMPI_MAX(to->capacity, 16), i;
     while (capacity < to->n + own->n) capacity *= 2;
@@ -5584,7 +5569,7 @@ AMP_API amp_result amp_state_get(const amp_state *state, const char *key, amp_dt
     if (record == NULL)
         return ampi_fail(AMP_ERR_NAME, function, "no record \"%.80s\" among %lld", key, (long long)state->n);
     if (record->dtype != dtype || record->count != n)
-        return ampi_fail(AMP_ERR_MISMATCH, function, "\"%s\" holds %lld %s, wanted are %lld %s", key,
+        return ampi_fail(AMP_ERR_MISMATCH, function, "\"%s\" holds %lld %s, not %lld %s", key,
                          (long long)record->count, amp_dtype_name(record->dtype), (long long)n, amp_dtype_name(dtype));
     if (record->bytes > 0) memcpy(values, record->data, record->bytes);
     return AMP_OK;
@@ -5614,7 +5599,7 @@ AMP_API const char *amp_state_key(const amp_state *state, int64_t i) {
 
 /* ---- The blob */
 
-/* Copies values of `size` bytes between memory and little-endian data: reversed on a big-endian machine. */
+/* Copies values of `size` bytes between memory and little-endian data. */
 static void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t size) {
     const uint16_t probe = 1;
     uint8_t first;
@@ -5625,7 +5610,7 @@ static void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t 
         for (j = 0; j < size; j++) dst[i + j] = src[i + size - 1 - j];
 }
 
-/* As ampi_copy_le, with the checksum of the blob's side, in pieces that stay in the cache. */
+/* ampi_copy_le in pieces that stay in the cache; returns the checksum of the blob's side. */
 static uint32_t ampi_state_copy(const ampi_crc *crc, void *dst, const void *src, size_t bytes, size_t size,
                                 int to_blob) {
     enum { PIECE = 1 << 16 };
@@ -5656,7 +5641,7 @@ AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t 
             return ampi_fail(AMP_ERR_SIZE, function, "%lld records", (long long)state->n);
         total += state->records[i].bytes;
     }
-    blob = (uint8_t *)state->system.alloc(state->system.user, total + 1, 64); /* amp_file_free counts one byte more */
+    blob = (uint8_t *)state->system.alloc(state->system.user, total + 1, 64); /* amp_file_free adds 1 */
     if (blob == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes for the blob", total + 1);
     ampi_crc_init(&crc, 1);
     entry = blob + AMPI_STATE_HEADER;
@@ -5683,7 +5668,7 @@ AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t 
     return AMP_OK;
 }
 
-/* A blob that is being read; `name` is its path, or "blob". */
+/* A blob being read; `name` is its path, or "blob". */
 typedef struct ampi_blob {
     const char *function, *name;
     const uint8_t *data;
@@ -5701,7 +5686,7 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
                          (unsigned long long)b->bytes);
     version = ampi_le32(b->data + 8);
     if (version > AMPI_STATE_FORMAT)
-        return ampi_fail(AMP_ERR_NEWER, b->function, "%s has format version %u, known are 1 to %d", b->name, version,
+        return ampi_fail(AMP_ERR_NEWER, b->function, "%s has format version %u, newest known is %d", b->name, version,
                          AMPI_STATE_FORMAT);
     if (b->bytes < AMPI_STATE_HEADER)
         return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu bytes, fewer than its header", b->name,
@@ -5720,7 +5705,7 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
     return AMP_OK;
 }
 
-/* Entry i of the directory into *record, without data; *left is what remains for payloads from here on. */
+/* Reads entry i of the directory into *record, without data; *left: bytes left for this and later payloads. */
 static amp_result ampi_state_check_entry(const ampi_blob *b, uint64_t i, uint64_t *left, ampi_record *record) {
     const uint8_t *entry = b->data + AMPI_STATE_HEADER + i * AMPI_STATE_ENTRY;
     uint32_t dtype = ampi_le32(entry + 64);
@@ -5740,7 +5725,7 @@ static amp_result ampi_state_check_entry(const ampi_blob *b, uint64_t i, uint64_
     return AMP_OK;
 }
 
-/* The whole directory, before anything is allocated for it. */
+/* Checks the whole directory before anything is allocated. */
 static amp_result ampi_state_check_directory(const ampi_blob *b) {
     uint64_t left = b->bytes - AMPI_STATE_HEADER - b->directory, i;
     ampi_record record;
@@ -5768,7 +5753,7 @@ static amp_result ampi_state_read_records(const ampi_blob *b, amp_state *state) 
             ampi_le32(entry + 68))
             result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\"", b->name, record.key);
         else if (ampi_state_find(state, record.key) != NULL)
-            result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\" is there twice", b->name, record.key);
+            result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: two records \"%s\"", b->name, record.key);
         else
             result = ampi_state_insert(state, b->function, &record);
         if (result != AMP_OK) { ampi_state_release(state, &record); return result; }
@@ -5825,7 +5810,7 @@ AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, con
     return result;
 }
 
-/* The same of a file that the library writes itself: a pipe there is not waited for. */
+/* For files that the library itself writes: refuses a pipe instead of waiting for it. */
 static amp_result ampi_state_load_own(amp_state **out, const amp_system *system, const char *path) {
     intptr_t file;
     int64_t size;
@@ -5841,13 +5826,11 @@ static amp_result ampi_state_load_own(amp_state **out, const amp_system *system,
 /* ==== 6 >>backends: implementation, the CPU backend ==== */
 
 /* ---- Attention on the CPU works on strips of queries times tiles of keys; AMPI_STRIPS strips share one pass over
-   the keys.  A tile of scores is stored with the queries of the strip as lanes: element (key, query) at
-   tile[key * AMPI_STRIP + query]. */
+   the keys.  In a tile of scores the queries are the lanes: (key, query) is at tile[key * AMPI_STRIP + query]. */
 enum { AMPI_STRIP = 32, AMPI_STRIPS = 8, AMPI_KEY_TILE = 64 };
 
-/* c = scale a b, or with add: c = c rescale + a b.  Element (r, k) of a lies at a[r * a_row + k * a_depth], that of b
-   (k, x) at b[k * ldb + x], that of c (r, x) at c[r * ldc + x]; cols is a multiple of AMPI_STRIP.  Sums run over k in
-   order. */
+/* c = scale a b, or with add: c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is b[k * ldb + x],
+   c(r, x) is c[r * ldc + x]; cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
 typedef struct ampi_product {
     int64_t rows, cols, depth;
     const float *a; int64_t a_row, a_depth;
@@ -5858,26 +5841,26 @@ typedef struct ampi_product {
     const float *rescale;           /* [cols]; NULL: 1 */
 } ampi_product;
 
-/* Which rows (keys) of a tile each of its lanes (queries) sees: row r if r < first or low <= r < high, and if the
-   documents are equal, and if allowed. */
+/* Which rows (keys) of a tile each lane (query) sees: row r if r < first or low <= r < high, if the documents are
+   equal, and if allowed. */
 typedef struct ampi_tile_mask {
     int32_t first[AMPI_STRIP], low[AMPI_STRIP], high[AMPI_STRIP], document[AMPI_STRIP];
-    const int32_t *documents;       /* of the rows; NULL: all equal */
+    const int32_t *documents;       /* [rows]; NULL: all equal */
     const int32_t *allowed;         /* [rows, AMPI_STRIP]: -1 seen, 0 hidden; NULL: all seen */
 } ampi_tile_mask;
 
 typedef struct ampi_attention_vec {
     void (*product)(const ampi_product *p);
-    /* The same, and a weight of exactly 0 contributes 0 even if the other factor is infinite or NaN. */
+    /* The same, but a weight of exactly 0 contributes 0 even to an infinite or NaN factor. */
     void (*product_weighted)(const ampi_product *p, int32_t a_is_weight);
-    /* as the GEMM's */
+    /* the GEMM's */
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
     void (*hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value);
-    /* Scores become exp(score - running maximum), rounded to compute; max, sum and rescale are lanes. */
+    /* Turns scores into exp(score - running maximum), rounded to compute; max, sum and rescale are per lane. */
     void (*soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale, amp_dtype compute);
     /* p = exp(p - lse), ds = p (ds - delta) */
     void (*slopes)(float *p, float *ds, int64_t rows, const float *lse, const float *delta);
-    /* lse = max + log(sum), inverse = 1 / sum; -inf and 0 where nothing was seen */
+    /* lse = max + log(sum), inverse = 1 / sum; -inf and 0 for a query that sees no key */
     void (*finish)(const float *max, const float *sum, float *lse, float *inverse);
     float (*dot)(const float *a, const float *b, int64_t n);        /* n a multiple of AMPI_STRIP */
     int32_t (*has_nan)(const float *x, int64_t n);
@@ -5885,16 +5868,16 @@ typedef struct ampi_attention_vec {
 } ampi_attention_vec;
 
 /* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words: one fp32 value, or two bf16 values with
-   consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA, or pairs
-   of bf16 with the dot product instruction or with AMX; the loops around the tables know nothing but their sizes. */
+   consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA, or pairs of
+   bf16 with vdpbf16ps or AMX.  The loops around the tables know only their sizes. */
 
 enum {
     AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
-    AMPI_GEMM_ROWS_MOST = 14,           /* rows of the highest tile of fp32 */
-    AMPI_GEMM_BUFFER = 256                /* values of a buffer on the stack */
+    AMPI_GEMM_ROWS_MOST = 14,           /* rows of the highest fp32 tile */
+    AMPI_GEMM_BUFFER = 256                /* values in a buffer on the stack */
 };
 
-/* X(0) X(1) .. once for each row of a tile */
+/* X(0) X(1) ..., one for each row of a tile */
 #define AMPI_ROWS_1(X)  X(0)
 #define AMPI_ROWS_2(X)  AMPI_ROWS_1(X) X(1)
 #define AMPI_ROWS_3(X)  AMPI_ROWS_2(X) X(2)
@@ -5910,19 +5893,18 @@ enum {
 #define AMPI_ROWS_13(X) AMPI_ROWS_12(X) X(12)
 #define AMPI_ROWS_14(X) AMPI_ROWS_13(X) X(13)
 
-/* A tile of a fixed number of rows and of vectors, the last of `tail` lanes. */
+/* A tile with a fixed number of rows and vectors; the last vector has `tail` lanes. */
 typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb,
                                int64_t tail, const float *add, int64_t ldadd, float *c, int64_t ldc);
-/* A fixed number of rows of `a` by four of b: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
+/* A fixed number of rows of a times four of b: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
 typedef void (*ampi_dot_rows)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums);
 
-/* c (`rows` rows) = add + a b over k words: a[i * lda + p * step], b[p * ldb + j]; add NULL counts as 0.  A table with
-   .edges touches `cols` columns of b, add and c, and takes any step; others touch all columns of a tile, and their step
-   is 1. */
+/* c (`rows` rows) = add + a b over k words: a[i * lda + p * step], b[p * ldb + j]; add NULL: 0.  A table with .edges
+   touches `cols` columns of b, add and c and takes any step; others touch all columns of a tile, with step 1. */
 typedef void (*ampi_gemm_tile)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
                                const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc);
 
-/* What becomes of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
+/* How a finished tile x is written out: pre = alpha x + bias; c = act(pre) + beta c. */
 typedef struct ampi_gemm_out {
     float alpha, beta;
     const float *bias;                  /* one per column, padded to whole vectors; NULL: none */
@@ -5930,88 +5912,86 @@ typedef struct ampi_gemm_out {
     amp_activation_kind act;
     void *pre; amp_dtype pre_dtype; int64_t ld_pre;         /* NULL: not wanted */
     void *c; amp_dtype c_dtype; int64_t ldc;
-    int past_cache;                     /* 1: c is fp32 in whole cache lines, and is written to memory directly */
+    int past_cache;                     /* 1: c is fp32 in whole cache lines, written past the caches */
 } ampi_gemm_out;
 
 typedef struct ampi_gemm_vec {
     int32_t rows, cols;                 /* of the largest tile */
     int32_t unit;                       /* values of k in one word */
     int32_t block;                      /* words of k multiplied at a time */
-    int32_t band;                       /* rows of A that wait in the second-level cache */
-    int32_t spare;                      /* rows of packed A that a tile may read, and ignore, beyond its own */
+    int32_t band;                       /* rows of A kept in the second-level cache */
+    int32_t spare;                      /* rows of packed A that a tile may read beyond its own, and ignores */
     int32_t edges;                      /* see ampi_gemm_tile */
-    int32_t dot_rows;                   /* of the most that `dots` takes */
+    int32_t dot_rows;                   /* most rows that `dots` takes */
     ampi_gemm_tile multiply;
     void (*begin)(void), (*end)(void);  /* around a thread's multiplications; NULL: nothing to do */
-    /* n values, which lie side by side, rounded to `compute` and packed into words; a last half word is filled
-       with 0. */
+    /* Packs n contiguous values, rounded to `compute`, into words; pads a last half word with 0. */
     void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
-    /* m such rows, `ld` values apart, into rows `pitch` words apart. */
+    /* The same for m rows, `ld` values apart, into rows `pitch` words apart. */
     void (*rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                     int64_t n, int64_t m);
-    /* Rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, filled with 0 at the
-       right: panel q at dst + q * stride, in it the word of column j and word row w at w * cols + j. */
+    /* Packs rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, padded with 0 at
+       the right: panel q is at dst + q * stride; in it, word w of column j is at w * cols + j. */
     void (*weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                   int64_t k, int64_t n);
     /* dst[c * ldd + r] = src[r * lds + c], words */
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
-    /* Writes out a tile, to rows `row` on of what `out` names; x is changed.  ld is a whole number of vectors. */
+    /* Writes a tile to the outputs from row `row` on; changes x.  ld is a whole number of vectors. */
     void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols);
     /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n. */
     void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
-    /* sums[4 i + j] = the sum of a[i * lda + p] b[j * ldb + p] over p < k, fp32, for `rows` rows and cols <= 4 columns,
-       or one row and a multiple of 4 */
+    /* fp32: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j * ldb + p], for `rows` rows and cols <= 4 columns, or
+       for one row and a multiple of 4 columns. */
     void (*dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
                  float *sums);
-    /* c = a b, or c + a b where `add`, for a column a[i * step] and a row b */
+    /* c = a b, or c + a b with `add`, for a column a[i * step] and a row b */
     void (*outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c,
                   int64_t ldc);
-    const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is multiplied as fp32 */
+    const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is widened to fp32 */
 } ampi_gemm_vec;
 
-/* Blocks of k, of equal size but for the last; a function of k alone, so that packed and unpacked B agree. */
+/* Blocks of k, equal but for the last.  They depend on k alone, so that packed and unpacked B agree. */
 typedef struct ampi_gemm_blocks {
-    int64_t words, count, size;         /* of k in all; blocks; words of a block */
+    int64_t words, count, size;         /* words of k in all; blocks; words of a block */
 } ampi_gemm_blocks;
 
-/* Matrix times vector in pairs of bf16; x holds words.  y[j] += the sum over p < k, in order, of x[p] b[p * ld + j];
-   y[j] = that of x[p] b[j * ld + p], in 16 sums, each of every 16th word; and the same over words from to end of n
-   columns from col on, which are packed: whole vectors; ld: the width of all panels. */
+/* Matrix times vector in pairs of bf16; x holds words.  combine: y[j] += the sum over p < k, in order, of x[p] b[p * ld
+   + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed: the same over
+   words [from, end) of n packed columns from col on, in whole vectors; ld: the width of all panels. */
 typedef struct ampi_gemv_pairs {
     void (*combine)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots_packed)(float *y, const float *x, const float *b, const ampi_gemm_blocks *blocks, int64_t ld,
                         int64_t col, int64_t from, int64_t end, int64_t n);
-    /* n <= 16 columns of k values, in rows `ld` apart, as words: 16 columns of them, 0 beyond n. */
+    /* Packs n <= 16 columns of k values, in rows `ld` apart, into 16 columns of words, 0 beyond n. */
     void (*strip)(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
-    /* As ampi_gemm_vec's, from b in words of one value each. */
+    /* ampi_gemm_vec's, with b in words of one value each. */
     void (*outer)(int64_t rows, int64_t cols, const void *a, amp_dtype dtype, int64_t step, const float *b, int add,
                   float *c, int64_t ldc);
 } ampi_gemv_pairs;
 
-/* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; the same bits for an element wherever it
-   stands, and for a sum over the same n elements. */
+/* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; an element's bits do not depend on its place,
+   nor a sum's on its alignment. */
 typedef struct ampi_multi_vec {
-    /* Sum of squares in fp64; *bad becomes 1 if an element is infinite or NaN; g *= *factor unless that is NULL. */
+    /* The sum of squares in fp64; *bad = 1 if an element is infinite or NaN; g *= *factor unless NULL. */
     double (*check)(float *g, int64_t n, const float *factor, int32_t *bad);
     void (*scale)(float *g, int64_t n, float factor);
     void (*adamw)(float *w, const float *g, float *m, float *v, int64_t n, const ampi_adamw_step *s);
     void (*sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s);     /* m may be NULL */
-    /* above[i] += magnitudes above limit[i], *largest: the greatest finite one, as bits; n below 2^31 */
+    /* above[i] += magnitudes above limit[i]; *largest: the largest finite one, as bits; n < 2^31 */
     void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
 } ampi_multi_vec;
 
-enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row: fp32 within this many elements, fp64 beyond */
+enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row: fp32 within so many elements, fp64 beyond */
 
-/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  Outputs may be the same
-   buffer as any input of the same call. */
+/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  An output may be any input's buffer. */
 typedef struct ampi_pointwise_vec {
     void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
     void (*activation_backward)(amp_activation_kind kind, const float *x, const float *dy, float *dx, int64_t n);
     void (*tanh_backward)(const float *y, const float *dy, float *dx, int64_t n);       /* from the output y */
     void (*swiglu)(const float *gate, const float *up, float *y, int64_t n);
     void (*swiglu_backward)(const float *gate, const float *up, const float *dy, float *dgate, float *dup, int64_t n);
-    /* long sums: y = the sum of `count` rows, at least one; total += x; y = total */
+    /* long sums: y = the sum of `count` >= 1 rows; total += x; y = total */
     void (*sum_rows)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n);
     void (*widen)(double *total, const float *x, int64_t n);
     void (*narrow)(float *y, const double *total, int64_t n);
@@ -6031,7 +6011,7 @@ typedef struct ampi_pointwise_vec {
     /* y = a x + b, and y = alpha a + beta b */
     void (*scale_shift)(const float *x, float a, float b, float *y, int64_t n);
     void (*add)(const float *a, float alpha, const float *b, float beta, float *y, int64_t n);
-    /* y[i] = uniform number (index + i) < threshold / 2^24 ? 0 : scale x[i] */
+    /* y[i] = uniform random number (index + i) < threshold / 2^24 ? 0 : scale x[i] */
     void (*dropout)(const float *x, float *y, int64_t n, uint32_t threshold, float scale, uint64_t seed,
                     uint64_t index);
 } ampi_pointwise_vec;
@@ -6042,35 +6022,35 @@ typedef struct ampi_pointwise_vec {
 
 enum { AMPI_POOL_BLOCKS = 8 };
 
-/* One open CPU device.  Streams do not exist: every call is done when it returns. */
+/* One open CPU device.  It has no streams: every call is done when it returns. */
 typedef struct ampi_cpu {
     amp_host host;
     int threads;
     amp_cpu_path path;
     int pooled;                     /* 1: scratch blocks are kept for the next call */
-    pthread_mutex_t lock;           /* for what follows */
+    pthread_mutex_t lock;           /* guards the pool */
     struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];
     int64_t wall, busy;             /* time of the last telemetry, and the process's CPU time then */
     int64_t credit, alone_until;    /* atomic: see ampi_loop_account */
 } ampi_cpu;
 
-/* Work on items [begin, end) of a parallel loop.  thread is below the number of threads asked for. */
+/* Does items [begin, end) of a parallel loop; thread < the loop's `threads`. */
 typedef void (*ampi_task)(void *arg, int64_t begin, int64_t end, int thread);
 
-enum { AMPI_SHARES = 32,            /* pieces of a loop are counted out in so many shares at most ... */
+enum { AMPI_SHARES = 32,            /* a loop's pieces are dealt out in at most so many shares ... */
        AMPI_STEPS = 4 };            /* ... each taken in so many steps */
 
-/* A loop that threads share out.  Each takes pieces of its own share first, which keeps its caches warm from loop to
-   loop, then of the others': one that lost its core costs a step, not its share. */
+/* A loop that threads share.  Each thread first takes pieces of its own share, which keeps its caches warm from loop to
+   loop, then of the others': a thread that lost its core delays one step, not a whole share. */
 typedef struct ampi_loop {
     ampi_task task;
     void *arg;
-    int64_t n, grain, step, begin;  /* begin: when */
+    int64_t n, grain, step, begin;  /* begin: a time */
     int32_t shares, threads;
-    int32_t come;                   /* atomic: threads that have come */
+    int32_t come;                   /* atomic: threads that have joined */
     struct {
         int64_t next, end;          /* next: atomic */
-        int64_t taken, ns;          /* by the thread of that number, from whichever shares, and in what time */
+        int64_t taken, ns;          /* pieces done by this thread, from any share, and its time */
         char line[32];
     } share[AMPI_SHARES];
 } ampi_loop;
@@ -6097,10 +6077,10 @@ static void ampi_loop_run(void *arg, int32_t number) {
     loop->share[thread].ns = ampi_posix_clock(NULL) - started;
 }
 
-/* Whether threads are worth it now.  Beside other programs a thread may come too late to find work, or lose its core in
-   the middle of a piece, which keeps the caller waiting.  What loops gained and lost by their threads, against the time
-   that the caller alone would have taken, goes into an account; overdrawn, the caller works alone for AMPI_REST times
-   the debt. Alone it would have had the pace of the fastest thread with a fair number of pieces: the others may have
+/* Decides whether threads pay off.  Beside other programs a thread may come too late to find work, or lose its core in
+   the middle of a piece and keep the caller waiting.  An account sums the time that loops gained or lost by their
+   threads, compared with the caller alone; when it is overdrawn, the caller works alone for AMPI_REST times the debt.
+   The caller alone is taken to run at the pace of the fastest thread with a fair number of pieces: the others may have
    lost their cores. */
 enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
 
@@ -6119,21 +6099,20 @@ static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t piec
     __atomic_store_n(&cpu->credit, AMPI_MAX(credit, 0), __ATOMIC_RELAXED);
 }
 
-/* The caller alone while that is so, else all threads. */
 static int ampi_threads_now(const ampi_cpu *cpu) {
     int64_t until = __atomic_load_n(&cpu->alone_until, __ATOMIC_RELAXED);
     return until != 0 && ampi_posix_clock(NULL) < until ? 1 : cpu->threads;
 }
 
-/* All of a loop on the calling thread. */
+/* Runs a loop on the calling thread. */
 static void ampi_alone(ampi_task task, void *arg, int64_t n) {
     ampi_fp host = ampi_fp_begin();
     task(arg, 0, n, 0);
     ampi_fp_end(host);
 }
 
-/* Calls task for [0, n) in contiguous pieces of a multiple of `grain` items, on at most `threads` threads.
-   Items must be independent, so that the result does not depend on how they are cut. */
+/* Calls task for [0, n) in contiguous pieces of a multiple of `grain` items, on at most `threads` threads.  Items must
+   be independent, so that the result does not depend on the cuts. */
 static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, ampi_task task, void *arg) {
     int64_t pieces = (n + grain - 1) / grain, begin;
     ampi_loop loop;
@@ -6162,14 +6141,14 @@ static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, 
     }
     cpu->host.parallel(cpu->host.user, threads, ampi_loop_run, &loop);
     loop.come = 0;
-    ampi_loop_run(&loop, -1);       /* what a host's pool left over */
+    ampi_loop_run(&loop, -1);       /* does what a host's pool left undone */
     host = ampi_fp_begin();
     ampi_loop_account(cpu, &loop, pieces);
     ampi_fp_end(host);
 }
 
-/* A block of the pool for `bytes`: the smallest free one that fits, else a free place where one is made: it is busy
-   meanwhile.  NULL: everything is busy, or there is no memory. */
+/* A block of the pool: the smallest free one that fits, else a new one in place of the smallest free one, which counts
+   as busy meanwhile.  NULL: all are busy, or no memory. */
 static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     int best = -1, spare = -1, taken, i;
     void *ptr = NULL;
@@ -6223,7 +6202,6 @@ static amp_result ampi_cpu_no_scratch(const char *kernel, size_t bytes) {
     return ampi_fail(AMP_ERR_MEMORY, kernel, "%zu bytes of scratch memory", bytes);
 }
 
-/* Address of element i of an array of dtype. */
 static const void *ampi_at(const void *data, amp_dtype dtype, int64_t i) {
     return (const char *)data + i * (int64_t)amp_dtype_size(dtype);
 }
@@ -6231,8 +6209,8 @@ static void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) {
     return (char *)data + i * (int64_t)amp_dtype_size(dtype);
 }
 
-/* Rows as fp32.  Kernels are written for fp32 rows: a 16-bit row is widened into `scratch` first, and a result
-   row is computed in place or in `scratch` and then rounded once. */
+/* Kernels work on fp32 rows: a 16-bit row is first widened into `scratch`; a result row is computed in place, or in
+   `scratch` and then rounded once. */
 static const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, float *scratch, amp_cpu_path path) {
     if (dtype == AMP_F32) return (const float *)row;
     ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
@@ -6247,27 +6225,27 @@ static void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *sc
 
 /* ---- >>backends: GEMM on the CPU
 
-   C is cut into parts for the threads, by rows and by columns, never by k: each sum is formed by one thread, block
-   by block of k, and its bits depend neither on the number of threads nor on where the cuts are.  In a part:
+   C is cut into parts for the threads, by rows and columns, never by k: one thread forms each sum, block by block of k,
+   and its bits depend neither on the number of threads nor on the cuts.  In a part:
 
        for each block of rows, for each block of k:    pack the rows of A into words
            for each group of panels of columns:        pack the panels of B, unless gemm_pack did
                for each band of rows, for each panel, for each tile of rows:
                                                        multiply; in the last block of k, write out
 
-   A panel of B stays in the first-level cache while a band of A passes from the second.  Rounding to the compute
-   dtype happens in packing.  Small products skip what does not pay: operands that already are words are used where
-   they lie, one thread does the work, scratch memory comes from the stack. */
+   A panel of B stays in the first-level cache while a band of A streams from the second.  Packing rounds to the compute
+   dtype.  Small products skip what does not pay: operands that already are words are used in place, one thread does the
+   work, scratch memory is on the stack. */
 
 enum {
     AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
-    AMPI_GEMM_SUMS = 1 << 17,           /* words of a block of C, where fp32 sums are kept between blocks of k */
+    AMPI_GEMM_SUMS = 1 << 17,           /* words of a block of C's fp32 sums between blocks of k */
     AMPI_GEMM_LOCAL = 4096,             /* words of scratch memory on the stack */
-    AMPI_GEMM_PIECE = 4000000           /* multiplications that are worth a part */
+    AMPI_GEMM_PIECE = 4000000           /* multiplications that justify a part */
 };
 
-/* op(a) or op(b), seen as k values for each of its rows or columns j.  along_k: those values lie side by side. */
+/* op(a) or op(b): k values for each of its rows or columns j.  along_k: these values are contiguous. */
 typedef struct ampi_gemm_operand {
     const void *data;
     amp_dtype dtype, compute;
@@ -6279,7 +6257,7 @@ static const void *ampi_gemm_at(const ampi_gemm_operand *x, int64_t k, int64_t j
     return ampi_at(x->data, x->dtype, x->along_k ? j * x->ld + k : k * x->ld + j);
 }
 
-/* Whether the operand's memory already holds words: fp32 anyhow, bf16 in pairs along k. */
+/* Whether the operand already consists of words: fp32, or bf16 in pairs along k. */
 static int ampi_gemm_is_words(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k) {
     if (vec->unit == 1) return x->dtype == AMP_F32 && x->compute == AMP_F32;
     return x->dtype == AMP_BF16 && x->along_k && k % 2 == 0 && x->ld % 2 == 0;
@@ -6324,12 +6302,12 @@ static ampi_gemm_blocks ampi_gemm_cut_k(const ampi_gemm_vec *vec, int64_t k) {
     return b;
 }
 
-/* Words between packed rows: a cache line more than needed, so that rows do not share cache sets. */
+/* Words between packed rows; an extra cache line keeps rows out of each other's cache sets. */
 static int64_t ampi_gemm_pitch(int64_t words) { return (words + 15) / 16 * 16 + 16; }
 
 /* ---- Packing */
 
-/* Columns j0 .. j0 + n of B, k values from k0 on, into panels, `stride` words apart.  scratch: cols * pitch words. */
+/* Packs columns [j0, j0 + n) of B, k values from k0 on, into panels `stride` words apart.  scratch: cols * pitch. */
 static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k,
                                    int64_t j0, int64_t n, float *dst, int64_t stride, float *scratch) {
     int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words),
@@ -6353,7 +6331,7 @@ static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_ope
     }
 }
 
-/* Rows i0 .. i0 + m of A, k values from k0 on, into rows of words, `pitch` apart.  scratch: cols * words. */
+/* Packs rows [i0, i0 + m) of A, k values from k0 on, into rows of words `pitch` apart.  scratch: cols * words. */
 static void ampi_gemm_pack_rows(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k, int64_t i0,
                                 int64_t m, float *dst, int64_t pitch, float *scratch) {
     int64_t words = (k + vec->unit - 1) / vec->unit, i;
@@ -6379,24 +6357,24 @@ typedef struct ampi_gemm_call {
     const ampi_gemm_vec *vec;
     void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
     amp_cpu_path path;
-    const float *packed_b;              /* NULL: packed on the way */
-    int64_t k;                          /* 0 where alpha is 0 */
+    const float *packed_b;              /* NULL: not packed before */
+    int64_t k;                          /* 0 if alpha is 0 */
     ampi_gemm_blocks blocks;
     int64_t panels;                     /* of all columns */
     int64_t cut_m, cut_n;               /* parts along the rows and the columns */
     int64_t block_rows, band_rows, block_panels;        /* of a block of C */
     int64_t pitch;                      /* of the sums kept between blocks of k */
-    int use_a, use_b;                   /* 1: where it lies, unpacked */
+    int use_a, use_b;                   /* 1: in place, unpacked */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int past_cache;                     /* 1: C is written past the caches */
     /* offsets in, and size of, a thread's scratch memory in words */
     int64_t at_a, at_b, at_scratch, at_sums, at_tile, slot;
     int threads; int64_t parts;
-    size_t bytes;                       /* of all threads' scratch memory; 0: the stack has room for it */
+    size_t bytes;                       /* of all threads' scratch memory; 0: on the stack */
     float *scratch;
 } ampi_gemm_call;
 
-/* A block of C, and one block of k of it. */
+/* A block of C and one of its blocks of k. */
 typedef struct ampi_gemm_step {
     int64_t item, row, rows, panel, panels;
     int64_t k, words;                   /* k values and words of this block of k */
@@ -6405,11 +6383,11 @@ typedef struct ampi_gemm_step {
     float *scratch;
 } ampi_gemm_step;
 
-/* What finish is told about the first row of the block and column j. */
+/* The outputs at the block's first row and column j. */
 static void ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t j, const float *bias,
                              ampi_gemm_out *out) {
     const amp_k_gemm *g = call->g;
-    int whole = s->last && !call->sum_in_c;         /* x is all of the sum */
+    int whole = s->last && !call->sum_in_c;         /* x is the whole sum */
     out->alpha = g->alpha;
     out->beta = s->first || whole ? g->beta : 1.0f;
     out->bias = g->bias != NULL && (s->first || whole) ? bias : NULL;
@@ -6424,7 +6402,7 @@ static void ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s
     out->past_cache = call->past_cache && g->n - j >= call->vec->cols;
 }
 
-/* Bias of n columns from j on, as fp32, and 0 up to the width of a panel. */
+/* The bias of n columns from j on, as fp32, padded with 0 to the width of a panel. */
 static void ampi_gemm_bias(const ampi_gemm_call *call, int64_t j, int64_t n, float *bias) {
     const amp_k_gemm *g = call->g;
     if (g->bias == NULL) return;
@@ -6432,22 +6410,21 @@ static void ampi_gemm_bias(const ampi_gemm_call *call, int64_t j, int64_t n, flo
     ampi_convert_fast(bias, AMP_F32, ampi_at(g->bias, g->bias_dtype, j), g->bias_dtype, n, call->path);
 }
 
-/* Asks for lines [n i / parts, n (i + 1) / parts) of n words, to be there when their turn comes. */
+/* Prefetches words [n i / parts, n (i + 1) / parts). */
 static void ampi_gemm_fetch(const float *words, int64_t n, int64_t i, int64_t parts) {
     const float *p = words + n * i / parts / 16 * 16, *end = words + n * (i + 1) / parts;
     for (; p < end; p += 16) __builtin_prefetch(p, 0, 2);
 }
 
-/* Asks for the rows of sums that the next tile adds to. */
+/* Prefetches the rows of sums that the next tile adds to. */
 static void ampi_gemm_fetch_rows(const float *sums, int64_t ld, int64_t rows, int64_t width) {
     int64_t i, j;
     for (i = 0; i < rows; i++)
         for (j = 0; j < width; j += 16) __builtin_prefetch(sums + i * ld + j, 1, 2);
 }
 
-/* One panel of B against a band of rows, from row `from` to `end` of the block, tile by tile, each summed in C itself,
-   in the scratch memory's sums, or in one tile that finish then writes out.  next: the packed panel that follows, or
-   NULL. */
+/* Multiplies one panel of B with rows [from, end) of the block, tile by tile.  Each tile is summed in C itself, in the
+   scratch memory's sums, or in a tile that finish then writes out.  next: the packed panel that follows, or NULL. */
 static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, int64_t from,
                             int64_t end, const float *b, int64_t ldb, const float *next) {
     const amp_k_gemm *g = call->g;
@@ -6480,8 +6457,7 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
     }
 }
 
-/* Panels [p, end) against all bands; panel p at b, the others `stride` words apart.  more: the panel after the last is
-   there too. */
+/* Multiplies panels [p, end), `stride` words apart from b on, with all bands.  more: another panel follows the last. */
 static void ampi_gemm_bands(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t p, int64_t end, const float *b,
                             int64_t stride, int64_t ldb, int more) {
     int64_t row, q;
@@ -6492,7 +6468,7 @@ static void ampi_gemm_bands(const ampi_gemm_call *call, const ampi_gemm_step *s,
         }
 }
 
-/* All panels of a block of C, for one block of k.  B comes from gemm_pack, from where it lies, or is packed here. */
+/* All panels of a block of C for one block of k.  B was packed by gemm_pack, is used in place, or is packed now. */
 static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t block) {
     const amp_k_gemm *g = call->g;
     const ampi_gemm_vec *vec = call->vec;
@@ -6507,7 +6483,7 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
             ampi_gemm_bands(call, s, p, end, ready + p * stride, stride, width, end < call->panels);
             continue;
         }
-        /* panels before q are used where they lie */
+        /* panels before q are used in place */
         q = !call->use_b ? p : vec->edges ? end : AMPI_MIN(end, g->n / width);
         if (p < q) ampi_gemm_bands(call, s, p, q, (const float *)ampi_gemm_at(&b, k0, p * width), width, b.ld, 0);
         if (q == end) continue;
@@ -6517,7 +6493,6 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
     }
 }
 
-/* A block of C, over all k. */
 static void ampi_gemm_block(const ampi_gemm_call *call, ampi_gemm_step *s) {
     ampi_gemm_operand a = ampi_gemm_operand_a(call->g, s->item);
     int64_t size = call->blocks.size * call->vec->unit, block;
@@ -6541,7 +6516,7 @@ static void ampi_gemm_block(const ampi_gemm_call *call, ampi_gemm_step *s) {
     }
 }
 
-/* Rows or panels from part `i` of `parts` on, of n in all, in multiples of grain. */
+/* Where part i of `parts` begins among n rows or panels, in multiples of grain. */
 static int64_t ampi_gemm_cut(int64_t n, int64_t grain, int64_t i, int64_t parts) {
     return AMPI_MIN((n + grain - 1) / grain * i / parts * grain, n);
 }
@@ -6570,11 +6545,11 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
             }
     }
     if (call->vec->end != NULL) call->vec->end();
-    if (call->past_cache) __atomic_thread_fence(__ATOMIC_SEQ_CST);      /* such stores have no order of their own */
+    if (call->past_cache) __atomic_thread_fence(__ATOMIC_SEQ_CST);      /* such stores are unordered */
 }
 
-/* What the busiest thread does when each C is cut into m x n parts.  A part of r rows and c columns takes r c / 64
-   cycles for each k, and packing about 5 r / 8 + c / 2. */
+/* The busiest thread's cost with each C cut into m x n parts.  A part of r rows and c columns takes r c / 64 cycles per
+   k, and packing about 5 r / 8 + c / 2. */
 static int64_t ampi_gemm_cut_cost(const ampi_gemm_call *call, int threads, int64_t m, int64_t n) {
     int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows;
     int64_t r = (tiles + m - 1) / m * call->vec->rows, c = (call->panels + n - 1) / n * call->vec->cols;
@@ -6582,8 +6557,8 @@ static int64_t ampi_gemm_cut_cost(const ampi_gemm_call *call, int threads, int64
     return rounds * (r * c + 40 * r + (call->packed_b != NULL ? 0 : 32 * c));
 }
 
-/* Chooses the parts: the cheapest cut into one for each thread, then finer ones where that costs no more than 1%, so
-   that a thread that lost its core holds up little. */
+/* Chooses the parts: the cheapest cut into at most one per thread, then finer ones that cost at most 1% more, so that a
+   thread that lost its core delays little. */
 static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
     int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows, least = INT64_MAX, cost, m, n, best_m, best_n;
     call->cut_m = call->cut_n = 1;
@@ -6610,8 +6585,8 @@ static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
         }
 }
 
-/* Whether C, as the gradient of a weight often is, is far larger than what it is made of, and written once: then the
-   caches need not fetch it first, nor keep it. */
+/* Whether C is far larger than its operands, as the gradient of a weight often is, and written once: the caches then
+   need neither fetch nor keep it. */
 static int ampi_gemm_past_cache(const ampi_gemm_call *call) {
     const amp_k_gemm *g = call->g;
     int once = call->blocks.count == 1 && ampi_is_0(g->beta) && g->c_dtype == AMP_F32;
@@ -6619,7 +6594,7 @@ static int ampi_gemm_past_cache(const ampi_gemm_call *call) {
     return once && lines && call->k < AMPI_MIN(g->m, g->n) && g->m * g->n >= 1 << 20;
 }
 
-/* Block sizes, what is packed, and where in the scratch memory. */
+/* Chooses block sizes, what to pack, and the layout of the scratch memory. */
 static void ampi_gemm_plan(ampi_gemm_call *call) {
     const amp_k_gemm *g = call->g;
     const ampi_gemm_vec *vec = call->vec;
@@ -6635,7 +6610,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 2 : AMPI_GEMM_BANDS));
     call->block_panels = keep ? AMPI_MIN(panels, AMPI_GEMM_SUMS / (call->block_rows * width)) : panels;
     call->pitch = ampi_gemm_pitch(call->block_panels * width);
-    /* Few columns or rows do not repay packing the other operand; rows a multiple of 1 KiB apart share cache sets. */
+    /* Few columns or rows do not repay packing the other operand.  Rows a multiple of 1 KiB apart share cache sets. */
     call->use_a = (a.along_k || vec->edges) && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 &&
                   (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
@@ -6648,7 +6623,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
 }
 
-/* All of a call on at most `threads` threads but its scratch memory. */
+/* A call on at most `threads` threads, without its scratch memory. */
 static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g,
                                         int threads) {
     ampi_gemm_call call;
@@ -6671,7 +6646,7 @@ static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec
     return call;
 }
 
-/* A call in scratch memory: what was reserved for it, or its own. */
+/* Runs a call in the scratch memory reserved for it, or in its own. */
 static amp_result ampi_gemm_run(ampi_cpu *cpu, const amp_k_gemm *g, int threads, int64_t parts, ampi_task task,
                                 void *call, float **scratch, size_t bytes) {
     *scratch = (float *)(bytes <= g->scratch_bytes ? g->scratch : ampi_cpu_scratch(cpu, bytes));
@@ -6694,15 +6669,14 @@ static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const 
     return ampi_gemm_run(cpu, g, call.threads, call.parts, ampi_gemm_part, &call, &call.scratch, call.bytes);
 }
 
-/* ---- Matrix times vector: one row or one column of C, each value a sum of its own.  The matrix is read once,
-   unpacked. */
+/* ---- Matrix times vector: one row or column of C.  The matrix is read once, unpacked. */
 
 enum {
-    AMPI_GEMV_UNIT = 64,   /* values of C that threads share out */
+    AMPI_GEMV_UNIT = 64,   /* values of C in a unit of work */
     AMPI_GEMV_SPAN = 1024, /* values of C at a time */
     AMPI_GEMV_ROWS = 8,    /* rows converted to fp32 at a time */
-    AMPI_GEMV_SIDE = 2048, /* words side by side whose sums are fp32 */
-    AMPI_GEMV_BLOCK = 128, /* of k: sums are fp32 within it, fp64 beyond; the same where k lies side by side: */
+    AMPI_GEMV_SIDE = 2048, /* contiguous words whose sums are fp32 */
+    AMPI_GEMV_BLOCK = 128, /* of k: sums are fp32 within it, fp64 beyond; for contiguous k: */
     AMPI_GEMV_DOT = 1024
 };
 
@@ -6711,8 +6685,8 @@ typedef struct ampi_gemv_call {
     const ampi_gemm_vec *vec;
     const ampi_pointwise_vec *rows;
     amp_cpu_path path;
-    const float *packed_b;              /* the matrix in panels; NULL: as it lies */
-    ampi_gemm_blocks blocks;            /* of k, in panels and in sums of pairs along k */
+    const float *packed_b;              /* the matrix in panels; NULL: in place */
+    ampi_gemm_blocks blocks;            /* of k, in panels and in sums of pairs */
     int64_t k, n, units;                /* units of n in each item of the batch */
     int64_t slot;
     int threads;
@@ -6720,8 +6694,7 @@ typedef struct ampi_gemv_call {
     float *scratch;
 } ampi_gemv_call;
 
-/* As ampi_gemv_sums, where a word holds a pair: fp32 within a block of k, or AMPI_GEMV_SIDE words side by side, fp64
-   beyond. */
+/* ampi_gemv_sums for pairs: fp32 within a block of k or AMPI_GEMV_SIDE contiguous words, fp64 beyond. */
 static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t j0,
                                 int64_t n, float *sums, double *total) {
     const ampi_gemm_vec *vec = call->vec;
@@ -6746,7 +6719,8 @@ static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_oper
     call->rows->narrow(sums, total, n);
 }
 
-/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  scratch: k floats, or GEMV_ROWS rows of GEMV_SPAN; total: n. */
+/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  scratch: k floats, or AMPI_GEMV_ROWS rows of AMPI_GEMV_SPAN;
+   total: n. */
 static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t k,
                            int64_t j0, int64_t n, float *sums, double *total, float *scratch) {
     int words = matrix->dtype == AMP_F32 && matrix->compute == AMP_F32;
@@ -6800,8 +6774,8 @@ static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *
     }
 }
 
-/* Writes n values from j on: a row of C in pieces of GEMM_ROOM columns, or a column, one value in each row of
-   a tile. */
+/* Writes n values from j on: a row of C in pieces of AMPI_GEMM_BUFFER columns, or a column, one value in each row of a
+   tile. */
 static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j, int64_t n, const float *sums) {
     const amp_k_gemm *g = call->g;
     int64_t capacity = AMPI_GEMM_BUFFER, width = call->vec->cols, most = g->m == 1 ? capacity : capacity / width, i,
@@ -6878,17 +6852,17 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
     return ampi_gemm_run(cpu, g, call.threads, g->batch * call.units, ampi_gemv_part, &call, &call.scratch, call.bytes);
 }
 
-/* ---- Small and thin products in fp32, from where the operands lie: no plan, no packing, no scratch memory.  Which are
-   chosen depends on their shape alone, and tiles give the bits that they give above. */
+/* ---- Small and thin products in fp32, with operands in place: no plan, no packing, no scratch memory.  The choice
+   depends on the shape alone, and tiles give the same bits as above. */
 
-/* Element (i, p) of op(a) is a[i * a_row + p * a_step], (p, j) of op(b) b[p * b_step + j * b_col], (i, j) of c c[i *
-   c_row + j * c_col]. */
+/* op(a)(i, p) is a[i * a_row + p * a_step], op(b)(p, j) is b[p * b_step + j * b_col], c(i, j) is c[i * c_row + j *
+   c_col]. */
 typedef struct ampi_direct {
     const ampi_gemm_vec *vec;
     int64_t m, n, k, a_row, a_step, b_step, b_col, c_row, c_col;
     const float *a, *b; float *c;
-    int64_t panel;                      /* from the columns of one tile to those of the next, in b */
-    int add;                            /* 1: to what c holds */
+    int64_t panel;                      /* distance in b from one tile's columns to the next's */
+    int add;                            /* 1: add to c */
 } ampi_direct;
 
 /* C^T = op(B)^T op(A)^T */
@@ -6898,7 +6872,7 @@ static void ampi_direct_turn(ampi_direct *d) {
     d->n = t.m; d->b = t.a; d->b_col = t.a_row; d->b_step = t.a_step; d->c_col = t.c_row;
 }
 
-/* C is one of plain sums; a column becomes a row. */
+/* For ampi_direct_is_plain; a column becomes a row. */
 static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     ampi_direct d;
     d.vec = vec;
@@ -6917,7 +6891,7 @@ static int ampi_direct_is_plain(const amp_k_gemm *g) {
            g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
 }
 
-/* ---- By tiles, where rows of b lie as they want them, and stay in the first-level cache if they are passed often */
+/* ---- By tiles: for contiguous rows of b, which stay in the first-level cache if they are read often */
 
 static int ampi_direct_by_tiles(const ampi_direct *d) {
     int64_t most = 1 << 20, size = d->m <= 16 || d->n <= 16 ? 1000000 : 500000;
@@ -6928,7 +6902,7 @@ static int ampi_direct_by_tiles(const ampi_direct *d) {
     return d->m <= 2 * d->vec->rows || AMPI_MIN(d->k, (int64_t)d->vec->block) * d->b_step <= 8192;
 }
 
-/* sums (in rows of `ld`, or as c lies) to c */
+/* Stores sums, in rows `ld` apart, to c. */
 static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_t rows, int64_t cols, int add,
                               const float *sums, int64_t ld) {
     int64_t q, x;
@@ -6939,8 +6913,8 @@ static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_
         }
 }
 
-/* Columns j to j + cols, at b, over words p to p + k.  A set of a first-level cache has room for half the rows of a
-   tile. */
+/* Columns [j, j + cols), at b, over words [p, p + k).  Rows of A in one set of the first-level cache: half a tile's
+   fit. */
 static void ampi_direct_panel(const ampi_direct *d, const float *b, int64_t j, int64_t cols, int64_t p, int64_t k) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t most = d->a_row % 512 == 0 ? vec->rows / 2 : vec->rows, left = d->m <= most ? 1 : (d->m + most - 1) / most,
@@ -6958,7 +6932,7 @@ static void ampi_direct_panel(const ampi_direct *d, const float *b, int64_t j, i
     }
 }
 
-/* As ampi_gemv_sums. */
+/* Adds in the order of ampi_gemv_sums. */
 static void ampi_direct_row(const ampi_direct *d) {
     float sums[AMPI_GEMM_COLS];
     double total[AMPI_GEMM_COLS];
@@ -6977,7 +6951,7 @@ static void ampi_direct_row(const ampi_direct *d) {
     ampi_direct_store(d, 0, 0, 1, cols, d->add, sums, 0);
 }
 
-/* Whether it is one tile of plain fp32, as many of the smallest are: what follows would find nothing else. */
+/* A shortcut for one tile of plain fp32, as the smallest products often are; 0: it is not one. */
 static int ampi_direct_one(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     int64_t m = g->m, n = g->n, k = g->k;
     if (m > vec->rows || n > vec->cols || n == 1 || k == 1 || k > AMPI_GEMV_BLOCK || g->trans_b || !vec->edges)
@@ -6988,7 +6962,7 @@ static int ampi_direct_one(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     return 1;
 }
 
-/* A turned C fills more lanes, and costs a copy. */
+/* C^T may fill more lanes, but costs a copy. */
 static void ampi_direct_tiles(ampi_direct *d) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t lanes = vec->cols / 2, size = d->k <= vec->block ? d->k : ampi_gemm_cut_k(vec, d->k).size, j, p;
@@ -7004,7 +6978,7 @@ static void ampi_direct_tiles(ampi_direct *d) {
     }
 }
 
-/* A small b whose columns lie along k is turned on the stack. */
+/* Transposes a small b with columns along k on the stack. */
 static void ampi_direct_copied(ampi_direct *d) {
     float b[AMPI_GEMM_LOCAL];
     d->vec->transpose(b, d->n, d->b, d->b_col, d->n, d->k);
@@ -7012,9 +6986,9 @@ static void ampi_direct_copied(ampi_direct *d) {
     ampi_direct_tiles(d);
 }
 
-/* ---- By dots, where both operands lie along k */
+/* ---- By dot products: for operands contiguous along k */
 
-/* Whole vectors of k cost less than packing b and filling vectors of columns. */
+/* Whether vectors along k cost less than packing b and filling vectors of columns. */
 static int ampi_direct_by_dots(const ampi_direct *d) {
     int64_t lanes = d->vec->cols / 2, words = (d->k + d->vec->unit - 1) / d->vec->unit,
             dots = d->m * d->n * ((words + lanes - 1) / lanes + 4);
@@ -7023,7 +6997,7 @@ static int ampi_direct_by_dots(const ampi_direct *d) {
     return AMPI_MIN(d->m, d->n) <= 2 * lanes && dots < d->m * ((d->n + lanes - 1) / lanes) * words + d->n * words;
 }
 
-/* Rows begin to end of C. */
+/* Rows [begin, end) of C. */
 static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_direct *d = (const ampi_direct *)arg;
     int64_t i, j, p, rows, cols, k;
@@ -7047,12 +7021,12 @@ static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) 
     }
 }
 
-/* Four are taken of the operand that then leaves less over. */
+/* Takes four at a time of the operand that leaves the smaller remainder. */
 static void ampi_direct_dots_turn(ampi_direct *d) {
     if (d->m * ((d->n + 3) / 4) > d->n * ((d->m + 3) / 4)) ampi_direct_turn(d);
 }
 
-/* In pairs of bf16: a row or a column of C as below, from x in words. */
+/* A row or column of C in pairs of bf16. */
 static int ampi_direct_pair_vector(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     float x[4 * AMPI_GEMM_BUFFER], sums[AMPI_GEMM_BUFFER], *y = sums;
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0), *matrix = g->m == 1 ? &b : &a;
@@ -7080,7 +7054,7 @@ static int ampi_direct_pair_outer(const ampi_gemm_vec *vec, const amp_k_gemm *g)
     return 1;
 }
 
-/* Few columns, which do not lie along k: some rows of C at a time.  C^T fills more lanes than C, and costs a copy. */
+/* Few columns that are not along k: some rows of C at a time.  C^T fills more lanes than C, but costs a copy. */
 static int ampi_direct_in_strips(const amp_k_gemm *g) {
     return !g->trans_b && g->n <= 16 && g->c_dtype == AMP_F32 && (double)g->m * (double)g->n * (double)g->k <= 1e6;
 }
@@ -7115,8 +7089,7 @@ static int ampi_direct_pair_strips(const ampi_gemm_vec *vec, const amp_k_gemm *g
     return 1;
 }
 
-/* Operands that fit into a buffer on the stack once they are words, as do sums that C then holds in 16 bits; a may be
-   words where it lies. */
+/* Operands whose words, with the sums of a 16-bit C, fit into a buffer on the stack; a may already be words. */
 static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     enum { ROOM = 2 * AMPI_GEMM_LOCAL };
     float local[ROOM];
@@ -7150,13 +7123,13 @@ static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_
     return 1;
 }
 
-/* bf16 has forms of its own for one row or column; fp32 prefers tiles. */
+/* bf16 has its own kernels for one row or column; fp32 prefers tiles. */
 static int ampi_direct_takes_dots(const ampi_gemm_vec *vec, const amp_k_gemm *g, const ampi_direct *d) {
     int words = g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32;
     return words && ampi_direct_by_dots(d) && (vec->pairs != NULL ? g->m > 1 && g->n > 1 : !ampi_direct_by_tiles(d));
 }
 
-/* Whether the product was one of those in pairs. */
+/* Computes small products in pairs of bf16; 0: not one of them. */
 static int ampi_direct_paired(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     if (g->m == 1 || g->n == 1) return ampi_direct_pair_vector(cpu, vec, g);
     if (g->k == 1 && g->c_dtype == AMP_F32 && g->n <= AMPI_GEMM_LOCAL && (!g->trans_b || g->ldb == 1) &&
@@ -7165,7 +7138,7 @@ static int ampi_direct_paired(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp
     return ampi_direct_in_strips(g) ? ampi_direct_pair_strips(vec, g) : ampi_direct_pairs(cpu, vec, g);
 }
 
-/* Whether the product was one of those. */
+/* Computes small and thin products; 0: not one of them. */
 static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
     int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32,
@@ -7196,7 +7169,7 @@ static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     return done;
 }
 
-/* A column of C side by side is a row of C^T = op(b)^T op(a)^T. */
+/* A contiguous column of C is a row of C^T = op(b)^T op(a)^T. */
 static amp_k_gemm ampi_gemm_turned(const amp_k_gemm *g) {
     amp_k_gemm t = *g;
     t.m = 1; t.n = g->m;
@@ -7223,7 +7196,7 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
     return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
 }
 
-/* The scratch memory that a product takes, on all threads or on one. */
+/* The most scratch memory that a product takes, on all threads or on one. */
 static size_t ampi_gemm_scratch_size(const ampi_cpu *cpu, const amp_k_gemm *args) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, args->compute);
     ampi_gemm_call all;
@@ -7254,7 +7227,7 @@ static void ampi_cpu_gemm_release(void *dev, const amp_k_gemm *args) {
     ampi_cpu_release((ampi_cpu *)dev, args->scratch, args->scratch_bytes);
 }
 
-/* ---- Packing B ahead: block of k after block, in each panel after panel */
+/* ---- Packing B ahead: one block of k after the other, panel by panel */
 
 typedef struct ampi_gemm_packing {
     const amp_k_pack *args;
@@ -7282,7 +7255,7 @@ static ampi_gemm_packing ampi_gemm_packing_of(const ampi_gemm_vec *vec, const am
     return p;
 }
 
-/* How many values stopped being finite when k0 .. k0 + k of columns j .. j + n were rounded into `words` words. */
+/* How many values rounding made infinite: k values from k0 on of columns [j, j + n), packed into `words` words. */
 static int64_t ampi_gemm_new_inf(const ampi_gemm_packing *p, int64_t k0, int64_t k, int64_t j, int64_t n,
                                  const float *packed, int64_t words) {
     int64_t after, before = 0, i;
@@ -7329,8 +7302,8 @@ static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, c
     return AMP_OK;
 }
 
-/* A product packs what it needs of B as it goes.  To do so ahead pays only for products to come: writing the packed B
-   and reading it again costs memory traffic that a single product does not repay. */
+/* A product packs B as it goes.  Packing ahead pays only for repeated products: one alone does not repay the memory
+   traffic. */
 static size_t ampi_cpu_gemm_pack_size(void *dev, const amp_k_pack *args) {
     ampi_gemm_packing p = ampi_gemm_packing_of(ampi_gemm_pick((const ampi_cpu *)dev, args->compute), args);
     return args->repeated ? (size_t)(p.blocks.words * p.panels * p.vec->cols) * sizeof(float) : 0;
@@ -7342,8 +7315,8 @@ static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *pa
     return ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, args->compute), args, packed);
 }
 
-/* ---- Long sums of rows, element by element.  Rows wait where they lie until AMPI_SUM_ROWS are there; these are added
-   in fp32, and what they give in fp64, so that the error does not grow with the number of rows. */
+/* ---- Long sums of rows, element by element.  AMPI_SUM_ROWS at a time are added in fp32, and these sums in fp64, so
+   that the error does not grow with the number of rows. */
 
 enum { AMPI_SUM_ROWS = 128, AMPI_SUM_COLS = 1024 };
 
@@ -7352,13 +7325,13 @@ typedef struct ampi_long_sum {
     amp_cpu_path path;
     amp_dtype dtype;
     int64_t n, waiting;
-    int32_t wide;                       /* 1: total holds something */
+    int32_t wide;                       /* 1: total is in use */
     const void *rows[AMPI_SUM_ROWS];
     float part[AMPI_SUM_COLS];
     double total[AMPI_SUM_COLS];
 } ampi_long_sum;
 
-/* Rows of n elements, at most AMPI_SUM_COLS. */
+/* For rows of n <= AMPI_SUM_COLS elements. */
 static void ampi_sum_begin(ampi_long_sum *s, amp_cpu_path path, amp_dtype dtype, int64_t n) {
     s->vec = AMPI_PICK(ampi_pointwise_kernels, path);
     s->path = path;
@@ -7384,13 +7357,13 @@ static inline void ampi_sum_add(ampi_long_sum *s, const void *rows, int64_t ld, 
         m = AMPI_MIN(count, AMPI_SUM_ROWS - s->waiting);
         for (i = 0; i < m; i++) {
             s->rows[s->waiting + i] = row + i * step;
-            __builtin_prefetch(row + i * step);         /* short rows arrive while their addresses are noted */
+            __builtin_prefetch(row + i * step);
         }
         s->waiting += m;
     }
 }
 
-/* to = (old +) the sum */
+/* to = the sum, or with `add` += */
 static void ampi_sum_end(ampi_long_sum *s, void *to, amp_dtype dtype, int32_t add) {
     float old[AMPI_SUM_COLS];
     if (s->wide) {
@@ -7406,7 +7379,7 @@ static void ampi_sum_end(ampi_long_sum *s, void *to, amp_dtype dtype, int32_t ad
 
 typedef struct ampi_column_call { const amp_k_column_sum *args; amp_cpu_path path; } ampi_column_call;
 
-enum { AMPI_COLUMN_UNIT = 64 };         /* columns that threads share out */
+enum { AMPI_COLUMN_UNIT = 64 };         /* columns in a unit of work */
 
 static void ampi_column_part(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_column_call *call = (const ampi_column_call *)arg;
@@ -7434,11 +7407,10 @@ static amp_result ampi_cpu_column_sum(void *dev, const amp_k_column_sum *args, v
     return AMP_OK;
 }
 
-/* ---- Attention after Dao et al. 2022, on strips of 32 queries and tiles of 64 keys.  A tile is skipped where the
-   mask hides all of it, and otherwise computed from the first to the last key that some query of the strip sees.
-   Operands and probabilities are rounded to the compute dtype, products and sums are fp32, and the sums over keys
-   (of o, dq) and over queries (of dk, dv) run in order: 1024 at a time, and these sums, so that the error
-   hardly grows. */
+/* ---- Attention after Dao et al. 2022, on strips of 32 queries and tiles of 64 keys.  A tile that the mask hides from
+   the whole strip is skipped, others are computed from the first to the last key that some query sees.  Operands and
+   probabilities are rounded to the compute dtype; products and sums are fp32.  Sums over keys (o, dq) and over queries
+   (dk, dv) run in order, 1024 terms at a time and then over these partial sums, so that the error hardly grows. */
 enum { AMPI_FOLD = 1024 / AMPI_KEY_TILE, AMPI_FOLD_TILES = 1024 / (AMPI_STRIPS * AMPI_STRIP) };
 
 /* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
@@ -7446,7 +7418,7 @@ typedef struct ampi_span { int64_t first, low, high; } ampi_span;
 
 static int64_t ampi_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
-/* The query stands at `position` among the keys: query i of q at i + keys - q, so that the last ones align. */
+/* position: the query's place among the keys, i + keys - queries for query i, so that the last ones align. */
 static ampi_span ampi_mask_span(const amp_mask *mask, int64_t b, int64_t position, int64_t keys) {
     int64_t length = mask->lengths ? ampi_clamp(mask->lengths[b], 0, keys) : keys;
     int64_t window = AMPI_MIN(mask->window, INT64_MAX / 4), end = position + 1;
@@ -7463,7 +7435,7 @@ static ampi_span ampi_mask_span(const amp_mask *mask, int64_t b, int64_t positio
             break;
         default: break;
     }
-    if (mask->documents && position < 0) s.first = s.high = 0;      /* a query of no document */
+    if (mask->documents && position < 0) s.first = s.high = 0;      /* in no document */
     s.first = ampi_clamp(s.first, 0, length);
     s.low = ampi_clamp(s.low, 0, length);
     s.high = ampi_clamp(s.high, 0, length);
@@ -7482,9 +7454,9 @@ static const uint8_t *ampi_mask_row(const amp_mask *mask, int64_t b, int64_t h, 
     return mask->allowed + b * mask->allowed_batch_stride + h * mask->allowed_head_stride + query * keys;
 }
 
-/* What the queries of one strip see.  Lanes without a query repeat the last one. */
+/* What the queries of a strip see.  Lanes without a query repeat the last one. */
 typedef struct ampi_strip_mask {
-    ampi_span span[AMPI_STRIP], least, most;    /* and the bounds over all lanes, field by field */
+    ampi_span span[AMPI_STRIP], least, most;    /* least, most: the bounds over all lanes, by field */
     int32_t document[AMPI_STRIP], least_document, most_document;
     const int32_t *documents;                   /* of the keys; NULL: one document */
     const uint8_t *allowed;                     /* of the first query; NULL: all allowed */
@@ -7515,7 +7487,7 @@ static void ampi_strip_mask_open(ampi_strip_mask *s, const amp_mask *mask, int64
     }
 }
 
-/* The keys [*begin, *end) of a tile that some query of the strip may see; 0 if there are none. */
+/* Narrows the keys [*begin, *end) to those that some query of the strip may see; 0: none. */
 static int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int64_t *end) {
     int64_t from = *begin, to = *end;
     *end = AMPI_MIN(to, AMPI_MAX(s->most.first, s->most.high));
@@ -7532,8 +7504,8 @@ static int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int64_t *e
     return 1;
 }
 
-/* The mask of the keys [begin, end) for the strip.  Returns 0 where all of them are seen by all.  `scratch` holds
-   the transposed part of an arbitrary mask. */
+/* The strip's mask of the keys [begin, end).  0: every query sees all of them.  scratch: the transposed part of an
+   arbitrary mask. */
 static int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, int64_t end, ampi_tile_mask *m,
                                 int32_t *scratch) {
     int64_t rows = end - begin, i, j;
@@ -7557,8 +7529,7 @@ static int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, int64_t
     return 1;
 }
 
-/* One attention call, and what one of its threads works with.  A row of `wide` floats is a row of dim values
-   filled up with zeros. */
+/* One attention call.  A row of `wide` floats is a row of dim values padded with zeros. */
 typedef struct ampi_attention_call {
     const amp_k_attention *x;
     const ampi_attention_vec *vec;
@@ -7568,7 +7539,7 @@ typedef struct ampi_attention_call {
     float *scratch; int64_t scratch_size; /* floats per thread */
 } ampi_attention_call;
 
-/* Rows of fp32 numbers of the compute dtype, ld floats apart. */
+/* Rows of values of the compute dtype, stored as fp32, ld floats apart. */
 typedef struct ampi_rows32 { const float *data; int64_t ld; } ampi_rows32;
 
 typedef struct ampi_strip {
@@ -7578,7 +7549,7 @@ typedef struct ampi_strip {
     ampi_rows32 q, d_o;             /* backward: d_o */
     float *q_copy, *q_t, *d_o_copy, *d_o_t;       /* [AMPI_STRIP, wide] and transposed */
     float *result_t;                /* o or dq, transposed */
-    int32_t tiles, folded;          /* tiles of keys in result_t; 1: those before are in total_t, total and max_then */
+    int32_t tiles, folded;          /* tiles of keys in result_t; 1: earlier ones are in total_t, total, max_then */
     float *total_t, total[AMPI_STRIP], max_then[AMPI_STRIP];
 } ampi_strip;
 
@@ -7590,7 +7561,7 @@ typedef struct ampi_attention_scratch {
     float *k, *v;                   /* [AMPI_KEY_TILE, wide] */
     float *result;                  /* [AMPI_STRIP, wide] */
     float *dk, *dv;                 /* backward: [keys, wide] */
-    float *dk_total, *dv_total;     /* of the queries before */
+    float *dk_total, *dv_total;     /* of earlier queries */
     int32_t *allowed;               /* [AMPI_KEY_TILE, AMPI_STRIP] */
     int32_t careful;                /* 1: hidden keys or queries hold infinities or NaN */
 } ampi_attention_scratch;
@@ -7627,7 +7598,7 @@ static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base
     return used;
 }
 
-/* Whether every value of `storage` is one of `compute`. */
+/* Whether `compute` holds every value of `storage`. */
 static int ampi_is_exact(amp_dtype storage, amp_dtype compute) {
     return compute == AMP_F32 || compute == storage || (compute == AMP_TF32 && storage != AMP_F32);
 }
@@ -7637,7 +7608,7 @@ static int64_t ampi_attention_at(const ampi_attention_scratch *scratch, const in
     return scratch->b * stride[0] + i * stride[1] + scratch->h * stride[2];
 }
 
-/* n rows of dim values at `data`, `stride` elements apart, as fp32 numbers of the compute dtype in scratch[n][wide]. */
+/* Loads n rows of dim values, `stride` elements apart, into scratch[n][wide], rounded to the compute dtype. */
 static void ampi_attention_load(const ampi_attention_call *call, const void *data, int64_t stride, int64_t n,
                                 float *scratch) {
     const amp_k_attention *x = call->x;
@@ -7650,8 +7621,8 @@ static void ampi_attention_load(const ampi_attention_call *call, const void *dat
     }
 }
 
-/* Rows [begin, begin + n) of the head: where they lie if they are fp32 and stay so, else in `copy`.  A strip is
-   filled up with zeros to AMPI_STRIP rows of `wide`. */
+/* Rows [begin, begin + n) of the head, in place if fp32 without rounding, else in `copy`.  A strip is padded with zeros
+   to AMPI_STRIP rows of `wide`. */
 static ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
                                        const void *data, const int64_t stride[3], int64_t begin, int64_t n,
                                        int strip, float *copy) {
@@ -7670,7 +7641,7 @@ static ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, const am
     return rows;
 }
 
-/* Rounds factor * rows[n][wide] into rows begin, begin + 1, ... of a tensor.  Returns whether there was a NaN. */
+/* Rounds factor * rows[n][wide] into a tensor's rows from `begin` on.  Returns whether one held a NaN. */
 static int ampi_attention_store(const ampi_attention_call *call, const ampi_attention_scratch *scratch, void *data,
                                 const int64_t stride[3], int64_t begin, int64_t n, float *rows, float factor) {
     const amp_k_attention *x = call->x;
@@ -7684,7 +7655,7 @@ static int ampi_attention_store(const ampi_attention_call *call, const ampi_atte
     return nan;
 }
 
-/* delta[i] = sum over d of do[i][d] o[i][d], which is sum over keys of p dp. */
+/* delta[i] = sum over d of do[i][d] o[i][d], which equals the sum over keys of p dp. */
 static void ampi_attention_delta(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
                                  ampi_strip *s) {
     const amp_k_attention *x = call->x;
@@ -7784,7 +7755,7 @@ static void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_a
     ampi_attention_add(call, scratch, &to_dq, 0);
 }
 
-/* Adds a strip's result, and forward its sums of weights relative to `max`, to those of the keys before. */
+/* Adds a strip's result and, forward, its sums of weights relative to `max`, to those of earlier keys. */
 static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, int backward) {
     int64_t n = AMPI_STRIP * call->wide;
     float factor[AMPI_STRIP];
@@ -7794,7 +7765,7 @@ static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, 
         memset(s->total_t, 0, (size_t)n * sizeof(float));
         memset(s->total, 0, sizeof s->total);
     } else if (!backward) {
-        for (int i = 0; i < AMPI_STRIP; i++)            /* what saw nothing has nothing to rescale */
+        for (int i = 0; i < AMPI_STRIP; i++)            /* -inf: saw no key, nothing to rescale */
             factor[i] = ampi_bits_f32(s->max_then[i]) == 0xff800000u ? s->max_then[i] : s->max_then[i] - s->max[i];
         (void)call->rows->exp_sum(factor, 0.0f, factor, AMPI_STRIP);
         call->vec->product(&rescale);
@@ -7809,7 +7780,7 @@ static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, 
     s->tiles = 0;
 }
 
-/* All strips in `scratch` against all keys they see. */
+/* All strips in `scratch` with all keys that they see. */
 static void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_scratch *scratch, int backward) {
     const amp_k_attention *x = call->x;
     for (int64_t j = 0; j < x->keys; j += AMPI_KEY_TILE) {
@@ -7853,7 +7824,7 @@ static int ampi_attention_forward(const ampi_attention_call *call, ampi_attentio
         float inverse[AMPI_STRIP];
         ampi_product divide = {wide, AMPI_STRIP, 0, s->q_t, 0, 0, s->q_t, 0, s->result_t, AMPI_STRIP, 1, 1.0f, inverse};
         call->vec->finish(s->max, s->sum, s->lse, inverse);
-        call->vec->product(&divide);                        /* an empty product: only rescales */
+        call->vec->product(&divide);                        /* depth 0: only rescales */
         call->vec->transpose(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
         nan |= ampi_attention_store(call, scratch, x->o, x->o_stride, s->query, n, scratch->result, 1.0f);
         if (x->lse) memcpy(x->lse + row, s->lse, (size_t)n * sizeof(float));
@@ -7861,7 +7832,7 @@ static int ampi_attention_forward(const ampi_attention_call *call, ampi_attentio
     return nan;
 }
 
-/* After tile t - 1: total takes what part holds; after the last, part takes what total holds, if anything. */
+/* After t tiles: moves part into total; after the last, adds total, if used, to part. */
 static void ampi_attention_total(const ampi_attention_call *call, float *part, float *total, int64_t t) {
     int64_t n = call->x->keys * call->wide;
     int last = t == call->tiles;
@@ -7896,8 +7867,8 @@ static int ampi_attention_backward(const ampi_attention_call *call, ampi_attenti
     return nan;
 }
 
-/* A hidden key that holds an infinity or NaN turns its weight of 0 into a NaN: the fast products cannot tell.
-   Where a NaN came out under a mask, the work is done again with products that let a weight of 0 win. */
+/* In the fast products a hidden key that holds an infinity or NaN makes 0 * inf = NaN.  If a masked call yields a NaN,
+   it is done again with products in which a weight of 0 gives 0. */
 static void ampi_attention_forward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_attention_call *call = (const ampi_attention_call *)arg;
     const amp_k_attention *x = call->x;
@@ -7905,7 +7876,7 @@ static void ampi_attention_forward_task(void *arg, int64_t begin, int64_t end, i
     ampi_attention_place(&scratch, call->scratch + thread * call->scratch_size, call, 0);
     for (int64_t item = begin; item < end; item++) {
         int64_t head = item / call->tiles, t = item % call->tiles;
-        t = t % 2 ? call->tiles - 1 - t / 2 : t / 2;        /* early and late tiles in turn: their cost differs */
+        t = t % 2 ? call->tiles - 1 - t / 2 : t / 2;        /* alternates early and late tiles: their cost differs */
         scratch.b = head / x->heads;
         scratch.h = head % x->heads;
         scratch.careful = 0;
@@ -7963,7 +7934,7 @@ static amp_result ampi_cpu_attention_backward(void *dev, const amp_k_attention *
     return ampi_attention_run((ampi_cpu *)dev, args, 1);
 }
 
-/* ---- Softmax over masked rows.  A row without a seen key gives zeros. */
+/* ---- Softmax over masked rows.  A row that sees no key gives zeros. */
 
 typedef struct ampi_softmax_call {
     const amp_k_softmax *x;
@@ -7971,7 +7942,7 @@ typedef struct ampi_softmax_call {
     float *scratch;                    /* two rows of `keys` per thread */
 } ampi_softmax_call;
 
-/* -inf into the hidden ones among scores [0, end) of a row. */
+/* Sets the hidden scores in [0, end) of a row to -inf. */
 static void ampi_softmax_hide(const amp_k_softmax *x, int64_t b, int64_t h, int64_t query, ampi_span span,
                               float *scores, int64_t end) {
     int64_t position = query + x->keys - x->queries;
@@ -8059,13 +8030,13 @@ static amp_result ampi_cpu_softmax_backward(void *dev, const amp_k_softmax *args
     (void)stream;
     return ampi_softmax_run((ampi_cpu *)dev, args, ampi_softmax_backward_task);
 }
-/* ---- The bandwidth-bound operators on the CPU.  Each is a loop over rows or tiles that widens what it reads to
-   fp32, calls a vector kernel, and rounds once what it writes.  Sums over rows are taken over blocks whose size
-   depends on the shape only, and the blocks are added in order: the same bits for any number of threads. */
+/* ---- The bandwidth-bound operators on the CPU.  Each loops over rows or tiles, widens its inputs to fp32, calls a
+   vector kernel, and rounds its outputs once.  Sums over rows go by blocks whose size depends on the shape alone, added
+   in order: the same bits for any number of threads. */
 
 enum {
-    AMPI_TILE = 512,                /* elements of one operand that an elementwise kernel holds on the stack */
-    AMPI_PIECE = 16384,             /* elements that are worth a thread */
+    AMPI_TILE = 512,                /* elements of an operand that an elementwise kernel holds on the stack */
+    AMPI_PIECE = 16384,             /* elements that justify a thread */
     AMPI_SUM_BLOCK = 32768          /* elements of one partial loss sum */
 };
 
@@ -8073,7 +8044,7 @@ typedef struct ampi_pointwise_job {
     ampi_cpu *cpu;
     const ampi_pointwise_vec *vec;
     const void *args;
-    int64_t rows, cols, tiles_per_row;  /* elementwise kernels: tiles of at most AMPI_TILE neighbours in a row */
+    int64_t rows, cols, tiles_per_row;  /* elementwise kernels: tiles of at most AMPI_TILE elements */
 } ampi_pointwise_job;
 
 static ampi_pointwise_job ampi_job(void *dev, const void *args) {
@@ -8085,7 +8056,7 @@ static ampi_pointwise_job ampi_job(void *dev, const void *args) {
     return job;
 }
 
-/* How many items of `size` elements a thread should get at least. */
+/* The fewest items of `size` elements that a thread should get. */
 static int64_t ampi_grain(int64_t size) { return AMPI_MAX(1, AMPI_PIECE / AMPI_MAX(size, 1)); }
 
 /* Runs an elementwise task over the tiles of a rows x cols shape. */
@@ -8097,7 +8068,7 @@ static void ampi_run_tiles(ampi_pointwise_job *job, int64_t rows, int64_t cols, 
                   ampi_grain(AMPI_MIN(cols, (int64_t)AMPI_TILE)), task, job);
 }
 
-/* Tile i starts at (row, col) and has so many elements. */
+/* Where tile i starts; returns its number of elements. */
 static int64_t ampi_tile(const ampi_pointwise_job *job, int64_t i, int64_t *row, int64_t *col) {
     *row = i / job->tiles_per_row;
     *col = i % job->tiles_per_row * AMPI_TILE;
@@ -8108,13 +8079,13 @@ static void *ampi_mat_at(const amp_mat *m, int64_t row, int64_t col) {
     return ampi_at_mut(m->data, m->dtype, row * m->ld + col);
 }
 
-/* 1 where the rows follow each other without a gap, so that the matrix can be walked as one long row. */
+/* Whether the rows follow each other without gaps: the matrix is then one long row. */
 static int ampi_mat_dense(const amp_mat *m) { return m->ld == m->cols || m->rows <= 1; }
 
 /* Columns of a row buffer: a multiple of 64 bytes. */
 static int64_t ampi_padded(int64_t cols) { return (cols + 15) / 16 * 16; }
 
-/* 1 + the index of the first value outside 0..limit-1 that is not `ignore`, or 0. */
+/* 1 + the index of the first value outside [0, limit) that is not `ignore`, or 0. */
 static int32_t ampi_first_outside(const int32_t *values, int64_t n, int64_t limit, int64_t ignore) {
     for (int64_t i = 0; i < n; i++)
         if ((values[i] < 0 || values[i] >= limit) && values[i] != ignore)
@@ -8162,7 +8133,7 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
 
 /* ---- Activations, SwiGLU, dropout, addition */
 
-/* x + bias[col..], in `scratch`; without a bias x itself. */
+/* x + bias[col...] in `scratch`; without a bias, x. */
 static const float *ampi_row_biased(const float *x, const void *bias, amp_dtype dtype, int64_t col, int64_t n,
                                     float *scratch, amp_cpu_path path) {
     float bias_scratch[AMPI_TILE];
@@ -8189,7 +8160,7 @@ static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thre
     }
 }
 
-/* With a bias over rows of cols, else over one long row. */
+/* With a bias by rows, else as one long row. */
 static void ampi_run_activation(ampi_pointwise_job *job, const amp_k_activation *a, ampi_task task) {
     int64_t cols = a->bias != NULL ? a->cols : a->n;
     ampi_run_tiles(job, cols > 0 ? a->n / cols : 0, cols, task);
@@ -8202,7 +8173,7 @@ static amp_result ampi_cpu_activation(void *dev, const amp_k_activation *args, v
     return AMP_OK;
 }
 
-/* The slope of tanh is taken from y where it is given: no exponential is needed, and x may have been overwritten. */
+/* tanh takes its slope from y if given: no exponential, and x may have been overwritten. */
 static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_activation *a = (const amp_k_activation *)job->args;
@@ -8293,7 +8264,7 @@ static amp_result ampi_cpu_swiglu_backward(void *dev, const amp_k_swiglu *args, 
     return AMP_OK;
 }
 
-/* Uniform numbers are multiples of 2^-24, so u >= p exactly where the integer 2^24 u >= ceil(2^24 p). */
+/* Uniform numbers are multiples of 2^-24, so u >= p if and only if the integer 2^24 u >= ceil(2^24 p). */
 static void ampi_dropout_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_dropout *a = (const amp_k_dropout *)job->args;
@@ -8351,7 +8322,7 @@ static amp_result ampi_cpu_add(void *dev, const amp_k_add *args, void *stream) {
 
 /* ---- LayerNorm and RMSNorm */
 
-/* rows whose part in dweight and dbias is one chain in fp32; chains summed in fp32 */
+/* rows summed into dweight and dbias as one chain in fp32; chains summed in fp32 */
 enum { AMPI_NORM_ROWS = 32, AMPI_NORM_RUNS = 8 };
 
 typedef struct ampi_norm_job {
@@ -8360,7 +8331,7 @@ typedef struct ampi_norm_job {
     const amp_k_norm *args;
     const float *weight, *bias;     /* fp32, or NULL */
     int64_t stride;                 /* floats between row buffers */
-    /* row buffers per thread: three, and for long partial sums two for each chain, their sum, and two in fp64 */
+    /* row buffers per thread: 3, and for long partial sums 2 per chain, 2 for their sum and 2 in fp64 */
     int64_t thread_scratch;
     float *scratch;
     int64_t block_rows, blocks;     /* backward: rows per partial sum of dweight and dbias */
@@ -8394,7 +8365,7 @@ static amp_result ampi_norm_open(ampi_norm_job *job, void *dev, const amp_k_norm
     return AMP_OK;
 }
 
-/* mean of a row, or of the squares of its distances from `centre` */
+/* The mean of a row, and of its squared distances from `centre`. */
 static double ampi_row_mean(const ampi_norm_job *job, const float *x, int64_t n) {
     double sum = 0.0;
     for (int64_t i = 0; i < n; i += AMPI_ROW_CHUNK)
@@ -8408,7 +8379,7 @@ static double ampi_row_variance(const ampi_norm_job *job, const float *x, float 
     return sum / (double)n;
 }
 
-/* The row to normalise.  What is normalised is the sum as it was stored, because that is what backward reads. */
+/* The row to normalize: the sum as stored, because backward reads it. */
 static const float *ampi_norm_input(const ampi_norm_job *job, int64_t row, float *scratch) {
     const amp_k_norm *a = job->args;
     amp_cpu_path path = job->cpu->path;
@@ -8484,7 +8455,7 @@ static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float 
     if (a->dx_low.data) ampi_convert_fast(ampi_mat_at(&a->dx_low, row, 0), a->dx_low.dtype, dx, AMP_F32, n, path);
 }
 
-/* sums[2, stride] = dweight and dbias of rows begin to end */
+/* sums[2, stride] = dweight and dbias of rows [begin, end) */
 static void ampi_norm_backward_rows(const ampi_norm_job *job, int64_t begin, int64_t end, float *scratch, float *sums) {
     const amp_k_norm *a = job->args;
     memset(sums, 0, 2 * (size_t)job->stride * sizeof(float));
@@ -8528,7 +8499,7 @@ static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int t
     }
 }
 
-/* gradient = (old +) the sum of the partials, for columns begin to end */
+/* Sums the partials into columns [begin, end) of the gradient. */
 static void ampi_norm_reduce(const ampi_norm_job *job, const amp_k_gradient *gradient, int64_t which, int64_t begin,
                              int64_t end) {
     ampi_long_sum sum;
@@ -8567,13 +8538,13 @@ typedef struct ampi_cross_entropy_job {
     double *losses;                 /* [rows] */
     float *scratch;                   /* one row buffer per thread */
     int64_t stride;
-    double scale;                   /* of the gradient: factor grad_scale / rows counted */
+    double scale;                   /* of the gradient: factor * grad_scale / rows counted */
 } ampi_cross_entropy_job;
 
-/* What the first pass over a row finds out. */
+/* What the first pass over a row finds. */
 typedef struct ampi_logit_row { float max, label; double sum; } ampi_logit_row;
 
-/* Widens the row into v (where it is not fp32 already) chunk by chunk and looks at each chunk while it is cached. */
+/* Widens the row, unless fp32, into v chunk by chunk and looks at each chunk while it is cached. */
 static const float *ampi_logits_scan(const ampi_cross_entropy_job *job, int64_t row, float *v, ampi_logit_row *out) {
     const amp_k_cross_entropy *a = job->args;
     const float *x = v;
@@ -8591,7 +8562,7 @@ static const float *ampi_logits_scan(const ampi_cross_entropy_job *job, int64_t 
     return x;
 }
 
-/* dlogits = scale (e / sum - smoothing / classes), and 1 - smoothing less in the column of the label. */
+/* dlogits = scale (e / sum - smoothing / classes), less scale (1 - smoothing) in the label's column. */
 static void ampi_logits_gradient(const ampi_cross_entropy_job *job, int64_t row, const float *e, double sum) {
     const amp_k_cross_entropy *a = job->args;
     double shift = -(double)a->smoothing / (double)a->classes, p = (double)e[a->labels[row]] / sum;
@@ -8611,8 +8582,8 @@ static void ampi_logits_zero(const ampi_cross_entropy_job *job, int64_t row, int
     if (begin < end) memset(ampi_mat_at(d, row, begin), 0, (size_t)(end - begin) * amp_dtype_size(d->dtype));
 }
 
-/* The loss of a row, and its gradient if wanted.  In a row with NaN, with +inf or with nothing but -inf some x - max is
-   NaN, and so are loss and gradient, as in PyTorch. */
+/* The loss of a row, and its gradient if wanted.  In a row with NaN or +inf, or of -inf alone, some x - max is NaN, and
+   so are loss and gradient, as in PyTorch. */
 static double ampi_cross_entropy_row(const ampi_cross_entropy_job *job, int64_t row, float *scratch) {
     const amp_k_cross_entropy *a = job->args;
     double sum = 0.0, lse, loss;
@@ -8770,7 +8741,7 @@ typedef struct ampi_embedding_job {
     const int64_t *order;
 } ampi_embedding_job;
 
-/* order = 0..n-1 sorted by id, equal ids in their order: a counting sort with starts[vocab + 1]. */
+/* order = 0 to n - 1 sorted by id, stably: a counting sort with starts[vocab + 1]. */
 static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, int64_t *starts, int64_t *order) {
     memset(starts, 0, (size_t)(vocab + 1) * sizeof *starts);
     for (int64_t i = 0; i < n; i++) starts[ids[i] + 1]++;
@@ -8778,7 +8749,7 @@ static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, in
     for (int64_t i = 0; i < n; i++) order[starts[ids[i]]++] = i;
 }
 
-/* 1: nothing but zeros, of either sign. */
+/* 1: all zeros, of either sign. */
 static int ampi_row_is_zero(const void *row, amp_dtype dtype, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -8791,8 +8762,8 @@ static int ampi_row_is_zero(const void *row, amp_dtype dtype, int64_t n) {
     return 1;
 }
 
-/* Columns begin to end of the gradient of every table row that occurs: its occurrences in their order.  Rows of zeros,
-   the gradient of padding, are left out, so that they do not move the others into other groups of the sum.  Threads
+/* Columns [begin, end) of the gradient of every table row that occurs: sums its occurrences in order.  Rows of zeros,
+   the gradient of padding, are left out, so that they do not shift the others into other groups of the sum.  Threads
    divide the columns, because a few ids make up most of a text. */
 static void ampi_embedding_table_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
@@ -8865,14 +8836,14 @@ static amp_result ampi_cpu_embedding_backward(void *dev, const amp_k_embedding *
     return AMP_OK;
 }
 
-/* ---- Multi-tensor kernels.  All rows of a table are cut into chunks of a fixed size, counted through; threads share
-   the chunks.  A sum is taken per chunk and the chunks are added in order: the same bits for any number of threads. */
+/* ---- Multi-tensor kernels.  All rows of a table are cut into chunks of a fixed size, which threads share.  Sums are
+   per chunk, and the chunks are added in order: the same bits for any number of threads. */
 
 #define AMPI_MULTI_CHUNK 16384      /* elements */
-#define AMPI_MULTI_BLOCK 256        /* elements that are widened at a time */
+#define AMPI_MULTI_BLOCK 256        /* elements widened at a time */
 
 typedef struct ampi_multi_job ampi_multi_job;
-/* Elements [first, first + n) of a row; chunk is their number. */
+/* Elements [first, first + n) of a row; chunk: counted over the table. */
 typedef void (*ampi_multi_piece)(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                                  int64_t chunk);
 
@@ -8941,7 +8912,7 @@ static double ampi_check_f64(void *data, int64_t n, const float *factor, int32_t
     return sum;
 }
 
-/* 16-bit gradients are widened (exactly), multiplied in fp32 and rounded once. */
+/* 16-bit gradients are widened, multiplied in fp32 and rounded once. */
 static double ampi_check_16bit(const ampi_multi_job *job, void *data, amp_dtype dtype, int64_t n, int32_t *bad) {
     float scratch[AMPI_MULTI_BLOCK];
     double sum = 0;
@@ -8979,7 +8950,7 @@ static amp_result ampi_cpu_check(void *dev, const amp_k_check *args, void *strea
     memset(&job, 0, sizeof job);
     if (args->multiply != NULL) {
         factor = *args->multiply;
-        if (ampi_bits_f32(factor) != 0x3f800000u) job.factor = &factor;     /* 1 leaves every bit as it is */
+        if (ampi_bits_f32(factor) != 0x3f800000u) job.factor = &factor;     /* 1 changes no bit */
     }
     job.partials = (ampi_partial *)ampi_cpu_scratch(cpu, bytes);
     if (job.partials == NULL) return ampi_cpu_no_scratch("amp_scaler_check", bytes);
@@ -9081,11 +9052,11 @@ static amp_result ampi_cpu_inspect(void *dev, const amp_k_inspect *args, void *s
     return AMP_OK;
 }
 
-/* ---- Optimizers.  The fp32 weight of a row is its master, or the weight itself, or joined with its remainder, or a
-   16-bit weight widened.  What is not fp32 is worked on in scratch. */
+/* ---- Optimizers.  A row's fp32 weight is its master, the weight itself, the weight joined with its remainder, or a
+   16-bit weight widened.  Arrays that are not fp32 are updated in scratch. */
 
 typedef struct ampi_update {
-    float *w, *m, *v;               /* m and v NULL where a row has none */
+    float *w, *m, *v;               /* m, v: NULL if the row has none */
     const float *g;
     float w_scratch[AMPI_MULTI_BLOCK], g_scratch[AMPI_MULTI_BLOCK], m_scratch[AMPI_MULTI_BLOCK],
         v_scratch[AMPI_MULTI_BLOCK];
@@ -9094,7 +9065,7 @@ typedef struct ampi_update {
 static int ampi_has_remainder(const amp_k_tensor *row) {
     return row->master != NULL && row->master_kind == AMP_MASTER_REMAINDER;
 }
-/* How many elements may be worked on at once. */
+/* How many elements to update at a time. */
 static int64_t ampi_update_block(const amp_k_tensor *row) {
     return row->weight_dtype == AMP_F32 && row->grad_dtype == AMP_F32 && row->moment_dtype != AMP_BF16
                ? AMPI_MULTI_CHUNK : AMPI_MULTI_BLOCK;
@@ -9137,7 +9108,7 @@ static void ampi_update_out(const ampi_update *x, const amp_k_tensor *row, uint6
     if (rounded && x->v != NULL) vec->bf16_stochastic(ampi_at_mut(row->v, AMP_BF16, first), x->v, n, random, 16);
 }
 
-/* Elements of a row's copy. */
+/* Writes elements of a row's copy. */
 static void ampi_copy_out(const amp_range *copies, int64_t row, int64_t *new_inf, const float *w, int64_t first,
                           int64_t n) {
     int64_t found = 0;
@@ -9203,7 +9174,7 @@ static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream)
     return AMP_OK;
 }
 
-/* ---- The CPU backend's runtime: memory from the host, streams and events that are always done */
+/* ---- The CPU backend's runtime: host memory; streams and events are always done */
 
 static int64_t ampi_cpu_time(void) {
     struct timespec t;
@@ -9216,7 +9187,7 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     memset(cpu, 0, sizeof *cpu);
     if (pthread_mutex_init(&cpu->lock, NULL) != 0) {
         host->free(host->user, cpu, sizeof *cpu);
-        return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the CPU backend");
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "cannot create the CPU backend's mutex");
     }
     cpu->pooled = 1;
     cpu->host = *host;
@@ -9278,12 +9249,11 @@ static amp_result ampi_cpu_place(void *dev, const void *ptr, amp_memory_kind *ou
 
 static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
     (void)dev;
-    out->device_total = ampi_probe_memory();    /* the rest of the probe takes a virtual machine a millisecond */
+    out->device_total = ampi_probe_memory();    /* the whole probe takes 1 ms on a virtual machine */
     return AMP_OK;
 }
 
-/* Utilization: the process's CPU time over what its kernels' threads had since the last call, at first
-   since opening. */
+/* Utilization: the process's CPU time over the time available to `threads` threads, since the last call or opening. */
 static amp_result ampi_cpu_telemetry(void *dev, amp_telemetry *out) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
     int64_t wall = ampi_posix_clock(NULL), busy = ampi_cpu_time();
@@ -9433,13 +9403,13 @@ enum {
 
 typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, AMPI_PARTS } ampi_part;
 
-/* One live allocation of device memory; kept in an open-addressing table by address. */
+/* A live allocation of device memory, in an open-addressing table by address. */
 typedef struct ampi_block { void *ptr; int64_t bytes; ampi_part part; } ampi_block;
 
 typedef struct ampi_layer_rule { char pattern[128]; amp_dtype dtype; } ampi_layer_rule;
 typedef struct ampi_user_op { char name[64]; uint8_t policy; } ampi_user_op;      /* an amp_cast_policy */
 
-/* What a cached copy of a weight is good for. */
+/* What a cached copy of a weight is for. */
 typedef enum ampi_pack_kind {
     AMPI_PACK_FORWARD = 1,          /* packed as the transposed right operand: y = x w^T */
     AMPI_PACK_BACKWARD = 2,         /* packed as the right operand: dx = dy w */
@@ -9450,17 +9420,17 @@ typedef struct ampi_cache_entry {
     uint64_t id, version, last_use;
     amp_dtype dtype;
     ampi_pack_kind kind;
-    int users;                      /* calls that are writing or reading it: not evicted meanwhile */
-    int writing; pthread_t by;      /* 1: this thread is making it, and others wait for it */
-    int unused;                     /* 1: an optimizer wrote it, and no call has used it since */
-    int recorded;                   /* 1: the graph being captured makes it */
-    /* 1: a graph that lives reads it and does not make it: launches want it up to date */
+    int users;                      /* calls writing or reading it: not evicted meanwhile */
+    int writing; pthread_t by;      /* 1: this thread writes it, others wait */
+    int unused;                     /* 1: written by an optimizer, not used since */
+    int recorded;                   /* 1: the graph being captured writes it */
+    /* 1: a live graph reads but does not write it: launches need it up to date */
     int in_graph;
     void *data;
-    int64_t bytes, new_inf;         /* new_inf: of this making, where the host sees it at once */
-} ampi_cache_entry;                 /* id 0: dropped, and to be freed after its last user */
+    int64_t bytes, new_inf;         /* new_inf: of this copy, if visible to the host at once */
+} ampi_cache_entry;                 /* id 0: dropped, freed after its last user */
 
-/* One written-out mask.  key: the description with its arrays replaced by their contents. */
+/* A mask written out.  key: its description, with the arrays' contents. */
 typedef struct ampi_mask_entry {
     uint8_t *key; int64_t key_bytes;
     uint64_t hash, last_use;
@@ -9471,46 +9441,44 @@ typedef struct ampi_mask_entry {
     int64_t bytes;
 } ampi_mask_entry;
 
-/* A registered parameter, the id that it was given here, and its version when the capture of a graph began last. */
+/* A registered parameter, its id in this context, and its version when the last capture began. */
 typedef struct ampi_known { amp_param *param; uint64_t id, captured; } ampi_known;
 
-/* What everything that is created from a context begins with.  Closing the context stops what still lives, the newest
-   first: its calls are errors from then on, and destroying it frees the rest.  What others refer to stays until they
-   are gone. */
+/* Everything created from a context begins with this.  Closing the context stops live objects, newest first: their
+   calls are errors from then on, and destroying them frees the rest.  An object stays while others refer to it. */
 typedef struct ampi_object ampi_object;
 struct ampi_object {
     amp_context *amp;
     const char *kind; char name[60];                /* for the warning */
-    void (*stop)(ampi_object *object); /* gives back all but the struct; when the context closes, the host's own
-                                                       arrays (parameters, names) may be gone already */
-    /* gives back the struct; NULL: it has these bytes and nothing else */
+    void (*stop)(ampi_object *object); /* frees all but the struct; when the context closes, the host's arrays
+                                          (parameters, names) may be gone already */
+    /* frees the struct; NULL: only `bytes` to free */
     void (*release)(ampi_object *object);
     size_t bytes;
-    ampi_object *next, **link;                      /* the context's list; link NULL: not in it */
-    int holders, stopped;                           /* changed atomically: its owner and those who refer to it */
+    ampi_object *next, **link;                      /* in the context's list; link NULL: not in it */
+    int holders, stopped;                           /* changed atomically; holders: the owner and referrers */
     /* 1: the host has no handle yet, so closing the context destroys it */
     int unfinished;
 };
 
-/* Numbers in device memory. */
 typedef struct ampi_cells {
-    int32_t bad_row, reserved;      /* 1 + a row where a kernel found something out of range; 0: none */
+    int32_t bad_row, reserved;      /* 1 + a row that a kernel found out of range; 0: none */
     int64_t new_inf;                /* of the cast cache */
-    uint64_t random;                /* where the random numbers of the graph launched last begin */
-    int64_t cut;                    /* numbers that saturate_inputs cut; the last of them where it says */
+    uint64_t random;                /* the first random offset of the graph launched last */
+    int64_t cut;                    /* numbers that saturate_inputs cut; the last of them */
     amp_k_cut_note cut_last;
 } ampi_cells;
 
-/* What happens to a context, told to the later sections that keep something in it. */
+/* Events that later sections are notified of. */
 typedef enum ampi_notice {
-    AMPI_PARAM_FORGOTTEN,           /* the parameter with this id; called with the lock held */
-    AMPI_PARAMS_FORGOTTEN,          /* after these, without the lock */
-    AMPI_CASTS_OUTDATED,            /* the dtype changed, or weights did */
-    AMPI_CLEANUP,                   /* what nobody uses is to be given back */
+    AMPI_PARAM_FORGOTTEN,           /* a parameter, by id; called with the lock held */
+    AMPI_PARAMS_FORGOTTEN,          /* after AMPI_PARAM_FORGOTTEN, without the lock */
+    AMPI_CASTS_OUTDATED,            /* the dtype or weights changed */
+    AMPI_CLEANUP,                   /* free what is not in use */
     AMPI_CLOSING                    /* the device is still open */
 } ampi_notice;
 typedef void (*ampi_listener)(amp_context *amp, ampi_notice notice, uint64_t id);
-enum { AMPI_LISTENERS = 8 };        /* sections after this one, and a NULL */
+enum { AMPI_LISTENERS = 8 };        /* later sections, and a NULL */
 
 struct amp_context {
     amp_desc desc;                  /* effective; the dtype is in `choice` */
@@ -9521,48 +9489,48 @@ struct amp_context {
     ampi_threads *threads;
     amp_machine machine;
     amp_choice choice;
-    amp_k_gemm product;             /* amp_gemm's, without what its caller gives: copying is faster than setting to 0 */
-    /* For everything below.  THE LOCK RULE: no call of the host's (logger, allocator, reducer, callbacks, amp_system)
-       and none of a backend is made with a lock held, here or anywhere: it might come back, or fail and log. */
+    amp_k_gemm product;             /* a template for amp_gemm: faster to copy than to clear */
+    /* Guards everything below.  THE LOCK RULE: never call the host (logger, allocator, reducer, callbacks, amp_system)
+       or a backend with a lock held, anywhere: it might call back, or fail and log. */
     pthread_mutex_t lock;
-    pthread_cond_t written;         /* a copy or a mask is made, or cannot be */
+    pthread_cond_t written;         /* a copy or mask is written, or cannot be */
     ampi_block *blocks; int64_t n_blocks, block_capacity;   /* the capacity is a power of two */
     int64_t allocated, peak, part_bytes[AMPI_PARTS];
-    int64_t taken, taken_peak;      /* host memory of the backend, scratch included; changed atomically */
+    int64_t taken, taken_peak;      /* the backend's host memory, with scratch; changed atomically */
     ampi_known *params; int64_t n_params, param_capacity;
     uint64_t serial, random_offset, clock;
     ampi_cache_entry *cache; int64_t n_cache, cache_capacity;
     amp_cache_info cache_info;
     int regions;                    /* open on all threads; changed atomically */
-    /* whose destructor ends what a thread left open; made with the first region */
+    /* its destructor ends regions that a thread left open; created with the first region */
     pthread_key_t thread_key; int has_key;
     ampi_listener listeners[AMPI_LISTENERS];        /* one per section; changed with the lock held, and atomically */
-    ampi_object *objects;           /* that live, the newest first */
-    /* changed atomically: objects, regions, mask views and whoever opened it; views: of these */
+    ampi_object *objects;           /* live ones, newest first */
+    /* changed atomically; holders: objects, regions, mask views and the opener; views: mask views */
     int holders, closed, views;
     ampi_mask_entry *masks; int64_t n_masks, mask_capacity;
     amp_cache_info mask_info;
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
     ampi_user_op *ops; int64_t n_ops, op_capacity;
     uint8_t override_policy[AMPI_BUILTIN_OPS];              /* amp_cast_policy */
-    ampi_cells *cells;              /* device memory; NULL where the host sees it anyway and there are no graphs */
+    ampi_cells *cells;              /* device memory; NULL if host-visible without graphs */
     ampi_object *capture;           /* the graph being captured, else NULL */
-    int graphs;                     /* that live: the caches keep what they refer to */
-    uint64_t settings_version;      /* moves with everything that is built into a graph */
-    uint64_t decisions;             /* a serial of its own, a new one with every setting that operators decide by */
+    int graphs;                     /* live ones: the caches keep what they use */
+    uint64_t settings_version;      /* changes with everything that is built into a graph */
+    uint64_t decisions;             /* a new serial with every setting that operators decide by */
     uint64_t capture_random;        /* random_offset when the capture began */
     int64_t new_inf; char new_inf_in[80];           /* of amp_status */
-    int64_t cut;                                    /* cells->cut when it was read last */
+    int64_t cut;                                    /* cells->cut as last read */
     struct { int id, count; } logged[AMPI_LOG_IDS];         /* changed atomically; id 0: free */
-    /* decisions in the log: a table of AMPI_TOLD_CAPACITY hashes; NULL before the first */
+    /* decisions logged: a table of AMPI_TOLD_CAPACITY hashes; NULL before the first */
     uint64_t *told; int n_told;
-    amp_log_level quiet;            /* the log's level without `debug` of the settings */
-    pid_t process;                  /* that opened it */
+    amp_log_level quiet;            /* the log level before `debug` of the settings */
+    pid_t process;                  /* the one that opened it */
 };
 
-/* ---- What other sections may ask of a context */
+/* ---- Access for other sections */
 
-/* Has a section's listener called from now on.  Called with the lock held. */
+/* Registers a section's listener.  Called with the lock held. */
 static void ampi_listen(amp_context *amp, ampi_listener listener) {
     int i = 0;
     while (amp->listeners[i] != NULL && amp->listeners[i] != listener) i++;
@@ -9590,17 +9558,17 @@ static amp_result ampi_may_wait(const amp_context *amp) {
     if (amp->capture == NULL) return AMP_OK;
     return ampi_fail(
         AMP_ERR_STATE, "amp_graph_begin",
-        "the call waits for the device, which only records while a graph is captured: move it after amp_graph_end");
+        "the call waits for the device, which only records during a capture: move it after amp_graph_end");
 }
-/* Something changed that captured graphs have built in. */
+/* A setting changed that is built into captured graphs ... */
 static void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
-/* And one that operators decide by. */
+/* ... and one that operators decide by. */
 static void ampi_decisions_changed(amp_context *amp) {
     ampi_settings_changed(amp);
     amp->decisions = ampi_serial();
 }
 static uint64_t ampi_settings_version(const amp_context *amp) { return amp->settings_version; }
-/* The graph that is being captured, or NULL. */
+/* The graph being captured, or NULL. */
 static ampi_object *ampi_capture(const amp_context *amp) { return amp->capture; }
 static void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
     int64_t i;
@@ -9609,7 +9577,7 @@ static void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
     amp->graphs++;
     amp->capture_random = amp->random_offset;
 }
-/* Returns how many random numbers the captured work takes; they are not used up.  Casts have only been recorded. */
+/* Returns how many random numbers the captured work takes; they are not consumed.  Casts were only recorded. */
 static uint64_t ampi_capture_end(amp_context *amp) {
     uint64_t taken = amp->random_offset - amp->capture_random;
     int64_t i;
@@ -9628,19 +9596,18 @@ static void ampi_graph_left(amp_context *amp) {
     for (i = 0; i < amp->n_cache; i++) amp->cache[i].in_graph = 0;
     pthread_mutex_unlock(&amp->lock);
 }
-/* Where a graph reads its first random offset, and what that is now. */
+/* Where a graph reads its first random offset, and its present value. */
 static uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
     *offset = amp->random_offset;
     return &amp->cells->random;
 }
 static void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
-/* What decides what regions compute in, and the next random numbers, to be put back after a look at
-   another precision. */
+/* What decides the dtypes of regions, and the next random offset: restored after a trial of another precision. */
 typedef struct ampi_precision {
     amp_choice choice;
     amp_dtype autocast_dtype, fallback;
     int32_t disable, allow_tf32;
-    int64_t n_layers;               /* overrides of layers */
+    int64_t n_layers;               /* layer overrides */
     uint64_t random_offset;
 } ampi_precision;
 static ampi_precision ampi_precision_get(const amp_context *amp) {
@@ -9655,8 +9622,7 @@ static ampi_precision ampi_precision_get(const amp_context *amp) {
     p.random_offset = amp->random_offset;
     return p;
 }
-/* Whatever the level; nothing that is captured or logged changes.  Weights may have changed too: no cached cast is
-   left. */
+/* At any level; captures and the log stay.  Weights may have changed too: drops cached casts. */
 static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->choice = p->choice;
     amp->desc.autocast_dtype = p->autocast_dtype;
@@ -9668,11 +9634,11 @@ static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->decisions = ampi_serial();
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
-/* 1: the gradient holds what no step has used, and the next backward adds to it; 0: it overwrites it. */
+/* 1: no step has used the gradient yet, and the next backward adds to it; 0: it overwrites it. */
 static void ampi_gradient_live(amp_param *p, int live) {
     if (p != NULL && (!live || p->grad.data != NULL)) p->grad_live = live;
 }
-/* 1: some registered parameter's gradient is live; clear 1: no more. */
+/* Whether some registered parameter's gradient is live; clear: makes them all not live. */
 static int ampi_live_gradients(amp_context *amp, int clear) {
     int64_t i, live = 0;
     for (i = 0; i < amp->n_params; i++) {
@@ -9681,7 +9647,6 @@ static int ampi_live_gradients(amp_context *amp, int clear) {
     }
     return live > 0;
 }
-/* The registered parameter with this gradient, or NULL. */
 static amp_param *ampi_param_of_gradient(const amp_context *amp, const void *data) {
     int64_t i;
     for (i = 0; data != NULL && i < amp->n_params; i++)
@@ -9704,8 +9669,7 @@ static int64_t ampi_new_inf(const amp_context *amp, char where[80]) {
     return n;
 }
 
-/* Returns with the lock held and room for `more` elements of a growing array of the context, or without it and the
-   error. */
+/* Makes room for `more` elements of an array of the context; returns with the lock held unless it fails. */
 static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, void **array, const int64_t *count,
                                      int64_t more, int64_t *capacity, size_t size) {
     for (ampi_lock(amp); *capacity - *count < more; ampi_lock(amp)) {
@@ -9728,7 +9692,7 @@ static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, voi
     return AMP_OK;
 }
 
-/* Room for one more element of an array that one thread at a time uses. */
+/* Room for one more element of an array that only one thread at a time uses. */
 static amp_result ampi_grow(amp_context *amp, const char *function, void **array, int64_t count, int64_t *capacity,
                             size_t size) {
     AMPI_TRY(ampi_lock_and_grow(amp, function, array, &count, 1, capacity, size));
@@ -9736,10 +9700,10 @@ static amp_result ampi_grow(amp_context *amp, const char *function, void **array
     return AMP_OK;
 }
 
-/* ---- Who lives how long */
+/* ---- Lifetimes */
 
 static void ampi_context_hold(amp_context *amp) { __atomic_add_fetch(&amp->holders, 1, __ATOMIC_RELAXED); }
-/* The last of them frees what amp_close leaves. */
+/* The last holder frees what amp_close leaves. */
 static void ampi_context_let_go(amp_context *amp) {
     amp_system system = amp->system;
     if (__atomic_sub_fetch(&amp->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
@@ -9749,7 +9713,7 @@ static void ampi_context_let_go(amp_context *amp) {
     ampi_free(&system, amp, 1, sizeof *amp);
 }
 
-/* *out: a zeroed struct that begins with an ampi_object, which its maker enlists when it is complete. */
+/* *out: a zeroed struct that begins with an ampi_object; enlist it when it is complete. */
 static amp_result ampi_object_create(amp_context *amp, const char *function, void **out, size_t bytes, const char *kind,
                                      void (*stop)(ampi_object *object)) {
     ampi_object *o;
@@ -9802,11 +9766,11 @@ static amp_result ampi_alive(const ampi_object *o, const char *function) {
     if (ampi_is_closed(o->amp))
         return ampi_fail(AMP_ERR_STATE, function,
                          "the context that this %s was created from was closed; it can only be destroyed", o->kind);
-    return ampi_fail(AMP_ERR_STATE, function, "the %s that this refers to was destroyed; destroy this one first",
+    return ampi_fail(AMP_ERR_STATE, function, "the %s that this refers to was destroyed; destroy this object first",
                      o->kind);
 }
 
-/* An object of a caller's, which begins with its ampi_object. */
+/* Checks a caller's object, which begins with an ampi_object. */
 static amp_result ampi_need_object(const char *function, const void *object, const char *name) {
     AMPI_TRY(ampi_need(function, object != NULL, name));
     return ampi_alive((const ampi_object *)object, function);
@@ -9821,7 +9785,7 @@ static const char *ampi_log_word(amp_log_level level) {
                                       : "debug";
 }
 
-/* Counts an id; returns how often it has been seen, this time included. */
+/* Counts an id; returns how often it has been seen by now. */
 static int ampi_log_count(amp_context *amp, int id) {
     int i, known;
     for (i = 0; i < AMPI_LOG_IDS; i++) {
@@ -9908,7 +9872,7 @@ static const ampi_field ampi_desc_fields[] = {
     {"mask_limit", AMPI_I64, offsetof(amp_desc, mask_limit), NULL, 0, 0, AMPI_DBL_MAX, "0 (none) or more"}
 };
 
-/* Fills in the defaults that the machine does not decide. */
+/* Also fills in the defaults that do not depend on the machine. */
 static amp_result ampi_check_desc(amp_desc *d) {
     char list[80];
     const amp_system *s = &d->system;
@@ -9922,7 +9886,7 @@ static amp_result ampi_check_desc(amp_desc *d) {
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".threads = %d, but the context of .share_threads has %d",
                          d->threads, d->share_threads->desc.threads);
     if (d->share_threads != NULL && d->parallel.parallel != NULL)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel both say which threads to use");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel are both set, use one");
     if (d->cpu_path > ampi_cpu_best_path())
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s",
                          ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
@@ -9955,7 +9919,7 @@ static void ampi_fill_defaults(amp_desc *d, const amp_cpu_info *cpu) {
     if (d->reducer.world == 0) d->reducer.world = 1;
 }
 
-/* The file of tuned plans holds one record, the backend's bytes. */
+/* The file of tuned plans has one record: the backend's bytes. */
 #define AMPI_PLANS_KEY "plans"
 
 static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
@@ -9972,7 +9936,7 @@ static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
     return result;
 }
 
-/* Nothing about this file may stop a training. */
+/* A bad file must not stop training. */
 static void ampi_plans_read(amp_context *amp) {
     amp_state *state;
     amp_result result;
@@ -10011,7 +9975,7 @@ static void ampi_plans_write(const amp_context *amp) {
     if (result != AMP_OK) ampi_log(amp, AMP_LOG_WARNING, 1003, "autotune_file not written: %s", amp_last_error());
 }
 
-/* The context's own copy of a path. */
+/* Copies a path. */
 static amp_result ampi_own_path(const amp_system *system, const char **path) {
     void *copy;
     size_t bytes;
@@ -10023,19 +9987,18 @@ static amp_result ampi_own_path(const amp_system *system, const char **path) {
     return AMP_OK;
 }
 
-/* Chooses as amp_choose does, on this context's device; what the device lacks is replaced by fallback, if there
-   is one. */
+/* amp_choose for this context's device, which replaces a dtype that the device lacks by fallback, if given. */
 static amp_result ampi_choose_here(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
     amp_result result;
     if (fallback == AMP_DTYPE_DEFAULT) return amp_choose(&amp->machine, wanted, amp->desc.allow_fallback, out);
     result = amp_choose(&amp->machine, wanted, 0, out);
     if (result != AMP_ERR_UNSUPPORTED) return result;
     AMPI_TRY(amp_choose(&amp->machine, fallback, 0, out));
-    return ampi_chosen(out, fallback, out->emulated, 1, "%s asked for: %.64s lacks it; the fallback %s instead",
+    return ampi_chosen(out, fallback, out->emulated, 1, "%s requested: %.64s lacks it; the fallback %s instead",
                        amp_dtype_name(wanted), amp->machine.device.name, amp_dtype_name(fallback));
 }
 
-/* What regions are to compute in.  Level O0 is fp32 throughout. */
+/* The dtype that regions compute in.  Level O0 is fp32 throughout. */
 static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
     amp_choice other;
     if (fallback != AMP_DTYPE_DEFAULT) AMPI_TRY(amp_choose(&amp->machine, fallback, 0, &other));
@@ -10051,7 +10014,7 @@ static amp_result ampi_choose_regions(const amp_context *amp, amp_dtype wanted, 
     return wanted == AMP_DTYPE_DEFAULT ? AMP_OK : ampi_choose_for(amp, wanted, fallback, out);
 }
 
-/* 1: products that are left in fp32 can be computed in TF32. */
+/* 1: fp32 products may be computed in TF32. */
 static int32_t ampi_may_tf32(const amp_context *amp, int32_t wanted) {
     amp_choice choice;
     if (!wanted || amp->desc.level == AMP_LEVEL_O0) return 0;
@@ -10145,7 +10108,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     }
     if (!locks) {
         ampi_free(&system, amp, 1, sizeof *amp);
-        return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the context");
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "cannot create the context's mutex");
     }
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
@@ -10156,7 +10119,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     return AMP_OK;
 }
 
-/* Stops what the host has not destroyed, and says so. */
+/* Stops objects that the host has not destroyed, and logs them. */
 static void ampi_close_objects(amp_context *amp) {
     ampi_object *o;
     for (;;) {
@@ -10185,7 +10148,7 @@ static void ampi_close_device(amp_context *amp) {
 
 AMP_API void amp_close(amp_context *amp) {
     const amp_system *system;
-    /* in a child of fork: its locks may be held, its device is the parent's */
+    /* in a child of fork(): locks may be held, the device is the parent's */
     if (amp == NULL || amp->process != getpid()) return;
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
     system = &amp->system;
@@ -10225,7 +10188,7 @@ AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
     return AMP_OK;
 }
 
-/* Levels O2 and O3 keep weights in the dtype they were opened with. */
+/* Levels O2 and O3 store weights in the dtype chosen at opening. */
 static amp_result ampi_check_switch(const amp_context *amp, const char *function, amp_dtype dtype) {
     if (amp->desc.level < AMP_LEVEL_O2 || dtype == amp->choice.dtype) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
@@ -10233,7 +10196,7 @@ static amp_result ampi_check_switch(const amp_context *amp, const char *function
                      amp_dtype_name(amp->choice.dtype));
 }
 
-/* changed 0: only the reason is another. */
+/* changed 0: only the reason differs. */
 static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dtype regions, int changed) {
     if (changed) ampi_tell_fallback(amp, choice);
     amp->choice = *choice;
@@ -10271,7 +10234,7 @@ static int64_t ampi_block_slot(const ampi_block *blocks, int64_t capacity, const
     return i;
 }
 
-/* As ampi_lock_and_grow, for one more block: the table stays at most half full. */
+/* ampi_lock_and_grow for one more block: the table stays at most half full. */
 static amp_result ampi_lock_with_block(amp_context *amp) {
     for (ampi_lock(amp); 2 * (amp->n_blocks + 1) > amp->block_capacity; ampi_lock(amp)) {
         int64_t old = amp->block_capacity, bigger = old ? 2 * old : 64, i;
@@ -10295,8 +10258,7 @@ static amp_result ampi_lock_with_block(amp_context *amp) {
     return AMP_OK;
 }
 
-/* Takes a block out, with its bytes, and closes the gap in its probe chain; 0: there is none.  Called with the lock
-   held. */
+/* Removes a block, closing the gap in its probe chain; returns its bytes, 0: not found.  Called with the lock held. */
 static int64_t ampi_block_take(amp_context *amp, const void *ptr) {
     int64_t mask = amp->block_capacity - 1, hole, i;
     ampi_block block;
@@ -10358,7 +10320,7 @@ AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_
         return ampi_fail(AMP_ERR_NULL, "amp_copy", "amp, dst or src is NULL");
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_copy", "bytes = %lld, must be 0 or more", (long long)bytes);
     if (dst != src && !ampi_is_apart(dst, (size_t)bytes, src, (size_t)bytes))
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src share memory");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src overlap");
     return bytes == 0
                ? AMP_OK
                : ampi_as("amp_copy", amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
@@ -10371,7 +10333,7 @@ AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes
                       : ampi_as("amp_fill", amp->backend->fill(amp->dev, dst, byte, (size_t)bytes, amp->desc.stream));
 }
 
-/* Finite numbers that were too large for an operand of a product: cut, or infinite now. */
+/* Reports finite numbers too large for an operand of a product: cut, or now infinite. */
 static void ampi_input_note(amp_context *amp, const amp_k_cut_note *note, int64_t count, int cut) {
     int loud = cut || note->input == 1, id = loud ? 1011 : 1012;
     ampi_lock(amp);
@@ -10382,15 +10344,14 @@ static void ampi_input_note(amp_context *amp, const amp_k_cut_note *note, int64_
     ampi_log(amp, loud ? AMP_LOG_WARNING : AMP_LOG_INFO, id, "%s: finite numbers beyond the range of %s: %lld, %s",
              note->where, amp_dtype_name(note->compute), (long long)count,
              !cut ? "which became infinite.  A smaller loss scale helps gradients only: scale the data, compute in "
-                    "bf16 or that layer "
-                    "in fp32 (amp_layer_override), or set saturate_inputs (AMP_SATURATE_INPUTS=true).  amp_status_get "
-                    "counts them"
+                    "bf16 or that layer in fp32 (amp_layer_override), or set saturate_inputs "
+                    "(AMP_SATURATE_INPUTS=true).  amp_status_get counts them"
              : note->input == 1
                  ? "cut by saturate_inputs"
                  : "cut by saturate_inputs; if they are gradients, the loss scaler does not see that they overflow");
 }
 
-/* Waits, and reads what kernels left in the cells. */
+/* Waits for the device and reads the cells. */
 static amp_result ampi_read_cells(amp_context *amp, ampi_cells *out) {
     int64_t more;
     AMPI_TRY(amp->backend->copy(amp->dev, out, amp->cells, sizeof *out, AMP_COPY_TO_HOST, amp->desc.stream));
@@ -10412,7 +10373,7 @@ AMP_API amp_result amp_sync(amp_context *amp) {
     if (cells.bad_row == 0) return AMP_OK;
     AMPI_TRY(amp->backend->fill(amp->dev, &amp->cells->bad_row, 0, sizeof cells.bad_row, amp->desc.stream));
     return ampi_fail(AMP_ERR_LABEL, "amp_sync",
-                     "an operator since the last wait met a label or id out of range in row %d", cells.bad_row - 1);
+                     "an operator since the last wait got a label or id out of range in row %d", cells.bad_row - 1);
 }
 
 AMP_API amp_result amp_event_record(amp_context *amp, void *event) {
@@ -10429,7 +10390,7 @@ AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
                : ampi_as("amp_event_wait", amp->backend->event_wait(amp->dev, event, amp->desc.stream));
 }
 
-/* What the context counts itself, without asking the device. */
+/* What the context itself counts. */
 static void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
     ampi_lock(amp);
     out->allocated = amp->allocated;
@@ -10483,16 +10444,16 @@ static int ampi_is_known(const amp_context *amp, const amp_param *p) {
     return p->id != 0 && p->context == amp->serial && p->place == p;
 }
 
-/* One that is registered nowhere (or NULL) may be used; so may this context's own. */
+/* NULL, unregistered parameters and this context's are allowed. */
 static amp_result ampi_check_known(const amp_context *amp, const char *function, const amp_param *p) {
     if (p == NULL || p->id == 0 || ampi_is_known(amp, p)) return AMP_OK;
     if (p->context == amp->serial)
         return ampi_fail(AMP_ERR_STATE, function,
                          "parameter %s was copied or moved since amp_param_register; use it where it was registered, "
-                         "or zero the id of the copy and register that",
+                         "or set the copy's id to 0 and register the copy",
                          p->name ? p->name : "?");
     return ampi_fail(AMP_ERR_STATE, function,
-                     "parameter %s is registered with another context, or with one that was closed; "
+                     "parameter %s is registered with another context, or with a closed one; "
                      "call amp_param_register with this one",
                      p->name ? p->name : "?");
 }
@@ -10530,12 +10491,12 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
                              "%s is already registered; call amp_param_forget first", p->name);
     for (j = 0; j < i; j++)
         if (strcmp(params[j].name, p->name) == 0)
-            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "two parameters are called %s", p->name);
+            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "two parameters are named %s", p->name);
     return AMP_OK;
 }
 
-/* Drops a range of parameters: all, or those that were registered elsewhere since, or whose memory begins anew.  Called
-   with the lock held; AMPI_PARAMS_FORGOTTEN follows. */
+/* Drops a range of parameters: all, or only those registered elsewhere since, or with reused memory.  Called with the
+   lock held; AMPI_PARAMS_FORGOTTEN follows. */
 static void ampi_params_drop(amp_context *amp, const amp_param *params, int64_t n, int all) {
     int64_t i, kept = 0;
     for (i = 0; i < amp->n_params; i++) {
@@ -10604,10 +10565,10 @@ AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm) {
 }
 
 /* ==== 7 >>masks: implementation ====
-   A mask is written once: whoever wants it meanwhile waits.  Writing, allocating and freeing run without the lock. */
+   A mask is written once: others that need it meanwhile wait.  Writing, allocating and freeing run without the lock. */
 
-/* 1: this thread is making a copy or a mask, and calls from within, from the host's allocator for example: it does not
-   wait for anybody.  Called with the lock held. */
+/* 1: this thread is writing a copy or a mask, and calls from within, for example from the host's allocator: it must not
+   wait.  Called with the lock held. */
 static int ampi_is_writing(const amp_context *amp) {
     pthread_t me = pthread_self();
     int64_t i;
@@ -10630,7 +10591,6 @@ static amp_result ampi_check_mask(const char *f, const amp_mask *mask) {
     return AMP_OK;
 }
 
-/* The arrays that a mask reads. */
 static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, int64_t heads, int64_t queries,
                             int64_t keys) {
     const int64_t word = (int64_t)sizeof(int32_t);
@@ -10642,7 +10602,7 @@ static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, in
                          (batch - 1) * m->allowed_batch_stride + (heads - 1) * m->allowed_head_stride + queries * keys);
 }
 
-/* Whether sequences may differ. */
+/* Whether the sequences' masks may differ. */
 static int ampi_mask_per_batch(const amp_mask *m) {
     return m->lengths || m->documents || m->kind == AMP_MASK_PREFIX ||
            (m->kind == AMP_MASK_ARBITRARY && m->allowed_batch_stride != 0);
@@ -10665,12 +10625,12 @@ static amp_result ampi_mask_check(const amp_mask *m, int64_t batch, int64_t quer
     AMPI_TRY(ampi_check_mask(f, m));
     if (m->kind == AMP_MASK_ARBITRARY && m->allowed_head_stride != 0)
         return ampi_fail(AMP_ERR_UNSUPPORTED, f,
-                         ".allowed differs between heads (stride %lld); the cache keeps one mask for all",
+                         ".allowed differs between heads (stride %lld); the cache keeps one mask for all heads",
                          (long long)m->allowed_head_stride);
     return AMP_OK;
 }
 
-/* The key: eight numbers, then the arrays.  Returns its size; out NULL only counts. */
+/* The key: eight numbers, then the arrays.  Returns its size; out NULL: only that. */
 static int64_t ampi_mask_key(const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype,
                              uint8_t *out) {
     int64_t numbers[8], n = (int64_t)sizeof numbers, b;
@@ -10706,7 +10666,7 @@ static uint64_t ampi_mask_hash(const uint8_t *key, int64_t n) {        /* FNV-1a
     return hash;
 }
 
-/* One row of 0 and 1. */
+/* Writes a row of 0 and 1. */
 static void ampi_mask_write_row(const amp_mask *m, int64_t b, int64_t query, int64_t queries, int64_t keys,
                                 uint8_t *row) {
     int64_t position = query + keys - queries, j;
@@ -10730,7 +10690,7 @@ static void ampi_mask_add_row(const uint8_t *row, int64_t keys, amp_dtype dtype,
     }
 }
 
-/* Writes all rows to the device, one at a time where the host cannot reach it. */
+/* Writes all rows to the device, waiting for each if the host cannot write there itself. */
 static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys,
                                   amp_dtype dtype, void *data) {
     int64_t size = (int64_t)amp_dtype_size(dtype), b, i;
@@ -10754,11 +10714,11 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
     return result;
 }
 
-/* What amp_mask_cache_drop (kind), amp_mask_cache_clear (any) and the limit let go. */
+/* What amp_mask_cache_drop (KIND), amp_mask_cache_clear (ANY) and the limit (OLDEST) free. */
 typedef enum ampi_let_go_of { AMPI_GO_KIND, AMPI_GO_ANY, AMPI_GO_OLDEST } ampi_let_go_of;
 
-/* Frees one mask that nobody holds, the least recently used; 0: there is none.  OLDEST: only while `more` bytes do not
-   fit under the limit. */
+/* Frees the least recently used mask that is not held; 0: there is none.  OLDEST: only while `more` bytes do not fit
+   under the limit. */
 static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_kind kind, int64_t more) {
     ampi_mask_entry e;
     int64_t oldest = -1, i;
@@ -10782,7 +10742,7 @@ static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_ki
     return oldest >= 0;
 }
 
-/* The place of the mask with this key, n_masks: none.  Called with the lock held. */
+/* The index of the mask with this key; n_masks: none.  Called with the lock held. */
 static int64_t ampi_mask_at(const amp_context *amp, const ampi_mask_entry *e) {
     int64_t i;
     for (i = 0; i < amp->n_masks; i++) {
@@ -10794,7 +10754,6 @@ static int64_t ampi_mask_at(const amp_context *amp, const ampi_mask_entry *e) {
     return i;
 }
 
-/* What else happens to the context does not concern masks. */
 static void ampi_masks_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
     int64_t i;
     int views = __atomic_load_n(&amp->views, __ATOMIC_RELAXED);
@@ -10803,11 +10762,11 @@ static void ampi_masks_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
     if (notice != AMPI_CLOSING) return;
     if (views > 0)
         ampi_log(amp, AMP_LOG_WARNING, 1008,
-                 "amp_close: masks of amp_mask_get were not released, and their memory is gone: %d", views);
+                 "amp_close: masks of amp_mask_get were not released, but their memory is freed: %d", views);
     for (i = 0; i < amp->n_masks; i++) ampi_free(&amp->system, amp->masks[i].key, amp->masks[i].key_bytes, 1);
 }
 
-/* Finds the mask with e's key, in use from now on, or takes its place: e->writing, and the key is the entry's then. */
+/* Finds the mask with e's key and marks it in use, or adds e: then e->writing is 1 and the entry owns the key. */
 static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
     ampi_mask_entry *at;
     int64_t i;
@@ -10819,7 +10778,7 @@ static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
         if (ampi_is_writing(amp)) {
             ampi_unlock(amp);
             return ampi_fail(AMP_ERR_STATE, "amp_mask_get",
-                             "called from a callback of the call that is writing a mask; it cannot wait for another");
+                             "called from a callback of a call that is writing a mask or cast; it must not wait");
         }
         pthread_cond_wait(&amp->written, &amp->lock);
         ampi_unlock(amp);
@@ -10840,7 +10799,7 @@ static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
     return AMP_OK;
 }
 
-/* Makes a mask that was claimed; batch is 1 where all sequences share it. */
+/* Writes a claimed mask; batch is 1 if all sequences share it. */
 static amp_result ampi_mask_make(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys,
                                  amp_dtype dtype, ampi_mask_entry *e) {
     size_t bytes = 0;
@@ -10852,7 +10811,7 @@ static amp_result ampi_mask_make(amp_context *amp, const amp_mask *m, int64_t ba
     return ampi_mask_write(amp, m, batch, queries, keys, dtype, e->data);
 }
 
-/* The mask is written, or cannot be: then its place is given back. */
+/* The mask is written, or its entry removed if that failed. */
 static void ampi_mask_written(amp_context *amp, const ampi_mask_entry *e, amp_result result) {
     int64_t i;
     ampi_lock(amp);
@@ -10944,14 +10903,13 @@ AMP_API void amp_mask_cache_clear(amp_context *amp) {
 
 /* ==== 8 >>autocast: implementation ==== */
 
-/* ---- Emptying the cast cache, of which more below */
+/* ---- Emptying the cast cache (see below) */
 
-/* Which copies are freed: those dropped already and nothing else; those that nobody needs, as those handed to the host
-   stay while any region is open; the least recently used of these, while `more` bytes do not fit under the limit; all
-   that nobody is reading. */
+/* Which copies to free, never one in use.  DROPPED: only dropped ones.  IDLE: all, but those handed to the host only if
+   no region is open.  OLDEST: the least recently used of these, while `more` bytes do not fit under the limit.  ALL. */
 typedef enum ampi_copies { AMPI_COPIES_DROPPED, AMPI_COPIES_IDLE, AMPI_COPIES_OLDEST, AMPI_COPIES_ALL } ampi_copies;
 
-/* Frees one of them; 0: there is none.  A graph that lives may use their memory: then all stay. */
+/* Frees one of them; 0: there is none.  While graphs live all stay, as they may use them. */
 static int ampi_cache_free_one(amp_context *amp, ampi_copies which, int64_t more) {
     int64_t oldest = -1, i;
     void *data = NULL;
@@ -10986,10 +10944,10 @@ static void ampi_cache_clear_idle(amp_context *amp) { while (ampi_cache_free_one
 
 enum { AMPI_REGION_DEPTH = 32 };
 
-/* recompute 1: opened by amp_recompute_begin; desc is then that of the region around it. */
+/* recompute 1: opened by amp_recompute_begin; desc is the enclosing region's. */
 typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
-/* The stack of regions of this thread, and what amp_gemm decided last: 0, or under which `decisions`. */
+/* This thread's stack of regions, and amp_gemm's last plan with its `decisions` (0: none). */
 static AMPI_THREAD_LOCAL struct {
     ampi_region at[AMPI_REGION_DEPTH];
     int n;
@@ -10997,7 +10955,7 @@ static AMPI_THREAD_LOCAL struct {
     amp_plan gemm;
 } ampi_regions;
 
-/* The innermost entry of this context, or NULL; its settings. */
+/* This context's innermost entry and its settings; NULL: none. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
     int i = ampi_regions.n;
     while (--i >= 0)
@@ -11029,7 +10987,7 @@ static void ampi_region_remove(int i) {
 }
 static void ampi_region_drop(void) { ampi_region_remove(ampi_regions.n - 1); }
 
-/* Ends what this thread has open of one context, or (NULL) of those that were closed; returns how many. */
+/* Ends this thread's regions of one context, or (NULL) of closed ones; returns how many. */
 static int ampi_regions_end(const amp_context *amp) {
     int i, n = 0;
     for (i = ampi_regions.n - 1; i >= 0; i--)
@@ -11060,7 +11018,7 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
     }
 }
 
-/* A thread ends: so do its regions. */
+/* Ends a thread's regions with it. */
 static void ampi_thread_left(void *value) {
     (void)value;
     while (ampi_regions.n > 0) ampi_region_drop();
@@ -11075,7 +11033,7 @@ static amp_result ampi_region_key(amp_context *amp, const char *function) {
     ampi_unlock(amp);
     return error == 0 ? AMP_OK
                       : ampi_fail(AMP_ERR_THREAD, function,
-                                  "no key for this context's threads (%s): close contexts that are not needed",
+                                  "no thread-specific key for this context (%s): close unused contexts",
                                   strerror(error));
 }
 
@@ -11087,7 +11045,7 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     (void)ampi_regions_end(NULL);
     if (ampi_regions.n == AMPI_REGION_DEPTH)
         return ampi_fail(AMP_ERR_STATE, function,
-                         "%d regions are open on this thread, which is the limit; is an amp_autocast_end or "
+                         "%d regions are open on this thread, the limit; is an amp_autocast_end or "
                          "amp_recompute_end missing",
                          AMPI_REGION_DEPTH);
     if (!__atomic_load_n(&amp->has_key, __ATOMIC_ACQUIRE)) AMPI_TRY(ampi_region_key(amp, function));
@@ -11103,7 +11061,7 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     return AMP_OK;
 }
 
-/* amp may have been closed: it is only compared. */
+/* amp is only compared: it may have been closed. */
 static amp_result ampi_region_pop(const amp_context *amp, const char *function, int recompute) {
     const ampi_region *top;
     (void)ampi_regions_end(NULL);
@@ -11112,13 +11070,13 @@ static amp_result ampi_region_pop(const amp_context *amp, const char *function, 
     if (top->amp != amp)
         return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
     if (top->recompute != recompute)
-        return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close that first",
+        return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close it first",
                          top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
     ampi_region_drop();
     return AMP_OK;
 }
 
-/* An island with the context's settings. */
+/* A disabled region with the context's settings. */
 static amp_autocast_desc ampi_outside(const amp_context *amp) {
     amp_autocast_desc d;
     memset(&d, 0, sizeof d);
@@ -11156,8 +11114,8 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
     return ampi_region_push(amp, "amp_autocast_begin", &d, 0);
 }
 
-/* How many entries this thread has; what a callback of the host's then opens inherits nothing from the region around.
-   And closing those beyond. */
+/* Around a callback of the host: regions opened in it inherit nothing from the enclosing ones.  Returns the depth to
+   pass to ampi_regions_close. */
 static int ampi_regions_hide(amp_context *amp) {
     int depth = ampi_regions.n;
     amp_autocast_desc outside = ampi_outside(amp);
@@ -11191,8 +11149,7 @@ AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *o
 
 /* ---- Policies */
 
-/* The built-in operators, in the order of amp_operator: name, and policies FUSED and TORCH (PyTorch's CUDA lists).  The
-   table ampi_calls says how they are called. */
+/* The built-in operators, in the order of amp_operator: name, and policies FUSED and TORCH (PyTorch's CUDA lists). */
 static const struct ampi_builtin { const char *name; uint8_t policy[2]; } ampi_builtins[AMPI_BUILTIN_OPS] = {
     {"none", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"linear", {AMP_CAST_LOWER, AMP_CAST_LOWER}},
@@ -11229,7 +11186,7 @@ static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_po
     return (amp_cast_policy)ampi_builtins[op].policy[table == AMP_POLICY_TORCH];
 }
 
-/* The last override whose pattern matches, AMP_DTYPE_DEFAULT without one. */
+/* The last override whose pattern matches; AMP_DTYPE_DEFAULT: none. */
 static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
     int64_t i = amp->n_layers;
     if (layer == NULL) return AMP_DTYPE_DEFAULT;
@@ -11238,13 +11195,13 @@ static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
     return AMP_DTYPE_DEFAULT;
 }
 
-/* The dtype that holds both without loss of range or precision. */
+/* The smallest dtype that holds both in range and precision. */
 static amp_dtype ampi_wider(amp_dtype a, amp_dtype b) {
     if (a == AMP_DTYPE_DEFAULT || a == b) return b;
     return b == AMP_DTYPE_DEFAULT ? a : AMP_F32;
 }
 
-/* The widest of the inputs that a region may cast; AMP_DTYPE_DEFAULT when there is none. */
+/* The widest of the inputs that a region may cast; AMP_DTYPE_DEFAULT: none. */
 static amp_dtype ampi_widest(const amp_dtype *inputs, int32_t n) {
     amp_dtype widest = AMP_DTYPE_DEFAULT;
     int32_t i;
@@ -11253,7 +11210,7 @@ static amp_dtype ampi_widest(const amp_dtype *inputs, int32_t n) {
     return widest;
 }
 
-/* What the inputs, of which `widest` is the widest, promote to without a region: fp64 counts here. */
+/* What the inputs promote to without a region: here fp64 counts. */
 static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype widest) {
     int32_t i;
     for (i = 0; i < n; i++)
@@ -11263,7 +11220,7 @@ static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype wid
 
 static amp_dtype ampi_stored(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
 
-/* Matrix products: what a region's dtype is for, and TF32. */
+/* Matrix products use a region's dtype, and TF32. */
 static int ampi_is_product(int32_t op) { return op >= AMP_OP_LINEAR && op <= AMP_OP_ATTENTION; }
 
 /* Applies a policy to the widest input; dtype is the region's or the layer's. */
@@ -11280,7 +11237,7 @@ static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype
     }
 }
 
-/* The decision in a region that is no island. */
+/* The decision in an enabled region. */
 static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc *region, int32_t op, const char *layer,
                                  amp_dtype widest, amp_plan *out) {
     amp_cast_policy policy = ampi_policy_of(amp, op, region->policy, &out->rule);
@@ -11301,7 +11258,7 @@ static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc
     return AMP_OK;
 }
 
-/* Takes no lock: operators and overrides are set up before threads use the context, as the manual says. */
+/* Takes no lock: operators and overrides are set up before threads use the context. */
 static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n,
                               amp_plan *out) {
     const ampi_region *top;
@@ -11314,7 +11271,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     top = ampi_region_top(amp);
     if (top != NULL && top->recompute)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide",
-                         "%s keeps no record of its forward; while recomputing, open its region again around it",
+                         "%s keeps no record of its forward; while recomputing, reopen its region around it",
                          ampi_op_name(amp, op));
     memset(out, 0, sizeof *out);
     region = top ? &top->desc : NULL;
@@ -11338,10 +11295,9 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
 
 /* ---- The log of decisions */
 
-/* Whether an operator found its weight in the cast cache. */
 typedef enum ampi_cache_use { AMPI_CACHE_UNUSED, AMPI_CACHE_MISS, AMPI_CACHE_HIT } ampi_cache_use;
 
-/* 1: this text is new, and is now remembered by its hash; 2: so it is, and it is the last one. */
+/* 1: this text is new and was added; 2: also the last that fits. */
 static int ampi_told_add(amp_context *amp, const char *text) {
     uint64_t hash = ampi_text_hash(text) | 1, i = hash >> 8;
     void *scratch = NULL;
@@ -11365,7 +11321,7 @@ static int ampi_told_add(amp_context *amp, const char *text) {
     return added;
 }
 
-/* The line of AMP_LOG_DECISION. */
+/* Logs AMP_LOG_DECISION. */
 static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n,
                       const amp_plan *plan, ampi_cache_use use) {
     static const char *const rules[] = {"", "storage", "region", "operator", "layer", "level"};
@@ -11482,8 +11438,8 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
     return AMP_OK;
 }
 
-/* ---- The cast cache: copies of registered weights by (id, dtype, kind), made again when the version moved.  A copy is
-   made once: whoever wants it meanwhile waits.  Making, allocating and freeing run without the lock. */
+/* ---- The cast cache: copies of registered weights by (id, dtype, kind), rewritten when the version changes.  A copy
+   is written once: others that need it meanwhile wait.  Writing, allocating and freeing run without the lock. */
 
 static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int64_t *new_inf,
                            amp_k_pack *out) {
@@ -11498,7 +11454,6 @@ static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind k
     out->new_inf = new_inf;
 }
 
-/* Fills the entry's memory from the weight. */
 static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cache_entry *e) {
     int64_t *new_inf = amp->backend->host_visible ? &e->new_inf : &amp->cells->new_inf;
     amp_k_pack pack;
@@ -11526,9 +11481,8 @@ static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype 
     return (int64_t)amp->backend->gemm_pack_size(amp->dev, &pack);
 }
 
-/* Finds the copy, in use from now on, or takes its place and has it to make: e->writing.  Neither, for a call from
-   within the making of another copy that would have to wait: e->users 0.  refresh 1: it is made again, whatever its
-   version. */
+/* Finds the copy and marks it in use, or adds an entry for the caller to write: e->writing.  e->users 0: neither, since
+   this thread is writing another copy and must not wait.  refresh 1: writes it again at any version. */
 static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                    int refresh, ampi_cache_entry *e) {
     ampi_cache_entry *at;
@@ -11567,7 +11521,7 @@ static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dty
     return AMP_OK;
 }
 
-/* Makes the copy that was claimed, or sets e->users to 0 where the kernels have no use for one now. */
+/* Writes a claimed copy, or sets e->users to 0 if the kernels need none now. */
 static amp_result ampi_cache_make(amp_context *amp, const amp_param *p, int repeated, ampi_cache_entry *e) {
     int64_t bytes = ampi_cache_bytes(amp, p, e->dtype, e->kind, repeated);
     if (bytes == 0) { e->users = 0; return AMP_OK; }
@@ -11579,7 +11533,7 @@ static amp_result ampi_cache_make(amp_context *amp, const amp_param *p, int repe
     return ampi_cache_fill(amp, p, e);
 }
 
-/* The copy is made, or has not been: what there was before is out of date, and is dropped after a failure. */
+/* The copy is written, or not: then the old one is outdated, and after a failure dropped. */
 static void ampi_cache_made(amp_context *amp, const ampi_cache_entry *e, amp_result result) {
     ampi_cache_entry *at;
     int64_t i;
@@ -11606,7 +11560,7 @@ static void ampi_cache_made(amp_context *amp, const ampi_cache_entry *e, amp_res
     if (result != AMP_OK) ampi_cache_free_dropped(amp);
 }
 
-/* A copy in use, or *data NULL.  repeated: as in amp_k_pack. */
+/* Returns a copy in use, or *data NULL.  repeated: as in amp_k_pack. */
 static amp_result ampi_cache_lookup(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                     int repeated, int refresh, const void **data, ampi_cache_use *use) {
     ampi_cache_entry e;
@@ -11627,9 +11581,8 @@ static int ampi_cache_is_off(const amp_context *amp) {
     return amp->desc.disable_cache || (region && region->disable_cache);
 }
 
-/* A cached copy, or *data NULL when there is none to be had: the parameter is not registered, the cache is off,
-   or the kernels have no use for one.  Recomputing is no repeated use: it is the last one, and there to save memory.
-   ampi_cache_put ends its use. */
+/* Returns a cached copy, which ampi_cache_put releases, or *data NULL: the parameter is not registered, the cache is
+   off, or the kernels need no copy.  Recomputing is not a repeated use, but the last one, meant to save memory. */
 static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                  const void **data, ampi_cache_use *use) {
     uint64_t *used = &p->used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
@@ -11654,10 +11607,10 @@ static void ampi_cache_put(amp_context *amp, const void *data) {
     if (dropped) ampi_cache_free_dropped(amp);
 }
 
-/* ---- What an optimizer writes along: of an fp32 weight the copy that is up to date and was used since the last step,
-   or that a graph reads */
+/* ---- The copy of an fp32 weight that an optimizer writes too: up to date and used since the last step, or read by a
+   graph */
 
-/* In use until ampi_copy_end; NULL: there is none. */
+/* The copy, in use until ampi_copy_end; NULL: none. */
 static void *ampi_copy_begin(amp_context *amp, const amp_param *p, amp_dtype *dtype) {
     ampi_cache_entry *best = NULL;
     void *data = NULL;
@@ -11679,7 +11632,6 @@ static void *ampi_copy_begin(amp_context *amp, const amp_param *p, amp_dtype *dt
     ampi_unlock(amp);
     return data;
 }
-/* result: of writing it. */
 static void ampi_copy_end(amp_context *amp, const amp_param *p, const void *data, amp_result result) {
     int64_t i;
     ampi_lock(amp);
@@ -11692,7 +11644,7 @@ static void ampi_copy_end(amp_context *amp, const amp_param *p, const void *data
     ampi_cache_put(amp, data);
 }
 
-/* Brings up to date what graphs read. */
+/* Updates the copies that graphs read. */
 static amp_result ampi_copies_refresh(amp_context *amp) {
     for (;;) {
         ampi_cache_entry e;
@@ -11711,7 +11663,7 @@ static amp_result ampi_copies_refresh(amp_context *amp) {
         AMPI_TRY(ampi_cache_lookup(amp, p, e.dtype, e.kind, 1, 0, &data, &use));
         if (data == NULL)
             return ampi_fail(AMP_ERR_STATE, "amp_graph_launch",
-                             "called from a callback of the call that is casting %s; it cannot wait for that", p->name);
+                             "called from a callback of a call that is casting; it must not wait for %s", p->name);
         ampi_cache_put(amp, data);
     }
 }
@@ -11733,7 +11685,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
                      ampi_cache_lookup(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use)));
     if (data == NULL && amp_tensor_count(&param->weight) > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast",
-                         "called from a callback of the call that is casting %s; it cannot wait for that", param->name);
+                         "called from a callback of a call that is casting; it must not wait for %s", param->name);
     ampi_cache_put(amp, data);
     *out = param->weight;
     memcpy(&out->data, &data, sizeof out->data);
@@ -11760,14 +11712,13 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
     if (amp == NULL) return;
     ampi_lock(amp);
     for (i = 0; i < amp->n_cache; i++)
-        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* what graphs keep is out of date */
+        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* graphs' copies are outdated */
     ampi_unlock(amp);
     while (ampi_cache_free_one(amp, AMPI_COPIES_ALL, 0)) {}
 }
 
 /* ==== 9 >>operators: implementation ====
-   Each function checks its op struct, asks section 8 for the plan, translates to kernel arguments and
-   calls the backend. */
+   Each function checks its op struct, asks section 8 for the plan, and calls the backend. */
 
 /* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
 static amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
@@ -11798,14 +11749,13 @@ static amp_result ampi_check_same_rows(const char *function, const char *field, 
                      (long long)m->rows, (long long)m->cols, other, (long long)like->rows, (long long)like->cols);
 }
 
-/* The first lines of every operator. */
-/* A plan is 0 or what a forward wrote.  Anything else was left there by the stack, and so was the rest of the op. */
+/* A plan is 0 or written by a forward; any other value means that the op was never zeroed. */
 static int ampi_plan_is_garbage(const amp_plan *p) {
     return (uint32_t)p->compute > AMP_I64 || (uint32_t)p->result > AMP_I64 || (uint32_t)p->rule > AMP_BY_LEVEL ||
            (uint32_t)p->mode > AMP_MODE_INFERENCE || (uint32_t)p->captured > 1 || (uint32_t)p->saturate > 1;
 }
 
-/* What every call with an op begins with.  plan: where in the op its plan is. */
+/* Begins every call with an op.  plan: its offset in the op. */
 static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, size_t plan) {
     AMPI_TRY(ampi_need(function, amp && op, "amp or op"));
     if (ampi_plan_is_garbage((const amp_plan *)(const void *)((const char *)op + plan)))
@@ -11814,22 +11764,22 @@ static amp_result ampi_op_begin(const char *function, const amp_context *amp, co
     return AMP_OK;
 }
 
-/* What backward and a forward that runs again obey. */
+/* Checks the plan of a backward or a recomputed forward. */
 static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
     if (plan->compute == AMP_DTYPE_DEFAULT)
         return ampi_fail(AMP_ERR_STATE, function, "the forward call of this op struct has not run");
     if (plan->mode == AMP_MODE_INFERENCE)
-        return ampi_fail(AMP_ERR_STATE, function, "its forward ran in inference mode, so it has no backward");
+        return ampi_fail(AMP_ERR_STATE, function, "the forward ran in inference mode, which has no backward");
     return AMP_OK;
 }
 
-/* Versions only grow, so their sum moves when one of them does. */
+/* Versions only grow, so their sum changes when one does. */
 static uint64_t ampi_versions(const amp_param *a, const amp_param *b) {
     return (a ? a->version : 0) + (b ? b->version : 0);
 }
 
-/* The plan of a forward: decided now, or when recomputing the recorded one.  amp_linear tells the log of it itself,
-   with what the cast cache had. */
+/* The plan of a forward: decided now or, when recomputing, the recorded one.  amp_linear logs its own, with the use of
+   the cast cache. */
 static amp_result ampi_plan_forward(const amp_context *amp, const char *function, int32_t op, const char *layer,
                                     amp_dtype a, amp_dtype b, uint64_t version, const amp_plan *recorded,
                                     amp_plan *plan) {
@@ -11850,7 +11800,7 @@ static amp_result ampi_plan_forward(const amp_context *amp, const char *function
     return AMP_OK;
 }
 
-/* A gradient or input that must have the rows of `like`, if it is there at all. */
+/* A tensor that must have the rows of `like`; ampi_optional_rows: if it has data. */
 static amp_result ampi_rows_like(const char *function, const char *field, const amp_tensor *t, const char *other,
                                  const amp_mat *like, amp_mat *out) {
     AMPI_TRY(ampi_rows(function, field, t, out));
@@ -11863,7 +11813,7 @@ static amp_result ampi_optional_rows(const char *function, const char *field, co
     return t->data == NULL ? AMP_OK : ampi_rows_like(function, field, t, other, like, out);
 }
 
-/* A parameter of this exact shape; cols -1 for a vector. */
+/* A parameter of exactly this shape; cols -1: a vector. */
 static amp_result ampi_check_weight(const char *function, const char *field, const amp_param *p, int64_t rows,
                                     int64_t cols) {
     const int64_t *have = p->weight.shape;
@@ -11880,13 +11830,13 @@ static amp_result ampi_check_weight(const char *function, const char *field, con
 static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.data != NULL; }
 static const char *ampi_layer_name(const char *layer, const amp_param *p) { return layer ? layer : p ? p->name : NULL; }
 
-/* What a kernel found out of range: read back at once where the host can, otherwise at the next wait. */
+/* Where a kernel reports a row out of range: read at once if visible to the host, else at the next wait. */
 static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) {
     return amp->backend->host_visible ? here : &amp->cells->bad_row;
 }
 
-/* ---- What the operands of products lose in their casts, on the CPU: finite numbers that fp16 makes infinite are
-   counted; where the plan saturates, inputs are cut to the largest number that stays finite. */
+/* ---- What casts lose of a product's operands, on the CPU: counts finite numbers that fp16 makes infinite; with a plan
+   that saturates, cuts inputs to the largest finite number. */
 
 static amp_tensor ampi_product_operand(const amp_k_gemm *g, int i) {
     int64_t rows = i            ? g->trans_b ? g->n : g->k
@@ -11929,8 +11879,8 @@ static void ampi_cut(void *x, amp_dtype dtype, int64_t n, uint32_t largest) {
     }
 }
 
-/* How many finite numbers of t become infinite in `compute`.  copy: all of t side by side, those cut; NULL: none is
-   made. */
+/* How many finite numbers of t become infinite in `compute`.  copy: receives t, contiguous, with these cut; may be
+   NULL. */
 static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0};
     float scratch[AMPI_CONVERT_CHUNK];
@@ -11954,8 +11904,8 @@ static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     return total;
 }
 
-/* An operand as it is named; `input` 0: a gradient, 1: none, 2: who knows.  copy: what it was cut into, or NULL; cut:
-   what a device is told that cuts it. */
+/* An operand, for messages.  input 0: a gradient, 1: an input, 2: unknown.  copy: its cut copy, or NULL; cut: orders to
+   a device that cuts it. */
 typedef struct ampi_input { const char *name, *layer; int input; void *copy; amp_k_cut cut; } ampi_input;
 
 static amp_k_cut_note ampi_input_at(const char *f, const ampi_input *in, amp_dtype compute) {
@@ -11967,19 +11917,19 @@ static amp_k_cut_note ampi_input_at(const char *f, const ampi_input *in, amp_dty
     return note;
 }
 
-/* What cuts an operand on a device, or NULL. */
+/* How a device must cut an operand, or NULL. */
 static const amp_k_cut *ampi_input_there(const amp_context *amp, const char *f, ampi_input *in, amp_dtype compute,
                                          amp_dtype dtype) {
     uint32_t largest = ampi_traits(compute)->largest;
     if (in->input == 0 || dtype == compute || dtype == AMP_F16) return NULL;
-    in->cut.largest = dtype == AMP_BF16 ? largest & 0xffff0000u : largest;      /* what its own dtype has */
-    in->cut.beyond = largest + (largest & (0u - largest)) / 2;     /* from half a step beyond on, it rounds up */
+    in->cut.largest = dtype == AMP_BF16 ? largest & 0xffff0000u : largest;      /* a number of its own dtype */
+    in->cut.beyond = largest + (largest & (0u - largest)) / 2;     /* from half a step beyond, it rounds to infinity */
     in->cut.count = &amp->cells->cut; in->cut.last = &amp->cells->cut_last;
     in->cut.note = ampi_input_at(f, in, compute);
     return &in->cut;
 }
 
-/* Makes the copy of an operand that is to be cut, and of which something is; *t becomes that.  amp_free(in->copy). */
+/* If an operand needs cutting, makes a cut copy, which *t becomes; free in->copy. */
 static amp_result ampi_input_cut(amp_context *amp, const char *f, ampi_input *in, amp_dtype compute, amp_tensor *t) {
     int64_t count = in->input == 0 ? 0 : ampi_beyond(t, compute, NULL);
     amp_k_cut_note note;
@@ -12006,7 +11956,7 @@ static void ampi_product_done(amp_context *amp, const ampi_input *in) {
     amp_free(amp, in[1].copy);
 }
 
-/* Cuts the operands of a product, before anything is written.  ampi_product_done, also after a failure. */
+/* Cuts a product's operands before anything is written.  Call ampi_product_done even after a failure. */
 static amp_result ampi_product_ready(amp_context *amp, const char *f, amp_k_gemm *g, ampi_input *in, int32_t saturate) {
     int i;
     for (i = 0; i < 2 && saturate && g->c != NULL && g->k > 0 && !ampi_is_0(g->alpha); i++) {
@@ -12028,7 +11978,7 @@ static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_
     if (g->compute != AMP_F16 || !amp->backend->host_visible || g->k == 0 || ampi_is_0(g->alpha)) return AMP_OK;
     t = amp_tensor3(g->c, g->c_dtype, g->batch, g->m, g->n);
     t.stride[0] = g->stride_c; t.stride[1] = g->ldc; t.stride[2] = 1;
-    if (g->act == AMP_ACT_NONE && ampi_view_is_finite(&t)) return AMP_OK;         /* relu(-inf) tells nothing */
+    if (g->act == AMP_ACT_NONE && ampi_view_is_finite(&t)) return AMP_OK;         /* relu(-inf) would hide it */
     for (i = 0; i < 2; i++) {
         t = ampi_product_operand(g, i);
         ampi_input_count(amp, f, &in[i], &t);
@@ -12036,7 +11986,7 @@ static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_
     return AMP_OK;
 }
 
-/* The three for one product.  input: of both operands. */
+/* All three for one product.  input: of both operands. */
 static amp_result ampi_product_call(amp_context *amp, const char *f, amp_k_gemm *g, const char *layer, const char *a,
                                     const char *b, int input, int32_t saturate) {
     ampi_input in[2];
@@ -12069,8 +12019,8 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
     return ampi_linear_check_act(function, "x_act", op->x_act);
 }
 
-/* The weight as the right operand: packed, where that is of use, or cast once until it changes.  ampi_cache_put(*held)
-   ends its use. */
+/* The weight as the right operand: packed if that helps, or cast once until it changes.  Release with
+   ampi_cache_put(*held). */
 static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, const amp_plan *plan,
                                      amp_k_gemm *g, const void **held, ampi_cache_use *use) {
     amp_k_pack pack;
@@ -12078,7 +12028,7 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
     *use = AMPI_CACHE_UNUSED;
     g->b = w->weight.data;
     g->b_dtype = w->weight.dtype;
-    /* a device cuts it as it casts it */
+    /* a device cuts it while casting */
     if (g->compute == AMP_F32 || (plan->saturate && !amp->backend->host_visible)) return AMP_OK;
     ampi_pack_args(w, g->compute, kind, NULL, &pack);
     pack.repeated = 1;
@@ -12092,7 +12042,7 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
     return AMP_OK;
 }
 
-/* A 16-bit copy of the bias, where the kernels may want it; ends as the weight's use. */
+/* A 16-bit copy of the bias, if the kernels may need it; released like the weight. */
 static amp_result ampi_linear_bias(amp_context *amp, amp_param *bias, amp_k_gemm *g) {
     ampi_cache_use use;
     if (bias == NULL || amp->backend->host_visible || bias->weight.dtype != AMP_F32 || g->c_dtype == AMP_F32)
@@ -12143,7 +12093,7 @@ AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
     return result;
 }
 
-/* d, the gradient after an activation, becomes the gradient before it. */
+/* Turns d, the gradient of an activation's output, into that of its input. */
 static amp_result ampi_linear_activation_backward(amp_context *amp, const char *f, amp_activation_kind act,
                                                   const amp_tensor *in, const char *in_name, const amp_tensor *d,
                                                   const char *d_name) {
@@ -12159,23 +12109,22 @@ static amp_result ampi_linear_activation_backward(amp_context *amp, const char *
     return ampi_as(f, amp->backend->activation_backward(amp->dev, &a, amp->desc.stream));
 }
 
-/* What an activation's backward reads: what went into it, kept beside what came out; RELU does with what came out,
-   because relu(x) > 0 where x > 0. */
+/* What an activation's backward reads: its input.  RELU can do with its output: relu(x) > 0 if and only if x > 0. */
 static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const amp_tensor *pre, const char *name,
                                    const amp_tensor *y, const amp_tensor *d, const char *d_name,
                                    const amp_tensor **in) {
     *in = act == AMP_ACT_RELU && pre->data == NULL ? y : pre;
     if ((*in)->data == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".%s has no data; backward through GELU needs what went into it", name);
+        return ampi_fail(AMP_ERR_NULL, f, ".%s has no data; backward through GELU needs its input", name);
     if (act != AMP_ACT_RELU && (*in)->data == y->data)
         return ampi_fail(AMP_ERR_CONFLICT, f,
-                         ".%s is what came out of the activation; backward through GELU needs what went into it", name);
+                         ".%s is the activation's output; backward through GELU needs its input", name);
     if ((*in)->dtype == d->dtype) return AMP_OK;
     return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", d_name, amp_dtype_name(d->dtype),
                      name, amp_dtype_name((*in)->dtype));
 }
 
-/* Scratch memory of several products, taken before the first of them writes. */
+/* Reserves the scratch memory of several products before the first writes. */
 static amp_result ampi_gemm_reserve(amp_context *amp, const char *f, amp_k_gemm *gemms, int64_t n) {
     return amp->backend->gemm_reserve ? ampi_as(f, amp->backend->gemm_reserve(amp->dev, gemms, n)) : AMP_OK;
 }
@@ -12183,7 +12132,7 @@ static void ampi_gemm_release(amp_context *amp, const amp_k_gemm *gemms) {
     if (gemms->scratch != NULL) amp->backend->gemm_release(amp->dev, gemms);
 }
 
-/* bias: takes its gradient along; NULL: none. */
+/* bias: its gradient is computed too; NULL: none. */
 static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_mat *x, const amp_mat *dy,
                                            const amp_param *bias) {
     const amp_param *w = op->weight;
@@ -12203,7 +12152,7 @@ static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_ma
     return g;
 }
 
-/* The gradient of what was added to every row; of no columns where it is not wanted. */
+/* The bias gradient; no columns: not wanted. */
 static amp_k_column_sum ampi_dbias_args(const amp_param *bias, const amp_mat *dy) {
     amp_k_column_sum s;
     memset(&s, 0, sizeof s);
@@ -12221,7 +12170,7 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_colu
     return AMP_OK;
 }
 
-/* pre: what went into x_act, NULL: there is none.  ampi_cache_put(*held) ends the use of the weight. */
+/* pre: x_act's input, NULL: none.  Release the weight with ampi_cache_put(*held). */
 static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy,
                                       const amp_mat *dx, const amp_tensor *pre, amp_k_gemm *g, const void **held) {
     amp_mat at;
@@ -12242,8 +12191,7 @@ static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp
     return ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &op->plan, g, held, &use);
 }
 
-/* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for
-   x. */
+/* What a linear layer's backward calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for x. */
 typedef struct ampi_linear_calls {
     amp_k_gemm gemms[2]; amp_k_column_sum sum; const amp_tensor *pre, *x_pre; amp_param *along;
     ampi_input in[2][2];
@@ -12263,7 +12211,7 @@ static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op
     return ampi_linear_activation_backward(amp, f, op->x_act, c->x_pre, "x_pre", &op->dx, "dx");
 }
 
-/* pre and x_pre: what the backwards of act and x_act read, or NULL. */
+/* pre, x_pre: what the backward of act and x_act reads, or NULL. */
 static amp_result ampi_linear_places(const char *f, const amp_linear_op *op, const amp_tensor *pre,
                                      const amp_tensor *x_pre) {
     ampi_places at;
@@ -12322,7 +12270,7 @@ AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) {
 
 /* ---- Batched matmul */
 
-/* One operand of a batched product: a matrix per batch, of any even stride. */
+/* An operand of a batched product: evenly spaced matrices. */
 typedef struct ampi_operand { const void *data; amp_dtype dtype; int64_t batch, rows, cols, ld, stride; } ampi_operand;
 
 static amp_result ampi_operand_of(const char *f, const char *field, const amp_tensor *t, ampi_operand *out) {
@@ -12394,8 +12342,7 @@ AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) {
     return AMP_OK;
 }
 
-/* With y = op(a) op(b): d op(a) = dy op(b)^T and d op(b) = op(a)^T dy; a transposed operand takes the transposed
-   product. */
+/* With y = op(a) op(b): d op(a) = dy op(b)^T and d op(b) = op(a)^T dy; these transposed for a transposed operand. */
 AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
     const char *f = "amp_matmul_backward";
     ampi_operand a, b, dy, da, db;
@@ -12478,7 +12425,7 @@ static inline __attribute__((always_inline)) amp_result ampi_gemm_check(int orde
     return AMP_OK;
 }
 
-/* rows x cols of C and its kin, in rows `ld` apart; as the view of an operand. */
+/* A BLAS matrix as a view. */
 static amp_tensor ampi_gemm_view(const void *data, amp_dtype dtype, int row_major, int64_t rows, int64_t cols,
                                  int64_t ld) {
     amp_tensor t = amp_tensor2(data, dtype, row_major ? rows : cols, row_major ? cols : rows);
@@ -12496,12 +12443,12 @@ static amp_result ampi_gemm_places(amp_dtype dtype, int row, int ta, int tb, int
     return ampi_check_places("amp_gemm", &at);
 }
 
-/* The bytes from the first to the last of lines that lie `ld` apart. */
+/* Bytes from the first to the last element of lines `ld` apart. */
 static size_t ampi_gemm_span(int64_t lines, int64_t length, int64_t ld) {
     return (((size_t)lines - 1) * (size_t)ld + (size_t)length) * sizeof(float);
 }
 
-/* A product of a 16-bit context in fp32, for want of a region: said once. */
+/* Warns once of a product that a 16-bit context computes in fp32 for lack of a region. */
 static void ampi_gemm_outside(amp_context *amp, amp_dtype compute) {
     amp_dtype dtype = amp->desc.autocast_dtype;
     if ((dtype != AMP_F16 && dtype != AMP_BF16) || amp->desc.disable || amp->desc.gemm_always ||
@@ -12514,7 +12461,7 @@ static void ampi_gemm_outside(amp_context *amp, amp_dtype compute) {
              amp_dtype_name(compute), amp_dtype_name(dtype));
 }
 
-/* What was decided last stands until something changes, unless each decision is told. */
+/* Keeps the decision until a setting changes, unless every decision is logged. */
 static amp_result ampi_gemm_decide(const amp_context *amp, amp_plan *plan) {
     AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, plan));
     if (amp->desc.logger.level >= AMP_LOG_DEBUG) return AMP_OK;
@@ -12556,7 +12503,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     return ampi_as("amp_gemm", amp->backend->gemm(amp->dev, &g, amp->desc.stream));
 }
 
-/* rows of n numbers side by side, from rows that are ld apart. */
+/* Converts rows `ld` apart into contiguous rows of n. */
 static void ampi_gemm_narrow(float *dst, const double *src, int64_t ld, int64_t rows, int64_t n) {
     int64_t i;
     if (ld == n) { n *= rows; rows = rows > 0; }
@@ -12649,8 +12596,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     return AMP_OK;
 }
 
-/* q, k and v as ampi_product_ready has the operands of a product, but counted at once: a key at -inf tells nothing.
-   in[3] is d_o: NULL in forward. */
+/* ampi_product_ready for q, k and v, but counts at once: the result hides a key at -inf.  in[3]: d_o, backward only. */
 static amp_result ampi_attention_ready(amp_context *amp, const char *f, const amp_attention_op *op, amp_k_attention *k,
                                        ampi_input in[4], int32_t saturate) {
     static const char *const names[4] = {"q", "k", "v", "d_o"};
@@ -12737,15 +12683,15 @@ AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op
     return result;
 }
 
-/* ---- Operators by rows of the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the kernel's
-   arguments, and says which memory is read and written; `kernel` calls it.  All else is the same for all. */
+/* ---- The operators in the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the kernel's
+   arguments and lists the memory read and written; `kernel` calls it.  They share everything else. */
 
 typedef struct ampi_call {
     amp_context *amp;
     const char *f;                  /* the public function */
     const void *op;
     int32_t id, backward, bad;      /* bad: 1 + the first label or id out of range */
-    amp_dtype inputs[2];            /* what `prepare` found, for the plan */
+    amp_dtype inputs[2];            /* set by `prepare`, for the plan */
     amp_param *params[2];
     amp_plan plan;
     ampi_places at;
@@ -12765,7 +12711,7 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
     if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given; RMSNorm has none");
     if (op->residual.data && op->sum.data == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data; with .residual the sum is kept for backward");
+        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data; with .residual backward needs the sum");
     if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
     if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, -1));
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
@@ -12861,7 +12807,7 @@ AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op) {
 
 /* ---- Softmax */
 
-/* A gradient that is contiguous, with the count and dtype of its tensor. */
+/* A contiguous tensor with n elements and, unless DEFAULT, this dtype. */
 static amp_result ampi_check_flat(const char *f, const char *field, const amp_tensor *t, int64_t n, amp_dtype dtype) {
     AMPI_TRY(ampi_check_tensor(f, field, t));
     if (!ampi_is_contiguous(t)) return ampi_fail(AMP_ERR_SHAPE, f, ".%s must be contiguous", field);
@@ -12874,7 +12820,7 @@ static amp_result ampi_check_flat(const char *f, const char *field, const amp_te
     return AMP_OK;
 }
 
-/* A contiguous tensor as [batch, heads, queries, keys], missing leading dimensions 1. */
+/* Contiguous tensors as [batch, heads, queries, keys]; missing leading dimensions are 1. */
 static amp_result ampi_softmax_prepare(ampi_call *c) {
     const amp_softmax_op *op = (const amp_softmax_op *)c->op;
     amp_k_softmax *k = &c->k.softmax;
@@ -12994,7 +12940,7 @@ static amp_result ampi_swiglu_prepare(ampi_call *c) {
     ampi_reads(at, ".dy", &op->dy);
     ampi_writes(at, ".dgate", &op->dgate); ampi_writes(at, ".dup", &op->dup);
     ampi_writes_gradient(at, ".gate_bias->grad", op->gate_bias);
-    /* one bias takes both sums */
+    /* the same bias may take both sums */
     if (op->up_bias != op->gate_bias) ampi_writes_gradient(at, ".up_bias->grad", op->up_bias);
     return AMP_OK;
 }
@@ -13186,8 +13132,8 @@ static amp_result ampi_dropout_kernel(ampi_call *c) {
     return c->amp->backend->dropout(c->amp->dev, k, c->amp->desc.stream);
 }
 
-/* ---- Calls.  A row: where in the op struct, which begins with .layer, the plan and up to two parameters are (0:
-   none), whether the first of them names a layer without a name, and the operator's functions. */
+/* ---- Calls.  A row: the offsets in the op struct, which begins with .layer, of the plan and up to two parameters (0:
+   none); whether the first names a layer without a name; the operator's functions. */
 
 typedef struct ampi_operator {
     const char *names[2];           /* of the public functions */
@@ -13347,10 +13293,10 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     if (rank[0] != amp->desc.reducer.rank && amp->desc.seed != 0 && amp->desc.seed != (uint64_t)values[0])
         return ampi_fail(AMP_ERR_MISMATCH, "amp_random_load",
                          "saved by rank %lld of %lld with seed %llu, this is rank %d with seed %llu: "
-                         "ranks with seeds of their own need states of their own",
+                         "ranks with different seeds need separate states",
                          (long long)rank[0], (long long)rank[1], (unsigned long long)values[0], amp->desc.reducer.rank,
                          (unsigned long long)amp->desc.seed);
-    /* graphs have the seed built in, not the offset */
+    /* the seed is built into graphs, the offset is not */
     if (amp->desc.seed != (uint64_t)values[0]) ampi_settings_changed(amp);
     amp->desc.seed = (uint64_t)values[0];
     amp->random_offset = (uint64_t)values[1];
@@ -13358,8 +13304,8 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 }
 
 /* ==== 10 >>gradients: implementation ====
-   The host keeps what it decides (stages, tables, settings); everything a rule changes lives in device memory and
-   is changed there, so no call but the getters, save and load waits for the device. */
+   The host holds what it decides (stages, tables, settings).  Everything that rules change is in device memory: only
+   the getters, save and load wait for the device. */
 
 typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } ampi_stage;
 
@@ -13367,18 +13313,18 @@ struct amp_grad_set {
     ampi_object object;
     amp_context *amp;
     int64_t n;
-    amp_k_tensor *rows, *table;     /* the host's copy, and the device's */
-    amp_param **params;             /* of each row; NULL: the rows are ranges */
+    amp_k_tensor *rows, *table;     /* the host's copy, the device's */
+    amp_param **params;             /* per row; NULL: the rows are ranges */
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
     amp_k_grad_stats *found;        /* device */
-    /* its optimizer's; `own` without one: accumulation 1, clip_norm and sharded as asked for */
+    /* the optimizer's; without one `own`: accumulation 1, clip_norm and sharded as given */
     const amp_optimizer_desc *desc;
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
     ampi_stage stage;
-    amp_scaler *scaler;             /* the one this set was checked by since its last update, else NULL ... */
+    amp_scaler *scaler;             /* that checked this set since its last update, or NULL ... */
     amp_grad_set *next;                  /* ... and the next set in that scaler's list */
-    /* device: the ranges of amp_grad_set_save, one behind the other; NULL before the first */
+    /* device: amp_grad_set_save's copy of the ranges, one after the other; NULL before the first */
     void *saved;
 };
 
@@ -13388,8 +13334,8 @@ struct amp_scaler {
     amp_scaler_desc desc;           /* effective */
     amp_k_scaler *device;
     amp_grad_set *sets;             /* checked since the last update */
-    int32_t checked;                /* 1: some set was, perhaps before a load */
-    amp_grad_set *own;              /* of the ranges that amp_scaler_unscale was given last, or NULL */
+    int32_t checked;                /* 1: a set was, perhaps before a load */
+    amp_grad_set *own;              /* of amp_scaler_unscale's last ranges, or NULL */
 };
 
 struct amp_optimizer {
@@ -13399,32 +13345,32 @@ struct amp_optimizer {
     amp_param_group *groups; const char **matches; char *text; int64_t text_bytes;
     amp_grad_set *set;
     void *memory;                   /* device: moments and masters of all rows */
-    /* Of each row, what is written along: the device's table, and what was sent there (count -1: not sent).  NULL where
-       the host sees the device's memory, and copies are packed. */
+    /* Per row, the weight's copy to write too: as last sent (count -1: not sent), and the device's table.  NULL if
+       memory is host-visible: copies are then packed. */
     amp_range *copies, *copy_table;
     amp_k_step_result *ring;            /* device */
-    amp_k_step_result *outcomes;        /* the host's copy of it, pinned; record i is complete after events[i] */
+    amp_k_step_result *outcomes;        /* the host's copy, pinned; record i is complete after events[i] */
     void *events[AMP_STEP_RESULTS];
-    int64_t attempts, delivered, flushed;   /* steps so far; their results taken, and made due by a flush */
-    int64_t sent;                   /* results sent by this object: steps, whatever was loaded in between */
-    int32_t micro;                  /* micro-batches of the cycle so far */
+    int64_t attempts, delivered, flushed;   /* steps so far; results taken, and made due by a flush */
+    int64_t sent;                   /* results sent by this object, regardless of loads */
+    int32_t micro;                  /* micro-batches so far in this cycle */
 };
 
-/* What a launch has to do on the host beside launching. */
+/* What a launch must do on the host, besides launching. */
 struct amp_graph {
     ampi_object object;
     amp_context *amp;
-    pthread_t thread;               /* that captures */
+    pthread_t thread;               /* the capturing one */
     void *exec;                     /* the backend's; NULL while capturing */
     uint64_t settings_version;
-    uint64_t random;                /* random numbers that a launch takes */
-    amp_optimizer **optimizers; int64_t n, capacity;    /* that it steps, each once */
-    amp_grad_set **sets; int64_t n_sets, set_capacity;       /* that it checks by amp_scaler_check */
-    ampi_known *changed; int64_t n_changed;     /* parameters whose version the host moved within, `captured` times */
+    uint64_t random;                /* random numbers per launch */
+    amp_optimizer **optimizers; int64_t n, capacity;    /* each stepped once per launch */
+    amp_grad_set **sets; int64_t n_sets, set_capacity;       /* checked by amp_scaler_check */
+    ampi_known *changed; int64_t n_changed;     /* parameters changed by the host during capture, `captured` times */
 };
 
 static int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
-/* The scaler, or NULL when it does nothing. */
+/* The scaler, or NULL if disabled. */
 static amp_scaler *ampi_enabled(amp_scaler *scaler) {
     return scaler != NULL && !scaler->desc.disable ? scaler : NULL;
 }
@@ -13444,7 +13390,7 @@ static amp_result ampi_fetch(const amp_context *amp, void *dst, const void *src,
     return backend->stream_sync(dev, stream);
 }
 
-/* Waits too, because src may be on the stack. */
+/* Waits, because src may be on the stack. */
 static amp_result ampi_send(amp_context *amp, void *dst, const void *src, size_t bytes) {
     AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(amp_copy(amp, dst, src, (int64_t)bytes, AMP_COPY_TO_DEVICE));
@@ -13463,7 +13409,7 @@ typedef struct ampi_preset {
 #define AMPI_TINY 1.17549435082228750797e-38f   /* 2^-126 */
 #define AMPI_NONE (-1.0f)                       /* AMP_NO_FLOOR, AMP_NO_CEILING */
 
-/* By amp_scaler_preset.  fairseq stops at or below 1e-4, so its floor is the next number above. */
+/* In the order of amp_scaler_preset.  fairseq stops at 1e-4 or less, so its floor is the next number above. */
 #define AMPI_DEEPSPEED_FUSED_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER | AMP_GROWTH_COUNTS_ON)
 #define AMPI_KERAS_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_REFUSES_INF)
 #define AMPI_FAIRSEQ_BITS (AMP_SCALE_GUARDED | AMP_FLOOR_REFUSES | AMP_OVERFLOWS_KEPT)
@@ -13481,7 +13427,7 @@ static const ampi_preset ampi_presets[] = {
 };
 enum { AMPI_PRESETS = sizeof ampi_presets / sizeof ampi_presets[0] };
 
-/* The constants of the rule.  A ceiling of "none" is infinity, by its bits. */
+/* The rule's constants.  No ceiling is infinity. */
 static amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
     amp_k_scaler_rule r;
     memset(&r, 0, sizeof r);
@@ -13497,7 +13443,7 @@ static amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
     return r;
 }
 
-/* What gradients are averaged by. */
+/* What averaging divides gradients by. */
 static double ampi_set_divisor(const amp_grad_set *set) {
     return (double)set->desc->accumulation * (set->desc->sharded ? 1 : ampi_world(set->amp));
 }
@@ -13527,7 +13473,7 @@ static amp_result ampi_run_rule(const amp_context *amp, const amp_k_rule *rule) 
     return backend->rule(dev, rule, stream);
 }
 
-/* Replaces n texts (NULL allowed) by copies in one block. */
+/* Replaces n texts, which may be NULL, by copies in one block. */
 static amp_result ampi_copy_texts(const amp_context *amp, const char *function, const char **texts, int64_t n,
                                   char **block, int64_t *bytes) {
     int64_t i, at = 0;
@@ -13579,7 +13525,7 @@ static void ampi_set_stop(ampi_object *object) {
 }
 AMP_API void amp_grad_set_destroy(amp_grad_set *set) { if (set != NULL) ampi_object_destroy(&set->object); }
 
-/* A set of n rows that are still to be filled. */
+/* A set of n empty rows. */
 static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
                                int with_params) {
     const amp_system *s = ampi_context_system(amp);
@@ -13608,7 +13554,7 @@ static int ampi_arrays_share(const void *a, amp_dtype of_a, int64_t n, const voi
     return n > 0 && m > 0 && x < y + (uintptr_t)m * amp_dtype_size(of_b) && y < x + (uintptr_t)n * amp_dtype_size(of_a);
 }
 
-/* What two rows had in common would be unscaled, clipped and stepped twice. */
+/* Memory that two rows shared would be unscaled, clipped and stepped twice. */
 static amp_result ampi_check_rows_apart(const amp_grad_set *set) {
     int64_t i, j;
     for (i = 0; i < set->n; i++)
@@ -13626,7 +13572,7 @@ static amp_result ampi_check_rows_apart(const amp_grad_set *set) {
     return AMP_OK;
 }
 
-/* Everything is filled in: to the device. */
+/* Sends the filled set to the device. */
 static amp_result ampi_set_finish(amp_grad_set *set) {
     amp_k_grad_stats found;
     AMPI_TRY(ampi_check_rows_apart(set));
@@ -13666,13 +13612,13 @@ static amp_result ampi_check_params(const char *function, const amp_param *param
         AMPI_TRY(ampi_check_gradient(function, &params[i]));
         for (j = 0; j < i; j++)
             if (strcmp(params[j].name, params[i].name) == 0)
-                return ampi_fail(AMP_ERR_NAME, function, "two parameters are called %s", params[i].name);
+                return ampi_fail(AMP_ERR_NAME, function, "two parameters are named %s", params[i].name);
         ++*with_grad;
     }
     return AMP_OK;
 }
 
-/* Weights that are read as a whole, those without a gradient too. */
+/* For weights read as a whole, even without a gradient. */
 static amp_result ampi_check_weights_of(const char *function, const amp_param *params, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++)
@@ -13745,11 +13691,11 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     if (desc->n_params < 0 || desc->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", ".n_params or .n_ranges is negative");
     if (desc->params == NULL && desc->ranges == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are NULL, one must be given");
+        return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are both NULL, set one");
     if (desc->params != NULL && desc->ranges != NULL)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", ".params and .ranges are both given, must be one");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", ".params and .ranges are both set, set only one");
     if ((desc->params ? desc->n_params : desc->n_ranges) == 0 && !desc->sharded)
-        return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", "%s = 0, must be 1 or more (0 only where .sharded is 1)",
+        return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", "%s = 0, must be 1 or more (0 only if .sharded is 1)",
                          desc->params ? ".n_params" : ".n_ranges");
     AMPI_TRY(ampi_check_clip("amp_grad_set_create", desc->clip_norm));
     n = desc->n_ranges;
@@ -13773,12 +13719,12 @@ AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, con
     return ampi_as("amp_grad_set_create", ampi_set_create(amp, out, desc));
 }
 
-/* NULL once the context closes: parameters' names are the host's, and may be gone. */
+/* NULL once the context closes: parameters' names belong to the host and may be gone. */
 static const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
     return row < 0 || row >= set->n || ampi_is_closed(set->amp) ? NULL : set->names[row];
 }
 
-/* The first infinity or NaN in a row that has one, read piece by piece; -1: there is none any more. */
+/* The first infinity or NaN in a row that had one, read piece by piece; -1: none any more. */
 static amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tensor *row, int64_t *out) {
     uint64_t piece[2048];
     int64_t size = (int64_t)amp_dtype_size(row->grad_dtype), most = (int64_t)sizeof piece / size, i, n, first = -1;
@@ -13834,7 +13780,7 @@ AMP_API amp_result amp_grad_set_apply(amp_grad_set *set) {
     return ampi_run_rule(set->amp, &rule);
 }
 
-/* Every row between the gradients and the copy of them. */
+/* Copies every row's gradient to the saved copy or back. */
 static amp_result ampi_set_copy(amp_grad_set *set, int restore) {
     int64_t i, at = 0;
     for (i = 0; i < set->n; i++) {
@@ -13862,14 +13808,14 @@ AMP_API amp_result amp_grad_set_restore(amp_grad_set *set) {
     return ampi_as(f, ampi_set_copy(set, 1));
 }
 
-/* Its parameters are still this context's. */
+/* Checks that its parameters are still this context's. */
 static amp_result ampi_check_set_known(const char *function, const amp_grad_set *set) {
     int64_t i;
     for (i = 0; set->params != NULL && i < set->n; i++) AMPI_TRY(ampi_check_known(set->amp, function, set->params[i]));
     return AMP_OK;
 }
 
-/* Which rows have a gradient now.  With several ranks all take part in the sums, zeros where there is none. */
+/* Notes which rows have a gradient now.  With several ranks all rows enter the sums, as zeros without a gradient. */
 static amp_result ampi_set_refresh(amp_grad_set *set) {
     int all = ampi_world(set->amp) > 1 && !set->desc->sharded, changed = 0;
     int64_t i;
@@ -13913,8 +13859,8 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
     return backend->check(dev, &args, stream);
 }
 
-/* The whole check; scaler is enabled or NULL.  The end of a cycle combines ranks; a micro-batch inside it (for
-   clip_each) is a rank's own affair, with its own average. */
+/* The whole check; scaler is enabled or NULL.  The last micro-batch of a cycle combines ranks; for an earlier one
+   (clip_each) each rank takes its own average. */
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     amp_k_rule rule;
     int64_t i;
@@ -13934,10 +13880,10 @@ static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_chec
 
 /* ---- The loss scaler */
 
-/* Not 0; by bits, so that NaN is not taken for "not given". */
+/* Not 0; by its bits, so that NaN counts as given. */
 static int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
 
-/* Every 0 replaced by its value. */
+/* Replaces every 0 by its default. */
 static void ampi_scaler_defaults(amp_scaler_desc *d) {
     const ampi_preset *p = &ampi_presets[d->preset];
     int livelock = d->preset != AMP_SCALER_MEGATRON && d->preset != AMP_SCALER_DEEPSPEED;
@@ -13970,7 +13916,7 @@ static amp_result ampi_check_scale(const char *function, const char *field, floa
     return ampi_fail(AMP_ERR_SCALE, function, "%s = %g, must be from 2^-126 to 2^126", field, (double)scale);
 }
 
-/* Settings with every default filled in.  torch takes any scale, as PyTorch does; flax's own ceiling is beyond the
+/* Checks settings with all defaults filled in.  torch allows any scale, as PyTorch does; flax's own ceiling exceeds the
    guard. */
 static amp_result ampi_check_scaler(const char *function, const amp_scaler_desc *d) {
     int floor = !ampi_is_none(d->min_scale), ceiling = !ampi_is_none(d->max_scale);
@@ -14072,7 +14018,7 @@ AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler) {
     return amp_scaler_device(scaler) != NULL && !scaler->desc.disable;
 }
 
-/* Says once that no smaller scale will help; `state` as the host sees it. */
+/* Warns once that no smaller scale helps; `state` is in host memory. */
 static void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *state) {
     int32_t most = scaler->desc.skip_warning;
     char where[80];
@@ -14083,17 +14029,15 @@ static void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *stat
     if (n > 0)
         ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
                  "the last %lld steps were all skipped, and the loss scale is at its floor, %g.  %lld finite numbers "
-                 "in operands of products were beyond "
-                 "fp16's range, the last in %s: scale the data, compute in bf16 or, if that is not on yet, cut them by "
-                 "saturate_inputs (AMP_SATURATE_INPUTS=true)",
+                 "in operands of products were beyond fp16's range, the last in %s: scale the data, compute in bf16 "
+                 "or, if it is not on yet, cut them by saturate_inputs (AMP_SATURATE_INPUTS=true)",
                  (long long)state->consecutive_skips, (double)state->scale, (long long)n, where);
     else
         ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
                  "the last %lld steps were all skipped, and the loss scale is at its floor, %g: no smaller scale makes "
-                 "these gradients finite.  "
-                 "Look for infinity or NaN in the data and the loss, and for values beyond 65504 that fp16 makes "
-                 "infinite: amp_tensor_stats_create "
-                 "names the tensors; bf16, or an island around that layer, holds them",
+                 "these gradients finite.  Look for infinity or NaN in the data and the loss, and for values beyond "
+                 "65504, which fp16 makes infinite: amp_tensor_stats_create names the tensors; bf16, or an island "
+                 "around that layer, holds them",
                  (long long)state->consecutive_skips, (double)state->scale);
 }
 
@@ -14153,8 +14097,7 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
     return ampi_run_rule(scaler->amp, &rule);
 }
 
-/* A running scaler takes other settings, filled in and checked, of the same preset.  Turned on it starts anew; turned
-   off its scale is 1. */
+/* Gives a running scaler other checked settings of its preset.  Turned on, it starts afresh; off, its scale is 1. */
 static amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *d) {
     amp_k_scaler s = ampi_scaler_start(d);
     int keeps = d->preset == AMP_SCALER_TORCH;
@@ -14178,12 +14121,12 @@ static amp_result ampi_check_one_context(const char *function, const amp_grad_se
     return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler belongs to another context");
 }
 
-/* A set serves one scaler between two updates of it. */
+/* Between two updates a set serves one scaler. */
 static amp_result ampi_check_owner(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     AMPI_TRY(ampi_check_one_context(function, set, scaler));
     if (set->scaler == NULL || set->scaler == scaler) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, function,
-                     "the set was checked by another scaler; call amp_scaler_update on that one first");
+                     "the set was checked by another scaler; call amp_scaler_update on that scaler first");
 }
 
 static amp_result ampi_refuse_fp16(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
@@ -14197,7 +14140,7 @@ static amp_result ampi_refuse_fp16(const char *function, const amp_grad_set *set
     return AMP_OK;
 }
 
-/* Records a set that is checked in the graph being captured. */
+/* Notes a set checked in the graph being captured. */
 static amp_result ampi_graph_note_set(amp_grad_set *set) {
     amp_graph *graph = (amp_graph *)ampi_capture(set->amp);
     if (graph == NULL) return AMP_OK;
@@ -14232,18 +14175,18 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     if (set->stage == AMPI_CHECKED)
         return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
     if (set->stage == AMPI_STEPPED)
-        return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
+        return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "the check must come before the optimizer's step");
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
     while (filled < set->n && set->rows[filled].count == 0) filled++;
     if (filled == set->n && !set->desc->sharded && ampi_log_count(set->amp, 1102) == 1)
         ampi_log(set->amp, AMP_LOG_WARNING, 1102,
-                 "amp_scaler_check: the set holds no gradients (no parameter has .grad.data, or no range a .count): "
-                 "nothing is found in it");
+                 "amp_scaler_check: the set holds no gradients (no parameter has .grad.data, or no range a .count), "
+                 "so nothing is found in it");
     forgotten = ampi_set_forgotten(set);
     if (filled < set->n && forgotten >= 0 && ampi_log_count(set->amp, 1104) == 1)
         ampi_log(set->amp, AMP_LOG_WARNING, 1104,
-                 "amp_scaler_check: range %lld (%s) has .data and no .count: nothing is found in it, and it is not "
-                 "unscaled; of an empty array leave .data NULL",
+                 "amp_scaler_check: range %lld (%s) has .data and no .count: it is neither checked nor unscaled; "
+                 "leave .data NULL for an empty array",
                  (long long)forgotten, set->names[forgotten] ? set->names[forgotten] : "unnamed");
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_graph_note_set(set)));
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_check_set(set, enabled, mode, 1)));
@@ -14290,7 +14233,7 @@ static int ampi_set_is_of(const amp_grad_set *set, const amp_range *ranges, int6
     return 1;
 }
 
-/* The scaler's own set holds these ranges. */
+/* Makes the scaler's own set hold these ranges. */
 static amp_result ampi_scaler_ranges(amp_scaler *scaler, const amp_range *ranges, int64_t n) {
     amp_grad_set *set;
     amp_result r;
@@ -14343,8 +14286,8 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
     return ampi_set_scale(set, &set->found->factor);
 }
 
-/* ---- Saving.  Structs are written field by field, so the records do not depend on their layout: one table of an
-   object's numbers serves saves and loads. */
+/* ---- Saving.  Structs are written field by field, so that records do not depend on their layout; one table of an
+   object's numbers serves save and load. */
 
 static amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype,
                            const void *values, int64_t n) {
@@ -14360,24 +14303,23 @@ static amp_result ampi_get(const amp_state *state, const char *prefix, const cha
     return amp_state_get(state, key, dtype, values, n);
 }
 
-/* A number of a record, which has them in the order of the rows.  A load refuses it below .low or above .high, unless
-   .low is above .high. */
+/* A number of a record, in the order of the rows.  A load refuses it below .low or above .high, unless .low > .high. */
 typedef struct ampi_saved { const char *record; amp_dtype dtype; ampi_field field; } ampi_saved;
 
-enum { AMPI_SAVED_NUMBERS = 16 };       /* at most, in a record of one struct */
-/* Of saved counters, 2^53 - 1: what fp64 tells from its neighbours, and what can be counted on from. */
+enum { AMPI_SAVED_NUMBERS = 16 };       /* most numbers of one struct in a record */
+/* The largest saved counter, 2^53 - 1: exact in fp64, and can still count on. */
 #define AMPI_COUNT_MOST 9007199254740991.0
 #define AMPI_SAVED(record, dtype, object, member, type, low, high) \
     {record, dtype, {#member, type, offsetof(object, member), NULL, 0, low, high, NULL}}
 
-/* How many rows from here on are of one record. */
+/* How many rows from here on belong to one record. */
 static int64_t ampi_saved_run(const ampi_saved *row, const ampi_saved *end) {
     int64_t n = 1;
     while (row + n < end && strcmp(row[n].record, row->record) == 0) n++;
     return n;
 }
 
-/* Saves `count` structs of `size` bytes to a state, or loads them from one: records that each hold all of them. */
+/* Saves `count` structs of `size` bytes to a state, or loads them from one; each record holds its numbers of all. */
 static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp_state *from, const char *prefix,
                                   const ampi_saved *row, size_t bytes, void *structs, size_t size, int64_t count) {
     const ampi_saved *end = row + bytes / sizeof *row;
@@ -14395,7 +14337,7 @@ static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp
             char *at = (char *)structs + (size_t)(i / n) * size;
             double value;
             place.offset = (size_t)i * amp_dtype_size(row->dtype);
-            /* by its bits, whatever the host does with subnormals */
+            /* by its bits: the host may flush subnormals */
             if (k->type == place.type && k->low > k->high) {
                 char *there = (char *)record + place.offset;
                 memcpy(to != NULL ? there : at + k->offset, to != NULL ? at + k->offset : there,
@@ -14415,7 +14357,7 @@ static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp
 
 enum { AMPI_DISABLED_CHECKED = 3 };
 
-/* All of a scaler that is saved. */
+/* What is saved of a scaler. */
 typedef struct ampi_saved_scaler { amp_k_scaler k; amp_scaler_desc d; int32_t checked; } ampi_saved_scaler;
 
 #define AMPI_SCALER_SCALE(member) AMPI_SAVED("scale", AMP_F32, ampi_saved_scaler, member, AMPI_REAL32, 1, 0)
@@ -14447,16 +14389,16 @@ static const ampi_saved ampi_scaler_saved[] = {AMPI_SCALER_SCALE(k.scale),
                                                AMPI_SCALER_RULE(d.growth_interval, INT32_MIN),
                                                AMPI_SCALER_RULE(d.hysteresis, 1)};
 
-#define AMPI_SAVED_ZERO (-1.0)                  /* how a state says AMP_EXPLICIT_ZERO */
+#define AMPI_SAVED_ZERO (-1.0)                  /* AMP_EXPLICIT_ZERO in a state */
 
-/* before: what the records will be added to. */
+/* before: the state that will receive the records. */
 static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state,
                                    const char *prefix) {
     ampi_saved_scaler s;
     int32_t disabled = scaler->desc.disable ? scaler->checked ? AMPI_DISABLED_CHECKED : 1 : 0;
     char key[64];
     AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
-    if (disabled || amp_state_count(before, key, NULL) >= 0)   /* an earlier save's record must not stay */
+    if (disabled || amp_state_count(before, key, NULL) >= 0)   /* replaces an earlier save's record */
         AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
     if (disabled) return AMP_OK;
     s.d = scaler->desc;
@@ -14478,7 +14420,7 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     return ampi_as("amp_scaler_save", ampi_save_scaler_whole(scaler, state, prefix));
 }
 
-/* Saved numbers as settings, and as a state that the rule can go on from. */
+/* Checks saved numbers as settings and as a state to continue from. */
 static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_preset preset) {
     const char *f = "amp_scaler_load";
     if (s->d.preset != preset)
@@ -14539,7 +14481,7 @@ static double ampi_or(double value, double otherwise) {
 }
 
 static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
-/* The three arrays a parameter may have. */
+/* The arrays that a parameter may have. */
 enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
 
 static int64_t *ampi_copies_inf(const amp_optimizer *o) {
@@ -14566,8 +14508,8 @@ static amp_result ampi_run_sgd(const amp_optimizer *o, const amp_backend *backen
     return backend->sgd(dev, &k, stream);
 }
 
-/* The optimizers, by amp_optimizer_kind: which arrays a parameter has, as bits, without and with .momentum, and the
-   call of the kernel with its scalars.  Masters go by the row, whatever the optimizer. */
+/* The optimizers, by amp_optimizer_kind: which moments a parameter has, as bits, without and with .momentum, and the
+   kernel call.  Masters depend on the row alone. */
 static const struct ampi_optimizer_row {
     const char *name;
     int arrays[2];
@@ -14585,7 +14527,7 @@ static const ampi_word ampi_lag_words[] = {{"none", AMP_LAG_NONE}, {NULL, 0}};
 
 #define AMPI_RATE(field, words, standard, high, range) \
     { #field, AMPI_REAL64, offsetof(amp_optimizer_desc, field), words, standard, 0, high, range }
-#define AMPI_NOT_NEGATIVE "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where that is a default"
+#define AMPI_NOT_NEGATIVE "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where 0 means the default"
 static const ampi_field ampi_optimizer_fields[] = {
     {"kind", AMPI_I32, offsetof(amp_optimizer_desc, kind), NULL, AMP_ADAMW, 1, AMPI_OPTIMIZERS - 1, NULL},
     AMPI_RATE(lr, ampi_zero_words, 1e-3, 1e30, AMPI_NOT_NEGATIVE),
@@ -14609,7 +14551,7 @@ static void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
     if (d->moments == AMP_DTYPE_DEFAULT) d->moments = AMP_F32;
 }
 
-/* Whether a master and moments of this kind can be; level O3 is the one without masters. */
+/* Whether these masters and moments are possible; level O3 has no masters. */
 static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level level, const char *of,
                                      amp_master_kind master, amp_dtype moments) {
     const char *function = "amp_optimizer_create";
@@ -14617,13 +14559,12 @@ static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level leve
         return ampi_fail(AMP_ERR_RANGE, function, "%s.master = %d, must be an amp_master_kind", of, (int)master);
     if (level == AMP_LEVEL_O3 && (master == AMP_MASTER_F32 || master == AMP_MASTER_REMAINDER))
         return ampi_fail(AMP_ERR_CONFLICT, function,
-                         "%s.master asks for masters, and level O3 has none: open the context "
-                         "at level O2",
+                         "%s.master asks for masters, and level O3 has none: open the context at level O2",
                          of);
     if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && moments != AMP_BF16)
         return ampi_fail(AMP_ERR_DTYPE, function, "%s.moments = %s, must be fp32 or bf16", of, amp_dtype_name(moments));
     if (moments == AMP_BF16 && !ampi_has_moments(d))
-        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.moments is given, and %s without .momentum has none", of,
+        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.moments is set, but %s without .momentum has none", of,
                          ampi_optimizers[d->kind].name);
     return AMP_OK;
 }
@@ -14693,25 +14634,24 @@ static void ampi_apply_groups(amp_optimizer *o) {
     }
 }
 
-/* Remainders go with bf16 weights, and what is asked of 16-bit weights needs at least one. */
+/* Remainders need bf16 weights, and settings for 16-bit weights need at least one. */
 static amp_result ampi_check_weights(const amp_optimizer *o) {
     int64_t i, narrow = 0;
     for (i = 0; i < o->set->n; i++) {
         narrow += o->set->rows[i].weight_dtype != AMP_F32;
         if (o->set->rows[i].master_kind == AMP_MASTER_REMAINDER && o->set->rows[i].weight_dtype != AMP_BF16)
             return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create",
-                             "%s: .master = AMP_MASTER_REMAINDER needs a bf16 "
-                             "weight, this one is %s",
+                             "%s: .master = AMP_MASTER_REMAINDER needs a bf16 weight, this one is %s",
                              o->set->names[i], amp_dtype_name(o->set->rows[i].weight_dtype));
     }
     if (narrow > 0 || (o->desc.master != AMP_MASTER_REMAINDER && o->desc.master != AMP_MASTER_STOCHASTIC))
         return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", ".master = %s is for 16-bit weights, and all are fp32: "
-                     "levels O2 and O3 keep them in 16 bits",
+    return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", ".master = %s is for 16-bit weights, but all are fp32: "
+                     "levels O2 and O3 store them in 16 bits",
                      o->desc.master == AMP_MASTER_REMAINDER ? "AMP_MASTER_REMAINDER" : "AMP_MASTER_STOCHASTIC");
 }
 
-/* The three arrays a row may have, and bytes per element of each. */
+/* A row's arrays, and their bytes per element. */
 static int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int which) {
     if (which == AMPI_MASTER) return row->master_kind == AMP_MASTER_F32 || row->master_kind == AMP_MASTER_REMAINDER;
     return ampi_has_moments(&o->desc) >> which & 1;
@@ -14725,7 +14665,7 @@ static int64_t ampi_array_size(const amp_k_tensor *row, int which) {
                                            : 4;
 }
 
-/* One block for the arrays of all rows, zeroed, each array at a multiple of 256 bytes. */
+/* Allocates one zeroed block for all rows' arrays, each at a multiple of 256 bytes. */
 static amp_result ampi_optimizer_memory(amp_optimizer *o) {
     int64_t i, bytes = 0, at = 0;
     int a, pass;
@@ -14908,7 +14848,7 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
     return ampi_make_masters(optimizer);
 }
 
-/* fp32 values as a bf16 weight and its remainder, through `scratch` for twice as many numbers. */
+/* Sends fp32 values as a bf16 weight and its remainder; `scratch` holds twice as many 16-bit numbers. */
 static amp_result ampi_send_remainder(const amp_optimizer *o, const amp_k_tensor *row, const float *values,
                                       uint16_t *scratch) {
     size_t bytes = (size_t)row->count * 2;
@@ -14918,7 +14858,7 @@ static amp_result ampi_send_remainder(const amp_optimizer *o, const amp_k_tensor
     return ampi_send(o->amp, row->master, scratch + row->count, bytes);
 }
 
-/* row NULL: the parameter has no gradient, and no master. */
+/* row NULL: the parameter has no gradient and no master. */
 static amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const amp_k_tensor *row, const float *values,
                                   void *scratch) {
     int64_t n = amp_tensor_count(&p->weight), new_inf = 0;
@@ -14982,9 +14922,9 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
     return AMP_OK;
 }
 
-/* ---- Graphs: what a launch has to do on the host beside launching */
+/* ---- Graphs: what a launch must do on the host */
 
-/* Records an optimizer whose cycle begins in the graph that is being captured. */
+/* Notes an optimizer whose cycle begins in the graph being captured. */
 static amp_result ampi_graph_note(amp_optimizer *o) {
     amp_graph *graph = (amp_graph *)ampi_capture(o->amp);
     int64_t i;
@@ -14992,7 +14932,7 @@ static amp_result ampi_graph_note(amp_optimizer *o) {
     for (i = 0; i < graph->n; i++)
         if (graph->optimizers[i] == o)
             return ampi_fail(AMP_ERR_STATE, "amp_graph_begin",
-                             "an optimizer steps twice: a graph holds one step of each");
+                             "an optimizer steps twice: a graph holds one step of each optimizer");
     AMPI_TRY(
         ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->capacity, sizeof(void *)));
     graph->optimizers[graph->n++] = o;
@@ -15008,8 +14948,7 @@ static amp_result ampi_run_optimizer(const amp_optimizer *o) {
     return ampi_optimizers[o->desc.kind].run(o, backend, dev, stream);
 }
 
-/* Counts the step on the device; scaler is enabled or NULL.  In a graph the learning rate is what AMP_RULE_LAUNCH
-   wrote. */
+/* Counts the step on the device; scaler is enabled or NULL.  In a graph AMP_RULE_LAUNCH writes the learning rate. */
 static amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
     amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
     rule.results = o->ring;
@@ -15019,7 +14958,7 @@ static amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scal
     return ampi_run_rule(o->amp, &rule);
 }
 
-/* Sends the step's result on the way to the host. */
+/* Starts copying the step's result to the host. */
 static amp_result ampi_send_result(amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
@@ -15031,13 +14970,12 @@ static amp_result ampi_send_result(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* The weights have other values now. */
 static void ampi_weights_changed(const amp_grad_set *set) {
     int64_t i;
     for (i = 0; i < set->n; i++) if (set->rows[i].live) amp_param_changed(set->params[i]);
 }
 
-/* Copies are in use while a step is on its way to the device; of a captured one, while a launch is. */
+/* Copies are in use while a step, or the launch of a captured step, is being sent to the device. */
 static void ampi_copies_end(amp_optimizer *o, amp_result result) {
     int64_t i;
     for (i = 0; o->copies != NULL && ampi_capture(o->amp) == NULL && i < o->set->n; i++)

@@ -123,9 +123,9 @@ static int failures(const check *c) {
 
 /* ==== Precisions ================================================================================= */
 
-/* The reason of a choice without "asked for", which all of them were. */
+/* The reason of a choice without "requested", which all of them were. */
 static const char *without_asked(const char *reason) {
-    static const char asked[] = "asked for; ";
+    static const char asked[] = "requested; ";
     return strncmp(reason, asked, sizeof asked - 1) == 0 ? reason + sizeof asked - 1 : reason;
 }
 

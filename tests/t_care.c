@@ -2283,7 +2283,7 @@ TEST(training_starts_in_fp32_where_nothing_else_is) {
     CHECK_ERR(amp_open(&amp, &d), AMP_ERR_UNSUPPORTED);
     d.allow_fallback = 1;
     CHECK_OK(amp_open(&amp, &d));
-    CHECK(ampi_dtype(amp) == AMP_F32 && host.warnings == 1 && strstr(host.last, "1001 bf16 asked for") == host.last && strstr(host.last, "fp32 instead") != NULL);
+    CHECK(ampi_dtype(amp) == AMP_F32 && host.warnings == 1 && strstr(host.last, "1001 bf16 requested") == host.last && strstr(host.last, "fp32 instead") != NULL);
     amp_close(amp);
     p = plan_of(AMP_F32, FAULT_NONE, 0);
     p.backend = backend;

@@ -1115,7 +1115,7 @@ TEST(fallback_replaces_a_dtype_the_device_lacks) {
     CHECK_OK(amp_query_choice(amp, &choice));
     CHECK_EQ(choice.dtype, AMP_F16);
     CHECK(choice.fell_back && choice.scaler);
-    CHECK_MSG(strcmp(choice.reason, "bf16 asked for: recording device lacks it; the fallback fp16 instead") == 0, "%s", choice.reason);
+    CHECK_MSG(strcmp(choice.reason, "bf16 requested: recording device lacks it; the fallback fp16 instead") == 0, "%s", choice.reason);
     CHECK_OK(amp_query(amp, &now));
     CHECK_EQ(now.fallback, AMP_F16);
     CHECK_EQ(now.dtype, AMP_F16);
@@ -1876,11 +1876,11 @@ TEST(the_scalers_rule_changes_in_place) {
 
 TEST(what_cannot_change_is_refused_and_nothing_changes) {
     static const struct { const char *lines; amp_result result; const char *why; } rows[] = {
-        {"dtype=fp32\nlevel=O0", AMP_ERR_CONFLICT, "level = O0, and O1 is in force"},
-        {"dtype=bf16\nlevel=O2", AMP_ERR_CONFLICT, "level = O2, and O1 is in force"},
-        {"dtype=bf16\npolicy=torch", AMP_ERR_CONFLICT, "policy = torch, and fused is in force"},
-        {"dtype=bf16\nautotune=on", AMP_ERR_CONFLICT, "autotune = on, and off is in force"},
-        {"dtype=bf16\nscaler_preset=apex", AMP_ERR_CONFLICT, "scaler_preset = apex, and default is in force"}};
+        {"dtype=fp32\nlevel=O0", AMP_ERR_CONFLICT, "level = O0, but O1 is in force"},
+        {"dtype=bf16\nlevel=O2", AMP_ERR_CONFLICT, "level = O2, but O1 is in force"},
+        {"dtype=bf16\npolicy=torch", AMP_ERR_CONFLICT, "policy = torch, but fused is in force"},
+        {"dtype=bf16\nautotune=on", AMP_ERR_CONFLICT, "autotune = on, but off is in force"},
+        {"dtype=bf16\nscaler_preset=apex", AMP_ERR_CONFLICT, "scaler_preset = apex, but default is in force"}};
     amp_settings s = settings_of("dtype=fp16\ninit_scale=1024\nclip_norm=2");
     net *n = net_open(&s), *other = net_open(&s);
     amp_desc before, after;
