@@ -20,7 +20,8 @@
        amp_open(&amp, &d);
 
    For every entry of the table:
-   - It works on the context's GPU and leaves the calling thread's current device as it was.
+   - It works on the context's GPU and leaves the calling thread's current device as it was, unless the process has no
+     CUDA context there: going back would make one, which takes memory of a GPU that nobody uses.
    - Kernels, copies and fills go to the stream and return at once.  Only stream_sync and event_sync wait; copies from
      and to pageable memory may.  A step allocates nothing once its sizes have been seen.
    - Memory comes from an arena that keeps freed blocks.  The same stream may reuse a freed block at once, in stream
@@ -130,6 +131,7 @@ struct ampc_device {
     amp_device info;
     int index;
     ampc_features has;
+    int (*context_state)(int index, unsigned *flags, int *active);      /* cuDevicePrimaryCtxGetState, or NULL */
     cudaStream_t stream;            /* the context's own */
     int owns_stream;
     ampc_blas blas;
@@ -227,6 +229,27 @@ amp_result ampc_refuse(ampc_device *dev, amp_result result, const char *kernel, 
 
 #define AMPC_TRY(call) do { amp_result ampc_tried = (call); if (ampc_tried != AMP_OK) return ampc_tried; } while (0)
 
+/* Finds the driver's function for ampc_has_context. */
+void ampc_find_context_state(ampc_device *dev) {
+    cudaDriverEntryPointQueryResult found;
+    void *function = NULL;
+#if CUDART_VERSION >= 12050
+    (void)cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000, 0, &found);
+#elif CUDART_VERSION >= 12000
+    (void)cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, 0, &found);
+#else
+    (void)found;
+#endif
+    (void)cudaGetLastError();
+    dev->context_state = (int (*)(int, unsigned *, int *))function;
+}
+/* Whether the process uses a GPU: where it does not, cudaSetDevice makes a context, from CUDA 12 on. */
+bool ampc_has_context(const ampc_device *dev, int index) {
+    unsigned flags = 0;
+    int active = 0;
+    return dev->context_state == NULL || dev->context_state(index, &flags, &active) != 0 || active != 0;
+}
+
 /* Makes a context's GPU current for a scope, then restores the previous one.  ready: AMP_OK, or why the call must
    fail. */
 struct ampc_current {
@@ -239,7 +262,7 @@ struct ampc_current {
         if (error == cudaSuccess && before != dev->index) error = cudaSetDevice(dev->index);
     }
     ~ampc_current() {
-        if (before >= 0 && before != dev->index) (void)cudaSetDevice(before);
+        if (before >= 0 && before != dev->index && ampc_has_context(dev, before)) (void)cudaSetDevice(before);
     }
     amp_result ready(const char *call) {
         AMPC_TRY(ampc_usable(dev, call));
@@ -984,6 +1007,7 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
         return ampc_refuse(dev, AMP_ERR_RANGE, "amp_open", text);
     }
     AMPC_ENTER(dev, "amp_open");
+    ampc_find_context_state(dev);
     AMPC_TRY(ampc_check(dev, cudaGetDeviceProperties(&prop, dev->index), "cudaGetDeviceProperties", NULL));
     AMPC_TRY(ampc_check_gpu(dev, prop));
     dev->blas.cache = prop.l2CacheSize;

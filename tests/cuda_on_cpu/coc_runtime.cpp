@@ -53,7 +53,7 @@ struct operation {
 struct device_state {
     unsigned char *arena = nullptr;
     size_t top = 0, used = 0;
-    bool exposed = false;
+    bool exposed = false, context = false;      /* context: a call made the primary context */
     std::map<uintptr_t, allocation> live;       /* by data */
     std::map<uintptr_t, allocation> freed;      /* by region */
     stream_ref legacy;
@@ -554,7 +554,8 @@ enum {
     ALLOCATES = 2, FREES = 4,
     NOT_IN_CAPTURE = 8,         /* "unsafe" while a stream is captured */
     AFTER_LOSS = 16,            /* works, or says so, on a lost device */
-    NEVER_FAILS = 32
+    NEVER_FAILS = 32,
+    NO_CONTEXT = 64             /* needs none; other calls make the current device's */
 };
 
 void invalidate_captures() {
@@ -585,6 +586,7 @@ struct api_call {
         if (traits & SYNCHRONISES) synchronises();
         if (traits & ALLOCATES) m.counts.allocations++;
         if (traits & FREES) m.counts.frees++;
+        if (!(traits & NO_CONTEXT) && current_device < m.device_count) device(current_device).context = true;
         if (traits & NEVER_FAILS) return;
         if (m.fail_in > 0 && (m.fail_function.empty() || m.fail_function == function) && --m.fail_in == 0) {
             if (m.fail_sticky) device(current_device).sticky = m.fail_error;
@@ -746,7 +748,7 @@ cudaError_t coc_launch(coc_call *work, dim3 grid, dim3 block, size_t shared, cud
 /* ---- Errors */
 
 cudaError_t cudaGetLastError(void) {
-    api_call call(__func__, NEVER_FAILS);
+    api_call call(__func__, NEVER_FAILS | NO_CONTEXT);
     cudaError_t error = device(current_device).sticky;
     if (error == cudaSuccess) error = last_error;
     last_error = cudaSuccess;
@@ -754,7 +756,7 @@ cudaError_t cudaGetLastError(void) {
 }
 
 cudaError_t cudaPeekAtLastError(void) {
-    api_call call(__func__, NEVER_FAILS);
+    api_call call(__func__, NEVER_FAILS | NO_CONTEXT);
     cudaError_t error = device(current_device).sticky;
     return error == cudaSuccess ? last_error : error;
 }
@@ -773,26 +775,27 @@ const char *cudaGetErrorString(cudaError_t error) {
 /* ---- Devices */
 
 cudaError_t cudaGetDeviceCount(int *count) {
-    COC_CALL(AFTER_LOSS);
+    COC_CALL(AFTER_LOSS | NO_CONTEXT);
     *count = model().device_count;
     return call.done(*count ? cudaSuccess : cudaErrorNoDevice);
 }
 
 cudaError_t cudaSetDevice(int index) {
-    COC_CALL(AFTER_LOSS);
+    COC_CALL(AFTER_LOSS | NO_CONTEXT);
     if (index < 0 || index >= model().device_count) return call.done(cudaErrorInvalidDevice);
     current_device = index;
+    device(index).context = true;               /* since CUDA 12 */
     return cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int *index) {
-    COC_CALL(AFTER_LOSS);
+    COC_CALL(AFTER_LOSS | NO_CONTEXT);
     *index = current_device;
     return cudaSuccess;
 }
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int index) {
-    COC_CALL(0);
+    COC_CALL(NO_CONTEXT);
     const model_state &m = model();
     if (index < 0 || index >= m.device_count) return call.done(cudaErrorInvalidDevice);
     memset(prop, 0, sizeof *prop);
@@ -823,7 +826,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int index) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int index) {
-    COC_CALL(0);
+    COC_CALL(NO_CONTEXT);
     const model_state &m = model();
     if (index < 0 || index >= m.device_count) return call.done(cudaErrorInvalidDevice);
     switch ((int)attribute) {
@@ -855,8 +858,28 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     return cudaSuccess;
 }
 
+/* The driver's function that is asked for by name. */
+static int context_state(int index, unsigned *flags, int *active) {
+    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    if (index < 0 || index >= model().device_count) return 101;         /* CUDA_ERROR_INVALID_DEVICE */
+    *flags = 0;
+    *active = device(index).context;
+    return 0;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version, unsigned long long,
+                                             enum cudaDriverEntryPointQueryResult *result) {
+    COC_CALL(NO_CONTEXT);
+    const bool known = strcmp(symbol, "cuDevicePrimaryCtxGetState") == 0;
+    *function = known && version >= 7000 ? (void *)context_state : nullptr;
+    *result = !known          ? cudaDriverEntryPointSymbolNotFound
+              : version < 7000 ? cudaDriverEntryPointVersionNotSufficent
+                               : cudaDriverEntryPointSuccess;
+    return cudaSuccess;
+}
+
 cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int index) {
-    COC_CALL(0);
+    COC_CALL(NO_CONTEXT);
     if (index < 0 || index >= model().device_count) return call.done(cudaErrorInvalidDevice);
     if (size < 13) return call.done(cudaErrorInvalidValue);
     snprintf(text, (size_t)size, "0000:%02X:00.0", index + 1);
@@ -888,13 +911,13 @@ cudaError_t cudaDeviceReset(void) {
 }
 
 cudaError_t cudaDriverGetVersion(int *version) {
-    COC_CALL(AFTER_LOSS);
+    COC_CALL(AFTER_LOSS | NO_CONTEXT);
     *version = 13000;
     return cudaSuccess;
 }
 
 cudaError_t cudaRuntimeGetVersion(int *version) {
-    COC_CALL(AFTER_LOSS);
+    COC_CALL(AFTER_LOSS | NO_CONTEXT);
     *version = 13000;
     return cudaSuccess;
 }
@@ -1433,7 +1456,7 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t handle, cudaUserObject_t objec
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
-    COC_CALL(0);
+    COC_CALL(NO_CONTEXT);
     std::swap(*mode, thread_mode);
     return cudaSuccess;
 }

@@ -192,6 +192,50 @@ TEST(several_contexts) {
     CHECK_EQ(coc_faults(), 0);
 }
 
+/* Whether the process has a CUDA context on a device. */
+static bool has_context(int device) {
+    cudaDriverEntryPointQueryResult found;
+    void *function = NULL;
+    unsigned flags = 0;
+    int active = -1;
+    CHECK_EQ(cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000, 0, &found), cudaSuccess);
+    CHECK(function != NULL && ((int (*)(int, unsigned *, int *))function)(device, &flags, &active) == 0 && active >= 0);
+    return active != 0;
+}
+
+/* Work on one GPU makes no context on another: not on the first one of a thread that never chose. */
+TEST(no_context_elsewhere) {
+    int devices = 0, current = -1;
+    coc_reset();
+    CHECK_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
+    if (devices < 2) SKIP("needs two GPUs");
+    if (!CUDA_IS_MODEL) SKIP("tests before this one use the first GPU");
+    CHECK(!has_context(0) && !has_context(1));
+    std::vector<float> x(1000, 1.5f), y(1000);
+    {
+        side cuda(amp_cuda(), 1);
+        cuda.down(&y, cuda.up(x));
+    }
+    CHECK(x == y && !has_context(0) && has_context(1));
+    CHECK_EQ(cudaSetDevice(0), cudaSuccess);
+    {
+        side cuda(amp_cuda(), 1);
+        cuda.down(&y, cuda.up(x));
+        CHECK(cudaGetDevice(&current) == cudaSuccess && current == 0);
+    }
+    CHECK_EQ(coc_faults(), 0);
+    /* a driver without the function: the thread goes back, whatever that makes */
+    coc_reset();
+    coc_fail("cudaGetDriverEntryPointByVersion", 1, cudaErrorUnknown);
+    {
+        side cuda(amp_cuda(), 1);
+        cuda.down(&y, cuda.up(x));
+        CHECK(cudaGetDevice(&current) == cudaSuccess && current == 0);
+    }
+    CHECK(x == y && has_context(0));
+    CHECK_EQ(coc_faults(), 0);
+}
+
 /* The host's own stream is used and not destroyed. */
 TEST(host_stream) {
     coc_reset();
@@ -1809,6 +1853,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(open_and_describe);
     RUN(several_contexts);
+    RUN(no_context_elsewhere);
     RUN(host_stream);
     RUN(arena);
     RUN(arena_full);
