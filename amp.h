@@ -1156,8 +1156,8 @@ typedef struct amp_grad_set_desc {
     int32_t sharded, reserved;
     double clip_norm;           /* largest norm; 0: no clipping */
 } amp_grad_set_desc;
-/* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_CONFLICT both .params and .ranges are given, or two gradients or two
-   weights share memory. */
+/* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_CONFLICT both .params and .ranges are given, or gradients share
+   memory. */
 AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc);
 AMP_API void amp_grad_set_destroy(amp_grad_set *set);
 
@@ -1177,7 +1177,7 @@ AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *o
    1. */
 AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set);
 /* For an optimizer of your own: multiplies the gradients by what the last check left over: the clipping factor, and
-   after AMP_CHECK_READ also the inverse scale and the averaging. */
+   after AMP_CHECK_READ also the inverse scale and the averaging.  Errors: AMP_ERR_CONFLICT gradients share memory. */
 AMP_API amp_result amp_grad_set_apply(amp_grad_set *set);
 /* Copies the ranges, and restores them: for gradient buffers that also hold the momentum, which a skipped step must
    not change.  Takes as much memory as the ranges.  A step of such a host, whose buffers carry the scale S (while S
@@ -1292,8 +1292,8 @@ typedef enum amp_check_mode {
        amp_scaler_update    AMP_ERR_NO_CHECK unless some set of this scaler was checked
    An empty set counts as checked.  On failure the stage stays.  Values are tested before the multiplication: overflow
    that it causes is not found.
-   Errors: AMP_ERR_STATE another scaler uses the set, AMP_ERR_GRAD_16BIT, AMP_ERR_UNSCALED, AMP_ERR_STEPPED,
-   AMP_ERR_REDUCE. */
+   Errors: AMP_ERR_STATE another scaler uses the set, AMP_ERR_CONFLICT an optimizer's gradients share memory and would
+   be unscaled, AMP_ERR_GRAD_16BIT, AMP_ERR_UNSCALED, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode);
 /* Grows or shrinks the scale by what all checks since the last update found.  Errors: AMP_ERR_NO_CHECK. */
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
@@ -1307,7 +1307,8 @@ AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf)
    AMP_ERR_GRAD_16BIT, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply);
 /* Multiplies a set's ranges by scale / old_scale, for buffers that carry the scale (momentum in a gradient buffer).
-   old_scale 0: the scale before the last update, so call it after every update.  Errors: AMP_ERR_SCALE. */
+   old_scale 0: the scale before the last update, so call it after every update.
+   Errors: AMP_ERR_SCALE, AMP_ERR_CONFLICT gradients share memory. */
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, float old_scale);
 /* Everything the next decision depends on.  Loading also takes over the saved factors and interval, and makes every
    set ready; a disabled scaler loads anything, for its stages alone.
@@ -1361,7 +1362,7 @@ typedef struct amp_optimizer_desc {
 } amp_optimizer_desc;
 /* All parameters share one step count, also for bias correction.
    Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, AMP_ERR_CONFLICT a storage policy that does not
-   fit, or shared memory as in amp_grad_set_create. */
+   fit, or weights share memory. */
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc);
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
@@ -13321,6 +13322,7 @@ struct amp_grad_set {
     const amp_optimizer_desc *desc;
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
+    int32_t apart;                  /* 1: no two gradients share memory */
     ampi_stage stage;
     amp_scaler *scaler;             /* that checked this set since its last update, or NULL ... */
     amp_grad_set *next;                  /* ... and the next set in that scaler's list */
@@ -13554,28 +13556,39 @@ static int ampi_arrays_share(const void *a, amp_dtype of_a, int64_t n, const voi
     return n > 0 && m > 0 && x < y + (uintptr_t)m * amp_dtype_size(of_b) && y < x + (uintptr_t)n * amp_dtype_size(of_a);
 }
 
-/* Memory that two rows shared would be unscaled, clipped and stepped twice. */
-static amp_result ampi_check_rows_apart(const amp_grad_set *set) {
+static amp_result ampi_fail_shared(const amp_grad_set *set, const char *what, int64_t first, int64_t second) {
+    const char *a = set->names[first], *b = set->names[second];
+    return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", "%s %lld (%s) and %lld (%s) share memory: list it once",
+                     what, (long long)first, a ? a : "unnamed", (long long)second, b ? b : "unnamed");
+}
+/* Weights that two rows share would be stepped twice. */
+static amp_result ampi_check_weights_apart(const amp_grad_set *set) {
     int64_t i, j;
     for (i = 0; i < set->n; i++)
         for (j = 0; j < i; j++) {
             const amp_k_tensor *a = &set->rows[i], *b = &set->rows[j];
-            int grads = ampi_arrays_share(a->grad, a->grad_dtype, a->count, b->grad, b->grad_dtype, b->count);
-            if (grads ||
-                ampi_arrays_share(a->weight, a->weight_dtype, a->count, b->weight, b->weight_dtype, b->count))
-                return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create",
-                                 "%s %lld (%s) and %lld (%s) share memory: list it once",
-                                 grads ? "gradients" : "weights", (long long)j,
-                                 set->names[j] ? set->names[j] : "unnamed", (long long)i,
-                                 set->names[i] ? set->names[i] : "unnamed");
+            if (ampi_arrays_share(a->weight, a->weight_dtype, a->count, b->weight, b->weight_dtype, b->count))
+                return ampi_fail_shared(set, "weights", j, i);
         }
+    return AMP_OK;
+}
+/* Gradients that two rows share would be unscaled or summed over ranks twice: only an optimizer, which reads them, may
+   have such. */
+static amp_result ampi_check_gradients_apart(amp_grad_set *set) {
+    int64_t i, j;
+    for (i = 0; !set->apart && i < set->n; i++)
+        for (j = 0; j < i; j++) {
+            const amp_k_tensor *a = &set->rows[i], *b = &set->rows[j];
+            if (ampi_arrays_share(a->grad, a->grad_dtype, a->count, b->grad, b->grad_dtype, b->count))
+                return ampi_fail_shared(set, "gradients", j, i);
+        }
+    set->apart = 1;
     return AMP_OK;
 }
 
 /* Sends the filled set to the device. */
 static amp_result ampi_set_finish(amp_grad_set *set) {
     amp_k_grad_stats found;
-    AMPI_TRY(ampi_check_rows_apart(set));
     memset(&found, 0, sizeof found);
     found.first_bad = -1;
     found.clip_coef = found.multiplier = found.factor = 1;
@@ -13708,6 +13721,7 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     r = desc->ranges != NULL ? ampi_set_fill_ranges(*out, desc->ranges) : AMP_OK;
     (*out)->own.clip_norm = desc->clip_norm;
     (*out)->own.sharded = desc->sharded;
+    if (r == AMP_OK) r = ampi_check_gradients_apart(*out);
     if (r == AMP_OK) r = ampi_set_finish(*out);
     if (r == AMP_OK) ampi_object_enlist(&(*out)->object, n > 0 ? (*out)->names[0] : NULL);
     if (r == AMP_OK) return AMP_OK;
@@ -13765,6 +13779,7 @@ static amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(set->amp, &dev, &stream);
     amp_k_scale_ranges args;
+    AMPI_TRY(ampi_check_gradients_apart(set));
     memset(&args, 0, sizeof args);
     args.table = set->table;
     args.tensors = set->n;
@@ -13775,7 +13790,7 @@ static amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
 AMP_API amp_result amp_grad_set_apply(amp_grad_set *set) {
     amp_k_rule rule;
     AMPI_TRY(ampi_need_object("amp_grad_set_apply", set, "set"));
-    AMPI_TRY(ampi_set_scale(set, &set->found->multiplier));
+    AMPI_TRY(ampi_as("amp_grad_set_apply", ampi_set_scale(set, &set->found->multiplier)));
     rule = ampi_rule(AMP_RULE_APPLIED, NULL, set);
     return ampi_run_rule(set->amp, &rule);
 }
@@ -13864,6 +13879,7 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     amp_k_rule rule;
     int64_t i;
+    if (mode == AMP_CHECK_UNSCALE || ampi_world(set->amp) > 1) AMPI_TRY(ampi_check_gradients_apart(set));
     AMPI_TRY(ampi_set_refresh(set));
     for (i = 0; last && !set->desc->sharded && i < set->n; i++)
         AMPI_TRY(ampi_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype, AMP_REDUCE_SUM));
@@ -14241,6 +14257,7 @@ static amp_result ampi_scaler_ranges(amp_scaler *scaler, const amp_range *ranges
     AMPI_TRY(ampi_check_ranges("amp_scaler_unscale", ranges, n));
     AMPI_TRY(ampi_set_new(scaler->amp, "amp_scaler_unscale", &set, n, 0));
     r = ampi_set_fill_ranges(set, ranges);
+    if (r == AMP_OK) r = ampi_check_gradients_apart(set);
     if (r == AMP_OK) r = ampi_set_finish(set);
     if (r != AMP_OK) { amp_grad_set_destroy(set); return r; }
     if (scaler->own != NULL) ampi_object_destroy(&scaler->own->object);
@@ -14283,7 +14300,7 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
     rule = ampi_rule(AMP_RULE_RATIO, scaler, set);
     rule.value = old_scale;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
-    return ampi_set_scale(set, &set->found->factor);
+    return ampi_as("amp_scaler_rescale", ampi_set_scale(set, &set->found->factor));
 }
 
 /* ---- Saving.  Structs are written field by field, so that records do not depend on their layout; one table of an
@@ -14736,6 +14753,7 @@ static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     ampi_set_fill_params(o->set, o->desc.params, o->desc.n_params);
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
+    AMPI_TRY(ampi_as("amp_optimizer_create", ampi_check_weights_apart(o->set)));
     AMPI_TRY(ampi_optimizer_memory(o));
     AMPI_TRY(ampi_copy_memory(o));
     AMPI_TRY(ampi_result_memory(o));

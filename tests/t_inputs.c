@@ -447,9 +447,17 @@ TEST(arrays_that_share_memory) {
     params[1].weight.data = x;
     CHECK_ERR(amp_optimizer_create(amp, &optimizer, &adamw), AMP_ERR_CONFLICT);
     CHECK(strstr(amp_last_error(), "weights 0 (embedding) and 1 (head) share memory"));
-    params[1].weight.data = x + 8; params[1].grad.data = y + 4;
-    CHECK_ERR(amp_optimizer_create(amp, &optimizer, &adamw), AMP_ERR_CONFLICT);
+    params[1].weight.data = x + 8; params[1].grad.data = y + 4;     /* only read, but for a check that unscales */
+    CHECK_OK(amp_optimizer_create(amp, &optimizer, &adamw));
+    set = amp_optimizer_grad_set(optimizer);
+    CHECK_ERR(amp_scaler_check(scaler, set, AMP_CHECK_UNSCALE), AMP_ERR_CONFLICT);
     CHECK(strstr(amp_last_error(), "gradients 0 (embedding) and 1 (head) share memory"));
+    CHECK_ERR(amp_grad_set_apply(set), AMP_ERR_CONFLICT);
+    CHECK_ERR(amp_scaler_rescale(scaler, set, 2), AMP_ERR_CONFLICT);
+    CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
+    CHECK_OK(amp_optimizer_step(optimizer, scaler));
+    CHECK_OK(amp_scaler_update(scaler));
+    amp_optimizer_destroy(optimizer);
     amp_scaler_destroy(scaler);
     amp_close(amp);
 }
