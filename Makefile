@@ -92,7 +92,7 @@ endif
 # Tests that look inside amp.h bring it themselves: with optimisation those that compute much, the others without, which
 # compiles in a fifth of the time.
 INSIDE       := t_attention t_gemm t_kernels t_numbers t_optimizer
-INSIDE_QUICK := t_care t_concurrency t_context t_data t_lifetime t_scaler t_settings t_state t_threads t_verify
+INSIDE_QUICK := t_care t_concurrency t_context t_data t_lean t_lifetime t_scaler t_settings t_state t_threads t_verify
 TEST_HEADERS := $(wildcard tests/*.h tests/fuzz/*.[ch]) $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $< -o $@ $(LIBS)

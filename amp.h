@@ -146,6 +146,8 @@
      -std=c99 includes amp.h before system headers; other files may be C90 or C++98.  AMP_STATIC beside
      AMP_IMPLEMENTATION makes everything, thread state and caches too, private to the file.  AMP_API may be predefined
      in all files, say as a visibility attribute.  Some g++ -Wextra need -Wno-missing-field-initializers.
+     AMP_NO_CARE and AMP_NO_WATCH, beside it, leave out functions of >>care, or of >>watch but settings: calls fail to
+     compile, or in files without the macro to link; settings that nothing then reads are refused (AMP_ERR_UNSUPPORTED).
 
    STEP BY STEP     for readers who know PyTorch
 
@@ -1810,7 +1812,7 @@ typedef struct amp_settings {
 #define AMP_NO_RETRIES (-1)
 
 /* Sets one setting.  Errors: AMP_ERR_VERSION, AMP_ERR_NAME no such key (the text names the nearest), AMP_ERR_RANGE not
-   a value of this key. */
+   a value of this key, AMP_ERR_UNSUPPORTED what reads it was left out (AMP_NO_CARE, AMP_NO_WATCH). */
 AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, const char *value);
 /* Lines "key = value"; # begins a comment; each key at most once.  All or nothing.  Error texts say `name`, line and
    key.
@@ -1831,9 +1833,9 @@ AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler);
 /* Checks each field, and for contradictions: level O0 (fp32 throughout) with another dtype, tf32 or the scaler on;
    levels O2 and O3 (16-bit weights) with fp32 or tf32; a floor above the ceiling; an initial scale outside them.
    Settings without effect are no contradiction.
-   Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT with both keys, AMP_ERR_SCALE. */
+   Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT with both keys, AMP_ERR_SCALE, AMP_ERR_UNSUPPORTED as amp_settings_set. */
 AMP_API amp_result amp_settings_check(const amp_settings *settings);
-/* All settings in effect, as a file that amp_settings_read_text takes. */
+/* All settings in effect, as a file that amp_settings_read_text takes; what nothing reads stands behind a #. */
 AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
 
 /* Overwrites the fields of each desc that are settings; any desc may be NULL.  scaler->disable becomes 1 if no scaler
@@ -1882,6 +1884,7 @@ typedef struct amp_status {
     int32_t memory_warned, reserved;  /* 1: memory_share has reached memory_warning */
     amp_telemetry telemetry;
 } amp_status;
+#if !defined(AMP_NO_WATCH)
 /* memory_warning: as in amp_settings.  scaler may be NULL.  Waits.  Errors: AMP_ERR_STATE during a graph capture. */
 AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning,
                                   amp_status *out);
@@ -1892,6 +1895,7 @@ AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size
 /* Named ranges for a profiler (NVTX, if amp_cuda.cu was built with -DAMP_NVTX); they nest. */
 AMP_API void amp_profile_push(amp_context *amp, const char *name);
 AMP_API void amp_profile_pop(amp_context *amp);
+#endif
 
 /* ---- Monitor: records of steps and epochs, one JSON object per line
 
@@ -1939,6 +1943,7 @@ struct amp_monitor_desc {
     int32_t reserved;
     int64_t epoch;              /* number of the first epoch */
 };
+#if !defined(AMP_NO_WATCH)
 /* Destroy it before its optimizer.
    Errors: AMP_ERR_CONFLICT optimizer or scaler of another context, AMP_ERR_OPEN, AMP_ERR_READ, AMP_ERR_WRITE. */
 AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc);
@@ -1950,6 +1955,7 @@ AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_des
    epoch's time counts from its first call (without calls, from its beginning), so validation between epochs does not
    count.  Does nothing during a graph capture. */
 AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase);
+#endif
 
 typedef struct amp_step_info {
     double loss;
@@ -1957,10 +1963,12 @@ typedef struct amp_step_info {
     int32_t reserved;
     int64_t tokens;             /* or samples, of all micro-batches of the step; for the rate */
 } amp_step_info;
+#if !defined(AMP_NO_WATCH)
 /* Ends a step, after amp_step; does not wait for it.
    Errors: AMP_ERR_STATE the optimizer has not stepped since the last call, AMP_ERR_WRITE lines could not be written:
    up to 256 KiB are kept and written when it works again; training may go on. */
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info);
+#endif
 
 typedef struct amp_step_record {
     amp_step_result result;
@@ -1974,6 +1982,7 @@ typedef struct amp_step_record {
     int32_t has_memory;         /* 1: memory was queried in this step */
     amp_memory_info memory;
 } amp_step_record;
+#if !defined(AMP_NO_WATCH)
 /* The next record that is due, with the step's result.  1: *out was filled.  The last 64 are kept.  Steps without
    amp_monitor_step have none. */
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out);
@@ -1982,6 +1991,7 @@ AMP_API amp_result amp_monitor_flush(amp_monitor *monitor);
 /* Adds a line of your own: one JSON object without line ends.  Errors: AMP_ERR_RANGE not JSON, AMP_ERR_WRITE as
    above. */
 AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json);
+#endif
 
 /* One epoch, or the mean of several. */
 typedef struct amp_epoch_record {
@@ -1993,9 +2003,11 @@ typedef struct amp_epoch_record {
     amp_dtype dtype;            /* of most of its steps */
     int32_t mixed;              /* 1: fp16, bf16 or tf32 */
 } amp_epoch_record;
+#if !defined(AMP_NO_WATCH)
 /* Ends an epoch: waits for its steps, writes its record and resets the peak of memory.  Records not yet taken stay.
    Errors: AMP_ERR_STATE it has no steps, AMP_ERR_WRITE. */
 AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out);
+#endif
 /* Mixed-precision and full-precision epochs compared: means of loss, time and rate; the greater peak.  If either has
    epoch 0 (there was none), the ratios are 0. */
 typedef struct amp_epoch_summary {
@@ -2004,8 +2016,10 @@ typedef struct amp_epoch_summary {
     double memory_ratio;        /* peak of mixed over full */
     double loss_difference;     /* mixed - full */
 } amp_epoch_summary;
+#if !defined(AMP_NO_WATCH)
 AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out);
 AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *text, size_t size);
+#endif
 
 /* ---- Statistics of tensors: how their values fit a format
 
@@ -2066,6 +2080,7 @@ typedef struct amp_tensor_stats_desc {
     int64_t interval;           /* calls; the first is due; default 100 */
 } amp_tensor_stats_desc;
 typedef struct amp_tensor_stats amp_tensor_stats;
+#if !defined(AMP_NO_WATCH)
 /* Errors: AMP_ERR_DTYPE. */
 AMP_API amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc);
 AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats);
@@ -2073,6 +2088,7 @@ AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats);
    Errors: AMP_ERR_STATE during a graph capture. */
 AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out);
 AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size);
+#endif
 
 /* ==== 13 >>care ====
    Does mixed precision work here, which is best, and what to do when it goes wrong. */
@@ -2122,6 +2138,7 @@ typedef struct amp_verify_report {
     int64_t n_rows;
     amp_verify_row rows[AMP_VERIFY_ROWS];
 } amp_verify_report;
+#if !defined(AMP_NO_CARE)
 /* Runs the step 3 times in fp32 and 3 times per candidate, from the same weights (but for those changes), zero
    gradients, random numbers and loss scale; with a scaler once more before and, if fp16's gradients overflow then, at
    the scale the scaler would come to.  Whatever the step did, parameters, gradients, optimizer, scaler, random offsets
@@ -2136,6 +2153,7 @@ AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size
 /* Is all memory where the context's kernels can use it?
    Errors: AMP_ERR_SHAPE a range without data, AMP_ERR_DEVICE the first name that is elsewhere, and where. */
 AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *ranges, int64_t n);
+#endif
 
 /* Finite differences for an operator of your own, under autocast: for random directions d of each input, (L(x + h d) -
    L(x - h d)) / 2h is compared with gradient . d, where L = sum(outputs * weights) with random weights, which backward
@@ -2163,10 +2181,12 @@ typedef struct amp_gradcheck_report {
     double detectable;          /* the relative error of any input's gradient from which on it is found */
     char worst[64];             /* its input */
 } amp_gradcheck_report;
+#if !defined(AMP_NO_CARE)
 /* Errors: those of your functions, AMP_ERR_RANGE also for an output or gradient that is not finite, AMP_ERR_SHAPE,
    AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture, AMP_ERR_UNSUPPORTED. */
 AMP_API amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out);
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size);
+#endif
 
 /* ---- Advice */
 
@@ -2188,6 +2208,7 @@ typedef struct amp_advice {
     double lr;                  /* .optimizer's times that; 0 unknown */
     char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160], lr_reason[160];
 } amp_advice;
+#if !defined(AMP_NO_CARE)
 /* dtype: amp_choose's for "auto", or the first of bf16, fp16, tf32 and fp32 with nothing against it (verification;
    fp16's scale at its floor).  level: O1; or O2 when the step took over 90% of the device's memory and the dtype has
    16 bits.  batch: from peak memory = fixed + batch * each, where fixed is amp_optimizer_bytes and the cast cache; the
@@ -2200,6 +2221,7 @@ AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size
    it needs a new context.  If you set the rate in each step, apply lr_factor to your schedule. */
 AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler,
                                     amp_optimizer *optimizer);
+#endif
 
 /* ---- Tune: your step over precisions and batch sizes, timed and verified */
 
@@ -2235,6 +2257,7 @@ typedef struct amp_tune_report {
     int32_t from_file, reserved;  /* 1: nothing was timed */
     amp_tune_row rows[AMP_TUNE_ROWS];
 } amp_tune_report;
+#if !defined(AMP_NO_CARE)
 /* Precisions take turns of a few timed steps, so changes in the machine's speed affect all alike.  A failing row is no
    error: its precision is not tried with larger batches.  Verification runs at the first batch.  Afterwards dtype and
    all that .verify names are restored (without it the steps have trained), captured graphs are out of date, and
@@ -2245,6 +2268,7 @@ typedef struct amp_tune_report {
    filled). */
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out);
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size);
+#endif
 
 /* ---- Recover: snapshots in memory, and what to do about anomalies
 
@@ -2305,6 +2329,7 @@ typedef struct amp_recovery_desc {
     void *user;
 } amp_recovery_desc;
 typedef struct amp_recovery amp_recovery;
+#if !defined(AMP_NO_CARE)
 /* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_STATE inside an accumulation cycle, AMP_ERR_CONFLICT, what .save
    returns. */
 AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc);
@@ -2326,6 +2351,7 @@ AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader
 /* What a resumed run counts on from, without the snapshots.  Errors of load: AMP_ERR_NAME, AMP_ERR_MISMATCH. */
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix);
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix);
+#endif
 
 /* ==== PART THREE: for kernels and backends ==== */
 
@@ -4599,10 +4625,14 @@ static const char *ampi_dtypes_of(int use, char text[80]) {
         if (ampi_dtypes[d].use & use) ampi_print(&s, "%s%s", s.used > 0 ? ", " : "", ampi_dtypes[d].name);
     return text;
 }
+#if !defined(AMP_NO_CARE)
 static double ampi_roundoff(amp_dtype dtype) {
     return ampi_f64_of_bits((uint64_t)(1022 - ampi_traits(dtype)->mantissa) << 52);
 }
+#endif
+#if !defined(AMP_NO_WATCH)
 static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits(ampi_traits(dtype)->largest); }
+#endif
 
 /* By its bits: where the host flushes subnormals, they compare equal to 0. */
 static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
@@ -9603,6 +9633,7 @@ static uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
     return &amp->cells->random;
 }
 static void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
+#if !defined(AMP_NO_CARE)
 /* What decides the dtypes of regions, and the next random offset: restored after a trial of another precision. */
 typedef struct ampi_precision {
     amp_choice choice;
@@ -9635,6 +9666,7 @@ static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->decisions = ampi_serial();
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
+#endif
 /* 1: no step has used the gradient yet, and the next backward adds to it; 0: it overwrites it. */
 static void ampi_gradient_live(amp_param *p, int live) {
     if (p != NULL && (!live || p->grad.data != NULL)) p->grad_live = live;
@@ -9648,12 +9680,14 @@ static int ampi_live_gradients(amp_context *amp, int clear) {
     }
     return live > 0;
 }
+#if !defined(AMP_NO_CARE)
 static amp_param *ampi_param_of_gradient(const amp_context *amp, const void *data) {
     int64_t i;
     for (i = 0; data != NULL && i < amp->n_params; i++)
         if (amp->params[i].param->grad.data == data) return amp->params[i].param;
     return NULL;
 }
+#endif
 static int ampi_is_closed(const amp_context *amp) { return __atomic_load_n(&amp->closed, __ATOMIC_ACQUIRE); }
 static const amp_system *ampi_context_system(const amp_context *amp) { return &amp->system; }
 static const amp_desc *ampi_settings(const amp_context *amp) { return &amp->desc; }
@@ -11115,6 +11149,7 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
     return ampi_region_push(amp, "amp_autocast_begin", &d, 0);
 }
 
+#if !defined(AMP_NO_CARE)
 /* Around a callback of the host: regions opened in it inherit nothing from the enclosing ones.  Returns the depth to
    pass to ampi_regions_close. */
 static int ampi_regions_hide(amp_context *amp) {
@@ -11127,6 +11162,7 @@ static int ampi_regions_hide(amp_context *amp) {
 static void ampi_regions_close(int depth) {
     while (ampi_regions.n > depth) ampi_region_drop();
 }
+#endif
 
 AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(amp, "amp_autocast_end", 0); }
 
@@ -15127,6 +15163,7 @@ AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *
     return 1;
 }
 
+#if !defined(AMP_NO_WATCH)
 /* 1: the result of step `number` has arrived. */
 static int ampi_result_here(const amp_optimizer *o, int64_t number) {
     void *dev, *stream;
@@ -15137,7 +15174,9 @@ static int ampi_result_here(const amp_optimizer *o, int64_t number) {
 
 /* 1: the next step's result would overwrite one not yet delivered. */
 static int ampi_results_full(const amp_optimizer *o) { return o->attempts - o->delivered >= AMP_STEP_RESULTS; }
+#endif
 
+#if !defined(AMP_NO_CARE)
 /* Restores the progress, lr and seed of `then`.  Results pending then have been delivered since. */
 static void ampi_optimizer_rewind(amp_optimizer *o, const amp_optimizer *then) {
     o->micro = then->micro;
@@ -15147,6 +15186,7 @@ static void ampi_optimizer_rewind(amp_optimizer *o, const amp_optimizer *then) {
     o->desc.seed = then->desc.seed;
     ampi_set_unlink(o->set);
 }
+#endif
 
 AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer) {
     AMPI_TRY(ampi_need_object("amp_step_result_flush", optimizer, "optimizer"));
@@ -17678,6 +17718,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
 
 /* ==== 12 >>watch: implementation ==== */
 
+#if !defined(AMP_NO_WATCH)
 /* A step as the program reported it and as measured; kept until the step's result is due. */
 typedef struct ampi_note {
     int64_t number;                 /* the optimizer's number of this step; 0: void, the optimizer was restored */
@@ -17724,6 +17765,7 @@ struct amp_monitor {
     ampi_tally epoch, mixed, full;
     int64_t epochs;                 /* number of the current one */
 };
+#endif /* AMP_NO_WATCH */
 
 /* ---- Settings: one table of keys serves setting, reading, checking and writing. */
 
@@ -17991,10 +18033,30 @@ static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key,
                      from->name ? strrchr(nearest, '.') : nearest);
 }
 
+/* The macro that left out all that reads this value, or NULL. */
+static const char *ampi_setting_left_out(const ampi_field *k, double value) {
+    int is_action = k->offset == AMPI_AT(nan_action);
+    if (value == 0) return NULL;
+#if defined(AMP_NO_CARE)
+    if (is_action ? (int)value == AMP_NAN_RECOVER
+                  : k->offset == AMPI_AT(max_retries) || k->offset == AMPI_AT(batch_growth_interval))
+        return "AMP_NO_CARE";
+#endif
+#if defined(AMP_NO_WATCH)
+    if (is_action ? (int)value >= AMP_NAN_STOP
+                  : k->offset == AMPI_AT(max_skips) ||
+                        (k->offset >= AMPI_AT(log_interval) && k->offset != AMPI_AT(batch_growth_interval)))
+        return "AMP_NO_WATCH";
+#endif
+    (void)is_action;
+    return NULL;
+}
+
 /* Sets one key from text.  On failure nothing changes. */
 static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_field *k, const char *text,
                                    size_t n) {
     char label[256], allowed[160], shown[48];
+    const char *left_out;
     double value = 0;
     ampi_fp host;
     size_t i;
@@ -18006,13 +18068,17 @@ static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, con
     host = ampi_fp_begin();
     known = n > 0 && ampi_setting_parse(k, text, n, &value);
     ampi_fp_end(host);
-    if (known) {
+    left_out = known ? ampi_setting_left_out(k, value) : NULL;
+    if (known && left_out == NULL) {
         ampi_field_put(s, k, value);
         return AMP_OK;
     }
     for (i = 0; i < n && i < 40; i++) shown[i] = text[i] < 32 || text[i] > 126 ? '?' : text[i];
     snprintf(shown + i, 4, "%s", n > 40 ? "..." : "");
     ampi_setting_allowed(k, allowed, sizeof allowed);
+    if (left_out != NULL)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, from->function, "%s = %s: %s left out what reads it",
+                         ampi_origin_text(from, k->key, strlen(k->key), label), shown, left_out);
     return ampi_fail(AMP_ERR_RANGE, from->function, "%s = %s, must be %s",
                      ampi_origin_text(from, k->key, strlen(k->key), label), n > 0 ? shown : "(nothing)", allowed);
 }
@@ -18157,8 +18223,11 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
     if (settings == NULL || ampi_check_headers("amp_settings_text", AMPI_HEADERS) != AMP_OK) return 0;
     s = ampi_settings_effective(settings);
     for (i = 0; i < AMPI_SETTINGS; i++) {
-        ampi_setting_text(&ampi_setting_table[i], ampi_field_get(&s, &ampi_setting_table[i]), value);
-        ampi_print(&t, "%s = %s\n", ampi_setting_table[i].key, value);
+        const ampi_field *k = &ampi_setting_table[i];
+        const char *left_out = ampi_setting_left_out(k, ampi_field_get(&s, k));
+        ampi_setting_text(k, ampi_field_get(&s, k), value);
+        ampi_print(&t, "%s%s = %s%s%s\n", left_out ? "# " : "", k->key, value,
+                   left_out ? ": read by nothing, because of " : "", left_out ? left_out : "");
     }
     return t.used;
 }
@@ -18166,16 +18235,19 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
 /* Checks each field by itself, as a program may have filled it. */
 static amp_result ampi_settings_check_fields(const char *f, const amp_settings *s) {
     char allowed[160], shown[64];
-    double value;
-    double of;
+    const char *left_out;
+    double value, of;
     int i, w, fits;
     for (i = 0; i < AMPI_SETTINGS; i++) {
         const ampi_field *k = &ampi_setting_table[i];
         value = ampi_field_get(s, k);
         fits = amp_is_finite_f64(&value) && (value == 0 || (k->range != NULL && value >= k->low && value <= k->high));
         for (w = 0; !fits && amp_is_finite_f64(&value) && ampi_setting_word(k, w, &of) != NULL; w++) fits = value == of;
-        if (fits) continue;
+        left_out = fits ? ampi_setting_left_out(k, value) : NULL;
+        if (fits && left_out == NULL) continue;
         ampi_setting_text(k, value, shown);
+        if (left_out != NULL)
+            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".%s = %s: %s left out what reads it", k->key, shown, left_out);
         ampi_setting_allowed(k, allowed, sizeof allowed);
         return ampi_fail(AMP_ERR_RANGE, f, ".%s = %s, must be %s", k->key, shown, allowed);
     }
@@ -18414,8 +18486,12 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
     amp_scaler_desc rule;
     AMPI_TRY(ampi_need(f, settings && amp, "settings or amp"));
     AMPI_TRY(ampi_settings_check(f, settings));
+#if defined(AMP_NO_WATCH)
+    if (monitor != NULL) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "AMP_NO_WATCH left monitors out: pass NULL");
+#else
     if (monitor != NULL && monitor->amp != amp)
         return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context");
+#endif
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &regions, &rule));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
     else if (!rule.disable)
@@ -18429,7 +18505,9 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
             AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
         optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
+#if !defined(AMP_NO_WATCH)
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
+#endif
     return AMP_OK;
 }
 AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
@@ -18437,6 +18515,7 @@ AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context 
     return ampi_as("amp_settings_apply", ampi_settings_apply(settings, amp, scaler, optimizer, monitor));
 }
 
+#if !defined(AMP_NO_WATCH)
 /* ---- Status */
 
 /* Bytes of the UTF-8 character at p; 0: none (RFC 3629: no surrogates, no overlong forms). */
@@ -19788,9 +19867,11 @@ AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char
     }
     return sheet.used;
 }
+#endif /* AMP_NO_WATCH */
 
 /* ==== 13 >>care: implementation ==== */
 
+#if !defined(AMP_NO_CARE)
 /* ---- Snapshots: everything that training changes, copied to the host and restored bit for bit, any number of times.
    Restoring allocates nothing, so it works after a step ran out of memory. */
 
@@ -22345,6 +22426,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
     recovery->doubled = r.doubled, recovery->retries = r.retries, recovery->streak = r.streak;
     return AMP_OK;
 }
+#endif /* AMP_NO_CARE */
 
 #if AMPI_X86 && !defined(__clang__)
 #  pragma GCC diagnostic pop

@@ -73,6 +73,41 @@ sed "s:^#define AMP_IMPLEMENTATION:#define AMP_STATIC\n&:" "$work/one.c" > "$wor
 check "two static copies link" "${CC:-gcc}" -std=c99 $strict "$work/one_static.c" "$work/two.c" -o "$work/linked" -lm -lpthread
 check "two static copies run" "$work/linked"
 
+# Without care, without watch, and without both: clean in every language, no larger than it was, and what is left out is
+# missed by name.
+lean="-DAMP_NO_CARE -DAMP_NO_WATCH"
+for without in -DAMP_NO_CARE -DAMP_NO_WATCH "$lean"; do
+    at_once "implementation $without" "${CC:-gcc}" -std=c99 -O0 $strict -Wsign-conversion $without -c "$work/impl.c" -o "$work/lean_$running.o"
+    for compiler in "clang -std=c99" "g++ -x c++ -std=c++11" "clang++ -x c++ -std=c++11"; do
+        if have "${compiler%% *}"; then at_once "$compiler $without" $compiler $strict -Wsign-conversion $without -fsyntax-only "$work/impl.c"
+        else skip "$compiler $without" "not installed"; fi
+    done
+    at_once "user $without" "${CC:-gcc}" -std=c99 $strict $without -fsyntax-only "$work/user.c"
+done
+at_once "static $lean" "${CC:-gcc}" -std=c99 -O0 $strict -Wsign-conversion $lean -c "$work/static.c" -o "$work/lean_static.o"
+collect
+for without in -DAMP_NO_CARE -DAMP_NO_WATCH; do
+    check "t_lean.c $without builds" "${CC:-gcc}" -std=c99 -O0 -I. $without tests/t_lean.c -o "$work/lean" -lm -lpthread
+    if "$work/lean" > "$work/said"; then pass; else fail "t_lean.c $without" "$(tail -n 3 "$work/said")"; fi
+done
+"${CC:-gcc}" -std=c99 -O0 -I. $lean -c "$work/impl.c" -o "$work/lean.o"
+for call in amp_verify amp_gradcheck amp_advise amp_tune amp_recovery_create amp_status_get amp_profile_push amp_monitor_create amp_monitor_step \
+    amp_monitor_next amp_monitor_epoch amp_monitor_summary amp_tensor_stats_create; do
+    printf '#include "amp.h"\nvoid (*called)(void);\nint main(void) { called = (void (*)(void))%s; return called == 0; }\n' $call > "$work/caller.c"
+    if "${CC:-gcc}" -std=c99 -I. $lean -fsyntax-only "$work/caller.c" 2>&1 | grep -q "error: .*$call"; then pass
+    else fail "$call, left out" "a file with $lean sees its declaration"; fi
+    "${CC:-gcc}" -std=c99 -I. -c "$work/caller.c" -o "$work/caller.o"
+    if "${CC:-gcc}" "$work/lean.o" "$work/caller.o" -o "$work/linked" -lm -lpthread 2>&1 | grep -q "undefined reference.*$call"; then pass
+    else fail "$call, left out" "a file that sees its declaration links"; fi
+done
+# How much of amp.h is compiled then, comments included: each run of lines between two conditions, if the preprocessor keeps it.
+mkdir -p "$work/marked"
+awk '{print} /^ *#  *(if|elif|else|endif)|^ *#(if|elif|else|endif)/ {d = 1} d && !/\\$/ {print "#pragma AMPT_KEPT " NR; d = 0}' amp.h > "$work/marked/amp.h"
+"${CC:-gcc}" -std=c99 $lean -I"$work/marked" -E "$work/impl.c" | sed -n 's/^#pragma AMPT_KEPT //p' | sort -u > "$work/kept"
+kept=$(awk 'FILENAME == ARGV[1] {kept[$1] = 1; next} FNR == 1 {on = 1} /^ *#  *(if|elif|else|endif)|^ *#(if|elif|else|endif)/ {d = 1}
+    on || d {n += length($0) + 1} d && !/\\$/ {on = FNR in kept; d = 0} END {print n}' "$work/kept" amp.h)
+if [ "$kept" -gt 400000 ] && [ "$kept" -lt 1054720 ]; then pass; else fail "size without care and watch" "$kept bytes"; fi
+
 if have nvcc; then
     printf '#include "amp.h"\n__global__ void k(uint16_t *out, float x) { *out = amp_bf16_from_f32(x, 0); }\nint main() { return 0; }\n' > "$work/user.cu"
     printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main() { return amp_version() != AMP_VERSION; }\n' > "$work/impl.cu"
