@@ -5,8 +5,8 @@
  *     ./amp_bench --features          each feature on and off, in turn, in one run
  *
  * On a GPU the encoder has the shape of BERT-base and the decoder that of GPT-2; on a CPU both are 4 layers of 256
- * channels with 8192 tokens, so that a run takes a minute; flags set any other size.  What costs more than it brings is
- * called a loss.  Results also go into a JSON file: see --json. */
+ * channels with 8192 tokens, so that a run takes a minute; flags set any other size.  A feature that costs more than it
+ * gains is called a loss.  Results also go into a JSON file: see --json. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"
@@ -24,12 +24,12 @@ typedef struct settings {
 
 static const option options[] = {
     {"What", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precision", SWITCH, FIELD(precision), "off", 0, 0, NULL, "the table of precisions; this where nothing is said"},
+    {"precision", SWITCH, FIELD(precision), "off", 0, 0, NULL, "the table of precisions (the default)"},
     {"features", SWITCH, FIELD(features), "off", 0, 0, NULL, "the table of features"},
     {"model", CHOICE, FIELD(model), "both", 0, 0, "both encoder decoder", "of the table of precisions"},
     {"feature", CHOICE, FIELD(feature), "all", 0, 0,
-     "all mask-cache cast-cache pinning workers prefetch memory-interval fused-step recompute", "one feature alone"},
-    {"dtype", CHOICE, FIELD(dtype), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "what the features are measured in"},
+     "all mask-cache cast-cache pinning workers prefetch memory-interval fused-step recompute", "one feature only"},
+    {"dtype", CHOICE, FIELD(dtype), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "precision of the features' runs"},
 
     {"Size", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"layers", INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0", "blocks; auto: 12 on a GPU, 4 on a CPU"},
@@ -154,8 +154,8 @@ typedef struct precision_row {
     char reason[200];
 } precision_row;
 
-/* What a model takes: the parts that are known, and as workspace the rest of the most that was taken at once: kernels'
-   scratch, the batch, and what the library keeps for itself. */
+/* A model's memory: the known parts, and as workspace the rest of the peak: kernels' scratch, the batch, and the
+   library's own. */
 static amp_result read_memory(const workload *w, int64_t cast_cache, precision_row *row) {
     amp_memory_info memory;
     int i;
@@ -171,7 +171,7 @@ static amp_result read_memory(const workload *w, int64_t cast_cache, precision_r
     return AMP_OK;
 }
 
-/* Two steps in a context where nothing else is.  The cast cache is largest before the optimizer changes the weights. */
+/* Two steps in a context of their own.  The cast cache is largest before the optimizer changes the weights. */
 static amp_result run_memory(workload *w, precision_row *row) {
     amp_memory_info memory;
     int64_t cast_cache = 0;
@@ -216,7 +216,7 @@ static int backward_step(void *user, amp_context *amp) {
 }
 static int full_step(void *user, amp_context *amp) { (void)amp; return workload_step((workload *)user, NULL, NULL); }
 
-/* Times all precisions in turn, and holds their gradients against fp32's. */
+/* Times all precisions in turn, and compares their gradients with fp32's. */
 static amp_result time_rows(const bench *b, workload *w, precision_row rows[PRECISIONS]) {
     amp_dtype dtypes[PRECISIONS];
     amp_tune_desc desc;
@@ -250,7 +250,7 @@ static amp_result time_rows(const bench *b, workload *w, precision_row rows[PREC
     return AMP_OK;
 }
 
-/* "gain", "loss" or "even" of a ratio that is above 1 where it gains. */
+/* "gain", "loss" or "even" for a ratio; above 1 is a gain. */
 static const char *gain_text(double ratio) { return ratio >= 1.005 ? "gain" : ratio <= 0.995 ? "loss" : "even"; }
 
 static void print_row(bench *b, const workload_desc *size, amp_dtype dtype, const precision_row *row,
@@ -291,7 +291,7 @@ static void print_table(bench *b, const workload_desc *d, precision_row rows[PRE
     printf("\n");
     for (i = 0; i < PRECISIONS; i++) {
         if (rows[i].supported) print_row(b, d, precisions[i], &rows[i], &rows[0]);
-        else printf("  %-14s not here: %s\n", amp_dtype_name(precisions[i]), rows[i].reason);
+        else printf("  %-14s n/a: %s\n", amp_dtype_name(precisions[i]), rows[i].reason);
     }
     fflush(stdout);
 }
@@ -331,14 +331,14 @@ static amp_result bench_precision(bench *b) {
         if (strcmp(b->set.model, encodes ? "decoder" : "encoder") == 0) continue;
         for (inference = 1; inference >= 0; inference--) TRY(bench_pass(b, encodes, inference));
     }
-    printf("\n  speedup and reduction: beside fp32; workspace: kernels' scratch, the batch and the library's own "
+    printf("\n  speedup and reduction: relative to fp32; workspace: kernels' scratch, the batch and the library's own "
            "memory\n");
     return AMP_OK;
 }
 
 /* ==== Features =================================================================================== */
 
-/* One of the two sides of a comparison, in a context of its own. */
+/* One side of a comparison, in its own context. */
 typedef struct side {
     int on;
     amp_context *amp;
@@ -351,8 +351,8 @@ typedef struct side {
     int64_t peak;
 } side;
 
-/* on, off: what each side does.  describe sets the context and the model, open makes what else there is, before is not
-   timed.  Each may be NULL; step NULL: a training step on the same batch. */
+/* on, off: what each side does.  describe sets the context and the model, open makes the rest, before is not timed.
+   Each may be NULL; step NULL: a training step on the same batch. */
 typedef struct feature {
     const char *name, *on, *off;
     void (*describe)(int on, amp_desc *context, workload_desc *model);
@@ -394,7 +394,7 @@ static amp_result step_own(side *s) { return workload_step(&s->work, NULL, NULL)
 enum { MICRO_BATCHES = 4 };
 static void describe_cast_cache(int on, amp_desc *context, workload_desc *model) {
     context->disable_cache = !on;
-    /* the same weights are used several times: there is something to keep */
+    /* the same weights are used several times: the cache has something to keep */
     model->accumulation = MICRO_BATCHES;
 }
 static amp_result step_accumulated(side *s) {
@@ -408,7 +408,7 @@ static void describe_recompute(int on, amp_desc *context, workload_desc *model) 
 }
 static void describe_fused(int on, amp_desc *context, workload_desc *model) {
     (void)on;
-    context->dtype = AMP_F16;       /* with a scaler: there is something to check and to unscale */
+    context->dtype = AMP_F16;       /* with a scaler, which checks and unscales */
     model->scaler = 1;
 }
 
@@ -441,7 +441,7 @@ static amp_result step_monitored(side *s) {
     return AMP_OK;
 }
 
-/* ---- Masks: softmax over scores of a host's own, with a mask of documents written out */
+/* ---- Masks: softmax over a program's own scores, with a mask of documents written out */
 
 static amp_result open_scores(side *s) {
     int64_t batch = s->work.desc.batch, seq = s->work.desc.seq, n = batch * s->work.desc.heads * seq * seq, i;
@@ -525,7 +525,7 @@ static amp_result time_side(side *s, const feature *f, double *seconds) {
     return AMP_OK;
 }
 
-/* The sides in turn, and every other time the other one first: what the machine does meanwhile meets both alike. */
+/* Runs the sides in turn, swapping their order each time, so that disturbances affect both alike. */
 static amp_result run_sides(const bench *b, const feature *f, side sides[2]) {
     amp_memory_info memory;
     int64_t i;
@@ -546,7 +546,7 @@ static amp_result run_sides(const bench *b, const feature *f, side sides[2]) {
     return AMP_OK;
 }
 
-/* The ratio of neighbours off / on: its quartiles say what is more than noise. */
+/* The ratio of neighbouring steps off / on: its quartiles tell an effect from noise. */
 static amp_result report_feature(bench *b, const feature *f, side sides[2]) {
     int64_t n = b->set.iterations, i;
     double *ratios = (double *)malloc((size_t)n * sizeof *ratios), low, middle, high, on, off, memory;
@@ -589,10 +589,10 @@ static amp_result bench_feature(bench *b, const feature *f) {
     amp_result result;
     int i;
     if (f->device_only && on_cpu(b->amp)) {
-        printf("  %-16s not here: the CPU reads batches where they lie\n", f->name);
+        printf("  %-16s n/a: the CPU reads batches in place\n", f->name);
         json_row(b, "feature");
         metrics_text(b->json, "name", f->name);
-        metrics_text(b->json, "time", "not here");
+        metrics_text(b->json, "time", "n/a");
         metrics_end(b->json);
         return AMP_OK;
     }
@@ -642,7 +642,7 @@ static amp_result open_json(bench *b) {
     return b->json != NULL ? AMP_OK : refuse("json", "%s: %s", b->part_path, strerror(errno));
 }
 
-/* What was there stays until all results are. */
+/* The old file stays until all results are written. */
 static amp_result close_json(bench *b, amp_result result) {
     int failed;
     if (b->json == NULL) return result;
@@ -664,18 +664,18 @@ static amp_result open_bench(bench *b) {
     char why[400];
     amp_result result;
     if (set->precision && set->features) return refuse("features", "contradicts --precision: run one after the other");
-    if (!set->features && was_given("feature")) return refuse("feature", "goes with --features");
+    if (!set->features && was_given("feature")) return refuse("feature", "needs --features");
     if (!set->features && was_given("dtype"))
-        return refuse("dtype", "goes with --features; the table of precisions has them all");
+        return refuse("dtype", "needs --features; the table of precisions has them all");
     if (set->features && was_given("model"))
-        return refuse("model", "goes with --precision; features are measured on a decoder");
+        return refuse("model", "needs --precision; features are measured on a decoder");
     memset(&desc, 0, sizeof desc);
     amp_dtype_parse(set->dtype, &desc.dtype);
     result = open_context(b, &desc, &b->amp);
     if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));
     if (result == AMP_ERR_UNSUPPORTED) return refuse("dtype", "%s", because(why));
     TRY(result);
-    if (on_cpu(b->amp)) b->set.device = "cpu";  /* and so for the contexts that follow */
+    if (on_cpu(b->amp)) b->set.device = "cpu";  /* also for later contexts */
     d = size_of(b, 0);
     if (d.channels % d.heads != 0)
         return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels",

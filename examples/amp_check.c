@@ -4,8 +4,8 @@
  *     ./amp_check                     about 15 seconds; --quick: about 3; --help lists every flag
  *     ./amp_check --json > check.json the same facts as one JSON object
  *
- * It prints the machine, a table of the precisions with measured rates, a checklist, and what to set.  Each line of the
- * checklist says PASS, FAIL or "not here"; the exit code is 0 unless one says FAIL. */
+ * It prints the machine, a table of the precisions with measured rates, a checklist, and recommended settings.  Each
+ * line of the checklist says PASS, FAIL or n/a; the exit code is 0 unless one says FAIL. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"
@@ -30,7 +30,7 @@ static const option options[] = {
     {"size", INTEGER, FIELD(size), "auto", 64, 16384, "auto=0",
      "of the products, size x size x size; auto: 1024 on a CPU, 8192 on a GPU, half of it with --quick"},
     {"copies", INTEGER, FIELD(copies), "auto", 1, 65536, "auto=0",
-     "MiB of fp32 values to copy; auto: as much as the last cache holds, at least 16; with --quick at most 64; to a "
+     "MiB of fp32 values to copy; auto: the size of the last cache, at least 16; with --quick at most 64; to a "
      "device: 64"},
     {"layers", INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0",
      "of the GPT-2 that trains; auto: 2 on a CPU, 8 on a GPU"},
@@ -40,7 +40,7 @@ static const option options[] = {
     {"seq", INTEGER, FIELD(seq), "auto", 1, 65536, "auto=0", "tokens in each; auto: 128 on a CPU, 512 on a GPU"},
     {"seconds", NUMBER, FIELD(seconds), "auto", 0.1, 3600, "auto=0", "of training; auto: 4, with --quick 1"},
     {"min-utilisation", NUMBER, FIELD(min_utilisation), "0.8", 0, 2, NULL,
-     "share of the device that training must use to pass; above 1 nothing does"},
+     "share of the device that training must use to pass; above 1, nothing passes"},
     {"json", SWITCH, FIELD(json), "off", 0, 0, NULL, "one JSON object instead of text"},
     {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
@@ -50,10 +50,10 @@ static program_flags given = {
     .ending = "Exit codes: 0 nothing failed, 1 a line says FAIL, 2 refused."
 };
 
-/* ==== What is found out ========================================================================== */
+/* ==== Findings =================================================================================== */
 
 typedef enum verdict { NOT_HERE, PASS, FAIL } verdict;
-static const char *const verdict_names[] = {"not here", "PASS", "FAIL"};
+static const char *const verdict_names[] = {"n/a", "PASS", "FAIL"};
 
 typedef struct line { char name[24]; verdict verdict; char value[48], meaning[240]; } line;
 
@@ -76,9 +76,9 @@ typedef struct check {
     int n_lines;
     char advice[MOST_ADVICE][240];
     int n_advice;
-    workload work;                  /* what trains here */
+    workload work;                  /* the model that trains */
     double pinned, ordinary;        /* GB/s to the device; 0: not measured */
-    double loader_rate;             /* tokens/s, nothing else done */
+    double loader_rate;             /* tokens/s, without training */
     double train_rate, wait_share, utilisation, temperature, power;     /* the last three: -1 unknown */
     amp_verify_report verified;
 } check;
@@ -109,7 +109,7 @@ static void advise(check *c, const char *format, ...) {
     va_end(args);
 }
 
-/* A check that could not be made is one that failed. */
+/* A check that could not run has failed. */
 static void add_error(check *c, const char *name) {
     add_line(c, FAIL, name, "error", "%s", example_error());
     example_text[0] = 0;
@@ -123,7 +123,7 @@ static int failures(const check *c) {
 
 /* ==== Precisions ================================================================================= */
 
-/* The reason of a choice without "requested", which all of them were. */
+/* The reason of a choice without "requested", which is true of all. */
 static const char *without_asked(const char *reason) {
     static const char asked[] = "requested; ";
     return strncmp(reason, asked, sizeof asked - 1) == 0 ? reason + sizeof asked - 1 : reason;
@@ -174,7 +174,7 @@ static amp_result time_precisions(check *c, amp_step_function step, void *user, 
     return AMP_OK;
 }
 
-/* A product as a linear layer does it: x and y in the precision, the weight's cast from the cache. */
+/* A product as in a linear layer: x and y in the precision, the weight's cast from the cache. */
 typedef struct product { int64_t n; amp_param weight; void *x[PRECISIONS], *y; } product;
 
 static int product_step(void *user, amp_context *amp) {
@@ -192,7 +192,7 @@ static int product_step(void *user, amp_context *amp) {
     return result;
 }
 
-/* Values on the device; those that are kept in 16 bits are cast there. */
+/* Values on the device; 16-bit ones are cast there. */
 static amp_result product_fill(check *c, product *p, float *weight) {
     int64_t count = p->n * p->n;
     amp_tensor x = amp_tensor1(p->x[0], AMP_F32, count);
@@ -247,7 +247,7 @@ static int copying_step(void *user, amp_context *amp) {
     return amp_cast(amp, &from, &to);
 }
 
-/* More than fits into a cache, so that memory is measured. */
+/* More than a cache holds, so that memory is measured. */
 static amp_result measure_copies(check *c, double seconds[PRECISIONS], int64_t *n) {
     int64_t cached = on_cpu(c->amp) ? c->machine.cpu.l3 : (int64_t)256 << 20;
     void *memory = NULL;
@@ -293,11 +293,11 @@ static void measure_rates(check *c) {
         if (counted && products[i] > 0) row->gemm = 2e-9 * n * n * n / products[i];
         if (copies[i] > 0) row->cast = 1e-9 * bytes / copies[i];
         row->peak = i == 0 || !row->emulated ? measure_peak(c, precisions[i]) : c->precisions[0].peak;
-        if (row->peak < row->gemm) row->peak = 0;       /* other programs ran meanwhile: it is none */
+        if (row->peak < row->gemm) row->peak = 0;       /* disturbed by other programs: unknown */
     }
 }
 
-/* Is what regions compute in here any faster than fp32? */
+/* Checks that the regions' dtype is faster than fp32 here. */
 static void check_choice(check *c) {
     const precision_row *row = &c->precisions[precision_place(c->choice.dtype)];
     const char *name = amp_dtype_name(c->choice.dtype);
@@ -313,12 +313,12 @@ static void check_choice(check *c) {
         add_line(c, speedup >= 1 ? PASS : FAIL, "fast precision", value, "%s",
                  speedup >= 1
                      ? "products in the chosen precision are faster than in fp32"
-                     : "products in the chosen precision are slower than in fp32: do other programs run here?");
+                     : "products in the chosen precision are slower than in fp32: are other programs running?");
 }
 
 /* ==== Data ======================================================================================= */
 
-/* One sample is a block of floats that was written once, so that nothing but the copy to the device takes time. */
+/* One sample is a block of floats, written once, so that only the copy to the device takes time. */
 enum { MOST_BLOCKS = 64 };
 typedef struct block_source { int64_t floats; void *seen[MOST_BLOCKS]; int n; } block_source;
 
@@ -370,7 +370,7 @@ static amp_result measure_transfer(check *c, int ordinary, double *rate) {
 static void check_pinned(check *c) {
     char value[48];
     if (on_cpu(c->amp)) {
-        add_line(c, NOT_HERE, "pinned copies", "no device", "the CPU reads batches where they lie");
+        add_line(c, NOT_HERE, "pinned copies", "no device", "the CPU reads batches in place");
         return;
     }
     if (measure_transfer(c, 0, &c->pinned) != AMP_OK || measure_transfer(c, 1, &c->ordinary) != AMP_OK) {
@@ -403,7 +403,7 @@ static amp_result measure_loader(check *c) {
     amp_batch got;
     amp_result result;
     double began = 0, now = 0;
-    int64_t taken = -4;                 /* the first batches start the workers up */
+    int64_t taken = -4;                 /* the first batches only start the workers */
     TRY(tokens_loader(c, batch, seq, &loader));
     do {
         result = amp_loader_next(loader, &got);
@@ -417,7 +417,7 @@ static amp_result measure_loader(check *c) {
 
 /* ==== Self-tests ================================================================================= */
 
-/* y = x through an identity weight, and dx = dy: what comes out is what a value was rounded to. */
+/* y = x through an identity weight, and dx = dy: the results show how a value was rounded. */
 typedef struct identity {
     amp_context *amp;
     amp_param weight;
@@ -474,20 +474,20 @@ static amp_result identity_forward(identity *t, amp_dtype dtype, int island) {
     return result;
 }
 
-/* What the region decided, and what its backward, called outside, computed in.  *why: what is wrong, or NULL. */
+/* Checks the region's dtype, and that of its backward, called outside.  *why: what is wrong, or NULL. */
 static amp_result try_autocast(identity *t, amp_dtype dtype, float value, float rounded, const char **why) {
     *why = NULL;
     TRY(identity_forward(t, dtype, 0));
-    if (t->op.plan.compute != dtype || t->op.plan.rule != AMP_BY_REGION) *why = "the region decided otherwise";
+    if (t->op.plan.compute != dtype || t->op.plan.rule != AMP_BY_REGION) *why = "the region did not choose the dtype";
     else if (first_of(t->amp, &t->op.y) != rounded) *why = "forward did not round its input to the region's dtype";
     TRY(amp_linear_backward(t->amp, &t->op));
-    if (*why == NULL && first_of(t->amp, &t->op.dx) != rounded) *why = "backward did not obey what forward had decided";
+    if (*why == NULL && first_of(t->amp, &t->op.dx) != rounded) *why = "backward did not use forward's dtype";
     TRY(identity_forward(t, dtype, 1));
-    if (*why == NULL && first_of(t->amp, &t->op.y) != value) *why = "an island in fp32 rounded its input";
+    if (*why == NULL && first_of(t->amp, &t->op.y) != value) *why = "an fp32 island rounded its input";
     return AMP_OK;
 }
 
-/* 1 + 2^-12 is no number of fp16 or bf16: each rounds it to 1. */
+/* 1 + 2^-12 is not a number of fp16 or bf16: each rounds it to 1. */
 static void check_autocast(check *c, amp_dtype dtype) {
     const float value = 1.0f + 1.0f / 4096;
     const char *why = NULL;
@@ -503,7 +503,7 @@ static void check_autocast(check *c, amp_dtype dtype) {
     if (result == AMP_OK) result = try_autocast(&t, dtype, value, 1.0f, &why);
     if (result != AMP_OK) add_error(c, name);
     else if (why != NULL) add_line(c, FAIL, name, "wrong", "%s", why);
-    else add_line(c, PASS, name, "exact", "a region casts, its backward obeys, an island stays in fp32");
+    else add_line(c, PASS, name, "exact", "a region casts, its backward uses the same dtype, an island stays in fp32");
     identity_close(&t);
 }
 
@@ -531,7 +531,7 @@ static amp_result try_scaler(identity *t, amp_optimizer *optimizer, amp_scaler *
     if (now.scale != 0.5f * start || now.skips != 1) *why = "an overflow did not halve the scale";
     else if (moved) *why = "a step with infinite gradients changed the weights";
     TRY(scaler_try(t, optimizer, scaler, 1.0f, &moved, &now));
-    if (*why == NULL && (!moved || now.scale != 0.5f * start)) *why = "a clean step did not change the weights alone";
+    if (*why == NULL && (!moved || now.scale != 0.5f * start)) *why = "a clean step did not change just the weights";
     TRY(scaler_try(t, optimizer, scaler, 1.0f, &moved, &now));
     if (*why == NULL && now.scale != start) *why = "the scale did not grow after its interval of clean steps";
     return AMP_OK;
@@ -588,7 +588,7 @@ static int work_pass(void *user, amp_context *amp) {
     return workload_pass((workload *)user, NULL, NULL, 1);
 }
 
-/* A step of the GPT-2 in every precision, held against fp32. */
+/* Compares a step of the GPT-2 in every precision with fp32. */
 static void check_numerics(check *c) {
     amp_verify_desc desc;
     amp_range loss;
@@ -613,13 +613,13 @@ static void check_numerics(check *c) {
         snprintf(name, sizeof name, "numerics %s", amp_dtype_name(row->dtype));
         snprintf(value, sizeof value, "error %.1e", row->gradient_error);
         if (row->verdict == AMP_VERDICT_PASS)
-            add_line(c, PASS, name, value, "worst gradient beside fp32; up to %.1e is this precision's own rounding",
+            add_line(c, PASS, name, value, "worst gradient compared with fp32; up to %.1e is this precision's rounding",
                      row->gradient_bound);
         else add_line(c, FAIL, name, value, "%s", row->advice);
     }
 }
 
-/* What the device says while it trains: means over what was asked. */
+/* The device's telemetry while training: sums and counts of the samples. */
 typedef struct sampling { double sum[3]; int64_t n[3]; } sampling;
 
 static void sample_device(const check *c, sampling *s) {
@@ -633,7 +633,7 @@ static void sample_device(const check *c, sampling *s) {
     for (i = 0; i < 3; i++) if (values[i] >= 0) { s->sum[i] += (double)values[i]; s->n[i]++; }
 }
 
-/* steps and seconds: after the first step, which allocates and waits for the first batch. */
+/* steps and seconds exclude the first step, which allocates and waits for the first batch. */
 typedef struct trained { int64_t steps; float first_loss, last_loss; double seconds, waited; } trained;
 
 static amp_result train_step(check *c, amp_loader *loader) {
@@ -650,7 +650,7 @@ static amp_result own_loss(check *c, float *out) {
 
 enum { LEAST_STEPS = 10 };
 
-/* Trains for some seconds through the loader; the device is asked four times a second. */
+/* Trains for some seconds through the loader; samples the device four times a second. */
 static amp_result train(check *c, amp_loader *loader, trained *t) {
     double seconds = c->set.seconds > 0 ? c->set.seconds : c->set.quick ? 1 : 4, began, now, asked;
     amp_loader_info before, after;
@@ -660,7 +660,7 @@ static amp_result train(check *c, amp_loader *loader, trained *t) {
     TRY(amp_sync(c->amp));
     TRY(amp_loader_info_get(loader, &before));
     memset(&device, 0, sizeof device);
-    sample_device(c, &device);          /* what a device says is of the time since it was asked */
+    sample_device(c, &device);          /* a device reports on the time since the last sample */
     memset(&device, 0, sizeof device);
     began = asked = seconds_now();
     do {
@@ -683,7 +683,7 @@ static amp_result train(check *c, amp_loader *loader, trained *t) {
 static void check_utilisation(check *c) {
     char value[48], more[80] = "";
     if (c->utilisation < 0) {
-        add_line(c, NOT_HERE, "utilisation", "unknown", "this device does not tell how busy it is");
+        add_line(c, NOT_HERE, "utilisation", "unknown", "this device does not report its utilisation");
         return;
     }
     snprintf(value, sizeof value, "%.0f%%", 100 * c->utilisation);
@@ -694,8 +694,8 @@ static void check_utilisation(check *c) {
         add_line(c, FAIL, "utilisation", value, "of the device while training, below %.0f%%: %s%s",
                  100 * c->set.min_utilisation,
                  c->wait_share > 0.05 ? "it waits for data"
-                 : on_cpu(c->amp)     ? "other programs run here, or threads are too many"
-                                      : "steps are too small, or other programs run here",
+                 : on_cpu(c->amp)     ? "other programs are running, or there are too many threads"
+                                      : "steps are too small, or other programs are running",
                  more);
 }
 
@@ -750,15 +750,15 @@ static void recommend(check *c) {
     }
     for (i = 2; i < PRECISIONS && (!c->precisions[i].supported || c->precisions[i].emulated); i++) { }
     if (i == PRECISIONS)
-        advise(c, "16 bits: no such instructions here: mixed precision saves memory, not time");
+        advise(c, "16 bits: this CPU has no such instructions: mixed precision saves memory, not time");
     if (c->wait_share > 0.05)
-        advise(c, "workers: training waits for data: more of amp_loader_desc.workers, then more .prefetch; or other "
-                  "programs take the cores");
+        advise(c, "workers: training waits for data: raise amp_loader_desc.workers, then .prefetch; or other programs "
+                  "use the cores");
     if (!cpu && c->pinned > 1.05 * c->ordinary)
-        advise(c, "pinning: leave it on: %.1f x the copies' rate from ordinary memory", c->pinned / c->ordinary);
+        advise(c, "pinning: leave it on: %.1f times the rate from ordinary memory", c->pinned / c->ordinary);
     if (c->utilisation >= 0 && c->utilisation < c->set.min_utilisation)
         advise(c, "utilisation: end other programs, or train with larger batches");
-    if (!cpu) advise(c, "autotune: amp_desc.autotune on, with a file, finds the fastest products once and keeps them");
+    if (!cpu) advise(c, "autotune: amp_desc.autotune, with a file, finds the fastest products once and keeps them");
     if (cpu && c->set.threads > 0 && c->set.threads < c->machine.cpu.cores)
         advise(c, "threads: this process may use %d cores, --threads gave it %lld", (int)c->machine.cpu.cores,
                (long long)c->set.threads);
@@ -766,7 +766,7 @@ static void recommend(check *c) {
 
 /* ==== Text and JSON ============================================================================== */
 
-/* Tells a person at a terminal what takes the time. */
+/* On a terminal, shows what takes the time. */
 static void busy_with(const char *what) {
     if (!isatty(STDERR_FILENO)) return;
     if (what != NULL) fprintf(stderr, "\r\033[Kmeasuring %s ...", what);
@@ -782,7 +782,7 @@ static void print_precisions(const check *c) {
     int i;
     printf("\nPrecisions: products of %lld x %lld matrices, and fp32 values copied into each\n", (long long)c->size,
            (long long)c->size);
-    printf("  %-10s %-9s %10s %8s %8s %8s  %s\n", "", "here", "GFLOP/s", "x fp32", "of peak", "GB/s", "why");
+    printf("  %-10s %-9s %10s %8s %8s %8s  %s\n", "", "support", "GFLOP/s", "x fp32", "of peak", "GB/s", "why");
     for (i = 0; i < PRECISIONS; i++) {
         const precision_row *row = &c->precisions[i];
         char gemm[32], times[32], peak[32], cast[32];
@@ -791,7 +791,7 @@ static void print_precisions(const check *c) {
         number_or_dash(peak, sizeof peak, row->peak > 0 ? 100 * row->gemm / row->peak : 0, "%");
         number_or_dash(cast, sizeof cast, row->cast, "");
         printf("  %-10s %-9s %10s %8s %8s %8s  %s\n", amp_dtype_name(precisions[i]),
-               !row->supported ? "not here"
+               !row->supported ? "no"
                : row->emulated ? "emulated"
                                : "native",
                gemm, times, peak, cast, row->reason);
@@ -865,7 +865,7 @@ static void print_json(const check *c) {
 
 /* ==== main ======================================================================================= */
 
-/* The context, and what is to be measured on it. */
+/* Opens the context and what is measured on it. */
 static amp_result open_check(check *c) {
     amp_desc desc;
     char why[400];

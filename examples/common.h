@@ -1,4 +1,4 @@
-/* common.h - what the examples share: a GPT-2 and a BERT on amp.h's operators, their files, and the furniture of a
+/* common.h - code the examples share: a GPT-2 and a BERT on amp.h's operators, their files, and the other parts of a
  * training program.
  *
  *     1 errors, flags, device        5 the GPT-2 model                 9 the tokenizer of GPT-2
@@ -60,8 +60,8 @@ typedef struct option {
     const char *words, *help;
 } option;
 
-/* The flags of this program.  A program defines it with its table, its name and what --help says; text is what was
-   given, first on the command line, then by what the program takes flags from. */
+/* The flags of this program, which defines it with its table, its name and the texts of --help.  text: the values
+   given on the command line or else in the program's other sources. */
 enum { MOST_OPTIONS = 128 };
 typedef struct program_flags {
     const char *program, *summary;
@@ -82,11 +82,11 @@ static inline int option_index(const char *name) {
 }
 static inline int was_given(const char *name) { return given.on_command_line[option_index(name)]; }
 
-/* Those of the flags that were given, behind what is missing for them. */
+/* Prints which of these flags were given without effect. */
 static inline void print_without_effect(const char *const *names) {
     int i, n = 0;
     for (i = 0; names[i] != NULL; i++)
-        if (was_given(names[i])) printf("%s--%s", n++ > 0 ? ", " : ", and so no effect of ", names[i]);
+        if (was_given(names[i])) printf("%s--%s", n++ > 0 ? ", " : ", so no effect from ", names[i]);
 }
 
 /* Sets the error text "--name value: why". */
@@ -101,7 +101,7 @@ static inline amp_result refuse(const char *name, const char *format, ...) {
     return example_fail(AMP_ERR_RANGE, "--%s%s%.60s: %s", name, text ? " " : "", text ? text : "", why);
 }
 
-/* A copy of the last error's text, to be put behind the name of a flag. */
+/* A copy of the last error's text, to follow a flag's name. */
 static inline const char *because(char why[400]) {
     snprintf(why, 400, "%.399s", example_error());
     return why;
@@ -151,7 +151,7 @@ static inline amp_result parse_number(const option *o, const char *text, double 
     errno = 0;
     x = o->type == INTEGER ? (double)strtoll(text, &end, 10) : strtod(text, &end);
     if (end == text || *end != 0 || !amp_is_finite_f64(&x) || (o->type == INTEGER && errno == ERANGE))
-        return refuse(o->name, "is no %s; allowed is %s", o->type == INTEGER ? "whole number" : "number",
+        return refuse(o->name, "is not a %s; must be %s", o->type == INTEGER ? "whole number" : "number",
                       legal_text(o, legal, sizeof legal));
     if (x < o->lowest || x > o->highest) return refuse(o->name, "must be %s", legal_text(o, legal, sizeof legal));
     *value = x;
@@ -164,7 +164,7 @@ static inline amp_result parse_option(int i, const char *text, void *set) {
     double value = 0;
     if (o->type == TEXT || o->type == PATHS || o->type == SWITCH_TEXT) memcpy(field, &text, sizeof text);
     if (o->type == CHOICE) {
-        if (word_place(o->words, text) < 0) return refuse(o->name, "is not offered; one of: %s", o->words);
+        if (word_place(o->words, text) < 0) return refuse(o->name, "is not one of: %s", o->words);
         memcpy(field, &text, sizeof text);
     }
     if (o->type == SWITCH) *(int64_t *)field = strcmp(text, "on") == 0;
@@ -178,7 +178,7 @@ static inline amp_result parse_option(int i, const char *text, void *set) {
     return AMP_OK;
 }
 
-/* Letters that must be changed, added or dropped to come from a to b (Levenshtein). */
+/* Letters to change, add or drop to turn a into b (Levenshtein). */
 static inline int text_distance(const char *a, const char *b) {
     int row[64], i, j, n = (int)strlen(b);
     if (n > 60) return 99;
@@ -229,7 +229,7 @@ static inline amp_result read_command_line(int argc, char **argv) {
         } else if (equals != NULL) given.text[at] = equals + 1;
         else if (given.options[at].type == PATHS) {
             if (i + 2 >= argc || strncmp(argv[i + 1], "--", 2) == 0 || strncmp(argv[i + 2], "--", 2) == 0)
-                return example_fail(AMP_ERR_RANGE, "--%s: takes two files; --help lists all flags",
+                return example_fail(AMP_ERR_RANGE, "--%s takes two files; --help lists all flags",
                                     given.options[at].name);
             snprintf(given.pair, sizeof given.pair, "%.4000s,%.4000s", argv[i + 1], argv[i + 2]);
             given.text[at] = given.pair;
@@ -237,14 +237,14 @@ static inline amp_result read_command_line(int argc, char **argv) {
         }
         else if (i + 1 < argc) given.text[at] = argv[++i];
         else
-            return example_fail(AMP_ERR_RANGE, "--%s: a value is missing; --help lists all flags",
+            return example_fail(AMP_ERR_RANGE, "--%s needs a value; --help lists all flags",
                                 given.options[at].name);
         given.on_command_line[at] = 1;
     }
     return AMP_OK;
 }
 
-/* All flags into the program's settings: what was given, or else the defaults. */
+/* Writes all flags, as given or by default, into the program's settings. */
 static inline amp_result parse_options(void *set) {
     int i;
     for (i = 0; i < given.n; i++)
@@ -280,15 +280,15 @@ static inline double seconds_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* What was printed and did not arrive, on a full disk, is a failure of the program. */
+/* Fails the program if its output was not written, as on a full disk. */
 static inline void check_output(void) {
     if (fflush(stdout) == 0 && !ferror(stdout)) return;
     fprintf(stderr, "standard output could not be written\n");
     _exit(1);
 }
 
-/* Called first in main.  Standard descriptors that are closed are opened on nothing, so that no file gets their numbers
-   and what is printed; a limit on the size of files (ulimit -f) is an error of writing, no signal. */
+/* Called first in main.  Opens closed standard descriptors on /dev/null, so that no file gets their numbers and the
+   printed text; a limit on file sizes (ulimit -f) becomes a write error instead of a signal. */
 static inline void program_begin(void) {
     int fd;
     do fd = open("/dev/null", O_RDWR);
@@ -298,8 +298,7 @@ static inline void program_begin(void) {
     atexit(check_output);
 }
 
-/* What asks a program to end: Ctrl-C, kill, and a terminal that is closed, but where nohup shields the program from
-   that. */
+/* Handles the signals that ask a program to end: Ctrl-C, kill, and, unless nohup is used, a closed terminal. */
 static inline void on_ending_signals(void (*handler)(int), int flags) {
     static const int numbers[] = {SIGINT, SIGTERM, SIGHUP};
     struct sigaction action, before;
@@ -312,13 +311,13 @@ static inline void on_ending_signals(void (*handler)(int), int flags) {
             sigaction(numbers[i], &action, NULL);
 }
 
-/* The first of them asks the program to stop when it is ready; the second one ends it at once.  Installed when there is
-   something to save: before that the first one ends it, whatever it waits for. */
+/* The first signal asks the program to stop when it is ready; the second ends it at once.  Installed once there is
+   something to save: before that, the first one ends it. */
 static volatile sig_atomic_t stop_requested;
 static inline void stop_on_signal(int signal_number) { (void)signal_number; stop_requested = 1; }
 static inline void stop_install(void) { on_ending_signals(stop_on_signal, (int)SA_RESETHAND); }
 
-/* Makes the folder that path lies in, and those above it. */
+/* Makes the folder of path, and those above it. */
 static inline amp_result folder_make(const char *path) {
     char part[PATH_MAX];
     struct stat info;
@@ -338,7 +337,7 @@ static inline amp_result folder_make(const char *path) {
     return AMP_OK;
 }
 
-/* 1 for "@HOST-" and 16 digits where HOST is this machine, and for nothing, as older versions left it. */
+/* 1 for "@HOST-" and 16 digits if HOST is this machine, and for "", as older versions wrote. */
 static inline int made_here(const char *text) {
     char host[32] = "";
     size_t n;
@@ -362,8 +361,8 @@ static inline int remove_if_unfinished(void *path, const char *name) {
     return 0;
 }
 
-/* Removes PATH.tmpPID@HOST-RANDOM, which a process that was killed in amp_file_write_atomic leaves, where HOST is this
-   machine and PID no process any more. */
+/* Removes PATH.tmpPID@HOST-RANDOM, left by a process killed in amp_file_write_atomic, if HOST is this machine and PID
+   no longer runs. */
 static inline void remove_unfinished(char *path) {
     char folder[PATH_MAX];
     const char *slash = strrchr(path, '/');
@@ -377,8 +376,8 @@ static inline void remove_unfinished(char *path) {
     (void)s.file_list(s.user, folder, remove_if_unfinished, path);
 }
 
-/* Opens a context on "cpu", "cuda" or "cuda:1" and so on; "auto": on the first GPU, where this build and this machine
-   have one.  A build has CUDA if it was compiled with -DUSE_CUDA and linked with amp_cuda.o. */
+/* Opens a context on "cpu", "cuda" or "cuda:1" and so on; "auto": on the first GPU if this build and this machine have
+   one.  A build has CUDA if it was compiled with -DUSE_CUDA and linked with amp_cuda.o. */
 static inline amp_result device_open(amp_context **amp, amp_desc *desc, const char *device) {
     int any = strcmp(device, "auto") == 0;
     char *end = NULL;
@@ -404,7 +403,7 @@ static inline amp_result device_open(amp_context **amp, amp_desc *desc, const ch
 
 /* ==== 2 Progress line, metrics, profile ========================================================== */
 
-/* On a terminal one line that is drawn over; in a log file a plain line every `every` steps. */
+/* On a terminal one line, redrawn; in a log file a plain line every `every` steps. */
 typedef struct progress {
     int terminal, drawn;
     int64_t total, every;
@@ -418,7 +417,7 @@ static inline void progress_open(progress *p, int64_t total) {
     if (!p->terminal) setvbuf(stdout, NULL, _IOLBF, 0);
 }
 
-/* Takes the line off the terminal, so that something else can be printed. */
+/* Clears the line on the terminal, before something else is printed. */
 static inline void progress_clear(progress *p) {
     if (p->drawn) printf("\r\033[K");
     p->drawn = 0;
@@ -469,7 +468,7 @@ static inline const char *grouped(int64_t n, char *text, size_t size) {
     return text;
 }
 
-/* Length of the UTF-8 character at p, *code its number; what is none has length 1 and code U+FFFD. */
+/* Length of the UTF-8 character at p, *code its number; invalid bytes have length 1 and code U+FFFD. */
 static inline int64_t utf8_read(const char *p, int64_t left, uint32_t *code) {
     static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
     uint32_t c = (unsigned char)p[0];
@@ -521,16 +520,15 @@ static inline void metrics_end(FILE *file) {
     fflush(file);
 }
 
-/* Metrics that go through a monitor, a line at a time: made between metrics_begin(m->file, ...) and metrics_line_end.
-   */
+/* Metrics through a monitor, a line at a time: made between metrics_begin(m->file, ...) and metrics_line_end. */
 typedef struct metrics_line {
     FILE *file;                     /* the line in memory (open_memstream); NULL: no metrics */
     char *text;
     size_t bytes;
-    int warned;                     /* 1: it was said that metrics cannot be written */
+    int warned;                     /* 1: the user knows that metrics cannot be written */
 } metrics_line;
 
-/* A disk that is full is said once, and training goes on: the monitor keeps lines that it cannot write. */
+/* A full disk is reported once, and training continues: the monitor keeps lines that it cannot write. */
 static inline amp_result metrics_tolerate(metrics_line *m, amp_result result) {
     if (result != AMP_ERR_WRITE) return result;
     if (!m->warned) fprintf(stderr, "metrics are kept in memory until they can be written: %s\n", amp_last_error());
@@ -545,8 +543,8 @@ static inline void metrics_line_end(metrics_line *m, amp_monitor *monitor) {
     rewind(m->file);
 }
 
-/* ---- TensorBoard: scalars in an event file.  That is a TFRecord file: each record is its length in 8 bytes, a
-   checksum of them, the data, and a checksum of that, little endian; the data are protocol buffers of
+/* ---- TensorBoard: scalars in an event file, which is a TFRecord file: each record is its length in 8 bytes, their
+   checksum, the data, and their checksum, little endian; the data are protocol buffers of
    tensorflow/core/util/event.proto. */
 
 enum { BOARD_TAG = 100, BOARD_RECORD = BOARD_TAG + 64 };
@@ -558,7 +556,7 @@ typedef struct board {
 
 /* CRC-32C (Castagnoli), reflected. */
 static inline uint32_t crc32c_add(uint32_t crc, const unsigned char *data, size_t n) {
-    static uint32_t table[8][256];      /* of a byte and of one with 1 to 7 zeros behind it: eight bytes at a time */
+    static uint32_t table[8][256];      /* of a byte followed by 0 to 7 zeros: eight bytes at a time */
     uint32_t i, k;
     for (i = 0; i < 256 && table[0][255] == 0; i++)
         for (table[0][i] = i, k = 0; k < 8; k++)
@@ -579,8 +577,7 @@ static inline unsigned char *board_bytes(unsigned char *out, uint64_t value, int
     for (; bytes > 0; bytes--, value >>= 8) *out++ = (unsigned char)value;
     return out;
 }
-/* The checksum of n bytes as records have it: rotated by 15 and moved, so that a checksum of data that end in one
-   differs. */
+/* The checksum of n bytes in records: rotated by 15 plus a constant, as data may hold checksums themselves. */
 static inline unsigned char *board_checksum(unsigned char *out, const unsigned char *data, size_t n) {
     uint32_t crc = crc32c(data, n);
     return board_bytes(out, (uint32_t)((crc >> 15 | crc << 17) + 0xa282ead8u), 4);
@@ -616,12 +613,12 @@ static inline size_t board_record(unsigned char *out, double seconds, int64_t st
     return (size_t)(at - out);
 }
 
-/* A failure closes the file; training goes on without it. */
+/* A failure closes the file; training continues without it. */
 static inline void board_write(board *b, double seconds, int64_t step, const char *tag, float value) {
     unsigned char record[BOARD_RECORD];
     size_t bytes = board_record(record, seconds, step, tag, value);
     if (b->file == NULL || (fwrite(record, 1, bytes, b->file) == bytes && fflush(b->file) == 0)) return;
-    fprintf(stderr, "no more for TensorBoard, because %s could not be written: %s\n", b->path, strerror(errno));
+    fprintf(stderr, "no more TensorBoard output: %s could not be written: %s\n", b->path, strerror(errno));
     fclose(b->file);
     b->file = NULL;
 }
@@ -632,7 +629,7 @@ static inline double board_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* A new file in this folder; runs that go on each add one. */
+/* A new file in this folder; each resumed run adds one. */
 static inline amp_result board_open(board *b, const char *folder) {
     char host[64] = "";
     double now = board_now();
@@ -648,7 +645,7 @@ static inline amp_result board_open(board *b, const char *folder) {
     return AMP_OK;
 }
 
-/* Does nothing where b is not open. */
+/* Does nothing if b is not open. */
 static inline void board_scalar(board *b, int64_t step, const char *tag, double value) {
     if (b->file != NULL) board_write(b, board_now(), step, tag, (float)value);
 }
@@ -666,14 +663,14 @@ typedef struct profile {
     int64_t steps;
 } profile;
 
-/* Books the time since `began` on a row; a device is waited for. */
+/* Adds the time since `began` to a row; waits for the device. */
 static inline amp_result profile_add(profile *p, amp_context *amp, int row, int pass, double began) {
     TRY(amp_sync(amp));
     p->seconds[row][pass] += seconds_now() - began;
     return AMP_OK;
 }
 
-/* TRY(call), timed where there is a profile. */
+/* TRY(call), timed if there is a profile. */
 #define TIMED(p, amp, row, pass, call) do { \
         double timed_began = (p) != NULL ? seconds_now() : 0; \
         TRY(call); \
@@ -694,7 +691,7 @@ static inline amp_result mean_loss(profile *p, amp_context *amp, amp_cross_entro
     return AMP_OK;
 }
 
-/* A value of the device on the host.  Waits for the device. */
+/* Reads a value from the device.  Waits for the device. */
 static inline amp_result value_read(amp_context *amp, const float *value, float *out) {
     TRY(amp_copy(amp, out, value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
     return amp_sync(amp);
@@ -704,8 +701,8 @@ static inline amp_result value_read(amp_context *amp, const float *value, float 
 
 typedef enum schedule_kind { SCHEDULE_COSINE = 0, SCHEDULE_CONSTANT = 1, SCHEDULE_LINEAR = 2 } schedule_kind;
 
-/* Rises linearly to lr over `warmup` steps, then stays, or falls to min_lr: along half a cosine (Loshchilov &
-   Hutter 2017, without restarts), or linearly, as BERT is fine-tuned.  step counts from 0. */
+/* Rises linearly to lr over `warmup` steps, then stays or falls to min_lr: along half a cosine (Loshchilov & Hutter
+   2017, without restarts), or linearly, as in BERT's fine-tuning.  step counts from 0. */
 static inline float schedule_lr(schedule_kind kind, int64_t step, int64_t steps, int64_t warmup, double lr,
                                 double min_lr) {
     double done, left;
@@ -784,7 +781,7 @@ static inline int json_unicode(json *j, char utf8[4]) {
     return 4;
 }
 
-/* A string, unescaped, with its 0; one that does not fit is an error.  text NULL: skipped. */
+/* A string, unescaped and 0-terminated; one that does not fit is an error.  text NULL: skipped. */
 static inline void json_string(json *j, char *text, size_t size) {
     size_t used = 0;
     json_need(j, '"');
@@ -863,7 +860,7 @@ static inline void json_skip_level(json *j, int depth) {
     }
 }
 
-/* Any value, with all that is in it, 100 levels deep at most. */
+/* Skips any value, nested 100 levels deep at most. */
 static inline void json_skip(json *j) { json_skip_level(j, 100); }
 
 /* A member of an object: its name, "" for one that does not fit, and where its value is.  1 if there is one. */
@@ -909,7 +906,7 @@ enum { ST_MAX_DIMS = 8 };
 
 typedef struct st_tensor {
     char name[128];
-    amp_dtype dtype;                /* 0: one that is not read here, such as BOOL */
+    amp_dtype dtype;                /* 0: not supported, such as BOOL */
     int32_t ndim;
     int64_t shape[ST_MAX_DIMS];
     const unsigned char *data;      /* not aligned */
@@ -933,7 +930,7 @@ static inline const st_tensor *st_find(const st_file *file, const char *name) {
     return NULL;
 }
 
-/* Bytes per element of a safetensors dtype, 0 if unknown; *out: ours, 0 if it is not read here. */
+/* Bytes per element of a safetensors dtype, 0 if unknown; *out: its amp_dtype, 0 if not supported. */
 static inline int64_t st_dtype(const char *name, amp_dtype *out) {
     static const struct { const char *name; int64_t size; amp_dtype dtype; } known[] = {
         {"F32", 4, AMP_F32}, {"F16", 2, AMP_F16}, {"BF16", 2, AMP_BF16}, {"F64", 8, AMP_F64},
@@ -1008,7 +1005,7 @@ static inline amp_result st_read_header(st_file *file, json *j, const unsigned c
         } else {
             if (j->bad) break;
             if (st_find(file, t.name) != NULL)
-                return example_fail(AMP_ERR_FORMAT, "%s: stands in the file twice", t.name);
+                return example_fail(AMP_ERR_FORMAT, "%s: is in the file twice", t.name);
             TRY(st_read_entry(j, &t, data, bytes));
             if (file->n == capacity) {
                 st_tensor *more =
@@ -1025,12 +1022,12 @@ static inline amp_result st_read_header(st_file *file, json *j, const unsigned c
     return AMP_OK;
 }
 
-/* A checksum of our own: the CRC-32C of the whole file, taken with zeros in place of its eight digits, which stand in
-   the metadata as "crc32c":"89abcdef".  Other programs' files have none. */
+/* Our own checksum: the CRC-32C of the whole file with zeros for the checksum's eight digits, which are in the metadata
+   as "crc32c":"89abcdef".  Other programs' files have none. */
 #define ST_CHECKSUM "\"crc32c\":\""
 enum { ST_DIGITS = 8 };
 
-/* The digits in a file of `header` bytes before its data; NULL: it has none. */
+/* The digits in a file with `header` bytes before its data, or NULL. */
 static inline const unsigned char *st_digits(const unsigned char *file, size_t header) {
     const size_t n = sizeof ST_CHECKSUM - 1;
     size_t i;
@@ -1053,11 +1050,11 @@ static inline amp_result st_verify(const unsigned char *file, size_t bytes, size
     st_checksum(file, bytes, digits, text);
     if (memcmp(digits, text, ST_DIGITS) == 0) return AMP_OK;
     return example_fail(AMP_ERR_CHECKSUM,
-                        "the safetensors file's checksum is %.*s, its bytes give %s: it is damaged, use another copy "
-                        "(a program that changed it must drop crc32c from its metadata)",
+                        "the safetensors file has checksum %.*s, but its bytes give %s: it is damaged, use another "
+                        "copy (a program that changes the file must drop crc32c from its metadata)",
                         ST_DIGITS, (const char *)digits, text);
 }
-/* Sets the checksum of a file that is complete. */
+/* Sets the checksum of a complete file. */
 static inline void st_seal(unsigned char *file, size_t bytes, size_t header) {
     const unsigned char *digits = st_digits(file, header);
     char text[ST_DIGITS + 1];
@@ -1066,7 +1063,7 @@ static inline void st_seal(unsigned char *file, size_t bytes, size_t header) {
     memcpy(file + (digits - file), text, ST_DIGITS);
 }
 
-/* Reads a safetensors file that lies in memory, and stays there.  Nothing in it is trusted: a damaged or
+/* Reads a safetensors file from memory, which must stay.  Nothing in it is trusted: a damaged or
    hostile file gives an error.  Format: 8 bytes header length, a JSON header, the data. */
 static inline amp_result st_open(st_file *file, const void *bytes, size_t size) {
     const unsigned char *data = (const unsigned char *)bytes;
@@ -1090,26 +1087,26 @@ static inline amp_result st_check_floats(const st_tensor *t) {
     if (t->dtype != AMP_DTYPE_DEFAULT) return AMP_OK;
     return example_fail(AMP_ERR_DTYPE, "%s: only F32, F16, BF16 and F64 are read", t->name);
 }
-/* All elements as fp32.  Errors: 104 for a dtype that is not floating. */
+/* All elements as fp32.  Errors: AMP_ERR_DTYPE for a dtype that is not floating. */
 static inline amp_result st_floats(const st_tensor *t, float *out) {
     TRY(st_check_floats(t));
     return amp_convert(out, AMP_F32, t->data, t->dtype, t->count, NULL, NULL);
 }
 
-/* ---- config.json, as transformers writes it beside a model.  What would make another model of the same weights is
-   read, or refused by key and value; everything else is kept, and written back when the model is saved. */
+/* ---- config.json, as transformers writes it beside a model.  Keys that change what the model computes are read, or
+   refused by key and value; all others are kept, and written back when the model is saved. */
 
 typedef struct config_only { const char *key, *values; } config_only;   /* values: JSON, with '|' between them */
 
-/* Of one kind of model.  read: keys that its reader takes; kept: keys that change nothing; only: keys of which it has
-   these values alone, up to a NULL. */
+/* For one kind of model.  read: keys that its reader uses; kept: keys that change nothing; only: keys that must have
+   these values, up to a NULL. */
 typedef struct config_rules {
     const char *read, *kept;
     const config_only *only;
-    const char *unseen;             /* of `read` what the weights' shapes do not tell */
+    const char *unseen;             /* those of `read` that the weights' shapes do not tell */
 } config_rules;
 
-/* Of every kind.  The last three lines are of old files: how text was to be generated. */
+/* For every kind.  The last lines are from old files: settings for generating text. */
 static const char config_kept[] =
     "architectures transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash attn_implementation "
     "_attn_implementation _attn_implementation_autoset return_dict output_hidden_states output_attentions output_past "
@@ -1133,11 +1130,11 @@ static const config_only config_only_of_all[] = {
 };
 
 typedef struct model_config {
-    char path[PATH_MAX];            /* of the file that it stands in */
+    char path[PATH_MAX];            /* of its file */
     char *text;                     /* a JSON object; NULL: none */
     size_t bytes;
-    int plain;                      /* 1: metadata of version 0.1.0, in which every value is a text */
-    char note[400];                 /* what is to be said about it, or "" */
+    int plain;                      /* 1: metadata of version 0.1.0, where every value is a string */
+    char note[400];                 /* remarks for the user, or "" */
 } model_config;
 
 static inline void config_close(model_config *m) {
@@ -1170,7 +1167,7 @@ static inline amp_result config_refuse(const model_config *m, const char *key, c
                         shown < n ? "..." : "", why);
 }
 
-/* Values are left as they are where the key is not there.  All refuse another type and what is out of range. */
+/* Values stay unchanged if the key is missing.  Other types and values out of range are refused. */
 static inline amp_result config_integer(const model_config *m, const char *key, int64_t lowest, int64_t highest,
                                         int64_t *out) {
     json value;
@@ -1207,17 +1204,17 @@ static inline amp_result config_word(const model_config *m, const char *key, cha
     json value;
     if (!config_get(m, key, &value)) return AMP_OK;
     if ((m->plain || *value.at == '"') && json_text(value, text, 64)) return AMP_OK;
-    return config_refuse(m, key, "must be a text");
+    return config_refuse(m, key, "must be a string");
 }
 
-/* A number that the weights say too. */
+/* A number that must match the weights. */
 static inline amp_result config_shape(const model_config *m, const char *key, int64_t weights) {
     int64_t number = weights;
     TRY(config_integer(m, key, 1, INT32_MAX, &number));
     return number == weights ? AMP_OK : config_refuse(m, key, "the weights have %lld", (long long)weights);
 }
 
-/* The names that transformers has for what the operators compute; the first of each kind is written. */
+/* transformers' names of the operators' activations; the first of each kind is written. */
 typedef struct activation_name { const char *name; amp_activation_kind act; } activation_name;
 static const activation_name activation_names[] = {
     {"gelu_new", AMP_ACT_GELU},         {"gelu", AMP_ACT_GELU_ERF},         {"relu", AMP_ACT_RELU},
@@ -1246,7 +1243,7 @@ static inline amp_result config_activation(const model_config *m, const char *ke
     return config_refuse(m, key, "must be one of %s", names);
 }
 
-/* 1: a linear layer takes it along, forward and backward; the others are a step of their own. */
+/* 1: fused into a linear layer, forward and backward; the others are a step of their own. */
 static inline int activation_is_fused(amp_activation_kind act) { return act != AMP_ACT_SILU && act != AMP_ACT_TANH; }
 
 static inline void config_note(model_config *m, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -1260,22 +1257,22 @@ static inline void config_note(model_config *m, const char *format, ...) {
     for (; m->note[used] != 0; used++) if ((unsigned char)m->note[used] < ' ') m->note[used] = '?';
 }
 
-/* Dropout is of a training: it is the program's, and what the file says about it is kept. */
+/* Dropout belongs to a training run: the program sets it, and the file's values are kept. */
 static inline amp_result config_dropout(model_config *m, const char *key) {
     json value;
     double p = 0;
-    if (config_get(m, key, &value) && *value.at == 'n') return AMP_OK;      /* null: as another one */
+    if (config_get(m, key, &value) && *value.at == 'n') return AMP_OK;      /* null: not set */
     TRY(config_number(m, key, 0, 1, &p));
     if (p > 0)
         config_note(m, "%s%s %g",
-                    strstr(m->note, "dropout is") != NULL ? ", "
-                    : m->note[0] != 0                     ? "; dropout is --dropout's, not "
-                                                          : "dropout is --dropout's, not ",
+                    strstr(m->note, "--dropout sets") != NULL ? ", "
+                    : m->note[0] != 0                     ? "; --dropout sets dropout, not "
+                                                          : "--dropout sets dropout, not ",
                     key, p);
     return AMP_OK;
 }
 
-/* 1: the key is in the table, and *ok says whether its value is. */
+/* 1: the key is in the table; *ok: so is its value. */
 static inline int config_find_only(const config_only *only, const char *key, json value, int *ok) {
     size_t n = (size_t)(value.end - value.at);
     for (; only->key != NULL; only++) {
@@ -1288,7 +1285,7 @@ static inline int config_find_only(const config_only *only, const char *key, jso
     return 0;
 }
 
-/* That it is a JSON object, each key once, with no key whose value would make another model. */
+/* Checks that it is a JSON object with each key once, and no value of a model that is not supported. */
 static inline amp_result config_check(model_config *m, const config_rules *rules) {
     enum { MOST_KEYS = 1000 };
     json j = json_open(m->text, m->bytes), value, first;
@@ -1308,19 +1305,19 @@ static inline amp_result config_check(model_config *m, const config_rules *rules
         if (++keys > MOST_KEYS)
             return example_fail(AMP_ERR_FORMAT, "%s: more than %d keys: not of a model", m->path, MOST_KEYS);
         if (key[0] != 0 && config_get(m, key, &first) && first.at != value.at)
-            return config_refuse(m, key, "stands there twice, the second time as %.*s: drop one",
+            return config_refuse(m, key, "is there twice, the second time as %.*s: drop one",
                                  (int)(value.end - value.at < 60 ? value.end - value.at : 60), value.at);
         if (config_find_only(config_only_of_all, key, value, &ok) || config_find_only(rules->only, key, value, &ok)) {
-            if (!ok) return config_refuse(m, key, "a model that is not computed here");
+            if (!ok) return config_refuse(m, key, "this kind of model is not supported");
         } else if (word_place(rules->read, key) < 0 && word_place(rules->kept, key) < 0 &&
                    word_place(config_kept, key) < 0)
             config_note(m, "%s%s",
-                        unknown++ > 0 ? ", " : "not known here, and kept: ", key[0] != 0 ? key : "a long key");
+                        unknown++ > 0 ? ", " : "unknown keys, kept: ", key[0] != 0 ? key : "a long key");
     }
     return AMP_OK;
 }
 
-/* Both say the same of what is read: they are of one model. */
+/* Refuses two descriptions that differ in a key that is read. */
 static inline amp_result config_agree(const model_config *m, const model_config *other, const config_rules *rules) {
     const char *at = rules->read;
     while (*at != 0) {
@@ -1345,7 +1342,8 @@ static inline amp_result config_agree(const model_config *m, const model_config 
     return AMP_OK;
 }
 
-/* What a file of ours says about its model: config.json once more, or what version 0.1.0 said.  text NULL: nothing. */
+/* The description of the model in one of our files: a copy of config.json, or version 0.1.0's metadata.  text NULL:
+   none. */
 static inline amp_result config_of_file(model_config *m, const st_file *tensors, const char *path) {
     json value = tensors->metadata;
     int inside;
@@ -1382,8 +1380,8 @@ static inline amp_result config_read(model_config *m, const char *path) {
     return m->text != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
 }
 
-/* The description of the model in the file `path`.  model.safetensors goes with the config.json beside it; under
-   another name a file goes with that only if it says nothing itself. */
+/* The description of the model in the file `path`.  model.safetensors uses the config.json beside it; a file with
+   another name does so only if it has no description. */
 static inline amp_result config_open(model_config *m, const st_file *tensors, const char *path,
                                      const config_rules *rules) {
     char beside[PATH_MAX];
@@ -1399,7 +1397,7 @@ static inline amp_result config_open(model_config *m, const st_file *tensors, co
         if (m->text == NULL)
             return example_fail(
                 AMP_ERR_OPEN,
-                "%s: no config.json beside it, which says what kind of model it is: put the model's own there", path);
+                "%s: no config.json beside it, which says what kind of model it is: put the model's there", path);
         return m->plain ? AMP_OK : config_check(m, rules);
     }
     result = config_read(m, beside);
@@ -1415,14 +1413,14 @@ static inline amp_result config_open(model_config *m, const st_file *tensors, co
    embedding.  The residual stream is fp32 unless `stored` says otherwise; everything else is stored in `activations`.
    Linear weights are [out, in]; Hugging Face's Conv1D has [in, out] and is transposed at loading and saving. */
 
-/* Tensors that can be stored in a dtype of their own, each with its gradient: the residual stream; what LayerNorms
-   return; q, k, v and what attention returns; the inside of the MLP; what is added to the stream. */
+/* Tensors that can have their own storage dtype, each with its gradient: the residual stream; LayerNorms' results; q,
+   k, v and attention's result; the inside of the MLP; the branches added to the stream. */
 typedef enum gpt_tensor { GPT_STREAM, GPT_NORM, GPT_ATTENTION, GPT_MLP, GPT_BRANCH, GPT_TENSORS } gpt_tensor;
 static const char *const gpt_tensor_names[GPT_TENSORS] = {"stream", "norm", "attention", "mlp", "branch"};
 
 typedef struct gpt_config {
     int64_t vocab, positions, channels, heads, layers;
-    int64_t batch, seq;             /* the most that forward will be called with; seq at most positions */
+    int64_t batch, seq;             /* the largest for forward; seq at most positions */
     amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
     amp_dtype stored[GPT_TENSORS];  /* the same, tensor by tensor; 0: as activations, the stream F32 */
     amp_dtype logits;               /* the same of the logits; 0: as activations */
@@ -1434,12 +1432,12 @@ typedef struct gpt_config {
     int32_t by_layer;               /* 1: but by the number of the block, from 1 */
 } gpt_config;
 
-/* One block: ops that keep their tensors, so that forward and backward are nothing but calls. */
+/* One block: ops with their tensors, so that forward and backward only call them. */
 typedef struct gpt_block {
     amp_norm_op ln_1, ln_2;
     amp_linear_op c_attn, attn_proj, c_fc, mlp_proj;
     amp_attention_op attention;
-    amp_activation_op act;          /* where c_fc does not take it along */
+    amp_activation_op act;          /* if not fused into c_fc */
     amp_dropout_op attn_drop, mlp_drop;
     void *norm_1, *qkv, *heads;     /* [rows, C], [rows, 3C], [rows, C] */
     void *norm_2, *fc_in, *fc_out;  /* [rows, C], [rows, 4C] before and after the activation */
@@ -1449,7 +1447,7 @@ typedef struct gpt_block {
 
 typedef struct gpt {
     gpt_config config;
-    char *json;                     /* the config.json that it came with; NULL: none */
+    char *json;                     /* the config.json it came with, or NULL */
     amp_context *amp;
     amp_param *params;              /* wte, wpe, 12 for each block, ln_f.weight, ln_f.bias */
     int64_t n_params, weights_count;
@@ -1470,7 +1468,7 @@ typedef struct gpt {
     void *d_low;
     void *d_norm, *d_heads, *d_qkv, *d_fc;
     int64_t batch, seq, rows;       /* what the ops are bound to */
-    /* weights are set through it, so that masters have what a 16-bit weight lacks; or NULL */
+    /* sets weights, so that masters keep full precision; or NULL */
     amp_optimizer *optimizer;
     struct profile *profile;        /* NULL: nothing is timed */
 } gpt;
@@ -1490,7 +1488,7 @@ static inline int gpt_is_conv1d(const gpt *g, int64_t i) {
     return i >= 2 && i < g->n_params - 2 && g->params[i].weight.ndim == 2;
 }
 
-/* A piece of one big allocation; with base NULL only counted. */
+/* One big allocation handed out in pieces; with base NULL, only counted. */
 typedef struct arena { char *base; int64_t used; } arena;
 static inline void *arena_take(arena *a, int64_t count, amp_dtype dtype) {
     char *piece = a->base != NULL ? a->base + a->used : NULL;
@@ -1538,7 +1536,7 @@ static inline void params_place(amp_param *params, int64_t n, arena *weights, ar
     }
 }
 
-/* Allocates what was counted, and starts the arenas anew in it. */
+/* Allocates the counted memory, and restarts the arenas in it. */
 static inline amp_result arenas_allocate(amp_context *amp, arena *weights, arena *grads, arena *memory,
                                          const char *advice) {
     arena *all[3];
@@ -1579,7 +1577,7 @@ static inline void gpt_place_activations(gpt *g, arena *a) {
         gpt_block *b = &g->blocks[layer];
         if (layer > 0 && c->recompute) *b = b[-1];
         b->end = arena_take(a, rows * C, stream);
-        if (layer > 0 && c->recompute) continue;        /* of its own it has only what the next block starts from */
+        if (layer > 0 && c->recompute) continue;        /* its own is only the next block's input */
         b->norm_1 = arena_take(a, rows * C, norm);   b->qkv = arena_take(a, rows * 3 * C, attention);
         b->heads = arena_take(a, rows * C, attention); b->norm_2 = arena_take(a, rows * C, norm);
         b->fc_in = arena_take(a, rows * 4 * C, mlp); b->fc_out = arena_take(a, rows * 4 * C, mlp);
@@ -1612,7 +1610,7 @@ static inline amp_tensor gpt_stream(const gpt *g, void *data) {
     return gpt_matrix(g, GPT_STREAM, data, g->config.channels);
 }
 
-/* from and to: which tensors x (and dx) and y are. */
+/* from, to: the kinds of tensor of x (and dx) and of y. */
 static inline void gpt_bind_linear(gpt *g, amp_linear_op *op, amp_param *weight, gpt_tensor from, void *x,
                                    gpt_tensor to, void *y, void *dx) {
     memset(op, 0, sizeof *op);
@@ -1623,14 +1621,14 @@ static inline void gpt_bind_linear(gpt *g, amp_linear_op *op, amp_param *weight,
     op->dx = gpt_matrix(g, from, dx, weight->weight.shape[1]);
 }
 
-/* y of `up`, which is x of `down`, is act(pre): the linear layers do it, or a step between them. */
+/* y of `up`, which is x of `down`, is act(pre): computed by the linear layers or by a step between them. */
 static inline void bind_activation(amp_activation_op *op, amp_activation_kind act, amp_linear_op *up,
                                    amp_linear_op *down, amp_tensor pre) {
     memset(op, 0, sizeof *op);
     if (activation_is_fused(act)) {
         up->act = down->x_act = act;
         up->pre = down->x_pre = pre;
-        up->dy_before_act = 1;              /* down's backward goes through it, so that up's does not */
+        up->dy_before_act = 1;              /* down's backward includes it, so up's does not */
         return;
     }
     op->act = act;
@@ -1719,7 +1717,7 @@ static inline void gpt_bind_block(gpt *g, int64_t layer) {
     gpt_bind_dropout(g, &b->mlp_drop, branch, g->d_branch);
 }
 
-/* Sets every op for batch sequences of seq tokens.  Errors: 102 more than the model was created for. */
+/* Sets every op for batch sequences of seq tokens.  Errors: AMP_ERR_RANGE, more than the model was created for. */
 static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
     const gpt_config *c = &g->config;
     gpt_block *last = &g->blocks[c->layers - 1];
@@ -1742,7 +1740,7 @@ static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
     gpt_bind_linear(g, &g->head, &g->params[0], GPT_NORM, g->norm_f, GPT_BRANCH, g->logits, g->d_norm);
     g->head.bias = NULL;
     g->head.y.dtype = gpt_logits_dtype(g);
-    g->head.dy = g->head.y;                             /* the loss puts its gradient into the logits */
+    g->head.dy = g->head.y;                             /* the loss writes its gradient into the logits */
     return AMP_OK;
 }
 
@@ -1839,7 +1837,7 @@ static inline amp_result gpt_reshape(gpt *g, int64_t batch, amp_dtype activation
     g->memory_bytes = memory.used;
     memory.used = 0;
     gpt_place_activations(g, &memory);
-    g->batch = 0;                   /* what is bound is of the old ones */
+    g->batch = 0;                   /* the ops are bound to the old ones */
     return gpt_bind(g, batch, g->config.seq);
 }
 
@@ -1986,8 +1984,8 @@ static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, amp_sc
     return result;
 }
 
-/* Runs a block's forward again, up to what its backward reads.  Its input, the stream, was kept: ln_1 need not add to
-   it a second time, and what the last linear adds is not needed. */
+/* Runs a block's forward again, as far as its backward needs.  Its input, the stream, was kept: ln_1 need not add to it
+   again, and the last linear's result is not needed. */
 static inline amp_result gpt_recompute(gpt *g, const gpt_block *block) {
     gpt_block b = *block;
     if (b.ln_1.sum.data != NULL) {
@@ -2004,7 +2002,7 @@ static inline amp_result gpt_recompute(gpt *g, const gpt_block *block) {
     return gpt_up(g, &b);
 }
 
-/* The activations of a block whose memory another one's have taken since. */
+/* Restores a block's activations, overwritten by another block's. */
 static inline amp_result gpt_recompute_block(gpt *g, int64_t layer) {
     amp_result result;
     TRY(amp_recompute_begin(g->amp));
@@ -2013,8 +2011,8 @@ static inline amp_result gpt_recompute_block(gpt *g, int64_t layer) {
     return result;
 }
 
-/* Where the stream's gradient is fp32, and `linear`, the last layer of a branch, computes in 16 bits: whoever writes
-   the gradient that it reads does so in that dtype too, so that its two products need not round it. */
+/* If the stream's gradient is fp32 and `linear`, a branch's last layer, computes in 16 bits, the op that writes the
+   gradient also writes it in that dtype, so that linear's two products need not round it. */
 static inline void gpt_pass_low(gpt *g, amp_norm_op *norm, amp_dropout_op *drop, amp_linear_op *linear) {
     amp_dtype low = linear->plan.compute;
     int wanted =
@@ -2039,7 +2037,7 @@ static inline amp_result gpt_backward(gpt *g) {
     TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &g->ln_f));
     for (layer = g->config.layers - 1; layer >= 0; layer--) {
         gpt_block *b = &g->blocks[layer];
-        if (g->config.recompute && layer < g->config.layers - 1)        /* the last block's are still there */
+        if (g->config.recompute && layer < g->config.layers - 1)        /* the last block's still exist */
             TIMED(p, amp, PROFILE_RECOMPUTE, 1, gpt_recompute_block(g, layer));
         if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &b->mlp_drop));
         TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->mlp_proj));
@@ -2058,8 +2056,8 @@ static inline amp_result gpt_backward(gpt *g) {
     return AMP_OK;
 }
 
-/* Floating-point operations of one forward pass of batch x seq tokens on a row; backward takes twice as many in
-   linear layers, and 2.5 times in attention, which computes its scores again. */
+/* A row's floating-point operations in one forward pass of batch x seq tokens; backward takes twice as many in linear
+   layers, and 2.5 times in attention, which computes its scores again. */
 static inline double gpt_flops(const gpt *g, int row) {
     const gpt_config *c = &g->config;
     double rows = (double)g->rows, C = (double)c->channels, T = (double)g->seq;
@@ -2069,8 +2067,8 @@ static inline double gpt_flops(const gpt *g, int row) {
     return 0;
 }
 
-/* What the calls of a row move at least in a pass (0: forward, 1: backward): each tensor read once by each call that
-   needs it, and written once.  The optimizer's is that of amp_step, with what amp_optimizer_bytes says of it. */
+/* The least bytes that a row's calls move in a pass (0: forward, 1: backward): each tensor read once by each call that
+   needs it, and written once.  The optimizer's are those of amp_step, from amp_optimizer_bytes. */
 typedef struct gpt_traffic { double bytes, calls; } gpt_traffic;
 
 static inline gpt_traffic gpt_bytes(const gpt *g, int row, int pass) {
@@ -2134,7 +2132,7 @@ static inline void gpt_file_close(gpt_file *file) {
     memset(file, 0, sizeof *file);
 }
 
-/* By the full name, or without "transformer." as older files have it. */
+/* By the full name, or without "transformer.", as in older files. */
 static inline const st_tensor *gpt_file_find(const gpt_file *file, const char *name) {
     const st_tensor *t = st_find(&file->tensors, name);
     return t != NULL ? t : st_find(&file->tensors, name + strlen("transformer."));
@@ -2152,7 +2150,7 @@ static const config_rules gpt_config_rules =
      gpt_config_only,
      "n_head activation_function layer_norm_epsilon scale_attn_weights scale_attn_by_inverse_layer_idx"};
 
-/* What stands in no shape, and that the rest agrees with the weights'. */
+/* Reads what no shape tells, and checks the rest against the weights. */
 static inline amp_result gpt_read_config(model_config *m, gpt_config *c) {
     char type[64] = "gpt2";
     int64_t inner = 4 * c->channels, heads;
@@ -2169,7 +2167,7 @@ static inline amp_result gpt_read_config(model_config *m, gpt_config *c) {
     TRY(config_shape(m, "n_layer", c->layers));
     TRY(config_shape(m, "num_hidden_layers", c->layers));
     if (config_get(m, "n_inner", &value) && *value.at != 'n') TRY(config_shape(m, "n_inner", inner));
-    c->heads = 12;                  /* of transformers, where the key is not there; so are the others */
+    c->heads = 12;                  /* transformers' default, like the others */
     TRY(config_integer(m, "n_head", 1, INT32_MAX, &c->heads));
     heads = c->heads;
     TRY(config_integer(m, "num_attention_heads", 1, INT32_MAX, &heads));
@@ -2198,7 +2196,7 @@ static inline amp_result gpt_file_shape(gpt_file *file, const char *path) {
     gpt_config *c = &file->config;
     if (wte == NULL || wpe == NULL || wte->ndim != 2 || wpe->ndim != 2 || wte->shape[1] != wpe->shape[1])
         return example_fail(AMP_ERR_FORMAT,
-                            "%s: no GPT-2: wte.weight and wpe.weight are missing or do not fit together", path);
+                            "%s: not a GPT-2: wte.weight and wpe.weight are missing or do not match", path);
     c->vocab = wte->shape[0];
     c->positions = wpe->shape[0];
     c->channels = wte->shape[1];
@@ -2222,10 +2220,10 @@ static inline amp_result gpt_file_llmc(gpt_file *file, const char *path) {
     gpt_config *c = &file->config;
     double count;
     if (file->bytes < LLMC_HEADER)
-        return example_fail(AMP_ERR_TRUNCATED, "%s: an llm.c model file that ends in its header", path);
+        return example_fail(AMP_ERR_TRUNCATED, "%s: the llm.c model file ends in its header", path);
     file->llmc = bytes_i32(p + 4);
     if (file->llmc != 3 && file->llmc != 5)
-        return example_fail(AMP_ERR_FORMAT, "%s: llm.c model version %d, versions 3 (fp32) and 5 (bf16) are read",
+        return example_fail(AMP_ERR_FORMAT, "%s: llm.c model version %d, must be 3 (fp32) or 5 (bf16)",
                             path, file->llmc);
     c->positions = bytes_i32(p + 8);
     c->vocab = bytes_i32(p + 12);
@@ -2269,7 +2267,7 @@ static inline void transpose(float *out, const float *in, int64_t rows, int64_t 
     for (i = 0; i < rows; i++) for (j = 0; j < cols; j++) out[j * rows + i] = in[i * cols + j];
 }
 
-/* The tensor of parameter i in a safetensors file: that it is there, in the model's shape and a dtype that is read. */
+/* Finds parameter i in a safetensors file, with the model's shape and a supported dtype. */
 static inline amp_result gpt_file_check(const gpt_file *file, const gpt *g, int64_t i, const st_tensor **out) {
     const amp_param *p = &g->params[i];
     const st_tensor *t = gpt_file_find(file, p->name);
@@ -2278,7 +2276,7 @@ static inline amp_result gpt_file_check(const gpt_file *file, const gpt *g, int6
     if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", p->name);
     if (t->ndim != p->weight.ndim || t->shape[0] != (conv1d ? cols : rows) ||
         (t->ndim == 2 && t->shape[1] != (conv1d ? rows : cols)))
-        return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", p->name);
+        return example_fail(AMP_ERR_SHAPE, "%s: its shape is not the model's", p->name);
     *out = t;
     return st_check_floats(t);
 }
@@ -2293,7 +2291,7 @@ static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int
     return AMP_OK;
 }
 
-/* Where parameter i begins in an llm.c file, in elements: the tensors of one kind of all layers stand together. */
+/* Where parameter i begins in an llm.c file, in elements: tensors of one kind are stored together for all layers. */
 static inline int64_t gpt_file_llmc_offset(const gpt_file *file, const gpt *g, int64_t i) {
     int64_t C = g->config.channels, L = g->config.layers, offset = 0, part = (i - 2) % GPT_PARTS,
             layer = (i - 2) / GPT_PARTS, k;
@@ -2308,7 +2306,7 @@ static inline int64_t gpt_file_llmc_offset(const gpt_file *file, const gpt *g, i
     return offset + layer * amp_tensor_count(&g->params[i].weight);
 }
 
-/* A file whose output weights are not the embedding cannot be held by this model. */
+/* Refuses a file whose output weights are not the embedding. */
 static inline amp_result gpt_file_check_tied(const gpt_file *file) {
     const st_tensor *head = st_find(&file->tensors, "lm_head.weight"),
                     *wte = gpt_file_find(file, "transformer.wte.weight");
@@ -2318,7 +2316,7 @@ static inline amp_result gpt_file_check_tied(const gpt_file *file) {
     return example_fail(AMP_ERR_UNSUPPORTED, "lm_head.weight differs from wte.weight: this model ties them");
 }
 
-/* The model keeps the text, to be written back; metadata of version 0.1.0 says nothing that the model does not. */
+/* The model keeps the text, to write it back; metadata of version 0.1.0 adds nothing to the model. */
 static inline amp_result config_take(char **json_of_model, const model_config *m) {
     free(*json_of_model);
     *json_of_model = NULL;
@@ -2330,7 +2328,7 @@ static inline amp_result config_take(char **json_of_model, const model_config *m
     return AMP_OK;
 }
 
-/* Loads all weights of a file whose shape is the model's, or none. */
+/* Loads all weights of a file with the model's shape, or none. */
 static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
     int64_t i, count, largest = 0;
     const st_tensor *t;
@@ -2347,7 +2345,7 @@ static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
         file->config.eps < g->config.eps || file->config.eps > g->config.eps ||
         file->config.unscaled != g->config.unscaled || file->config.by_layer != g->config.by_layer)
         return example_fail(AMP_ERR_MISMATCH,
-                            "the file's model has other heads, another activation, epsilon or scale of attention");
+                            "the file's model has other heads, or another activation, epsilon or attention scale");
     for (i = 0; i < g->n_params && file->llmc == 0; i++) TRY(gpt_file_check(file, g, i, &t));
     for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
     values = (float *)malloc((size_t)largest * 2 * sizeof *values);
@@ -2403,9 +2401,9 @@ static inline void text_add_escaped(text_buffer *b, const char *text) {
 
 /* Values of our own for a config.json, as JSON. */
 typedef enum config_how {
-    CONFIG_ADD = 0,                 /* where the key is not there */
-    CONFIG_SET = 1,                 /* in any case */
-    CONFIG_REPLACE = 2              /* where the key is there */
+    CONFIG_ADD = 0,                 /* if the key is missing */
+    CONFIG_SET = 1,                 /* always */
+    CONFIG_REPLACE = 2              /* if the key exists */
 } config_how;
 typedef struct config_own { const char *key; char value[64]; config_how how; const char *longer; } config_own;
 
@@ -2416,7 +2414,7 @@ static inline void config_add(text_buffer *b, const char *key, const char *value
     text_put(b, value, n);
 }
 
-/* The object `source` (NULL: an empty one) with our own values in it; the others stay as they stand. */
+/* The object `source` (NULL: an empty one) with our own values in it; the others stay unchanged. */
 static inline void config_merge(text_buffer *b, const char *source, const config_own *own, int n) {
     json j = json_open(source != NULL ? source : "{}", source != NULL ? strlen(source) : 2), value;
     char key[128];
@@ -2475,7 +2473,7 @@ static inline void config_own_put(config_own *own, const char *key, config_how h
     own->longer = NULL;
 }
 
-/* The config.json that transformers' from_pretrained wants beside model.safetensors. */
+/* The config.json that transformers' from_pretrained needs beside model.safetensors. */
 static inline void gpt_config_text(const gpt *g, text_buffer *b) {
     const gpt_config *c = &g->config;
     config_own own[20];
@@ -2499,7 +2497,7 @@ static inline void gpt_config_text(const gpt *g, text_buffer *b) {
     config_merge(b, g->json, own, n);
 }
 
-/* The metadata of a file: what other programs want to know, `more` of it, and its config.json once more. */
+/* A file's metadata: what other programs expect, `more`, and a copy of its config.json. */
 static inline amp_result st_begin_header(text_buffer *b, const text_buffer *config, const char *more) {
     text_add(b,
              "{\"__metadata__\":{\"format\":\"pt\"," ST_CHECKSUM "00000000\",\"producer\":\"amp.h %s\",%s\"config\":\"",
@@ -2529,7 +2527,7 @@ static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer
     return st_end_header(b);
 }
 
-/* Stores fp32 numbers little-endian, wherever this runs. */
+/* Stores fp32 numbers in little-endian order. */
 static inline void floats_to_bytes(unsigned char *out, const float *in, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -2540,7 +2538,7 @@ static inline void floats_to_bytes(unsigned char *out, const float *in, int64_t 
     }
 }
 
-/* Puts a header at the beginning of a file; returns where the data goes. */
+/* Writes a header at the beginning of a file; returns the data's place. */
 static inline unsigned char *st_put_header(const text_buffer *header, unsigned char *file) {
     int i;
     for (i = 0; i < 8; i++) file[i] = (unsigned char)((uint64_t)header->used >> (8 * i));
@@ -2617,7 +2615,7 @@ static inline amp_result gpt_save_state(gpt *g, amp_state *state) {
     return AMP_OK;
 }
 
-/* All of them, or none. */
+/* Loads all of them, or none. */
 static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
     int64_t i, bytes, largest = 1;
     amp_result result = AMP_OK;
@@ -2688,7 +2686,7 @@ static inline int32_t sample_token(const sampler *s, float *logits, float *scrat
     return (int32_t)at;
 }
 
-/* The logits after `tokens`, of which the last config.seq count, on the host. */
+/* The logits after `tokens`, from the last config.seq of them, on the host. */
 static inline amp_result gpt_next_logits(gpt *g, const int32_t *tokens, int64_t n, int32_t *ids, float *logits) {
     int64_t seq = n < g->config.seq ? n : g->config.seq,
             bytes = g->config.vocab * (int64_t)amp_dtype_size(gpt_logits_dtype(g));
@@ -2750,7 +2748,7 @@ static inline FILE *idx_stream(const char *path, int *piped) {
     return popen(command, "r");
 }
 
-/* The bytes that the header promises, with memory taken only as they come: what it says may not be true. */
+/* Reads the bytes that the header promises, allocating memory only as they arrive: the header may be wrong. */
 static inline amp_result idx_items(idx_file *file, FILE *stream, const char *path) {
     size_t wanted = (size_t)(file->count * file->size), capacity = 0, used = 0, n = 1;
     while (used < wanted && n > 0) {
@@ -2846,7 +2844,7 @@ static inline amp_result pictures_read(pictures *p, const char *folder, const ch
         result = idx_open(&files[k], path);
     }
     if (result == AMP_OK && (files[1].size != 1 || files[1].count != files[0].count))
-        result = example_fail(AMP_ERR_FORMAT, "%s: not as many %s labels as images", folder, set);
+        result = example_fail(AMP_ERR_FORMAT, "%s: the numbers of %s labels and images differ", folder, set);
     if (result == AMP_OK) result = pictures_alloc(p, files[0].count, files[0].size);
     if (result == AMP_OK) {
         for (i = 0; i < p->n * p->pixels; i++) p->x[i] = (float)files[0].data[i] / 255 - 0.5f;
@@ -2877,7 +2875,7 @@ static inline amp_result pictures_synthetic(pictures *p, int64_t n, int64_t pixe
 /* ==== 9 The tokenizer of GPT-2 ===================================================================
    Byte-level byte pair encoding (Radford et al. 2019), from the files vocab.json and merges.txt that Hugging Face
    keeps beside a model: the text is split into words, and in each word the pair of neighbours with the lowest rank
-   is merged until no pair has one.  Bytes that are no UTF-8 count as symbols, so every text comes back as it was. */
+   is merged until no pair has one.  Bytes that are not UTF-8 count as symbols, so every text is restored exactly. */
 
 enum { TOKENIZER_MOST = 65536, TOKENIZER_SLOTS = 1 << 18, TOKENIZER_ALPHABET = 256 + 68, TOKENIZER_LONGEST = 8192 };
 
@@ -2896,7 +2894,7 @@ typedef struct token_word {
 typedef struct tokenizer {
     int64_t n;                      /* highest token + 1 */
     int32_t end_of_text;            /* "<|endoftext|>", or -1 */
-    char *text;                     /* of all tokens, one behind the other */
+    char *text;                     /* of all tokens, without gaps */
     token_span *tokens;             /* TOKENIZER_MOST */
     int32_t *by_text;               /* hash table of TOKENIZER_SLOTS tokens, -1: empty */
     token_merge *merges;            /* hash table */
@@ -2922,7 +2920,7 @@ static inline void tokenizer_alphabet(tokenizer *t) {
     }
 }
 
-/* Turns GPT-2's writing of bytes into the bytes, in place.  -1: it holds a character that stands for none. */
+/* Turns GPT-2's writing of bytes into the bytes, in place.  -1: a character stands for no byte. */
 static inline int64_t tokenizer_bytes(const tokenizer *t, const char *in, int64_t n, char *out) {
     int64_t i, used = 0;
     uint32_t code;
@@ -2953,7 +2951,7 @@ static inline int32_t tokenizer_find(const tokenizer *t, const char *bytes, int6
 static inline const char *tokenizer_entry(tokenizer *t, json *j, char *key, int64_t *used) {
     int64_t id, length, slot;
     json_string(j, key, TOKENIZER_LONGEST);
-    if (j->bad) return "no string, or one that is too long";
+    if (j->bad) return "not a string, or one that is too long";
     json_need(j, ':');
     id = json_integer(j);
     if (j->bad) return "a token must be followed by ':' and its number";
@@ -2964,7 +2962,7 @@ static inline const char *tokenizer_entry(tokenizer *t, json *j, char *key, int6
     if (length < 0) memcpy(t->text + *used, key, (size_t)(length = (int64_t)strlen(key)));
     else {
         slot = tokenizer_slot(t, t->text + *used, length);
-        if (t->by_text[slot] >= 0) return "a token stands there twice";
+        if (t->by_text[slot] >= 0) return "a token is there twice";
         t->by_text[slot] = (int32_t)id;
     }
     t->tokens[id].at = *used;
@@ -3029,7 +3027,7 @@ static inline const char *tokenizer_merge_line(tokenizer *t, const char *line, i
     second = first > 0 ? tokenizer_bytes(t, space + 1, line + n - space - 1, scratch + first) : 0;
     if (first < 1 || second < 1) return "must be two tokens in GPT-2's writing of bytes";
     m = tokenizer_merge(t, tokenizer_find(t, scratch, first), tokenizer_find(t, scratch + first, second));
-    if (m->result >= 0) return "this merge stands there twice";
+    if (m->result >= 0) return "this merge is there twice";
     m->left = tokenizer_find(t, scratch, first);
     m->right = tokenizer_find(t, scratch + first, second);
     m->rank = rank;
@@ -3260,7 +3258,7 @@ static inline int64_t token_merge_word(const tokenizer *t, token_word *w, const 
     while (w->n_heap > 0) {
         token_candidate c = token_pop(w);
         int64_t right = w->id[c.at] == c.merge.left ? w->next[c.at] : -1;
-        if (right < 0 || w->id[right] != c.merge.right) continue;   /* merged otherwise in the meantime */
+        if (right < 0 || w->id[right] != c.merge.right) continue;   /* merged differently since */
         w->id[c.at] = c.merge.result;
         w->id[right] = -1;
         w->next[c.at] = w->next[right];
@@ -3292,8 +3290,8 @@ static inline amp_result tokenizer_encode(tokenizer *t, const char *text, int64_
     return AMP_OK;
 }
 
-/* Writes the tokens of the n texts of `paths` as one llm.c token file, with <|endoftext|> before each where the
-   vocabulary has it. */
+/* Writes the tokens of the n texts of `paths` as one llm.c token file, each after <|endoftext|> if the vocabulary has
+   it. */
 static inline amp_result tokenizer_encode_files(tokenizer *t, char *const *paths, int64_t n, const char *out) {
     unsigned char *file = NULL;
     int64_t used = 0, i, k, count;
@@ -3320,7 +3318,7 @@ static inline amp_result tokenizer_encode_files(tokenizer *t, char *const *paths
         const uint32_t header[3] = {20240520, 1, (uint32_t)used};
         memset(file, 0, 1024);
         for (i = 0; i < 3; i++) for (k = 0; k < 4; k++) file[4 * i + k] = (unsigned char)(header[i] >> (8 * k));
-        for (i = 0; i < used; i++) {                                /* little-endian, wherever this runs */
+        for (i = 0; i < used; i++) {                                /* little-endian */
             uint16_t token;
             memcpy(&token, file + 1024 + 2 * i, 2);
             file[1024 + 2 * i] = (unsigned char)token;
@@ -3334,10 +3332,10 @@ static inline amp_result tokenizer_encode_files(tokenizer *t, char *const *paths
 
 /* ==== 10 The encoder (BERT) ======================================================================
    As Hugging Face's ...ForSequenceClassification of BERT, RoBERTa / XLM-R, ELECTRA and Longformer: word, position and
-   token-type embeddings, LayerNorm, post-norm layers, padding hidden by lengths, and a head of two linear
-   layers over the first token.  Queries, keys and values are one linear layer, whose weights the file has in three
-   pieces.  The stream between the layers is fp32; what lies inside of a layer is stored in `activations`.
-   Dropout acts on embeddings, branches and the head's inner layer, not on attention's probabilities. */
+   token-type embeddings, LayerNorm, post-norm layers, padding hidden by lengths, and a head of two linear layers over
+   the first token.  Queries, keys and values are one linear layer, stored in three pieces in files.  The stream between
+   layers is fp32; tensors inside a layer are stored in `activations`.  Dropout acts on embeddings, branches and the
+   head's inner layer, not on attention's probabilities. */
 
 typedef enum encoder_family {
     ENCODER_BERT = 0,
@@ -3346,8 +3344,8 @@ typedef enum encoder_family {
     ENCODER_LONGFORMER = 3          /* keys in a window; the first token sees all and is seen by all */
 } encoder_family;
 
-/* first: the position of the first token.  The rows before it are in the file, and no token reads them.
-   dense and out: the head's layers.  dense's activation is tanh but in ELECTRA. */
+/* first: the position of the first token; files have rows before it, which no token reads.
+   dense and out: the head's layers.  dense's activation is tanh, except in ELECTRA. */
 typedef struct encoder_kind {
     const char *name, *prefix, *dense, *out;
     int64_t first;
@@ -3367,14 +3365,14 @@ typedef struct encoder_config {
     int64_t embedding;              /* width of the embeddings; 0: hidden */
     int64_t window;                 /* Longformer: keys seen on each side, half of Hugging Face's attention_window */
     const int64_t *windows;         /* the same of each layer; NULL: window in all */
-    int64_t batch, seq;             /* the most that forward will be called with */
+    int64_t batch, seq;             /* the largest for forward */
     amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
     float dropout;                  /* 0: none */
     float eps;                      /* of LayerNorm; 0: 1e-12 */
     amp_activation_kind act;        /* inside the layers; 0: AMP_ACT_GELU_ERF */
 } encoder_config;
 
-/* A batch in device memory: ids [batch, seq], lengths [batch] tokens that are no padding; types NULL: all 0. */
+/* A batch in device memory: ids [batch, seq], lengths [batch]: tokens before the padding; types NULL: all 0. */
 typedef struct encoder_input {
     const int32_t *ids, *types, *lengths;
     int64_t batch, seq;
@@ -3384,7 +3382,7 @@ typedef struct encoder_layer {
     int64_t window;
     amp_linear_op qkv, proj, fc, fc_out;
     amp_attention_op attention;
-    amp_activation_op act;          /* where fc does not take it along */
+    amp_activation_op act;          /* if not fused into fc */
     amp_norm_op norm_1, norm_2;
     amp_dropout_op drop_1, drop_2;
     amp_linear_op q_global, kv_global;          /* Longformer: of the first token's attention */
@@ -3542,7 +3540,7 @@ static inline amp_tensor encoder_first(const encoder *e, float *data) {
     t.stride[1] = 1;
     return t;
 }
-/* Part `part` of `parts` packed in [batch, seq, parts, heads, dim]; tokens: of each sequence that the view has. */
+/* Part `part` of `parts` packed in [batch, seq, parts, heads, dim]; tokens: how many of each sequence. */
 static inline amp_tensor encoder_part(const encoder *e, void *data, int64_t part, int64_t parts, int64_t tokens) {
     int64_t C = e->config.hidden, dim = C / e->config.heads;
     amp_dtype type = e->config.activations;
@@ -3599,8 +3597,7 @@ static inline void encoder_bind_attention(encoder *e, encoder_layer *l) {
     op->mask.global = 1;
 }
 
-/* Longformer's first token has its own projections, to see all tokens by; its output takes the place of the one above.
-   */
+/* Longformer's first token sees all tokens by its own projections; its output replaces the windowed one. */
 static inline void encoder_bind_global(encoder *e, encoder_layer *l, amp_param *p, float *before) {
     amp_attention_op *op = &l->attention_global;
     int64_t C = e->config.hidden, dim = C / e->config.heads;
@@ -3642,7 +3639,7 @@ static inline void encoder_bind_layer(encoder *e, int64_t layer) {
     encoder_bind_norm(e, &l->norm_2, p + 10, branch, l->middle, l->sum_2, l->end, l->mean_2, l->rstd_2);
 }
 
-/* Words with positions and types are added up by the norm. */
+/* The norm adds word, position and type embeddings. */
 static inline void encoder_bind_embedding(encoder *e) {
     int64_t E = e->config.embedding;
     amp_tensor words = amp_tensor2(e->d_stream, AMP_F32, e->rows, E),
@@ -3657,7 +3654,7 @@ static inline void encoder_bind_embedding(encoder *e) {
     if (!encoder_is_narrow(&e->config)) return;
     encoder_bind_linear(&e->project, e->params + ENCODER_EMBEDDINGS, e->norm.y, encoder_stream(e, e->start), e->norm.dx,
                         encoder_stream(e, e->d_stream));
-    e->norm.dy = e->norm.dx;                    /* from project to the embeddings the two change places */
+    e->norm.dy = e->norm.dx;                    /* between project and the embeddings the two swap */
     e->norm.dx = words;
     e->words.dy = e->types.dy = words;
     encoder_bind_dropout(e, &e->embedding_drop, e->norm.y, e->norm.dy, e->norm.dy);
@@ -3675,11 +3672,11 @@ static inline void encoder_bind_head(encoder *e) {
     e->act.x = inner; e->act.y = pooled; e->act.dy = d_pooled; e->act.dx = d_inner;
     e->act.act = encoder_kinds[c->family].act;
     encoder_bind_dropout(e, &e->head_drop, pooled, d_pooled, d_pooled);
-    /* the loss leaves its gradient in the logits */
+    /* the loss writes its gradient into the logits */
     encoder_bind_linear(&e->out, p + 2, pooled, logits, d_pooled, logits);
 }
 
-/* Sets every op for a batch.  Errors: 102 more than the model was created for. */
+/* Sets every op for a batch.  Errors: AMP_ERR_RANGE, more than the model was created for. */
 static inline amp_result encoder_bind(encoder *e, int64_t batch, int64_t seq) {
     const encoder_config *c = &e->config;
     int64_t layer;
@@ -3886,7 +3883,7 @@ static inline amp_result encoder_add_inner(encoder *e, float *to) {
     return amp_add(e->amp, &a, &b, &y);
 }
 
-/* What the first token's output gave, which leaves nothing for the windowed attention's output in its place. */
+/* Backward of the first token's output, and zeros for the windowed output that it replaced. */
 static inline amp_result encoder_backward_global(encoder *e, encoder_layer *l) {
     int64_t C = e->config.hidden, size = (int64_t)amp_dtype_size(e->config.activations), b;
     TIMED(e->profile, e->amp, PROFILE_ATTENTION, 1, amp_attention_backward(e->amp, &l->attention_global));
@@ -3894,7 +3891,7 @@ static inline amp_result encoder_backward_global(encoder *e, encoder_layer *l) {
     return AMP_OK;
 }
 
-/* Adds what goes through the first token's projections to d_stream. */
+/* Adds the gradient through the first token's projections to d_stream. */
 static inline amp_result encoder_backward_projections(encoder *e, encoder_layer *l) {
     profile *p = e->profile;
     TIMED(p, e->amp, PROFILE_LINEAR, 1, amp_linear_backward(e->amp, &l->kv_global));
@@ -3945,8 +3942,8 @@ static inline amp_result encoder_backward(encoder *e) {
     return AMP_OK;
 }
 
-/* Floating-point operations of one forward pass on a row of the profile; backward as in gpt_flops.  Of attention, what
-   all pairs of tokens take. */
+/* A profile row's floating-point operations in one forward pass; backward as in gpt_flops.  Attention: for all pairs of
+   tokens. */
 static inline double encoder_flops(const encoder *e, int row) {
     const encoder_config *c = &e->config;
     double rows = (double)e->rows, C = (double)c->hidden, E = (double)c->embedding, layers = (double)c->layers;
@@ -3981,8 +3978,8 @@ static inline void encoder_file_close(encoder_file *file) {
     memset(file, 0, sizeof *file);
 }
 
-/* A parameter as the file has it: one tensor, or several whose rows follow each other.  skip: rows of the tensor that
-   come before the parameter's. */
+/* A parameter in the file: one tensor, or several whose rows follow each other.  skip: the tensor's rows before the
+   parameter's. */
 typedef struct encoder_piece { char name[96]; int64_t rows, cols, skip; } encoder_piece;
 
 static inline int encoder_pieces(const amp_param *p) {
@@ -4013,7 +4010,7 @@ static inline const st_tensor *encoder_file_find(const st_file *tensors, encoder
     return encoder_file_find(tensors, family, older);
 }
 
-/* What transformers calls these models, and the beginning of their classes' names. */
+/* transformers' names of these models, and how their classes' names begin. */
 typedef struct encoder_type { const char *name, *classes; encoder_family family; } encoder_type;
 static const encoder_type encoder_types[] = {
     {"bert", "Bert", ENCODER_BERT},           {"roberta", "Roberta", ENCODER_ROBERTA},
@@ -4088,10 +4085,10 @@ static inline amp_result encoder_read_windows(const model_config *m, encoder_con
     return AMP_OK;
 }
 
-/* What stands in no shape, and that the rest agrees with the weights'. */
+/* Reads what no shape tells, and checks the rest against the weights. */
 static inline amp_result encoder_read_config(model_config *m, encoder_config *c, int64_t *windows) {
     int64_t pad = 1;
-    double eps = 1e-12;             /* of transformers, where the key is not there; so are the others */
+    double eps = 1e-12;             /* transformers' default, like the others */
     TRY(config_shape(m, "vocab_size", c->vocab));
     TRY(config_shape(m, "max_position_embeddings", c->positions));
     TRY(config_shape(m, "type_vocab_size", c->types));
@@ -4129,7 +4126,7 @@ static inline int64_t config_count_labels(const char *text, size_t bytes) {
     return n;
 }
 
-/* Their names, {"0": "bad", "1": "good"}: each class once.  names: space for n. */
+/* The labels' names, {"0": "bad", "1": "good"}: each class once.  names: space for n. */
 static inline amp_result config_read_labels(const model_config *m, char **names, int64_t n) {
     json labels, value, number;
     char key[128];
@@ -4141,7 +4138,7 @@ static inline amp_result config_read_labels(const model_config *m, char **names,
         number = json_open(key, strlen(key));
         i = json_integer(&number);
         if (number.bad || number.at != number.end || i < 0 || i >= n || names[i] != NULL || *value.at != '"')
-            return config_refuse(m, "id2label", "must give each class from \"0\" to \"%lld\" a name, once",
+            return config_refuse(m, "id2label", "must name each class from \"0\" to \"%lld\" once",
                                  (long long)n - 1);
         names[i] = (char *)malloc((size_t)(value.end - value.at));
         if (names[i] == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for its labels", m->path);
@@ -4164,7 +4161,7 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
     down = encoder_file_body(file, "encoder.layer.0.output.dense.weight");
     if (words == NULL || positions == NULL || types == NULL || down == NULL || words->ndim != 2 ||
         positions->ndim != 2 || types->ndim != 2 || down->ndim != 2)
-        return example_fail(AMP_ERR_FORMAT, "%s: no encoder of BERT's kind: embeddings or the first layer are missing",
+        return example_fail(AMP_ERR_FORMAT, "%s: not an encoder like BERT: embeddings or the first layer are missing",
                             path);
     c->vocab = words->shape[0]; c->positions = positions->shape[0]; c->types = types->shape[0];
     c->embedding = words->shape[1]; c->hidden = down->shape[0]; c->intermediate = down->shape[1];
@@ -4198,7 +4195,7 @@ static inline amp_result encoder_file_open(encoder_file *file, const char *path)
     return result;
 }
 
-/* The pieces of parameter i are there, in their shapes and dtypes that are read. */
+/* Checks that the pieces of parameter i exist with their shapes and supported dtypes. */
 static inline amp_result encoder_file_check(const encoder_file *file, encoder *e, int64_t i) {
     const amp_param *p = &e->params[i];
     encoder_piece piece;
@@ -4210,7 +4207,7 @@ static inline amp_result encoder_file_check(const encoder_file *file, encoder *e
         if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
         if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip ||
             (t->ndim == 2 && t->shape[1] != piece.cols))
-            return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", piece.name);
+            return example_fail(AMP_ERR_SHAPE, "%s: its shape is not the model's", piece.name);
         TRY(st_check_floats(t));
     }
     return AMP_OK;
@@ -4236,15 +4233,15 @@ static inline amp_result encoder_file_param(const encoder_file *file, encoder *e
     return AMP_OK;
 }
 
-/* 1: parameter i is of a head that the file lacks, or has for another number of classes. */
+/* 1: parameter i belongs to a head that the file lacks, or has for another number of classes. */
 static inline int encoder_file_lacks(const encoder_file *file, const encoder *e, int64_t i) {
     int64_t head = e->n_params - ENCODER_HEAD;
     return i >= head && (encoder_file_find(&file->tensors, e->config.family, e->params[i].name) == NULL ||
                          (i >= head + 2 && file->config.classes != e->config.classes));
 }
 
-/* Loads the weights of a file whose shape is the model's.  A head that the file lacks, or has for another number of
-   classes, is initialised; *fresh: how many of its parameters that were. */
+/* Loads the weights of a file with the model's shape.  A head that the file lacks, or has for another number of
+   classes, is initialised; *fresh: how many of its parameters. */
 static inline amp_result encoder_file_load(const encoder_file *file, encoder *e, uint64_t seed, int *fresh) {
     float *values = encoder_scratch(e), *scratch = encoder_scratch(e);
     int64_t i;
@@ -4281,11 +4278,11 @@ static inline void encoder_labels_text(text_buffer *b, const char *const *names,
     text_add(b, "}");
 }
 
-/* The config.json that transformers' from_pretrained wants beside model.safetensors.  names: of n classes; n 0: those
-   that the model came with, where they are as many. */
+/* The config.json that transformers' from_pretrained needs beside model.safetensors.  names: of n classes; n 0: those
+   that the model came with, if their number matches. */
 static inline void encoder_config_text(const encoder *e, const char *const *names, int64_t n, text_buffer *b) {
     const encoder_config *c = &e->config;
-    const encoder_type *type = &encoder_types[c->family];       /* the first ones stand in the order of the families */
+    const encoder_type *type = &encoder_types[c->family];       /* the first ones are in the families' order */
     text_buffer labels = {NULL, 0, 0, 0}, numbers = {NULL, 0, 0, 0}, windows = {NULL, 0, 0, 0};
     size_t bytes = e->json != NULL ? strlen(e->json) : 0;
     int kept = n == 0 && config_count_labels(e->json, bytes) == c->classes;
@@ -4332,7 +4329,7 @@ static inline void encoder_config_text(const encoder *e, const char *const *name
     free(labels.text); free(numbers.text); free(windows.text);
 }
 
-/* The model's classes have these names from now on. */
+/* Names the model's classes. */
 static inline amp_result encoder_name_labels(encoder *e, const char *const *names, int64_t n) {
     text_buffer b = {NULL, 0, 0, 0};
     encoder_config_text(e, names, n, &b);
@@ -4403,9 +4400,9 @@ static inline amp_result encoder_save_config(const encoder *e, const char *path)
 /* ==== 11 The tokenizer of BERT ===================================================================
    WordPiece (Devlin et al. 2019) from a vocab.txt with one token a line: text is cleaned, lower-cased without accents
    unless the vocabulary is cased, split at spaces, at punctuation and around ideographs, and each word is cut from the
-   left into the longest pieces there are, those after the first with "##" before them; a word that cannot be cut, or
-   has more than 100 characters, is [UNK].  As BertTokenizer, but that CJK compatibility ideographs stay what they are,
-   and that "[SEP]" in a text is three tokens like any other.  Without a vocabulary, bytes are the tokens. */
+   left into the longest known pieces, with "##" before all but the first; a word that cannot be cut, or has more than
+   100 characters, is [UNK].  As BertTokenizer, except that CJK compatibility ideographs stay unchanged and "[SEP]" in a
+   text is three tokens like any other.  Without a vocabulary, bytes are the tokens. */
 
 enum { WORDPIECE_LONGEST = 100, WORDPIECE_BYTES = 4 };      /* characters of a word; the token of byte 0 */
 
@@ -4427,7 +4424,7 @@ static inline void wordpiece_close(wordpiece *w) {
     memset(w, 0, sizeof *w);
 }
 
-/* Bytes as tokens, behind [PAD], [UNK], [CLS] and [SEP]. */
+/* Bytes as tokens, after [PAD], [UNK], [CLS] and [SEP]. */
 static inline void wordpiece_bytes(wordpiece *w) {
     memset(w, 0, sizeof *w);
     w->n = WORDPIECE_BYTES + 256;
@@ -4490,7 +4487,7 @@ static inline amp_result wordpiece_parse(wordpiece *w, const char *path) {
     for (i = 0; i < 4; i++) {
         *special[i] = wordpiece_find(w, "", names[i], 5);
         if (*special[i] < 0)
-            return example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt of BERT's kind", path, names[i]);
+            return example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt like BERT's", path, names[i]);
     }
     return AMP_OK;
 }
@@ -4660,7 +4657,7 @@ static inline int piece_class(uint32_t code) {
     return (int)(piece_classes[low] & 7);
 }
 
-/* 1 and *out if the letter that stands for a character in a string is none of '.'. */
+/* 1 and *out if the character's letter in the string is not '.'. */
 static inline int piece_letter(const char *letters, uint32_t first, uint32_t base, uint32_t code, uint32_t *out) {
     if (code < first || code >= first + (uint32_t)strlen(letters) || letters[code - first] == '.') return 0;
     *out = base + (uint32_t)(letters[code - first] - 'a');
@@ -4705,7 +4702,7 @@ static inline int utf8_write(uint32_t code, char *out) {
 
 /* ---- Words into pieces */
 
-/* A word while it is read, and where its tokens go. */
+/* The word being read, and where its tokens go. */
 typedef struct piece_word {
     char text[4 * WORDPIECE_LONGEST];
     int64_t bytes, characters;

@@ -1,4 +1,4 @@
-/* measure.h - what amp_check and amp_bench share: a GPT-2 that trains on tokens made here, and order statistics.
+/* measure.h - shared by amp_check and amp_bench: a GPT-2 that trains on made-up tokens, and order statistics.
  *
  * Include after common.h. */
 #ifndef MEASURE_H
@@ -29,7 +29,7 @@ static inline int precision_place(amp_dtype dtype) {
     return 0;
 }
 
-/* What values of a precision are kept in. */
+/* The storage dtype of a precision. */
 static inline amp_dtype storage_of(amp_dtype dtype) { return dtype == AMP_TF32 ? AMP_F32 : dtype; }
 
 /* The dtype that regions compute in now. */
@@ -46,7 +46,7 @@ static inline int on_cpu(const amp_context *amp) {
     return amp_query(amp, &desc) != AMP_OK || desc.backend->host_visible;
 }
 
-/* ---- Tokens that can be learned: each one follows from the one before, but for a jump at every 64th */
+/* ---- Tokens that can be learned: each follows from the one before, except for a jump at every 64th */
 
 static inline int32_t made_token(int64_t i, int64_t vocab) { return (int32_t)((i * 7 + i / 64 * 13) % vocab); }
 
@@ -61,7 +61,7 @@ static inline void tokens_file_interrupted(int signal_number) {
     _exit(128 + signal_number);
 }
 
-/* Makes it: n raw 16-bit tokens in the temporary folder. */
+/* Makes the file: n raw 16-bit tokens in the temporary folder. */
 static inline amp_result tokens_file_make(int64_t n, int64_t vocab) {
     const char *folder = getenv("TMPDIR");
     uint16_t piece[4096];
@@ -96,9 +96,9 @@ static inline amp_result tokens_file_make(int64_t n, int64_t vocab) {
 typedef struct workload_desc {
     int encoder;                    /* 0: a decoder */
     int64_t layers, channels, heads, vocab, batch, seq;
-    amp_dtype activations;          /* the widest that they will be stored in */
+    amp_dtype activations;          /* their widest storage */
     int recompute;                  /* decoder */
-    int scaler;                     /* 1: losses are scaled, in every precision: gradients can then be compared */
+    int scaler;                     /* 1: scales losses in every precision, so that gradients can be compared */
     int32_t accumulation;           /* micro-batches per optimizer step; 0: 1 */
     int inference;                  /* 1: no gradients, no optimizer */
 } workload_desc;
@@ -203,7 +203,7 @@ static inline amp_result workload_training(workload *w) {
     return w->desc.scaler ? amp_scaler_create(w->amp, &w->scaler, &scaler) : AMP_OK;
 }
 
-/* On failure too it is to be closed. */
+/* Must be closed even after a failure. */
 static inline amp_result workload_open(workload *w, amp_context *amp, const workload_desc *desc) {
     void *loss;
     memset(w, 0, sizeof *w);

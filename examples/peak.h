@@ -1,8 +1,8 @@
 /* peak.h - how fast this CPU can multiply and copy: loops that do nothing else, on all threads.
  *
- * Include after amp.h.  A figure of a product is worth something only beside such a peak.  The sums are named
- * variables that the compiler must keep in registers: sums in an array spill, and any bar against such a "peak" is
- * passed.  No core does more than two FMAs a cycle; bench_gemm.c checks the loops against the clock. */
+ * Include after amp.h.  The rate of a product means something only relative to such a peak.  The sums are named
+ * variables that the compiler must keep in registers: an array would spill, and make the "peak" too low.  No core does
+ * more than two FMAs a cycle; bench_gemm.c checks the loops against the clock. */
 #ifndef PEAK_H
 #define PEAK_H
 
@@ -22,7 +22,7 @@
 #define PEAK_14(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 #define PEAK_28(X) PEAK_14(X) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24) X(25) X(26) X(27)
 
-/* The asm hides that all sums are equal: a compiler that knows keeps only one. */
+/* The asm hides that all sums are equal: otherwise the compiler would keep only one. */
 #define PEAK_SUM512(i) __m512 s##i = _mm512_setzero_ps(); __asm__("" : "+v"(s##i));
 #define PEAK_SUM256(i) __m256 s##i = _mm256_setzero_ps(); __asm__("" : "+x"(s##i));
 #define PEAK_FMA512(i) s##i = _mm512_fmadd_ps(x, x, s##i);
@@ -110,7 +110,7 @@ static __attribute__((unused)) double peak_clock(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* GFLOP/s of `threads` threads together, once; 0 where the loop is not known. */
+/* GFLOP/s of `threads` threads together, once; 0 if the loop is not known. */
 static __attribute__((unused)) double peak_rate(peak_loop peak, int threads) {
     pthread_t ids[256];
     peak_thread job;
@@ -119,7 +119,7 @@ static __attribute__((unused)) double peak_rate(peak_loop peak, int threads) {
     if (peak.loop == NULL) return 0;
     job.peak = peak;
     job.n = 1000;
-    do {                                        /* long enough that starting threads takes nothing of it */
+    do {                                        /* long enough to make starting threads negligible */
         job.n *= 2;
         start = peak_clock();
         peak.loop(job.n);
@@ -131,7 +131,7 @@ static __attribute__((unused)) double peak_rate(peak_loop peak, int threads) {
     return 1e-9 * peak.flops * (double)job.n * (started + 1) / (peak_clock() - start);
 }
 
-/* ---- Copies.  Each thread copies a piece of its own, again and again, so that small ones come from its cache. */
+/* ---- Copies.  Each thread copies its own piece repeatedly, so that small ones come from its cache. */
 
 typedef struct peak_copy_job { char *memory; size_t half; long n; } peak_copy_job;
 static __attribute__((unused)) void *peak_copy_run(void *arg) {
@@ -144,9 +144,9 @@ static __attribute__((unused)) void *peak_copy_run(void *arg) {
     return NULL;
 }
 
-/* Seconds in which `threads` threads together read bytes / 2 and write as much, as a copy does; 0: no memory. */
+/* Seconds for `threads` threads together to read bytes / 2 and write as much, as a copy does; 0: no memory. */
 static __attribute__((unused)) double peak_copy_once(double bytes, int threads) {
-    const double most = 268435456;              /* from here on the time is in proportion */
+    const double most = 268435456;              /* beyond this, the time is proportional */
     double used = bytes < most ? bytes : most, start, seconds;
     peak_copy_job jobs[256];
     pthread_t ids[256];

@@ -2,7 +2,7 @@
  *
  *     gcc -O2 examples/quickstart.c -o quickstart -lm -lpthread && ./quickstart [folder of the IDX files]
  *
- * Built with -DUSE_CUDA and amp_cuda.o it runs on the GPU: everything but the reports lies in the device's memory.
+ * Built with -DUSE_CUDA and amp_cuda.o it runs on the GPU: everything but the reports is in device memory.
  * The files are those of Debian's package dataset-fashion-mnist; without them it learns synthetic pictures. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
@@ -107,7 +107,7 @@ int main(int argc, char **argv) {
     printf("%s: %s\n", amp_dtype_name(choice.dtype), choice.reason);
     make_network();
     train_there = upload(&train); test_there = upload(&test);
-    scaler_desc.disable = !choice.scaler;           /* only fp16 needs one */
+    scaler_desc.disable = !choice.scaler;           /* only fp16 needs a scaler */
     desc.params = params; desc.n_params = 4; desc.lr = 1e-3f; desc.weight_decay = 0.01f;
     CHECK(amp_scaler_create(amp, &scaler, &scaler_desc));
     CHECK(amp_optimizer_create(amp, &adamw, &desc));

@@ -1,11 +1,11 @@
-/* scaler_only.c - your kernels, your arrays, your optimizer: only the loss scaler is amp.h's.
+/* scaler_only.c - your kernels, your arrays, your optimizer: amp.h provides only the loss scaler.
  *
  *     gcc -O2 examples/scaler_only.c -o scaler_only -lm -lpthread && ./scaler_only [steps]
  *
  * Fits y = sin(3 x) with a small tanh network written in plain loops, whose gradients are rounded to fp16, as a GPU
  * kernel would store them: anything above 65504 is infinite, anything below 3e-8 is lost.  The scale starts too high:
  * steps overflow and are skipped until it fits.  Later it grows, overflows once in a while, and falls back.  Built with
- * -DUSE_CUDA and amp_cuda.o, scaler and checked gradients live on the GPU, as beside kernels of your own there. */
+ * -DUSE_CUDA and amp_cuda.o, scaler and checked gradients are on the GPU, as with your own kernels there. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include <math.h>
@@ -60,7 +60,7 @@ int main(int argc, char **argv) {
     amp_grad_set_desc ranges = {0};
     amp_desc settings = {0};
     int skipped = 0, steps = argc > 1 ? atoi(argv[1]) : 2000;
-    if (steps < 1) return fprintf(stderr, "steps: \"%s\", must be a number from 1 on\n", argv[1]), 2;
+    if (steps < 1) return fprintf(stderr, "steps: \"%s\", must be a number, 1 or more\n", argv[1]), 2;
 
     desc.init_scale = 16777216;             /* 2^24: much too high */
     desc.growth_interval = 200;             /* clean steps until it doubles; the default is 2000 */
@@ -70,7 +70,7 @@ int main(int argc, char **argv) {
     settings.backend = amp_cuda();
 #endif
     CHECK(amp_open(&amp, &settings));
-    CHECK(amp_alloc(amp, &range.data, (int64_t)sizeof gradient));       /* in the memory that the backend works on */
+    CHECK(amp_alloc(amp, &range.data, (int64_t)sizeof gradient));       /* in the backend's memory */
     CHECK(amp_scaler_create(amp, &scaler, &desc));
     CHECK(amp_grad_set_create(amp, &set, &ranges));
     for (int i = 0; i < WEIGHTS; i++) w[i] = 2 * amp_random_uniform(1, (uint64_t)i) - 1;
@@ -82,7 +82,7 @@ int main(int argc, char **argv) {
         CHECK(amp_copy(amp, range.data, gradient, (int64_t)sizeof gradient, AMP_COPY_TO_DEVICE));
         CHECK(amp_scaler_check(scaler, set, AMP_CHECK_UNSCALE)); /* divides by the scale, looks for inf and NaN */
         CHECK(amp_copy(amp, gradient, range.data, (int64_t)sizeof gradient, AMP_COPY_TO_HOST));
-        CHECK(amp_grad_set_stats(set, &found));                      /* waits for all of it */
+        CHECK(amp_grad_set_stats(set, &found));                      /* waits for the device */
         if (!found.found_inf) step(0.02f);
         CHECK(amp_scaler_update(scaler));                               /* halves, counts, or doubles */
         skipped += found.found_inf;
@@ -97,5 +97,5 @@ int main(int argc, char **argv) {
     amp_scaler_destroy(scaler);
     amp_free(amp, range.data);
     amp_close(amp);
-    return fflush(stdout) != 0 || ferror(stdout);       /* printed onto a full disk */
+    return fflush(stdout) != 0 || ferror(stdout);       /* the disk is full */
 }

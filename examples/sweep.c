@@ -4,8 +4,8 @@
  *     ./sweep                                                   a grid of twelve trials, about a minute
  *     ./sweep --search random --trials 30 --lrs 1e-4,1e-2       learning rates in between, evenly in their logarithm
  *
- * Each trial's record is written as a JSON line as soon as it ends; run again, the search goes on behind those that are
- * there.  A trial that diverges, lacks memory or is refused is a record too, and the search goes on. */
+ * Each trial's record is written as a JSON line when it ends; run again, the search continues after the existing
+ * records.  A trial that diverges, lacks memory or is refused has a record too, and the search continues. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"
@@ -28,7 +28,7 @@ static const option options[] = {
     {"trials", INTEGER, FIELD(trials), "auto", 1, 100000, "auto=0", "at most; auto: the whole grid, or 20 at random"},
     {"steps", INTEGER, FIELD(steps), "200", 2, 1e9, NULL, "optimizer steps of each trial"},
     {"tokens", INTEGER, FIELD(tokens), "off", 1, 1e15, "off=0",
-     "tokens of each trial in place of --steps, so that large batches do not see more"},
+     "tokens of each trial instead of --steps, so that large batches do not see more"},
     {"seed", INTEGER, FIELD(seed), "1", 0, 1e15, NULL, "of weights, data order and the random search"},
 
     {"Model and data", HEADING, 0, NULL, 0, 0, NULL, NULL},
@@ -44,7 +44,7 @@ static const option options[] = {
 
     {"Run", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"out", TEXT, FIELD(out), "out/sweep.jsonl", 0, 0, NULL, "JSON lines, one for each trial"},
-    {"again", SWITCH, FIELD(again), "off", 0, 0, NULL, "start over: the records that are there are deleted"},
+    {"again", SWITCH, FIELD(again), "off", 0, 0, NULL, "start over: existing records are deleted"},
     {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
@@ -53,8 +53,8 @@ static const option options[] = {
 static program_flags given = {
     .program = "sweep", .summary = "searches precision, learning rate and batch size with amp.h",
     .options = options, .n = (int)(sizeof options / sizeof *options),
-    .ending = "Ctrl-C stops; run again, the search goes on.\n"
-              "Exit codes: 0 done, 1 no trial came to its end, 2 refused, 130 stopped by Ctrl-C."
+    .ending = "Ctrl-C stops; run again to continue the search.\n"
+              "Exit codes: 0 done, 1 no trial finished, 2 refused, 130 stopped by Ctrl-C."
 };
 
 /* ==== Trials ===================================================================================== */
@@ -68,10 +68,10 @@ typedef struct trial {
     int64_t batch;
     trial_result result;
     char reason[200];               /* of a result other than done */
-    int64_t steps, skips;           /* made, and skipped of them */
+    int64_t steps, skips;           /* steps made, and how many were skipped */
     double first, training, validation;     /* losses: of the first step, of the last steps, at the end */
     double rate, peak, seconds;     /* tokens/s, MiB */
-    int known;                      /* 1: its record was there */
+    int known;                      /* 1: read from its record */
 } trial;
 
 /* The numbers or words of a list like "8,16,32" or "8 16 32", into out. */
@@ -84,13 +84,13 @@ static amp_result list_item(const char *flag, const char *word, const char *lega
         amp_dtype dtype;
         if (amp_dtype_parse(word, &dtype) != AMP_OK ||
             (dtype != AMP_F32 && dtype != AMP_TF32 && dtype != AMP_F16 && dtype != AMP_BF16))
-            return refuse(flag, "%.20s is not offered; %s", word, legal);
+            return refuse(flag, "%.20s is not valid: must be %s", word, legal);
         *x = (double)dtype;
         return AMP_OK;
     }
     *x = strtod(word, &end);
     if (*end != 0 || !amp_is_finite_f64(x) || *x <= 0 || *x > 1e6 || (strcmp(flag, "batches") == 0 && *x != floor(*x)))
-        return refuse(flag, "%.20s is not allowed; %s", word, legal);
+        return refuse(flag, "%.20s is not valid: must be %s", word, legal);
     return AMP_OK;
 }
 
@@ -108,7 +108,7 @@ static amp_result read_list(const char *flag, const char *text, const char *lega
         out->n++;
         at += length;
     }
-    return out->n > 0 ? AMP_OK : refuse(flag, "is empty; %s", legal);
+    return out->n > 0 ? AMP_OK : refuse(flag, "is empty: must be %s", legal);
 }
 
 /* All trials of the search, in order. */
@@ -117,7 +117,7 @@ typedef struct search {
     list precisions, lrs, batches;
     trial *trials;
     int64_t n, split, end;          /* tokens before split are trained on, those up to end are for validation */
-    char settings_text[600];        /* what all trials have in common: a record with other ones is another search's */
+    char settings_text[600];        /* common to all trials: a record with others belongs to another search */
     FILE *file;
 } search;
 
@@ -155,7 +155,7 @@ static amp_result make_trials(search *s) {
 
 /* ==== Records ==================================================================================== */
 
-/* The numbers that tell a trial from the others, as they stand in its record. */
+/* The numbers that identify a trial, as written in its record. */
 static void trial_texts(const trial *t, char lr[32], char batch[32]) {
     snprintf(lr, 32, "%.9g", t->lr);
     snprintf(batch, 32, "%lld", (long long)t->batch);
@@ -187,7 +187,7 @@ static double number_in(json line, const char *key) {
     return json_find(line, key, text, sizeof text) ? strtod(text, NULL) : 0;
 }
 
-/* Takes over what a line says about a trial that waits for it.  Failures are tried again. */
+/* Takes a pending trial's result from its line.  Failures are tried again. */
 static void read_record(search *s, json line) {
     char text[700], lr[32], batch[32], mine_lr[32], mine_batch[32], precision[32];
     int64_t i;
@@ -213,7 +213,7 @@ static void read_record(search *s, json line) {
     }
 }
 
-/* Opens the file of records behind those that are there.  A last line that was cut off is closed, and skipped. */
+/* Opens the file of records to append to it.  A last line that was cut off is ended, and skipped. */
 static amp_result open_records(search *s) {
     void *data;
     size_t bytes;
@@ -337,7 +337,7 @@ static void take_outcomes(session *r) {
     }
 }
 
-/* Why the training makes no sense any more; NULL: it does.  recent: mean of the last losses that were read. */
+/* Why training has diverged, or NULL.  recent: mean of the last losses read. */
 static const char *divergence(const session *r, double recent) {
     if (!amp_is_finite_f64(&recent)) return "the loss is infinite or NaN";
     if (r->at_floor) return "the loss scale is at its floor, and steps still overflow";
@@ -345,7 +345,7 @@ static const char *divergence(const session *r, double recent) {
     return NULL;
 }
 
-/* Trains; the loss is read, and looked at, every tenth step.  *why: as divergence says. */
+/* Trains, reading the loss every tenth step.  *why: from divergence. */
 static amp_result train(session *r, int64_t steps, const char **why) {
     trial *t = r->trial;
     double sum = 0, recent = 0, checked = 0;
@@ -378,7 +378,7 @@ static amp_result train(session *r, int64_t steps, const char **why) {
     return AMP_OK;
 }
 
-/* Trains and validates; what goes wrong is the trial's result. */
+/* Trains and validates; a failure is the trial's result. */
 static amp_result run_session(session *r) {
     const settings *set = &r->search->set;
     trial *t = r->trial;
@@ -460,7 +460,7 @@ static int print_table(search *s, int64_t n) {
 
 /* ==== main ======================================================================================= */
 
-/* Finds out how long the data is, and that the device is there. */
+/* Finds the data's length, and checks that the device exists. */
 static amp_result open_data(search *s) {
     amp_context *amp;
     amp_desc desc;
@@ -491,7 +491,7 @@ static amp_result open_search(search *s) {
     if (set->channels % set->heads != 0)
         return refuse("heads", "%lld heads do not divide %lld channels", (long long)set->heads,
                       (long long)set->channels);
-    if (was_given("steps") && set->tokens > 0) return refuse("tokens", "takes the place of --steps: give one of them");
+    if (was_given("steps") && set->tokens > 0) return refuse("tokens", "replaces --steps: give one of them");
     TRY(read_list("precisions", set->precisions, "a list of fp32, tf32, fp16, bf16", &s->precisions));
     TRY(read_list("lrs", set->lrs, "a list of numbers above 0", &s->lrs));
     TRY(read_list("batches", set->batches, "a list of whole numbers from 1 to 1000000", &s->batches));
@@ -523,7 +523,7 @@ int main(int argc, char **argv) {
     stop_install();
     for (i = 0; i < s.n && !stop_requested; i++) {
         if (!s.trials[i].known) run_trial(&s, &s.trials[i]);
-        if (stop_requested && !s.trials[i].known) break;        /* not to its end: no record */
+        if (stop_requested && !s.trials[i].known) break;        /* unfinished: no record */
         if (!s.trials[i].known && write_record(&s, &s.trials[i]) != AMP_OK) {
             fprintf(stderr, "sweep: %s\n", example_error());
             lost++;
@@ -533,7 +533,7 @@ int main(int argc, char **argv) {
     }
     found = print_table(&s, i);
     printf("%lld trials run, %lld known before; records in %s%s\n", (long long)run, (long long)(i - run), s.set.out,
-           stop_requested ? "; run again to go on" : "");
+           stop_requested ? "; run again to continue" : "");
     if (lost > 0) printf("%lld of them have no record: %s could not be written\n", (long long)lost, s.set.out);
     fclose(s.file);
     free(s.trials);

@@ -1,7 +1,7 @@
 /* train_classifier.c - fine-tunes an encoder (BERT) on labelled text in mixed precision, with amp.h alone.
  *
  *     gcc -O2 examples/train_classifier.c -o train_classifier -lm -lpthread
- *     ./train_classifier                made-up sentences and a small model with random weights: a few seconds
+ *     ./train_classifier                made-up sentences, a small model with random weights: a few seconds
  *     ./train_classifier --data reviews.tsv --init bert-base-uncased/model.safetensors --precision bf16
  *     ./train_classifier --compat       BERT, RoBERTa, XLM-R, ELECTRA and Longformer in every precision, as a table
  *
@@ -31,16 +31,16 @@ static const option options[] = {
     {"Data", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"data", TEXT, FIELD(data), "", 0, 0, NULL,
      "labelled text, one \"label<TAB>text\" a line; empty: made-up sentences"},
-    {"valid", TEXT, FIELD(valid), "", 0, 0, NULL, "labelled text to evaluate on; empty: a part of --data"},
+    {"valid", TEXT, FIELD(valid), "", 0, 0, NULL, "labelled text to evaluate on; empty: part of --data"},
     {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
-     "part of the data, drawn by chance, that is only evaluated on"},
+     "part of the data, chosen at random, that is only evaluated on"},
     {"classes", INTEGER, FIELD(classes), "auto", 2, 65536, "auto=0", "number of labels; auto: as many as the data has"},
     {"vocab", TEXT, FIELD(vocab), "", 0, 0, NULL,
      "vocab.txt of WordPiece; empty: the one beside --init, or else bytes are the tokens (made-up sentences bring "
      "theirs)"},
     {"cased", SWITCH, FIELD(cased), "off", 0, 0, NULL, "the vocabulary has upper case and accents"},
     {"seq", INTEGER, FIELD(seq), "128", 2, 1 << 20, NULL,
-     "tokens of a text at most, [CLS] and [SEP] among them; longer ones are cut"},
+     "most tokens of a text, with [CLS] and [SEP]; longer ones are cut"},
 
     {"Model", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"model", CHOICE, FIELD(model), "tiny", 0, 0, "tiny mini small base large", "size of a model with random weights"},
@@ -54,12 +54,12 @@ static const option options[] = {
      "start from this safetensors file of a BERT or ELECTRA, with its config.json beside it"},
 
     {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precision", CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "what autocast computes in"},
+    {"precision", CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "dtype of autocast"},
     {"level", CHOICE, FIELD(level), "O1", 0, 0, "O0 O1 O2 O3",
      "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
     {"policy", CHOICE, FIELD(policy), "fused", 0, 0, "fused torch", "table of autocast"},
     {"allow-fallback", SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
-     "take the nearest precision if this machine lacks the wanted one"},
+     "use the nearest precision if this machine lacks the requested one"},
     {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
@@ -74,14 +74,14 @@ static const option options[] = {
     {"epochs", INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL, "passes over the data; 0: only evaluate, and save"},
     {"lr", NUMBER, FIELD(lr), "auto", 0, 100, "auto=-1", "highest learning rate; auto: 5e-5 with --init, else 1e-3"},
     {"warmup", NUMBER, FIELD(warmup), "0.1", 0, 1, NULL,
-     "part of the steps in which it rises; then it falls linearly to 0"},
+     "part of the steps in which the rate rises; then it falls linearly to 0"},
     {"weight-decay", NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL, "on matrices only"},
     {"clip", NUMBER, FIELD(clip), "1", 0, LARGEST, NULL, "largest gradient norm; 0: no clipping"},
-    {"shuffle-off", SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "the order of the file in every epoch"},
+    {"shuffle-off", SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "keep the file's order in every epoch"},
     {"seed", INTEGER, FIELD(seed), "1", 0, 9e15, NULL, "of weights, order and dropout"},
 
     {"Files", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"out", TEXT, FIELD(out), "out", 0, 0, NULL, "folder of everything that is not named itself"},
+    {"out", TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
     {"save", TEXT, FIELD(save), "", 0, 0, NULL,
      "the model's file, .safetensors is added; empty: OUT/classifier/model; none: nothing"},
     {"metrics", TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/classifier/metrics.jsonl; none: nothing"},
@@ -112,13 +112,13 @@ typedef struct label_names {
 
 typedef struct text_item { int64_t at, length, line; int32_t label; } text_item;
 
-/* Texts as they stand in the file, then as tokens with [CLS] and [SEP]. */
+/* Texts of the file, then as tokens with [CLS] and [SEP]. */
 typedef struct text_set {
     void *file;
     size_t bytes;
     text_item *items;
     int64_t n;
-    int32_t *tokens;                /* at, length: of an item here, once it is encoded */
+    int32_t *tokens;                /* where an encoded item's at and length point */
 } text_set;
 
 enum { MOST_LABELS = 65536 };
@@ -145,7 +145,7 @@ static int64_t label_number(const char *text, int64_t n) {
     return n > 0 && value < MOST_LABELS ? value : -1;
 }
 
-/* The place of a name, which is added if it is new and `add` is 1; -1: unknown, -2: no memory. */
+/* The index of a name, added if it is new and `add` is 1; -1: unknown, -2: no memory. */
 static int64_t label_place(label_names *l, const char *text, int64_t n, int add) {
     int64_t i;
     char **more, *copy;
@@ -170,7 +170,7 @@ static amp_result read_line(text_set *t, label_names *l, const char *path, const
     int64_t length = tab != NULL ? tab - line : 0, place, i;
     uint32_t code;
     if (tab == NULL)
-        return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no tab: must be a label, a tab and a text", path,
+        return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no tab: must be a label, a tab and text", path,
                             (long long)number);
     if (length == 0)
         return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no label before the tab", path, (long long)number);
@@ -182,7 +182,7 @@ static amp_result read_line(text_set *t, label_names *l, const char *path, const
     for (i = 0; i < length; i += place) {
         place = utf8_read(line + i, length - i, &code);
         if (code == 0xfffd && place == 1)
-            return example_fail(AMP_ERR_FORMAT, "%s: line %lld: the label is no UTF-8", path, (long long)number);
+            return example_fail(AMP_ERR_FORMAT, "%s: line %lld: the label is not UTF-8", path, (long long)number);
     }
     place = label_place(l, line, length, add);
     if (place == -2) return example_fail(AMP_ERR_MEMORY, "%s: no memory for the labels", path);
@@ -200,7 +200,7 @@ static amp_result read_line(text_set *t, label_names *l, const char *path, const
     return AMP_OK;
 }
 
-/* Reads a file; empty lines are left out.  add 1: its labels are new. */
+/* Reads a file without its empty lines.  add 1: its labels are new. */
 static amp_result text_set_read(text_set *t, label_names *l, const char *path, int add) {
     const char *at, *end;
     int64_t lines = 1, number;
@@ -223,7 +223,7 @@ static amp_result text_set_read(text_set *t, label_names *l, const char *path, i
     return t->n > 0 ? AMP_OK : example_fail(AMP_ERR_FORMAT, "%s: holds no text", path);
 }
 
-/* Labels that are all numbers are classes themselves; names get numbers as they come. */
+/* If all labels are numbers, they are the classes; names are numbered in order of appearance. */
 static amp_result settle_labels(const settings *set, label_names *l, text_set *sets[2], int64_t *classes) {
     int64_t i, k, most = 0;
     for (k = 0; k < 2; k++)
@@ -284,7 +284,7 @@ enum { MADE_TEXTS = 1200 };
 
 #define COUNT(array) (sizeof array / sizeof *array)
 
-/* Sentences like "the plot was not rather boring." with the label good or bad; "not" turns the label around. */
+/* Sentences like "the plot was not rather boring." with the label good or bad; "not" flips the label. */
 static amp_result make_sentences(const char *path) {
     text_buffer b = {NULL, 0, 0, 0};
     amp_result result;
@@ -305,7 +305,7 @@ static amp_result make_sentences(const char *path) {
     return result;
 }
 
-/* Adds the words of the texts of an array that a vocabulary lacks. */
+/* Adds the words of these texts that the vocabulary lacks. */
 static void make_words(text_buffer *b, const char *const *texts, size_t n) {
     char word[32], line[40];
     size_t i;
@@ -339,7 +339,7 @@ static amp_result make_vocabulary(const char *path) {
     return result;
 }
 
-/* ==== The run: everything that a training needs, opened from the settings ======================== */
+/* ==== The run: everything that training needs, opened from the settings ========================== */
 
 typedef struct run {
     settings set;
@@ -350,14 +350,14 @@ typedef struct run {
     amp_level level;
     label_names labels;             /* n 0: labels are numbers */
     text_set texts, valid;
-    int64_t *order;                 /* of texts: those that are evaluated on, if --valid is empty, come last */
+    int64_t *order;                 /* of texts: without --valid, those to evaluate on come last */
     int64_t n_train, n_valid, classes;
     wordpiece tokenizer;
     encoder_file file;              /* of --init; data NULL: none */
     encoder model;
     int fresh;                      /* parameters of the head that the file did not have */
-    int other_labels;               /* 1: the data has labels that the file's classes are not */
-    char described[400];            /* what is to be said about its config.json, or "" */
+    int other_labels;               /* 1: the data has labels that the file lacks */
+    char described[400];            /* remarks on its config.json, or "" */
     amp_scaler *scaler;             /* NULL: none */
     amp_optimizer *optimizer;
     int32_t *host;                  /* a batch: lengths, labels, ids */
@@ -371,7 +371,7 @@ typedef struct run {
 
 static const char *const scaler_flags[] = {"init-scale", "growth-interval", NULL};
 
-/* Flags that are legal alone but not together. */
+/* Refuses flags that are legal alone but not together. */
 static amp_result check_flags(const settings *set) {
     static const char *const of_compat[] = {"compat",         "compat-scale", "level",   "policy",
                                             "allow-fallback", "device",       "threads", "out",
@@ -381,9 +381,9 @@ static amp_result check_flags(const settings *set) {
         for (k = 0; of_compat[k] != NULL && given.on_command_line[i] && strcmp(of_compat[k], options[i].name) != 0;
              k++) {}
         if (given.on_command_line[i] && of_compat[k] == NULL)
-            return refuse(options[i].name, "contradicts --compat, which has models and data of its own");
+            return refuse(options[i].name, "contradicts --compat, which has its own models and data");
     }
-    if (was_given("compat-scale") && !set->compat) return refuse("compat-scale", "is for --compat");
+    if (was_given("compat-scale") && !set->compat) return refuse("compat-scale", "needs --compat");
     for (k = 0; scaler_flags[k] != NULL; k++)
         if (was_given(scaler_flags[k]) && strcmp(set->scaler, "off") == 0)
             return refuse(scaler_flags[k], "contradicts --scaler off");
@@ -413,7 +413,7 @@ static amp_result open_context(run *r) {
     return amp_query_choice(r->amp, &r->choice);
 }
 
-/* Files that a run writes, found out before it starts rather than at its end. */
+/* Opens the files that a run writes, so that it fails at its start rather than at its end. */
 static amp_result open_files(run *r) {
     const settings *set = &r->set;
     size_t length = strlen(set->save);
@@ -452,7 +452,7 @@ static int compare_places(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-/* Texts and labels, and which of them are evaluated on. */
+/* Reads texts and labels, and chooses those to evaluate on. */
 static amp_result open_data(run *r) {
     const settings *set = &r->set;
     text_set *sets[2];
@@ -500,7 +500,7 @@ static amp_result open_tokenizer(run *r) {
         TRY(make_vocabulary(r->vocab));
     }
     if (r->vocab[0] == 0 && set->cased)
-        return refuse("cased", "is for a vocabulary: bytes have case as it is, drop it or give --vocab");
+        return refuse("cased", "is for a vocabulary, and bytes keep their case: drop it or give --vocab");
     if (r->vocab[0] == 0) wordpiece_bytes(&r->tokenizer);
     else if (wordpiece_open(&r->tokenizer, r->vocab, (int)set->cased) != AMP_OK)
         return refuse(*set->vocab != 0 ? "vocab" : "init", "%s", because(why));
@@ -529,7 +529,7 @@ static amp_result shape_from_flags(const run *r, encoder_config *c) {
     return AMP_OK;
 }
 
-/* The model of --init must be the one that the flags, where there are any, describe. */
+/* Refuses a model of --init that contradicts the flags given. */
 static amp_result check_shape(const run *r, const encoder_config *file) {
     static const char *const names[] = {"layers", "heads", "hidden", "intermediate"};
     const settings *set = &r->set;
@@ -548,7 +548,7 @@ static amp_result check_shape(const run *r, const encoder_config *file) {
     return AMP_OK;
 }
 
-/* The model's classes have names of their own. */
+/* 1: the model's classes have names of their own. */
 static int has_labels(const encoder_file *file) {
     char name[32];
     int64_t i;
@@ -559,8 +559,8 @@ static int has_labels(const encoder_file *file) {
     return 0;
 }
 
-/* Labels that the model of --init names get its numbers for them.  Where it lacks one, its last layer is of no use, as
-   one for another number of classes. */
+/* Labels that the model of --init names get its numbers.  If it lacks one, its last layer cannot be used, as if it had
+   another number of classes. */
 static amp_result adopt_labels(run *r) {
     label_names theirs;
     text_set *sets[2];
@@ -592,7 +592,7 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
     if (encoder_file_open(&r->file, set->init) != AMP_OK) return refuse("init", "%s", because(why));
     *c = r->file.config;
     if (c->family != ENCODER_BERT && c->family != ENCODER_ELECTRA)
-        return refuse("init", "a model of the kind %s has tokens of byte pairs, and this program makes WordPiece",
+        return refuse("init", "a model of type %s has byte-pair tokens, but this program makes WordPiece",
                       encoder_kinds[c->family].name);
     if (r->tokenizer.n > c->vocab)
         return refuse(*set->vocab != 0 ? "vocab" : "init",
@@ -608,7 +608,7 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
     return AMP_OK;
 }
 
-/* The dtype to keep activations in: autocast says what a linear layer would return. */
+/* The storage dtype of activations: the dtype that a linear layer returns under autocast. */
 static amp_result activation_dtype(amp_context *amp, amp_dtype *out) {
     TRY(amp_autocast_begin(amp, NULL));
     *out = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
@@ -633,8 +633,8 @@ static amp_result open_model(run *r) {
     return result == AMP_ERR_MEMORY ? refuse(*set->init != 0 ? "batch" : "model", "%s", because(why)) : result;
 }
 
-/* Through the optimizer, whose masters begin with what 16-bit weights lack.  Then the names of the classes, over those
-   of the file. */
+/* Sets weights through the optimizer, so that masters keep full precision.  Then the classes' names, replacing the
+   file's. */
 static amp_result open_weights(run *r) {
     const settings *set = &r->set;
     char why[400];
@@ -673,7 +673,7 @@ static amp_result open_optimizer(run *r) {
     desc.seed = (uint64_t)set->seed;
     r->steps = set->epochs * batches / set->accumulation;
     if (set->epochs > 0 && r->steps == 0)
-        return refuse("accumulation", "a step takes %lld micro-batches, and the training has %lld",
+        return refuse("accumulation", "a step takes %lld micro-batches, but the training has %lld",
                       (long long)set->accumulation, (long long)(set->epochs * batches));
     return amp_optimizer_create(r->amp, &r->optimizer, &desc);
 }
@@ -690,7 +690,7 @@ static amp_result open_monitor(run *r) {
                                                                     : refuse("metrics", "%s", amp_last_error());
 }
 
-/* Room for a batch on both sides. */
+/* Room for a batch on host and device. */
 static amp_result open_batches(run *r) {
     int64_t n = r->set.batch * (2 + r->set.seq);
     void *memory = NULL;
@@ -734,7 +734,7 @@ static amp_result open_run(run *r) {
 
 /* ==== Training =================================================================================== */
 
-/* Texts first to first + n - 1 of an order (NULL: as they stand) on the device, padded to the longest. */
+/* Texts first to first + n - 1 of an order (NULL: the file's) on the device, padded to the longest. */
 static amp_result load_batch(run *r, const text_set *t, const int64_t *order, int64_t first, int64_t n,
                              encoder_input *in, const int32_t **labels) {
     int32_t *lengths = r->host, *classes = r->host + n, *ids = r->host + 2 * n;
@@ -788,7 +788,7 @@ static amp_result train_batch(run *r, const encoder_input *in, const int32_t *la
     return encoder_loss_read(&r->model, loss);
 }
 
-/* Mean loss and accuracy over the texts that are evaluated on, in the training's precision. */
+/* Mean loss and accuracy over the texts to evaluate on, in the training's precision. */
 static amp_result evaluate(run *r) {
     const text_set *t = r->valid.n > 0 ? &r->valid : &r->texts;
     const int64_t *order = r->valid.n > 0 ? NULL : r->order + r->n_train;
@@ -857,7 +857,7 @@ static void report_epoch(run *r, int64_t epoch, const amp_epoch_record *e, doubl
     printf("epoch %lld: loss %.4f | validation loss %.4f, accuracy %.2f%% | %.2f s, %s tokens/s | skipped %lld",
            (long long)epoch, e->loss, r->valid_loss, 100 * r->accuracy, e->seconds,
            grouped((int64_t)e->tokens_per_second, rate, sizeof rate), (long long)r->record.result.total_skips);
-    if (e->anomalies > 0) printf(" | %lld of %lld steps were in trouble", (long long)e->anomalies, (long long)e->steps);
+    if (e->anomalies > 0) printf(" | anomalies in %lld of %lld steps", (long long)e->anomalies, (long long)e->steps);
     printf("\n");
     metrics_begin(r->metrics.file, "evaluation");
     metrics_integer(r->metrics.file, "epoch", epoch);
@@ -882,7 +882,7 @@ static amp_result report_start(run *r) {
     return AMP_OK;
 }
 
-/* Evaluation comes between two of the monitor's epochs, and is no part of their times. */
+/* Keeps evaluation out of the epochs' times: it comes between two of the monitor's epochs. */
 static amp_result train(run *r) {
     progress bar;
     int64_t epoch;
@@ -903,7 +903,7 @@ static amp_result train(run *r) {
         report_epoch(r, epoch, &record, seconds_now() - began);
     }
     if (r->record.result.step > 0 && r->record.result.applied_steps == 0)
-        printf("no step was applied: all %lld were skipped, and the weights are those of the start\n",
+        printf("no step was applied: all %lld were skipped, and the weights are unchanged\n",
                (long long)r->record.result.step);
     return AMP_OK;
 }
@@ -915,8 +915,8 @@ static void print_run(const run *r) {
     const settings *set = &r->set;
     char a[32], b[32];
     int64_t i;
-    if (*set->data == 0) printf("No --data: learning MADE-UP sentences, which %s holds.\n", r->data);
-    if (*set->init == 0) printf("No --init: the weights are RANDOM, nothing was learned before.\n");
+    if (*set->data == 0) printf("No --data: learning MADE-UP sentences, kept in %s.\n", r->data);
+    if (*set->init == 0) printf("No --init: the weights are RANDOM.\n");
     printf("  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
     printf("  level       %s, weights %s, activations %s, the stream between layers fp32\n", set->level,
            amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
@@ -959,7 +959,7 @@ static void metrics_run(run *r) {
     metrics_line_end(&r->metrics, r->monitor);
 }
 
-/* The model with what transformers' from_pretrained wants beside it. */
+/* The model and the files that transformers' from_pretrained needs beside it. */
 static amp_result save_run(run *r) {
     const char *slash = strrchr(r->save, '/');
     int folder = slash != NULL ? (int)(slash - r->save) + 1 : 0;
@@ -984,8 +984,8 @@ typedef struct architecture {
     const char *note;
 } architecture;
 
-/* As the config.json of bert-base-uncased, roberta-base, xlm-roberta-base, electra-small-discriminator and
-   longformer-base-4096 have them; two layers. */
+/* As in the config.json of bert-base-uncased, roberta-base, xlm-roberta-base, electra-small-discriminator and
+   longformer-base-4096, with two layers. */
 static const architecture architectures[] = {
     {"BERT", ENCODER_BERT, 30522, 512, 2, 12, 768, 3072, 768, 0, 2, 48, ""},
     {"RoBERTa", ENCODER_ROBERTA, 50265, 514, 1, 12, 768, 3072, 768, 0, 2, 48, "positions start at 2"},
@@ -1111,7 +1111,7 @@ static int compat_print(compat *c, const architecture *a, const amp_verify_row *
     return row->verdict == AMP_VERDICT_PASS;
 }
 
-/* All precisions of one architecture; *failed: those that are not as near to fp32 as they should be. */
+/* All precisions of one architecture; *failed: how many are too far from fp32. */
 static amp_result compat_architecture(compat *c, const architecture *a, int64_t scale, int *failed) {
     static const amp_dtype dtypes[] = {AMP_TF32, AMP_F16, AMP_BF16};
     amp_verify_desc desc;
@@ -1154,9 +1154,8 @@ static amp_result run_compat(run *r, int *failed) {
     }
     if (c.scaler != NULL) amp_scaler_destroy(c.scaler);
     TRY(result);
-    printf("errors are relative norms, of the gradients' tensors the worst, over its layer's; at most: 8 times what "
-           "rounding the weights\n"
-           "alone does, see amp_verify; values: finite, or the first tensor that is not\n");
+    printf("errors are relative norms; of gradients, the worst tensor's, relative to its layer; at most: 8 times the\n"
+           "effect of rounding only the weights, see amp_verify; values: finite, or the first tensor that is not\n");
     for (i = 0; i < COUNT(architectures); i++)
         if (*architectures[i].note != 0) printf("%s: %s\n", architectures[i].name, architectures[i].note);
     if (amp_memory(r->amp, &memory) == AMP_OK)

@@ -3,7 +3,7 @@
  *     gcc -O2 examples/train_gpt.c -o train_gpt -lm -lpthread
  *     ./train_gpt                       learns this project's own source, compares fp32, fp16 and bf16
  *     ./train_gpt --data book.txt --model d6 --steps 2000 --save out/book
- *     ./train_gpt --resume out/book     goes on exactly where it stopped; --help lists every flag
+ *     ./train_gpt --resume out/book     continues exactly where it stopped; --help lists every flag
  *
  * On an NVIDIA GPU, with the backend compiled by nvcc -O2 -std=c++17 -arch=native -c amp_cuda.cu:
  *
@@ -32,7 +32,7 @@
 static struct { int32_t rank, world; } ranks = {0, 1};
 
 #if defined(USE_MPI)
-/* amp_reducer.reduce in host memory; for a device's memory MPI must know that device. */
+/* amp_reducer.reduce in host memory; for device memory, MPI must support the device. */
 static int ranks_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
     const int64_t most = 1 << 28;               /* MPI counts in int */
     int64_t at, size = dtype == AMP_F64 ? 8 : 4;
@@ -54,7 +54,7 @@ static void ranks_begin(int *argc, char ***argv) {
     ranks.world = world;
     if (rank > 0 && freopen("/dev/null", "w", stdout) == NULL) MPI_Abort(MPI_COMM_WORLD, 1);
 }
-/* A rank that failed ends the others, which may wait for it. */
+/* A failed rank ends the others, which may wait for it. */
 static void ranks_end(int code) {
     if (code == 0 || code == 130 || ranks.world == 1) MPI_Finalize();
     else MPI_Abort(MPI_COMM_WORLD, code);
@@ -100,16 +100,16 @@ static const option options[] = {
     {"format", CHOICE, FIELD(format), "auto", 0, 0, "auto llmc u16 bytes",
      "llm.c tokens, raw 16-bit tokens or bytes; auto: by content"},
     {"tokenizer", PATHS, FIELD(tokenizer), "", 0, 0, NULL,
-     "vocab.json merges.txt of GPT-2's kind: text becomes tokens in OUT/tokens.bin, the sample text again"},
+     "vocab.json merges.txt of a GPT-2: text becomes tokens in OUT/tokens.bin, and the sample becomes text"},
     {"vocab", INTEGER, FIELD(vocab), "auto", 1, 1 << 24, "auto=0",
      "number of tokens; auto: the tokenizer's, 256 for bytes, else 50257"},
     {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
      "part of the data, at its end, kept for validation"},
-    {"shuffle", CHOICE, FIELD(shuffle), "on", 0, 0, "on off", "another order of the sequences in each epoch"},
-    {"workers", SETTING, FIELD(amp), "2", 0, 0, "workers", "threads that read ahead; 0: read when a batch is wanted"},
+    {"shuffle", CHOICE, FIELD(shuffle), "on", 0, 0, "on off", "a new order of the sequences in each epoch"},
+    {"workers", SETTING, FIELD(amp), "2", 0, 0, "workers", "threads that read ahead; 0: read when a batch is needed"},
     {"prefetch", SETTING, FIELD(amp), "2", 0, 0, "prefetch", "batches that the workers read ahead"},
-    {"pin", SETTING, FIELD(amp), "on", 0, 0, "pin", "batches in pinned host memory, where the device has it"},
-    {"timeout", NUMBER, FIELD(timeout), "60", 0.001, 1e6, NULL, "seconds to wait for a worker before it is an error"},
+    {"pin", SETTING, FIELD(amp), "on", 0, 0, "pin", "batches in pinned host memory, if the device has it"},
+    {"timeout", NUMBER, FIELD(timeout), "60", 0.001, 1e6, NULL, "seconds to wait for a worker before failing"},
 
     {"Model", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"model", CHOICE, FIELD(model), "small", 0, 0, "small d6 gpt2 gpt2-medium gpt2-large gpt2-xl d12 d24 d36 d48",
@@ -124,36 +124,35 @@ static const option options[] = {
 
     {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"config", TEXT, FIELD(config), "", 0, 0, NULL,
-     "a file of lines \"key = value\", the keys of amp.h's amp_settings: examples/max.conf; flags win over it"},
+     "a file of lines \"key = value\" with the keys of amp_settings, such as examples/max.conf; flags override it"},
     {"env", SWITCH, FIELD(env), "off", 0, 0, NULL,
-     "the same from the environment, AMP_DTYPE=bf16 and so on, which wins over the file"},
+     "the same from the environment, AMP_DTYPE=bf16 and so on, which overrides the file"},
     {"precision", SETTING, FIELD(amp), "auto", 0, 0, "dtype",
-     "what autocast computes in: auto, fp32, tf32, fp16, bf16"},
+     "dtype of autocast: auto, fp32, tf32, fp16, bf16"},
     {"autocast-dtype", SETTING, FIELD(amp), "auto", 0, 0, "autocast_dtype",
-     "the same of regions alone, where weights (O2, O3) are stored in another"},
+     "dtype of regions only, if weights (O2, O3) are stored in another"},
     {"cast-outputs", SETTING, FIELD(amp), "off", 0, 0, "cast_outputs",
-     "logits: as autocast returns them; on: in the dtype of regions; fp32"},
+     "logits: off: as autocast returns them; on: in the regions' dtype; fp32"},
     {"level", SETTING, FIELD(amp), "O1", 0, 0, "level",
      "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
     {"policy", SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
     {"activations", TEXT, FIELD(activations), "auto", 0, 0, NULL,
-     "their storage: auto (what autocast returns), fp32, fp16 or bf16, and tensors apart, as in auto,stream=bf16: the "
-     "residual "
-     "stream (else fp32; the loss in fp32 is printed beside), norm, attention, mlp, branch (what is added to the "
+     "their storage: auto (as autocast returns them), fp32, fp16 or bf16, and single tensors, as in auto,stream=bf16: "
+     "the residual stream (else fp32; the loss in fp32 is also printed), norm, attention, mlp, branch (added to the "
      "stream)"},
     {"allow-fallback", SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
-     "take the nearest precision if this machine lacks the wanted one"},
+     "use the nearest precision if this machine lacks the requested one"},
     {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
     {"graph", SWITCH, FIELD(graph), "off", 0, 0, NULL, "capture the step in a CUDA graph and launch that"},
     {"autotune", SWITCH_TEXT, FIELD(autotune), "off", 0, 0, NULL,
-     "a GPU times its ways to each product once; --autotune=FILE keeps what it found (the CPU has no use for it)"},
+     "a GPU times its ways to do each product once; --autotune=FILE keeps the results (no effect on the CPU)"},
 
     {"Loss scaler", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"scaler", SETTING, FIELD(amp), "auto", 0, 0, "scaler", "auto: with fp16; on, off"},
     {"preset", SETTING, FIELD(amp), "default", 0, 0, "scaler_preset",
-     "whose rule and numbers: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, metaseq, flax, keras"},
+     "rule and numbers of: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, metaseq, flax, keras"},
     {"init-scale", SETTING, FIELD(amp), "default", 0, 0, "init_scale",
      "first scale; default: the preset's, here and below"},
     {"growth-factor", SETTING, FIELD(amp), "default", 0, 0, "growth_factor", "above 1"},
@@ -167,9 +166,9 @@ static const option options[] = {
      "overflow rate that shrinks whatever the hysteresis"},
     {"static-scale", SWITCH, FIELD(static_scale), "off", 0, 0, NULL, "the scale never changes"},
     {"nan-action", SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
-     "in trouble that no scale cures: report, skip, stop, recover (go back, in a wider precision)"},
+     "on an anomaly that no scale cures: report, skip, stop, recover (go back, in a wider precision)"},
     {"batch-growth-interval", SETTING, FIELD(amp), "off", 0, 0, "batch_growth_interval",
-     "with recover: good steps until a batch that was halved for memory is doubled again"},
+     "with recover: good steps until a batch halved for memory is doubled again"},
 
     {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
@@ -177,10 +176,10 @@ static const option options[] = {
     {"recompute", SWITCH, FIELD(recompute), "off", 0, 0, NULL,
      "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
     {"steps", INTEGER, FIELD(steps), "auto", 0, HUGE_COUNT, "auto=-1",
-     "optimizer steps in all; auto: 1200, or what --epochs needs"},
+     "total optimizer steps; auto: 1200, or as many as --epochs needs"},
     {"stop-after", INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
-     "save and stop after so many steps of this session; go on with --resume"},
-    {"epochs", INTEGER, FIELD(epochs), "any", 1, 1 << 30, "any=0", "stop after so many passes over the data"},
+     "save and stop after this many steps of this session; continue with --resume"},
+    {"epochs", INTEGER, FIELD(epochs), "any", 1, 1 << 30, "any=0", "stop after this many passes over the data"},
     {"lr", NUMBER, FIELD(lr), "2e-3", 0, 100, NULL, "highest learning rate"},
     {"min-lr", NUMBER, FIELD(min_lr), "auto", 0, 100, "auto=-1", "where cosine ends; auto: a tenth of --lr"},
     {"warmup", INTEGER, FIELD(warmup), "40", 0, HUGE_COUNT, NULL, "steps of linear warmup"},
@@ -190,32 +189,32 @@ static const option options[] = {
     {"beta2", NUMBER, FIELD(beta2), "0.99", 0, 0.999999, NULL, "decay of the second moment"},
     {"eps", NUMBER, FIELD(eps), "1e-8", 0, 1, NULL, "added to the denominator"},
     {"masters", CHOICE, FIELD(masters), "auto", 0, 0, "auto fp32 remainder none stochastic",
-     "what 16-bit weights (O2, O3) lose by rounding: kept in 4 bytes, in 2 (bf16), lost, or random on average right"},
+     "the part that 16-bit weights (O2, O3) round off: kept in 4 bytes, in 2 (bf16), lost, or rounded at random"},
     {"moments", CHOICE, FIELD(moments), "fp32", 0, 0, "fp32 bf16", "storage of the optimizer's two moments"},
     {"clip", SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
     {"seed", INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
 
     {"Files", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"out", TEXT, FIELD(out), "out", 0, 0, NULL, "folder of everything that is not named itself"},
+    {"out", TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
     {"save", TEXT, FIELD(save), "", 0, 0, NULL,
      "writes NAME.safetensors and NAME.state; empty: OUT/model; none: nothing"},
     {"save-interval", INTEGER, FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0", "steps between checkpoints"},
-    {"resume", TEXT, FIELD(resume), "", 0, 0, NULL, "goes on from NAME.state, with the flags it was started with"},
+    {"resume", TEXT, FIELD(resume), "", 0, 0, NULL, "continues from NAME.state, with its original flags"},
     {"metrics", TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/metrics.jsonl; none: nothing"},
-    {"tensorboard", TEXT, FIELD(tensorboard), "", 0, 0, NULL, "folder for an event file of TensorBoard's; empty: none"},
+    {"tensorboard", TEXT, FIELD(tensorboard), "", 0, 0, NULL, "folder for a TensorBoard event file; empty: none"},
 
     {"Reports", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"eval-interval", INTEGER, FIELD(eval_interval), "300", 1, HUGE_COUNT, "end=0", "steps between validations"},
     {"eval-batches", INTEGER, FIELD(eval_batches), "64", 1, HUGE_COUNT, "all=0", "batches in a validation, at most"},
     {"log-interval", SETTING, FIELD(amp), "10", 0, 0, "log_interval", "steps between metrics, or off"},
-    {"log-memory", SWITCH, FIELD(log_memory), "off", 0, 0, NULL, "a line of what memory holds, at its interval"},
+    {"log-memory", SWITCH, FIELD(log_memory), "off", 0, 0, NULL, "a line on memory in use, at its interval"},
     {"memory-log-interval", SETTING, FIELD(amp), "100", 0, 0, "memory_interval",
-     "steps between looks at memory, which metrics tell too; or off"},
+     "steps between readings of memory, also in the metrics; or off"},
     {"debug", SWITCH, FIELD(debug), "off", 0, 0, NULL,
-     "each operator's precision once, with the rule that decided, and every 100 steps how gradients fit their format"},
+     "each operator's precision once, with the rule that chose it, and every 100 steps how gradients fit their format"},
     {"sample", INTEGER, FIELD(sample), "400", 0, 1 << 20, NULL, "tokens the model writes at the end"},
     {"prompt", TEXT, FIELD(prompt), "", 0, 0, NULL,
-     "what the sample goes on from (models of bytes, or with --tokenizer)"},
+     "text that the sample continues (models of bytes, or with --tokenizer)"},
     {"temperature", NUMBER, FIELD(temperature), "0.8", 0, 100, NULL, "of the sample; 0: always the likeliest token"},
     {"top-k", INTEGER, FIELD(top_k), "all", 1, 1 << 24, "all=0", "sample from the likeliest k tokens"},
     {"compare", INTEGER, FIELD(compare), "auto", 0, HUGE_COUNT, "auto=-1",
@@ -230,7 +229,7 @@ static program_flags given = {.program = "train_gpt",
                               .n = N_OPTIONS,
                               .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 "
                                         "done, 1 failed, 2 refused, 130 stopped by Ctrl-C."};
-static char *saved_options;             /* keeps the texts of the checkpoint that is resumed */
+static char *saved_options;             /* the texts of the resumed checkpoint */
 
 /* Not taken over from a checkpoint: they belong to one session. */
 static const char *const session_options[] = {"resume",      "init",   "threads",    "save",        "metrics",
@@ -254,11 +253,11 @@ static const char *without_suffix(const char *path) {
     return copy;
 }
 
-/* Takes the options of a checkpoint where the command line is silent.  They stand there as "name=value\n". */
+/* Takes from a checkpoint the options not on the command line.  Their format: "name=value\n". */
 static amp_result read_saved_options(const amp_state *state) {
     int64_t n = amp_state_count(state, "train.options", NULL);
     char *line, *next;
-    if (n < 0) return refuse("resume", "is no checkpoint of train_gpt");
+    if (n < 0) return refuse("resume", "is not a checkpoint of train_gpt");
     saved_options = (char *)calloc((size_t)n + 1, 1);
     if (saved_options == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's options");
     TRY(amp_state_get(state, "train.options", AMP_U8, saved_options, n));
@@ -297,8 +296,7 @@ static amp_dtype setting_dtype(const char *name) {
     return dtype;
 }
 
-/* --activations: a dtype for all (*all 0: auto) and name=dtype for single tensors (0: not named), with commas between.
-   */
+/* --activations: a dtype for all (*all 0: auto) and name=dtype for single tensors (0: not named), comma-separated. */
 static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype stored[GPT_TENSORS]) {
     const char *end;
     int which, given_all = 0;
@@ -314,13 +312,13 @@ static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype s
             for (which = 0; which < GPT_TENSORS && strcmp(item, gpt_tensor_names[which]) != 0; which++) {}
             if (which == GPT_TENSORS)
                 return refuse("activations",
-                              "no tensor is called \"%s\"; there are stream, norm, attention, mlp and branch", item);
+                              "\"%s\" is not a tensor; there are stream, norm, attention, mlp and branch", item);
             if (stored[which] != AMP_DTYPE_DEFAULT) return refuse("activations", "%s is there twice", item);
         } else if (given_all++)
             return refuse("activations", "two dtypes for all: \"%s\" is the second; a tensor's own is name=%s", item,
                           item);
         if (word_place(equals != NULL ? "fp32 fp16 bf16" : "auto fp32 fp16 bf16", dtype) < 0)
-            return refuse("activations", "\"%s\" is not offered; one of: %sfp32 fp16 bf16", dtype,
+            return refuse("activations", "\"%s\" is not one of: %sfp32 fp16 bf16", dtype,
                           equals != NULL ? "" : "auto ");
         if (equals == NULL) *all = setting_dtype(dtype);
         else stored[which] = setting_dtype(dtype);
@@ -328,22 +326,22 @@ static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype s
     }
 }
 
-/* Values that are legal alone but not together. */
+/* Refuses values that are legal alone but not together. */
 static amp_result check_settings(settings *set) {
     static const char *const sample_options[] = {"prompt", "temperature", "top-k", NULL};
     amp_dtype all, stored[GPT_TENSORS];
     int i;
     TRY(read_activations(set->activations, &all, stored));
     if (*set->resume != 0 && *set->init != 0)
-        return refuse("init", "a resumed run has its weights already: drop --init or --resume");
+        return refuse("init", "a resumed run already has weights: drop --init or --resume");
     if (set->graph && set->profile)
         return refuse("graph", "contradicts --profile, which times every operator by itself");
     if (set->graph && set->tensor_stats_interval > 0)
-        return refuse("graph", "contradicts --debug and tensor_stats_interval, which look at gradients inside a step");
+        return refuse("graph", "contradicts --debug and tensor_stats_interval, which read gradients inside a step");
     if (ranks.world > 1) set->compare = 0;      /* the short runs are for one process */
     if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
     if (was_given("min-lr") && strcmp(set->schedule, "constant") == 0)
-        return refuse("min-lr", "contradicts --schedule constant, which ends nowhere else");
+        return refuse("min-lr", "contradicts --schedule constant, which keeps the rate");
     if (was_given("save-interval") && strcmp(set->save, "none") == 0)
         return refuse("save-interval", "contradicts --save none");
     if (was_given("prefetch") && set->amp.workers == AMP_NO_WORKERS)
@@ -371,13 +369,12 @@ static amp_result read_saved_settings(settings *set, const amp_state *state) {
     result = amp_state_get(state, "train.settings", AMP_U8, text, n);
     if (result == AMP_OK) result = amp_settings_read_text(&set->amp, set->resume, text, (size_t)n);
     free(text);
-    set->amp.debug = 0;             /* of the session, as what reads the data */
+    set->amp.debug = 0;             /* per session, like the loader's settings */
     set->amp.workers = set->amp.prefetch = set->amp.disable_pinned = 0;
     return result;
 }
 
-/* set->amp, of which defaults and flags are there already: from the checkpoint, --config, --env, and the flags again.
-   */
+/* Completes set->amp, which has defaults and flags: the checkpoint, --config, --env, then the flags again. */
 static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
     amp_optimizer_desc optimizer;
     amp_monitor_desc monitor;
@@ -398,7 +395,7 @@ static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
     memset(&optimizer, 0, sizeof optimizer);
     memset(&monitor, 0, sizeof monitor);
     if (amp_settings_fill(&set->amp, NULL, NULL, NULL, &optimizer, &monitor) != AMP_OK)
-        return example_fail(AMP_ERR_CONFLICT, "the settings do not go together: %s", amp_last_error());
+        return example_fail(AMP_ERR_CONFLICT, "the settings contradict each other: %s", amp_last_error());
     set->accumulation = optimizer.accumulation;
     set->log_interval = monitor.log_interval > 0 ? monitor.log_interval : 0;
     set->tensor_stats_interval = set->amp.tensor_stats_interval > 0 ? set->amp.tensor_stats_interval : 0;
@@ -424,7 +421,7 @@ static amp_result read_settings(int argc, char **argv, settings *set, amp_state 
     return check_settings(set);
 }
 
-/* ==== The run: everything that a training needs, opened from the settings ======================== */
+/* ==== The run: everything that training needs, opened from the settings ========================== */
 
 typedef struct run {
     settings set;
@@ -439,7 +436,7 @@ typedef struct run {
     amp_loader *loader;
     gpt_file file;                  /* of --init, until its weights are read; of a checkpoint its config.json */
     gpt model;
-    char described[400];            /* what is to be said about its config.json, or "" */
+    char described[400];            /* remarks on its config.json, or "" */
     amp_scaler *scaler;             /* NULL: none */
     amp_optimizer *optimizer;
     amp_graph *graph;               /* of a whole step; NULL: not captured */
@@ -449,16 +446,16 @@ typedef struct run {
     metrics_line metrics;           /* other lines go through the monitor too */
     amp_tensor_stats *stats;            /* NULL: not wanted */
     amp_recovery *recovery;         /* NULL: not wanted */
-    text_buffer fp32_layers;        /* patterns of the layers that recovery put into fp32, one a line */
+    text_buffer fp32_layers;        /* patterns of the layers that recovery set to fp32, one a line */
     board board;
     char anomaly[256];              /* why training stops, or "" */
-    char note[300];                 /* to be said after the step, or "" */
-    int64_t epoch, index;           /* the first batch of the step that runs; epoch -1: not read yet */
+    char note[300];                 /* to print after the step, or "" */
+    int64_t epoch, index;           /* the current step's first batch; epoch -1: not read yet */
     int64_t start, step, steps;     /* start: where this session began */
     int64_t epoch_steps;            /* since the monitor's epoch began */
     float losses[64];               /* of the last steps, by step % 64 */
     amp_step_result result;             /* the last one that arrived */
-    int64_t results;                /* that arrived in this session */
+    int64_t results;                /* arrived in this session */
     int64_t peak;                   /* most bytes of memory in any epoch of the monitor's */
     double busy;                    /* seconds in training steps */
     double bigram, bigram_best;
@@ -474,7 +471,7 @@ static amp_result open_context(run *r) {
     desc.allow_fallback = (int32_t)set->allow_fallback;
     desc.threads = (int32_t)set->threads;
     if (strcmp(set->autotune, "off") != 0 && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
-    desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay the same */
+    desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
     desc.reducer.reduce = ranks_reduce;
     desc.reducer.rank = ranks.rank;
     desc.reducer.world = ranks.world;
@@ -490,7 +487,7 @@ static amp_result open_context(run *r) {
     return AMP_OK;
 }
 
-/* Puts the files of this project one behind the other. */
+/* Concatenates the files of this project. */
 static amp_result write_own_text(const char *path) {
     static const char *const sources[] = {"README.md",
                                           "examples/quickstart.c",
@@ -504,7 +501,7 @@ static amp_result write_own_text(const char *path) {
     amp_result result = AMP_OK;
     int i;
     if (access("amp.h", R_OK) != 0)
-        return refuse("data", "none was given, and amp.h is not in this folder: run it from the project's folder");
+        return refuse("data", "was not given, and amp.h is not in this folder: run from the project's folder");
     for (i = 0; sources[i] != NULL && result == AMP_OK; i++) {
         void *data;
         size_t bytes;
@@ -531,16 +528,16 @@ static void loader_settings(const run *r, int64_t batch, int64_t first, int64_t 
     desc->first = first;
     desc->last = last;
     desc->seed = (uint64_t)r->set.seed;
-    desc->world = 1;                /* the whole on every rank */
+    desc->world = 1;                /* all of it on every rank */
 }
 
-/* Finds out what the data is. */
+/* Finds the data's format and length. */
 static amp_result probe_data(run *r) {
     amp_loader_desc desc;
     amp_loader *probe;
     amp_result result;
     loader_settings(r, 1, 0, 0, &desc);
-    desc.workers = 1;               /* so that --timeout holds for opening */
+    desc.workers = 1;               /* so that --timeout also covers opening */
     desc.timeout_ms = (int32_t)(r->set.timeout * 1000 + 0.5);
     if (amp_loader_create(r->amp, &probe, &desc) != AMP_OK) return refuse("data", "%s", amp_last_error());
     result = amp_loader_info_get(probe, &r->info);
@@ -548,7 +545,7 @@ static amp_result probe_data(run *r) {
     return result;
 }
 
-/* Opens --tokenizer, and makes a token file of data that is text. */
+/* Opens --tokenizer, and turns text data into a token file. */
 static amp_result open_tokenizer(run *r) {
     const char *comma = strchr(r->set.tokenizer, ',');
     char vocab[PATH_MAX], tokens[PATH_MAX], why[400];
@@ -577,7 +574,7 @@ static amp_result open_tokenizer(run *r) {
     return probe_data(r);
 }
 
-/* Finds out what the data is, and where the validation part begins. */
+/* Opens the data and finds where the validation part begins. */
 static amp_result open_data(run *r) {
     const settings *set = &r->set;
     int64_t validation, per_batch = set->batch * set->seq * ranks.world;
@@ -595,7 +592,7 @@ static amp_result open_data(run *r) {
     r->split = r->info.tokens - validation;
     if (r->split < per_batch + 1)
         return refuse("data",
-                      "%lld tokens are too few for %lld sequences of %lld tokens, and as long ones to validate: "
+                      "%lld tokens are too few for %lld sequences of %lld tokens and a validation part: "
                       "use a smaller --batch or --seq",
                       (long long)r->info.tokens, (long long)(set->batch * ranks.world), (long long)set->seq);
     return AMP_OK;
@@ -642,7 +639,7 @@ static amp_result shape_from_state(const amp_state *state, gpt_config *c) {
     return AMP_OK;
 }
 
-/* What the shape does not say.  Checkpoints of version 0.1.0 are of GPT-2 as it is. */
+/* Reads what the shape does not tell.  Checkpoints of version 0.1.0 have GPT-2's own settings. */
 static amp_result config_from_state(const run *r, const amp_state *state, gpt_config *c, model_config *described) {
     int64_t n = amp_state_count(state, "train.config", NULL);
     if (n <= 0) return AMP_OK;
@@ -655,7 +652,7 @@ static amp_result config_from_state(const run *r, const amp_state *state, gpt_co
     return gpt_read_config(described, c);
 }
 
-/* The model of a file must be the one that the flags, where there are any, describe. */
+/* Refuses a file whose model contradicts the flags given. */
 static amp_result check_shape(const run *r, const gpt_config *file) {
     static const char *const names[] = {"layers", "heads", "channels", "vocab"};
     const settings *set = &r->set;
@@ -674,8 +671,7 @@ static amp_result check_shape(const run *r, const gpt_config *file) {
     return AMP_OK;
 }
 
-/* The dtypes to keep activations and logits in, in the model's config.  auto: autocast says what an operator would
-   return. */
+/* Sets the storage dtypes of activations and logits in the model's config.  auto: as autocast returns them. */
 static amp_result storage_dtypes(const run *r, gpt_config *c) {
     TRY(read_activations(r->set.activations, &c->activations, c->stored));
     if (c->activations == AMP_DTYPE_DEFAULT) {
@@ -713,7 +709,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     config.recompute = (int32_t)set->recompute;
     if (result == AMP_OK) result = storage_dtypes(r, &config);
     if (result == AMP_OK && *set->prompt != 0 && r->tokenizer.n == 0 && config.vocab != 256)
-        result = refuse("prompt", "the model's tokens are no text: give --tokenizer");
+        result = refuse("prompt", "the model's tokens are not text: give --tokenizer");
     if (result == AMP_OK && config.seq > config.positions)
         result = refuse("seq", "this model has %lld positions", (long long)config.positions);
     if (result == AMP_OK) result = gpt_create(&r->model, r->amp, &config);
@@ -722,8 +718,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     return result;
 }
 
-/* Through the optimizer, whose masters begin with what 16-bit weights lack; those of a checkpoint come with its state.
-   */
+/* Sets weights through the optimizer, so that masters keep full precision; a checkpoint's masters are in its state. */
 static amp_result open_weights(run *r, const amp_state *resumed) {
     amp_result result;
     r->model.optimizer = r->optimizer;
@@ -784,7 +779,7 @@ static amp_result open_loader(run *r) {
     return AMP_OK;
 }
 
-/* What a step keeps on the device beside the model. */
+/* A step's own buffers on the device. */
 static amp_result open_step(run *r) {
     int64_t n = r->set.accumulation;
     void *memory;
@@ -806,7 +801,7 @@ static int config_path(const run *r, char *path, size_t size) {
     return strcmp(slash != NULL ? slash + 1 : r->save, "model") == 0;
 }
 
-/* What a run that was killed while it saved has left. */
+/* Removes the remains of a run killed while saving. */
 static void clean_folder(const run *r) {
     static const char *const ends[] = {".state", ".safetensors"};
     char path[PATH_MAX + 16];
@@ -819,7 +814,7 @@ static void clean_folder(const run *r) {
     remove_unfinished(path);
 }
 
-/* Files that a run writes, found out before it starts rather than at its end. */
+/* Opens the files that a run writes, so that it fails at its start rather than at its end. */
 static amp_result open_files(run *r) {
     const settings *set = &r->set;
     const char *save = *set->save != 0 ? set->save : set->resume;
@@ -862,7 +857,7 @@ static amp_result open_recovery(run *r) {
     return amp_recovery_create(r->amp, &r->recovery, &desc);
 }
 
-/* Who watches the training: metrics, numbers, and what to do in trouble. */
+/* Opens what watches training: metrics, statistics of tensors, and recovery. */
 static amp_result open_watch(run *r) {
     const settings *set = &r->set;
     amp_monitor_desc monitor;
@@ -888,7 +883,7 @@ static amp_result open_watch(run *r) {
     return open_recovery(r);
 }
 
-/* A layer computes in fp32 from now on, after a resume too. */
+/* Keeps a layer in fp32, also after a resume. */
 static amp_result keep_fp32_layer(run *r, const char *pattern) {
     text_add(&r->fp32_layers, "%s\n", pattern);
     return r->fp32_layers.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the name of a layer") : AMP_OK;
@@ -913,7 +908,7 @@ static amp_result load_state(run *r, const amp_state *state) {
     TRY(amp_state_get(state, "train.step", AMP_I64, &r->step, 1));
     TRY(load_fp32_layers(r, state));
     if (amp_loader_load(r->loader, state, "loader") != AMP_OK)
-        return refuse("resume", "%s was trained on other data, or cut otherwise: %s", r->set.resume, amp_last_error());
+        return refuse("resume", "%s was trained on other data or another split: %s", r->set.resume, amp_last_error());
     TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
     if (r->scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
         TRY(amp_scaler_load(r->scaler, state, "scaler"));
@@ -962,10 +957,10 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
 }
 
 /* ==== Checkpoints ================================================================================
-   NAME.state alone is the checkpoint: it holds the weights too and is replaced in one rename, so it is always
-   whole.  NAME.safetensors, written after it, is the same weights for other programs. */
+   NAME.state alone is the checkpoint: it also holds the weights and is replaced in one rename, so it is always whole.
+   NAME.safetensors, written after it, has the same weights for other programs. */
 
-/* How the data is read belongs to one session, as session_options do: it changes nothing. */
+/* The loader's settings are left out: they belong to a session, as session_options do, and change no result. */
 static amp_result put_settings(const run *r, amp_state *state) {
     char text[4096];
     amp_settings kept = r->set.amp;
@@ -1034,7 +1029,7 @@ static amp_result save_run(run *r) {
     return result == AMP_OK ? save_weights(r) : result;
 }
 
-/* 1: NAME.safetensors is not there, not whole, or of another step, or its config.json is not there: the run was killed
+/* 1: NAME.safetensors or its config.json is missing, or the former is damaged or of another step: the run was killed
    between two files. */
 static int weights_are_old(const run *r) {
     char path[PATH_MAX + 16], step[32] = "";
@@ -1218,7 +1213,7 @@ static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
     return AMP_OK;
 }
 
-/* The next batch; with --graph a copy of it where the graph looks for it. */
+/* The next batch; with --graph copied to where the graph reads it. */
 static amp_result next_batch(run *r, int64_t micro, amp_batch *batch) {
     profile *p = r->model.profile;
     int64_t n = r->set.batch * r->set.seq, bytes = n * (int64_t)sizeof(int32_t);
@@ -1253,8 +1248,8 @@ static amp_result graph_step(run *r) {
     return amp_graph_launch(r->graph);
 }
 
-/* The mean over a step's micro-batches.  Waits for the device.  Takes no memory: the step is done, and must not be done
-   again because its loss could not be read. */
+/* The mean over a step's micro-batches.  Waits for the device.  Takes no memory: a completed step must not be repeated
+   because its loss could not be read. */
 static amp_result read_loss(run *r, float *loss) {
     int64_t micro, n = r->set.accumulation;
     double sum = 0;
@@ -1265,8 +1260,8 @@ static amp_result read_loss(run *r, float *loss) {
     return AMP_OK;
 }
 
-/* One optimizer step.  loss: its mean over the micro-batches, NULL if it is not wanted; log 1: over the ranks too, and
-   for the metrics. */
+/* One optimizer step.  loss: its mean over the micro-batches, or NULL; log 1: also over the ranks, and for the
+   metrics. */
 static amp_result train_step(run *r, float lr, float *loss, int log) {
     int64_t micro;
     double began = seconds_now();
@@ -1328,7 +1323,7 @@ static void board_record_of(run *r, const amp_step_record *record) {
     board_scalar(&r->board, step, "train/tokens_per_s", record->tokens_per_second);
 }
 
-/* What a recovery did, on the screen and in the metrics. */
+/* Reports a recovery on the screen and in the metrics. */
 static void report_event(run *r, progress *bar, const amp_recovery_event *event) {
     progress_clear(bar);
     printf("%s\n", event->text);
@@ -1340,8 +1335,8 @@ static void report_event(run *r, progress *bar, const amp_recovery_event *event)
     if (event->action == AMP_RECOVERY_STOP) snprintf(r->anomaly, sizeof r->anomaly, "%s", event->text);
 }
 
-/* What a recovery changed are the run's settings from now on, so that a checkpoint keeps them: its dtype, and as
-   without fp16 nothing is scaled any more, no scaler that was asked for either. */
+/* Keeps a recovery's changes in the run's settings, and so in checkpoints: its dtype and, as nothing is scaled without
+   fp16, no --scaler on. */
 static amp_result keep_cure(run *r, const amp_recovery_event *event) {
     if (event->mitigation == AMP_MITIGATE_LAYERS) return keep_fp32_layer(r, event->layer);
     if (event->mitigation != AMP_MITIGATE_DTYPE) return AMP_OK;
@@ -1350,8 +1345,8 @@ static amp_result keep_cure(run *r, const amp_recovery_event *event) {
     return AMP_OK;
 }
 
-/* Another number of sequences in a micro-batch, and of those in a step, from batch `index` of r->epoch on: of the
-   library, which has changed accumulation already. */
+/* Changes the micro-batch's size and the number per step from batch `index` of r->epoch on; the library has already
+   changed its accumulation. */
 static amp_result change_batch(run *r, int64_t batch, int64_t accumulation, int64_t index) {
     static char text[24];
     r->set.batch = batch;
@@ -1373,7 +1368,7 @@ static amp_result change_batch(run *r, int64_t batch, int64_t accumulation, int6
     return amp_recovery_batch(r->recovery, r->loader);      /* its snapshots are of the old batches */
 }
 
-/* Half of the sequences in a micro-batch: the step that found no memory, again from its first. */
+/* Halves the micro-batch and repeats the step that ran out of memory from its first one. */
 static amp_result halve_batch(run *r) {
     if (r->epoch < 0) return example_fail(AMP_ERR_MEMORY, "no memory to read a batch");
     if (r->set.batch % 2 != 0)
@@ -1381,8 +1376,8 @@ static amp_result halve_batch(run *r) {
     return change_batch(r, r->set.batch / 2, r->set.accumulation * 2, r->index * 2);
 }
 
-/* There was no memory for the step, which is done once more, after cleaning up or in smaller pieces, or for another
-   batch (there is no loader then). */
+/* Handles a step or a batch that ran out of memory: repeats it after a cleanup, or in smaller micro-batches.  There may
+   be no loader. */
 static amp_result answer_memory(run *r, progress *bar) {
     amp_result result = AMP_ERR_MEMORY;
     amp_recovery_event event;
@@ -1399,7 +1394,7 @@ static amp_result answer_memory(run *r, progress *bar) {
     return result;
 }
 
-/* Twice as many sequences again, from the next step on. */
+/* Doubles the micro-batch again, from the next step on. */
 static amp_result double_batch(run *r, progress *bar) {
     amp_loader_info info;
     amp_result result;
@@ -1409,14 +1404,14 @@ static amp_result double_batch(run *r, progress *bar) {
     return result == AMP_ERR_MEMORY ? answer_memory(r, bar) : result;
 }
 
-/* What --nan-action says about a record.  In another precision activations are stored otherwise too. */
+/* Applies --nan-action to a record.  Another precision also changes the storage of activations. */
 static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *record) {
     amp_recovery_event event;
     gpt_config now = r->model.config;
     if (r->anomaly[0] != 0) return AMP_OK;
     if (r->recovery == NULL) {
         if (record->action == AMP_NAN_STOP)
-            snprintf(r->anomaly, sizeof r->anomaly, "stopped in trouble at step %lld, as --nan-action stop asks",
+            snprintf(r->anomaly, sizeof r->anomaly, "stopped by --nan-action stop after an anomaly at step %lld",
                      (long long)record->result.step);
         return AMP_OK;
     }
@@ -1434,7 +1429,7 @@ static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *r
     return gpt_reshape(&r->model, r->set.batch, now.activations);
 }
 
-/* Records arrive two steps late, in order, one for each step.  Here a program waits for a GPU that is behind. */
+/* Records arrive two steps late, in order, one per step.  This is where a program waits for a slow GPU. */
 static amp_result take_records(run *r, progress *bar) {
     amp_step_record record;
     while (amp_monitor_next(r->monitor, &record)) {
@@ -1447,7 +1442,7 @@ static amp_result take_records(run *r, progress *bar) {
     return AMP_OK;
 }
 
-/* Validation is no part of the training's times: it comes between two of the monitor's epochs. */
+/* Keeps validation out of the training's times: it comes between two of the monitor's epochs. */
 static amp_result end_epoch(run *r) {
     amp_epoch_record record;
     if (r->epoch_steps == 0) return AMP_OK;
@@ -1491,9 +1486,8 @@ static amp_result report_save(run *r, progress *bar) {
     return AMP_OK;
 }
 
-/* A checkpoint on the way.  What is known of the steps before it comes first: their lines are in the metrics, since the
-   run that goes on from it writes only those of later ones; and what a recovery undoes, r->step with it, is not saved.
-   */
+/* A checkpoint during training.  Takes pending records first: their lines must be in the metrics, as a resumed run
+   writes only later ones, and steps that a recovery undoes are not saved. */
 static amp_result save_between(run *r, progress *bar) {
     int64_t step = r->step;
     TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
@@ -1501,13 +1495,13 @@ static amp_result save_between(run *r, progress *bar) {
     return r->step == step ? report_save(r, bar) : AMP_OK;
 }
 
-/* By Ctrl-C on any rank, or by --stop-after before the end. */
+/* 1: stopped by Ctrl-C on any rank, or by --stop-after before the end. */
 static int stopped(const run *r) {
     if (ranks_combine((float)stop_requested, AMP_REDUCE_MAX) > 0) stop_requested = 1;
     return stop_requested || (r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps);
 }
 
-/* Steps up to r->steps, the end of the data, anomaly, or Ctrl-C. */
+/* Trains up to r->steps, the end of the data, an anomaly, or Ctrl-C. */
 static amp_result train_steps(run *r, progress *bar, int quiet) {
     const settings *set = &r->set;
     schedule_kind kind = strcmp(set->schedule, "constant") == 0 ? SCHEDULE_CONSTANT : SCHEDULE_COSINE;
@@ -1519,7 +1513,7 @@ static amp_result train_steps(run *r, progress *bar, int quiet) {
         double began = seconds_now();
         int log = (set->log_interval > 0 && next % set->log_interval == 0) || next == r->steps;
         int show = log || (bar->terminal && began - shown > 1);
-        if (r->step == r->start + 1) memset(&r->profile, 0, sizeof r->profile);     /* the first step warms up */
+        if (r->step == r->start + 1) memset(&r->profile, 0, sizeof r->profile);     /* the first step is a warm-up */
         result = train_step(r, schedule_lr(kind, r->step, r->steps, set->warmup, set->lr, min_lr), show ? &loss : NULL,
                             log);
         if (result == AMP_ERR_MEMORY && r->recovery != NULL && ranks.world == 1) {
@@ -1542,8 +1536,8 @@ static amp_result train_steps(run *r, progress *bar, int quiet) {
     return result == AMP_ERR_END ? AMP_OK : result;
 }
 
-/* Trains as train_steps does.  Its last records come after it: where they ask for recovery, r->step is that of the
-   snapshot, and the steps that were undone are trained again.  quiet 1: the bar only. */
+/* Trains as train_steps does.  The last records arrive after it: if they ask for recovery, r->step becomes the
+   snapshot's, and the undone steps are trained again.  quiet 1: only the bar. */
 static amp_result train(run *r, progress *bar, int quiet) {
     amp_result result;
     int64_t last;
@@ -1652,7 +1646,7 @@ static void metrics_run(run *r) {
 static void print_result(const run *r, double loss) {
     amp_memory_info memory;
     printf("\nResult\n  validation  %.4f nats per token\n  bigrams     %.4f nats: the model is %s\n", loss, r->bigram,
-           loss < r->bigram ? "better, it has learned more than pairs" : "not better yet: train longer");
+           loss < r->bigram ? "better: it has learned more than pairs" : "not better yet: train longer");
     if (amp_memory(r->amp, &memory) == AMP_OK)
         printf("  memory      %.1f MiB at most, %.1f MiB of it for the optimizer\n",
                (double)(memory.peak > r->peak ? memory.peak : r->peak) / 1048576,
@@ -1660,13 +1654,13 @@ static void print_result(const run *r, double loss) {
     printf("  skipped     %lld of %lld steps\n", (long long)r->result.total_skips, (long long)r->step);
 }
 
-/* What a 16-bit residual stream makes of the loss: the same weights on the same text with an fp32 one. */
+/* The effect of a 16-bit residual stream on the loss: the same weights and text with an fp32 one. */
 static amp_result print_stream(run *r, double loss) {
     gpt_config *c = &r->model.config;
     amp_dtype stream = gpt_dtype(c, GPT_STREAM);
     double wide;
     if (stream == AMP_F32) return AMP_OK;
-    amp_graph_destroy(r->graph);                /* it runs in the memory that is about to go */
+    amp_graph_destroy(r->graph);                /* it uses memory that is about to be freed */
     r->graph = NULL;
     c->stored[GPT_STREAM] = AMP_F32;
     TRY(gpt_reshape(&r->model, c->batch, c->activations));
@@ -1705,7 +1699,7 @@ static void print_text(run *r, const char *text) {
 /* 1: the model's tokens are bytes. */
 static int has_bytes(const run *r) { return r->tokenizer.n == 0 && r->model.config.vocab == 256; }
 
-/* The tokens as text; NULL where they stand for none, or there is no memory.  Zeros become spaces. */
+/* The tokens as text; NULL if they are not text, or without memory.  Zeros become spaces. */
 static char *tokens_text(const run *r, const int32_t *tokens, int64_t n) {
     int64_t i, k, length, bytes = 0, used = 0;
     char *text;
@@ -1725,8 +1719,8 @@ static char *tokens_text(const run *r, const int32_t *tokens, int64_t n) {
     return text;
 }
 
-/* What the sample begins with, in tokens: the prompt, or what stands between texts.  tokens: space for the prompt's
-   bytes, at least 1. */
+/* The sample's first tokens: the prompt, or the separator of texts.  tokens: space for the prompt's bytes, at least
+   1. */
 static amp_result prompt_tokens(run *r, int32_t *tokens, int64_t *n) {
     const char *prompt = *r->set.prompt != 0 ? r->set.prompt : "\n";
     int64_t i, bytes = (int64_t)strlen(prompt);
@@ -1783,7 +1777,7 @@ static amp_result measure_gemm(run *r, double *rate) {
     if (result == AMP_OK) random_normal(host, 2 * SIZE * SIZE, 1, 1, 1.0f);
     if (result == AMP_OK) result = amp_alloc(r->amp, &data, 3 * bytes);
     if (result == AMP_OK) result = amp_copy(r->amp, data, host, 2 * bytes, AMP_COPY_TO_DEVICE);
-    for (i = 0; i < 6 && result == AMP_OK; i++) {       /* the first one warms up */
+    for (i = 0; i < 6 && result == AMP_OK; i++) {       /* the first is a warm-up */
         float *a = (float *)data, *b = a + SIZE * SIZE, *c = b + SIZE * SIZE;
         double began, seconds;
         amp_sync(r->amp);
@@ -1864,12 +1858,12 @@ static amp_result print_profile(run *r) {
     int i;
     memset(&rest, 0, sizeof rest);
     memset(&furthest, 0, sizeof furthest);
-    rest.name = "the rest";
+    rest.name = "other";
     rest.seconds[0] = r->profile.all;
     TRY(measure_machine(r, &machine));
     TRY(measure_gemm(r, &gemm));
     printf("\nProfile: %lld steps of %.3f ms%s\n", (long long)r->profile.steps,
-           1e3 * r->profile.all / (double)r->profile.steps, r->profile.steps > 1 ? ", the first one left out" : "");
+           1e3 * r->profile.all / (double)r->profile.steps, r->profile.steps > 1 ? ", without the first" : "");
     printf("  %-16s %10s %10s %8s %10s %10s %10s %8s\n", "operator", "forward ms", "backward", "of step",
            "GFLOP/s", "backward", "floor ms", "share");
     for (i = 0; i < PROFILE_ROWS; i++) {
@@ -1923,7 +1917,7 @@ static amp_result do_short_run(const settings *set, const char *precision, short
     mine.steps = set->compare;
     mine.epochs = mine.stop_after = mine.profile = 0;
     mine.schedule = "constant";
-    mine.masters = "auto";          /* what fits each precision */
+    mine.masters = "auto";          /* to suit each precision */
     mine.warmup = set->compare / 5;
     mine.log_interval = 1;
     memset(out, 0, sizeof *out);
@@ -1947,7 +1941,7 @@ static amp_result do_short_run(const settings *set, const char *precision, short
     return result;
 }
 
-/* The precisions one after the other, and beside a 16-bit residual stream an fp32 one in the run's own precision. */
+/* The precisions in turn, and with a 16-bit residual stream also an fp32 one in the run's precision. */
 static amp_result compare_precisions(const settings *set, amp_dtype precision, FILE *metrics) {
     const char *names[] = {"fp32", "fp16", "bf16", amp_dtype_name(precision)};
     amp_dtype all, stored[GPT_TENSORS];
@@ -2018,7 +2012,7 @@ static amp_result main_run(run *r) {
     if (r->anomaly[0] != 0) return example_fail(AMP_ERR_STATE, "%s", r->anomaly);
     if (stop) {
         printf("stopped at step %lld", (long long)r->step);
-        if (r->save[0] != 0) printf("; go on with --resume %s", r->save);
+        if (r->save[0] != 0) printf("; continue with --resume %s", r->save);
         printf("\n");
         return AMP_OK;
     }
@@ -2048,12 +2042,12 @@ int main(int argc, char **argv) {
     result = main_run(&r);
     snprintf(path, sizeof path, "%s", r.metrics_path);
     snprintf(data, sizeof data, "%s", r.data);
-    set.data = data;                /* the short runs read the same file, as it is now */
+    set.data = data;                /* the short runs read the same file */
     set.format = r.set.format;
     if (r.tokenizer.n > 0) set.vocab = r.model.config.vocab;
     set.tokenizer = "";
     precision = r.choice.dtype;
-    close_run(&r);                  /* before the short runs, so that they have the memory */
+    close_run(&r);                  /* frees its memory for the short runs */
     if (result == AMP_OK && set.compare > 0 && !set.stop_after && !stop_requested) {
         if (path[0] != 0) metrics = fopen(path, "a");
         result = compare_precisions(&set, precision, metrics);

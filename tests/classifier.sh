@@ -88,14 +88,14 @@ printf '[PAD]\n[CLS]\n[SEP]\nfilm\n' > "$work/no_unk.txt"
 printf 'no model at all' > "$work/not.safetensors"
 head -c 3000 "$saved/model.safetensors" > "$work/short.safetensors"
 : > "$work/empty.tsv"
-refused "1000 micro-batches, and the training has 204" --accumulation 1000
+refused "1000 micro-batches, but the training has 204" --accumulation 1000
 refused "contradicts --scaler off" --scaler off --init-scale 1024
 refused "contradicts --scaler off" --scaler off --growth-interval 10
 refused "is for a vocabulary" --data "$work/odd.tsv" --cased
 refused "contradicts --valid" --valid "$work/valid.tsv" --validation 0.2
 refused "contradicts --compat" --compat --init "$saved/model.safetensors"
 refused "contradicts --compat" --compat --precision bf16
-refused "is for --compat" --compat-scale 12
+refused "needs --compat" --compat-scale 12
 refused "did you mean --precision" --presicion bf16
 refused "--precision" --precision fp7
 refused "--batch" --batch 0
@@ -103,7 +103,7 @@ refused "--seq" --seq 1
 refused "--heads" --heads 5
 refused "--warmup" --warmup 2
 refused "--compat-scale" --compat-scale 0
-refused "a value is missing" --data
+refused "needs a value" --data
 refused "--data /nonexistent" --data /nonexistent
 refused "no_tab.tsv: line 2: no tab" --data "$work/no_tab.tsv"
 refused "only one label" --data "$work/one_label.tsv"
@@ -122,7 +122,7 @@ mkdir "$work/nothing"
 printf '\002\0\0\0\0\0\0\0{}' > "$work/nothing/model.safetensors"
 refused "no config.json beside it" --init "$work/nothing/model.safetensors"
 echo '{}' > "$work/nothing/config.json"
-refused "no encoder of BERT's kind" --init "$work/nothing/model.safetensors"
+refused "not an encoder like BERT" --init "$work/nothing/model.safetensors"
 echo '{"hidden_act": "gelu",}' > "$work/nothing/config.json"
 refused "nothing/config.json: line 1: not a JSON object" --init "$work/nothing/model.safetensors"
 refused "the model of --init has layers 2" --init "$saved/model.safetensors" --layers 3

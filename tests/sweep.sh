@@ -49,7 +49,7 @@ if [ "$rates" -eq 5 ] && grep -q "2 trials run, 3 known" "$work/random.log"; the
 
 # As many tokens for every batch size.
 search tokens --precisions bf16 --lrs 1e-3 --batches 4,8,16 --tokens 4096 --steps 24
-if grep -q -- "--tokens 4096: takes the place of --steps" "$work/tokens.log"; then pass; else fail "tokens and steps" "$(cat "$work/tokens.log")"; fi
+if grep -q -- "--tokens 4096: replaces --steps" "$work/tokens.log"; then pass; else fail "tokens and steps" "$(cat "$work/tokens.log")"; fi
 "$sweep" --layers 1 --heads 2 --channels 32 --seq 32 --precisions bf16 --lrs 1e-3 --batches 4,8,16 --tokens 4096 --out "$work/tokens.jsonl" > "$work/tokens.log" 2>&1
 if [ "$(sed -n 's/.*"steps": \([0-9]*\),.*/\1/p' "$work/tokens.jsonl" | tr '\n' ' ')" = "32 16 8 " ]; then pass; else fail "--tokens" "$(tail -n 3 "$work/tokens.log")"; fi
 
@@ -60,9 +60,9 @@ refused() {
     status=$?
     if [ $status -eq 2 ] && grep -q -- "$text" "$work/refused.log"; then pass; else fail "refused $*" "status $status: $(tail -n 2 "$work/refused.log")"; fi
 }
-refused "--precisions fp7: fp7 is not offered" --precisions fp7
-refused "--precisions fp32,fp8_e4m3: fp8_e4m3 is not offered" --precisions fp32,fp8_e4m3
-refused "--lrs 1e-3,0: 0 is not allowed" --lrs 1e-3,0
+refused "--precisions fp7: fp7 is not valid" --precisions fp7
+refused "--precisions fp32,fp8_e4m3: fp8_e4m3 is not valid" --precisions fp32,fp8_e4m3
+refused "--lrs 1e-3,0: 0 is not valid" --lrs 1e-3,0
 refused "--lrs ,: is empty" --lrs ,
 refused "--batches 2.5" --batches 2.5
 refused "5 heads do not divide 32" --heads 5
@@ -83,5 +83,5 @@ else skip "a full disk" "no /dev/full"; fi
 pid=$!
 sleep 1; kill -INT $pid; wait $pid
 status=$?
-if [ $status -eq 130 ] && grep -q "run again to go on" "$work/int.log" && [ ! -s "$work/int.jsonl" ]; then pass; else fail "Ctrl-C" "status $status, $(tail -n 2 "$work/int.log")"; fi
+if [ $status -eq 130 ] && grep -q "run again to continue" "$work/int.log" && [ ! -s "$work/int.jsonl" ]; then pass; else fail "Ctrl-C" "status $status, $(tail -n 2 "$work/int.log")"; fi
 closing

@@ -801,7 +801,7 @@ TEST(advice_on_the_batch) {
     CHECK(a.batch == 0 && a.settings.level == AMP_LEVEL_O2);
     device_bytes = 0;
     CHECK_OK(amp_advise(amp, &d, &a));
-    CHECK(a.batch == 0 && strstr(a.batch_reason, "does not tell") != NULL && a.settings.level == AMP_LEVEL_O1);
+    CHECK(a.batch == 0 && strstr(a.batch_reason, "does not report") != NULL && a.settings.level == AMP_LEVEL_O1);
     device_bytes = 1000000;
     amp_free(amp, b.w);                             /* activations, weights and gradients are elsewhere */
     amp_free(amp, b.g);

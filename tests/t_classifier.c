@@ -417,7 +417,7 @@ static amp_result read_labelled(const char *text, text_set *t, label_names *l) {
 TEST(labelled_text) {
     static const struct { const char *text, *why; } bad[] = {
         {"", "no text"}, {"\n\n", "no text"}, {"a\tx\nb y\n", "line 2: no tab"}, {"a\tx\n\n\ty\n", "line 3: no label"}, {"label only", "line 1: no tab"},
-        {"a\tx\ncaf\xe9\ty\n", "line 2: the label is no UTF-8"},
+        {"a\tx\ncaf\xe9\ty\n", "line 2: the label is not UTF-8"},
     };
     text_set t, none, *sets[2] = {&t, &none};
     label_names l;
@@ -703,9 +703,9 @@ TEST(encoder_configs) {
 TEST(encoder_configs_are_refused_by_key_and_value) {
     static const struct { int family; const char *member, *why; } bad[] = {
         {ENCODER_BERT, "\"hidden_act\": \"gelu_10\"", "hidden_act = \"gelu_10\": must be one of gelu_new, gelu"},
-        {ENCODER_BERT, "\"hidden_act\": 1", "hidden_act = 1: must be a text"},
+        {ENCODER_BERT, "\"hidden_act\": 1", "hidden_act = 1: must be a string"},
         {ENCODER_BERT, "\"layer_norm_eps\": 0.0", "layer_norm_eps = 0.0: must be a number from"},
-        {ENCODER_BERT, "\"is_decoder\": true", "is_decoder = true: a model that is not computed here"},
+        {ENCODER_BERT, "\"is_decoder\": true", "is_decoder = true: this kind of model is not supported"},
         {ENCODER_ELECTRA, "\"is_decoder\": true", "is_decoder = true"},
         {ENCODER_BERT, "\"add_cross_attention\": true", "add_cross_attention = true"},
         {ENCODER_BERT, "\"position_embedding_type\": \"relative_key\"", "position_embedding_type = \"relative_key\""},
@@ -734,9 +734,9 @@ TEST(encoder_configs_are_refused_by_key_and_value) {
         {ENCODER_LONGFORMER, "\"attention_window\": 123456789012345678901", "attention_window"},
         {ENCODER_LONGFORMER, "\"attention_mode\": \"tvm\"", "attention_mode"},
         {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\"}", "id2label = {\"0\": \"a\", \"1\": \"b\"}: names 2 classes, the weights have 5"},
-        {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"5\": \"e\"}", "must give each class from \"0\" to \"4\" a name"},
-        {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"3\": \"e\"}", "must give each class"},
-        {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"4\": 5}", "must give each class"},
+        {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"5\": \"e\"}", "must name each class from \"0\" to \"4\" once"},
+        {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"3\": \"e\"}", "must name each class"},
+        {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"4\": 5}", "must name each class"},
         {ENCODER_BERT, "\"id2label\": [\"a\", \"b\"]", "id2label = [\"a\", \"b\"]: must be an object"},
     };
     amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
@@ -765,7 +765,7 @@ TEST(encoder_configs_are_refused_by_key_and_value) {
         ampt_put("config.json", text, strlen(text));
         CHECK_OK(encoder_file_open(&file, ampt_in_folder("model.safetensors")));        /* the family by the tensors' names */
         CHECK(file.config.family == (encoder_family)family && file.config.eps <= 1e-12f && file.config.heads == 4);
-        CHECK(strcmp(file.described.note, "not known here, and kept: odd; dropout is --dropout's, not hidden_dropout_prob 0.1") == 0);
+        CHECK(strcmp(file.described.note, "unknown keys, kept: odd; --dropout sets dropout, not hidden_dropout_prob 0.1") == 0);
         encoder_file_close(&file);
     }
     ampt_folder_remove();

@@ -391,7 +391,7 @@ TEST(room_above) {
     put(1, 0, 20, 0x1p-36f, 1024);
     r = look(amp, s, AMP_F16, NULL, 0);             /* 2 of 8 */
     CHECK_REMEDY(r, AMP_RECOMMEND_BF16, "a.0", 0);
-    CHECK(strstr(r.text, "bf16 has the range") != NULL);
+    CHECK(strstr(r.text, "use bf16, which has the range") != NULL);
     amp_scaler_destroy(s);
     amp_close(amp);
 }

@@ -485,7 +485,7 @@ TEST(gpt_configs_are_kept) {
     ampt_put("config.json", gpt_description, sizeof gpt_description - 1);
     CHECK_OK(gpt_file_open(&file, ampt_in_folder("model.safetensors")));
     CHECK(file.config.act == AMP_ACT_RELU && fabs((double)file.config.eps - 2e-3) < 1e-9 && file.config.heads == 4 && !file.config.unscaled);
-    CHECK_MSG(strcmp(file.described.note, "not known here, and kept: my_key, task; dropout is --dropout's, not resid_pdrop 0.1, attn_pdrop 0.25") == 0,
+    CHECK_MSG(strcmp(file.described.note, "unknown keys, kept: my_key, task; --dropout sets dropout, not resid_pdrop 0.1, attn_pdrop 0.25") == 0,
               "%s", file.described.note);
     file.config.batch = 1; file.config.seq = 5;
     CHECK_OK(gpt_create(&g, amp, &file.config));
@@ -518,8 +518,8 @@ TEST(gpt_configs_are_refused_by_key_and_value) {
         {"\"activation_function\": \"quick_gelu\"", "activation_function = \"quick_gelu\": must be one of gelu_new, gelu, relu, silu, tanh"},
         {"\"activation_function\": \"gelu_10\"", "activation_function = \"gelu_10\""},
         {"\"activation_function\": \"linear\"", "activation_function = \"linear\""},
-        {"\"activation_function\": null", "activation_function = null: must be a text"},
-        {"\"activation_function\": 3", "activation_function = 3: must be a text"},
+        {"\"activation_function\": null", "activation_function = null: must be a string"},
+        {"\"activation_function\": 3", "activation_function = 3: must be a string"},
         {"\"layer_norm_epsilon\": 0", "layer_norm_epsilon = 0: must be a number from 1e-37"},
         {"\"layer_norm_epsilon\": -1e-5", "layer_norm_epsilon = -1e-5"},
         {"\"layer_norm_epsilon\": 1e999", "layer_norm_epsilon = 1e999"},
@@ -545,13 +545,13 @@ TEST(gpt_configs_are_refused_by_key_and_value) {
         {"\"n_inner\": 40", "n_inner = 40: the weights have 80"},
         {"\"resid_pdrop\": 2", "resid_pdrop = 2: must be a number from 0 to 1"},
         {"\"model_type\": \"gpt_neo\"", "model_type = \"gpt_neo\": must be gpt2"},
-        {"\"add_cross_attention\": true", "add_cross_attention = true: a model that is not computed here"},
+        {"\"add_cross_attention\": true", "add_cross_attention = true: this kind of model is not supported"},
         {"\"is_encoder_decoder\": true", "is_encoder_decoder = true"},
         {"\"tie_word_embeddings\": false", "tie_word_embeddings = false"},
         {"\"quantization_config\": {\"bits\": 8}", "quantization_config = {\"bits\": 8}"},
         {"\"auto_map\": {\"AutoModel\": \"own.Model\"}", "auto_map = "},
         {"\"pruned_heads\": {\"0\": [1]}", "pruned_heads = "},
-        {"\"aa\": 1, \"n_ctx\": 7, \"aa\": 2", "aa = 1: stands there twice, the second time as 2"},
+        {"\"aa\": 1, \"n_ctx\": 7, \"aa\": 2", "aa = 1: is there twice, the second time as 2"},
         {"\"my_other\": NaN", "line 5: not a JSON object"},
         {"\"my_other\": 01", "not a JSON object"},
         {"\"my_other\": [1, 2", "not a JSON object"},

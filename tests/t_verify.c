@@ -285,8 +285,8 @@ TEST(lost_bits) {
     open_broken(1024);
     r = verify(&a_model, BREAK_BITS);
     check_row(&r, 0, AMP_VERDICT_PASS, "good");
-    check_row(&r, 1, AMP_VERDICT_INACCURATE, "give its layer fp32 by amp_layer_override");
-    check_row(&r, 2, AMP_VERDICT_INACCURATE, "look at its operator in bf16");
+    check_row(&r, 1, AMP_VERDICT_INACCURATE, "set its layer to fp32 by amp_layer_override");
+    check_row(&r, 2, AMP_VERDICT_INACCURATE, "check its operator in bf16");
     CHECK(r.rows[2].output_error > r.rows[2].output_bound && strcmp(r.rows[2].worst_output, "logits") == 0);
     close_model(&a_model);
 }
@@ -313,7 +313,7 @@ TEST(lost_gradient) {
     open_broken(0);
     r = verify(&a_model, BREAK_LOST);
     check_row(&r, 1, AMP_VERDICT_INACCURATE, "train with a loss scaler");
-    check_row(&r, 2, AMP_VERDICT_INACCURATE, "look at its operator in bf16");
+    check_row(&r, 2, AMP_VERDICT_INACCURATE, "check its operator in bf16");
     r = verify(&a_model, BREAK_NOTHING);
     check_row(&r, 1, AMP_VERDICT_PASS, "train with a loss scaler");
     check_row(&r, 2, AMP_VERDICT_PASS, "good");

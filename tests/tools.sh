@@ -28,14 +28,14 @@ for name in "autocast fp16" "autocast bf16" "loss scaler" "numerics tf32" "numer
     if grep -q "^  PASS      $name " "$work/check.log"; then pass; else fail "amp_check: $name" "$(grep "$name" "$work/check.log")"; fi
 done
 for name in "fast precision" "pinned copies" "loader" "utilisation"; do
-    if grep -qE "^  (PASS|FAIL|not here) +$name " "$work/check.log"; then pass; else fail "amp_check: $name" "no such line"; fi
+    if grep -qE "^  (PASS|FAIL|n/a) +$name " "$work/check.log"; then pass; else fail "amp_check: $name" "no such line"; fi
 done
 if grep -q "^  dtype: " "$work/check.log"; then pass; else fail "amp_check recommends" "$(tail -n 5 "$work/check.log")"; fi
 
 # A line that fails, because nothing uses a device twice over.
 "$check_bin" $small --min-utilisation 2 > "$work/busy.log" 2>&1; status=$?
 agrees busy $status
-if grep -q "^  not here  *utilisation" "$work/busy.log"; then skip "amp_check: utilisation" "the CPU's is not known"
+if grep -q "^  n/a  *utilisation" "$work/busy.log"; then skip "amp_check: utilisation" "the CPU's is not known"
 elif grep -q "^  FAIL  *utilisation .* below 200%" "$work/busy.log" && [ $status -eq 1 ]; then pass
 else fail "amp_check --min-utilisation 2" "exit code $status: $(grep utilisation "$work/busy.log")"; fi
 
@@ -52,7 +52,7 @@ missing=
 for key in version compiler product_size loader_tokens_per_s training_tokens_per_s wait_share utilisation status precisions \
     gemm_gflops cast_gb_per_s checks verdict recommendations cpu device backend memory; do grep -q "\"$key\":" "$work/check.json" || missing="$missing $key"; done
 if [ -z "$missing" ]; then pass; else fail "amp_check --json" "no$missing"; fi
-lines=$(grep -cE '^  (PASS|FAIL|not here) ' "$work/check.log")
+lines=$(grep -cE '^  (PASS|FAIL|n/a) ' "$work/check.log")
 if [ "$(grep -o '"verdict"' "$work/check.json" | wc -l)" -eq "$lines" ]; then pass; else fail "amp_check --json" "not the $lines lines of the text"; fi
 
 # ---- amp_bench --precision: every precision in every table, and memory that adds up.
@@ -92,7 +92,7 @@ for name in mask-cache cast-cache workers prefetch memory-interval fused-step re
         grep -qE "^  $name .* (gain|loss|even) .* (gain|loss|even)\$" "$work/features.log"; then pass
     else fail "amp_bench: $name" "$(grep "$name" "$work/features.json" "$work/features.log")"; fi
 done
-if grep -q '"name": "pinning", "time": "not here"' "$work/features.json"; then pass; else fail "amp_bench: pinning" "$(grep pinning "$work/features.json")"; fi
+if grep -q '"name": "pinning", "time": "n/a"' "$work/features.json"; then pass; else fail "amp_bench: pinning" "$(grep pinning "$work/features.json")"; fi
 # A cost is called one: recomputing saves memory, kept casts take it.
 if grep '"name": "recompute"' "$work/features.json" | grep -q '"memory": "gain"'; then pass; else fail "amp_bench: recompute" "$(grep '"recompute"' "$work/features.json")"; fi
 if grep '"name": "cast-cache"' "$work/features.json" | grep -q '"memory": "loss"'; then pass; else fail "amp_bench: cast-cache" "$(grep '"cast-cache"' "$work/features.json")"; fi
@@ -131,9 +131,9 @@ refused amp_bench "did you mean --features" --feetures
 refused amp_bench "contradicts --precision" --precision --features
 refused amp_bench "--heads 5: 5 heads do not divide 32 channels" --device cpu --heads 5 --channels 32
 refused amp_bench "--batch 65536: 65536 x 65536 tokens" --device cpu --batch 65536 --seq 65536
-refused amp_bench "--feature pins: is not offered" --features --feature pins
-refused amp_bench "goes with --features" --dtype bf16
-refused amp_bench "goes with --precision" --features --model decoder
+refused amp_bench "--feature pins: is not one of" --features --feature pins
+refused amp_bench "needs --features" --dtype bf16
+refused amp_bench "needs --precision" --features --model decoder
 refused amp_bench "--iterations 0: must be 1" --iterations 0
 refused amp_bench "--json /dev/null/x" --device cpu --json /dev/null/x
 refused amp_bench "--vocab 1" --vocab 1

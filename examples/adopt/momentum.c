@@ -2,10 +2,10 @@
  *
  *     gcc -O2 examples/adopt/momentum.c -o momentum -lm -lpthread && ./momentum [steps]
  *
- * The backward pass adds to what is left of the steps before, so the buffer carries the scale S: the update divides the
- * learning rate by S and multiplies the weight decay by it, a skipped step puts the buffer back, and where S moves the
- * buffer moves along.  S is a power of two: weights come out bit for bit as without it.  The scale starts so high that
- * the first steps overflow, and grows every 20 steps until they do again. */
+ * The backward pass adds to the momentum of earlier steps, so the buffer carries the scale S: the update divides
+ * the learning rate by S and multiplies the weight decay by it, a skipped step restores the buffer, and when S
+ * changes, the buffer is rescaled.  S is a power of two: weights are bit for bit the same as without it.  The scale
+ * starts so high that the first steps overflow, and grows every 20 steps until they do again. */
 #define AMP_IMPLEMENTATION
 #include "../../amp.h"
 #include <math.h>
@@ -62,7 +62,7 @@ int main(int argc, char **argv) {
     amp_scaler_desc desc = {.init_scale = 16777216, .growth_interval = 20};        /* 2^24: too high */
     int steps = argc > 1 ? atoi(argv[1]) : 300, skipped = 0;
     float error = 0;
-    if (steps < 1) return fprintf(stderr, "steps: \"%s\", must be a number from 1 on\n", argv[1]), 2;
+    if (steps < 1) return fprintf(stderr, "steps: \"%s\", must be a number, 1 or more\n", argv[1]), 2;
     CHECK(amp_open(&amp, NULL));
     CHECK(amp_scaler_create(amp, &scaler, &desc));
     CHECK(amp_grad_set_create(amp, &set, &ranges));
@@ -96,5 +96,5 @@ int main(int argc, char **argv) {
     amp_grad_set_destroy(set);
     amp_scaler_destroy(scaler);
     amp_close(amp);
-    return fflush(stdout) != 0 || ferror(stdout);       /* printed onto a full disk */
+    return fflush(stdout) != 0 || ferror(stdout);       /* the disk is full */
 }

@@ -1883,13 +1883,13 @@ CUDA_TEST(placement) {
     amp_range ranges[3] = {{"w", gpu.params[0].weight.data, 4, AMP_F32}, {"pinned", pinned, 4, AMP_F32}, {"batch", pageable, 4, AMP_F32}};
     CHECK_OK(amp_verify_placement(gpu.amp, ranges, 2));
     CHECK_ERR(amp_verify_placement(gpu.amp, ranges, 3), AMP_ERR_DEVICE);
-    CHECK(says("batch, number 2, lies in pageable host memory"));
+    CHECK(says("batch, number 2, is in pageable host memory"));
     if (gpus_here() > 1) {
         CHECK(cudaSetDevice(1) == cudaSuccess && cudaMalloc(&elsewhere, 64) == cudaSuccess);
         CHECK(cudaSetDevice(0) == cudaSuccess);
         ranges[1].data = elsewhere;
         CHECK_ERR(amp_verify_placement(gpu.amp, ranges, 3), AMP_ERR_DEVICE);
-        CHECK(says("pinned, number 1, lies in memory of another device"));
+        CHECK(says("pinned, number 1, is in memory of another device"));
         CHECK_EQ(cudaFree(elsewhere), cudaSuccess);
     }
     CHECK_EQ(cudaFreeHost(pinned), cudaSuccess);
