@@ -3909,7 +3909,7 @@ typedef struct ampi_threads {
     int32_t waiting;                /* atomic: callers waiting for `finished` */
     /* atomic: ampi_forks of the process the workers live in; 0: not started; -1: being started */
     int32_t owner;
-    pthread_mutex_t lock;           /* for what follows */
+    pthread_mutex_t lock;           /* guards what follows */
     pthread_cond_t posted, finished;
     ampi_pool_job *jobs;
     int32_t started, asleep;
@@ -3955,7 +3955,7 @@ static void ampi_spin_lock(pthread_mutex_t *lock) {
     pthread_mutex_lock(lock);
 }
 
-/* A job that may take one more thread.  Called with the lock held. */
+/* A job that can take another thread.  Called with the lock held. */
 static ampi_pool_job *ampi_job_open(const ampi_threads *t) {
     ampi_pool_job *job = t->jobs;
     while (job != NULL && job->taken == job->n) job = job->next;
@@ -7497,11 +7497,12 @@ typedef struct ampi_strip_mask {
 
 static void ampi_strip_mask_open(ampi_strip_mask *s, const amp_mask *mask, int64_t b, int64_t h, int64_t query,
                                  int64_t n, int64_t queries, int64_t keys) {
+    int64_t i;
     s->documents = mask->documents ? mask->documents + b * keys : NULL;
     s->allowed = ampi_mask_row(mask, b, h, query, keys);
     s->keys = keys;
     s->n = n;
-    for (int64_t i = 0; i < AMPI_STRIP; i++) {
+    for (i = 0; i < AMPI_STRIP; i++) {
         int64_t position = query + AMPI_MIN(i, n - 1) + keys - queries;
         ampi_span span = ampi_mask_span(mask, b, position, keys);
         int32_t document = s->documents && position >= 0 ? s->documents[position] : 0;
@@ -7521,13 +7522,13 @@ static void ampi_strip_mask_open(ampi_strip_mask *s, const amp_mask *mask, int64
 
 /* Narrows the keys [*begin, *end) to those that some query of the strip may see; 0: none. */
 static int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int64_t *end) {
-    int64_t from = *begin, to = *end;
+    int64_t from = *begin, to = *end, j;
     *end = AMPI_MIN(to, AMPI_MAX(s->most.first, s->most.high));
     if (s->most.first <= from) *begin = AMPI_MAX(from, s->least.low);
     if (*begin >= *end) return 0;
     if (s->documents != NULL) {
         int32_t least = s->documents[*begin], most = least;
-        for (int64_t j = *begin; j < *end; j++) {
+        for (j = *begin; j < *end; j++) {
             least = AMPI_MIN(least, s->documents[j]);
             most = AMPI_MAX(most, s->documents[j]);
         }
@@ -7609,7 +7610,8 @@ static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base
                                     int backward) {
     int64_t wide = call->wide, keys = call->x->keys, used = 0, strip = AMPI_STRIP * wide,
             tile = AMPI_KEY_TILE * AMPI_STRIP;
-    for (int s = 0; s < AMPI_STRIPS; s++) {
+    int s;
+    for (s = 0; s < AMPI_STRIPS; s++) {
         scratch->strips[s].q_copy = ampi_take(base, &used, strip);
         scratch->strips[s].q_t = ampi_take(base, &used, strip);
         scratch->strips[s].d_o_copy = ampi_take(base, &used, backward ? strip : 0);
@@ -7644,7 +7646,8 @@ static int64_t ampi_attention_at(const ampi_attention_scratch *scratch, const in
 static void ampi_attention_load(const ampi_attention_call *call, const void *data, int64_t stride, int64_t n,
                                 float *scratch) {
     const amp_k_attention *x = call->x;
-    for (int64_t i = 0; i < n; i++) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
         float *row = scratch + i * call->wide;
         ampi_convert_fast(row, AMP_F32, ampi_at(data, x->dtype, i * stride), x->dtype, x->dim, call->path);
         memset(row + x->dim, 0, (size_t)(call->wide - x->dim) * sizeof *row);
@@ -7678,7 +7681,8 @@ static int ampi_attention_store(const ampi_attention_call *call, const ampi_atte
                                 const int64_t stride[3], int64_t begin, int64_t n, float *rows, float factor) {
     const amp_k_attention *x = call->x;
     int nan = call->vec->has_nan(rows, n * call->wide);
-    for (int64_t i = 0; i < n; i++) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
         float *row = rows + i * call->wide;
         void *to = ampi_at_mut(data, x->dtype, ampi_attention_at(scratch, stride, begin + i));
         if (ampi_bits_f32(factor) != 0x3f800000u) call->rows->scale_shift(row, factor, 0.0f, row, x->dim);
@@ -7692,8 +7696,9 @@ static void ampi_attention_delta(const ampi_attention_call *call, const ampi_att
                                  ampi_strip *s) {
     const amp_k_attention *x = call->x;
     float *row = scratch->result;
+    int64_t i;
     memset(row, 0, (size_t)call->wide * sizeof *row);
-    for (int64_t i = 0; i < s->mask.n; i++) {
+    for (i = 0; i < s->mask.n; i++) {
         const void *o = ampi_at(x->o, x->dtype, ampi_attention_at(scratch, x->o_stride, s->query + i));
         ampi_convert_fast(row, AMP_F32, o, x->dtype, x->dim, call->path);
         s->delta[i] = call->vec->dot(s->d_o.data + i * s->d_o.ld, row, call->wide);
@@ -7706,6 +7711,7 @@ static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_
                                 int backward) {
     const amp_k_attention *x = call->x;
     int64_t query = t * AMPI_STRIPS * AMPI_STRIP;
+    int i;
     scratch->n_strips = 0;
     for (; query < x->queries && scratch->n_strips < AMPI_STRIPS; query += AMPI_STRIP) {
         ampi_strip *s = &scratch->strips[scratch->n_strips++];
@@ -7716,7 +7722,7 @@ static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_
         call->vec->transpose(s->q_t, AMPI_STRIP, s->q.data, s->q.ld, AMPI_STRIP, call->wide);
         memset(s->result_t, 0, (size_t)(AMPI_STRIP * call->wide) * sizeof(float));
         s->tiles = s->folded = 0;
-        for (int i = 0; i < AMPI_STRIP; i++) {
+        for (i = 0; i < AMPI_STRIP; i++) {
             s->max[i] = ampi_f32_of_bits(0xff800000u);
             s->sum[i] = s->lse[i] = s->delta[i] = 0.0f;
         }
@@ -7793,15 +7799,16 @@ static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, 
     float factor[AMPI_STRIP];
     ampi_product rescale = {call->wide, AMPI_STRIP, 0,          s->q_t, 0,    0,     s->q_t,
                             0,          s->total_t, AMPI_STRIP, 1,      1.0f, factor};
+    int i;
     if (!s->folded) {
         memset(s->total_t, 0, (size_t)n * sizeof(float));
         memset(s->total, 0, sizeof s->total);
     } else if (!backward) {
-        for (int i = 0; i < AMPI_STRIP; i++)            /* -inf: saw no key, nothing to rescale */
+        for (i = 0; i < AMPI_STRIP; i++)            /* -inf: saw no key, nothing to rescale */
             factor[i] = ampi_bits_f32(s->max_then[i]) == 0xff800000u ? s->max_then[i] : s->max_then[i] - s->max[i];
         (void)call->rows->exp_sum(factor, 0.0f, factor, AMPI_STRIP);
         call->vec->product(&rescale);
-        for (int i = 0; i < AMPI_STRIP; i++) s->total[i] *= factor[i];
+        for (i = 0; i < AMPI_STRIP; i++) s->total[i] *= factor[i];
     }
     call->rows->add(s->total_t, 1.0f, s->result_t, 1.0f, s->total_t, n);
     call->rows->add(s->total, 1.0f, s->sum, 1.0f, s->total, AMPI_STRIP);
@@ -7815,10 +7822,11 @@ static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, 
 /* All strips in `scratch` with all keys that they see. */
 static void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_scratch *scratch, int backward) {
     const amp_k_attention *x = call->x;
-    for (int64_t j = 0; j < x->keys; j += AMPI_KEY_TILE) {
+    int64_t i, j;
+    for (j = 0; j < x->keys; j += AMPI_KEY_TILE) {
         int64_t last = AMPI_MIN(x->keys, j + AMPI_KEY_TILE);
         ampi_rows32 k = {NULL, 0}, v = {NULL, 0};
-        for (int64_t i = 0; i < scratch->n_strips; i++) {
+        for (i = 0; i < scratch->n_strips; i++) {
             ampi_strip *s = &scratch->strips[i];
             int64_t begin = j, end = last;
             ampi_rows32 ks, vs;
@@ -7834,7 +7842,7 @@ static void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention
             if (++s->tiles == AMPI_FOLD && last < x->keys) ampi_attention_fold(call, s, backward);
         }
     }
-    for (int64_t i = 0; i < scratch->n_strips; i++) {
+    for (i = 0; i < scratch->n_strips; i++) {
         ampi_strip *s = &scratch->strips[i];
         if (!s->folded) continue;
         ampi_attention_fold(call, s, backward);
@@ -7846,11 +7854,11 @@ static void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention
 /* Tile t of the head, forward.  Returns whether o has a NaN. */
 static int ampi_attention_forward(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t) {
     const amp_k_attention *x = call->x;
-    int64_t wide = call->wide;
+    int64_t wide = call->wide, i;
     int nan = 0;
     ampi_attention_open(call, scratch, t, 0);
     ampi_attention_sweep(call, scratch, 0);
-    for (int64_t i = 0; i < scratch->n_strips; i++) {
+    for (i = 0; i < scratch->n_strips; i++) {
         ampi_strip *s = &scratch->strips[i];
         int64_t n = s->mask.n, row = (scratch->b * x->heads + scratch->h) * x->queries + s->query;
         float inverse[AMPI_STRIP];
@@ -7877,14 +7885,14 @@ static void ampi_attention_total(const ampi_attention_call *call, float *part, f
 /* The head, backward.  Returns whether a gradient has a NaN. */
 static int ampi_attention_backward(const ampi_attention_call *call, ampi_attention_scratch *scratch) {
     const amp_k_attention *x = call->x;
-    int64_t wide = call->wide;
+    int64_t wide = call->wide, t, i;
     int nan = 0;
     memset(scratch->dk, 0, (size_t)(x->keys * wide) * sizeof(float));
     memset(scratch->dv, 0, (size_t)(x->keys * wide) * sizeof(float));
-    for (int64_t t = 0; t < call->tiles; t++) {
+    for (t = 0; t < call->tiles; t++) {
         ampi_attention_open(call, scratch, t, 1);
         ampi_attention_sweep(call, scratch, 1);
-        for (int64_t i = 0; i < scratch->n_strips; i++) {
+        for (i = 0; i < scratch->n_strips; i++) {
             ampi_strip *s = &scratch->strips[i];
             call->vec->transpose(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
             nan |= ampi_attention_store(call, scratch, x->dq, x->dq_stride, s->query, s->mask.n, scratch->result,
@@ -7905,8 +7913,9 @@ static void ampi_attention_forward_task(void *arg, int64_t begin, int64_t end, i
     const ampi_attention_call *call = (const ampi_attention_call *)arg;
     const amp_k_attention *x = call->x;
     ampi_attention_scratch scratch;
+    int64_t item;
     ampi_attention_place(&scratch, call->scratch + thread * call->scratch_size, call, 0);
-    for (int64_t item = begin; item < end; item++) {
+    for (item = begin; item < end; item++) {
         int64_t head = item / call->tiles, t = item % call->tiles;
         t = t % 2 ? call->tiles - 1 - t / 2 : t / 2;        /* alternates early and late tiles: their cost differs */
         scratch.b = head / x->heads;
@@ -7922,8 +7931,9 @@ static void ampi_attention_backward_task(void *arg, int64_t begin, int64_t end, 
     const ampi_attention_call *call = (const ampi_attention_call *)arg;
     const amp_k_attention *x = call->x;
     ampi_attention_scratch scratch;
+    int64_t head;
     ampi_attention_place(&scratch, call->scratch + thread * call->scratch_size, call, 1);
-    for (int64_t head = begin; head < end; head++) {
+    for (head = begin; head < end; head++) {
         scratch.b = head / x->heads;
         scratch.h = head % x->heads;
         scratch.careful = 0;
@@ -7977,13 +7987,13 @@ typedef struct ampi_softmax_call {
 /* Sets the hidden scores in [0, end) of a row to -inf. */
 static void ampi_softmax_hide(const amp_k_softmax *x, int64_t b, int64_t h, int64_t query, ampi_span span,
                               float *scores, int64_t end) {
-    int64_t position = query + x->keys - x->queries;
+    int64_t position = query + x->keys - x->queries, j;
     const int32_t *documents = x->mask.documents ? x->mask.documents + b * x->keys : NULL;
     const uint8_t *allowed = ampi_mask_row(&x->mask, b, h, query, x->keys);
     float hidden = ampi_f32_of_bits(0xff800000u);
-    for (int64_t j = span.first; j < span.low && j < end; j++) scores[j] = hidden;
+    for (j = span.first; j < span.low && j < end; j++) scores[j] = hidden;
     if (!documents && !allowed) return;
-    for (int64_t j = 0; j < end; j++) {
+    for (j = 0; j < end; j++) {
         if ((documents && documents[j] != documents[position]) || (allowed && !allowed[j])) scores[j] = hidden;
     }
 }
@@ -7993,11 +8003,12 @@ static void ampi_softmax_row(amp_cpu_path path, float *y, int64_t n) {
     const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, path);
     float max = vec->row_max(y, n);
     double sum = 0.0;
+    int64_t i;
     if (ampi_bits_f32(max) == 0xff800000u && !AMPI_PICK(ampi_attention_kernels, path)->has_nan(y, n)) {
         memset(y, 0, (size_t)n * sizeof *y);
         return;
     }
-    for (int64_t i = 0; i < n; i += AMPI_ROW_CHUNK)
+    for (i = 0; i < n; i += AMPI_ROW_CHUNK)
         sum += (double)vec->exp_sum(y + i, max, y + i, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
     vec->scale_shift(y, (float)(1.0 / sum), 0.0f, y, n);
 }
@@ -8007,7 +8018,8 @@ static void ampi_softmax_task(void *arg, int64_t begin, int64_t end, int thread)
     const amp_k_softmax *x = call->x;
     const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, call->path);
     float *scratch = call->scratch + 2 * x->keys * thread;
-    for (int64_t r = begin; r < end; r++) {
+    int64_t r;
+    for (r = begin; r < end; r++) {
         int64_t query = r % x->queries, head = r / x->queries, b = head / x->heads;
         ampi_span span = ampi_mask_span(&x->mask, b, query + x->keys - x->queries, x->keys);
         int64_t n = AMPI_MAX(span.first, span.high);
@@ -8026,7 +8038,8 @@ static void ampi_softmax_backward_task(void *arg, int64_t begin, int64_t end, in
     const amp_k_softmax *x = call->x;
     const ampi_attention_vec *vec = AMPI_PICK(ampi_attention_kernels, call->path);
     float *scratch = call->scratch + 2 * x->keys * thread;
-    for (int64_t r = begin; r < end; r++) {
+    int64_t r;
+    for (r = begin; r < end; r++) {
         int64_t at = r * x->keys;
         const float *y = ampi_row_in(ampi_at(x->y, x->y_dtype, at), x->y_dtype, x->keys, scratch, call->path);
         const float *dy =
@@ -8119,7 +8132,8 @@ static int64_t ampi_padded(int64_t cols) { return (cols + 15) / 16 * 16; }
 
 /* 1 + the index of the first value outside [0, limit) that is not `ignore`, or 0. */
 static int32_t ampi_first_outside(const int32_t *values, int64_t n, int64_t limit, int64_t ignore) {
-    for (int64_t i = 0; i < n; i++)
+    int64_t i;
+    for (i = 0; i < n; i++)
         if ((values[i] < 0 || values[i] >= limit) && values[i] != ignore)
             return (int32_t)AMPI_MIN(i + 1, (int64_t)INT32_MAX);
     return 0;
@@ -8148,6 +8162,7 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
     ampi_cpu *cpu = (ampi_cpu *)dev;
     ampi_cast_job job = {cpu, args, NULL};
     size_t bytes = (size_t)cpu->threads * sizeof(int64_t);
+    int thread;
     (void)stream;
     if (args->new_inf != NULL) {
         job.new_inf = (int64_t *)ampi_cpu_scratch(cpu, bytes);
@@ -8156,7 +8171,7 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
     }
     ampi_parallel(cpu, cpu->threads, args->n, AMPI_PIECE, ampi_cast_task, &job);
     if (job.new_inf != NULL) {
-        for (int thread = 0; thread < cpu->threads; thread++)
+        for (thread = 0; thread < cpu->threads; thread++)
             __atomic_fetch_add(args->new_inf, job.new_inf[thread], __ATOMIC_RELAXED);
         ampi_cpu_release(cpu, job.new_inf, bytes);
     }
@@ -8170,9 +8185,10 @@ static const float *ampi_row_biased(const float *x, const void *bias, amp_dtype 
                                     float *scratch, amp_cpu_path path) {
     float bias_scratch[AMPI_TILE];
     const float *b;
+    int64_t i;
     if (bias == NULL) return x;
     b = ampi_row_in(ampi_at(bias, dtype, col), dtype, n, bias_scratch, path);
-    for (int64_t i = 0; i < n; i++) scratch[i] = x[i] + b[i];
+    for (i = 0; i < n; i++) scratch[i] = x[i] + b[i];
     return scratch;
 }
 
@@ -8180,8 +8196,9 @@ static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thre
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_activation *a = (const amp_k_activation *)job->args;
     float x_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
+    int64_t i;
     (void)thread;
-    for (int64_t i = begin; i < end; i++) {
+    for (i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col), at = row * job->cols + col;
         void *to = ampi_at_mut(a->y, a->y_dtype, at);
         const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, at), a->x_dtype, n, x_scratch, job->cpu->path);
@@ -8212,8 +8229,9 @@ static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end,
     int from_y = a->act == AMP_ACT_TANH && a->y != NULL;
     amp_dtype dtype = from_y ? a->y_dtype : a->x_dtype;
     float x_scratch[AMPI_TILE], dy_scratch[AMPI_TILE], dx_scratch[AMPI_TILE];
+    int64_t i;
     (void)thread;
-    for (int64_t i = begin; i < end; i++) {
+    for (i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col), at = row * job->cols + col;
         void *to = ampi_at_mut(a->dx, a->x_dtype, at);
         const float *x = ampi_row_in(ampi_at(from_y ? a->y : a->x, dtype, at), dtype, n, x_scratch, job->cpu->path);
@@ -8238,8 +8256,9 @@ static void ampi_swiglu_task(void *arg, int64_t begin, int64_t end, int thread) 
     const amp_k_swiglu *a = (const amp_k_swiglu *)job->args;
     amp_cpu_path path = job->cpu->path;
     float gate_scratch[AMPI_TILE], up_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
+    int64_t i;
     (void)thread;
-    for (int64_t i = begin; i < end; i++) {
+    for (i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col);
         void *to = ampi_mat_at(&a->y, row, col);
         const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_scratch, path);
@@ -8268,8 +8287,9 @@ static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int
     amp_cpu_path path = job->cpu->path;
     float gate_scratch[AMPI_TILE], up_scratch[AMPI_TILE], dy_scratch[AMPI_TILE], dgate_scratch[AMPI_TILE],
         dup_scratch[AMPI_TILE];
+    int64_t i;
     (void)thread;
-    for (int64_t i = begin; i < end; i++) {
+    for (i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col);
         void *to_gate = ampi_mat_at(&a->dgate, row, col), *to_up = ampi_mat_at(&a->dup, row, col);
         const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_scratch, path);
@@ -8303,8 +8323,9 @@ static void ampi_dropout_task(void *arg, int64_t begin, int64_t end, int thread)
     uint32_t threshold = (uint32_t)ceil((double)a->p * 16777216.0);
     uint64_t offset = a->offset + (a->base != NULL ? *a->base : 0);
     float scale = 1.0f / (1.0f - a->p), x_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
+    int64_t i;
     (void)thread;
-    for (int64_t i = begin; i < end; i++) {
+    for (i = begin; i < end; i++) {
         int64_t row, at, n = ampi_tile(job, i, &row, &at);
         const void *from = ampi_at(a->x, a->x_dtype, at);
         void *to = ampi_at_mut(a->y, a->y_dtype, at);
@@ -8332,8 +8353,9 @@ static void ampi_add_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_add *p = (const amp_k_add *)job->args;
     float a_scratch[AMPI_TILE], b_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
+    int64_t i;
     (void)thread;
-    for (int64_t i = begin; i < end; i++) {
+    for (i = begin; i < end; i++) {
         int64_t row, at, n = ampi_tile(job, i, &row, &at);
         void *to = ampi_at_mut(p->y, p->y_dtype, at);
         const float *a = ampi_row_in(ampi_at(p->a, p->a_dtype, at), p->a_dtype, n, a_scratch, job->cpu->path),
@@ -8400,13 +8422,15 @@ static amp_result ampi_norm_open(ampi_norm_job *job, void *dev, const amp_k_norm
 /* The mean of a row, and of its squared distances from `centre`. */
 static double ampi_row_mean(const ampi_norm_job *job, const float *x, int64_t n) {
     double sum = 0.0;
-    for (int64_t i = 0; i < n; i += AMPI_ROW_CHUNK)
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_ROW_CHUNK)
         sum += (double)job->vec->sum(x + i, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
     return sum / (double)n;
 }
 static double ampi_row_variance(const ampi_norm_job *job, const float *x, float centre, int64_t n) {
     double sum = 0.0;
-    for (int64_t i = 0; i < n; i += AMPI_ROW_CHUNK)
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_ROW_CHUNK)
         sum += (double)job->vec->sum_squares(x + i, centre, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
     return sum / (double)n;
 }
@@ -8435,8 +8459,8 @@ static void ampi_norm_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_norm_job *job = (const ampi_norm_job *)arg;
     const amp_k_norm *a = job->args;
     float *scratch = job->scratch + job->thread_scratch * (int64_t)thread * job->stride;
-    int64_t n = a->x.cols;
-    for (int64_t row = begin; row < end; row++) {
+    int64_t n = a->x.cols, row;
+    for (row = begin; row < end; row++) {
         const float *s = ampi_norm_input(job, row, scratch);
         void *to = ampi_mat_at(&a->y, row, 0);
         float *y = ampi_row_out(to, a->y.dtype, scratch + job->stride);
@@ -8464,14 +8488,14 @@ static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float 
                                    float *dbias) {
     const amp_k_norm *a = job->args;
     amp_cpu_path path = job->cpu->path;
-    int64_t n = a->x.cols;
+    int64_t n = a->x.cols, i;
     float mean = a->rms ? 0.0f : a->mean[row], sums[2], means[2];
     double sum_g = 0.0, sum_gh = 0.0;
     void *to = ampi_mat_at(&a->dx, row, 0);
     const float *x = ampi_row_in(ampi_mat_at(&a->x, row, 0), a->x.dtype, n, scratch, path), *dsum = NULL;
     const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, 0), a->dy.dtype, n, scratch + job->stride, path);
     float *dx = ampi_row_out(to, a->dx.dtype, scratch + 2 * job->stride);
-    for (int64_t i = 0; i < n; i += AMPI_ROW_CHUNK) {
+    for (i = 0; i < n; i += AMPI_ROW_CHUNK) {
         job->vec->norm_sums(x + i, dy + i, job->weight ? job->weight + i : NULL, mean, a->rstd[row],
                             dweight ? dweight + i : NULL, dbias ? dbias + i : NULL, sums,
                             AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
@@ -8490,8 +8514,9 @@ static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float 
 /* sums[2, stride] = dweight and dbias of rows [begin, end) */
 static void ampi_norm_backward_rows(const ampi_norm_job *job, int64_t begin, int64_t end, float *scratch, float *sums) {
     const amp_k_norm *a = job->args;
+    int64_t row;
     memset(sums, 0, 2 * (size_t)job->stride * sizeof(float));
-    for (int64_t row = begin; row < end; row++)
+    for (row = begin; row < end; row++)
         ampi_norm_backward_row(job, row, scratch, a->dweight.data ? sums : NULL,
                                a->dbias.data && !a->rms ? sums + job->stride : NULL);
 }
@@ -8500,21 +8525,22 @@ static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int t
     const ampi_norm_job *job = (const ampi_norm_job *)arg;
     float *scratch = job->scratch + job->thread_scratch * (int64_t)thread * job->stride,
           *sums = scratch + 3 * job->stride;
-    int64_t both = 2 * job->stride, run;
+    int64_t both = 2 * job->stride, run, block, row;
     float *part = sums + AMPI_NORM_RUNS * both;
     double *total = (double *)(void *)(part + both);
+    int wide;
     const void *runs[AMPI_NORM_RUNS];
     for (run = 0; run < AMPI_NORM_RUNS; run++) runs[run] = sums + run * both;
-    for (int64_t block = begin; block < end; block++) {
+    for (block = begin; block < end; block++) {
         float *partial = job->partials + 2 * block * job->stride;
         int64_t first = block * job->block_rows, last = AMPI_MIN(job->args->x.rows, first + job->block_rows);
         if (job->block_rows <= AMPI_NORM_ROWS) {
             ampi_norm_backward_rows(job, first, last, scratch, partial);
             continue;
         }
-        int wide = 0;
+        wide = 0;
         run = 0;
-        for (int64_t row = first; row < last; row += AMPI_NORM_ROWS, run++) {
+        for (row = first; row < last; row += AMPI_NORM_ROWS, run++) {
             if (run == AMPI_NORM_RUNS) {
                 job->vec->sum_rows(part, runs, AMP_F32, run, both);
                 if (!wide) memset(total, 0, (size_t)both * sizeof *total);
@@ -8535,7 +8561,8 @@ static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int t
 static void ampi_norm_reduce(const ampi_norm_job *job, const amp_k_gradient *gradient, int64_t which, int64_t begin,
                              int64_t end) {
     ampi_long_sum sum;
-    for (int64_t col = begin; col < end; col += AMPI_SUM_COLS) {
+    int64_t col;
+    for (col = begin; col < end; col += AMPI_SUM_COLS) {
         ampi_sum_begin(&sum, job->cpu->path, AMP_F32, AMPI_MIN(end - col, (int64_t)AMPI_SUM_COLS));
         ampi_sum_add(&sum, job->partials + which * job->stride + col, 2 * job->stride, job->blocks);
         ampi_sum_end(&sum, ampi_at_mut(gradient->data, gradient->dtype, col), gradient->dtype, gradient->add);
@@ -8580,9 +8607,10 @@ typedef struct ampi_logit_row { float max, label; double sum; } ampi_logit_row;
 static const float *ampi_logits_scan(const ampi_cross_entropy_job *job, int64_t row, float *v, ampi_logit_row *out) {
     const amp_k_cross_entropy *a = job->args;
     const float *x = v;
+    int64_t i;
     out->max = ampi_f32_of_bits(0xff800000u);
     out->sum = 0.0;
-    for (int64_t i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
+    for (i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
         int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK);
         float max;
         x = ampi_row_in(ampi_mat_at(&a->logits, row, i), a->logits.dtype, n, v + i, job->cpu->path) - i;
@@ -8599,7 +8627,8 @@ static void ampi_logits_gradient(const ampi_cross_entropy_job *job, int64_t row,
     const amp_k_cross_entropy *a = job->args;
     double shift = -(double)a->smoothing / (double)a->classes, p = (double)e[a->labels[row]] / sum;
     float at_label = (float)(job->scale * (p + shift - (1.0 - (double)a->smoothing))), scratch[AMPI_ROW_CHUNK];
-    for (int64_t i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
+    int64_t i;
+    for (i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
         int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK), label = a->labels[row] - i;
         void *to = ampi_mat_at(&a->dlogits, row, i);
         float *g = ampi_row_out(to, a->dlogits.dtype, scratch);
@@ -8623,7 +8652,8 @@ static double ampi_cross_entropy_row(const ampi_cross_entropy_job *job, int64_t 
     ampi_logit_row found;
     const float *x = ampi_logits_scan(job, row, scratch, &found);
     float *e = gradient ? ampi_row_out(ampi_mat_at(&a->dlogits, row, 0), a->dlogits.dtype, scratch) : NULL;
-    for (int64_t i = 0; i < a->classes; i += AMPI_ROW_CHUNK)
+    int64_t i;
+    for (i = 0; i < a->classes; i += AMPI_ROW_CHUNK)
         sum += (double)job->vec->exp_sum(x + i, found.max, e ? e + i : NULL,
                                          AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK));
     if (gradient) ampi_logits_gradient(job, row, e, sum);
@@ -8637,7 +8667,8 @@ static double ampi_cross_entropy_row(const ampi_cross_entropy_job *job, int64_t 
 static void ampi_cross_entropy_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_cross_entropy_job *job = (const ampi_cross_entropy_job *)arg;
     const amp_k_cross_entropy *a = job->args;
-    for (int64_t row = begin; row < end; row++) {
+    int64_t row;
+    for (row = begin; row < end; row++) {
         int ignored = a->labels[row] == a->ignore_index;
         job->losses[row] = ignored ? 0.0 : ampi_cross_entropy_row(job, row, job->scratch + thread * job->stride);
         if (a->dlogits.data) ampi_logits_zero(job, row, ignored ? 0 : a->classes, a->logits.cols);
@@ -8649,7 +8680,8 @@ static void ampi_cross_entropy_total(const ampi_cross_entropy_job *job, int64_t 
     const amp_k_cross_entropy *a = job->args;
     double total = 0.0;
     ampi_fp host = ampi_fp_begin();
-    for (int64_t row = 0; row < a->logits.rows; row++) total += job->losses[row];
+    int64_t row;
+    for (row = 0; row < a->logits.rows; row++) total += job->losses[row];
     if (a->sum) *a->loss = (float)total;
     else *a->loss = counted > 0 ? (float)(total / (double)counted) : ampi_f32_of_bits(0x7fc00000u);
     ampi_fp_end(host);
@@ -8657,14 +8689,14 @@ static void ampi_cross_entropy_total(const ampi_cross_entropy_job *job, int64_t 
 
 static amp_result ampi_cpu_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
-    int64_t rows = args->logits.rows, counted = 0, scratch_floats;
+    int64_t rows = args->logits.rows, counted = 0, scratch_floats, row;
     size_t loss_bytes, scratch_bytes;
     ampi_cross_entropy_job job = {cpu, AMPI_PICK(ampi_pointwise_kernels, cpu->path), args, NULL, NULL, 0, 0.0};
     ampi_fp host;
     (void)stream;
     *args->bad_label = ampi_first_outside(args->labels, rows, args->classes, args->ignore_index);
     if (*args->bad_label != 0) return AMP_OK;
-    for (int64_t row = 0; row < rows; row++) counted += args->labels[row] != args->ignore_index;
+    for (row = 0; row < rows; row++) counted += args->labels[row] != args->ignore_index;
     host = ampi_fp_begin();
     job.scale = (double)args->factor * (args->grad_scale ? (double)*args->grad_scale : 1.0) /
                 (args->sum ? 1.0 : (double)AMPI_MAX(counted, 1));
@@ -8693,11 +8725,12 @@ static void ampi_mse_task(void *arg, int64_t begin, int64_t end, int thread) {
     const amp_k_mse *a = job->args;
     const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, job->cpu->path);
     float x_scratch[AMPI_TILE], target_scratch[AMPI_TILE], dx_scratch[AMPI_TILE];
+    int64_t block, i;
     (void)thread;
-    for (int64_t block = begin; block < end; block++) {
+    for (block = begin; block < end; block++) {
         int64_t last = AMPI_MIN(a->n, (block + 1) * AMPI_SUM_BLOCK);
         double sum = 0.0;
-        for (int64_t i = block * AMPI_SUM_BLOCK; i < last; i += AMPI_TILE) {
+        for (i = block * AMPI_SUM_BLOCK; i < last; i += AMPI_TILE) {
             int64_t n = AMPI_MIN(last - i, (int64_t)AMPI_TILE);
             void *to = a->dx ? ampi_at_mut(a->dx, a->x_dtype, i) : NULL;
             const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, i), a->x_dtype, n, x_scratch, job->cpu->path);
@@ -8713,7 +8746,7 @@ static void ampi_mse_task(void *arg, int64_t begin, int64_t end, int thread) {
 
 static amp_result ampi_cpu_mse(void *dev, const amp_k_mse *args, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
-    int64_t blocks = (args->n + AMPI_SUM_BLOCK - 1) / AMPI_SUM_BLOCK;
+    int64_t blocks = (args->n + AMPI_SUM_BLOCK - 1) / AMPI_SUM_BLOCK, block;
     size_t bytes = (size_t)blocks * sizeof(double);
     double total = 0.0, divisor = args->sum ? 1.0 : (double)AMPI_MAX(args->n, 1);
     ampi_mse_job job = {cpu, args, 0.0f, NULL};
@@ -8725,7 +8758,7 @@ static amp_result ampi_cpu_mse(void *dev, const amp_k_mse *args, void *stream) {
     if (job.partials == NULL) return ampi_cpu_no_scratch("amp_mse", bytes);
     ampi_parallel(cpu, cpu->threads, blocks, 1, ampi_mse_task, &job);
     host = ampi_fp_begin();
-    for (int64_t block = 0; block < blocks; block++) total += job.partials[block];
+    for (block = 0; block < blocks; block++) total += job.partials[block];
     *args->loss = args->sum || args->n > 0 ? (float)(total / divisor) : ampi_f32_of_bits(0x7fc00000u);
     ampi_fp_end(host);
     ampi_cpu_release(cpu, job.partials, bytes);
@@ -8739,8 +8772,9 @@ static void ampi_embedding_task(void *arg, int64_t begin, int64_t end, int threa
     const amp_k_embedding *a = (const amp_k_embedding *)job->args;
     amp_cpu_path path = job->cpu->path;
     float token_scratch[AMPI_TILE], position_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
+    int64_t i;
     (void)thread;
-    for (int64_t i = begin; i < end; i++) {
+    for (i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col);
         const void *from = ampi_mat_at(&a->table, a->ids[row], col);
         void *to = ampi_mat_at(&a->y, row, col);
@@ -8775,10 +8809,11 @@ typedef struct ampi_embedding_job {
 
 /* order = 0 to n - 1 sorted by id, stably: a counting sort with starts[vocab + 1]. */
 static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, int64_t *starts, int64_t *order) {
+    int64_t i, v;
     memset(starts, 0, (size_t)(vocab + 1) * sizeof *starts);
-    for (int64_t i = 0; i < n; i++) starts[ids[i] + 1]++;
-    for (int64_t v = 0; v < vocab; v++) starts[v + 1] += starts[v];
-    for (int64_t i = 0; i < n; i++) order[starts[ids[i]]++] = i;
+    for (i = 0; i < n; i++) starts[ids[i] + 1]++;
+    for (v = 0; v < vocab; v++) starts[v + 1] += starts[v];
+    for (i = 0; i < n; i++) order[starts[ids[i]]++] = i;
 }
 
 /* 1: all zeros, of either sign. */
@@ -8801,8 +8836,9 @@ static void ampi_embedding_table_task(void *arg, int64_t begin, int64_t end, int
     const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
     const amp_k_embedding *a = job->args;
     ampi_long_sum sum;
+    int64_t col;
     (void)thread;
-    for (int64_t col = begin; col < end; col += AMPI_SUM_COLS) {
+    for (col = begin; col < end; col += AMPI_SUM_COLS) {
         int64_t k = 0;
         while (k < a->n) {
             int32_t id = a->ids[job->order[k]];
@@ -8820,9 +8856,10 @@ static void ampi_embedding_positions_task(void *arg, int64_t begin, int64_t end,
     const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
     const amp_k_embedding *a = job->args;
     ampi_long_sum sum;
+    int64_t p, col;
     (void)thread;
-    for (int64_t p = begin; p < end; p++)
-        for (int64_t col = 0; col < a->dy.cols; col += AMPI_SUM_COLS) {
+    for (p = begin; p < end; p++)
+        for (col = 0; col < a->dy.cols; col += AMPI_SUM_COLS) {
             ampi_sum_begin(&sum, job->cpu->path, a->dy.dtype, AMPI_MIN(a->dy.cols - col, (int64_t)AMPI_SUM_COLS));
             ampi_sum_add(&sum, ampi_mat_at(&a->dy, p, col), a->seq * a->dy.ld, (a->n - p + a->seq - 1) / a->seq);
             ampi_sum_end(&sum, ampi_mat_at(&a->dpositions, p, col), a->dpositions.dtype, a->add_positions);
@@ -8831,8 +8868,9 @@ static void ampi_embedding_positions_task(void *arg, int64_t begin, int64_t end,
 
 static void ampi_zero_rows_task(void *arg, int64_t begin, int64_t end, int thread) {
     const amp_mat *m = (const amp_mat *)arg;
+    int64_t row;
     (void)thread;
-    for (int64_t row = begin; row < end; row++)
+    for (row = begin; row < end; row++)
         memset(ampi_mat_at(m, row, 0), 0, (size_t)m->cols * amp_dtype_size(m->dtype));
 }
 
@@ -9655,7 +9693,7 @@ static ampi_precision ampi_precision_get(const amp_context *amp) {
     p.random_offset = amp->random_offset;
     return p;
 }
-/* At any level; captures and the log stay.  Weights may have changed too: drops cached casts. */
+/* At any level; does not touch captures and the log.  Weights may have changed too: drops cached casts. */
 static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->choice = p->choice;
     amp->desc.autocast_dtype = p->autocast_dtype;
@@ -10112,7 +10150,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     int locks;
     AMPI_TRY(ampi_need("amp_open", out != NULL, "out"));
     *out = NULL;
-    if (headers == NULL || n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "headers is NULL or none");
+    if (headers == NULL || n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "headers is NULL or n is below 1");
     AMPI_TRY(ampi_check_headers("amp_open", headers, n));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
@@ -11432,7 +11470,7 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
         return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, at most 63", strlen(name));
     for (i = 0; i < AMPI_BUILTIN_OPS + amp->n_ops; i++)
         if (strcmp(i < AMPI_BUILTIN_OPS ? ampi_builtins[i].name : amp->ops[i - AMPI_BUILTIN_OPS].name, name) == 0)
-            return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s exists already", name);
+            return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s already exists", name);
     AMPI_TRY(ampi_lock_and_grow(amp, "amp_operator_register", (void **)&amp->ops, &amp->n_ops, 1, &amp->op_capacity,
                                 sizeof *amp->ops));
     snprintf(amp->ops[amp->n_ops].name, sizeof amp->ops->name, "%s", name);
@@ -13416,8 +13454,8 @@ static amp_scaler *ampi_enabled(amp_scaler *scaler) {
 
 static amp_result ampi_wait(const amp_context *amp) {
     void *dev, *stream;
-    AMPI_TRY(ampi_may_wait(amp));
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+    AMPI_TRY(ampi_may_wait(amp));
     return backend->stream_sync(dev, stream);
 }
 
@@ -22668,7 +22706,11 @@ static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_
 #if AMPI_PASS >= 2
         case AMP_F16: return AMPI_V(ampi_f16_widen)(AMPI_V(ampi_f16_narrow)(v));
 #else
-        case AMP_F16: for (int i = 0; i < AMPI_W; i++) v[i] = amp_f32_from_f16(amp_f16_from_f32(v[i], 0)); return v;
+        case AMP_F16: {
+            int i;
+            for (i = 0; i < AMPI_W; i++) v[i] = amp_f32_from_f16(amp_f16_from_f32(v[i], 0));
+            return v;
+        }
 #endif
         default: return v;
     }
@@ -23232,7 +23274,8 @@ static inline ampi_vf AMPI_V(ampi_sqrt)(ampi_vf a) {
 #elif AMPI_X86 && defined(__SSE__)
     __asm__("sqrtps %0, %0" : "+x"(a));
 #else
-    for (int i = 0; i < AMPI_W; i++) a[i] = sqrtf(a[i]);
+    int i;
+    for (i = 0; i < AMPI_W; i++) a[i] = sqrtf(a[i]);
 #endif
     return a;
 }
@@ -23285,8 +23328,9 @@ static inline float AMPI_V(ampi_reduce_max)(ampi_vf v) {
 /* c[0] + c[1] x + ... + c[n - 1] x^(n - 1) */
 static inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) {
     ampi_vf p = AMPI_V(ampi_splat)(c[n - 1]);
+    int i;
     AMPI_UNROLL
-    for (int i = n - 2; i >= 0; i--) p = AMPI_V(ampi_fma)(p, x, AMPI_V(ampi_splat)(c[i]));
+    for (i = n - 2; i >= 0; i--) p = AMPI_V(ampi_fma)(p, x, AMPI_V(ampi_splat)(c[i]));
     return p;
 }
 
@@ -23652,7 +23696,8 @@ static inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, ampi_vf b
 static inline void AMPI_V(ampi_combine_strip)(float *y, const float *x, const float *b, int64_t ld, int64_t k) {
     ampi_vf s0 = AMPI_V(ampi_load)(y), s1 = AMPI_V(ampi_load)(y + AMPI_W);
     ampi_vf s2 = AMPI_V(ampi_load)(y + 2 * AMPI_W), s3 = AMPI_V(ampi_load)(y + 3 * AMPI_W);
-    for (int64_t p = 0; p < k; p++, b += ld) {
+    int64_t p;
+    for (p = 0; p < k; p++, b += ld) {
         ampi_vf factor = AMPI_V(ampi_splat)(x[p]);
         s0 = AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(b), s0);
         s1 = AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(b + AMPI_W), s1);
@@ -23714,10 +23759,13 @@ static float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
 static inline void AMPI_V(ampi_sum4)(float *sums, ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
     AMPI_V(ampi_four) r = {a, b, c, d};
     ampi_vf v;
+#if AMPI_PASS == 3
+    __m256 h;
+#endif
     r = AMPI_V(ampi_transpose4)(r);
     v = (r.a + r.b) + (r.c + r.d);
 #if AMPI_PASS == 3
-    __m256 h = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+    h = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
 #elif AMPI_PASS == 2
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1)));
@@ -24287,7 +24335,7 @@ static inline void AMPI_V(ampi_product_store)(const ampi_product *p, int64_t r, 
 #  define AMPI_PRODUCT_ROWS 4
 #endif
 static void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t x) {
-    int64_t n = p->rows - r, depth = p->depth, step = p->a_depth, ldb = p->ldb;
+    int64_t n = p->rows - r, depth = p->depth, step = p->a_depth, ldb = p->ldb, k, i;
     const float *b = p->b + x, *a0 = p->a + r * p->a_row;
     const float *a1 = n > 1 ? a0 + p->a_row : a0, *a2 = n > 2 ? a1 + p->a_row : a0, *a3 = n > 3 ? a2 + p->a_row : a0;
     AMPI_V(ampi_two) c0 = {{0.0f}, {0.0f}}, c1 = c0, c2 = c0, c3 = c0;
@@ -24296,7 +24344,7 @@ static void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t 
     const float *a7 = n > 7 ? a6 + p->a_row : a0;
     AMPI_V(ampi_two) c4 = c0, c5 = c0, c6 = c0, c7 = c0;
 #endif
-    for (int64_t k = 0, i = 0; k < depth; k++, i += step, b += ldb) {
+    for (k = 0, i = 0; k < depth; k++, i += step, b += ldb) {
         AMPI_V(ampi_two) v = AMPI_V(ampi_two_load)(b);
         c0 = AMPI_V(ampi_two_fma)(a0 + i, v, c0);
         c1 = AMPI_V(ampi_two_fma)(a1 + i, v, c1);
@@ -24322,8 +24370,9 @@ static void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t 
 }
 
 static void AMPI_V(ampi_product_all)(const ampi_product *p) {
-    for (int64_t r = 0; r < p->rows; r += AMPI_PRODUCT_ROWS) {
-        for (int64_t x = 0; x < p->cols; x += 2 * AMPI_W) AMPI_V(ampi_product_rows)(p, r, x);
+    int64_t r, x;
+    for (r = 0; r < p->rows; r += AMPI_PRODUCT_ROWS) {
+        for (x = 0; x < p->cols; x += 2 * AMPI_W) AMPI_V(ampi_product_rows)(p, r, x);
     }
 }
 #undef AMPI_PRODUCT_ROWS
@@ -24333,10 +24382,11 @@ static inline ampi_vi AMPI_V(ampi_is_zero)(ampi_vf x) { return (ampi_vi)(((ampi_
 
 static void AMPI_V(ampi_product_weighted)(const ampi_product *p, int32_t a_is_weight) {
     ampi_vf zero = AMPI_V(ampi_splat)(0.0f);
-    for (int64_t r = 0; r < p->rows; r++) {
-        for (int64_t x = 0; x < p->cols; x += 2 * AMPI_W) {
+    int64_t r, x, k;
+    for (r = 0; r < p->rows; r++) {
+        for (x = 0; x < p->cols; x += 2 * AMPI_W) {
             AMPI_V(ampi_two) sum = {{0.0f}, {0.0f}};
-            for (int64_t k = 0; k < p->depth; k++) {
+            for (k = 0; k < p->depth; k++) {
                 ampi_vf a = AMPI_V(ampi_splat)(p->a[r * p->a_row + k * p->a_depth]);
                 AMPI_V(ampi_two) b = AMPI_V(ampi_two_load)(p->b + k * p->ldb + x);
                 sum.x += AMPI_V(ampi_select)(AMPI_V(ampi_is_zero)(a_is_weight ? a : b.x), zero, a * b.x);
@@ -24351,10 +24401,11 @@ static inline ampi_vi AMPI_V(ampi_load_int)(const int32_t *p) { ampi_vi v; memcp
 
 static void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value) {
     ampi_vf hidden = AMPI_V(ampi_splat)(value);
-    for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
+    int64_t x, r;
+    for (x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vi first = AMPI_V(ampi_load_int)(mask->first + x), low = AMPI_V(ampi_load_int)(mask->low + x);
         ampi_vi high = AMPI_V(ampi_load_int)(mask->high + x), document = AMPI_V(ampi_load_int)(mask->document + x);
-        for (int64_t r = 0; r < rows; r++) {
+        for (r = 0; r < rows; r++) {
             ampi_vi row = AMPI_V(ampi_splat_int)((int32_t)r);
             ampi_vi seen = (ampi_vi)(row < first) | ((ampi_vi)(row >= low) & (ampi_vi)(row < high));
             float *p = tile + r * AMPI_STRIP + x;
@@ -24372,11 +24423,11 @@ static inline ampi_vi AMPI_V(ampi_is_lowest)(ampi_vf x) { return (ampi_vi)((ampi
    softmax of Milakov and Gimelshein 2018.  Lanes with no visible key yet keep m = -inf and get p = 0. */
 static void AMPI_V(ampi_soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale,
                                 amp_dtype compute) {
-    for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
+    int64_t x, r;
+    for (x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vf old = AMPI_V(ampi_load)(max + x), m = old, n = old, s = AMPI_V(ampi_splat)(0.0f), shift, factor;
         float *p = tile + x;
-        int64_t r = 0;
-        for (; r + 2 <= rows; r += 2) {
+        for (r = 0; r + 2 <= rows; r += 2) {
             m = AMPI_V(ampi_max)(AMPI_V(ampi_load)(p + r * AMPI_STRIP), m);
             n = AMPI_V(ampi_max)(AMPI_V(ampi_load)(p + (r + 1) * AMPI_STRIP), n);
         }
@@ -24397,7 +24448,8 @@ static void AMPI_V(ampi_soften)(float *tile, int64_t rows, float *max, float *su
 
 static void AMPI_V(ampi_finish)(const float *max, const float *sum, float *lse, float *inverse) {
     ampi_vf lowest = (ampi_vf)AMPI_V(ampi_splat_int)(-0x00800000), one = AMPI_V(ampi_splat)(1.0f);
-    for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
+    int64_t x;
+    for (x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vf s = AMPI_V(ampi_load)(sum + x), m = AMPI_V(ampi_load)(max + x);
         ampi_vi none = AMPI_V(ampi_is_zero)(s);
         AMPI_V(ampi_store)(lse + x, AMPI_V(ampi_select)(none, lowest, m + AMPI_V(ampi_log)(s)));
@@ -24407,10 +24459,11 @@ static void AMPI_V(ampi_finish)(const float *max, const float *sum, float *lse, 
 
 static void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const float *lse, const float *delta) {
     ampi_vf highest = (ampi_vf)AMPI_V(ampi_splat_int)(0x7f800000);
-    for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
+    int64_t x, i;
+    for (x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vf l = AMPI_V(ampi_load)(lse + x), d = AMPI_V(ampi_load)(delta + x);
         l = AMPI_V(ampi_select)(AMPI_V(ampi_is_lowest)(l), highest, l);      /* a query without visible keys: p = 0 */
-        for (int64_t i = x; i < rows * AMPI_STRIP; i += AMPI_STRIP) {
+        for (i = x; i < rows * AMPI_STRIP; i += AMPI_STRIP) {
             ampi_vf e = AMPI_V(ampi_exp)(AMPI_V(ampi_load)(p + i) - l);
             AMPI_V(ampi_store)(p + i, e);
             AMPI_V(ampi_store)(ds + i, e * (AMPI_V(ampi_load)(ds + i) - d));
@@ -24424,10 +24477,10 @@ static float AMPI_V(ampi_attention_dot)(const float *a, const float *b, int64_t 
 static int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
     ampi_vi nan = AMPI_V(ampi_splat_int)(0);
     int32_t any = 0;
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W)
         nan |= AMPI_V(ampi_is_nan)(AMPI_V(ampi_load_tail)(x + i, AMPI_MIN(n - i, (int64_t)AMPI_W)));
-    }
-    for (int i = 0; i < AMPI_W; i++) any |= nan[i];
+    for (i = 0; i < AMPI_W; i++) any |= nan[i];
     return any != 0;
 }
 
@@ -24436,10 +24489,11 @@ static void AMPI_V(ampi_softmax_backward_row)(const float *y, const float *dy, f
                                               int64_t n) {
     ampi_vf s, zero = AMPI_V(ampi_splat)(0.0f), factor = AMPI_V(ampi_splat)(scale);
     double sum = 0.0;
-    for (int64_t chunk = 0; chunk < n; chunk += AMPI_ROW_CHUNK) {
+    int64_t chunk, i;
+    for (chunk = 0; chunk < n; chunk += AMPI_ROW_CHUNK) {
         int64_t end = AMPI_MIN(n, chunk + AMPI_ROW_CHUNK);
         s = zero;
-        for (int64_t i = chunk; i < end; i += AMPI_W) {
+        for (i = chunk; i < end; i += AMPI_W) {
             int64_t m = AMPI_MIN(end - i, (int64_t)AMPI_W);
             ampi_vf p = AMPI_V(ampi_load_tail)(y + i, m), d = AMPI_V(ampi_load_tail)(dy + i, m);
             s += AMPI_V(ampi_select)(AMPI_V(ampi_is_zero)(p), zero, p * d);
@@ -24447,7 +24501,7 @@ static void AMPI_V(ampi_softmax_backward_row)(const float *y, const float *dy, f
         sum += (double)AMPI_V(ampi_sum)(s);
     }
     s = AMPI_V(ampi_splat)((float)sum);
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    for (i = 0; i < n; i += AMPI_W) {
         int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_W);
         ampi_vf p = AMPI_V(ampi_load_tail)(y + i, m), d = AMPI_V(ampi_load_tail)(dy + i, m);
         d = AMPI_V(ampi_select)(AMPI_V(ampi_is_zero)(p), zero, p * (d - s) * factor);
@@ -24567,27 +24621,31 @@ static inline ampi_vf AMPI_V(ampi_act_back)(amp_activation_kind kind, ampi_vf x,
 }
 
 static void AMPI_V(ampi_activation_row)(amp_activation_kind kind, const float *x, float *y, int64_t n) {
-    for (int64_t i = 0; i < n; i += AMPI_W)
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W)
         AMPI_V(ampi_store_upto)(y + i, AMPI_V(ampi_act)(kind, AMPI_V(ampi_load_upto)(x + i, n - i)), n - i);
 }
 
 static void AMPI_V(ampi_activation_backward_row)(amp_activation_kind kind, const float *x, const float *dy,
                                                  float *dx, int64_t n) {
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
         ampi_vf v = AMPI_V(ampi_load_upto)(x + i, n - i), d = AMPI_V(ampi_load_upto)(dy + i, n - i);
         AMPI_V(ampi_store_upto)(dx + i, AMPI_V(ampi_act_back)(kind, v, d), n - i);
     }
 }
 
 static void AMPI_V(ampi_tanh_backward_row)(const float *y, const float *dy, float *dx, int64_t n) {
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
         ampi_vf v = AMPI_V(ampi_load_upto)(y + i, n - i), d = AMPI_V(ampi_load_upto)(dy + i, n - i);
         AMPI_V(ampi_store_upto)(dx + i, d * AMPI_V(ampi_tanh_slope)(v), n - i);
     }
 }
 
 static void AMPI_V(ampi_swiglu_row)(const float *gate, const float *up, float *y, int64_t n) {
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
         ampi_vf g = AMPI_V(ampi_load_upto)(gate + i, n - i), u = AMPI_V(ampi_load_upto)(up + i, n - i);
         AMPI_V(ampi_store_upto)(y + i, g * AMPI_V(ampi_sigmoid)(g) * u, n - i);
     }
@@ -24595,7 +24653,8 @@ static void AMPI_V(ampi_swiglu_row)(const float *gate, const float *up, float *y
 
 static void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const float *up, const float *dy, float *dgate,
                                              float *dup, int64_t n) {
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
         ampi_vf g = AMPI_V(ampi_load_upto)(gate + i, n - i), u = AMPI_V(ampi_load_upto)(up + i, n - i);
         ampi_vf d = AMPI_V(ampi_load_upto)(dy + i, n - i), s = AMPI_V(ampi_sigmoid)(g);
         AMPI_V(ampi_store_upto)(dgate + i, d * u * AMPI_V(ampi_silu_slope)(g, s), n - i);
@@ -24748,7 +24807,8 @@ static float AMPI_V(ampi_sum_squares_row)(const float *x, float mean, int64_t n)
 static void AMPI_V(ampi_normalize_row)(const float *x, float mean, float rstd, const float *weight,
                                        const float *bias, float *y, int64_t n) {
     ampi_vf m = AMPI_V(ampi_splat)(mean), r = AMPI_V(ampi_splat)(rstd);
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
         ampi_vf v = (AMPI_V(ampi_load_upto)(x + i, n - i) - m) * r;
         if (weight && bias)
             v = AMPI_V(ampi_fma)(v, AMPI_V(ampi_load_upto)(weight + i, n - i), AMPI_V(ampi_load_upto)(bias + i, n - i));
@@ -24763,7 +24823,8 @@ static void AMPI_V(ampi_norm_sums_row)(const float *x, const float *dy, const fl
                                        float rstd, float *dweight, float *dbias, float sums[2], int64_t n) {
     ampi_vf m = AMPI_V(ampi_splat)(mean), r = AMPI_V(ampi_splat)(rstd);
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0;
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
         ampi_vf h = (AMPI_V(ampi_load_upto)(x + i, n - i) - m) * r, d = AMPI_V(ampi_load_upto)(dy + i, n - i);
         ampi_vf g = d;
         if (weight) g *= AMPI_V(ampi_load_upto)(weight + i, n - i);
@@ -24783,7 +24844,8 @@ static void AMPI_V(ampi_norm_dx_row)(const float *x, const float *dy, const floa
                                      float mean, float rstd, const float means[2], float *dx, int64_t n) {
     ampi_vf m = AMPI_V(ampi_splat)(mean), r = AMPI_V(ampi_splat)(rstd);
     ampi_vf g_mean = AMPI_V(ampi_splat)(means[0]), gh_mean = AMPI_V(ampi_splat)(means[1]);
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
         ampi_vf h = (AMPI_V(ampi_load_upto)(x + i, n - i) - m) * r, g = AMPI_V(ampi_load_upto)(dy + i, n - i);
         if (weight) g *= AMPI_V(ampi_load_upto)(weight + i, n - i);
         g = AMPI_V(ampi_fma)(-h, gh_mean, g - g_mean);
@@ -24827,7 +24889,8 @@ static float AMPI_V(ampi_exp_sum_row)(const float *x, float max, float *e, int64
 static float AMPI_V(ampi_squared_error_row)(const float *x, const float *target, float scale, float *dx,
                                             int64_t n) {
     ampi_vf s = AMPI_V(ampi_splat)(0.0f), f = AMPI_V(ampi_splat)(scale);
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
         ampi_vf d = AMPI_V(ampi_load_upto)(x + i, n - i) - AMPI_V(ampi_load_upto)(target + i, n - i);
         s = AMPI_V(ampi_fma)(d, d, s);
         if (dx) AMPI_V(ampi_store_upto)(dx + i, d * f, n - i);
@@ -24837,14 +24900,16 @@ static float AMPI_V(ampi_squared_error_row)(const float *x, const float *target,
 
 static void AMPI_V(ampi_scale_shift_row)(const float *x, float a, float b, float *y, int64_t n) {
     ampi_vf scale = AMPI_V(ampi_splat)(a), shift = AMPI_V(ampi_splat)(b);
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
         AMPI_V(ampi_store_upto)(y + i, AMPI_V(ampi_fma)(AMPI_V(ampi_load_upto)(x + i, n - i), scale, shift), n - i);
     }
 }
 
 static void AMPI_V(ampi_add_row)(const float *a, float alpha, const float *b, float beta, float *y, int64_t n) {
     ampi_vf va = AMPI_V(ampi_splat)(alpha), vb = AMPI_V(ampi_splat)(beta);
-    for (int64_t i = 0; i < n; i += AMPI_W) {
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
         ampi_vf v = AMPI_V(ampi_load_upto)(a + i, n - i) * va;
         if (b) v = AMPI_V(ampi_fma)(AMPI_V(ampi_load_upto)(b + i, n - i), vb, v);
         AMPI_V(ampi_store_upto)(y + i, v, n - i);
@@ -24855,10 +24920,11 @@ static void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, uint32
                                      uint64_t seed, uint64_t index) {
     uint32_t words[256];
     ampi_vf s = AMPI_V(ampi_splat)(scale);
-    for (int64_t begin = 0; begin < n; begin += 256) {
+    int64_t begin, i;
+    for (begin = 0; begin < n; begin += 256) {
         int64_t end = AMPI_MIN(n, begin + 256);
         AMPI_V(ampi_random)(words, end - begin, seed, index + (uint64_t)begin);
-        for (int64_t i = begin; i < end; i += AMPI_W) {
+        for (i = begin; i < end; i += AMPI_W) {
             ampi_vi word, kept;
             ampi_vf v = AMPI_V(ampi_load_upto)(x + i, end - i) * s;
             memcpy(&word, words + (i - begin), sizeof word);

@@ -3,7 +3,7 @@
 . tests/lib.sh
 cc=${CC:-gcc}
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n' > "$work/impl.c"
-$cc -std=c99 -O0 -I. -c "$work/impl.c" -o "$work/impl.o"
+$cc -std=c99 -O0 -I. -Wdeclaration-after-statement -c "$work/impl.c" -o "$work/impl.o" 2> "$work/impl.log" || cat "$work/impl.log"
 if have nm; then
     stray=$(nm -g --defined-only "$work/impl.o" | awk '{print $3}' | grep -v '^amp_' | tr '\n' ' ')
     if [ -z "$stray" ]; then pass; else fail "exported symbols" "$stray"; fi
@@ -30,6 +30,11 @@ $cc -std=gnu99 -I. -dM -E "$work/use.c" | awk '{print $2}' | sed 's/(.*//' | sor
 $cc -std=gnu99 -dM -E "$work/base.c" | awk '{print $2}' | sed 's/(.*//' | sort > "$work/base"
 stray=$(comm -23 "$work/macros" "$work/base" | grep -v '^AMPI\{0,1\}_' | tr '\n' ' ')
 if [ -z "$stray" ]; then pass; else fail "macros" "$stray"; fi
+
+# Declarations begin their block, those of loops' counters too.
+mixed=$({ grep 'declaration-after-statement' "$work/impl.log"
+          awk '/^\/\* Stop here/ {p = 1} p && /for \([a-z0-9_]+ [a-z]/ {print FILENAME ":" FNR}' amp.h; } | head -n 3)
+if [ -z "$mixed" ]; then pass; else fail "declarations" "$mixed"; fi
 
 # Sizes: the first prototype before line 400, the API below 195 KiB, the whole below 1240 KiB; lines of at most 120 columns.
 line=$(grep -n '^AMP_API' amp.h | head -n 1 | cut -d: -f1)
