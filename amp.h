@@ -289,11 +289,10 @@
    TRAPS AND ROUNDING  The CPU backend computes and converts in C's default floating-point environment (no traps, round
      to nearest, subnormals kept), whatever your program or a library linked with -Ofast has set.  Yours is back when a
      call returns, and in callbacks: .parallel and its threads, allocator, logger, steps, your kernels; a loader's run
-     in that of the thread that created it.  Where yours differs a call takes 35 ns more (measured on an EPYC), else
-     nothing.  Traps for FE_INEXACT and FE_UNDERFLOW stay active in host code of >>watch and >>care.  Calls may raise
-     exception flags but clear none.  Your own sums may trap on inf - inf when too high a scale makes gradients
-     infinite: call amp_count_nonfinite first, and if it finds any go straight to amp_scaler_update_with(scaler, 1), as
-     in tests/hosts.
+     in that of the thread that created it.  If yours differs, a call costs 35 ns more (measured on an EPYC).  Traps for
+     FE_INEXACT and FE_UNDERFLOW stay active in host code of >>watch and >>care.  Calls may raise exception flags but
+     clear none.  Your own sums may trap on inf - inf when too high a scale makes gradients infinite: call
+     amp_count_nonfinite first, and if it finds any go straight to amp_scaler_update_with(scaler, 1), as in tests/hosts.
 
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a restart
      from a saved state, except for sign and payload of NaN.  Which CPU paths (in the order of amp_cpu_path) agree;
