@@ -809,6 +809,7 @@ typedef enum amp_operator {
     AMP_OP_LAYERNORM = 5, AMP_OP_RMSNORM = 6, AMP_OP_SOFTMAX = 7,
     AMP_OP_ACTIVATION = 8, AMP_OP_SWIGLU = 9, AMP_OP_CROSS_ENTROPY = 10, AMP_OP_MSE = 11,
     AMP_OP_EMBEDDING = 12, AMP_OP_DROPOUT = 13, AMP_OP_ADD = 14,
+    AMPI_BUILTIN_OPS,           /* how many there are, NONE included */
     AMP_OP_USER = 1000,         /* the first of your own */
     AMP_OP_FORCE_I32 = 0x7fffffff
 } amp_operator;
@@ -9465,7 +9466,7 @@ AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
 enum {
     AMPI_LOG_IDS = 64,
     AMPI_LOG_REPEATS = 10,
-    AMPI_BUILTIN_OPS = 15,
+    AMPI_MOST_OPS = 64,
     AMPI_TOLD = 4096,
     AMPI_TOLD_CAPACITY = 2 * AMPI_TOLD
 };
@@ -9581,7 +9582,7 @@ struct amp_context {
     amp_cache_info mask_info;
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
     ampi_user_op *ops; int64_t n_ops, op_capacity;
-    uint8_t override_policy[AMPI_BUILTIN_OPS];              /* amp_cast_policy */
+    uint8_t override_policy[AMPI_MOST_OPS];                 /* amp_cast_policy, by built-in operator */
     ampi_cells *cells;              /* device memory; NULL if host-visible without graphs */
     ampi_object *capture;           /* the graph being captured, else NULL */
     int graphs;                     /* live ones: the caches keep what they use */
@@ -11240,8 +11241,10 @@ static const struct ampi_builtin { const char *name; uint8_t policy[2]; } ampi_b
     {"mse", {AMP_CAST_FP32, AMP_CAST_FP32}},
     {"embedding", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"dropout", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
-    {"add", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}}
+    {"add", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
 };
+
+enum { AMPI_BUILTINS_FIT = 1 / ((int)AMPI_BUILTIN_OPS <= (int)AMPI_MOST_OPS) };
 
 static const char *ampi_op_name(const amp_context *amp, int32_t op) {
     return op < AMPI_BUILTIN_OPS ? ampi_builtins[op].name : amp->ops[op - AMP_OP_USER].name;
@@ -13211,6 +13214,7 @@ static amp_result ampi_dropout_kernel(ampi_call *c) {
    none); whether the first names a layer without a name; the operator's functions. */
 
 typedef struct ampi_operator {
+    int32_t id;
     const char *names[2];           /* of the public functions */
     size_t plan, params[2];
     int named;
@@ -13218,26 +13222,28 @@ typedef struct ampi_operator {
     amp_result (*kernel)(ampi_call *c);
 } ampi_operator;
 
-#define AMPI_CALL(name, a, b, named) \
-    {{"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##name##_op, plan), {a, b}, named, ampi_##name##_prepare, \
-     ampi_##name##_kernel}
+#define AMPI_CALL(id, name, a, b, named) \
+    {AMP_OP_##id, {"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##name##_op, plan), {a, b}, named, \
+     ampi_##name##_prepare, ampi_##name##_kernel}
 #define AMPI_IN(name, field) offsetof(amp_##name##_op, field)
-static const ampi_operator ampi_calls[] = {     /* from AMP_OP_SOFTMAX on */
-    AMPI_CALL(softmax, 0, 0, 0),
-    AMPI_CALL(activation, AMPI_IN(activation, bias), 0, 0),
-    AMPI_CALL(swiglu, AMPI_IN(swiglu, gate_bias), AMPI_IN(swiglu, up_bias), 0),
-    AMPI_CALL(cross_entropy, 0, 0, 0),
-    AMPI_CALL(mse, 0, 0, 0),
-    AMPI_CALL(embedding, AMPI_IN(embedding, table), AMPI_IN(embedding, positions), 1),
-    AMPI_CALL(dropout, 0, 0, 0)
+static const ampi_operator ampi_calls[] = {
+    AMPI_CALL(SOFTMAX, softmax, 0, 0, 0),
+    AMPI_CALL(ACTIVATION, activation, AMPI_IN(activation, bias), 0, 0),
+    AMPI_CALL(SWIGLU, swiglu, AMPI_IN(swiglu, gate_bias), AMPI_IN(swiglu, up_bias), 0),
+    AMPI_CALL(CROSS_ENTROPY, cross_entropy, 0, 0, 0),
+    AMPI_CALL(MSE, mse, 0, 0, 0),
+    AMPI_CALL(EMBEDDING, embedding, AMPI_IN(embedding, table), AMPI_IN(embedding, positions), 1),
+    AMPI_CALL(DROPOUT, dropout, 0, 0, 0),
 };
 
 static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backward) {
-    const ampi_operator *row = &ampi_calls[id - AMP_OP_SOFTMAX];
-    const char *f = row->names[backward], *layer;
+    const ampi_operator *row = ampi_calls;
+    const char *f, *layer;
     amp_plan *plan;
     ampi_call c;
     int i;
+    while (row->id != id) row++;
+    f = row->names[backward];
     AMPI_TRY(ampi_op_begin(f, amp, op, row->plan));
     c.amp = amp; c.f = f; c.op = op; c.id = id; c.backward = backward; c.bad = 0;
     c.inputs[0] = c.inputs[1] = AMP_DTYPE_DEFAULT;

@@ -97,6 +97,20 @@ backends grad_live =[^=]
 gradients ->(delivered|events[[]|flushed)
 end
 
+# One more operator takes the places that README.md lists and no other: probe.txt names them, with what each needs.
+mkdir -p "$work/probe"
+awk -f tests/probe.awk tests/probe.txt amp.h > "$work/probe/amp.h"
+check "an operator more builds" $cc -std=c99 -O0 -Wall -Wextra -Werror -I"$work/probe" -Itests tests/probe.c -o "$work/probe/probe" -lm -lpthread
+if "$work/probe/probe" > "$work/said" 2>&1; then pass; else fail "an operator more" "$(tail -n 5 "$work/said")"; fi
+breaches=$(upward "$work/probe/amp.h")
+if [ -z "$breaches" ]; then pass; else fail "an operator more" "$(echo "$breaches" | head -n 3)"; fi
+tr -s '\n ' ' ' < tests/README.md > "$work/readme"
+sed -n 's/^@ .* @ .* @ //p' tests/probe.txt > "$work/places"
+if [ "$(wc -l < "$work/places")" -ge 10 ]; then pass; else fail "probe.txt" "no places"; fi
+while read -r place; do
+    if grep -qF -e "$place" "$work/readme"; then pass; else fail "places of an operator" "README.md does not say: $place"; fi
+done < "$work/places"
+
 # What amp_open compares: every struct of the API half stands in the list of sizes, but the one it compares by.
 awk '/^\/\* Stop here/ {exit} {print}' amp.h | sed -nE 's/^(typedef )?struct (amp_[a-z0-9_]+) \{.*/\2/p' | grep -v '^amp_header$' | sort > "$work/structs"
 awk '/^#define AMPI_STRUCTS\(X\)/ {p = 1} p {print} p && !/\\$/ {exit}' amp.h | grep -oE 'X\([a-z0-9_]+\)' | sed 's/X(\(.*\))/amp_\1/' | sort > "$work/listed"
@@ -144,7 +158,7 @@ if [ -z "$words" ]; then pass; else fail "unfinished words" "$words"; fi
 
 # Every AMP_ name that tests and examples use exists: in amp.h, in the shim, or as the variable of a setting.  Text in
 # quotes is the program's own business.
-grep -ohE '\bAMPI?_[A-Z0-9_]+\b' amp.h examples/adopt/cblas.h > "$work/names"
+grep -ohE '\bAMPI?_[A-Z0-9_]+\b' amp.h examples/adopt/cblas.h tests/probe.txt > "$work/names"
 sed -n 's/^    {"\([a-z0-9_]*\)", AMPI_[A-Z0-9]*, AMPI_AT(.*/AMP_\1/p' amp.h | tr '[:lower:]' '[:upper:]' >> "$work/names"
 sort -u "$work/names" > "$work/known"
 unknown=$(sed 's/"[^"]*"//g' tests/*.[ch] tests/*.sh examples/*.[ch] README.md Makefile | grep -ohE '\bAMP_[A-Z0-9_]+\b' | grep -v '_$' | sort -u | comm -23 - "$work/known" | tr '\n' ' ')
