@@ -1889,7 +1889,7 @@ TEST(failing_threads) {
         f.threads = 0;
         f.fail_thread = n;
         CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_THREAD);
-        CHECK(l == NULL && strstr(amp_last_error(), n == 1 ? "opening" : "worker ") != NULL);
+        CHECK(l == NULL && strstr(amp_last_error(), n == 1 ? "open files" : "worker ") != NULL);
     }
     f.threads = 0;
     f.fail_thread = 6;
