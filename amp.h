@@ -12782,7 +12782,6 @@ typedef struct ampi_call {
 /* ---- Norms */
 
 static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, amp_k_norm *k) {
-    memset(k, 0, sizeof *k);
     AMPI_TRY(ampi_rows(f, "x", &op->x, &k->x));
     AMPI_TRY(ampi_optional_rows(f, "residual", &op->residual, "x", &k->x, &k->residual));
     AMPI_TRY(ampi_optional_rows(f, "sum", &op->sum, "x", &k->x, &k->sum));
@@ -12807,25 +12806,37 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     return AMP_OK;
 }
 
-static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op *op, int rms) {
-    ampi_places at;
-    amp_k_norm k;
-    amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_norm_op, plan)));
-    AMPI_TRY(ampi_check_known(amp, f, op->weight));
-    AMPI_TRY(ampi_check_known(amp, f, op->bias));
-    AMPI_TRY(ampi_norm_args(f, op, rms, &k));
-    at.n = 0;
-    ampi_reads(&at, ".x", &op->x); ampi_reads(&at, ".residual", &op->residual);
-    ampi_reads_param(&at, ".weight", op->weight); ampi_reads_param(&at, ".bias", op->bias);
-    ampi_writes_over(&at, ".sum", &op->sum, ".x", ".residual"); ampi_writes(&at, ".y", &op->y);
-    if (!rms) ampi_writes_array(&at, ".mean", op->mean, k.x.rows * (int64_t)sizeof(float));
-    ampi_writes_array(&at, ".rstd", op->rstd, k.x.rows * (int64_t)sizeof(float));
-    AMPI_TRY(ampi_check_places(f, &at));
-    AMPI_TRY(ampi_plan_forward(amp, f, rms ? AMP_OP_RMSNORM : AMP_OP_LAYERNORM, ampi_layer_name(op->layer, op->weight),
-                               k.x.dtype, AMP_DTYPE_DEFAULT, ampi_versions(op->weight, op->bias), &op->plan, &plan));
-    AMPI_TRY(ampi_as(f, amp->backend->norm(amp->dev, &k, amp->desc.stream)));
-    op->plan = plan;
+static amp_result ampi_norm_prepare(ampi_call *c) {
+    const amp_norm_op *op = (const amp_norm_op *)c->op;
+    const char *f = c->f;
+    amp_param *w = c->params[0], *b = c->params[1];
+    ampi_places *at = &c->at;
+    amp_k_norm *k = &c->k.norm;
+    int rms = c->id == AMP_OP_RMSNORM;
+    AMPI_TRY(ampi_norm_args(f, op, rms, k));
+    c->inputs[0] = k->x.dtype;
+    if (!c->backward) {
+        ampi_reads(at, ".x", &op->x); ampi_reads(at, ".residual", &op->residual);
+        ampi_reads_param(at, ".weight", w); ampi_reads_param(at, ".bias", b);
+        ampi_writes_over(at, ".sum", &op->sum, ".x", ".residual"); ampi_writes(at, ".y", &op->y);
+        if (!rms) ampi_writes_array(at, ".mean", op->mean, k->x.rows * (int64_t)sizeof(float));
+        ampi_writes_array(at, ".rstd", op->rstd, k->x.rows * (int64_t)sizeof(float));
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k->y, &k->dy));
+    AMPI_TRY(ampi_rows_like(f, "dx", &op->dx, "x", &k->x, &k->dx));
+    AMPI_TRY(ampi_optional_rows(f, "dsum", &op->dsum, "x", &k->x, &k->dsum));
+    AMPI_TRY(ampi_optional_rows(f, "dx_low", &op->dx_low, "x", &k->x, &k->dx_low));
+    if (k->dx_low.data && (k->dx.dtype != AMP_F32 || k->dx_low.dtype == AMP_F32))
+        return ampi_fail(AMP_ERR_DTYPE, f, ".dx_low is %s beside .dx in %s, must be fp16 or bf16 beside fp32",
+                         amp_dtype_name(k->dx_low.dtype), amp_dtype_name(k->dx.dtype));
+    if (k->sum.data) ampi_reads(at, ".sum", &op->sum);
+    else ampi_reads(at, ".x", &op->x);
+    ampi_reads_param(at, ".weight", w); ampi_reads(at, ".dy", &op->dy); ampi_reads(at, ".dsum", &op->dsum);
+    if (!rms) ampi_reads_array(at, ".mean", op->mean, k->x.rows * (int64_t)sizeof(float));
+    ampi_reads_array(at, ".rstd", op->rstd, k->x.rows * (int64_t)sizeof(float));
+    ampi_writes_over(at, ".dx", &op->dx, ".dsum", NULL); ampi_writes(at, ".dx_low", &op->dx_low);
+    ampi_writes_gradient(at, ".weight->grad", w); ampi_writes_gradient(at, ".bias->grad", b);
     return AMP_OK;
 }
 
@@ -12836,51 +12847,14 @@ static void ampi_gradient_of(const amp_param *p, amp_k_gradient *out) {
     out->add = p->grad_live;
 }
 
-static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_op *op, int rms) {
-    amp_param *w = op ? op->weight : NULL, *b = op ? op->bias : NULL;
-    ampi_places at;
-    amp_k_norm k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_norm_op, plan)));
-    AMPI_TRY(ampi_check_known(amp, f, op->weight));
-    AMPI_TRY(ampi_check_known(amp, f, op->bias));
-    AMPI_TRY(ampi_check_plan(f, &op->plan));
-    AMPI_TRY(ampi_norm_args(f, op, rms, &k));
-    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
-    AMPI_TRY(ampi_rows_like(f, "dx", &op->dx, "x", &k.x, &k.dx));
-    AMPI_TRY(ampi_optional_rows(f, "dsum", &op->dsum, "x", &k.x, &k.dsum));
-    AMPI_TRY(ampi_optional_rows(f, "dx_low", &op->dx_low, "x", &k.x, &k.dx_low));
-    if (k.dx_low.data && (k.dx.dtype != AMP_F32 || k.dx_low.dtype == AMP_F32))
-        return ampi_fail(AMP_ERR_DTYPE, f, ".dx_low is %s beside .dx in %s, must be fp16 or bf16 beside fp32",
-                         amp_dtype_name(k.dx_low.dtype), amp_dtype_name(k.dx.dtype));
-    at.n = 0;
-    if (k.sum.data) ampi_reads(&at, ".sum", &op->sum);
-    else ampi_reads(&at, ".x", &op->x);
-    ampi_reads_param(&at, ".weight", w); ampi_reads(&at, ".dy", &op->dy); ampi_reads(&at, ".dsum", &op->dsum);
-    if (!rms) ampi_reads_array(&at, ".mean", op->mean, k.x.rows * (int64_t)sizeof(float));
-    ampi_reads_array(&at, ".rstd", op->rstd, k.x.rows * (int64_t)sizeof(float));
-    ampi_writes_over(&at, ".dx", &op->dx, ".dsum", NULL); ampi_writes(&at, ".dx_low", &op->dx_low);
-    ampi_writes_gradient(&at, ".weight->grad", w); ampi_writes_gradient(&at, ".bias->grad", b);
-    AMPI_TRY(ampi_check_places(f, &at));
-    if (k.sum.data) k.x = k.sum;
-    ampi_gradient_of(w, &k.dweight);
-    ampi_gradient_of(b, &k.dbias);
-    AMPI_TRY(ampi_as(f, amp->backend->norm_backward(amp->dev, &k, amp->desc.stream)));
-    ampi_gradient_live(w, 1);
-    ampi_gradient_live(b, 1);
-    return AMP_OK;
-}
-
-AMP_API amp_result amp_layernorm(amp_context *amp, amp_norm_op *op) {
-    return ampi_norm_forward(amp, "amp_layernorm", op, 0);
-}
-AMP_API amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op) {
-    return ampi_norm_backward(amp, "amp_layernorm_backward", op, 0);
-}
-AMP_API amp_result amp_rmsnorm(amp_context *amp, amp_norm_op *op) {
-    return ampi_norm_forward(amp, "amp_rmsnorm", op, 1);
-}
-AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op) {
-    return ampi_norm_backward(amp, "amp_rmsnorm_backward", op, 1);
+static amp_result ampi_norm_kernel(ampi_call *c) {
+    const amp_backend *backend = c->amp->backend;
+    amp_k_norm *k = &c->k.norm;
+    if (!c->backward) return backend->norm(c->amp->dev, k, c->amp->desc.stream);
+    if (k->sum.data) k->x = k->sum;
+    ampi_gradient_of(c->params[0], &k->dweight);
+    ampi_gradient_of(c->params[1], &k->dbias);
+    return backend->norm_backward(c->amp->dev, k, c->amp->desc.stream);
 }
 
 /* ---- Softmax */
@@ -13222,11 +13196,14 @@ typedef struct ampi_operator {
     amp_result (*kernel)(ampi_call *c);
 } ampi_operator;
 
-#define AMPI_CALL(id, name, a, b, named) \
-    {AMP_OP_##id, {"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##name##_op, plan), {a, b}, named, \
-     ampi_##name##_prepare, ampi_##name##_kernel}
+#define AMPI_CALL_OF(id, name, op, a, b, named) \
+    {AMP_OP_##id, {"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##op##_op, plan), {a, b}, named, \
+     ampi_##op##_prepare, ampi_##op##_kernel}
+#define AMPI_CALL(id, name, a, b, named) AMPI_CALL_OF(id, name, name, a, b, named)
 #define AMPI_IN(name, field) offsetof(amp_##name##_op, field)
 static const ampi_operator ampi_calls[] = {
+    AMPI_CALL_OF(LAYERNORM, layernorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), 1),
+    AMPI_CALL_OF(RMSNORM, rmsnorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), 1),
     AMPI_CALL(SOFTMAX, softmax, 0, 0, 0),
     AMPI_CALL(ACTIVATION, activation, AMPI_IN(activation, bias), 0, 0),
     AMPI_CALL(SWIGLU, swiglu, AMPI_IN(swiglu, gate_bias), AMPI_IN(swiglu, up_bias), 0),
@@ -13269,6 +13246,16 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
     return AMP_OK;
 }
 
+AMP_API amp_result amp_layernorm(amp_context *amp, amp_norm_op *op) {
+    return ampi_operate(amp, AMP_OP_LAYERNORM, op, 0);
+}
+AMP_API amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op) {
+    return ampi_operate(amp, AMP_OP_LAYERNORM, op, 1);
+}
+AMP_API amp_result amp_rmsnorm(amp_context *amp, amp_norm_op *op) { return ampi_operate(amp, AMP_OP_RMSNORM, op, 0); }
+AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op) {
+    return ampi_operate(amp, AMP_OP_RMSNORM, op, 1);
+}
 AMP_API amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) {
     return ampi_operate(amp, AMP_OP_SOFTMAX, op, 0);
 }
