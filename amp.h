@@ -6248,6 +6248,11 @@ static const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, flo
     ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
     return scratch;
 }
+/* Fetches the first 4 KiB of a row that is read soon into the cache: processors do not foresee rows that lie apart. */
+static void ampi_prefetch(const void *row, amp_dtype dtype, int64_t n) {
+    int64_t bytes = AMPI_MIN(n * (int64_t)amp_dtype_size(dtype), (int64_t)4096), i;
+    for (i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
+}
 static float *ampi_row_out(void *row, amp_dtype dtype, float *scratch) {
     return dtype == AMP_F32 ? (float *)row : scratch;
 }
@@ -7649,6 +7654,7 @@ static void ampi_attention_load(const ampi_attention_call *call, const void *dat
     int64_t i;
     for (i = 0; i < n; i++) {
         float *row = scratch + i * call->wide;
+        if (i + 8 < n) ampi_prefetch(ampi_at(data, x->dtype, (i + 8) * stride), x->dtype, x->dim);
         ampi_convert_fast(row, AMP_F32, ampi_at(data, x->dtype, i * stride), x->dtype, x->dim, call->path);
         memset(row + x->dim, 0, (size_t)(call->wide - x->dim) * sizeof *row);
         if (!ampi_is_exact(x->dtype, x->compute))
@@ -8603,23 +8609,39 @@ typedef struct ampi_cross_entropy_job {
 /* What the first pass over a row finds. */
 typedef struct ampi_logit_row { float max, label; double sum; } ampi_logit_row;
 
-/* Widens the row, unless fp32, into v chunk by chunk and looks at each chunk while it is cached. */
-static const float *ampi_logits_scan(const ampi_cross_entropy_job *job, int64_t row, float *v, ampi_logit_row *out) {
+/* n logits of a row from i on, in fp32.  Both passes widen them, into a chunk that stays in the first cache: a widened
+   row would go through the second. */
+static const float *ampi_logits_in(const ampi_cross_entropy_job *job, int64_t row, int64_t i, int64_t n, float *chunk) {
+    const amp_mat *x = &job->args->logits;
+    return ampi_row_in(ampi_mat_at(x, row, i), x->dtype, n, chunk, job->cpu->path);
+}
+
+static ampi_logit_row ampi_logits_scan(const ampi_cross_entropy_job *job, int64_t row) {
     const amp_k_cross_entropy *a = job->args;
-    const float *x = v;
+    ampi_logit_row found = {ampi_f32_of_bits(0xff800000u), 0.0f, 0.0};
+    float chunk[AMPI_ROW_CHUNK];
     int64_t i;
-    out->max = ampi_f32_of_bits(0xff800000u);
-    out->sum = 0.0;
     for (i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
-        int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK);
-        float max;
-        x = ampi_row_in(ampi_mat_at(&a->logits, row, i), a->logits.dtype, n, v + i, job->cpu->path) - i;
-        max = job->vec->row_max(x + i, n);
-        out->max = AMPI_MAX(out->max, max);
-        if (a->smoothing > 0.0f) out->sum += (double)job->vec->sum(x + i, n);
+        int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK), label = a->labels[row] - i;
+        const float *x = ampi_logits_in(job, row, i, n, chunk);
+        float max = job->vec->row_max(x, n);
+        found.max = AMPI_MAX(found.max, max);
+        if (a->smoothing > 0.0f) found.sum += (double)job->vec->sum(x, n);
+        if (label >= 0 && label < n) found.label = x[label];
     }
-    out->label = x[a->labels[row]];
-    return x;
+    return found;
+}
+
+/* The sum of e = exp(x - max) over a row; e may be NULL, or the row. */
+static double ampi_logits_exp(const ampi_cross_entropy_job *job, int64_t row, float max, float *e) {
+    int64_t classes = job->args->classes, i;
+    float chunk[AMPI_ROW_CHUNK];
+    double sum = 0.0;
+    for (i = 0; i < classes; i += AMPI_ROW_CHUNK) {
+        int64_t n = AMPI_MIN(classes - i, (int64_t)AMPI_ROW_CHUNK);
+        sum += (double)job->vec->exp_sum(ampi_logits_in(job, row, i, n, chunk), max, e ? e + i : NULL, n);
+    }
+    return sum;
 }
 
 /* dlogits = scale (e / sum - smoothing / classes), less scale (1 - smoothing) in the label's column. */
@@ -8647,16 +8669,10 @@ static void ampi_logits_zero(const ampi_cross_entropy_job *job, int64_t row, int
    so are loss and gradient, as in PyTorch. */
 static double ampi_cross_entropy_row(const ampi_cross_entropy_job *job, int64_t row, float *scratch) {
     const amp_k_cross_entropy *a = job->args;
-    double sum = 0.0, lse, loss;
-    int gradient = a->dlogits.data != NULL;
-    ampi_logit_row found;
-    const float *x = ampi_logits_scan(job, row, scratch, &found);
-    float *e = gradient ? ampi_row_out(ampi_mat_at(&a->dlogits, row, 0), a->dlogits.dtype, scratch) : NULL;
-    int64_t i;
-    for (i = 0; i < a->classes; i += AMPI_ROW_CHUNK)
-        sum += (double)job->vec->exp_sum(x + i, found.max, e ? e + i : NULL,
-                                         AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK));
-    if (gradient) ampi_logits_gradient(job, row, e, sum);
+    ampi_logit_row found = ampi_logits_scan(job, row);
+    float *e = a->dlogits.data ? ampi_row_out(ampi_mat_at(&a->dlogits, row, 0), a->dlogits.dtype, scratch) : NULL;
+    double sum = ampi_logits_exp(job, row, found.max, e), lse, loss;
+    if (e) ampi_logits_gradient(job, row, e, sum);
     lse = (double)found.max + log(sum);
     loss = lse - (double)found.label;
     if (a->smoothing > 0.0f)
