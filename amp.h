@@ -5559,7 +5559,7 @@ static amp_result ampi_state_take(amp_state *to, amp_state *own, amp_result resu
     for (i = 0; result == AMP_OK && i < own->n; i++) (void)ampi_state_insert(to, function, own->records + i);
     if (result == AMP_OK) own->n = 0;
     amp_state_destroy(own);
-    return result;
+    return ampi_as(function, result);
 }
 
 AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values, int64_t n) {
@@ -13358,7 +13358,7 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
     r = amp_state_put(own, key, AMP_I64, values, 2);
     snprintf(key, sizeof key, "%.40s.rank", prefix);
     if (r == AMP_OK) r = amp_state_put(own, key, AMP_I64, rank, 2);
-    return ampi_as("amp_random_save", ampi_state_take(state, own, r, "amp_random_save"));
+    return ampi_state_take(state, own, r, "amp_random_save");
 }
 
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix) {
@@ -13831,14 +13831,14 @@ static amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tens
     return AMP_OK;
 }
 
-static amp_result ampi_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) {
+AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) {
     int64_t element = -1;
     amp_k_grad_stats f;
     AMPI_TRY(ampi_need("amp_grad_set_stats", set && out, "set or out"));
     AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_stats"));
-    AMPI_TRY(ampi_fetch(set->amp, &f, set->found, sizeof f));
+    AMPI_TRY(ampi_as("amp_grad_set_stats", ampi_fetch(set->amp, &f, set->found, sizeof f)));
     if (f.first_bad >= 0 && f.first_bad < set->n)
-        AMPI_TRY(ampi_set_bad_element(set, &set->rows[f.first_bad], &element));
+        AMPI_TRY(ampi_as("amp_grad_set_stats", ampi_set_bad_element(set, &set->rows[f.first_bad], &element)));
     out->found_inf = ampi_is_set(f.found_inf);
     out->norm = f.norm;
     out->clip_coef = f.clip_coef;
@@ -13846,9 +13846,6 @@ static amp_result ampi_grad_set_stats(const amp_grad_set *set, amp_grad_stats *o
     out->first_bad_index = f.first_bad;
     out->first_bad_element = element;
     return AMP_OK;
-}
-AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) {
-    return ampi_as("amp_grad_set_stats", ampi_grad_set_stats(set, out));
 }
 
 AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set) {
@@ -14137,7 +14134,7 @@ static void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *stat
                  (long long)state->consecutive_skips, (double)state->scale);
 }
 
-static amp_result ampi_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
+AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
     amp_scaler_desc none;
     AMPI_TRY(ampi_need("amp_scaler_get", out != NULL, "out"));
     if (scaler == NULL) {
@@ -14148,12 +14145,9 @@ static amp_result ampi_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
         return AMP_OK;
     }
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_get"));
-    AMPI_TRY(ampi_fetch(scaler->amp, out, scaler->device, sizeof *out));
+    AMPI_TRY(ampi_as("amp_scaler_get", ampi_fetch(scaler->amp, out, scaler->device, sizeof *out)));
     ampi_scaler_watch(scaler, out);
     return AMP_OK;
-}
-AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
-    return ampi_as("amp_scaler_get", ampi_scaler_get(scaler, out));
 }
 
 AMP_API float amp_scaler_scale(const amp_scaler *scaler) {
@@ -14506,15 +14500,12 @@ static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *be
                            sizeof s, 1);
 }
 
-static amp_result ampi_save_scaler_whole(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
     amp_state *own;
     AMPI_TRY(ampi_need("amp_scaler_save", scaler && state, "scaler or state"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_save"));
-    AMPI_TRY(amp_state_create(&own, &state->system));
+    AMPI_TRY(ampi_as("amp_scaler_save", amp_state_create(&own, &state->system)));
     return ampi_state_take(state, own, ampi_save_scaler(scaler, state, own, prefix), "amp_scaler_save");
-}
-AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
-    return ampi_as("amp_scaler_save", ampi_save_scaler_whole(scaler, state, prefix));
 }
 
 /* Checks saved numbers as settings and as a state to continue from. */
@@ -15645,15 +15636,12 @@ static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, 
     return r;
 }
 
-static amp_result ampi_save_optimizer_whole(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
+AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
     amp_state *own;
     AMPI_TRY(ampi_need("amp_optimizer_save", optimizer && state, "optimizer or state"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_save"));
-    AMPI_TRY(amp_state_create(&own, &state->system));
+    AMPI_TRY(ampi_as("amp_optimizer_save", amp_state_create(&own, &state->system)));
     return ampi_state_take(state, own, ampi_save_optimizer(optimizer, own, prefix), "amp_optimizer_save");
-}
-AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
-    return ampi_as("amp_optimizer_save", ampi_save_optimizer_whole(optimizer, state, prefix));
 }
 
 /* Refuses a state saved for other parameters, and names the first. */
@@ -19297,7 +19285,7 @@ static amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
     return ampi_interval_ends(m->desc.memory_interval, note->number) ? ampi_monitor_memory(m, note) : AMP_OK;
 }
 
-static amp_result ampi_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
+AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
     amp_monitor *m = monitor;
     amp_optimizer *o;
     AMPI_TRY(ampi_need("amp_monitor_step", m && info, "monitor or info"));
@@ -19308,19 +19296,17 @@ static amp_result ampi_monitor_step(amp_monitor *monitor, const amp_step_info *i
         return ampi_fail(AMP_ERR_STATE, "amp_monitor_step",
                          "the optimizer has not stepped since the last call: call amp_step first");
     ampi_range_end(m);
-    AMPI_TRY(ampi_note_fill(m, info));
+    AMPI_TRY(ampi_as("amp_monitor_step", ampi_note_fill(m, info)));
     m->last = o->sent;
     m->begun = 1;
     m->steps++;
     m->taken = AMPI_MAX(m->taken, m->steps - AMPI_NOTES + 1);
     memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
-    AMPI_TRY(ampi_mark_now(m, AMP_PHASE_OTHER));
-    AMPI_TRY(ampi_records_take(m, ampi_results_full(o)));
-    if (ampi_interval_ends(m->desc.cleanup_interval, o->attempts)) AMPI_TRY(amp_cleanup(m->amp, NULL));
+    AMPI_TRY(ampi_as("amp_monitor_step", ampi_mark_now(m, AMP_PHASE_OTHER)));
+    AMPI_TRY(ampi_as("amp_monitor_step", ampi_records_take(m, ampi_results_full(o))));
+    if (ampi_interval_ends(m->desc.cleanup_interval, o->attempts))
+        AMPI_TRY(ampi_as("amp_monitor_step", amp_cleanup(m->amp, NULL)));
     return ampi_lines_write(m, "amp_monitor_step");
-}
-AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
-    return ampi_as("amp_monitor_step", ampi_monitor_step(monitor, info));
 }
 
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
@@ -21393,7 +21379,7 @@ static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_des
     return amp_scaler_get(desc->scaler, &f->scaler);
 }
 
-static amp_result ampi_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
+AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
     static const amp_advise_desc none = {0, NULL, NULL, NULL, NULL, 0};
     amp_advice advice;
     ampi_facts f;
@@ -21410,7 +21396,7 @@ static amp_result ampi_advise(amp_context *amp, const amp_advise_desc *desc, amp
     if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d",
                          (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
-    AMPI_TRY(ampi_gather_facts(amp, desc, &f));
+    AMPI_TRY(ampi_as("amp_advise", ampi_gather_facts(amp, desc, &f)));
     memset(&advice, 0, sizeof advice);
     ampi_settings_now(amp, desc->scaler, desc->optimizer, &advice.settings);
     ampi_advise_dtype(&f, &advice);
@@ -21418,12 +21404,9 @@ static amp_result ampi_advise(amp_context *amp, const amp_advise_desc *desc, amp
     ampi_advise_level(&f, &advice);
     ampi_advise_tf32(&f, &advice);
     ampi_advise_scaler(&f, &advice);
-    AMPI_TRY(ampi_advise_lr(amp, desc, &advice));
+    AMPI_TRY(ampi_as("amp_advise", ampi_advise_lr(amp, desc, &advice)));
     *out = advice;
     return AMP_OK;
-}
-AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
-    return ampi_as("amp_advise", ampi_advise(amp, desc, out));
 }
 
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
