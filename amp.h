@@ -5785,7 +5785,7 @@ static amp_result ampi_state_read_records(const ampi_blob *b, amp_state *state) 
             ampi_le32(entry + 68))
             result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\"", b->name, record.key);
         else if (ampi_state_find(state, record.key) != NULL)
-            result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: two records \"%s\"", b->name, record.key);
+            result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\" occurs twice", b->name, record.key);
         else
             result = ampi_state_insert(state, b->function, &record);
         if (result != AMP_OK) { ampi_state_release(state, &record); return result; }
