@@ -20,8 +20,8 @@
        amp_open(&amp, &d);
 
    For every entry of the table:
-   - It works on the context's GPU and leaves the calling thread's current device as it was, unless the process has no
-     CUDA context there: going back would make one, which takes memory of a GPU that nobody uses.
+   - It works on the context's GPU and restores the calling thread's current device, unless the process has no CUDA
+     context there: restoring would create one, which takes memory on an unused GPU.
    - Kernels, copies and fills go to the stream and return at once.  Only stream_sync and event_sync wait; copies from
      and to pageable memory may.  A step allocates nothing once its sizes have been seen.
    - Memory comes from an arena that keeps freed blocks.  The same stream may reuse a freed block at once, in stream
@@ -99,8 +99,8 @@ struct ampc_blas {
     int found;                      /* 1: there are tuned plans that plans_load did not load */
 };
 
-/* NVML, the driver's library of sensors, and its handle of this GPU.  The declarations in use stand here, so that
-   building needs no nvml.h; results other than 0 are failures. */
+/* NVML, the driver's library of sensors, and its handle of this GPU.  Declares what is used, so that building
+   needs no nvml.h; results other than 0 are failures. */
 /* percent of the time since the sample before */
 struct ampc_nvml_utilization { unsigned gpu, memory; };
 struct ampc_nvml_temperature { unsigned version; int sensor, celsius; };
@@ -3427,7 +3427,7 @@ __device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t hi
     return x < low ? low : x > high ? high : x;
 }
 
-/* The query stands at `position` among the keys. */
+/* position: the query's among the keys. */
 __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int64_t position, int64_t keys) {
     int64_t length = mask.lengths ? ampc_clamp(mask.lengths[b], 0, keys) : keys, end = position + 1;
     int64_t window = mask.window < INT64_MAX / 4 ? mask.window : INT64_MAX / 4;
@@ -6794,12 +6794,12 @@ ampc_flash_rows(ampc_flash_call a) {
     if (j < sweep->end) ampc_flash_fetch<D, T, shape.threads>(others, a.others, sweep->place, a.dim, j, a.keys);
     ampc_copy_commit();
     ampc_copy_wait<1>();
-    __syncthreads();                            /* the own rows are there */
+    __syncthreads();                            /* the own rows have arrived */
     const ampc_tile_rows<D, M, shape.held != 0> q(shared + ampc_warp_row<M>() * 2 * D);
     while (j < sweep->end) {
         int following = sweep->next(j + T);
         ampc_copy_wait<0>();
-        __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
+        __syncthreads();                        /* the tile has arrived, and no warp still reads the other half */
         if (following < sweep->end)
             ampc_flash_fetch<D, T, shape.threads>(others + (turn ^ 1) * other_half, a.others, sweep->place, a.dim,
                                                   following, a.keys);
@@ -6963,13 +6963,13 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
     if (at < sweep->end) fetch(at, 0);
     ampc_copy_commit();
     ampc_copy_wait<1>();
-    __syncthreads();                            /* the own rows are there */
+    __syncthreads();                            /* the own rows have arrived */
     const ampc_tile_rows<D, M, (shape.held > 0)> x(shared + ampc_warp_row<M>() * 2 * D);
     const ampc_tile_rows<D, M, (shape.held > 1)> y(shared + (R + ampc_warp_row<M>()) * 2 * D);
     while (at < sweep->end) {
         int following = sweep->next(at + T);
         ampc_copy_wait<0>();
-        __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
+        __syncthreads();                        /* the tile has arrived, and no warp still reads the other half */
         if (following < sweep->end) fetch(following, turn ^ 1);
         ampc_copy_commit();
         AMPC_NO_UNROLL

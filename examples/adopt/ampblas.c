@@ -1,4 +1,4 @@
-/* ampblas.c - cblas_sgemm and Fortran's sgemm_ by their names: for binaries as they are, and for programs without
+/* ampblas.c - replaces cblas_sgemm and Fortran's sgemm_ by name: for existing binaries, and for programs without
  * cblas.h.
  *
  *     make libampblas
@@ -7,17 +7,17 @@
  *     before the program's own BLAS on the command line, which --no-as-needed keeps:
  *     gfortran program.f90 -Lbuild -lampblas -Wl,-rpath,$PWD/build -Wl,--no-as-needed -lopenblas
  *
- * What cblas.h says of settings, errors, threads and fork holds here, too.  With no AMP_... in the environment, each
- * caller's own BLAS computes.  Linked with --as-needed, the default of many, a program that only uses sgemm loses its
- * BLAS, and amp.h computes in fp32.
+ * Settings, errors, threads and fork are as in cblas.h.  With no AMP_... in the environment, each caller's own BLAS
+ * computes.  Linked with --as-needed, a common default, a program that only uses sgemm loses its BLAS, and amp.h
+ * computes in fp32.
  *
  * Calls from within a library that has cblas_sgemm, sgemm_ or sgetrf_ stay with their BLAS: LAPACK does not expect
- * operands in 16 bits.  LAPACK within the program itself is not recognised.
+ * 16-bit operands.  LAPACK within the program itself is not recognised.
  *
- * Not served are cblas_sgemm_batch, cblas_sgemv, cblas_ssyrk and all else (numpy takes gemv for vectors and syrk for
+ * Not replaced: cblas_sgemm_batch, cblas_sgemv, cblas_ssyrk and all others (numpy uses gemv for vectors and syrk for
  * A @ A.T); names with a suffix (cblas_sgemm64_, scipy_cblas_sgemm: numpy from PyPI); a BLAS that is part of the
- * program, or opened with RTLD_DEEPBIND; one with 64-bit integers by the same names.  AMP_DEBUG=1 says what products
- * compute in: no word, no product. */
+ * program, or opened with RTLD_DEEPBIND; one with 64-bit integers under the same names.  AMP_DEBUG=1 logs the precision
+ * of products: no log line means no product through this library. */
 #define _GNU_SOURCE             /* dladdr, RTLD_NEXT */
 #define AMP_STATIC
 #define AMP_CBLAS_IMPLEMENTATION
@@ -26,7 +26,7 @@
 #undef cblas_sgemm
 #include <dlfcn.h>
 
-/* Who calls, and the BLAS that it would have called without this library; NULL where that has no such function. */
+/* A caller, and the BLAS functions it would have called without this library; NULL for those it lacks. */
 typedef struct amp_cblas_caller {
     const void *at;
     int is_blas;
@@ -41,15 +41,15 @@ static const void *amp_cblas_object(const void *address) {
     Dl_info info;
     return dladdr((void *)address, &info) ? info.dli_fbase : NULL;
 }
-/* In the caller's own object or what that is linked with; for the program itself, behind this library. */
+/* Looks in the caller's own object and its libraries; for the program itself, after this library. */
 static void *amp_cblas_find(amp_cblas_caller *caller, void *handle, const char *name) {
     void *found = handle != NULL ? dlsym(handle, name) : NULL;
     if (found == NULL || amp_cblas_object(found) == amp_cblas_object(&amp_cblas_once)) return dlsym(RTLD_NEXT, name);
     if (amp_cblas_object(found) == amp_cblas_object(caller->at)) caller->is_blas = 1;
     return found;
 }
-/* The one that calls from here if its product stays with its own BLAS, else NULL.  Each thread remembers some, for a
-   look-up takes microseconds; handles are kept, so that what was found stays. */
+/* The caller at this address if its products stay with its own BLAS, else NULL.  Each thread remembers some, as a
+   look-up takes microseconds; handles are kept, so that the functions found stay loaded. */
 static const amp_cblas_caller *amp_cblas_own(const void *at) {
     static __thread amp_cblas_caller callers[16];
     amp_cblas_caller *caller = &callers[((uintptr_t)at >> 3) % 16];

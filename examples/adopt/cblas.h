@@ -9,27 +9,27 @@
  *
  * WHAT IS COMPUTED  Operands are rounded to AMP_DTYPE; products and sums are fp32, and so is C.  Every setting AMP_...
  * counts as in amp_open_env; AMP_DTYPE=auto, or an empty one, is the best of this machine, which is never fp16 on a
- * CPU.  With no AMP_... in the environment the program's own BLAS computes, as before; if it has none, amp.h in fp32.
+ * CPU.  With no AMP_... in the environment, the program's own BLAS computes, as before; without one, amp.h in fp32.
  *
- * ALL ELSE OF CBLAS  (cblas_dgemm, cblas_sgemv, cblas_sgemm_batch) is declared by the cblas.h that the program had
- * before, found behind this one in the include path, and comes from its library.  Where there is no such header, or
- * with -DAMP_CBLAS_ALONE, other calls do not compile.
+ * THE REST OF CBLAS  (cblas_dgemm, cblas_sgemv, cblas_sgemm_batch) is declared by the program's previous cblas.h, found
+ * after this one in the include path, and comes from its library.  Without such a header, or with -DAMP_CBLAS_ALONE,
+ * other calls do not compile.
  *
- * WITH AMP.H  This header brings it.  amp_cblas_context() and amp_cblas_scaler() are for the program, too: a scaled
- * loss for fp16, islands, anything that takes a context.  cblas.c is also amp.h's implementation: the program has no
- * other.
+ * WITH AMP.H  This header includes it.  The program may use amp_cblas_context() and amp_cblas_scaler(), too: for a
+ * scaled loss in fp16, islands, anything that takes a context.  cblas.c also holds amp.h's implementation: the program
+ * must not have another.
  *
  * ERRORS  On stderr, ten lines at most.  A refused setting (AMP_DTYPE=fp8_e4m3): products are computed as if none were
  * set.  Bad arguments: nothing is computed, as in BLAS.  No memory: a plain loop computes.  Any thread may call, and
  * fork.
  *
- * TRAPS  The shim cannot detect any of these.  AMP_DEBUG=1 with AMP_DTYPE says what products compute in: no word, no
- * product.
+ * TRAPS  The shim cannot detect any of these.  AMP_DEBUG=1 with AMP_DTYPE logs the precision of products: no log line
+ * means no product through the shim.
  * - The program finds another cblas.h first: put this -I before all others.
- * - It declares cblas_sgemm or sgemm_ by hand, or includes mkl.h or Accelerate.h: see ampblas.c, which serves the
- *   names.
- * - It calls cblas_sgemm by a pointer: that stays its BLAS's.
- * - It calls CBLAS only under a switch of its own (#ifdef CBLAS, USE_BLAS=1), and has loops otherwise: set the switch.
+ * - It declares cblas_sgemm or sgemm_ by hand, or includes mkl.h or Accelerate.h: see ampblas.c, which replaces the
+ *   functions by name.
+ * - It calls cblas_sgemm through a pointer: that remains its BLAS's.
+ * - It calls CBLAS only if configured (#ifdef CBLAS, USE_BLAS=1), and has loops otherwise: set the switch.
  * - `undefined reference to cblas_sgemm`: there is a cblas.h, but no BLAS is linked: -DAMP_CBLAS_ALONE, or link it.
  * - `undefined reference to amp_cblas_context`: cblas.o is missing.
  * - The shim is part of a plugin that is unloaded: link that with -Wl,-z,nodelete, for amp.h's threads run on.
@@ -85,12 +85,12 @@ typedef enum CBLAS_TRANSPOSE { CblasNoTrans = 111, CblasTrans = 112, CblasConjTr
 #ifdef __cplusplus
 extern "C" {
 #endif
-/* What products run in: NULL where no AMP_... is set, or one is refused; the scaler also with an
-   empty AMP_DTYPE alone.  Both are the shim's, which never closes them. */
+/* The context of products: NULL if no AMP_... is set, or one is refused; the scaler also with only an empty AMP_DTYPE.
+   The shim owns both and never closes them. */
 AMP_CBLAS_API amp_context *amp_cblas_context(void);
 AMP_CBLAS_API amp_scaler *amp_cblas_scaler(void);
 
-/* C = alpha op(A) op(B) + beta C in that context; where it is NULL, in fp32. */
+/* C = alpha op(A) op(B) + beta C in that context; if it is NULL, in fp32. */
 AMP_CBLAS_API void amp_cblas_product(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                      const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                      int64_t ldc);
@@ -118,7 +118,7 @@ AMPI_INLINE void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m,
 static amp_context *amp_cblas_asked;    /* amp_cblas_context */
 static amp_context *amp_cblas_used;     /* that one, or one in fp32; NULL: no memory for it */
 static amp_scaler *amp_cblas_scale;
-static int amp_cblas_scaled;            /* somebody has the scaler, or was told */
+static int amp_cblas_scaled;            /* the scaler was fetched, or its absence reported */
 static pthread_once_t amp_cblas_once = PTHREAD_ONCE_INIT;
 
 static void amp_cblas_say(const char *what, const char *why) {
@@ -126,7 +126,7 @@ static void amp_cblas_say(const char *what, const char *why) {
     if (__atomic_fetch_add(&said, 1, __ATOMIC_RELAXED) < 10) fprintf(stderr, "cblas.h: %s%s\n", what, why);
 }
 
-/* A fork waits for products to end, and holds up new ones: its child has no other threads that could end them. */
+/* A fork waits for running products and delays new ones: its child has no threads that could finish them. */
 static pthread_mutex_t amp_cblas_gate = PTHREAD_MUTEX_INITIALIZER;
 static int amp_cblas_inside;
 static void amp_cblas_enter(void) {
@@ -156,7 +156,7 @@ static void amp_cblas_open(void) {
     if (result == AMP_OK && amp_cblas_asked == NULL && getenv("AMP_DTYPE") != NULL)     /* empty: auto */
         result = amp_open(&amp_cblas_asked, &desc);
     desc.dtype = AMP_F32;
-    if (result != AMP_OK) amp_cblas_say("products stay as they were: ", amp_last_error());
+    if (result != AMP_OK) amp_cblas_say("products are unchanged: ", amp_last_error());
     amp_cblas_used = amp_cblas_asked;
     if (amp_cblas_asked == NULL && amp_open(&amp_cblas_used, &desc) != AMP_OK)
         amp_cblas_say("plain loops: ", amp_last_error());
@@ -203,7 +203,7 @@ AMP_CBLAS_API void amp_cblas_product(int order, int trans_a, int trans_b, int64_
     if (trans_b == no_conjugate) trans_b = AMP_NO_TRANS;
     if (alpha == 0) k = 0;
     if (amp_scaler_enabled(amp_cblas_scale) && !__atomic_exchange_n(&amp_cblas_scaled, 1, __ATOMIC_RELAXED))
-        amp_cblas_say("fp16, and nobody has called amp_cblas_scaler(): gradients below 6e-8 become 0", "");
+        amp_cblas_say("fp16 without amp_cblas_scaler(): gradients below 6e-8 become 0", "");
     if (amp_cblas_used != NULL && amp_cblas_is_finite(alpha) && amp_cblas_is_finite(beta)) {
         amp_cblas_enter();
         result = amp_gemm(amp_cblas_used, (amp_order)order, (amp_trans)trans_a, (amp_trans)trans_b, m, n, k, alpha, a,
