@@ -6712,6 +6712,8 @@ enum {
     AMPI_GEMV_UNIT = 64,   /* values of C in a unit of work */
     AMPI_GEMV_SPAN = 1024, /* values of C at a time */
     AMPI_GEMV_ROWS = 8,    /* rows converted to fp32 at a time */
+    /* bytes; sums lie half of it from the matrix: a load waits for a store whose address has the same low bits */
+    AMPI_GEMV_PAGE = 4096,
     AMPI_GEMV_SIDE = 2048, /* contiguous words whose sums are fp32 */
     AMPI_GEMV_BLOCK = 128, /* of k: sums are fp32 within it, fp64 beyond; for contiguous k: */
     AMPI_GEMV_DOT = 1024
@@ -6847,9 +6849,15 @@ static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j
 
 static void ampi_gemv_part(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_gemv_call *call = (const ampi_gemv_call *)arg;
-    double *total = (double *)(void *)(call->scratch + thread * call->slot);
-    float *sums = (float *)(void *)(total + AMPI_GEMV_SPAN), *x = sums + AMPI_GEMV_SPAN, *scratch = x + call->k;
+    float *slot = call->scratch + thread * call->slot, *sums, *x, *scratch;
+    const void *matrix = call->g->m == 1 ? call->g->b : call->g->a;
+    double *total;
     int64_t unit, count;
+    slot += ((uintptr_t)matrix + AMPI_GEMV_PAGE / 2 - (uintptr_t)slot) % AMPI_GEMV_PAGE / 64 * 16;
+    total = (double *)(void *)slot;
+    sums = (float *)(void *)(total + AMPI_GEMV_SPAN);
+    x = sums + AMPI_GEMV_SPAN;
+    scratch = x + call->k;
     for (unit = begin; unit < end; unit += count) {
         int64_t item = unit / call->units, j = unit % call->units * AMPI_GEMV_UNIT, n;
         ampi_gemm_operand a = ampi_gemm_operand_a(call->g, item), b = ampi_gemm_operand_b(call->g, item);
@@ -6878,7 +6886,8 @@ static ampi_gemv_call ampi_gemv_call_of(const ampi_cpu *cpu, const amp_k_gemm *g
     call.n = g->m == 1 ? g->n : g->m;
     call.units = (call.n + AMPI_GEMV_UNIT - 1) / AMPI_GEMV_UNIT;
     call.slot =
-        (3 * AMPI_GEMV_SPAN + call.k + AMPI_MAX(call.k, (int64_t)AMPI_GEMV_ROWS * AMPI_GEMV_SPAN) + 15) / 16 * 16;
+        (3 * AMPI_GEMV_SPAN + call.k + AMPI_MAX(call.k, (int64_t)AMPI_GEMV_ROWS * AMPI_GEMV_SPAN) + 15) / 16 * 16 +
+        AMPI_GEMV_PAGE / 4;
     call.threads = (int)AMPI_MIN(g->batch * call.units, (int64_t)threads);
     call.bytes = (size_t)call.slot * (size_t)call.threads * sizeof(float);
     return call;
