@@ -7009,14 +7009,17 @@ bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3]) {
 /* Whether the tensor cores can do this attention. */
 bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
     if (!dev->has.tensor_cores || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
-    if (a.dim < 8 || a.dim > 128 || a.dim % 8 != 0) return false;
+    if (a.dim < 1 || a.dim > 128) return false;
     if (dev->has.shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS)) return false;
     if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is found before scaling */
     if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST ||
         a.keys > AMPC_FLASH_LONGEST)
         return false;
-    if (a.batch * a.heads > INT32_MAX / ampc_blocks(a.queries > a.keys ? a.queries : a.keys, 64)) return false;
-    return ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) &&
+    return a.batch * a.heads <= INT32_MAX / ampc_blocks(a.queries > a.keys ? a.queries : a.keys, 64);
+}
+/* Whether the kernels can take its rows as they are: in pieces of 16 bytes. */
+bool ampc_flash_fits(const amp_k_attention &a) {
+    return a.dim % 8 == 0 && ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) &&
            ampc_flash_aligned(a.v, a.v_stride) && ampc_flash_aligned(a.o, a.o_stride) &&
            ampc_flash_aligned(a.d_o, a.do_stride) && ampc_flash_aligned(a.dq, a.dq_stride) &&
            ampc_flash_aligned(a.dk, a.dk_stride) && ampc_flash_aligned(a.dv, a.dv_stride);
@@ -7095,18 +7098,104 @@ amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const cha
                        *bits, heads, a.queries, a.keys, words / 4);
 }
 
-amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &a, void *stream) {
+/* ---- Rows that are no multiple of 16 bytes, or not aligned: the kernels run on copies, filled up with zeros. */
+
+/* A tensor [batch, positions, heads, dim] of 16-bit numbers. */
+struct ampc_heads {
+    uint16_t *data;
+    int64_t stride[3];
+    int dim;
+    __device__ uint16_t *at(int64_t b, int64_t position, int64_t head) const {
+        return data + b * stride[0] + position * stride[1] + head * stride[2];
+    }
+};
+struct ampc_heads_copy {
+    ampc_heads from, to;
+    ampc_divisor positions;
+};
+struct ampc_heads_copies {
+    ampc_heads_copy each[5];
+    int count;
+};
+
+/* pieces: of 8 numbers in a row. */
+__global__ void __launch_bounds__(256)
+    ampc_copy_heads(ampc_heads_copies copies, int64_t batch, ampc_divisor heads, ampc_divisor pieces) {
+    for (int k = 0; k < copies.count; k++) {
+        const ampc_heads_copy &x = copies.each[k];
+        const int64_t all = batch * x.positions.d * heads.d * pieces.d;
+        for (int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (int64_t)gridDim.x * 256) {
+            int64_t piece, head, position, b = ampc_divide(ampc_divide(i, pieces, &piece), heads, &head);
+            uint32_t bits[AMPC_LANES];
+            b = ampc_divide(b, x.positions, &position);
+            ampc_load_bits(x.from.at(b, position, head) + 8 * piece, bits, x.from.dim - 8 * (int)piece);
+            ampc_store_bits(x.to.at(b, position, head) + 8 * piece, bits, x.to.dim - 8 * (int)piece);
+        }
+    }
+}
+
+/* A call with its rows copied where that has to be, for as long as this lives. */
+struct ampc_filled_heads {
+    ampc_device *dev;
+    amp_k_attention a;
+    const char *name;
+    void *stream;
+    ampc_scratch memory;
+    ampc_heads_copies in, out;
+    int64_t used;                   /* numbers of the memory */
+    ampc_filled_heads(ampc_device *d, const amp_k_attention &given, const char *call, void *s)
+        : dev(d), a(given), name(call), stream(s), memory(d, s), in(), out(), used(0) {}
+    int64_t filled() const { return ampc_blocks(a.dim, 8) * 8; }
+    template <class T> void copy(bool result, T *&data, int64_t (&stride)[3], int64_t positions) {
+        const int64_t wide = filled(), row = a.heads * wide;
+        const ampc_heads given = {(uint16_t *)const_cast<void *>(data), {stride[0], stride[1], stride[2]}, (int)a.dim};
+        const ampc_heads made = {(uint16_t *)memory.data + used, {positions * row, row, wide}, (int)wide};
+        ampc_heads_copies &list = result ? out : in;
+        list.each[list.count++] = ampc_heads_copy{result ? made : given, result ? given : made, positions};
+        data = made.data;
+        for (int i = 0; i < 3; i++) stride[i] = made.stride[i];
+        used += a.batch * positions * row;
+    }
+    amp_result run(const ampc_heads_copies &copies) const {
+        int64_t pieces = a.batch * (a.queries > a.keys ? a.queries : a.keys) * a.heads * (a.dim / 8);
+        return ampc_launch(dev, name, ampc_copy_heads, ampc_grid(dev, ampc_blocks(pieces, 256), 8), 256, 0, stream,
+                           copies, a.batch, a.heads, a.dim / 8);
+    }
+    amp_result open(bool backward) {
+        if (ampc_flash_fits(a)) return AMP_OK;
+        AMPC_TRY(memory.get((size_t)((backward ? 8 : 4) * a.batch * (a.queries + a.keys) * a.heads * filled()), name));
+        copy(false, a.q, a.q_stride, a.queries);
+        copy(false, a.k, a.k_stride, a.keys);
+        copy(false, a.v, a.v_stride, a.keys);
+        copy(!backward, a.o, a.o_stride, a.queries);
+        if (backward) {
+            copy(false, a.d_o, a.do_stride, a.queries);
+            copy(true, a.dq, a.dq_stride, a.queries);
+            copy(true, a.dk, a.dk_stride, a.keys);
+            copy(true, a.dv, a.dv_stride, a.keys);
+        }
+        a.dim = filled();
+        return run(in);
+    }
+    /* result: of the kernels. */
+    amp_result close(amp_result result) const { return result == AMP_OK && out.count > 0 ? run(out) : result; }
+};
+
+amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &given, void *stream) {
+    ampc_filled_heads heads(dev, given, "amp_attention", stream);
     ampc_scratch scratch(dev, stream);
     ampc_flash_bits bits;
+    const amp_k_attention &a = heads.a;
+    AMPC_TRY(heads.open(false));
     AMPC_TRY(ampc_flash_mask(dev, a, "amp_attention", stream, &scratch, &bits));
     const ampc_flash_call call = ampc_flash_prepare(a, AMPC_FORWARD, bits);
-    return ampc_flash_pick(a, [&](auto kind) {
+    return heads.close(ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
         return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::bf16>,
                            (unsigned)(call.all_heads * call.tiles),
                            (unsigned)ampc_flash_shape_of(K::d, AMPC_FORWARD).threads,
                            ampc_flash_shared(K::d, AMPC_FORWARD), stream, call);
-    });
+    }));
 }
 
 template <ampc_flash_pass PASS, int D, bool BF16>
@@ -7119,21 +7208,24 @@ amp_result ampc_flash_gradient(ampc_device *dev, const amp_k_attention &a, void 
                        ampc_flash_shared(D, PASS), stream, call);
 }
 
-amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &a, void *stream) {
+amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &given, void *stream) {
     const char *name = "amp_attention_backward";
+    ampc_filled_heads heads(dev, given, name, stream);
     ampc_scratch scratch(dev, stream), mask(dev, stream);
     ampc_flash_bits bits;
+    const amp_k_attention &a = heads.a;
+    AMPC_TRY(heads.open(true));
     AMPC_TRY(ampc_flash_mask(dev, a, name, stream, &mask, &bits));
     const ampc_flash_call call = ampc_flash_prepare(a, AMPC_TO_QUERIES, bits);
     int64_t rows = call.all_heads * call.padded;
     AMPC_TRY(scratch.get((size_t)rows * sizeof(float2), name));
-    return ampc_flash_pick(a, [&](auto kind) {
+    return heads.close(ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
         float2 *stats = (float2 *)scratch.data;
         AMPC_TRY((ampc_attention_stats<8, K::d / 8>(dev, a, call.padded, stats, stream)));
         AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::bf16>(dev, a, stream, bits, stats)));
         return ampc_flash_gradient<AMPC_TO_QUERIES, K::d, K::bf16>(dev, a, stream, bits, stats);
-    });
+    }));
 }
 
 /* ==== Attention =====================================================================================

@@ -536,7 +536,8 @@ CUDA_TEST(tensor_cores_and_tiles) {
         }
 }
 
-/* Heads of other sizes are filled up with zeros.  Rows are multiples of 16 bytes; where they are not, other kernels serve. */
+/* Heads of other sizes are filled up with zeros: in shared memory where rows are multiples of 16 aligned bytes, else in copies,
+   which are made and taken back by one launch each. */
 CUDA_TEST(tensor_cores_and_head_sizes) {
     uint64_t turn = 0;
     for (int64_t dim : {8, 16, 24, 40, 56, 72, 80, 96, 104, 120}) {
@@ -544,11 +545,24 @@ CUDA_TEST(tensor_cores_and_head_sizes) {
         attention_shape shape = {1, 2, 66, turn % 2 ? 66 : 70, dim, turn % 2 ? PACKED : DENSE};
         check_on_tensor_cores(problem(shape, mask_cases[turn % 4], all_numbers[1 + turn % 2], 1100 + turn));
     }
-    for (int64_t dim : {12, 136}) {
-        long before = CUDA_IS_MODEL ? coc_kernel_launches("ampc_flash") : 0;
-        check_problem(problem({1, 1, 20, 20, dim, DENSE}, mask_cases[1], all_numbers[2], 1150));
-        if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_flash"), before);
-    }
+    if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_copy_heads"), 0);
+    long before = CUDA_IS_MODEL ? coc_kernel_launches("ampc_flash") : 0;
+    check_problem(problem({1, 1, 20, 20, 136, DENSE}, mask_cases[1], all_numbers[2], 1150));
+    if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_flash"), before);
+}
+
+CUDA_TEST(tensor_cores_and_any_head_size) {
+    const int arrangements[] = {GAPS, PACKED, DENSE};
+    uint64_t turn = 0;
+    for (int64_t dim : {20, 33, 50, 100})
+        for (size_t m = turn % 2; m < masks; m += 2, turn++) {
+            long before = CUDA_IS_MODEL ? coc_kernel_launches("ampc_copy_heads") : 0;
+            attention_shape shape = {2, 2, 35, turn % 3 == 1 ? 35 : 70, dim, arrangements[turn % 3]};
+            check_on_tensor_cores(problem(shape, mask_cases[m], all_numbers[1 + turn % 2], 1200 + turn));
+            if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_copy_heads") - before, 5 * 4);
+        }
+    for (int64_t dim : {1, 7, 64, 127})
+        check_on_tensor_cores(problem({1, 1, 20, 20, dim, GAPS}, mask_cases[1], all_numbers[1 + dim % 2], 1250));
 }
 
 /* What a run reads by cp.async, loads from shared memory and multiplies. */
@@ -692,6 +706,7 @@ int main(int argc, char **argv) {
     RUN(tensor_cores);
     RUN(tensor_cores_and_tiles);
     RUN(tensor_cores_and_head_sizes);
+    RUN(tensor_cores_and_any_head_size);
     RUN(tensor_cores_skip_hidden_tiles);
     RUN(tensor_cores_move_little);
     RUN(tensor_cores_and_large_scores);
