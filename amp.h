@@ -1339,7 +1339,7 @@ typedef struct amp_param_group {
     amp_dtype moments;          /* default the optimizer's */
 } amp_param_group;
 
-/* AMP_EXPLICIT_ZERO is a 0 for lr, the betas and eps. */
+/* AMP_EXPLICIT_ZERO is a 0 for lr, the betas and eps.  What a kind does not read must be 0 or its default. */
 typedef struct amp_optimizer_desc {
     int32_t reserved;
     amp_optimizer_kind kind;
@@ -1365,7 +1365,7 @@ typedef struct amp_optimizer_desc {
 } amp_optimizer_desc;
 /* All parameters share one step count, also for bias correction.
    Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, AMP_ERR_CONFLICT a storage policy that does not
-   fit, or weights share memory. */
+   fit, weights that share memory, or a field that this kind does not read. */
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc);
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
@@ -3287,6 +3287,11 @@ AMPI_HD uint64_t ampi_row_seed(uint64_t seed, int64_t step, int64_t row) {
 }
 AMPI_HD uint16_t ampi_moment_round(float x, uint32_t word) { return amp_bf16_stochastic(x, word << 16, 0); }
 
+/* How much of a weight its decay keeps, rounded twice; nvcc would fuse them: ampc_keep. */
+AMPI_HD float ampi_keep(double lr, double decay) {
+    return (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * decay)));
+}
+
 /* What every element of a row needs.  AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 -
    beta2) g^2;
    w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier. */
@@ -3302,8 +3307,7 @@ AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tens
     s.beta2 = (float)args->beta2;
     s.rest1 = (float)(1.0 - args->beta1);
     s.rest2 = (float)(1.0 - args->beta2);
-    /* two roundings; nvcc fuses them, and its kernel computes `keep` again */
-    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));
+    s.keep = ampi_keep(lr, row->weight_decay);
     s.rate = (float)(lr / (1.0 - f->beta1_power));
     s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
     s.eps = (float)args->eps;
@@ -6004,12 +6008,14 @@ typedef struct ampi_gemv_pairs {
 
 /* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; an element's bits do not depend on its place,
    nor a sum's on its alignment. */
+/* A step of an optimizer; m and v are NULL where a row has none, step is what its ampi_..._row returned. */
+typedef void (*ampi_update_vec)(float *w, const float *g, float *m, float *v, int64_t n, const void *step);
+
 typedef struct ampi_multi_vec {
     /* The sum of squares in fp64; *bad = 1 if an element is infinite or NaN; g *= *factor unless NULL. */
     double (*check)(float *g, int64_t n, const float *factor, int32_t *bad);
     void (*scale)(float *g, int64_t n, float factor);
-    void (*adamw)(float *w, const float *g, float *m, float *v, int64_t n, const ampi_adamw_step *s);
-    void (*sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s);     /* m may be NULL */
+    ampi_update_vec adamw, sgd;
     /* above[i] += magnitudes above limit[i]; *largest: the largest finite one, as bits; n < 2^31 */
     void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
 } ampi_multi_vec;
@@ -8955,6 +8961,8 @@ struct ampi_multi_job {
     ampi_partial *partials;
     const ampi_fit *fit;            /* of fp32 and fp64 */
     amp_k_inspected *inspected;     /* of each chunk */
+    const amp_range *copies;        /* as in amp_k_adamw */
+    int64_t *new_inf;
 };
 
 static int64_t ampi_row_chunks(const amp_k_tensor *row) {
@@ -9213,52 +9221,50 @@ static void ampi_copy_out(const amp_range *copies, int64_t row, int64_t *new_inf
     __atomic_fetch_add(new_inf, found, __ATOMIC_RELAXED);
 }
 
-static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
-                             int64_t chunk) {
-    const amp_k_adamw *args = (const amp_k_adamw *)job->args;
-    ampi_adamw_step step = ampi_adamw_row(args, row);
+static void ampi_update_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
+                              ampi_update_vec update, const void *step, uint64_t seed) {
     int64_t i, k, block = ampi_update_block(row);
     ampi_update x;
-    (void)chunk;
     for (i = first; i < first + n; i += k) {
         k = AMPI_MIN(first + n - i, block);
         ampi_update_in(&x, row, i, k, job->path);
-        job->vec->adamw(x.w, x.g, x.m, x.v, k, &step);
-        ampi_update_out(&x, row, step.seed, i, k, job->path);
-        ampi_copy_out(args->copies, row - args->table, args->new_inf, x.w, i, k);
+        update(x.w, x.g, x.m, x.v, k, step);
+        ampi_update_out(&x, row, seed, i, k, job->path);
+        ampi_copy_out(job->copies, row - job->table, job->new_inf, x.w, i, k);
     }
 }
 
-static amp_result ampi_cpu_adamw(void *dev, const amp_k_adamw *args, void *stream) {
+static amp_result ampi_update_rows(void *dev, const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
+                                   const amp_range *copies, int64_t *new_inf, ampi_multi_piece piece,
+                                   const void *args) {
     ampi_multi_job job;
-    (void)stream;
     memset(&job, 0, sizeof job);
-    if (!args->found->skip) ampi_multi_run((ampi_cpu *)dev, &job, args->table, args->tensors, ampi_adamw_piece, args);
+    job.copies = copies;
+    job.new_inf = new_inf;
+    if (!found->skip) ampi_multi_run((ampi_cpu *)dev, &job, table, tensors, piece, args);
     return AMP_OK;
+}
+
+static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
+                             int64_t chunk) {
+    ampi_adamw_step step = ampi_adamw_row((const amp_k_adamw *)job->args, row);
+    (void)chunk;
+    ampi_update_piece(job, row, first, n, job->vec->adamw, &step, step.seed);
+}
+static amp_result ampi_cpu_adamw(void *dev, const amp_k_adamw *a, void *stream) {
+    (void)stream;
+    return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_adamw_piece, a);
 }
 
 static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                            int64_t chunk) {
-    const amp_k_sgd *args = (const amp_k_sgd *)job->args;
-    ampi_sgd_step step = ampi_sgd_row(args, row);
-    int64_t i, k, block = ampi_update_block(row);
-    ampi_update x;
+    ampi_sgd_step step = ampi_sgd_row((const amp_k_sgd *)job->args, row);
     (void)chunk;
-    for (i = first; i < first + n; i += k) {
-        k = AMPI_MIN(first + n - i, block);
-        ampi_update_in(&x, row, i, k, job->path);
-        job->vec->sgd(x.w, x.g, x.m, k, &step);
-        ampi_update_out(&x, row, step.seed, i, k, job->path);
-        ampi_copy_out(args->copies, row - args->table, args->new_inf, x.w, i, k);
-    }
+    ampi_update_piece(job, row, first, n, job->vec->sgd, &step, step.seed);
 }
-
-static amp_result ampi_cpu_sgd(void *dev, const amp_k_sgd *args, void *stream) {
-    ampi_multi_job job;
+static amp_result ampi_cpu_sgd(void *dev, const amp_k_sgd *a, void *stream) {
     (void)stream;
-    memset(&job, 0, sizeof job);
-    if (!args->found->skip) ampi_multi_run((ampi_cpu *)dev, &job, args->table, args->tensors, ampi_sgd_piece, args);
-    return AMP_OK;
+    return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_sgd_piece, a);
 }
 
 static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream) {
@@ -14605,16 +14611,19 @@ static amp_result ampi_run_sgd(const amp_optimizer *o, const amp_backend *backen
     return backend->sgd(dev, &k, stream);
 }
 
-/* The optimizers, by amp_optimizer_kind: which moments a parameter has, as bits, without and with .momentum, and the
-   kernel call.  Masters depend on the row alone. */
+/* The optimizers, by amp_optimizer_kind: which moments a parameter has, as bits, without and with .momentum; which
+   fields are read that not all read; their defaults; and the kernel call.  Masters depend on the row alone. */
+enum { AMPI_READS_BETAS = 1, AMPI_READS_EPS = 2, AMPI_READS_MOMENTUM = 4 };
 static const struct ampi_optimizer_row {
     const char *name;
-    int arrays[2];
+    int arrays[2], reads;
+    double lr, beta1, beta2, eps;
     amp_result (*run)(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream);
 } ampi_optimizers[] = {
-    {"?", {0, 0}, NULL},
-    {"AdamW", {1 << AMPI_M | 1 << AMPI_V2, 1 << AMPI_M | 1 << AMPI_V2}, ampi_run_adamw},
-    {"SGD", {0, 1 << AMPI_M}, ampi_run_sgd}
+    {"?", {0, 0}, 0, 0, 0, 0, 0, NULL},
+    {"AdamW", {1 << AMPI_M | 1 << AMPI_V2, 1 << AMPI_M | 1 << AMPI_V2}, AMPI_READS_BETAS | AMPI_READS_EPS,
+     1e-3, 0.9, 0.999, 1e-8, ampi_run_adamw},
+    {"SGD", {0, 1 << AMPI_M}, AMPI_READS_MOMENTUM, 1e-3, 0.9, 0.999, 1e-8, ampi_run_sgd}
 };
 enum { AMPI_OPTIMIZERS = sizeof ampi_optimizers / sizeof *ampi_optimizers };
 
@@ -14622,28 +14631,29 @@ static int ampi_has_moments(const amp_optimizer_desc *d) { return ampi_optimizer
 
 static const ampi_word ampi_lag_words[] = {{"none", AMP_LAG_NONE}, {NULL, 0}};
 
-#define AMPI_RATE(field, words, standard, high, range) \
-    { #field, AMPI_REAL64, offsetof(amp_optimizer_desc, field), words, standard, 0, high, range }
+#define AMPI_RATE(field, words, high, range) \
+    { #field, AMPI_REAL64, offsetof(amp_optimizer_desc, field), words, 0, 0, high, range }
 #define AMPI_NOT_NEGATIVE "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where 0 means the default"
 static const ampi_field ampi_optimizer_fields[] = {
     {"kind", AMPI_I32, offsetof(amp_optimizer_desc, kind), NULL, AMP_ADAMW, 1, AMPI_OPTIMIZERS - 1, NULL},
-    AMPI_RATE(lr, ampi_zero_words, 1e-3, 1e30, AMPI_NOT_NEGATIVE),
-    AMPI_RATE(beta1, ampi_zero_words, 0.9, AMPI_BELOW_1, "from 0 to below 1"),
-    AMPI_RATE(beta2, ampi_zero_words, 0.999, AMPI_BELOW_1, "from 0 to below 1"),
-    AMPI_RATE(eps, ampi_zero_words, 1e-8, 1e30, AMPI_NOT_NEGATIVE),
-    AMPI_RATE(weight_decay, NULL, 0, 1e30, AMPI_NOT_NEGATIVE),
-    AMPI_RATE(momentum, NULL, 0, AMPI_BELOW_1, "from 0 to below 1"),
-    AMPI_RATE(dampening, NULL, 0, 1e30, AMPI_NOT_NEGATIVE),
+    AMPI_RATE(lr, ampi_zero_words, 1e30, AMPI_NOT_NEGATIVE),
+    AMPI_RATE(beta1, ampi_zero_words, AMPI_BELOW_1, "from 0 to below 1"),
+    AMPI_RATE(beta2, ampi_zero_words, AMPI_BELOW_1, "from 0 to below 1"),
+    AMPI_RATE(eps, ampi_zero_words, 1e30, AMPI_NOT_NEGATIVE),
+    AMPI_RATE(weight_decay, NULL, 1e30, AMPI_NOT_NEGATIVE),
+    AMPI_RATE(momentum, NULL, AMPI_BELOW_1, "from 0 to below 1"),
+    AMPI_RATE(dampening, NULL, 1e30, AMPI_NOT_NEGATIVE),
     {"accumulation", AMPI_I32, offsetof(amp_optimizer_desc, accumulation), NULL, 1, 1, INT32_MAX, "1 or more"},
     {"result_lag", AMPI_I32, offsetof(amp_optimizer_desc, result_lag), ampi_lag_words, 2, 1, AMP_STEP_RESULTS - 1,
      "1 to 63, 0 (2) or AMP_LAG_NONE"}
 };
 
 static void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
-    d->lr = ampi_or(d->lr, 0);
-    d->beta1 = ampi_or(d->beta1, 0);
-    d->beta2 = ampi_or(d->beta2, 0);
-    d->eps = ampi_or(d->eps, 0);
+    const struct ampi_optimizer_row *row = &ampi_optimizers[d->kind];
+    d->lr = ampi_or(d->lr, row->lr);
+    d->beta1 = ampi_or(d->beta1, row->beta1);
+    d->beta2 = ampi_or(d->beta2, row->beta2);
+    d->eps = ampi_or(d->eps, row->eps);
     if (d->master == AMP_MASTER_DEFAULT) d->master = level == AMP_LEVEL_O3 ? AMP_MASTER_NONE : AMP_MASTER_F32;
     if (d->moments == AMP_DTYPE_DEFAULT) d->moments = AMP_F32;
 }
@@ -14673,10 +14683,27 @@ static const ampi_field ampi_group_fields[] = {
      AMPI_NOT_NEGATIVE}
 };
 
+/* Refuses what this optimizer does not read, unless it is the default, which amp_optimizer_query has. */
+static amp_result ampi_check_read(const amp_optimizer_desc *d) {
+    const struct ampi_optimizer_row *row = &ampi_optimizers[d->kind];
+    const struct { const char *name; int readers, odd; } fields[] = {
+        {"beta1", AMPI_READS_BETAS, d->beta1 != row->beta1}, {"beta2", AMPI_READS_BETAS, d->beta2 != row->beta2},
+        {"eps", AMPI_READS_EPS, d->eps != row->eps}, {"momentum", AMPI_READS_MOMENTUM, d->momentum > 0},
+        {"dampening", AMPI_READS_MOMENTUM, d->dampening > 0}, {"nesterov", AMPI_READS_MOMENTUM, d->nesterov}
+    };
+    size_t i;
+    for (i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (fields[i].odd && !(row->reads & fields[i].readers))
+            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", ".%s is given, and %s does not read it",
+                             fields[i].name, row->name);
+    return AMP_OK;
+}
+
 static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level level) {
     const char *function = "amp_optimizer_create";
     amp_param_group own;
     int64_t i;
+    AMPI_TRY(ampi_check_read(d));
     AMPI_TRY(ampi_check_clip(function, d->clip_norm));
     if (d->nesterov && (!(d->momentum > 0) || d->dampening > 0))
         return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
@@ -25014,8 +25041,8 @@ static inline ampi_vf AMPI_V(ampi_adamw_one)(ampi_vf w, ampi_vf g, ampi_vf *m, a
     return AMPI_V(ampi_fma)(rate, AMPI_V(ampi_div)(*m, root), w * s->keep);
 }
 
-static void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, float *v, int64_t n,
-                                     const ampi_adamw_step *s) {
+static void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, float *v, int64_t n, const void *step) {
+    const ampi_adamw_step *s = (const ampi_adamw_step *)step;
     int64_t i, rest;
     ampi_vf a, b, x;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
@@ -25047,9 +25074,11 @@ static inline ampi_vf AMPI_V(ampi_sgd_one)(ampi_vf w, ampi_vf g, ampi_vf *m, con
     return AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(-s->rate), g, w);
 }
 
-static void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s) {
+static void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, float *v, int64_t n, const void *step) {
+    const ampi_sgd_step *s = (const ampi_sgd_step *)step;
     int64_t i, rest;
     ampi_vf a = {0}, x, *scratch = m != NULL ? &a : NULL;
+    (void)v;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
         if (m != NULL) a = AMPI_V(ampi_load)(m + i);
         x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load)(w + i), AMPI_V(ampi_load)(g + i), scratch, s);

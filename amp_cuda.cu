@@ -2405,9 +2405,12 @@ __device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const 
 }
 
 /* nvcc would fuse 1 - lr decay, rounding once where the CPU rounds twice. */
+__device__ inline float ampc_keep(const amp_k_grad_stats *found, const amp_k_tensor *row) {
+    return (float)(1.0 - ampc_mul(ampc_mul(found->lr, row->lr_scale), row->weight_decay));
+}
 __device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const amp_k_tensor *row) {
     ampi_adamw_step s = ampi_adamw_row(args, row);
-    s.keep = (float)(1.0 - ampc_mul(ampc_mul(args->found->lr, row->lr_scale), row->weight_decay));
+    s.keep = ampc_keep(args->found, row);
     return s;
 }
 __device__ inline ampi_sgd_step ampc_row_step(const amp_k_sgd *args, const amp_k_tensor *row) {
@@ -2419,21 +2422,28 @@ template <class A, class S> __global__ void __launch_bounds__(128) ampc_row_step
     if (row < args.tensors) steps[row] = ampc_row_step(&args, &args.table[row]);
 }
 
+/* A chunk of a row, with its copy. */
+template <bool SECOND, class UPDATE>
+__device__ __forceinline__ void ampc_update_chunk(const amp_k_tensor *table, const ampc_chunk &c, uint64_t seed,
+                                                  const amp_range *copies, int64_t *new_inf, UPDATE update) {
+    const amp_k_tensor &row = table[c.row];
+    const ampc_low_copy copy = {copies != NULL ? copies + c.row : NULL, new_inf};
+    if (ampc_is_plain(row)) {
+        copy.count(ampc_update_row<SECOND>(row, copy, c.first, c.n, update));
+        return;
+    }
+    ampc_update_stored<SECOND>(row, c.first, c.n, seed, update);
+    ampc_copy_stored(row, copy, c.first, c.n);
+}
+
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
     ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
                       const ampi_adamw_step *steps, const amp_range *copies, int64_t *new_inf) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
         const ampi_adamw_step s = steps[c.row];
-        const amp_k_tensor &row = table[c.row];
-        const ampc_low_copy copy = {copies != NULL ? copies + c.row : NULL, new_inf};
         auto update = [&](float w, float g, float *m, float *v) { return ampc_adamw_one(w, g, m, v, s); };
-        if (ampc_is_plain(row)) {
-            copy.count(ampc_update_row<true>(row, copy, c.first, c.n, update));
-            return;
-        }
-        ampc_update_stored<true>(row, c.first, c.n, s.seed, update);
-        ampc_copy_stored(row, copy, c.first, c.n);
+        ampc_update_chunk<true>(table, c, s.seed, copies, new_inf, update);
     });
 }
 
@@ -2443,16 +2453,9 @@ ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_sta
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
         const ampi_sgd_step s = steps[c.row];
-        const amp_k_tensor &row = table[c.row];
-        const ampc_low_copy copy = {copies != NULL ? copies + c.row : NULL, new_inf};
-        bool momentum = row.m != NULL;
+        bool momentum = table[c.row].m != NULL;
         auto update = [&](float w, float g, float *m, float *) { return ampc_sgd_one(w, g, m, s, momentum); };
-        if (ampc_is_plain(row)) {
-            copy.count(ampc_update_row<false>(row, copy, c.first, c.n, update));
-            return;
-        }
-        ampc_update_stored<false>(row, c.first, c.n, s.seed, update);
-        ampc_copy_stored(row, copy, c.first, c.n);
+        ampc_update_chunk<false>(table, c, s.seed, copies, new_inf, update);
     });
 }
 

@@ -79,6 +79,12 @@ static amp_optimizer_desc adamw(model *m) {
     return d;
 }
 
+/* One of the optimizers; SGD with the momentum that it needs for moments. */
+static void set_kind(amp_optimizer_desc *d, int kind) {
+    d->kind = (amp_optimizer_kind)kind;
+    d->momentum = kind == AMP_SGD ? 0.9 : 0;
+}
+
 static amp_optimizer *make(amp_context *amp, const amp_optimizer_desc *d) {
     amp_optimizer *o = NULL;
     CHECK_OK(amp_optimizer_create(amp, &o, d));
@@ -212,8 +218,9 @@ TEST(scale_does_not_change_the_weights) {
 TEST(sixteen_bit_gradients_and_masters) {
     static model a, b;
     static const amp_dtype kinds[2] = {AMP_F16, AMP_BF16};
-    int kind, grad16, sgd, step, i, path;
-    for (kind = 0; kind < 2; kind++) for (grad16 = 0; grad16 < 2; grad16++) for (sgd = 0; sgd < 2; sgd++)
+    int kind, grad16, which, step, i, path;
+    for (kind = 0; kind < 2; kind++) for (grad16 = 0; grad16 < 2; grad16++)
+    for (which = AMP_ADAMW; which < AMPI_OPTIMIZERS; which++)
     for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
         amp_context *amp = open_context((amp_cpu_path)path, 1, AMP_LEVEL_O2);
         amp_optimizer_desc d;
@@ -222,7 +229,7 @@ TEST(sixteen_bit_gradients_and_masters) {
         model_init(&b, AMP_F32, AMP_F32);
         for (i = 0; i < TENSORS; i++) CHECK_OK(amp_convert(b.w[i], AMP_F32, a.w16[i], kinds[kind], count_of(i), NULL, NULL));
         d = adamw(&a);
-        if (sgd) { d.kind = AMP_SGD; d.momentum = 0.9; }
+        set_kind(&d, which);
         x = make(amp, &d);
         d.params = b.p;
         y = make(amp, &d);
@@ -407,7 +414,7 @@ TEST(masters_begin_as_fp32) {
 
 /* Masters as remainders beside fp32 masters over 200 steps with overflows, skips and gradients of every size.  With
    `nonfinite` nothing is skipped, so that infinities and NaN go through the remainders too. */
-static void compare_remainders(int sgd, amp_cpu_path path, int nonfinite) {
+static void compare_remainders(int kind, amp_cpu_path path, int nonfinite) {
     static model a, b;
     amp_context *amp = open_context(path, 2, AMP_LEVEL_O2);
     amp_scaler *s = nonfinite ? NULL : make_scaler(amp, 1024, 7), *t = nonfinite ? NULL : make_scaler(amp, 1024, 7);
@@ -419,7 +426,8 @@ static void compare_remainders(int sgd, amp_cpu_path path, int nonfinite) {
     model_init(&b, AMP_BF16, AMP_BF16);
     d = adamw(&a);
     d.apply_nonfinite = nonfinite;
-    if (sgd) { d.kind = AMP_SGD; d.momentum = 0.9; d.lr = 0.25; }
+    set_kind(&d, kind);
+    if (kind == AMP_SGD) d.lr = 0.25;
     x = make(amp, &d);
     d.params = b.p;
     d.master = AMP_MASTER_REMAINDER;
@@ -452,10 +460,10 @@ static void compare_remainders(int sgd, amp_cpu_path path, int nonfinite) {
 }
 
 TEST(remainders_are_fp32_masters_bit_for_bit) {
-    int sgd, path;
-    for (sgd = 0; sgd < 2; sgd++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
-        compare_remainders(sgd, (amp_cpu_path)path, 0);
-        compare_remainders(sgd, (amp_cpu_path)path, 1);
+    int kind, path;
+    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        compare_remainders(kind, (amp_cpu_path)path, 0);
+        compare_remainders(kind, (amp_cpu_path)path, 1);
     }
 }
 
@@ -561,17 +569,17 @@ static void *sweep_remainders(void *arg) {
     return NULL;
 }
 
-/* The paths above AVX-512 have its conversions, and AdamW joins and splits as SGD does: every pattern goes through SGD on
-   each path up to that, and through AdamW on the last; the short form goes through both on all. */
+/* The paths above AVX-512 have its conversions, and all optimizers join and split alike: every pattern goes through SGD on
+   each path up to that, and through the others on the last; the short form goes through all on all. */
 TEST(remainders_of_every_pattern) {
     enum { SWEEPERS = 8 };
     static remainder_sweep sweeps[SWEEPERS];
     int path, kind, t, last = (int)ampi_cpu_best_path();
     if (every_pattern && last > AMP_CPU_AVX512) last = AMP_CPU_AVX512;
-    for (path = AMP_CPU_SCALAR; path <= last; path++) for (kind = AMP_ADAMW; kind <= AMP_SGD; kind++) {
-        const char *name = kind == AMP_SGD ? "SGD" : "AdamW";
+    for (path = AMP_CPU_SCALAR; path <= last; path++) for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) {
+        const char *name = ampi_optimizers[kind].name;
         int64_t patterns = 0, lost = 0, moved = 0, failed = 0;
-        if (every_pattern && kind == AMP_ADAMW && path < last) continue;
+        if (every_pattern && kind != AMP_SGD && path < last) continue;
         memset(sweeps, 0, sizeof sweeps);
         for (t = 0; t < SWEEPERS; t++) {
             sweeps[t].path = (amp_cpu_path)path; sweeps[t].kind = (amp_optimizer_kind)kind;
@@ -774,7 +782,7 @@ static void follow_moments(spread *s, const float *exact, const uint16_t *rounde
     CHECK_MSG(squares / n <= 1 + 5 * sqrt(2 / n), "%s, step %d: %.3g times the variance", name, step, squares / n);
 }
 
-static void compare_moments(amp_cpu_path path, int sgd) {
+static void compare_moments(amp_cpu_path path, int kind) {
     static spread m, v;
     static float w[2][WALKERS], g[WALKERS];
     amp_context *amp = open_context(path, 2, AMP_LEVEL_DEFAULT);
@@ -792,7 +800,7 @@ static void compare_moments(amp_cpu_path path, int sgd) {
         p[i].weight = amp_tensor1(w[i], AMP_F32, WALKERS);
         p[i].grad = amp_tensor1(g, AMP_F32, WALKERS);
         d.params = &p[i]; d.n_params = 1; d.moments = i ? AMP_BF16 : AMP_F32; d.beta2 = 0.999;
-        if (sgd) { d.kind = AMP_SGD; d.momentum = 0.9; }
+        set_kind(&d, kind);
         o[i] = make(amp, &d);
     }
     for (step = 0; step < 400; step++) {
@@ -803,21 +811,19 @@ static void compare_moments(amp_cpu_path path, int sgd) {
         for (i = 0; i < WALKERS && step == 0; i++) {                  /* until now they are the same but for the rounding */
             uint32_t word = amp_random_u32(ampi_row_seed(0, 1, 0), (uint64_t)i) << 16;
             CHECK(((const uint16_t *)o[1]->set->rows[0].m)[i] == amp_bf16_stochastic(((const float *)o[0]->set->rows[0].m)[i], word, 0));
-            CHECK(sgd || ((const uint16_t *)o[1]->set->rows[0].v)[i] == ampi_moment_round(((const float *)o[0]->set->rows[0].v)[i], word >> 16));
+            CHECK(kind != AMP_ADAMW || ((const uint16_t *)o[1]->set->rows[0].v)[i] == ampi_moment_round(((const float *)o[0]->set->rows[0].v)[i], word >> 16));
         }
         if (step < 150) follow_moments(&m, (const float *)o[0]->set->rows[0].m, (const uint16_t *)o[1]->set->rows[0].m, 0.9, step, "m");
-        if (!sgd) follow_moments(&v, (const float *)o[0]->set->rows[0].v, (const uint16_t *)o[1]->set->rows[0].v, 0.999, step, "v");
+        if (kind == AMP_ADAMW) follow_moments(&v, (const float *)o[0]->set->rows[0].v, (const uint16_t *)o[1]->set->rows[0].v, 0.999, step, "v");
     }
     for (i = 0; i < 2; i++) amp_optimizer_destroy(o[i]);
     amp_close(amp);
 }
 
 TEST(bf16_moments_follow_fp32_ones) {
-    int path;
-    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
-        compare_moments((amp_cpu_path)path, 0);
-        compare_moments((amp_cpu_path)path, 1);
-    }
+    int kind, path;
+    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++)
+        for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) compare_moments((amp_cpu_path)path, kind);
 }
 
 /* fp32 masters and remainders load into each other, ties included, and go on with the same bits. */
@@ -998,8 +1004,8 @@ TEST(bytes_per_parameter) {
         amp_memory_info info;
         model_init(&m, rows[r].weight, rows[r].grad);
         d = adamw(&m);
-        d.kind = rows[r].kind; d.master = rows[r].master; d.moments = rows[r].moments;
-        d.momentum = rows[r].kind == AMP_SGD ? 0.9 : 0;
+        set_kind(&d, rows[r].kind);
+        d.master = rows[r].master; d.moments = rows[r].moments;
         CHECK_OK(amp_memory(amp, &info));
         before = info.optimizer;
         o = make(amp, &d);
@@ -1090,16 +1096,16 @@ TEST(a_skip_leaves_everything_bit_for_bit) {
     static model m;
     static snapshot before, after;
     int kind, bad, scaled;
-    for (kind = 0; kind < 2; kind++) for (bad = 0; bad < 3; bad++) for (scaled = 0; scaled < 2; scaled++) {
+    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) for (bad = 0; bad < 3; bad++) for (scaled = 0; scaled < 2; scaled++) {
         amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
         amp_optimizer_desc d;
         amp_optimizer *o;
         amp_scaler *s = scaled ? make_scaler(amp, 1024, 0) : NULL;
         amp_step_result out;
         int step;
-        model_init(&m, kind ? AMP_BF16 : AMP_F32, AMP_F32);
+        model_init(&m, kind == AMP_ADAMW ? AMP_F32 : AMP_BF16, AMP_F32);
         d = adamw(&m);
-        if (kind) { d.kind = AMP_SGD; d.momentum = 0.5; }
+        set_kind(&d, kind);
         d.result_lag = AMP_LAG_NONE;
         o = make(amp, &d);
         for (step = 0; step < 3; step++) {
@@ -1395,7 +1401,8 @@ static void run_big(big_run *r, int threads, amp_optimizer_kind kind, amp_dtype 
     p[1].name = "big";
     p[1].weight = amp_tensor1(dtype == AMP_F32 ? (void *)r->w : (void *)r->w16, dtype, N);
     p[1].grad = amp_tensor1(dtype == AMP_F32 ? (void *)r->g : (void *)r->g16, dtype, N);
-    d.params = p; d.n_params = 2; d.kind = kind; d.momentum = kind == AMP_SGD ? 0.9 : 0; d.clip_norm = 1;
+    set_kind(&d, kind);
+    d.params = p; d.n_params = 2; d.clip_norm = 1;
     d.master = master; d.moments = moments;
     o = make(amp, &d);
     for (step = 0; step < 3; step++) {
@@ -1416,7 +1423,7 @@ static void run_big(big_run *r, int threads, amp_optimizer_kind kind, amp_dtype 
 TEST(threads_do_not_change_a_bit) {
     static big_run one, two;
     int kind, dtype;
-    for (kind = AMP_ADAMW; kind <= AMP_SGD; kind++) {
+    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) {
         for (dtype = 0; dtype < 3; dtype++) {
             static const amp_dtype dtypes[3] = {AMP_F32, AMP_F16, AMP_BF16};
             run_big(&one, 1, (amp_optimizer_kind)kind, dtypes[dtype], AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT);
@@ -1766,6 +1773,40 @@ TEST(load_refuses_other_parameters_by_name) {
 }
 
 /* ---- Settings, memory, ranks */
+
+/* What a kind does not read is refused by name, unless it is the default, so that effective settings make the same again. */
+TEST(what_is_not_read_is_refused) {
+    static const struct { amp_optimizer_kind kind; size_t at; double value; const char *field; } cases_of[] = {
+        {AMP_ADAMW, offsetof(amp_optimizer_desc, momentum), 0.9, ".momentum"}, {AMP_ADAMW, offsetof(amp_optimizer_desc, dampening), 0.1, ".dampening"},
+        {AMP_SGD, offsetof(amp_optimizer_desc, beta1), 0.8, ".beta1"}, {AMP_SGD, offsetof(amp_optimizer_desc, beta2), 0.99, ".beta2"},
+        {AMP_SGD, offsetof(amp_optimizer_desc, eps), 1e-6, ".eps"}, {AMP_SGD, offsetof(amp_optimizer_desc, eps), (double)AMP_EXPLICIT_ZERO, ".eps"}};
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_optimizer_desc d, again;
+    amp_optimizer *o = NULL;
+    size_t i;
+    int kind;
+    model_init(&m, AMP_F32, AMP_F32);
+    for (i = 0; i < sizeof cases_of / sizeof *cases_of; i++) {
+        d = adamw(&m);
+        d.kind = cases_of[i].kind;
+        memcpy((char *)&d + cases_of[i].at, &cases_of[i].value, sizeof(double));
+        CHECK_ERR(amp_optimizer_create(amp, &o, &d), AMP_ERR_CONFLICT);
+        CHECK_MSG(o == NULL && strstr(amp_last_error(), cases_of[i].field) != NULL, "case %d: %s", (int)i, amp_last_error());
+    }
+    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) {
+        memset(&d, 0, sizeof d);
+        d.params = m.p; d.n_params = TENSORS; d.kind = (amp_optimizer_kind)kind;
+        o = make(amp, &d);
+        CHECK_OK(amp_optimizer_query(o, &d));
+        amp_optimizer_destroy(o);
+        o = make(amp, &d);
+        CHECK_OK(amp_optimizer_query(o, &again));
+        CHECK(d.lr == again.lr && d.beta1 == again.beta1 && d.beta2 == again.beta2 && d.eps == again.eps && d.lr > 0);
+        amp_optimizer_destroy(o);
+    }
+    amp_close(amp);
+}
 
 TEST(optimizer_settings_are_checked) {
     static model m;
@@ -2169,6 +2210,7 @@ int main(int argc, char **argv) {
     RUN(load_refuses_other_storage);
     RUN(load_refuses_other_parameters_by_name);
     RUN(optimizer_settings_are_checked);
+    RUN(what_is_not_read_is_refused);
     RUN(every_failing_allocation_is_survived);
     RUN(ranks_average_and_take_part_without_a_gradient);
     RUN(states_in_a_cycle_are_of_their_rank);

@@ -195,7 +195,7 @@ static void add_training(model *m, amp_optimizer_kind kind, amp_master_kind mast
     memset(&sd, 0, sizeof sd);
     od.kind = kind;
     od.params = m->params; od.n_params = PARAMS;
-    od.lr = 0.01; od.clip_norm = 1; od.weight_decay = 0.1; od.momentum = 0.9;
+    od.lr = 0.01; od.clip_norm = 1; od.weight_decay = 0.1; od.momentum = kind == AMP_SGD ? 0.9 : 0;
     od.master = master;
     od.accumulation = accumulation;
     CHECK_OK(amp_optimizer_create(m->amp, &m->optimizer, &od));

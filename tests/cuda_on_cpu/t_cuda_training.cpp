@@ -685,7 +685,7 @@ CUDA_TEST(copies_change_no_bits) {
             amp_optimizer_destroy(gpu.optimizer);
             o.params = gpu.params, o.n_params = PARAMS;
             o.kind = variant & 1 ? AMP_SGD : AMP_ADAMW;
-            o.lr = 1e-2, o.momentum = 0.9, o.accumulation = gpu.accumulation;
+            o.lr = 1e-2, o.momentum = variant & 1 ? 0.9 : 0, o.accumulation = gpu.accumulation;
             o.moments = variant & 2 ? AMP_BF16 : AMP_F32;
             CHECK_OK(amp_optimizer_create(gpu.amp, &gpu.optimizer, &o));
             for (int i = 0; i < 6; i++) {
