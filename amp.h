@@ -1327,6 +1327,9 @@ typedef enum amp_optimizer_kind {
     AMP_OPTIMIZER_DEFAULT = 0,  /* ADAMW */
     AMP_ADAMW = 1,              /* torch.optim.AdamW: Loshchilov & Hutter 2019, decoupled weight decay */
     AMP_SGD = 2,                /* torch.optim.SGD: momentum, dampening, Nesterov, weight decay as L2 */
+    /* Chen et al. 2023, with decoupled weight decay.  Give it an lr 3 to 10 times smaller than AdamW's, and a
+       weight_decay as many times larger.  A weight moves by lr times a sign, which is 0 for 0 and NaN for NaN. */
+    AMP_LION = 3,
     AMP_OPTIMIZER_FORCE_I32 = 0x7fffffff
 } amp_optimizer_kind;
 
@@ -1346,7 +1349,8 @@ typedef struct amp_optimizer_desc {
     int32_t accumulation;       /* micro-batches per step: every n-th amp_step steps, with the mean; default 1 */
     amp_param *params; int64_t n_params;  /* not copied; those without grad are left out */
     const amp_param_group *groups; int64_t n_groups;  /* copied */
-    /* defaults 1e-3, 0.9, 0.999, 1e-8, 0; betas below 1; decay on matrices only, unless decay_vectors */
+    /* defaults 1e-3, 0.9, 0.999, 1e-8, 0, of Lion 1e-4, 0.9, 0.99, no eps, 0; betas below 1; decay on matrices only,
+       unless decay_vectors */
     double lr, beta1, beta2, eps, weight_decay;
     double momentum, dampening; /* SGD, as in torch.optim.SGD; momentum below 1 */
     double clip_norm;           /* largest norm of all averaged gradients together; 0: no clipping */
@@ -2842,7 +2846,7 @@ typedef struct amp_k_check {
     amp_k_grad_stats *found;    /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
 } amp_k_check;
 
-/* By ampi_adamw_row and ampi_sgd_row.  Weight and master, or an fp32 weight and its copy, are written in one pass. */
+/* By ampi_adamw_row and its like.  Weight and master, or an fp32 weight and its copy, are written in one pass. */
 typedef struct amp_k_adamw {
     const amp_k_tensor *table; int64_t tensors;
     const amp_k_grad_stats *found;
@@ -2861,6 +2865,15 @@ typedef struct amp_k_sgd {
     int32_t nesterov, maximize;
     const amp_range *copies; int64_t *new_inf;  /* as in amp_k_adamw */
 } amp_k_sgd;
+
+typedef struct amp_k_lion {
+    const amp_k_tensor *table; int64_t tensors;
+    const amp_k_grad_stats *found;
+    double beta1, beta2;
+    uint64_t seed;
+    int32_t maximize, reserved;
+    const amp_range *copies; int64_t *new_inf;  /* as in amp_k_adamw */
+} amp_k_lion;
 
 /* data *= *factor, in fp32 (fp64 in fp64), rounded once. */
 typedef struct amp_k_scale_ranges {
@@ -3078,6 +3091,7 @@ struct amp_backend {
     amp_result (*check)(void *dev, const amp_k_check *args, void *stream);
     amp_result (*adamw)(void *dev, const amp_k_adamw *args, void *stream);
     amp_result (*sgd)(void *dev, const amp_k_sgd *args, void *stream);
+    amp_result (*lion)(void *dev, const amp_k_lion *args, void *stream);
     amp_result (*scale_ranges)(void *dev, const amp_k_scale_ranges *args, void *stream);
     amp_result (*inspect)(void *dev, const amp_k_inspect *args, void *stream);
     amp_result (*rule)(void *dev, const amp_k_rule *args, void *stream);
@@ -3337,6 +3351,27 @@ AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *ro
     return s;
 }
 
+/* Lion:  w = (1 - lr decay) w - lr sign(beta1 m + (1 - beta1) g);  m = beta2 m + (1 - beta2) g,  g = gradient *
+   multiplier. */
+typedef struct ampi_lion_step {
+    float multiplier, beta1, rest1, beta2, rest2, keep, rate;
+    uint64_t seed;
+} ampi_lion_step;
+AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor *row) {
+    const amp_k_grad_stats *f = args->found;
+    ampi_lion_step s;
+    double lr = f->lr * row->lr_scale;
+    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
+    s.beta1 = (float)args->beta1;
+    s.rest1 = (float)(1.0 - args->beta1);
+    s.beta2 = (float)args->beta2;
+    s.rest2 = (float)(1.0 - args->beta2);
+    s.keep = ampi_keep(lr, row->weight_decay);
+    s.rate = (float)lr;
+    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
+    return s;
+}
+
 /* ==== Header and implementation ====
 
    Every file that includes amp.h records in the program which amp.h that was; the inline amp_open passes all records
@@ -3349,7 +3384,8 @@ AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *ro
     X(mask) X(mat) X(k_cast) X(k_cut_note) X(k_cut) X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) \
     X(k_norm) X(k_softmax) \
     X(k_activation) X(k_swiglu) X(k_cross_entropy) X(k_mse) X(k_embedding) X(k_dropout) X(k_add) X(k_tensor) \
-    X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_scale_ranges) X(k_inspected) X(k_inspect) \
+    X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
+    X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
     X(device_memory) X(backend_desc) X(backend) X(reducer) X(desc) X(cache_info) X(mask_view) X(plan) \
     X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(norm_op) X(softmax_op) X(activation_op) \
@@ -6015,7 +6051,7 @@ typedef struct ampi_multi_vec {
     /* The sum of squares in fp64; *bad = 1 if an element is infinite or NaN; g *= *factor unless NULL. */
     double (*check)(float *g, int64_t n, const float *factor, int32_t *bad);
     void (*scale)(float *g, int64_t n, float factor);
-    ampi_update_vec adamw, sgd;
+    ampi_update_vec adamw, sgd, lion;
     /* above[i] += magnitudes above limit[i]; *largest: the largest finite one, as bits; n < 2^31 */
     void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
 } ampi_multi_vec;
@@ -9267,6 +9303,17 @@ static amp_result ampi_cpu_sgd(void *dev, const amp_k_sgd *a, void *stream) {
     return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_sgd_piece, a);
 }
 
+static void ampi_lion_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
+                            int64_t chunk) {
+    ampi_lion_step step = ampi_lion_row((const amp_k_lion *)job->args, row);
+    (void)chunk;
+    ampi_update_piece(job, row, first, n, job->vec->lion, &step, step.seed);
+}
+static amp_result ampi_cpu_lion(void *dev, const amp_k_lion *a, void *stream) {
+    (void)stream;
+    return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_lion_piece, a);
+}
+
 static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream) {
     ampi_fp host = ampi_fp_begin();
     (void)dev; (void)stream;
@@ -9486,6 +9533,7 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .check = ampi_cpu_check,
     .adamw = ampi_cpu_adamw,
     .sgd = ampi_cpu_sgd,
+    .lion = ampi_cpu_lion,
     .scale_ranges = ampi_cpu_scale_ranges,
     .inspect = ampi_cpu_inspect,
     .rule = ampi_cpu_rule};
@@ -14611,6 +14659,16 @@ static amp_result ampi_run_sgd(const amp_optimizer *o, const amp_backend *backen
     return backend->sgd(dev, &k, stream);
 }
 
+static amp_result ampi_run_lion(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream) {
+    amp_k_lion k;
+    memset(&k, 0, sizeof k);
+    k.table = o->set->table; k.tensors = o->set->n; k.found = o->set->found;
+    k.beta1 = o->desc.beta1; k.beta2 = o->desc.beta2;
+    k.maximize = o->desc.maximize; k.seed = o->desc.seed;
+    k.copies = o->copy_table; k.new_inf = ampi_copies_inf(o);
+    return backend->lion(dev, &k, stream);
+}
+
 /* The optimizers, by amp_optimizer_kind: which moments a parameter has, as bits, without and with .momentum; which
    fields are read that not all read; their defaults; and the kernel call.  Masters depend on the row alone. */
 enum { AMPI_READS_BETAS = 1, AMPI_READS_EPS = 2, AMPI_READS_MOMENTUM = 4 };
@@ -14623,7 +14681,8 @@ static const struct ampi_optimizer_row {
     {"?", {0, 0}, 0, 0, 0, 0, 0, NULL},
     {"AdamW", {1 << AMPI_M | 1 << AMPI_V2, 1 << AMPI_M | 1 << AMPI_V2}, AMPI_READS_BETAS | AMPI_READS_EPS,
      1e-3, 0.9, 0.999, 1e-8, ampi_run_adamw},
-    {"SGD", {0, 1 << AMPI_M}, AMPI_READS_MOMENTUM, 1e-3, 0.9, 0.999, 1e-8, ampi_run_sgd}
+    {"SGD", {0, 1 << AMPI_M}, AMPI_READS_MOMENTUM, 1e-3, 0.9, 0.999, 1e-8, ampi_run_sgd},
+    {"Lion", {1 << AMPI_M, 1 << AMPI_M}, AMPI_READS_BETAS, 1e-4, 0.9, 0.99, 0, ampi_run_lion}
 };
 enum { AMPI_OPTIMIZERS = sizeof ampi_optimizers / sizeof *ampi_optimizers };
 
@@ -25093,6 +25152,27 @@ static void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, float *v,
     if (m != NULL) AMPI_V(ampi_store_tail)(m + i, a, rest);
 }
 
+static inline ampi_vf AMPI_V(ampi_lion_one)(ampi_vf w, ampi_vf g, ampi_vf *m, const ampi_lion_step *s) {
+    ampi_vf sum, sign;
+    g = g * s->multiplier;
+    sum = AMPI_V(ampi_fma)(*m, AMPI_V(ampi_splat)(s->beta1), g * s->rest1);
+    *m = AMPI_V(ampi_fma)(*m, AMPI_V(ampi_splat)(s->beta2), g * s->rest2);
+    sign = (ampi_vf)(((ampi_vi)sum & INT32_MIN) | 0x3f800000);
+    sign = AMPI_V(ampi_select)(AMPI_V(ampi_is_zero)(sum) | AMPI_V(ampi_is_nan)(sum), sum, sign);
+    return AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(-s->rate), sign, w * s->keep);
+}
+
+static void AMPI_V(ampi_multi_lion)(float *w, const float *g, float *m, float *v, int64_t n, const void *step) {
+    int64_t i;
+    (void)v;
+    for (i = 0; i < n; i += AMPI_W) {
+        ampi_vf a = AMPI_V(ampi_load_upto)(m + i, n - i), x = AMPI_V(ampi_load_upto)(w + i, n - i);
+        x = AMPI_V(ampi_lion_one)(x, AMPI_V(ampi_load_upto)(g + i, n - i), &a, (const ampi_lion_step *)step);
+        AMPI_V(ampi_store_upto)(w + i, x, n - i);
+        AMPI_V(ampi_store_upto)(m + i, a, n - i);
+    }
+}
+
 /* Counts per lane, AMPI_W numbers at a time; comparisons give -1. */
 typedef struct AMPI_V(ampi_inspect_sums) {
     ampi_vi above[AMPI_FIT_LIMITS], limit[AMPI_FIT_LIMITS], largest;
@@ -25141,7 +25221,7 @@ static void AMPI_V(ampi_multi_inspect)(const float *x, int64_t n, const ampi_fit
 
 __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
     .check = AMPI_V(ampi_multi_check), .scale = AMPI_V(ampi_multi_scale), .adamw = AMPI_V(ampi_multi_adamw),
-    .sgd = AMPI_V(ampi_multi_sgd), .inspect = AMPI_V(ampi_multi_inspect)
+    .sgd = AMPI_V(ampi_multi_sgd), .lion = AMPI_V(ampi_multi_lion), .inspect = AMPI_V(ampi_multi_inspect)
 };
 
 #endif /* AMPI_KERNELS == 2 */

@@ -2175,6 +2175,14 @@ __device__ __forceinline__ float ampc_sgd_one(float w, float g, float *m, const 
     return ampc_fma(-s.rate, g, w);
 }
 
+__device__ __forceinline__ float ampc_lion_one(float w, float g, float *m, const ampi_lion_step &s) {
+    float sum;
+    g = ampc_mul(g, s.multiplier);
+    sum = ampc_fma(*m, s.beta1, ampc_mul(g, s.rest1));
+    *m = ampc_fma(*m, s.beta2, ampc_mul(g, s.rest2));
+    return ampc_fma(-s.rate, sum > 0 ? 1.0f : sum < 0 ? -1.0f : sum, ampc_mul(w, s.keep));
+}
+
 /* The 16-bit copy of a row's fp32 weight (data NULL: none), and the count of finite weights that become infinite in
    it. */
 struct ampc_low_copy {
@@ -2416,6 +2424,11 @@ __device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const a
 __device__ inline ampi_sgd_step ampc_row_step(const amp_k_sgd *args, const amp_k_tensor *row) {
     return ampi_sgd_row(args, row);
 }
+__device__ inline ampi_lion_step ampc_row_step(const amp_k_lion *args, const amp_k_tensor *row) {
+    ampi_lion_step s = ampi_lion_row(args, row);
+    s.keep = ampc_keep(args->found, row);
+    return s;
+}
 
 template <class A, class S> __global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps) {
     int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -2459,6 +2472,17 @@ ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_sta
     });
 }
 
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
+    ampc_lion_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
+                     const ampi_lion_step *steps, const amp_range *copies, int64_t *new_inf) {
+    if (found->skip) return;
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
+        const ampi_lion_step s = steps[c.row];
+        auto update = [&](float w, float g, float *m, float *) { return ampc_lion_one(w, g, m, s); };
+        ampc_update_chunk<false>(table, c, s.seed, copies, new_inf, update);
+    });
+}
+
 template <class A, class S>
 amp_result ampc_optimize(ampc_device *dev, const char *name, const A *a, void *stream,
                          void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_grad_stats *, const S *,
@@ -2479,6 +2503,10 @@ amp_result ampc_adamw(void *device, const amp_k_adamw *a, void *stream) {
 
 amp_result ampc_sgd(void *device, const amp_k_sgd *a, void *stream) {
     return ampc_optimize((ampc_device *)device, "amp_step (SGD)", a, stream, ampc_sgd_kernel);
+}
+
+amp_result ampc_lion(void *device, const amp_k_lion *a, void *stream) {
+    return ampc_optimize((ampc_device *)device, "amp_step (Lion)", a, stream, ampc_lion_kernel);
 }
 
 /* ---- Rules: amp.h's arithmetic, on one thread */
@@ -7710,6 +7738,7 @@ __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
                                                 .check = ampc_check_grads,
                                                 .adamw = ampc_adamw,
                                                 .sgd = ampc_sgd,
+                                                .lion = ampc_lion,
                                                 .scale_ranges = ampc_scale_ranges,
                                                 .inspect = ampc_inspect,
                                                 .rule = ampc_rule};

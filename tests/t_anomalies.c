@@ -763,6 +763,7 @@ static amp_result gradients_create(env *e, int i) {
     o.lr = 0.01; o.weight_decay = 0.1; o.clip_norm = 1; o.result_lag = AMP_LAG_NONE;
     if (e->variant == 2) { o.master = AMP_MASTER_REMAINDER; o.moments = AMP_BF16; }
     if (e->variant == 3) { o.kind = AMP_SGD; o.momentum = 0.9; o.nesterov = 1; }
+    if (e->variant == 4) o.kind = AMP_LION;
     return created(amp_optimizer_create(e->amp, &e->optimizer, &o), &e->optimizer);
 }
 
@@ -1570,6 +1571,7 @@ static const scenario scenarios[] = {
     {"gradients, device", 1, {AMP_OK}, gradients_step, gradients_close, gradients_observe, NULL},
     {"remainders", 2, {AMP_OK}, gradients_step, gradients_close, gradients_observe, NULL},
     {"sgd", 3, {AMP_OK}, gradients_step, gradients_close, gradients_observe, NULL},
+    {"lion", 4, {AMP_OK}, gradients_step, gradients_close, gradients_observe, NULL},
     {"data", 0, {AMP_OK}, data_step, data_close, data_observe, NULL},
     {"data, device", 1, {AMP_OK}, data_step, data_close, data_observe, NULL},
     {"data, no workers", 2, {AMP_OK}, data_step, data_close, data_observe, NULL},

@@ -294,7 +294,7 @@ static const amp_param_group kept_groups[3] = {{"remainder", 0, 0, AMP_MASTER_RE
 static const char *const kept_names[KEPT] = {"fp32", "master", "remainder", "stochastic", "none"};
 
 typedef struct stepped { amp_optimizer *opt; amp_param p[KEPT]; char memory[2][KEPT][4 * KEPT_COUNT]; } stepped;
-static stepped adamw, sgd;
+static stepped adamw, sgd, lion;
 static struct { amp_scaler *scaler; amp_grad_set *set; float grad[1001]; } scaling;
 static struct {
     amp_scaler *scaler; amp_optimizer *opt; amp_loader *loader;
@@ -330,6 +330,7 @@ static void stepped_run(stepped *s) {
 }
 static void do_adamw(kind k) { (void)k; stepped_run(&adamw); }
 static void do_sgd(kind k) { (void)k; stepped_run(&sgd); }
+static void do_lion(kind k) { (void)k; stepped_run(&lion); }
 
 static void do_clip(kind k) {
     amp_range r;
@@ -476,6 +477,7 @@ static void all_weights(amp_state *state, int load) {
     for (int i = 0; i < KEPT; i++) {
         put_weights(state, "adamw", i, adamw.memory[0][i], kept_dtypes[i], KEPT_COUNT, load);
         put_weights(state, "sgd", i, sgd.memory[0][i], kept_dtypes[i], KEPT_COUNT, load);
+        put_weights(state, "lion", i, lion.memory[0][i], kept_dtypes[i], KEPT_COUNT, load);
     }
     for (int i = 0; i < 5; i++) put_weights(state, "model", i, model.w[i], AMP_F32, amp_tensor_count(&model.p[i].weight), load);
 }
@@ -486,6 +488,7 @@ static amp_state *saved(void) {
     all_weights(state, 0);
     CHECK_OK(amp_optimizer_save(adamw.opt, state, "adamw"));
     CHECK_OK(amp_optimizer_save(sgd.opt, state, "sgd"));
+    CHECK_OK(amp_optimizer_save(lion.opt, state, "lion"));
     CHECK_OK(amp_optimizer_save(model.opt, state, "model"));
     CHECK_OK(amp_scaler_save(scaling.scaler, state, "scaling"));
     CHECK_OK(amp_scaler_save(model.scaler, state, "model"));
@@ -501,6 +504,7 @@ static void loaded(const char *path) {
     all_weights(state, 1);
     CHECK_OK(amp_optimizer_load(adamw.opt, state, "adamw"));
     CHECK_OK(amp_optimizer_load(sgd.opt, state, "sgd"));
+    CHECK_OK(amp_optimizer_load(lion.opt, state, "lion"));
     CHECK_OK(amp_optimizer_load(model.opt, state, "model"));
     CHECK_OK(amp_scaler_load(scaling.scaler, state, "scaling"));
     CHECK_OK(amp_scaler_load(model.scaler, state, "model"));
@@ -556,6 +560,7 @@ static const operation operations[] = {
     {"swiglu", 3, do_swiglu, {F32, F16, BF16}},
     {"adamw", 3, do_adamw, {F32}},
     {"sgd", 3, do_sgd, {F32}},
+    {"lion", 3, do_lion, {F32}},
     {"layernorm", 4, do_layernorm, {F32, F16, BF16}},
     {"rmsnorm", 4, do_rmsnorm, {F32, F16, BF16}},
     {"softmax", 4, do_softmax, {F32, F16, BF16}},
@@ -624,6 +629,7 @@ static int open_all(int path, int threads) {
     if (amp_open(&amp, &d) != AMP_OK) return 0;
     stepped_open(&adamw, AMP_ADAMW);
     stepped_open(&sgd, AMP_SGD);
+    stepped_open(&lion, AMP_LION);
     scaling_open();
     model_open(threads);
     return 1;
@@ -635,6 +641,7 @@ static void close_all(void) {
     amp_scaler_destroy(model.scaler);
     amp_optimizer_destroy(adamw.opt);
     amp_optimizer_destroy(sgd.opt);
+    amp_optimizer_destroy(lion.opt);
     amp_grad_set_destroy(scaling.set);
     amp_scaler_destroy(scaling.scaler);
     amp_close(amp);

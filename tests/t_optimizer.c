@@ -103,14 +103,17 @@ static amp_scaler *make_scaler(amp_context *amp, float init, int32_t interval) {
 
 /* ---- Against PyTorch */
 
-typedef struct kase { const char *name; amp_optimizer_kind kind; double lr, beta1, beta2, eps, decay, momentum, dampening, clip; int nesterov, maximize, schedule; } kase;
+typedef struct kase { const char *name; amp_optimizer_kind kind; double lr, beta1, beta2, eps, decay, momentum, dampening, clip; int nesterov, maximize, schedule, mixed; } kase;
 static const kase cases[] = {
-    {"adamw", AMP_ADAMW, 1e-3, 0, 0, 0, 0.1, 0, 0, 0.4, 0, 0, 0},
-    {"adamw_betas", AMP_ADAMW, 3e-3, 0.8, 0.95, 1e-6, 0, 0, 0, 0, 0, 0, 0},
-    {"adamw_maximize", AMP_ADAMW, 1e-2, 0, 0, 0, 0.01, 0, 0, 0, 0, 1, 1},
-    {"sgd", AMP_SGD, 0.05, 0, 0, 0, 0.02, 0, 0, 0.5, 0, 0, 0},
-    {"sgd_momentum", AMP_SGD, 0.02, 0, 0, 0, 0, 0.9, 0.1, 0, 0, 0, 1},
-    {"sgd_nesterov", AMP_SGD, 0.01, 0, 0, 0, 0.05, 0.9, 0, 0, 1, 1, 0}};
+    {"adamw", AMP_ADAMW, 1e-3, 0, 0, 0, 0.1, 0, 0, 0.4, 0, 0, 0, 0},
+    {"adamw_betas", AMP_ADAMW, 3e-3, 0.8, 0.95, 1e-6, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"adamw_maximize", AMP_ADAMW, 1e-2, 0, 0, 0, 0.01, 0, 0, 0, 0, 1, 1, 0},
+    {"sgd", AMP_SGD, 0.05, 0, 0, 0, 0.02, 0, 0, 0.5, 0, 0, 0, 0},
+    {"sgd_momentum", AMP_SGD, 0.02, 0, 0, 0, 0, 0.9, 0.1, 0, 0, 0, 1, 0},
+    {"sgd_nesterov", AMP_SGD, 0.01, 0, 0, 0, 0.05, 0.9, 0, 0, 1, 1, 0, 0},
+    {"lion", AMP_LION, 0, 0, 0, 0, 1, 0, 0, 0.4, 0, 0, 0, 0},
+    {"lion_betas", AMP_LION, 3e-3, 0.95, 0.98, 0, 0, 0, 0, 0, 0, 1, 1, 0},
+    {"lion_mixed", AMP_LION, 1e-3, 0, 0, 0, 0.3, 0, 0, 0, 0, 0, 0, 1}};
 enum { CASES = sizeof cases / sizeof cases[0] };
 
 static amp_optimizer_desc case_desc(model *m, const kase *c) {
@@ -138,14 +141,14 @@ static double distance(const float *w, const double *exact, int64_t n) {
    random walk. */
 static void compare_with_torch(const kase *c, amp_cpu_path path, const ampt_golden *golden) {
     static model m;
-    amp_context *amp = open_context(path, 2, AMP_LEVEL_DEFAULT);
+    amp_context *amp = open_context(path, 2, c->mixed ? AMP_LEVEL_O2 : AMP_LEVEL_DEFAULT);
     amp_optimizer_desc d;
     amp_optimizer *o;
     char record[64];
     double *norms = NULL, u = ldexp(1, -24);
     int64_t n;
     int step, i;
-    model_init(&m, AMP_F32, AMP_F32);
+    model_init(&m, c->mixed ? AMP_BF16 : AMP_F32, c->mixed ? AMP_BF16 : AMP_F32);
     d = case_desc(&m, c);
     o = make(amp, &d);
     snprintf(record, sizeof record, "%s/norms", c->name);
@@ -153,7 +156,7 @@ static void compare_with_torch(const kase *c, amp_cpu_path path, const ampt_gold
     for (step = 0; step < 100; step++) {
         amp_grad_stats found;
         model_backward(&m, step, 1);
-        CHECK_OK(amp_optimizer_set_lr(o, case_rate(c, step)));
+        if (c->lr > 0) CHECK_OK(amp_optimizer_set_lr(o, case_rate(c, step)));
         CHECK_OK(amp_step(o, NULL));
         CHECK_OK(amp_grad_set_stats(amp_optimizer_grad_set(o), &found));
         if (norms != NULL) CHECK_MSG(fabs((double)found.norm - norms[step]) <= 1.01 * u * norms[step], "%s step %d: norm %.9g, torch %.9g", c->name, step, (double)found.norm, norms[step]);
@@ -166,9 +169,10 @@ static void compare_with_torch(const kase *c, amp_cpu_path path, const ampt_gold
         snprintf(record, sizeof record, "%s/%d/torch", c->name, i);
         bound = 1.2 * ampt_golden_number(golden, record);
         if (bound < 5 * u) bound = 5 * u;
-        off = distance(m.w[i], exact, n);
+        off = distance(c->mixed ? (const float *)m.p[i].master : m.w[i], exact, n);
         CHECK_MSG(off <= bound, "%s, path %d, %s: off by %.2e, at most %.2e", c->name, (int)path, names[i], off, bound);
-        ampt_figure(c->kind == AMP_SGD ? "SGD, 100 steps, fp32" : "AdamW, 100 steps, fp32", 1.2 * off / bound, 1.2);
+        snprintf(record, sizeof record, "%s, 100 steps, %s", ampi_optimizers[c->kind].name, c->mixed ? "bf16" : "fp32");
+        ampt_figure(record, 1.2 * off / bound, 1.2);
         free(exact);
     }
     free(norms);
@@ -210,6 +214,40 @@ TEST(scale_does_not_change_the_weights) {
     CHECK(amp_scaler_scale(s[1]) == 1024 * 256);
     for (k = 0; k < 3; k++) { amp_optimizer_destroy(o[k]); amp_scaler_destroy(s[k]); }
     amp_close(amp);
+}
+
+/* A sign is 0 for either 0 and NaN for NaN, that of infinity too; the same for each place in a row, and on each path. */
+TEST(lion_at_special_values) {
+    enum { N = 37 };
+    static const float gradients[5] = {0, -0.0f, 1e-37f, -1e-45f, 3e38f};     /* and then infinity and NaN */
+    float w[N], g[N];
+    amp_optimizer_desc d;
+    amp_param p;
+    int path, i;
+    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_DEFAULT);
+        amp_optimizer *o;
+        memset(&d, 0, sizeof d);
+        memset(&p, 0, sizeof p);
+        for (i = 0; i < N; i++) {
+            w[i] = 1;
+            g[i] = i % 7 < 5 ? gradients[i % 7] : i % 7 == 5 ? -INFINITY : NAN;
+        }
+        p.name = "w"; p.weight = amp_tensor1(w, AMP_F32, N); p.grad = amp_tensor1(g, AMP_F32, N);
+        p.grad_live = 1;
+        d.params = &p; d.n_params = 1; d.kind = AMP_LION; d.lr = 0.25; d.apply_nonfinite = 1;
+        o = make(amp, &d);
+        CHECK_OK(amp_step(o, NULL));
+        for (i = 0; i < N; i++) {
+            /* a tenth of fp32's smallest number is 0 */
+            float want = i % 7 == 2 || i % 7 == 4 ? 0.75f : i % 7 == 5 ? 1.25f : 1;
+            uint32_t bits = ampi_bits_f32(w[i]);
+            if (i % 7 == 6) CHECK_MSG((bits & 0x7fffffff) > 0x7f800000, "path %d, %d: %g", path, i, (double)w[i]);
+            else CHECK_MSG(bits == ampi_bits_f32(want), "path %d, %d: %g, not %g", path, i, (double)w[i], (double)want);
+        }
+        amp_optimizer_destroy(o);
+        amp_close(amp);
+    }
 }
 
 /* ---- Storage */
@@ -813,7 +851,7 @@ static void compare_moments(amp_cpu_path path, int kind) {
             CHECK(((const uint16_t *)o[1]->set->rows[0].m)[i] == amp_bf16_stochastic(((const float *)o[0]->set->rows[0].m)[i], word, 0));
             CHECK(kind != AMP_ADAMW || ((const uint16_t *)o[1]->set->rows[0].v)[i] == ampi_moment_round(((const float *)o[0]->set->rows[0].v)[i], word >> 16));
         }
-        if (step < 150) follow_moments(&m, (const float *)o[0]->set->rows[0].m, (const uint16_t *)o[1]->set->rows[0].m, 0.9, step, "m");
+        if (step < 150) follow_moments(&m, (const float *)o[0]->set->rows[0].m, (const uint16_t *)o[1]->set->rows[0].m, kind == AMP_LION ? 0.999 : 0.9, step, "m");
         if (kind == AMP_ADAMW) follow_moments(&v, (const float *)o[0]->set->rows[0].v, (const uint16_t *)o[1]->set->rows[0].v, 0.999, step, "v");
     }
     for (i = 0; i < 2; i++) amp_optimizer_destroy(o[i]);
@@ -988,7 +1026,9 @@ TEST(bytes_per_parameter) {
         {AMP_BF16, AMP_BF16, AMP_ADAMW, AMP_MASTER_REMAINDER, AMP_BF16, {2, 2, 2, 4, 10}},
         {AMP_BF16, AMP_BF16, AMP_ADAMW, AMP_MASTER_STOCHASTIC, AMP_F32, {2, 2, 0, 8, 12}},
         {AMP_F16, AMP_F16, AMP_ADAMW, AMP_MASTER_STOCHASTIC, AMP_BF16, {2, 2, 0, 4, 8}},
-        {AMP_BF16, AMP_BF16, AMP_SGD, AMP_MASTER_F32, AMP_BF16, {2, 2, 4, 2, 10}}};
+        {AMP_BF16, AMP_BF16, AMP_SGD, AMP_MASTER_F32, AMP_BF16, {2, 2, 4, 2, 10}},
+        {AMP_F32, AMP_F32, AMP_LION, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT, {4, 4, 0, 4, 12}},
+        {AMP_BF16, AMP_BF16, AMP_LION, AMP_MASTER_REMAINDER, AMP_BF16, {2, 2, 2, 2, 8}}};
     static model m;
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
     amp_param_group group;
@@ -1564,7 +1604,7 @@ static int deliver(amp_optimizer *x, amp_optimizer *y) {
 TEST(resume_is_bit_identical) {
     static model a, b;
     int cut, variant;
-    for (variant = 0; variant < 7; variant++) for (cut = 1; cut < 14; cut += 2) {
+    for (variant = 0; variant < 8; variant++) for (cut = 1; cut < 14; cut += 2) {
         amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2), *again = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
         amp_scaler *s = make_scaler(amp, 1024, 3), *t = make_scaler(again, 2, 9);
         amp_dtype weight = variant == 1 || variant > 3 ? AMP_BF16 : AMP_F32;
@@ -1580,6 +1620,7 @@ TEST(resume_is_bit_identical) {
         if (variant == 2) { d.kind = AMP_SGD; d.momentum = 0.9; d.dampening = 0.2; }
         if (variant == 3) d.kind = AMP_SGD;
         if (variant == 6) { d.kind = AMP_SGD; d.momentum = 0.9; }
+        if (variant == 7) d.kind = AMP_LION;
         if (variant > 3) { d.master = variant == 5 ? AMP_MASTER_STOCHASTIC : AMP_MASTER_REMAINDER; d.seed = 7; }
         if (variant > 4) d.moments = AMP_BF16;
         d.accumulation = 3;
@@ -1779,7 +1820,9 @@ TEST(what_is_not_read_is_refused) {
     static const struct { amp_optimizer_kind kind; size_t at; double value; const char *field; } cases_of[] = {
         {AMP_ADAMW, offsetof(amp_optimizer_desc, momentum), 0.9, ".momentum"}, {AMP_ADAMW, offsetof(amp_optimizer_desc, dampening), 0.1, ".dampening"},
         {AMP_SGD, offsetof(amp_optimizer_desc, beta1), 0.8, ".beta1"}, {AMP_SGD, offsetof(amp_optimizer_desc, beta2), 0.99, ".beta2"},
-        {AMP_SGD, offsetof(amp_optimizer_desc, eps), 1e-6, ".eps"}, {AMP_SGD, offsetof(amp_optimizer_desc, eps), (double)AMP_EXPLICIT_ZERO, ".eps"}};
+        {AMP_SGD, offsetof(amp_optimizer_desc, eps), 1e-6, ".eps"}, {AMP_SGD, offsetof(amp_optimizer_desc, eps), (double)AMP_EXPLICIT_ZERO, ".eps"},
+        {AMP_LION, offsetof(amp_optimizer_desc, eps), 1e-8, ".eps"}, {AMP_LION, offsetof(amp_optimizer_desc, momentum), 0.9, ".momentum"},
+        {AMP_LION, offsetof(amp_optimizer_desc, dampening), 0.1, ".dampening"}};
     static model m;
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_optimizer_desc d, again;
@@ -1818,7 +1861,7 @@ TEST(optimizer_settings_are_checked) {
     good = adamw(&m);
     memset(&group, 0, sizeof group);
 #define REFUSED(field, value, error) do { d = good; d.field = value; CHECK_ERR(amp_optimizer_create(amp, &o, &d), error); CHECK(o == NULL); } while (0)
-    REFUSED(kind, (amp_optimizer_kind)3, AMP_ERR_RANGE);
+    REFUSED(kind, (amp_optimizer_kind)AMPI_OPTIMIZERS, AMP_ERR_RANGE);
     REFUSED(lr, -2.0, AMP_ERR_RANGE);
     REFUSED(lr, NAN, AMP_ERR_RANGE);
     REFUSED(lr, INFINITY, AMP_ERR_RANGE);
@@ -2177,6 +2220,7 @@ int main(int argc, char **argv) {
     keep_subnormals();
     RUN(hundred_steps_are_as_close_as_torchs);
     RUN(scale_does_not_change_the_weights);
+    RUN(lion_at_special_values);
     RUN(sixteen_bit_gradients_and_masters);
     RUN(level_o3_updates_sixteen_bit_weights);
     RUN(refresh_makes_masters_from_weights);

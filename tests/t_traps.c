@@ -709,7 +709,7 @@ TEST(momentum_in_the_gradient_buffer) {
 /* A host that keeps delta = -gradient, and steps along it. */
 TEST(a_negated_gradient) {
     int kind;
-    for (kind = AMP_ADAMW; kind <= AMP_SGD; kind++) {
+    for (kind = AMP_ADAMW; kind <= AMP_LION; kind++) {
         amp_context *amp = open_default();
         float w[2][WEIGHTS] = {{0}}, g[2][WEIGHTS];
         amp_param p[2];

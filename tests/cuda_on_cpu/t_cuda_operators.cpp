@@ -1337,7 +1337,7 @@ static std::string rounded_by_number(const std::string &w, uint64_t seed, int64_
 }
 
 /* The CPU's random words would be those of its own few elements: it leaves fp32, which the test rounds. */
-static void optimizer_far(const cuda_shape &shape, int adamw, amp_master_kind kind, amp_cpu_path path) {
+static void optimizer_far(const cuda_shape &shape, amp_optimizer_kind which, amp_master_kind kind, amp_cpu_path path) {
     int64_t n = shape.count();
     std::string w = data_of(n, 73, AMP_BF16), g = data_of(n, 74, AMP_BF16), rest = any_bits(n, 75, AMP_U16);
     std::string m = data_of(n, 76, AMP_F32), v = cuda_stored(cuda_random(n, 77, 0, 1), AMP_F32), wide;
@@ -1350,7 +1350,7 @@ static void optimizer_far(const cuda_shape &shape, int adamw, amp_master_kind ki
         row.weight = put_at(s, w, shape, AMP_BF16);
         row.grad = put_at(s, g, shape, AMP_BF16);
         row.m = put_at(s, m, shape, AMP_F32);
-        if (adamw) row.v = put_at(s, v, shape, AMP_F32);
+        if (which == AMP_ADAMW) row.v = put_at(s, v, shape, AMP_F32);
         if (kind == AMP_MASTER_F32 || stand_in) row.master = put_at(s, wide, shape, AMP_F32);
         if (kind == AMP_MASTER_REMAINDER) row.master = put_at(s, rest, shape, AMP_U16);
         row.weight_dtype = row.grad_dtype = AMP_BF16;
@@ -1362,9 +1362,11 @@ static void optimizer_far(const cuda_shape &shape, int adamw, amp_master_kind ki
         const amp_k_tensor *table = s.put(std::vector<amp_k_tensor>(1, row));
         amp_k_adamw a = {table, 1, found, 0.9, 0.999, 1e-8, 7, 0, 0, NULL, NULL};
         amp_k_sgd b = {table, 1, found, 0.9, 0.1, 7, 0, 0, NULL, NULL};
-        ok(adamw ? s.backend->adamw(s.dev, &a, NULL) : s.backend->sgd(s.dev, &b, NULL));
+        amp_k_lion c = {table, 1, found, 0.9, 0.99, 7, 0, 0, NULL, NULL};
+        ok(which == AMP_ADAMW ? s.backend->adamw(s.dev, &a, NULL) : which == AMP_SGD ? s.backend->sgd(s.dev, &b, NULL)
+                                                                                      : s.backend->lion(s.dev, &c, NULL));
         get_at(s, out, row.m, shape, AMP_F32);
-        if (adamw) get_at(s, out, row.v, shape, AMP_F32);
+        if (which == AMP_ADAMW) get_at(s, out, row.v, shape, AMP_F32);
         if (kind == AMP_MASTER_REMAINDER) get_at(s, out, row.master, shape, AMP_U16);
         if (kind == AMP_MASTER_F32) get_at(s, out, row.master, shape, AMP_F32);
         if (stand_in) {
@@ -1381,9 +1383,9 @@ CUDA_TEST(optimizers_far_away) {
     if (amp_machine_probe(&machine) != AMP_OK || machine.cpu.path < AMP_CPU_AVX2)
         SKIP("the CPU has no fused multiply-add, as the GPU does, to compare with");
     for (const cuda_shape &shape : cuda_far_ends)
-        for (int adamw = 0; adamw < 2; adamw++)
+        for (amp_optimizer_kind which : {AMP_ADAMW, AMP_SGD, AMP_LION})
             for (amp_master_kind kind : {AMP_MASTER_F32, AMP_MASTER_REMAINDER, AMP_MASTER_STOCHASTIC})
-                optimizer_far(shape, adamw, kind, machine.cpu.path);
+                optimizer_far(shape, which, kind, machine.cpu.path);
 }
 
 /* ---- Inspect: integers, so all the same */

@@ -704,7 +704,7 @@ static amp_k_grad_stats a_found() {
 
 static amp_dtype copy_dtype(size_t row) { return row % 2 ? AMP_BF16 : AMP_F16; }
 
-/* kind 0: AdamW, 1: SGD with momentum, 2: plain SGD, 3: scale_ranges */
+/* kind 0: AdamW, 1: SGD with momentum, 2: plain SGD, 3: scale_ranges, 4: Lion */
 static amp_result update(side *s, int kind, const amp_k_tensor *table, int64_t n, const amp_k_grad_stats *found, int variant,
                          const amp_range *copies = NULL, int64_t *new_inf = NULL) {
     if (kind == 0) {
@@ -715,12 +715,16 @@ static amp_result update(side *s, int kind, const amp_k_tensor *table, int64_t n
         amp_k_scale_ranges a = {table, n, &found->factor};
         return s->b->scale_ranges(s->dev, &a, NULL);
     }
+    if (kind == 4) {
+        amp_k_lion a = {table, n, found, 0.9, 0.99, 7, variant & 1, 0, copies, new_inf};
+        return s->b->lion(s->dev, &a, NULL);
+    }
     amp_k_sgd a = {table, n, found, kind == 1 ? 0.9 : 0.0, variant & 2 ? 0.1 : 0.0, 7, variant & 1, variant >> 2 & 1, copies, new_inf};
     return s->b->sgd(s->dev, &a, NULL);
 }
 
 static void update_both(int kind, int variant, int skip, const std::vector<row_spec> &specs) {
-    static const int moments[] = {2, 1, 0, 0};
+    static const int moments[] = {2, 1, 0, 0, 1};
     int rows = (int)specs.size();
     std::vector<row_data> before = fill_rows(specs, 0.5f), results[2] = {before, before};
     amp_k_grad_stats found = a_found();
@@ -771,7 +775,7 @@ TEST(adamw_bits) {
     update_both(0, 0, 0, many_rows(100));
 }
 /* 1 - lr decay where rounding the product or not decides between two fp32 numbers. */
-TEST(adamw_decay_rounds_twice) {
+static void decay_rounds_twice(int kind) {
     coc_reset();
     amp_k_grad_stats found = a_found();
     double decay = 0;
@@ -800,19 +804,30 @@ TEST(adamw_decay_rounds_twice) {
         row.live = 1;
         const amp_k_tensor *table = (const amp_k_tensor *)x.up(&row, sizeof row);
         amp_k_grad_stats *f = (amp_k_grad_stats *)x.up(&found, sizeof found);
-        CHECK_EQ(update(&x, 0, table, 1, f, 0), AMP_OK);
+        CHECK_EQ(update(&x, kind, table, 1, f, 0), AMP_OK);
         w[s] = x.one<float>(row.weight);
     }
     volatile double product = found.lr * decay;
     CHECK(w[0] == w[1] && w[1] == (float)(1.0 - product));
     CHECK_EQ(coc_faults(), 0);
 }
+TEST(adamw_decay_rounds_twice) { decay_rounds_twice(0); }
+TEST(lion_decay_rounds_twice) { decay_rounds_twice(4); }
 TEST(sgd_bits) {
     NEEDS_FMA();
     coc_reset();
     for (int variant = 0; variant < 8; variant++) update_both(1, variant, 0, many_rows(13));
     update_both(2, 0, 0, many_rows(22));
     update_both(2, 4, 1, many_rows(22));
+}
+TEST(lion_bits) {
+    NEEDS_FMA();
+    coc_reset();
+    update_both(4, 0, 0, many_rows(22));
+    update_both(4, 1, 0, many_rows(1));
+    update_both(4, 0, 0, many_rows(0));
+    update_both(4, 0, 1, many_rows(11));
+    update_both(4, 0, 0, many_rows(100));
 }
 /* Without decay nothing is added to the gradient: 0 times an infinite weight would be NaN. */
 TEST(sgd_without_decay_leaves_infinity) {
@@ -843,6 +858,8 @@ TEST(storage_bits) {
     update_both(0, 0, 1, stored_rows(24));
     for (int variant = 0; variant < 4; variant++) update_both(1, variant, 0, stored_rows(24));
     update_both(2, 0, 0, stored_rows(24));
+    for (int variant = 0; variant < 2; variant++) update_both(4, variant, 0, stored_rows(66));
+    update_both(4, 0, 1, stored_rows(24));
 }
 TEST(scale_bits) {
     coc_reset();
@@ -1868,6 +1885,8 @@ int main(int argc, char **argv) {
     RUN(adamw_bits);
     RUN(adamw_decay_rounds_twice);
     RUN(sgd_bits);
+    RUN(lion_bits);
+    RUN(lion_decay_rounds_twice);
     RUN(sgd_without_decay_leaves_infinity);
     RUN(storage_bits);
     RUN(scale_bits);

@@ -670,9 +670,10 @@ CUDA_TEST(steady_step_casts_no_weight) {
     CHECK_EQ(info.new_inf, 0);                  /* infinity stays infinity */
 }
 
-/* With and without copies the same bits: AdamW and SGD, moments in fp32 and bf16, micro-batches, fp16 and bf16. */
+/* With and without copies the same bits: all optimizers, moments in fp32 and bf16, micro-batches, fp16 and bf16. */
 CUDA_TEST(copies_change_no_bits) {
-    for (int variant = 0; variant < 4; variant++) {
+    for (int variant = 0; variant < 6; variant++) {
+        amp_optimizer_kind kind = variant > 3 ? AMP_LION : variant & 1 ? AMP_SGD : AMP_ADAMW;
         std::string weights[2];
         for (int cached = 0; cached < 2; cached++) {
             network gpu;
@@ -684,9 +685,9 @@ CUDA_TEST(copies_change_no_bits) {
             CHECK_OK(gpu.open(d, AMP_NO_WORKERS));
             amp_optimizer_destroy(gpu.optimizer);
             o.params = gpu.params, o.n_params = PARAMS;
-            o.kind = variant & 1 ? AMP_SGD : AMP_ADAMW;
-            o.lr = 1e-2, o.momentum = variant & 1 ? 0.9 : 0, o.accumulation = gpu.accumulation;
-            o.moments = variant & 2 ? AMP_BF16 : AMP_F32;
+            o.kind = kind;
+            o.lr = 1e-2, o.momentum = kind == AMP_SGD ? 0.9 : 0, o.accumulation = gpu.accumulation;
+            o.moments = variant & 2 || variant == 5 ? AMP_BF16 : AMP_F32;
             CHECK_OK(amp_optimizer_create(gpu.amp, &gpu.optimizer, &o));
             for (int i = 0; i < 6; i++) {
                 CHECK_OK(gpu.forward_backward());
