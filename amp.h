@@ -161,7 +161,7 @@
        O2, amp_param_dtype) with amp_optimizer_set_weight; they get fp32 masters.
      4 An amp_tensor has .data .dtype .ndim .shape .stride (0: contiguous), stored in fp32, fp16 or bf16.  As in
        PyTorch, use the region's dtype between operators and fp32 for logits; loss, mean, rstd and lse are float.  One
-       dtype each: all tensors of attention; dx and x in softmax, activation and mse; dy and y in the first two;
+       dtype each: all tensors of attention or rope; dx and x in softmax, activation, mse; dy and y in the first two;
        linear's dy and .pre with .act, or dy and y without.
      5 A region, from amp_autocast_begin to amp_autocast_end, sets what operators compute in, however their operands are
        stored.  Backward comes after it and computes as forward did, which the op records: until then keep the op, and
@@ -190,8 +190,7 @@
        linear         .x (rows, in) .y (rows, out) [.pre like y] .weight (out, in) [.bias (out)] [.act] | .dy [.dx]
                       y = act(x weight^T + bias); act AMP_ACT_RELU; with .pre too AMP_ACT_GELU (tanh), AMP_ACT_GELU_ERF
        layernorm      .x [.residual .sum] .y (rows, n) [.weight .bias (n)] .mean .rstd (float[rows]) | .dy [.dsum] .dx
-                      amp_norm_op.  y = norm(x), or sum = x + residual, y = norm(sum); dx: of x and of residual;
-                      dsum: of sum's other uses
+                      amp_norm_op.  y = norm(x), or of sum = x + residual; dx: of x, residual; dsum: of sum's other uses
        rmsnorm        .x [.residual .sum] .y [.weight] .rstd | .dy [.dsum] .dx     amp_norm_op
        activation     .x .y [.bias] .act | .dy .dx          also AMP_ACT_TANH, AMP_ACT_SILU
        swiglu         .gate .up .y [.gate_bias .up_bias] | .dy .dgate .dup         y = silu(gate) up
@@ -199,6 +198,7 @@
        embedding      .ids (int32_t[rows]) .table (vocab, n) [.positions (seq, n) .seq] .y (rows, n) | .dy
        attention      .q .k .v .o (batch, positions, heads, dim), any strides, .lse (float[batch heads positions])
                       [.scale .mask] | .d_o .dq .dk .dv     .mask = {.kind = AMP_MASK_CAUSAL}
+       rope           .q [.k] as in attention, in place [.pairing .base .rotary .offset .positions] | .dq [.dk]
        softmax        .x .y [.scale .mask] | .dy .dx        over the last dimension
        matmul         .a .b .y (batch, m, n) [.trans_a .trans_b .alpha] | .dy [.da .db]
        cross_entropy  .logits (rows, n) [.dlogits] .labels (int32_t[rows], -100: none) [.label_smoothing .grad_scale]
@@ -300,7 +300,7 @@
 
        what                                   runs  threads  restarts  CPU paths that agree
        casts, random numbers, dropout, masks  yes   yes      yes       all
-       embedding, add, scaler, order of data  yes   yes      yes       all
+       embedding, RoPE, add, scaler, loaders  yes   yes      yes       all
        activations, SwiGLU, optimizers        yes   yes      yes       AVX2 and up
        norms, softmax, attention, losses      yes   yes      yes       AVX-512 and up
        gradient norms, products but in bf16   yes   yes      yes       AVX-512 and up
@@ -808,7 +808,7 @@ typedef enum amp_operator {
     AMP_OP_LINEAR = 1, AMP_OP_MATMUL = 2, AMP_OP_GEMM = 3, AMP_OP_ATTENTION = 4,
     AMP_OP_LAYERNORM = 5, AMP_OP_RMSNORM = 6, AMP_OP_SOFTMAX = 7,
     AMP_OP_ACTIVATION = 8, AMP_OP_SWIGLU = 9, AMP_OP_CROSS_ENTROPY = 10, AMP_OP_MSE = 11,
-    AMP_OP_EMBEDDING = 12, AMP_OP_DROPOUT = 13, AMP_OP_ADD = 14,
+    AMP_OP_EMBEDDING = 12, AMP_OP_DROPOUT = 13, AMP_OP_ADD = 14, AMP_OP_ROPE = 15,
     AMPI_BUILTIN_OPS,           /* how many there are, NONE included */
     AMP_OP_USER = 1000,         /* the first of your own */
     AMP_OP_FORCE_I32 = 0x7fffffff
@@ -997,6 +997,33 @@ typedef struct amp_attention_op {
 } amp_attention_op;
 AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op);
 AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op);
+
+typedef enum amp_rope_pairing {
+    AMP_ROPE_DEFAULT = 0,       /* HALVES */
+    AMP_ROPE_HALVES = 1,        /* element i and i + rotary / 2: Llama, GPT-NeoX, transformers' rotate_half */
+    AMP_ROPE_ADJACENT = 2,      /* element 2i and 2i + 1: the paper, GPT-J */
+    AMP_ROPE_FORCE_I32 = 0x7fffffff
+} amp_rope_pairing;
+
+/* Rotary position embedding (Su et al. 2021), in place: pair i of each head is turned by position / base^(2i / rotary)
+   radians, (x, y) = (x cos - y sin, y cos + x sin).  q, k [batch, positions, heads, dim] as in amp_attention, dim even,
+   in one dtype; k may have fewer heads.  Backward turns dq and dk back, in place too, and reads neither q nor k.  Each
+   call turns further: forward once per q and k.  Computes in fp32; angles in fp64: cos and sin are at most 2^-24 off up
+   to position 2^24.  An infinity or NaN spreads to the other element of its pair, and no further.
+   Errors: AMP_ERR_SHAPE dim is odd, AMP_ERR_NULL .dk without .k. */
+typedef struct amp_rope_op {
+    const char *layer;
+    amp_tensor q, k;            /* k: data NULL to skip */
+    amp_rope_pairing pairing;
+    float base;                 /* 1 or more; default 10000 */
+    int64_t rotary;             /* the first so many of dim are turned, an even number; default all */
+    int64_t offset;             /* 0 to 2^31 - 1, added to positions: how many the cache holds already */
+    amp_tensor positions;       /* int32 [positions] or [batch, positions]; data NULL: 0, 1, 2, ... */
+    amp_plan plan;
+    amp_tensor dq, dk;
+} amp_rope_op;
+AMP_API amp_result amp_rope(amp_context *amp, amp_rope_op *op);
+AMP_API amp_result amp_rope_backward(amp_context *amp, amp_rope_op *op);
 
 /* sum = x + residual; y = norm(sum) weight + bias.  x, residual, sum, y [rows, cols]; weight, bias [cols], each may be
    NULL.  Without a residual, leave residual and sum empty.  sum may be x or residual.
@@ -2708,6 +2735,29 @@ typedef struct amp_k_attention {
     const amp_k_cut *cut[3];    /* q, k, v; as in amp_k_gemm */
 } amp_k_attention;
 
+/* As amp_rope.  x: q and k, in backward dq and dk; NULL: none.  Frequency i is 2^(step i). */
+typedef struct amp_k_rope {
+    int64_t batch, positions, rotary, offset;
+    void *x[2];
+    int64_t heads[2], stride[2][3];  /* between [batch, position, head] */
+    amp_dtype dtype;
+    int32_t adjacent, backward, reserved;
+    double step;
+    const int32_t *at; int64_t at_stride;  /* offset is added; NULL: 0, 1, 2, ...; stride between sequences */
+} amp_k_rope;
+
+/* cos and sin of a number of quarter turns, by their Taylor series to the 13th power: at most 4e-13 off. */
+AMPI_HD void ampi_rope_angle(double quarters, float *cosine, float *sine) {
+    int64_t n = (int64_t)(quarters + (quarters < 0 ? -0.5 : 0.5));
+    double x = (quarters - (double)n) * 1.5707963267948966, z = x * x, s, c;
+    s = z * (1.0 / 42) * (1 - z * (1.0 / 72) * (1 - z * (1.0 / 110) * (1 - z * (1.0 / 156))));
+    s = x * (1 - z * (1.0 / 6) * (1 - z * (1.0 / 20) * (1 - s)));
+    c = z * (1.0 / 30) * (1 - z * (1.0 / 56) * (1 - z * (1.0 / 90) * (1 - z * (1.0 / 132))));
+    c = 1 - z * 0.5 * (1 - z * (1.0 / 12) * (1 - c));
+    *cosine = (float)(n & 1 ? n & 2 ? s : -s : n & 2 ? -c : c);
+    *sine = (float)(n & 1 ? n & 2 ? -c : c : n & 2 ? -s : s);
+}
+
 /* s = x + residual; y = (s - mean) rstd weight + bias per row (RMSNorm: mean 0, no bias). */
 typedef struct amp_k_norm {
     int32_t rms;
@@ -3073,6 +3123,7 @@ struct amp_backend {
     amp_result (*column_sum)(void *dev, const amp_k_column_sum *args, void *stream);
     amp_result (*attention)(void *dev, const amp_k_attention *args, void *stream);
     amp_result (*attention_backward)(void *dev, const amp_k_attention *args, void *stream);
+    amp_result (*rope)(void *dev, const amp_k_rope *args, void *stream);
     amp_result (*norm)(void *dev, const amp_k_norm *args, void *stream);
     amp_result (*norm_backward)(void *dev, const amp_k_norm *args, void *stream);
     amp_result (*softmax)(void *dev, const amp_k_softmax *args, void *stream);
@@ -3382,13 +3433,13 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
 #define AMPI_STRUCTS(X) \
     X(logger) X(system) X(convert_desc) X(cpu_info) X(device) X(machine) X(choice) X(tensor) X(range) X(param) \
     X(mask) X(mat) X(k_cast) X(k_cut_note) X(k_cut) X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) \
-    X(k_norm) X(k_softmax) \
+    X(k_rope) X(k_norm) X(k_softmax) \
     X(k_activation) X(k_swiglu) X(k_cross_entropy) X(k_mse) X(k_embedding) X(k_dropout) X(k_add) X(k_tensor) \
     X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
     X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
     X(device_memory) X(backend_desc) X(backend) X(reducer) X(desc) X(cache_info) X(mask_view) X(plan) \
-    X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(norm_op) X(softmax_op) X(activation_op) \
+    X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(rope_op) X(norm_op) X(softmax_op) X(activation_op) \
     X(swiglu_op) X(cross_entropy_op) X(mse_op) X(embedding_op) X(dropout_op) X(grad_set_desc) X(grad_stats) \
     X(scaler_desc) X(param_group) X(optimizer_desc) X(parameter_bytes) X(step_result) X(field) X(sample) X(source) \
     X(loader_desc) X(batch) X(loader_info) X(settings) X(status) X(monitor_desc) X(step_info) X(step_record) \
@@ -6088,6 +6139,9 @@ typedef struct ampi_pointwise_vec {
     /* y[i] = uniform random number (index + i) < threshold / 2^24 ? 0 : scale x[i] */
     void (*dropout)(const float *x, float *y, int64_t n, uint32_t threshold, float scale, uint64_t seed,
                     uint64_t index);
+    /* turns the first `rotary` elements of each head by a row of ampi_rope_row */
+    void (*rope)(float *x, int64_t heads, int64_t stride, const float *cosine, const float *sine, int64_t rotary,
+                 int adjacent);
 } ampi_pointwise_vec;
 
 #define AMPI_KERNELS 6
@@ -8973,6 +9027,88 @@ static amp_result ampi_cpu_embedding_backward(void *dev, const amp_k_embedding *
     return AMP_OK;
 }
 
+/* ---- RoPE.  Positions are shared by the threads, each once for the whole batch, so that its angles are found once. */
+
+typedef struct ampi_rope_job {
+    ampi_cpu *cpu;
+    const ampi_pointwise_vec *vec;
+    const amp_k_rope *args;
+    double *quarters;               /* [rotary / 2]: turned from one position to the next, in quarter turns */
+    float *scratch;                 /* per thread: cosines, sines, and heads that are not fp32 */
+    int64_t stride;
+} ampi_rope_job;
+
+/* Halves have an angle per pair; adjacent ones two neighbours in each row, sines with the sign they are added with. */
+static void ampi_rope_row(const ampi_rope_job *job, int64_t position, float *cosine, float *sine) {
+    const amp_k_rope *a = job->args;
+    float sign = a->backward ? -1.0f : 1.0f, c, s;
+    int64_t i;
+    for (i = 0; i < a->rotary / 2; i++) {
+        ampi_rope_angle((double)position * job->quarters[i], &c, &s);
+        if (!a->adjacent) { cosine[i] = c; sine[i] = sign * s; continue; }
+        cosine[2 * i] = cosine[2 * i + 1] = c;
+        sine[2 * i] = -sign * s;
+        sine[2 * i + 1] = sign * s;
+    }
+}
+
+/* All heads of one tensor at one position.  16-bit heads side by side are widened several at a time. */
+static void ampi_rope_heads(const ampi_rope_job *job, int which, int64_t b, int64_t p, float *cosine) {
+    const amp_k_rope *a = job->args;
+    const int64_t *stride = a->stride[which];
+    int64_t at = b * stride[0] + p * stride[1], heads = a->heads[which], rotary = a->rotary, h, n = 1;
+    float *sine = cosine + rotary, *wide = sine + rotary;
+    if (a->x[which] == NULL) return;
+    if (a->dtype == AMP_F32) {
+        job->vec->rope((float *)a->x[which] + at, heads, stride[2], cosine, sine, rotary, a->adjacent);
+        return;
+    }
+    if (stride[2] == rotary) n = AMPI_MAX(1, AMPI_TILE / rotary);
+    for (h = 0; h < heads; h += n) {
+        void *x = ampi_at_mut(a->x[which], a->dtype, at + h * stride[2]);
+        n = AMPI_MIN(n, heads - h);
+        ampi_convert_fast(wide, AMP_F32, x, a->dtype, n * rotary, job->cpu->path);
+        job->vec->rope(wide, n, rotary, cosine, sine, rotary, a->adjacent);
+        ampi_convert_fast(x, a->dtype, wide, AMP_F32, n * rotary, job->cpu->path);
+    }
+}
+
+static void ampi_rope_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_rope_job *job = (const ampi_rope_job *)arg;
+    const amp_k_rope *a = job->args;
+    float *row = job->scratch + thread * job->stride;
+    int64_t last = 0, i;
+    for (i = begin; i < end; i++) {
+        int64_t p = i / a->batch, b = i % a->batch, at = a->offset + (a->at ? a->at[b * a->at_stride + p] : p);
+        if (i == begin || at != last) ampi_rope_row(job, at, row, row + a->rotary);
+        last = at;
+        ampi_rope_heads(job, 0, b, p, row);
+        ampi_rope_heads(job, 1, b, p, row);
+    }
+}
+
+static amp_result ampi_cpu_rope(void *dev, const amp_k_rope *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    ampi_rope_job job = {cpu, AMPI_PICK(ampi_pointwise_kernels, cpu->path), args, NULL, NULL, 0};
+    int64_t rotary = args->rotary, i;
+    size_t bytes;
+    ampi_fp host;
+    (void)stream;
+    if (rotary == 0) return AMP_OK;
+    job.stride = ampi_padded(2 * rotary + AMPI_MAX(rotary, (int64_t)AMPI_TILE));
+    AMPI_TRY(ampi_bytes("amp_rope", rotary + cpu->threads * job.stride, sizeof(float), &bytes));
+    job.quarters = (double *)ampi_cpu_scratch(cpu, bytes);
+    if (job.quarters == NULL) return ampi_cpu_no_scratch("amp_rope", bytes);
+    job.scratch = (float *)(void *)(job.quarters + rotary / 2);
+    host = ampi_fp_begin();
+    for (i = 0; i < rotary / 2; i++) job.quarters[i] = exp2(args->step * (double)i) * 0.63661977236758134;
+    ampi_fp_end(host);
+    ampi_parallel(cpu, cpu->threads, args->batch * args->positions,
+                  ampi_grain((args->heads[0] + args->heads[1]) * rotary), ampi_rope_task, &job);
+    ampi_cpu_release(cpu, job.quarters, bytes);
+    return AMP_OK;
+}
+
 /* ---- Multi-tensor kernels.  All rows of a table are cut into chunks of a fixed size, which threads share.  Sums are
    per chunk, and the chunks are added in order: the same bits for any number of threads. */
 
@@ -9516,6 +9652,7 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .column_sum = ampi_cpu_column_sum,
     .attention = ampi_cpu_attention,
     .attention_backward = ampi_cpu_attention_backward,
+    .rope = ampi_cpu_rope,
     .norm = ampi_cpu_norm,
     .norm_backward = ampi_cpu_norm_backward,
     .softmax = ampi_cpu_softmax,
@@ -11321,6 +11458,7 @@ static const struct ampi_builtin { const char *name; uint8_t policy[2]; } ampi_b
     {"embedding", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"dropout", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"add", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
+    {"rope", {AMP_CAST_FP32_STORE, AMP_CAST_FALLTHROUGH}},
 };
 
 enum { AMPI_BUILTINS_FIT = 1 / ((int)AMPI_BUILTIN_OPS <= (int)AMPI_MOST_OPS) };
@@ -12855,6 +12993,7 @@ typedef struct ampi_call {
     union {
         amp_k_norm norm; amp_k_softmax softmax; amp_k_activation activation; amp_k_swiglu swiglu;
         amp_k_cross_entropy cross_entropy; amp_k_mse mse; amp_k_embedding embedding; amp_k_dropout dropout;
+        amp_k_rope rope;
     } k;
 } ampi_call;
 
@@ -13263,6 +13402,83 @@ static amp_result ampi_dropout_kernel(ampi_call *c) {
     return c->amp->backend->dropout(c->amp->dev, k, c->amp->desc.stream);
 }
 
+/* ---- RoPE */
+
+static amp_result ampi_rope_positions(const char *f, const amp_rope_op *op, amp_k_rope *k) {
+    const amp_tensor *t = &op->positions;
+    amp_tensor like = *t;
+    char text[64];
+    if (op->offset < 0 || op->offset > INT32_MAX)
+        return ampi_fail(AMP_ERR_RANGE, f, ".offset = %lld, must be 0 to 2147483647", (long long)op->offset);
+    if (t->data == NULL) return AMP_OK;
+    if (t->dtype != AMP_I32)
+        return ampi_fail(AMP_ERR_DTYPE, f, ".positions is %s, must be i32", amp_dtype_name(t->dtype));
+    like.dtype = AMP_F32;           /* of the same size, and a storage dtype */
+    AMPI_TRY(ampi_check_tensor(f, "positions", &like));
+    if ((t->ndim != 1 && (t->ndim != 2 || t->shape[0] != k->batch)) || t->shape[t->ndim - 1] != k->positions)
+        return ampi_fail(AMP_ERR_SHAPE, f, ".positions is %s, must be [%lld] or [%lld, %lld]",
+                         ampi_shape_text(t, text, sizeof text), (long long)k->positions, (long long)k->batch,
+                         (long long)k->positions);
+    k->at = (const int32_t *)t->data;
+    k->at_stride = t->ndim == 2 ? ampi_stride(t, 0) : 0;
+    return AMP_OK;
+}
+
+/* q or k, with as many heads as it has, and what is turned: itself, or in backward its gradient. */
+static amp_result ampi_rope_tensor(ampi_call *c, int which, const amp_tensor *t, const amp_tensor *gradient) {
+    static const char *const fields[2][2] = {{".q", ".k"}, {".dq", ".dk"}};
+    const amp_rope_op *op = (const amp_rope_op *)c->op;
+    const char *field = fields[c->backward][which];
+    amp_k_rope *k = &c->k.rope;
+    amp_tensor shape = op->q;
+    if (t->ndim == 4) shape.shape[2] = t->shape[2];
+    AMPI_TRY(ampi_attention_view(c->f, fields[0][which] + 1, t, shape.shape, op->q.dtype, k->stride[which]));
+    if (c->backward) t = gradient;
+    AMPI_TRY(ampi_attention_view(c->f, field + 1, t, shape.shape, op->q.dtype, k->stride[which]));
+    AMPI_TRY(ampi_check_output(c->f, field + 1, t));
+    k->x[which] = t->data;
+    k->heads[which] = t->shape[2];
+    ampi_writes(&c->at, field, t);
+    return AMP_OK;
+}
+
+static amp_result ampi_rope_prepare(ampi_call *c) {
+    const amp_rope_op *op = (const amp_rope_op *)c->op;
+    amp_k_rope *k = &c->k.rope;
+    const char *f = c->f;
+    ampi_fp host;
+    AMPI_TRY(ampi_check_tensor(f, "q", &op->q));
+    if (op->q.ndim != 4) return ampi_fail(AMP_ERR_SHAPE, f, ".q must be [batch, positions, heads, dim]");
+    if (op->q.shape[3] % 2)
+        return ampi_fail(AMP_ERR_SHAPE, f, ".q: dim is %lld, must be even", (long long)op->q.shape[3]);
+    if (op->rotary < 0 || op->rotary > op->q.shape[3] || op->rotary % 2)
+        return ampi_fail(AMP_ERR_RANGE, f, ".rotary = %lld, must be even, at most %lld (0: all)",
+                         (long long)op->rotary, (long long)op->q.shape[3]);
+    if ((int)op->pairing < 0 || op->pairing > AMP_ROPE_ADJACENT)
+        return ampi_fail(AMP_ERR_RANGE, f, ".pairing = %d, must be 0 to 2", (int)op->pairing);
+    AMPI_TRY(ampi_check_real(f, ".base", (double)op->base, op->base == 0 || isgreaterequal(op->base, 1),
+                             "1 or more and finite, or 0 (10000)"));
+    k->batch = op->q.shape[0]; k->positions = op->q.shape[1];
+    k->rotary = op->rotary ? op->rotary : op->q.shape[3];
+    k->dtype = c->inputs[0] = op->q.dtype;
+    k->adjacent = op->pairing == AMP_ROPE_ADJACENT;
+    k->backward = c->backward;
+    k->offset = op->offset;
+    AMPI_TRY(ampi_rope_positions(f, op, k));
+    if (k->at) ampi_reads(&c->at, ".positions", &op->positions);
+    AMPI_TRY(ampi_rope_tensor(c, 0, &op->q, &op->dq));
+    if (op->k.data) AMPI_TRY(ampi_rope_tensor(c, 1, &op->k, &op->dk));
+    else if (c->backward && op->dk.data) return ampi_fail(AMP_ERR_NULL, f, ".k has no data, but .dk does");
+    host = ampi_fp_begin();
+    k->step = -2 * log2(op->base == 0 ? 10000.0 : (double)op->base) / (double)AMPI_MAX(k->rotary, 1);
+    ampi_fp_end(host);
+    return AMP_OK;
+}
+
+static amp_result ampi_rope_kernel(ampi_call *c) {
+    return c->amp->backend->rope(c->amp->dev, &c->k.rope, c->amp->desc.stream);
+}
+
 /* ---- Calls.  A row: the offsets in the op struct, which begins with .layer, of the plan and up to two parameters (0:
    none); whether the first names a layer without a name; the operator's functions. */
 
@@ -13290,6 +13506,7 @@ static const ampi_operator ampi_calls[] = {
     AMPI_CALL(MSE, mse, 0, 0, 0),
     AMPI_CALL(EMBEDDING, embedding, AMPI_IN(embedding, table), AMPI_IN(embedding, positions), 1),
     AMPI_CALL(DROPOUT, dropout, 0, 0, 0),
+    AMPI_CALL(ROPE, rope, 0, 0, 0),
 };
 
 static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backward) {
@@ -13366,6 +13583,11 @@ AMP_API amp_result amp_dropout(amp_context *amp, amp_dropout_op *op) {
 }
 AMP_API amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op) {
     return ampi_operate(amp, AMP_OP_DROPOUT, op, 1);
+}
+
+AMP_API amp_result amp_rope(amp_context *amp, amp_rope_op *op) { return ampi_operate(amp, AMP_OP_ROPE, op, 0); }
+AMP_API amp_result amp_rope_backward(amp_context *amp, amp_rope_op *op) {
+    return ampi_operate(amp, AMP_OP_ROPE, op, 1);
 }
 
 /* ---- Add, cast, random state */
@@ -25020,6 +25242,33 @@ static void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, uint32
     }
 }
 
+/* a c + b s, each of three operations rounded, on every path */
+static inline ampi_vf AMPI_V(ampi_turned)(ampi_vf a, ampi_vf c, ampi_vf b, ampi_vf s) {
+    return AMPI_V(ampi_keep)(a * c) + AMPI_V(ampi_keep)(b * s);
+}
+
+typedef uint64_t AMPI_V(ampi_vpair) __attribute__((vector_size(AMPI_W * 4), may_alias));
+
+static void AMPI_V(ampi_rope_turn)(float *x, int64_t heads, int64_t stride, const float *cosine, const float *sine,
+                                   int64_t rotary, int adjacent) {
+    int64_t n = adjacent ? rotary : rotary / 2, i;
+    for (; heads > 0; heads--, x += stride) {
+        float *y = x + rotary / 2;
+        for (i = 0; i < n; i += AMPI_W) {
+            ampi_vf a = AMPI_V(ampi_load_upto)(x + i, n - i), c = AMPI_V(ampi_load_upto)(cosine + i, n - i);
+            ampi_vf s = AMPI_V(ampi_load_upto)(sine + i, n - i), b;
+            if (adjacent) {
+                b = (ampi_vf)((AMPI_V(ampi_vpair))a >> 32 | (AMPI_V(ampi_vpair))a << 32);
+                AMPI_V(ampi_store_upto)(x + i, AMPI_V(ampi_turned)(a, c, b, s), n - i);
+                continue;
+            }
+            b = AMPI_V(ampi_load_upto)(y + i, n - i);
+            AMPI_V(ampi_store_upto)(x + i, AMPI_V(ampi_turned)(a, c, b, -s), n - i);
+            AMPI_V(ampi_store_upto)(y + i, AMPI_V(ampi_turned)(b, c, a, s), n - i);
+        }
+    }
+}
+
 __extension__ static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
     .activation = AMPI_V(ampi_activation_row),
     .activation_backward = AMPI_V(ampi_activation_backward_row),
@@ -25039,7 +25288,8 @@ __extension__ static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
     .squared_error = AMPI_V(ampi_squared_error_row),
     .scale_shift = AMPI_V(ampi_scale_shift_row),
     .add = AMPI_V(ampi_add_row),
-    .dropout = AMPI_V(ampi_dropout_row)};
+    .dropout = AMPI_V(ampi_dropout_row),
+    .rope = AMPI_V(ampi_rope_turn)};
 
 /* ---- Multi-tensor kernels. */
 

@@ -4045,6 +4045,88 @@ amp_result ampc_add(void *dev, const amp_k_add *args, void *stream) {
     return ampc_map_run(dev, "amp_add", m, ampc_sum2{args->alpha, args->beta, args->b != NULL}, stream);
 }
 
+/* ---- RoPE.  A thread finds the angles of V pairs of one position, and turns these in every `slices`-th head. */
+
+template <bool Adjacent, int V>
+__device__ __forceinline__ void ampc_rope_pairs(const uint4 *from, amp_dtype dtype, const float *cosine,
+                                                const float *sine, uint4 *to) {
+    float x[2 * V];
+    ampc_widen<V>(from[0], dtype, x);
+    ampc_widen<V>(from[1], dtype, x + V);
+    AMPC_UNROLL
+    for (int i = 0; i < V; i++) {
+        const int j = Adjacent ? 2 * i : i, k = Adjacent ? 2 * i + 1 : V + i;
+        float a = x[j], b = x[k];
+        x[j] = ampc_add(ampc_mul(a, cosine[i]), ampc_mul(b, -sine[i]));
+        x[k] = ampc_add(ampc_mul(b, cosine[i]), ampc_mul(a, sine[i]));
+    }
+    to[0] = ampc_narrow<V>(x, dtype);
+    to[1] = ampc_narrow<V>(x + V, dtype);
+}
+
+/* pieces, slices, positions: how many there are of each. */
+template <bool Adjacent, int V>
+__global__ void __launch_bounds__(256, 2)
+    ampc_rope_kernel(amp_k_rope a, ampc_divisor pieces, ampc_divisor slices, ampc_divisor positions, int64_t total) {
+    enum { U = 2 };                 /* heads under way */
+    const int64_t heads = a.heads[0] + a.heads[1];
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
+        int64_t piece, slice, p, token = ampc_divide(ampc_divide(i, pieces, &piece), slices, &slice);
+        int64_t b = ampc_divide(token, positions, &p);
+        int64_t position = a.offset + (a.at ? a.at[b * a.at_stride + p] : p);
+        int64_t first = (Adjacent ? 2 : 1) * V * piece, second = Adjacent ? first + V : first + a.rotary / 2;
+        float cosine[V], sine[V];
+        AMPC_UNROLL
+        for (int k = 0; k < V; k++) {
+            double frequency = ampc_mul(exp2(ampc_mul(a.step, (double)(V * piece + k))), 0.63661977236758134);
+            ampi_rope_angle(ampc_mul((double)position, frequency), &cosine[k], &sine[k]);
+            if (a.backward) sine[k] = -sine[k];
+        }
+        for (int64_t h = slice; h < heads; h += U * slices.d) {
+            void *head[U];
+            uint4 x[U][2];
+            AMPC_UNROLL
+            for (int u = 0; u < U; u++) {
+                int64_t at = h + u * slices.d;
+                int which = at >= a.heads[0];
+                if (at >= heads) continue;
+                at = b * a.stride[which][0] + p * a.stride[which][1] + (at - which * a.heads[0]) * a.stride[which][2];
+                head[u] = ampc_within(a.x[which], a.dtype, at);
+                x[u][0] = ampc_piece_get<V>(ampc_within(head[u], a.dtype, first), a.dtype);
+                x[u][1] = ampc_piece_get<V>(ampc_within(head[u], a.dtype, second), a.dtype);
+            }
+            AMPC_UNROLL
+            for (int u = 0; u < U; u++) {
+                if (h + u * slices.d >= heads) continue;
+                ampc_rope_pairs<Adjacent, V>(x[u], a.dtype, cosine, sine, x[u]);
+                ampc_piece_put<V>(ampc_within(head[u], a.dtype, first), a.dtype, x[u][0]);
+                ampc_piece_put<V>(ampc_within(head[u], a.dtype, second), a.dtype, x[u][1]);
+            }
+        }
+    }
+}
+
+template <bool Adjacent> amp_result ampc_rope_as(ampc_device *d, const amp_k_rope *a, void *stream) {
+    const int64_t heads = a->heads[0] + a->heads[1], tokens = a->batch * a->positions;
+    int64_t slices;
+    int v = 4, k, i;                /* with 8 the angles do not fit in a thread's registers */
+    for (k = 0; k < 2; k++) {
+        v = ampc_width(v, a->x[k], a->dtype, 0, a->rotary / 2);
+        for (i = 0; i < 3 && a->x[k]; i++) v = ampc_width(v, a->x[k], a->dtype, a->stride[k][i]);
+    }
+    ampc_divisor pieces(a->rotary / 2 / v);
+    slices = ampc_blocks(d->has.multiprocessors * 512, tokens * pieces.d > 0 ? tokens * pieces.d : 1);
+    slices = slices < heads ? slices : heads;
+    return ampc_launch(d, "amp_rope", v == 4 ? ampc_rope_kernel<Adjacent, 4> : ampc_rope_kernel<Adjacent, 1>,
+                       ampc_grid(d, ampc_blocks(tokens * slices * pieces.d, 256), 2), 256, 0, stream, *a, pieces,
+                       ampc_divisor(slices), ampc_divisor(a->positions), tokens * slices * pieces.d);
+}
+
+amp_result ampc_rope(void *dev, const amp_k_rope *args, void *stream) {
+    ampc_device *d = (ampc_device *)dev;
+    return args->adjacent ? ampc_rope_as<true>(d, args, stream) : ampc_rope_as<false>(d, args, stream);
+}
+
 /* ==== Losses and embeddings ========================================================================= */
 
 /* Writes 1 + row into a report that is clear or names a later row.  An earlier call's report stays until the host has
@@ -7721,6 +7803,7 @@ __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
                                                 .column_sum = ampc_column_sum,
                                                 .attention = ampc_attention,
                                                 .attention_backward = ampc_attention_backward,
+                                                .rope = ampc_rope,
                                                 .norm = ampc_norm,
                                                 .norm_backward = ampc_norm_backward,
                                                 .softmax = ampc_softmax,

@@ -35,7 +35,7 @@ static amp_result recording_describe(void *dev, amp_device *out) {
     }
 #define RECORDED_KERNELS(X) \
     X(cast, amp_k_cast) X(column_sum, amp_k_column_sum) \
-    X(attention, amp_k_attention) X(attention_backward, amp_k_attention) X(norm, amp_k_norm) X(norm_backward, amp_k_norm) \
+    X(attention, amp_k_attention) X(attention_backward, amp_k_attention) X(rope, amp_k_rope) X(norm, amp_k_norm) X(norm_backward, amp_k_norm) \
     X(softmax, amp_k_softmax) X(softmax_backward, amp_k_softmax) \
     X(activation, amp_k_activation) X(activation_backward, amp_k_activation) \
     X(swiglu, amp_k_swiglu) X(swiglu_backward, amp_k_swiglu) X(cross_entropy, amp_k_cross_entropy) X(mse, amp_k_mse) \

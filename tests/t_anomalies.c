@@ -54,6 +54,7 @@ typedef struct env {
         amp_mse_op mse;
         amp_embedding_op embedding;
         amp_dropout_op dropout;
+        amp_rope_op rope;
         amp_tensor cast;
         amp_batch batch;
         amp_settings settings;
@@ -663,6 +664,9 @@ static void operators_describe_rest(env *e, amp_dtype dtype) {
     e->out.embedding.y = matrix(e, dtype, ROWS, COLS); e->out.embedding.dy = matrix(e, dtype, ROWS, COLS);
     e->out.dropout.x = matrix(e, dtype, ROWS, COLS); e->out.dropout.y = matrix(e, dtype, ROWS, COLS); e->out.dropout.p = 0.25f;
     e->out.dropout.dy = matrix(e, dtype, ROWS, COLS); e->out.dropout.dx = matrix(e, dtype, ROWS, COLS);
+    e->out.rope.q = e->out.rope.k = e->out.rope.dq = e->out.rope.dk = e->out.attention.q;
+    e->out.rope.q.data = numbers(e, dtype, 576); e->out.rope.k.data = numbers(e, dtype, 576);
+    e->out.rope.dq.data = numbers(e, dtype, 576); e->out.rope.dk.data = numbers(e, dtype, 576);
 }
 
 static amp_result operators_forward(env *e, int i) {
@@ -685,6 +689,7 @@ static amp_result operators_forward(env *e, int i) {
         case 14:
             return amp_gemm(e->amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, ROWS, WIDE, COLS, 0.5f, (const float *)e->memory[1], COLS,
                             (const float *)e->memory[2], COLS, 0.25f, (float *)e->memory[3], WIDE);
+        case 15: return amp_rope(e->amp, &e->out.rope);
         default:
             return amp_gemm_f64(e->amp, AMP_COL_MAJOR, AMP_TRANS, AMP_NO_TRANS, ROWS, 2, COLS, 0.5, (const double *)e->memory[4], COLS,
                                 (const double *)e->memory[4], COLS, 0.25, (double *)e->memory[5], ROWS);
@@ -702,6 +707,7 @@ static amp_result operators_backward(env *e, int i) {
         case 6: return amp_activation_backward(e->amp, &e->out.activation);
         case 7: return amp_swiglu_backward(e->amp, &e->out.swiglu);
         case 8: return amp_embedding_backward(e->amp, &e->out.embedding);
+        case 9: return amp_rope_backward(e->amp, &e->out.rope);
         default: return amp_dropout_backward(e->amp, &e->out.dropout);
     }
 }
@@ -710,7 +716,7 @@ static amp_result operators_backward(env *e, int i) {
  * fails; on the CPU it does not. */
 static amp_result operators_step(env *e, int i) {
     amp_dtype dtype = e->variant == 1 ? AMP_BF16 : AMP_F32;
-    if (e->variant == 1 && (i == 19 || i == 21 || i == 22 || i == 27 || i == 28)) return AMP_OK;
+    if (e->variant == 1 && (i == 20 || i == 22 || i == 23 || i == 28 || i == 29)) return AMP_OK;
     switch (i) {
         case 0: return open_host(e, AMP_BF16);
         case 1:
@@ -722,8 +728,8 @@ static amp_result operators_step(env *e, int i) {
             return AMP_OK;
         case 2: return amp_param_register(e->amp, e->out.params, 7);
         case 3: return amp_autocast_begin(e->amp, NULL);
-        case 20: return amp_autocast_end(e->amp);
-        default: return i < 20 ? operators_forward(e, i - 4) : i < 31 ? operators_backward(e, i - 21) : DONE;
+        case 21: return amp_autocast_end(e->amp);
+        default: return i < 21 ? operators_forward(e, i - 4) : i < 33 ? operators_backward(e, i - 22) : DONE;
     }
 }
 

@@ -161,6 +161,21 @@ static void do_dropout(kind k) {
     CHECK_OK(amp_dropout_backward(amp, &op));
 }
 
+static void do_rope(kind k) {
+    for (int adjacent = 0; adjacent < 2; adjacent++) {
+        amp_rope_op op;
+        memset(&op, 0, sizeof op);
+        op.pairing = adjacent ? AMP_ROPE_ADJACENT : AMP_ROPE_HALVES; op.rotary = adjacent ? 34 : 0; op.offset = 1000;
+        op.q = amp_tensor4(output(k.storage, 2, 70, 3, 46).data, k.storage, 2, 70, 3, 46);
+        op.k = amp_tensor4(output(k.storage, 2, 70, 1, 46).data, k.storage, 2, 70, 1, 46);
+        memcpy(op.q.data, input(k.storage, 2, 70, 3, 46).data, 2 * 70 * 3 * 46 * amp_dtype_size(k.storage));
+        memcpy(op.k.data, input(k.storage, 2, 70, 1, 46).data, 2 * 70 * 46 * amp_dtype_size(k.storage));
+        CHECK_OK(amp_rope(amp, &op));
+        op.dq = op.q; op.dk = op.k;
+        if (adjacent) { op.offset = 7; CHECK_OK(amp_rope_backward(amp, &op)); }
+    }
+}
+
 static void do_add(kind k) {
     amp_tensor a = input(AMP_F32, 36013, 0, 0, 0), b = input(k.storage, 36013, 0, 0, 0), y = output(k.storage, 36013, 0, 0, 0);
     CHECK_OK(amp_add(amp, &a, &b, &y));
@@ -532,7 +547,7 @@ enum { CELLS = 5, ROWS = 6 };
 static const char *const table[1 + ROWS][CELLS] = {
     {"what", "runs", "threads", "restarts", "CPU paths that agree"},
     {"casts, random numbers, dropout, masks", "yes", "yes", "yes", "all"},
-    {"embedding, add, scaler, order of data", "yes", "yes", "yes", "all"},
+    {"embedding, RoPE, add, scaler, loaders", "yes", "yes", "yes", "all"},
     {"activations, SwiGLU, optimizers", "yes", "yes", "yes", "AVX2 and up"},
     {"norms, softmax, attention, losses", "yes", "yes", "yes", "AVX-512 and up"},
     {"gradient norms, products but in bf16", "yes", "yes", "yes", "AVX-512 and up"},
@@ -553,6 +568,7 @@ static const operation operations[] = {
     {"masks", 1, do_masks, {F32, BF16}},
     {"dropout", 1, do_dropout, {F32, F16, BF16}},
     {"embedding", 2, do_embedding, {F32, F16, BF16}},
+    {"rope", 2, do_rope, {F32, F16, BF16}},
     {"add", 2, do_add, {F32, F16, BF16}},
     {"scaler", 2, do_scaler, {F32}},
     {"loader", 2, do_loader, {F32}},

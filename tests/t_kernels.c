@@ -128,6 +128,7 @@ KERNEL(ampi_cpu_mse, amp_k_mse)
 KERNEL(ampi_cpu_embedding, amp_k_embedding)
 KERNEL(ampi_cpu_embedding_backward, amp_k_embedding)
 KERNEL(ampi_cpu_dropout, amp_k_dropout)
+KERNEL(ampi_cpu_rope, amp_k_rope)
 KERNEL(ampi_cpu_add, amp_k_add)
 
 /* Runs a kernel with 1, 2 and 3 threads from the same start: the outputs must have the same bits, and gaps between
@@ -995,6 +996,110 @@ TEST(dropout) {
             }
 }
 
+/* ---- RoPE */
+
+enum { R_BATCH = 2, R_POSITIONS = 5 };
+typedef struct rope_case {
+    int64_t heads[2], dim, rotary, offset;
+    double base;
+    int adjacent, at;                   /* at: how many sequences have positions of their own */
+} rope_case;
+
+static matrix rope_matrix(const rope_case *c, int which, amp_dtype d) {
+    matrix m = make(d, R_BATCH * R_POSITIONS, c->heads[which] * c->dim, 3);
+    fill(&m, 15, (uint32_t)which, 2, 0);
+    return m;
+}
+static amp_k_rope rope_args(const rope_case *c, const matrix *q, const matrix *k, const int32_t *at) {
+    amp_k_rope a;
+    memset(&a, 0, sizeof a);
+    a.batch = R_BATCH; a.positions = R_POSITIONS; a.rotary = c->rotary; a.offset = c->offset; a.adjacent = c->adjacent;
+    a.step = -2 * log2(c->base) / (double)AMPI_MAX(c->rotary, 1);
+    a.x[0] = q->data; a.x[1] = c->heads[1] ? k->data : NULL; a.dtype = q->dtype;
+    for (int i = 0; i < 2; i++) {
+        a.heads[i] = c->heads[i];
+        a.stride[i][0] = R_POSITIONS * (i ? k : q)->ld; a.stride[i][1] = (i ? k : q)->ld; a.stride[i][2] = c->dim;
+    }
+    a.at = c->at ? at : NULL;
+    a.at_stride = c->at == 2 ? R_POSITIONS : 0;
+    return a;
+}
+
+/* Half an ulp each for cosine and sine, which the angle's own error moves by 2^-50 of it; two products and a sum. */
+static void check_rope(const rope_case *c, const amp_k_rope *a, const matrix *in, const matrix *out, int path) {
+    for (int64_t row = 0; row < out->rows; row++)
+        for (int64_t col = 0; col < out->cols; col++) {
+            int64_t p = row % R_POSITIONS, i = col % c->dim, pair = c->adjacent ? i / 2 : i % AMPI_MAX(c->rotary / 2, 1);
+            int second = c->adjacent ? (int)(i % 2) : i >= c->rotary / 2;
+            int64_t other = col + (c->adjacent ? 1 : c->rotary / 2) * (second ? -1 : 1);
+            long double at = (long double)(c->offset + (a->at ? a->at[row / R_POSITIONS * a->at_stride + p] : p)), turn;
+            double x = get(in, row, col), y, from, to;
+            if (i >= c->rotary) { CHECK(get(out, row, col) == x); continue; }
+            turn = at * powl((long double)c->base, -2.0L * (long double)pair / (long double)c->rotary);
+            y = get(in, row, other) * (a->backward == second ? -1 : 1);
+            from = x * (double)cosl(turn); to = y * (double)sinl(turn);
+            CHECK_CLOSE(get(out, row, col), from + to,
+                        3 * U * (fabs(from) + fabs(to)) + (fabs(x) + fabs(y)) * (ldexp(fabs((double)turn), -50) + 1e-10),
+                        out->dtype, "row %lld, column %lld, path %d", (long long)row, (long long)col, path);
+        }
+}
+
+/* Both pairings, parts of a head, grouped heads, q alone, positions shared or each sequence's own, negative ones too, and as
+   far as 2^31; every path has the same bits, and backward turns back. */
+TEST(rope) {
+    static const rope_case rope_cases[] = {
+        {{3, 1}, 12, 12, 0, 10000, 0, 0}, {{3, 1}, 12, 12, 7, 10000, 1, 0}, {{2, 2}, 64, 64, 3, 500000, 0, 2},
+        {{2, 2}, 64, 64, 0, 10000, 1, 1}, {{4, 0}, 80, 32, 100, 10000, 0, 0}, {{4, 0}, 80, 34, 100, 10000, 1, 2},
+        {{1, 1}, 2, 2, 0, 1, 0, 1}, {{1, 3}, 600, 600, 5, 10000, 1, 0}, {{5, 5}, 6, 4, 1 << 20, 10000, 0, 0},
+        {{2, 1}, 128, 128, INT32_MAX, 10000, 0, 2}, {{2, 1}, 0, 0, 0, 10000, 0, 0}, {{0, 2}, 16, 16, 1 << 24, 1e30, 1, 1},
+    };
+    static const int32_t at[R_BATCH * R_POSITIONS] = {0, 0, 9, 12345, 2, INT32_MAX, INT32_MIN, 5, -3, 1 << 24};
+    for (int k = 0; k < (int)(sizeof rope_cases / sizeof *rope_cases); k++)
+        for (int s = 0; s < STORAGES; s++) {
+            const rope_case *c = &rope_cases[k];
+            matrix in[2] = {rope_matrix(c, 0, storages[s]), rope_matrix(c, 1, storages[s])}, first[2];
+            for (int path = 1; path <= paths(); path++) {
+                matrix q = rope_matrix(c, 0, storages[s]), key = rope_matrix(c, 1, storages[s]), *out[2];
+                amp_k_rope a = rope_args(c, &q, &key, at);
+                out[0] = &q; out[1] = &key;
+                RUN_KERNEL(ampi_cpu_rope, &a, (amp_cpu_path)path, out, 2);
+                check_rope(c, &a, &in[0], &q, path); check_rope(c, &a, &in[1], &key, path);
+                if (path == 1) {
+                    first[0] = make(q.dtype, q.rows, q.cols, 3); first[1] = make(q.dtype, key.rows, key.cols, 3);
+                    memcpy(first[0].data, q.data, q.bytes); memcpy(first[1].data, key.data, key.bytes);
+                }
+                CHECK_MSG(same_bytes(&q, &first[0]) && same_bytes(&key, &first[1]), "case %d, path %d: other bits", k, path);
+                a.backward = 1;
+                RUN_KERNEL(ampi_cpu_rope, &a, (amp_cpu_path)path, out, 2);
+                check_rope(c, &a, &first[0], &q, path); check_rope(c, &a, &first[1], &key, path);
+                drop(&q); drop(&key);
+            }
+            drop(&in[0]); drop(&in[1]); drop(&first[0]); drop(&first[1]);
+        }
+}
+
+/* What is not finite stays in its pair; unturned elements keep their bits, also those of a signalling NaN. */
+TEST(rope_of_infinities) {
+    for (int path = 1; path <= paths(); path++)
+        for (int s = 0; s < STORAGES; s++)
+            for (int adjacent = 0; adjacent < 2; adjacent++) {
+                rope_case c = {{1, 0}, 24, 20, 1, 10000, adjacent, 0};
+                matrix q = rope_matrix(&c, 0, storages[s]), *out = &q;
+                amp_k_rope a = rope_args(&c, &q, &q, NULL);
+                set(&q, 0, 2, float_inf()); set(&q, 1, 2, float_nan());
+                memset(q.data + 22 * amp_dtype_size(q.dtype), 0xff, 2 * amp_dtype_size(q.dtype));
+                q.data[22 * amp_dtype_size(q.dtype) + (s ? 0 : 2)] = 0xa5;
+                RUN_KERNEL(ampi_cpu_rope, &a, (amp_cpu_path)path, &out, 1);
+                CHECK(memcmp(q.data + 20 * amp_dtype_size(q.dtype), q.before + 20 * amp_dtype_size(q.dtype),
+                             4 * amp_dtype_size(q.dtype)) == 0);
+                for (int64_t i = 0; i < 20; i++) {
+                    int turned = i == 2 || i == (adjacent ? 3 : 12);
+                    CHECK(is_inf(get(&q, 0, i)) == turned && is_nan(get(&q, 1, i)) == turned && !is_nan(get(&q, 0, i)));
+                }
+                drop(&q);
+            }
+}
+
 /* ---- Embedding */
 
 static void check_embedding(int64_t n, int64_t seq, int64_t vocab, int64_t cols, int64_t gap, int with_positions,
@@ -1103,12 +1208,14 @@ TEST(no_memory) {
     int32_t labels[4] = {1, 2, 3, 4}, bad = 0;
     int64_t found = 0;
     float loss = 42, mean[4] = {0}, rstd[4] = {1, 1, 1, 1};
-    amp_k_norm n; amp_k_cross_entropy c; amp_k_mse m; amp_k_embedding e; amp_k_cast k;
+    amp_k_norm n; amp_k_cross_entropy c; amp_k_mse m; amp_k_embedding e; amp_k_cast k; amp_k_rope r;
     memset(&n, 0, sizeof n);
     memset(&c, 0, sizeof c);
     memset(&m, 0, sizeof m);
     memset(&e, 0, sizeof e);
     memset(&k, 0, sizeof k);
+    memset(&r, 0, sizeof r);
+    r.batch = 1; r.positions = 4; r.rotary = 8; r.heads[0] = 1; r.stride[0][1] = 8; r.x[0] = y.data; r.dtype = AMP_F16;
     fill(&x, 17, 0, 1, 0);
     n.x = n.dy = mat(&x); n.y = n.dx = mat(&y); n.mean = mean; n.rstd = rstd;
     c.logits = mat(&x); c.dlogits = mat(&y); c.classes = 8; c.labels = labels; c.loss = &loss; c.bad_label = &bad;
@@ -1124,6 +1231,7 @@ TEST(no_memory) {
     CHECK_ERR(ampi_cpu_mse(&cpu, &m, NULL), AMP_ERR_MEMORY);
     CHECK_ERR(ampi_cpu_embedding_backward(&cpu, &e, NULL), AMP_ERR_MEMORY);
     CHECK_ERR(ampi_cpu_cast(&cpu, &k, NULL), AMP_ERR_MEMORY);
+    CHECK_ERR(ampi_cpu_rope(&cpu, &r, NULL), AMP_ERR_MEMORY);
     alloc_fails = 0;
     CHECK(memcmp(y.before, y.data, y.bytes) == 0 && memcmp(table.before, table.data, table.bytes) == 0 && loss == 42);
     drop(&x); drop(&y); drop(&table);
@@ -1247,6 +1355,21 @@ static void golden_embedding(golden_run *r, ampi_cpu *cpu, amp_dtype d) {
     CHECK_OK(ampi_cpu_embedding_backward(cpu, &a, NULL));
 }
 
+/* In place, on copies of x and dy: three heads of 12, the last column is not theirs. */
+static void golden_rope(golden_run *r, ampi_cpu *cpu, amp_dtype d, int adjacent) {
+    static const int32_t at[G_ROWS] = {0, 1, 2, 17, 40, 5};
+    amp_k_rope a;
+    memset(&a, 0, sizeof a);
+    a.batch = 1; a.positions = G_ROWS; a.rotary = adjacent ? 8 : 12; a.heads[0] = 3; a.stride[0][1] = G_COLS;
+    a.stride[0][2] = 12; a.dtype = d; a.adjacent = adjacent; a.step = -2 * log2(10000.0) / (double)a.rotary; a.at = at;
+    for (a.backward = 0; a.backward < 2; a.backward++) {
+        matrix *m = golden_output(r, a.backward, a.backward ? "dx" : "y", d, G_ROWS, G_COLS);
+        memcpy(m->data, a.backward ? r->dy.data : r->x.data, m->bytes);
+        a.x[0] = m->data;
+        CHECK_OK(ampi_cpu_rope(cpu, &a, NULL));
+    }
+}
+
 static const char *const golden_names[] = {"gelu",
                                            "gelu_erf",
                                            "tanh",
@@ -1260,7 +1383,9 @@ static const char *const golden_names[] = {"gelu",
                                            "entropy_smooth_sum",
                                            "mse_mean",
                                            "mse_sum",
-                                           "embedding"};
+                                           "embedding",
+                                           "rope_llama",
+                                           "rope_gptj"};
 enum { GOLDEN_OPS = sizeof golden_names / sizeof *golden_names };
 
 static void golden_operator(golden_run *r, int op, uint32_t seed, amp_dtype rounded, amp_dtype storage,
@@ -1273,6 +1398,7 @@ static void golden_operator(golden_run *r, int op, uint32_t seed, amp_dtype roun
         case 8: case 9: case 10: golden_entropy(r, &cpu, storage, op == 8 ? 0 : 0.1f, op == 10); break;
         case 11: case 12: golden_mse(r, &cpu, storage, op == 12); break;
         case 13: golden_embedding(r, &cpu, storage); break;
+        case 14: case 15: golden_rope(r, &cpu, storage, op == 15); break;
         default: golden_activation(r, &cpu, storage, (amp_activation_kind)(AMP_ACT_GELU + op)); break;
     }
 }
@@ -1560,7 +1686,7 @@ int main(int argc, char **argv) {
     RUN(mse);
     RUN(add);
     RUN(cast);
-    RUN(dropout);
+    RUN(dropout); RUN(rope); RUN(rope_of_infinities);
     RUN(embedding);
     RUN(embedding_ids);
     RUN(no_memory);

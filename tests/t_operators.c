@@ -558,6 +558,99 @@ TEST(embedding) {
     check_gradient("embedding positions", b, db, 12, run_embedding, &op);
 }
 
+/* ---- rope */
+
+/* In place: what is turned is a copy. */
+static double run_rope(void *arg) {
+    amp_rope_op *op = (amp_rope_op *)arg;
+    memcpy(y, x, 96 * sizeof *y);
+    CHECK_OK(amp_rope(amp, op));
+    return scalar(y, 96);
+}
+
+/* q of 3 heads and k of 1 side by side in one buffer, with v behind them, which stays. */
+TEST(rope_backward_is_its_gradient) {
+    for (int how = 0; how < 4; how++) {
+        amp_rope_op op;
+        memset(&op, 0, sizeof op);
+        fill(x, 96, 23);
+        op.q = amp_tensor4(y, AMP_F32, 2, 2, 3, 6 - how % 2 * 2);
+        op.q.stride[0] = 48; op.q.stride[1] = 24; op.q.stride[2] = 6 - how % 2 * 2; op.q.stride[3] = 1;
+        op.k = op.q; op.k.shape[2] = 1;
+        op.k.data = y + 3 * op.q.stride[2];
+        op.pairing = how < 2 ? AMP_ROPE_HALVES : AMP_ROPE_ADJACENT;
+        op.rotary = how == 2 ? 4 : 0; op.base = 3; op.offset = how;
+        run_rope(&op);
+        if (how % 2) for (int i = 0; i < 96; i++) CHECK(i % 24 < 16 || y[i] == x[i]);
+        memcpy(dx, loss_weights, 96 * sizeof *dx);
+        op.dq = op.q; op.dq.data = dx;
+        op.dk = op.k; op.dk.data = dx + 3 * op.q.stride[2];
+        CHECK_OK(amp_rope_backward(amp, &op));
+        check_gradient("rope", x, dx, 96, run_rope, &op);
+    }
+}
+
+/* Token after token with .offset, with their numbers in .positions, or all at once: the same bits; and a score depends on
+   the distance alone. */
+TEST(rope_positions) {
+    enum { N = 7, DIM = 10 };
+    static int32_t at[2 * N];
+    amp_rope_op whole, token, given;
+    double score[2] = {0, 0};
+    memset(&whole, 0, sizeof whole);
+    whole.q = amp_tensor4(y, AMP_F32, 2, N, 1, DIM);
+    token = given = whole;
+    fill(x, 2 * N * DIM, 24);
+    memcpy(y, x, 2 * N * DIM * sizeof *y); memcpy(w, x, 2 * N * DIM * sizeof *w); memcpy(dx, x, 2 * N * DIM * sizeof *dx);
+    CHECK_OK(amp_rope(amp, &whole));
+    for (int i = 0; i < N; i++) {
+        token.q = amp_tensor4(w + i * DIM, AMP_F32, 2, 1, 1, DIM);
+        token.q.stride[0] = N * DIM; token.q.stride[1] = token.q.stride[2] = DIM; token.q.stride[3] = 1;
+        token.offset = i; token.base = 10000; token.rotary = DIM; token.pairing = AMP_ROPE_HALVES;
+        CHECK_OK(amp_rope(amp, &token));
+    }
+    CHECK(memcmp(y, w, 2 * N * DIM * sizeof *y) == 0);
+    for (int i = 0; i < 2 * N; i++) at[i] = i % N - 3;
+    given.q.data = dx; given.offset = 3; given.positions = amp_tensor2(at, AMP_I32, 2, N);
+    CHECK_OK(amp_rope(amp, &given));
+    CHECK(memcmp(y, dx, 2 * N * DIM * sizeof *y) == 0);
+    memcpy(dx, x, 2 * N * DIM * sizeof *dx);
+    for (int i = 0; i < 2 * N; i++) at[i] = i < N ? i : -1000;             /* [positions]: the second row is not read */
+    given.offset = 0; given.positions = amp_tensor1(at, AMP_I32, N);
+    CHECK_OK(amp_rope(amp, &given));
+    CHECK(memcmp(y, dx, 2 * N * DIM * sizeof *y) == 0);
+    for (int far = 0; far < 2; far++) {
+        memcpy(y, x, 2 * DIM * sizeof *y);
+        token.q = amp_tensor4(y, AMP_F32, 1, 1, 1, DIM); token.offset = far ? 1000003 : 3;
+        CHECK_OK(amp_rope(amp, &token));
+        token.q.data = y + DIM; token.offset -= 2;
+        CHECK_OK(amp_rope(amp, &token));
+        for (int i = 0; i < DIM; i++) score[far] += (double)y[i] * (double)y[DIM + i];
+    }
+    CHECK_MSG(fabs(score[0] - score[1]) < 1e-6 * DIM, "%.9g at the start, %.9g far away", score[0], score[1]);
+}
+
+/* 16-bit q is turned in fp32 and rounded once, whatever the region. */
+TEST(rope_in_a_region) {
+    static uint16_t low[2][12];
+    amp_rope_op op;
+    memset(&op, 0, sizeof op);
+    fill(x, 12, 25);
+    for (int i = 0; i < 12; i++) { low[0][i] = low[1][i] = amp_bf16_from_f32(x[i], 0); y[i] = amp_f32_from_bf16(low[0][i]); }
+    op.q = amp_tensor4(y, AMP_F32, 1, 3, 1, 4); op.offset = 2;
+    CHECK_OK(amp_rope(amp, &op));
+    for (int region = 0; region < 2; region++) {
+        amp_autocast_desc desc = {0};
+        desc.dtype = AMP_BF16;
+        if (region) CHECK_OK(amp_autocast_begin(amp, &desc));
+        op.q = amp_tensor4(low[region], AMP_BF16, 1, 3, 1, 4);
+        CHECK_OK(amp_rope(amp, &op));
+        CHECK_EQ(op.plan.result, AMP_BF16);
+        if (region) { CHECK_EQ(op.plan.compute, AMP_F32); CHECK_OK(amp_autocast_end(amp)); }
+        for (int i = 0; i < 12; i++) CHECK_EQ(low[region][i], amp_bf16_from_f32(y[i], 0));
+    }
+}
+
 /* ---- dropout, add, cast */
 
 TEST(dropout_repeats_its_mask_in_backward) {
@@ -639,7 +732,8 @@ static void run_all(void) {
     RUN(norms);
     RUN(norm_dx_low); RUN(attention_from_a_cache_of_grouped_heads); RUN(attention_on_packed_qkv); RUN(softmax);
     RUN(activations); RUN(activations_with_bias); RUN(swiglu_on_one_buffer); RUN(swiglu_with_biases); RUN(cross_entropy); RUN(cross_entropy_seed_scales_the_gradient_only);
-    RUN(mse); RUN(embedding); RUN(dropout_repeats_its_mask_in_backward); RUN(add_and_cast); RUN(gemm_is_blas_shaped); RUN(refusals);
+    RUN(mse); RUN(embedding); RUN(rope_backward_is_its_gradient); RUN(rope_positions); RUN(rope_in_a_region);
+    RUN(dropout_repeats_its_mask_in_backward); RUN(add_and_cast); RUN(gemm_is_blas_shaped); RUN(refusals);
 }
 
 TEST(every_kernel_went_through_the_table) {

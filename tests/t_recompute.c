@@ -72,6 +72,7 @@ static struct {
     amp_mse_op mse;
     amp_embedding_op embedding;
     amp_dropout_op dropout;
+    amp_rope_op rope;
 } ops;
 
 static amp_result run_linear(void) { return amp_linear(amp, &ops.linear); }
@@ -86,6 +87,18 @@ static amp_result run_cross_entropy(void) { return amp_cross_entropy(amp, &ops.c
 static amp_result run_mse(void) { return amp_mse(amp, &ops.mse); }
 static amp_result run_embedding(void) { return amp_embedding(amp, &ops.embedding); }
 static amp_result run_dropout(void) { return amp_dropout(amp, &ops.dropout); }
+/* In place: what it turns is written before each run, as by the layer before it, and taken back if it does not. */
+static amp_result run_rope(void) {
+    static float before[2 * ROWS * C];
+    float *q = (float *)ops.rope.q.data;            /* k follows it */
+    amp_result result;
+    memcpy(before, q, sizeof before);
+    memcpy(q, ops.attention.q.data, sizeof before / 2);
+    memcpy(ops.rope.k.data, ops.attention.k.data, sizeof before / 2);
+    result = amp_rope(amp, &ops.rope);
+    if (result != AMP_OK) memcpy(q, before, sizeof before);
+    return result;
+}
 
 /* depends 1: the region, or the state of the random numbers, shows in the output's bits. */
 static const struct op_case { const char *name; amp_result (*run)(void); amp_plan *plan; int depends; } cases[] = {
@@ -101,6 +114,7 @@ static const struct op_case { const char *name; amp_result (*run)(void); amp_pla
     {"amp_mse", run_mse, &ops.mse.plan, 0},
     {"amp_embedding", run_embedding, &ops.embedding.plan, 0},
     {"amp_dropout", run_dropout, &ops.dropout.plan, 1},
+    {"amp_rope", run_rope, &ops.rope.plan, 0},
 };
 enum { CASES = sizeof cases / sizeof *cases };
 
@@ -163,6 +177,7 @@ static void set_ops(void) {
     ops.embedding.ids = ids; ops.embedding.table = &table; ops.embedding.positions = &positions;
     ops.embedding.seq = SEQ; ops.embedding.y = output(ROWS, C);
     ops.dropout.x = input(ROWS, C); ops.dropout.y = output(ROWS, C); ops.dropout.p = 0.3f;
+    ops.rope.q = heads_of(output(ROWS, C)); ops.rope.k = heads_of(output(ROWS, C));
     ampt_uniform(in, in_used, 5, 0, 1, 0);
     ampt_integers(ids, ROWS, 5, 1, VOCAB);
 }
@@ -177,7 +192,7 @@ static int enter(int place, amp_dtype other) {
         case SWITCHED: CHECK_OK(amp_set_dtype(amp, other)); begin(amp, AMP_DTYPE_DEFAULT); return 1;
         case OVERRIDDEN:
             CHECK_OK(amp_layer_override(amp, "*", other));
-            for (int32_t op = AMP_OP_LINEAR; op <= AMP_OP_DROPOUT; op++)
+            for (int32_t op = AMP_OP_LINEAR; op <= AMP_OP_ROPE; op++)
                 CHECK_OK(amp_operator_override(amp, op, op % 2 ? AMP_CAST_BANNED : AMP_CAST_FP32));
             begin(amp, other);
             return 1;
@@ -187,7 +202,7 @@ static int enter(int place, amp_dtype other) {
 static void leave(int open) {
     if (open) end(amp);
     CHECK_OK(amp_layer_override(amp, "*", AMP_DTYPE_DEFAULT));
-    for (int32_t op = AMP_OP_LINEAR; op <= AMP_OP_DROPOUT; op++) CHECK_OK(amp_operator_override(amp, op, AMP_CAST_DEFAULT));
+    for (int32_t op = AMP_OP_LINEAR; op <= AMP_OP_ROPE; op++) CHECK_OK(amp_operator_override(amp, op, AMP_CAST_DEFAULT));
 }
 
 /* The forward again, in this place, over outputs that hold something else. */

@@ -48,6 +48,7 @@ CALL(amp_cross_entropy, amp_cross_entropy_op)
 CALL(amp_mse, amp_mse_op)
 CALL(amp_embedding, amp_embedding_op) CALL(amp_embedding_backward, amp_embedding_op)
 CALL(amp_dropout, amp_dropout_op) CALL(amp_dropout_backward, amp_dropout_op)
+CALL(amp_rope, amp_rope_op) CALL(amp_rope_backward, amp_rope_op)
 
 static amp_tensor rows(int buffer, int64_t n, int64_t cols) { return amp_tensor2(room[buffer], AMP_F32, n, cols); }
 static amp_param params[2];
@@ -137,6 +138,11 @@ static void make_dropout(void *memory) {
     amp_dropout_op *op = (amp_dropout_op *)memory;
     op->x = rows(0, 4, 6); op->y = rows(1, 4, 6); op->p = 0.25f; op->dy = rows(2, 4, 6); op->dx = rows(3, 4, 6);
 }
+static void make_rope(void *memory) {
+    amp_rope_op *op = (amp_rope_op *)memory;
+    op->q = heads(0, 3); op->k = heads(1, 3); op->dq = heads(2, 3); op->dk = heads(3, 3);
+    op->positions = amp_tensor2(ids, AMP_I32, 2, 3);
+}
 
 #define AT(type, member) #member, offsetof(type, member)
 #define NORM_FIELDS \
@@ -186,6 +192,9 @@ static const operator_case cases[] = {
       {AT(amp_embedding_op, y), TENSOR, BOTH}, {AT(amp_embedding_op, dy), TENSOR, BACKWARD}}},
     {"dropout", sizeof(amp_dropout_op), call_amp_dropout, call_amp_dropout_backward, make_dropout,
      {{AT(amp_dropout_op, x), TENSOR, FORWARD}, {AT(amp_dropout_op, y), TENSOR, FORWARD}, {AT(amp_dropout_op, dy), TENSOR, BACKWARD}, {AT(amp_dropout_op, dx), TENSOR, BACKWARD}}},
+    {"rope", sizeof(amp_rope_op), call_amp_rope, call_amp_rope_backward, make_rope,
+     {{AT(amp_rope_op, q), TENSOR, BOTH}, {AT(amp_rope_op, k), OPTIONAL, BOTH}, {AT(amp_rope_op, positions), OPTIONAL, BOTH},
+      {AT(amp_rope_op, dq), TENSOR, BACKWARD}, {AT(amp_rope_op, dk), TENSOR, BACKWARD}}},
 };
 enum { CASES = sizeof cases / sizeof *cases };
 
@@ -347,6 +356,7 @@ TEST(numbers_out_of_range) {
     amp_mse_op *mse = (amp_mse_op *)(void *)&memory;
     amp_embedding_op *embedding = (amp_embedding_op *)(void *)&memory;
     amp_dropout_op *dropout = (amp_dropout_op *)(void *)&memory;
+    amp_rope_op *rope = (amp_rope_op *)(void *)&memory;
     amp_attention_op *attention = &memory.attention;
     make(&cases[0]); linear->act = AMP_ACT_TANH; REFUSED(amp_linear(amp, linear), AMP_ERR_RANGE, ".act");
     make(&cases[0]); linear->x_act = AMP_ACT_SILU; REFUSED(amp_linear(amp, linear), AMP_ERR_RANGE, ".x_act");
@@ -373,6 +383,14 @@ TEST(numbers_out_of_range) {
     make(&cases[11]); params[1].weight.shape[0] = 3; REFUSED(amp_embedding(amp, embedding), AMP_ERR_SHAPE, ".positions");
     make(&cases[12]); dropout->p = 1; REFUSED(amp_dropout(amp, dropout), AMP_ERR_RANGE, ".p = 1");
     make(&cases[12]); dropout->p = -0.5f; REFUSED(amp_dropout(amp, dropout), AMP_ERR_RANGE, ".p");
+    make(&cases[13]); rope->base = 0.5f; REFUSED(amp_rope(amp, rope), AMP_ERR_RANGE, ".base = 0.5");
+    make(&cases[13]); rope->rotary = 3; REFUSED(amp_rope(amp, rope), AMP_ERR_RANGE, ".rotary = 3");
+    make(&cases[13]); rope->rotary = 6; REFUSED(amp_rope(amp, rope), AMP_ERR_RANGE, ".rotary = 6, must be even, at most 4");
+    make(&cases[13]); rope->rotary = -2; REFUSED(amp_rope(amp, rope), AMP_ERR_RANGE, ".rotary = -2");
+    make(&cases[13]); rope->offset = -1; REFUSED(amp_rope(amp, rope), AMP_ERR_RANGE, ".offset = -1");
+    make(&cases[13]); rope->offset = (int64_t)1 << 31; REFUSED(amp_rope(amp, rope), AMP_ERR_RANGE, ".offset = 2147483648");
+    make(&cases[13]); rope->pairing = (amp_rope_pairing)3; REFUSED(amp_rope(amp, rope), AMP_ERR_RANGE, ".pairing = 3");
+    make(&cases[13]); rope->pairing = (amp_rope_pairing)-1; REFUSED(amp_rope(amp, rope), AMP_ERR_RANGE, ".pairing = -1");
 }
 
 /* ---- NaN: every number of a desc, of an op and among the arguments is refused (but for the torch preset's scale, which is
@@ -450,7 +468,7 @@ static amp_result try_status(void *d) { static amp_status out; return amp_status
 static const struct number { const char *type, *member; size_t at; int wide; amp_result (*call)(void *); } numbers_of[] = {
     OF(amp_matmul_op, alpha, 0, NULL), OF(amp_attention_op, scale, 0, NULL), OF(amp_norm_op, eps, 0, NULL), OF(amp_softmax_op, scale, 0, NULL),
     OF(amp_cross_entropy_op, label_smoothing, 0, NULL), OF(amp_cross_entropy_op, factor, 0, NULL), OF(amp_mse_op, factor, 0, NULL),
-    OF(amp_dropout_op, p, 0, NULL),
+    OF(amp_dropout_op, p, 0, NULL), OF(amp_rope_op, base, 0, NULL),
     OF(amp_grad_set_desc, clip_norm, 1, try_set),
     OF(amp_scaler_desc, init_scale, 0, try_scaler), OF(amp_scaler_desc, growth_factor, 1, try_scaler), OF(amp_scaler_desc, backoff_factor, 1, try_scaler),
     OF(amp_scaler_desc, min_scale, 0, try_scaler), OF(amp_scaler_desc, max_scale, 0, try_scaler), OF(amp_scaler_desc, tolerance, 1, try_scaler),
@@ -618,7 +636,8 @@ static const struct { const char *name; int backward; const char *reads, *writes
     {"cross_entropy", 0, "logits labels grad_scale", "dlogits loss losses", "dlogits=logits"},
     {"mse", 0, "x target grad_scale", "dx loss", "dx=x"},
     {"embedding", 0, "ids table positions", "y", ""}, {"embedding", 1, "ids dy", "table.grad positions.grad", ""},
-    {"dropout", 0, "x", "y", "y=x"}, {"dropout", 1, "dy", "dx", "dx=dy"}};
+    {"dropout", 0, "x", "y", "y=x"}, {"dropout", 1, "dy", "dx", "dx=dy"},
+    {"rope", 0, "positions", "q k", ""}, {"rope", 1, "positions", "dq dk", ""}};
 enum { ROLES = sizeof roles / sizeof *roles };
 
 /* Where the address of a field's memory stands in the op. */
@@ -737,6 +756,28 @@ TEST(in_place_in_another_size) {
     REFUSED(amp_cross_entropy(amp, &ce), AMP_ERR_CONFLICT, ".dlogits");
     REFUSED(amp_add(amp, &wide, &b, &narrow), AMP_ERR_CONFLICT, ".y");
     REFUSED(amp_cast(amp, &wide, &narrow), AMP_ERR_CONFLICT, ".dst");
+}
+
+/* Each head of an odd dimension has an element without a partner; k and its gradient go together; other shapes and dtypes. */
+TEST(rope_arguments) {
+    amp_rope_op *op = (amp_rope_op *)(void *)&memory;
+    fill_room();
+    make(&cases[13]); op->q.shape[3] = op->k.shape[3] = 3; REFUSED(amp_rope(amp, op), AMP_ERR_SHAPE, ".q: dim is 3, must be even");
+    make(&cases[13]); op->q.ndim = 3; REFUSED(amp_rope(amp, op), AMP_ERR_SHAPE, ".q must be [batch, positions, heads, dim]");
+    make(&cases[13]); op->k = op->q; REFUSED(amp_rope(amp, op), AMP_ERR_CONFLICT, ".q and .k share memory");
+    make(&cases[13]); op->k.shape[1] = 2; REFUSED(amp_rope(amp, op), AMP_ERR_SHAPE, ".k is [2, 2, 2, 4] fp32, must be [2, 3, 2, 4]");
+    make(&cases[13]); op->k.dtype = AMP_BF16; REFUSED(amp_rope(amp, op), AMP_ERR_DTYPE, ".k is bf16, must be fp32 like .q");
+    make(&cases[13]); op->k.stride[0] = 12; op->k.stride[1] = 4; op->k.stride[3] = 1;    /* one head shown as two, for attention */
+    REFUSED(amp_rope(amp, op), AMP_ERR_SHAPE, ".k: elements overlap");
+    make(&cases[13]); op->positions.shape[1] = 2; REFUSED(amp_rope(amp, op), AMP_ERR_SHAPE, "must be [3] or [2, 3]");
+    make(&cases[13]); op->positions.shape[0] = 1; REFUSED(amp_rope(amp, op), AMP_ERR_SHAPE, "must be [3] or [2, 3]");
+    make(&cases[13]); op->positions.dtype = AMP_I64; REFUSED(amp_rope(amp, op), AMP_ERR_DTYPE, ".positions is i64, must be i32");
+    make(&cases[13]); CHECK_OK(amp_rope(amp, op));
+    op->k.data = NULL; REFUSED(amp_rope_backward(amp, op), AMP_ERR_NULL, ".k has no data, but .dk does");
+    op->dk.data = NULL; CHECK_OK(amp_rope_backward(amp, op));
+    make(&cases[13]); CHECK_OK(amp_rope(amp, op));
+    op->dk.shape[2] = 1; REFUSED(amp_rope_backward(amp, op), AMP_ERR_SHAPE, ".dk is [2, 3, 1, 4] fp32");
+    op->dk.shape[2] = 2; op->dq.dtype = AMP_F16; REFUSED(amp_rope_backward(amp, op), AMP_ERR_DTYPE, ".dq is fp16");
 }
 
 /* Functions that take no op struct. */
@@ -1277,7 +1318,7 @@ int main(int argc, char **argv) {
     RUN(no_number_is_forgotten);
     RUN(minus_one_is_no_zero);
     RUN(outputs_that_overlap);
-    RUN(in_place_in_another_size);
+    RUN(in_place_in_another_size); RUN(rope_arguments);
     RUN(overlap_without_an_op);
     RUN(packed_views_are_apart);
     RUN(halves_of_a_buffer_are_apart);

@@ -405,6 +405,48 @@ CUDA_TEST(swiglu_backward) {
     far_away(swiglu_back);
 }
 
+/* ---- RoPE: rows of heads with gaps.  Frequencies, angles and turns are the same roundings on both sides. */
+
+struct rope_case { int64_t batch, positions, heads[2], dim, rotary, gap, offset; int adjacent, at; const char *name; };
+
+static void rope(const rope_case &c, amp_dtype dtype, int backward) {
+    std::vector<int32_t> at((size_t)(c.batch * c.positions));
+    std::string x[2];
+    for (size_t i = 0; i < at.size(); i++) at[i] = (int32_t)(i * 7919 % 65537) - 5;
+    for (int i = 0; i < 2; i++) x[i] = data_of(c.batch * c.positions * c.heads[i] * c.dim, 30 + (uint64_t)i, dtype);
+    cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_rope k = {};
+        amp_mat m[2];
+        k.batch = c.batch; k.positions = c.positions; k.rotary = c.rotary; k.offset = c.offset; k.dtype = dtype;
+        k.adjacent = c.adjacent; k.backward = backward; k.step = -2 * log2(10000.0) / (double)(c.rotary ? c.rotary : 1);
+        for (int i = 0; i < 2; i++) {
+            int64_t ld = c.heads[i] * c.dim + c.gap;
+            m[i] = s.put_matrix(x[i].data(), dtype, c.batch * c.positions, c.heads[i] * c.dim, ld);
+            if (c.heads[i] == 0) continue;
+            k.x[i] = m[i].data; k.heads[i] = c.heads[i];
+            k.stride[i][0] = c.positions * ld; k.stride[i][1] = ld; k.stride[i][2] = c.dim;
+        }
+        if (c.at) k.at = s.put(at);
+        k.at_stride = c.at == 2 ? c.positions : 0;
+        ok(s.backend->rope(s.dev, &k, NULL));
+        for (int i = 0; i < 2; i++) if (c.heads[i]) s.get_matrix(out, m[i]);
+    }).check_same_bits();
+}
+
+CUDA_TEST(rope) {
+    static const rope_case cases[] = {
+        {2, 5, {4, 2}, 64, 64, 0, 0, 0, 0, "grouped heads"},     {2, 5, {4, 2}, 64, 64, 0, 9, 1, 0, "neighbours"},
+        {2, 3, {3, 3}, 80, 32, 8, 3, 0, 2, "part of a head"},    {2, 3, {3, 1}, 80, 40, 8, 0, 1, 1, "part, four wide"},
+        {1, 7, {2, 1}, 6, 6, 1, 1000000, 0, 0, "one by one"},    {3, 2, {5, 0}, 10, 6, 3, 0, 1, 2, "q alone"},
+        {1, 1, {40, 8}, 128, 128, 0, 4095, 0, 0, "one token"},   {2, 200, {3, 2}, 16, 16, 0, 0, 0, 0, "more than a block"},
+        {0, 3, {2, 2}, 16, 16, 0, 0, 0, 0, "no sequence"},       {2, 3, {2, 2}, 0, 0, 0, 0, 0, 0, "no dimension"},
+    };
+    for (const rope_case &c : cases)
+        for (int i = 0; i < 6; i++) rope(c, i % 3 == 0 ? AMP_F32 : i % 3 == 1 ? AMP_F16 : AMP_BF16, i / 3);
+    multiprocessors one(1);                             /* a grid that goes round several times */
+    rope({2, 300, {3, 2}, 64, 64, 0, 0, 0, 2, "few threads"}, AMP_F32, 0);
+}
+
 /* ---- Norms */
 
 /* A row of `n` values with mean and 1 / standard deviation, and how far two computations of them may be apart. */
@@ -1539,7 +1581,7 @@ int main(int argc, char **argv) {
     RUN(activation_backward); RUN(activation_with_bias);
     RUN(activation_of_infinities);
     RUN(swiglu);
-    RUN(swiglu_backward); RUN(swiglu_with_biases);
+    RUN(swiglu_backward); RUN(swiglu_with_biases); RUN(rope);
     RUN(norm);
     RUN(norm_backward); RUN(norm_backward_shared_memory); RUN(norm_backward_keeps_memory_busy);
     RUN(softmax);

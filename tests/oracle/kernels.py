@@ -1,4 +1,5 @@
-"""Golden data of the kernel tests: PyTorch's activations, norms, losses and embedding on small matrices.
+"""Golden data of the kernel tests: PyTorch's activations, norms, losses and embedding, and transformers' rotary positions,
+on small matrices.
 
 Inputs come from counter-based random numbers that t_kernels.c makes again, so only results are stored: every output of
 an fp64 run on fp32 inputs for seed 0, rounded to fp32, and per output the RMS over the seeds of PyTorch's own error when
@@ -12,6 +13,7 @@ import common
 
 ROWS, COLS, IGNORE, VOCABULARY, SEQUENCE = 6, 37, -100, 11, 3
 EPS = 1e-5
+HEADS, DIM, ROTARY, AT = 3, 12, 8, [0, 1, 2, 17, 40, 5]     # of a row's first 36 columns; each row's position
 
 
 def inputs(seed):
@@ -33,6 +35,27 @@ def run(function, values, names, dy, dtype):
     y = function(*leaves)
     grads = torch.autograd.grad(y, leaves, dy if y.ndim else torch.ones((), dtype=dtype))
     return {"y": y.detach(), **{"d" + name: g for name, g in zip(names, grads)}}
+
+
+# transformers is imported where it is used: it looks for a package named kernels, and imports this file.
+def rope_llama(x):
+    """Halves, all of DIM; the last column stays."""
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama as llama
+    q, at = x[:, :HEADS * DIM].view(1, ROWS, HEADS, DIM), torch.tensor([AT])
+    config = LlamaConfig(hidden_size=HEADS * DIM, num_attention_heads=HEADS, head_dim=DIM)
+    cos, sin = llama.LlamaRotaryEmbedding(config)(x, at)
+    q, _ = llama.apply_rotary_pos_emb(q, q, cos, sin, unsqueeze_dim=2)
+    return torch.cat((q.reshape(ROWS, HEADS * DIM), x[:, HEADS * DIM:]), 1)
+
+
+def rope_gptj(x):
+    """Neighbours, the first ROTARY of DIM."""
+    from transformers.models.gptj import modeling_gptj as gptj
+    q, at = x[:, :HEADS * DIM].view(1, ROWS, HEADS, DIM), torch.tensor([AT])
+    sin, cos = gptj.create_sinusoidal_positions(max(AT) + 1, ROTARY)[at].to(x.dtype).split(ROTARY // 2, dim=-1)
+    q = torch.cat((gptj.apply_rotary_pos_emb(q[..., :ROTARY], sin, cos), q[..., ROTARY:]), -1)
+    return torch.cat((q.reshape(ROWS, HEADS * DIM), x[:, HEADS * DIM:]), 1)
 
 
 def operators(v):
@@ -57,6 +80,8 @@ def operators(v):
         "mse_mean": (lambda x: F.mse_loss(x, v["up"]), ["x"]),
         "mse_sum": (lambda x: F.mse_loss(x, v["up"], reduction="sum"), ["x"]),
         "embedding": (lambda table, positions: F.embedding(ids, table) + positions[at], ["table", "positions"]),
+        "rope_llama": (rope_llama, ["x"]),
+        "rope_gptj": (rope_gptj, ["x"]),
     }
 
 
