@@ -154,7 +154,7 @@ anomalies: $(BUILD)/t_anomalies
 	$(BUILD)/t_anomalies --all --record tests/records/anomalies-$$(date +%F).json
 
 oracle: examples
-	for program in number_formats state_v1 kernels sums scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
+	for program in number_formats state_v1 kernels linear_cross_entropy sums scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
 	    hf_configs hf_roundtrip hf_classifier fuzz_logic fuzz_tensors; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 

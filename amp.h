@@ -202,11 +202,12 @@
        softmax        .x .y [.scale .mask] | .dy .dx        over the last dimension
        matmul         .a .b .y (batch, m, n) [.trans_a .trans_b .alpha] | .dy [.da .db]
        cross_entropy  .logits (rows, n) [.dlogits] .labels (int32_t[rows], -100: none) [.label_smoothing .grad_scale]
-                      .loss (float[1])                      both losses: no backward call
+                      .loss (float[1])                      the losses need no backward call
        mse            .x .target [.dx] [.grad_scale] .loss
+       linear_cross_entropy  .x [.dx] .weight [.bias] .labels .loss     both in chunks of rows, no logits in memory
        Besides: amp_add, amp_cast; amp_gemm for cblas_sgemm, amp_gemm_f64 for dgemm.  These may be one view: dlogits and
-       logits; dx and x of mse; y and x in dropout, softmax, TANH and RELU; dx and dy in dropout, softmax and
-       activation; sum and x or residual, dx and dsum; in amp_add and amp_cast the result and an operand.
+       logits; dx and x of the other losses; y and x in dropout, softmax, TANH and RELU; dx and dy in dropout, softmax
+       and activation; sum and x or residual, dx and dsum; in amp_add and amp_cast the result and an operand.
 
    CONTENTS AT A GLANCE     Search for the tags.  The API has three parts: what a training program calls, the rest, and
                             what kernels and backends are made of; each, and the implementation, in this order.  Objects
@@ -260,8 +261,7 @@
    STATE  amp_NAME_save and _load take a prefix of 1 to 40 bytes, for records <prefix>.WHAT, and do all or nothing.
    FILES  Settings and states may be read from pipes; data must be regular files.  Descriptors below 3 and signal
      dispositions are left alone; exceeding a file size limit is AMP_ERR_WRITE.
-   STABLE  Result numbers and the state format never change.  Until 1.0 the rest may change with the minor version;
-     change log at the end.
+   STABLE  Result numbers and the state format never change; the rest may with the minor version until 1.0 (log: end).
 
    NUMBERS
 
@@ -809,6 +809,7 @@ typedef enum amp_operator {
     AMP_OP_LAYERNORM = 5, AMP_OP_RMSNORM = 6, AMP_OP_SOFTMAX = 7,
     AMP_OP_ACTIVATION = 8, AMP_OP_SWIGLU = 9, AMP_OP_CROSS_ENTROPY = 10, AMP_OP_MSE = 11,
     AMP_OP_EMBEDDING = 12, AMP_OP_DROPOUT = 13, AMP_OP_ADD = 14, AMP_OP_ROPE = 15,
+    AMP_OP_LINEAR_CROSS_ENTROPY = 16,
     AMPI_BUILTIN_OPS,           /* how many there are, NONE included */
     AMP_OP_USER = 1000,         /* the first of your own */
     AMP_OP_FORCE_I32 = 0x7fffffff
@@ -1124,6 +1125,34 @@ typedef struct amp_mse_op {
     amp_plan plan;
 } amp_mse_op;
 AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op);
+
+/* amp_cross_entropy of the logits x weight^T + bias, with its gradients, a chunk of rows at a time: the logits of all
+   rows are never stored (Hsu et al. 2024, Liger Kernel; Wijmans et al. 2024, Cut Your Losses).  x [rows, in], weight
+   [out, in], bias [out]; the rest is as in amp_cross_entropy_op, with cols = out.
+   One call writes the loss, dx and the gradients of weight and bias, as the operators one by one do, within rounding;
+   in inference mode the loss only.  There is no backward.  Chunks are summed in fp32, for which a 16-bit gradient needs
+   scratch memory of weight's size.  dx may be x.
+   Errors: AMP_ERR_LABEL: then nothing is written; on a device, gradients are NaN.  AMP_ERR_STATE recomputing, which
+   would add to the gradients again. */
+typedef struct amp_linear_cross_entropy_op {
+    const char *layer;
+    amp_tensor x, dx;           /* dx.data NULL: not wanted */
+    amp_param *weight, *bias;   /* bias may be NULL */
+    const int32_t *labels;
+    int64_t classes;
+    int32_t ignore_index;
+    amp_reduction reduction;
+    float label_smoothing;
+    float factor;
+    const float *grad_scale;
+    float *loss;
+    float *losses;
+    int64_t chunk;              /* rows at a time; default: what 64 MiB hold */
+    amp_dtype logits;           /* what a chunk's are stored in; default F32 */
+    int32_t reserved;
+    amp_plan plan;
+} amp_linear_cross_entropy_op;
+AMP_API amp_result amp_linear_cross_entropy(amp_context *amp, amp_linear_cross_entropy_op *op);
 
 /* y[i] = table[ids[i]] + positions[i mod seq].  ids [rows], table [vocab, cols], positions [>= seq, cols] or NULL, y
    [rows, cols].  Backward adds rows in a fixed order.  Errors: AMP_ERR_LABEL an id out of range (as above). */
@@ -2802,17 +2831,20 @@ typedef struct amp_k_swiglu {
 /* loss = sum or mean, over the rows whose label is not ignore_index, of
    (1 - smoothing) (lse - x[label]) + smoothing (lse - mean(x)) over the first `classes` columns.
    dlogits = (softmax - target) factor grad_scale / (rows counted, for the mean), and 0 in ignored rows and further
-   columns.  One read of the logits; dlogits may be logits. */
+   columns.  One read of the logits; dlogits may be logits.  The batch may come in chunks of rows, in order: labels and
+   losses are the batch's, over which the mean is taken, and the call with the last chunk writes the loss. */
 typedef struct amp_k_cross_entropy {
     amp_mat logits, dlogits;    /* dlogits.data NULL: loss only */
     int64_t classes;
-    const int32_t *labels;      /* [rows] */
+    int64_t first, batch;       /* logits are rows `first` on of `batch`; batch 0: they are all of it */
+    const int32_t *labels;      /* [batch] */
     int32_t ignore_index, sum;  /* sum 1: no mean */
     float smoothing, factor;
     const float *grad_scale;    /* device; NULL: 1 */
-    float *losses;              /* [rows], 0 where ignored; may be NULL */
+    float *losses;              /* [batch], 0 where ignored; may be NULL if the logits are all of the batch */
     float *loss;                /* [1]; NaN for a mean over no rows */
-    int32_t *bad_label;         /* [1]: 1 + the first row whose label is out of range, else 0 */
+    int32_t *bad_label;         /* [1]: 1 + the first row of the batch whose label is out of range, else 0 */
+    int32_t spoil, reserved;    /* 1: then a device fills dlogits with NaN; 0: it writes nothing */
 } amp_k_cross_entropy;
 
 /* loss = mean (or sum) of (x - target)^2; dx = 2 (x - target) factor grad_scale / n. */
@@ -3120,6 +3152,9 @@ struct amp_backend {
        what they share, and given back by gemm_release.  NULL: each takes its own. */
     amp_result (*gemm_reserve)(void *dev, amp_k_gemm *args, int64_t n);
     void (*gemm_release)(void *dev, const amp_k_gemm *args);
+    /* Memory of one call, kept for the next.  NULL: alloc and free serve, as where they do so themselves. */
+    void *(*scratch)(void *dev, size_t bytes);
+    void (*scratch_release)(void *dev, void *ptr, size_t bytes);
     amp_result (*column_sum)(void *dev, const amp_k_column_sum *args, void *stream);
     amp_result (*attention)(void *dev, const amp_k_attention *args, void *stream);
     amp_result (*attention_backward)(void *dev, const amp_k_attention *args, void *stream);
@@ -3439,8 +3474,10 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
     X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
     X(device_memory) X(backend_desc) X(backend) X(reducer) X(desc) X(cache_info) X(mask_view) X(plan) \
-    X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(rope_op) X(norm_op) X(softmax_op) X(activation_op) \
-    X(swiglu_op) X(cross_entropy_op) X(mse_op) X(embedding_op) X(dropout_op) X(grad_set_desc) X(grad_stats) \
+    X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(rope_op) X(norm_op) X(softmax_op) \
+    X(activation_op) \
+    X(swiglu_op) X(cross_entropy_op) X(mse_op) X(linear_cross_entropy_op) X(embedding_op) X(dropout_op) \
+    X(grad_set_desc) X(grad_stats) \
     X(scaler_desc) X(param_group) X(optimizer_desc) X(parameter_bytes) X(step_result) X(field) X(sample) X(source) \
     X(loader_desc) X(batch) X(loader_info) X(settings) X(status) X(monitor_desc) X(step_info) X(step_record) \
     X(epoch_record) X(epoch_summary) X(tensor_stats_row) X(tensor_stats_report) X(tensor_stats_desc) X(verify_desc) \
@@ -7369,6 +7406,11 @@ static void ampi_cpu_gemm_release(void *dev, const amp_k_gemm *args) {
     ampi_cpu_release((ampi_cpu *)dev, args->scratch, args->scratch_bytes);
 }
 
+static void *ampi_cpu_call_scratch(void *dev, size_t bytes) { return ampi_cpu_scratch((ampi_cpu *)dev, bytes); }
+static void ampi_cpu_call_release(void *dev, void *ptr, size_t bytes) {
+    ampi_cpu_release((ampi_cpu *)dev, ptr, bytes);
+}
+
 /* ---- Packing B ahead: one block of k after the other, panel by panel */
 
 typedef struct ampi_gemm_packing {
@@ -8727,7 +8769,7 @@ static ampi_logit_row ampi_logits_scan(const ampi_cross_entropy_job *job, int64_
     float chunk[AMPI_ROW_CHUNK];
     int64_t i;
     for (i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
-        int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK), label = a->labels[row] - i;
+        int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK), label = a->labels[a->first + row] - i;
         const float *x = ampi_logits_in(job, row, i, n, chunk);
         float max = job->vec->row_max(x, n);
         found.max = AMPI_MAX(found.max, max);
@@ -8752,11 +8794,12 @@ static double ampi_logits_exp(const ampi_cross_entropy_job *job, int64_t row, fl
 /* dlogits = scale (e / sum - smoothing / classes), less scale (1 - smoothing) in the label's column. */
 static void ampi_logits_gradient(const ampi_cross_entropy_job *job, int64_t row, const float *e, double sum) {
     const amp_k_cross_entropy *a = job->args;
-    double shift = -(double)a->smoothing / (double)a->classes, p = (double)e[a->labels[row]] / sum;
+    int64_t at = a->labels[a->first + row];
+    double shift = -(double)a->smoothing / (double)a->classes, p = (double)e[at] / sum;
     float at_label = (float)(job->scale * (p + shift - (1.0 - (double)a->smoothing))), scratch[AMPI_ROW_CHUNK];
     int64_t i;
     for (i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
-        int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK), label = a->labels[row] - i;
+        int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK), label = at - i;
         void *to = ampi_mat_at(&a->dlogits, row, i);
         float *g = ampi_row_out(to, a->dlogits.dtype, scratch);
         job->vec->scale_shift(e + i, (float)(job->scale / sum), (float)(job->scale * shift), g, n);
@@ -8790,19 +8833,20 @@ static void ampi_cross_entropy_task(void *arg, int64_t begin, int64_t end, int t
     const amp_k_cross_entropy *a = job->args;
     int64_t row;
     for (row = begin; row < end; row++) {
-        int ignored = a->labels[row] == a->ignore_index;
+        int ignored = a->labels[a->first + row] == a->ignore_index;
         job->losses[row] = ignored ? 0.0 : ampi_cross_entropy_row(job, row, job->scratch + thread * job->stride);
         if (a->dlogits.data) ampi_logits_zero(job, row, ignored ? 0 : a->classes, a->logits.cols);
-        if (a->losses) a->losses[row] = (float)job->losses[row];
+        if (a->losses) a->losses[a->first + row] = (float)job->losses[row];
     }
 }
 
-static void ampi_cross_entropy_total(const ampi_cross_entropy_job *job, int64_t counted) {
+static void ampi_cross_entropy_total(const ampi_cross_entropy_job *job, int64_t batch, int64_t counted) {
     const amp_k_cross_entropy *a = job->args;
     double total = 0.0;
+    int whole = a->logits.rows == batch;
     ampi_fp host = ampi_fp_begin();
     int64_t row;
-    for (row = 0; row < a->logits.rows; row++) total += job->losses[row];
+    for (row = 0; row < batch; row++) total += whole ? job->losses[row] : (double)a->losses[row];
     if (a->sum) *a->loss = (float)total;
     else *a->loss = counted > 0 ? (float)(total / (double)counted) : ampi_f32_of_bits(0x7fc00000u);
     ampi_fp_end(host);
@@ -8810,14 +8854,14 @@ static void ampi_cross_entropy_total(const ampi_cross_entropy_job *job, int64_t 
 
 static amp_result ampi_cpu_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
-    int64_t rows = args->logits.rows, counted = 0, scratch_floats, row;
+    int64_t rows = args->logits.rows, batch = args->batch ? args->batch : rows, counted = 0, scratch_floats, row;
     size_t loss_bytes, scratch_bytes;
     ampi_cross_entropy_job job = {cpu, AMPI_PICK(ampi_pointwise_kernels, cpu->path), args, NULL, NULL, 0, 0.0};
     ampi_fp host;
     (void)stream;
-    *args->bad_label = ampi_first_outside(args->labels, rows, args->classes, args->ignore_index);
+    *args->bad_label = ampi_first_outside(args->labels, batch, args->classes, args->ignore_index);
     if (*args->bad_label != 0) return AMP_OK;
-    for (row = 0; row < rows; row++) counted += args->labels[row] != args->ignore_index;
+    for (row = 0; row < batch; row++) counted += args->labels[row] != args->ignore_index;
     host = ampi_fp_begin();
     job.scale = (double)args->factor * (args->grad_scale ? (double)*args->grad_scale : 1.0) /
                 (args->sum ? 1.0 : (double)AMPI_MAX(counted, 1));
@@ -8830,7 +8874,7 @@ static amp_result ampi_cpu_cross_entropy(void *dev, const amp_k_cross_entropy *a
     job.scratch = (float *)ampi_cpu_scratch(cpu, scratch_bytes);
     if (job.losses != NULL && job.scratch != NULL) {
         ampi_parallel(cpu, cpu->threads, rows, ampi_grain(args->logits.cols), ampi_cross_entropy_task, &job);
-        ampi_cross_entropy_total(&job, counted);
+        if (args->first + rows == batch) ampi_cross_entropy_total(&job, batch, counted);
     }
     ampi_cpu_release(cpu, job.losses, loss_bytes);
     ampi_cpu_release(cpu, job.scratch, scratch_bytes);
@@ -9649,6 +9693,8 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .gemm_pack = ampi_cpu_gemm_pack,
     .gemm_reserve = ampi_cpu_gemm_reserve,
     .gemm_release = ampi_cpu_gemm_release,
+    .scratch = ampi_cpu_call_scratch,
+    .scratch_release = ampi_cpu_call_release,
     .column_sum = ampi_cpu_column_sum,
     .attention = ampi_cpu_attention,
     .attention_backward = ampi_cpu_attention_backward,
@@ -11459,6 +11505,7 @@ static const struct ampi_builtin { const char *name; uint8_t policy[2]; } ampi_b
     {"dropout", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"add", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"rope", {AMP_CAST_FP32_STORE, AMP_CAST_FALLTHROUGH}},
+    {"linear_cross_entropy", {AMP_CAST_LOWER, AMP_CAST_LOWER}},     /* its product; the loss is fp32 */
 };
 
 enum { AMPI_BUILTINS_FIT = 1 / ((int)AMPI_BUILTIN_OPS <= (int)AMPI_MOST_OPS) };
@@ -11516,7 +11563,9 @@ static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype wid
 static amp_dtype ampi_stored(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
 
 /* Matrix products use a region's dtype, and TF32. */
-static int ampi_is_product(int32_t op) { return op >= AMP_OP_LINEAR && op <= AMP_OP_ATTENTION; }
+static int ampi_is_product(int32_t op) {
+    return (op >= AMP_OP_LINEAR && op <= AMP_OP_ATTENTION) || op == AMP_OP_LINEAR_CROSS_ENTROPY;
+}
 
 /* Applies a policy to the widest input; dtype is the region's or the layer's. */
 static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype widest, amp_plan *out) {
@@ -11584,6 +11633,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
         else AMPI_TRY(ampi_decide_in(amp, region, op, layer, widest, out));
     }
     if (out->compute == AMP_F32 && amp->desc.allow_tf32 && ampi_is_product(op)) out->compute = AMP_TF32;
+    if (op == AMP_OP_LINEAR_CROSS_ENTROPY) out->result = AMP_F32;
     out->saturate = region != NULL && !region->disable && region->saturate_inputs && out->compute != AMP_F32;
     return AMP_OK;
 }
@@ -12981,6 +13031,8 @@ AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op
 /* ---- The operators in the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the kernel's
    arguments and lists the memory read and written; `kernel` calls it.  They share everything else. */
 
+typedef struct ampi_linear_loss { amp_mat x, dx; amp_k_cross_entropy loss; } ampi_linear_loss;
+
 typedef struct ampi_call {
     amp_context *amp;
     const char *f;                  /* the public function */
@@ -12994,6 +13046,7 @@ typedef struct ampi_call {
         amp_k_norm norm; amp_k_softmax softmax; amp_k_activation activation; amp_k_swiglu swiglu;
         amp_k_cross_entropy cross_entropy; amp_k_mse mse; amp_k_embedding embedding; amp_k_dropout dropout;
         amp_k_rope rope;
+        ampi_linear_loss linear_loss;
     } k;
 } ampi_call;
 
@@ -13236,13 +13289,10 @@ static amp_result ampi_check_loss(const char *f, float factor, amp_reduction red
     return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)reduction);
 }
 
-static amp_result ampi_cross_entropy_prepare(ampi_call *c) {
-    const amp_cross_entropy_op *op = (const amp_cross_entropy_op *)c->op;
-    amp_k_cross_entropy *k = &c->k.cross_entropy;
+/* All but the logits, whose size k has. */
+static amp_result ampi_cross_entropy_args(ampi_call *c, const amp_cross_entropy_op *op, amp_k_cross_entropy *k) {
     ampi_places *at = &c->at;
     const char *f = c->f;
-    AMPI_TRY(ampi_rows(f, "logits", &op->logits, &k->logits));
-    AMPI_TRY(ampi_optional_rows(f, "dlogits", &op->dlogits, "logits", &k->logits, &k->dlogits));
     AMPI_TRY(ampi_need(f, op->labels && op->loss, ".labels or .loss"));
     if (op->classes < 0 || op->classes > k->logits.cols)
         return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)",
@@ -13250,13 +13300,10 @@ static amp_result ampi_cross_entropy_prepare(ampi_call *c) {
     AMPI_TRY(ampi_check_real(f, ".label_smoothing", (double)op->label_smoothing,
                              isgreaterequal(op->label_smoothing, 0) && islessequal(op->label_smoothing, 1), "0 to 1"));
     AMPI_TRY(ampi_check_loss(f, op->factor, op->reduction));
-    ampi_reads(at, ".logits", &op->logits);
     ampi_reads_array(at, ".labels", op->labels, k->logits.rows * (int64_t)sizeof *op->labels);
     ampi_reads_array(at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
-    ampi_writes_over(at, ".dlogits", &op->dlogits, ".logits", NULL);
     ampi_writes_array(at, ".loss", op->loss, sizeof *op->loss);
     ampi_writes_array(at, ".losses", op->losses, k->logits.rows * (int64_t)sizeof *op->losses);
-    c->inputs[0] = k->logits.dtype;
     k->classes = op->classes ? op->classes : k->logits.cols;
     k->labels = op->labels;
     k->ignore_index = op->ignore_index ? op->ignore_index : -100;
@@ -13270,13 +13317,24 @@ static amp_result ampi_cross_entropy_prepare(ampi_call *c) {
     return AMP_OK;
 }
 
-static amp_result ampi_cross_entropy_kernel(ampi_call *c) {
-    const amp_k_cross_entropy *k = &c->k.cross_entropy;
+static amp_result ampi_cross_entropy_prepare(ampi_call *c) {
+    const amp_cross_entropy_op *op = (const amp_cross_entropy_op *)c->op;
+    amp_k_cross_entropy *k = &c->k.cross_entropy;
+    AMPI_TRY(ampi_rows(c->f, "logits", &op->logits, &k->logits));
+    AMPI_TRY(ampi_optional_rows(c->f, "dlogits", &op->dlogits, "logits", &k->logits, &k->dlogits));
+    ampi_reads(&c->at, ".logits", &op->logits);
+    ampi_writes_over(&c->at, ".dlogits", &op->dlogits, ".logits", NULL);
+    c->inputs[0] = k->logits.dtype;
+    return ampi_cross_entropy_args(c, op, k);
+}
+
+static amp_result ampi_cross_entropy_run(ampi_call *c, const amp_k_cross_entropy *k) {
     AMPI_TRY(c->amp->backend->cross_entropy(c->amp->dev, k, c->amp->desc.stream));
     if (c->bad == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_LABEL, c->f, ".labels[%d] = %d, must be 0 to %lld or ignore_index %d", c->bad - 1,
                      k->labels[c->bad - 1], (long long)k->classes - 1, k->ignore_index);
 }
+static amp_result ampi_cross_entropy_kernel(ampi_call *c) { return ampi_cross_entropy_run(c, &c->k.cross_entropy); }
 
 static amp_result ampi_mse_prepare(ampi_call *c) {
     const amp_mse_op *op = (const amp_mse_op *)c->op;
@@ -13304,6 +13362,236 @@ static amp_result ampi_mse_prepare(ampi_call *c) {
 
 static amp_result ampi_mse_kernel(ampi_call *c) {
     return c->amp->backend->mse(c->amp->dev, &c->k.mse, c->amp->desc.stream);
+}
+
+/* ---- Linear and cross-entropy in one: for each chunk of rows its logits, their loss and gradient, and what the two
+   products of backward make of that.  All of it happens in the forward call, where the gradient's scale is known: a
+   backward of its own would take the product of the logits a second time. */
+
+enum { AMPI_CHUNK_BYTES = 64 << 20, AMPI_CHUNK_UNIT = 64 };
+
+/* gemms: the logits, the gradient of the weight, that of x; of all rows until a chunk takes its own. */
+typedef struct ampi_chunks {
+    amp_k_gemm gemms[3];
+    ampi_input in[3][2];
+    amp_k_cross_entropy loss;
+    amp_k_column_sum dbias;
+    const void *held[2];            /* weights in use */
+    int64_t rows, most;             /* all, and of a chunk */
+    char *memory;
+    size_t bytes;
+    void *sums[2];                  /* fp32 sums of weight and bias; NULL: none are needed */
+} ampi_chunks;
+
+static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
+    const amp_linear_cross_entropy_op *op = (const amp_linear_cross_entropy_op *)c->op;
+    ampi_linear_loss *k = &c->k.linear_loss;
+    amp_cross_entropy_op loss;
+    char list[80];
+    amp_mat w;
+    const char *f = c->f;
+    if (ampi_is_recomputing(c->amp))
+        return ampi_fail(AMP_ERR_STATE, f, "is not recomputed: it would add to the gradients again");
+    AMPI_TRY(ampi_need(f, op->weight != NULL, ".weight"));
+    AMPI_TRY(ampi_rows(f, "x", &op->x, &k->x));
+    AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &k->x, &k->dx));
+    AMPI_TRY(ampi_rows(f, "weight", &op->weight->weight, &w));
+    AMPI_TRY(ampi_check_weight(f, "weight", op->weight, w.rows, k->x.cols));
+    if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, w.rows, -1));
+    if (op->logits != AMP_DTYPE_DEFAULT && !ampi_is_storage(op->logits))
+        return ampi_fail(AMP_ERR_DTYPE, f, ".logits is %s, must be one of %s", amp_dtype_name(op->logits),
+                         ampi_dtypes_of(AMPI_IS_STORAGE, list));
+    if (op->chunk < 0) return ampi_fail(AMP_ERR_RANGE, f, ".chunk = %lld, must be 0 or more", (long long)op->chunk);
+    ampi_reads(&c->at, ".x", &op->x);
+    ampi_reads_param(&c->at, ".weight", op->weight); ampi_reads_param(&c->at, ".bias", op->bias);
+    ampi_writes_over(&c->at, ".dx", &op->dx, ".x", NULL);
+    ampi_writes_gradient(&c->at, ".weight->grad", op->weight); ampi_writes_gradient(&c->at, ".bias->grad", op->bias);
+    c->inputs[0] = k->x.dtype; c->inputs[1] = op->weight->weight.dtype;
+    memset(&loss, 0, sizeof loss);
+    loss.labels = op->labels; loss.classes = op->classes; loss.ignore_index = op->ignore_index;
+    loss.reduction = op->reduction; loss.label_smoothing = op->label_smoothing; loss.factor = op->factor;
+    loss.grad_scale = op->grad_scale; loss.loss = op->loss; loss.losses = op->losses;
+    k->loss.logits.rows = k->x.rows; k->loss.logits.cols = w.rows;
+    k->loss.logits.dtype = op->logits != AMP_DTYPE_DEFAULT ? op->logits : AMP_F32;
+    return ampi_cross_entropy_args(c, &loss, &k->loss);
+}
+
+/* Memory of one call. */
+static amp_result ampi_scratch(amp_context *amp, void **ptr, size_t bytes) {
+    if (amp->backend->scratch == NULL) return amp_alloc(amp, ptr, (int64_t)bytes);
+    *ptr = amp->backend->scratch(amp->dev, bytes);
+    return *ptr != NULL ? AMP_OK : ampi_cpu_no_scratch("amp_alloc", bytes);
+}
+static void ampi_scratch_release(amp_context *amp, void *ptr, size_t bytes) {
+    if (amp->backend->scratch == NULL) amp_free(amp, ptr);
+    else if (ptr != NULL) amp->backend->scratch_release(amp->dev, ptr, bytes);
+}
+
+/* Rows of a chunk: what was asked for, or chunks of about the same size, of at most AMPI_CHUNK_BYTES. */
+static int64_t ampi_chunk_rows(int64_t rows, int64_t wanted, int64_t row_bytes) {
+    int64_t most = wanted ? wanted : AMPI_MAX(AMPI_CHUNK_BYTES / AMPI_MAX(row_bytes, 1), 1), unit = 1, chunks;
+    if (wanted || most >= rows) return AMPI_MIN(most, rows);
+    if (most >= AMPI_CHUNK_UNIT) { unit = AMPI_CHUNK_UNIT; most = most / unit * unit; }
+    chunks = (rows + most - 1) / most;
+    return ((rows + chunks - 1) / chunks + unit - 1) / unit * unit;
+}
+
+/* Where a chunk's logits and their gradient are, the losses, and fp32 sums of gradients in 16 bits. */
+static amp_result ampi_chunks_place(ampi_call *c, ampi_chunks *s, int64_t wanted, int gradient) {
+    amp_mat *logits = &s->loss.logits, *d = &s->loss.dlogits;
+    amp_dtype compute = c->plan.compute;
+    amp_param *const *p = c->params;
+    int64_t size = (int64_t)amp_dtype_size(logits->dtype), d_size = 0, at[5], end = 0;
+    size_t bytes[5] = {0}, all;
+    void *memory;
+    int i;
+    logits->ld = (logits->cols + 15) / 16 * 16;
+    if (gradient) {
+        *d = *logits;
+        /* the products would round it to that anyway */
+        if (logits->dtype == AMP_F32 && (compute == AMP_F16 || compute == AMP_BF16)) d->dtype = compute;
+        if (d->dtype != logits->dtype) d_size = (int64_t)amp_dtype_size(d->dtype);
+    }
+    AMPI_TRY(ampi_bytes(c->f, logits->ld, (size_t)(size + d_size), &all));
+    s->most = ampi_chunk_rows(s->rows, wanted, (int64_t)all);
+    AMPI_TRY(ampi_bytes(c->f, s->most, all, &all));             /* so that the parts fit too */
+    bytes[0] = (size_t)(s->most * logits->ld * size);
+    bytes[1] = (size_t)(s->most * logits->ld * d_size);
+    if (s->loss.losses == NULL) AMPI_TRY(ampi_bytes(c->f, s->rows, sizeof(float), &bytes[2]));
+    for (i = 0; i < 2 && gradient && s->most < s->rows; i++)
+        if (ampi_wants_grad(p[i]) && p[i]->grad.dtype != AMP_F32)
+            AMPI_TRY(ampi_bytes(c->f, amp_tensor_count(&p[i]->weight), sizeof(float), &bytes[3 + i]));
+    for (i = 0; i < 5; i++) { at[i] = end; end += (int64_t)((bytes[i] + 255) / 256 * 256); }
+    s->bytes = (size_t)end;
+    AMPI_TRY(ampi_scratch(c->amp, &memory, s->bytes));
+    s->memory = (char *)memory;
+    logits->data = memory;
+    if (gradient) d->data = s->memory + at[d_size > 0];
+    if (bytes[2] > 0) s->loss.losses = (float *)(void *)(s->memory + at[2]);
+    for (i = 0; i < 2; i++) if (bytes[3 + i] > 0) s->sums[i] = s->memory + at[3 + i];
+    return AMP_OK;
+}
+
+/* The products, as amp_linear and amp_linear_backward take them. */
+static amp_result ampi_chunks_products(ampi_call *c, ampi_chunks *s, const char *layer, int gradient) {
+    const ampi_linear_loss *k = &c->k.linear_loss;
+    amp_linear_op op;
+    amp_k_gemm *g = s->gemms;
+    ampi_cache_use use;
+    int i;
+    memset(&op, 0, sizeof op);
+    op.weight = c->params[0]; op.plan = c->plan;
+    g->m = s->rows; g->n = s->loss.logits.cols; g->k = k->x.cols; g->batch = 1;
+    g->a = k->x.data; g->a_dtype = k->x.dtype; g->lda = k->x.ld;
+    g->ldb = k->x.cols; g->trans_b = 1;
+    g->c = s->loss.logits.data; g->c_dtype = s->loss.logits.dtype; g->ldc = s->loss.logits.ld;
+    g->alpha = 1; g->compute = c->plan.compute;
+    if (c->params[1]) { g->bias = c->params[1]->weight.data; g->bias_dtype = c->params[1]->weight.dtype; }
+    for (i = 0; i < 3; i++) {
+        s->in[i][0].name = i ? "dlogits" : "x"; s->in[i][1].name = i == 1 ? "x" : "weight";
+        s->in[i][0].input = i == 0; s->in[i][1].input = 1;
+        s->in[i][0].layer = s->in[i][1].layer = ampi_layer_name(layer, op.weight);
+    }
+    AMPI_TRY(ampi_linear_weight(c->amp, op.weight, AMPI_PACK_FORWARD, &c->plan, g, &s->held[0], &use));
+    if (gradient) {
+        g[1] = ampi_linear_dweight_args(&op, &k->x, &s->loss.dlogits, NULL);
+        if (s->sums[0] != NULL) { g[1].c = s->sums[0]; g[1].c_dtype = AMP_F32; g[1].beta = 0; }
+        AMPI_TRY(ampi_linear_dx_args(c->amp, c->f, &op, &s->loss.dlogits, &k->dx, NULL, &g[2], &s->held[1]));
+        s->dbias = ampi_dbias_args(c->params[1], &s->loss.dlogits);
+        if (s->sums[1] != NULL) { s->dbias.out = s->sums[1]; s->dbias.out_dtype = AMP_F32; s->dbias.add = 0; }
+    }
+    for (i = 0; i < 3; i++) AMPI_TRY(ampi_product_ready(c->amp, c->f, &g[i], s->in[i], c->plan.saturate));
+    return AMP_OK;
+}
+
+/* Those of a chunk: rows from `first` on of x and dx; sums go on from the chunk before. */
+static void ampi_chunk_gemms(const ampi_chunks *s, int64_t first, amp_k_gemm *g) {
+    int64_t rows = AMPI_MIN(s->rows - first, s->most);
+    memcpy(g, s->gemms, sizeof s->gemms);
+    g[0].m = g[1].k = g[2].m = rows;
+    g[0].a = ampi_at(g[0].a, g[0].a_dtype, first * g[0].lda);
+    if (g[1].c != NULL) g[1].b = ampi_at(g[1].b, g[1].b_dtype, first * g[1].ldb);
+    if (g[2].c != NULL) g[2].c = ampi_at_mut(g[2].c, g[2].c_dtype, first * g[2].ldc);
+    if (first > 0) g[1].beta = 1;
+}
+
+static amp_result ampi_chunk_run(ampi_call *c, const ampi_chunks *s, int64_t first, const amp_k_gemm *g) {
+    amp_context *amp = c->amp;
+    amp_k_cross_entropy loss = s->loss;
+    amp_k_column_sum dbias = s->dbias;
+    loss.first = first;
+    loss.logits.rows = loss.dlogits.rows = dbias.x.rows = g->m;
+    AMPI_TRY(ampi_product_run(amp, c->f, &g[0], s->in[0]));
+    AMPI_TRY(ampi_cross_entropy_run(c, &loss));
+    if (g[1].c != NULL) AMPI_TRY(ampi_product_run(amp, c->f, &g[1], s->in[1]));
+    if (first > 0) dbias.add = 1;
+    if (dbias.out != NULL) AMPI_TRY(amp->backend->column_sum(amp->dev, &dbias, amp->desc.stream));
+    return g[2].c != NULL ? ampi_product_run(amp, c->f, &g[2], s->in[2]) : AMP_OK;
+}
+
+/* The scratch memory of the products is that of the first chunk and of the last, which may be smaller. */
+static amp_result ampi_chunks_run(ampi_call *c, const ampi_chunks *s) {
+    amp_k_gemm g[6];
+    int64_t first = 0, last = s->most > 0 ? (s->rows - 1) / s->most * s->most : 0;
+    amp_result result;
+    void *scratch;
+    size_t bytes;
+    int i;
+    ampi_chunk_gemms(s, 0, g);
+    ampi_chunk_gemms(s, last, g + 3);
+    result = ampi_gemm_reserve(c->amp, c->f, g, 6);
+    scratch = g[0].scratch; bytes = g[0].scratch_bytes;
+    for (; result == AMP_OK && first <= last; first += AMPI_MAX(s->most, 1)) {
+        ampi_chunk_gemms(s, first, g);
+        for (i = 0; i < 3; i++) { g[i].scratch = scratch; g[i].scratch_bytes = bytes; }
+        result = ampi_chunk_run(c, s, first, g);
+    }
+    g[0].scratch = scratch; g[0].scratch_bytes = bytes;
+    ampi_gemm_release(c->amp, g);
+    return result;
+}
+
+/* The fp32 sums become the 16-bit gradient, or are added to it, with one rounding. */
+static amp_result ampi_chunks_fold(ampi_call *c, const ampi_chunks *s) {
+    amp_k_add k;
+    int i;
+    for (i = 0; i < 2; i++) {
+        const amp_param *p = c->params[i];
+        if (s->sums[i] == NULL) continue;
+        memset(&k, 0, sizeof k);
+        k.a = s->sums[i]; k.a_dtype = AMP_F32;
+        k.b = p->grad_live ? p->grad.data : NULL; k.b_dtype = p->grad.dtype;
+        k.y = p->grad.data; k.y_dtype = p->grad.dtype;
+        k.n = amp_tensor_count(&p->weight);
+        k.alpha = k.beta = 1;
+        AMPI_TRY(c->amp->backend->add(c->amp->dev, &k, c->amp->desc.stream));
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_linear_cross_entropy_kernel(ampi_call *c) {
+    const amp_linear_cross_entropy_op *op = (const amp_linear_cross_entropy_op *)c->op;
+    int gradient = c->plan.mode != AMP_MODE_INFERENCE &&
+                   (op->dx.data != NULL || ampi_wants_grad(op->weight) || ampi_wants_grad(op->bias));
+    ampi_chunks s;
+    amp_result result;
+    int i;
+    memset(&s, 0, sizeof s);
+    s.loss = c->k.linear_loss.loss;
+    s.loss.spoil = 1;
+    s.loss.batch = s.loss.logits.rows;
+    s.rows = c->k.linear_loss.x.rows;
+    result = ampi_chunks_place(c, &s, op->chunk, gradient);
+    if (result == AMP_OK) result = ampi_chunks_products(c, &s, op->layer, gradient);
+    if (result == AMP_OK) result = ampi_chunks_run(c, &s);
+    if (result == AMP_OK) result = ampi_chunks_fold(c, &s);
+    for (i = 0; i < 3; i++) ampi_product_done(c->amp, s.in[i]);
+    for (i = 0; i < 2; i++) {
+        ampi_cache_put(c->amp, s.held[i]);
+        if (result == AMP_OK && gradient) ampi_gradient_live(c->params[i], 1);
+    }
+    ampi_scratch_release(c->amp, s.memory, s.bytes);
+    return result;
 }
 
 /* ---- Embedding */
@@ -13507,6 +13795,8 @@ static const ampi_operator ampi_calls[] = {
     AMPI_CALL(EMBEDDING, embedding, AMPI_IN(embedding, table), AMPI_IN(embedding, positions), 1),
     AMPI_CALL(DROPOUT, dropout, 0, 0, 0),
     AMPI_CALL(ROPE, rope, 0, 0, 0),
+    AMPI_CALL(LINEAR_CROSS_ENTROPY, linear_cross_entropy, AMPI_IN(linear_cross_entropy, weight),
+              AMPI_IN(linear_cross_entropy, bias), 1),
 };
 
 static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backward) {
@@ -13572,6 +13862,9 @@ AMP_API amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op)
     return ampi_operate(amp, AMP_OP_CROSS_ENTROPY, op, 0);
 }
 AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op) { return ampi_operate(amp, AMP_OP_MSE, op, 0); }
+AMP_API amp_result amp_linear_cross_entropy(amp_context *amp, amp_linear_cross_entropy_op *op) {
+    return ampi_operate(amp, AMP_OP_LINEAR_CROSS_ENTROPY, op, 0);
+}
 AMP_API amp_result amp_embedding(amp_context *amp, amp_embedding_op *op) {
     return ampi_operate(amp, AMP_OP_EMBEDDING, op, 0);
 }

@@ -4231,17 +4231,17 @@ struct ampc_logit_row {
 };
 
 template <int V> __device__ __forceinline__ ampc_logit_row ampc_logits_of(const amp_k_cross_entropy &a, int64_t row,
-                                                                          unsigned char *memory) {
+                                                                          unsigned char *memory, bool bad) {
     ampc_logit_row r = {ampc_row(a.logits, row),
                         a.dlogits.data ? ampc_row(a.dlogits, row) : NULL,
                         memory,
-                        a.labels[row],
+                        bad ? -1 : a.labels[row],
                         0,
                         0,
                         0.0f,
                         0.0f,
                         1.0f};
-    if (r.label == a.ignore_index) r.label = -1;
+    if (bad || r.label == a.ignore_index) r.label = -1;
     else r.at_label = ampc_stored(r.from, a.logits.dtype, r.label);
     r.head = (int)((0 - (uintptr_t)r.from / (a.logits.dtype == AMP_F32 ? 4 : 2)) % V);
     if (r.head > a.classes) r.head = a.classes;
@@ -4314,12 +4314,14 @@ __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &
     if (threadIdx.x != 0) return;
     ampc_put_stored(r.to, to_dtype, r.label, ampc_mul(scale, ampc_exp_below(r.at_label, r.max) / r.sum + less));
 }
+/* bits: of 0, or all set, which is NaN in each dtype. */
 template <int V>
-__device__ __forceinline__ void ampc_logits_clear(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
+__device__ __forceinline__ void ampc_logits_fill(const amp_k_cross_entropy &a, const ampc_logit_row &r, uint32_t bits) {
     int64_t at, outside = r.head + a.dlogits.cols - r.edge;
     for (at = r.head + (int64_t)threadIdx.x * V; at < r.edge; at += (int64_t)blockDim.x * V)
-        ampc_piece_put<V>(ampc_within(r.to, a.dlogits.dtype, at), a.dlogits.dtype, uint4{0, 0, 0, 0});
-    for (at = threadIdx.x; at < outside; at += blockDim.x) ampc_put_stored(r.to, a.dlogits.dtype, r.outside(at), 0.0f);
+        ampc_piece_put<V>(ampc_within(r.to, a.dlogits.dtype, at), a.dlogits.dtype, uint4{bits, bits, bits, bits});
+    for (at = threadIdx.x; at < outside; at += blockDim.x)
+        ampc_put_stored(r.to, a.dlogits.dtype, r.outside(at), ampi_f32_of_bits(bits));
 }
 
 /* In a row with NaN or +inf, or with only -inf, some x - max is NaN, and so are loss and gradient. */
@@ -4344,15 +4346,16 @@ template <int V, bool KEEP> __global__ void __launch_bounds__(512, 2)
 ampc_cross_entropy_rows(amp_k_cross_entropy a, double even, const ampc_labels *labels, float *losses) {
     AMPC_SHARED(float, scratch, 32);
     AMPC_DYNAMIC(memory);
-    if (labels->bad) return;
+    const bool bad = labels->bad;
+    if (bad && !a.spoil) return;
     const float scale = labels->scale, share = (float)((double)scale * -even);
     const float less = (float)(-even - (1.0 - (double)a.smoothing));
     for (int64_t row = blockIdx.x; row < a.logits.rows; row += gridDim.x) {
-        ampc_logit_row r = ampc_logits_of<V>(a, row, memory);
+        ampc_logit_row r = ampc_logits_of<V>(a, row, memory, bad);
         float loss = r.label < 0 ? 0.0f : ampc_cross_entropy_row<V, KEEP>(a, r, scratch);
-        if (r.to && r.label < 0) ampc_logits_clear<V>(a, r);
+        if (r.to && r.label < 0) ampc_logits_fill<V>(a, r, bad ? 0xffffffffu : 0);
         else if (r.to) ampc_logits_gradient<V, KEEP>(a, r, scale, share, less);
-        if (threadIdx.x == 0) losses[row] = loss;
+        if (threadIdx.x == 0 && !bad) losses[row] = loss;
     }
 }
 
@@ -4378,7 +4381,8 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     ampc_device *d = (ampc_device *)dev;
     ampc_scratch scratch(d, stream);
     amp_k_cross_entropy a = *args;
-    int64_t rows = a.logits.rows, bytes = ampc_blocks(a.classes * ampc_dtype_size(a.logits.dtype), 16) * 16;
+    int64_t rows = a.logits.rows, batch = a.batch ? a.batch : rows;
+    int64_t bytes = ampc_blocks(a.classes * ampc_dtype_size(a.logits.dtype), 16) * 16;
     int v = ampc_logits_width(a.logits, a.dlogits);
     int64_t threads = ampc_blocks(ampc_blocks(a.logits.cols, v * 4), 32) * 32;
     bool keep = a.dlogits.data != NULL && bytes <= (int64_t)d->has.shared_limit - 1024;
@@ -4389,12 +4393,14 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     threads = threads < 128 ? 128 : threads < 512 ? threads : 512;
     int per_sm = (int)(1024 / threads);
     while (per_sm > 1 && (size_t)per_sm * (shared + 2048) > d->has.shared_limit) per_sm--;
-    AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.labels, rows, a.classes, 1, a.ignore_index,
-                         a.sum, (double)a.factor, a.grad_scale, labels, a.bad_label));
+    AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.labels, batch, a.classes, 1,
+                         a.ignore_index, a.sum, (double)a.factor, a.grad_scale, labels, a.bad_label));
+    a.labels += a.first;
     AMPC_TRY(ampc_launch(d, name, keep ? ampc_cross_entropy_kernel<true>(v) : ampc_cross_entropy_kernel<false>(v),
                          ampc_grid(d, rows, per_sm), (unsigned)threads, shared, stream, a,
-                         (double)a.smoothing / (double)a.classes, labels, losses));
-    return ampc_launch(d, name, ampc_loss_total<float>, 1, 1024, 0, stream, losses, rows, labels, 0, a.sum, a.loss);
+                         (double)a.smoothing / (double)a.classes, labels, losses + a.first));
+    if (a.first + rows < batch) return AMP_OK;
+    return ampc_launch(d, name, ampc_loss_total<float>, 1, 1024, 0, stream, losses, batch, labels, 0, a.sum, a.loss);
 }
 
 /* ---- Mean squared error.  A block sums a stretch in fp64.  Its length, and so each partial sum, depends only on the
@@ -7800,6 +7806,8 @@ __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
                                                 .gemm_pack = ampc_gemm_pack,
                                                 .gemm_reserve = ampc_gemm_reserve,
                                                 .gemm_release = ampc_gemm_release,
+                                                .scratch = NULL,
+                                                .scratch_release = NULL,
                                                 .column_sum = ampc_column_sum,
                                                 .attention = ampc_attention,
                                                 .attention_backward = ampc_attention_backward,

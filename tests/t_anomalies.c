@@ -52,6 +52,7 @@ typedef struct env {
         amp_swiglu_op swiglu;
         amp_cross_entropy_op cross_entropy;
         amp_mse_op mse;
+        amp_linear_cross_entropy_op head;
         amp_embedding_op embedding;
         amp_dropout_op dropout;
         amp_rope_op rope;
@@ -658,6 +659,9 @@ static void operators_describe_rest(env *e, amp_dtype dtype) {
     ce->loss = (float *)numbers(e, AMP_F32, 1);
     e->out.mse.x = matrix(e, dtype, ROWS, COLS); e->out.mse.target = matrix(e, dtype, ROWS, COLS);
     e->out.mse.dx = matrix(e, dtype, ROWS, COLS); e->out.mse.loss = (float *)numbers(e, AMP_F32, 1);
+    e->out.head.x = matrix(e, dtype, ROWS, COLS); e->out.head.dx = matrix(e, dtype, ROWS, COLS);
+    e->out.head.weight = e->out.linear->weight; e->out.head.labels = ce->labels; e->out.head.chunk = 3;
+    e->out.head.loss = (float *)numbers(e, AMP_F32, 1);
     e->out.embedding.ids = integers(e, ROWS, 20);
     e->out.embedding.table = parameter(e, 5, "wte", dtype, 20, COLS); e->out.embedding.positions = parameter(e, 6, "wpe", dtype, 11, COLS);
     e->out.embedding.seq = 11;
@@ -716,7 +720,7 @@ static amp_result operators_backward(env *e, int i) {
  * fails; on the CPU it does not. */
 static amp_result operators_step(env *e, int i) {
     amp_dtype dtype = e->variant == 1 ? AMP_BF16 : AMP_F32;
-    if (e->variant == 1 && (i == 20 || i == 22 || i == 23 || i == 28 || i == 29)) return AMP_OK;
+    if (e->variant == 1 && (i == 20 || i == 22 || i == 23 || i == 28 || i == 29 || i == 33)) return AMP_OK;
     switch (i) {
         case 0: return open_host(e, AMP_BF16);
         case 1:
@@ -729,6 +733,7 @@ static amp_result operators_step(env *e, int i) {
         case 2: return amp_param_register(e->amp, e->out.params, 7);
         case 3: return amp_autocast_begin(e->amp, NULL);
         case 21: return amp_autocast_end(e->amp);
+        case 33: return amp_linear_cross_entropy(e->amp, &e->out.head);
         default: return i < 21 ? operators_forward(e, i - 4) : i < 33 ? operators_backward(e, i - 22) : DONE;
     }
 }

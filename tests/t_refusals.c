@@ -46,6 +46,7 @@ CALL(amp_activation, amp_activation_op) CALL(amp_activation_backward, amp_activa
 CALL(amp_swiglu, amp_swiglu_op) CALL(amp_swiglu_backward, amp_swiglu_op)
 CALL(amp_cross_entropy, amp_cross_entropy_op)
 CALL(amp_mse, amp_mse_op)
+CALL(amp_linear_cross_entropy, amp_linear_cross_entropy_op)
 CALL(amp_embedding, amp_embedding_op) CALL(amp_embedding_backward, amp_embedding_op)
 CALL(amp_dropout, amp_dropout_op) CALL(amp_dropout_backward, amp_dropout_op)
 CALL(amp_rope, amp_rope_op) CALL(amp_rope_backward, amp_rope_op)
@@ -129,6 +130,12 @@ static void make_mse(void *memory) {
     amp_mse_op *op = (amp_mse_op *)memory;
     op->x = rows(0, 4, 6); op->target = rows(1, 4, 6); op->dx = rows(2, 4, 6); op->loss = room[3]; op->factor = 2;
 }
+static void make_linear_cross_entropy(void *memory) {
+    amp_linear_cross_entropy_op *op = (amp_linear_cross_entropy_op *)memory;
+    op->x = rows(0, 4, 6); op->dx = rows(1, 4, 6); op->weight = param(0, 2, 5, 6); op->bias = param(1, 4, 5, 0);
+    op->labels = ids; op->loss = room[6]; op->losses = room[7]; op->chunk = 3;
+    op->label_smoothing = 0.1f; op->factor = 2; op->ignore_index = 7;
+}
 static void make_embedding(void *memory) {
     amp_embedding_op *op = (amp_embedding_op *)memory;
     op->ids = ids; op->seq = 4; op->y = rows(4, 8, 6); op->dy = rows(5, 8, 6);
@@ -195,6 +202,11 @@ static const operator_case cases[] = {
     {"rope", sizeof(amp_rope_op), call_amp_rope, call_amp_rope_backward, make_rope,
      {{AT(amp_rope_op, q), TENSOR, BOTH}, {AT(amp_rope_op, k), OPTIONAL, BOTH}, {AT(amp_rope_op, positions), OPTIONAL, BOTH},
       {AT(amp_rope_op, dq), TENSOR, BACKWARD}, {AT(amp_rope_op, dk), TENSOR, BACKWARD}}},
+    {"linear_cross_entropy", sizeof(amp_linear_cross_entropy_op), call_amp_linear_cross_entropy, NULL, make_linear_cross_entropy,
+     {{AT(amp_linear_cross_entropy_op, x), TENSOR, BOTH}, {AT(amp_linear_cross_entropy_op, dx), OPTIONAL, BOTH},
+      {AT(amp_linear_cross_entropy_op, weight), PARAM, BOTH}, {AT(amp_linear_cross_entropy_op, bias), OPTIONAL_PARAM, BOTH},
+      {AT(amp_linear_cross_entropy_op, labels), POINTER, BOTH}, {AT(amp_linear_cross_entropy_op, loss), POINTER, BOTH},
+      {AT(amp_linear_cross_entropy_op, losses), OPTIONAL_POINTER, BOTH}, {AT(amp_linear_cross_entropy_op, grad_scale), OPTIONAL_POINTER, BOTH}}},
 };
 enum { CASES = sizeof cases / sizeof *cases };
 
@@ -469,6 +481,7 @@ static const struct number { const char *type, *member; size_t at; int wide; amp
     OF(amp_matmul_op, alpha, 0, NULL), OF(amp_attention_op, scale, 0, NULL), OF(amp_norm_op, eps, 0, NULL), OF(amp_softmax_op, scale, 0, NULL),
     OF(amp_cross_entropy_op, label_smoothing, 0, NULL), OF(amp_cross_entropy_op, factor, 0, NULL), OF(amp_mse_op, factor, 0, NULL),
     OF(amp_dropout_op, p, 0, NULL), OF(amp_rope_op, base, 0, NULL),
+    OF(amp_linear_cross_entropy_op, label_smoothing, 0, NULL), OF(amp_linear_cross_entropy_op, factor, 0, NULL),
     OF(amp_grad_set_desc, clip_norm, 1, try_set),
     OF(amp_scaler_desc, init_scale, 0, try_scaler), OF(amp_scaler_desc, growth_factor, 1, try_scaler), OF(amp_scaler_desc, backoff_factor, 1, try_scaler),
     OF(amp_scaler_desc, min_scale, 0, try_scaler), OF(amp_scaler_desc, max_scale, 0, try_scaler), OF(amp_scaler_desc, tolerance, 1, try_scaler),
@@ -528,7 +541,8 @@ TEST(not_a_number) {
                 char name[40], *at;
                 snprintf(name, sizeof name, "amp_%s", cases[c].name);
                 if ((at = strchr(name, ' ')) != NULL) *at = 0;
-                if (strcmp(n->type, "amp_norm_op") ? strncmp(n->type, name, strlen(name)) != 0 : strstr(name, "norm") == NULL) continue;
+                if (!strcmp(n->type, "amp_norm_op") ? strstr(name, "norm") == NULL
+                                                    : strncmp(n->type, name, strlen(name)) != 0 || strcmp(n->type + strlen(name), "_op") != 0) continue;
                 make(&cases[c]);
                 spoil_number(&memory, n, negative);
                 refuses_nan(n, cases[c].forward(amp, &memory), name);
@@ -637,7 +651,8 @@ static const struct { const char *name; int backward; const char *reads, *writes
     {"mse", 0, "x target grad_scale", "dx loss", "dx=x"},
     {"embedding", 0, "ids table positions", "y", ""}, {"embedding", 1, "ids dy", "table.grad positions.grad", ""},
     {"dropout", 0, "x", "y", "y=x"}, {"dropout", 1, "dy", "dx", "dx=dy"},
-    {"rope", 0, "positions", "q k", ""}, {"rope", 1, "positions", "dq dk", ""}};
+    {"rope", 0, "positions", "q k", ""}, {"rope", 1, "positions", "dq dk", ""},
+    {"linear_cross_entropy", 0, "x weight bias labels grad_scale", "dx weight.grad bias.grad loss losses", "dx=x"}};
 enum { ROLES = sizeof roles / sizeof *roles };
 
 /* Where the address of a field's memory stands in the op. */
@@ -681,6 +696,7 @@ static void prepare(const operator_case *c, int backward) {
     make(c);
     if (!strcmp(c->name, "cross_entropy")) ((amp_cross_entropy_op *)(void *)&memory)->grad_scale = &one;
     if (!strcmp(c->name, "mse")) ((amp_mse_op *)(void *)&memory)->grad_scale = &one;
+    if (!strcmp(c->name, "linear_cross_entropy")) ((amp_linear_cross_entropy_op *)(void *)&memory)->grad_scale = &one;
     fill_room();
     CHECK_OK(amp_random_load(amp, numbers, "start"));
     if (backward) CHECK_OK(c->forward(amp, &memory));

@@ -1135,6 +1135,141 @@ CUDA_TEST(reports_of_several_calls) {
     }
 }
 
+/* ---- Linear and cross-entropy in one, through a context */
+
+struct fused_head {
+    enum { ROWS = 70, IN = 24, OUT = 101, CHUNK = 16 };
+    amp_context *amp;
+    amp_param weight = {}, bias = {};
+    amp_linear_cross_entropy_op op = {};
+    std::vector<void *> memory;
+    amp_dtype grad_dtype;
+    void *room(size_t bytes, const void *from = NULL) {
+        void *p = NULL;
+        CHECK_OK(amp_alloc(amp, &p, (int64_t)bytes));
+        CHECK_OK(from ? amp_copy(amp, p, from, (int64_t)bytes, AMP_COPY_TO_DEVICE) : amp_fill(amp, p, 1, (int64_t)bytes));
+        memory.push_back(p);
+        return p;
+    }
+    fused_head(amp_context *context, amp_dtype grad) : amp(context), grad_dtype(grad) {
+        std::vector<float> x = cuda_random(ROWS * IN, 71), w = cuda_random(OUT * IN, 72), b = cuda_random(OUT, 73);
+        std::vector<int32_t> labels(ROWS);
+        for (int i = 0; i < ROWS; i++) labels[(size_t)i] = i % 5 == 0 ? -100 : i * 37 % OUT;
+        weight.name = "head", bias.name = "head.bias";
+        weight.weight = amp_tensor2(room(OUT * IN * 4, w.data()), AMP_F32, OUT, IN);
+        weight.grad = amp_tensor2(room(OUT * IN * 4), grad, OUT, IN);
+        bias.weight = amp_tensor1(room(OUT * 4, b.data()), AMP_F32, OUT);
+        bias.grad = amp_tensor1(room(OUT * 4), grad, OUT);
+        op.weight = &weight, op.bias = &bias;
+        op.x = amp_tensor2(room(ROWS * IN * 4, x.data()), AMP_F32, ROWS, IN);
+        op.dx = amp_tensor2(room(ROWS * IN * 4), AMP_F32, ROWS, IN);
+        op.labels = (const int32_t *)room(ROWS * 4, labels.data());
+        op.loss = (float *)room(4), op.losses = (float *)room(ROWS * 4);
+        op.label_smoothing = 0.1f, op.chunk = CHUNK;
+    }
+    ~fused_head() { for (void *p : memory) amp_free(amp, p); }
+    void label(int row, int32_t value) {
+        CHECK_OK(amp_copy(amp, (void *)(uintptr_t)(op.labels + row), &value, 4, AMP_COPY_TO_DEVICE));
+        CHECK_OK(amp_sync(amp));
+    }
+    std::vector<float> get(const void *from, int64_t n, amp_dtype dtype) {
+        std::vector<char> raw((size_t)n * 4);
+        std::vector<float> out((size_t)n);
+        CHECK_OK(amp_copy(amp, raw.data(), from, n * (int64_t)amp_dtype_size(dtype), AMP_COPY_TO_HOST));
+        (void)amp_sync(amp);
+        CHECK_OK(amp_convert(out.data(), AMP_F32, raw.data(), dtype, n, NULL, NULL));
+        return out;
+    }
+    void run(amp_dtype region) {
+        amp_autocast_desc r = {};
+        r.dtype = region;
+        CHECK_OK(amp_autocast_begin(amp, &r));
+        CHECK_OK(amp_linear_cross_entropy(amp, &op));
+        CHECK_OK(amp_autocast_end(amp));
+    }
+    std::vector<std::vector<float>> results() {
+        return {get(op.loss, 1, AMP_F32), get(op.losses, ROWS, AMP_F32), get(op.dx.data, ROWS * IN, AMP_F32),
+                get(weight.grad.data, OUT * IN, grad_dtype), get(bias.grad.data, OUT, grad_dtype)};
+    }
+};
+static double fused_apart(const std::vector<float> &a, const std::vector<float> &b) {
+    double off = 0, own = 0;
+    for (size_t i = 0; i < a.size(); i++) off += pow((double)a[i] - (double)b[i], 2), own += pow((double)b[i], 2);
+    return sqrt(off / own);
+}
+
+/* The CPU's results, a kernel for each chunk, the loss at the end, and no more memory than the chunks need. */
+CUDA_TEST(linear_cross_entropy) {
+    for (amp_dtype region : {AMP_F32, AMP_BF16})
+        for (amp_dtype grad : {AMP_F32, AMP_BF16}) {
+            amp_context *cpu = NULL, *gpu = cuda_context();
+            CHECK_OK(amp_open(&cpu, NULL));
+            {
+                fused_head want(cpu, grad), got(gpu, grad);
+                int chunks = (fused_head::ROWS + fused_head::CHUNK - 1) / fused_head::CHUNK;
+                double bound = (region == AMP_BF16 || grad == AMP_BF16 ? 2.0 / 256 : 1e-5);
+                amp_memory_info before, after;
+                CHECK_OK(amp_memory(gpu, &before));
+                for (int batch = 0; batch < 2; batch++) {               /* the second one adds */
+                    coc_reset_counts();
+                    want.run(region), got.run(region);
+                    CHECK_EQ(coc_kernel_launches("ampc_cross_entropy_rows"), chunks);
+                    CHECK_EQ(coc_kernel_launches("ampc_loss_total"), 1);
+                }
+                CHECK_OK(amp_memory(gpu, &after));
+                CHECK_EQ(after.allocated, before.allocated);
+                CHECK(after.peak - before.allocated <=
+                      fused_head::CHUNK * 112 * 6 + (grad == AMP_F32 ? 0 : fused_head::OUT * (fused_head::IN + 1) * 4) + 1280);
+                auto a = got.results(), b = want.results();
+                for (size_t i = 0; i < a.size(); i++)
+                    CHECK_MSG(fused_apart(a[i], b[i]) <= bound, "result %d in %s, gradients in %s: %g", (int)i, amp_dtype_name(region),
+                              amp_dtype_name(grad), fused_apart(a[i], b[i]));
+            }
+            amp_close(gpu), amp_close(cpu);
+        }
+}
+
+/* A label out of range is known on the device alone: the loss stays, and gradients are NaN, so that no step follows. */
+CUDA_TEST(linear_cross_entropy_bad_label) {
+    amp_context *gpu = cuda_context();
+    {
+        fused_head h(gpu, AMP_F32);
+        std::vector<float> loss = h.get(h.op.loss, 1, AMP_F32);
+        h.label(fused_head::ROWS - 1, fused_head::OUT);
+        h.run(AMP_F32);
+        CHECK_ERR(amp_sync(gpu), AMP_ERR_LABEL);
+        auto found = h.results();
+        CHECK(found[0][0] == loss[0] && found[1][3] == found[1][4]);
+        for (int i = 2; i < 5; i++)
+            for (float value : found[(size_t)i]) CHECK(value != value);
+    }
+    amp_close(gpu);
+}
+
+/* In a graph: its launches read the labels that are there then. */
+CUDA_TEST(linear_cross_entropy_in_a_graph) {
+    amp_context *gpu = cuda_context();
+    {
+        fused_head h(gpu, AMP_F32);
+        amp_graph *graph = NULL;
+        h.run(AMP_BF16);
+        h.weight.grad_live = h.bias.grad_live = 0;
+        CHECK_OK(amp_graph_begin(gpu));
+        h.run(AMP_BF16);
+        CHECK_OK(amp_graph_end(gpu, &graph));
+        for (int i = 0; i < 2; i++) {
+            h.label(3, 5 + i), h.label(60, i ? -100 : 7);
+            CHECK_OK(amp_graph_launch(graph));
+            auto launched = h.results();
+            h.weight.grad_live = h.bias.grad_live = 0;
+            h.run(AMP_BF16);
+            CHECK(launched == h.results());
+        }
+        amp_graph_destroy(graph);
+    }
+    amp_close(gpu);
+}
+
 struct embedding_case { int64_t n, cols, vocabulary, seq; int hot, add, parts; };       /* parts: 1 table, 2 positions */
 static const embedding_case embedding_cases[] = {
     {1, 8, 3, 1, 0, 0, 3},      {0, 8, 3, 1, 0, 0, 3},      {37, 7, 5, 10, 0, 1, 3},        {130, 40, 300, 65, 0, 0, 3},
@@ -1594,6 +1729,9 @@ int main(int argc, char **argv) {
     RUN(cross_entropy_bad_label);
     RUN(cross_entropy_first_bad_label);
     RUN(cross_entropy_of_infinities);
+    RUN(linear_cross_entropy);
+    RUN(linear_cross_entropy_bad_label);
+    RUN(linear_cross_entropy_in_a_graph);
     RUN(mse);
     RUN(embedding);
     RUN(embedding_bad_id); RUN(reports_of_several_calls);
