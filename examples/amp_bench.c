@@ -28,7 +28,8 @@ static const option options[] = {
     {"features", SWITCH, FIELD(features), "off", 0, 0, NULL, "the table of features"},
     {"model", CHOICE, FIELD(model), "both", 0, 0, "both encoder decoder", "of the table of precisions"},
     {"feature", CHOICE, FIELD(feature), "all", 0, 0,
-     "all mask-cache cast-cache pinning workers prefetch memory-interval fused-step recompute", "one feature only"},
+     "all mask-cache cast-cache pinning workers prefetch memory-interval fused-step recompute fused-loss",
+     "one feature only"},
     {"dtype", CHOICE, FIELD(dtype), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "precision of the features' runs"},
 
     {"Size", HEADING, 0, NULL, 0, 0, NULL, NULL},
@@ -406,6 +407,10 @@ static void describe_recompute(int on, amp_desc *context, workload_desc *model) 
     (void)context;
     model->recompute = on;
 }
+static void describe_fused_loss(int on, amp_desc *context, workload_desc *model) {
+    (void)context;
+    model->fused_loss = on;
+}
 static void describe_fused(int on, amp_desc *context, workload_desc *model) {
     (void)on;
     context->dtype = AMP_F16;       /* with a scaler, which checks and unscales */
@@ -483,6 +488,7 @@ static const feature features[] = {
     {"memory-interval", "asked every 100th", "asked each step", NULL, open_monitor, NULL, step_monitored, 0},
     {"fused-step", "amp_step", "check, step, update", describe_fused, NULL, pass_alone, step_fused, 0},
     {"recompute", "forward again", "activations kept", describe_recompute, NULL, NULL, step_own, 0},
+    {"fused-loss", "logits by chunks", "logits kept", describe_fused_loss, NULL, NULL, step_own, 0},
 };
 enum { FEATURES = (int)(sizeof features / sizeof *features) };
 

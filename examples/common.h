@@ -1424,6 +1424,7 @@ typedef struct gpt_config {
     amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
     amp_dtype stored[GPT_TENSORS];  /* the same, tensor by tensor; 0: as activations, the stream F32 */
     amp_dtype logits;               /* the same of the logits; 0: as activations */
+    int32_t fused_loss;             /* 1: the head and the loss in one, by chunks: no logits but those of a sample */
     float dropout;                  /* on the embedding and on both residual branches; 0: none */
     int32_t recompute;              /* 1: all blocks share the memory of one block's activations; see gpt_recompute */
     amp_activation_kind act;        /* inside the MLP; 0: AMP_ACT_GELU */
@@ -1460,6 +1461,7 @@ typedef struct gpt {
     amp_norm_op ln_f;
     amp_linear_op head;
     amp_cross_entropy_op loss;
+    amp_linear_cross_entropy_op fused;  /* the two, with config.fused_loss */
     void *start;                    /* the residual stream at the beginning */
     void *branch, *norm_f, *logits; /* [rows, C], [rows, C], [rows, vocab]; branch is what is added to the stream */
     float *mean_f, *rstd_f, *loss_value;
@@ -1589,7 +1591,7 @@ static inline void gpt_place_activations(gpt *g, arena *a) {
     g->start = arena_take(a, rows * C, stream);
     g->branch = arena_take(a, rows * C, gpt_dtype(c, GPT_BRANCH));
     g->norm_f = arena_take(a, rows * C, norm);
-    g->logits = arena_take(a, rows * c->vocab, gpt_logits_dtype(g));
+    g->logits = arena_take(a, (c->fused_loss ? 1 : rows) * c->vocab, gpt_logits_dtype(g));
     g->mean_f = arena_floats(a, rows);
     g->rstd_f = arena_floats(a, rows);
     g->loss_value = arena_floats(a, 1);
@@ -1956,14 +1958,43 @@ static inline amp_result gpt_head(gpt *g, int64_t first, int64_t rows) {
 
 /* Logits [batch * seq, vocab] of ids [batch, seq] (device memory), in g->logits. */
 static inline amp_result gpt_forward(gpt *g, const int32_t *ids, int64_t batch, int64_t seq) {
+    if (g->config.fused_loss) return example_fail(AMP_ERR_STATE, "a model with a fused loss has no room for logits");
     TRY(gpt_body(g, ids, batch, seq));
     return gpt_head(g, 0, g->rows);
+}
+
+/* The same loss of what gpt_body left, without the logits; with backward also the gradients that the head's backward
+   makes of them. */
+static inline amp_result gpt_fused_loss(gpt *g, const int32_t *labels, int backward, const float *grad_scale) {
+    amp_linear_cross_entropy_op *op = &g->fused;
+    memset(op, 0, sizeof *op);
+    op->x = gpt_matrix(g, GPT_NORM, g->norm_f, g->config.channels);
+    if (backward) op->dx = gpt_matrix(g, GPT_NORM, g->d_norm, g->config.channels);
+    op->weight = &g->params[0];
+    op->labels = labels;
+    op->grad_scale = grad_scale;
+    op->loss = g->loss_value;
+    op->logits = gpt_logits_dtype(g);
+    TIMED(g->profile, g->amp, PROFILE_HEAD, 0, amp_linear_cross_entropy(g->amp, op));
+    g->head.plan = op->plan;
+    return AMP_OK;
 }
 
 /* The mean loss against labels [batch, seq], in g->loss_value.  With backward the logits become their
    gradient, starting from *grad_scale (see amp_scaler_scale_ptr; NULL: 1). */
 static inline amp_result gpt_loss(gpt *g, const int32_t *labels, int backward, const float *grad_scale) {
     return mean_loss(g->profile, g->amp, &g->loss, g->head.y, labels, g->loss_value, backward, grad_scale);
+}
+
+/* Forward and loss, by whichever of the two ways. */
+static inline amp_result gpt_forward_targets(gpt *g, const int32_t *ids, const int32_t *labels, int64_t batch,
+                                             int64_t seq, int backward, const float *grad_scale) {
+    if (g->config.fused_loss) {
+        TRY(gpt_body(g, ids, batch, seq));
+        return gpt_fused_loss(g, labels, backward, grad_scale);
+    }
+    TRY(gpt_forward(g, ids, batch, seq));
+    return gpt_loss(g, labels, backward, grad_scale);
 }
 
 /* The loss on the host.  Waits for the device. */
@@ -1977,9 +2008,8 @@ static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, amp_sc
     memset(&region, 0, sizeof region);
     region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
     TRY(amp_autocast_begin(g->amp, &region));
-    result = gpt_forward(g, batch->inputs, batch->batch, batch->seq);
-    if (result == AMP_OK)
-        result = gpt_loss(g, batch->targets, backward, scaler != NULL ? amp_scaler_scale_ptr(scaler) : NULL);
+    result = gpt_forward_targets(g, batch->inputs, batch->targets, batch->batch, batch->seq, backward,
+                                 scaler != NULL ? amp_scaler_scale_ptr(scaler) : NULL);
     TRY(amp_autocast_end(g->amp));
     return result;
 }
@@ -2028,7 +2058,7 @@ static inline amp_result gpt_backward(gpt *g) {
     profile *p = g->profile;
     int drop = g->config.dropout > 0;
     int64_t layer;
-    TIMED(p, amp, PROFILE_HEAD, 1, amp_linear_backward(amp, &g->head));
+    if (!g->config.fused_loss) TIMED(p, amp, PROFILE_HEAD, 1, amp_linear_backward(amp, &g->head));
     for (layer = 0; layer < g->config.layers; layer++) {
         gpt_block *b = &g->blocks[layer];
         gpt_pass_low(g, &b->ln_2, &b->attn_drop, &b->attn_proj);

@@ -97,7 +97,7 @@ typedef struct workload_desc {
     int encoder;                    /* 0: a decoder */
     int64_t layers, channels, heads, vocab, batch, seq;
     amp_dtype activations;          /* their widest storage */
-    int recompute;                  /* decoder */
+    int recompute, fused_loss;      /* decoder */
     int scaler;                     /* 1: scales losses in every precision, so that gradients can be compared */
     int32_t accumulation;           /* micro-batches per optimizer step; 0: 1 */
     int inference;                  /* 1: no gradients, no optimizer */
@@ -154,7 +154,7 @@ static inline amp_result workload_decoder(workload *w) {
     c.channels = d->channels;
     c.heads = d->heads;
     c.layers = d->layers;
-    c.batch = d->batch; c.activations = d->activations; c.recompute = d->recompute;
+    c.batch = d->batch; c.activations = d->activations; c.recompute = d->recompute; c.fused_loss = d->fused_loss;
     TRY(gpt_create(&w->gpt, w->amp, &c));
     w->params = w->gpt.params;
     w->n_params = w->gpt.n_params;
@@ -232,10 +232,8 @@ static inline amp_result workload_forward(workload *w, const int32_t *inputs, co
     const float *grad_scale = amp_scaler_scale_ptr(w->scaler);
     int64_t batch = w->desc.batch, seq = w->desc.seq;
     encoder_input in;
-    if (!w->desc.encoder) {
-        TRY(gpt_forward(&w->gpt, inputs, batch, seq));
-        return gpt_loss(&w->gpt, targets, backward, grad_scale);
-    }
+    if (!w->desc.encoder)
+        return gpt_forward_targets(&w->gpt, inputs, targets, batch, seq, backward, grad_scale);
     memset(&in, 0, sizeof in);
     in.ids = inputs;
     in.lengths = w->tokens + batch * seq + 1;

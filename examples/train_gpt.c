@@ -82,7 +82,7 @@ typedef struct settings {
     const char *tokenizer, *shuffle, *masters, *moments;
     const char *activations, *model, *schedule, *prompt, *autotune, *device;
     int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
-    int64_t allow_fallback, threads, static_scale, recompute, graph;
+    int64_t allow_fallback, threads, static_scale, recompute, fused_loss, graph;
     int64_t save_interval, eval_interval, eval_batches, sample, top_k, compare, help, stop_after, profile;
     int64_t env, log_memory, debug;
     /* as .amp has them, with defaults; an interval 0: never */
@@ -175,6 +175,8 @@ static const option options[] = {
     {"accumulation", SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
     {"recompute", SWITCH, FIELD(recompute), "off", 0, 0, NULL,
      "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
+    {"fused-loss", SWITCH, FIELD(fused_loss), "off", 0, 0, NULL,
+     "the head's product and the loss in one, by chunks of tokens: the logits are never stored whole"},
     {"steps", INTEGER, FIELD(steps), "auto", 0, HUGE_COUNT, "auto=-1",
      "total optimizer steps; auto: 1200, or as many as --epochs needs"},
     {"stop-after", INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
@@ -236,7 +238,8 @@ static const char *const session_options[] = {"resume",      "init",   "threads"
                                               "recompute",   "out",    "compare",    "sample",      "prompt",
                                               "temperature", "top-k",  "stop-after", "help",        "timeout",
                                               "profile",     "device", "graph",      "autotune",    "config",
-                                              "env",         "debug",  "log-memory", "tensorboard", NULL};
+                                              "env",         "debug",  "log-memory", "tensorboard", "fused-loss",
+                                              NULL};
 
 /* PATH without ".state" or ".safetensors". */
 static const char *without_suffix(const char *path) {
@@ -707,6 +710,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
     config.recompute = (int32_t)set->recompute;
+    config.fused_loss = (int32_t)set->fused_loss;
     if (result == AMP_OK) result = storage_dtypes(r, &config);
     if (result == AMP_OK && *set->prompt != 0 && r->tokenizer.n == 0 && config.vocab != 256)
         result = refuse("prompt", "the model's tokens are not text: give --tokenizer");
@@ -1601,7 +1605,8 @@ static void print_run(const run *r) {
     if (gpt_dtype(c, GPT_STREAM) != AMP_F32)
         printf("residual stream %s, gradients fp32\n", amp_dtype_name(gpt_dtype(c, GPT_STREAM)));
     else printf("residual stream and gradients fp32\n");
-    printf("  activations %.1f MiB with logits and gradients%s\n", (double)r->model.memory_bytes / 1048576,
+    printf("  activations %.1f MiB with %sgradients%s\n", (double)r->model.memory_bytes / 1048576,
+           c->fused_loss ? "" : "logits and ",
            c->recompute ? ": one block's, and each block runs again in backward" : "");
     if (amp_optimizer_bytes(r->optimizer, &bytes) == AMP_OK)
         printf("  parameters  %.4g bytes each: weight %.4g, gradient %.4g, master %.4g, moments %.4g\n", bytes.total,
@@ -1870,7 +1875,9 @@ static amp_result print_profile(run *r) {
         profile_row row;
         double both = r->profile.seconds[i][0] + r->profile.seconds[i][1];
         rest.seconds[0] -= both;
-        if ((i == PROFILE_DROPOUT && r->set.dropout <= 0) || (i == PROFILE_RECOMPUTE && !r->set.recompute)) continue;
+        if ((i == PROFILE_DROPOUT && r->set.dropout <= 0) || (i == PROFILE_RECOMPUTE && !r->set.recompute) ||
+            (i == PROFILE_LOSS && r->set.fused_loss))           /* its time is the head's */
+            continue;
         memset(&row, 0, sizeof row);
         row.name = names[i];
         TRY(profile_work(r, &machine, i, &row));
