@@ -822,7 +822,7 @@ typedef enum amp_cast_policy {
     AMP_CAST_FP32 = 2,          /* compute and return fp32 */
     AMP_CAST_PROMOTE = 3,       /* the widest of the inputs, at least the region's dtype */
     AMP_CAST_FALLTHROUGH = 4,   /* whatever the inputs are */
-    AMP_CAST_FP32_STORE = 5,    /* compute fp32, return the inputs' dtype (FUSED norms and softmax) */
+    AMP_CAST_FP32_STORE = 5,    /* compute fp32, return the inputs' dtype (FUSED norms, softmax, RoPE) */
     AMP_CAST_BANNED = 6,        /* refused in a region */
     AMP_CAST_FORCE_I32 = 0x7fffffff
 } amp_cast_policy;
@@ -1008,7 +1008,7 @@ typedef enum amp_rope_pairing {
 
 /* Rotary position embedding (Su et al. 2021), in place: pair i of each head is turned by position / base^(2i / rotary)
    radians, (x, y) = (x cos - y sin, y cos + x sin).  q, k [batch, positions, heads, dim] as in amp_attention, dim even,
-   in one dtype; k may have fewer heads.  Backward turns dq and dk back, in place too, and reads neither q nor k.  Each
+   in one dtype; k may have fewer heads.  Backward turns dq and dk back, in place too; of q and k it reads shapes.  Each
    call turns further: forward once per q and k.  Computes in fp32; angles in fp64: cos and sin are at most 2^-24 off up
    to position 2^24.  An infinity or NaN spreads to the other element of its pair, and no further.
    Errors: AMP_ERR_SHAPE dim is odd, AMP_ERR_NULL .dk without .k. */
@@ -9138,7 +9138,7 @@ static amp_result ampi_cpu_rope(void *dev, const amp_k_rope *args, void *stream)
     size_t bytes;
     ampi_fp host;
     (void)stream;
-    if (rotary == 0) return AMP_OK;
+    if (rotary == 0 || args->batch * args->positions == 0) return AMP_OK;
     job.stride = ampi_padded(2 * rotary + AMPI_MAX(rotary, (int64_t)AMPI_TILE));
     AMPI_TRY(ampi_bytes("amp_rope", rotary + cpu->threads * job.stride, sizeof(float), &bytes));
     job.quarters = (double *)ampi_cpu_scratch(cpu, bytes);
@@ -14534,7 +14534,8 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     amp_k_rule rule;
     int64_t i;
-    if (mode == AMP_CHECK_UNSCALE || ampi_world(set->amp) > 1) AMPI_TRY(ampi_check_gradients_apart(set));
+    if (mode == AMP_CHECK_UNSCALE || (last && !set->desc->sharded && ampi_world(set->amp) > 1))
+        AMPI_TRY(ampi_check_gradients_apart(set));
     AMPI_TRY(ampi_set_refresh(set));
     for (i = 0; last && !set->desc->sharded && i < set->n; i++)
         AMPI_TRY(ampi_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype, AMP_REDUCE_SUM));
@@ -18719,7 +18720,7 @@ static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, con
     snprintf(shown + i, 4, "%s", n > 40 ? "..." : "");
     ampi_setting_allowed(k, allowed, sizeof allowed);
     if (left_out != NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, from->function, "%s = %s: %s left out what reads it",
+        return ampi_fail(AMP_ERR_UNSUPPORTED, from->function, "%s = %s: %s left out what reads it; drop the setting",
                          ampi_origin_text(from, k->key, strlen(k->key), label), shown, left_out);
     return ampi_fail(AMP_ERR_RANGE, from->function, "%s = %s, must be %s",
                      ampi_origin_text(from, k->key, strlen(k->key), label), n > 0 ? shown : "(nothing)", allowed);
@@ -18889,7 +18890,8 @@ static amp_result ampi_settings_check_fields(const char *f, const amp_settings *
         if (fits && left_out == NULL) continue;
         ampi_setting_text(k, value, shown);
         if (left_out != NULL)
-            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".%s = %s: %s left out what reads it", k->key, shown, left_out);
+            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".%s = %s: %s left out what reads it; drop the setting", k->key,
+                             shown, left_out);
         ampi_setting_allowed(k, allowed, sizeof allowed);
         return ampi_fail(AMP_ERR_RANGE, f, ".%s = %s, must be %s", k->key, shown, allowed);
     }

@@ -235,10 +235,8 @@ void ampc_find_context_state(ampc_device *dev) {
     void *function = NULL;
 #if CUDART_VERSION >= 12050
     (void)cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000, 0, &found);
-#elif CUDART_VERSION >= 12000
-    (void)cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, 0, &found);
 #else
-    (void)found;
+    (void)cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, 0, &found);
 #endif
     (void)cudaGetLastError();
     dev->context_state = (int (*)(int, unsigned *, int *))function;
@@ -1006,8 +1004,8 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
         snprintf(text, sizeof text, ".device = %d, must be 0 to %d", (int)desc->device, count - 1);
         return ampc_refuse(dev, AMP_ERR_RANGE, "amp_open", text);
     }
-    AMPC_ENTER(dev, "amp_open");
     ampc_find_context_state(dev);
+    AMPC_ENTER(dev, "amp_open");
     AMPC_TRY(ampc_check(dev, cudaGetDeviceProperties(&prop, dev->index), "cudaGetDeviceProperties", NULL));
     AMPC_TRY(ampc_check_gpu(dev, prop));
     dev->blas.cache = prop.l2CacheSize;

@@ -2111,21 +2111,28 @@ static inline gpt_traffic gpt_bytes(const gpt *g, int row, int pass) {
     double logits = (double)amp_dtype_size(gpt_logits_dtype(g)), grad = (double)amp_dtype_size(g->params[0].grad.dtype);
     double stored = (double)amp_dtype_size(g->params[0].weight.dtype);
     double weight = (double)amp_dtype_size(g->head.plan.compute);       /* as products read it */
+    double low = stream == 4 && weight == 2 ? 2 : stream;               /* of the branches' gradients: gpt_pass_low */
     gpt_traffic t = {0, 0};
     switch (row) {
-        case PROFILE_EMBEDDING: t.calls = 1; t.bytes = n * (stream + (pass ? 2 * grad : stored)); break;
+        case PROFILE_EMBEDDING:                 /* a row of the table that occurs again is read and written once */
+            t.calls = 1;
+            t.bytes = n * stream + (rows < V ? rows : V) * C * (pass ? 2 * grad : stored);
+            break;
         case PROFILE_NORM:                      /* all but the first add a branch to the stream */
             t.calls = 2 * L + 1;
-            t.bytes = pass ? n * ((2 * L + 1) * (norm + 2 * stream) + 2 * L * stream)
+            t.bytes = pass ? n * ((2 * L + 1) * (norm + 2 * stream) + 2 * L * (stream + (low < stream ? low : 0)))
                            : n * ((2 * L + 1) * (stream + norm) + 2 * L * (branch + stream));
             break;
         case PROFILE_LINEAR:
             t.calls = 4 * L;
-            t.bytes = pass ? L * (n * (4 * norm + 5 * heads + 16 * mlp + 2 * stream) + 12 * C * C * (weight + grad))
+            t.bytes = pass ? L * (n * (4 * norm + 5 * heads + 16 * mlp + 2 * low) + 12 * C * C * (weight + grad))
                            : L * (n * (2 * norm + 4 * heads + 12 * mlp + 2 * branch) + 12 * C * C * weight);
             break;
         case PROFILE_ATTENTION: t.calls = L; t.bytes = L * n * heads * (pass ? 8 : 4); break;
-        case PROFILE_DROPOUT: t.calls = 2 * L + 1; t.bytes = t.calls * 2 * n * branch; break;
+        case PROFILE_DROPOUT:
+            t.calls = c->dropout > 0 ? 2 * L + 1 : 0;
+            t.bytes = t.calls * 2 * n * branch;
+            break;
         case PROFILE_HEAD:
             t.calls = 1;
             t.bytes = n * norm * (pass ? 2 : 1) + V * C * (weight + (pass ? grad : 0)) + rows * V * logits;

@@ -172,7 +172,9 @@ static __attribute__((unused)) double peak_copy_once(double bytes, int threads) 
     return seconds / (double)jobs[0].n * bytes / (2 * (double)half * (started + 1));
 }
 
-/* ---- The floor: no program on this machine does the work in less time, unless its data are still in a cache. */
+/* ---- The floor: the time of the arithmetic at its peak, plus that of a copy of as many bytes.  A yardstick, the same
+   for all operators: a program that overlaps the two, reads far more than it writes, or finds its data in a cache can
+   beat it. */
 
 typedef struct peak_machine { peak_loop loop; double rate; int threads; } peak_machine;     /* GFLOP/s; 0: unknown */
 
@@ -198,6 +200,7 @@ static __attribute__((unused)) double peak_floor(const peak_machine *m, double f
     if (m->rate <= 0 || calls <= 0) return 0;
     for (i = 0; i < 5; i++) {
         double once = peak_copy_once(bytes / calls, m->threads);
+        if (once <= 0) return 0;
         if (i == 0 || once < copy) copy = once;
     }
     return 1e-9 * flops / m->rate + copy * calls;

@@ -1889,7 +1889,7 @@ static amp_result print_profile(run *r) {
         printf("  furthest from its floor: %s, %.3f ms a step above it\n", furthest.name,
                1e3 * lost / (double)r->profile.steps);
     if (machine.rate > 0)
-        printf("  floor: the %.1f GFLOP/s of %s, nothing else done, plus a copy of as many bytes, on %d threads;\n"
+        printf("  floor: the %.1f GFLOP/s of %s, nothing else done, then a copy of as many bytes, on %d threads;\n"
                "         what is still in a cache can be faster\n", machine.rate, machine.loop.name, machine.threads);
     printf("  amp_gemm reached %.1f GFLOP/s here on 1024 x 1024 x 1024 in %s\n"
            "  linear: with bias and GELU; cross-entropy: with its gradient; optimizer: check, clipping and update\n",

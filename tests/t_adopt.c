@@ -583,7 +583,7 @@ TEST(momentum_in_the_gradient_buffer) {
 /* The first bad element behind the pieces in which it is looked for, and in every dtype. */
 TEST(the_first_bad_element) {
     enum { LONG = 70001 };
-    static double x[LONG];
+    static double x[LONG], zeros[LONG];
     static const amp_dtype dtypes[] = {AMP_F32, AMP_F16, AMP_BF16, AMP_F64};
     words w;
     amp_context *amp = open_as(AMP_F16, &w, 0);
@@ -599,7 +599,7 @@ TEST(the_first_bad_element) {
             memset(ranges, 0, sizeof ranges);
             memset(&desc, 0, sizeof desc);
             CHECK_OK(amp_convert((char *)x + at * (int64_t)amp_dtype_size(dtypes[t]), dtypes[t], &bad, AMP_F64, 1, NULL, NULL));
-            ranges[0].data = x; ranges[0].count = at; ranges[0].dtype = dtypes[t]; ranges[0].name = "clean";
+            ranges[0].data = zeros; ranges[0].count = at; ranges[0].dtype = dtypes[t]; ranges[0].name = "clean";
             ranges[1].data = x; ranges[1].count = LONG; ranges[1].dtype = dtypes[t];
             desc.ranges = ranges; desc.n_ranges = 2;
             CHECK_OK(amp_grad_set_create(amp, &set, &desc));

@@ -277,7 +277,7 @@ TEST(garbage) {
 
 /* Blobs whose checksums are right but that no writer makes. */
 TEST(impossible_blobs) {
-    static const char *const what[] = {"two records", "impossible", "impossible", "impossible",
+    static const char *const what[] = {"twice", "impossible", "impossible", "impossible",
                                        "impossible", "impossible", "impossible", "no record", "impossible"};
     amp_state *state = made();
     ampi_crc crc;

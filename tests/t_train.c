@@ -235,10 +235,13 @@ TEST(traffic_by_hand) {
     double n = 10 * 20, w = 12 * 20 * 20;
     CHECK(gpt_bytes(&g, PROFILE_EMBEDDING, 0).bytes == n * (4 + 4));
     CHECK(gpt_bytes(&g, PROFILE_NORM, 0).bytes == n * (5 * (4 + 2) + 4 * (2 + 4)));
-    CHECK(gpt_bytes(&g, PROFILE_NORM, 1).calls == 5);
+    CHECK(gpt_bytes(&g, PROFILE_NORM, 1).bytes == n * (5 * (2 + 2 * 4) + 4 * (4 + 2)));
     CHECK(gpt_bytes(&g, PROFILE_LINEAR, 0).bytes == 2 * (n * 2 * (2 + 4 + 12 + 2) + w * 2));
-    CHECK(gpt_bytes(&g, PROFILE_LINEAR, 1).bytes == 2 * (n * (2 * (4 + 5 + 16) + 4 * 2) + w * (2 + 4)));
+    CHECK(gpt_bytes(&g, PROFILE_LINEAR, 1).bytes == 2 * (n * (2 * (4 + 5 + 16) + 2 * 2) + w * (2 + 4)));
     CHECK(gpt_bytes(&g, PROFILE_ATTENTION, 1).bytes == 2 * n * 2 * 8);
+    CHECK(gpt_bytes(&g, PROFILE_DROPOUT, 0).bytes == 0);
+    g.config.dropout = 0.1f;
+    CHECK(gpt_bytes(&g, PROFILE_DROPOUT, 1).bytes == 5 * 2 * n * 2);
     CHECK(gpt_bytes(&g, PROFILE_HEAD, 0).bytes == n * 2 + 61 * 20 * 2 + 10 * 61 * 2);
     CHECK(gpt_bytes(&g, PROFILE_LOSS, 0).bytes == 2 * 10 * 61 * 2 && gpt_bytes(&g, PROFILE_LOSS, 1).calls == 0);
     CHECK(optimizer_traffic(&bytes).bytes == 1000 * (2 + 2 * (2 + 2 + 8)));

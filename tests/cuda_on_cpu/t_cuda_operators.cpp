@@ -405,7 +405,8 @@ CUDA_TEST(swiglu_backward) {
     far_away(swiglu_back);
 }
 
-/* ---- RoPE: rows of heads with gaps.  Frequencies, angles and turns are the same roundings on both sides. */
+/* ---- RoPE: rows of heads with gaps.  The model's exp2 and fused products are the CPU's; a GPU's may differ in the last
+   bit of an angle. */
 
 struct rope_case { int64_t batch, positions, heads[2], dim, rotary, gap, offset; int adjacent, at; const char *name; };
 
