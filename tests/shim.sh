@@ -43,9 +43,9 @@ says "bad arguments by Fortran's name" "ldb = 1, must be at least 2" "$work/fort
 says "alpha and beta" no "$work/host" nan
 
 # Settings.
-says "no dtype" "as they were: .*AMP_DTYPE = fp7, must be one of" env AMP_DTYPE=fp7 "$work/host" fp32
-says "a dtype not to compute in" "as they were: .*AMP_DTYPE = fp8_e4m3" env AMP_DTYPE=fp8_e4m3 "$work/host" fp32
-says "no setting" "as they were: .*AMP_DTYP is not a setting" env "AMP_DTYP=bf16" "$work/host" fp32
+says "no dtype" "unchanged: .*AMP_DTYPE = fp7, must be one of" env AMP_DTYPE=fp7 "$work/host" fp32
+says "a dtype not to compute in" "unchanged: .*AMP_DTYPE = fp8_e4m3" env AMP_DTYPE=fp8_e4m3 "$work/host" fp32
+says "no setting" "unchanged: .*AMP_DTYP is not a setting" env "AMP_DTYP=bf16" "$work/host" fp32
 says "debug says what is computed" "computes in bf16" env AMP_DEBUG=1 AMP_DTYPE=bf16 "$work/host" bf16
 says "fp16 without a scaler" "amp_cblas_scaler" env AMP_DTYPE=fp16 "$work/host" fp16
 says "fp16 with the scaler off" no env AMP_DTYPE=fp16 AMP_SCALER=off "$work/host" fp16
@@ -207,7 +207,7 @@ int main(int argc, char **argv) {           /* its threads run on, so its code m
 UNLOAD
 build unload -I$own "$work/unload.c"
 check "unloaded" env AMP_DTYPE=fp32 "$work/unload" "$work/build/libampblas.so"
-says "preloaded: no dtype" "as they were: .*AMP_DTYPE = fp7, must be" preloaded AMP_DTYPE=fp7 "$work/before" fp32
+says "preloaded: no dtype" "unchanged: .*AMP_DTYPE = fp7, must be" preloaded AMP_DTYPE=fp7 "$work/before" fp32
 says "preloaded into a shell" no preloaded AMP_DTYPE=fp7 sh -c "true | true; ls / | cat"
 check "link LAPACK" $cc -DLAPACK -fPIC -shared $own/cblas.c -o "$work/liblap.so" $blas
 printf '#include <cblas.h>\n#include <stdio.h>\nint main(void) { float x = 1.00390625f; sgetrf_(&x); printf("%%d\\n", x == 2.0117340087890625f); return 0; }\n' > "$work/lapack.c"
