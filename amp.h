@@ -25826,6 +25826,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        No struct begins with an enum: = {0} is clean under gcc's -Wc++-compat; initialise by name.
        On GPUs, optimizers write the 16-bit copies of fp32 weights in their own pass: steady and captured steps cast no
        weight.  Call amp_param_changed for weights that you change yourself, also between launches.  amp_norm_op.dx_low.
+       amp_rope ("rope" is now an operator's name), amp_linear_cross_entropy, AMP_LION.  An optimizer refuses fields
+       that its kind does not read.  AMP_NO_CARE and AMP_NO_WATCH.  A thread that never chose a GPU stays on the
+       context's after a call.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 
