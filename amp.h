@@ -1130,8 +1130,8 @@ AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op);
    rows are never stored (Hsu et al. 2024, Liger Kernel; Wijmans et al. 2024, Cut Your Losses).  x [rows, in], weight
    [out, in], bias [out]; the rest is as in amp_cross_entropy_op, with cols = out.
    One call writes the loss, dx and the gradients of weight and bias, as the operators one by one do, within rounding;
-   in inference mode the loss only.  There is no backward.  Chunks are summed in fp32, for which a 16-bit gradient needs
-   scratch memory of weight's size.  dx may be x.
+   in inference mode the loss only: evaluate there, since any other call adds to the gradients.  There is no backward.
+   Chunks are summed in fp32, for which a 16-bit gradient needs scratch memory of weight's size.  dx may be x.
    Errors: AMP_ERR_LABEL: then nothing is written; on a device, gradients are NaN.  AMP_ERR_STATE recomputing, which
    would add to the gradients again. */
 typedef struct amp_linear_cross_entropy_op {
@@ -3152,8 +3152,9 @@ struct amp_backend {
        what they share, and given back by gemm_release.  NULL: each takes its own. */
     amp_result (*gemm_reserve)(void *dev, amp_k_gemm *args, int64_t n);
     void (*gemm_release)(void *dev, const amp_k_gemm *args);
-    /* Memory of one call, kept for the next.  NULL: alloc and free serve, as where they do so themselves. */
-    void *(*scratch)(void *dev, size_t bytes);
+    /* Memory of one call in the context's stream, kept for the next, or for the graph that captures the call.  NULL:
+       alloc and free serve. */
+    amp_result (*scratch)(void *dev, void **ptr, size_t bytes);
     void (*scratch_release)(void *dev, void *ptr, size_t bytes);
     amp_result (*column_sum)(void *dev, const amp_k_column_sum *args, void *stream);
     amp_result (*attention)(void *dev, const amp_k_attention *args, void *stream);
@@ -7406,7 +7407,10 @@ static void ampi_cpu_gemm_release(void *dev, const amp_k_gemm *args) {
     ampi_cpu_release((ampi_cpu *)dev, args->scratch, args->scratch_bytes);
 }
 
-static void *ampi_cpu_call_scratch(void *dev, size_t bytes) { return ampi_cpu_scratch((ampi_cpu *)dev, bytes); }
+static amp_result ampi_cpu_call_scratch(void *dev, void **ptr, size_t bytes) {
+    *ptr = ampi_cpu_scratch((ampi_cpu *)dev, bytes);
+    return *ptr != NULL ? AMP_OK : ampi_cpu_no_scratch("amp_alloc", bytes);
+}
 static void ampi_cpu_call_release(void *dev, void *ptr, size_t bytes) {
     ampi_cpu_release((ampi_cpu *)dev, ptr, bytes);
 }
@@ -13419,8 +13423,7 @@ static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
 /* Memory of one call. */
 static amp_result ampi_scratch(amp_context *amp, void **ptr, size_t bytes) {
     if (amp->backend->scratch == NULL) return amp_alloc(amp, ptr, (int64_t)bytes);
-    *ptr = amp->backend->scratch(amp->dev, bytes);
-    return *ptr != NULL ? AMP_OK : ampi_cpu_no_scratch("amp_alloc", bytes);
+    return amp->backend->scratch(amp->dev, ptr, bytes);
 }
 static void ampi_scratch_release(amp_context *amp, void *ptr, size_t bytes) {
     if (amp->backend->scratch == NULL) amp_free(amp, ptr);
@@ -13448,8 +13451,9 @@ static amp_result ampi_chunks_place(ampi_call *c, ampi_chunks *s, int64_t wanted
     logits->ld = (logits->cols + 15) / 16 * 16;
     if (gradient) {
         *d = *logits;
-        /* the products would round it to that anyway */
-        if (logits->dtype == AMP_F32 && (compute == AMP_F16 || compute == AMP_BF16)) d->dtype = compute;
+        /* the products would round it to that anyway; the bias's sums would not */
+        if (logits->dtype == AMP_F32 && (compute == AMP_F16 || compute == AMP_BF16) && !ampi_wants_grad(p[1]))
+            d->dtype = compute;
         if (d->dtype != logits->dtype) d_size = (int64_t)amp_dtype_size(d->dtype);
     }
     AMPI_TRY(ampi_bytes(c->f, logits->ld, (size_t)(size + d_size), &all));
@@ -25826,8 +25830,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        No struct begins with an enum: = {0} is clean under gcc's -Wc++-compat; initialise by name.
        On GPUs, optimizers write the 16-bit copies of fp32 weights in their own pass: steady and captured steps cast no
        weight.  Call amp_param_changed for weights that you change yourself, also between launches.  amp_norm_op.dx_low.
-       amp_rope ("rope" is now an operator's name), amp_linear_cross_entropy, AMP_LION.  An optimizer refuses fields
-       that its kind does not read.  AMP_NO_CARE and AMP_NO_WATCH.  A thread that never chose a GPU stays on the
+       amp_rope and amp_linear_cross_entropy (operators' names now), AMP_LION.  An optimizer refuses fields that its
+       kind does not read.  AMP_NO_CARE and AMP_NO_WATCH.  A thread that never chose a GPU stays on the
        context's after a call.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.

@@ -5729,6 +5729,13 @@ amp_result ampc_gemm_reserve(void *device, amp_k_gemm *args, int64_t n) {
     args[0].scratch = scratch.keep();
     return AMP_OK;
 }
+amp_result ampc_call_scratch(void *device, void **ptr, size_t bytes) {
+    ampc_scratch scratch((ampc_device *)device, NULL);
+    *ptr = NULL;
+    AMPC_TRY(scratch.get(bytes, "amp_alloc"));
+    *ptr = scratch.keep();
+    return AMP_OK;
+}
 void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device, args->scratch, args->scratch_bytes); }
 
 /* ---- Measuring, in its own memory and the caller's stream.  Without autotuning: a doubtful epilogue and its parts,
@@ -7804,8 +7811,8 @@ __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
                                                 .gemm_pack = ampc_gemm_pack,
                                                 .gemm_reserve = ampc_gemm_reserve,
                                                 .gemm_release = ampc_gemm_release,
-                                                .scratch = NULL,
-                                                .scratch_release = NULL,
+                                                .scratch = ampc_call_scratch,
+                                                .scratch_release = ampc_free,
                                                 .column_sum = ampc_column_sum,
                                                 .attention = ampc_attention,
                                                 .attention_backward = ampc_attention_backward,

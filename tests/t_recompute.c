@@ -192,7 +192,7 @@ static int enter(int place, amp_dtype other) {
         case SWITCHED: CHECK_OK(amp_set_dtype(amp, other)); begin(amp, AMP_DTYPE_DEFAULT); return 1;
         case OVERRIDDEN:
             CHECK_OK(amp_layer_override(amp, "*", other));
-            for (int32_t op = AMP_OP_LINEAR; op <= AMP_OP_ROPE; op++)
+            for (int32_t op = AMP_OP_LINEAR; op < AMPI_BUILTIN_OPS; op++)
                 CHECK_OK(amp_operator_override(amp, op, op % 2 ? AMP_CAST_BANNED : AMP_CAST_FP32));
             begin(amp, other);
             return 1;
@@ -202,7 +202,7 @@ static int enter(int place, amp_dtype other) {
 static void leave(int open) {
     if (open) end(amp);
     CHECK_OK(amp_layer_override(amp, "*", AMP_DTYPE_DEFAULT));
-    for (int32_t op = AMP_OP_LINEAR; op <= AMP_OP_ROPE; op++) CHECK_OK(amp_operator_override(amp, op, AMP_CAST_DEFAULT));
+    for (int32_t op = AMP_OP_LINEAR; op < AMPI_BUILTIN_OPS; op++) CHECK_OK(amp_operator_override(amp, op, AMP_CAST_DEFAULT));
 }
 
 /* The forward again, in this place, over outputs that hold something else. */
