@@ -1258,16 +1258,17 @@ CUDA_TEST(linear_cross_entropy_in_a_graph) {
         CHECK_OK(amp_graph_begin(gpu));
         h.run(AMP_BF16);
         CHECK_OK(amp_graph_end(gpu, &graph));
-        /* The graph's memory is nobody else's: what is taken after the capture keeps what it holds. */
-        std::vector<void *> others(64);
+        /* What is taken after the capture, of every size that the arena has, is not the graph's. */
+        std::vector<void *> others(80);
+        auto bytes = [](size_t i) { return (int64_t)(8 + i % 8) << (5 + i / 8); };
         for (size_t i = 0; i < others.size(); i++) {
-            CHECK_OK(amp_alloc(gpu, &others[i], (int64_t)1 << (8 + i % 16)));
-            CHECK_OK(amp_fill(gpu, others[i], 0x5a, (int64_t)1 << (8 + i % 16)));
+            CHECK_OK(amp_alloc(gpu, &others[i], bytes(i)));
+            CHECK_OK(amp_fill(gpu, others[i], 0x5a, bytes(i)));
         }
         CHECK_OK(amp_graph_launch(graph));
         for (size_t i = 0; i < others.size(); i++) {
-            std::string held((size_t)1 << (8 + i % 16), 0);
-            CHECK_OK(amp_copy(gpu, &held[0], others[i], (int64_t)held.size(), AMP_COPY_TO_HOST));
+            std::string held((size_t)bytes(i), 0);
+            CHECK_OK(amp_copy(gpu, &held[0], others[i], bytes(i), AMP_COPY_TO_HOST));
             CHECK_OK(amp_sync(gpu));
             CHECK_MSG(held.find_first_not_of((char)0x5a) == std::string::npos, "%zu bytes", held.size());
             amp_free(gpu, others[i]);
