@@ -18682,20 +18682,21 @@ static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key,
 
 /* The macro that left out all that reads this value, or NULL. */
 static const char *ampi_setting_left_out(const ampi_field *k, double value) {
-    int is_action = k->offset == AMPI_AT(nan_action);
     if (value == 0) return NULL;
 #if defined(AMP_NO_CARE)
-    if (is_action ? (int)value == AMP_NAN_RECOVER
-                  : k->offset == AMPI_AT(max_retries) || k->offset == AMPI_AT(batch_growth_interval))
+    if (k->offset == AMPI_AT(nan_action)
+            ? (int)value == AMP_NAN_RECOVER
+            : k->offset == AMPI_AT(max_retries) || k->offset == AMPI_AT(batch_growth_interval))
         return "AMP_NO_CARE";
 #endif
 #if defined(AMP_NO_WATCH)
-    if (is_action ? (int)value >= AMP_NAN_STOP
-                  : k->offset == AMPI_AT(max_skips) ||
-                        (k->offset >= AMPI_AT(log_interval) && k->offset != AMPI_AT(batch_growth_interval)))
+    if (k->offset == AMPI_AT(nan_action)
+            ? (int)value >= AMP_NAN_STOP
+            : k->offset == AMPI_AT(max_skips) ||
+                  (k->offset >= AMPI_AT(log_interval) && k->offset != AMPI_AT(batch_growth_interval)))
         return "AMP_NO_WATCH";
 #endif
-    (void)is_action;
+    (void)k;
     return NULL;
 }
 
