@@ -20,7 +20,7 @@ TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
 .PHONY: help run examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
-        bench-curves bench-threads bench-shapes bench-convert accuracy readme install clean
+        bench-curves bench-threads bench-shapes bench-convert bench-moments bench-fp8 accuracy readme install clean
 
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
@@ -48,6 +48,8 @@ help: backend
 	@echo "make bench-threads    time the thread pool, alone and with busy programs; PEER=COMMIT: against an amp.h with OpenMP"
 	@echo "make bench-shapes     time small and thin products against OpenBLAS, in fp32 and bf16, on one and two threads"
 	@echo "make bench-convert    time amp_convert from and to fp64 against memcpy, in caches and in memory"
+	@echo "make bench-moments    8-bit optimizer states: time, memory and loss beside fp32 and bitsandbytes"
+	@echo "make bench-fp8        train in fp8 beside bf16: loss curves of every recipe; goes on where it was stopped"
 	@echo "make bench-curves     measure memory, resume time, host cost and step time as curves"
 	@echo "make adopt            compare a plain fp32 program before and after adopting amp.h: time and loss per precision"
 	@echo "make libampblas       build $(BUILD)/libampblas.so: with AMP_DTYPE=bf16 LD_PRELOAD=$(BUILD)/libampblas.so, a program's"
@@ -57,7 +59,7 @@ help: backend
 	@echo "make readme           put the newest results into the README's tables"
 	@echo "make cuda             build the CUDA backend for every GPU that nvcc knows: $(BUILD)/amp_cuda.o"
 	@echo "make gpu              run tests and timings on this machine's GPU, against PyTorch; REHEARSE=1: on the model GPU;"
-	@echo "                      PART=link, rules, attention, kernels, step or tests: only that part (step trains GPT-2)"
+	@echo "                      PART=link, rules, attention, fp8, kernels, step or tests: only that part (step trains GPT-2)"
 	@echo "make gpu-table        write the CUDA kernels' registers and memory to tests/gpu/resources.txt"
 	@echo "make install PREFIX=  copy amp.h, amp_cuda.cu, amp/cblas.h and their .pc files below PREFIX (default /usr/local)"
 	@echo "make clean            remove $(BUILD)/ and out/"
@@ -91,7 +93,7 @@ endif
 
 # Tests that look inside amp.h bring it themselves: with optimisation those that compute much, the others without, which
 # compiles in a fifth of the time.
-INSIDE       := t_attention t_gemm t_kernels t_numbers t_optimizer
+INSIDE       := t_attention t_fp8 t_gemm t_kernels t_numbers t_optimizer
 INSIDE_QUICK := t_care t_concurrency t_context t_data t_lean t_lifetime t_scaler t_settings t_state t_threads t_verify
 TEST_HEADERS := $(wildcard tests/*.h tests/fuzz/*.[ch]) $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
@@ -103,8 +105,8 @@ $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_cl
 
 # All that computes once more compiled and linked with -Ofast, which folds isnan, takes sums in another order, and makes
 # programs start with subnormal numbers flushed to 0: against one amp.h compiled so, but for those that look inside it.
-FAST        := t_attention t_autocast t_gemm t_inputs t_kernels t_masks t_model t_numbers t_tensor_stats t_operators t_optimizer t_ranks t_refusals \
-               t_recompute t_scaler t_train t_traps t_verify t_watch
+FAST        := t_attention t_autocast t_fp8 t_gemm t_inputs t_kernels t_masks t_model t_numbers t_tensor_stats t_operators t_optimizer t_ranks t_refusals \
+               t_recompute t_scaler t_tape t_train t_traps t_verify t_watch
 FAST_INSIDE := $(filter $(INSIDE) $(INSIDE_QUICK),$(FAST))
 $(BUILD)/amp_fast.o: amp.h | $(BUILD)
 	echo '#include "amp.h"' | $(CC) -std=c99 -Ofast -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
@@ -154,7 +156,7 @@ anomalies: $(BUILD)/t_anomalies
 	$(BUILD)/t_anomalies --all --record tests/records/anomalies-$$(date +%F).json
 
 oracle: examples
-	for program in number_formats state_v1 kernels linear_cross_entropy sums scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
+	for program in number_formats state_v1 kernels fp8 linear_cross_entropy sums scaler optimizer schedules moments tokenizer wordpiece gpt2 llama encoder hf_encoder autocast \
 	    hf_configs hf_roundtrip hf_classifier fuzz_logic fuzz_tensors; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
@@ -169,6 +171,12 @@ bench-shapes: $(BUILD)/bench_shapes
 
 bench-convert: $(BUILD)/bench_convert
 	$(PYTHON) tests/bench/convert.py
+
+bench-moments: $(BUILD)/bench_moments $(BUILD)/train_gpt
+	$(PYTHON) tests/bench/moments.py
+
+bench-fp8: $(BUILD)/train_gpt
+	$(PYTHON) tests/bench/fp8_curves.py
 
 bench-curves: $(BENCHES:%=$(BUILD)/%)
 	$(PYTHON) tests/bench/run.py --only curves

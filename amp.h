@@ -2,10 +2,9 @@
    SPDX-License-Identifier: MIT
 
    What PyTorch's AMP and Apex give a Python program: a compute dtype chosen for the machine, autocast, a loss scaler,
-   operators with their backward, optimizers, a data loader, exact checkpoints.  Every part works alone.  There is no
-   automatic differentiation (call backward functions in reverse order), no convolution (bring yours, with amp_gemm,
-   scaler and optimizer), no fp8 compute (only conversions), no dropout inside attention.  Tensors are views of your
-   memory.  It never aborts or exits, and prints only warnings and errors, to stderr or to your logger.
+   operators with their backward, a tape that calls it, optimizers, a data loader, exact checkpoints.  Every part works
+   alone.  Not there: convolution (bring yours, with amp_gemm, scaler and optimizer), dropout inside attention.  It
+   never aborts or exits, and prints only warnings and errors, to stderr or your logger.
 
    A WHOLE PROGRAM     C99 and C++20.  ./program fp16 trains in fp16; ./program fp16 program.state resumes.
 
@@ -96,7 +95,7 @@
         params[0] = param("fc1.weight", HIDDEN, IN); params[1] = param("fc1.bias", 0, HIDDEN);
         params[2] = param("fc2.weight", 2, HIDDEN);  params[3] = param("fc2.bias", 0, 2);
         check(amp_param_register(amp, params, 4));
-        amp_dtype store = choice.dtype == AMP_TF32 ? AMP_F32 : choice.dtype;  // of activations; tf32 cannot store
+        amp_dtype store = choice.dtype == AMP_TF32 ? AMP_F32 : choice.dtype == AMP_FP8 ? AMP_BF16 : choice.dtype;
         h = zeros(store, BATCH, HIDDEN); dh = zeros(store, BATCH, HIDDEN);
         logits = zeros(AMP_F32, BATCH, 2); loss = zeros(AMP_F32, 0, 1);
         amp_source source = {.read = read_sample, .samples = 4096,
@@ -135,8 +134,8 @@
        gcc -O2 program.c amp.o -o program -lm -lpthread
        g++ -O2 -std=c++20 program.cpp amp.o -o program -lpthread
 
-     For an NVIDIA GPU (sm_75 or later) set desc.backend = amp_cuda(); tensors, labels and loss then point to its
-     memory, from amp_alloc or your own.  Not yet run on a real GPU; tests run it on a model of one.
+     For an NVIDIA GPU of sm_75 or later (not sm_70, which CUDA 13 no longer builds for), set desc.backend = amp_cuda();
+     tensors, labels and loss are then in its memory.  Not yet run on a real GPU; tests run it on a model of one.
 
        nvcc -O2 -std=c++17 -arch=native -c amp_cuda.cu
        gcc -O2 -c program.c
@@ -171,18 +170,17 @@
      7 fp16 needs a scaler, which scales not the loss but its gradient: .grad_scale.  amp_step(optimizer, scaler) is
        unscale_, clip_grad_norm_, step and update, and skips the step if gradients are infinite or NaN.  With an
        optimizer of your own: amp_scaler_unscale(scaler, ranges, n, &apply).
-     8 .accumulation = n: amp_step after each of n backward passes; the last one steps with the mean.  Schedules:
-       amp_optimizer_set_lr(optimizer, lr).  .weight_decay is for matrices only; .groups (amp_param_group) by name.
+     8 .accumulation = n: amp_step after each of n backwards; the last steps with the mean.  .groups (amp_param_group)
+       by name; .weight_decay on matrices.  amp_schedule_lr(&schedule, step, &lr); amp_optimizer_set_lr(optimizer, lr).
      9 while (amp_step_result_next(optimizer, &result)): each step's outcome, two steps later: .applied, .norm, .scale,
        .first_bad.  The first fp16 steps may be skipped while the scale adapts.
-    10 Data: a callback as above, .path of token files with .seq, or .arrays of .npy files.  A batch is valid until the
-       next; .inputs and .targets are .fields[0] and [1] if those are int32_t.
+    10 Data: a callback as above, .path of token files with .seq, .arrays of .npy files, .tensors of arrays in memory.
+       A batch is valid until the next; .inputs and .targets are .fields[0] and [1] if those are int32_t.
     11 Evaluate in a region with .mode = AMP_MODE_INFERENCE: no dropout, and no backward can follow.
     12 Save between steps: weights, optimizer, scaler, loader, with dropout also amp_random_save(amp, state, "r").  Load
        into the same objects, weights first, and the run continues with the same bits.
     13 Destroy what you created, then amp_close(amp).
-    14 Further: amp_monitor_create (JSON lines, in place of amp_step_result_next), amp_tensor_stats_create, amp_verify,
-       amp_recovery_create; amp_desc.reducer for several ranks.
+    14 Further: amp_monitor_create (JSON lines), amp_tensor_stats_create, amp_verify, amp_recovery_create, .reducer.
 
    OPERATORS     amp_NAME(amp, &op), then amp_NAME_backward(amp, &op).  Fields of amp_NAME_op in order; [optional];
                  | for backward.  (rows, n): leading dimensions count as rows
@@ -224,18 +222,20 @@
                     amp_memory_reset_peak amp_cleanup amp_param_register _forget _changed _accumulate _dtype
        >>masks      amp_mask_get amp_mask_release amp_mask_cache_info _drop _clear
        >>autocast   amp_autocast_begin _end _active _decide _compute _result _cast _input _output, amp_recompute_begin
-                    _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear
+                    _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear amp_fp8_save
        >>operators  those above, amp_random_save
+       >>tape       amp_model_create _param and its kin, amp_tensor_create, amp_tape_create _begin _backward _finish
+                    _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time and kin, operators
        >>gradients  amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale _check _update
                     _update_with _get _set_scale _rescale _save, amp_grad_set_create _stats _device _apply _save
                     _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation _set_weight _bytes
-                    _save, amp_graph_begin _end _launch
+                    _save, amp_schedule_lr, amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
        >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text,
-                    amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step,
-                    amp_profile_push
-       >>care       amp_verify _placement, amp_gradcheck amp_advise amp_advice_apply amp_tune
-                    amp_recovery_create _step _memory _batch
+                    amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step
+                    _find, amp_profile_push
+       >>care       amp_verify _placement, amp_gradcheck amp_advise amp_advice_apply amp_tune amp_adapt_create _step
+                    _next _layer _freeze _text _json _save, amp_recovery_create _step _memory _batch
 
    GLOSSARY
 
@@ -383,7 +383,7 @@ extern "C" {
     X(AMP_ERR_MISMATCH,    408, "saved state is of another object", "load it into an object with the same settings") \
     X(AMP_ERR_END,         409, "no more data", "the loader's last epoch is over") \
     X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time", "raise timeout_ms; the text names the worker") \
-    X(AMP_ERR_SOURCE,      411, "the data callback failed", "see the callback's own message") \
+    X(AMP_ERR_SOURCE,      411, "a callback failed", "see the callback's own message") \
     X(AMP_ERR_DEVICE,      501, "a device call failed", "the text has the device's own error name") \
     X(AMP_ERR_BACKEND,     502, "the backend cannot be used", "build the backend against this amp.h") \
     X(AMP_ERR_REDUCE,      503, "the reduction hook failed", "the hook must return 0")
@@ -462,13 +462,15 @@ typedef enum amp_dtype {
     AMP_TF32 = 5,               /* compute only: fp32 storage with a 10-bit mantissa */
     AMP_E4M3 = 6, AMP_E5M2 = 7, /* OCP 8-bit formats; E4M3 has no infinity */
     AMP_U8 = 8, AMP_U16 = 9, AMP_I32 = 10, AMP_I64 = 11,
+    AMP_FP8 = 12,               /* compute only: linear layers in E4M3 and E5M2 with scales; see amp_fp8_recipe */
+    AMP_MOMENTS_8BIT = AMP_U8,  /* of an optimizer's moments: see amp_optimizer_desc */
     AMP_DTYPE_FORCE_I32 = 0x7fffffff
 } amp_dtype;
 
-/* Bytes per element (TF32: 4); 0 for anything else. */
+/* Bytes per element (TF32: 4, FP8: 1); 0 for anything else. */
 AMP_API size_t amp_dtype_size(amp_dtype dtype);
-/* "fp32", "fp64", "fp16", "bf16", "tf32", "fp8_e4m3", "fp8_e5m2", "u8", "u16", "i32", "i64"; "default" for 0,
-   "?" otherwise. */
+/* "fp32", "fp64", "fp16", "bf16", "tf32", "fp8_e4m3", "fp8_e5m2", "u8", "u16", "i32", "i64", "fp8"; "default"
+   for 0, "?" otherwise. */
 AMP_API const char *amp_dtype_name(amp_dtype dtype);
 /* The inverse; also "float32", "float16", "half", "bfloat16", "float", "double", and "auto" for 0.
    Errors: AMP_ERR_NAME. */
@@ -534,7 +536,7 @@ typedef struct amp_param {
     uint64_t version;           /* of the weight's value */
     uint64_t used[2];           /* 1 + the version that the last forward [0] and backward [1] used */
     int32_t grad_live;          /* 0: the next backward overwrites grad; 1: it adds */
-    int32_t reserved;
+    int32_t embedding;          /* 1: a table of embeddings; AMP_MOMENTS_8BIT leaves its moments in fp32 */
     uint64_t context;           /* serial number of the context it is registered with */
     const void *place;          /* its address when it was registered */
 } amp_param;
@@ -652,9 +654,47 @@ typedef struct amp_device_memory {
     void (*free)(void *user, void *ptr, size_t bytes, int32_t device, void *stream);
 } amp_device_memory;
 
+typedef enum amp_fp8_format {
+    AMP_FP8_FORMAT_DEFAULT = 0, /* HYBRID */
+    AMP_FP8_HYBRID = 1,         /* E4M3 forward, gradients in E5M2 */
+    AMP_FP8_E4M3 = 2,           /* E4M3 throughout */
+    AMP_FP8_FORMAT_FORCE_I32 = 0x7fffffff
+} amp_fp8_format;
+
+/* Where scales come from. */
+typedef enum amp_fp8_scaling {
+    AMP_FP8_SCALING_DEFAULT = 0,  /* CURRENT */
+    AMP_FP8_CURRENT = 1,        /* one a tensor: its largest magnitude becomes the format's largest number */
+    AMP_FP8_BLOCK = 2,          /* one for 128 values of an activation or gradient, and for 128 x 128 of a weight */
+    AMP_FP8_MX = 3,             /* one for 32 values, as in OCP Microscaling v1.0 */
+    /* one a tensor, from its largest magnitudes in the steps before, as TransformerEngine's DelayedScaling; a tensor
+       without any takes its own.  Weights must be registered */
+    AMP_FP8_DELAYED = 4,
+    AMP_FP8_SCALING_FORCE_I32 = 0x7fffffff
+} amp_fp8_scaling;
+
+/* Which of the magnitudes that DELAYED keeps. */
+typedef enum amp_fp8_amax {
+    AMP_FP8_AMAX_DEFAULT = 0,   /* MAX */
+    AMP_FP8_AMAX_MAX = 1, AMP_FP8_AMAX_RECENT = 2,  /* the largest; the last step's */
+    AMP_FP8_AMAX_FORCE_I32 = 0x7fffffff
+} amp_fp8_amax;
+
+/* How linear layers compute in FP8: x, weight and dy are scaled, rounded to 8 bits, multiplied with fp32 sums, and
+   scaled back.  Blocks lie along the dimension that is summed over, and their scales are powers of two.  Finite numbers
+   saturate; infinity and NaN stay, or become NaN where the format has no infinity, so that a scaler sees them.
+   Everything else in a region of AMP_FP8 computes in BF16. */
+typedef struct amp_fp8_recipe {
+    int32_t margin;             /* DELAYED only, as the next two: scales are 2^-margin of what fits; 0 to 16 */
+    int32_t history;            /* steps, 1 to 1024; default 1024 */
+    amp_fp8_amax amax;
+    amp_fp8_format format;
+    amp_fp8_scaling scaling;
+} amp_fp8_recipe;
+
 typedef struct amp_desc {
     int32_t reserved;
-    amp_dtype dtype;            /* F32, TF32, F16, BF16; default chosen by amp_choose */
+    amp_dtype dtype;            /* F32, TF32, F16, BF16, FP8; default chosen by amp_choose */
     /* default .dtype; of regions that name none, if they should compute in another dtype than weights are stored in
        (O2, O3) */
     amp_dtype autocast_dtype;
@@ -668,7 +708,7 @@ typedef struct amp_desc {
     int32_t disable;            /* 1: regions compute in their operands' dtypes until amp_set_enabled */
     int32_t allow_tf32;         /* 1: compute F32 products in TF32 */
     int32_t memory_efficient;   /* 1: empty the cast cache when the last region closes; a hint to recompute */
-    /* F32, TF32, F16 or BF16 in place of a dtype the device lacks (default: refused, or the nearest); operators
+    /* F32, TF32, F16, BF16 or FP8 in place of a dtype the device lacks (default: refused, or the nearest); operators
        overridden to AMP_CAST_FP32 compute in it too */
     amp_dtype fallback;
     int64_t cache_limit;        /* bytes of the cast cache; 0: no limit */
@@ -696,6 +736,8 @@ typedef struct amp_desc {
     int32_t pin_threads;        /* 1: bind each thread that amp.h starts to a core (Linux) */
     int32_t gemm_always;        /* 1: amp_gemm outside any region computes as inside one; islands stay islands */
     int32_t saturate_inputs;    /* 1: in every region; see amp_autocast_desc */
+    amp_fp8_recipe fp8;
+    const char *layers;         /* amp_layer_override, as in amp_settings; NULL from amp_query */
 } amp_desc;
 
 /* Opens a context; *out is NULL on failure.
@@ -712,10 +754,10 @@ AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out);
 AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out);
 AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out);
 /* Sets .dtype and .autocast_dtype for regions that begin outside any other from now on; empties the cast cache.
-   Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED. */
+   Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED, AMP_ERR_CONFLICT levels O0, O2 and O3, or an amp_adapt. */
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype);
 /* 0: regions that begin from now on compute in their operands' dtypes, as islands do; 1: in the context's dtype again.
-   Scaler and caches are not affected. */
+   Scaler and caches are not affected.  Errors: AMP_ERR_CONFLICT 0 with an amp_adapt. */
 AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled);
 
 typedef enum amp_copy_kind {
@@ -857,7 +899,7 @@ typedef struct amp_plan {
 /* dtype, policy and mode default to those of the enclosing region, or else of the context. */
 typedef struct amp_autocast_desc {
     int32_t disable;            /* 1: an island: operators use their operands' dtype */
-    amp_dtype dtype;            /* F32, TF32, F16 or BF16 */
+    amp_dtype dtype;            /* F32, TF32, F16, BF16 or FP8 */
     amp_policy policy;
     amp_mode mode;
     int32_t disable_cache;      /* 1: no cast cache, in nested regions too */
@@ -918,6 +960,29 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
 /* Layers whose name matches pattern (* any run, ? one character) compute in dtype; the last match wins.
    AMP_DTYPE_DEFAULT removes the pattern.  Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED. */
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype);
+
+/* Tensors of a linear layer, by its weight. */
+typedef enum amp_fp8_tensor {
+    AMP_FP8_X = 1, AMP_FP8_WEIGHT = 2, AMP_FP8_DY = 3,
+    AMP_FP8_TENSOR_FORCE_I32 = 0x7fffffff
+} amp_fp8_tensor;
+
+/* What rounding to 8 bits did to a tensor in the last step in which it did; forwards in AMP_MODE_INFERENCE, recomputed
+   ones and those of unregistered weights do not count, and a weight counts when its copy is written. */
+typedef struct amp_fp8_stats {
+    int64_t values, saturated;  /* all; finite, but beyond the largest number */
+    int64_t underflowed, nonfinite;  /* not 0, but became 0; infinite or NaN */
+    int64_t updates;            /* DELAYED: steps in its history so far */
+    float scale;                /* DELAYED: of the next step; 0: its own */
+    int32_t reserved;
+} amp_fp8_stats;
+/* Waits.  Errors: AMP_ERR_STATE the layer has not computed in FP8. */
+AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *weight, amp_fp8_tensor tensor,
+                                     amp_fp8_stats *out);
+/* The histories of AMP_FP8_DELAYED by the names of the registered weights, without which a resumed run has other bits.
+   Wait.  Errors: AMP_ERR_NAME (load), AMP_ERR_MISMATCH another recipe or other weights (load). */
+AMP_API amp_result amp_fp8_save(const amp_context *amp, amp_state *state, const char *prefix);
+AMP_API amp_result amp_fp8_load(amp_context *amp, const amp_state *state, const char *prefix);
 
 /* Waits, if the counters are on a device. */
 AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *out);
@@ -1192,7 +1257,226 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix);
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix);
 
-/* ==== 10 >>gradients ====
+/* ==== 10 >>tape ====
+   A forward written as expressions, which brings its own backward, and parameters that the library owns.
+
+       amp_param *w1 = amp_model_param(model, "fc1.weight", 256, 784, AMP_INIT_KAIMING_UNIFORM, 0);  (and so on, once)
+       amp_tape_begin(tape, NULL);
+       h = amp_tape_linear(tape, amp_tape_input(tape, &x), w1, b1, AMP_ACT_RELU);
+       loss = amp_tape_cross_entropy(tape, amp_tape_linear(tape, h, w2, b2, AMP_ACT_NONE), labels, NULL);
+       amp_tape_backward(tape, loss, amp_scaler_scale_ptr(scaler));
+       amp_step(optimizer, scaler);  */
+
+/* ---- Parameters that amp.h owns */
+
+typedef struct amp_model amp_model;
+
+/* What a weight starts as; `value` is amp_model_param's.  For Xavier and Kaiming a weight is [out, in]. */
+typedef enum amp_init {
+    AMP_INIT_DEFAULT = 0,       /* ZEROS */
+    AMP_INIT_ZEROS = 1, AMP_INIT_ONES = 2,
+    AMP_INIT_CONSTANT = 3,      /* value */
+    AMP_INIT_NORMAL = 4,        /* deviation value, default 1 */
+    AMP_INIT_TRUNCATED_NORMAL = 5,  /* the same, cut off at two deviations, as trunc_normal_(w, 0, s, -2 s, 2 s) */
+    AMP_INIT_UNIFORM = 6,       /* from -value to value, default 1 */
+    AMP_INIT_XAVIER_UNIFORM = 7, AMP_INIT_XAVIER_NORMAL = 8,    /* value: gain, default 1 */
+    AMP_INIT_KAIMING_UNIFORM = 9, AMP_INIT_KAIMING_NORMAL = 10, /* by `in`; value: gain, default sqrt(2) */
+    AMP_INIT_NORM_WEIGHT = 11, AMP_INIT_NORM_BIAS = 12,     /* ones, zeros; a norm's, fp32 at level O2 too */
+    AMP_INIT_FORCE_I32 = 0x7fffffff
+} amp_init;
+
+/* A model: named parameters with weight and gradient in the backend's memory, registered with the context.  max_params:
+   how many it may have, 0: 4096.  Names are the context's: a second model there needs others, with a prefix for example
+   ("teacher.fc1.weight").  Random weights are a function of seed, number of the parameter and element, with the
+   same bits everywhere.  Destroy it after the optimizers that use it. */
+AMP_API amp_result amp_model_create(amp_context *amp, amp_model **out, uint64_t seed, int64_t max_params);
+AMP_API void amp_model_destroy(amp_model *model);
+/* Adds a parameter [rows, cols], or with cols 0 a vector [rows], and returns it; NULL on failure, which sticks: further
+   calls do nothing, and amp_model_params returns the first failure.  The weight is stored as amp_param_dtype says, the
+   gradient in fp32.  The name is copied, up to 95 bytes.
+   Errors: AMP_ERR_RANGE, AMP_ERR_NAME, AMP_ERR_SIZE more than max_params. */
+AMP_API amp_param *amp_model_param(amp_model *model, const char *name, int64_t rows, int64_t cols, amp_init init,
+                                   double value);
+/* All parameters, in the order they were added, as amp_optimizer_desc takes them.  Errors: what failed first. */
+AMP_API amp_result amp_model_params(const amp_model *model, amp_param **params, int64_t *n);
+
+/* The parameter of that name; NULL: there is none.  Groups of an optimizer match by name too. */
+AMP_API amp_param *amp_model_find(const amp_model *model, const char *name);
+/* Bytes of weights and gradients; *elements of the weights, may be NULL. */
+AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements);
+/* frozen 1: parameters whose names match the pattern get no gradients; frozen 0: they get them again.
+   Errors: AMP_ERR_NAME none matches. */
+AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen);
+/* All weights in fp32, by name and shape.  Where a 16-bit weight has a master or a remainder, that is saved and loaded:
+   save before amp_optimizer_destroy, which ends them, and load after amp_optimizer_create, or only 16 bits of such a
+   weight remain (loaded before, the optimizer warns).  Waits.
+   Errors: AMP_ERR_STATE during a graph capture, AMP_ERR_NAME no such record (load), AMP_ERR_MISMATCH of another model
+   (load). */
+AMP_API amp_result amp_model_save(const amp_model *model, amp_state *state, const char *prefix);
+AMP_API amp_result amp_model_load(amp_model *model, const amp_state *state, const char *prefix);
+/* Zeros in the context's memory; free .data with amp_free.  dtype 0: what a linear layer returns here.
+   Errors: AMP_ERR_RANGE, AMP_ERR_SHAPE, AMP_ERR_DTYPE. */
+AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtype dtype, const int64_t *shape,
+                                     int32_t ndim);
+
+/* ---- The tape
+
+   Between amp_tape_begin and amp_tape_backward (or _finish) calls only record: shape, dtype and autocast's decision.
+   The work is done by amp_tape_backward, which then sees the whole graph: it fuses what the operators can fuse with the
+   same bits, gives memory back after its last use, and uses the same addresses in each step of the same shape.
+   Pointers that calls take (tensors' data, labels, ids, names of layers) must stay valid until then.
+   The first failure sticks: later calls return 0 and do nothing, and amp_tape_backward returns the failure with its
+   text.  Then the next amp_tape_begin starts afresh. */
+
+typedef struct amp_tape amp_tape;
+/* A handle of a value, valid in its step; 0: none. */
+typedef uint64_t amp_value;
+
+AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out);
+/* Between begin and backward it also ends the tape's region, with a warning; from another thread, which cannot, the
+   warning says so. */
+AMP_API void amp_tape_destroy(amp_tape *tape);
+/* Begins to record, in an autocast region with these settings, on this thread.  In inference mode no backward can
+   follow, and only what is returned by amp_tape_tensor is kept.
+   Errors: those of amp_autocast_begin, AMP_ERR_STATE it is recording already. */
+AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *region);
+/* Runs what was recorded, then backward from loss: a loss, or a sum or multiple of losses.  grad_scale: the device
+   address of the factor that gradients start from, as in amp_cross_entropy_op; NULL: 1.  Parameter gradients are added
+   to as usual.  Ends the region, on failure too.  After a failure gradients that were not live before the step are not;
+   sums over several steps are unfinished: start them over (grad_live = 0).
+   Errors: what failed first; AMP_ERR_STATE not recording (twice, say), another thread's tape, an inner region is still
+   open, or recorded in inference mode; AMP_ERR_SHAPE not a loss; AMP_ERR_CONFLICT no parameter reaches the loss;
+   AMP_ERR_SOURCE a callback's result that is no amp_result. */
+AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale);
+/* The same without a backward. */
+AMP_API amp_result amp_tape_finish(amp_tape *tape);
+/* The first half of amp_tape_backward, which then only does the second, with the same loss: to look at the loss or take
+   times in between.  amp_tape_begin instead gives the step up, as a failure does: a fused loss has added to gradients.
+   Errors: those of amp_tape_backward. */
+AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float *grad_scale);
+/* Ends the step without running it: *bytes is the memory that it would take.  loss 0: without a backward. */
+AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes);
+
+/* Memory of yours as a value: tensor is copied, its data is not.  variable: its gradient is wanted too. */
+AMP_API amp_value amp_tape_input(amp_tape *tape, const amp_tensor *tensor);
+AMP_API amp_value amp_tape_variable(amp_tape *tape, const amp_tensor *tensor);
+/* amp_tape_keep: the value's memory is not given to others, so that it can be looked at after the run; returns the
+   value.  amp_tape_tensor: shape and dtype of a value, and between the run and the next begin its data; NULL before,
+   and where others have the memory: call amp_tape_keep, or take what no operator reads.  amp_tape_gradient: the
+   gradient of a variable, after backward.
+   Errors: AMP_ERR_RANGE of another tape or step, AMP_ERR_STATE no gradient. */
+AMP_API amp_value amp_tape_keep(amp_tape *tape, amp_value value);
+AMP_API amp_result amp_tape_tensor(const amp_tape *tape, amp_value value, amp_tensor *out);
+AMP_API amp_result amp_tape_gradient(const amp_tape *tape, amp_value value, amp_tensor *out);
+/* Copies a value to the host as fp32, after the run.  n: its elements.  Waits.
+   Errors: AMP_ERR_RANGE, AMP_ERR_SHAPE, AMP_ERR_STATE it was not kept. */
+AMP_API amp_result amp_tape_read(const amp_tape *tape, amp_value value, float *out, int64_t n);
+
+/* Of what is recorded in between only the inputs, and values that operators outside read, are kept; backward computes
+   the rest again, with the same bits (activation checkpointing; see amp_recompute_begin).  Losses stay outside.
+   Failures stick. */
+AMP_API void amp_tape_checkpoint_begin(amp_tape *tape);
+AMP_API void amp_tape_checkpoint_end(amp_tape *tape);
+/* The graph as lines of text, or as a program for Graphviz's dot: operators, layers, shapes and dtypes; after the run
+   also bytes, and with amp_tape_time milliseconds of forward and backward.  Returns the length without the 0 at the
+   end; a longer text is cut off at size - 1.  Names given to the tape must still be there; those of parameters that
+   were destroyed or forgotten are left out. */
+AMP_API size_t amp_tape_text(const amp_tape *tape, char *text, size_t size);
+AMP_API size_t amp_tape_dot(const amp_tape *tape, char *text, size_t size);
+/* 1: every call is timed from now on, and waits for the device before and after.  0: no more. */
+AMP_API amp_result amp_tape_time(amp_tape *tape, int32_t on);
+/* One operator of the step. */
+typedef struct amp_tape_node_info {
+    const char *op, *layer;     /* "linear"; NULL: no name */
+    amp_value value;
+    amp_dtype compute;          /* what it computes in, by autocast's decision */
+    int32_t reserved;
+    double seconds[3];          /* forward, backward, forward again (checkpoints); 0 unless amp_tape_time */
+} amp_tape_node_info;
+/* Operator i, from 0, in the order of recording.  Errors: AMP_ERR_RANGE there are no more. */
+AMP_API amp_result amp_tape_node(const amp_tape *tape, int64_t i, amp_tape_node_info *out);
+/* Results of products, norms, activations, SwiGLU, embeddings, dropout, sums, multiples and means that follow are
+   stored in this dtype, fp32, fp16 or bf16; 0: as autocast decides.  Others stay. */
+AMP_API void amp_tape_store(amp_tape *tape, amp_dtype dtype);
+/* Names the layer of the operators that follow, for overrides and messages; one with a weight has the weight's name
+   instead.  NULL: no name. */
+AMP_API void amp_tape_layer(amp_tape *tape, const char *layer);
+
+/* Operators: as in >>operators, with the output in the dtype that PyTorch would return, and norms' in the region's
+   (AMP_POLICY_TORCH: fp32).  Leading dimensions stay.  options: an op struct whose numbers are read, not its tensors;
+   NULL: the defaults.  A bias, positions and a norm's weight may be NULL too.
+   Calls may be nested, but C does not say which argument is evaluated first.  The order of recording gives dropout its
+   random numbers, and a gradient of three or more parts the order of its sum.  For the same bits from every compiler
+   record operands that are calls themselves in statements of their own. */
+AMP_API amp_value amp_tape_linear(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias,
+                                  amp_activation_kind act);
+/* alpha 0: 1. */
+AMP_API amp_value amp_tape_matmul(amp_tape *tape, amp_value a, amp_value b, int32_t trans_a, int32_t trans_b,
+                                  float alpha);
+/* q [batch, positions, heads dim], k and v [batch, keys, dim times heads or a divisor of heads]: grouped heads.
+   options: layer, scale, mask.  rope: as amp_rope, options: all but q and k. */
+AMP_API amp_value amp_tape_attention(amp_tape *tape, amp_value q, amp_value k, amp_value v, int64_t heads,
+                                     const amp_attention_op *options);
+AMP_API amp_value amp_tape_rope(amp_tape *tape, amp_value x, int64_t heads, const amp_rope_op *options);
+/* eps 0: 1e-5. */
+AMP_API amp_value amp_tape_layernorm(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias, float eps);
+AMP_API amp_value amp_tape_rmsnorm(amp_tape *tape, amp_value x, amp_param *weight, float eps);
+AMP_API amp_value amp_tape_softmax(amp_tape *tape, amp_value x, const amp_softmax_op *options);
+AMP_API amp_value amp_tape_activation(amp_tape *tape, amp_value x, amp_param *bias, amp_activation_kind act);
+AMP_API amp_value amp_tape_swiglu(amp_tape *tape, amp_value gate, amp_value up);
+/* ids: int32, contiguous, one to three dimensions; positions: of the last of them. */
+AMP_API amp_value amp_tape_embedding(amp_tape *tape, const amp_tensor *ids, amp_param *table, amp_param *positions);
+AMP_API amp_value amp_tape_dropout(amp_tape *tape, amp_value x, float p);
+AMP_API amp_value amp_tape_add(amp_tape *tape, amp_value a, amp_value b);
+AMP_API amp_value amp_tape_scale(amp_tape *tape, amp_value x, float alpha);
+/* Along dimension dim: a followed by b; the `count` elements of x from `first` on, as a view. */
+AMP_API amp_value amp_tape_concat(amp_tape *tape, amp_value a, amp_value b, int32_t dim);
+AMP_API amp_value amp_tape_split(amp_tape *tape, amp_value x, int32_t dim, int64_t first, int64_t count);
+AMP_API amp_value amp_tape_reshape(amp_tape *tape, amp_value x, const int64_t *shape, int32_t ndim);
+/* Swaps dimensions i and j, in a copy. */
+AMP_API amp_value amp_tape_transpose(amp_tape *tape, amp_value x, int32_t i, int32_t j);
+/* Over the last dimension but one: the mean of rows. */
+AMP_API amp_value amp_tape_mean(amp_tape *tape, amp_value x);
+/* Losses, [1]; target gets no gradient. */
+AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const int32_t *labels,
+                                         const amp_cross_entropy_op *options);
+AMP_API amp_value amp_tape_mse(amp_tape *tape, amp_value x, amp_value target, amp_reduction reduction);
+AMP_API amp_value amp_tape_linear_cross_entropy(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias,
+                                                const int32_t *labels, const amp_linear_cross_entropy_op *options);
+
+/* ---- Operators of your own */
+
+enum { AMP_CUSTOM_INPUTS = 3 };
+
+/* What a callback gets: contiguous, in memory of the backend, to be written by kernels on the context's stream. */
+typedef struct amp_custom_call {
+    amp_context *amp;
+    amp_plan plan;              /* autocast's decision, from the recording; zeros if .op is 0 */
+    amp_tensor x[AMP_CUSTOM_INPUTS], y;
+    /* In backward: write dx[i] unless its data is NULL, in x[i]'s shape and dtype; read dy, of y's. */
+    amp_tensor dx[AMP_CUSTOM_INPUTS], dy;
+} amp_custom_call;
+
+/* forward writes y; backward, NULL if no gradient passes, has all inputs and y again.  They run in a region as when the
+   call was recorded, and return AMP_OK, or a failure that amp_tape_backward returns, with amp_last_error's text.
+   Regions that they open they close; the tape itself they leave alone.  In a checkpoint forward runs twice, and must
+   give the same bits. */
+typedef struct amp_custom_op {
+    const char *layer;
+    int32_t op;                 /* of amp_operator_register: what autocast decides by; 0: nothing is decided */
+    amp_dtype dtype;            /* of y: F32, F16 or BF16; default: as decided, without .op the first input's */
+    int64_t shape[AMP_MAX_DIMS];
+    int32_t ndim, reserved;     /* of y; ndim 0: as the first input */
+    amp_param *weight;          /* may be NULL; backward adds to its gradient as amp_param_accumulate says */
+    amp_result (*forward)(void *user, const amp_custom_call *call);
+    amp_result (*backward)(void *user, const amp_custom_call *call);
+    void *user;
+} amp_custom_op;
+
+/* n inputs, 1 to AMP_CUSTOM_INPUTS; op is copied. */
+AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32_t n, const amp_custom_op *op);
+
+/* ==== 11 >>gradients ====
    Gradient sets, the loss scaler (PyTorch's bit for bit, with presets and a floor), optimizers and the step.  One
    training step is three calls, or amp_step for all of them; none waits for the device:
        amp_scaler_check      looks for infinities and NaN, takes the norm; optional: the next call does it if needed
@@ -1417,7 +1701,9 @@ typedef struct amp_optimizer_desc {
     int32_t apply_nonfinite;    /* 1: without a scaler, step even with inf or NaN gradients, as PyTorch does */
     int32_t sharded;            /* as in amp_grad_set_desc */
     amp_master_kind master;     /* of 16-bit weights; at level O3 NONE or STOCHASTIC */
-    /* F32, or BF16 rounded stochastically (to nearest, v would never shrink with beta2 above 0.996) */
+    /* F32; BF16 rounded stochastically (to nearest, v would never shrink with beta2 above 0.996); AMP_MOMENTS_8BIT:
+       one byte per number and one fp32 scale per 256 consecutive numbers, as in bitsandbytes.  Parameters of fewer than
+       4,096 elements and embeddings then keep F32, unless a group's .moments says 8 bits */
     amp_dtype moments;
     /* of stochastic rounding, a function of seed, applied step, parameter and element; ranks with the same weights
        need the same */
@@ -1425,7 +1711,8 @@ typedef struct amp_optimizer_desc {
 } amp_optimizer_desc;
 /* All parameters share one step count, also for bias correction.
    Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, AMP_ERR_CONFLICT a storage policy that does not
-   fit, weights that share memory, or a field that this kind does not read. */
+   fit, weights that share memory, a parameter of an amp_model that another optimizer has, or any whose master it has,
+   or a field that this kind does not read. */
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc);
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
@@ -1507,13 +1794,45 @@ AMP_API void amp_graph_destroy(amp_graph *graph);
    yet delivered.  Weights are yours to save, and to load first.  Between two steps any rank's state loads into every
    rank of any world; inside a cycle, or if sharded, only into the same rank, world and accumulation.  Remainders are
    saved as fp32 masters, so either kind loads into the other; loading remainders also writes the bf16 weights.  bf16
-   moments load into fp32 ones too.
+   and 8-bit moments load into fp32 ones too, and any into 8-bit ones.
    Errors: AMP_ERR_STATE saved between amp_scaler_check and the step, AMP_ERR_NAME, AMP_ERR_MISMATCH with the
    parameter's name. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
 
-/* ==== 11 >>data ====
+/* ---- Learning-rate schedules */
+
+typedef enum amp_schedule_kind {
+    AMP_SCHEDULE_DEFAULT = 0,   /* COSINE */
+    AMP_SCHEDULE_CONSTANT = 1,
+    AMP_SCHEDULE_LINEAR = 2,
+    AMP_SCHEDULE_COSINE = 3,    /* half a cosine, Loshchilov & Hutter 2017 */
+    AMP_SCHEDULE_WSD = 4,       /* warmup, stable, decay: lr until the last .decay steps (MiniCPM, Hu et al. 2024) */
+    AMP_SCHEDULE_INVERSE_SQRT = 5,  /* Vaswani et al. 2017 */
+    AMP_SCHEDULE_SQRT = 6,      /* lr (1 - sqrt(x)): as the decay of WSD, Haegele et al. 2024 */
+    AMP_SCHEDULE_FORCE_I32 = 0x7fffffff
+} amp_schedule_kind;
+
+/* What a kind does not read must be 0; all may have .steps. */
+typedef struct amp_schedule {
+    int32_t from_zero;          /* 1: warmup is lr step / warmup, as in PyTorch programs, and step 0 changes nothing */
+    amp_schedule_kind kind;
+    double lr;                  /* the highest; above 0, or AMP_EXPLICIT_ZERO */
+    double min_lr;              /* from .steps on; INVERSE_SQRT: any time after warmup; not of CONSTANT; at most lr */
+    int64_t warmup;             /* steps that rise linearly, the last one at lr; at most .steps */
+    int64_t steps;              /* in all, warmup included; CONSTANT and INVERSE_SQRT: may be 0 */
+    int64_t decay;              /* WSD: steps, after the warmup; default a fifth of .steps */
+    int64_t timescale;          /* INVERSE_SQRT: lr / sqrt(1 + (step - warmup) / timescale); default warmup, or 10000 */
+    amp_schedule_kind decay_kind;   /* WSD: LINEAR, COSINE or SQRT; default COSINE */
+    int32_t reserved;
+} amp_schedule;
+/* *lr = the learning rate of a step, counted from 0; for amp_optimizer_set_lr.  It depends on nothing else, so a
+   resumed run has the same.  With .from_zero the values are those of transformers' schedulers of these names, except
+   that after the end the rate stays at min_lr, where transformers' cosine rises again.
+   Errors: AMP_ERR_CONFLICT a field that this kind does not read, or warmup and decay longer than .steps. */
+AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, double *lr);
+
+/* ==== 12 >>data ====
    Samples, read ahead by worker threads, in an order that does not depend on their number, with exact resume. */
 
 typedef enum amp_token_format {
@@ -1567,21 +1886,25 @@ typedef struct amp_source {
 
 typedef struct amp_loader amp_loader;
 
-/* One of path, arrays and source.
+/* One of path, arrays, tensors and source.
    path: token files.  A sample is `seq` tokens, and as targets the same shifted by one; samples start every seq tokens
    within a file.  A path that is no file is a pattern if any part has * ? or []; its files are taken in byte order of
    their names and kept open: a replaced file is still read, a truncated one is an error where it ends.
    arrays: .npy files of f2, f4, f8, u1, u2, i4, i8 or b1 with equal first dimension; sample i is row i of each.
+   tensors: the same of arrays in host memory, of any dtype but TF32.  Rows are contiguous, at any stride.  The data is
+   not copied: keep it, unchanged.  Resuming refuses other data by a hash of rows (all, up to 64 KiB of each).
    Floating-point fields come in amp_autocast_input's dtype as of creation, with a warning for values that become
    infinite. */
 typedef struct amp_loader_desc {
     const char *path;
     const char *const *arrays;
+    const amp_tensor *tensors;  /* copied, without their data */
     const amp_source *source;   /* copied */
-    int32_t n_arrays;           /* 1 to AMP_MAX_FIELDS */
+    int32_t n_arrays, n_tensors;  /* 1 to AMP_MAX_FIELDS */
     amp_token_format format;
     int32_t shuffle;            /* 1: a new order each epoch, a function of seed and epoch */
     amp_last_batch last_batch;
+    int32_t reserved;
     int64_t batch;              /* samples per batch and rank, 1 or more */
     int64_t seq;                /* path: 1 or more */
     int64_t first, last;        /* range of tokens (over all files) or samples; last is one past the end, default all */
@@ -1725,7 +2048,7 @@ AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t s
 
 struct amp_choice {
     int32_t scaler;             /* 1: train with a loss scaler (fp16) */
-    amp_dtype dtype;            /* what regions compute in: AMP_F32, AMP_TF32, AMP_F16 or AMP_BF16 */
+    amp_dtype dtype;            /* what regions compute in: AMP_F32, AMP_TF32, AMP_F16, AMP_BF16, AMP_FP8 */
     int32_t emulated;           /* 1: the CPU rounds to this dtype and computes in fp32 */
     int32_t fell_back;          /* 1: not what was asked for */
     char reason[160];           /* one line */
@@ -1734,8 +2057,8 @@ struct amp_choice {
 /* Chooses a compute dtype from its arguments alone.  wanted AMP_DTYPE_DEFAULT ("auto"): bf16 on compute capability 8.0
    and later, or on a CPU with bf16 instructions; fp16 with a scaler on 7.0 to 7.5; else fp32.  Otherwise `wanted` if
    the device has it; if not, with allow_fallback, the nearest dtype that works, and the reason says so.
-   Errors: AMP_ERR_DTYPE not a compute dtype, AMP_ERR_VERSION, AMP_ERR_UNSUPPORTED the device lacks it (fp8:
-   always). */
+   Errors: AMP_ERR_DTYPE not a compute dtype, AMP_ERR_VERSION, AMP_ERR_UNSUPPORTED the device lacks it (E4M3 and E5M2:
+   always; FP8 computes in them). */
 AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out);
 
 /* ==== 5 >>state ====
@@ -1785,7 +2108,7 @@ AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *o
 AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind);
 AMP_API void amp_mask_cache_clear(amp_context *amp);
 
-/* ==== 12 >>watch ====
+/* ==== 13 >>watch ====
    Settings for every part, the library's status, records of steps and epochs, and statistics of tensors. */
 
 /* ---- Settings: one struct for everything below, from a program, a file or the environment */
@@ -1815,7 +2138,7 @@ typedef enum amp_nan_action {
    fields; README.md has the names in Python trainers.
 
     "enabled" .disable            true      false: regions compute in their operands' dtypes
-    "dtype"                       auto      fp32, tf32, fp16, bf16
+    "dtype"                       auto      fp32, tf32, fp16, bf16, fp8
     "autocast_dtype"              auto      the same
     "cast_inputs", "cast_outputs" false     true (to the dtype of regions), fp32
     "level"                       O1        O0 to O3; for O2 and O3 store weights in 16 bits
@@ -1824,8 +2147,13 @@ typedef enum amp_nan_action {
     "memory_efficient"            false     models that can recompute do (examples/train_gpt.c)
     "cache" .disable_cache        true      the cast cache
     "saturate_inputs"             false
-    "fallback"                    none      fp32, tf32, fp16, bf16
+    "layers"                      none      amp_layer_override, in this order: "* bf16, head.weight fp32, h.1.* tf32"
+    "fallback"                    none      fp32, tf32, fp16, bf16, fp8
     "tf32" .allow_tf32            false
+    "fp8_format" .fp8.format      hybrid    e4m3
+    "fp8_scaling" .fp8.scaling    current   block, mx, delayed
+    "fp8_amax" .fp8.amax          max       recent; of delayed scaling, as the next two
+    "fp8_history" "fp8_margin"    1024, 0   to 1024, to 16
     "autotune"                    off       on
     "scaler" .use_scaler          auto      on, off
     "scaler_preset" .scaler.preset default   the names of amp_scaler_preset
@@ -1833,6 +2161,7 @@ typedef enum amp_nan_action {
     "frozen" .scaler.KEY          preset's  "none" for no floor, ceiling or growth
     "clip_norm"                   none      above 0
     "accumulation"                1         to 1000000
+    "moments"                     fp32      bf16, 8bit; unless set, .moments of the optimizer's desc stays
     "log_interval"                100       between step records
     "memory_interval"             100       between memory queries
     "cleanup_interval"            off       between calls of amp_cleanup
@@ -1856,13 +2185,16 @@ typedef struct amp_settings {
     int32_t saturate_inputs;
     amp_dtype fallback;
     int32_t allow_tf32;
+    amp_fp8_recipe fp8;
     amp_autotune autotune;
     amp_scaler_use use_scaler;
     amp_nan_action nan_action;
+    char layers[2048];          /* beside the overrides that are there already */
     amp_scaler_desc scaler;     /* .disable stays 0: see use_scaler */
     double clip_norm;
     int32_t accumulation, max_skips;
     int32_t max_retries;        /* AMP_NO_RETRIES: none */
+    amp_dtype moments;
     int32_t workers;            /* AMP_NO_WORKERS: none */
     int32_t prefetch, disable_pinned;
     int32_t debug;
@@ -1892,15 +2224,17 @@ AMP_API amp_result amp_settings_read_env(amp_settings *settings);
    Errors: as amp_settings_read_env, amp_settings_check, amp_open and amp_scaler_create. */
 AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler);
 /* Checks each field, and for contradictions: level O0 (fp32 throughout) with another dtype, tf32 or the scaler on;
-   levels O2 and O3 (16-bit weights) with fp32 or tf32; a floor above the ceiling; an initial scale outside them.
+   levels O2 and O3 (16-bit weights) with fp32 or tf32; what only delayed scaling reads with another fp8_scaling; a
+   floor above the ceiling; an initial scale outside them.
    Settings without effect are no contradiction.
    Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT with both keys, AMP_ERR_SCALE, AMP_ERR_UNSUPPORTED as amp_settings_set. */
 AMP_API amp_result amp_settings_check(const amp_settings *settings);
 /* All settings in effect, as a file that amp_settings_read_text takes; what nothing reads stands behind a #. */
 AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
 
-/* Overwrites the fields of each desc that are settings; any desc may be NULL.  scaler->disable becomes 1 if no scaler
-   is wanted; for "auto" that takes the dtype of amp: pass it once it is open, before that NULL.
+/* Overwrites the fields of each desc that are settings; any desc may be NULL.  desc->layers then points into settings.
+   scaler->disable becomes 1 if no scaler is wanted; for "auto" that takes the dtype of amp: pass it once it is open,
+   before that NULL.
    Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT, AMP_ERR_SCALE. */
 typedef struct amp_monitor_desc amp_monitor_desc;
 AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
@@ -1909,11 +2243,11 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader);
 /* Changes a running training between two steps: dtypes, enabled, mode, caches, fallback, tf32, clipping, accumulation,
    scaler on or off and its rule, intervals and actions.  A scaler turned on starts anew; one turned off has scale 1.
-   Level, policy, autotune and scaler preset must be as they are, or defaults.  Casts of inputs and outputs change for
-   later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler, optimizer and monitor may
-   be NULL.
+   Level, policy, autotune, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of inputs and outputs
+   change for later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler, optimizer and
+   monitor may be NULL.
    Errors: AMP_ERR_STATE in the middle of a step, accumulation cycle or capture, AMP_ERR_UNSUPPORTED the device lacks
-   the dtype, AMP_ERR_CONFLICT what cannot change, AMP_ERR_SCALE. */
+   the dtype, AMP_ERR_CONFLICT what cannot change, or not under an amp_adapt, AMP_ERR_SCALE. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
                                       amp_optimizer *optimizer, amp_monitor *monitor);
@@ -1940,6 +2274,11 @@ typedef struct amp_status {
        operand that a batch shares counts for each of its products */
     int64_t new_inf;
     char new_inf_in[80];        /* the last such operand: "amp_linear: x of h.0.fc.weight" */
+    /* tensors rounded to fp8 so far, and the largest shares of one's numbers that saturated and became 0 in its last
+       step; amp_fp8_stats_get has each */
+    int64_t fp8_tensors;
+    double fp8_saturated, fp8_underflowed;
+    char fp8_saturated_in[80];  /* the first one: "x of h.0.fc.weight"; "": none saturated */
     amp_memory_info memory;
     double memory_share;        /* of the device's memory in use; -1 unknown */
     int32_t memory_warned, reserved;  /* 1: memory_share has reached memory_warning */
@@ -1972,6 +2311,8 @@ AMP_API void amp_profile_pop(amp_context *amp);
                   backward_s optimizer_s; if memory was queried allocated reserved peak; if there is one anomaly
                   ("loss", "gradients", "floor", "skips") and first_bad
        "epoch"    epoch steps skipped anomalies loss dtype tokens_per_s seconds data_s ... optimizer_s peak
+       "fp8"      when memory is queried, for each tensor in fp8: step weight tensor ("x", "weight", "dy") saturated
+                  underflowed nonfinite (shares), with delayed scaling the next step's scale
    A loss that was not read is left out; null is infinity or NaN.  tracker: before the step; skipped: 0 or 1; skips:
    total. */
 
@@ -2025,7 +2366,7 @@ typedef struct amp_step_info {
     int64_t tokens;             /* or samples, of all micro-batches of the step; for the rate */
 } amp_step_info;
 #if !defined(AMP_NO_WATCH)
-/* Ends a step, after amp_step; does not wait for it.
+/* Ends a step, after amp_step; does not wait for it, but for the lines of fp8.
    Errors: AMP_ERR_STATE the optimizer has not stepped since the last call, AMP_ERR_WRITE lines could not be written:
    up to 256 KiB are kept and written when it works again; training may go on. */
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info);
@@ -2113,6 +2454,8 @@ typedef struct amp_tensor_stats_row {
     int32_t gradient;           /* 1: of the gradient, as it lies in memory (scaled); 0: of the weight */
     float largest;              /* largest finite magnitude; 0 if there is none */
     int64_t count, infinite, nan;  /* count 0: a gradient that is not live */
+    double norm;                /* Euclidean, of a gradient without the loss scale; inf or NaN with such values */
+    double zero;                /* share of all values that are 0 */
     /* Shares of the values that are not 0, which in the format become: */
     double underflow;           /* 0 */
     double subnormal;           /* subnormal, with fewer digits */
@@ -2145,13 +2488,16 @@ typedef struct amp_tensor_stats amp_tensor_stats;
 /* Errors: AMP_ERR_DTYPE. */
 AMP_API amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc);
 AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats);
-/* Call it between backward and step.  When due it reads every tensor once and waits; otherwise it only counts.
+/* Call it between backward and step.  When due it reads every tensor twice and waits; otherwise it only counts.
    Errors: AMP_ERR_STATE during a graph capture. */
 AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out);
 AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size);
+/* The row of the weight or range of this name, or (gradient 1) of a gradient; NULL: there is none. */
+AMP_API const amp_tensor_stats_row *amp_tensor_stats_find(const amp_tensor_stats_report *report, const char *name,
+                                                          int32_t gradient);
 #endif
 
-/* ==== 13 >>care ====
+/* ==== 14 >>care ====
    Does mixed precision work here, which is best, and what to do when it goes wrong. */
 
 /* ---- Verify: your step in fp32 and in each candidate, on the same batch */
@@ -2171,7 +2517,7 @@ typedef struct amp_verify_desc {
     const amp_range *outputs; int64_t n_outputs;  /* also compared: logits, the loss; F32, F16, BF16 or F64 */
     amp_optimizer *optimizer;   /* restored; may be NULL */
     amp_scaler *scaler;         /* for F16; restored; may be NULL */
-    /* default: the device's of TF32, F16 and BF16; at most AMP_VERIFY_ROWS */
+    /* default: the device's of TF32, F16, BF16 and FP8; at most AMP_VERIFY_ROWS */
     const amp_dtype *dtypes; int64_t n_dtypes;
     double allowance;           /* errors of up to this many times the noise pass; default 8 */
 } amp_verify_desc;
@@ -2202,9 +2548,9 @@ typedef struct amp_verify_report {
 #if !defined(AMP_NO_CARE)
 /* Runs the step 3 times in fp32 and 3 times per candidate, from the same weights (but for those changes), zero
    gradients, random numbers and loss scale; with a scaler once more before and, if fp16's gradients overflow then, at
-   the scale the scaler would come to.  Whatever the step did, parameters, gradients, optimizer, scaler, random offsets
-   and dtype are restored bit for bit; outputs are not.  Takes host memory for all of these, twice for gradients.  A
-   candidate that fails, or that the device lacks, is a row, not an error.
+   the scale the scaler would come to.  Whatever the step did, parameters, gradients, optimizer, scaler, records of FP8,
+   random offsets and dtype are restored bit for bit; outputs are not.  Takes host memory for all of these, twice for
+   gradients.  A candidate that fails, or that the device lacks, is a row, not an error.
    Errors: AMP_ERR_RANGE also if the step fails or is not finite in fp32 (the text has the first bad tensor or the
    step's error), AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture or between amp_scaler_check and
    amp_scaler_update, AMP_ERR_NAME, AMP_ERR_CONFLICT level O0 or several ranks. */
@@ -2223,8 +2569,8 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
    changes of all inputs by up to the coarsest roundoff of dtype, outputs and output_grads, plus twice the truncation
    error that halving h shows.  So fp32, the default, finds a factor of 1.01, while bf16 misses one of 1.1: see
    .detectable.
-   Forwards get the same random numbers; backwards begin with input_grads zero.  Inputs are restored; gradients of
-   parameters are not live afterwards. */
+   Forwards get the same random numbers; backwards begin with input_grads zero.  Inputs and records of FP8 are restored;
+   gradients of parameters are not live afterwards. */
 typedef struct amp_gradcheck_desc {
     amp_step_function forward, backward;  /* inside and outside of a region, as in training */
     void *user;
@@ -2270,12 +2616,13 @@ typedef struct amp_advice {
     char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160], lr_reason[160];
 } amp_advice;
 #if !defined(AMP_NO_CARE)
-/* dtype: amp_choose's for "auto", or the first of bf16, fp16, tf32 and fp32 with nothing against it (verification;
-   fp16's scale at its floor).  level: O1; or O2 when the step took over 90% of the device's memory and the dtype has
-   16 bits.  batch: from peak memory = fixed + batch * each, where fixed is amp_optimizer_bytes and the cast cache; the
-   step must be the largest since amp_memory_reset_peak, with memory from amp_alloc.  scaler: by its share of skipped
-   steps.  lr: lower if losses are not finite, rise or jump; higher if they fall smoothly, by less than 10% in all, and
-   as fast at the end as before.  desc may be NULL. */
+/* dtype: fp8 if the device has it and it passed verification; else amp_choose's for "auto", or the first of bf16,
+   fp16, tf32 and fp32 with nothing against it (verification; fp16's scale at its floor).  level: O1; or O2 when the
+   step took over 90% of the device's memory and the dtype has 16 bits.  batch: from peak memory = fixed + batch *
+   each, where fixed is amp_optimizer_bytes and the cast cache; the step must be the largest since
+   amp_memory_reset_peak, with memory from amp_alloc.  scaler: by its share of skipped steps.  lr: lower if losses are
+   not finite, rise or jump; higher if they fall smoothly, by less than 10% in all, and as fast at the end as before.
+   desc may be NULL. */
 AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out);
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size);
 /* amp_settings_apply with what can change while training runs, and the learning rate; another level is only logged, as
@@ -2294,7 +2641,7 @@ typedef struct amp_tune_desc {
     amp_step_function step;
     amp_prepare_function prepare;  /* NULL: only .batch is tried */
     void *user;
-    const amp_dtype *dtypes; int64_t n_dtypes;  /* default: F32, and the device's of TF32, F16 and BF16 */
+    const amp_dtype *dtypes; int64_t n_dtypes;  /* default: F32, and the device's of TF32, F16, BF16 and FP8 */
     /* from batch (default 1), doubled up to max_batch (default batch) or the end of memory */
     int64_t batch, max_batch;
     int32_t iterations, warmup; /* timed steps, default 10, after warmup, default 3 */
@@ -2320,15 +2667,101 @@ typedef struct amp_tune_report {
 } amp_tune_report;
 #if !defined(AMP_NO_CARE)
 /* Precisions take turns of a few timed steps, so changes in the machine's speed affect all alike.  A failing row is no
-   error: its precision is not tried with larger batches.  Verification runs at the first batch.  Afterwards dtype and
-   all that .verify names are restored (without it the steps have trained), captured graphs are out of date, and
-   `prepare` was last called with the best batch.  A file that is damaged, or whose best batch cannot be prepared, is
-   rewritten, one with other content is left alone, each with a warning.
+   error: its precision is not tried with larger batches.  Verification runs at the first batch.  Afterwards dtype,
+   records of FP8 and all that .verify names are restored (without it the steps have trained), captured graphs are out
+   of date, and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch cannot be
+   prepared, is rewritten, one with other content is left alone, each with a warning.
    Errors: AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture, in a disabled context or if the last `prepare` fails,
    AMP_ERR_CONFLICT several ranks, those of amp_verify, AMP_ERR_WRITE the file could not be written (*out is
    filled). */
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out);
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size);
+#endif
+
+/* ---- Adapt: the precision of each layer, by the errors measured in it while it trains
+
+       amp_adapt_create(amp, &adapt, &desc);
+       for each step:
+           forward, backward, amp_step ...
+           amp_adapt_step(adapt);
+           while (amp_adapt_next(adapt, &record)) ...      decisions, one by one
+
+   A layer is a weight that amp_linear or amp_linear_cross_entropy multiplies by; other operators, and layers that an
+   amp_layer_override names already, stay as they are.  Layers begin in the last dtype of the ladder, which the context
+   computes in: in fp32, store activations in fp32 too.  Once per interval each layer's products, output and gradients,
+   are computed again for a few rows: in fp32, in the layer's dtype and in the one below.  A layer moves down after
+   `checks` intervals in a row in which the errors there were at most budget * hysteresis and no input overflowed (nor,
+   in fp16, came within a factor of 2 of that); it moves up right after a step in which they exceeded the budget in its
+   own dtype, and from then on needs twice as many checks.  The layers take turns over the interval's steps.  Decisions
+   depend on nothing but the data, and are layer overrides.  An interval in which a result was not finite in fp32 does
+   not count, nor, once a layer has had a backward, one without.  The layer of an amp_linear_cross_entropy, which has no
+   fp8, leaves that out; a weight that is used under two names stays in the last dtype, with a warning.  If an override
+   of yours, or of an amp_recovery, comes to name a layer, that layer is left alone from then on.  Errors are
+   |x - fp32| / |fp32| in the Euclidean norm, and where nothing cancels about 0.0003 in fp16 and tf32, 0.002 in bf16,
+   0.04 in fp8 and 0.06 to 0.09 in its gradients. */
+typedef struct amp_adapt_desc {
+    amp_param *params; int64_t n_params;  /* those of the layers, among others; registered; not copied */
+    /* two or three of these: FP8; F16 or BF16; TF32 or F32; copied.  Default: FP8 where it is not emulated; BF16, or
+       F16 where the device has only that; the context's dtype */
+    const amp_dtype *ladder; int64_t n_ladder;
+    amp_scaler *scaler;         /* gradients that overflow in fp16 are left to it while it can shrink; may be NULL */
+    double budget;              /* relative error; default 0.1, with FP8 0.25; AMP_EXPLICIT_ZERO: nothing moves */
+    double hysteresis;          /* up to 1; default 0.5 */
+    int64_t interval;           /* steps; default 20 */
+    int32_t checks;             /* default 3 */
+    int32_t changes;            /* layers that move down in one interval; default a third of them */
+    int32_t rows;               /* of each product; default 8 */
+    int32_t reserved;
+} amp_adapt_desc;
+
+/* A decision; or how a layer stands, with from == to.  Errors are DBL_MAX where a result is not finite. */
+typedef struct amp_adapt_record {
+    int64_t step;               /* calls of amp_adapt_step */
+    char layer[128];
+    amp_dtype from, to;
+    /* the evidence, the worst of the last interval: in the lower of from and to; where they are equal, in the dtype
+       below, or else in `to` */
+    double output_error, gradient_error;
+    double underflow, overflow; /* share of an operand's values that are not 0 and become 0, become infinite */
+    float largest, largest_of_format;  /* finite magnitude of an operand; of a number in that dtype */
+    int32_t checks, fixed;      /* fitting ones in a row; fixed 1: an override of yours holds */
+    double multiply_adds;       /* in one step, forward and backward */
+} amp_adapt_record;
+typedef struct amp_adapt amp_adapt;
+#if !defined(AMP_NO_CARE)
+/* One per context at a time.
+   Errors: AMP_ERR_SHAPE, AMP_ERR_STATE params are not registered, during a graph capture, or the context has one
+   already, AMP_ERR_DTYPE a ladder in another order, AMP_ERR_UNSUPPORTED one with a dtype that the device lacks,
+   AMP_ERR_CONFLICT the context computes in another dtype than the ladder's last, is disabled, at level O0 or of several
+   ranks, or the scaler is another context's. */
+AMP_API amp_result amp_adapt_create(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc);
+/* The layers stay as they are. */
+AMP_API void amp_adapt_destroy(amp_adapt *adapt);
+/* The settings in effect; .ladder is the object's. */
+AMP_API amp_result amp_adapt_query(const amp_adapt *adapt, amp_adapt_desc *out);
+/* Call it once after each step.  Warns once if no layer ran in an interval outside of captured graphs.
+   Errors: AMP_ERR_STATE during a graph capture, or inside amp_verify, amp_gradcheck or amp_tune. */
+AMP_API amp_result amp_adapt_step(amp_adapt *adapt);
+/* 1: *out is the next decision, oldest first.  Those of the last step at least are kept. */
+AMP_API int32_t amp_adapt_next(amp_adapt *adapt, amp_adapt_record *out);
+/* How layer i stands, in the order of params.  Errors: AMP_ERR_RANGE there are not so many layers. */
+AMP_API amp_result amp_adapt_layer(const amp_adapt *adapt, int64_t i, amp_adapt_record *out);
+/* 1: no more checks and moves; 0: go on.  All counts start again. */
+AMP_API amp_result amp_adapt_freeze(amp_adapt *adapt, int32_t frozen);
+/* The layers that compute in another dtype than the context as a file of settings ("layers" in amp_settings), with the
+   evidence in comments.  If they do not fit there, or a name has a wildcard, a space, a comma, a # or a control
+   character, that setting is left out, with a comment and a warning. */
+AMP_API size_t amp_adapt_text(const amp_adapt *adapt, char *text, size_t size);
+/* Which layers compute in what, and what the next decisions count on.
+   Loading takes back what was decided since; overrides of yours, as they are then, hold.
+   Errors of load: AMP_ERR_NAME, AMP_ERR_MISMATCH another ladder or model. */
+AMP_API amp_result amp_adapt_save(const amp_adapt *adapt, amp_state *state, const char *prefix);
+AMP_API amp_result amp_adapt_load(amp_adapt *adapt, const amp_state *state, const char *prefix);
+#if !defined(AMP_NO_WATCH)
+/* A decision as one JSON object, a line for amp_monitor_write: event ("precision") step layer from to output_error
+   gradient_error underflow overflow largest. */
+AMP_API size_t amp_adapt_json(const amp_adapt_record *record, char *text, size_t size);
+#endif
 #endif
 
 /* ---- Recover: snapshots in memory, and what to do about anomalies
@@ -2705,13 +3138,45 @@ typedef struct amp_k_cut {
     amp_k_cut_note note;
 } amp_k_cut;
 
+/* What rounding to 8 bits did: saturated: finite, but beyond the largest number; underflowed: not 0, but became 0. */
+typedef struct amp_k_fp8_count { int64_t values, saturated, underflowed, nonfinite; } amp_k_fp8_count;
+
+/* A tensor's records, on the device. */
+typedef struct amp_k_fp8_slot {
+    amp_k_fp8_count now, last;  /* since the last fp8_update; before it */
+    int64_t updates;            /* DELAYED: steps in the history so far */
+    float scale;                /* DELAYED: 0: none yet */
+    int32_t reserved;
+} amp_k_fp8_slot;
+
+/* How an operand of a product in FP8 is rounded to 8 bits: q = x scale, to nearest even; finite numbers saturate, an
+   infinity stays one in E5M2 and becomes NaN in E4M3.  The rules of scales are the ampi_fp8_... functions below. */
+typedef struct amp_k_fp8 {
+    int32_t square;             /* BLOCK: 1: 128 x 128 values; 0: 128 along k */
+    int32_t record;             /* 1: add to slot, and if amax is finite raise *amax to it */
+    amp_dtype dtype;            /* E4M3 or E5M2, the latter in one operand only */
+    amp_fp8_scaling scaling;
+    amp_k_fp8_slot *slot;       /* device; or NULL, but not for DELAYED */
+    uint32_t *amax;             /* device; fp32 bits; with slot */
+    int32_t margin;             /* DELAYED: of ampi_fp8_margin_scale, while the slot has no scale */
+    int32_t reserved;
+} amp_k_fp8;
+
+/* ampi_fp8_update of all slots: by format[i % 3]. */
+typedef struct amp_k_fp8_update {
+    amp_k_fp8_slot *slots; int64_t n;
+    uint32_t *amax, *history;   /* [n], [n][length]; history NULL: not DELAYED */
+    int32_t length, recent, margin;  /* recent 1: by the last amax, 0: by the largest in the history */
+    amp_dtype format[3];
+} amp_k_fp8_update;
+
 /* Where to put a parameter's gradient; data NULL: not wanted. */
 typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
 
 /* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.  a and
-   b are rounded to `compute` (F32, F16, BF16, or TF32, which a device may truncate); a device may round bias to c's
-   dtype first, and its RELU may turn NaN into 0.  With beta 0 c is not read; k 0 leaves act(bias) + beta c.  pre,
-   backward and the sums need batch 1; backward and the sums also a backend that fuses. */
+   b are rounded to `compute` (F32, F16, BF16, FP8 with batch 1, or TF32, which a device may truncate); a device may
+   round bias to c's dtype first, and its RELU may turn NaN into 0.  With beta 0 c is not read; k 0 leaves act(bias) +
+   beta c.  pre, backward and the sums need batch 1; backward and the sums also a backend that fuses. */
 typedef struct amp_k_gemm {
     int64_t m, n, k, batch;
     const void *a, *b; void *c;
@@ -2731,6 +3196,7 @@ typedef struct amp_k_gemm {
     amp_k_gradient column_sum;  /* [n]: over the rows written to c, before or after rounding */
     amp_k_gradient row_sum;     /* [m]: of op(a)[i][p] over p, before or after rounding to `compute` */
     const amp_k_cut *cut[2];    /* a, b; NULL: not clamped, and always if the backend has .saturates 0 */
+    const amp_k_fp8 *fp8[2];    /* a, b; NULL but for FP8 */
 } amp_k_gemm;
 
 /* op(b), k x n, to be used with `compute`. */
@@ -2740,6 +3206,7 @@ typedef struct amp_k_pack {
     int32_t repeated;           /* 0: the first product with this b since it changed */
     int64_t k, n, ldb;
     int64_t *new_inf;           /* as in amp_k_cast */
+    const amp_k_fp8 *fp8;       /* of b; NULL but for FP8, whose scales are part of what is packed */
 } amp_k_pack;
 
 /* out[j] = sum over i of x[i][j]. */
@@ -2883,11 +3350,19 @@ typedef struct amp_k_add {
     float alpha, beta;
 } amp_k_add;
 
+/* The same for views: [i][j][k][l] at the sum of i stride[0] and so on.  A stride of 0 in a or b repeats it. */
+typedef struct amp_k_add_views {
+    const void *a, *b; void *y;
+    amp_dtype a_dtype, b_dtype, y_dtype;
+    float alpha, beta; int32_t reserved;
+    int64_t shape[4], a_stride[4], b_stride[4], y_stride[4];
+} amp_k_add_views;
+
 /* A row of a multi-tensor call's table, which is built once, in device memory. */
 typedef struct amp_k_tensor {
     void *weight, *grad, *master, *m, *v;  /* NULL if not used; master: fp32, or u16 remainders */
     amp_dtype weight_dtype, grad_dtype;
-    amp_dtype moment_dtype;     /* of m and v: BF16, else fp32 */
+    amp_dtype moment_dtype;     /* of m and v: BF16, AMP_MOMENTS_8BIT (see ampi_moment_scales), else fp32 */
     amp_master_kind master_kind;  /* REMAINDER: what master is; STOCHASTIC: how the weight is rounded */
     int64_t count;
     double lr_scale, weight_decay;
@@ -3108,7 +3583,8 @@ struct amp_backend {
     int32_t fuses;              /* 1: gemm takes .backward and the sums; 0: separate kernels do them */
     /* memory; host_visible 1: the host can read device pointers */
     int32_t host_visible;
-    int32_t saturates, reserved; /* 1: gemm and attention obey .cut; 0: host_visible backends get clamped operands */
+    int32_t saturates;          /* 1: gemm and attention obey .cut; 0: host_visible backends get clamped operands */
+    int32_t quantizes;          /* 1: gemm and gemm_pack take compute FP8; 0: contexts have no fp8 */
     amp_result (*alloc)(void *dev, void **ptr, size_t bytes);
     void (*free)(void *dev, void *ptr, size_t bytes);
     amp_result (*alloc_pinned)(void *dev, void **ptr, size_t bytes);
@@ -3174,6 +3650,7 @@ struct amp_backend {
     amp_result (*embedding_backward)(void *dev, const amp_k_embedding *args, void *stream);
     amp_result (*dropout)(void *dev, const amp_k_dropout *args, void *stream);
     amp_result (*add)(void *dev, const amp_k_add *args, void *stream);
+    amp_result (*add_views)(void *dev, const amp_k_add_views *args, void *stream);
     /* multi-tensor kernels; rule runs an AMPI_HD rule in one thread on device memory */
     amp_result (*check)(void *dev, const amp_k_check *args, void *stream);
     amp_result (*adamw)(void *dev, const amp_k_adamw *args, void *stream);
@@ -3182,7 +3659,56 @@ struct amp_backend {
     amp_result (*scale_ranges)(void *dev, const amp_k_scale_ranges *args, void *stream);
     amp_result (*inspect)(void *dev, const amp_k_inspect *args, void *stream);
     amp_result (*rule)(void *dev, const amp_k_rule *args, void *stream);
+    amp_result (*fp8_update)(void *dev, const amp_k_fp8_update *args, void *stream);  /* or NULL with quantizes 0 */
 };
+
+/* ---- Scales of FP8.  amax: the largest magnitude, as fp32 bits compared as integers, so that NaN is the largest. */
+
+/* By which a tensor is multiplied, 2^-margin of what fits; 1 for amax 0, infinite or NaN. */
+AMPI_HD float ampi_fp8_margin_scale(uint32_t amax, amp_dtype format, int margin) {
+    const double limit = 340282356779733661637539395458142568448.0;
+    double scale = (format == AMP_E4M3 ? 448.0 : 57344.0) / (double)((int64_t)1 << margin);
+    if (amax == 0 || amax >= 0x7f800000u) return 1.0f;
+    scale /= ampi_f64_of_bits(ampi_f64_bits_of_f32_bits(amax));
+    return scale < limit ? (float)scale : ampi_f32_of_bits(0x7f7fffffu);  /* rounded twice, but as once */
+}
+AMPI_HD float ampi_fp8_scale(uint32_t amax, amp_dtype format) { return ampi_fp8_margin_scale(amax, format, 0); }
+/* The same for a block: the power of two below. */
+AMPI_HD float ampi_fp8_block_scale(uint32_t amax, amp_dtype format) {
+    return ampi_f32_of_bits(ampi_bits_f32(ampi_fp8_scale(amax, format)) & 0xff800000u);
+}
+/* The E8M0 scale of an MX block, by which its elements are divided: 2^(result - 127), 255 is NaN. */
+AMPI_HD int ampi_fp8_mx_scale(uint32_t amax, amp_dtype format) {
+    int largest = format == AMP_E4M3 ? 8 : 15, exponent = (int)(amax >> 23);
+    if (amax >= 0x7f800000u) return amax > 0x7f800000u ? 255 : 254;
+    return exponent > largest ? exponent - largest : 0;
+}
+/* Ends a step for slot i.  A tensor that was not used keeps what it has; an infinite amax never comes here. */
+AMPI_HD void ampi_fp8_update(const amp_k_fp8_update *u, int64_t i) {
+    amp_k_fp8_slot *s = &u->slots[i];
+    const amp_k_fp8_count none = {0, 0, 0, 0};
+    uint32_t *history, most;
+    int64_t j;
+    if (s->now.values > 0) { s->last = s->now; s->now = none; }
+    if (u->history == NULL) return;
+    most = u->amax[i];
+    u->amax[i] = 0;
+    if (most == 0) return;
+    history = u->history + i * u->length;
+    history[s->updates++ % u->length] = most;
+    for (j = 0; !u->recent && j < u->length && j < s->updates; j++) if (history[j] > most) most = history[j];
+    s->scale = ampi_fp8_margin_scale(most, u->format[i % 3], u->margin);
+}
+/* 2^e, e from -127 to 127. */
+AMPI_HD float ampi_power_of_2(int e) {
+    return ampi_f32_of_bits(e > -127 ? (uint32_t)(e + 127) << 23 : 0x00400000u);
+}
+/* A product in bf16 of whole tensors is multiplied by what undoes both scales: two factors within 2^60 keep that finite
+   and normal.  The power of two by which a factor lies beyond; it goes into the copy in bf16. */
+AMPI_HD int ampi_fp8_spread(float factor) {
+    int e = (int)(ampi_bits_f32(factor) >> 23) - 127;
+    return e > 60 ? e - 60 : e < -60 ? e + 60 : 0;
+}
 
 /* ---- The rules: single-thread arithmetic on device memory, with the same bits on host and device: only integers, and
    fp64 operations in an order that leaves nothing to contract. */
@@ -3388,6 +3914,78 @@ AMPI_HD uint64_t ampi_row_seed(uint64_t seed, int64_t step, int64_t row) {
 }
 AMPI_HD uint16_t ampi_moment_round(float x, uint32_t word) { return amp_bf16_stochastic(x, word << 16, 0); }
 
+/* ---- Moments in 8 bits: block-wise dynamic quantisation (Dettmers et al. 2022), with the map and the arithmetic of
+   bitsandbytes.  A block of 256 elements has a scale, its largest magnitude, and each element a code, its place in the
+   map: the number nearest to element * (1 / scale), of two equally near the lower.  A number is map[code] * scale.
+   The unsigned map (v) has 0, the middles of 2, 4, .. 128 equal parts of the decades from 1e-7 to 1, and 1; the signed
+   one (m) 0, those of 1, 2, .. 64 parts with either sign, and 1. */
+#define AMPI_MOMENT_BLOCK 256
+enum { AMPI_MOMENT_CODES = 256, AMPI_MOMENT_NAN = 0x7fc00000 };
+/* The 128ths of the binades from 2^-23 to 1; all below, and all from 1 on, are one piece each. */
+enum { AMPI_MOMENT_TINY = 0x33ff, AMPI_MOMENT_PIECES = 0x3f80 - AMPI_MOMENT_TINY + 1 };
+typedef struct ampi_moment_map {
+    float value[AMPI_MOMENT_CODES];
+    float bound[AMPI_MOMENT_CODES];             /* the largest number that is rounded to each */
+    uint8_t first[2 * AMPI_MOMENT_PIECES];      /* of each piece, negative ones first, the lowest number's code */
+} ampi_moment_map;
+
+/* Bitsandbytes rounds to fp32 after each step; sums and products are exact in fp64 before. */
+AMPI_HD float ampi_moment_value(int code, int is_signed) {
+    int zero = is_signed ? AMPI_MOMENT_CODES / 2 - 1 : 0, place = code < zero ? zero - code : code - zero, i;
+    int parts = is_signed ? 1 : 2;
+    double step = (double)(float)(1.0 - (double)0.1f), decade = 1e-6;
+    float end = 0, middle = 0;
+    if (place == 0 || code == AMPI_MOMENT_CODES - 1) return place == 0 ? 0.0f : 1.0f;
+    for (place--; place >= parts; decade *= 10, parts *= 2) place -= parts;
+    for (i = place; i <= place + 1; i++) {
+        end = (float)(i <= parts / 2 ? (double)0.1f + step / parts * i : 1.0 - step / parts * (parts - i));
+        middle = (float)((double)middle + (double)end);
+    }
+    middle = (float)((double)(float)decade * (double)(middle * 0.5f));
+    return code < zero ? -middle : middle;
+}
+/* 1: x is nearer to high than to low, as differences in fp32 have it. */
+AMPI_HD int ampi_moment_is_high(float x, float low, float high) {
+    return (float)((double)high - (double)x) < (float)((double)x - (double)low);
+}
+AMPI_HD float ampi_moment_beside(float x, int up) {
+    return ampi_f32_of_bits(ampi_bits_f32(x) + ((x > 0) == up ? 1u : ~0u));
+}
+AMPI_HD float ampi_moment_bound(int code, int is_signed) {
+    float low = ampi_moment_value(code, is_signed), high, x;
+    if (code == AMPI_MOMENT_CODES - 1) return 2;
+    high = ampi_moment_value(code + 1, is_signed);
+    x = (float)(((double)low + (double)high) * 0.5);
+    while (!ampi_moment_is_high(x, low, high)) x = ampi_moment_beside(x, 1);
+    while (ampi_moment_is_high(x, low, high)) x = ampi_moment_beside(x, 0);
+    return x;
+}
+AMPI_HD int ampi_moment_piece(float x) {
+    int piece = (int)(ampi_bits_f32(x) >> 16 & 0x7fffu) - AMPI_MOMENT_TINY;
+    piece = piece < 0 ? 0 : piece < AMPI_MOMENT_PIECES ? piece : AMPI_MOMENT_PIECES - 1;
+    return ampi_bits_f32(x) >> 31 ? AMPI_MOMENT_PIECES - 1 - piece : AMPI_MOMENT_PIECES + piece;
+}
+/* Fills in one code. */
+AMPI_HD void ampi_moment_map_set(ampi_moment_map *map, int code, int is_signed) {
+    float bound = ampi_moment_bound(code, is_signed);
+    int piece = code > 0 ? ampi_moment_piece(ampi_moment_bound(code - 1, is_signed)) + 1 : 0;
+    map->value[code] = ampi_moment_value(code, is_signed);
+    map->bound[code] = bound;
+    for (; piece <= ampi_moment_piece(bound); piece++) map->first[piece] = (uint8_t)code;
+}
+/* x: element * (1 / scale).  No piece has two bounds. */
+AMPI_HD int ampi_moment_code(const ampi_moment_map *map, float x) {
+    int code = map->first[ampi_moment_piece(x)];
+    return code + (x > map->bound[code]);
+}
+/* Tiny scales have the same finite inverse. */
+AMPI_HD float ampi_moment_inverse(float scale) { return (float)(1.0 / (double)(scale > 1e-38f ? scale : 1e-38f)); }
+AMPI_HD int64_t ampi_moment_blocks(int64_t count) { return (count + AMPI_MOMENT_BLOCK - 1) / AMPI_MOMENT_BLOCK; }
+/* The scales of 8-bit moments lie behind the codes, which fill whole blocks. */
+AMPI_HD float *ampi_moment_scales(void *codes, int64_t count) {
+    return (float *)(void *)((char *)codes + ampi_moment_blocks(count) * AMPI_MOMENT_BLOCK);
+}
+
 /* How much of a weight its decay keeps, rounded twice; nvcc would fuse them: ampc_keep. */
 AMPI_HD float ampi_keep(double lr, double decay) {
     return (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * decay)));
@@ -3468,22 +4066,25 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
 /* Every struct of this header except amp_header: X(desc) for amp_desc. */
 #define AMPI_STRUCTS(X) \
     X(logger) X(system) X(convert_desc) X(cpu_info) X(device) X(machine) X(choice) X(tensor) X(range) X(param) \
-    X(mask) X(mat) X(k_cast) X(k_cut_note) X(k_cut) X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) \
+    X(mask) X(mat) X(k_cast) X(k_cut_note) X(k_cut) X(k_fp8_count) X(k_fp8_slot) X(k_fp8) X(k_fp8_update) X(fp8_stats) \
+    X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) \
     X(k_rope) X(k_norm) X(k_softmax) \
-    X(k_activation) X(k_swiglu) X(k_cross_entropy) X(k_mse) X(k_embedding) X(k_dropout) X(k_add) X(k_tensor) \
-    X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
+    X(k_activation) X(k_swiglu) X(k_cross_entropy) X(k_mse) X(k_embedding) X(k_dropout) X(k_add) X(k_add_views) \
+    X(k_tensor) X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
     X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
-    X(device_memory) X(backend_desc) X(backend) X(reducer) X(desc) X(cache_info) X(mask_view) X(plan) \
+    X(device_memory) X(backend_desc) X(backend) X(reducer) X(fp8_recipe) X(desc) X(cache_info) X(mask_view) X(plan) \
     X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(rope_op) X(norm_op) X(softmax_op) \
     X(activation_op) \
     X(swiglu_op) X(cross_entropy_op) X(mse_op) X(linear_cross_entropy_op) X(embedding_op) X(dropout_op) \
+    X(tape_node_info) X(custom_call) X(custom_op) \
     X(grad_set_desc) X(grad_stats) \
-    X(scaler_desc) X(param_group) X(optimizer_desc) X(parameter_bytes) X(step_result) X(field) X(sample) X(source) \
-    X(loader_desc) X(batch) X(loader_info) X(settings) X(status) X(monitor_desc) X(step_info) X(step_record) \
+    X(scaler_desc) X(param_group) X(optimizer_desc) X(parameter_bytes) X(step_result) X(schedule) \
+    X(field) X(sample) X(source) X(loader_desc) X(batch) X(loader_info) X(settings) X(status) X(monitor_desc) \
+    X(step_info) X(step_record) \
     X(epoch_record) X(epoch_summary) X(tensor_stats_row) X(tensor_stats_report) X(tensor_stats_desc) X(verify_desc) \
     X(verify_row) X(verify_report) X(gradcheck_desc) X(gradcheck_report) X(advise_desc) X(advice) X(tune_desc) \
-    X(tune_row) X(tune_report) X(recovery_event) X(recovery_desc)
+    X(tune_row) X(tune_report) X(adapt_desc) X(adapt_record) X(recovery_event) X(recovery_desc)
 #define AMPI_PLACE(name) AMPI_PLACE_##name,
 enum { AMPI_STRUCTS(AMPI_PLACE) AMPI_PLACES };
 #undef AMPI_PLACE
@@ -4710,12 +5311,13 @@ static const ampi_dtype_traits ampi_dtypes[] = {
     {"u8",       {NULL, NULL},          1,  0,  0, AMPI_IS_SAVED, 0},
     {"u16",      {NULL, NULL},          2,  0,  0, AMPI_IS_SAVED, 0},
     {"i32",      {NULL, NULL},          4,  0,  0, AMPI_IS_SAVED, 0},
-    {"i64",      {NULL, NULL},          8,  0,  0, AMPI_IS_SAVED, 0}};
+    {"i64",      {NULL, NULL},          8,  0,  0, AMPI_IS_SAVED, 0},
+    {"fp8",      {NULL, NULL},          1,  0,  2, AMPI_IS_COMPUTE, 0x43e00000u}};
 enum { AMPI_DTYPES = sizeof ampi_dtypes / sizeof *ampi_dtypes };
 
 /* What products are computed in, widest first: an earlier one may replace a later one. */
-enum { AMPI_COMPUTE_DTYPES = 4 };
-static const amp_dtype ampi_compute_dtypes[AMPI_COMPUTE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+enum { AMPI_COMPUTE_DTYPES = 5 };
+static const amp_dtype ampi_compute_dtypes[AMPI_COMPUTE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16, AMP_FP8};
 
 static inline const ampi_dtype_traits *ampi_traits(amp_dtype dtype) {
     return &ampi_dtypes[(uint32_t)dtype < AMPI_DTYPES ? (int)dtype : 0];
@@ -4745,8 +5347,16 @@ AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
 }
 
 static int ampi_dtype_is_float(amp_dtype dtype) { return ampi_traits(dtype)->exponent > 0; }
+/* Not a format of products only. */
+static int ampi_has_memory(amp_dtype dtype) {
+    return ampi_traits(dtype)->use & (AMPI_IS_STORAGE | AMPI_IS_CASTABLE | AMPI_IS_SAVED);
+}
 static int ampi_is_storage(amp_dtype dtype) { return ampi_traits(dtype)->use & AMPI_IS_STORAGE; }
 static int ampi_is_compute(amp_dtype dtype) { return (ampi_traits(dtype)->use & AMPI_IS_COMPUTE) != 0; }
+/* What results of products are stored in. */
+static amp_dtype ampi_stored(amp_dtype compute) {
+    return compute == AMP_TF32 ? AMP_F32 : compute == AMP_FP8 ? AMP_BF16 : compute;
+}
 /* The names of dtypes with this use, for messages. */
 static const char *ampi_dtypes_of(int use, char text[80]) {
     ampi_sheet s = ampi_sheet_of(text, 80);
@@ -4776,9 +5386,11 @@ static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) =
 
 typedef struct ampi_word { const char *word; double value; } ampi_word;
 
-/* INVERTED: a switch whose field says the opposite.  DTYPE: a compute dtype, or the only one of .words. */
+/* INVERTED: a switch whose field says the opposite.  DTYPE: a compute dtype, or the only one of .words.  TEXT: an array
+   of bytes, which counts as 1 unless empty. */
 typedef enum ampi_type {
-    AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_DTYPE, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64
+    AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_DTYPE, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64,
+    AMPI_TEXT
 } ampi_type;
 
 /* words: values that have a name; "0" is among them if 0 in the field means the default.  low to high: legal numbers;
@@ -4799,6 +5411,7 @@ static double ampi_field_get(const void *s, const ampi_field *k) {
     float real32;
     double real64;
     switch (k->type) {
+        case AMPI_TEXT: return *at != 0;
         case AMPI_I64: memcpy(&i64, at, sizeof i64); return (double)i64;
         case AMPI_REAL32: memcpy(&real32, at, sizeof real32); return (double)real32;
         case AMPI_REAL64: memcpy(&real64, at, sizeof real64); return real64;
@@ -4807,12 +5420,14 @@ static double ampi_field_get(const void *s, const ampi_field *k) {
     return k->type == AMPI_INVERTED ? i32 == 0 : k->type == AMPI_SWITCH ? i32 != 0 : (double)i32;
 }
 
+enum { AMPI_TEXT_BYTES = 2048 };    /* of a text among the fields: amp_settings.layers */
 static void ampi_field_put(void *s, const ampi_field *k, double value) {
     char *at = (char *)s + k->offset;
     int64_t i64;
     int32_t i32;
     float real32;
     switch (k->type) {              /* one conversion each: the others could trap on this value */
+        case AMPI_TEXT: memset(at, 0, AMPI_TEXT_BYTES); break;      /* others are copied by themselves */
         case AMPI_I64: i64 = (int64_t)value; memcpy(at, &i64, sizeof i64); break;
         case AMPI_REAL32: real32 = (float)value; memcpy(at, &real32, sizeof real32); break;
         case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
@@ -5125,7 +5740,7 @@ static AMPI_PRINTF(5, 6) amp_result
 
 static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
     return dtype == AMP_F32 || (dtype == AMP_BF16 && d->bf16) || (dtype == AMP_F16 && d->fp16) ||
-           (dtype == AMP_TF32 && d->tf32);
+           (dtype == AMP_TF32 && d->tf32) || (dtype == AMP_FP8 && d->fp8);
 }
 
 static amp_result ampi_choose_auto(const amp_device *d, int is_cpu, amp_choice *out) {
@@ -5164,16 +5779,17 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
         case AMP_E4M3: case AMP_E5M2:
             if (!allow_fallback)
                 return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose",
-                                 "dtype %s: this version converts fp8 but does not compute in it; use bf16, "
-                                 "fp16, tf32 or fp32",
+                                 "dtype %s is a format to store in; to compute in it, use fp8 and its recipe",
                                  amp_dtype_name(wanted));
             AMPI_TRY(ampi_choose_auto(d, is_cpu, out));
-            return ampi_chosen(out, out->dtype, 0, 1, "%s requested: this version has no fp8 compute; %s instead",
+            return ampi_chosen(out, out->dtype, 0, 1,
+                               "%s requested: products compute in fp8, not in one of its formats; %s instead",
                                amp_dtype_name(wanted), amp_dtype_name(out->dtype));
         default:
             if (ampi_is_compute(wanted)) break;
             return ampi_fail(AMP_ERR_DTYPE, "amp_choose",
-                             "dtype %s is not a compute dtype; use fp32, tf32, fp16 or bf16", amp_dtype_name(wanted));
+                             "dtype %s is not a compute dtype; use fp32, tf32, fp16, bf16 or fp8",
+                             amp_dtype_name(wanted));
     }
     scaler = wanted == AMP_F16 ? "; train with a loss scaler" : "";
     if (ampi_device_has(d, wanted))
@@ -5233,7 +5849,8 @@ static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size)
     ampi_sheet s = ampi_sheet_of(text, size);
     int i;
     if (t->data == NULL) { ampi_print(&s, "none"); return text; }
-    for (i = 0; i < t->ndim && i < AMP_MAX_DIMS; i++) ampi_print(&s, "%s%lld", i ? ", " : "[", (long long)t->shape[i]);
+    ampi_print(&s, "[");
+    for (i = 0; i < t->ndim && i < AMP_MAX_DIMS; i++) ampi_print(&s, "%s%lld", i ? ", " : "", (long long)t->shape[i]);
     ampi_print(&s, "] %s", amp_dtype_name(t->dtype));
     return text;
 }
@@ -6180,6 +6797,11 @@ typedef struct ampi_pointwise_vec {
     /* turns the first `rotary` elements of each head by a row of ampi_rope_row */
     void (*rope)(float *x, int64_t heads, int64_t stride, const float *cosine, const float *sine, int64_t rotary,
                  int adjacent);
+    /* most[i] = the larger of it and the magnitude bits of x[i] */
+    void (*magnitudes)(uint32_t *most, const float *x, int64_t n);
+    /* y[i] = E4M3 or E5M2 of x[i] scale[i], as in amp_k_fp8, times inverse[i]; a NaN scale gives NaN */
+    void (*fp8)(const float *x, const float *scale, const float *inverse, float *y, int64_t n, amp_dtype format,
+                amp_k_fp8_count *count);
 } ampi_pointwise_vec;
 
 #define AMPI_KERNELS 6
@@ -6188,7 +6810,34 @@ typedef struct ampi_pointwise_vec {
 
 enum { AMPI_POOL_BLOCKS = 8 };
 
-/* One open CPU device.  It has no streams: every call is done when it returns. */
+static void ampi_moment_map_make(ampi_moment_map *map, int is_signed) {
+    ampi_fp host = ampi_fp_begin();
+    int code;
+    for (code = 0; code < AMPI_MOMENT_CODES; code++) ampi_moment_map_set(map, code, is_signed);
+    ampi_fp_end(host);
+}
+/* The moments of one block.  A number that is infinite or NaN makes all of its block NaN. */
+static void ampi_moment_unpack(const ampi_moment_map *map, const uint8_t *codes, float scale, float *x, int64_t n) {
+    int64_t i;
+    for (i = 0; i < n; i++) x[i] = map->value[codes[i]] * scale;
+}
+static float ampi_moment_pack(const ampi_moment_map *map, uint8_t *codes, const float *x, int64_t n) {
+    int32_t bits, largest = 0;
+    float inverse;
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        bits = (int32_t)(ampi_bits_f32(x[i]) & 0x7fffffffu);
+        largest = AMPI_MAX(largest, bits);
+    }
+    if (largest >= 0x7f800000) {
+        memset(codes, AMPI_MOMENT_CODES - 1, (size_t)n);
+        return ampi_f32_of_bits(AMPI_MOMENT_NAN);
+    }
+    inverse = ampi_moment_inverse(ampi_f32_of_bits((uint32_t)largest));
+    for (i = 0; i < n; i++) codes[i] = (uint8_t)ampi_moment_code(map, x[i] * inverse);
+    return ampi_f32_of_bits((uint32_t)largest);
+}
+
 typedef struct ampi_cpu {
     amp_host host;
     int threads;
@@ -6198,6 +6847,8 @@ typedef struct ampi_cpu {
     struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];
     int64_t wall, busy;             /* time of the last telemetry, and the process's CPU time then */
     int64_t credit, alone_until;    /* atomic: see ampi_loop_account */
+    ampi_moment_map moments[2];  /* of v, of m; made for the first 8-bit moments, under the lock */
+    int has_moments;
 } ampi_cpu;
 
 /* Does items [begin, end) of a parallel loop; thread < the loop's `threads`. */
@@ -7359,6 +8010,194 @@ static amp_k_gemm ampi_gemm_turned(const amp_k_gemm *g) {
     return t;
 }
 
+/* ---- Products in FP8.  Numbers of 8 bits are exact in bf16, and so are their multiples by the powers of two that
+   scale blocks.  So an operand is rounded to 8 bits and stored as bf16, with its blocks scaled back; a tensor's scale
+   goes into alpha; the rest is a product in bf16.  As those do, it may read numbers below 2^-126 as 0. */
+
+enum { AMPI_FP8_COLS = AMPI_CONVERT_CHUNK, AMPI_FP8_BLOCK = 128, AMPI_FP8_MX_BLOCK = 32 };
+
+/* An operand as it is stored: rows x cols; out: the same, contiguous. */
+typedef struct ampi_fp8_job {
+    const amp_k_fp8 *how;
+    const ampi_pointwise_vec *vec;
+    amp_cpu_path path;
+    ampi_gemm_operand x;
+    int64_t rows, cols, band, across;   /* values of a block down and along the rows; 0: the whole tensor is one */
+    uint16_t *out;
+    uint32_t amax;                      /* of the whole tensor; changed atomically */
+    float scale, spread;                /* of the whole tensor, and what its copy is multiplied by: a power of two */
+    float factor;                       /* what a product with the copy must be multiplied by */
+    amp_k_fp8_count count;              /* changed atomically */
+} ampi_fp8_job;
+
+/* Raises *to to bits, atomically. */
+static void ampi_raise(uint32_t *to, uint32_t bits) {
+    uint32_t had = __atomic_load_n(to, __ATOMIC_RELAXED);
+    while (had < bits && !__atomic_compare_exchange_n(to, &had, bits, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+static void ampi_fp8_count_add(amp_k_fp8_count *to, const amp_k_fp8_count *more) {
+    __atomic_fetch_add(&to->saturated, more->saturated, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&to->underflowed, more->underflowed, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&to->nonfinite, more->nonfinite, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&to->values, more->values, __ATOMIC_RELAXED);
+}
+
+static ampi_fp8_job ampi_fp8_job_of(const ampi_cpu *cpu, const amp_k_fp8 *how, const ampi_gemm_operand *x, int64_t k,
+                                    int64_t n, void *out) {
+    int64_t block = how->scaling == AMP_FP8_MX ? AMPI_FP8_MX_BLOCK : how->scaling == AMP_FP8_BLOCK ? AMPI_FP8_BLOCK : 0;
+    int64_t other = block > 0 && !how->square ? 1 : block;
+    ampi_fp8_job job;
+    memset(&job, 0, sizeof job);
+    job.how = how;
+    job.vec = AMPI_PICK(ampi_pointwise_kernels, cpu->path);
+    job.path = cpu->path;
+    job.x = *x;
+    job.rows = x->along_k ? n : k; job.cols = x->along_k ? k : n;
+    job.band = x->along_k ? other : block; job.across = x->along_k ? block : other;
+    job.out = (uint16_t *)out;
+    job.scale = job.spread = job.factor = 1;
+    return job;
+}
+static size_t ampi_fp8_bytes(int64_t k, int64_t n) { return ((size_t)(k * n) * 2 + 127) / 64 * 64; }
+
+static const float *ampi_fp8_row_at(const ampi_fp8_job *job, int64_t row, int64_t col, int64_t n, float *scratch) {
+    return ampi_row_in(ampi_at(job->x.data, job->x.dtype, row * job->x.ld + col), job->x.dtype, n, scratch, job->path);
+}
+
+/* The largest magnitude in rows [begin, end). */
+static void ampi_fp8_amax_part(void *arg, int64_t begin, int64_t end, int thread) {
+    ampi_fp8_job *job = (ampi_fp8_job *)arg;
+    uint32_t most[AMPI_FP8_COLS] = {0}, amax = 0;
+    float scratch[AMPI_FP8_COLS];
+    int64_t i, j, n;
+    (void)thread;
+    for (i = begin; i < end; i++)
+        for (j = 0; j < job->cols; j += n) {
+            n = AMPI_MIN(job->cols - j, (int64_t)AMPI_FP8_COLS);
+            job->vec->magnitudes(most, ampi_fp8_row_at(job, i, j, n, scratch), n);
+        }
+    for (j = 0; j < AMPI_FP8_COLS; j++) amax = AMPI_MAX(amax, most[j]);
+    ampi_raise(&job->amax, amax);
+}
+
+/* The scales of a band's columns from its largest magnitudes, block by block, and what undoes them. */
+static void ampi_fp8_block_scales(const ampi_fp8_job *job, const uint32_t *most, int64_t n, float *scale,
+                                  float *inverse) {
+    int64_t i, j, end;
+    for (j = 0; j < n; j = end) {
+        uint32_t amax = 0;
+        int e;
+        end = AMPI_MIN(j + job->across, n);
+        for (i = j; i < end; i++) amax = AMPI_MAX(amax, most[i]);
+        if (job->how->scaling == AMP_FP8_MX) e = 127 - ampi_fp8_mx_scale(amax, job->how->dtype);
+        else e = (int)(ampi_bits_f32(ampi_fp8_block_scale(amax, job->how->dtype)) >> 23) - 127;
+        for (i = j; i < end; i++) {
+            scale[i] = ampi_f32_of_bits(e < -127 ? 0x7fc00000u : ampi_bits_f32(ampi_power_of_2(e)));
+            inverse[i] = ampi_power_of_2(e < -127 ? 0 : -e);
+        }
+    }
+}
+
+/* Rounds bands [begin, end) of rows. */
+static void ampi_fp8_cast_part(void *arg, int64_t begin, int64_t end, int thread) {
+    ampi_fp8_job *job = (ampi_fp8_job *)arg;
+    int64_t band = AMPI_MAX(job->band, 1), at, i, j, n, row_end;
+    float scale[AMPI_FP8_COLS], inverse[AMPI_FP8_COLS], scratch[AMPI_FP8_COLS], y[AMPI_FP8_COLS];
+    uint32_t most[AMPI_FP8_COLS];
+    amp_k_fp8_count count;
+    (void)thread;
+    memset(&count, 0, sizeof count);
+    for (j = 0; j < AMPI_FP8_COLS; j++) { scale[j] = job->scale; inverse[j] = job->spread; }
+    for (at = begin; at < end; at++)
+        for (j = 0; j < job->cols; j += n) {
+            n = AMPI_MIN(job->cols - j, (int64_t)AMPI_FP8_COLS);
+            row_end = AMPI_MIN((at + 1) * band, job->rows);
+            if (job->band > 0) {
+                memset(most, 0, sizeof most);
+                for (i = at * band; i < row_end; i++)
+                    job->vec->magnitudes(most, ampi_fp8_row_at(job, i, j, n, scratch), n);
+                ampi_fp8_block_scales(job, most, n, scale, inverse);
+            }
+            for (i = at * band; i < row_end; i++) {
+                job->vec->fp8(ampi_fp8_row_at(job, i, j, n, scratch), scale, inverse, y, n, job->how->dtype, &count);
+                ampi_convert_fast(job->out + i * job->cols + j, AMP_BF16, y, AMP_F32, n, job->path);
+            }
+        }
+    ampi_fp8_count_add(&job->count, &count);
+}
+
+/* The scale of a whole tensor, and what undoes it in the product and in the copy. */
+static void ampi_fp8_set_scale(ampi_fp8_job *job, int own) {
+    const amp_k_fp8 *how = job->how;
+    ampi_fp host = ampi_fp_begin();
+    int e;
+    if (own)
+        job->scale = ampi_fp8_margin_scale(job->amax, how->dtype, how->scaling == AMP_FP8_DELAYED ? how->margin : 0);
+    else job->scale = how->slot->scale;
+    job->factor = ampi_inverse(job->scale);
+    e = ampi_fp8_spread(job->factor);
+    job->spread = ampi_power_of_2(e);
+    job->factor *= ampi_power_of_2(-e);
+    ampi_fp_end(host);
+}
+
+/* Rounds an operand. */
+static void ampi_fp8_cast(ampi_cpu *cpu, ampi_fp8_job *job) {
+    int threads = job->rows * job->cols < 1 << 16 ? 1 : ampi_threads_now(cpu);
+    int64_t band = AMPI_MAX(job->band, 1), grain = AMPI_MAX(4096 / AMPI_MAX(job->cols * band, 1), 1);
+    const amp_k_fp8 *how = job->how;
+    int delayed = how->scaling == AMP_FP8_DELAYED, own = job->band == 0 && !(delayed && how->slot->scale > 0);
+    if (own || (delayed && how->record)) ampi_parallel(cpu, threads, job->rows, grain, ampi_fp8_amax_part, job);
+    if (own || delayed) ampi_fp8_set_scale(job, own);
+    ampi_parallel(cpu, threads, (job->rows + band - 1) / band, grain, ampi_fp8_cast_part, job);
+    if (how->record && how->slot != NULL) {
+        ampi_fp8_count_add(&how->slot->now, &job->count);
+        if (delayed && job->amax < 0x7f800000u) ampi_raise(how->amax, job->amax);
+    }
+}
+
+/* g with operands in bf16; `work` receives them, or is NULL if only the shape matters.  b may have been rounded, and
+   packed behind its factor, by gemm_pack. */
+static void ampi_gemm_of_fp8(ampi_cpu *cpu, const amp_k_gemm *g, char *work, amp_k_gemm *out) {
+    ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
+    ampi_fp8_job first = ampi_fp8_job_of(cpu, g->fp8[0], &a, g->k, g->m, work), second;
+    ampi_fp host;
+    *out = *g;
+    out->compute = out->a_dtype = out->b_dtype = AMP_BF16;
+    out->a = work != NULL ? work : g->a; out->lda = first.cols;
+    if (work != NULL) ampi_fp8_cast(cpu, &first);
+    if (g->packed_b != NULL) {
+        second.factor = work != NULL ? *(const float *)g->packed_b : 1;
+        out->packed_b = (const char *)g->packed_b + 64;
+    } else {
+        if (work != NULL) work += ampi_fp8_bytes(g->k, g->m);
+        second = ampi_fp8_job_of(cpu, g->fp8[1], &b, g->k, g->n, work);
+        out->b = work != NULL ? work : g->b; out->ldb = second.cols;
+        if (work != NULL) ampi_fp8_cast(cpu, &second);
+    }
+    host = ampi_fp_begin();
+    out->alpha = (float)((double)g->alpha * (double)first.factor * (double)second.factor);
+    ampi_fp_end(host);
+}
+
+static size_t ampi_gemm_fp8_bytes(const amp_k_gemm *g) {
+    return ampi_fp8_bytes(g->k, g->m) + (g->packed_b != NULL ? 0 : ampi_fp8_bytes(g->k, g->n));
+}
+
+static amp_result ampi_gemm_fp8(ampi_cpu *cpu, const amp_k_gemm *g) {
+    size_t bytes = ampi_gemm_fp8_bytes(g);
+    char *work = (char *)(bytes <= g->scratch_bytes ? g->scratch : ampi_cpu_scratch(cpu, bytes));
+    amp_result result;
+    amp_k_gemm p;
+    if (work == NULL) return ampi_cpu_no_scratch("gemm", bytes);
+    ampi_gemm_of_fp8(cpu, g, work, &p);
+    p.scratch = work == g->scratch ? work + bytes : NULL;
+    p.scratch_bytes = work == g->scratch ? g->scratch_bytes - bytes : 0;
+    result = ampi_gemm_with(cpu, ampi_gemm_pick(cpu, AMP_BF16), &p);
+    if (work != g->scratch) ampi_cpu_release(cpu, work, bytes);
+    return result;
+}
+
 /* alpha 0 reads neither a nor b, as in BLAS. */
 static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
@@ -7367,6 +8206,7 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
         return ampi_fail(AMP_ERR_UNSUPPORTED, "gemm",
                          "this backend has .fuses 0: call an activation's backward and the sums separately");
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return AMP_OK;
+    if (args->compute == AMP_FP8) return ampi_gemm_fp8(cpu, args);
     if (ampi_direct_run(cpu, args)) return AMP_OK;
     if (args->n == 1 && args->m > 1 && args->ldc == 1 && args->bias == NULL && args->pre == NULL) {
         amp_k_gemm row = ampi_gemm_turned(args);
@@ -7377,15 +8217,17 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
 }
 
 /* The most scratch memory that a product takes, on all threads or on one. */
-static size_t ampi_gemm_scratch_size(const ampi_cpu *cpu, const amp_k_gemm *args) {
-    const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, args->compute);
+static size_t ampi_gemm_scratch_size(ampi_cpu *cpu, const amp_k_gemm *args) {
+    const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, args->compute == AMP_FP8 ? AMP_BF16 : args->compute);
+    amp_k_gemm g = *args;
     ampi_gemm_call all;
-    size_t one;
+    size_t one, work = 0;
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return 0;
-    if (args->m == 1 || args->n == 1) return ampi_gemv_call_of(cpu, args).bytes;
-    all = ampi_gemm_call_of(cpu, vec, args, cpu->threads);
-    one = all.threads > 1 ? ampi_gemm_call_of(cpu, vec, args, 1).bytes : 0;
-    return AMPI_MAX(all.bytes, one);
+    if (args->compute == AMP_FP8) { ampi_gemm_of_fp8(cpu, args, NULL, &g); work = ampi_gemm_fp8_bytes(args); }
+    else if (args->m == 1 || args->n == 1) return ampi_gemv_call_of(cpu, args).bytes;
+    all = ampi_gemm_call_of(cpu, vec, &g, cpu->threads);
+    one = all.threads > 1 ? ampi_gemm_call_of(cpu, vec, &g, 1).bytes : 0;
+    return work + AMPI_MAX(all.bytes, one);
 }
 
 static amp_result ampi_cpu_gemm_reserve(void *dev, amp_k_gemm *args, int64_t n) {
@@ -7493,13 +8335,37 @@ static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, c
 /* A product packs B as it goes.  Packing ahead pays only for repeated products: one alone does not repay the memory
    traffic. */
 static size_t ampi_cpu_gemm_pack_size(void *dev, const amp_k_pack *args) {
-    ampi_gemm_packing p = ampi_gemm_packing_of(ampi_gemm_pick((const ampi_cpu *)dev, args->compute), args);
-    return args->repeated ? (size_t)(p.blocks.words * p.panels * p.vec->cols) * sizeof(float) : 0;
+    int fp8 = args->compute == AMP_FP8;
+    ampi_gemm_packing p =
+        ampi_gemm_packing_of(ampi_gemm_pick((const ampi_cpu *)dev, fp8 ? AMP_BF16 : args->compute), args);
+    size_t bytes = (size_t)(p.blocks.words * p.panels * p.vec->cols) * sizeof(float);
+    return fp8 ? 64 + bytes : args->repeated ? bytes : 0;
+}
+
+/* b rounded to 8 bits: first the factor of its products, at 64 the panels. */
+static amp_result ampi_gemm_pack_fp8(ampi_cpu *cpu, const amp_k_pack *args, void *packed) {
+    size_t bytes = ampi_fp8_bytes(args->k, args->n);
+    void *work = ampi_cpu_scratch(cpu, bytes);
+    amp_k_pack p = *args;
+    ampi_gemm_operand b;
+    ampi_fp8_job job;
+    amp_result result;
+    if (work == NULL) return ampi_cpu_no_scratch("gemm_pack", bytes);
+    memset(&b, 0, sizeof b);
+    b.data = args->b; b.dtype = args->b_dtype; b.ld = args->ldb; b.along_k = args->trans_b != 0;
+    job = ampi_fp8_job_of(cpu, args->fp8, &b, args->k, args->n, work);
+    ampi_fp8_cast(cpu, &job);
+    *(float *)packed = job.factor;
+    p.b = work; p.b_dtype = p.compute = AMP_BF16; p.ldb = job.cols; p.new_inf = NULL;
+    result = ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, AMP_BF16), &p, (char *)packed + 64);
+    ampi_cpu_release(cpu, work, bytes);
+    return result;
 }
 
 static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *packed, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
     (void)stream;
+    if (args->compute == AMP_FP8) return ampi_gemm_pack_fp8(cpu, args, packed);
     return ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, args->compute), args, packed);
 }
 
@@ -8531,6 +9397,54 @@ static amp_result ampi_cpu_add(void *dev, const amp_k_add *args, void *stream) {
     return AMP_OK;
 }
 
+/* n elements `stride` apart as fp32. */
+static const float *ampi_spread_in(const void *from, amp_dtype dtype, int64_t stride, int64_t n, float *scratch,
+                                   amp_cpu_path path) {
+    char raw[AMPI_TILE * sizeof(float)];
+    size_t size = amp_dtype_size(dtype);
+    int64_t i;
+    if (stride == 1) return ampi_row_in(from, dtype, n, scratch, path);
+    for (i = 0; i < n; i++) memcpy(raw + (size_t)i * size, ampi_at(from, dtype, i * stride), size);
+    ampi_convert_fast(scratch, AMP_F32, raw, dtype, n, path);
+    return scratch;
+}
+
+static void ampi_add_views_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
+    const amp_k_add_views *p = (const amp_k_add_views *)job->args;
+    float a_scratch[AMPI_TILE], b_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
+    char raw[AMPI_TILE * sizeof(float)];
+    size_t size = amp_dtype_size(p->y_dtype);
+    int64_t i, k;
+    (void)thread;
+    for (i = begin; i < end; i++) {
+        int64_t row, col, n = ampi_tile(job, i, &row, &col), at[3] = {0, 0, 0};
+        const float *a, *b = NULL;
+        char *to;
+        for (k = 3; k >= 0; k--) {
+            int64_t index = k == 3 ? col : row % p->shape[k];
+            if (k < 3) row /= p->shape[k];
+            at[0] += index * p->a_stride[k]; at[1] += index * p->b_stride[k]; at[2] += index * p->y_stride[k];
+        }
+        a = ampi_spread_in(ampi_at(p->a, p->a_dtype, at[0]), p->a_dtype, p->a_stride[3], n, a_scratch, job->cpu->path);
+        if (p->b != NULL)
+            b = ampi_spread_in(ampi_at(p->b, p->b_dtype, at[1]), p->b_dtype, p->b_stride[3], n, b_scratch,
+                               job->cpu->path);
+        job->vec->add(a, p->alpha, b, p->beta, y_scratch, n);
+        to = (char *)ampi_at_mut(p->y, p->y_dtype, at[2]);
+        ampi_convert_fast(p->y_stride[3] == 1 ? to : raw, p->y_dtype, y_scratch, AMP_F32, n, job->cpu->path);
+        for (k = 0; k < n && p->y_stride[3] != 1; k++)
+            memcpy(to + k * p->y_stride[3] * (int64_t)size, raw + (size_t)k * size, size);
+    }
+}
+
+static amp_result ampi_cpu_add_views(void *dev, const amp_k_add_views *args, void *stream) {
+    ampi_pointwise_job job = ampi_job(dev, args);
+    (void)stream;
+    ampi_run_tiles(&job, args->shape[0] * args->shape[1] * args->shape[2], args->shape[3], ampi_add_views_task);
+    return AMP_OK;
+}
+
 /* ---- LayerNorm and RMSNorm */
 
 /* rows summed into dweight and dbias as one chain in fp32; chains summed in fp32 */
@@ -9161,7 +10075,7 @@ static amp_result ampi_cpu_rope(void *dev, const amp_k_rope *args, void *stream)
    per chunk, and the chunks are added in order: the same bits for any number of threads. */
 
 #define AMPI_MULTI_CHUNK 16384      /* elements */
-#define AMPI_MULTI_BLOCK 256        /* elements widened at a time */
+#define AMPI_MULTI_BLOCK AMPI_MOMENT_BLOCK  /* elements widened at a time */
 
 typedef struct ampi_multi_job ampi_multi_job;
 /* Elements [first, first + n) of a row; chunk: counted over the table. */
@@ -9183,6 +10097,7 @@ struct ampi_multi_job {
     amp_k_inspected *inspected;     /* of each chunk */
     const amp_range *copies;        /* as in amp_k_adamw */
     int64_t *new_inf;
+    const ampi_moment_map *moments;  /* of v, of m; if there are any in 8 bits */
 };
 
 static int64_t ampi_row_chunks(const amp_k_tensor *row) {
@@ -9388,25 +10303,39 @@ typedef struct ampi_update {
 static int ampi_has_remainder(const amp_k_tensor *row) {
     return row->master != NULL && row->master_kind == AMP_MASTER_REMAINDER;
 }
+static int ampi_moments_are_f32(const amp_k_tensor *row) {
+    return row->moment_dtype != AMP_BF16 && row->moment_dtype != AMP_MOMENTS_8BIT;
+}
 /* How many elements to update at a time. */
 static int64_t ampi_update_block(const amp_k_tensor *row) {
-    return row->weight_dtype == AMP_F32 && row->grad_dtype == AMP_F32 && row->moment_dtype != AMP_BF16
+    return row->weight_dtype == AMP_F32 && row->grad_dtype == AMP_F32 && ampi_moments_are_f32(row)
                ? AMPI_MULTI_CHUNK : AMPI_MULTI_BLOCK;
 }
 
-static float *ampi_moment_in(const amp_k_tensor *row, void *moment, int64_t first, int64_t n, float *scratch,
-                             amp_cpu_path path) {
+static float *ampi_moment_in(const amp_k_tensor *row, void *moment, const ampi_moment_map *map, int64_t first,
+                             int64_t n, float *scratch, amp_cpu_path path) {
     if (moment == NULL) return NULL;
-    if (row->moment_dtype != AMP_BF16) return (float *)moment + first;
-    ampi_convert_fast(scratch, AMP_F32, ampi_at(moment, AMP_BF16, first), AMP_BF16, n, path);
+    if (ampi_moments_are_f32(row)) return (float *)moment + first;
+    if (row->moment_dtype == AMP_BF16)
+        ampi_convert_fast(scratch, AMP_F32, ampi_at(moment, AMP_BF16, first), AMP_BF16, n, path);
+    else
+        ampi_moment_unpack(map, (uint8_t *)moment + first,
+                           ampi_moment_scales(moment, row->count)[first / AMPI_MOMENT_BLOCK], scratch, n);
     return scratch;
 }
+static void ampi_moment_out(const amp_k_tensor *row, void *moment, const ampi_moment_map *map, int64_t first,
+                            int64_t n, const float *x) {
+    ampi_moment_scales(moment, row->count)[first / AMPI_MOMENT_BLOCK] =
+        ampi_moment_pack(map, (uint8_t *)moment + first, x, n);
+}
 
-static void ampi_update_in(ampi_update *x, const amp_k_tensor *row, int64_t first, int64_t n, amp_cpu_path path) {
+static void ampi_update_in(const ampi_multi_job *job, ampi_update *x, const amp_k_tensor *row, int64_t first,
+                           int64_t n) {
     const void *weight = ampi_at(row->weight, row->weight_dtype, first);
+    amp_cpu_path path = job->path;
     x->g = ampi_row_in(ampi_at(row->grad, row->grad_dtype, first), row->grad_dtype, n, x->g_scratch, path);
-    x->m = ampi_moment_in(row, row->m, first, n, x->m_scratch, path);
-    x->v = ampi_moment_in(row, row->v, first, n, x->v_scratch, path);
+    x->m = ampi_moment_in(row, row->m, &job->moments[1], first, n, x->m_scratch, path);
+    x->v = ampi_moment_in(row, row->v, &job->moments[0], first, n, x->v_scratch, path);
     x->w = x->w_scratch;
     if (ampi_has_remainder(row))
         AMPI_PICK(ampi_numbers_kernels, path)->f32_join(x->w, weight, (uint16_t *)row->master + first, n);
@@ -9415,8 +10344,9 @@ static void ampi_update_in(ampi_update *x, const amp_k_tensor *row, int64_t firs
     else ampi_row_in(weight, row->weight_dtype, n, x->w_scratch, path);
 }
 
-static void ampi_update_out(const ampi_update *x, const amp_k_tensor *row, uint64_t seed, int64_t first, int64_t n,
-                            amp_cpu_path path) {
+static void ampi_update_out(const ampi_multi_job *job, const ampi_update *x, const amp_k_tensor *row, uint64_t seed,
+                            int64_t first, int64_t n) {
+    amp_cpu_path path = job->path;
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     void *weight = ampi_at_mut(row->weight, row->weight_dtype, first);
     int stochastic = row->master == NULL && row->master_kind == AMP_MASTER_STOCHASTIC && row->weight_dtype != AMP_F32;
@@ -9429,6 +10359,9 @@ static void ampi_update_out(const ampi_update *x, const amp_k_tensor *row, uint6
         ampi_convert_fast(weight, row->weight_dtype, x->w, AMP_F32, n, path);
     if (rounded && x->m != NULL) vec->bf16_stochastic(ampi_at_mut(row->m, AMP_BF16, first), x->m, n, random, 16);
     if (rounded && x->v != NULL) vec->bf16_stochastic(ampi_at_mut(row->v, AMP_BF16, first), x->v, n, random, 16);
+    if (row->moment_dtype != AMP_MOMENTS_8BIT) return;
+    if (x->m != NULL) ampi_moment_out(row, row->m, &job->moments[1], first, n, x->m);
+    if (x->v != NULL) ampi_moment_out(row, row->v, &job->moments[0], first, n, x->v);
 }
 
 /* Writes elements of a row's copy. */
@@ -9447,11 +10380,25 @@ static void ampi_update_piece(const ampi_multi_job *job, const amp_k_tensor *row
     ampi_update x;
     for (i = first; i < first + n; i += k) {
         k = AMPI_MIN(first + n - i, block);
-        ampi_update_in(&x, row, i, k, job->path);
+        ampi_update_in(job, &x, row, i, k);
         update(x.w, x.g, x.m, x.v, k, step);
-        ampi_update_out(&x, row, seed, i, k, job->path);
+        ampi_update_out(job, &x, row, seed, i, k);
         ampi_copy_out(job->copies, row - job->table, job->new_inf, x.w, i, k);
     }
+}
+
+/* The tables of 8-bit moments, made when a row first needs them. */
+static const ampi_moment_map *ampi_moments(ampi_cpu *cpu, const amp_k_tensor *table, int64_t tensors) {
+    int64_t i;
+    for (i = 0; i < tensors && table[i].moment_dtype != AMP_MOMENTS_8BIT; i++) {}
+    pthread_mutex_lock(&cpu->lock);
+    if (i < tensors && !cpu->has_moments) {
+        ampi_moment_map_make(&cpu->moments[0], 0);
+        ampi_moment_map_make(&cpu->moments[1], 1);
+        cpu->has_moments = 1;
+    }
+    pthread_mutex_unlock(&cpu->lock);
+    return cpu->moments;
 }
 
 static amp_result ampi_update_rows(void *dev, const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
@@ -9461,6 +10408,7 @@ static amp_result ampi_update_rows(void *dev, const amp_k_tensor *table, int64_t
     memset(&job, 0, sizeof job);
     job.copies = copies;
     job.new_inf = new_inf;
+    job.moments = ampi_moments((ampi_cpu *)dev, table, tensors);
     if (!found->skip) ampi_multi_run((ampi_cpu *)dev, &job, table, tensors, piece, args);
     return AMP_OK;
 }
@@ -9653,6 +10601,15 @@ static amp_result ampi_cpu_trim(void *dev) {
     return AMP_OK;
 }
 
+static amp_result ampi_cpu_fp8_update(void *dev, const amp_k_fp8_update *args, void *stream) {
+    ampi_fp host = ampi_fp_begin();
+    int64_t i;
+    (void)dev; (void)stream;
+    for (i = 0; i < args->n; i++) ampi_fp8_update(args, i);
+    ampi_fp_end(host);
+    return AMP_OK;
+}
+
 __extension__ static const amp_backend ampi_cpu_backend = {
     .abi = AMP_ABI,
     .name = "cpu",
@@ -9662,7 +10619,7 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .fuses = 0,
     .host_visible = 1,
     .saturates = 0,
-    .reserved = 0,
+    .quantizes = 1,
     .alloc = ampi_cpu_alloc,
     .free = ampi_cpu_free,
     .alloc_pinned = ampi_cpu_alloc,
@@ -9717,13 +10674,16 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .embedding_backward = ampi_cpu_embedding_backward,
     .dropout = ampi_cpu_dropout,
     .add = ampi_cpu_add,
+    .add_views = ampi_cpu_add_views,
     .check = ampi_cpu_check,
     .adamw = ampi_cpu_adamw,
     .sgd = ampi_cpu_sgd,
     .lion = ampi_cpu_lion,
     .scale_ranges = ampi_cpu_scale_ranges,
     .inspect = ampi_cpu_inspect,
-    .rule = ampi_cpu_rule};
+    .rule = ampi_cpu_rule,
+    .fp8_update = ampi_cpu_fp8_update
+};
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
 
@@ -9765,6 +10725,15 @@ typedef struct ampi_cache_entry {
     void *data;
     int64_t bytes, new_inf;         /* new_inf: of this copy, if visible to the host at once */
 } ampi_cache_entry;                 /* id 0: dropped, freed after its last user */
+
+/* Records of tensors in FP8, of each weight three: slot 3 i + amp_fp8_tensor - 1 is of weight ids[i]; id 0: free. */
+enum { AMPI_FP8_WEIGHTS = 64 };
+typedef struct ampi_fp8_table {
+    struct ampi_fp8_table *next;
+    uint64_t ids[AMPI_FP8_WEIGHTS];
+    amp_k_fp8_slot *slots;          /* on the device, with amax and history behind them; history NULL: not DELAYED */
+    uint32_t *amax, *history;
+} ampi_fp8_table;
 
 /* A mask written out.  key: its description, with the arrays' contents. */
 typedef struct ampi_mask_entry {
@@ -9814,6 +10783,16 @@ typedef enum ampi_notice {
     AMPI_CLOSING                    /* the device is still open */
 } ampi_notice;
 typedef void (*ampi_listener)(amp_context *amp, ampi_notice notice, uint64_t id);
+
+/* A product of a layer that has run, for a later section to look at: its operands are as they were.  weight: the
+   layer's, which is operand b if is_b, even where gemm.b is a copy.  layer: the name that overrides match. */
+typedef struct ampi_shown {
+    amp_k_gemm gemm;
+    amp_param *weight;
+    const char *layer;
+    int is_b, backward, no_fp8;     /* no_fp8: the operator computes fp8 in bf16 */
+} ampi_shown;
+typedef void (*ampi_observer)(amp_context *amp, const ampi_shown *seen);
 enum { AMPI_LISTENERS = 8 };        /* later sections, and a NULL */
 
 struct amp_context {
@@ -9841,11 +10820,14 @@ struct amp_context {
     /* its destructor ends regions that a thread left open; created with the first region */
     pthread_key_t thread_key; int has_key;
     ampi_listener listeners[AMPI_LISTENERS];        /* one per section; changed with the lock held, and atomically */
+    ampi_observer observer; void *observing;        /* of layers' products; NULL: none.  Whose it is */
+    int trials;                     /* amp_verify and its kin, whose products are not shown */
     ampi_object *objects;           /* live ones, newest first */
     /* changed atomically; holders: objects, regions, mask views and the opener; views: mask views */
     int holders, closed, views;
     ampi_mask_entry *masks; int64_t n_masks, mask_capacity;
     amp_cache_info mask_info;
+    ampi_fp8_table *fp8;            /* the first; they are never moved */
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
     ampi_user_op *ops; int64_t n_ops, op_capacity;
     uint8_t override_policy[AMPI_MOST_OPS];                 /* amp_cast_policy, by built-in operator */
@@ -9878,6 +10860,16 @@ static void ampi_notify(amp_context *amp, ampi_notice notice, uint64_t id) {
     for (i = 0; (listener = __atomic_load_n(&amp->listeners[i], __ATOMIC_ACQUIRE)) != NULL; i++)
         listener(amp, notice, id);
 }
+
+#if !defined(AMP_NO_CARE)
+/* Sets who sees the products of layers, or NULL; `of` is the observer's own. */
+static void ampi_observe(amp_context *amp, ampi_observer observer, void *of) {
+    amp->observer = observer;
+    amp->observing = of;
+}
+static void *ampi_observing(const amp_context *amp) { return amp->observer != NULL ? amp->observing : NULL; }
+static int ampi_trials(amp_context *amp, int more) { return amp == NULL ? 0 : (amp->trials += more); }
+#endif
 
 static const amp_backend *ampi_backend(const amp_context *amp, void **dev, void **stream) {
     *dev = amp->dev;
@@ -10206,17 +11198,35 @@ static const ampi_field ampi_desc_fields[] = {
     AMPI_ENUM(cast_inputs, AMP_IO_NONE, AMP_IO_F32),
     AMPI_ENUM(cast_outputs, AMP_IO_NONE, AMP_IO_F32),
     AMPI_ENUM(logger.level, AMP_LOG_WARNING, AMP_LOG_DEBUG),
+    AMPI_ENUM(fp8.format, AMP_FP8_HYBRID, AMP_FP8_E4M3),
+    AMPI_ENUM(fp8.scaling, AMP_FP8_CURRENT, AMP_FP8_DELAYED),
+    AMPI_ENUM(fp8.amax, AMP_FP8_AMAX_MAX, AMP_FP8_AMAX_RECENT),
+    {"fp8.history", AMPI_I32, offsetof(amp_desc, fp8.history), NULL, 1024, 1, 1024, "1 to 1024, or 0 for 1024"},
+    {"fp8.margin", AMPI_I32, offsetof(amp_desc, fp8.margin), NULL, 0, 0, 16, NULL},
     {"threads", AMPI_I32, offsetof(amp_desc, threads), NULL, 0, 1, 1024, "1 to 1024, or 0 for all cores"},
     {"device", AMPI_I32, offsetof(amp_desc, device), NULL, 0, 0, INT32_MAX, "0 or more"},
     {"cache_limit", AMPI_I64, offsetof(amp_desc, cache_limit), NULL, 0, 0, AMPI_DBL_MAX, "0 (none) or more"},
     {"mask_limit", AMPI_I64, offsetof(amp_desc, mask_limit), NULL, 0, 0, AMPI_DBL_MAX, "0 (none) or more"}
 };
 
+/* The field of an effective recipe that is not the default and that its scaling does not read, or NULL. */
+static const char *ampi_fp8_unread(const amp_fp8_recipe *r) {
+    if (r->scaling == AMP_FP8_DELAYED) return NULL;
+    return r->amax != AMP_FP8_AMAX_MAX ? "fp8.amax"
+           : r->history != 1024        ? "fp8.history"
+           : r->margin != 0            ? "fp8.margin"
+                                       : NULL;
+}
+
 /* Also fills in the defaults that do not depend on the machine. */
 static amp_result ampi_check_desc(amp_desc *d) {
     char list[80];
     const amp_system *s = &d->system;
     AMPI_TRY(ampi_fields("amp_open", ampi_desc_fields, sizeof ampi_desc_fields, d));
+    if (ampi_fp8_unread(&d->fp8) != NULL)
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".%s is read with .fp8.scaling = AMP_FP8_DELAYED only",
+                         ampi_fp8_unread(&d->fp8));
+    if (d->fp8.scaling != AMP_FP8_DELAYED) { d->fp8.amax = AMP_FP8_AMAX_DEFAULT; d->fp8.history = 0; }
     if ((int)d->fallback != AMP_DTYPE_DEFAULT && !ampi_is_compute(d->fallback))
         return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be one of %s", amp_dtype_name(d->fallback),
                          ampi_dtypes_of(AMPI_IS_COMPUTE, list));
@@ -10327,21 +11337,27 @@ static amp_result ampi_own_path(const amp_system *system, const char **path) {
     return AMP_OK;
 }
 
-/* amp_choose for this context's device, which replaces a dtype that the device lacks by fallback, if given. */
+/* amp_choose for this context's device and backend. */
+static amp_result ampi_choose_exactly(const amp_context *amp, amp_dtype wanted, int32_t allow, amp_choice *out) {
+    if (wanted != AMP_FP8 || amp->backend->quantizes) return amp_choose(&amp->machine, wanted, allow, out);
+    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: the %s backend cannot multiply in fp8",
+                     amp->backend->name);
+}
+
+/* The same, which replaces a dtype that the device lacks by fallback, if given. */
 static amp_result ampi_choose_here(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
-    amp_result result;
-    if (fallback == AMP_DTYPE_DEFAULT) return amp_choose(&amp->machine, wanted, amp->desc.allow_fallback, out);
-    result = amp_choose(&amp->machine, wanted, 0, out);
-    if (result != AMP_ERR_UNSUPPORTED) return result;
-    AMPI_TRY(amp_choose(&amp->machine, fallback, 0, out));
-    return ampi_chosen(out, fallback, out->emulated, 1, "%s requested: %.64s lacks it; the fallback %s instead",
-                       amp_dtype_name(wanted), amp->machine.device.name, amp_dtype_name(fallback));
+    int none = fallback == AMP_DTYPE_DEFAULT;
+    amp_result result = ampi_choose_exactly(amp, wanted, none && amp->desc.allow_fallback, out);
+    if (result != AMP_ERR_UNSUPPORTED || (none && !amp->desc.allow_fallback)) return result;
+    AMPI_TRY(ampi_choose_exactly(amp, fallback, 0, out));
+    return ampi_chosen(out, out->dtype, out->emulated, 1, "%s requested: %.64s lacks it; the fallback %s instead",
+                       amp_dtype_name(wanted), amp->machine.device.name, amp_dtype_name(out->dtype));
 }
 
 /* The dtype that regions compute in.  Level O0 is fp32 throughout. */
 static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
     amp_choice other;
-    if (fallback != AMP_DTYPE_DEFAULT) AMPI_TRY(amp_choose(&amp->machine, fallback, 0, &other));
+    if (fallback != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_choose_exactly(amp, fallback, 0, &other));
     AMPI_TRY(ampi_choose_here(amp, wanted, fallback, out));
     if (amp->desc.level != AMP_LEVEL_O0 || out->dtype == AMP_F32) return AMP_OK;
     return ampi_chosen(out, AMP_F32, 0, 0, "level O0 computes in fp32");
@@ -10368,6 +11384,93 @@ static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice)
     if (choice->fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice->reason);
 }
 
+/* ---- Overrides of layers */
+
+static amp_result ampi_layer_set(amp_context *amp, const char *function, const char *pattern, amp_dtype dtype) {
+    amp_choice choice;
+    int64_t i, kept = 0;
+    if (strlen(pattern) >= sizeof amp->layers->pattern)
+        return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, at most 127", strlen(pattern));
+    memset(&choice, 0, sizeof choice);
+    if (dtype != AMP_DTYPE_DEFAULT)
+        AMPI_TRY(ampi_as(function, ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
+    AMPI_TRY(ampi_lock_and_grow(amp, function, (void **)&amp->layers, &amp->n_layers, 1, &amp->layer_capacity,
+                                sizeof *amp->layers));
+    for (i = 0; i < amp->n_layers; i++)
+        if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
+    amp->n_layers = kept;
+    if (dtype != AMP_DTYPE_DEFAULT) {
+        snprintf(amp->layers[amp->n_layers].pattern, sizeof amp->layers->pattern, "%s", pattern);
+        amp->layers[amp->n_layers++].dtype = choice.dtype;
+    }
+    ampi_settings_changed(amp);
+    ampi_unlock(amp);
+    return AMP_OK;
+}
+
+/* Room for n more rules, so that setting them cannot fail for memory. */
+static amp_result ampi_layers_reserve(amp_context *amp, const char *function, int64_t n) {
+    AMPI_TRY(ampi_lock_and_grow(amp, function, (void **)&amp->layers, &amp->n_layers, n, &amp->layer_capacity,
+                                sizeof *amp->layers));
+    ampi_unlock(amp);
+    return AMP_OK;
+}
+
+/* 1: a file of settings can have this name: none of these characters is in it, and none that is not printed. */
+static int ampi_layers_may_name(const char *name, const char *none) {
+    const char *c;
+    for (c = name; *c != 0; c++) if (strchr(none, *c) != NULL || (unsigned char)*c < 32 || *c == 127) return 0;
+    return name[0] != 0;
+}
+
+/* The next of "pattern dtype, pattern dtype".  1: found; 0: the end; -1: something else. */
+static int ampi_layers_next(const char **text, ampi_layer_rule *out) {
+    char dtype[32];
+    size_t n, m;
+    *text += strspn(*text, ", ");
+    if (**text == 0) return 0;
+    n = strcspn(*text, ", ");
+    if (n >= sizeof out->pattern) return -1;
+    snprintf(out->pattern, sizeof out->pattern, "%.*s", (int)n, *text);
+    if (!ampi_layers_may_name(out->pattern, "#")) return -1;
+    *text += n;
+    *text += strspn(*text, " ");
+    m = strcspn(*text, ", ");
+    snprintf(dtype, sizeof dtype, "%.*s", (int)AMPI_MIN(m, sizeof dtype - 1), *text);
+    *text += m + strspn(*text + m, " ");
+    if (amp_dtype_parse(dtype, &out->dtype) != AMP_OK || !ampi_is_compute(out->dtype)) return -1;
+    return **text == 0 || **text == ',' ? 1 : -1;
+}
+/* How many there are; -1: it is no such text. */
+static int64_t ampi_layers_count(const char *text) {
+    ampi_layer_rule rule;
+    int64_t n = 0;
+    int found;
+    while ((found = ampi_layers_next(&text, &rule)) > 0) n++;
+    return found < 0 ? -1 : n;
+}
+
+/* Whether they can be set; text may be NULL. */
+static amp_result ampi_layers_may(amp_context *amp, const char *function, const char *text, amp_dtype fallback) {
+    int64_t n = text == NULL ? 0 : ampi_layers_count(text);
+    ampi_layer_rule rule;
+    amp_choice choice;
+    if (n == 0) return AMP_OK;
+    if (n < 0)
+        return ampi_fail(AMP_ERR_RANGE, function, ".layers = \"%.80s\", must be pairs: \"h.* bf16, head.weight fp32\"",
+                         text);
+    while (ampi_layers_next(&text, &rule) > 0)
+        AMPI_TRY(ampi_as(function, ampi_choose_here(amp, rule.dtype, fallback, &choice)));
+    return ampi_layers_reserve(amp, function, n);
+}
+/* ... after which this does not fail. */
+static amp_result ampi_layers_set(amp_context *amp, const char *function, const char *text) {
+    ampi_layer_rule rule;
+    while (text != NULL && ampi_layers_next(&text, &rule) > 0)
+        AMPI_TRY(ampi_layer_set(amp, function, rule.pattern, rule.dtype));
+    return AMP_OK;
+}
+
 static amp_result ampi_open_threads(amp_context *amp) {
     amp_context *other = amp->desc.share_threads;
     if (other == NULL)
@@ -10392,6 +11495,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
     AMPI_TRY(ampi_as("amp_open", amp->backend->open(&amp->dev, &amp->host, &b)));
     AMPI_TRY(ampi_as("amp_open", amp->backend->describe(amp->dev, &amp->machine.device)));
+    if (!amp->backend->quantizes) amp->machine.device.fp8 = 0;
     AMPI_TRY(ampi_as("amp_open", ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice)));
     AMPI_TRY(ampi_as("amp_open",
                      ampi_choose_regions(amp, amp->desc.autocast_dtype, amp->desc.fallback, &amp->choice, &regions)));
@@ -10454,7 +11558,10 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
     else result = ampi_open_threads(amp);
     if (result == AMP_OK) result = ampi_open_device(amp);
+    if (result == AMP_OK) result = ampi_layers_may(amp, "amp_open", d.layers, d.fallback);
+    if (result == AMP_OK) result = ampi_layers_set(amp, "amp_open", d.layers);
     if (result != AMP_OK) { amp_close(amp); return result; }
+    amp->desc.layers = NULL;
     *out = amp;
     return AMP_OK;
 }
@@ -10469,8 +11576,8 @@ static void ampi_close_objects(amp_context *amp) {
         if (o == NULL) break;
         ampi_object_unlist(o);
         ampi_log(amp, AMP_LOG_WARNING, 1006,
-                 "amp_close: the %s %s%s was not destroyed before its context; it is stopped now", o->kind,
-                 o->name[0] ? "of " : "", o->name);
+                 "amp_close: the %s%s%s was not destroyed before its context; it is stopped now", o->kind,
+                 o->name[0] ? " of " : "", o->name);
         ampi_object_stop(o);
         if (o->unfinished) ampi_object_let_go(o);
     }
@@ -10503,6 +11610,11 @@ AMP_API void amp_close(amp_context *amp) {
     ampi_free(system, amp->params, amp->param_capacity, sizeof *amp->params);
     ampi_free(system, amp->cache, amp->cache_capacity, sizeof *amp->cache);
     ampi_free(system, amp->masks, amp->mask_capacity, sizeof *amp->masks);
+    while (amp->fp8 != NULL) {
+        ampi_fp8_table *t = amp->fp8;
+        amp->fp8 = t->next;
+        ampi_free(system, t, 1, sizeof *t);
+    }
     ampi_free(system, amp->layers, amp->layer_capacity, sizeof *amp->layers);
     ampi_free(system, amp->ops, amp->op_capacity, sizeof *amp->ops);
     ampi_free(system, amp->told, AMPI_TOLD_CAPACITY, sizeof *amp->told);
@@ -10530,10 +11642,10 @@ AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
 
 /* Levels O2 and O3 store weights in the dtype chosen at opening. */
 static amp_result ampi_check_switch(const amp_context *amp, const char *function, amp_dtype dtype) {
-    if (amp->desc.level < AMP_LEVEL_O2 || dtype == amp->choice.dtype) return AMP_OK;
+    if (amp->desc.level < AMP_LEVEL_O2 || ampi_stored(dtype) == ampi_stored(amp->choice.dtype)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
                      "levels O2 and O3 store weights in %s; switching the dtype needs level O1",
-                     amp_dtype_name(amp->choice.dtype));
+                     amp_dtype_name(ampi_stored(amp->choice.dtype)));
 }
 
 /* changed 0: only the reason differs. */
@@ -10546,20 +11658,33 @@ static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dt
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 
-AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
+/* An amp_adapt's layers begin in the context's dtype. */
+static amp_result ampi_check_observed(const amp_context *amp, const char *function, int disable, amp_dtype dtype) {
+    if (amp->observer == NULL || (!disable && dtype == amp->desc.autocast_dtype)) return AMP_OK;
+    return ampi_fail(AMP_ERR_CONFLICT, function,
+                     "%s, but an amp_adapt has a ladder that ends in %s: destroy that first",
+                     disable ? "disabled" : amp_dtype_name(dtype), amp_dtype_name(amp->desc.autocast_dtype));
+}
+
+static amp_result ampi_set_dtype(amp_context *amp, amp_dtype dtype, int by_host) {
     amp_choice choice;
-    AMPI_TRY(ampi_need("amp_set_dtype", amp != NULL, "amp"));
     AMPI_TRY(ampi_as("amp_set_dtype", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
     if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s",
                          amp_dtype_name(choice.dtype));
     AMPI_TRY(ampi_check_switch(amp, "amp_set_dtype", choice.dtype));
+    if (by_host) AMPI_TRY(ampi_check_observed(amp, "amp_set_dtype", 0, choice.dtype));
     ampi_switch_dtype(amp, &choice, choice.dtype, 1);
     return AMP_OK;
+}
+AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
+    AMPI_TRY(ampi_need("amp_set_dtype", amp != NULL, "amp"));
+    return ampi_set_dtype(amp, dtype, 1);
 }
 
 AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled) {
     AMPI_TRY(ampi_need("amp_set_enabled", amp != NULL, "amp"));
+    if (!enabled) AMPI_TRY(ampi_check_observed(amp, "amp_set_enabled", 1, AMP_F32));
     amp->desc.disable = !enabled;
     ampi_decisions_changed(amp);
     return AMP_OK;
@@ -10807,7 +11932,9 @@ static amp_result ampi_check_all_known(const amp_context *amp, const char *funct
 static amp_result ampi_check_param(const amp_context *amp, const amp_param *params, int64_t i) {
     const amp_param *p = &params[i];
     int64_t j;
-    AMPI_TRY(ampi_check_reserved("amp_param_register", p->reserved));
+    if (p->embedding != 0 && p->embedding != 1)
+        return ampi_fail(AMP_ERR_RANGE, "amp_param_register",
+                         ".embedding = %d, must be 0 or 1: set the struct to 0 before filling it", p->embedding);
     if (p->name == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_param_register", "parameter %lld has no name", (long long)i);
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
@@ -10898,7 +12025,7 @@ AMP_API int32_t amp_param_accumulate(amp_param *param) {
 AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm) {
     amp_dtype dtype;
     if (amp == NULL) return AMP_F32;
-    dtype = amp->choice.dtype;
+    dtype = ampi_stored(amp->choice.dtype);
     if (dtype != AMP_F16 && dtype != AMP_BF16) return AMP_F32;
     if (amp->desc.level == AMP_LEVEL_O3) return dtype;
     return amp->desc.level == AMP_LEVEL_O2 && !is_norm ? dtype : AMP_F32;
@@ -11284,7 +12411,9 @@ static void ampi_cache_clear_idle(amp_context *amp) { while (ampi_cache_free_one
 
 enum { AMPI_REGION_DEPTH = 32 };
 
-/* recompute 1: opened by amp_recompute_begin; desc is the enclosing region's. */
+/* recompute not 0: opened by amp_recompute_begin, or by a tape that runs what it decided before; desc is the enclosing
+   region's. */
+enum { AMPI_RECOMPUTES = 1, AMPI_REPLAYS = 2 };
 typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
 /* This thread's stack of regions, and amp_gemm's last plan with its `decisions` (0: none). */
@@ -11307,12 +12436,14 @@ static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
     return top ? &top->desc : NULL;
 }
 
-static int ampi_is_recomputing(const amp_context *amp) {
+/* Whether the recorded plans are followed, and how; 0: they are not. */
+static int ampi_follows(const amp_context *amp) {
     int i = ampi_regions.n;
     while (--i >= 0)
-        if (ampi_regions.at[i].amp == amp && ampi_regions.at[i].recompute) return 1;
+        if (ampi_regions.at[i].amp == amp && ampi_regions.at[i].recompute) return ampi_regions.at[i].recompute;
     return 0;
 }
+static int ampi_is_recomputing(const amp_context *amp) { return ampi_follows(amp) == AMPI_RECOMPUTES; }
 
 /* Ends entry i of this thread. */
 static void ampi_region_remove(int i) {
@@ -11339,11 +12470,14 @@ static int ampi_regions_end(const amp_context *amp) {
 }
 
 static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
+    ampi_fp8_table *fp8;
     int64_t i;
     int here, elsewhere;
     switch (notice) {
         case AMPI_PARAM_FORGOTTEN:
             for (i = 0; i < amp->n_cache; i++) if (amp->cache[i].id == id) amp->cache[i].id = 0;
+            for (fp8 = amp->fp8; fp8 != NULL; fp8 = fp8->next)
+                for (i = 0; i < AMPI_FP8_WEIGHTS; i++) if (fp8->ids[i] == id) fp8->ids[i] = 0;
             break;
         case AMPI_PARAMS_FORGOTTEN: ampi_cache_free_dropped(amp); break;
         case AMPI_CASTS_OUTDATED: amp_cast_cache_clear(amp); break;
@@ -11477,10 +12611,12 @@ AMP_API amp_result amp_recompute_begin(amp_context *amp) {
     AMPI_TRY(ampi_need("amp_recompute_begin", amp != NULL, "amp"));
     outside = ampi_outside(amp);
     around = ampi_region_of(amp);
-    return ampi_region_push(amp, "amp_recompute_begin", around ? around : &outside, 1);
+    return ampi_region_push(amp, "amp_recompute_begin", around ? around : &outside, AMPI_RECOMPUTES);
 }
 
-AMP_API amp_result amp_recompute_end(amp_context *amp) { return ampi_region_pop(amp, "amp_recompute_end", 1); }
+AMP_API amp_result amp_recompute_end(amp_context *amp) {
+    return ampi_region_pop(amp, "amp_recompute_end", AMPI_RECOMPUTES);
+}
 
 AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *out) {
     const amp_autocast_desc *d = amp ? ampi_region_of(amp) : NULL;
@@ -11564,8 +12700,6 @@ static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype wid
     return widest == AMP_DTYPE_DEFAULT ? AMP_F32 : widest;
 }
 
-static amp_dtype ampi_stored(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
-
 /* Matrix products use a region's dtype, and TF32. */
 static int ampi_is_product(int32_t op) {
     return (op >= AMP_OP_LINEAR && op <= AMP_OP_ATTENTION) || op == AMP_OP_LINEAR_CROSS_ENTROPY;
@@ -11602,6 +12736,7 @@ static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc
         policy = AMP_CAST_LOWER;
         dtype = amp->desc.fallback;
     }
+    if (dtype == AMP_FP8 && (op != AMP_OP_LINEAR || policy != AMP_CAST_LOWER)) dtype = AMP_BF16;
     ampi_apply_policy(policy, dtype, widest, out);
     return AMP_OK;
 }
@@ -11638,7 +12773,8 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     }
     if (out->compute == AMP_F32 && amp->desc.allow_tf32 && ampi_is_product(op)) out->compute = AMP_TF32;
     if (op == AMP_OP_LINEAR_CROSS_ENTROPY) out->result = AMP_F32;
-    out->saturate = region != NULL && !region->disable && region->saturate_inputs && out->compute != AMP_F32;
+    out->saturate = region != NULL && !region->disable && region->saturate_inputs && out->compute != AMP_F32 &&
+                    out->compute != AMP_FP8;      /* saturates anyway */
     return AMP_OK;
 }
 
@@ -11765,26 +12901,8 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
 }
 
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype) {
-    amp_choice choice;
-    int64_t i, kept = 0;
     AMPI_TRY(ampi_need("amp_layer_override", amp && pattern, "amp or pattern"));
-    if (strlen(pattern) >= sizeof amp->layers->pattern)
-        return ampi_fail(AMP_ERR_RANGE, "amp_layer_override", "pattern has %zu bytes, at most 127", strlen(pattern));
-    memset(&choice, 0, sizeof choice);
-    if (dtype != AMP_DTYPE_DEFAULT)
-        AMPI_TRY(ampi_as("amp_layer_override", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
-    AMPI_TRY(ampi_lock_and_grow(amp, "amp_layer_override", (void **)&amp->layers, &amp->n_layers, 1,
-                                &amp->layer_capacity, sizeof *amp->layers));
-    for (i = 0; i < amp->n_layers; i++)
-        if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
-    amp->n_layers = kept;
-    if (dtype != AMP_DTYPE_DEFAULT) {
-        snprintf(amp->layers[amp->n_layers].pattern, sizeof amp->layers->pattern, "%s", pattern);
-        amp->layers[amp->n_layers++].dtype = choice.dtype;
-    }
-    ampi_settings_changed(amp);
-    ampi_unlock(amp);
-    return AMP_OK;
+    return ampi_layer_set(amp, "amp_layer_override", pattern, dtype);
 }
 
 /* ---- The cast cache: copies of registered weights by (id, dtype, kind), rewritten when the version changes.  A copy
@@ -11803,12 +12921,430 @@ static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind k
     out->new_inf = new_inf;
 }
 
+/* ---- FP8: how operands of linear layers are rounded, and what is recorded of them */
+
+/* The weight's table and its place there; NULL: it has none. */
+static ampi_fp8_table *ampi_fp8_find(const amp_context *amp, uint64_t id, int *at) {
+    ampi_fp8_table *t;
+    for (t = amp->fp8; t != NULL; t = t->next)
+        for (*at = 0; *at < AMPI_FP8_WEIGHTS; (*at)++) if (t->ids[*at] == id) return t;
+    return NULL;
+}
+
+static int64_t ampi_fp8_length(const amp_context *amp) {
+    return amp->desc.fp8.scaling == AMP_FP8_DELAYED ? amp->desc.fp8.history : 0;
+}
+static int64_t ampi_fp8_table_bytes(const amp_context *amp) {
+    return 3 * AMPI_FP8_WEIGHTS * ((int64_t)sizeof(amp_k_fp8_slot) + 4 * (1 + ampi_fp8_length(amp)));
+}
+
+static amp_result ampi_fp8_table_add(amp_context *amp) {
+    int64_t bytes = ampi_fp8_table_bytes(amp);
+    ampi_fp8_table *t;
+    void *memory;
+    amp_result result;
+    AMPI_TRY(ampi_alloc(&amp->system, "amp_linear", (void **)&t, 1, sizeof *t));
+    result = ampi_alloc_part(amp, AMPI_PART_CACHE, &memory, bytes);
+    if (result == AMP_OK) result = amp->backend->fill(amp->dev, memory, 0, (size_t)bytes, amp->desc.stream);
+    if (result != AMP_OK) { ampi_free(&amp->system, t, 1, sizeof *t); return result; }
+    memset(t, 0, sizeof *t);
+    t->slots = (amp_k_fp8_slot *)memory;
+    t->amax = (uint32_t *)(void *)(t->slots + 3 * AMPI_FP8_WEIGHTS);
+    t->history = ampi_fp8_length(amp) > 0 ? t->amax + 3 * AMPI_FP8_WEIGHTS : NULL;
+    ampi_lock(amp);
+    t->next = amp->fp8;
+    amp->fp8 = t;
+    ampi_listen(amp, ampi_autocast_hear);
+    ampi_unlock(amp);
+    return AMP_OK;
+}
+
+static amp_result ampi_fp8_clear(amp_context *amp, const ampi_fp8_table *t, int at) {
+    AMPI_TRY(amp->backend->fill(amp->dev, t->slots + 3 * at, 0, 3 * sizeof *t->slots, amp->desc.stream));
+    return amp->backend->fill(amp->dev, t->amax + 3 * at, 0, 3 * sizeof *t->amax, amp->desc.stream);
+}
+
+/* The same, with a place for a weight that had none. */
+static amp_result ampi_fp8_place(amp_context *amp, uint64_t id, ampi_fp8_table **table, int *at) {
+    int is_new = 0;
+    for (;;) {
+        ampi_lock(amp);
+        *table = ampi_fp8_find(amp, id, at);
+        is_new = *table == NULL;
+        if (is_new && (*table = ampi_fp8_find(amp, 0, at)) != NULL) (*table)->ids[*at] = id;
+        ampi_unlock(amp);
+        if (*table != NULL) break;
+        AMPI_TRY(ampi_fp8_table_add(amp));
+    }
+    return is_new ? ampi_fp8_clear(amp, *table, *at) : AMP_OK;
+}
+
+static amp_dtype ampi_fp8_format(const amp_context *amp, amp_fp8_tensor tensor) {
+    return tensor == AMP_FP8_DY && amp->desc.fp8.format == AMP_FP8_HYBRID ? AMP_E5M2 : AMP_E4M3;
+}
+
+/* How a tensor is rounded without its layer's records; with delayed scaling by its own magnitudes. */
+static amp_k_fp8 ampi_fp8_alone(const amp_context *amp, amp_fp8_tensor tensor) {
+    const amp_fp8_recipe *r = &amp->desc.fp8;
+    amp_k_fp8 how;
+    memset(&how, 0, sizeof how);
+    how.dtype = ampi_fp8_format(amp, tensor);
+    how.scaling = r->scaling == AMP_FP8_DELAYED ? AMP_FP8_CURRENT : r->scaling;
+    how.square = tensor == AMP_FP8_WEIGHT && r->scaling == AMP_FP8_BLOCK;
+    how.margin = r->margin;
+    return how;
+}
+
+/* How a tensor of a weight's layer is rounded; record: see amp_k_fp8. */
+static amp_result ampi_fp8_how(amp_context *amp, const char *f, const amp_param *w, amp_fp8_tensor tensor, int record,
+                               amp_k_fp8 *how) {
+    const amp_fp8_recipe *r = &amp->desc.fp8;
+    ampi_fp8_table *t;
+    int at;
+    *how = ampi_fp8_alone(amp, tensor);
+    how->scaling = r->scaling;
+    if (w->id == 0 && r->scaling == AMP_FP8_DELAYED)
+        return ampi_fail(AMP_ERR_STATE, f, "%s is not registered, so delayed scaling has no history of it: call "
+                         "amp_param_register first", w->name ? w->name : "the weight");
+    if (w->id == 0) return AMP_OK;
+    AMPI_TRY(ampi_as(f, ampi_fp8_place(amp, w->id, &t, &at)));
+    how->record = record;
+    how->slot = t->slots + 3 * at + (int)tensor - 1;
+    how->amax = t->amax + 3 * at + (int)tensor - 1;
+    return AMP_OK;
+}
+
+static const ampi_fp8_table *ampi_fp8_tables(const amp_context *amp) { return amp->fp8; }
+static amp_k_fp8_update ampi_fp8_update_of(const amp_context *amp, const ampi_fp8_table *t) {
+    amp_k_fp8_update u;
+    int i;
+    memset(&u, 0, sizeof u);
+    u.slots = t->slots; u.n = 3 * AMPI_FP8_WEIGHTS;
+    u.amax = t->amax; u.history = t->history;
+    u.length = amp->desc.fp8.history; u.margin = amp->desc.fp8.margin;
+    u.recent = amp->desc.fp8.amax == AMP_FP8_AMAX_RECENT;
+    for (i = 0; i < 3; i++) u.format[i] = ampi_fp8_format(amp, (amp_fp8_tensor)(i + 1));
+    return u;
+}
+
+/* Copies n bytes of a table from or to the device, and waits. */
+static amp_result ampi_fp8_copy(const amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
+    AMPI_TRY(amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
+    return amp->backend->stream_sync(amp->dev, amp->desc.stream);
+}
+
+AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *weight, amp_fp8_tensor tensor,
+                                     amp_fp8_stats *out) {
+    const char *f = "amp_fp8_stats_get";
+    amp_k_fp8_slot slot;
+    ampi_fp8_table *t = NULL;
+    int at = 0;
+    AMPI_TRY(ampi_need(f, amp && weight && out, "amp, weight or out"));
+    if (tensor < AMP_FP8_X || tensor > AMP_FP8_DY)
+        return ampi_fail(AMP_ERR_RANGE, f, "tensor = %d, must be AMP_FP8_X, _WEIGHT or _DY", (int)tensor);
+    AMPI_TRY(ampi_check_known(amp, f, weight));
+    AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
+    ampi_lock(amp);
+    if (weight->id != 0) t = ampi_fp8_find(amp, weight->id, &at);
+    ampi_unlock(amp);
+    if (t == NULL)
+        return ampi_fail(AMP_ERR_STATE, f, "the layer of %s has not computed in fp8, or its weight is not registered",
+                         weight->name ? weight->name : "the weight");
+    AMPI_TRY(ampi_as(f, ampi_fp8_copy(amp, &slot, t->slots + 3 * at + (int)tensor - 1, sizeof slot, AMP_COPY_TO_HOST)));
+    if (slot.last.values == 0) slot.last = slot.now;
+    memset(out, 0, sizeof *out);
+    out->values = slot.last.values;
+    out->saturated = slot.last.saturated;
+    out->underflowed = slot.last.underflowed;
+    out->nonfinite = slot.last.nonfinite;
+    out->updates = slot.updates;
+    out->scale = slot.scale;
+    return AMP_OK;
+}
+
+#if !defined(AMP_NO_WATCH)
+static const char *const ampi_fp8_roles[] = {"x", "weight", "dy"};
+
+/* What is recorded of the tensors of registered parameter i, .last being their last step; *name NULL: there is none. */
+static amp_result ampi_fp8_look(const amp_context *amp, int64_t i, const char **name, amp_k_fp8_slot slots[3]) {
+    const ampi_fp8_table *t;
+    int at, j;
+    memset(slots, 0, 3 * sizeof *slots);
+    *name = i < amp->n_params ? amp->params[i].param->name : NULL;
+    t = *name != NULL ? ampi_fp8_find(amp, amp->params[i].id, &at) : NULL;
+    if (t == NULL) return AMP_OK;
+    AMPI_TRY(ampi_fp8_copy(amp, slots, t->slots + 3 * at, 3 * sizeof *slots, AMP_COPY_TO_HOST));
+    for (j = 0; j < 3; j++) if (slots[j].last.values == 0) slots[j].last = slots[j].now;
+    return AMP_OK;
+}
+static double ampi_fp8_share(const amp_k_fp8_slot *slot, int64_t part) {
+    return (double)part / (double)AMPI_MAX(slot->last.values, (int64_t)1);
+}
+
+/* The largest shares of a tensor's numbers that saturated and underflowed; where: the first of the former. */
+static amp_result ampi_fp8_worst(const amp_context *amp, int64_t *tensors, double *saturated, double *underflowed,
+                                 char where[80]) {
+    amp_k_fp8_slot slots[3];
+    const char *name = "";
+    int64_t i;
+    int j;
+    for (i = 0; name != NULL; i++) {
+        AMPI_TRY(ampi_fp8_look(amp, i, &name, slots));
+        for (j = 0; j < 3; j++) {
+            double share = ampi_fp8_share(&slots[j], slots[j].last.saturated);
+            *tensors += slots[j].last.values > 0;
+            *underflowed = AMPI_MAX(*underflowed, ampi_fp8_share(&slots[j], slots[j].last.underflowed));
+            if (share <= *saturated) continue;
+            *saturated = share;
+            snprintf(where, 80, "%s of %.60s", ampi_fp8_roles[j], name);
+        }
+    }
+    return AMP_OK;
+}
+#endif
+
+/* ---- The state of delayed scaling: records fp8 (the recipe and how many weights), fp8_names (a line each), and for
+   each weight three of fp8_updates, fp8_scales and fp8_amax, and 3 x history of fp8_history. */
+
+enum { AMPI_FP8_RECIPE = 6 };
+static void ampi_fp8_recipe_of(const amp_context *amp, int64_t n, int64_t recipe[AMPI_FP8_RECIPE]) {
+    const amp_fp8_recipe *r = &amp->desc.fp8;
+    recipe[0] = (int64_t)r->format; recipe[1] = (int64_t)r->scaling; recipe[2] = (int64_t)r->amax;
+    recipe[3] = r->history; recipe[4] = r->margin; recipe[5] = n;
+}
+
+/* Host memory for n weights' records. */
+typedef struct ampi_fp8_saved {
+    int64_t n, length;              /* length: of a history */
+    int64_t *updates; float *scales, *amax, *history;
+    char *names; int64_t names_bytes;
+    void *memory; int64_t bytes;
+} ampi_fp8_saved;
+
+static amp_result ampi_fp8_saved_make(const amp_context *amp, const char *f, int64_t n, int64_t names_bytes,
+                                      ampi_fp8_saved *s) {
+    memset(s, 0, sizeof *s);
+    s->n = n; s->length = amp->desc.fp8.history; s->names_bytes = names_bytes;
+    s->bytes = 3 * n * (8 + 4 + 4 + 4 * s->length) + names_bytes + 1;
+    AMPI_TRY(ampi_alloc(&amp->system, f, &s->memory, s->bytes, 1));
+    memset(s->memory, 0, (size_t)s->bytes);
+    s->updates = (int64_t *)s->memory;
+    s->scales = (float *)(void *)(s->updates + 3 * n);
+    s->amax = s->scales + 3 * n;
+    s->history = s->amax + 3 * n;
+    s->names = (char *)(void *)(s->history + 3 * n * s->length);
+    return AMP_OK;
+}
+
+/* Copies weight i between its place on the device and the records. */
+static amp_result ampi_fp8_move(const amp_context *amp, const ampi_fp8_saved *s, int64_t i, const ampi_fp8_table *t,
+                                int at, int save) {
+    amp_k_fp8_slot slots[3];
+    amp_copy_kind kind = save ? AMP_COPY_TO_HOST : AMP_COPY_TO_DEVICE;
+    int64_t bytes = 3 * s->length * 4;
+    void *host = s->history + 3 * i * s->length, *there = t->history + 3 * at * s->length;
+    int j;
+    AMPI_TRY(ampi_fp8_copy(amp, slots, t->slots + 3 * at, sizeof slots, AMP_COPY_TO_HOST));
+    for (j = 0; j < 3; j++) {
+        if (save) { s->updates[3 * i + j] = slots[j].updates; s->scales[3 * i + j] = slots[j].scale; }
+        else { slots[j].updates = s->updates[3 * i + j]; slots[j].scale = s->scales[3 * i + j]; }
+    }
+    if (!save) AMPI_TRY(ampi_fp8_copy(amp, t->slots + 3 * at, slots, sizeof slots, kind));
+    AMPI_TRY(ampi_fp8_copy(amp, save ? host : there, save ? there : host, bytes, kind));
+    host = s->amax + 3 * i; there = t->amax + 3 * at;
+    return ampi_fp8_copy(amp, save ? host : there, save ? there : host, 12, kind);
+}
+
+/* Weights with records, in the order in which they were registered; s NULL: only counts them and their names. */
+static amp_result ampi_fp8_gather(const amp_context *amp, ampi_fp8_saved *s, int64_t *n, int64_t *names_bytes) {
+    int64_t i;
+    int at;
+    *n = *names_bytes = 0;
+    for (i = 0; i < amp->n_params; i++) {
+        const amp_param *p = amp->params[i].param;
+        const ampi_fp8_table *t = ampi_fp8_find(amp, amp->params[i].id, &at);
+        if (t == NULL || t->history == NULL) continue;
+        if (s != NULL) {
+            AMPI_TRY(ampi_fp8_move(amp, s, *n, t, at, 1));
+            memcpy(s->names + *names_bytes, p->name, strlen(p->name));
+            s->names[*names_bytes + (int64_t)strlen(p->name)] = '\n';
+        }
+        ++*n;
+        *names_bytes += (int64_t)strlen(p->name) + 1;
+    }
+    return AMP_OK;
+}
+
+/* One record, written or read. */
+static amp_result ampi_fp8_record(amp_state *to, const amp_state *from, const char *prefix, const char *name,
+                                  amp_dtype dtype, void *values, int64_t n) {
+    char key[AMPI_STATE_KEY];
+    AMPI_TRY(ampi_key("amp_fp8_load", key, prefix, name, -1));
+    return to != NULL ? amp_state_put(to, key, dtype, values, n) : amp_state_get(from, key, dtype, values, n);
+}
+static amp_result ampi_fp8_records(amp_state *to, const amp_state *from, const char *prefix, ampi_fp8_saved *s) {
+    if (s->n == 0) return AMP_OK;
+    AMPI_TRY(ampi_fp8_record(to, from, prefix, "fp8_names", AMP_U8, s->names, s->names_bytes));
+    AMPI_TRY(ampi_fp8_record(to, from, prefix, "fp8_updates", AMP_I64, s->updates, 3 * s->n));
+    AMPI_TRY(ampi_fp8_record(to, from, prefix, "fp8_scales", AMP_F32, s->scales, 3 * s->n));
+    AMPI_TRY(ampi_fp8_record(to, from, prefix, "fp8_amax", AMP_F32, s->amax, 3 * s->n));
+    return ampi_fp8_record(to, from, prefix, "fp8_history", AMP_F32, s->history, 3 * s->n * s->length);
+}
+
+AMP_API amp_result amp_fp8_save(const amp_context *amp, amp_state *state, const char *prefix) {
+    const char *f = "amp_fp8_save";
+    int64_t recipe[AMPI_FP8_RECIPE], n, names_bytes;
+    char key[AMPI_STATE_KEY];
+    ampi_fp8_saved s;
+    amp_state *own;
+    amp_result r;
+    AMPI_TRY(ampi_need(f, amp && state && prefix, "amp, state or prefix"));
+    AMPI_TRY(ampi_key(f, key, prefix, "fp8", -1));
+    AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
+    AMPI_TRY(ampi_fp8_gather(amp, NULL, &n, &names_bytes));
+    AMPI_TRY(ampi_fp8_saved_make(amp, f, n, names_bytes, &s));
+    r = ampi_as(f, amp_state_create(&own, &state->system));
+    if (r == AMP_OK) {
+        ampi_fp8_recipe_of(amp, n, recipe);
+        r = ampi_fp8_gather(amp, &s, &n, &names_bytes);
+        if (r == AMP_OK) r = amp_state_put(own, key, AMP_I64, recipe, AMPI_FP8_RECIPE);
+        if (r == AMP_OK) r = ampi_fp8_records(own, NULL, prefix, &s);
+        r = ampi_state_take(state, own, r, f);
+    }
+    ampi_free(&amp->system, s.memory, s.bytes, 1);
+    return r;
+}
+
+/* The registered parameter that a line names, with a place for its records; *line moves on. */
+static amp_result ampi_fp8_named(amp_context *amp, const char **line, const char *end, ampi_fp8_table **t, int *at) {
+    const char *next = (const char *)memchr(*line, '\n', (size_t)(end - *line));
+    int64_t i, bytes = next != NULL ? next - *line : end - *line;
+    for (i = 0; i < amp->n_params; i++) {
+        const char *name = amp->params[i].param->name;
+        if ((int64_t)strlen(name) == bytes && memcmp(name, *line, (size_t)bytes) == 0) break;
+    }
+    if (next == NULL || i == amp->n_params)
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "it has a history of %.*s, but no such weight is registered",
+                         (int)AMPI_MIN(bytes, 100), *line);
+    *line = next + 1;
+    return t == NULL ? AMP_OK : ampi_fp8_place(amp, amp->params[i].id, t, at);
+}
+
+static amp_result ampi_fp8_load_checked(amp_context *amp, const ampi_fp8_saved *s) {
+    const char *line, *end = s->names + s->names_bytes;
+    ampi_fp8_table *t;
+    int64_t i;
+    int pass, at;
+    for (i = 0; i < 3 * s->n; i++)
+        if (s->updates[i] < 0 || !(ampi_bits_f32(s->scales[i]) < 0x7f800000u) ||
+            !(ampi_bits_f32(s->amax[i]) < 0x7f800000u))
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "a scale or magnitude is negative or not finite");
+    for (i = 0; i < 3 * s->n * s->length; i++)
+        if (!(ampi_bits_f32(s->history[i]) < 0x7f800000u))
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "a history has a negative or infinite magnitude");
+    for (pass = 0; pass < 2; pass++) {              /* all names first, then all places */
+        line = s->names;
+        for (i = 0; i < s->n; i++) AMPI_TRY(ampi_fp8_named(amp, &line, end, pass ? &t : NULL, &at));
+    }
+    line = s->names;
+    for (i = 0; i < s->n; i++) {
+        AMPI_TRY(ampi_fp8_named(amp, &line, end, &t, &at));
+        AMPI_TRY(ampi_fp8_move(amp, s, i, t, at, 0));
+    }
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_fp8_load(amp_context *amp, const amp_state *state, const char *prefix) {
+    static const char *const fields[] = {"format", "scaling", "amax", "history", "margin"};
+    const char *f = "amp_fp8_load";
+    int64_t saved[AMPI_FP8_RECIPE], own[AMPI_FP8_RECIPE], names_bytes;
+    char key[AMPI_STATE_KEY];
+    ampi_fp8_saved s;
+    amp_result r;
+    int i;
+    AMPI_TRY(ampi_need(f, amp && state && prefix, "amp, state or prefix"));
+    AMPI_TRY(ampi_key(f, key, prefix, "fp8", -1));
+    AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
+    AMPI_TRY(ampi_as(f, amp_state_get(state, key, AMP_I64, saved, AMPI_FP8_RECIPE)));
+    if (saved[5] == 0) return AMP_OK;               /* it had no history yet */
+    ampi_fp8_recipe_of(amp, saved[5], own);
+    for (i = 0; i < 5; i++)
+        if (saved[i] != own[i])
+            return ampi_fail(AMP_ERR_MISMATCH, f, "its histories are of a recipe with .fp8.%s = %lld, here it is %lld",
+                             fields[i], (long long)saved[i], (long long)own[i]);
+    AMPI_TRY(ampi_key(f, key, prefix, "fp8_names", -1));
+    names_bytes = amp_state_count(state, key, NULL);
+    if (saved[5] < 0 || saved[5] > amp->n_params || names_bytes < 0)
+        return ampi_fail(AMP_ERR_MISMATCH, f, "it has histories of %lld weights, here are %lld", (long long)saved[5],
+                         (long long)amp->n_params);
+    AMPI_TRY(ampi_fp8_saved_make(amp, f, saved[5], names_bytes, &s));
+    r = ampi_fp8_records(NULL, state, prefix, &s);
+    if (r == AMP_OK) r = ampi_fp8_load_checked(amp, &s);
+    ampi_free(&amp->system, s.memory, s.bytes, 1);
+    if (r == AMP_OK) amp_cast_cache_clear(amp);     /* copies have scales of their own */
+    return ampi_as(f, r);
+}
+
+#if !defined(AMP_NO_CARE)
+/* A table as it was, with its memory behind this, for steps that are undone. */
+typedef struct ampi_fp8_kept {
+    struct ampi_fp8_kept *next;
+    const ampi_fp8_table *table;
+    uint64_t ids[AMPI_FP8_WEIGHTS];
+} ampi_fp8_kept;
+
+static void ampi_fp8_kept_free(const amp_context *amp, ampi_fp8_kept *kept) {
+    while (kept != NULL) {
+        ampi_fp8_kept *next = kept->next;
+        ampi_free(&amp->system, kept, 1, sizeof *kept + (size_t)ampi_fp8_table_bytes(amp));
+        kept = next;
+    }
+}
+
+/* Keeps all tables; waits. */
+static amp_result ampi_fp8_keep(const amp_context *amp, const char *f, ampi_fp8_kept **out) {
+    int64_t bytes = ampi_fp8_table_bytes(amp);
+    ampi_fp8_kept *all = NULL, *k;
+    amp_result r = AMP_OK;
+    const ampi_fp8_table *t;
+    for (t = amp->fp8; t != NULL && r == AMP_OK; t = t->next) {
+        r = ampi_alloc(&amp->system, f, (void **)&k, 1, sizeof *k + (size_t)bytes);
+        if (r != AMP_OK) break;
+        k->next = all; k->table = t;
+        memcpy(k->ids, t->ids, sizeof k->ids);
+        all = k;
+        r = ampi_fp8_copy(amp, k + 1, t->slots, bytes, AMP_COPY_TO_HOST);
+    }
+    if (r != AMP_OK) { ampi_fp8_kept_free(amp, all); return r; }
+    *out = all;
+    return AMP_OK;
+}
+
+/* Weights that came since have no records again.  Copies of weights keep their scales: the caller clears the cache. */
+static amp_result ampi_fp8_restore(amp_context *amp, const ampi_fp8_kept *kept) {
+    const ampi_fp8_table *t;
+    const ampi_fp8_kept *k;
+    int at;
+    for (t = amp->fp8; t != NULL; t = t->next) {
+        for (k = kept; k != NULL && k->table != t; k = k->next) {}
+        if (k != NULL) AMPI_TRY(ampi_fp8_copy(amp, t->slots, k + 1, ampi_fp8_table_bytes(amp), AMP_COPY_TO_DEVICE));
+        for (at = 0; at < AMPI_FP8_WEIGHTS; at++)
+            if (t->ids[at] != 0 && (k == NULL || k->ids[at] != t->ids[at])) AMPI_TRY(ampi_fp8_clear(amp, t, at));
+    }
+    return AMP_OK;
+}
+#endif
+
 static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cache_entry *e) {
+    amp_k_fp8 how;
     int64_t *new_inf = amp->backend->host_visible ? &e->new_inf : &amp->cells->new_inf;
     amp_k_pack pack;
     amp_k_cast cast;
     if (e->kind != AMPI_PACK_CAST) {
         ampi_pack_args(p, e->dtype, e->kind, new_inf, &pack);
+        if (e->dtype == AMP_FP8)
+            AMPI_TRY(ampi_fp8_how(amp, "cast cache", p, AMP_FP8_WEIGHT, e->kind == AMPI_PACK_FORWARD, &how));
+        pack.fp8 = e->dtype == AMP_FP8 ? &how : NULL;
         return amp->backend->gemm_pack(amp->dev, &pack, e->data, amp->desc.stream);
     }
     memset(&cast, 0, sizeof cast);
@@ -11823,10 +13359,13 @@ static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cac
 
 static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                 int repeated) {
+    amp_k_fp8 how;
     amp_k_pack pack;
     if (kind == AMPI_PACK_CAST) return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(dtype);
     ampi_pack_args(p, dtype, kind, NULL, &pack);
     pack.repeated = repeated;
+    if (dtype == AMP_FP8 && ampi_fp8_how(amp, "cast cache", p, AMP_FP8_WEIGHT, 0, &how) != AMP_OK) return 0;
+    pack.fp8 = dtype == AMP_FP8 ? &how : NULL;
     return (int64_t)amp->backend->gemm_pack_size(amp->dev, &pack);
 }
 
@@ -12100,7 +13639,7 @@ static amp_result ampi_check_same_rows(const char *function, const char *field, 
 
 /* A plan is 0 or written by a forward; any other value means that the op was never zeroed. */
 static int ampi_plan_is_garbage(const amp_plan *p) {
-    return (uint32_t)p->compute > AMP_I64 || (uint32_t)p->result > AMP_I64 || (uint32_t)p->rule > AMP_BY_LEVEL ||
+    return (uint32_t)p->compute > AMP_FP8 || (uint32_t)p->result > AMP_I64 || (uint32_t)p->rule > AMP_BY_LEVEL ||
            (uint32_t)p->mode > AMP_MODE_INFERENCE || (uint32_t)p->captured > 1 || (uint32_t)p->saturate > 1;
 }
 
@@ -12135,7 +13674,8 @@ static amp_result ampi_plan_forward(const amp_context *amp, const char *function
     if (!ampi_is_recomputing(amp)) {
         amp_dtype inputs[2];
         inputs[0] = a; inputs[1] = b;
-        AMPI_TRY(ampi_decide(amp, op, layer, inputs, 2, plan));
+        if (ampi_follows(amp)) *plan = *recorded;
+        else AMPI_TRY(ampi_decide(amp, op, layer, inputs, 2, plan));
         if (op != AMP_OP_LINEAR) ampi_tell(amp, op, layer, inputs, 2, plan, AMPI_CACHE_UNUSED);
         plan->version = version;
         return AMP_OK;
@@ -12254,8 +13794,10 @@ static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
 }
 
 /* An operand, for messages.  input 0: a gradient, 1: an input, 2: unknown.  copy: its cut copy, or NULL; cut: orders to
-   a device that cuts it. */
-typedef struct ampi_input { const char *name, *layer; int input; void *copy; amp_k_cut cut; } ampi_input;
+   a device that cuts it.  weight: of the layer, for the first operand; if it is that, for the second. */
+typedef struct ampi_input {
+    const char *name, *layer; int input, no_fp8; void *copy; amp_k_cut cut; amp_param *weight;
+} ampi_input;
 
 static amp_k_cut_note ampi_input_at(const char *f, const ampi_input *in, amp_dtype compute) {
     amp_k_cut_note note;
@@ -12320,10 +13862,23 @@ static amp_result ampi_product_ready(amp_context *amp, const char *f, amp_k_gemm
     return AMP_OK;
 }
 
+static void ampi_product_seen(amp_context *amp, const amp_k_gemm *g, const ampi_input *in) {
+    ampi_shown seen;
+    if (amp->observer == NULL || amp->trials > 0 || in[0].weight == NULL) return;
+    seen.gemm = *g;
+    seen.weight = in[0].weight;
+    seen.layer = in[0].layer;
+    seen.is_b = in[1].weight != NULL;
+    seen.backward = in[0].input == 0;
+    seen.no_fp8 = in[0].no_fp8;
+    amp->observer(amp, &seen);
+}
+
 static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_gemm *g, const ampi_input *in) {
     amp_tensor t;
     int i;
     AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, g, amp->desc.stream)));
+    ampi_product_seen(amp, g, in);
     if (g->compute != AMP_F16 || !amp->backend->host_visible || g->k == 0 || ampi_is_0(g->alpha)) return AMP_OK;
     t = amp_tensor3(g->c, g->c_dtype, g->batch, g->m, g->n);
     t.stride[0] = g->stride_c; t.stride[1] = g->ldc; t.stride[2] = 1;
@@ -12335,12 +13890,13 @@ static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_
     return AMP_OK;
 }
 
-/* All three for one product.  input: of both operands. */
+/* All three for one product.  input: of both operands.  weight: of a layer, the right one; or NULL. */
 static amp_result ampi_product_call(amp_context *amp, const char *f, amp_k_gemm *g, const char *layer, const char *a,
-                                    const char *b, int input, int32_t saturate) {
+                                    const char *b, int input, int32_t saturate, amp_param *weight) {
     ampi_input in[2];
     amp_result result;
     memset(in, 0, sizeof in);
+    in[0].weight = in[1].weight = weight;
     in[0].name = a; in[1].name = b; in[0].layer = in[1].layer = layer; in[0].input = in[1].input = input;
     result = ampi_product_ready(amp, f, g, in, saturate);
     if (result == AMP_OK) result = ampi_product_run(amp, f, g, in);
@@ -12368,6 +13924,16 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
     return ampi_linear_check_act(function, "x_act", op->x_act);
 }
 
+/* How a product in FP8 rounds its operands. */
+static amp_result ampi_linear_fp8(amp_context *amp, const char *f, const amp_param *w, amp_fp8_tensor a,
+                                  amp_fp8_tensor b, int record, amp_k_gemm *g, amp_k_fp8 how[2]) {
+    if (g->compute != AMP_FP8 || g->c == NULL) return AMP_OK;
+    AMPI_TRY(ampi_fp8_how(amp, f, w, a, record, &how[0]));
+    AMPI_TRY(ampi_fp8_how(amp, f, w, b, record && a == AMP_FP8_X, &how[1]));
+    g->fp8[0] = &how[0]; g->fp8[1] = &how[1];
+    return AMP_OK;
+}
+
 /* The weight as the right operand: packed if that helps, or cast once until it changes.  Release with
    ampi_cache_put(*held). */
 static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, const amp_plan *plan,
@@ -12381,10 +13947,11 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
     if (g->compute == AMP_F32 || (plan->saturate && !amp->backend->host_visible)) return AMP_OK;
     ampi_pack_args(w, g->compute, kind, NULL, &pack);
     pack.repeated = 1;
+    pack.fp8 = g->fp8[1];
     if (amp->backend->gemm_pack_size(amp->dev, &pack) > 0) {
         AMPI_TRY(ampi_cache_get(amp, w, g->compute, kind, held, use));
         g->packed_b = *held;
-    } else if (g->compute != AMP_TF32 && g->compute != g->b_dtype) {
+    } else if (g->compute != AMP_TF32 && g->compute != AMP_FP8 && g->compute != g->b_dtype) {
         AMPI_TRY(ampi_cache_get(amp, w, g->compute, AMPI_PACK_CAST, held, use));
         if (*held != NULL) { g->b = *held; g->b_dtype = g->compute; }
     }
@@ -12408,6 +13975,7 @@ AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
     amp_dtype inputs[2];
     ampi_cache_use use;
     amp_result result;
+    amp_k_fp8 fp8[2];
     const void *held;
     AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_linear_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
@@ -12430,12 +13998,15 @@ AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
     g.alpha = 1; g.compute = plan.compute; g.act = op->act;
     if (op->bias) { g.bias = op->bias->weight.data; g.bias_dtype = op->bias->weight.dtype; }
     if (pre.data) { g.pre = pre.data; g.pre_dtype = pre.dtype; g.ld_pre = pre.ld; }
+    AMPI_TRY(ampi_linear_fp8(amp, f, op->weight, AMP_FP8_X, AMP_FP8_WEIGHT,
+                             plan.mode != AMP_MODE_INFERENCE && !ampi_is_recomputing(amp), &g, fp8));
     AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &plan, &g, &held, &use));
     inputs[0] = x.dtype; inputs[1] = op->weight->weight.dtype;
     ampi_tell(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), inputs, 2, &plan, use);
     result = ampi_linear_bias(amp, op->bias, &g);
     if (result == AMP_OK)
-        result = ampi_product_call(amp, f, &g, ampi_layer_name(op->layer, op->weight), "x", "weight", 1, plan.saturate);
+        result = ampi_product_call(amp, f, &g, ampi_layer_name(op->layer, op->weight), "x", "weight", 1, plan.saturate,
+                                   op->weight);
     ampi_cache_put(amp, held);
     ampi_cache_put(amp, g.bias_copy);
     if (result == AMP_OK) op->plan = plan;
@@ -12521,7 +14092,8 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_colu
 
 /* pre: x_act's input, NULL: none.  Release the weight with ampi_cache_put(*held). */
 static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy,
-                                      const amp_mat *dx, const amp_tensor *pre, amp_k_gemm *g, const void **held) {
+                                      const amp_mat *dx, const amp_tensor *pre, amp_k_gemm *g, amp_k_fp8 fp8[2],
+                                      const void **held) {
     amp_mat at;
     ampi_cache_use use;
     *held = NULL;
@@ -12537,6 +14109,7 @@ static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp
         g->backward = 1; g->act = op->x_act;
         g->pre = at.data; g->pre_dtype = at.dtype; g->ld_pre = at.ld;
     }
+    AMPI_TRY(ampi_linear_fp8(amp, f, op->weight, AMP_FP8_DY, AMP_FP8_WEIGHT, !ampi_wants_grad(op->weight), g, fp8));
     return ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &op->plan, g, held, &use);
 }
 
@@ -12544,6 +14117,7 @@ static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp
 typedef struct ampi_linear_calls {
     amp_k_gemm gemms[2]; amp_k_column_sum sum; const amp_tensor *pre, *x_pre; amp_param *along;
     ampi_input in[2][2];
+    amp_k_fp8 fp8[2][2];
 } ampi_linear_calls;
 
 static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op *op, const ampi_linear_calls *c) {
@@ -12601,11 +14175,13 @@ AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) {
     AMPI_TRY(ampi_linear_places(f, op, c.pre, c.x_pre));
     c.along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && amp->backend->fuses ? op->bias : NULL;
     c.gemms[0] = ampi_linear_dweight_args(op, &x, &dy, c.along);
+    AMPI_TRY(ampi_linear_fp8(amp, f, op->weight, AMP_FP8_DY, AMP_FP8_X, 1, &c.gemms[0], c.fp8[0]));
     c.sum = ampi_dbias_args(c.along == NULL ? op->bias : NULL, &dy);
-    AMPI_TRY(ampi_linear_dx_args(amp, f, op, &dy, &dx, c.x_pre, &c.gemms[1], &held));
+    AMPI_TRY(ampi_linear_dx_args(amp, f, op, &dy, &dx, c.x_pre, &c.gemms[1], c.fp8[1], &held));
     for (i = 0; i < 2; i++) {
         c.in[i][0].name = "dy"; c.in[i][1].name = i ? "weight" : "x"; c.in[i][1].input = 1;
         c.in[i][0].layer = c.in[i][1].layer = ampi_layer_name(op->layer, op->weight);
+        c.in[i][0].weight = op->weight; c.in[i][1].weight = i ? op->weight : NULL;
     }
     result = ampi_product_ready(amp, f, &c.gemms[0], c.in[0], op->plan.saturate);
     if (result == AMP_OK) result = ampi_product_ready(amp, f, &c.gemms[1], c.in[1], op->plan.saturate);
@@ -12686,7 +14262,7 @@ AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) {
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
     AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, ampi_is_0(op->alpha) ? 1 : op->alpha,
                                plan.compute, &g));
-    AMPI_TRY(ampi_product_call(amp, f, &g, op->layer, "a", "b", 1, plan.saturate));
+    AMPI_TRY(ampi_product_call(amp, f, &g, op->layer, "a", "b", 1, plan.saturate, NULL));
     op->plan = plan;
     return AMP_OK;
 }
@@ -12848,7 +14424,8 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     g.c = c; g.ldc = ldc;
     g.alpha = alpha; g.beta = beta; g.compute = plan.compute;
     if (plan.compute == AMP_F16 || plan.saturate)
-        return ampi_product_call(amp, "amp_gemm", &g, NULL, swap ? "b" : "a", swap ? "a" : "b", 2, plan.saturate);
+        return ampi_product_call(amp, "amp_gemm", &g, NULL, swap ? "b" : "a", swap ? "a" : "b", 2, plan.saturate,
+                                 NULL);
     return ampi_as("amp_gemm", amp->backend->gemm(amp->dev, &g, amp->desc.stream));
 }
 
@@ -13493,14 +15070,16 @@ static amp_result ampi_chunks_products(ampi_call *c, ampi_chunks *s, const char 
     if (c->params[1]) { g->bias = c->params[1]->weight.data; g->bias_dtype = c->params[1]->weight.dtype; }
     for (i = 0; i < 3; i++) {
         s->in[i][0].name = i ? "dlogits" : "x"; s->in[i][1].name = i == 1 ? "x" : "weight";
-        s->in[i][0].input = i == 0; s->in[i][1].input = 1;
+        s->in[i][0].input = i == 0; s->in[i][1].input = s->in[i][0].no_fp8 = 1;
         s->in[i][0].layer = s->in[i][1].layer = ampi_layer_name(layer, op.weight);
+        s->in[i][0].weight = op.weight; s->in[i][1].weight = i == 1 ? NULL : op.weight;
     }
     AMPI_TRY(ampi_linear_weight(c->amp, op.weight, AMPI_PACK_FORWARD, &c->plan, g, &s->held[0], &use));
     if (gradient) {
         g[1] = ampi_linear_dweight_args(&op, &k->x, &s->loss.dlogits, NULL);
         if (s->sums[0] != NULL) { g[1].c = s->sums[0]; g[1].c_dtype = AMP_F32; g[1].beta = 0; }
-        AMPI_TRY(ampi_linear_dx_args(c->amp, c->f, &op, &s->loss.dlogits, &k->dx, NULL, &g[2], &s->held[1]));
+        AMPI_TRY(
+            ampi_linear_dx_args(c->amp, c->f, &op, &s->loss.dlogits, &k->dx, NULL, &g[2], NULL, &s->held[1]));
         s->dbias = ampi_dbias_args(c->params[1], &s->loss.dlogits);
         if (s->sums[1] != NULL) { s->dbias.out = s->sums[1]; s->dbias.out_dtype = AMP_F32; s->dbias.add = 0; }
     }
@@ -13969,7 +15548,2807 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     return AMP_OK;
 }
 
-/* ==== 10 >>gradients: implementation ====
+/* ==== 10 >>tape: implementation ==== */
+
+/* ---- Models */
+
+enum { AMPI_MODEL_NAME = 96, AMPI_MODEL_PARAMS = 4096 };
+
+/* An optimizer of parameters.  set: the weight from fp32 values, with all that is kept of it.  remainder: the lower 16
+   bits of a bf16 weight, in memory of the backend; NULL: none are kept. */
+typedef struct ampi_keeper {
+    amp_result (*set)(void *owner, amp_param *p, const float *values);
+    const void *(*remainder)(const void *owner, const amp_param *p);
+} ampi_keeper;
+
+/* What the library keeps of a parameter besides amp_param. */
+typedef struct ampi_model_row {
+    char name[AMPI_MODEL_NAME];
+    amp_init init; double value;
+    void *grad;                     /* param.grad.data, unless that is frozen */
+    void *owner; const ampi_keeper *keeper;         /* NULL: no optimizer has it */
+    int32_t rounded;                /* 1: loaded, from fp32 values that only a master could have held */
+} ampi_model_row;
+
+struct amp_model {
+    ampi_object object;
+    uint64_t seed;
+    amp_param *params;
+    ampi_model_row *rows;
+    int64_t n, capacity;
+    amp_result failed;              /* the first failure, with its text */
+    char text[sizeof ampi_error_text];
+};
+
+/* A product that compilers neither fuse with a sum nor reorder: the same bits under every flag. */
+static double ampi_times(double a, double b) { return ampi_f64_of_bits(ampi_bits_f64(a * b)); }
+
+/* The natural logarithm of a positive normal number, to about 1e-15: x = 2^e m, s = (m - 1) / (m + 1),
+   ln m = 2 (s + s^3 / 3 + s^5 / 5 + ...). */
+static double ampi_ln(double x) {
+    uint64_t bits = ampi_bits_f64(x), fraction = bits & 0xfffffffffffffu;
+    int e = (int)(bits >> 52) - 1023, high = fraction > 0x6a09e667f3bcdu, i;        /* m from sqrt(1/2) to sqrt(2) */
+    double m = ampi_f64_of_bits((uint64_t)(1023 - high) << 52 | fraction), s, z, sum = 0;
+    s = ampi_f64_of_bits(ampi_bits_f64((m - 1) / (m + 1)));
+    z = ampi_times(s, s);
+    for (i = 19; i >= 1; i -= 2) sum = ampi_times(z, sum) + ampi_f64_of_bits(ampi_bits_f64(1.0 / i));
+    return ampi_times(2 * s, sum) + ampi_times((double)(e + high), 0.69314718055994530942);
+}
+
+/* Two independent standard normal numbers (Marsaglia's polar method): pair `index`, try after try. */
+static void ampi_normal_pair(uint64_t seed, uint64_t stream, uint64_t index, double out[2]) {
+    uint32_t words[4];
+    uint64_t tries;
+    int i;
+    for (tries = 0;; tries++) {
+        amp_philox(seed, stream << 8 | tries, index, words);
+        for (i = 0; i < 4; i += 2) {
+            double x = ((double)words[i] + 0.5) * (1.0 / 2147483648.0) - 1;
+            double y = ((double)words[i + 1] + 0.5) * (1.0 / 2147483648.0) - 1;
+            double s = ampi_times(x, x) + ampi_times(y, y), f;
+            if (s >= 1) continue;
+            f = ampi_root(ampi_f64_of_bits(ampi_bits_f64(-2 * ampi_ln(s) / s)));
+            out[0] = ampi_times(x, f);
+            out[1] = ampi_times(y, f);
+            return;
+        }
+    }
+}
+
+/* The distribution's width: a deviation, a bound or a constant. */
+static double ampi_init_width(const amp_tensor *w, amp_init init, double value) {
+    double in = (double)(w->ndim > 1 ? w->shape[1] : w->shape[0]), out = (double)w->shape[0], gain = value;
+    if (init == AMP_INIT_CONSTANT) return value;
+    if (value == 0) gain = init == AMP_INIT_KAIMING_UNIFORM || init == AMP_INIT_KAIMING_NORMAL ? ampi_root(2) : 1;
+    switch (init) {
+        case AMP_INIT_XAVIER_UNIFORM: return gain * ampi_root(6 / AMPI_MAX(in + out, 1));
+        case AMP_INIT_XAVIER_NORMAL: return gain * ampi_root(2 / AMPI_MAX(in + out, 1));
+        case AMP_INIT_KAIMING_UNIFORM: return gain * ampi_root(3 / AMPI_MAX(in, 1));
+        case AMP_INIT_KAIMING_NORMAL: return gain * ampi_root(1 / AMPI_MAX(in, 1));
+        default: return gain;
+    }
+}
+
+static int ampi_init_is_uniform(amp_init init) {
+    return init == AMP_INIT_UNIFORM || init == AMP_INIT_XAVIER_UNIFORM || init == AMP_INIT_KAIMING_UNIFORM;
+}
+static int ampi_init_is_normal(amp_init init) {
+    return init == AMP_INIT_NORMAL || init == AMP_INIT_TRUNCATED_NORMAL || init == AMP_INIT_XAVIER_NORMAL ||
+           init == AMP_INIT_KAIMING_NORMAL;
+}
+
+/* The weight that parameter i starts with.  A truncated number that falls outside is drawn again, in another stream. */
+static void ampi_init_values(const amp_model *m, int64_t i, float *out, int64_t n) {
+    const ampi_model_row *row = &m->rows[i];
+    double width, pair[2], constant = 0;
+    uint64_t stream = (uint64_t)i << 8, again;
+    int64_t k;
+    ampi_fp host = ampi_fp_begin();
+    width = ampi_init_width(&m->params[i].weight, row->init, row->value);
+    if (row->init == AMP_INIT_ONES || row->init == AMP_INIT_NORM_WEIGHT) constant = 1;
+    if (row->init == AMP_INIT_CONSTANT) constant = width;
+    for (k = 0; k < n; k++) {
+        if (ampi_init_is_uniform(row->init)) {
+            uint32_t words[4];
+            amp_philox(m->seed, stream << 8, (uint64_t)k / 4, words);
+            out[k] = (float)ampi_times(((double)words[k % 4] + 0.5) * (1.0 / 2147483648.0) - 1, width);
+        } else if (ampi_init_is_normal(row->init)) {
+            if (k % 2 == 0) ampi_normal_pair(m->seed, stream, (uint64_t)k / 2, pair);
+            for (again = 1; row->init == AMP_INIT_TRUNCATED_NORMAL && (pair[k % 2] > 2 || pair[k % 2] < -2); again++) {
+                double other[2];
+                ampi_normal_pair(m->seed, stream | (again & 255), (uint64_t)k / 2, other);
+                pair[k % 2] = other[k % 2];
+            }
+            out[k] = (float)ampi_times(pair[k % 2], width);
+        } else out[k] = (float)constant;
+    }
+    ampi_fp_end(host);
+}
+
+/* Writes fp32 values from the host into a weight. */
+static amp_result ampi_param_write(amp_context *amp, const char *f, amp_param *p, const float *values) {
+    const amp_tensor *w = &p->weight;
+    int64_t n = amp_tensor_count(w), bytes = n * (int64_t)amp_dtype_size(w->dtype);
+    void *low = NULL;
+    amp_result result = AMP_OK;
+    if (w->dtype != AMP_F32) {
+        AMPI_TRY(ampi_alloc(&amp->system, f, &low, bytes, 1));
+        result = amp_convert(low, w->dtype, values, AMP_F32, n, NULL, NULL);
+    }
+    if (result == AMP_OK) result = amp_copy(amp, w->data, low ? low : values, bytes, AMP_COPY_TO_DEVICE);
+    if (result == AMP_OK) result = amp->backend->stream_sync(amp->dev, amp->desc.stream);
+    if (low != NULL) ampi_free(&amp->system, low, bytes, 1);
+    amp_param_changed(p);
+    return ampi_as(f, result);
+}
+
+static void ampi_model_stop(ampi_object *object) {
+    amp_model *m = (amp_model *)(void *)object;
+    int64_t i;
+    if (!ampi_is_closed(object->amp)) amp_param_forget(object->amp, m->params, m->n);
+    for (i = 0; i < m->n; i++) {
+        amp_free(object->amp, m->params[i].weight.data);
+        amp_free(object->amp, m->rows[i].grad);
+    }
+    ampi_free(&object->amp->system, m->params, m->capacity, sizeof *m->params);
+    ampi_free(&object->amp->system, m->rows, m->capacity, sizeof *m->rows);
+    m->n = 0;
+}
+
+AMP_API amp_result amp_model_create(amp_context *amp, amp_model **out, uint64_t seed, int64_t max_params) {
+    const char *f = "amp_model_create";
+    amp_model *m;
+    amp_result result;
+    AMPI_TRY(ampi_need(f, amp && out, "amp or out"));
+    *out = NULL;
+    if (max_params < 0)
+        return ampi_fail(AMP_ERR_RANGE, f, "max_params = %lld, must be 0 or more", (long long)max_params);
+    AMPI_TRY(ampi_object_create(amp, f, (void **)&m, sizeof *m, "model", ampi_model_stop));
+    m->seed = seed;
+    m->capacity = max_params ? max_params : (int64_t)AMPI_MODEL_PARAMS;
+    result = ampi_alloc(&amp->system, f, (void **)&m->params, m->capacity, sizeof *m->params);
+    if (result == AMP_OK) result = ampi_alloc(&amp->system, f, (void **)&m->rows, m->capacity, sizeof *m->rows);
+    if (result != AMP_OK) { ampi_object_destroy(&m->object); return result; }
+    ampi_object_enlist(&m->object, NULL);
+    *out = m;
+    return AMP_OK;
+}
+
+AMP_API void amp_model_destroy(amp_model *model) { if (model != NULL) ampi_object_destroy(&model->object); }
+
+static amp_result ampi_model_check(const amp_model *m, const char *name, int64_t rows, int64_t cols, amp_init init,
+                                   double value) {
+    const char *f = "amp_model_param";
+    AMPI_TRY(ampi_need(f, name != NULL, "name"));
+    if (name[0] == 0 || strlen(name) >= AMPI_MODEL_NAME)
+        return ampi_fail(AMP_ERR_NAME, f, "name \"%.100s\" has %zu bytes, must have 1 to %d", name, strlen(name),
+                         AMPI_MODEL_NAME - 1);
+    if (m->n == m->capacity)
+        return ampi_fail(AMP_ERR_SIZE, f, "%s: the model is full, with %lld parameters; give amp_model_create a "
+                         "larger max_params", name, (long long)m->capacity);
+    if (rows < 1 || cols < 0)
+        return ampi_fail(AMP_ERR_RANGE, f, "%s: rows = %lld, cols = %lld, must be 1 or more and 0 or more", name,
+                         (long long)rows, (long long)cols);
+    if ((int)init < 0 || init > AMP_INIT_NORM_BIAS)
+        return ampi_fail(AMP_ERR_RANGE, f, "%s: init = %d, must be 0 to %d", name, (int)init, AMP_INIT_NORM_BIAS);
+    return ampi_check_real(f, "value", value, init == AMP_INIT_CONSTANT || isgreaterequal(value, 0),
+                           "finite, and 0 or more but for CONSTANT");
+}
+
+static amp_result ampi_model_add(amp_model *m, const char *name, int64_t rows, int64_t cols, amp_init init,
+                                 double value) {
+    amp_context *amp = m->object.amp;
+    const char *f = "amp_model_param";
+    amp_param *p = &m->params[m->n];
+    ampi_model_row *row = &m->rows[m->n];
+    amp_dtype dtype;
+    size_t bytes;
+    void *values;
+    int64_t n;
+    amp_result result;
+    AMPI_TRY(ampi_alive(&m->object, f));
+    AMPI_TRY(ampi_model_check(m, name, rows, cols, init, value));
+    AMPI_TRY(ampi_bytes(f, AMPI_MAX(cols, 1), sizeof(float), &bytes));
+    AMPI_TRY(ampi_bytes(f, rows, bytes, &bytes));
+    n = (int64_t)(bytes / sizeof(float));
+    memset(p, 0, sizeof *p);
+    snprintf(row->name, sizeof row->name, "%s", name);
+    row->init = init;
+    row->value = value;
+    p->name = row->name;
+    dtype = amp_param_dtype(amp, init == AMP_INIT_NORM_WEIGHT || init == AMP_INIT_NORM_BIAS);
+    p->weight = amp_tensor2(NULL, dtype, rows, cols);
+    if (cols == 0) p->weight = amp_tensor1(NULL, dtype, rows);
+    p->grad = p->weight;
+    p->grad.dtype = AMP_F32;
+    AMPI_TRY(ampi_alloc(&amp->system, f, &values, n, sizeof(float)));
+    ampi_init_values(m, m->n, (float *)values, n);
+    result = ampi_as(f, amp_alloc(amp, &p->weight.data, n * (int64_t)amp_dtype_size(dtype)));
+    if (result == AMP_OK) result = ampi_as(f, amp_alloc(amp, &p->grad.data, (int64_t)bytes));
+    if (result == AMP_OK) result = ampi_param_write(amp, f, p, (const float *)values);
+    if (result == AMP_OK) result = ampi_as(f, amp_fill(amp, p->grad.data, 0, (int64_t)bytes));
+    if (result == AMP_OK) result = ampi_as(f, amp_param_register(amp, p, 1));
+    ampi_free(&amp->system, values, n, sizeof(float));
+    row->grad = p->grad.data;
+    if (result == AMP_OK) { m->n++; return AMP_OK; }
+    amp_free(amp, p->weight.data);
+    amp_free(amp, p->grad.data);
+    return result;
+}
+
+AMP_API amp_param *amp_model_param(amp_model *model, const char *name, int64_t rows, int64_t cols, amp_init init,
+                                   double value) {
+    if (model == NULL) { (void)ampi_need("amp_model_param", 0, "model"); return NULL; }
+    if (model->failed != AMP_OK) return NULL;
+    model->failed = ampi_model_add(model, name, rows, cols, init, value);
+    if (model->failed == AMP_OK) return &model->params[model->n - 1];
+    memcpy(model->text, ampi_error_text, sizeof model->text);
+    return NULL;
+}
+
+/* A failure that stuck, again: its text, with the name of the call that failed, under this call's. */
+static amp_result ampi_fail_again(const char *function, amp_result result, const char *text) {
+    const char *detail = strchr(text, ' ');
+    snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %.440s", (int)result, function,
+             detail ? detail + 1 : text);
+    return result;
+}
+
+AMP_API amp_result amp_model_params(const amp_model *model, amp_param **params, int64_t *n) {
+    const char *f = "amp_model_params";
+    AMPI_TRY(ampi_need(f, model && params && n, "model, params or n"));
+    AMPI_TRY(ampi_alive(&model->object, f));
+    if (model->failed != AMP_OK) return ampi_fail_again(f, model->failed, model->text);
+    *params = model->params;
+    *n = model->n;
+    return AMP_OK;
+}
+
+AMP_API amp_param *amp_model_find(const amp_model *model, const char *name) {
+    int64_t i;
+    for (i = 0; model != NULL && name != NULL && i < model->n; i++)
+        if (strcmp(model->rows[i].name, name) == 0) return &model->params[i];
+    return NULL;
+}
+
+AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements) {
+    int64_t bytes = 0, count = 0, i;
+    for (i = 0; model != NULL && i < model->n; i++) {
+        const amp_param *p = &model->params[i];
+        int64_t n = amp_tensor_count(&p->weight);
+        count += n;
+        bytes += n * (int64_t)(amp_dtype_size(p->weight.dtype) + amp_dtype_size(p->grad.dtype));
+    }
+    if (elements != NULL) *elements = count;
+    return bytes;
+}
+
+AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen) {
+    int64_t i, n = 0;
+    AMPI_TRY(ampi_need_object("amp_model_freeze", model, "model"));
+    AMPI_TRY(ampi_need("amp_model_freeze", pattern != NULL, "pattern"));
+    for (i = 0; i < model->n; i++) {
+        if (!ampi_match(pattern, model->rows[i].name)) continue;
+        model->params[i].grad.data = frozen ? NULL : model->rows[i].grad;
+        ampi_gradient_live(&model->params[i], 0);
+        n++;
+    }
+    if (n > 0) { ampi_settings_changed(model->object.amp); return AMP_OK; }
+    return ampi_fail(AMP_ERR_NAME, "amp_model_freeze", "no parameter matches %.100s", pattern);
+}
+
+/* Parameter i of a model: set from its initial values, so that a 16-bit weight gets a master with all the bits. */
+static amp_result ampi_model_start(amp_model *m, int64_t i) {
+    const amp_system *system = &m->object.amp->system;
+    int64_t count = amp_tensor_count(&m->params[i].weight);
+    amp_result result;
+    void *values;
+    AMPI_TRY(ampi_alloc(system, "amp_optimizer_create", &values, count, sizeof(float)));
+    ampi_init_values(m, i, (float *)values, count);
+    result = m->rows[i].keeper->set(m->rows[i].owner, &m->params[i], (const float *)values);
+    ampi_free(system, values, count, sizeof(float));
+    return result;
+}
+
+/* Refuses parameters of models that another optimizer has: both would keep masters and step the weight. */
+static amp_result ampi_models_check(amp_context *amp, const amp_param *params, int64_t n) {
+    ampi_object *o;
+    int64_t i;
+    for (o = amp->objects; o != NULL; o = o->next) {
+        amp_model *m = (amp_model *)(void *)o;
+        for (i = 0; strcmp(o->kind, "model") == 0 && i < m->n; i++)
+            if (m->rows[i].keeper != NULL && &m->params[i] >= params && &m->params[i] < params + n)
+                return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s is another optimizer's; destroy that "
+                                 "first", m->rows[i].name);
+    }
+    return AMP_OK;
+}
+/* Tells the models of these parameters who sets their weights.  Those that are still what they started as are set. */
+static amp_result ampi_models_own(amp_context *amp, const amp_param *params, int64_t n, void *owner,
+                                  const ampi_keeper *keeper) {
+    ampi_object *o;
+    int64_t i, rounded = 0;
+    for (o = amp->objects; o != NULL; o = o->next) {
+        amp_model *m = (amp_model *)(void *)o;
+        if (strcmp(o->kind, "model") != 0) continue;
+        for (i = 0; i < m->n; i++) {
+            amp_param *p = &m->params[i];
+            if (p < params || p >= params + n) continue;
+            m->rows[i].owner = owner;
+            m->rows[i].keeper = keeper;
+            rounded += m->rows[i].rounded;
+            m->rows[i].rounded = 0;
+            if (p->weight.dtype != AMP_F32 && p->version == 1) AMPI_TRY(ampi_model_start(m, i));
+        }
+    }
+    if (rounded > 0)
+        ampi_log(amp, AMP_LOG_WARNING, 1049, "amp_optimizer_create: %lld 16-bit weights were loaded before: their "
+                 "masters start without the other bits; call amp_model_load after this", (long long)rounded);
+    return AMP_OK;
+}
+static void ampi_models_disown(amp_context *amp, const void *owner) {
+    ampi_object *o;
+    int64_t i;
+    for (o = amp->objects; o != NULL; o = o->next) {
+        amp_model *m = (amp_model *)(void *)o;
+        for (i = 0; strcmp(o->kind, "model") == 0 && i < m->n; i++)
+            if (m->rows[i].owner == owner) m->rows[i].keeper = NULL;
+    }
+}
+
+/* Names and shapes, a line each: a file of another model has another text. */
+static amp_result ampi_model_names(const amp_model *m, const char *f, char **text, int64_t *bytes) {
+    ampi_sheet s = ampi_sheet_of(NULL, 0);
+    void *memory = NULL;
+    int64_t pass, i;
+    for (pass = 0; pass < 2; pass++) {
+        for (i = 0; i < m->n; i++) {
+            const amp_tensor *w = &m->params[i].weight;
+            ampi_print(&s, "%s %lld %lld\n", m->rows[i].name, (long long)w->shape[0],
+                       (long long)(w->ndim > 1 ? w->shape[1] : 0));
+        }
+        if (pass > 0) break;
+        *bytes = (int64_t)s.used + 1;
+        AMPI_TRY(ampi_alloc(&m->object.amp->system, f, &memory, *bytes, 1));
+        s = ampi_sheet_of((char *)memory, (size_t)*bytes);
+    }
+    *text = (char *)memory;
+    return AMP_OK;
+}
+
+/* A weight as fp32 on the host: its master if it has one; rest: its remainder, or NULL. */
+static amp_result ampi_param_read(amp_context *amp, const char *f, const amp_param *p, const void *rest,
+                                  float *values) {
+    amp_dtype dtype = p->master != NULL ? AMP_F32 : p->weight.dtype;
+    int64_t n = amp_tensor_count(&p->weight), bytes = n * (int64_t)amp_dtype_size(dtype), i;
+    const void *from = p->master != NULL ? p->master : p->weight.data;
+    void *memory = NULL;
+    uint16_t *low;
+    amp_result result;
+    if (dtype != AMP_F32) AMPI_TRY(ampi_alloc(&amp->system, f, &memory, 2 * bytes, 1));
+    low = (uint16_t *)memory;
+    result = amp_copy(amp, low ? (void *)low : values, from, bytes, AMP_COPY_TO_HOST);
+    if (result == AMP_OK && rest != NULL) result = amp_copy(amp, low + n, rest, bytes, AMP_COPY_TO_HOST);
+    if (result == AMP_OK) result = amp->backend->stream_sync(amp->dev, amp->desc.stream);
+    if (result == AMP_OK && low != NULL) result = amp_convert(values, AMP_F32, low, dtype, n, NULL, NULL);
+    for (i = 0; rest != NULL && result == AMP_OK && i < n; i++) values[i] = amp_f32_join(low[i], low[n + i]);
+    if (low != NULL) ampi_free(&amp->system, low, 2 * bytes, 1);
+    return ampi_as(f, result);
+}
+
+static int64_t ampi_model_largest(const amp_model *m) {
+    int64_t largest = 1, i;
+    for (i = 0; i < m->n; i++) largest = AMPI_MAX(largest, amp_tensor_count(&m->params[i].weight));
+    return largest;
+}
+
+/* Records <prefix>.names and <prefix>.weight.I, in fp32. */
+AMP_API amp_result amp_model_save(const amp_model *model, amp_state *state, const char *prefix) {
+    const char *f = "amp_model_save";
+    char key[AMPI_STATE_KEY], *text = NULL;
+    int64_t bytes = 0, i;
+    amp_context *amp;
+    amp_state *own;
+    const void *rest;
+    void *values;
+    amp_result r;
+    AMPI_TRY(ampi_need(f, state && prefix, "state or prefix"));
+    AMPI_TRY(ampi_need_object(f, model, "model"));
+    amp = model->object.amp;
+    AMPI_TRY(ampi_key(f, key, prefix, "names", -1));
+    AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
+    AMPI_TRY(ampi_as(f, amp_state_create(&own, &state->system)));
+    r = ampi_alloc(&amp->system, f, &values, ampi_model_largest(model), sizeof(float));
+    if (r == AMP_OK) r = ampi_model_names(model, f, &text, &bytes);
+    if (r == AMP_OK) r = amp_state_put(own, key, AMP_U8, text, bytes);
+    for (i = 0; i < model->n && r == AMP_OK; i++) {
+        r = ampi_key(f, key, prefix, "weight", i);
+        rest = model->rows[i].keeper == NULL ? NULL
+               : model->rows[i].keeper->remainder(model->rows[i].owner, &model->params[i]);
+        if (r == AMP_OK) r = ampi_param_read(amp, f, &model->params[i], rest, (float *)values);
+        if (r == AMP_OK) r = amp_state_put(own, key, AMP_F32, values, amp_tensor_count(&model->params[i].weight));
+    }
+    if (text != NULL) ampi_free(&amp->system, text, bytes, 1);
+    if (values != NULL) ampi_free(&amp->system, values, ampi_model_largest(model), sizeof(float));
+    return ampi_state_take(state, own, r, f);
+}
+
+/* Checks that the state is of this model: text is what it should hold. */
+static amp_result ampi_model_matches(const amp_model *m, const amp_state *state, const char *f, const char *prefix,
+                                     const char *text, int64_t bytes) {
+    char key[AMPI_STATE_KEY], *saved;
+    amp_dtype dtype;
+    void *memory;
+    int64_t n, i;
+    amp_result r;
+    AMPI_TRY(ampi_key(f, key, prefix, "names", -1));
+    n = amp_state_count(state, key, &dtype);
+    if (n < 0) return ampi_fail(AMP_ERR_NAME, f, "the state has no record %s", key);
+    AMPI_TRY(ampi_alloc(&m->object.amp->system, f, &memory, n + 1, 1));
+    saved = (char *)memory;
+    r = ampi_as(f, amp_state_get(state, key, AMP_U8, saved, n));
+    for (i = 0; r == AMP_OK && saved[i] != 0 && saved[i] == text[i]; i++) {}
+    if (r == AMP_OK && (n != bytes || saved[i] != text[i])) {
+        while (i > 0 && saved[i - 1] != '\n') i--;
+        r = ampi_fail(AMP_ERR_MISMATCH, f, "of another model: it has \"%.*s\", this model \"%.*s\"",
+                      (int)AMPI_MIN(strcspn(saved + i, "\n"), (size_t)100), saved + i,
+                      (int)AMPI_MIN(strcspn(text + i, "\n"), (size_t)100), text + i);
+    }
+    ampi_free(&m->object.amp->system, memory, n + 1, 1);
+    for (i = 0; i < m->n && r == AMP_OK; i++) {
+        AMPI_TRY(ampi_key(f, key, prefix, "weight", i));
+        if (amp_state_count(state, key, &dtype) != amp_tensor_count(&m->params[i].weight) || dtype != AMP_F32)
+            r = ampi_fail(AMP_ERR_MISMATCH, f, "%s has no weight %s", key, m->rows[i].name);
+    }
+    return r;
+}
+
+AMP_API amp_result amp_model_load(amp_model *model, const amp_state *state, const char *prefix) {
+    const char *f = "amp_model_load";
+    char key[AMPI_STATE_KEY], *text = NULL;
+    int64_t bytes = 0, i;
+    amp_context *amp;
+    void *values = NULL;
+    amp_result r;
+    AMPI_TRY(ampi_need(f, state && prefix, "state or prefix"));
+    AMPI_TRY(ampi_need_object(f, model, "model"));
+    amp = model->object.amp;
+    AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
+    AMPI_TRY(ampi_model_names(model, f, &text, &bytes));
+    r = ampi_model_matches(model, state, f, prefix, text, bytes);
+    if (r == AMP_OK) r = ampi_alloc(&amp->system, f, &values, ampi_model_largest(model), sizeof(float));
+    for (i = 0; i < model->n && r == AMP_OK; i++) {
+        amp_param *p = &model->params[i];
+        r = ampi_key(f, key, prefix, "weight", i);
+        if (r == AMP_OK) r = amp_state_get(state, key, AMP_F32, values, amp_tensor_count(&p->weight));
+        if (r == AMP_OK && model->rows[i].keeper != NULL)
+            r = ampi_as(f, model->rows[i].keeper->set(model->rows[i].owner, p, (const float *)values));
+        else if (r == AMP_OK) r = ampi_param_write(amp, f, p, (const float *)values);
+        model->rows[i].rounded = model->rows[i].keeper == NULL && p->weight.dtype != AMP_F32;
+    }
+    ampi_free(&amp->system, text, bytes, 1);
+    if (values != NULL) ampi_free(&amp->system, values, ampi_model_largest(model), sizeof(float));
+    return r;
+}
+
+AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtype dtype, const int64_t *shape,
+                                     int32_t ndim) {
+    const char *f = "amp_tensor_create";
+    amp_tensor t, like;
+    size_t bytes;
+    AMPI_TRY(ampi_need(f, amp && out && shape, "amp, out or shape"));
+    if (ndim < 1 || ndim > AMP_MAX_DIMS)
+        return ampi_fail(AMP_ERR_RANGE, f, "ndim = %d, must be 1 to %d", ndim, AMP_MAX_DIMS);
+    memset(&t, 0, sizeof t);
+    t.dtype = dtype != AMP_DTYPE_DEFAULT ? dtype : amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
+    t.ndim = ndim;
+    memcpy(t.shape, shape, sizeof *shape * (size_t)ndim);
+    if (amp_dtype_size(t.dtype) == 0) return ampi_fail(AMP_ERR_DTYPE, f, "dtype = %d is no dtype", (int)t.dtype);
+    like = t;
+    like.data = &like;
+    if (amp_tensor_count(&like) < 1)
+        return ampi_fail(AMP_ERR_SHAPE, f, "the shape must have at least one element, and fit in memory");
+    AMPI_TRY(ampi_bytes(f, amp_tensor_count(&like), amp_dtype_size(t.dtype), &bytes));
+    AMPI_TRY(ampi_as(f, amp_alloc(amp, &t.data, (int64_t)bytes)));
+    *out = t;
+    return ampi_as(f, amp_fill(amp, t.data, 0, (int64_t)bytes));
+}
+
+/* ---- The tape.  Recording adds a node for each call: its kind, inputs and attributes, and the op struct.  The nodes
+   of the last step stay: while a step repeats them, their shapes and plan hold.  When the graph is complete, it is
+   compiled if it is new: which values want gradients, what is fused, the calls of backward, and the memory of each
+   buffer from the first call that uses it to the last.  A node has one output, its value. */
+
+enum { AMPI_TAPE_INPUTS = 3, AMPI_NONE = -1, AMPI_AGAIN = -2 };
+
+/* In the order of ampi_tape_rows. */
+typedef enum ampi_kind {
+    AMPI_INPUT, AMPI_ADD, AMPI_SCALE, AMPI_RESHAPE, AMPI_SPLIT, AMPI_TRANSPOSE, AMPI_CONCAT, AMPI_MEAN,
+    AMPI_LINEAR, AMPI_MATMUL, AMPI_ATTENTION, AMPI_LAYERNORM, AMPI_RMSNORM, AMPI_SOFTMAX, AMPI_ACTIVATION, AMPI_SWIGLU,
+    AMPI_ROPE, AMPI_EMBEDDING, AMPI_DROPOUT, AMPI_CROSS_ENTROPY, AMPI_MSE, AMPI_LINEAR_CROSS_ENTROPY,
+    AMPI_CUSTOM
+} ampi_kind;
+
+/* Of a kind: LOSS: forward writes the gradient too, a scalar comes out.  VIEW: no call, its value lies in its input's.
+   ANY_DY: takes a gradient of any dtype.  OVER_X, OVER_DY: y may be x, dx may be dy.  FLAT: operands are contiguous.
+   ROWS: operands have evenly strided rows.  NEEDS_DX: backward cannot do without any dx.  X, Y, Z: backward reads the
+   first, second, third input; OUT: the output. */
+enum {
+    AMPI_X = 1, AMPI_Y = 2, AMPI_Z = 4, AMPI_OUT = 8, AMPI_LOSS = 16, AMPI_VIEW = 32, AMPI_ANY_DY = 64,
+    AMPI_OVER_X = 128, AMPI_OVER_DY = 256, AMPI_FLAT = 512, AMPI_NEEDS_DX = 1024, AMPI_ROWS = 2048
+};
+
+/* Where an op struct has a tensor and its gradient; 0: nowhere, as .layer is first. */
+typedef struct ampi_port { size_t value, gradient; } ampi_port;
+typedef struct ampi_node ampi_node;
+
+typedef struct ampi_tape_row {
+    int32_t id;                     /* for autocast and ampi_calls; AMP_OP_NONE: it decides nothing */
+    const char *name;
+    int32_t flags;
+    size_t bytes, plan;             /* of the op struct; 0: none */
+    ampi_port in[AMPI_TAPE_INPUTS], out;
+    size_t stored[2];               /* pointers to floats that forward writes for backward; of a loss: the output */
+    amp_result (*shape)(const amp_tape *t, ampi_node *n);
+} ampi_tape_row;
+
+/* What a call said, and autocast decided: compared, byte for byte, with the step before. */
+typedef struct ampi_call_key {
+    int32_t kind, variable;
+    int32_t in[AMPI_TAPE_INPUTS], act;
+    int32_t stretch;                /* of amp_tape_checkpoint_begin; 0: none */
+    int32_t trains;                 /* bits: params[0], params[1] want gradients */
+    amp_param *params[2];
+    const char *layer;
+    int64_t size[9];                /* numbers of the call; of an input its shape, stride and dtype */
+    double alpha;                   /* of a loss: its factor */
+    amp_dtype store; int32_t ndim;
+    amp_plan plan;
+} ampi_call_key;
+
+struct ampi_node {
+    ampi_call_key key;
+    amp_tensor y;                   /* shape, dtype, of a view also strides; data once compiled */
+    int32_t root; int64_t offset;   /* whose memory it is in, and the first element there; itself and 0 */
+    int64_t stored;                 /* floats of each of row->stored */
+    const void *data;               /* of an input */
+    int32_t is_loss;                /* a loss, or a sum or multiple of losses */
+    int32_t keep;                   /* 1: amp_tape_keep was called in this step */
+    /* compiled: */
+    int32_t keeps;                  /* `keep` then */
+    int32_t live[2];                /* grad_live of params when the run began */
+    int32_t users, first;           /* that take it: how many, and the first of them */
+    int32_t wants;                  /* 1: backward computes its gradient, or those of its parameters */
+    int32_t parts;                  /* contributions to its gradient still to come */
+    int32_t norm;                   /* of an add: the norm that does it */
+    int32_t whole;                  /* 1: splits take all of it, and nobody else takes any */
+    uint64_t split;                 /* the ends of the parts, as hashes that cancel where one part follows another */
+    int32_t grad, low;              /* low: of a norm, dx in 16 bits; of its branch, that gradient */
+    int32_t buffer, pre, kept[2];
+    int32_t gone;                   /* 1: what takes it writes over it */
+    int32_t escapes, again;         /* in a stretch: a node outside takes its value; it is computed again */
+    int32_t buffer2, pre2, kept2[2];    /* where then */
+    int32_t dx[AMPI_TAPE_INPUTS], dsum;
+    int64_t ns[3];                  /* of forward, backward, forward again */
+    double weight;                  /* of is_loss: what it contributes to the loss */
+    union {
+        amp_linear_op linear; amp_matmul_op matmul; amp_attention_op attention; amp_norm_op norm;
+        amp_softmax_op softmax; amp_activation_op activation; amp_swiglu_op swiglu; amp_rope_op rope;
+        amp_embedding_op embedding; amp_dropout_op dropout; amp_cross_entropy_op cross_entropy; amp_mse_op mse;
+        amp_linear_cross_entropy_op linear_cross_entropy;
+        struct { amp_custom_op op; amp_autocast_desc region; } custom;
+    } op;
+};
+
+/* A piece of the tape's memory, from the first to the last call that uses it. */
+typedef struct ampi_slab {
+    int64_t bytes, offset;
+    amp_dtype dtype;
+    int32_t first, last, refs;      /* refs: gradients that it is, not yet read */
+    int32_t whole;                  /* the node whose gradient it is, when splits of that node have theirs in it */
+    int32_t next_first, next_last;  /* others that begin or end with the same call */
+} ampi_slab;
+typedef struct ampi_hole { int64_t offset, bytes; } ampi_hole;
+
+/* A call of backward: a node's, with a AMPI_AGAIN its forward's; or y = a + b (b AMPI_NONE: a cast). */
+typedef struct ampi_action { int32_t node, a, b, y; int64_t count; } ampi_action;
+
+/* HALF: the forward has run, the backward has not. */
+typedef enum ampi_tape_state { AMPI_TAPE_IDLE, AMPI_TAPE_RECORDING, AMPI_TAPE_HALF, AMPI_TAPE_DONE } ampi_tape_state;
+/* Parts of a step to run. */
+enum { AMPI_FIRST_HALF = 1, AMPI_SECOND_HALF = 2 };
+
+struct amp_tape {
+    ampi_object object;
+    ampi_tape_state state;
+    pthread_t thread;
+    int foreign;                    /* 1: another thread called; changed atomically */
+    int depth;                      /* of regions, the tape's own included */
+    int running;                    /* 1: calls run, perhaps a callback */
+    uint32_t stamp;
+    const char *function;           /* the public one that is running */
+    const char *layer;              /* of operators without a weight */
+    amp_dtype store;                /* amp_tape_store's */
+    int timed;
+    int32_t stretch, stretches;     /* that is open, or 0; so far in this step */
+    amp_result failed; char text[sizeof ampi_error_text];
+    ampi_node *nodes; int64_t n, node_capacity;
+    int64_t same;                   /* the first so many nodes are as they were compiled */
+    int64_t compiled, loss;         /* nodes of the compiled graph; its loss, or AMPI_NONE */
+    int moved;                      /* an input's data moved */
+    int ran;                        /* this step, without failure */
+    ampi_slab *slabs; int64_t n_slabs, slab_capacity;
+    ampi_action *actions; int64_t n_actions, action_capacity;
+    ampi_hole *holes; int64_t n_holes, hole_capacity;
+    int32_t *begins, *ends; int64_t begin_capacity, end_capacity;
+    char *memory; int64_t memory_bytes;
+    int64_t needed;                 /* by the compiled graph */
+};
+
+static amp_tensor *ampi_at_port(ampi_node *n, size_t offset) {
+    return (amp_tensor *)(void *)((char *)&n->op + offset);
+}
+static const char *ampi_node_layer(const ampi_node *n) { return ampi_layer_name(n->key.layer, n->key.params[0]); }
+static const ampi_node *ampi_input_of(const amp_tape *t, const ampi_node *n, int k) {
+    return n->key.in[k] < 0 ? NULL : &t->nodes[n->key.in[k]];
+}
+
+/* Elements of a tensor that may have no memory yet. */
+static int64_t ampi_shape_count(const amp_tensor *t) {
+    amp_tensor like = *t;
+    like.data = &like;
+    return amp_tensor_count(&like);
+}
+
+/* ---- Shapes */
+
+/* A failure of a call that names its layer. */
+static amp_result ampi_shape_fail(const ampi_node *n, const char *function, amp_result result, const char *text) {
+    const char *layer = ampi_node_layer(n);
+    return ampi_fail(result, function, "%s%s%s", layer ? layer : "", layer ? ": " : "", text);
+}
+/* Says that two shapes do not fit: of values, or of a value and a parameter. */
+static amp_result ampi_shape_misfit(const ampi_node *n, const char *function, const char *a, const amp_tensor *at,
+                                    const char *b, const amp_tensor *bt) {
+    char text[200], a_text[64], b_text[64];
+    amp_tensor x = *at, y = *bt;
+    x.data = y.data = &x;           /* without data it would be no tensor */
+    snprintf(text, sizeof text, "%s is %s, %s is %s; they do not fit", a, ampi_shape_text(&x, a_text, sizeof a_text), b,
+             ampi_shape_text(&y, b_text, sizeof b_text));
+    return ampi_shape_fail(n, function, AMP_ERR_SHAPE, text);
+}
+static int ampi_shape_is_same(const amp_tensor *a, const amp_tensor *b) {
+    return a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof(int64_t) * (size_t)a->ndim) == 0;
+}
+
+/* As its first input, in this dtype, contiguous. */
+static void ampi_shape_like(const amp_tape *t, ampi_node *n, amp_dtype dtype) {
+    n->y = t->nodes[n->key.in[0]].y;
+    n->y.data = NULL;
+    n->y.dtype = dtype;
+    memset(n->y.stride, 0, sizeof n->y.stride);
+}
+
+static amp_result ampi_shape_input(const amp_tape *t, ampi_node *n) {
+    const int64_t *size = n->key.size;
+    (void)t;
+    n->y = amp_tensor4(NULL, (amp_dtype)size[8], size[0], size[1], size[2], size[3]);
+    memcpy(n->y.stride, size + 4, sizeof n->y.stride);
+    n->y.ndim = n->key.ndim;
+    return AMP_OK;
+}
+
+/* A vector parameter of `cols`; NULL is one too. */
+static amp_result ampi_shape_vector(const amp_tape *t, const ampi_node *n, const char *name, const amp_param *p,
+                                    const amp_tensor *like, int64_t cols) {
+    (void)t;
+    if (p == NULL || (p->weight.ndim == 1 && p->weight.shape[0] == cols)) return AMP_OK;
+    return ampi_shape_misfit(n, t->function, "x", like, name, &p->weight);
+}
+
+static amp_result ampi_shape_linear(const amp_tape *t, ampi_node *n) {
+    const amp_tensor *x = &t->nodes[n->key.in[0]].y;
+    const amp_param *w = n->key.params[0];
+    AMPI_TRY(ampi_need(t->function, w != NULL, "weight"));
+    AMPI_TRY(ampi_linear_check_act(t->function, "act", (amp_activation_kind)n->key.act));
+    if (w->weight.ndim != 2 || w->weight.shape[1] != x->shape[x->ndim - 1])
+        return ampi_shape_misfit(n, t->function, "x", x, "the weight", &w->weight);
+    if (n->key.params[1] && ampi_shape_vector(t, n, "", n->key.params[1], x, w->weight.shape[0]) != AMP_OK)
+        return ampi_shape_misfit(n, t->function, "the weight", &w->weight, "the bias", &n->key.params[1]->weight);
+    ampi_shape_like(t, n, n->key.plan.result);
+    n->y.shape[n->y.ndim - 1] = w->weight.shape[0];
+    return AMP_OK;
+}
+
+/* Elementwise, of one or two inputs. */
+static amp_result ampi_shape_same(const amp_tape *t, ampi_node *n) {
+    const ampi_node *x = ampi_input_of(t, n, 0), *other = ampi_input_of(t, n, 1);
+    if (other != NULL && !ampi_shape_is_same(&x->y, &other->y))
+        return ampi_shape_misfit(n, t->function, "one operand", &x->y, "the other", &other->y);
+    ampi_shape_like(t, n, n->key.store != AMP_DTYPE_DEFAULT ? n->key.store : n->key.plan.result);
+    return AMP_OK;
+}
+
+static amp_result ampi_shape_norm(const amp_tape *t, ampi_node *n) {
+    const amp_tensor *x = &t->nodes[n->key.in[0]].y;
+    int64_t cols = x->shape[x->ndim - 1];
+    AMPI_TRY(ampi_shape_vector(t, n, "the weight", n->key.params[0], x, cols));
+    AMPI_TRY(ampi_shape_vector(t, n, "the bias", n->key.params[1], x, cols));
+    n->stored = ampi_shape_count(x) / AMPI_MAX(cols, 1);
+    return ampi_shape_same(t, n);
+}
+
+static amp_result ampi_shape_activation(const amp_tape *t, ampi_node *n) {
+    const amp_tensor *x = &t->nodes[n->key.in[0]].y;
+    AMPI_TRY(ampi_shape_vector(t, n, "the bias", n->key.params[0], x, x->shape[x->ndim - 1]));
+    return ampi_shape_same(t, n);
+}
+
+static amp_result ampi_shape_matmul(const amp_tape *t, ampi_node *n) {
+    const amp_tensor *a = &t->nodes[n->key.in[0]].y, *b = &t->nodes[n->key.in[1]].y;
+    int ta = n->key.size[0] != 0, tb = n->key.size[1] != 0, d = a->ndim;
+    if (d < 2 || d > 3 || b->ndim != d || (d == 3 && a->shape[0] != b->shape[0]) ||
+        a->shape[ta ? d - 2 : d - 1] != b->shape[tb ? d - 1 : d - 2])
+        return ampi_shape_misfit(n, t->function, ta ? "a (transposed)" : "a", a, tb ? "b (transposed)" : "b", b);
+    ampi_shape_like(t, n, n->key.plan.result);
+    n->y.shape[d - 2] = a->shape[ta ? d - 1 : d - 2];
+    n->y.shape[d - 1] = b->shape[tb ? d - 2 : d - 1];
+    return AMP_OK;
+}
+
+/* q [batch, positions, heads dim], k and v [batch, keys, heads or fewer, dim]. */
+static amp_result ampi_shape_attention(const amp_tape *t, ampi_node *n) {
+    const amp_tensor *q = &t->nodes[n->key.in[0]].y, *k = &t->nodes[n->key.in[1]].y, *v = &t->nodes[n->key.in[2]].y;
+    int64_t heads = n->key.size[0], dim = heads > 0 ? q->shape[2] / heads : 0, groups;
+    if (q->ndim != 3 || heads < 1 || dim < 1 || q->shape[2] % heads != 0)
+        return ampi_shape_fail(n, t->function, AMP_ERR_SHAPE, "q must be [batch, positions, heads * dim]");
+    if (k->ndim != 3 || k->shape[0] != q->shape[0] || k->shape[2] < dim || k->shape[2] % dim != 0)
+        return ampi_shape_misfit(n, t->function, "q", q, "k", k);
+    if (!ampi_shape_is_same(k, v)) return ampi_shape_misfit(n, t->function, "k", k, "v", v);
+    groups = k->shape[2] / dim;
+    if (heads % groups != 0) return ampi_shape_misfit(n, t->function, "q", q, "k", k);
+    if (k->dtype != q->dtype || v->dtype != q->dtype)
+        return ampi_shape_fail(n, t->function, AMP_ERR_DTYPE, "q, k and v must have one dtype");
+    n->stored = q->shape[0] * q->shape[1] * heads;
+    ampi_shape_like(t, n, q->dtype);
+    return AMP_OK;
+}
+
+static amp_result ampi_shape_rope(const amp_tape *t, ampi_node *n) {
+    const amp_tensor *x = &t->nodes[n->key.in[0]].y;
+    int64_t heads = n->key.size[0];
+    if (x->ndim != 3 || heads < 1 || x->shape[2] % (2 * heads) != 0)
+        return ampi_shape_fail(n, t->function, AMP_ERR_SHAPE, "x must be [batch, positions, heads * dim], dim even");
+    ampi_shape_like(t, n, x->dtype);
+    return AMP_OK;
+}
+
+/* size: the shape of the ids. */
+static amp_result ampi_shape_embedding(const amp_tape *t, ampi_node *n) {
+    const amp_param *table = n->key.params[0], *positions = n->key.params[1];
+    int32_t d = n->key.ndim;
+    AMPI_TRY(ampi_need(t->function, table != NULL, "table"));
+    memset(&n->y, 0, sizeof n->y);
+    n->y.dtype = n->key.plan.result;
+    n->y.ndim = d + 1;
+    memcpy(n->y.shape, n->key.size, sizeof(int64_t) * (size_t)d);
+    n->y.shape[d] = table->weight.shape[1];
+    if (table->weight.ndim != 2) return ampi_shape_misfit(n, t->function, "y", &n->y, "the table", &table->weight);
+    if (positions != NULL && (positions->weight.ndim != 2 || positions->weight.shape[1] != n->y.shape[d] ||
+                              positions->weight.shape[0] < n->y.shape[d - 1]))
+        return ampi_shape_misfit(n, t->function, "y", &n->y, "the table of positions", &positions->weight);
+    return AMP_OK;
+}
+
+static amp_result ampi_shape_loss(const amp_tape *t, ampi_node *n) {
+    const amp_param *w = n->key.params[0];
+    const ampi_node *x = ampi_input_of(t, n, 0), *target = ampi_input_of(t, n, 1);
+    if (w != NULL && (w->weight.ndim != 2 || w->weight.shape[1] != x->y.shape[x->y.ndim - 1]))
+        return ampi_shape_misfit(n, t->function, "x", &x->y, "the weight", &w->weight);
+    if (target != NULL && !ampi_shape_is_same(&x->y, &target->y))
+        return ampi_shape_misfit(n, t->function, "x", &x->y, "the target", &target->y);
+    n->y = amp_tensor1(NULL, AMP_F32, 1);
+    return AMP_OK;
+}
+
+/* A view of all of its input, which is contiguous. */
+static amp_result ampi_shape_reshape(const amp_tape *t, ampi_node *n) {
+    const ampi_node *x = ampi_input_of(t, n, 0);
+    amp_tensor y = amp_tensor4(NULL, x->y.dtype, n->key.size[0], n->key.size[1], n->key.size[2], n->key.size[3]);
+    y.ndim = n->key.ndim;
+    n->y = y;
+    if (ampi_shape_count(&y) != ampi_shape_count(&x->y)) return ampi_shape_misfit(n, t->function, "x", &x->y, "y", &y);
+    n->root = x->root;
+    n->offset = x->offset;
+    return AMP_OK;
+}
+
+/* The elements size[1] to size[1] + size[2] of dimension size[0]. */
+static amp_result ampi_shape_split(const amp_tape *t, ampi_node *n) {
+    const ampi_node *x = ampi_input_of(t, n, 0);
+    int64_t dim = n->key.size[0], first = n->key.size[1], count = n->key.size[2];
+    int i;
+    n->y = x->y;
+    n->y.data = NULL;
+    if (dim < 0 || dim >= x->y.ndim || first < 0 || count < 1 || first > x->y.shape[dim] - count) {
+        char text[160], shape[64];
+        amp_tensor like = x->y;
+        like.data = &like;
+        snprintf(text, sizeof text, "elements %lld to %lld of dimension %lld are not in %s", (long long)first,
+                 (long long)(first + count), (long long)dim, ampi_shape_text(&like, shape, sizeof shape));
+        return ampi_shape_fail(n, t->function, AMP_ERR_SHAPE, text);
+    }
+    for (i = 0; i < n->y.ndim; i++) n->y.stride[i] = ampi_stride(&x->y, i);
+    n->y.shape[dim] = count;
+    n->root = x->root;
+    n->offset = x->offset + first * n->y.stride[dim];
+    return AMP_OK;
+}
+
+static amp_result ampi_shape_transpose(const amp_tape *t, ampi_node *n) {
+    const ampi_node *x = ampi_input_of(t, n, 0);
+    int64_t i = n->key.size[0], j = n->key.size[1];
+    if (i < 0 || j < 0 || i >= x->y.ndim || j >= x->y.ndim)
+        return ampi_shape_fail(n, t->function, AMP_ERR_RANGE, "dimensions must be 0 to ndim - 1");
+    ampi_shape_like(t, n, x->y.dtype);
+    n->y.shape[i] = x->y.shape[j];
+    n->y.shape[j] = x->y.shape[i];
+    return AMP_OK;
+}
+
+/* Along dimension size[0]; of one input: a contiguous copy. */
+static amp_result ampi_shape_concat(const amp_tape *t, ampi_node *n) {
+    const ampi_node *x = ampi_input_of(t, n, 0), *other = ampi_input_of(t, n, 1);
+    int64_t dim = n->key.size[0];
+    amp_tensor like;
+    ampi_shape_like(t, n, x->y.dtype);
+    if (other == NULL) return AMP_OK;
+    if (dim < 0 || dim >= x->y.ndim) return ampi_shape_fail(n, t->function, AMP_ERR_RANGE, "dim must be 0 to ndim - 1");
+    like = other->y;
+    if (like.ndim == x->y.ndim) like.shape[dim] = x->y.shape[dim];
+    if (!ampi_shape_is_same(&like, &x->y)) return ampi_shape_misfit(n, t->function, "a", &x->y, "b", &other->y);
+    if (other->y.dtype != x->y.dtype) n->y.dtype = AMP_F32;
+    n->y.shape[dim] += other->y.shape[dim];
+    return AMP_OK;
+}
+
+/* Over the last dimension but one. */
+static amp_result ampi_shape_mean(const amp_tape *t, ampi_node *n) {
+    const ampi_node *x = ampi_input_of(t, n, 0);
+    if (x->y.ndim < 2)
+        return ampi_shape_fail(n, t->function, AMP_ERR_SHAPE, "x must have rows: two dimensions or more");
+    ampi_shape_like(t, n, x->y.dtype);
+    n->y.shape[n->y.ndim - 2] = x->y.shape[n->y.ndim - 1];
+    n->y.shape[--n->y.ndim] = 0;
+    return AMP_OK;
+}
+
+/* size: of y the shape; its dtype; inputs; whether there is a backward; the operator. */
+enum { AMPI_CUSTOM_DTYPE = 4, AMPI_CUSTOM_COUNT, AMPI_CUSTOM_BACKWARD, AMPI_CUSTOM_OP };
+static amp_result ampi_shape_custom(const amp_tape *t, ampi_node *n) {
+    const int64_t *size = n->key.size;
+    amp_dtype dtype = (amp_dtype)size[AMPI_CUSTOM_DTYPE];
+    int i;
+    if (dtype == AMP_DTYPE_DEFAULT) dtype = n->key.plan.result;
+    ampi_shape_like(t, n, dtype != AMP_DTYPE_DEFAULT ? dtype : t->nodes[n->key.in[0]].y.dtype);
+    if (!ampi_is_storage(n->y.dtype))
+        return ampi_shape_fail(n, t->function, AMP_ERR_DTYPE, "the output must be fp32, fp16 or bf16: set .dtype");
+    if (n->key.ndim == 0) return AMP_OK;
+    n->y = amp_tensor4(NULL, n->y.dtype, size[0], size[1], size[2], size[3]);
+    n->y.ndim = n->key.ndim;
+    memset(n->y.stride, 0, sizeof n->y.stride);
+    for (i = 0; i < n->y.ndim; i++)
+        if (size[i] < 0) return ampi_shape_fail(n, t->function, AMP_ERR_SHAPE, "a dimension of the output is negative");
+    return AMP_OK;
+}
+
+#define AMPI_TAPE_OP(name) sizeof(amp_##name##_op), offsetof(amp_##name##_op, plan)
+#define AMPI_PORT(name, value, gradient) {offsetof(amp_##name##_op, value), offsetof(amp_##name##_op, gradient)}
+#define AMPI_PLAIN(id, name, flags, shape) \
+    {id, "amp_tape_" #name, flags, 0, 0, {{0, 0}, {0, 0}, {0, 0}}, {0, 0}, {0, 0}, shape}
+#define AMPI_UNARY(id, name, op, flags, a, b, shape) \
+    {AMP_OP_##id, "amp_tape_" #name, flags, AMPI_TAPE_OP(op), {AMPI_PORT(op, x, dx), {0, 0}, {0, 0}}, \
+     AMPI_PORT(op, y, dy), {a, b}, shape}
+static const ampi_tape_row ampi_tape_rows[] = {
+    AMPI_PLAIN(AMP_OP_NONE, input, AMPI_ANY_DY, ampi_shape_input),
+    AMPI_PLAIN(AMP_OP_ADD, add, AMPI_ANY_DY | AMPI_FLAT, ampi_shape_same),
+    AMPI_PLAIN(AMP_OP_ADD, scale, AMPI_ANY_DY | AMPI_FLAT | AMPI_OVER_X | AMPI_OVER_DY, ampi_shape_same),
+    AMPI_PLAIN(AMP_OP_NONE, reshape, AMPI_ANY_DY | AMPI_FLAT | AMPI_VIEW, ampi_shape_reshape),
+    AMPI_PLAIN(AMP_OP_NONE, split, AMPI_ANY_DY | AMPI_VIEW, ampi_shape_split),
+    AMPI_PLAIN(AMP_OP_NONE, transpose, AMPI_ANY_DY, ampi_shape_transpose),
+    AMPI_PLAIN(AMP_OP_NONE, concat, AMPI_ANY_DY, ampi_shape_concat),
+    AMPI_PLAIN(AMP_OP_NONE, mean, AMPI_ANY_DY | AMPI_FLAT, ampi_shape_mean),
+    AMPI_UNARY(LINEAR, linear, linear, AMPI_ANY_DY | AMPI_ROWS, 0, 0, ampi_shape_linear),
+    {AMP_OP_MATMUL, "amp_tape_matmul", AMPI_ANY_DY, AMPI_TAPE_OP(matmul),
+     {AMPI_PORT(matmul, a, da), AMPI_PORT(matmul, b, db), {0, 0}}, AMPI_PORT(matmul, y, dy), {0, 0}, ampi_shape_matmul},
+    {AMP_OP_ATTENTION, "amp_tape_attention", AMPI_X | AMPI_Y | AMPI_Z | AMPI_OUT | AMPI_NEEDS_DX,
+     AMPI_TAPE_OP(attention), {AMPI_PORT(attention, q, dq), AMPI_PORT(attention, k, dk), AMPI_PORT(attention, v, dv)},
+     AMPI_PORT(attention, o, d_o), {offsetof(amp_attention_op, lse), 0}, ampi_shape_attention},
+    AMPI_UNARY(LAYERNORM, layernorm, norm, AMPI_ANY_DY | AMPI_X | AMPI_NEEDS_DX | AMPI_ROWS,
+               offsetof(amp_norm_op, mean), offsetof(amp_norm_op, rstd), ampi_shape_norm),
+    AMPI_UNARY(RMSNORM, rmsnorm, norm, AMPI_ANY_DY | AMPI_X | AMPI_NEEDS_DX | AMPI_ROWS, 0,
+               offsetof(amp_norm_op, rstd), ampi_shape_norm),
+    AMPI_UNARY(SOFTMAX, softmax, softmax, AMPI_OUT | AMPI_FLAT | AMPI_NEEDS_DX | AMPI_OVER_X | AMPI_OVER_DY, 0, 0,
+               ampi_shape_same),
+    AMPI_UNARY(ACTIVATION, activation, activation, AMPI_FLAT | AMPI_NEEDS_DX | AMPI_OVER_DY, 0, 0,
+               ampi_shape_activation),
+    {AMP_OP_SWIGLU, "amp_tape_swiglu", AMPI_ANY_DY | AMPI_X | AMPI_Y | AMPI_NEEDS_DX | AMPI_ROWS, AMPI_TAPE_OP(swiglu),
+     {AMPI_PORT(swiglu, gate, dgate), AMPI_PORT(swiglu, up, dup), {0, 0}}, AMPI_PORT(swiglu, y, dy), {0, 0},
+     ampi_shape_same},
+    {AMP_OP_ROPE, "amp_tape_rope", AMPI_OVER_X | AMPI_OVER_DY, AMPI_TAPE_OP(rope), {{0, 0}, {0, 0}, {0, 0}},
+     AMPI_PORT(rope, q, dq), {0, 0}, ampi_shape_rope},
+    {AMP_OP_EMBEDDING, "amp_tape_embedding", AMPI_ANY_DY, AMPI_TAPE_OP(embedding), {{0, 0}, {0, 0}, {0, 0}},
+     AMPI_PORT(embedding, y, dy), {0, 0}, ampi_shape_embedding},
+    AMPI_UNARY(DROPOUT, dropout, dropout, AMPI_ANY_DY | AMPI_FLAT | AMPI_NEEDS_DX | AMPI_OVER_X | AMPI_OVER_DY, 0, 0,
+               ampi_shape_same),
+    {AMP_OP_CROSS_ENTROPY, "amp_tape_cross_entropy", AMPI_LOSS | AMPI_ROWS, AMPI_TAPE_OP(cross_entropy),
+     {AMPI_PORT(cross_entropy, logits, dlogits), {0, 0}, {0, 0}}, {0, 0}, {offsetof(amp_cross_entropy_op, loss), 0},
+     ampi_shape_loss},
+    {AMP_OP_MSE, "amp_tape_mse", AMPI_LOSS | AMPI_FLAT, AMPI_TAPE_OP(mse),
+     {AMPI_PORT(mse, x, dx), {offsetof(amp_mse_op, target), 0}, {0, 0}}, {0, 0}, {offsetof(amp_mse_op, loss), 0},
+     ampi_shape_loss},
+    {AMP_OP_LINEAR_CROSS_ENTROPY, "amp_tape_linear_cross_entropy", AMPI_LOSS | AMPI_ROWS,
+     AMPI_TAPE_OP(linear_cross_entropy), {AMPI_PORT(linear_cross_entropy, x, dx), {0, 0}, {0, 0}}, {0, 0},
+     {offsetof(amp_linear_cross_entropy_op, loss), 0}, ampi_shape_loss},
+    AMPI_PLAIN(AMP_OP_NONE, custom, AMPI_X | AMPI_Y | AMPI_Z | AMPI_OUT | AMPI_FLAT, ampi_shape_custom),
+};
+static const ampi_tape_row *ampi_row_of(const ampi_node *n) { return &ampi_tape_rows[n->key.kind]; }
+static int ampi_is_norm(const ampi_node *n) { return n->key.kind == AMPI_LAYERNORM || n->key.kind == AMPI_RMSNORM; }
+
+/* ---- Recording */
+
+/* Room for one more element; n: in use. */
+static amp_result ampi_tape_grow(amp_tape *t, void **array, int64_t n, int64_t *capacity, size_t size) {
+    return n < *capacity ? AMP_OK : ampi_grow(t->object.amp, t->function, array, n, capacity, size);
+}
+
+static void ampi_tape_fail(amp_tape *t, amp_result result) {
+    if (result == AMP_OK || t->failed != AMP_OK) return;
+    t->failed = result;
+    memcpy(t->text, ampi_error_text, sizeof t->text);
+}
+
+/* The node that a handle stands for, or AMPI_NONE. */
+static int32_t ampi_tape_find(const amp_tape *t, amp_value value) {
+    uint32_t i = (uint32_t)value;
+    return (uint32_t)(value >> 32) == t->stamp && i >= 1 && i <= (uint64_t)t->n ? (int32_t)i - 1 : AMPI_NONE;
+}
+static amp_value ampi_tape_handle(const amp_tape *t, const ampi_node *n) {
+    return n == NULL ? 0 : (amp_value)t->stamp << 32 | (uint64_t)(n - t->nodes + 1);
+}
+
+static amp_result ampi_tape_may_record(amp_tape *t, const char *f) {
+    AMPI_TRY(ampi_alive(&t->object, f));
+    if (t->state != AMPI_TAPE_RECORDING)
+        return ampi_fail(AMP_ERR_STATE, f, "nothing is being recorded: call amp_tape_begin first");
+    if (pthread_equal(pthread_self(), t->thread)) return AMP_OK;
+    __atomic_store_n(&t->foreign, 1, __ATOMIC_RELAXED);
+    return ampi_fail(AMP_ERR_STATE, f, "another thread began this step; each thread needs a tape of its own");
+}
+
+static ampi_call_key ampi_tape_key(ampi_kind kind) {
+    ampi_call_key key;
+    memset(&key, 0, sizeof key);
+    key.kind = (int32_t)kind;
+    key.in[0] = key.in[1] = key.in[2] = AMPI_NONE;
+    return key;
+}
+
+/* Autocast's decision, by the dtypes that the operator itself would decide by.  A norm that computes in fp32 and
+   returns its input's dtype stores the region's: what reads it is a product as a rule, and would round it to that. */
+static amp_result ampi_tape_decide(const amp_tape *t, ampi_call_key *key) {
+    const amp_context *amp = t->object.amp;
+    const amp_autocast_desc *region = ampi_region_of(amp);
+    int32_t id = key->kind == AMPI_CUSTOM ? (int32_t)key->size[AMPI_CUSTOM_OP] : ampi_tape_rows[key->kind].id, n;
+    amp_dtype inputs[AMPI_TAPE_INPUTS];
+    amp_param *p = key->params[0];
+    amp_rule rule;
+    int i;
+    if (id == AMP_OP_NONE) return AMP_OK;
+    n = key->kind == AMPI_CUSTOM ? (int32_t)key->size[AMPI_CUSTOM_COUNT] : 2;
+    for (i = 0; i < n; i++) inputs[i] = key->in[i] < 0 ? AMP_DTYPE_DEFAULT : t->nodes[key->in[i]].y.dtype;
+    if (p != NULL && ampi_is_product(id)) inputs[1] = p->weight.dtype;
+    if (p != NULL && key->in[0] < 0) inputs[0] = p->weight.dtype;
+    AMPI_TRY(ampi_as(t->function, ampi_decide(amp, id, ampi_layer_name(key->layer, p), inputs, n, &key->plan)));
+    if ((id == AMP_OP_LAYERNORM || id == AMP_OP_RMSNORM) && key->plan.rule == AMP_BY_REGION && region != NULL &&
+        ampi_policy_of(amp, id, region->policy, &rule) == AMP_CAST_FP32_STORE)
+        key->store = ampi_stored(region->dtype);
+    return AMP_OK;
+}
+
+/* Whether amp_tape_store is for this call. */
+static int ampi_tape_stores(const amp_tape *t, const ampi_call_key *key) {
+    int32_t kind = key->kind;
+    if (key->in[0] >= 0 && t->nodes[key->in[0]].is_loss) return 0;
+    return kind == AMPI_ADD || kind == AMPI_SCALE || kind == AMPI_MEAN || kind == AMPI_LINEAR || kind == AMPI_MATMUL ||
+           kind == AMPI_LAYERNORM || kind == AMPI_RMSNORM || kind == AMPI_ACTIVATION || kind == AMPI_SWIGLU ||
+           kind == AMPI_EMBEDDING || kind == AMPI_DROPOUT;
+}
+
+/* Losses can be added and scaled, no more: what they contribute to the final one is a number known beforehand. */
+static amp_result ampi_tape_losses(const amp_tape *t, ampi_node *n) {
+    int k, losses = 0, others = 0;
+    for (k = 0; k < AMPI_TAPE_INPUTS; k++) {
+        if (n->key.in[k] < 0) continue;
+        if (t->nodes[n->key.in[k]].is_loss) losses++;
+        else others++;
+    }
+    n->is_loss = (ampi_row_of(n)->flags & AMPI_LOSS) || losses > 0;
+    if (n->is_loss && n->key.stretch != 0)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, t->function, "a loss is not computed again: end the checkpoint first");
+    if (losses == 0 || (others == 0 && (n->key.kind == AMPI_ADD || n->key.kind == AMPI_SCALE))) return AMP_OK;
+    return ampi_fail(AMP_ERR_UNSUPPORTED, t->function, "a loss can only be scaled, and added to other losses");
+}
+
+static amp_result ampi_tape_new_node(amp_tape *t, const ampi_call_key *key, ampi_node *n) {
+    const ampi_tape_row *row = &ampi_tape_rows[key->kind];
+    t->compiled = 0;
+    memset(n, 0, sizeof *n);
+    n->key = *key;
+    n->root = (int32_t)t->n;
+    AMPI_TRY(ampi_tape_losses(t, n));
+    AMPI_TRY(row->shape(t, n));
+    if (key->store != AMP_DTYPE_DEFAULT) n->y.dtype = key->store;
+    if (ampi_shape_count(&n->y) < 0)
+        return ampi_fail(AMP_ERR_SIZE, t->function, "the output has more elements than memory");
+    return AMP_OK;
+}
+
+static amp_result ampi_tape_record(amp_tape *t, ampi_call_key *key, const amp_value *in, int n_in, ampi_node **out) {
+    const ampi_tape_row *row = &ampi_tape_rows[key->kind];
+    ampi_node *n;
+    int i;
+    for (i = 0; i < n_in; i++) {
+        key->in[i] = ampi_tape_find(t, in[i]);
+        if (key->in[i] < 0)
+            return ampi_fail(AMP_ERR_RANGE, t->function, "operand %d is %s", i + 1,
+                             in[i] == 0 ? "0, no value" : "a value of another tape or of an earlier step");
+    }
+    AMPI_TRY(ampi_tape_decide(t, key));
+    if (t->store != AMP_DTYPE_DEFAULT && ampi_tape_stores(t, key)) key->store = t->store;
+    if (t->n == INT32_MAX / 4) return ampi_fail(AMP_ERR_SIZE, t->function, "the tape has %lld nodes", (long long)t->n);
+    AMPI_TRY(ampi_tape_grow(t, (void **)&t->nodes, t->n, &t->node_capacity, sizeof *t->nodes));
+    n = *out = &t->nodes[t->n];
+    if (t->same < t->n || t->n >= t->compiled || memcmp(&n->key, key, sizeof *key) != 0)
+        AMPI_TRY(ampi_tape_new_node(t, key, n));
+    else t->same++;
+    n->keep = 0;
+    t->n++;
+    if (row->plan) memcpy((char *)&n->op + row->plan, &key->plan, sizeof key->plan);
+    if (row->bytes) memcpy(&n->op, &key->layer, sizeof key->layer);
+    return AMP_OK;
+}
+
+/* Whether a call may be recorded; 0: it failed, now or before. */
+static int ampi_tape_ready(amp_tape *t, const char *f) {
+    if (t == NULL) { (void)ampi_need(f, 0, "tape"); return 0; }
+    if (ampi_tape_may_record(t, f) != AMP_OK || t->failed != AMP_OK) return 0;
+    t->function = f;
+    return 1;
+}
+
+/* Records a call; NULL: it failed, now or before. */
+static ampi_node *ampi_tape_put(amp_tape *t, ampi_call_key key, const amp_value *in, int n_in) {
+    ampi_node *n = NULL;
+    amp_result result;
+    if (key.layer == NULL && key.params[0] == NULL) key.layer = t->layer;
+    key.stretch = t->stretch;
+    key.trains = ampi_wants_grad(key.params[0]) | ampi_wants_grad(key.params[1]) << 1;
+    result = ampi_tape_record(t, &key, in, n_in, &n);
+    ampi_tape_fail(t, result);
+    return result == AMP_OK ? n : NULL;
+}
+
+/* Whether calls of this kind take a value as it lies. */
+static int ampi_tape_takes(const ampi_tape_row *row, const amp_tensor *x) {
+    int i, last = x->ndim - 1;
+    if ((row->flags & (AMPI_FLAT | AMPI_ROWS)) == 0 || ampi_is_contiguous(x)) return 1;
+    if ((row->flags & AMPI_FLAT) || ampi_stride(x, last) != 1) return 0;
+    for (i = 0; i + 1 < last; i++)
+        if (ampi_stride(x, i) != x->shape[i + 1] * ampi_stride(x, i + 1)) return 0;
+    return 1;
+}
+
+/* The same, after contiguous copies of operands for kinds that need them. */
+static ampi_node *ampi_tape_call(amp_tape *t, ampi_call_key key, const amp_value *in, int n_in) {
+    amp_value flat[AMPI_TAPE_INPUTS];
+    int i;
+    if (!ampi_tape_ready(t, ampi_tape_rows[key.kind].name)) return NULL;
+    for (i = 0; i < n_in; i++) {
+        int32_t x = ampi_tape_find(t, in[i]);
+        flat[i] = in[i];
+        if (x < 0 || ampi_tape_takes(&ampi_tape_rows[key.kind], &t->nodes[x].y)) continue;
+        flat[i] = ampi_tape_handle(t, ampi_tape_put(t, ampi_tape_key(AMPI_CONCAT), &in[i], 1));
+        if (flat[i] == 0) return NULL;
+    }
+    return ampi_tape_put(t, key, flat, n_in);
+}
+
+/* ---- Compiling: gradients and fusions */
+
+/* Whether a linear layer's backward goes through its activation itself. */
+static int ampi_linear_acts(const ampi_node *n) {
+    return n->key.kind == AMPI_LINEAR && n->key.act != AMP_ACT_NONE && !n->op.linear.dy_before_act;
+}
+static int ampi_linear_has_pre(const ampi_node *n) {
+    return n->key.kind == AMPI_LINEAR && (n->key.act == AMP_ACT_GELU || n->key.act == AMP_ACT_GELU_ERF);
+}
+
+/* What backward of a node reads: bits of its inputs, and OUT. */
+static int32_t ampi_node_keeps(const amp_tape *t, const ampi_node *n) {
+    int x = n->key.in[0] >= 0 && t->nodes[n->key.in[0]].wants, y = n->key.in[1] >= 0 && t->nodes[n->key.in[1]].wants;
+    if (n->key.kind == AMPI_MATMUL) return (x ? AMPI_Y : 0) | (y ? AMPI_X : 0);
+    if (n->key.kind == AMPI_ACTIVATION) return n->key.act == AMP_ACT_TANH ? AMPI_OUT : AMPI_X;
+    if (n->key.kind == AMPI_LINEAR)
+        return (ampi_wants_grad(n->key.params[0]) ? AMPI_X : 0) |
+               (ampi_linear_acts(n) && !ampi_linear_has_pre(n) ? AMPI_OUT : 0);
+    if (n->key.kind == AMPI_CUSTOM) return ((1 << n->key.size[AMPI_CUSTOM_COUNT]) - 1) | AMPI_OUT;
+    return ampi_row_of(n)->flags & (AMPI_X | AMPI_Y | AMPI_Z | AMPI_OUT);
+}
+
+static void ampi_node_reset(ampi_node *n) {
+    int k;
+    n->users = n->parts = 0;
+    n->first = n->norm = n->buffer = n->grad = n->pre = n->low = n->dsum = AMPI_NONE;
+    n->kept[0] = n->kept[1] = AMPI_NONE;
+    n->buffer2 = n->pre2 = n->kept2[0] = n->kept2[1] = AMPI_NONE;
+    n->escapes = n->key.stretch == 0 || n->keep || n->key.kind == AMPI_INPUT;
+    n->again = n->gone = 0;
+    for (k = 0; k < AMPI_TAPE_INPUTS; k++) n->dx[k] = AMPI_NONE;
+    n->split = 0;
+    n->whole = 1;
+    n->weight = 0;
+    n->keeps = n->keep;
+    n->wants = n->key.plan.mode != AMP_MODE_INFERENCE &&
+               (n->key.variable || n->key.trains);
+}
+
+/* Whether input k gets a gradient: all but a target, and of a custom operator without a backward. */
+static int ampi_node_passes(const ampi_node *n, int k) {
+    if (n->key.kind == AMPI_CUSTOM) return n->key.size[AMPI_CUSTOM_BACKWARD] != 0;
+    return n->key.kind != AMPI_MSE || k == 0;
+}
+
+/* What a loss's gradient is multiplied by. */
+static float ampi_loss_factor(const ampi_node *n) {
+    return (ampi_bits_f64(n->key.alpha) << 1 == 0 ? 1 : (float)n->key.alpha) * (float)n->weight;
+}
+
+/* Counts users, and finds what wants a gradient: what the loss depends on and a parameter or variable reaches.  A loss
+   whose factor rounds to 0 or a denormal has none: to operators a factor of 0 is 1. */
+static void ampi_tape_wants(amp_tape *t, int32_t loss) {
+    ampi_fp host = ampi_fp_begin();
+    int32_t i, k;
+    for (i = 0; i < t->n; i++) {
+        ampi_node *n = &t->nodes[i];
+        ampi_node_reset(n);
+        for (k = 0; k < AMPI_TAPE_INPUTS; k++) {
+            ampi_node *x = n->key.in[k] < 0 ? NULL : &t->nodes[n->key.in[k]];
+            if (x == NULL) continue;
+            if (x->users++ == 0) x->first = i;
+            if (x->key.stretch != n->key.stretch) x->escapes = t->nodes[x->root].escapes = 1;
+            if (x->wants && n->key.plan.mode != AMP_MODE_INFERENCE && ampi_node_passes(n, k)) n->wants = 1;
+        }
+    }
+    if (loss >= 0) { t->nodes[loss].parts = 1; t->nodes[loss].weight = 1; }
+    for (i = (int32_t)t->n - 1; i >= 0; i--) {
+        ampi_node *n = &t->nodes[i];
+        if (n->parts == 0) n->wants = 0;
+        if ((ampi_row_of(n)->flags & AMPI_LOSS) && (ampi_bits_f32(ampi_loss_factor(n)) & 0x7f800000) == 0) n->wants = 0;
+        for (k = 0; k < AMPI_TAPE_INPUTS && n->is_loss && !(ampi_row_of(n)->flags & AMPI_LOSS); k++)
+            if (n->key.in[k] >= 0)
+                t->nodes[n->key.in[k]].weight += n->weight * (n->key.kind == AMPI_SCALE ? n->key.alpha : 1);
+        for (k = 0; k < AMPI_TAPE_INPUTS && n->wants; k++)
+            if (n->key.in[k] >= 0 && ampi_node_passes(n, k)) t->nodes[n->key.in[k]].parts++;
+    }
+    ampi_fp_end(host);
+}
+
+/* An add whose sum a norm takes first is done by it.  An activation of a linear layer whose only user is another goes
+   into that one's backward.  A value that splits take apart completely has its gradient in one piece: each end of a
+   part but the first and the last is the beginning of another. */
+static uint64_t ampi_mixed(int64_t x) {
+    uint32_t words[4];
+    amp_philox(0, 0, (uint64_t)x, words);
+    return words[0] | (uint64_t)words[1] << 32;
+}
+static void ampi_tape_fuse(amp_tape *t) {
+    int32_t i, k;
+    for (i = 0; i < t->n; i++) {
+        ampi_node *n = &t->nodes[i];
+        const ampi_node *user = n->first < 0 ? NULL : &t->nodes[n->first];
+        if (n->key.kind == AMPI_ADD && user != NULL && ampi_is_norm(user) && !n->is_loss) n->norm = n->first;
+        if (n->users == 0) n->escapes = t->nodes[n->root].escapes = 1;
+        if (n->key.kind == AMPI_LINEAR) {
+            n->op.linear.dy_before_act = n->key.act != AMP_ACT_NONE && n->users == 1 &&
+                                         user->key.kind == AMPI_LINEAR && n->wants && !n->keep;
+        }
+        for (k = 0; k < AMPI_TAPE_INPUTS && n->wants; k++) {
+            ampi_node *x = n->key.in[k] < 0 ? NULL : &t->nodes[n->key.in[k]];
+            if (x == NULL) continue;
+            if (n->key.kind == AMPI_SPLIT && n->key.size[0] == t->nodes[x->first].key.size[0])
+                x->split += ampi_mixed(n->key.size[1]) - ampi_mixed(n->key.size[1] + n->key.size[2]);
+            else x->whole = 0;
+        }
+    }
+    for (i = 0; i < t->n; i++) {
+        ampi_node *n = &t->nodes[i];
+        const ampi_node *user = n->first < 0 ? NULL : &t->nodes[n->first];
+        if (user == NULL || user->key.kind != AMPI_SPLIT ||
+            n->split != ampi_mixed(0) - ampi_mixed(n->y.shape[user->key.size[0]]))
+            n->whole = 0;
+    }
+}
+
+/* ---- Compiling: slabs */
+
+static amp_result ampi_tape_bytes(amp_tape *t, int64_t count, amp_dtype dtype, int32_t time, int32_t *out) {
+    ampi_slab *p;
+    size_t bytes;
+    AMPI_TRY(ampi_bytes(t->function, count, amp_dtype_size(dtype), &bytes));
+    AMPI_TRY(ampi_tape_grow(t, (void **)&t->slabs, t->n_slabs, &t->slab_capacity, sizeof *t->slabs));
+    *out = (int32_t)t->n_slabs;
+    p = &t->slabs[t->n_slabs++];
+    memset(p, 0, sizeof *p);
+    p->bytes = AMPI_MAX(((int64_t)bytes - 1) / 256 + 1, 1) * 256;     /* an address of its own without elements too */
+    p->dtype = dtype;
+    p->first = p->last = time;
+    p->whole = AMPI_NONE;
+    return AMP_OK;
+}
+static amp_result ampi_tape_slab(amp_tape *t, const amp_tensor *like, amp_dtype dtype, int32_t time, int32_t *out) {
+    return ampi_tape_bytes(t, ampi_shape_count(like), dtype, time, out);
+}
+static void ampi_tape_use(amp_tape *t, int32_t slab, int32_t time) {
+    if (slab < 0) return;
+    t->slabs[slab].first = AMPI_MIN(t->slabs[slab].first, time);
+    t->slabs[slab].last = AMPI_MAX(t->slabs[slab].last, time);
+}
+
+/* Whether a call may write its output, or a loss its gradient, over the first input: nobody else reads that. */
+static int ampi_may_overwrite(const amp_tape *t, const ampi_node *n, const ampi_node *x, amp_dtype dtype) {
+    const ampi_tape_row *row = ampi_row_of(x);
+    return x->users == 1 && !x->keep && x->key.stretch == n->key.stretch && x->key.kind != AMPI_INPUT &&
+           !(row->flags & AMPI_VIEW) && x->y.dtype == dtype && x->norm < 0 &&
+           !(x->wants && (ampi_node_keeps(t, x) & AMPI_OUT)) &&
+           !(n->wants && (ampi_node_keeps(t, n) & AMPI_X));
+}
+
+/* The memory of the forward: call i is node i's; an add in a norm is done by that. */
+static amp_result ampi_tape_plan_forward(amp_tape *t) {
+    int32_t i, k;
+    for (i = 0; i < t->n; i++) {
+        ampi_node *n = &t->nodes[i];
+        const ampi_tape_row *row = ampi_row_of(n);
+        int32_t time = n->norm >= 0 ? n->norm : i;
+        for (k = 0; k < AMPI_TAPE_INPUTS; k++)
+            if (n->key.in[k] >= 0) ampi_tape_use(t, t->nodes[n->key.in[k]].buffer, time);
+        if (n->key.kind == AMPI_INPUT) continue;
+        if (row->flags & AMPI_VIEW) n->buffer = t->nodes[n->root].buffer;
+        else if ((row->flags & AMPI_OVER_X) && !n->is_loss &&
+                 ampi_may_overwrite(t, n, &t->nodes[n->key.in[0]], n->y.dtype)) {
+            n->buffer = t->nodes[n->key.in[0]].buffer;
+            t->nodes[n->key.in[0]].gone = 1;
+        } else AMPI_TRY(ampi_tape_slab(t, &n->y, n->y.dtype, time, &n->buffer));
+        if (ampi_linear_has_pre(n) && n->wants) AMPI_TRY(ampi_tape_slab(t, &n->y, n->y.dtype, i, &n->pre));
+        for (k = 0; k < 2 && !(row->flags & AMPI_LOSS); k++)
+            if (row->stored[k]) AMPI_TRY(ampi_tape_bytes(t, n->stored, AMP_F32, i, &n->kept[k]));
+        if (n->users == 0 || n->keep || n->is_loss) ampi_tape_use(t, n->buffer, INT32_MAX);
+    }
+    return AMP_OK;
+}
+
+/* ---- Compiling: the backward */
+
+static int32_t ampi_tape_now(const amp_tape *t) { return (int32_t)(t->n + t->n_actions); }
+
+static amp_result ampi_tape_act(amp_tape *t, int32_t node, int32_t a, int32_t b, int32_t y, int64_t count) {
+    int32_t now = ampi_tape_now(t);
+    ampi_action *action;
+    AMPI_TRY(ampi_tape_grow(t, (void **)&t->actions, t->n_actions, &t->action_capacity, sizeof *t->actions));
+    action = &t->actions[t->n_actions++];
+    action->node = node;
+    action->a = a; action->b = b; action->y = y;
+    action->count = count;
+    ampi_tape_use(t, a, now); ampi_tape_use(t, b, now); ampi_tape_use(t, y, now);
+    return AMP_OK;
+}
+
+/* Adds a contribution to the gradient of node v, the later ones first.  The sum is fp32 until the last. */
+static amp_result ampi_tape_contribute(amp_tape *t, int32_t v, int32_t slab) {
+    ampi_node *n = &t->nodes[v];
+    int32_t have = n->grad, sum = have;
+    amp_dtype dtype = --n->parts > 0 ? AMP_F32 : n->y.dtype;
+    if (have < 0) {
+        n->grad = slab;
+        t->slabs[slab].refs++;
+        return AMP_OK;
+    }
+    if (t->slabs[have].refs > 1 || t->slabs[have].dtype != dtype)
+        AMPI_TRY(ampi_tape_slab(t, &n->y, dtype, ampi_tape_now(t), &sum));
+    AMPI_TRY(ampi_tape_act(t, AMPI_NONE, have, slab, sum, ampi_shape_count(&n->y)));
+    t->slabs[have].refs--;
+    t->slabs[sum].refs++;
+    n->grad = sum;
+    return AMP_OK;
+}
+
+/* The gradient, in one piece, of a value that splits take apart. */
+static amp_result ampi_tape_whole(amp_tape *t, int32_t v, int32_t time) {
+    ampi_node *n = &t->nodes[v];
+    if (n->grad < 0) {
+        AMPI_TRY(ampi_tape_slab(t, &n->y, n->y.dtype, time, &n->grad));
+        t->slabs[n->grad].whole = v;
+        t->slabs[n->grad].refs++;
+    }
+    ampi_tape_use(t, n->grad, time);
+    return AMP_OK;
+}
+
+/* Where the call at `time` writes the gradient of input k: into the whole, if it is all of a split's gradient. */
+static amp_result ampi_tape_new_dx(amp_tape *t, int32_t i, int k, int32_t time) {
+    ampi_node *n = &t->nodes[i];
+    const ampi_node *x = &t->nodes[n->key.in[k]];
+    if (x->key.kind == AMPI_SPLIT && x->wants && x->parts == 1 && x->grad < 0 && t->nodes[x->key.in[0]].whole) {
+        AMPI_TRY(ampi_tape_whole(t, x->key.in[0], time));
+        n->dx[k] = t->nodes[x->key.in[0]].grad;
+        return AMP_OK;
+    }
+    return ampi_tape_slab(t, &x->y, x->y.dtype, time, &n->dx[k]);
+}
+
+/* A loss: its gradient is written by the forward, over the input if nobody else reads it. */
+static amp_result ampi_tape_plan_loss(amp_tape *t, int32_t i) {
+    ampi_node *n = &t->nodes[i];
+    ampi_node *x = &t->nodes[n->key.in[0]];
+    if (!x->wants) return AMP_OK;
+    x->gone = ampi_may_overwrite(t, n, x, x->y.dtype);
+    if (x->gone) n->dx[0] = x->buffer;
+    else AMPI_TRY(ampi_tape_new_dx(t, i, 0, i));
+    return ampi_tape_contribute(t, n->key.in[0], n->dx[0]);
+}
+
+/* A norm adds what its input's gradient is so far.  If its input is the sum of a stream in fp32 and a branch whose last
+   layer computes in 16 bits, it writes the gradient in these too. */
+static amp_result ampi_tape_plan_norm(amp_tape *t, int32_t i, int32_t now) {
+    ampi_node *n = &t->nodes[i], *x = &t->nodes[n->key.in[0]], *branch;
+    int32_t have = x->grad, k;
+    amp_dtype low, dtype = x->parts > 1 ? AMP_F32 : x->y.dtype;
+    if (!x->wants || have < 0) AMPI_TRY(ampi_tape_new_dx(t, i, 0, now));
+    else {
+        n->dsum = n->dx[0] = have;
+        if (t->slabs[have].refs > 1 || t->slabs[have].dtype != dtype)
+            AMPI_TRY(ampi_tape_slab(t, &x->y, dtype, now, &n->dx[0]));
+        ampi_tape_use(t, have, now);
+        t->slabs[have].refs--;
+        x->grad = AMPI_NONE;
+    }
+    for (k = 0; k < 2 && x->key.kind == AMPI_ADD && x->parts == 1 && t->slabs[n->dx[0]].dtype == AMP_F32; k++) {
+        branch = &t->nodes[x->key.in[k]];
+        low = branch->key.plan.compute;
+        if (branch->key.kind != AMPI_LINEAR || branch->users != 1 || !branch->wants || ampi_linear_acts(branch) ||
+            (low != AMP_F16 && low != AMP_BF16))
+            continue;
+        AMPI_TRY(ampi_tape_slab(t, &x->y, low, now, &n->low));
+        branch->low = n->low;
+        break;
+    }
+    return AMP_OK;
+}
+
+/* The gradient of node i as its backward takes it: in its dtype, and its own if it is overwritten. */
+static amp_result ampi_tape_take_gradient(amp_tape *t, int32_t i) {
+    ampi_node *n = &t->nodes[i];
+    int acts = ampi_linear_acts(n), any = (ampi_row_of(n)->flags & AMPI_ANY_DY) && !acts;
+    int32_t grad = n->grad, own;
+    if ((any || t->slabs[grad].dtype == n->y.dtype) && !(acts && t->slabs[grad].refs > 1)) return AMP_OK;
+    AMPI_TRY(ampi_tape_slab(t, &n->y, n->y.dtype, ampi_tape_now(t), &own));
+    AMPI_TRY(ampi_tape_act(t, AMPI_NONE, grad, AMPI_NONE, own, ampi_shape_count(&n->y)));
+    t->slabs[grad].refs--;
+    t->slabs[own].refs++;
+    n->grad = own;
+    return AMP_OK;
+}
+
+/* Its gradient is that of all its inputs, or of its one input with another shape. */
+static amp_result ampi_tape_pass(amp_tape *t, int32_t i) {
+    ampi_node *n = &t->nodes[i];
+    int k;
+    for (k = 0; k < AMPI_TAPE_INPUTS; k++) {
+        const ampi_node *x = ampi_input_of(t, n, k);
+        int low = x != NULL && x->key.kind == AMPI_LINEAR && x->low >= 0;
+        if (x != NULL && x->wants) AMPI_TRY(ampi_tape_contribute(t, n->key.in[k], low ? x->low : n->grad));
+    }
+    t->slabs[n->grad].refs--;
+    return AMP_OK;
+}
+
+/* A split's gradient goes into that of its input, if it is not written there already. */
+static amp_result ampi_tape_plan_split(amp_tape *t, int32_t i) {
+    ampi_node *n = &t->nodes[i], *x = &t->nodes[n->key.in[0]];
+    int32_t grad = n->grad;
+    if (x->whole) {
+        AMPI_TRY(ampi_tape_whole(t, n->key.in[0], ampi_tape_now(t)));
+        if (grad != x->grad) {
+            n->dx[0] = x->grad;
+            ampi_tape_use(t, grad, ampi_tape_now(t));
+            AMPI_TRY(ampi_tape_act(t, i, AMPI_NONE, AMPI_NONE, AMPI_NONE, 0));
+        }
+        x->parts--;
+        t->slabs[grad].refs--;
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_tape_slab(t, &x->y, x->y.dtype, ampi_tape_now(t), &n->dx[0]));
+    ampi_tape_use(t, grad, ampi_tape_now(t));
+    AMPI_TRY(ampi_tape_act(t, i, AMPI_NONE, AMPI_NONE, AMPI_NONE, 0));
+    t->slabs[grad].refs--;
+    return ampi_tape_contribute(t, n->key.in[0], n->dx[0]);
+}
+
+/* Whether backward of n, and computing n again, read x where it was computed again. */
+static int ampi_reads_again(const ampi_node *n, const ampi_node *x) {
+    return x->again && x->key.stretch == n->key.stretch;
+}
+static int32_t ampi_buffer_for(const ampi_node *n, const ampi_node *x) {
+    return ampi_reads_again(n, x) ? x->buffer2 : x->buffer;
+}
+static int ampi_takes_act(const ampi_node *n, const ampi_node *x) {
+    return n->key.kind == AMPI_LINEAR && x->key.kind == AMPI_LINEAR && x->op.linear.dy_before_act;
+}
+
+/* What the backward call reads of the forward's memory. */
+static void ampi_tape_read_kept(amp_tape *t, int32_t i, int32_t now) {
+    ampi_node *n = &t->nodes[i];
+    int32_t keeps = ampi_node_keeps(t, n), k;
+    const ampi_node *x = ampi_input_of(t, n, 0);
+    for (k = 0; k < AMPI_TAPE_INPUTS; k++)
+        if (keeps >> k & 1) ampi_tape_use(t, ampi_buffer_for(n, &t->nodes[n->key.in[k]]), now);
+    if (keeps & AMPI_OUT) ampi_tape_use(t, ampi_buffer_for(n, n), now);
+    for (k = 0; k < 2; k++) ampi_tape_use(t, n->again ? n->kept2[k] : n->kept[k], now);
+    if (ampi_linear_acts(n)) ampi_tape_use(t, n->again ? n->pre2 : n->pre, now);
+    if (x == NULL || !ampi_takes_act(n, x)) return;
+    if (x->pre >= 0) ampi_tape_use(t, ampi_reads_again(n, x) ? x->pre2 : x->pre, now);
+    else ampi_tape_use(t, ampi_buffer_for(n, x), now);
+}
+
+/* ---- Compiling: stretches that are computed again before their backward.  What leaves a stretch stays; of the rest
+   only what backward reads is computed again, into memory of its own, and what that takes. */
+
+static void ampi_again_input(amp_tape *t, const ampi_node *n, int k) {
+    ampi_node *x = n->key.in[k] < 0 ? NULL : &t->nodes[n->key.in[k]];
+    if (x == NULL || x->key.stretch != n->key.stretch || x->escapes) return;
+    x->again = 1;
+    if (x->norm >= 0) t->nodes[x->norm].again = 1;      /* which does it */
+}
+
+/* Finds what to compute again of the stretch that ends with node `last`; returns its first node. */
+static int32_t ampi_tape_again(amp_tape *t, int32_t last) {
+    int32_t i, k, stretch = t->nodes[last].key.stretch;
+    for (i = last; i >= 0 && t->nodes[i].key.stretch == stretch; i--) {
+        ampi_node *n = &t->nodes[i];
+        int32_t keeps = n->wants ? ampi_node_keeps(t, n) : 0;
+        for (k = 0; k < AMPI_TAPE_INPUTS; k++) if (keeps >> k & 1) ampi_again_input(t, n, k);
+        if (n->wants && n->key.kind == AMPI_LINEAR && ampi_takes_act(n, &t->nodes[n->key.in[0]]))
+            ampi_again_input(t, n, 0);
+        if (((keeps & AMPI_OUT) && !n->escapes) || (n->wants && (n->kept[0] >= 0 || n->kept[1] >= 0)) ||
+            (n->wants && n->pre >= 0 && ampi_linear_acts(n)))
+            n->again = 1;
+        for (k = 0; k < AMPI_TAPE_INPUTS && n->again; k++) ampi_again_input(t, n, k);
+    }
+    return i + 1;
+}
+
+static amp_result ampi_tape_plan_again(amp_tape *t, int32_t last) {
+    int32_t i, k, now, first = ampi_tape_again(t, last);
+    for (i = first; i <= last; i++) {
+        ampi_node *n = &t->nodes[i];
+        const ampi_node *x = ampi_input_of(t, n, 0);
+        if (!n->again || n->key.kind == AMPI_INPUT) continue;
+        now = ampi_tape_now(t);
+        if (ampi_row_of(n)->flags & AMPI_VIEW) n->buffer2 = ampi_buffer_for(n, &t->nodes[n->root]);
+        else if (x != NULL && n->buffer == x->buffer && n->norm < 0) n->buffer2 = ampi_buffer_for(n, x);
+        else AMPI_TRY(ampi_tape_slab(t, &n->y, n->y.dtype, now, &n->buffer2));
+        if (n->pre >= 0) AMPI_TRY(ampi_tape_slab(t, &n->y, n->y.dtype, now, &n->pre2));
+        for (k = 0; k < 2; k++)
+            if (n->kept[k] >= 0) AMPI_TRY(ampi_tape_bytes(t, n->stored, AMP_F32, now, &n->kept2[k]));
+        for (k = 0; k < AMPI_TAPE_INPUTS; k++)
+            if (n->key.in[k] >= 0) ampi_tape_use(t, ampi_buffer_for(n, &t->nodes[n->key.in[k]]), now);
+        if ((ampi_row_of(n)->flags & AMPI_VIEW) || n->norm >= 0) continue;
+        for (k = 0; k < 2 && ampi_is_norm(n) && x->norm == i && x->again; k++)
+            ampi_tape_use(t, ampi_buffer_for(x, &t->nodes[x->key.in[k]]), now);
+        ampi_tape_use(t, n->buffer2, now); ampi_tape_use(t, n->pre2, now);
+        ampi_tape_use(t, n->kept2[0], now); ampi_tape_use(t, n->kept2[1], now);
+        AMPI_TRY(ampi_tape_act(t, i, AMPI_AGAIN, AMPI_NONE, AMPI_NONE, 0));
+    }
+    return AMP_OK;
+}
+
+/* The backward call of node i, whose gradient is complete. */
+static amp_result ampi_tape_plan_node(amp_tape *t, int32_t i) {
+    ampi_node *n = &t->nodes[i];
+    int32_t flags = ampi_row_of(n)->flags, now, k;
+    if (n->key.kind == AMPI_INPUT) { ampi_tape_use(t, n->grad, INT32_MAX); return AMP_OK; }
+    if (n->key.kind == AMPI_ADD || n->key.kind == AMPI_RESHAPE) return ampi_tape_pass(t, i);
+    if (n->key.kind == AMPI_SPLIT) return ampi_tape_plan_split(t, i);
+    AMPI_TRY(ampi_tape_take_gradient(t, i));
+    now = ampi_tape_now(t);
+    ampi_tape_use(t, n->grad, now);
+    ampi_tape_read_kept(t, i, now);
+    for (k = 0; k < AMPI_TAPE_INPUTS; k++) {
+        const ampi_node *x = ampi_input_of(t, n, k);
+        if (x == NULL || (!x->wants && !(flags & AMPI_NEEDS_DX))) continue;
+        if (ampi_is_norm(n)) AMPI_TRY(ampi_tape_plan_norm(t, i, now));
+        else if ((flags & AMPI_OVER_DY) && t->slabs[n->grad].refs == 1 && t->slabs[n->grad].dtype == x->y.dtype &&
+                 t->slabs[n->grad].whole < 0 && x->key.kind != AMPI_SPLIT)
+            n->dx[k] = n->grad;
+        else AMPI_TRY(ampi_tape_new_dx(t, i, k, now));
+    }
+    AMPI_TRY(ampi_tape_act(t, i, AMPI_NONE, AMPI_NONE, AMPI_NONE, 0));
+    t->slabs[n->grad].refs--;
+    for (k = 0; k < AMPI_TAPE_INPUTS; k++)
+        if (n->dx[k] >= 0 && t->nodes[n->key.in[k]].wants)
+            AMPI_TRY(ampi_tape_contribute(t, n->key.in[k], n->dx[k]));
+    return AMP_OK;
+}
+
+static amp_result ampi_tape_plan_backward(amp_tape *t) {
+    int32_t i;
+    for (i = (int32_t)t->n - 1; i >= 0; i--) {
+        ampi_node *n = &t->nodes[i];
+        int last = i + 1 == t->n || t->nodes[i + 1].key.stretch != n->key.stretch;
+        if (n->key.stretch != 0 && last) AMPI_TRY(ampi_tape_plan_again(t, i));
+        if (!n->wants) continue;
+        if (ampi_row_of(n)->flags & AMPI_LOSS) AMPI_TRY(ampi_tape_plan_loss(t, i));
+        else if (n->grad >= 0) AMPI_TRY(ampi_tape_plan_node(t, i));
+    }
+    return AMP_OK;
+}
+
+/* ---- Compiling: memory.  Each slab takes the smallest hole that fits, from its first call to its last. */
+
+static amp_result ampi_tape_take(amp_tape *t, ampi_slab *p, int64_t *end) {
+    int64_t i, best = AMPI_NONE, last = t->n_holes - 1;
+    int joins;
+    for (i = 0; i < t->n_holes; i++)
+        if (t->holes[i].bytes >= p->bytes && (best < 0 || t->holes[i].bytes < t->holes[best].bytes)) best = i;
+    if (best < 0) {                 /* at the end, from a hole there if any */
+        joins = last >= 0 && t->holes[last].offset + t->holes[last].bytes == *end;
+        p->offset = joins ? t->holes[last].offset : *end;
+        t->n_holes -= joins;
+        if (p->bytes > PTRDIFF_MAX - p->offset)
+            return ampi_fail(AMP_ERR_SIZE, t->function, "the step's values take more than %lld bytes",
+                             (long long)p->offset);
+        *end = p->offset + p->bytes;
+        return AMP_OK;
+    }
+    p->offset = t->holes[best].offset;
+    t->holes[best].offset += p->bytes;
+    t->holes[best].bytes -= p->bytes;
+    if (t->holes[best].bytes == 0)
+        memmove(t->holes + best, t->holes + best + 1, (size_t)(--t->n_holes - best) * sizeof *t->holes);
+    return AMP_OK;
+}
+
+static amp_result ampi_tape_give(amp_tape *t, const ampi_slab *p) {
+    int64_t low = 0, high = t->n_holes;
+    int before, after;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (t->holes[middle].offset < p->offset) low = middle + 1;
+        else high = middle;
+    }
+    before = low > 0 && t->holes[low - 1].offset + t->holes[low - 1].bytes == p->offset;
+    after = low < t->n_holes && p->offset + p->bytes == t->holes[low].offset;
+    if (before) t->holes[low - 1].bytes += p->bytes;
+    else if (after) { t->holes[low].offset = p->offset; t->holes[low].bytes += p->bytes; }
+    if (before && after) {
+        t->holes[low - 1].bytes += t->holes[low].bytes;
+        memmove(t->holes + low, t->holes + low + 1, (size_t)(--t->n_holes - low) * sizeof *t->holes);
+    }
+    if (before || after) return AMP_OK;
+    AMPI_TRY(ampi_tape_grow(t, (void **)&t->holes, t->n_holes, &t->hole_capacity, sizeof *t->holes));
+    memmove(t->holes + low + 1, t->holes + low, (size_t)(t->n_holes++ - low) * sizeof *t->holes);
+    t->holes[low].offset = p->offset;
+    t->holes[low].bytes = p->bytes;
+    return AMP_OK;
+}
+
+static amp_result ampi_tape_place(amp_tape *t) {
+    int64_t calls = t->n + t->n_actions + 1, end = 0, i;
+    int32_t k;
+    while (t->begin_capacity < calls || t->end_capacity < calls) {
+        AMPI_TRY(ampi_tape_grow(t, (void **)&t->begins, t->begin_capacity, &t->begin_capacity, sizeof *t->begins));
+        AMPI_TRY(ampi_tape_grow(t, (void **)&t->ends, t->end_capacity, &t->end_capacity, sizeof *t->ends));
+    }
+    for (i = 0; i < calls; i++) t->begins[i] = t->ends[i] = AMPI_NONE;
+    for (k = (int32_t)t->n_slabs - 1; k >= 0; k--) {
+        ampi_slab *p = &t->slabs[k];
+        p->last = AMPI_MIN(p->last, (int32_t)calls - 1);
+        p->next_first = t->begins[p->first]; t->begins[p->first] = k;
+        p->next_last = t->ends[p->last]; t->ends[p->last] = k;
+    }
+    t->n_holes = 0;
+    for (i = 0; i < calls; i++) {
+        for (k = t->begins[i]; k >= 0; k = t->slabs[k].next_first)
+            AMPI_TRY(ampi_tape_take(t, &t->slabs[k], &end));
+        for (k = t->ends[i]; k >= 0; k = t->slabs[k].next_last) AMPI_TRY(ampi_tape_give(t, &t->slabs[k]));
+    }
+    t->needed = end;
+    return AMP_OK;
+}
+
+static amp_result ampi_tape_allocate(amp_tape *t) {
+    amp_context *amp = t->object.amp;
+    void *memory;
+    if (t->needed <= t->memory_bytes) return AMP_OK;
+    if (t->memory != NULL) ampi_settings_changed(amp);     /* captured graphs have its addresses */
+    amp_free(amp, t->memory);
+    t->memory = NULL;
+    t->memory_bytes = 0;
+    AMPI_TRY(ampi_as(t->function, amp_alloc(amp, &memory, t->needed)));
+    t->memory = (char *)memory;
+    t->memory_bytes = t->needed;
+    return AMP_OK;
+}
+
+/* ---- Compiling: op structs */
+
+/* A tensor of this shape in a slab, contiguous. */
+static amp_tensor ampi_tape_view(const amp_tape *t, const amp_tensor *like, int32_t slab) {
+    amp_tensor view = *like;
+    if (slab < 0) { memset(&view, 0, sizeof view); return view; }
+    view.data = t->memory + t->slabs[slab].offset;
+    view.dtype = t->slabs[slab].dtype;
+    memset(view.stride, 0, sizeof view.stride);
+    return view;
+}
+
+/* The gradient of a value in a slab: a split's may lie in that of what it is a part of. */
+static amp_tensor ampi_tape_gradient_view(const amp_tape *t, const ampi_node *n, int32_t slab) {
+    amp_tensor view = ampi_tape_view(t, &n->y, slab), all;
+    int i;
+    if (slab < 0 || n->key.kind != AMPI_SPLIT || t->slabs[slab].whole != n->key.in[0]) return view;
+    all = ampi_tape_view(t, &t->nodes[n->key.in[0]].y, slab);
+    for (i = 0; i < view.ndim; i++) view.stride[i] = ampi_stride(&all, i);
+    view.data = ampi_at_mut(view.data, view.dtype, n->key.size[1] * view.stride[n->key.size[0]]);
+    return view;
+}
+
+/* [batch, positions, heads dim] as [batch, positions, heads, dim]. */
+static amp_tensor ampi_as_heads(const amp_tensor *t, int64_t dim) {
+    amp_tensor view = *t;
+    int i;
+    if (t->ndim != 3) return view;
+    for (i = 0; i < 2; i++) view.stride[i] = ampi_stride(t, i);
+    view.ndim = 4;
+    view.shape[2] = t->shape[2] / AMPI_MAX(dim, 1); view.shape[3] = dim;
+    view.stride[2] = dim; view.stride[3] = 1;
+    return view;
+}
+
+/* again: for the call in backward, and computing again before it. */
+static void ampi_bind_linear(const amp_tape *t, ampi_node *n, int again) {
+    const ampi_node *x = &t->nodes[n->key.in[0]];
+    amp_linear_op *op = &n->op.linear;
+    op->pre = ampi_tape_view(t, &n->y, again && n->again ? n->pre2 : n->pre);
+    op->x_act = AMP_ACT_NONE;
+    memset(&op->x_pre, 0, sizeof op->x_pre);
+    if (!n->wants || x->key.kind != AMPI_LINEAR || !x->op.linear.dy_before_act) return;
+    op->x_act = (amp_activation_kind)x->key.act;
+    op->x_pre = ampi_tape_view(t, &x->y, again && ampi_reads_again(n, x) ? x->pre2 : x->pre);
+}
+
+static void ampi_bind_norm(const amp_tape *t, ampi_node *n, int again) {
+    const ampi_node *x = &t->nodes[n->key.in[0]];
+    amp_norm_op *op = &n->op.norm;
+    memset(&op->residual, 0, sizeof op->residual);
+    memset(&op->sum, 0, sizeof op->sum);
+    op->dsum = ampi_tape_view(t, &x->y, n->dsum);
+    op->dx_low = ampi_tape_view(t, &x->y, n->low);
+    if (x->norm < 0 || &t->nodes[x->norm] != n || (again && !ampi_reads_again(n, x))) return;
+    op->sum = x->y;
+    op->x = t->nodes[x->key.in[0]].y;
+    op->residual = t->nodes[x->key.in[1]].y;
+}
+
+static void ampi_bind_heads(ampi_node *n) {
+    int64_t dim = n->y.shape[2] / n->key.size[0];
+    amp_tensor *tensors[8];
+    int i, count = 0;
+    if (n->key.kind == AMPI_ATTENTION) {
+        amp_attention_op *op = &n->op.attention;
+        tensors[count++] = &op->q; tensors[count++] = &op->k; tensors[count++] = &op->v; tensors[count++] = &op->o;
+        tensors[count++] = &op->dq; tensors[count++] = &op->dk; tensors[count++] = &op->dv; tensors[count++] = &op->d_o;
+    } else { tensors[count++] = &n->op.rope.q; tensors[count++] = &n->op.rope.dq; }
+    for (i = 0; i < count; i++) *tensors[i] = ampi_as_heads(tensors[i], dim);
+}
+
+static void ampi_bind_node(amp_tape *t, int32_t i, int again) {
+    ampi_node *n = &t->nodes[i];
+    const ampi_tape_row *row = ampi_row_of(n);
+    int k;
+    if (n->key.kind == AMPI_INPUT) memcpy(&n->y.data, &n->data, sizeof n->data);
+    else if (row->flags & AMPI_VIEW) n->y.data = ampi_at_mut(t->nodes[n->root].y.data, n->y.dtype, n->offset);
+    else n->y = ampi_tape_view(t, &n->y, again && n->again ? n->buffer2 : n->buffer);
+    for (k = 0; k < AMPI_TAPE_INPUTS; k++) {
+        if (row->in[k].value == 0) continue;
+        *ampi_at_port(n, row->in[k].value) = t->nodes[n->key.in[k]].y;
+        if (row->in[k].gradient)
+            *ampi_at_port(n, row->in[k].gradient) = ampi_tape_gradient_view(t, &t->nodes[n->key.in[k]], n->dx[k]);
+    }
+    if (row->out.value) {
+        *ampi_at_port(n, row->out.value) = n->y;
+        *ampi_at_port(n, row->out.gradient) = ampi_tape_view(t, &n->y, n->grad);
+        if (again && !n->again && n->grad >= 0 && !(ampi_node_keeps(t, n) & AMPI_OUT))  /* others have its memory now */
+            ampi_at_port(n, row->out.value)->data = ampi_at_port(n, row->out.gradient)->data;
+    }
+    for (k = 0; k < 2; k++) {
+        int32_t slab = again && n->again ? n->kept2[k] : n->kept[k];
+        void *data = slab < 0 ? NULL : t->memory + t->slabs[slab].offset;
+        if (row->flags & AMPI_LOSS) data = n->y.data;
+        if (row->stored[k]) memcpy((char *)&n->op + row->stored[k], &data, sizeof data);
+    }
+    if (n->key.kind == AMPI_LINEAR) ampi_bind_linear(t, n, again);
+    if (ampi_is_norm(n)) ampi_bind_norm(t, n, again);
+    if (n->key.kind == AMPI_ROPE) n->op.rope.dq = ampi_tape_gradient_view(t, &t->nodes[n->key.in[0]], n->dx[0]);
+    if (n->key.kind == AMPI_ATTENTION || n->key.kind == AMPI_ROPE) ampi_bind_heads(n);
+}
+
+/* Writes where everything lies into the op structs. */
+static void ampi_tape_bind(amp_tape *t) {
+    int32_t i;
+    for (i = 0; i < t->n; i++) ampi_bind_node(t, i, 0);
+    t->moved = 0;
+}
+
+static amp_result ampi_tape_compile(amp_tape *t, int32_t loss) {
+    t->compiled = 0;
+    t->n_slabs = t->n_actions = 0;
+    ampi_tape_wants(t, loss);
+    if (loss >= 0 && t->nodes[loss].key.plan.mode == AMP_MODE_INFERENCE)
+        return ampi_fail(AMP_ERR_STATE, t->function, "the loss was recorded in inference mode: call amp_tape_finish");
+    if (loss >= 0 && !t->nodes[loss].wants)
+        return ampi_fail(AMP_ERR_CONFLICT, t->function,
+                         "no parameter with a gradient and no variable reaches the loss in training mode");
+    ampi_tape_fuse(t);
+    AMPI_TRY(ampi_tape_plan_forward(t));
+    AMPI_TRY(ampi_tape_plan_backward(t));
+    return ampi_tape_place(t);
+}
+
+/* ---- Running */
+
+/* y = alpha a + beta b, of views with y's shape; b NULL: alpha a.  A dimension of a or b with stride 0 is repeated. */
+static amp_result ampi_tape_sum(amp_tape *t, const amp_tensor *a, float alpha, const amp_tensor *b, float beta,
+                                const amp_tensor *y) {
+    amp_context *amp = t->object.amp;
+    amp_k_add_views k;
+    int i, d;
+    memset(&k, 0, sizeof k);
+    k.a = a->data; k.a_dtype = a->dtype;
+    k.b = b ? b->data : NULL; k.b_dtype = b ? b->dtype : AMP_F32;
+    k.y = y->data; k.y_dtype = y->dtype;
+    k.alpha = alpha; k.beta = beta;
+    for (i = 3, d = y->ndim - 1; i >= 0; i--, d--) {
+        k.shape[i] = d >= 0 ? y->shape[d] : 1;
+        k.a_stride[i] = d >= 0 ? ampi_stride(a, d) : 0;
+        k.b_stride[i] = d >= 0 && b ? ampi_stride(b, d) : 0;
+        k.y_stride[i] = d >= 0 ? ampi_stride(y, d) : 0;
+    }
+    if (k.y_stride[3] == 0) k.y_stride[3] = 1;
+    return ampi_as(t->function, amp->backend->add_views(amp->dev, &k, amp->desc.stream));
+}
+static amp_result ampi_tape_flat_sum(amp_tape *t, const amp_tensor *a, float alpha, const amp_tensor *b,
+                                     const amp_tensor *y) {
+    amp_context *amp = t->object.amp;
+    amp_k_add k;
+    memset(&k, 0, sizeof k);
+    k.n = amp_tensor_count(y);
+    k.a = a->data; k.a_dtype = a->dtype;
+    k.b = b ? b->data : NULL; k.b_dtype = b ? b->dtype : AMP_F32;
+    k.y = y->data; k.y_dtype = y->dtype;
+    k.alpha = alpha; k.beta = 1;
+    return ampi_as(t->function, amp->backend->add(amp->dev, &k, amp->desc.stream));
+}
+
+/* The part of a view: `count` elements of dimension dim, from `first` on. */
+static amp_tensor ampi_part_of(const amp_tensor *t, int64_t dim, int64_t first, int64_t count) {
+    amp_tensor part = *t;
+    int i;
+    for (i = 0; i < t->ndim; i++) part.stride[i] = ampi_stride(t, i);
+    part.shape[dim] = count;
+    part.data = ampi_at_mut(t->data, t->dtype, first * part.stride[dim]);
+    return part;
+}
+
+static amp_tensor ampi_swapped(const amp_tensor *t, int64_t i, int64_t j) {
+    amp_tensor view = ampi_part_of(t, 0, 0, t->shape[0]);
+    view.shape[i] = t->shape[j]; view.shape[j] = t->shape[i];
+    view.stride[i] = ampi_stride(t, (int)j); view.stride[j] = ampi_stride(t, (int)i);
+    return view;
+}
+
+static amp_result ampi_run_concat(amp_tape *t, ampi_node *n, int backward) {
+    int64_t dim = n->key.size[0], first = 0;
+    amp_tensor dy = ampi_tape_view(t, &n->y, n->grad);
+    int k;
+    for (k = 0; k < 2 && n->key.in[k] >= 0; k++) {
+        const ampi_node *x = &t->nodes[n->key.in[k]];
+        amp_tensor part = ampi_part_of(backward ? &dy : &n->y, dim, first, x->y.shape[dim]);
+        amp_tensor dx = ampi_tape_gradient_view(t, x, n->dx[k]);
+        first += x->y.shape[dim];
+        if (!backward) AMPI_TRY(ampi_tape_sum(t, &x->y, 1, NULL, 0, &part));
+        else if (n->dx[k] >= 0) AMPI_TRY(ampi_tape_sum(t, &part, 1, NULL, 0, &dx));
+    }
+    return AMP_OK;
+}
+
+static void ampi_mean_factor(const int64_t *n, float *out) {
+    ampi_fp host = ampi_fp_begin();
+    *out = 1.0f / (float)AMPI_MAX(*n, 1);
+    ampi_fp_end(host);
+}
+
+/* Rows of [..., rows, cols] into their means: sums in fp32, one rounding. */
+static amp_result ampi_run_mean(amp_tape *t, ampi_node *n, int backward) {
+    amp_context *amp = t->object.amp;
+    const ampi_node *x = &t->nodes[n->key.in[0]];
+    int64_t rows = x->y.shape[x->y.ndim - 2], cols = x->y.shape[x->y.ndim - 1], batch, i;
+    size_t bytes;
+    float inverse;
+    amp_result result = AMP_OK;
+    amp_tensor dx = ampi_tape_gradient_view(t, x, n->dx[0]), dy = ampi_tape_view(t, &n->y, n->grad), sums;
+    void *scratch;
+    batch = ampi_shape_count(&n->y) / AMPI_MAX(cols, 1);
+    ampi_mean_factor(&x->y.shape[x->y.ndim - 2], &inverse);
+    if (backward) {
+        amp_tensor from = amp_tensor3(dy.data, dy.dtype, batch, rows, cols);
+        amp_tensor to = amp_tensor3(dx.data, dx.dtype, batch, rows, cols);
+        from.stride[0] = cols; from.stride[1] = 0; from.stride[2] = 1;
+        return ampi_tape_sum(t, &from, inverse, NULL, 0, &to);
+    }
+    AMPI_TRY(ampi_bytes(t->function, batch * cols, sizeof(float), &bytes));
+    AMPI_TRY(ampi_as(t->function, ampi_scratch(amp, &scratch, AMPI_MAX(bytes, 1))));
+    sums = n->y;
+    sums.data = scratch;
+    sums.dtype = AMP_F32;
+    for (i = 0; i < batch && result == AMP_OK; i++) {
+        amp_k_column_sum k;
+        memset(&k, 0, sizeof k);
+        k.x.data = ampi_at_mut(x->y.data, x->y.dtype, i * rows * cols);
+        k.x.dtype = x->y.dtype;
+        k.x.rows = rows; k.x.cols = k.x.ld = cols;
+        k.out = (float *)scratch + i * cols;
+        k.out_dtype = AMP_F32;
+        result = ampi_as(t->function, amp->backend->column_sum(amp->dev, &k, amp->desc.stream));
+    }
+    if (result == AMP_OK) result = ampi_tape_flat_sum(t, &sums, inverse, NULL, &n->y);
+    ampi_scratch_release(amp, scratch, AMPI_MAX(bytes, 1));
+    return result;
+}
+
+/* Sums gradients per head of each group, [batch, keys, repeat, dim], into those of its one head, with one rounding. */
+static amp_result ampi_group_sum(amp_tape *t, const amp_tensor *heads, int64_t repeat, const amp_tensor *sum32,
+                                 const amp_tensor *out) {
+    int64_t i;
+    amp_tensor last = ampi_part_of(heads, 2, repeat - 1, 1);
+    for (i = 0; i + 1 < repeat; i++) {
+        amp_tensor one = ampi_part_of(heads, 2, i, 1);
+        AMPI_TRY(ampi_tape_sum(t, &one, 1, i ? sum32 : NULL, 1, sum32));
+    }
+    return ampi_tape_sum(t, &last, 1, sum32, 1, out);
+}
+
+/* A call for each group: q's heads that share one of k and v. */
+static amp_result ampi_run_group(amp_tape *t, ampi_node *n, int64_t group, int64_t repeat, int backward,
+                                 char *scratch) {
+    amp_context *amp = t->object.amp;
+    amp_attention_op op = n->op.attention;
+    int64_t per_head = op.q.shape[0] * op.q.shape[1], count;
+    amp_tensor dk, dv, sum;
+    op.q = ampi_part_of(&op.q, 2, group * repeat, repeat);
+    op.o = ampi_part_of(&op.o, 2, group * repeat, repeat);
+    op.k = ampi_part_of(&op.k, 2, group, 1); op.v = ampi_part_of(&op.v, 2, group, 1);
+    op.k.shape[2] = op.v.shape[2] = repeat;
+    op.k.stride[2] = op.v.stride[2] = 0;
+    op.lse += group * repeat * per_head;
+    if (op.mask.allowed != NULL) op.mask.allowed += group * repeat * op.mask.allowed_head_stride;
+    if (!backward) {
+        AMPI_TRY(amp_attention(amp, &op));
+        n->op.attention.plan = op.plan;
+        return AMP_OK;
+    }
+    op.d_o = ampi_part_of(&op.d_o, 2, group * repeat, repeat);
+    op.dq = ampi_part_of(&op.dq, 2, group * repeat, repeat);
+    dk = ampi_part_of(&op.dk, 2, group, 1); dv = ampi_part_of(&op.dv, 2, group, 1);
+    op.dk = amp_tensor4(scratch, dk.dtype, dk.shape[0], dk.shape[1], repeat, dk.shape[3]);
+    count = ampi_shape_count(&op.dk) * (int64_t)amp_dtype_size(dk.dtype);
+    op.dv = op.dk;
+    op.dv.data = scratch + count;
+    sum = amp_tensor4(scratch + 2 * count, AMP_F32, dk.shape[0], dk.shape[1], 1, dk.shape[3]);
+    AMPI_TRY(amp_attention_backward(amp, &op));
+    AMPI_TRY(ampi_group_sum(t, &op.dk, repeat, &sum, &dk));
+    return ampi_group_sum(t, &op.dv, repeat, &sum, &dv);
+}
+
+static amp_result ampi_run_attention(amp_tape *t, ampi_node *n, int backward) {
+    amp_context *amp = t->object.amp;
+    amp_attention_op *op = &n->op.attention;
+    int64_t groups = op->k.shape[2], repeat = op->q.shape[2] / AMPI_MAX(groups, 1), i;
+    amp_result result = AMP_OK;
+    void *scratch = NULL;
+    size_t bytes = 0;
+    if (repeat == 1) return backward ? amp_attention_backward(amp, op) : amp_attention(amp, op);
+    if (backward) {
+        AMPI_TRY(ampi_bytes(t->function, op->k.shape[0] * op->k.shape[1] * op->k.shape[3] * (2 * repeat + 1),
+                            sizeof(float), &bytes));
+        bytes = AMPI_MAX(bytes, 1);
+        AMPI_TRY(ampi_as(t->function, ampi_scratch(amp, &scratch, bytes)));
+    }
+    for (i = 0; i < groups && result == AMP_OK; i++)
+        result = ampi_run_group(t, n, i, repeat, backward, (char *)scratch);
+    if (backward) ampi_scratch_release(amp, scratch, bytes);
+    return result;
+}
+
+/* In place: what is turned is first copied to where it shall be. */
+static amp_result ampi_run_rope(amp_tape *t, ampi_node *n, int backward) {
+    const ampi_node *x = &t->nodes[n->key.in[0]];
+    amp_rope_op *op = &n->op.rope;
+    amp_tensor dy = ampi_tape_view(t, &n->y, n->grad);
+    amp_tensor from = ampi_as_heads(backward ? &dy : &x->y, op->q.shape[3]);
+    const amp_tensor *to = backward ? &op->dq : &op->q;
+    if (from.data != to->data) AMPI_TRY(ampi_tape_sum(t, &from, 1, NULL, 0, to));
+    return backward ? amp_rope_backward(t->object.amp, op) : amp_rope(t->object.amp, op);
+}
+
+/* A split's gradient into that of the whole: into its part, or beside zeros. */
+static amp_result ampi_run_split(amp_tape *t, ampi_node *n) {
+    const ampi_node *x = &t->nodes[n->key.in[0]];
+    amp_context *amp = t->object.amp;
+    amp_tensor whole = ampi_tape_view(t, &x->y, n->dx[0]), dy = ampi_tape_view(t, &n->y, n->grad);
+    amp_tensor part = ampi_part_of(&whole, n->key.size[0], n->key.size[1], n->key.size[2]);
+    if (!x->whole)
+        AMPI_TRY(ampi_as(t->function, amp_fill(amp, whole.data, 0, ampi_shape_count(&whole) *
+                                                                       (int64_t)amp_dtype_size(whole.dtype))));
+    return ampi_tape_sum(t, &dy, 1, NULL, 0, &part);
+}
+
+static amp_result ampi_run_plain(amp_tape *t, ampi_node *n, int backward) {
+    const ampi_node *x = &t->nodes[n->key.in[0]];
+    amp_tensor dy = ampi_tape_view(t, &n->y, n->grad), dx = ampi_tape_gradient_view(t, x, n->dx[0]), view;
+    switch (n->key.kind) {
+        case AMPI_ADD: return ampi_tape_flat_sum(t, &x->y, 1, &t->nodes[n->key.in[1]].y, &n->y);
+        case AMPI_SCALE:
+            return ampi_tape_flat_sum(t, backward ? &dy : &x->y, (float)n->key.alpha, NULL, backward ? &dx : &n->y);
+        case AMPI_TRANSPOSE:
+            view = ampi_swapped(backward ? &dy : &x->y, n->key.size[0], n->key.size[1]);
+            return ampi_tape_sum(t, &view, 1, NULL, 0, backward ? &dx : &n->y);
+        case AMPI_CONCAT: return ampi_run_concat(t, n, backward);
+        case AMPI_MEAN: return ampi_run_mean(t, n, backward);
+        default: return backward ? ampi_run_split(t, n) : AMP_OK;
+    }
+}
+
+static int ampi_is_result(amp_result result) { return strcmp(amp_result_text(result), "unknown result") != 0; }
+
+/* The callback runs as outside of the tape: in a region like the one it was recorded in, whose decisions it makes. */
+static amp_result ampi_run_custom(amp_tape *t, ampi_node *n, int backward) {
+    const amp_custom_op *op = &n->op.custom.op;
+    const char *layer = ampi_node_layer(n), *detail;
+    int depth = ampi_regions.n, k;
+    ampi_region replays = ampi_regions.at[depth - 1];
+    char why[256];
+    amp_custom_call call;
+    amp_result result;
+    memset(&call, 0, sizeof call);
+    call.amp = t->object.amp;
+    call.plan = n->key.plan;
+    call.y = n->y;
+    for (k = 0; k < n->key.size[AMPI_CUSTOM_COUNT]; k++) {
+        call.x[k] = t->nodes[n->key.in[k]].y;
+        if (backward) call.dx[k] = ampi_tape_gradient_view(t, &t->nodes[n->key.in[k]], n->dx[k]);
+    }
+    if (backward) call.dy = ampi_tape_view(t, &n->y, n->grad);
+    ampi_regions.at[depth - 1].desc = n->op.custom.region;
+    ampi_regions.at[depth - 1].recompute = 0;
+    ampi_regions.decided = 0;
+    ampi_error_text[0] = 0;
+    result = backward ? op->backward(op->user, &call) : op->forward(op->user, &call);
+    detail = strchr(ampi_error_text, ' ');
+    snprintf(why, sizeof why, "%.250s", detail ? detail + 1 : "it gave no text");
+    k = ampi_regions.n;
+    while (ampi_regions.n > depth) ampi_region_drop();
+    if (ampi_regions.n == depth) ampi_regions.at[depth - 1] = replays;
+    else AMPI_TRY(ampi_region_push(t->object.amp, t->function, &replays.desc, replays.recompute));
+    ampi_regions.decided = 0;
+    if (result == AMP_OK && k == depth) return AMP_OK;
+    if (result == AMP_OK) {
+        result = AMP_ERR_STATE;
+        snprintf(why, sizeof why, "a region is %s", k > depth ? "still open" : "closed that it did not open");
+    }
+    return ampi_fail(ampi_is_result(result) ? result : AMP_ERR_SOURCE, "amp_tape_custom",
+                     "%s%s%s returned %d: %s", layer ? layer : "", layer ? ": " : "",
+                     backward ? "backward" : "forward", (int)result, why);
+}
+
+static amp_result ampi_tape_operate(amp_tape *t, ampi_node *n, int backward) {
+    amp_context *amp = t->object.amp;
+    switch (n->key.kind) {
+        case AMPI_LINEAR: return backward ? amp_linear_backward(amp, &n->op.linear) : amp_linear(amp, &n->op.linear);
+        case AMPI_MATMUL: return backward ? amp_matmul_backward(amp, &n->op.matmul) : amp_matmul(amp, &n->op.matmul);
+        case AMPI_ATTENTION: return ampi_run_attention(t, n, backward);
+        case AMPI_ROPE: return ampi_run_rope(t, n, backward);
+        case AMPI_CUSTOM: return ampi_run_custom(t, n, backward);
+        default:
+            return ampi_row_of(n)->plan == 0 ? ampi_run_plain(t, n, backward)
+                                             : ampi_operate(amp, ampi_row_of(n)->id, &n->op, backward);
+    }
+}
+
+/* What a loss starts its gradient from.  One that nothing is wanted of computes the loss alone. */
+static void ampi_tape_start(ampi_node *n, const float *grad_scale) {
+    ampi_fp host = ampi_fp_begin();
+    float factor = n->wants ? ampi_loss_factor(n) : 1;
+    switch (n->key.kind) {
+        case AMPI_CROSS_ENTROPY:
+            n->op.cross_entropy.grad_scale = grad_scale; n->op.cross_entropy.factor = factor;
+            break;
+        case AMPI_MSE: n->op.mse.grad_scale = grad_scale; n->op.mse.factor = factor; break;
+        default:
+            n->op.linear_cross_entropy.grad_scale = grad_scale; n->op.linear_cross_entropy.factor = factor;
+            if (!n->wants) n->op.linear_cross_entropy.plan.mode = AMP_MODE_INFERENCE;
+    }
+    ampi_fp_end(host);
+}
+
+/* pass: as amp_tape_node_info.seconds. */
+static amp_result ampi_tape_timed(amp_tape *t, ampi_node *n, int pass) {
+    const amp_system *s = &t->object.amp->system;
+    int64_t began;
+    if (!t->timed) return ampi_tape_operate(t, n, pass == 1);
+    AMPI_TRY(ampi_as(t->function, amp_sync(t->object.amp)));
+    began = s->clock_ns(s->user);
+    AMPI_TRY(ampi_tape_operate(t, n, pass == 1));
+    AMPI_TRY(ampi_as(t->function, amp_sync(t->object.amp)));
+    n->ns[pass] = s->clock_ns(s->user) - began;
+    return AMP_OK;
+}
+
+static amp_result ampi_tape_run_forward(amp_tape *t, const float *grad_scale) {
+    int32_t i;
+    for (i = 0; i < t->n; i++) {
+        ampi_node *n = &t->nodes[i];
+        int32_t flags = ampi_row_of(n)->flags;
+        if (n->key.stretch != 0) ampi_bind_node(t, i, 0);
+        memset(n->ns, 0, sizeof n->ns);
+        if (n->key.kind == AMPI_INPUT || (flags & AMPI_VIEW) || n->norm >= 0) continue;
+        if (flags & AMPI_LOSS) ampi_tape_start(n, grad_scale);
+        AMPI_TRY(ampi_tape_timed(t, n, 0));
+    }
+    return AMP_OK;
+}
+
+/* Computes node i again, by its plan; the stretch's op structs go over to what is computed again. */
+static amp_result ampi_tape_run_again(amp_tape *t, int32_t i) {
+    amp_context *amp = t->object.amp;
+    amp_result result;
+    if (t->nodes[i].key.kind == AMPI_CUSTOM) return ampi_tape_timed(t, &t->nodes[i], 2);
+    AMPI_TRY(ampi_as(t->function, amp_recompute_begin(amp)));
+    result = ampi_tape_timed(t, &t->nodes[i], 2);
+    ampi_region_drop();
+    return result;
+}
+
+/* Before the first backward call of a stretch: all its nodes are bound once more. */
+static void ampi_tape_enter_stretch(amp_tape *t, int32_t node, int32_t *stretch) {
+    int32_t now = t->nodes[node].key.stretch, i = node;
+    if (now == *stretch) return;
+    *stretch = now;
+    if (now == 0) return;
+    while (i > 0 && t->nodes[i - 1].key.stretch == now) i--;
+    for (; i < t->n && t->nodes[i].key.stretch == now; i++) ampi_bind_node(t, i, 1);
+}
+
+static amp_result ampi_tape_run_backward(amp_tape *t) {
+    int32_t stretch = 0;
+    int64_t i;
+    for (i = 0; i < t->n_actions; i++) {
+        const ampi_action *action = &t->actions[i];
+        amp_tensor like = amp_tensor1(NULL, AMP_F32, action->count), a, b, y;
+        if (action->node >= 0) ampi_tape_enter_stretch(t, action->node, &stretch);
+        if (action->a == AMPI_AGAIN) { AMPI_TRY(ampi_tape_run_again(t, action->node)); continue; }
+        if (action->node >= 0) { AMPI_TRY(ampi_tape_timed(t, &t->nodes[action->node], 1)); continue; }
+        a = ampi_tape_view(t, &like, action->a);
+        b = ampi_tape_view(t, &like, action->b);
+        y = ampi_tape_view(t, &like, action->y);
+        AMPI_TRY(ampi_tape_flat_sum(t, &a, 1, action->b < 0 ? NULL : &b, &y));
+    }
+    return AMP_OK;
+}
+
+/* Ends the step: its region closes, whatever happened, and those of the context inside it. */
+static amp_result ampi_tape_close(amp_tape *t, const char *f) {
+    int inner = ampi_regions.n - t->depth, i;
+    t->state = AMPI_TAPE_DONE;
+    for (i = ampi_regions.n - 1; i >= 0 && i >= t->depth - 1; i--)
+        if (ampi_regions.at[i].amp == t->object.amp) ampi_region_remove(i);
+    if (inner == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, f,
+                     inner > 0 ? "a region that was opened after amp_tape_begin is still open: call amp_autocast_end"
+                               : "the tape's region was closed: call amp_autocast_end only for your own regions");
+}
+
+/* Notes which gradients are live before the run, or, after one that failed, that those it began are not. */
+static void ampi_tape_live(amp_tape *t, int failed) {
+    int64_t i;
+    int k;
+    for (i = 0; i < t->n; i++)
+        for (k = 0; k < 2; k++) {
+            ampi_node *n = &t->nodes[i];
+            if (n->key.params[k] == NULL) continue;
+            if (!failed) n->live[k] = n->key.params[k]->grad_live;
+            else if (!n->live[k]) ampi_gradient_live(n->key.params[k], 0);
+        }
+}
+
+/* Compiles the graph if it is new, and takes its memory. */
+static amp_result ampi_tape_ensure(amp_tape *t, int32_t loss) {
+    if (t->n == t->compiled && t->same == t->n && t->loss == loss) {
+        if (t->moved) ampi_tape_bind(t);
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_tape_compile(t, loss));
+    AMPI_TRY(ampi_tape_allocate(t));
+    ampi_tape_bind(t);
+    t->compiled = t->n;
+    t->loss = loss;
+    return AMP_OK;
+}
+
+/* A failure ends the step, and is returned with the name of what failed. */
+static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const float *grad_scale, int parts) {
+    amp_autocast_desc outside = ampi_outside(t->object.amp);
+    int depth = ampi_regions.n;
+    amp_result result = parts & AMPI_FIRST_HALF ? ampi_tape_ensure(t, loss) : AMP_OK;
+    if (result == AMP_OK) result = ampi_region_push(t->object.amp, f, &outside, AMPI_REPLAYS);
+    if (result == AMP_OK) {
+        t->running = 1;
+        if (parts & AMPI_FIRST_HALF) ampi_tape_live(t, 0);
+        if (parts & AMPI_FIRST_HALF) result = ampi_tape_run_forward(t, grad_scale);
+        if (result == AMP_OK && (parts & AMPI_SECOND_HALF)) result = ampi_tape_run_backward(t);
+        t->running = 0;
+        while (ampi_regions.n > depth) ampi_region_drop();
+        t->ran = result == AMP_OK;
+        if (!t->ran) ampi_tape_live(t, 1);
+    }
+    if (result == AMP_OK) return AMP_OK;
+    t->compiled = 0;
+    ampi_tape_fail(t, result);
+    return strncmp(t->text + 8, f, strlen(f)) == 0 ? result : ampi_fail_again(f, result, t->text);
+}
+
+/* All ways to end recording: its region closes, and the loss, or -1, is checked before anything runs. */
+static amp_result ampi_tape_end(amp_tape *t, const char *f, int with_loss, amp_value value, int32_t *out) {
+    amp_result result;
+    int32_t loss = AMPI_NONE;
+    AMPI_TRY(ampi_need(f, t != NULL, "tape"));
+    AMPI_TRY(ampi_tape_may_record(t, f));
+    result = ampi_tape_close(t, f);
+    t->function = f;
+    if (__atomic_exchange_n(&t->foreign, 0, __ATOMIC_RELAXED))
+        return ampi_fail(AMP_ERR_STATE, f, "another thread called this tape during the step; give it its own");
+    if (t->failed != AMP_OK) return ampi_fail_again(f, t->failed, t->text);
+    AMPI_TRY(result);
+    if (t->stretch != 0) return ampi_fail(AMP_ERR_STATE, f, "a checkpoint is open: call amp_tape_checkpoint_end");
+    if (with_loss) {
+        loss = ampi_tape_find(t, value);
+        if (loss < 0) return ampi_fail(AMP_ERR_RANGE, f, "loss is a value of another tape or of an earlier step");
+        if (!t->nodes[loss].is_loss)
+            return ampi_fail(AMP_ERR_SHAPE, f, "loss is of %s, must be a loss, or a sum or multiple of losses",
+                             ampi_row_of(&t->nodes[loss])->name);
+    }
+    *out = loss;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float *grad_scale) {
+    int32_t node;
+    AMPI_TRY(ampi_tape_end(tape, "amp_tape_forward", 1, loss, &node));
+    AMPI_TRY(ampi_tape_run(tape, "amp_tape_forward", node, grad_scale, AMPI_FIRST_HALF));
+    tape->state = AMPI_TAPE_HALF;
+    return AMP_OK;
+}
+
+/* After amp_tape_forward. */
+static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value loss) {
+    AMPI_TRY(ampi_alive(&t->object, f));
+    if (!pthread_equal(pthread_self(), t->thread))
+        return ampi_fail(AMP_ERR_STATE, f, "another thread began this step; each thread needs a tape of its own");
+    if (ampi_tape_find(t, loss) != t->loss) return ampi_fail(AMP_ERR_RANGE, f, "loss is not that of amp_tape_forward");
+    t->state = AMPI_TAPE_DONE;
+    return ampi_tape_run(t, f, (int32_t)t->loss, NULL, AMPI_SECOND_HALF);
+}
+AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale) {
+    const char *f = "amp_tape_backward";
+    int32_t node;
+    if (tape != NULL && tape->state == AMPI_TAPE_HALF) return ampi_tape_second_half(tape, f, loss);
+    AMPI_TRY(ampi_tape_end(tape, f, 1, loss, &node));
+    return ampi_tape_run(tape, f, node, grad_scale, AMPI_FIRST_HALF | AMPI_SECOND_HALF);
+}
+AMP_API amp_result amp_tape_finish(amp_tape *tape) {
+    int32_t none;
+    AMPI_TRY(ampi_tape_end(tape, "amp_tape_finish", 0, 0, &none));
+    return ampi_tape_run(tape, "amp_tape_finish", none, NULL, AMPI_FIRST_HALF);
+}
+AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes) {
+    const char *f = "amp_tape_plan";
+    int32_t node;
+    AMPI_TRY(ampi_need(f, bytes != NULL, "bytes"));
+    AMPI_TRY(ampi_tape_end(tape, f, loss != 0, loss, &node));
+    AMPI_TRY(ampi_tape_compile(tape, node));
+    *bytes = tape->needed;
+    return AMP_OK;
+}
+
+/* ---- Tapes */
+
+static void ampi_tape_stop(ampi_object *object) {
+    amp_tape *t = (amp_tape *)(void *)object;
+    const amp_system *s = &object->amp->system;
+    if (t->memory != NULL) ampi_settings_changed(object->amp);
+    amp_free(object->amp, t->memory);
+    ampi_free(s, t->nodes, t->node_capacity, sizeof *t->nodes);
+    ampi_free(s, t->slabs, t->slab_capacity, sizeof *t->slabs);
+    ampi_free(s, t->actions, t->action_capacity, sizeof *t->actions);
+    ampi_free(s, t->holes, t->hole_capacity, sizeof *t->holes);
+    ampi_free(s, t->begins, t->begin_capacity, sizeof *t->begins);
+    ampi_free(s, t->ends, t->end_capacity, sizeof *t->ends);
+    t->n = t->n_actions = t->memory_bytes = 0;
+}
+
+AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out) {
+    amp_tape *t;
+    AMPI_TRY(ampi_need("amp_tape_create", amp && out, "amp or out"));
+    *out = NULL;
+    AMPI_TRY(ampi_object_create(amp, "amp_tape_create", (void **)&t, sizeof *t, "tape", ampi_tape_stop));
+    ampi_object_enlist(&t->object, NULL);
+    *out = t;
+    return AMP_OK;
+}
+
+AMP_API void amp_tape_destroy(amp_tape *tape) {
+    if (tape == NULL) return;
+    if (tape->running) {
+        ampi_log(tape->object.amp, AMP_LOG_WARNING, 1090, "amp_tape_destroy: the tape is running; it stays");
+        return;
+    }
+    if (tape->state == AMPI_TAPE_RECORDING && !ampi_is_stopped(&tape->object)) {
+        int here = pthread_equal(pthread_self(), tape->thread) != 0;
+        if (here) (void)ampi_tape_close(tape, "amp_tape_destroy");
+        ampi_log(tape->object.amp, AMP_LOG_WARNING, 1048,
+                 "amp_tape_destroy: the tape was recording; nothing ran, and %s",
+                 here ? "its region has ended"
+                      : "its region stays open on the thread that began it: call amp_autocast_end there");
+    }
+    ampi_object_destroy(&tape->object);
+}
+
+AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *region) {
+    AMPI_TRY(ampi_need_object("amp_tape_begin", tape, "tape"));
+    if (tape->running) return ampi_fail(AMP_ERR_STATE, "amp_tape_begin", "the tape is running: this is its callback");
+    if (tape->state == AMPI_TAPE_RECORDING)
+        return ampi_fail(AMP_ERR_STATE, "amp_tape_begin",
+                         "the tape is recording already: call amp_tape_backward or amp_tape_finish first");
+    AMPI_TRY(ampi_as("amp_tape_begin", amp_autocast_begin(tape->object.amp, region)));
+    if (tape->state == AMPI_TAPE_HALF) ampi_tape_live(tape, 1);
+    tape->state = AMPI_TAPE_RECORDING;
+    tape->thread = pthread_self();
+    tape->depth = ampi_regions.n;
+    tape->stamp = (uint32_t)ampi_serial();
+    tape->failed = AMP_OK;
+    tape->layer = NULL;
+    tape->store = AMP_DTYPE_DEFAULT;
+    tape->stretch = tape->stretches = 0;
+    tape->n = tape->same = 0;
+    tape->ran = 0;
+    return AMP_OK;
+}
+
+/* Fails like a call on the tape, before anything is recorded. */
+static amp_value ampi_tape_refuse(amp_tape *t, const char *f, amp_result result) {
+    if (ampi_tape_ready(t, f)) ampi_tape_fail(t, result);
+    return 0;
+}
+
+static amp_value ampi_tape_enter(amp_tape *tape, const char *f, const amp_tensor *tensor, int variable) {
+    ampi_call_key key = ampi_tape_key(AMPI_INPUT);
+    amp_result result = ampi_need(f, tensor != NULL, "tensor");
+    ampi_node *n;
+    int i;
+    if (result == AMP_OK) result = ampi_check_tensor(f, "tensor", tensor);
+    if (result == AMP_OK && variable) result = ampi_check_output(f, "tensor", tensor);
+    if (result != AMP_OK) return ampi_tape_refuse(tape, f, result);
+    for (i = 0; i < tensor->ndim; i++) {
+        key.size[i] = tensor->shape[i];
+        key.size[4 + i] = tensor->stride[i];
+    }
+    key.size[8] = tensor->dtype;
+    key.ndim = tensor->ndim;
+    key.variable = variable;
+    n = ampi_tape_call(tape, key, NULL, 0);
+    if (n == NULL) return 0;
+    tape->moved |= n->data != tensor->data;
+    n->data = tensor->data;
+    return ampi_tape_handle(tape, n);
+}
+AMP_API amp_value amp_tape_input(amp_tape *tape, const amp_tensor *tensor) {
+    return ampi_tape_enter(tape, "amp_tape_input", tensor, 0);
+}
+AMP_API amp_value amp_tape_variable(amp_tape *tape, const amp_tensor *tensor) {
+    return ampi_tape_enter(tape, "amp_tape_variable", tensor, 1);
+}
+
+AMP_API void amp_tape_layer(amp_tape *tape, const char *layer) {
+    if (ampi_tape_ready(tape, "amp_tape_layer")) tape->layer = layer;
+}
+
+AMP_API void amp_tape_store(amp_tape *tape, amp_dtype dtype) {
+    const char *f = "amp_tape_store";
+    if (!ampi_tape_ready(tape, f)) return;
+    if (dtype != AMP_DTYPE_DEFAULT && !ampi_is_storage(dtype))
+        ampi_tape_fail(tape, ampi_fail(AMP_ERR_DTYPE, f, "dtype = %d, must be fp32, fp16, bf16 or 0", (int)dtype));
+    tape->store = dtype;
+}
+
+AMP_API void amp_tape_checkpoint_begin(amp_tape *tape) {
+    const char *f = "amp_tape_checkpoint_begin";
+    if (!ampi_tape_ready(tape, f)) return;
+    if (tape->stretch != 0)
+        ampi_tape_fail(tape, ampi_fail(AMP_ERR_STATE, f, "a checkpoint is open: call amp_tape_checkpoint_end first"));
+    tape->stretch = ++tape->stretches;
+}
+AMP_API void amp_tape_checkpoint_end(amp_tape *tape) {
+    const char *f = "amp_tape_checkpoint_end";
+    if (!ampi_tape_ready(tape, f)) return;
+    if (tape->stretch == 0) ampi_tape_fail(tape, ampi_fail(AMP_ERR_STATE, f, "no checkpoint is open"));
+    tape->stretch = 0;
+}
+
+AMP_API amp_value amp_tape_keep(amp_tape *tape, amp_value value) {
+    ampi_node *n;
+    int32_t i;
+    if (!ampi_tape_ready(tape, "amp_tape_keep")) return 0;
+    i = ampi_tape_find(tape, value);
+    if (i < 0)
+        return ampi_tape_refuse(tape, "amp_tape_keep",
+                                ampi_fail(AMP_ERR_RANGE, "amp_tape_keep",
+                                          "value is of another tape or of an earlier step"));
+    n = &tape->nodes[tape->nodes[i].root];
+    if (!n->keeps) tape->compiled = 0;
+    n->keep = 1;
+    return value;
+}
+
+static amp_result ampi_tape_look(const amp_tape *t, const char *f, amp_value value, const ampi_node **out) {
+    int32_t i;
+    AMPI_TRY(ampi_need_object(f, t, "tape"));
+    i = ampi_tape_find(t, value);
+    if (i < 0) return ampi_fail(AMP_ERR_RANGE, f, "value is %s", value ? "of another tape or of an earlier step" : "0");
+    *out = &t->nodes[i];
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_tape_tensor(const amp_tape *tape, amp_value value, amp_tensor *out) {
+    const ampi_node *n, *root;
+    AMPI_TRY(ampi_need("amp_tape_tensor", tape && out, "tape or out"));
+    AMPI_TRY(ampi_tape_look(tape, "amp_tape_tensor", value, &n));
+    *out = n->y;
+    root = &tape->nodes[n->root];
+    if (root->key.kind == AMPI_INPUT) {
+        memcpy(&out->data, &root->data, sizeof root->data);
+        out->data = ampi_at_mut(out->data, out->dtype, n->offset);
+    } else if (!tape->ran || root->gone ||
+               tape->slabs[root->buffer].last < (int32_t)(tape->n + tape->n_actions))       /* given to others */
+        out->data = NULL;
+    else                            /* where the forward wrote it: y may be where it was computed again */
+        out->data = ampi_at_mut(tape->memory + tape->slabs[root->buffer].offset, out->dtype, n->offset);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_tape_gradient(const amp_tape *tape, amp_value value, amp_tensor *out) {
+    const ampi_node *n;
+    AMPI_TRY(ampi_need("amp_tape_gradient", tape && out, "tape or out"));
+    AMPI_TRY(ampi_tape_look(tape, "amp_tape_gradient", value, &n));
+    if (!n->key.variable || !tape->ran || tape->state == AMPI_TAPE_HALF || n->grad < 0)
+        return ampi_fail(AMP_ERR_STATE, "amp_tape_gradient",
+                         "the value has no gradient: it must be an amp_tape_variable that the loss of "
+                         "amp_tape_backward depends on");
+    *out = ampi_tape_view(tape, &n->y, n->grad);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_tape_read(const amp_tape *tape, amp_value value, float *out, int64_t n) {
+    const char *f = "amp_tape_read";
+    amp_context *amp;
+    amp_tensor there;
+    void *low = NULL;
+    int64_t bytes;
+    amp_result result;
+    AMPI_TRY(ampi_need(f, tape && out, "tape or out"));
+    AMPI_TRY(ampi_as(f, amp_tape_tensor(tape, value, &there)));
+    amp = tape->object.amp;
+    if (there.data == NULL)
+        return ampi_fail(AMP_ERR_STATE, f, "the value is not there: call it after the run, and amp_tape_keep before");
+    if (amp_tensor_count(&there) != n || !ampi_is_contiguous(&there))
+        return ampi_fail(AMP_ERR_SHAPE, f, "n = %lld, the value has %lld elements%s", (long long)n,
+                         (long long)amp_tensor_count(&there), ampi_is_contiguous(&there) ? "" : ", not contiguous");
+    bytes = n * (int64_t)amp_dtype_size(there.dtype);
+    if (there.dtype != AMP_F32) AMPI_TRY(ampi_alloc(&amp->system, f, &low, bytes, 1));
+    result = amp_copy(amp, low ? low : out, there.data, bytes, AMP_COPY_TO_HOST);
+    if (result == AMP_OK) result = amp_sync(amp);
+    if (result == AMP_OK && low != NULL) result = amp_convert(out, AMP_F32, low, there.dtype, n, NULL, NULL);
+    if (low != NULL) ampi_free(&amp->system, low, bytes, 1);
+    return ampi_as(f, result);
+}
+
+/* ---- The graph for people */
+
+/* A parameter may be gone: it is not read unless it is registered. */
+static const char *ampi_print_layer(const amp_tape *t, const ampi_node *n) {
+    amp_context *amp = t->object.amp;
+    const char *name = n->key.layer;
+    int64_t i;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_params && name == NULL; i++)
+        if (amp->params[i].param == n->key.params[0]) name = n->key.params[0]->name;
+    ampi_unlock(amp);
+    return name;
+}
+
+static void ampi_print_node(ampi_sheet *s, const amp_tape *t, const ampi_node *n) {
+    const char *layer = ampi_print_layer(t, n);
+    char shape[64];
+    amp_tensor like = n->y;
+    like.data = &like;
+    ampi_print(s, "%s%s%.80s %s", ampi_row_of(n)->name + sizeof "amp_tape", layer ? " " : "", layer ? layer : "",
+               ampi_shape_text(&like, shape, sizeof shape));
+    if (n->key.plan.compute != AMP_DTYPE_DEFAULT) ampi_print(s, " in %s", amp_dtype_name(n->key.plan.compute));
+    if (!t->ran) return;
+    if (n->norm >= 0) ampi_print(s, ", done by %%%d", n->norm);
+    if (n->buffer >= 0 && n->root == n - t->nodes) ampi_print(s, ", %lld bytes", (long long)t->slabs[n->buffer].bytes);
+    if (n->ns[0] + n->ns[1] + n->ns[2] > 0)
+        ampi_print(s, ", %.3f + %.3f ms", 1e-6 * (double)n->ns[0], 1e-6 * (double)(n->ns[1] + n->ns[2]));
+}
+
+AMP_API size_t amp_tape_text(const amp_tape *tape, char *text, size_t size) {
+    ampi_sheet s = ampi_sheet_of(text, size);
+    int64_t i;
+    int k;
+    if (tape == NULL) return 0;
+    for (i = 0; i < tape->n; i++) {
+        const ampi_node *n = &tape->nodes[i];
+        ampi_print(&s, "%%%lld = ", (long long)i);
+        ampi_print_node(&s, tape, n);
+        for (k = 0; k < AMPI_TAPE_INPUTS && n->key.in[k] >= 0; k++)
+            ampi_print(&s, "%s%%%d", k ? ", " : " of ", n->key.in[k]);
+        ampi_print(&s, "\n");
+    }
+    ampi_print(&s, "%lld values, %lld calls of backward, %lld bytes\n", (long long)tape->n, (long long)tape->n_actions,
+               (long long)tape->memory_bytes);
+    return s.used;
+}
+
+AMP_API size_t amp_tape_dot(const amp_tape *tape, char *text, size_t size) {
+    ampi_sheet s = ampi_sheet_of(text, size);
+    int64_t i;
+    int k;
+    if (tape == NULL) return 0;
+    ampi_print(&s, "digraph tape {\n  node [shape=box, fontname=\"Helvetica\"];\n");
+    for (i = 0; i < tape->n; i++) {
+        const ampi_node *n = &tape->nodes[i];
+        ampi_print(&s, "  n%lld [label=\"", (long long)i);
+        ampi_print_node(&s, tape, n);
+        ampi_print(&s, "\"%s];\n", n->norm >= 0 && tape->ran ? ", style=dashed" : "");
+        for (k = 0; k < AMPI_TAPE_INPUTS && n->key.in[k] >= 0; k++)
+            ampi_print(&s, "  n%d -> n%lld;\n", n->key.in[k], (long long)i);
+    }
+    ampi_print(&s, "}\n");
+    return s.used;
+}
+
+AMP_API amp_result amp_tape_time(amp_tape *tape, int32_t on) {
+    int64_t i;
+    AMPI_TRY(ampi_need_object("amp_tape_time", tape, "tape"));
+    tape->timed = on != 0;
+    for (i = 0; i < tape->n; i++) memset(tape->nodes[i].ns, 0, sizeof tape->nodes[i].ns);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_tape_node(const amp_tape *tape, int64_t i, amp_tape_node_info *out) {
+    const char *f = "amp_tape_node";
+    const ampi_node *n;
+    int k;
+    AMPI_TRY(ampi_need(f, out != NULL, "out"));
+    AMPI_TRY(ampi_need_object(f, tape, "tape"));
+    if (i < 0 || i >= tape->n)
+        return ampi_fail(AMP_ERR_RANGE, f, "i = %lld, the step has %lld operators", (long long)i, (long long)tape->n);
+    n = &tape->nodes[i];
+    memset(out, 0, sizeof *out);
+    out->op = ampi_row_of(n)->name + sizeof "amp_tape";
+    out->layer = ampi_print_layer(tape, n);
+    out->value = ampi_tape_handle(tape, n);
+    out->compute = n->key.plan.compute;
+    for (k = 0; k < 3; k++) out->seconds[k] = 1e-9 * (double)n->ns[k];
+    return AMP_OK;
+}
+
+/* ---- Operators on the tape */
+
+AMP_API amp_value amp_tape_linear(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias,
+                                  amp_activation_kind act) {
+    ampi_call_key key = ampi_tape_key(AMPI_LINEAR);
+    ampi_node *n;
+    key.params[0] = weight; key.params[1] = bias;
+    key.act = (int32_t)act;
+    n = ampi_tape_call(tape, key, &x, 1);
+    if (n == NULL) return 0;
+    n->op.linear.weight = weight; n->op.linear.bias = bias;
+    n->op.linear.act = act;
+    return ampi_tape_handle(tape, n);
+}
+
+AMP_API amp_value amp_tape_matmul(amp_tape *tape, amp_value a, amp_value b, int32_t trans_a, int32_t trans_b,
+                                  float alpha) {
+    ampi_call_key key = ampi_tape_key(AMPI_MATMUL);
+    amp_value in[2];
+    ampi_node *n;
+    in[0] = a; in[1] = b;
+    key.size[0] = trans_a != 0; key.size[1] = trans_b != 0;
+    n = ampi_tape_call(tape, key, in, 2);
+    if (n == NULL) return 0;
+    n->op.matmul.trans_a = trans_a != 0; n->op.matmul.trans_b = trans_b != 0;
+    n->op.matmul.alpha = alpha;
+    return ampi_tape_handle(tape, n);
+}
+
+AMP_API amp_value amp_tape_attention(amp_tape *tape, amp_value q, amp_value k, amp_value v, int64_t heads,
+                                     const amp_attention_op *options) {
+    ampi_call_key key = ampi_tape_key(AMPI_ATTENTION);
+    amp_value in[3];
+    ampi_node *n;
+    in[0] = q; in[1] = k; in[2] = v;
+    key.size[0] = heads;
+    if (options != NULL) key.layer = options->layer;
+    n = ampi_tape_call(tape, key, in, 3);
+    if (n == NULL) return 0;
+    memset(&n->op.attention.mask, 0, sizeof n->op.attention.mask);
+    if (options != NULL) n->op.attention.mask = options->mask;
+    n->op.attention.scale = options != NULL ? options->scale : 0;
+    return ampi_tape_handle(tape, n);
+}
+
+static amp_value ampi_tape_norm(amp_tape *tape, ampi_kind kind, amp_value x, amp_param *weight, amp_param *bias,
+                                float eps) {
+    ampi_call_key key = ampi_tape_key(kind);
+    ampi_node *n;
+    key.params[0] = weight; key.params[1] = bias;
+    n = ampi_tape_call(tape, key, &x, 1);
+    if (n == NULL) return 0;
+    n->op.norm.weight = weight; n->op.norm.bias = bias;
+    n->op.norm.eps = eps;
+    return ampi_tape_handle(tape, n);
+}
+AMP_API amp_value amp_tape_layernorm(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias, float eps) {
+    return ampi_tape_norm(tape, AMPI_LAYERNORM, x, weight, bias, eps);
+}
+AMP_API amp_value amp_tape_rmsnorm(amp_tape *tape, amp_value x, amp_param *weight, float eps) {
+    return ampi_tape_norm(tape, AMPI_RMSNORM, x, weight, NULL, eps);
+}
+
+AMP_API amp_value amp_tape_softmax(amp_tape *tape, amp_value x, const amp_softmax_op *options) {
+    ampi_call_key key = ampi_tape_key(AMPI_SOFTMAX);
+    ampi_node *n;
+    if (options != NULL) key.layer = options->layer;
+    n = ampi_tape_call(tape, key, &x, 1);
+    if (n == NULL) return 0;
+    memset(&n->op.softmax.mask, 0, sizeof n->op.softmax.mask);
+    if (options != NULL) n->op.softmax.mask = options->mask;
+    n->op.softmax.scale = options != NULL ? options->scale : 0;
+    return ampi_tape_handle(tape, n);
+}
+
+AMP_API amp_value amp_tape_activation(amp_tape *tape, amp_value x, amp_param *bias, amp_activation_kind act) {
+    ampi_call_key key = ampi_tape_key(AMPI_ACTIVATION);
+    ampi_node *n;
+    key.params[0] = bias;
+    key.act = (int32_t)act;
+    n = ampi_tape_call(tape, key, &x, 1);
+    if (n == NULL) return 0;
+    n->op.activation.bias = bias;
+    n->op.activation.act = act;
+    return ampi_tape_handle(tape, n);
+}
+
+AMP_API amp_value amp_tape_swiglu(amp_tape *tape, amp_value gate, amp_value up) {
+    amp_value in[2];
+    in[0] = gate; in[1] = up;
+    return ampi_tape_handle(tape, ampi_tape_call(tape, ampi_tape_key(AMPI_SWIGLU), in, 2));
+}
+
+AMP_API amp_value amp_tape_rope(amp_tape *tape, amp_value x, int64_t heads, const amp_rope_op *options) {
+    ampi_call_key key = ampi_tape_key(AMPI_ROPE);
+    amp_rope_op none;
+    ampi_node *n;
+    key.size[0] = heads;
+    if (options != NULL) key.layer = options->layer;
+    n = ampi_tape_call(tape, key, &x, 1);
+    if (n == NULL) return 0;
+    memset(&none, 0, sizeof none);
+    if (options == NULL) options = &none;
+    n->op.rope.pairing = options->pairing; n->op.rope.base = options->base; n->op.rope.rotary = options->rotary;
+    n->op.rope.offset = options->offset; n->op.rope.positions = options->positions;
+    return ampi_tape_handle(tape, n);
+}
+
+AMP_API amp_value amp_tape_embedding(amp_tape *tape, const amp_tensor *ids, amp_param *table, amp_param *positions) {
+    const char *f = "amp_tape_embedding";
+    ampi_call_key key = ampi_tape_key(AMPI_EMBEDDING);
+    amp_result result = ampi_need(f, ids != NULL && ids->data != NULL, "ids");
+    ampi_node *n;
+    int i;
+    if (result == AMP_OK && ids->dtype != AMP_I32)
+        result = ampi_fail(AMP_ERR_DTYPE, f, "ids are %s, must be i32", amp_dtype_name(ids->dtype));
+    if (result == AMP_OK && (ids->ndim < 1 || ids->ndim > 3 || amp_tensor_count(ids) < 0 || !ampi_is_contiguous(ids)))
+        result = ampi_fail(AMP_ERR_SHAPE, f, "ids must be contiguous, of one to three dimensions");
+    if (result != AMP_OK) return ampi_tape_refuse(tape, f, result);
+    for (i = 0; i < ids->ndim; i++) key.size[i] = ids->shape[i];
+    key.ndim = ids->ndim;
+    key.params[0] = table; key.params[1] = positions;
+    n = ampi_tape_call(tape, key, NULL, 0);
+    if (n == NULL) return 0;
+    n->op.embedding.ids = (const int32_t *)ids->data;
+    n->op.embedding.table = table; n->op.embedding.positions = positions;
+    n->op.embedding.seq = ids->shape[ids->ndim - 1];
+    return ampi_tape_handle(tape, n);
+}
+
+AMP_API amp_value amp_tape_dropout(amp_tape *tape, amp_value x, float p) {
+    ampi_node *n = ampi_tape_call(tape, ampi_tape_key(AMPI_DROPOUT), &x, 1);
+    if (n != NULL) n->op.dropout.p = p;
+    return ampi_tape_handle(tape, n);
+}
+
+AMP_API amp_value amp_tape_add(amp_tape *tape, amp_value a, amp_value b) {
+    amp_value in[2];
+    in[0] = a; in[1] = b;
+    return ampi_tape_handle(tape, ampi_tape_call(tape, ampi_tape_key(AMPI_ADD), in, 2));
+}
+
+AMP_API amp_value amp_tape_scale(amp_tape *tape, amp_value x, float alpha) {
+    ampi_call_key key = ampi_tape_key(AMPI_SCALE);
+    amp_result result = ampi_check_real("amp_tape_scale", "alpha", (double)alpha, 1, "finite");
+    if (result != AMP_OK) return ampi_tape_refuse(tape, "amp_tape_scale", result);
+    key.alpha = (double)alpha;
+    return ampi_tape_handle(tape, ampi_tape_call(tape, key, &x, 1));
+}
+
+AMP_API amp_value amp_tape_concat(amp_tape *tape, amp_value a, amp_value b, int32_t dim) {
+    ampi_call_key key = ampi_tape_key(AMPI_CONCAT);
+    amp_value in[2];
+    in[0] = a; in[1] = b;
+    key.size[0] = dim;
+    return ampi_tape_handle(tape, ampi_tape_call(tape, key, in, 2));
+}
+
+AMP_API amp_value amp_tape_split(amp_tape *tape, amp_value x, int32_t dim, int64_t first, int64_t count) {
+    ampi_call_key key = ampi_tape_key(AMPI_SPLIT);
+    key.size[0] = dim; key.size[1] = first; key.size[2] = count;
+    return ampi_tape_handle(tape, ampi_tape_call(tape, key, &x, 1));
+}
+
+AMP_API amp_value amp_tape_reshape(amp_tape *tape, amp_value x, const int64_t *shape, int32_t ndim) {
+    const char *f = "amp_tape_reshape";
+    ampi_call_key key = ampi_tape_key(AMPI_RESHAPE);
+    amp_result result = ampi_need(f, shape != NULL, "shape");
+    int i;
+    if (result == AMP_OK && (ndim < 1 || ndim > AMP_MAX_DIMS))
+        result = ampi_fail(AMP_ERR_RANGE, f, "ndim = %d, must be 1 to %d", ndim, AMP_MAX_DIMS);
+    if (result != AMP_OK) return ampi_tape_refuse(tape, f, result);
+    for (i = 0; i < ndim; i++) key.size[i] = shape[i];
+    key.ndim = ndim;
+    return ampi_tape_handle(tape, ampi_tape_call(tape, key, &x, 1));
+}
+
+AMP_API amp_value amp_tape_transpose(amp_tape *tape, amp_value x, int32_t i, int32_t j) {
+    ampi_call_key key = ampi_tape_key(AMPI_TRANSPOSE);
+    key.size[0] = i; key.size[1] = j;
+    return ampi_tape_handle(tape, ampi_tape_call(tape, key, &x, 1));
+}
+
+AMP_API amp_value amp_tape_mean(amp_tape *tape, amp_value x) {
+    return ampi_tape_handle(tape, ampi_tape_call(tape, ampi_tape_key(AMPI_MEAN), &x, 1));
+}
+
+AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const int32_t *labels,
+                                         const amp_cross_entropy_op *options) {
+    ampi_call_key key = ampi_tape_key(AMPI_CROSS_ENTROPY);
+    amp_cross_entropy_op none, *op;
+    ampi_node *n;
+    if (options != NULL) { key.layer = options->layer; key.alpha = (double)options->factor; }
+    n = ampi_tape_call(tape, key, &logits, 1);
+    if (n == NULL) return 0;
+    memset(&none, 0, sizeof none);
+    if (options == NULL) options = &none;
+    op = &n->op.cross_entropy;
+    op->labels = labels;
+    op->classes = options->classes; op->ignore_index = options->ignore_index; op->reduction = options->reduction;
+    op->label_smoothing = options->label_smoothing; op->losses = options->losses;
+    return ampi_tape_handle(tape, n);
+}
+
+AMP_API amp_value amp_tape_mse(amp_tape *tape, amp_value x, amp_value target, amp_reduction reduction) {
+    amp_value in[2];
+    ampi_node *n;
+    in[0] = x; in[1] = target;
+    n = ampi_tape_call(tape, ampi_tape_key(AMPI_MSE), in, 2);
+    if (n != NULL) n->op.mse.reduction = reduction;
+    return ampi_tape_handle(tape, n);
+}
+
+AMP_API amp_value amp_tape_linear_cross_entropy(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias,
+                                                const int32_t *labels, const amp_linear_cross_entropy_op *options) {
+    const char *f = "amp_tape_linear_cross_entropy";
+    ampi_call_key key = ampi_tape_key(AMPI_LINEAR_CROSS_ENTROPY);
+    amp_linear_cross_entropy_op none, *op;
+    ampi_node *n;
+    if (options != NULL) { key.layer = options->layer; key.alpha = (double)options->factor; }
+    key.params[0] = weight; key.params[1] = bias;
+    if (weight == NULL) return ampi_tape_refuse(tape, f, ampi_need(f, 0, "weight"));
+    n = ampi_tape_call(tape, key, &x, 1);
+    if (n == NULL) return 0;
+    memset(&none, 0, sizeof none);
+    if (options == NULL) options = &none;
+    op = &n->op.linear_cross_entropy;
+    op->weight = weight; op->bias = bias;
+    op->labels = labels;
+    op->classes = options->classes; op->ignore_index = options->ignore_index; op->reduction = options->reduction;
+    op->label_smoothing = options->label_smoothing; op->losses = options->losses;
+    op->chunk = options->chunk; op->logits = options->logits;
+    return ampi_tape_handle(tape, n);
+}
+
+static amp_result ampi_custom_check(const char *f, const amp_value *inputs, int32_t n, const amp_custom_op *op) {
+    AMPI_TRY(ampi_need(f, inputs && op && op->forward, "inputs, op or op->forward"));
+    if (n < 1 || n > AMP_CUSTOM_INPUTS)
+        return ampi_fail(AMP_ERR_RANGE, f, "n = %d inputs, must be 1 to %d", n, AMP_CUSTOM_INPUTS);
+    if (op->ndim < 0 || op->ndim > AMP_MAX_DIMS)
+        return ampi_fail(AMP_ERR_RANGE, f, "ndim = %d, must be 0 to %d", op->ndim, AMP_MAX_DIMS);
+    return AMP_OK;
+}
+
+AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32_t n, const amp_custom_op *op) {
+    const char *f = "amp_tape_custom";
+    ampi_call_key key = ampi_tape_key(AMPI_CUSTOM);
+    amp_result result = ampi_custom_check(f, inputs, n, op);
+    const amp_autocast_desc *region;
+    ampi_node *node;
+    if (result != AMP_OK) return ampi_tape_refuse(tape, f, result);
+    memcpy(key.size, op->shape, sizeof op->shape);
+    key.size[AMPI_CUSTOM_DTYPE] = op->dtype; key.size[AMPI_CUSTOM_COUNT] = n;
+    key.size[AMPI_CUSTOM_BACKWARD] = op->backward != NULL; key.size[AMPI_CUSTOM_OP] = op->op;
+    key.ndim = op->ndim;
+    key.layer = ampi_layer_name(op->layer, op->weight);
+    key.params[0] = op->backward ? op->weight : NULL;
+    node = ampi_tape_call(tape, key, inputs, n);
+    if (node == NULL) return 0;
+    node->op.custom.op = *op;
+    region = ampi_region_of(tape->object.amp);
+    node->op.custom.region = region ? *region : ampi_outside(tape->object.amp);
+    return ampi_tape_handle(tape, node);
+}
+
+/* ==== 11 >>gradients: implementation ====
    The host holds what it decides (stages, tables, settings).  Everything that rules change is in device memory: only
    the getters, save and load wait for the device. */
 
@@ -15247,9 +19626,10 @@ static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level leve
         return ampi_fail(AMP_ERR_CONFLICT, function,
                          "%s.master asks for masters, and level O3 has none: open the context at level O2",
                          of);
-    if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && moments != AMP_BF16)
-        return ampi_fail(AMP_ERR_DTYPE, function, "%s.moments = %s, must be fp32 or bf16", of, amp_dtype_name(moments));
-    if (moments == AMP_BF16 && !ampi_has_moments(d))
+    if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && moments != AMP_BF16 && moments != AMP_MOMENTS_8BIT)
+        return ampi_fail(AMP_ERR_DTYPE, function, "%s.moments = %s, must be fp32, bf16 or AMP_MOMENTS_8BIT", of,
+                         amp_dtype_name(moments));
+    if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && !ampi_has_moments(d))
         return ampi_fail(AMP_ERR_CONFLICT, function, "%s.moments is set, but %s without .momentum has none", of,
                          ampi_optimizers[d->kind].name);
     return AMP_OK;
@@ -15315,6 +19695,9 @@ static amp_result ampi_copy_groups(amp_optimizer *o) {
     return AMP_OK;
 }
 
+/* 8-bit moments save nothing on small parameters, and those of an embedding have rows of zeros beside large ones. */
+enum { AMPI_MOMENTS_8BIT_LEAST = 4096 };
+
 /* Learning rate, decay and storage of each row. */
 static void ampi_apply_groups(amp_optimizer *o) {
     int64_t i, g;
@@ -15325,6 +19708,9 @@ static void ampi_apply_groups(amp_optimizer *o) {
         row->weight_decay = o->set->params[i]->weight.ndim >= 2 || o->desc.decay_vectors ? o->desc.weight_decay : 0;
         row->master_kind = o->desc.master;
         row->moment_dtype = o->desc.moments;
+        if (row->moment_dtype == AMP_MOMENTS_8BIT &&
+            (row->count < AMPI_MOMENTS_8BIT_LEAST || o->set->params[i]->embedding))
+            row->moment_dtype = AMP_F32;
         for (g = 0; g < o->desc.n_groups && !ampi_match(o->groups[g].match, o->set->names[i]); g++) {}
         if (g < o->desc.n_groups) {
             group = &o->groups[g];
@@ -15354,7 +19740,7 @@ static amp_result ampi_check_weights(const amp_optimizer *o) {
                      o->desc.master == AMP_MASTER_REMAINDER ? "AMP_MASTER_REMAINDER" : "AMP_MASTER_STOCHASTIC");
 }
 
-/* A row's arrays, and their bytes per element. */
+/* A row's arrays, and their bytes. */
 static int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int which) {
     if (which == AMPI_MASTER) return row->master_kind == AMP_MASTER_F32 || row->master_kind == AMP_MASTER_REMAINDER;
     return ampi_has_moments(&o->desc) >> which & 1;
@@ -15362,10 +19748,11 @@ static int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int w
 static void **ampi_row_array(amp_k_tensor *row, int which) {
     return which == AMPI_M ? &row->m : which == AMPI_V2 ? &row->v : &row->master;
 }
-static int64_t ampi_array_size(const amp_k_tensor *row, int which) {
-    return which == AMPI_MASTER            ? row->master_kind == AMP_MASTER_REMAINDER ? 2 : 4
-           : row->moment_dtype == AMP_BF16 ? 2
-                                           : 4;
+static int64_t ampi_array_bytes(const amp_k_tensor *row, int which) {
+    if (which == AMPI_MASTER) return row->count * (row->master_kind == AMP_MASTER_REMAINDER ? 2 : 4);
+    if (row->moment_dtype == AMP_MOMENTS_8BIT)
+        return ampi_moment_blocks(row->count) * (AMPI_MOMENT_BLOCK + (int64_t)sizeof(float));
+    return row->count * (row->moment_dtype == AMP_BF16 ? 2 : 4);
 }
 
 /* Allocates one zeroed block for all rows' arrays, each at a multiple of 256 bytes. */
@@ -15377,7 +19764,7 @@ static amp_result ampi_optimizer_memory(amp_optimizer *o) {
         for (i = 0; i < o->set->n; i++)
             for (a = 0; a < AMPI_ARRAYS; a++) {
                 amp_k_tensor *row = &o->set->rows[i];
-                int64_t size = (row->count * ampi_array_size(row, a) + 255) / 256 * 256;
+                int64_t size = (ampi_array_bytes(row, a) + 255) / 256 * 256;
                 if (!ampi_has_array(o, row, a)) continue;
                 if (pass == 0) bytes += size;
                 else if (bytes > 0) *ampi_row_array(row, a) = (char *)o->memory + at;
@@ -15456,6 +19843,7 @@ static void ampi_optimizer_stop(ampi_object *object) {
     ampi_wait(o->amp);
     ampi_settings_changed(o->amp);
     for (i = 0; i < AMP_STEP_RESULTS; i++) if (o->events[i] != NULL) backend->event_destroy(dev, o->events[i]);
+    if (!ampi_is_closed(o->amp)) ampi_models_disown(o->amp, o);
     for (i = 0; o->set != NULL && i < o->set->n && !ampi_is_closed(o->amp); i++)
         if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
     if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_STEP_RESULTS * sizeof *o->outcomes);
@@ -15477,6 +19865,22 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
     if (optimizer != NULL) ampi_object_destroy(&optimizer->object);
 }
 
+/* Refuses parameters whose masters another optimizer has: the steps of one would undo the other's. */
+static amp_result ampi_check_masters(const amp_context *amp, const amp_param *params, int64_t n) {
+    const ampi_object *object;
+    int64_t i;
+    for (object = amp->objects; object != NULL; object = object->next) {
+        const amp_grad_set *set;
+        if (strcmp(object->kind, "optimizer") != 0) continue;
+        set = ((const amp_optimizer *)(const void *)object)->set;
+        for (i = 0; i < set->n; i++)
+            if (set->rows[i].master != NULL && set->params[i] >= params && set->params[i] < params + n)
+                return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s has its master in another optimizer; "
+                                 "destroy that first", set->names[i]);
+    }
+    return AMP_OK;
+}
+
 static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_optimizer_desc d;
     amp_optimizer *o;
@@ -15491,6 +19895,8 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
     AMPI_TRY(ampi_check_optimizer(&d, ampi_settings(amp)->level));
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
     AMPI_TRY(ampi_check_all_known(amp, "amp_optimizer_create", d.params, d.n_params));
+    AMPI_TRY(ampi_models_check(amp, d.params, d.n_params));
+    AMPI_TRY(ampi_check_masters(amp, d.params, d.n_params));
     AMPI_TRY(ampi_object_create(amp, "amp_optimizer_create", (void **)&o, sizeof *o, "optimizer", ampi_optimizer_stop));
     o->object.release = ampi_optimizer_release;
     o->amp = amp;
@@ -15500,9 +19906,6 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
     ampi_object_enlist(&o->object, rows > 0 ? o->set->names[0] : NULL);
     *out = o;
     return AMP_OK;
-}
-AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
-    return ampi_as("amp_optimizer_create", ampi_optimizer_create(amp, out, desc));
 }
 
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out) {
@@ -15602,6 +20005,24 @@ AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param 
     return r;
 }
 
+static amp_result ampi_optimizer_set(void *owner, amp_param *p, const float *values) {
+    return amp_optimizer_set_weight((amp_optimizer *)owner, p, values);
+}
+static const void *ampi_optimizer_remainder(const void *owner, const amp_param *p) {
+    const amp_grad_set *set = ((const amp_optimizer *)owner)->set;
+    int64_t i;
+    for (i = 0; i < set->n && set->params[i] != p; i++) {}
+    return i < set->n && ampi_has_remainder(&set->rows[i]) ? set->rows[i].master : NULL;
+}
+static const ampi_keeper ampi_optimizer_keeper = {ampi_optimizer_set, ampi_optimizer_remainder};
+AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
+    amp_result result = ampi_optimizer_create(amp, out, desc);
+    if (result == AMP_OK) result = ampi_models_own(amp, desc->params, desc->n_params, *out, &ampi_optimizer_keeper);
+    if (result == AMP_OK) return AMP_OK;
+    if (out != NULL && *out != NULL) { amp_optimizer_destroy(*out); *out = NULL; }
+    return ampi_as("amp_optimizer_create", result);
+}
+
 AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_parameter_bytes *out) {
     int64_t i, n = 0, weight = 0, gradient = 0, arrays[AMPI_ARRAYS] = {0, 0, 0};
     double parameters;
@@ -15614,7 +20035,7 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
         weight += row->count * (int64_t)amp_dtype_size(row->weight_dtype);
         gradient += row->count * (int64_t)amp_dtype_size(row->grad_dtype);
         for (a = 0; a < AMPI_ARRAYS; a++)
-            if (ampi_has_array(optimizer, row, a)) arrays[a] += row->count * ampi_array_size(row, a);
+            if (ampi_has_array(optimizer, row, a)) arrays[a] += ampi_array_bytes(row, a);
     }
     parameters = (double)AMPI_MAX(n, 1);
     out->parameters = n;
@@ -15718,6 +20139,19 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
+/* Ends a step for the tensors in FP8: histories are combined over ranks, and give the next step's scales. */
+static amp_result ampi_fp8_step(amp_context *amp) {
+    const ampi_fp8_table *t;
+    for (t = ampi_fp8_tables(amp); t != NULL; t = t->next) {
+        void *dev, *stream;
+        const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+        amp_k_fp8_update u = ampi_fp8_update_of(amp, t);
+        if (t->history != NULL) AMPI_TRY(ampi_reduce(amp, u.amax, u.n, AMP_F32, AMP_REDUCE_MAX));
+        AMPI_TRY(backend->fp8_update(dev, &u, stream));
+    }
+    return AMP_OK;
+}
+
 static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     amp_scaler *enabled = ampi_enabled(scaler);
     amp_grad_set *set = o->set;
@@ -15737,7 +20171,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
-    return AMP_OK;
+    return ampi_fp8_step(o->amp);
 }
 
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler) {
@@ -16152,9 +20586,17 @@ static amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, c
                            due, sizeof *due, n);
 }
 
-/* The dtype of an array of a row in a record. */
+/* The dtype of an array of a row in a record; 8-bit moments have a second one, of their scales. */
 static amp_dtype ampi_saved_dtype(const amp_k_tensor *row, int which) {
-    return which != AMPI_MASTER && row->moment_dtype == AMP_BF16 ? AMP_BF16 : AMP_F32;
+    return which == AMPI_MASTER || ampi_moments_are_f32(row) ? AMP_F32 : row->moment_dtype;
+}
+static const char *const ampi_scale_names[] = {"m_scales", "v_scales"};
+
+/* The elements and the dtype of a record; -1: there is none. */
+static int64_t ampi_saved_count(const amp_state *state, const char *prefix, const char *name, int64_t i,
+                                amp_dtype *dtype) {
+    char key[64];
+    return ampi_key("amp_optimizer_load", key, prefix, name, i) == AMP_OK ? amp_state_count(state, key, dtype) : -1;
 }
 
 /* Reads a record, widening bf16 if fp32 is wanted: bf16 lies in the upper half of the scratch, so each number is read
@@ -16212,6 +20654,57 @@ static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     return ampi_put(r->to, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, row->count);
 }
 
+/* All blocks of a moment that is 8-bit on one side at least. */
+static void ampi_moments_convert(int which, uint8_t *codes, float *values, int64_t n, int pack) {
+    float *scales = ampi_moment_scales(codes, n);
+    ampi_moment_map map;
+    int64_t i, k;
+    ampi_moment_map_make(&map, which == AMPI_M);
+    for (i = 0; i < n; i += k, scales++) {
+        k = AMPI_MIN(n - i, AMPI_MOMENT_BLOCK);
+        if (pack) *scales = ampi_moment_pack(&map, codes + i, values + i, k);
+        else ampi_moment_unpack(&map, codes + i, *scales, values + i, k);
+    }
+}
+
+/* The same for a moment with 8 bits in memory, in its record or both.  The scratch holds fp32 values, then codes and
+   scales. */
+static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t i, void *data) {
+    const amp_k_tensor *row = &r->o->set->rows[i];
+    int64_t n = row->count, blocks = ampi_moment_blocks(n), bytes = ampi_array_bytes(row, which);
+    float *values = (float *)r->scratch, *scales;
+    uint8_t *codes = (uint8_t *)(values + n);
+    int wide = ampi_moments_are_f32(row);
+    amp_dtype saved;
+    ampi_fp host;
+    scales = ampi_moment_scales(codes, n);
+    if (r->to != NULL) {
+        if (n > 0) AMPI_TRY(ampi_fetch(r->o->amp, codes, data, (size_t)bytes));
+        AMPI_TRY(ampi_put(r->to, r->prefix, ampi_array_names[which], i, AMP_MOMENTS_8BIT, codes, n));
+        return ampi_put(r->to, r->prefix, ampi_scale_names[which], i, AMP_F32, scales, blocks);
+    }
+    memset(codes, 0, (size_t)blocks * AMPI_MOMENT_BLOCK);
+    ampi_saved_count(r->from, r->prefix, ampi_array_names[which], i, &saved);
+    if (saved == AMP_MOMENTS_8BIT) {
+        AMPI_TRY(ampi_get(r->from, r->prefix, ampi_array_names[which], i, AMP_MOMENTS_8BIT, codes, n));
+        AMPI_TRY(ampi_get(r->from, r->prefix, ampi_scale_names[which], i, AMP_F32, scales, blocks));
+    } else {
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[which], i, AMP_F32, values, n));
+    }
+    host = ampi_fp_begin();
+    if (saved != AMP_MOMENTS_8BIT || wide) ampi_moments_convert(which, codes, values, n, !wide);
+    ampi_fp_end(host);
+    return n > 0 ? ampi_send(r->o->amp, data, wide ? (void *)values : (void *)codes, (size_t)bytes) : AMP_OK;
+}
+
+/* 1: the record of this moment, in the state that is written or read, has 8 bits, or the row has. */
+static int ampi_has_8bit(const ampi_archive *r, const amp_k_tensor *row, int which, int64_t i) {
+    amp_dtype saved = AMP_F32;
+    if (which == AMPI_MASTER) return 0;
+    if (r->from != NULL) ampi_saved_count(r->from, r->prefix, ampi_array_names[which], i, &saved);
+    return row->moment_dtype == AMP_MOMENTS_8BIT || saved == AMP_MOMENTS_8BIT;
+}
+
 /* The same for all arrays and the live gradients. */
 static amp_result ampi_archive_arrays(const ampi_archive *r) {
     int64_t i;
@@ -16219,8 +20712,10 @@ static amp_result ampi_archive_arrays(const ampi_archive *r) {
     for (i = 0; i < r->o->set->n; i++) {
         amp_k_tensor *row = &r->o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
-            if (a == AMPI_MASTER && ampi_has_remainder(row)) AMPI_TRY(ampi_archive_remainder(r, i));
-            else if (ampi_has_array(r->o, row, a))
+            if (!ampi_has_array(r->o, row, a)) continue;
+            else if (a == AMPI_MASTER && ampi_has_remainder(row)) AMPI_TRY(ampi_archive_remainder(r, i));
+            else if (ampi_has_8bit(r, row, a, i)) AMPI_TRY(ampi_archive_moment(r, a, i, *ampi_row_array(row, a)));
+            else
                 AMPI_TRY(
                     ampi_archive_array(r, ampi_array_names[a], i, *ampi_row_array(row, a), ampi_saved_dtype(row, a)));
         if (r->o->set->params[i]->grad_live) AMPI_TRY(ampi_archive_array(r, "grad", i, row->grad, row->grad_dtype));
@@ -16232,7 +20727,8 @@ static amp_result ampi_archive_arrays(const ampi_archive *r) {
 static int64_t ampi_row_scratch(const amp_grad_set *set) {
     int64_t i, largest = 0;
     for (i = 0; i < set->n; i++)
-        largest = AMPI_MAX(largest, set->rows[i].count * (ampi_has_remainder(&set->rows[i]) ? 8 : 4));
+        largest = AMPI_MAX(largest, set->rows[i].count * (ampi_has_remainder(&set->rows[i]) ? 8 : 4) +
+                                        ampi_moment_blocks(set->rows[i].count) * (AMPI_MOMENT_BLOCK + 4));
     return largest;
 }
 
@@ -16337,9 +20833,28 @@ static amp_result ampi_check_array(const amp_optimizer *o, const amp_state *stat
                      amp_dtype_name(dtype), (long long)o->set->rows[i].count, amp_dtype_name(wanted));
 }
 
+/* The same for a moment; 8-bit ones and fp32 ones load into each other. */
+static amp_result ampi_check_moment(const amp_optimizer *o, const amp_state *state, const char *prefix, int which,
+                                    int64_t i) {
+    amp_dtype wanted = ampi_saved_dtype(&o->set->rows[i], which), saved = AMP_F32, dtype = AMP_F32;
+    int64_t blocks = ampi_moment_blocks(o->set->rows[i].count), n;
+    if (ampi_saved_count(state, prefix, ampi_array_names[which], i, &saved) >= 0 && wanted != saved) {
+        if (wanted == AMP_F32 && saved == AMP_MOMENTS_8BIT) wanted = saved;
+        else if (wanted == AMP_MOMENTS_8BIT) wanted = AMP_F32;
+    }
+    AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[which], i, wanted));
+    if (wanted != AMP_MOMENTS_8BIT) return AMP_OK;
+    n = ampi_saved_count(state, prefix, ampi_scale_names[which], i, &dtype);
+    if (n == blocks && dtype == AMP_F32) return AMP_OK;
+    return ampi_fail(n < 0 ? AMP_ERR_NAME : AMP_ERR_MISMATCH, "amp_optimizer_load",
+                     "%s: record %s.%s.%lld has 8 bits, and %s.%s.%lld holds %lld x %s, must be %lld x fp32: one scale "
+                     "for each block of %d elements", o->set->names[i], prefix, ampi_array_names[which], (long long)i,
+                     prefix, ampi_scale_names[which], (long long)i, (long long)AMPI_MAX(n, 0), amp_dtype_name(dtype),
+                     (long long)blocks, (int)AMPI_MOMENT_BLOCK);
+}
+
 static int ampi_has_record(const amp_state *state, const char *prefix, const char *name, int64_t i) {
-    char key[64];
-    return ampi_key("amp_optimizer_load", key, prefix, name, i) == AMP_OK && amp_state_count(state, key, NULL) >= 0;
+    return ampi_saved_count(state, prefix, name, i, NULL) >= 0;
 }
 
 /* A state saved in the middle of a cycle, or sharded, belongs to one rank. */
@@ -16387,7 +20902,8 @@ static amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *sta
         const amp_k_tensor *row = &o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (ampi_has_array(o, row, a))
-                AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[a], i, ampi_saved_dtype(row, a)));
+                AMPI_TRY(a == AMPI_MASTER ? ampi_check_array(o, state, prefix, ampi_array_names[a], i, AMP_F32)
+                                          : ampi_check_moment(o, state, prefix, a, i));
         if (live[i])
             AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->grad_dtype));
     }
@@ -16477,7 +20993,97 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     return ampi_as("amp_optimizer_load", ampi_load_optimizer(optimizer, state, prefix));
 }
 
-/* ==== 11 >>data: implementation ====
+/* ---- Learning-rate schedules */
+
+/* What not all kinds read. */
+enum { AMPI_READS_MIN = 1, AMPI_READS_STEPS = 2, AMPI_READS_DECAY = 4, AMPI_READS_TIME = 8 };
+static const struct ampi_schedule_row { const char *name; int reads; } ampi_schedules[] = {
+    {"?", 0}, {"CONSTANT", 0}, {"LINEAR", AMPI_READS_MIN | AMPI_READS_STEPS},
+    {"COSINE", AMPI_READS_MIN | AMPI_READS_STEPS}, {"WSD", AMPI_READS_MIN | AMPI_READS_STEPS | AMPI_READS_DECAY},
+    {"INVERSE_SQRT", AMPI_READS_MIN | AMPI_READS_TIME}, {"SQRT", AMPI_READS_MIN | AMPI_READS_STEPS}
+};
+
+#define AMPI_RATE_RANGE "above 0 and finite, or AMP_EXPLICIT_ZERO"
+#define AMPI_OF_SCHEDULE(field, type, standard, low, high, range) \
+    { #field, type, offsetof(amp_schedule, field), NULL, standard, low, high, range }
+static const ampi_field ampi_schedule_fields[] = {
+    AMPI_OF_SCHEDULE(from_zero, AMPI_I32, 0, 0, 1, NULL),
+    AMPI_OF_SCHEDULE(kind, AMPI_I32, AMP_SCHEDULE_COSINE, 1, AMP_SCHEDULE_SQRT, NULL),
+    {"lr", AMPI_REAL64, offsetof(amp_schedule, lr), ampi_zero_words, 0, 0, 1e30, AMPI_RATE_RANGE},
+    AMPI_OF_SCHEDULE(min_lr, AMPI_REAL64, 0, 0, 1e30, "0 or more and finite"),
+    AMPI_OF_SCHEDULE(warmup, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
+    AMPI_OF_SCHEDULE(steps, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
+    AMPI_OF_SCHEDULE(decay, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
+    AMPI_OF_SCHEDULE(timescale, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
+    AMPI_OF_SCHEDULE(decay_kind, AMPI_I32, 0, 0, AMP_SCHEDULE_SQRT, NULL)
+};
+
+/* Checks a schedule, and fills in the defaults. */
+static amp_result ampi_schedule_check(amp_schedule *s) {
+    const char *function = "amp_schedule_lr";
+    const struct ampi_schedule_row *row;
+    AMPI_TRY(ampi_fields(function, ampi_schedule_fields, sizeof ampi_schedule_fields, s));
+    AMPI_TRY(ampi_check_reserved(function, s->reserved));
+    row = &ampi_schedules[s->kind];
+    AMPI_TRY(ampi_check_real(function, ".lr", s->lr, ampi_is_given(s->lr), AMPI_RATE_RANGE));
+    s->lr = ampi_or(s->lr, 0);
+    if ((s->min_lr > 0 && !(row->reads & AMPI_READS_MIN)) || (s->timescale > 0 && !(row->reads & AMPI_READS_TIME)) ||
+        ((s->decay > 0 || s->decay_kind != AMP_SCHEDULE_DEFAULT) && !(row->reads & AMPI_READS_DECAY)))
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".%s is given, and %s does not read it",
+                         s->min_lr > 0 && !(row->reads & AMPI_READS_MIN)         ? "min_lr"
+                         : s->timescale > 0 && !(row->reads & AMPI_READS_TIME) ? "timescale"
+                         : s->decay > 0                                        ? "decay"
+                                                                               : "decay_kind", row->name);
+    AMPI_TRY(ampi_check_real(function, ".min_lr", s->min_lr, s->min_lr <= s->lr, "at most .lr"));
+    if (s->steps == 0 && (row->reads & AMPI_READS_STEPS))
+        return ampi_fail(AMP_ERR_RANGE, function, ".steps = 0, must be 1 or more with %s", row->name);
+    if (s->timescale == 0) s->timescale = s->warmup > 0 ? s->warmup : 10000;
+    if (s->kind == AMP_SCHEDULE_WSD && s->decay == 0) s->decay = AMPI_MAX(s->steps / 5, (int64_t)1);
+    if (s->steps > 0 && (s->decay > s->steps || s->warmup > s->steps - s->decay))
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".warmup = %lld and .decay = %lld are longer than .steps = %lld",
+                         (long long)s->warmup, (long long)s->decay, (long long)s->steps);
+    if (s->decay_kind == AMP_SCHEDULE_DEFAULT) s->decay_kind = s->kind;
+    if (s->decay_kind == AMP_SCHEDULE_WSD) s->decay_kind = AMP_SCHEDULE_COSINE;
+    if (s->kind == AMP_SCHEDULE_WSD && s->decay_kind != AMP_SCHEDULE_LINEAR && s->decay_kind != AMP_SCHEDULE_COSINE &&
+        s->decay_kind != AMP_SCHEDULE_SQRT)
+        return ampi_fail(AMP_ERR_RANGE, function, ".decay_kind = %d, must be LINEAR, COSINE or SQRT",
+                         (int)s->decay_kind);
+    return AMP_OK;
+}
+
+static double ampi_schedule_rate(const amp_schedule *s, int64_t step) {
+    int64_t from = s->kind == AMP_SCHEDULE_WSD ? s->steps - s->decay : s->warmup;
+    double done, left;
+    if (step < s->warmup) return s->lr * (double)(step + !s->from_zero) / (double)s->warmup;
+    if (s->kind == AMP_SCHEDULE_CONSTANT) return s->lr;
+    if (s->kind == AMP_SCHEDULE_INVERSE_SQRT) {
+        left = s->lr / ampi_root(((double)(step - s->warmup) + (double)s->timescale) / (double)s->timescale);
+        return left > s->min_lr ? left : s->min_lr;
+    }
+    if (step >= s->steps) return s->min_lr;
+    if (step < from) return s->lr;
+    done = (double)(step - from) / (double)(s->steps - from);
+    left = s->decay_kind == AMP_SCHEDULE_LINEAR ? 1 - done
+           : s->decay_kind == AMP_SCHEDULE_SQRT ? 1 - ampi_root(done)
+                                                : 0.5 * (1 + cos(3.14159265358979323846 * done));
+    return s->min_lr + (s->lr - s->min_lr) * left;
+}
+
+AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, double *lr) {
+    amp_schedule s;
+    ampi_fp host;
+    AMPI_TRY(ampi_need("amp_schedule_lr", schedule && lr, "schedule or lr"));
+    s = *schedule;
+    AMPI_TRY(ampi_schedule_check(&s));
+    if (step < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_schedule_lr", "step = %lld, must be 0 or more", (long long)step);
+    host = ampi_fp_begin();
+    *lr = ampi_schedule_rate(&s, step);
+    ampi_fp_end(host);
+    return AMP_OK;
+}
+
+/* ==== 12 >>data: implementation ====
 
    Batches are numbered over all epochs: epoch * batches per epoch + index.  Batch `number` goes into slot
    number % depth of a ring.  Workers claim numbers in order and fill slots in any order; the consumer takes them in
@@ -16635,6 +21241,7 @@ struct amp_loader {
     amp_system system;
     amp_loader_desc desc;           /* effective */
     amp_source source;              /* its fields describe every kind of source */
+    amp_tensor tensors[AMP_MAX_FIELDS];     /* of desc.tensors */
     amp_field fields[AMP_MAX_FIELDS];   /* as delivered: in amp_autocast_input's dtype */
     ampi_source_kind kind;
     ampi_data_file *files;
@@ -17120,6 +21727,76 @@ static amp_result ampi_loader_count_arrays(amp_loader *l) {
     return AMP_OK;
 }
 
+/* Arrays in memory are read by a callback of amp.h's own. */
+static int ampi_read_tensors(void *user, const amp_sample *sample, void *const *fields) {
+    const amp_loader *l = (const amp_loader *)user;
+    int32_t i;
+    for (i = 0; i < l->source.n_fields; i++) {
+        const amp_tensor *t = &l->tensors[i];
+        memcpy(fields[i], ampi_at(t->data, t->dtype, sample->sample * ampi_stride(t, 0)),
+               (size_t)l->source.fields[i].count * amp_dtype_size(t->dtype));
+    }
+    return 0;
+}
+
+/* All of an array up to 64 KiB; of a larger one evenly spaced rows, first and last included, up to a block of each. */
+static uint64_t ampi_tensor_hash(uint64_t hash, const amp_tensor *t, int64_t bytes) {
+    const int64_t most = AMPI_HASH_BLOCKS * AMPI_HASH_BLOCK;
+    int64_t last = t->shape[0] - 1, n = AMPI_MAX(most / bytes, (int64_t)AMPI_HASH_BLOCKS), i, row;
+    int64_t part = last < most / bytes ? bytes : AMPI_MIN(bytes, (int64_t)AMPI_HASH_BLOCK);
+    for (i = 0; i < n && i <= last; i++) {
+        row = last < n ? i : i == n - 1 ? last : last / (n - 1) * i;
+        hash = ampi_hash_bytes(hash, ampi_at(t->data, t->dtype, row * ampi_stride(t, 0)), part);
+    }
+    return hash;
+}
+
+/* Array i: rows of `width` contiguous elements in host memory. */
+static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i, int64_t *width) {
+    amp_memory_kind kind = AMP_MEMORY_HOST;
+    amp_tensor row;
+    char text[96];
+    if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".tensors[%d] has no data", i);
+    if (!ampi_has_memory(t->dtype))
+        return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name, ".tensors[%d].dtype = %s, which no array can have", i,
+                         amp_dtype_name(t->dtype));
+    if (amp_tensor_count(t) < 1)
+        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name,
+                         ".tensors[%d] is %s: must have rows, and in each values", i,
+                         ampi_shape_text(t, text, sizeof text));
+    *width = amp_tensor_count(t) / t->shape[0];
+    row = *t;
+    row.shape[0] = 1;
+    if (!ampi_is_contiguous(&row))
+        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[%d]: its rows are not contiguous", i);
+    if (t->shape[0] != l->tensors[0].shape[0])
+        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[0] has %lld rows, .tensors[%d] has %lld",
+                         (long long)l->tensors[0].shape[0], i, (long long)t->shape[0]);
+    if (!l->backend->host_visible) AMPI_TRY(l->backend->memory_kind(l->dev, t->data, &kind));
+    if (kind == AMP_MEMORY_DEVICE || kind == AMP_MEMORY_OTHER_DEVICE)
+        return ampi_fail(AMP_ERR_CONFLICT, ampi_loader_create_name,
+                         ".tensors[%d] is in device memory, must be in the host's", i);
+    return AMP_OK;
+}
+
+static amp_result ampi_loader_tensors(amp_loader *l) {
+    amp_source *s = &l->source;
+    int32_t i;
+    memcpy(l->tensors, l->desc.tensors, (size_t)l->desc.n_tensors * sizeof *l->tensors);
+    l->desc.tensors = l->tensors;
+    for (i = 0; i < l->desc.n_tensors; i++) {
+        const amp_tensor *t = &l->tensors[i];
+        AMPI_TRY(ampi_check_rows(l, t, i, &s->fields[i].count));
+        s->fields[i].dtype = t->dtype;
+        s->hash = ampi_tensor_hash(s->hash, t, s->fields[i].count * (int64_t)amp_dtype_size(t->dtype));
+    }
+    s->read = ampi_read_tensors;
+    s->user = l;
+    s->n_fields = l->desc.n_tensors;
+    s->samples = l->tensors[0].shape[0];
+    return AMP_OK;
+}
+
 static amp_result ampi_loader_count_callback(amp_loader *l) {
     const amp_source *s = &l->source;
     int32_t i;
@@ -17130,7 +21807,7 @@ static amp_result ampi_loader_count_callback(amp_loader *l) {
                          (long long)s->samples, s->n_fields, AMP_MAX_FIELDS);
     l->hash = ampi_hash_number(ampi_hash_number(l->hash, (int64_t)s->hash), s->samples);
     for (i = 0; i < s->n_fields; i++) {
-        if (amp_dtype_size(s->fields[i].dtype) == 0)
+        if (!ampi_has_memory(s->fields[i].dtype))
             return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name, ".source->fields[%d].dtype = %d", i,
                              (int)s->fields[i].dtype);
         if (s->fields[i].count < 1)
@@ -17166,7 +21843,8 @@ static amp_result ampi_loader_open(amp_loader *l) {
     l->batches = l->whole + (d->last_batch != AMP_LAST_DROP && l->samples > l->whole * d->world * d->batch);
     if (l->batches < 1)
         return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name, "%s: %lld samples are less than one batch of %lld%s",
-                         l->n_files > 0 ? l->files[0].path : "callback", (long long)l->samples, (long long)d->batch,
+                         l->n_files > 0 ? l->files[0].path : d->tensors != NULL ? ".tensors" : "callback",
+                         (long long)l->samples, (long long)d->batch,
                          d->world > 1 ? " on each rank" : "");
     l->end = d->epochs == 0 || d->epochs > INT64_MAX / l->batches ? INT64_MAX : d->epochs * l->batches;
     return AMP_OK;
@@ -18012,16 +22690,23 @@ static const ampi_field ampi_loader_fields[] = {
 };
 
 static amp_result ampi_loader_check_desc(amp_loader_desc *d) {
-    int sources = (d->path != NULL) + (d->arrays != NULL) + (d->source != NULL);
+    int sources = (d->path != NULL) + (d->arrays != NULL) + (d->tensors != NULL) + (d->source != NULL);
+    const char *missing = d->arrays == NULL && d->n_arrays != 0     ? "arrays"
+                          : d->tensors == NULL && d->n_tensors != 0 ? "tensors"
+                                                                    : NULL;
     int32_t i;
     if (sources != 1)
         return ampi_fail(sources == 0 ? AMP_ERR_NULL : AMP_ERR_CONFLICT, ampi_loader_create_name,
-                         "%d of .path, .arrays and .source are given, must be one", sources);
+                         "%d of .path, .arrays, .tensors and .source are given, must be one", sources);
     if (d->path == NULL && (d->format != AMP_TOKENS_DEFAULT || d->seq != 0 || d->vocab != 0))
         return ampi_fail(AMP_ERR_CONFLICT, ampi_loader_create_name,
                          ".format, .seq and .vocab are for token files, and .path is NULL");
+    AMPI_TRY(ampi_check_reserved(ampi_loader_create_name, d->reserved));
+    if (missing != NULL)
+        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".n_%s is given, and .%s is NULL", missing, missing);
     if (d->path != NULL) AMPI_TRY(ampi_loader_range("seq", d->seq, 1, INT64_MAX / 16));
     if (d->arrays != NULL) AMPI_TRY(ampi_loader_range("n_arrays", d->n_arrays, 1, AMP_MAX_FIELDS));
+    if (d->tensors != NULL) AMPI_TRY(ampi_loader_range("n_tensors", d->n_tensors, 1, AMP_MAX_FIELDS));
     for (i = 0; i < d->n_arrays && d->arrays != NULL; i++)
         if (d->arrays[i] == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".arrays[%d]", i);
     AMPI_TRY(ampi_loader_range("batch", d->batch, 1, INT64_MAX));
@@ -18069,6 +22754,7 @@ static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) 
     }
     l->kind = desc->path != NULL ? AMPI_FROM_TOKENS : desc->arrays != NULL ? AMPI_FROM_ARRAYS : AMPI_FROM_CALLBACK;
     l->hash = UINT64_C(0xcbf29ce484222325);
+    if (desc->tensors != NULL) AMPI_TRY(ampi_loader_tensors(l));
     if (l->kind != AMPI_FROM_CALLBACK) AMPI_TRY(ampi_loader_open_files(l));
     AMPI_TRY(ampi_loader_open(l));
     AMPI_TRY(ampi_loader_buffers(l));
@@ -18363,7 +23049,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
     return ampi_loader_move(l, saved[0] * l->batches + saved[1], "amp_loader_load");
 }
 
-/* ==== 12 >>watch: implementation ==== */
+/* ==== 13 >>watch: implementation ==== */
 
 #if !defined(AMP_NO_WATCH)
 /* A step as the program reported it and as measured; kept until the step's result is due. */
@@ -18423,9 +23109,16 @@ static const ampi_word ampi_fallback_words[] = {{"none", AMP_DTYPE_DEFAULT}};
 static const ampi_word ampi_level_words[] = {
     {"O0", AMP_LEVEL_O0}, {"O1", AMP_LEVEL_O1}, {"O2", AMP_LEVEL_O2}, {"O3", AMP_LEVEL_O3}, {NULL, 0}};
 static const ampi_word ampi_policy_words[] = {{"fused", AMP_POLICY_FUSED}, {"torch", AMP_POLICY_TORCH}, {NULL, 0}};
+static const ampi_word ampi_moment_words[] = {
+    {"fp32", AMP_F32}, {"bf16", AMP_BF16}, {"8bit", AMP_MOMENTS_8BIT}, {NULL, 0}};
 static const ampi_word ampi_mode_words[] = {
     {"training", AMP_MODE_TRAINING}, {"inference", AMP_MODE_INFERENCE}, {NULL, 0}};
 static const ampi_word ampi_autotune_words[] = {{"off", AMP_AUTOTUNE_OFF}, {"on", AMP_AUTOTUNE_ON}, {NULL, 0}};
+static const ampi_word ampi_fp8_format_words[] = {{"hybrid", AMP_FP8_HYBRID}, {"e4m3", AMP_FP8_E4M3}, {NULL, 0}};
+static const ampi_word ampi_fp8_scaling_words[] = {
+    {"current", AMP_FP8_CURRENT}, {"block", AMP_FP8_BLOCK}, {"mx", AMP_FP8_MX},
+    {"delayed", AMP_FP8_DELAYED}, {NULL, 0}};
+static const ampi_word ampi_fp8_amax_words[] = {{"max", AMP_FP8_AMAX_MAX}, {"recent", AMP_FP8_AMAX_RECENT}, {NULL, 0}};
 static const ampi_word ampi_scaler_words[] = {
     {"auto", AMP_SCALER_USE_AUTO}, {"on", AMP_SCALER_USE_ON}, {"off", AMP_SCALER_USE_OFF}, {NULL, 0}};
 static const ampi_word ampi_action_words[] = {
@@ -18436,6 +23129,7 @@ static const ampi_word ampi_io_words[] = {
      {NULL, 0}};
 static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
+static const ampi_word ampi_layers_words[] = {{"none", 0}, {NULL, 0}};
 static const ampi_word ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}};
 static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
 
@@ -18454,8 +23148,15 @@ static const ampi_field ampi_setting_table[] = {
     {"memory_efficient", AMPI_SWITCH, AMPI_AT(memory_efficient), ampi_switch_words, 0, 0, 0, NULL},
     {"cache", AMPI_INVERTED, AMPI_AT(disable_cache), ampi_switch_words, 0, 0, 0, NULL},
     {"saturate_inputs", AMPI_SWITCH, AMPI_AT(saturate_inputs), ampi_switch_words, 0, 0, 0, NULL},
+    {"layers", AMPI_TEXT, AMPI_AT(layers), ampi_layers_words, 0, 1, 1,
+     "pairs of a pattern and a dtype, below 2048 bytes in all: h.* bf16, head.weight fp32"},
     {"fallback", AMPI_DTYPE, AMPI_AT(fallback), ampi_fallback_words, 0, 0, 0, NULL},
     {"tf32", AMPI_SWITCH, AMPI_AT(allow_tf32), ampi_switch_words, 0, 0, 0, NULL},
+    {"fp8_format", AMPI_WORD, AMPI_AT(fp8.format), ampi_fp8_format_words, AMP_FP8_HYBRID, 0, 0, NULL},
+    {"fp8_scaling", AMPI_WORD, AMPI_AT(fp8.scaling), ampi_fp8_scaling_words, AMP_FP8_CURRENT, 0, 0, NULL},
+    {"fp8_amax", AMPI_WORD, AMPI_AT(fp8.amax), ampi_fp8_amax_words, AMP_FP8_AMAX_MAX, 0, 0, NULL},
+    {"fp8_history", AMPI_I32, AMPI_AT(fp8.history), NULL, 1024, 1, 1024, "a whole number from 1 to 1024"},
+    {"fp8_margin", AMPI_I32, AMPI_AT(fp8.margin), NULL, 0, 0, 16, "a whole number from 0 to 16"},
     {"autotune", AMPI_WORD, AMPI_AT(autotune), ampi_autotune_words, AMP_AUTOTUNE_OFF, 0, 0, NULL},
     {"scaler", AMPI_WORD, AMPI_AT(use_scaler), ampi_scaler_words, AMP_SCALER_USE_AUTO, 0, 0, NULL},
     {"scaler_preset", AMPI_PRESET, AMPI_AT(scaler.preset), NULL, 0, 0, 0, NULL},
@@ -18476,6 +23177,7 @@ static const ampi_field ampi_setting_table[] = {
     {"clip_norm", AMPI_REAL64, AMPI_AT(clip_norm), ampi_clip_words, 0, AMPI_ABOVE_0, AMPI_DBL_MAX,
      "a number above 0, or none"},
     {"accumulation", AMPI_I32, AMPI_AT(accumulation), NULL, 1, 1, 1000000, "a whole number from 1 to 1000000"},
+    {"moments", AMPI_WORD, AMPI_AT(moments), ampi_moment_words, AMP_F32, 0, 0, NULL},
     {"log_interval", AMPI_I64, AMPI_AT(log_interval), ampi_interval_words, 100, AMPI_STEPS},
     {"memory_interval", AMPI_I64, AMPI_AT(memory_interval), ampi_interval_words, 100, AMPI_STEPS},
     {"cleanup_interval", AMPI_I64, AMPI_AT(cleanup_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
@@ -18616,7 +23318,8 @@ static int ampi_setting_parse(const ampi_field *k, const char *text, size_t n, d
         *value = of;
         if (ampi_same_word(word, text, n)) return 1;
     }
-    if (k->range == NULL || !ampi_parse_number(text, n, k->type == AMPI_I32 || k->type == AMPI_I64, value)) return 0;
+    if (k->range == NULL || k->type == AMPI_TEXT) return 0;
+    if (!ampi_parse_number(text, n, k->type == AMPI_I32 || k->type == AMPI_I64, value)) return 0;
     if (k->words != NULL && strcmp(k->words->word, "0") == 0 && *value == 0) { *value = k->words->value; return 1; }
     if (k->type == AMPI_REAL32) *value = (double)(float)*value;
     return amp_is_finite_f64(value) && *value >= k->low && *value <= k->high;
@@ -18700,6 +23403,18 @@ static const char *ampi_setting_left_out(const ampi_field *k, double value) {
     return NULL;
 }
 
+/* Takes overrides of layers; 0: it is no such text, or too long. */
+static int ampi_setting_layers(amp_settings *s, const char *text, size_t n) {
+    char copy[sizeof s->layers];
+    if (n >= sizeof copy) return 0;
+    memcpy(copy, text, n);
+    copy[n] = 0;
+    if (ampi_layers_count(copy) < 1) return 0;
+    memset(s->layers, 0, sizeof s->layers);
+    memcpy(s->layers, copy, n);
+    return 1;
+}
+
 /* Sets one key from text.  On failure nothing changes. */
 static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_field *k, const char *text,
                                    size_t n) {
@@ -18713,6 +23428,7 @@ static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, con
         ampi_field_put(s, k, k->type == AMPI_INVERTED);
         return AMP_OK;
     }
+    if (k->type == AMPI_TEXT && n > 0 && ampi_setting_layers(s, text, n)) return AMP_OK;
     host = ampi_fp_begin();
     known = n > 0 && ampi_setting_parse(k, text, n, &value);
     ampi_fp_end(host);
@@ -18870,11 +23586,13 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
     int i;
     if (settings == NULL || ampi_check_headers("amp_settings_text", AMPI_HEADERS) != AMP_OK) return 0;
     s = ampi_settings_effective(settings);
+    s.layers[sizeof s.layers - 1] = 0;
     for (i = 0; i < AMPI_SETTINGS; i++) {
         const ampi_field *k = &ampi_setting_table[i];
         const char *left_out = ampi_setting_left_out(k, ampi_field_get(&s, k));
         ampi_setting_text(k, ampi_field_get(&s, k), value);
-        ampi_print(&t, "%s%s = %s%s%s\n", left_out ? "# " : "", k->key, value,
+        ampi_print(&t, "%s%s = %s%s%s\n", left_out ? "# " : "", k->key,
+                   k->type == AMPI_TEXT && s.layers[0] != 0 ? s.layers : value,
                    left_out ? ": read by nothing, because of " : "", left_out ? left_out : "");
     }
     return t.used;
@@ -18900,6 +23618,9 @@ static amp_result ampi_settings_check_fields(const char *f, const amp_settings *
         ampi_setting_allowed(k, allowed, sizeof allowed);
         return ampi_fail(AMP_ERR_RANGE, f, ".%s = %s, must be %s", k->key, shown, allowed);
     }
+    if (memchr(s->layers, 0, sizeof s->layers) == NULL || ampi_layers_count(s->layers) < 0)
+        return ampi_fail(AMP_ERR_RANGE, f, ".layers = \"%.80s\", must be %s", s->layers,
+                         ampi_setting_find("layers", 6)->range);
     if (s->scaler.disable)
         return ampi_fail(AMP_ERR_RANGE, f, ".scaler.disable = %d, must be 0: .use_scaler decides", s->scaler.disable);
     return AMP_OK;
@@ -18917,6 +23638,8 @@ static amp_result ampi_settings_conflict(const char *f, const amp_settings *s, c
 static amp_result ampi_settings_check(const char *f, const amp_settings *settings) {
     amp_settings s;
     const amp_scaler_desc *c = &s.scaler;
+    const char *unread;
+    char key[32];
     int floor, ceiling;
     AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     AMPI_TRY(ampi_settings_check_fields(f, settings));
@@ -18934,6 +23657,11 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
     }
     if (s.level >= AMP_LEVEL_O2 && (s.dtype == AMP_F32 || s.dtype == AMP_TF32))
         return ampi_settings_conflict(f, &s, "level", "dtype", "levels O2 and O3 keep weights in fp16 or bf16");
+    unread = ampi_fp8_unread(&s.fp8);
+    if (unread != NULL) {
+        snprintf(key, sizeof key, "fp8_%s", unread + 4);
+        return ampi_settings_conflict(f, &s, "fp8_scaling", key, "only delayed scaling has a history");
+    }
     if (floor && ceiling && c->min_scale > c->max_scale)
         return ampi_settings_conflict(f, &s, "min_scale", "max_scale", "the floor is above the ceiling");
     if (floor && c->init_scale < c->min_scale)
@@ -18982,6 +23710,8 @@ static void ampi_settings_fill_context(const amp_settings *s, amp_desc *d) {
     d->dtype = s->dtype;
     d->autocast_dtype = s->autocast_dtype;
     d->allow_tf32 = s->allow_tf32 != 0;
+    d->fp8 = s->fp8;
+    if (d->fp8.scaling != AMP_FP8_DELAYED) d->fp8.amax = AMP_FP8_AMAX_DEFAULT, d->fp8.history = d->fp8.margin = 0;
     if (s->debug) d->logger.level = AMP_LOG_DEBUG;
 }
 
@@ -18998,12 +23728,14 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
     AMPI_TRY(ampi_settings_check(f, settings));
     s = ampi_settings_effective(settings);
     if (desc != NULL) ampi_settings_fill_context(&s, desc);
+    if (desc != NULL) desc->layers = settings->layers[0] != 0 ? settings->layers : NULL;
     if (scaler != NULL)
         *scaler = ampi_settings_scaler(settings, amp ? ampi_dtype(amp) : s.dtype,
                                        amp ? ampi_settings(amp)->autocast_dtype : s.autocast_dtype);
     if (optimizer != NULL) {
         optimizer->clip_norm = s.clip_norm;
         optimizer->accumulation = s.accumulation;
+        if (settings->moments != AMP_DTYPE_DEFAULT) optimizer->moments = settings->moments;
         optimizer->apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, monitor);
@@ -19099,6 +23831,13 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
+    if (optimizer != NULL)
+        AMPI_TRY(ampi_settings_fixed(f, "moments", (int)s->moments, (int)optimizer->desc.moments));
+    AMPI_TRY(ampi_settings_fixed(f, "fp8_format", (int)s->fp8.format, (int)amp->desc.fp8.format));
+    AMPI_TRY(ampi_settings_fixed(f, "fp8_scaling", (int)s->fp8.scaling, (int)amp->desc.fp8.scaling));
+    AMPI_TRY(ampi_settings_fixed(f, "fp8_amax", (int)s->fp8.amax, (int)amp->desc.fp8.amax));
+    AMPI_TRY(ampi_settings_fixed(f, "fp8_history", s->fp8.history, amp->desc.fp8.history));
+    AMPI_TRY(ampi_settings_fixed(f, "fp8_margin", s->fp8.margin, amp->desc.fp8.margin));
     AMPI_TRY(ampi_check_saturate(amp, f, s->saturate_inputs));
     AMPI_TRY(ampi_as("amp_settings_apply", ampi_choose_for(amp, s->dtype, s->fallback, choice)));
     AMPI_TRY(ampi_as("amp_settings_apply", ampi_choose_regions(amp, s->autocast_dtype, s->fallback, choice, regions)));
@@ -19142,12 +23881,15 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
         return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context");
 #endif
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &regions, &rule));
+    AMPI_TRY(ampi_check_observed(amp, f, settings->disable != 0, regions.dtype));
+    AMPI_TRY(ampi_layers_may(amp, f, settings->layers, settings->fallback));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
     else if (!rule.disable)
         ampi_log(amp, AMP_LOG_WARNING, 1201, "%s needs a loss scaler, but none was passed to amp_settings_apply",
                  amp_dtype_name(regions.dtype == AMP_F16 ? AMP_F16 : choice.dtype));
     s = ampi_settings_effective(settings);
     ampi_settings_apply_context(&s, amp, &choice, &regions);
+    AMPI_TRY(ampi_layers_set(amp, f, s.layers));
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
         if (s.accumulation != optimizer->desc.accumulation)
@@ -19291,6 +24033,7 @@ static amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scal
     AMPI_TRY(amp_cast_cache_info(amp, &s.cast_cache));
     AMPI_TRY(amp_mask_cache_info(amp, &s.mask_cache));
     s.new_inf = ampi_new_inf(amp, s.new_inf_in);
+    AMPI_TRY(ampi_fp8_worst(amp, &s.fp8_tensors, &s.fp8_saturated, &s.fp8_underflowed, s.fp8_saturated_in));
     AMPI_TRY(amp_memory(amp, &s.memory));
     s.memory_share = ampi_memory_share(&s.memory);
     s.memory_warned = ampi_memory_warned(s.memory_share, memory_warning);
@@ -19369,6 +24112,10 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     if (t->new_inf > 0)
         ampi_print(&s, "operands %lld finite numbers beyond the range of fp16, the last in %s\n", (long long)t->new_inf,
                    t->new_inf_in);
+    if (t->fp8_tensors > 0)
+        ampi_print(&s, "fp8      %lld tensors, at most %.3g%% saturated%s%s, at most %.3g%% underflowed\n",
+                   (long long)t->fp8_tensors, 100 * t->fp8_saturated, t->fp8_saturated > 0 ? " in " : "",
+                   t->fp8_saturated_in, 100 * t->fp8_underflowed);
     ampi_print_memory(&s, t);
     ampi_print_reading(&s, "load     utilization", (double)m->utilization, 100, "%");
     ampi_print_reading(&s, ", memory", (double)m->memory_utilization, 100, "%");
@@ -19475,6 +24222,10 @@ AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size
     ampi_json_cache(&s, "mask_cache", &t->mask_cache);
     ampi_json_integer(&s, "new_inf", t->new_inf);
     ampi_json_text(&s, "new_inf_in", t->new_inf_in);
+    ampi_json_integer(&s, "fp8_tensors", t->fp8_tensors);
+    ampi_json_number(&s, "fp8_saturated", t->fp8_saturated);
+    ampi_json_text(&s, "fp8_saturated_in", t->fp8_saturated_in);
+    ampi_json_number(&s, "fp8_underflowed", t->fp8_underflowed);
     ampi_json_memory(&s, t);
     ampi_json_reading(&s, "utilization", (double)t->telemetry.utilization);
     ampi_json_reading(&s, "memory_utilization", (double)t->telemetry.memory_utilization);
@@ -19884,6 +24635,32 @@ static amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
 
 static int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
 
+/* What rounding did to each tensor in fp8. */
+static amp_result ampi_fp8_lines(amp_monitor *m, int64_t step) {
+    amp_k_fp8_slot slots[3];
+    const char *name = "";
+    int64_t i;
+    int j;
+    for (i = 0; name != NULL; i++) {
+        AMPI_TRY(ampi_fp8_look(m->amp, i, &name, slots));
+        for (j = 0; j < 3; j++) {
+            const amp_k_fp8_count *c = &slots[j].last;
+            ampi_sheet s = ampi_line_begin(m, "fp8");
+            if (c->values == 0) continue;
+            ampi_json_integer(&s, "step", step);
+            ampi_json_text(&s, "weight", name);
+            ampi_json_text(&s, "tensor", ampi_fp8_roles[j]);
+            ampi_json_number(&s, "saturated", ampi_fp8_share(&slots[j], c->saturated));
+            ampi_json_number(&s, "underflowed", ampi_fp8_share(&slots[j], c->underflowed));
+            ampi_json_number(&s, "nonfinite", ampi_fp8_share(&slots[j], c->nonfinite));
+            if (slots[j].scale > 0) ampi_json_number(&s, "scale", (double)slots[j].scale);
+            ampi_json_close(&s);
+            ampi_line_end(m, &s);
+        }
+    }
+    return AMP_OK;
+}
+
 /* Fills the note of the ending step.  Notes from before the optimizer was restored no longer have a result. */
 static amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
     ampi_note *note = &m->notes[m->steps % AMPI_NOTES];
@@ -19899,7 +24676,9 @@ static amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
     note->dtype = d->disable ? AMP_F32 : d->autocast_dtype;
     note->has_memory = 0;
     memset(&note->memory, 0, sizeof note->memory);
-    return ampi_interval_ends(m->desc.memory_interval, note->number) ? ampi_monitor_memory(m, note) : AMP_OK;
+    if (!ampi_interval_ends(m->desc.memory_interval, note->number)) return AMP_OK;
+    if (m->open && ampi_capture(m->amp) == NULL) AMPI_TRY(ampi_fp8_lines(m, note->number));
+    return ampi_monitor_memory(m, note);
 }
 
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
@@ -20175,6 +24954,7 @@ struct amp_tensor_stats {
     int64_t n, gradients, weights;  /* rows: gradients, weights, ranges */
     amp_k_tensor *table, *on_device;
     amp_k_inspected *found, *found_on_device;
+    amp_k_grad_stats *sums, *sums_on_device;
     amp_param **params;             /* of the gradients */
     amp_tensor_stats_row *rows;
     const char **names; char *text; int64_t text_bytes;     /* of ranges, copied */
@@ -20187,6 +24967,8 @@ static void ampi_tensor_stats_stop(ampi_object *object) {
     const amp_system *s = ampi_context_system(m->amp);
     amp_free(m->amp, m->on_device);
     amp_free(m->amp, m->found_on_device);
+    amp_free(m->amp, m->sums_on_device);
+    ampi_free(s, m->sums, m->n, sizeof *m->sums);
     ampi_free(s, m->table, m->n, sizeof *m->table);
     ampi_free(s, m->found, m->n, sizeof *m->found);
     ampi_free(s, m->params, m->n, sizeof *m->params);
@@ -20258,10 +25040,12 @@ static amp_result ampi_tensor_stats_memory(amp_tensor_stats *m) {
     const char *f = "amp_tensor_stats_create";
     AMPI_TRY(ampi_alloc(s, f, (void **)&m->table, m->n, sizeof *m->table));
     AMPI_TRY(ampi_alloc(s, f, (void **)&m->found, m->n, sizeof *m->found));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&m->sums, m->n, sizeof *m->sums));
     AMPI_TRY(ampi_alloc(s, f, (void **)&m->params, m->n, sizeof *m->params));
     AMPI_TRY(ampi_alloc(s, f, (void **)&m->rows, m->n, sizeof *m->rows));
     AMPI_TRY(ampi_alloc(s, f, (void **)&m->names, m->n, sizeof *m->names));
     AMPI_TRY(amp_alloc(m->amp, (void **)&m->on_device, m->n * (int64_t)sizeof *m->table));
+    AMPI_TRY(amp_alloc(m->amp, (void **)&m->sums_on_device, m->n * (int64_t)sizeof *m->sums));
     return amp_alloc(m->amp, (void **)&m->found_on_device, m->n * (int64_t)sizeof *m->found);
 }
 
@@ -20274,7 +25058,8 @@ static amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **
     if (out != NULL) *out = NULL;
     AMPI_TRY(ampi_need("amp_tensor_stats_create", amp && out && desc, "amp, out or desc"));
     d = *desc;
-    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->autocast_dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
+    if (d.dtype == AMP_DTYPE_DEFAULT)
+        d.dtype = ampi_stored(ampi_settings(amp)->autocast_dtype) == AMP_BF16 ? AMP_BF16 : AMP_F16;
     AMPI_TRY(ampi_fields("amp_tensor_stats_create", ampi_stats_fields, sizeof ampi_stats_fields, &d));
     AMPI_TRY(ampi_tensor_stats_check(amp, &d, &gradients));
     AMPI_TRY(ampi_object_create(amp, "amp_tensor_stats_create", (void **)&m, sizeof *m, "tensor stats",
@@ -20301,6 +25086,7 @@ static amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     amp_k_inspect args;
+    amp_k_check sum;
     int64_t i;
     for (i = 0; i < m->gradients; i++) m->table[i].live = m->params[i]->grad_live != 0;
     AMPI_TRY(ampi_send(m->amp, m->on_device, m->table, (size_t)m->gradients * sizeof *m->table));
@@ -20310,10 +25096,22 @@ static amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
     args.dtype = m->desc.dtype;
     args.out = m->found_on_device;
     AMPI_TRY(backend->inspect(dev, &args, stream));
+    AMPI_TRY(amp_fill(m->amp, m->sums_on_device, 0, m->n * (int64_t)sizeof *m->sums));
+    memset(&sum, 0, sizeof sum);
+    for (i = 0; i < m->n; i++) {                /* a check of one tensor each: its sum of squares */
+        sum.table = m->on_device + i;
+        sum.tensors = 1;
+        sum.found = m->sums_on_device + i;
+        AMPI_TRY(backend->check(dev, &sum, stream));
+    }
+    AMPI_TRY(ampi_fetch(m->amp, m->sums, m->sums_on_device, (size_t)m->n * sizeof *m->sums));
     return ampi_fetch(m->amp, m->found, m->found_on_device, (size_t)m->n * sizeof *m->found);
 }
 
-static void ampi_tensor_stats_shares(amp_tensor_stats_row *row, const amp_k_tensor *tensor, const amp_k_inspected *k) {
+static void ampi_tensor_stats_shares(const amp_tensor_stats *m, int64_t i, float scale) {
+    amp_tensor_stats_row *row = &m->rows[i];
+    const amp_k_tensor *tensor = &m->table[i];
+    const amp_k_inspected *k = &m->found[i];
     double values = (double)AMPI_MAX(k->nonzero, (int64_t)1);
     row->largest = k->largest;
     row->count = tensor->live ? tensor->count : 0;
@@ -20323,6 +25121,8 @@ static void ampi_tensor_stats_shares(amp_tensor_stats_row *row, const amp_k_tens
     row->subnormal = (double)k->subnormal / values;
     row->overflow = (double)(k->overflow + k->infinite) / values;
     row->saturation = (double)k->saturated / values;
+    row->norm = ampi_root(m->sums[i].sum_sq) / (double)(row->gradient ? scale : 1);
+    row->zero = row->count > 0 ? (double)(row->count - k->nonzero) / (double)row->count : 0;
 }
 
 /* ---- The recommendation: see amp_recommendation */
@@ -20469,6 +25269,7 @@ static amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_sta
     amp_tensor_stats *m = stats;
     amp_result result;
     ampi_fp host;
+    float scale;
     int64_t i;
     AMPI_TRY(ampi_need("amp_tensor_stats_step", m && out, "stats or out"));
     AMPI_TRY(ampi_alive(&stats->object, "amp_tensor_stats_step"));
@@ -20477,10 +25278,11 @@ static amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_sta
     m->report.due = m->calls % m->desc.interval == 0;
     if (m->report.due) {
         AMPI_TRY(ampi_tensor_stats_look(m));
+        scale = amp_scaler_scale(m->desc.scaler);
         m->report.first_bad = NULL;
         host = ampi_fp_begin();
         for (i = 0; i < m->n; i++) {
-            ampi_tensor_stats_shares(&m->rows[i], &m->table[i], &m->found[i]);
+            ampi_tensor_stats_shares(m, i, scale);
             if (m->rows[i].nan + m->rows[i].infinite > 0 && m->report.first_bad == NULL)
                 m->report.first_bad = m->rows[i].name;
         }
@@ -20502,21 +25304,32 @@ AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char
     ampi_sheet sheet = ampi_sheet_of(text, size);
     int64_t i;
     if (report == NULL) return 0;
-    ampi_print(&sheet, "step %lld: %s\n%-36s %-8s %10s %9s %9s %9s %9s %8s %8s\n", (long long)report->step,
-               report->text, "tensor", "", "largest", "underflow", "subnormal", "last bin.", "overflow", "infinite",
-               "NaN");
+    ampi_print(&sheet, "step %lld: %s\n%-36s %-8s %10s %10s %9s %9s %9s %9s %8s %8s\n", (long long)report->step,
+               report->text, "tensor", "", "norm", "largest", "underflow", "subnormal", "last bin.", "overflow",
+               "infinite", "NaN");
     for (i = 0; i < report->n_rows; i++) {
         const amp_tensor_stats_row *r = &report->rows[i];
-        ampi_print(&sheet, "%-36s %-8s %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n",
-                   r->name ? r->name : "range", r->gradient ? "gradient" : "", (double)r->largest, 100 * r->underflow,
-                   100 * r->subnormal, 100 * r->saturation, 100 * r->overflow, (long long)r->infinite,
-                   (long long)r->nan);
+        ampi_print(&sheet, "%-36s %-8s %10.3g %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n",
+                   r->name ? r->name : "range", r->gradient ? "gradient" : "", r->norm, (double)r->largest,
+                   100 * r->underflow, 100 * r->subnormal, 100 * r->saturation, 100 * r->overflow,
+                   (long long)r->infinite, (long long)r->nan);
     }
     return sheet.used;
 }
+
+AMP_API const amp_tensor_stats_row *amp_tensor_stats_find(const amp_tensor_stats_report *report, const char *name,
+                                                          int32_t gradient) {
+    int64_t i;
+    if (report == NULL || name == NULL) return NULL;
+    for (i = 0; i < report->n_rows; i++)
+        if (report->rows[i].name != NULL && report->rows[i].gradient == (gradient != 0) &&
+            strcmp(report->rows[i].name, name) == 0)
+            return &report->rows[i];
+    return NULL;
+}
 #endif /* AMP_NO_WATCH */
 
-/* ==== 13 >>care: implementation ==== */
+/* ==== 14 >>care: implementation ==== */
 
 #if !defined(AMP_NO_CARE)
 /* ---- Snapshots: everything that training changes, copied to the host and restored bit for bit, any number of times.
@@ -20540,6 +25353,7 @@ typedef struct ampi_snapshot {
     /* the desc's and the optimizer's other ones */
     amp_param **params, *param_copies; int64_t n_params, capacity;
     ampi_kept *kept; int64_t n_kept, kept_capacity;
+    ampi_fp8_kept *fp8;
     amp_optimizer optimizer; amp_grad_set set; amp_k_step_result outcomes[AMP_STEP_RESULTS];
     amp_scaler scaler; amp_k_scaler scale;
     ampi_precision precision;
@@ -20556,6 +25370,7 @@ static void ampi_snapshot_destroy(ampi_snapshot *k) {
     ampi_free(s, k->params, k->capacity, sizeof *k->params);
     ampi_free(s, k->param_copies, k->capacity, sizeof *k->param_copies);
     ampi_free(s, k->kept, k->kept_capacity, sizeof *k->kept);
+    ampi_fp8_kept_free(k->amp, k->fp8);
     ampi_free(s, k, 1, sizeof *k);
 }
 
@@ -20587,7 +25402,7 @@ static void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
             ampi_snapshot_param(k, p);
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (ampi_has_array(o, row, a))
-                ampi_snapshot_memory(k, *ampi_row_array(row, a), row->count * ampi_array_size(row, a));
+                ampi_snapshot_memory(k, *ampi_row_array(row, a), ampi_array_bytes(row, a));
         if (!k->desc.settings && p->grad_live) ampi_snapshot_tensor(k, &p->grad);
     }
     ampi_snapshot_memory(k, o->ring, AMP_STEP_RESULTS * (int64_t)sizeof *o->ring);
@@ -20648,6 +25463,7 @@ static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
             return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
     }
     AMPI_TRY(ampi_snapshot_copy(k, 1));
+    AMPI_TRY(ampi_fp8_keep(k->amp, function, &k->fp8));
     if (o != NULL) {
         k->optimizer = *o;
         k->set = *o->set;
@@ -20682,6 +25498,7 @@ static amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     amp_scaler *s = k->desc.scaler;
     int64_t i;
     amp_result r = ampi_snapshot_copy(k, 0);
+    if (r == AMP_OK) r = ampi_fp8_restore(k->amp, k->fp8);
     if (r == AMP_OK && s != NULL) r = ampi_send(k->amp, s->device, &k->scale, sizeof k->scale);
     for (i = 0; i < k->n_params; i++) *k->params[i] = k->param_copies[i];
     if (o != NULL) {
@@ -20723,6 +25540,7 @@ static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     AMPI_TRY(ampi_may_wait(k->amp));
     if (l != NULL) AMPI_TRY(amp_loader_seek(l, k->position / l->batches, k->position % l->batches));
     AMPI_TRY(ampi_snapshot_copy(k, 0));
+    AMPI_TRY(ampi_fp8_restore(k->amp, k->fp8));
     if (k->desc.scaler != NULL) AMPI_TRY(ampi_snapshot_rewind_scaler(k, k->desc.scaler));
     for (i = 0; i < k->n_params; i++) amp_param_changed(k->params[i]);
     for (i = 0; i < o->set->n; i++) {
@@ -21064,12 +25882,10 @@ static void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
 
 static amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *row) {
     const ampi_verify_tensor *bad = NULL;
-    amp_machine machine;
     amp_choice choice;
     row->verdict = AMP_VERDICT_PASS;
-    AMPI_TRY(amp_query_machine(v->amp, &machine));
     v->seconds = -1;                /* not run */
-    v->code = (int)amp_choose(&machine, row->dtype, 0, &choice);
+    v->code = (int)ampi_choose_exactly(v->amp, row->dtype, 0, &choice);
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
     if (v->code == 0) {
         AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(row->dtype), row->dtype));
@@ -21124,13 +25940,14 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
 }
 
 /* Without a list: the device's dtypes. */
-static void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[3]) {
+static void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[AMPI_COMPUTE_DTYPES]) {
     amp_machine machine;
     amp_choice choice;
     int i;
     if (d->n_dtypes > 0 || amp_query_machine(amp, &machine) != AMP_OK) return;
     for (i = 1; i < AMPI_COMPUTE_DTYPES; i++)
-        if (amp_choose(&machine, ampi_compute_dtypes[i], 0, &choice) == AMP_OK)
+        if (amp_choose(&machine, ampi_compute_dtypes[i], 0, &choice) == AMP_OK &&
+            (choice.dtype != AMP_FP8 || !choice.emulated))
             dtypes[d->n_dtypes++] = ampi_compute_dtypes[i];
     d->dtypes = dtypes;
 }
@@ -21190,7 +26007,7 @@ static amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *report) {
 static amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
     amp_verify_desc d;
     amp_verify_report report;
-    amp_dtype dtypes[3];
+    amp_dtype dtypes[AMPI_COMPUTE_DTYPES];
     ampi_verifier v;
     amp_result r, restored = AMP_OK;
     AMPI_TRY(ampi_need("amp_verify", amp && desc && out, "amp, desc or out"));
@@ -21214,7 +26031,11 @@ static amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *des
     return r;
 }
 AMP_API amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
-    return ampi_as("amp_verify", ampi_verify_whole(amp, desc, out));
+    amp_result result;
+    (void)ampi_trials(amp, 1);
+    result = ampi_verify_whole(amp, desc, out);
+    (void)ampi_trials(amp, -1);
+    return ampi_as("amp_verify", result);
 }
 
 static const char *ampi_verdict_word(amp_verdict verdict) {
@@ -21535,7 +26356,6 @@ static amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range 
 static amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradcheck_desc *d, amp_dtype *dtype) {
     const char *f = "amp_gradcheck";
     amp_choice choice;
-    amp_machine machine;
     AMPI_TRY(ampi_need(f, d->forward && d->backward, ".forward or .backward"));
     if (d->directions < 0 || d->directions > 1000000)
         return ampi_fail(AMP_ERR_RANGE, f, ".directions = %d, must be 1 to 1000000, or 0 (8)", d->directions);
@@ -21543,8 +26363,7 @@ static amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradcheck_des
     AMPI_TRY(ampi_gradcheck_pairs(d->outputs, d->output_grads, d->n_outputs, 0));
     *dtype = AMP_F32;
     if (d->dtype == AMP_DTYPE_DEFAULT) return ampi_may_wait(amp);
-    AMPI_TRY(amp_query_machine(amp, &machine));
-    AMPI_TRY(ampi_as(f, amp_choose(&machine, d->dtype, ampi_settings(amp)->allow_fallback, &choice)));
+    AMPI_TRY(ampi_as(f, ampi_choose_exactly(amp, d->dtype, ampi_settings(amp)->allow_fallback, &choice)));
     *dtype = choice.dtype;
     return ampi_may_wait(amp);
 }
@@ -21604,11 +26423,13 @@ static amp_result ampi_gradcheck_run(ampi_gradchecker *c, amp_gradcheck_report *
 static amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
     amp_gradcheck_report report;
     ampi_gradchecker c;
+    ampi_fp8_kept *fp8;
     amp_dtype dtype;
-    amp_result r;
+    amp_result r, restored;
     int64_t i;
     AMPI_TRY(ampi_need("amp_gradcheck", amp && desc && out, "amp, desc or out"));
     AMPI_TRY(ampi_gradcheck_check(amp, desc, &dtype));
+    AMPI_TRY(ampi_fp8_keep(amp, "amp_gradcheck", &fp8));
     memset(&c, 0, sizeof c);
     memset(&report, 0, sizeof report);
     report.passed = 1;
@@ -21630,13 +26451,20 @@ static amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_des
         ampi_gradient_live(ampi_param_of_gradient(amp, desc->input_grads[i].data), 0);
         if (r == AMP_OK) r = back;
     }
+    restored = ampi_fp8_restore(amp, fp8);
+    if (r == AMP_OK) r = restored;
+    ampi_fp8_kept_free(amp, fp8);
     ampi_precision_set(amp, &c.before);
     ampi_gradcheck_free(&c);
     if (r == AMP_OK) *out = report;
     return r;
 }
 AMP_API amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
-    return ampi_as("amp_gradcheck", ampi_gradcheck_whole(amp, desc, out));
+    amp_result result;
+    (void)ampi_trials(amp, 1);
+    result = ampi_gradcheck_whole(amp, desc, out);
+    (void)ampi_trials(amp, -1);
+    return ampi_as("amp_gradcheck", result);
 }
 
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size) {
@@ -21699,6 +26527,13 @@ static const amp_verify_row *ampi_failed_row(const amp_verify_report *report, am
     return NULL;
 }
 
+static int ampi_passed(const amp_verify_report *report, amp_dtype dtype) {
+    int64_t i;
+    for (i = 0; report != NULL && i < report->n_rows; i++)
+        if (report->rows[i].dtype == dtype) return ampi_failed_row(report, dtype) == NULL;
+    return 0;
+}
+
 static const char *ampi_verdict_name(amp_verdict verdict) {
     switch (verdict) {
         case AMP_VERDICT_PASS: return "pass";
@@ -21720,6 +26555,7 @@ static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, 
                  where[0] ? " in " : "", where);
         return 1;
     }
+    if (dtype == AMP_FP8) return !ampi_passed(f->desc->verified, dtype);
     if (dtype != AMP_F16 || !f->scaler.at_floor) return 0;
     snprintf(why, size, "fp16: gradients overflow at the lowest scale %g", (double)f->scaler.scale);
     return 1;
@@ -21731,6 +26567,11 @@ static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
     int i;
     out->settings.dtype = f->automatic.dtype;
     out->settings.autocast_dtype = AMP_DTYPE_DEFAULT;
+    if (ampi_device_has(f->device, AMP_FP8) && ampi_passed(f->desc->verified, AMP_FP8)) {
+        out->settings.dtype = AMP_FP8;
+        snprintf(out->dtype_reason, sizeof out->dtype_reason, "the device has fp8, and the model was verified in it");
+        return;
+    }
     if (!ampi_speaks_against(f, f->automatic.dtype, first, sizeof first)) {
         snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s", f->automatic.reason);
         return;
@@ -22308,8 +27149,8 @@ static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
     int n = AMPI_MIN(t->desc.iterations - done, (int)AMPI_TUNE_TURN), code;
     amp_memory_info memory;
     amp_choice choice;
-    code = (int)amp_choose(&t->amp->machine, c->dtype, 0, &choice);
-    if (code == 0) code = (int)amp_set_dtype(t->amp, c->dtype);
+    code = (int)ampi_choose_exactly(t->amp, c->dtype, 0, &choice);
+    if (code == 0) code = (int)ampi_set_dtype(t->amp, c->dtype, 0);
     if (code != 0) { ampi_tune_failed(c, "dtype", code); return; }
     code = ampi_tune_steps(t, done == 0 ? t->desc.warmup : 1, NULL);
     amp_memory_reset_peak(t->amp);
@@ -22458,13 +27299,17 @@ static int ampi_tune_still_fits(ampi_tune *t) {
 static amp_result ampi_tune_time(ampi_tune *t) {
     ampi_precision before = ampi_precision_get(t->amp);
     int64_t *times;
-    amp_result result, restored = AMP_OK;
+    ampi_fp8_kept *fp8;
+    amp_result result, restored;
     int k;
-    AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations,
-                        sizeof *times));
-    for (k = 0; k < t->n; k++) t->candidates[k].times = times + k * t->desc.iterations;
-    result = ampi_tune_run(t);
-    if (t->before != NULL) restored = ampi_snapshot_restore(t->before);
+    AMPI_TRY(ampi_fp8_keep(t->amp, "amp_tune", &fp8));
+    result = ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations,
+                        sizeof *times);
+    for (k = 0; k < t->n && result == AMP_OK; k++) t->candidates[k].times = times + k * t->desc.iterations;
+    if (result == AMP_OK) result = ampi_tune_run(t);
+    restored = ampi_fp8_restore(t->amp, fp8);
+    ampi_fp8_kept_free(t->amp, fp8);
+    if (t->before != NULL && restored == AMP_OK) restored = ampi_snapshot_restore(t->before);
     ampi_snapshot_destroy(t->before);
     before.random_offset = ampi_precision_get(t->amp).random_offset;
     ampi_precision_set(t->amp, &before);
@@ -22502,7 +27347,11 @@ static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, a
                      (long long)out->rows[out->best].batch, why);
 }
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
-    return ampi_as("amp_tune", ampi_tune_whole(amp, desc, out));
+    amp_result result;
+    (void)ampi_trials(amp, 1);
+    result = ampi_tune_whole(amp, desc, out);
+    (void)ampi_trials(amp, -1);
+    return ampi_as("amp_tune", result);
 }
 
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
@@ -22522,6 +27371,921 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
         ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
     }
     return sheet.used;
+}
+
+/* ---- Adapt.  The operators show the products of layers; in the step in which a layer's turn comes, some rows of them
+   are computed again.  amp_adapt_step decides. */
+
+enum { AMPI_RUNGS = 3, AMPI_ADAPT_MOST_UPS = 20, AMPI_FORWARD = 0, AMPI_BACKWARD = 1 };
+enum { AMPI_ADAPT_ROWS = 32 };          /* most rows whose values are counted */
+/* Bits of `seen`.  Of this interval: parts that were measured; something could not be.  For good: the operator has no
+   fp8; the weight is used under two names. */
+enum { AMPI_SEEN_PARTS = 3, AMPI_SEEN_BAD = 4, AMPI_SEEN_NO_FP8 = 8, AMPI_SEEN_TIED = 16 };
+
+/* What a check found in one dtype: the worst of an interval. */
+typedef struct ampi_evidence { double error[2], underflow, overflow, saturation, largest; } ampi_evidence;
+
+typedef struct ampi_adapt_layer {
+    amp_param *param;
+    char name[128];                 /* "": not seen yet */
+    /* saved, in this order */
+    int64_t rung, passes, ups, fixed;
+    int64_t seen;                   /* AMPI_SEEN_... */
+    int64_t multiply_adds[2];
+    ampi_evidence below, here;      /* in the dtype below, if there is one; in its own, but for the ladder's last */
+    ampi_evidence last;             /* of the interval before, in the lower of these */
+} ampi_adapt_layer;
+enum { AMPI_ADAPT_COUNTS = 7, AMPI_ADAPT_REALS = 3 * 6, AMPI_ADAPT_SHAPE = 3 };
+
+struct amp_adapt {
+    ampi_object object;
+    amp_context *amp;
+    amp_adapt_desc desc;            /* effective; .ladder is `ladder` */
+    amp_dtype ladder[AMPI_RUNGS];
+    ampi_adapt_layer *layers;       /* one per matrix of params */
+    int64_t n, steps, moved;        /* moved: down, in this interval */
+    int32_t frozen, warned;
+    double fitting;                 /* errors at most so large let a layer move down */
+    amp_adapt_record *records;      /* a ring */
+    int64_t first_record, n_records, most_records;
+};
+
+static const ampi_field ampi_adapt_fields[] = {
+    {"budget", AMPI_REAL64, offsetof(amp_adapt_desc, budget), ampi_zero_words, 0, AMPI_ABOVE_0, 1e30,
+     "above 0, 0 for the default, or AMP_EXPLICIT_ZERO"},
+    {"hysteresis", AMPI_REAL64, offsetof(amp_adapt_desc, hysteresis), NULL, 0.5, AMPI_ABOVE_0, 1,
+     "above 0 and at most 1, or 0 for 0.5"},
+    {"interval", AMPI_I64, offsetof(amp_adapt_desc, interval), NULL, 20, 1, 1e15, "1 to 1e15, or 0 for 20"},
+    {"checks", AMPI_I32, offsetof(amp_adapt_desc, checks), NULL, 3, 1, 1000, "1 to 1000, or 0 for 3"},
+    {"changes", AMPI_I32, offsetof(amp_adapt_desc, changes), NULL, 0, 1, INT32_MAX,
+     "1 or more, or 0 for a third of the layers"},
+    {"rows", AMPI_I32, offsetof(amp_adapt_desc, rows), NULL, 8, 1, 65536, "1 to 65536, or 0 for 8"}
+};
+
+static void ampi_adapt_stop(ampi_object *object) {
+    amp_adapt *m = (amp_adapt *)(void *)object;
+    const amp_system *s = ampi_context_system(m->amp);
+    if (ampi_observing(m->amp) == m) ampi_observe(m->amp, NULL, NULL);
+    ampi_free(s, m->layers, m->n, sizeof *m->layers);
+    ampi_free(s, m->records, m->most_records, sizeof *m->records);
+    if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
+}
+AMP_API void amp_adapt_destroy(amp_adapt *adapt) {
+    if (adapt != NULL) ampi_object_destroy(&adapt->object);
+}
+
+/* A place on the ladder; -1: none. */
+static int ampi_adapt_rank(amp_dtype dtype) {
+    return dtype == AMP_FP8                            ? 0
+           : dtype == AMP_F16 || dtype == AMP_BF16 ? 1
+           : dtype == AMP_TF32 || dtype == AMP_F32 ? 2
+                                                   : -1;
+}
+
+/* ---- Evidence */
+
+/* The layer with this weight; NULL: none. */
+static ampi_adapt_layer *ampi_adapt_find(const amp_adapt *m, const amp_param *weight, int64_t *at) {
+    int64_t i;
+    for (i = 0; i < m->n; i++)
+        if (m->layers[i].param == weight) { *at = i; return &m->layers[i]; }
+    return NULL;
+}
+
+/* 1: this part of layer i has its turn in this step. */
+static int ampi_adapt_is_due(const amp_adapt *m, int64_t i, int part) {
+    int64_t interval = m->desc.interval, parts = 2 * m->n, k = 2 * i + part;
+    return m->steps % interval == k * (interval / parts) + k * (interval % parts) / parts;
+}
+
+/* Some rows of a product, in fp32 without bias and activation.  From rows of a: evenly spaced ones; from its columns,
+   which lie together: neighbours. */
+static amp_k_gemm ampi_adapt_sample(const amp_adapt *m, const ampi_shown *seen) {
+    amp_k_gemm g = seen->gemm, s;
+    int64_t turn = m->steps / m->desc.interval, rows = AMPI_MIN(g.m, (int64_t)m->desc.rows), apart = g.m / rows, at;
+    memset(&s, 0, sizeof s);
+    s.m = rows; s.n = g.n; s.k = g.k; s.batch = 1;
+    s.a_dtype = g.a_dtype; s.trans_a = g.trans_a;
+    if (g.trans_a) { at = turn % apart * rows; s.lda = g.lda; }
+    else { at = turn % apart * g.lda; s.lda = g.lda * apart; }
+    s.a = ampi_at(g.a, g.a_dtype, at);
+    s.b = seen->is_b ? seen->weight->weight.data : g.b;
+    s.b_dtype = seen->is_b ? seen->weight->weight.dtype : g.b_dtype;
+    s.trans_b = g.trans_b;
+    s.ldb = g.ldb;
+    s.c_dtype = AMP_F32; s.ldc = g.n;
+    s.alpha = g.alpha;
+    s.compute = AMP_F32;
+    return s;
+}
+
+/* |low - exact| / |exact|; -1: exact is not finite. */
+static double ampi_adapt_error(const float *low, const float *exact, int64_t n) {
+    double error = 0, norm = 0;
+    int64_t i;
+    int lost = 0;
+    for (i = 0; i < n; i++) {
+        double e = (double)exact[i];
+        if (!amp_is_finite_f32(&exact[i])) return -1;
+        if (!amp_is_finite_f32(&low[i])) { lost = 1; continue; }
+        error += ((double)low[i] - e) * ((double)low[i] - e);
+        norm += e * e;
+    }
+    if (lost) return AMPI_DBL_MAX;
+    return error > 0 ? norm > 0 ? sqrt(error / norm) : AMPI_DBL_MAX : 0;
+}
+
+/* The work of one look: device memory for the exact result and another one; how fp8 rounded the first operand. */
+typedef struct ampi_adapt_look {
+    amp_adapt *m;
+    ampi_adapt_layer *layer;
+    const ampi_shown *seen;
+    amp_k_gemm sample;
+    int part, bad;                  /* bad 1: something could not be measured */
+    int64_t count;                  /* of a result */
+    float *on_device, *exact, *low; /* exact and low: on the host, together */
+    amp_k_fp8_slot *slot;           /* in a device's memory; the magnitude of the sample's largest value behind it */
+    ampi_evidence found[2];         /* below, here */
+} ampi_adapt_look;
+
+/* How the values of a product's first operand fit a dtype. */
+static amp_result ampi_adapt_inspect(amp_context *amp, const amp_k_gemm *g, amp_dtype dtype, amp_k_inspected *sum) {
+    void *dev, *stream, *on_device = NULL, *memory;
+    const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+    const amp_system *s = ampi_context_system(amp);
+    int64_t rows = g->trans_a ? g->k : g->m, cols = g->trans_a ? g->m : g->k, apart = g->lda, i;
+    size_t bytes = sizeof(amp_k_tensor) + sizeof(amp_k_inspected);
+    amp_k_inspect args;
+    amp_k_tensor *table;
+    amp_k_inspected *found;
+    amp_result result;
+    if (apart == cols) { cols *= rows; rows = 1; }
+    AMPI_TRY(ampi_alloc(s, "amp_adapt", &memory, rows, bytes));
+    table = (amp_k_tensor *)memory;
+    found = (amp_k_inspected *)(void *)(table + rows);
+    memset(table, 0, (size_t)rows * sizeof *table);
+    for (i = 0; i < rows; i++) {
+        table[i].grad = ampi_at_mut((void *)(uintptr_t)g->a, g->a_dtype, i * apart);
+        table[i].grad_dtype = g->a_dtype;
+        table[i].count = cols;
+        table[i].live = 1;
+    }
+    result = amp_alloc(amp, &on_device, rows * (int64_t)bytes);
+    if (result == AMP_OK) result = ampi_send(amp, on_device, table, (size_t)rows * sizeof *table);
+    memset(&args, 0, sizeof args);
+    args.table = (const amp_k_tensor *)on_device;
+    args.tensors = rows;
+    args.dtype = dtype == AMP_FP8 ? AMP_BF16 : dtype;
+    if (result == AMP_OK) {
+        args.out = (amp_k_inspected *)(void *)((amp_k_tensor *)on_device + rows);
+        result = backend->inspect(dev, &args, stream);
+    }
+    if (result == AMP_OK) result = ampi_fetch(amp, found, args.out, (size_t)rows * sizeof *found);
+    memset(sum, 0, sizeof *sum);
+    for (i = 0; i < rows && result == AMP_OK; i++) ampi_fit_add(sum, &found[i]);
+    amp_free(amp, on_device);
+    ampi_free(s, memory, rows, bytes);
+    return result;
+}
+
+/* The first operand is scaled in fp8 as the whole is from which the sample was taken. */
+static amp_result ampi_adapt_fp8_scale(ampi_adapt_look *k, amp_k_fp8 *how) {
+    amp_k_inspected whole;
+    amp_k_fp8_slot slot;
+    ampi_fp host;
+    memset(&slot, 0, sizeof slot);
+    how->slot = k->slot;
+    how->amax = (uint32_t *)(void *)(k->slot + 1);
+    how->record = 1;
+    if (how->scaling == AMP_FP8_CURRENT) {
+        AMPI_TRY(ampi_adapt_inspect(k->m->amp, &k->seen->gemm, AMP_FP8, &whole));
+        if (whole.nan + whole.infinite > 0) k->bad = 1;
+        host = ampi_fp_begin();
+        slot.scale = k->bad ? 1.0f : ampi_fp8_scale(ampi_bits_f32(whole.largest), how->dtype);
+        ampi_fp_end(host);
+        how->scaling = AMP_FP8_DELAYED;
+    }
+    return ampi_send(k->m->amp, k->slot, &slot, sizeof slot);
+}
+
+static amp_result ampi_adapt_product(ampi_adapt_look *k, amp_dtype dtype, float *out) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(k->m->amp, &dev, &stream);
+    amp_fp8_tensor a = k->seen->backward ? AMP_FP8_DY : AMP_FP8_X, b = k->seen->is_b ? AMP_FP8_WEIGHT : AMP_FP8_X;
+    amp_k_gemm g = k->sample;
+    amp_k_fp8 how[2];
+    g.compute = dtype;
+    g.c = k->on_device;
+    how[0] = ampi_fp8_alone(k->m->amp, a); how[1] = ampi_fp8_alone(k->m->amp, b);
+    if (g.compute == AMP_FP8) {
+        AMPI_TRY(ampi_adapt_fp8_scale(k, &how[0]));
+        g.fp8[0] = &how[0]; g.fp8[1] = &how[1];
+    }
+    AMPI_TRY(backend->gemm(dev, &g, stream));
+    return ampi_fetch(k->m->amp, out, k->on_device, (size_t)k->count * sizeof *out);
+}
+
+static double ampi_adapt_share(int64_t part, int64_t of) { return (double)part / (double)AMPI_MAX(of, (int64_t)1); }
+
+/* How the sampled rows of an input or gradient fit a dtype. */
+static amp_result ampi_adapt_shares(const ampi_adapt_look *k, amp_dtype dtype, ampi_evidence *e) {
+    amp_k_gemm g = k->sample;
+    amp_k_inspected sum;
+    amp_k_fp8_slot slot;
+    ampi_fp host;
+    if (g.trans_a || ampi_adapt_rank(dtype) > 1) return AMP_OK;
+    g.m = AMPI_MIN(g.m, (int64_t)AMPI_ADAPT_ROWS);
+    AMPI_TRY(ampi_adapt_inspect(k->m->amp, &g, dtype, &sum));
+    memset(&slot, 0, sizeof slot);
+    if (dtype == AMP_FP8) AMPI_TRY(ampi_fetch(k->m->amp, &slot, k->slot, sizeof slot));
+    host = ampi_fp_begin();
+    e->largest = (double)sum.largest;
+    e->underflow = ampi_adapt_share(sum.underflow, sum.nonzero);
+    e->overflow = ampi_adapt_share(sum.overflow + sum.infinite + sum.nan, sum.nonzero);
+    e->saturation = ampi_adapt_share(sum.saturated, sum.nonzero);
+    if (dtype == AMP_FP8) {
+        e->underflow = ampi_adapt_share(slot.now.underflowed, slot.now.values);
+        e->overflow = ampi_adapt_share(slot.now.nonfinite, slot.now.values);
+        e->saturation = ampi_adapt_share(slot.now.saturated, slot.now.values);
+    }
+    ampi_fp_end(host);
+    return AMP_OK;
+}
+
+/* 1: a scale that can still shrink will answer this overflow of a gradient in fp16. */
+static int ampi_adapt_is_scaled(const ampi_adapt_look *k, amp_dtype dtype, double error) {
+    amp_scaler *s = ampi_enabled(k->m->desc.scaler);
+    return s != NULL && dtype == AMP_F16 && k->part == AMPI_BACKWARD && error >= AMPI_DBL_MAX && !s->desc.frozen;
+}
+
+/* One dtype's evidence; which: 0 the one below, 1 the layer's own. */
+static amp_result ampi_adapt_try(ampi_adapt_look *k, int which, amp_dtype dtype) {
+    ampi_evidence *e = &k->found[which];
+    ampi_fp host;
+    double error;
+    AMPI_TRY(ampi_adapt_product(k, dtype, k->low));
+    host = ampi_fp_begin();
+    error = ampi_adapt_error(k->low, k->exact, k->count);
+    if (error < 0) k->bad = 1;
+    else if (!ampi_adapt_is_scaled(k, dtype, error)) e->error[k->part] = error;
+    ampi_fp_end(host);
+    return ampi_adapt_shares(k, dtype, e);
+}
+
+/* The lowest rung that a layer may have. */
+static int64_t ampi_adapt_floor(const amp_adapt *m, const ampi_adapt_layer *l) {
+    return (l->seen & AMPI_SEEN_NO_FP8) && m->ladder[0] == AMP_FP8;
+}
+
+static amp_result ampi_adapt_measure(ampi_adapt_look *k) {
+    const amp_adapt *m = k->m;
+    int64_t rung = k->layer->rung;
+    AMPI_TRY(ampi_adapt_product(k, AMP_F32, k->exact));
+    if (rung > ampi_adapt_floor(m, k->layer)) AMPI_TRY(ampi_adapt_try(k, 0, m->ladder[rung - 1]));
+    return rung + 1 < m->desc.n_ladder ? ampi_adapt_try(k, 1, m->ladder[rung]) : AMP_OK;
+}
+
+static void ampi_adapt_worse(double *to, double from) { if (from > *to) *to = from; }
+static void ampi_adapt_merge(ampi_evidence *to, const ampi_evidence *from) {
+    ampi_adapt_worse(&to->error[0], from->error[0]);
+    ampi_adapt_worse(&to->error[1], from->error[1]);
+    ampi_adapt_worse(&to->underflow, from->underflow);
+    ampi_adapt_worse(&to->overflow, from->overflow);
+    ampi_adapt_worse(&to->saturation, from->saturation);
+    ampi_adapt_worse(&to->largest, from->largest);
+}
+
+static amp_result ampi_adapt_look_at(ampi_adapt_look *k) {
+    amp_context *amp = k->m->amp;
+    const amp_system *s = ampi_context_system(amp);
+    amp_result result = ampi_alloc(s, "amp_adapt", (void **)&k->exact, 2 * k->count, sizeof(float));
+    if (result == AMP_OK) result = amp_alloc(amp, (void **)&k->on_device, k->count * (int64_t)sizeof(float));
+    if (result == AMP_OK) result = amp_alloc(amp, (void **)&k->slot, sizeof *k->slot + sizeof(uint32_t));
+    if (result == AMP_OK) result = amp_fill(amp, k->slot, 0, sizeof *k->slot + sizeof(uint32_t));
+    k->low = k->exact + k->count;
+    if (result == AMP_OK) result = ampi_adapt_measure(k);
+    amp_free(amp, k->on_device);
+    amp_free(amp, k->slot);
+    ampi_free(s, k->exact, 2 * k->count, sizeof(float));
+    return result;
+}
+
+/* Notes the name by which the layer is overridden.  One that overrides match already, or that would match others, has
+   its dtype for good. */
+static void ampi_adapt_name(const amp_context *amp, ampi_adapt_layer *layer, const char *name) {
+    if (layer->name[0] != 0 || layer->fixed) return;
+    layer->fixed = name == NULL || strlen(name) >= sizeof layer->name || strpbrk(name, "*?") != NULL ||
+                   ampi_layer_dtype(amp, name) != AMP_DTYPE_DEFAULT;
+    snprintf(layer->name, sizeof layer->name, "%s", name ? name : "?");
+}
+
+/* The observer of products.  A failure costs the evidence of this interval, not the step. */
+static void ampi_adapt_see(amp_context *amp, const ampi_shown *seen) {
+    amp_adapt *m = (amp_adapt *)ampi_observing(amp);
+    const amp_autocast_desc *region = ampi_region_of(amp);
+    ampi_adapt_look k;
+    int64_t i = 0;
+    int trains = seen->backward || (region ? region->mode : ampi_settings(amp)->mode) != AMP_MODE_INFERENCE;
+    memset(&k, 0, sizeof k);
+    k.layer = m->frozen || !trains || ampi_capture(amp) != NULL ? NULL : ampi_adapt_find(m, seen->weight, &i);
+    if (k.layer == NULL || k.layer->fixed) return;
+    k.part = seen->backward ? AMPI_BACKWARD : AMPI_FORWARD;
+    if (!ampi_adapt_is_due(m, i, k.part) || seen->gemm.m < 1 || seen->gemm.n < 1 || seen->gemm.k < 1) return;
+    k.m = m; k.seen = seen;
+    k.sample = ampi_adapt_sample(m, seen);
+    k.count = k.sample.m * k.sample.n;
+    if (seen->no_fp8) k.layer->seen |= AMPI_SEEN_NO_FP8;
+    if (m->desc.budget > 0 && ampi_adapt_look_at(&k) != AMP_OK) {
+        k.layer->seen |= AMPI_SEEN_BAD;
+        ampi_log(amp, AMP_LOG_WARNING, 1308, "no evidence about %s: %s", seen->layer, amp_last_error());
+        return;
+    }
+    ampi_lock(amp);
+    ampi_adapt_name(amp, k.layer, seen->layer);
+    if (!k.layer->fixed && strcmp(k.layer->name, seen->layer) != 0) k.layer->seen |= AMPI_SEEN_TIED;
+    if (k.bad) k.layer->seen |= AMPI_SEEN_BAD;
+    if (!(k.layer->seen >> k.part & 1)) k.layer->multiply_adds[k.part] = 0;
+    k.layer->seen |= 1 << k.part;
+    k.layer->multiply_adds[k.part] += seen->gemm.m * seen->gemm.n * seen->gemm.k;
+    ampi_adapt_merge(&k.layer->below, &k.found[0]);
+    ampi_adapt_merge(&k.layer->here, &k.found[1]);
+    ampi_unlock(amp);
+}
+
+/* ---- Decisions */
+
+static double ampi_adapt_worst(const ampi_evidence *e) { return AMPI_MAX(e->error[0], e->error[1]); }
+
+/* 1: the layer would compute well enough in the dtype below. */
+static int ampi_adapt_fits(const amp_adapt *m, const ampi_adapt_layer *l) {
+    const ampi_evidence *e = &l->below;
+    return !(l->seen & AMPI_SEEN_BAD) && ampi_adapt_worst(e) <= m->fitting && e->overflow <= 0 &&
+           (m->ladder[l->rung - 1] != AMP_F16 || e->saturation <= 0);
+}
+
+static void ampi_adapt_describe(const amp_adapt *m, const ampi_adapt_layer *l, const ampi_evidence *e, amp_dtype from,
+                                amp_dtype to, amp_dtype of, amp_adapt_record *out) {
+    memset(out, 0, sizeof *out);
+    out->step = m->steps;
+    snprintf(out->layer, sizeof out->layer, "%s", l->name[0] != 0 ? l->name : l->param->name);
+    out->from = from;
+    out->to = to;
+    out->output_error = e->error[0];
+    out->gradient_error = e->error[1];
+    out->underflow = e->underflow;
+    out->overflow = e->overflow;
+    out->largest = (float)e->largest;
+    out->largest_of_format = ampi_f32_of_bits(ampi_traits(of)->largest);
+    out->checks = (int32_t)l->passes;
+    out->fixed = (int32_t)l->fixed;
+    out->multiply_adds = (double)l->multiply_adds[0] + (double)l->multiply_adds[1];
+}
+
+/* The layer computes in the dtype of that rung from now on. */
+static amp_result ampi_adapt_move(amp_adapt *m, ampi_adapt_layer *l, int64_t rung) {
+    amp_dtype from = m->ladder[l->rung], to = m->ladder[rung];
+    int up = rung > l->rung;
+    amp_adapt_record record;
+    AMPI_TRY(amp_layer_override(m->amp, l->name, to));
+    ampi_adapt_describe(m, l, up ? &l->here : &l->below, from, to, up ? from : to, &record);
+    l->last = up ? l->here : l->below;
+    l->rung = rung;
+    l->passes = 0;
+    l->ups = AMPI_MIN(l->ups + up, (int64_t)AMPI_ADAPT_MOST_UPS);
+    memset(&l->below, 0, sizeof l->below);
+    memset(&l->here, 0, sizeof l->here);
+    if (m->n_records == m->most_records) { m->first_record++; m->n_records--; }
+    m->records[(m->first_record + m->n_records++) % m->most_records] = record;
+    ampi_log(m->amp, AMP_LOG_INFO, 1309, "step %lld: %s from %s to %s; error %.3g, of gradients %.3g",
+             (long long)m->steps, l->name, amp_dtype_name(from), amp_dtype_name(to), record.output_error,
+             record.gradient_error);
+    return AMP_OK;
+}
+
+/* 1: an override that is not this object's holds. */
+static int ampi_adapt_is_overridden(const amp_adapt *m, const ampi_adapt_layer *l) {
+    amp_dtype now = ampi_layer_dtype(m->amp, l->name);
+    return now != m->ladder[l->rung] && (now != AMP_DTYPE_DEFAULT || l->rung + 1 < m->desc.n_ladder);
+}
+
+/* Begins another interval. */
+static void ampi_adapt_begin(ampi_adapt_layer *l) {
+    l->seen &= AMPI_SEEN_NO_FP8 | AMPI_SEEN_TIED;
+    memset(&l->below, 0, sizeof l->below);
+    memset(&l->here, 0, sizeof l->here);
+}
+
+/* The end of an interval: counts the checks that fitted, and moves layers down.  A layer that ever had a backward is
+   judged by both parts. */
+static amp_result ampi_adapt_check(amp_adapt *m, ampi_adapt_layer *l) {
+    int64_t parts = l->multiply_adds[AMPI_BACKWARD] > 0 ? 3 : 1, low = ampi_adapt_floor(m, l);
+    int measured = (l->seen & parts) == parts && l->rung > low && m->desc.budget > 0;
+    if (l->seen & AMPI_SEEN_BAD) l->passes = 0;
+    else if (measured) l->passes = ampi_adapt_fits(m, l) ? AMPI_MIN(l->passes + 1, (int64_t)1 << 40) : 0;
+    if (measured && m->moved < m->desc.changes && l->passes >= (int64_t)m->desc.checks << l->ups) {
+        AMPI_TRY(ampi_adapt_move(m, l, l->rung - 1));
+        m->moved++;
+    } else if (l->seen & AMPI_SEEN_PARTS) l->last = l->rung > low ? l->below : l->here;
+    ampi_adapt_begin(l);
+    return AMP_OK;
+}
+
+/* Drops the object's own override of a layer.  One that came to hold over it is left. */
+static amp_result ampi_adapt_drop(const amp_adapt *m, const ampi_adapt_layer *l) {
+    if (l->fixed || l->name[0] == 0 || ampi_adapt_is_overridden(m, l)) return AMP_OK;
+    if (l->ups == 0 && l->rung + 1 == m->desc.n_ladder) return AMP_OK;
+    return amp_layer_override(m->amp, l->name, AMP_DTYPE_DEFAULT);
+}
+
+/* A weight that is used under two names has one record, but two dtypes: it stays in the ladder's last. */
+static amp_result ampi_adapt_tied(amp_adapt *m, ampi_adapt_layer *l) {
+    AMPI_TRY(ampi_adapt_drop(m, l));
+    l->rung = m->desc.n_ladder - 1;
+    l->fixed = 1;
+    ampi_log(m->amp, AMP_LOG_WARNING, 1311, "%s is used by layers of two names, one of them %s: it stays in %s",
+             l->param->name, l->name, amp_dtype_name(m->ladder[l->rung]));
+    return AMP_OK;
+}
+
+static amp_result ampi_adapt_interval(amp_adapt *m) {
+    int64_t i, seen = 0;
+    for (i = 0; i < m->n; i++) {
+        ampi_adapt_layer *l = &m->layers[i];
+        seen += (l->seen & AMPI_SEEN_PARTS) != 0 || l->fixed;
+        if (l->name[0] != 0 && ampi_adapt_is_overridden(m, l)) l->fixed = 1;
+        if (!l->fixed) AMPI_TRY(ampi_adapt_check(m, l));
+    }
+    m->moved = 0;
+    if (seen == 0 && !m->warned) {
+        m->warned = 1;
+        ampi_log(m->amp, AMP_LOG_WARNING, 1310,
+                 "no evidence about any layer in %lld steps: none ran outside of a captured graph, so none moves",
+                 (long long)m->desc.interval);
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_adapt_step(amp_adapt *m) {
+    int64_t i;
+    AMPI_TRY(ampi_need_object("amp_adapt_step", m, "adapt"));
+    AMPI_TRY(ampi_may_wait(m->amp));
+    if (ampi_trials(m->amp, 0) > 0)
+        return ampi_fail(AMP_ERR_STATE, "amp_adapt_step",
+                         "inside amp_verify, amp_gradcheck or amp_tune, whose steps are trials: call it after training "
+                         "steps only");
+    if (!m->frozen) {
+        for (i = 0; i < m->n; i++) {
+            ampi_adapt_layer *l = &m->layers[i];
+            if (!l->fixed && (l->seen & AMPI_SEEN_TIED)) AMPI_TRY(ampi_adapt_tied(m, l));
+            if (!l->fixed && l->rung + 1 < m->desc.n_ladder && ampi_adapt_worst(&l->here) > m->desc.budget)
+                AMPI_TRY(ampi_adapt_move(m, l, l->rung + 1));
+        }
+        if ((m->steps + 1) % m->desc.interval == 0) AMPI_TRY(ampi_adapt_interval(m));
+    }
+    m->steps++;
+    return AMP_OK;
+}
+AMP_API amp_result amp_adapt_step(amp_adapt *adapt) { return ampi_as("amp_adapt_step", ampi_adapt_step(adapt)); }
+
+AMP_API int32_t amp_adapt_next(amp_adapt *adapt, amp_adapt_record *out) {
+    if (adapt == NULL || out == NULL || ampi_is_stopped(&adapt->object) || adapt->n_records == 0) return 0;
+    *out = adapt->records[adapt->first_record++ % adapt->most_records];
+    adapt->n_records--;
+    return 1;
+}
+
+AMP_API amp_result amp_adapt_layer(const amp_adapt *adapt, int64_t i, amp_adapt_record *out) {
+    const ampi_adapt_layer *l;
+    amp_dtype now;
+    AMPI_TRY(ampi_need("amp_adapt_layer", out != NULL, "out"));
+    AMPI_TRY(ampi_need_object("amp_adapt_layer", adapt, "adapt"));
+    if (i < 0 || i >= adapt->n)
+        return ampi_fail(AMP_ERR_RANGE, "amp_adapt_layer", "i = %lld, must be 0 to %lld", (long long)i,
+                         (long long)adapt->n - 1);
+    l = &adapt->layers[i];
+    now = adapt->ladder[l->rung];
+    ampi_adapt_describe(adapt, l, &l->last, now, now, adapt->ladder[AMPI_MAX(l->rung - 1, (int64_t)0)], out);
+    if (l->fixed && l->name[0] != 0 && ampi_layer_dtype(adapt->amp, l->name) != AMP_DTYPE_DEFAULT)
+        out->from = out->to = ampi_layer_dtype(adapt->amp, l->name);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_adapt_freeze(amp_adapt *adapt, int32_t frozen) {
+    int64_t i;
+    AMPI_TRY(ampi_need_object("amp_adapt_freeze", adapt, "adapt"));
+    if (frozen != 0 && frozen != 1)
+        return ampi_fail(AMP_ERR_RANGE, "amp_adapt_freeze", "frozen = %d, must be 0 or 1", frozen);
+    for (i = 0; i < adapt->n && frozen != adapt->frozen; i++) {
+        adapt->layers[i].passes = 0;
+        ampi_adapt_begin(&adapt->layers[i]);
+    }
+    adapt->frozen = frozen;
+    return AMP_OK;
+}
+
+/* ---- Creation */
+
+/* 1: the device computes in it; native 1: not emulated. */
+static int ampi_adapt_has(const amp_context *amp, amp_dtype dtype, int native) {
+    amp_choice choice;
+    return ampi_choose_here(amp, dtype, AMP_DTYPE_DEFAULT, &choice) == AMP_OK && choice.dtype == dtype &&
+           !(native && choice.emulated);
+}
+
+/* fp8 where the device has it; bf16, or fp16 where it has only that; the context's dtype. */
+static int64_t ampi_adapt_default_ladder(const amp_context *amp, amp_dtype last, amp_dtype ladder[AMPI_RUNGS]) {
+    amp_dtype middle = ampi_adapt_has(amp, AMP_BF16, 0) ? AMP_BF16 : AMP_F16;
+    int64_t n = 0;
+    if (ampi_adapt_rank(last) > 0 && ampi_adapt_has(amp, AMP_FP8, 1)) ladder[n++] = AMP_FP8;
+    if (ampi_adapt_rank(last) > 1) ladder[n++] = middle;
+    ladder[n++] = last;
+    return n;
+}
+
+static amp_result ampi_adapt_ladder(const amp_context *amp, amp_adapt *m) {
+    static const char f[] = "amp_adapt_create";
+    amp_dtype last = ampi_settings(amp)->autocast_dtype;
+    int64_t i;
+    if (m->desc.ladder == NULL) m->desc.n_ladder = ampi_adapt_default_ladder(amp, last, m->ladder);
+    if (m->desc.n_ladder < 2 || m->desc.n_ladder > AMPI_RUNGS)
+        return ampi_fail(AMP_ERR_RANGE, f, m->desc.ladder ? ".n_ladder = %lld, must be 2 or 3" :
+                         ".ladder has %lld dtype: no dtype lower than the context's is available",
+                         (long long)m->desc.n_ladder);
+    if (m->desc.ladder != NULL) memcpy(m->ladder, m->desc.ladder, (size_t)m->desc.n_ladder * sizeof *m->ladder);
+    m->desc.ladder = m->ladder;
+    for (i = 0; i < m->desc.n_ladder; i++) {
+        int rank = ampi_adapt_rank(m->ladder[i]);
+        if (rank < 0 || (i > 0 && rank <= ampi_adapt_rank(m->ladder[i - 1])))
+            return ampi_fail(AMP_ERR_DTYPE, f, ".ladder[%lld] = %s, must be fp8, then fp16 or bf16, then tf32 or fp32",
+                             (long long)i, amp_dtype_name(m->ladder[i]));
+        if (!ampi_adapt_has(amp, m->ladder[i], 0))
+            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".ladder[%lld] = %s, which %.64s lacks", (long long)i,
+                             amp_dtype_name(m->ladder[i]), amp->machine.device.name);
+    }
+    if (m->ladder[m->desc.n_ladder - 1] == last) return AMP_OK;
+    return ampi_fail(AMP_ERR_CONFLICT, f, ".ladder ends in %s, but the context computes in %s: open it with that dtype",
+                     amp_dtype_name(m->ladder[m->desc.n_ladder - 1]), amp_dtype_name(last));
+}
+
+static amp_result ampi_adapt_refusals(const amp_context *amp, const amp_adapt_desc *d) {
+    static const char f[] = "amp_adapt_create";
+    AMPI_TRY(ampi_need(f, d->params != NULL, ".params"));
+    if (d->n_params < 1)
+        return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
+    AMPI_TRY(ampi_check_reserved(f, d->reserved));
+    AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
+    AMPI_TRY(ampi_may_wait(amp));
+    if (ampi_observing(amp) != NULL)
+        return ampi_fail(AMP_ERR_STATE, f, "this context has one already: destroy that first");
+    if (ampi_settings(amp)->level == AMP_LEVEL_O0 || ampi_settings(amp)->disable)
+        return ampi_fail(AMP_ERR_CONFLICT, f, "%s, where overrides of layers have no effect",
+                         ampi_settings(amp)->disable ? "the context is disabled" : "the context is at level O0");
+    if (ampi_world(amp) > 1)
+        return ampi_fail(AMP_ERR_CONFLICT, f, "the context has %d ranks, which would decide differently: adapt on one, "
+                         "and give every rank its layers (amp_adapt_text)", ampi_world(amp));
+    if (d->scaler != NULL && d->scaler->amp != amp)
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context");
+    return AMP_OK;
+}
+
+/* The matrices among the parameters. */
+static amp_result ampi_adapt_fill(amp_adapt *m) {
+    const amp_adapt_desc *d = &m->desc;
+    const amp_system *s = ampi_context_system(m->amp);
+    int64_t i, n = 0;
+    for (i = 0; i < d->n_params; i++) {
+        const amp_param *p = &d->params[i];
+        if (p->id == 0 || !ampi_is_known(m->amp, p))
+            return ampi_fail(AMP_ERR_STATE, "amp_adapt_create", "parameter %lld is not registered with this context",
+                             (long long)i);
+        n += p->weight.ndim == 2;
+    }
+    if (n == 0) return ampi_fail(AMP_ERR_SHAPE, "amp_adapt_create", "none of .params is a matrix");
+    AMPI_TRY(ampi_alloc(s, "amp_adapt_create", (void **)&m->layers, n, sizeof *m->layers));
+    m->n = n;
+    AMPI_TRY(ampi_alloc(s, "amp_adapt_create", (void **)&m->records, n + 64, sizeof *m->records));
+    m->most_records = n + 64;
+    for (i = n = 0; i < d->n_params; i++) {
+        if (d->params[i].weight.ndim != 2) continue;
+        m->layers[n].param = &d->params[i];
+        m->layers[n++].rung = d->n_ladder - 1;
+    }
+    if (d->changes == 0) m->desc.changes = (int32_t)AMPI_MIN((n + 2) / 3, (int64_t)INT32_MAX);
+    return AMP_OK;
+}
+
+static amp_result ampi_adapt_create(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
+    static const char f[] = "amp_adapt_create";
+    amp_result result;
+    amp_adapt *m, made;
+    ampi_fp host;
+    if (out != NULL) *out = NULL;
+    AMPI_TRY(ampi_need(f, amp && out && desc, "amp, out or desc"));
+    memset(&made, 0, sizeof made);
+    made.desc = *desc;
+    AMPI_TRY(ampi_adapt_refusals(amp, desc));
+    AMPI_TRY(ampi_fields(f, ampi_adapt_fields, sizeof ampi_adapt_fields, &made.desc));
+    AMPI_TRY(ampi_adapt_ladder(amp, &made));
+    if (made.desc.budget < 0) made.desc.budget = 0;
+    else if (made.desc.budget <= 0) made.desc.budget = made.ladder[0] == AMP_FP8 ? 0.25 : 0.1;
+    AMPI_TRY(ampi_object_create(amp, f, (void **)&m, sizeof *m, "adapt", ampi_adapt_stop));
+    made.object = m->object;
+    *m = made;
+    m->amp = amp;
+    m->desc.ladder = m->ladder;
+    if (desc->scaler != NULL) ampi_object_hold(&desc->scaler->object);
+    host = ampi_fp_begin();
+    m->fitting = m->desc.budget * m->desc.hysteresis;
+    ampi_fp_end(host);
+    result = ampi_adapt_fill(m);
+    if (result != AMP_OK) { amp_adapt_destroy(m); return result; }
+    ampi_observe(amp, ampi_adapt_see, m);
+    ampi_object_enlist(&m->object, m->layers[0].param->name);
+    *out = m;
+    return AMP_OK;
+}
+AMP_API amp_result amp_adapt_create(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
+    return ampi_as("amp_adapt_create", ampi_adapt_create(amp, out, desc));
+}
+AMP_API amp_result amp_adapt_query(const amp_adapt *adapt, amp_adapt_desc *out) {
+    AMPI_TRY(ampi_need("amp_adapt_query", out != NULL, "out"));
+    AMPI_TRY(ampi_need_object("amp_adapt_query", adapt, "adapt"));
+    *out = adapt->desc;
+    return AMP_OK;
+}
+
+/* ---- Texts */
+
+/* The dtype that a layer computes in, and whether it is known. */
+static int ampi_adapt_now(const amp_adapt *m, const ampi_adapt_layer *l, amp_dtype *out) {
+    amp_dtype theirs = l->name[0] != 0 ? ampi_layer_dtype(m->amp, l->name) : AMP_DTYPE_DEFAULT;
+    *out = theirs != AMP_DTYPE_DEFAULT ? theirs : m->ladder[l->rung];
+    return l->name[0] != 0;
+}
+
+static void ampi_adapt_figure(ampi_sheet *s, double error) {
+    if (error < AMPI_DBL_MAX) ampi_print(s, "%10.3g ", error);
+    else ampi_print(s, "%10s ", "not finite");
+}
+
+static void ampi_adapt_table(const amp_adapt *m, ampi_sheet *s) {
+    double low = 0, all = 0;
+    amp_adapt_record r;
+    int64_t i;
+    ampi_print(s, "# %-38s %-8s %10s %10s %9s %9s %10s\n", "layer", "computes", "output", "gradients", "underflow",
+               "overflow", "largest");
+    for (i = 0; i < m->n; i++) {
+        const ampi_adapt_layer *l = &m->layers[i];
+        amp_dtype now;
+        if (!ampi_adapt_now(m, l, &now)) continue;
+        ampi_adapt_describe(m, l, &l->last, now, now, now, &r);
+        all += r.multiply_adds;
+        if (now != m->ladder[m->desc.n_ladder - 1]) low += r.multiply_adds;
+        ampi_print(s, "# %-38s %-8s ", r.layer, amp_dtype_name(now));
+        ampi_adapt_figure(s, r.output_error);
+        ampi_adapt_figure(s, r.gradient_error);
+        ampi_print(s, "%9.3g %9.3g %10.3g%s\n", r.underflow, r.overflow, (double)r.largest,
+                   l->fixed ? "  (overridden)" : "");
+    }
+    ampi_print(s, "# %.1f%% of their multiply-adds below %s\n", all > 0 ? 100 * low / all : 0,
+               amp_dtype_name(m->ladder[m->desc.n_ladder - 1]));
+}
+
+/* Adds a layer that computes in another dtype than the context; 0: a file of settings cannot have it. */
+static int ampi_adapt_list(const amp_adapt *m, const ampi_adapt_layer *l, ampi_sheet *layers, size_t size) {
+    amp_dtype now, of = ampi_settings(m->amp)->autocast_dtype;
+    if (!ampi_adapt_now(m, l, &now) || now == of) return 1;
+    if (!ampi_layers_may_name(l->name, "*?, #")) return 0;
+    ampi_print(layers, "%s%s %s", layers->used > 0 ? ", " : "", l->name, amp_dtype_name(now));
+    return layers->used < size;
+}
+
+AMP_API size_t amp_adapt_text(const amp_adapt *adapt, char *text, size_t size) {
+    ampi_sheet s = ampi_sheet_of(text, size), list;
+    char layers[sizeof((amp_settings *)0)->layers] = "";
+    const char *wrong = NULL;
+    int64_t i;
+    if (adapt == NULL || ampi_is_stopped(&adapt->object)) return 0;
+    ampi_print(&s, "# precision by layer after %lld steps, budget %g\n", (long long)adapt->steps, adapt->desc.budget);
+    ampi_adapt_table(adapt, &s);
+    ampi_print(&s, "dtype = %s\n", amp_dtype_name(ampi_settings(adapt->amp)->autocast_dtype));
+    list = ampi_sheet_of(layers, sizeof layers);
+    for (i = 0; i < adapt->n && wrong == NULL; i++)
+        if (!ampi_adapt_list(adapt, &adapt->layers[i], &list, sizeof layers))
+            wrong = list.used < sizeof layers ? "a character is one that a setting cannot have" : "it becomes too long";
+    if (wrong == NULL) ampi_print(&s, "layers = %s\n", layers[0] != 0 ? layers : "none");
+    else {
+        ampi_print(&s, "# \"layers\" is left out: at %s %s\n", adapt->layers[i - 1].name, wrong);
+        ampi_log(adapt->amp, AMP_LOG_WARNING, 1312, "amp_adapt_text leaves out the setting \"layers\": at %s %s",
+                 adapt->layers[i - 1].name, wrong);
+    }
+    return s.used;
+}
+
+#if !defined(AMP_NO_WATCH)
+static void ampi_adapt_number(ampi_sheet *s, const char *key, double value) {
+    if (value < AMPI_DBL_MAX) ampi_json_number(s, key, value);
+    else ampi_json_null(s, key);
+}
+
+AMP_API size_t amp_adapt_json(const amp_adapt_record *record, char *text, size_t size) {
+    ampi_sheet s = ampi_sheet_of(text, size);
+    if (record == NULL) return 0;
+    ampi_json_open(&s, NULL);
+    ampi_json_text(&s, "event", "precision");
+    ampi_json_integer(&s, "step", record->step);
+    ampi_json_text(&s, "layer", record->layer);
+    ampi_json_text(&s, "from", amp_dtype_name(record->from));
+    ampi_json_text(&s, "to", amp_dtype_name(record->to));
+    ampi_adapt_number(&s, "output_error", record->output_error);
+    ampi_adapt_number(&s, "gradient_error", record->gradient_error);
+    ampi_json_number(&s, "underflow", record->underflow);
+    ampi_json_number(&s, "overflow", record->overflow);
+    ampi_json_number(&s, "largest", (double)record->largest);
+    ampi_json_close(&s);
+    return s.used;
+}
+#endif
+
+/* ---- Saving */
+
+/* Numbers of all layers in a state: what model they are of, counts, evidence, names. */
+typedef struct ampi_saved_layers { int64_t *shape, *counts; double *reals; char *names; int64_t n; } ampi_saved_layers;
+typedef struct ampi_saved_adapt { int64_t layers, steps, moved, frozen, rungs, ladder[AMPI_RUNGS]; } ampi_saved_adapt;
+
+#define AMPI_OF_ADAPT(member, most) AMPI_SAVED("adapt", AMP_I64, ampi_saved_adapt, member, AMPI_I64, 0, most)
+static const ampi_saved ampi_adapt_saved[] = {
+    AMPI_OF_ADAPT(layers, AMPI_COUNT_MOST),  AMPI_OF_ADAPT(steps, AMPI_COUNT_MOST),
+    AMPI_OF_ADAPT(moved, AMPI_COUNT_MOST),   AMPI_OF_ADAPT(frozen, 1),
+    AMPI_OF_ADAPT(rungs, AMPI_RUNGS),        AMPI_OF_ADAPT(ladder[0], AMPI_DTYPES),
+    AMPI_OF_ADAPT(ladder[1], AMPI_DTYPES),   AMPI_OF_ADAPT(ladder[2], AMPI_DTYPES)
+};
+
+static ampi_saved_adapt ampi_adapt_numbers(const amp_adapt *m) {
+    ampi_saved_adapt s;
+    int i;
+    s.layers = m->n; s.steps = m->steps; s.moved = m->moved; s.frozen = m->frozen; s.rungs = m->desc.n_ladder;
+    for (i = 0; i < AMPI_RUNGS; i++) s.ladder[i] = m->ladder[i];
+    return s;
+}
+
+static void ampi_saved_layers_free(const amp_system *system, ampi_saved_layers *s) {
+    ampi_free(system, s->shape, s->n, AMPI_ADAPT_SHAPE * sizeof *s->shape);
+    ampi_free(system, s->counts, s->n, AMPI_ADAPT_COUNTS * sizeof *s->counts);
+    ampi_free(system, s->reals, s->n, AMPI_ADAPT_REALS * sizeof *s->reals);
+    ampi_free(system, s->names, s->n, sizeof((ampi_adapt_layer *)0)->name);
+}
+static amp_result ampi_saved_layers_alloc(const amp_system *system, const char *f, ampi_saved_layers *s) {
+    AMPI_TRY(ampi_alloc(system, f, (void **)&s->shape, s->n, AMPI_ADAPT_SHAPE * sizeof *s->shape));
+    AMPI_TRY(ampi_alloc(system, f, (void **)&s->counts, s->n, AMPI_ADAPT_COUNTS * sizeof *s->counts));
+    AMPI_TRY(ampi_alloc(system, f, (void **)&s->reals, s->n, AMPI_ADAPT_REALS * sizeof *s->reals));
+    return ampi_alloc(system, f, (void **)&s->names, s->n, sizeof((ampi_adapt_layer *)0)->name);
+}
+
+static void ampi_adapt_shape(const ampi_adapt_layer *l, int64_t shape[AMPI_ADAPT_SHAPE]) {
+    shape[0] = (int64_t)(ampi_text_hash(l->param->name) >> 1);
+    shape[1] = l->param->weight.shape[0];
+    shape[2] = l->param->weight.shape[1];
+}
+
+/* Copies the layers' numbers out (to 0) or in. */
+static void ampi_adapt_exchange(amp_adapt *m, ampi_saved_layers *s, int in) {
+    int64_t i;
+    for (i = 0; i < m->n; i++) {
+        ampi_adapt_layer *l = &m->layers[i];
+        int64_t *counts = s->counts + i * AMPI_ADAPT_COUNTS;
+        double *reals = s->reals + i * AMPI_ADAPT_REALS;
+        char *name = s->names + i * (int64_t)sizeof l->name;
+        memcpy(in ? (void *)&l->rung : counts, in ? counts : (void *)&l->rung, AMPI_ADAPT_COUNTS * sizeof *counts);
+        memcpy(in ? (void *)&l->below : reals, in ? reals : (void *)&l->below, AMPI_ADAPT_REALS * sizeof *reals);
+        memcpy(in ? l->name : name, in ? name : l->name, sizeof l->name);
+        if (!in) ampi_adapt_shape(l, s->shape + i * AMPI_ADAPT_SHAPE);
+    }
+}
+
+static amp_result ampi_adapt_put(const amp_adapt *m, amp_state *state, const char *prefix, ampi_saved_layers *s) {
+    const char *f = "amp_adapt_save";
+    ampi_saved_adapt numbers = ampi_adapt_numbers(m);
+    AMPI_TRY(ampi_saved_walk(f, state, NULL, prefix, ampi_adapt_saved, sizeof ampi_adapt_saved, &numbers,
+                             sizeof numbers, 1));
+    AMPI_TRY(ampi_saved_layers_alloc(&state->system, f, s));
+    ampi_adapt_exchange((amp_adapt *)(uintptr_t)m, s, 0);
+    AMPI_TRY(ampi_put(state, prefix, "model", -1, AMP_I64, s->shape, m->n * AMPI_ADAPT_SHAPE));
+    AMPI_TRY(ampi_put(state, prefix, "layers", -1, AMP_I64, s->counts, m->n * AMPI_ADAPT_COUNTS));
+    AMPI_TRY(ampi_put(state, prefix, "evidence", -1, AMP_F64, s->reals, m->n * AMPI_ADAPT_REALS));
+    return ampi_put(state, prefix, "names", -1, AMP_U8, s->names, m->n * (int64_t)sizeof m->layers->name);
+}
+
+AMP_API amp_result amp_adapt_save(const amp_adapt *adapt, amp_state *state, const char *prefix) {
+    const char *f = "amp_adapt_save";
+    ampi_saved_layers s;
+    amp_state *own;
+    amp_result result;
+    AMPI_TRY(ampi_need(f, adapt && state && prefix, "adapt, state or prefix"));
+    AMPI_TRY(ampi_alive(&adapt->object, f));
+    AMPI_TRY(ampi_as(f, amp_state_create(&own, &state->system)));
+    memset(&s, 0, sizeof s);
+    s.n = adapt->n;
+    result = ampi_adapt_put(adapt, own, prefix, &s);
+    ampi_saved_layers_free(&own->system, &s);
+    return ampi_state_take(state, own, result, f);
+}
+
+/* The saved numbers of layer i are possible. */
+static int ampi_adapt_is_possible(const amp_adapt *m, const ampi_saved_layers *s, int64_t i) {
+    static const int64_t most[AMPI_ADAPT_COUNTS] = {AMPI_RUNGS, (int64_t)1 << 40, AMPI_ADAPT_MOST_UPS, 1, 31, INT64_MAX,
+                                                    INT64_MAX};
+    const int64_t *counts = s->counts + i * AMPI_ADAPT_COUNTS;
+    const double *reals = s->reals + i * AMPI_ADAPT_REALS;
+    const char *name = s->names + i * (int64_t)sizeof m->layers->name;
+    int k;
+    for (k = 0; k < AMPI_ADAPT_COUNTS; k++) if (counts[k] < 0 || counts[k] > most[k]) return 0;
+    for (k = 0; k < AMPI_ADAPT_REALS; k++) if (!amp_is_finite_f64(&reals[k]) || !(reals[k] >= 0)) return 0;
+    if (memchr(name, 0, sizeof m->layers->name) == NULL || counts[0] >= m->desc.n_ladder) return 0;
+    return name[0] != 0 ? counts[3] || strpbrk(name, "*?") == NULL : counts[0] + 1 == m->desc.n_ladder;
+}
+
+static amp_result ampi_adapt_get(const amp_adapt *m, const amp_state *state, const char *prefix, ampi_saved_layers *s) {
+    const char *f = "amp_adapt_load";
+    int64_t shape[AMPI_ADAPT_SHAPE], i;
+    AMPI_TRY(ampi_saved_layers_alloc(ampi_context_system(m->amp), f, s));
+    AMPI_TRY(ampi_get(state, prefix, "model", -1, AMP_I64, s->shape, m->n * AMPI_ADAPT_SHAPE));
+    AMPI_TRY(ampi_get(state, prefix, "layers", -1, AMP_I64, s->counts, m->n * AMPI_ADAPT_COUNTS));
+    AMPI_TRY(ampi_get(state, prefix, "evidence", -1, AMP_F64, s->reals, m->n * AMPI_ADAPT_REALS));
+    AMPI_TRY(ampi_get(state, prefix, "names", -1, AMP_U8, s->names, m->n * (int64_t)sizeof m->layers->name));
+    for (i = 0; i < m->n; i++) {
+        const amp_param *p = m->layers[i].param;
+        ampi_adapt_shape(&m->layers[i], shape);
+        if (memcmp(shape, s->shape + i * AMPI_ADAPT_SHAPE, sizeof shape) != 0)
+            return ampi_fail(AMP_ERR_MISMATCH, f,
+                             "matrix %lld was saved from another model; here it is %s [%lld, %lld]", (long long)i,
+                             p->name, (long long)shape[1], (long long)shape[2]);
+        if (!ampi_adapt_is_possible(m, s, i))
+            return ampi_fail(AMP_ERR_MISMATCH, f, "the record of %s is corrupt", p->name);
+    }
+    return AMP_OK;
+}
+
+/* Overrides of layers as the object has them: those that others have named by now hold, and no longer those that
+   only the saved run's program had.  Their memory was reserved. */
+static amp_result ampi_adapt_override(amp_adapt *m) {
+    int64_t i;
+    for (i = 0; i < m->n; i++) {
+        ampi_adapt_layer *l = &m->layers[i];
+        int theirs = ampi_layer_dtype(m->amp, l->name) != AMP_DTYPE_DEFAULT, was = (int)l->fixed;
+        if (l->name[0] == 0 || (l->seen & AMPI_SEEN_TIED) || strpbrk(l->name, "*?") != NULL) continue;
+        if (was && strlen(l->name) + 1 == sizeof l->name) continue;     /* perhaps cut off */
+        l->fixed = theirs;
+        if (was && !theirs) {
+            l->rung = m->desc.n_ladder - 1;
+            l->passes = l->ups = 0;
+            ampi_adapt_begin(l);
+        }
+        if (!l->fixed && ampi_adapt_is_overridden(m, l))
+            AMPI_TRY(amp_layer_override(m->amp, l->name, m->ladder[l->rung]));
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_adapt_load(amp_adapt *m, const amp_state *state, const char *prefix, ampi_saved_layers *s) {
+    const char *f = "amp_adapt_load";
+    int64_t i;
+    ampi_saved_adapt numbers, mine = ampi_adapt_numbers(m);
+    amp_result result = ampi_saved_walk(f, NULL, state, prefix, ampi_adapt_saved, sizeof ampi_adapt_saved, &numbers,
+                                        sizeof numbers, 1);
+    if (result == AMP_ERR_RANGE)
+        return ampi_fail(AMP_ERR_MISMATCH, f, "%s.adapt was not saved by an amp_adapt", prefix);
+    AMPI_TRY(result);
+    if (numbers.rungs != mine.rungs || memcmp(numbers.ladder, mine.ladder, sizeof mine.ladder) != 0)
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved with another ladder (%lld dtypes from %s)",
+                         (long long)numbers.rungs, amp_dtype_name((amp_dtype)numbers.ladder[0]));
+    if (numbers.layers != m->n)
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved from another model: %lld matrices, here %lld",
+                         (long long)numbers.layers, (long long)m->n);
+    AMPI_TRY(ampi_adapt_get(m, state, prefix, s));
+    AMPI_TRY(ampi_layers_reserve(m->amp, f, m->n + 1));
+    for (i = 0; i < m->n; i++) AMPI_TRY(ampi_adapt_drop(m, &m->layers[i]));
+    ampi_adapt_exchange(m, s, 1);
+    m->steps = numbers.steps;
+    m->moved = numbers.moved;
+    m->frozen = (int32_t)numbers.frozen;
+    m->n_records = 0;
+    return ampi_adapt_override(m);
+}
+
+AMP_API amp_result amp_adapt_load(amp_adapt *adapt, const amp_state *state, const char *prefix) {
+    const char *f = "amp_adapt_load";
+    char key[AMPI_STATE_KEY];
+    ampi_saved_layers s;
+    amp_result result;
+    AMPI_TRY(ampi_need(f, adapt && state && prefix, "adapt, state or prefix"));
+    AMPI_TRY(ampi_key(f, key, prefix, "adapt", -1));
+    AMPI_TRY(ampi_alive(&adapt->object, f));
+    memset(&s, 0, sizeof s);
+    s.n = adapt->n;
+    result = ampi_as(f, ampi_adapt_load(adapt, state, prefix, &s));
+    ampi_saved_layers_free(ampi_context_system(adapt->amp), &s);
+    return result;
 }
 
 /* ---- Recover.  Records arrive some steps late, so a new snapshot is only a candidate until a later step has been
@@ -22779,7 +28543,7 @@ static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
 static amp_result ampi_mitigate_dtype(const amp_recovery *r, amp_dtype dtype) {
     amp_scaler *scaler = ampi_enabled(r->desc.scaler);
     amp_scaler_desc d;
-    AMPI_TRY(amp_set_dtype(r->amp, dtype));
+    AMPI_TRY(ampi_set_dtype(r->amp, dtype, 0));
     if (scaler == NULL || ampi_dtype(r->amp) == AMP_F16) return AMP_OK;
     d = scaler->desc;
     d.disable = 1;
@@ -25524,6 +31288,53 @@ static void AMPI_V(ampi_add_row)(const float *a, float alpha, const float *b, fl
     }
 }
 
+static void AMPI_V(ampi_magnitudes_row)(uint32_t *most, const float *x, int64_t n) {
+    float *to = (float *)(void *)most;
+    int64_t i;
+    for (i = 0; i < n; i += AMPI_W) {
+        ampi_vf had = AMPI_V(ampi_load_upto)(to + i, n - i);
+        ampi_vi v = (ampi_vi)AMPI_V(ampi_load_upto)(x + i, n - i) & INT32_MAX;
+        AMPI_V(ampi_store_upto)(to + i, AMPI_V(ampi_select)((ampi_vi)(v > (ampi_vi)had), (ampi_vf)v, had), n - i);
+    }
+}
+
+/* Adding and subtracting a power of two whose last bit is the format's rounds to it. */
+static void AMPI_V(ampi_fp8_row)(const float *x, const float *scale, const float *inverse, float *y, int64_t n,
+                                 amp_dtype format, amp_k_fp8_count *count) {
+    int32_t m = format == AMP_E4M3 ? 3 : 2, infinity = 0x7f800000;
+    ampi_vi least = AMPI_V(ampi_splat_int)((format == AMP_E4M3 ? 121 : 113) << 23),
+            largest = AMPI_V(ampi_splat_int)(format == AMP_E4M3 ? 0x43e00000 : 0x47600000),
+            cap = AMPI_V(ampi_splat_int)(144 << 23), zero = {0}, saturated = zero, underflowed = zero, bad = zero;
+    int64_t i;
+    int lane;
+    for (i = 0; i < n; i += AMPI_W) {
+        ampi_vf v = AMPI_V(ampi_load_upto)(x + i, n - i), unit, r;
+        ampi_vi from = (ampi_vi)v & INT32_MAX, special, over, exponent, q,
+                at = (ampi_vi)AMPI_V(ampi_keep)(v * AMPI_V(ampi_load_upto)(scale + i, n - i)) & INT32_MAX;
+        special = (ampi_vi)(from >= infinity) | (ampi_vi)(at > infinity);
+        at = (ampi_vi)AMPI_V(ampi_select)((ampi_vi)(at > cap), (ampi_vf)cap, (ampi_vf)at);
+        exponent = at & infinity;
+        exponent = (ampi_vi)AMPI_V(ampi_select)((ampi_vi)(exponent > least), (ampi_vf)exponent, (ampi_vf)least);
+        unit = (ampi_vf)(exponent + ((23 - m) << 23));
+        r = AMPI_V(ampi_keep)(AMPI_V(ampi_keep)((ampi_vf)at + unit) - unit);
+        over = (ampi_vi)((ampi_vi)r > largest);
+        q = (ampi_vi)AMPI_V(ampi_select)(over, (ampi_vf)largest, r);
+        saturated -= over & ~special;
+        underflowed -= (ampi_vi)(q == 0) & (ampi_vi)(from != 0) & ~special;
+        bad -= special;
+        /* an infinity that the format has, or NaN */
+        at = (ampi_vi)(from == infinity) & (m == 3 ? 0 : -1);
+        q = (q & ~special) | (special & (infinity | (~at & 0x400000))) | ((ampi_vi)v & INT32_MIN);
+        AMPI_V(ampi_store_upto)(y + i, (ampi_vf)q * AMPI_V(ampi_load_upto)(inverse + i, n - i), n - i);
+    }
+    for (lane = 0; lane < AMPI_W; lane++) {
+        count->saturated += saturated[lane];
+        count->underflowed += underflowed[lane];
+        count->nonfinite += bad[lane];
+    }
+    count->values += n;
+}
+
 static void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, uint32_t threshold, float scale,
                                      uint64_t seed, uint64_t index) {
     uint32_t words[256];
@@ -25589,7 +31400,9 @@ __extension__ static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
     .scale_shift = AMPI_V(ampi_scale_shift_row),
     .add = AMPI_V(ampi_add_row),
     .dropout = AMPI_V(ampi_dropout_row),
-    .rope = AMPI_V(ampi_rope_turn)};
+    .rope = AMPI_V(ampi_rope_turn),
+    .magnitudes = AMPI_V(ampi_magnitudes_row),
+    .fp8 = AMPI_V(ampi_fp8_row)};
 
 /* ---- Multi-tensor kernels. */
 
@@ -25812,6 +31625,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        .gemm_always, .skip_warning; a NULL scaler means a scale of 1.  Ranges of a set that share memory are refused;
        ranges without a count, products outside regions of a 16-bit context and endless skips at the floor give
        warnings; an empty variable AMP_... is not set.
+       AMP_FP8: linear layers in fp8, by .fp8 of amp_desc or the fp8_... settings (amp_fp8_recipe); amp_fp8_stats_get,
+       amp_fp8_save and _load; "fp8" lines of monitors.  Backends: .quantizes, amp_k_gemm.fp8, amp_k_pack.fp8,
+       .fp8_update.
        amp_gemm_f64; saturate_inputs; amp_status.new_inf: where fp16 made operands infinite.  Declarations compile as
        C90 and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
        amp_grad_stats.first_bad_element.  examples/adopt/cblas.h is compiled once, as cblas.c; without AMP_... a program
@@ -25832,8 +31648,10 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        On GPUs, optimizers write the 16-bit copies of fp32 weights in their own pass: steady and captured steps cast no
        weight.  Call amp_param_changed for weights that you change yourself, also between launches.  amp_norm_op.dx_low.
        amp_rope and amp_linear_cross_entropy (operators' names now), AMP_LION.  An optimizer refuses fields that its
-       kind does not read.  AMP_NO_CARE and AMP_NO_WATCH.  A thread that never chose a GPU stays on the
-       context's after a call.
+       kind does not read.  amp_schedule_lr, amp_loader_desc.tensors, amp_tensor_stats_row.norm and .zero,
+       amp_tensor_stats_find, amp_adapt_create and the setting layers.  AMP_NO_CARE and AMP_NO_WATCH.  A thread that
+       never chose a GPU stays on the context's after a call.
+       AMP_MOMENTS_8BIT, a setting too (moments = 8bit); .reserved of amp_param is .embedding.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

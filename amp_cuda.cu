@@ -121,9 +121,16 @@ struct ampc_features {
     size_t shared_limit;            /* bytes of shared memory per block */
     size_t workspace;               /* bytes per product, as cuBLAS itself takes */
     bool bf16, fp8;                 /* in products; bf16: TF32 too */
+    bool fp8_blocks, fp8_mx;        /* cuBLASLt multiplies fp8 with scales of blocks; of 32 values */
     bool tensor_cores;              /* used by kernels of this file, which are empty elsewhere */
 };
 enum { AMPC_LEAST = 75, AMPC_TENSOR_CORES_FROM = 80 };
+/* 1: this toolkit's cuBLASLt has scales of blocks. */
+#if CUBLAS_VERSION >= 120900
+enum { AMPC_BLAS_MODES = 1 };
+#else
+enum { AMPC_BLAS_MODES = 0 };
+#endif
 
 /* One open context's GPU. */
 struct ampc_device {
@@ -466,6 +473,15 @@ __device__ __forceinline__ float ampc_fma(float a, float b, float c) {
 
 __device__ __forceinline__ bool ampc_finite(float x) { return (ampi_bits_f32(x) & 0x7f800000u) != 0x7f800000u; }
 
+/* x, hidden from the compiler, so that it does not keep values computed from it, such as each piece's address, in
+   registers. */
+template <class T> __device__ __forceinline__ T ampc_afresh(T x) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
 /* Calls run(ampc_type<T>()) with the storage type of a dtype. */
 template <class T> struct ampc_type { typedef T type; };
 template <class F> amp_result ampc_storage(ampc_device *dev, const char *kernel, amp_dtype dtype, F run) {
@@ -598,6 +614,36 @@ template <class T, int N> __device__ __forceinline__ void ampc_store_upto(T *p, 
     AMPC_UNROLL
     for (int i = 0; i < N; i++)
         if (i < n) ampc_put(p + i, x[i]);
+}
+
+template <int V> __device__ __forceinline__ uint4 ampc_piece_get(const void *p, amp_dtype dtype) {
+    if (V < 8 && dtype == AMP_F32) return ampc_get_piece<AMPC_KEEP, V < 8 ? 4 * V : 16>(p);
+    return ampc_get_piece<AMPC_KEEP, 2 * V>(p);
+}
+template <int V> __device__ __forceinline__ void ampc_piece_put(void *p, amp_dtype dtype, const uint4 &raw) {
+    if (V < 8 && dtype == AMP_F32) ampc_put_piece<AMPC_KEEP, V < 8 ? 4 * V : 16>(p, raw);
+    else ampc_put_piece<AMPC_KEEP, 2 * V>(p, raw);
+}
+
+/* The address of element `at` of a stored row.  I: int within a chunk, so that a thread keeps 32-bit offsets. */
+template <class I> __device__ __forceinline__ const void *ampc_within(const void *row, amp_dtype dtype, I at) {
+    return (const char *)row + at * (dtype == AMP_F32 ? 4 : 2);
+}
+template <class I> __device__ __forceinline__ void *ampc_within(void *row, amp_dtype dtype, I at) {
+    return (char *)row + at * (dtype == AMP_F32 ? 4 : 2);
+}
+
+/* Element i. */
+__device__ __forceinline__ uint4 ampc_raw(const void *p, amp_dtype dtype, int64_t i) {
+    return ampc_piece_get<1>(ampc_within(p, dtype, i), dtype);
+}
+__device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
+    float x;
+    ampc_widen<1>(ampc_raw(p, dtype, i), dtype, &x);
+    return x;
+}
+__device__ __forceinline__ void ampc_put_stored(void *p, amp_dtype dtype, int64_t i, float x) {
+    ampc_piece_put<1>(ampc_within(p, dtype, i), dtype, ampc_narrow<1>(&x, dtype));
 }
 
 /* The random words of a seed from `first` on; N is 1 or a multiple of 4. */
@@ -985,6 +1031,9 @@ amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     has->workspace = (size_t)(has->cc >= 90 ? 32 : 4) << 20;
     has->bf16 = has->cc >= 80;
     has->fp8 = has->cc >= 89;
+    /* cuBLAS manual, Narrow Precision Data Types Usage; since CUDA 12.9 and 12.8 */
+    has->fp8_blocks = has->cc == 90 && AMPC_BLAS_MODES && cublasLtGetVersion() >= 120900;
+    has->fp8_mx = has->cc >= 100 && AMPC_BLAS_MODES && cublasLtGetVersion() >= 120800;
     has->tensor_cores = has->cc >= AMPC_TENSOR_CORES_FROM && has->image >= AMPC_TENSOR_CORES_FROM;
     if (has->tensor_cores || has->cc < AMPC_TENSOR_CORES_FROM) return AMP_OK;
     snprintf(text, sizeof text,
@@ -1578,8 +1627,9 @@ template <class D, class S> __device__ __forceinline__ D ampc_convert_stochastic
     return y;
 }
 
-/* To E4M3 by an instruction, saturated and to nearest: from 8.9 on.  It drops a NaN's sign, amp.h keeps it. */
-__device__ __forceinline__ bool ampc_e4m3_units() {
+/* To 8 bits by an instruction, saturated and to nearest: from 8.9 on.  It drops a NaN's sign, amp.h keeps it, and in
+   E5M2 a NaN's payload too. */
+__device__ __forceinline__ bool ampc_fp8_units() {
 #if defined(__CUDA_ARCH__)
     return __CUDA_ARCH__ >= 890;
 #elif !defined(__CUDACC__)
@@ -1588,12 +1638,16 @@ __device__ __forceinline__ bool ampc_e4m3_units() {
     return false;
 #endif
 }
-__device__ __forceinline__ uint32_t ampc_e4m3_pair(uint32_t low, uint32_t high) {
+__device__ __forceinline__ uint32_t ampc_fp8_pair(uint32_t low, uint32_t high, bool e5m2) {
     uint16_t pair = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(__uint_as_float(high)), "f"(__uint_as_float(low)));
+    float x = __uint_as_float(low), y = __uint_as_float(high);
+    if (e5m2) asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
+    else asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
 #elif !defined(__CUDACC__)
-    pair = coc_cvt_e4m3x2(ampi_f32_of_bits(high), ampi_f32_of_bits(low));
+    pair = coc_cvt_fp8x2(ampi_f32_of_bits(high), ampi_f32_of_bits(low), e5m2);
+#else
+    (void)e5m2;
 #endif
     return pair | (low >> 24 & 0x80u) | (high >> 16 & 0x8000u);
 }
@@ -1602,10 +1656,10 @@ __device__ __forceinline__ uint32_t ampc_e4m3_pair(uint32_t low, uint32_t high) 
 template <class D, class S, int N>
 __device__ __forceinline__ bool ampc_convert_pairs(const S (&x)[N], D (&y)[N], int saturate) {
     if constexpr (ampc_is_e4m3((D *)NULL) && sizeof(S) < 8) {
-        if (saturate && ampc_e4m3_units()) {
+        if (saturate && ampc_fp8_units()) {
             AMPC_UNROLL
             for (int j = 0; j < N; j += 2) {
-                uint32_t pair = ampc_e4m3_pair(ampc_pattern(x[j]), ampc_pattern(x[j + 1]));
+                uint32_t pair = ampc_fp8_pair(ampc_pattern(x[j]), ampc_pattern(x[j + 1]), false);
                 y[j].bits = (uint8_t)pair, y[j + 1].bits = (uint8_t)(pair >> 8);
             }
             return true;
@@ -1645,10 +1699,11 @@ __device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, 
 }
 
 /* Blocks of 256 threads per multiprocessor, which holds 2048 threads; 1536 from 8.6 on except on 9.0 and 10.x; 1024 on
-   7.5 (CUDA Programming Guide, technical specifications per compute capability). */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
+   7.5 (CUDA Programming Guide, technical specifications per compute capability).  Code for 10.0 and later takes more
+   registers, and so has fewer blocks. */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || __CUDA_ARCH__ >= 1100)
 enum { AMPC_RESIDENT = 4 };
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ / 100 != 9 && __CUDA_ARCH__ / 100 != 10
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ / 100 != 9
 enum { AMPC_RESIDENT = 6 };
 #else
 enum { AMPC_RESIDENT = 8 };
@@ -1916,40 +1971,49 @@ template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)
     return squares;
 }
 
+/* W elements as they lie in memory: checks them, and multiplies them in place. */
+template <bool SUM, int W>
+__device__ __forceinline__ void ampc_check_lanes(uint4 &raw, amp_dtype dtype, float factor, double *sum, int *bad) {
+    float x[W];
+    ampc_widen<W>(raw, dtype, x);
+    if (SUM) {
+        AMPC_UNROLL
+        for (int k = 0; k < W; k++) *bad |= !ampc_finite(x[k]);
+        *sum += ampc_squares(x);
+    }
+    AMPC_UNROLL
+    for (int k = 0; k < W; k++) x[k] = ampc_mul(x[k], factor);
+    raw = ampc_narrow<W>(x, dtype);
+}
+
 /* n elements at p by the whole block; write 0: read only. */
-template <bool SUM, class T>
-__device__ __forceinline__ void ampc_check_piece(T *p, int n, float factor, int write, double *sum, int *bad) {
-    enum { W = 16 / (int)sizeof(T), U = 4 };        /* elements of a piece, pieces in flight */
-    int i, whole = ampc_aligned(p) ? n / W : 0;
+template <bool SUM>
+__device__ __forceinline__ void ampc_check_piece(void *p, amp_dtype dtype, int n, float factor, int write, double *sum,
+                                                 int *bad) {
+    enum { U = 4 };                 /* pieces in flight */
+    const int width = dtype == AMP_F32 ? 4 : 8, whole = ampc_aligned(p) ? n / width : 0;
+    int i;
     for (i = (int)threadIdx.x; i < whole; i += U * AMPC_MULTI_THREADS) {
-        uint4 raw[U];
+        uint4 raw[U], *at = (uint4 *)p + i;
         AMPC_UNROLL
         for (int u = 0; u < U; u++)
-            if (i + u * AMPC_MULTI_THREADS < whole)
-                raw[u] = ampc_get16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W);
+            if (i + u * AMPC_MULTI_THREADS < whole) raw[u] = ampc_get16<AMPC_KEEP>(at + u * AMPC_MULTI_THREADS);
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
-            float x[W];
             if (i + u * AMPC_MULTI_THREADS >= whole) continue;
-            ampc_widen<W>(raw[u], ampc_dtype_of(p), x);
-            if (SUM) {
-                AMPC_UNROLL
-                for (int k = 0; k < W; k++) *bad |= !ampc_finite(x[k]);
-                *sum += ampc_squares(x);
-            }
-            if (!write) continue;
-            AMPC_UNROLL
-            for (int k = 0; k < W; k++) x[k] = ampc_mul(x[k], factor);
-            ampc_put16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W, ampc_narrow<W>(x, ampc_dtype_of(p)));
+            if (dtype == AMP_F32) ampc_check_lanes<SUM, 4>(raw[u], AMP_F32, factor, sum, bad);
+            else if (dtype == AMP_F16) ampc_check_lanes<SUM, 8>(raw[u], AMP_F16, factor, sum, bad);
+            else ampc_check_lanes<SUM, 8>(raw[u], AMP_BF16, factor, sum, bad);
+            if (write) ampc_put16<AMPC_KEEP>(at + u * AMPC_MULTI_THREADS, raw[u]);
         }
     }
-    for (i = whole * W + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
-        float one = ampc_float(p[i]);
+    for (i = whole * width + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+        float one = ampc_stored(p, dtype, i);
         if (SUM) {
             *bad |= !ampc_finite(one);
             *sum += ampc_square(one);
         }
-        if (write) ampc_put(p + i, ampc_mul(one, factor));
+        if (write) ampc_put_stored(p, dtype, i, ampc_mul(one, factor));
     }
 }
 template <bool SUM>
@@ -1965,12 +2029,8 @@ __device__ __forceinline__ void ampc_check_piece(double *p, int n, float factor,
 }
 template <bool SUM>
 __device__ __forceinline__ void ampc_check_chunk(const ampc_chunk &c, float factor, int write, double *sum, int *bad) {
-    switch (c.dtype) {
-        case AMP_F32: ampc_check_piece<SUM>((float *)c.grad, c.n, factor, write, sum, bad); break;
-        case AMP_F16: ampc_check_piece<SUM>((ampc_f16 *)c.grad, c.n, factor, write, sum, bad); break;
-        case AMP_BF16: ampc_check_piece<SUM>((ampc_bf16 *)c.grad, c.n, factor, write, sum, bad); break;
-        default: ampc_check_piece<SUM>((double *)c.grad, c.n, factor, write, sum, bad); break;
-    }
+    if (c.dtype == AMP_F64) ampc_check_piece<SUM>((double *)c.grad, c.n, factor, write, sum, bad);
+    else ampc_check_piece<SUM>(c.grad, c.dtype, c.n, factor, write, sum, bad);
 }
 
 __device__ __forceinline__ int ampc_is_one(float x) { return ampi_bits_f32(x) == 0x3f800000u; }
@@ -2041,7 +2101,10 @@ struct ampc_fits { ampi_fit of32, of64; };
 struct ampc_tally { int plain, above[AMPI_FIT_LIMITS]; uint32_t largest; };
 
 template <int N>
-__device__ __forceinline__ void ampc_inspect_lanes(const float (&x)[N], const ampi_fit &fit, ampc_tally *t) {
+__device__ __forceinline__ void ampc_inspect_lanes(const uint4 &raw, amp_dtype dtype, const ampi_fit &fit,
+                                                   ampc_tally *t) {
+    float x[N];
+    ampc_widen<N>(raw, dtype, x);
     uint32_t first = (uint32_t)fit.limit[AMPI_FIT_NORMAL] + 1, plain = (uint32_t)fit.limit[AMPI_FIT_LAST] - first,
              largest = 0;
     bool all = true;
@@ -2066,28 +2129,27 @@ __device__ __forceinline__ void ampc_inspect_lanes(const float (&x)[N], const am
 }
 
 /* n elements at p by the whole block. */
-template <class T>
-__device__ __forceinline__ void ampc_inspect_piece(const T *p, int n, const ampc_fits &fits, ampc_tally *t) {
-    enum { W = 16 / (int)sizeof(T), U = 4 };
-    int i, whole = ampc_aligned(p) ? n / W : 0;
+__device__ __forceinline__ void ampc_inspect_piece(const void *p, amp_dtype dtype, int n, const ampc_fits &fits,
+                                                   ampc_tally *t) {
+    enum { U = 4 };
+    const int width = dtype == AMP_F32 ? 4 : 8, whole = ampc_aligned(p) ? n / width : 0;
+    int i;
     for (i = (int)threadIdx.x; i < whole; i += U * AMPC_MULTI_THREADS) {
         uint4 raw[U];
         AMPC_UNROLL
         for (int u = 0; u < U; u++)
             if (i + u * AMPC_MULTI_THREADS < whole)
-                raw[u] = ampc_get16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W);
+                raw[u] = ampc_get16<AMPC_KEEP>((const uint4 *)p + i + u * AMPC_MULTI_THREADS);
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
-            float x[W];
             if (i + u * AMPC_MULTI_THREADS >= whole) continue;
-            ampc_widen<W>(raw[u], ampc_dtype_of(p), x);
-            ampc_inspect_lanes(x, fits.of32, t);
+            if (dtype == AMP_F32) ampc_inspect_lanes<4>(raw[u], AMP_F32, fits.of32, t);
+            else if (dtype == AMP_F16) ampc_inspect_lanes<8>(raw[u], AMP_F16, fits.of32, t);
+            else ampc_inspect_lanes<8>(raw[u], AMP_BF16, fits.of32, t);
         }
     }
-    for (i = whole * W + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
-        float one[1] = {ampc_float(p[i])};
-        ampc_inspect_lanes(one, fits.of32, t);
-    }
+    for (i = whole * width + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS)
+        ampc_inspect_lanes<1>(ampc_raw(p, dtype, i), dtype, fits.of32, t);
 }
 __device__ __forceinline__ void ampc_inspect_piece(const double *p, int n, const ampc_fits &fits, ampc_tally *t) {
     for (int i = (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
@@ -2131,12 +2193,8 @@ ampc_inspect_kernel(const amp_k_tensor *table, int64_t tensors, ampc_fits fits, 
             t = {};
             mine = c.row;
         }
-        switch (c.dtype) {
-            case AMP_F32: ampc_inspect_piece((const float *)c.grad, c.n, fits, &t); break;
-            case AMP_F16: ampc_inspect_piece((const ampc_f16 *)c.grad, c.n, fits, &t); break;
-            case AMP_BF16: ampc_inspect_piece((const ampc_bf16 *)c.grad, c.n, fits, &t); break;
-            default: ampc_inspect_piece((const double *)c.grad, c.n, fits, &t); break;
-        }
+        if (c.dtype == AMP_F64) ampc_inspect_piece((const double *)c.grad, c.n, fits, &t);
+        else ampc_inspect_piece(c.grad, c.dtype, c.n, fits, &t);
     });
     if (mine >= 0) ampc_tally_add(t, out + mine);
 }
@@ -2152,7 +2210,8 @@ amp_result ampc_inspect(void *device, const amp_k_inspect *a, void *stream) {
 }
 
 /* ---- Optimizers.  A row's fp32 weight is its master, the weight itself, or a 16-bit weight widened.  A first launch
-   computes each row's constants in fp64, as the CPU does, so that the second needs no fp64. */
+   computes each row's constants in fp64, as the CPU does, and the maps of 8-bit moments if a row has them, so that the
+   second needs no fp64. */
 
 /* One element.  Every operation rounds once, in the order of amp.h's CPU kernels. */
 __device__ __forceinline__ float ampc_adamw_one(float w, float g, float *m, float *v, const ampi_adamw_step &s) {
@@ -2278,12 +2337,12 @@ __device__ __forceinline__ int ampc_update_row(const amp_k_tensor &row, const am
     }
 }
 
-/* ---- Rows whose storage needs more than a conversion: remainders, stochastic rounding, bf16 moments.  Dtypes are
-   known only at run time; kept apart, they cost plain rows no registers. */
+/* ---- Rows whose storage needs more than a conversion: remainders, stochastic rounding, bf16 and 8-bit moments.
+   Dtypes are known only at run time; kept apart, they cost plain rows no registers. */
 
 __device__ inline bool ampc_is_plain(const amp_k_tensor &row) {
     return row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC &&
-           row.moment_dtype != AMP_BF16;
+           row.moment_dtype != AMP_BF16 && row.moment_dtype != AMP_MOMENTS_8BIT;
 }
 
 /* Up to 8 16-bit patterns. */
@@ -2359,6 +2418,45 @@ __device__ inline void ampc_store_weights(const amp_k_tensor &row, int64_t i, co
     ampc_store_bits((uint16_t *)row.weight + i, high, n);
     if (row.master_kind == AMP_MASTER_REMAINDER) ampc_store_bits((uint16_t *)row.master + i, rest, n);
 }
+static_assert(AMPI_MOMENT_BLOCK == 32 * AMPC_LANES, "a warp has a block of 8-bit moments");
+__device__ inline void ampc_unpack_moments(const ampi_moment_map *map, void *p, int64_t count, int64_t i,
+                                           float (&x)[AMPC_LANES], int n) {
+    const uint8_t *codes = (const uint8_t *)p + i;
+    float scale = n > 0 ? ampi_moment_scales(p, count)[i / AMPI_MOMENT_BLOCK] : 0;
+    uint2 raw = {0, 0};
+    if (n >= AMPC_LANES) raw = *(const uint2 *)codes;
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++) {
+        uint32_t code = n >= AMPC_LANES ? (j < 4 ? raw.x : raw.y) >> j % 4 * 8 & 0xffu : j < n ? codes[j] : 0u;
+        x[j] = ampc_mul(map->value[code], scale);
+    }
+}
+__device__ inline void ampc_pack_moments(const ampi_moment_map *map, void *p, int64_t count, int64_t i,
+                                         const float (&x)[AMPC_LANES], int n) {
+    uint8_t *codes = (uint8_t *)p + i;
+    uint2 raw = {0, 0};
+    uint32_t largest = 0;
+    float inverse;
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++)
+        if (j < n) largest = ampc_larger(largest, ampi_bits_f32(x[j]) & 0x7fffffffu);
+    largest = ampc_warp_max(largest);
+    inverse = ampc_div(1.0f, ampc_larger(ampi_f32_of_bits(largest), 1e-38f));
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++) {
+        uint32_t code = largest < 0x7f800000u ? (uint32_t)ampi_moment_code(map, ampc_mul(x[j], inverse))
+                                              : (uint32_t)AMPI_MOMENT_CODES - 1;
+        (j < 4 ? raw.x : raw.y) |= code << j % 4 * 8;
+    }
+    if (n >= AMPC_LANES) *(uint2 *)codes = raw;
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++)
+        if (n < AMPC_LANES && j < n) codes[j] = (uint8_t)((j < 4 ? raw.x : raw.y) >> j % 4 * 8);
+    if (threadIdx.x % 32 == 0)
+        ampi_moment_scales(p, count)[i / AMPI_MOMENT_BLOCK] =
+            ampi_f32_of_bits(largest < 0x7f800000u ? largest : (uint32_t)AMPI_MOMENT_NAN);
+}
+
 __device__ inline void ampc_store_moments(void *p, amp_dtype dtype, int64_t i, const float (&x)[AMPC_LANES],
                                           const uint32_t (&random)[AMPC_LANES], int n) {
     uint32_t bits[AMPC_LANES];
@@ -2372,11 +2470,13 @@ __device__ inline void ampc_store_moments(void *p, amp_dtype dtype, int64_t i, c
 }
 
 template <bool SECOND, class UPDATE>
-__device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int64_t first, int n, uint64_t seed,
-                                                   UPDATE update) {
+__device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, const ampi_moment_map *maps, int64_t first,
+                                                   int n, uint64_t seed, UPDATE update) {
     const bool stochastic = row.master_kind == AMP_MASTER_STOCHASTIC || row.moment_dtype == AMP_BF16;
+    const bool eight = row.moment_dtype == AMP_MOMENTS_8BIT;
+    const int lane = (int)threadIdx.x % 32 * AMPC_LANES;        /* whole warps: beyond n there is nothing to load */
     AMPC_NO_UNROLL
-    for (int at = (int)threadIdx.x * AMPC_LANES; at < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
+    for (int at = (int)threadIdx.x * AMPC_LANES; at - lane < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
         int64_t i = first + at;
         float w[AMPC_LANES], g[AMPC_LANES], m[AMPC_LANES] = {}, v[AMPC_LANES] = {};
         uint32_t random[AMPC_LANES] = {};
@@ -2385,13 +2485,23 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int6
             if (stochastic) amp_philox(seed, 0, (uint64_t)i / 4 + (uint64_t)k, random + 4 * k);
         ampc_load_as(row.grad, row.grad_dtype, i, g, n - at);
         ampc_load_weights(row, i, w, n - at);
-        if (row.m != NULL) ampc_load_as(row.m, row.moment_dtype, i, m, n - at);
-        if (SECOND) ampc_load_as(row.v, row.moment_dtype, i, v, n - at);
+        if (eight) {
+            if (row.m != NULL) ampc_unpack_moments(&maps[1], row.m, row.count, i, m, n - at);
+            if (SECOND) ampc_unpack_moments(&maps[0], row.v, row.count, i, v, n - at);
+        } else {
+            if (row.m != NULL) ampc_load_as(row.m, row.moment_dtype, i, m, n - at);
+            if (SECOND) ampc_load_as(row.v, row.moment_dtype, i, v, n - at);
+        }
         AMPC_UNROLL
         for (int j = 0; j < AMPC_LANES; j++) w[j] = update(w[j], g[j], &m[j], &v[j]);
         ampc_store_weights(row, i, w, random, n - at);
-        if (row.m != NULL) ampc_store_moments(row.m, row.moment_dtype, i, m, random, n - at);
-        if (SECOND) ampc_store_moments(row.v, row.moment_dtype, i, v, random, n - at);
+        if (eight) {
+            if (row.m != NULL) ampc_pack_moments(&maps[1], row.m, row.count, i, m, n - at);
+            if (SECOND) ampc_pack_moments(&maps[0], row.v, row.count, i, v, n - at);
+        } else {
+            if (row.m != NULL) ampc_store_moments(row.m, row.moment_dtype, i, m, random, n - at);
+            if (SECOND) ampc_store_moments(row.v, row.moment_dtype, i, v, random, n - at);
+        }
     }
 }
 /* Copies each thread's own elements: a function of its own, as registers are short above. */
@@ -2428,71 +2538,83 @@ __device__ inline ampi_lion_step ampc_row_step(const amp_k_lion *args, const amp
     return s;
 }
 
-template <class A, class S> __global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps) {
+/* maps: of v, of m; every block whose rows need them writes the same. */
+template <class A, class S>
+__global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps, ampi_moment_map *maps) {
     int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (row < args.tensors) steps[row] = ampc_row_step(&args, &args.table[row]);
+    if (!__syncthreads_or(row < args.tensors && args.table[row].moment_dtype == AMP_MOMENTS_8BIT)) return;
+    for (int i = (int)threadIdx.x; i < 2 * AMPI_MOMENT_CODES; i += (int)blockDim.x)
+        ampi_moment_map_set(&maps[i / AMPI_MOMENT_CODES], i % AMPI_MOMENT_CODES, i / AMPI_MOMENT_CODES);
 }
 
 /* A chunk of a row, with its copy. */
 template <bool SECOND, class UPDATE>
 __device__ __forceinline__ void ampc_update_chunk(const amp_k_tensor *table, const ampc_chunk &c, uint64_t seed,
-                                                  const amp_range *copies, int64_t *new_inf, UPDATE update) {
+                                                  const amp_range *copies, int64_t *new_inf,
+                                                  const ampi_moment_map *maps, UPDATE update) {
     const amp_k_tensor &row = table[c.row];
     const ampc_low_copy copy = {copies != NULL ? copies + c.row : NULL, new_inf};
     if (ampc_is_plain(row)) {
         copy.count(ampc_update_row<SECOND>(row, copy, c.first, c.n, update));
         return;
     }
-    ampc_update_stored<SECOND>(row, c.first, c.n, seed, update);
+    ampc_update_stored<SECOND>(row, maps, c.first, c.n, seed, update);
     ampc_copy_stored(row, copy, c.first, c.n);
 }
 
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
     ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
-                      const ampi_adamw_step *steps, const amp_range *copies, int64_t *new_inf) {
+                      const ampi_adamw_step *steps, const ampi_moment_map *maps, const amp_range *copies,
+                      int64_t *new_inf) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
         const ampi_adamw_step s = steps[c.row];
         auto update = [&](float w, float g, float *m, float *v) { return ampc_adamw_one(w, g, m, v, s); };
-        ampc_update_chunk<true>(table, c, s.seed, copies, new_inf, update);
+        ampc_update_chunk<true>(table, c, s.seed, copies, new_inf, maps, update);
     });
 }
 
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
 ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_sgd_step *steps,
-                const amp_range *copies, int64_t *new_inf) {
+                const ampi_moment_map *maps, const amp_range *copies, int64_t *new_inf) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
         const ampi_sgd_step s = steps[c.row];
         bool momentum = table[c.row].m != NULL;
         auto update = [&](float w, float g, float *m, float *) { return ampc_sgd_one(w, g, m, s, momentum); };
-        ampc_update_chunk<false>(table, c, s.seed, copies, new_inf, update);
+        ampc_update_chunk<false>(table, c, s.seed, copies, new_inf, maps, update);
     });
 }
 
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
     ampc_lion_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
-                     const ampi_lion_step *steps, const amp_range *copies, int64_t *new_inf) {
+                     const ampi_lion_step *steps, const ampi_moment_map *maps, const amp_range *copies,
+                     int64_t *new_inf) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
         const ampi_lion_step s = steps[c.row];
         auto update = [&](float w, float g, float *m, float *) { return ampc_lion_one(w, g, m, s); };
-        ampc_update_chunk<false>(table, c, s.seed, copies, new_inf, update);
+        ampc_update_chunk<false>(table, c, s.seed, copies, new_inf, maps, update);
     });
 }
 
 template <class A, class S>
 amp_result ampc_optimize(ampc_device *dev, const char *name, const A *a, void *stream,
                          void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_grad_stats *, const S *,
-                                        const amp_range *, int64_t *)) {
-    ampc_scratch steps(dev, stream);
+                                        const ampi_moment_map *, const amp_range *, int64_t *)) {
+    ampc_scratch scratch(dev, stream);
+    ampi_moment_map *maps;
+    S *steps;
     if (a->tensors <= 0) return ampc_usable(dev, name);
-    AMPC_TRY(steps.get((size_t)a->tensors * sizeof(S), name));
+    AMPC_TRY(scratch.get(2 * sizeof *maps + (size_t)a->tensors * sizeof *steps, name));
+    steps = (S *)scratch.data;
+    maps = (ampi_moment_map *)(steps + a->tensors);
     AMPC_TRY(ampc_launch(dev, name, ampc_row_steps_kernel<A, S>, (unsigned)ampc_blocks(a->tensors, 128), 128, 0, stream,
-                         *a, (S *)steps.data));
+                         *a, steps, maps));
     return ampc_launch(dev, name, kernel, (unsigned)(dev->has.multiprocessors * AMPC_OPTIMIZER_PER_SM),
-                       AMPC_MULTI_THREADS, 0, stream, a->table, a->tensors, a->found, (const S *)steps.data, a->copies,
-                       a->new_inf);
+                       AMPC_MULTI_THREADS, 0, stream, a->table, a->tensors, a->found, (const S *)steps,
+                       (const ampi_moment_map *)maps, a->copies, a->new_inf);
 }
 
 amp_result ampc_adamw(void *device, const amp_k_adamw *a, void *stream) {
@@ -2634,33 +2756,6 @@ int ampc_width_shared(int v, const void *p, amp_dtype dtype) {
     return v == 8 && dtype == AMP_F32 && ampc_aligned(p) ? v : ampc_width(v, p, dtype);
 }
 
-template <int V> __device__ __forceinline__ uint4 ampc_piece_get(const void *p, amp_dtype dtype) {
-    if (V < 8 && dtype == AMP_F32) return ampc_get_piece<AMPC_KEEP, V < 8 ? 4 * V : 16>(p);
-    return ampc_get_piece<AMPC_KEEP, 2 * V>(p);
-}
-template <int V> __device__ __forceinline__ void ampc_piece_put(void *p, amp_dtype dtype, const uint4 &raw) {
-    if (V < 8 && dtype == AMP_F32) ampc_put_piece<AMPC_KEEP, V < 8 ? 4 * V : 16>(p, raw);
-    else ampc_put_piece<AMPC_KEEP, 2 * V>(p, raw);
-}
-
-/* The address of element `at` of a stored row.  I: int within a chunk, so that a thread keeps 32-bit offsets. */
-template <class I> __device__ __forceinline__ const void *ampc_within(const void *row, amp_dtype dtype, I at) {
-    return (const char *)row + at * (dtype == AMP_F32 ? 4 : 2);
-}
-template <class I> __device__ __forceinline__ void *ampc_within(void *row, amp_dtype dtype, I at) {
-    return (char *)row + at * (dtype == AMP_F32 ? 4 : 2);
-}
-
-/* Element i. */
-__device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
-    float x;
-    ampc_widen<1>(ampc_piece_get<1>(ampc_within(p, dtype, i), dtype), dtype, &x);
-    return x;
-}
-__device__ __forceinline__ void ampc_put_stored(void *p, amp_dtype dtype, int64_t i, float x) {
-    ampc_piece_put<1>(ampc_within(p, dtype, i), dtype, ampc_narrow<1>(&x, dtype));
-}
-
 /* The piece at `at` of a row that ends at `end`, a multiple of V; beyond it 0 (reads) or nothing (writes). */
 template <int V, class I>
 __device__ __forceinline__ uint4 ampc_piece_read(const void *row, amp_dtype dtype, I at, I end) {
@@ -2722,7 +2817,7 @@ typedef uint32_t ampc_address;
 #else
 typedef uintptr_t ampc_address;
 #endif
-__device__ __forceinline__ ampc_address ampc_address_of(const void *shared) {
+[[maybe_unused]] __device__ __forceinline__ ampc_address ampc_address_of(const void *shared) {
 #if defined(__CUDA_ARCH__)
     return (uint32_t)__cvta_generic_to_shared(shared);
 #else
@@ -2859,7 +2954,7 @@ template <int V, int E> struct ampc_place {
         group = (int)threadIdx.x / lanes;
         groups = (int)blockDim.x / lanes;
     }
-    __device__ int at(int piece) const { return (piece * lanes + lane) * V; }
+    __device__ int at(int piece) const { return (piece * ampc_afresh(lanes) + lane) * V; }
     __device__ int64_t start(int64_t chunk) const { return ampc_one_chunk(V, E) ? 0 : chunk * (lanes * E); }
     __device__ static int64_t chunks(int64_t planned) { return ampc_one_chunk(V, E) ? 1 : planned; }
     /* How many of the chunk's elements lie below end. */
@@ -2970,7 +3065,7 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
     }
     /* Element k of a thread's part of the weight (array 0) or the bias (1), and the next three. */
     __device__ __forceinline__ uint4 *slot(int array, int k) const {
-        return scratch + (array * (E / 4) + k / 4) * place.lanes + place.lane;
+        return scratch + (array * (E / 4) + k / 4) * ampc_afresh(place.lanes) + place.lane;
     }
     __device__ __forceinline__ void read(int64_t start, int at, float *weight, float *bias) const {
         AMPC_UNROLL
@@ -3004,16 +3099,19 @@ template <int V, int E> struct ampc_norm_chunk {
     __device__ __forceinline__ void fetch(int64_t of_row, int64_t chunk, int64_t cols, bool first) {
         const bool add = a.residual.data && (first || !a.sum.data);
         const amp_mat &from = a.residual.data && !add ? a.sum : a.x;
-        uint4 raw[E / V], residual[E / V];
+        uint4 raw[E / V];
         row = of_row;
         start = place.start(chunk);
         left = place.left(chunk, cols);
+        if (add) ampc_chunk_expect(place, ampc_row(a.residual, row, start), a.residual.dtype, left);
         ampc_chunk_read(place, ampc_row(from, row, start), from.dtype, left, raw);
-        if (add) ampc_chunk_read(place, ampc_row(a.residual, row, start), a.residual.dtype, left, residual);
         ampc_chunk_widen<V>(raw, from.dtype, s);
         if (!add) return;
         AMPC_UNROLL
-        for (int p = 0; p < E / V; p++) ampc_piece_add<V>(residual[p], a.residual.dtype, s + p * V);
+        for (int p = 0; p < E / V; p++)
+            ampc_piece_add<V>(
+                ampc_piece_read<V>(ampc_row(a.residual, row, start), a.residual.dtype, place.at(p), left),
+                a.residual.dtype, s + p * V);
         if (first && a.sum.data) store_sum();
     }
     __device__ __forceinline__ void store_sum() {
@@ -3045,12 +3143,13 @@ template <int V, int E> struct ampc_norm_chunk {
         void *to = ampc_row(a.y, row, start);
         AMPC_UNROLL
         for (int p = 0; p < E / V; p++) {
+            const int at = place.at(p);
             float y[V], weight[V], bias[V];
-            if (place.at(p) >= left) continue;
+            if (at >= left) continue;
             affine.get(start, p, weight, bias);
             AMPC_UNROLL
             for (int i = 0; i < V; i++) y[i] = ampc_fma(ampc_mul(s[p * V + i] - mean, rstd), weight[i], bias[i]);
-            ampc_piece_write<V>(to, a.y.dtype, place.at(p), left, ampc_narrow<V>(y, a.y.dtype));
+            ampc_piece_put<V>(ampc_within(to, a.y.dtype, at), a.y.dtype, ampc_narrow<V>(y, a.y.dtype));
         }
     }
 };
@@ -3667,11 +3766,12 @@ ampc_softmax_gradient_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, in
             void *to = ampc_within(a.dx, a.x_dtype, row * a.keys + place.start(c));
             AMPC_UNROLL
             for (int p = 0; p < E / V; p++) {
-                if (place.at(p) >= left) continue;
+                const int at = place.at(p);
+                if (at >= left) continue;
                 AMPC_UNROLL
                 for (int i = 0; i < V; i++) slope[i] = 0.0f;
-                if (place.at(p) < seen) ampc_softmax_slopes<V>(y[p], dy[p], a, sum[0], slope);
-                ampc_piece_put<V>(ampc_within(to, a.x_dtype, place.at(p)), a.x_dtype, ampc_narrow<V>(slope, a.x_dtype));
+                if (at < seen) ampc_softmax_slopes<V>(y[p], dy[p], a, sum[0], slope);
+                ampc_piece_put<V>(ampc_within(to, a.x_dtype, at), a.x_dtype, ampc_narrow<V>(slope, a.x_dtype));
             }
         }
     }
@@ -4043,6 +4143,29 @@ amp_result ampc_add(void *dev, const amp_k_add *args, void *stream) {
     return ampc_map_run(dev, "amp_add", m, ampc_sum2{args->alpha, args->beta, args->b != NULL}, stream);
 }
 
+/* Of views: a thread takes an element at a time. */
+__global__ void __launch_bounds__(256) ampc_add_views_kernel(amp_k_add_views v, int64_t total) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
+        int64_t rest = i, a = 0, b = 0, y = 0;
+        for (int k = 3; k >= 0; k--) {
+            int64_t index = rest % v.shape[k];
+            rest /= v.shape[k];
+            a += index * v.a_stride[k]; b += index * v.b_stride[k]; y += index * v.y_stride[k];
+        }
+        float x = ampc_mul(ampc_stored(v.a, v.a_dtype, a), v.alpha);
+        if (v.b != NULL) x = ampc_fma(ampc_stored(v.b, v.b_dtype, b), v.beta, x);
+        ampc_put_stored(v.y, v.y_dtype, y, x);
+    }
+}
+
+amp_result ampc_add_views(void *dev, const amp_k_add_views *args, void *stream) {
+    ampc_device *d = (ampc_device *)dev;
+    const int64_t total = args->shape[0] * args->shape[1] * args->shape[2] * args->shape[3];
+    if (total == 0) return AMP_OK;
+    return ampc_launch(d, "amp_add", ampc_add_views_kernel, ampc_grid(d, ampc_blocks(total, 256), 8), 256, 0, stream,
+                       *args, total);
+}
+
 /* ---- RoPE.  A thread finds the angles of V pairs of one position, and turns these in every `slices`-th head. */
 
 template <bool Adjacent, int V>
@@ -4250,7 +4373,7 @@ template <int V> __device__ __forceinline__ ampc_logit_row ampc_logits_of(const 
 /* The first pass. */
 template <int V, bool KEEP>
 __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
-    enum { U = V == 1 ? 16 : 4 };   /* reads in flight */
+    enum { U = V == 1 ? 8 : 4 };    /* reads in flight */
     const int64_t step = (int64_t)blockDim.x * V, outside = r.head + a.classes - r.edge;
     const amp_dtype dtype = a.logits.dtype;
     const bool smooth = a.smoothing > 0.0f;
@@ -4861,7 +4984,8 @@ __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t fr
 __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0,
                                                 int64_t k, ampc_strip *tile) {
     const bool rows = x.inner == 1;
-    const int t = (int)threadIdx.x, i = rows ? t / AMPC_GEMM_DEPTH : t % AMPC_GEMM_TILE, di = rows ? 16 : 0;
+    const int t = ampc_afresh((int)threadIdx.x);
+    const int i = rows ? t / AMPC_GEMM_DEPTH : t % AMPC_GEMM_TILE, di = rows ? 16 : 0;
     const int j = rows ? t % AMPC_GEMM_DEPTH : t / AMPC_GEMM_TILE, dj = rows ? 0 : 4;
     const int64_t from = offset + (i0 + i) * x.outer + (j0 + j) * x.inner, step = rows ? 16 * x.outer : 4 * x.inner;
     const int i_left = (int)ampc_clamp(x.count - i0 - i, 0, AMPC_GEMM_TILE),
@@ -5053,18 +5177,20 @@ amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch 
     return AMP_OK;
 }
 
-/* in: the product, bias or act's saved input, old c; out: c, act's input. */
+/* in: the product, to be multiplied by *factor, bias or act's saved input, old c; out: c, act's input. */
 template <int O> struct ampc_finish {
     enum { ahead = 2 };
     amp_activation_kind act;
     int backward;
     float beta;
+    const float *factor;            /* NULL: 1 */
     template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t at) const {
+        const float by = factor == NULL ? 1.0f : *factor;
         float x[2][V], y[1][V];
         AMPC_UNROLL
         for (int i = 0; i < V; i++) {
-            x[0][i] = backward ? in[1][i] : in[0][i] + in[1][i];
-            x[1][i] = in[0][i];
+            x[1][i] = ampc_mul(by, in[0][i]);
+            x[0][i] = backward ? in[1][i] : x[1][i] + in[1][i];
         }
         if (backward) ampc_act_back{act, 0}.run<V>(x, y, at);
         else ampc_act{act}.run<V>(x, y, at);
@@ -5077,7 +5203,8 @@ template <int O> struct ampc_finish {
 };
 
 template <int O>
-amp_result ampc_gemm_map_as(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm &product, void *stream) {
+amp_result ampc_gemm_map_as(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm &product, const float *factor,
+                            void *stream) {
     for (int64_t i = 0; i < g.batch; i++) {
         const amp_mat c = {ampc_at(g.c, g.c_dtype, i * g.stride_c), g.c_dtype, 0, g.m, g.n, g.ldc};
         const amp_mat pre = {g.pre, g.pre_dtype, 0, g.m, g.n, g.ld_pre};
@@ -5088,13 +5215,14 @@ amp_result ampc_gemm_map_as(ampc_device *dev, const amp_k_gemm &g, const amp_k_g
         m.out[0] = c;
         if (O == 2) m.out[O - 1] = pre;
         /* the product is fp32 */
-        AMPC_TRY(ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream));
+        AMPC_TRY(ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta, factor}, stream));
     }
     return AMP_OK;
 }
-amp_result ampc_gemm_map(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm &product, void *stream) {
-    return g.pre && !g.backward ? ampc_gemm_map_as<2>(dev, g, product, stream)
-                                : ampc_gemm_map_as<1>(dev, g, product, stream);
+amp_result ampc_gemm_map(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm &product, const float *factor,
+                         void *stream) {
+    return g.pre && !g.backward ? ampc_gemm_map_as<2>(dev, g, product, factor, stream)
+                                : ampc_gemm_map_as<1>(dev, g, product, factor, stream);
 }
 
 /* A warp to a row; a lane adds AMPC_SUM_CHAIN numbers in fp32, and their sums in fp64. */
@@ -5236,7 +5364,21 @@ void ampc_blas_close(ampc_device *dev) {
 }
 
 cudaDataType ampc_blas_type(amp_dtype dtype) {
-    return dtype == AMP_F16 ? CUDA_R_16F : dtype == AMP_BF16 ? CUDA_R_16BF : CUDA_R_32F;
+    switch (dtype) {
+        case AMP_F16: return CUDA_R_16F;
+        case AMP_BF16: return CUDA_R_16BF;
+        case AMP_E4M3: return CUDA_R_8F_E4M3;
+        case AMP_E5M2: return CUDA_R_8F_E5M2;
+        default: return CUDA_R_32F;
+    }
+}
+
+/* In a key: a compute dtype, and for FP8 all that cuBLASLt is told of its operands. */
+int32_t ampc_compute_key(const amp_k_gemm &g) {
+    if (g.compute != AMP_FP8) return g.compute;
+    int32_t key = g.compute | g.fp8[0]->scaling << 8;
+    for (int i = 0; i < 2; i++) key |= (2 * (g.fp8[i]->dtype == AMP_E5M2) + (g.fp8[i]->square != 0)) << (16 + 2 * i);
+    return key;
 }
 
 int ampc_align_class(const void *p, int64_t stride_bytes = 0) {
@@ -5289,7 +5431,7 @@ ampc_plan_key ampc_plan_key_of(const amp_k_gemm &g, int epilogue) {
     key.m = g.m, key.n = g.n, key.k = g.k, key.batch = g.batch;
     key.lda = g.lda, key.ldb = g.ldb, key.ldc = g.ldc, key.ld_aux = g.pre ? g.ld_pre : 0;
     key.stride_a = g.stride_a, key.stride_b = g.stride_b, key.stride_c = g.stride_c;
-    key.compute = g.compute, key.c_dtype = g.c_dtype, key.trans_a = g.trans_a, key.trans_b = g.trans_b;
+    key.compute = ampc_compute_key(g), key.c_dtype = g.c_dtype, key.trans_a = g.trans_a, key.trans_b = g.trans_b;
     key.epilogue = epilogue, key.adds = ampi_is_set(g.beta);
     key.align[0] = (uint8_t)ampc_align_class(g.a, g.stride_a * size);
     key.align[1] = (uint8_t)ampc_align_class(g.b, g.stride_b * size);
@@ -5325,6 +5467,53 @@ ampc_plan **ampc_plan_slot(ampc_device *dev, const ampc_plan_key &key) {
     return &dev->blas.plans[hash % AMPC_PLANS];
 }
 
+/* ---- An operand of a product in FP8, rounded to 8 bits: its numbers, k contiguous, both sizes filled up with zeros to
+   what cuBLASLt needs; behind them a head; behind that the scales of blocks, as cuBLASLt reads them. */
+
+enum { AMPC_FP8_TILE = 128, AMPC_FP8_THREADS = 512, AMPC_FP8_MX = 32, AMPC_FP8_HEAD = 256 };
+
+struct ampc_fp8_head {
+    float inverse;                  /* undoes the scale of a tensor; 1 with scales of blocks */
+    uint32_t amax, blocks;          /* the largest magnitude, as bits; of the kernel: that have added theirs */
+};
+__host__ __device__ inline bool ampc_fp8_in_blocks(const amp_k_fp8 &how) {
+    return how.scaling == AMP_FP8_BLOCK || how.scaling == AMP_FP8_MX;
+}
+
+struct ampc_fp8_place {
+    int64_t outer, k, blocks;       /* filled up; scales along k */
+    size_t head, scales, bytes;     /* offsets */
+};
+
+int64_t ampc_filled(int64_t n, int64_t to) { return ampc_blocks(n, to) * to; }
+
+ampc_fp8_place ampc_fp8_place_of(int64_t outer, int64_t k, const amp_k_fp8 &how) {
+    ampc_fp8_place p;
+    const bool mx = how.scaling == AMP_FP8_MX;
+    p.outer = ampc_filled(outer, 16), p.k = ampc_filled(k, mx ? AMPC_FP8_MX : 16);
+    p.head = (size_t)ampc_filled(p.outer * p.k, AMPC_FP8_HEAD);
+    p.scales = p.bytes = p.head + AMPC_FP8_HEAD;
+    int64_t tiles = ampc_blocks(p.k, AMPC_FP8_TILE);
+    p.blocks = how.square ? ampc_filled(tiles, 4) : tiles;
+    if (mx) p.bytes += (size_t)(ampc_blocks(outer, AMPC_FP8_TILE) * tiles * 512);
+    else if (how.square) p.bytes += (size_t)(ampc_blocks(outer, AMPC_FP8_TILE) * p.blocks * 4);
+    else if (how.scaling == AMP_FP8_BLOCK) p.bytes += (size_t)(p.outer * p.blocks * 4);
+    return p;
+}
+
+/* What cuBLASLt multiplies operand a or b of a product by; k is filled up, and so are sizes with scales of blocks. */
+const void *ampc_fp8_scales(const amp_k_gemm &g, int b) {
+    const ampc_fp8_place p = ampc_fp8_place_of(b ? g.n : g.m, g.k, *g.fp8[b]);
+    return (const char *)(b ? g.b : g.a) + (ampc_fp8_in_blocks(*g.fp8[b]) ? p.scales : p.head);
+}
+#if CUBLAS_VERSION >= 120900
+int32_t ampc_fp8_mode(const amp_k_fp8 &how) {
+    if (how.scaling == AMP_FP8_MX) return CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+    if (how.scaling != AMP_FP8_BLOCK) return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    return how.square ? CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F : CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+}
+#endif
+
 /* Each call makes its own description, which holds addresses: threads share plans. */
 cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_plan &plan, const amp_k_gemm &g) {
     cublasComputeType_t compute = g.compute == AMP_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
@@ -5342,6 +5531,14 @@ cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_pl
     if (vector != NULL) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &vector, sizeof vector);
     if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &ld, sizeof ld);
     if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.pre, sizeof g.pre);
+    for (int i = 0; i < 2 && g.compute == AMP_FP8; i++) {      /* its A is our b */
+        const void *scale = ampc_fp8_scales(g, 1 - i);
+        set(i ? CUBLASLT_MATMUL_DESC_B_SCALE_POINTER : CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &scale, sizeof scale);
+#if CUBLAS_VERSION >= 120900
+        int32_t mode = ampc_fp8_mode(*g.fp8[1 - i]);
+        set(i ? CUBLASLT_MATMUL_DESC_B_SCALE_MODE : CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode, sizeof mode);
+#endif
+    }
     return status;
 }
 
@@ -5389,11 +5586,13 @@ bool ampc_blas_declines(cublasStatus_t status) {
 }
 
 amp_result ampc_plan_describe(ampc_device *dev, amp_k_gemm g, ampc_plan *plan) {
-    amp_dtype in = ampc_operand_dtype(g.compute);
+    const amp_dtype in = ampc_operand_dtype(g.compute);
+    const bool fp8 = g.compute == AMP_FP8;
     ampc_gemm_operand a(g, 0), b(g, 1);
-    cublasStatus_t status = ampc_plan_describe_matrix(&plan->a, in, a.rows, a.cols, a.ld, g.batch, a.stride);
+    cublasStatus_t status =
+        ampc_plan_describe_matrix(&plan->a, fp8 ? g.a_dtype : in, a.rows, a.cols, a.ld, g.batch, a.stride);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = ampc_plan_describe_matrix(&plan->b, in, b.rows, b.cols, b.ld, g.batch, b.stride);
+        status = ampc_plan_describe_matrix(&plan->b, fp8 ? g.b_dtype : in, b.rows, b.cols, b.ld, g.batch, b.stride);
     if (status == CUBLAS_STATUS_SUCCESS)
         status = ampc_plan_describe_matrix(&plan->c, g.c_dtype, g.m, g.n, g.ldc, g.batch, g.stride_c);
     return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
@@ -5650,7 +5849,7 @@ amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, in
     if (steps & AMPC_MATMUL) AMPC_TRY(ampc_plan_run(dev, plan, product, stream, done));
     if (!*done) return AMP_OK;
     if (steps & AMPC_SIMT) AMPC_TRY(ampc_gemm_units(dev, product, stream));
-    if (steps & AMPC_MAP) AMPC_TRY(ampc_gemm_map(dev, g, product, stream));
+    if (steps & AMPC_MAP) AMPC_TRY(ampc_gemm_map(dev, g, product, NULL, stream));
     if (steps & AMPC_ADD_SUM) {
         amp_k_add add =
             {vector.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
@@ -5701,12 +5900,446 @@ amp_result ampc_gemm_from(ampc_device *dev, amp_k_gemm g, ampc_way first, void *
     return AMP_OK;
 }
 
+/* ---- FP8: operands rounded to 8 bits, then a product in cuBLASLt; where it has none, one in bf16, which holds each of
+   their numbers exactly. */
+
+/* Rounds a matrix.  Entry (row >> row_shift) pitch + (col >> col_shift) of a tile's table scales (row, col). */
+struct ampc_fp8_job {
+    amp_mat x;
+    amp_k_fp8 how;
+    uint8_t *out[2];                /* along x's rows; along its columns; NULL: not wanted */
+    int64_t outer[2], k[2];         /* of these, filled up */
+    ampc_fp8_head *head[2];
+    unsigned char *scales;          /* of blocks; `blocks` of them along k, rows of MX's tiles `stride` bytes apart */
+    int64_t blocks, stride;
+    int row_shift, col_shift, pitch;
+};
+/* MEASURE: only adds to amax in the heads. */
+enum ampc_fp8_kind { AMPC_FP8_MEASURE, AMPC_FP8_TENSOR, AMPC_FP8_BLOCKS };
+
+/* 8 neighbours of a row, 0 beyond the matrix. */
+template <int W>
+__device__ __forceinline__ void ampc_fp8_read(const amp_mat &x, int64_t row, int64_t col, float (&v)[8]) {
+    AMPC_UNROLL
+    for (int p = 0; p < 8; p += W)
+        ampc_widen<W>(ampc_piece_read<W>(ampc_row(x, row), x.dtype, col + p, row < x.rows ? x.cols : 0), x.dtype,
+                      v + p);
+}
+
+__device__ __forceinline__ uint32_t ampc_magnitude(float x) { return ampi_bits_f32(x) & 0x7fffffffu; }
+
+/* One number, any: finite ones saturate, others keep their kind and sign.  A scale may be NaN. */
+__device__ __forceinline__ uint32_t ampc_fp8_one(float x, uint32_t scaled, bool e5m2) {
+    const bool finite = ampc_finite(x);
+    const uint32_t bits = !finite ? ampi_bits_f32(x) : (scaled & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : scaled;
+    return e5m2 ? ampc_to_8bit<2, 15, 0x7b>(bits, finite) : ampc_to_8bit<3, 7, 0x7e>(bits, finite);
+}
+
+struct ampc_fp8_counts { int saturated, underflowed, nonfinite; };
+
+/* Four numbers times their scales, rounded and counted. */
+__device__ __forceinline__ uint32_t ampc_fp8_four(const float *x, const float *scale, bool e5m2, ampc_fp8_counts &n) {
+    const uint32_t beyond = e5m2 ? 0x47700000u : 0x43e80001u;       /* rounds to more than the largest number */
+    uint32_t scaled[4], four = 0;
+    bool special = false;
+    AMPC_UNROLL
+    for (int i = 0; i < 4; i++) {
+        scaled[i] = ampi_bits_f32(ampc_mul(x[i], scale[i]));
+        special |= !ampc_finite(x[i]) || (scaled[i] & 0x7fffffffu) > 0x7f800000u;
+    }
+    if (ampc_fp8_units() && !special)
+        four = ampc_fp8_pair(scaled[0], scaled[1], e5m2) | ampc_fp8_pair(scaled[2], scaled[3], e5m2) << 16;
+    else {
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) four |= ampc_fp8_one(x[i], scaled[i], e5m2) << 8 * i;
+    }
+    AMPC_UNROLL
+    for (int i = 0; i < 4; i++) {
+        const uint32_t magnitude = scaled[i] & 0x7fffffffu;
+        const bool bad = !ampc_finite(x[i]) || magnitude > 0x7f800000u;
+        n.nonfinite += bad;
+        n.saturated += !bad && magnitude >= beyond;
+        n.underflowed += !bad && x[i] != 0.0f && (four >> 8 * i & 0x7fu) == 0;
+    }
+    return four;
+}
+
+/* A block's scale from its amax, as bits; leaves what undoes it where cuBLASLt looks.  outer, block: of the operand. */
+__device__ __forceinline__ uint32_t ampc_fp8_scale_block(const ampc_fp8_job &j, int64_t all, uint32_t amax,
+                                                         int64_t outer, int64_t block) {
+    if (j.how.scaling == AMP_FP8_MX) {
+        const int e = ampi_fp8_mx_scale(amax, j.how.dtype);
+        const int64_t tile = outer / 128 * j.stride + block / 4 * 512;
+        j.scales[tile + outer % 32 * 16 + outer % 128 / 32 * 4 + block % 4] = (unsigned char)e;
+        return e == 255 ? 0x7fc00000u : ampi_bits_f32(ampi_power_of_2(127 - e));
+    }
+    const uint32_t scale = ampi_bits_f32(ampi_fp8_block_scale(amax, j.how.dtype));
+    const int64_t at = j.how.square ? outer / 128 * j.blocks + block : block * all + outer;
+    if (outer < all && block < j.blocks) ((float *)j.scales)[at] = ampi_power_of_2(127 - (int)(scale >> 23));
+    return scale;
+}
+
+/* The largest magnitudes of a tile's blocks into `most`, then their scales, as bits. */
+__device__ __forceinline__ void ampc_fp8_blocks(const ampc_fp8_job &j, const float (&v)[4][8], int64_t row0,
+                                                int64_t col0, uint32_t *most) {
+    const unsigned t = threadIdx.x, row = t / 16 * 4, col = t % 16 * 8, pitch = (unsigned)j.pitch;
+    const int count = (128 >> j.row_shift) * j.pitch;
+    const bool columns = j.out[0] == NULL;      /* k lies along them */
+    uint32_t whole = 0;
+    if ((int)t < count) most[t] = 0;
+    __syncthreads();
+    if (j.col_shift == 0) {         /* columns with scales of their own; the warp's other half has the next rows */
+        AMPC_UNROLL
+        for (int c = 0; c < 8; c++) {
+            uint32_t m = 0;
+            AMPC_UNROLL
+            for (int i = 0; i < 4; i++) m = ampc_larger(m, ampc_magnitude(v[i][c]));
+            m = ampc_larger(m, __shfl_xor_sync(0xffffffffu, m, 16));
+            if (t % 32 < 16) atomicMax(&most[(row >> j.row_shift) * pitch + col + (unsigned)c], m);
+        }
+    } else {
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            uint32_t m = 0;
+            AMPC_UNROLL
+            for (int c = 0; c < 8; c++) m = ampc_larger(m, ampc_magnitude(v[i][c]));
+            whole = ampc_larger(whole, m);
+            if (j.row_shift != 0) continue;
+            for (int step = 1; step < 1 << j.col_shift >> 3; step *= 2)
+                m = ampc_larger(m, __shfl_xor_sync(0xffffffffu, m, step));
+            if ((col & ((1u << j.col_shift) - 1)) == 0) most[(row + (unsigned)i) * pitch + (col >> j.col_shift)] = m;
+        }
+    }
+    whole = ampc_warp_max(whole);
+    if (j.how.square && t % 32 == 0) atomicMax(&most[0], whole);
+    __syncthreads();
+    if ((int)t < count) {
+        const int64_t r = row0 + (int64_t)(t / pitch << j.row_shift), c = col0 + (int64_t)(t % pitch << j.col_shift);
+        const int64_t outer = columns ? c : r, k = columns ? r : c, all = columns ? j.outer[1] : j.outer[0];
+        most[t] = ampc_fp8_scale_block(j, all, most[t], outer, j.how.scaling == AMP_FP8_MX ? k / 32 : k / 128);
+    }
+    __syncthreads();
+}
+
+/* A tile's bytes, transposed in shared memory, to their columns. */
+__device__ __forceinline__ void ampc_fp8_leave(const ampc_fp8_job &j, const uint32_t (&q)[4][2], int64_t row0,
+                                               int64_t col0, uint32_t *turned) {
+    const unsigned t = threadIdx.x;
+    AMPC_UNROLL
+    for (int c = 0; c < 8; c++) {
+        uint32_t word = 0;
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) word |= (q[i][c / 4] >> 8 * (c % 4) & 0xffu) << 8 * i;
+        turned[(t % 16 * 8 + (unsigned)c) * 33 + t / 16] = word;
+    }
+    __syncthreads();
+    for (unsigned n = t; n < AMPC_FP8_TILE * 8; n += AMPC_FP8_THREADS) {
+        const uint32_t *from = turned + n / 8 * 33 + n % 8 * 4;
+        const int64_t outer = col0 + n / 8, at = row0 + n % 8 * 16;
+        if (outer < j.outer[1] && at < j.k[1])
+            ampc_put16<AMPC_KEEP>(j.out[1] + outer * j.k[1] + at, uint4{from[0], from[1], from[2], from[3]});
+    }
+}
+
+/* The scale of a tensor: of its history, else of its own amax. */
+__device__ __forceinline__ float ampc_fp8_tensor_scale(const ampc_fp8_job &j) {
+    const bool delayed = j.how.scaling == AMP_FP8_DELAYED;
+    if (delayed && j.how.slot->scale > 0.0f) return j.how.slot->scale;
+    const ampc_fp8_head *head = j.head[0] ? j.head[0] : j.head[1];
+    return ampi_fp8_margin_scale(head->amax, j.how.dtype, delayed ? j.how.margin : 0);
+}
+
+/* A block's largest magnitude for the history; the last block adds the tensor's, if it is finite. */
+__device__ __forceinline__ void ampc_fp8_remember(const ampc_fp8_job &j, uint32_t amax) {
+    ampc_fp8_head *head = j.head[0] ? j.head[0] : j.head[1];
+    atomicMax(&head->amax, amax);
+    __threadfence();
+    if (atomicAdd(&head->blocks, 1u) != gridDim.x - 1) return;
+    amax = atomicMax(&head->amax, 0u);
+    if (amax < 0x7f800000u) atomicMax(j.how.amax, amax);
+}
+
+/* Casts, transposes and takes amax in one pass: a block's tile is 128 x 128, a thread's 4 x 8 of it. */
+template <int W, ampc_fp8_kind KIND>
+__global__ void __launch_bounds__(AMPC_FP8_THREADS, KIND == AMPC_FP8_MEASURE ? 2 : 1)
+ampc_fp8_kernel(ampc_fp8_job j, ampc_divisor across, int64_t tiles) {
+    AMPC_SHARED(uint32_t, most, 512);
+    AMPC_SHARED(uint32_t, turned, AMPC_FP8_TILE * 33);      /* a word between rows of 128 bytes */
+    AMPC_SHARED(int, sums, 32);
+    AMPC_SHARED(uint32_t, scratch, 32);
+    const unsigned t = threadIdx.x;
+    const bool blocks = KIND == AMPC_FP8_BLOCKS, e5m2 = j.how.dtype == AMP_E5M2;
+    const bool remembers = KIND == AMPC_FP8_TENSOR && j.how.scaling == AMP_FP8_DELAYED && j.how.record;
+    ampc_fp8_counts counts = {0, 0, 0};
+    uint32_t amax = 0;
+    if (KIND == AMPC_FP8_MEASURE && j.how.scaling == AMP_FP8_DELAYED && j.how.slot->scale > 0.0f) return;
+    if (t == 0 && KIND != AMPC_FP8_MEASURE) {
+        const float scale = blocks ? 1.0f : ampc_fp8_tensor_scale(j);
+        most[0] = ampi_bits_f32(scale);
+        if (blockIdx.x == 0 && j.head[0] != NULL) j.head[0]->inverse = ampi_inverse(scale);
+        if (blockIdx.x == 0 && j.head[1] != NULL) j.head[1]->inverse = ampi_inverse(scale);
+    }
+    __syncthreads();
+    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        int64_t col0;
+        const int64_t row0 = ampc_divide(tile, across, &col0) * AMPC_FP8_TILE;
+        col0 *= AMPC_FP8_TILE;
+        const int64_t row = row0 + t / 16 * 4, col = col0 + t % 16 * 8;
+        float v[4][8];
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) ampc_fp8_read<W>(j.x, row + i, col, v[i]);
+        if (KIND == AMPC_FP8_MEASURE || remembers) {
+            AMPC_UNROLL
+            for (int i = 0; i < 32; i++) amax = ampc_larger(amax, ampc_magnitude(v[i / 8][i % 8]));
+        }
+        if (KIND == AMPC_FP8_MEASURE) continue;
+        if (blocks) ampc_fp8_blocks(j, v, row0, col0, most);
+        uint32_t q[4][2];
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            AMPC_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const unsigned r = t / 16 * 4 + (unsigned)i, first = t % 16 * 8 + 4 * (unsigned)half;
+                const unsigned from = blocks ? (r >> j.row_shift) * (unsigned)j.pitch : 0;
+                float scale[4];
+                AMPC_UNROLL
+                for (unsigned c = 0; c < 4; c++)
+                    scale[c] = ampi_f32_of_bits(most[blocks ? from + ((first + c) >> j.col_shift) : 0]);
+                q[i][half] = ampc_fp8_four(v[i] + 4 * half, scale, e5m2, counts);
+            }
+            if (j.out[0] != NULL && row + i < j.outer[0] && col < j.k[0])
+                *(uint2 *)(j.out[0] + (row + i) * j.k[0] + col) = uint2{q[i][0], q[i][1]};
+        }
+        if (j.out[1] != NULL) ampc_fp8_leave(j, q, row0, col0, turned);
+        __syncthreads();
+    }
+    if (KIND == AMPC_FP8_MEASURE) {
+        amax = ampc_block_max(amax, scratch);
+        if (t == 0 && j.head[0] != NULL) atomicMax(&j.head[0]->amax, amax);
+        if (t == 0 && j.head[1] != NULL) atomicMax(&j.head[1]->amax, amax);
+        return;
+    }
+    if (remembers) {
+        amax = ampc_block_max(amax, scratch);
+        if (t == 0) ampc_fp8_remember(j, amax);
+    }
+    if (!j.how.record || j.how.slot == NULL) return;
+    amp_k_fp8_count *now = &j.how.slot->now;
+    ampc_count((unsigned long long *)&now->saturated, counts.saturated, sums);
+    ampc_count((unsigned long long *)&now->underflowed, counts.underflowed, sums);
+    ampc_count((unsigned long long *)&now->nonfinite, counts.nonfinite, sums);
+    if (t != 0 || blockIdx.x != 0) return;
+    atomicAdd((unsigned long long *)&now->values, (unsigned long long)(j.x.rows * j.x.cols));
+}
+
+template <ampc_fp8_kind KIND> amp_result ampc_fp8_launch(ampc_device *dev, const ampc_fp8_job &j, void *stream) {
+    const int64_t down = ampc_blocks(j.x.rows, AMPC_FP8_TILE), across = ampc_blocks(j.x.cols, AMPC_FP8_TILE);
+    const int width = ampc_width(8, j.x);
+    return ampc_launch(dev, "fp8",
+                       width == 8   ? ampc_fp8_kernel<8, KIND>
+                       : width == 4 ? ampc_fp8_kernel<4, KIND>
+                                    : ampc_fp8_kernel<1, KIND>,
+                       ampc_grid(dev, down * across, 2), AMPC_FP8_THREADS, 0, stream, j, across, down * across);
+}
+
+/* Rounds x to `rows`, whose k is along its rows, and to `columns`, whose k is along its columns; NULL: not wanted.
+   With scales of blocks one of them. */
+amp_result ampc_fp8_round(ampc_device *dev, const amp_k_fp8 &how, const amp_mat &x, void *rows, void *columns,
+                          void *stream) {
+    void *const to[2] = {rows, columns};
+    const int shift = how.scaling == AMP_FP8_MX ? 5 : 7;
+    ampc_fp8_job j = {};
+    j.x = x, j.how = how;
+    j.row_shift = rows != NULL && !how.square ? 0 : shift, j.col_shift = rows == NULL && !how.square ? 0 : shift;
+    j.pitch = AMPC_FP8_TILE >> j.col_shift;
+    for (int i = 0; i < 2; i++) {
+        const ampc_fp8_place p = ampc_fp8_place_of(i ? x.cols : x.rows, i ? x.rows : x.cols, how);
+        if (to[i] == NULL) continue;
+        j.out[i] = (uint8_t *)to[i], j.outer[i] = p.outer, j.k[i] = p.k;
+        j.head[i] = (ampc_fp8_head *)(j.out[i] + p.head);
+        j.scales = j.out[i] + p.scales, j.blocks = p.blocks, j.stride = ampc_blocks(p.k, AMPC_FP8_TILE) * 512;
+        if (!ampc_fp8_in_blocks(how)) AMPC_TRY(ampc_fill(dev, j.head[i], 0, AMPC_FP8_HEAD, stream));
+    }
+    if (ampc_fp8_in_blocks(how)) return ampc_fp8_launch<AMPC_FP8_BLOCKS>(dev, j, stream);
+    AMPC_TRY(ampc_fp8_launch<AMPC_FP8_MEASURE>(dev, j, stream));
+    return ampc_fp8_launch<AMPC_FP8_TENSOR>(dev, j, stream);
+}
+
+/* An operand's numbers as bf16, with the scales of blocks undone, and of a tensor's what the factor cannot hold. */
+__global__ void __launch_bounds__(256)
+ampc_fp8_widen_kernel(const uint8_t *from, uint16_t *to, ampc_fp8_place p, amp_k_fp8 how, ampc_divisor by_k,
+                      int64_t total) {
+    for (int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; n < total; n += (int64_t)gridDim.x * blockDim.x) {
+        int64_t at = 4 * n, k, outer = ampc_divide(at, by_k, &k);
+        const uint32_t four = *(const uint32_t *)(from + at);
+        const unsigned char *scales = from + p.scales;
+        float by = 1.0f, x[4];
+        if (!ampc_fp8_in_blocks(how))
+            by = ampi_power_of_2(ampi_fp8_spread(((const ampc_fp8_head *)(from + p.head))->inverse));
+        if (how.scaling == AMP_FP8_BLOCK)
+            by = ((const float *)scales)[how.square ? outer / 128 * p.blocks + k / 128 : k / 128 * p.outer + outer];
+        if (how.scaling == AMP_FP8_MX) {
+            const int e = scales[(outer / 128 * ampc_blocks(p.k, 128) + k / 128) * 512 + outer % 32 * 16 +
+                                 outer % 128 / 32 * 4 + k / 32 % 4];
+            by = e == 255 ? ampi_f32_of_bits(0x7fc00000u) : ampi_power_of_2(e - 127);
+        }
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const uint8_t byte = (uint8_t)(four >> 8 * i);
+            x[i] = ampc_mul(how.dtype == AMP_E4M3 ? amp_f32_from_e4m3(byte) : amp_f32_from_e5m2(byte), by);
+        }
+        *(uint2 *)(to + at) = uint2{ampc_pair(x[0], x[1], AMP_BF16), ampc_pair(x[2], x[3], AMP_BF16)};
+    }
+}
+
+/* What undoes an operand's scale, but for what its copy in bf16 has. */
+__device__ __forceinline__ double ampc_fp8_undo(const void *head) {
+    const float inverse = ((const ampc_fp8_head *)head)->inverse;
+    return ampc_mul((double)inverse, (double)ampi_power_of_2(-ampi_fp8_spread(inverse)));
+}
+/* What a product of tensors in bf16 is multiplied by, as on the CPU. */
+__global__ void ampc_fp8_factor_kernel(float alpha, const void *head_a, const void *head_b, float *factor) {
+    *factor = (float)ampc_mul(ampc_mul((double)alpha, ampc_fp8_undo(head_a)), ampc_fp8_undo(head_b));
+}
+
+/* The product of rounded operands in cuBLASLt: g has them, and c; *done 0: it declines.  It multiplies by both scales
+   in fp32: where their product is beyond that, c is infinite or NaN; where it is below 2^-126, c is inexact or 0. */
+amp_result ampc_fp8_library(ampc_device *dev, const amp_k_gemm &g, int epilogue, void *stream, bool *done) {
+    ampc_plan plan;
+    *done = false;
+    AMPC_TRY(ampc_plan_get(dev, g, epilogue, &plan));
+    if (!plan.refused) AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
+    if (!plan.refused && !*done) ampc_plan_refuse(dev, plan.product);
+    return AMP_OK;
+}
+
+/* The same in bf16, into g.c, which is fp32; *factor: by which it must be multiplied. */
+amp_result ampc_fp8_emulated(ampc_device *dev, const amp_k_gemm &g, ampc_scratch &factor, void *stream) {
+    ampc_scratch wide(dev, stream);
+    const ampc_fp8_place a = ampc_fp8_place_of(g.m, g.k, *g.fp8[0]), b = ampc_fp8_place_of(g.n, g.k, *g.fp8[1]);
+    const int64_t at_b = a.outer * a.k, total = at_b + b.outer * b.k;
+    amp_k_gemm p = g;
+    AMPC_TRY(wide.get((size_t)total * 2, "gemm"));
+    AMPC_TRY(factor.get(sizeof(float), "gemm"));
+    p.a = wide.data, p.b = (uint16_t *)wide.data + at_b, p.a_dtype = p.b_dtype = p.compute = AMP_BF16, p.alpha = 1;
+    for (int i = 0; i < 2; i++) {
+        const int64_t fours = (i ? total - at_b : at_b) / 4;
+        AMPC_TRY(ampc_launch(dev, "gemm", ampc_fp8_widen_kernel, ampc_grid(dev, ampc_blocks(fours, 256), 8), 256, 0,
+                             stream, (const uint8_t *)(i ? g.b : g.a), (uint16_t *)wide.data + (i ? at_b : 0),
+                             i ? b : a, *g.fp8[i], a.k, fours));
+    }
+    AMPC_TRY(ampc_launch(dev, "gemm", ampc_fp8_factor_kernel, 1, 1, 0, stream, g.alpha, (const char *)g.a + a.head,
+                         (const char *)g.b + b.head, (float *)factor.data));
+    return ampc_gemm_from(dev, p, AMPC_FUSED, stream);
+}
+
+/* Whether this GPU's cuBLASLt has such products. */
+bool ampc_fp8_has(const ampc_device *dev, const amp_k_gemm &g) {
+    switch (g.fp8[0]->scaling) {
+        case AMP_FP8_BLOCK: return dev->has.fp8_blocks;
+        case AMP_FP8_MX: return dev->has.fp8_mx;
+        default: return dev->has.fp8;
+    }
+}
+
+/* Whether cuBLASLt can write c itself: its columns are 16 bytes long and apart, and with blocks of scales nothing is
+   filled up. */
+bool ampc_fp8_direct(const amp_k_gemm &g) {
+    const int64_t size = ampc_dtype_size(g.c_dtype);
+    const bool blocks = g.fp8[0]->scaling == AMP_FP8_BLOCK;
+    return g.act == AMP_ACT_NONE && g.pre == NULL && g.bias == NULL && ampc_aligned(g.c, (g.n | g.ldc) * size) &&
+           (!blocks || (g.m | g.n) % 16 == 0);
+}
+
+/* The product of operands that are rounded, p, which has g's sizes, alpha, beta and c. */
+amp_result ampc_fp8_product(ampc_device *dev, const amp_k_gemm &g, amp_k_gemm p, void *stream) {
+    ampc_scratch wide(dev, stream), factor(dev, stream);
+    bool native = ampc_fp8_has(dev, g) && ampc_gemm_for_library(p), done = false;
+    p.column_sum.data = p.row_sum.data = NULL;
+    if (native && ampc_fp8_direct(g)) AMPC_TRY(ampc_fp8_library(dev, p, CUBLASLT_EPILOGUE_DEFAULT, stream, &done));
+    if (done) return AMP_OK;
+    p.bias = NULL, p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0, p.c_dtype = AMP_F32;
+    p.m = ampc_filled(g.m, 16), p.n = p.ldc = ampc_filled(g.n, 16);
+    AMPC_TRY(wide.get((size_t)(p.m * p.n) * sizeof(float), "gemm"));
+    p.c = wide.data;
+    if (native) AMPC_TRY(ampc_fp8_library(dev, p, CUBLASLT_EPILOGUE_DEFAULT, stream, &done));
+    if (!done) AMPC_TRY(ampc_fp8_emulated(dev, p, factor, stream));
+    return ampc_gemm_map(dev, g, p, (const float *)factor.data, stream);
+}
+
+bool ampc_fp8_is_rounded(amp_dtype dtype) { return dtype == AMP_E4M3 || dtype == AMP_E5M2; }
+/* Whether an operand's k lies along its rows. */
+bool ampc_fp8_along(const amp_k_gemm &g, int b) { return b ? g.trans_b != 0 : g.trans_a == 0; }
+
+/* Rounds operand a or b, unless gemm_pack or the product before did; if both products of a pair take it, in both
+   directions. */
+amp_result ampc_fp8_operand(ampc_device *dev, const amp_k_gemm &g, int b, ampc_scratch &own, const void **out,
+                            void *stream) {
+    amp_k_gemm stored = g;
+    ampc_gemm_operand x(stored, b != 0);
+    const ampc_fp8_place p = ampc_fp8_place_of(b ? g.n : g.m, g.k, *g.fp8[b]);
+    const bool shared = g.shares == 1 + b, along = ampc_fp8_along(g, b);
+    *out = b && g.packed_b != NULL ? g.packed_b : x.data;
+    if ((b && g.packed_b != NULL) || ampc_fp8_is_rounded(x.dtype)) return AMP_OK;
+    if (!shared) AMPC_TRY(own.get(p.bytes, "gemm"));
+    void *first = shared ? g.scratch : own.data;
+    void *second = shared ? (char *)first + ampc_filled((int64_t)p.bytes, AMPC_ALIGN) : NULL;
+    *out = first;
+    return ampc_fp8_round(dev, *g.fp8[b], ampc_matrix(x.data, x.dtype, x.rows, x.cols, x.ld), along ? first : second,
+                          along ? second : first, stream);
+}
+
+amp_result ampc_gemm_fp8(ampc_device *dev, const amp_k_gemm &g, void *stream) {
+    ampc_scratch a(dev, stream), b(dev, stream);
+    amp_k_gemm p = g;
+    if (g.k <= 0) {                 /* neither operand is read */
+        p.compute = AMP_BF16;
+        return ampc_gemm_from(dev, p, AMPC_FUSED, stream);
+    }
+    AMPC_TRY(ampc_fp8_operand(dev, g, 0, a, &p.a, stream));
+    AMPC_TRY(ampc_fp8_operand(dev, g, 1, b, &p.b, stream));
+    p.a_dtype = g.fp8[0]->dtype, p.b_dtype = g.fp8[1]->dtype, p.trans_a = 0, p.trans_b = 1;
+    p.k = p.lda = p.ldb = ampc_fp8_place_of(g.m, g.k, *g.fp8[0]).k;
+    AMPC_TRY(ampc_fp8_product(dev, g, p, stream));
+    return ampc_gemm_sums(dev, g, stream);
+}
+
+__global__ void __launch_bounds__(64) ampc_fp8_update_kernel(const __grid_constant__ amp_k_fp8_update u) {
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < u.n) ampi_fp8_update(&u, i);
+}
+amp_result ampc_fp8_update(void *device, const amp_k_fp8_update *args, void *stream) {
+    return ampc_launch((ampc_device *)device, "fp8_update", ampc_fp8_update_kernel, (unsigned)ampc_blocks(args->n, 64),
+                       64, 0, stream, *args);
+}
+
+/* If two products read an operand in both directions, the first rounds it for both; scales of blocks differ with the
+   direction. */
+amp_result ampc_fp8_reserve(ampc_device *dev, amp_k_gemm *args) {
+    ampc_scratch scratch(dev, NULL);
+    for (int i = 0; i < 4 && scratch.data == NULL; i++) {
+        const int of_x = i / 2, of_y = i % 2;
+        ampc_gemm_operand x(args[0], of_x != 0), y(args[1], of_y != 0);
+        const amp_k_fp8 &how = *args[0].fp8[of_x];
+        if (!x.is(y) || ampc_fp8_in_blocks(how) || how.dtype != args[1].fp8[of_y]->dtype) continue;
+        if (ampc_fp8_along(args[0], of_x) == ampc_fp8_along(args[1], of_y) || args[1].row_sum.data != NULL) continue;
+        const int64_t first = (int64_t)ampc_fp8_place_of(of_x ? args[0].n : args[0].m, args[0].k, how).bytes;
+        const size_t second = ampc_fp8_place_of(of_y ? args[1].n : args[1].m, args[1].k, how).bytes;
+        AMPC_TRY(scratch.get((size_t)ampc_filled(first, AMPC_ALIGN) + second, "gemm"));
+        args[0].shares = 1 + of_x;
+        y.data = (char *)scratch.data + ampc_filled(first, AMPC_ALIGN), y.dtype = how.dtype;
+    }
+    args[0].scratch = scratch.keep();
+    return AMP_OK;
+}
+
 amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     amp_k_gemm g = *args;
     AMPC_ENTER(dev, "gemm");
     ampc_gemm_tidy(&g);
     if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_gemm_sums(dev, g, stream);
+    if (g.compute == AMP_FP8) return ampc_gemm_fp8(dev, g, stream);
     return ampc_gemm_from(dev, g, AMPC_FUSED, stream);
 }
 
@@ -5719,6 +6352,7 @@ amp_result ampc_gemm_reserve(void *device, amp_k_gemm *args, int64_t n) {
         ampc_gemm_tidy(&args[i]);
         if (!ampc_gemm_for_library(args[i]) || args[i].compute != args->compute) return AMP_OK;
     }
+    if (args->compute == AMP_FP8) return n == 2 ? ampc_fp8_reserve(dev, args) : AMP_OK;
     for (int i = 0; i < 4 && n == 2 && scratch.data == NULL; i++) {
         ampc_gemm_operand x(args[0], i / 2), y(args[1], i % 2);
         if (!x.is(y) || x.dtype == in || x.cut != NULL || y.cut != NULL) continue;
@@ -6167,11 +6801,18 @@ amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
     return AMP_OK;
 }
 
-/* Matrices are used unpacked. */
-size_t ampc_gemm_pack_size(void *, const amp_k_pack *) { return 0; }
-amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
-    return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "gemm_pack",
-                       "this device uses matrices unpacked");
+/* Matrices are used unpacked, but for FP8, where packing rounds them. */
+size_t ampc_gemm_pack_size(void *, const amp_k_pack *args) {
+    return args->compute == AMP_FP8 ? ampc_fp8_place_of(args->n, args->k, *args->fp8).bytes : 0;
+}
+amp_result ampc_gemm_pack(void *device, const amp_k_pack *args, void *packed, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    if (args->compute != AMP_FP8)
+        return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "gemm_pack", "this device uses matrices unpacked");
+    AMPC_ENTER(dev, "gemm_pack");
+    const bool t = args->trans_b != 0;
+    amp_mat b = ampc_matrix(args->b, args->b_dtype, t ? args->n : args->k, t ? args->k : args->n, args->ldb);
+    return ampc_fp8_round(dev, *args->fp8, b, t ? packed : NULL, t ? NULL : packed, stream);
 }
 
 /* ==== Tensor cores ==================================================================================
@@ -6185,14 +6826,6 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
 #endif
 
 #if AMPC_TENSOR_CORES
-
-/* x, hidden from the compiler, so that it does not keep values computed from it in registers. */
-__device__ __forceinline__ unsigned ampc_afresh(unsigned x) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("" : "+r"(x));
-#endif
-    return x;
-}
 
 /* c += a b: a is 16 x 16, b 16 x 8, each a fragment. */
 template <bool BF16>
@@ -6422,9 +7055,11 @@ struct ampc_flash_place { int b, h, tile; };
 struct ampc_flash_operand {
     char *data;
     int64_t batch, row, head;
+#if AMPC_TENSOR_CORES
     __device__ char *at(const ampc_flash_place &p, int64_t i) const {
         return data + p.b * batch + i * row + p.h * head;
     }
+#endif
 };
 
 /* An arbitrary mask as bits: bit j % 32 of word j / 32 of a row says whether key j is visible.  Rows are padded with
@@ -6891,6 +7526,15 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
         ampc_flash_recompute_row<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
 }
 
+/* A loop that the compiler takes for one, even if it has one turn, needs fewer registers; on 8.0 it needs more. */
+__device__ __forceinline__ int ampc_flash_step(int columns) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+    return columns;
+#else
+    return ampc_afresh(columns);
+#endif
+}
+
 #endif /* AMPC_TENSOR_CORES */
 
 template <int D, bool BF16>
@@ -6929,7 +7573,7 @@ ampc_flash_rows(ampc_flash_call a) {
                                                   following, a.keys);
         ampc_copy_commit();
         AMPC_NO_UNROLL
-        for (int c = 0; c < T; c += 8 * N) {
+        for (int c = 0; c < T; c += ampc_flash_step(8 * N)) {
             int mine = ampc_warp_row<M>();
             int state = sweep->state(sweep->warps[mine / (16 * M)], sweep->own + mine, 16 * M, j + c, 8 * N);
             const unsigned char *k = others + turn * other_half + c * 2 * D;
@@ -7130,23 +7774,26 @@ bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3]) {
     return ampc_aligned(data, 2 * (stride[0] | stride[1] | stride[2]));
 }
 
-/* Whether the tensor cores can do this attention. */
-bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
-    if (!dev->has.tensor_cores || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
-    if (a.dim < 1 || a.dim > 128) return false;
-    if (dev->has.shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS)) return false;
-    if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is found before scaling */
-    if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST ||
-        a.keys > AMPC_FLASH_LONGEST)
-        return false;
-    return a.batch * a.heads <= INT32_MAX / ampc_blocks(a.queries > a.keys ? a.queries : a.keys, 64);
-}
 /* Whether the kernels can take its rows as they are: in pieces of 16 bytes. */
 bool ampc_flash_fits(const amp_k_attention &a) {
     return a.dim % 8 == 0 && ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) &&
            ampc_flash_aligned(a.v, a.v_stride) && ampc_flash_aligned(a.o, a.o_stride) &&
            ampc_flash_aligned(a.d_o, a.do_stride) && ampc_flash_aligned(a.dq, a.dq_stride) &&
            ampc_flash_aligned(a.dk, a.dk_stride) && ampc_flash_aligned(a.dv, a.dv_stride);
+}
+
+/* Whether the tensor cores can do this attention.  For fewer than 16 queries a copy of all keys and values costs more
+   than they save. */
+bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
+    if (!dev->has.tensor_cores || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
+    if (a.dim < 1 || a.dim > 128) return false;
+    if (dev->has.shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS)) return false;
+    if (a.queries < 16 && !ampc_flash_fits(a)) return false;
+    if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is found before scaling */
+    if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST ||
+        a.keys > AMPC_FLASH_LONGEST)
+        return false;
+    return a.batch * a.heads <= INT32_MAX / ampc_blocks(a.queries > a.keys ? a.queries : a.keys, 64);
 }
 
 ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pass, const ampc_flash_bits &bits) {
@@ -7776,7 +8423,7 @@ __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
                                                 .fuses = 1,
                                                 .host_visible = 0,
                                                 .saturates = 1,
-                                                .reserved = 0,
+                                                .quantizes = 1,
                                                 .alloc = ampc_alloc,
                                                 .free = ampc_free,
                                                 .alloc_pinned = ampc_alloc_pinned,
@@ -7831,13 +8478,15 @@ __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
                                                 .embedding_backward = ampc_embedding_backward,
                                                 .dropout = ampc_dropout,
                                                 .add = ampc_add,
+                                                .add_views = ampc_add_views,
                                                 .check = ampc_check_grads,
                                                 .adamw = ampc_adamw,
                                                 .sgd = ampc_sgd,
                                                 .lion = ampc_lion,
                                                 .scale_ranges = ampc_scale_ranges,
                                                 .inspect = ampc_inspect,
-                                                .rule = ampc_rule};
+                                                .rule = ampc_rule,
+                                                .fp8_update = ampc_fp8_update};
 
 } /* namespace */
 

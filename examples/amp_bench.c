@@ -30,7 +30,7 @@ static const option options[] = {
     {"feature", CHOICE, FIELD(feature), "all", 0, 0,
      "all mask-cache cast-cache pinning workers prefetch memory-interval fused-step recompute fused-loss",
      "one feature only"},
-    {"dtype", CHOICE, FIELD(dtype), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "precision of the features' runs"},
+    {"dtype", CHOICE, FIELD(dtype), "auto", 0, 0, "auto fp32 tf32 fp16 bf16 fp8", "precision of the features' runs"},
 
     {"Size", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"layers", INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0", "blocks; auto: 12 on a GPU, 4 on a CPU"},
@@ -162,8 +162,8 @@ static amp_result read_memory(const workload *w, int64_t cast_cache, precision_r
     int i;
     memset(&memory, 0, sizeof memory);
     TRY(amp_memory(w->amp, &memory));
-    row->parts[WEIGHTS] = w->desc.encoder ? w->bert.weights_bytes : w->gpt.weights_bytes;
-    row->parts[GRADIENTS] = w->desc.encoder ? w->bert.grads_bytes : w->gpt.grads_bytes;
+    row->parts[WEIGHTS] = w->desc.encoder ? w->bert.weights_bytes : w->gpt.own.weights_bytes;
+    row->parts[GRADIENTS] = w->desc.encoder ? w->bert.grads_bytes : w->gpt.own.grads_bytes;
     row->parts[OPTIMIZER] = memory.optimizer;
     row->parts[ACTIVATIONS] = w->desc.encoder ? w->bert.memory_bytes : w->gpt.memory_bytes;
     row->parts[CAST_CACHE] = cast_cache;

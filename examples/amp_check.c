@@ -204,7 +204,7 @@ static amp_result product_fill(check *c, product *p, float *weight) {
     if (result == AMP_OK) result = amp_copy(c->amp, weight, values, 4 * count, AMP_COPY_TO_DEVICE);
     if (result == AMP_OK) result = amp_sync(c->amp);
     for (i = 2; i < PRECISIONS && result == AMP_OK; i++) {
-        amp_tensor to = amp_tensor1(p->x[i], precisions[i], count);
+        amp_tensor to = amp_tensor1(p->x[i], storage_of(precisions[i]), count);
         result = amp_cast(c->amp, &x, &to);
     }
     free(values);
@@ -220,9 +220,9 @@ static amp_result measure_products(check *c, double seconds[PRECISIONS]) {
     memset(&p, 0, sizeof p);
     p.n = c->size;
     TRY(amp_alloc(c->amp, &memory, 4 * bytes));
-    p.x[0] = p.x[1] = memory;                           /* fp32 and TF32, then fp16 and bf16 */
+    p.x[0] = p.x[1] = memory;                           /* fp32 and TF32, then fp16, and bf16 and fp8 */
     p.x[2] = (char *)memory + bytes;
-    p.x[3] = (char *)p.x[2] + bytes / 2;
+    p.x[3] = p.x[4] = (char *)p.x[2] + bytes / 2;
     p.y = (char *)memory + 2 * bytes;
     weight = (float *)(void *)((char *)memory + 3 * bytes);
     p.weight.name = "product.weight";

@@ -1,10 +1,10 @@
-/* common.h - code the examples share: a GPT-2 and a BERT on amp.h's operators, their files, and the other parts of a
- * training program.
+/* common.h - code the examples share: a GPT-2 on amp.h's tape (gpt.h), a BERT on its operators, their files, and the
+ * other parts of a training program.
  *
- *     1 errors, flags, device        5 the GPT-2 model                 9 the tokenizer of GPT-2
- *     2 progress, metrics, profile   6 model files                    10 the encoder (BERT)
- *     3 learning-rate schedules      7 sampling                       11 the tokenizer of BERT
- *     4 JSON and safetensors         8 pictures in IDX files (MNIST)
+ *     1 errors, flags, device        5 model files                    9 the encoder (BERT)
+ *     2 progress, metrics, profile   6 sampling                      10 the tokenizer of BERT
+ *     3 JSON and safetensors         7 pictures in IDX files (MNIST)
+ *     4 parameters, GPT-2 (gpt.h)    8 the tokenizer of GPT-2
  *
  * Nothing to compile: an example defines AMP_IMPLEMENTATION, includes amp.h and then this file. */
 #ifndef EXAMPLES_COMMON_H
@@ -697,24 +697,7 @@ static inline amp_result value_read(amp_context *amp, const float *value, float 
     return amp_sync(amp);
 }
 
-/* ==== 3 Learning-rate schedules ================================================================== */
-
-typedef enum schedule_kind { SCHEDULE_COSINE = 0, SCHEDULE_CONSTANT = 1, SCHEDULE_LINEAR = 2 } schedule_kind;
-
-/* Rises linearly to lr over `warmup` steps, then stays or falls to min_lr: along half a cosine (Loshchilov & Hutter
-   2017, without restarts), or linearly, as in BERT's fine-tuning.  step counts from 0. */
-static inline float schedule_lr(schedule_kind kind, int64_t step, int64_t steps, int64_t warmup, double lr,
-                                double min_lr) {
-    double done, left;
-    if (step < warmup) return (float)(lr * (double)(step + 1) / (double)warmup);
-    if (kind == SCHEDULE_CONSTANT || steps <= warmup) return (float)lr;
-    done = (double)(step - warmup) / (double)(steps - warmup);
-    if (done > 1) done = 1;
-    left = kind == SCHEDULE_LINEAR ? 1 - done : 0.5 * (1 + cos(3.14159265358979323846 * done));
-    return (float)(min_lr + (lr - min_lr) * left);
-}
-
-/* ==== 4 JSON and safetensors ===================================================================== */
+/* ==== 3 JSON and safetensors ===================================================================== */
 
 /* A reader over JSON text.  After the first error `bad` stays 1 and every call does nothing. */
 typedef struct json {
@@ -1408,87 +1391,7 @@ static inline amp_result config_open(model_config *m, const st_file *tensors, co
     return result;
 }
 
-/* ==== 5 The GPT-2 model ==========================================================================
-   As Hugging Face's GPT2LMHeadModel: learned positions, LayerNorm before attention and MLP, output weights tied to the
-   embedding.  The residual stream is fp32 unless `stored` says otherwise; everything else is stored in `activations`.
-   Linear weights are [out, in]; Hugging Face's Conv1D has [in, out] and is transposed at loading and saving. */
-
-/* Tensors that can have their own storage dtype, each with its gradient: the residual stream; LayerNorms' results; q,
-   k, v and attention's result; the inside of the MLP; the branches added to the stream. */
-typedef enum gpt_tensor { GPT_STREAM, GPT_NORM, GPT_ATTENTION, GPT_MLP, GPT_BRANCH, GPT_TENSORS } gpt_tensor;
-static const char *const gpt_tensor_names[GPT_TENSORS] = {"stream", "norm", "attention", "mlp", "branch"};
-
-typedef struct gpt_config {
-    int64_t vocab, positions, channels, heads, layers;
-    int64_t batch, seq;             /* the largest for forward; seq at most positions */
-    amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
-    amp_dtype stored[GPT_TENSORS];  /* the same, tensor by tensor; 0: as activations, the stream F32 */
-    amp_dtype logits;               /* the same of the logits; 0: as activations */
-    int32_t fused_loss;             /* 1: the head and the loss in one, by chunks: no logits but those of a sample */
-    float dropout;                  /* on the embedding and on both residual branches; 0: none */
-    int32_t recompute;              /* 1: all blocks share the memory of one block's activations; see gpt_recompute */
-    amp_activation_kind act;        /* inside the MLP; 0: AMP_ACT_GELU */
-    float eps;                      /* of LayerNorm; 0: 1e-5 */
-    int32_t unscaled;               /* 1: attention's scores are not divided by sqrt(channels / heads) */
-    int32_t by_layer;               /* 1: but by the number of the block, from 1 */
-} gpt_config;
-
-/* One block: ops with their tensors, so that forward and backward only call them. */
-typedef struct gpt_block {
-    amp_norm_op ln_1, ln_2;
-    amp_linear_op c_attn, attn_proj, c_fc, mlp_proj;
-    amp_attention_op attention;
-    amp_activation_op act;          /* if not fused into c_fc */
-    amp_dropout_op attn_drop, mlp_drop;
-    void *norm_1, *qkv, *heads;     /* [rows, C], [rows, 3C], [rows, C] */
-    void *norm_2, *fc_in, *fc_out;  /* [rows, C], [rows, 4C] before and after the activation */
-    void *middle, *end;             /* the residual stream after attention and after the MLP: [rows, C] */
-    float *mean_1, *rstd_1, *mean_2, *rstd_2, *lse;
-} gpt_block;
-
-typedef struct gpt {
-    gpt_config config;
-    char *json;                     /* the config.json it came with, or NULL */
-    amp_context *amp;
-    amp_param *params;              /* wte, wpe, 12 for each block, ln_f.weight, ln_f.bias */
-    int64_t n_params, weights_count;
-    char (*names)[64];
-    void *weights, *grads, *memory; /* three allocations hold everything */
-    int64_t weights_bytes, grads_bytes, memory_bytes;
-    gpt_block *blocks;
-    amp_embedding_op embedding;
-    amp_dropout_op embedding_drop;
-    amp_norm_op ln_f;
-    amp_linear_op head;
-    amp_cross_entropy_op loss;
-    amp_linear_cross_entropy_op fused;  /* the two, with config.fused_loss */
-    void *start;                    /* the residual stream at the beginning */
-    void *branch, *norm_f, *logits; /* [rows, C], [rows, C], [rows, vocab]; branch is what is added to the stream */
-    float *mean_f, *rstd_f, *loss_value;
-    void *d_stream, *d_branch;      /* gradients; d_branch is d_stream unless there is dropout */
-    /* d_branch in the dtype that the branch's last layer computes in; see gpt_pass_low */
-    void *d_low;
-    void *d_norm, *d_heads, *d_qkv, *d_fc;
-    int64_t batch, seq, rows;       /* what the ops are bound to */
-    /* sets weights, so that masters keep full precision; or NULL */
-    amp_optimizer *optimizer;
-    struct profile *profile;        /* NULL: nothing is timed */
-} gpt;
-
-/* The parameters of a block in units of channels: weights [rows C, cols C], vectors cols 0. */
-typedef struct gpt_part { const char *name; int32_t rows, cols; float init; } gpt_part;
-enum { GPT_PARTS = 12 };
-static const gpt_part gpt_parts[GPT_PARTS] = {
-    {"ln_1.weight", 1, 0, 1},      {"ln_1.bias", 1, 0, 0},          {"attn.c_attn.weight", 3, 1, 0},
-    {"attn.c_attn.bias", 3, 0, 0}, {"attn.c_proj.weight", 1, 1, 0}, {"attn.c_proj.bias", 1, 0, 0},
-    {"ln_2.weight", 1, 0, 1},      {"ln_2.bias", 1, 0, 0},          {"mlp.c_fc.weight", 4, 1, 0},
-    {"mlp.c_fc.bias", 4, 0, 0},    {"mlp.c_proj.weight", 1, 4, 0},  {"mlp.c_proj.bias", 1, 0, 0},
-};
-
-/* 1 for Hugging Face's Conv1D weights: the matrices of the blocks. */
-static inline int gpt_is_conv1d(const gpt *g, int64_t i) {
-    return i >= 2 && i < g->n_params - 2 && g->params[i].weight.ndim == 2;
-}
+/* ==== 4 Parameters, and GPT-2 =================================================================== */
 
 /* One big allocation handed out in pieces; with base NULL, only counted. */
 typedef struct arena { char *base; int64_t used; } arena;
@@ -1503,30 +1406,36 @@ static inline int64_t shape_count(const amp_tensor *t) {
 }
 static inline float *arena_floats(arena *a, int64_t count) { return (float *)arena_take(a, count, AMP_F32); }
 
-static inline void gpt_add_param(gpt *g, const char *prefix, int64_t layer, const char *name, int64_t rows,
-                                 int64_t cols) {
-    amp_param *p = &g->params[g->n_params];
-    amp_dtype dtype = amp_param_dtype(g->amp, strstr(name, "ln_") != NULL);
-    if (layer < 0) snprintf(g->names[g->n_params], sizeof *g->names, "%s%s", prefix, name);
-    else snprintf(g->names[g->n_params], sizeof *g->names, "%sh.%lld.%s", prefix, (long long)layer, name);
-    p->name = g->names[g->n_params++];
+/* Sets a parameter's name, and shape: a weight [rows, cols], or a vector if cols is 0.  norm 1: of a norm. */
+static inline void param_describe(amp_context *amp, amp_param *p, const char *name, int64_t rows, int64_t cols,
+                                  int norm) {
+    amp_dtype dtype = amp_param_dtype(amp, norm);
+    p->name = name;
     p->weight = cols > 0 ? amp_tensor2(NULL, dtype, rows, cols) : amp_tensor1(NULL, dtype, rows);
-    p->grad = cols > 0 ? amp_tensor2(NULL, AMP_F32, rows, cols) : amp_tensor1(NULL, AMP_F32, rows);
-    g->weights_count += shape_count(&p->weight);
+    p->grad = p->weight;
+    p->grad.dtype = AMP_F32;
 }
 
-static inline void gpt_describe(gpt *g) {
-    const gpt_config *c = &g->config;
-    int64_t layer, C = c->channels;
-    int part;
-    gpt_add_param(g, "transformer.", -1, "wte.weight", c->vocab, C);
-    gpt_add_param(g, "transformer.", -1, "wpe.weight", c->positions, C);
-    for (layer = 0; layer < c->layers; layer++)
-        for (part = 0; part < GPT_PARTS; part++)
-            gpt_add_param(g, "transformer.", layer, gpt_parts[part].name, gpt_parts[part].rows * C,
-                          gpt_parts[part].cols * C);
-    gpt_add_param(g, "transformer.", -1, "ln_f.weight", C, 0);
-    gpt_add_param(g, "transformer.", -1, "ln_f.bias", C, 0);
+/* Which weights compute in fp8, if the context does: as users of fp8 do, embeddings, head, first and last block stay in
+   bf16; with `all` only embeddings and head.  block: what stands before a block's number in names.  *n_fp8: how many
+   compute in it. */
+static inline amp_result fp8_layers(amp_context *amp, const amp_param *params, int64_t n, const char *block,
+                                    int64_t blocks, int all, int *n_fp8) {
+    amp_desc desc;
+    int64_t i;
+    *n_fp8 = 0;
+    memset(&desc, 0, sizeof desc);
+    TRY(amp_query(amp, &desc));
+    for (i = 0; i < n; i++) {
+        const char *at = strstr(params[i].name, block);
+        int64_t number = at ? strtoll(at + strlen(block), NULL, 10) : 0;
+        int inside = at && (all || (number > 0 && number < blocks - 1)), fp8 = desc.autocast_dtype == AMP_FP8;
+        if (params[i].weight.ndim != 2) continue;
+        *n_fp8 += fp8 && inside;
+        if (!inside)
+            TRY(amp_layer_override(amp, params[i].name, fp8 ? AMP_BF16 : AMP_DTYPE_DEFAULT));
+    }
+    return AMP_OK;
 }
 
 static inline void params_place(amp_param *params, int64_t n, arena *weights, arena *grads) {
@@ -1538,89 +1447,106 @@ static inline void params_place(amp_param *params, int64_t n, arena *weights, ar
     }
 }
 
-/* Allocates the counted memory, and restarts the arenas in it. */
-static inline amp_result arenas_allocate(amp_context *amp, arena *weights, arena *grads, arena *memory,
-                                         const char *advice) {
-    arena *all[3];
+/* Fails if training takes more memory than there is. */
+static inline amp_result memory_check(amp_context *amp, int64_t weights, int64_t grads, int64_t activations,
+                                      const char *advice) {
     amp_machine machine;
     double need, have;
-    int i;
     memset(&machine, 0, sizeof machine);
     TRY(amp_query_machine(amp, &machine));
-    need = (double)weights->used + 3.0 * (double)grads->used + (double)memory->used;   /* AdamW keeps two moments */
+    need = (double)weights + 3.0 * (double)grads + (double)activations;     /* AdamW keeps two moments */
     have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
     if (have > 0 && need > have)
         return example_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
                             "use a smaller model, batch or sequence%s", need * 1e-9, have * 1e-9, advice);
-    all[0] = weights; all[1] = grads; all[2] = memory;
-    for (i = 0; i < 3; i++) {
-        void *base = NULL;
-        TRY(amp_alloc(amp, &base, all[i]->used));
-        all[i]->base = (char *)base;
-        all[i]->used = 0;
-    }
     return AMP_OK;
 }
 
-static inline amp_dtype gpt_logits_dtype(const gpt *g) {
-    return g->config.logits != AMP_DTYPE_DEFAULT ? g->config.logits : g->config.activations;
+/* Allocates the counted memory, and restarts the arena in it. */
+static inline amp_result arena_allocate(amp_context *amp, arena *a) {
+    void *base = NULL;
+    TRY(amp_alloc(amp, &base, a->used));
+    a->base = (char *)base;
+    a->used = 0;
+    return AMP_OK;
+}
+static inline amp_result arenas_allocate(amp_context *amp, arena *weights, arena *grads, arena *memory,
+                                         const char *advice) {
+    TRY(memory_check(amp, weights->used, grads->used, memory->used, advice));
+    TRY(arena_allocate(amp, weights));
+    TRY(arena_allocate(amp, grads));
+    return arena_allocate(amp, memory);
 }
 
-static inline amp_dtype gpt_dtype(const gpt_config *c, gpt_tensor which) {
-    return c->stored[which] != AMP_DTYPE_DEFAULT ? c->stored[which] : which == GPT_STREAM ? AMP_F32 : c->activations;
-}
+/* A model's parameters, in two allocations: one of weights, one of gradients. */
+typedef struct parameters {
+    amp_context *amp;
+    amp_param *at; int64_t n, count;        /* count: elements */
+    char (*names)[64];
+    void *weights, *grads;
+    int64_t weights_bytes, grads_bytes;
+} parameters;
 
-static inline void gpt_place_activations(gpt *g, arena *a) {
-    const gpt_config *c = &g->config;
-    int64_t rows = c->batch * c->seq, C = c->channels, layer;
-    amp_dtype stream = gpt_dtype(c, GPT_STREAM), norm = gpt_dtype(c, GPT_NORM), attention = gpt_dtype(c, GPT_ATTENTION),
-              mlp = gpt_dtype(c, GPT_MLP);
-    for (layer = 0; layer < c->layers; layer++) {
-        gpt_block *b = &g->blocks[layer];
-        if (layer > 0 && c->recompute) *b = b[-1];
-        b->end = arena_take(a, rows * C, stream);
-        if (layer > 0 && c->recompute) continue;        /* its own is only the next block's input */
-        b->norm_1 = arena_take(a, rows * C, norm);   b->qkv = arena_take(a, rows * 3 * C, attention);
-        b->heads = arena_take(a, rows * C, attention); b->norm_2 = arena_take(a, rows * C, norm);
-        b->fc_in = arena_take(a, rows * 4 * C, mlp); b->fc_out = arena_take(a, rows * 4 * C, mlp);
-        b->middle = arena_take(a, rows * C, stream);
-        b->mean_1 = arena_floats(a, rows);           b->rstd_1 = arena_floats(a, rows);
-        b->mean_2 = arena_floats(a, rows);           b->rstd_2 = arena_floats(a, rows);
-        b->lse = arena_floats(a, rows * c->heads);
+static inline void parameters_free(parameters *p) {
+    if (p->amp != NULL) {
+        amp_param_forget(p->amp, p->at, p->n);
+        amp_free(p->amp, p->weights);
+        amp_free(p->amp, p->grads);
     }
-    g->start = arena_take(a, rows * C, stream);
-    g->branch = arena_take(a, rows * C, gpt_dtype(c, GPT_BRANCH));
-    g->norm_f = arena_take(a, rows * C, norm);
-    g->logits = arena_take(a, (c->fused_loss ? 1 : rows) * c->vocab, gpt_logits_dtype(g));
-    g->mean_f = arena_floats(a, rows);
-    g->rstd_f = arena_floats(a, rows);
-    g->loss_value = arena_floats(a, 1);
-    g->d_stream = arena_take(a, rows * C, stream);
-    g->d_branch = c->dropout > 0 ? arena_take(a, rows * C, stream) : g->d_stream;
-    g->d_low = c->dropout > 0 || stream != AMP_F32 || c->activations == AMP_F32 ? g->d_branch
-                                                                                : arena_take(a, rows * C, AMP_BF16);
-    g->d_norm = arena_take(a, rows * C, norm);
-    g->d_heads = arena_take(a, rows * C, attention);
-    g->d_qkv = arena_take(a, rows * 3 * C, attention);
-    g->d_fc = arena_take(a, rows * 4 * C, mlp);
+    free(p->at); free(p->names);
+    memset(p, 0, sizeof *p);
+}
+/* Room for `most` of them. */
+static inline amp_result parameters_open(parameters *p, amp_context *amp, int64_t most) {
+    memset(p, 0, sizeof *p);
+    p->at = (amp_param *)calloc((size_t)most, sizeof *p->at);
+    p->names = (char (*)[64])calloc((size_t)most, sizeof *p->names);
+    p->amp = amp;
+    if (p->at != NULL && p->names != NULL) return AMP_OK;
+    parameters_free(p);
+    return example_fail(AMP_ERR_MEMORY, "no memory for the model's tables");
+}
+static inline amp_param *parameters_add(parameters *p, int norm, int64_t rows, int64_t cols, const char *format, ...)
+    __attribute__((format(printf, 5, 6)));
+static inline amp_param *parameters_add(parameters *p, int norm, int64_t rows, int64_t cols, const char *format, ...) {
+    amp_param *param = &p->at[p->n];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(p->names[p->n], sizeof *p->names, format, args);
+    va_end(args);
+    param_describe(p->amp, param, p->names[p->n++], rows, cols, norm);
+    p->count += shape_count(&param->weight);
+    return param;
+}
+/* activations: bytes that training takes besides; advice: to those who have too little memory. */
+static inline amp_result parameters_check(const parameters *p, int64_t activations, const char *advice) {
+    return memory_check(p->amp, p->weights_bytes, p->grads_bytes, activations, advice);
+}
+static inline amp_result parameters_allocate(parameters *p) {
+    arena weights = {NULL, 0}, grads = {NULL, 0};
+    amp_result result;
+    params_place(p->at, p->n, &weights, &grads);
+    p->weights_bytes = weights.used; p->grads_bytes = grads.used;
+    TRY(parameters_check(p, 0, ""));
+    result = arena_allocate(p->amp, &weights);
+    if (result == AMP_OK) result = arena_allocate(p->amp, &grads);
+    p->weights = weights.base; p->grads = grads.base;
+    TRY(result);
+    params_place(p->at, p->n, &weights, &grads);
+    return amp_param_register(p->amp, p->at, p->n);
 }
 
-static inline amp_tensor gpt_matrix(const gpt *g, gpt_tensor which, void *data, int64_t cols) {
-    return amp_tensor2(data, gpt_dtype(&g->config, which), g->rows, cols);
-}
-static inline amp_tensor gpt_stream(const gpt *g, void *data) {
-    return gpt_matrix(g, GPT_STREAM, data, g->config.channels);
-}
-
-/* from, to: the kinds of tensor of x (and dx) and of y. */
-static inline void gpt_bind_linear(gpt *g, amp_linear_op *op, amp_param *weight, gpt_tensor from, void *x,
-                                   gpt_tensor to, void *y, void *dx) {
-    memset(op, 0, sizeof *op);
-    op->weight = weight;
-    op->bias = weight + 1;
-    op->x = gpt_matrix(g, from, x, weight->weight.shape[1]);
-    op->y = gpt_matrix(g, to, y, weight->weight.shape[0]);
-    op->dx = gpt_matrix(g, from, dx, weight->weight.shape[1]);
+/* If the gradient that `norm` writes is fp32 and `linear`, the branch's last layer, computes in 16 bits, the op that
+   writes linear's dy, dropout or norm, writes it in that dtype, so that linear's two products need not round it.
+   d_low: for it; without dropout the norm's own dx, if there is no room. */
+static inline void pass_low(amp_norm_op *norm, amp_dropout_op *drop, amp_linear_op *linear, void *d_low) {
+    amp_dtype low = linear->plan.compute;
+    int wanted = norm->dx.dtype == AMP_F32 && (low == AMP_F16 || low == AMP_BF16) && d_low != norm->dx.data;
+    linear->dy = norm->dx;
+    if (wanted || drop != NULL) linear->dy.data = d_low;
+    if (wanted) linear->dy.dtype = low;
+    if (drop != NULL) drop->dx = linear->dy;
+    else norm->dx_low = wanted ? linear->dy : amp_tensor2(NULL, AMP_F32, 0, 0);
 }
 
 /* y of `up`, which is x of `down`, is act(pre): computed by the linear layers or by a step between them. */
@@ -1637,210 +1563,6 @@ static inline void bind_activation(amp_activation_op *op, amp_activation_kind ac
     op->x = pre; op->y = up->y;
     op->dy = op->dx = up->dy;
     up->y = pre;
-}
-
-/* y = LayerNorm(sum), sum = branch + stream; without sum it is LayerNorm(stream). */
-static inline void gpt_bind_norm(gpt *g, amp_norm_op *op, amp_param *weight, void *stream, void *sum, void *y,
-                                 float *mean, float *rstd) {
-    memset(op, 0, sizeof *op);
-    op->weight = weight;
-    op->bias = weight + 1;
-    op->x = gpt_stream(g, stream);
-    if (sum != NULL) {
-        op->x = gpt_matrix(g, GPT_BRANCH, g->branch, g->config.channels);
-        op->residual = gpt_stream(g, stream);
-        op->sum = gpt_stream(g, sum);
-    }
-    op->y = gpt_matrix(g, GPT_NORM, y, g->config.channels);
-    op->eps = g->config.eps;
-    op->mean = mean;
-    op->rstd = rstd;
-    op->dy = gpt_matrix(g, GPT_NORM, g->d_norm, g->config.channels);
-    op->dx = gpt_stream(g, g->d_stream);
-    op->dsum = op->dx;
-}
-
-/* The part q (0), k (1) or v (2) of a packed [batch, seq, 3, heads, dim] buffer. */
-static inline amp_tensor gpt_part_of_qkv(const gpt *g, void *qkv, int64_t part) {
-    int64_t C = g->config.channels, dim = C / g->config.heads;
-    amp_dtype type = gpt_dtype(&g->config, GPT_ATTENTION);
-    amp_tensor t = amp_tensor4((char *)qkv + part * C * (int64_t)amp_dtype_size(type), type, g->batch, g->seq,
-                               g->config.heads, dim);
-    t.stride[0] = g->seq * 3 * C; t.stride[1] = 3 * C; t.stride[2] = dim; t.stride[3] = 1;
-    return t;
-}
-
-static inline void gpt_bind_attention(gpt *g, int64_t layer) {
-    gpt_block *b = &g->blocks[layer];
-    amp_attention_op *op = &b->attention;
-    amp_dtype type = gpt_dtype(&g->config, GPT_ATTENTION);
-    int64_t dim = g->config.channels / g->config.heads;
-    memset(op, 0, sizeof *op);
-    if (g->config.unscaled || g->config.by_layer)
-        op->scale =
-            (float)((g->config.unscaled ? 1 : 1 / sqrt((double)dim)) / (g->config.by_layer ? (double)(layer + 1) : 1));
-    op->q = gpt_part_of_qkv(g, b->qkv, 0);  op->dq = gpt_part_of_qkv(g, g->d_qkv, 0);
-    op->k = gpt_part_of_qkv(g, b->qkv, 1);  op->dk = gpt_part_of_qkv(g, g->d_qkv, 1);
-    op->v = gpt_part_of_qkv(g, b->qkv, 2);  op->dv = gpt_part_of_qkv(g, g->d_qkv, 2);
-    op->o = amp_tensor4(b->heads, type, g->batch, g->seq, g->config.heads, dim);
-    op->d_o = amp_tensor4(g->d_heads, type, g->batch, g->seq, g->config.heads, dim);
-    op->lse = b->lse;
-    op->mask.kind = AMP_MASK_CAUSAL;
-}
-
-/* Dropout in place on data; its gradient goes from d_stream to dx. */
-static inline void gpt_bind_dropout(gpt *g, amp_dropout_op *op, amp_tensor data, void *dx) {
-    memset(op, 0, sizeof *op);
-    op->x = op->y = data;
-    op->p = g->config.dropout;
-    op->dy = gpt_stream(g, g->d_stream);
-    op->dx = gpt_stream(g, dx);
-}
-
-static inline void gpt_bind_block(gpt *g, int64_t layer) {
-    gpt_block *b = &g->blocks[layer], *before = layer > 0 ? b - 1 : NULL;
-    amp_param *p = g->params + 2 + GPT_PARTS * layer;
-    amp_tensor branch = gpt_matrix(g, GPT_BRANCH, g->branch, g->config.channels), d_branch = gpt_stream(g, g->d_branch);
-    gpt_bind_norm(g, &b->ln_1, p, before ? before->middle : g->start, before ? before->end : NULL, b->norm_1,
-                  b->mean_1, b->rstd_1);
-    gpt_bind_linear(g, &b->c_attn, p + 2, GPT_NORM, b->norm_1, GPT_ATTENTION, b->qkv, g->d_norm);
-    b->c_attn.dy = gpt_matrix(g, GPT_ATTENTION, g->d_qkv, 3 * g->config.channels);
-    gpt_bind_attention(g, layer);
-    gpt_bind_linear(g, &b->attn_proj, p + 4, GPT_ATTENTION, b->heads, GPT_BRANCH, g->branch, g->d_heads);
-    b->attn_proj.dy = d_branch;
-    gpt_bind_dropout(g, &b->attn_drop, branch, g->d_branch);
-    gpt_bind_norm(g, &b->ln_2, p + 6, before ? before->end : g->start, b->middle, b->norm_2, b->mean_2, b->rstd_2);
-    gpt_bind_linear(g, &b->c_fc, p + 8, GPT_NORM, b->norm_2, GPT_MLP, b->fc_out, g->d_norm);
-    b->c_fc.dy = gpt_matrix(g, GPT_MLP, g->d_fc, 4 * g->config.channels);
-    gpt_bind_linear(g, &b->mlp_proj, p + 10, GPT_MLP, b->fc_out, GPT_BRANCH, g->branch, g->d_fc);
-    b->mlp_proj.dy = d_branch;
-    bind_activation(&b->act, g->config.act, &b->c_fc, &b->mlp_proj,
-                    gpt_matrix(g, GPT_MLP, b->fc_in, 4 * g->config.channels));
-    gpt_bind_dropout(g, &b->mlp_drop, branch, g->d_branch);
-}
-
-/* Sets every op for batch sequences of seq tokens.  Errors: AMP_ERR_RANGE, more than the model was created for. */
-static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
-    const gpt_config *c = &g->config;
-    gpt_block *last = &g->blocks[c->layers - 1];
-    int64_t layer;
-    if (batch < 1 || seq < 1 || seq > c->seq || batch * seq > c->batch * c->seq)
-        return example_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, the model was created for %lld x %lld",
-                            (long long)batch, (long long)seq, (long long)c->batch, (long long)c->seq);
-    if (batch == g->batch && seq == g->seq) return AMP_OK;
-    g->batch = batch; g->seq = seq; g->rows = batch * seq;
-    memset(&g->embedding, 0, sizeof g->embedding);
-    g->embedding.table = &g->params[0];
-    g->embedding.positions = &g->params[1];
-    g->embedding.seq = seq;
-    g->embedding.y = gpt_stream(g, g->start);
-    g->embedding.dy = gpt_stream(g, g->d_stream);
-    gpt_bind_dropout(g, &g->embedding_drop, gpt_stream(g, g->start), g->d_stream);
-    for (layer = 0; layer < c->layers; layer++) gpt_bind_block(g, layer);
-    gpt_bind_norm(g, &g->ln_f, &g->params[g->n_params - 2], last->middle, last->end, g->norm_f, g->mean_f, g->rstd_f);
-    memset(&g->ln_f.dsum, 0, sizeof g->ln_f.dsum);      /* the stream ends here */
-    gpt_bind_linear(g, &g->head, &g->params[0], GPT_NORM, g->norm_f, GPT_BRANCH, g->logits, g->d_norm);
-    g->head.bias = NULL;
-    g->head.y.dtype = gpt_logits_dtype(g);
-    g->head.dy = g->head.y;                             /* the loss writes its gradient into the logits */
-    return AMP_OK;
-}
-
-/* Stores activations in another dtype from now on, of at most the size that the model was created with. */
-static inline amp_result gpt_store(gpt *g, amp_dtype activations) {
-    arena memory;
-    memory.base = (char *)g->memory;
-    memory.used = 0;
-    g->config.activations = activations;
-    g->batch = g->seq = 0;
-    gpt_place_activations(g, &memory);
-    return memory.used <= g->memory_bytes
-               ? AMP_OK
-               : example_fail(AMP_ERR_SIZE, "activations in %s need more memory than the model has",
-                              amp_dtype_name(activations));
-}
-
-static inline void gpt_destroy(gpt *g) {
-    if (g->amp != NULL) {
-        amp_param_forget(g->amp, g->params, g->n_params);
-        amp_free(g->amp, g->weights);
-        amp_free(g->amp, g->grads);
-        amp_free(g->amp, g->memory);
-    }
-    free(g->params); free(g->names); free(g->blocks); free(g->json);
-    memset(g, 0, sizeof *g);
-}
-
-static inline amp_result gpt_check_config(const gpt_config *c) {
-    const int64_t most = (int64_t)1 << 31;
-    if (c->vocab < 1 || c->positions < 1 || c->channels < 1 || c->heads < 1 || c->layers < 1 || c->batch < 1 ||
-        c->seq < 1 || c->vocab > most || c->positions > most || c->channels > 1 << 20 || c->layers > 10000 ||
-        c->batch > most / c->seq)
-        return example_fail(AMP_ERR_RANGE, "a dimension of the model is outside its range");
-    if (c->channels % c->heads != 0)
-        return example_fail(AMP_ERR_SHAPE, "%lld heads do not divide %lld channels", (long long)c->heads,
-                            (long long)c->channels);
-    if (c->seq > c->positions)
-        return example_fail(AMP_ERR_SHAPE, "sequences of %lld tokens, but the model has only %lld positions",
-                            (long long)c->seq, (long long)c->positions);
-    return AMP_OK;
-}
-
-static inline amp_result gpt_allocate(gpt *g) {
-    arena weights = {NULL, 0}, grads = {NULL, 0}, memory = {NULL, 0};
-    amp_result result;
-    params_place(g->params, g->n_params, &weights, &grads);
-    gpt_place_activations(g, &memory);
-    g->weights_bytes = weights.used; g->grads_bytes = grads.used; g->memory_bytes = memory.used;
-    result = arenas_allocate(g->amp, &weights, &grads, &memory, g->config.recompute ? "" : ", or recompute");
-    g->weights = weights.base; g->grads = grads.base; g->memory = memory.base;
-    TRY(result);
-    params_place(g->params, g->n_params, &weights, &grads);
-    TRY(gpt_store(g, g->config.activations));
-    return amp_param_register(g->amp, g->params, g->n_params);
-}
-
-/* Allocates a model.  Its weights are not set yet: see gpt_init and gpt_file_load. */
-static inline amp_result gpt_create(gpt *g, amp_context *amp, const gpt_config *config) {
-    amp_result result;
-    size_t n = (size_t)(4 + GPT_PARTS * config->layers);
-    memset(g, 0, sizeof *g);
-    TRY(gpt_check_config(config));
-    g->config = *config;
-    if (g->config.activations == AMP_DTYPE_DEFAULT) g->config.activations = AMP_F32;
-    if (g->config.act == AMP_ACT_NONE) g->config.act = AMP_ACT_GELU;
-    if (!(g->config.eps > 0)) g->config.eps = 1e-5f;
-    g->amp = amp;
-    g->params = (amp_param *)calloc(n, sizeof *g->params);
-    g->names = (char (*)[64])calloc(n, sizeof *g->names);
-    g->blocks = (gpt_block *)calloc((size_t)config->layers, sizeof *g->blocks);
-    if (g->params == NULL || g->names == NULL || g->blocks == NULL)
-        result = example_fail(AMP_ERR_MEMORY, "no memory for the model's tables");
-    else {
-        gpt_describe(g);
-        result = gpt_allocate(g);
-        if (result == AMP_OK) result = gpt_bind(g, config->batch, config->seq);
-    }
-    if (result != AMP_OK) gpt_destroy(g);
-    return result;
-}
-
-/* Activations for another batch size, or stored in another dtype; the old ones are freed first. */
-static inline amp_result gpt_reshape(gpt *g, int64_t batch, amp_dtype activations) {
-    arena memory = {NULL, 0};
-    void *base = NULL;
-    amp_free(g->amp, g->memory);
-    g->memory = NULL;
-    g->config.batch = batch;
-    g->config.activations = activations;
-    gpt_place_activations(g, &memory);
-    TRY(amp_alloc(g->amp, &base, memory.used));
-    g->memory = memory.base = (char *)base;
-    g->memory_bytes = memory.used;
-    memory.used = 0;
-    gpt_place_activations(g, &memory);
-    g->batch = 0;                   /* the ops are bound to the old ones */
-    return gpt_bind(g, batch, g->config.seq);
 }
 
 /* Sets a parameter's weight from fp32 on the host, through its optimizer if there is one; or reads it. */
@@ -1870,11 +1592,6 @@ static inline amp_result param_get(amp_context *amp, const amp_param *param, flo
     free(scratch);
     return result;
 }
-static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) {
-    return param_set(g->amp, g->optimizer, &g->params[i], values);
-}
-static inline amp_result gpt_get(gpt *g, int64_t i, float *values) { return param_get(g->amp, &g->params[i], values); }
-
 /* Independent standard normal numbers: Box & Muller 1958, from counter-based words, so reproducible. */
 static inline void random_normal(float *out, int64_t n, uint64_t seed, uint64_t stream, float deviation) {
     int64_t i;
@@ -1888,6 +1605,56 @@ static inline void random_normal(float *out, int64_t n, uint64_t seed, uint64_t 
         if (i + 1 < n) out[i + 1] = (float)(radius * sin(angle));
     }
 }
+
+/* ---- A pass on a tape, in a region of its own */
+
+static inline amp_result tape_begin(amp_tape *tape, int backward) {
+    amp_autocast_desc region;
+    memset(&region, 0, sizeof region);
+    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
+    return amp_tape_begin(tape, &region);
+}
+/* Runs what was recorded: with backward its first half, from *grad_scale.  *value: where the loss lies. */
+static inline amp_result tape_forward(amp_tape *tape, amp_value loss, const float *grad_scale, int backward,
+                                      float **value) {
+    amp_tensor there;
+    TRY(backward ? amp_tape_forward(tape, loss, grad_scale) : amp_tape_finish(tape));
+    TRY(amp_tape_tensor(tape, loss, &there));
+    *value = (float *)there.data;
+    return AMP_OK;
+}
+
+/* Adds the times of the tape's last forward (pass 0) or backward (pass 1).  head: the name of the head's weight. */
+static inline void tape_profile(profile *p, const amp_tape *tape, int pass, const char *head) {
+    static const struct { const char *op; int row; } rows[] = {
+        {"embedding", PROFILE_EMBEDDING}, {"linear", PROFILE_LINEAR}, {"activation", PROFILE_LINEAR},
+        {"attention", PROFILE_ATTENTION}, {"dropout", PROFILE_DROPOUT}, {"linear_cross_entropy", PROFILE_HEAD},
+        {"cross_entropy", PROFILE_LOSS}, {NULL, PROFILE_NORM}};
+    amp_tape_node_info node;
+    int64_t i;
+    int k, row;
+    for (i = 0; amp_tape_node(tape, i, &node) == AMP_OK; i++) {
+        for (k = 0; rows[k].op != NULL && strcmp(rows[k].op, node.op) != 0; k++) {}
+        row = rows[k].row;
+        if (row == PROFILE_LINEAR && node.layer != NULL && strcmp(node.layer, head) == 0) row = PROFILE_HEAD;
+        p->seconds[row][pass] += node.seconds[pass];
+        if (pass == 1) p->seconds[PROFILE_RECOMPUTE][1] += node.seconds[2];
+    }
+}
+
+#include "gpt.h"
+
+static const char *const gpt_tensor_names[GPT_TENSORS] = {"stream", "norm", "attention", "mlp", "branch"};
+
+/* 1 for Hugging Face's Conv1D weights: the matrices of the blocks. */
+static inline int gpt_is_conv1d(const gpt *g, int64_t i) {
+    return i >= 2 && i < g->n_params - 2 && g->params[i].weight.ndim == 2;
+}
+
+static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) {
+    return param_set(g->amp, g->optimizer, &g->params[i], values);
+}
+static inline amp_result gpt_get(gpt *g, int64_t i, float *values) { return param_get(g->amp, &g->params[i], values); }
 
 /* GPT-2's initialisation: normal with deviation 0.02, the projections into the residual stream divided by
    sqrt(2 layers), biases 0, LayerNorm weights 1. */
@@ -1914,183 +1681,11 @@ static inline amp_result gpt_init(gpt *g, uint64_t seed) {
     return result;
 }
 
-/* The MLP's first half. */
-static inline amp_result gpt_up(gpt *g, gpt_block *b) {
-    TRY(amp_linear(g->amp, &b->c_fc));
-    return activation_is_fused(g->config.act) ? AMP_OK : amp_activation(g->amp, &b->act);
-}
-
-/* Everything before the output weights. */
-static inline amp_result gpt_body(gpt *g, const int32_t *ids, int64_t batch, int64_t seq) {
-    amp_context *amp = g->amp;
-    profile *p = g->profile;
-    int drop = g->config.dropout > 0;
-    int64_t layer;
-    TRY(gpt_bind(g, batch, seq));
-    g->embedding.ids = ids;
-    TIMED(p, amp, PROFILE_EMBEDDING, 0, amp_embedding(amp, &g->embedding));
-    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &g->embedding_drop));
-    for (layer = 0; layer < g->config.layers; layer++) {
-        gpt_block *b = &g->blocks[layer];
-        TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &b->ln_1));
-        TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &b->c_attn));
-        TIMED(p, amp, PROFILE_ATTENTION, 0, amp_attention(amp, &b->attention));
-        TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &b->attn_proj));
-        if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &b->attn_drop));
-        TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &b->ln_2));
-        TIMED(p, amp, PROFILE_LINEAR, 0, gpt_up(g, b));
-        TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &b->mlp_proj));
-        if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &b->mlp_drop));
-    }
-    TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &g->ln_f));
-    return AMP_OK;
-}
-
-/* The logits of `rows` rows from `first` on, into g->logits. */
-static inline amp_result gpt_head(gpt *g, int64_t first, int64_t rows) {
-    int64_t C = g->config.channels;
-    amp_dtype type = gpt_dtype(&g->config, GPT_NORM);
-    g->head.x = amp_tensor2((char *)g->norm_f + first * C * (int64_t)amp_dtype_size(type), type, rows, C);
-    g->head.y = amp_tensor2(g->logits, gpt_logits_dtype(g), rows, g->config.vocab);
-    TIMED(g->profile, g->amp, PROFILE_HEAD, 0, amp_linear(g->amp, &g->head));
-    return AMP_OK;
-}
-
-/* Logits [batch * seq, vocab] of ids [batch, seq] (device memory), in g->logits. */
-static inline amp_result gpt_forward(gpt *g, const int32_t *ids, int64_t batch, int64_t seq) {
-    if (g->config.fused_loss) return example_fail(AMP_ERR_STATE, "a model with a fused loss has no room for logits");
-    TRY(gpt_body(g, ids, batch, seq));
-    return gpt_head(g, 0, g->rows);
-}
-
-/* The same loss of what gpt_body left, without the logits; with backward also the gradients that the head's backward
-   makes of them. */
-static inline amp_result gpt_fused_loss(gpt *g, const int32_t *labels, int backward, const float *grad_scale) {
-    amp_linear_cross_entropy_op *op = &g->fused;
-    memset(op, 0, sizeof *op);
-    op->x = gpt_matrix(g, GPT_NORM, g->norm_f, g->config.channels);
-    if (backward) op->dx = gpt_matrix(g, GPT_NORM, g->d_norm, g->config.channels);
-    op->weight = &g->params[0];
-    op->labels = labels;
-    op->grad_scale = grad_scale;
-    op->loss = g->loss_value;
-    op->logits = gpt_logits_dtype(g);
-    TIMED(g->profile, g->amp, PROFILE_HEAD, 0, amp_linear_cross_entropy(g->amp, op));
-    g->head.plan = op->plan;
-    return AMP_OK;
-}
-
-/* The mean loss against labels [batch, seq], in g->loss_value.  With backward the logits become their
-   gradient, starting from *grad_scale (see amp_scaler_scale_ptr; NULL: 1). */
-static inline amp_result gpt_loss(gpt *g, const int32_t *labels, int backward, const float *grad_scale) {
-    return mean_loss(g->profile, g->amp, &g->loss, g->head.y, labels, g->loss_value, backward, grad_scale);
-}
-
-/* Forward and loss, by whichever of the two ways. */
-static inline amp_result gpt_forward_targets(gpt *g, const int32_t *ids, const int32_t *labels, int64_t batch,
-                                             int64_t seq, int backward, const float *grad_scale) {
-    if (g->config.fused_loss) {
-        TRY(gpt_body(g, ids, batch, seq));
-        return gpt_fused_loss(g, labels, backward, grad_scale);
-    }
-    TRY(gpt_forward(g, ids, batch, seq));
-    return gpt_loss(g, labels, backward, grad_scale);
-}
-
-/* The loss on the host.  Waits for the device. */
-static inline amp_result gpt_loss_read(gpt *g, float *out) { return value_read(g->amp, g->loss_value, out); }
-
-/* Forward and loss of a batch in a region; with backward the logits become their gradient, from the scaler's scale
-   (NULL: 1). */
-static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, amp_scaler *scaler, int backward) {
-    amp_autocast_desc region;
-    amp_result result;
-    memset(&region, 0, sizeof region);
-    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
-    TRY(amp_autocast_begin(g->amp, &region));
-    result = gpt_forward_targets(g, batch->inputs, batch->targets, batch->batch, batch->seq, backward,
-                                 scaler != NULL ? amp_scaler_scale_ptr(scaler) : NULL);
-    TRY(amp_autocast_end(g->amp));
-    return result;
-}
-
-/* Runs a block's forward again, as far as its backward needs.  Its input, the stream, was kept: ln_1 need not add to it
-   again, and the last linear's result is not needed. */
-static inline amp_result gpt_recompute(gpt *g, const gpt_block *block) {
-    gpt_block b = *block;
-    if (b.ln_1.sum.data != NULL) {
-        b.ln_1.x = b.ln_1.sum;
-        memset(&b.ln_1.residual, 0, sizeof b.ln_1.residual);
-        memset(&b.ln_1.sum, 0, sizeof b.ln_1.sum);
-    }
-    TRY(amp_layernorm(g->amp, &b.ln_1));
-    TRY(amp_linear(g->amp, &b.c_attn));
-    TRY(amp_attention(g->amp, &b.attention));
-    TRY(amp_linear(g->amp, &b.attn_proj));
-    if (g->config.dropout > 0) TRY(amp_dropout(g->amp, &b.attn_drop));
-    TRY(amp_layernorm(g->amp, &b.ln_2));
-    return gpt_up(g, &b);
-}
-
-/* Restores a block's activations, overwritten by another block's. */
-static inline amp_result gpt_recompute_block(gpt *g, int64_t layer) {
-    amp_result result;
-    TRY(amp_recompute_begin(g->amp));
-    result = gpt_recompute(g, &g->blocks[layer]);
-    TRY(amp_recompute_end(g->amp));
-    return result;
-}
-
-/* If the stream's gradient is fp32 and `linear`, a branch's last layer, computes in 16 bits, the op that writes the
-   gradient also writes it in that dtype, so that linear's two products need not round it. */
-static inline void gpt_pass_low(gpt *g, amp_norm_op *norm, amp_dropout_op *drop, amp_linear_op *linear) {
-    amp_dtype low = linear->plan.compute;
-    int wanted =
-        gpt_dtype(&g->config, GPT_STREAM) == AMP_F32 && (low == AMP_F16 || low == AMP_BF16) && g->d_low != g->d_stream;
-    linear->dy = wanted ? amp_tensor2(g->d_low, low, g->rows, g->config.channels) : gpt_stream(g, g->d_branch);
-    if (g->config.dropout > 0) drop->dx = linear->dy;
-    else norm->dx_low = wanted ? linear->dy : amp_tensor2(NULL, AMP_F32, 0, 0);
-}
-
-/* After gpt_forward and gpt_loss with backward: all gradients. */
-static inline amp_result gpt_backward(gpt *g) {
-    amp_context *amp = g->amp;
-    profile *p = g->profile;
-    int drop = g->config.dropout > 0;
-    int64_t layer;
-    if (!g->config.fused_loss) TIMED(p, amp, PROFILE_HEAD, 1, amp_linear_backward(amp, &g->head));
-    for (layer = 0; layer < g->config.layers; layer++) {
-        gpt_block *b = &g->blocks[layer];
-        gpt_pass_low(g, &b->ln_2, &b->attn_drop, &b->attn_proj);
-        gpt_pass_low(g, layer + 1 < g->config.layers ? &b[1].ln_1 : &g->ln_f, &b->mlp_drop, &b->mlp_proj);
-    }
-    TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &g->ln_f));
-    for (layer = g->config.layers - 1; layer >= 0; layer--) {
-        gpt_block *b = &g->blocks[layer];
-        if (g->config.recompute && layer < g->config.layers - 1)        /* the last block's still exist */
-            TIMED(p, amp, PROFILE_RECOMPUTE, 1, gpt_recompute_block(g, layer));
-        if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &b->mlp_drop));
-        TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->mlp_proj));
-        if (!activation_is_fused(g->config.act))
-            TIMED(p, amp, PROFILE_LINEAR, 1, amp_activation_backward(amp, &b->act));
-        TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->c_fc));
-        TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &b->ln_2));
-        if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &b->attn_drop));
-        TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->attn_proj));
-        TIMED(p, amp, PROFILE_ATTENTION, 1, amp_attention_backward(amp, &b->attention));
-        TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->c_attn));
-        TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &b->ln_1));
-    }
-    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &g->embedding_drop));
-    TIMED(p, amp, PROFILE_EMBEDDING, 1, amp_embedding_backward(amp, &g->embedding));
-    return AMP_OK;
-}
-
 /* A row's floating-point operations in one forward pass of batch x seq tokens; backward takes twice as many in linear
    layers, and 2.5 times in attention, which computes its scores again. */
 static inline double gpt_flops(const gpt *g, int row) {
     const gpt_config *c = &g->config;
-    double rows = (double)g->rows, C = (double)c->channels, T = (double)g->seq;
+    double rows = (double)(c->batch * c->seq), C = (double)c->channels, T = (double)c->seq;
     if (row == PROFILE_LINEAR) return 2 * rows * 12 * C * C * (double)c->layers;
     if (row == PROFILE_HEAD) return 2 * rows * C * (double)c->vocab;
     if (row == PROFILE_ATTENTION) return 4 * rows * (T + 1) / 2 * C * (double)c->layers;    /* causal: half the pairs */
@@ -2101,17 +1696,29 @@ static inline double gpt_flops(const gpt *g, int row) {
    needs it, and written once.  The optimizer's are those of amp_step, from amp_optimizer_bytes. */
 typedef struct gpt_traffic { double bytes, calls; } gpt_traffic;
 
-static inline gpt_traffic gpt_bytes(const gpt *g, int row, int pass) {
+/* What the head's product of the last pass computed in. */
+static inline amp_dtype gpt_compute(const gpt *g) {
+    amp_tape_node_info node;
+    int64_t i;
+    for (i = 0; amp_tape_node(g->tape, i, &node) == AMP_OK; i++)
+        if (strncmp(node.op, "linear", 6) == 0 && node.layer == g->params[0].name) return node.compute;
+    return AMP_F32;
+}
+
+/* compute: gpt_compute's. */
+static inline gpt_traffic gpt_bytes(const gpt *g, int row, int pass, amp_dtype compute) {
     const gpt_config *c = &g->config;
-    double rows = (double)g->rows, C = (double)c->channels, n = rows * C, L = (double)c->layers, V = (double)c->vocab;
+    double rows = (double)(c->batch * c->seq), C = (double)c->channels, n = rows * C, L = (double)c->layers;
+    double V = (double)c->vocab;
     double stream = (double)amp_dtype_size(gpt_dtype(c, GPT_STREAM));
     double branch = (double)amp_dtype_size(gpt_dtype(c, GPT_BRANCH));
     double norm = (double)amp_dtype_size(gpt_dtype(c, GPT_NORM)), mlp = (double)amp_dtype_size(gpt_dtype(c, GPT_MLP));
     double heads = (double)amp_dtype_size(gpt_dtype(c, GPT_ATTENTION));
-    double logits = (double)amp_dtype_size(gpt_logits_dtype(g)), grad = (double)amp_dtype_size(g->params[0].grad.dtype);
+    double logits = (double)amp_dtype_size(gpt_dtype(c, GPT_LOGITS));
+    double grad = (double)amp_dtype_size(g->params[0].grad.dtype);
     double stored = (double)amp_dtype_size(g->params[0].weight.dtype);
-    double weight = (double)amp_dtype_size(g->head.plan.compute);       /* as products read it */
-    double low = stream == 4 && weight == 2 ? 2 : stream;               /* of the branches' gradients: gpt_pass_low */
+    double weight = (double)amp_dtype_size(compute);     /* as products read it */
+    double low = stream == 4 && weight == 2 ? 2 : stream;               /* of the branches' gradients: pass_low */
     gpt_traffic t = {0, 0};
     switch (row) {
         case PROFILE_EMBEDDING:                 /* a row of the table that occurs again is read and written once */
@@ -2149,7 +1756,7 @@ static inline gpt_traffic optimizer_traffic(const amp_parameter_bytes *b) {
     return t;
 }
 
-/* ==== 6 Model files ==============================================================================
+/* ==== 5 Model files ==============================================================================
    Reads safetensors as Hugging Face writes them, and llm.c's model files; writes safetensors. */
 
 typedef struct gpt_file {
@@ -2612,7 +2219,7 @@ static inline amp_result gpt_save_safetensors(gpt *g, const char *path, int64_t 
     size_t bytes = 0;
     amp_result result = gpt_header_text(g, step, &header);
     if (result == AMP_OK) {
-        bytes = 8 + header.used + (size_t)g->weights_count * 4;
+        bytes = 8 + header.used + (size_t)g->own.count * 4;
         file = (unsigned char *)malloc(bytes);
         if (file == NULL) result = example_fail(AMP_ERR_MEMORY, "%zu bytes for %s", bytes, path);
     }
@@ -2685,7 +2292,68 @@ static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
     return result;
 }
 
-/* ==== 7 Sampling ================================================================================= */
+/* ---- Any model whose parameters have the names, shapes and order of Hugging Face's */
+
+/* Sets all weights from a file: nothing, if one is missing or has another shape. */
+static inline amp_result st_load_params(const st_file *file, amp_context *amp, amp_param *params, int64_t n) {
+    int64_t i, largest = 0;
+    float *values;
+    amp_result result = AMP_OK;
+    for (i = 0; i < n; i++) {
+        const amp_tensor *w = &params[i].weight;
+        const st_tensor *t = st_find(file, params[i].name);
+        if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", params[i].name);
+        if (t->ndim != w->ndim || t->shape[0] != w->shape[0] || (t->ndim == 2 && t->shape[1] != w->shape[1]))
+            return example_fail(AMP_ERR_SHAPE, "%s: its shape is not the model's", params[i].name);
+        TRY(st_check_floats(t));
+        if (t->count > largest) largest = t->count;
+    }
+    values = (float *)malloc((size_t)largest * sizeof *values);
+    if (values == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 4);
+    for (i = 0; i < n && result == AMP_OK; i++) {
+        result = st_floats(st_find(file, params[i].name), values);
+        if (result == AMP_OK) result = param_set(amp, NULL, &params[i], values);
+    }
+    free(values);
+    return result;
+}
+
+/* Writes them as fp32 safetensors, with the description that from_pretrained needs, atomically. */
+static inline amp_result st_save_params(const char *path, amp_context *amp, const amp_param *params, int64_t n,
+                                        const text_buffer *config) {
+    text_buffer header = {NULL, 0, 0, 0};
+    unsigned char *file = NULL, *out;
+    int64_t offset = 0, largest = 0, i;
+    float *values = NULL;
+    size_t bytes = 0;
+    amp_result result = st_begin_header(&header, config, "");
+    for (i = 0; i < n; i++) {
+        const amp_tensor *w = &params[i].weight;
+        st_add_entry(&header, params[i].name, w->shape[0], w->ndim == 1 ? 0 : w->shape[1], &offset);
+        if (amp_tensor_count(w) > largest) largest = amp_tensor_count(w);
+    }
+    if (result == AMP_OK) result = st_end_header(&header);
+    if (result == AMP_OK) {
+        bytes = 8 + header.used + (size_t)offset;
+        file = (unsigned char *)malloc(bytes);
+        values = (float *)malloc((size_t)largest * sizeof *values);
+        if (file == NULL || values == NULL) result = example_fail(AMP_ERR_MEMORY, "%zu bytes for %s", bytes, path);
+    }
+    out = result == AMP_OK ? st_put_header(&header, file) : NULL;
+    for (i = 0; i < n && result == AMP_OK; i++) {
+        result = param_get(amp, &params[i], values);
+        floats_to_bytes(out, values, amp_tensor_count(&params[i].weight));
+        out += 4 * amp_tensor_count(&params[i].weight);
+    }
+    if (result == AMP_OK) st_seal(file, bytes, 8 + header.used);
+    if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, file, bytes);
+    free(header.text);
+    free(values);
+    free(file);
+    return result;
+}
+
+/* ==== 6 Sampling ================================================================================= */
 
 /* How the next token is drawn.  temperature 0: the most likely one; top_k 0: from all tokens. */
 typedef struct sampler {
@@ -2723,25 +2391,21 @@ static inline int32_t sample_token(const sampler *s, float *logits, float *scrat
     return (int32_t)at;
 }
 
+/* The logits of ids [batch, seq], or with last 1 of the last token of each sequence: g->logits, for amp_tape_read. */
+static inline amp_result gpt_forward(gpt *g, const int32_t *ids, int64_t batch, int64_t seq, int last) {
+    amp_value x;
+    TRY(tape_begin(g->tape, 0));
+    x = gpt_body(g, ids, batch, seq);
+    gpt_head(g, last ? amp_tape_split(g->tape, x, 1, seq - 1, 1) : x);
+    return amp_tape_finish(g->tape);
+}
+
 /* The logits after `tokens`, from the last config.seq of them, on the host. */
 static inline amp_result gpt_next_logits(gpt *g, const int32_t *tokens, int64_t n, int32_t *ids, float *logits) {
-    int64_t seq = n < g->config.seq ? n : g->config.seq,
-            bytes = g->config.vocab * (int64_t)amp_dtype_size(gpt_logits_dtype(g));
-    amp_autocast_desc inference;
-    amp_result result;
-    memset(&inference, 0, sizeof inference);
-    inference.mode = AMP_MODE_INFERENCE;
+    int64_t seq = n < g->config.seq ? n : g->config.seq;
     TRY(amp_copy(g->amp, ids, tokens + n - seq, seq * (int64_t)sizeof *ids, AMP_COPY_TO_DEVICE));
-    TRY(amp_autocast_begin(g->amp, &inference));
-    result = gpt_body(g, ids, 1, seq);
-    if (result == AMP_OK) result = gpt_head(g, seq - 1, 1);
-    amp_autocast_end(g->amp);
-    TRY(result);
-    TRY(amp_copy(g->amp, logits, g->logits, bytes, AMP_COPY_TO_HOST));
-    TRY(amp_sync(g->amp));
-    if (gpt_logits_dtype(g) == AMP_F32) return AMP_OK;
-    memcpy(logits + g->config.vocab, logits, (size_t)bytes);
-    return amp_convert(logits, AMP_F32, logits + g->config.vocab, gpt_logits_dtype(g), g->config.vocab, NULL, NULL);
+    TRY(gpt_forward(g, ids, 1, seq, 1));
+    return amp_tape_read(g->tape, g->logits, logits, g->config.vocab);
 }
 
 /* Continues tokens[0..n-1] up to `wanted` tokens.  Random numbers: Philox stream 0 of the sampler's seed. */
@@ -2761,7 +2425,7 @@ static inline amp_result gpt_sample(gpt *g, const sampler *s, int32_t *tokens, i
     return result;
 }
 
-/* ==== 8 Pictures ================================================================================
+/* ==== 7 Pictures ================================================================================
    The format of MNIST and its relatives: 0, 0, type (8: bytes), dimensions, sizes as big-endian int32, data. */
 
 typedef struct idx_file {
@@ -2909,7 +2573,15 @@ static inline amp_result pictures_synthetic(pictures *p, int64_t n, int64_t pixe
     return result;
 }
 
-/* ==== 9 The tokenizer of GPT-2 ===================================================================
+/* Fashion-MNIST from a folder; where it is not there, synthetic pictures of its size, and says so. */
+static inline amp_result pictures_find(pictures *train, pictures *test, const char *folder) {
+    if (pictures_read(train, folder, "train") == AMP_OK && pictures_read(test, folder, "t10k") == AMP_OK) return AMP_OK;
+    printf("%s\nlearning SYNTHETIC pictures instead\n", example_error());
+    TRY(pictures_synthetic(train, 20000, 784, 10, 1));
+    return pictures_synthetic(test, 5000, 784, 10, 2);
+}
+
+/* ==== 8 The tokenizer of GPT-2 ===================================================================
    Byte-level byte pair encoding (Radford et al. 2019), from the files vocab.json and merges.txt that Hugging Face
    keeps beside a model: the text is split into words, and in each word the pair of neighbours with the lowest rank
    is merged until no pair has one.  Bytes that are not UTF-8 count as symbols, so every text is restored exactly. */
@@ -3367,7 +3039,7 @@ static inline amp_result tokenizer_encode_files(tokenizer *t, char *const *paths
     return result;
 }
 
-/* ==== 10 The encoder (BERT) ======================================================================
+/* ==== 9 The encoder (BERT) =======================================================================
    As Hugging Face's ...ForSequenceClassification of BERT, RoBERTa / XLM-R, ELECTRA and Longformer: word, position and
    token-type embeddings, LayerNorm, post-norm layers, padding hidden by lengths, and a head of two linear layers over
    the first token.  Queries, keys and values are one linear layer, stored in three pieces in files.  The stream between
@@ -3450,7 +3122,8 @@ typedef struct encoder {
     float *sum, *narrow, *start, *mean, *rstd;  /* embeddings before their norm, after it, and projected */
     void *branch, *dense_out, *pooled, *logits; /* [rows, C], [batch, C] twice, [batch, classes] */
     float *loss_value;
-    float *d_stream, *d_branch, *d_inner, *d_drop;      /* [rows, C]; forward keeps its embeddings in the first two */
+    float *d_stream, *d_branch, *d_inner;       /* [rows, C]; forward keeps its embeddings in the first two */
+    void *d_low;                    /* d_branch after dropout, for the branch's last layer; see pass_low */
     void *d_heads, *d_qkv, *d_fc, *d_pooled, *d_dense, *d_q_global, *d_kv_global;
     int64_t batch, seq, rows;       /* what the ops are bound to */
     amp_optimizer *optimizer;       /* as a gpt's */
@@ -3463,19 +3136,16 @@ static inline int encoder_is_narrow(const encoder_config *c) { return c->embeddi
 static inline void encoder_add_param(encoder *e, const char *prefix, int64_t layer, const char *name, int64_t rows,
                                      int64_t cols) {
     amp_param *p = &e->params[e->n_params];
-    amp_dtype dtype = amp_param_dtype(e->amp, strstr(name, "LayerNorm") != NULL);
     if (layer < 0) snprintf(e->names[e->n_params], sizeof *e->names, "%s%s", prefix, name);
     else snprintf(e->names[e->n_params], sizeof *e->names, "%sencoder.layer.%lld.%s", prefix, (long long)layer, name);
-    p->name = e->names[e->n_params++];
-    p->weight = cols > 0 ? amp_tensor2(NULL, dtype, rows, cols) : amp_tensor1(NULL, dtype, rows);
-    p->grad = cols > 0 ? amp_tensor2(NULL, AMP_F32, rows, cols) : amp_tensor1(NULL, AMP_F32, rows);
+    param_describe(e->amp, p, e->names[e->n_params++], rows, cols, strstr(name, "LayerNorm") != NULL);
     e->weights_count += shape_count(&p->weight);
 }
 
 /* <name>.weight [rows, cols] and <name>.bias [rows]. */
 static inline void encoder_add_pair(encoder *e, const char *prefix, int64_t layer, const char *name, int64_t rows,
                                     int64_t cols) {
-    char text[80];
+    char text[48];
     snprintf(text, sizeof text, "%s.weight", name);
     encoder_add_param(e, prefix, layer, text, rows, cols);
     snprintf(text, sizeof text, "%s.bias", name);
@@ -3497,6 +3167,7 @@ static inline void encoder_describe(encoder *e) {
     encoder_add_param(e, prefix, -1, "embeddings.word_embeddings.weight", c->vocab, c->embedding);
     encoder_add_param(e, prefix, -1, "embeddings.position_embeddings.weight", c->positions - kind->first, c->embedding);
     encoder_add_param(e, prefix, -1, "embeddings.token_type_embeddings.weight", c->types, c->embedding);
+    for (layer = 0; layer < e->n_params; layer++) e->params[layer].embedding = 1;
     encoder_add_pair(e, prefix, -1, "embeddings.LayerNorm", c->embedding, 0);
     if (encoder_is_narrow(c)) encoder_add_pair(e, prefix, -1, "embeddings_project", C, c->embedding);
     for (layer = 0; layer < c->layers; layer++) {
@@ -3551,7 +3222,9 @@ static inline void encoder_place(encoder *e, arena *a) {
     e->d_stream = arena_floats(a, rows * widest);
     e->d_branch = arena_floats(a, rows * widest);
     e->d_inner = arena_floats(a, rows * C);
-    e->d_drop = c->dropout > 0 ? arena_floats(a, rows * C) : e->d_branch;
+    e->d_low = c->dropout > 0    ? arena_floats(a, rows * C)
+               : type != AMP_F32 ? arena_take(a, rows * C, type)
+                                 : e->d_branch;
     e->d_heads = arena_take(a, rows * C, type);
     e->d_qkv = arena_take(a, rows * 3 * C, type);
     e->d_fc = arena_take(a, rows * c->intermediate, type);
@@ -3659,20 +3332,20 @@ static inline void encoder_bind_layer(encoder *e, int64_t layer) {
     amp_param *p = e->params + ENCODER_EMBEDDINGS + 2 * encoder_is_narrow(c) + encoder_layer_params(c) * layer;
     float *before = layer > 0 ? l[-1].end : e->start;
     amp_tensor branch = encoder_matrix(e, e->branch, C), d_branch = encoder_stream(e, e->d_branch),
-               d_drop = encoder_stream(e, e->d_drop), d_fc = encoder_matrix(e, e->d_fc, I);
+               d_fc = encoder_matrix(e, e->d_fc, I);
     encoder_bind_linear(&l->qkv, p, encoder_stream(e, before), encoder_matrix(e, l->qkv_out, 3 * C),
                         encoder_stream(e, e->d_inner), encoder_matrix(e, e->d_qkv, 3 * C));
     encoder_bind_attention(e, l);
     if (c->family == ENCODER_LONGFORMER) { encoder_bind_global(e, l, p + 2, before); p += 4; }
     encoder_bind_linear(&l->proj, p + 2, encoder_matrix(e, l->heads, C), branch, encoder_matrix(e, e->d_heads, C),
-                        d_drop);
-    encoder_bind_dropout(e, &l->drop_1, branch, d_branch, d_drop);
+                        d_branch);
+    encoder_bind_dropout(e, &l->drop_1, branch, d_branch, d_branch);
     encoder_bind_norm(e, &l->norm_1, p + 4, branch, before, l->sum_1, l->middle, l->mean_1, l->rstd_1);
     encoder_bind_linear(&l->fc, p + 6, encoder_stream(e, l->middle), encoder_matrix(e, l->fc_act, I),
                         encoder_stream(e, e->d_inner), d_fc);
-    encoder_bind_linear(&l->fc_out, p + 8, l->fc.y, branch, d_fc, d_drop);
+    encoder_bind_linear(&l->fc_out, p + 8, l->fc.y, branch, d_fc, d_branch);
     bind_activation(&l->act, c->act, &l->fc, &l->fc_out, encoder_matrix(e, l->fc_pre, I));
-    encoder_bind_dropout(e, &l->drop_2, branch, d_branch, d_drop);
+    encoder_bind_dropout(e, &l->drop_2, branch, d_branch, d_branch);
     encoder_bind_norm(e, &l->norm_2, p + 10, branch, l->middle, l->sum_2, l->end, l->mean_2, l->rstd_2);
 }
 
@@ -3943,6 +3616,8 @@ static inline amp_result encoder_backward_layer(encoder *e, encoder_layer *l) {
     amp_context *amp = e->amp;
     profile *p = e->profile;
     int drop = e->config.dropout > 0, global = e->config.family == ENCODER_LONGFORMER;
+    pass_low(&l->norm_2, drop ? &l->drop_2 : NULL, &l->fc_out, e->d_low);
+    pass_low(&l->norm_1, drop ? &l->drop_1 : NULL, &l->proj, e->d_low);
     TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &l->norm_2));
     if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &l->drop_2));
     TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->fc_out));
@@ -4434,7 +4109,7 @@ static inline amp_result encoder_save_config(const encoder *e, const char *path)
     return result;
 }
 
-/* ==== 11 The tokenizer of BERT ===================================================================
+/* ==== 10 The tokenizer of BERT ===================================================================
    WordPiece (Devlin et al. 2019) from a vocab.txt with one token a line: text is cleaned, lower-cased without accents
    unless the vocabulary is cased, split at spaces, at punctuation and around ideographs, and each word is cut from the
    left into the longest known pieces, with "##" before all but the first; a word that cannot be cut, or has more than

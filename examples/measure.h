@@ -18,10 +18,10 @@ static inline double quantile(double *values, int64_t n, double part) {
     return values[(int64_t)(part * (double)(n - 1) + 0.5)];
 }
 
-/* ---- The four precisions, in the order of all tables */
+/* ---- The precisions, in the order of all tables */
 
-enum { PRECISIONS = 4 };
-static const amp_dtype precisions[PRECISIONS] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+enum { PRECISIONS = 5 };
+static const amp_dtype precisions[PRECISIONS] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16, AMP_FP8};
 
 static inline int precision_place(amp_dtype dtype) {
     int i;
@@ -30,7 +30,9 @@ static inline int precision_place(amp_dtype dtype) {
 }
 
 /* The storage dtype of a precision. */
-static inline amp_dtype storage_of(amp_dtype dtype) { return dtype == AMP_TF32 ? AMP_F32 : dtype; }
+static inline amp_dtype storage_of(amp_dtype dtype) {
+    return dtype == AMP_TF32 ? AMP_F32 : dtype == AMP_FP8 ? AMP_BF16 : dtype;
+}
 
 /* The dtype that regions compute in now. */
 static inline amp_dtype dtype_now(const amp_context *amp) {
@@ -158,7 +160,6 @@ static inline amp_result workload_decoder(workload *w) {
     TRY(gpt_create(&w->gpt, w->amp, &c));
     w->params = w->gpt.params;
     w->n_params = w->gpt.n_params;
-    w->gpt.loss_value = w->loss;
     return gpt_init(&w->gpt, 1);
 }
 
@@ -177,14 +178,18 @@ static inline amp_result workload_encoder(workload *w) {
     return encoder_init(&w->bert, 1);
 }
 
-/* Gives the gradients' memory back. */
-static inline void workload_freeze(workload *w) {
-    void **grads = w->desc.encoder ? &w->bert.grads : &w->gpt.grads;
+/* Gives the gradients' memory back; what is left to a tape is the forward. */
+static inline amp_result workload_freeze(workload *w) {
+    void **grads = w->desc.encoder ? &w->bert.grads : &w->gpt.own.grads;
     int64_t i;
     amp_free(w->amp, *grads);
     *grads = NULL;
-    w->gpt.grads_bytes = w->bert.grads_bytes = 0;
+    w->gpt.own.grads_bytes = w->bert.grads_bytes = 0;
     for (i = 0; i < w->n_params; i++) memset(&w->params[i].grad, 0, sizeof w->params[i].grad);
+    if (w->desc.encoder) return AMP_OK;
+    TRY(tape_begin(w->gpt.tape, 0));
+    gpt_record(&w->gpt, w->tokens, w->tokens + 1, w->desc.batch, w->desc.seq);
+    return amp_tape_plan(w->gpt.tape, 0, &w->gpt.memory_bytes);
 }
 
 static inline amp_result workload_training(workload *w) {
@@ -213,9 +218,7 @@ static inline amp_result workload_open(workload *w, amp_context *amp, const work
     w->loss = (float *)loss;
     TRY(desc->encoder ? workload_encoder(w) : workload_decoder(w));
     TRY(workload_tokens(w));
-    if (!desc->inference) return workload_training(w);
-    workload_freeze(w);
-    return AMP_OK;
+    return desc->inference ? workload_freeze(w) : workload_training(w);
 }
 
 /* Activations in the dtype that regions compute in now. */
@@ -223,40 +226,45 @@ static inline amp_result workload_store(workload *w) {
     amp_dtype storage = storage_of(dtype_now(w->amp));
     amp_result result = AMP_OK;
     if (w->desc.encoder && w->bert.config.activations != storage) result = encoder_store(&w->bert, storage);
-    if (!w->desc.encoder && w->gpt.config.activations != storage) result = gpt_store(&w->gpt, storage);
-    w->gpt.loss_value = w->bert.loss_value = w->loss;
+    w->gpt.config.activations = storage;
+    w->bert.loss_value = w->loss;
     return result;
 }
 
-static inline amp_result workload_forward(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
+/* All of a pass of the encoder: forward and loss in a region, and with backward all gradients. */
+static inline amp_result workload_encode(workload *w, const int32_t *inputs, int backward) {
     const float *grad_scale = amp_scaler_scale_ptr(w->scaler);
     int64_t batch = w->desc.batch, seq = w->desc.seq;
+    amp_autocast_desc region;
     encoder_input in;
-    if (!w->desc.encoder)
-        return gpt_forward_targets(&w->gpt, inputs, targets, batch, seq, backward, grad_scale);
+    amp_result result;
+    memset(&region, 0, sizeof region);
+    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
     memset(&in, 0, sizeof in);
     in.ids = inputs;
     in.lengths = w->tokens + batch * seq + 1;
     in.batch = batch;
     in.seq = seq;
-    TRY(encoder_forward(&w->bert, &in));
-    return encoder_loss(&w->bert, in.lengths + batch, backward, grad_scale);
-}
-
-/* Forward and loss in a region; with backward all gradients.  inputs NULL: the workload's own batch. */
-static inline amp_result workload_pass(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
-    amp_autocast_desc region;
-    amp_result result;
-    memset(&region, 0, sizeof region);
-    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
-    if (inputs == NULL) { inputs = w->tokens; targets = w->tokens + 1; }
-    TRY(workload_store(w));
     TRY(amp_autocast_begin(w->amp, &region));
-    result = workload_forward(w, inputs, targets, backward);
+    result = encoder_forward(&w->bert, &in);
+    if (result == AMP_OK) result = encoder_loss(&w->bert, in.lengths + batch, backward, grad_scale);
     TRY(amp_autocast_end(w->amp));
     TRY(result);
-    if (!backward) return AMP_OK;
-    return w->desc.encoder ? encoder_backward(&w->bert) : gpt_backward(&w->gpt);
+    return backward ? encoder_backward(&w->bert) : AMP_OK;
+}
+
+/* Forward and loss; with backward all gradients.  inputs NULL: the workload's own batch. */
+static inline amp_result workload_pass(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
+    amp_batch batch;
+    if (inputs == NULL) { inputs = w->tokens; targets = w->tokens + 1; }
+    TRY(workload_store(w));
+    if (w->desc.encoder) return workload_encode(w, inputs, backward);
+    memset(&batch, 0, sizeof batch);
+    batch.inputs = inputs; batch.targets = targets;
+    batch.batch = w->desc.batch; batch.seq = w->desc.seq;
+    TRY(gpt_forward_loss(&w->gpt, &batch, amp_scaler_scale_ptr(w->scaler), backward));
+    if (backward) TRY(gpt_backward(&w->gpt));
+    return amp_copy(w->amp, w->loss, w->gpt.loss_value, (int64_t)sizeof *w->loss, AMP_COPY_ON_DEVICE);
 }
 
 /* Steps after the last of `accumulation` calls. */

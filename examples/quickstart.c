@@ -2,124 +2,70 @@
  *
  *     gcc -O2 examples/quickstart.c -o quickstart -lm -lpthread && ./quickstart [folder of the IDX files]
  *
- * Built with -DUSE_CUDA and amp_cuda.o it runs on the GPU: everything but the reports is in device memory.
- * The files are those of Debian's package dataset-fashion-mnist; without them it learns synthetic pictures. */
+ * Built with -DUSE_CUDA and amp_cuda.o it runs on the GPU.  The files are those of Debian's package
+ * dataset-fashion-mnist; without them it learns synthetic pictures. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"
 enum { PIXELS = 784, HIDDEN = 256, CLASSES = 10, BATCH = 100, EPOCHS = 8 };
 #define CHECK(call) do { if ((call) != AMP_OK) { fprintf(stderr, "%s\n", example_error()); exit(1); } } while (0)
-static amp_context *amp;
-static amp_param params[4];
-static amp_linear_op first, second;     /* hidden = relu(x W1^T + b1), logits = hidden W2^T + b2 */
-static amp_cross_entropy_op loss;
+static amp_context *amp; static amp_tape *tape; static amp_param *w1, *b1, *w2, *b2;
 
-/* Device memory for n values of 4 bytes: a copy of host memory, or zeros. */
-static void *on_device(const void *host, int64_t n) {
-    void *p;
-    CHECK(amp_alloc(amp, &p, 4 * n));
-    CHECK(host ? amp_copy(amp, p, host, 4 * n, AMP_COPY_TO_DEVICE) : amp_fill(amp, p, 0, 4 * n));
-    CHECK(amp_sync(amp));
-    return p;
-}
-static float *zeros(int64_t n) { return (float *)on_device(NULL, n); }
-static void to_host(void *host, const void *device, int64_t n) {
-    CHECK(amp_copy(amp, host, device, 4 * n, AMP_COPY_TO_HOST));
-    CHECK(amp_sync(amp));
+static void open_loader(amp_loader **loader, const pictures *p, int shuffle) {
+    amp_tensor arrays[2] = {amp_tensor2(p->x, AMP_F32, p->n, PIXELS), amp_tensor1(p->y, AMP_I32, p->n)};
+    amp_loader_desc desc = {.tensors = arrays, .n_tensors = 2, .batch = BATCH, .shuffle = shuffle};
+    CHECK(amp_loader_create(amp, loader, &desc));
 }
 
-/* A parameter and its gradient: a matrix, or a vector if cols is 0. */
-static void make_param(amp_param *p, const char *name, int64_t rows, int64_t cols) {
-    static float start[HIDDEN * PIXELS];
-    int64_t n = cols > 0 ? rows * cols : rows;
-    memset(start, 0, sizeof start);
-    if (cols > 0) random_normal(start, n, 1, (uint64_t)cols, (float)sqrt(2.0 / (double)cols));
-    p->name = name;
-    p->weight =
-        cols > 0 ? amp_tensor2(on_device(start, n), AMP_F32, rows, cols) : amp_tensor1(on_device(start, n), AMP_F32, n);
-    p->grad = cols > 0 ? amp_tensor2(zeros(n), AMP_F32, rows, cols) : amp_tensor1(zeros(n), AMP_F32, n);
+/* Records the network on the next batch, and returns its logits. */
+static amp_value network(amp_loader *loader, amp_batch *batch, amp_mode mode) {
+    amp_autocast_desc region = {.mode = mode};
+    CHECK(amp_loader_next(loader, batch));
+    amp_tensor x = amp_tensor2(batch->fields[0], AMP_F32, batch->batch, PIXELS);
+    CHECK(amp_tape_begin(tape, &region));
+    amp_value hidden = amp_tape_linear(tape, amp_tape_input(tape, &x), w1, b1, AMP_ACT_RELU);
+    return amp_tape_linear(tape, hidden, w2, b2, AMP_ACT_NONE);
 }
 
-/* Buffers for a batch, and the ops that connect them. */
-static void make_network(void) {
-    amp_tensor hidden = amp_tensor2(zeros(BATCH * HIDDEN), AMP_F32, BATCH, HIDDEN);
-    make_param(&params[0], "first.weight", HIDDEN, PIXELS);   make_param(&params[1], "first.bias", HIDDEN, 0);
-    make_param(&params[2], "second.weight", CLASSES, HIDDEN); make_param(&params[3], "second.bias", CLASSES, 0);
-    CHECK(amp_param_register(amp, params, 4));
-    first.weight = &params[0];  first.bias = &params[1];  first.y = hidden;  first.act = AMP_ACT_RELU;
-    second.weight = &params[2]; second.bias = &params[3]; second.x = hidden;
-    second.y = second.dy = amp_tensor2(zeros(BATCH * CLASSES), AMP_F32, BATCH, CLASSES);
-    second.dx = first.dy = amp_tensor2(zeros(BATCH * HIDDEN), AMP_F32, BATCH, HIDDEN);
-    loss.logits = second.y;
-    loss.loss = zeros(1);
-}
-
-/* Pictures and labels in device memory. */
-typedef struct device_pictures { float *x; int32_t *y; } device_pictures;
-static device_pictures upload(const pictures *p) {
-    device_pictures d;
-    d.x = (float *)on_device(p->x, p->n * PIXELS);
-    d.y = (int32_t *)on_device(p->y, p->n);
-    return d;
-}
-
-/* The loss of pictures i to i + BATCH; with training the logits become their gradient. */
-static void forward(const device_pictures *data, int64_t i, int training, const float *grad_scale) {
-    first.x = amp_tensor2(data->x + i * PIXELS, AMP_F32, BATCH, PIXELS);
-    loss.labels = data->y + i;
-    loss.grad_scale = grad_scale;
-    loss.dlogits = second.y;
-    if (!training) loss.dlogits.data = NULL;
-    CHECK(amp_autocast_begin(amp, NULL));
-    CHECK(amp_linear(amp, &first));
-    CHECK(amp_linear(amp, &second));
-    CHECK(amp_cross_entropy(amp, &loss));
-    CHECK(amp_autocast_end(amp));
-}
-
-static double accuracy(const pictures *data, const device_pictures *there) {
-    int64_t right = 0, n = data->n / BATCH * BATCH;
-    float logits[BATCH * CLASSES];
-    for (int64_t i = 0; i < n; i += BATCH) {
-        forward(there, i, 0, NULL);
-        to_host(logits, second.y.data, BATCH * CLASSES);
-        for (int row = 0; row < BATCH; row++) right += largest_of(logits + row * CLASSES, CLASSES) == data->y[i + row];
+static double accuracy(amp_loader *test, const int32_t *labels, int64_t n) {
+    int64_t right = 0; float scores[BATCH * CLASSES]; amp_batch batch;
+    for (int64_t i = 0; i + BATCH <= n; i += BATCH) {
+        amp_value logits = network(test, &batch, AMP_MODE_INFERENCE);
+        CHECK(amp_tape_finish(tape)); CHECK(amp_tape_read(tape, logits, scores, BATCH * CLASSES));
+        for (int row = 0; row < BATCH; row++) right += largest_of(scores + row * CLASSES, CLASSES) == labels[i + row];
     }
-    return (double)right / (double)n;
+    return (double)right / (double)(n / BATCH * BATCH);
 }
 
 int main(int argc, char **argv) {
-    const char *folder = argc > 1 ? argv[1] : "/usr/share/datasets/fashion-mnist";
-    pictures train, test;
-    amp_scaler *scaler; amp_scaler_desc scaler_desc = {0};
-    amp_optimizer *adamw; amp_optimizer_desc desc = {0};
-    amp_choice choice; amp_desc settings = {0};
-    device_pictures train_there, test_there;
-    float value;
+    pictures train, test; amp_loader *batches, *tests; amp_batch batch; float value = 0;
+    amp_desc settings = {0}; amp_choice choice; amp_model *model; amp_scaler *scaler; amp_optimizer *adamw;
     program_begin();
-    if (pictures_read(&train, folder, "train") != AMP_OK || pictures_read(&test, folder, "t10k") != AMP_OK) {
-        printf("%s\nlearning SYNTHETIC pictures instead\n", example_error());
-        CHECK(pictures_synthetic(&train, 20000, PIXELS, CLASSES, 1));
-        CHECK(pictures_synthetic(&test, 5000, PIXELS, CLASSES, 2));
-    }
+    CHECK(pictures_find(&train, &test, argc > 1 ? argv[1] : "/usr/share/datasets/fashion-mnist"));
     CHECK(device_open(&amp, &settings, "auto"));
     CHECK(amp_query_choice(amp, &choice));
     printf("%s: %s\n", amp_dtype_name(choice.dtype), choice.reason);
-    make_network();
-    train_there = upload(&train); test_there = upload(&test);
-    scaler_desc.disable = !choice.scaler;           /* only fp16 needs a scaler */
-    desc.params = params; desc.n_params = 4; desc.lr = 1e-3f; desc.weight_decay = 0.01f;
-    CHECK(amp_scaler_create(amp, &scaler, &scaler_desc));
-    CHECK(amp_optimizer_create(amp, &adamw, &desc));
+    CHECK(amp_model_create(amp, &model, 1, 0)); CHECK(amp_tape_create(amp, &tape));
+    w1 = amp_model_param(model, "first.weight", HIDDEN, PIXELS, AMP_INIT_KAIMING_NORMAL, 0);
+    b1 = amp_model_param(model, "first.bias", HIDDEN, 0, AMP_INIT_ZEROS, 0);
+    w2 = amp_model_param(model, "second.weight", CLASSES, HIDDEN, AMP_INIT_KAIMING_NORMAL, 0);
+    b2 = amp_model_param(model, "second.bias", CLASSES, 0, AMP_INIT_ZEROS, 0);
+    amp_optimizer_desc desc = {.lr = 1e-3, .weight_decay = 0.01};
+    amp_scaler_desc scaling = {.disable = !choice.scaler};      /* only fp16 needs a scaler */
+    CHECK(amp_model_params(model, &desc.params, &desc.n_params));
+    CHECK(amp_optimizer_create(amp, &adamw, &desc)); CHECK(amp_scaler_create(amp, &scaler, &scaling));
+    open_loader(&batches, &train, 1);
+    open_loader(&tests, &test, 0);
     for (int epoch = 1; epoch <= EPOCHS; epoch++) {
-        for (int64_t i = 0; i + BATCH <= train.n; i += BATCH) {
-            forward(&train_there, i, 1, amp_scaler_scale_ptr(scaler));
-            CHECK(amp_linear_backward(amp, &second));
-            CHECK(amp_linear_backward(amp, &first));
-            CHECK(amp_step(adamw, scaler));         /* check, AdamW, new scale */
+        for (int64_t i = 0; i < train.n / BATCH; i++) {
+            amp_value logits = network(batches, &batch, AMP_MODE_TRAINING);
+            amp_value loss = amp_tape_cross_entropy(tape, logits, (const int32_t *)batch.fields[1], NULL);
+            CHECK(amp_tape_backward(tape, loss, amp_scaler_scale_ptr(scaler)));
+            CHECK(amp_step(adamw, scaler));
+            if (i + 1 == train.n / BATCH) CHECK(amp_tape_read(tape, loss, &value, 1));
         }
-        to_host(&value, loss.loss, 1);
-        printf("epoch %d: loss %.4f, test accuracy %.2f%%\n", epoch, (double)value, 100 * accuracy(&test, &test_there));
+        double right = accuracy(tests, test.y, test.n);
+        printf("epoch %d: loss %.4f, test accuracy %.2f%%\n", epoch, (double)value, 100 * right);
     }
     return 0;
 }

@@ -21,7 +21,7 @@ typedef struct settings {
 #define FIELD(name) offsetof(settings, name)
 static const option options[] = {
     {"Search", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precisions", TEXT, FIELD(precisions), "fp32,fp16,bf16", 0, 0, NULL, "list of fp32, tf32, fp16, bf16"},
+    {"precisions", TEXT, FIELD(precisions), "fp32,fp16,bf16", 0, 0, NULL, "list of fp32, tf32, fp16, bf16, fp8"},
     {"lrs", TEXT, FIELD(lrs), "1e-3,4e-3", 0, 0, NULL, "list of learning rates; random: from the least to the largest"},
     {"batches", TEXT, FIELD(batches), "8,16", 0, 0, NULL, "list of batch sizes, in sequences"},
     {"search", CHOICE, FIELD(search), "grid", 0, 0, "grid random", "every combination, or some at random"},
@@ -83,7 +83,7 @@ static amp_result list_item(const char *flag, const char *word, const char *lega
     if (strcmp(flag, "precisions") == 0) {
         amp_dtype dtype;
         if (amp_dtype_parse(word, &dtype) != AMP_OK ||
-            (dtype != AMP_F32 && dtype != AMP_TF32 && dtype != AMP_F16 && dtype != AMP_BF16))
+            (dtype != AMP_F32 && dtype != AMP_TF32 && dtype != AMP_F16 && dtype != AMP_BF16 && dtype != AMP_FP8))
             return refuse(flag, "%.20s is not valid: must be %s", word, legal);
         *x = (double)dtype;
         return AMP_OK;
@@ -276,6 +276,7 @@ static amp_result open_session(session *r) {
     amp_choice choice;
     amp_optimizer_desc adamw;
     gpt_config c;
+    int n_fp8;
     memset(&desc, 0, sizeof desc);
     memset(&adamw, 0, sizeof adamw);
     memset(&c, 0, sizeof c);
@@ -288,8 +289,9 @@ static amp_result open_session(session *r) {
     c.vocab = 256; c.positions = c.seq = set->seq;
     c.channels = set->channels; c.heads = set->heads; c.layers = set->layers;
     c.batch = r->trial->batch > 8 ? r->trial->batch : 8;        /* validation has 8 */
-    c.activations = choice.dtype == AMP_TF32 ? AMP_F32 : choice.dtype;
+    c.activations = choice.dtype == AMP_TF32 ? AMP_F32 : choice.dtype == AMP_FP8 ? AMP_BF16 : choice.dtype;
     TRY(gpt_create(&r->model, r->amp, &c));
+    TRY(fp8_layers(r->amp, r->model.params, r->model.n_params, "h.", c.layers, 0, &n_fp8));
     TRY(gpt_init(&r->model, (uint64_t)set->seed));
     if (choice.scaler) TRY(amp_scaler_create(r->amp, &r->scaler, NULL));
     adamw.params = r->model.params;
@@ -318,7 +320,7 @@ static amp_result validate(session *r, double *loss) {
     TRY(open_loader(r->search, r->amp, 8, r->search->split, r->search->end, &loader));
     while (n < r->search->set.eval_batches && (result = amp_loader_next(loader, &batch)) == AMP_OK) {
         float one;
-        result = gpt_forward_loss(&r->model, &batch, r->scaler, 0);
+        result = gpt_forward_loss(&r->model, &batch, NULL, 0);
         if (result == AMP_OK) result = gpt_loss_read(&r->model, &one);
         if (result != AMP_OK) break;
         *loss += (double)one;
@@ -348,17 +350,23 @@ static const char *divergence(const session *r, double recent) {
 /* Trains, reading the loss every tenth step.  *why: from divergence. */
 static amp_result train(session *r, int64_t steps, const char **why) {
     trial *t = r->trial;
-    double sum = 0, recent = 0, checked = 0;
+    double sum = 0, recent = 0, checked = 0, lr;
+    amp_schedule schedule;
     int64_t step, look = steps / 4 > 10 ? steps / 4 : 10;       /* the first steps may be worse than none */
     *why = NULL;
+    memset(&schedule, 0, sizeof schedule);
+    schedule.lr = t->lr;
+    schedule.min_lr = 0.1 * t->lr;
+    schedule.steps = steps;
+    schedule.warmup = steps / 10;
     for (step = 0; step < steps && *why == NULL && !stop_requested; step++) {
         amp_batch batch;
         int read = step % 10 == 0 || step >= steps - 5;
         float loss;
-        TRY(amp_optimizer_set_lr(r->optimizer,
-                                 schedule_lr(SCHEDULE_COSINE, step, steps, steps / 10, t->lr, 0.1 * t->lr)));
+        TRY(amp_schedule_lr(&schedule, step, &lr));
+        TRY(amp_optimizer_set_lr(r->optimizer, (float)lr));
         TRY(amp_loader_next(r->loader, &batch));
-        TRY(gpt_forward_loss(&r->model, &batch, r->scaler, 1));
+        TRY(gpt_forward_loss(&r->model, &batch, amp_scaler_scale_ptr(r->scaler), 1));
         TRY(gpt_backward(&r->model));
         TRY(amp_step(r->optimizer, r->scaler));
         t->steps = step + 1;
@@ -492,7 +500,7 @@ static amp_result open_search(search *s) {
         return refuse("heads", "%lld heads do not divide %lld channels", (long long)set->heads,
                       (long long)set->channels);
     if (was_given("steps") && set->tokens > 0) return refuse("tokens", "replaces --steps: give one of them");
-    TRY(read_list("precisions", set->precisions, "a list of fp32, tf32, fp16, bf16", &s->precisions));
+    TRY(read_list("precisions", set->precisions, "a list of fp32, tf32, fp16, bf16, fp8", &s->precisions));
     TRY(read_list("lrs", set->lrs, "a list of numbers above 0", &s->lrs));
     TRY(read_list("batches", set->batches, "a list of whole numbers from 1 to 1000000", &s->batches));
     TRY(open_data(s));

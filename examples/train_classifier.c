@@ -18,7 +18,7 @@
 
 typedef struct settings {
     const char *data, *valid, *vocab, *init, *model, *precision, *level, *policy, *scaler, *out, *save, *metrics,
-        *device;
+        *device, *moments;
     int64_t classes, cased, seq, layers, heads, hidden, intermediate, allow_fallback, threads, growth_interval;
     int64_t batch, accumulation, epochs, seed, shuffle_off, log_interval, compat, compat_scale, help;
     double validation, dropout, lr, warmup, weight_decay, clip, init_scale;
@@ -54,7 +54,8 @@ static const option options[] = {
      "start from this safetensors file of a BERT or ELECTRA, with its config.json beside it"},
 
     {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precision", CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "dtype of autocast"},
+    {"precision", CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16 fp8",
+     "dtype of autocast; fp8: the linear layers of all blocks but the first and the last, else bf16"},
     {"level", CHOICE, FIELD(level), "O1", 0, 0, "O0 O1 O2 O3",
      "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
     {"policy", CHOICE, FIELD(policy), "fused", 0, 0, "fused torch", "table of autocast"},
@@ -77,6 +78,7 @@ static const option options[] = {
      "part of the steps in which the rate rises; then it falls linearly to 0"},
     {"weight-decay", NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL, "on matrices only"},
     {"clip", NUMBER, FIELD(clip), "1", 0, LARGEST, NULL, "largest gradient norm; 0: no clipping"},
+    {"moments", CHOICE, FIELD(moments), "fp32", 0, 0, "fp32 bf16 8bit", "storage of the optimizer's two moments"},
     {"shuffle-off", SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "keep the file's order in every epoch"},
     {"seed", INTEGER, FIELD(seed), "1", 0, 9e15, NULL, "of weights, order and dropout"},
 
@@ -622,6 +624,7 @@ static amp_result open_model(run *r) {
     encoder_config config;
     char why[400];
     amp_result result;
+    int n_fp8;
     memset(&config, 0, sizeof config);
     TRY(*set->init != 0 ? shape_from_file(r, &config) : shape_from_flags(r, &config));
     config.classes = r->classes;
@@ -630,6 +633,9 @@ static amp_result open_model(run *r) {
     config.dropout = (float)set->dropout;
     TRY(activation_dtype(r->amp, &config.activations));
     result = encoder_create(&r->model, r->amp, &config);
+    if (result == AMP_OK)
+        result = fp8_layers(r->amp, r->model.params, r->model.n_params, "encoder.layer.", config.layers, 0, &n_fp8);
+    if (result == AMP_OK && r->choice.dtype == AMP_FP8) printf("fp8: %d weights, the others in bf16\n", n_fp8);
     return result == AMP_ERR_MEMORY ? refuse(*set->init != 0 ? "batch" : "model", "%s", because(why)) : result;
 }
 
@@ -653,6 +659,7 @@ static amp_result open_weights(run *r) {
 static float or_zero(double value) { return value > 0 ? (float)value : AMP_EXPLICIT_ZERO; }
 
 static amp_result open_optimizer(run *r) {
+    static const amp_dtype stored[] = {AMP_F32, AMP_BF16, AMP_MOMENTS_8BIT};
     const settings *set = &r->set;
     amp_scaler_desc scaler;
     amp_optimizer_desc desc;
@@ -669,6 +676,7 @@ static amp_result open_optimizer(run *r) {
     desc.lr = or_zero(r->set.lr);
     desc.weight_decay = set->weight_decay;
     desc.clip_norm = set->clip;
+    desc.moments = stored[word_place("fp32 bf16 8bit", set->moments)];
     desc.accumulation = (int32_t)set->accumulation;
     desc.seed = (uint64_t)set->seed;
     r->steps = set->epochs * batches / set->accumulation;
@@ -823,9 +831,16 @@ static amp_result evaluate(run *r) {
 /* One pass over the data.  Ctrl-C ends it early. */
 static amp_result train_epoch(run *r, int64_t epoch, progress *bar) {
     const settings *set = &r->set;
-    int64_t first, warmup = (int64_t)(set->warmup * (double)r->steps), i;
+    int64_t first, i;
+    amp_schedule schedule;
     amp_step_info info;
     char text[200];
+    double lr;
+    memset(&schedule, 0, sizeof schedule);
+    schedule.kind = AMP_SCHEDULE_LINEAR;
+    schedule.lr = set->lr > 0 ? set->lr : AMP_EXPLICIT_ZERO;
+    schedule.steps = r->steps;
+    schedule.warmup = (int64_t)(set->warmup * (double)r->steps);
     memset(&info, 0, sizeof info);
     if (!set->shuffle_off) shuffle(r->order, r->n_train, (uint64_t)set->seed, (uint64_t)epoch);
     for (first = 0; first < r->n_train && !stop_requested; first += set->batch) {
@@ -837,7 +852,8 @@ static amp_result train_epoch(run *r, int64_t epoch, progress *bar) {
         TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
         TRY(load_batch(r, &r->texts, r->order, first, n, &in, &labels));
         for (i = 0; i < n; i++) info.tokens += r->host[i];
-        TRY(amp_optimizer_set_lr(r->optimizer, schedule_lr(SCHEDULE_LINEAR, step, r->steps, warmup, set->lr, 0)));
+        TRY(amp_schedule_lr(&schedule, step, &lr));
+        TRY(amp_optimizer_set_lr(r->optimizer, (float)lr));
         TRY(train_batch(r, &in, labels, &loss));
         info.loss += (double)loss / (double)set->accumulation;
         if (++r->batches % set->accumulation != 0) continue;

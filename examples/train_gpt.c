@@ -15,7 +15,8 @@
  *     mpirun -np 2 ./train_gpt_mpi --batch 8
  *
  * Read it from the bottom: main, then train, then train_step.  Mixed precision is open_context, open_scaler and
- * open_optimizer, which set it up, gpt_forward_loss in common.h, the region, and micro_step, the rest of a step. */
+ * open_optimizer, which set it up, tape_begin in common.h, the region, and micro_step, the rest of a step; the model is
+ * gpt.h. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"
@@ -79,15 +80,16 @@ static float ranks_combine(float x, amp_reduce_op op) {
 typedef struct settings {
     amp_settings amp;               /* from flags, --config and --env */
     const char *data, *format, *out, *save, *resume, *init, *metrics, *config, *tensorboard;
-    const char *tokenizer, *shuffle, *masters, *moments;
-    const char *activations, *model, *schedule, *prompt, *autotune, *device;
+    const char *tokenizer, *shuffle, *masters;
+    const char *activations, *model, *schedule, *prompt, *autotune, *device, *fp8_blocks, *lowest;
     int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
     int64_t allow_fallback, threads, static_scale, recompute, fused_loss, graph;
     int64_t save_interval, eval_interval, eval_batches, sample, top_k, compare, help, stop_after, profile;
     int64_t env, log_memory, debug;
+    int64_t adaptive;               /* --precision adaptive */
     /* as .amp has them, with defaults; an interval 0: never */
     int64_t accumulation, log_interval, tensor_stats_interval;
-    double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, temperature, timeout;
+    double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, temperature, timeout, error_budget;
 } settings;
 
 #define FIELD(name) offsetof(settings, name)
@@ -128,7 +130,19 @@ static const option options[] = {
     {"env", SWITCH, FIELD(env), "off", 0, 0, NULL,
      "the same from the environment, AMP_DTYPE=bf16 and so on, which overrides the file"},
     {"precision", SETTING, FIELD(amp), "auto", 0, 0, "dtype",
-     "dtype of autocast: auto, fp32, tf32, fp16, bf16"},
+     "dtype of autocast: auto, fp32, tf32, fp16, bf16, fp8 (linear layers; what else there is in bf16); or adaptive: "
+     "fp32, with linear layers as low as their measured errors allow (SAVE.layers.conf is what they came to)"},
+    {"error-budget", NUMBER, FIELD(error_budget), "auto", 0, 1e30, "auto=-1",
+     "with adaptive: the relative error that a layer may have; 0: all stay in fp32; auto: 0.1, with fp8 0.25"},
+    {"lowest", CHOICE, FIELD(lowest), "auto", 0, 0, "auto bf16 fp16 fp8",
+     "with adaptive: the lowest precision tried, fp8 by way of bf16; auto: the lowest with instructions of its own"},
+    {"fp8-blocks", CHOICE, FIELD(fp8_blocks), "inner", 0, 0, "inner all",
+     "in fp8: inner: all blocks but the first and the last; all: these too"},
+    {"fp8-scaling", SETTING, FIELD(amp), "current", 0, 0, "fp8_scaling",
+     "scales of fp8: current (one a tensor), block (1 x 128 and 128 x 128 values), mx (32 values), delayed (one a "
+     "tensor, from the steps before)"},
+    {"fp8-format", SETTING, FIELD(amp), "hybrid", 0, 0, "fp8_format",
+     "hybrid: E4M3 forward and E5M2 for gradients; e4m3: throughout"},
     {"autocast-dtype", SETTING, FIELD(amp), "auto", 0, 0, "autocast_dtype",
      "dtype of regions only, if weights (O2, O3) are stored in another"},
     {"cast-outputs", SETTING, FIELD(amp), "off", 0, 0, "cast_outputs",
@@ -192,7 +206,8 @@ static const option options[] = {
     {"eps", NUMBER, FIELD(eps), "1e-8", 0, 1, NULL, "added to the denominator"},
     {"masters", CHOICE, FIELD(masters), "auto", 0, 0, "auto fp32 remainder none stochastic",
      "the part that 16-bit weights (O2, O3) round off: kept in 4 bytes, in 2 (bf16), lost, or rounded at random"},
-    {"moments", CHOICE, FIELD(moments), "fp32", 0, 0, "fp32 bf16", "storage of the optimizer's two moments"},
+    {"moments", SETTING, FIELD(amp), "fp32", 0, 0, "moments",
+     "storage of the optimizer's two moments: fp32, bf16, 8bit"},
     {"clip", SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
     {"seed", INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
 
@@ -337,6 +352,12 @@ static amp_result check_settings(settings *set) {
     TRY(read_activations(set->activations, &all, stored));
     if (*set->resume != 0 && *set->init != 0)
         return refuse("init", "a resumed run already has weights: drop --init or --resume");
+    if ((was_given("error-budget") || was_given("lowest")) && !set->adaptive)
+        return refuse(was_given("lowest") ? "lowest" : "error-budget", "is for --precision adaptive");
+    if (set->adaptive && set->graph)
+        return refuse("graph", "contradicts --precision adaptive, which looks into steps");
+    if (set->adaptive && ranks.world > 1)
+        return refuse("precision", "adaptive is for one process: train on one, and give all its layers by --config");
     if (set->graph && set->profile)
         return refuse("graph", "contradicts --profile, which times every operator by itself");
     if (set->graph && set->tensor_stats_interval > 0)
@@ -345,6 +366,7 @@ static amp_result check_settings(settings *set) {
     if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
     if (was_given("min-lr") && strcmp(set->schedule, "constant") == 0)
         return refuse("min-lr", "contradicts --schedule constant, which keeps the rate");
+    if (set->min_lr > set->lr) return refuse("min-lr", "is above --lr");
     if (was_given("save-interval") && strcmp(set->save, "none") == 0)
         return refuse("save-interval", "contradicts --save none");
     if (was_given("prefetch") && set->amp.workers == AMP_NO_WORKERS)
@@ -390,6 +412,8 @@ static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
         if (options[i].type == SETTING && given.on_command_line[i]) TRY(parse_option(i, given.text[i], set));
     if (set->debug) set->amp.debug = 1;
     if (set->static_scale) set->amp.scaler.frozen = 1;
+    if (set->adaptive && strcmp(set->lowest, "fp16") == 0 && set->amp.use_scaler == AMP_SCALER_USE_DEFAULT)
+        set->amp.use_scaler = AMP_SCALER_USE_ON;
     if (was_given("autotune"))
         set->amp.autotune = strcmp(set->autotune, "off") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
     if (set->amp.memory_efficient) set->recompute = 1;
@@ -408,7 +432,7 @@ static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
 
 /* All settings; *resumed: the checkpoint of --resume, or NULL. */
 static amp_result read_settings(int argc, char **argv, settings *set, amp_state **resumed) {
-    int resume = option_index("resume");
+    int resume = option_index("resume"), precision = option_index("precision");
     char path[PATH_MAX];
     memset(set, 0, sizeof *set);
     *resumed = NULL;
@@ -418,6 +442,11 @@ static amp_result read_settings(int argc, char **argv, settings *set, amp_state 
         snprintf(path, sizeof path, "%.4000s.state", given.text[resume]);
         if (amp_state_load(resumed, NULL, path) != AMP_OK) return refuse("resume", "%s", amp_last_error());
         TRY(read_saved_options(*resumed));
+        set->adaptive = given.text[precision] == NULL && amp_state_count(*resumed, "adapt.adapt", NULL) > 0;
+    }
+    if (given.text[precision] != NULL && strcmp(given.text[precision], "adaptive") == 0) {
+        set->adaptive = 1;
+        given.text[precision] = "fp32";
     }
     TRY(parse_options(set));
     TRY(read_amp_settings(set, *resumed));
@@ -449,6 +478,7 @@ typedef struct run {
     metrics_line metrics;           /* other lines go through the monitor too */
     amp_tensor_stats *stats;            /* NULL: not wanted */
     amp_recovery *recovery;         /* NULL: not wanted */
+    amp_adapt *adapt;               /* NULL: not wanted */
     text_buffer fp32_layers;        /* patterns of the layers that recovery set to fp32, one a line */
     board board;
     char anomaly[256];              /* why training stops, or "" */
@@ -460,6 +490,7 @@ typedef struct run {
     amp_step_result result;             /* the last one that arrived */
     int64_t results;                /* arrived in this session */
     int64_t peak;                   /* most bytes of memory in any epoch of the monitor's */
+    int n_fp8;                      /* weights that compute in fp8 */
     double busy;                    /* seconds in training steps */
     double bigram, bigram_best;
 } run;
@@ -674,6 +705,11 @@ static amp_result check_shape(const run *r, const gpt_config *file) {
     return AMP_OK;
 }
 
+static amp_result choose_fp8_layers(run *r) {
+    return fp8_layers(r->amp, r->model.params, r->model.n_params, "h.", r->model.config.layers,
+                      strcmp(r->set.fp8_blocks, "all") == 0, &r->n_fp8);
+}
+
 /* Sets the storage dtypes of activations and logits in the model's config.  auto: as autocast returns them. */
 static amp_result storage_dtypes(const run *r, gpt_config *c) {
     TRY(read_activations(r->set.activations, &c->activations, c->stored));
@@ -717,6 +753,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     if (result == AMP_OK && config.seq > config.positions)
         result = refuse("seq", "this model has %lld positions", (long long)config.positions);
     if (result == AMP_OK) result = gpt_create(&r->model, r->amp, &config);
+    if (result == AMP_OK && r->choice.dtype == AMP_FP8) result = choose_fp8_layers(r);
     if (result == AMP_ERR_MEMORY) result = refuse("model", "%s", because(why));
     if (result == AMP_OK && resumed != NULL) result = config_take(&r->model.json, &r->file.described);
     return result;
@@ -757,7 +794,6 @@ static amp_result open_optimizer(run *r) {
     desc.eps = or_zero(set->eps);
     desc.weight_decay = (float)set->weight_decay;
     desc.master = (amp_master_kind)word_place(options[option_index("masters")].words, set->masters);
-    desc.moments = strcmp(set->moments, "bf16") == 0 ? AMP_BF16 : AMP_F32;
     desc.seed = (uint64_t)set->seed;
     if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
     return example_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
@@ -835,6 +871,67 @@ static amp_result open_files(run *r) {
     if (folder_make(r->metrics_path) != AMP_OK) return refuse("metrics", "%s", because(why));
     r->metrics.file = open_memstream(&r->metrics.text, &r->metrics.bytes);
     return r->metrics.file != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for metrics");
+}
+
+/* --precision adaptive. */
+static amp_result open_adapt(run *r) {
+    static const amp_dtype ladders[][3] = {
+        {AMP_F32}, {AMP_BF16, AMP_F32}, {AMP_F16, AMP_F32}, {AMP_FP8, AMP_BF16, AMP_F32}};
+    int lowest = word_place(options[option_index("lowest")].words, r->set.lowest);
+    amp_adapt_desc desc;
+    if (!r->set.adaptive) return AMP_OK;
+    memset(&desc, 0, sizeof desc);
+    desc.params = r->model.params;
+    desc.n_params = r->model.n_params;
+    desc.scaler = r->scaler;
+    if (lowest > 0) { desc.ladder = ladders[lowest]; desc.n_ladder = lowest == 3 ? 3 : 2; }
+    desc.budget = r->set.error_budget < 0 ? 0 : r->set.error_budget > 0 ? r->set.error_budget : AMP_EXPLICIT_ZERO;
+    if (amp_adapt_create(r->amp, &r->adapt, &desc) == AMP_OK) return AMP_OK;
+    return refuse("precision", "adaptive: %s", amp_last_error());
+}
+
+/* Once after each step; decisions go to the metrics. */
+static amp_result adapt_step(run *r) {
+    amp_adapt_record record;
+    char line[512];
+    if (r->adapt == NULL) return AMP_OK;
+    TRY(amp_adapt_step(r->adapt));
+    while (amp_adapt_next(r->adapt, &record)) {
+        if (r->metrics.file == NULL) continue;
+        (void)amp_adapt_json(&record, line, sizeof line);
+        TRY(metrics_tolerate(&r->metrics, amp_monitor_write(r->monitor, line)));
+    }
+    return AMP_OK;
+}
+
+/* How each layer that ran ended. */
+static amp_result record_layers(run *r) {
+    amp_adapt_record record;
+    char line[512];
+    int64_t i;
+    for (i = 0; r->metrics.file != NULL && amp_adapt_layer(r->adapt, i, &record) == AMP_OK; i++) {
+        if (!(record.multiply_adds > 0)) continue;
+        (void)amp_adapt_json(&record, line, sizeof line);
+        TRY(metrics_tolerate(&r->metrics, amp_monitor_write(r->monitor, line)));
+    }
+    return AMP_OK;
+}
+
+/* Which layers are in what; beside the model, as a file for --config. */
+static amp_result report_adapt(run *r) {
+    size_t bytes = amp_adapt_text(r->adapt, NULL, 0);
+    char path[PATH_MAX + 16], *text = bytes > 0 ? (char *)malloc(bytes + 1) : NULL;
+    amp_result result = AMP_OK;
+    if (r->adapt == NULL) return AMP_OK;
+    if (text == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the layers' precision");
+    (void)metrics_tolerate(&r->metrics, record_layers(r));
+    (void)amp_adapt_text(r->adapt, text, bytes + 1);
+    snprintf(path, sizeof path, "%s.layers.conf", r->save);
+    printf("%s", text);
+    if (r->save[0] != 0) result = amp_file_write_atomic(NULL, path, text, bytes);
+    if (r->save[0] != 0 && result == AMP_OK) printf("saved %s\n", path);
+    free(text);
+    return result;
 }
 
 static int recovery_save(void *user, amp_state *state) {
@@ -916,11 +1013,16 @@ static amp_result load_state(run *r, const amp_state *state) {
     TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
     if (r->scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
         TRY(amp_scaler_load(r->scaler, state, "scaler"));
+    if (amp_state_count(state, "amp.fp8", NULL) > 0 && amp_fp8_load(r->amp, state, "amp") != AMP_OK)
+        return refuse("resume", "%s", amp_last_error());
+    if (r->adapt != NULL && amp_state_count(state, "adapt.adapt", NULL) > 0)
+        TRY(amp_adapt_load(r->adapt, state, "adapt"));
     return amp_random_load(r->amp, state, "random");
 }
 
 static void close_run(run *r) {
     amp_graph_destroy(r->graph);
+    amp_adapt_destroy(r->adapt);
     amp_monitor_destroy(r->monitor);
     amp_tensor_stats_destroy(r->stats);
     amp_recovery_destroy(r->recovery);
@@ -953,6 +1055,7 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
     TRY(open_weights(r, resumed));
     TRY(open_loader(r));
     TRY(open_step(r));
+    TRY(open_adapt(r));
     if (resumed != NULL) TRY(load_state(r, resumed));
     r->start = r->step;
     TRY(open_watch(r));
@@ -966,7 +1069,7 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
 
 /* The loader's settings are left out: they belong to a session, as session_options do, and change no result. */
 static amp_result put_settings(const run *r, amp_state *state) {
-    char text[4096];
+    char text[8192];
     amp_settings kept = r->set.amp;
     size_t bytes;
     kept.workers = kept.prefetch = kept.disable_pinned = 0;
@@ -1007,7 +1110,9 @@ static amp_result put_training(run *r, amp_state *state) {
     TRY(gpt_save_state(&r->model, state));
     TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
     if (r->scaler != NULL) TRY(amp_scaler_save(r->scaler, state, "scaler"));
+    if (r->adapt != NULL) TRY(amp_adapt_save(r->adapt, state, "adapt"));
     TRY(amp_loader_save(r->loader, state, "loader"));
+    TRY(amp_fp8_save(r->amp, state, "amp"));
     return amp_random_save(r->amp, state, "random");
 }
 
@@ -1069,7 +1174,7 @@ static amp_result evaluate(run *r, double *loss) {
     TRY(open_validation(r, &loader));
     while ((result = amp_loader_next(loader, &batch)) == AMP_OK) {
         float one;
-        result = gpt_forward_loss(&r->model, &batch, r->scaler, 0);
+        result = gpt_forward_loss(&r->model, &batch, NULL, 0);
         if (result == AMP_OK) result = gpt_loss_read(&r->model, &one);
         if (result != AMP_OK) break;
         *loss += (double)one;
@@ -1202,14 +1307,20 @@ static amp_result look_at_numbers(run *r) {
     return AMP_OK;
 }
 
+/* Where the time of training goes; validation and the sample are not counted. */
+static profile *profile_of(run *r) { return r->set.profile ? &r->profile : NULL; }
+
 /* One micro-batch: forward in a region, backward from the loss scale, and amp_step, which with the last one of a step
    checks, clips, updates the weights and moves the scale. */
 static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
-    profile *p = r->model.profile;
+    profile *p = profile_of(r);
+    TRY(amp_tape_time(r->model.tape, p != NULL));
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_FORWARD));
-    TRY(gpt_forward_loss(&r->model, batch, r->scaler, 1));
+    TRY(gpt_forward_loss(&r->model, batch, amp_scaler_scale_ptr(r->scaler), 1));
+    if (p != NULL) tape_profile(p, r->model.tape, 0, r->model.params->name);
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_BACKWARD));
     TRY(gpt_backward(&r->model));
+    if (p != NULL) tape_profile(p, r->model.tape, 1, r->model.params->name);
     TRY(amp_copy(r->amp, r->micro_losses + micro, r->model.loss_value, (int64_t)sizeof(float), AMP_COPY_ON_DEVICE));
     if (r->stats != NULL && micro + 1 == r->set.accumulation) TRY(look_at_numbers(r));
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OPTIMIZER));
@@ -1219,7 +1330,7 @@ static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
 
 /* The next batch; with --graph copied to where the graph reads it. */
 static amp_result next_batch(run *r, int64_t micro, amp_batch *batch) {
-    profile *p = r->model.profile;
+    profile *p = profile_of(r);
     int64_t n = r->set.batch * r->set.seq, bytes = n * (int64_t)sizeof(int32_t);
     int32_t *tokens;
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
@@ -1273,8 +1384,6 @@ static amp_result train_step(run *r, float lr, float *loss, int log) {
     amp_step_info info;
     r->epoch = -1;
     TRY(amp_optimizer_set_lr(r->optimizer, lr));
-    /* only here: validation and the sample are not counted */
-    r->model.profile = r->set.profile ? &r->profile : NULL;
     if (r->set.graph && r->step > r->start) TRY(graph_step(r));
     else
         for (micro = 0; micro < r->set.accumulation; micro++) {
@@ -1288,7 +1397,7 @@ static amp_result train_step(run *r, float lr, float *loss, int log) {
     info.no_loss = !log;
     info.tokens = r->set.batch * r->set.seq * r->set.accumulation * ranks.world;
     TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &info)));
-    r->model.profile = NULL;
+    TRY(adapt_step(r));
     r->profile.all += seconds_now() - began;
     r->profile.steps++;
     return AMP_OK;
@@ -1427,6 +1536,7 @@ static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *r
     amp_graph_destroy(r->graph);
     r->graph = NULL;
     TRY(amp_query_choice(r->amp, &r->choice));
+    if (event.mitigation == AMP_MITIGATE_DTYPE) TRY(choose_fp8_layers(r));
     TRY(storage_dtypes(r, &now));
     if (now.activations == r->model.config.activations && now.logits == r->model.config.logits) return AMP_OK;
     r->model.config.logits = now.logits;
@@ -1505,11 +1615,24 @@ static int stopped(const run *r) {
     return stop_requested || (r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps);
 }
 
+/* A run that is shorter than its warmup ends within it. */
+static amp_schedule schedule_of(const run *r) {
+    const settings *set = &r->set;
+    amp_schedule s;
+    memset(&s, 0, sizeof s);
+    s.kind = strcmp(set->schedule, "constant") == 0 ? AMP_SCHEDULE_CONSTANT : AMP_SCHEDULE_COSINE;
+    s.lr = set->lr > 0 ? set->lr : AMP_EXPLICIT_ZERO;
+    if (s.kind == AMP_SCHEDULE_COSINE) s.min_lr = set->min_lr >= 0 ? set->min_lr : 0.1 * set->lr;
+    s.warmup = set->warmup;
+    s.steps = r->steps > set->warmup ? r->steps : set->warmup;
+    return s;
+}
+
 /* Trains up to r->steps, the end of the data, an anomaly, or Ctrl-C. */
 static amp_result train_steps(run *r, progress *bar, int quiet) {
     const settings *set = &r->set;
-    schedule_kind kind = strcmp(set->schedule, "constant") == 0 ? SCHEDULE_CONSTANT : SCHEDULE_COSINE;
-    double min_lr = set->min_lr >= 0 ? set->min_lr : 0.1 * set->lr, shown = 0, loss_at_eval;
+    amp_schedule schedule = schedule_of(r);
+    double shown = 0, loss_at_eval, lr;
     float loss = 0;
     amp_result result = AMP_OK;
     while (r->step < r->steps && r->anomaly[0] == 0 && !stopped(r)) {
@@ -1518,8 +1641,8 @@ static amp_result train_steps(run *r, progress *bar, int quiet) {
         int log = (set->log_interval > 0 && next % set->log_interval == 0) || next == r->steps;
         int show = log || (bar->terminal && began - shown > 1);
         if (r->step == r->start + 1) memset(&r->profile, 0, sizeof r->profile);     /* the first step is a warm-up */
-        result = train_step(r, schedule_lr(kind, r->step, r->steps, set->warmup, set->lr, min_lr), show ? &loss : NULL,
-                            log);
+        TRY(amp_schedule_lr(&schedule, r->step, &lr));
+        result = train_step(r, (float)lr, show ? &loss : NULL, log);
         if (result == AMP_ERR_MEMORY && r->recovery != NULL && ranks.world == 1) {
             TRY(answer_memory(r, bar));
             result = AMP_OK;
@@ -1595,6 +1718,8 @@ static void print_run(const run *r) {
     int i;
     int64_t per_step = set->batch * set->seq * set->accumulation * ranks.world;
     printf("Run\n  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
+    if (r->choice.dtype == AMP_FP8)
+        printf("  fp8         %d weights of the %s blocks; the others in bf16\n", r->n_fp8, set->fp8_blocks);
     print_scaler(r);
     printf("  level       %s\n", levels[r->level - AMP_LEVEL_O0]);
     printf("  storage     weights %s, activations %s, ", amp_dtype_name(r->model.params[0].weight.dtype),
@@ -1613,7 +1738,7 @@ static void print_run(const run *r) {
                bytes.weight, bytes.gradient, bytes.master, bytes.moments);
     printf("  model       GPT-2, %lld layers, %lld heads, %lld channels, %lld tokens: %s parameters\n",
            (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->vocab,
-           grouped(r->model.weights_count, a, sizeof a));
+           grouped(r->model.own.count, a, sizeof a));
     if (r->described[0] != 0) printf("  config.json %s\n", r->described);
     if (ranks.world > 1) printf("  ranks       %d\n", (int)ranks.world);
     if (r->tokenizer.n > 0)
@@ -1637,7 +1762,7 @@ static void metrics_run(run *r) {
     metrics_text(r->metrics.file, "reason", r->choice.reason);
     metrics_text(r->metrics.file, "level", level_names[r->level - AMP_LEVEL_O0]);
     metrics_integer(r->metrics.file, "scaler", r->scaler != NULL);
-    metrics_integer(r->metrics.file, "parameters", r->model.weights_count);
+    metrics_integer(r->metrics.file, "parameters", r->model.own.count);
     metrics_integer(r->metrics.file, "activation_bytes", r->model.memory_bytes);
     metrics_text(r->metrics.file, "data", r->data);
     metrics_integer(r->metrics.file, "tokens", r->info.tokens);
@@ -1842,7 +1967,7 @@ static amp_result profile_work(run *r, const peak_machine *machine, int row, pro
     TRY(amp_optimizer_bytes(r->optimizer, &bytes));
     for (pass = 0; pass < 2; pass++) {
         double flops = gpt_flops(&r->model, row) * (pass == 0 ? 1 : row == PROFILE_ATTENTION ? 2.5 : 2);
-        gpt_traffic t = gpt_bytes(&r->model, row, pass);
+        gpt_traffic t = gpt_bytes(&r->model, row, pass, gpt_compute(&r->model));
         out->seconds[pass] = r->profile.seconds[row][pass];
         out->flops[pass] = flops * times;
         out->floor += times * peak_floor(machine, flops, t.bytes, t.calls);
@@ -1918,7 +2043,7 @@ static amp_result do_short_run(const settings *set, const char *precision, short
     if (mine.amp.dtype == AMP_F32 ? mine.amp.level >= AMP_LEVEL_O2 : mine.amp.level == AMP_LEVEL_O0)
         mine.amp.level = AMP_LEVEL_O1;
     mine.amp.debug = 0;
-    mine.tensor_stats_interval = mine.log_memory = 0;
+    mine.tensor_stats_interval = mine.log_memory = mine.adaptive = 0;
     mine.save = mine.metrics = "none";
     mine.resume = mine.tensorboard = "";
     mine.steps = set->compare;
@@ -2025,6 +2150,7 @@ static amp_result main_run(run *r) {
     }
     TRY(report_validation(r, &bar, &loss));
     print_result(r, loss);
+    TRY(report_adapt(r));
     TRY(print_stream(r, loss));
     return r->set.sample > 0 ? print_sample(r) : AMP_OK;
 }

@@ -153,7 +153,9 @@ if [ "$(env -u CC -u MAKEFLAGS -u MFLAGS -u MAKELEVEL make -pn help CUDA=0 2>/de
 
 # The functions that an example's head points to are mixed precision: its region, its scale and its step.
 for program in train_gpt train_classifier; do
-    for call in amp_autocast_begin amp_scaler_create amp_scaler_scale_ptr amp_step; do
+    begin=amp_autocast_begin
+    [ $program = train_gpt ] && begin=amp_tape_begin
+    for call in $begin amp_scaler_create amp_scaler_scale_ptr amp_step; do
         held=
         for name in $(sed -n '/Read it from the bottom/,/\*\//p' examples/$program.c | grep -oE '[a-z]+_[a-z_]+'); do
             if sed -n "/^static .*[ *]$name(.*{\$/,/^}/p" examples/$program.c examples/common.h | grep -q "$call("; then held=$name; fi
@@ -161,6 +163,27 @@ for program in train_gpt train_classifier; do
         if [ -n "$held" ]; then pass; else fail "the head of $program.c" "points to no function with $call"; fi
     done
 done
+
+# Lines of code, without blanks and comments: of a file, or of one function in it.
+code_lines() {
+    awk -v name="$2" '{text = $0; gsub(/\/\*[^*]*\*\//, "", text)}
+        inside {if (text ~ /\*\//) inside = 0; next}
+        text ~ /^ *\/\*/ {inside = 1; next}
+        name != "" && !on {if (index(text, " " name "(") && text ~ /\{$/) on = 1; else next}
+        text !~ /^ *$/ {n++}
+        on && text == "}" {exit}
+        END {print n + 0}' "$1"
+}
+while read -r file function most; do
+    [ "$function" = - ] && function=
+    n=$(code_lines "examples/$file" "$function")
+    if [ "$n" -gt 3 ] && [ "$n" -le "$most" ]; then pass; else fail "lines of $file $function" "$n, at most $most"; fi
+done <<'BOUNDS'
+gpt.h - 150
+gpt.h gpt_block 12
+llama.h - 120
+quickstart.c - 60
+BOUNDS
 
 # The README shows every line that adopting amp.h changed, but for the two comments at the top.
 awk '/^```diff$/ {on = 1; next} /^```/ {on = 0} on' README.md > "$work/shown"

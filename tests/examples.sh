@@ -12,8 +12,8 @@ train() { name=$1; shift; "$gpt" $small --out "$work/$name" "$@" > "$work/$name.
 # last FIELD RUN: a field of the last step record of a run's metrics.
 last() { grep '"event": "step"' "$work/$2/metrics.jsonl" | grep "\"$1\"" | tail -n 1 | sed "s/.*\"$1\": *\([^,}]*\).*/\1/"; }
 
-for precision in fp32 tf32 fp16 bf16; do
-    if train "$precision" --steps 40 --precision "$precision"; then
+for precision in fp32 tf32 fp16 bf16 fp8; do
+    if train "$precision" --steps 40 --precision "$precision" --fp8-blocks all; then
         first=$(grep '"loss"' "$work/$precision/metrics.jsonl" | head -n 1 | sed 's/.*"loss": *\([^,}]*\).*/\1/')
         end=$(last loss "$precision")
         if awk "BEGIN {exit !($end < $first - 1)}"; then pass; else fail "$precision learns" "loss $first, then $end"; fi
@@ -25,21 +25,36 @@ for level in O0 O2 O3; do
     if train "$level" --steps 20 --level $level --precision $precision; then pass; else fail "$level" "$(tail -n 3 "$work/$level.log")"; fi
 done
 
+# Adaptive: layers go down, which is recorded and kept as settings; with a budget of 0 the run is that of fp32.
+adaptive="--precision adaptive --lowest bf16"
+if train adaptive --steps 64 $adaptive --save "$work/adaptive_model" && grep -q '"event": "precision".*"to": "bf16"' "$work/adaptive/metrics.jsonl" &&
+    grep -q '^layers = .*bf16' "$work/adaptive_model.layers.conf" &&
+    train adaptive_as_it_ended --steps 1 --precision fp32 --config "$work/adaptive_model.layers.conf"; then pass
+else fail "adaptive" "$(tail -n 3 "$work/adaptive.log")"; fi
+train budget_0 --steps 8 --precision adaptive --error-budget 0 --save "$work/budget_0"
+train budget_none --steps 8 --precision fp32 --save "$work/budget_none"
+weights_of() { tail -c 50000 "$work/$1.safetensors" | cksum; }
+if [ -s "$work/budget_0.safetensors" ] && [ "$(weights_of budget_0)" = "$(weights_of budget_none)" ]; then pass
+else fail "--error-budget 0" "differs from fp32: $(tail -n 2 "$work/budget_0.log")"; fi
+
 # 12 steps in one go, and in two with other threads in between: the same weights, byte for byte.
-for precision in fp16 bf16; do
-    train whole --steps 12 --precision $precision --dropout 0.1 --save "$work/whole_$precision"
-    train part --steps 12 --precision $precision --dropout 0.1 --save "$work/part_$precision" --save-interval 5
+for precision in fp16 bf16 fp8; do
+    train whole --steps 12 --precision $precision --fp8-blocks all --dropout 0.1 --save "$work/whole_$precision"
+    train part --steps 12 --precision $precision --fp8-blocks all --dropout 0.1 --save "$work/part_$precision" --save-interval 5
     if cmp -s "$work/whole_$precision.safetensors" "$work/part_$precision.safetensors"; then pass; else fail "$precision repeats" "two equal runs differ"; fi
-    train first --steps 12 --precision $precision --dropout 0.1 --save "$work/two_$precision" --stop-after 5 ||
+    train first --steps 12 --precision $precision --fp8-blocks all --dropout 0.1 --save "$work/two_$precision" --stop-after 5 ||
         train first --steps 5 --schedule constant --precision $precision --dropout 0.1 --save "$work/two_$precision"
-    train second --steps 12 --precision $precision --dropout 0.1 --save "$work/two_$precision" --resume "$work/two_$precision" --threads 1
+    train second --steps 12 --precision $precision --fp8-blocks all --dropout 0.1 --save "$work/two_$precision" --resume "$work/two_$precision" --threads 1
     if cmp -s "$work/whole_$precision.safetensors" "$work/two_$precision.safetensors"; then pass
     else fail "$precision resumes" "the resumed run differs: $(tail -n 2 "$work/second.log")"; fi
 done
 
-# The same with less storage: remainders, stochastic rounding and bf16 moments resume bit for bit; masters change over.
+# The same with less storage: remainders, stochastic rounding, bf16 and 8-bit moments resume bit for bit; masters change
+# over.
 for masters in remainder stochastic; do
-    storage="--precision bf16 --level O2 --masters $masters --moments bf16"
+    moments=bf16
+    if [ $masters = remainder ]; then moments=8bit; fi
+    storage="--precision bf16 --level O2 --masters $masters --moments $moments"
     train whole --steps 8 $storage --save "$work/whole_$masters"
     train first --steps 8 $storage --save "$work/two_$masters" --stop-after 3
     train second --steps 8 --save "$work/two_$masters" --resume "$work/two_$masters" --threads 1
@@ -49,6 +64,17 @@ done
 if grep -q "bytes each: weight 2.*master 0.*moments 4" "$work/whole.log"; then pass; else fail "bytes per parameter" "$(grep "bytes each" "$work/whole.log")"; fi
 train change --steps 6 --precision bf16 --level O2 --masters fp32 --save "$work/change" --stop-after 3
 if train changed --steps 6 --save "$work/change" --resume "$work/change" --masters remainder; then pass; else fail "masters change over" "$(tail -n 2 "$work/changed.log")"; fi
+
+# The head and the loss in one: the losses of the two within rounding, and the run resumes bit for bit.
+for precision in fp32 bf16; do
+    train two_calls --steps 8 --precision $precision
+    train one_call --steps 8 --precision $precision --fused-loss --save "$work/one_call"
+    train one_first --steps 8 --precision $precision --fused-loss --save "$work/one_two" --stop-after 3
+    train one_second --steps 8 --precision $precision --fused-loss --save "$work/one_two" --resume "$work/one_two"
+    two=$(last loss two_calls) one=$(last loss one_call)
+    if awk "BEGIN {d = ${one:-9} - ${two:-0}; exit !(d < 0.005 && d > -0.005)}"; then pass; else fail "--fused-loss in $precision" "loss ${one:-none}, by two operators ${two:-none}"; fi
+    if cmp -s "$work/one_call.safetensors" "$work/one_two.safetensors"; then pass; else fail "--fused-loss in $precision resumes" "$(tail -n 2 "$work/one_second.log")"; fi
+done
 
 # A 16-bit residual stream: its loss beside that of an fp32 one, of the same weights and of the same short run.
 if train stream --steps 6 --precision bf16 --activations auto,stream=bf16 --compare 4 --data "$work/text" &&
@@ -225,7 +251,8 @@ refused() {
 }
 refused "--nonsense" --nonsense 1
 refused "--precision" --precision fp7
-refused "fp8" --precision fp8
+refused "fp8" --precision fp8_e4m3
+refused "fp8_scaling = tensor" --precision fp8 --fp8-scaling tensor
 refused "--heads" --heads 5 --channels 32
 refused "the file's model has heads 2" --init "$work/usual/model.safetensors" --heads 4
 refused "the file's model has channels 32" --init "$work/usual/model.safetensors" --channels 64
@@ -397,5 +424,10 @@ if ${CC:-gcc} -O2 examples/adopt/momentum.c -o "$work/momentum" -lm -lpthread &&
     grep -q 'scale 2^24 -> 2^23' "$work/momentum.log" && tail -n 1 "$work/momentum.log" | grep -q 'bit for bit those without a scale'; then pass
 else fail momentum "$(tail -n 3 "$work/momentum.log")"; fi
 if build/scaler_only > "$work/scaler.log" 2>&1 && grep -q skipped "$work/scaler.log"; then pass; else fail scaler_only "$(tail -n 3 "$work/scaler.log")"; fi
+if build/regression bf16 > "$work/regression.log" 2>&1 && awk '/^step 2501/ {exit !($7 < 0.005)}' FS='[ ,]+' "$work/regression.log"; then pass; else fail regression "$(tail -n 3 "$work/regression.log")"; fi
+if (build=$PWD/build; cd "$work" && "$build/llama" "$build/../README.md" fp32 3 > llama.log 2>&1 &&
+    "$build/llama" out/llama/model.safetensors fp32 > again.log 2>&1) &&
+    sed '/^step/d' "$work/llama.log" | cmp -s - "$work/again.log" && grep -q '^step 3: validation loss [45]' "$work/llama.log"; then pass
+else fail llama "$(head -n 4 "$work/llama.log" "$work/again.log")"; fi
 if build/quickstart /nonexistent > "$work/quick.log" 2>&1 && grep -q SYNTHETIC "$work/quick.log"; then pass; else fail quickstart "$(tail -n 3 "$work/quick.log")"; fi
 closing

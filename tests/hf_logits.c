@@ -1,12 +1,15 @@
-/* hf_logits.c - the C side of tests/oracle/hf_roundtrip.py: logits of a GPT-2 checkpoint, and the file written again.
+/* hf_logits.c - the C side of tests/oracle/hf_roundtrip.py: logits of a checkpoint, and the file written again.
  *
  *     hf_logits MODEL.safetensors BATCH SEQ SEED OUT.bin [SAVE_FOLDER]
+ *     hf_logits llama:MODEL.safetensors BATCH SEQ SEED OUT.bin [SAVE_FOLDER]
  *     hf_logits init:VOCAB,POSITIONS,CHANNELS,HEADS,LAYERS BATCH SEQ SEED OUT.bin [SAVE_FOLDER]
  *
  * The tokens are the integers of stream 1000 of SEED (golden.h); OUT.bin gets the logits as fp32. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/common.h"
+#include "../examples/llama.h"
+#include "../examples/llama_files.h"
 #include "golden.h"
 
 static int fail(const char *what) {
@@ -44,24 +47,68 @@ static amp_result save_model(gpt *g, const char *folder) {
     return gpt_save_config(g, path);
 }
 
+/* The same of a Llama, whose file stands after "llama:". */
+static amp_result llama_run(amp_context *amp, const char *from, const int32_t *ids, int64_t batch, int64_t seq, uint32_t seed,
+                            const char *out, const char *folder) {
+    char path[512], config[512];
+    amp_autocast_desc region = {.mode = AMP_MODE_INFERENCE};
+    amp_tensor tokens = amp_tensor2(ids, AMP_I32, batch, seq);
+    int64_t n = batch * seq;
+    amp_tape *tape;
+    amp_value y;
+    float *logits;
+    llama m;
+    TRY(llama_load(&m, amp, from));
+    if (folder != NULL) {
+        snprintf(path, sizeof path, "%s/model.safetensors", folder);
+        snprintf(config, sizeof config, "%s/config.json", folder);
+        TRY(llama_save(&m, path, config));
+    }
+    n *= m.config.vocab;
+    logits = (float *)malloc((size_t)n * 4);
+    ampt_integers((int32_t *)(uintptr_t)ids, batch * seq, seed, 1000, (int32_t)m.config.vocab);
+    TRY(amp_tape_create(amp, &tape));
+    TRY(amp_tape_begin(tape, &region));
+    y = llama_logits(&m, tape, &tokens);
+    TRY(amp_tape_finish(tape));
+    TRY(amp_tape_read(tape, y, logits, n));
+    amp_tape_destroy(tape);
+    TRY(amp_file_write_atomic(NULL, out, logits, (size_t)n * 4));
+    free(logits);
+    llama_free(&m);
+    return AMP_OK;
+}
+
 int main(int argc, char **argv) {
     int64_t batch, seq, n;
     amp_context *amp = NULL;
     amp_desc desc;
     void *ids = NULL;
+    float *logits;
     gpt g;
     if (argc < 6) return fprintf(stderr, "hf_logits: five or six arguments, see its first comment\n"), 2;
     batch = atoll(argv[2]); seq = atoll(argv[3]); n = batch * seq;
     memset(&desc, 0, sizeof desc);
     desc.dtype = AMP_F32;
     if (amp_open(&amp, &desc) != AMP_OK) return fail("amp_open");
+    if (strncmp(argv[1], "llama:", 6) == 0) {
+        if (amp_alloc(amp, &ids, n * 4) != AMP_OK) return fail("amp_alloc");
+        if (llama_run(amp, argv[1] + 6, (const int32_t *)ids, batch, seq, (uint32_t)atoll(argv[4]), argv[5],
+                      argc > 6 ? argv[6] : NULL) != AMP_OK)
+            return fail(argv[1]);
+        amp_close(amp);
+        return 0;
+    }
     if (make_model(&g, amp, argv[1], batch, seq, (uint64_t)atoll(argv[4])) != AMP_OK) return fail(argv[1]);
     if (argc > 6 && save_model(&g, argv[6]) != AMP_OK) return fail(argv[6]);
     if (amp_alloc(amp, &ids, n * 4) != AMP_OK) return fail("amp_alloc");
     ampt_integers((int32_t *)ids, n, (uint32_t)atoll(argv[4]), 1000, (int32_t)g.config.vocab);
-    if (gpt_forward(&g, (const int32_t *)ids, batch, seq) != AMP_OK || amp_sync(amp) != AMP_OK) return fail("forward");
-    if (amp_file_write_atomic(NULL, argv[5], g.logits, (size_t)(n * g.config.vocab) * 4) != AMP_OK)
-        return fail(argv[5]);
+    n *= g.config.vocab;
+    logits = (float *)malloc((size_t)n * 4);
+    if (gpt_forward(&g, (const int32_t *)ids, batch, seq, 0) != AMP_OK) return fail("forward");
+    if (amp_tape_read(g.tape, g.logits, logits, n) != AMP_OK) return fail("logits");
+    if (amp_file_write_atomic(NULL, argv[5], logits, (size_t)n * 4) != AMP_OK) return fail(argv[5]);
+    free(logits);
     amp_free(amp, ids);
     gpt_destroy(&g);
     amp_close(amp);

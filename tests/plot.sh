@@ -33,6 +33,21 @@ for text in fp32 fp16 "skipped step" 1234 4321 10.5 "Training loss" "nats per to
 done
 if grep -q "records have no\|no run has" "$work/out/picture.svg"; then fail "the picture" "has an empty panel"; else pass; fi
 
+# Decisions on layers are drawn in a picture of their own: each layer, also one that never moved, in each of its precisions.
+mkdir -p "$work/a/adaptive"
+{
+    cat "$work/a/fp32/metrics.jsonl"
+    echo '{"event": "precision", "step": 1, "layer": "h.0.weight", "from": "fp32", "to": "bf16", "output_error": 0.002}'
+    echo '{"event": "precision", "step": 2, "layer": "h.0.weight", "from": "bf16", "to": "fp8", "output_error": 0.04}'
+    echo '{"event": "precision", "step": 3, "layer": "h.1.weight", "from": "fp32", "to": "fp32", "output_error": null}'
+} > "$work/a/adaptive/metrics.jsonl"
+$plot -o "$work/out/adaptive" "$work/a/adaptive/metrics.jsonl" > "$work/log" 2>&1
+if [ "$(grep -vc '^plot: ' "$work/log")" -eq 0 ]; then pass; else fail "layers" "gnuplot says: $(grep -v '^plot: ' "$work/log" | head -n 3)"; fi
+for text in "Precision by layer" h.0.weight h.1.weight fp32 bf16 fp8; do
+    if grep -q ">$text<" "$work/out/adaptive.layers.svg"; then pass; else fail "layers" "the picture does not say $text"; fi
+done
+if [ -e "$work/out/picture.layers.svg" ]; then fail "layers" "a picture of layers without any"; else pass; fi
+
 # What no record has is said in its place; runs of one precision are told apart by their folders.
 mkdir -p "$work/a/other"
 cp "$work/a/fp32/metrics.jsonl" "$work/a/other/metrics.jsonl"

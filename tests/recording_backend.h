@@ -39,7 +39,7 @@ static amp_result recording_describe(void *dev, amp_device *out) {
     X(softmax, amp_k_softmax) X(softmax_backward, amp_k_softmax) \
     X(activation, amp_k_activation) X(activation_backward, amp_k_activation) \
     X(swiglu, amp_k_swiglu) X(swiglu_backward, amp_k_swiglu) X(cross_entropy, amp_k_cross_entropy) X(mse, amp_k_mse) \
-    X(embedding, amp_k_embedding) X(embedding_backward, amp_k_embedding) X(dropout, amp_k_dropout) X(add, amp_k_add) \
+    X(embedding, amp_k_embedding) X(embedding_backward, amp_k_embedding) X(dropout, amp_k_dropout) X(add, amp_k_add) X(add_views, amp_k_add_views) \
     X(check, amp_k_check) X(adamw, amp_k_adamw) X(sgd, amp_k_sgd) X(lion, amp_k_lion) X(scale_ranges, amp_k_scale_ranges) \
     X(inspect, amp_k_inspect) X(rule, amp_k_rule)
 RECORDED_KERNELS(RECORDED)

@@ -36,6 +36,10 @@ typedef struct env {
     amp_monitor *monitor;
     amp_tensor_stats *numerics;
     amp_recovery *recovery;
+    amp_model *model;
+    amp_tape *tape;
+    amp_value value, other;
+    amp_adapt *adapt;
     void *memory[8];
     size_t memory_bytes[8];
     amp_mask_view views[3];
@@ -623,6 +627,37 @@ static void operators_describe_first(env *e, amp_dtype dtype) {
     a->mask.kind = AMP_MASK_CAUSAL;
 }
 
+/* A linear layer in fp8 with delayed scaling, its records and their state. */
+static amp_result fp8_step(env *e, int i) {
+    amp_linear_op *linear = e->out.linear;
+    amp_fp8_stats stats;
+    amp_desc d = host_desc(e, AMP_FP8);
+    amp_result r;
+    switch (i) {
+        case 0: d.fp8.scaling = AMP_FP8_DELAYED; d.fp8.history = 4; return created(amp_open(&e->amp, &d), &e->amp);
+        case 1:
+            linear->x = matrix(e, AMP_F32, ROWS, COLS); linear->y = matrix(e, AMP_F32, ROWS, WIDE);
+            linear->weight = parameter(e, 0, "fc.weight", AMP_F32, WIDE, COLS);
+            linear->dy = matrix(e, AMP_F32, ROWS, WIDE); linear->dx = matrix(e, AMP_F32, ROWS, COLS);
+            return AMP_OK;
+        case 2: return amp_param_register(e->amp, e->out.params, 1);
+        case 3: return amp_autocast_begin(e->amp, NULL);
+        case 4: return amp_linear(e->amp, linear);
+        case 5: return amp_autocast_end(e->amp);
+        case 6: return amp_linear_backward(e->amp, linear);
+        case 7:
+            r = amp_fp8_stats_get(e->amp, e->out.params, AMP_FP8_DY, &stats);
+            if (r == AMP_OK) note_number(e, stats.values);
+            return r;
+        case 8: return created(amp_state_create(&e->state, faults_system()), &e->state);
+        case 9: return amp_fp8_save(e->amp, e->state, "here");
+        case 10: return amp_fp8_load(e->amp, e->state, "here");
+        default: return DONE;
+    }
+}
+
+static void fp8_close(env *e) { amp_state_destroy(e->state); autocast_close(e); }
+
 static void operators_describe_norms(env *e, amp_dtype dtype) {
     amp_norm_op *norm = &e->out.layernorm;
     norm->x = matrix(e, dtype, ROWS, COLS); norm->residual = matrix(e, dtype, ROWS, COLS);
@@ -754,6 +789,7 @@ static uint64_t operators_observe(env *e) {
 
 static amp_result gradients_create(env *e, int i) {
     static const amp_param_group groups[] = {{"*.bias", 0.5, AMP_EXPLICIT_ZERO, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT}};
+    static const amp_param_group eight_bit = {"*", 0, 0, AMP_MASTER_DEFAULT, AMP_MOMENTS_8BIT};
     amp_optimizer_desc o;
     amp_scaler_desc sc;
     amp_grad_set_desc set;
@@ -775,6 +811,7 @@ static amp_result gradients_create(env *e, int i) {
     if (e->variant == 2) { o.master = AMP_MASTER_REMAINDER; o.moments = AMP_BF16; }
     if (e->variant == 3) { o.kind = AMP_SGD; o.momentum = 0.9; o.nesterov = 1; }
     if (e->variant == 4) o.kind = AMP_LION;
+    if (e->variant == 5) o.groups = &eight_bit;
     return created(amp_optimizer_create(e->amp, &e->optimizer, &o), &e->optimizer);
 }
 
@@ -967,6 +1004,8 @@ static int callback_read(void *user, const amp_sample *sample, void *const *fiel
 }
 
 static amp_result data_create(env *e) {
+    static float rows[40 * 6];
+    amp_tensor tensors[2];
     const char *arrays[2];
     amp_loader_desc d;
     amp_source source;
@@ -987,6 +1026,11 @@ static amp_result data_create(env *e) {
         arrays[0] = fixture_path("x.npy"); arrays[1] = fixture_path("y.npy");
         d.arrays = arrays;
         d.n_arrays = 2;
+    } else if (e->variant == 5) {
+        tensors[0] = amp_tensor2(rows, AMP_F32, 40, 6);
+        tensors[1] = amp_tensor1(rows, AMP_I32, 40);
+        d.tensors = tensors;
+        d.n_tensors = 2;
     } else {
         source.read = callback_read;
         source.samples = 40;
@@ -1122,6 +1166,7 @@ static amp_result watch_numerics(env *e) {
     amp_result r = amp_tensor_stats_step(e->numerics, &report);
     if (r != AMP_OK) return r;
     note_number(e, (int64_t)amp_tensor_stats_text(&report, text, sizeof text));
+    CHECK(amp_tensor_stats_find(&report, report.rows[0].name, report.rows[0].gradient) == report.rows);
     note_text(e, text);
     return AMP_OK;
 }
@@ -1447,6 +1492,62 @@ static void care_close(env *e) {
     gradients_close(e);
 }
 
+/* ---- Adaptive precision: every step is a check, and the first that fits moves the layer down */
+
+static amp_result adapt_create(env *e) {
+    amp_adapt_desc d;
+    memset(&d, 0, sizeof d);
+    d.params = e->out.params; d.n_params = 3;
+    d.scaler = e->scaler;
+    d.interval = 1; d.checks = 1;
+    return created(amp_adapt_create(e->amp, &e->adapt, &d), &e->adapt);
+}
+
+/* A check that finds no memory is left out, with a warning. */
+static amp_result adapt_train(env *e) {
+    int told = e->told;
+    amp_result r = (amp_result)model_step(e, e->amp);
+    e->fallen_back |= e->told > told;
+    return r;
+}
+
+static amp_result adapt_look(env *e) {
+    amp_adapt_record record;
+    amp_adapt_desc d;
+    char text[1000];
+    while (amp_adapt_next(e->adapt, &record)) {
+        CHECK(amp_adapt_json(&record, text, sizeof text) < sizeof text);
+        note_text(e, text);
+    }
+    CHECK(amp_adapt_text(e->adapt, text, sizeof text) < sizeof text);
+    note_text(e, text);
+    CHECK_OK(amp_adapt_query(e->adapt, &d));
+    return amp_adapt_layer(e->adapt, 0, &record);
+}
+
+static amp_result adapt_step(env *e, int i) {
+    switch (i) {
+        case 0: return open_host(e, AMP_F32);
+        case 1: model_describe(e); return AMP_OK;
+        case 2: return amp_param_register(e->amp, e->out.params, 3);
+        case 3: return gradients_create(e, 0);
+        case 4: return gradients_create(e, 2);
+        case 5: return adapt_create(e);
+        case 6: case 9: case 16: return adapt_train(e);
+        case 7: case 10: case 17: return amp_adapt_step(e->adapt);
+        case 8: case 11: case 18: return adapt_look(e);
+        case 12: return created(amp_state_create(&e->state, faults_system()), &e->state);
+        case 13: return amp_adapt_save(e->adapt, e->state, "adapt");
+        case 14: return amp_adapt_load(e->adapt, e->state, "adapt");
+        case 15: return amp_adapt_freeze(e->adapt, 1);
+        default: return DONE;
+    }
+}
+static void adapt_close(env *e) {
+    amp_adapt_destroy(e->adapt);
+    gradients_close(e);
+}
+
 /* ---- A short training: tokens from a loader, an embedding and a linear layer, in bf16, with scaler, monitor and
  * recovery, saved and loaded in the middle, and brought back from a loss that is not finite */
 
@@ -1567,6 +1668,173 @@ static void training_close(env *e) {
     gradients_close(e);
 }
 
+/* ---- Models and the tape.  A step that fails is recorded again. */
+
+static amp_result tape_model(env *e) {
+    amp_param *params;
+    int64_t n;
+    amp_result r = created(amp_model_create(e->amp, &e->model, 3, 8), &e->model);
+    if (r != AMP_OK) return r;
+    (void)amp_model_param(e->model, "fc1.weight", 12, 8, AMP_INIT_TRUNCATED_NORMAL, 0.5);
+    (void)amp_model_param(e->model, "fc1.bias", 12, 0, AMP_INIT_UNIFORM, 0.5);
+    (void)amp_model_param(e->model, "fc2.weight", 5, 12, AMP_INIT_XAVIER_UNIFORM, 0);
+    (void)amp_model_param(e->model, "table", 6, 8, AMP_INIT_NORMAL, 0);
+    (void)amp_model_param(e->model, "ln.weight", 8, 0, AMP_INIT_NORM_WEIGHT, 0);
+    (void)amp_model_param(e->model, "ln.bias", 8, 0, AMP_INIT_NORM_BIAS, 0);
+    (void)amp_model_param(e->model, "positions", 4, 8, AMP_INIT_NORMAL, 0.1);
+    r = amp_model_params(e->model, &params, &n);
+    if (r == AMP_OK) return AMP_OK;
+    amp_model_destroy(e->model);
+    e->model = NULL;
+    return r;
+}
+
+static amp_result tape_train(env *e, int backward) {
+    amp_tensor x = amp_tensor2(e->memory[0], AMP_F32, 9, 8), there;
+    amp_autocast_desc region;
+    amp_param *w;
+    amp_value h;
+    int64_t n, i;
+    amp_result r = amp_model_params(e->model, &w, &n);
+    if (r != AMP_OK) return r;
+    memset(&region, 0, sizeof region);
+    if (!backward) region.mode = AMP_MODE_INFERENCE;
+    for (i = 0; i < n; i++) w[i].grad_live = 0;
+    r = amp_tape_begin(e->tape, &region);
+    if (r != AMP_OK) return r;
+    h = amp_tape_linear(e->tape, amp_tape_input(e->tape, &x), w, w + 1, AMP_ACT_GELU);
+    e->other = amp_tape_variable(e->tape, &x);
+    h = amp_tape_keep(e->tape, amp_tape_linear(e->tape, amp_tape_add(e->tape, h, amp_tape_linear(e->tape, e->other, w, w + 1, AMP_ACT_RELU)),
+                                               w + 2, NULL, AMP_ACT_NONE));
+    e->value = amp_tape_cross_entropy(e->tape, h, (const int32_t *)e->memory[1], NULL);
+    r = backward ? amp_tape_forward(e->tape, e->value, NULL) : amp_tape_finish(e->tape);
+    if (r == AMP_OK && backward) r = amp_tape_backward(e->tape, e->value, NULL);
+    if (r == AMP_OK) r = amp_tape_tensor(e->tape, h, &there);
+    if (r == AMP_OK && e->variant == 0) note(e, there.data, 9 * 5 * 2);
+    for (i = 0; i < n && r == AMP_OK && e->variant == 0; i++) note(e, w[i].grad.data, (size_t)amp_tensor_count(&w[i].grad) * 4);
+    return r;
+}
+
+/* y = x, with memory of its own. */
+static amp_result tape_copy(const amp_custom_call *call, const amp_tensor *from, const amp_tensor *to) {
+    int64_t bytes = amp_tensor_count(from) * (int64_t)amp_dtype_size(from->dtype);
+    void *scratch;
+    amp_result r = amp_alloc(call->amp, &scratch, bytes);
+    if (r != AMP_OK) return r;
+    r = amp_copy(call->amp, scratch, from->data, bytes, AMP_COPY_ON_DEVICE);
+    if (r == AMP_OK) r = amp_copy(call->amp, to->data, scratch, bytes, AMP_COPY_ON_DEVICE);
+    amp_free(call->amp, scratch);
+    return r;
+}
+static amp_result tape_copy_forward(void *user, const amp_custom_call *call) {
+    (void)user;
+    return tape_copy(call, &call->x[0], &call->y);
+}
+static amp_result tape_copy_backward(void *user, const amp_custom_call *call) {
+    (void)user;
+    return tape_copy(call, &call->dy, &call->dx[0]);
+}
+
+/* Every operator, on [2, 4, 8]. */
+static amp_result tape_all(env *e) {
+    static const int64_t flat[2] = {8, 8};
+    amp_tensor x = amp_tensor3(e->memory[0], AMP_F32, 2, 4, 8), ids = amp_tensor2(e->memory[1], AMP_I32, 2, 4);
+    amp_tape *t = e->tape;
+    amp_param *w;
+    amp_tape_node_info node;
+    amp_value h, a, b, losses;
+    int64_t n, i, bytes;
+    char text[64];
+    amp_custom_op copy;
+    amp_result r = amp_model_params(e->model, &w, &n);
+    if (r != AMP_OK) return r;
+    memset(&copy, 0, sizeof copy);
+    copy.forward = tape_copy_forward; copy.backward = tape_copy_backward;
+    for (i = 0; i < n; i++) w[i].grad_live = 0;
+    r = amp_tape_begin(t, NULL);
+    if (r != AMP_OK) return r;
+    (void)amp_tape_input(t, &x);
+    r = amp_tape_plan(t, 0, &bytes);
+    if (r == AMP_OK) r = amp_tape_time(t, 1);
+    if (r == AMP_OK) r = amp_tape_begin(t, NULL);
+    if (r != AMP_OK) return r;
+    amp_tape_layer(t, "all");
+    amp_tape_store(t, AMP_F32);
+    amp_tape_store(t, AMP_DTYPE_DEFAULT);
+    h = amp_tape_add(t, amp_tape_variable(t, &x), amp_tape_embedding(t, &ids, w + 3, w + 6));
+    a = amp_tape_layernorm(t, h, w + 4, w + 5, 0);
+    b = amp_tape_rmsnorm(t, h, w + 4, 0);
+    h = amp_tape_attention(t, amp_tape_rope(t, a, 4, NULL), amp_tape_split(t, a, 2, 0, 4), amp_tape_split(t, a, 2, 4, 4), 4, NULL);
+    h = amp_tape_swiglu(t, h, amp_tape_dropout(t, b, 0));
+    amp_tape_checkpoint_begin(t);
+    h = amp_tape_activation(t, amp_tape_scale(t, h, 2), w + 4, AMP_ACT_SILU);
+    amp_tape_checkpoint_end(t);
+    h = amp_tape_custom(t, &h, 1, &copy);
+    a = amp_tape_softmax(t, amp_tape_matmul(t, h, b, 0, 1, 0.5f), NULL);
+    h = amp_tape_matmul(t, amp_tape_transpose(t, a, 1, 2), h, 0, 0, 0);
+    h = amp_tape_concat(t, h, b, 1);
+    h = amp_tape_reshape(t, amp_tape_split(t, h, 1, 2, 4), flat, 2);
+    losses = amp_tape_linear_cross_entropy(t, h, w + 3, NULL, (const int32_t *)e->memory[1], NULL);
+    h = amp_tape_reshape(t, h, x.shape, 3);
+    a = amp_tape_mean(t, h);
+    losses = amp_tape_add(t, losses, amp_tape_mse(t, a, amp_tape_scale(t, a, 0.5f), AMP_REDUCTION_MEAN));
+    r = amp_tape_backward(t, losses, NULL);
+    if (r == AMP_OK) r = amp_tape_node(t, 0, &node);
+    if (r == AMP_OK) r = amp_tape_text(t, text, sizeof text) > 0 && amp_tape_dot(t, text, sizeof text) > 0 ? AMP_OK : AMP_ERR_RANGE;
+    for (i = 3; i < n && r == AMP_OK && e->variant == 0; i++)
+        if (w[i].grad_live) note(e, w[i].grad.data, (size_t)amp_tensor_count(&w[i].grad) * 4);
+    return r;
+}
+
+/* A model's weights into a state and back. */
+static amp_result tape_save(env *e, int i) {
+    static const int64_t shape[2] = {3, 5};
+    amp_param *w = amp_model_find(e->model, "fc2.weight");
+    amp_tensor t;
+    amp_result r;
+    switch (i) {
+        case 0: return created(amp_state_create(&e->state, faults_system()), &e->state);
+        case 1: return amp_model_save(e->model, e->state, "m");
+        case 2: if (e->variant == 0) memset(w->weight.data, 0, 20); e->unfinished = 1; return amp_model_load(e->model, e->state, "m");
+        case 3: if (e->variant == 0) note(e, w->weight.data, 240); note_number(e, amp_model_bytes(e->model, NULL)); return amp_model_freeze(e->model, "fc1*", 1);
+        default:
+            r = amp_tensor_create(e->amp, &t, AMP_F32, shape, 2);
+            if (r == AMP_OK) amp_free(e->amp, t.data);
+            return r;
+    }
+}
+
+static amp_result tape_step(env *e, int i) {
+    amp_tensor gradient;
+    float value;
+    amp_result r;
+    switch (i) {
+        case 0: return open_host(e, AMP_BF16);
+        case 1: e->memory[0] = numbers(e, AMP_F32, 72); e->memory[1] = integers(e, 9, 5); return AMP_OK;
+        case 2: return tape_model(e);
+        case 3: return created(amp_tape_create(e->amp, &e->tape), &e->tape);
+        case 4: case 5: return tape_train(e, 1);
+        case 6:
+            r = amp_tape_gradient(e->tape, e->other, &gradient);
+            if (r == AMP_OK && e->variant == 0) note(e, gradient.data, 72 * 4);
+            return r;
+        case 7: return tape_train(e, 0);
+        case 8:
+            r = amp_tape_read(e->tape, e->value, &value, 1);
+            if (r == AMP_OK) note(e, &value, sizeof value);
+            return r;
+        case 9: case 10: return tape_all(e);
+        case 11: case 12: case 13: case 14: case 15: return tape_save(e, i - 11);
+        default: return DONE;
+    }
+}
+static void tape_close(env *e) {
+    amp_tape_destroy(e->tape);
+    amp_model_destroy(e->model);
+    amp_state_destroy(e->state);
+    amp_close(e->amp);
+}
+
 static const scenario scenarios[] = {
     {"files", 0, {AMP_OK}, files_step, files_close, files_observe, NULL},
     {"state", 0, {AMP_OK}, state_step, state_close, state_observe, NULL},
@@ -1576,23 +1844,30 @@ static const scenario scenarios[] = {
     {"masks, device", 1, {AMP_OK}, masks_step, masks_close, masks_observe, NULL},
     {"autocast", 0, {AMP_OK}, autocast_step, autocast_close, NULL, NULL},
     {"autocast, device", 1, {AMP_OK}, autocast_step, autocast_close, NULL, NULL},
+    {"fp8", 0, {AMP_OK}, fp8_step, fp8_close, context_observe, NULL},
     {"operators", 0, {AMP_OK}, operators_step, autocast_close, operators_observe, NULL},
     {"operators, device", 1, {AMP_OK}, operators_step, autocast_close, operators_observe, NULL},
+    {"tape", 0, {AMP_OK}, tape_step, tape_close, NULL, NULL},
+    {"tape, device", 1, {AMP_OK}, tape_step, tape_close, NULL, NULL},
     {"gradients", 0, {AMP_OK}, gradients_step, gradients_close, gradients_observe, NULL},
     {"gradients, device", 1, {AMP_OK}, gradients_step, gradients_close, gradients_observe, NULL},
     {"remainders", 2, {AMP_OK}, gradients_step, gradients_close, gradients_observe, NULL},
     {"sgd", 3, {AMP_OK}, gradients_step, gradients_close, gradients_observe, NULL},
     {"lion", 4, {AMP_OK}, gradients_step, gradients_close, gradients_observe, NULL},
+    {"8-bit moments", 5, {AMP_OK}, gradients_step, gradients_close, gradients_observe, NULL},
     {"data", 0, {AMP_OK}, data_step, data_close, data_observe, NULL},
     {"data, device", 1, {AMP_OK}, data_step, data_close, data_observe, NULL},
     {"data, no workers", 2, {AMP_OK}, data_step, data_close, data_observe, NULL},
     {"arrays", 3, {AMP_OK}, data_step, data_close, data_observe, NULL},
     {"callback", 4, {AMP_OK}, data_step, data_close, data_observe, NULL},
+    {"tensors", 5, {AMP_OK}, data_step, data_close, data_observe, NULL},
     {"settings", 0, {AMP_OK}, settings_step, settings_close, NULL, NULL},
     {"watch", 0, {AMP_OK}, watch_step, watch_close, NULL, watch_after},
     {"watch, device", 1, {AMP_OK}, watch_step, watch_close, NULL, watch_after},
     {"care", 0, {AMP_ERR_RANGE, AMP_ERR_WRITE}, care_step, care_close, gradients_observe, NULL},
     {"care, device", 1, {AMP_ERR_RANGE, AMP_ERR_WRITE}, care_step, care_close, gradients_observe, NULL},
+    {"adapt", 0, {AMP_OK}, adapt_step, adapt_close, gradients_observe, NULL},
+    {"adapt, device", 1, {AMP_OK}, adapt_step, adapt_close, gradients_observe, NULL},
     {"training", 0, {AMP_OK}, training_step, training_close, gradients_observe, watch_after},
 };
 
@@ -1611,6 +1886,8 @@ TEST(functions_without_a_host) {
     amp_machine machine;
     amp_choice choice;
     amp_system posix;
+    amp_schedule schedule = {.lr = 1, .steps = 1};
+    double lr;
     int64_t first;
     CHECK(amp_version() == AMP_VERSION && amp_cpu() != NULL && amp_dtype_size(AMP_F32) == 4 && strcmp(amp_dtype_name(AMP_BF16), "bf16") == 0);
     CHECK(amp_result_text(AMP_ERR_MEMORY)[0] != 0 && amp_result_hint(AMP_ERR_MEMORY)[0] != 0);
@@ -1618,6 +1895,7 @@ TEST(functions_without_a_host) {
     CHECK_OK(amp_choose(&machine, AMP_F32, 1, &choice));
     CHECK_OK(amp_convert(y, AMP_F32, x, AMP_F32, 2, NULL, NULL));
     CHECK_EQ(amp_count_nonfinite(y, AMP_F32, 2, &first), 0);
+    CHECK_OK(amp_schedule_lr(&schedule, 0, &lr));
     amp_system_default(&posix);
     CHECK(posix.alloc != NULL && posix.free != NULL && posix.file_open != NULL && posix.thread_start != NULL && posix.clock_ns != NULL);
 }

@@ -548,7 +548,7 @@ TEST(tune_refuses_bad_input) {
 #define REFUSED(change, result, field) do { d = good; change; CHECK_ERR(amp_tune(amp, &d, &r), result); CHECK(strstr(amp_last_error(), field) != NULL); } while (0)
     REFUSED(d.step = NULL, AMP_ERR_NULL, ".step");
     REFUSED(d.n_dtypes = -1, AMP_ERR_RANGE, ".n_dtypes");
-    REFUSED(d.n_dtypes = 5, AMP_ERR_RANGE, ".n_dtypes");
+    REFUSED(d.n_dtypes = 6, AMP_ERR_RANGE, ".n_dtypes");
     REFUSED(d.n_dtypes = 1, AMP_ERR_NULL, ".dtypes");
     REFUSED((d.dtypes = wrong, d.n_dtypes = 2), AMP_ERR_DTYPE, ".dtypes[1]");
     REFUSED((d.dtypes = twice, d.n_dtypes = 3), AMP_ERR_RANGE, "twice");

@@ -555,12 +555,6 @@ TEST(flags) {
     example_text[0] = 0;
 }
 
-TEST(linear_schedule) {
-    CHECK(schedule_lr(SCHEDULE_LINEAR, 0, 100, 10, 1, 0) == 0.1f && schedule_lr(SCHEDULE_LINEAR, 9, 100, 10, 1, 0) == 1.0f);
-    CHECK(schedule_lr(SCHEDULE_LINEAR, 10, 100, 10, 1, 0) == 1.0f && schedule_lr(SCHEDULE_LINEAR, 55, 100, 10, 1, 0) == 0.5f);
-    CHECK(schedule_lr(SCHEDULE_LINEAR, 100, 100, 10, 1, 0) == 0.0f && schedule_lr(SCHEDULE_LINEAR, 200, 100, 10, 1, 0.25) == 0.25f);
-}
-
 /* ---- Model files */
 
 static int same_weights(const encoder *a, const encoder *b) {
@@ -1028,7 +1022,7 @@ int main(int argc, char **argv) {
     RUN(masters_begin_as_fp32);
     RUN(the_order_of_the_file);
     RUN(flags);
-    RUN(linear_schedule);
+   
     RUN(files_come_back);
     RUN(encoder_configs);
     RUN(encoder_configs_are_refused_by_key_and_value);

@@ -874,6 +874,166 @@ TEST(arrays) {
     }
 }
 
+/* The same from memory: x is the first three columns of a table of four, id the last one; half is [ROWS, 2, 2]. */
+enum { ROWS = 23 };
+static struct { float table[ROWS][4]; uint16_t half[ROWS][4]; double wide[ROWS]; uint8_t bytes[ROWS][5]; int64_t longs[ROWS]; } held;
+
+static amp_loader_desc tensor_desc(amp_tensor tensors[6]) {
+    amp_loader_desc d;
+    for (int i = 0; i < ROWS; i++) {
+        for (int k = 0; k < 4; k++) { held.table[i][k] = (float)(k < 3 ? 10 * i + k : i); held.half[i][k] = (uint16_t)(256 * i + k); }
+        for (int k = 0; k < 5; k++) held.bytes[i][k] = (uint8_t)(i + k);
+        held.wide[i] = 0.5 * i;
+        held.longs[i] = (int64_t)i << 40;
+    }
+    tensors[0] = amp_tensor2(held.table, AMP_F32, ROWS, 3);
+    tensors[0].stride[0] = 4; tensors[0].stride[1] = 1;
+    tensors[1] = amp_tensor1(&held.table[0][3], AMP_F32, ROWS);
+    tensors[1].stride[0] = 4;
+    tensors[2] = amp_tensor3(held.half, AMP_BF16, ROWS, 2, 2);
+    tensors[3] = amp_tensor1(held.wide, AMP_F64, ROWS);
+    tensors[4] = amp_tensor2(held.bytes, AMP_E4M3, ROWS, 5);
+    tensors[5] = amp_tensor2(held.longs, AMP_I64, ROWS, 1);
+    memset(&d, 0, sizeof d);
+    d.tensors = tensors; d.n_tensors = 6; d.batch = 4;
+    return d;
+}
+static void check_held(const amp_batch *b, int *seen) {
+    for (int i = 0; i < b->batch; i++) {
+        const float *x = (const float *)b->fields[0] + 3 * i;
+        int id = (int)((const float *)b->fields[1])[i];
+        if (i >= b->valid) { CHECK(id == 0 && x[1] == 0 && ((const double *)b->fields[3])[i] == 0); continue; }
+        seen[id]++;
+        CHECK(x[0] == (float)(10 * id) && x[1] == (float)(10 * id + 1) && x[2] == (float)(10 * id + 2));
+        CHECK(memcmp((const uint16_t *)b->fields[2] + 4 * i, held.half[id], 8) == 0);
+        CHECK(((const double *)b->fields[3])[i] == 0.5 * id);
+        CHECK(memcmp((const uint8_t *)b->fields[4] + 5 * i, held.bytes[id], 5) == 0);
+        CHECK(((const int64_t *)b->fields[5])[i] == (int64_t)id << 40);
+    }
+}
+
+TEST(tensors) {
+    amp_tensor tensors[6];
+    amp_loader_desc d = tensor_desc(tensors), query;
+    amp_loader_info info;
+    d.first = 1;
+    for (int c = 0; c < 18; c++) {
+        int seen[ROWS] = {0}, last = c / 3 % 3 + 1, samples = last == AMP_LAST_DROP ? 20 : 22, got = 0;
+        amp_batch b;
+        amp_loader *l;
+        d.shuffle = c / 9; d.last_batch = (amp_last_batch)last; d.seed = 3; d.epochs = 1;
+        d.workers = c % 3 == 0 ? AMP_NO_WORKERS : 1 << c % 3;
+        l = opened(&d);
+        CHECK_OK(amp_loader_info_get(l, &info));
+        CHECK(info.n_fields == 6 && info.samples == 22 && info.batches == (samples + 3) / 4 && info.n_files == 0);
+        CHECK(info.fields[0].count == 3 && info.fields[2].count == 4 && info.fields[2].dtype == AMP_BF16 && info.fields[4].count == 5);
+        CHECK_OK(amp_loader_query(l, &query));
+        CHECK(query.n_tensors == 6 && query.tensors != tensors && query.tensors[2].ndim == 3 && query.source == NULL);
+        for (int i = 0; i < info.batches; i++) {
+            CHECK_OK(amp_loader_next(l, &b));
+            CHECK(b.seq == 3 && b.inputs == NULL && b.valid == (i < 5 ? 4 : 2) && b.batch == (last == AMP_LAST_PAD ? 4 : b.valid));
+            check_held(&b, seen);
+            got += (int)b.valid;
+        }
+        CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_END);
+        CHECK_EQ(got, samples);
+        for (int i = 0; i < ROWS; i++) CHECK(seen[i] <= (i > 0) && (samples == 20 || seen[i] == (i > 0)));
+        amp_loader_destroy(l);
+    }
+}
+
+/* A loader that goes on from a saved position gives what the first would have given; other data is refused. */
+TEST(tensors_resume) {
+    amp_tensor tensors[6];
+    amp_loader_desc d = tensor_desc(tensors);
+    d.shuffle = 1; d.seed = 9; d.last_batch = AMP_LAST_PARTIAL;
+    for (int at = 0; at < 14; at++) {
+        amp_loader *first = opened(&d), *then;
+        amp_state *state;
+        amp_batch a, b;
+        CHECK_OK(amp_state_create(&state, NULL));
+        for (int i = 0; i < at; i++) CHECK_OK(amp_loader_next(first, &a));
+        CHECK_OK(amp_loader_save(first, state, "x"));
+        d.workers = at % 2 ? AMP_NO_WORKERS : 3;
+        then = opened(&d);
+        CHECK_OK(amp_loader_load(then, state, "x"));
+        for (int i = 0; i < 8; i++) {
+            CHECK_OK(amp_loader_next(first, &a));
+            CHECK_OK(amp_loader_next(then, &b));
+            CHECK(a.epoch == b.epoch && a.index == b.index && a.batch == b.batch);
+            CHECK(memcmp(a.fields[1], b.fields[1], (size_t)b.batch * 4) == 0 && memcmp(a.fields[0], b.fields[0], (size_t)b.batch * 12) == 0);
+        }
+        amp_loader_destroy(then);
+        amp_loader_destroy(first);              /* its workers read the data that changes now */
+        held.bytes[11][2] ^= 1;
+        then = opened(&d);
+        CHECK_ERR(amp_loader_load(then, state, "x"), AMP_ERR_MISMATCH);
+        CHECK(strstr(amp_last_error(), "hash of the data") != NULL);
+        amp_loader_destroy(then);
+        held.bytes[11][2] ^= 1;
+        amp_state_destroy(state);
+    }
+}
+
+/* Floats in the dtype of regions, as other sources have them. */
+TEST(tensors_cast) {
+    amp_tensor tensors[6];
+    amp_loader_desc d = tensor_desc(tensors);
+    amp_desc desc;
+    amp_context *a;
+    amp_loader *l = NULL;
+    amp_batch b;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_BF16; desc.cast_inputs = AMP_IO_REGION;
+    CHECK_OK(amp_open(&a, &desc));
+    CHECK_OK(amp_loader_create(a, &l, &d));
+    CHECK_OK(amp_loader_next(l, &b));
+    for (int i = 0; i < 12; i++) CHECK(((const uint16_t *)b.fields[0])[i] == amp_bf16_from_f32((float)(10 * (i / 3) + i % 3), 0));
+    amp_loader_destroy(l);
+    amp_close(a);
+}
+
+static void tensors_refused(const amp_loader_desc *d, amp_result result, const char *text) {
+    amp_loader *l = NULL;
+    CHECK_ERR(amp_loader_create(amp, &l, d), result);
+    CHECK_MSG(l == NULL && strstr(amp_last_error(), text) != NULL, "\"%s\" lacks \"%s\"", amp_last_error(), text);
+}
+TEST(bad_tensors) {
+    static const char *const paths[1] = {"x"};
+    amp_tensor tensors[6];
+    amp_loader_desc good = tensor_desc(tensors), d = good;
+    d.arrays = paths; d.n_arrays = 1;
+    tensors_refused(&d, AMP_ERR_CONFLICT, "2 of .path, .arrays, .tensors and .source");
+    d = good; d.tensors = NULL;
+    tensors_refused(&d, AMP_ERR_NULL, "0 of .path, .arrays, .tensors and .source");
+    d = good; d.n_tensors = 0;
+    tensors_refused(&d, AMP_ERR_RANGE, ".n_tensors = 0, must be 1 to 8");
+    d.n_tensors = 9;
+    tensors_refused(&d, AMP_ERR_RANGE, ".n_tensors = 9");
+    d = good; d.tensors = NULL; d.path = "x";
+    tensors_refused(&d, AMP_ERR_NULL, ".n_tensors is given, and .tensors is NULL");
+    d = good; d.batch = 24;
+    tensors_refused(&d, AMP_ERR_RANGE, ".tensors: 23 samples are less than one batch of 24");
+    d = good; d.seq = 3;
+    tensors_refused(&d, AMP_ERR_CONFLICT, ".seq");
+    tensors[1].shape[0]--;
+    tensors_refused(&good, AMP_ERR_SHAPE, ".tensors[0] has 23 rows, .tensors[1] has 22");
+    tensors[1].shape[0] = 0;
+    tensors_refused(&good, AMP_ERR_SHAPE, ".tensors[1] is [0] fp32: must have rows");
+    good = tensor_desc(tensors); tensors[2].shape[2] = 0;
+    tensors_refused(&good, AMP_ERR_SHAPE, ".tensors[2] is [23, 2, 0] bf16");
+    good = tensor_desc(tensors); tensors[0].ndim = 5;
+    tensors_refused(&good, AMP_ERR_SHAPE, ".tensors[0]");
+    good = tensor_desc(tensors); tensors[0].stride[1] = 2;
+    tensors_refused(&good, AMP_ERR_SHAPE, ".tensors[0]: its rows are not contiguous");
+    good = tensor_desc(tensors); tensors[5].data = NULL;
+    tensors_refused(&good, AMP_ERR_NULL, ".tensors[5] has no data");
+    good = tensor_desc(tensors); tensors[3].dtype = AMP_TF32;
+    tensors_refused(&good, AMP_ERR_DTYPE, ".tensors[3].dtype = tf32");
+    tensors[3].dtype = AMP_DTYPE_DEFAULT;
+    tensors_refused(&good, AMP_ERR_DTYPE, ".tensors[3].dtype = default");
+}
+
 static amp_result array_result(const char *path) {
     const char *paths[2];
     amp_loader_desc d;
@@ -1843,7 +2003,8 @@ TEST(failing_memory) {
     amp_context *a = faulty(&f);
     const char *arrays[2];
     int kind;
-    for (kind = 0; kind < 4; kind++) {
+    amp_tensor tensors[6];
+    for (kind = 0; kind < 5; kind++) {
         amp_loader_desc d = token_desc(in_folder(paths[0]));
         amp_loader *l;
         int64_t n, live = f.live;
@@ -1854,6 +2015,7 @@ TEST(failing_memory) {
         if (kind == 1) { d.path = NULL; d.arrays = arrays; d.n_arrays = 2; d.seq = 0; d.format = AMP_TOKENS_DEFAULT; }
         if (kind == 2) d.workers = 3;
         if (kind == 3) d.shuffle = 1;
+        if (kind == 4) d = tensor_desc(tensors);
         for (n = 1; n < 100; n++) {
             amp_result r;
             amp_batch b;
@@ -2247,12 +2409,16 @@ static void check_device(const amp_loader_desc *desc, int eager, int workers, in
 TEST(device_copies) {
     static int32_t tokens[N_TOKENS];
     char shape[16];
-    amp_loader_desc narrow = token_desc(in_folder("tokens.u16")), wide;
+    amp_loader_desc narrow = token_desc(in_folder("tokens.u16")), wide, memory;
+    amp_tensor views[2] = {amp_tensor2(tokens, AMP_I32, (N_TOKENS - 1) / SEQ, SEQ),
+                           amp_tensor2(tokens + 1, AMP_I32, (N_TOKENS - 1) / SEQ, SEQ)};
     int eager, workers, i;
     for (i = 0; i < N_TOKENS; i++) tokens[i] = i;
     snprintf(shape, sizeof shape, "(%d,)", (int)N_TOKENS);
     wide = token_desc(write_npy("device.npy", "<i4", shape, tokens, sizeof tokens));
     wide.format = AMP_TOKENS_NPY;
+    memset(&memory, 0, sizeof memory);
+    memory.tensors = views; memory.n_tensors = 2; memory.batch = wide.batch;
     for (eager = 0; eager < 3; eager++)
         for (workers = -1; workers < 4; workers++) {
             if (workers == 0) continue;
@@ -2260,7 +2426,25 @@ TEST(device_copies) {
             check_device(&narrow, eager, workers, 4, 1);
             wide.vocab = workers == 2 ? 65536 : 65537;
             check_device(&wide, eager, workers, 2, 0);
+            check_device(&memory, eager, workers, 3, 0);
         }
+}
+
+static amp_result on_device(void *dev, const void *ptr, amp_memory_kind *out) {
+    (void)dev; (void)ptr;
+    *out = AMP_MEMORY_DEVICE;
+    return AMP_OK;
+}
+TEST(tensors_of_the_device) {
+    amp_tensor tensors[6];
+    amp_loader_desc d = tensor_desc(tensors);
+    amp_context *a = lazy_open(0);
+    amp_loader *l = NULL;
+    lazy.table.memory_kind = on_device;
+    CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_CONFLICT);
+    CHECK(l == NULL && strstr(amp_last_error(), ".tensors[0] is in device memory") != NULL);
+    amp_close(a);
+    CHECK_EQ(lazy.pinned, 0);
 }
 
 /* The kernel that widens them, as the CPU has it. */
@@ -2389,6 +2573,7 @@ int main(int argc, char **argv) {
     RUN(patterns_of_the_system);
     RUN(arrays);
     RUN(bad_arrays);
+    RUN(tensors); RUN(tensors_resume); RUN(tensors_cast); RUN(bad_tensors);
     RUN(callback);
     RUN(callback_errors);
     RUN(callback_stops_its_loader);
@@ -2412,7 +2597,7 @@ int main(int argc, char **argv) {
     RUN(open_and_close);
     RUN(destroy_after_timeout);
     RUN(close_while_blocked);
-    RUN(device_copies);
+    RUN(device_copies); RUN(tensors_of_the_device);
     RUN(cast_of_tokens);
     RUN(device_calls);
     RUN(ranks_of_the_context);

@@ -300,13 +300,14 @@ static void do_mse(kind k) {
 
 /* ---- What lives through all steps, and is saved */
 
-enum { KEPT = 5, KEPT_COUNT = 5003, HIDDEN = 96, WIDTH = 64, CLASSES = 33, BATCH = 12 };
+enum { KEPT = 6, KEPT_COUNT = 5003, HIDDEN = 96, WIDTH = 64, CLASSES = 33, BATCH = 12 };
 
-static const amp_dtype kept_dtypes[KEPT] = {AMP_F32, AMP_BF16, AMP_BF16, AMP_F16, AMP_BF16};
-static const amp_param_group kept_groups[3] = {{"remainder", 0, 0, AMP_MASTER_REMAINDER, AMP_DTYPE_DEFAULT},
+static const amp_dtype kept_dtypes[KEPT] = {AMP_F32, AMP_BF16, AMP_BF16, AMP_F16, AMP_BF16, AMP_F32};
+static const amp_param_group kept_groups[4] = {{"remainder", 0, 0, AMP_MASTER_REMAINDER, AMP_DTYPE_DEFAULT},
                                          {"stochastic", 0, 0, AMP_MASTER_STOCHASTIC, AMP_BF16},
-                                         {"none", 0, 0, AMP_MASTER_NONE, AMP_DTYPE_DEFAULT}};
-static const char *const kept_names[KEPT] = {"fp32", "master", "remainder", "stochastic", "none"};
+                                         {"none", 0, 0, AMP_MASTER_NONE, AMP_DTYPE_DEFAULT},
+                                         {"8-bit", 0, 0, AMP_MASTER_DEFAULT, AMP_MOMENTS_8BIT}};
+static const char *const kept_names[KEPT] = {"fp32", "master", "remainder", "stochastic", "none", "8-bit"};
 
 typedef struct stepped { amp_optimizer *opt; amp_param p[KEPT]; char memory[2][KEPT][4 * KEPT_COUNT]; } stepped;
 static stepped adamw, sgd, lion;
@@ -329,7 +330,7 @@ static void stepped_open(stepped *s, amp_optimizer_kind which) {
     }
     d.kind = which;
     d.params = s->p; d.n_params = KEPT;
-    d.groups = kept_groups; d.n_groups = 3;
+    d.groups = kept_groups; d.n_groups = 4;
     d.lr = 0.01; d.weight_decay = 0.1; d.seed = 9;
     if (which == AMP_SGD) d.momentum = 0.9;
     CHECK_OK(amp_optimizer_create(amp, &s->opt, &d));

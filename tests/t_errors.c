@@ -23,11 +23,17 @@ typedef size_t (*text_call)(const void *thing, char *text, size_t size);
 #define TEXT(name, type) static size_t call_##name(const void *thing, char *text, size_t size) { return name((const type *)thing, text, size); }
 TEXT(amp_machine_text, amp_machine) TEXT(amp_settings_text, amp_settings) TEXT(amp_status_text, amp_status) TEXT(amp_status_json, amp_status)
 TEXT(amp_epoch_summary_text, amp_epoch_summary) TEXT(amp_tensor_stats_text, amp_tensor_stats_report) TEXT(amp_verify_text, amp_verify_report)
-TEXT(amp_gradcheck_text, amp_gradcheck_report) TEXT(amp_advice_text, amp_advice) TEXT(amp_tune_text, amp_tune_report)
+TEXT(amp_gradcheck_text, amp_gradcheck_report) TEXT(amp_advice_text, amp_advice) TEXT(amp_tune_text, amp_tune_report) TEXT(amp_adapt_json, amp_adapt_record)
+
+/* Of objects. */
+static amp_tape *tape;
+static amp_adapt *adapt;
+static size_t call_amp_tape_text(const void *none, char *text, size_t size) { (void)none; return amp_tape_text(tape, text, size); }
+static size_t call_amp_adapt_text(const void *none, char *text, size_t size) { (void)none; return amp_adapt_text(adapt, text, size); }
 
 static union {
     amp_machine machine; amp_settings settings; amp_status status; amp_epoch_summary summary; amp_tensor_stats_report numerics;
-    amp_verify_report verify; amp_gradcheck_report gradcheck; amp_advice advice; amp_tune_report tune;
+    amp_verify_report verify; amp_gradcheck_report gradcheck; amp_advice advice; amp_tune_report tune; amp_adapt_record record;
 } thing;
 static void no_more(void) {}
 static void fill_machine(void) { CHECK_OK(amp_machine_probe(&thing.machine)); }
@@ -47,12 +53,15 @@ static void fill_verify(void) { thing.verify.n_rows = AMP_VERIFY_ROWS; }
 static void fill_tune(void) { thing.tune.n_rows = AMP_TUNE_ROWS; }
 static void fill_gradcheck(void) { thing.gradcheck.passed = 1; snprintf(thing.gradcheck.worst, sizeof thing.gradcheck.worst, "x"); }
 static void fill_advice(void) { thing.advice.batch = 8; }
+static void fill_record(void) { snprintf(thing.record.layer, sizeof thing.record.layer, "fc"); }
 
 #define ROW(name, fill) {#name, call_##name, fill}
 static const struct { const char *name; text_call call; void (*fill)(void); } texts[] = {
     ROW(amp_machine_text, fill_machine), ROW(amp_settings_text, no_more), ROW(amp_status_text, fill_status), ROW(amp_status_json, fill_status),
     ROW(amp_epoch_summary_text, fill_summary), ROW(amp_tensor_stats_text, fill_numerics), ROW(amp_verify_text, fill_verify),
-    ROW(amp_gradcheck_text, fill_gradcheck), ROW(amp_advice_text, fill_advice), ROW(amp_tune_text, fill_tune)};
+    ROW(amp_gradcheck_text, fill_gradcheck), ROW(amp_advice_text, fill_advice), ROW(amp_tune_text, fill_tune),
+    ROW(amp_adapt_json, fill_record)};
+static const char *const texts_of_objects[] = {"amp_tape_text", "amp_adapt_text"};
 enum { TEXTS = sizeof texts / sizeof *texts, GUARD = 0x5a };
 
 /* What a text function gives for one thing, at every size that may matter. */
@@ -86,6 +95,34 @@ TEST(texts_as_snprintf) {
     }
 }
 
+TEST(texts_of_objects_as_snprintf) {
+    amp_context *amp;
+    amp_model *model;
+    amp_tensor x;
+    amp_desc open;
+    amp_adapt_desc desc;
+    amp_value y;
+    float data[6] = {0};
+    memset(&open, 0, sizeof open);
+    memset(&desc, 0, sizeof desc);
+    open.dtype = AMP_F32;
+    CHECK(call_amp_tape_text(NULL, NULL, 0) == 0 && call_amp_adapt_text(NULL, NULL, 0) == 0);
+    CHECK_OK(amp_open(&amp, &open));
+    CHECK_OK(amp_model_create(amp, &model, 1, 0));
+    amp_model_param(model, "fc", 4, 3, AMP_INIT_ONES, 0);
+    CHECK_OK(amp_model_params(model, &desc.params, &desc.n_params));
+    CHECK_OK(amp_adapt_create(amp, &adapt, &desc));
+    CHECK_OK(amp_tape_create(amp, &tape));
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    x = amp_tensor2(data, AMP_F32, 2, 3);
+    y = amp_tape_linear(tape, amp_tape_input(tape, &x), amp_model_find(model, "fc"), NULL, AMP_ACT_NONE);
+    CHECK(y != 0);
+    measure(call_amp_tape_text, "amp_tape_text");
+    measure(call_amp_adapt_text, "amp_adapt_text");
+    CHECK_OK(amp_tape_finish(tape));
+    amp_close(amp);
+}
+
 TEST(no_text_function_is_forgotten) {
     const char *at = api;
     int seen = 0;
@@ -96,10 +133,11 @@ TEST(no_text_function_is_forgotten) {
         sscanf(at += 16, "%63[a-z0-9_]", name);
         if (memchr(at, ';', strcspn(at, "\n")) && !strstr(name, "_text") && !strstr(name, "_json")) continue;
         for (int i = 0; i < TEXTS; i++) known |= !strcmp(texts[i].name, name);
+        for (int i = 0; i < 2; i++) known |= !strcmp(texts_of_objects[i], name);
         CHECK_MSG(known, "%s", name);
         seen++;
     }
-    CHECK_EQ(seen, TEXTS);
+    CHECK_EQ(seen, TEXTS + 2);
 }
 
 /* ---- Texts that do not contradict themselves */
@@ -507,7 +545,7 @@ TEST(settings_and_blobs) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     read_api();
-    RUN(texts_as_snprintf);
+    RUN(texts_as_snprintf); RUN(texts_of_objects_as_snprintf);
     RUN(no_text_function_is_forgotten);
     RUN(advice_that_fits);
     RUN(a_broken_device);

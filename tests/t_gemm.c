@@ -341,6 +341,23 @@ TEST(small_and_thin_shapes) {
             }
 }
 
+/* Rows times rows of fp32, in bf16: by dot products of two to six rows at a time, and of one where threads cut. */
+TEST(rows_times_rows) {
+    int64_t m;
+    int w, k;
+    for (w = 0; w < ways(); w++) {
+        test_case t = plain(7, 30, 2501);
+        t.trans_b = 1;
+        if (all_ways[w].bf16) t.compute = AMP_BF16;
+        check_case(&all_ways[w], t);
+        for (m = 2; m < 8; m++)
+            for (k = 40; k < 1000; k = 2 * k + 1) {
+                t.m = m; t.n = m % 3 + 2; t.k = k;
+                check_case(&all_ways[w], t);
+            }
+    }
+}
+
 TEST(dtype_mixes) {
     int w, a, b, c, compute, trans;
     for (w = 0; w < ways(); w++)
@@ -657,6 +674,7 @@ int main(int argc, char **argv) {
     best_path = machine.cpu.path;
     RUN(shapes);
     RUN(small_and_thin_shapes);
+    RUN(rows_times_rows);
     RUN(dtype_mixes);
     RUN(epilogues);
     RUN(batches);

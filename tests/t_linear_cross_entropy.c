@@ -541,6 +541,26 @@ TEST(the_logits_are_never_whole) {
     head_free(&h);
 }
 
+/* Two chunks of the default size: with a weight of zeros every loss is the logarithm of the vocabulary. */
+TEST(default_chunks) {
+    enum { MANY = 200, VOCABULARY = 1 << 17 };
+    head h = head_of(MANY, 1, VOCABULARY, 6, AMP_F32, AMP_F32, AMP_F32, AMP_F32);
+    amp_memory_info before, after;
+    head_params(&h, 0);
+    memset(h.weight, 0, VOCABULARY * 4);
+    amp_param_changed(&h.params[0]);
+    memset(h.bias, 0, VOCABULARY * 4);
+    amp_param_changed(&h.params[1]);
+    CHECK_OK(amp_memory(amp, &before));
+    amp_memory_reset_peak(amp);
+    h.op.chunk = 0;
+    head_one(&h);
+    CHECK_OK(amp_memory(amp, &after));
+    CHECK_MSG(after.peak - before.reserved <= (64 << 20) + 8 * VOCABULARY * 4, "%lld bytes", (long long)(after.peak - before.reserved));
+    CHECK_MSG(fabs((double)*h.op.loss - log((double)VOCABULARY)) < 1e-5, "%g", (double)*h.op.loss);
+    head_free(&h);
+}
+
 TEST(threads_leave_the_bits) {
     static const amp_dtype regions[] = {AMP_F32, AMP_BF16};
     for (int k = 0; k < 2; k++) {
@@ -661,6 +681,7 @@ int main(int argc, char **argv) {
     RUN(decisions);
     RUN(inputs_may_saturate);
     RUN(the_logits_are_never_whole);
+    RUN(default_chunks);
     RUN(threads_leave_the_bits);
     RUN(refusals);
     RUN(no_memory);

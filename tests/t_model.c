@@ -1,9 +1,10 @@
-/* t_model.c - whole models against PyTorch: GPT-2 as Hugging Face defines it (the model of examples/common.h) and a
- * bidirectional encoder with padding, built here from the operators.  Golden data: tests/oracle/gpt2.py, encoder.py,
- * hf_configs.py. */
+/* t_model.c - whole models against PyTorch: GPT-2 as Hugging Face defines it (the model of examples/common.h), Llama on
+ * the tape (examples/llama.h), and a bidirectional encoder with padding, built here from the operators.  Golden data:
+ * tests/oracle/gpt2.py, llama.py, encoder.py, hf_configs.py. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/common.h"
+#include "../examples/llama.h"
 #include "golden.h"
 #define AMPT_TRAPS
 #include "test.h"
@@ -244,11 +245,10 @@ static void gpt_prepare(ampt_model *m, uint32_t seed) {
 
 static void gpt_run(ampt_model *m) {
     gpt_test *t = (gpt_test *)m;
-    CHECK_OK(amp_autocast_begin(m->amp, NULL));
-    CHECK_OK(gpt_forward(&t->model, t->tokens, t->config.batch, t->config.seq));
-    to_float(m->logits, &t->model.head.y);
-    CHECK_OK(gpt_loss(&t->model, t->targets, 1, t->scale));
-    CHECK_OK(amp_autocast_end(m->amp));
+    const amp_batch batch = {.inputs = t->tokens, .targets = t->targets, .batch = t->config.batch, .seq = t->config.seq};
+    CHECK_OK(gpt_forward(&t->model, t->tokens, t->config.batch, t->config.seq, 0));
+    CHECK_OK(amp_tape_read(t->model.tape, t->model.logits, m->logits, m->n_logits));
+    CHECK_OK(gpt_forward_loss(&t->model, &batch, t->scale, 1));
     CHECK_OK(gpt_backward(&t->model));
     CHECK_OK(gpt_loss_read(&t->model, &m->loss));
 }
@@ -281,9 +281,9 @@ static ampt_model *gpt_open(amp_context *amp, amp_dtype activations, gpt_config 
 }
 
 /* vocabulary, positions, channels, heads, layers, batch, tokens: as in tests/oracle/gpt2.py */
-static const gpt_config GPT_ODD = {61, 13, 20, 4, 3, 3, 13, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0},
-                        GPT_SHORT = {61, 13, 20, 4, 3, 3, 7, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0},
-                        GPT_SEEDS = {31, 13, 12, 3, 2, 3, 7, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0};
+static const gpt_config GPT_ODD = {61, 13, 20, 4, 3, 3, 13, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0},
+                        GPT_SHORT = {61, 13, 20, 4, 3, 3, 7, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0},
+                        GPT_SEEDS = {31, 13, 12, 3, 2, 3, 7, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0};
 
 static void gpt_case(const ampt_golden *golden, const char *name, gpt_config config, int path, int seeds) {
     amp_context *amp = open_context(AMP_F32, AMP_POLICY_DEFAULT, 1, (amp_cpu_path)path);
@@ -319,6 +319,120 @@ static void gpt_16bit(amp_dtype dtype) {
 }
 TEST(gpt2_bf16) { gpt_16bit(AMP_BF16); }
 TEST(gpt2_fp16) { gpt_16bit(AMP_F16); }
+
+/* ---- Llama, on the tape */
+
+typedef struct llama_case { llama_config config; int64_t batch; } llama_case;
+typedef struct llama_test {
+    ampt_model as;
+    llama model;
+    amp_tape *tape;
+    llama_case is;
+    int32_t *tokens, *targets;
+    float *scale;
+} llama_test;
+
+static const char *llama_layer_of(const char *name, char *room) {
+    const char *block = strstr(name, ".layers.");
+    snprintf(room, 64, "%.*s", block == NULL ? 63 : (int)(block - name) + 8 + (int)strcspn(block + 8, "."), name);
+    return room;
+}
+static int llama_transposed(const ampt_model *m, int64_t i) { (void)m; (void)i; return 0; }
+
+/* The parameters of tests/oracle/llama.py. */
+static void llama_fill(llama *model, uint32_t seed) {
+    for (int64_t i = 0; i < model->n_params; i++) {
+        amp_param *p = &model->params[i];
+        int64_t n = amp_tensor_count(&p->weight);
+        float *values = (float *)room_for(n * 4);
+        int norm = p->weight.ndim == 1, embed = i == 0;
+        ampt_uniform(values, n, seed, (uint32_t)i, norm || embed ? 0.25f : sqrtf(3.0f / (float)p->weight.shape[1]), norm ? 1.0f : 0.0f);
+        CHECK_OK(param_set(model->amp, NULL, p, values));
+        free(values);
+    }
+}
+
+static void llama_prepare(ampt_model *m, uint32_t seed) {
+    llama_test *t = (llama_test *)m;
+    int64_t n = t->is.batch * t->is.config.positions;
+    llama_fill(&t->model, seed);
+    ampt_integers(t->tokens, n, seed, 1000, (int32_t)t->is.config.vocab);
+    ampt_integers(t->targets, n, seed, 1001, (int32_t)t->is.config.vocab);
+    fresh_gradients(m);
+}
+
+static void llama_run(ampt_model *m) {
+    llama_test *t = (llama_test *)m;
+    amp_tensor ids = amp_tensor2(t->tokens, AMP_I32, t->is.batch, t->is.config.positions);
+    amp_value logits, loss;
+    CHECK_OK(amp_tape_begin(t->tape, NULL));
+    logits = amp_tape_keep(t->tape, llama_logits(&t->model, t->tape, &ids));
+    loss = amp_tape_cross_entropy(t->tape, logits, t->targets, NULL);
+    CHECK_OK(amp_tape_backward(t->tape, loss, t->scale));
+    CHECK_OK(amp_tape_read(t->tape, logits, m->logits, m->n_logits));
+    CHECK_OK(amp_tape_read(t->tape, loss, &m->loss, 1));
+}
+
+static void llama_close(ampt_model *m) {
+    llama_test *t = (llama_test *)m;
+    amp_tape_destroy(t->tape);
+    llama_free(&t->model);
+    amp_free(m->amp, t->tokens); amp_free(m->amp, t->targets); amp_free(m->amp, t->scale);
+    free(m->logits);
+    free(t);
+}
+
+static ampt_model *llama_open(amp_context *amp, amp_dtype dtype, llama_case is) {
+    llama_test *t = (llama_test *)room_for(sizeof *t);
+    ampt_model *m = &t->as;
+    int64_t n = is.batch * is.config.positions;
+    memset(t, 0, sizeof *t);
+    t->is = is;
+    CHECK_OK(llama_create(&t->model, amp, is.config, 0));
+    CHECK_OK(amp_tape_create(amp, &t->tape));
+    CHECK_OK(amp_alloc(amp, (void **)&t->tokens, n * 4));
+    CHECK_OK(amp_alloc(amp, (void **)&t->targets, n * 4));
+    CHECK_OK(amp_alloc(amp, (void **)&t->scale, 4));
+    *t->scale = m->scale = dtype == AMP_F16 ? LOSS_SCALE : 1.0f;
+    m->amp = amp; m->params = t->model.params; m->n_params = t->model.n_params;
+    m->n_logits = n * is.config.vocab; m->logits = (float *)room_for(m->n_logits * 4);
+    m->title = "Llama"; m->layer_of = llama_layer_of; m->is_transposed = llama_transposed;
+    m->prepare = llama_prepare; m->run = llama_run; m->close = llama_close;
+    return m;
+}
+
+/* As in tests/oracle/llama.py. */
+static const llama_case LLAMA_ODD = {{61, 13, 30, 41, 3, 3, 1, 10000, 1e-5}, 3}, LLAMA_SEEDS = {{31, 7, 24, 20, 2, 4, 2, 500, 1e-5}, 3};
+
+TEST(llama_fp32) {
+    ampt_golden golden = ampt_golden_open("llama.bin");
+    for (int path = AMP_CPU_SCALAR; path <= (int)best_path(); path++)
+        for (int which = 0; which < 2; which++) {
+            amp_context *amp = open_context(AMP_F32, AMP_POLICY_DEFAULT, 1, (amp_cpu_path)path);
+            ampt_model *m = llama_open(amp, AMP_F32, which ? LLAMA_SEEDS : LLAMA_ODD);
+            for (int seed = 0; seed < (which ? WHOLE : 1); seed++) check_fp32(m, &golden, which ? "seeds" : "odd", seed, path);
+            m->close(m);
+            amp_close(amp);
+        }
+    free(golden.data);
+}
+
+static void llama_16bit(amp_dtype dtype) {
+    ampt_golden golden = ampt_golden_open("llama.bin");
+    for (int path = AMP_CPU_SCALAR; path <= (int)best_path(); path++) {
+        amp_context *low = open_context(dtype, AMP_POLICY_DEFAULT, 1, (amp_cpu_path)path);
+        amp_context *full = open_context(AMP_F32, AMP_POLICY_DEFAULT, 1, (amp_cpu_path)path);
+        ampt_model *m = llama_open(low, dtype, LLAMA_SEEDS), *fp32 = llama_open(full, AMP_F32, LLAMA_SEEDS);
+        check_16bit(m, fp32, &golden, amp_dtype_name(dtype), path);
+        m->close(m);
+        fp32->close(fp32);
+        amp_close(low);
+        amp_close(full);
+    }
+    free(golden.data);
+}
+TEST(llama_bf16) { llama_16bit(AMP_BF16); }
+TEST(llama_fp16) { llama_16bit(AMP_F16); }
 
 /* ---- Models whose config.json is not the usual one: tests/oracle/hf_configs.py */
 
@@ -372,7 +486,8 @@ TEST(gpt2_configs) {
     for (int more = 1; more && json_member(&all, name, &config); more = json_take(&all, ',')) {
         amp_context *amp;
         int32_t tokens[14], targets[14];
-        float loss;
+        const amp_batch batch = {.inputs = tokens, .targets = targets, .batch = 2, .seq = 7};
+        float loss, logits[14 * 31];
         gpt g;
         if (strncmp(name, "gpt2/", 5) != 0) continue;
         amp = open_context(AMP_F32, AMP_POLICY_DEFAULT, 1, AMP_CPU_DEFAULT);
@@ -380,9 +495,10 @@ TEST(gpt2_configs) {
         ampt_integers(tokens, 14, 3, 1000, 31);
         ampt_integers(targets, 14, 3, 1001, 31);
         for (int recompute = 0; recompute < 2; recompute++) {
-            CHECK_OK(gpt_forward(&g, tokens, 2, 7));
-            ampt_check_logits(&golden, name, (const float *)g.logits, 14 * 31);
-            CHECK_OK(gpt_loss(&g, targets, 1, NULL));
+            CHECK_OK(gpt_forward(&g, tokens, 2, 7, 0));
+            CHECK_OK(amp_tape_read(g.tape, g.logits, logits, 14 * 31));
+            ampt_check_logits(&golden, name, logits, 14 * 31);
+            CHECK_OK(gpt_forward_loss(&g, &batch, NULL, 1));
             CHECK_OK(gpt_backward(&g));
             CHECK_OK(gpt_loss_read(&g, &loss));
             ampt_check_numbers(&golden, name, g.params, g.n_params, (double)loss);
@@ -744,7 +860,7 @@ static float *everything(const ampt_model *m, int64_t *count) {
 }
 
 /* Models large enough that every kernel cuts its work, of odd sizes, run once.  kind 0: GPT-2, 1: encoder. */
-static const gpt_config GPT_LARGER = {509, 67, 72, 4, 2, 3, 67, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0};
+static const gpt_config GPT_LARGER = {509, 67, 72, 4, 2, 3, 67, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0};
 static const enc_config ENC_LARGER = {301, 61, 72, 4, 190, 2, 11, 3};
 
 static float *run_once(int kind, amp_dtype dtype, int threads, int path, int64_t *count) {
@@ -926,6 +1042,7 @@ int main(int argc, char **argv) {
     RUN(gpt2_bf16);
     RUN(gpt2_fp16);
     RUN(gpt2_configs);
+    RUN(llama_fp32); RUN(llama_bf16); RUN(llama_fp16);
     RUN(encoder_fp32);
     RUN(encoder_bf16);
     RUN(encoder_fp16);

@@ -772,7 +772,8 @@ TEST(dtype_names) {
     }
     for (i = 0; i < 12; i++) CHECK_EQ(amp_dtype_size((amp_dtype)i), sizes[i]);
     CHECK(strcmp(amp_dtype_name(AMP_DTYPE_DEFAULT), "default") == 0);
-    CHECK(strcmp(amp_dtype_name((amp_dtype)12), "?") == 0 && amp_dtype_size((amp_dtype)12) == 0);
+    CHECK(strcmp(amp_dtype_name(AMP_FP8), "fp8") == 0);
+    CHECK(strcmp(amp_dtype_name((amp_dtype)13), "?") == 0 && amp_dtype_size((amp_dtype)13) == 0);
     dtype = AMP_U8;
     CHECK_ERR(amp_dtype_parse("FP16", &dtype), AMP_ERR_NAME);
     CHECK_ERR(amp_dtype_parse("", &dtype), AMP_ERR_NAME);

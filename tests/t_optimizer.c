@@ -864,6 +864,387 @@ TEST(bf16_moments_follow_fp32_ones) {
         for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) compare_moments((amp_cpu_path)path, kind);
 }
 
+/* ---- Moments in 8 bits */
+
+enum { EIGHT_ROWS = 33, EIGHT_COLS = 131, EIGHT = EIGHT_ROWS * EIGHT_COLS };  /* the last block is not full */
+
+/* One parameter with moments in 8 bits, in any storage dtype. */
+typedef struct eight_bit {
+    float w[EIGHT], g[EIGHT];
+    uint16_t w16[EIGHT], g16[EIGHT];
+    amp_param p;
+    amp_optimizer *o;
+} eight_bit;
+
+static void eight_init(eight_bit *e, amp_dtype weight, amp_dtype grad) {
+    memset(e, 0, sizeof *e);
+    ampt_uniform(e->w, EIGHT, 85, 0, 1, 0);
+    CHECK_OK(amp_convert(e->w16, AMP_BF16, e->w, AMP_F32, EIGHT, NULL, NULL));
+    if (weight == AMP_F16) CHECK_OK(amp_convert(e->w16, weight, e->w, AMP_F32, EIGHT, NULL, NULL));
+    e->p.name = "w";
+    e->p.weight = amp_tensor2(weight == AMP_F32 ? (void *)e->w : (void *)e->w16, weight, EIGHT_ROWS, EIGHT_COLS);
+    e->p.grad = amp_tensor2(grad == AMP_F32 ? (void *)e->g : (void *)e->g16, grad, EIGHT_ROWS, EIGHT_COLS);
+}
+static void eight_backward(eight_bit *e, int step) {
+    int64_t k;
+    ampt_uniform(e->g, EIGHT, 84, (uint32_t)step, 0.05f, 0.002f);
+    for (k = 0; k < EIGHT; k++) e->g[k] = ldexpf(e->g[k], -(int)(k / EIGHT_COLS % 9));
+    if (e->p.grad.dtype != AMP_F32) CHECK_OK(amp_convert(e->g16, e->p.grad.dtype, e->g, AMP_F32, EIGHT, NULL, NULL));
+    e->p.grad_live = 1;
+}
+static amp_optimizer_desc eight_desc(eight_bit *e, int kind, amp_dtype moments) {
+    amp_optimizer_desc d;
+    memset(&d, 0, sizeof d);
+    d.params = &e->p; d.n_params = 1; d.moments = moments;
+    set_kind(&d, kind);
+    d.lr = kind == AMP_SGD ? 0.02 : kind == AMP_LION ? 1e-4 : 1e-3;
+    d.weight_decay = kind == AMP_SGD ? 0 : kind == AMP_LION ? 1 : 0.1;
+    return d;
+}
+static amp_k_tensor *row_of(const amp_optimizer *o, int i) { return &o->set->rows[i]; }
+
+TEST(eight_bit_maps_codes_and_scales_are_those_of_bitsandbytes) {
+    ampt_golden golden = ampt_golden_open("moments.bin");
+    static ampi_moment_map map;
+    static uint8_t codes[AMPI_MOMENT_BLOCK];
+    float back[AMPI_MOMENT_BLOCK], scale;
+    int which;
+    for (which = 0; which < 2; which++) {
+        char record[32];
+        const char *kind = which == AMPI_M ? "m" : "v";
+        int64_t n, i, k, count, off = 0;
+        float *values, *x, *scales, *want;
+        int32_t *expected;
+#define READ(pointer, name, type) (snprintf(record, sizeof record, "%s/%s", kind, name), pointer = ampt_golden_read(&golden, record, type, &n))
+        READ(values, "map", 1);
+        CHECK_EQ(n, AMPI_MOMENT_CODES);
+        ampi_moment_map_make(&map, which == AMPI_M);
+        CHECK(memcmp(values, map.value, sizeof map.value) == 0);
+        for (k = 0; k + 1 < AMPI_MOMENT_CODES; k++) CHECK(ampi_moment_piece(map.bound[k]) < ampi_moment_piece(map.bound[k + 1]));
+        READ(expected, "codes", 3); READ(scales, "scales", 1); READ(want, "back", 1); READ(x, "numbers", 1);
+        CHECK(n > 10 * AMPI_MOMENT_BLOCK && n % AMPI_MOMENT_BLOCK != 0);
+        for (i = 0; i < n; i += AMPI_MOMENT_BLOCK) {
+            count = n - i < AMPI_MOMENT_BLOCK ? n - i : AMPI_MOMENT_BLOCK;
+            scale = ampi_moment_pack(&map, codes, x + i, count);
+            CHECK(ampi_bits_f32(scale) == ampi_bits_f32(scales[i / AMPI_MOMENT_BLOCK]));
+            ampi_moment_unpack(&map, codes, scale, back, count);
+            for (k = 0; k < count; k++) {
+                off += codes[k] != expected[i + k] || ampi_bits_f32(back[k]) != ampi_bits_f32(want[i + k]);
+                CHECK_MSG(codes[k] == expected[i + k], "%s[%d] = %.9g: code %d, bitsandbytes has %d", kind, (int)(i + k), (double)x[i + k], codes[k], expected[i + k]);
+            }
+        }
+        CHECK_EQ(off, 0);
+        free(values); free(expected); free(scales); free(want); free(x);
+#undef READ
+    }
+    free(golden.data);
+}
+
+/* An infinity or a NaN shows in every number of its block, as a block without it cannot be told from the right one. */
+TEST(a_block_with_a_number_that_is_not_finite_becomes_nan) {
+    static ampi_moment_map map;
+    static const uint32_t bad[] = {0x7f800000u, 0xff800000u, 0x7fc00000u, 0xffffffffu, 0x7f800001u};
+    float x[AMPI_MOMENT_BLOCK], scale;
+    uint8_t codes[AMPI_MOMENT_BLOCK];
+    size_t b;
+    int i;
+    ampi_moment_map_make(&map, 1);
+    for (b = 0; b < sizeof bad / sizeof *bad; b++) {
+        for (i = 0; i < AMPI_MOMENT_BLOCK; i++) x[i] = (float)i;
+        x[200] = ampi_f32_of_bits(bad[b]);
+        scale = ampi_moment_pack(&map, codes, x, AMPI_MOMENT_BLOCK);
+        ampi_moment_unpack(&map, codes, scale, x, AMPI_MOMENT_BLOCK);
+        for (i = 0; i < AMPI_MOMENT_BLOCK; i++) CHECK((ampi_bits_f32(x[i]) & 0x7fffffffu) > 0x7f800000u);
+    }
+    for (i = 0; i < AMPI_MOMENT_BLOCK; i++) x[i] = 0;
+    CHECK(ampi_bits_f32(ampi_moment_pack(&map, codes, x, AMPI_MOMENT_BLOCK)) == 0);
+    ampi_moment_unpack(&map, codes, 0, x, AMPI_MOMENT_BLOCK);
+    for (i = 0; i < AMPI_MOMENT_BLOCK; i++) CHECK(ampi_bits_f32(x[i]) == 0);
+    for (i = 0; i < AMPI_MOMENT_BLOCK; i += 16) {           /* nor does a scale whose inverse would be infinite */
+        ampi_fp host = ampi_fp_begin();
+        int k;
+        memset(x, 0, sizeof x);
+        x[i] = ampi_f32_of_bits(0x000116c2u);               /* 1e-40 */
+        scale = ampi_moment_pack(&map, codes, x, AMPI_MOMENT_BLOCK);
+        for (k = 0; k < AMPI_MOMENT_BLOCK; k++) CHECK_EQ(codes[k], ampi_moment_code(&map, k == i ? 0.01f : 0.0f));
+        CHECK(ampi_bits_f32(scale) == 0x000116c2u);
+        ampi_fp_end(host);
+    }
+}
+
+/* Over 100 steps the distance from the exact rule is the rounding's, and so bitsandbytes' own. */
+TEST(eight_bit_steps_are_as_close_as_those_of_bitsandbytes) {
+    static const char *const golden_names[AMPI_OPTIMIZERS] = {NULL, "adamw", "sgd", "lion"};
+    static eight_bit e;
+    ampt_golden golden = ampt_golden_open("moments.bin");
+    int kind, path, step;
+    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++)
+        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+            amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_DEFAULT);
+            amp_optimizer_desc d;
+            double *exact, theirs, ours;
+            char record[32];
+            int64_t n;
+            eight_init(&e, AMP_F32, AMP_F32);
+            d = eight_desc(&e, kind, AMP_MOMENTS_8BIT);
+            e.o = make(amp, &d);
+            for (step = 1; step <= 100; step++) {
+                eight_backward(&e, step);
+                CHECK_OK(amp_step(e.o, NULL));
+            }
+            exact = (double *)ampt_golden_read(&golden, golden_names[kind], 2, &n);
+            CHECK_EQ(n, EIGHT);
+            snprintf(record, sizeof record, "%s/bitsandbytes", golden_names[kind]);
+            theirs = ampt_golden_number(&golden, record);
+            ours = distance(e.w, exact, n);
+            CHECK_MSG(ours <= 1.2 * theirs && theirs <= 1.2 * ours, "%s, path %d: off by %.3e, bitsandbytes by %.3e", golden_names[kind], path, ours, theirs);
+            snprintf(record, sizeof record, "%s, 100 steps, 8-bit", ampi_optimizers[kind].name);
+            ampt_figure(record, ours / theirs, 1.2);
+            free(exact);
+            amp_optimizer_destroy(e.o);
+            amp_close(amp);
+        }
+    free(golden.data);
+}
+
+/* What the 8-bit moments of a row stand for, by the map alone, and the other way: the nearest number, of two the lower. */
+static void reference_unpack(const amp_k_tensor *row, void *moment, int is_signed, float *out) {
+    const float *scales = (const float *)(void *)((char *)moment + (EIGHT + 255) / 256 * 256);
+    ampi_fp host = ampi_fp_begin();             /* -Ofast flushes subnormal numbers, and reassociates products */
+    volatile float value;
+    int64_t i;
+    for (i = 0; i < row->count; i++) {
+        value = ampi_moment_value(((const uint8_t *)moment)[i], is_signed);
+        out[i] = value * scales[i / 256];
+    }
+    ampi_fp_end(host);
+}
+static int reference_code(float y, const float *values) {
+    int best = 0, k;
+    for (k = 1; k < 256; k++) if (fabs((double)y - (double)values[k]) < fabs((double)y - (double)values[best])) best = k;
+    return best;
+}
+static void check_packed(const amp_k_tensor *row, void *moment, int is_signed, const float *exact) {
+    const float *scales = (const float *)(void *)((char *)moment + (EIGHT + 255) / 256 * 256);
+    float values[256];
+    int64_t i, k;
+    for (k = 0; k < 256; k++) values[k] = ampi_moment_value((int)k, is_signed);
+    for (i = 0; i < row->count; i += 256) {
+        float largest = 0;
+        for (k = i; k < row->count && k < i + 256; k++) if (fabsf(exact[k]) > largest) largest = fabsf(exact[k]);
+        CHECK(scales[i / 256] == largest);
+        for (k = i; k < row->count && k < i + 256; k += 7) CHECK_EQ(((const uint8_t *)moment)[k], reference_code(exact[k] * (1.0f / largest), values));
+    }
+}
+
+/* A step with 8-bit moments is a step with fp32 moments that were unpacked before it and are packed behind it, in every
+   storage of the weights. */
+static void eight_against_fp32(amp_cpu_path path, int kind, amp_dtype weight, amp_master_kind master) {
+    static eight_bit e[2];
+    static float before[2][EIGHT];
+    amp_context *amp = open_context(path, 2, AMP_LEVEL_O2);
+    int step, i;
+    for (i = 0; i < 2; i++) {
+        amp_optimizer_desc d;
+        eight_init(&e[i], weight, weight);
+        d = eight_desc(&e[i], kind, i ? AMP_MOMENTS_8BIT : AMP_F32);
+        d.master = weight == AMP_F32 ? AMP_MASTER_DEFAULT : master;
+        e[i].o = make(amp, &d);
+    }
+    CHECK(row_of(e[1].o, 0)->moment_dtype == AMP_MOMENTS_8BIT);
+    for (step = 1; step <= 4; step++) {
+        amp_k_tensor *fp32 = row_of(e[0].o, 0), *eight = row_of(e[1].o, 0);
+        reference_unpack(eight, eight->m, 1, (float *)fp32->m);
+        if (fp32->v != NULL) reference_unpack(eight, eight->v, 0, (float *)fp32->v);
+        for (i = 0; i < 2; i++) {
+            eight_backward(&e[i], step);
+            if (step == 3) { e[i].g[5] = INFINITY; e[i].g16[5] = weight == AMP_F16 ? 0x7c00 : 0x7f80; }                 /* skipped */
+            CHECK_OK(amp_step(e[i].o, NULL));
+        }
+        CHECK(memcmp(e[0].w, e[1].w, sizeof e[0].w) == 0 && memcmp(e[0].w16, e[1].w16, sizeof e[0].w16) == 0);
+        if (fp32->master != NULL) CHECK(memcmp(fp32->master, eight->master, (size_t)ampi_array_bytes(eight, AMPI_MASTER)) == 0);
+        if (step != 3) check_packed(eight, eight->m, 1, (const float *)fp32->m);
+        if (step != 3 && fp32->v != NULL) check_packed(eight, eight->v, 0, (const float *)fp32->v);
+        for (i = 0; i < 2; i++) {
+            void *moment = i ? eight->v : eight->m;
+            if (moment == NULL) continue;
+            if (step == 3) CHECK(memcmp(before[i], moment, (EIGHT + 255) / 256 * 260) == 0);
+            memcpy(before[i], moment, (EIGHT + 255) / 256 * 260);
+        }
+    }
+    for (i = 0; i < 2; i++) amp_optimizer_destroy(e[i].o);
+    amp_close(amp);
+}
+
+TEST(eight_bit_steps_are_fp32_steps_rounded) {
+    static const amp_master_kind masters[] = {AMP_MASTER_F32, AMP_MASTER_REMAINDER, AMP_MASTER_STOCHASTIC, AMP_MASTER_NONE};
+    int kind, path, m;
+    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++)
+        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+            eight_against_fp32((amp_cpu_path)path, kind, AMP_F32, AMP_MASTER_NONE);
+            for (m = 0; m < 4; m++) {
+                eight_against_fp32((amp_cpu_path)path, kind, AMP_BF16, masters[m]);
+                if (masters[m] != AMP_MASTER_REMAINDER) eight_against_fp32((amp_cpu_path)path, kind, AMP_F16, masters[m]);
+            }
+        }
+}
+
+/* What is saved of 8-bit moments is themselves; fp32 ones load what they stand for, and 8-bit ones any others rounded. */
+static void eight_states(int kind, amp_dtype from, amp_dtype to) {
+    static eight_bit e[2];
+    static float values[EIGHT];
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 2, AMP_LEVEL_DEFAULT);
+    amp_state *state = NULL;
+    amp_k_tensor *rows[2];
+    amp_optimizer_desc d;
+    int64_t bytes;
+    int step, i, which;
+    for (i = 0; i < 2; i++) {
+        eight_init(&e[i], AMP_F32, AMP_F32);
+        d = eight_desc(&e[i], kind, i ? to : from);
+        e[i].o = make(amp, &d);
+        rows[i] = row_of(e[i].o, 0);
+    }
+    CHECK_OK(amp_state_create(&state, NULL));
+    for (step = 1; step <= 6; step++) {
+        if (step == 4) {
+            CHECK_OK(amp_optimizer_save(e[0].o, state, "o"));
+            if (to == AMP_BF16) {
+                CHECK_ERR(amp_optimizer_load(e[1].o, state, "o"), AMP_ERR_MISMATCH);
+                CHECK(strstr(amp_last_error(), "w: record o.m.0") != NULL && strstr(amp_last_error(), "bf16") != NULL);
+                break;
+            }
+            memcpy(e[1].w, e[0].w, sizeof e[0].w);
+            CHECK_OK(amp_optimizer_load(e[1].o, state, "o"));
+            for (which = AMPI_M; which <= AMPI_V2; which++) {
+                void *saved = *ampi_row_array(rows[0], which), *loaded = *ampi_row_array(rows[1], which);
+                if (saved == NULL) continue;
+                bytes = ampi_array_bytes(rows[0], which);
+                if (from == to) CHECK(memcmp(saved, loaded, (size_t)bytes) == 0);
+                if (from == AMP_F32) memcpy(values, saved, sizeof values);
+                if (from == AMP_BF16) CHECK_OK(amp_convert(values, AMP_F32, saved, AMP_BF16, EIGHT, NULL, NULL));
+                if (to == AMP_MOMENTS_8BIT && from != to) check_packed(rows[1], loaded, which == AMPI_M, values);
+                if (to != AMP_F32) continue;
+                reference_unpack(rows[0], saved, which == AMPI_M, values);
+                CHECK(memcmp(values, loaded, sizeof values) == 0);
+            }
+        }
+        for (i = 0; i < 2; i++) {
+            eight_backward(&e[i], step);
+            CHECK_OK(amp_step(e[i].o, NULL));
+        }
+    }
+    if (from == to) CHECK(memcmp(e[0].w, e[1].w, sizeof e[0].w) == 0);
+    for (i = 0; i < 2; i++) amp_optimizer_destroy(e[i].o);
+    amp_state_destroy(state);
+    amp_close(amp);
+}
+TEST(eight_bit_states_load_and_convert) {
+    int kind;
+    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) {
+        eight_states(kind, AMP_MOMENTS_8BIT, AMP_MOMENTS_8BIT);
+        eight_states(kind, AMP_MOMENTS_8BIT, AMP_F32);
+        eight_states(kind, AMP_F32, AMP_MOMENTS_8BIT);
+        eight_states(kind, AMP_BF16, AMP_MOMENTS_8BIT);
+        eight_states(kind, AMP_MOMENTS_8BIT, AMP_BF16);
+    }
+}
+
+TEST(eight_bit_states_that_do_not_fit_are_refused_whole) {
+    enum { BLOCKS = (EIGHT + 255) / 256 };
+    static const struct { const char *key; amp_dtype dtype; int64_t count; amp_result error; } spoils[] = {
+        {"o.m_scales.0", AMP_F32, (EIGHT + 2047) / 2048, AMP_ERR_MISMATCH},           /* bitsandbytes' blocks of old */
+        {"o.v_scales.0", AMP_F32, (EIGHT + 127) / 128, AMP_ERR_MISMATCH},             /* torchao's */
+        {"o.v_scales.0", AMP_F64, BLOCKS, AMP_ERR_MISMATCH},
+        {"o.m.0", AMP_U8, EIGHT - 1, AMP_ERR_MISMATCH},
+        {"o.v.0", AMP_U16, EIGHT, AMP_ERR_MISMATCH}};
+    static eight_bit e;
+    static uint8_t zeros[8 * EIGHT], before[2][BLOCKS * 260];
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_state *state = NULL, *without = NULL;
+    amp_optimizer_desc d;
+    size_t k;
+    int64_t i;
+    eight_init(&e, AMP_F32, AMP_F32);
+    d = eight_desc(&e, AMP_ADAMW, AMP_MOMENTS_8BIT);
+    e.o = make(amp, &d);
+    eight_backward(&e, 1);
+    CHECK_OK(amp_step(e.o, NULL));
+    memcpy(before[0], row_of(e.o, 0)->m, sizeof before[0]);
+    memcpy(before[1], row_of(e.o, 0)->v, sizeof before[1]);
+    for (k = 0; k < sizeof spoils / sizeof *spoils; k++) {
+        CHECK_OK(amp_state_create(&state, NULL));
+        CHECK_OK(amp_optimizer_save(e.o, state, "o"));
+        CHECK_OK(amp_state_put(state, spoils[k].key, spoils[k].dtype, zeros, spoils[k].count));
+        CHECK_ERR(amp_optimizer_load(e.o, state, "o"), spoils[k].error);
+        CHECK_MSG(strstr(amp_last_error(), "w: record ") != NULL && strstr(amp_last_error(), spoils[k].key) != NULL, "%s", amp_last_error());
+        if (k < 2) CHECK(strstr(amp_last_error(), "each block of 256 elements") != NULL);
+        CHECK(memcmp(before[0], row_of(e.o, 0)->m, sizeof before[0]) == 0 && memcmp(before[1], row_of(e.o, 0)->v, sizeof before[1]) == 0);
+        amp_state_destroy(state);
+    }
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_state_create(&without, NULL));
+    CHECK_OK(amp_optimizer_save(e.o, state, "o"));
+    for (i = 0; amp_state_key(state, i) != NULL; i++) {               /* all but one record */
+        const char *key = amp_state_key(state, i);
+        amp_dtype dtype;
+        int64_t n = amp_state_count(state, key, &dtype);
+        CHECK_OK(amp_state_get(state, key, dtype, zeros, n));
+        if (strcmp(key, "o.v_scales.0") != 0) CHECK_OK(amp_state_put(without, key, dtype, zeros, n));
+    }
+    CHECK_ERR(amp_optimizer_load(e.o, without, "o"), AMP_ERR_NAME);
+    CHECK(strstr(amp_last_error(), "o.v_scales.0") != NULL);
+    CHECK(memcmp(before[0], row_of(e.o, 0)->m, sizeof before[0]) == 0 && memcmp(before[1], row_of(e.o, 0)->v, sizeof before[1]) == 0);
+    amp_state_destroy(state);
+    amp_state_destroy(without);
+    amp_optimizer_destroy(e.o);
+    amp_close(amp);
+}
+
+TEST(small_parameters_and_embeddings_keep_fp32_moments) {
+    enum { N = 4, ROOMY = 8192 };
+    static const struct { const char *name; int64_t count; int embedding; amp_dtype moments; } rows[N] = {
+        {"small", 4095, 0, AMP_F32}, {"least", 4096, 0, AMP_MOMENTS_8BIT}, {"table", ROOMY, 1, AMP_F32}, {"large", ROOMY, 0, AMP_MOMENTS_8BIT}};
+    static uint16_t w[N][ROOMY], g[N][ROOMY];
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
+    amp_param_group groups[2];
+    amp_parameter_bytes bytes;
+    amp_param p[N];
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    int i;
+    memset(p, 0, sizeof p);
+    memset(&d, 0, sizeof d);
+    memset(groups, 0, sizeof groups);
+    for (i = 0; i < N; i++) {
+        p[i].name = rows[i].name;
+        p[i].embedding = rows[i].embedding;
+        p[i].weight = amp_tensor1(w[i], AMP_BF16, rows[i].count);
+        p[i].grad = amp_tensor1(g[i], AMP_BF16, rows[i].count);
+    }
+    d.params = p; d.n_params = N; d.moments = AMP_MOMENTS_8BIT; d.master = AMP_MASTER_REMAINDER;
+    o = make(amp, &d);
+    for (i = 0; i < N; i++) CHECK_EQ(row_of(o, i)->moment_dtype, rows[i].moments);
+    amp_optimizer_destroy(o);
+    d.params = &p[3]; d.n_params = 1;                                 /* 2 + 2 + 2, and a scale of 4 bytes for 256 of m and v */
+    o = make(amp, &d);
+    CHECK_OK(amp_optimizer_bytes(o, &bytes));
+    CHECK(bytes.weight == 2 && bytes.gradient == 2 && bytes.master == 2 && bytes.moments == 2 + 8.0 / 256 && bytes.total == 8 + 8.0 / 256);
+    amp_optimizer_destroy(o);
+    d.params = p; d.n_params = N;                                     /* a group's own words hold */
+    groups[0].match = "table"; groups[0].moments = AMP_MOMENTS_8BIT;
+    groups[1].match = "l*"; groups[1].moments = AMP_BF16;
+    d.groups = groups; d.n_groups = 2;
+    o = make(amp, &d);
+    CHECK(row_of(o, 0)->moment_dtype == AMP_F32 && row_of(o, 1)->moment_dtype == AMP_BF16);
+    CHECK(row_of(o, 2)->moment_dtype == AMP_MOMENTS_8BIT && row_of(o, 3)->moment_dtype == AMP_BF16);
+    amp_optimizer_destroy(o);
+    p[2].embedding = 2;
+    CHECK_ERR(amp_param_register(amp, p, N), AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), ".embedding = 2") != NULL);
+    amp_close(amp);
+}
+
 /* fp32 masters and remainders load into each other, ties included, and go on with the same bits. */
 TEST(masters_and_remainders_load_into_each_other) {
     static model a, b;
@@ -1091,6 +1472,8 @@ TEST(storage_that_cannot_be_is_refused) {
     REFUSED(o2, d.master = (amp_master_kind)5, AMP_ERR_RANGE, ".master");
     REFUSED(o2, d.moments = AMP_F16, AMP_ERR_DTYPE, "fp16");
     REFUSED(o2, (d.moments = AMP_BF16, d.kind = AMP_SGD), AMP_ERR_CONFLICT, "momentum");
+    REFUSED(o2, (d.moments = AMP_MOMENTS_8BIT, d.kind = AMP_SGD), AMP_ERR_CONFLICT, "momentum");
+    REFUSED(o2, d.moments = AMP_E4M3, AMP_ERR_DTYPE, "AMP_MOMENTS_8BIT");
     REFUSED(o2, (group.moments = AMP_F64, d.groups = &group, d.n_groups = 1), AMP_ERR_DTYPE, "a group's .moments");
     group.moments = AMP_DTYPE_DEFAULT;
     model_init(&m, AMP_F16, AMP_F32);
@@ -1101,6 +1484,14 @@ TEST(storage_that_cannot_be_is_refused) {
     REFUSED(o3, d.master = AMP_MASTER_F32, AMP_ERR_CONFLICT, "O2");
     REFUSED(o3, d.master = AMP_MASTER_REMAINDER, AMP_ERR_CONFLICT, "O2");
     REFUSED(o3, (group.master = AMP_MASTER_F32, d.groups = &group, d.n_groups = 1), AMP_ERR_CONFLICT, "a group's .master");
+    /* two optimizers that would step the same masters */
+    for (int kind = AMP_MASTER_F32; kind <= AMP_MASTER_REMAINDER; kind++) {
+        amp_optimizer *first;
+        d.master = (amp_master_kind)kind;
+        CHECK_OK(amp_optimizer_create(o2, &first, &d));
+        REFUSED(o2, d.lr = 0.5, AMP_ERR_CONFLICT, "a.weight has its master in another optimizer");
+        amp_optimizer_destroy(first);
+    }
 #undef REFUSED
     d = good;
     CHECK_OK(amp_optimizer_create(o3, &o, &d));
@@ -1124,7 +1515,7 @@ static void take(snapshot *s, const model *m, const amp_optimizer *o) {
         for (a = 0; a < AMPI_ARRAYS; a++) {
             amp_k_tensor *row = &o->set->rows[i];
             const void *array = *ampi_row_array(row, a);
-            if (array != NULL) memcpy(s->arrays[a][i], array, (size_t)(count_of(i) * ampi_array_size(row, a)));
+            if (array != NULL) memcpy(s->arrays[a][i], array, (size_t)ampi_array_bytes(row, a));
         }
     }
     s->step = o->set->found->step;
@@ -1472,8 +1863,8 @@ TEST(threads_do_not_change_a_bit) {
         }
         for (dtype = 0; dtype < 2; dtype++) {
             amp_master_kind master = dtype ? AMP_MASTER_REMAINDER : AMP_MASTER_STOCHASTIC;
-            run_big(&one, 1, (amp_optimizer_kind)kind, AMP_BF16, master, AMP_BF16);
-            run_big(&two, 2, (amp_optimizer_kind)kind, AMP_BF16, master, AMP_BF16);
+            run_big(&one, 1, (amp_optimizer_kind)kind, AMP_BF16, master, dtype ? AMP_BF16 : AMP_MOMENTS_8BIT);
+            run_big(&two, 2, (amp_optimizer_kind)kind, AMP_BF16, master, dtype ? AMP_BF16 : AMP_MOMENTS_8BIT);
             CHECK(memcmp(&one, &two, sizeof one) == 0);
         }
     }
@@ -2232,6 +2623,13 @@ int main(int argc, char **argv) {
     RUN(stochastic_rounding_takes_the_words_it_says);
     RUN(stochastic_rounding_of_special_weights);
     RUN(bf16_moments_follow_fp32_ones);
+    RUN(eight_bit_maps_codes_and_scales_are_those_of_bitsandbytes);
+    RUN(a_block_with_a_number_that_is_not_finite_becomes_nan);
+    RUN(eight_bit_steps_are_as_close_as_those_of_bitsandbytes);
+    RUN(eight_bit_steps_are_fp32_steps_rounded);
+    RUN(eight_bit_states_load_and_convert);
+    RUN(eight_bit_states_that_do_not_fit_are_refused_whole);
+    RUN(small_parameters_and_embeddings_keep_fp32_moments);
     RUN(masters_and_remainders_load_into_each_other);
     RUN(moments_load_where_that_is_exact);
     RUN(a_state_without_a_seed_loads);

@@ -512,10 +512,8 @@ static void trace_add(trace *t, const void *data, size_t n) {
 
 static void train_micro(gpt *g, const training *how, const amp_scaler *scaler, int32_t *tokens, trace *t) {
     float loss = 0;
-    begin(amp, AMP_DTYPE_DEFAULT);
-    CHECK_OK(gpt_forward(g, tokens, g->config.batch, g->config.seq));
-    CHECK_OK(gpt_loss(g, tokens + 1, 1, amp_scaler_scale_ptr(scaler)));
-    end(amp);
+    const amp_batch batch = {.inputs = tokens, .targets = tokens + 1, .batch = g->config.batch, .seq = g->config.seq};
+    CHECK_OK(gpt_forward_loss(g, &batch, amp_scaler_scale_ptr(scaler), 1));
     if (how->in_region) begin(amp, how->dtype == AMP_F32 ? AMP_BF16 : AMP_F32);
     CHECK_OK(gpt_backward(g));
     if (how->in_region) end(amp);
@@ -553,7 +551,7 @@ static void train_steps(gpt *g, const training *how, trace *t) {
 
 /* Returns the most memory it took. */
 static int64_t train_traced(const training *how, int recompute, trace *t) {
-    gpt_config config = {61, 13, 20, 4, 4, 3, 13, AMP_F32, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0};
+    gpt_config config = {61, 13, 20, 4, 4, 3, 13, AMP_F32, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0, 0};
     amp_memory_info memory;
     amp_desc desc;
     int64_t offset;

@@ -448,6 +448,12 @@ static amp_result try_group(void *d) {
 static amp_result try_settings(void *d) { return amp_settings_check((amp_settings *)d); }
 static amp_result try_monitor(void *d) { amp_monitor *out; ((amp_monitor_desc *)d)->optimizer = own_optimizer; return amp_monitor_create(amp, &out, (amp_monitor_desc *)d); }
 static int no_step(void *user, amp_context *context) { (void)user; (void)context; return 0; }
+static amp_result try_adapt(void *d) {
+    amp_adapt *out = NULL;
+    amp_adapt_desc *desc = (amp_adapt_desc *)d;
+    desc->params = &own_param; desc->n_params = 1;
+    return amp_adapt_create(amp, &out, desc);
+}
 static amp_result try_verify(void *d) {
     static amp_verify_report out;
     amp_verify_desc *desc = (amp_verify_desc *)d;
@@ -495,6 +501,7 @@ static const struct number { const char *type, *member; size_t at; int wide; amp
     OF(amp_settings, scaler.backoff_factor, 1, try_settings), OF(amp_settings, scaler.min_scale, 0, try_settings),
     OF(amp_settings, scaler.max_scale, 0, try_settings), OF(amp_settings, scaler.tolerance, 1, try_settings),
     OF(amp_monitor_desc, memory_warning, 1, try_monitor), OF(amp_verify_desc, allowance, 1, try_verify),
+    OF(amp_adapt_desc, budget, 1, try_adapt), OF(amp_adapt_desc, hysteresis, 1, try_adapt),
     {"amp_gemm", "alpha", 0, 0, try_alpha}, {"amp_gemm", "beta", 0, 0, try_beta},
     {"amp_gemm_f64", "alpha", 0, 1, try_wide_alpha}, {"amp_gemm_f64", "beta", 0, 1, try_wide_beta},
     {"amp_optimizer_set_lr", "lr", 0, 1, try_lr}, {"amp_optimizer_set_clip", "clip_norm", 0, 1, try_clip},
@@ -621,7 +628,7 @@ TEST(minus_one_is_no_zero) {
         if (!n->wide || n->call == NULL || n->at == 0) continue;
         snprintf(name, sizeof name, "%s.%s", n->type, n->member);
         for (size_t z = 0; z < sizeof zeros / sizeof *zeros; z++) taken |= !strcmp(name, zeros[z]);
-        if (n->call == try_verify || n->call == try_monitor) continue;
+        if (n->call == try_verify || n->call == try_monitor || n->call == try_adapt) continue;
         memset(&desc, 0, sizeof desc);
         memcpy((char *)&desc + n->at, &wide, sizeof wide);
         if (taken) CHECK_MSG(n->call(&desc) == AMP_OK, "%s = AMP_EXPLICIT_ZERO: %s", name, amp_last_error());

@@ -31,24 +31,26 @@ static const char *temporary(const char *name) {
 /* ---- Keys and values */
 
 static const char *const keys[] = {
-    "enabled", "dtype", "autocast_dtype", "cast_inputs", "cast_outputs", "level", "policy", "mode", "memory_efficient", "cache", "saturate_inputs", "fallback", "tf32", "autotune", "scaler",
+    "enabled", "dtype", "autocast_dtype", "cast_inputs", "cast_outputs", "level", "policy", "mode", "memory_efficient", "cache", "saturate_inputs", "layers", "fallback", "tf32",
+    "fp8_format", "fp8_scaling", "fp8_amax", "fp8_history", "fp8_margin", "autotune", "scaler",
     "scaler_preset", "frozen", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale",
-    "hysteresis", "tolerance", "clip_norm", "accumulation", "log_interval", "memory_interval", "cleanup_interval",
+    "hysteresis", "tolerance", "clip_norm", "accumulation", "moments", "log_interval", "memory_interval", "cleanup_interval",
     "tensor_stats_interval", "memory_warning", "nan_action", "max_skips", "max_retries",
     "batch_growth_interval", "workers", "prefetch", "pin", "debug"};
 enum { KEYS = sizeof keys / sizeof *keys };
 
 /* A value of each key that is not the default, and the line it stands in. */
 static const char *const other_values[] = {
-    "false", "bf16", "tf32", "true", "fp32", "O2", "torch", "inference", "true", "off", "on", "fp32", "yes", "on", "on",
+    "false", "bf16", "tf32", "true", "fp32", "O2", "torch", "inference", "true", "off", "on", "h.* bf16, head fp32", "fp32", "yes", "e4m3", "delayed", "recent", "16", "3", "on", "on",
     "apex", "1", "1024", "1.5", "0.25", "77", "2", "4096",
-    "3", "0.125", "1.5", "4", "10", "off", "50",
+    "3", "0.125", "1.5", "4", "8bit", "10", "off", "50",
     "200", "0.75", "recover", "7", "0",
     "100", "0", "8", "off", "true"};
 
 TEST(every_key_is_set_written_and_read) {
     char text[2048], line[64];
     amp_settings s, zero;
+    CHECK_EQ(sizeof zero.layers, AMPI_TEXT_BYTES);
     memset(&zero, 0, sizeof zero);
     for (int i = 0; i < KEYS; i++) {
         memset(&s, 0, sizeof s);
@@ -66,12 +68,44 @@ TEST(every_key_is_set_written_and_read) {
     CHECK_EQ(lines, KEYS);
 }
 
+/* Unless the key is set, an optimizer's desc keeps its own; once it is open they cannot change. */
+TEST(moments_are_an_optimizers_for_good) {
+    static float w[4096], g[4096];
+    amp_context *amp = NULL;
+    amp_optimizer *o = NULL;
+    amp_optimizer_desc d;
+    amp_desc desc;
+    amp_param p;
+    amp_settings s;
+    memset(&desc, 0, sizeof desc);
+    memset(&d, 0, sizeof d);
+    memset(&p, 0, sizeof p);
+    memset(&s, 0, sizeof s);
+    p.name = "w"; p.weight = amp_tensor1(w, AMP_F32, 4096); p.grad = amp_tensor1(g, AMP_F32, 4096);
+    d.params = &p; d.n_params = 1; d.moments = AMP_BF16;
+    CHECK_OK(amp_settings_fill(&s, NULL, NULL, NULL, &d, NULL));
+    CHECK_EQ(d.moments, AMP_BF16);
+    CHECK_OK(amp_settings_set(&s, "moments", "8bit"));
+    CHECK_OK(amp_settings_fill(&s, NULL, NULL, NULL, &d, NULL));
+    CHECK_EQ(d.moments, AMP_MOMENTS_8BIT);
+    CHECK_ERR(amp_settings_set(&s, "moments", "fp16"), AMP_ERR_RANGE);
+    CHECK_EQ(s.moments, AMP_MOMENTS_8BIT);
+    CHECK_OK(amp_open(&amp, &desc));
+    CHECK_OK(amp_optimizer_create(amp, &o, &d));
+    CHECK_OK(amp_settings_apply(&s, amp, NULL, o, NULL));
+    CHECK_OK(amp_settings_set(&s, "moments", "bf16"));
+    CHECK_ERR(amp_settings_apply(&s, amp, NULL, o, NULL), AMP_ERR_CONFLICT);
+    CHECK(strstr(amp_last_error(), "moments = bf16, but 8bit is in force") != NULL);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
 TEST(the_defaults_are_those_documented) {
     static const char expected[] =
-        "enabled = true\ndtype = auto\nautocast_dtype = auto\ncast_inputs = false\ncast_outputs = false\nlevel = O1\npolicy = fused\nmode = training\nmemory_efficient = false\ncache = true\nsaturate_inputs = false\n"
-        "fallback = none\ntf32 = false\nautotune = off\nscaler = auto\nscaler_preset = default\nfrozen = false\n"
+        "enabled = true\ndtype = auto\nautocast_dtype = auto\ncast_inputs = false\ncast_outputs = false\nlevel = O1\npolicy = fused\nmode = training\nmemory_efficient = false\ncache = true\nsaturate_inputs = false\nlayers = none\n"
+        "fallback = none\ntf32 = false\nfp8_format = hybrid\nfp8_scaling = current\nfp8_amax = max\nfp8_history = 1024\nfp8_margin = 0\nautotune = off\nscaler = auto\nscaler_preset = default\nfrozen = false\n"
         "init_scale = 65536\ngrowth_factor = 2\nbackoff_factor = 0.5\ngrowth_interval = 2000\nmin_scale = 1\n"
-        "max_scale = 8.507059e+37\nhysteresis = 1\ntolerance = 0\nclip_norm = none\naccumulation = 1\nlog_interval = 100\n"
+        "max_scale = 8.507059e+37\nhysteresis = 1\ntolerance = 0\nclip_norm = none\naccumulation = 1\nmoments = fp32\nlog_interval = 100\n"
         "memory_interval = 100\ncleanup_interval = off\ntensor_stats_interval = off\nmemory_warning = 0.9\nnan_action = skip\n"
         "max_skips = 25\nmax_retries = 3\nbatch_growth_interval = off\nworkers = 2\nprefetch = 2\npin = true\n"
         "debug = false\n";
@@ -178,7 +212,7 @@ TEST(every_key_refuses_what_is_out_of_range) {
     CHECK_ERR(amp_settings_set(&s, "dtype", NULL), AMP_ERR_NULL);
     CHECK(memcmp(&s, &before, sizeof s) == 0);
     CHECK_ERR(amp_settings_set(&s, "dtype", "bf17"), AMP_ERR_RANGE);
-    CHECK(says("AMP0102 amp_settings_set: .dtype = bf17, must be one of auto, fp32, tf32, fp16 or bf16; "));
+    CHECK(says("AMP0102 amp_settings_set: .dtype = bf17, must be one of auto, fp32, tf32, fp16, bf16 or fp8; "));
 }
 
 /* ---- Text, files, environment */
@@ -2008,7 +2042,7 @@ TEST(example_files_train) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
-    RUN(every_key_is_set_written_and_read); RUN(the_defaults_are_those_documented);
+    RUN(every_key_is_set_written_and_read); RUN(moments_are_an_optimizers_for_good); RUN(the_defaults_are_those_documented);
     RUN(words_come_in_either_case_and_switches_in_four_ways); RUN(numbers_are_read_whole);
     RUN(numbers_are_the_same_with_a_decimal_comma); RUN(every_key_refuses_what_is_out_of_range);
     RUN(text_is_read_with_comments_blank_lines_and_any_line_ends); RUN(malformed_text_is_refused_with_name_line_and_key);

@@ -538,6 +538,90 @@ TEST(shares) {
     amp_close(amp);
 }
 
+/* Norms and zeros of weights and gradients, in every storage and on both sides of a chunk's length, against plain fp64
+   sums: a sum of n positive terms is within n roundings. */
+TEST(norms_by_name) {
+    enum { MOST = 70001 };
+    static const int64_t sizes[] = {1, 37, 65536, MOST};
+    static float grads32[4][MOST], scratch[MOST];
+    static double data[4][MOST];
+    amp_context *amp = open_context(AMP_F16);
+    amp_scaler *scaler = NULL;
+    amp_scaler_desc scaling = {.init_scale = 512};
+    amp_tensor_stats *m = NULL;
+    amp_tensor_stats_report r;
+    const amp_tensor_stats_row *row;
+    char names[4][8];
+    CHECK_OK(amp_scaler_create(amp, &scaler, &scaling));
+    for (int s = 0; s < 4; s++) {               /* of the weights' storages; fp64 as a range */
+        amp_param p[4];
+        amp_range range = {"wide", data[3], sizes[s], AMP_F64};
+        amp_tensor_stats_desc d;
+        memset(p, 0, sizeof p);
+        memset(&d, 0, sizeof d);
+        for (int i = 0; i < 4; i++) {
+            amp_dtype dtype = storages[i];
+            int64_t n = sizes[s];
+            for (int64_t k = 0; k < n; k++) scratch[k] = k % 5 == 3 ? 0 : amp_random_uniform((uint64_t)i, (uint64_t)k) - 0.25f;
+            CHECK_OK(amp_convert(data[i], dtype, scratch, AMP_F32, n, NULL, NULL));
+            for (int64_t k = 0; k < n; k++) grads32[i][k] = 3 * scratch[n - 1 - k];
+            snprintf(names[i], sizeof names[i], "p%d", i);
+            p[i].name = names[i];
+            p[i].weight = amp_tensor1(data[i], dtype, n);
+            p[i].grad = amp_tensor1(grads32[i], AMP_F32, n);
+        }
+        d.params = p; d.n_params = 3; d.scaler = scaler; d.ranges = &range; d.n_ranges = 1;
+        CHECK_OK(amp_param_register(amp, p, 3));
+        p[0].grad_live = p[2].grad_live = 1;
+        CHECK_OK(amp_tensor_stats_create(amp, &m, &d));
+        CHECK_OK(amp_tensor_stats_step(m, &r));
+        for (int i = 0; i < 7; i++) {
+            const char *name = i < 6 ? names[i % 3] : "wide";
+            int64_t n = sizes[s], zeros = 0;
+            double sum = 0, x, want;
+            row = amp_tensor_stats_find(&r, name, i < 3);
+            CHECK(row != NULL && strcmp(row->name, name) == 0 && row->gradient == (i < 3));
+            if (row == NULL) continue;
+            for (int64_t k = 0; k < n; k++) {
+                int nonzero;
+                (void)value_of(i < 3 ? (const void *)grads32[i] : data[i - 3], i < 3 ? AMP_F32 : storages[i - 3], k, &x, &nonzero);
+                sum += x * x;
+                zeros += !nonzero;
+            }
+            want = i == 1 ? 0 : sqrt(sum) / (i < 3 ? 512 : 1);
+            CHECK_MSG(fabs(row->norm - want) <= (double)n * 0x1p-53 * want, "%s: %.17g, %.17g", name, row->norm, want);
+            CHECK(i == 1 ? row->count == 0 && row->zero == 0 : fabs(row->zero * (double)n - (double)zeros) < 0.5);
+        }
+        CHECK(amp_tensor_stats_find(&r, "p9", 0) == NULL && amp_tensor_stats_find(&r, "wide", 1) == NULL);
+        CHECK(amp_tensor_stats_find(NULL, "p0", 0) == NULL && amp_tensor_stats_find(&r, NULL, 0) == NULL);
+        amp_tensor_stats_destroy(m);
+        amp_param_forget(amp, p, 3);
+    }
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
+/* Infinities and NaN pass into the norm of their tensor alone. */
+TEST(norms_not_finite) {
+    static float x[3][4] = {{1, 2, 2, 0}, {1, 0, 0, 0}, {1, 1, 1, 1}};
+    amp_context *amp = open_context(AMP_F32);
+    amp_range ranges[3] = {{"x", x[0], 4, AMP_F32}, {"inf", x[1], 4, AMP_F32}, {"nan", x[2], 4, AMP_F32}};
+    amp_tensor_stats_desc d = {.ranges = ranges, .n_ranges = 3, .interval = 1};
+    amp_tensor_stats *m = NULL;
+    amp_tensor_stats_report r;
+    uint32_t bits[2] = {0x7f800000u, 0x7fc00000u};
+    CHECK_OK(amp_tensor_stats_create(amp, &m, &d));
+    CHECK_OK(amp_tensor_stats_step(m, &r));
+    CHECK(r.rows[0].norm == 3 && r.rows[1].norm == 1 && r.rows[2].norm == 2 && r.rows[1].zero == 0.75);
+    memcpy(&x[1][2], &bits[0], 4);
+    memcpy(&x[2][3], &bits[1], 4);
+    CHECK_OK(amp_tensor_stats_step(m, &r));
+    CHECK(r.rows[0].norm == 3 && ampi_bits_f64(r.rows[1].norm) == (uint64_t)0x7ff << 52);
+    CHECK((ampi_bits_f64(r.rows[2].norm) << 1) > (uint64_t)0x7ff << 53);
+    amp_tensor_stats_destroy(m);
+    amp_close(amp);
+}
+
 TEST(bad_input) {
     static float x[4];
     amp_context *amp = open_context(AMP_F16);
@@ -604,6 +688,7 @@ int main(int argc, char **argv) {
     RUN(ranges);
     RUN(interval_and_rows);
     RUN(shares);
+    RUN(norms_by_name); RUN(norms_not_finite);
     RUN(bad_input);
     return TEST_END();
 }

@@ -119,15 +119,23 @@ TEST(paths_come_in_pairs) {
 
 /* ---- Schedules, bigrams, sampling */
 
+/* The flags' schedule; a run shorter than its warmup ends within it. */
 TEST(schedules) {
-    CHECK(schedule_lr(SCHEDULE_COSINE, 0, 100, 10, 1, 0.1) == 0.1f);
-    CHECK(schedule_lr(SCHEDULE_COSINE, 9, 100, 10, 1, 0.1) == 1.0f);
-    CHECK(schedule_lr(SCHEDULE_COSINE, 10, 100, 10, 1, 0.1) == 1.0f);
-    CHECK(fabs((double)schedule_lr(SCHEDULE_COSINE, 55, 100, 10, 1, 0.1) - 0.55) < 1e-6);
-    CHECK(fabs((double)schedule_lr(SCHEDULE_COSINE, 100, 100, 10, 1, 0.1) - 0.1) < 1e-6);
-    CHECK(fabs((double)schedule_lr(SCHEDULE_COSINE, 1000, 100, 10, 1, 0.1) - 0.1) < 1e-6);
-    CHECK(schedule_lr(SCHEDULE_CONSTANT, 99, 100, 10, 1, 0.1) == 1.0f);
-    CHECK(schedule_lr(SCHEDULE_COSINE, 0, 0, 0, 1, 0.1) == 1.0f);
+    run *r = (run *)calloc(1, sizeof *r);
+    double lr = 0;
+    r->set.schedule = "cosine"; r->set.lr = 1; r->set.min_lr = -1; r->set.warmup = 10; r->steps = 100;
+    amp_schedule s = schedule_of(r);
+    CHECK(amp_schedule_lr(&s, 0, &lr) == AMP_OK && lr == 0.1);
+    CHECK(amp_schedule_lr(&s, 10, &lr) == AMP_OK && lr == 1);
+    CHECK(amp_schedule_lr(&s, 55, &lr) == AMP_OK && fabs(lr - 0.55) < 1e-6);
+    CHECK(amp_schedule_lr(&s, 100, &lr) == AMP_OK && lr == 0.1);
+    r->steps = 5;
+    s = schedule_of(r);
+    CHECK(amp_schedule_lr(&s, 4, &lr) == AMP_OK && lr == 0.5);
+    r->set.schedule = "constant"; r->set.lr = 0; r->steps = 100;
+    s = schedule_of(r);
+    CHECK(amp_schedule_lr(&s, 99, &lr) == AMP_OK && lr == 0);
+    free(r);
 }
 
 /* Training pairs ab ab ac ba, text ab ca, of 4 tokens: by hand, p(b|a) = (2 + 2 * 3/8) / (3 + 2), and c was never
@@ -212,7 +220,6 @@ TEST(flops_by_hand) {
     gpt g;
     memset(&g, 0, sizeof g);
     g.config = odd_config();
-    g.rows = 10; g.seq = 5;
     CHECK(gpt_flops(&g, PROFILE_LINEAR) == 2.0 * 10 * 2 * 12 * 20 * 20);
     CHECK(gpt_flops(&g, PROFILE_HEAD) == 2.0 * 10 * 20 * 61);
     CHECK(gpt_flops(&g, PROFILE_ATTENTION) == 2.0 * 2 * (2 * 15) * 20 * 2);
@@ -229,21 +236,19 @@ TEST(traffic_by_hand) {
     wte.weight.dtype = wte.grad.dtype = AMP_F32;
     g.config = odd_config();
     g.config.activations = AMP_BF16;
-    g.head.plan.compute = AMP_BF16;
     g.params = &wte;
-    g.rows = 10; g.seq = 5;
     double n = 10 * 20, w = 12 * 20 * 20;
-    CHECK(gpt_bytes(&g, PROFILE_EMBEDDING, 0).bytes == n * (4 + 4));
-    CHECK(gpt_bytes(&g, PROFILE_NORM, 0).bytes == n * (5 * (4 + 2) + 4 * (2 + 4)));
-    CHECK(gpt_bytes(&g, PROFILE_NORM, 1).bytes == n * (5 * (2 + 2 * 4) + 4 * (4 + 2)));
-    CHECK(gpt_bytes(&g, PROFILE_LINEAR, 0).bytes == 2 * (n * 2 * (2 + 4 + 12 + 2) + w * 2));
-    CHECK(gpt_bytes(&g, PROFILE_LINEAR, 1).bytes == 2 * (n * (2 * (4 + 5 + 16) + 2 * 2) + w * (2 + 4)));
-    CHECK(gpt_bytes(&g, PROFILE_ATTENTION, 1).bytes == 2 * n * 2 * 8);
-    CHECK(gpt_bytes(&g, PROFILE_DROPOUT, 0).bytes == 0);
+    CHECK(gpt_bytes(&g, PROFILE_EMBEDDING, 0, AMP_BF16).bytes == n * (4 + 4));
+    CHECK(gpt_bytes(&g, PROFILE_NORM, 0, AMP_BF16).bytes == n * (5 * (4 + 2) + 4 * (2 + 4)));
+    CHECK(gpt_bytes(&g, PROFILE_NORM, 1, AMP_BF16).bytes == n * (5 * (2 + 2 * 4) + 4 * (4 + 2)));
+    CHECK(gpt_bytes(&g, PROFILE_LINEAR, 0, AMP_BF16).bytes == 2 * (n * 2 * (2 + 4 + 12 + 2) + w * 2));
+    CHECK(gpt_bytes(&g, PROFILE_LINEAR, 1, AMP_BF16).bytes == 2 * (n * (2 * (4 + 5 + 16) + 2 * 2) + w * (2 + 4)));
+    CHECK(gpt_bytes(&g, PROFILE_ATTENTION, 1, AMP_BF16).bytes == 2 * n * 2 * 8);
+    CHECK(gpt_bytes(&g, PROFILE_DROPOUT, 0, AMP_BF16).bytes == 0);
     g.config.dropout = 0.1f;
-    CHECK(gpt_bytes(&g, PROFILE_DROPOUT, 1).bytes == 5 * 2 * n * 2);
-    CHECK(gpt_bytes(&g, PROFILE_HEAD, 0).bytes == n * 2 + 61 * 20 * 2 + 10 * 61 * 2);
-    CHECK(gpt_bytes(&g, PROFILE_LOSS, 0).bytes == 2 * 10 * 61 * 2 && gpt_bytes(&g, PROFILE_LOSS, 1).calls == 0);
+    CHECK(gpt_bytes(&g, PROFILE_DROPOUT, 1, AMP_BF16).bytes == 5 * 2 * n * 2);
+    CHECK(gpt_bytes(&g, PROFILE_HEAD, 0, AMP_BF16).bytes == n * 2 + 61 * 20 * 2 + 10 * 61 * 2);
+    CHECK(gpt_bytes(&g, PROFILE_LOSS, 0, AMP_BF16).bytes == 2 * 10 * 61 * 2 && gpt_bytes(&g, PROFILE_LOSS, 1, AMP_BF16).calls == 0);
     CHECK(optimizer_traffic(&bytes).bytes == 1000 * (2 + 2 * (2 + 2 + 8)));
 }
 
@@ -328,7 +333,7 @@ TEST(safetensors_fuzz) {
     gpt g;
     CHECK_OK(gpt_create(&g, amp, &c));
     CHECK_OK(gpt_header_text(&g, 1, &header));
-    size_t bytes = 8 + header.used + (size_t)g.weights_count * 4;
+    size_t bytes = 8 + header.used + (size_t)g.own.count * 4;
     unsigned char *whole = (unsigned char *)malloc(bytes), *copy = (unsigned char *)malloc(bytes);
     st_file file;
     int accepted = 0;
@@ -398,7 +403,7 @@ TEST(llmc_files) {
     }
     amp_param_forget(amp, a.params, a.n_params);
     CHECK_OK(gpt_create(&b, amp, &c));
-    unsigned char *bytes = (unsigned char *)malloc((size_t)a.weights_count * 4 + 8192);
+    unsigned char *bytes = (unsigned char *)malloc((size_t)a.own.count * 4 + 8192);
     const char *path = scratch("llmc.bin");
     gpt_file file;
     for (int version = 3; version <= 5; version += 2) {
@@ -647,6 +652,7 @@ TEST(untied_output_weights_are_refused) {
 }
 
 TEST(model_limits) {
+    static const int32_t ids[14];
     amp_context *amp = open_fp32();
     gpt_config c = odd_config();
     gpt g;
@@ -660,9 +666,8 @@ TEST(model_limits) {
     CHECK_ERR(gpt_create(&g, amp, &c), AMP_ERR_MEMORY);
     c = odd_config();
     CHECK_OK(gpt_create(&g, amp, &c));
-    CHECK_OK(gpt_bind(&g, 5, 2));
-    CHECK_ERR(gpt_bind(&g, 1, 6), AMP_ERR_RANGE);
-    CHECK_ERR(gpt_bind(&g, 11, 1), AMP_ERR_RANGE);
+    CHECK_OK(gpt_forward(&g, ids, 2, 7, 0));
+    CHECK_ERR(gpt_forward(&g, ids, 1, 8, 0), AMP_ERR_SHAPE);    /* it has seven positions */
     gpt_destroy(&g);
     amp_close(amp);
 }
@@ -879,6 +884,19 @@ TEST(larger_pieces_again) {
     }
 }
 
+/* The dtype of the last such operator's result on the tape. */
+static amp_dtype stored_as(run *r, const char *op, const char *layer) {
+    amp_dtype dtype = AMP_DTYPE_DEFAULT;
+    amp_tape_node_info node;
+    amp_tensor t;
+    for (int64_t i = 0; amp_tape_node(r->model.tape, i, &node) == AMP_OK; i++)
+        if (strcmp(node.op, op) == 0 && (*layer == 0 || (node.layer != NULL && strstr(node.layer, layer) != NULL))) {
+            CHECK_OK(amp_tape_tensor(r->model.tape, node.value, &t));
+            dtype = t.dtype;
+        }
+    return dtype;
+}
+
 /* --activations stores tensors apart, and a 16-bit residual stream costs less of the loss than bf16 does. */
 TEST(activations_by_tensor) {
     static const char *const storage[] = {"bf16", "auto,stream=bf16,mlp=fp32", "attention=bf16,branch=fp32,norm=fp32"};
@@ -889,14 +907,13 @@ TEST(activations_by_tensor) {
     for (int i = 0; i < 4; i++) {
         snprintf(flags, sizeof flags, "--save=none --layers=2 --precision=%s --steps=3 --activations=%s", i < 3 ? "bf16" : "fp32", i < 3 ? storage[i] : "auto");
         open_pieces(&r, 600, flags);
-        const gpt_block *b = &r.model.blocks[1];
         amp_dtype stream = i == 1 ? AMP_BF16 : AMP_F32, mlp = i == 1 || i == 3 ? AMP_F32 : AMP_BF16, rest = i >= 2 ? AMP_F32 : AMP_BF16;
-        CHECK(b->ln_2.sum.dtype == stream && b->ln_2.dx.dtype == stream && r.model.embedding.y.dtype == stream);
-        CHECK(b->c_fc.pre.dtype == mlp && b->c_fc.dy.dtype == mlp && b->mlp_proj.dx.dtype == mlp);
-        CHECK(b->ln_1.y.dtype == rest && b->mlp_proj.y.dtype == rest && r.model.head.x.dtype == rest);
-        CHECK(b->attention.q.dtype == (i == 3 ? AMP_F32 : AMP_BF16) && b->attention.d_o.dtype == b->attention.q.dtype);
+        CHECK(stored_as(&r, "embedding", "wte") == stream && stored_as(&r, "add", "") == stream);
+        CHECK(stored_as(&r, "linear", "h.1.mlp.c_fc") == mlp);
+        CHECK(stored_as(&r, "layernorm", "h.1.ln_1") == rest && stored_as(&r, "linear", "h.1.mlp.c_proj") == rest);
+        CHECK(stored_as(&r, "layernorm", "ln_f") == rest);
+        CHECK(stored_as(&r, "attention", "") == (i == 3 ? AMP_F32 : AMP_BF16));
         train_pieces(&r, 3, 0, NULL);
-        CHECK(b->mlp_proj.dy.dtype == (i == 3 ? AMP_F32 : AMP_BF16));          /* what the product computes in */
         losses[i] = r.losses[3];
         close_run(&r);
     }
@@ -922,7 +939,7 @@ TEST(settings_reach_loader_and_logits) {
         CHECK_OK(amp_loader_query(r.loader, &d));
         CHECK(d.workers == (i == 0 ? 3 : AMP_NO_WORKERS) || (i == 1 && d.workers == 0));
         CHECK(d.prefetch == 5 && d.disable_pinned == 1);
-        CHECK(r.model.config.activations == AMP_BF16 && r.model.head.y.dtype == (i == 0 ? AMP_F32 : AMP_BF16));
+        CHECK(r.model.config.activations == AMP_BF16 && stored_as(&r, "linear", "wte") == (i == 0 ? AMP_F32 : AMP_BF16));
         train_pieces(&r, 2, 0, NULL);
         losses[i] = r.losses[2];
         close_run(&r);

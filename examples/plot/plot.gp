@@ -94,3 +94,26 @@ set format y "%.0f"
 bar = 3; measured = with_memory; shown = "%.1f"
 if (with_memory ne "") { eval bars } else { nodata = "the records have no memory"; eval nothing }
 unset multiplot
+
+# Each layer's precision by step
+layers = work . "/layers"
+if (system("test -s " . layers . " && echo 1") eq "1") {
+    reset
+    set output name . ".layers." . kind
+    set datafile separator whitespace
+    rows = int(system("awk '$3 > n { n = $3 } END { print n }' " . layers))
+    set title "Precision by layer"
+    set xlabel "step"
+    set yrange [rows + 0.5:0.5]
+    set xrange [0:*]
+    set ytics noenhanced
+    set tics nomirror out
+    set border 3
+    set key outside top right
+    array shades[5] = ["#009e73", "#56b4e9", "#0072b2", "#e69f00", "#d55e00"]
+    part(d) = sprintf("< awk '$4 == \"%s\"' %s", d, layers)
+    present = system("for d in fp8 fp16 bf16 tf32 fp32; do grep -q \" $d \" " . layers . " && printf '%s ' $d; done")
+    shade(d) = shades[(strstrt("fp8  fp16 bf16 tf32 fp32", d) + 4) / 5]
+    plot for [d in present] part(d) using 1:3:($2 - $1):(0) with vectors nohead lw 8 lc rgb shade(d) title d, \
+         layers using (0):3:ytic(5) with points pt -1 notitle
+}

@@ -1,10 +1,10 @@
 #!/bin/sh
 # plot.sh - draws runs of train_gpt, or of any program that writes amp.h's records: loss, loss scale with the skipped
-# steps, tokens/s and memory.
+# steps, tokens/s and memory; and of runs with adaptive precision each layer's precision by step.
 #
 #     sh examples/plot/plot.sh [-o NAME] [metrics.jsonl ...]     from the project's folder; `make plot` runs it
 #
-# Writes NAME.png and NAME.svg (default out/plot).  Without files: those below out/; without any there, it trains first:
+# Writes NAME.png and NAME.svg (default out/plot), and NAME.layers.png and .svg of the last run that has such layers.  Without files: those below out/; without any there, it trains first:
 # 300 steps each in fp32, fp16 and bf16, about a minute.  Needs gnuplot.
 LC_ALL=C.UTF-8          # numbers have points, and gnuplot reads names as UTF-8, whatever the locale here
 export LC_ALL
@@ -68,8 +68,33 @@ for file; do
 done
 if [ $n -eq 0 ]; then echo "plot: nothing to draw" >&2; exit 2; fi
 
+# One row per stretch of a layer in one precision: first step, last step, row, precision, layer.
+for file; do
+    awk '
+        function text(key, pair) {
+            if (!match($0, "\"" key "\": *\"[^\"]*\"")) return ""
+            pair = substr($0, RSTART, RLENGTH - 1)
+            sub(/^"[^"]*": *"/, "", pair)
+            return pair
+        }
+        function stretch(layer, end) { print since[layer], end, row[layer], now[layer], layer }
+        !/}[ \r]*$/ || !match($0, /"step": *[0-9]+/) { next }
+        { step = substr($0, RSTART, RLENGTH); sub(/.* /, "", step); if (step + 0 > last) last = step + 0 }
+        !/"event": *"precision"/ { next }
+        {
+            layer = text("layer")
+            if (!(layer in now)) { now[layer] = text("from"); since[layer] = 0; row[layer] = ++layers; name[layers] = layer }
+            if (text("to") == now[layer]) next
+            stretch(layer, step)
+            now[layer] = text("to"); since[layer] = step
+        }
+        END { for (i = 1; i <= layers; i++) stretch(name[i], last) }' "$file" > "$work/layers.new"
+    [ -s "$work/layers.new" ] && mv "$work/layers.new" "$work/layers"
+done
+
 mkdir -p "$(dirname "$name")" || exit 1
 for kind in png svg; do
     gnuplot -e "work='$work'; runs=$n; kind='$kind'; name='$name'" "$(dirname "$0")/plot.gp" || exit 1
 done
 echo "plot: $name.png, $name.svg"
+if [ -s "$work/layers" ]; then echo "plot: $name.layers.png, $name.layers.svg"; fi

@@ -152,8 +152,11 @@ static void step_with(int64_t threads, const char *precision, int64_t rounds) {
     amp_optimizer *optimizer = NULL;
     int32_t ids[4 * 64 + 1];
     double *times = (double *)bench_memory((size_t)rounds * sizeof *times);
+    amp_batch batch;
     int64_t i;
     memset(&desc, 0, sizeof desc); memset(&config, 0, sizeof config); memset(&od, 0, sizeof od);
+    memset(&batch, 0, sizeof batch);
+    batch.inputs = ids; batch.targets = ids + 1; batch.batch = 4; batch.seq = 64;
     for (i = 0; i < 4 * 64 + 1; i++) ids[i] = (int32_t)(i * 7919 % 251);
     desc.dtype = bench_dtype(precision);
     desc.allow_fallback = 1;
@@ -168,10 +171,7 @@ static void step_with(int64_t threads, const char *precision, int64_t rounds) {
     bench_need(amp_optimizer_create(amp, &optimizer, &od), "amp_optimizer_create");
     for (i = -2; i < rounds; i++) {
         double start = seconds_now();
-        bench_need(amp_autocast_begin(amp, NULL), "amp_autocast_begin");
-        bench_need(gpt_forward(&g, ids, 4, 64), "gpt_forward");
-        bench_need(gpt_loss(&g, ids + 1, 1, NULL), "gpt_loss");
-        bench_need(amp_autocast_end(amp), "amp_autocast_end");
+        bench_need(gpt_forward_loss(&g, &batch, NULL, 1), "gpt_forward_loss");
         bench_need(gpt_backward(&g), "gpt_backward");
         bench_need(amp_step(optimizer, NULL), "amp_step");
         if (i >= 0) times[i] = seconds_now() - start;

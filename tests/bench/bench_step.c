@@ -95,12 +95,10 @@ static void create_tokens(run *r) {
 static amp_result step(run *r, int64_t number, double at[PARTS]) {
     const int32_t *tokens = r->tokens + number % BATCHES * (r->batch * r->seq + 1);
     double start = seconds_now(), forward, backward;
-    amp_result result;
-    TRY(amp_autocast_begin(r->amp, NULL));
-    result = gpt_forward(&r->gpt, tokens, r->batch, r->seq);
-    if (result == AMP_OK) result = gpt_loss(&r->gpt, tokens + 1, 1, amp_scaler_scale_ptr(r->scaler));
-    amp_autocast_end(r->amp);
-    TRY(result);
+    amp_batch batch;
+    memset(&batch, 0, sizeof batch);
+    batch.inputs = tokens; batch.targets = tokens + 1; batch.batch = r->batch; batch.seq = r->seq;
+    TRY(gpt_forward_loss(&r->gpt, &batch, amp_scaler_scale_ptr(r->scaler), 1));
     forward = seconds_now();
     TRY(gpt_backward(&r->gpt));
     backward = seconds_now();
@@ -128,7 +126,7 @@ static double step_floor(run *r) {
     for (row = 0; row < PROFILE_ROWS; row++)
         for (pass = 0; pass < 2; pass++) {
             double flops = gpt_flops(&r->gpt, row) * (pass == 0 ? 1 : row == PROFILE_ATTENTION ? 2.5 : 2);
-            t = gpt_bytes(&r->gpt, row, pass);
+            t = gpt_bytes(&r->gpt, row, pass, gpt_compute(&r->gpt));
             floor += peak_floor(&machine, flops, t.bytes, t.calls);
         }
     t = optimizer_traffic(&bytes);
@@ -147,7 +145,7 @@ static void report(run *r, times *t, float loss) {
     amp_memory(r->amp, &memory);
     bench_begin("step", r->amp);
     metrics_text(stdout, "model", r->model->name);
-    metrics_integer(stdout, "parameters", r->gpt.weights_count);
+    metrics_integer(stdout, "parameters", r->gpt.own.count);
     metrics_integer(stdout, "batch", r->batch);
     metrics_integer(stdout, "seq", r->seq);
     metrics_text(stdout, "precision", r->precision);

@@ -110,12 +110,10 @@ static void step_11m_open(const settings *set) { gpt_open(set, 256, 384, 6, 6, 4
 static void step_124m_open(const settings *set) { gpt_open(set, 50304, 768, 12, 12, 4, 64); }
 
 static amp_result step_call(void) {
-    amp_result result;
-    TRY(amp_autocast_begin(amp, NULL));
-    result = gpt_forward(&model, tokens, model.config.batch, model.config.seq);
-    if (result == AMP_OK) result = gpt_loss(&model, tokens + 1, 1, NULL);
-    amp_autocast_end(amp);
-    TRY(result);
+    amp_batch batch;
+    memset(&batch, 0, sizeof batch);
+    batch.inputs = tokens; batch.targets = tokens + 1; batch.batch = model.config.batch; batch.seq = model.config.seq;
+    TRY(gpt_forward_loss(&model, &batch, NULL, 1));
     TRY(gpt_backward(&model));
     return amp_step(optimizer, NULL);
 }

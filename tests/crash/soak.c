@@ -318,22 +318,25 @@ static int step_may_fail(const session *s, amp_result result, fault kind, int fi
 /* One step, with its fault; where that makes it fail, the same once more. */
 static void soak_step(session *s, fault kind) {
     run *r = &s->r;
-    float loss = 0, lr = schedule_lr(SCHEDULE_CONSTANT, r->step, r->steps, r->set.warmup, r->set.lr, 0);
+    float loss = 0;
+    double lr = 0;
+    amp_schedule schedule = schedule_of(r);
     amp_result result;
     int fired, tries;
     int64_t freed;
     example_text[0] = 0;
+    if (amp_schedule_lr(&schedule, r->step, &lr) != AMP_OK) failed("schedule: %s", example_error());
     if (amp_random_save(r->amp, s->random, "step") != AMP_OK) failed("random numbers: %s", example_error());
     if (kind == ALLOC_STEP) (void)amp_cleanup(r->amp, &freed);     /* so that there is something to allocate */
     if (kind != NO_FAULT) arm(kind, 1 + pick(s, kind == ALLOC_STEP ? 30 : 4), EIO);
-    result = train_step(r, lr, &loss, 1);
+    result = train_step(r, (float)lr, &loss, 1);
     fired = kind != NO_FAULT && disarm();
     if (fired && kind == READ_ERROR) s->read_until = r->step + 16;
     if (fired && kind == STUCK_WORKER) s->stuck_until = seconds_now() + 30;
     for (tries = 0; result != AMP_OK && tries < 16 && step_may_fail(s, result, kind, fired && tries == 0); tries++) {
         if (result < 600) shared->results[result]++;
         take_back(s, result);
-        result = train_step(r, lr, &loss, 1);
+        result = train_step(r, (float)lr, &loss, 1);
     }
     if (result != AMP_OK) failed("step %lld, fault \"%s\": %s", (long long)r->step + 1, fault_names[kind], example_error());
     r->step++;

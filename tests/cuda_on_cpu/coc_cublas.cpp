@@ -3,12 +3,17 @@
  *
  * D = act(alpha op(A) op(B) + beta C + bias) in fp32, summed over k in an order that is fixed per algorithm, and rounded
  * once.  Whatever is documented to be refused is refused; what is documented nowhere (empty matrices, a C of NULL) too,
- * so that nobody leans on it.  What the model lacks (complex, integer, fp8, vectors of alpha) is NOT_SUPPORTED.
+ * so that nobody leans on it.  What the model lacks (complex, integer, fp4, vectors of alpha) is NOT_SUPPORTED.
+ *
+ * With fp8 operands, D = sD act(alpha sA sB op(A) op(B) + beta sC C + bias), or with scales per block of k, each block's
+ * sum times both of its scales.
  *
  * Sources, as comments name them:
  *   [H]   the comments of cublasLt.h, cuBLAS 13.1
  *   [M]   cublasLtMatmul() in docs.nvidia.com/cuda/cublas: its text and its table of types
  *   [C]   cublasLtCreate(), cublasLtDestroy() there
+ *   [N]   Narrow Precision Data Types Usage there: modes of scales, their GPUs, layouts and formulas
+ *   [T]   Tensor Core Usage there: the alignment that fp8 needs
  *   [R]   what the real library 13.1 does without a GPU: sizes and defaults of attributes, NULL arguments
  *   [TE]  TransformerEngine's common/gemm/cublaslt_gemm.cu
  *   [MN]  marian-nmt's tensors/gpu/prod.cpp
@@ -46,6 +51,7 @@ struct matmul_desc {
     int64_t bias_stride, aux_ld, aux_stride, alpha_stride;
     int32_t sm_count, aux_type, bias_type;
     void *scales[4], *amax_d, *aux_scale, *aux_amax;    /* of fp8 */
+    int32_t modes[4];                                   /* of these scales */
     int8_t fast_accum;
 };
 struct preference {
@@ -58,7 +64,7 @@ struct algorithm {                              /* and the problem it is for */
     uint32_t magic, version;
     int32_t id, compute, scale, trans_a, trans_b;
     uint32_t epilogue;
-    uint32_t types[4];
+    uint8_t types[4], modes[2], fast_accum, none;
 };
 static_assert(sizeof(layout) <= sizeof(cublasLtMatrixLayoutOpaque_t), "layouts fit");
 static_assert(sizeof(matmul_desc) <= sizeof(cublasLtMatmulDescOpaque_t), "descriptors fit");
@@ -149,6 +155,8 @@ const attribute desc_attributes[] = {
     FIELD(matmul_desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, aux_type),
     FIELD(matmul_desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_SCALE_POINTER, aux_scale),
     FIELD(matmul_desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_AMAX_POINTER, aux_amax),
+    FIELD(matmul_desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, modes[0]), FIELD(matmul_desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, modes[1]),
+    FIELD(matmul_desc, CUBLASLT_MATMUL_DESC_C_SCALE_MODE, modes[2]), FIELD(matmul_desc, CUBLASLT_MATMUL_DESC_D_SCALE_MODE, modes[3]),
     FIELD(matmul_desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast_accum),
     FIELD(matmul_desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias_type),
 };
@@ -240,7 +248,9 @@ struct problem {
     int64_t m, n, k, batch;
 };
 
-size_t type_size(uint32_t type) { return type == CUDA_R_32F ? 4 : 2; }
+bool is_fp8(uint32_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
+bool is_fp8(const problem &p) { return is_fp8(p.of[A].type); }
+size_t type_size(uint32_t type) { return type == CUDA_R_32F ? 4 : is_fp8(type) ? 1 : 2; }
 bool has_bias(uint32_t e) { return e & CUBLASLT_EPILOGUE_BIAS; }
 bool has_bias_gradient(uint32_t e) { return e & (16u | CUBLASLT_EPILOGUE_BGRADA | CUBLASLT_EPILOGUE_BGRADB); }
 bool has_aux(uint32_t e) { return e & 128u; }
@@ -252,9 +262,26 @@ bool is_epilogue(uint32_t e) {
     return known.count(e) != 0;
 }
 
+/* [M] "See the table below when using FP8 kernels": an E5M2 operand meets an E4M3 one; D in 8 bits is E4M3, or E5M2 if an
+   operand is, its C fp16 or bf16; else C is like D. */
+bool fp8_types_are_known(const problem &p) {
+    uint32_t a = p.of[A].type, b = p.of[B].type, c = p.of[C].type, d = p.of[D].type;
+    bool wide = a == CUDA_R_8F_E5M2 || b == CUDA_R_8F_E5M2, narrow = a == CUDA_R_8F_E4M3 || b == CUDA_R_8F_E4M3;
+    if (!is_fp8(a) || !is_fp8(b) || !narrow || p.desc.compute != CUBLAS_COMPUTE_32F) return false;
+    if (is_fp8(d)) return (c == CUDA_R_16F || c == CUDA_R_16BF) && (d == CUDA_R_8F_E4M3 || wide);
+    return c == d && (d == CUDA_R_32F || d == CUDA_R_16F || d == CUDA_R_16BF);
+}
+
+/* [M] the same tables' column of bias types: that of D, for fp16 and bf16 inputs also where D is fp32; for fp8 inputs C's, and
+   bf16 where that is fp32. */
+uint32_t bias_type_of(const problem &p) {
+    return !is_fp8(p) ? p.of[D].type : p.of[C].type == CUDA_R_32F ? (uint32_t)CUDA_R_16BF : p.of[C].type;
+}
+
 /* [M] the table of types; compute 16F and FAST_16F, FAST_16BF are not modelled. */
 bool types_are_known(const problem &p) {
     uint32_t a = p.of[A].type, d = p.of[D].type;
+    if (is_fp8(a) || is_fp8(p.of[B].type)) return p.desc.scale == CUDA_R_32F && fp8_types_are_known(p);
     if (p.desc.scale != CUDA_R_32F || p.of[B].type != a || p.of[C].type != d) return false;
     if (p.desc.compute == CUBLAS_COMPUTE_32F_FAST_TF32) return a == CUDA_R_32F && d == CUDA_R_32F;
     if (p.desc.compute != CUBLAS_COMPUTE_32F && p.desc.compute != CUBLAS_COMPUTE_32F_PEDANTIC) return false;
@@ -307,11 +334,73 @@ cublasStatus_t check_epilogue(const problem &p) {
     /* [M] note: ReLU, dReLU, GELU, dGELU and bias epilogues are not supported when D is in row order; the newest manual says
        so of those that combine an activation with a bias. */
     if (d.epilogue != CUBLASLT_EPILOGUE_DEFAULT && p.of[D].order == CUBLASLT_ORDER_ROW) return CUBLAS_STATUS_NOT_SUPPORTED;
-    /* [M] the table's column of bias types: that of D, for bf16 and fp16 inputs also where D is fp32. */
-    if ((has_bias(d.epilogue) || has_bias_gradient(d.epilogue)) && d.bias_type != -1 && d.bias_type != (int32_t)p.of[D].type)
+    if ((has_bias(d.epilogue) || has_bias_gradient(d.epilogue)) && d.bias_type != -1 && d.bias_type != (int32_t)bias_type_of(p))
         return CUBLAS_STATUS_NOT_SUPPORTED;
     if (has_bias_gradient(d.epilogue) && p.batch > 1 && d.bias_stride == 0) return CUBLAS_STATUS_INVALID_VALUE;
     return has_aux(d.epilogue) ? check_aux(p) : CUBLAS_STATUS_SUCCESS;
+}
+
+/* ---- fp8 */
+
+bool is_128_mode(int32_t mode) {
+    return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+}
+/* Elements along k that share a scale; 0: all of them. */
+int64_t block_of(int32_t mode) { return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 ? 32 : is_128_mode(mode) ? 128 : 0; }
+
+/* [N] "Scaling Mode Support Overview": the GPUs of each mode.  The releases: the toolkit's notes for 12.8 and 12.9. */
+bool mode_is_supported(int32_t mode) {
+    int cc = coc_capability();
+    size_t version = state().version;
+    switch (mode) {
+        case CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F: return cc >= 89;
+        case CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0: return cc >= 100 && version >= 120800;
+        case CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F:
+        case CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F:
+        case CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F: return cc == 90 && version >= 120900;
+        default: return false;
+    }
+}
+
+/* [N] both operands have vectors of 32, outer vectors, or blocks of 128, of which one at most is a square; C and D stay as
+   they are.  Squares and vectors of 128: M and N multiples of 4.  Scales of blocks begin at multiples of 16 bytes.  That they
+   must be given, and that there is one item: stated nowhere. */
+cublasStatus_t check_modes(const problem &p) {
+    const matmul_desc &d = p.desc;
+    int32_t a = d.modes[A], b = d.modes[B];
+    bool squares = a == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F && b == a;
+    if (!mode_is_supported(a) || !mode_is_supported(b) || d.modes[C] != 0 || d.modes[D] != 0) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (a != b && !(is_128_mode(a) && is_128_mode(b))) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (a == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return CUBLAS_STATUS_SUCCESS;
+    /* [M] note 8: no fp8 D with vectors and blocks of fp32 scales; with MX the model has none. */
+    if (squares || is_fp8(p.of[D].type) || p.batch != 1) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (is_128_mode(a) && (p.m % 4 != 0 || p.n % 4 != 0)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    for (int i : {(int)A, (int)B})
+        if (d.scales[i] == nullptr || (block_of(a) && (uintptr_t)d.scales[i] % 16 != 0)) return CUBLAS_STATUS_INVALID_VALUE;
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+/* [M] "To use tensor- or block-scaled FP8 kernels". */
+cublasStatus_t check_fp8(const problem &p) {
+    const matmul_desc &d = p.desc;
+    int cc = coc_capability();
+    bool tn = d.trans_a != CUBLAS_OP_N && d.trans_b == CUBLAS_OP_N, plain = d.epilogue == CUBLASLT_EPILOGUE_DEFAULT;
+    /* [N] "Scales are only applicable to narrow precisions matmuls ... tensors", and to C in any precision.  [H] so is the
+       maximum of D, "set for an unsupported matrix data ... combination"; those of an aux matrix the model has not. */
+    if (!is_fp8(p)) {
+        for (int i = A; i <= D; i++)
+            if (d.scales[i] != nullptr || d.modes[i] != 0) return CUBLAS_STATUS_INVALID_VALUE;
+        return d.amax_d || d.aux_scale || d.aux_amax ? CUBLAS_STATUS_INVALID_VALUE : CUBLAS_STATUS_SUCCESS;
+    }
+    if (d.aux_scale || d.aux_amax) return CUBLAS_STATUS_INVALID_VALUE;
+    if (!is_fp8(p.of[D].type) && (d.scales[D] != nullptr || d.amax_d != nullptr)) return CUBLAS_STATUS_INVALID_VALUE;
+    if (!tn && (cc < 100 || cc >= 120)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    /* Stated nowhere: rows in order, sums and aux matrices; the toolkit's notes for 12.9, of blocks: "limited support for
+       fused epilogues". */
+    for (const layout &l : p.of)
+        if (l.order != CUBLASLT_ORDER_COL) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (has_aux(d.epilogue) || has_bias_gradient(d.epilogue) || (is_128_mode(d.modes[A]) && !plain)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    return check_modes(p);
 }
 
 bool is_operation(int32_t op) { return op == CUBLAS_OP_N || op == CUBLAS_OP_T || op == CUBLAS_OP_C; }
@@ -333,11 +422,8 @@ cublasStatus_t make_problem(cublasLtMatmulDesc_t desc, const cublasLtMatrixLayou
     if (d->pointer_mode != CUBLASLT_POINTER_MODE_HOST && d->pointer_mode != CUBLASLT_POINTER_MODE_DEVICE)
         return CUBLAS_STATUS_NOT_SUPPORTED;
     if (!types_are_known(*p)) return CUBLAS_STATUS_NOT_SUPPORTED;
-    /* [H] scales and maxima "set for an unsupported matrix data ... combination": those of fp8. */
-    for (void *scale : d->scales)
-        if (scale != nullptr) return CUBLAS_STATUS_INVALID_VALUE;
-    if (d->amax_d != nullptr || d->aux_scale != nullptr || d->aux_amax != nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     cublasStatus_t status = check_shapes(p);
+    if (status == CUBLAS_STATUS_SUCCESS) status = check_fp8(*p);
     return status == CUBLAS_STATUS_SUCCESS ? check_epilogue(*p) : status;
 }
 
@@ -347,8 +433,17 @@ uint32_t align_of(const problem &p, int id, int matrix) {
     return std::max(kinds[id].align, (uint32_t)type_size(p.of[matrix].type));
 }
 
+/* [T] fp8 needs 16 bytes of what is contiguous in op(A), op(B) and C, too.  Blocks with scales are summed in one piece. */
+bool serves_fp8(const problem &p, int id) {
+    size_t of_a = (size_t)(p.desc.trans_a == CUBLAS_OP_N ? p.m : p.k), of_b = (size_t)(p.desc.trans_b == CUBLAS_OP_N ? p.k : p.n);
+    size_t of_c = (size_t)p.m * type_size(p.of[C].type), of_d = (size_t)p.m * type_size(p.of[D].type);
+    if (kinds[id].align != 16 || (kinds[id].parts != 1 && block_of(p.desc.modes[A]))) return false;
+    return (of_a | of_b | of_c | of_d) % 16 == 0;
+}
+
 /* [H] an algorithm's alignment is required of the pointer, the leading dimension and the strides. */
 bool layouts_are_aligned(const problem &p, int id) {
+    if (is_fp8(p) && !serves_fp8(p, id)) return false;
     for (int i = A; i <= D; i++) {
         size_t size = type_size(p.of[i].type), align = align_of(p, id, i);
         if ((size_t)p.of[i].ld * size % align != 0) return false;
@@ -378,7 +473,9 @@ algorithm algorithm_for(const problem &p, int id) {
     a.magic = ALGORITHM, a.version = (uint32_t)state().version, a.id = id;
     a.compute = p.desc.compute, a.scale = p.desc.scale, a.trans_a = p.desc.trans_a, a.trans_b = p.desc.trans_b;
     a.epilogue = p.desc.epilogue;
-    for (int i = A; i <= D; i++) a.types[i] = p.of[i].type;
+    for (int i = A; i <= D; i++) a.types[i] = (uint8_t)p.of[i].type;
+    for (int i : {(int)A, (int)B}) a.modes[i] = (uint8_t)p.desc.modes[i];
+    a.fast_accum = (uint8_t)p.desc.fast_accum;
     return a;
 }
 
@@ -416,16 +513,20 @@ typedef float vec4 __attribute__((vector_size(16)));
 
 float load(const void *data, uint32_t type, int64_t i) {
     if (type == CUDA_R_32F) return ((const float *)data)[i];
+    if (type == CUDA_R_8F_E4M3) return amp_f32_from_e4m3(((const uint8_t *)data)[i]);
+    if (type == CUDA_R_8F_E5M2) return amp_f32_from_e5m2(((const uint8_t *)data)[i]);
     uint16_t bits = ((const uint16_t *)data)[i];
     return type == CUDA_R_16F ? amp_f32_from_f16(bits) : amp_f32_from_bf16(bits);
 }
 void store(void *data, uint32_t type, int64_t i, float x) {
     if (type == CUDA_R_32F) ((float *)data)[i] = x;
+    else if (is_fp8(type)) ((uint8_t *)data)[i] = type == CUDA_R_8F_E4M3 ? amp_e4m3_from_f32(x, 1) : amp_e5m2_from_f32(x, 1);
     else ((uint16_t *)data)[i] = type == CUDA_R_16F ? amp_f16_from_f32(x, 0) : amp_bf16_from_f32(x, 0);
 }
 float rounded(float x, uint32_t type) {
-    if (type == CUDA_R_32F) return x;
-    return type == CUDA_R_16F ? amp_f32_from_f16(amp_f16_from_f32(x, 0)) : amp_f32_from_bf16(amp_bf16_from_f32(x, 0));
+    float place;
+    store(&place, type, 0, x);
+    return load(&place, type, 0);
 }
 
 int64_t element(const layout &l, int64_t i, int64_t j) { return l.order == CUBLASLT_ORDER_COL ? j * l.ld + i : i * l.ld + j; }
@@ -443,6 +544,35 @@ struct execution {
     int id, device;
     bool wrong;
 };
+
+/* ---- Scales of fp8: [N] "1D Block Scaling Factors Layout" and "Scaling factors layouts".  i: of op(A)'s rows or op(B)'s
+   columns, of which there are `outer`; block: along k. */
+
+int64_t scale_at(const problem &p, matrix_name which, int64_t i, int64_t block) {
+    int64_t outer = which == A ? p.m : p.n, blocks = (p.k + 127) / 128, padded = (blocks + 3) / 4 * 4;
+    switch (p.desc.modes[which]) {
+        case CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F: return i;
+        case CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F: return block * outer + i;
+        case CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F: return i / 128 * padded + block;
+        case CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0:  /* tiles of 128 x 4 bytes, one for 128 x 128 elements */
+            return (i / 128 * blocks + block / 4) * 512 + i % 32 * 16 + i % 128 / 32 * 4 + block % 4;
+        default: return 0;
+    }
+}
+float scale_of(const problem &p, matrix_name which, int64_t i, int64_t block) {
+    const void *scales = p.desc.scales[which];
+    int64_t at = scale_at(p, which, i, block);
+    if (scales == nullptr) return 1;
+    if (p.desc.modes[which] != CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0) return ((const float *)scales)[at];
+    int e = ((const uint8_t *)scales)[at];              /* 2^(e - 127); 255 is NaN */
+    return e == 255 ? NAN : ldexpf(1, e - 127);
+}
+size_t scale_bytes(const problem &p, matrix_name which) {
+    int64_t outer = which == A ? p.m : p.n;
+    bool bytes = p.desc.modes[which] == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+    if (bytes) return (size_t)((outer + 127) / 128 * ((p.k + 127) / 128) * 512);        /* whole tiles */
+    return ((size_t)scale_at(p, which, outer - 1, (p.k - 1) / 128) + 1) * 4;
+}
 
 enum { LANES = 8, COLUMNS = 4 };
 
@@ -480,11 +610,14 @@ void tile(const float *a, const float *b, int64_t from, int64_t to, vec4 sum[COL
     }
 }
 
-/* The sums over k as the algorithm makes them: parts (or blocks), each from 0, added up in order. */
-void sum_tile(const execution &e, const float *a, const float *b, float out[COLUMNS][LANES]) {
+/* The sums over k as the algorithm makes them: parts (or blocks), each from 0, added up in order.  (row, column): the tile's;
+   blocks with scales are multiplied by both of them. */
+void sum_tile(const execution &e, const float *a, const float *b, int64_t row, int64_t column, float out[COLUMNS][LANES]) {
+    const problem &p = e.p;
+    const int64_t scaled = block_of(p.desc.modes[A]);
     const algorithm_kind &kind = kinds[e.id];
     int64_t k = e.wrong ? e.p.k / 32 * 32 : e.p.k;
-    int64_t step = kind.parts > 1 ? (k + kind.parts - 1) / kind.parts : kind.block ? kind.block : k;
+    int64_t step = scaled ? scaled : kind.parts > 1 ? (k + kind.parts - 1) / kind.parts : kind.block ? kind.block : k;
     vec4 total[COLUMNS][2] = {};
     for (int64_t from = 0; from < k; from += step) {
         vec4 sum[COLUMNS][2] = {};
@@ -492,7 +625,9 @@ void sum_tile(const execution &e, const float *a, const float *b, float out[COLU
         for (int j = 0; j < COLUMNS; j++)
             for (int i = 0; i < LANES; i++) {
                 float part = sum[j][i / 4][i % 4];
-                if (kind.scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE) part = rounded(part, e.p.of[D].type);
+                if (kind.scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE) part = rounded(part, p.of[D].type);
+                if (scaled && row + i < p.m && column + j < p.n)
+                    part *= scale_of(p, A, row + i, from / step) * scale_of(p, B, column + j, from / step);
                 total[j][i / 4][i % 4] += part;
             }
     }
@@ -521,7 +656,7 @@ float epilogue(const execution &e, int64_t item, int64_t i, int64_t j, float x) 
     const matmul_desc &d = e.p.desc;
     uint32_t type = e.p.of[D].type, kind = d.epilogue;
     int64_t at = item * d.aux_stride + j * d.aux_ld + i;
-    if (has_bias(kind)) x += load(d.bias, type, item * d.bias_stride + i);
+    if (has_bias(kind)) x += load(d.bias, bias_type_of(e.p), item * d.bias_stride + i);
     if (kind & CUBLASLT_EPILOGUE_RELU) {
         if (has_aux(kind)) set_mask_bit(d.aux, at, x > 0);
         return fmaxf(x, 0.0f);                  /* [H] max(x, 0): NaN is 0 in CUDA's */
@@ -540,13 +675,15 @@ void finish_columns(const execution &e, int64_t item, int64_t first, float *sums
     const layout &lc = p.of[C], &ld = p.of[D];
     const char *c = (const char *)e.c + (size_t)(item * lc.stride) * type_size(lc.type);
     char *d = (char *)e.d + (size_t)(item * ld.stride) * type_size(ld.type);
+    const bool blocks = block_of(p.desc.modes[A]) != 0;
+    float of_c = p.desc.scales[C] ? *(const float *)p.desc.scales[C] : 1, of_d = p.desc.scales[D] ? *(const float *)p.desc.scales[D] : 1;
     for (int64_t j = first; j < std::min(p.n, first + COLUMNS); j++)
         for (int64_t i = 0; i < p.m; i++) {
             float *x = &sums[(j - first) * p.m + i];
-            *x *= e.alpha;
-            if (e.beta != 0) *x += e.beta * load(c, lc.type, element(lc, i, j));
+            *x *= is_fp8(p) && !blocks ? e.alpha * (scale_of(p, A, i, 0) * scale_of(p, B, j, 0)) : e.alpha;
+            if (e.beta != 0) *x += e.beta * of_c * load(c, lc.type, element(lc, i, j));
             *x = epilogue(e, item, i, j, *x);
-            store(d, ld.type, element(ld, i, j), *x);
+            store(d, ld.type, element(ld, i, j), of_d * *x);
         }
 }
 
@@ -578,13 +715,17 @@ void multiply(const execution &e) {
         for (int64_t j = 0; j < columns; j += COLUMNS) {
             for (int64_t i = 0; i < p.m; i += LANES) {
                 float out[COLUMNS][LANES];
-                sum_tile(e, &a[(size_t)(i * p.k)], &b[(size_t)(j * p.k)], out);
+                sum_tile(e, &a[(size_t)(i * p.k)], &b[(size_t)(j * p.k)], i, j, out);
                 for (int64_t y = 0; y < COLUMNS; y++)
                     for (int64_t x = i; x < std::min(p.m, i + LANES); x++) sums[(size_t)((j + y) * p.m + x)] = out[y][x - i];
             }
             finish_columns(e, item, j, &sums[(size_t)(j * p.m)]);
         }
         if (has_bias_gradient(p.desc.epilogue)) bias_gradient(e, item, sums);
+        if (p.desc.amax_d == nullptr) continue;
+        float most = item == 0 ? 0 : *(float *)p.desc.amax_d;
+        for (int64_t i = 0; i < p.m * p.n; i++) most = fmaxf(most, fabsf(sums[(size_t)i]));
+        *(float *)p.desc.amax_d = most;
     }
 }
 
@@ -602,12 +743,15 @@ std::vector<range> ranges_of(const execution &e) {
     if (e.alpha_at) all.push_back({"alpha", e.alpha_at, 4}), all.push_back({"beta", e.beta_at, 4});
     if (has_bias(d.epilogue) || has_bias_gradient(d.epilogue)) {
         int64_t length = d.epilogue == CUBLASLT_EPILOGUE_BGRADB ? p.n : p.m;
-        all.push_back({"the bias", d.bias, (size_t)(length + (p.batch - 1) * d.bias_stride) * size});
+        all.push_back({"the bias", d.bias, (size_t)(length + (p.batch - 1) * d.bias_stride) * type_size(bias_type_of(p))});
     }
     if (has_aux(d.epilogue)) {
         size_t elements = (size_t)((p.batch - 1) * d.aux_stride + (p.n - 1) * d.aux_ld + p.m);
         all.push_back({"the aux matrix", d.aux, has_mask(d.epilogue) ? (elements + 7) / 8 : elements * size});
     }
+    for (int i = A; i <= D; i++)
+        if (d.scales[i]) all.push_back({"a scale", d.scales[i], i <= B ? scale_bytes(p, (matrix_name)i) : 4});
+    if (d.amax_d) all.push_back({"the maximum", d.amax_d, 4});
     if (size_t bytes = workspace_of(p, e.id)) all.push_back({"the workspace", e.workspace, bytes});
     return all;
 }

@@ -100,6 +100,13 @@ static unsigned char *map_room(size_t bytes) {
     return (unsigned char *)p;
 }
 
+/* ThreadSanitizer follows calls and returns; here a fiber ends or goes on, which is neither. */
+#if defined(__SANITIZE_THREAD__)
+#  define COC_UNMARKED __attribute__((no_sanitize("thread")))
+#else
+#  define COC_UNMARKED
+#endif
+
 worker::worker() {
     static_shared = map_room(STATIC_ROOM);
     dynamic_shared = map_room(DYNAMIC_ROOM + RED_ZONE) + RED_ZONE;
@@ -136,7 +143,7 @@ worker::~worker() {
 static void fiber_main();
 
 #if defined(COC_UCONTEXT)
-static void switch_context(void **from, void *to) { swapcontext((ucontext_t *)*from, (ucontext_t *)to); }
+COC_UNMARKED static void switch_context(void **from, void *to) { swapcontext((ucontext_t *)*from, (ucontext_t *)to); }
 static void *new_context(worker *w, int stack) {
     ucontext_t *context = &w->contexts[(size_t)stack];
     getcontext(context);
@@ -156,7 +163,7 @@ __asm__(".text\n"
         " movq %rsp,(%rdi)\n movq %rsi,%rsp\n"
         " popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n"
         ".size coc_switch_context,.-coc_switch_context\n");
-static void switch_context(void **from, void *to) { coc_switch_context(from, to); }
+COC_UNMARKED static void switch_context(void **from, void *to) { coc_switch_context(from, to); }
 /* Tops of stacks are staggered, so that 256 of them do not fall into the same lines of the L1 cache. */
 static void *new_context(worker *w, int stack) {
     void **top = (void **)(w->stacks[(size_t)stack] + STACK_BYTES - (size_t)(stack % 61) * 64);
@@ -184,7 +191,7 @@ static int take_stack(worker *w) {
 }
 
 /* Leaves the running context for thread t; fake NULL: it will not come back. */
-static void enter(worker *w, void **from, void **fake, coc_thread *t) {
+COC_UNMARKED static void enter(worker *w, void **from, void **fake, coc_thread *t) {
     if (t->state == 0) {
         t->state = 1;
         t->stack = take_stack(w);
@@ -202,7 +209,7 @@ static void enter(worker *w, void **from, void **fake, coc_thread *t) {
     (void)fake;
 }
 
-static void leave_to_main(worker *w, coc_thread *me) {
+COC_UNMARKED static void leave_to_main(worker *w, coc_thread *me) {
 #if COC_ASAN
     __sanitizer_start_switch_fiber(nullptr, w->main_bottom, w->main_size);
 #endif
@@ -472,26 +479,27 @@ void coc_copy_wait(int groups_left) {
     copies.resize(kept);
 }
 
-/* ---- Conversions to E4M3 */
+/* ---- Conversions to 8 bits: m bits of mantissa, normal numbers from 2^least on. */
 
-static uint8_t e4m3_of(float x) {
+static uint8_t fp8_of(float x, int m, int least, float largest) {
     uint8_t sign = std::signbit(x) ? 0x80 : 0;
     float size = fabsf(x), step;
     int exponent;
     if (x != x) return 0x7f;
-    if (size >= 448) return sign | 0x7e;
+    if (size > largest) size = largest;
     frexpf(size, &exponent);                    /* size = fraction * 2^exponent, 0.5 <= fraction < 1 */
-    if (size == 0 || exponent < -5) exponent = -5;  /* subnormal ones have the step of the smallest normal ones */
-    step = ldexpf(1, exponent - 4);
-    int steps = (int)nearbyintf(size / step);   /* 8 to 16 of a normal number's; 0 to 8 */
-    return (uint8_t)(sign | (8 * (exponent + 5) + steps));
+    if (size == 0 || exponent <= least) exponent = least + 1;   /* subnormal ones have the step of the smallest normal ones */
+    step = ldexpf(1, exponent - 1 - m);
+    int steps = (int)nearbyintf(size / step);   /* 2^m to 2^(m + 1) of a normal number's; 0 to 2^m */
+    return (uint8_t)(sign | ((exponent - least - 1) * (1 << m) + steps));
 }
 
-uint16_t coc_cvt_e4m3x2(float a, float b) {
+uint16_t coc_cvt_fp8x2(float a, float b, bool e5m2) {
     if (coc_image() < 89)
-        coc_trap(cudaErrorIllegalInstruction, "cvt to e4m3x2 in code that was compiled for sm_%d, which has none", coc_image());
-    here->work.e4m3_pairs++;
-    return (uint16_t)(e4m3_of(a) << 8 | e4m3_of(b));
+        coc_trap(cudaErrorIllegalInstruction, "cvt to fp8 in code that was compiled for sm_%d, which has none", coc_image());
+    here->work.fp8_pairs++;
+    if (e5m2) return (uint16_t)(fp8_of(a, 2, -14, 57344) << 8 | fp8_of(b, 2, -14, 57344));
+    return (uint16_t)(fp8_of(a, 3, -6, 448) << 8 | fp8_of(b, 3, -6, 448));
 }
 
 /* ---- Tensor cores */
@@ -558,7 +566,7 @@ static void finish_thread(coc_thread *me) {
     if (--b->live && b->arrived == b->live) release_barrier(b);
 }
 
-static void fiber_main() {
+COC_UNMARKED static void fiber_main() {
     worker *w = here;
 #if COC_ASAN
     const void *bottom;
@@ -685,7 +693,7 @@ cudaError_t coc_run_grid(const coc_grid *what) {
     static thread_local std::unique_ptr<worker> keep;
     unsigned all = what->grid.x * what->grid.y * what->grid.z;
     unsigned blocks = coc_last_blocks != 0 && coc_last_blocks < all ? coc_last_blocks : all;
-    uint64_t threads = (uint64_t)blocks * what->block.x * what->block.y * what->block.z;
+    [[maybe_unused]] uint64_t threads = (uint64_t)blocks * what->block.x * what->block.y * what->block.z;
     std::vector<unsigned> order;
     cudaError_t result = cudaSuccess;
     make_order(&order, blocks, ~(uint64_t)0);
@@ -705,7 +713,7 @@ cudaError_t coc_run_grid(const coc_grid *what) {
             run_block(here, what, all - blocks + order[i]);
             if (here->failed != cudaSuccess) __atomic_store_n(&result, here->failed, __ATOMIC_RELAXED);
         }
-        for (long coc_work::*count : {&coc_work::switches, &coc_work::mmas, &coc_work::ldmatrices, &coc_work::e4m3_pairs,
+        for (long coc_work::*count : {&coc_work::switches, &coc_work::mmas, &coc_work::ldmatrices, &coc_work::fp8_pairs,
                                       &coc_work::async_bytes, &coc_work::prefetches, &coc_work::barriers, &coc_work::busy_barriers})
             __atomic_fetch_add(&(coc_worked.*count), here->work.*count, __ATOMIC_RELAXED);
     }

@@ -23,7 +23,7 @@ int coc_host_touched(const void *address);
 std::string coc_describe(const void *address);
 std::string coc_function_name(const void *function);
 /* What kernels did since the program began; see coc_counts. */
-struct coc_work { long switches, mmas, ldmatrices, e4m3_pairs, async_bytes, prefetches, barriers, busy_barriers; };
+struct coc_work { long switches, mmas, ldmatrices, fp8_pairs, async_bytes, prefetches, barriers, busy_barriers; };
 extern coc_work coc_worked;
 extern coc_order coc_current_order;
 extern uint64_t coc_order_seed;
@@ -40,6 +40,7 @@ struct coc_library_call {
 };
 coc_counts *coc_counts_now();
 int coc_device_now();
+int coc_capability();                           /* of the GPUs, 10 major + minor */
 cudaError_t coc_device_error(int device);       /* what lasts */
 cudaError_t coc_lose_device(int device, cudaError_t error);
 /* 1: these bytes lie inside one living allocation of the device, or in pinned memory. */

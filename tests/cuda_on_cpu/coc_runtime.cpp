@@ -117,8 +117,36 @@ struct capture {
     bool invalid = false;
 };
 
+/* Held by one thread at a time while it is in CUDA.  ThreadSanitizer sees neither the lock nor what is done under it, kernels
+   included: CUDA promises the backend no order of what it does itself. */
+#if defined(__SANITIZE_THREAD__)
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char *file, int line);
+void AnnotateIgnoreReadsEnd(const char *file, int line);
+void AnnotateIgnoreWritesBegin(const char *file, int line);
+void AnnotateIgnoreWritesEnd(const char *file, int line);
+void AnnotateIgnoreSyncBegin(const char *file, int line);
+void AnnotateIgnoreSyncEnd(const char *file, int line);
+}
+struct coc_model_lock {
+    std::recursive_mutex mutex;
+    void lock() {
+        AnnotateIgnoreReadsBegin(__FILE__, __LINE__), AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+        AnnotateIgnoreSyncBegin(__FILE__, __LINE__);
+        mutex.lock();
+    }
+    void unlock() {
+        mutex.unlock();
+        AnnotateIgnoreSyncEnd(__FILE__, __LINE__);
+        AnnotateIgnoreWritesEnd(__FILE__, __LINE__), AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+    }
+};
+#else
+typedef std::recursive_mutex coc_model_lock;
+#endif
+
 struct model_state {
-    std::recursive_mutex lock;
+    coc_model_lock lock;
     std::vector<device_state> devices;
     int device_count = 2, multiprocessors = 4, capability = 90, image = 90;
     size_t memory = (size_t)1 << 30;
@@ -455,7 +483,7 @@ std::string coc_describe(const void *address) {
 }
 
 int coc_host_touched(const void *address) {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     int index = device_of(address);
     if (index < 0) return 0;
     coc_fault("the host touches device memory: %s", coc_describe(address).c_str());
@@ -464,7 +492,7 @@ int coc_host_touched(const void *address) {
 }
 
 void coc_check_red_zones() {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     for (device_state &d : model().devices) check_device(d, "on demand");
     for (auto &entry : model().pinned)
         if (!COC_ASAN && !is_canary((unsigned char *)entry.first + entry.second.size, RED_ZONE))
@@ -473,7 +501,7 @@ void coc_check_red_zones() {
 }
 
 void *coc_sparse_alloc(size_t bytes) {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     void *p = take_memory(current_device, bytes, true);
     hide_all();
     return p;
@@ -574,7 +602,7 @@ bool capture_forbids() {
 
 /* One call of the runtime: counts it, lets it fail if it shall, and hides device memory at its end. */
 struct api_call {
-    std::lock_guard<std::recursive_mutex> guard;
+    std::lock_guard<coc_model_lock> guard;
     const char *name;
     cudaError_t error = cudaSuccess;
 
@@ -860,7 +888,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
 
 /* The driver's function that is asked for by name. */
 static int context_state(int index, unsigned *flags, int *active) {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     if (index < 0 || index >= model().device_count) return 101;         /* CUDA_ERROR_INVALID_DEVICE */
     *flags = 0;
     *active = device(index).context;
@@ -1646,7 +1674,7 @@ void coc_set_order(coc_order order, uint64_t seed) {
 void coc_set_last_blocks(unsigned blocks) { coc_last_blocks = blocks; }
 
 void coc_set_schedule(coc_schedule schedule) {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     model().schedule = schedule;
 }
 
@@ -1656,7 +1684,7 @@ void coc_set_patience(int queries) { model().patience = queries; }
 void coc_set_pointer_check(int check) { model().pointer_check = check; }
 
 void coc_set_hidden(int hidden) {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     if (hidden == model().hidden) return;
     expose_all();
     model().hidden = hidden;
@@ -1664,6 +1692,7 @@ void coc_set_hidden(int hidden) {
 }
 
 int coc_image() { return model().image; }
+int coc_capability() { return model().capability; }
 
 void coc_set_devices(int count, size_t memory, int multiprocessors, int capability, int image) {
     coc_reset();
@@ -1675,13 +1704,13 @@ void coc_set_devices(int count, size_t memory, int multiprocessors, int capabili
 }
 
 coc_counts coc_count() {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     coc_counts counts = model().counts;
     const coc_work &before = model().worked_before;
     counts.switches = coc_worked.switches - before.switches;
     counts.mmas = coc_worked.mmas - before.mmas;
     counts.ldmatrices = coc_worked.ldmatrices - before.ldmatrices;
-    counts.e4m3_pairs = coc_worked.e4m3_pairs - before.e4m3_pairs;
+    counts.fp8_pairs = coc_worked.fp8_pairs - before.fp8_pairs;
     counts.async_bytes = coc_worked.async_bytes - before.async_bytes;
     counts.prefetches = coc_worked.prefetches - before.prefetches;
     counts.barriers = coc_worked.barriers - before.barriers;
@@ -1690,13 +1719,13 @@ coc_counts coc_count() {
 }
 
 long coc_calls(const char *function) {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     auto found = model().calls.find(function);
     return found == model().calls.end() ? 0 : found->second;
 }
 
 long coc_kernel_launches(const char *part) {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     long sum = 0;
     for (auto &entry : model().kernels)
         if (entry.first.find(part) != std::string::npos) sum += entry.second;
@@ -1704,14 +1733,14 @@ long coc_kernel_launches(const char *part) {
 }
 
 std::string coc_synchronising_calls() {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     std::string text;
     for (auto &entry : model().synchronising) text += entry.first + " " + std::to_string(entry.second) + " ";
     return text;
 }
 
 void coc_reset_counts() {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     model().counts = coc_counts{};
     model().worked_before = coc_worked;
     model().calls.clear();
@@ -1720,7 +1749,7 @@ void coc_reset_counts() {
 }
 
 void coc_fail(const char *function, int n, cudaError_t error, int sticky) {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     model().fail_function = function ? function : "";
     model().fail_in = n;
     model().fail_error = error;
@@ -1731,7 +1760,7 @@ int coc_fail_pending() { return model().fail_in > 0; }
 void coc_fail_clear() { model().fail_in = 0; }
 
 coc_alive coc_living() {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     const model_state &m = model();
     coc_alive alive = {};
     for (const device_state &d : m.devices) alive.allocations += (long)d.live.size(), alive.bytes += d.used;
@@ -1745,7 +1774,7 @@ coc_alive coc_living() {
 }
 
 void coc_reset() {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     model_state &m = model();
     for (size_t i = 0; i < m.devices.size(); i++)
         for (auto &stream : all_streams((int)i)) stream->queue.clear();
@@ -1774,20 +1803,20 @@ void coc_reset() {
 }
 
 int nvtxRangePushA(const char *message) {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     model().ranges += std::string(message) + "{";
     return model().depth++;
 }
 
 int nvtxRangePop(void) {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     if (model().depth == 0) return -2;
     model().ranges += "}";
     return --model().depth;
 }
 
 std::string coc_ranges() {
-    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    std::lock_guard<coc_model_lock> guard(model().lock);
     return model().ranges;
 }
 

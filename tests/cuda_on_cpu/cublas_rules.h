@@ -2,8 +2,9 @@
  * be right, or a call that must be refused, with the document that says so.
  *
  * t_cublas.cpp holds the model to it, tests/gpu/t_models.cu the library on a GPU.  Sources as in coc_cublas.cpp: [H] the
- * header's comments, [M] cublasLtMatmul() and [C] cublasLtCreate() in docs.nvidia.com/cuda/cublas, [R] the library without
- * a GPU, [TE] TransformerEngine, [MN] marian-nmt; "stated nowhere": the model refuses what nobody promises. */
+ * header's comments, [M] cublasLtMatmul(), [C] cublasLtCreate(), [N] Narrow Precision Data Types Usage and [T] Tensor Core
+ * Usage in docs.nvidia.com/cuda/cublas, [R] the library without a GPU, [TE] TransformerEngine, [MN] marian-nmt; "stated
+ * nowhere": the model refuses what nobody promises. */
 #ifndef CUBLAS_RULES_H
 #define CUBLAS_RULES_H
 
@@ -50,7 +51,10 @@ struct blas_product {
     bool late_pointers = false;                 /* bias and aux are set after the heuristic was asked */
     int candidate = 0;                          /* which of the heuristic's results runs; -1: algo NULL */
     bool short_workspace = false;               /* one byte less than that of the first result that needs one */
-    bool fp8_scale = false;
+    int32_t mode[2] = {CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F};     /* of A and B */
+    bool scaled[4] = {};                        /* A, B, C, D have scales */
+    size_t scale_offset = 0;                    /* bytes behind a 256-byte aligned address */
+    bool amax = false;
     bool no_alpha = false;
     float value = 0;                            /* not 0: every element of A and B */
 };
@@ -62,14 +66,23 @@ static inline bool blas_uses_aux(const blas_product &x) { return blas_has(x, 128
 static inline bool blas_reads_aux(const blas_product &x) { return blas_has(x, 8 | 64); }
 static inline bool blas_uses_mask(const blas_product &x) { return blas_uses_aux(x) && blas_has(x, 2 | 8); }
 
-static inline size_t blas_size(cudaDataType t) { return t == CUDA_R_32F ? 4 : 2; }
+static inline bool blas_is_fp8(cudaDataType t) { return t == CUDA_R_8F_E4M3 || t == CUDA_R_8F_E5M2; }
+static inline size_t blas_size(cudaDataType t) { return t == CUDA_R_32F ? 4 : blas_is_fp8(t) ? 1 : 2; }
+static inline cudaDataType blas_bias_type(const blas_product &x) {
+    if (!blas_is_fp8(x.type[BLAS_A])) return x.type[BLAS_D];
+    return x.type[BLAS_C] == CUDA_R_32F ? CUDA_R_16BF : x.type[BLAS_C];
+}
 static inline float blas_load(const void *data, cudaDataType t, int64_t i) {
     if (t == CUDA_R_32F) return ((const float *)data)[i];
+    if (t == CUDA_R_8F_E4M3) return amp_f32_from_e4m3(((const uint8_t *)data)[i]);
+    if (t == CUDA_R_8F_E5M2) return amp_f32_from_e5m2(((const uint8_t *)data)[i]);
     uint16_t bits = ((const uint16_t *)data)[i];
     return t == CUDA_R_16F ? amp_f32_from_f16(bits) : amp_f32_from_bf16(bits);
 }
 static inline void blas_store(void *data, cudaDataType t, int64_t i, float v) {
     if (t == CUDA_R_32F) ((float *)data)[i] = v;
+    else if (t == CUDA_R_8F_E4M3) ((uint8_t *)data)[i] = amp_e4m3_from_f32(v, 0);
+    else if (t == CUDA_R_8F_E5M2) ((uint8_t *)data)[i] = amp_e5m2_from_f32(v, 0);
     else ((uint16_t *)data)[i] = t == CUDA_R_16F ? amp_f16_from_f32(v, 0) : amp_bf16_from_f32(v, 0);
 }
 
@@ -105,17 +118,56 @@ static inline int64_t blas_bias_stride(const blas_product &x) {
     return x.no_strides ? 0 : blas_bias_length(x);
 }
 
+/* ---- Scales.  Each is a function of its place alone, so that a wrong layout gives wrong products. */
+
+/* Elements along k that share a scale. */
+static inline int64_t blas_block(const blas_product &x, int which) {
+    int32_t mode = x.mode[which];
+    return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 ? 32 : mode > CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F ? 128 : x.k;
+}
+/* The power of two that operand `which` has in row or column i and along k at q. */
+static inline int blas_exponent(const blas_product &x, int which, int64_t i, int64_t q) {
+    int32_t mode = x.mode[which];
+    int64_t row = mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F ? 0 : mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F ? i / 128 : i;
+    if (!x.scaled[which]) return 0;
+    return (int)(amp_random_u32(31 + (uint64_t)which, (uint64_t)(row * 64 + q / blas_block(x, which))) % 8) - 4;
+}
+/* Operand `which`'s scales as the manual lays them out; zeros where no element lies. */
+static inline std::vector<unsigned char> blas_scales(const blas_product &x, int which) {
+    int32_t mode = x.mode[which];
+    int64_t outer = which == BLAS_A ? x.m : x.n, tiles = (x.k + 127) / 128, padded = (tiles + 3) / 4 * 4;
+    bool bytes = mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0, squares = mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    int64_t rows = mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F ? 1 : squares ? (outer + 127) / 128 : outer;
+    int64_t block = blas_block(x, which);
+    std::vector<unsigned char> out(bytes ? (size_t)((outer + 127) / 128 * tiles * 512) : (size_t)(rows * padded * 4 + 4));
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t q = 0; q < x.k; q += block) {
+            int e = blas_exponent(x, which, squares ? 128 * i : i, q);
+            int64_t b = q / block, at = squares ? i * padded + b : b * outer + i;
+            float scale = ldexpf(1, e);
+            if (bytes) out[(size_t)((i / 128 * tiles + b / 4) * 512 + i % 32 * 16 + i % 128 / 32 * 4 + b % 4)] = (unsigned char)(127 + e);
+            else memcpy(&out[(size_t)at * 4], &scale, 4);
+        }
+    return out;
+}
+
 /* ---- Buffers: host copies, and the same on the device, with 0xFF wherever no element lies */
+
+enum { BLAS_ALPHA, BLAS_BETA, BLAS_SCALE_C, BLAS_SCALE_D, BLAS_AMAX, BLAS_SCALARS };
 
 struct blas_buffers {
     std::vector<unsigned char> host[BLAS_BUFFERS];
-    unsigned char *base[BLAS_BUFFERS] = {};
+    unsigned char *base[BLAS_BUFFERS] = {}, *scales[2] = {};
     float *scalars = NULL;
     blas_buffers() {}
     blas_buffers(const blas_buffers &) = delete;
     ~blas_buffers() {
         for (unsigned char *p : base) cudaFree(p);
+        for (unsigned char *p : scales) cudaFree(p);
         cudaFree(scalars);
+    }
+    void *scale(const blas_product &x, int which) const {
+        return which <= BLAS_B ? (void *)(scales[which] + x.scale_offset) : (void *)(scalars + (which == BLAS_C ? BLAS_SCALE_C : BLAS_SCALE_D));
     }
     void *device(const blas_product &x, int which) const {
         if (x.null[which]) return NULL;
@@ -131,7 +183,7 @@ static inline size_t blas_bytes(const blas_product &x, int which) {
         blas_place p = blas_place_of(x, which);
         return (size_t)(p.rows && p.cols ? blas_at(x, which, x.batch - 1, p.rows - 1, p.cols - 1) + 1 : 0) * blas_size(x.type[which]);
     }
-    if (which == BLAS_BIAS) return (size_t)(x.batch * blas_bias_length(x)) * blas_size(x.type[BLAS_D]);
+    if (which == BLAS_BIAS) return (size_t)(x.batch * blas_bias_length(x)) * blas_size(blas_bias_type(x));
     if (which == BLAS_AUX) {
         size_t elements = (size_t)(x.batch * (blas_aux_ld(x) * x.n + x.aux_stride_more));
         return blas_uses_mask(x) ? (elements + 7) / 8 : elements * blas_size(x.type[BLAS_D]);
@@ -157,8 +209,8 @@ static inline bool blas_make(const blas_product &x, blas_buffers *b) {
         b->host[i].assign(blas_bytes(x, i), 0xFF);
         if (i <= BLAS_D) blas_fill_matrix(x, i, &b->host[i]);
         if (i == BLAS_BIAS)
-            for (int64_t e = 0; e < (int64_t)(b->host[i].size() / blas_size(x.type[BLAS_D])); e++)
-                blas_store(b->host[i].data(), x.type[BLAS_D], e, 4 * amp_random_uniform(21, (uint64_t)e) - 2);
+            for (int64_t e = 0; e < (int64_t)(b->host[i].size() / blas_size(blas_bias_type(x))); e++)
+                blas_store(b->host[i].data(), blas_bias_type(x), e, 4 * amp_random_uniform(21, (uint64_t)e) - 2);
         if (i == BLAS_AUX && !blas_uses_mask(x))
             for (int64_t e = 0; e < (int64_t)(b->host[i].size() / blas_size(x.type[BLAS_D])); e++)
                 blas_store(b->host[i].data(), x.type[BLAS_D], e, 8 * amp_random_uniform(22, (uint64_t)e) - 4);
@@ -168,7 +220,15 @@ static inline bool blas_make(const blas_product &x, blas_buffers *b) {
         if (cudaMemcpy(b->base[i] + x.offset[i], b->host[i].data(), b->host[i].size(), cudaMemcpyHostToDevice) != cudaSuccess)
             return false;
     }
-    float scalars[2] = {x.alpha, x.beta};
+    for (int i = 0; i < 2; i++) {
+        std::vector<unsigned char> scales;
+        if (!x.scaled[i]) continue;
+        scales = blas_scales(x, i);
+        if (cudaMalloc((void **)&b->scales[i], scales.size() + x.scale_offset) != cudaSuccess ||
+            cudaMemcpy(b->scales[i] + x.scale_offset, scales.data(), scales.size(), cudaMemcpyHostToDevice) != cudaSuccess)
+            return false;
+    }
+    float scalars[BLAS_SCALARS] = {x.alpha, x.beta, 2, 0.25f, NAN};
     return cudaMalloc((void **)&b->scalars, sizeof scalars) == cudaSuccess &&
            cudaMemcpy(b->scalars, scalars, sizeof scalars, cudaMemcpyHostToDevice) == cudaSuccess;
 }
@@ -228,7 +288,12 @@ static inline void blas_describe(const blas_product &x, const blas_buffers &b, b
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, (uint32_t)x.epilogue);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, x.bias_type);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, x.aux_type);
-    if (x.fp8_scale) blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, (void *)b.scalars);
+    for (int i = 0; i < 4; i++)
+        if (x.scaled[i])
+            blas_set(s, o->desc, (cublasLtMatmulDescAttributes_t)(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER + i), b.scale(x, i));
+    for (int i = 0; i < 2; i++)
+        if (x.mode[i]) blas_set(s, o->desc, (cublasLtMatmulDescAttributes_t)(CUBLASLT_MATMUL_DESC_A_SCALE_MODE + i), x.mode[i]);
+    if (x.amax) blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, (void *)(b.scalars + BLAS_AMAX));
     if (blas_uses_aux(x)) blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, blas_aux_ld(x));
     if (x.batch > 1) {
         blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, blas_aux_stride(x));
@@ -292,13 +357,15 @@ struct blas_value { double v, off; };
 
 /* alpha AB + beta C + bias.  Each of k products and sums in fp32 is off by 2^-24 of at most the sum of magnitudes, in any
    order, or by 2^-23 in tensor cores, which cut off (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021); so are
-   the three operations after them.  TF32 operands are off by 2^-10 at most, cut off or rounded. */
+   the three operations after them.  TF32 operands are off by 2^-10 at most, cut off or rounded.  Products of fp8 on Hopper keep
+   about 14 bits, and are added to fp32 sums after 128 of k at most (DeepSeek-V3 technical report, 3.3.2): four sums of 32. */
 static inline blas_value blas_linear(const blas_product &x, const blas_buffers &b, int64_t item, int64_t i, int64_t j) {
     double sum = 0, size = 0;
     double operand = x.compute == CUBLAS_COMPUTE_32F_FAST_TF32 ? ldexp(1, -10) : 0;
     for (int64_t q = 0; q < x.k; q++) {
         float u = blas_load(b.host[BLAS_A].data(), x.type[BLAS_A], blas_at(x, BLAS_A, item, x.trans[0] ? q : i, x.trans[0] ? i : q));
         float w = blas_load(b.host[BLAS_B].data(), x.type[BLAS_B], blas_at(x, BLAS_B, item, x.trans[1] ? j : q, x.trans[1] ? q : j));
+        u *= ldexpf(1, blas_exponent(x, BLAS_A, i, q)), w *= ldexpf(1, blas_exponent(x, BLAS_B, j, q));
         sum += (double)u * (double)w, size += fabs((double)u * (double)w);
     }
     sum *= (double)x.alpha, size *= fabs((double)x.alpha);
@@ -306,9 +373,10 @@ static inline blas_value blas_linear(const blas_product &x, const blas_buffers &
     if (x.beta != 0) {
         int from = x.in_place ? BLAS_D : BLAS_C;
         rest = (double)x.beta * (double)blas_load(b.host[from].data(), x.type[BLAS_C], blas_at(x, from, item, i, j));
+        if (x.scaled[BLAS_C]) rest *= 2;
     }
-    double bias = blas_has(x, 4) ? (double)blas_load(b.host[BLAS_BIAS].data(), x.type[BLAS_D], item * blas_bias_stride(x) + i) : 0;
-    double off = size * operand * (2 + operand);
+    double bias = blas_has(x, 4) ? (double)blas_load(b.host[BLAS_BIAS].data(), blas_bias_type(x), item * blas_bias_stride(x) + i) : 0;
+    double off = size * operand * (2 + operand) + (blas_is_fp8(x.type[BLAS_A]) ? ldexp(size, -11) : 0);
     size += fabs(rest) + fabs(bias);
     double unit = x.type[BLAS_A] == CUDA_R_32F && operand == 0 ? ldexp(1, -24) : ldexp(1, -23);
     return {sum + rest + bias, off + (x.k + 4) * unit * size * (1 + ldexp(1, -8))};
@@ -317,6 +385,8 @@ static inline blas_value blas_linear(const blas_product &x, const blas_buffers &
 /* Rounding to the type of D: half a unit in the last place, at least of the smallest normal number. */
 static inline double blas_rounding(cudaDataType t, double v) {
     if (t == CUDA_R_32F) return ldexp(fabs(v), -24) + ldexp(1, -149);
+    if (t == CUDA_R_8F_E4M3) return ldexp(fabs(v), -4) + ldexp(1, -10);
+    if (t == CUDA_R_8F_E5M2) return ldexp(fabs(v), -3) + ldexp(1, -17);
     return t == CUDA_R_16F ? ldexp(fabs(v), -11) + ldexp(1, -25) : ldexp(fabs(v), -8) + ldexp(1, -134);
 }
 
@@ -386,6 +456,8 @@ static inline std::string blas_check_gradient(const blas_product &x, const blas_
 static inline std::string blas_check(const blas_product &x, const blas_buffers &b) {
     blas_bytes_of now[BLAS_BUFFERS], expected = b.host[BLAS_D];     /* with what was found at D's elements */
     std::vector<blas_value> row_sums((size_t)(x.batch * x.m), blas_value{0, 0});
+    blas_value most = {0, 0};
+    float amax = 0;
     cudaDataType t = x.type[BLAS_D];
     for (int i : {(int)BLAS_D, (int)BLAS_BIAS, (int)BLAS_AUX}) {
         now[i] = b.host[i];
@@ -395,6 +467,8 @@ static inline std::string blas_check(const blas_product &x, const blas_buffers &
         for (int64_t j = 0; j < x.n; j++)
             for (int64_t i = 0; i < x.m; i++) {
                 blas_value before = blas_linear(x, b, item, i, j), right = blas_activated(x, b, item, i, j, before);
+                most = {fmax(most.v, fabs(right.v)), fmax(most.off, right.off)};
+                if (x.scaled[BLAS_D]) right.v *= 0.25, right.off *= 0.25;
                 int64_t at = blas_at(x, BLAS_D, item, i, j);
                 float found = blas_load(now[BLAS_D].data(), t, at);
                 double room = right.off + blas_rounding(t, fabs(right.v) + right.off);
@@ -407,6 +481,8 @@ static inline std::string blas_check(const blas_product &x, const blas_buffers &
                 if (!wrong.empty()) return wrong;
             }
     if (expected != now[BLAS_D]) return "bytes between D's columns changed";
+    if (x.amax && cudaMemcpy(&amax, b.scalars + BLAS_AMAX, 4, cudaMemcpyDeviceToHost) != cudaSuccess) return "copy";
+    if (x.amax) return blas_compare("the maximum", 0, 0, (double)amax, most.v, most.off + ldexp(most.v, -23));
     return blas_writes_bias(x) ? blas_check_gradient(x, b, now[BLAS_BIAS], row_sums) : "";
 }
 
@@ -417,6 +493,7 @@ struct blas_case {
     bool runs;                                  /* and is right; else: is refused */
     void (*change)(blas_product *x);
     bool alone = false;                         /* a GPU may fault on it: it runs in a process of its own */
+    int from = 0, to = 999;                     /* compute capabilities, 10 major + minor, of which it speaks */
 };
 
 static inline void blas_types(blas_product *x, cudaDataType in, cudaDataType out) {
@@ -425,6 +502,23 @@ static inline void blas_types(blas_product *x, cudaDataType in, cudaDataType out
 static inline void blas_rows(blas_product *x) {
     for (cublasLtOrder_t &o : x->order) o = CUBLASLT_ORDER_ROW;
 }
+
+/* fp8: A^T B, sizes of multiples of 16, each operand with one scale. */
+static inline void blas_fp8(blas_product *x, cudaDataType a = CUDA_R_8F_E4M3, cudaDataType b = CUDA_R_8F_E4M3, cudaDataType d = CUDA_R_16BF,
+                            cudaDataType c = CUDA_R_16BF) {
+    x->m = 48, x->n = 32, x->k = 288, x->trans[0] = CUBLAS_OP_T;
+    x->type[0] = a, x->type[1] = b, x->type[2] = blas_is_fp8(d) ? c : d, x->type[3] = d, x->in_place = !blas_is_fp8(d);
+    x->scaled[0] = x->scaled[1] = true, x->scaled[3] = blas_is_fp8(d);
+}
+static inline void blas_modes(blas_product *x, int32_t a, int32_t b, cudaDataType d = CUDA_R_16BF) {
+    blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, d);
+    x->m = 160, x->n = 144, x->k = 704, x->mode[0] = a, x->mode[1] = b;     /* more than one square, and parts of them */
+}
+enum {
+    BLAS_OUTER = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F, BLAS_ROWS = CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+    BLAS_SQUARES = CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F, BLAS_MX = CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0,
+    BLAS_ADA = 89, BLAS_HOPPER = 90, BLAS_BLACKWELL = 100, BLAS_GEFORCE = 120, BLAS_NEWEST = 999
+};
 
 static const blas_case blas_cases[] = {
     /* types */
@@ -442,7 +536,103 @@ static const blas_case blas_cases[] = {
     {"C fp32 and D bf16 is refused", "[M] C and D have the same type", false, [](blas_product *x) {
         x->type[2] = CUDA_R_32F, x->in_place = false; }},
     {"a scale type of bf16 is refused", "[M] types", false, [](blas_product *x) { x->scale = CUDA_R_16BF; }},
-    {"a scale for A that is not fp8 is refused", "[H] A_SCALE_POINTER", false, [](blas_product *x) { x->fp8_scale = true; }},
+    {"a scale for A that is not fp8 is refused", "[H] A_SCALE_POINTER", false, [](blas_product *x) { x->scaled[0] = true; }},
+    /* fp8: types */
+    {"fp8 before 8.9 is refused", "[N] Tensorwide scaling, 8.9+", false, [](blas_product *x) { blas_fp8(x); }, false, 0, BLAS_ADA - 1},
+    {"E4M3 x E4M3 to bf16", "[M] FP8 types", true, [](blas_product *x) { blas_fp8(x); }, false, BLAS_ADA},
+    {"E4M3 x E4M3 to fp16", "[M] FP8 types", true, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_16F); }, false, BLAS_ADA},
+    {"E4M3 x E4M3 to fp32, beta 1", "[M] FP8 types", true, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_32F), x->beta = 1; }, false, BLAS_ADA},
+    {"E4M3 x E5M2 to bf16", "[M] FP8 types", true, [](blas_product *x) { blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2); }, false, BLAS_ADA},
+    {"E5M2 x E4M3 to bf16", "[M] FP8 types", true, [](blas_product *x) { blas_fp8(x, CUDA_R_8F_E5M2, CUDA_R_8F_E4M3); }, false, BLAS_ADA},
+    {"E4M3 x E5M2 to fp32", "[M] FP8 types", true, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2, CUDA_R_32F); }, false, BLAS_ADA},
+    {"E5M2 x E4M3 to fp32", "[M] FP8 types", true, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E5M2, CUDA_R_8F_E4M3, CUDA_R_32F); }, false, BLAS_ADA},
+    {"E5M2 x E5M2 is refused", "[M] FP8 types", false, [](blas_product *x) { blas_fp8(x, CUDA_R_8F_E5M2, CUDA_R_8F_E5M2); }, false, BLAS_ADA},
+    {"E4M3 x bf16 is refused", "[M] types", false, [](blas_product *x) { blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_16BF); }, false, BLAS_ADA},
+    {"E4M3 x E4M3 to E4M3, C bf16, with the maximum", "[M] FP8 types, [N] D = scale_D D_temp", true, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3), x->amax = true; }, false, BLAS_ADA},
+    {"E4M3 x E5M2 to E5M2, C fp16", "[M] FP8 types", true, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2, CUDA_R_8F_E5M2, CUDA_R_16F); }, false, BLAS_ADA},
+    {"E4M3 x E4M3 to E5M2 is refused", "[M] FP8 types", false, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2); }, false, BLAS_ADA},
+    {"an fp8 C is refused", "[M] FP8 types", false, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3); }, false, BLAS_ADA},
+    {"fp8 with FAST_TF32 is refused", "[M] must be CUBLAS_COMPUTE_32F", false, [](blas_product *x) {
+        blas_fp8(x), x->compute = CUBLAS_COMPUTE_32F_FAST_TF32; }, false, BLAS_ADA},
+    /* fp8: scales */
+    {"no scales: 1", "[H] A_SCALE_POINTER", true, [](blas_product *x) { blas_fp8(x), x->scaled[0] = x->scaled[1] = false; }, false, BLAS_ADA},
+    {"a scale for a bf16 C", "[N] the one exception", true, [](blas_product *x) {
+        blas_fp8(x), x->beta = 0.5f, x->scaled[2] = true; }, false, BLAS_ADA},
+    {"a scale for a bf16 D is refused", "[N] cuBLAS will return an error", false, [](blas_product *x) {
+        blas_fp8(x), x->scaled[3] = true; }, false, BLAS_ADA},
+    {"the maximum of a bf16 D is refused", "[H] AMAX_D_POINTER", false, [](blas_product *x) { blas_fp8(x), x->amax = true; }, false, BLAS_ADA},
+    /* fp8: layouts */
+    {"fp8 with A not transposed is refused before 10.0", "[M] the TN format", false, [](blas_product *x) {
+        blas_fp8(x), x->trans[0] = CUBLAS_OP_N; }, false, BLAS_ADA, BLAS_BLACKWELL - 1},
+    {"fp8 with B transposed is refused before 10.0", "[M] the TN format", false, [](blas_product *x) {
+        blas_fp8(x), x->trans[1] = CUBLAS_OP_T; }, false, BLAS_ADA, BLAS_BLACKWELL - 1},
+    {"fp8 with A not transposed", "[M] the TN format: 8.9, 9.0, 12.x", true, [](blas_product *x) {
+        blas_fp8(x), x->trans[0] = CUBLAS_OP_N; }, false, BLAS_BLACKWELL, BLAS_GEFORCE - 1},
+    {"fp8 with both transposed", "[M] the TN format: 8.9, 9.0, 12.x", true, [](blas_product *x) {
+        blas_fp8(x), x->trans[1] = CUBLAS_OP_T; }, false, BLAS_BLACKWELL, BLAS_GEFORCE - 1},
+    {"fp8 with A not transposed is refused on 12.x", "[M] the TN format", false, [](blas_product *x) {
+        blas_fp8(x), x->trans[0] = CUBLAS_OP_N; }, false, BLAS_GEFORCE},
+    {"fp8 with k not a multiple of 16 is refused", "[T] (k AtypeSize) % 16 == 0", false, [](blas_product *x) {
+        blas_fp8(x), x->k = 56, x->ld_more[0] = x->ld_more[1] = 8; }, false, BLAS_ADA},
+    {"fp8 with m not a multiple of 8 for bf16 is refused", "[T] (m CtypeSize) % 16 == 0", false, [](blas_product *x) {
+        blas_fp8(x), x->m = 36, x->ld_more[2] = x->ld_more[3] = 4; }, false, BLAS_ADA},
+    {"fp8 with n odd", "[T]", true, [](blas_product *x) { blas_fp8(x), x->n = 19; }, false, BLAS_ADA},
+    {"fp8 with lda not a multiple of 16 is refused", "[T] (lda AtypeSize) % 16 == 0", false, [](blas_product *x) {
+        blas_fp8(x), x->ld_more[0] = 8; }, false, BLAS_ADA},
+    {"fp8 with larger leading dimensions", "[T]", true, [](blas_product *x) {
+        blas_fp8(x);
+        for (int64_t &more : x->ld_more) more = 16; }, false, BLAS_ADA},
+    {"fp8 with A aligned to 8 bytes is refused", "[T] intptr_t(A) % 16 == 0", false, [](blas_product *x) {
+        blas_fp8(x), x->offset[BLAS_A] = 8; }, false, BLAS_ADA},
+    {"a batch in fp8", "[H] BATCH_COUNT", true, [](blas_product *x) { blas_fp8(x), x->batch = 2; }, false, BLAS_ADA},
+    {"fp8 in row order is refused", "stated nowhere", false, [](blas_product *x) { blas_fp8(x), blas_rows(x); }, false, BLAS_ADA},
+    /* fp8: epilogues */
+    {"fp8, BIAS of bf16", "[M] FP8 types", true, [](blas_product *x) { blas_fp8(x), x->epilogue = CUBLASLT_EPILOGUE_BIAS; }, false, BLAS_ADA},
+    {"fp8 to fp32, BIAS of bf16", "[M] FP8 types", true, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_32F), x->epilogue = CUBLASLT_EPILOGUE_BIAS; }, false, BLAS_ADA},
+    {"fp8 to fp32, BIAS of fp32 is refused", "[M] FP8 types", false, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_32F);
+        x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->bias_type = CUDA_R_32F; }, false, BLAS_ADA},
+    {"fp8, GELU_BIAS", "[H]", true, [](blas_product *x) { blas_fp8(x), x->epilogue = CUBLASLT_EPILOGUE_GELU_BIAS; }, false, BLAS_ADA},
+    {"fp8, GELU_AUX_BIAS is refused", "[TE]; stated nowhere", false, [](blas_product *x) {
+        blas_fp8(x), x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS; }, false, BLAS_ADA},
+    {"fp8, BGRADB is refused", "stated nowhere", false, [](blas_product *x) { blas_fp8(x), x->epilogue = CUBLASLT_EPILOGUE_BGRADB; }, false, BLAS_ADA},
+    /* fp8: modes of scales */
+    {"outer vectors", "[N] Outer vector scaling, 9.0", true, [](blas_product *x) { blas_modes(x, BLAS_OUTER, BLAS_OUTER); }, false, BLAS_HOPPER, BLAS_HOPPER},
+    {"rows of 128 x rows of 128", "[N] 128-element 1D, 9.0", true, [](blas_product *x) { blas_modes(x, BLAS_ROWS, BLAS_ROWS); }, false, BLAS_HOPPER, BLAS_HOPPER},
+    {"rows of 128 x squares", "[N] 128x128 2D, 9.0", true, [](blas_product *x) { blas_modes(x, BLAS_ROWS, BLAS_SQUARES); }, false, BLAS_HOPPER, BLAS_HOPPER},
+    {"squares x rows of 128, to fp32, beta 1", "[N] 128x128 2D, 9.0", true, [](blas_product *x) {
+        blas_modes(x, BLAS_SQUARES, BLAS_ROWS, CUDA_R_32F), x->beta = 1; }, false, BLAS_HOPPER, BLAS_HOPPER},
+    {"squares x squares is refused", "[N] supported combinations", false, [](blas_product *x) { blas_modes(x, BLAS_SQUARES, BLAS_SQUARES); }, false, BLAS_ADA},
+    {"rows of 128 x outer vectors is refused", "[N] supported combinations", false, [](blas_product *x) { blas_modes(x, BLAS_ROWS, BLAS_OUTER); }, false, BLAS_ADA},
+    {"rows of 128 x one scale is refused", "[N] supported combinations", false, [](blas_product *x) { blas_modes(x, BLAS_ROWS, 0); }, false, BLAS_ADA},
+    {"rows of 128 are refused on 8.9", "[N] 9.0", false, [](blas_product *x) { blas_modes(x, BLAS_ROWS, BLAS_ROWS); }, false, BLAS_ADA, BLAS_ADA},
+    {"squares are refused from 10.0 on", "[N] 9.0", false, [](blas_product *x) { blas_modes(x, BLAS_SQUARES, BLAS_ROWS); }, false, BLAS_BLACKWELL},
+    {"rows of 128 to E4M3 is refused", "[M] note 8", false, [](blas_product *x) { blas_modes(x, BLAS_ROWS, BLAS_ROWS, CUDA_R_8F_E4M3); }, false, BLAS_ADA},
+    {"rows of 128 with n not a multiple of 4 is refused", "[N] M and N must be multiples of 4", false, [](blas_product *x) {
+        blas_modes(x, BLAS_ROWS, BLAS_ROWS), x->n = 146; }, false, BLAS_ADA},
+    {"rows of 128 at 8 bytes is refused", "[N] must be 16B aligned", false, [](blas_product *x) {
+        blas_modes(x, BLAS_ROWS, BLAS_ROWS), x->scale_offset = 8; }, false, BLAS_ADA},
+    {"rows of 128 without scales is refused", "stated nowhere", false, [](blas_product *x) {
+        blas_modes(x, BLAS_ROWS, BLAS_ROWS), x->scaled[0] = false; }, false, BLAS_ADA},
+    {"rows of 128 with BIAS is refused", "CUDA 12.9 notes: limited support for fused epilogues", false, [](blas_product *x) {
+        blas_modes(x, BLAS_ROWS, BLAS_ROWS), x->epilogue = CUBLASLT_EPILOGUE_BIAS; }, false, BLAS_ADA},
+    {"MX", "[N] 32-element 1D, 10.0+", true, [](blas_product *x) { blas_modes(x, BLAS_MX, BLAS_MX); }, false, BLAS_BLACKWELL},
+    {"MX to fp32, beta 1", "[N] 32-element 1D, 10.0+", true, [](blas_product *x) {
+        blas_modes(x, BLAS_MX, BLAS_MX, CUDA_R_32F), x->beta = 1; }, false, BLAS_BLACKWELL},
+    {"MX, neither transposed: the scales stay", "[N] does not allow transposition", true, [](blas_product *x) {
+        blas_modes(x, BLAS_MX, BLAS_MX), x->trans[0] = CUBLAS_OP_N; }, false, BLAS_BLACKWELL, BLAS_GEFORCE - 1},
+    {"MX is refused before 10.0", "[N] 10.0+", false, [](blas_product *x) { blas_modes(x, BLAS_MX, BLAS_MX); }, false, BLAS_ADA, BLAS_BLACKWELL - 1},
+    {"MX x rows of 128 is refused", "[N] mixing", false, [](blas_product *x) { blas_modes(x, BLAS_MX, BLAS_ROWS); }, false, BLAS_ADA},
+    {"MX at 8 bytes is refused", "[N] must be 16B aligned", false, [](blas_product *x) { blas_modes(x, BLAS_MX, BLAS_MX), x->scale_offset = 8; }, false, BLAS_ADA},
     /* shapes and layouts */
     {"A transposed", "[H] TRANSA", true, [](blas_product *x) { x->trans[0] = CUBLAS_OP_T; }},
     {"B transposed", "[H] TRANSB", true, [](blas_product *x) { x->trans[1] = CUBLAS_OP_T; }},
@@ -594,10 +784,18 @@ static const blas_case blas_cases[] = {
 };
 enum { BLAS_CASES = sizeof blas_cases / sizeof blas_cases[0] };
 
-/* Runs a case: "" if it is as the table says, else what was found. */
+/* The GPU's compute capability. */
+static inline int blas_capability() {
+    cudaDeviceProp prop;
+    return cudaGetDeviceProperties(&prop, 0) == cudaSuccess ? 10 * prop.major + prop.minor : 0;
+}
+
+/* Runs a case: "" if it is as the table says, or speaks of other GPUs, else what was found. */
 static inline std::string blas_run(cublasLtHandle_t handle, const blas_case &c) {
     blas_product x;
     blas_buffers b;
+    int capability = blas_capability();
+    if (capability < c.from || capability > c.to) return "";
     c.change(&x);
     if (!blas_make(x, &b)) return "no memory";
     cublasStatus_t status = blas_call_product(handle, x, &b);

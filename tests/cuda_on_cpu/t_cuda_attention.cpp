@@ -565,6 +565,18 @@ CUDA_TEST(tensor_cores_and_any_head_size) {
         check_on_tensor_cores(problem({1, 1, 20, 20, dim, GAPS}, mask_cases[1], all_numbers[1 + dim % 2], 1250));
 }
 
+/* A token that is decoded sees all keys: they are not copied for it. */
+CUDA_TEST(few_queries_copy_no_keys) {
+    if (!CUDA_IS_MODEL) return;
+    for (int64_t dim : {50, 64})
+        for (int64_t queries : {1, 15, 16}) {
+            long copies = coc_kernel_launches("ampc_copy_heads"), rows = coc_kernel_launches("ampc_flash_rows");
+            check_problem(problem({1, 2, queries, 70, dim, DENSE}, mask_cases[0], all_numbers[2], 1300));
+            CHECK_EQ(coc_kernel_launches("ampc_copy_heads") > copies, dim == 50 && queries == 16);
+            CHECK_EQ(coc_kernel_launches("ampc_flash_rows") > rows, dim == 64 || queries == 16);
+        }
+}
+
 /* What a run reads by cp.async, loads from shared memory and multiplies. */
 static coc_counts work_of(const problem &p) {
     cuda_side s(amp_cuda());
@@ -706,7 +718,7 @@ int main(int argc, char **argv) {
     RUN(tensor_cores);
     RUN(tensor_cores_and_tiles);
     RUN(tensor_cores_and_head_sizes);
-    RUN(tensor_cores_and_any_head_size);
+    RUN(tensor_cores_and_any_head_size); RUN(few_queries_copy_no_keys);
     RUN(tensor_cores_skip_hidden_tiles);
     RUN(tensor_cores_move_little);
     RUN(tensor_cores_and_large_scores);

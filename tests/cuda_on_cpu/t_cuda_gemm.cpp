@@ -418,6 +418,47 @@ CUDA_TEST(plans_are_made_once) {
     CHECK_EQ(counts(other).blas_heuristics, 1);
 }
 
+/* Steps are kept for calls alike, and for no others: on one device, each call twice, the bits of a device that saw nothing
+   else. */
+CUDA_TEST(kept_steps) {
+    const amp_dtype f = AMP_F32, h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
+    const amp_activation_kind none = AMP_ACT_NONE, gelu = AMP_ACT_GELU, relu = AMP_ACT_RELU;
+    const gemm_case cases[] = {
+        {"plain", 16, 24, 32, 1, 0, 1, h, h, f, h},                             {"fp32 a", 16, 24, 32, 1, 0, 1, f, h, f, h},
+        {"fp32 b", 16, 24, 32, 1, 0, 1, h, f, f, h},                            {"fp32 a, sums", 16, 24, 32, 1, 0, 1, f, h, f, h, 1, 0, no, none, no, 0, no, f},
+        {"sums of rows", 16, 24, 32, 1, 0, 1, h, h, f, h, 1, 0, no, none, no, 0, no, f},
+        {"in 16 bits", 16, 24, 32, 1, 0, 1, h, h, f, h, 1, 0, no, none, no, 0, no, h},
+        {"added", 16, 24, 32, 1, 0, 1, h, h, f, h, 1, 0, no, none, no, 0, no, f, 1},
+        {"sums of columns", 16, 24, 32, 1, 0, 1, h, h, f, h, 1, 0, no, none, no, 0, f},
+        {"columns in 16 bits", 16, 24, 32, 1, 0, 1, h, h, f, h, 1, 0, no, none, no, 0, h},
+        {"both", 16, 24, 32, 1, 0, 1, h, h, f, h, 1, 0, no, none, no, 0, f, f},
+        {"bias", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h},                     {"fp32 bias", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, f},
+        {"relu", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h, relu},               {"gelu", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h, gelu, h},
+        {"fp32 pre", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h, gelu, f},        {"backward", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, no, gelu, h, 1},
+        {"backward, fp32 pre", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, no, gelu, f, 1},
+    };
+    cuda_side gpu(amp_cuda());
+    for (int turn = 0; turn < 2; turn++)
+        for (const gemm_case &x : cases) {
+            std::string right, out;
+            CHECK_EQ(run_once(x, &right), AMP_OK);
+            gemm_arguments args(gpu, x);
+            CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_OK);
+            args.get(gpu, &out);
+            CHECK_MSG(out == right, "%s, turn %d", x.name, turn);
+        }
+    if (!CUDA_IS_MODEL) return;
+    /* what is refused later on is done otherwise from then on */
+    gemm_arguments args(gpu, cases[12]);
+    coc_fail_blas("cublasLtMatmul", 1, CUBLAS_STATUS_NOT_SUPPORTED);
+    for (int i = 0; i < 3; i++) {
+        coc_reset_counts();
+        CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_OK);
+        CHECK_EQ(coc_count().launches, 1);
+        CHECK_EQ(coc_count().blas_matmuls, 1);
+    }
+}
+
 /* Threads share plans and the device. */
 CUDA_TEST(several_threads) {
     cuda_side gpu(amp_cuda());
@@ -1270,6 +1311,7 @@ int main(int argc, char **argv) {
     RUN(sums_with_gaps);
     RUN(refused_products);
     RUN(plans_are_made_once);
+    RUN(kept_steps);
     RUN(several_threads);
     RUN(callbacks_may_wait_for_other_threads);
     RUN(the_hosts_handle);

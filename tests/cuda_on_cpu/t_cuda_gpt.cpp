@@ -1,4 +1,4 @@
-/* t_cuda_gpt.cpp - the GPT-2 of examples/common.h, a small one, trained on the CUDA backend on the model GPU and on the
+/* t_cuda_gpt.cpp - the GPT-2 of examples/gpt.h, a small one, trained on the CUDA backend on the model GPU and on the
  * CPU backend from the same weights on the same tokens.
  *
  * Over 20 steps the two backends' losses differ by no more than the CPU's own differ between fp32 and the dtype that is
@@ -6,6 +6,7 @@
  * the rounding of operands alone. */
 #include "test_cuda.h"
 #include "../../examples/common.h"
+#include "../handwritten_gpt.h"
 
 enum { VOCAB = 53, CHANNELS = 64, LAYERS = 2, BATCH = 2, SEQ = 31, ROWS = BATCH * SEQ, STEPS = 20 };
 
@@ -87,17 +88,17 @@ struct gpt_training {
         TRY(amp_copy(amp, ids, split.data(), 2 * ROWS * 4, AMP_COPY_TO_DEVICE));
         return amp_sync(amp);
     }
-    amp_result forward() {
-        const int32_t *inputs = (const int32_t *)ids;
-        TRY(gpt_forward(&model, inputs, BATCH, SEQ));
-        return gpt_loss(&model, inputs + ROWS, 1, scaler ? amp_scaler_scale_ptr(scaler) : NULL);
+    amp_batch batch() const {
+        amp_batch b = {};
+        b.inputs = (const int32_t *)ids;
+        b.targets = b.inputs + ROWS;
+        b.batch = BATCH;
+        b.seq = SEQ;
+        return b;
     }
     amp_result forward_backward() {
-        amp_autocast_desc region = {};
-        TRY(amp_autocast_begin(amp, &region));
-        amp_result result = forward(), ended = amp_autocast_end(amp);
-        TRY(result);
-        TRY(ended);
+        amp_batch b = batch();
+        TRY(gpt_forward_loss(&model, &b, amp_scaler_scale_ptr(scaler), 1));
         return gpt_backward(&model);
     }
     amp_result step(int number, float *loss) {
@@ -203,6 +204,163 @@ CUDA_TEST(steady_step_casts_nothing) {
     }
 }
 
+/* Calls to CUDA of a steady step, of them launches and products, and the bits of its gradients. */
+struct pass_counts { long calls, launches, matmuls; std::string gradients; };
+
+static pass_counts count_pass(gpt_training *t, hand_gpt *hand) {
+    amp_batch b = t->batch();
+    const float *scale = amp_scaler_scale_ptr(t->scaler);
+    pass_counts out = {};
+    for (int i = 0; i < 3; i++) {
+        for (int64_t k = 0; k < t->model.n_params; k++) t->model.params[k].grad_live = 0;
+        CHECK_OK(amp_sync(t->amp));
+        coc_reset_counts();
+        if (hand != NULL) {
+            CHECK_OK(hand_forward_loss(hand, &b, scale, 1));
+            CHECK_OK(hand_backward(hand));
+        } else {
+            CHECK_OK(gpt_forward_loss(&t->model, &b, scale, 1));
+            CHECK_OK(gpt_backward(&t->model));
+        }
+        coc_counts counts = coc_count();
+        out.calls = counts.calls; out.launches = counts.launches; out.matmuls = counts.blas_matmuls;
+    }
+    CHECK_EQ(coc_count().allocations, 0);
+    CHECK_EQ(coc_count().synchronising, 0);
+    for (int64_t k = 0; k < t->model.n_params; k++) {
+        const amp_tensor *g = &t->model.params[k].grad;
+        size_t bytes = (size_t)amp_tensor_count(g) * 4;
+        std::string one(bytes, 0);
+        CHECK_OK(amp_copy(t->amp, &one[0], g->data, (int64_t)bytes, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(t->amp));
+        out.gradients += one;
+    }
+    return out;
+}
+
+/* The tape's step has the bits of the hand-written one, no more launches and products, and no more memory. */
+CUDA_TEST(tape_is_as_lean_as_by_hand) {
+    if (!CUDA_IS_MODEL) SKIP("counts launches, which only the model can");
+    const way ways[] = {{amp_cuda(), AMP_F32, 4, 0, 0}, {amp_cuda(), AMP_BF16, 1, 0, 0}, {amp_cuda(), AMP_F16, 1, 0, 0},
+                        {amp_cuda(), AMP_BF16, 1, 0, 1, 3}, {amp_cuda(), AMP_F16, 4, 0, 1, 3}};
+    for (const way &w : ways) {
+        gpt_training t;
+        hand_gpt hand;
+        CHECK_OK(t.open(w));
+        CHECK_OK(t.tokens(0));
+        CHECK_OK(hand_create(&hand, &t.model));
+        pass_counts by_hand = count_pass(&t, &hand), tape = count_pass(&t, NULL);
+        CHECK_MSG(tape.gradients == by_hand.gradients, "%s, recompute %d: other gradients", amp_dtype_name(w.dtype), w.recompute);
+        CHECK_MSG(tape.launches <= by_hand.launches && tape.matmuls <= by_hand.matmuls && tape.calls <= by_hand.calls,
+                  "%s, recompute %d: %ld calls, %ld launches, %ld products; by hand %ld, %ld, %ld", amp_dtype_name(w.dtype), w.recompute,
+                  tape.calls, tape.launches, tape.matmuls, by_hand.calls, by_hand.launches, by_hand.matmuls);
+        CHECK_MSG(t.model.memory_bytes <= hand.memory_bytes, "%s, recompute %d: %lld bytes, by hand %lld", amp_dtype_name(w.dtype),
+                  w.recompute, (long long)t.model.memory_bytes, (long long)hand.memory_bytes);
+        hand_destroy(&hand);
+    }
+}
+
+/* A captured step, launched again and again, trains as steps that are called. */
+CUDA_TEST(tape_in_a_graph) {
+    std::vector<float> called = train({amp_cuda(), AMP_F16, 1, 0.1f, 0}, 5);
+    gpt_training t;
+    amp_graph *graph = NULL;
+    std::vector<float> losses;
+    float loss;
+    CHECK_OK(t.open({amp_cuda(), AMP_F16, 1, 0.1f, 0}));
+    for (int i = 0; i < 5; i++) {
+        CHECK_OK(t.tokens(i));
+        if (i == 1) {
+            CHECK_OK(amp_graph_begin(t.amp));
+            CHECK_OK(t.forward_backward());
+            CHECK_OK(amp_step(t.optimizer, t.scaler));
+            CHECK_OK(amp_graph_end(t.amp, &graph));
+        }
+        if (i == 0) {
+            CHECK_OK(t.forward_backward());
+            CHECK_OK(amp_step(t.optimizer, t.scaler));
+        } else CHECK_OK(amp_graph_launch(graph));
+        CHECK_OK(gpt_loss_read(&t.model, &loss));
+        losses.push_back(loss);
+    }
+    CHECK(memcmp(losses.data(), called.data(), 5 * sizeof(float)) == 0);
+    amp_graph_destroy(graph);
+}
+
+/* A BERT in the precisions of a trained one: its stream, which is what the norms write, stays fp32. */
+struct encoder_training {
+    amp_context *amp = NULL;
+    amp_optimizer *optimizer = NULL;
+    encoder model;
+    int32_t *ids = NULL;
+
+    encoder_training() { memset((void *)&model, 0, sizeof model); }
+    encoder_training(const encoder_training &) = delete;
+    encoder_training &operator=(const encoder_training &) = delete;
+    ~encoder_training() {
+        amp_optimizer_destroy(optimizer);
+        if (amp != NULL) encoder_destroy(&model), amp_free(amp, ids);
+        amp_close(amp);
+    }
+    amp_result open(const amp_backend *backend, amp_dtype dtype, float dropout) {
+        amp_desc d = {};
+        encoder_config config = {};
+        amp_optimizer_desc o = {};
+        std::vector<int32_t> tokens;
+        for (uint32_t i = 0; i < ROWS + BATCH; i++) tokens.push_back((int32_t)(amp_random_u32(78, i) % 2));
+        d.backend = backend;
+        d.dtype = dtype;
+        d.threads = 1;
+        d.seed = 5;
+        config.vocab = config.positions = VOCAB;
+        config.seq = SEQ;
+        config.types = config.heads = config.classes = config.batch = BATCH;
+        config.layers = LAYERS;
+        config.hidden = CHANNELS;
+        config.intermediate = 4 * CHANNELS;
+        config.activations = dtype;
+        config.dropout = dropout;
+        TRY(amp_open(&amp, &d));
+        TRY(encoder_create(&model, amp, &config));
+        TRY(encoder_init(&model, 11));
+        TRY(amp_alloc(amp, (void **)&ids, (ROWS + BATCH) * 4));
+        TRY(amp_copy(amp, ids, tokens.data(), (ROWS + BATCH) * 4, AMP_COPY_TO_DEVICE));
+        o.params = model.params;
+        o.n_params = model.n_params;
+        o.lr = 1e-3f;
+        return amp_optimizer_create(amp, &optimizer, &o);
+    }
+    amp_result step(float *loss) {
+        amp_autocast_desc region = {};
+        const encoder_input in = {ids, NULL, NULL, BATCH, SEQ};
+        TRY(amp_autocast_begin(amp, &region));
+        amp_result result = encoder_forward(&model, &in);
+        if (result == AMP_OK) result = encoder_loss(&model, ids + ROWS, 1, NULL);
+        TRY(amp_autocast_end(amp));
+        TRY(result);
+        TRY(encoder_backward(&model));
+        TRY(amp_copy(amp, loss, model.loss_value, 4, AMP_COPY_TO_HOST));
+        TRY(amp_step(optimizer, NULL));
+        return amp_sync(amp);
+    }
+};
+
+/* No gradient is cast, and no weight.  What is left are the inputs in fp32, the norms' y: of qkv and fc, in forward and for the
+   weight's gradient. */
+CUDA_TEST(encoder_step_casts_no_gradient) {
+    for (amp_dtype dtype : {AMP_BF16, AMP_F16})
+        for (float dropout : {0.0f, 0.1f}) {
+            encoder_training t;
+            float loss[4];
+            CHECK_OK(t.open(amp_cuda(), dtype, dropout));
+            for (int i = 0; i < 3; i++) CHECK_OK(t.step(&loss[i]));
+            if (CUDA_IS_MODEL) coc_reset_counts();
+            CHECK_OK(t.step(&loss[3]));
+            if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_cast"), 4 * LAYERS);
+            CHECK_MSG(dropout > 0 || loss[3] < loss[0], "%s: from %g to %g", amp_dtype_name(dtype), loss[0], loss[3]);
+        }
+}
+
 /* A 16-bit residual stream trains as an fp32 one does: over 20 steps the losses differ by less than those of fp32 and bf16. */
 CUDA_TEST(stream_in_16_bits) {
     std::vector<float> wide = train({amp_cuda(), AMP_BF16, 1, 0, 0}, STEPS), low = train({amp_cuda(), AMP_BF16, 1, 0, 0, LAYERS, AMP_BF16}, STEPS);
@@ -219,6 +377,9 @@ int main(int argc, char **argv) {
     RUN(same_bits);
     RUN(steady_step);
     RUN(steady_step_casts_nothing);
+    RUN(tape_is_as_lean_as_by_hand);
+    RUN(tape_in_a_graph);
+    RUN(encoder_step_casts_no_gradient);
     RUN(stream_in_16_bits);
     return TEST_END();
 }

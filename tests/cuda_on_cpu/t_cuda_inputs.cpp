@@ -243,8 +243,81 @@ CUDA_TEST(settings_reach_the_gpu) {
     CHECK_ERR(amp_open(&amp, &d), AMP_ERR_UNSUPPORTED);
 }
 
+/* ---- Adaptive precision: evidence is gathered on the device, and is that of the CPU backend */
+
+static void adapt_on(const amp_backend *backend, bool overflow, amp_adapt_record *out, int *moves) {
+    enum { N = 40, IN = 64, OUT = 48 };
+    std::vector<float> x(N * IN), w(OUT * IN), dy(N * OUT);
+    float *on_device[6];
+    const size_t sizes[6] = {x.size(), w.size(), dy.size(), dy.size(), x.size(), w.size()};
+    amp_desc desc = {};
+    amp_context *amp = NULL;
+    amp_param p = {};
+    amp_adapt_desc d = {};
+    amp_adapt *adapt = NULL;
+    amp_dtype ladder[2] = {AMP_F16, AMP_F32};
+    for (size_t i = 0; i < x.size(); i++) x[i] = (2 * amp_random_uniform(1, i) - 1) * (overflow ? 1e6f : 1.0f);
+    for (size_t i = 0; i < w.size(); i++) w[i] = 2 * amp_random_uniform(2, i) - 1;
+    for (size_t i = 0; i < dy.size(); i++) dy[i] = 2 * amp_random_uniform(3, i) - 1;
+    desc.backend = backend; desc.dtype = AMP_F32; desc.threads = 1;
+    desc.logger.level = AMP_LOG_ERROR;
+    CHECK_OK(amp_open(&amp, &desc));
+    for (int i = 0; i < 6; i++) {
+        void *memory;
+        CHECK_OK(amp_alloc(amp, &memory, (int64_t)(sizes[i] * sizeof(float))));
+        on_device[i] = (float *)memory;
+    }
+    CHECK_OK(amp_copy(amp, on_device[0], x.data(), (int64_t)(x.size() * 4), AMP_COPY_TO_DEVICE));
+    CHECK_OK(amp_copy(amp, on_device[1], w.data(), (int64_t)(w.size() * 4), AMP_COPY_TO_DEVICE));
+    CHECK_OK(amp_copy(amp, on_device[2], dy.data(), (int64_t)(dy.size() * 4), AMP_COPY_TO_DEVICE));
+    CHECK_OK(amp_sync(amp));
+    p.name = "w";
+    p.weight = amp_tensor2(on_device[1], AMP_F32, OUT, IN); p.grad = amp_tensor2(on_device[5], AMP_F32, OUT, IN);
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    d.params = &p; d.n_params = 1; d.interval = 2; d.checks = 1;
+    d.ladder = ladder; d.n_ladder = 2;
+    CHECK_OK(amp_adapt_create(amp, &adapt, &d));
+    *moves = 0;
+    for (int step = 0; step < 8; step++) {
+        amp_linear_op op = {};
+        op.x = amp_tensor2(on_device[0], AMP_F32, N, IN); op.y = amp_tensor2(on_device[3], AMP_F32, N, OUT); op.weight = &p;
+        op.dy = amp_tensor2(on_device[2], AMP_F32, N, OUT); op.dx = amp_tensor2(on_device[4], AMP_F32, N, IN);
+        CHECK_OK(amp_autocast_begin(amp, NULL));
+        CHECK_OK(amp_linear(amp, &op));
+        CHECK_OK(amp_autocast_end(amp));
+        CHECK_OK(amp_linear_backward(amp, &op));
+        CHECK_OK(amp_adapt_step(adapt));
+        amp_adapt_record record;
+        while (amp_adapt_next(adapt, &record)) ++*moves;
+    }
+    CHECK_OK(amp_adapt_layer(adapt, 0, out));
+    amp_adapt_destroy(adapt);
+    for (int i = 0; i < 6; i++) amp_free(amp, on_device[i]);
+    amp_close(amp);
+}
+
+CUDA_TEST(adaptive_precision_on_the_device) {
+    for (int overflow = 0; overflow < 2; overflow++) {
+        amp_adapt_record cpu, gpu;
+        int moves[2];
+        adapt_on(amp_cpu(), overflow, &cpu, &moves[0]);
+        adapt_on(amp_cuda(), overflow, &gpu, &moves[1]);
+        CHECK_EQ(moves[0], !overflow);
+        CHECK_EQ(moves[1], !overflow);
+        CHECK(gpu.to == cpu.to && gpu.to == (overflow ? AMP_F32 : AMP_F16));
+        /* the same rows, rounded alike: only the order of sums differs */
+        CHECK_MSG(gpu.output_error >= 0.9 * cpu.output_error && gpu.output_error <= 1.1 * cpu.output_error, "%g, on the CPU %g",
+                  gpu.output_error, cpu.output_error);
+        CHECK_MSG(gpu.gradient_error >= 0.9 * cpu.gradient_error && gpu.gradient_error <= 1.1 * cpu.gradient_error,
+                  "%g, on the CPU %g", gpu.gradient_error, cpu.gradient_error);
+        CHECK(gpu.underflow <= cpu.underflow && gpu.underflow >= cpu.underflow);
+        CHECK(gpu.overflow <= cpu.overflow && gpu.overflow >= cpu.overflow && (gpu.overflow > 0.5) == overflow);
+    }
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(operands_are_cut); RUN(graphs_cut_at_every_launch); RUN(infinities_and_gradients_stay); RUN(settings_reach_the_gpu);
+    RUN(adaptive_precision_on_the_device);
     return TEST_END();
 }

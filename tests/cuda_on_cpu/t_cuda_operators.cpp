@@ -162,6 +162,29 @@ static void add(const cuda_shape &shape, const dtypes &t) {
 }
 CUDA_TEST(add) { each_and_many(add); }
 
+/* Views of four dimensions: parts, swapped dimensions, repeated ones, with gaps in y, which must stay.  The factors are
+   powers of 2, so that both sides round once. */
+struct view_case { int64_t shape[4], a[4], b[4], y[4]; };
+CUDA_TEST(add_of_views) {
+    const view_case cases[] = {
+        {{2, 3, 4, 5}, {60, 20, 5, 1}, {60, 20, 5, 1}, {60, 20, 5, 1}}, {{1, 3, 7, 33}, {0, 231, 33, 1}, {0, 300, 40, 1}, {0, 1000, 80, 2}},
+        {{2, 5, 3, 300}, {4500, 1, 1500, 5}, {0, 0, 0, 1}, {9000, 900, 300, 1}}, {{1, 1, 0, 9}, {9, 9, 9, 1}, {9, 9, 9, 1}, {9, 9, 9, 1}},
+    };
+    const int64_t room = 20000;
+    for (const view_case &c : cases)
+        for (const dtypes &t : mixes)
+            for (int both = 0; both < 2; both++) {
+                std::string a = data_of(room, 1, t.a), b = data_of(room, 2, t.b);
+                cuda_on_both([&](cuda_side &s, std::string *out) {
+                    amp_k_add_views k = {s.put(a.data(), a.size()), both ? s.put(b.data(), b.size()) : NULL, NULL, t.a, t.b, t.c, 0.5f, -2, 0, {}, {}, {}, {}};
+                    k.y = s.room((size_t)room * amp_dtype_size(t.c));
+                    for (int i = 0; i < 4; i++) { k.shape[i] = c.shape[i]; k.a_stride[i] = c.a[i]; k.b_stride[i] = c.b[i]; k.y_stride[i] = c.y[i]; }
+                    ok(s.backend->add_views(s.dev, &k, NULL));
+                    s.get(out, k.y, (size_t)room * amp_dtype_size(t.c));
+                }).check_same_bits();
+            }
+}
+
 struct drop_case { float p; uint64_t seed, offset; };
 
 static std::string dropout(const cuda_shape &shape, const dtypes &t, const drop_case &c) {
@@ -405,8 +428,8 @@ CUDA_TEST(swiglu_backward) {
     far_away(swiglu_back);
 }
 
-/* ---- RoPE: rows of heads with gaps.  The model's exp2 and fused products are the CPU's; a GPU's may differ in the last
-   bit of an angle. */
+/* ---- RoPE: rows of heads with gaps.  The model's exp2 and fused products are the CPU's, and so are all bits; a GPU's
+   exp2 may differ in the last bit, and then a cosine or sine is the next fp32 number. */
 
 struct rope_case { int64_t batch, positions, heads[2], dim, rotary, gap, offset; int adjacent, at; const char *name; };
 
@@ -415,7 +438,7 @@ static void rope(const rope_case &c, amp_dtype dtype, int backward) {
     std::string x[2];
     for (size_t i = 0; i < at.size(); i++) at[i] = (int32_t)(i * 7919 % 65537) - 5;
     for (int i = 0; i < 2; i++) x[i] = data_of(c.batch * c.positions * c.heads[i] * c.dim, 30 + (uint64_t)i, dtype);
-    cuda_on_both([&](cuda_side &s, std::string *out) {
+    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
         amp_k_rope k = {};
         amp_mat m[2];
         k.batch = c.batch; k.positions = c.positions; k.rotary = c.rotary; k.offset = c.offset; k.dtype = dtype;
@@ -431,7 +454,18 @@ static void rope(const rope_case &c, amp_dtype dtype, int backward) {
         k.at_stride = c.at == 2 ? c.positions : 0;
         ok(s.backend->rope(s.dev, &k, NULL));
         for (int i = 0; i < 2; i++) if (c.heads[i]) s.get_matrix(out, m[i]);
-    }).check_same_bits();
+    });
+    size_t next = 0;
+    for (const std::string &from : x) {
+        next = both.check_within(next, dtype, (int64_t)from.size() / amp_dtype_size(dtype), [&](int64_t i, double e) {
+            int64_t j = i % c.dim, half = c.rotary / 2;
+            if (j >= c.rotary) return 0.0;
+            int64_t partner = c.adjacent ? i ^ 1 : j < half ? i + half : i - half;
+            double sizes = fabs(cuda_value(&from[0], dtype, (size_t)i)) + fabs(cuda_value(&from[0], dtype, (size_t)partner));
+            return 5 * u * sizes + cuda_spacing(dtype, e);
+        }, c.name);
+    }
+    if (CUDA_IS_MODEL) both.check_same_bits();
 }
 
 CUDA_TEST(rope) {
@@ -1726,6 +1760,7 @@ CUDA_TEST(grids) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(add);
+    RUN(add_of_views);
     RUN(dropout);
     RUN(dropout_at_its_bound);
     RUN(activation);

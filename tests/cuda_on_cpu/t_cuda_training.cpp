@@ -1793,8 +1793,8 @@ static std::string train_and_verify(bool verify, bool whole) {
             d.scaler = gpu.scaler;
             CHECK_OK(amp_verify(gpu.amp, &d, &r));
             amp_verify_text(&r, text, sizeof text);
-            CHECK_EQ(r.n_rows, 3);
-            for (int k = 0; k < 3; k++) CHECK_MSG(r.rows[k].verdict == AMP_VERDICT_PASS && r.rows[k].gradient_error > 0, "%s", text);
+            CHECK_EQ(r.n_rows, 4);
+            for (int k = 0; k < 4; k++) CHECK_MSG(r.rows[k].verdict == AMP_VERDICT_PASS && r.rows[k].gradient_error > 0, "%s", text);
         }
         for (const amp_param &p : gpu.params) all += gpu.bytes(p.grad);
         CHECK_OK(gpu.step(&outcomes));
@@ -1863,8 +1863,10 @@ CUDA_TEST(numerics_of_the_device) {
     CHECK_OK(amp_tensor_stats_step(m, &r));
     CHECK(r.due && r.n_rows == 2 * PARAMS && r.recommendation == AMP_RECOMMEND_NONE && r.first_bad == NULL);
     for (int p = 0; p < PARAMS && p < r.n_rows; p++) {
-        double largest = 0;
-        for (double x : gpu.values(gpu.params[p].grad)) largest = std::max(largest, fabs(x));
+        double largest = 0, squares = 0;
+        for (double x : gpu.values(gpu.params[p].grad)) { largest = std::max(largest, fabs(x)); squares += x * x; }
+        double norm = sqrt(squares) / (double)amp_scaler_scale(gpu.scaler), n = (double)r.rows[p].count;
+        CHECK_MSG(fabs(r.rows[p].norm - norm) <= n * 0x1p-53 * norm && norm > 0, "%s: %.17g, %.17g", r.rows[p].name, r.rows[p].norm, norm);
         CHECK_MSG((double)r.rows[p].largest == largest && largest > 0, "%s: %g, %g", r.rows[p].name, (double)r.rows[p].largest, largest);
     }
     CHECK_OK(amp_fill(gpu.amp, gpu.params[HIDDEN_BIAS].grad.data, 0xff, 4));

@@ -553,29 +553,39 @@ HARNESS_TEST(missing_copy_wait_shows) {
     }
 }
 
-/* ---- Conversions to E4M3: what the PTX ISA says of NaN, signs, ties and what is too large. */
+/* ---- Conversions to 8 bits: what the PTX ISA says of NaN, signs, ties and what is too large. */
 
-__global__ void k_e4m3(uint16_t *out, const float *in) { out[threadIdx.x] = coc_cvt_e4m3x2(in[2 * threadIdx.x], in[2 * threadIdx.x + 1]); }
-HARNESS_TEST(e4m3_pairs) {
-    const struct { float x; int bits; } cases[] = {
-        {0, 0}, {-0.0f, 0x80}, {1, 0x38}, {-1, 0xb8}, {NAN, 0x7f}, {-NAN, 0x7f}, {INFINITY, 0x7e}, {-INFINITY, 0xfe}, {448, 0x7e},
-        {-1e30f, 0xfe}, {432, 0x7e}, {416, 0x7d}, {400, 0x7c}, {0x1p-9f, 1}, {0x1p-10f, 0}, {0x1.8p-10f, 1}, {-0x1p-10f, 0x80},
-        {0x1.8p-9f, 2}, {0x1p-6f, 8}, {0x1.fp-7f, 8}, {1.0625f, 0x38}, {1.1875f, 0x3a}, {1e-40f, 0}, {1.9999f, 0x40},
-    };
+__global__ void k_fp8(uint16_t *out, const float *in, int e5m2) {
+    out[threadIdx.x] = coc_cvt_fp8x2(in[2 * threadIdx.x], in[2 * threadIdx.x + 1], e5m2);
+}
+struct fp8_case { float x; int bits; };
+void check_fp8(const std::vector<fp8_case> &cases, int e5m2) {
     std::vector<float> x;
-    for (const auto &c : cases) x.push_back(c.x);
+    for (const fp8_case &c : cases) x.push_back(c.x);
     array<float> in(x);
     array<uint16_t> out(x.size() / 2);
-    CHECK_EQ(launch(k_e4m3, 1, (unsigned)x.size() / 2, 0, 0, out.data, in.data), cudaSuccess);
+    CHECK_EQ(launch(k_fp8, 1, (unsigned)x.size() / 2, 0, 0, out.data, in.data, e5m2), cudaSuccess);
     std::vector<uint16_t> got = out.get();
     for (size_t i = 0; i < x.size(); i++)       /* the first of two becomes the upper half */
         CHECK_MSG((got[i / 2] >> (i % 2 ? 0 : 8) & 255) == cases[i].bits, "%g: %02x", (double)x[i], got[i / 2] >> (i % 2 ? 0 : 8) & 255);
+}
+HARNESS_TEST(fp8_pairs) {
+    check_fp8({
+        {0, 0}, {-0.0f, 0x80}, {1, 0x38}, {-1, 0xb8}, {NAN, 0x7f}, {-NAN, 0x7f}, {INFINITY, 0x7e}, {-INFINITY, 0xfe}, {448, 0x7e},
+        {-1e30f, 0xfe}, {432, 0x7e}, {416, 0x7d}, {400, 0x7c}, {0x1p-9f, 1}, {0x1p-10f, 0}, {0x1.8p-10f, 1}, {-0x1p-10f, 0x80},
+        {0x1.8p-9f, 2}, {0x1p-6f, 8}, {0x1.fp-7f, 8}, {1.0625f, 0x38}, {1.1875f, 0x3a}, {1e-40f, 0}, {1.9999f, 0x40},
+    }, 0);
+    check_fp8({
+        {0, 0}, {-0.0f, 0x80}, {1, 0x3c}, {-1, 0xbc}, {NAN, 0x7f}, {-NAN, 0x7f}, {INFINITY, 0x7b}, {-INFINITY, 0xfb}, {57344, 0x7b},
+        {-1e30f, 0xfb}, {53248, 0x7a}, {61440, 0x7b}, {0x1p-16f, 1}, {0x1p-17f, 0}, {0x1.8p-17f, 1}, {0x1.8p-16f, 2}, {0x1p-14f, 4},
+        {0x1.fp-15f, 4}, {1.125f, 0x3c}, {1.375f, 0x3e},
+    }, 1);
     coc_set_devices(1, 1 << 20, 4, 90, 80);
     array<uint16_t> none(1);
     array<float> one(2);
-    CHECK_EQ(launch(k_e4m3, 1, 1, 0, 0, none.data, one.data), cudaSuccess);
+    CHECK_EQ(launch(k_fp8, 1, 1, 0, 0, none.data, one.data, 0), cudaSuccess);
     CHECK_EQ(cudaDeviceSynchronize(), cudaErrorIllegalInstruction);
-    CHECK(took_fault("cvt to e4m3x2 in code that was compiled for sm_80"));
+    CHECK(took_fault("cvt to fp8 in code that was compiled for sm_80"));
     cudaDeviceReset();
     coc_set_devices(2);
 }
@@ -1426,7 +1436,7 @@ int main(int argc, char **argv) {
     RUN(tensor_core_fragments);
     RUN(unaligned_matrices);
     RUN(missing_copy_wait_shows);
-    RUN(e4m3_pairs);
+    RUN(fp8_pairs);
     RUN(vectors);
     RUN(numbers);
     RUN(conversions);

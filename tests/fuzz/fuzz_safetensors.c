@@ -95,7 +95,7 @@ static unsigned char *model_write(gpt *g, size_t *bytes) {
     text_buffer header = {NULL, 0, 0, 0};
     unsigned char *out = NULL;
     CLAIM(gpt_header_text(g, 0, &header) == AMP_OK);
-    *bytes = 8 + header.used + (size_t)g->weights_count * 4;
+    *bytes = 8 + header.used + (size_t)g->own.count * 4;
     out = (unsigned char *)malloc(*bytes);
     if (out != NULL) {
         CLAIM(gpt_fill_file(g, &header, out) == AMP_OK);

@@ -1,8 +1,8 @@
 /* fuzz_state.c - state blobs, and the objects that are loaded from them.
  *
  * Each input is read as it is, and once more with its checksums put right.  A blob that is read is written as the same
- * bytes, and its records, put into another state, give them too.  A scaler, an optimizer, a loader and random numbers
- * load from it entirely or not at all, and go on. */
+ * bytes, and its records, put into another state, give them too.  A scaler, an optimizer, a loader, random numbers,
+ * histories of fp8 and an amp_adapt load from it entirely or not at all, and go on. */
 #include "fuzz.h"
 
 enum { STATE_HEADER = 40, STATE_ENTRY = 80 };
@@ -75,6 +75,15 @@ static void state_round(const amp_state *state, const uint8_t *blob, size_t byte
 
 /* ---- What is loaded from it: all under the prefix "x". */
 
+/* A linear layer of a context of its own, and its optimizer. */
+typedef struct state_layer {
+    amp_context *amp;
+    amp_optimizer *optimizer;
+    amp_param param;
+    float weight[4], grad[4], x[4], y[4], dx[4], dy[4];
+} state_layer;
+
+enum { STATE_SCALER, STATE_OPTIMIZER, STATE_LOADER, STATE_RANDOM, STATE_FP8, STATE_ADAPT, STATE_KINDS };
 typedef struct state_objects {
     amp_scaler *scaler;
     amp_optimizer *optimizer;
@@ -82,23 +91,31 @@ typedef struct state_objects {
     amp_param params[2];
     float weight[6], grad[6], grad16[4];
     uint16_t weight16[4];
-    amp_state *fresh[4];            /* what each object was made as */
+    state_layer fp8, adapted;       /* in fp8 with delayed scaling; in fp32, with an amp_adapt that moves it to fp8 */
+    amp_adapt *adapt;
+    amp_state *fresh[STATE_KINDS];  /* what each object was made as */
 } state_objects;
 static state_objects objects;
 
-static int state_sample(void *user, const amp_sample *sample, void *const *fields) {
-    (void)user;
-    *(int32_t *)fields[0] = (int32_t)sample->sample;
-    return 0;
-}
-
 static amp_result state_save_object(int kind, amp_state *state) {
-    return kind == 0 ? amp_scaler_save(objects.scaler, state, "x") : kind == 1 ? amp_optimizer_save(objects.optimizer, state, "x")
-         : kind == 2 ? amp_loader_save(objects.loader, state, "x") : amp_random_save(fuzz_context(), state, "x");
+    switch (kind) {
+        case STATE_SCALER: return amp_scaler_save(objects.scaler, state, "x");
+        case STATE_OPTIMIZER: return amp_optimizer_save(objects.optimizer, state, "x");
+        case STATE_LOADER: return amp_loader_save(objects.loader, state, "x");
+        case STATE_RANDOM: return amp_random_save(fuzz_context(), state, "x");
+        case STATE_FP8: return amp_fp8_save(objects.fp8.amp, state, "x");
+        default: return amp_adapt_save(objects.adapt, state, "x");
+    }
 }
 static amp_result state_load_object(int kind, const amp_state *state) {
-    return kind == 0 ? amp_scaler_load(objects.scaler, state, "x") : kind == 1 ? amp_optimizer_load(objects.optimizer, state, "x")
-         : kind == 2 ? amp_loader_load(objects.loader, state, "x") : amp_random_load(fuzz_context(), state, "x");
+    switch (kind) {
+        case STATE_SCALER: return amp_scaler_load(objects.scaler, state, "x");
+        case STATE_OPTIMIZER: return amp_optimizer_load(objects.optimizer, state, "x");
+        case STATE_LOADER: return amp_loader_load(objects.loader, state, "x");
+        case STATE_RANDOM: return amp_random_load(fuzz_context(), state, "x");
+        case STATE_FP8: return amp_fp8_load(objects.fp8.amp, state, "x");
+        default: return amp_adapt_load(objects.adapt, state, "x");
+    }
 }
 static amp_state *state_saved(int kind) {
     amp_state *state = NULL;
@@ -106,38 +123,78 @@ static amp_state *state_saved(int kind) {
     return state;
 }
 
+static void state_layer_make(state_layer *l, amp_dtype dtype) {
+    amp_desc d;
+    amp_optimizer_desc od;
+    memset(&d, 0, sizeof d);
+    memset(&od, 0, sizeof od);
+    d.dtype = dtype;
+    d.fp8.scaling = AMP_FP8_DELAYED; d.fp8.history = 2;
+    d.logger.level = AMP_LOG_OFF;
+    d.threads = 1;
+    for (int i = 0; i < 4; i++) { l->weight[i] = (float)(i + 1); l->x[i] = l->dy[i] = (float)(1 - i); }
+    l->param.name = "w";
+    l->param.weight = amp_tensor2(l->weight, AMP_F32, 2, 2); l->param.grad = amp_tensor2(l->grad, AMP_F32, 2, 2);
+    od.params = &l->param; od.n_params = 1;
+    CLAIM(amp_open(&l->amp, &d) == AMP_OK && amp_param_register(l->amp, &l->param, 1) == AMP_OK);
+    CLAIM(amp_optimizer_create(l->amp, &l->optimizer, &od) == AMP_OK);
+}
+static void state_layer_step(state_layer *l) {
+    amp_linear_op op;
+    memset(&op, 0, sizeof op);
+    op.weight = &l->param;
+    op.x = amp_tensor2(l->x, AMP_F32, 2, 2); op.y = amp_tensor2(l->y, AMP_F32, 2, 2);
+    op.dx = amp_tensor2(l->dx, AMP_F32, 2, 2); op.dy = amp_tensor2(l->dy, AMP_F32, 2, 2);
+    CLAIM(amp_autocast_begin(l->amp, NULL) == AMP_OK);
+    fuzz_told(amp_linear(l->amp, &op));
+    CLAIM(amp_autocast_end(l->amp) == AMP_OK);
+    fuzz_told(amp_linear_backward(l->amp, &op));
+    fuzz_told(amp_step(l->optimizer, NULL));
+}
+
 /* An optimizer in the middle of a cycle, with an fp32 parameter and one of bf16 with its remainder. */
 static void state_make_objects(void) {
     amp_context *amp = fuzz_context();
     amp_optimizer_desc od;
     amp_loader_desc ld;
-    amp_source source;
+    amp_adapt_desc ad;
+    static const amp_dtype ladder[2] = {AMP_FP8, AMP_F32};
+    static int32_t rows[10];
+    amp_tensor tensor = amp_tensor1(rows, AMP_I32, 10);
     amp_param *p = objects.params;
     if (objects.scaler != NULL) return;
     memset(&od, 0, sizeof od);
     memset(&ld, 0, sizeof ld);
-    memset(&source, 0, sizeof source);
+    memset(&ad, 0, sizeof ad);
     p[0].name = "a"; p[0].weight = amp_tensor2(objects.weight, AMP_F32, 2, 3); p[0].grad = amp_tensor2(objects.grad, AMP_F32, 2, 3);
     p[1].name = "b"; p[1].weight = amp_tensor1(objects.weight16, AMP_BF16, 4); p[1].grad = amp_tensor1(objects.grad16, AMP_F32, 4);
     od.params = p; od.n_params = 2; od.accumulation = 2; od.master = AMP_MASTER_REMAINDER; od.clip_norm = 1;
-    source.read = state_sample; source.samples = 10; source.n_fields = 1;
-    source.fields[0].dtype = AMP_I32; source.fields[0].count = 1;
-    ld.source = &source; ld.batch = 2; ld.shuffle = 1; ld.workers = AMP_NO_WORKERS;
+    ld.tensors = &tensor; ld.n_tensors = 1; ld.batch = 2; ld.shuffle = 1; ld.workers = AMP_NO_WORKERS;
     CLAIM(amp_param_register(amp, p, 2) == AMP_OK && amp_scaler_create(amp, &objects.scaler, NULL) == AMP_OK);
     CLAIM(amp_optimizer_create(amp, &objects.optimizer, &od) == AMP_OK && amp_loader_create(amp, &objects.loader, &ld) == AMP_OK);
-    for (int kind = 0; kind < 4; kind++) objects.fresh[kind] = state_saved(kind);
+    state_layer_make(&objects.fp8, AMP_FP8);
+    state_layer_make(&objects.adapted, AMP_F32);
+    ad.params = &objects.adapted.param; ad.n_params = 1; ad.ladder = ladder; ad.n_ladder = 2; ad.interval = 2; ad.checks = 1;
+    CLAIM(amp_adapt_create(objects.adapted.amp, &objects.adapt, &ad) == AMP_OK);
+    state_layer_step(&objects.fp8);
+    for (int kind = 0; kind < STATE_KINDS; kind++) objects.fresh[kind] = state_saved(kind);
 }
 
 /* A few steps from whatever was loaded. */
 static void state_go_on(int kind) {
     amp_step_result outcome;
     amp_batch batch;
-    for (int i = 0; i < 5 && kind < 2; i++) {
+    for (int i = 0; i < 5 && kind <= STATE_OPTIMIZER; i++) {
         for (int k = 0; k < 2; k++) { (void)amp_param_accumulate(&objects.params[k]); objects.grad[i] = objects.grad16[i % 4] = (float)i; }
         fuzz_told(amp_step(objects.optimizer, objects.scaler));
         while (amp_step_result_next(objects.optimizer, &outcome)) CLAIM(outcome.first_bad == NULL || strlen(outcome.first_bad) == 1);
     }
-    if (kind == 2) fuzz_told(amp_loader_next(objects.loader, &batch));
+    if (kind == STATE_LOADER) fuzz_told(amp_loader_next(objects.loader, &batch));
+    for (int i = 0; i < 3 && kind == STATE_FP8; i++) state_layer_step(&objects.fp8);
+    for (int i = 0; i < 4 && kind == STATE_ADAPT; i++) {
+        state_layer_step(&objects.adapted);
+        fuzz_told(amp_adapt_step(objects.adapt));
+    }
 }
 
 static void state_load_kind(int kind, const amp_state *state) {
@@ -153,15 +210,16 @@ static void state_load_kind(int kind, const amp_state *state) {
         amp_state_destroy(again);
         state_go_on(kind);
     }
-    for (int k = 0; k < 4 && result == AMP_OK; k++) CLAIM(state_load_object(k, objects.fresh[k]) == AMP_OK);
+    for (int k = 0; k < STATE_KINDS && result == AMP_OK; k++) CLAIM(state_load_object(k, objects.fresh[k]) == AMP_OK);
     amp_state_destroy(before);
     amp_state_destroy(after);
 }
 
 static void state_load_objects(const amp_state *state) {
-    static const char *const records[] = {"x.scale", "x.step", "x.loader", "x.random"};
+    static const char *const records[] = {"x.scale", "x.step", "x.loader", "x.random", "x.fp8", "x.adapt"};
     state_make_objects();
-    for (int kind = 0; kind < 4; kind++) if (amp_state_count(state, records[kind], NULL) >= 0) state_load_kind(kind, state);
+    for (int kind = 0; kind < STATE_KINDS; kind++)
+        if (amp_state_count(state, records[kind], NULL) >= 0) state_load_kind(kind, state);
 }
 
 static void state_decode(const uint8_t *blob, size_t bytes) {

@@ -110,7 +110,7 @@ static void safetensors_seeds(void) {
     CLAIM(gpt_save_safetensors(&g, "tests/fuzz/seeds/safetensors/gpt", 1) == AMP_OK);
     s = begin("safetensors/llmc");
     { const uint32_t header[8] = {LLMC_MODEL_MAGIC, 5, 2, 3, 1, 1, 2, 4}; for (int i = 0; i < 256; i++) add_number(&s, i < 8 ? header[i] : 0, 4); }
-    numbers(&s, (int)g.weights_count + 2, 2);
+    numbers(&s, (int)g.own.count + 2, 2);
     end(&s);
     gpt_destroy(&g);
     memset(&ec, 0, sizeof ec);
@@ -145,18 +145,27 @@ static void tokenizer_seeds(void) {
 
 static void state_seeds(void) {
     static const amp_dtype dtypes[] = {AMP_F32, AMP_F64, AMP_F16, AMP_BF16, AMP_U8, AMP_U16, AMP_I32, AMP_I64};
-    static const char *const names[] = {"state/scaler", "state/optimizer", "state/loader", "state/random"};
+    static const char *const names[] = {"state/scaler", "state/optimizer", "state/loader", "state/random", "state/fp8", "state/adapt",
+                                       "state/optimizer_8bit"};
     static const uint8_t values[64] = {1, 2, 3};
+    static const float scale = 0.5f;
     void *data;
     size_t bytes;
     amp_state *state;
     seed s;
     state_make_objects();
-    for (int kind = -1; kind < 4; kind++) {
+    for (int kind = -1; kind <= STATE_KINDS; kind++) {
         CLAIM(amp_state_create(&state, NULL) == AMP_OK);
         for (int i = 0; i < 8 && kind < 0; i++) CLAIM(amp_state_put(state, amp_dtype_name(dtypes[i]), dtypes[i], values, i) == AMP_OK);
         if (kind == 1) { (void)amp_param_accumulate(&objects.params[0]); CLAIM(amp_step(objects.optimizer, objects.scaler) == AMP_OK); }
-        if (kind >= 0) CLAIM(state_save_object(kind, state) == AMP_OK);
+        if (kind == STATE_ADAPT) for (int i = 0; i < 4; i++) { state_layer_step(&objects.adapted); CLAIM(amp_adapt_step(objects.adapt) == AMP_OK); }
+        if (kind >= 0) CLAIM(state_save_object(kind < STATE_KINDS ? kind : STATE_OPTIMIZER, state) == AMP_OK);
+        for (int k = 0; k < 4 && kind == STATE_KINDS; k++) {        /* moments in 8 bits: codes, and a scale for each block */
+            static const char *const codes[] = {"x.m.0", "x.v.0", "x.m.1", "x.v.1"},
+                              *const scales[] = {"x.m_scales.0", "x.v_scales.0", "x.m_scales.1", "x.v_scales.1"};
+            CLAIM(amp_state_put(state, codes[k], AMP_U8, values, k < 2 ? 6 : 4) == AMP_OK);
+            CLAIM(amp_state_put(state, scales[k], AMP_F32, &scale, 1) == AMP_OK);
+        }
         CLAIM(amp_state_encode(state, &data, &bytes) == AMP_OK);
         s = begin(kind < 0 ? "state/records" : names[kind]);
         add(&s, data, bytes);

@@ -1,8 +1,8 @@
 # rules.mk - amp_cuda.cu for GPUs; included by the Makefile after tests/cuda_on_cpu/rules.mk.
 #
 #   make cuda               build/amp_cuda.o, one object for every architecture that nvcc knows (CUDA_ARCHS: fewer)
-#   make gpu                on the GPU at hand, one after the other: link, rules, attention, kernels (timings beside
-#                           PyTorch, PEER_TORCH), step (GPT-2 beside PyTorch), tests; each saves what it found
+#   make gpu                on the GPU at hand, one after the other: link, rules, attention, fp8, kernels (timings
+#                           beside PyTorch, PEER_TORCH), step (GPT-2 beside PyTorch), tests; each saves what it found
 #   make gpu PART=step      one part alone
 #   make gpu REHEARSE=1     the same programs on the model GPU, in the smallest sizes
 #   make gpu-table          what the kernels need of sm_90 into tests/gpu/resources.txt
@@ -35,14 +35,15 @@ gpu-table:
 # ---- The tests and timings, for the GPU at hand or for the model.  GPU_CXX compiles host code, GPU_CU device code.
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models
 GPU_PROGRAMS := $(GPU_TESTS) bench_gpu
-GPU_PARTS    := $(or $(PART),link rules attention kernels step tests)
+GPU_PARTS    := $(or $(PART),link rules attention fp8 kernels step tests)
 # In the order in which they are needed: those of early parts are built first.
 GPU_NEEDED    = bench_gpu $(if $(filter rules,$(GPU_PARTS)),t_models) $(if $(filter attention,$(GPU_PARTS)),t_cuda_attention) \
+                $(if $(filter fp8,$(GPU_PARTS)),t_cuda_fp8) \
                 $(if $(filter step,$(GPU_PARTS)),train_gpt) \
-                $(if $(filter tests,$(GPU_PARTS)),$(filter-out t_models t_cuda_attention,$(GPU_TESTS)))
+                $(if $(filter tests,$(GPU_PARTS)),$(filter-out t_models t_cuda_attention t_cuda_fp8,$(GPU_TESTS)))
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
 GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/fragments.h $(COC)/cublas_rules.h tests/test.h \
-                examples/common.h
+                examples/common.h examples/gpt.h tests/handwritten_gpt.h
 
 ifeq ($(REHEARSE),1)
 GPU_BIN  := $(BUILD)/rehearsal

@@ -4,8 +4,8 @@
     python3 tests/gpu/run.py --bin build/rehearsal --rehearse
 
 `make gpu` calls it.  Parts, in the order that helps most on a GPU that is there for minutes: whether the backend links and
-opens the GPU (link), fragments and cuBLASLt's rules (rules), attention's tests (attention), timings (kernels), whole
-training steps with autotuning (step), all other tests and compute-sanitizer (tests).  Each prints its verdict and saves the
+opens the GPU (link), fragments and cuBLASLt's rules (rules), attention's tests (attention), those of fp8 (fp8), timings
+(kernels), whole training steps with autotuning (step), all other tests and compute-sanitizer (tests).  Each prints its verdict and saves the
 file when it ends, so that a run that is cut off keeps what it has.  Each can be run alone; a day's parts on one GPU share
 a file, in which a part replaces what it wrote before.  PEER_TORCH names the Python that has
 PyTorch; without it this one is tried.  The backend is timed before and after its peers, so that the spread of its own
@@ -35,8 +35,8 @@ import step
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-PARTS = ("link", "rules", "attention", "kernels", "step", "tests")
-PROGRAMS = {"rules": ["t_models"], "attention": ["t_cuda_attention"]}       # tests: all others
+PARTS = ("link", "rules", "attention", "fp8", "kernels", "step", "tests")
+PROGRAMS = {"rules": ["t_models"], "attention": ["t_cuda_attention"], "fp8": ["t_cuda_fp8"]}     # tests: all others
 # What a kernel must reach of the measured rate of copies: the first word or words of the cases' names.
 BARS = [("cast", 0.92), ("unscale", 0.90), ("norm ", 0.90), ("AdamW", 0.90),
         ("layernorm backward", 0.80), ("rmsnorm backward", 0.80), ("residual + layernorm backward", 0.80),
@@ -50,7 +50,7 @@ BACKENDS = ("flash", "cudnn")
 SAME = 1.02         # a ratio of two times may be this far from 1 without either being the slower
 # Seconds: of everything; what a part may take of them where others come after it, and what is left to compute-sanitizer.
 WHOLE, SANITIZERS = 575, 45
-SHARES = {"link": 30, "rules": 75, "attention": 75, "kernels": 190, "step": 200, "tests": WHOLE}
+SHARES = {"link": 30, "rules": 75, "attention": 75, "fp8": 45, "kernels": 190, "step": 200, "tests": WHOLE}
 AT_ONCE = 3         # test programs: each has far more to do on the CPU, which computes what is right, than on the GPU
 
 
@@ -261,7 +261,7 @@ def test_bars(part, tests):
     """Of the parts that are tests; link counts as one."""
     failed = tests["failed"] if tests else None
     what = {"link": "the backend links and opens the GPU", "rules": "fragments and rules", "attention": "attention's tests",
-            "tests": "all other tests"}
+            "fp8": "fp8: operands' bits, and products beside the CPU's", "tests": "all other tests"}
     return [{"bar": what[part], "needs": "none fails", "measured": failed,
              "verdict": "not measured" if tests is None else "FAIL" if failed else "PASS"}]
 
@@ -367,7 +367,7 @@ def arguments():
         parser.error(f"the parts are {', '.join(PARTS)}")
     if args.rehearse:
         args.rounds, args.compile = min(args.rounds, 2), "rmsnorm backward, wide" if args.compile == "all" else args.compile
-        args.seconds = args.seconds or 1800
+        args.seconds = args.seconds or 3600
     return args
 
 
@@ -425,7 +425,7 @@ def main():
     writes = device["name"] != "no result" and not args.only
     fresh = {part: [bar for bar in whole.get("bars", []) if bar.get("part") == part] for part in PARTS}
     whole.update(date=now.strftime("%Y-%m-%d %H:%M UTC"), device=device)
-    for name, empty in (("link", None), ("rules", None), ("attention", None), ("tests", None), ("cases", {}),
+    for name, empty in (("link", None), ("rules", None), ("attention", None), ("fp8", None), ("tests", None), ("cases", {}),
                         ("copy_gb_per_s", 0), ("settings", {}), ("step", None), ("parts", {})):
         whole.setdefault(name, empty)
 

@@ -29,7 +29,7 @@ ends() {
 }
 passes() {
     ends 0 "$1" "$2" "$work/$1.$2.log" || { echo "$1 $2 fails without a mutant"; tail -n 3 "$work/$1.$2.log"; }
-    case $(tail -n 1 "$work/$1.$2.log") in "0 passed"*) echo "$1 $2 runs no test" ;; esac
+    case $(tail -n 1 "$work/$1.$2.log") in "0 passed"*) echo "$1 $2 runs no test: $(head -n 1 "$work/$1.$2.log")" ;; esac
 }
 caught() {
     log=$work/log.$2

@@ -3,6 +3,7 @@
 transformers -> C: fp32, fp16 and bf16 files, with and without the "transformer." prefix.
 The same with every configuration of hf_configs.py, whose config.json must come back.
 C -> transformers: a file that C initialised, and files that C read and wrote again, whose weights are the same bits.
+Llama of examples/llama.h: the same both ways, with grouped heads; what it does not compute is refused.
 llm.c -> C: its model files, version 3 (fp32) and 5 (bf16), with a padded vocabulary.
 Builds tests/hf_logits.c with $CC (gcc).  Writes no golden data: it passes or fails.
 """
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 import common
 import gpt2
 import hf_configs
+import llama
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 VOCAB, POSITIONS, CHANNELS, HEADS, LAYERS = 61, 13, 20, 4, 3
@@ -180,6 +182,38 @@ def from_c(c, folder):
     same_logits("C -> transformers", ours[0], torch_logits(opened(place)))
 
 
+def llama_both_ways(c, folder):
+    """LlamaForCausalLM: every dtype, bases and epsilons that are not the usual ones, and what is refused by name."""
+    shapes = {"grouped": (24, 20, 4, 2, 500.0, 1e-3), "plain": (24, 41, 3, 3, 10000.0, 1e-6), "single": (20, 8, 2, 1, 123456.75, 1e-5)}
+    for name, (channels, hidden, heads, kv_heads, base, eps) in shapes.items():
+        for kind in (torch.float32, torch.float16, torch.bfloat16):
+            config = llama.config_of(VOCAB, POSITIONS, channels, hidden, heads, kv_heads, LAYERS, base)
+            config.rms_norm_eps = eps
+            model = transformers.LlamaForCausalLM(config).eval()
+            llama.fill(list(model.named_parameters()), 1)
+            model = model.to(kind)
+            what = f"llama {name}, {str(kind)[6:]}"
+            place, again = (os.path.join(folder, f"{p}_{name}_{str(kind)[6:]}") for p in ("llama", "llama_again"))
+            model.save_pretrained(place)
+            exact = transformers.LlamaForCausalLM(config).eval()       # .to() rounds the rotation's frequencies, too
+            exact.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
+            model = exact
+            os.mkdir(again)
+            same_logits(f"transformers -> C, {what}", c.run("llama:" + os.path.join(place, "model.safetensors"), again), torch_logits(model))
+            model2, info = transformers.LlamaForCausalLM.from_pretrained(again, output_loading_info=True, dtype=torch.float32)
+            check(f"transformers opens what C wrote completely, {what}", not any(info.values()), str(info))
+            same_logits(f"transformers -> C -> transformers, {what}", torch_logits(model2.eval()), torch_logits(model))
+    for key, value in {"tie_word_embeddings": True, "attention_bias": True, "hidden_act": "gelu", "head_dim": 8,
+                       "num_key_value_heads": 3, "model_type": "mistral",
+                       "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}.items():
+        path = os.path.join(place, "config.json")
+        text = open(path).read()
+        json.dump({**json.loads(text), key: value}, open(path, "w"))
+        logits, why = c.run("llama:" + os.path.join(place, "model.safetensors"))
+        check(f"llama with {key} = {value} is refused by name", logits is None and (key in why or "num_attention_heads" in why), why)
+        open(path, "w").write(text)
+
+
 def main():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -192,6 +226,7 @@ def main():
         other_spellings(c, folder)
         from_llmc(c, folder)
         from_c(c, folder)
+        llama_both_ways(c, folder)
     finally:
         shutil.rmtree(folder)
     print(f"{passed} passed, {failed} failed, 0 skipped")

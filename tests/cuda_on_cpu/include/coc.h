@@ -58,7 +58,7 @@ struct coc_counts {
     long timed_events;          /* made to be timed */
     long switches;              /* of fibers */
     long mmas, ldmatrices;      /* instructions of a warp */
-    long e4m3_pairs;            /* conversions by cvt.rn.satfinite.e4m3x2.f32, of a thread */
+    long fp8_pairs;            /* conversions by cvt.rn.satfinite to two numbers of 8 bits, of a thread */
     long async_bytes;           /* read from global memory by cp.async */
     long prefetches;            /* into the L2 cache, of a thread */
     long barriers, busy_barriers;   /* threads that came to one, and those of them that had cp.async under way */

@@ -237,10 +237,11 @@ void coc_prefetch(const void *global);
 void coc_copy_commit();
 void coc_copy_wait(int groups_left);
 
-/* ---- cvt.rn.satfinite.e4m3x2.f32, as the PTX ISA describes it: to nearest even, a first, into the upper half; what is larger
-   than 448, infinities too, becomes 448 of its sign, and each NaN 0x7f.  From compute capability 8.9 on. */
+/* ---- cvt.rn.satfinite.e4m3x2.f32 and .e5m2x2, as the PTX ISA describes them: to nearest even, a first, into the upper half;
+   what is larger than the largest number, infinities too, becomes that number of its sign, and each NaN 0x7f.  From compute
+   capability 8.9 on. */
 int coc_image();                                /* what the program was compiled for, 10 major + minor */
-uint16_t coc_cvt_e4m3x2(float a, float b);
+uint16_t coc_cvt_fp8x2(float a, float b, bool e5m2);
 
 /* ---- Tensor cores: fragments lie over the lanes of a warp as the PTX ISA draws them ("Matrix Fragments for
    mma.m16n8k16 with floating point type", "ldmatrix").  With g = lane / 4, t = lane % 4, and low and high half of a

@@ -19,7 +19,7 @@ enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_AHEAD = 3
 enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
 struct coc_counts {
     long calls, launches, synchronising, allocations, frees, copies, fills, graph_launches, timed_events, switches;
-    long mmas, ldmatrices, e4m3_pairs, async_bytes, prefetches, barriers, busy_barriers;
+    long mmas, ldmatrices, fp8_pairs, async_bytes, prefetches, barriers, busy_barriers;
     long blas_objects, blas_heuristics, blas_matmuls;
 };
 struct coc_alive { long allocations, pinned, streams, events, graphs, graph_execs, blas_objects; size_t bytes; };

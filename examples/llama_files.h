@@ -1,0 +1,87 @@
+/* llama_files.h - model files of Hugging Face's LlamaForCausalLM, read and written: safetensors with config.json beside
+ * it.  Include llama.h first. */
+#ifndef EXAMPLES_LLAMA_FILES_H
+#define EXAMPLES_LLAMA_FILES_H
+
+static const config_only llama_config_only[] = {
+    {"hidden_act", "\"silu\""}, {"attention_bias", "false"}, {"mlp_bias", "false"}, {"tie_word_embeddings", "false"},
+    {"rope_scaling", "null"}, {"partial_rotary_factor", "1.0|1|null"}, {NULL, NULL}};
+static const config_rules llama_config_rules = {
+    "model_type vocab_size max_position_embeddings hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim rms_norm_eps rope_theta rope_parameters attention_dropout",
+    "pretraining_tp", llama_config_only, "num_attention_heads rms_norm_eps rope_theta rope_parameters"};
+static const struct { const char *key; size_t place; } llama_sizes[] = {
+    {"vocab_size", offsetof(llama_config, vocab)}, {"max_position_embeddings", offsetof(llama_config, positions)},
+    {"hidden_size", offsetof(llama_config, channels)}, {"intermediate_size", offsetof(llama_config, hidden)},
+    {"num_hidden_layers", offsetof(llama_config, layers)}, {"num_attention_heads", offsetof(llama_config, heads)},
+    {"num_key_value_heads", offsetof(llama_config, kv_heads)}};
+enum { LLAMA_SIZES = sizeof llama_sizes / sizeof *llama_sizes };
+
+static inline amp_result llama_read_config(model_config *m, llama_config *c) {
+    char type[64] = "llama", rope[64] = "default", base[32] = "";
+    int64_t dim, i;
+    json rotary;
+    TRY(config_word(m, "model_type", type));
+    if (strcmp(type, "llama") != 0) return config_refuse(m, "model_type", "must be llama");
+    for (i = 0; i < LLAMA_SIZES; i++) {
+        int64_t *size = (int64_t *)(void *)((char *)c + llama_sizes[i].place);
+        *size = i == LLAMA_SIZES - 1 ? c->heads : 0;
+        TRY(config_integer(m, llama_sizes[i].key, 1, INT32_MAX, size));
+        if (*size == 0) return example_fail(AMP_ERR_FORMAT, "%s: no %s", m->path, llama_sizes[i].key);
+    }
+    c->base = 10000; c->eps = 1e-6;             /* transformers' defaults */
+    TRY(config_number(m, "rms_norm_eps", 1e-37, 1e37, &c->eps));
+    TRY(config_number(m, "rope_theta", 1, 1e30, &c->base));
+    if (config_get(m, "rope_parameters", &rotary) && *rotary.at == '{') {
+        if (json_find(rotary, "rope_theta", base, sizeof base)) c->base = strtod(base, NULL);
+        if ((json_find(rotary, "rope_type", rope, sizeof rope) && strcmp(rope, "default") != 0) || !(c->base >= 1))
+            return config_refuse(m, "rope_parameters", "rope_type must be default, rope_theta 1 or more");
+    }
+    dim = c->channels / c->heads;
+    TRY(config_integer(m, "head_dim", 1, INT32_MAX, &dim));
+    if (c->channels != c->heads * dim || c->heads % c->kv_heads != 0 || dim % 2 != 0)
+        return config_refuse(m, "num_attention_heads", "must divide hidden_size into even heads, a multiple of %lld",
+                             (long long)c->kv_heads);
+    return config_dropout(m, "attention_dropout");
+}
+
+/* Makes the model that a file holds, with its weights. */
+static inline amp_result llama_load(llama *m, amp_context *amp, const char *path) {
+    model_config described = {"", NULL, 0, 0, ""};
+    llama_config config;
+    st_file file;
+    void *data;
+    size_t bytes;
+    amp_result result;
+    memset(m, 0, sizeof *m);
+    TRY(amp_file_read_all(NULL, path, &data, &bytes));
+    result = st_open(&file, data, bytes);
+    if (result == AMP_OK) result = config_open(&described, &file, path, &llama_config_rules);
+    if (result == AMP_OK) result = llama_read_config(&described, &config);
+    if (result == AMP_OK) result = llama_create(m, amp, config, 0);
+    if (result == AMP_OK) result = st_load_params(&file, amp, m->params, m->n_params);
+    if (result != AMP_OK) llama_free(m);
+    config_close(&described);
+    st_close(&file);
+    amp_file_free(NULL, data, bytes);
+    return result;
+}
+
+/* Writes the weights, and the config.json to lie beside them unless its path is NULL. */
+static inline amp_result llama_save(const llama *m, const char *path, const char *config_path) {
+    text_buffer b = {NULL, 0, 0, 0};
+    amp_result result;
+    int i;
+    text_add(&b, "{\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"llama\", \"hidden_act\": \"silu\", "
+             "\"tie_word_embeddings\": false, \"bos_token_id\": null, \"eos_token_id\": null, \"dtype\": \"float32\"");
+    for (i = 0; i < LLAMA_SIZES; i++)
+        text_add(&b, ", \"%s\": %lld", llama_sizes[i].key,
+                 (long long)*(const int64_t *)(const void *)((const char *)&m->config + llama_sizes[i].place));
+    text_add(&b, ", \"rms_norm_eps\": %.9g, \"rope_theta\": %.17g}\n", m->config.eps, m->config.base);
+    result = st_save_params(path, m->amp, m->params, m->n_params, &b);
+    if (result == AMP_OK && config_path != NULL) result = config_save(&b, config_path);
+    free(b.text);
+    return result;
+}
+
+#endif
