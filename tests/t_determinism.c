@@ -938,6 +938,7 @@ TEST(callbacks_find_the_hosts_environment) {
         amp_close(amp);
         fesetenv(FE_DFL_ENV);
     }
+    for (int i = 0; i < 2; i++) one_nan(c[i], AMP_F32, sizeof c[i]);
     CHECK(!memcmp(c[0], c[1], sizeof c[0]));
     make_store(0);
 }

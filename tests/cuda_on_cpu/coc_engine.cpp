@@ -6,7 +6,6 @@
 #include "coc_internal.h"
 #include <cmath>
 #include <deque>
-#include <memory>
 #include <mutex>
 #include <setjmp.h>
 #include <signal.h>
@@ -30,6 +29,7 @@ enum {
     STATIC_SITES = 64,
     STATIC_ROOM = COC_SHARED_DEFAULT + STATIC_SITES * 2 * RED_ZONE,
     DYNAMIC_ROOM = COC_SHARED_MOST + RED_ZONE,
+    SIGNAL_BYTES = 64 << 10,
     CANARY = 0xCB,
     PARALLEL_FROM = 2048        /* threads of a grid; below it waking an OpenMP thread costs more than it saves */
 };
@@ -90,7 +90,6 @@ struct worker {
     ucontext_t main_context;
 #endif
     worker();
-    ~worker();
 };
 static __thread worker *here;
 
@@ -113,29 +112,42 @@ worker::worker() {
     coc_poison(static_shared, STATIC_ROOM);
     coc_poison(dynamic_shared, DYNAMIC_ROOM);
 #if !COC_ASAN
-    stack_t stack = {};
-    signal_stack = map_room(64 << 10);
-    stack.ss_sp = signal_stack;
-    stack.ss_size = 64 << 10;
-    sigaltstack(&stack, nullptr);
+    signal_stack = map_room(SIGNAL_BYTES);
 #endif
 }
 
-worker::~worker() {
-    for (unsigned char *stack : stacks) {
-        coc_unpoison(stack, STACK_BYTES);
-        munmap(stack - GUARD_BYTES, STACK_BYTES + GUARD_BYTES);
+/* Workers belong to no OS thread, for OpenMP's may end without running the destructors of what is theirs.  A thread has
+   one from begin_work to end_work; as many are made as ever worked at once, and all stay until the program ends. */
+static std::mutex idle_lock;
+static std::vector<worker *> &idle = *new std::vector<worker *>;
+
+static void begin_work() {
+    {
+        std::lock_guard<std::mutex> hold(idle_lock);
+        if (idle.empty()) idle.push_back(new worker);
+        here = idle.back();
+        idle.pop_back();
     }
-    coc_unpoison(static_shared, STATIC_ROOM);
-    coc_unpoison(dynamic_shared, DYNAMIC_ROOM);
-    munmap(static_shared, STATIC_ROOM);
-    munmap(dynamic_shared - RED_ZONE, DYNAMIC_ROOM + RED_ZONE);
-    if (signal_stack) {
+    here->main_bottom = nullptr;
+    here->failed = cudaSuccess;
+    here->work = coc_work{};
+    if (here->signal_stack) {
+        stack_t stack = {};
+        stack.ss_sp = here->signal_stack;
+        stack.ss_size = SIGNAL_BYTES;
+        sigaltstack(&stack, nullptr);
+    }
+}
+
+static void end_work() {
+    if (here->signal_stack) {
         stack_t stack = {};
         stack.ss_flags = SS_DISABLE;
         sigaltstack(&stack, nullptr);
-        munmap(signal_stack, 64 << 10);
     }
+    std::lock_guard<std::mutex> hold(idle_lock);
+    idle.push_back(here);
+    here = nullptr;
 }
 
 /* ---- Switching */
@@ -690,7 +702,6 @@ static void run_block(worker *w, const coc_grid *what, unsigned index) {
 }
 
 cudaError_t coc_run_grid(const coc_grid *what) {
-    static thread_local std::unique_ptr<worker> keep;
     unsigned all = what->grid.x * what->grid.y * what->grid.z;
     unsigned blocks = coc_last_blocks != 0 && coc_last_blocks < all ? coc_last_blocks : all;
     [[maybe_unused]] uint64_t threads = (uint64_t)blocks * what->block.x * what->block.y * what->block.z;
@@ -701,10 +712,7 @@ cudaError_t coc_run_grid(const coc_grid *what) {
 #  pragma omp parallel if (blocks > 1 && threads >= PARALLEL_FROM)
 #endif
     {
-        if (!keep) keep.reset(new worker);
-        here = keep.get();
-        here->failed = cudaSuccess;
-        here->work = coc_work{};
+        begin_work();
 #if defined(_OPENMP)
 #  pragma omp for schedule(dynamic, 1)
 #endif
@@ -716,6 +724,7 @@ cudaError_t coc_run_grid(const coc_grid *what) {
         for (long coc_work::*count : {&coc_work::switches, &coc_work::mmas, &coc_work::ldmatrices, &coc_work::fp8_pairs,
                                       &coc_work::async_bytes, &coc_work::prefetches, &coc_work::barriers, &coc_work::busy_barriers})
             __atomic_fetch_add(&(coc_worked.*count), here->work.*count, __ATOMIC_RELAXED);
+        end_work();
     }
     return result;
 }
