@@ -1332,9 +1332,23 @@ typedef struct amp_tape amp_tape;
 /* A handle of a value, valid in its step; 0: none. */
 typedef uint64_t amp_value;
 
-AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out);
+typedef struct amp_tape_desc {
+    /* Bytes that the values and gradients of a step may take; 0: any.  Of a step that takes more, stretches are
+       computed again, as between amp_tape_checkpoint_begin and _end: operators of your own too, and the bits stay.
+       They are chosen by bytes and operations, not by time: a graph always has the same.  amp_tape_text tells them. */
+    int64_t memory_budget;
+    /* Called in backward once for each parameter that gets a gradient, as soon as that is final: of a weight used twice
+       after both.  On a device it is what the context's stream has then written.  The order is that in which backward
+       ends them, the same in every step of a graph; what no backward reaches is not told.  Each micro-batch tells anew.
+       Another result than AMP_OK ends the step. */
+    amp_result (*grad_ready)(void *user, amp_param *param);
+    void *user;
+} amp_tape_desc;
+
+/* desc may be NULL.  Errors: AMP_ERR_RANGE. */
+AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out, const amp_tape_desc *desc);
 /* Between begin and backward it also ends the tape's region, with a warning; from another thread, which cannot, the
-   warning says so. */
+   warning says so.  Between amp_tape_forward and backward it gives the step up, as amp_tape_begin does. */
 AMP_API void amp_tape_destroy(amp_tape *tape);
 /* Begins to record, in an autocast region with these settings, on this thread.  In inference mode no backward can
    follow, and only what is returned by amp_tape_tensor is kept.
@@ -1346,12 +1360,14 @@ AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *regio
    sums over several steps are unfinished: start them over (grad_live = 0).
    Errors: what failed first; AMP_ERR_STATE not recording (twice, say), another thread's tape, an inner region is still
    open, or recorded in inference mode; AMP_ERR_SHAPE not a loss; AMP_ERR_CONFLICT no parameter reaches the loss;
-   AMP_ERR_SOURCE a callback's result that is no amp_result. */
+   AMP_ERR_MEMORY also .memory_budget is less than the least that is possible, which the text has; AMP_ERR_SOURCE a
+   callback's result that is no amp_result. */
 AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale);
 /* The same without a backward. */
 AMP_API amp_result amp_tape_finish(amp_tape *tape);
 /* The first half of amp_tape_backward, which then only does the second, with the same loss: to look at the loss or take
-   times in between.  amp_tape_begin instead gives the step up, as a failure does: a fused loss has added to gradients.
+   times in between.  amp_tape_begin instead gives the step up, as a failure does: a fused loss has added to gradients,
+   and where that was a sum over several steps, a warning names the first.
    Errors: those of amp_tape_backward. */
 AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float *grad_scale);
 /* Ends the step without running it: *bytes is the memory that it would take.  loss 0: without a backward. */
@@ -1390,7 +1406,7 @@ typedef struct amp_tape_node_info {
     const char *op, *layer;     /* "linear"; NULL: no name */
     amp_value value;
     amp_dtype compute;          /* what it computes in, by autocast's decision */
-    int32_t reserved;
+    int32_t stretch;            /* after the run, what is computed again with it: 1, 2, ...; 0: nothing */
     double seconds[3];          /* forward, backward, forward again (checkpoints); 0 unless amp_tape_time */
 } amp_tape_node_info;
 /* Operator i, from 0, in the order of recording.  Errors: AMP_ERR_RANGE there are no more. */
@@ -4077,7 +4093,7 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
     X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(rope_op) X(norm_op) X(softmax_op) \
     X(activation_op) \
     X(swiglu_op) X(cross_entropy_op) X(mse_op) X(linear_cross_entropy_op) X(embedding_op) X(dropout_op) \
-    X(tape_node_info) X(custom_call) X(custom_op) \
+    X(tape_desc) X(tape_node_info) X(custom_call) X(custom_op) \
     X(grad_set_desc) X(grad_stats) \
     X(scaler_desc) X(param_group) X(optimizer_desc) X(parameter_bytes) X(step_result) X(schedule) \
     X(field) X(sample) X(source) X(loader_desc) X(batch) X(loader_info) X(settings) X(status) X(monitor_desc) \
@@ -16116,6 +16132,9 @@ struct ampi_node {
     int32_t keep;                   /* 1: amp_tape_keep was called in this step */
     /* compiled: */
     int32_t keeps;                  /* `keep` then */
+    int32_t stretch;                /* that is computed again: the call's, or what a budget chose */
+    int32_t part, best;             /* while it chooses: a stretch of the division that is tried; the best so far */
+    int64_t held, crossing;         /* and bytes that backward keeps of it; that a cut before it would keep */
     int32_t live[2];                /* grad_live of params when the run began */
     int32_t users, first;           /* that take it: how many, and the first of them */
     int32_t wants;                  /* 1: backward computes its gradient, or those of its parameters */
@@ -16152,6 +16171,8 @@ typedef struct ampi_hole { int64_t offset, bytes; } ampi_hole;
 
 /* A call of backward: a node's, with a AMPI_AGAIN its forward's; or y = a + b (b AMPI_NONE: a cast). */
 typedef struct ampi_action { int32_t node, a, b, y; int64_t count; } ampi_action;
+/* A parameter whose gradient is final after call `at` of backward; below 0: after the forward of a loss. */
+typedef struct ampi_final { amp_param *param; int32_t at, k; } ampi_final;
 
 /* HALF: the forward has run, the backward has not. */
 typedef enum ampi_tape_state { AMPI_TAPE_IDLE, AMPI_TAPE_RECORDING, AMPI_TAPE_HALF, AMPI_TAPE_DONE } ampi_tape_state;
@@ -16160,6 +16181,7 @@ enum { AMPI_FIRST_HALF = 1, AMPI_SECOND_HALF = 2 };
 
 struct amp_tape {
     ampi_object object;
+    amp_tape_desc desc;
     ampi_tape_state state;
     pthread_t thread;
     int foreign;                    /* 1: another thread called; changed atomically */
@@ -16180,6 +16202,7 @@ struct amp_tape {
     ampi_slab *slabs; int64_t n_slabs, slab_capacity;
     ampi_action *actions; int64_t n_actions, action_capacity;
     ampi_hole *holes; int64_t n_holes, hole_capacity;
+    ampi_final *finals; int64_t n_finals, final_capacity;
     int32_t *begins, *ends; int64_t begin_capacity, end_capacity;
     char *memory; int64_t memory_bytes;
     int64_t needed;                 /* by the compiled graph */
@@ -16692,7 +16715,7 @@ static void ampi_node_reset(ampi_node *n) {
     n->first = n->norm = n->buffer = n->grad = n->pre = n->low = n->dsum = AMPI_NONE;
     n->kept[0] = n->kept[1] = AMPI_NONE;
     n->buffer2 = n->pre2 = n->kept2[0] = n->kept2[1] = AMPI_NONE;
-    n->escapes = n->key.stretch == 0 || n->keep || n->key.kind == AMPI_INPUT;
+    n->escapes = n->stretch == 0 || n->keep || n->key.kind == AMPI_INPUT;
     n->again = n->gone = 0;
     for (k = 0; k < AMPI_TAPE_INPUTS; k++) n->dx[k] = AMPI_NONE;
     n->split = 0;
@@ -16726,7 +16749,7 @@ static void ampi_tape_wants(amp_tape *t, int32_t loss) {
             ampi_node *x = n->key.in[k] < 0 ? NULL : &t->nodes[n->key.in[k]];
             if (x == NULL) continue;
             if (x->users++ == 0) x->first = i;
-            if (x->key.stretch != n->key.stretch) x->escapes = t->nodes[x->root].escapes = 1;
+            if (x->stretch != n->stretch) x->escapes = t->nodes[x->root].escapes = 1;
             if (x->wants && n->key.plan.mode != AMP_MODE_INFERENCE && ampi_node_passes(n, k)) n->wants = 1;
         }
     }
@@ -16808,7 +16831,7 @@ static void ampi_tape_use(amp_tape *t, int32_t slab, int32_t time) {
 /* Whether a call may write its output, or a loss its gradient, over the first input: nobody else reads that. */
 static int ampi_may_overwrite(const amp_tape *t, const ampi_node *n, const ampi_node *x, amp_dtype dtype) {
     const ampi_tape_row *row = ampi_row_of(x);
-    return x->users == 1 && !x->keep && x->key.stretch == n->key.stretch && x->key.kind != AMPI_INPUT &&
+    return x->users == 1 && !x->keep && x->stretch == n->stretch && x->key.kind != AMPI_INPUT &&
            !(row->flags & AMPI_VIEW) && x->y.dtype == dtype && x->norm < 0 &&
            !(x->wants && (ampi_node_keeps(t, x) & AMPI_OUT)) &&
            !(n->wants && (ampi_node_keeps(t, n) & AMPI_X));
@@ -16987,7 +17010,7 @@ static amp_result ampi_tape_plan_split(amp_tape *t, int32_t i) {
 
 /* Whether backward of n, and computing n again, read x where it was computed again. */
 static int ampi_reads_again(const ampi_node *n, const ampi_node *x) {
-    return x->again && x->key.stretch == n->key.stretch;
+    return x->again && x->stretch == n->stretch;
 }
 static int32_t ampi_buffer_for(const ampi_node *n, const ampi_node *x) {
     return ampi_reads_again(n, x) ? x->buffer2 : x->buffer;
@@ -17016,15 +17039,15 @@ static void ampi_tape_read_kept(amp_tape *t, int32_t i, int32_t now) {
 
 static void ampi_again_input(amp_tape *t, const ampi_node *n, int k) {
     ampi_node *x = n->key.in[k] < 0 ? NULL : &t->nodes[n->key.in[k]];
-    if (x == NULL || x->key.stretch != n->key.stretch || x->escapes) return;
+    if (x == NULL || x->stretch != n->stretch || x->escapes) return;
     x->again = 1;
     if (x->norm >= 0) t->nodes[x->norm].again = 1;      /* which does it */
 }
 
 /* Finds what to compute again of the stretch that ends with node `last`; returns its first node. */
 static int32_t ampi_tape_again(amp_tape *t, int32_t last) {
-    int32_t i, k, stretch = t->nodes[last].key.stretch;
-    for (i = last; i >= 0 && t->nodes[i].key.stretch == stretch; i--) {
+    int32_t i, k, stretch = t->nodes[last].stretch;
+    for (i = last; i >= 0 && t->nodes[i].stretch == stretch; i--) {
         ampi_node *n = &t->nodes[i];
         int32_t keeps = n->wants ? ampi_node_keeps(t, n) : 0;
         for (k = 0; k < AMPI_TAPE_INPUTS; k++) if (keeps >> k & 1) ampi_again_input(t, n, k);
@@ -17095,12 +17118,57 @@ static amp_result ampi_tape_plan_backward(amp_tape *t) {
     int32_t i;
     for (i = (int32_t)t->n - 1; i >= 0; i--) {
         ampi_node *n = &t->nodes[i];
-        int last = i + 1 == t->n || t->nodes[i + 1].key.stretch != n->key.stretch;
-        if (n->key.stretch != 0 && last) AMPI_TRY(ampi_tape_plan_again(t, i));
+        int last = i + 1 == t->n || t->nodes[i + 1].stretch != n->stretch;
+        if (n->stretch != 0 && last) AMPI_TRY(ampi_tape_plan_again(t, i));
         if (!n->wants) continue;
         if (ampi_row_of(n)->flags & AMPI_LOSS) AMPI_TRY(ampi_tape_plan_loss(t, i));
         else if (n->grad >= 0) AMPI_TRY(ampi_tape_plan_node(t, i));
     }
+    return AMP_OK;
+}
+
+/* ---- Compiling: when the gradient of each parameter is final, after the last call that adds to it */
+
+static int ampi_final_order(const ampi_final *x, const ampi_final *y) {
+    return x->at != y->at ? (x->at > y->at) - (x->at < y->at) : x->k - y->k;
+}
+static int ampi_compare_finals(const void *a, const void *b) {
+    return ampi_final_order((const ampi_final *)a, (const ampi_final *)b);
+}
+static int ampi_compare_final_params(const void *a, const void *b) {
+    const ampi_final *x = (const ampi_final *)a, *y = (const ampi_final *)b;
+    uintptr_t p = (uintptr_t)x->param, q = (uintptr_t)y->param;
+    return p != q ? (p > q) - (p < q) : ampi_final_order(x, y);
+}
+
+static amp_result ampi_tape_add_final(amp_tape *t, const ampi_node *n, int32_t at) {
+    int32_t k;
+    for (k = 0; k < 2; k++) {
+        if ((n->key.trains >> k & 1) == 0) continue;
+        AMPI_TRY(ampi_tape_grow(t, (void **)&t->finals, t->n_finals, &t->final_capacity, sizeof *t->finals));
+        t->finals[t->n_finals].param = n->key.params[k];
+        t->finals[t->n_finals].at = at;
+        t->finals[t->n_finals++].k = k;
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_tape_plan_finals(amp_tape *t) {
+    int64_t i, n = 0;
+    t->n_finals = 0;
+    if (t->desc.grad_ready == NULL) return AMP_OK;
+    for (i = 0; i < t->n; i++)
+        if (t->nodes[i].wants && (ampi_row_of(&t->nodes[i])->flags & AMPI_LOSS))
+            AMPI_TRY(ampi_tape_add_final(t, &t->nodes[i], (int32_t)(i - t->n)));
+    for (i = 0; i < t->n_actions; i++)
+        if (t->actions[i].node >= 0 && t->actions[i].a != AMPI_AGAIN)
+            AMPI_TRY(ampi_tape_add_final(t, &t->nodes[t->actions[i].node], (int32_t)i));
+    if (t->n_finals == 0) return AMP_OK;
+    qsort(t->finals, (size_t)t->n_finals, sizeof *t->finals, ampi_compare_final_params);
+    for (i = 0; i < t->n_finals; i++)
+        if (i + 1 == t->n_finals || t->finals[i + 1].param != t->finals[i].param) t->finals[n++] = t->finals[i];
+    t->n_finals = n;
+    qsort(t->finals, (size_t)n, sizeof *t->finals, ampi_compare_finals);
     return AMP_OK;
 }
 
@@ -17301,8 +17369,8 @@ static void ampi_tape_bind(amp_tape *t) {
     t->moved = 0;
 }
 
-static amp_result ampi_tape_compile(amp_tape *t, int32_t loss) {
-    t->compiled = 0;
+/* With the stretches that the nodes say. */
+static amp_result ampi_tape_compile_once(amp_tape *t, int32_t loss) {
     t->n_slabs = t->n_actions = 0;
     ampi_tape_wants(t, loss);
     if (loss >= 0 && t->nodes[loss].key.plan.mode == AMP_MODE_INFERENCE)
@@ -17314,6 +17382,172 @@ static amp_result ampi_tape_compile(amp_tape *t, int32_t loss) {
     AMPI_TRY(ampi_tape_plan_forward(t));
     AMPI_TRY(ampi_tape_plan_backward(t));
     return ampi_tape_place(t);
+}
+
+/* ---- Compiling: a budget.  The step is divided into 1, 2, 3, ... parts that keep about as many bytes each, cut where
+   few bytes cross.  Of a division that fits when all its parts are computed again, the dearest for their bytes are
+   kept, as many as fit.  The cheapest of these is taken.  Every try is a plan, so what fits is known, not guessed. */
+
+enum { AMPI_BUDGET_TRIES = 4,       /* divisions after the best one */
+       AMPI_BUDGET_OPERATIONS = 64 };   /* that cost as much as a byte moved */
+
+/* A part of the step, `last` included. */
+typedef struct ampi_slice { int32_t first, last; double cost, held; } ampi_slice;
+typedef struct ampi_budget {
+    int32_t loss, n;                /* parts of the division that is tried */
+    ampi_slice *parts; int64_t capacity;
+    int64_t total, least;           /* bytes that backward keeps without any; that some division takes */
+    double best;                    /* the cost of what fits; infinite: nothing yet */
+} ampi_budget;
+
+/* What a call costs: bytes, and operations of products. */
+static double ampi_node_cost(const amp_tape *t, const ampi_node *n) {
+    const ampi_node *x = ampi_input_of(t, n, 0);
+    double elements = (double)ampi_shape_count(&n->y), bytes = elements * (double)amp_dtype_size(n->y.dtype), terms = 0;
+    int k;
+    if (n->key.kind == AMPI_INPUT || (ampi_row_of(n)->flags & AMPI_VIEW)) return 0;
+    for (k = 0; k < AMPI_TAPE_INPUTS; k++)
+        if (n->key.in[k] >= 0)
+            bytes += (double)ampi_shape_count(&t->nodes[n->key.in[k]].y) *
+                     (double)amp_dtype_size(t->nodes[n->key.in[k]].y.dtype);
+    if (n->key.kind == AMPI_LINEAR) terms = (double)x->y.shape[x->y.ndim - 1];
+    if (n->key.kind == AMPI_MATMUL) terms = (double)x->y.shape[x->y.ndim - (n->key.size[0] ? 2 : 1)];
+    if (n->key.kind == AMPI_ATTENTION) terms = 2 * (double)t->nodes[n->key.in[1]].y.shape[1];
+    return bytes + 2 * elements * terms / (double)AMPI_BUDGET_OPERATIONS;
+}
+
+/* After a plan without stretches of its own: what backward keeps of each node, and what crosses each cut. */
+static void ampi_budget_measure(amp_tape *t, ampi_budget *b) {
+    int64_t i, crossing = 0;
+    int k;
+    for (i = 0; i < t->n; i++) { t->nodes[i].held = t->nodes[i].crossing = 0; t->nodes[i].part = 0; }
+    for (i = 0; i < t->n_slabs; i++)
+        if (t->slabs[i].first < t->n && t->slabs[i].last >= t->n) t->nodes[t->slabs[i].first].held += t->slabs[i].bytes;
+    for (i = 0; i < t->n; i++)          /* part: the last node that takes it, until there are parts */
+        for (k = 0; k < AMPI_TAPE_INPUTS; k++)
+            if (t->nodes[i].key.in[k] >= 0) t->nodes[t->nodes[t->nodes[i].key.in[k]].root].part = (int32_t)i;
+    for (i = 0; i < t->n; i++) {
+        ampi_node *n = &t->nodes[i];
+        b->total += n->held;
+        if (n->key.kind == AMPI_INPUT || n->part <= i) continue;
+        n[1].crossing += t->slabs[n->buffer].bytes;
+        if (n->part + 1 < t->n) t->nodes[n->part + 1].crossing -= t->slabs[n->buffer].bytes;
+    }
+    for (i = 0; i < t->n; i++) t->nodes[i].crossing = crossing += t->nodes[i].crossing;
+}
+
+/* The end of the part that begins with node `first` and keeps up to `limit` bytes: the best cut in its second half. */
+static int32_t ampi_budget_cut(const amp_tape *t, int32_t first, int64_t limit) {
+    int64_t held = 0;
+    int32_t i, cut = AMPI_NONE;
+    for (i = first; i < t->n && !t->nodes[i].is_loss && t->nodes[i].key.stretch == 0; i++) {
+        held += t->nodes[i].held;
+        if (i + 1 == t->n || held < limit / 2) continue;
+        if (cut < 0 || t->nodes[i + 1].crossing <= t->nodes[cut].crossing) cut = i + 1;
+        if (held > limit) return cut;
+    }
+    return i;
+}
+
+/* Divides the step; checkpoints and losses stay as they are. */
+static amp_result ampi_budget_divide(amp_tape *t, ampi_budget *b, int64_t limit) {
+    int32_t i = 0, k;
+    b->n = 0;
+    while (i < t->n) {
+        int32_t end = ampi_budget_cut(t, i, limit);
+        if (end == i) { t->nodes[i++].part = 0; continue; }
+        AMPI_TRY(ampi_tape_grow(t, (void **)&b->parts, b->n, &b->capacity, sizeof *b->parts));
+        memset(&b->parts[b->n], 0, sizeof *b->parts);
+        b->parts[b->n].first = i;
+        b->parts[b->n++].last = end - 1;
+        for (k = i; k < end; k++) t->nodes[k].part = b->n;
+        i = end;
+    }
+    return AMP_OK;
+}
+
+/* A plan where all parts are computed again but the first `kept` of b->parts; what it costs. */
+static amp_result ampi_budget_try(amp_tape *t, ampi_budget *b, int32_t kept, double *cost) {
+    int32_t i, k;
+    for (i = 0; i < b->n; i++)
+        for (k = b->parts[i].first; k <= b->parts[i].last; k++)
+            t->nodes[k].stretch = i < kept ? 0 : t->stretches + t->nodes[k].part;
+    AMPI_TRY(ampi_tape_compile_once(t, b->loss));
+    for (i = 0, *cost = 0; i < t->n; i++) *cost += t->nodes[i].again ? ampi_node_cost(t, &t->nodes[i]) : 0;
+    b->least = AMPI_MIN(b->least, t->needed);
+    if (t->needed > t->desc.memory_budget || *cost >= b->best) return AMP_OK;
+    b->best = *cost;
+    for (i = 0; i < t->n; i++) t->nodes[i].best = t->nodes[i].stretch;
+    return AMP_OK;
+}
+
+/* Those that cost most for a byte first; of equal ones the last, whose backward comes first. */
+static int ampi_compare_parts(const void *a, const void *b) {
+    const ampi_slice *x = (const ampi_slice *)a, *y = (const ampi_slice *)b;
+    double p = x->cost * y->held, q = y->cost * x->held;
+    return p != q ? (p < q) - (p > q) : y->first - x->first;
+}
+
+/* One division: all parts, then with as many kept as fit. */
+static amp_result ampi_budget_search(amp_tape *t, ampi_budget *b) {
+    int32_t low = 0, high = b->n, i, k;
+    double cost;
+    AMPI_TRY(ampi_budget_try(t, b, 0, &cost));
+    if (t->needed > t->desc.memory_budget) return AMP_OK;
+    for (i = 0; i < b->n; i++)
+        for (k = b->parts[i].first; k <= b->parts[i].last; k++) {
+            b->parts[i].held += (double)t->nodes[k].held;
+            b->parts[i].cost += t->nodes[k].again ? ampi_node_cost(t, &t->nodes[k]) : 0;
+        }
+    qsort(b->parts, (size_t)b->n, sizeof *b->parts, ampi_compare_parts);
+    while (high - low > 1) {
+        int32_t middle = (low + high) / 2;
+        AMPI_TRY(ampi_budget_try(t, b, middle, &cost));
+        if (t->needed <= t->desc.memory_budget) low = middle;
+        else high = middle;
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_budget_divisions(amp_tape *t, ampi_budget *b) {
+    int64_t parts, since = 0;
+    double before;
+    for (parts = 1; parts <= t->n && since < AMPI_BUDGET_TRIES; parts += AMPI_MAX(parts / 4, 1)) {
+        before = b->best;
+        AMPI_TRY(ampi_budget_divide(t, b, b->total / parts));
+        if (b->n > 0) AMPI_TRY(ampi_budget_search(t, b));
+        since = b->best < before || b->best == AMPI_DBL_MAX ? 0 : since + 1;
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_tape_compile(amp_tape *t, int32_t loss) {
+    ampi_fp host;
+    ampi_budget b;
+    amp_result result;
+    int64_t i, plain;
+    t->compiled = 0;
+    for (i = 0; i < t->n; i++) t->nodes[i].stretch = t->nodes[i].key.stretch;
+    AMPI_TRY(ampi_tape_compile_once(t, loss));
+    plain = t->needed;
+    if (t->desc.memory_budget == 0 || plain <= t->desc.memory_budget) return ampi_tape_plan_finals(t);
+    memset(&b, 0, sizeof b);
+    b.loss = loss;
+    b.least = plain;
+    b.best = AMPI_DBL_MAX;
+    ampi_budget_measure(t, &b);
+    host = ampi_fp_begin();
+    result = loss >= 0 ? ampi_budget_divisions(t, &b) : AMP_OK;
+    ampi_fp_end(host);
+    ampi_free(&t->object.amp->system, b.parts, b.capacity, sizeof *b.parts);
+    AMPI_TRY(result);
+    if (b.best == AMPI_DBL_MAX)
+        return ampi_fail(AMP_ERR_MEMORY, t->function, ".memory_budget = %lld bytes; this step takes %lld, and at least "
+                         "%lld with stretches computed again", (long long)t->desc.memory_budget, (long long)plain,
+                         (long long)b.least);
+    for (i = 0; i < t->n; i++) t->nodes[i].stretch = t->nodes[i].best;
+    AMPI_TRY(ampi_tape_compile_once(t, loss));
+    return ampi_tape_plan_finals(t);
 }
 
 /* ---- Running */
@@ -17532,15 +17766,44 @@ static amp_result ampi_run_plain(amp_tape *t, ampi_node *n, int backward) {
 
 static int ampi_is_result(amp_result result) { return strcmp(amp_result_text(result), "unknown result") != 0; }
 
-/* The callback runs as outside of the tape: in a region like the one it was recorded in, whose decisions it makes. */
+/* A callback runs as outside of the tape, in this region.  What it returns, and regions that it left, are checked. */
+typedef struct ampi_callback { int depth; ampi_region replays; } ampi_callback;
+static ampi_callback ampi_callback_begin(const amp_autocast_desc *region) {
+    ampi_callback c;
+    c.depth = ampi_regions.n;
+    c.replays = ampi_regions.at[c.depth - 1];
+    ampi_regions.at[c.depth - 1].desc = *region;
+    ampi_regions.at[c.depth - 1].recompute = 0;
+    ampi_regions.decided = 0;
+    ampi_error_text[0] = 0;
+    return c;
+}
+static amp_result ampi_callback_end(amp_tape *t, const ampi_callback *c, const char *f, const char *layer,
+                                    const char *what, amp_result result) {
+    const char *detail = strchr(ampi_error_text, ' ');
+    int left = ampi_regions.n;
+    char why[256];
+    snprintf(why, sizeof why, "%.250s", detail ? detail + 1 : "it gave no text");
+    while (ampi_regions.n > c->depth) ampi_region_drop();
+    if (ampi_regions.n == c->depth) ampi_regions.at[c->depth - 1] = c->replays;
+    else AMPI_TRY(ampi_region_push(t->object.amp, t->function, &c->replays.desc, c->replays.recompute));
+    ampi_regions.decided = 0;
+    if (result == AMP_OK && left == c->depth) return AMP_OK;
+    if (result == AMP_OK) {
+        result = AMP_ERR_STATE;
+        snprintf(why, sizeof why, "a region is %s", left > c->depth ? "still open" : "closed that it did not open");
+    }
+    return ampi_fail(ampi_is_result(result) ? result : AMP_ERR_SOURCE, f, "%s%s%s returned %d: %s", layer ? layer : "",
+                     layer ? ": " : "", what, (int)result, why);
+}
+
+/* In a region like the one it was recorded in, whose decisions it makes. */
 static amp_result ampi_run_custom(amp_tape *t, ampi_node *n, int backward) {
     const amp_custom_op *op = &n->op.custom.op;
-    const char *layer = ampi_node_layer(n), *detail;
-    int depth = ampi_regions.n, k;
-    ampi_region replays = ampi_regions.at[depth - 1];
-    char why[256];
     amp_custom_call call;
+    ampi_callback callback;
     amp_result result;
+    int k;
     memset(&call, 0, sizeof call);
     call.amp = t->object.amp;
     call.plan = n->key.plan;
@@ -17550,26 +17813,10 @@ static amp_result ampi_run_custom(amp_tape *t, ampi_node *n, int backward) {
         if (backward) call.dx[k] = ampi_tape_gradient_view(t, &t->nodes[n->key.in[k]], n->dx[k]);
     }
     if (backward) call.dy = ampi_tape_view(t, &n->y, n->grad);
-    ampi_regions.at[depth - 1].desc = n->op.custom.region;
-    ampi_regions.at[depth - 1].recompute = 0;
-    ampi_regions.decided = 0;
-    ampi_error_text[0] = 0;
+    callback = ampi_callback_begin(&n->op.custom.region);
     result = backward ? op->backward(op->user, &call) : op->forward(op->user, &call);
-    detail = strchr(ampi_error_text, ' ');
-    snprintf(why, sizeof why, "%.250s", detail ? detail + 1 : "it gave no text");
-    k = ampi_regions.n;
-    while (ampi_regions.n > depth) ampi_region_drop();
-    if (ampi_regions.n == depth) ampi_regions.at[depth - 1] = replays;
-    else AMPI_TRY(ampi_region_push(t->object.amp, t->function, &replays.desc, replays.recompute));
-    ampi_regions.decided = 0;
-    if (result == AMP_OK && k == depth) return AMP_OK;
-    if (result == AMP_OK) {
-        result = AMP_ERR_STATE;
-        snprintf(why, sizeof why, "a region is %s", k > depth ? "still open" : "closed that it did not open");
-    }
-    return ampi_fail(ampi_is_result(result) ? result : AMP_ERR_SOURCE, "amp_tape_custom",
-                     "%s%s%s returned %d: %s", layer ? layer : "", layer ? ": " : "",
-                     backward ? "backward" : "forward", (int)result, why);
+    return ampi_callback_end(t, &callback, "amp_tape_custom", ampi_node_layer(n), backward ? "backward" : "forward",
+                             result);
 }
 
 static amp_result ampi_tape_operate(amp_tape *t, ampi_node *n, int backward) {
@@ -17620,7 +17867,7 @@ static amp_result ampi_tape_run_forward(amp_tape *t, const float *grad_scale) {
     for (i = 0; i < t->n; i++) {
         ampi_node *n = &t->nodes[i];
         int32_t flags = ampi_row_of(n)->flags;
-        if (n->key.stretch != 0) ampi_bind_node(t, i, 0);
+        if (n->stretch != 0) ampi_bind_node(t, i, 0);
         memset(n->ns, 0, sizeof n->ns);
         if (n->key.kind == AMPI_INPUT || (flags & AMPI_VIEW) || n->norm >= 0) continue;
         if (flags & AMPI_LOSS) ampi_tape_start(n, grad_scale);
@@ -17642,20 +17889,34 @@ static amp_result ampi_tape_run_again(amp_tape *t, int32_t i) {
 
 /* Before the first backward call of a stretch: all its nodes are bound once more. */
 static void ampi_tape_enter_stretch(amp_tape *t, int32_t node, int32_t *stretch) {
-    int32_t now = t->nodes[node].key.stretch, i = node;
+    int32_t now = t->nodes[node].stretch, i = node;
     if (now == *stretch) return;
     *stretch = now;
     if (now == 0) return;
-    while (i > 0 && t->nodes[i - 1].key.stretch == now) i--;
-    for (; i < t->n && t->nodes[i].key.stretch == now; i++) ampi_bind_node(t, i, 1);
+    while (i > 0 && t->nodes[i - 1].stretch == now) i--;
+    for (; i < t->n && t->nodes[i].stretch == now; i++) ampi_bind_node(t, i, 1);
+}
+
+/* Tells of gradients that are final once call `at` of backward is done. */
+static amp_result ampi_tape_tell(amp_tape *t, int64_t at, int64_t *told) {
+    amp_autocast_desc outside = ampi_outside(t->object.amp);
+    for (; *told < t->n_finals && t->finals[*told].at <= at; ++*told) {
+        amp_param *p = t->finals[*told].param;
+        ampi_callback callback = ampi_callback_begin(&outside);
+        amp_result result = t->desc.grad_ready(t->desc.user, p);
+        AMPI_TRY(ampi_callback_end(t, &callback, t->function, p->name, "grad_ready", result));
+    }
+    return AMP_OK;
 }
 
 static amp_result ampi_tape_run_backward(amp_tape *t) {
     int32_t stretch = 0;
-    int64_t i;
+    int64_t i, told = 0;
+    AMPI_TRY(ampi_tape_tell(t, -1, &told));
     for (i = 0; i < t->n_actions; i++) {
         const ampi_action *action = &t->actions[i];
         amp_tensor like = amp_tensor1(NULL, AMP_F32, action->count), a, b, y;
+        AMPI_TRY(ampi_tape_tell(t, i - 1, &told));
         if (action->node >= 0) ampi_tape_enter_stretch(t, action->node, &stretch);
         if (action->a == AMPI_AGAIN) { AMPI_TRY(ampi_tape_run_again(t, action->node)); continue; }
         if (action->node >= 0) { AMPI_TRY(ampi_tape_timed(t, &t->nodes[action->node], 1)); continue; }
@@ -17664,7 +17925,7 @@ static amp_result ampi_tape_run_backward(amp_tape *t) {
         y = ampi_tape_view(t, &like, action->y);
         AMPI_TRY(ampi_tape_flat_sum(t, &a, 1, action->b < 0 ? NULL : &b, &y));
     }
-    return AMP_OK;
+    return ampi_tape_tell(t, t->n_actions, &told);
 }
 
 /* Ends the step: its region closes, whatever happened, and those of the context inside it. */
@@ -17689,6 +17950,24 @@ static void ampi_tape_live(amp_tape *t, int failed) {
             if (n->key.params[k] == NULL) continue;
             if (!failed) n->live[k] = n->key.params[k]->grad_live;
             else if (!n->live[k]) ampi_gradient_live(n->key.params[k], 0);
+        }
+}
+
+/* Ends a step that has a forward and gets no backward. */
+static void ampi_tape_give_up(amp_tape *t, const char *f) {
+    int64_t i;
+    int k;
+    ampi_tape_live(t, 1);
+    for (i = 0; i < t->n; i++)
+        for (k = 0; k < 2; k++) {
+            const ampi_node *n = &t->nodes[i];
+            if (!n->wants || !(ampi_row_of(n)->flags & AMPI_LOSS) || !(n->key.trains >> k & 1) || !n->live[k] ||
+                n->key.params[k] == NULL)
+                continue;
+            ampi_log(t->object.amp, AMP_LOG_WARNING, 1091, "%s: the step before had a forward without a backward, and "
+                     "its loss has added to the gradient of %s, a sum over several steps: start that over", f,
+                     n->key.params[k]->name);
+            return;
         }
 }
 
@@ -17767,6 +18046,7 @@ static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value lo
         return ampi_fail(AMP_ERR_STATE, f, "another thread began this step; each thread needs a tape of its own");
     if (ampi_tape_find(t, loss) != t->loss) return ampi_fail(AMP_ERR_RANGE, f, "loss is not that of amp_tape_forward");
     t->state = AMPI_TAPE_DONE;
+    t->function = f;
     return ampi_tape_run(t, f, (int32_t)t->loss, NULL, AMPI_SECOND_HALF);
 }
 AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale) {
@@ -17793,6 +18073,16 @@ AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes)
 
 /* ---- Tapes */
 
+/* Whether a parameter is there: one that is not registered may be gone. */
+static int ampi_param_is_here(amp_context *amp, const amp_param *p) {
+    int64_t i;
+    int here = 0;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_params && p != NULL && !here; i++) here = amp->params[i].param == p;
+    ampi_unlock(amp);
+    return here;
+}
+
 static void ampi_tape_stop(ampi_object *object) {
     amp_tape *t = (amp_tape *)(void *)object;
     const amp_system *s = &object->amp->system;
@@ -17802,22 +18092,29 @@ static void ampi_tape_stop(ampi_object *object) {
     ampi_free(s, t->slabs, t->slab_capacity, sizeof *t->slabs);
     ampi_free(s, t->actions, t->action_capacity, sizeof *t->actions);
     ampi_free(s, t->holes, t->hole_capacity, sizeof *t->holes);
+    ampi_free(s, t->finals, t->final_capacity, sizeof *t->finals);
     ampi_free(s, t->begins, t->begin_capacity, sizeof *t->begins);
     ampi_free(s, t->ends, t->end_capacity, sizeof *t->ends);
     t->n = t->n_actions = t->memory_bytes = 0;
 }
 
-AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out) {
+AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out, const amp_tape_desc *desc) {
     amp_tape *t;
     AMPI_TRY(ampi_need("amp_tape_create", amp && out, "amp or out"));
     *out = NULL;
+    if (desc != NULL && desc->memory_budget < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tape_create", ".memory_budget = %lld, must be 0 or more",
+                         (long long)desc->memory_budget);
     AMPI_TRY(ampi_object_create(amp, "amp_tape_create", (void **)&t, sizeof *t, "tape", ampi_tape_stop));
+    if (desc != NULL) t->desc = *desc;
     ampi_object_enlist(&t->object, NULL);
     *out = t;
     return AMP_OK;
 }
 
 AMP_API void amp_tape_destroy(amp_tape *tape) {
+    int64_t i;
+    int k;
     if (tape == NULL) return;
     if (tape->running) {
         ampi_log(tape->object.amp, AMP_LOG_WARNING, 1090, "amp_tape_destroy: the tape is running; it stays");
@@ -17831,6 +18128,13 @@ AMP_API void amp_tape_destroy(amp_tape *tape) {
                  here ? "its region has ended"
                       : "its region stays open on the thread that began it: call amp_autocast_end there");
     }
+    if (tape->state == AMPI_TAPE_HALF && !ampi_is_stopped(&tape->object)) {
+        for (i = 0; i < tape->n; i++)
+            for (k = 0; k < 2; k++)
+                if (!ampi_param_is_here(tape->object.amp, tape->nodes[i].key.params[k]))
+                    tape->nodes[i].key.params[k] = NULL;
+        ampi_tape_give_up(tape, "amp_tape_destroy");
+    }
     ampi_object_destroy(&tape->object);
 }
 
@@ -17841,7 +18145,7 @@ AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *regio
         return ampi_fail(AMP_ERR_STATE, "amp_tape_begin",
                          "the tape is recording already: call amp_tape_backward or amp_tape_finish first");
     AMPI_TRY(ampi_as("amp_tape_begin", amp_autocast_begin(tape->object.amp, region)));
-    if (tape->state == AMPI_TAPE_HALF) ampi_tape_live(tape, 1);
+    if (tape->state == AMPI_TAPE_HALF) ampi_tape_give_up(tape, "amp_tape_begin");
     tape->state = AMPI_TAPE_RECORDING;
     tape->thread = pthread_self();
     tape->depth = ampi_regions.n;
@@ -17994,16 +18298,9 @@ AMP_API amp_result amp_tape_read(const amp_tape *tape, amp_value value, float *o
 
 /* ---- The graph for people */
 
-/* A parameter may be gone: it is not read unless it is registered. */
 static const char *ampi_print_layer(const amp_tape *t, const ampi_node *n) {
-    amp_context *amp = t->object.amp;
-    const char *name = n->key.layer;
-    int64_t i;
-    ampi_lock(amp);
-    for (i = 0; i < amp->n_params && name == NULL; i++)
-        if (amp->params[i].param == n->key.params[0]) name = n->key.params[0]->name;
-    ampi_unlock(amp);
-    return name;
+    if (n->key.layer != NULL || !ampi_param_is_here(t->object.amp, n->key.params[0])) return n->key.layer;
+    return n->key.params[0]->name;
 }
 
 static void ampi_print_node(ampi_sheet *s, const amp_tape *t, const ampi_node *n) {
@@ -18015,6 +18312,7 @@ static void ampi_print_node(ampi_sheet *s, const amp_tape *t, const ampi_node *n
                ampi_shape_text(&like, shape, sizeof shape));
     if (n->key.plan.compute != AMP_DTYPE_DEFAULT) ampi_print(s, " in %s", amp_dtype_name(n->key.plan.compute));
     if (!t->ran) return;
+    if (n->again) ampi_print(s, ", computed again in stretch %d", n->stretch);
     if (n->norm >= 0) ampi_print(s, ", done by %%%d", n->norm);
     if (n->buffer >= 0 && n->root == n - t->nodes) ampi_print(s, ", %lld bytes", (long long)t->slabs[n->buffer].bytes);
     if (n->ns[0] + n->ns[1] + n->ns[2] > 0)
@@ -18079,6 +18377,7 @@ AMP_API amp_result amp_tape_node(const amp_tape *tape, int64_t i, amp_tape_node_
     out->layer = ampi_print_layer(tape, n);
     out->value = ampi_tape_handle(tape, n);
     out->compute = n->key.plan.compute;
+    if (tape->ran && n->again) out->stretch = n->stretch;
     for (k = 0; k < 3; k++) out->seconds[k] = 1e-9 * (double)n->ns[k];
     return AMP_OK;
 }

@@ -145,7 +145,7 @@ static inline amp_result gpt_reshape(gpt *g, int64_t batch, amp_dtype activation
     g->config.batch = batch;
     g->config.activations = activations;
     amp_tape_destroy(g->tape);
-    TRY(amp_tape_create(g->amp, &g->tape));
+    TRY(amp_tape_create(g->amp, &g->tape, NULL));
     TRY(amp_tape_begin(g->tape, NULL));
     return amp_tape_plan(g->tape, gpt_record(g, &none, &none, batch, g->config.seq), &g->memory_bytes);
 }

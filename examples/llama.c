@@ -104,7 +104,7 @@ int main(int argc, char **argv) {
     CHECK(amp_dtype_parse(argc > 2 ? argv[2] : "auto", &desc.dtype));
     CHECK(amp_open(&amp, &desc));
     CHECK(amp_query_choice(amp, &choice));
-    CHECK(amp_tape_create(amp, &tape));
+    CHECK(amp_tape_create(amp, &tape, NULL));
     if (steps < 1) return fprintf(stderr, "steps: 1 or more\n"), 1;
     if (strstr(path, ".safetensors") == NULL) train(path, steps, &choice);
     else CHECK(llama_load(&model, amp, path));

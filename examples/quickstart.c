@@ -45,7 +45,7 @@ int main(int argc, char **argv) {
     CHECK(device_open(&amp, &settings, "auto"));
     CHECK(amp_query_choice(amp, &choice));
     printf("%s: %s\n", amp_dtype_name(choice.dtype), choice.reason);
-    CHECK(amp_model_create(amp, &model, 1, 0)); CHECK(amp_tape_create(amp, &tape));
+    CHECK(amp_model_create(amp, &model, 1, 0)); CHECK(amp_tape_create(amp, &tape, NULL));
     w1 = amp_model_param(model, "first.weight", HIDDEN, PIXELS, AMP_INIT_KAIMING_NORMAL, 0);
     b1 = amp_model_param(model, "first.bias", HIDDEN, 0, AMP_INIT_ZEROS, 0);
     w2 = amp_model_param(model, "second.weight", CLASSES, HIDDEN, AMP_INIT_KAIMING_NORMAL, 0);

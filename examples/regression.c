@@ -40,7 +40,7 @@ int main(int argc, char **argv) {
     }
     check(amp_dtype_parse(argc > 1 ? argv[1] : "auto", &desc.dtype));
     check(amp_open(&amp, &desc)); check(amp_query_choice(amp, &choice));
-    check(amp_model_create(amp, &model, 0, 0)); check(amp_tape_create(amp, &tape));
+    check(amp_model_create(amp, &model, 0, 0)); check(amp_tape_create(amp, &tape, NULL));
     w1 = amp_model_param(model, "fc1.weight", HIDDEN, IN, AMP_INIT_KAIMING_UNIFORM, 0);
     w2 = amp_model_param(model, "fc2.weight", HIDDEN, HIDDEN, AMP_INIT_KAIMING_UNIFORM, 0);
     w3 = amp_model_param(model, "fc3.weight", 1, HIDDEN, AMP_INIT_KAIMING_UNIFORM, 0);

@@ -67,7 +67,7 @@ static amp_result llama_run(amp_context *amp, const char *from, const int32_t *i
     n *= m.config.vocab;
     logits = (float *)malloc((size_t)n * 4);
     ampt_integers((int32_t *)(uintptr_t)ids, batch * seq, seed, 1000, (int32_t)m.config.vocab);
-    TRY(amp_tape_create(amp, &tape));
+    TRY(amp_tape_create(amp, &tape, NULL));
     TRY(amp_tape_begin(tape, &region));
     y = llama_logits(&m, tape, &tokens);
     TRY(amp_tape_finish(tape));

@@ -112,7 +112,7 @@ TEST(texts_of_objects_as_snprintf) {
     amp_model_param(model, "fc", 4, 3, AMP_INIT_ONES, 0);
     CHECK_OK(amp_model_params(model, &desc.params, &desc.n_params));
     CHECK_OK(amp_adapt_create(amp, &adapt, &desc));
-    CHECK_OK(amp_tape_create(amp, &tape));
+    CHECK_OK(amp_tape_create(amp, &tape, NULL));
     CHECK_OK(amp_tape_begin(tape, NULL));
     x = amp_tensor2(data, AMP_F32, 2, 3);
     y = amp_tape_linear(tape, amp_tape_input(tape, &x), amp_model_find(model, "fc"), NULL, AMP_ACT_NONE);

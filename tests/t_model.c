@@ -389,7 +389,7 @@ static ampt_model *llama_open(amp_context *amp, amp_dtype dtype, llama_case is) 
     memset(t, 0, sizeof *t);
     t->is = is;
     CHECK_OK(llama_create(&t->model, amp, is.config, 0));
-    CHECK_OK(amp_tape_create(amp, &t->tape));
+    CHECK_OK(amp_tape_create(amp, &t->tape, NULL));
     CHECK_OK(amp_alloc(amp, (void **)&t->tokens, n * 4));
     CHECK_OK(amp_alloc(amp, (void **)&t->targets, n * 4));
     CHECK_OK(amp_alloc(amp, (void **)&t->scale, 4));

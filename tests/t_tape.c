@@ -19,13 +19,14 @@ static int32_t labels[ROWS];
 static void open_context(amp_dtype dtype, amp_level level) {
     amp_desc desc = {.dtype = dtype, .level = level, .threads = 2};
     CHECK_OK(amp_open(&amp, &desc));
-    CHECK_OK(amp_tape_create(amp, &tape));
+    CHECK_OK(amp_tape_create(amp, &tape, NULL));
     for (int i = 0; i < ROWS * IN; i++) inputs[i] = amp_random_uniform(1, (uint64_t)i) - 0.5f;
     for (int i = 0; i < ROWS; i++) labels[i] = (int32_t)(amp_random_u32(2, (uint64_t)i) % OUT);
 }
 static void close_context(void) {
     amp_tape_destroy(tape);
     amp_model_destroy(model);
+    tape = NULL;
     model = NULL;
     amp_close(amp);
 }
@@ -170,7 +171,7 @@ TEST(two_tapes_take_turns) {
     open_context(AMP_BF16, AMP_LEVEL_O1);
     make_mlp();
     tapes[0] = tape;
-    CHECK_OK(amp_tape_create(amp, &tapes[1]));
+    CHECK_OK(amp_tape_create(amp, &tapes[1], NULL));
     for (int i = 0; i < 2; i++) { losses[i] = mlp_by_hand(acts[i], &scale); take_gradients(by_hand[i]); }
     for (int step = 0; step < 6; step++) {
         tape = tapes[step % 2];
@@ -433,6 +434,48 @@ TEST(forward_and_backward_apart) {
     CHECK(memcmp(whole, halves, sizeof whole) == 0);
     CHECK_ERR(amp_tape_forward(NULL, loss, NULL), AMP_ERR_NULL);
     close_context();
+}
+
+static char logged[4096];
+static void keep_log(void *user, amp_log_level level, int id, const char *text) {
+    (void)user; (void)level;
+    snprintf(logged + strlen(logged), sizeof logged - strlen(logged), "%d %s\n", id, text);
+}
+
+/* A fused loss has added to gradients when its step is given up: they are not live, or, as sums of several steps, named. */
+TEST(a_step_given_up_leaves_no_gradient) {
+    amp_desc desc = {.dtype = AMP_F32, .threads = 1};
+    desc.logger.write = keep_log;
+    CHECK_OK(amp_open(&amp, &desc));
+    make_mlp();
+    for (int which = 0; which < 6; which++) {           /* bits: begin or destroy; nothing, a sum, or a model that is gone before */
+        amp_tensor batch = amp_tensor2(inputs, AMP_F32, ROWS, IN);
+        CHECK_OK(amp_tape_create(amp, &tape, NULL));
+        logged[0] = 0;
+        for (int step = which / 2 == 1 ? 0 : 1; step < 2; step++) {
+            amp_value h, loss;
+            CHECK_OK(amp_tape_begin(tape, NULL));
+            h = amp_tape_linear(tape, amp_tape_input(tape, &batch), w1, b1, AMP_ACT_NONE);
+            loss = amp_tape_linear_cross_entropy(tape, h, w3, NULL, labels, NULL);
+            if (step == 0) CHECK_OK(amp_tape_backward(tape, loss, NULL));
+            else CHECK_OK(amp_tape_forward(tape, loss, NULL));
+        }
+        CHECK(w3->grad_live == 1 && logged[0] == 0);
+        if (which == 5) { amp_model_destroy(model); model = NULL; }
+        if (which & 1) amp_tape_destroy(tape);
+        else {
+            CHECK_OK(amp_tape_begin(tape, NULL));
+            CHECK_OK(amp_tape_finish(tape));
+            amp_tape_destroy(tape);
+        }
+        CHECK_MSG((strstr(logged, "1091") != NULL) == (which / 2 == 1), "%d: %s", which, logged);
+        CHECK(which / 2 != 1 || strstr(logged, which & 1 ? "amp_tape_destroy: " : "amp_tape_begin: ") != NULL);
+        if (which == 5) break;
+        CHECK_EQ(w3->grad_live, which / 2 == 1);
+        w1->grad_live = b1->grad_live = w3->grad_live = 0;
+    }
+    tape = NULL;
+    amp_close(amp);
 }
 
 TEST(a_plan_tells_the_memory) {
@@ -856,7 +899,7 @@ TEST(refusals) {
         CHECK(amp_autocast_active(elsewhere, NULL));
         CHECK_OK(amp_autocast_end(elsewhere));
         amp_close(elsewhere);
-        CHECK_OK(amp_tape_create(amp, &tape));
+        CHECK_OK(amp_tape_create(amp, &tape, NULL));
         CHECK_OK(amp_tape_begin(tape, NULL));
         CHECK(pthread_create(&thread, NULL, destroy_elsewhere, NULL) == 0 && pthread_join(thread, NULL) == 0);
         CHECK_OK(amp_autocast_end(amp));
@@ -917,8 +960,9 @@ TEST(nothing_given) {
     CHECK_ERR(amp_model_load(NULL, state, "m"), AMP_ERR_NULL);
     CHECK_ERR(amp_tensor_create(NULL, &t, AMP_F32, shape, 1), AMP_ERR_NULL);
     CHECK_ERR(amp_tensor_create(amp, NULL, AMP_F32, shape, 1), AMP_ERR_NULL);
-    CHECK_ERR(amp_tape_create(NULL, &tape), AMP_ERR_NULL);
-    CHECK_ERR(amp_tape_create(amp, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_tape_create(NULL, &tape, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_tape_create(amp, NULL, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_tape_create(amp, &tape, &(amp_tape_desc){.memory_budget = -1}), AMP_ERR_RANGE);
     CHECK_ERR(amp_tape_backward(NULL, 1, NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_tape_finish(NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_tape_tensor(NULL, 1, &t), AMP_ERR_NULL);
@@ -1319,7 +1363,7 @@ TEST(a_graph_ends_with_the_memory_of_its_tape) {
     device.graph_begin = graph_begin;   device.graph_end = graph_end;
     device.graph_launch = graph_launch; device.graph_destroy = graph_destroy;
     CHECK_OK(amp_open(&amp, &desc));
-    CHECK_OK(amp_tape_create(amp, &tape));
+    CHECK_OK(amp_tape_create(amp, &tape, NULL));
     make_mlp();
     for (int larger = 0; larger < 2; larger++) {
         for (int step = 0; step < 2; step++) {
@@ -1377,6 +1421,7 @@ TEST(checkpoints_compute_what_unused_values_share) {
 
 enum { GR = 6, GC = 8, G_NODES = 16, G_PARAMS = 12 };
 typedef enum graph_way { G_PLAIN, G_CHECKPOINTS, G_KEPT, G_KEPT_CHECKPOINTS, G_WAYS } graph_way;
+enum { G_GRADIENTS = 1 + GR * GC + 4 * GC * GC + 8 * GC };
 static uint64_t graph_seed, graph_drawn;
 static float graph_input[GR * GC];
 static int graph_smooth;            /* 1: without RELU */
@@ -1408,12 +1453,30 @@ static amp_value graph_node(const amp_value *v, int64_t n) {
         default: return amp_tape_reshape(tape, amp_tape_reshape(tape, x, other, 2), flat, 2);
     }
 }
-static void graph_run(graph_way way, float *gradients, float *values, int64_t *n_values) {
+/* Parameters as they were told of, and their gradients at that time. */
+static struct { amp_param *params[64]; float gradients[64][HIDDEN * HIDDEN]; int n; amp_result fails; } told;
+static amp_result tell(void *user, amp_param *p) {
+    CHECK(user == &told && p->grad_live);
+    told.params[told.n] = p;
+    memcpy(told.gradients[told.n++], p->grad.data, (size_t)amp_tensor_count(&p->grad) * 4);
+    return told.fails;
+}
+static int times_told(const amp_param *p) {
+    int times = 0;
+    for (int i = 0; i < told.n; i++) times += told.params[i] == p;
+    return times;
+}
+/* Each once, with the gradient that it has in the end. */
+static void check_told(amp_param *params, int64_t n) {
+    for (int64_t i = 0; i < n; i++) CHECK_MSG(times_told(&params[i]) == params[i].grad_live, "%s", params[i].name);
+    for (int i = 0; i < told.n; i++)
+        CHECK_MSG(memcmp(told.gradients[i], told.params[i]->grad.data, (size_t)amp_tensor_count(&told.params[i]->grad) * 4) == 0, "%s", told.params[i]->name);
+}
+
+static amp_value graph_record(graph_way way, amp_value *v, int64_t *n_values) {
     static float zeros[GR * GC];
     amp_tensor batch = amp_tensor2(graph_input, AMP_F32, GR, GC), target = amp_tensor2(zeros, AMP_F32, GR, GC), t;
-    amp_value v[G_NODES + 2], loss;
     int64_t n = 0, nodes, open = 0, from;
-    amp_result r;
     graph_drawn = 0;
     nodes = 3 + draw(G_NODES - 2);
     CHECK_OK(amp_tape_begin(tape, NULL));
@@ -1433,10 +1496,20 @@ static void graph_run(graph_way way, float *gradients, float *values, int64_t *n
     from = draw(3) ? n - 1 : n - 2;
     CHECK_OK(amp_tape_tensor(tape, v[from], &t));
     target.dtype = t.dtype;
-    loss = amp_tape_mse(tape, v[from], amp_tape_input(tape, &target), AMP_REDUCTION_SUM);
+    *n_values = n;
+    return amp_tape_mse(tape, v[from], amp_tape_input(tape, &target), AMP_REDUCTION_SUM);
+}
+static void graph_run(graph_way way, float *gradients, float *values, int64_t *n_values) {
+    amp_value v[G_NODES + 2], loss;
+    amp_tensor t;
+    int64_t n;
+    amp_result r;
+    loss = graph_record(way, v, &n);
+    told.n = 0;
     r = amp_tape_backward(tape, loss, NULL);
     CHECK_MSG(r == AMP_OK, "graph %d, way %d: %s", (int)graph_seed, (int)way, amp_last_error());
     if (r != AMP_OK) return;
+    check_told(dw, G_PARAMS);
     CHECK_OK(amp_tape_read(tape, loss, gradients++, 1));
     memset(gradients, 0, GR * GC * 4);
     if (amp_tape_gradient(tape, v[0], &t) == AMP_OK) memcpy(gradients, t.data, GR * GC * amp_dtype_size(t.dtype));
@@ -1461,8 +1534,9 @@ static void graph_start(void) {
     for (int i = 0; i < GR * GC; i++) graph_input[i] = 2 * amp_random_uniform(31, (uint64_t)i) - 1;
 }
 static void graph_parameters(void) {
+    amp_tape_desc desc = {.grad_ready = tell, .user = &told};
     char name[8];
-    CHECK_OK(amp_tape_create(amp, &tape));
+    CHECK_OK(amp_tape_create(amp, &tape, &desc));
     CHECK_OK(amp_model_create(amp, &model, 5, 0));
     for (int i = 0; i < G_PARAMS; i++) {
         amp_param *p;
@@ -1474,7 +1548,7 @@ static void graph_parameters(void) {
 
 /* In fp32, along a direction: what all ways of computing a gradient get wrong, no comparison of theirs shows. */
 TEST(random_graphs_by_finite_differences) {
-    static float gradients[1 + GR * GC + 4 * GC * GC + 8 * GC], moved[1 + GR * GC + 4 * GC * GC + 8 * GC], values[(G_NODES + 1) * GR * GC];
+    static float gradients[G_GRADIENTS], moved[G_GRADIENTS], values[(G_NODES + 1) * GR * GC];
     int64_t there[G_NODES + 2];
     amp_desc desc = {.dtype = AMP_F32, .threads = 1};
     CHECK_OK(amp_open(&amp, &desc));
@@ -1504,7 +1578,7 @@ TEST(random_graphs_by_finite_differences) {
 }
 
 TEST(random_graphs_have_the_same_bits_in_every_way) {
-    static float gradients[G_WAYS][1 + GR * GC + 4 * GC * GC + 8 * GC], values[G_WAYS][G_NODES + 1][GR * GC];
+    static float gradients[G_WAYS][G_GRADIENTS], values[G_WAYS][G_NODES + 1][GR * GC];
     static const amp_dtype dtypes[] = {AMP_F32, AMP_BF16};
     int64_t there[G_WAYS][G_NODES + 2], trials = 150, compared = 0;
     graph_start();
@@ -1535,13 +1609,262 @@ TEST(random_graphs_have_the_same_bits_in_every_way) {
     CHECK(compared > 1000);
 }
 
+/* ---- Gradients that are told of when they are final */
+
+static amp_result fail_told(void *user, amp_param *p) { (void)user; (void)p; return amp_tape_begin(tape, NULL); }
+static amp_result strange_told(void *user, amp_param *p) { (void)user; (void)p; return (amp_result)77; }
+static amp_result open_told(void *user, amp_param *p) { (void)user; (void)p; return amp_autocast_begin(amp, NULL); }
+
+/* which: bits: w2 twice, w2 in a checkpoint, a fused loss, b1 frozen. */
+static void told_step(int which, amp_result expected) {
+    amp_tensor batch = amp_tensor2(inputs, AMP_F32, ROWS, IN);
+    amp_value h, loss;
+    CHECK_OK(amp_model_freeze(model, "fc1.bias", which >> 3 & 1));
+    told.n = 0;
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    h = amp_tape_linear(tape, amp_tape_input(tape, &batch), w1, b1, AMP_ACT_GELU);
+    if (which & 2) amp_tape_checkpoint_begin(tape);
+    h = amp_tape_linear(tape, h, w2, b2, AMP_ACT_RELU);
+    if (which & 1) h = amp_tape_linear(tape, h, w2, NULL, AMP_ACT_GELU);
+    if (which & 2) amp_tape_checkpoint_end(tape);
+    if (which & 4) loss = amp_tape_linear_cross_entropy(tape, h, w3, b3, labels, NULL);
+    else loss = amp_tape_cross_entropy(tape, amp_tape_linear(tape, h, w3, b3, AMP_ACT_NONE), labels, NULL);
+    CHECK_EQ(amp_tape_backward(tape, loss, NULL), expected);
+}
+static void told_tape(amp_result (*grad_ready)(void *user, amp_param *param)) {
+    amp_tape_desc desc = {.grad_ready = grad_ready, .user = &told};
+    amp_tape_destroy(tape);
+    CHECK_OK(amp_tape_create(amp, &tape, &desc));
+}
+TEST(gradients_are_told_when_they_are_final) {
+    amp_param *params;
+    int64_t n;
+    open_context(AMP_BF16, AMP_LEVEL_O1);
+    make_mlp();
+    CHECK_OK(amp_model_params(model, &params, &n));
+    told_tape(tell);
+    for (int which = 0; which < 16; which++)
+        for (int micro = 0; micro < 2; micro++) {       /* the second adds to the first, and tells anew */
+            amp_param *order[] = {w3, b3, w2, b2, w1, b1};
+            if (which & 1) { order[2] = b2; order[3] = w2; }    /* ... or with w2: see below */
+            told_step(which, AMP_OK);
+            CHECK_EQ(told.n, which & 8 ? 5 : 6);
+            check_told(params, n);
+            for (int i = 0; i < told.n; i++)
+                CHECK_MSG(told.params[i] == order[i] || ((which & 1) && (i == 2 || i == 3)), "%d: %d is %s", which, i, told.params[i]->name);
+            if (micro) for (int64_t i = 0; i < n; i++) params[i].grad_live = 0;
+        }
+    /* what fails in it ends the step, and the next one is whole */
+    told.fails = AMP_ERR_SOURCE;
+    told_step(0, AMP_ERR_SOURCE);
+    CHECK(strstr(amp_last_error(), "amp_tape_backward: fc3.weight: grad_ready returned") != NULL && told.n == 1 && !w3->grad_live && !w1->grad_live);
+    told.fails = AMP_OK;
+    told_step(0, AMP_OK);
+    check_told(params, n);
+    told_tape(strange_told);
+    told_step(0, AMP_ERR_SOURCE);
+    CHECK(strstr(amp_last_error(), "grad_ready returned 77") != NULL);
+    told_tape(open_told);
+    told_step(0, AMP_ERR_STATE);
+    CHECK(strstr(amp_last_error(), "a region is still open") != NULL && !amp_autocast_active(amp, NULL));
+    told_tape(fail_told);
+    told_step(0, AMP_ERR_STATE);
+    CHECK(strstr(amp_last_error(), "this is its callback") != NULL);
+    close_context();
+}
+
+/* ---- Budgets: the tape chooses what to compute again; the bits stay */
+
+enum { DEEP = 6, DEEP_C = 16, DEEP_B = 2, DEEP_T = 12, DEEP_ROW = 12, DEEP_PARAMS = 4 + DEEP * DEEP_ROW, DEEP_FLOATS = 32768 };
+static int32_t deep_ids[DEEP_B * DEEP_T];
+static amp_param *deep_params;
+static int64_t deep_n;
+static float deep_p;                /* of dropout */
+static int deep_checkpoint;         /* 1: the first block is one by hand */
+static void deep_open(const amp_desc *desc) {
+    static const char *const names[DEEP_ROW] = {"ln1.weight", "ln1.bias", "qkv.weight", "qkv.bias", "proj.weight", "proj.bias", "ln2.weight", "ln2.bias", "up.weight", "up.bias", "down.weight", "down.bias"};
+    static const int64_t sizes[DEEP_ROW][2] = {{1, 0}, {1, 0}, {3, 1}, {3, 0}, {1, 1}, {1, 0}, {1, 0}, {1, 0}, {4, 1}, {4, 0}, {1, 4}, {1, 0}};
+    char name[32];
+    CHECK_OK(amp_open(&amp, desc));
+    CHECK_OK(amp_model_create(amp, &model, 3, 0));
+    (void)amp_model_param(model, "ids", OUT, DEEP_C, AMP_INIT_NORMAL, 0.5);
+    (void)amp_model_param(model, "ln.weight", DEEP_C, 0, AMP_INIT_NORM_WEIGHT, 0);
+    (void)amp_model_param(model, "ln.bias", DEEP_C, 0, AMP_INIT_NORM_BIAS, 0);
+    (void)amp_model_param(model, "head.weight", OUT, DEEP_C, AMP_INIT_NORMAL, 0.2);
+    for (int i = 0; i < DEEP; i++)
+        for (int k = 0; k < DEEP_ROW; k++) {
+            snprintf(name, sizeof name, "b%d.%s", i, names[k]);
+            (void)amp_model_param(model, name, DEEP_C * sizes[k][0], DEEP_C * sizes[k][1], strncmp(names[k], "ln", 2) != 0 ? AMP_INIT_NORMAL : strstr(names[k], "weight") ? AMP_INIT_NORM_WEIGHT : AMP_INIT_NORM_BIAS, strncmp(names[k], "ln", 2) ? 0.2 : 0);
+        }
+    CHECK_OK(amp_model_params(model, &deep_params, &deep_n));
+    for (int i = 0; i < DEEP_B * DEEP_T; i++) deep_ids[i] = (int32_t)(amp_random_u32(8, (uint64_t)i) % OUT);
+}
+static amp_value deep_loss(void) {
+    amp_attention_op causal = {.mask = {.kind = AMP_MASK_CAUSAL}};
+    amp_tensor ids = amp_tensor2(deep_ids, AMP_I32, DEEP_B, DEEP_T);
+    amp_param *p = deep_params;
+    amp_value x = amp_tape_embedding(tape, &ids, p, NULL), h, q, k, v;
+    for (int i = 0; i < DEEP; i++) {
+        p = deep_params + 4 + i * DEEP_ROW;
+        if (deep_checkpoint && i == 0) amp_tape_checkpoint_begin(tape);
+        h = amp_tape_linear(tape, amp_tape_layernorm(tape, x, p, p + 1, 0), p + 2, p + 3, AMP_ACT_NONE);
+        q = amp_tape_split(tape, h, 2, 0, DEEP_C);
+        k = amp_tape_split(tape, h, 2, DEEP_C, DEEP_C);
+        v = amp_tape_split(tape, h, 2, 2 * DEEP_C, DEEP_C);
+        h = amp_tape_linear(tape, amp_tape_attention(tape, q, k, v, 4, &causal), p + 4, p + 5, AMP_ACT_NONE);
+        if (deep_p > 0) h = amp_tape_dropout(tape, h, deep_p);
+        x = amp_tape_add(tape, x, h);
+        h = amp_tape_linear(tape, amp_tape_layernorm(tape, x, p + 6, p + 7, 0), p + 8, p + 9, AMP_ACT_GELU);
+        x = amp_tape_add(tape, x, amp_tape_linear(tape, h, p + 10, p + 11, AMP_ACT_NONE));
+        if (deep_checkpoint && i == 0) amp_tape_checkpoint_end(tape);
+    }
+    p = deep_params;
+    x = amp_tape_layernorm(tape, x, p + 1, p + 2, 0);
+    return amp_tape_linear_cross_entropy(tape, x, p + 3, NULL, deep_ids, NULL);
+}
+static void deep_tape(int64_t budget) {
+    amp_tape_desc desc = {.memory_budget = budget};
+    amp_tape_destroy(tape);
+    CHECK_OK(amp_tape_create(amp, &tape, &desc));
+}
+/* `micro` micro-steps; their gradients.  Returns the bytes that the tape took, by the context's count. */
+static int64_t deep_step(int micro, float *out, amp_result expected) {
+    amp_memory_info before, after;
+    amp_result r = AMP_OK;
+    CHECK_OK(amp_memory(amp, &before));
+    for (int i = 0; i < micro && r == AMP_OK; i++) {
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        r = amp_tape_backward(tape, deep_loss(), NULL);
+    }
+    CHECK_EQ(r, expected);
+    CHECK_OK(amp_memory(amp, &after));
+    for (int64_t i = 0; i < deep_n; out += amp_tensor_count(&deep_params[i++].weight)) {
+        memcpy(out, deep_params[i].grad.data, (size_t)amp_tensor_count(&deep_params[i].weight) * 4);
+        deep_params[i].grad_live = 0;
+    }
+    return after.allocated - after.cast_cache - before.allocated + before.cast_cache;
+}
+static int64_t deep_plan(void) {
+    int64_t bytes = 0;
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    CHECK_OK(amp_tape_plan(tape, deep_loss(), &bytes));
+    return bytes;
+}
+static int64_t least_of(const char *text) {
+    const char *at = strstr(text, "at least ");
+    CHECK_MSG(at != NULL && strstr(text, ".memory_budget = ") != NULL, "%s", text);
+    return at ? atoll(at + 9) : 0;
+}
+
+TEST(budgets_hold_with_the_same_bits) {
+    static const struct { amp_dtype dtype; amp_level level; float p; int checkpoint, micro; } rows[] = {
+        {AMP_F32, AMP_LEVEL_O1, 0, 0, 1}, {AMP_BF16, AMP_LEVEL_O1, 0.25f, 0, 2}, {AMP_F16, AMP_LEVEL_O2, 0, 1, 1},
+        {AMP_FP8, AMP_LEVEL_O1, 0.25f, 1, 2}, {AMP_F32, AMP_LEVEL_O0, 0.25f, 1, 1}, {AMP_BF16, AMP_LEVEL_O3, 0, 0, 1}};
+    static float plain[DEEP_FLOATS], other[DEEP_FLOATS];
+    static char texts[2][40000];
+    for (size_t row = 0; row < sizeof rows / sizeof *rows; row++) {
+        amp_desc desc = {.dtype = rows[row].dtype, .level = rows[row].level, .threads = 1, .seed = 4};
+        amp_state *random;
+        int64_t full, least, taken, before = INT64_MAX, again = 0;
+        deep_p = rows[row].p;
+        deep_checkpoint = rows[row].checkpoint;
+        deep_open(&desc);
+        CHECK_OK(amp_state_create(&random, NULL));
+        CHECK_OK(amp_random_save(amp, random, "r"));
+        deep_tape(0);
+        full = deep_plan();
+        (void)deep_step(rows[row].micro, plain, AMP_OK);
+        deep_tape(1);
+        CHECK_OK(amp_random_load(amp, random, "r"));
+        CHECK_EQ(deep_step(1, other, AMP_ERR_MEMORY), 0);
+        least = least_of(amp_last_error());
+        CHECK_MSG(least < full * 2 / 3, "least %lld of %lld", (long long)least, (long long)full);
+        deep_tape(least - 1);
+        (void)deep_step(1, other, AMP_ERR_MEMORY);
+        for (int64_t eighth = 8; eighth >= 0; eighth--) {
+            int64_t budget = least + (full - least) * eighth / 8, n = 0;
+            amp_tape_node_info node;
+            deep_tape(budget);
+            CHECK(deep_plan() <= budget);
+            CHECK_OK(amp_random_load(amp, random, "r"));
+            taken = deep_step(rows[row].micro, other, AMP_OK);
+            CHECK_MSG(taken <= budget, "%lld bytes of a budget of %lld", (long long)taken, (long long)budget);
+            CHECK_MSG(memcmp(plain, other, sizeof plain) == 0, "row %d, budget %lld of %lld", (int)row, (long long)budget, (long long)full);
+            (void)amp_tape_text(tape, texts[0], sizeof texts[0]);
+            for (int64_t i = 0; amp_tape_node(tape, i, &node) == AMP_OK; i++) n += node.stretch > 0;
+            CHECK((strstr(texts[0], "computed again in stretch") != NULL) == (n > 0));
+            CHECK(eighth < 8 || n == 0 || deep_checkpoint);
+            CHECK(eighth > 0 || n > 0);
+            if (eighth == 7) again = n;
+            CHECK(eighth > 0 || n > again);
+            before = taken < before ? taken : before;
+            /* a second tape, and a second step, have the same, and take no more memory */
+            CHECK_EQ(deep_step(1, other, AMP_OK), 0);
+            deep_tape(budget);
+            CHECK_OK(amp_random_load(amp, random, "r"));
+            (void)deep_step(rows[row].micro, other, AMP_OK);
+            (void)amp_tape_text(tape, texts[1], sizeof texts[1]);
+            CHECK(strcmp(texts[0], texts[1]) == 0 && memcmp(plain, other, sizeof plain) == 0);
+        }
+        CHECK(before <= least);
+        /* evaluation needs less, and has no stretches to choose */
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        (void)deep_loss();
+        CHECK_OK(amp_tape_finish(tape));
+        (void)amp_tape_text(tape, texts[0], sizeof texts[0]);
+        CHECK(strstr(texts[0], "computed again") == NULL);
+        deep_tape(1);
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        (void)deep_loss();
+        CHECK_ERR(amp_tape_finish(tape), AMP_ERR_MEMORY);
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        CHECK_ERR(amp_tape_plan(tape, deep_loss(), &full), AMP_ERR_MEMORY);
+        amp_state_destroy(random);
+        close_context();
+    }
+    deep_p = 0;
+    deep_checkpoint = 0;
+}
+
+TEST(random_graphs_fit_their_budgets) {
+    static float gradients[2][G_GRADIENTS], values[(G_NODES + 1) * GR * GC];
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_BF16, AMP_F16};
+    int64_t there[G_NODES + 2], chosen = 0;
+    graph_start();
+    for (int d = 0; d < 3; d++) {
+        amp_desc desc = {.dtype = dtypes[d], .threads = 1};
+        CHECK_OK(amp_open(&amp, &desc));
+        graph_parameters();
+        for (int64_t trial = 0; trial < 100; trial++) {
+            graph_way way = trial % 3 == 2 ? G_CHECKPOINTS : G_PLAIN;
+            amp_value v[G_NODES + 2];
+            int64_t n, full = 0, least, bytes = 0;
+            graph_seed = (uint64_t)(9000 + trial);
+            told_tape(tell);
+            CHECK_OK(amp_tape_plan(tape, graph_record(way, v, &n), &full));
+            graph_run(way, gradients[0], values, there);
+            deep_tape(1);
+            CHECK_ERR(amp_tape_backward(tape, graph_record(way, v, &n), NULL), AMP_ERR_MEMORY);
+            least = least_of(amp_last_error());
+            for (int64_t budget = least; budget <= full; budget += (full - least) / 3 + 256) {
+                amp_tape_desc td = {.memory_budget = budget, .grad_ready = tell, .user = &told};
+                amp_tape_destroy(tape);
+                CHECK_OK(amp_tape_create(amp, &tape, &td));
+                CHECK_OK(amp_tape_plan(tape, graph_record(way, v, &n), &bytes));
+                CHECK(bytes <= budget);
+                graph_run(way, gradients[1], values, there);
+                CHECK_MSG(memcmp(gradients[0], gradients[1], sizeof gradients[0]) == 0, "graph %d in %s, %lld of %lld bytes", (int)graph_seed,
+                          amp_dtype_name(dtypes[d]), (long long)budget, (long long)full);
+                chosen += bytes < full;
+            }
+        }
+        close_context();
+    }
+    CHECK(chosen > 100);
+}
+
 /* ---- Edges */
 
-static char logged[4096];
-static void keep_log(void *user, amp_log_level level, int id, const char *text) {
-    (void)user; (void)level;
-    snprintf(logged + strlen(logged), sizeof logged - strlen(logged), "%d %s\n", id, text);
-}
 
 enum { AB = 2, AT = 5, AH = 4, AG = 2, AD = 4 };
 /* Masks per head go with their heads where several share one of k and v: as with a copy of k and v for each. */
@@ -1694,6 +2017,9 @@ int main(int argc, char **argv) {
     RUN(checkpoints_compute_what_unused_values_share);
     RUN(random_graphs_by_finite_differences);
     RUN(random_graphs_have_the_same_bits_in_every_way);
+    RUN(gradients_are_told_when_they_are_final);
+    RUN(budgets_hold_with_the_same_bits);
+    RUN(random_graphs_fit_their_budgets);
     RUN(models_save_and_load);
     RUN(initialisers);
     RUN(grouped_heads_have_their_own_masks);
@@ -1703,6 +2029,7 @@ int main(int argc, char **argv) {
     RUN(models_and_their_optimizers);
     RUN(gpt_has_the_bits_of_the_hand_written_one);
     RUN(forward_and_backward_apart);
+    RUN(a_step_given_up_leaves_no_gradient);
     RUN(a_plan_tells_the_memory);
     RUN(times_of_every_call);
     RUN(results_are_stored_as_told);
