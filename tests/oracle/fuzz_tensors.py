@@ -27,6 +27,7 @@ What PyTorch does not define, and what is done instead:
     kernels do: attention's values are at most 2^6, or infinite or NaN
   - clipping while unscaling, one multiplication by fp32(1 / scale * coefficient) in amp.h: the factor is kept normal
   - sign and payload of NaN
+  - fp8 on a CPU: PyTorch's side is its casts with the scales of tests/oracle/fp8.py, and products of these in fp64
   - TF32 on a CPU: PyTorch's side is fp32 products of operands rounded to TF32 by hand, ties away from zero
   - weights stored in 16 bits with fp32 masters: PyTorch's side keeps fp32 weights and rounds them at the end
   - clipping by a norm that is NaN: PyTorch makes every gradient NaN, amp.h leaves those that are not; the step is skipped
@@ -47,12 +48,15 @@ import torch
 import torch.nn.functional as F
 
 import common
+import fp8
 
 SEEDS = 16
 KIND = {1: torch.float32, 2: torch.float64, 3: torch.float16, 4: torch.bfloat16}
 F32, F64, F16, BF16, TF32 = 1, 2, 3, 4, 5
 UNIFORM, WIDE, SPECIAL, WIDE_SPECIAL = 0, 1, 2, 3
 LIMITS = {F32: (127, -126, -149), F64: (127, -126, -149), F16: (15, -14, -24), BF16: (127, -126, -133)}
+FP8_SCALING = {1: "current", 2: "block", 3: "mx"}
+FP8_BACKWARD = {1: "e5m2", 2: "e4m3"}
 MANTISSA = {F32: 23, F64: 23, F16: 10, BF16: 7}
 
 
@@ -295,6 +299,43 @@ def linear_run(c, draw):
     cast = [draw.lower(t, c["region"]) for t in (x, w)]
     bias = draw.lower(b, 0 if c["region"] == TF32 else c["region"]) if c["bias"] else None
     y = activation(c["act"], product(c, draw, F.linear(cast[0], cast[1], bias))).to(x.dtype)
+    leaves = [x, w] + ([b] if c["bias"] else [])
+    return {"y": y, **grads(y, leaves, dy, ["dx", "dw", "db"])}
+
+
+def fp8_case(rng):
+    c = {"dtype": choice(rng, F32, F32, F16, BF16), "scaling": choice(rng, *FP8_SCALING), "backward": choice(rng, *FP8_BACKWARD),
+         "rows": size(rng, 150), "inputs": size(rng, 150), "outputs": size(rng, 150), "bias": flag(rng), "act": choice(rng, 0, 0, 5)}
+    recipe(rng, c, 4, tiny=False, special=False, factors=2)
+    return c
+
+
+class Fp8Linear(torch.autograd.Function):
+    """Operands in 8 bits with their scales, as fp8.quantise has them; products of these in fp64."""
+    @staticmethod
+    def quantised(t, fmt, mode, along, square=False):
+        return torch.from_numpy(fp8.quantise(t.detach().float().contiguous().numpy(), fmt, mode, along, square)[2])
+
+    @staticmethod
+    def forward(ctx, x, w, mode, backward):
+        ctx.save_for_backward(x, w)
+        ctx.recipe = mode, backward
+        q = Fp8Linear.quantised
+        return (q(x, "e4m3", mode, 1) @ q(w, "e4m3", mode, 1, mode == "block").T).float()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w), (mode, fmt), q = ctx.saved_tensors, ctx.recipe, Fp8Linear.quantised
+        dx = q(dy, fmt, mode, 1) @ q(w, "e4m3", mode, 0, mode == "block")
+        dw = q(dy, fmt, mode, 0).T @ q(x, "e4m3", mode, 0)
+        return dx.to(x.dtype), dw.to(w.dtype), None, None
+
+
+def fp8_run(c, draw):
+    n, i, o, d = c["rows"], c["inputs"], c["outputs"], c["dtype"]
+    x, w, b, dy = draw.leaf(0, (n, i), d), draw.leaf(1, (o, i), d), draw.leaf(2, (o,), d), draw.tensor(3, (n, o), d)
+    product = F.linear(x, w) if draw.exact else Fp8Linear.apply(x, w, FP8_SCALING[c["scaling"]], FP8_BACKWARD[c["backward"]])
+    y = activation(c["act"], product + b if c["bias"] else product).to(x.dtype)
     leaves = [x, w] + ([b] if c["bias"] else [])
     return {"y": y, **grads(y, leaves, dy, ["dx", "dw", "db"])}
 
@@ -589,7 +630,7 @@ def optimizer_run(c, draw):
     return out
 
 
-FAMILIES = ["linear", "matmul", "gemm", "norm", "softmax", "attention", "entropy", "unscale", "optimizer"]
+FAMILIES = ["linear", "matmul", "gemm", "norm", "softmax", "attention", "entropy", "unscale", "optimizer", "fp8"]
 
 
 # ---- Cases
