@@ -16122,34 +16122,16 @@ typedef struct ampi_call_key {
     amp_plan plan;
 } ampi_call_key;
 
+/* What each step reads comes first, and the op struct: of long tapes that is memory from beyond the caches. */
 struct ampi_node {
     ampi_call_key key;
     amp_tensor y;                   /* shape, dtype, of a view also strides; data once compiled */
-    int32_t root; int64_t offset;   /* whose memory it is in, and the first element there; itself and 0 */
-    int64_t stored;                 /* floats of each of row->stored */
     const void *data;               /* of an input */
-    int32_t is_loss;                /* a loss, or a sum or multiple of losses */
     int32_t keep;                   /* 1: amp_tape_keep was called in this step */
-    /* compiled: */
-    int32_t keeps;                  /* `keep` then */
-    int32_t stretch;                /* that is computed again: the call's, or what a budget chose */
-    int32_t part, best;             /* while it chooses: a stretch of the division that is tried; the best so far */
-    int64_t held, crossing;         /* and bytes that backward keeps of it; that a cut before it would keep */
-    int32_t live[2];                /* grad_live of params when the run began */
-    int32_t users, first;           /* that take it: how many, and the first of them */
-    int32_t wants;                  /* 1: backward computes its gradient, or those of its parameters */
-    int32_t parts;                  /* contributions to its gradient still to come */
+    int32_t live[2];                /* grad_live of params when the call was recorded */
     int32_t norm;                   /* of an add: the norm that does it */
-    int32_t whole;                  /* 1: splits take all of it, and nobody else takes any */
-    uint64_t split;                 /* the ends of the parts, as hashes that cancel where one part follows another */
-    int32_t grad, low;              /* low: of a norm, dx in 16 bits; of its branch, that gradient */
-    int32_t buffer, pre, kept[2];
-    int32_t gone;                   /* 1: what takes it writes over it */
-    int32_t escapes, again;         /* in a stretch: a node outside takes its value; it is computed again */
-    int32_t buffer2, pre2, kept2[2];    /* where then */
-    int32_t dx[AMPI_TAPE_INPUTS], dsum;
-    int64_t ns[3];                  /* of forward, backward, forward again */
-    double weight;                  /* of is_loss: what it contributes to the loss */
+    int32_t stretch;                /* that is computed again: the call's, or what a budget chose */
+    int32_t grad, dx[AMPI_TAPE_INPUTS];     /* slabs of its gradient, and what it contributes to its inputs' */
     union {
         amp_linear_op linear; amp_matmul_op matmul; amp_attention_op attention; amp_norm_op norm;
         amp_softmax_op softmax; amp_activation_op activation; amp_swiglu_op swiglu; amp_rope_op rope;
@@ -16157,6 +16139,26 @@ struct ampi_node {
         amp_linear_cross_entropy_op linear_cross_entropy;
         struct { amp_custom_op op; amp_autocast_desc region; } custom;
     } op;
+    int64_t ns[3];                  /* of forward, backward, forward again */
+    int32_t root; int64_t offset;   /* whose memory it is in, and the first element there; itself and 0 */
+    int64_t stored;                 /* floats of each of row->stored */
+    int32_t is_loss;                /* a loss, or a sum or multiple of losses */
+    /* compiled: */
+    int32_t keeps;                  /* `keep` then */
+    int32_t part, best;             /* while a budget chooses: a stretch of the division that is tried; the best one */
+    int64_t held, crossing;         /* and bytes that backward keeps of it; that a cut before it would keep */
+    int32_t users, first;           /* that take it: how many, and the first of them */
+    int32_t wants;                  /* 1: backward computes its gradient, or those of its parameters */
+    int32_t parts;                  /* contributions to its gradient still to come */
+    int32_t whole;                  /* 1: splits take all of it, and nobody else takes any */
+    uint64_t split;                 /* the ends of the parts, as hashes that cancel where one part follows another */
+    int32_t low;                    /* of a norm, dx in 16 bits; of its branch, that gradient */
+    int32_t buffer, pre, kept[2];
+    int32_t gone;                   /* 1: what takes it writes over it */
+    int32_t escapes, again;         /* in a stretch: a node outside takes its value; it is computed again */
+    int32_t buffer2, pre2, kept2[2];    /* where then */
+    int32_t dsum;
+    double weight;                  /* of is_loss: what it contributes to the loss */
 };
 
 /* A piece of the tape's memory, from the first to the last call that uses it. */
@@ -16196,6 +16198,7 @@ struct amp_tape {
     amp_result failed; char text[sizeof ampi_error_text];
     ampi_node *nodes; int64_t n, node_capacity;
     int64_t same;                   /* the first so many nodes are as they were compiled */
+    int fresh;                      /* 1: the last node is not */
     int64_t compiled, loss;         /* nodes of the compiled graph; its loss, or AMPI_NONE */
     int moved;                      /* an input's data moved */
     int ran;                        /* this step, without failure */
@@ -16632,13 +16635,13 @@ static amp_result ampi_tape_record(amp_tape *t, ampi_call_key *key, const amp_va
     if (t->n == INT32_MAX / 4) return ampi_fail(AMP_ERR_SIZE, t->function, "the tape has %lld nodes", (long long)t->n);
     AMPI_TRY(ampi_tape_grow(t, (void **)&t->nodes, t->n, &t->node_capacity, sizeof *t->nodes));
     n = *out = &t->nodes[t->n];
-    if (t->same < t->n || t->n >= t->compiled || memcmp(&n->key, key, sizeof *key) != 0)
-        AMPI_TRY(ampi_tape_new_node(t, key, n));
+    t->fresh = t->same < t->n || t->n >= t->compiled || memcmp(&n->key, key, sizeof *key) != 0;
+    if (t->fresh) AMPI_TRY(ampi_tape_new_node(t, key, n));
     else t->same++;
     n->keep = 0;
+    for (i = 0; i < 2; i++) n->live[i] = key->params[i] != NULL && key->params[i]->grad_live;
     t->n++;
-    if (row->plan) memcpy((char *)&n->op + row->plan, &key->plan, sizeof key->plan);
-    if (row->bytes) memcpy(&n->op, &key->layer, sizeof key->layer);
+    if (t->fresh && row->bytes) memcpy(&n->op, &key->layer, sizeof key->layer);
     return AMP_OK;
 }
 
@@ -17750,7 +17753,8 @@ static amp_result ampi_run_split(amp_tape *t, ampi_node *n) {
 
 static amp_result ampi_run_plain(amp_tape *t, ampi_node *n, int backward) {
     const ampi_node *x = &t->nodes[n->key.in[0]];
-    amp_tensor dy = ampi_tape_view(t, &n->y, n->grad), dx = ampi_tape_gradient_view(t, x, n->dx[0]), view;
+    amp_tensor dy = ampi_tape_view(t, &n->y, backward ? n->grad : AMPI_NONE), view;
+    amp_tensor dx = ampi_tape_gradient_view(t, x, backward ? n->dx[0] : AMPI_NONE);
     switch (n->key.kind) {
         case AMPI_ADD: return ampi_tape_flat_sum(t, &x->y, 1, &t->nodes[n->key.in[1]].y, &n->y);
         case AMPI_SCALE:
@@ -17868,8 +17872,9 @@ static amp_result ampi_tape_run_forward(amp_tape *t, const float *grad_scale) {
         ampi_node *n = &t->nodes[i];
         int32_t flags = ampi_row_of(n)->flags;
         if (n->stretch != 0) ampi_bind_node(t, i, 0);
-        memset(n->ns, 0, sizeof n->ns);
+        if (t->timed) memset(n->ns, 0, sizeof n->ns);
         if (n->key.kind == AMPI_INPUT || (flags & AMPI_VIEW) || n->norm >= 0) continue;
+        if (ampi_row_of(n)->plan) memcpy((char *)&n->op + ampi_row_of(n)->plan, &n->key.plan, sizeof n->key.plan);
         if (flags & AMPI_LOSS) ampi_tape_start(n, grad_scale);
         AMPI_TRY(ampi_tape_timed(t, n, 0));
     }
@@ -17940,24 +17945,20 @@ static amp_result ampi_tape_close(amp_tape *t, const char *f) {
                                : "the tape's region was closed: call amp_autocast_end only for your own regions");
 }
 
-/* Notes which gradients are live before the run, or, after one that failed, that those it began are not. */
-static void ampi_tape_live(amp_tape *t, int failed) {
+/* After a run that failed: gradients that it began are not live. */
+static void ampi_tape_unlive(amp_tape *t) {
     int64_t i;
     int k;
     for (i = 0; i < t->n; i++)
-        for (k = 0; k < 2; k++) {
-            ampi_node *n = &t->nodes[i];
-            if (n->key.params[k] == NULL) continue;
-            if (!failed) n->live[k] = n->key.params[k]->grad_live;
-            else if (!n->live[k]) ampi_gradient_live(n->key.params[k], 0);
-        }
+        for (k = 0; k < 2; k++)
+            if (!t->nodes[i].live[k]) ampi_gradient_live(t->nodes[i].key.params[k], 0);
 }
 
 /* Ends a step that has a forward and gets no backward. */
 static void ampi_tape_give_up(amp_tape *t, const char *f) {
     int64_t i;
     int k;
-    ampi_tape_live(t, 1);
+    ampi_tape_unlive(t);
     for (i = 0; i < t->n; i++)
         for (k = 0; k < 2; k++) {
             const ampi_node *n = &t->nodes[i];
@@ -17993,13 +17994,12 @@ static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const 
     if (result == AMP_OK) result = ampi_region_push(t->object.amp, f, &outside, AMPI_REPLAYS);
     if (result == AMP_OK) {
         t->running = 1;
-        if (parts & AMPI_FIRST_HALF) ampi_tape_live(t, 0);
         if (parts & AMPI_FIRST_HALF) result = ampi_tape_run_forward(t, grad_scale);
         if (result == AMP_OK && (parts & AMPI_SECOND_HALF)) result = ampi_tape_run_backward(t);
         t->running = 0;
         while (ampi_regions.n > depth) ampi_region_drop();
         t->ran = result == AMP_OK;
-        if (!t->ran) ampi_tape_live(t, 1);
+        if (!t->ran) ampi_tape_unlive(t);
     }
     if (result == AMP_OK) return AMP_OK;
     t->compiled = 0;
@@ -18391,7 +18391,7 @@ AMP_API amp_value amp_tape_linear(amp_tape *tape, amp_value x, amp_param *weight
     key.params[0] = weight; key.params[1] = bias;
     key.act = (int32_t)act;
     n = ampi_tape_call(tape, key, &x, 1);
-    if (n == NULL) return 0;
+    if (n == NULL || !tape->fresh) return ampi_tape_handle(tape, n);
     n->op.linear.weight = weight; n->op.linear.bias = bias;
     n->op.linear.act = act;
     return ampi_tape_handle(tape, n);
@@ -18463,7 +18463,7 @@ AMP_API amp_value amp_tape_activation(amp_tape *tape, amp_value x, amp_param *bi
     key.params[0] = bias;
     key.act = (int32_t)act;
     n = ampi_tape_call(tape, key, &x, 1);
-    if (n == NULL) return 0;
+    if (n == NULL || !tape->fresh) return ampi_tape_handle(tape, n);
     n->op.activation.bias = bias;
     n->op.activation.act = act;
     return ampi_tape_handle(tape, n);
