@@ -1332,6 +1332,10 @@ typedef struct amp_tape amp_tape;
 /* A handle of a value, valid in its step; 0: none. */
 typedef uint64_t amp_value;
 
+/* Records a forward, between amp_tape_begin and amp_tape_backward, which its caller calls, and returns the loss: one
+   function for the training loop, amp_verify, amp_gradcheck and amp_tune. */
+typedef amp_value (*amp_record_function)(void *user, amp_tape *tape);
+
 typedef struct amp_tape_desc {
     /* Bytes that the values and gradients of a step may take; 0: any.  Of a step that takes more, stretches are
        computed again, as between amp_tape_checkpoint_begin and _end: operators of your own too, and the bits stay.
@@ -2529,8 +2533,11 @@ typedef int (*amp_step_function)(void *user, amp_context *amp);
 typedef struct amp_verify_desc {
     amp_step_function step;
     void *user;
-    amp_param *params; int64_t n_params;  /* restored; their gradients are compared */
-    const amp_range *outputs; int64_t n_outputs;  /* also compared: logits, the loss; F32, F16, BF16 or F64 */
+    amp_record_function record; /* instead of .step: a forward on a tape, and all else may be 0 */
+    /* restored; their gradients are compared; default with .record: those of the model that it uses */
+    amp_param *params; int64_t n_params;
+    /* also compared: logits, the loss; F32, F16, BF16 or F64; default with .record: the loss */
+    const amp_range *outputs; int64_t n_outputs;
     amp_optimizer *optimizer;   /* restored; may be NULL */
     amp_scaler *scaler;         /* for F16; restored; may be NULL */
     /* default: the device's of TF32, F16, BF16 and FP8; at most AMP_VERIFY_ROWS */
@@ -2590,8 +2597,10 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
 typedef struct amp_gradcheck_desc {
     amp_step_function forward, backward;  /* inside and outside of a region, as in training */
     void *user;
-    const amp_range *inputs, *input_grads; int64_t n_inputs;  /* F32; same order and counts */
-    const amp_range *outputs, *output_grads; int64_t n_outputs;  /* F32, F16 or BF16 */
+    amp_record_function record; /* instead of both: a forward on a tape, and all else may be 0 */
+    /* F32; same order and counts; default with .record: weights and gradients of the model that it uses */
+    const amp_range *inputs, *input_grads; int64_t n_inputs;
+    const amp_range *outputs, *output_grads; int64_t n_outputs;  /* F32, F16 or BF16; with .record none: the loss */
     amp_dtype dtype;            /* of the region; default F32 */
     int32_t directions;         /* per input; default 8 */
     uint64_t seed;
@@ -2655,14 +2664,15 @@ typedef int (*amp_prepare_function)(void *user, amp_context *amp, int64_t batch)
 
 typedef struct amp_tune_desc {
     amp_step_function step;
+    amp_record_function record; /* instead of .step: a forward on a tape */
     amp_prepare_function prepare;  /* NULL: only .batch is tried */
     void *user;
     const amp_dtype *dtypes; int64_t n_dtypes;  /* default: F32, and the device's of TF32, F16, BF16 and FP8 */
     /* from batch (default 1), doubled up to max_batch (default batch) or the end of memory */
     int64_t batch, max_batch;
     int32_t iterations, warmup; /* timed steps, default 10, after warmup, default 3 */
-    /* candidates that fail it are not picked; NULL: none is verified.  Its parameters must not move when a batch is
-       prepared */
+    /* candidates that fail it are not picked; NULL: none is verified; all zeros, with .record: it is what is verified.
+       Its parameters must not move when a batch is prepared */
     const amp_verify_desc *verify;
     const char *file, *model;   /* keeps results by machine, model name and desc, to read them instead of timing */
 } amp_tune_desc;
@@ -15912,6 +15922,17 @@ static void ampi_models_disown(amp_context *amp, const void *owner) {
     }
 }
 
+#if !defined(AMP_NO_CARE)
+static const amp_model *ampi_model_of(const amp_context *amp, const amp_param *p) {
+    ampi_object *o;
+    for (o = amp->objects; o != NULL; o = o->next) {
+        const amp_model *m = (const amp_model *)(const void *)o;
+        if (strcmp(o->kind, "model") == 0 && p >= m->params && p < m->params + m->n) return m;
+    }
+    return NULL;
+}
+#endif
+
 /* Names and shapes, a line each: a file of another model has another text. */
 static amp_result ampi_model_names(const amp_model *m, const char *f, char **text, int64_t *bytes) {
     ampi_sheet s = ampi_sheet_of(NULL, 0);
@@ -18070,6 +18091,30 @@ AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes)
     *bytes = tape->needed;
     return AMP_OK;
 }
+
+#if !defined(AMP_NO_CARE)
+/* All parameters of the model that those of the last step belong to. */
+static amp_result ampi_tape_model(const amp_tape *t, const char *f, amp_param **params, int64_t *n) {
+    const amp_model *model = NULL, *m;
+    const amp_param *p;
+    int64_t i;
+    int k;
+    for (i = 0; i < t->n; i++)
+        for (k = 0; k < 2; k++) {
+            p = t->nodes[i].key.params[k];
+            if (p == NULL) continue;
+            m = ampi_model_of(t->object.amp, p);
+            if (m == NULL || (model != NULL && m != model))
+                return ampi_fail(AMP_ERR_CONFLICT, f, ".record uses %s, of %s: name the parameters in the desc",
+                                 p->name ? p->name : "?", m ? "a second amp_model" : "no amp_model");
+            model = m;
+        }
+    AMPI_TRY(ampi_need(f, model != NULL, "a parameter in what .record records"));
+    *params = model->params;
+    *n = model->n;
+    return AMP_OK;
+}
+#endif
 
 /* ---- Tapes */
 
@@ -25976,6 +26021,125 @@ static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, 
     return code;
 }
 
+/* ---- A forward on a tape as a step: begin, record, backward.  The loss is copied to where it can be compared. */
+
+typedef struct ampi_taped {
+    amp_record_function record;
+    void *user;
+    amp_tape *tape;
+    amp_scaler *scaler;
+    float *numbers;                 /* device: the loss, and what gradcheck starts gradients from */
+    amp_range loss, seed;
+    amp_range *inputs; int64_t n;   /* of gradcheck: weights, then gradients */
+} ampi_taped;
+
+static amp_result ampi_taped_run(ampi_taped *w, const float *scale, int backward) {
+    amp_context *amp = w->tape->object.amp;
+    amp_value loss;
+    amp_tensor t;
+    AMPI_TRY(amp_tape_begin(w->tape, NULL));
+    loss = w->record(w->user, w->tape);
+    AMPI_TRY(backward ? amp_tape_backward(w->tape, loss, scale) : amp_tape_finish(w->tape));
+    ampi_tape_unlive(w->tape);
+    AMPI_TRY(amp_tape_tensor(w->tape, loss, &t));
+    if (amp_tensor_count(&t) != 1 || t.dtype != AMP_F32)
+        return ampi_fail(AMP_ERR_SHAPE, "amp_tape_finish", "what .record returns is not a loss");
+    return amp_copy(amp, w->numbers, t.data, sizeof(float), AMP_COPY_ON_DEVICE);
+}
+static int ampi_taped_step(void *user, amp_context *amp) {
+    ampi_taped *w = (ampi_taped *)user;
+    (void)amp;
+    return (int)ampi_taped_run(w, amp_scaler_scale_ptr(w->scaler), 1);
+}
+static int ampi_taped_forward(void *user, amp_context *amp) {
+    (void)amp;
+    return (int)ampi_taped_run((ampi_taped *)user, NULL, 0);
+}
+static int ampi_taped_backward(void *user, amp_context *amp) {
+    ampi_taped *w = (ampi_taped *)user;
+    (void)amp;
+    return (int)ampi_taped_run(w, w->numbers + 1, 1);
+}
+
+static amp_range ampi_taped_range(const char *name, void *data, amp_dtype dtype, int64_t count) {
+    amp_range range;
+    memset(&range, 0, sizeof range);
+    range.name = name;
+    range.data = data;
+    range.dtype = dtype;
+    range.count = count;
+    return range;
+}
+
+/* w: zeros; to be closed on failure too.  others: whether the desc has a step as well. */
+static amp_result ampi_taped_open(amp_context *amp, const char *f, ampi_taped *w, amp_record_function record,
+                                  void *user, int others) {
+    void *numbers;
+    if (others) return ampi_fail(AMP_ERR_CONFLICT, f, ".record and a step are both given");
+    w->record = record;
+    w->user = user;
+    AMPI_TRY(ampi_as(f, amp_alloc(amp, &numbers, 2 * (int64_t)sizeof(float))));
+    w->numbers = (float *)numbers;
+    w->loss = ampi_taped_range("loss", w->numbers, AMP_F32, 1);
+    w->seed = ampi_taped_range("seed", w->numbers + 1, AMP_F32, 1);
+    return ampi_as(f, amp_tape_create(amp, &w->tape, NULL));
+}
+static void ampi_taped_close(amp_context *amp, ampi_taped *w) {
+    amp_tape_destroy(w->tape);
+    amp_free(amp, w->numbers);
+    if (w->inputs != NULL) ampi_free(ampi_context_system(amp), w->inputs, 2 * w->n, sizeof *w->inputs);
+}
+
+/* The parameters of what is recorded; nothing runs. */
+static amp_result ampi_taped_params(ampi_taped *w, const char *f, amp_param **params, int64_t *n) {
+    amp_context *amp = w->tape->object.amp;
+    int depth = ampi_regions_hide(amp);
+    int64_t bytes;
+    amp_result result = amp_tape_begin(w->tape, NULL);
+    if (result == AMP_OK) result = amp_tape_plan(w->tape, w->record(w->user, w->tape), &bytes);
+    if (result == AMP_OK) result = ampi_tape_model(w->tape, f, params, n);
+    ampi_regions_close(depth);
+    return ampi_as(f, result);
+}
+
+/* Makes a desc without .record of one with it. */
+static amp_result ampi_taped_verify(amp_context *amp, const char *f, ampi_taped *w, amp_verify_desc *d) {
+    AMPI_TRY(ampi_taped_open(amp, f, w, d->record, d->user, d->step != NULL));
+    w->scaler = d->scaler;
+    if (d->params == NULL && d->n_params == 0) AMPI_TRY(ampi_taped_params(w, f, &d->params, &d->n_params));
+    if (d->outputs == NULL && d->n_outputs == 0) { d->outputs = &w->loss; d->n_outputs = 1; }
+    d->step = ampi_taped_step;
+    d->user = w;
+    d->record = NULL;
+    return AMP_OK;
+}
+
+static amp_result ampi_taped_gradcheck(amp_context *amp, ampi_taped *w, amp_gradcheck_desc *d) {
+    const char *f = "amp_gradcheck";
+    amp_param *params;
+    int64_t n, i;
+    AMPI_TRY(ampi_taped_open(amp, f, w, d->record, d->user, d->forward != NULL || d->backward != NULL));
+    if (d->outputs != NULL || d->output_grads != NULL || d->n_outputs != 0)
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".record and .outputs are both given: its loss is the output");
+    d->outputs = &w->loss; d->output_grads = &w->seed;
+    d->n_outputs = 1;
+    d->forward = ampi_taped_forward; d->backward = ampi_taped_backward;
+    d->user = w;
+    if (d->inputs != NULL || d->input_grads != NULL || d->n_inputs != 0) return AMP_OK;
+    AMPI_TRY(ampi_taped_params(w, f, &params, &n));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), f, (void **)&w->inputs, 2 * n, sizeof *w->inputs));
+    w->n = n;
+    for (i = 0; i < n; i++) {
+        const amp_param *p = &params[i];
+        int64_t count = amp_tensor_count(&p->weight);
+        if (p->grad.data == NULL) continue;
+        w->inputs[d->n_inputs] = ampi_taped_range(p->name, p->weight.data, p->weight.dtype, count);
+        w->inputs[n + d->n_inputs++] = ampi_taped_range(p->name, p->grad.data, p->grad.dtype, count);
+    }
+    d->inputs = w->inputs; d->input_grads = w->inputs + n;
+    return AMP_OK;
+}
+
 static void ampi_verify_step(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
     int64_t begin = s->clock_ns(s->user);
@@ -26209,7 +26373,7 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
     char list[80];
     const char *f = "amp_verify";
     int64_t i, ignored;
-    AMPI_TRY(ampi_need(f, d->step != NULL, ".step"));
+    AMPI_TRY(ampi_need(f, d->step != NULL, ".step or .record"));
     if (ampi_world(amp) > 1)
         return ampi_fail(AMP_ERR_CONFLICT, f,
                          "the context has %d ranks, which might run the step unequally often: verify on one",
@@ -26330,9 +26494,18 @@ static amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *des
     return r;
 }
 AMP_API amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
-    amp_result result;
+    amp_result result = AMP_OK;
+    amp_verify_desc d;
+    ampi_taped taped;
+    memset(&taped, 0, sizeof taped);
     (void)ampi_trials(amp, 1);
-    result = ampi_verify_whole(amp, desc, out);
+    if (amp != NULL && desc != NULL && desc->record != NULL) {
+        d = *desc;
+        result = ampi_taped_verify(amp, "amp_verify", &taped, &d);
+        desc = &d;
+    }
+    if (result == AMP_OK) result = ampi_verify_whole(amp, desc, out);
+    ampi_taped_close(amp, &taped);
     (void)ampi_trials(amp, -1);
     return ampi_as("amp_verify", result);
 }
@@ -26491,6 +26664,7 @@ static amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
         const amp_range *g = &c->desc->input_grads[i];
         AMPI_TRY(amp_fill(c->amp, g->data, 0, g->count * 4));
     }
+    ampi_precision_set(c->amp, &c->within);         /* a tape's runs its forward again, with the same random numbers */
     return ampi_gradcheck_call(c, c->desc->backward, "backward", 0);
 }
 
@@ -26655,7 +26829,7 @@ static amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range 
 static amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradcheck_desc *d, amp_dtype *dtype) {
     const char *f = "amp_gradcheck";
     amp_choice choice;
-    AMPI_TRY(ampi_need(f, d->forward && d->backward, ".forward or .backward"));
+    AMPI_TRY(ampi_need(f, d->forward && d->backward, ".record, .forward or .backward"));
     if (d->directions < 0 || d->directions > 1000000)
         return ampi_fail(AMP_ERR_RANGE, f, ".directions = %d, must be 1 to 1000000, or 0 (8)", d->directions);
     AMPI_TRY(ampi_gradcheck_pairs(d->inputs, d->input_grads, d->n_inputs, 1));
@@ -26759,9 +26933,18 @@ static amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_des
     return r;
 }
 AMP_API amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
-    amp_result result;
+    amp_result result = AMP_OK;
+    amp_gradcheck_desc d;
+    ampi_taped taped;
+    memset(&taped, 0, sizeof taped);
     (void)ampi_trials(amp, 1);
-    result = ampi_gradcheck_whole(amp, desc, out);
+    if (amp != NULL && desc != NULL && desc->record != NULL) {
+        d = *desc;
+        result = ampi_taped_gradcheck(amp, &taped, &d);
+        desc = &d;
+    }
+    if (result == AMP_OK) result = ampi_gradcheck_whole(amp, desc, out);
+    ampi_taped_close(amp, &taped);
     (void)ampi_trials(amp, -1);
     return ampi_as("amp_gradcheck", result);
 }
@@ -27233,6 +27416,7 @@ typedef struct ampi_tune {
     amp_tune_report *out;
     ampi_candidate candidates[AMPI_COMPUTE_DTYPES];
     int n;
+    ampi_taped taped, verified;     /* of .record, and of the desc's to verify */
     int64_t prepared;               /* the last batch `prepare` was called with; 0: none, or it failed */
     ampi_snapshot *before;          /* a snapshot of what .verify names */
     uint64_t key;                   /* of the results in the file */
@@ -27277,7 +27461,9 @@ static const ampi_field ampi_tune_fields[] = {
 };
 
 static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
-    AMPI_TRY(ampi_need("amp_tune", d->step != NULL, ".step"));
+    AMPI_TRY(ampi_need("amp_tune", d->step != NULL || d->record != NULL, ".step or .record"));
+    if (d->step != NULL && d->record != NULL)
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", ".record and a step are both given");
     AMPI_TRY(ampi_check_tune_dtypes(d));
     AMPI_TRY(ampi_fields("amp_tune", ampi_tune_fields, sizeof ampi_tune_fields, d));
     if (d->max_batch != 0 && d->max_batch < d->batch)
@@ -27432,19 +27618,20 @@ static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
 }
 
 /* Runs n steps, each to its end; times may be NULL. */
-static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
+static int ampi_tune_steps(ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int i, code = 0;
     for (i = 0; i < n && code == 0; i++) {
         int64_t begun = s->clock_ns(s->user);
-        code = ampi_call_host(t->amp, t->desc.step, t->desc.user, 0);
+        code = t->desc.record != NULL ? ampi_call_host(t->amp, ampi_taped_step, &t->taped, 0)
+                                      : ampi_call_host(t->amp, t->desc.step, t->desc.user, 0);
         if (times != NULL) times[i] = s->clock_ns(s->user) - begun;
     }
     return code;
 }
 
 /* One turn of a candidate, beginning with untimed steps, since a new precision has no cached casts. */
-static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
+static void ampi_tune_turn(ampi_tune *t, ampi_candidate *c, int done) {
     int n = AMPI_MIN(t->desc.iterations - done, (int)AMPI_TUNE_TURN), code;
     amp_memory_info memory;
     amp_choice choice;
@@ -27533,12 +27720,14 @@ static amp_result ampi_tune_verify(ampi_tune *t) {
     int k;
     if (d == NULL) return AMP_OK;
     v = *d;
+    if (v.step == NULL && v.record == NULL) { v.record = t->desc.record; v.user = t->desc.user; }
+    if (v.record != NULL) AMPI_TRY(ampi_taped_verify(t->amp, "amp_tune", &t->verified, &v));
     v.dtypes = dtypes;
     v.n_dtypes = 0;
     for (k = 0; k < t->n; k++) if (t->candidates[k].dtype != AMP_F32) dtypes[v.n_dtypes++] = t->candidates[k].dtype;
     if (v.n_dtypes > 0) AMPI_TRY(amp_verify(t->amp, &v, &report));
     else report.n_rows = 0;
-    AMPI_TRY(ampi_verify_keep(t->amp, "amp_tune", d, &t->before));
+    AMPI_TRY(ampi_verify_keep(t->amp, "amp_tune", &v, &t->before));
     for (i = 0; i < report.n_rows; i++)
         for (k = 0; k < t->n; k++) {
             if (t->candidates[k].dtype != report.rows[i].dtype || report.rows[i].verdict == AMP_VERDICT_PASS) continue;
@@ -27632,7 +27821,12 @@ static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, a
     memset(&report, 0, sizeof report);
     ampi_tune_fill(&t);
     report.from_file = ampi_tune_read(&t) && ampi_tune_still_fits(&t);
-    if (!report.from_file) result = ampi_tune_time(&t);
+    if (!report.from_file && desc->record != NULL)
+        result = ampi_taped_open(amp, "amp_tune", &t.taped, desc->record, desc->user, 0);
+    if (desc->verify != NULL) t.taped.scaler = desc->verify->scaler;
+    if (!report.from_file && result == AMP_OK) result = ampi_tune_time(&t);
+    ampi_taped_close(amp, &t.taped);
+    ampi_taped_close(amp, &t.verified);
     ampi_tune_pick(&report);
     if (result == AMP_OK)
         code = ampi_tune_prepare(&t, report.best >= 0 ? report.rows[report.best].batch : t.desc.batch);

@@ -1813,6 +1813,27 @@ static amp_result tape_told(void *user, amp_param *p) {
     return AMP_OK;
 }
 
+/* One function that records, for those who make a step of it. */
+static amp_value tape_record(void *user, amp_tape *t) {
+    env *e = (env *)user;
+    amp_tensor x = amp_tensor2(e->memory[0], AMP_F32, 9, 8);
+    amp_param *w = amp_model_find(e->model, "fc1.weight");
+    amp_value h = amp_tape_linear(t, amp_tape_input(t, &x), w, NULL, AMP_ACT_GELU);
+    return amp_tape_cross_entropy(t, amp_tape_linear(t, h, w + 2, NULL, AMP_ACT_NONE), (const int32_t *)e->memory[1], NULL);
+}
+static amp_result tape_check(env *e, int verify) {
+    amp_gradcheck_desc gradcheck;
+    amp_gradcheck_report checked;
+    amp_verify_desc desc;
+    amp_verify_report report;
+    memset(&gradcheck, 0, sizeof gradcheck);
+    memset(&desc, 0, sizeof desc);
+    gradcheck.record = desc.record = tape_record;
+    gradcheck.user = desc.user = e;
+    gradcheck.directions = 1;
+    return verify ? amp_verify(e->amp, &desc, &report) : amp_gradcheck(e->amp, &gradcheck, &checked);
+}
+
 static amp_result tape_step(env *e, int i) {
     amp_tape_desc desc = {TAPE_BUDGET, tape_told, NULL};
     amp_tensor gradient;
@@ -1835,6 +1856,7 @@ static amp_result tape_step(env *e, int i) {
             return r;
         case 9: case 10: return tape_all(e);
         case 11: case 12: case 13: case 14: case 15: return tape_save(e, i - 11);
+        case 16: case 17: return tape_check(e, i - 16);
         default: return DONE;
     }
 }

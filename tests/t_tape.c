@@ -1863,6 +1863,119 @@ TEST(random_graphs_fit_their_budgets) {
     CHECK(chosen > 100);
 }
 
+/* ---- One function that records, for amp_verify, amp_gradcheck and amp_tune, and nothing else */
+
+enum { RECORD_WELL, RECORD_WRONG_GRADIENT, RECORD_OVERFLOW, RECORD_MISFIT, RECORD_NO_LOSS, RECORD_NO_PARAMS };
+static int record_prepared;
+static amp_result wrong_forward(void *user, const amp_custom_call *call) {
+    (void)user;
+    return amp_copy(call->amp, call->y.data, call->x[0].data, amp_tensor_count(&call->x[0]) * (int64_t)amp_dtype_size(call->y.dtype), AMP_COPY_ON_DEVICE);
+}
+static amp_result wrong_backward(void *user, const amp_custom_call *call) {
+    (void)user;
+    for (int64_t i = 0; i < amp_tensor_count(&call->dy); i++) own_put(&call->dx[0], i, 1.25f * own_get(&call->dy, i));
+    return AMP_OK;
+}
+static amp_value record_mlp(void *user, amp_tape *t) {
+    int how = *(int *)user;
+    amp_tensor batch = amp_tensor2(inputs, AMP_F32, ROWS, IN);
+    amp_custom_op wrong = {.forward = wrong_forward, .backward = wrong_backward};
+    amp_value h = amp_tape_input(t, &batch);
+    if (how == RECORD_NO_PARAMS) return amp_tape_mse(t, amp_tape_variable(t, &batch), h, AMP_REDUCTION_MEAN);
+    h = amp_tape_linear(t, h, w1, b1, AMP_ACT_GELU);
+    if (how == RECORD_WRONG_GRADIENT) h = amp_tape_custom(t, &h, 1, &wrong);
+    h = amp_tape_dropout(t, amp_tape_linear(t, h, how == RECORD_MISFIT ? w3 : w2, b2, AMP_ACT_GELU), 0.25f);
+    if (how == RECORD_OVERFLOW) h = amp_tape_scale(t, amp_tape_scale(t, h, 1e5f), 1e-5f);
+    if (how == RECORD_NO_LOSS) return h;
+    return amp_tape_linear_cross_entropy(t, h, w3, b3, labels, NULL);
+}
+static int record_prepare(void *user, amp_context *a, int64_t batch) {
+    (void)a;
+    CHECK(*(int *)user == RECORD_WELL);
+    record_prepared += (int)batch;
+    return 0;
+}
+static int record_step(void *user, amp_context *a) { (void)user; (void)a; return 0; }
+TEST(one_function_is_verified_checked_and_tuned) {
+    static float weights[3][HIDDEN * HIDDEN];
+    static amp_verify_report verified;
+    static amp_tune_report tuned;
+    amp_gradcheck_report checked;
+    const amp_dtype dtypes[] = {AMP_BF16, AMP_F16};
+    int how = RECORD_WELL;
+    amp_verify_desc v = {.record = record_mlp, .user = &how};
+    amp_verify_desc all = {.record = NULL};
+    amp_gradcheck_desc g = {.record = record_mlp, .user = &how};
+    amp_tune_desc t = {.record = record_mlp, .user = &how, .iterations = 2, .warmup = 1, .verify = &all, .prepare = record_prepare, .batch = 2};
+    amp_model *second;
+    amp_param *others, *kept;
+    int64_t blocks[2];
+    amp_memory_info memory;
+    open_context(AMP_BF16, AMP_LEVEL_O1);
+    make_mlp();
+    memcpy(weights[0], w2->weight.data, sizeof weights[0]);
+    for (int i = 0; i < HIDDEN * HIDDEN; i++) weights[1][i] = ((float *)w2->grad.data)[i] = (float)i;
+    w2->grad_live = 1;                                              /* a sum that goes on afterwards */
+    CHECK_OK(amp_memory(amp, &memory));
+    blocks[0] = memory.allocated - memory.cast_cache;
+    CHECK_OK(amp_verify(amp, &v, &verified));
+    CHECK(verified.n_rows >= 1);
+    for (int64_t i = 0; i < verified.n_rows; i++)
+        CHECK_MSG(verified.rows[i].verdict == AMP_VERDICT_PASS && verified.rows[i].output_error > 0 && verified.rows[i].gradient_error > 0 &&
+                  strcmp(verified.rows[i].worst_output, "loss") == 0, "%s: %s", amp_dtype_name(verified.rows[i].dtype), verified.rows[i].advice);
+    memcpy(weights[2], w2->weight.data, sizeof weights[2]);
+    CHECK(memcmp(weights[0], weights[2], sizeof weights[0]) == 0 && w2->grad_live == 1 && !w1->grad_live);
+    CHECK(memcmp(weights[1], w2->grad.data, sizeof weights[1]) == 0);
+    w2->grad_live = 0;
+    CHECK_OK(amp_gradcheck(amp, &g, &checked));
+    CHECK_MSG(checked.passed && checked.detectable < 0.2 && checked.worst[0] != 0, "%s: %g %g", checked.worst, checked.found, checked.expected);
+    CHECK(memcmp(weights[0], w2->weight.data, sizeof weights[0]) == 0 && !w2->grad_live);
+    CHECK_OK(amp_tune(amp, &t, &tuned));
+    CHECK(tuned.n_rows >= 2 && tuned.best >= 0 && tuned.rows[0].seconds > 0 && record_prepared >= 2 && !w2->grad_live);
+    CHECK_OK(amp_memory(amp, &memory));
+    blocks[1] = memory.allocated - memory.cast_cache;
+    CHECK_EQ(blocks[1], blocks[0]);
+    /* what is wrong is found, by name */
+    how = RECORD_WRONG_GRADIENT;
+    CHECK_OK(amp_gradcheck(amp, &g, &checked));
+    CHECK_MSG(!checked.passed && strncmp(checked.worst, "fc1", 3) == 0, "%s", checked.worst);
+    how = RECORD_OVERFLOW;
+    v.dtypes = dtypes;
+    v.n_dtypes = 2;
+    CHECK_OK(amp_verify(amp, &v, &verified));
+    CHECK(verified.rows[0].verdict == AMP_VERDICT_PASS && verified.rows[1].verdict == AMP_VERDICT_NONFINITE);
+    how = RECORD_MISFIT;
+    CHECK_ERR(amp_verify(amp, &v, &verified), AMP_ERR_SHAPE);
+    CHECK_MSG(strstr(amp_last_error(), "amp_verify: ") != NULL && strstr(amp_last_error(), "fc3.weight") != NULL, "%s", amp_last_error());
+    CHECK_ERR(amp_gradcheck(amp, &g, &checked), AMP_ERR_SHAPE);
+    how = RECORD_NO_LOSS;
+    CHECK_ERR(amp_verify(amp, &v, &verified), AMP_ERR_SHAPE);
+    CHECK_ERR(amp_gradcheck(amp, &g, &checked), AMP_ERR_SHAPE);
+    how = RECORD_NO_PARAMS;
+    CHECK_ERR(amp_verify(amp, &v, &verified), AMP_ERR_NULL);
+    CHECK_MSG(strstr(amp_last_error(), ".record") != NULL, "%s", amp_last_error());
+    /* parameters of two models are named by the caller */
+    how = RECORD_WELL;
+    CHECK_OK(amp_model_create(amp, &second, 1, 0));
+    others = amp_model_param(second, "second.bias", HIDDEN, 0, AMP_INIT_ZEROS, 0);
+    kept = b1;
+    b1 = others;
+    CHECK_ERR(amp_verify(amp, &v, &verified), AMP_ERR_CONFLICT);
+    b1 = kept;
+    CHECK_MSG(strstr(amp_last_error(), "second.bias") != NULL, "%s", amp_last_error());
+    v.step = record_step;
+    CHECK_ERR(amp_verify(amp, &v, &verified), AMP_ERR_CONFLICT);
+    t.step = v.step; g.forward = v.step;
+    CHECK_ERR(amp_tune(amp, &t, &tuned), AMP_ERR_CONFLICT);
+    CHECK_ERR(amp_gradcheck(amp, &g, &checked), AMP_ERR_CONFLICT);
+    g.forward = NULL; g.n_outputs = 1;
+    CHECK_ERR(amp_gradcheck(amp, &g, &checked), AMP_ERR_CONFLICT);
+    amp_model_destroy(second);
+    CHECK_OK(amp_memory(amp, &memory));
+    CHECK_EQ(memory.allocated - memory.cast_cache, blocks[0]);
+    close_context();
+}
+
 /* ---- Edges */
 
 
@@ -2020,6 +2133,7 @@ int main(int argc, char **argv) {
     RUN(gradients_are_told_when_they_are_final);
     RUN(budgets_hold_with_the_same_bits);
     RUN(random_graphs_fit_their_budgets);
+    RUN(one_function_is_verified_checked_and_tuned);
     RUN(models_save_and_load);
     RUN(initialisers);
     RUN(grouped_heads_have_their_own_masks);
