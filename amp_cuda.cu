@@ -420,13 +420,6 @@ __device__ __forceinline__ uint16_t ampc_bf16_bits(float x) {
 #endif
 }
 
-__device__ __forceinline__ float ampc_float(float x) { return x; }
-__device__ __forceinline__ float ampc_float(ampc_f16 x) { return ampc_f16_value(x.bits); }
-__device__ __forceinline__ float ampc_float(ampc_bf16 x) { return amp_f32_from_bf16(x.bits); }
-__device__ __forceinline__ void ampc_put(float *to, float x) { *to = x; }
-__device__ __forceinline__ void ampc_put(ampc_f16 *to, float x) { to->bits = ampc_f16_bits(x); }
-__device__ __forceinline__ void ampc_put(ampc_bf16 *to, float x) { to->bits = ampc_bf16_bits(x); }
-
 /* Products, sums, quotients and roots that no compiler fuses or replaces: one rounding each. */
 __device__ __forceinline__ float ampc_mul(float a, float b) {
 #if defined(__CUDA_ARCH__)
@@ -482,45 +475,49 @@ template <class T> __device__ __forceinline__ T ampc_afresh(T x) {
     return x;
 }
 
-/* Calls run(ampc_type<T>()) with the storage type of a dtype. */
-template <class T> struct ampc_type { typedef T type; };
-template <class F> amp_result ampc_storage(ampc_device *dev, const char *kernel, amp_dtype dtype, F run) {
-    switch (dtype) {
-        case AMP_F32: return run(ampc_type<float>());
-        case AMP_F16: return run(ampc_type<ampc_f16>());
-        case AMP_BF16: return run(ampc_type<ampc_bf16>());
-        default: return ampc_refuse(dev, AMP_ERR_DTYPE, kernel, "storage must be fp32, fp16 or bf16");
-    }
+/* AMP_OK for a dtype of storage. */
+amp_result ampc_check_storage(ampc_device *dev, const char *kernel, amp_dtype dtype) {
+    if (dtype == AMP_F32 || dtype == AMP_F16 || dtype == AMP_BF16) return AMP_OK;
+    return ampc_refuse(dev, AMP_ERR_DTYPE, kernel, "storage must be fp32, fp16 or bf16");
+}
+
+/* Calls run(dtype) with a constant, so that the dtype is tested once: with short branches, both ways would be executed.
+   Fp32 stands for whatever else it is.  V: of the pieces; 8 of fp32 are none. */
+template <amp_dtype D> struct ampc_constant {
+    __device__ constexpr operator amp_dtype() const { return D; }
+};
+template <int V = 1, class F> __device__ __forceinline__ auto ampc_by_dtype(amp_dtype dtype, F run) {
+    if (dtype == AMP_F16) return run(ampc_constant<AMP_F16>());
+    if (V == 8 || dtype == AMP_BF16) return run(ampc_constant<AMP_BF16>());
+    if constexpr (V < 8) return run(ampc_constant<AMP_F32>());
 }
 
 /* ==== Lanes =========================================================================================
-   A thread's piece of an array: N elements (a multiple of 16 bytes) read and written 16 bytes at a time, held as
-   fp32.  The address must be 16-byte aligned; ampc_load_upto and ampc_store_upto take any.               */
+   A thread's piece of an array: V neighbouring elements, read and written at once and held as they lie in memory, 16
+   bytes at most: 8 of 16 bits, 4 of 32.  All loads and stores are of one family; a dtype may be a constant.
+
+       ampc_get_bytes   ampc_put_bytes     2 to 16 bytes
+       ampc_piece_get   ampc_piece_put     a piece
+       ampc_piece_read  ampc_piece_write   a piece of a row; beyond its end 0, and nothing
+       ampc_widen       ampc_narrow        a piece in fp32
+       ampc_load        ampc_store         V numbers in fp32; 8 may be of 32 bits, in two pieces
+       ampc_load_upto   ampc_store_upto    the first n of them, at any address
+       ampc_stored      ampc_put_stored    number i
+       ampc_fetch       ampc_leave         N elements in their own type; _upto: the first n, at any address
+
+   Other addresses are multiples of the piece's bytes.                                                    */
 
 enum { AMPC_LANES = 8 };
 enum ampc_reuse { AMPC_KEEP, AMPC_ONCE };       /* ONCE: not used again soon, so the cache may drop it first */
 
-template <ampc_reuse R> __device__ __forceinline__ uint4 ampc_get16(const void *p) {
-#if defined(__CUDA_ARCH__)
-    return R == AMPC_ONCE ? __ldcs((const uint4 *)p) : *(const uint4 *)p;
-#else
-    return *(const uint4 *)p;
-#endif
-}
-template <ampc_reuse R> __device__ __forceinline__ void ampc_put16(void *p, uint4 x) {
-#if defined(__CUDA_ARCH__)
-    if (R == AMPC_ONCE) __stcs((uint4 *)p, x);
-    else *(uint4 *)p = x;
-#else
-    *(uint4 *)p = x;
-#endif
-}
-
-/* Pieces of 16, 8, 4 or 2 bytes. */
-template <ampc_reuse R, int BYTES> __device__ __forceinline__ uint4 ampc_get_piece(const void *p) {
+template <int BYTES, ampc_reuse R = AMPC_KEEP> __device__ __forceinline__ uint4 ampc_get_bytes(const void *p) {
     uint4 raw = {0, 0, 0, 0};
-    if constexpr (BYTES == 16) raw = ampc_get16<R>(p);
-    else if constexpr (BYTES == 8) {
+    if constexpr (BYTES == 16) {
+#if defined(__CUDA_ARCH__)
+        if (R == AMPC_ONCE) return __ldcs((const uint4 *)p);
+#endif
+        raw = *(const uint4 *)p;
+    } else if constexpr (BYTES == 8) {
         uint2 half = *(const uint2 *)p;
         raw.x = half.x;
         raw.y = half.y;
@@ -528,9 +525,14 @@ template <ampc_reuse R, int BYTES> __device__ __forceinline__ uint4 ampc_get_pie
     else raw.x = *(const uint16_t *)p;
     return raw;
 }
-template <ampc_reuse R, int BYTES> __device__ __forceinline__ void ampc_put_piece(void *p, const uint4 &raw) {
-    if constexpr (BYTES == 16) ampc_put16<R>(p, raw);
-    else if constexpr (BYTES == 8) *(uint2 *)p = uint2{raw.x, raw.y};
+template <int BYTES, ampc_reuse R = AMPC_KEEP>
+__device__ __forceinline__ void ampc_put_bytes(void *p, const uint4 &raw) {
+    if constexpr (BYTES == 16) {
+#if defined(__CUDA_ARCH__)
+        if (R == AMPC_ONCE) return __stcs((uint4 *)p, raw);
+#endif
+        *(uint4 *)p = raw;
+    } else if constexpr (BYTES == 8) *(uint2 *)p = uint2{raw.x, raw.y};
     else if constexpr (BYTES == 4) *(uint32_t *)p = raw.x;
     else *(uint16_t *)p = (uint16_t)raw.x;
 }
@@ -582,49 +584,6 @@ template <int V> __device__ __forceinline__ uint4 ampc_narrow(const float *x, am
     return raw;
 }
 
-__host__ __device__ constexpr amp_dtype ampc_dtype_of(const float *) { return AMP_F32; }
-__host__ __device__ constexpr amp_dtype ampc_dtype_of(const ampc_f16 *) { return AMP_F16; }
-__host__ __device__ constexpr amp_dtype ampc_dtype_of(const ampc_bf16 *) { return AMP_BF16; }
-
-/* A piece of N elements, or pieces of 16 bytes. */
-template <ampc_reuse R = AMPC_KEEP, class T, int N>
-__device__ __forceinline__ void ampc_load(const T *p, float (&x)[N]) {
-    const int width = N * (int)sizeof(T) < 16 ? N : 16 / (int)sizeof(T);
-    uint4 raw[N / width];
-    AMPC_UNROLL
-    for (int i = 0; i < N / width; i++) raw[i] = ampc_get_piece<R, width * (int)sizeof(T)>(p + i * width);
-    AMPC_UNROLL
-    for (int i = 0; i < N / width; i++) ampc_widen<width>(raw[i], ampc_dtype_of(p), x + i * width);
-}
-template <ampc_reuse R = AMPC_KEEP, class T, int N>
-__device__ __forceinline__ void ampc_store(T *p, const float (&x)[N]) {
-    const int width = N * (int)sizeof(T) < 16 ? N : 16 / (int)sizeof(T);
-    AMPC_UNROLL
-    for (int i = 0; i < N / width; i++)
-        ampc_put_piece<R, width * (int)sizeof(T)>(p + i * width, ampc_narrow<width>(x + i * width, ampc_dtype_of(p)));
-}
-
-/* The first n of N elements, one by one; those beyond are `fill` (loads) or left alone (stores). */
-template <class T, int N>
-__device__ __forceinline__ void ampc_load_upto(const T *p, float (&x)[N], int64_t n, float fill) {
-    AMPC_UNROLL
-    for (int i = 0; i < N; i++) x[i] = i < n ? ampc_float(p[i]) : fill;
-}
-template <class T, int N> __device__ __forceinline__ void ampc_store_upto(T *p, const float (&x)[N], int64_t n) {
-    AMPC_UNROLL
-    for (int i = 0; i < N; i++)
-        if (i < n) ampc_put(p + i, x[i]);
-}
-
-template <int V> __device__ __forceinline__ uint4 ampc_piece_get(const void *p, amp_dtype dtype) {
-    if (V < 8 && dtype == AMP_F32) return ampc_get_piece<AMPC_KEEP, V < 8 ? 4 * V : 16>(p);
-    return ampc_get_piece<AMPC_KEEP, 2 * V>(p);
-}
-template <int V> __device__ __forceinline__ void ampc_piece_put(void *p, amp_dtype dtype, const uint4 &raw) {
-    if (V < 8 && dtype == AMP_F32) ampc_put_piece<AMPC_KEEP, V < 8 ? 4 * V : 16>(p, raw);
-    else ampc_put_piece<AMPC_KEEP, 2 * V>(p, raw);
-}
-
 /* The address of element `at` of a stored row.  I: int within a chunk, so that a thread keeps 32-bit offsets. */
 template <class I> __device__ __forceinline__ const void *ampc_within(const void *row, amp_dtype dtype, I at) {
     return (const char *)row + at * (dtype == AMP_F32 ? 4 : 2);
@@ -633,17 +592,106 @@ template <class I> __device__ __forceinline__ void *ampc_within(void *row, amp_d
     return (char *)row + at * (dtype == AMP_F32 ? 4 : 2);
 }
 
-/* Element i. */
-__device__ __forceinline__ uint4 ampc_raw(const void *p, amp_dtype dtype, int64_t i) {
-    return ampc_piece_get<1>(ampc_within(p, dtype, i), dtype);
+template <int V, ampc_reuse R = AMPC_KEEP>
+__device__ __forceinline__ uint4 ampc_piece_get(const void *p, amp_dtype dtype) {
+    if (V < 8 && dtype == AMP_F32) return ampc_get_bytes<V < 8 ? 4 * V : 16, R>(p);
+    return ampc_get_bytes<2 * V, R>(p);
 }
+template <int V, ampc_reuse R = AMPC_KEEP>
+__device__ __forceinline__ void ampc_piece_put(void *p, amp_dtype dtype, const uint4 &raw) {
+    if (V < 8 && dtype == AMP_F32) ampc_put_bytes<V < 8 ? 4 * V : 16, R>(p, raw);
+    else ampc_put_bytes<2 * V, R>(p, raw);
+}
+
+/* The piece at `at` of a row that ends at `end`, a multiple of V. */
+template <int V, class I>
+__device__ __forceinline__ uint4 ampc_piece_read(const void *row, amp_dtype dtype, I at, I end) {
+    return at < end ? ampc_piece_get<V>(ampc_within(row, dtype, at), dtype) : uint4{0, 0, 0, 0};
+}
+template <int V, class I> __device__ __forceinline__ void ampc_piece_write(void *row, amp_dtype dtype, I at, I end,
+                                                                           const uint4 &raw) {
+    if (at < end) ampc_piece_put<V>(ampc_within(row, dtype, at), dtype, raw);
+}
+
+template <int V, ampc_reuse R = AMPC_KEEP>
+__device__ __forceinline__ void ampc_load(const void *p, amp_dtype dtype, float *x) {
+    if (V == 8 && dtype == AMP_F32) {
+        uint4 low = ampc_piece_get<4, R>(p, dtype), high = ampc_piece_get<4, R>(ampc_within(p, dtype, 4), dtype);
+        ampc_widen<4>(low, dtype, x);
+        ampc_widen<4>(high, dtype, x + V - 4);
+    } else ampc_widen<V>(ampc_piece_get<V, R>(p, dtype), dtype, x);
+}
+template <int V, ampc_reuse R = AMPC_KEEP>
+__device__ __forceinline__ void ampc_store(void *p, amp_dtype dtype, const float *x) {
+    if (V == 8 && dtype == AMP_F32) {
+        ampc_piece_put<4, R>(p, dtype, ampc_narrow<4>(x, dtype));
+        ampc_piece_put<4, R>(ampc_within(p, dtype, 4), dtype, ampc_narrow<4>(x + V - 4, dtype));
+    } else ampc_piece_put<V, R>(p, dtype, ampc_narrow<V>(x, dtype));
+}
+
 __device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
     float x;
-    ampc_widen<1>(ampc_raw(p, dtype, i), dtype, &x);
+    ampc_load<1>(ampc_within(p, dtype, i), dtype, &x);
     return x;
 }
 __device__ __forceinline__ void ampc_put_stored(void *p, amp_dtype dtype, int64_t i, float x) {
-    ampc_piece_put<1>(ampc_within(p, dtype, i), dtype, ampc_narrow<1>(&x, dtype));
+    ampc_store<1>(ampc_within(p, dtype, i), dtype, &x);
+}
+
+/* 1: the pointer (and, for rows, their distance in bytes) allows accesses of 16 bytes. */
+__host__ __device__ inline bool ampc_aligned(const void *p, int64_t row_bytes = 0) {
+    return (((uintptr_t)p | (uintptr_t)row_bytes) & 15) == 0;
+}
+
+/* Numbers beyond n are 0 (loads) or left alone (stores). */
+template <int V, ampc_reuse R = AMPC_KEEP>
+__device__ __forceinline__ void ampc_load_upto(const void *p, amp_dtype dtype, float *x, int64_t n) {
+    if (n >= V && ampc_aligned(p)) return ampc_load<V, R>(p, dtype, x);
+    AMPC_UNROLL
+    for (int i = 0; i < V; i++) x[i] = i < n ? ampc_stored(p, dtype, i) : 0.0f;
+}
+template <int V, ampc_reuse R = AMPC_KEEP>
+__device__ __forceinline__ void ampc_store_upto(void *p, amp_dtype dtype, const float *x, int64_t n) {
+    if (n >= V && ampc_aligned(p)) return ampc_store<V, R>(p, dtype, x);
+    AMPC_UNROLL
+    for (int i = 0; i < V; i++)
+        if (i < n) ampc_put_stored(p, dtype, i, x[i]);
+}
+
+/* Up to 16 bytes, or several times 16. */
+template <class T, int N> struct ampc_own {
+    enum { bytes = N * (int)sizeof(T), each = bytes < 16 ? bytes : 16 };
+    static __device__ bool whole(const T *p, int64_t n) { return n >= N && (uintptr_t)p % each == 0; }
+};
+template <ampc_reuse R = AMPC_KEEP, class T, int N> __device__ __forceinline__ void ampc_fetch(const T *p, T (&x)[N]) {
+    enum { each = ampc_own<T, N>::each };
+    AMPC_UNROLL
+    for (int i = 0; i < ampc_own<T, N>::bytes; i += each) {
+        uint4 raw = ampc_get_bytes<each, R>((const char *)p + i);
+        memcpy((char *)x + i, &raw, each);
+    }
+}
+template <ampc_reuse R = AMPC_KEEP, class T, int N> __device__ __forceinline__ void ampc_leave(T *p, const T (&x)[N]) {
+    enum { each = ampc_own<T, N>::each };
+    AMPC_UNROLL
+    for (int i = 0; i < ampc_own<T, N>::bytes; i += each) {
+        uint4 raw = {0, 0, 0, 0};
+        memcpy(&raw, (const char *)x + i, each);
+        ampc_put_bytes<each, R>((char *)p + i, raw);
+    }
+}
+template <ampc_reuse R = AMPC_KEEP, class T, int N>
+__device__ __forceinline__ void ampc_fetch_upto(const T *p, T (&x)[N], int64_t n) {
+    if (ampc_own<T, N>::whole(p, n)) return ampc_fetch<R>(p, x);
+    AMPC_UNROLL
+    for (int i = 0; i < N; i++) x[i] = i < n ? p[i] : T();
+}
+template <ampc_reuse R = AMPC_KEEP, class T, int N>
+__device__ __forceinline__ void ampc_leave_upto(T *p, const T (&x)[N], int64_t n) {
+    if (ampc_own<T, N>::whole(p, n)) return ampc_leave<R>(p, x);
+    AMPC_UNROLL
+    for (int i = 0; i < N; i++)
+        if (i < n) p[i] = x[i];
 }
 
 /* The random words of a seed from `first` on; N is 1 or a multiple of 4. */
@@ -656,11 +704,6 @@ template <int N> __device__ __forceinline__ void ampc_random(uint64_t seed, uint
     AMPC_UNROLL
     for (int i = 0; i < N; i++)
         words[i] = shift == 0 ? all[i] : shift == 1 ? all[i + 1] : shift == 2 ? all[i + 2] : all[i + 3];
-}
-
-/* 1: the pointer (and, for rows, their distance in bytes) allows 16-byte accesses. */
-__host__ __device__ inline bool ampc_aligned(const void *p, int64_t row_bytes = 0) {
-    return (((uintptr_t)p | (uintptr_t)row_bytes) & 15) == 0;
 }
 
 /* ==== Sums ==========================================================================================
@@ -1677,21 +1720,6 @@ __device__ __forceinline__ int ampc_beyond(ampc_tf32 x) { return (x.bits & 0x7f8
 __device__ __forceinline__ int ampc_beyond(ampc_e4m3 x) { return (x.bits & 0x7f) == 0x7f; }
 __device__ __forceinline__ int ampc_beyond(ampc_e5m2 x) { return (x.bits & 0x7c) == 0x7c; }
 
-/* A piece of an array in the elements' own type: up to 16 bytes, or several times 16. */
-template <class T, int N> __device__ __forceinline__ void ampc_fetch(const T *p, T (&x)[N]) {
-    const int bytes = N * (int)sizeof(T), each = bytes < 16 ? bytes : 16;
-    AMPC_UNROLL
-    for (int i = 0; i < bytes; i += each) {
-        uint4 raw = ampc_get_piece<AMPC_ONCE, each>((const char *)p + i);
-        memcpy((char *)x + i, &raw, each);
-    }
-}
-template <class T, int N> __device__ __forceinline__ void ampc_leave(T *p, const T (&x)[N]) {
-    uint4 raw = {0, 0, 0, 0};
-    memcpy(&raw, x, sizeof x);
-    ampc_put_piece<AMPC_KEEP, N * (int)sizeof(T)>(p, raw);
-}
-
 /* new_inf is a 64-bit count; integer atomics give the same result in any order. */
 __device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, int *scratch) {
     int sum = ampc_block_sum(mine, scratch);
@@ -1732,7 +1760,7 @@ ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uns
         S x[U][W];
         AMPC_UNROLL
         for (int u = 0; u < U; u++)
-            if (i + u * 256 < pieces) ampc_fetch(src + (i + u * 256) * W, x[u]);
+            if (i + u * 256 < pieces) ampc_fetch<AMPC_ONCE>(src + (i + u * 256) * W, x[u]);
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
             D y[W];
@@ -1759,31 +1787,24 @@ ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uns
 
 /* Stochastic rounding to 16 and 8 bits. */
 template <class D, class S> __global__ void __launch_bounds__(256)
-ampc_cast_stochastic_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uint64_t seed, uint64_t offset,
+ampc_cast_stochastic_kernel(D *dst, const S *src, int64_t n, int saturate, uint64_t seed, uint64_t offset,
                             unsigned long long *new_inf) {
     enum { W = ampc_cast_shape<D, S>::rounded };
     AMPC_SHARED(int, scratch, 32);
     int found = 0;
     for (int64_t i = W * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
          i += W * (int64_t)gridDim.x * blockDim.x) {
-        bool whole = aligned && n - i >= W;
         uint32_t words[W];
         S x[W];
         D y[W];
-        if (whole) ampc_fetch(src + i, x);
-        AMPC_UNROLL
-        for (int j = 0; j < W; j++)
-            if (!whole) x[j] = i + j < n ? src[i + j] : S();
+        ampc_fetch_upto<AMPC_ONCE>(src + i, x, n - i);
         ampc_random(seed, offset + (uint64_t)i, words);
         AMPC_UNROLL
         for (int j = 0; j < W; j++) {
             y[j] = ampc_convert_stochastic<D>(x[j], saturate, words[j]);
             if (new_inf != NULL) found += ampc_beyond(y[j]) - ampc_beyond(x[j]);
         }
-        if (whole) ampc_leave(dst + i, y);
-        AMPC_UNROLL
-        for (int j = 0; j < W; j++)
-            if (!whole && i + j < n) dst[i + j] = y[j];
+        ampc_leave_upto(dst + i, y, n - i);
     }
     if (new_inf != NULL) ampc_count(new_inf, found, scratch);
 }
@@ -1796,7 +1817,7 @@ __global__ void __launch_bounds__(256)
     for (i = at; i < pieces; i += step) {
         uint2 raw = ((const uint2 *)src)[i];
         uint4 wide = {raw.x & 0xffffu, raw.x >> 16, raw.y & 0xffffu, raw.y >> 16};
-        ampc_put16<AMPC_KEEP>(dst + 4 * i, wide);
+        ampc_put_bytes<16>(dst + 4 * i, wide);
     }
     for (i = 4 * pieces + at; i < n; i += step) dst[i] = src[i];
 }
@@ -1814,8 +1835,8 @@ template <class D, class S> amp_result ampc_cast_as(ampc_device *dev, const amp_
     if constexpr (sizeof(D) <= 2)
         return ampc_launch(dev, "amp_cast", ampc_cast_stochastic_kernel<D, S>,
                            ampc_grid(dev, ampc_blocks(a->n, 256 * ampc_cast_shape<D, S>::rounded), AMPC_CAST_PER_SM),
-                           256, 0, stream, (D *)a->dst, (const S *)a->src, a->n, saturate, aligned, a->how.seed,
-                           a->how.offset, new_inf);
+                           256, 0, stream, (D *)a->dst, (const S *)a->src, a->n, saturate, a->how.seed, a->how.offset,
+                           new_inf);
     else return ampc_refuse(dev, AMP_ERR_DTYPE, "amp_cast", "stochastic rounding must be to fp16, bf16 or fp8");
 }
 
@@ -1947,9 +1968,9 @@ struct ampc_partial { double sum_sq; int32_t bad_row, reserved; };      /* bad_r
 
 __device__ __forceinline__ double ampc_square(double x) { return x * x; }
 
-/* The sum of the squares of 4 or 8 numbers.  Squares of 16-bit numbers, 8 per piece, are exact in fp32, and their sum
-   is off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is in
-   fp64. */
+/* The sum of the squares of 1, 4 or 8 numbers.  Squares of 16-bit numbers, 8 per piece, are exact in fp32, and their
+   sum is off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is
+   in fp64. */
 template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)[N]) {
     double squares = 0;
     if constexpr (N == 8) {
@@ -1965,31 +1986,35 @@ template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)
         for (int i = 0; i < 8; i++) zeros &= x[i] == 0.0f;
         if (zeros) return 0;
     }
-    AMPC_UNROLL
-    for (int i = 0; i < N; i += 4)
-        squares += (ampc_square(x[i]) + ampc_square(x[i + 1])) + (ampc_square(x[i + 2]) + ampc_square(x[i + 3]));
+    if constexpr (N == 1) squares = ampc_square(x[0]);
+    else {
+        AMPC_UNROLL
+        for (int i = 0; i < N; i += 4)
+            squares += (ampc_square(x[i]) + ampc_square(x[i + 1])) + (ampc_square(x[i + 2]) + ampc_square(x[i + 3]));
+    }
     return squares;
 }
 
-/* W elements as they lie in memory: checks them, and multiplies them in place. */
-template <bool SUM, int W>
+/* Checks the numbers of a piece, and multiplies them in place. */
+template <bool SUM, int V>
 __device__ __forceinline__ void ampc_check_lanes(uint4 &raw, amp_dtype dtype, float factor, double *sum, int *bad) {
-    float x[W];
-    ampc_widen<W>(raw, dtype, x);
+    float x[V];
+    ampc_widen<V>(raw, dtype, x);
     if (SUM) {
         AMPC_UNROLL
-        for (int k = 0; k < W; k++) *bad |= !ampc_finite(x[k]);
+        for (int k = 0; k < V; k++) *bad |= !ampc_finite(x[k]);
         *sum += ampc_squares(x);
     }
     AMPC_UNROLL
-    for (int k = 0; k < W; k++) x[k] = ampc_mul(x[k], factor);
-    raw = ampc_narrow<W>(x, dtype);
+    for (int k = 0; k < V; k++) x[k] = ampc_mul(x[k], factor);
+    raw = ampc_narrow<V>(x, dtype);
 }
 
-/* n elements at p by the whole block; write 0: read only. */
-template <bool SUM>
-__device__ __forceinline__ void ampc_check_piece(void *p, amp_dtype dtype, int n, float factor, int write, double *sum,
-                                                 int *bad) {
+/* Calls run(piece, its dtype, V) for n elements at p, with the whole block; single elements follow the whole pieces.
+   WRITE: stores the pieces again. */
+template <int V> struct ampc_lanes { enum { v = V }; };
+template <class F>
+__device__ __forceinline__ void ampc_for_pieces(void *p, amp_dtype dtype, int n, bool write, F run) {
     enum { U = 4 };                 /* pieces in flight */
     const int width = dtype == AMP_F32 ? 4 : 8, whole = ampc_aligned(p) ? n / width : 0;
     int i;
@@ -1997,27 +2022,25 @@ __device__ __forceinline__ void ampc_check_piece(void *p, amp_dtype dtype, int n
         uint4 raw[U], *at = (uint4 *)p + i;
         AMPC_UNROLL
         for (int u = 0; u < U; u++)
-            if (i + u * AMPC_MULTI_THREADS < whole) raw[u] = ampc_get16<AMPC_KEEP>(at + u * AMPC_MULTI_THREADS);
+            if (i + u * AMPC_MULTI_THREADS < whole) raw[u] = ampc_get_bytes<16>(at + u * AMPC_MULTI_THREADS);
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
             if (i + u * AMPC_MULTI_THREADS >= whole) continue;
-            if (dtype == AMP_F32) ampc_check_lanes<SUM, 4>(raw[u], AMP_F32, factor, sum, bad);
-            else if (dtype == AMP_F16) ampc_check_lanes<SUM, 8>(raw[u], AMP_F16, factor, sum, bad);
-            else ampc_check_lanes<SUM, 8>(raw[u], AMP_BF16, factor, sum, bad);
-            if (write) ampc_put16<AMPC_KEEP>(at + u * AMPC_MULTI_THREADS, raw[u]);
+            if (dtype == AMP_F32) run(raw[u], AMP_F32, ampc_lanes<4>());
+            else if (dtype == AMP_F16) run(raw[u], AMP_F16, ampc_lanes<8>());
+            else run(raw[u], AMP_BF16, ampc_lanes<8>());
+            if (write) ampc_put_bytes<16>(at + u * AMPC_MULTI_THREADS, raw[u]);
         }
     }
     for (i = whole * width + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
-        float one = ampc_stored(p, dtype, i);
-        if (SUM) {
-            *bad |= !ampc_finite(one);
-            *sum += ampc_square(one);
-        }
-        if (write) ampc_put_stored(p, dtype, i, ampc_mul(one, factor));
+        void *at = ampc_within(p, dtype, i);
+        uint4 raw = ampc_piece_get<1>(at, dtype);
+        run(raw, dtype, ampc_lanes<1>());
+        if (write) ampc_piece_put<1>(at, dtype, raw);
     }
 }
 template <bool SUM>
-__device__ __forceinline__ void ampc_check_piece(double *p, int n, float factor, int write, double *sum, int *bad) {
+__device__ __forceinline__ void ampc_check_doubles(double *p, int n, float factor, int write, double *sum, int *bad) {
     for (int i = (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
         double x = p[i];
         if (SUM) {
@@ -2029,8 +2052,11 @@ __device__ __forceinline__ void ampc_check_piece(double *p, int n, float factor,
 }
 template <bool SUM>
 __device__ __forceinline__ void ampc_check_chunk(const ampc_chunk &c, float factor, int write, double *sum, int *bad) {
-    if (c.dtype == AMP_F64) ampc_check_piece<SUM>((double *)c.grad, c.n, factor, write, sum, bad);
-    else ampc_check_piece<SUM>(c.grad, c.dtype, c.n, factor, write, sum, bad);
+    if (c.dtype == AMP_F64) ampc_check_doubles<SUM>((double *)c.grad, c.n, factor, write, sum, bad);
+    else
+        ampc_for_pieces(c.grad, c.dtype, c.n, write, [&](uint4 &raw, amp_dtype dtype, auto lanes) {
+            ampc_check_lanes<SUM, decltype(lanes)::v>(raw, dtype, factor, sum, bad);
+        });
 }
 
 __device__ __forceinline__ int ampc_is_one(float x) { return ampi_bits_f32(x) == 0x3f800000u; }
@@ -2128,30 +2154,7 @@ __device__ __forceinline__ void ampc_inspect_lanes(const uint4 &raw, amp_dtype d
     }
 }
 
-/* n elements at p by the whole block. */
-__device__ __forceinline__ void ampc_inspect_piece(const void *p, amp_dtype dtype, int n, const ampc_fits &fits,
-                                                   ampc_tally *t) {
-    enum { U = 4 };
-    const int width = dtype == AMP_F32 ? 4 : 8, whole = ampc_aligned(p) ? n / width : 0;
-    int i;
-    for (i = (int)threadIdx.x; i < whole; i += U * AMPC_MULTI_THREADS) {
-        uint4 raw[U];
-        AMPC_UNROLL
-        for (int u = 0; u < U; u++)
-            if (i + u * AMPC_MULTI_THREADS < whole)
-                raw[u] = ampc_get16<AMPC_KEEP>((const uint4 *)p + i + u * AMPC_MULTI_THREADS);
-        AMPC_UNROLL
-        for (int u = 0; u < U; u++) {
-            if (i + u * AMPC_MULTI_THREADS >= whole) continue;
-            if (dtype == AMP_F32) ampc_inspect_lanes<4>(raw[u], AMP_F32, fits.of32, t);
-            else if (dtype == AMP_F16) ampc_inspect_lanes<8>(raw[u], AMP_F16, fits.of32, t);
-            else ampc_inspect_lanes<8>(raw[u], AMP_BF16, fits.of32, t);
-        }
-    }
-    for (i = whole * width + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS)
-        ampc_inspect_lanes<1>(ampc_raw(p, dtype, i), dtype, fits.of32, t);
-}
-__device__ __forceinline__ void ampc_inspect_piece(const double *p, int n, const ampc_fits &fits, ampc_tally *t) {
+__device__ __forceinline__ void ampc_inspect_doubles(const double *p, int n, const ampc_fits &fits, ampc_tally *t) {
     for (int i = (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
         uint64_t bits = ampi_bits_f64(p[i]) & ~(uint64_t)0 >> 1;
         uint32_t narrow = bits <= fits.of64.limit[AMPI_FIT_INFINITE] ? ampi_to_f32(bits, 1) : 0;
@@ -2193,8 +2196,11 @@ ampc_inspect_kernel(const amp_k_tensor *table, int64_t tensors, ampc_fits fits, 
             t = {};
             mine = c.row;
         }
-        if (c.dtype == AMP_F64) ampc_inspect_piece((const double *)c.grad, c.n, fits, &t);
-        else ampc_inspect_piece(c.grad, c.dtype, c.n, fits, &t);
+        if (c.dtype == AMP_F64) ampc_inspect_doubles((const double *)c.grad, c.n, fits, &t);
+        else
+            ampc_for_pieces(c.grad, c.dtype, c.n, false, [&](const uint4 &raw, amp_dtype dtype, auto lanes) {
+                ampc_inspect_lanes<decltype(lanes)::v>(raw, dtype, fits.of32, &t);
+            });
     });
     if (mine >= 0) ampc_tally_add(t, out + mine);
 }
@@ -2258,83 +2264,74 @@ __device__ __forceinline__ bool ampc_gains_inf(float w, amp_dtype dtype) {
 
 /* A row's elements from `first` on.  w: the fp32 weights, NULL if there are only 16-bit ones; low: the 16-bit weights,
    or a copy, whose infinities are counted. */
-template <class W, class G> struct ampc_row_piece {
+struct ampc_row_piece {
     float *w, *m, *v;
-    W *low;
-    const G *g;
+    void *low;
+    const void *g;
     bool aligned;
 };
-template <class W, class G>
-__device__ __forceinline__ ampc_row_piece<W, G> ampc_piece_of(const amp_k_tensor &row, const ampc_low_copy &copy,
-                                                              int64_t first) {
-    ampc_row_piece<W, G> p;
+__device__ __forceinline__ ampc_row_piece ampc_piece_of(const amp_k_tensor &row, const ampc_low_copy &copy,
+                                                        amp_dtype low, amp_dtype grad, int64_t first) {
+    ampc_row_piece p;
     bool wide = row.weight_dtype == AMP_F32;
     p.w = row.master != NULL ? (float *)row.master + first : wide ? (float *)row.weight + first : NULL;
     p.m = row.m != NULL ? (float *)row.m + first : NULL;
     p.v = row.v != NULL ? (float *)row.v + first : NULL;
-    p.low = copy.data() != NULL          ? (W *)copy.data() + first
+    p.low = copy.data() != NULL          ? ampc_within(copy.data(), low, first)
             : wide && row.master == NULL ? NULL
-                                         : (W *)row.weight + first;
-    p.g = (const G *)row.grad + first;
+                                         : ampc_within(row.weight, low, first);
+    p.g = ampc_within(row.grad, grad, first);
     p.aligned = ampc_aligned(p.w) && ampc_aligned(p.m) && ampc_aligned(p.v) && ampc_aligned(p.low) && ampc_aligned(p.g);
     return p;
 }
 
 /* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v).  Returns how many of
    this thread's finite weights become infinite in 16 bits. */
-template <bool SECOND, class W, class G, class UPDATE>
-__device__ __forceinline__ int ampc_update_piece(const ampc_row_piece<W, G> &p, int n, UPDATE update) {
+template <bool SECOND, class UPDATE>
+__device__ __forceinline__ int ampc_update_piece(const ampc_row_piece &p, amp_dtype low, amp_dtype grad, int n,
+                                                 UPDATE update) {
     enum { L = 4 };                 /* elements of a piece: 16 bytes of fp32, so that a warp writes whole sectors */
     int whole = p.aligned ? n / L : 0, found = 0, i;
     AMPC_NO_UNROLL
     for (i = (int)threadIdx.x; i < whole; i += AMPC_MULTI_THREADS) {
         int at = i * L;
         float w[L], g[L], m[L] = {}, v[L] = {};
-        ampc_load<AMPC_ONCE>(p.g + at, g);
-        if (p.w != NULL) ampc_load<AMPC_ONCE>(p.w + at, w);
-        else ampc_load<AMPC_ONCE>(p.low + at, w);
-        if (p.m != NULL) ampc_load<AMPC_ONCE>(p.m + at, m);
-        if (SECOND) ampc_load<AMPC_ONCE>(p.v + at, v);
+        ampc_load<L, AMPC_ONCE>(ampc_within(p.g, grad, at), grad, g);
+        if (p.w != NULL) ampc_load<L, AMPC_ONCE>(p.w + at, AMP_F32, w);
+        else ampc_load<L, AMPC_ONCE>(ampc_within(p.low, low, at), low, w);
+        if (p.m != NULL) ampc_load<L, AMPC_ONCE>(p.m + at, AMP_F32, m);
+        if (SECOND) ampc_load<L, AMPC_ONCE>(p.v + at, AMP_F32, v);
         AMPC_UNROLL
         for (int j = 0; j < L; j++) w[j] = update(w[j], g[j], &m[j], &v[j]);
-        if (p.w != NULL) ampc_store<AMPC_ONCE>(p.w + at, w);
-        if (p.m != NULL) ampc_store<AMPC_ONCE>(p.m + at, m);
-        if (SECOND) ampc_store<AMPC_ONCE>(p.v + at, v);
-        if (p.low != NULL) ampc_store(p.low + at, w);
+        if (p.w != NULL) ampc_store<L, AMPC_ONCE>(p.w + at, AMP_F32, w);
+        if (p.m != NULL) ampc_store<L, AMPC_ONCE>(p.m + at, AMP_F32, m);
+        if (SECOND) ampc_store<L, AMPC_ONCE>(p.v + at, AMP_F32, v);
+        if (p.low != NULL) ampc_store<L>(ampc_within(p.low, low, at), low, w);
         AMPC_UNROLL
-        for (int j = 0; j < L && sizeof(W) == 2; j++) found += ampc_gains_inf(w[j], ampc_dtype_of(p.low));
+        for (int j = 0; j < L && low != AMP_F32; j++) found += ampc_gains_inf(w[j], low);
     }
     AMPC_NO_UNROLL
     for (i = whole * L + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
-        float w = p.w != NULL ? p.w[i] : ampc_float(p.low[i]), m = p.m != NULL ? p.m[i] : 0.0f,
+        float w = p.w != NULL ? p.w[i] : ampc_stored(p.low, low, i), m = p.m != NULL ? p.m[i] : 0.0f,
               v = SECOND ? p.v[i] : 0.0f;
-        w = update(w, ampc_float(p.g[i]), &m, &v);
+        w = update(w, ampc_stored(p.g, grad, i), &m, &v);
         if (p.w != NULL) p.w[i] = w;
         if (p.m != NULL) p.m[i] = m;
         if (SECOND) p.v[i] = v;
-        if (p.low != NULL) ampc_put(p.low + i, w);
-        found += sizeof(W) == 2 && ampc_gains_inf(w, ampc_dtype_of(p.low));
+        if (p.low != NULL) ampc_put_stored(p.low, low, i, w);
+        found += low != AMP_F32 && ampc_gains_inf(w, low);
     }
     return found;
 }
 
-template <bool SECOND, class W, class UPDATE>
-__device__ __forceinline__ int ampc_update_weights(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first,
-                                                   int n, UPDATE update) {
-    switch (row.grad_dtype) {
-        case AMP_F16: return ampc_update_piece<SECOND>(ampc_piece_of<W, ampc_f16>(row, copy, first), n, update);
-        case AMP_BF16: return ampc_update_piece<SECOND>(ampc_piece_of<W, ampc_bf16>(row, copy, first), n, update);
-        default: return ampc_update_piece<SECOND>(ampc_piece_of<W, float>(row, copy, first), n, update);
-    }
-}
 template <bool SECOND, class UPDATE>
 __device__ __forceinline__ int ampc_update_row(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first, int n,
                                                 UPDATE update) {
-    switch (copy.data() != NULL ? copy.range->dtype : row.weight_dtype) {
-        case AMP_F16: return ampc_update_weights<SECOND, ampc_f16>(row, copy, first, n, update);
-        case AMP_BF16: return ampc_update_weights<SECOND, ampc_bf16>(row, copy, first, n, update);
-        default: return ampc_update_weights<SECOND, float>(row, copy, first, n, update);
-    }
+    return ampc_by_dtype(copy.data() != NULL ? copy.range->dtype : row.weight_dtype, [&](auto low) {
+        return ampc_by_dtype(row.grad_dtype, [&](auto grad) {
+            return ampc_update_piece<SECOND>(ampc_piece_of(row, copy, low, grad, first), low, grad, n, update);
+        });
+    });
 }
 
 /* ---- Rows whose storage needs more than a conversion: remainders, stochastic rounding, bf16 and 8-bit moments.
@@ -2345,96 +2342,62 @@ __device__ inline bool ampc_is_plain(const amp_k_tensor &row) {
            row.moment_dtype != AMP_BF16 && row.moment_dtype != AMP_MOMENTS_8BIT;
 }
 
-/* Up to 8 16-bit patterns. */
-__device__ inline void ampc_load_bits(const uint16_t *p, uint32_t (&x)[AMPC_LANES], int n) {
-    if (n >= AMPC_LANES && ampc_aligned(p)) {
-        uint4 raw = ampc_get16<AMPC_ONCE>(p);
-        AMPC_UNROLL
-        for (int i = 0; i < AMPC_LANES; i++) x[i] = ampc_word(raw, i / 2) >> (i % 2 * 16) & 0xffffu;
-        return;
-    }
-    AMPC_UNROLL
-    for (int i = 0; i < AMPC_LANES; i++) x[i] = i < n ? p[i] : 0;
-}
-__device__ inline void ampc_store_bits(uint16_t *p, const uint32_t (&x)[AMPC_LANES], int n) {
-    if (n >= AMPC_LANES && ampc_aligned(p)) {
-        uint4 raw = {x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16};
-        ampc_put16<AMPC_ONCE>(p, raw);
-        return;
-    }
-    AMPC_UNROLL
-    for (int i = 0; i < AMPC_LANES; i++)
-        if (i < n) p[i] = (uint16_t)x[i];
-}
-
 /* Up to 8 numbers from element i on. */
-template <class T> __device__ __forceinline__ void ampc_load_some(const T *p, float (&x)[AMPC_LANES], int n) {
-    if (n >= AMPC_LANES && ampc_aligned(p)) ampc_load<AMPC_ONCE>(p, x);
-    else ampc_load_upto(p, x, n, 0.0f);
+__device__ inline void ampc_load_some(const void *p, amp_dtype dtype, int64_t i, float (&x)[AMPC_LANES], int n) {
+    ampc_by_dtype(dtype, [&](auto one) { ampc_load_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(p, one, i), one, x, n); });
 }
-template <class T> __device__ __forceinline__ void ampc_store_some(T *p, const float (&x)[AMPC_LANES], int n) {
-    if (n >= AMPC_LANES && ampc_aligned(p)) ampc_store<AMPC_ONCE>(p, x);
-    else ampc_store_upto(p, x, n);
-}
-__device__ inline void ampc_load_as(const void *p, amp_dtype dtype, int64_t i, float (&x)[AMPC_LANES], int n) {
-    if (dtype == AMP_F16) ampc_load_some((const ampc_f16 *)p + i, x, n);
-    else if (dtype == AMP_BF16) ampc_load_some((const ampc_bf16 *)p + i, x, n);
-    else ampc_load_some((const float *)p + i, x, n);
-}
-__device__ inline void ampc_store_as(void *p, amp_dtype dtype, int64_t i, const float (&x)[AMPC_LANES], int n) {
-    if (dtype == AMP_F16) ampc_store_some((ampc_f16 *)p + i, x, n);
-    else if (dtype == AMP_BF16) ampc_store_some((ampc_bf16 *)p + i, x, n);
-    else ampc_store_some((float *)p + i, x, n);
+__device__ inline void ampc_store_some(void *p, amp_dtype dtype, int64_t i, const float (&x)[AMPC_LANES], int n) {
+    ampc_by_dtype(dtype, [&](auto one) { ampc_store_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(p, one, i), one, x, n); });
 }
 
 __device__ inline void ampc_load_weights(const amp_k_tensor &row, int64_t i, float (&w)[AMPC_LANES], int n) {
-    uint32_t high[AMPC_LANES], rest[AMPC_LANES];
+    uint16_t high[AMPC_LANES], rest[AMPC_LANES];
     if (row.master_kind != AMP_MASTER_REMAINDER) {
-        ampc_load_as(row.master != NULL ? row.master : row.weight, row.master != NULL ? AMP_F32 : row.weight_dtype, i,
+        ampc_load_some(row.master != NULL ? row.master : row.weight, row.master != NULL ? AMP_F32 : row.weight_dtype, i,
                      w, n);
         return;
     }
-    ampc_load_bits((const uint16_t *)row.weight + i, high, n);
-    ampc_load_bits((const uint16_t *)row.master + i, rest, n);
+    ampc_fetch_upto<AMPC_ONCE>((const uint16_t *)row.weight + i, high, n);
+    ampc_fetch_upto<AMPC_ONCE>((const uint16_t *)row.master + i, rest, n);
     AMPC_UNROLL
-    for (int j = 0; j < AMPC_LANES; j++) w[j] = amp_f32_join((uint16_t)high[j], (uint16_t)rest[j]);
+    for (int j = 0; j < AMPC_LANES; j++) w[j] = amp_f32_join(high[j], rest[j]);
 }
 __device__ inline void ampc_store_weights(const amp_k_tensor &row, int64_t i, const float (&w)[AMPC_LANES],
                                           const uint32_t (&random)[AMPC_LANES], int n) {
-    uint32_t high[AMPC_LANES], rest[AMPC_LANES];
+    uint16_t high[AMPC_LANES], rest[AMPC_LANES];
     if (row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC) {
-        if (row.master != NULL) ampc_store_as(row.master, AMP_F32, i, w, n);
-        ampc_store_as(row.weight, row.weight_dtype, i, w, n);
+        if (row.master != NULL) ampc_store_some(row.master, AMP_F32, i, w, n);
+        ampc_store_some(row.weight, row.weight_dtype, i, w, n);
         return;
     }
     AMPC_UNROLL
     for (int j = 0; j < AMPC_LANES; j++) {
-        uint16_t remainder = 0;
-        high[j] = row.master_kind == AMP_MASTER_REMAINDER ? amp_bf16_split(w[j], &remainder)
+        rest[j] = 0;
+        high[j] = row.master_kind == AMP_MASTER_REMAINDER ? amp_bf16_split(w[j], &rest[j])
                   : row.weight_dtype == AMP_BF16 ? amp_bf16_stochastic(w[j], random[j], 0)
                                                  : amp_f16_stochastic(w[j], random[j], 0);
-        rest[j] = remainder;
     }
-    ampc_store_bits((uint16_t *)row.weight + i, high, n);
-    if (row.master_kind == AMP_MASTER_REMAINDER) ampc_store_bits((uint16_t *)row.master + i, rest, n);
+    ampc_leave_upto<AMPC_ONCE>((uint16_t *)row.weight + i, high, n);
+    if (row.master_kind == AMP_MASTER_REMAINDER) ampc_leave_upto<AMPC_ONCE>((uint16_t *)row.master + i, rest, n);
 }
 static_assert(AMPI_MOMENT_BLOCK == 32 * AMPC_LANES, "a warp has a block of 8-bit moments");
+/* Codes stay packed: as an array of bytes they take more registers than AdamW has. */
 __device__ inline void ampc_unpack_moments(const ampi_moment_map *map, void *p, int64_t count, int64_t i,
                                            float (&x)[AMPC_LANES], int n) {
     const uint8_t *codes = (const uint8_t *)p + i;
+    const bool whole = n >= AMPC_LANES;
     float scale = n > 0 ? ampi_moment_scales(p, count)[i / AMPI_MOMENT_BLOCK] : 0;
-    uint2 raw = {0, 0};
-    if (n >= AMPC_LANES) raw = *(const uint2 *)codes;
+    uint4 raw = whole ? ampc_get_bytes<AMPC_LANES>(codes) : uint4{0, 0, 0, 0};
     AMPC_UNROLL
     for (int j = 0; j < AMPC_LANES; j++) {
-        uint32_t code = n >= AMPC_LANES ? (j < 4 ? raw.x : raw.y) >> j % 4 * 8 & 0xffu : j < n ? codes[j] : 0u;
+        uint32_t code = whole ? ampc_word(raw, j / 4) >> j % 4 * 8 & 0xffu : j < n ? codes[j] : 0u;
         x[j] = ampc_mul(map->value[code], scale);
     }
 }
 __device__ inline void ampc_pack_moments(const ampi_moment_map *map, void *p, int64_t count, int64_t i,
                                          const float (&x)[AMPC_LANES], int n) {
     uint8_t *codes = (uint8_t *)p + i;
-    uint2 raw = {0, 0};
+    uint4 raw = {0, 0, 0, 0};
     uint32_t largest = 0;
     float inverse;
     AMPC_UNROLL
@@ -2448,10 +2411,10 @@ __device__ inline void ampc_pack_moments(const ampi_moment_map *map, void *p, in
                                               : (uint32_t)AMPI_MOMENT_CODES - 1;
         (j < 4 ? raw.x : raw.y) |= code << j % 4 * 8;
     }
-    if (n >= AMPC_LANES) *(uint2 *)codes = raw;
+    if (n >= AMPC_LANES) ampc_put_bytes<AMPC_LANES>(codes, raw);
     AMPC_UNROLL
     for (int j = 0; j < AMPC_LANES; j++)
-        if (n < AMPC_LANES && j < n) codes[j] = (uint8_t)((j < 4 ? raw.x : raw.y) >> j % 4 * 8);
+        if (n < AMPC_LANES && j < n) codes[j] = (uint8_t)(ampc_word(raw, j / 4) >> j % 4 * 8);
     if (threadIdx.x % 32 == 0)
         ampi_moment_scales(p, count)[i / AMPI_MOMENT_BLOCK] =
             ampi_f32_of_bits(largest < 0x7f800000u ? largest : (uint32_t)AMPI_MOMENT_NAN);
@@ -2459,14 +2422,14 @@ __device__ inline void ampc_pack_moments(const ampi_moment_map *map, void *p, in
 
 __device__ inline void ampc_store_moments(void *p, amp_dtype dtype, int64_t i, const float (&x)[AMPC_LANES],
                                           const uint32_t (&random)[AMPC_LANES], int n) {
-    uint32_t bits[AMPC_LANES];
+    uint16_t bits[AMPC_LANES];
     if (dtype != AMP_BF16) {
-        ampc_store_as(p, AMP_F32, i, x, n);
+        ampc_store_some(p, AMP_F32, i, x, n);
         return;
     }
     AMPC_UNROLL
     for (int j = 0; j < AMPC_LANES; j++) bits[j] = ampi_moment_round(x[j], random[j]);
-    ampc_store_bits((uint16_t *)p + i, bits, n);
+    ampc_leave_upto<AMPC_ONCE>((uint16_t *)p + i, bits, n);
 }
 
 template <bool SECOND, class UPDATE>
@@ -2483,14 +2446,14 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, cons
         AMPC_UNROLL
         for (int k = 0; k < AMPC_LANES / 4; k++)
             if (stochastic) amp_philox(seed, 0, (uint64_t)i / 4 + (uint64_t)k, random + 4 * k);
-        ampc_load_as(row.grad, row.grad_dtype, i, g, n - at);
+        ampc_load_some(row.grad, row.grad_dtype, i, g, n - at);
         ampc_load_weights(row, i, w, n - at);
         if (eight) {
             if (row.m != NULL) ampc_unpack_moments(&maps[1], row.m, row.count, i, m, n - at);
             if (SECOND) ampc_unpack_moments(&maps[0], row.v, row.count, i, v, n - at);
         } else {
-            if (row.m != NULL) ampc_load_as(row.m, row.moment_dtype, i, m, n - at);
-            if (SECOND) ampc_load_as(row.v, row.moment_dtype, i, v, n - at);
+            if (row.m != NULL) ampc_load_some(row.m, row.moment_dtype, i, m, n - at);
+            if (SECOND) ampc_load_some(row.v, row.moment_dtype, i, v, n - at);
         }
         AMPC_UNROLL
         for (int j = 0; j < AMPC_LANES; j++) w[j] = update(w[j], g[j], &m[j], &v[j]);
@@ -2512,8 +2475,8 @@ __device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const 
     AMPC_NO_UNROLL
     for (int at = (int)threadIdx.x * AMPC_LANES; at < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
         float w[AMPC_LANES];
-        ampc_load_as(row.weight, AMP_F32, first + at, w, n - at);
-        ampc_store_as(copy.data(), copy.range->dtype, first + at, w, n - at);
+        ampc_load_some(row.weight, AMP_F32, first + at, w, n - at);
+        ampc_store_some(copy.data(), copy.range->dtype, first + at, w, n - at);
         AMPC_UNROLL
         for (int j = 0; j < AMPC_LANES; j++) found += j < n - at && ampc_gains_inf(w[j], copy.range->dtype);
     }
@@ -2658,45 +2621,44 @@ amp_result ampc_image(ampc_device *dev, int *image) {
 enum { AMPC_SUM_COLS = 256, AMPC_SUM_ROWS = 256, AMPC_SUM_RUNS = 256, AMPC_SUM_CHAIN = 32 };
 
 /* Adds `sum` to a stored number or replaces it. */
-template <class T> __device__ __forceinline__ void ampc_put_sum(T *to, float sum, int add) {
-    ampc_put(to, add ? ampc_add(sum, ampc_float(*to)) : sum);
+__device__ __forceinline__ void ampc_put_sum(const amp_k_gradient &out, int64_t i, float sum) {
+    ampc_put_stored(out.data, out.dtype, i, out.add ? ampc_add(sum, ampc_stored(out.data, out.dtype, i)) : sum);
 }
 
 /* partial NULL: the only run, directly to out. */
-template <class X, class O> __global__ void __launch_bounds__(256)
-ampc_column_sum_kernel(const X *x, int64_t rows, int64_t cols, int64_t ld, int64_t tiles, int64_t run, int aligned,
-                       float *partial, O *out, int add) {
+__global__ void __launch_bounds__(256)
+ampc_column_sum_kernel(amp_mat x, bool aligned, int64_t tiles, int64_t run, float *partial, amp_k_gradient out) {
     AMPC_SHARED(float, scratch, 8 * AMPC_SUM_COLS);
     int64_t tile = blockIdx.x % tiles, number = blockIdx.x / tiles;
-    int64_t begin = number * run, end = begin + run < rows ? begin + run : rows, row;
+    int64_t begin = number * run, end = begin + run < x.rows ? begin + run : x.rows;
     unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int64_t column = tile * AMPC_SUM_COLS + lane * AMPC_LANES, mine = tile * AMPC_SUM_COLS + threadIdx.x;
-    float sum[AMPC_LANES] = {}, v[AMPC_LANES], total = 0;
-    if (aligned && column + AMPC_LANES <= cols) {
-        for (row = begin + warp; row < end; row += 8) {
-            ampc_load<AMPC_ONCE>(x + row * ld + column, v);
-            AMPC_UNROLL
-            for (int i = 0; i < AMPC_LANES; i++) sum[i] += v[i];
-        }
-    } else {
-        for (row = begin + warp; row < end; row += 8) {
-            ampc_load_upto(x + row * ld + column, v, cols - column, 0.0f);
-            AMPC_UNROLL
-            for (int i = 0; i < AMPC_LANES; i++) sum[i] += v[i];
-        }
-    }
+    float sum[AMPC_LANES] = {}, total = 0;
+    ampc_by_dtype(x.dtype, [&](auto dtype) {
+        auto add_rows = [&](auto load) {
+            for (int64_t row = begin + warp; row < end; row += 8) {
+                float v[AMPC_LANES];
+                load(ampc_within(x.data, dtype, row * x.ld + column), v);
+                AMPC_UNROLL
+                for (int i = 0; i < AMPC_LANES; i++) sum[i] += v[i];
+            }
+        };
+        if (aligned && column + AMPC_LANES <= x.cols)
+            add_rows([&](const void *p, float *v) { ampc_load<AMPC_LANES, AMPC_ONCE>(p, dtype, v); });
+        else add_rows([&](const void *p, float *v) { ampc_load_upto<AMPC_LANES>(p, dtype, v, x.cols - column); });
+    });
     AMPC_UNROLL
     for (int i = 0; i < AMPC_LANES; i++) scratch[warp * AMPC_SUM_COLS + lane * AMPC_LANES + i] = sum[i];
     __syncthreads();
-    if (mine >= cols) return;
+    if (mine >= x.cols) return;
     for (int i = 0; i < 8; i++) total += scratch[i * AMPC_SUM_COLS + threadIdx.x];
-    if (partial != NULL) partial[number * cols + mine] = total;
-    else ampc_put_sum(out + mine, total, add);
+    if (partial != NULL) partial[number * x.cols + mine] = total;
+    else ampc_put_sum(out, mine, total);
 }
 
 /* 32 columns to a block; each warp adds every eighth run, then the warps are added in order. */
-template <class O> __global__ void __launch_bounds__(256)
-ampc_column_finish_kernel(const float *partial, int64_t runs, int64_t cols, O *out, int add) {
+__global__ void __launch_bounds__(256)
+    ampc_column_finish_kernel(const float *partial, int64_t runs, int64_t cols, amp_k_gradient out) {
     AMPC_SHARED(double, scratch, 256);
     int64_t column = (int64_t)blockIdx.x * 32 + threadIdx.x % 32;
     double sum = 0;
@@ -2706,40 +2668,35 @@ ampc_column_finish_kernel(const float *partial, int64_t runs, int64_t cols, O *o
     __syncthreads();
     if (threadIdx.x >= 32 || column >= cols) return;
     for (int i = 1; i < 8; i++) sum += scratch[32 * i + threadIdx.x];
-    ampc_put_sum(out + column, (float)sum, add);
-}
-
-template <class X, class O> amp_result ampc_column_sum_as(ampc_device *dev, const amp_k_column_sum *a, void *stream) {
-    int64_t rows = a->x.rows > 0 ? a->x.rows : 0, cols = a->x.cols, tiles = ampc_blocks(cols, AMPC_SUM_COLS);
-    int64_t runs = ampc_blocks(rows, AMPC_SUM_ROWS), run;
-    int aligned = ampc_aligned(a->x.data, a->x.ld * (int64_t)sizeof(X));
-    ampc_scratch partial(dev, stream);
-    if (runs > AMPC_SUM_RUNS) runs = AMPC_SUM_RUNS;
-    if (runs < 1) runs = 1;
-    run = ampc_blocks(rows, runs);
-    if (runs > 1) AMPC_TRY(partial.get((size_t)(runs * cols) * sizeof(float), "column_sum"));
-    AMPC_TRY(ampc_launch(dev, "column_sum", ampc_column_sum_kernel<X, O>, (unsigned)(tiles * runs), 256, 0, stream,
-                         (const X *)a->x.data, rows, cols, a->x.ld, tiles, run, aligned, (float *)partial.data,
-                         (O *)a->out, a->add));
-    if (runs == 1) return AMP_OK;
-    return ampc_launch(dev, "column_sum", ampc_column_finish_kernel<O>, (unsigned)ampc_blocks(cols, 32), 256, 0, stream,
-                       (const float *)partial.data, runs, cols, (O *)a->out, a->add);
+    ampc_put_sum(out, column, (float)sum);
 }
 
 amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream) {
     ampc_device *dev = (ampc_device *)device;
-    if (a->x.cols <= 0) return ampc_usable(dev, "column_sum");
-    return ampc_storage(dev, "column_sum", a->x.dtype, [&](auto x) {
-        return ampc_storage(dev, "column_sum", a->out_dtype, [&](auto out) {
-            return ampc_column_sum_as<typename decltype(x)::type, typename decltype(out)::type>(dev, a, stream);
-        });
-    });
+    const amp_k_gradient out = {a->out, a->out_dtype, a->add};
+    amp_mat x = a->x;
+    if (x.rows < 0) x.rows = 0;
+    int64_t tiles = ampc_blocks(x.cols, AMPC_SUM_COLS), runs = ampc_blocks(x.rows, AMPC_SUM_ROWS), run;
+    ampc_scratch partial(dev, stream);
+    if (x.cols <= 0) return ampc_usable(dev, "column_sum");
+    AMPC_TRY(ampc_check_storage(dev, "column_sum", x.dtype));
+    AMPC_TRY(ampc_check_storage(dev, "column_sum", out.dtype));
+    if (runs > AMPC_SUM_RUNS) runs = AMPC_SUM_RUNS;
+    if (runs < 1) runs = 1;
+    run = ampc_blocks(x.rows, runs);
+    if (runs > 1) AMPC_TRY(partial.get((size_t)(runs * x.cols) * sizeof(float), "column_sum"));
+    AMPC_TRY(ampc_launch(dev, "column_sum", ampc_column_sum_kernel, (unsigned)(tiles * runs), 256, 0, stream, x,
+                         ampc_aligned(x.data, x.ld * ampc_dtype_size(x.dtype)), tiles, run, (float *)partial.data,
+                         out));
+    if (runs == 1) return AMP_OK;
+    return ampc_launch(dev, "column_sum", ampc_column_finish_kernel, (unsigned)ampc_blocks(x.cols, 32), 256, 0, stream,
+                       (const float *)partial.data, runs, x.cols, out);
 }
 
 /* ==== Pieces ========================================================================================
-   V neighbouring elements of a row, whose dtype is known at run time: 8 of 16 bits, or 4 of any storage dtype if one
-   operand is fp32, so that the lanes of a warp always access neighbouring bytes; 1 where a pointer, a row distance
-   or a row's length does not fit.  A piece is held in its storage dtype until it is used.                   */
+   How wide a row's pieces are: 8 of 16 bits, or 4 of any storage dtype if one operand is fp32, so that the lanes of a
+   warp always access neighbouring bytes; 1 where a pointer, a row distance or a row's length does not fit.  A piece is
+   held in its storage dtype until it is used.                                                              */
 
 /* The widest V, at most v, for an array from p on; for rows of `cols` elements, ld apart, each a whole number of
    pieces. */
@@ -2754,30 +2711,6 @@ int ampc_width(int v, const amp_mat &m) { return ampc_width(v, m.data, m.dtype, 
 /* The same for arrays that all rows share, such as a norm's weight: V of 8 takes fp32 too, as two pieces. */
 int ampc_width_shared(int v, const void *p, amp_dtype dtype) {
     return v == 8 && dtype == AMP_F32 && ampc_aligned(p) ? v : ampc_width(v, p, dtype);
-}
-
-/* The piece at `at` of a row that ends at `end`, a multiple of V; beyond it 0 (reads) or nothing (writes). */
-template <int V, class I>
-__device__ __forceinline__ uint4 ampc_piece_read(const void *row, amp_dtype dtype, I at, I end) {
-    return at < end ? ampc_piece_get<V>(ampc_within(row, dtype, at), dtype) : uint4{0, 0, 0, 0};
-}
-template <int V, class I> __device__ __forceinline__ void ampc_piece_write(void *row, amp_dtype dtype, I at, I end,
-                                                                           const uint4 &raw) {
-    if (at < end) ampc_piece_put<V>(ampc_within(row, dtype, at), dtype, raw);
-}
-
-/* The V numbers at `at` of an array that all rows share. */
-template <int V> __device__ __forceinline__ void ampc_shared_read(const void *p, amp_dtype dtype, int at, float *x) {
-    const void *from = ampc_within(p, dtype, at);
-    if constexpr (V == 8) {
-        if (dtype == AMP_F32) {
-            uint4 low = ampc_piece_get<4>(from, dtype), high = ampc_piece_get<4>(ampc_within(from, dtype, 4), dtype);
-            ampc_widen<4>(low, AMP_F32, x);
-            ampc_widen<4>(high, AMP_F32, x + 4);
-            return;
-        }
-    }
-    ampc_widen<V>(ampc_piece_get<V>(from, dtype), dtype, x);
 }
 
 __device__ __forceinline__ void *ampc_row(const amp_mat &m, int64_t row, int64_t col = 0) {
@@ -3013,19 +2946,13 @@ __device__ __forceinline__ void ampc_chunk_read(const ampc_place<V, E> &place, c
     for (int p = 0; p < E / V; p++) raw[p] = ampc_piece_read<V>(from, dtype, place.at(p), left);
 }
 
-/* A chunk in fp32.  Tests the dtype once: with short branches, both ways would be executed. */
+/* A chunk in fp32. */
 template <int V, int P>
 __device__ __forceinline__ void ampc_chunk_widen(const uint4 (&raw)[P], amp_dtype dtype, float *x) {
-    if (V < 8 && dtype == AMP_F32) {
+    ampc_by_dtype<V>(dtype, [&](auto one) {
         AMPC_UNROLL
-        for (int p = 0; p < P; p++) ampc_widen<V>(raw[p], AMP_F32, x + p * V);
-    } else if (dtype == AMP_F16) {
-        AMPC_UNROLL
-        for (int p = 0; p < P; p++) ampc_widen<V>(raw[p], AMP_F16, x + p * V);
-    } else {
-        AMPC_UNROLL
-        for (int p = 0; p < P; p++) ampc_widen<V>(raw[p], AMP_BF16, x + p * V);
-    }
+        for (int p = 0; p < P; p++) ampc_widen<V>(raw[p], one, x + p * V);
+    });
 }
 
 /* Prefetches a chunk into the L2 cache: a thread's part is at most the 128 bytes it requests. */
@@ -3070,8 +2997,8 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
     __device__ __forceinline__ void read(int64_t start, int at, float *weight, float *bias) const {
         AMPC_UNROLL
         for (int i = 0; i < V; i++) weight[i] = 1.0f, bias[i] = -0.0f;
-        if (a.weight) ampc_shared_read<V>(ampc_within(a.weight, a.weight_dtype, start), a.weight_dtype, at, weight);
-        if (a.bias) ampc_shared_read<V>(ampc_within(a.bias, a.weight_dtype, start), a.weight_dtype, at, bias);
+        if (a.weight) ampc_load<V>(ampc_within(a.weight, a.weight_dtype, start + at), a.weight_dtype, weight);
+        if (a.bias) ampc_load<V>(ampc_within(a.bias, a.weight_dtype, start + at), a.weight_dtype, bias);
     }
     /* For piece p of the chunk at `start`. */
     __device__ __forceinline__ void get(int64_t start, int p, float *weight, float *bias) const {
@@ -3232,7 +3159,7 @@ __device__ __forceinline__ void ampc_norm_pair(const uint4 &x_raw, amp_dtype x_d
 template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_norm &a, int64_t start, int at, float *g) {
     float weight[V];
     if (!a.weight) return;
-    ampc_shared_read<V>(ampc_within(a.weight, a.weight_dtype, start), a.weight_dtype, at, weight);
+    ampc_load<V>(ampc_within(a.weight, a.weight_dtype, start + at), a.weight_dtype, weight);
     AMPC_UNROLL
     for (int i = 0; i < V; i++) g[i] = ampc_mul(g[i], weight[i]);
 }
@@ -5226,18 +5153,19 @@ amp_result ampc_gemm_map(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm
 }
 
 /* A warp to a row; a lane adds AMPC_SUM_CHAIN numbers in fp32, and their sums in fp64. */
-template <class X, class O> __global__ void __launch_bounds__(256)
-ampc_row_sum_kernel(const X *x, int64_t rows, int64_t cols, int64_t ld, O *out, int add) {
-    for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += (int64_t)gridDim.x * 8) {
+__global__ void __launch_bounds__(256) ampc_row_sum_kernel(amp_mat x, amp_k_gradient out) {
+    for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < x.rows; row += (int64_t)gridDim.x * 8) {
         double total = 0;
-        for (int64_t i = threadIdx.x % 32; i < cols;) {
-            int64_t end = i + 32 * AMPC_SUM_CHAIN < cols ? i + 32 * AMPC_SUM_CHAIN : cols;
-            float sum = 0;
-            for (; i < end; i += 32) sum += ampc_float(x[row * ld + i]);
-            total += (double)sum;
-        }
+        ampc_by_dtype(x.dtype, [&](auto dtype) {
+            for (int64_t i = threadIdx.x % 32; i < x.cols;) {
+                int64_t end = i + 32 * AMPC_SUM_CHAIN < x.cols ? i + 32 * AMPC_SUM_CHAIN : x.cols;
+                float sum = 0;
+                for (; i < end; i += 32) sum += ampc_stored(x.data, dtype, row * x.ld + i);
+                total += (double)sum;
+            }
+        });
         total = ampc_warp_sum(total);
-        if (threadIdx.x % 32 == 0) ampc_put_sum(out + row, (float)total, add);
+        if (threadIdx.x % 32 == 0) ampc_put_sum(out, row, (float)total);
     }
 }
 
@@ -5253,14 +5181,10 @@ amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
     AMPC_TRY(ampc_sum_columns(dev, amp_mat{g.c, g.c_dtype, 0, g.m, g.n, g.ldc}, g.column_sum, stream));
     if (g.trans_a) return ampc_sum_columns(dev, amp_mat{a, g.a_dtype, 0, g.k, g.m, g.lda}, out, stream);
     if (out.data == NULL) return AMP_OK;
-    return ampc_storage(dev, "gemm", g.a_dtype, [&](auto x) {
-        return ampc_storage(dev, "gemm", out.dtype, [&](auto o) {
-            typedef typename decltype(x)::type X;
-            typedef typename decltype(o)::type O;
-            return ampc_launch(dev, "gemm", ampc_row_sum_kernel<X, O>, ampc_grid(dev, ampc_blocks(g.m, 8), 8), 256, 0,
-                               stream, (const X *)a, g.m, g.k, g.lda, (O *)out.data, (int)out.add);
-        });
-    });
+    AMPC_TRY(ampc_check_storage(dev, "gemm", g.a_dtype));
+    AMPC_TRY(ampc_check_storage(dev, "gemm", out.dtype));
+    return ampc_launch(dev, "gemm", ampc_row_sum_kernel, ampc_grid(dev, ampc_blocks(g.m, 8), 8), 256, 0, stream,
+                       amp_mat{a, g.a_dtype, 0, g.m, g.k, g.lda}, out);
 }
 
 /* ---- cuBLASLt is column-major, and sees a row-major matrix as its transpose: c^T = op(b)^T op(a)^T, so its A is b,
@@ -6037,7 +5961,7 @@ __device__ __forceinline__ void ampc_fp8_leave(const ampc_fp8_job &j, const uint
         const uint32_t *from = turned + n / 8 * 33 + n % 8 * 4;
         const int64_t outer = col0 + n / 8, at = row0 + n % 8 * 16;
         if (outer < j.outer[1] && at < j.k[1])
-            ampc_put16<AMPC_KEEP>(j.out[1] + outer * j.k[1] + at, uint4{from[0], from[1], from[2], from[3]});
+            ampc_put_bytes<16>(j.out[1] + outer * j.k[1] + at, uint4{from[0], from[1], from[2], from[3]});
     }
 }
 
@@ -6999,7 +6923,7 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
     if (8 * piece >= dim) count = 0;
     AMPC_UNROLL
     for (int i = 0; i < 16 * M; i += step, p += step * stride)
-        if (row + i < count) ampc_put16<AMPC_KEEP>(p, ampc_get16<AMPC_KEEP>(scratch + ampc_tile_at<D>(row + i, piece)));
+        if (row + i < count) ampc_put_bytes<16>(p, ampc_get_bytes<16>(scratch + ampc_tile_at<D>(row + i, piece)));
 }
 
 #endif /* AMPC_TENSOR_CORES */
@@ -7897,10 +7821,10 @@ __global__ void __launch_bounds__(256)
         const int64_t all = batch * x.positions.d * heads.d * pieces.d;
         for (int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (int64_t)gridDim.x * 256) {
             int64_t piece, head, position, b = ampc_divide(ampc_divide(i, pieces, &piece), heads, &head);
-            uint32_t bits[AMPC_LANES];
+            uint16_t bits[AMPC_LANES];
             b = ampc_divide(b, x.positions, &position);
-            ampc_load_bits(x.from.at(b, position, head) + 8 * piece, bits, x.from.dim - 8 * (int)piece);
-            ampc_store_bits(x.to.at(b, position, head) + 8 * piece, bits, x.to.dim - 8 * (int)piece);
+            ampc_fetch_upto<AMPC_ONCE>(x.from.at(b, position, head) + 8 * piece, bits, x.from.dim - 8 * piece);
+            ampc_leave_upto<AMPC_ONCE>(x.to.at(b, position, head) + 8 * piece, bits, x.to.dim - 8 * piece);
         }
     }
 }
