@@ -16689,10 +16689,14 @@ static ampi_node *ampi_tape_put(amp_tape *t, ampi_call_key key, const amp_value 
 /* Whether calls of this kind take a value as it lies. */
 static int ampi_tape_takes(const ampi_tape_row *row, const amp_tensor *x) {
     int i, last = x->ndim - 1;
+    int64_t expect = -1;
     if ((row->flags & (AMPI_FLAT | AMPI_ROWS)) == 0 || ampi_is_contiguous(x)) return 1;
     if ((row->flags & AMPI_FLAT) || ampi_stride(x, last) != 1) return 0;
-    for (i = 0; i + 1 < last; i++)
-        if (ampi_stride(x, i) != x->shape[i + 1] * ampi_stride(x, i + 1)) return 0;
+    for (i = last - 1; i >= 0; i--) {           /* as ampi_rows */
+        if (x->shape[i] == 1) continue;
+        if (expect >= 0 && ampi_stride(x, i) != expect) return 0;
+        expect = ampi_stride(x, i) * x->shape[i];
+    }
     return 1;
 }
 

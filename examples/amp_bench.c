@@ -162,8 +162,8 @@ static amp_result read_memory(const workload *w, int64_t cast_cache, precision_r
     int i;
     memset(&memory, 0, sizeof memory);
     TRY(amp_memory(w->amp, &memory));
-    row->parts[WEIGHTS] = w->desc.encoder ? w->bert.weights_bytes : w->gpt.own.weights_bytes;
-    row->parts[GRADIENTS] = w->desc.encoder ? w->bert.grads_bytes : w->gpt.own.grads_bytes;
+    row->parts[WEIGHTS] = w->desc.encoder ? w->bert.own.weights_bytes : w->gpt.own.weights_bytes;
+    row->parts[GRADIENTS] = w->desc.encoder ? w->bert.own.grads_bytes : w->gpt.own.grads_bytes;
     row->parts[OPTIMIZER] = memory.optimizer;
     row->parts[ACTIVATIONS] = w->desc.encoder ? w->bert.memory_bytes : w->gpt.memory_bytes;
     row->parts[CAST_CACHE] = cast_cache;

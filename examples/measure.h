@@ -4,6 +4,9 @@
 #ifndef MEASURE_H
 #define MEASURE_H
 
+#include "encoder.h"
+#include "encoder_files.h"
+
 /* ---- Order statistics */
 
 static inline int compare_doubles(const void *a, const void *b) {
@@ -174,19 +177,35 @@ static inline amp_result workload_encoder(workload *w) {
     TRY(encoder_create(&w->bert, w->amp, &c));
     w->params = w->bert.params;
     w->n_params = w->bert.n_params;
-    w->bert.loss_value = w->loss;
     return encoder_init(&w->bert, 1);
+}
+
+/* The batch of an encoder; *labels: its classes. */
+static inline encoder_input workload_input(const workload *w, const int32_t *inputs, const int32_t **labels) {
+    encoder_input in;
+    memset(&in, 0, sizeof in);
+    in.ids = inputs;
+    in.lengths = w->tokens + w->desc.batch * w->desc.seq + 1;
+    in.batch = w->desc.batch; in.seq = w->desc.seq;
+    *labels = in.lengths + in.batch;
+    return in;
 }
 
 /* Gives the gradients' memory back; what is left to a tape is the forward. */
 static inline amp_result workload_freeze(workload *w) {
-    void **grads = w->desc.encoder ? &w->bert.grads : &w->gpt.own.grads;
+    parameters *own = w->desc.encoder ? &w->bert.own : &w->gpt.own;
+    const int32_t *labels;
+    encoder_input in = workload_input(w, w->tokens, &labels);
     int64_t i;
-    amp_free(w->amp, *grads);
-    *grads = NULL;
-    w->gpt.own.grads_bytes = w->bert.grads_bytes = 0;
+    amp_free(w->amp, own->grads);
+    own->grads = NULL;
+    own->grads_bytes = 0;
     for (i = 0; i < w->n_params; i++) memset(&w->params[i].grad, 0, sizeof w->params[i].grad);
-    if (w->desc.encoder) return AMP_OK;
+    if (w->desc.encoder) {
+        TRY(tape_begin(w->bert.tape, 0));
+        (void)amp_tape_cross_entropy(w->bert.tape, encoder_record(&w->bert, &in), labels, NULL);
+        return amp_tape_plan(w->bert.tape, 0, &w->bert.memory_bytes);
+    }
     TRY(tape_begin(w->gpt.tape, 0));
     gpt_record(&w->gpt, w->tokens, w->tokens + 1, w->desc.batch, w->desc.seq);
     return amp_tape_plan(w->gpt.tape, 0, &w->gpt.memory_bytes);
@@ -221,43 +240,20 @@ static inline amp_result workload_open(workload *w, amp_context *amp, const work
     return desc->inference ? workload_freeze(w) : workload_training(w);
 }
 
-/* Activations in the dtype that regions compute in now. */
-static inline amp_result workload_store(workload *w) {
-    amp_dtype storage = storage_of(dtype_now(w->amp));
-    amp_result result = AMP_OK;
-    if (w->desc.encoder && w->bert.config.activations != storage) result = encoder_store(&w->bert, storage);
-    w->gpt.config.activations = storage;
-    w->bert.loss_value = w->loss;
-    return result;
-}
-
-/* All of a pass of the encoder: forward and loss in a region, and with backward all gradients. */
+/* All of a pass of the encoder: forward and loss, and with backward all gradients. */
 static inline amp_result workload_encode(workload *w, const int32_t *inputs, int backward) {
-    const float *grad_scale = amp_scaler_scale_ptr(w->scaler);
-    int64_t batch = w->desc.batch, seq = w->desc.seq;
-    amp_autocast_desc region;
-    encoder_input in;
-    amp_result result;
-    memset(&region, 0, sizeof region);
-    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
-    memset(&in, 0, sizeof in);
-    in.ids = inputs;
-    in.lengths = w->tokens + batch * seq + 1;
-    in.batch = batch;
-    in.seq = seq;
-    TRY(amp_autocast_begin(w->amp, &region));
-    result = encoder_forward(&w->bert, &in);
-    if (result == AMP_OK) result = encoder_loss(&w->bert, in.lengths + batch, backward, grad_scale);
-    TRY(amp_autocast_end(w->amp));
-    TRY(result);
-    return backward ? encoder_backward(&w->bert) : AMP_OK;
+    const int32_t *labels;
+    encoder_input in = workload_input(w, inputs, &labels);
+    TRY(encoder_forward(&w->bert, &in, labels, amp_scaler_scale_ptr(w->scaler), backward));
+    if (backward) TRY(encoder_backward(&w->bert));
+    return amp_copy(w->amp, w->loss, w->bert.loss_value, (int64_t)sizeof *w->loss, AMP_COPY_ON_DEVICE);
 }
 
 /* Forward and loss; with backward all gradients.  inputs NULL: the workload's own batch. */
 static inline amp_result workload_pass(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
     amp_batch batch;
     if (inputs == NULL) { inputs = w->tokens; targets = w->tokens + 1; }
-    TRY(workload_store(w));
+    w->bert.config.activations = w->gpt.config.activations = storage_of(dtype_now(w->amp));
     if (w->desc.encoder) return workload_encode(w, inputs, backward);
     memset(&batch, 0, sizeof batch);
     batch.inputs = inputs; batch.targets = targets;

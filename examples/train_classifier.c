@@ -3,16 +3,19 @@
  *     gcc -O2 examples/train_classifier.c -o train_classifier -lm -lpthread
  *     ./train_classifier                made-up sentences, a small model with random weights: a few seconds
  *     ./train_classifier --data reviews.tsv --init bert-base-uncased/model.safetensors --precision bf16
- *     ./train_classifier --compat       BERT, RoBERTa, XLM-R, ELECTRA and Longformer in every precision, as a table
+ *     ./train_classifier --compat       BERT, RoBERTa, XLM-R, ELECTRA, DeBERTa and Longformer in every precision
  *
  * reviews.tsv has one text a line, "label<TAB>text"; labels are numbers or names.  model.safetensors is as Hugging Face
  * writes it, with its vocab.txt and config.json beside it.  On a GPU: see train_gpt.c.
  *
  * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_optimizer, which makes the
- * scaler, forward_loss, the region and the gradient at its scale, and train_batch, the rest of a step. */
+ * scaler, tape_begin in common.h, the region, forward_loss, the gradient at its scale, and train_batch, the rest of a
+ * step; the model is encoder.h. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"
+#include "encoder.h"
+#include "encoder_files.h"
 
 /* ==== Flags ====================================================================================== */
 
@@ -770,18 +773,9 @@ static amp_result load_batch(run *r, const text_set *t, const int64_t *order, in
     return AMP_OK;
 }
 
-/* Forward and loss in a region; with backward the logits become their gradient. */
+/* Logits and loss, on the tape, which opens the region; with backward the first half of a step. */
 static amp_result forward_loss(run *r, const encoder_input *in, const int32_t *labels, int backward) {
-    amp_autocast_desc region;
-    amp_result result;
-    memset(&region, 0, sizeof region);
-    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
-    TRY(amp_autocast_begin(r->amp, &region));
-    result = encoder_forward(&r->model, in);
-    if (result == AMP_OK)
-        result = encoder_loss(&r->model, labels, backward, r->scaler != NULL ? amp_scaler_scale_ptr(r->scaler) : NULL);
-    TRY(amp_autocast_end(r->amp));
-    return result;
+    return encoder_forward(&r->model, in, labels, amp_scaler_scale_ptr(r->scaler), backward);
 }
 
 /* One micro-batch: forward in a region, backward from the loss scale, and amp_step, which with the last one of a step
@@ -801,24 +795,18 @@ static amp_result evaluate(run *r) {
     const text_set *t = r->valid.n > 0 ? &r->valid : &r->texts;
     const int64_t *order = r->valid.n > 0 ? NULL : r->order + r->n_train;
     int64_t first, right = 0, i, classes = r->classes, batch = r->set.batch;
-    float *logits = (float *)malloc((size_t)(batch * classes) * 2 * sizeof *logits);
+    float *logits = (float *)malloc((size_t)(batch * classes) * sizeof *logits);
     double sum = 0;
     amp_result result = logits != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for logits");
     for (first = 0; first < r->n_valid && result == AMP_OK; first += batch) {
         int64_t n = r->n_valid - first < batch ? r->n_valid - first : batch;
-        const amp_tensor *y = &r->model.out.y;
         encoder_input in;
         const int32_t *labels;
-        void *stored = logits + batch * classes;
         float loss = 0;
         result = load_batch(r, t, order, first, n, &in, &labels);
         if (result == AMP_OK) result = forward_loss(r, &in, labels, 0);
         if (result == AMP_OK) result = encoder_loss_read(&r->model, &loss);
-        if (result == AMP_OK)
-            result =
-                amp_copy(r->amp, stored, y->data, n * classes * (int64_t)amp_dtype_size(y->dtype), AMP_COPY_TO_HOST);
-        if (result == AMP_OK) result = amp_sync(r->amp);
-        if (result == AMP_OK) result = amp_convert(logits, AMP_F32, stored, y->dtype, n * classes, NULL, NULL);
+        if (result == AMP_OK) result = amp_tape_read(r->model.tape, r->model.logits, logits, n * classes);
         for (i = 0; i < n; i++) right += largest_of(logits + i * classes, classes) == r->host[n + i];
         sum += (double)loss * (double)n;
     }
@@ -941,7 +929,7 @@ static void print_run(const run *r) {
     printf("\n");
     printf("  model       %s, %lld layers, %lld heads, width %lld, %s tokens: %s parameters%s%s\n",
            encoder_kinds[c->family].name, (long long)c->layers, (long long)c->heads, (long long)c->hidden,
-           grouped(c->vocab, a, sizeof a), grouped(r->model.weights_count, b, sizeof b),
+           grouped(c->vocab, a, sizeof a), grouped(r->model.own.count, b, sizeof b),
            *set->init != 0 ? ", from " : ", random", set->init);
     if (r->described[0] != 0) printf("  config.json %s\n", r->described);
     if (r->fresh > 0 && r->other_labels)
@@ -968,7 +956,7 @@ static void metrics_run(run *r) {
     metrics_integer(r->metrics.file, "scaler", r->scaler != NULL);
     metrics_text(r->metrics.file, "weights", *r->set.init != 0 ? r->set.init : "random");
     metrics_integer(r->metrics.file, "head_initialised", r->fresh);
-    metrics_integer(r->metrics.file, "parameters", r->model.weights_count);
+    metrics_integer(r->metrics.file, "parameters", r->model.own.count);
     metrics_text(r->metrics.file, "data", r->data);
     metrics_integer(r->metrics.file, "texts", r->n_train);
     metrics_integer(r->metrics.file, "classes", r->classes);
@@ -1000,13 +988,15 @@ typedef struct architecture {
     const char *note;
 } architecture;
 
-/* As in the config.json of bert-base-uncased, roberta-base, xlm-roberta-base, electra-small-discriminator and
-   longformer-base-4096, with two layers. */
+/* As in the config.json of bert-base-uncased, roberta-base, xlm-roberta-base, electra-small-discriminator,
+   deberta-v3-base and longformer-base-4096, with two layers. */
 static const architecture architectures[] = {
     {"BERT", ENCODER_BERT, 30522, 512, 2, 12, 768, 3072, 768, 0, 2, 48, ""},
     {"RoBERTa", ENCODER_ROBERTA, 50265, 514, 1, 12, 768, 3072, 768, 0, 2, 48, "positions start at 2"},
     {"XLM-R", ENCODER_ROBERTA, 250002, 514, 1, 12, 768, 3072, 768, 0, 2, 48, "positions start at 2"},
     {"ELECTRA", ENCODER_ELECTRA, 30522, 512, 2, 4, 256, 1024, 128, 0, 2, 48, "embeddings of width 128 are projected"},
+    {"DeBERTa", ENCODER_DEBERTA, 128100, 512, 0, 12, 768, 3072, 768, 0, 2, 48,
+     "attention by distance too, 256 buckets for distances up to 512"},
     {"Longformer", ENCODER_LONGFORMER, 50265, 4098, 1, 12, 768, 3072, 768, 256, 1, 576,
      "256 keys on each side; the first token sees all, by its own query, key and value layers"},
 };
@@ -1069,6 +1059,7 @@ static amp_result compat_open(compat *c, const architecture *a, int64_t scale) {
     config.window = a->window / scale; config.classes = 3; config.batch = a->batch;
     config.seq = a->seq / scale > 4 ? a->seq / scale : 4;
     config.eps = a->family == ENCODER_BERT || a->family == ENCODER_ELECTRA ? 1e-12f : 1e-5f;
+    if (a->family == ENCODER_DEBERTA) { config.distances.buckets = 256 / scale; config.eps = 1e-7f; }
     TRY(encoder_create(&c->model, c->amp, &config));
     TRY(encoder_init(&c->model, 31));
     TRY(compat_data(c, &config));
@@ -1081,17 +1072,11 @@ static amp_result compat_open(compat *c, const architecture *a, int64_t scale) {
 static amp_result compat_run(compat *c) {
     amp_context *amp = c->amp;
     encoder *e = &c->model;
-    amp_dtype storage;
-    amp_tensor logits = amp_tensor2(c->logits, AMP_F32, e->config.batch, e->config.classes);
-    amp_result result;
-    TRY(activation_dtype(amp, &storage));
-    if (storage != e->config.activations) TRY(encoder_store(e, storage));
-    TRY(amp_autocast_begin(amp, NULL));
-    result = encoder_forward(e, &c->input);
-    if (result == AMP_OK) result = amp_cast(amp, &e->out.y, &logits);
-    if (result == AMP_OK) result = encoder_loss(e, c->labels, 1, amp_scaler_scale_ptr(c->scaler));
-    TRY(amp_autocast_end(amp));
-    TRY(result);
+    amp_tensor logits = amp_tensor2(c->logits, AMP_F32, e->config.batch, e->config.classes), stored;
+    TRY(activation_dtype(amp, &e->config.activations));
+    TRY(encoder_forward(e, &c->input, c->labels, amp_scaler_scale_ptr(c->scaler), 1));
+    TRY(amp_tape_tensor(e->tape, e->logits, &stored));
+    TRY(amp_cast(amp, &stored, &logits));
     return encoder_backward(e);
 }
 

@@ -153,9 +153,7 @@ if [ "$(env -u CC -u MAKEFLAGS -u MFLAGS -u MAKELEVEL make -pn help CUDA=0 2>/de
 
 # The functions that an example's head points to are mixed precision: its region, its scale and its step.
 for program in train_gpt train_classifier; do
-    begin=amp_autocast_begin
-    [ $program = train_gpt ] && begin=amp_tape_begin
-    for call in $begin amp_scaler_create amp_scaler_scale_ptr amp_step; do
+    for call in amp_tape_begin amp_scaler_create amp_scaler_scale_ptr amp_step; do
         held=
         for name in $(sed -n '/Read it from the bottom/,/\*\//p' examples/$program.c | grep -oE '[a-z]+_[a-z_]+'); do
             if sed -n "/^static .*[ *]$name(.*{\$/,/^}/p" examples/$program.c examples/common.h | grep -q "$call("; then held=$name; fi
@@ -181,6 +179,8 @@ while read -r file function most; do
 done <<'BOUNDS'
 gpt.h - 150
 gpt.h gpt_block 12
+encoder.h - 220
+deberta.h - 120
 llama.h - 120
 quickstart.c - 60
 BOUNDS

@@ -4,6 +4,50 @@
 #ifndef TESTS_HANDWRITTEN_GPT_H
 #define TESTS_HANDWRITTEN_GPT_H
 
+static inline float *arena_floats(arena *a, int64_t count) { return (float *)arena_take(a, count, AMP_F32); }
+
+/* The mean cross-entropy of logits against labels, one a row, in *value; with backward the logits become their
+   gradient, starting from *grad_scale (see amp_scaler_scale_ptr; NULL: 1). */
+static inline amp_result mean_loss(amp_context *amp, amp_cross_entropy_op *op, amp_tensor logits, const int32_t *labels,
+                                   float *value, int backward, const float *grad_scale) {
+    memset(op, 0, sizeof *op);
+    op->logits = logits;
+    if (backward) op->dlogits = logits;
+    op->labels = labels;
+    op->grad_scale = grad_scale;
+    op->loss = value;
+    return amp_cross_entropy(amp, op);
+}
+
+/* If the gradient that `norm` writes is fp32 and `linear`, the branch's last layer, computes in 16 bits, the op that
+   writes linear's dy, dropout or norm, writes it in that dtype, so that linear's two products need not round it.
+   d_low: for it; without dropout the norm's own dx, if there is no room. */
+static inline void pass_low(amp_norm_op *norm, amp_dropout_op *drop, amp_linear_op *linear, void *d_low) {
+    amp_dtype low = linear->plan.compute;
+    int wanted = norm->dx.dtype == AMP_F32 && (low == AMP_F16 || low == AMP_BF16) && d_low != norm->dx.data;
+    linear->dy = norm->dx;
+    if (wanted || drop != NULL) linear->dy.data = d_low;
+    if (wanted) linear->dy.dtype = low;
+    if (drop != NULL) drop->dx = linear->dy;
+    else norm->dx_low = wanted ? linear->dy : amp_tensor2(NULL, AMP_F32, 0, 0);
+}
+
+/* y of `up`, which is x of `down`, is act(pre): computed by the linear layers or by a step between them. */
+static inline void bind_activation(amp_activation_op *op, amp_activation_kind act, amp_linear_op *up,
+                                   amp_linear_op *down, amp_tensor pre) {
+    memset(op, 0, sizeof *op);
+    if (activation_is_fused(act)) {
+        up->act = down->x_act = act;
+        up->pre = down->x_pre = pre;
+        up->dy_before_act = 1;              /* down's backward includes it, so up's does not */
+        return;
+    }
+    op->act = act;
+    op->x = pre; op->y = up->y;
+    op->dy = op->dx = up->dy;
+    up->y = pre;
+}
+
 /* One block: ops with their tensors, so that forward and backward only call them. */
 typedef struct hand_block {
     amp_norm_op ln_1, ln_2;
@@ -297,7 +341,7 @@ static inline amp_result hand_fused_loss(hand_gpt *g, const int32_t *labels, int
 /* The mean loss against labels [batch, seq], in g->loss_value.  With backward the logits become their
    gradient, starting from *grad_scale (see amp_scaler_scale_ptr; NULL: 1). */
 static inline amp_result hand_loss(hand_gpt *g, const int32_t *labels, int backward, const float *grad_scale) {
-    return mean_loss(NULL, g->amp, &g->loss, g->head.y, labels, g->loss_value, backward, grad_scale);
+    return mean_loss(g->amp, &g->loss, g->head.y, labels, g->loss_value, backward, grad_scale);
 }
 
 /* Forward and loss, by whichever of the two ways. */
@@ -312,7 +356,10 @@ static inline amp_result hand_forward_targets(hand_gpt *g, const int32_t *ids, c
 }
 
 /* The loss on the host.  Waits for the device. */
-static inline amp_result hand_loss_read(hand_gpt *g, float *out) { return value_read(g->amp, g->loss_value, out); }
+static inline amp_result hand_loss_read(hand_gpt *g, float *out) {
+    TRY(amp_copy(g->amp, out, g->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    return amp_sync(g->amp);
+}
 
 /* Forward and loss of a batch in a region; with backward the logits become their gradient, from the scaler's scale
    (NULL: 1). */

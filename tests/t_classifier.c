@@ -1,5 +1,5 @@
 /* t_classifier.c - the parts of the example classifier: encoders against Hugging Face's (logits, loss and gradients of
- * BERT, RoBERTa, ELECTRA and Longformer, in fp32 and 16 bits), their files, the tokenizer, and labelled text.  What the
+ * BERT, RoBERTa, ELECTRA, Longformer and DeBERTa, in fp32 and 16 bits), their files, the tokenizer, and labelled text.  What the
  * whole program does is in classifier.sh.  Golden data: tests/oracle/hf_encoder.py, hf_configs.py
  * and wordpiece.py. */
 #define main train_classifier_main
@@ -48,8 +48,9 @@ static encoder_config config_of(encoder_family family, int odd) {
     c.embedding = family == ENCODER_ELECTRA ? (odd ? 12 : 8) : 0;
     c.window = 2;
     c.positions = c.seq + (padded ? 4 : 0);
-    c.types = padded ? 1 : 2;
-    c.eps = padded ? 1e-5f : 1e-12f;
+    c.types = family == ENCODER_DEBERTA ? 0 : padded ? 1 : 2;
+    c.eps = padded ? 1e-5f : family == ENCODER_DEBERTA ? 1e-7f : 1e-12f;
+    if (family == ENCODER_DEBERTA) { c.distances.buckets = 4; c.distances.most = c.seq - 2; }
     return c;
 }
 
@@ -113,7 +114,7 @@ static void prepare_data(subject *s, uint32_t seed) {
     ampt_integers(s->ids, rows, seed, 1000, (int32_t)c->vocab - 2);
     ampt_integers(s->labels, c->batch, seed, 1001, (int32_t)c->classes);
     ampt_integers(s->lengths, c->batch, seed, 1002, (int32_t)c->seq);
-    ampt_integers(s->types, rows, seed, 1003, (int32_t)c->types);
+    if (c->types > 0) ampt_integers(s->types, rows, seed, 1003, (int32_t)c->types);
     for (int64_t b = 0; b < c->batch; b++) s->lengths[b] = b == 0 ? (int32_t)c->seq : s->lengths[b] + 1;
     for (int64_t i = 0; i < rows; i++) s->ids[i] = i % c->seq < s->lengths[i / c->seq] ? s->ids[i] + 2 : PAD;
 }
@@ -122,14 +123,15 @@ static void prepare(subject *s, uint32_t seed) {
     prepare_data(s, seed);
 }
 
+static void read_logits(const subject *s, float *out) {
+    const encoder *e = &s->model;
+    CHECK_OK(amp_tape_read(e->tape, e->logits, out, s->input.batch * e->config.classes));
+}
+
 static void forward_backward(subject *s) {
     encoder *e = &s->model;
-    const amp_tensor *y = &e->out.y;
-    CHECK_OK(amp_autocast_begin(s->amp, NULL));
-    CHECK_OK(encoder_forward(e, &s->input));
-    CHECK_OK(amp_convert(s->logits, AMP_F32, y->data, y->dtype, amp_tensor_count(y), NULL, NULL));
-    CHECK_OK(encoder_loss(e, s->labels, 1, s->grad_scale));
-    CHECK_OK(amp_autocast_end(s->amp));
+    CHECK_OK(encoder_forward(e, &s->input, s->labels, s->grad_scale, 1));
+    read_logits(s, s->logits);
     CHECK_OK(encoder_backward(e));
     CHECK_OK(encoder_loss_read(e, &s->loss));
 }
@@ -237,6 +239,24 @@ TEST(encoder_hf_fp32) {
     for (int path = AMP_CPU_SCALAR; path <= (int)best_path(); path++)
         for (int family = 0; family < ENCODER_KINDS; family++)
             for (int odd = 0; odd < 2; odd++) check_fp32(&golden, (encoder_family)family, odd, path);
+    free(golden.data);
+}
+
+/* The rows of distances from -600 to 600 in DeBERTa's table.  Golden data: tests/oracle/hf_configs.py */
+TEST(rows_of_distances) {
+    static const deberta_distances tables[] = {{256, 512}, {32, 512}, {64, 128}, {4, 9}};
+    ampt_golden golden = ampt_golden_open("hf_configs.bin");
+    for (int i = 0; i < 4; i++) {
+        char record[64];
+        int64_t count = 0;
+        snprintf(record, sizeof record, "deberta-v2/rows/%d/%d", (int)tables[i].buckets, (int)tables[i].most);
+        float *rows = (float *)ampt_golden_read(&golden, record, 1, &count);
+        CHECK_EQ(count, 1201);
+        for (int64_t k = 0; k < count; k++)
+            CHECK_MSG(deberta_row(&tables[i], k - 600) == (int32_t)rows[k], "%s, distance %lld: %d, not %g", record, (long long)k - 600,
+                      (int)deberta_row(&tables[i], k - 600), (double)rows[k]);
+        free(rows);
+    }
     free(golden.data);
 }
 
@@ -657,13 +677,13 @@ static void save_described(encoder *e, json config) {
         if (alone) remove(ampt_in_folder("config.json"));
         CHECK_OK(encoder_file_open(&file, ampt_in_folder("model.safetensors")));
         CHECK(file.config.family == c->family && file.config.act == c->act && file.config.eps == c->eps && file.config.heads == c->heads);
-        for (int64_t i = 0; i < c->layers && c->family == ENCODER_LONGFORMER; i++) CHECK_EQ(file.config.windows[i], e->layers[i].window);
+        for (int64_t i = 0; i < c->layers && c->family == ENCODER_LONGFORMER; i++) CHECK_EQ(file.config.windows[i], e->windows[i]);
         encoder_file_close(&file);
     }
 }
 
 TEST(encoder_configs) {
-    static const char *const names[] = {"bert/", "roberta/", "electra/", "longformer/", "xlm-roberta/", "camembert/"};
+    static const char *const names[] = {"bert/", "roberta/", "electra/", "longformer/", "deberta-v2/", "xlm-roberta/", "camembert/"};
     ampt_configs configs = ampt_configs_open();
     ampt_golden golden = ampt_golden_open("hf_configs.bin");
     json all = json_open(configs.data, configs.bytes), config;
@@ -671,7 +691,7 @@ TEST(encoder_configs) {
     int cases = 0;
     json_need(&all, '{');
     for (int more = 1; more && json_member(&all, name, &config); more = json_take(&all, ',')) {
-        for (int family = 0; family < 6; family++) {
+        for (int family = 0; family < 7; family++) {
             amp_context *amp;
             subject *s;
             if (strncmp(name, names[family], strlen(names[family])) != 0) continue;
@@ -687,11 +707,15 @@ TEST(encoder_configs) {
             cases++;
         }
     }
-    CHECK_EQ(cases, 28);
+    CHECK_EQ(cases, 36);
     ampt_folder_remove();
     free(golden.data);
     amp_file_free(NULL, configs.data, configs.bytes);
 }
+
+/* What a DeBERTa's config.json must say, but for relative_attention. */
+#define NEEDED "\"share_att_key\": true, \"position_biased_input\": false, \"norm_rel_ebd\": \"layer_norm\""
+#define DISTANCES "\"pos_att_type\": \"p2c|c2p\", " NEEDED
 
 /* What a family's config.json may not say.  The members stand behind those that it needs. */
 TEST(encoder_configs_are_refused_by_key_and_value) {
@@ -727,6 +751,17 @@ TEST(encoder_configs_are_refused_by_key_and_value) {
         {ENCODER_LONGFORMER, "\"attention_window\": \"4\"", "attention_window = \"4\""},
         {ENCODER_LONGFORMER, "\"attention_window\": 123456789012345678901", "attention_window"},
         {ENCODER_LONGFORMER, "\"attention_mode\": \"tvm\"", "attention_mode"},
+        {ENCODER_DEBERTA, DISTANCES ", \"relative_attention\": false", "relative_attention = false: this kind of model is not supported"},
+        {ENCODER_DEBERTA, DISTANCES ", \"conv_kernel_size\": 3", "conv_kernel_size = 3: this kind of model is not supported"},
+        {ENCODER_DEBERTA, DISTANCES ", \"relative_attention\": true, \"position_buckets\": 8", "position_buckets = 8: the weights have 4"},
+        {ENCODER_DEBERTA, DISTANCES ", \"relative_attention\": true, \"position_buckets\": 2", "position_buckets = 2: must be 4 or more"},
+        {ENCODER_DEBERTA, DISTANCES ", \"relative_attention\": true", "the weights have 4"},
+        {ENCODER_DEBERTA, DISTANCES ", \"relative_attention\": true, \"position_buckets\": 4, \"max_relative_positions\": 3",
+         "position_buckets = 4: must be 4 or more, and half of it less than 2 distances"},
+        {ENCODER_DEBERTA, "\"relative_attention\": true", "no share_att_key: this kind of model is not supported"},
+        {ENCODER_DEBERTA, DISTANCES ", \"type_vocab_size\": 2", "type_vocab_size = 2"},
+        {ENCODER_DEBERTA, "\"pos_att_type\": \"p2c\", " NEEDED ", \"relative_attention\": true", "pos_att_type = \"p2c\": must have both c2p and p2c"},
+        {ENCODER_DEBERTA, DISTANCES ", \"relative_attention\": true, \"position_buckets\": 4, \"pooler_hidden_size\": 8", "pooler_hidden_size = 8: the weights have 20"},
         {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\"}", "id2label = {\"0\": \"a\", \"1\": \"b\"}: names 2 classes, the weights have 5"},
         {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"5\": \"e\"}", "must name each class from \"0\" to \"4\" once"},
         {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"3\": \"e\"}", "must name each class"},
@@ -755,10 +790,12 @@ TEST(encoder_configs_are_refused_by_key_and_value) {
         snprintf(text, sizeof text, "{\"model_type\": \"distilbert\", \"num_attention_heads\": 4}");
         ampt_put("config.json", text, strlen(text));
         CHECK(encoder_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK && strstr(example_text, "model_type = \"distilbert\"") != NULL);
-        snprintf(text, sizeof text, "{\"num_attention_heads\": 4, \"hidden_dropout_prob\": 0.1, \"classifier_dropout\": null, \"odd\": 1}");
+        snprintf(text, sizeof text, "{\"num_attention_heads\": 4, \"hidden_dropout_prob\": 0.1, \"classifier_dropout\": null, \"odd\": 1%s}",
+                 family == ENCODER_DEBERTA ? ", " DISTANCES ", \"relative_attention\": true, \"position_buckets\": 4" : "");
         ampt_put("config.json", text, strlen(text));
         CHECK_OK(encoder_file_open(&file, ampt_in_folder("model.safetensors")));        /* the family by the tensors' names */
-        CHECK(file.config.family == (encoder_family)family && file.config.eps <= 1e-12f && file.config.heads == 4);
+        CHECK(file.config.family == (encoder_family)family && file.config.heads == 4);
+        CHECK(file.config.eps <= (family == ENCODER_DEBERTA ? 1e-7f : 1e-12f));
         CHECK(strcmp(file.described.note, "unknown keys, kept: odd; --dropout sets dropout, not hidden_dropout_prob 0.1") == 0);
         encoder_file_close(&file);
     }
@@ -872,7 +909,7 @@ TEST(bad_shapes_are_refused) {
     CHECK_OK(encoder_create(&e, amp, &good));
     memset(&input, 0, sizeof input);
     input.batch = good.batch + 1; input.seq = 1;
-    CHECK_ERR(encoder_forward(&e, &input), AMP_ERR_RANGE);
+    CHECK_ERR(encoder_forward(&e, &input, NULL, NULL, 0), AMP_ERR_RANGE);
     encoder_destroy(&e);
     amp_close(amp);
     example_text[0] = 0;
@@ -959,7 +996,7 @@ TEST(backward_adds) {
         results once, twice;
         double error[MOST];
         prepare(s, 1);
-        memset(s->model.grads, 0xff, (size_t)s->model.grads_bytes);             /* NaN */
+        memset(s->model.own.grads, 0xff, (size_t)s->model.own.grads_bytes);             /* NaN */
         forward_backward(s);
         once = results_of(s);
         forward_backward(s);
@@ -978,7 +1015,6 @@ TEST(backward_adds) {
 TEST(dropout_in_training_alone) {
     amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
     encoder_config config = config_of(ENCODER_ELECTRA, 1);
-    amp_autocast_desc region;
     float plain[64], logits[64];
     size_t bytes = (size_t)(config.batch * config.classes) * sizeof *plain;
     subject *s = subject_open(amp, config, AMP_F32);
@@ -998,12 +1034,9 @@ TEST(dropout_in_training_alone) {
     results_free(&r);
     forward_backward(s);
     CHECK(memcmp(s->logits, logits, bytes) != 0);
-    memset(&region, 0, sizeof region);
-    region.mode = AMP_MODE_INFERENCE;
-    CHECK_OK(amp_autocast_begin(amp, &region));
-    CHECK_OK(encoder_forward(&s->model, &s->input));
-    CHECK_OK(amp_autocast_end(amp));
-    CHECK(memcmp(plain, s->model.logits, bytes) == 0);
+    CHECK_OK(encoder_forward(&s->model, &s->input, NULL, NULL, 0));
+    read_logits(s, logits);
+    CHECK(memcmp(plain, logits, bytes) == 0);
     subject_close(s);
     amp_close(amp);
 }
@@ -1013,6 +1046,7 @@ int main(int argc, char **argv) {
     RUN(encoder_hf_fp32);
     RUN(encoder_hf_bf16);
     RUN(encoder_hf_fp16);
+    RUN(rows_of_distances);
     RUN(same_pieces_as_transformers);
     RUN(any_bytes_give_tokens);
     RUN(bad_vocabularies_are_refused_by_name);

@@ -53,7 +53,7 @@ $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: $(BUILD)/$(1)%: $(COC)/%.cpp $(COC
 $(BUILD)/$(1)coc_cublas.o $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: amp.h
 $(BUILD)/$(1)t_cuda_telemetry: | $(BUILD)/coc_nvml.so
 $(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)model_amp_cuda.o $(BUILD)/$(3)amp.o \
-                      $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS) amp.h examples/common.h examples/gpt.h tests/handwritten_gpt.h
+                      $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS) amp.h $(HEADERS) tests/handwritten_gpt.h
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 endef
 $(eval $(call coc_build,,))

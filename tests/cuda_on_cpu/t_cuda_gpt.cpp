@@ -6,6 +6,8 @@
  * the rounding of operands alone. */
 #include "test_cuda.h"
 #include "../../examples/common.h"
+#include "../../examples/encoder.h"
+#include "../../examples/encoder_files.h"
 #include "../handwritten_gpt.h"
 
 enum { VOCAB = 53, CHANNELS = 64, LAYERS = 2, BATCH = 2, SEQ = 31, ROWS = BATCH * SEQ, STEPS = 20 };
@@ -331,13 +333,8 @@ struct encoder_training {
         return amp_optimizer_create(amp, &optimizer, &o);
     }
     amp_result step(float *loss) {
-        amp_autocast_desc region = {};
         const encoder_input in = {ids, NULL, NULL, BATCH, SEQ};
-        TRY(amp_autocast_begin(amp, &region));
-        amp_result result = encoder_forward(&model, &in);
-        if (result == AMP_OK) result = encoder_loss(&model, ids + ROWS, 1, NULL);
-        TRY(amp_autocast_end(amp));
-        TRY(result);
+        TRY(encoder_forward(&model, &in, ids + ROWS, NULL, 1));
         TRY(encoder_backward(&model));
         TRY(amp_copy(amp, loss, model.loss_value, 4, AMP_COPY_TO_HOST));
         TRY(amp_step(optimizer, NULL));

@@ -11,6 +11,8 @@
 #endif
 #include "../../amp.h"
 #include "../../examples/common.h"
+#include "../../examples/encoder.h"
+#include "../../examples/encoder_files.h"
 #include "../test.h"
 
 /* A condition that no input may break. */

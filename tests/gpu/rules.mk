@@ -43,7 +43,7 @@ GPU_NEEDED    = bench_gpu $(if $(filter rules,$(GPU_PARTS)),t_models) $(if $(fil
                 $(if $(filter tests,$(GPU_PARTS)),$(filter-out t_models t_cuda_attention t_cuda_fp8,$(GPU_TESTS)))
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
 GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/fragments.h $(COC)/cublas_rules.h tests/test.h \
-                examples/common.h examples/gpt.h tests/handwritten_gpt.h
+                $(HEADERS) tests/handwritten_gpt.h
 
 ifeq ($(REHEARSE),1)
 GPU_BIN  := $(BUILD)/rehearsal

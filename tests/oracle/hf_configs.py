@@ -9,6 +9,7 @@ import json
 import numpy as np
 import torch
 import transformers as hf
+from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 import common
 import gpt2
@@ -31,6 +32,8 @@ GPT.update({
 })
 ENCODER = {name: dict(hidden_act=name) for name in ("gelu", "gelu_new", "relu", "silu", "tanh")}
 ENCODER["epsilon"] = dict(layer_norm_eps=1e-2)
+DEBERTA = {"distances": dict(position_buckets=-1, max_relative_positions=4), "buckets": dict(max_relative_positions=-1)}
+BUCKETS = [(256, 512), (32, 512), (64, 128), (4, 9)]        # of DeBERTa's rows of distances from -600 to 600
 LONGFORMER = {"windows": dict(attention_window=[8, 4]), "window": dict(attention_window=6)}
 
 
@@ -82,7 +85,7 @@ def encoder_case(name, family, kind, more):
     model = model.double()
     ids = 2 + torch.from_numpy(common.integers(SEED, 1000, (batch, t), v - 2)).long()
     labels = torch.from_numpy(common.integers(SEED, 1001, (batch,), classes)).long()
-    types = torch.from_numpy(common.integers(SEED, 1003, (batch, t), config.type_vocab_size)).long()
+    types = torch.from_numpy(common.integers(SEED, 1003, (batch, t), max(config.type_vocab_size, 1))).long()
     lengths = 1 + torch.from_numpy(common.integers(SEED, 1002, (batch,), t)).long()
     lengths[0] = t
     seen = torch.arange(t)[None, :] < lengths[:, None]
@@ -97,7 +100,7 @@ def main():
     texts, records = {}, {}
     cases = [(f"gpt2/{name}", lambda n, m=more: gpt_case(n, m)) for name, more in GPT.items()]
     for family, family_name in enumerate(hf_encoder.NAMES):
-        extra = LONGFORMER if family == hf_encoder.LONGFORMER else {}
+        extra = {hf_encoder.LONGFORMER: LONGFORMER, hf_encoder.DEBERTA: DEBERTA}.get(family, {})
         for name, more in {**ENCODER, **extra}.items():
             cases.append((f"{family_name}/{name}", lambda n, f=family, m=more: encoder_case(n, f, None, m)))
     for name, kind in (("xlm-roberta", (hf.XLMRobertaConfig, hf.XLMRobertaForSequenceClassification)),
@@ -107,6 +110,10 @@ def main():
         config, more = run(name)
         texts[name] = config_text(config)
         records.update(more)
+    distances = torch.arange(-600, 601)
+    for buckets, most in BUCKETS:
+        rows = make_log_bucket_position(distances, buckets, most).long() + buckets
+        records[f"deberta-v2/rows/{buckets}/{most}"] = rows.clamp(0, 2 * buckets - 1).numpy().astype(np.float32)
     common.write_text("hf_configs.json", json.dumps(texts, indent=1) + "\n")
     common.write_golden("hf_configs.bin", records, lambda name: 1e-6)
 

@@ -1,6 +1,6 @@
 """Golden data of the classifier's tests: Hugging Face's encoders for sequence classification at small sizes, dropout 0.
 
-BERT, RoBERTa, ELECTRA with narrow embeddings and Longformer, in fp64, and PyTorch's own errors beside it as in gpt2.py.
+BERT, RoBERTa, ELECTRA with narrow embeddings, Longformer and DeBERTa v3, in fp64, and PyTorch's own errors beside it as in gpt2.py.
 Each parameter comes from the counter-based random stream whose number is the FNV-1a hash of its name; t_classifier.c
 makes parameters, tokens, labels and lengths again.  Token 1 is padding, in all families, and no token of the text.
 """
@@ -11,11 +11,12 @@ import transformers as hf
 import common
 
 PAD = 1
-BERT, ROBERTA, ELECTRA, LONGFORMER = range(4)
+BERT, ROBERTA, ELECTRA, LONGFORMER, DEBERTA = range(5)
 FAMILIES = [(hf.BertConfig, hf.BertForSequenceClassification), (hf.RobertaConfig, hf.RobertaForSequenceClassification),
             (hf.ElectraConfig, hf.ElectraForSequenceClassification),
-            (hf.LongformerConfig, hf.LongformerForSequenceClassification)]
-NAMES = ["bert", "roberta", "electra", "longformer"]
+            (hf.LongformerConfig, hf.LongformerForSequenceClassification),
+            (hf.DebertaV2Config, hf.DebertaV2ForSequenceClassification)]
+NAMES = ["bert", "roberta", "electra", "longformer", "deberta-v2"]
 
 # vocabulary, tokens per sequence, channels, heads, intermediate, layers, classes, batch, embedding, window on each side
 SIZES = {
@@ -61,6 +62,10 @@ def make_config(family, v, t, c, heads, inner, layers, classes, embedding, windo
         settings.update(embedding_size=embedding)
     if family == LONGFORMER:
         settings.update(attention_window=2 * window)
+    if family == DEBERTA:                                   # as v3; some distances share a bucket, some are beyond the last
+        settings.update(type_vocab_size=0, layer_norm_eps=1e-7, relative_attention=True, position_biased_input=False,
+                        position_buckets=4, max_relative_positions=t - 2, share_att_key=True, norm_rel_ebd="layer_norm",
+                        pos_att_type=["p2c", "c2p"])
     return FAMILIES[family][0](**settings)
 
 
@@ -75,7 +80,7 @@ def case_runs(family, v, t, c, heads, inner, layers, classes, batch, embedding, 
 
         ids = 2 + torch.from_numpy(common.integers(seed, 1000, (batch, t), v - 2)).long()
         labels = torch.from_numpy(common.integers(seed, 1001, (batch,), classes)).long()
-        types = torch.from_numpy(common.integers(seed, 1003, (batch, t), config.type_vocab_size)).long()
+        types = torch.from_numpy(common.integers(seed, 1003, (batch, t), max(config.type_vocab_size, 1))).long()
         lengths = 1 + torch.from_numpy(common.integers(seed, 1002, (batch,), t)).long()
         lengths[0] = t                                      # one sequence without padding
         seen = torch.arange(t)[None, :] < lengths[:, None]
