@@ -437,7 +437,7 @@ enum { FLOATS = 7 };
 
 static void cast_both(side *cuda, side *cpu, amp_dtype from, amp_dtype to, int64_t n, const amp_convert_desc *how,
                       size_t from_offset, size_t to_offset) {
-    bytes x = any_bits(from, n), y((size_t)n * amp_dtype_size(to), 0xa5), expected = y;
+    bytes x = any_bits(from, n), y((size_t)n * amp_dtype_size(to) + 64, 0xa5), expected = y;  /* what follows stays */
     side *sides[2] = {cpu, cuda};
     int64_t counts[2] = {0, 0};
     for (int s = 0; s < 2; s++) {

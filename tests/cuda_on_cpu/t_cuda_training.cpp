@@ -1962,6 +1962,109 @@ CUDA_TEST(weights_are_set_from_fp32) {
     }
 }
 
+/* ---- 8-bit moments move between the backends: the CPU's state goes on here with its bits, and the other way */
+
+struct moved_optimizer {
+    enum { N = 5003, STEPS = 3 };
+    amp_context *amp = NULL;
+    amp_param param;
+    amp_optimizer *o = NULL;
+    int step = 0;
+
+    moved_optimizer(const amp_backend *backend, amp_optimizer_kind kind, amp_dtype weight, amp_dtype moments) {
+        amp_desc settings_of = settings(backend, AMP_LEVEL_O2);
+        amp_optimizer_desc d = {};
+        std::string values = cuda_stored(cuda_random(N, 3), weight);
+        memset((void *)&param, 0, sizeof param);
+        settings_of.dtype = AMP_BF16;
+        CHECK_OK(amp_open(&amp, &settings_of));
+        param.name = "w";
+        for (amp_tensor *t : {&param.weight, &param.grad}) {
+            void *p = NULL;
+            CHECK_OK(amp_alloc(amp, &p, N * (int64_t)amp_dtype_size(weight)));
+            *t = amp_tensor1(p, weight, N);
+        }
+        put(param.weight, values);
+        CHECK_OK(amp_param_register(amp, &param, 1));
+        d.kind = kind, d.params = &param, d.n_params = 1, d.moments = moments, d.lr = 0.01, d.decay_vectors = 1;
+        if (kind == AMP_SGD) d.momentum = 0.9;
+        else d.weight_decay = 0.1;
+        CHECK_OK(amp_optimizer_create(amp, &o, &d));
+    }
+    moved_optimizer(const moved_optimizer &) = delete;
+    ~moved_optimizer() {
+        amp_optimizer_destroy(o);
+        amp_free(amp, param.weight.data);
+        amp_free(amp, param.grad.data);
+        amp_close(amp);
+    }
+    void put(const amp_tensor &t, const std::string &bytes) {
+        CHECK_OK(amp_copy(amp, t.data, bytes.data(), (int64_t)bytes.size(), AMP_COPY_TO_DEVICE));
+        CHECK_OK(amp_sync(amp));
+    }
+    std::string weights() const {
+        std::string out((size_t)N * amp_dtype_size(param.weight.dtype), 0);
+        CHECK_OK(amp_copy(amp, &out[0], param.weight.data, (int64_t)out.size(), AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(amp));
+        return out;
+    }
+    void steps() {
+        for (int i = 0; i < STEPS; i++) {
+            put(param.grad, cuda_stored(cuda_random(N, (uint64_t)(100 + step++), -3, 2), param.grad.dtype));
+            param.grad_live = 1;
+            CHECK_OK(amp_step(o, NULL));
+        }
+    }
+    /* All that is saved, as a file. */
+    std::string saved(amp_state **state) const {
+        std::string path = std::string(token_file()) + ".state", out;
+        void *data = NULL;
+        size_t bytes = 0;
+        CHECK_OK(amp_state_create(state, NULL));
+        CHECK_OK(amp_optimizer_save(o, *state, "o"));
+        CHECK_OK(amp_state_save(*state, path.c_str()));
+        CHECK_OK(amp_file_read_all(NULL, path.c_str(), &data, &bytes));
+        out.assign((const char *)data, bytes);
+        amp_file_free(NULL, data, bytes);
+        remove(path.c_str());
+        return out;
+    }
+    std::string goes_on(const std::string &from, const amp_state *state) {
+        put(param.weight, from);
+        CHECK_OK(amp_optimizer_load(o, state, "o"));
+        step = STEPS;
+        steps();
+        return weights();
+    }
+};
+
+CUDA_TEST(eight_bit_states_change_the_backend) {
+    static const amp_backend *const backends[] = {amp_cpu(), amp_cuda()};
+    for (amp_optimizer_kind kind : {AMP_ADAMW, AMP_SGD, AMP_LION})
+        for (amp_dtype weight : {AMP_F32, AMP_BF16})
+            for (int from = 0; from < 2; from++)
+                for (int how = 0; how < 3; how++) {     /* 8 bits to themselves, to fp32 and from fp32 */
+                    amp_dtype before = how < 2 ? AMP_MOMENTS_8BIT : AMP_F32, behind = how == 1 ? AMP_F32 : AMP_MOMENTS_8BIT;
+                    moved_optimizer source(backends[from], kind, weight, before);
+                    source.steps();
+                    std::string at = source.weights(), right, ends[2];
+                    amp_state *state = NULL, *end[2] = {};
+                    CHECK(!source.saved(&state).empty());
+                    for (int to = 0; to < 2; to++) {
+                        moved_optimizer other(backends[to], kind, weight, behind);
+                        std::string found = other.goes_on(at, state);
+                        if (to == 0) right = found;
+                        CHECK_MSG(found == right && found != at, "optimizer %d, %s, from %d, way %d", (int)kind, amp_dtype_name(weight), from, how);
+                        ends[to] = other.saved(&end[to]);
+                        amp_state_destroy(end[to]);
+                    }
+                    CHECK_MSG(ends[0] == ends[1], "states of optimizer %d, %s, from %d, way %d", (int)kind, amp_dtype_name(weight), from, how);
+                    source.steps();
+                    if (how == 0) CHECK(source.weights() == right);
+                    amp_state_destroy(state);
+                }
+}
+
 /* Each change between two steps puts captured graphs out of date; captured again, they are the step under the new
  * settings.  A graph that lives keeps its copies, whatever cleans up. */
 CUDA_TEST(graph_after_settings_change) {
@@ -2081,6 +2184,7 @@ int main(int argc, char **argv) {
     RUN(placement);
     RUN(gradcheck_of_the_device);
     RUN(weights_are_set_from_fp32);
+    RUN(eight_bit_states_change_the_backend);
     RUN(same_numbers_as_the_cpu);
     RUN(every_order);
     RUN(recomputing_has_the_same_bits);
