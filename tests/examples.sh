@@ -429,5 +429,15 @@ if (build=$PWD/build; cd "$work" && "$build/llama" "$build/../README.md" fp32 3 
     "$build/llama" out/llama/model.safetensors fp32 > again.log 2>&1) &&
     sed '/^step/d' "$work/llama.log" | cmp -s - "$work/again.log" && grep -q '^step 3: validation loss [45]' "$work/llama.log"; then pass
 else fail llama "$(head -n 4 "$work/llama.log" "$work/again.log")"; fi
-if build/quickstart /nonexistent > "$work/quick.log" 2>&1 && grep -q SYNTHETIC "$work/quick.log"; then pass; else fail quickstart "$(tail -n 3 "$work/quick.log")"; fi
+# quickstart, whole; then killed after a checkpoint, and gone on from that: the same last lines.
+(build=$PWD/build; cd "$work" && "$build/quickstart" /nonexistent > quick.log 2>&1; rm -f quickstart.state
+    "$build/quickstart" /nonexistent > cut.log 2>&1 & killed=$!
+    while [ ! -e quickstart.state ] && kill -0 $killed 2>/dev/null; do sleep 0.05; done
+    kill -9 $killed; wait $killed 2>/dev/null
+    "$build/quickstart" /nonexistent quickstart.state > on.log 2>&1)
+if grep -q SYNTHETIC "$work/quick.log" && [ "$(grep -c '^step' "$work/quick.log")" = 8 ] && [ "$(grep -c '^step' "$work/on.log")" -gt 0 ] &&
+    grep '^step' "$work/quick.log" | tail -n "$(grep -c '^step' "$work/on.log")" > "$work/last" && grep '^step' "$work/on.log" | cmp -s - "$work/last"; then pass
+else fail quickstart "$(tail -n 3 "$work/quick.log" "$work/on.log")"; fi
+if (build=$PWD/build; cd "$work" && "$build/mlp" > mlp.log 2>&1) && [ "$(grep -c '^step' "$work/mlp.log")" = 3 ] &&
+    awk '/^step 1500/ {exit !($NF < 0.3)}' "$work/mlp.log"; then pass; else fail mlp "$(tail -n 3 "$work/mlp.log")"; fi
 closing
