@@ -37,7 +37,8 @@
      another plan.  Without it, the first product of a shape with GELU's gradient, or with a weight's and a bias
      gradient, is timed once, fused and in parts, unless the stream is being captured: a clear difference decides, and
      .autotune_file keeps the decision.  TF32 operands are rounded or truncated, off by 2^-10 at most.  Biases are
-     rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.
+     rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.  FP8 products never use Hopper's fast
+     accumulation, which keeps about 14 bits of a sum.
    - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
    - Compute capability 7.5 or later.  Older GPUs (Volta's 7.0) are refused: CUDA 13 builds for none of them.
 
@@ -5825,7 +5826,8 @@ amp_result ampc_gemm_from(ampc_device *dev, amp_k_gemm g, ampc_way first, void *
 }
 
 /* ---- FP8: operands rounded to 8 bits, then a product in cuBLASLt; where it has none, one in bf16, which holds each of
-   their numbers exactly. */
+   their numbers exactly.  Fast accumulation (CUBLASLT_MATMUL_DESC_FAST_ACCUM) stays off, in the forward pass too, where
+   PyTorch and TransformerEngine turn it on: Hopper then keeps sums of about 14 bits, here it adds them to fp32 sums. */
 
 /* Rounds a matrix.  Entry (row >> row_shift) pitch + (col >> col_shift) of a tile's table scales (row, col). */
 struct ampc_fp8_job {
@@ -6067,7 +6069,8 @@ template <ampc_fp8_kind KIND> amp_result ampc_fp8_launch(ampc_device *dev, const
 }
 
 /* Rounds x to `rows`, whose k is along its rows, and to `columns`, whose k is along its columns; NULL: not wanted.
-   With scales of blocks one of them. */
+   With scales of blocks one of them.  Blocks are read once, and so is x if its scale is delayed; its current scale is
+   known when all of x has been read, so that takes a second pass. */
 amp_result ampc_fp8_round(ampc_device *dev, const amp_k_fp8 &how, const amp_mat &x, void *rows, void *columns,
                           void *stream) {
     void *const to[2] = {rows, columns};
@@ -6126,14 +6129,23 @@ __global__ void ampc_fp8_factor_kernel(float alpha, const void *head_a, const vo
     *factor = (float)ampc_mul(ampc_mul((double)alpha, ampc_fp8_undo(head_a)), ampc_fp8_undo(head_b));
 }
 
-/* The product of rounded operands in cuBLASLt: g has them, and c; *done 0: it declines.  It multiplies by both scales
-   in fp32: where their product is beyond that, c is infinite or NaN; where it is below 2^-126, c is inexact or 0. */
-amp_result ampc_fp8_library(ampc_device *dev, const amp_k_gemm &g, int epilogue, void *stream, bool *done) {
+/* The product of rounded operands in cuBLASLt: g has them, and c; *done 0: it declines.  Its vectors are like c.  It
+   multiplies by both scales in fp32.  Where their product is beyond that, c is infinite or NaN, so a scaler skips the
+   step; where it is below 2^-126, each of c's numbers is off by k 2^-108 at most. */
+amp_result ampc_fp8_library(ampc_device *dev, amp_k_gemm g, int epilogue, void *stream, bool *done) {
+    ampc_scratch vector(dev, stream);
+    const bool cast = g.bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias));
     ampc_plan plan;
     *done = false;
-    AMPC_TRY(ampc_plan_get(dev, g, epilogue, &plan));
-    if (!plan.refused) AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
-    if (!plan.refused && !*done) ampc_plan_refuse(dev, plan.product);
+    AMPC_TRY(ampc_plan_get(dev, ampc_way_told(g, cast ? AMPC_CAST_BIAS : 0), epilogue, &plan));
+    if (plan.refused) return AMP_OK;
+    if (cast && !ampc_bias_copied(g)) {
+        AMPC_TRY(vector.get((size_t)(g.n * ampc_dtype_size(g.c_dtype)), "gemm"));
+        AMPC_TRY(ampc_cast_flat(dev, vector.data, g.c_dtype, g.bias, g.bias_dtype, g.n, stream));
+    }
+    if (cast) g.bias = vector.data != NULL ? vector.data : g.bias_copy;
+    AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
+    if (!*done) ampc_plan_refuse(dev, plan.product);
     return AMP_OK;
 }
 
@@ -6169,10 +6181,16 @@ bool ampc_fp8_has(const ampc_device *dev, const amp_k_gemm &g) {
 /* Whether cuBLASLt can write c itself: its columns are 16 bytes long and apart, and with blocks of scales nothing is
    filled up. */
 bool ampc_fp8_direct(const amp_k_gemm &g) {
-    const int64_t size = ampc_dtype_size(g.c_dtype);
     const bool blocks = g.fp8[0]->scaling == AMP_FP8_BLOCK;
-    return g.act == AMP_ACT_NONE && g.pre == NULL && g.bias == NULL && ampc_aligned(g.c, (g.n | g.ldc) * size) &&
-           (!blocks || (g.m | g.n) % 16 == 0);
+    return ampc_aligned(g.c, (g.n | g.ldc) * ampc_dtype_size(g.c_dtype)) && (!blocks || (g.m | g.n) % 16 == 0);
+}
+/* The epilogue that does all of g, or -1.  No document names one for FP8 that writes aux matrices, nor any with scales
+   of blocks; the bias of an fp32 result would be bf16. */
+int ampc_fp8_epilogue(amp_k_gemm g) {
+    if (g.act == AMP_ACT_NONE && g.pre == NULL && g.bias == NULL) return CUBLASLT_EPILOGUE_DEFAULT;
+    if (ampc_fp8_in_blocks(*g.fp8[0]) || g.pre != NULL || g.c_dtype == AMP_F32) return -1;
+    g.compute = g.c_dtype;
+    return ampc_gemm_epilogue(g);
 }
 
 /* The product of operands that are rounded, p, which has g's sizes, alpha, beta and c. */
@@ -6180,7 +6198,8 @@ amp_result ampc_fp8_product(ampc_device *dev, const amp_k_gemm &g, amp_k_gemm p,
     ampc_scratch wide(dev, stream), factor(dev, stream);
     bool native = ampc_fp8_has(dev, g) && ampc_gemm_for_library(p), done = false;
     p.column_sum.data = p.row_sum.data = NULL;
-    if (native && ampc_fp8_direct(g)) AMPC_TRY(ampc_fp8_library(dev, p, CUBLASLT_EPILOGUE_DEFAULT, stream, &done));
+    const int epilogue = ampc_fp8_epilogue(p);
+    if (native && epilogue >= 0 && ampc_fp8_direct(g)) AMPC_TRY(ampc_fp8_library(dev, p, epilogue, stream, &done));
     if (done) return AMP_OK;
     p.bias = NULL, p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0, p.c_dtype = AMP_F32;
     p.m = ampc_filled(g.m, 16), p.n = p.ldc = ampc_filled(g.n, 16);

@@ -610,6 +610,17 @@ void tile(const float *a, const float *b, int64_t from, int64_t to, vec4 sum[COL
     }
 }
 
+/* [H] FAST_ACCUM: "intermediate results will not periodically be promoted to a higher precision"; on Hopper they keep about 14
+   bits (DeepSeek-V3 technical report, 3.3.2), and [TE] names it for 8.9 and 9.0 alone.  The model cuts after every 32 of k. */
+bool is_fast(const problem &p) { return is_fp8(p) && p.desc.fast_accum && !block_of(p.desc.modes[A]) && coc_capability() < 100; }
+float with_14_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    bits &= 0xfffffc00u;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
 /* The sums over k as the algorithm makes them: parts (or blocks), each from 0, added up in order.  (row, column): the tile's;
    blocks with scales are multiplied by both of them. */
 void sum_tile(const execution &e, const float *a, const float *b, int64_t row, int64_t column, float out[COLUMNS][LANES]) {
@@ -617,7 +628,8 @@ void sum_tile(const execution &e, const float *a, const float *b, int64_t row, i
     const int64_t scaled = block_of(p.desc.modes[A]);
     const algorithm_kind &kind = kinds[e.id];
     int64_t k = e.wrong ? e.p.k / 32 * 32 : e.p.k;
-    int64_t step = scaled ? scaled : kind.parts > 1 ? (k + kind.parts - 1) / kind.parts : kind.block ? kind.block : k;
+    const bool fast = is_fast(p);
+    int64_t step = fast ? 32 : scaled ? scaled : kind.parts > 1 ? (k + kind.parts - 1) / kind.parts : kind.block ? kind.block : k;
     vec4 total[COLUMNS][2] = {};
     for (int64_t from = 0; from < k; from += step) {
         vec4 sum[COLUMNS][2] = {};
@@ -628,7 +640,8 @@ void sum_tile(const execution &e, const float *a, const float *b, int64_t row, i
                 if (kind.scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE) part = rounded(part, p.of[D].type);
                 if (scaled && row + i < p.m && column + j < p.n)
                     part *= scale_of(p, A, row + i, from / step) * scale_of(p, B, column + j, from / step);
-                total[j][i / 4][i % 4] += part;
+                part += total[j][i / 4][i % 4];
+                total[j][i / 4][i % 4] = fast ? with_14_bits(part) : part;
             }
     }
     for (int j = 0; j < COLUMNS; j++)

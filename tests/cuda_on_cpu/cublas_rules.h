@@ -56,6 +56,7 @@ struct blas_product {
     size_t scale_offset = 0;                    /* bytes behind a 256-byte aligned address */
     bool amax = false;
     bool no_alpha = false;
+    bool fast = false;                          /* fast accumulation */
     float value = 0;                            /* not 0: every element of A and B */
 };
 
@@ -274,6 +275,7 @@ static inline uint32_t blas_alignment(const void *p) {
 
 static inline void blas_describe_epilogue(const blas_product &x, const blas_buffers &b, blas_objects *o, blas_status *s) {
     void *bias = b.device(x, BLAS_BIAS), *aux = b.device(x, BLAS_AUX);
+    if (x.fast) blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, (int8_t)1);
     if (blas_uses_bias(x)) blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     if (blas_uses_aux(x)) blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux);
 }
@@ -358,7 +360,8 @@ struct blas_value { double v, off; };
 /* alpha AB + beta C + bias.  Each of k products and sums in fp32 is off by 2^-24 of at most the sum of magnitudes, in any
    order, or by 2^-23 in tensor cores, which cut off (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021); so are
    the three operations after them.  TF32 operands are off by 2^-10 at most, cut off or rounded.  Products of fp8 on Hopper keep
-   about 14 bits, and are added to fp32 sums after 128 of k at most (DeepSeek-V3 technical report, 3.3.2): four sums of 32. */
+   about 14 bits, and are added to fp32 sums after 128 of k at most (DeepSeek-V3 technical report, 3.3.2): four sums of 32;
+   with fast accumulation at the end. */
 static inline blas_value blas_linear(const blas_product &x, const blas_buffers &b, int64_t item, int64_t i, int64_t j) {
     double sum = 0, size = 0;
     double operand = x.compute == CUBLAS_COMPUTE_32F_FAST_TF32 ? ldexp(1, -10) : 0;
@@ -377,6 +380,7 @@ static inline blas_value blas_linear(const blas_product &x, const blas_buffers &
     }
     double bias = blas_has(x, 4) ? (double)blas_load(b.host[BLAS_BIAS].data(), blas_bias_type(x), item * blas_bias_stride(x) + i) : 0;
     double off = size * operand * (2 + operand) + (blas_is_fp8(x.type[BLAS_A]) ? ldexp(size, -11) : 0);
+    if (x.fast) off += ldexp(size, -13) * (double)((x.k + 31) / 32);
     size += fabs(rest) + fabs(bias);
     double unit = x.type[BLAS_A] == CUDA_R_32F && operand == 0 ? ldexp(1, -24) : ldexp(1, -23);
     return {sum + rest + bias, off + (x.k + 4) * unit * size * (1 + ldexp(1, -8))};
@@ -594,6 +598,9 @@ static const blas_case blas_cases[] = {
         blas_fp8(x), x->offset[BLAS_A] = 8; }, false, BLAS_ADA},
     {"a batch in fp8", "[H] BATCH_COUNT", true, [](blas_product *x) { blas_fp8(x), x->batch = 2; }, false, BLAS_ADA},
     {"fp8 in row order is refused", "stated nowhere", false, [](blas_product *x) { blas_fp8(x), blas_rows(x); }, false, BLAS_ADA},
+    {"fp8 with fast accumulation", "[H] FAST_ACCUM", true, [](blas_product *x) { blas_fp8(x), x->fast = true; }, false, BLAS_ADA},
+    {"fp8 to fp32 with fast accumulation, long k", "[H] FAST_ACCUM", true, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2, CUDA_R_32F), x->k = 2048, x->fast = true; }, false, BLAS_ADA},
     /* fp8: epilogues */
     {"fp8, BIAS of bf16", "[M] FP8 types", true, [](blas_product *x) { blas_fp8(x), x->epilogue = CUBLASLT_EPILOGUE_BIAS; }, false, BLAS_ADA},
     {"fp8 to fp32, BIAS of bf16", "[M] FP8 types", true, [](blas_product *x) {
@@ -601,6 +608,10 @@ static const blas_case blas_cases[] = {
     {"fp8 to fp32, BIAS of fp32 is refused", "[M] FP8 types", false, [](blas_product *x) {
         blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_32F);
         x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->bias_type = CUDA_R_32F; }, false, BLAS_ADA},
+    {"fp8 to fp16, BIAS, beta 1", "[M] FP8 types", true, [](blas_product *x) {
+        blas_fp8(x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_16F), x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->beta = 1; }, false, BLAS_ADA},
+    {"fp8, RELU_BIAS", "[H]", true, [](blas_product *x) { blas_fp8(x), x->epilogue = CUBLASLT_EPILOGUE_RELU_BIAS; }, false, BLAS_ADA},
+    {"fp8, GELU", "[H]", true, [](blas_product *x) { blas_fp8(x), x->epilogue = CUBLASLT_EPILOGUE_GELU; }, false, BLAS_ADA},
     {"fp8, GELU_BIAS", "[H]", true, [](blas_product *x) { blas_fp8(x), x->epilogue = CUBLASLT_EPILOGUE_GELU_BIAS; }, false, BLAS_ADA},
     {"fp8, GELU_AUX_BIAS is refused", "[TE]; stated nowhere", false, [](blas_product *x) {
         blas_fp8(x), x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS; }, false, BLAS_ADA},
@@ -880,6 +891,7 @@ static inline std::string blas_defaults(cublasLtHandle_t) {
     uint32_t align = 0, schemes = 0, epilogue = 0;
     int32_t bias_type = 0;
     int64_t aux_ld = 1;
+    int8_t fast = 1;
     blas_status s;
     s << cublasLtMatmulPreferenceInit(&p);
     s << cublasLtMatmulDescInit(&d, CUBLAS_COMPUTE_32F, CUDA_R_32F);
@@ -889,7 +901,8 @@ static inline std::string blas_defaults(cublasLtHandle_t) {
     s << cublasLtMatmulDescGetAttribute(&d, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, 4, NULL);
     s << cublasLtMatmulDescGetAttribute(&d, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &bias_type, 4, NULL);
     s << cublasLtMatmulDescGetAttribute(&d, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &aux_ld, 8, NULL);
-    bool same = workspace == 0 && align == 256 && schemes == 7 && epilogue == 1 && bias_type == -1 && aux_ld == 0;
+    s << cublasLtMatmulDescGetAttribute(&d, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, 1, NULL);
+    bool same = fast == 0 && workspace == 0 && align == 256 && schemes == 7 && epilogue == 1 && bias_type == -1 && aux_ld == 0;
     return s.first == CUBLAS_STATUS_SUCCESS && same ? "" : "other defaults";
 }
 
@@ -1077,7 +1090,7 @@ static inline std::string blas_no_handle(cublasLtHandle_t handle) {
 
 static const blas_fact blas_facts[] = {
     {"an attribute of another size, or unknown, is refused", "[H] SetAttribute, [R]", blas_attribute_sizes, true},
-    {"defaults: no workspace, 256-byte alignment, all reductions, no bias type", "[H], [R]", blas_defaults, true},
+    {"defaults: no workspace, 256-byte alignment, all reductions, no bias type, no fast accumulation", "[H], [R]", blas_defaults, true},
     {"asking for no algorithm is refused", "[H] AlgoGetHeuristic", blas_no_count, false},
     {"without workspace no result needs any", "[H] MAX_WORKSPACE_BYTES", blas_default_workspace, true},
     {"an algorithm restored from its bytes is accepted, with the same workspace", "[H] cublasLtMatmulAlgo_t", blas_check_repeats, true},

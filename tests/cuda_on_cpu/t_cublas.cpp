@@ -54,6 +54,28 @@ TEST(rules) {
     }
 }
 
+/* The model's fp8 products keep fewer bits with fast accumulation, where the GPU has it. */
+TEST(fast_accumulation) {
+    for (int capability : {89, 90, 100}) {
+        std::vector<unsigned char> d[2];
+        coc_reset();
+        coc_set_devices(2, (size_t)1 << 30, 4, capability);
+        cublasLtHandle_t handle = NULL;
+        CHECK_EQ(cublasLtCreate(&handle), CUBLAS_STATUS_SUCCESS);
+        for (int fast = 0; fast < 2; fast++) {
+            blas_product x;
+            blas_fp8(&x, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_32F);
+            x.k = 2048, x.fast = fast != 0;
+            blas_asked a(handle, x);
+            CHECK(a.count > 0 && a.multiply(handle, &a.found[0].algo, 0) == CUBLAS_STATUS_SUCCESS);
+            d[fast] = a.result();
+        }
+        CHECK_EQ(cublasLtDestroy(handle), CUBLAS_STATUS_SUCCESS);
+        CHECK(coc_take_faults().empty());
+        CHECK_MSG((d[0] == d[1]) == (capability >= 100), "%d", capability);
+    }
+}
+
 /* What `make gpu` needs of a product's numbers comes from sizes that any heuristic serves. */
 TEST(facts_of_common_sizes) {
     library lib;
@@ -427,5 +449,6 @@ int main(int argc, char **argv) {
     RUN(versions);
     RUN(handles);
     RUN(descriptors_that_are_gone);
+    RUN(fast_accumulation);
     return TEST_END();
 }

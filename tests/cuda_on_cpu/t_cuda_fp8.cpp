@@ -185,11 +185,12 @@ struct product {
     amp_dtype row_sum = AMP_DTYPE_DEFAULT;
     int64_t pad = 0;
     int packed = 0;
+    int fused = 0;              /* 1: cuBLASLt's epilogue does it all, if scales are of tensors */
 };
 static const product products[] = {
     {"forward", 48, 64, 96},
     {"forward, odd", 33, 19, 70},
-    {"forward, packed, bias", 40, 72, 128, 0, 1, AMP_BF16, AMP_F32, AMP_BF16, 1, 0, AMP_F32, AMP_ACT_NONE, AMP_DTYPE_DEFAULT, 0, AMP_DTYPE_DEFAULT, 0, 1},
+    {"forward, packed, bias", 40, 72, 128, 0, 1, AMP_BF16, AMP_F32, AMP_BF16, 1, 0, AMP_F32, AMP_ACT_NONE, AMP_DTYPE_DEFAULT, 0, AMP_DTYPE_DEFAULT, 0, 1, 1},
     {"forward, gelu", 32, 48, 160, 0, 1, AMP_F32, AMP_F32, AMP_BF16, 1, 0, AMP_BF16, AMP_ACT_GELU, AMP_BF16},
     {"one row", 1, 40, 64},
     {"input's gradient", 48, 96, 64, 0, 0, AMP_BF16, AMP_BF16, AMP_BF16},
@@ -198,6 +199,10 @@ static const product products[] = {
     {"weight's gradient, odd", 45, 37, 51, 1, 0, AMP_F32, AMP_F16, AMP_F32, 0.5f, 0, AMP_DTYPE_DEFAULT, AMP_ACT_NONE, AMP_DTYPE_DEFAULT, 0, AMP_DTYPE_DEFAULT, 5},
     {"blocks and parts of them", 144, 160, 272, 0, 1, AMP_BF16, AMP_BF16, AMP_F32},
     {"long k", 16, 16, 4112, 0, 1, AMP_BF16, AMP_BF16, AMP_F32},
+    {"forward, bias, added", 32, 56, 64, 0, 1, AMP_BF16, AMP_BF16, AMP_F16, 0.5f, 1, AMP_F16, AMP_ACT_NONE, AMP_DTYPE_DEFAULT, 0, AMP_DTYPE_DEFAULT, 0, 0, 1},
+    {"forward, bias of an fp32 result", 32, 56, 64, 0, 1, AMP_BF16, AMP_BF16, AMP_F32, 1, 0, AMP_F32},
+    {"forward, relu", 48, 32, 64, 0, 1, AMP_BF16, AMP_BF16, AMP_F16, 1, 0, AMP_F32, AMP_ACT_RELU, AMP_DTYPE_DEFAULT, 0, AMP_DTYPE_DEFAULT, 0, 0, 1},
+    {"forward, gelu, input not kept", 48, 40, 96, 0, 1, AMP_BF16, AMP_BF16, AMP_BF16, 1, 0, AMP_BF16, AMP_ACT_GELU, AMP_DTYPE_DEFAULT, 0, AMP_DTYPE_DEFAULT, 0, 0, 1},
     {"k is 0", 16, 16, 0, 0, 1, AMP_BF16, AMP_BF16, AMP_F32, 1, 1},
 };
 
@@ -266,7 +271,8 @@ static void check_product(const product &x, const recipe *r, const cuda_compare 
         double size = 0;
         for (int64_t p = 0; p < x.k; p++) size += fabs(a.value[(size_t)(at / x.n * x.k + p)] * b.value[(size_t)(at % x.n * x.k + p)]);
         size = size * (double)fabsf(x.alpha) + 2;
-        return cuda_sum_bound(x.k + 3, size) + ldexp(size, CUDA_IS_MODEL ? -21 : -11);
+        double bias = !x.fused || x.bias != AMP_F32 ? 0 : ldexp(1, x.c == AMP_BF16 ? -9 : -12);     /* rounded like c */
+        return cuda_sum_bound(x.k + 3, size) + ldexp(size, CUDA_IS_MODEL ? -21 : -11) + bias;
     };
     auto of_c = [&](int64_t at, double e) {
         double act = x.act == AMP_ACT_NONE ? 0 : ldexp(fabs(e) + 1, -19);
@@ -312,6 +318,9 @@ CUDA_TEST(products_beside_the_cpu) {
                 if (CUDA_IS_MODEL && x.k > 0)
                     CHECK_MSG((coc_kernel_launches("ampc_fp8_widen_kernel") == 0) == has_products(capability, r->scaling), "%d: %s",
                               capability, x.name);
+                bool fused = x.fused && r->scaling == AMP_FP8_CURRENT && has_products(capability, r->scaling);
+                if (CUDA_IS_MODEL && x.fused)
+                    CHECK_MSG((coc_kernel_launches("ampc_map_kernel") == 0) == fused, "%d: %s", capability, x.name);
             }
     }
 }
@@ -379,6 +388,11 @@ CUDA_TEST(magnitudes_far_apart) {
             std::vector<float> c = multiply(by.a, by.b);
             if (by.a == 0) first = c;
             for (size_t i = 0; i < c.size(); i++) CHECK(c[i] == ldexpf(first[i], by.a + by.b));
+        }
+        if (capability == 90) {         /* the product of the scales is subnormal */
+            std::vector<float> c = multiply(-57, -57);
+            for (size_t i = 0; i < c.size(); i++)       /* the model flushes nothing */
+                CHECK(fabs((double)c[i] - ldexp((double)first[i], -114)) <= K * ldexp(1, CUDA_IS_MODEL ? -132 : -108));
         }
         std::vector<float> c = multiply(100, 100);      /* beyond fp32 */
         for (size_t i = 0; i < c.size(); i++) CHECK(i < SIDE && capability == 75 ? c[i] == 0 : !isfinite(c[i]));
