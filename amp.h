@@ -218,8 +218,8 @@
        >>tensors    amp_tensor1 to amp_tensor4, amp_tensor_count
        >>state      amp_state_create _put _get _save _load
        >>backends   amp_open amp_close amp_query _machine _choice, amp_set_dtype amp_set_enabled amp_cpu amp_cuda
-                    amp_alloc amp_free amp_copy amp_fill amp_sync amp_event_record amp_event_wait amp_memory
-                    amp_memory_reset_peak amp_cleanup amp_param_register _forget _changed _accumulate _dtype
+                    amp_ranks_create _reducer, amp_alloc amp_free amp_copy amp_fill amp_sync amp_event_record _wait,
+                    amp_memory _reset_peak, amp_cleanup amp_param_register _forget _changed _accumulate _dtype
        >>masks      amp_mask_get amp_mask_release amp_mask_cache_info _drop _clear
        >>autocast   amp_autocast_begin _end _active _decide _compute _result _cast _input _output, amp_recompute_begin
                     _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear amp_fp8_save
@@ -1505,8 +1505,9 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
 
 /* ---- Gradient sets, of parameters or of your own arrays.
 
-   Ranks: with amp_desc.reducer, a check averages the gradients over the ranks, then combines the overflow flags, so
-   all ranks decide alike.  Every rank takes part with every parameter; one without a gradient counts as zeros. */
+   Ranks: with amp_desc.reducer (of amp_ranks for threads, of examples/amp_mpi.h for MPI, or yours), a check averages
+   the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  Every rank takes part
+   with every parameter; one without a gradient counts as zeros. */
 
 typedef struct amp_grad_set amp_grad_set;
 
@@ -2104,6 +2105,29 @@ AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, c
 /* To and from a file, written atomically.  Errors: as above, AMP_ERR_OPEN, AMP_ERR_READ, AMP_ERR_WRITE. */
 AMP_API amp_result amp_state_save(const amp_state *state, const char *path);
 AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path);
+
+/* ==== 6 >>backends ==== */
+
+/* Data-parallel training in one process: each rank is a context, with a model of its own, in a thread of its own.
+
+       amp_ranks_create(&ranks, &(amp_ranks_desc){.world = 4});
+       in thread i:  amp_ranks_reducer(ranks, i, &desc.reducer); amp_open(&amp, &desc); train; amp_close(amp);
+
+   Sums are taken in the order of ranks in fp64 and rounded once, so all ranks get the same bits in every run.  Backends
+   with host memory only.  A rank that passes other sizes than the rest or their memory, does not come in time or has
+   closed its context makes the call fail in all, and every later one: AMP_ERR_REDUCE, with a text that names it.
+   Errors of amp_open with such a reducer: AMP_ERR_CONFLICT another context is this rank, AMP_ERR_UNSUPPORTED a device's
+   memory, AMP_ERR_REDUCE the ranks have failed before. */
+typedef struct amp_ranks_desc {
+    int32_t world;              /* 1 to 1024 */
+    int32_t timeout_ms;         /* how long a rank waits for the others; default 60000 */
+    amp_system system;          /* its allocator is used */
+} amp_ranks_desc;
+typedef struct amp_ranks amp_ranks;
+AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc);
+AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer *out);
+/* The calls of contexts that are still open fail from then on; the last one to close frees the memory. */
+AMP_API void amp_ranks_destroy(amp_ranks *ranks);
 
 /* ==== 7 >>masks ====
    Masks written out and cached: for softmax over scores of your own, kernels that want a mask tensor, and arbitrary
@@ -4099,7 +4123,8 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
     X(k_tensor) X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
     X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
-    X(device_memory) X(backend_desc) X(backend) X(reducer) X(fp8_recipe) X(desc) X(cache_info) X(mask_view) X(plan) \
+    X(device_memory) X(backend_desc) X(backend) X(reducer) X(ranks_desc) X(fp8_recipe) X(desc) X(cache_info) \
+    X(mask_view) X(plan) \
     X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(rope_op) X(norm_op) X(softmax_op) \
     X(activation_op) \
     X(swiglu_op) X(cross_entropy_op) X(mse_op) X(linear_cross_entropy_op) X(embedding_op) X(dropout_op) \
@@ -4587,6 +4612,29 @@ static int64_t ampi_posix_clock(void *user) {
     (void)user;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* A lock, and a condition that is waited for until a time. */
+static int ampi_timed_lock_init(pthread_mutex_t *lock, pthread_cond_t *met) {
+    pthread_condattr_t monotonic;
+    int error = pthread_condattr_init(&monotonic);
+    if (error != 0) return error;
+    error = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    if (error == 0) error = pthread_cond_init(met, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    if (error == 0 && (error = pthread_mutex_init(lock, NULL)) != 0) pthread_cond_destroy(met);
+    return error;
+}
+static void ampi_timed_lock_destroy(pthread_mutex_t *lock, pthread_cond_t *met) {
+    pthread_cond_destroy(met);
+    pthread_mutex_destroy(lock);
+}
+/* Waits for a signal until `deadline` (ns of ampi_posix_clock); 0: the time is up. */
+static int ampi_wait_until(pthread_cond_t *met, pthread_mutex_t *lock, int64_t deadline) {
+    struct timespec until;
+    until.tv_sec = (time_t)(deadline / 1000000000);
+    until.tv_nsec = (long)(deadline % 1000000000);
+    return pthread_cond_timedwait(met, lock, &until) != ETIMEDOUT;
 }
 
 AMP_API void amp_system_default(amp_system *out) {
@@ -10870,6 +10918,7 @@ struct amp_context {
     uint64_t *told; int n_told;
     amp_log_level quiet;            /* the log level before `debug` of the settings */
     pid_t process;                  /* the one that opened it */
+    int seated;                     /* 1: it is one of the amp_ranks of .reducer */
 };
 
 /* ---- Access for other sections */
@@ -11210,6 +11259,242 @@ static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int
                  "out of threads: calls run on %d instead of %d; raise the limit (ulimit -u, a container's pids), or "
                  "lower .threads",
                  (int)amp->threads->started + 1, (int)amp->threads->limit + 1);
+}
+
+/* ---- Ranks of one process.  A reduction is two meetings: at the first all have come with their buffers, which are
+   compared; each rank then combines a share of the elements, and writes it to all; at the second all are done. */
+
+enum { AMPI_RANKS_MOST = 1024, AMPI_RANKS_PIECE = 512 };
+typedef enum ampi_seat_state { AMPI_SEAT_FREE, AMPI_SEAT_TAKEN, AMPI_SEAT_LEFT } ampi_seat_state;
+
+typedef struct ampi_seat {
+    amp_ranks *ranks;
+    int32_t rank;
+    ampi_seat_state state;
+    uint64_t came;                  /* how many meetings this rank has come to */
+    void *data; int64_t count; amp_dtype dtype; amp_reduce_op op;
+} ampi_seat;
+
+struct amp_ranks {
+    amp_system system;
+    pthread_mutex_t lock;           /* guards the rest, but for what a seat brings to a meeting */
+    pthread_cond_t met;
+    int32_t world, timeout_ms, arrived, holders;        /* holders: the owner and open contexts */
+    uint64_t meetings;
+    int agreed;                     /* 1: the last meeting was whole, and nothing broken */
+    char broken[160];               /* why every call fails from now on; "": they do not */
+    ampi_seat *seats;
+};
+
+/* The first reason stays. */
+static AMPI_PRINTF(2, 3) void ampi_ranks_break(amp_ranks *r, const char *format, ...) {
+    ampi_sheet s = ampi_sheet_of(r->broken, r->broken[0] == 0 ? sizeof r->broken : 0);
+    va_list args;
+    va_start(args, format);
+    if (s.size > 0) ampi_print_args(&s, format, args);
+    va_end(args);
+    pthread_cond_broadcast(&r->met);
+}
+
+static int ampi_seats_share(const ampi_seat *a, const ampi_seat *b) {
+    uintptr_t x = (uintptr_t)a->data, y = (uintptr_t)b->data;
+    uintptr_t bytes = (uintptr_t)a->count * amp_dtype_size(a->dtype);
+    return x < y + bytes && y < x + bytes;
+}
+/* Whether all have come for the same. */
+static void ampi_ranks_compare(amp_ranks *r) {
+    const ampi_seat *first = r->seats, *s;
+    int32_t i, j;
+    for (i = 1; i < r->world; i++) {
+        s = &r->seats[i];
+        if (s->count != first->count || s->dtype != first->dtype || s->op != first->op)
+            ampi_ranks_break(r, "rank 0 reduces %lld x %s (%s), rank %d %lld x %s (%s)", (long long)first->count,
+                             amp_dtype_name(first->dtype), first->op == AMP_REDUCE_SUM ? "sum" : "max", (int)i,
+                             (long long)s->count, amp_dtype_name(s->dtype), s->op == AMP_REDUCE_SUM ? "sum" : "max");
+        for (j = 0; j < i && r->broken[0] == 0; j++)
+            if (ampi_seats_share(s, &r->seats[j]))
+                ampi_ranks_break(r, "ranks %d and %d reduce the same memory; each needs a model of its own", (int)j,
+                                 (int)i);
+    }
+}
+
+/* Waits until all ranks have come; 0: the reduction fails, on all alike.  Whoever works on the others' memory comes to
+   the second meeting, `done`, for sure, so nothing ends that early. */
+static int ampi_ranks_meet(ampi_seat *seat, int done) {
+    amp_ranks *r = seat->ranks;
+    int64_t deadline = done ? INT64_MAX : ampi_posix_clock(NULL) + (int64_t)r->timeout_ms * 1000000;
+    uint64_t meeting;
+    int32_t i;
+    int whole;
+    pthread_mutex_lock(&r->lock);
+    meeting = r->meetings;
+    seat->came = meeting + 1;
+    for (i = 0; i < r->world && !done; i++)
+        if (r->seats[i].state == AMPI_SEAT_LEFT) ampi_ranks_break(r, "rank %d has closed its context", (int)i);
+    if ((done || r->broken[0] == 0) && ++r->arrived == r->world) {
+        if (!done) ampi_ranks_compare(r);
+        r->arrived = 0;
+        r->agreed = r->broken[0] == 0;
+        r->meetings++;
+        pthread_cond_broadcast(&r->met);
+    }
+    while ((done || r->broken[0] == 0) && r->meetings == meeting)
+        if (!ampi_wait_until(&r->met, &r->lock, deadline) && r->meetings == meeting) {
+            for (i = 0; i < r->world - 1 && r->seats[i].came > meeting; i++) {}
+            ampi_ranks_break(r, "rank %d has not come within %d ms", (int)i, r->timeout_ms);
+        }
+    whole = r->meetings != meeting && r->agreed;
+    pthread_mutex_unlock(&r->lock);
+    return whole;
+}
+
+/* NaN, by its bits, counts as the largest. */
+static double ampi_larger(double a, double b) {
+    const uint64_t inf = (uint64_t)0x7ff0 << 48, magnitude = UINT64_MAX >> 1;
+    if ((ampi_bits_f64(a) & magnitude) > inf) return a;
+    return (ampi_bits_f64(b) & magnitude) > inf || b > a ? b : a;
+}
+static void ampi_ranks_combine(const amp_ranks *r, amp_reduce_op op, int64_t first, int64_t n) {
+    const ampi_seat *seats = r->seats;
+    size_t size = amp_dtype_size(seats->dtype);
+    double sum[AMPI_RANKS_PIECE], x[AMPI_RANKS_PIECE];
+    int64_t i;
+    int32_t rank;
+    for (rank = 0; rank < r->world; rank++) {
+        const char *from = (const char *)seats[rank].data + (size_t)first * size;
+        (void)amp_convert(rank == 0 ? sum : x, AMP_F64, from, seats->dtype, n, NULL, NULL);
+        for (i = 0; i < n && rank > 0; i++)
+            sum[i] = op == AMP_REDUCE_SUM ? sum[i] + x[i] : ampi_larger(sum[i], x[i]);
+    }
+    (void)amp_convert((char *)seats->data + (size_t)first * size, seats->dtype, sum, AMP_F64, n, NULL, NULL);
+    for (rank = 1; rank < r->world; rank++)
+        memcpy((char *)seats[rank].data + (size_t)first * size, (char *)seats->data + (size_t)first * size,
+               (size_t)n * size);
+}
+
+static int ampi_ranks_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    ampi_seat *seat = (ampi_seat *)user;
+    const amp_ranks *r = seat->ranks;
+    int64_t i, end;
+    ampi_fp host;
+    (void)stream;
+    seat->data = data;
+    seat->count = count;
+    seat->dtype = dtype;
+    seat->op = op;
+    if (ampi_ranks_meet(seat, 0)) {
+        end = count / r->world * (seat->rank + 1) + count % r->world * (seat->rank + 1) / r->world;
+        i = count / r->world * seat->rank + count % r->world * seat->rank / r->world;
+        host = ampi_fp_begin();
+        for (; i < end; i += AMPI_RANKS_PIECE)
+            ampi_ranks_combine(r, op, i, AMPI_MIN(end - i, (int64_t)AMPI_RANKS_PIECE));
+        ampi_fp_end(host);
+        if (ampi_ranks_meet(seat, 1)) return 0;
+    }
+    (void)ampi_fail(AMP_ERR_REDUCE, "reducer", "%s", r->broken);
+    return 1;
+}
+
+static void ampi_ranks_let_go(amp_ranks *r) {
+    amp_system system = r->system;
+    int last;
+    pthread_mutex_lock(&r->lock);
+    last = --r->holders == 0;
+    pthread_mutex_unlock(&r->lock);
+    if (!last) return;
+    ampi_timed_lock_destroy(&r->lock, &r->met);
+    ampi_free(&system, r->seats, r->world, sizeof *r->seats);
+    ampi_free(&system, r, 1, sizeof *r);
+}
+
+/* The seat of a context's reducer, or NULL. */
+static ampi_seat *ampi_seat_of(const amp_desc *d) {
+    return d->reducer.reduce == ampi_ranks_reduce ? (ampi_seat *)d->reducer.user : NULL;
+}
+static amp_result ampi_ranks_join(amp_context *amp) {
+    ampi_seat *seat = ampi_seat_of(&amp->desc);
+    amp_result result = AMP_OK;
+    if (seat == NULL) return AMP_OK;
+    if (!amp->backend->host_visible)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reducer is of amp_ranks, and backend %s has device memory",
+                         amp->backend->name);
+    pthread_mutex_lock(&seat->ranks->lock);
+    if (seat->ranks->broken[0] != 0)
+        result = ampi_fail(AMP_ERR_REDUCE, "amp_open", "%s; create new amp_ranks", seat->ranks->broken);
+    else if (seat->state == AMPI_SEAT_TAKEN)
+        result = ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".reducer: rank %d has an open context already",
+                           (int)seat->rank);
+    else {
+        seat->state = AMPI_SEAT_TAKEN;
+        seat->ranks->holders++;
+        amp->seated = 1;
+    }
+    pthread_mutex_unlock(&seat->ranks->lock);
+    return result;
+}
+static void ampi_ranks_leave(amp_context *amp) {
+    ampi_seat *seat = ampi_seat_of(&amp->desc);
+    if (!amp->seated) return;
+    pthread_mutex_lock(&seat->ranks->lock);
+    seat->state = AMPI_SEAT_LEFT;
+    if (seat->ranks->arrived > 0) ampi_ranks_break(seat->ranks, "rank %d has closed its context", (int)seat->rank);
+    pthread_mutex_unlock(&seat->ranks->lock);
+    ampi_ranks_let_go(seat->ranks);
+}
+
+AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc) {
+    const char *f = "amp_ranks_create";
+    amp_system system = ampi_system(desc != NULL ? &desc->system : NULL);
+    void *memory;
+    amp_ranks *r;
+    int32_t i;
+    AMPI_TRY(ampi_need(f, out && desc, "out or desc"));
+    *out = NULL;
+    if (desc->world < 1 || desc->world > AMPI_RANKS_MOST)
+        return ampi_fail(AMP_ERR_RANGE, f, ".world = %d, must be 1 to %d", (int)desc->world, AMPI_RANKS_MOST);
+    if (desc->timeout_ms < 0)
+        return ampi_fail(AMP_ERR_RANGE, f, ".timeout_ms = %d, must be 1 or more, or 0 for 60000",
+                         (int)desc->timeout_ms);
+    AMPI_TRY(ampi_alloc(&system, f, &memory, 1, sizeof *r));
+    r = (amp_ranks *)memory;
+    if (ampi_alloc(&system, f, &memory, desc->world, sizeof *r->seats) != AMP_OK) {
+        ampi_free(&system, r, 1, sizeof *r);
+        return AMP_ERR_MEMORY;
+    }
+    r->system = system;
+    r->seats = (ampi_seat *)memory;
+    r->world = desc->world;
+    r->timeout_ms = desc->timeout_ms != 0 ? desc->timeout_ms : 60000;
+    r->holders = 1;
+    for (i = 0; i < r->world; i++) { r->seats[i].ranks = r; r->seats[i].rank = i; }
+    if (ampi_timed_lock_init(&r->lock, &r->met) != 0) {
+        ampi_free(&system, r->seats, r->world, sizeof *r->seats);
+        ampi_free(&system, r, 1, sizeof *r);
+        return ampi_fail(AMP_ERR_THREAD, f, "cannot create the ranks' lock");
+    }
+    *out = r;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer *out) {
+    AMPI_TRY(ampi_need("amp_ranks_reducer", ranks && out, "ranks or out"));
+    if (rank < 0 || rank >= ranks->world)
+        return ampi_fail(AMP_ERR_RANGE, "amp_ranks_reducer", "rank = %d, must be 0 to %d", (int)rank,
+                         (int)ranks->world - 1);
+    memset(out, 0, sizeof *out);
+    out->reduce = ampi_ranks_reduce;
+    out->user = &ranks->seats[rank];
+    out->rank = rank;
+    out->world = ranks->world;
+    return AMP_OK;
+}
+
+AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
+    if (ranks == NULL) return;
+    pthread_mutex_lock(&ranks->lock);
+    ampi_ranks_break(ranks, "the ranks were destroyed");
+    pthread_mutex_unlock(&ranks->lock);
+    ampi_ranks_let_go(ranks);
 }
 
 /* ---- Opening */
@@ -11582,7 +11867,8 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     }
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
-    else result = ampi_open_threads(amp);
+    else result = ampi_ranks_join(amp);
+    if (result == AMP_OK) result = ampi_open_threads(amp);
     if (result == AMP_OK) result = ampi_open_device(amp);
     if (result == AMP_OK) result = ampi_layers_may(amp, "amp_open", d.layers, d.fallback);
     if (result == AMP_OK) result = ampi_layers_set(amp, "amp_open", d.layers);
@@ -11630,6 +11916,7 @@ AMP_API void amp_close(amp_context *amp) {
     if (amp->dev != NULL) ampi_close_device(amp);
     ampi_threads_close(amp->threads);
     amp->threads = NULL;
+    ampi_ranks_leave(amp);
     if (amp->desc.autotune_file)
         ampi_free(system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
     ampi_free(system, amp->blocks, amp->block_capacity, sizeof *amp->blocks);
@@ -19244,6 +19531,7 @@ static amp_result ampi_reduce(const amp_context *amp, void *data, int64_t count,
     ampi_backend(amp, &dev, &stream);
     code = r->reduce(r->user, data, count, dtype, op, stream);
     if (code == 0) return AMP_OK;
+    if (ampi_seat_of(ampi_settings(amp)) != NULL) return AMP_ERR_REDUCE;        /* has said why */
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "%lld x %s, %s: the hook returned %d", (long long)count,
                      amp_dtype_name(dtype), op == AMP_REDUCE_SUM ? "sum" : "max", code);
 }
@@ -22573,14 +22861,11 @@ static amp_result ampi_stopped(const char *function) {
 
 /* Waits for a worker's signal until `deadline` (monotonic ns); 0: the time is up. */
 static int ampi_queue_wait(amp_loader *l, int64_t deadline) {
-    struct timespec until;
-    int error;
-    until.tv_sec = (time_t)(deadline / 1000000000);
-    until.tv_nsec = (long)(deadline % 1000000000);
+    int in_time;
     l->waiting++;
-    error = pthread_cond_timedwait(&l->ready, &l->lock, &until);
+    in_time = ampi_wait_until(&l->ready, &l->lock, deadline);
     l->waiting--;
-    return error != ETIMEDOUT;
+    return in_time;
 }
 
 static void ampi_queue_again(amp_loader *l, ampi_slot *slot) {
@@ -22656,8 +22941,7 @@ static void ampi_loader_free(amp_loader *l) {
     if (l->desc.path != NULL) ampi_free(&s, (void *)(uintptr_t)l->desc.path, (int64_t)strlen(l->desc.path) + 1, 1);
     if (l->has_lock) {
         pthread_cond_destroy(&l->work);
-        pthread_cond_destroy(&l->ready);
-        pthread_mutex_destroy(&l->lock);
+        ampi_timed_lock_destroy(&l->lock, &l->ready);
     }
     ampi_free(&s, l, 1, sizeof *l);
 }
@@ -23072,19 +23356,10 @@ static void ampi_loader_defaults(amp_loader *l) {
 }
 
 static amp_result ampi_loader_init_lock(amp_loader *l) {
-    pthread_condattr_t monotonic;
-    int error = pthread_condattr_init(&monotonic), made = 0;
-    if (error != 0) return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
-    error = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    if (error == 0) { error = pthread_mutex_init(&l->lock, NULL); made += error == 0; }
-    if (error == 0) { error = pthread_cond_init(&l->work, NULL); made += error == 0; }
-    if (error == 0) { error = pthread_cond_init(&l->ready, &monotonic); made += error == 0; }
-    pthread_condattr_destroy(&monotonic);
-    l->has_lock = made == 3;
-    if (l->has_lock) return AMP_OK;
-    if (made > 1) pthread_cond_destroy(&l->work);
-    if (made > 0) pthread_mutex_destroy(&l->lock);
-    return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
+    int error = ampi_timed_lock_init(&l->lock, &l->ready);
+    if (error == 0 && (error = pthread_cond_init(&l->work, NULL)) != 0) ampi_timed_lock_destroy(&l->lock, &l->ready);
+    l->has_lock = error == 0;
+    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
 }
 
 static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) {

@@ -45,5 +45,5 @@ for program in $(cd tests && ls t_*.c | sed 's/\.c$//'); do
     case " $INSIDE $INSIDE_QUICK " in *" $program "*) ;; *) rest="$rest $program" ;; esac
 done
 run "asan+ubsan" "-fsanitize=address,undefined -fno-sanitize-recover=undefined" $INSIDE $INSIDE_QUICK $rest
-run "tsan" "-fsanitize=thread" t_threads t_concurrency t_lifetime t_data t_autocast t_gemm t_context t_debug_log t_differential t_recompute t_watch
+run "tsan" "-fsanitize=thread" t_threads t_concurrency t_lifetime t_data t_autocast t_gemm t_context t_debug_log t_differential t_recompute t_ranks t_watch
 closing

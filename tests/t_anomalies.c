@@ -40,6 +40,8 @@ typedef struct env {
     amp_tape *tape;
     amp_value value, other;
     amp_adapt *adapt;
+    amp_ranks *ranks;
+    amp_reducer reducer;
     void *memory[8];
     size_t memory_bytes[8];
     amp_mask_view views[3];
@@ -463,6 +465,7 @@ static void context_close(env *e) {
     }
     amp_state_destroy(e->state);
     amp_close(e->amp);
+    amp_ranks_destroy(e->ranks);
     e->amp = NULL;
 }
 
@@ -481,6 +484,14 @@ static amp_result context_queries(env *e) {
     note_number(e, memory.allocated);
     note_number(e, (int64_t)amp_param_dtype(e->amp, 0));
     return AMP_OK;
+}
+
+static amp_result ranks_create(env *e) {
+    amp_ranks_desc d;
+    memset(&d, 0, sizeof d);
+    d.world = 2;
+    d.system = *faults_system();
+    return created(amp_ranks_create(&e->ranks, &d), &e->ranks);
 }
 
 static amp_result context_step(env *e, int i) {
@@ -512,6 +523,8 @@ static amp_result context_step(env *e, int i) {
         case 23: return amp_random_save(e->amp, e->state, "here");
         case 24: return amp_random_load(e->amp, e->state, "here");
         case 25: return amp_cleanup(e->amp, &freed);
+        case 26: return ranks_create(e);
+        case 27: return amp_ranks_reducer(e->ranks, 1, &e->reducer);
         default: return DONE;
     }
 }

@@ -1,10 +1,12 @@
-/* t_ranks.c - data-parallel training over the reduction hook, with forked processes and shared memory: an overflow
- * on one rank skips on all, N ranks give the weights of one with N times the batch, ranks without gradients take
- * part, shards are disjoint and complete, restarts go on with other ranks, and a failing hook is an error. */
+/* t_ranks.c - data-parallel training over the reduction hook, with forked processes and shared memory, and with amp_ranks and
+ * threads: an overflow on one rank skips on all, N ranks give the weights of one with N times the batch, ranks without
+ * gradients take part, shards are disjoint and complete, restarts go on with other ranks; a failing hook, ranks that
+ * disagree, are late or have closed are errors on all. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
 #include <math.h>
+#include <pthread.h>
 #include <time.h>
 #include <unistd.h>
 #include <sys/mman.h>
@@ -63,6 +65,8 @@ static int reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_re
 
 static float value(int64_t i) { return (float)((unsigned)(i * 2654435761u) >> 8) / 8388608.0f - 1.0f; }
 
+static amp_ranks *together;     /* of threads of this process; NULL: the hook above */
+
 /* Trains on rows [rank * rows, ...) of a fixed problem; `bad_rank` meets an infinity in step 2,
    `idle_rank` has no gradients at all. */
 static void train(int rank, int world, int rows, int bad_rank, int idle_rank) {
@@ -75,12 +79,13 @@ static void train(int rank, int world, int rows, int bad_rank, int idle_rank) {
     amp_scaler_desc sd;
     amp_param p;
     amp_step_result outcome;
-    static float w[IN * OUT], g[IN * OUT], x[RANKS * ROWS * IN], t[RANKS * ROWS * OUT], y[RANKS * ROWS * OUT], loss;
+    float w[IN * OUT], g[IN * OUT], x[RANKS * ROWS * IN], t[RANKS * ROWS * OUT], y[RANKS * ROWS * OUT], loss;
     memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd); memset(&p, 0, sizeof p);
     desc.reducer.reduce = world > 1 ? reduce : NULL;
     desc.reducer.user = &me;
     desc.reducer.rank = rank; desc.reducer.world = world;
     desc.threads = 1;
+    if (together) CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
     CHECK_OK(amp_open(&amp, &desc));
     for (int i = 0; i < IN * OUT; i++) w[i] = value(i);
     p.name = "w"; p.weight = amp_tensor2(w, AMP_F32, OUT, IN); p.grad = amp_tensor2(g, AMP_F32, OUT, IN);
@@ -376,6 +381,211 @@ TEST(a_failing_hook_is_an_error_and_changes_nothing) {
     amp_close(amp);
 }
 
+/* ---- Ranks of one process */
+
+typedef struct thread_rank { int rank, world; void (*body)(int rank, int world); pthread_t thread; } thread_rank;
+static void *run_rank(void *arg) {
+    const thread_rank *r = (const thread_rank *)arg;
+    r->body(r->rank, r->world);
+    return NULL;
+}
+static void thread_ranks(int world, void (*body)(int rank, int world)) {
+    thread_rank ranks[RANKS];
+    amp_ranks_desc d;
+    memset(all, 0, sizeof *all); memset(&d, 0, sizeof d);
+    d.world = world; d.timeout_ms = 10000;
+    CHECK_OK(amp_ranks_create(&together, &d));
+    for (int r = 0; r < world; r++) {
+        ranks[r].rank = r; ranks[r].world = world; ranks[r].body = body;
+        CHECK_EQ(pthread_create(&ranks[r].thread, NULL, run_rank, &ranks[r]), 0);
+    }
+    for (int r = 0; r < world; r++) pthread_join(ranks[r].thread, NULL);
+    amp_ranks_destroy(together);
+    together = NULL;
+}
+
+TEST(threads_train_as_processes_do) {
+    void (*const bodies[])(int, int) = {clean_training, training_with_an_overflow, training_with_an_idle_rank};
+    static shared processes;
+    for (int world = 2; world <= RANKS; world += 2)
+        for (int b = 0; b < 3; b++) {
+            fork_ranks(world, bodies[b]);
+            processes = *all;
+            thread_ranks(world, bodies[b]);
+            for (int r = 0; r < world; r++) {
+                CHECK(memcmp(processes.weights[r], all->weights[r], sizeof all->weights[r]) == 0);
+                CHECK(processes.scale[r] == all->scale[r]);
+                CHECK_EQ(processes.skipped[r], all->skipped[r]);
+            }
+        }
+}
+
+/* One reduction in a thread of its own, without a context. */
+typedef struct one { amp_reducer reducer; void *data; int64_t count; amp_dtype dtype; amp_reduce_op op; int code; char why[512]; pthread_t thread; } one;
+static void *run_one(void *arg) {
+    one *o = (one *)arg;
+    o->code = o->reducer.reduce(o->reducer.user, o->data, o->count, o->dtype, o->op, NULL);
+    snprintf(o->why, sizeof o->why, "%s", o->code ? amp_last_error() : "");
+    return NULL;
+}
+static void run_all(amp_ranks *ranks, one *ones, int n) {
+    for (int r = 0; r < n; r++) {
+        CHECK_OK(amp_ranks_reducer(ranks, r, &ones[r].reducer));
+        CHECK_EQ(pthread_create(&ones[r].thread, NULL, run_one, &ones[r]), 0);
+    }
+    for (int r = 0; r < n; r++) pthread_join(ones[r].thread, NULL);
+}
+static amp_ranks *ranks_of(int world, int timeout_ms) {
+    amp_ranks_desc d;
+    amp_ranks *out;
+    memset(&d, 0, sizeof d);
+    d.world = world; d.timeout_ms = timeout_ms;
+    CHECK_OK(amp_ranks_create(&out, &d));
+    return out;
+}
+
+/* Every dtype and size: sums in the order of ranks, rounded once; NaN stays. */
+TEST(sums_and_maxima) {
+    enum { WORLD = 3, MOST = 1300 };
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_F64, AMP_F16, AMP_BF16};
+    static const int64_t counts[] = {1, 2, 3, 511, 513, MOST};
+    static double x[WORLD][MOST], data[WORLD][MOST], got[MOST], want[MOST];
+    amp_ranks *ranks = ranks_of(WORLD, 0);
+    one ones[WORLD];
+    for (int t = 0; t < 4 * 6 * 2; t++) {
+        amp_dtype dtype = dtypes[t % 4];
+        int64_t n = counts[t / 4 % 6];
+        amp_reduce_op op = t < 24 ? AMP_REDUCE_SUM : AMP_REDUCE_MAX;
+        memset(ones, 0, sizeof ones);
+        for (int r = 0; r < WORLD; r++) {
+            for (int64_t i = 0; i < n; i++) x[r][i] = (double)value(i * 7 + r * 1000 + t) * (i % 5 ? 1 : 300);
+            if (n > 2) x[r][n / 2] = r == 1 ? NAN : 1;
+            CHECK_OK(amp_convert(data[r], dtype, x[r], AMP_F64, n, NULL, NULL));
+            CHECK_OK(amp_convert(x[r], AMP_F64, data[r], dtype, n, NULL, NULL));
+            ones[r].data = data[r]; ones[r].count = n; ones[r].dtype = dtype; ones[r].op = op;
+        }
+        for (int64_t i = 0; i < n; i++) {
+            double both = op == AMP_REDUCE_SUM ? x[0][i] + x[1][i] : x[1][i] > x[0][i] ? x[1][i] : x[0][i];
+            want[i] = op == AMP_REDUCE_SUM ? both + x[2][i] : x[2][i] > both ? x[2][i] : both;
+        }
+        if (n > 2) want[n / 2] = NAN;
+        CHECK_OK(amp_convert(got, dtype, want, AMP_F64, n, NULL, NULL));
+        memcpy(want, got, (size_t)n * amp_dtype_size(dtype));
+        run_all(ranks, ones, WORLD);
+        for (int r = 0; r < WORLD; r++) {
+            CHECK_EQ(ones[r].code, 0);
+            CHECK_MSG(memcmp(data[r], want, (size_t)n * amp_dtype_size(dtype)) == 0, "%s, %d elements, rank %d", amp_dtype_name(dtype), (int)n, r);
+        }
+    }
+    amp_ranks_destroy(ranks);
+}
+
+/* All ranks are told the same, and nothing works any more. */
+static void fails(int world, one *ones, int n, const char *why) {
+    amp_ranks *ranks = ranks_of(world, 50);
+    amp_context *amp;
+    amp_desc d;
+    run_all(ranks, ones, n);
+    for (int r = 0; r < n; r++) CHECK_MSG(ones[r].code != 0 && strstr(ones[r].why, why), "rank %d: %d, %s", r, ones[r].code, ones[r].why);
+    memset(&d, 0, sizeof d);
+    CHECK_OK(amp_ranks_reducer(ranks, 0, &d.reducer));
+    CHECK_ERR(amp_open(&amp, &d), AMP_ERR_REDUCE);
+    amp_ranks_destroy(ranks);
+}
+TEST(ranks_that_disagree) {
+    float x[2][8] = {{1, 2, 3}, {4, 5, 6}};
+    one ones[2];
+    for (int t = 0; t < 6; t++) {
+        static const char *const why[] = {"rank 0 reduces 4 x fp32 (sum), rank 1 3 x fp32 (sum)", "rank 1 4 x bf16", "(max)",
+                                          "ranks 0 and 1 reduce the same memory", "ranks 0 and 1 reduce the same memory",
+                                          "rank 1 has not come within 50 ms"};
+        memset(ones, 0, sizeof ones);
+        for (int r = 0; r < 2; r++) { ones[r].data = x[r]; ones[r].count = 4; ones[r].dtype = AMP_F32; ones[r].op = AMP_REDUCE_SUM; }
+        if (t == 0) ones[1].count = 3;
+        if (t == 1) ones[1].dtype = AMP_BF16;
+        if (t == 2) ones[1].op = AMP_REDUCE_MAX;
+        if (t == 3) ones[1].data = x[0];
+        if (t == 4) ones[1].data = x[0] + 3;
+        fails(2, ones, t == 5 ? 1 : 2, why[t]);
+    }
+    CHECK(x[0][0] == 1 && x[1][2] == 6);
+}
+
+/* A rank closes its context while another waits, and before it comes; a rank has one context at a time. */
+static amp_ranks *waited;
+static void wait_for_the_other(int rank, int world) {
+    amp_context *amp;
+    amp_desc d;
+    one o;
+    float x = 1;
+    (void)world;
+    memset(&d, 0, sizeof d); memset(&o, 0, sizeof o);
+    d.threads = 1;
+    CHECK_OK(amp_ranks_reducer(waited, rank, &d.reducer));
+    CHECK_OK(amp_open(&amp, &d));
+    o.reducer = d.reducer; o.data = &x; o.count = 1; o.dtype = AMP_F32; o.op = AMP_REDUCE_SUM;
+    for (int i = 0; i < 2; i++) {
+        run_one(&o);
+        CHECK_MSG(o.code != 0 && strstr(o.why, "rank 1 has closed its context"), "%s", o.why);
+    }
+    amp_close(amp);
+}
+TEST(ranks_that_leave) {
+    amp_context *amp, *twice;
+    amp_desc d;
+    for (int late = 0; late < 2; late++) {
+        const struct timespec pause = {0, 20000000};
+        thread_rank other = {0, 2, wait_for_the_other, 0};
+        waited = ranks_of(2, 0);
+        memset(&d, 0, sizeof d);
+        d.threads = 1;
+        CHECK_OK(amp_ranks_reducer(waited, 1, &d.reducer));
+        CHECK_OK(amp_open(&amp, &d));
+        CHECK_ERR(amp_open(&twice, &d), AMP_ERR_CONFLICT);
+        if (late) amp_close(amp);
+        CHECK_EQ(pthread_create(&other.thread, NULL, run_rank, &other), 0);
+        if (!late) { nanosleep(&pause, NULL); amp_close(amp); }
+        pthread_join(other.thread, NULL);
+        amp_ranks_destroy(waited);
+    }
+    waited = ranks_of(2, 0);                    /* closed and opened again, destroyed before its contexts */
+    CHECK_OK(amp_ranks_reducer(waited, 1, &d.reducer));
+    for (int i = 0; i < 2; i++) { CHECK_OK(amp_open(&amp, &d)); if (i == 0) amp_close(amp); }
+    amp_ranks_destroy(waited);
+    amp_close(amp);
+}
+
+TEST(ranks_that_cannot_be) {
+    amp_ranks *ranks;
+    amp_ranks_desc d;
+    amp_reducer reducer;
+    amp_context *amp;
+    amp_backend device;
+    amp_desc open;
+    memset(&d, 0, sizeof d); memset(&open, 0, sizeof open);
+    CHECK_ERR(amp_ranks_create(&ranks, &d), AMP_ERR_RANGE);
+    d.world = 1025;
+    CHECK_ERR(amp_ranks_create(&ranks, &d), AMP_ERR_RANGE);
+    d.world = 2; d.timeout_ms = -1;
+    CHECK_ERR(amp_ranks_create(&ranks, &d), AMP_ERR_RANGE);
+    CHECK_ERR(amp_ranks_create(NULL, &d), AMP_ERR_NULL);
+    CHECK_ERR(amp_ranks_create(&ranks, NULL), AMP_ERR_NULL);
+    d.timeout_ms = 0;
+    CHECK_OK(amp_ranks_create(&ranks, &d));
+    CHECK_ERR(amp_ranks_reducer(ranks, 2, &reducer), AMP_ERR_RANGE);
+    CHECK_ERR(amp_ranks_reducer(ranks, -1, &reducer), AMP_ERR_RANGE);
+    CHECK_ERR(amp_ranks_reducer(NULL, 0, &reducer), AMP_ERR_NULL);
+    CHECK_ERR(amp_ranks_reducer(ranks, 0, NULL), AMP_ERR_NULL);
+    CHECK_OK(amp_ranks_reducer(ranks, 0, &open.reducer));
+    device = *amp_cpu();
+    device.name = "device"; device.host_visible = 0;
+    open.backend = &device;
+    CHECK_ERR(amp_open(&amp, &open), AMP_ERR_UNSUPPORTED);
+    CHECK(strstr(amp_last_error(), "backend device has device memory") != NULL);
+    amp_ranks_destroy(ranks);
+    amp_ranks_destroy(NULL);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     all = (shared *)mmap(NULL, sizeof *all, PROT_READ | PROT_WRITE, MAP_SHARED | 0x20 /* MAP_ANONYMOUS */, -1, 0);
@@ -383,5 +593,6 @@ int main(int argc, char **argv) {
     RUN(ranks_equal_one_process_with_the_whole_batch); RUN(an_overflow_on_one_rank_skips_on_all);
     RUN(ranks_without_gradients_take_part);
     RUN(shards_are_disjoint_and_complete); RUN(restarts_with_ranks); RUN(a_failing_hook_is_an_error_and_changes_nothing);
+    RUN(threads_train_as_processes_do); RUN(sums_and_maxima); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
     return TEST_END();
 }
