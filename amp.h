@@ -18219,8 +18219,11 @@ static amp_result ampi_tape_tell(amp_tape *t, int64_t at, int64_t *told) {
     amp_autocast_desc outside = ampi_outside(t->object.amp);
     for (; *told < t->n_finals && t->finals[*told].at <= at; ++*told) {
         amp_param *p = t->finals[*told].param;
-        ampi_callback callback = ampi_callback_begin(&outside);
-        amp_result result = t->desc.grad_ready(t->desc.user, p);
+        ampi_callback callback;
+        amp_result result;
+        if (!p->grad_live) continue;        /* frozen since it was recorded */
+        callback = ampi_callback_begin(&outside);
+        result = t->desc.grad_ready(t->desc.user, p);
         AMPI_TRY(ampi_callback_end(t, &callback, t->function, p->name, "grad_ready", result));
     }
     return AMP_OK;

@@ -56,8 +56,8 @@ static void faults_arm(const fault *f, int64_t n, fault_style style) {
     __atomic_store_n(&faults.armed, f, __ATOMIC_SEQ_CST);
 }
 static void faults_disarm(void) { __atomic_store_n(&faults.armed, (const fault *)NULL, __ATOMIC_SEQ_CST); }
-static void faults_pause(int on) { __atomic_store_n(&faults.paused, on, __ATOMIC_SEQ_CST); }
-static int64_t faults_fired(void) { return __atomic_load_n(&faults.fired, __ATOMIC_SEQ_CST); }
+static __attribute__((unused)) void faults_pause(int on) { __atomic_store_n(&faults.paused, on, __ATOMIC_SEQ_CST); }
+static __attribute__((unused)) int64_t faults_fired(void) { return __atomic_load_n(&faults.fired, __ATOMIC_SEQ_CST); }
 
 /* The fault that this call meets, or NULL. */
 static const fault *faults_meet(fault_kind kind) {
@@ -280,7 +280,7 @@ static const fault all_faults[] = {
 };
 enum { ALL_FAULTS = sizeof all_faults / sizeof *all_faults };
 
-static int fault_wants(const fault *f, amp_result r) {
+static __attribute__((unused)) int fault_wants(const fault *f, amp_result r) {
     int i;
     for (i = 0; i < 3; i++)
         if (f->wanted[i] == r && r != AMP_OK) return 1;
@@ -291,6 +291,6 @@ static int fault_wants(const fault *f, amp_result r) {
 static int faults_balanced(void) {
     return faults.blocks == 0 && faults.bytes == 0 && faults.files == 0 && faults.threads == 0 && faults.damaged == 0;
 }
-static void faults_forget(void) { faults.blocks = faults.bytes = faults.files = faults.threads = faults.damaged = 0; }
+static __attribute__((unused)) void faults_forget(void) { faults.blocks = faults.bytes = faults.files = faults.threads = faults.damaged = 0; }
 
 #endif

@@ -962,7 +962,7 @@ TEST(nothing_given) {
     CHECK_ERR(amp_tensor_create(amp, NULL, AMP_F32, shape, 1), AMP_ERR_NULL);
     CHECK_ERR(amp_tape_create(NULL, &tape, NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_tape_create(amp, NULL, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_tape_create(amp, &tape, &(amp_tape_desc){.memory_budget = -1}), AMP_ERR_RANGE);
+    CHECK_ERR(amp_tape_create(amp, &(amp_tape *){NULL}, &(amp_tape_desc){.memory_budget = -1}), AMP_ERR_RANGE);
     CHECK_ERR(amp_tape_backward(NULL, 1, NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_tape_finish(NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_tape_tensor(NULL, 1, &t), AMP_ERR_NULL);
@@ -1976,6 +1976,138 @@ TEST(one_function_is_verified_checked_and_tuned) {
     close_context();
 }
 
+/* ---- Random programs: calls in any order, on any tape, from any thread, with values of others and of earlier steps.  Each
+   ends in a result, nothing stays open or allocated, and then a step has the bits that it always had. */
+
+enum { P_TAPES = 3, P_VALUES = 24, P_OLD = 32, P_CALLS = 60 };
+static struct {
+    amp_tape *tapes[P_TAPES];
+    amp_value values[P_TAPES][P_VALUES], loss[P_TAPES], old[P_OLD];
+    int64_t n[P_TAPES], n_old, results[2], runs;
+} prog;
+static amp_value any_value(int at) {
+    if (draw(80) == 0) return draw(3) ? prog.old[draw(P_OLD)] : (amp_value)draw(1000);
+    if (draw(120) == 0) at = (int)draw(P_TAPES);
+    return prog.n[at] > 0 ? prog.values[at][draw(prog.n[at])] : 0;
+}
+static amp_result program_result(amp_result r) {
+    CHECK_MSG(r == AMP_OK || (strcmp(amp_result_text(r), "unknown result") != 0 && amp_last_error()[0] != 0), "%d: %s", (int)r, amp_last_error());
+    prog.results[r != AMP_OK]++;
+    return r;
+}
+static void program_record(int at) {
+    static float zeros[GR * GC];
+    amp_tensor batch = amp_tensor2(graph_input, AMP_F32, GR, GC), target = amp_tensor2(zeros, AMP_F32, GR, GC), like;
+    amp_value v[P_VALUES], made;
+    int64_t n = prog.n[at];
+    for (int64_t i = 0; i < n; i++) v[i] = draw(60) ? prog.values[at][i] : any_value(at);
+    if (n == 0 || draw(12) == 0) made = draw(2) ? amp_tape_variable(tape, &batch) : amp_tape_input(tape, &batch);
+    else if (draw(12) == 0) made = amp_tape_concat(tape, any_value(at), any_value(at), (int32_t)draw(3));
+    else made = graph_node(v, n);
+    if (made != 0 && n < P_VALUES) prog.values[at][prog.n[at]++] = made;
+    if (n > 0 && amp_tape_tensor(tape, v[n - 1], &like) == AMP_OK) target.dtype = like.dtype;
+    if (n > 0 && draw(3) == 0) prog.loss[at] = amp_tape_mse(tape, v[n - 1], amp_tape_input(tape, &target), AMP_REDUCTION_MEAN);
+    prog.old[prog.n_old++ % P_OLD] = made;
+}
+static void program_call(int at) {
+    static char text[512];
+    amp_autocast_desc region = {.mode = draw(6) == 0 ? AMP_MODE_INFERENCE : AMP_MODE_DEFAULT, .dtype = draw(2) ? AMP_F32 : AMP_BF16};
+    amp_tape_desc desc = {.memory_budget = draw(2) ? 0 : 256 * (1 + draw(40)), .grad_ready = draw(2) ? tell : NULL, .user = &told};
+    amp_tape_node_info info;
+    amp_value loss = draw(8) ? prog.loss[at] : any_value(at);
+    amp_tensor t;
+    int64_t bytes;
+    tape = prog.tapes[at];
+    told.n = 0;
+    if (tape == NULL && draw(10)) {
+        program_result(amp_tape_create(amp, &prog.tapes[at], &desc));
+        tape = prog.tapes[at];
+    }
+    if (prog.n[at] == 0 && draw(10) && program_result(amp_tape_begin(tape, draw(2) ? &region : NULL)) == AMP_OK) prog.loss[at] = 0;
+    switch (draw(30)) {
+        case 0:
+            if (tape != NULL) amp_tape_destroy(tape);
+            prog.tapes[at] = NULL;
+            prog.n[at] = 0;
+            break;
+        case 1:
+            if (program_result(amp_tape_begin(tape, draw(2) ? &region : NULL)) == AMP_OK) prog.n[at] = 0, prog.loss[at] = 0;
+            break;
+        case 5: (void)amp_tape_keep(tape, any_value(at)); break;
+        case 6:
+            amp_tape_checkpoint_begin(tape);
+            if (draw(8)) { (void)amp_tape_activation(tape, any_value(at), NULL, AMP_ACT_GELU); amp_tape_checkpoint_end(tape); }
+            break;
+        case 7: if (draw(8) == 0) amp_tape_checkpoint_end(tape); break;
+        case 2: case 3:
+            prog.runs += program_result(amp_tape_backward(tape, loss, NULL)) == AMP_OK;
+            if (draw(4)) prog.n[at] = 0;            /* and perhaps twice */
+            break;
+        case 11: (void)program_result(amp_tape_forward(tape, loss, NULL)); break;
+        case 12: if (draw(3) == 0) (void)program_result(amp_tape_finish(tape)); break;
+        case 13: if (draw(3) == 0) (void)program_result(amp_tape_plan(tape, draw(3) ? loss : 0, &bytes)); break;
+        case 14:
+            (void)program_result(amp_tape_tensor(tape, any_value(at), &t));
+            (void)program_result(amp_tape_gradient(tape, any_value(at), &t));
+            break;
+        case 15:
+            (void)amp_tape_text(tape, text, sizeof text);
+            (void)amp_tape_dot(tape, text, sizeof text);
+            if (tape != NULL) (void)program_result(amp_tape_node(tape, draw(30), &info));
+            break;
+        case 16: if (draw(4) == 0) (void)program_result(draw(2) ? amp_autocast_begin(amp, &region) : amp_autocast_end(amp)); break;
+        case 17: amp_tape_store(tape, (amp_dtype)draw(8)); break;
+        case 18: if (tape != NULL) (void)program_result(amp_tape_time(tape, (int32_t)draw(2))); break;
+        case 19: (void)program_result(amp_model_freeze(model, draw(2) ? "p0" : "p*", (int32_t)(draw(4) == 0))); break;
+        default: for (int i = 0; i < 3; i++) program_record(at);
+    }
+}
+static void *program_elsewhere(void *at) { program_call(*(int *)at); return NULL; }
+
+TEST(random_programs) {
+    static float first[G_GRADIENTS], after[G_GRADIENTS], values[(G_NODES + 1) * GR * GC];
+    int64_t there[G_NODES + 2];
+    amp_memory_info memory;
+    int64_t bytes[2] = {0, 0};
+    amp_desc desc = {.dtype = AMP_BF16, .threads = 1, .logger.level = AMP_LOG_OFF};
+    CHECK_OK(amp_open(&amp, &desc));
+    graph_parameters();
+    amp_tape_destroy(tape);
+    for (int64_t program = 0; program < 3000; program++) {
+        if (program % 100 == 0) {               /* the step that all programs leave as it was */
+            graph_seed = 1003;
+            graph_start();
+            CHECK_OK(amp_model_freeze(model, "p*", 0));
+            tape = NULL;
+            told_tape(tell);
+            graph_run(G_PLAIN, program ? after : first, values, there);
+            amp_tape_destroy(tape);
+            CHECK_MSG(!program || memcmp(first, after, sizeof first) == 0, "after program %d", (int)program);
+            CHECK_OK(amp_memory(amp, &memory));
+            bytes[program > 0] = memory.allocated - memory.cast_cache;
+            CHECK_EQ(bytes[program > 0], bytes[0]);
+        }
+        memset(prog.tapes, 0, sizeof prog.tapes);
+        memset(prog.n, 0, sizeof prog.n);
+        graph_seed = (uint64_t)(70000 + program);
+        graph_drawn = 0;
+        for (int i = 0; i < P_CALLS; i++) {
+            int at = (int)(draw(4) ? 0 : draw(P_TAPES));
+            pthread_t thread;
+            if (draw(50)) program_call(at);
+            else CHECK(pthread_create(&thread, NULL, program_elsewhere, &at) == 0 && pthread_join(thread, NULL) == 0);
+        }
+        for (int i = 0; i < P_TAPES; i++) amp_tape_destroy(prog.tapes[i]);
+        for (int i = 0; i < P_CALLS && amp_autocast_active(amp, NULL); i++) CHECK_OK(amp_autocast_end(amp));
+        CHECK(!amp_autocast_active(amp, NULL));
+        for (int i = 0; i < G_PARAMS; i++) dw[i].grad_live = 0;
+    }
+    CHECK_MSG(prog.runs > 500 && prog.results[0] > 5000 && prog.results[1] > 5000, "%d backwards, %d calls that worked, %d that failed",
+              (int)prog.runs, (int)prog.results[0], (int)prog.results[1]);
+    tape = NULL;
+    close_context();
+}
+
 /* ---- Edges */
 
 
@@ -2133,6 +2265,7 @@ int main(int argc, char **argv) {
     RUN(gradients_are_told_when_they_are_final);
     RUN(budgets_hold_with_the_same_bits);
     RUN(random_graphs_fit_their_budgets);
+    RUN(random_programs);
     RUN(one_function_is_verified_checked_and_tuned);
     RUN(models_save_and_load);
     RUN(initialisers);

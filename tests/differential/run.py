@@ -36,6 +36,21 @@ def cpu_model():
     return platform.processor() or platform.machine()
 
 
+def write_record(part, seed, counts, listed, seconds, result, passed, corpus_bytes=0):
+    compiler = subprocess.run([os.environ.get("CC", "cc"), "--version"], capture_output=True, text=True).stdout
+    import torch
+    record = {"command": f"make differential SEED={seed}", "part": part, "seed": seed, "pytorch": torch.__version__,
+              "compiler": compiler.splitlines()[0] if compiler else "unknown", "cpu": cpu_model(),
+              "corpus_bytes": corpus_bytes, "counts": counts, "listed": listed, "seconds": seconds, "result": result,
+              "passed": passed}
+    path = f"tests/records/differential_{part}-{datetime.date.today()}.json"
+    os.makedirs("tests/records", exist_ok=True)
+    with open(path, "w") as f:
+        json.dump(record, f, indent=2)
+        f.write("\n")
+    print(f"{path}: {result}")
+
+
 def main():
     seed, part, program = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     corpus, counts, listed = f"build/fuzz_{part}.corpus", {}, []
@@ -44,18 +59,8 @@ def main():
     replayed = 0.0
     if status == 0:
         status, replayed, last = run([program, corpus], counts, listed)
-    compiler = subprocess.run([os.environ.get("CC", "cc"), "--version"], capture_output=True, text=True).stdout
-    import torch
-    record = {"command": f"make differential SEED={seed}", "part": part, "seed": seed, "pytorch": torch.__version__,
-              "compiler": compiler.splitlines()[0] if compiler else "unknown", "cpu": cpu_model(),
-              "corpus_bytes": os.path.getsize(corpus) if os.path.exists(corpus) else 0, "counts": counts, "listed": listed,
-              "seconds": {"oracle": made, "replay": replayed}, "result": last, "passed": status == 0}
-    path = f"tests/records/differential_{part}-{datetime.date.today()}.json"
-    os.makedirs("tests/records", exist_ok=True)
-    with open(path, "w") as f:
-        json.dump(record, f, indent=2)
-        f.write("\n")
-    print(f"{path}: {last}")
+    write_record(part, seed, counts, listed, {"oracle": made, "replay": replayed}, last, status == 0,
+                 os.path.getsize(corpus) if os.path.exists(corpus) else 0)
     sys.exit(status)
 
 
