@@ -2,7 +2,7 @@
 
     python tests/differential/tape.py SEED PROGRAM [GRAPHS]      (from the project root)
 
-PROGRAM (tests/t_differential_tape.c) writes GRAPHS graphs, 2,000 unless told otherwise, of up to 60 nodes, in fp32, fp16 and
+PROGRAM (tests/t_differential_tape.c) writes GRAPHS graphs, 2,300 unless told otherwise (of which 2,000 are compared), of up to 60 nodes, in fp32, fp16 and
 bf16, each with 16 sets of numbers, the loss and all gradients.  Here each is built again in PyTorch, twice: in fp64, and with
 everything stored in the graph's dtype.  The numbers fit the dtype, so that both begin with the same.
 
@@ -181,7 +181,7 @@ def compare(graph, sets, dtype, scale, roundoff):
 def main():
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    seed, program, total = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 2000
+    seed, program, total = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 2300
     first, start, counts, listed = (seed - 1) * total, time.time(), {}, []
     logs = {dtype: [] for dtype, _, _ in DTYPES}
     worst = {dtype: 0.0 for dtype, _, _ in DTYPES}
@@ -210,7 +210,7 @@ def main():
         counts[f"{name}.compared"] = len(logs[dtype])
         counts[f"{name}.largest_error_over_bar"] = round(worst[dtype], 3)
         counts[f"{name}.geometric_mean_over_pytorch"] = round(ratio, 3)
-        passed = passed and len(logs[dtype]) > 0.6 * total and (dtype == torch.float32 or ratio <= 1.2)
+        passed = passed and len(logs[dtype]) > 0.8 * total and (dtype == torch.float32 or ratio <= 1.2)
     compared = time.time() - start
     failing = {}
     status, under, last = runner.run([program, "--graphs", str(total)], failing, listed)
