@@ -1343,8 +1343,8 @@ typedef struct amp_tape_desc {
     int64_t memory_budget;
     /* Called in backward once for each parameter that gets a gradient, as soon as that is final: of a weight used twice
        after both.  On a device it is what the context's stream has then written.  The order is that in which backward
-       ends them, the same in every step of a graph; what no backward reaches is not told.  Each micro-batch tells anew.
-       Another result than AMP_OK ends the step. */
+       ends them, the same in every step of a graph; what no backward reaches is not told.  Each micro-batch tells anew;
+       the launch of a captured graph does not.  Another result than AMP_OK ends the step. */
     amp_result (*grad_ready)(void *user, amp_param *param);
     void *user;
 } amp_tape_desc;
