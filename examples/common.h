@@ -1583,13 +1583,52 @@ static inline void tape_profile(profile *p, const amp_tape *tape, int pass, cons
     }
 }
 
+#include "llama.h"
+
+/* A Llama as a gpt: below, after gpt.h. */
+struct gpt;
+struct gpt_config;
+static inline int gpt_llama_is_valid(const struct gpt_config *c);
+static inline void gpt_llama_describe(struct gpt *g);
+static inline amp_value gpt_llama_body(struct gpt *g, const int32_t *ids, int64_t batch, int64_t seq);
+
 #include "gpt.h"
+
+static inline llama_config gpt_as_llama(const gpt_config *c) {
+    llama_config like;
+    like.vocab = c->vocab; like.positions = c->positions; like.channels = c->channels; like.hidden = c->hidden;
+    like.layers = c->layers; like.heads = c->heads; like.kv_heads = c->kv_heads;
+    like.base = c->base; like.eps = (double)c->eps;
+    return like;
+}
+static inline int gpt_llama_is_valid(const struct gpt_config *c) {
+    llama_config like = gpt_as_llama(c);
+    return llama_is_valid(&like);
+}
+static inline void gpt_llama_describe(struct gpt *g) {
+    int64_t shape[2], i;
+    char name[80];
+    g->as_llama.config = gpt_as_llama(&g->config);
+    g->as_llama.amp = g->amp;
+    for (i = 0; i < llama_count(&g->as_llama.config); i++) {
+        llama_describe(&g->as_llama.config, i, name, shape);
+        parameters_add(&g->own, shape[1] == 0, shape[0], shape[1], "%s", name)->embedding = i == 0;
+    }
+    g->as_llama.params = g->own.at; g->as_llama.n_params = g->own.n;
+}
+static inline amp_value gpt_llama_body(struct gpt *g, const int32_t *ids, int64_t batch, int64_t seq) {
+    amp_tensor tokens = amp_tensor2((void *)(uintptr_t)ids, AMP_I32, batch, seq);
+    g->as_llama.stream = gpt_dtype(&g->config, GPT_STREAM);
+    g->as_llama.inner = g->config.activations;
+    g->as_llama.recompute = g->config.recompute;
+    return llama_body(&g->as_llama, g->tape, &tokens);
+}
 
 static const char *const gpt_tensor_names[GPT_TENSORS] = {"stream", "norm", "attention", "mlp", "branch"};
 
-/* 1 for Hugging Face's Conv1D weights: the matrices of the blocks. */
+/* 1 for Hugging Face's Conv1D weights: the matrices of GPT-2's blocks. */
 static inline int gpt_is_conv1d(const gpt *g, int64_t i) {
-    return i >= 2 && i < g->n_params - 2 && g->params[i].weight.ndim == 2;
+    return g->config.kv_heads == 0 && i >= 2 && i < g->n_params - 2 && g->params[i].weight.ndim == 2;
 }
 
 static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) {
@@ -1613,7 +1652,8 @@ static inline amp_result gpt_init(gpt *g, uint64_t seed) {
             double deviation = strstr(name, "c_proj") != NULL ? 0.02 / sqrt(2.0 * (double)g->config.layers) : 0.02;
             random_normal(values, count, seed, (uint64_t)i + 1, (float)deviation);
         } else {
-            float value = strstr(name, "ln_") != NULL && strstr(name, ".weight") != NULL ? 1.0f : 0.0f;
+            int norm = strstr(name, "ln_") != NULL || strstr(name, "norm") != NULL;
+            float value = norm && strstr(name, ".weight") != NULL ? 1.0f : 0.0f;
             for (k = 0; k < count; k++) values[k] = value;
         }
         result = gpt_set(g, i, values);
@@ -1642,7 +1682,7 @@ static inline amp_dtype gpt_compute(const gpt *g) {
     amp_tape_node_info node;
     int64_t i;
     for (i = 0; amp_tape_node(g->tape, i, &node) == AMP_OK; i++)
-        if (strncmp(node.op, "linear", 6) == 0 && node.layer == g->params[0].name) return node.compute;
+        if (strncmp(node.op, "linear", 6) == 0 && node.layer == g->head->name) return node.compute;
     return AMP_F32;
 }
 
@@ -1775,10 +1815,27 @@ static inline amp_result gpt_read_config(model_config *m, gpt_config *c) {
     return config_dropout(m, "attn_pdrop");
 }
 
+/* In llama_files.h. */
+static inline amp_result llama_open_config(model_config *m, const st_file *tensors, const char *path, llama_config *c);
+
+/* The same of a Llama.  tensors NULL: m is its text already. */
+static inline amp_result gpt_read_llama(model_config *m, const st_file *tensors, const char *path, gpt_config *c) {
+    llama_config like;
+    memset(&like, 0, sizeof like);
+    TRY(llama_open_config(m, tensors, path, &like));
+    c->vocab = like.vocab; c->positions = like.positions; c->channels = like.channels; c->hidden = like.hidden;
+    c->layers = like.layers; c->heads = like.heads; c->kv_heads = like.kv_heads;
+    c->base = like.base; c->eps = (float)like.eps;
+    c->act = AMP_ACT_GELU;          /* of nothing, as gpt_create has it */
+    return AMP_OK;
+}
+
 static inline amp_result gpt_file_shape(gpt_file *file, const char *path) {
     const st_tensor *wte = gpt_file_find(file, "transformer.wte.weight"),
                     *wpe = gpt_file_find(file, "transformer.wpe.weight");
     gpt_config *c = &file->config;
+    if (st_find(&file->tensors, "model.embed_tokens.weight") != NULL)
+        return gpt_read_llama(&file->described, &file->tensors, path, c);
     if (wte == NULL || wpe == NULL || wte->ndim != 2 || wpe->ndim != 2 || wte->shape[1] != wpe->shape[1])
         return example_fail(AMP_ERR_FORMAT,
                             "%s: not a GPT-2: wte.weight and wpe.weight are missing or do not match", path);
@@ -1919,9 +1976,10 @@ static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
     const st_tensor *t;
     float *values, *scratch;
     amp_result result = AMP_OK;
-    if (file->llmc == 0) TRY(gpt_file_check_tied(file));
+    if (file->llmc == 0 && file->config.kv_heads == 0) TRY(gpt_file_check_tied(file));
     if (file->config.vocab != g->config.vocab || file->config.positions != g->config.positions ||
-        file->config.channels != g->config.channels || file->config.layers != g->config.layers)
+        file->config.channels != g->config.channels || file->config.layers != g->config.layers ||
+        file->config.hidden != g->config.hidden || file->config.kv_heads != g->config.kv_heads)
         return example_fail(AMP_ERR_SHAPE,
                             "the file holds another model: %lld tokens, %lld positions, %lld channels, %lld layers",
                             (long long)file->config.vocab, (long long)file->config.positions,
@@ -2058,11 +2116,17 @@ static inline void config_own_put(config_own *own, const char *key, config_how h
     own->longer = NULL;
 }
 
+static inline void llama_config_text(const llama_config *c, const char *source, text_buffer *b);
+
 /* The config.json that transformers' from_pretrained needs beside model.safetensors. */
 static inline void gpt_config_text(const gpt *g, text_buffer *b) {
     const gpt_config *c = &g->config;
     config_own own[20];
     int n = 0;
+    if (c->kv_heads > 0) {
+        llama_config_text(&g->as_llama.config, g->json, b);
+        return;
+    }
     config_own_put(&own[n++], "architectures", CONFIG_SET, "[\"GPT2LMHeadModel\"]");
     config_own_put(&own[n++], "dtype", CONFIG_REPLACE, "\"float32\"");
     config_own_put(&own[n++], "torch_dtype", CONFIG_REPLACE, "\"float32\"");
@@ -2187,7 +2251,7 @@ static inline amp_result gpt_save_state(gpt *g, amp_state *state) {
     for (i = 0; i < g->n_params; i++) {
         const amp_tensor *w = &g->params[i].weight;
         int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
-        char key[64 + 8];
+        char key[80 + 8];
         void *scratch = malloc((size_t)bytes);
         amp_result result = scratch != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
         snprintf(key, sizeof key, "weight.%s", g->params[i].name);
@@ -2205,7 +2269,7 @@ static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
     int64_t i, bytes, largest = 1;
     amp_result result = AMP_OK;
     amp_dtype dtype;
-    char key[64 + 8];
+    char key[80 + 8];
     void *scratch;
     for (i = 0; i < g->n_params; i++) {
         const amp_tensor *w = &g->params[i].weight;
@@ -2294,6 +2358,8 @@ static inline amp_result st_save_params(const char *path, amp_context *amp, cons
     return result;
 }
 
+#include "llama_files.h"
+
 /* ==== 6 Sampling ================================================================================= */
 
 /* How the next token is drawn.  temperature 0: the most likely one; top_k 0: from all tokens. */
@@ -2336,7 +2402,7 @@ static inline int32_t sample_token(const sampler *s, float *logits, float *scrat
 static inline amp_result gpt_forward(gpt *g, const int32_t *ids, int64_t batch, int64_t seq, int last) {
     amp_value x;
     TRY(tape_begin(g->tape, 0));
-    x = gpt_body(g, ids, batch, seq);
+    x = g->config.kv_heads > 0 ? gpt_llama_body(g, ids, batch, seq) : gpt_body(g, ids, batch, seq);
     gpt_head(g, last ? amp_tape_split(g->tape, x, 1, seq - 1, 1) : x);
     return amp_tape_finish(g->tape);
 }

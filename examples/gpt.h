@@ -22,17 +22,17 @@ typedef struct gpt_config {
     float eps;                      /* of LayerNorm; 0: 1e-5 */
     /* 1: attention's scores are not divided by sqrt(channels / heads); but by the number of the block, from 1 */
     int32_t unscaled, by_layer;
+    int64_t hidden, kv_heads; double base;  /* kv_heads not 0: a Llama of llama.h instead, with these */
 } gpt_config;
 
 typedef struct gpt {
     gpt_config config;
     parameters own;                 /* wte, wpe, 12 for each block, ln_f.weight, ln_f.bias */
     amp_param *params; int64_t n_params;    /* the same */
-    amp_context *amp;
-    amp_tape *tape;
+    llama as_llama; amp_param *head;        /* if it is one; the output weights */
+    amp_context *amp; amp_tape *tape;
     int64_t memory_bytes;                   /* of the tape, in a training step */
-    amp_value logits, loss;                 /* of the last pass */
-    float *loss_value;                      /* where that loss lies */
+    amp_value logits, loss; float *loss_value;      /* of the last pass; where that loss lies */
     amp_optimizer *optimizer;       /* sets weights, so that masters keep full precision; or NULL */
     char *json;                     /* the config.json it came with, or NULL */
 } gpt;
@@ -104,17 +104,17 @@ static inline amp_value gpt_body(gpt *g, const int32_t *ids, int64_t batch, int6
 
 /* The logits of what gpt_body returns. */
 static inline amp_value gpt_head(gpt *g, amp_value x) {
-    return g->logits = amp_tape_linear(gpt_tape(g, GPT_LOGITS), x, g->params, NULL, AMP_ACT_NONE);
+    return g->logits = amp_tape_linear(gpt_tape(g, GPT_LOGITS), x, g->head, NULL, AMP_ACT_NONE);
 }
 
 /* The mean loss of ids [batch, seq] against labels of the same shape. */
 static inline amp_value gpt_record(gpt *g, const int32_t *ids, const int32_t *labels, int64_t batch, int64_t seq) {
     amp_linear_cross_entropy_op fused;
-    amp_value x = gpt_body(g, ids, batch, seq);
+    amp_value x = g->config.kv_heads > 0 ? gpt_llama_body(g, ids, batch, seq) : gpt_body(g, ids, batch, seq);
     memset(&fused, 0, sizeof fused);
     fused.logits = gpt_dtype(&g->config, GPT_LOGITS);
     if (!g->config.fused_loss) return g->loss = amp_tape_cross_entropy(g->tape, gpt_head(g, x), labels, NULL);
-    return g->loss = amp_tape_linear_cross_entropy(g->tape, x, g->params, NULL, labels, &fused);
+    return g->loss = amp_tape_linear_cross_entropy(g->tape, x, g->head, NULL, labels, &fused);
 }
 
 /* ---- The model */
@@ -161,10 +161,12 @@ static inline amp_result gpt_create(gpt *g, amp_context *amp, const gpt_config *
     g->amp = amp;
     if (c->vocab < 1 || c->positions < 1 || c->channels < 1 || c->heads < 1 || c->layers < 1 || c->batch < 1 ||
         c->seq < 1 || c->vocab > INT32_MAX || c->positions > INT32_MAX || c->channels > 1 << 20 || c->layers > 10000 ||
-        c->batch > INT32_MAX / c->seq)
+        c->batch > INT32_MAX / c->seq || (c->kv_heads != 0 && !gpt_llama_is_valid(c)))
         return example_fail(AMP_ERR_RANGE, "a dimension of the model is outside its range");
     TRY(parameters_open(&g->own, amp, 4 + GPT_PARTS * c->layers));
-    gpt_describe(g);
+    if (c->kv_heads > 0) gpt_llama_describe(g);
+    else gpt_describe(g);
+    g->head = &g->own.at[c->kv_heads > 0 ? g->own.n - 1 : 0];
     g->params = g->own.at; g->n_params = g->own.n;
     result = parameters_allocate(&g->own);
     if (result == AMP_OK) result = gpt_reshape(g, c->batch, c->activations);

@@ -8,8 +8,6 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"
-#include "llama.h"
-#include "llama_files.h"
 
 enum { VOCAB = 256, BATCH = 8, SEQ = 96, SAMPLE = 200 };
 #define CHECK(call) do { if ((call) != AMP_OK) { fprintf(stderr, "%s\n", example_error()); exit(1); } } while (0)

@@ -45,6 +45,12 @@ static inline amp_result llama_read_config(model_config *m, llama_config *c) {
     return config_dropout(m, "attention_dropout");
 }
 
+/* The same of a file, or of a text that was one. */
+static inline amp_result llama_open_config(model_config *m, const st_file *tensors, const char *path, llama_config *c) {
+    TRY(tensors != NULL ? config_open(m, tensors, path, &llama_config_rules) : config_check(m, &llama_config_rules));
+    return llama_read_config(m, c);
+}
+
 /* Makes the model that a file holds, with its weights. */
 static inline amp_result llama_load(llama *m, amp_context *amp, const char *path) {
     model_config described = {"", NULL, 0, 0, ""};
@@ -56,8 +62,7 @@ static inline amp_result llama_load(llama *m, amp_context *amp, const char *path
     memset(m, 0, sizeof *m);
     TRY(amp_file_read_all(NULL, path, &data, &bytes));
     result = st_open(&file, data, bytes);
-    if (result == AMP_OK) result = config_open(&described, &file, path, &llama_config_rules);
-    if (result == AMP_OK) result = llama_read_config(&described, &config);
+    if (result == AMP_OK) result = llama_open_config(&described, &file, path, &config);
     if (result == AMP_OK) result = llama_create(m, amp, config, 0);
     if (result == AMP_OK) result = st_load_params(&file, amp, m->params, m->n_params);
     if (result != AMP_OK) llama_free(m);
@@ -67,17 +72,33 @@ static inline amp_result llama_load(llama *m, amp_context *amp, const char *path
     return result;
 }
 
+/* The config.json for transformers; source: the one that the model came with, or NULL. */
+static inline void llama_config_text(const llama_config *c, const char *source, text_buffer *b) {
+    config_own own[20];
+    int n = 0, i;
+    config_own_put(&own[n++], "architectures", CONFIG_SET, "[\"LlamaForCausalLM\"]");
+    config_own_put(&own[n++], "dtype", CONFIG_REPLACE, "\"float32\"");
+    config_own_put(&own[n++], "torch_dtype", CONFIG_REPLACE, "\"float32\"");
+    config_own_put(&own[n++], "model_type", CONFIG_ADD, "\"llama\"");
+    config_own_put(&own[n++], "hidden_act", CONFIG_ADD, "\"silu\"");
+    config_own_put(&own[n++], "tie_word_embeddings", CONFIG_ADD, "false");
+    for (i = 0; i < LLAMA_SIZES; i++)
+        config_own_put(&own[n++], llama_sizes[i].key, CONFIG_ADD, "%lld",
+                       (long long)*(const int64_t *)(const void *)((const char *)c + llama_sizes[i].place));
+    config_own_put(&own[n++], "rms_norm_eps", CONFIG_ADD, "%.9g", c->eps);
+    if (source == NULL) {
+        config_own_put(&own[n++], "rope_theta", CONFIG_ADD, "%.17g", c->base);
+        config_own_put(&own[n++], "bos_token_id", CONFIG_ADD, "null");
+        config_own_put(&own[n++], "eos_token_id", CONFIG_ADD, "null");
+    }
+    config_merge(b, source, own, n);
+}
+
 /* Writes the weights, and the config.json to lie beside them unless its path is NULL. */
 static inline amp_result llama_save(const llama *m, const char *path, const char *config_path) {
     text_buffer b = {NULL, 0, 0, 0};
     amp_result result;
-    int i;
-    text_add(&b, "{\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"llama\", \"hidden_act\": \"silu\", "
-             "\"tie_word_embeddings\": false, \"bos_token_id\": null, \"eos_token_id\": null, \"dtype\": \"float32\"");
-    for (i = 0; i < LLAMA_SIZES; i++)
-        text_add(&b, ", \"%s\": %lld", llama_sizes[i].key,
-                 (long long)*(const int64_t *)(const void *)((const char *)&m->config + llama_sizes[i].place));
-    text_add(&b, ", \"rms_norm_eps\": %.9g, \"rope_theta\": %.17g}\n", m->config.eps, m->config.base);
+    llama_config_text(&m->config, NULL, &b);
     result = st_save_params(path, m->amp, m->params, m->n_params, &b);
     if (result == AMP_OK && config_path != NULL) result = config_save(&b, config_path);
     free(b.text);

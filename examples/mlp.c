@@ -42,4 +42,5 @@ int main(void) {
         printf("step %d: validation loss %.4f\n", step, (double)loss);
     }
     amp_close(amp);
+    return fflush(stdout) != 0 || ferror(stdout);
 }

@@ -1,4 +1,4 @@
-/* train_gpt.c - trains a GPT-2 in mixed precision, on any text, with amp.h alone.
+/* train_gpt.c - trains a GPT-2 or a Llama in mixed precision, on any text, with amp.h alone.
  *
  *     gcc -O2 examples/train_gpt.c -o train_gpt -lm -lpthread
  *     ./train_gpt                       learns this project's own source, compares fp32, fp16 and bf16
@@ -114,15 +114,16 @@ static const option options[] = {
     {"timeout", NUMBER, FIELD(timeout), "60", 0.001, 1e6, NULL, "seconds to wait for a worker before failing"},
 
     {"Model", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"model", CHOICE, FIELD(model), "small", 0, 0, "small d6 gpt2 gpt2-medium gpt2-large gpt2-xl d12 d24 d36 d48",
-     "size"},
+    {"model", CHOICE, FIELD(model), "small", 0, 0, 
+     "small d6 gpt2 gpt2-medium gpt2-large gpt2-xl d12 d24 d36 d48 llama-s",
+     "size of a GPT-2; llama-s: of a small Llama"},
     {"layers", INTEGER, FIELD(layers), "model", 1, 1000, "model=0", "blocks"},
     {"heads", INTEGER, FIELD(heads), "model", 1, 4096, "model=0", "attention heads; must divide the channels"},
     {"channels", INTEGER, FIELD(channels), "model", 1, 65536, "model=0", "width"},
     {"seq", INTEGER, FIELD(seq), "128", 1, 1 << 20, NULL, "tokens in a sequence"},
     {"dropout", NUMBER, FIELD(dropout), "0", 0, 0.95, NULL, "on embedding and residual branches"},
     {"init", TEXT, FIELD(init), "", 0, 0, NULL,
-     "start from this model file: safetensors of a GPT-2, with its config.json beside it, or llm.c's .bin"},
+     "start from this model file: safetensors of a GPT-2 or Llama, with its config.json beside it, or llm.c's .bin"},
 
     {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"config", TEXT, FIELD(config), "", 0, 0, NULL,
@@ -633,18 +634,19 @@ static amp_result open_data(run *r) {
 }
 
 /* The model's shape: from the checkpoint, from the file of --init, or from the flags. */
-typedef struct model_size { const char *name; int64_t layers, heads, channels, positions; } model_size;
+typedef struct model_size { const char *name; int64_t layers, heads, channels, positions, llama; } model_size;
 static const model_size model_sizes[] = {
-    {"small", 4, 4, 128, 0},
-    {"d6", 6, 6, 384, 1024},
-    {"gpt2", 12, 12, 768, 1024},
-    {"gpt2-medium", 24, 16, 1024, 1024},
-    {"gpt2-large", 36, 20, 1280, 1024},
-    {"gpt2-xl", 48, 25, 1600, 1024},
-    {"d12", 12, 12, 768, 1024},
-    {"d24", 24, 16, 1024, 1024},
-    {"d36", 36, 20, 1280, 1024},
-    {"d48", 48, 25, 1600, 1024},
+    {"small", 4, 4, 128, 0, 0},
+    {"d6", 6, 6, 384, 1024, 0},
+    {"gpt2", 12, 12, 768, 1024, 0},
+    {"gpt2-medium", 24, 16, 1024, 1024, 0},
+    {"gpt2-large", 36, 20, 1280, 1024, 0},
+    {"gpt2-xl", 48, 25, 1600, 1024, 0},
+    {"d12", 12, 12, 768, 1024, 0},
+    {"d24", 24, 16, 1024, 1024, 0},
+    {"d36", 36, 20, 1280, 1024, 0},
+    {"d48", 48, 25, 1600, 1024, 0},
+    {"llama-s", 4, 4, 128, 1024, 1},
 };
 
 static amp_result shape_from_flags(const run *r, gpt_config *c) {
@@ -659,6 +661,14 @@ static amp_result shape_from_flags(const run *r, gpt_config *c) {
                : r->tokenizer.n > 0                 ? r->tokenizer.n
                : r->info.format == AMP_TOKENS_BYTES ? 256
                                                     : 50257;
+    if (size->llama) {              /* heads in pairs, SwiGLU as wide as makes its three matrices GPT-2's two */
+        c->kv_heads = c->heads % 2 == 0 ? c->heads / 2 : c->heads;
+        c->hidden = (c->channels * 8 / 3 + 7) / 8 * 8;
+        c->base = 10000;
+        if (c->channels % (2 * c->heads) != 0)
+            return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels evenly by two",
+                          (long long)c->heads, (long long)c->channels);
+    }
     if (c->channels % c->heads != 0)
         return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels",
                       (long long)c->heads, (long long)c->channels);
@@ -676,12 +686,16 @@ static amp_result shape_from_state(const amp_state *state, gpt_config *c) {
 /* Reads what the shape does not tell.  Checkpoints of version 0.1.0 have GPT-2's own settings. */
 static amp_result config_from_state(const run *r, const amp_state *state, gpt_config *c, model_config *described) {
     int64_t n = amp_state_count(state, "train.config", NULL);
+    char type[16] = "";
     if (n <= 0) return AMP_OK;
     snprintf(described->path, sizeof described->path, "%.4000s.state", r->set.resume);
     described->text = (char *)calloc((size_t)n + 1, 1);
     if (described->text == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's config.json");
     described->bytes = (size_t)n;
     TRY(amp_state_get(state, "train.config", AMP_U8, described->text, n));
+    if (json_find(json_open(described->text, described->bytes), "model_type", type, sizeof type) &&
+        strcmp(type, "llama") == 0)
+        return gpt_read_llama(described, NULL, NULL, c);
     TRY(config_check(described, &gpt_config_rules));
     return gpt_read_config(described, c);
 }
@@ -698,6 +712,8 @@ static amp_result check_shape(const run *r, const gpt_config *file) {
         const int64_t sizes[] = {size->layers, size->heads, size->channels, 0};
         const int64_t theirs[] = {file->layers, file->heads, file->channels, file->vocab};
         int64_t wanted = was_given(names[i]) ? flags[i] : was_given("model") ? sizes[i] : 0;
+        if (was_given("model") && size->llama != (file->kv_heads > 0))
+            return refuse("model", "the file's model is a %s", file->kv_heads > 0 ? "Llama" : "GPT-2");
         if (wanted > 0 && wanted != theirs[i])
             return refuse(was_given(names[i]) ? names[i] : "model", "the file's model has %s %lld", names[i],
                           (long long)theirs[i]);
@@ -705,8 +721,23 @@ static amp_result check_shape(const run *r, const gpt_config *file) {
     return AMP_OK;
 }
 
+/* Refuses what is GPT-2's alone. */
+static amp_result check_llama(const settings *set) {
+    amp_dtype all, stored[GPT_TENSORS];
+    int i;
+    memset(stored, 0, sizeof stored);
+    if (set->dropout > 0) return refuse("dropout", "a Llama has none");
+    if (set->profile) return refuse("profile", "counts a GPT-2's operations and bytes, and this is a Llama");
+    TRY(read_activations(set->activations, &all, stored));
+    for (i = 0; i < GPT_TENSORS; i++)
+        if (i != GPT_STREAM && stored[i] != AMP_DTYPE_DEFAULT)
+            return refuse("activations", "a Llama's stream alone can have a dtype of its own");
+    return AMP_OK;
+}
+
 static amp_result choose_fp8_layers(run *r) {
-    return fp8_layers(r->amp, r->model.params, r->model.n_params, "h.", r->model.config.layers,
+    const gpt *g = &r->model;
+    return fp8_layers(r->amp, g->params, g->n_params, g->config.kv_heads > 0 ? "layers." : "h.", g->config.layers,
                       strcmp(r->set.fp8_blocks, "all") == 0, &r->n_fp8);
 }
 
@@ -739,6 +770,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
         snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
     } else TRY(shape_from_flags(r, &config));
     if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(r, &config);
+    if (result == AMP_OK && config.kv_heads > 0) result = check_llama(set);
     if (result == AMP_OK && r->tokenizer.n > config.vocab)
         result = refuse("tokenizer", "has tokens up to %lld, the model only %lld", (long long)r->tokenizer.n - 1,
                         (long long)config.vocab);
@@ -1317,10 +1349,10 @@ static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
     TRY(amp_tape_time(r->model.tape, p != NULL));
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_FORWARD));
     TRY(gpt_forward_loss(&r->model, batch, amp_scaler_scale_ptr(r->scaler), 1));
-    if (p != NULL) tape_profile(p, r->model.tape, 0, r->model.params->name);
+    if (p != NULL) tape_profile(p, r->model.tape, 0, r->model.head->name);
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_BACKWARD));
     TRY(gpt_backward(&r->model));
-    if (p != NULL) tape_profile(p, r->model.tape, 1, r->model.params->name);
+    if (p != NULL) tape_profile(p, r->model.tape, 1, r->model.head->name);
     TRY(amp_copy(r->amp, r->micro_losses + micro, r->model.loss_value, (int64_t)sizeof(float), AMP_COPY_ON_DEVICE));
     if (r->stats != NULL && micro + 1 == r->set.accumulation) TRY(look_at_numbers(r));
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OPTIMIZER));
@@ -1736,8 +1768,9 @@ static void print_run(const run *r) {
     if (amp_optimizer_bytes(r->optimizer, &bytes) == AMP_OK)
         printf("  parameters  %.4g bytes each: weight %.4g, gradient %.4g, master %.4g, moments %.4g\n", bytes.total,
                bytes.weight, bytes.gradient, bytes.master, bytes.moments);
-    printf("  model       GPT-2, %lld layers, %lld heads, %lld channels, %lld tokens: %s parameters\n",
-           (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->vocab,
+    printf("  model       %s, %lld layers, %lld heads, %lld channels, %lld tokens: %s parameters\n",
+           c->kv_heads > 0 ? "Llama" : "GPT-2", (long long)c->layers, (long long)c->heads, (long long)c->channels,
+           (long long)c->vocab,
            grouped(r->model.own.count, a, sizeof a));
     if (r->described[0] != 0) printf("  config.json %s\n", r->described);
     if (ranks.world > 1) printf("  ranks       %d\n", (int)ranks.world);

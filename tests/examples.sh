@@ -429,6 +429,26 @@ if (build=$PWD/build; cd "$work" && "$build/llama" "$build/../README.md" fp32 3 
     "$build/llama" out/llama/model.safetensors fp32 > again.log 2>&1) &&
     sed '/^step/d' "$work/llama.log" | cmp -s - "$work/again.log" && grep -q '^step 3: validation loss [45]' "$work/llama.log"; then pass
 else fail llama "$(head -n 4 "$work/llama.log" "$work/again.log")"; fi
+# A Llama: learns in every precision, resumes and recomputes bit for bit, begins from its own file, and refuses what it lacks.
+for precision in fp32 tf32 fp16 bf16 fp8; do
+    if train "llama_$precision" --model llama-s --steps 40 --precision $precision --fp8-blocks all --save "$work/llama_$precision/model"; then
+        first=$(grep '"loss"' "$work/llama_$precision/metrics.jsonl" | head -n 1 | sed 's/.*"loss": *\([^,}]*\).*/\1/')
+        end=$(last loss "llama_$precision")
+        if awk "BEGIN {exit !($end < $first - 0.5)}"; then pass; else fail "llama-s in $precision learns" "loss $first, then $end"; fi
+    else fail "llama-s in $precision" "$(tail -n 3 "$work/llama_$precision.log")"; fi
+done
+if train llama_half --model llama-s --steps 10 --precision fp16 --save "$work/llama_half/model" &&
+    "$gpt" --resume "$work/llama_half/model" --steps 20 --out "$work/llama_on" --save "$work/llama_on/model" > "$work/llama_on.log" 2>&1 &&
+    train llama_whole --model llama-s --steps 20 --precision fp16 --recompute --save "$work/llama_whole/model" &&
+    cmp -s "$work/llama_on/model.safetensors" "$work/llama_whole/model.safetensors"; then pass; else fail "llama-s resumes" "$(tail -n 3 "$work/llama_on.log")"; fi
+if train llama_init --init "$work/llama_fp32/model.safetensors" --steps 2 && grep -q 'model *Llama, 2 layers' "$work/llama_init.log" &&
+    build/llama "$work/llama_fp32/model.safetensors" fp32 > /dev/null 2>&1; then pass; else fail "llama-s as --init" "$(tail -n 3 "$work/llama_init.log")"; fi
+refused "a Llama has none" --model llama-s --dropout 0.1
+refused "operations and bytes, and this is a Llama" --model llama-s --profile
+refused "stream alone can have" --model llama-s --activations norm=fp32
+refused "evenly by two" --model llama-s --heads 3
+refused "the file's model is a Llama" --model d6 --init "$work/llama_fp32/model.safetensors"
+
 # quickstart, whole; then killed after a checkpoint, and gone on from that: the same last lines.
 (build=$PWD/build; cd "$work" && "$build/quickstart" /nonexistent > quick.log 2>&1; rm -f quickstart.state
     "$build/quickstart" /nonexistent > cut.log 2>&1 & killed=$!

@@ -8,8 +8,6 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/common.h"
-#include "../examples/llama.h"
-#include "../examples/llama_files.h"
 #include "golden.h"
 
 static int fail(const char *what) {

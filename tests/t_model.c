@@ -4,7 +4,6 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/common.h"
-#include "../examples/llama.h"
 #include "golden.h"
 #define AMPT_TRAPS
 #include "test.h"
@@ -281,9 +280,9 @@ static ampt_model *gpt_open(amp_context *amp, amp_dtype activations, gpt_config 
 }
 
 /* vocabulary, positions, channels, heads, layers, batch, tokens: as in tests/oracle/gpt2.py */
-static const gpt_config GPT_ODD = {61, 13, 20, 4, 3, 3, 13, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0},
-                        GPT_SHORT = {61, 13, 20, 4, 3, 3, 7, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0},
-                        GPT_SEEDS = {31, 13, 12, 3, 2, 3, 7, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0};
+static const gpt_config GPT_ODD = {61, 13, 20, 4, 3, 3, 13, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0, 0, 0, 0},
+                        GPT_SHORT = {61, 13, 20, 4, 3, 3, 7, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0, 0, 0, 0},
+                        GPT_SEEDS = {31, 13, 12, 3, 2, 3, 7, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0, 0, 0, 0};
 
 static void gpt_case(const ampt_golden *golden, const char *name, gpt_config config, int path, int seeds) {
     amp_context *amp = open_context(AMP_F32, AMP_POLICY_DEFAULT, 1, (amp_cpu_path)path);
@@ -860,7 +859,7 @@ static float *everything(const ampt_model *m, int64_t *count) {
 }
 
 /* Models large enough that every kernel cuts its work, of odd sizes, run once.  kind 0: GPT-2, 1: encoder. */
-static const gpt_config GPT_LARGER = {509, 67, 72, 4, 2, 3, 67, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0};
+static const gpt_config GPT_LARGER = {509, 67, 72, 4, 2, 3, 67, AMP_DTYPE_DEFAULT, {AMP_DTYPE_DEFAULT}, AMP_DTYPE_DEFAULT, 0, 0, 0, AMP_ACT_NONE, 0, 0, 0, 0, 0, 0};
 static const enc_config ENC_LARGER = {301, 61, 72, 4, 190, 2, 11, 3};
 
 static float *run_once(int kind, amp_dtype dtype, int threads, int path, int64_t *count) {

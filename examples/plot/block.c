@@ -14,6 +14,7 @@ int main(void) {
     amp_attention_op causal;
     gpt_config config;
     gpt model;
+    program_begin();
     memset(&desc, 0, sizeof desc);
     memset(&config, 0, sizeof config);
     memset(&causal, 0, sizeof causal);

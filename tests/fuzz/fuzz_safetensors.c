@@ -126,7 +126,7 @@ static void model_load(const gpt_file *file) {
     gpt_config config = file->config;
     size_t bytes;
     gpt g;
-    if (config.channels > 16 || config.layers > 2 || config.vocab > 64 || config.positions > 64) return;
+    if (config.channels > 16 || config.hidden > 32 || config.layers > 2 || config.vocab > 64 || config.positions > 64) return;
     config.batch = config.seq = 1;
     amp_result result = gpt_create(&g, fuzz_context(), &config);
     fuzz_told(result);
