@@ -597,7 +597,7 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
     if (encoder_file_open(&r->file, set->init) != AMP_OK) return refuse("init", "%s", because(why));
     *c = r->file.config;
     if (c->family != ENCODER_BERT && c->family != ENCODER_ELECTRA)
-        return refuse("init", "a model of type %s has byte-pair tokens, but this program makes WordPiece",
+        return refuse("init", "a model of type %s has tokens of another kind, and this program makes WordPiece",
                       encoder_kinds[c->family].name);
     if (r->tokenizer.n > c->vocab)
         return refuse(*set->vocab != 0 ? "vocab" : "init",
