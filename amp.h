@@ -620,6 +620,8 @@ typedef struct amp_reducer {
     int (*reduce)(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream);
     void *user;
     int32_t rank, world;        /* world 0: 1 */
+    /* 1: reduce reads and writes host memory; a device's goes through it, piece by piece, and waits for the stream */
+    int32_t on_host, reserved;
 } amp_reducer;
 
 typedef enum amp_autotune {
@@ -2113,11 +2115,11 @@ AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, con
        amp_ranks_create(&ranks, &(amp_ranks_desc){.world = 4});
        in thread i:  amp_ranks_reducer(ranks, i, &desc.reducer); amp_open(&amp, &desc); train; amp_close(amp);
 
-   Sums are taken in the order of ranks in fp64 and rounded once, so all ranks get the same bits in every run.  Backends
-   with host memory only.  A rank that passes other sizes than the rest or their memory, does not come in time or has
+   Sums are taken in the order of ranks in fp64 and rounded once, so all ranks get the same bits in every run; device
+   memory goes through the host.  A rank that passes other sizes than the rest or their memory, does not come in time or has
    closed its context makes the call fail in all, and every later one: AMP_ERR_REDUCE, with a text that names it.
-   Errors of amp_open with such a reducer: AMP_ERR_CONFLICT another context is this rank, AMP_ERR_UNSUPPORTED a device's
-   memory, AMP_ERR_REDUCE the ranks have failed before. */
+   Errors of amp_open with such a reducer: AMP_ERR_CONFLICT another context is this rank, AMP_ERR_REDUCE the ranks have
+   failed before. */
 typedef struct amp_ranks_desc {
     int32_t world;              /* 1 to 1024 */
     int32_t timeout_ms;         /* how long a rank waits for the others; default 60000 */
@@ -11415,9 +11417,6 @@ static amp_result ampi_ranks_join(amp_context *amp) {
     ampi_seat *seat = ampi_seat_of(&amp->desc);
     amp_result result = AMP_OK;
     if (seat == NULL) return AMP_OK;
-    if (!amp->backend->host_visible)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reducer is of amp_ranks, and backend %s has device memory",
-                         amp->backend->name);
     pthread_mutex_lock(&seat->ranks->lock);
     if (seat->ranks->broken[0] != 0)
         result = ampi_fail(AMP_ERR_REDUCE, "amp_open", "%s; create new amp_ranks", seat->ranks->broken);
@@ -11486,6 +11485,7 @@ AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer
     out->user = &ranks->seats[rank];
     out->rank = rank;
     out->world = ranks->world;
+    out->on_host = 1;
     return AMP_OK;
 }
 
@@ -11565,6 +11565,9 @@ static amp_result ampi_check_desc(amp_desc *d) {
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
         return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.rank = %d of .world = %d", d->reducer.rank,
                          d->reducer.world);
+    AMPI_TRY(ampi_check_reserved("amp_open", d->reducer.reserved));
+    if (d->reducer.on_host != 0 && d->reducer.on_host != 1)
+        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.on_host = %d, must be 0 or 1", d->reducer.on_host);
     if (d->reducer.world > 1 && d->reducer.reduce == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
     if (d->backend != NULL && d->backend->abi != AMP_ABI)
@@ -19525,18 +19528,42 @@ static amp_result ampi_set_refresh(amp_grad_set *set) {
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
 
-static amp_result ampi_reduce(const amp_context *amp, void *data, int64_t count, amp_dtype dtype,
-                              amp_reduce_op op) {
+static amp_result ampi_call_reducer(const amp_context *amp, void *data, int64_t count, amp_dtype dtype,
+                                    amp_reduce_op op) {
     const amp_reducer *r = &ampi_settings(amp)->reducer;
     void *dev, *stream;
     int code;
-    if (ampi_world(amp) == 1 || count == 0) return AMP_OK;
     ampi_backend(amp, &dev, &stream);
     code = r->reduce(r->user, data, count, dtype, op, stream);
     if (code == 0) return AMP_OK;
     if (ampi_seat_of(ampi_settings(amp)) != NULL) return AMP_ERR_REDUCE;        /* has said why */
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "%lld x %s, %s: the hook returned %d", (long long)count,
                      amp_dtype_name(dtype), op == AMP_REDUCE_SUM ? "sum" : "max", code);
+}
+
+/* Through host memory. */
+static amp_result ampi_reduce_staged(amp_context *amp, char *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
+    const int64_t size = (int64_t)amp_dtype_size(dtype), most = AMPI_MIN(count, (int64_t)1 << 20);
+    amp_result result = AMP_OK;
+    int64_t i, n;
+    void *host;
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "reducer", &host, most, (size_t)size));
+    for (i = 0; i < count && result == AMP_OK; i += n) {
+        n = AMPI_MIN(most, count - i);
+        result = ampi_fetch(amp, host, data + i * size, (size_t)(n * size));
+        if (result == AMP_OK) result = ampi_call_reducer(amp, host, n, dtype, op);
+        if (result == AMP_OK) result = ampi_send(amp, data + i * size, host, (size_t)(n * size));
+    }
+    ampi_free(ampi_context_system(amp), host, most, (size_t)size);
+    return result;
+}
+
+static amp_result ampi_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
+    void *dev, *stream;
+    if (ampi_world(amp) == 1 || count == 0) return AMP_OK;
+    return ampi_settings(amp)->reducer.on_host && !ampi_backend(amp, &dev, &stream)->host_visible
+               ? ampi_reduce_staged(amp, (char *)data, count, dtype, op)
+               : ampi_call_reducer(amp, data, count, dtype, op);
 }
 
 static amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {

@@ -23,37 +23,22 @@
 #include "peak.h"
 #include <glob.h>
 #if defined(USE_MPI)
-#include <mpi.h>
+#include "amp_mpi.h"
 #endif
 
 /* ==== Ranks: the processes that train together ===================================================
-   Without MPI there is one.  Each holds the whole model and reads its own batches; amp_step calls ranks_reduce for
-   every gradient and for the overflow flag, so all make the same update.  Rank 0 writes files and prints. */
+   Without MPI there is one.  Each holds the whole model and reads its own batches; amp_step sums every gradient and the
+   overflow flag over all, so all make the same update.  Rank 0 writes files and prints. */
 
-static struct { int32_t rank, world; } ranks = {0, 1};
+static amp_reducer ranks = {NULL, NULL, 0, 1, 0, 0};
 
 #if defined(USE_MPI)
-/* amp_reducer.reduce in host memory; for device memory, MPI must support the device. */
-static int ranks_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
-    const int64_t most = 1 << 28;               /* MPI counts in int */
-    int64_t at, size = dtype == AMP_F64 ? 8 : 4;
-    (void)user; (void)stream;
-    if (dtype != AMP_F32 && dtype != AMP_F64) return 1;
-    for (at = 0; at < count; at += most) {
-        int n = (int)(count - at < most ? count - at : most);
-        if (MPI_Allreduce(MPI_IN_PLACE, (char *)data + at * size, n, dtype == AMP_F64 ? MPI_DOUBLE : MPI_FLOAT,
-                          op == AMP_REDUCE_MAX ? MPI_MAX : MPI_SUM, MPI_COMM_WORLD) != MPI_SUCCESS) return 2;
-    }
-    return 0;
-}
 static void ranks_begin(int *argc, char ***argv) {
-    int rank, world;
+    static MPI_Comm all;
     MPI_Init(argc, argv);
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &world);
-    ranks.rank = rank;
-    ranks.world = world;
-    if (rank > 0 && freopen("/dev/null", "w", stdout) == NULL) MPI_Abort(MPI_COMM_WORLD, 1);
+    all = MPI_COMM_WORLD;
+    ranks = amp_mpi(&all);
+    if (ranks.rank > 0 && freopen("/dev/null", "w", stdout) == NULL) MPI_Abort(MPI_COMM_WORLD, 1);
 }
 /* A failed rank ends the others, which may wait for it. */
 static void ranks_end(int code) {
@@ -62,7 +47,6 @@ static void ranks_end(int code) {
 }
 static void ranks_wait(void) { MPI_Barrier(MPI_COMM_WORLD); }
 #else
-#define ranks_reduce NULL
 static void ranks_begin(int *argc, char ***argv) { (void)argc; (void)argv; }
 static void ranks_end(int code) { (void)code; }
 static void ranks_wait(void) { }
@@ -70,8 +54,7 @@ static void ranks_wait(void) { }
 
 /* Combines one number over all ranks. */
 static float ranks_combine(float x, amp_reduce_op op) {
-    int (*reduce)(void *, void *, int64_t, amp_dtype, amp_reduce_op, void *) = ranks_reduce;
-    if (ranks.world > 1 && reduce != NULL) reduce(NULL, &x, 1, AMP_F32, op, NULL);
+    if (ranks.world > 1) ranks.reduce(ranks.user, &x, 1, AMP_F32, op, NULL);
     return x;
 }
 
@@ -507,9 +490,7 @@ static amp_result open_context(run *r) {
     desc.threads = (int32_t)set->threads;
     if (strcmp(set->autotune, "off") != 0 && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
     desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
-    desc.reducer.reduce = ranks_reduce;
-    desc.reducer.rank = ranks.rank;
-    desc.reducer.world = ranks.world;
+    desc.reducer = ranks;
     result = device_open(&r->amp, &desc, set->device);
     if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));
     if (result == AMP_ERR_UNSUPPORTED) return refuse("precision", "%s", because(why));

@@ -424,6 +424,7 @@ if ${CC:-gcc} -O2 examples/adopt/momentum.c -o "$work/momentum" -lm -lpthread &&
     grep -q 'scale 2^24 -> 2^23' "$work/momentum.log" && tail -n 1 "$work/momentum.log" | grep -q 'bit for bit those without a scale'; then pass
 else fail momentum "$(tail -n 3 "$work/momentum.log")"; fi
 if build/scaler_only > "$work/scaler.log" 2>&1 && grep -q skipped "$work/scaler.log"; then pass; else fail scaler_only "$(tail -n 3 "$work/scaler.log")"; fi
+if [ "$(build/data_parallel 3 | tail -n 1)" = "all ranks hold the same weights" ]; then pass; else fail data_parallel "$(build/data_parallel 3 2>&1)"; fi
 if build/regression bf16 > "$work/regression.log" 2>&1 && awk '/^step 2501/ {exit !($7 < 0.005)}' FS='[ ,]+' "$work/regression.log"; then pass; else fail regression "$(tail -n 3 "$work/regression.log")"; fi
 if (build=$PWD/build; cd "$work" && "$build/llama" "$build/../README.md" fp32 3 > llama.log 2>&1 &&
     "$build/llama" out/llama/model.safetensors fp32 > again.log 2>&1) &&

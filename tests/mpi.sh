@@ -31,6 +31,10 @@ if [ "$(wc -l < "$work/part.losses")" -eq 8 ] && paste "$work/part.losses" "$wor
         awk '{d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4 * $2) bad = 1} END {exit bad}'; then pass
 else fail "one process goes on from the checkpoint of two" "$(tail -n 3 "$work/rest.log"; paste "$work/part.losses" "$work/both.losses" | head -n 9)"; fi
 
+check "data_parallel builds with mpicc" mpicc -DUSE_MPI -O1 examples/data_parallel.c -o "$work/data_parallel" -lm -lpthread
+if mpirun -np 2 "$work/data_parallel" > "$work/parallel.log" 2>&1 && [ "$(grep -c 'error on its points 0.0001' "$work/parallel.log")" -eq 2 ]; then pass
+else fail "data_parallel on two processes" "$(tail -n 3 "$work/parallel.log")"; fi
+
 two overflow --steps 6 --batch 4 --precision fp16 --init-scale 1e30
 if [ "$(grep -c "Result" "$work/overflow.log")" -eq 1 ] && grep -q "skipped *6 of 6" "$work/overflow.log"; then pass
 else fail "an overflow skips on both" "$(tail -n 5 "$work/overflow.log")"; fi

@@ -66,6 +66,13 @@ static int reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_re
 static float value(int64_t i) { return (float)((unsigned)(i * 2654435761u) >> 8) / 8388608.0f - 1.0f; }
 
 static amp_ranks *together;     /* of threads of this process; NULL: the hook above */
+static int on_a_device;         /* 1: a backend whose memory the host cannot see; what the reducer gets is in `staged` */
+static amp_backend device;
+static int staged;
+static amp_result device_copy(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream) {
+    __atomic_fetch_add(&staged, kind == AMP_COPY_TO_HOST, __ATOMIC_RELAXED);
+    return amp_cpu()->copy(dev, dst, src, bytes, kind, stream);
+}
 
 /* Trains on rows [rank * rows, ...) of a fixed problem; `bad_rank` meets an infinity in step 2,
    `idle_rank` has no gradients at all. */
@@ -86,6 +93,7 @@ static void train(int rank, int world, int rows, int bad_rank, int idle_rank) {
     desc.reducer.rank = rank; desc.reducer.world = world;
     desc.threads = 1;
     if (together) CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    if (on_a_device) desc.backend = &device;
     CHECK_OK(amp_open(&amp, &desc));
     for (int i = 0; i < IN * OUT; i++) w[i] = value(i);
     p.name = "w"; p.weight = amp_tensor2(w, AMP_F32, OUT, IN); p.grad = amp_tensor2(g, AMP_F32, OUT, IN);
@@ -404,19 +412,32 @@ static void thread_ranks(int world, void (*body)(int rank, int world)) {
     together = NULL;
 }
 
+static void check_same_ranks(const shared *processes, int world) {
+    for (int r = 0; r < world; r++) {
+        CHECK(memcmp(processes->weights[r], all->weights[r], sizeof all->weights[r]) == 0);
+        CHECK(processes->scale[r] == all->scale[r]);
+        CHECK_EQ(processes->skipped[r], all->skipped[r]);
+    }
+}
+
+/* Also where the memory is a device's. */
 TEST(threads_train_as_processes_do) {
     void (*const bodies[])(int, int) = {clean_training, training_with_an_overflow, training_with_an_idle_rank};
     static shared processes;
+    device = *amp_cpu();
+    device.name = "device"; device.host_visible = 0; device.copy = device_copy;
     for (int world = 2; world <= RANKS; world += 2)
         for (int b = 0; b < 3; b++) {
             fork_ranks(world, bodies[b]);
             processes = *all;
             thread_ranks(world, bodies[b]);
-            for (int r = 0; r < world; r++) {
-                CHECK(memcmp(processes.weights[r], all->weights[r], sizeof all->weights[r]) == 0);
-                CHECK(processes.scale[r] == all->scale[r]);
-                CHECK_EQ(processes.skipped[r], all->skipped[r]);
-            }
+            check_same_ranks(&processes, world);
+            on_a_device = 1;
+            staged = 0;
+            thread_ranks(world, bodies[b]);
+            on_a_device = 0;
+            check_same_ranks(&processes, world);
+            CHECK(staged >= 2 * STEPS * world);         /* a gradient and a flag a step */
         }
 }
 
@@ -560,7 +581,6 @@ TEST(ranks_that_cannot_be) {
     amp_ranks_desc d;
     amp_reducer reducer;
     amp_context *amp;
-    amp_backend device;
     amp_desc open;
     memset(&d, 0, sizeof d); memset(&open, 0, sizeof open);
     CHECK_ERR(amp_ranks_create(&ranks, &d), AMP_ERR_RANGE);
@@ -577,11 +597,10 @@ TEST(ranks_that_cannot_be) {
     CHECK_ERR(amp_ranks_reducer(NULL, 0, &reducer), AMP_ERR_NULL);
     CHECK_ERR(amp_ranks_reducer(ranks, 0, NULL), AMP_ERR_NULL);
     CHECK_OK(amp_ranks_reducer(ranks, 0, &open.reducer));
-    device = *amp_cpu();
-    device.name = "device"; device.host_visible = 0;
-    open.backend = &device;
-    CHECK_ERR(amp_open(&amp, &open), AMP_ERR_UNSUPPORTED);
-    CHECK(strstr(amp_last_error(), "backend device has device memory") != NULL);
+    open.reducer.on_host = 2;
+    CHECK_ERR(amp_open(&amp, &open), AMP_ERR_RANGE);
+    open.reducer.on_host = 1; open.reducer.reserved = 1;
+    CHECK_ERR(amp_open(&amp, &open), AMP_ERR_RANGE);
     amp_ranks_destroy(ranks);
     amp_ranks_destroy(NULL);
 }
