@@ -165,8 +165,8 @@
      5 A region, from amp_autocast_begin to amp_autocast_end, sets what operators compute in, however their operands are
        stored.  Backward comes after it and computes as forward did, which the op records: until then keep the op, and
        what it points to.
-     6 Backward goes in reverse.  Never zero parameter gradients: the first backward after a step overwrites them, later
-       ones add.  dx is overwritten; where a tensor has two uses, amp_add(amp, &dx1, &dx2, &dx).
+     6 Backward goes in reverse; a tape (>>tape) runs it for you.  Never zero parameter gradients: the first backward
+       after a step overwrites them, later ones add.  dx is overwritten; where a tensor has two uses, add: amp_add.
      7 fp16 needs a scaler, which scales not the loss but its gradient: .grad_scale.  amp_step(optimizer, scaler) is
        unscale_, clip_grad_norm_, step and update, and skips the step if gradients are infinite or NaN.  With an
        optimizer of your own: amp_scaler_unscale(scaler, ranges, n, &apply).
@@ -177,8 +177,8 @@
     10 Data: a callback as above, .path of token files with .seq, .arrays of .npy files, .tensors of arrays in memory.
        A batch is valid until the next; .inputs and .targets are .fields[0] and [1] if those are int32_t.
     11 Evaluate in a region with .mode = AMP_MODE_INFERENCE: no dropout, and no backward can follow.
-    12 Save between steps: weights, optimizer, scaler, loader, with dropout also amp_random_save(amp, state, "r").  Load
-       into the same objects, weights first, and the run continues with the same bits.
+    12 Save between steps: weights, optimizer, scaler, loader; with dropout amp_random_save, with delayed fp8
+       amp_fp8_save, with an amp_adapt its.  Load into the same objects, weights first: the run goes on bit for bit.
     13 Destroy what you created, then amp_close(amp).
     14 Further: amp_monitor_create (JSON lines), amp_tensor_stats_create, amp_verify, amp_recovery_create, .reducer.
 
@@ -277,8 +277,8 @@
      fp32 may truncate instead, an error of up to 9.8e-4.
 
    THREADS  Operators, amp_gemm, regions and memory calls may use one context from several threads at once.  Setup
-     (registering, overriding), and each scaler, optimizer, set and loader, is for one thread at a time, except
-     amp_loader_stop and amp_loader_info_get.  Regions and the last-error text are per thread.  Callbacks are never
+     (registering, overriding), and each scaler, optimizer, set, loader, model and adapt, is for one thread at a time,
+     except amp_loader_stop and amp_loader_info_get.  Regions and the last-error text are per thread.  Callbacks are not
      called under a lock: a logger, allocator or reducer may call the library.  Kernels run on the context's own threads
      (.threads; .share_threads: another context's; .parallel: yours), started by the first call worth it.  All contexts
      together run no more threads than there are cores; while other programs need those, the caller works alone.  If the
@@ -303,8 +303,8 @@
        embedding, RoPE, add, scaler, loaders  yes   yes      yes       all
        activations, SwiGLU, optimizers        yes   yes      yes       AVX2 and up
        norms, softmax, attention, losses      yes   yes      yes       AVX-512 and up
-       gradient norms, products but in bf16   yes   yes      yes       AVX-512 and up
-       products in bf16                       yes   yes      yes       none
+       gradient norms, other products         yes   yes      yes       AVX-512 and up
+       products in bf16 and fp8               yes   yes      yes       none
 
      Conversions, finite checks and the scaler stay correct under -Ofast. */
 
@@ -386,7 +386,7 @@ extern "C" {
     X(AMP_ERR_SOURCE,      411, "a callback failed", "see the callback's own message") \
     X(AMP_ERR_DEVICE,      501, "a device call failed", "the text has the device's own error name") \
     X(AMP_ERR_BACKEND,     502, "the backend cannot be used", "build the backend against this amp.h") \
-    X(AMP_ERR_REDUCE,      503, "the reduction hook failed", "the hook must return 0")
+    X(AMP_ERR_REDUCE,      503, "a reduction over ranks failed", "see the text; a hook of yours must return 0")
 
 typedef enum amp_result {
 #define AMPI_RESULT_ENUM(name, number, text, hint) name = number,
@@ -1371,9 +1371,9 @@ AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *regio
 AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale);
 /* The same without a backward. */
 AMP_API amp_result amp_tape_finish(amp_tape *tape);
-/* The first half of amp_tape_backward, which then only does the second, with the same loss: to look at the loss or take
-   times in between.  amp_tape_begin instead gives the step up, as a failure does: a fused loss has added to gradients,
-   and where that was a sum over several steps, a warning names the first.
+/* The first half of amp_tape_backward, which then only does the second, with the same loss, and the same grad_scale or
+   NULL: to look at the loss or take times in between.  amp_tape_begin instead gives the step up, as a failure does: a
+   fused loss has added to gradients, and where that was a sum over several steps, a warning names the first.
    Errors: those of amp_tape_backward. */
 AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float *grad_scale);
 /* Ends the step without running it: *bytes is the memory that it would take.  loss 0: without a backward. */
@@ -1726,7 +1726,7 @@ typedef struct amp_optimizer_desc {
     amp_master_kind master;     /* of 16-bit weights; at level O3 NONE or STOCHASTIC */
     /* F32; BF16 rounded stochastically (to nearest, v would never shrink with beta2 above 0.996); AMP_MOMENTS_8BIT:
        one byte per number and one fp32 scale per 256 consecutive numbers, as in bitsandbytes.  Parameters of fewer than
-       4,096 elements and embeddings then keep F32, unless a group's .moments says 8 bits */
+       4,096 elements and those with .embedding = 1 then keep F32, unless a group's .moments says 8 bits */
     amp_dtype moments;
     /* of stochastic rounding, a function of seed, applied step, parameter and element; ranks with the same weights
        need the same */
@@ -2116,8 +2116,9 @@ AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, con
        in thread i:  amp_ranks_reducer(ranks, i, &desc.reducer); amp_open(&amp, &desc); train; amp_close(amp);
 
    Sums are taken in the order of ranks in fp64 and rounded once, so all ranks get the same bits in every run; device
-   memory goes through the host.  A rank that passes other sizes than the rest or their memory, does not come in time or has
-   closed its context makes the call fail in all, and every later one: AMP_ERR_REDUCE, with a text that names it.
+   memory goes through the host.  All must begin with the same weights: nothing compares them.  A rank that passes other
+   sizes than the rest or their memory, does not come in time or has closed its context makes the call fail in all, and
+   every later one: AMP_ERR_REDUCE, with a text that names it.
    Errors of amp_open with such a reducer: AMP_ERR_CONFLICT another context is this rank, AMP_ERR_REDUCE the ranks have
    failed before. */
 typedef struct amp_ranks_desc {
@@ -5931,6 +5932,8 @@ static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size)
     return text;
 }
 
+#define AMPI_STRIDES_MOST 72057594037927936.0       /* 2^56 elements: beyond any memory */
+
 /* An operator's operand: present, of a storage dtype, with a legal shape. */
 static amp_result ampi_check_tensor(const char *function, const char *field, const amp_tensor *t) {
     char list[80];
@@ -5946,7 +5949,7 @@ static amp_result ampi_check_tensor(const char *function, const char *field, con
         return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the last dimension has stride %lld, must be contiguous", field,
                          (long long)t->stride[t->ndim - 1]);
     for (i = 0; given && i < t->ndim; i++)
-        if (fabs((double)t->stride[i]) * (double)t->shape[i] > 72057594037927936.0)     /* 2^56 */
+        if (fabs((double)t->stride[i]) * (double)t->shape[i] > AMPI_STRIDES_MOST)
             return ampi_fail(AMP_ERR_SHAPE, function, ".%s: dimension %d has stride %lld, which exceeds any memory",
                              field, i, (long long)t->stride[i]);
     return AMP_OK;
@@ -10840,6 +10843,7 @@ struct ampi_object {
     int holders, stopped;                           /* changed atomically; holders: the owner and referrers */
     /* 1: the host has no handle yet, so closing the context destroys it */
     int unfinished;
+    int unwanted;                                   /* 1: so is what the host destroyed while others used it */
 };
 
 typedef struct ampi_cells {
@@ -11890,11 +11894,12 @@ static void ampi_close_objects(amp_context *amp) {
         ampi_unlock(amp);
         if (o == NULL) break;
         ampi_object_unlist(o);
-        ampi_log(amp, AMP_LOG_WARNING, 1006,
-                 "amp_close: the %s%s%s was not destroyed before its context; it is stopped now", o->kind,
-                 o->name[0] ? " of " : "", o->name);
+        if (!o->unwanted)
+            ampi_log(amp, AMP_LOG_WARNING, 1006,
+                     "amp_close: the %s%s%s was not destroyed before its context; it is stopped now", o->kind,
+                     o->name[0] ? " of " : "", o->name);
         ampi_object_stop(o);
-        if (o->unfinished) ampi_object_let_go(o);
+        if (o->unfinished || o->unwanted) ampi_object_let_go(o);
     }
 }
 
@@ -13495,7 +13500,7 @@ static amp_result ampi_fp8_gather(const amp_context *amp, ampi_fp8_saved *s, int
 static amp_result ampi_fp8_record(amp_state *to, const amp_state *from, const char *prefix, const char *name,
                                   amp_dtype dtype, void *values, int64_t n) {
     char key[AMPI_STATE_KEY];
-    AMPI_TRY(ampi_key("amp_fp8_load", key, prefix, name, -1));
+    AMPI_TRY(ampi_key(to != NULL ? "amp_fp8_save" : "amp_fp8_load", key, prefix, name, -1));
     return to != NULL ? amp_state_put(to, key, dtype, values, n) : amp_state_get(from, key, dtype, values, n);
 }
 static amp_result ampi_fp8_records(amp_state *to, const amp_state *from, const char *prefix, ampi_fp8_saved *s) {
@@ -13546,6 +13551,25 @@ static amp_result ampi_fp8_named(amp_context *amp, const char **line, const char
     return t == NULL ? AMP_OK : ampi_fp8_place(amp, amp->params[i].id, t, at);
 }
 
+/* Forgets all histories. */
+static amp_result ampi_fp8_reset(amp_context *amp) {
+    amp_k_fp8_slot slots[3];
+    ampi_fp8_table *t;
+    int64_t i;
+    int at, j;
+    for (i = 0; i < amp->n_params; i++) {
+        t = ampi_fp8_find(amp, amp->params[i].id, &at);
+        if (t == NULL || t->history == NULL) continue;
+        AMPI_TRY(ampi_fp8_copy(amp, slots, t->slots + 3 * at, sizeof slots, AMP_COPY_TO_HOST));
+        for (j = 0; j < 3; j++) { slots[j].updates = 0; slots[j].scale = 0; }
+        AMPI_TRY(ampi_fp8_copy(amp, t->slots + 3 * at, slots, sizeof slots, AMP_COPY_TO_DEVICE));
+        AMPI_TRY(amp_fill(amp, t->amax + 3 * at, 0, 12));
+        AMPI_TRY(amp_fill(amp, t->history + (int64_t)3 * at * amp->desc.fp8.history, 0,
+                          (int64_t)3 * amp->desc.fp8.history * 4));
+    }
+    return AMP_OK;
+}
+
 static amp_result ampi_fp8_load_checked(amp_context *amp, const ampi_fp8_saved *s) {
     const char *line, *end = s->names + s->names_bytes;
     ampi_fp8_table *t;
@@ -13562,6 +13586,7 @@ static amp_result ampi_fp8_load_checked(amp_context *amp, const ampi_fp8_saved *
         line = s->names;
         for (i = 0; i < s->n; i++) AMPI_TRY(ampi_fp8_named(amp, &line, end, pass ? &t : NULL, &at));
     }
+    AMPI_TRY(ampi_fp8_reset(amp));
     line = s->names;
     for (i = 0; i < s->n; i++) {
         AMPI_TRY(ampi_fp8_named(amp, &line, end, &t, &at));
@@ -13582,7 +13607,11 @@ AMP_API amp_result amp_fp8_load(amp_context *amp, const amp_state *state, const 
     AMPI_TRY(ampi_key(f, key, prefix, "fp8", -1));
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
     AMPI_TRY(ampi_as(f, amp_state_get(state, key, AMP_I64, saved, AMPI_FP8_RECIPE)));
-    if (saved[5] == 0) return AMP_OK;               /* it had no history yet */
+    if (saved[5] == 0) {                            /* it had no history yet */
+        AMPI_TRY(ampi_as(f, ampi_fp8_reset(amp)));
+        amp_cast_cache_clear(amp);
+        return AMP_OK;
+    }
     ampi_fp8_recipe_of(amp, saved[5], own);
     for (i = 0; i < 5; i++)
         if (saved[i] != own[i])
@@ -16030,8 +16059,6 @@ AMP_API amp_result amp_model_create(amp_context *amp, amp_model **out, uint64_t 
     return AMP_OK;
 }
 
-AMP_API void amp_model_destroy(amp_model *model) { if (model != NULL) ampi_object_destroy(&model->object); }
-
 static amp_result ampi_model_check(const amp_model *m, const char *name, int64_t rows, int64_t cols, amp_init init,
                                    double value) {
     const char *f = "amp_model_param";
@@ -16047,8 +16074,9 @@ static amp_result ampi_model_check(const amp_model *m, const char *name, int64_t
                          (long long)rows, (long long)cols);
     if ((int)init < 0 || init > AMP_INIT_NORM_BIAS)
         return ampi_fail(AMP_ERR_RANGE, f, "%s: init = %d, must be 0 to %d", name, (int)init, AMP_INIT_NORM_BIAS);
-    return ampi_check_real(f, "value", value, init == AMP_INIT_CONSTANT || isgreaterequal(value, 0),
-                           "finite, and 0 or more but for CONSTANT");
+    return ampi_check_real(f, "value", value, islessequal(fabs(value), 3.4028234663852886e38) &&
+                           (init == AMP_INIT_CONSTANT || isgreaterequal(value, 0)),
+                           "finite in fp32, and 0 or more but for CONSTANT");
 }
 
 static amp_result ampi_model_add(amp_model *m, const char *name, int64_t rows, int64_t cols, amp_init init,
@@ -16060,7 +16088,7 @@ static amp_result ampi_model_add(amp_model *m, const char *name, int64_t rows, i
     amp_dtype dtype;
     size_t bytes;
     void *values;
-    int64_t n;
+    int64_t n, i;
     amp_result result;
     AMPI_TRY(ampi_alive(&m->object, f));
     AMPI_TRY(ampi_model_check(m, name, rows, cols, init, value));
@@ -16086,6 +16114,10 @@ static amp_result ampi_model_add(amp_model *m, const char *name, int64_t rows, i
     if (result == AMP_OK) result = ampi_as(f, amp_param_register(amp, p, 1));
     ampi_free(&amp->system, values, n, sizeof(float));
     row->grad = p->grad.data;
+    for (i = 0; i < m->n && result == AMP_OK && m->rows[i].keeper == NULL; i++) {}
+    if (result == AMP_OK && i < m->n)
+        ampi_log(amp, AMP_LOG_WARNING, 1105,
+                 "amp_model_param: %s is added after amp_optimizer_create, so no optimizer has it", name);
     if (result == AMP_OK) { m->n++; return AMP_OK; }
     amp_free(amp, p->weight.data);
     amp_free(amp, p->grad.data);
@@ -16143,6 +16175,8 @@ AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32
     int64_t i, n = 0;
     AMPI_TRY(ampi_need_object("amp_model_freeze", model, "model"));
     AMPI_TRY(ampi_need("amp_model_freeze", pattern != NULL, "pattern"));
+    if (frozen != 0 && frozen != 1)
+        return ampi_fail(AMP_ERR_RANGE, "amp_model_freeze", "frozen = %d, must be 0 or 1", frozen);
     for (i = 0; i < model->n; i++) {
         if (!ampi_match(pattern, model->rows[i].name)) continue;
         model->params[i].grad.data = frozen ? NULL : model->rows[i].grad;
@@ -16269,7 +16303,7 @@ static int64_t ampi_model_largest(const amp_model *m) {
     return largest;
 }
 
-/* Records <prefix>.names and <prefix>.weight.I, in fp32. */
+/* Records <prefix>.model_names and <prefix>.weight.I, in fp32. */
 AMP_API amp_result amp_model_save(const amp_model *model, amp_state *state, const char *prefix) {
     const char *f = "amp_model_save";
     char key[AMPI_STATE_KEY], *text = NULL;
@@ -16282,7 +16316,7 @@ AMP_API amp_result amp_model_save(const amp_model *model, amp_state *state, cons
     AMPI_TRY(ampi_need(f, state && prefix, "state or prefix"));
     AMPI_TRY(ampi_need_object(f, model, "model"));
     amp = model->object.amp;
-    AMPI_TRY(ampi_key(f, key, prefix, "names", -1));
+    AMPI_TRY(ampi_key(f, key, prefix, "model_names", -1));
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
     AMPI_TRY(ampi_as(f, amp_state_create(&own, &state->system)));
     r = ampi_alloc(&amp->system, f, &values, ampi_model_largest(model), sizeof(float));
@@ -16308,7 +16342,7 @@ static amp_result ampi_model_matches(const amp_model *m, const amp_state *state,
     void *memory;
     int64_t n, i;
     amp_result r;
-    AMPI_TRY(ampi_key(f, key, prefix, "names", -1));
+    AMPI_TRY(ampi_key(f, key, prefix, "model_names", -1));
     n = amp_state_count(state, key, &dtype);
     if (n < 0) return ampi_fail(AMP_ERR_NAME, f, "the state has no record %s", key);
     AMPI_TRY(ampi_alloc(&m->object.amp->system, f, &memory, n + 1, 1));
@@ -16362,6 +16396,7 @@ AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtyp
                                      int32_t ndim) {
     const char *f = "amp_tensor_create";
     amp_tensor t, like;
+    amp_result result;
     size_t bytes;
     AMPI_TRY(ampi_need(f, amp && out && shape, "amp, out or shape"));
     if (ndim < 1 || ndim > AMP_MAX_DIMS)
@@ -16370,15 +16405,18 @@ AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtyp
     t.dtype = dtype != AMP_DTYPE_DEFAULT ? dtype : amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
     t.ndim = ndim;
     memcpy(t.shape, shape, sizeof *shape * (size_t)ndim);
-    if (amp_dtype_size(t.dtype) == 0) return ampi_fail(AMP_ERR_DTYPE, f, "dtype = %d is no dtype", (int)t.dtype);
+    if (!ampi_has_memory(t.dtype))
+        return ampi_fail(AMP_ERR_DTYPE, f, "dtype = %s, which no tensor can have", amp_dtype_name(t.dtype));
     like = t;
     like.data = &like;
     if (amp_tensor_count(&like) < 1)
         return ampi_fail(AMP_ERR_SHAPE, f, "the shape must have at least one element, and fit in memory");
     AMPI_TRY(ampi_bytes(f, amp_tensor_count(&like), amp_dtype_size(t.dtype), &bytes));
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &t.data, (int64_t)bytes)));
-    *out = t;
-    return ampi_as(f, amp_fill(amp, t.data, 0, (int64_t)bytes));
+    result = ampi_as(f, amp_fill(amp, t.data, 0, (int64_t)bytes));
+    if (result == AMP_OK) *out = t;
+    else amp_free(amp, t.data);
+    return result;
 }
 
 /* ---- The tape.  Recording adds a node for each call: its kind, inputs and attributes, and the op struct.  The nodes
@@ -16513,6 +16551,7 @@ struct amp_tape {
     int64_t compiled, loss;         /* nodes of the compiled graph; its loss, or AMPI_NONE */
     int moved;                      /* an input's data moved */
     int ran;                        /* this step, without failure */
+    const float *grad_scale;        /* of amp_tape_forward */
     ampi_slab *slabs; int64_t n_slabs, slab_capacity;
     ampi_action *actions; int64_t n_actions, action_capacity;
     ampi_hole *holes; int64_t n_holes, hole_capacity;
@@ -16654,7 +16693,7 @@ static amp_result ampi_shape_attention(const amp_tape *t, ampi_node *n) {
 static amp_result ampi_shape_rope(const amp_tape *t, ampi_node *n) {
     const amp_tensor *x = &t->nodes[n->key.in[0]].y;
     int64_t heads = n->key.size[0];
-    if (x->ndim != 3 || heads < 1 || x->shape[2] % (2 * heads) != 0)
+    if (x->ndim != 3 || heads < 1 || x->shape[2] % heads != 0 || x->shape[2] / heads % 2 != 0 || heads > x->shape[2])
         return ampi_shape_fail(n, t->function, AMP_ERR_SHAPE, "x must be [batch, positions, heads * dim], dim even");
     ampi_shape_like(t, n, x->dtype);
     return AMP_OK;
@@ -16711,8 +16750,8 @@ static amp_result ampi_shape_split(const amp_tape *t, ampi_node *n) {
         char text[160], shape[64];
         amp_tensor like = x->y;
         like.data = &like;
-        snprintf(text, sizeof text, "elements %lld to %lld of dimension %lld are not in %s", (long long)first,
-                 (long long)(first + count), (long long)dim, ampi_shape_text(&like, shape, sizeof shape));
+        snprintf(text, sizeof text, "%lld elements from %lld on of dimension %lld are not in %s", (long long)count,
+                 (long long)first, (long long)dim, ampi_shape_text(&like, shape, sizeof shape));
         return ampi_shape_fail(n, t->function, AMP_ERR_SHAPE, text);
     }
     for (i = 0; i < n->y.ndim; i++) n->y.stride[i] = ampi_stride(&x->y, i);
@@ -18340,7 +18379,9 @@ static amp_result ampi_tape_end(amp_tape *t, const char *f, int with_loss, amp_v
     if (t->stretch != 0) return ampi_fail(AMP_ERR_STATE, f, "a checkpoint is open: call amp_tape_checkpoint_end");
     if (with_loss) {
         loss = ampi_tape_find(t, value);
-        if (loss < 0) return ampi_fail(AMP_ERR_RANGE, f, "loss is a value of another tape or of an earlier step");
+        if (loss < 0)
+            return ampi_fail(AMP_ERR_RANGE, f, "loss is %s",
+                             value == 0 ? "0, no value" : "a value of another tape or of an earlier step");
         if (!t->nodes[loss].is_loss)
             return ampi_fail(AMP_ERR_SHAPE, f, "loss is of %s, must be a loss, or a sum or multiple of losses",
                              ampi_row_of(&t->nodes[loss])->name);
@@ -18354,15 +18395,18 @@ AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float 
     AMPI_TRY(ampi_tape_end(tape, "amp_tape_forward", 1, loss, &node));
     AMPI_TRY(ampi_tape_run(tape, "amp_tape_forward", node, grad_scale, AMPI_FIRST_HALF));
     tape->state = AMPI_TAPE_HALF;
+    tape->grad_scale = grad_scale;
     return AMP_OK;
 }
 
 /* After amp_tape_forward. */
-static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value loss) {
+static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value loss, const float *grad_scale) {
     AMPI_TRY(ampi_alive(&t->object, f));
     if (!pthread_equal(pthread_self(), t->thread))
         return ampi_fail(AMP_ERR_STATE, f, "another thread began this step; each thread needs a tape of its own");
     if (ampi_tape_find(t, loss) != t->loss) return ampi_fail(AMP_ERR_RANGE, f, "loss is not that of amp_tape_forward");
+    if (grad_scale != NULL && grad_scale != t->grad_scale)
+        return ampi_fail(AMP_ERR_CONFLICT, f, "grad_scale is not that of amp_tape_forward, which takes it");
     t->state = AMPI_TAPE_DONE;
     t->function = f;
     return ampi_tape_run(t, f, (int32_t)t->loss, NULL, AMPI_SECOND_HALF);
@@ -18370,7 +18414,7 @@ static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value lo
 AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale) {
     const char *f = "amp_tape_backward";
     int32_t node;
-    if (tape != NULL && tape->state == AMPI_TAPE_HALF) return ampi_tape_second_half(tape, f, loss);
+    if (tape != NULL && tape->state == AMPI_TAPE_HALF) return ampi_tape_second_half(tape, f, loss, grad_scale);
     AMPI_TRY(ampi_tape_end(tape, f, 1, loss, &node));
     return ampi_tape_run(tape, f, node, grad_scale, AMPI_FIRST_HALF | AMPI_SECOND_HALF);
 }
@@ -18387,6 +18431,45 @@ AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes)
     AMPI_TRY(ampi_tape_compile(tape, node));
     *bytes = tape->needed;
     return AMP_OK;
+}
+
+/* ---- Steps and models that a tape still needs */
+
+/* Whether a tape of this context is between recording and the end of its backward: of this thread, or with a parameter
+   of the model. */
+static int ampi_tape_waits(amp_context *amp, const amp_model *model) {
+    const ampi_object *o;
+    int64_t i;
+    int k, waits = 0;
+    ampi_lock(amp);
+    for (o = amp->objects; o != NULL && !waits; o = o->next) {
+        const amp_tape *t = (const amp_tape *)(const void *)o;
+        if (strcmp(o->kind, "tape") != 0) continue;
+        if (t->state != AMPI_TAPE_HALF && (model == NULL || t->state != AMPI_TAPE_RECORDING)) continue;
+        waits = model == NULL && pthread_equal(t->thread, pthread_self());
+        for (i = 0; i < t->n && model != NULL && !waits; i++)
+            for (k = 0; k < 2; k++)
+                waits |= t->nodes[i].key.params[k] >= model->params &&
+                         t->nodes[i].key.params[k] < model->params + model->n;
+    }
+    ampi_unlock(amp);
+    return waits;
+}
+/* What still uses the model's parameters, or NULL. */
+static const char *ampi_model_user(const amp_model *m) {
+    int64_t i;
+    for (i = 0; i < m->n; i++) if (m->rows[i].keeper != NULL) return "an optimizer";
+    if (ampi_tape_waits(m->object.amp, m)) return "a tape's step";
+    return m->object.amp->observing != NULL ? "an amp_adapt" : NULL;
+}
+AMP_API void amp_model_destroy(amp_model *model) {
+    const char *user;
+    if (model == NULL) return;
+    user = ampi_is_stopped(&model->object) ? NULL : ampi_model_user(model);
+    if (user == NULL) { ampi_object_destroy(&model->object); return; }
+    ampi_log(model->object.amp, AMP_LOG_WARNING, 1106,
+             "amp_model_destroy: %s still uses the parameters; the model stays until its context closes", user);
+    model->object.unwanted = 1;
 }
 
 #if !defined(AMP_NO_CARE)
@@ -18911,11 +18994,16 @@ AMP_API amp_value amp_tape_mean(amp_tape *tape, amp_value x) {
     return ampi_tape_handle(tape, ampi_tape_call(tape, ampi_tape_key(AMPI_MEAN), &x, 1));
 }
 
+#define AMPI_TAPE_OWN \
+    "options: tensors, loss and grad_scale are the tape's; give the scale to amp_tape_backward"
 AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const int32_t *labels,
                                          const amp_cross_entropy_op *options) {
+    const char *f = "amp_tape_cross_entropy";
     ampi_call_key key = ampi_tape_key(AMPI_CROSS_ENTROPY);
     amp_cross_entropy_op none, *op;
     ampi_node *n;
+    if (options != NULL && (options->grad_scale || options->loss || options->logits.data || options->dlogits.data))
+        return ampi_tape_refuse(tape, f, ampi_fail(AMP_ERR_CONFLICT, f, AMPI_TAPE_OWN));
     if (options != NULL) { key.layer = options->layer; key.alpha = (double)options->factor; }
     n = ampi_tape_call(tape, key, &logits, 1);
     if (n == NULL) return 0;
@@ -18946,6 +19034,8 @@ AMP_API amp_value amp_tape_linear_cross_entropy(amp_tape *tape, amp_value x, amp
     if (options != NULL) { key.layer = options->layer; key.alpha = (double)options->factor; }
     key.params[0] = weight; key.params[1] = bias;
     if (weight == NULL) return ampi_tape_refuse(tape, f, ampi_need(f, 0, "weight"));
+    if (options != NULL && (options->grad_scale || options->loss || options->x.data || options->dx.data))
+        return ampi_tape_refuse(tape, f, ampi_fail(AMP_ERR_CONFLICT, f, AMPI_TAPE_OWN));
     n = ampi_tape_call(tape, key, &x, 1);
     if (n == NULL) return 0;
     memset(&none, 0, sizeof none);
@@ -20802,6 +20892,8 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     AMPI_TRY(ampi_check_owner(function, o->set, scaler));
     if (o->set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer stepped since the last update");
+    if (ampi_tape_waits(o->amp, NULL))
+        return ampi_fail(AMP_ERR_STATE, function, "amp_tape_forward has run, and amp_tape_backward has not");
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
@@ -22435,6 +22527,9 @@ static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i,
     row.shape[0] = 1;
     if (!ampi_is_contiguous(&row))
         return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[%d]: its rows are not contiguous", i);
+    if (fabs((double)t->stride[0]) * (double)t->shape[0] > AMPI_STRIDES_MOST)
+        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name,
+                         ".tensors[%d] has stride %lld, which exceeds any memory", i, (long long)t->stride[0]);
     if (t->shape[0] != l->tensors[0].shape[0])
         return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[0] has %lld rows, .tensors[%d] has %lld",
                          (long long)l->tensors[0].shape[0], i, (long long)t->shape[0]);
@@ -28972,10 +29067,10 @@ static amp_result ampi_adapt_put(const amp_adapt *m, amp_state *state, const cha
                              sizeof numbers, 1));
     AMPI_TRY(ampi_saved_layers_alloc(&state->system, f, s));
     ampi_adapt_exchange((amp_adapt *)(uintptr_t)m, s, 0);
-    AMPI_TRY(ampi_put(state, prefix, "model", -1, AMP_I64, s->shape, m->n * AMPI_ADAPT_SHAPE));
-    AMPI_TRY(ampi_put(state, prefix, "layers", -1, AMP_I64, s->counts, m->n * AMPI_ADAPT_COUNTS));
-    AMPI_TRY(ampi_put(state, prefix, "evidence", -1, AMP_F64, s->reals, m->n * AMPI_ADAPT_REALS));
-    return ampi_put(state, prefix, "names", -1, AMP_U8, s->names, m->n * (int64_t)sizeof m->layers->name);
+    AMPI_TRY(ampi_put(state, prefix, "adapt_model", -1, AMP_I64, s->shape, m->n * AMPI_ADAPT_SHAPE));
+    AMPI_TRY(ampi_put(state, prefix, "adapt_layers", -1, AMP_I64, s->counts, m->n * AMPI_ADAPT_COUNTS));
+    AMPI_TRY(ampi_put(state, prefix, "adapt_evidence", -1, AMP_F64, s->reals, m->n * AMPI_ADAPT_REALS));
+    return ampi_put(state, prefix, "adapt_names", -1, AMP_U8, s->names, m->n * (int64_t)sizeof m->layers->name);
 }
 
 AMP_API amp_result amp_adapt_save(const amp_adapt *adapt, amp_state *state, const char *prefix) {
@@ -29011,10 +29106,10 @@ static amp_result ampi_adapt_get(const amp_adapt *m, const amp_state *state, con
     const char *f = "amp_adapt_load";
     int64_t shape[AMPI_ADAPT_SHAPE], i;
     AMPI_TRY(ampi_saved_layers_alloc(ampi_context_system(m->amp), f, s));
-    AMPI_TRY(ampi_get(state, prefix, "model", -1, AMP_I64, s->shape, m->n * AMPI_ADAPT_SHAPE));
-    AMPI_TRY(ampi_get(state, prefix, "layers", -1, AMP_I64, s->counts, m->n * AMPI_ADAPT_COUNTS));
-    AMPI_TRY(ampi_get(state, prefix, "evidence", -1, AMP_F64, s->reals, m->n * AMPI_ADAPT_REALS));
-    AMPI_TRY(ampi_get(state, prefix, "names", -1, AMP_U8, s->names, m->n * (int64_t)sizeof m->layers->name));
+    AMPI_TRY(ampi_get(state, prefix, "adapt_model", -1, AMP_I64, s->shape, m->n * AMPI_ADAPT_SHAPE));
+    AMPI_TRY(ampi_get(state, prefix, "adapt_layers", -1, AMP_I64, s->counts, m->n * AMPI_ADAPT_COUNTS));
+    AMPI_TRY(ampi_get(state, prefix, "adapt_evidence", -1, AMP_F64, s->reals, m->n * AMPI_ADAPT_REALS));
+    AMPI_TRY(ampi_get(state, prefix, "adapt_names", -1, AMP_U8, s->names, m->n * (int64_t)sizeof m->layers->name));
     for (i = 0; i < m->n; i++) {
         const amp_param *p = m->layers[i].param;
         ampi_adapt_shape(&m->layers[i], shape);

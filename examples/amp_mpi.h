@@ -4,10 +4,11 @@
  *     desc.reducer = amp_mpi(&comm);
  *     amp_open(&amp, &desc);
  *
- * Each rank holds the whole model and reads its own batches (a loader takes rank and world from the context); amp_step sums
- * gradients over all.  Build with mpicc, start with mpirun.  A device's memory goes through the host, so any MPI will do. */
-#ifndef AMP_MPI_H
-#define AMP_MPI_H
+ * Each rank holds the whole model and reads its own batches (a loader takes rank and world from the context); amp_step
+ * sums gradients over all.  Build with mpicc, start with mpirun.  A device's memory goes through the host, so any MPI
+ * will do. */
+#ifndef EXAMPLE_AMP_MPI
+#define EXAMPLE_AMP_MPI
 #include <mpi.h>
 
 /* 16-bit numbers are summed in fp32, and rounded once. */

@@ -2,8 +2,8 @@
  *
  *     gcc -O2 examples/data_parallel.c -o data_parallel -lm -lpthread && ./data_parallel [ranks]
  *
- * Ranks are threads of this program, each with a context and a copy of the model; amp_step averages their gradients.  With
- * MPI they are processes, and nothing else changes:
+ * Ranks are threads of this program, each with a context and a copy of the model; amp_step averages their gradients.
+ * With MPI they are processes, and nothing else changes:
  *
  *     mpicc -DUSE_MPI -O2 examples/data_parallel.c -o data_parallel -lm -lpthread && mpirun -np 2 ./data_parallel */
 #define AMP_IMPLEMENTATION
@@ -19,8 +19,8 @@
 enum { HIDDEN = 32, POINTS = 64, WEIGHTS = 3 * HIDDEN + 1, STEPS = 1500, MOST_RANKS = 16 };
 #define CHECK(call) do { if ((call) != AMP_OK) { fprintf(stderr, "%s\n", amp_last_error()); return 1; } } while (0)
 
-/* Our own model, a tanh network that fits sin(3 x), on every world-th point from `first`.  Returns the mean squared error
-   there, and adds its gradient. */
+/* Our own model, a tanh network that fits sin(3 x), on every world-th point from `first`.  Returns the mean squared
+   error there, and adds its gradient. */
 static float forward_backward(const float *w, float *gradient, int first, int world) {
     float error = 0, share = (float)world / POINTS;
     for (int p = first; p < POINTS; p += world) {

@@ -32,15 +32,15 @@ int main(void) {
     amp_loader_desc first = {.tensors = arrays, .n_tensors = 2, .batch = 100, .last = TRAIN, .shuffle = 1};
     amp_loader_desc rest = {.tensors = arrays, .n_tensors = 2, .batch = ROWS - TRAIN, .first = TRAIN};
     amp_optimizer_desc desc = {.lr = 3e-3, .clip_norm = 1}; float loss;
-    CHECK(amp_loader_create(amp, &train, &first)); CHECK(amp_loader_create(amp, &test, &rest));
     CHECK(amp_model_params(model, &desc.params, &desc.n_params)); CHECK(amp_optimizer_create(amp, &adamw, &desc));
+    CHECK(amp_loader_create(amp, &train, &first)); CHECK(amp_loader_create(amp, &test, &rest));
     for (int step = 1; step <= STEPS; step++) {
         CHECK(amp_tape_backward(tape, network(train, AMP_MODE_TRAINING), NULL)); CHECK(amp_step(adamw, NULL));
         if (step % 500 != 0) continue;
-        amp_value value = network(test, AMP_MODE_INFERENCE);
-        CHECK(amp_tape_finish(tape)); CHECK(amp_tape_read(tape, value, &loss, 1));
-        printf("step %d: validation loss %.4f\n", step, (double)loss);
+        amp_value v = network(test, AMP_MODE_INFERENCE); CHECK(amp_tape_finish(tape));
+        CHECK(amp_tape_read(tape, v, &loss, 1)); printf("step %d: validation loss %.4f\n", step, (double)loss);
     }
-    amp_close(amp);
+    amp_loader_destroy(train); amp_loader_destroy(test); amp_optimizer_destroy(adamw); amp_tape_destroy(tape);
+    amp_model_destroy(model); amp_close(amp);
     return fflush(stdout) != 0 || ferror(stdout);
 }

@@ -735,7 +735,7 @@ TEST(a_resumed_run_decides_the_same) {
 
 /* A state of another ladder or model, and one that is damaged, is refused, and nothing has changed. */
 TEST(foreign_states_are_refused) {
-    static const char *const records[] = {"a.adapt", "a.model", "a.layers", "a.evidence", "a.names"};
+    static const char *const records[] = {"a.adapt", "a.adapt_model", "a.adapt_layers", "a.adapt_evidence", "a.adapt_names"};
     model *m = &a_model, *other = &another;
     amp_dtype ladder[2] = {AMP_F16, AMP_F32};
     amp_state *state, *spoiled, *before, *after;

@@ -1026,6 +1026,8 @@ TEST(bad_tensors) {
     tensors_refused(&good, AMP_ERR_SHAPE, ".tensors[0]");
     good = tensor_desc(tensors); tensors[0].stride[1] = 2;
     tensors_refused(&good, AMP_ERR_SHAPE, ".tensors[0]: its rows are not contiguous");
+    good = tensor_desc(tensors); tensors[0].stride[0] = INT64_MAX; tensors[0].stride[1] = 1;
+    tensors_refused(&good, AMP_ERR_SHAPE, ".tensors[0] has stride 9223372036854775807, which exceeds any memory");
     good = tensor_desc(tensors); tensors[5].data = NULL;
     tensors_refused(&good, AMP_ERR_NULL, ".tensors[5] has no data");
     good = tensor_desc(tensors); tensors[3].dtype = AMP_TF32;

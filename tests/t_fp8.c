@@ -326,7 +326,7 @@ TEST(only_linear_layers_compute_in_fp8) {
 
 TEST(the_choice_says_emulated_and_never_takes_it_by_itself) {
     amp_machine machine;
-    amp_choice choice;
+    amp_choice choice = {0};
     CHECK_OK(amp_machine_probe(&machine));
     CHECK_OK(amp_choose(&machine, AMP_FP8, 0, &choice));
     CHECK(choice.dtype == AMP_FP8 && choice.emulated && !choice.scaler && strstr(choice.reason, "emulated") != NULL);
@@ -374,7 +374,7 @@ TEST(levels) {
     static const amp_dtype stored[] = {AMP_F32, AMP_F32, AMP_BF16, AMP_BF16};
     for (int level = 0; level < 4; level++) {
         amp_context *amp = NULL;
-        amp_choice choice;
+        amp_choice choice = {0};
         amp_desc d;
         memset(&d, 0, sizeof d);
         d.dtype = AMP_FP8;
@@ -728,6 +728,32 @@ TEST(histories_are_combined_over_ranks) {
 }
 
 /* A resumed run has the bits of one that was not interrupted; the forward of validation leaves them too. */
+/* What was learned since a state was saved is forgotten with it, also where the state has no history yet. */
+TEST(states_take_back_what_came_after) {
+    for (int before = 0; before < 2; before++) {
+        trainer t;
+        amp_state *state = NULL;
+        float *w = room(N * K), *once = room(N * K);
+        trainer_open(&t, 3, AMP_FP8_AMAX_DEFAULT, 0);
+        for (int i = 0; i < before; i++) trainer_step(&t, 1);
+        CHECK_OK(amp_state_create(&state, NULL));
+        CHECK_OK(amp_fp8_save(t.amp, state, "here"));
+        CHECK_OK(amp_optimizer_save(t.optimizer, state, "optimizer"));
+        memcpy(w, t.l.w, N * K * sizeof *w);
+        trainer_step(&t, 1);
+        memcpy(once, t.l.w, N * K * sizeof *w);
+        trainer_step(&t, 1e5f);
+        memcpy(t.l.w, w, N * K * sizeof *w);
+        amp_param_changed(&t.l.weight);
+        CHECK_OK(amp_optimizer_load(t.optimizer, state, "optimizer"));
+        CHECK_OK(amp_fp8_load(t.amp, state, "here"));
+        trainer_step(&t, 1);
+        CHECK(same(once, t.l.w, N * K));
+        amp_state_destroy(state);
+        trainer_close(&t);
+    }
+}
+
 TEST(histories_resume_bit_for_bit) {
     trainer whole, part;
     amp_state *state = NULL;
@@ -1028,7 +1054,7 @@ int main(int argc, char **argv) {
     RUN(an_outlier_channel_does_not_lose_the_step);
     RUN(infinity_stays_in_sight_and_out_of_histories);
     RUN(histories_are_combined_over_ranks);
-    RUN(histories_resume_bit_for_bit);
+    RUN(states_take_back_what_came_after); RUN(histories_resume_bit_for_bit);
     RUN(trials_leave_the_records);
     RUN(recovery_restores_the_records);
     RUN(states_of_another_recipe_or_model_are_refused);

@@ -693,9 +693,9 @@ TEST(models_save_and_load) {
     {
         char names[256];
         amp_dtype dtype;
-        int64_t n = amp_state_count(state, "m.names", &dtype);
-        CHECK_OK(amp_state_get(state, "m.names", AMP_U8, names, n));
-        CHECK_OK(amp_state_put(again, "m.names", AMP_U8, names, n));
+        int64_t n = amp_state_count(state, "m.model_names", &dtype);
+        CHECK_OK(amp_state_get(state, "m.model_names", AMP_U8, names, n));
+        CHECK_OK(amp_state_put(again, "m.model_names", AMP_U8, names, n));
         m = saved_model(AMP_LEVEL_O1, 0);
         CHECK_ERR(amp_model_load(m, again, "m"), AMP_ERR_MISMATCH);
         CHECK(strstr(amp_last_error(), "m.weight.0 has no weight fc.weight") != NULL);
@@ -823,7 +823,7 @@ TEST(operands_that_do_not_fit) {
         [M_IDS_SHAPE] = {AMP_ERR_SHAPE, {"amp_tape_embedding", "contiguous", ""}},
         [M_LOSS_WEIGHT] = {AMP_ERR_SHAPE, {"amp_tape_linear_cross_entropy: fc1.weight", "[6, 4]", "[32, 20]"}},
         [M_TARGET] = {AMP_ERR_SHAPE, {"amp_tape_mse", "[6, 4]", "[1, 6, 4]"}},
-        [M_SPLIT] = {AMP_ERR_SHAPE, {"amp_tape_split", "elements 2 to 5 of dimension 1", "[6, 4]"}},
+        [M_SPLIT] = {AMP_ERR_SHAPE, {"amp_tape_split", "3 elements from 2 on of dimension 1", "[6, 4]"}},
         [M_TRANSPOSE] = {AMP_ERR_RANGE, {"amp_tape_transpose", "dimensions", ""}},
         [M_MEAN] = {AMP_ERR_SHAPE, {"amp_tape_mean", "rows", ""}},
         [M_RESHAPE] = {AMP_ERR_RANGE, {"amp_tape_reshape", "ndim = ", ""}},
@@ -2284,8 +2284,161 @@ TEST(models_and_their_optimizers) {
     }
 }
 
+/* Objects of different kinds do not overwrite one another's records. */
+TEST(one_prefix_for_all) {
+    static const amp_dtype ladder[] = {AMP_BF16, AMP_F32};
+    amp_optimizer_desc od = {.lr = 0.1};
+    amp_adapt_desc ad = {.ladder = ladder, .n_ladder = 2};
+    amp_optimizer *optimizer;
+    amp_scaler *scaler;
+    amp_adapt *adapt;
+    amp_state *state;
+    open_context(AMP_F32, AMP_LEVEL_O1);
+    make_mlp();
+    CHECK_OK(amp_model_params(model, &od.params, &od.n_params));
+    ad.params = od.params; ad.n_params = od.n_params;
+    CHECK_OK(amp_optimizer_create(amp, &optimizer, &od));
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    CHECK_OK(amp_adapt_create(amp, &adapt, &ad));
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_model_save(model, state, "x"));
+    CHECK_OK(amp_optimizer_save(optimizer, state, "x"));
+    CHECK_OK(amp_scaler_save(scaler, state, "x"));
+    CHECK_OK(amp_adapt_save(adapt, state, "x"));
+    CHECK_OK(amp_random_save(amp, state, "x"));
+    CHECK_OK(amp_fp8_save(amp, state, "x"));
+    CHECK_OK(amp_model_load(model, state, "x"));
+    CHECK_OK(amp_optimizer_load(optimizer, state, "x"));
+    CHECK_OK(amp_scaler_load(scaler, state, "x"));
+    CHECK_OK(amp_adapt_load(adapt, state, "x"));
+    CHECK_OK(amp_random_load(amp, state, "x"));
+    CHECK_OK(amp_fp8_load(amp, state, "x"));
+    amp_state_destroy(state);
+    amp_adapt_destroy(adapt);
+    amp_scaler_destroy(scaler);
+    amp_optimizer_destroy(optimizer);
+    close_context();
+}
+
+/* What is the tape's is not given to its losses; the scale is given once; no step comes between the halves. */
+TEST(scales_and_halves) {
+    amp_tensor batch = amp_tensor2(inputs, AMP_F32, ROWS, IN);
+    amp_optimizer_desc od = {.lr = 0.1};
+    amp_optimizer *optimizer;
+    static float by_one[4096], by_two[4096];
+    float scale = 64, other = 1, loss[2];
+    amp_cross_entropy_op options[] = {{.grad_scale = &scale}, {.loss = loss}};
+    amp_linear_cross_entropy_op fused[] = {{.grad_scale = &scale}, {.loss = loss}};
+    amp_value v;
+    open_context(AMP_F32, AMP_LEVEL_O1);
+    make_mlp();
+    for (int i = 0; i < 4; i++) {
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        v = amp_tape_linear(tape, amp_tape_input(tape, &batch), w1, b1, AMP_ACT_NONE);
+        v = i < 2 ? amp_tape_cross_entropy(tape, v, labels, &options[i])
+                  : amp_tape_linear_cross_entropy(tape, v, w3, b3, labels, &fused[i - 2]);
+        CHECK(v == 0);
+        CHECK_ERR(amp_tape_backward(tape, v, NULL), AMP_ERR_CONFLICT);
+        CHECK_MSG(strstr(amp_last_error(), "amp_tape_backward") && strstr(amp_last_error(), "options"), "%s", amp_last_error());
+    }
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    CHECK_OK(amp_tape_backward(tape, mlp_loss(AMP_ACT_GELU), &scale));
+    take_gradients(by_one);
+    CHECK_OK(amp_model_params(model, &od.params, &od.n_params));
+    CHECK_OK(amp_optimizer_create(amp, &optimizer, &od));
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    v = mlp_loss(AMP_ACT_GELU);
+    CHECK_OK(amp_tape_forward(tape, v, &scale));
+    CHECK_ERR(amp_step(optimizer, NULL), AMP_ERR_STATE);
+    CHECK_ERR(amp_tape_backward(tape, v, &other), AMP_ERR_CONFLICT);
+    CHECK_OK(amp_tape_backward(tape, v, &scale));
+    take_gradients(by_two);
+    CHECK(memcmp(by_one, by_two, sizeof by_one) == 0);
+    CHECK_OK(amp_step(optimizer, NULL));
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    CHECK_ERR(amp_tape_backward(tape, 0, NULL), AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), "loss is 0, no value") != NULL);
+    amp_optimizer_destroy(optimizer);
+    close_context();
+}
+
+/* Models go before what uses them: they stay, with a word. */
+TEST(models_destroyed_too_early) {
+    for (int which = 0; which < 4; which++) {
+        static const char *const users[] = {"an optimizer", "a tape's step", "a tape's step", "an amp_adapt"};
+        static const amp_dtype ladder[] = {AMP_BF16, AMP_F32};
+        amp_desc desc = {.dtype = AMP_F32, .threads = 1, .logger.write = keep_log};
+        amp_optimizer_desc od = {.lr = 0.1};
+        amp_adapt_desc ad = {.ladder = ladder, .n_ladder = 2};
+        amp_adapt_record record;
+        amp_optimizer *optimizer = NULL;
+        amp_adapt *adapt = NULL;
+        amp_value v = 0;
+        CHECK_OK(amp_open(&amp, &desc));
+        CHECK_OK(amp_tape_create(amp, &tape, NULL));
+        make_mlp();
+        CHECK_OK(amp_model_params(model, &od.params, &od.n_params));
+        if (which == 0) CHECK_OK(amp_optimizer_create(amp, &optimizer, &od));
+        if (which == 3) {
+            ad.params = od.params; ad.n_params = od.n_params;
+            CHECK_OK(amp_adapt_create(amp, &adapt, &ad));
+        }
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        v = mlp_loss(AMP_ACT_GELU);
+        if (which != 1) CHECK_OK(amp_tape_forward(tape, v, NULL));
+        if (which == 0 || which == 3) CHECK_OK(amp_tape_backward(tape, v, NULL));
+        logged[0] = 0;
+        amp_model_destroy(model);
+        CHECK_MSG(strstr(logged, "1106 amp_model_destroy: ") && strstr(logged, users[which]), "%d: %s", which, logged);
+        if (which == 0) CHECK_OK(amp_step(optimizer, NULL));
+        if (which == 1 || which == 2) CHECK_OK(amp_tape_backward(tape, v, NULL));
+        if (which == 3) CHECK_OK(amp_adapt_layer(adapt, 0, &record));
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        CHECK_OK(amp_tape_backward(tape, mlp_loss(AMP_ACT_GELU), NULL));
+        amp_optimizer_destroy(optimizer);
+        amp_adapt_destroy(adapt);
+        amp_tape_destroy(tape);
+        logged[0] = 0;
+        amp_close(amp);
+        CHECK_MSG(logged[0] == 0, "%d: %s", which, logged);
+    }
+    model = NULL; tape = NULL;
+}
+
+/* A parameter that comes after the optimizer, and what a model and a tensor cannot hold. */
+TEST(late_and_impossible_parameters) {
+    amp_desc desc = {.dtype = AMP_F32, .threads = 1, .logger.write = keep_log};
+    amp_optimizer_desc od = {.lr = 0.1};
+    amp_optimizer *optimizer;
+    amp_tensor t = {0}, batch = amp_tensor3(inputs, AMP_F32, 2, 3, 4);
+    int64_t shape[1] = {4};
+    CHECK_OK(amp_open(&amp, &desc));
+    CHECK_OK(amp_tape_create(amp, &tape, NULL));
+    make_mlp();
+    CHECK_OK(amp_model_params(model, &od.params, &od.n_params));
+    CHECK_OK(amp_optimizer_create(amp, &optimizer, &od));
+    logged[0] = 0;
+    CHECK(amp_model_param(model, "late", 3, 3, AMP_INIT_ZEROS, 0) != NULL);
+    CHECK_MSG(strstr(logged, "1105 amp_model_param: late is added after amp_optimizer_create") != NULL, "%s", logged);
+    CHECK_ERR(amp_model_freeze(model, "late", 7), AMP_ERR_RANGE);
+    CHECK(amp_model_param(model, "vast", 3, 3, AMP_INIT_CONSTANT, 1e300) == NULL);
+    CHECK_ERR(amp_model_params(model, &od.params, &od.n_params), AMP_ERR_RANGE);
+    CHECK_ERR(amp_tensor_create(amp, &t, AMP_FP8, shape, 1), AMP_ERR_DTYPE);
+    CHECK_ERR(amp_tensor_create(amp, &t, AMP_TF32, shape, 1), AMP_ERR_DTYPE);
+    CHECK(t.data == NULL);
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    CHECK(amp_tape_rope(tape, amp_tape_input(tape, &batch), INT64_MAX, NULL) == 0);
+    CHECK_ERR(amp_tape_finish(tape), AMP_ERR_SHAPE);
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    CHECK(amp_tape_split(tape, amp_tape_input(tape, &batch), 1, INT64_MAX, 1) == 0);
+    CHECK_ERR(amp_tape_finish(tape), AMP_ERR_SHAPE);
+    amp_optimizer_destroy(optimizer);
+    close_context();
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
+    RUN(one_prefix_for_all); RUN(scales_and_halves); RUN(models_destroyed_too_early); RUN(late_and_impossible_parameters);
     RUN(mlp_has_the_bits_of_hand_written_calls);
     RUN(micro_steps_add_up_as_by_hand);
     RUN(fp8_has_the_bits_of_hand_written_calls);
