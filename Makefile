@@ -32,7 +32,8 @@ help: backend
 	@echo "make bench-precision  measure time and memory of every precision; bench-features: of each feature (a minute)"
 	@echo "make test             build and run the tests (no network, no Python)"
 	@echo "make test-ci          run the tests only CI needs: sanitizers, compilers, standards, ten kills, each fuzzer"
-	@echo "make test-exhaustive  run all 2^32 fp32 patterns through every conversion and the optimizers' remainders"
+	@echo "make test-exhaustive  run all 2^32 fp32 patterns through every conversion and the optimizers' remainders,"
+	@echo "                      and 50,000 random graphs through every way of running a tape"
 	@echo "make fuzz SECONDS=30  run each fuzzer for that long (clang's libFuzzer); inputs that break something go to"
 	@echo "                      $(BUILD)/fuzz/found/; fuzz-seeds: generate the seeds again"
 	@echo "make anomalies        let every host call fail in turn: memory, files, threads, clock; into tests/records/"
@@ -144,9 +145,9 @@ test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 	    tests/fuzz/run.sh --at-once $(CUDA_TESTS_CI)
 
 # RECORD=FILE: with what, on what and how long, as JSON.
-test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer
+test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer $(BUILD)/t_tape
 	CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/exhaustive.sh "$(BUILD)/t_numbers --full" \
-	    "$(BUILD)/t_optimizer --full --filter every_pattern"
+	    "$(BUILD)/t_optimizer --full --filter every_pattern" "$(BUILD)/t_tape --full --filter same_bits"
 
 # What amp.h promises to return, and no test provokes.
 errors: $(TESTS:%=$(BUILD)/%)

@@ -1611,16 +1611,18 @@ TEST(random_graphs_by_finite_differences) {
     close_context();
 }
 
+static int64_t same_graphs = 150;       /* of each precision; --full: 50,000 in all */
+
 TEST(random_graphs_have_the_same_bits_in_every_way) {
     static float gradients[G_WAYS][G_GRADIENTS], values[G_WAYS][G_NODES + 1][GR * GC];
-    static const amp_dtype dtypes[] = {AMP_F32, AMP_BF16};
-    int64_t there[G_WAYS][G_NODES + 2], trials = 150, compared = 0;
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_BF16, AMP_F16};
+    int64_t there[G_WAYS][G_NODES + 2], compared = 0;
     graph_start();
-    for (int d = 0; d < 2; d++) {
+    for (int d = 0; d < 3; d++) {
         amp_desc desc = {.dtype = dtypes[d], .threads = 1};
         CHECK_OK(amp_open(&amp, &desc));
         graph_parameters();
-        for (int64_t trial = 0; trial < trials; trial++) {
+        for (int64_t trial = 0; trial < same_graphs; trial++) {
             graph_seed = (uint64_t)(1000 + trial);
             CHECK_OK(amp_model_freeze(model, "p*", 0));
             if (trial % 3 == 1) CHECK_OK(amp_model_freeze(model, "p0", 1));
@@ -2438,6 +2440,7 @@ TEST(late_and_impossible_parameters) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
+    for (int i = 1; i < argc; i++) if (!strcmp(argv[i], "--full")) same_graphs = 16667;
     RUN(one_prefix_for_all); RUN(scales_and_halves); RUN(models_destroyed_too_early); RUN(late_and_impossible_parameters);
     RUN(mlp_has_the_bits_of_hand_written_calls);
     RUN(micro_steps_add_up_as_by_hand);
