@@ -17688,12 +17688,20 @@ static void ampi_bind_heads(ampi_node *n) {
     for (i = 0; i < count; i++) *tensors[i] = ampi_as_heads(tensors[i], dim);
 }
 
+/* Of what is computed again, a view that is not goes on to look at the memory of the first time. */
+static void ampi_bind_view(const amp_tape *t, ampi_node *n, int again) {
+    const ampi_node *root = &t->nodes[n->root];
+    void *data = root->y.data;
+    if (root->again && !(again && n->again)) data = t->memory + t->slabs[root->buffer].offset;
+    n->y.data = ampi_at_mut(data, n->y.dtype, n->offset);
+}
+
 static void ampi_bind_node(amp_tape *t, int32_t i, int again) {
     ampi_node *n = &t->nodes[i];
     const ampi_tape_row *row = ampi_row_of(n);
     int k;
     if (n->key.kind == AMPI_INPUT) memcpy(&n->y.data, &n->data, sizeof n->data);
-    else if (row->flags & AMPI_VIEW) n->y.data = ampi_at_mut(t->nodes[n->root].y.data, n->y.dtype, n->offset);
+    else if (row->flags & AMPI_VIEW) ampi_bind_view(t, n, again);
     else n->y = ampi_tape_view(t, &n->y, again && n->again ? n->buffer2 : n->buffer);
     for (k = 0; k < AMPI_TAPE_INPUTS; k++) {
         if (row->in[k].value == 0) continue;

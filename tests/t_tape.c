@@ -1588,7 +1588,7 @@ TEST(random_graphs_by_finite_differences) {
     CHECK_OK(amp_open(&amp, &desc));
     graph_parameters();
     graph_smooth = 1;
-    for (int64_t trial = 0; trial < 400; trial++) {
+    for (int64_t trial = 0; trial < 4000; trial++) {
         double expected = 0, measured[2], step = 1.0 / 512;
         graph_seed = (uint64_t)(5000 + trial);
         graph_start();
@@ -1611,7 +1611,7 @@ TEST(random_graphs_by_finite_differences) {
     close_context();
 }
 
-static int64_t same_graphs = 150;       /* of each precision; --full: 50,000 in all */
+static int64_t same_graphs = 3000;      /* of each precision; --full: 50,000 in all */
 
 TEST(random_graphs_have_the_same_bits_in_every_way) {
     static float gradients[G_WAYS][G_GRADIENTS], values[G_WAYS][G_NODES + 1][GR * GC];
