@@ -551,8 +551,8 @@ static const char *const table[1 + ROWS][CELLS] = {
     {"embedding, RoPE, add, scaler, loaders", "yes", "yes", "yes", "all"},
     {"activations, SwiGLU, optimizers", "yes", "yes", "yes", "AVX2 and up"},
     {"norms, softmax, attention, losses", "yes", "yes", "yes", "AVX-512 and up"},
-    {"gradient norms, products but in bf16", "yes", "yes", "yes", "AVX-512 and up"},
-    {"products in bf16", "yes", "yes", "yes", "none"},
+    {"gradient norms, other products", "yes", "yes", "yes", "AVX-512 and up"},
+    {"products in bf16 and fp8", "yes", "yes", "yes", "none"},
 };
 /* The first of the paths that agree. */
 static const int first_alike[1 + ROWS] = {0, AMP_CPU_SCALAR, AMP_CPU_SCALAR, AMP_CPU_AVX2, AMP_CPU_AVX512, AMP_CPU_AVX512, PATHS};
@@ -564,6 +564,7 @@ typedef struct operation { const char *name; int row; void (*run)(kind k); kind 
 #define F16 {AMP_F16, AMP_F16}
 #define BF16 {AMP_BF16, AMP_BF16}
 #define MIXED {AMP_F32, AMP_BF16}
+#define FP8 {AMP_F32, AMP_FP8}
 static const operation operations[] = {
     {"cast", 1, do_cast, {F32, F16, BF16}},
     {"masks", 1, do_masks, {F32, BF16}},
@@ -590,7 +591,7 @@ static const operation operations[] = {
     {"gemm", 5, do_gemm, {F32, TF32, {AMP_F32, AMP_F16}}},
     {"training", 5, do_training, {{AMP_F32, AMP_F16}}},
     {"state", 5, do_state, {F32}},
-    {"linear", 6, do_linear, {BF16, MIXED}},
+    {"linear", 6, do_linear, {BF16, MIXED, FP8}},
     {"matmul", 6, do_matmul, {BF16, MIXED}},
     {"gemm", 6, do_gemm, {MIXED}},
 };
