@@ -1357,7 +1357,7 @@ AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out, const amp_t
    warning says so.  Between amp_tape_forward and backward it gives the step up, as amp_tape_begin does. */
 AMP_API void amp_tape_destroy(amp_tape *tape);
 /* Begins to record, in an autocast region with these settings, on this thread.  In inference mode no backward can
-   follow, and only what is returned by amp_tape_tensor is kept.
+   follow; values that operators read can be looked at afterwards only if amp_tape_keep was called for them.
    Errors: those of amp_autocast_begin, AMP_ERR_STATE it is recording already. */
 AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *region);
 /* Runs what was recorded, then backward from loss: a loss, or a sum or multiple of losses.  grad_scale: the device
@@ -16520,7 +16520,7 @@ typedef struct ampi_slab {
 } ampi_slab;
 typedef struct ampi_hole { int64_t offset, bytes; } ampi_hole;
 
-/* A call of backward: a node's, with a AMPI_AGAIN its forward's; or y = a + b (b AMPI_NONE: a cast). */
+/* A call of backward: a node's, or its forward's if .a is AMPI_AGAIN; or y = a + b (b AMPI_NONE: a cast). */
 typedef struct ampi_action { int32_t node, a, b, y; int64_t count; } ampi_action;
 /* A parameter whose gradient is final after call `at` of backward; below 0: after the forward of a loss. */
 typedef struct ampi_final { amp_param *param; int32_t at, k; } ampi_final;
@@ -16617,7 +16617,6 @@ static amp_result ampi_shape_input(const amp_tape *t, ampi_node *n) {
 /* A vector parameter of `cols`; NULL is one too. */
 static amp_result ampi_shape_vector(const amp_tape *t, const ampi_node *n, const char *name, const amp_param *p,
                                     const amp_tensor *like, int64_t cols) {
-    (void)t;
     if (p == NULL || (p->weight.ndim == 1 && p->weight.shape[0] == cols)) return AMP_OK;
     return ampi_shape_misfit(n, t->function, "x", like, name, &p->weight);
 }
@@ -16895,6 +16894,8 @@ static amp_value ampi_tape_handle(const amp_tape *t, const ampi_node *n) {
 
 static amp_result ampi_tape_may_record(amp_tape *t, const char *f) {
     AMPI_TRY(ampi_alive(&t->object, f));
+    if (t->state == AMPI_TAPE_HALF)
+        return ampi_fail(AMP_ERR_STATE, f, "the forward has run: call amp_tape_backward, or amp_tape_begin");
     if (t->state != AMPI_TAPE_RECORDING)
         return ampi_fail(AMP_ERR_STATE, f, "nothing is being recorded: call amp_tape_begin first");
     if (pthread_equal(pthread_self(), t->thread)) return AMP_OK;
@@ -32557,6 +32558,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        amp_tensor_stats_find, amp_adapt_create and the setting layers.  AMP_NO_CARE and AMP_NO_WATCH.  A thread that
        never chose a GPU stays on the context's after a call.
        AMP_MOMENTS_8BIT, a setting too (moments = 8bit); .reserved of amp_param is .embedding.
+       amp_model_..., amp_tape_... and amp_tensor_create: parameters that the library owns, and a backward that it runs;
+       .record of amp_verify_desc, amp_gradcheck_desc and amp_tune_desc.
+       amp_ranks_...: ranks in one process; amp_reducer.on_host; examples/amp_mpi.h.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

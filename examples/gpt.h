@@ -20,7 +20,7 @@ typedef struct gpt_config {
     int32_t recompute;              /* 1: backward computes all blocks but the last again */
     amp_activation_kind act;        /* inside the MLP; 0: AMP_ACT_GELU */
     float eps;                      /* of LayerNorm; 0: 1e-5 */
-    /* 1: attention's scores are not divided by sqrt(channels / heads); but by the number of the block, from 1 */
+    /* unscaled: scores are not divided by sqrt(channels / heads); by_layer: also divided by the number of the block */
     int32_t unscaled, by_layer;
     int64_t hidden, kv_heads; double base;  /* kv_heads not 0: a Llama of llama.h instead, with these */
 } gpt_config;
