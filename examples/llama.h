@@ -64,7 +64,8 @@ static inline amp_result llama_create(llama *m, amp_context *amp, llama_config c
                               shape[1] > 0 ? 0.02 : 0);
     }
     result = amp_model_params(m->model, &m->params, &m->n_params);
-    if (result != AMP_OK) llama_free(m);
+    if (result == AMP_OK) m->params[0].embedding = 1;
+    else llama_free(m);
     return result;
 }
 
