@@ -1,6 +1,6 @@
-/* t_cuda_threads.cpp - what threads share of amp_cuda.cu: a device's memory, plans, graphs and sensors, contexts on one GPU,
- * the loss of the GPU.  Results are those of one thread alone; `make test-ci` runs the same under ThreadSanitizer, which
- * sees what is reached without a lock. */
+/* t_cuda_threads.cpp - what threads share of amp_cuda.cu: a device's memory, plans, graphs and sensors, contexts and ranks
+ * on one GPU, the loss of the GPU.  Results are those of one thread alone; `make test-ci` runs the same under
+ * ThreadSanitizer, which sees what is reached without a lock. */
 #include "test_cuda.h"
 #include <atomic>
 #include <thread>
@@ -152,7 +152,7 @@ CUDA_TEST(captures_beside_work) {
 }
 
 /* Contexts that are opened, used and closed at the same time on one GPU: each trains as if it were alone. */
-static std::string train(const amp_backend *backend) {
+static std::string train(const amp_backend *backend, amp_ranks *ranks = NULL, int rank = 0) {
     std::vector<float> numbers = cuda_random(SIDE * SIDE, 5);
     std::string out(SIDE * SIDE * 4, 0);
     amp_desc d = {};
@@ -165,6 +165,7 @@ static std::string train(const amp_backend *backend) {
     d.backend = backend;
     d.dtype = AMP_BF16;
     d.threads = 1;
+    if (ranks) CHECK_OK(amp_ranks_reducer(ranks, rank, &d.reducer));
     if (amp_open(&amp, &d) != AMP_OK || amp_alloc(amp, (void **)&memory, 6 * SIDE * SIDE * 4) != AMP_OK) return amp_last_error();
     for (int i = 0; i < 6; i++)
         CHECK_OK(amp_copy(amp, memory + i * SIDE * SIDE, numbers.data(), SIDE * SIDE * 4, AMP_COPY_TO_DEVICE));
@@ -194,6 +195,19 @@ CUDA_TEST(contexts_on_one_gpu) {
     std::string out[THREADS];
     at_once(THREADS, [&](int i) { out[i] = train(amp_cuda()); });
     for (const std::string &weights : out) CHECK(weights == right);
+}
+
+/* Ranks of one process, whose gradients go through the host: with the same data, halves of twice the gradient. */
+CUDA_TEST(ranks_on_one_gpu) {
+    const std::string right = train(amp_cuda());
+    std::string out[2];
+    amp_ranks *ranks = NULL;
+    amp_ranks_desc d = {};
+    d.world = 2;
+    CHECK_OK(amp_ranks_create(&ranks, &d));
+    at_once(2, [&](int i) { out[i] = train(amp_cuda(), ranks, i); });
+    for (const std::string &weights : out) CHECK(weights == right);
+    amp_ranks_destroy(ranks);
 }
 
 /* Every thread is told of a GPU that is lost, and the log once. */
@@ -226,6 +240,7 @@ int main(int argc, char **argv) {
     RUN(plans_of_all);
     RUN(captures_beside_work);
     RUN(contexts_on_one_gpu);
+    RUN(ranks_on_one_gpu);
     RUN(lost_for_all);
     return TEST_END();
 }
