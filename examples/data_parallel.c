@@ -82,7 +82,8 @@ int main(int argc, char **argv) {
     comm = MPI_COMM_WORLD;
     mine.reducer = amp_mpi(&comm);
     if (train(&mine)) MPI_Abort(comm, 1);   /* the others may wait for this one */
-    return MPI_Finalize();
+    MPI_Finalize();
+    return fflush(stdout) != 0 || ferror(stdout);
 }
 #else
 static void *thread(void *arg) {
@@ -108,6 +109,6 @@ int main(int argc, char **argv) {
     for (int i = 0; i < desc.world; i++) failed |= all[i].failed || memcmp(all[0].w, all[i].w, sizeof all[0].w) != 0;
     amp_ranks_destroy(ranks);
     puts(failed ? "failed" : "all ranks hold the same weights");
-    return failed;
+    return fflush(stdout) != 0 || ferror(stdout) || failed;
 }
 #endif

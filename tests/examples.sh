@@ -359,7 +359,7 @@ if [ -w /dev/full ]; then
     done
     for run in "$gpt $small --out $work/lost --steps 1" "$gpt --help" "build/train_classifier --help" "build/amp_check --help" \
         "build/amp_bench --device cpu --threads 1 --layers 1 --channels 32 --heads 2 --vocab 64 --batch 2 --seq 32 --iterations 1 --warmup 1 --json $work/lost.json" \
-        "$sweep --precisions fp32 --out $work/lost.jsonl" "build/scaler_only 20" "$work/before 1 1" "$work/after 1 1" "$work/momentum 20"; do
+        "$sweep --precisions fp32 --out $work/lost.jsonl" "build/scaler_only 20" "build/data_parallel 2" "$work/before 1 1" "$work/after 1 1" "$work/momentum 20"; do
         $run > /dev/full 2> "$work/lost.log"
         status=$?
         if [ $status -eq 1 ] && $run > "$work/lost.log" 2>&1; then pass; else fail "output to a full disk" "$run: status $status, $(tail -n 2 "$work/lost.log")"; fi
