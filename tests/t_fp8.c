@@ -751,6 +751,7 @@ TEST(states_take_back_what_came_after) {
         CHECK(same(once, t.l.w, N * K));
         amp_state_destroy(state);
         trainer_close(&t);
+        free(w); free(once);
     }
 }
 
