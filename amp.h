@@ -1290,7 +1290,7 @@ typedef enum amp_init {
 /* A model: named parameters with weight and gradient in the backend's memory, registered with the context.  max_params:
    how many it may have, 0: 4096.  Names are the context's: a second model there needs others, with a prefix for example
    ("teacher.fc1.weight").  Random weights are a function of seed, number of the parameter and element, with the
-   same bits everywhere.  Destroy it after the optimizers that use it. */
+   same bits everywhere.  Destroy it after what uses it: earlier, it stays until the context closes, with a warning. */
 AMP_API amp_result amp_model_create(amp_context *amp, amp_model **out, uint64_t seed, int64_t max_params);
 AMP_API void amp_model_destroy(amp_model *model);
 /* Adds a parameter [rows, cols], or with cols 0 a vector [rows], and returns it; NULL on failure, which sticks: further
@@ -1459,7 +1459,7 @@ AMP_API amp_value amp_tape_reshape(amp_tape *tape, amp_value x, const int64_t *s
 AMP_API amp_value amp_tape_transpose(amp_tape *tape, amp_value x, int32_t i, int32_t j);
 /* Over the last dimension but one: the mean of rows. */
 AMP_API amp_value amp_tape_mean(amp_tape *tape, amp_value x);
-/* Losses, [1]; target gets no gradient. */
+/* Losses, [1]; target gets no gradient.  options: tensors, .loss and .grad_scale are the tape's (AMP_ERR_CONFLICT). */
 AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const int32_t *labels,
                                          const amp_cross_entropy_op *options);
 AMP_API amp_value amp_tape_mse(amp_tape *tape, amp_value x, amp_value target, amp_reduction reduction);
@@ -1765,7 +1765,8 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 /* Averages the gradients by `accumulation` times ranks, clips them and steps; the scale stays.  Checks first if
    amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count stay.  scaler
    NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward overwrites gradients.
-   Errors: AMP_ERR_STATE another scaler uses the set, AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
+   Errors: AMP_ERR_STATE another scaler uses the set, or a tape of this thread is between amp_tape_forward and backward,
+   AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
    scaler may be NULL.  Errors: as above, and AMP_ERR_STATE the set was checked before the cycle's last micro-batch. */
@@ -18444,8 +18445,8 @@ AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes)
 
 /* ---- Steps and models that a tape still needs */
 
-/* Whether a tape of this context is between recording and the end of its backward: of this thread, or with a parameter
-   of the model. */
+/* Whether a tape that this thread began is between the halves of its run or, with a model, is recording or between them
+   with one of its parameters.  Other threads' tapes are theirs to look at. */
 static int ampi_tape_waits(amp_context *amp, const amp_model *model) {
     const ampi_object *o;
     int64_t i;
@@ -18453,9 +18454,9 @@ static int ampi_tape_waits(amp_context *amp, const amp_model *model) {
     ampi_lock(amp);
     for (o = amp->objects; o != NULL && !waits; o = o->next) {
         const amp_tape *t = (const amp_tape *)(const void *)o;
-        if (strcmp(o->kind, "tape") != 0) continue;
+        if (strcmp(o->kind, "tape") != 0 || !pthread_equal(t->thread, pthread_self())) continue;
         if (t->state != AMPI_TAPE_HALF && (model == NULL || t->state != AMPI_TAPE_RECORDING)) continue;
-        waits = model == NULL && pthread_equal(t->thread, pthread_self());
+        waits = model == NULL;
         for (i = 0; i < t->n && model != NULL && !waits; i++)
             for (k = 0; k < 2; k++)
                 waits |= t->nodes[i].key.params[k] >= model->params &&

@@ -25,17 +25,19 @@ fi
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 n=0
+# The text of a key in the record at hand.
+text='function text(key, pair) {
+    if (!match($0, "\"" key "\": *\"[^\"]*\"")) return ""
+    pair = substr($0, RSTART, RLENGTH - 1)
+    sub(/^"[^"]*": *"/, "", pair)
+    return pair
+}'
+
 for file; do
     if ! [ -r "$file" ]; then echo "plot: $file cannot be read" >&2; exit 2; fi
     # One row per step: step loss scale skipped tokens/s peak in MiB; what a record lacks is a question mark.  A line that
     # was cut off is left out.  A run that was resumed overwrites steps it made twice.
-    awk '
-        function text(key, pair) {
-            if (!match($0, "\"" key "\": *\"[^\"]*\"")) return ""
-            pair = substr($0, RSTART, RLENGTH - 1)
-            sub(/^"[^"]*": *"/, "", pair)
-            return pair
-        }
+    awk "$text"'
         function number(key, pair) {
             if (!match($0, "\"" key "\": *[-+0-9.eE]+")) return "?"
             pair = substr($0, RSTART, RLENGTH)
@@ -70,13 +72,7 @@ if [ $n -eq 0 ]; then echo "plot: nothing to draw" >&2; exit 2; fi
 
 # One row per stretch of a layer in one precision: first step, last step, row, precision, layer.
 for file; do
-    awk '
-        function text(key, pair) {
-            if (!match($0, "\"" key "\": *\"[^\"]*\"")) return ""
-            pair = substr($0, RSTART, RLENGTH - 1)
-            sub(/^"[^"]*": *"/, "", pair)
-            return pair
-        }
+    awk "$text"'
         function stretch(layer, end) { print since[layer], end, row[layer], now[layer], layer }
         !/}[ \r]*$/ || !match($0, /"step": *[0-9]+/) { next }
         { step = substr($0, RSTART, RLENGTH); sub(/.* /, "", step); if (step + 0 > last) last = step + 0 }
