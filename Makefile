@@ -16,7 +16,7 @@ LIBS    := -lm -lpthread
 
 HEADERS  := $(wildcard examples/*.h)
 EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
-TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
+TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
 .PHONY: help run examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
@@ -42,7 +42,7 @@ help: backend
 	@echo "make coverage         measure which lines and branches the tests reach; fails below 95% and 85%"
 	@echo "make mutants          change one token of amp.h at a time: a test must catch each (ten minutes); mutants-cuda: one"
 	@echo "                      expression of amp_cuda.cu, on the model GPU"
-	@echo "make oracle           regenerate the golden data with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
+	@echo "make oracle           regenerate the golden data with PyTorch (PYTHON=... with tests/torch/oracle/requirements.txt)"
 	@echo "make differential     compare random programs and tensors with PyTorch (PYTHON=..., SEED=1); into tests/records/"
 	@echo "make bench            time kernels, steps, recomputing, loader and masks against peers (PEER_TORCH, PEER_LLMC,"
 	@echo "                      PEER_BLAS), with a verdict per bar; into tests/bench/results/"
@@ -97,13 +97,14 @@ endif
 # compiles in a fifth of the time.
 INSIDE       := t_attention t_fp8 t_gemm t_kernels t_numbers t_optimizer
 INSIDE_QUICK := t_care t_concurrency t_context t_data t_lean t_lifetime t_scaler t_settings t_state t_threads t_verify
-TEST_HEADERS := $(wildcard tests/*.h tests/fuzz/*.[ch]) $(HEADERS)
-$(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
-	$(CC) $(WARN) $(CFLAGS) $< -o $@ $(LIBS)
-$(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
-	$(CC) $(WARN) -O0 $< -o $@ $(LIBS)
-$(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_classifier.c $(BUILD)/amp.o
-	$(CC) $(WARN) $(CFLAGS) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
+vpath t_%.c tests/unit tests/torch tests/hostile tests/examples
+TEST_HEADERS := $(wildcard tests/*.h tests/hostile/fuzz/*.[ch]) $(HEADERS)
+$(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
+	$(CC) $(WARN) -Itests $(CFLAGS) $< -o $@ $(LIBS)
+$(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
+	$(CC) $(WARN) -Itests -O0 $< -o $@ $(LIBS)
+$(BUILD)/t_%: t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_classifier.c $(BUILD)/amp.o
+	$(CC) $(WARN) -Itests $(CFLAGS) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
 
 # All that computes once more compiled and linked with -Ofast, which folds isnan, takes sums in another order, and makes
 # programs start with subnormal numbers flushed to 0: against one amp.h compiled so, but for those that look inside it.
@@ -112,10 +113,10 @@ FAST        := t_attention t_autocast t_fp8 t_gemm t_inputs t_kernels t_masks t_
 FAST_INSIDE := $(filter $(INSIDE) $(INSIDE_QUICK),$(FAST))
 $(BUILD)/amp_fast.o: amp.h | $(BUILD)
 	echo '#include "amp.h"' | $(CC) -std=c99 -Ofast -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
-$(FAST_INSIDE:%=$(BUILD)/fast_%): $(BUILD)/fast_%: tests/%.c $(TEST_HEADERS) amp.h | $(BUILD)
-	$(CC) $(WARN) -Ofast $< -o $@ $(LIBS)
-$(BUILD)/fast_%: tests/%.c $(TEST_HEADERS) examples/train_gpt.c $(BUILD)/amp_fast.o
-	$(CC) $(WARN) -Ofast $(LINKED) $< $(BUILD)/amp_fast.o -o $@ $(LIBS)
+$(FAST_INSIDE:%=$(BUILD)/fast_%): $(BUILD)/fast_%: %.c $(TEST_HEADERS) amp.h | $(BUILD)
+	$(CC) $(WARN) -Itests -Ofast $< -o $@ $(LIBS)
+$(BUILD)/fast_%: %.c $(TEST_HEADERS) examples/train_gpt.c $(BUILD)/amp_fast.o
+	$(CC) $(WARN) -Itests -Ofast $(LINKED) $< $(BUILD)/amp_fast.o -o $@ $(LIBS)
 
 $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $< -o $@ $(LIBS)
@@ -127,22 +128,22 @@ $(BUILD)/t_anomalies: LIBS += -ldl          # dlsym
 $(BUILD)/bench_shapes: LIBS += -ldl         # dlopen
 
 # The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
-include tests/cuda_on_cpu/rules.mk
+include tests/cuda/rules.mk
 include tests/gpu/rules.mk
-include tests/differential/rules.mk
-include tests/crash/rules.mk
-include tests/fuzz/rules.mk
+include tests/torch/differential/rules.mk
+include tests/hostile/crash/rules.mk
+include tests/hostile/fuzz/rules.mk
 include tests/coverage/rules.mk
 include tests/mutants/rules.mk
 
+EXAMPLE_TESTS := $(wildcard tests/examples/*.sh)
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/shim.sh tests/hosts.sh tests/sweep.sh \
-	    tests/plot.sh tests/mpi.sh tests/abi.sh tests/errors.sh
+	    $(CUDA_TESTS) tests/house.sh tests/docs.sh $(EXAMPLE_TESTS) tests/abi.sh tests/errors.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh tests/lifetime.sh $(CRASH_CI) \
-	    tests/fuzz/run.sh --at-once $(CUDA_TESTS_CI)
+	    tests/hostile/fuzz/run.sh --at-once $(CUDA_TESTS_CI)
 
 # RECORD=FILE: with what, on what and how long, as JSON.
 test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer $(BUILD)/t_tape
@@ -160,7 +161,7 @@ anomalies: $(BUILD)/t_anomalies
 oracle: examples
 	for program in number_formats state_v1 kernels fp8 linear_cross_entropy sums scaler optimizer schedules moments tokenizer wordpiece gpt2 llama encoder hf_encoder autocast \
 	    hf_configs hf_roundtrip hf_classifier fuzz_logic fuzz_tensors; do \
-	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
+	    $(PYTHON) tests/torch/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)
 	$(PYTHON) tests/bench/run.py

@@ -292,7 +292,7 @@
      in that of the thread that created it.  If yours differs, a call costs 35 ns more (measured on an EPYC).  Traps for
      FE_INEXACT and FE_UNDERFLOW stay active in host code of >>watch and >>care.  Calls may raise exception flags but
      clear none.  Your own sums may trap on inf - inf when too high a scale makes gradients infinite: call
-     amp_count_nonfinite first, and if it finds any go straight to amp_scaler_update_with(scaler, 1), as in tests/hosts.
+     amp_count_nonfinite first, and if it finds any go to amp_scaler_update_with(scaler, 1), as in tests/examples/hosts.
 
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a restart
      from a saved state, except for sign and payload of NaN.  Which CPU paths (in the order of amp_cpu_path) agree;

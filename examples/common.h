@@ -2811,7 +2811,8 @@ static inline const char *tokenizer_text(const tokenizer *t, int64_t token, int6
 enum { CLASS_OTHER = 0, CLASS_LETTER = 1, CLASS_NUMBER = 2, CLASS_SPACE = 3 };
 
 /* Unicode's categories L and N and its white space: first character * 4 + class of every run.  Characters that were
-   not assigned in Unicode 14 take the class of those before them.  Made by tests/oracle/tokenizer.py --classes. */
+   not assigned in Unicode 14 take the class of those before them.  Made by
+   tests/torch/oracle/tokenizer.py --classes. */
 static const uint32_t token_classes[] = {
     0, 39, 56, 131, 132, 194, 232, 261, 364, 389, 492, 535, 536, 643, 644, 681, 684, 714, 720, 725, 728, 742, 745,
     748, 754, 764, 769, 860, 865, 988, 993, 2824, 2841, 2888, 2945, 2964, 2993, 2996, 3001, 3004, 3521, 3540, 3545,
@@ -3165,8 +3166,8 @@ enum {
     PIECE_IDEOGRAPH = 5
 };
 
-/* Made by tests/oracle/wordpiece.py --tables from what the tokenizers library does with each character: letters that
-   U+00C0, U+1E00 and U+1F00 (there 'a' is alpha) and those after them become, runs of other characters (first,
+/* Made by tests/torch/oracle/wordpiece.py --tables from what the tokenizers library does with each character: letters
+   that U+00C0, U+1E00 and U+1F00 (there 'a' is alpha) and those after them become, runs of other characters (first,
    2 count + step - 1, difference), characters that become two, and the first character * 8 + class of every run. */
 static const char piece_latin[] =
     "aaaaaa.ceeeeiiii.nooooo..uuuuy..aaaaaa.ceeeeiiii.nooooo..uuuuy.yaaaaaaccccccccdd..eeeeeeeeeegggggggghh..iiiiiiii"

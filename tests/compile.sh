@@ -87,7 +87,7 @@ done
 at_once "static $lean" "${CC:-gcc}" -std=c99 -O0 $strict -Wsign-conversion $lean -c "$work/static.c" -o "$work/lean_static.o"
 collect
 for without in -DAMP_NO_CARE -DAMP_NO_WATCH; do
-    check "t_lean.c $without builds" "${CC:-gcc}" -std=c99 -O0 -I. $without tests/t_lean.c -o "$work/lean" -lm -lpthread
+    check "t_lean.c $without builds" "${CC:-gcc}" -std=c99 -O0 -I. -Itests $without tests/unit/t_lean.c -o "$work/lean" -lm -lpthread
     if "$work/lean" > "$work/said"; then pass; else fail "t_lean.c $without" "$(tail -n 3 "$work/said")"; fi
 done
 "${CC:-gcc}" -std=c99 -O0 -I. $lean -c "$work/impl.c" -o "$work/lean.o"

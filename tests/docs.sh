@@ -183,17 +183,17 @@ python_lines() {
 # quickstart.c with its evaluation beside PyTorch's from the first epoch on.
 shared=0 ggml_shared=0
 for function in gpt_join gpt_linear gpt_norm gpt_dropout; do shared=$((shared + $(code_lines examples/gpt.h $function))); done
-for function in linear norm part; do ggml_shared=$((ggml_shared + $(code_lines tests/lines/gpt_block_ggml.c "*$function"))); done
+for function in linear norm part; do ggml_shared=$((ggml_shared + $(code_lines tests/bench/lines/gpt_block_ggml.c "*$function"))); done
 sed -n '/^    for (int64_t step/,/^    }/p' examples/quickstart.c > "$work/loop.c"
-sed -n '/^    for epoch/,$p' tests/lines/loop.py > "$work/loop.py"
-sed -n '/def forward/,$p' tests/lines/gpt_block.py > "$work/forward.py"
+sed -n '/^    for epoch/,$p' tests/bench/lines/loop.py > "$work/loop.py"
+sed -n '/def forward/,$p' tests/bench/lines/gpt_block.py > "$work/forward.py"
 loop=$(($(code_lines "$work/loop.c" "") + $(code_lines examples/quickstart.c accuracy)))
 if [ "$loop" -gt 10 ] && [ "$loop" -le 25 ]; then pass; else fail "lines of the training loop" "$loop, at most 25"; fi
 while IFS= read -r row; do
     if grep -qF "$row" README.md; then pass; else fail "README's table of lines" "counted: $row"; fi
 done <<COUNTS
-[mlp.c](examples/mlp.c) | $(code_lines examples/mlp.c "") | $(python_lines tests/lines/mlp.py) | $(code_lines tests/lines/mlp_ggml.c ""),
-[gpt.h](examples/gpt.h) | $(code_lines examples/gpt.h gpt_block) + $shared | $(python_lines "$work/forward.py") | $(code_lines tests/lines/gpt_block_ggml.c "*block") + $ggml_shared,
+[mlp.c](examples/mlp.c) | $(code_lines examples/mlp.c "") | $(python_lines tests/bench/lines/mlp.py) | $(code_lines tests/bench/lines/mlp_ggml.c ""),
+[gpt.h](examples/gpt.h) | $(code_lines examples/gpt.h gpt_block) + $shared | $(python_lines "$work/forward.py") | $(code_lines tests/bench/lines/gpt_block_ggml.c "*block") + $ggml_shared,
 [quickstart.c](examples/quickstart.c) | $loop | $(python_lines "$work/loop.py") | no
 COUNTS
 while read -r file function most; do

@@ -1,4 +1,4 @@
-/* golden.h - reads the golden files that tests/oracle/common.py writes, makes its random numbers again, and
+/* golden.h - reads the golden files that tests/torch/oracle/common.py writes, makes its random numbers again, and
  * measures errors as it does.  For test programs only: a damaged file ends the program. */
 #ifndef AMPT_GOLDEN_H
 #define AMPT_GOLDEN_H
@@ -10,7 +10,7 @@
 #include <string.h>
 
 #ifndef AMPT_GOLDEN
-#define AMPT_GOLDEN "tests/golden"
+#define AMPT_GOLDEN "tests/torch/golden"
 #endif
 
 /* ---- Random numbers: Philox4x32-10, written apart from the library's so that the two check each other */

@@ -124,23 +124,23 @@ if grep -q "^   $text " amp.h; then pass; else fail "change log" "no entry for $
 
 # Every result a call may return is provoked by some test.
 for name in $(grep -oE '^    X\(AMP_ERR_[A-Z0-9_]+' amp.h | sed 's/.*(//'); do
-    if grep -q "$name" tests/t_*.c tests/cuda_on_cpu/t_*.cpp; then pass; else fail "provoked results" "no test provokes $name"; fi
+    if grep -q "$name" tests/*/t_*.c tests/cuda/t_*.cpp; then pass; else fail "provoked results" "no test provokes $name"; fi
 done
 
 # Every test that the table of traps names exists and runs, and every test of t_traps.c is in it.
-sed '/\*\//q' tests/t_traps.c > "$work/traps"
-for held in $(grep -oE '\bt_[a-z_]+\.[a-z0-9_]{2,}' "$work/traps") $(sed -n 's/^TEST(\(.*\)) {$/t_traps.\1/p' tests/t_traps.c); do
-    file=tests/${held%%.*}.c name=${held#*.}
+sed '/\*\//q' tests/hostile/t_traps.c > "$work/traps"
+for held in $(grep -oE '\bt_[a-z_]+\.[a-z0-9_]{2,}' "$work/traps") $(sed -n 's/^TEST(\(.*\)) {$/t_traps.\1/p' tests/hostile/t_traps.c); do
+    file=$(source_of "${held%%.*}") name=${held#*.}
     if grep -q "^TEST($name)" "$file" && grep -q "RUN($name)" "$file" && grep -qw "$held" "$work/traps"; then pass
     else fail "table of traps" "$held is not there, does not run, or is not in the table"; fi
 done
 for script in $(grep -oE '\b[a-z]+\.sh\b' "$work/traps" | sort -u); do
-    if grep -q "tests/$script" Makefile; then pass; else fail "table of traps" "nobody runs tests/$script"; fi
+    if [ -f "tests/examples/$script" ] || grep -q "tests/$script" Makefile; then pass; else fail "table of traps" "nobody runs $script"; fi
 done
 
 # Every public function is called where the host fails.
 for name in $(awk '/^\/\* Stop here/ {exit} {print}' amp.h | grep -oE '^AMP_API [^(]*\bamp_[a-z0-9_]+\(' | grep -oE 'amp_[a-z0-9_]+\($' | sed 's/($//; s/^amp_open_abi$/amp_open/' | sort -u); do
-    if grep -q "\b$name(" tests/t_anomalies.c; then pass; else fail "anomalies" "tests/t_anomalies.c does not call $name"; fi
+    if grep -q "\b$name(" tests/hostile/t_anomalies.c; then pass; else fail "anomalies" "tests/hostile/t_anomalies.c does not call $name"; fi
 done
 
 # A number of the log stands for one message: ids that calls share have the same beginning, and the backend's are its own.
@@ -161,6 +161,6 @@ if [ -z "$words" ]; then pass; else fail "unfinished words" "$words"; fi
 grep -ohE '\bAMPI?_[A-Z0-9_]+\b' amp.h examples/adopt/cblas.h tests/probe.txt > "$work/names"
 sed -n 's/^    {"\([a-z0-9_]*\)", AMPI_[A-Z0-9]*, AMPI_AT(.*/AMP_\1/p' amp.h | tr '[:lower:]' '[:upper:]' >> "$work/names"
 sort -u "$work/names" > "$work/known"
-unknown=$(sed 's/"[^"]*"//g' tests/*.[ch] tests/*.sh examples/*.[ch] README.md Makefile | grep -ohE '\bAMP_[A-Z0-9_]+\b' | grep -v '_$' | sort -u | comm -23 - "$work/known" | tr '\n' ' ')
+unknown=$(sed 's/"[^"]*"//g' tests/*.[ch] tests/*/*.[ch] tests/*.sh tests/examples/*.sh examples/*.[ch] README.md Makefile | grep -ohE '\bAMP_[A-Z0-9_]+\b' | grep -v '_$' | sort -u | comm -23 - "$work/known" | tr '\n' ' ')
 if [ -z "$unknown" ]; then pass; else fail "names amp.h does not know" "$unknown"; fi
 closing

@@ -5,6 +5,9 @@ pass() { passed=$((passed + 1)); }
 fail() { failed=$((failed + 1)); echo "FAIL $1: $2"; }
 skip() { skipped=$((skipped + 1)); echo "skip $1: $2"; }
 have() { command -v "$1" >/dev/null 2>&1; }
+# Test programs: their names, and the file of one.
+test_names() { ls tests/*/t_*.c | sed 's:.*/::; s/\.c$//'; }
+source_of() { ls tests/*/"$1.c"; }
 closing() { echo "$passed passed, $failed failed, $skipped skipped"; [ "$failed" -eq 0 ]; }
 
 # check NAME COMMAND...: passes when the command succeeds silently on stderr and stdout.

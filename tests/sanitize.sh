@@ -22,18 +22,18 @@ sanitized() {
     amp="-DAMP_IMPLEMENTATION_INCLUDED $work/amp.o" optimise=-O1
     case " $INSIDE $INSIDE_QUICK " in *" $3 "*) amp= ;; esac
     case " $INSIDE_QUICK " in *" $3 "*) optimise=-O0 ;; esac
-    if ! $cc -std=c99 -g $optimise $2 "tests/$3.c" $amp -o "$built" -lm -lpthread -ldl 2> "$log"; then echo "does not build: $(head -n 3 "$log")"
+    if ! $cc -std=c99 -Itests -g $optimise $2 "$(source_of "$3")" $amp -o "$built" -lm -lpthread -ldl 2> "$log"; then echo "does not build: $(head -n 3 "$log")"
     elif ! "$built" > "$log" 2>&1 || grep -q 'runtime error\|Sanitizer' "$log"; then
         grep -m 5 'runtime error\|ERROR\|WARNING\|FAIL\|#[0-3] ' "$log" || tail -n 5 "$log"
     fi
     rm -f "$built"
 }
-# A host of tests/hosts/, in widths that are worth two threads: with nothing set, in bf16, and from a scale that is too high.
+# A host of tests/examples/hosts/, in widths that are worth two threads: with nothing set, in bf16, and from a scale that is too high.
 sanitized_host() {
     built="$work/$3.$1" log="$work/$3.$1.log" steps=2
     [ "$3" != conv ] || steps=30
-    sed 's/HIDDEN  *64/HIDDEN 256/; s/BATCH  *64/BATCH 256/' "tests/hosts/$3_after.c" > "$built.c"
-    $cc -g -O1 $2 -Itests/hosts/blas -I. -DAMP_IMPLEMENTATION_INCLUDED "$built.c" tests/hosts/blas/cblas.c "$work/amp.o" -o "$built" -lm -lpthread 2>&1
+    sed 's/HIDDEN  *64/HIDDEN 256/; s/BATCH  *64/BATCH 256/' "tests/examples/hosts/$3_after.c" > "$built.c"
+    $cc -g -O1 $2 -Itests/examples/hosts/blas -I. -DAMP_IMPLEMENTATION_INCLUDED "$built.c" tests/examples/hosts/blas/cblas.c "$work/amp.o" -o "$built" -lm -lpthread 2>&1
     for settings in "" "AMP_DTYPE=bf16" "AMP_DTYPE=fp16 AMP_INIT_SCALE=1e12"; do
         env $settings "$built" 1 $steps > "$log" 2>&1 || tail -n 5 "$log"
         grep -m 5 'runtime error\|Sanitizer\|#[0-3] ' "$log"
@@ -41,7 +41,7 @@ sanitized_host() {
     true
 }
 # Those that take about as long stand together: what runs at once ends with the longest.
-for program in $(cd tests && ls t_*.c | sed 's/\.c$//'); do
+for program in $(test_names); do
     case " $INSIDE $INSIDE_QUICK " in *" $program "*) ;; *) rest="$rest $program" ;; esac
 done
 run "asan+ubsan" "-fsanitize=address,undefined -fno-sanitize-recover=undefined" $INSIDE $INSIDE_QUICK $rest

@@ -22,7 +22,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "oracle"), os.path.dirname(os.path.abspath(__file__))]
+sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "torch", "oracle"), os.path.dirname(os.path.abspath(__file__))]
 import common                                                   # noqa: E402
 import run                                                      # noqa: E402
 

@@ -19,13 +19,13 @@ echo '#include "amp.h"' > "$work/amp.c"
 shared() { $cc -std=c99 $flags -DAMP_IMPLEMENTATION -I. -c "$work/amp.c" -o "$work/amp.o"; }
 c_test() {
     case " $INSIDE " in *" $1 "*) amp= ;; *) amp="-DAMP_IMPLEMENTATION_INCLUDED $work/amp.o" ;; esac
-    $cc -std=c99 $flags "$only" "tests/$1.c" $amp -o "$work/$1" -lm -lpthread -ldl
+    $cc -std=c99 -Itests $flags "$only" "$(source_of "$1")" $amp -o "$work/$1" -lm -lpthread -ldl
 }
 # Without exceptions, whose branches are none of the source's; an inlined function is one function (COC_COUNTED).
-of_model="-std=c++17 $OMP -DAMP_NVTX -I. -Itests/cuda_on_cpu -Itests/cuda_on_cpu/include"
+of_model="-std=c++17 $OMP -DAMP_NVTX -I. -Itests/cuda -Itests/cuda/include"
 cuda() { $cxx $flags $of_model -fno-exceptions -DCOC_COUNTED -x c++ -c amp_cuda.cu -o "$work/amp_cuda.o"; }
 model_test() {
-    $cxx $flags "$only" $of_model "tests/cuda_on_cpu/$1.cpp" $MODEL "$work/amp.o" "$work/amp_cuda.o" -o "$work/$1" -ldl -lm -lpthread
+    $cxx $flags "$only" $of_model "tests/cuda/$1.cpp" $MODEL "$work/amp.o" "$work/amp_cuda.o" -o "$work/$1" -ldl -lm -lpthread
 }
 # Of the tests on the model, and of those that compute most, one thread reaches the same, and counters that several write
 # are slow.
@@ -36,9 +36,9 @@ run() {
 # Runs programs of which no other worker has begun with, one after the other.
 worker() { for program in $models $tests; do mkdir "$work/begun.$program" 2>/dev/null && run "$program"; done; true; }
 
-all_models=$([ -z "$MODEL" ] || (cd tests/cuda_on_cpu && ls -S t_cuda_*.cpp | sed 's/\.cpp$//'))
+all_models=$([ -z "$MODEL" ] || (cd tests/cuda && ls -S t_cuda_*.cpp | sed 's/\.cpp$//'))
 tests= models=
-for program in ${*:-$(cd tests && ls t_*.c | sed 's/\.c$//') $all_models}; do
+for program in ${*:-$(test_names) $all_models}; do
     case $program in t_cuda_*) models="$models $program" ;; *) tests="$tests $program" ;; esac
 done
 check "amp.o" shared

@@ -1,4 +1,4 @@
-# rules.mk - amp_cuda.cu for GPUs; included by the Makefile after tests/cuda_on_cpu/rules.mk.
+# rules.mk - amp_cuda.cu for GPUs; included by the Makefile after tests/cuda/rules.mk.
 #
 #   make cuda               build/amp_cuda.o, one object for every architecture that nvcc knows (CUDA_ARCHS: fewer)
 #   make gpu                on the GPU at hand, one after the other: link, rules, attention, fp8, kernels (timings
@@ -30,7 +30,7 @@ $(BUILD)/amp_cuda.o: amp_cuda.cu amp.h | $(BUILD)
 	echo "$@ was built in $$(($$(date +%s) - began)) seconds"
 
 gpu-table:
-	sh tests/cuda_on_cpu/nvcc.sh --table
+	sh tests/cuda/nvcc.sh --table
 
 # ---- The tests and timings, for the GPU at hand or for the model.  GPU_CXX compiles host code, GPU_CU device code.
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models

@@ -6,7 +6,7 @@
 # CXX, OMP, MODEL (the model's objects and amp.o): as in the Makefile.
 . tests/lib.sh
 cxx=${CXX:-g++}
-flags="-std=c++17 -O0 -w -I. -Itests/cuda_on_cpu -Itests/cuda_on_cpu/include"
+flags="-std=c++17 -O0 -w -I. -Itests/cuda -Itests/cuda/include"
 limit=240                               # seconds of CPU time
 list=tests/mutants/cuda.txt
 begun=$(date +%s)
@@ -19,7 +19,7 @@ tests() { sed 's/.*| *//' "$work/mutants" | sort -u; }
 
 switched() { awk -f tests/mutants/switch.awk $list amp_cuda.cu > "$work/amp_cuda.cu"; }
 compiled() { $cxx $flags $OMP -DAMP_NVTX -x c++ -c "$work/amp_cuda.cu" -o "$work/amp_cuda.o"; }
-linked() { $cxx $flags $OMP "tests/cuda_on_cpu/$1.cpp" $MODEL "$work/amp_cuda.o" -o "$work/$1" -ldl -lm -lpthread; }
+linked() { $cxx $flags $OMP "tests/cuda/$1.cpp" $MODEL "$work/amp_cuda.o" -o "$work/$1" -ldl -lm -lpthread; }
 # ends NUMBER PROGRAM FILTER LOG: its exit status.  One thread each: several run at a time.
 ends() {
     (

@@ -18,10 +18,10 @@ field() { sed -n "s/^$1 |[^|]*| *\(.*\)/\1/p" $list; }
 # build TREE PROGRAM: the test and the amp.h of this tree.
 build() {
     case " $INSIDE " in
-        *" $2 "*) $cc $flags "$1/tests/$2.c" -o "$1/$2" -lm -lpthread -ldl ;;
+        *" $2 "*) $cc $flags -I"$1/tests" "$1/$(source_of "$2")" -o "$1/$2" -lm -lpthread -ldl ;;
         *)  echo '#include "amp.h"' > "$1/amp.c"
             $cc $flags -DAMP_IMPLEMENTATION -I"$1" -c "$1/amp.c" -o "$1/amp.o" &&
-            $cc $flags -DAMP_IMPLEMENTATION_INCLUDED "$1/tests/$2.c" "$1/amp.o" -o "$1/$2" -lm -lpthread -ldl ;;
+            $cc $flags -DAMP_IMPLEMENTATION_INCLUDED -I"$1/tests" "$1/$(source_of "$2")" "$1/amp.o" -o "$1/$2" -lm -lpthread -ldl ;;
     esac
 }
 # ends PROGRAM FILTER: its exit status.  Only CPU time says that a test does not end: on a busy machine all take long.  The
@@ -35,8 +35,8 @@ ends() {
 
 # One tree per core: the tests include ../amp.h and ../examples.
 for i in $(seq "$cores"); do
-    mkdir -p "$work/tree.$i/tests" "$work/tree.$i/examples"
-    cp tests/*.[ch] "$work/tree.$i/tests"; cp examples/*.[ch] "$work/tree.$i/examples"; cp amp.h "$work/tree.$i"
+    mkdir -p "$work/tree.$i"
+    tar cf - amp.h tests/*.h tests/*/*.[ch] examples/*.[ch] | tar xf - -C "$work/tree.$i"
 done
 same() { echo "$work/tree.$running"; }
 

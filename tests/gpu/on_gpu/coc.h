@@ -1,4 +1,4 @@
-/* coc.h - what tests/cuda_on_cpu/include/coc.h declares, on a real GPU: the tests of the CUDA backend include this one
+/* coc.h - what tests/cuda/include/coc.h declares, on a real GPU: the tests of the CUDA backend include this one
  * when they are built for a device.
  *
  * A GPU has one order of its own, so coc_every_order runs twice and asks for the same bits.  Faults, red zones and leaks

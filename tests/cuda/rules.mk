@@ -1,0 +1,75 @@
+# rules.mk - the CUDA backend on the CPU: amp_cuda.cu compiled by g++ against tests/cuda, without a toolkit.
+#
+# CUDA_TESTS names the programs of `make test`: t_harness (the harness itself), t_cublas (its cuBLASLt), t_cuda_*
+# (amp_cuda.cu on it), examples.sh, for which CUDA_NEEDS are built, and nvcc.sh, which compiles amp_cuda.cu for a GPU and
+# reads its machine code.
+# CUDA_TESTS_CI, of `make test-ci`: the same under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*); those that
+# touch every declaration over the toolkit's own, where they are found (toolkit_*); threads under ThreadSanitizer (tsan_*); the
+# harness with the fibers of other CPUs than x86-64 (ucontext_*).  Without g++ cuda_skipped.sh says why there are none.
+
+CXX        ?= g++
+COC        := tests/cuda
+CXXWARN    := -std=c++17 -Wall -Wextra -Wshadow -Wconversion -Wno-unknown-pragmas
+# The model runs blocks on OpenMP's threads, where the compiler has them.
+OMP        := $(shell echo 'int main(void){return 0;}' | $(CXX) -fopenmp -x c++ - -o /dev/null 2>/dev/null && echo -fopenmp)
+COC_FLAGS  := -O1 -g1 $(OMP) -DAMP_NVTX -I. -I$(COC) -I$(COC)/include
+COC_ASAN   := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+# OpenMP's threads are not known to it.
+COC_TSAN   := -fsanitize=thread -fno-openmp -Wno-tsan
+COC_LIBS   := -ldl -lm -lpthread
+# The model sees which locks amp_cuda.cu holds when it calls CUDA.
+COC_LOCKS  := -Dpthread_mutex_lock=coc_mutex_lock -Dpthread_mutex_unlock=coc_mutex_unlock
+CUDA_HOME  ?= /usr/local/cuda
+COC_REAL   := -UAMP_NVTX -DCOC_TOOLKIT -isystem $(CUDA_HOME)/include
+
+COC_PARTS   := coc_engine.o coc_runtime.o coc_cublas.o
+COC_HEADERS := $(wildcard $(COC)/*.h $(COC)/include/*.h) tests/test.h
+HAVE_CXX    := $(shell $(CXX) --version >/dev/null 2>&1 && echo 1)
+HAVE_ASAN   := $(shell echo 'int main(){}' | $(CXX) $(COC_ASAN) -x c++ - -o /dev/null 2>/dev/null && echo 1)
+HAVE_TSAN   := $(shell echo 'int main(){}' | $(CXX) $(COC_TSAN) -x c++ - -o /dev/null 2>/dev/null && echo 1)
+HAVE_CUDA_H := $(and $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h),$(wildcard $(CUDA_HOME)/include/cublasLt.h))
+CUDA_NAMES  := t_harness t_cublas $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)))
+
+CUDA_REAL   := $(filter %_harness %_cublas %_runtime %_telemetry,$(CUDA_NAMES))
+
+ifeq ($(HAVE_CXX),1)
+CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%) $(COC)/examples.sh
+CUDA_NEEDS    := $(EXAMPLES:%=$(BUILD)/model_%)
+CUDA_TESTS_CI := $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) $(if $(HAVE_CUDA_H),$(CUDA_REAL:%=$(BUILD)/toolkit_%)) \
+                 $(if $(HAVE_TSAN),$(BUILD)/tsan_t_cuda_threads) $(BUILD)/ucontext_t_harness
+else
+CUDA_TESTS    := $(COC)/cuda_skipped.sh
+endif
+CUDA_TESTS += $(COC)/nvcc.sh
+
+# Five builds of the same sources, by prefix; the third: of amp.o.
+define coc_build
+$(BUILD)/$(1)coc_%.o: $(COC)/coc_%.cpp $(COC_HEADERS) | $(BUILD)
+	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -c $$< -o $$@
+$(BUILD)/$(1)model_amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
+	$(CXX) $(CXXWARN) $(COC_FLAGS) $(COC_LOCKS) $(2) -x c++ -c $$< -o $$@
+$(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: $(BUILD)/$(1)%: $(COC)/%.cpp $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS)
+	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
+$(BUILD)/$(1)coc_cublas.o $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: amp.h
+$(BUILD)/$(1)t_cuda_telemetry: | $(BUILD)/coc_nvml.so
+$(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)model_amp_cuda.o $(BUILD)/$(3)amp.o \
+                      $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS) amp.h $(HEADERS) tests/handwritten_gpt.h
+	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
+endef
+$(eval $(call coc_build,,))
+$(eval $(call coc_build,asan_,$(COC_ASAN)))
+$(eval $(call coc_build,toolkit_,$(COC_REAL)))
+$(eval $(call coc_build,ucontext_,-DCOC_UCONTEXT))
+$(eval $(call coc_build,tsan_,$(COC_TSAN),tsan_))
+$(BUILD)/tsan_amp.o: amp.h | $(BUILD)
+	echo '#include "amp.h"' | $(CC) -std=c99 -O1 -g1 -fsanitize=thread -Wno-tsan -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
+.SECONDARY: $(foreach p,$(COC_PARTS) model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p) $(BUILD)/tsan_$(p))
+
+# The driver's library of sensors, under its own name inside.
+$(BUILD)/coc_nvml.so: $(COC)/coc_nvml.c | $(BUILD)
+	$(CC) $(WARN) -O1 -g -fPIC -shared -Wl,-soname,libnvidia-ml.so.1 $< -o $@
+
+# The examples on the model GPU, for examples.sh.
+$(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c $(HEADERS) $(BUILD)/amp.o $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
+	$(CC) $(WARN) -O1 -g $(LINKED) -DUSE_CUDA -c $< -o $@.o
+	$(CXX) $(OMP) $@.o $(filter %.o,$^) -o $@ $(COC_LIBS)
