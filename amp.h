@@ -574,6 +574,7 @@ typedef struct amp_mask {
 
 typedef struct amp_context amp_context;
 typedef struct amp_backend amp_backend; /* in part three */
+typedef struct amp_exchanges amp_exchanges; /* in part two */
 typedef struct amp_machine amp_machine; /* in part two */
 typedef struct amp_choice amp_choice;
 typedef struct amp_state amp_state;
@@ -614,14 +615,15 @@ typedef enum amp_reduce_op {
     AMP_REDUCE_FORCE_I32 = 0x7fffffff
 } amp_reduce_op;
 
-/* Combines a buffer over all ranks, in place, on the stream, and returns 0.  Every rank makes the same calls in the
-   same order.  reduce NULL: one rank. */
+/* How ranks exchange data: calls on the stream that return 0.  Every rank makes the same calls in the same order, with
+   the same sizes.  reduce combines a buffer over all ranks, in place; NULL: one rank. */
 typedef struct amp_reducer {
     int (*reduce)(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream);
     void *user;
     int32_t rank, world;        /* world 0: 1 */
-    /* 1: reduce reads and writes host memory; a device's goes through it, piece by piece, and waits for the stream */
-    int32_t on_host, reserved;
+    int32_t on_host;            /* which memory calls take: 0 the device's; 1 the host's; 2: see amp_exchanges */
+    int32_t one_thread;         /* 1: calls come from threads that call amp.h, never from one that amp.h starts */
+    const amp_exchanges *calls; /* other calls; what is NULL in it is built from reduce, exactly but slowly */
 } amp_reducer;
 
 typedef enum amp_autotune {
@@ -2110,6 +2112,24 @@ AMP_API amp_result amp_state_save(const amp_state *state, const char *path);
 AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path);
 
 /* ==== 6 >>backends ==== */
+
+/* What else an amp_reducer can do.  Parts lie one after the other in the order of ranks.  With on_host 0 calls obey the
+   stream (NCCL); 1: a device's memory goes through the host's, piece by piece, and waits for the stream; 2: calls take a
+   device's memory, once the stream is done (CUDA-aware MPI), but 16-bit numbers to be summed go through the host. */
+struct amp_exchanges {
+    /* part `rank` of the sum of all `in`, of world * count_each numbers; `out` may be that part of `in` */
+    int (*reduce_scatter)(void *user, const void *in, void *out, int64_t count_each, amp_dtype dtype, amp_reduce_op op,
+                          void *stream);
+    /* out: the `in` of every rank; `in` may be part `rank` of `out` */
+    int (*all_gather)(void *user, const void *in, void *out, int64_t bytes_each, void *stream);
+    /* part r of `in` becomes part `rank` of rank r's `out` */
+    int (*all_to_all)(void *user, const void *in, void *out, int64_t bytes_each, void *stream);
+    int (*broadcast)(void *user, void *data, int64_t bytes, int32_t root, void *stream);
+    /* calls between them may begin together, at group_end; both or neither */
+    int (*group_begin)(void *user, void *stream);
+    int (*group_end)(void *user, void *stream);
+    const char *(*error)(void *user);   /* why the last call failed, for amp_last_error; NULL or "": unknown */
+};
 
 /* Data-parallel training in one process: each rank is a context, with a model of its own, in a thread of its own.
 
@@ -4127,7 +4147,7 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
     X(k_tensor) X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
     X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
-    X(device_memory) X(backend_desc) X(backend) X(reducer) X(ranks_desc) X(fp8_recipe) X(desc) X(cache_info) \
+    X(device_memory) X(backend_desc) X(backend) X(reducer) X(exchanges) X(ranks_desc) X(fp8_recipe) X(desc) X(cache_info) \
     X(mask_view) X(plan) \
     X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(rope_op) X(norm_op) X(softmax_op) \
     X(activation_op) \
@@ -11274,12 +11294,40 @@ static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int
 enum { AMPI_RANKS_MOST = 1024, AMPI_RANKS_PIECE = 512 };
 typedef enum ampi_seat_state { AMPI_SEAT_FREE, AMPI_SEAT_TAKEN, AMPI_SEAT_LEFT } ampi_seat_state;
 
+typedef enum ampi_exchange_kind {
+    AMPI_REDUCE, AMPI_SCATTER, AMPI_GATHER, AMPI_TO_ALL, AMPI_BROADCAST
+} ampi_exchange_kind;
+/* One call of a reducer.  count: elements of a part; moved bytes have dtype AMP_U8. */
+typedef struct ampi_exchange {
+    ampi_exchange_kind kind;
+    const void *in; void *out;
+    int64_t count; amp_dtype dtype; amp_reduce_op op;
+    int32_t root;
+} ampi_exchange;
+static int32_t ampi_parts_in(const ampi_exchange *e, int32_t world) {
+    return e->kind == AMPI_SCATTER || e->kind == AMPI_TO_ALL ? world : 1;
+}
+static int32_t ampi_parts_out(const ampi_exchange *e, int32_t world) {
+    return e->kind == AMPI_GATHER || e->kind == AMPI_TO_ALL ? world : 1;
+}
+static size_t ampi_part_bytes(const ampi_exchange *e) { return (size_t)e->count * amp_dtype_size(e->dtype); }
+static const char *ampi_exchange_text(const ampi_exchange *e, char *text, size_t size) {
+    static const char *const verbs[] = {"reduces", "scatters", "gathers", "exchanges", "broadcasts"};
+    ampi_sheet s = ampi_sheet_of(text, size);
+    if (e->kind >= AMPI_GATHER) ampi_print(&s, "%s %lld bytes", verbs[e->kind], (long long)e->count);
+    else
+        ampi_print(&s, "%s %lld x %s (%s)", verbs[e->kind], (long long)e->count, amp_dtype_name(e->dtype),
+                   e->op == AMP_REDUCE_SUM ? "sum" : "max");
+    if (e->kind == AMPI_BROADCAST) ampi_print(&s, " of rank %d", (int)e->root);
+    return text;
+}
+
 typedef struct ampi_seat {
     amp_ranks *ranks;
     int32_t rank;
     ampi_seat_state state;
     uint64_t came;                  /* how many meetings this rank has come to */
-    void *data; int64_t count; amp_dtype dtype; amp_reduce_op op;
+    ampi_exchange call;
 } ampi_seat;
 
 struct amp_ranks {
@@ -11303,24 +11351,27 @@ static AMPI_PRINTF(2, 3) void ampi_ranks_break(amp_ranks *r, const char *format,
     pthread_cond_broadcast(&r->met);
 }
 
+/* Whether one rank writes what another reads or writes. */
 static int ampi_seats_share(const ampi_seat *a, const ampi_seat *b) {
-    uintptr_t x = (uintptr_t)a->data, y = (uintptr_t)b->data;
-    uintptr_t bytes = (uintptr_t)a->count * amp_dtype_size(a->dtype);
-    return x < y + bytes && y < x + bytes;
+    size_t in = ampi_part_bytes(&a->call) * (size_t)ampi_parts_in(&a->call, a->ranks->world);
+    size_t out = ampi_part_bytes(&a->call) * (size_t)ampi_parts_out(&a->call, a->ranks->world);
+    return !ampi_is_apart(a->call.out, out, b->call.out, out) || !ampi_is_apart(a->call.out, out, b->call.in, in) ||
+           !ampi_is_apart(a->call.in, in, b->call.out, out);
 }
 /* Whether all have come for the same. */
 static void ampi_ranks_compare(amp_ranks *r) {
-    const ampi_seat *first = r->seats, *s;
+    const ampi_exchange *first = &r->seats->call, *e;
+    char a[80], b[80];
     int32_t i, j;
     for (i = 1; i < r->world; i++) {
-        s = &r->seats[i];
-        if (s->count != first->count || s->dtype != first->dtype || s->op != first->op)
-            ampi_ranks_break(r, "rank 0 reduces %lld x %s (%s), rank %d %lld x %s (%s)", (long long)first->count,
-                             amp_dtype_name(first->dtype), first->op == AMP_REDUCE_SUM ? "sum" : "max", (int)i,
-                             (long long)s->count, amp_dtype_name(s->dtype), s->op == AMP_REDUCE_SUM ? "sum" : "max");
+        e = &r->seats[i].call;
+        if (e->kind != first->kind || e->count != first->count || e->dtype != first->dtype || e->op != first->op ||
+            e->root != first->root)
+            ampi_ranks_break(r, "rank 0 %s, rank %d %s", ampi_exchange_text(first, a, sizeof a), (int)i,
+                             ampi_exchange_text(e, b, sizeof b));
         for (j = 0; j < i && r->broken[0] == 0; j++)
-            if (ampi_seats_share(s, &r->seats[j]))
-                ampi_ranks_break(r, "ranks %d and %d reduce the same memory; each needs a model of its own", (int)j,
+            if (ampi_seats_share(&r->seats[i], &r->seats[j]))
+                ampi_ranks_break(r, "ranks %d and %d use the same memory; each needs a model of its own", (int)j,
                                  (int)i);
     }
 }
@@ -11361,46 +11412,113 @@ static double ampi_larger(double a, double b) {
     if ((ampi_bits_f64(a) & magnitude) > inf) return a;
     return (ampi_bits_f64(b) & magnitude) > inf || b > a ? b : a;
 }
-static void ampi_ranks_combine(const amp_ranks *r, amp_reduce_op op, int64_t first, int64_t n) {
-    const ampi_seat *seats = r->seats;
-    size_t size = amp_dtype_size(seats->dtype);
+/* Elements [first, first + n) of all buffers into `out`. */
+static void ampi_ranks_combine(const amp_ranks *r, void *out, int64_t first, int64_t n) {
+    const ampi_exchange *e = &r->seats->call;
+    size_t size = amp_dtype_size(e->dtype);
     double sum[AMPI_RANKS_PIECE], x[AMPI_RANKS_PIECE];
     int64_t i;
     int32_t rank;
     for (rank = 0; rank < r->world; rank++) {
-        const char *from = (const char *)seats[rank].data + (size_t)first * size;
-        (void)amp_convert(rank == 0 ? sum : x, AMP_F64, from, seats->dtype, n, NULL, NULL);
+        const char *from = (const char *)r->seats[rank].call.in + (size_t)first * size;
+        (void)amp_convert(rank == 0 ? sum : x, AMP_F64, from, e->dtype, n, NULL, NULL);
         for (i = 0; i < n && rank > 0; i++)
-            sum[i] = op == AMP_REDUCE_SUM ? sum[i] + x[i] : ampi_larger(sum[i], x[i]);
+            sum[i] = e->op == AMP_REDUCE_SUM ? sum[i] + x[i] : ampi_larger(sum[i], x[i]);
     }
-    (void)amp_convert((char *)seats->data + (size_t)first * size, seats->dtype, sum, AMP_F64, n, NULL, NULL);
-    for (rank = 1; rank < r->world; rank++)
-        memcpy((char *)seats[rank].data + (size_t)first * size, (char *)seats->data + (size_t)first * size,
-               (size_t)n * size);
+    (void)amp_convert(out, e->dtype, sum, AMP_F64, n, NULL, NULL);
+}
+/* A share of the elements, for all ranks. */
+static void ampi_ranks_reduce_share(const amp_ranks *r, int32_t rank) {
+    const int64_t count = r->seats->call.count, whole = count / r->world, rest = count % r->world;
+    const size_t size = amp_dtype_size(r->seats->call.dtype);
+    int64_t i = whole * rank + rest * rank / r->world, n;
+    const int64_t end = whole * (rank + 1) + rest * (rank + 1) / r->world;
+    int32_t other;
+    for (; i < end; i += n) {
+        size_t at = (size_t)i * size;
+        n = AMPI_MIN(end - i, (int64_t)AMPI_RANKS_PIECE);
+        ampi_ranks_combine(r, (char *)r->seats->call.out + at, i, n);
+        for (other = 1; other < r->world; other++)
+            memcpy((char *)r->seats[other].call.out + at, (char *)r->seats->call.out + at, (size_t)n * size);
+    }
+}
+/* This rank's part. */
+static void ampi_ranks_scatter(const amp_ranks *r, int32_t rank) {
+    const ampi_exchange *e = &r->seats[rank].call;
+    int64_t i, n;
+    for (i = 0; i < e->count; i += n) {
+        n = AMPI_MIN(e->count - i, (int64_t)AMPI_RANKS_PIECE);
+        ampi_ranks_combine(r, (char *)e->out + (size_t)i * amp_dtype_size(e->dtype), e->count * rank + i, n);
+    }
+}
+/* What this rank gets from each. */
+static void ampi_ranks_move(const amp_ranks *r, int32_t rank) {
+    const ampi_exchange *e = &r->seats[rank].call;
+    const size_t bytes = ampi_part_bytes(e);
+    int32_t from;
+    for (from = 0; from < r->world; from++) {
+        const char *in = (const char *)r->seats[from].call.in + (e->kind == AMPI_TO_ALL ? (size_t)rank * bytes : 0);
+        char *out = (char *)e->out + (e->kind == AMPI_BROADCAST ? 0 : (size_t)from * bytes);
+        if (in != out && (e->kind != AMPI_BROADCAST || from == e->root)) memcpy(out, in, bytes);
+    }
 }
 
-static int ampi_ranks_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
-    ampi_seat *seat = (ampi_seat *)user;
+static int ampi_ranks_exchange(ampi_seat *seat, const ampi_exchange *e) {
     const amp_ranks *r = seat->ranks;
-    int64_t i, end;
     ampi_fp host;
-    (void)stream;
-    seat->data = data;
-    seat->count = count;
-    seat->dtype = dtype;
-    seat->op = op;
-    if (ampi_ranks_meet(seat, 0)) {
-        end = count / r->world * (seat->rank + 1) + count % r->world * (seat->rank + 1) / r->world;
-        i = count / r->world * seat->rank + count % r->world * seat->rank / r->world;
-        host = ampi_fp_begin();
-        for (; i < end; i += AMPI_RANKS_PIECE)
-            ampi_ranks_combine(r, op, i, AMPI_MIN(end - i, (int64_t)AMPI_RANKS_PIECE));
-        ampi_fp_end(host);
-        if (ampi_ranks_meet(seat, 1)) return 0;
-    }
-    (void)ampi_fail(AMP_ERR_REDUCE, "reducer", "%s", r->broken);
-    return 1;
+    seat->call = *e;
+    if (!ampi_ranks_meet(seat, 0)) return 1;
+    host = ampi_fp_begin();
+    if (e->kind == AMPI_REDUCE) ampi_ranks_reduce_share(r, seat->rank);
+    else if (e->kind == AMPI_SCATTER) ampi_ranks_scatter(r, seat->rank);
+    else ampi_ranks_move(r, seat->rank);
+    ampi_fp_end(host);
+    return !ampi_ranks_meet(seat, 1);
 }
+static ampi_exchange ampi_exchange_of(ampi_exchange_kind kind, const void *in, void *out, int64_t count,
+                                      amp_dtype dtype) {
+    ampi_exchange e;
+    memset(&e, 0, sizeof e);
+    e.kind = kind;
+    e.in = in;
+    e.out = out;
+    e.count = count;
+    e.dtype = dtype;
+    return e;
+}
+static int ampi_ranks_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, data, data, count, dtype);
+    (void)stream;
+    e.op = op;
+    return ampi_ranks_exchange((ampi_seat *)user, &e);
+}
+static int ampi_ranks_reduce_scatter(void *user, const void *in, void *out, int64_t count_each, amp_dtype dtype,
+                                     amp_reduce_op op, void *stream) {
+    ampi_exchange e = ampi_exchange_of(AMPI_SCATTER, in, out, count_each, dtype);
+    (void)stream;
+    e.op = op;
+    return ampi_ranks_exchange((ampi_seat *)user, &e);
+}
+static int ampi_ranks_gather(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
+    ampi_exchange e = ampi_exchange_of(AMPI_GATHER, in, out, bytes_each, AMP_U8);
+    (void)stream;
+    return ampi_ranks_exchange((ampi_seat *)user, &e);
+}
+static int ampi_ranks_to_all(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
+    ampi_exchange e = ampi_exchange_of(AMPI_TO_ALL, in, out, bytes_each, AMP_U8);
+    (void)stream;
+    return ampi_ranks_exchange((ampi_seat *)user, &e);
+}
+static int ampi_ranks_broadcast(void *user, void *data, int64_t bytes, int32_t root, void *stream) {
+    ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
+    (void)stream;
+    e.root = root;
+    return ampi_ranks_exchange((ampi_seat *)user, &e);
+}
+static const char *ampi_ranks_error(void *user) { return ((ampi_seat *)user)->ranks->broken; }
+static const amp_exchanges ampi_ranks_calls = {
+    ampi_ranks_reduce_scatter, ampi_ranks_gather, ampi_ranks_to_all, ampi_ranks_broadcast, NULL, NULL, ampi_ranks_error
+};
 
 static void ampi_ranks_let_go(amp_ranks *r) {
     amp_system system = r->system;
@@ -11491,6 +11609,7 @@ AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer
     out->rank = rank;
     out->world = ranks->world;
     out->on_host = 1;
+    out->calls = &ampi_ranks_calls;
     return AMP_OK;
 }
 
@@ -11500,6 +11619,192 @@ AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
     ampi_ranks_break(ranks, "the ranks were destroyed");
     pthread_mutex_unlock(&ranks->lock);
     ampi_ranks_let_go(ranks);
+}
+
+/* ---- Exchanges between the ranks of a context: by the reducer's own call, or by reduce.  Then, and where host memory
+   stands between a device and a reducer on the host, they go piece by piece. */
+
+static int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
+
+enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
+
+static amp_result ampi_exchange_fail(const amp_reducer *r, const ampi_exchange *e, int code) {
+    const char *why = r->calls != NULL && r->calls->error != NULL ? r->calls->error(r->user) : NULL;
+    char text[80];
+    if (why != NULL && why[0] != 0) return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s", why);
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d %s: the hook returned %d", (int)r->rank,
+                     ampi_exchange_text(e, text, sizeof text), code);
+}
+static int ampi_is_native(const amp_exchanges *c, ampi_exchange_kind kind) {
+    if (c == NULL || kind == AMPI_REDUCE) return kind == AMPI_REDUCE;
+    return kind == AMPI_SCATTER   ? c->reduce_scatter != NULL
+           : kind == AMPI_GATHER  ? c->all_gather != NULL
+           : kind == AMPI_TO_ALL  ? c->all_to_all != NULL
+                                  : c->broadcast != NULL;
+}
+static amp_result ampi_exchange_call(const amp_reducer *r, const ampi_exchange *e, void *stream) {
+    int code;
+    switch (e->kind) {
+        case AMPI_SCATTER:
+            code = r->calls->reduce_scatter(r->user, e->in, e->out, e->count, e->dtype, e->op, stream);
+            break;
+        case AMPI_GATHER: code = r->calls->all_gather(r->user, e->in, e->out, e->count, stream); break;
+        case AMPI_TO_ALL: code = r->calls->all_to_all(r->user, e->in, e->out, e->count, stream); break;
+        case AMPI_BROADCAST: code = r->calls->broadcast(r->user, e->out, e->count, e->root, stream); break;
+        default: code = r->reduce(r->user, e->out, e->count, e->dtype, e->op, stream);
+    }
+    return code == 0 ? AMP_OK : ampi_exchange_fail(r, e, code);
+}
+
+/* Host memory for a piece of an exchange.  wide: what reduce gets instead of the reducer's own call; on_device: the
+   same for a reducer that reads a device's memory. */
+typedef struct ampi_relay {
+    amp_context *amp;
+    void *stream;
+    const amp_reducer *reducer;
+    int32_t rank, world;
+    int visible;                    /* 1: the exchange's memory is the host's */
+    char *in, *out, *wide; void *on_device;
+    int64_t in_bytes, out_bytes, wide_bytes;
+} ampi_relay;
+
+static amp_result ampi_relay_fetch(const ampi_relay *s, void *dst, const void *src, size_t bytes) {
+    if (s->visible) { memcpy(dst, src, bytes); return AMP_OK; }
+    AMPI_TRY(s->amp->backend->copy(s->amp->dev, dst, src, bytes, AMP_COPY_TO_HOST, s->stream));
+    return s->amp->backend->stream_sync(s->amp->dev, s->stream);
+}
+static amp_result ampi_relay_send(const ampi_relay *s, void *dst, const void *src, size_t bytes) {
+    if (s->visible) { memcpy(dst, src, bytes); return AMP_OK; }
+    AMPI_TRY(s->amp->backend->copy(s->amp->dev, dst, src, bytes, AMP_COPY_TO_DEVICE, s->stream));
+    return s->amp->backend->stream_sync(s->amp->dev, s->stream);
+}
+
+/* Bytes travel as 16-bit integers in fp32: each sum has one term that may be other than 0, so it is exact. */
+static void ampi_bytes_to_wide(float *wide, const char *bytes, int64_t n) {
+    const unsigned char *at = (const unsigned char *)bytes;
+    int64_t i;
+    for (i = 0; i < n; i += 2) *wide++ = (float)(at[i] | (i + 1 < n ? at[i + 1] << 8 : 0));
+}
+static void ampi_bytes_of_wide(char *bytes, const float *wide, int64_t n) {
+    unsigned char *at = (unsigned char *)bytes;
+    int64_t i;
+    for (i = 0; i < n; i += 2) {
+        unsigned both = (unsigned)*wide++;
+        at[i] = (unsigned char)(both & 255);
+        if (i + 1 < n) at[i + 1] = (unsigned char)(both >> 8);
+    }
+}
+
+/* Reduces `wide`. */
+static amp_result ampi_relay_reduce(const ampi_relay *s, int64_t count, amp_dtype dtype, amp_reduce_op op) {
+    size_t bytes = (size_t)count * amp_dtype_size(dtype);
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, s->wide, s->wide, count, dtype);
+    e.op = op;
+    if (s->on_device == NULL) return ampi_exchange_call(s->reducer, &e, s->stream);
+    e.in = e.out = s->on_device;
+    AMPI_TRY(ampi_relay_send(s, s->on_device, s->wide, bytes));
+    AMPI_TRY(ampi_exchange_call(s->reducer, &e, s->stream));
+    return ampi_relay_fetch(s, s->wide, s->on_device, bytes);
+}
+/* A piece of n elements a part, from s->in to s->out. */
+static amp_result ampi_relay_emulate(const ampi_relay *s, const ampi_exchange *e, int64_t n) {
+    size_t size = amp_dtype_size(e->dtype);
+    int64_t words = (n + 1) / 2;
+    float *wide = (float *)(void *)s->wide;
+    int32_t i, parts = ampi_parts_in(e, s->world), from = ampi_parts_out(e, s->world);
+    if (e->kind == AMPI_SCATTER) {
+        memcpy(s->wide, s->in, (size_t)(s->world * n) * size);
+        AMPI_TRY(ampi_relay_reduce(s, s->world * n, e->dtype, e->op));
+        memcpy(s->out, s->wide + (size_t)(s->rank * n) * size, (size_t)n * size);
+        return AMP_OK;
+    }
+    memset(wide, 0, (size_t)(from * parts * words) * sizeof *wide);
+    for (i = 0; i < parts && (e->kind != AMPI_BROADCAST || s->rank == e->root); i++)
+        ampi_bytes_to_wide(wide + ((e->kind == AMPI_BROADCAST ? 0 : s->rank) * parts + i) * words, s->in + i * n, n);
+    AMPI_TRY(ampi_relay_reduce(s, from * parts * words, AMP_F32, AMP_REDUCE_SUM));
+    for (i = 0; i < from; i++)
+        ampi_bytes_of_wide(s->out + i * n, wide + (i * parts + (e->kind == AMPI_TO_ALL ? s->rank : 0)) * words, n);
+    return AMP_OK;
+}
+static amp_result ampi_relay_run(const ampi_relay *s, const ampi_exchange *e, int64_t most, int native) {
+    const size_t size = amp_dtype_size(e->dtype);
+    const int32_t in = ampi_parts_in(e, s->world), out = ampi_parts_out(e, s->world);
+    ampi_exchange piece = *e;
+    int64_t at, n;
+    int32_t i;
+    for (at = 0; at < e->count; at += n) {
+        n = AMPI_MIN(most, e->count - at);
+        for (i = 0; i < in; i++)
+            AMPI_TRY(ampi_relay_fetch(s, s->in + (size_t)(i * n) * size,
+                                      (const char *)e->in + (size_t)(i * e->count + at) * size, (size_t)n * size));
+        piece.count = n;
+        piece.in = s->in;
+        piece.out = e->kind == AMPI_REDUCE || e->kind == AMPI_BROADCAST ? s->in : s->out;
+        AMPI_TRY(native ? ampi_exchange_call(s->reducer, &piece, s->stream) : ampi_relay_emulate(s, e, n));
+        for (i = 0; i < out; i++)
+            AMPI_TRY(ampi_relay_send(s, (char *)e->out + (size_t)(i * e->count + at) * size,
+                                     (native ? (char *)piece.out : s->out) + (size_t)(i * n) * size, (size_t)n * size));
+    }
+    return AMP_OK;
+}
+/* 1: through host memory. */
+static int ampi_is_relayed(const amp_context *amp, const ampi_exchange *e) {
+    int on_host = ampi_settings(amp)->reducer.on_host;
+    if (amp->backend->host_visible || on_host == 0) return 0;
+    return on_host == 1 || e->dtype == AMP_F16 || e->dtype == AMP_BF16;
+}
+
+static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e, void *stream, int native) {
+    const amp_reducer *r = &ampi_settings(amp)->reducer;
+    const amp_system *system = ampi_context_system(amp);
+    const int64_t size = (int64_t)amp_dtype_size(e->dtype);
+    int64_t in = ampi_parts_in(e, r->world), out = ampi_parts_out(e, r->world);
+    int64_t most = AMPI_MIN(e->count, AMPI_MAX(AMPI_EXCHANGE_PIECE / (in * out) / 2 * 2, 2));
+    ampi_relay s;
+    amp_result result;
+    AMPI_TRY(ampi_may_wait(amp));
+    memset(&s, 0, sizeof s);
+    s.amp = amp;
+    s.stream = stream;
+    s.reducer = r;
+    s.rank = r->rank;
+    s.world = r->world;
+    s.visible = amp->backend->host_visible;
+    s.in_bytes = in * most * size;
+    s.out_bytes = out * most * size;
+    if (!native) s.wide_bytes = e->kind == AMPI_SCATTER ? s.in_bytes : in * out * ((most + 1) / 2) * 4;
+    result = ampi_alloc(system, "reducer", (void **)&s.in, s.in_bytes, 1);
+    if (result == AMP_OK) result = ampi_alloc(system, "reducer", (void **)&s.out, s.out_bytes, 1);
+    if (result == AMP_OK) result = ampi_alloc(system, "reducer", (void **)&s.wide, s.wide_bytes, 1);
+    if (result == AMP_OK && !native && !s.visible && !ampi_is_relayed(amp, e))
+        result = amp->backend->alloc(amp->dev, &s.on_device, (size_t)s.wide_bytes);
+    if (result == AMP_OK) result = ampi_relay_run(&s, e, most, native);
+    if (s.on_device != NULL) amp->backend->free(amp->dev, s.on_device, (size_t)s.wide_bytes);
+    ampi_free(system, s.wide, s.wide_bytes, 1);
+    ampi_free(system, s.out, s.out_bytes, 1);
+    ampi_free(system, s.in, s.in_bytes, 1);
+    return result;
+}
+
+static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, void *stream) {
+    const amp_reducer *r = &ampi_settings(amp)->reducer;
+    int native = ampi_is_native(r->calls, e->kind);
+    if (e->count == 0) return AMP_OK;
+    if (ampi_world(amp) == 1)
+        return e->in == e->out ? AMP_OK
+                               : amp->backend->copy(amp->dev, e->out, e->in, ampi_part_bytes(e), AMP_COPY_ON_DEVICE,
+                                                    stream);
+    if (!native || ampi_is_relayed(amp, e)) return ampi_exchange_staged(amp, e, stream, native);
+    if (r->on_host == 2 && !amp->backend->host_visible) {
+        AMPI_TRY(ampi_may_wait(amp));
+        AMPI_TRY(amp->backend->stream_sync(amp->dev, stream));
+    }
+    return ampi_exchange_call(r, e, stream);
+}
+static amp_result ampi_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, data, data, count, dtype);
+    e.op = op;
+    return ampi_exchange_run(amp, &e, ampi_settings(amp)->stream);
 }
 
 /* ---- Opening */
@@ -11570,9 +11875,13 @@ static amp_result ampi_check_desc(amp_desc *d) {
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
         return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.rank = %d of .world = %d", d->reducer.rank,
                          d->reducer.world);
-    AMPI_TRY(ampi_check_reserved("amp_open", d->reducer.reserved));
-    if (d->reducer.on_host != 0 && d->reducer.on_host != 1)
-        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.on_host = %d, must be 0 or 1", d->reducer.on_host);
+    if (d->reducer.on_host < 0 || d->reducer.on_host > 2)
+        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.on_host = %d, must be 0 to 2", d->reducer.on_host);
+    if (d->reducer.one_thread != 0 && d->reducer.one_thread != 1)
+        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.one_thread = %d, must be 0 or 1", d->reducer.one_thread);
+    if (d->reducer.calls != NULL && (d->reducer.calls->group_begin == NULL) != (d->reducer.calls->group_end == NULL))
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
+                         ".reducer.calls->group_begin and ->group_end must be set together");
     if (d->reducer.world > 1 && d->reducer.reduce == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
     if (d->backend != NULL && d->backend->abi != AMP_ABI)
@@ -19156,7 +19465,6 @@ struct amp_graph {
     ampi_known *changed; int64_t n_changed;     /* parameters changed by the host during capture, `captured` times */
 };
 
-static int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
 /* The scaler, or NULL if disabled. */
 static amp_scaler *ampi_enabled(amp_scaler *scaler) {
     return scaler != NULL && !scaler->desc.disable ? scaler : NULL;
@@ -19626,44 +19934,6 @@ static amp_result ampi_set_refresh(amp_grad_set *set) {
     }
     if (!changed) return AMP_OK;
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
-}
-
-static amp_result ampi_call_reducer(const amp_context *amp, void *data, int64_t count, amp_dtype dtype,
-                                    amp_reduce_op op) {
-    const amp_reducer *r = &ampi_settings(amp)->reducer;
-    void *dev, *stream;
-    int code;
-    ampi_backend(amp, &dev, &stream);
-    code = r->reduce(r->user, data, count, dtype, op, stream);
-    if (code == 0) return AMP_OK;
-    if (ampi_seat_of(ampi_settings(amp)) != NULL) return AMP_ERR_REDUCE;        /* has said why */
-    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%lld x %s, %s: the hook returned %d", (long long)count,
-                     amp_dtype_name(dtype), op == AMP_REDUCE_SUM ? "sum" : "max", code);
-}
-
-/* Through host memory. */
-static amp_result ampi_reduce_staged(amp_context *amp, char *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
-    const int64_t size = (int64_t)amp_dtype_size(dtype), most = AMPI_MIN(count, (int64_t)1 << 20);
-    amp_result result = AMP_OK;
-    int64_t i, n;
-    void *host;
-    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "reducer", &host, most, (size_t)size));
-    for (i = 0; i < count && result == AMP_OK; i += n) {
-        n = AMPI_MIN(most, count - i);
-        result = ampi_fetch(amp, host, data + i * size, (size_t)(n * size));
-        if (result == AMP_OK) result = ampi_call_reducer(amp, host, n, dtype, op);
-        if (result == AMP_OK) result = ampi_send(amp, data + i * size, host, (size_t)(n * size));
-    }
-    ampi_free(ampi_context_system(amp), host, most, (size_t)size);
-    return result;
-}
-
-static amp_result ampi_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
-    void *dev, *stream;
-    if (ampi_world(amp) == 1 || count == 0) return AMP_OK;
-    return ampi_settings(amp)->reducer.on_host && !ampi_backend(amp, &dev, &stream)->host_visible
-               ? ampi_reduce_staged(amp, (char *)data, count, dtype, op)
-               : ampi_call_reducer(amp, data, count, dtype, op);
 }
 
 static amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
@@ -32561,7 +32831,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        AMP_MOMENTS_8BIT, a setting too (moments = 8bit); .reserved of amp_param is .embedding.
        amp_model_..., amp_tape_... and amp_tensor_create: parameters that the library owns, and a backward that it runs;
        .record of amp_verify_desc, amp_gradcheck_desc and amp_tune_desc.
-       amp_ranks_...: ranks in one process; amp_reducer.on_host; examples/amp_mpi.h.
+       amp_ranks_...: ranks in one process; amp_reducer moves parts and bytes too; examples/amp_mpi.h.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

@@ -30,7 +30,7 @@
    Without MPI there is one.  Each holds the whole model and reads its own batches; amp_step sums every gradient and the
    overflow flag over all, so all make the same update.  Rank 0 writes files and prints. */
 
-static amp_reducer ranks = {NULL, NULL, 0, 1, 0, 0};
+static amp_reducer ranks = {.world = 1};
 
 #if defined(USE_MPI)
 static void ranks_begin(int *argc, char ***argv) {

@@ -446,7 +446,7 @@ typedef struct one { amp_reducer reducer; void *data; int64_t count; amp_dtype d
 static void *run_one(void *arg) {
     one *o = (one *)arg;
     o->code = o->reducer.reduce(o->reducer.user, o->data, o->count, o->dtype, o->op, NULL);
-    snprintf(o->why, sizeof o->why, "%s", o->code ? amp_last_error() : "");
+    snprintf(o->why, sizeof o->why, "%s", o->code ? o->reducer.calls->error(o->reducer.user) : "");
     return NULL;
 }
 static void run_all(amp_ranks *ranks, one *ones, int n) {
@@ -517,8 +517,8 @@ TEST(ranks_that_disagree) {
     float x[2][8] = {{1, 2, 3}, {4, 5, 6}};
     one ones[2];
     for (int t = 0; t < 6; t++) {
-        static const char *const why[] = {"rank 0 reduces 4 x fp32 (sum), rank 1 3 x fp32 (sum)", "rank 1 4 x bf16", "(max)",
-                                          "ranks 0 and 1 reduce the same memory", "ranks 0 and 1 reduce the same memory",
+        static const char *const why[] = {"rank 0 reduces 4 x fp32 (sum), rank 1 reduces 3 x fp32 (sum)", "rank 1 reduces 4 x bf16", "(max)",
+                                          "ranks 0 and 1 use the same memory", "ranks 0 and 1 use the same memory",
                                           "rank 1 has not come within 50 ms"};
         memset(ones, 0, sizeof ones);
         for (int r = 0; r < 2; r++) { ones[r].data = x[r]; ones[r].count = 4; ones[r].dtype = AMP_F32; ones[r].op = AMP_REDUCE_SUM; }
@@ -530,6 +530,115 @@ TEST(ranks_that_disagree) {
         fails(2, ones, t == 5 ? 1 : 2, why[t]);
     }
     CHECK(x[0][0] == 1 && x[1][2] == 6);
+}
+
+/* Every call of a reducer, its own and built from reduce, on the host and on a device whose memory the reducer takes, does
+   not take, or takes out of order: the same bits as the definition. */
+enum { MOST_RANKS = 5, LONGEST = 70001, PLACE = LONGEST * MOST_RANKS * 8 };
+typedef struct exchanger { amp_ranks *ranks[8]; int rank, world; unsigned char *in, *out; pthread_t thread; } exchanger;
+static exchanger exchangers[MOST_RANKS];
+static const amp_dtype summed[] = {AMP_F32, AMP_F64, AMP_F16, AMP_BF16};
+static const int64_t lengths[] = {1, 2, 3, 1300, LONGEST};
+
+static void exchange_input(unsigned char *in, int rank, const ampi_exchange *e, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        double x = (double)value(i * 7 + rank * 1000) * (i % 5 ? 1 : 300);
+        if (e->dtype == AMP_U8) in[i] = (unsigned char)((i * 2654435761u + (unsigned)rank * 77u) >> 7);   /* any bits: NaN, -0 */
+        else CHECK_OK(amp_convert(in + (size_t)i * amp_dtype_size(e->dtype), e->dtype, &x, AMP_F64, 1, NULL, NULL));
+    }
+}
+/* Element i of what `rank` must get. */
+static void exchange_expected(const exchanger *x, const ampi_exchange *e, int64_t i, unsigned char *want) {
+    size_t size = amp_dtype_size(e->dtype);
+    int64_t n = e->count;
+    if (e->kind == AMPI_GATHER) memcpy(want, exchangers[i / n].in + (size_t)(i % n), 1);
+    else if (e->kind == AMPI_TO_ALL) memcpy(want, exchangers[i / n].in + (size_t)(x->rank * n + i % n), 1);
+    else if (e->kind == AMPI_BROADCAST) memcpy(want, exchangers[e->root].in + (size_t)i, 1);
+    else {
+        double sum = 0, y;
+        for (int r = 0; r < x->world; r++) {
+            CHECK_OK(amp_convert(&y, AMP_F64, exchangers[r].in + (size_t)(i + (e->kind == AMPI_SCATTER ? x->rank * n : 0)) * size, e->dtype, 1, NULL, NULL));
+            sum = r == 0 ? y : e->op == AMP_REDUCE_SUM ? sum + y : y > sum ? y : sum;
+        }
+        CHECK_OK(amp_convert(want, e->dtype, &sum, AMP_F64, 1, NULL, NULL));
+    }
+}
+static void exchange_once(const exchanger *x, amp_context *amp, ampi_exchange e, const char *how) {
+    const int64_t in = e.count * ampi_parts_in(&e, x->world), out = e.count * ampi_parts_out(&e, x->world);
+    int64_t wrong = 0;
+    unsigned char want[8];
+    exchange_input(x->in, x->rank, &e, in);
+    e.in = x->in;
+    e.out = x->out;
+    if (e.kind == AMPI_REDUCE || e.kind == AMPI_BROADCAST) {
+        memcpy(x->out, x->in, (size_t)in * amp_dtype_size(e.dtype));
+        e.in = e.out;
+    } else memset(x->out, 99, (size_t)out * amp_dtype_size(e.dtype));
+    CHECK_OK(ampi_exchange_run(amp, &e, NULL));
+    CHECK_OK(ampi_reduce(amp, &(float){1}, 1, AMP_F32, AMP_REDUCE_SUM));         /* nobody goes on before all are done */
+    for (int64_t i = 0; i < out; i++) {
+        exchange_expected(x, &e, i, want);
+        wrong += memcmp(x->out + (size_t)i * amp_dtype_size(e.dtype), want, amp_dtype_size(e.dtype)) != 0;
+    }
+    CHECK_MSG(wrong == 0, "%s, kind %d, %d x %s, rank %d of %d: %d wrong", how, (int)e.kind, (int)e.count, amp_dtype_name(e.dtype), x->rank, x->world, (int)wrong);
+    CHECK_OK(ampi_reduce(amp, &(float){1}, 1, AMP_F32, AMP_REDUCE_SUM));
+}
+static void exchange_all(const exchanger *x, amp_context *amp, const char *how) {
+    for (int t = 0; t < 5 * 4 * 5; t++) {
+        int kind = t / 20;
+        ampi_exchange e = ampi_exchange_of((ampi_exchange_kind)kind, NULL, NULL, lengths[t % 5], kind >= AMPI_GATHER ? AMP_U8 : summed[t / 5 % 4]);
+        if (kind >= AMPI_GATHER && t / 5 % 4 > 0) continue;
+        e.op = t % 2 ? AMP_REDUCE_MAX : AMP_REDUCE_SUM;
+        e.root = kind == AMPI_BROADCAST ? x->world / 2 : 0;
+        if (e.count == LONGEST && e.dtype != AMP_U8 && e.dtype != AMP_BF16) continue;
+        exchange_once(x, amp, e, how);
+    }
+}
+static void *run_exchanges(void *arg) {
+    const exchanger *x = (const exchanger *)arg;
+    static const char *const how[] = {"its own", "built from reduce", "its own, device", "built, device", "its own, on_host", "built, on_host", "its own, unordered", "built, unordered"};
+    for (int t = 0; t < 8; t++) {
+        amp_context *amp;
+        amp_desc d;
+        memset(&d, 0, sizeof d);
+        d.threads = 1;
+        CHECK_OK(amp_ranks_reducer(x->ranks[t], x->rank, &d.reducer));
+        if (t % 2) d.reducer.calls = NULL;
+        if (t >= 2) d.backend = &device;
+        d.reducer.on_host = t < 2 ? 1 : t / 2 - 1;
+        CHECK_OK(amp_open(&amp, &d));
+        if (x->world > 1) exchange_all(x, amp, how[t]);
+        CHECK_OK(ampi_reduce(amp, &(float){1}, 1, AMP_F32, AMP_REDUCE_SUM));
+        if (x->world == 1) {
+            unsigned char in[4] = {1, 2, 3, 4}, out[4] = {0};
+            ampi_exchange e = ampi_exchange_of(AMPI_GATHER, in, out, 4, AMP_U8);
+            CHECK_OK(ampi_exchange_run(amp, &e, NULL));
+            CHECK(memcmp(in, out, 4) == 0);
+        }
+        amp_close(amp);
+    }
+    return NULL;
+}
+TEST(every_exchange) {
+    device = *amp_cpu();
+    device.name = "device"; device.host_visible = 0; device.copy = device_copy;
+    for (int r = 0; r < MOST_RANKS; r++) {
+        exchangers[r].in = malloc(PLACE);
+        exchangers[r].out = malloc(PLACE);
+        if (!exchangers[r].in || !exchangers[r].out) SKIP("no memory");
+    }
+    for (int world = 1; world <= MOST_RANKS; world++) {
+        amp_ranks *ranks[8];
+        for (int t = 0; t < 8; t++) ranks[t] = ranks_of(world, 0);
+        for (int r = 0; r < world; r++) {
+            memcpy(exchangers[r].ranks, ranks, sizeof ranks);
+            exchangers[r].rank = r; exchangers[r].world = world;
+            CHECK_EQ(pthread_create(&exchangers[r].thread, NULL, run_exchanges, &exchangers[r]), 0);
+        }
+        for (int r = 0; r < world; r++) pthread_join(exchangers[r].thread, NULL);
+        for (int t = 0; t < 8; t++) amp_ranks_destroy(ranks[t]);
+    }
+    for (int r = 0; r < MOST_RANKS; r++) { free(exchangers[r].in); free(exchangers[r].out); }
 }
 
 /* A rank closes its context while another waits, and before it comes; a rank has one context at a time. */
@@ -576,13 +685,15 @@ TEST(ranks_that_leave) {
     amp_close(amp);
 }
 
+static int group(void *user, void *stream) { (void)user; (void)stream; return 0; }
 TEST(ranks_that_cannot_be) {
     amp_ranks *ranks;
     amp_ranks_desc d;
     amp_reducer reducer;
     amp_context *amp;
     amp_desc open;
-    memset(&d, 0, sizeof d); memset(&open, 0, sizeof open);
+    amp_exchanges half;
+    memset(&d, 0, sizeof d); memset(&open, 0, sizeof open); memset(&half, 0, sizeof half);
     CHECK_ERR(amp_ranks_create(&ranks, &d), AMP_ERR_RANGE);
     d.world = 1025;
     CHECK_ERR(amp_ranks_create(&ranks, &d), AMP_ERR_RANGE);
@@ -597,10 +708,12 @@ TEST(ranks_that_cannot_be) {
     CHECK_ERR(amp_ranks_reducer(NULL, 0, &reducer), AMP_ERR_NULL);
     CHECK_ERR(amp_ranks_reducer(ranks, 0, NULL), AMP_ERR_NULL);
     CHECK_OK(amp_ranks_reducer(ranks, 0, &open.reducer));
-    open.reducer.on_host = 2;
+    open.reducer.on_host = 3;
     CHECK_ERR(amp_open(&amp, &open), AMP_ERR_RANGE);
-    open.reducer.on_host = 1; open.reducer.reserved = 1;
+    open.reducer.on_host = 1; open.reducer.one_thread = 2;
     CHECK_ERR(amp_open(&amp, &open), AMP_ERR_RANGE);
+    open.reducer.one_thread = 0; half.group_begin = group; open.reducer.calls = &half;
+    CHECK_ERR(amp_open(&amp, &open), AMP_ERR_CONFLICT);
     amp_ranks_destroy(ranks);
     amp_ranks_destroy(NULL);
 }
@@ -612,6 +725,6 @@ int main(int argc, char **argv) {
     RUN(ranks_equal_one_process_with_the_whole_batch); RUN(an_overflow_on_one_rank_skips_on_all);
     RUN(ranks_without_gradients_take_part);
     RUN(shards_are_disjoint_and_complete); RUN(restarts_with_ranks); RUN(a_failing_hook_is_an_error_and_changes_nothing);
-    RUN(threads_train_as_processes_do); RUN(sums_and_maxima); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
+    RUN(threads_train_as_processes_do); RUN(sums_and_maxima); RUN(every_exchange); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
     return TEST_END();
 }
