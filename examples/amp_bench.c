@@ -9,7 +9,9 @@
  * gains is called a loss.  Results also go into a JSON file: see --json. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "common.h"
+#include "flags.h"
+#include "metrics.h"
+#include "progress.h"
 #include "measure.h"
 
 /* ==== Flags ====================================================================================== */
@@ -22,38 +24,40 @@ typedef struct settings {
 
 #define FIELD(name) offsetof(settings, name)
 
-static const option options[] = {
-    {"What", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precision", SWITCH, FIELD(precision), "off", 0, 0, NULL, "the table of precisions (the default)"},
-    {"features", SWITCH, FIELD(features), "off", 0, 0, NULL, "the table of features"},
-    {"model", CHOICE, FIELD(model), "both", 0, 0, "both encoder decoder", "of the table of precisions"},
-    {"feature", CHOICE, FIELD(feature), "all", 0, 0,
+static const flag_row options[] = {
+    {"What", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"precision", FLAG_SWITCH, FIELD(precision), "off", 0, 0, NULL, "the table of precisions (the default)"},
+    {"features", FLAG_SWITCH, FIELD(features), "off", 0, 0, NULL, "the table of features"},
+    {"model", FLAG_CHOICE, FIELD(model), "both", 0, 0, "both encoder decoder", "of the table of precisions"},
+    {"feature", FLAG_CHOICE, FIELD(feature), "all", 0, 0,
      "all mask-cache cast-cache pinning workers prefetch memory-interval fused-step recompute fused-loss",
      "one feature only"},
-    {"dtype", CHOICE, FIELD(dtype), "auto", 0, 0, "auto fp32 tf32 fp16 bf16 fp8", "precision of the features' runs"},
+    {"dtype", FLAG_CHOICE, FIELD(dtype), "auto", 0, 0, "auto fp32 tf32 fp16 bf16 fp8",
+     "precision of the features' runs"},
 
-    {"Size", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"layers", INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0", "blocks; auto: 12 on a GPU, 4 on a CPU"},
-    {"channels", INTEGER, FIELD(channels), "auto", 1, 65536, "auto=0", "width; auto: 768 on a GPU, 256 on a CPU"},
-    {"heads", INTEGER, FIELD(heads), "auto", 1, 4096, "auto=0", "must divide the channels; auto: 64 channels each"},
-    {"vocab", INTEGER, FIELD(vocab), "auto", 2, 65536, "auto=0",
+    {"Size", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"layers", FLAG_INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0", "blocks; auto: 12 on a GPU, 4 on a CPU"},
+    {"channels", FLAG_INTEGER, FIELD(channels), "auto", 1, 65536, "auto=0", "width; auto: 768 on a GPU, 256 on a CPU"},
+    {"heads", FLAG_INTEGER, FIELD(heads), "auto", 1, 4096, "auto=0",
+     "must divide the channels; auto: 64 channels each"},
+    {"vocab", FLAG_INTEGER, FIELD(vocab), "auto", 2, 65536, "auto=0",
      "auto: BERT's 30522 and GPT-2's 50257 on a GPU, 8192 on a CPU"},
-    {"batch", INTEGER, FIELD(batch), "auto", 1, 1 << 20, "auto=0",
+    {"batch", FLAG_INTEGER, FIELD(batch), "auto", 1, 1 << 20, "auto=0",
      "sequences; auto: 16 (encoder) and 8 on a GPU, 4 on a CPU"},
-    {"seq", INTEGER, FIELD(seq), "auto", 1, 1 << 20, "auto=0",
+    {"seq", FLAG_INTEGER, FIELD(seq), "auto", 1, 1 << 20, "auto=0",
      "tokens in a sequence; auto: 512 (encoder) and 1024 on a GPU, 128 on a CPU"},
 
-    {"Measuring", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"iterations", INTEGER, FIELD(iterations), "50", 1, 1000, NULL, "steps that are timed"},
-    {"warmup", INTEGER, FIELD(warmup), "3", 1, 1000, NULL, "steps before them"},
-    {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
+    {"Measuring", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"iterations", FLAG_INTEGER, FIELD(iterations), "50", 1, 1000, NULL, "steps that are timed"},
+    {"warmup", FLAG_INTEGER, FIELD(warmup), "3", 1, 1000, NULL, "steps before them"},
+    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
-    {"json", TEXT, FIELD(out), "", 0, 0, NULL,
+    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"json", FLAG_TEXT, FIELD(out), "", 0, 0, NULL,
      "results as JSON; empty: out/bench_precision.json or out/bench_features.json; none: nothing"},
-    {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
-static program_flags given = {
+static flag_program flag_given = {
     .program = "amp_bench", .summary = "what mixed precision and amp.h's features gain here, and what they cost",
     .options = options, .n = (int)(sizeof options / sizeof *options),
     .ending = "Exit codes: 0 done, 1 failed, 2 refused."
@@ -73,7 +77,7 @@ typedef struct bench {
 
 static amp_result open_context(const bench *b, amp_desc *desc, amp_context **out) {
     desc->threads = (int32_t)b->set.threads;
-    return device_open(out, desc, b->set.device);
+    return ex_device_open(out, desc, b->set.device);
 }
 
 /* A model of the given sizes, or of this device's. */
@@ -161,7 +165,7 @@ static amp_result read_memory(const workload *w, int64_t cast_cache, precision_r
     amp_memory_info memory;
     int i;
     memset(&memory, 0, sizeof memory);
-    TRY(amp_memory(w->amp, &memory));
+    EX_TRY(amp_memory(w->amp, &memory));
     row->parts[WEIGHTS] = w->desc.encoder ? w->bert.own.weights_bytes : w->gpt.own.weights_bytes;
     row->parts[GRADIENTS] = w->desc.encoder ? w->bert.own.grads_bytes : w->gpt.own.grads_bytes;
     row->parts[OPTIMIZER] = memory.optimizer;
@@ -180,10 +184,10 @@ static amp_result run_memory(workload *w, precision_row *row) {
     memset(&memory, 0, sizeof memory);
     amp_memory_reset_peak(w->amp);
     for (i = 0; i < 2; i++) {
-        TRY(workload_pass(w, NULL, NULL, !w->desc.inference));
-        TRY(amp_memory(w->amp, &memory));
+        EX_TRY(workload_pass(w, NULL, NULL, !w->desc.inference));
+        EX_TRY(amp_memory(w->amp, &memory));
         if (memory.cast_cache > cast_cache) cast_cache = memory.cast_cache;
-        if (!w->desc.inference) TRY(amp_step(w->optimizer, w->scaler));
+        if (!w->desc.inference) EX_TRY(amp_step(w->optimizer, w->scaler));
     }
     return read_memory(w, cast_cache, row);
 }
@@ -199,7 +203,7 @@ static amp_result measure_memory(const bench *b, const workload_desc *size, amp_
     desc.dtype = dtype;
     d.activations = storage_of(dtype);
     d.scaler = dtype == AMP_F16 && !d.inference;
-    TRY(open_context(b, &desc, &amp));
+    EX_TRY(open_context(b, &desc, &amp));
     result = workload_open(&w, amp, &d);
     if (result == AMP_OK) result = run_memory(&w, row);
     workload_close(&w);
@@ -241,7 +245,7 @@ static amp_result time_rows(const bench *b, workload *w, precision_row rows[PREC
     desc.iterations = (int32_t)b->set.iterations;
     desc.warmup = (int32_t)b->set.warmup;
     if (!w->desc.inference) desc.verify = &verify;
-    TRY(amp_tune(b->amp, &desc, &report));
+    EX_TRY(amp_tune(b->amp, &desc, &report));
     for (i = 0; i < report.n_rows; i++) {
         precision_row *row = &rows[precision_place(report.rows[i].dtype)];
         row->seconds = report.rows[i].seconds;
@@ -330,7 +334,7 @@ static amp_result bench_precision(bench *b) {
     int encodes, inference;
     for (encodes = 1; encodes >= 0; encodes--) {
         if (strcmp(b->set.model, encodes ? "decoder" : "encoder") == 0) continue;
-        for (inference = 1; inference >= 0; inference--) TRY(bench_pass(b, encodes, inference));
+        for (inference = 1; inference >= 0; inference--) EX_TRY(bench_pass(b, encodes, inference));
     }
     printf("\n  speedup and reduction: relative to fp32; workspace: kernels' scratch, the batch and the library's own "
            "memory\n");
@@ -384,7 +388,7 @@ static amp_result open_prefetch(side *s) { return open_tokens(s, 0, s->on ? 8 : 
 
 static amp_result step_loader(side *s) {
     amp_batch batch;
-    TRY(amp_loader_next(s->loader, &batch));
+    EX_TRY(amp_loader_next(s->loader, &batch));
     return workload_step(&s->work, batch.inputs, batch.targets);
 }
 
@@ -400,7 +404,7 @@ static void describe_cast_cache(int on, amp_desc *context, workload_desc *model)
 }
 static amp_result step_accumulated(side *s) {
     int i;
-    for (i = 0; i < MICRO_BATCHES; i++) TRY(workload_step(&s->work, NULL, NULL));
+    for (i = 0; i < MICRO_BATCHES; i++) EX_TRY(workload_step(&s->work, NULL, NULL));
     return AMP_OK;
 }
 static void describe_recompute(int on, amp_desc *context, workload_desc *model) {
@@ -421,8 +425,8 @@ static amp_result pass_alone(side *s) { return workload_pass(&s->work, NULL, NUL
 static amp_result step_fused(side *s) {
     workload *w = &s->work;
     if (s->on) return amp_step(w->optimizer, w->scaler);
-    TRY(amp_scaler_check(w->scaler, amp_optimizer_grad_set(w->optimizer), AMP_CHECK_UNSCALE));
-    TRY(amp_optimizer_step(w->optimizer, w->scaler));
+    EX_TRY(amp_scaler_check(w->scaler, amp_optimizer_grad_set(w->optimizer), AMP_CHECK_UNSCALE));
+    EX_TRY(amp_optimizer_step(w->optimizer, w->scaler));
     return amp_scaler_update(w->scaler);
 }
 
@@ -440,8 +444,8 @@ static amp_result step_monitored(side *s) {
     memset(&info, 0, sizeof info);
     info.no_loss = 1;
     info.tokens = s->work.desc.batch * s->work.desc.seq;
-    TRY(workload_step(&s->work, NULL, NULL));
-    TRY(amp_monitor_step(s->monitor, &info));
+    EX_TRY(workload_step(&s->work, NULL, NULL));
+    EX_TRY(amp_monitor_step(s->monitor, &info));
     while (amp_monitor_next(s->monitor, &record)) { }
     return AMP_OK;
 }
@@ -451,11 +455,11 @@ static amp_result step_monitored(side *s) {
 static amp_result open_scores(side *s) {
     int64_t batch = s->work.desc.batch, seq = s->work.desc.seq, n = batch * s->work.desc.heads * seq * seq, i;
     void *memory;
-    TRY(amp_alloc(s->amp, &memory, 2 * n * (int64_t)sizeof(float)));
+    EX_TRY(amp_alloc(s->amp, &memory, 2 * n * (int64_t)sizeof(float)));
     s->scores = (float *)memory;
-    TRY(amp_fill(s->amp, memory, 0, 2 * n * (int64_t)sizeof(float)));
+    EX_TRY(amp_fill(s->amp, memory, 0, 2 * n * (int64_t)sizeof(float)));
     s->documents = (int32_t *)malloc((size_t)(batch * seq) * sizeof *s->documents);
-    if (s->documents == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for documents");
+    if (s->documents == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for documents");
     for (i = 0; i < batch * seq; i++) s->documents[i] = (int32_t)(i % seq * 4 / seq);
     return AMP_OK;
 }
@@ -470,7 +474,7 @@ static amp_result step_masked(side *s) {
     mask.kind = AMP_MASK_CAUSAL;
     mask.documents = s->documents;
     if (!s->on) amp_mask_cache_clear(s->amp);
-    TRY(amp_mask_get(s->amp, &mask, batch, seq, seq, AMP_U8, &view));
+    EX_TRY(amp_mask_get(s->amp, &mask, batch, seq, seq, AMP_U8, &view));
     op.x = amp_tensor4(s->scores, AMP_F32, batch, heads, seq, seq);
     op.y = amp_tensor4(s->scores + batch * heads * seq * seq, AMP_F32, batch, heads, seq, seq);
     op.mask = view.mask;
@@ -510,24 +514,24 @@ static amp_result open_side(side *s, const bench *b, const feature *f, int on) {
     memset(&desc, 0, sizeof desc);
     s->on = on;
     s->seconds = (double *)malloc((size_t)b->set.iterations * sizeof *s->seconds);
-    if (s->seconds == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the times");
+    if (s->seconds == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the times");
     amp_dtype_parse(b->set.dtype, &desc.dtype);
     if (f->describe != NULL) f->describe(on, &desc, &model);
-    TRY(open_context(b, &desc, &s->amp));
+    EX_TRY(open_context(b, &desc, &s->amp));
     model.activations = storage_of(dtype_now(s->amp));
     model.scaler = dtype_now(s->amp) == AMP_F16;
-    TRY(workload_open(&s->work, s->amp, &model));
+    EX_TRY(workload_open(&s->work, s->amp, &model));
     return f->open != NULL ? f->open(s) : AMP_OK;
 }
 
 static amp_result time_side(side *s, const feature *f, double *seconds) {
     double began;
-    if (f->before != NULL) TRY(f->before(s));
-    TRY(amp_sync(s->amp));
-    began = seconds_now();
-    TRY(f->step(s));
-    TRY(amp_sync(s->amp));
-    *seconds = seconds_now() - began;
+    if (f->before != NULL) EX_TRY(f->before(s));
+    EX_TRY(amp_sync(s->amp));
+    began = ex_seconds();
+    EX_TRY(f->step(s));
+    EX_TRY(amp_sync(s->amp));
+    *seconds = ex_seconds() - began;
     return AMP_OK;
 }
 
@@ -542,11 +546,11 @@ static amp_result run_sides(const bench *b, const feature *f, side sides[2]) {
         for (k = 0; k < 2; k++) {
             side *s = &sides[(k + i) & 1];
             double seconds;
-            TRY(time_side(s, f, &seconds));
+            EX_TRY(time_side(s, f, &seconds));
             if (i >= 0) s->seconds[i] = seconds;
         }
     for (k = 0; k < 2; k++) {
-        TRY(amp_memory(sides[k].amp, &memory));
+        EX_TRY(amp_memory(sides[k].amp, &memory));
         sides[k].peak = memory.peak;
     }
     return AMP_OK;
@@ -557,7 +561,7 @@ static amp_result report_feature(bench *b, const feature *f, side sides[2]) {
     int64_t n = b->set.iterations, i;
     double *ratios = (double *)malloc((size_t)n * sizeof *ratios), low, middle, high, on, off, memory;
     const char *time;
-    if (ratios == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the ratios");
+    if (ratios == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the ratios");
     for (i = 0; i < n; i++) ratios[i] = sides[0].seconds[i] / sides[1].seconds[i];
     low = quantile(ratios, n, 0.25);
     middle = quantile(ratios, n, 0.5);
@@ -616,7 +620,7 @@ static amp_result bench_features(bench *b) {
     int64_t tokens = 4 * d.batch * d.seq + 1;
     amp_result result;
     int i;
-    TRY(tokens_file_make(tokens < 1 << 20 ? 1 << 20 : tokens, d.vocab));
+    EX_TRY(tokens_file_make(tokens < 1 << 20 ? 1 << 20 : tokens, d.vocab));
     printf("\n%s: %lld layers, %lld channels, vocabulary %lld, batch %lld x %lld, %lld steps of each side in turn\n",
            named_shape(&d), (long long)d.layers, (long long)d.channels, (long long)d.vocab, (long long)d.batch,
            (long long)d.seq, (long long)b->set.iterations);
@@ -626,7 +630,7 @@ static amp_result bench_features(bench *b) {
         if (strcmp(b->set.feature, "all") == 0 || strcmp(b->set.feature, features[i].name) == 0)
             result = bench_feature(b, &features[i]);
     tokens_file_remove();
-    TRY(result);
+    EX_TRY(result);
     printf("\n  time: gain or loss where three quarters of the neighbouring steps agree, else even; mask-cache is one "
            "softmax,\n"
            "  cast-cache a step of %d micro-batches, fused-step the optimizer's part in fp16 with a scaler, all others "
@@ -643,9 +647,9 @@ static amp_result open_json(bench *b) {
     snprintf(b->json_path, sizeof b->json_path, "%.4000s",
              *b->set.out != 0 ? b->set.out : b->set.features ? "out/bench_features.json" : "out/bench_precision.json");
     snprintf(b->part_path, sizeof b->part_path, "%s.part", b->json_path);
-    if (folder_make(b->json_path) != AMP_OK) return refuse("json", "%s", because(why));
+    if (ex_folder_make(b->json_path) != AMP_OK) return flag_refuse("json", "%s", ex_because(why));
     b->json = fopen(b->part_path, "w");
-    return b->json != NULL ? AMP_OK : refuse("json", "%s: %s", b->part_path, strerror(errno));
+    return b->json != NULL ? AMP_OK : flag_refuse("json", "%s: %s", b->part_path, strerror(errno));
 }
 
 /* The old file stays until all results are written. */
@@ -657,7 +661,7 @@ static amp_result close_json(bench *b, amp_result result) {
     if (fclose(b->json) != 0) failed = 1;
     if (result != AMP_OK) unlink(b->part_path);
     else if (failed || rename(b->part_path, b->json_path) != 0)
-        return example_fail(AMP_ERR_WRITE, "%s: could not be written: %s", b->json_path, strerror(errno));
+        return ex_fail(AMP_ERR_WRITE, "%s: could not be written: %s", b->json_path, strerror(errno));
     else printf("\n  %s\n", b->json_path);
     return result;
 }
@@ -669,28 +673,30 @@ static amp_result open_bench(bench *b) {
     amp_desc desc;
     char why[400];
     amp_result result;
-    if (set->precision && set->features) return refuse("features", "contradicts --precision: run one after the other");
-    if (!set->features && was_given("feature")) return refuse("feature", "needs --features");
-    if (!set->features && was_given("dtype"))
-        return refuse("dtype", "needs --features; the table of precisions has them all");
-    if (set->features && was_given("model"))
-        return refuse("model", "needs --precision; features are measured on a decoder");
+    if (set->precision && set->features)
+        return flag_refuse("features", "contradicts --precision: run one after the other");
+    if (!set->features && flag_was_given("feature")) return flag_refuse("feature", "needs --features");
+    if (!set->features && flag_was_given("dtype"))
+        return flag_refuse("dtype", "needs --features; the table of precisions has them all");
+    if (set->features && flag_was_given("model"))
+        return flag_refuse("model", "needs --precision; features are measured on a decoder");
     memset(&desc, 0, sizeof desc);
     amp_dtype_parse(set->dtype, &desc.dtype);
     result = open_context(b, &desc, &b->amp);
-    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));
-    if (result == AMP_ERR_UNSUPPORTED) return refuse("dtype", "%s", because(why));
-    TRY(result);
+    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return flag_refuse("device", "%s", ex_because(why));
+    if (result == AMP_ERR_UNSUPPORTED) return flag_refuse("dtype", "%s", ex_because(why));
+    EX_TRY(result);
     if (on_cpu(b->amp)) b->set.device = "cpu";  /* also for later contexts */
     d = size_of(b, 0);
     if (d.channels % d.heads != 0)
-        return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels",
+        return flag_refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels",
                       (long long)d.heads, (long long)d.channels);
     if (d.batch * d.seq > MOST_TOKENS)
-        return refuse(set->batch > 0 ? "batch" : "seq", "%lld x %lld tokens in a batch, at most %d", (long long)d.batch,
+        return flag_refuse(set->batch > 0 ? "batch" : "seq", "%lld x %lld tokens in a batch, at most %d",
+                           (long long)d.batch,
                       (long long)d.seq, MOST_TOKENS);
-    TRY(amp_query(b->amp, &b->desc));
-    TRY(amp_query_machine(b->amp, &b->machine));
+    EX_TRY(amp_query(b->amp, &b->desc));
+    EX_TRY(amp_query_machine(b->amp, &b->machine));
     return open_json(b);
 }
 
@@ -698,14 +704,14 @@ int main(int argc, char **argv) {
     bench b;
     amp_result result;
     char text[4096];
-    program_begin();
+    ex_begin();
     memset(&b, 0, sizeof b);
-    result = read_command_line(argc, argv);
-    if (result == AMP_OK) result = parse_options(&b.set);
-    if (result == AMP_OK && b.set.help) return print_help(), 0;
+    result = flag_read(argc, argv);
+    if (result == AMP_OK) result = flag_parse_all(&b.set);
+    if (result == AMP_OK && b.set.help) return flag_print_help(), 0;
     if (result == AMP_OK) result = open_bench(&b);
     if (result != AMP_OK) {
-        fprintf(stderr, "amp_bench: %s\n", example_error());
+        fprintf(stderr, "amp_bench: %s\n", ex_error());
         amp_close(b.amp);
         return 2;
     }
@@ -714,7 +720,7 @@ int main(int argc, char **argv) {
     printf("%s", text);
     result = b.set.features ? bench_features(&b) : bench_precision(&b);
     result = close_json(&b, result);
-    if (result != AMP_OK) fprintf(stderr, "amp_bench: %s\n", example_error());
+    if (result != AMP_OK) fprintf(stderr, "amp_bench: %s\n", ex_error());
     amp_close(b.amp);
     return result != AMP_OK;
 }

@@ -8,7 +8,9 @@
  * line of the checklist says PASS, FAIL or n/a; the exit code is 0 unless one says FAIL. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "common.h"
+#include "flags.h"
+#include "metrics.h"
+#include "progress.h"
 #include "measure.h"
 #include "peak.h"
 
@@ -22,29 +24,29 @@ typedef struct settings {
 
 #define FIELD(name) offsetof(settings, name)
 
-static const option options[] = {
-    {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
+static const flag_row options[] = {
+    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
-    {"quick", SWITCH, FIELD(quick), "off", 0, 0, NULL, "smaller sizes and shorter runs"},
-    {"size", INTEGER, FIELD(size), "auto", 64, 16384, "auto=0",
+    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"quick", FLAG_SWITCH, FIELD(quick), "off", 0, 0, NULL, "smaller sizes and shorter runs"},
+    {"size", FLAG_INTEGER, FIELD(size), "auto", 64, 16384, "auto=0",
      "of the products, size x size x size; auto: 1024 on a CPU, 8192 on a GPU, half of it with --quick"},
-    {"copies", INTEGER, FIELD(copies), "auto", 1, 65536, "auto=0",
+    {"copies", FLAG_INTEGER, FIELD(copies), "auto", 1, 65536, "auto=0",
      "MiB of fp32 values to copy; auto: the size of the last cache, at least 16; with --quick at most 64; to a "
      "device: 64"},
-    {"layers", INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0",
+    {"layers", FLAG_INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0",
      "of the GPT-2 that trains; auto: 2 on a CPU, 8 on a GPU"},
-    {"channels", INTEGER, FIELD(channels), "auto", 64, 65536, "auto=0",
+    {"channels", FLAG_INTEGER, FIELD(channels), "auto", 64, 65536, "auto=0",
      "its width, 64 for each head; auto: 256 on a CPU, 1024 on a GPU"},
-    {"batch", INTEGER, FIELD(batch), "auto", 1, 65536, "auto=0", "its sequences; auto: 4 on a CPU, 32 on a GPU"},
-    {"seq", INTEGER, FIELD(seq), "auto", 1, 65536, "auto=0", "tokens in each; auto: 128 on a CPU, 512 on a GPU"},
-    {"seconds", NUMBER, FIELD(seconds), "auto", 0.1, 3600, "auto=0", "of training; auto: 4, with --quick 1"},
-    {"min-utilisation", NUMBER, FIELD(min_utilisation), "0.8", 0, 2, NULL,
+    {"batch", FLAG_INTEGER, FIELD(batch), "auto", 1, 65536, "auto=0", "its sequences; auto: 4 on a CPU, 32 on a GPU"},
+    {"seq", FLAG_INTEGER, FIELD(seq), "auto", 1, 65536, "auto=0", "tokens in each; auto: 128 on a CPU, 512 on a GPU"},
+    {"seconds", FLAG_NUMBER, FIELD(seconds), "auto", 0.1, 3600, "auto=0", "of training; auto: 4, with --quick 1"},
+    {"min-utilisation", FLAG_NUMBER, FIELD(min_utilisation), "0.8", 0, 2, NULL,
      "share of the device that training must use to pass; above 1, nothing passes"},
-    {"json", SWITCH, FIELD(json), "off", 0, 0, NULL, "one JSON object instead of text"},
-    {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+    {"json", FLAG_SWITCH, FIELD(json), "off", 0, 0, NULL, "one JSON object instead of text"},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
-static program_flags given = {
+static flag_program flag_given = {
     .program = "amp_check", .summary = "what mixed precision can do on this machine, and whether it works",
     .options = options, .n = (int)(sizeof options / sizeof *options),
     .ending = "Exit codes: 0 nothing failed, 1 a line says FAIL, 2 refused."
@@ -111,8 +113,8 @@ static void advise(check *c, const char *format, ...) {
 
 /* A check that could not run has failed. */
 static void add_error(check *c, const char *name) {
-    add_line(c, FAIL, name, "error", "%s", example_error());
-    example_text[0] = 0;
+    add_line(c, FAIL, name, "error", "%s", ex_error());
+    ex_text[0] = 0;
 }
 
 static int failures(const check *c) {
@@ -165,11 +167,11 @@ static amp_result time_precisions(check *c, amp_step_function step, void *user, 
     desc.n_dtypes = supported(c, dtypes);
     desc.iterations = c->set.quick ? 5 : 10;
     desc.warmup = 2;
-    TRY(amp_tune(c->amp, &desc, &report));
+    EX_TRY(amp_tune(c->amp, &desc, &report));
     for (i = 0; i < report.n_rows; i++) {
         const amp_tune_row *row = &report.rows[i];
         if (row->verdict == AMP_VERDICT_PASS) seconds[precision_place(row->dtype)] = row->seconds;
-        else return example_fail(AMP_ERR_DEVICE, "%s: %s", amp_dtype_name(row->dtype), row->reason);
+        else return ex_fail(AMP_ERR_DEVICE, "%s: %s", amp_dtype_name(row->dtype), row->reason);
     }
     return AMP_OK;
 }
@@ -186,9 +188,9 @@ static int product_step(void *user, amp_context *amp) {
     op.weight = &p->weight;
     op.x = amp_tensor2(p->x[precision_place(dtype)], storage_of(dtype), p->n, p->n);
     op.y = amp_tensor2(p->y, storage_of(dtype), p->n, p->n);
-    TRY(amp_autocast_begin(amp, NULL));
+    EX_TRY(amp_autocast_begin(amp, NULL));
     result = amp_linear(amp, &op);
-    TRY(amp_autocast_end(amp));
+    EX_TRY(amp_autocast_end(amp));
     return result;
 }
 
@@ -197,9 +199,9 @@ static amp_result product_fill(check *c, product *p, float *weight) {
     int64_t count = p->n * p->n;
     amp_tensor x = amp_tensor1(p->x[0], AMP_F32, count);
     float *values = (float *)malloc((size_t)count * sizeof *values);
-    amp_result result = values != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the products");
+    amp_result result = values != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for the products");
     int i;
-    if (result == AMP_OK) random_normal(values, count, 1, 1, 1.0f);
+    if (result == AMP_OK) ex_normal(values, count, 1, 1, 1.0f);
     if (result == AMP_OK) result = amp_copy(c->amp, p->x[0], values, 4 * count, AMP_COPY_TO_DEVICE);
     if (result == AMP_OK) result = amp_copy(c->amp, weight, values, 4 * count, AMP_COPY_TO_DEVICE);
     if (result == AMP_OK) result = amp_sync(c->amp);
@@ -219,7 +221,7 @@ static amp_result measure_products(check *c, double seconds[PRECISIONS]) {
     amp_result result;
     memset(&p, 0, sizeof p);
     p.n = c->size;
-    TRY(amp_alloc(c->amp, &memory, 4 * bytes));
+    EX_TRY(amp_alloc(c->amp, &memory, 4 * bytes));
     p.x[0] = p.x[1] = memory;                           /* fp32 and TF32, then fp16, and bf16 and fp8 */
     p.x[2] = (char *)memory + bytes;
     p.x[3] = p.x[4] = (char *)p.x[2] + bytes / 2;
@@ -257,7 +259,7 @@ static amp_result measure_copies(check *c, double seconds[PRECISIONS], int64_t *
     if (c->set.quick && m.n > 1 << 24) m.n = 1 << 24;
     if (c->set.copies > 0) m.n = c->set.copies << 18;
     *n = m.n;
-    TRY(amp_alloc(c->amp, &memory, 8 * m.n));
+    EX_TRY(amp_alloc(c->amp, &memory, 8 * m.n));
     m.from = memory;
     m.to = (char *)memory + 4 * m.n;
     result = amp_fill(c->amp, memory, 0, 8 * m.n);
@@ -356,13 +358,13 @@ static amp_result measure_transfer(check *c, int ordinary, double *rate) {
     desc.source = &source;
     desc.batch = desc.workers = 1;
     desc.disable_pinned = ordinary;
-    TRY(amp_loader_create(c->amp, &loader, &desc));
+    EX_TRY(amp_loader_create(c->amp, &loader, &desc));
     for (i = 0; i < WARM + BATCHES && result == AMP_OK; i++) {
-        if (i == WARM) began = seconds_now();
+        if (i == WARM) began = ex_seconds();
         result = amp_loader_next(loader, &batch);
         if (result == AMP_OK) result = amp_sync(c->amp);
     }
-    *rate = 4e-9 * (double)blocks.floats * BATCHES / (seconds_now() - began);
+    *rate = 4e-9 * (double)blocks.floats * BATCHES / (ex_seconds() - began);
     amp_loader_destroy(loader);
     return result;
 }
@@ -404,11 +406,11 @@ static amp_result measure_loader(check *c) {
     amp_result result;
     double began = 0, now = 0;
     int64_t taken = -4;                 /* the first batches only start the workers */
-    TRY(tokens_loader(c, batch, seq, &loader));
+    EX_TRY(tokens_loader(c, batch, seq, &loader));
     do {
         result = amp_loader_next(loader, &got);
-        if (++taken == 0) began = seconds_now();
-        now = seconds_now();
+        if (++taken == 0) began = ex_seconds();
+        now = ex_seconds();
     } while (result == AMP_OK && (taken <= 0 || now - began < seconds));
     c->loader_rate = (double)(taken * batch * seq) / (now - began);
     amp_loader_destroy(loader);
@@ -438,15 +440,15 @@ static amp_result identity_open(identity *t, amp_context *amp, float value) {
         host[i] = i % (SIDE + 1) == 0 ? 1.0f : 0.0f;
         host[2 * CELLS + i] = host[4 * CELLS + i] = value;
     }
-    TRY(amp_alloc(amp, &memory, (int64_t)sizeof host));
+    EX_TRY(amp_alloc(amp, &memory, (int64_t)sizeof host));
     t->memory = (float *)memory;
     for (i = 0; i < 6; i++) at[i] = amp_tensor2(t->memory + i * CELLS, AMP_F32, SIDE, SIDE);
     t->weight.name = "identity.weight";
     t->weight.weight = at[0]; t->weight.grad = at[1];
     t->op.weight = &t->weight;
     t->op.x = at[2]; t->op.y = at[3]; t->op.dy = at[4]; t->op.dx = at[5];
-    TRY(amp_copy(amp, memory, host, (int64_t)sizeof host, AMP_COPY_TO_DEVICE));
-    TRY(amp_sync(amp));
+    EX_TRY(amp_copy(amp, memory, host, (int64_t)sizeof host, AMP_COPY_TO_DEVICE));
+    EX_TRY(amp_sync(amp));
     return amp_param_register(amp, &t->weight, 1);
 }
 static void identity_close(identity *t) {
@@ -468,21 +470,21 @@ static amp_result identity_forward(identity *t, amp_dtype dtype, int island) {
     memset(&region, 0, sizeof region);
     region.dtype = island ? AMP_DTYPE_DEFAULT : dtype;
     region.disable = island;
-    TRY(amp_autocast_begin(t->amp, &region));
+    EX_TRY(amp_autocast_begin(t->amp, &region));
     result = amp_linear(t->amp, &t->op);
-    TRY(amp_autocast_end(t->amp));
+    EX_TRY(amp_autocast_end(t->amp));
     return result;
 }
 
 /* Checks the region's dtype, and that of its backward, called outside.  *why: what is wrong, or NULL. */
 static amp_result try_autocast(identity *t, amp_dtype dtype, float value, float rounded, const char **why) {
     *why = NULL;
-    TRY(identity_forward(t, dtype, 0));
+    EX_TRY(identity_forward(t, dtype, 0));
     if (t->op.plan.compute != dtype || t->op.plan.rule != AMP_BY_REGION) *why = "the region did not choose the dtype";
     else if (first_of(t->amp, &t->op.y) != rounded) *why = "forward did not round its input to the region's dtype";
-    TRY(amp_linear_backward(t->amp, &t->op));
+    EX_TRY(amp_linear_backward(t->amp, &t->op));
     if (*why == NULL && first_of(t->amp, &t->op.dx) != rounded) *why = "backward did not use forward's dtype";
-    TRY(identity_forward(t, dtype, 1));
+    EX_TRY(identity_forward(t, dtype, 1));
     if (*why == NULL && first_of(t->amp, &t->op.y) != value) *why = "an fp32 island rounded its input";
     return AMP_OK;
 }
@@ -514,9 +516,9 @@ static amp_result scaler_try(identity *t, amp_optimizer *optimizer, amp_scaler *
     int i;
     for (i = 0; i < CELLS; i++) grads[i] = value;
     amp_param_accumulate(&t->weight);
-    TRY(amp_copy(t->amp, t->weight.grad.data, grads, (int64_t)sizeof grads, AMP_COPY_TO_DEVICE));
-    TRY(amp_step(optimizer, scaler));
-    TRY(amp_sync(t->amp));
+    EX_TRY(amp_copy(t->amp, t->weight.grad.data, grads, (int64_t)sizeof grads, AMP_COPY_TO_DEVICE));
+    EX_TRY(amp_step(optimizer, scaler));
+    EX_TRY(amp_sync(t->amp));
     *moved = first_of(t->amp, &t->weight.weight) != before;
     return amp_scaler_get(scaler, after);
 }
@@ -527,12 +529,12 @@ static amp_result try_scaler(identity *t, amp_optimizer *optimizer, amp_scaler *
     amp_k_scaler now;
     int moved;
     *why = NULL;
-    TRY(scaler_try(t, optimizer, scaler, overflow, &moved, &now));
+    EX_TRY(scaler_try(t, optimizer, scaler, overflow, &moved, &now));
     if (now.scale != 0.5f * start || now.skips != 1) *why = "an overflow did not halve the scale";
     else if (moved) *why = "a step with infinite gradients changed the weights";
-    TRY(scaler_try(t, optimizer, scaler, 1.0f, &moved, &now));
+    EX_TRY(scaler_try(t, optimizer, scaler, 1.0f, &moved, &now));
     if (*why == NULL && (!moved || now.scale != 0.5f * start)) *why = "a clean step did not change just the weights";
-    TRY(scaler_try(t, optimizer, scaler, 1.0f, &moved, &now));
+    EX_TRY(scaler_try(t, optimizer, scaler, 1.0f, &moved, &now));
     if (*why == NULL && now.scale != start) *why = "the scale did not grow after its interval of clean steps";
     return AMP_OK;
 }
@@ -638,13 +640,13 @@ typedef struct trained { int64_t steps; float first_loss, last_loss; double seco
 
 static amp_result train_step(check *c, amp_loader *loader) {
     amp_batch batch;
-    TRY(amp_loader_next(loader, &batch));
+    EX_TRY(amp_loader_next(loader, &batch));
     return workload_step(&c->work, batch.inputs, batch.targets);
 }
 
 /* The loss on the workload's own batch, which stays the same. */
 static amp_result own_loss(check *c, float *out) {
-    TRY(workload_pass(&c->work, NULL, NULL, 0));
+    EX_TRY(workload_pass(&c->work, NULL, NULL, 0));
     return workload_loss(&c->work, out);
 }
 
@@ -655,24 +657,24 @@ static amp_result train(check *c, amp_loader *loader, trained *t) {
     double seconds = c->set.seconds > 0 ? c->set.seconds : c->set.quick ? 1 : 4, began, now, asked;
     amp_loader_info before, after;
     sampling device;
-    TRY(own_loss(c, &t->first_loss));
-    TRY(train_step(c, loader));
-    TRY(amp_sync(c->amp));
-    TRY(amp_loader_info_get(loader, &before));
+    EX_TRY(own_loss(c, &t->first_loss));
+    EX_TRY(train_step(c, loader));
+    EX_TRY(amp_sync(c->amp));
+    EX_TRY(amp_loader_info_get(loader, &before));
     memset(&device, 0, sizeof device);
     sample_device(c, &device);          /* a device reports on the time since the last sample */
     memset(&device, 0, sizeof device);
-    began = asked = seconds_now();
+    began = asked = ex_seconds();
     do {
-        TRY(train_step(c, loader));
-        if (++t->steps % 4 == 0) TRY(amp_sync(c->amp));
-        now = seconds_now();
+        EX_TRY(train_step(c, loader));
+        if (++t->steps % 4 == 0) EX_TRY(amp_sync(c->amp));
+        now = ex_seconds();
         if (now - asked > 0.25 || now - began >= seconds) { sample_device(c, &device); asked = now; }
     } while (now - began < seconds || t->steps < LEAST_STEPS);
-    TRY(amp_sync(c->amp));
-    t->seconds = seconds_now() - began;
-    TRY(amp_loader_info_get(loader, &after));
-    TRY(own_loss(c, &t->last_loss));
+    EX_TRY(amp_sync(c->amp));
+    t->seconds = ex_seconds() - began;
+    EX_TRY(amp_loader_info_get(loader, &after));
+    EX_TRY(own_loss(c, &t->last_loss));
     t->waited = after.wait_seconds - before.wait_seconds;
     c->utilisation = device.n[0] > 0 ? device.sum[0] / (double)device.n[0] : -1;
     c->temperature = device.n[1] > 0 ? device.sum[1] / (double)device.n[1] : -1;
@@ -704,10 +706,10 @@ static void report_training(check *c, const trained *t) {
     double tokens = (double)(t->steps * c->work.desc.batch * c->work.desc.seq);
     c->train_rate = tokens / t->seconds;
     c->wait_share = t->waited / t->seconds;
-    snprintf(value, sizeof value, "%s tokens/s", grouped((int64_t)c->loader_rate, rate, sizeof rate));
+    snprintf(value, sizeof value, "%s tokens/s", progress_grouped((int64_t)c->loader_rate, rate, sizeof rate));
     add_line(c, c->wait_share <= 0.05 ? PASS : FAIL, "loader", value,
              "training took %s of them, and waited %.1f%% of its time for data",
-             grouped((int64_t)c->train_rate, rate, sizeof rate), 100 * c->wait_share);
+             progress_grouped((int64_t)c->train_rate, rate, sizeof rate), 100 * c->wait_share);
     snprintf(value, sizeof value, "loss %.2f to %.2f", (double)t->first_loss, (double)t->last_loss);
     add_line(c, t->last_loss < t->first_loss ? PASS : FAIL, "training", value, "%lld steps of a small GPT-2 in %s",
              (long long)t->steps + 1, amp_dtype_name(c->choice.dtype));
@@ -837,7 +839,7 @@ static void print_json_rows(const check *c) {
     printf("], \"recommendations\": [");
     for (i = 0; i < c->n_advice; i++) {
         if (i > 0) printf(", ");
-        json_write_text(stdout, c->advice[i]);
+        metrics_string(stdout, c->advice[i]);
     }
     printf("]");
 }
@@ -872,13 +874,13 @@ static amp_result open_check(check *c) {
     amp_result result;
     memset(&desc, 0, sizeof desc);
     desc.threads = (int32_t)c->set.threads;
-    if (c->set.channels % 64 != 0) return refuse("channels", "must be a multiple of 64");
-    result = device_open(&c->amp, &desc, c->set.device);
-    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));
-    TRY(result);
-    TRY(amp_query(c->amp, &desc));
-    TRY(amp_query_machine(c->amp, &c->machine));
-    TRY(amp_query_choice(c->amp, &c->choice));
+    if (c->set.channels % 64 != 0) return flag_refuse("channels", "must be a multiple of 64");
+    result = ex_device_open(&c->amp, &desc, c->set.device);
+    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return flag_refuse("device", "%s", ex_because(why));
+    EX_TRY(result);
+    EX_TRY(amp_query(c->amp, &desc));
+    EX_TRY(amp_query_machine(c->amp, &c->machine));
+    EX_TRY(amp_query_choice(c->amp, &c->choice));
     c->size = c->set.size;
     if (c->size == 0) c->size = !on_cpu(c->amp) ? 8192 : desc.cpu_path == AMP_CPU_SCALAR ? 512 : 1024;
     if (c->set.size == 0 && c->set.quick) c->size /= 2;
@@ -896,15 +898,15 @@ static void print_machine(const check *c) {
 int main(int argc, char **argv) {
     check c;
     int failed;
-    program_begin();
+    ex_begin();
     memset(&c, 0, sizeof c);
-    if (read_command_line(argc, argv) != AMP_OK || parse_options(&c.set) != AMP_OK ||
+    if (flag_read(argc, argv) != AMP_OK || flag_parse_all(&c.set) != AMP_OK ||
         (!c.set.help && open_check(&c) != AMP_OK)) {
-        fprintf(stderr, "amp_check: %s\n", example_error());
+        fprintf(stderr, "amp_check: %s\n", ex_error());
         return 2;
     }
-    if (c.set.help) return print_help(), 0;
-    example_text[0] = 0;
+    if (c.set.help) return flag_print_help(), 0;
+    ex_text[0] = 0;
     if (!c.set.json) print_machine(&c);
     find_precisions(&c);
     busy_with("products and copies");

@@ -8,6 +8,8 @@
 #ifndef EXAMPLES_DEBERTA_H
 #define EXAMPLES_DEBERTA_H
 
+#include "model.h"
+
 /* Rows of the table: 2 span.  buckets: position_buckets, 0: a row for each distance; most: max_relative_positions. */
 typedef struct deberta_distances { int64_t buckets, most; } deberta_distances;
 /* What the table's rows are projected to. */
@@ -37,7 +39,7 @@ static inline amp_result deberta_rows(amp_context *amp, const deberta_distances 
     int64_t n = 2 * seq, i;
     int32_t *host = (int32_t *)malloc((size_t)(2 * n) * sizeof *host);
     void *memory = NULL;
-    amp_result result = host != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the distances");
+    amp_result result = host != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for the distances");
     for (i = 0; i < n && host != NULL; i++) {
         host[i] = deberta_row(d, seq - i);
         host[n + i] = deberta_row(d, i - seq);
@@ -51,10 +53,10 @@ static inline amp_result deberta_rows(amp_context *amp, const deberta_distances 
 }
 
 /* The table and its norm, after the embeddings' norm. */
-static inline void deberta_describe(parameters *own, const char *prefix, const deberta_distances *d, int64_t C) {
-    parameters_add(own, 0, 2 * deberta_span(d), C, "%sencoder.rel_embeddings.weight", prefix)->embedding = 1;
-    parameters_add(own, 1, C, 0, "%sencoder.LayerNorm.weight", prefix);
-    parameters_add(own, 1, C, 0, "%sencoder.LayerNorm.bias", prefix);
+static inline void deberta_describe(model_params *own, const char *prefix, const deberta_distances *d, int64_t C) {
+    model_params_add(own, 0, 2 * deberta_span(d), C, "%sencoder.rel_embeddings.weight", prefix)->embedding = 1;
+    model_params_add(own, 1, C, 0, "%sencoder.LayerNorm.weight", prefix);
+    model_params_add(own, 1, C, 0, "%sencoder.LayerNorm.bias", prefix);
 }
 
 /* The normed rows [2 seq, channels] for both terms.  rows: deberta_rows' for `most` positions; norm: weight, bias. */

@@ -3,11 +3,12 @@
  * layers, padding hidden by lengths, and a head of two linear layers over the first token.  Queries, keys and values
  * are one linear layer, stored in three pieces in files (encoder_files.h); DeBERTa's are three.  The stream between
  * layers is fp32; everything else is stored in `activations`.  Dropout acts on embeddings, branches and the head's
- * inner layer, not on attention's probabilities.  Include common.h first. */
+ * inner layer, not on attention's probabilities. */
 #ifndef EXAMPLES_ENCODER_H
 #define EXAMPLES_ENCODER_H
 
 #include "deberta.h"
+#include "model.h"
 
 typedef enum encoder_family {
     ENCODER_BERT = 0,
@@ -56,7 +57,7 @@ typedef struct encoder_input {
 typedef struct encoder {
     encoder_config config;          /* windows: as many as layers */
     char *json;                     /* the config.json that it came with; NULL: none */
-    parameters own; amp_param *params; int64_t n_params;    /* the same, in the order of encoder_describe */
+    model_params own; amp_param *params; int64_t n_params;    /* the same, in the order of encoder_describe */
     amp_context *amp; amp_tape *tape;
     int64_t memory_bytes;                   /* of the tape, in a training step of config.batch x config.seq */
     int64_t *windows;                       /* config's */
@@ -130,8 +131,8 @@ static inline amp_value encoder_layer(const encoder *e, amp_value x, amp_param *
     amp_param *p = *params + (separate ? 6 : 2);        /* what follows attention's own */
     amp_value h = encoder_attention(e, x, *params, layer, in);
     x = encoder_join(e, x, h, p);
-    h = encoder_linear(e, x, p + 4, activation_is_fused(act) ? act : AMP_ACT_NONE);
-    if (!activation_is_fused(act)) h = amp_tape_activation(e->tape, h, NULL, act);
+    h = encoder_linear(e, x, p + 4, model_is_fused(act) ? act : AMP_ACT_NONE);
+    if (!model_is_fused(act)) h = amp_tape_activation(e->tape, h, NULL, act);
     *params = p + 10;
     return encoder_join(e, x, h, p + 6);
 }
@@ -170,7 +171,7 @@ static inline amp_value encoder_record(encoder *e, const encoder_input *in) {
 static inline void encoder_destroy(encoder *e) {
     amp_tape_destroy(e->tape);
     if (e->amp != NULL) { amp_free(e->amp, e->no_types); amp_free(e->amp, e->distances); }
-    parameters_free(&e->own);
+    model_params_free(&e->own);
     free(e->windows); free(e->json);
     memset(e, 0, sizeof *e);
 }
@@ -183,11 +184,11 @@ static inline void encoder_add(encoder *e, const char *prefix, int64_t layer, co
     char before[64];
     int norm = strstr(name, "LayerNorm") != NULL, i;
     snprintf(before, sizeof before, layer < 0 ? "%s" : "%sencoder.layer.%lld.", prefix, (long long)layer);
-    for (i = 0; i < 2; i++) parameters_add(&e->own, norm, rows, i == 0 ? cols : 0, "%s%s.%s", before, name, last[i]);
+    for (i = 0; i < 2; i++) model_params_add(&e->own, norm, rows, i == 0 ? cols : 0, "%s%s.%s", before, name, last[i]);
 }
 
 static inline void encoder_add_table(encoder *e, const char *prefix, const char *name, int64_t rows, int64_t cols) {
-    parameters_add(&e->own, 0, rows, cols, "%s%s.weight", prefix, name)->embedding = 1;
+    model_params_add(&e->own, 0, rows, cols, "%s%s.weight", prefix, name)->embedding = 1;
 }
 
 /* What layers have, by family: rows and cols in widths of the layer; INNER: c->intermediate. */
@@ -231,10 +232,10 @@ static inline amp_result encoder_check_config(const encoder_config *c) {
         c->vocab > most || c->positions > most || c->types > 1 << 20 || c->layers > 10000 || c->hidden > 1 << 20 ||
         c->classes > 1 << 20 || c->intermediate > 1 << 22 || c->embedding > 1 << 20 || c->batch > most / c->seq ||
         (deberta && !deberta_is_valid(&c->distances)))
-        return example_fail(AMP_ERR_RANGE, "a dimension of the model is outside its range");
+        return ex_fail(AMP_ERR_RANGE, "a dimension of the model is outside its range");
     if (c->hidden % c->heads != 0 || c->seq > c->positions - first ||
         (c->embedding != 0 && c->embedding != c->hidden && c->family != ENCODER_ELECTRA))
-        return example_fail(AMP_ERR_SHAPE, "%lld heads of %lld channels, embeddings of %lld, %lld tokens of %lld: they "
+        return ex_fail(AMP_ERR_SHAPE, "%lld heads of %lld channels, embeddings of %lld, %lld tokens of %lld: they "
                             "do not fit", (long long)c->heads, (long long)c->hidden, (long long)c->embedding,
                             (long long)c->seq, (long long)(c->positions - first));
     return AMP_OK;
@@ -250,19 +251,19 @@ static inline amp_result encoder_prepare(encoder *e, const int64_t *windows) {
     for (layer = 0; layer < c->layers; layer++) {
         e->windows[layer] = windows != NULL ? windows[layer] : c->window;
         if (e->windows[layer] < 0 || e->windows[layer] > ENCODER_WINDOW)
-            return example_fail(AMP_ERR_RANGE, "a window of %lld", (long long)e->windows[layer]);
+            return ex_fail(AMP_ERR_RANGE, "a window of %lld", (long long)e->windows[layer]);
     }
-    TRY(amp_alloc(e->amp, &zeros, tokens * (int64_t)sizeof *e->no_types));
+    EX_TRY(amp_alloc(e->amp, &zeros, tokens * (int64_t)sizeof *e->no_types));
     e->no_types = (int32_t *)zeros;
-    TRY(amp_fill(e->amp, zeros, 0, tokens * (int64_t)sizeof *e->no_types));
-    if (c->family == ENCODER_DEBERTA) TRY(deberta_rows(e->amp, &c->distances, c->seq, &e->distances));
-    TRY(amp_tape_create(e->amp, &e->tape, NULL));
-    TRY(tape_begin(e->tape, 1));
+    EX_TRY(amp_fill(e->amp, zeros, 0, tokens * (int64_t)sizeof *e->no_types));
+    if (c->family == ENCODER_DEBERTA) EX_TRY(deberta_rows(e->amp, &c->distances, c->seq, &e->distances));
+    EX_TRY(amp_tape_create(e->amp, &e->tape, NULL));
+    EX_TRY(model_tape_begin(e->tape, 1));
     memset(&in, 0, sizeof in);
     in.ids = e->no_types; in.batch = c->batch; in.seq = c->seq;
     loss = amp_tape_cross_entropy(e->tape, encoder_record(e, &in), e->no_types, NULL);
-    TRY(amp_tape_plan(e->tape, loss, &e->memory_bytes));
-    return parameters_check(&e->own, e->memory_bytes, "");
+    EX_TRY(amp_tape_plan(e->tape, loss, &e->memory_bytes));
+    return model_params_check(&e->own, e->memory_bytes, "");
 }
 
 /* Allocates a model.  Its weights are not set yet: see encoder_init and encoder_file_load. */
@@ -270,7 +271,7 @@ static inline amp_result encoder_create(encoder *e, amp_context *amp, const enco
     encoder_config *c = &e->config;
     amp_result result;
     memset(e, 0, sizeof *e);
-    TRY(encoder_check_config(config));
+    EX_TRY(encoder_check_config(config));
     *c = *config;
     if (c->activations == AMP_DTYPE_DEFAULT) c->activations = AMP_F32;
     if (c->embedding == 0) c->embedding = c->hidden;
@@ -278,12 +279,12 @@ static inline amp_result encoder_create(encoder *e, amp_context *amp, const enco
     if (!(c->eps > 0)) c->eps = 1e-12f;
     if (c->act == AMP_ACT_NONE) c->act = AMP_ACT_GELU_ERF;
     e->amp = amp;
-    TRY(parameters_open(&e->own, amp, 11 + 16 * c->layers));
+    EX_TRY(model_params_open(&e->own, amp, 11 + 16 * c->layers));
     encoder_describe(e);
     e->params = e->own.at; e->n_params = e->own.n;
     e->windows = (int64_t *)malloc((size_t)c->layers * sizeof *e->windows);
-    result = e->windows != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the model's tables");
-    if (result == AMP_OK) result = parameters_allocate(&e->own);
+    result = e->windows != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for the model's tables");
+    if (result == AMP_OK) result = model_params_allocate(&e->own);
     if (result == AMP_OK) result = encoder_prepare(e, config->windows);
     c->windows = e->windows;
     if (result != AMP_OK) encoder_destroy(e);
@@ -300,13 +301,13 @@ static inline amp_result encoder_forward(encoder *e, const encoder_input *in, co
     amp_value logits;
     if (in->batch < 1 || in->seq < 1 || in->batch > c->batch || in->batch * in->seq > c->batch * c->seq ||
         in->seq > c->seq)
-        return example_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, the model was created for %lld x %lld",
+        return ex_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, the model was created for %lld x %lld",
                             (long long)in->batch, (long long)in->seq, (long long)c->batch, (long long)c->seq);
-    TRY(tape_begin(e->tape, backward));
+    EX_TRY(model_tape_begin(e->tape, backward));
     logits = encoder_record(e, in);
     if (labels == NULL) return amp_tape_finish(e->tape);
     e->loss = amp_tape_cross_entropy(e->tape, logits, labels, NULL);
-    return tape_forward(e->tape, e->loss, grad_scale, backward, &e->loss_value);
+    return model_tape_forward(e->tape, e->loss, grad_scale, backward, &e->loss_value);
 }
 /* All gradients. */
 static inline amp_result encoder_backward(encoder *e) { return amp_tape_backward(e->tape, e->loss, NULL); }

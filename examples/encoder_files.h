@@ -1,7 +1,11 @@
 /* encoder_files.h - the weights of encoder.h's models: initialised, and read and written as safetensors with Hugging
- * Face's names, with or without the family's prefix, and config.json beside them.  Include encoder.h first. */
+ * Face's names, with or without the family's prefix, and config.json beside them. */
 #ifndef EXAMPLES_ENCODER_FILES_H
 #define EXAMPLES_ENCODER_FILES_H
+
+#include "config.h"
+#include "encoder.h"
+#include "model_files.h"
 
 /* BERT's initialisation of one parameter: normal with deviation 0.02, biases 0, LayerNorm weights 1.  scratch: as many
    floats as it has elements. */
@@ -9,9 +13,9 @@ static inline amp_result encoder_init_param(encoder *e, int64_t i, uint64_t seed
     const amp_param *p = &e->params[i];
     int64_t k, count = amp_tensor_count(&p->weight);
     int norm = strstr(p->name, "LayerNorm.weight") != NULL;
-    if (p->weight.ndim == 2) random_normal(scratch, count, seed, (uint64_t)i + 1, 0.02f);
+    if (p->weight.ndim == 2) ex_normal(scratch, count, seed, (uint64_t)i + 1, 0.02f);
     else for (k = 0; k < count; k++) scratch[k] = norm ? 1.0f : 0.0f;
-    return param_set(e->amp, e->optimizer, &e->params[i], scratch);
+    return model_param_set(e->amp, e->optimizer, &e->params[i], scratch);
 }
 
 /* Room for the elements of the largest parameter, with the rows that a file has before them; the caller frees it. */
@@ -21,7 +25,7 @@ static inline float *encoder_scratch(const encoder *e) {
     for (i = 0; i < e->n_params; i++) if ((count = amp_tensor_count(&e->params[i].weight)) > largest) largest = count;
     largest += encoder_kinds[e->config.family].first * e->config.embedding;
     scratch = (float *)malloc((size_t)largest * sizeof *scratch);
-    if (scratch == NULL) example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 4);
+    if (scratch == NULL) ex_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 4);
     return scratch;
 }
 
@@ -38,7 +42,7 @@ typedef struct encoder_file {
     void *data;
     size_t bytes;
     st_file tensors;
-    model_config described;
+    config_model described;
     encoder_config config;          /* as the file says; classes 0: it has no head */
     int64_t *windows;               /* of config */
     char **labels;                  /* names of the classes */
@@ -99,12 +103,12 @@ static const encoder_type encoder_types[] = {
 enum { ENCODER_TYPES = (int)(sizeof encoder_types / sizeof *encoder_types) };
 
 /* The type that config.json names; without one, by the prefix of the tensors' names. */
-static inline amp_result encoder_type_of(const model_config *m, const st_file *tensors, const encoder_type **out) {
+static inline amp_result encoder_type_of(const config_model *m, const st_file *tensors, const encoder_type **out) {
     char name[64] = "";
     json value;
     int64_t i;
     int k;
-    TRY(config_word(m, "model_type", name));
+    EX_TRY(config_word(m, "model_type", name));
     for (k = 0; k < ENCODER_TYPES; k++)
         if (strcmp(name, encoder_types[k].name) == 0) {
             *out = &encoder_types[k];
@@ -147,7 +151,7 @@ static const config_rules encoder_config_rules =
      "num_attention_heads hidden_act layer_norm_eps attention_window position_buckets max_relative_positions"};
 
 /* Longformer's windows: one for each layer, or one for all.  windows: space for one of each layer. */
-static inline amp_result encoder_read_windows(const model_config *m, encoder_config *c, int64_t *windows) {
+static inline amp_result encoder_read_windows(const config_model *m, encoder_config *c, int64_t *windows) {
     json value;
     int64_t layer = 0, number;
     int list;
@@ -172,7 +176,7 @@ static inline amp_result encoder_read_windows(const model_config *m, encoder_con
 
 /* DeBERTa's distances, and that its attention is the one of deberta.h: where the file says nothing it is not.
    c->distances.most: half the rows of its table. */
-static inline amp_result encoder_read_distances(model_config *m, encoder_config *c) {
+static inline amp_result encoder_read_distances(config_model *m, encoder_config *c) {
     static const char *const needed[] = {"relative_attention", "share_att_key", "position_biased_input", "norm_rel_ebd",
                                          "pos_att_type"};
     int64_t rows = c->distances.most, most = -1, i;
@@ -180,17 +184,17 @@ static inline amp_result encoder_read_distances(model_config *m, encoder_config 
     json value;
     for (i = 0; i < 5; i++)
         if (!config_get(m, needed[i], &value))
-            return example_fail(AMP_ERR_UNSUPPORTED, "%s: no %s: this kind of model is not supported", m->path,
+            return ex_fail(AMP_ERR_UNSUPPORTED, "%s: no %s: this kind of model is not supported", m->path,
                                 needed[i]);
     snprintf(terms, sizeof terms, "%.*s", (int)(value.end - value.at), value.at);
     if (strstr(terms, "c2p") == NULL || strstr(terms, "p2c") == NULL)
         return config_refuse(m, "pos_att_type", "must have both c2p and p2c");
     c->positions = 512;
-    TRY(config_integer(m, "max_position_embeddings", 1, INT32_MAX, &c->positions));
-    TRY(config_integer(m, "max_relative_positions", -1, 1 << 20, &most));
+    EX_TRY(config_integer(m, "max_position_embeddings", 1, INT32_MAX, &c->positions));
+    EX_TRY(config_integer(m, "max_relative_positions", -1, 1 << 20, &most));
     c->distances.most = most < 1 ? c->positions : most;
     c->distances.buckets = -1;
-    TRY(config_integer(m, "position_buckets", -1, 1 << 20, &c->distances.buckets));
+    EX_TRY(config_integer(m, "position_buckets", -1, 1 << 20, &c->distances.buckets));
     if (c->distances.buckets < 0) c->distances.buckets = 0;
     if (c->distances.buckets > 0 && (c->distances.buckets < 4 || c->distances.most <= c->distances.buckets / 2 + 1))
         return config_refuse(m, "position_buckets", "must be 4 or more, and half of it less than %lld distances",
@@ -198,41 +202,41 @@ static inline amp_result encoder_read_distances(model_config *m, encoder_config 
     if (deberta_span(&c->distances) != rows)
         return config_refuse(m, c->distances.buckets > 0 ? "position_buckets" : "max_relative_positions",
                              "the weights have %lld", (long long)rows);
-    TRY(config_shape(m, "pooler_hidden_size", c->hidden));
-    TRY(config_shape(m, "attention_head_size", c->hidden / c->heads));
-    TRY(config_dropout(m, "pooler_dropout"));
+    EX_TRY(config_shape(m, "pooler_hidden_size", c->hidden));
+    EX_TRY(config_shape(m, "attention_head_size", c->hidden / c->heads));
+    EX_TRY(config_dropout(m, "pooler_dropout"));
     return config_dropout(m, "cls_dropout");
 }
 
 /* Reads what no shape tells, and checks the rest against the weights. */
-static inline amp_result encoder_read_config(model_config *m, encoder_config *c, int64_t *windows) {
+static inline amp_result encoder_read_config(config_model *m, encoder_config *c, int64_t *windows) {
     int64_t pad = 1, types = 0;
     int deberta = c->family == ENCODER_DEBERTA;
     double eps = deberta ? 1e-7 : 1e-12;        /* transformers' default, like the others */
-    TRY(config_shape(m, "vocab_size", c->vocab));
-    if (!deberta) TRY(config_shape(m, "max_position_embeddings", c->positions));
-    if (!deberta) TRY(config_shape(m, "type_vocab_size", c->types));
-    else TRY(config_integer(m, "type_vocab_size", 0, 0, &types));
-    TRY(config_shape(m, "hidden_size", c->hidden));
-    TRY(config_shape(m, "num_hidden_layers", c->layers));
-    TRY(config_shape(m, "intermediate_size", c->intermediate));
-    if (c->family == ENCODER_ELECTRA || deberta) TRY(config_shape(m, "embedding_size", c->embedding));
+    EX_TRY(config_shape(m, "vocab_size", c->vocab));
+    if (!deberta) EX_TRY(config_shape(m, "max_position_embeddings", c->positions));
+    if (!deberta) EX_TRY(config_shape(m, "type_vocab_size", c->types));
+    else EX_TRY(config_integer(m, "type_vocab_size", 0, 0, &types));
+    EX_TRY(config_shape(m, "hidden_size", c->hidden));
+    EX_TRY(config_shape(m, "num_hidden_layers", c->layers));
+    EX_TRY(config_shape(m, "intermediate_size", c->intermediate));
+    if (c->family == ENCODER_ELECTRA || deberta) EX_TRY(config_shape(m, "embedding_size", c->embedding));
     c->heads = c->family == ENCODER_ELECTRA ? 4 : deberta ? 24 : 12;
-    TRY(config_integer(m, "num_attention_heads", 1, INT32_MAX, &c->heads));
+    EX_TRY(config_integer(m, "num_attention_heads", 1, INT32_MAX, &c->heads));
     if (c->hidden % c->heads != 0)
         return config_refuse(m, "num_attention_heads", "%lld heads do not divide a width of %lld", (long long)c->heads,
                              (long long)c->hidden);
     c->act = AMP_ACT_GELU_ERF;
-    TRY(config_activation(m, "hidden_act", &c->act));
-    TRY(config_number(m, "layer_norm_eps", 1e-37, 1e37, &eps));
+    EX_TRY(config_activation(m, "hidden_act", &c->act));
+    EX_TRY(config_number(m, "layer_norm_eps", 1e-37, 1e37, &eps));
     c->eps = (float)eps;
-    if (encoder_kinds[c->family].first > 0) TRY(config_integer(m, "pad_token_id", 0, INT32_MAX, &pad));
+    if (encoder_kinds[c->family].first > 0) EX_TRY(config_integer(m, "pad_token_id", 0, INT32_MAX, &pad));
     if (pad != encoder_kinds[c->family].first - 1 && encoder_kinds[c->family].first > 0)
         return config_refuse(m, "pad_token_id", "must be 1: positions are counted from the number after it");
-    if (c->family == ENCODER_LONGFORMER) TRY(encoder_read_windows(m, c, windows));
-    if (deberta) TRY(encoder_read_distances(m, c));
-    TRY(config_dropout(m, "hidden_dropout_prob"));
-    TRY(config_dropout(m, "attention_probs_dropout_prob"));
+    if (c->family == ENCODER_LONGFORMER) EX_TRY(encoder_read_windows(m, c, windows));
+    if (deberta) EX_TRY(encoder_read_distances(m, c));
+    EX_TRY(config_dropout(m, "hidden_dropout_prob"));
+    EX_TRY(config_dropout(m, "attention_probs_dropout_prob"));
     return config_dropout(m, "classifier_dropout");
 }
 
@@ -249,7 +253,7 @@ static inline int64_t config_count_labels(const char *text, size_t bytes) {
 }
 
 /* The labels' names, {"0": "bad", "1": "good"}: each class once.  names: space for n. */
-static inline amp_result config_read_labels(const model_config *m, char **names, int64_t n) {
+static inline amp_result config_read_labels(const config_model *m, char **names, int64_t n) {
     json labels, value, number;
     char key[128];
     int64_t i;
@@ -263,7 +267,7 @@ static inline amp_result config_read_labels(const model_config *m, char **names,
             return config_refuse(m, "id2label", "must name each class from \"0\" to \"%lld\" once",
                                  (long long)n - 1);
         names[i] = (char *)malloc((size_t)(value.end - value.at));
-        if (names[i] == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for its labels", m->path);
+        if (names[i] == NULL) return ex_fail(AMP_ERR_MEMORY, "%s: no memory for its labels", m->path);
         (void)json_text(value, names[i], (size_t)(value.end - value.at));
     }
     return AMP_OK;
@@ -275,8 +279,8 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
     const st_tensor *words, *positions, *types, *down, *out;
     char name[96];
     int deberta;
-    TRY(config_open(&file->described, &file->tensors, path, &encoder_config_rules));
-    TRY(encoder_type_of(&file->described, &file->tensors, &type));
+    EX_TRY(config_open(&file->described, &file->tensors, path, &encoder_config_rules));
+    EX_TRY(encoder_type_of(&file->described, &file->tensors, &type));
     c->family = type->family;
     words = encoder_file_body(file, "embeddings.word_embeddings.weight");
     deberta = c->family == ENCODER_DEBERTA;
@@ -286,7 +290,7 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
     down = encoder_file_body(file, "encoder.layer.0.output.dense.weight");
     if (words == NULL || positions == NULL || types == NULL || down == NULL || words->ndim != 2 ||
         positions->ndim != 2 || types->ndim != 2 || down->ndim != 2)
-        return example_fail(AMP_ERR_FORMAT, "%s: not an encoder like BERT: embeddings or the first layer are missing",
+        return ex_fail(AMP_ERR_FORMAT, "%s: not an encoder like BERT: embeddings or the first layer are missing",
                             path);
     c->vocab = words->shape[0]; c->positions = positions->shape[0]; c->types = deberta ? 0 : types->shape[0];
     c->distances.most = positions->shape[0] / 2;
@@ -302,8 +306,8 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
     file->n_labels = config_count_labels(file->described.text, file->described.bytes);
     file->labels = (char **)calloc((size_t)file->n_labels + 1, sizeof *file->labels);
     if (file->windows == NULL || file->labels == NULL)
-        return example_fail(AMP_ERR_MEMORY, "%s: no memory for its windows and labels", path);
-    TRY(encoder_read_config(&file->described, c, file->windows));
+        return ex_fail(AMP_ERR_MEMORY, "%s: no memory for its windows and labels", path);
+    EX_TRY(encoder_read_config(&file->described, c, file->windows));
     if (c->classes > 0 && file->n_labels > 0 && file->n_labels != c->classes)
         return config_refuse(&file->described, "id2label", "names %lld classes, the weights have %lld",
                              (long long)file->n_labels, (long long)c->classes);
@@ -314,8 +318,8 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
 static inline amp_result encoder_file_open(encoder_file *file, const char *path) {
     amp_result result;
     memset(file, 0, sizeof *file);
-    TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
-    result = st_open(&file->tensors, file->data, file->bytes);
+    EX_TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
+    result = ex_st(st_open(&file->tensors, file->data, file->bytes));
     if (result == AMP_OK) result = encoder_file_shape(file, path);
     if (result != AMP_OK) encoder_file_close(file);
     return result;
@@ -330,11 +334,11 @@ static inline amp_result encoder_file_check(const encoder_file *file, encoder *e
         const st_tensor *t;
         encoder_piece_get(e, p, part, &piece);
         t = encoder_file_find(&file->tensors, e->config.family, piece.name);
-        if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
+        if (t == NULL) return ex_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
         if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip ||
             (t->ndim == 2 && t->shape[1] != piece.cols))
-            return example_fail(AMP_ERR_SHAPE, "%s: its shape is not the model's", piece.name);
-        TRY(st_check_floats(t));
+            return ex_fail(AMP_ERR_SHAPE, "%s: its shape is not the model's", piece.name);
+        EX_TRY(model_check_floats(t));
     }
     return AMP_OK;
 }
@@ -345,7 +349,7 @@ static inline amp_result encoder_file_param(const encoder_file *file, encoder *e
     const amp_param *p = &e->params[i];
     encoder_piece piece;
     int part;
-    TRY(encoder_file_check(file, e, i));
+    EX_TRY(encoder_file_check(file, e, i));
     for (part = 0; part < encoder_pieces(p); part++) {
         const st_tensor *t;
         int64_t width, skipped;
@@ -353,7 +357,7 @@ static inline amp_result encoder_file_param(const encoder_file *file, encoder *e
         t = encoder_file_find(&file->tensors, e->config.family, piece.name);
         width = piece.cols > 0 ? piece.cols : 1;
         skipped = piece.skip * width;
-        TRY(st_floats(t, scratch));
+        EX_TRY(ex_st(st_floats(t, scratch)));
         memcpy(values + part * piece.rows * width, scratch + skipped, (size_t)(piece.rows * width) * sizeof *values);
     }
     return AMP_OK;
@@ -381,7 +385,7 @@ static inline amp_result encoder_file_load(const encoder_file *file, encoder *e,
         if (missing) result = encoder_init_param(e, i, seed, values);
         else {
             result = encoder_file_param(file, e, i, values, scratch);
-            if (result == AMP_OK) result = param_set(e->amp, e->optimizer, &e->params[i], values);
+            if (result == AMP_OK) result = model_param_set(e->amp, e->optimizer, &e->params[i], values);
         }
     }
     free(values);
@@ -390,26 +394,26 @@ static inline amp_result encoder_file_load(const encoder_file *file, encoder *e,
 }
 
 /* {"0": "bad", "1": "good"}, or the other way round; classes without a name are LABEL_2 and so on. */
-static inline void encoder_labels_text(text_buffer *b, const char *const *names, int64_t n, int64_t classes,
+static inline void encoder_labels_text(json_buffer *b, const char *const *names, int64_t n, int64_t classes,
                                        int inverse) {
     int64_t i;
     for (i = 0; i < classes; i++) {
-        text_add(b, "%s", i > 0 ? ", \"" : "{\"");
-        if (!inverse) text_add(b, "%lld\": \"", (long long)i);
-        if (i < n) text_add_escaped(b, names[i]);
-        else text_add(b, "LABEL_%lld", (long long)i);
-        if (inverse) text_add(b, "\": %lld", (long long)i);
-        else text_add(b, "\"");
+        json_add(b, "%s", i > 0 ? ", \"" : "{\"");
+        if (!inverse) json_add(b, "%lld\": \"", (long long)i);
+        if (i < n) json_add_escaped(b, names[i]);
+        else json_add(b, "LABEL_%lld", (long long)i);
+        if (inverse) json_add(b, "\": %lld", (long long)i);
+        else json_add(b, "\"");
     }
-    text_add(b, "}");
+    json_add(b, "}");
 }
 
 /* The config.json that transformers' from_pretrained needs beside model.safetensors.  names: of n classes; n 0: those
    that the model came with, if their number matches. */
-static inline void encoder_config_text(const encoder *e, const char *const *names, int64_t n, text_buffer *b) {
+static inline void encoder_config_text(const encoder *e, const char *const *names, int64_t n, json_buffer *b) {
     const encoder_config *c = &e->config;
     const encoder_type *type = &encoder_types[c->family];       /* the first ones are in the families' order */
-    text_buffer labels = {NULL, 0, 0, 0}, numbers = {NULL, 0, 0, 0}, windows = {NULL, 0, 0, 0};
+    json_buffer labels = {NULL, 0, 0, 0}, numbers = {NULL, 0, 0, 0}, windows = {NULL, 0, 0, 0};
     size_t bytes = e->json != NULL ? strlen(e->json) : 0;
     int kept = n == 0 && config_count_labels(e->json, bytes) == c->classes;
     config_own own[32];
@@ -422,7 +426,7 @@ static inline void encoder_config_text(const encoder *e, const char *const *name
     config_own_put(&own[k++], "dtype", CONFIG_REPLACE, "\"float32\"");
     config_own_put(&own[k++], "torch_dtype", CONFIG_REPLACE, "\"float32\"");
     config_own_put(&own[k++], "model_type", CONFIG_ADD, "\"%s\"", type->name);
-    config_own_put(&own[k++], "hidden_act", CONFIG_ADD, "\"%s\"", activation_text(c->act));
+    config_own_put(&own[k++], "hidden_act", CONFIG_ADD, "\"%s\"", config_activation_text(c->act));
     config_own_put(&own[k++], "layer_norm_eps", CONFIG_ADD, "%g", (double)c->eps);
     config_own_put(&own[k++], "pad_token_id", CONFIG_ADD, "%d", encoder_kinds[c->family].first > 0);
     config_own_put(&own[k++], "vocab_size", CONFIG_ADD, "%lld", (long long)c->vocab);
@@ -436,8 +440,8 @@ static inline void encoder_config_text(const encoder *e, const char *const *name
         config_own_put(&own[k++], "embedding_size", CONFIG_ADD, "%lld", (long long)c->embedding);
     if (c->family == ENCODER_LONGFORMER) {
         for (layer = 0; layer < c->layers; layer++)
-            text_add(&windows, "%s%lld", layer > 0 ? ", " : "[", (long long)e->windows[layer] * 2);
-        text_add(&windows, "]");
+            json_add(&windows, "%s%lld", layer > 0 ? ", " : "[", (long long)e->windows[layer] * 2);
+        json_add(&windows, "]");
         config_own_put(&own[k], "attention_window", CONFIG_SET, "%s", "");
         own[k++].longer = windows.text;
     }
@@ -467,65 +471,50 @@ static inline void encoder_config_text(const encoder *e, const char *const *name
 
 /* Names the model's classes. */
 static inline amp_result encoder_name_labels(encoder *e, const char *const *names, int64_t n) {
-    text_buffer b = {NULL, 0, 0, 0};
+    json_buffer b = {NULL, 0, 0, 0};
     encoder_config_text(e, names, n, &b);
     if (b.failed) {
         free(b.text);
-        return example_fail(AMP_ERR_MEMORY, "no memory for the names of %lld classes", (long long)n);
+        return ex_fail(AMP_ERR_MEMORY, "no memory for the names of %lld classes", (long long)n);
     }
     free(e->json);
     e->json = b.text;
     return AMP_OK;
 }
 
-static inline amp_result encoder_header_text(const encoder *e, text_buffer *b) {
-    text_buffer config = {NULL, 0, 0, 0};
-    int64_t i, offset = 0;
-    int part;
-    amp_result result;
-    encoder_config_text(e, NULL, 0, &config);
-    result = st_begin_header(b, &config, "");
-    free(config.text);
-    TRY(result);
-    for (i = 0; i < e->n_params; i++)
-        for (part = 0; part < encoder_pieces(&e->params[i]); part++) {
-            encoder_piece piece;
-            encoder_piece_get(e, &e->params[i], part, &piece);
-            st_add_entry(b, piece.name, piece.rows + piece.skip, piece.cols, &offset);
-        }
-    return st_end_header(b);
-}
-
 /* Writes the weights as fp32 safetensors with Hugging Face's names, atomically.  Rows that no token reads are 0. */
 static inline amp_result encoder_save(encoder *e, const char *path) {
-    text_buffer header = {NULL, 0, 0, 0};
-    int64_t i, k, count, skipped = encoder_kinds[e->config.family].first * e->config.embedding;
-    size_t bytes = 0;
-    unsigned char *file = NULL, *out = NULL;
+    json_buffer config = {NULL, 0, 0, 0};
+    int64_t i, k, skipped = encoder_kinds[e->config.family].first * e->config.embedding;
     float *values = encoder_scratch(e);
-    amp_result result = encoder_header_text(e, &header);
-    if (result == AMP_OK) {
-        bytes = 8 + header.used + (size_t)(e->own.count + skipped) * 4;
-        file = (unsigned char *)malloc(bytes);
-        if (file == NULL || values == NULL) result = example_fail(AMP_ERR_MEMORY, "%zu bytes for %s", bytes, path);
-        else out = st_put_header(&header, file);
-    }
+    st_writer w;
+    amp_result result;
+    memset(&w, 0, sizeof w);
+    encoder_config_text(e, NULL, 0, &config);
+    result = model_write_meta(&w, &config, -1);
+    free(config.text);
+    for (i = 0; i < e->n_params; i++)
+        for (k = 0; k < encoder_pieces(&e->params[i]); k++) {
+            encoder_piece piece;
+            int64_t shape[2];
+            encoder_piece_get(e, &e->params[i], (int)k, &piece);
+            shape[0] = piece.rows + piece.skip; shape[1] = piece.cols;
+            st_write_tensor(&w, piece.name, piece.cols > 0 ? 2 : 1, shape);
+        }
+    if (result == AMP_OK) result = ex_st(st_write_begin(&w));
+    if (result == AMP_OK && values == NULL) result = ex_fail(AMP_ERR_MEMORY, "no memory to write %s", path);
     for (i = 0; i < e->n_params && result == AMP_OK; i++) {
         int64_t skip = strstr(e->params[i].name, "position_embeddings") != NULL ? skipped : 0;
         for (k = 0; k < skip; k++) values[k] = 0;
-        result = param_get(e->amp, &e->params[i], values + skip);
-        count = amp_tensor_count(&e->params[i].weight) + skip;
-        floats_to_bytes(out, values, count);
-        out += count * 4;
+        result = model_param_get(e->amp, &e->params[i], values + skip);
+        if (result == AMP_OK) st_write_floats(&w, values, amp_tensor_count(&e->params[i].weight) + skip);
     }
-    if (result == AMP_OK) st_seal(file, bytes, 8 + header.used);
-    if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, file, bytes);
-    free(values); free(header.text); free(file);
-    return result;
+    free(values);
+    return model_write_end(&w, path, result);
 }
 
 static inline amp_result encoder_save_config(const encoder *e, const char *path) {
-    text_buffer b = {NULL, 0, 0, 0};
+    json_buffer b = {NULL, 0, 0, 0};
     amp_result result;
     encoder_config_text(e, NULL, 0, &b);
     result = config_save(&b, path);

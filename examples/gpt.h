@@ -1,14 +1,18 @@
 /* gpt.h - GPT-2 on amp.h's tape, as Hugging Face's GPT2LMHeadModel: learned positions, LayerNorm before attention and
  * MLP, output weights tied to the embedding.  The residual stream is fp32 unless `stored` says otherwise; everything
  * else is stored in `activations`.  Linear weights are [out, in]; Hugging Face's Conv1D has [in, out] and is transposed
- * at loading and saving.  common.h includes this file, and has the model's files, profile and samples. */
+ * at loading and saving.  With kv_heads it is a Llama of llama.h instead.  Files: gpt_files.h; text: sample.h. */
 #ifndef EXAMPLES_GPT_H
 #define EXAMPLES_GPT_H
+
+#include "llama.h"
+#include "model.h"
 
 /* Tensors that can have their own storage dtype, each with its gradient: the residual stream; LayerNorms' results; q,
    k, v and attention's result; the inside of the MLP; the branches added to the stream. */
 typedef enum gpt_tensor { GPT_STREAM, GPT_NORM, GPT_ATTENTION, GPT_MLP, GPT_BRANCH, GPT_LOGITS } gpt_tensor;
 enum { GPT_TENSORS = GPT_LOGITS, GPT_PARTS = 12 };
+static const char *const gpt_tensor_names[GPT_TENSORS] = {"stream", "norm", "attention", "mlp", "branch"};
 
 typedef struct gpt_config {
     int64_t vocab, positions, channels, heads, layers;
@@ -27,7 +31,7 @@ typedef struct gpt_config {
 
 typedef struct gpt {
     gpt_config config;
-    parameters own;                 /* wte, wpe, 12 for each block, ln_f.weight, ln_f.bias */
+    model_params own;                 /* wte, wpe, 12 for each block, ln_f.weight, ln_f.bias */
     amp_param *params; int64_t n_params;    /* the same */
     llama as_llama; amp_param *head;        /* if it is one; the output weights */
     amp_context *amp; amp_tape *tape;
@@ -48,6 +52,11 @@ static inline amp_dtype gpt_dtype(const gpt_config *c, gpt_tensor which) {
     amp_dtype own = which == GPT_LOGITS ? c->logits : c->stored[which];
     return own != AMP_DTYPE_DEFAULT ? own : which == GPT_STREAM ? AMP_F32 : c->activations;
 }
+
+/* A Llama as a gpt: at the end of this file. */
+static inline int gpt_llama_is_valid(const gpt_config *c);
+static inline void gpt_llama_describe(gpt *g);
+static inline amp_value gpt_llama_body(gpt *g, const int32_t *ids, int64_t batch, int64_t seq);
 
 /* ---- Recording: [batch, seq, ...] */
 
@@ -73,7 +82,7 @@ static inline amp_value gpt_join(gpt *g, amp_value stream, amp_value x, amp_para
 
 static inline amp_value gpt_block(gpt *g, amp_value x, amp_param *p, const amp_attention_op *causal) {
     const gpt_config *c = &g->config;
-    int fused = activation_is_fused(c->act), i;
+    int fused = model_is_fused(c->act), i;
     amp_value h = gpt_linear(g, GPT_ATTENTION, gpt_norm(g, x, p), p + 2, AMP_ACT_NONE), qkv[3];
     for (i = 0; i < 3; i++) qkv[i] = amp_tape_split(g->tape, h, 2, i * c->channels, c->channels);
     x = gpt_join(g, x, amp_tape_attention(g->tape, qkv[0], qkv[1], qkv[2], c->heads, causal), p + 4);
@@ -121,7 +130,7 @@ static inline amp_value gpt_record(gpt *g, const int32_t *ids, const int32_t *la
 
 static inline void gpt_destroy(gpt *g) {
     amp_tape_destroy(g->tape);
-    parameters_free(&g->own);
+    model_params_free(&g->own);
     free(g->json);
     memset(g, 0, sizeof *g);
 }
@@ -129,14 +138,14 @@ static inline void gpt_destroy(gpt *g) {
 static inline void gpt_describe(gpt *g) {
     int64_t layer, C = g->config.channels;
     const gpt_part *part;
-    parameters_add(&g->own, 0, g->config.vocab, C, "transformer.wte.weight")->embedding = 1;
-    parameters_add(&g->own, 0, g->config.positions, C, "transformer.wpe.weight")->embedding = 1;
+    model_params_add(&g->own, 0, g->config.vocab, C, "transformer.wte.weight")->embedding = 1;
+    model_params_add(&g->own, 0, g->config.positions, C, "transformer.wpe.weight")->embedding = 1;
     for (layer = 0; layer < g->config.layers; layer++)
         for (part = gpt_parts; part < gpt_parts + GPT_PARTS; part++)
-            parameters_add(&g->own, strncmp(part->name, "ln_", 3) == 0, part->rows * C, part->cols * C,
+            model_params_add(&g->own, strncmp(part->name, "ln_", 3) == 0, part->rows * C, part->cols * C,
                            "transformer.h.%lld.%s", (long long)layer, part->name);
-    parameters_add(&g->own, 1, C, 0, "transformer.ln_f.weight");
-    parameters_add(&g->own, 1, C, 0, "transformer.ln_f.bias");
+    model_params_add(&g->own, 1, C, 0, "transformer.ln_f.weight");
+    model_params_add(&g->own, 1, C, 0, "transformer.ln_f.bias");
 }
 
 /* Another batch size, or storage of activations, from the next pass on.  The tape's memory is given back. */
@@ -145,8 +154,8 @@ static inline amp_result gpt_reshape(gpt *g, int64_t batch, amp_dtype activation
     g->config.batch = batch;
     g->config.activations = activations;
     amp_tape_destroy(g->tape);
-    TRY(amp_tape_create(g->amp, &g->tape, NULL));
-    TRY(amp_tape_begin(g->tape, NULL));
+    EX_TRY(amp_tape_create(g->amp, &g->tape, NULL));
+    EX_TRY(amp_tape_begin(g->tape, NULL));
     return amp_tape_plan(g->tape, gpt_record(g, &none, &none, batch, g->config.seq), &g->memory_bytes);
 }
 
@@ -162,15 +171,15 @@ static inline amp_result gpt_create(gpt *g, amp_context *amp, const gpt_config *
     if (c->vocab < 1 || c->positions < 1 || c->channels < 1 || c->heads < 1 || c->layers < 1 || c->batch < 1 ||
         c->seq < 1 || c->vocab > INT32_MAX || c->positions > INT32_MAX || c->channels > 1 << 20 || c->layers > 10000 ||
         c->batch > INT32_MAX / c->seq || (c->kv_heads != 0 && !gpt_llama_is_valid(c)))
-        return example_fail(AMP_ERR_RANGE, "a dimension of the model is outside its range");
-    TRY(parameters_open(&g->own, amp, 4 + GPT_PARTS * c->layers));
+        return ex_fail(AMP_ERR_RANGE, "a dimension of the model is outside its range");
+    EX_TRY(model_params_open(&g->own, amp, 4 + GPT_PARTS * c->layers));
     if (c->kv_heads > 0) gpt_llama_describe(g);
     else gpt_describe(g);
     g->head = &g->own.at[c->kv_heads > 0 ? g->own.n - 1 : 0];
     g->params = g->own.at; g->n_params = g->own.n;
-    result = parameters_allocate(&g->own);
+    result = model_params_allocate(&g->own);
     if (result == AMP_OK) result = gpt_reshape(g, c->batch, c->activations);
-    if (result == AMP_OK) result = parameters_check(&g->own, g->memory_bytes, c->recompute ? "" : ", or recompute");
+    if (result == AMP_OK) result = model_params_check(&g->own, g->memory_bytes, c->recompute ? "" : ", or recompute");
     if (result != AMP_OK) gpt_destroy(g);
     return result;
 }
@@ -180,13 +189,92 @@ static inline amp_result gpt_create(gpt *g, amp_context *amp, const gpt_config *
 /* The loss of a batch; with backward for gpt_backward, which must follow, and from *grad_scale (see
    amp_scaler_scale_ptr; NULL: 1). */
 static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, const float *grad_scale, int backward) {
-    TRY(tape_begin(g->tape, backward));
+    EX_TRY(model_tape_begin(g->tape, backward));
     gpt_record(g, batch->inputs, batch->targets, batch->batch, batch->seq);
-    return tape_forward(g->tape, g->loss, grad_scale, backward, &g->loss_value);
+    return model_tape_forward(g->tape, g->loss, grad_scale, backward, &g->loss_value);
 }
 /* All gradients. */
 static inline amp_result gpt_backward(gpt *g) { return amp_tape_backward(g->tape, g->loss, NULL); }
 /* The loss on the host.  Waits for the device. */
 static inline amp_result gpt_loss_read(const gpt *g, float *out) { return amp_tape_read(g->tape, g->loss, out, 1); }
+/* The logits of ids [batch, seq], or with last 1 of the last token of each sequence: g->logits, for amp_tape_read. */
+static inline amp_result gpt_forward(gpt *g, const int32_t *ids, int64_t batch, int64_t seq, int last) {
+    amp_value x;
+    EX_TRY(model_tape_begin(g->tape, 0));
+    x = g->config.kv_heads > 0 ? gpt_llama_body(g, ids, batch, seq) : gpt_body(g, ids, batch, seq);
+    gpt_head(g, last ? amp_tape_split(g->tape, x, 1, seq - 1, 1) : x);
+    return amp_tape_finish(g->tape);
+}
+
+/* ---- Weights */
+
+/* 1 for Hugging Face's Conv1D weights: the matrices of GPT-2's blocks. */
+static inline int gpt_is_conv1d(const gpt *g, int64_t i) {
+    return g->config.kv_heads == 0 && i >= 2 && i < g->n_params - 2 && g->params[i].weight.ndim == 2;
+}
+
+static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) {
+    return model_param_set(g->amp, g->optimizer, &g->params[i], values);
+}
+static inline amp_result gpt_get(gpt *g, int64_t i,
+                                 float *values) { return model_param_get(g->amp, &g->params[i], values); }
+
+/* GPT-2's initialisation: normal with deviation 0.02, the projections into the residual stream divided by
+   sqrt(2 layers), biases 0, LayerNorm weights 1. */
+static inline amp_result gpt_init(gpt *g, uint64_t seed) {
+    int64_t i, k, count, largest = 0;
+    float *values;
+    amp_result result = AMP_OK;
+    for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
+    values = (float *)malloc((size_t)largest * sizeof *values);
+    if (values == NULL) return ex_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 4);
+    for (i = 0; i < g->n_params && result == AMP_OK; i++) {
+        const char *name = g->params[i].name;
+        count = amp_tensor_count(&g->params[i].weight);
+        if (g->params[i].weight.ndim == 2) {
+            double deviation = strstr(name, "c_proj") != NULL ? 0.02 / sqrt(2.0 * (double)g->config.layers) : 0.02;
+            ex_normal(values, count, seed, (uint64_t)i + 1, (float)deviation);
+        } else {
+            int norm = strstr(name, "ln_") != NULL || strstr(name, "norm") != NULL;
+            float value = norm && strstr(name, ".weight") != NULL ? 1.0f : 0.0f;
+            for (k = 0; k < count; k++) values[k] = value;
+        }
+        result = gpt_set(g, i, values);
+    }
+    free(values);
+    return result;
+}
+
+/* ---- A Llama as a gpt */
+
+static inline llama_config gpt_as_llama(const gpt_config *c) {
+    llama_config like;
+    like.vocab = c->vocab; like.positions = c->positions; like.channels = c->channels; like.hidden = c->hidden;
+    like.layers = c->layers; like.heads = c->heads; like.kv_heads = c->kv_heads;
+    like.base = c->base; like.eps = (double)c->eps;
+    return like;
+}
+static inline int gpt_llama_is_valid(const gpt_config *c) {
+    llama_config like = gpt_as_llama(c);
+    return llama_is_valid(&like);
+}
+static inline void gpt_llama_describe(gpt *g) {
+    int64_t shape[2], i;
+    char name[80];
+    g->as_llama.config = gpt_as_llama(&g->config);
+    g->as_llama.amp = g->amp;
+    for (i = 0; i < llama_count(&g->as_llama.config); i++) {
+        llama_describe(&g->as_llama.config, i, name, shape);
+        model_params_add(&g->own, shape[1] == 0, shape[0], shape[1], "%s", name)->embedding = i == 0;
+    }
+    g->as_llama.params = g->own.at; g->as_llama.n_params = g->own.n;
+}
+static inline amp_value gpt_llama_body(gpt *g, const int32_t *ids, int64_t batch, int64_t seq) {
+    amp_tensor tokens = amp_tensor2((void *)(uintptr_t)ids, AMP_I32, batch, seq);
+    g->as_llama.stream = gpt_dtype(&g->config, GPT_STREAM);
+    g->as_llama.inner = g->config.activations;
+    g->as_llama.recompute = g->config.recompute;
+    return llama_body(&g->as_llama, g->tape, &tokens);
+}
 
 #endif

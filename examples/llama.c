@@ -7,10 +7,10 @@
  * argument it samples from that model instead. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "common.h"
+#include "llama_files.h"
 
 enum { VOCAB = 256, BATCH = 8, SEQ = 96, SAMPLE = 200 };
-#define CHECK(call) do { if ((call) != AMP_OK) { fprintf(stderr, "%s\n", example_error()); exit(1); } } while (0)
+#define CHECK(call) do { if ((call) != AMP_OK) { fprintf(stderr, "%s\n", ex_error()); exit(1); } } while (0)
 static amp_context *amp; static amp_tape *tape; static llama model;
 
 /* Records the model and its loss on a batch. */
@@ -48,7 +48,7 @@ static void sample(uint64_t seed) {
         amp_value y = llama_logits(&model, tape, &tensor);
         CHECK(amp_tape_finish(tape));
         CHECK(amp_tape_read(tape, y, logits, seq * VOCAB));
-        float *p = logits + (n - 1) * VOCAB, sum = 0, most = p[largest_of(p, VOCAB)], at;
+        float *p = logits + (n - 1) * VOCAB, sum = 0, most = p[ex_largest(p, VOCAB)], at;
         for (int64_t i = 0; i < VOCAB; i++) sum += p[i] = expf((p[i] - most) / 0.8f);   /* temperature 0.8 */
         int32_t next = 0;
         for (at = amp_random_uniform(seed, step) * sum; next < VOCAB - 1 && at >= p[next]; next++) at -= p[next];
@@ -87,7 +87,7 @@ static void train(const char *path, int64_t steps, const amp_choice *choice) {
         if (step % 100 == 0 || step == steps - 1)
             printf("step %lld: validation loss %.3f\n", (long long)step + 1, (double)valid_loss(last, 4));
     }
-    CHECK(folder_make("out/llama/model.safetensors"));
+    CHECK(ex_folder_make("out/llama/model.safetensors"));
     CHECK(llama_save(&model, "out/llama/model.safetensors", "out/llama/config.json"));
     amp_optimizer_destroy(optimizer); amp_scaler_destroy(scaler);
     amp_loader_destroy(first); amp_loader_destroy(last);
@@ -98,7 +98,7 @@ int main(int argc, char **argv) {
     int64_t steps = argc > 3 ? atoll(argv[3]) : 400;
     amp_desc desc = {0};
     amp_choice choice;
-    program_begin();
+    ex_begin();
     CHECK(amp_dtype_parse(argc > 2 ? argv[2] : "auto", &desc.dtype));
     CHECK(amp_open(&amp, &desc));
     CHECK(amp_query_choice(amp, &choice));

@@ -1,8 +1,11 @@
 /* llama.h - a decoder in the shape of Llama on amp.h's tape: RMSNorm, SwiGLU, rotary positions, grouped key and value
- * heads, an untied head.  Parameters have Hugging Face's names.  Include amp.h and common.h first; model files:
- * llama_files.h. */
+ * heads, an untied head.  Parameters have Hugging Face's names.  It needs amp.h alone; model files: llama_files.h. */
 #ifndef EXAMPLES_LLAMA_H
 #define EXAMPLES_LLAMA_H
+
+#include "../amp.h"
+#include <stdio.h>
+#include <string.h>
 
 typedef struct llama_config {
     int64_t vocab, positions, channels, hidden, layers, heads, kv_heads;
@@ -57,7 +60,8 @@ static inline amp_result llama_create(llama *m, amp_context *amp, llama_config c
     memset(m, 0, sizeof *m);
     m->config = c;
     m->amp = amp;
-    TRY(amp_model_create(amp, &m->model, seed, llama_count(&c)));
+    result = amp_model_create(amp, &m->model, seed, llama_count(&c));
+    if (result != AMP_OK) return result;
     for (i = 0; i < llama_count(&c); i++) {
         llama_describe(&c, i, name, shape);
         (void)amp_model_param(m->model, name, shape[0], shape[1], shape[1] > 0 ? AMP_INIT_NORMAL : AMP_INIT_NORM_WEIGHT,

@@ -1,7 +1,11 @@
 /* llama_files.h - model files of Hugging Face's LlamaForCausalLM, read and written: safetensors with config.json beside
- * it.  Include llama.h first. */
+ * it. */
 #ifndef EXAMPLES_LLAMA_FILES_H
 #define EXAMPLES_LLAMA_FILES_H
+
+#include "config.h"
+#include "llama.h"
+#include "model_files.h"
 
 static const config_only llama_config_only[] = {
     {"hidden_act", "\"silu\""}, {"attention_bias", "false"}, {"mlp_bias", "false"}, {"tie_word_embeddings", "false"},
@@ -17,28 +21,28 @@ static const struct { const char *key; size_t place; } llama_sizes[] = {
     {"num_key_value_heads", offsetof(llama_config, kv_heads)}};
 enum { LLAMA_SIZES = sizeof llama_sizes / sizeof *llama_sizes };
 
-static inline amp_result llama_read_config(model_config *m, llama_config *c) {
+static inline amp_result llama_read_config(config_model *m, llama_config *c) {
     char type[64] = "llama", rope[64] = "default", base[32] = "";
     int64_t dim, i;
     json rotary;
-    TRY(config_word(m, "model_type", type));
+    EX_TRY(config_word(m, "model_type", type));
     if (strcmp(type, "llama") != 0) return config_refuse(m, "model_type", "must be llama");
     for (i = 0; i < LLAMA_SIZES; i++) {
         int64_t *size = (int64_t *)(void *)((char *)c + llama_sizes[i].place);
         *size = i == LLAMA_SIZES - 1 ? c->heads : 0;
-        TRY(config_integer(m, llama_sizes[i].key, 1, INT32_MAX, size));
-        if (*size == 0) return example_fail(AMP_ERR_FORMAT, "%s: no %s", m->path, llama_sizes[i].key);
+        EX_TRY(config_integer(m, llama_sizes[i].key, 1, INT32_MAX, size));
+        if (*size == 0) return ex_fail(AMP_ERR_FORMAT, "%s: no %s", m->path, llama_sizes[i].key);
     }
     c->base = 10000; c->eps = 1e-6;             /* transformers' defaults */
-    TRY(config_number(m, "rms_norm_eps", 1e-37, 1e37, &c->eps));
-    TRY(config_number(m, "rope_theta", 1, 1e30, &c->base));
+    EX_TRY(config_number(m, "rms_norm_eps", 1e-37, 1e37, &c->eps));
+    EX_TRY(config_number(m, "rope_theta", 1, 1e30, &c->base));
     if (config_get(m, "rope_parameters", &rotary) && *rotary.at == '{') {
         if (json_find(rotary, "rope_theta", base, sizeof base)) c->base = strtod(base, NULL);
         if ((json_find(rotary, "rope_type", rope, sizeof rope) && strcmp(rope, "default") != 0) || !(c->base >= 1))
             return config_refuse(m, "rope_parameters", "rope_type must be default, rope_theta 1 or more");
     }
     dim = c->channels / c->heads;
-    TRY(config_integer(m, "head_dim", 1, INT32_MAX, &dim));
+    EX_TRY(config_integer(m, "head_dim", 1, INT32_MAX, &dim));
     if (c->channels != c->heads * dim || c->heads % c->kv_heads != 0 || dim % 2 != 0)
         return config_refuse(m, "num_attention_heads", "must divide hidden_size into even heads, a multiple of %lld",
                              (long long)c->kv_heads);
@@ -46,25 +50,25 @@ static inline amp_result llama_read_config(model_config *m, llama_config *c) {
 }
 
 /* The same of a file, or of a text that was one. */
-static inline amp_result llama_open_config(model_config *m, const st_file *tensors, const char *path, llama_config *c) {
-    TRY(tensors != NULL ? config_open(m, tensors, path, &llama_config_rules) : config_check(m, &llama_config_rules));
+static inline amp_result llama_open_config(config_model *m, const st_file *tensors, const char *path, llama_config *c) {
+    EX_TRY(tensors != NULL ? config_open(m, tensors, path, &llama_config_rules) : config_check(m, &llama_config_rules));
     return llama_read_config(m, c);
 }
 
 /* Makes the model that a file holds, with its weights. */
 static inline amp_result llama_load(llama *m, amp_context *amp, const char *path) {
-    model_config described = {"", NULL, 0, 0, ""};
+    config_model described = {"", NULL, 0, 0, ""};
     llama_config config;
     st_file file;
     void *data;
     size_t bytes;
     amp_result result;
     memset(m, 0, sizeof *m);
-    TRY(amp_file_read_all(NULL, path, &data, &bytes));
-    result = st_open(&file, data, bytes);
+    EX_TRY(amp_file_read_all(NULL, path, &data, &bytes));
+    result = ex_st(st_open(&file, data, bytes));
     if (result == AMP_OK) result = llama_open_config(&described, &file, path, &config);
     if (result == AMP_OK) result = llama_create(m, amp, config, 0);
-    if (result == AMP_OK) result = st_load_params(&file, amp, m->params, m->n_params);
+    if (result == AMP_OK) result = model_load_params(&file, amp, m->params, m->n_params);
     if (result != AMP_OK) llama_free(m);
     config_close(&described);
     st_close(&file);
@@ -73,7 +77,7 @@ static inline amp_result llama_load(llama *m, amp_context *amp, const char *path
 }
 
 /* The config.json for transformers; source: the one that the model came with, or NULL. */
-static inline void llama_config_text(const llama_config *c, const char *source, text_buffer *b) {
+static inline void llama_config_text(const llama_config *c, const char *source, json_buffer *b) {
     config_own own[20];
     int n = 0, i;
     config_own_put(&own[n++], "architectures", CONFIG_SET, "[\"LlamaForCausalLM\"]");
@@ -96,10 +100,10 @@ static inline void llama_config_text(const llama_config *c, const char *source, 
 
 /* Writes the weights, and the config.json to lie beside them unless its path is NULL. */
 static inline amp_result llama_save(const llama *m, const char *path, const char *config_path) {
-    text_buffer b = {NULL, 0, 0, 0};
+    json_buffer b = {NULL, 0, 0, 0};
     amp_result result;
     llama_config_text(&m->config, NULL, &b);
-    result = st_save_params(path, m->amp, m->params, m->n_params, &b);
+    result = model_save_params(path, m->amp, m->params, m->n_params, &b);
     if (result == AMP_OK && config_path != NULL) result = config_save(&b, config_path);
     free(b.text);
     return result;

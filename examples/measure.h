@@ -1,11 +1,10 @@
 /* measure.h - shared by amp_check and amp_bench: a GPT-2 that trains on made-up tokens, and order statistics.
- *
- * Include after common.h. */
+ */
 #ifndef MEASURE_H
 #define MEASURE_H
 
-#include "encoder.h"
 #include "encoder_files.h"
+#include "gpt.h"
 
 /* ---- Order statistics */
 
@@ -78,18 +77,18 @@ static inline amp_result tokens_file_make(int64_t n, int64_t vocab) {
     fd = mkstemp(tokens_path);
     file = fd >= 0 ? fdopen(fd, "wb") : NULL;
     if (file == NULL) {
-        amp_result result = example_fail(AMP_ERR_OPEN, "%.200s: %s", tokens_path, strerror(errno));
+        amp_result result = ex_fail(AMP_ERR_OPEN, "%.200s: %s", tokens_path, strerror(errno));
         tokens_path[0] = 0;
         return result;
     }
-    on_ending_signals(tokens_file_interrupted, 0);
+    ex_on_ending_signals(tokens_file_interrupted, 0);
     while (i < n && !failed) {
         size_t k = 0;
         for (; k < sizeof piece / sizeof *piece && i < n; i++) piece[k++] = (uint16_t)made_token(i, vocab);
         failed = fwrite(piece, sizeof *piece, k, file) != k;
     }
     if (fclose(file) != 0 || failed) {
-        amp_result result = example_fail(AMP_ERR_WRITE, "%.200s: %s", tokens_path, strerror(errno));
+        amp_result result = ex_fail(AMP_ERR_WRITE, "%.200s: %s", tokens_path, strerror(errno));
         tokens_file_remove();
         return result;
     }
@@ -136,7 +135,7 @@ static inline amp_result workload_tokens(workload *w) {
     int64_t batch = w->desc.batch, seq = w->desc.seq, tokens = batch * seq + 1, n = tokens + 2 * batch, i;
     int32_t *host = (int32_t *)malloc((size_t)n * sizeof *host);
     void *memory = NULL;
-    amp_result result = host != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for a batch");
+    amp_result result = host != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for a batch");
     for (i = 0; i < tokens && result == AMP_OK; i++) host[i] = made_token(i, w->desc.vocab);
     for (i = 0; i < batch && result == AMP_OK; i++) {
         host[tokens + i] = (int32_t)(seq - seq * (i % 5) / 8);
@@ -160,7 +159,7 @@ static inline amp_result workload_decoder(workload *w) {
     c.heads = d->heads;
     c.layers = d->layers;
     c.batch = d->batch; c.activations = d->activations; c.recompute = d->recompute; c.fused_loss = d->fused_loss;
-    TRY(gpt_create(&w->gpt, w->amp, &c));
+    EX_TRY(gpt_create(&w->gpt, w->amp, &c));
     w->params = w->gpt.params;
     w->n_params = w->gpt.n_params;
     return gpt_init(&w->gpt, 1);
@@ -174,7 +173,7 @@ static inline amp_result workload_encoder(workload *w) {
     c.intermediate = 4 * d->channels;
     c.types = c.classes = 2;
     c.batch = d->batch; c.activations = d->activations;
-    TRY(encoder_create(&w->bert, w->amp, &c));
+    EX_TRY(encoder_create(&w->bert, w->amp, &c));
     w->params = w->bert.params;
     w->n_params = w->bert.n_params;
     return encoder_init(&w->bert, 1);
@@ -193,7 +192,7 @@ static inline encoder_input workload_input(const workload *w, const int32_t *inp
 
 /* Gives the gradients' memory back; what is left to a tape is the forward. */
 static inline amp_result workload_freeze(workload *w) {
-    parameters *own = w->desc.encoder ? &w->bert.own : &w->gpt.own;
+    model_params *own = w->desc.encoder ? &w->bert.own : &w->gpt.own;
     const int32_t *labels;
     encoder_input in = workload_input(w, w->tokens, &labels);
     int64_t i;
@@ -202,11 +201,11 @@ static inline amp_result workload_freeze(workload *w) {
     own->grads_bytes = 0;
     for (i = 0; i < w->n_params; i++) memset(&w->params[i].grad, 0, sizeof w->params[i].grad);
     if (w->desc.encoder) {
-        TRY(tape_begin(w->bert.tape, 0));
+        EX_TRY(model_tape_begin(w->bert.tape, 0));
         (void)amp_tape_cross_entropy(w->bert.tape, encoder_record(&w->bert, &in), labels, NULL);
         return amp_tape_plan(w->bert.tape, 0, &w->bert.memory_bytes);
     }
-    TRY(tape_begin(w->gpt.tape, 0));
+    EX_TRY(model_tape_begin(w->gpt.tape, 0));
     gpt_record(&w->gpt, w->tokens, w->tokens + 1, w->desc.batch, w->desc.seq);
     return amp_tape_plan(w->gpt.tape, 0, &w->gpt.memory_bytes);
 }
@@ -223,7 +222,7 @@ static inline amp_result workload_training(workload *w) {
     optimizer.clip_norm = 1;
     optimizer.accumulation = w->desc.accumulation;
     scaler.init_scale = 1024;       /* nothing of this size overflows: every step is applied */
-    TRY(amp_optimizer_create(w->amp, &w->optimizer, &optimizer));
+    EX_TRY(amp_optimizer_create(w->amp, &w->optimizer, &optimizer));
     return w->desc.scaler ? amp_scaler_create(w->amp, &w->scaler, &scaler) : AMP_OK;
 }
 
@@ -233,10 +232,10 @@ static inline amp_result workload_open(workload *w, amp_context *amp, const work
     memset(w, 0, sizeof *w);
     w->desc = *desc;
     w->amp = amp;
-    TRY(amp_alloc(amp, &loss, (int64_t)sizeof(float)));
+    EX_TRY(amp_alloc(amp, &loss, (int64_t)sizeof(float)));
     w->loss = (float *)loss;
-    TRY(desc->encoder ? workload_encoder(w) : workload_decoder(w));
-    TRY(workload_tokens(w));
+    EX_TRY(desc->encoder ? workload_encoder(w) : workload_decoder(w));
+    EX_TRY(workload_tokens(w));
     return desc->inference ? workload_freeze(w) : workload_training(w);
 }
 
@@ -244,8 +243,8 @@ static inline amp_result workload_open(workload *w, amp_context *amp, const work
 static inline amp_result workload_encode(workload *w, const int32_t *inputs, int backward) {
     const int32_t *labels;
     encoder_input in = workload_input(w, inputs, &labels);
-    TRY(encoder_forward(&w->bert, &in, labels, amp_scaler_scale_ptr(w->scaler), backward));
-    if (backward) TRY(encoder_backward(&w->bert));
+    EX_TRY(encoder_forward(&w->bert, &in, labels, amp_scaler_scale_ptr(w->scaler), backward));
+    if (backward) EX_TRY(encoder_backward(&w->bert));
     return amp_copy(w->amp, w->loss, w->bert.loss_value, (int64_t)sizeof *w->loss, AMP_COPY_ON_DEVICE);
 }
 
@@ -258,19 +257,19 @@ static inline amp_result workload_pass(workload *w, const int32_t *inputs, const
     memset(&batch, 0, sizeof batch);
     batch.inputs = inputs; batch.targets = targets;
     batch.batch = w->desc.batch; batch.seq = w->desc.seq;
-    TRY(gpt_forward_loss(&w->gpt, &batch, amp_scaler_scale_ptr(w->scaler), backward));
-    if (backward) TRY(gpt_backward(&w->gpt));
+    EX_TRY(gpt_forward_loss(&w->gpt, &batch, amp_scaler_scale_ptr(w->scaler), backward));
+    if (backward) EX_TRY(gpt_backward(&w->gpt));
     return amp_copy(w->amp, w->loss, w->gpt.loss_value, (int64_t)sizeof *w->loss, AMP_COPY_ON_DEVICE);
 }
 
 /* Steps after the last of `accumulation` calls. */
 static inline amp_result workload_step(workload *w, const int32_t *inputs, const int32_t *targets) {
-    TRY(workload_pass(w, inputs, targets, 1));
+    EX_TRY(workload_pass(w, inputs, targets, 1));
     return amp_step(w->optimizer, w->scaler);
 }
 
 static inline amp_result workload_loss(workload *w, float *out) {
-    TRY(amp_copy(w->amp, out, w->loss, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    EX_TRY(amp_copy(w->amp, out, w->loss, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
     return amp_sync(w->amp);
 }
 

@@ -9,12 +9,12 @@
  * dataset-fashion-mnist; without them it learns synthetic pictures. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "common.h"
+#include "mnist.h"
 enum { PIXELS = 784, HIDDEN = 256, CLASSES = 10, BATCH = 100, EPOCHS = 8 };
-#define CHECK(call) do { if ((call) != AMP_OK) { fprintf(stderr, "%s\n", example_error()); exit(1); } } while (0)
+#define CHECK(call) do { if ((call) != AMP_OK) { fprintf(stderr, "%s\n", ex_error()); exit(1); } } while (0)
 static amp_context *amp; static amp_tape *tape; static amp_param *w1, *b1, *w2, *b2;
 
-static void open_loader(amp_loader **loader, const pictures *p, int shuffle) {
+static void open_loader(amp_loader **loader, const mnist *p, int shuffle) {
     amp_tensor arrays[2] = {amp_tensor2(p->x, AMP_F32, p->n, PIXELS), amp_tensor1(p->y, AMP_I32, p->n)};
     amp_loader_desc desc = {.tensors = arrays, .n_tensors = 2, .batch = BATCH, .shuffle = shuffle};
     CHECK(amp_loader_create(amp, loader, &desc));
@@ -29,21 +29,21 @@ static amp_value network(amp_loader *loader, amp_batch *batch, amp_mode mode) {
     return amp_tape_linear(tape, hidden, w2, b2, AMP_ACT_NONE);
 }
 
-static double accuracy(amp_loader *tests, const pictures *p) {
+static double accuracy(amp_loader *tests, const mnist *p) {
     int64_t right = 0, i; float scores[BATCH * CLASSES]; amp_batch batch;
     for (i = 0; i + BATCH <= p->n; i += BATCH) {
         amp_value logits = network(tests, &batch, AMP_MODE_INFERENCE);
         CHECK(amp_tape_finish(tape)); CHECK(amp_tape_read(tape, logits, scores, BATCH * CLASSES));
-        for (int row = 0; row < BATCH; row++) right += largest_of(scores + row * CLASSES, CLASSES) == p->y[i + row];
+        for (int row = 0; row < BATCH; row++) right += ex_largest(scores + row * CLASSES, CLASSES) == p->y[i + row];
     }
     return (double)right / (double)i;
 }
 
 int main(int argc, char **argv) {
-    pictures train, test; amp_loader *data, *tests; amp_batch batch; amp_state *s; amp_loader_info at; double lr;
+    mnist train, test; amp_loader *data, *tests; amp_batch batch; amp_state *s; amp_loader_info at; double lr;
     amp_desc desc = {0}; amp_choice choice; amp_model *model; amp_scaler *scaler; amp_optimizer *adamw; float value;
-    program_begin(); CHECK(pictures_find(&train, &test, argc > 1 ? argv[1] : "/usr/share/datasets/fashion-mnist"));
-    CHECK(device_open(&amp, &desc, "auto")); CHECK(amp_query_choice(amp, &choice));
+    ex_begin(); CHECK(mnist_find(&train, &test, argc > 1 ? argv[1] : "/usr/share/datasets/fashion-mnist"));
+    CHECK(ex_device_open(&amp, &desc, "auto")); CHECK(amp_query_choice(amp, &choice));
     printf("%s: %s\n", amp_dtype_name(choice.dtype), choice.reason);
     CHECK(amp_model_create(amp, &model, 1, 0)); CHECK(amp_tape_create(amp, &tape, NULL));
     w1 = amp_model_param(model, "first.weight", HIDDEN, PIXELS, AMP_INIT_KAIMING_NORMAL, 0);

@@ -8,7 +8,10 @@
  * records.  A trial that diverges, lacks memory or is refused has a record too, and the search continues. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "common.h"
+#include "flags.h"
+#include "gpt.h"
+#include "metrics.h"
+#include "progress.h"
 
 /* ==== Settings =================================================================================== */
 
@@ -19,38 +22,40 @@ typedef struct settings {
 } settings;
 
 #define FIELD(name) offsetof(settings, name)
-static const option options[] = {
-    {"Search", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precisions", TEXT, FIELD(precisions), "fp32,fp16,bf16", 0, 0, NULL, "list of fp32, tf32, fp16, bf16, fp8"},
-    {"lrs", TEXT, FIELD(lrs), "1e-3,4e-3", 0, 0, NULL, "list of learning rates; random: from the least to the largest"},
-    {"batches", TEXT, FIELD(batches), "8,16", 0, 0, NULL, "list of batch sizes, in sequences"},
-    {"search", CHOICE, FIELD(search), "grid", 0, 0, "grid random", "every combination, or some at random"},
-    {"trials", INTEGER, FIELD(trials), "auto", 1, 100000, "auto=0", "at most; auto: the whole grid, or 20 at random"},
-    {"steps", INTEGER, FIELD(steps), "200", 2, 1e9, NULL, "optimizer steps of each trial"},
-    {"tokens", INTEGER, FIELD(tokens), "off", 1, 1e15, "off=0",
+static const flag_row options[] = {
+    {"Search", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"precisions", FLAG_TEXT, FIELD(precisions), "fp32,fp16,bf16", 0, 0, NULL, "list of fp32, tf32, fp16, bf16, fp8"},
+    {"lrs", FLAG_TEXT, FIELD(lrs), "1e-3,4e-3", 0, 0, NULL,
+     "list of learning rates; random: from the least to the largest"},
+    {"batches", FLAG_TEXT, FIELD(batches), "8,16", 0, 0, NULL, "list of batch sizes, in sequences"},
+    {"search", FLAG_CHOICE, FIELD(search), "grid", 0, 0, "grid random", "every combination, or some at random"},
+    {"trials", FLAG_INTEGER, FIELD(trials), "auto", 1, 100000, "auto=0",
+     "at most; auto: the whole grid, or 20 at random"},
+    {"steps", FLAG_INTEGER, FIELD(steps), "200", 2, 1e9, NULL, "optimizer steps of each trial"},
+    {"tokens", FLAG_INTEGER, FIELD(tokens), "off", 1, 1e15, "off=0",
      "tokens of each trial instead of --steps, so that large batches do not see more"},
-    {"seed", INTEGER, FIELD(seed), "1", 0, 1e15, NULL, "of weights, data order and the random search"},
+    {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, 1e15, NULL, "of weights, data order and the random search"},
 
-    {"Model and data", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"layers", INTEGER, FIELD(layers), "2", 1, 1000, NULL, "blocks"},
-    {"heads", INTEGER, FIELD(heads), "4", 1, 4096, NULL, "attention heads; must divide the channels"},
-    {"channels", INTEGER, FIELD(channels), "128", 1, 65536, NULL, "width"},
-    {"seq", INTEGER, FIELD(seq), "64", 1, 1 << 20, NULL, "tokens in a sequence"},
-    {"data", TEXT, FIELD(data), "amp.h", 0, 0, NULL, "text, read as bytes, or several by a pattern in quotes"},
-    {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
+    {"Model and data", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"layers", FLAG_INTEGER, FIELD(layers), "2", 1, 1000, NULL, "blocks"},
+    {"heads", FLAG_INTEGER, FIELD(heads), "4", 1, 4096, NULL, "attention heads; must divide the channels"},
+    {"channels", FLAG_INTEGER, FIELD(channels), "128", 1, 65536, NULL, "width"},
+    {"seq", FLAG_INTEGER, FIELD(seq), "64", 1, 1 << 20, NULL, "tokens in a sequence"},
+    {"data", FLAG_TEXT, FIELD(data), "amp.h", 0, 0, NULL, "text, read as bytes, or several by a pattern in quotes"},
+    {"validation", FLAG_NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
      "part of the data, at its end, kept for validation"},
-    {"eval-batches", INTEGER, FIELD(eval_batches), "16", 1, 1e9, NULL,
+    {"eval-batches", FLAG_INTEGER, FIELD(eval_batches), "16", 1, 1e9, NULL,
      "batches of 8 sequences in a validation, at most"},
 
-    {"Run", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"out", TEXT, FIELD(out), "out/sweep.jsonl", 0, 0, NULL, "JSON lines, one for each trial"},
-    {"again", SWITCH, FIELD(again), "off", 0, 0, NULL, "start over: existing records are deleted"},
-    {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
+    {"Run", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"out", FLAG_TEXT, FIELD(out), "out/sweep.jsonl", 0, 0, NULL, "JSON lines, one for each trial"},
+    {"again", FLAG_SWITCH, FIELD(again), "off", 0, 0, NULL, "start over: existing records are deleted"},
+    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
-    {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
-static program_flags given = {
+static flag_program flag_given = {
     .program = "sweep", .summary = "searches precision, learning rate and batch size with amp.h",
     .options = options, .n = (int)(sizeof options / sizeof *options),
     .ending = "Ctrl-C stops; run again to continue the search.\n"
@@ -84,13 +89,13 @@ static amp_result list_item(const char *flag, const char *word, const char *lega
         amp_dtype dtype;
         if (amp_dtype_parse(word, &dtype) != AMP_OK ||
             (dtype != AMP_F32 && dtype != AMP_TF32 && dtype != AMP_F16 && dtype != AMP_BF16 && dtype != AMP_FP8))
-            return refuse(flag, "%.20s is not valid: must be %s", word, legal);
+            return flag_refuse(flag, "%.20s is not valid: must be %s", word, legal);
         *x = (double)dtype;
         return AMP_OK;
     }
     *x = strtod(word, &end);
     if (*end != 0 || !amp_is_finite_f64(x) || *x <= 0 || *x > 1e6 || (strcmp(flag, "batches") == 0 && *x != floor(*x)))
-        return refuse(flag, "%.20s is not valid: must be %s", word, legal);
+        return flag_refuse(flag, "%.20s is not valid: must be %s", word, legal);
     return AMP_OK;
 }
 
@@ -101,14 +106,15 @@ static amp_result read_list(const char *flag, const char *text, const char *lega
     while (*(at += strspn(at, ", ")) != 0) {
         size_t length = strcspn(at, ", ");
         char word[32];
-        if (out->n == LONGEST_LIST) return refuse(flag, "has more than %d entries", LONGEST_LIST);
+        if (out->n == LONGEST_LIST) return flag_refuse(flag, "has more than %d entries", LONGEST_LIST);
         snprintf(word, sizeof word, "%.*s", (int)length, at);
-        TRY(list_item(flag, word, legal, &out->x[out->n]));
-        for (i = 0; i < out->n; i++) if (out->x[i] == out->x[out->n]) return refuse(flag, "%.20s is there twice", word);
+        EX_TRY(list_item(flag, word, legal, &out->x[out->n]));
+        for (i = 0; i < out->n; i++) if (out->x[i] == out->x[out->n])
+            return flag_refuse(flag, "%.20s is there twice", word);
         out->n++;
         at += length;
     }
-    return out->n > 0 ? AMP_OK : refuse(flag, "is empty: must be %s", legal);
+    return out->n > 0 ? AMP_OK : flag_refuse(flag, "is empty: must be %s", legal);
 }
 
 /* All trials of the search, in order. */
@@ -138,7 +144,7 @@ static amp_result make_trials(search *s) {
            : set->trials > 0 && set->trials < grid ? set->trials
                                                    : grid;
     s->trials = (trial *)calloc((size_t)s->n, sizeof *s->trials);
-    if (s->trials == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for %lld trials", (long long)s->n);
+    if (s->trials == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for %lld trials", (long long)s->n);
     for (i = 0; i < s->n; i++) {
         trial *t = &s->trials[i];
         int64_t p = i / s->lrs.n / s->batches.n, b = i % s->batches.n;
@@ -179,7 +185,7 @@ static amp_result write_record(search *s, const trial *t) {
     metrics_number(s->file, "seconds", t->seconds);
     metrics_text(s->file, "settings", s->settings_text);
     metrics_end(s->file);
-    return ferror(s->file) ? example_fail(AMP_ERR_WRITE, "%s: %s", s->set.out, strerror(errno)) : AMP_OK;
+    return ferror(s->file) ? ex_fail(AMP_ERR_WRITE, "%s: %s", s->set.out, strerror(errno)) : AMP_OK;
 }
 
 static double number_in(json line, const char *key) {
@@ -221,12 +227,12 @@ static amp_result open_records(search *s) {
     char why[400];
     struct stat info;
     int torn;
-    if (folder_make(s->set.out) != AMP_OK) return refuse("out", "%s", because(why));
+    if (ex_folder_make(s->set.out) != AMP_OK) return flag_refuse("out", "%s", ex_because(why));
     s->file = fopen(s->set.out, s->set.again ? "w" : "a");
-    if (s->file == NULL) return refuse("out", "%s", strerror(errno));
+    if (s->file == NULL) return flag_refuse("out", "%s", strerror(errno));
     /* a device has no records */
     if (fstat(fileno(s->file), &info) == 0 && !S_ISREG(info.st_mode)) return AMP_OK;
-    TRY(amp_file_read_all(NULL, s->set.out, &data, &bytes));
+    EX_TRY(amp_file_read_all(NULL, s->set.out, &data, &bytes));
     end = (const char *)data + bytes;
     torn = bytes > 0 && end[-1] != '\n';
     for (line = (const char *)data; line < end;) {
@@ -283,17 +289,17 @@ static amp_result open_session(session *r) {
     desc.dtype = r->trial->precision;
     desc.seed = (uint64_t)set->seed;
     desc.threads = (int32_t)set->threads;
-    TRY(device_open(&r->amp, &desc, set->device));
-    TRY(amp_query_choice(r->amp, &choice));
-    TRY(open_loader(r->search, r->amp, r->trial->batch, 0, r->search->split, &r->loader));
+    EX_TRY(ex_device_open(&r->amp, &desc, set->device));
+    EX_TRY(amp_query_choice(r->amp, &choice));
+    EX_TRY(open_loader(r->search, r->amp, r->trial->batch, 0, r->search->split, &r->loader));
     c.vocab = 256; c.positions = c.seq = set->seq;
     c.channels = set->channels; c.heads = set->heads; c.layers = set->layers;
     c.batch = r->trial->batch > 8 ? r->trial->batch : 8;        /* validation has 8 */
     c.activations = choice.dtype == AMP_TF32 ? AMP_F32 : choice.dtype == AMP_FP8 ? AMP_BF16 : choice.dtype;
-    TRY(gpt_create(&r->model, r->amp, &c));
-    TRY(fp8_layers(r->amp, r->model.params, r->model.n_params, "h.", c.layers, 0, &n_fp8));
-    TRY(gpt_init(&r->model, (uint64_t)set->seed));
-    if (choice.scaler) TRY(amp_scaler_create(r->amp, &r->scaler, NULL));
+    EX_TRY(gpt_create(&r->model, r->amp, &c));
+    EX_TRY(model_fp8_layers(r->amp, r->model.params, r->model.n_params, "h.", c.layers, 0, &n_fp8));
+    EX_TRY(gpt_init(&r->model, (uint64_t)set->seed));
+    if (choice.scaler) EX_TRY(amp_scaler_create(r->amp, &r->scaler, NULL));
     adamw.params = r->model.params;
     adamw.n_params = r->model.n_params;
     adamw.lr = (float)r->trial->lr;
@@ -317,7 +323,7 @@ static amp_result validate(session *r, double *loss) {
     amp_result result;
     int64_t n = 0;
     *loss = 0;
-    TRY(open_loader(r->search, r->amp, 8, r->search->split, r->search->end, &loader));
+    EX_TRY(open_loader(r->search, r->amp, 8, r->search->split, r->search->end, &loader));
     while (n < r->search->set.eval_batches && (result = amp_loader_next(loader, &batch)) == AMP_OK) {
         float one;
         result = gpt_forward_loss(&r->model, &batch, NULL, 0);
@@ -359,21 +365,21 @@ static amp_result train(session *r, int64_t steps, const char **why) {
     schedule.min_lr = 0.1 * t->lr;
     schedule.steps = steps;
     schedule.warmup = steps / 10;
-    for (step = 0; step < steps && *why == NULL && !stop_requested; step++) {
+    for (step = 0; step < steps && *why == NULL && !ex_stop_requested; step++) {
         amp_batch batch;
         int read = step % 10 == 0 || step >= steps - 5;
         float loss;
-        TRY(amp_schedule_lr(&schedule, step, &lr));
-        TRY(amp_optimizer_set_lr(r->optimizer, (float)lr));
-        TRY(amp_loader_next(r->loader, &batch));
-        TRY(gpt_forward_loss(&r->model, &batch, amp_scaler_scale_ptr(r->scaler), 1));
-        TRY(gpt_backward(&r->model));
-        TRY(amp_step(r->optimizer, r->scaler));
+        EX_TRY(amp_schedule_lr(&schedule, step, &lr));
+        EX_TRY(amp_optimizer_set_lr(r->optimizer, (float)lr));
+        EX_TRY(amp_loader_next(r->loader, &batch));
+        EX_TRY(gpt_forward_loss(&r->model, &batch, amp_scaler_scale_ptr(r->scaler), 1));
+        EX_TRY(gpt_backward(&r->model));
+        EX_TRY(amp_step(r->optimizer, r->scaler));
         t->steps = step + 1;
         if (step == steps - 5) sum = checked = 0;
         take_outcomes(r);
         if (!read) continue;
-        TRY(gpt_loss_read(&r->model, &loss));
+        EX_TRY(gpt_loss_read(&r->model, &loss));
         if (step == 0) t->first = (double)loss;
         sum += (double)loss;
         checked++;
@@ -381,7 +387,7 @@ static amp_result train(session *r, int64_t steps, const char **why) {
         if (step >= look || !amp_is_finite_f32(&loss) || r->at_floor) *why = divergence(r, recent);
     }
     t->training = recent;
-    TRY(amp_step_result_flush(r->optimizer));
+    EX_TRY(amp_step_result_flush(r->optimizer));
     take_outcomes(r);
     return AMP_OK;
 }
@@ -391,20 +397,20 @@ static amp_result run_session(session *r) {
     const settings *set = &r->search->set;
     trial *t = r->trial;
     const char *why = NULL;
-    double began = seconds_now();
+    double began = ex_seconds();
     int64_t per_step = t->batch * set->seq, steps = set->tokens > 0 ? set->tokens / per_step : set->steps;
     amp_memory_info memory;
-    TRY(train(r, steps > 2 ? steps : 2, &why));
-    TRY(amp_sync(r->amp));
-    t->seconds = seconds_now() - began;
+    EX_TRY(train(r, steps > 2 ? steps : 2, &why));
+    EX_TRY(amp_sync(r->amp));
+    t->seconds = ex_seconds() - began;
     t->rate = (double)(t->steps * per_step) / t->seconds;
-    if (why == NULL && !stop_requested) {
-        TRY(validate(r, &t->validation));
+    if (why == NULL && !ex_stop_requested) {
+        EX_TRY(validate(r, &t->validation));
         if (!amp_is_finite_f64(&t->validation)) why = "the validation loss is infinite or NaN";
     }
     t->result = why != NULL ? TRIAL_DIVERGED : TRIAL_DONE;
     if (why != NULL) snprintf(t->reason, sizeof t->reason, "%s after %lld steps", why, (long long)t->steps);
-    TRY(amp_memory(r->amp, &memory));
+    EX_TRY(amp_memory(r->amp, &memory));
     t->peak = (double)memory.peak / 1048576;
     return AMP_OK;
 }
@@ -420,8 +426,8 @@ static void run_trial(const search *s, trial *t) {
     else if (result != AMP_ERR_MEMORY) t->result = TRIAL_REFUSED;
     if (result != AMP_OK) {
         if (t->result != TRIAL_REFUSED) t->result = TRIAL_FAILED;
-        snprintf(t->reason, sizeof t->reason, "%.199s", example_error());
-        example_text[0] = 0;
+        snprintf(t->reason, sizeof t->reason, "%.199s", ex_error());
+        ex_text[0] = 0;
     }
     close_session(&r);
 }
@@ -435,7 +441,7 @@ static void print_trial(const search *s, int64_t i) {
            amp_dtype_name(t->precision), t->lr, (long long)t->batch);
     if (t->result != TRIAL_DONE) printf("%s: %s%s\n", result_names[t->result], t->reason, t->known ? " (known)" : "");
     else
-        printf("validation %.4f | %s tok/s%s\n", t->validation, grouped((int64_t)t->rate, rate, sizeof rate),
+        printf("validation %.4f | %s tok/s%s\n", t->validation, progress_grouped((int64_t)t->rate, rate, sizeof rate),
                t->known ? " (known)" : "");
 }
 
@@ -458,7 +464,7 @@ static int print_table(search *s, int64_t n) {
         printf("  %-9s %9.3g %6lld ", amp_dtype_name(t->precision), t->lr, (long long)t->batch);
         if (t->result != TRIAL_DONE) { printf("%11s: %s\n", result_names[t->result], t->reason); continue; }
         printf("%11.4f %11.4f %10s %9.1f %8lld\n", t->validation, t->training,
-               grouped((int64_t)t->rate, rate, sizeof rate), t->peak, (long long)t->skips);
+               progress_grouped((int64_t)t->rate, rate, sizeof rate), t->peak, (long long)t->skips);
     }
     if (n == 0 || best->result != TRIAL_DONE) return 0;
     printf("\nbest: --precision %s --lr %.3g --batch %lld\n", amp_dtype_name(best->precision), best->lr,
@@ -477,18 +483,18 @@ static amp_result open_data(search *s) {
     amp_result result;
     char why[400];
     memset(&desc, 0, sizeof desc);
-    if (device_open(&amp, &desc, s->set.device) != AMP_OK) return refuse("device", "%s", because(why));
+    if (ex_device_open(&amp, &desc, s->set.device) != AMP_OK) return flag_refuse("device", "%s", ex_because(why));
     result = open_loader(s, amp, 1, 0, 0, &loader);
     if (result == AMP_OK) {
         result = amp_loader_info_get(loader, &info);
         amp_loader_destroy(loader);
     }
     amp_close(amp);
-    if (result != AMP_OK) return refuse("data", "%s", because(why));
+    if (result != AMP_OK) return flag_refuse("data", "%s", ex_because(why));
     s->end = info.tokens;
     s->split = info.tokens - (int64_t)(s->set.validation * (double)info.tokens);
     if (s->end - s->split < 8 * s->set.seq + 1)
-        return refuse("validation",
+        return flag_refuse("validation",
                       "leaves %lld tokens, validation takes at least %lld: use more data or a smaller --seq",
                       (long long)(s->end - s->split), (long long)(8 * s->set.seq + 1));
     return AMP_OK;
@@ -497,14 +503,14 @@ static amp_result open_data(search *s) {
 static amp_result open_search(search *s) {
     const settings *set = &s->set;
     if (set->channels % set->heads != 0)
-        return refuse("heads", "%lld heads do not divide %lld channels", (long long)set->heads,
+        return flag_refuse("heads", "%lld heads do not divide %lld channels", (long long)set->heads,
                       (long long)set->channels);
-    if (was_given("steps") && set->tokens > 0) return refuse("tokens", "replaces --steps: give one of them");
-    TRY(read_list("precisions", set->precisions, "a list of fp32, tf32, fp16, bf16, fp8", &s->precisions));
-    TRY(read_list("lrs", set->lrs, "a list of numbers above 0", &s->lrs));
-    TRY(read_list("batches", set->batches, "a list of whole numbers from 1 to 1000000", &s->batches));
-    TRY(open_data(s));
-    TRY(make_trials(s));
+    if (flag_was_given("steps") && set->tokens > 0) return flag_refuse("tokens", "replaces --steps: give one of them");
+    EX_TRY(read_list("precisions", set->precisions, "a list of fp32, tf32, fp16, bf16, fp8", &s->precisions));
+    EX_TRY(read_list("lrs", set->lrs, "a list of numbers above 0", &s->lrs));
+    EX_TRY(read_list("batches", set->batches, "a list of whole numbers from 1 to 1000000", &s->batches));
+    EX_TRY(open_data(s));
+    EX_TRY(make_trials(s));
     snprintf(s->settings_text, sizeof s->settings_text,
              "steps=%lld tokens=%lld seed=%lld layers=%lld heads=%lld channels=%lld seq=%lld validation=%.6g "
              "eval-batches=%lld "
@@ -520,20 +526,20 @@ int main(int argc, char **argv) {
     int64_t i, run = 0, lost = 0;
     int found;
     amp_result result;
-    program_begin();
+    ex_begin();
     memset(&s, 0, sizeof s);
-    result = read_command_line(argc, argv);
-    if (result == AMP_OK) result = parse_options(&s.set);
-    if (result == AMP_OK && s.set.help) return print_help(), 0;
+    result = flag_read(argc, argv);
+    if (result == AMP_OK) result = flag_parse_all(&s.set);
+    if (result == AMP_OK && s.set.help) return flag_print_help(), 0;
     if (result == AMP_OK) result = open_search(&s);
-    if (result != AMP_OK) return fprintf(stderr, "sweep: %s\n", example_error()), 2;
+    if (result != AMP_OK) return fprintf(stderr, "sweep: %s\n", ex_error()), 2;
     setvbuf(stdout, NULL, _IOLBF, 0);
-    stop_install();
-    for (i = 0; i < s.n && !stop_requested; i++) {
+    ex_stop_install();
+    for (i = 0; i < s.n && !ex_stop_requested; i++) {
         if (!s.trials[i].known) run_trial(&s, &s.trials[i]);
-        if (stop_requested && !s.trials[i].known) break;        /* unfinished: no record */
+        if (ex_stop_requested && !s.trials[i].known) break;        /* unfinished: no record */
         if (!s.trials[i].known && write_record(&s, &s.trials[i]) != AMP_OK) {
-            fprintf(stderr, "sweep: %s\n", example_error());
+            fprintf(stderr, "sweep: %s\n", ex_error());
             lost++;
         }
         run += !s.trials[i].known;
@@ -541,9 +547,9 @@ int main(int argc, char **argv) {
     }
     found = print_table(&s, i);
     printf("%lld trials run, %lld known before; records in %s%s\n", (long long)run, (long long)(i - run), s.set.out,
-           stop_requested ? "; run again to continue" : "");
+           ex_stop_requested ? "; run again to continue" : "");
     if (lost > 0) printf("%lld of them have no record: %s could not be written\n", (long long)lost, s.set.out);
     fclose(s.file);
     free(s.trials);
-    return stop_requested ? 130 : !found;
+    return ex_stop_requested ? 130 : !found;
 }

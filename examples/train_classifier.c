@@ -9,13 +9,15 @@
  * writes it, with its vocab.txt and config.json beside it.  On a GPU: see train_gpt.c.
  *
  * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_optimizer, which makes the
- * scaler, tape_begin in common.h, the region, forward_loss, the gradient at its scale, and train_batch, the rest of a
+ * scaler, model_tape_begin, the region, forward_loss, the gradient at its scale, and train_batch, the rest of a
  * step; the model is encoder.h. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "common.h"
-#include "encoder.h"
 #include "encoder_files.h"
+#include "flags.h"
+#include "metrics.h"
+#include "progress.h"
+#include "wordpiece.h"
 
 /* ==== Flags ====================================================================================== */
 
@@ -30,77 +32,81 @@ typedef struct settings {
 #define FIELD(name) offsetof(settings, name)
 #define LARGEST 3.4e38
 
-static const option options[] = {
-    {"Data", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"data", TEXT, FIELD(data), "", 0, 0, NULL,
+static const flag_row options[] = {
+    {"Data", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"data", FLAG_TEXT, FIELD(data), "", 0, 0, NULL,
      "labelled text, one \"label<TAB>text\" a line; empty: made-up sentences"},
-    {"valid", TEXT, FIELD(valid), "", 0, 0, NULL, "labelled text to evaluate on; empty: part of --data"},
-    {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
+    {"valid", FLAG_TEXT, FIELD(valid), "", 0, 0, NULL, "labelled text to evaluate on; empty: part of --data"},
+    {"validation", FLAG_NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
      "part of the data, chosen at random, that is only evaluated on"},
-    {"classes", INTEGER, FIELD(classes), "auto", 2, 65536, "auto=0", "number of labels; auto: as many as the data has"},
-    {"vocab", TEXT, FIELD(vocab), "", 0, 0, NULL,
+    {"classes", FLAG_INTEGER, FIELD(classes), "auto", 2, 65536, "auto=0",
+     "number of labels; auto: as many as the data has"},
+    {"vocab", FLAG_TEXT, FIELD(vocab), "", 0, 0, NULL,
      "vocab.txt of WordPiece; empty: the one beside --init, or else bytes are the tokens (made-up sentences bring "
      "theirs)"},
-    {"cased", SWITCH, FIELD(cased), "off", 0, 0, NULL, "the vocabulary has upper case and accents"},
-    {"seq", INTEGER, FIELD(seq), "128", 2, 1 << 20, NULL,
+    {"cased", FLAG_SWITCH, FIELD(cased), "off", 0, 0, NULL, "the vocabulary has upper case and accents"},
+    {"seq", FLAG_INTEGER, FIELD(seq), "128", 2, 1 << 20, NULL,
      "most tokens of a text, with [CLS] and [SEP]; longer ones are cut"},
 
-    {"Model", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"model", CHOICE, FIELD(model), "tiny", 0, 0, "tiny mini small base large", "size of a model with random weights"},
-    {"layers", INTEGER, FIELD(layers), "model", 1, 1000, "model=0", "layers"},
-    {"heads", INTEGER, FIELD(heads), "model", 1, 4096, "model=0", "attention heads; must divide --hidden"},
-    {"hidden", INTEGER, FIELD(hidden), "model", 1, 65536, "model=0", "width"},
-    {"intermediate", INTEGER, FIELD(intermediate), "model", 1, 1 << 20, "model=0",
+    {"Model", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"model", FLAG_CHOICE, FIELD(model), "tiny", 0, 0, "tiny mini small base large",
+     "size of a model with random weights"},
+    {"layers", FLAG_INTEGER, FIELD(layers), "model", 1, 1000, "model=0", "layers"},
+    {"heads", FLAG_INTEGER, FIELD(heads), "model", 1, 4096, "model=0", "attention heads; must divide --hidden"},
+    {"hidden", FLAG_INTEGER, FIELD(hidden), "model", 1, 65536, "model=0", "width"},
+    {"intermediate", FLAG_INTEGER, FIELD(intermediate), "model", 1, 1 << 20, "model=0",
      "width inside the layers; model: 4 times --hidden"},
-    {"dropout", NUMBER, FIELD(dropout), "0.1", 0, 0.95, NULL, "on embeddings, branches and the head"},
-    {"init", TEXT, FIELD(init), "", 0, 0, NULL,
+    {"dropout", FLAG_NUMBER, FIELD(dropout), "0.1", 0, 0.95, NULL, "on embeddings, branches and the head"},
+    {"init", FLAG_TEXT, FIELD(init), "", 0, 0, NULL,
      "start from this safetensors file of a BERT or ELECTRA, with its config.json beside it"},
 
-    {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precision", CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16 fp8",
+    {"Precision", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"precision", FLAG_CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16 fp8",
      "dtype of autocast; fp8: the linear layers of all blocks but the first and the last, else bf16"},
-    {"level", CHOICE, FIELD(level), "O1", 0, 0, "O0 O1 O2 O3",
+    {"level", FLAG_CHOICE, FIELD(level), "O1", 0, 0, "O0 O1 O2 O3",
      "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
-    {"policy", CHOICE, FIELD(policy), "fused", 0, 0, "fused torch", "table of autocast"},
-    {"allow-fallback", SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
+    {"policy", FLAG_CHOICE, FIELD(policy), "fused", 0, 0, "fused torch", "table of autocast"},
+    {"allow-fallback", FLAG_SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
      "use the nearest precision if this machine lacks the requested one"},
-    {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
+    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
-    {"scaler", CHOICE, FIELD(scaler), "auto", 0, 0, "auto on off", "loss scaler; auto: with fp16"},
-    {"init-scale", NUMBER, FIELD(init_scale), "65536", 1e-37, 8e37, NULL, "its first scale"},
-    {"growth-interval", INTEGER, FIELD(growth_interval), "2000", 1, 2147483647, NULL,
+    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"scaler", FLAG_CHOICE, FIELD(scaler), "auto", 0, 0, "auto on off", "loss scaler; auto: with fp16"},
+    {"init-scale", FLAG_NUMBER, FIELD(init_scale), "65536", 1e-37, 8e37, NULL, "its first scale"},
+    {"growth-interval", FLAG_INTEGER, FIELD(growth_interval), "2000", 1, 2147483647, NULL,
      "clean steps before the scale grows"},
 
-    {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "texts in a micro-batch, padded to its longest"},
-    {"accumulation", INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
-    {"epochs", INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL, "passes over the data; 0: only evaluate, and save"},
-    {"lr", NUMBER, FIELD(lr), "auto", 0, 100, "auto=-1", "highest learning rate; auto: 5e-5 with --init, else 1e-3"},
-    {"warmup", NUMBER, FIELD(warmup), "0.1", 0, 1, NULL,
+    {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "texts in a micro-batch, padded to its longest"},
+    {"accumulation", FLAG_INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
+    {"epochs", FLAG_INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL, "passes over the data; 0: only evaluate, and save"},
+    {"lr", FLAG_NUMBER, FIELD(lr), "auto", 0, 100, "auto=-1",
+     "highest learning rate; auto: 5e-5 with --init, else 1e-3"},
+    {"warmup", FLAG_NUMBER, FIELD(warmup), "0.1", 0, 1, NULL,
      "part of the steps in which the rate rises; then it falls linearly to 0"},
-    {"weight-decay", NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL, "on matrices only"},
-    {"clip", NUMBER, FIELD(clip), "1", 0, LARGEST, NULL, "largest gradient norm; 0: no clipping"},
-    {"moments", CHOICE, FIELD(moments), "fp32", 0, 0, "fp32 bf16 8bit", "storage of the optimizer's two moments"},
-    {"shuffle-off", SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "keep the file's order in every epoch"},
-    {"seed", INTEGER, FIELD(seed), "1", 0, 9e15, NULL, "of weights, order and dropout"},
+    {"weight-decay", FLAG_NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL, "on matrices only"},
+    {"clip", FLAG_NUMBER, FIELD(clip), "1", 0, LARGEST, NULL, "largest gradient norm; 0: no clipping"},
+    {"moments", FLAG_CHOICE, FIELD(moments), "fp32", 0, 0, "fp32 bf16 8bit", "storage of the optimizer's two moments"},
+    {"shuffle-off", FLAG_SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "keep the file's order in every epoch"},
+    {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, 9e15, NULL, "of weights, order and dropout"},
 
-    {"Files", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"out", TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
-    {"save", TEXT, FIELD(save), "", 0, 0, NULL,
+    {"Files", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"out", FLAG_TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
+    {"save", FLAG_TEXT, FIELD(save), "", 0, 0, NULL,
      "the model's file, .safetensors is added; empty: OUT/classifier/model; none: nothing"},
-    {"metrics", TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/classifier/metrics.jsonl; none: nothing"},
+    {"metrics", FLAG_TEXT, FIELD(metrics), "", 0, 0, NULL,
+     "JSON lines; empty: OUT/classifier/metrics.jsonl; none: nothing"},
 
-    {"Reports", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"log-interval", INTEGER, FIELD(log_interval), "10", 1, 9e15, NULL,
+    {"Reports", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"log-interval", FLAG_INTEGER, FIELD(log_interval), "10", 1, 9e15, NULL,
      "steps between records in the metrics; every epoch has one"},
-    {"compat", SWITCH, FIELD(compat), "off", 0, 0, NULL,
+    {"compat", FLAG_SWITCH, FIELD(compat), "off", 0, 0, NULL,
      "train nothing, but compare every precision with fp32 on two layers of each architecture"},
-    {"compat-scale", INTEGER, FIELD(compat_scale), "1", 1, 64, NULL,
+    {"compat-scale", FLAG_INTEGER, FIELD(compat_scale), "1", 1, 64, NULL,
      "divides the architectures' vocabularies and widths"},
-    {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
-static program_flags given = {.program = "train_classifier",
+static flag_program flag_given = {.program = "train_classifier",
                               .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
                               .options = options,
                               .n = (int)(sizeof options / sizeof *options),
@@ -175,27 +181,27 @@ static amp_result read_line(text_set *t, label_names *l, const char *path, const
     int64_t length = tab != NULL ? tab - line : 0, place, i;
     uint32_t code;
     if (tab == NULL)
-        return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no tab: must be a label, a tab and text", path,
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: no tab: must be a label, a tab and text", path,
                             (long long)number);
     if (length == 0)
-        return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no label before the tab", path, (long long)number);
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: no label before the tab", path, (long long)number);
     if (length > 200)
-        return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a label of %lld bytes", path, (long long)number,
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: a label of %lld bytes", path, (long long)number,
                             (long long)length);
     if (memchr(line, 0, (size_t)length) != NULL)
-        return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a zero byte in the label", path, (long long)number);
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: a zero byte in the label", path, (long long)number);
     for (i = 0; i < length; i += place) {
         place = utf8_read(line + i, length - i, &code);
         if (code == 0xfffd && place == 1)
-            return example_fail(AMP_ERR_FORMAT, "%s: line %lld: the label is not UTF-8", path, (long long)number);
+            return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: the label is not UTF-8", path, (long long)number);
     }
     place = label_place(l, line, length, add);
-    if (place == -2) return example_fail(AMP_ERR_MEMORY, "%s: no memory for the labels", path);
+    if (place == -2) return ex_fail(AMP_ERR_MEMORY, "%s: no memory for the labels", path);
     if (place < 0)
-        return example_fail(AMP_ERR_LABEL, "%s: line %lld: the label %.*s is not in --data", path, (long long)number,
+        return ex_fail(AMP_ERR_LABEL, "%s: line %lld: the label %.*s is not in --data", path, (long long)number,
                             (int)length, line);
     if (place >= MOST_LABELS)
-        return example_fail(AMP_ERR_LABEL, "%s: line %lld: more than %d labels", path, (long long)number, MOST_LABELS);
+        return ex_fail(AMP_ERR_LABEL, "%s: line %lld: more than %d labels", path, (long long)number, MOST_LABELS);
     if (label_number(line, length) < 0) l->numbers = 0;
     item->label = (int32_t)place;
     item->line = number;
@@ -210,22 +216,22 @@ static amp_result text_set_read(text_set *t, label_names *l, const char *path, i
     const char *at, *end;
     int64_t lines = 1, number;
     memset(t, 0, sizeof *t);
-    TRY(amp_file_read_all(NULL, path, &t->file, &t->bytes));
+    EX_TRY(amp_file_read_all(NULL, path, &t->file, &t->bytes));
     at = (const char *)t->file;
     end = at + t->bytes;
     for (; at < end; at++) lines += *at == '\n';
     t->items = (text_item *)calloc((size_t)lines, sizeof *t->items);
-    if (t->items == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for %lld lines", path, (long long)lines);
+    if (t->items == NULL) return ex_fail(AMP_ERR_MEMORY, "%s: no memory for %lld lines", path, (long long)lines);
     at = (const char *)t->file;
     for (number = 1; at < end; number++) {
         const char *stop = (const char *)memchr(at, '\n', (size_t)(end - at));
         int64_t n = (stop != NULL ? stop : end) - at;
         const char *next = stop != NULL ? stop + 1 : end;
         if (n > 0 && at[n - 1] == '\r') n--;
-        if (n > 0) TRY(read_line(t, l, path, at, n, number, add));
+        if (n > 0) EX_TRY(read_line(t, l, path, at, n, number, add));
         at = next;
     }
-    return t->n > 0 ? AMP_OK : example_fail(AMP_ERR_FORMAT, "%s: holds no text", path);
+    return t->n > 0 ? AMP_OK : ex_fail(AMP_ERR_FORMAT, "%s: holds no text", path);
 }
 
 /* If all labels are numbers, they are the classes; names are numbered in order of appearance. */
@@ -238,11 +244,11 @@ static amp_result settle_labels(const settings *set, label_names *l, text_set *s
             if (l->numbers) item->label = (int32_t)label_number(name, (int64_t)strlen(name));
             if (item->label > most) most = item->label;
             if (set->classes > 0 && item->label >= set->classes)
-                return refuse("classes", "line %lld of %s has the label %.60s, which is class %d, counted from 0",
+                return flag_refuse("classes", "line %lld of %s has the label %.60s, which is class %d, counted from 0",
                               (long long)item->line, k == 0 ? "--data" : "--valid", name, (int)item->label);
         }
     if (l->n < 2 && set->classes == 0)
-        return refuse("data", "has only one label, %.60s: a classifier needs two or more", l->name[0]);
+        return flag_refuse("data", "has only one label, %.60s: a classifier needs two or more", l->name[0]);
     *classes = set->classes > 0 ? set->classes : most + 1;
     if (*classes < 2) *classes = 2;
     if (l->numbers) label_names_close(l);
@@ -259,7 +265,7 @@ static amp_result text_set_encode(text_set *t, const wordpiece *w, int64_t seq) 
         if (used + seq > capacity) {
             int32_t *more =
                 (int32_t *)realloc(t->tokens, (size_t)(capacity = 2 * capacity + seq + 4096) * sizeof *more);
-            if (more == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the tokens");
+            if (more == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the tokens");
             t->tokens = more;
         }
         t->tokens[used] = w->begin;
@@ -291,7 +297,7 @@ enum { MADE_TEXTS = 1200 };
 
 /* Sentences like "the plot was not rather boring." with the label good or bad; "not" flips the label. */
 static amp_result make_sentences(const char *path) {
-    text_buffer b = {NULL, 0, 0, 0};
+    json_buffer b = {NULL, 0, 0, 0};
     amp_result result;
     int64_t i;
     for (i = 0; i < MADE_TEXTS; i++) {
@@ -300,18 +306,18 @@ static amp_result make_sentences(const char *path) {
         good = r[0] & 1;
         turned = (r[0] >> 1) % 4 == 0;
         word = (r[0] >> 8) % (uint32_t)COUNT(made_good);
-        text_add(&b, "%s\t%s was %s%s%s%s\n", good != turned ? "good" : "bad", made_of[r[1] % COUNT(made_of)],
+        json_add(&b, "%s\t%s was %s%s%s%s\n", good != turned ? "good" : "bad", made_of[r[1] % COUNT(made_of)],
                  turned ? "not " : "", made_how[r[2] % COUNT(made_how)], good ? made_good[word] : made_bad[word],
                  made_end[r[3] % COUNT(made_end)]);
     }
-    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the sentences")
+    result = b.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the sentences")
                       : amp_file_write_atomic(NULL, path, b.text, b.used);
     free(b.text);
     return result;
 }
 
 /* Adds the words of these texts that the vocabulary lacks. */
-static void make_words(text_buffer *b, const char *const *texts, size_t n) {
+static void make_words(json_buffer *b, const char *const *texts, size_t n) {
     char word[32], line[40];
     size_t i;
     for (i = 0; i < n; i++) {
@@ -321,7 +327,7 @@ static void make_words(text_buffer *b, const char *const *texts, size_t n) {
             snprintf(word, sizeof word, "%.*s", (int)length, at);
             if (word[0] >= 'A' && word[0] <= 'Z') word[0] = (char)(word[0] + 32);
             snprintf(line, sizeof line, "\n%s\n", word);
-            if (length > 0 && strstr(b->text, line) == NULL) text_add(b, "%s\n", word);
+            if (length > 0 && strstr(b->text, line) == NULL) json_add(b, "%s\n", word);
             at += length > 0 ? length : 1;
         }
     }
@@ -330,15 +336,15 @@ static void make_words(text_buffer *b, const char *const *texts, size_t n) {
 /* The vocabulary of these sentences. */
 static amp_result make_vocabulary(const char *path) {
     static const char *const others[] = {"was", "not"};
-    text_buffer b = {NULL, 0, 0, 0};
+    json_buffer b = {NULL, 0, 0, 0};
     amp_result result;
-    text_add(&b, "[PAD]\n[UNK]\n[CLS]\n[SEP]\n");
+    json_add(&b, "[PAD]\n[UNK]\n[CLS]\n[SEP]\n");
     if (!b.failed) {
         make_words(&b, made_of, COUNT(made_of)); make_words(&b, made_how, COUNT(made_how));
         make_words(&b, made_good, COUNT(made_good)); make_words(&b, made_bad, COUNT(made_bad));
         make_words(&b, made_end, COUNT(made_end)); make_words(&b, others, COUNT(others));
     }
-    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the vocabulary")
+    result = b.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the vocabulary")
                       : amp_file_write_atomic(NULL, path, b.text, b.used);
     free(b.text);
     return result;
@@ -382,18 +388,18 @@ static amp_result check_flags(const settings *set) {
                                             "allow-fallback", "device",       "threads", "out",
                                             "metrics",        "help",         NULL};
     int i, k;
-    for (i = 0; i < given.n && set->compat; i++) {
-        for (k = 0; of_compat[k] != NULL && given.on_command_line[i] && strcmp(of_compat[k], options[i].name) != 0;
+    for (i = 0; i < flag_given.n && set->compat; i++) {
+        for (k = 0; of_compat[k] != NULL && flag_given.on_command_line[i] && strcmp(of_compat[k], options[i].name) != 0;
              k++) {}
-        if (given.on_command_line[i] && of_compat[k] == NULL)
-            return refuse(options[i].name, "contradicts --compat, which has its own models and data");
+        if (flag_given.on_command_line[i] && of_compat[k] == NULL)
+            return flag_refuse(options[i].name, "contradicts --compat, which has its own models and data");
     }
-    if (was_given("compat-scale") && !set->compat) return refuse("compat-scale", "needs --compat");
+    if (flag_was_given("compat-scale") && !set->compat) return flag_refuse("compat-scale", "needs --compat");
     for (k = 0; scaler_flags[k] != NULL; k++)
-        if (was_given(scaler_flags[k]) && strcmp(set->scaler, "off") == 0)
-            return refuse(scaler_flags[k], "contradicts --scaler off");
-    if (was_given("validation") && *set->valid != 0)
-        return refuse("validation", "contradicts --valid, which names the texts to evaluate on");
+        if (flag_was_given(scaler_flags[k]) && strcmp(set->scaler, "off") == 0)
+            return flag_refuse(scaler_flags[k], "contradicts --scaler off");
+    if (flag_was_given("validation") && *set->valid != 0)
+        return flag_refuse("validation", "contradicts --valid, which names the texts to evaluate on");
     return AMP_OK;
 }
 
@@ -403,17 +409,17 @@ static amp_result open_context(run *r) {
     char why[400];
     amp_result result;
     memset(&desc, 0, sizeof desc);
-    TRY(amp_dtype_parse(set->precision, &desc.dtype));
-    desc.level = (amp_level)(AMP_LEVEL_O0 + word_place("O0 O1 O2 O3", set->level));
+    EX_TRY(amp_dtype_parse(set->precision, &desc.dtype));
+    desc.level = (amp_level)(AMP_LEVEL_O0 + ex_word_place("O0 O1 O2 O3", set->level));
     desc.policy = strcmp(set->policy, "torch") == 0 ? AMP_POLICY_TORCH : AMP_POLICY_FUSED;
     desc.allow_fallback = (int32_t)set->allow_fallback;
     desc.threads = (int32_t)set->threads;
     desc.seed = (uint64_t)set->seed;
-    result = device_open(&r->amp, &desc, set->device);
-    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));
-    if (result == AMP_ERR_UNSUPPORTED) return refuse("precision", "%s", because(why));
-    TRY(result);
-    TRY(amp_query(r->amp, &desc));
+    result = ex_device_open(&r->amp, &desc, set->device);
+    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return flag_refuse("device", "%s", ex_because(why));
+    if (result == AMP_ERR_UNSUPPORTED) return flag_refuse("precision", "%s", ex_because(why));
+    EX_TRY(result);
+    EX_TRY(amp_query(r->amp, &desc));
     r->level = desc.level;
     return amp_query_choice(r->amp, &r->choice);
 }
@@ -429,14 +435,14 @@ static amp_result open_files(run *r) {
         snprintf(r->save, sizeof r->save, "%.4000s%s", set->save,
                  strcmp(suffix, ".safetensors") == 0 ? "" : ".safetensors");
     if (set->compat) r->save[0] = 0;
-    if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return refuse("save", "%s", because(why));
-    if (r->save[0] != 0) remove_unfinished(r->save);
+    if (r->save[0] != 0 && ex_folder_make(r->save) != AMP_OK) return flag_refuse("save", "%s", ex_because(why));
+    if (r->save[0] != 0) ex_remove_unfinished(r->save);
     if (strcmp(set->metrics, "none") == 0) return AMP_OK;
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
     else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/classifier/metrics.jsonl", set->out);
-    if (folder_make(r->metrics_path) != AMP_OK) return refuse("metrics", "%s", because(why));
+    if (ex_folder_make(r->metrics_path) != AMP_OK) return flag_refuse("metrics", "%s", ex_because(why));
     r->metrics.file = set->compat ? fopen(r->metrics_path, "w") : open_memstream(&r->metrics.text, &r->metrics.bytes);
-    return r->metrics.file != NULL ? AMP_OK : refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
+    return r->metrics.file != NULL ? AMP_OK : flag_refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
 }
 
 /* The order of an epoch: Fisher & Yates 1938. */
@@ -468,16 +474,16 @@ static amp_result open_data(run *r) {
     if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
     else {
         snprintf(r->data, sizeof r->data, "%.4000s/classifier/sentences.tsv", set->out);
-        TRY(folder_make(r->data));
-        TRY(make_sentences(r->data));
+        EX_TRY(ex_folder_make(r->data));
+        EX_TRY(make_sentences(r->data));
     }
-    if (text_set_read(&r->texts, &r->labels, r->data, 1) != AMP_OK) return refuse("data", "%s", because(why));
+    if (text_set_read(&r->texts, &r->labels, r->data, 1) != AMP_OK) return flag_refuse("data", "%s", ex_because(why));
     if (*set->valid != 0 && text_set_read(&r->valid, &r->labels, set->valid, r->labels.numbers) != AMP_OK)
-        return refuse("valid", "%s", because(why));
-    TRY(settle_labels(set, &r->labels, sets, &r->classes));
+        return flag_refuse("valid", "%s", ex_because(why));
+    EX_TRY(settle_labels(set, &r->labels, sets, &r->classes));
     r->order = (int64_t *)malloc((size_t)r->texts.n * sizeof *r->order);
     if (r->order == NULL)
-        return example_fail(AMP_ERR_MEMORY, "no memory for the order of %lld texts", (long long)r->texts.n);
+        return ex_fail(AMP_ERR_MEMORY, "no memory for the order of %lld texts", (long long)r->texts.n);
     for (i = 0; i < r->texts.n; i++) r->order[i] = i;
     shuffle(r->order, r->texts.n, (uint64_t)set->seed, 0);
     r->n_valid = r->valid.n;
@@ -486,7 +492,8 @@ static amp_result open_data(run *r) {
     r->n_train = *set->valid != 0 ? r->texts.n : r->texts.n - r->n_valid;
     if (set->shuffle_off && r->n_train > 0) qsort(r->order, (size_t)r->n_train, sizeof *r->order, compare_places);
     return r->n_train > 0 ? AMP_OK
-                          : refuse("data", "%lld texts are too few to train and to evaluate on", (long long)r->texts.n);
+                          : flag_refuse("data", "%lld texts are too few to train and to evaluate on",
+                                        (long long)r->texts.n);
 }
 
 /* --vocab, or the vocab.txt beside --init, or that of the made-up sentences, or bytes. */
@@ -502,13 +509,13 @@ static amp_result open_tokenizer(run *r) {
     }
     if (r->vocab[0] == 0 && *set->data == 0) {
         snprintf(r->vocab, sizeof r->vocab, "%.4000s/classifier/vocab.txt", set->out);
-        TRY(make_vocabulary(r->vocab));
+        EX_TRY(make_vocabulary(r->vocab));
     }
     if (r->vocab[0] == 0 && set->cased)
-        return refuse("cased", "is for a vocabulary, and bytes keep their case: drop it or give --vocab");
+        return flag_refuse("cased", "is for a vocabulary, and bytes keep their case: drop it or give --vocab");
     if (r->vocab[0] == 0) wordpiece_bytes(&r->tokenizer);
-    else if (wordpiece_open(&r->tokenizer, r->vocab, (int)set->cased) != AMP_OK)
-        return refuse(*set->vocab != 0 ? "vocab" : "init", "%s", because(why));
+    else if (ex_st(wordpiece_open(&r->tokenizer, r->vocab, (int)set->cased)) != AMP_OK)
+        return flag_refuse(*set->vocab != 0 ? "vocab" : "init", "%s", ex_because(why));
     return AMP_OK;
 }
 
@@ -529,7 +536,7 @@ static amp_result shape_from_flags(const run *r, encoder_config *c) {
     c->types = 2;
     c->positions = set->seq > 512 ? set->seq : 512;
     if (c->hidden % c->heads != 0)
-        return refuse(set->heads > 0 ? "heads" : "hidden", "%lld heads do not divide a width of %lld",
+        return flag_refuse(set->heads > 0 ? "heads" : "hidden", "%lld heads do not divide a width of %lld",
                       (long long)c->heads, (long long)c->hidden);
     return AMP_OK;
 }
@@ -545,9 +552,10 @@ static amp_result check_shape(const run *r, const encoder_config *file) {
         const int64_t flags[] = {set->layers, set->heads, set->hidden, set->intermediate};
         const int64_t sizes[] = {size->layers, size->heads, size->hidden, 4 * size->hidden};
         const int64_t theirs[] = {file->layers, file->heads, file->hidden, file->intermediate};
-        int64_t wanted = was_given(names[i]) ? flags[i] : was_given("model") ? sizes[i] : 0;
+        int64_t wanted = flag_was_given(names[i]) ? flags[i] : flag_was_given("model") ? sizes[i] : 0;
         if (wanted > 0 && wanted != theirs[i])
-            return refuse(was_given(names[i]) ? names[i] : "model", "the model of --init has %s %lld", names[i],
+            return flag_refuse(flag_was_given(names[i]) ? names[i] : "model", "the model of --init has %s %lld",
+                               names[i],
                           (long long)theirs[i]);
     }
     return AMP_OK;
@@ -574,7 +582,7 @@ static amp_result adopt_labels(run *r) {
     if (r->labels.n == 0 || r->file.config.classes == 0 || !has_labels(&r->file)) return AMP_OK;
     if (r->set.classes > 0 && r->set.classes != theirs.n) return AMP_OK;
     place = (int64_t *)malloc((size_t)r->labels.n * sizeof *place);
-    if (place == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the labels");
+    if (place == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the labels");
     for (i = 0; i < r->labels.n && !r->other_labels; i++) {
         place[i] = label_place(&theirs, r->labels.name[i], (int64_t)strlen(r->labels.name[i]), 0);
         r->other_labels = place[i] < 0;
@@ -594,19 +602,19 @@ static amp_result adopt_labels(run *r) {
 static amp_result shape_from_file(run *r, encoder_config *c) {
     const settings *set = &r->set;
     char why[400];
-    if (encoder_file_open(&r->file, set->init) != AMP_OK) return refuse("init", "%s", because(why));
+    if (encoder_file_open(&r->file, set->init) != AMP_OK) return flag_refuse("init", "%s", ex_because(why));
     *c = r->file.config;
     if (c->family != ENCODER_BERT && c->family != ENCODER_ELECTRA)
-        return refuse("init", "a model of type %s has tokens of another kind, and this program makes WordPiece",
+        return flag_refuse("init", "a model of type %s has tokens of another kind, and this program makes WordPiece",
                       encoder_kinds[c->family].name);
     if (r->tokenizer.n > c->vocab)
-        return refuse(*set->vocab != 0 ? "vocab" : "init",
+        return flag_refuse(*set->vocab != 0 ? "vocab" : "init",
                       "the tokenizer has %lld tokens, the model of --init only %lld%s", (long long)r->tokenizer.n,
                       (long long)c->vocab, r->vocab[0] == 0 ? ": bytes are the tokens, give --vocab" : "");
     if (set->seq > c->positions)
-        return refuse("seq", "the model of --init has %lld positions", (long long)c->positions);
-    TRY(check_shape(r, c));
-    TRY(adopt_labels(r));
+        return flag_refuse("seq", "the model of --init has %lld positions", (long long)c->positions);
+    EX_TRY(check_shape(r, c));
+    EX_TRY(adopt_labels(r));
     snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
     /* its head knows more labels */
     if (r->labels.n == 0 && set->classes == 0 && c->classes > r->classes) r->classes = c->classes;
@@ -615,9 +623,9 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
 
 /* The storage dtype of activations: the dtype that a linear layer returns under autocast. */
 static amp_result activation_dtype(amp_context *amp, amp_dtype *out) {
-    TRY(amp_autocast_begin(amp, NULL));
+    EX_TRY(amp_autocast_begin(amp, NULL));
     *out = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
-    TRY(amp_autocast_end(amp));
+    EX_TRY(amp_autocast_end(amp));
     if (*out == AMP_TF32) *out = AMP_F32;
     return AMP_OK;
 }
@@ -629,17 +637,18 @@ static amp_result open_model(run *r) {
     amp_result result;
     int n_fp8;
     memset(&config, 0, sizeof config);
-    TRY(*set->init != 0 ? shape_from_file(r, &config) : shape_from_flags(r, &config));
+    EX_TRY(*set->init != 0 ? shape_from_file(r, &config) : shape_from_flags(r, &config));
     config.classes = r->classes;
     config.batch = set->batch;
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
-    TRY(activation_dtype(r->amp, &config.activations));
+    EX_TRY(activation_dtype(r->amp, &config.activations));
     result = encoder_create(&r->model, r->amp, &config);
     if (result == AMP_OK)
-        result = fp8_layers(r->amp, r->model.params, r->model.n_params, "encoder.layer.", config.layers, 0, &n_fp8);
+        result = model_fp8_layers(r->amp, r->model.params, r->model.n_params, "encoder.layer.", config.layers, 0,
+                                  &n_fp8);
     if (result == AMP_OK && r->choice.dtype == AMP_FP8) printf("fp8: %d weights, the others in bf16\n", n_fp8);
-    return result == AMP_ERR_MEMORY ? refuse(*set->init != 0 ? "batch" : "model", "%s", because(why)) : result;
+    return result == AMP_ERR_MEMORY ? flag_refuse(*set->init != 0 ? "batch" : "model", "%s", ex_because(why)) : result;
 }
 
 /* Sets weights through the optimizer, so that masters keep full precision.  Then the classes' names, replacing the
@@ -653,9 +662,9 @@ static amp_result open_weights(run *r) {
     else {
         result = encoder_file_load(&r->file, &r->model, (uint64_t)set->seed, &r->fresh);
         encoder_file_close(&r->file);
-        if (result != AMP_OK) return refuse("init", "%s", because(why));
+        if (result != AMP_OK) return flag_refuse("init", "%s", ex_because(why));
     }
-    TRY(result);
+    EX_TRY(result);
     return r->labels.n > 0 ? encoder_name_labels(&r->model, (const char *const *)r->labels.name, r->labels.n) : AMP_OK;
 }
 
@@ -671,7 +680,7 @@ static amp_result open_optimizer(run *r) {
         memset(&scaler, 0, sizeof scaler);
         scaler.init_scale = (float)set->init_scale;
         scaler.growth_interval = (int32_t)set->growth_interval;
-        TRY(amp_scaler_create(r->amp, &r->scaler, &scaler));
+        EX_TRY(amp_scaler_create(r->amp, &r->scaler, &scaler));
     }
     memset(&desc, 0, sizeof desc);
     desc.params = r->model.params;
@@ -679,12 +688,12 @@ static amp_result open_optimizer(run *r) {
     desc.lr = or_zero(r->set.lr);
     desc.weight_decay = set->weight_decay;
     desc.clip_norm = set->clip;
-    desc.moments = stored[word_place("fp32 bf16 8bit", set->moments)];
+    desc.moments = stored[ex_word_place("fp32 bf16 8bit", set->moments)];
     desc.accumulation = (int32_t)set->accumulation;
     desc.seed = (uint64_t)set->seed;
     r->steps = set->epochs * batches / set->accumulation;
     if (set->epochs > 0 && r->steps == 0)
-        return refuse("accumulation", "a step takes %lld micro-batches, but the training has %lld",
+        return flag_refuse("accumulation", "a step takes %lld micro-batches, but the training has %lld",
                       (long long)set->accumulation, (long long)(set->epochs * batches));
     return amp_optimizer_create(r->amp, &r->optimizer, &desc);
 }
@@ -698,7 +707,7 @@ static amp_result open_monitor(run *r) {
     desc.log_interval = r->set.log_interval;
     desc.epoch = 1;
     return amp_monitor_create(r->amp, &r->monitor, &desc) == AMP_OK ? AMP_OK
-                                                                    : refuse("metrics", "%s", amp_last_error());
+                                                                    : flag_refuse("metrics", "%s", amp_last_error());
 }
 
 /* Room for a batch on host and device. */
@@ -706,8 +715,8 @@ static amp_result open_batches(run *r) {
     int64_t n = r->set.batch * (2 + r->set.seq);
     void *memory = NULL;
     r->host = (int32_t *)malloc((size_t)n * sizeof *r->host);
-    if (r->host == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for a batch");
-    TRY(amp_alloc(r->amp, &memory, n * (int64_t)sizeof *r->device));
+    if (r->host == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for a batch");
+    EX_TRY(amp_alloc(r->amp, &memory, n * (int64_t)sizeof *r->device));
     r->device = (int32_t *)memory;
     return AMP_OK;
 }
@@ -732,14 +741,14 @@ static void close_run(run *r) {
 
 static amp_result open_run(run *r) {
     if (r->set.lr < 0) r->set.lr = *r->set.init != 0 ? 5e-5 : 1e-3;
-    TRY(open_data(r));
-    TRY(open_tokenizer(r));
-    TRY(open_model(r));
-    TRY(text_set_encode(&r->texts, &r->tokenizer, r->set.seq));
-    TRY(text_set_encode(&r->valid, &r->tokenizer, r->set.seq));
-    TRY(open_optimizer(r));
-    TRY(open_weights(r));
-    TRY(open_monitor(r));
+    EX_TRY(open_data(r));
+    EX_TRY(open_tokenizer(r));
+    EX_TRY(open_model(r));
+    EX_TRY(text_set_encode(&r->texts, &r->tokenizer, r->set.seq));
+    EX_TRY(text_set_encode(&r->valid, &r->tokenizer, r->set.seq));
+    EX_TRY(open_optimizer(r));
+    EX_TRY(open_weights(r));
+    EX_TRY(open_monitor(r));
     return open_batches(r);
 }
 
@@ -762,8 +771,8 @@ static amp_result load_batch(run *r, const text_set *t, const int64_t *order, in
         memcpy(ids + i * longest, t->tokens + item->at, (size_t)item->length * sizeof *ids);
         for (k = item->length; k < longest; k++) ids[i * longest + k] = r->tokenizer.pad;
     }
-    TRY(amp_copy(r->amp, r->device, r->host, n * (2 + longest) * (int64_t)sizeof *ids, AMP_COPY_TO_DEVICE));
-    TRY(amp_sync(r->amp));          /* the host's copy is used again */
+    EX_TRY(amp_copy(r->amp, r->device, r->host, n * (2 + longest) * (int64_t)sizeof *ids, AMP_COPY_TO_DEVICE));
+    EX_TRY(amp_sync(r->amp));          /* the host's copy is used again */
     memset(in, 0, sizeof *in);
     in->lengths = r->device;
     in->ids = r->device + 2 * n;
@@ -781,12 +790,12 @@ static amp_result forward_loss(run *r, const encoder_input *in, const int32_t *l
 /* One micro-batch: forward in a region, backward from the loss scale, and amp_step, which with the last one of a step
    checks, clips, updates the weights and moves the scale. */
 static amp_result train_batch(run *r, const encoder_input *in, const int32_t *labels, float *loss) {
-    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_FORWARD));
-    TRY(forward_loss(r, in, labels, 1));
-    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_BACKWARD));
-    TRY(encoder_backward(&r->model));
-    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OPTIMIZER));
-    TRY(amp_step(r->optimizer, r->scaler));
+    EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_FORWARD));
+    EX_TRY(forward_loss(r, in, labels, 1));
+    EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_BACKWARD));
+    EX_TRY(encoder_backward(&r->model));
+    EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OPTIMIZER));
+    EX_TRY(amp_step(r->optimizer, r->scaler));
     return encoder_loss_read(&r->model, loss);
 }
 
@@ -797,7 +806,7 @@ static amp_result evaluate(run *r) {
     int64_t first, right = 0, i, classes = r->classes, batch = r->set.batch;
     float *logits = (float *)malloc((size_t)(batch * classes) * sizeof *logits);
     double sum = 0;
-    amp_result result = logits != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for logits");
+    amp_result result = logits != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for logits");
     for (first = 0; first < r->n_valid && result == AMP_OK; first += batch) {
         int64_t n = r->n_valid - first < batch ? r->n_valid - first : batch;
         encoder_input in;
@@ -807,7 +816,7 @@ static amp_result evaluate(run *r) {
         if (result == AMP_OK) result = forward_loss(r, &in, labels, 0);
         if (result == AMP_OK) result = encoder_loss_read(&r->model, &loss);
         if (result == AMP_OK) result = amp_tape_read(r->model.tape, r->model.logits, logits, n * classes);
-        for (i = 0; i < n; i++) right += largest_of(logits + i * classes, classes) == r->host[n + i];
+        for (i = 0; i < n; i++) right += ex_largest(logits + i * classes, classes) == r->host[n + i];
         sum += (double)loss * (double)n;
     }
     free(logits);
@@ -831,21 +840,21 @@ static amp_result train_epoch(run *r, int64_t epoch, progress *bar) {
     schedule.warmup = (int64_t)(set->warmup * (double)r->steps);
     memset(&info, 0, sizeof info);
     if (!set->shuffle_off) shuffle(r->order, r->n_train, (uint64_t)set->seed, (uint64_t)epoch);
-    for (first = 0; first < r->n_train && !stop_requested; first += set->batch) {
+    for (first = 0; first < r->n_train && !ex_stop_requested; first += set->batch) {
         int64_t n = r->n_train - first < set->batch ? r->n_train - first : set->batch,
                 step = r->batches / set->accumulation;
         encoder_input in;
         const int32_t *labels;
         float loss;
-        TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
-        TRY(load_batch(r, &r->texts, r->order, first, n, &in, &labels));
+        EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
+        EX_TRY(load_batch(r, &r->texts, r->order, first, n, &in, &labels));
         for (i = 0; i < n; i++) info.tokens += r->host[i];
-        TRY(amp_schedule_lr(&schedule, step, &lr));
-        TRY(amp_optimizer_set_lr(r->optimizer, (float)lr));
-        TRY(train_batch(r, &in, labels, &loss));
+        EX_TRY(amp_schedule_lr(&schedule, step, &lr));
+        EX_TRY(amp_optimizer_set_lr(r->optimizer, (float)lr));
+        EX_TRY(train_batch(r, &in, labels, &loss));
         info.loss += (double)loss / (double)set->accumulation;
         if (++r->batches % set->accumulation != 0) continue;
-        TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &info)));
+        EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &info)));
         memset(&info, 0, sizeof info);
         while (amp_monitor_next(r->monitor, &r->record)) { }
         if (!bar->terminal) continue;
@@ -860,7 +869,7 @@ static void report_epoch(run *r, int64_t epoch, const amp_epoch_record *e, doubl
     char rate[32];
     printf("epoch %lld: loss %.4f | validation loss %.4f, accuracy %.2f%% | %.2f s, %s tokens/s | skipped %lld",
            (long long)epoch, e->loss, r->valid_loss, 100 * r->accuracy, e->seconds,
-           grouped((int64_t)e->tokens_per_second, rate, sizeof rate), (long long)r->record.result.total_skips);
+           progress_grouped((int64_t)e->tokens_per_second, rate, sizeof rate), (long long)r->record.result.total_skips);
     if (e->anomalies > 0) printf(" | anomalies in %lld of %lld steps", (long long)e->anomalies, (long long)e->steps);
     printf("\n");
     metrics_begin(r->metrics.file, "evaluation");
@@ -877,7 +886,7 @@ static void report_epoch(run *r, int64_t epoch, const amp_epoch_record *e, doubl
 }
 
 static amp_result report_start(run *r) {
-    TRY(evaluate(r));
+    EX_TRY(evaluate(r));
     printf("before training: validation loss %.4f, accuracy %.2f%%\n", r->valid_loss, 100 * r->accuracy);
     metrics_begin(r->metrics.file, "start");
     metrics_number(r->metrics.file, "validation_loss", r->valid_loss);
@@ -890,21 +899,21 @@ static amp_result report_start(run *r) {
 static amp_result train(run *r) {
     progress bar;
     int64_t epoch;
-    TRY(report_start(r));
+    EX_TRY(report_start(r));
     progress_open(&bar, r->set.epochs * r->n_train);
-    for (epoch = 1; epoch <= r->set.epochs && !stop_requested; epoch++) {
+    for (epoch = 1; epoch <= r->set.epochs && !ex_stop_requested; epoch++) {
         amp_epoch_record record;
         double began;
         int64_t steps = r->batches / r->set.accumulation;
-        TRY(train_epoch(r, epoch, &bar));
+        EX_TRY(train_epoch(r, epoch, &bar));
         memset(&record, 0, sizeof record);
         if (r->batches / r->set.accumulation > steps)
-            TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
+            EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
         while (amp_monitor_next(r->monitor, &r->record)) { }
-        began = seconds_now();
-        TRY(evaluate(r));
+        began = ex_seconds();
+        EX_TRY(evaluate(r));
         progress_clear(&bar);
-        report_epoch(r, epoch, &record, seconds_now() - began);
+        report_epoch(r, epoch, &record, ex_seconds() - began);
     }
     if (r->record.result.step > 0 && r->record.result.applied_steps == 0)
         printf("no step was applied: all %lld were skipped, and the weights are unchanged\n",
@@ -925,11 +934,11 @@ static void print_run(const run *r) {
     printf("  level       %s, weights %s, activations %s, the stream between layers fp32\n", set->level,
            amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
     printf("  scaler      %s", r->scaler != NULL ? "yes" : "no");
-    if (r->scaler == NULL) print_without_effect(scaler_flags);
+    if (r->scaler == NULL) flag_print_without_effect(scaler_flags);
     printf("\n");
     printf("  model       %s, %lld layers, %lld heads, width %lld, %s tokens: %s parameters%s%s\n",
            encoder_kinds[c->family].name, (long long)c->layers, (long long)c->heads, (long long)c->hidden,
-           grouped(c->vocab, a, sizeof a), grouped(r->model.own.count, b, sizeof b),
+           progress_grouped(c->vocab, a, sizeof a), progress_grouped(r->model.own.count, b, sizeof b),
            *set->init != 0 ? ", from " : ", random", set->init);
     if (r->described[0] != 0) printf("  config.json %s\n", r->described);
     if (r->fresh > 0 && r->other_labels)
@@ -940,7 +949,8 @@ static void print_run(const run *r) {
     printf("  tokens      %s%s%s\n", r->vocab[0] != 0 ? "WordPiece of " : "bytes", r->vocab,
            r->tokenizer.cased ? ", cased" : "");
     printf("  data        %s: %s texts to train on, %s to evaluate on%s%s, %lld classes", r->data,
-           grouped(r->n_train, a, sizeof a), grouped(r->n_valid, b, sizeof b), *set->valid != 0 ? " from " : "",
+           progress_grouped(r->n_train, a, sizeof a), progress_grouped(r->n_valid, b,
+                                                                       sizeof b), *set->valid != 0 ? " from " : "",
            set->valid, (long long)r->classes);
     for (i = 0; i < r->labels.n && i < 8; i++) printf("%s%s", i == 0 ? ": " : ", ", r->labels.name[i]);
     printf("%s\n  steps       %lld of %lld x %lld texts, learning rate %g\n", r->labels.n > 8 ? ", ..." : "",
@@ -969,11 +979,11 @@ static amp_result save_run(run *r) {
     int folder = slash != NULL ? (int)(slash - r->save) + 1 : 0;
     char path[PATH_MAX + 16];
     if (r->save[0] == 0) return AMP_OK;
-    TRY(encoder_save(&r->model, r->save));
+    EX_TRY(encoder_save(&r->model, r->save));
     snprintf(path, sizeof path, "%.*sconfig.json", folder, r->save);
     printf("saved %s\n", r->save);
     if (strcmp(r->save + folder, "model.safetensors") != 0) return AMP_OK;
-    TRY(encoder_save_config(&r->model, path));
+    EX_TRY(encoder_save_config(&r->model, path));
     snprintf(path, sizeof path, "%.*svocab.txt", folder, r->save);
     if (r->vocab[0] == 0 || strcmp(path, r->vocab) == 0) return AMP_OK;
     return amp_file_write_atomic(NULL, path, r->tokenizer.text, r->tokenizer.text_bytes);
@@ -1025,7 +1035,7 @@ static amp_result compat_data(compat *c, const encoder_config *config) {
     int32_t *host = (int32_t *)malloc((size_t)n * sizeof *host);
     void *memory = NULL;
     amp_result result =
-        host != NULL ? amp_alloc(c->amp, &memory, n * 4) : example_fail(AMP_ERR_MEMORY, "no memory for a batch");
+        host != NULL ? amp_alloc(c->amp, &memory, n * 4) : ex_fail(AMP_ERR_MEMORY, "no memory for a batch");
     c->memory = (int32_t *)memory;
     for (i = 0; i < n && result == AMP_OK; i++) {
         uint32_t words[4];
@@ -1060,10 +1070,10 @@ static amp_result compat_open(compat *c, const architecture *a, int64_t scale) {
     config.seq = a->seq / scale > 4 ? a->seq / scale : 4;
     config.eps = a->family == ENCODER_BERT || a->family == ENCODER_ELECTRA ? 1e-12f : 1e-5f;
     if (a->family == ENCODER_DEBERTA) { config.distances.buckets = 256 / scale; config.eps = 1e-7f; }
-    TRY(encoder_create(&c->model, c->amp, &config));
-    TRY(encoder_init(&c->model, 31));
-    TRY(compat_data(c, &config));
-    TRY(amp_alloc(c->amp, &memory, config.batch * config.classes * (int64_t)sizeof *c->logits));
+    EX_TRY(encoder_create(&c->model, c->amp, &config));
+    EX_TRY(encoder_init(&c->model, 31));
+    EX_TRY(compat_data(c, &config));
+    EX_TRY(amp_alloc(c->amp, &memory, config.batch * config.classes * (int64_t)sizeof *c->logits));
     c->logits = (float *)memory;
     return AMP_OK;
 }
@@ -1073,10 +1083,10 @@ static amp_result compat_run(compat *c) {
     amp_context *amp = c->amp;
     encoder *e = &c->model;
     amp_tensor logits = amp_tensor2(c->logits, AMP_F32, e->config.batch, e->config.classes), stored;
-    TRY(activation_dtype(amp, &e->config.activations));
-    TRY(encoder_forward(e, &c->input, c->labels, amp_scaler_scale_ptr(c->scaler), 1));
-    TRY(amp_tape_tensor(e->tape, e->logits, &stored));
-    TRY(amp_cast(amp, &stored, &logits));
+    EX_TRY(activation_dtype(amp, &e->config.activations));
+    EX_TRY(encoder_forward(e, &c->input, c->labels, amp_scaler_scale_ptr(c->scaler), 1));
+    EX_TRY(amp_tape_tensor(e->tape, e->logits, &stored));
+    EX_TRY(amp_cast(amp, &stored, &logits));
     return encoder_backward(e);
 }
 
@@ -1119,7 +1129,7 @@ static amp_result compat_architecture(compat *c, const architecture *a, int64_t 
     amp_verify_report report;
     amp_range logits;
     int64_t i;
-    TRY(compat_open(c, a, scale));
+    EX_TRY(compat_open(c, a, scale));
     memset(&desc, 0, sizeof desc);
     memset(&logits, 0, sizeof logits);
     logits.name = "logits"; logits.data = c->logits; logits.dtype = AMP_F32;
@@ -1129,7 +1139,7 @@ static amp_result compat_architecture(compat *c, const architecture *a, int64_t 
     desc.outputs = &logits; desc.n_outputs = 1;
     desc.scaler = c->scaler;
     desc.dtypes = dtypes; desc.n_dtypes = (int64_t)COUNT(dtypes);
-    TRY(amp_verify(c->amp, &desc, &report));
+    EX_TRY(amp_verify(c->amp, &desc, &report));
     printf("%-11s %-9s %9s %9s %9s %9s  %-8s  ok\n", a->name, "fp32", "reference", "", "", "", "finite");
     for (i = 0; i < report.n_rows; i++) *failed += !compat_print(c, a, &report.rows[i]);
     fflush(stdout);
@@ -1139,7 +1149,7 @@ static amp_result compat_architecture(compat *c, const architecture *a, int64_t 
 static amp_result run_compat(run *r, int *failed) {
     compat c;
     size_t i;
-    double began = seconds_now();
+    double began = ex_seconds();
     amp_result result;
     amp_memory_info memory;
     memset(&c, 0, sizeof c);
@@ -1149,25 +1159,25 @@ static amp_result run_compat(run *r, int *failed) {
     printf("Two layers of each architecture with random weights, one batch forward and backward, against fp32\n"
            "%-11s %-9s %9s %9s %9s %9s  %-8s  %s\n",
            "", "precision", "logits", "at most", "gradients", "at most", "values", "verdict");
-    for (i = 0; i < COUNT(architectures) && result == AMP_OK && !stop_requested; i++) {
+    for (i = 0; i < COUNT(architectures) && result == AMP_OK && !ex_stop_requested; i++) {
         result = compat_architecture(&c, &architectures[i], r->set.compat_scale, failed);
         compat_close(&c);
     }
     if (c.scaler != NULL) amp_scaler_destroy(c.scaler);
-    TRY(result);
+    EX_TRY(result);
     printf("errors are relative norms; of gradients, the worst tensor's, relative to its layer; at most: 8 times the\n"
            "effect of rounding only the weights, see amp_verify; values: finite, or the first tensor that is not\n");
     for (i = 0; i < COUNT(architectures); i++)
         if (*architectures[i].note != 0) printf("%s: %s\n", architectures[i].name, architectures[i].note);
     if (amp_memory(r->amp, &memory) == AMP_OK)
-        printf("%.1f s, %.1f GiB of device memory at most\n", seconds_now() - began, (double)memory.peak / 1073741824);
+        printf("%.1f s, %.1f GiB of device memory at most\n", ex_seconds() - began, (double)memory.peak / 1073741824);
     return AMP_OK;
 }
 
 /* ==== main ======================================================================================= */
 
 static int fail(int code) {
-    fprintf(stderr, "train_classifier: %s\n", example_error());
+    fprintf(stderr, "train_classifier: %s\n", ex_error());
     return code;
 }
 
@@ -1175,16 +1185,16 @@ int main(int argc, char **argv) {
     run r;
     amp_result result;
     int failed = 0;
-    program_begin();
+    ex_begin();
     memset(&r, 0, sizeof r);
-    if (read_command_line(argc, argv) != AMP_OK || parse_options(&r.set) != AMP_OK) return fail(2);
-    if (r.set.help) return print_help(), 0;
+    if (flag_read(argc, argv) != AMP_OK || flag_parse_all(&r.set) != AMP_OK) return fail(2);
+    if (r.set.help) return flag_print_help(), 0;
     if (check_flags(&r.set) != AMP_OK) return fail(2);
     result = open_context(&r);
     if (result == AMP_OK) result = open_files(&r);
     if (result == AMP_OK && !r.set.compat) result = open_run(&r);
     if (result != AMP_OK) { close_run(&r); return fail(2); }
-    stop_install();
+    ex_stop_install();
     if (r.set.compat) result = run_compat(&r, &failed);
     else {
         print_run(&r);
@@ -1194,5 +1204,5 @@ int main(int argc, char **argv) {
     }
     if (result != AMP_OK) { fail(1); close_run(&r); return 1; }
     close_run(&r);
-    return stop_requested ? 130 : failed > 0;
+    return ex_stop_requested ? 130 : failed > 0;
 }

@@ -15,11 +15,18 @@
  *     mpirun -np 2 ./train_gpt_mpi --batch 8
  *
  * Read it from the bottom: main, then train, then train_step.  Mixed precision is open_context, open_scaler and
- * open_optimizer, which set it up, tape_begin in common.h, the region, and micro_step, the rest of a step; the model is
+ * open_optimizer, which set it up, model_tape_begin, the region, and micro_step, the rest of a step; the model is
  * gpt.h. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "common.h"
+#include "flags.h"
+#include "gpt_files.h"
+#include "metrics.h"
+#include "profile.h"
+#include "progress.h"
+#include "sample.h"
+#include "tensorboard.h"
+#include "token_files.h"
 #include "peak.h"
 #include <glob.h>
 #if defined(USE_MPI)
@@ -78,153 +85,156 @@ typedef struct settings {
 #define FIELD(name) offsetof(settings, name)
 #define HUGE_COUNT 9e15
 
-static const option options[] = {
-    {"Data", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"data", TEXT, FIELD(data), "", 0, 0, NULL,
+static const flag_row options[] = {
+    {"Data", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"data", FLAG_TEXT, FIELD(data), "", 0, 0, NULL,
      "text or token file, or several by a pattern in quotes: \"data/*.bin\"; empty: this project's own text"},
-    {"format", CHOICE, FIELD(format), "auto", 0, 0, "auto llmc u16 bytes",
+    {"format", FLAG_CHOICE, FIELD(format), "auto", 0, 0, "auto llmc u16 bytes",
      "llm.c tokens, raw 16-bit tokens or bytes; auto: by content"},
-    {"tokenizer", PATHS, FIELD(tokenizer), "", 0, 0, NULL,
+    {"tokenizer", FLAG_PATHS, FIELD(tokenizer), "", 0, 0, NULL,
      "vocab.json merges.txt of a GPT-2: text becomes tokens in OUT/tokens.bin, and the sample becomes text"},
-    {"vocab", INTEGER, FIELD(vocab), "auto", 1, 1 << 24, "auto=0",
+    {"vocab", FLAG_INTEGER, FIELD(vocab), "auto", 1, 1 << 24, "auto=0",
      "number of tokens; auto: the tokenizer's, 256 for bytes, else 50257"},
-    {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
+    {"validation", FLAG_NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
      "part of the data, at its end, kept for validation"},
-    {"shuffle", CHOICE, FIELD(shuffle), "on", 0, 0, "on off", "a new order of the sequences in each epoch"},
-    {"workers", SETTING, FIELD(amp), "2", 0, 0, "workers", "threads that read ahead; 0: read when a batch is needed"},
-    {"prefetch", SETTING, FIELD(amp), "2", 0, 0, "prefetch", "batches that the workers read ahead"},
-    {"pin", SETTING, FIELD(amp), "on", 0, 0, "pin", "batches in pinned host memory, if the device has it"},
-    {"timeout", NUMBER, FIELD(timeout), "60", 0.001, 1e6, NULL, "seconds to wait for a worker before failing"},
+    {"shuffle", FLAG_CHOICE, FIELD(shuffle), "on", 0, 0, "on off", "a new order of the sequences in each epoch"},
+    {"workers", FLAG_SETTING, FIELD(amp), "2", 0, 0, "workers",
+     "threads that read ahead; 0: read when a batch is needed"},
+    {"prefetch", FLAG_SETTING, FIELD(amp), "2", 0, 0, "prefetch", "batches that the workers read ahead"},
+    {"pin", FLAG_SETTING, FIELD(amp), "on", 0, 0, "pin", "batches in pinned host memory, if the device has it"},
+    {"timeout", FLAG_NUMBER, FIELD(timeout), "60", 0.001, 1e6, NULL, "seconds to wait for a worker before failing"},
 
-    {"Model", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"model", CHOICE, FIELD(model), "small", 0, 0, 
+    {"Model", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"model", FLAG_CHOICE, FIELD(model), "small", 0, 0, 
      "small d6 gpt2 gpt2-medium gpt2-large gpt2-xl d12 d24 d36 d48 llama-s",
      "size of a GPT-2; llama-s: of a small Llama"},
-    {"layers", INTEGER, FIELD(layers), "model", 1, 1000, "model=0", "blocks"},
-    {"heads", INTEGER, FIELD(heads), "model", 1, 4096, "model=0", "attention heads; must divide the channels"},
-    {"channels", INTEGER, FIELD(channels), "model", 1, 65536, "model=0", "width"},
-    {"seq", INTEGER, FIELD(seq), "128", 1, 1 << 20, NULL, "tokens in a sequence"},
-    {"dropout", NUMBER, FIELD(dropout), "0", 0, 0.95, NULL, "on embedding and residual branches"},
-    {"init", TEXT, FIELD(init), "", 0, 0, NULL,
+    {"layers", FLAG_INTEGER, FIELD(layers), "model", 1, 1000, "model=0", "blocks"},
+    {"heads", FLAG_INTEGER, FIELD(heads), "model", 1, 4096, "model=0", "attention heads; must divide the channels"},
+    {"channels", FLAG_INTEGER, FIELD(channels), "model", 1, 65536, "model=0", "width"},
+    {"seq", FLAG_INTEGER, FIELD(seq), "128", 1, 1 << 20, NULL, "tokens in a sequence"},
+    {"dropout", FLAG_NUMBER, FIELD(dropout), "0", 0, 0.95, NULL, "on embedding and residual branches"},
+    {"init", FLAG_TEXT, FIELD(init), "", 0, 0, NULL,
      "start from this model file: safetensors of a GPT-2 or Llama, with its config.json beside it, or llm.c's .bin"},
 
-    {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"config", TEXT, FIELD(config), "", 0, 0, NULL,
+    {"Precision", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"config", FLAG_TEXT, FIELD(config), "", 0, 0, NULL,
      "a file of lines \"key = value\" with the keys of amp_settings, such as examples/max.conf; flags override it"},
-    {"env", SWITCH, FIELD(env), "off", 0, 0, NULL,
+    {"env", FLAG_SWITCH, FIELD(env), "off", 0, 0, NULL,
      "the same from the environment, AMP_DTYPE=bf16 and so on, which overrides the file"},
-    {"precision", SETTING, FIELD(amp), "auto", 0, 0, "dtype",
+    {"precision", FLAG_SETTING, FIELD(amp), "auto", 0, 0, "dtype",
      "dtype of autocast: auto, fp32, tf32, fp16, bf16, fp8 (linear layers; what else there is in bf16); or adaptive: "
      "fp32, with linear layers as low as their measured errors allow (SAVE.layers.conf is what they came to)"},
-    {"error-budget", NUMBER, FIELD(error_budget), "auto", 0, 1e30, "auto=-1",
+    {"error-budget", FLAG_NUMBER, FIELD(error_budget), "auto", 0, 1e30, "auto=-1",
      "with adaptive: the relative error that a layer may have; 0: all stay in fp32; auto: 0.1, with fp8 0.25"},
-    {"lowest", CHOICE, FIELD(lowest), "auto", 0, 0, "auto bf16 fp16 fp8",
+    {"lowest", FLAG_CHOICE, FIELD(lowest), "auto", 0, 0, "auto bf16 fp16 fp8",
      "with adaptive: the lowest precision tried, fp8 by way of bf16; auto: the lowest with instructions of its own"},
-    {"fp8-blocks", CHOICE, FIELD(fp8_blocks), "inner", 0, 0, "inner all",
+    {"fp8-blocks", FLAG_CHOICE, FIELD(fp8_blocks), "inner", 0, 0, "inner all",
      "in fp8: inner: all blocks but the first and the last; all: these too"},
-    {"fp8-scaling", SETTING, FIELD(amp), "current", 0, 0, "fp8_scaling",
+    {"fp8-scaling", FLAG_SETTING, FIELD(amp), "current", 0, 0, "fp8_scaling",
      "scales of fp8: current (one a tensor), block (1 x 128 and 128 x 128 values), mx (32 values), delayed (one a "
      "tensor, from the steps before)"},
-    {"fp8-format", SETTING, FIELD(amp), "hybrid", 0, 0, "fp8_format",
+    {"fp8-format", FLAG_SETTING, FIELD(amp), "hybrid", 0, 0, "fp8_format",
      "hybrid: E4M3 forward and E5M2 for gradients; e4m3: throughout"},
-    {"autocast-dtype", SETTING, FIELD(amp), "auto", 0, 0, "autocast_dtype",
+    {"autocast-dtype", FLAG_SETTING, FIELD(amp), "auto", 0, 0, "autocast_dtype",
      "dtype of regions only, if weights (O2, O3) are stored in another"},
-    {"cast-outputs", SETTING, FIELD(amp), "off", 0, 0, "cast_outputs",
+    {"cast-outputs", FLAG_SETTING, FIELD(amp), "off", 0, 0, "cast_outputs",
      "logits: off: as autocast returns them; on: in the regions' dtype; fp32"},
-    {"level", SETTING, FIELD(amp), "O1", 0, 0, "level",
+    {"level", FLAG_SETTING, FIELD(amp), "O1", 0, 0, "level",
      "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
-    {"policy", SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
-    {"activations", TEXT, FIELD(activations), "auto", 0, 0, NULL,
+    {"policy", FLAG_SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
+    {"activations", FLAG_TEXT, FIELD(activations), "auto", 0, 0, NULL,
      "their storage: auto (as autocast returns them), fp32, fp16 or bf16, and single tensors, as in auto,stream=bf16: "
      "the residual stream (else fp32; the loss in fp32 is also printed), norm, attention, mlp, branch (added to the "
      "stream)"},
-    {"allow-fallback", SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
+    {"allow-fallback", FLAG_SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
      "use the nearest precision if this machine lacks the requested one"},
-    {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
+    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
-    {"graph", SWITCH, FIELD(graph), "off", 0, 0, NULL, "capture the step in a CUDA graph and launch that"},
-    {"autotune", SWITCH_TEXT, FIELD(autotune), "off", 0, 0, NULL,
+    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"graph", FLAG_SWITCH, FIELD(graph), "off", 0, 0, NULL, "capture the step in a CUDA graph and launch that"},
+    {"autotune", FLAG_SWITCH_TEXT, FIELD(autotune), "off", 0, 0, NULL,
      "a GPU times its ways to do each product once; --autotune=FILE keeps the results (no effect on the CPU)"},
 
-    {"Loss scaler", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"scaler", SETTING, FIELD(amp), "auto", 0, 0, "scaler", "auto: with fp16; on, off"},
-    {"preset", SETTING, FIELD(amp), "default", 0, 0, "scaler_preset",
+    {"Loss scaler", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"scaler", FLAG_SETTING, FIELD(amp), "auto", 0, 0, "scaler", "auto: with fp16; on, off"},
+    {"preset", FLAG_SETTING, FIELD(amp), "default", 0, 0, "scaler_preset",
      "rule and numbers of: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, metaseq, flax, keras"},
-    {"init-scale", SETTING, FIELD(amp), "default", 0, 0, "init_scale",
+    {"init-scale", FLAG_SETTING, FIELD(amp), "default", 0, 0, "init_scale",
      "first scale; default: the preset's, here and below"},
-    {"growth-factor", SETTING, FIELD(amp), "default", 0, 0, "growth_factor", "above 1"},
-    {"backoff-factor", SETTING, FIELD(amp), "default", 0, 0, "backoff_factor", "below 1"},
-    {"growth-interval", SETTING, FIELD(amp), "default", 0, 0, "growth_interval",
+    {"growth-factor", FLAG_SETTING, FIELD(amp), "default", 0, 0, "growth_factor", "above 1"},
+    {"backoff-factor", FLAG_SETTING, FIELD(amp), "default", 0, 0, "backoff_factor", "below 1"},
+    {"growth-interval", FLAG_SETTING, FIELD(amp), "default", 0, 0, "growth_interval",
      "clean steps before it grows, or none"},
-    {"min-scale", SETTING, FIELD(amp), "default", 0, 0, "min_scale", "floor, or none"},
-    {"max-scale", SETTING, FIELD(amp), "default", 0, 0, "max_scale", "ceiling, or none"},
-    {"hysteresis", SETTING, FIELD(amp), "default", 0, 0, "hysteresis", "overflows it takes to shrink"},
-    {"tolerance", SETTING, FIELD(amp), "default", 0, 0, "tolerance",
+    {"min-scale", FLAG_SETTING, FIELD(amp), "default", 0, 0, "min_scale", "floor, or none"},
+    {"max-scale", FLAG_SETTING, FIELD(amp), "default", 0, 0, "max_scale", "ceiling, or none"},
+    {"hysteresis", FLAG_SETTING, FIELD(amp), "default", 0, 0, "hysteresis", "overflows it takes to shrink"},
+    {"tolerance", FLAG_SETTING, FIELD(amp), "default", 0, 0, "tolerance",
      "overflow rate that shrinks whatever the hysteresis"},
-    {"static-scale", SWITCH, FIELD(static_scale), "off", 0, 0, NULL, "the scale never changes"},
-    {"nan-action", SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
+    {"static-scale", FLAG_SWITCH, FIELD(static_scale), "off", 0, 0, NULL, "the scale never changes"},
+    {"nan-action", FLAG_SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
      "on an anomaly that no scale cures: report, skip, stop, recover (go back, in a wider precision)"},
-    {"batch-growth-interval", SETTING, FIELD(amp), "off", 0, 0, "batch_growth_interval",
+    {"batch-growth-interval", FLAG_SETTING, FIELD(amp), "off", 0, 0, "batch_growth_interval",
      "with recover: good steps until a batch halved for memory is doubled again"},
 
-    {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
-    {"accumulation", SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
-    {"recompute", SWITCH, FIELD(recompute), "off", 0, 0, NULL,
+    {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
+    {"accumulation", FLAG_SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
+    {"recompute", FLAG_SWITCH, FIELD(recompute), "off", 0, 0, NULL,
      "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
-    {"fused-loss", SWITCH, FIELD(fused_loss), "off", 0, 0, NULL,
+    {"fused-loss", FLAG_SWITCH, FIELD(fused_loss), "off", 0, 0, NULL,
      "the head's product and the loss in one, by chunks of tokens: the logits are never stored whole"},
-    {"steps", INTEGER, FIELD(steps), "auto", 0, HUGE_COUNT, "auto=-1",
+    {"steps", FLAG_INTEGER, FIELD(steps), "auto", 0, HUGE_COUNT, "auto=-1",
      "total optimizer steps; auto: 1200, or as many as --epochs needs"},
-    {"stop-after", INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
+    {"stop-after", FLAG_INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
      "save and stop after this many steps of this session; continue with --resume"},
-    {"epochs", INTEGER, FIELD(epochs), "any", 1, 1 << 30, "any=0", "stop after this many passes over the data"},
-    {"lr", NUMBER, FIELD(lr), "2e-3", 0, 100, NULL, "highest learning rate"},
-    {"min-lr", NUMBER, FIELD(min_lr), "auto", 0, 100, "auto=-1", "where cosine ends; auto: a tenth of --lr"},
-    {"warmup", INTEGER, FIELD(warmup), "40", 0, HUGE_COUNT, NULL, "steps of linear warmup"},
-    {"schedule", CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine constant", "after the warmup"},
-    {"weight-decay", NUMBER, FIELD(weight_decay), "0.1", 0, 10, NULL, "on matrices only"},
-    {"beta1", NUMBER, FIELD(beta1), "0.9", 0, 0.999999, NULL, "decay of the first moment"},
-    {"beta2", NUMBER, FIELD(beta2), "0.99", 0, 0.999999, NULL, "decay of the second moment"},
-    {"eps", NUMBER, FIELD(eps), "1e-8", 0, 1, NULL, "added to the denominator"},
-    {"masters", CHOICE, FIELD(masters), "auto", 0, 0, "auto fp32 remainder none stochastic",
+    {"epochs", FLAG_INTEGER, FIELD(epochs), "any", 1, 1 << 30, "any=0", "stop after this many passes over the data"},
+    {"lr", FLAG_NUMBER, FIELD(lr), "2e-3", 0, 100, NULL, "highest learning rate"},
+    {"min-lr", FLAG_NUMBER, FIELD(min_lr), "auto", 0, 100, "auto=-1", "where cosine ends; auto: a tenth of --lr"},
+    {"warmup", FLAG_INTEGER, FIELD(warmup), "40", 0, HUGE_COUNT, NULL, "steps of linear warmup"},
+    {"schedule", FLAG_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine constant", "after the warmup"},
+    {"weight-decay", FLAG_NUMBER, FIELD(weight_decay), "0.1", 0, 10, NULL, "on matrices only"},
+    {"beta1", FLAG_NUMBER, FIELD(beta1), "0.9", 0, 0.999999, NULL, "decay of the first moment"},
+    {"beta2", FLAG_NUMBER, FIELD(beta2), "0.99", 0, 0.999999, NULL, "decay of the second moment"},
+    {"eps", FLAG_NUMBER, FIELD(eps), "1e-8", 0, 1, NULL, "added to the denominator"},
+    {"masters", FLAG_CHOICE, FIELD(masters), "auto", 0, 0, "auto fp32 remainder none stochastic",
      "the part that 16-bit weights (O2, O3) round off: kept in 4 bytes, in 2 (bf16), lost, or rounded at random"},
-    {"moments", SETTING, FIELD(amp), "fp32", 0, 0, "moments",
+    {"moments", FLAG_SETTING, FIELD(amp), "fp32", 0, 0, "moments",
      "storage of the optimizer's two moments: fp32, bf16, 8bit"},
-    {"clip", SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
-    {"seed", INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
+    {"clip", FLAG_SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
+    {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
 
-    {"Files", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"out", TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
-    {"save", TEXT, FIELD(save), "", 0, 0, NULL,
+    {"Files", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"out", FLAG_TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
+    {"save", FLAG_TEXT, FIELD(save), "", 0, 0, NULL,
      "writes NAME.safetensors and NAME.state; empty: OUT/model; none: nothing"},
-    {"save-interval", INTEGER, FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0", "steps between checkpoints"},
-    {"resume", TEXT, FIELD(resume), "", 0, 0, NULL, "continues from NAME.state, with its original flags"},
-    {"metrics", TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/metrics.jsonl; none: nothing"},
-    {"tensorboard", TEXT, FIELD(tensorboard), "", 0, 0, NULL, "folder for a TensorBoard event file; empty: none"},
+    {"save-interval", FLAG_INTEGER, FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0", "steps between checkpoints"},
+    {"resume", FLAG_TEXT, FIELD(resume), "", 0, 0, NULL, "continues from NAME.state, with its original flags"},
+    {"metrics", FLAG_TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/metrics.jsonl; none: nothing"},
+    {"tensorboard", FLAG_TEXT, FIELD(tensorboard), "", 0, 0, NULL, "folder for a TensorBoard event file; empty: none"},
 
-    {"Reports", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"eval-interval", INTEGER, FIELD(eval_interval), "300", 1, HUGE_COUNT, "end=0", "steps between validations"},
-    {"eval-batches", INTEGER, FIELD(eval_batches), "64", 1, HUGE_COUNT, "all=0", "batches in a validation, at most"},
-    {"log-interval", SETTING, FIELD(amp), "10", 0, 0, "log_interval", "steps between metrics, or off"},
-    {"log-memory", SWITCH, FIELD(log_memory), "off", 0, 0, NULL, "a line on memory in use, at its interval"},
-    {"memory-log-interval", SETTING, FIELD(amp), "100", 0, 0, "memory_interval",
+    {"Reports", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"eval-interval", FLAG_INTEGER, FIELD(eval_interval), "300", 1, HUGE_COUNT, "end=0", "steps between validations"},
+    {"eval-batches", FLAG_INTEGER, FIELD(eval_batches), "64", 1, HUGE_COUNT, "all=0",
+     "batches in a validation, at most"},
+    {"log-interval", FLAG_SETTING, FIELD(amp), "10", 0, 0, "log_interval", "steps between metrics, or off"},
+    {"log-memory", FLAG_SWITCH, FIELD(log_memory), "off", 0, 0, NULL, "a line on memory in use, at its interval"},
+    {"memory-log-interval", FLAG_SETTING, FIELD(amp), "100", 0, 0, "memory_interval",
      "steps between readings of memory, also in the metrics; or off"},
-    {"debug", SWITCH, FIELD(debug), "off", 0, 0, NULL,
+    {"debug", FLAG_SWITCH, FIELD(debug), "off", 0, 0, NULL,
      "each operator's precision once, with the rule that chose it, and every 100 steps how gradients fit their format"},
-    {"sample", INTEGER, FIELD(sample), "400", 0, 1 << 20, NULL, "tokens the model writes at the end"},
-    {"prompt", TEXT, FIELD(prompt), "", 0, 0, NULL,
+    {"sample", FLAG_INTEGER, FIELD(sample), "400", 0, 1 << 20, NULL, "tokens the model writes at the end"},
+    {"prompt", FLAG_TEXT, FIELD(prompt), "", 0, 0, NULL,
      "text that the sample continues (models of bytes, or with --tokenizer)"},
-    {"temperature", NUMBER, FIELD(temperature), "0.8", 0, 100, NULL, "of the sample; 0: always the likeliest token"},
-    {"top-k", INTEGER, FIELD(top_k), "all", 1, 1 << 24, "all=0", "sample from the likeliest k tokens"},
-    {"compare", INTEGER, FIELD(compare), "auto", 0, HUGE_COUNT, "auto=-1",
+    {"temperature", FLAG_NUMBER, FIELD(temperature), "0.8", 0, 100, NULL,
+     "of the sample; 0: always the likeliest token"},
+    {"top-k", FLAG_INTEGER, FIELD(top_k), "all", 1, 1 << 24, "all=0", "sample from the likeliest k tokens"},
+    {"compare", FLAG_INTEGER, FIELD(compare), "auto", 0, HUGE_COUNT, "auto=-1",
      "steps of the short runs in fp32, fp16 and bf16; auto: 50, 0 with --data, --init or --resume"},
-    {"profile", SWITCH, FIELD(profile), "off", 0, 0, NULL, "where the time goes: a table by operator at the end"},
-    {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+    {"profile", FLAG_SWITCH, FIELD(profile), "off", 0, 0, NULL, "where the time goes: a table by operator at the end"},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
 enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
-static program_flags given = {.program = "train_gpt",
+static flag_program flag_given = {.program = "train_gpt",
                               .summary = "trains a GPT-2 in mixed precision with amp.h",
                               .options = options,
                               .n = N_OPTIONS,
@@ -259,10 +269,10 @@ static const char *without_suffix(const char *path) {
 static amp_result read_saved_options(const amp_state *state) {
     int64_t n = amp_state_count(state, "train.options", NULL);
     char *line, *next;
-    if (n < 0) return refuse("resume", "is not a checkpoint of train_gpt");
+    if (n < 0) return flag_refuse("resume", "is not a checkpoint of train_gpt");
     saved_options = (char *)calloc((size_t)n + 1, 1);
-    if (saved_options == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's options");
-    TRY(amp_state_get(state, "train.options", AMP_U8, saved_options, n));
+    if (saved_options == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's options");
+    EX_TRY(amp_state_get(state, "train.options", AMP_U8, saved_options, n));
     for (line = saved_options; *line != 0; line = next) {
         char *end = strchr(line, '\n'), *equals = strchr(line, '=');
         int at;
@@ -270,20 +280,20 @@ static amp_result read_saved_options(const amp_state *state) {
         if (end != NULL) *end = 0;
         if (equals == NULL) continue;
         *equals = 0;
-        at = option_index(line);
-        if (at >= 0 && given.text[at] == NULL) given.text[at] = equals + 1;
+        at = flag_index(line);
+        if (at >= 0 && flag_given.text[at] == NULL) flag_given.text[at] = equals + 1;
     }
     return AMP_OK;
 }
 
 /* The options that a resumed run needs, for read_saved_options. */
-static void write_saved_options(text_buffer *b) {
+static void write_saved_options(json_buffer *b) {
     int i, k;
     for (i = 0; i < N_OPTIONS; i++) {
-        int session = options[i].type == HEADING || options[i].type == SETTING || given.text[i] == NULL;
+        int session = options[i].type == FLAG_HEADING || options[i].type == FLAG_SETTING || flag_given.text[i] == NULL;
         for (k = 0; session_options[k] != NULL && !session; k++)
             session = strcmp(options[i].name, session_options[k]) == 0;
-        if (!session) text_add(b, "%s=%s\n", options[i].name, given.text[i]);
+        if (!session) json_add(b, "%s=%s\n", options[i].name, flag_given.text[i]);
     }
 }
 
@@ -313,14 +323,15 @@ static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype s
             dtype = equals + 1;
             for (which = 0; which < GPT_TENSORS && strcmp(item, gpt_tensor_names[which]) != 0; which++) {}
             if (which == GPT_TENSORS)
-                return refuse("activations",
+                return flag_refuse("activations",
                               "\"%s\" is not a tensor; there are stream, norm, attention, mlp and branch", item);
-            if (stored[which] != AMP_DTYPE_DEFAULT) return refuse("activations", "%s is there twice", item);
+            if (stored[which] != AMP_DTYPE_DEFAULT) return flag_refuse("activations", "%s is there twice", item);
         } else if (given_all++)
-            return refuse("activations", "two dtypes for all: \"%s\" is the second; a tensor's own is name=%s", item,
+            return flag_refuse("activations", "two dtypes for all: \"%s\" is the second; a tensor's own is name=%s",
+                               item,
                           item);
-        if (word_place(equals != NULL ? "fp32 fp16 bf16" : "auto fp32 fp16 bf16", dtype) < 0)
-            return refuse("activations", "\"%s\" is not one of: %sfp32 fp16 bf16", dtype,
+        if (ex_word_place(equals != NULL ? "fp32 fp16 bf16" : "auto fp32 fp16 bf16", dtype) < 0)
+            return flag_refuse("activations", "\"%s\" is not one of: %sfp32 fp16 bf16", dtype,
                           equals != NULL ? "" : "auto ");
         if (equals == NULL) *all = setting_dtype(dtype);
         else stored[which] = setting_dtype(dtype);
@@ -333,37 +344,39 @@ static amp_result check_settings(settings *set) {
     static const char *const sample_options[] = {"prompt", "temperature", "top-k", NULL};
     amp_dtype all, stored[GPT_TENSORS];
     int i;
-    TRY(read_activations(set->activations, &all, stored));
+    EX_TRY(read_activations(set->activations, &all, stored));
     if (*set->resume != 0 && *set->init != 0)
-        return refuse("init", "a resumed run already has weights: drop --init or --resume");
-    if ((was_given("error-budget") || was_given("lowest")) && !set->adaptive)
-        return refuse(was_given("lowest") ? "lowest" : "error-budget", "is for --precision adaptive");
+        return flag_refuse("init", "a resumed run already has weights: drop --init or --resume");
+    if ((flag_was_given("error-budget") || flag_was_given("lowest")) && !set->adaptive)
+        return flag_refuse(flag_was_given("lowest") ? "lowest" : "error-budget", "is for --precision adaptive");
     if (set->adaptive && set->graph)
-        return refuse("graph", "contradicts --precision adaptive, which looks into steps");
+        return flag_refuse("graph", "contradicts --precision adaptive, which looks into steps");
     if (set->adaptive && ranks.world > 1)
-        return refuse("precision", "adaptive is for one process: train on one, and give all its layers by --config");
+        return flag_refuse("precision",
+                           "adaptive is for one process: train on one, and give all its layers by --config");
     if (set->graph && set->profile)
-        return refuse("graph", "contradicts --profile, which times every operator by itself");
+        return flag_refuse("graph", "contradicts --profile, which times every operator by itself");
     if (set->graph && set->tensor_stats_interval > 0)
-        return refuse("graph", "contradicts --debug and tensor_stats_interval, which read gradients inside a step");
+        return flag_refuse("graph",
+                           "contradicts --debug and tensor_stats_interval, which read gradients inside a step");
     if (ranks.world > 1) set->compare = 0;      /* the short runs are for one process */
     if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
-    if (was_given("min-lr") && strcmp(set->schedule, "constant") == 0)
-        return refuse("min-lr", "contradicts --schedule constant, which keeps the rate");
-    if (set->min_lr > set->lr) return refuse("min-lr", "is above --lr");
-    if (was_given("save-interval") && strcmp(set->save, "none") == 0)
-        return refuse("save-interval", "contradicts --save none");
-    if (was_given("prefetch") && set->amp.workers == AMP_NO_WORKERS)
-        return refuse("prefetch", "contradicts --workers 0, which reads nothing ahead");
-    if (was_given("batch-growth-interval") && set->amp.batch_growth_interval > 0 &&
+    if (flag_was_given("min-lr") && strcmp(set->schedule, "constant") == 0)
+        return flag_refuse("min-lr", "contradicts --schedule constant, which keeps the rate");
+    if (set->min_lr > set->lr) return flag_refuse("min-lr", "is above --lr");
+    if (flag_was_given("save-interval") && strcmp(set->save, "none") == 0)
+        return flag_refuse("save-interval", "contradicts --save none");
+    if (flag_was_given("prefetch") && set->amp.workers == AMP_NO_WORKERS)
+        return flag_refuse("prefetch", "contradicts --workers 0, which reads nothing ahead");
+    if (flag_was_given("batch-growth-interval") && set->amp.batch_growth_interval > 0 &&
         set->amp.nan_action != AMP_NAN_RECOVER)
-        return refuse("batch-growth-interval", "is for --nan-action recover, which halves batches");
+        return flag_refuse("batch-growth-interval", "is for --nan-action recover, which halves batches");
     for (i = 0; sample_options[i] != NULL; i++)
-        if (was_given(sample_options[i]) && set->sample == 0)
-            return refuse(sample_options[i], "contradicts --sample 0, which writes none");
+        if (flag_was_given(sample_options[i]) && set->sample == 0)
+            return flag_refuse(sample_options[i], "contradicts --sample 0, which writes none");
     for (i = 0; scaler_options[i] != NULL; i++) {
-        if (was_given(scaler_options[i]) && set->amp.use_scaler == AMP_SCALER_USE_OFF)
-            return refuse(scaler_options[i], "contradicts --scaler off");
+        if (flag_was_given(scaler_options[i]) && set->amp.use_scaler == AMP_SCALER_USE_OFF)
+            return flag_refuse(scaler_options[i], "contradicts --scaler off");
     }
     return AMP_OK;
 }
@@ -374,7 +387,7 @@ static amp_result read_saved_settings(settings *set, const amp_state *state) {
     char *text = n > 0 ? (char *)malloc((size_t)n) : NULL;
     amp_result result;
     if (n <= 0) return AMP_OK;
-    if (text == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's settings");
+    if (text == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's settings");
     result = amp_state_get(state, "train.settings", AMP_U8, text, n);
     if (result == AMP_OK) result = amp_settings_read_text(&set->amp, set->resume, text, (size_t)n);
     free(text);
@@ -388,25 +401,26 @@ static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
     amp_optimizer_desc optimizer;
     amp_monitor_desc monitor;
     int i;
-    if (resumed != NULL) TRY(read_saved_settings(set, resumed));
+    if (resumed != NULL) EX_TRY(read_saved_settings(set, resumed));
     if (*set->config != 0 && amp_settings_read_file(&set->amp, NULL, set->config) != AMP_OK)
-        return refuse("config", "%s", amp_last_error());
-    if (set->env && amp_settings_read_env(&set->amp) != AMP_OK) return refuse("env", "%s", amp_last_error());
+        return flag_refuse("config", "%s", amp_last_error());
+    if (set->env && amp_settings_read_env(&set->amp) != AMP_OK) return flag_refuse("env", "%s", amp_last_error());
     for (i = 0; i < N_OPTIONS; i++)
-        if (options[i].type == SETTING && given.on_command_line[i]) TRY(parse_option(i, given.text[i], set));
+        if (options[i].type == FLAG_SETTING && flag_given.on_command_line[i]) EX_TRY(flag_parse(i, flag_given.text[i],
+                                                                                                set));
     if (set->debug) set->amp.debug = 1;
     if (set->static_scale) set->amp.scaler.frozen = 1;
     if (set->adaptive && strcmp(set->lowest, "fp16") == 0 && set->amp.use_scaler == AMP_SCALER_USE_DEFAULT)
         set->amp.use_scaler = AMP_SCALER_USE_ON;
-    if (was_given("autotune"))
+    if (flag_was_given("autotune"))
         set->amp.autotune = strcmp(set->autotune, "off") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
     if (set->amp.memory_efficient) set->recompute = 1;
     if (set->amp.mode == AMP_MODE_INFERENCE)
-        return example_fail(AMP_ERR_RANGE, "mode = inference: this program trains");
+        return ex_fail(AMP_ERR_RANGE, "mode = inference: this program trains");
     memset(&optimizer, 0, sizeof optimizer);
     memset(&monitor, 0, sizeof monitor);
     if (amp_settings_fill(&set->amp, NULL, NULL, NULL, &optimizer, &monitor) != AMP_OK)
-        return example_fail(AMP_ERR_CONFLICT, "the settings contradict each other: %s", amp_last_error());
+        return ex_fail(AMP_ERR_CONFLICT, "the settings contradict each other: %s", amp_last_error());
     set->accumulation = optimizer.accumulation;
     set->log_interval = monitor.log_interval > 0 ? monitor.log_interval : 0;
     set->tensor_stats_interval = set->amp.tensor_stats_interval > 0 ? set->amp.tensor_stats_interval : 0;
@@ -416,24 +430,24 @@ static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
 
 /* All settings; *resumed: the checkpoint of --resume, or NULL. */
 static amp_result read_settings(int argc, char **argv, settings *set, amp_state **resumed) {
-    int resume = option_index("resume"), precision = option_index("precision");
+    int resume = flag_index("resume"), precision = flag_index("precision");
     char path[PATH_MAX];
     memset(set, 0, sizeof *set);
     *resumed = NULL;
-    TRY(read_command_line(argc, argv));
-    if (given.text[resume] != NULL && *given.text[resume] != 0) {
-        given.text[resume] = without_suffix(given.text[resume]);
-        snprintf(path, sizeof path, "%.4000s.state", given.text[resume]);
-        if (amp_state_load(resumed, NULL, path) != AMP_OK) return refuse("resume", "%s", amp_last_error());
-        TRY(read_saved_options(*resumed));
-        set->adaptive = given.text[precision] == NULL && amp_state_count(*resumed, "adapt.adapt", NULL) > 0;
+    EX_TRY(flag_read(argc, argv));
+    if (flag_given.text[resume] != NULL && *flag_given.text[resume] != 0) {
+        flag_given.text[resume] = without_suffix(flag_given.text[resume]);
+        snprintf(path, sizeof path, "%.4000s.state", flag_given.text[resume]);
+        if (amp_state_load(resumed, NULL, path) != AMP_OK) return flag_refuse("resume", "%s", amp_last_error());
+        EX_TRY(read_saved_options(*resumed));
+        set->adaptive = flag_given.text[precision] == NULL && amp_state_count(*resumed, "adapt.adapt", NULL) > 0;
     }
-    if (given.text[precision] != NULL && strcmp(given.text[precision], "adaptive") == 0) {
+    if (flag_given.text[precision] != NULL && strcmp(flag_given.text[precision], "adaptive") == 0) {
         set->adaptive = 1;
-        given.text[precision] = "fp32";
+        flag_given.text[precision] = "fp32";
     }
-    TRY(parse_options(set));
-    TRY(read_amp_settings(set, *resumed));
+    EX_TRY(flag_parse_all(set));
+    EX_TRY(read_amp_settings(set, *resumed));
     return check_settings(set);
 }
 
@@ -441,7 +455,7 @@ static amp_result read_settings(int argc, char **argv, settings *set, amp_state 
 
 typedef struct run {
     settings set;
-    tokenizer tokenizer;            /* n 0: none */
+    bpe tokenizer;            /* n 0: none */
     profile profile;
     char data[PATH_MAX], save[PATH_MAX], metrics_path[PATH_MAX];    /* save "": nothing */
     amp_context *amp;
@@ -463,7 +477,7 @@ typedef struct run {
     amp_tensor_stats *stats;            /* NULL: not wanted */
     amp_recovery *recovery;         /* NULL: not wanted */
     amp_adapt *adapt;               /* NULL: not wanted */
-    text_buffer fp32_layers;        /* patterns of the layers that recovery set to fp32, one a line */
+    json_buffer fp32_layers;        /* patterns of the layers that recovery set to fp32, one a line */
     board board;
     char anomaly[256];              /* why training stops, or "" */
     char note[300];                 /* to print after the step, or "" */
@@ -485,20 +499,20 @@ static amp_result open_context(run *r) {
     char why[400];
     amp_result result;
     memset(&desc, 0, sizeof desc);
-    TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
+    EX_TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
     desc.allow_fallback = (int32_t)set->allow_fallback;
     desc.threads = (int32_t)set->threads;
     if (strcmp(set->autotune, "off") != 0 && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
     desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
     desc.reducer = ranks;
-    result = device_open(&r->amp, &desc, set->device);
-    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));
-    if (result == AMP_ERR_UNSUPPORTED) return refuse("precision", "%s", because(why));
-    TRY(result);
-    TRY(amp_query(r->amp, &desc));
+    result = ex_device_open(&r->amp, &desc, set->device);
+    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return flag_refuse("device", "%s", ex_because(why));
+    if (result == AMP_ERR_UNSUPPORTED) return flag_refuse("precision", "%s", ex_because(why));
+    EX_TRY(result);
+    EX_TRY(amp_query(r->amp, &desc));
     if (set->graph && desc.backend->graph_begin == NULL)
-        return refuse("graph", "the %s backend has none", desc.backend->name);
-    TRY(amp_query_choice(r->amp, &r->choice));
+        return flag_refuse("graph", "the %s backend has none", desc.backend->name);
+    EX_TRY(amp_query_choice(r->amp, &r->choice));
     r->level = desc.level;
     return AMP_OK;
 }
@@ -508,7 +522,7 @@ static amp_result write_own_text(const char *path) {
     static const char *const sources[] = {"README.md",
                                           "examples/quickstart.c",
                                           "examples/scaler_only.c",
-                                          "examples/common.h",
+                                          "examples/gpt.h",
                                           "examples/train_gpt.c",
                                           "amp.h",
                                           NULL};
@@ -517,7 +531,7 @@ static amp_result write_own_text(const char *path) {
     amp_result result = AMP_OK;
     int i;
     if (access("amp.h", R_OK) != 0)
-        return refuse("data", "was not given, and amp.h is not in this folder: run from the project's folder");
+        return flag_refuse("data", "was not given, and amp.h is not in this folder: run from the project's folder");
     for (i = 0; sources[i] != NULL && result == AMP_OK; i++) {
         void *data;
         size_t bytes;
@@ -526,7 +540,7 @@ static amp_result write_own_text(const char *path) {
         result = amp_file_read_all(NULL, sources[i], &data, &bytes);
         if (result != AMP_OK) break;
         more = (char *)realloc(all, used + bytes + 1);
-        if (more == NULL) result = example_fail(AMP_ERR_MEMORY, "no memory for %s", sources[i]);
+        if (more == NULL) result = ex_fail(AMP_ERR_MEMORY, "no memory for %s", sources[i]);
         else { all = more; memcpy(all + used, data, bytes); used += bytes; }
         amp_file_free(NULL, data, bytes);
     }
@@ -538,7 +552,7 @@ static amp_result write_own_text(const char *path) {
 static void loader_settings(const run *r, int64_t batch, int64_t first, int64_t last, amp_loader_desc *desc) {
     memset(desc, 0, sizeof *desc);
     desc->path = r->data;
-    desc->format = (amp_token_format)word_place("auto llmc u16 bytes", r->set.format);
+    desc->format = (amp_token_format)ex_word_place("auto llmc u16 bytes", r->set.format);
     desc->batch = batch;
     desc->seq = r->set.seq;
     desc->first = first;
@@ -555,7 +569,7 @@ static amp_result probe_data(run *r) {
     loader_settings(r, 1, 0, 0, &desc);
     desc.workers = 1;               /* so that --timeout also covers opening */
     desc.timeout_ms = (int32_t)(r->set.timeout * 1000 + 0.5);
-    if (amp_loader_create(r->amp, &probe, &desc) != AMP_OK) return refuse("data", "%s", amp_last_error());
+    if (amp_loader_create(r->amp, &probe, &desc) != AMP_OK) return flag_refuse("data", "%s", amp_last_error());
     result = amp_loader_info_get(probe, &r->info);
     amp_loader_destroy(probe);
     return result;
@@ -567,22 +581,23 @@ static amp_result open_tokenizer(run *r) {
     char vocab[PATH_MAX], tokens[PATH_MAX], why[400];
     glob_t found;
     amp_result result = AMP_OK;
-    if (comma == NULL || comma[1] == 0) return refuse("tokenizer", "takes two files, vocab.json and merges.txt");
+    if (comma == NULL || comma[1] == 0) return flag_refuse("tokenizer", "takes two files, vocab.json and merges.txt");
     snprintf(vocab, sizeof vocab, "%.*s", (int)(comma - r->set.tokenizer < 4000 ? comma - r->set.tokenizer : 4000),
              r->set.tokenizer);
-    if (tokenizer_open(&r->tokenizer, vocab, comma + 1) != AMP_OK) return refuse("tokenizer", "%s", because(why));
+    if (ex_st(bpe_open(&r->tokenizer, vocab, comma + 1)) != AMP_OK)
+        return flag_refuse("tokenizer", "%s", ex_because(why));
     if (r->info.format != AMP_TOKENS_BYTES) return AMP_OK;
     snprintf(tokens, sizeof tokens, "%.4000s/tokens.bin", r->set.out);
     if (ranks.rank == 0) {
         char *file = r->data;
         int pattern = access(r->data, F_OK) != 0 && glob(r->data, 0, NULL, &found) == 0;
-        result = folder_make(tokens);
-        remove_unfinished(tokens);
+        result = ex_folder_make(tokens);
+        ex_remove_unfinished(tokens);
         if (result == AMP_OK)
-            result = tokenizer_encode_files(&r->tokenizer, pattern ? found.gl_pathv : &file,
+            result = token_files_write(&r->tokenizer, pattern ? found.gl_pathv : &file,
                                             pattern ? (int64_t)found.gl_pathc : 1, tokens);
         if (pattern) globfree(&found);
-        if (result != AMP_OK) return refuse("tokenizer", "%s", because(why));
+        if (result != AMP_OK) return flag_refuse("tokenizer", "%s", ex_because(why));
     }
     ranks_wait();
     memcpy(r->data, tokens, sizeof r->data);
@@ -597,17 +612,17 @@ static amp_result open_data(run *r) {
     if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
     else {
         snprintf(r->data, sizeof r->data, "%.4000s/corpus.txt", set->out);
-        TRY(folder_make(r->data));
-        if (ranks.rank == 0 && (*set->resume == 0 || access(r->data, R_OK) != 0)) TRY(write_own_text(r->data));
+        EX_TRY(ex_folder_make(r->data));
+        if (ranks.rank == 0 && (*set->resume == 0 || access(r->data, R_OK) != 0)) EX_TRY(write_own_text(r->data));
         ranks_wait();
     }
-    TRY(probe_data(r));
-    if (*set->tokenizer != 0) TRY(open_tokenizer(r));
+    EX_TRY(probe_data(r));
+    if (*set->tokenizer != 0) EX_TRY(open_tokenizer(r));
     validation = (int64_t)(set->validation * (double)r->info.tokens);
     if (validation < set->seq + 1) validation = set->seq + 1;
     r->split = r->info.tokens - validation;
     if (r->split < per_batch + 1)
-        return refuse("data",
+        return flag_refuse("data",
                       "%lld tokens are too few for %lld sequences of %lld tokens and a validation part: "
                       "use a smaller --batch or --seq",
                       (long long)r->info.tokens, (long long)(set->batch * ranks.world), (long long)set->seq);
@@ -647,11 +662,12 @@ static amp_result shape_from_flags(const run *r, gpt_config *c) {
         c->hidden = (c->channels * 8 / 3 + 7) / 8 * 8;
         c->base = 10000;
         if (c->channels % (2 * c->heads) != 0)
-            return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels evenly by two",
+            return flag_refuse(set->heads > 0 ? "heads" : "channels",
+                               "%lld heads do not divide %lld channels evenly by two",
                           (long long)c->heads, (long long)c->channels);
     }
     if (c->channels % c->heads != 0)
-        return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels",
+        return flag_refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels",
                       (long long)c->heads, (long long)c->channels);
     return AMP_OK;
 }
@@ -659,25 +675,25 @@ static amp_result shape_from_flags(const run *r, gpt_config *c) {
 enum { SHAPE_NUMBERS = 5 };
 static amp_result shape_from_state(const amp_state *state, gpt_config *c) {
     int64_t shape[SHAPE_NUMBERS];
-    TRY(amp_state_get(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
+    EX_TRY(amp_state_get(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
     c->vocab = shape[0]; c->positions = shape[1]; c->channels = shape[2]; c->heads = shape[3]; c->layers = shape[4];
     return AMP_OK;
 }
 
 /* Reads what the shape does not tell.  Checkpoints of version 0.1.0 have GPT-2's own settings. */
-static amp_result config_from_state(const run *r, const amp_state *state, gpt_config *c, model_config *described) {
+static amp_result config_from_state(const run *r, const amp_state *state, gpt_config *c, config_model *described) {
     int64_t n = amp_state_count(state, "train.config", NULL);
     char type[16] = "";
     if (n <= 0) return AMP_OK;
     snprintf(described->path, sizeof described->path, "%.4000s.state", r->set.resume);
     described->text = (char *)calloc((size_t)n + 1, 1);
-    if (described->text == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's config.json");
+    if (described->text == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's config.json");
     described->bytes = (size_t)n;
-    TRY(amp_state_get(state, "train.config", AMP_U8, described->text, n));
+    EX_TRY(amp_state_get(state, "train.config", AMP_U8, described->text, n));
     if (json_find(json_open(described->text, described->bytes), "model_type", type, sizeof type) &&
         strcmp(type, "llama") == 0)
         return gpt_read_llama(described, NULL, NULL, c);
-    TRY(config_check(described, &gpt_config_rules));
+    EX_TRY(config_check(described, &gpt_config_rules));
     return gpt_read_config(described, c);
 }
 
@@ -692,11 +708,11 @@ static amp_result check_shape(const run *r, const gpt_config *file) {
         const int64_t flags[] = {set->layers, set->heads, set->channels, set->vocab};
         const int64_t sizes[] = {size->layers, size->heads, size->channels, 0};
         const int64_t theirs[] = {file->layers, file->heads, file->channels, file->vocab};
-        int64_t wanted = was_given(names[i]) ? flags[i] : was_given("model") ? sizes[i] : 0;
-        if (was_given("model") && size->llama != (file->kv_heads > 0))
-            return refuse("model", "the file's model is a %s", file->kv_heads > 0 ? "Llama" : "GPT-2");
+        int64_t wanted = flag_was_given(names[i]) ? flags[i] : flag_was_given("model") ? sizes[i] : 0;
+        if (flag_was_given("model") && size->llama != (file->kv_heads > 0))
+            return flag_refuse("model", "the file's model is a %s", file->kv_heads > 0 ? "Llama" : "GPT-2");
         if (wanted > 0 && wanted != theirs[i])
-            return refuse(was_given(names[i]) ? names[i] : "model", "the file's model has %s %lld", names[i],
+            return flag_refuse(flag_was_given(names[i]) ? names[i] : "model", "the file's model has %s %lld", names[i],
                           (long long)theirs[i]);
     }
     return AMP_OK;
@@ -707,28 +723,28 @@ static amp_result check_llama(const settings *set) {
     amp_dtype all, stored[GPT_TENSORS];
     int i;
     memset(stored, 0, sizeof stored);
-    if (set->dropout > 0) return refuse("dropout", "a Llama has none");
-    if (set->profile) return refuse("profile", "counts a GPT-2's operations and bytes, and this is a Llama");
-    TRY(read_activations(set->activations, &all, stored));
+    if (set->dropout > 0) return flag_refuse("dropout", "a Llama has none");
+    if (set->profile) return flag_refuse("profile", "counts a GPT-2's operations and bytes, and this is a Llama");
+    EX_TRY(read_activations(set->activations, &all, stored));
     for (i = 0; i < GPT_TENSORS; i++)
         if (i != GPT_STREAM && stored[i] != AMP_DTYPE_DEFAULT)
-            return refuse("activations", "a Llama's stream alone can have a dtype of its own");
+            return flag_refuse("activations", "a Llama's stream alone can have a dtype of its own");
     return AMP_OK;
 }
 
 static amp_result choose_fp8_layers(run *r) {
     const gpt *g = &r->model;
-    return fp8_layers(r->amp, g->params, g->n_params, g->config.kv_heads > 0 ? "layers." : "h.", g->config.layers,
+    return model_fp8_layers(r->amp, g->params, g->n_params, g->config.kv_heads > 0 ? "layers." : "h.", g->config.layers,
                       strcmp(r->set.fp8_blocks, "all") == 0, &r->n_fp8);
 }
 
 /* Sets the storage dtypes of activations and logits in the model's config.  auto: as autocast returns them. */
 static amp_result storage_dtypes(const run *r, gpt_config *c) {
-    TRY(read_activations(r->set.activations, &c->activations, c->stored));
+    EX_TRY(read_activations(r->set.activations, &c->activations, c->stored));
     if (c->activations == AMP_DTYPE_DEFAULT) {
-        TRY(amp_autocast_begin(r->amp, NULL));
+        EX_TRY(amp_autocast_begin(r->amp, NULL));
         c->activations = amp_autocast_result(r->amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
-        TRY(amp_autocast_end(r->amp));
+        EX_TRY(amp_autocast_end(r->amp));
         if (c->activations == AMP_TF32) c->activations = AMP_F32;
     }
     c->logits = amp_autocast_output(r->amp, c->activations);
@@ -743,17 +759,17 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     amp_result result = AMP_OK;
     memset(&config, 0, sizeof config);
     if (resumed != NULL) {
-        TRY(shape_from_state(resumed, &config));
+        EX_TRY(shape_from_state(resumed, &config));
         result = config_from_state(r, resumed, &config, &r->file.described);
     } else if (from_file) {
-        if (gpt_file_open(&r->file, set->init) != AMP_OK) return refuse("init", "%s", because(why));
+        if (gpt_file_open(&r->file, set->init) != AMP_OK) return flag_refuse("init", "%s", ex_because(why));
         config = r->file.config;
         snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
-    } else TRY(shape_from_flags(r, &config));
+    } else EX_TRY(shape_from_flags(r, &config));
     if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(r, &config);
     if (result == AMP_OK && config.kv_heads > 0) result = check_llama(set);
     if (result == AMP_OK && r->tokenizer.n > config.vocab)
-        result = refuse("tokenizer", "has tokens up to %lld, the model only %lld", (long long)r->tokenizer.n - 1,
+        result = flag_refuse("tokenizer", "has tokens up to %lld, the model only %lld", (long long)r->tokenizer.n - 1,
                         (long long)config.vocab);
     config.batch = set->batch;
     config.seq = set->seq;
@@ -762,12 +778,12 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     config.fused_loss = (int32_t)set->fused_loss;
     if (result == AMP_OK) result = storage_dtypes(r, &config);
     if (result == AMP_OK && *set->prompt != 0 && r->tokenizer.n == 0 && config.vocab != 256)
-        result = refuse("prompt", "the model's tokens are not text: give --tokenizer");
+        result = flag_refuse("prompt", "the model's tokens are not text: give --tokenizer");
     if (result == AMP_OK && config.seq > config.positions)
-        result = refuse("seq", "this model has %lld positions", (long long)config.positions);
+        result = flag_refuse("seq", "this model has %lld positions", (long long)config.positions);
     if (result == AMP_OK) result = gpt_create(&r->model, r->amp, &config);
     if (result == AMP_OK && r->choice.dtype == AMP_FP8) result = choose_fp8_layers(r);
-    if (result == AMP_ERR_MEMORY) result = refuse("model", "%s", because(why));
+    if (result == AMP_ERR_MEMORY) result = flag_refuse("model", "%s", ex_because(why));
     if (result == AMP_OK && resumed != NULL) result = config_take(&r->model.json, &r->file.described);
     return result;
 }
@@ -786,10 +802,10 @@ static amp_result open_weights(run *r, const amp_state *resumed) {
 static amp_result open_scaler(run *r) {
     amp_scaler_desc desc;
     memset(&desc, 0, sizeof desc);
-    TRY(amp_settings_fill(&r->set.amp, r->amp, NULL, &desc, NULL, NULL));
+    EX_TRY(amp_settings_fill(&r->set.amp, r->amp, NULL, &desc, NULL, NULL));
     if (desc.disable) return AMP_OK;
     if (amp_scaler_create(r->amp, &r->scaler, &desc) == AMP_OK) return AMP_OK;
-    return example_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
+    return ex_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
 }
 
 static float or_zero(double value) { return value > 0 ? (float)value : AMP_EXPLICIT_ZERO; }
@@ -798,7 +814,7 @@ static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
     amp_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
-    TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, &desc, NULL));
+    EX_TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, &desc, NULL));
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
     desc.lr = (float)set->lr;
@@ -806,10 +822,10 @@ static amp_result open_optimizer(run *r) {
     desc.beta2 = or_zero(set->beta2);
     desc.eps = or_zero(set->eps);
     desc.weight_decay = (float)set->weight_decay;
-    desc.master = (amp_master_kind)word_place(options[option_index("masters")].words, set->masters);
+    desc.master = (amp_master_kind)ex_word_place(options[flag_index("masters")].words, set->masters);
     desc.seed = (uint64_t)set->seed;
     if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
-    return example_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
+    return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
 }
 
 static amp_result open_loader(run *r) {
@@ -820,12 +836,12 @@ static amp_result open_loader(run *r) {
     loader_settings(r, set->batch, 0, r->split, &desc);
     desc.world = 0;                 /* of the context: each rank its part */
     desc.shuffle = strcmp(set->shuffle, "on") == 0;
-    TRY(amp_settings_fill_loader(&set->amp, &desc));
+    EX_TRY(amp_settings_fill_loader(&set->amp, &desc));
     desc.timeout_ms = (int32_t)(set->timeout * 1000 + 0.5);
     desc.epochs = set->epochs;
     desc.vocab = (int32_t)r->model.config.vocab;
-    if (amp_loader_create(r->amp, &r->loader, &desc) != AMP_OK) return refuse("data", "%s", amp_last_error());
-    TRY(amp_loader_info_get(r->loader, &info));
+    if (amp_loader_create(r->amp, &r->loader, &desc) != AMP_OK) return flag_refuse("data", "%s", amp_last_error());
+    EX_TRY(amp_loader_info_get(r->loader, &info));
     r->steps = set->steps >= 0 ? set->steps : set->epochs > 0 ? INT64_MAX : 1200;
     by_epochs = set->epochs * info.batches / set->accumulation;
     if (set->epochs > 0 && by_epochs < r->steps) r->steps = by_epochs;
@@ -837,11 +853,11 @@ static amp_result open_step(run *r) {
     int64_t n = r->set.accumulation;
     void *memory;
     r->host_losses = (float *)malloc((size_t)n * sizeof(float));
-    if (r->host_losses == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the losses");
-    TRY(amp_alloc(r->amp, &memory, n * (int64_t)sizeof(float)));
+    if (r->host_losses == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the losses");
+    EX_TRY(amp_alloc(r->amp, &memory, n * (int64_t)sizeof(float)));
     r->micro_losses = (float *)memory;
     if (!r->set.graph) return AMP_OK;
-    TRY(amp_alloc(r->amp, &memory, n * 2 * r->set.batch * r->set.seq * (int64_t)sizeof(int32_t)));
+    EX_TRY(amp_alloc(r->amp, &memory, n * 2 * r->set.batch * r->set.seq * (int64_t)sizeof(int32_t)));
     r->micro_tokens = (int32_t *)memory;
     return AMP_OK;
 }
@@ -861,10 +877,10 @@ static void clean_folder(const run *r) {
     int i;
     for (i = 0; i < 2; i++) {
         snprintf(path, sizeof path, "%s%s", r->save, ends[i]);
-        remove_unfinished(path);
+        ex_remove_unfinished(path);
     }
     (void)config_path(r, path, sizeof path);
-    remove_unfinished(path);
+    ex_remove_unfinished(path);
 }
 
 /* Opens the files that a run writes, so that it fails at its start rather than at its end. */
@@ -876,21 +892,21 @@ static amp_result open_files(run *r) {
     if (strcmp(save, "none") == 0) r->save[0] = 0;
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
     else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
-    if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return refuse("save", "%s", because(why));
+    if (r->save[0] != 0 && ex_folder_make(r->save) != AMP_OK) return flag_refuse("save", "%s", ex_because(why));
     if (r->save[0] != 0) clean_folder(r);
     if (strcmp(set->metrics, "none") == 0) return AMP_OK;
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
     else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->out);
-    if (folder_make(r->metrics_path) != AMP_OK) return refuse("metrics", "%s", because(why));
+    if (ex_folder_make(r->metrics_path) != AMP_OK) return flag_refuse("metrics", "%s", ex_because(why));
     r->metrics.file = open_memstream(&r->metrics.text, &r->metrics.bytes);
-    return r->metrics.file != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for metrics");
+    return r->metrics.file != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for metrics");
 }
 
 /* --precision adaptive. */
 static amp_result open_adapt(run *r) {
     static const amp_dtype ladders[][3] = {
         {AMP_F32}, {AMP_BF16, AMP_F32}, {AMP_F16, AMP_F32}, {AMP_FP8, AMP_BF16, AMP_F32}};
-    int lowest = word_place(options[option_index("lowest")].words, r->set.lowest);
+    int lowest = ex_word_place(options[flag_index("lowest")].words, r->set.lowest);
     amp_adapt_desc desc;
     if (!r->set.adaptive) return AMP_OK;
     memset(&desc, 0, sizeof desc);
@@ -900,7 +916,7 @@ static amp_result open_adapt(run *r) {
     if (lowest > 0) { desc.ladder = ladders[lowest]; desc.n_ladder = lowest == 3 ? 3 : 2; }
     desc.budget = r->set.error_budget < 0 ? 0 : r->set.error_budget > 0 ? r->set.error_budget : AMP_EXPLICIT_ZERO;
     if (amp_adapt_create(r->amp, &r->adapt, &desc) == AMP_OK) return AMP_OK;
-    return refuse("precision", "adaptive: %s", amp_last_error());
+    return flag_refuse("precision", "adaptive: %s", amp_last_error());
 }
 
 /* Once after each step; decisions go to the metrics. */
@@ -908,11 +924,11 @@ static amp_result adapt_step(run *r) {
     amp_adapt_record record;
     char line[512];
     if (r->adapt == NULL) return AMP_OK;
-    TRY(amp_adapt_step(r->adapt));
+    EX_TRY(amp_adapt_step(r->adapt));
     while (amp_adapt_next(r->adapt, &record)) {
         if (r->metrics.file == NULL) continue;
         (void)amp_adapt_json(&record, line, sizeof line);
-        TRY(metrics_tolerate(&r->metrics, amp_monitor_write(r->monitor, line)));
+        EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_write(r->monitor, line)));
     }
     return AMP_OK;
 }
@@ -925,7 +941,7 @@ static amp_result record_layers(run *r) {
     for (i = 0; r->metrics.file != NULL && amp_adapt_layer(r->adapt, i, &record) == AMP_OK; i++) {
         if (!(record.multiply_adds > 0)) continue;
         (void)amp_adapt_json(&record, line, sizeof line);
-        TRY(metrics_tolerate(&r->metrics, amp_monitor_write(r->monitor, line)));
+        EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_write(r->monitor, line)));
     }
     return AMP_OK;
 }
@@ -936,7 +952,7 @@ static amp_result report_adapt(run *r) {
     char path[PATH_MAX + 16], *text = bytes > 0 ? (char *)malloc(bytes + 1) : NULL;
     amp_result result = AMP_OK;
     if (r->adapt == NULL) return AMP_OK;
-    if (text == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the layers' precision");
+    if (text == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the layers' precision");
     (void)metrics_tolerate(&r->metrics, record_layers(r));
     (void)amp_adapt_text(r->adapt, text, bytes + 1);
     snprintf(path, sizeof path, "%s.layers.conf", r->save);
@@ -977,37 +993,38 @@ static amp_result open_watch(run *r) {
     amp_monitor_desc monitor;
     amp_tensor_stats_desc stats;
     memset(&monitor, 0, sizeof monitor);
-    TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
+    EX_TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
     if (r->metrics.file != NULL) monitor.path = r->metrics_path;
     monitor.append = *set->resume != 0;
     monitor.epoch = set->eval_interval > 0 ? r->start / set->eval_interval : 0;
     monitor.optimizer = r->optimizer;
     monitor.scaler = r->scaler;
-    if (amp_monitor_create(r->amp, &r->monitor, &monitor) != AMP_OK) return refuse("metrics", "%s", amp_last_error());
+    if (amp_monitor_create(r->amp, &r->monitor, &monitor) != AMP_OK)
+        return flag_refuse("metrics", "%s", amp_last_error());
     if (*set->tensorboard != 0 && ranks.rank == 0 && board_open(&r->board, set->tensorboard) != AMP_OK) {
         char why[400];
-        return refuse("tensorboard", "%s", because(why));
+        return flag_refuse("tensorboard", "%s", ex_because(why));
     }
     memset(&stats, 0, sizeof stats);
     stats.params = r->model.params;
     stats.n_params = r->model.n_params;
     stats.scaler = r->scaler;
     stats.interval = set->tensor_stats_interval;
-    if (set->tensor_stats_interval > 0) TRY(amp_tensor_stats_create(r->amp, &r->stats, &stats));
+    if (set->tensor_stats_interval > 0) EX_TRY(amp_tensor_stats_create(r->amp, &r->stats, &stats));
     return open_recovery(r);
 }
 
 /* Keeps a layer in fp32, also after a resume. */
 static amp_result keep_fp32_layer(run *r, const char *pattern) {
-    text_add(&r->fp32_layers, "%s\n", pattern);
-    return r->fp32_layers.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the name of a layer") : AMP_OK;
+    json_add(&r->fp32_layers, "%s\n", pattern);
+    return r->fp32_layers.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the name of a layer") : AMP_OK;
 }
 static amp_result load_fp32_layers(run *r, const amp_state *state) {
     int64_t n = amp_state_count(state, "train.fp32_layers", NULL);
     char *text = n > 0 ? (char *)calloc((size_t)n + 1, 1) : NULL, *line;
     amp_result result;
     if (n <= 0) return AMP_OK;
-    if (text == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's layers");
+    if (text == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's layers");
     result = amp_state_get(state, "train.fp32_layers", AMP_U8, text, n);
     for (line = strtok(text, "\n"); line != NULL && result == AMP_OK; line = strtok(NULL, "\n")) {
         result = amp_layer_override(r->amp, line, AMP_F32);
@@ -1019,17 +1036,18 @@ static amp_result load_fp32_layers(run *r, const amp_state *state) {
 
 /* The second half of a checkpoint; gpt_load_state was the first. */
 static amp_result load_state(run *r, const amp_state *state) {
-    TRY(amp_state_get(state, "train.step", AMP_I64, &r->step, 1));
-    TRY(load_fp32_layers(r, state));
+    EX_TRY(amp_state_get(state, "train.step", AMP_I64, &r->step, 1));
+    EX_TRY(load_fp32_layers(r, state));
     if (amp_loader_load(r->loader, state, "loader") != AMP_OK)
-        return refuse("resume", "%s was trained on other data or another split: %s", r->set.resume, amp_last_error());
-    TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
+        return flag_refuse("resume", "%s was trained on other data or another split: %s", r->set.resume,
+                           amp_last_error());
+    EX_TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
     if (r->scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
-        TRY(amp_scaler_load(r->scaler, state, "scaler"));
+        EX_TRY(amp_scaler_load(r->scaler, state, "scaler"));
     if (amp_state_count(state, "amp.fp8", NULL) > 0 && amp_fp8_load(r->amp, state, "amp") != AMP_OK)
-        return refuse("resume", "%s", amp_last_error());
+        return flag_refuse("resume", "%s", amp_last_error());
     if (r->adapt != NULL && amp_state_count(state, "adapt.adapt", NULL) > 0)
-        TRY(amp_adapt_load(r->adapt, state, "adapt"));
+        EX_TRY(amp_adapt_load(r->adapt, state, "adapt"));
     return amp_random_load(r->amp, state, "random");
 }
 
@@ -1051,7 +1069,7 @@ static void close_run(run *r) {
     gpt_destroy(&r->model);
     gpt_file_close(&r->file);
     if (r->loader != NULL) amp_loader_destroy(r->loader);
-    tokenizer_close(&r->tokenizer);
+    bpe_close(&r->tokenizer);
     amp_close(r->amp);
     memset(r, 0, sizeof *r);
 }
@@ -1059,19 +1077,19 @@ static void close_run(run *r) {
 static amp_result open_run(run *r, const settings *set, const amp_state *resumed) {
     memset(r, 0, sizeof *r);
     r->set = *set;
-    TRY(open_context(r));
-    TRY(open_data(r));
-    TRY(open_files(r));
-    TRY(open_model(r, resumed));
-    TRY(open_scaler(r));
-    TRY(open_optimizer(r));
-    TRY(open_weights(r, resumed));
-    TRY(open_loader(r));
-    TRY(open_step(r));
-    TRY(open_adapt(r));
-    if (resumed != NULL) TRY(load_state(r, resumed));
+    EX_TRY(open_context(r));
+    EX_TRY(open_data(r));
+    EX_TRY(open_files(r));
+    EX_TRY(open_model(r, resumed));
+    EX_TRY(open_scaler(r));
+    EX_TRY(open_optimizer(r));
+    EX_TRY(open_weights(r, resumed));
+    EX_TRY(open_loader(r));
+    EX_TRY(open_step(r));
+    EX_TRY(open_adapt(r));
+    if (resumed != NULL) EX_TRY(load_state(r, resumed));
     r->start = r->step;
-    TRY(open_watch(r));
+    EX_TRY(open_watch(r));
     if (resumed == NULL || r->recovery == NULL || amp_state_count(resumed, "train.recovery", NULL) < 0) return AMP_OK;
     return amp_recovery_load(r->recovery, resumed, "train");
 }
@@ -1087,15 +1105,15 @@ static amp_result put_settings(const run *r, amp_state *state) {
     size_t bytes;
     kept.workers = kept.prefetch = kept.disable_pinned = 0;
     bytes = amp_settings_text(&kept, text, sizeof text);
-    if (bytes >= sizeof text) return example_fail(AMP_ERR_SIZE, "the settings are too long");
+    if (bytes >= sizeof text) return ex_fail(AMP_ERR_SIZE, "the settings are too long");
     return amp_state_put(state, "train.settings", AMP_U8, text, (int64_t)bytes);
 }
 
 static amp_result put_config(const run *r, amp_state *state) {
-    text_buffer b = {NULL, 0, 0, 0};
+    json_buffer b = {NULL, 0, 0, 0};
     amp_result result;
     gpt_config_text(&r->model, &b);
-    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the model's config.json")
+    result = b.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the model's config.json")
                       : amp_state_put(state, "train.config", AMP_U8, b.text, (int64_t)b.used);
     free(b.text);
     return result;
@@ -1104,28 +1122,28 @@ static amp_result put_config(const run *r, amp_state *state) {
 static amp_result put_training(run *r, amp_state *state) {
     const gpt_config *c = &r->model.config;
     int64_t shape[SHAPE_NUMBERS];
-    text_buffer saved = {NULL, 0, 0, 0};
+    json_buffer saved = {NULL, 0, 0, 0};
     amp_result result;
     shape[0] = c->vocab; shape[1] = c->positions; shape[2] = c->channels; shape[3] = c->heads; shape[4] = c->layers;
     write_saved_options(&saved);
-    result = saved.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the options")
+    result = saved.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the options")
                           : amp_state_put(state, "train.options", AMP_U8, saved.used > 0 ? saved.text : "",
                                           (int64_t)saved.used);
     free(saved.text);
-    TRY(result);
-    TRY(put_settings(r, state));
+    EX_TRY(result);
+    EX_TRY(put_settings(r, state));
     if (r->fp32_layers.used > 0)
-        TRY(amp_state_put(state, "train.fp32_layers", AMP_U8, r->fp32_layers.text, (int64_t)r->fp32_layers.used));
-    TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
-    TRY(put_config(r, state));
-    TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
-    if (r->recovery != NULL) TRY(amp_recovery_save(r->recovery, state, "train"));
-    TRY(gpt_save_state(&r->model, state));
-    TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
-    if (r->scaler != NULL) TRY(amp_scaler_save(r->scaler, state, "scaler"));
-    if (r->adapt != NULL) TRY(amp_adapt_save(r->adapt, state, "adapt"));
-    TRY(amp_loader_save(r->loader, state, "loader"));
-    TRY(amp_fp8_save(r->amp, state, "amp"));
+        EX_TRY(amp_state_put(state, "train.fp32_layers", AMP_U8, r->fp32_layers.text, (int64_t)r->fp32_layers.used));
+    EX_TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
+    EX_TRY(put_config(r, state));
+    EX_TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
+    if (r->recovery != NULL) EX_TRY(amp_recovery_save(r->recovery, state, "train"));
+    EX_TRY(gpt_save_state(&r->model, state));
+    EX_TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
+    if (r->scaler != NULL) EX_TRY(amp_scaler_save(r->scaler, state, "scaler"));
+    if (r->adapt != NULL) EX_TRY(amp_adapt_save(r->adapt, state, "adapt"));
+    EX_TRY(amp_loader_save(r->loader, state, "loader"));
+    EX_TRY(amp_fp8_save(r->amp, state, "amp"));
     return amp_random_save(r->amp, state, "random");
 }
 
@@ -1134,7 +1152,7 @@ static amp_result save_weights(run *r) {
     char path[PATH_MAX + 16];
     if (r->save[0] == 0) return AMP_OK;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
-    TRY(gpt_save_safetensors(&r->model, path, r->step));
+    EX_TRY(gpt_save_safetensors(&r->model, path, r->step));
     return config_path(r, path, sizeof path) ? gpt_save_config(&r->model, path) : AMP_OK;
 }
 
@@ -1143,7 +1161,7 @@ static amp_result save_run(run *r) {
     amp_state *state;
     amp_result result;
     if (r->save[0] == 0) return AMP_OK;
-    TRY(amp_state_create(&state, NULL));
+    EX_TRY(amp_state_create(&state, NULL));
     result = put_training(r, state);
     snprintf(path, sizeof path, "%s.state", r->save);
     if (result == AMP_OK) result = amp_state_save(state, path);
@@ -1184,14 +1202,14 @@ static amp_result evaluate(run *r, double *loss) {
     amp_result result;
     int64_t n = 0;
     *loss = 0;
-    TRY(open_validation(r, &loader));
+    EX_TRY(open_validation(r, &loader));
     while ((result = amp_loader_next(loader, &batch)) == AMP_OK) {
         float one;
         result = gpt_forward_loss(&r->model, &batch, NULL, 0);
         if (result == AMP_OK) result = gpt_loss_read(&r->model, &one);
         if (result != AMP_OK) break;
         *loss += (double)one;
-        if (++n == r->set.eval_batches || stop_requested) break;
+        if (++n == r->set.eval_batches || ex_stop_requested) break;
     }
     amp_loader_destroy(loader);
     *loss /= (double)(n > 0 ? n : 1);
@@ -1214,10 +1232,10 @@ static amp_result collect_pairs(run *r, amp_loader *loader, int64_t most_batches
         if (host == NULL) host = (int32_t *)malloc((size_t)count * 2 * sizeof *host);
         if (out->n + count > capacity) {
             uint64_t *more = (uint64_t *)realloc(out->key, (size_t)(capacity = capacity * 2 + count) * sizeof *more);
-            if (more == NULL) { result = example_fail(AMP_ERR_MEMORY, "no memory for bigrams"); break; }
+            if (more == NULL) { result = ex_fail(AMP_ERR_MEMORY, "no memory for bigrams"); break; }
             out->key = more;
         }
-        if (host == NULL) { result = example_fail(AMP_ERR_MEMORY, "no memory for bigrams"); break; }
+        if (host == NULL) { result = ex_fail(AMP_ERR_MEMORY, "no memory for bigrams"); break; }
         result = amp_copy(r->amp, host, batch.inputs, count * 4, AMP_COPY_TO_HOST);
         if (result == AMP_OK) result = amp_copy(r->amp, host + count, batch.targets, count * 4, AMP_COPY_TO_HOST);
         if (result == AMP_OK) result = amp_sync(r->amp);
@@ -1251,7 +1269,7 @@ static int64_t lower_bound(const pairs *p, uint64_t key) {
 static amp_result bigram_entropy(const pairs *counts, const pairs *text, int64_t vocab, int exact, double *entropy) {
     double *single = (double *)calloc((size_t)vocab * 3, sizeof *single), *context, *distinct, sum = 0;
     int64_t i;
-    if (single == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for bigrams");
+    if (single == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for bigrams");
     context = single + vocab;
     distinct = context + vocab;
     for (i = 0; i < counts->n; i++) {
@@ -1283,10 +1301,10 @@ static amp_result measure_bigrams(run *r) {
     desc.epochs = 1;
     desc.workers = AMP_NO_WORKERS;
     desc.vocab = (int32_t)r->model.config.vocab;
-    TRY(amp_loader_create(r->amp, &loader, &desc));
+    EX_TRY(amp_loader_create(r->amp, &loader, &desc));
     result = collect_pairs(r, loader, 0, &train);
     amp_loader_destroy(loader);
-    if (result == AMP_ERR_LABEL) result = refuse("vocab", "%s", because(why));
+    if (result == AMP_ERR_LABEL) result = flag_refuse("vocab", "%s", ex_because(why));
     if (result == AMP_OK) result = open_validation(r, &loader);
     if (result == AMP_OK) {
         result = collect_pairs(r, loader, r->set.eval_batches, &text);
@@ -1308,7 +1326,7 @@ static amp_result measure_bigrams(run *r) {
 /* How gradients and weights fit their format, at an interval. */
 static amp_result look_at_numbers(run *r) {
     amp_tensor_stats_report report;
-    TRY(amp_tensor_stats_step(r->stats, &report));
+    EX_TRY(amp_tensor_stats_step(r->stats, &report));
     if (!report.due) return AMP_OK;
     snprintf(r->note, sizeof r->note, "step %lld: %s", (long long)(r->step + 1), report.text);
     metrics_begin(r->metrics.file, "tensor_stats");
@@ -1327,16 +1345,16 @@ static profile *profile_of(run *r) { return r->set.profile ? &r->profile : NULL;
    checks, clips, updates the weights and moves the scale. */
 static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
     profile *p = profile_of(r);
-    TRY(amp_tape_time(r->model.tape, p != NULL));
-    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_FORWARD));
-    TRY(gpt_forward_loss(&r->model, batch, amp_scaler_scale_ptr(r->scaler), 1));
-    if (p != NULL) tape_profile(p, r->model.tape, 0, r->model.head->name);
-    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_BACKWARD));
-    TRY(gpt_backward(&r->model));
-    if (p != NULL) tape_profile(p, r->model.tape, 1, r->model.head->name);
-    TRY(amp_copy(r->amp, r->micro_losses + micro, r->model.loss_value, (int64_t)sizeof(float), AMP_COPY_ON_DEVICE));
-    if (r->stats != NULL && micro + 1 == r->set.accumulation) TRY(look_at_numbers(r));
-    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OPTIMIZER));
+    EX_TRY(amp_tape_time(r->model.tape, p != NULL));
+    EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_FORWARD));
+    EX_TRY(gpt_forward_loss(&r->model, batch, amp_scaler_scale_ptr(r->scaler), 1));
+    if (p != NULL) profile_tape(p, r->model.tape, 0, r->model.head->name);
+    EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_BACKWARD));
+    EX_TRY(gpt_backward(&r->model));
+    if (p != NULL) profile_tape(p, r->model.tape, 1, r->model.head->name);
+    EX_TRY(amp_copy(r->amp, r->micro_losses + micro, r->model.loss_value, (int64_t)sizeof(float), AMP_COPY_ON_DEVICE));
+    if (r->stats != NULL && micro + 1 == r->set.accumulation) EX_TRY(look_at_numbers(r));
+    EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OPTIMIZER));
     TIMED(p, r->amp, PROFILE_OPTIMIZER, 0, amp_step(r->optimizer, r->scaler));
     return AMP_OK;
 }
@@ -1346,13 +1364,13 @@ static amp_result next_batch(run *r, int64_t micro, amp_batch *batch) {
     profile *p = profile_of(r);
     int64_t n = r->set.batch * r->set.seq, bytes = n * (int64_t)sizeof(int32_t);
     int32_t *tokens;
-    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
+    EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
     TIMED(p, r->amp, PROFILE_LOADER, 0, amp_loader_next(r->loader, batch));
     if (micro == 0) { r->epoch = batch->epoch; r->index = batch->index; }
     if (r->micro_tokens == NULL) return AMP_OK;
     tokens = r->micro_tokens + 2 * n * micro;
-    TRY(amp_copy(r->amp, tokens, batch->inputs, bytes, AMP_COPY_ON_DEVICE));
-    TRY(amp_copy(r->amp, tokens + n, batch->targets, bytes, AMP_COPY_ON_DEVICE));
+    EX_TRY(amp_copy(r->amp, tokens, batch->inputs, bytes, AMP_COPY_ON_DEVICE));
+    EX_TRY(amp_copy(r->amp, tokens + n, batch->targets, bytes, AMP_COPY_ON_DEVICE));
     batch->inputs = tokens;
     batch->targets = tokens + n;
     return AMP_OK;
@@ -1362,17 +1380,17 @@ static amp_result next_batch(run *r, int64_t micro, amp_batch *batch) {
 static amp_result graph_step(run *r) {
     int64_t micro, n = r->set.accumulation;
     amp_batch batch;
-    for (micro = 0; micro < n; micro++) TRY(next_batch(r, micro, &batch));
+    for (micro = 0; micro < n; micro++) EX_TRY(next_batch(r, micro, &batch));
     if (r->graph == NULL) {
-        TRY(amp_graph_begin(r->amp));
+        EX_TRY(amp_graph_begin(r->amp));
         for (micro = 0; micro < n; micro++) {
             batch.inputs = r->micro_tokens + 2 * micro * r->set.batch * r->set.seq;
             batch.targets = batch.inputs + r->set.batch * r->set.seq;
-            TRY(micro_step(r, micro, &batch));
+            EX_TRY(micro_step(r, micro, &batch));
         }
-        TRY(amp_graph_end(r->amp, &r->graph));
+        EX_TRY(amp_graph_end(r->amp, &r->graph));
     }
-    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OTHER));
+    EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OTHER));
     return amp_graph_launch(r->graph);
 }
 
@@ -1381,8 +1399,8 @@ static amp_result graph_step(run *r) {
 static amp_result read_loss(run *r, float *loss) {
     int64_t micro, n = r->set.accumulation;
     double sum = 0;
-    TRY(amp_copy(r->amp, r->host_losses, r->micro_losses, n * (int64_t)sizeof(float), AMP_COPY_TO_HOST));
-    TRY(amp_sync(r->amp));
+    EX_TRY(amp_copy(r->amp, r->host_losses, r->micro_losses, n * (int64_t)sizeof(float), AMP_COPY_TO_HOST));
+    EX_TRY(amp_sync(r->amp));
     for (micro = 0; micro < n; micro++) sum += (double)r->host_losses[micro];
     *loss = (float)(sum / (double)n);
     return AMP_OK;
@@ -1392,26 +1410,26 @@ static amp_result read_loss(run *r, float *loss) {
    metrics. */
 static amp_result train_step(run *r, float lr, float *loss, int log) {
     int64_t micro;
-    double began = seconds_now();
+    double began = ex_seconds();
     amp_batch batch;
     amp_step_info info;
     r->epoch = -1;
-    TRY(amp_optimizer_set_lr(r->optimizer, lr));
-    if (r->set.graph && r->step > r->start) TRY(graph_step(r));
+    EX_TRY(amp_optimizer_set_lr(r->optimizer, lr));
+    if (r->set.graph && r->step > r->start) EX_TRY(graph_step(r));
     else
         for (micro = 0; micro < r->set.accumulation; micro++) {
-            TRY(next_batch(r, micro, &batch));
-            TRY(micro_step(r, micro, &batch));
+            EX_TRY(next_batch(r, micro, &batch));
+            EX_TRY(micro_step(r, micro, &batch));
         }
-    if (loss != NULL) TRY(read_loss(r, loss));
+    if (loss != NULL) EX_TRY(read_loss(r, loss));
     if (log) *loss = ranks_combine(*loss, AMP_REDUCE_SUM) / (float)ranks.world;
     memset(&info, 0, sizeof info);
     info.loss = log ? (double)*loss : 0;
     info.no_loss = !log;
     info.tokens = r->set.batch * r->set.seq * r->set.accumulation * ranks.world;
-    TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &info)));
-    TRY(adapt_step(r));
-    r->profile.all += seconds_now() - began;
+    EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &info)));
+    EX_TRY(adapt_step(r));
+    r->profile.all += ex_seconds() - began;
     r->profile.steps++;
     return AMP_OK;
 }
@@ -1480,25 +1498,25 @@ static amp_result change_batch(run *r, int64_t batch, int64_t accumulation, int6
     r->set.amp.accumulation = (int32_t)accumulation;
     r->index = index;
     snprintf(text, sizeof text, "%lld", (long long)batch);
-    given.text[option_index("batch")] = text;       /* for the checkpoint */
+    flag_given.text[flag_index("batch")] = text;       /* for the checkpoint */
     amp_graph_destroy(r->graph);
     free(r->host_losses);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
     amp_loader_destroy(r->loader);
     r->graph = NULL; r->micro_losses = r->host_losses = NULL; r->micro_tokens = NULL; r->loader = NULL;
-    TRY(gpt_reshape(&r->model, batch, r->model.config.activations));
-    TRY(open_step(r));
-    TRY(open_loader(r));
-    TRY(amp_loader_seek(r->loader, r->epoch, index));
+    EX_TRY(gpt_reshape(&r->model, batch, r->model.config.activations));
+    EX_TRY(open_step(r));
+    EX_TRY(open_loader(r));
+    EX_TRY(amp_loader_seek(r->loader, r->epoch, index));
     return amp_recovery_batch(r->recovery, r->loader);      /* its snapshots are of the old batches */
 }
 
 /* Halves the micro-batch and repeats the step that ran out of memory from its first one. */
 static amp_result halve_batch(run *r) {
-    if (r->epoch < 0) return example_fail(AMP_ERR_MEMORY, "no memory to read a batch");
+    if (r->epoch < 0) return ex_fail(AMP_ERR_MEMORY, "no memory to read a batch");
     if (r->set.batch % 2 != 0)
-        return example_fail(AMP_ERR_MEMORY, "no memory for a micro-batch of %lld sequences", (long long)r->set.batch);
+        return ex_fail(AMP_ERR_MEMORY, "no memory for a micro-batch of %lld sequences", (long long)r->set.batch);
     return change_batch(r, r->set.batch / 2, r->set.accumulation * 2, r->index * 2);
 }
 
@@ -1509,7 +1527,7 @@ static amp_result answer_memory(run *r, progress *bar) {
     amp_recovery_event event;
     int tries;
     for (tries = 0; tries < 3 && result == AMP_ERR_MEMORY; tries++) {
-        TRY(amp_recovery_memory(r->recovery, &event));
+        EX_TRY(amp_recovery_memory(r->recovery, &event));
         report_event(r, bar, &event);
         if (event.action == AMP_RECOVERY_STOP) return AMP_OK;
         if (event.action == AMP_RECOVERY_HALVE_BATCH) result = halve_batch(r);
@@ -1524,7 +1542,7 @@ static amp_result answer_memory(run *r, progress *bar) {
 static amp_result double_batch(run *r, progress *bar) {
     amp_loader_info info;
     amp_result result;
-    TRY(amp_loader_info_get(r->loader, &info));
+    EX_TRY(amp_loader_info_get(r->loader, &info));
     r->epoch = info.epoch;
     result = change_batch(r, r->set.batch * 2, r->set.accumulation / 2, info.index / 2);
     return result == AMP_ERR_MEMORY ? answer_memory(r, bar) : result;
@@ -1541,16 +1559,16 @@ static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *r
                      (long long)record->result.step);
         return AMP_OK;
     }
-    TRY(amp_recovery_step(r->recovery, record, &event));
+    EX_TRY(amp_recovery_step(r->recovery, record, &event));
     if (event.action == AMP_RECOVERY_NONE) return AMP_OK;
     report_event(r, bar, &event);
     if (event.action == AMP_RECOVERY_DOUBLE_BATCH) return double_batch(r, bar);
-    TRY(keep_cure(r, &event));
+    EX_TRY(keep_cure(r, &event));
     amp_graph_destroy(r->graph);
     r->graph = NULL;
-    TRY(amp_query_choice(r->amp, &r->choice));
-    if (event.mitigation == AMP_MITIGATE_DTYPE) TRY(choose_fp8_layers(r));
-    TRY(storage_dtypes(r, &now));
+    EX_TRY(amp_query_choice(r->amp, &r->choice));
+    if (event.mitigation == AMP_MITIGATE_DTYPE) EX_TRY(choose_fp8_layers(r));
+    EX_TRY(storage_dtypes(r, &now));
     if (now.activations == r->model.config.activations && now.logits == r->model.config.logits) return AMP_OK;
     r->model.config.logits = now.logits;
     return gpt_reshape(&r->model, r->set.batch, now.activations);
@@ -1564,7 +1582,7 @@ static amp_result take_records(run *r, progress *bar) {
         r->results++;
         board_record_of(r, &record);
         if (r->set.log_memory && record.has_memory) print_memory(bar, &record);
-        TRY(answer_trouble(r, bar, &record));
+        EX_TRY(answer_trouble(r, bar, &record));
     }
     return AMP_OK;
 }
@@ -1575,7 +1593,7 @@ static amp_result end_epoch(run *r) {
     if (r->epoch_steps == 0) return AMP_OK;
     r->epoch_steps = 0;
     memset(&record, 0, sizeof record);
-    TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
+    EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
     if (record.peak > r->peak) r->peak = record.peak;
     return AMP_OK;
 }
@@ -1583,17 +1601,17 @@ static amp_result end_epoch(run *r) {
 static void show_progress(run *r, progress *bar, float loss, int last) {
     char text[200], rate[32], eta[32];
     double done = (double)(r->step - r->start);
-    duration_text(done > 0 ? (double)(r->steps - r->step) * r->busy / done : 0, eta, sizeof eta);
+    progress_duration(done > 0 ? (double)(r->steps - r->step) * r->busy / done : 0, eta, sizeof eta);
     snprintf(text, sizeof text, "step %lld/%lld | loss %.4f | norm %.3f | scale %g | %s tok/s | ETA %s",
              (long long)r->step, (long long)r->steps, (double)loss, (double)r->result.norm,
              r->results > 0 ? (double)r->result.scale : 1.0,
-             grouped((int64_t)tokens_per_second(r), rate, sizeof rate), eta);
+             progress_grouped((int64_t)tokens_per_second(r), rate, sizeof rate), eta);
     progress_show(bar, r->step, text, last);
 }
 
 static amp_result report_validation(run *r, progress *bar, double *loss) {
-    TRY(end_epoch(r));
-    TRY(evaluate(r, loss));
+    EX_TRY(end_epoch(r));
+    EX_TRY(evaluate(r, loss));
     progress_clear(bar);
     printf("step %lld: validation loss %.4f\n", (long long)r->step, *loss);
     metrics_begin(r->metrics.file, "validation");
@@ -1607,7 +1625,7 @@ static amp_result report_validation(run *r, progress *bar, double *loss) {
 
 static amp_result report_save(run *r, progress *bar) {
     if (r->save[0] == 0) return AMP_OK;
-    TRY(save_run(r));
+    EX_TRY(save_run(r));
     progress_clear(bar);
     printf("step %lld: saved %s.safetensors and %s.state\n", (long long)r->step, r->save, r->save);
     return AMP_OK;
@@ -1617,15 +1635,16 @@ static amp_result report_save(run *r, progress *bar) {
    writes only later ones, and steps that a recovery undoes are not saved. */
 static amp_result save_between(run *r, progress *bar) {
     int64_t step = r->step;
-    TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
-    TRY(take_records(r, bar));
+    EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
+    EX_TRY(take_records(r, bar));
     return r->step == step ? report_save(r, bar) : AMP_OK;
 }
 
 /* 1: stopped by Ctrl-C on any rank, or by --stop-after before the end. */
 static int stopped(const run *r) {
-    if (ranks_combine((float)stop_requested, AMP_REDUCE_MAX) > 0) stop_requested = 1;
-    return stop_requested || (r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps);
+    if (ranks_combine((float)ex_stop_requested, AMP_REDUCE_MAX) > 0) ex_stop_requested = 1;
+    return ex_stop_requested || (r->set.stop_after > 0 &&
+                                 r->step - r->start >= r->set.stop_after && r->step < r->steps);
 }
 
 /* A run that is shorter than its warmup ends within it. */
@@ -1650,14 +1669,14 @@ static amp_result train_steps(run *r, progress *bar, int quiet) {
     amp_result result = AMP_OK;
     while (r->step < r->steps && r->anomaly[0] == 0 && !stopped(r)) {
         int64_t next = r->step + 1;
-        double began = seconds_now();
+        double began = ex_seconds();
         int log = (set->log_interval > 0 && next % set->log_interval == 0) || next == r->steps;
         int show = log || (bar->terminal && began - shown > 1);
         if (r->step == r->start + 1) memset(&r->profile, 0, sizeof r->profile);     /* the first step is a warm-up */
-        TRY(amp_schedule_lr(&schedule, r->step, &lr));
+        EX_TRY(amp_schedule_lr(&schedule, r->step, &lr));
         result = train_step(r, (float)lr, show ? &loss : NULL, log);
         if (result == AMP_ERR_MEMORY && r->recovery != NULL && ranks.world == 1) {
-            TRY(answer_memory(r, bar));
+            EX_TRY(answer_memory(r, bar));
             result = AMP_OK;
             continue;
         }
@@ -1666,12 +1685,12 @@ static amp_result train_steps(run *r, progress *bar, int quiet) {
         r->step = next;
         r->epoch_steps++;
         print_note(r, bar);
-        TRY(take_records(r, bar));
-        r->busy += seconds_now() - began;
-        if (show) { show_progress(r, bar, loss, next == r->steps && !quiet); shown = seconds_now(); }
+        EX_TRY(take_records(r, bar));
+        r->busy += ex_seconds() - began;
+        if (show) { show_progress(r, bar, loss, next == r->steps && !quiet); shown = ex_seconds(); }
         if (quiet || next == r->steps || r->step != next) continue;
-        if (set->eval_interval > 0 && next % set->eval_interval == 0) TRY(report_validation(r, bar, &loss_at_eval));
-        if (set->save_interval > 0 && next % set->save_interval == 0) TRY(save_between(r, bar));
+        if (set->eval_interval > 0 && next % set->eval_interval == 0) EX_TRY(report_validation(r, bar, &loss_at_eval));
+        if (set->save_interval > 0 && next % set->save_interval == 0) EX_TRY(save_between(r, bar));
     }
     return result == AMP_ERR_END ? AMP_OK : result;
 }
@@ -1685,10 +1704,10 @@ static amp_result train(run *r, progress *bar, int quiet) {
         result = train_steps(r, bar, quiet);
         last = r->step;
         progress_clear(bar);
-        TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
-        TRY(take_records(r, bar));
+        EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
+        EX_TRY(take_records(r, bar));
     } while (result == AMP_OK && r->step < last);
-    TRY(end_epoch(r));
+    EX_TRY(end_epoch(r));
     return result;
 }
 
@@ -1710,7 +1729,7 @@ static void print_scaler(const run *r) {
     amp_scaler_desc desc;
     if (r->scaler == NULL || amp_scaler_query(r->scaler, &desc) != AMP_OK) {
         printf("  scaler      no");
-        print_without_effect(scaler_options);
+        flag_print_without_effect(scaler_options);
         printf("\n");
         return;
     }
@@ -1752,15 +1771,15 @@ static void print_run(const run *r) {
     printf("  model       %s, %lld layers, %lld heads, %lld channels, %lld tokens: %s parameters\n",
            c->kv_heads > 0 ? "Llama" : "GPT-2", (long long)c->layers, (long long)c->heads, (long long)c->channels,
            (long long)c->vocab,
-           grouped(r->model.own.count, a, sizeof a));
+           progress_grouped(r->model.own.count, a, sizeof a));
     if (r->described[0] != 0) printf("  config.json %s\n", r->described);
     if (ranks.world > 1) printf("  ranks       %d\n", (int)ranks.world);
     if (r->tokenizer.n > 0)
-        printf("  tokenizer   %s: %s tokens\n", set->tokenizer, grouped(r->tokenizer.n, a, sizeof a));
+        printf("  tokenizer   %s: %s tokens\n", set->tokenizer, progress_grouped(r->tokenizer.n, a, sizeof a));
     printf("  data        %s: %s tokens, %s to train on, %s to validate\n", r->data,
-           grouped(r->info.tokens, a, sizeof a), grouped(r->split, b, sizeof b),
-           grouped(r->info.tokens - r->split, d, sizeof d));
-    printf("  steps       %s of %lld x %lld x %lld tokens: %.1f epochs\n", grouped(r->steps, a, sizeof a),
+           progress_grouped(r->info.tokens, a, sizeof a), progress_grouped(r->split, b, sizeof b),
+           progress_grouped(r->info.tokens - r->split, d, sizeof d));
+    printf("  steps       %s of %lld x %lld x %lld tokens: %.1f epochs\n", progress_grouped(r->steps, a, sizeof a),
            (long long)set->accumulation, (long long)set->batch, (long long)set->seq,
            (double)r->steps * (double)per_step / (double)r->split);
     printf("  files       %s%s%s%s\n", r->save[0] ? r->save : "no checkpoint", r->save[0] ? ".safetensors, .state" : "",
@@ -1807,8 +1826,8 @@ static amp_result print_stream(run *r, double loss) {
     amp_graph_destroy(r->graph);                /* it uses memory that is about to be freed */
     r->graph = NULL;
     c->stored[GPT_STREAM] = AMP_F32;
-    TRY(gpt_reshape(&r->model, c->batch, c->activations));
-    TRY(evaluate(r, &wide));
+    EX_TRY(gpt_reshape(&r->model, c->batch, c->activations));
+    EX_TRY(evaluate(r, &wide));
     c->stored[GPT_STREAM] = stream;
     printf("  stream      in fp32 the same weights have %.6f, in %s %.6f: a difference of %+.6f\n", wide,
            amp_dtype_name(stream), loss, loss - wide);
@@ -1850,13 +1869,13 @@ static char *tokens_text(const run *r, const int32_t *tokens, int64_t n) {
     if (r->tokenizer.n == 0 && !has_bytes(r)) return NULL;
     for (i = 0; i < n; bytes += length, i++)
         if (has_bytes(r)) length = 1;
-        else tokenizer_text(&r->tokenizer, tokens[i], &length);
+        else bpe_text(&r->tokenizer, tokens[i], &length);
     text = (char *)malloc((size_t)bytes + 1);
     for (i = 0; i < n && text != NULL; i++) {
         char byte = (char)tokens[i];
         const char *piece = &byte;
         length = 1;
-        if (!has_bytes(r)) piece = tokenizer_text(&r->tokenizer, tokens[i], &length);
+        if (!has_bytes(r)) piece = bpe_text(&r->tokenizer, tokens[i], &length);
         for (k = 0; k < length; k++) text[used++] = piece[k] != 0 ? piece[k] : ' ';
     }
     if (text != NULL) text[used] = 0;
@@ -1876,8 +1895,8 @@ static amp_result prompt_tokens(run *r, int32_t *tokens, int64_t *n) {
     if (r->tokenizer.n == 0) return AMP_OK;
     if (*r->set.prompt == 0 && r->tokenizer.end_of_text >= 0) { tokens[0] = r->tokenizer.end_of_text; return AMP_OK; }
     encoded = (uint16_t *)malloc((size_t)bytes * sizeof *encoded);
-    if (encoded == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the prompt");
-    result = tokenizer_encode(&r->tokenizer, prompt, bytes, encoded, n);
+    if (encoded == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the prompt");
+    result = ex_st(bpe_encode(&r->tokenizer, prompt, bytes, encoded, n));
     for (i = 0; i < *n && result == AMP_OK; i++) tokens[i] = encoded[i];
     free(encoded);
     return result;
@@ -1890,12 +1909,12 @@ static amp_result print_sample(run *r) {
     int32_t *tokens = (int32_t *)malloc((strlen(set->prompt) + 1 + (size_t)set->sample) * sizeof *tokens);
     sampler how;
     amp_result result = tokens != NULL ? prompt_tokens(r, tokens, &n)
-                                       : example_fail(AMP_ERR_MEMORY, "no memory for the sample");
+                                       : ex_fail(AMP_ERR_MEMORY, "no memory for the sample");
     how.temperature = set->temperature;
     how.top_k = set->top_k;
     how.seed = (uint64_t)set->seed;
     if (result == AMP_OK) result = gpt_sample(&r->model, &how, tokens, n, n + set->sample);
-    if (result == AMP_OK && !stop_requested) {
+    if (result == AMP_OK && !ex_stop_requested) {
         char *text = tokens_text(r, tokens, n + set->sample);
         printf("\nSample (temperature %g)\n", set->temperature);
         if (text != NULL) print_text(r, text);
@@ -1915,23 +1934,23 @@ static amp_result measure_gemm(run *r, double *rate) {
     const int64_t bytes = (int64_t)SIZE * SIZE * (int64_t)sizeof(float);
     void *data = NULL;
     float *host = (float *)malloc((size_t)bytes * 2);
-    amp_result result = host != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the peak");
+    amp_result result = host != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for the peak");
     int i;
     *rate = 0;
-    if (result == AMP_OK) random_normal(host, 2 * SIZE * SIZE, 1, 1, 1.0f);
+    if (result == AMP_OK) ex_normal(host, 2 * SIZE * SIZE, 1, 1, 1.0f);
     if (result == AMP_OK) result = amp_alloc(r->amp, &data, 3 * bytes);
     if (result == AMP_OK) result = amp_copy(r->amp, data, host, 2 * bytes, AMP_COPY_TO_DEVICE);
     for (i = 0; i < 6 && result == AMP_OK; i++) {       /* the first is a warm-up */
         float *a = (float *)data, *b = a + SIZE * SIZE, *c = b + SIZE * SIZE;
         double began, seconds;
         amp_sync(r->amp);
-        began = seconds_now();
-        TRY(amp_autocast_begin(r->amp, NULL));
+        began = ex_seconds();
+        EX_TRY(amp_autocast_begin(r->amp, NULL));
         result = amp_gemm(r->amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, SIZE, SIZE, SIZE, 1, a, SIZE, b, SIZE, 0,
                           c, SIZE);
-        TRY(amp_autocast_end(r->amp));
+        EX_TRY(amp_autocast_end(r->amp));
         if (result == AMP_OK) result = amp_sync(r->amp);
-        seconds = seconds_now() - began;
+        seconds = ex_seconds() - began;
         if (i > 0 && 2e-9 * SIZE * SIZE * SIZE / seconds > *rate) *rate = 2e-9 * SIZE * SIZE * SIZE / seconds;
     }
     amp_free(r->amp, data);
@@ -1942,7 +1961,7 @@ static amp_result measure_gemm(run *r, double *rate) {
 /* This CPU's peak and copies in the run's precision; rate 0 on a device. */
 static amp_result measure_machine(run *r, peak_machine *machine) {
     amp_desc desc;
-    TRY(amp_query(r->amp, &desc));
+    EX_TRY(amp_query(r->amp, &desc));
     *machine = peak_measure(desc.backend->host_visible ? desc.cpu_path : AMP_CPU_SCALAR, r->choice.dtype, desc.threads);
     return AMP_OK;
 }
@@ -1978,7 +1997,7 @@ static amp_result profile_work(run *r, const peak_machine *machine, int row, pro
     double times = (double)r->profile.steps * (double)r->set.accumulation;
     amp_parameter_bytes bytes;
     int pass;
-    TRY(amp_optimizer_bytes(r->optimizer, &bytes));
+    EX_TRY(amp_optimizer_bytes(r->optimizer, &bytes));
     for (pass = 0; pass < 2; pass++) {
         double flops = gpt_flops(&r->model, row) * (pass == 0 ? 1 : row == PROFILE_ATTENTION ? 2.5 : 2);
         gpt_traffic t = gpt_bytes(&r->model, row, pass, gpt_compute(&r->model));
@@ -2004,8 +2023,8 @@ static amp_result print_profile(run *r) {
     memset(&furthest, 0, sizeof furthest);
     rest.name = "other";
     rest.seconds[0] = r->profile.all;
-    TRY(measure_machine(r, &machine));
-    TRY(measure_gemm(r, &gemm));
+    EX_TRY(measure_machine(r, &machine));
+    EX_TRY(measure_gemm(r, &gemm));
     printf("\nProfile: %lld steps of %.3f ms%s\n", (long long)r->profile.steps,
            1e3 * r->profile.all / (double)r->profile.steps, r->profile.steps > 1 ? ", without the first" : "");
     printf("  %-16s %10s %10s %8s %10s %10s %10s %8s\n", "operator", "forward ms", "backward", "of step",
@@ -2019,7 +2038,7 @@ static amp_result print_profile(run *r) {
             continue;
         memset(&row, 0, sizeof row);
         row.name = names[i];
-        TRY(profile_work(r, &machine, i, &row));
+        EX_TRY(profile_work(r, &machine, i, &row));
         print_profile_row(r, &row);
         if (row.floor > 0 && both - row.floor > lost) { lost = both - row.floor; furthest = row; }
     }
@@ -2053,7 +2072,7 @@ static amp_result do_short_run(const settings *set, const char *precision, short
     run r;
     int64_t i, n = 0;
     amp_result result;
-    TRY(amp_settings_set(&mine.amp, "dtype", precision));
+    EX_TRY(amp_settings_set(&mine.amp, "dtype", precision));
     if (mine.amp.dtype == AMP_F32 ? mine.amp.level >= AMP_LEVEL_O2 : mine.amp.level == AMP_LEVEL_O0)
         mine.amp.level = AMP_LEVEL_O1;
     mine.amp.debug = 0;
@@ -2093,24 +2112,24 @@ static amp_result compare_precisions(const settings *set, amp_dtype precision, F
     amp_dtype all, stored[GPT_TENSORS];
     double trained = 0;
     int i, n;
-    TRY(read_activations(set->activations, &all, stored));
+    EX_TRY(read_activations(set->activations, &all, stored));
     n = stored[GPT_STREAM] == AMP_F16 || stored[GPT_STREAM] == AMP_BF16 ? 4 : 3;
     printf("\nThe first %lld steps in each precision\n", (long long)set->compare);
     printf("  %-26s %10s %10s %12s %12s %8s\n", "precision", "tokens/s", "peak MiB", "train loss", "valid. loss",
            "skipped");
-    for (i = 0; i < n && !stop_requested; i++) {
+    for (i = 0; i < n && !ex_stop_requested; i++) {
         short_run s;
         settings mine = *set;
         char label[64], rate[32], wide[128];
         snprintf(wide, sizeof wide, "%s", set->activations);
         if (i == 3) memcpy(strstr(wide, "stream=") + strlen("stream="), "fp32", 4);
         mine.activations = wide;
-        TRY(do_short_run(&mine, names[i], &s));
-        if (stop_requested) break;
+        EX_TRY(do_short_run(&mine, names[i], &s));
+        if (ex_stop_requested) break;
         if (i < 3 && strcmp(names[i], names[3]) == 0) trained = s.validation;
         snprintf(label, sizeof label, "%s%s%s%s", s.precision, s.scaler ? ", scaler" : "",
                  s.emulated ? ", emulated" : "", i == 3 ? ", fp32 stream" : "");
-        printf("  %-26s %10s %10.1f %12.4f %12.4f %8lld\n", label, grouped((int64_t)s.rate, rate, sizeof rate),
+        printf("  %-26s %10s %10.1f %12.4f %12.4f %8lld\n", label, progress_grouped((int64_t)s.rate, rate, sizeof rate),
                s.peak, s.training, s.validation, (long long)s.skips);
         metrics_begin(metrics, "compare");
         metrics_text(metrics, "precision", s.precision);
@@ -2133,7 +2152,7 @@ static amp_result compare_precisions(const settings *set, amp_dtype precision, F
 
 static int fail(int code) {
     if (ranks.world > 1) fprintf(stderr, "rank %d: ", (int)ranks.rank);
-    fprintf(stderr, "train_gpt: %s\n", example_error());
+    fprintf(stderr, "train_gpt: %s\n", ex_error());
     ranks_end(code);
     return code;
 }
@@ -2150,22 +2169,22 @@ static amp_result main_run(run *r) {
     progress_open(&bar, r->steps);
     if (r->set.log_interval > 0)
         bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
-    TRY(train(r, &bar, 0));
+    EX_TRY(train(r, &bar, 0));
     stop = stopped(r);
-    if (r->step > start || stop || *r->set.resume == 0) TRY(report_save(r, &bar));
-    else if (*r->set.resume != 0 && weights_are_old(r)) TRY(save_weights(r));
-    if (r->set.profile && r->profile.steps > 0) TRY(print_profile(r));
-    if (r->anomaly[0] != 0) return example_fail(AMP_ERR_STATE, "%s", r->anomaly);
+    if (r->step > start || stop || *r->set.resume == 0) EX_TRY(report_save(r, &bar));
+    else if (*r->set.resume != 0 && weights_are_old(r)) EX_TRY(save_weights(r));
+    if (r->set.profile && r->profile.steps > 0) EX_TRY(print_profile(r));
+    if (r->anomaly[0] != 0) return ex_fail(AMP_ERR_STATE, "%s", r->anomaly);
     if (stop) {
         printf("stopped at step %lld", (long long)r->step);
         if (r->save[0] != 0) printf("; continue with --resume %s", r->save);
         printf("\n");
         return AMP_OK;
     }
-    TRY(report_validation(r, &bar, &loss));
+    EX_TRY(report_validation(r, &bar, &loss));
     print_result(r, loss);
-    TRY(report_adapt(r));
-    TRY(print_stream(r, loss));
+    EX_TRY(report_adapt(r));
+    EX_TRY(print_stream(r, loss));
     return r->set.sample > 0 ? print_sample(r) : AMP_OK;
 }
 
@@ -2177,15 +2196,15 @@ int main(int argc, char **argv) {
     char data[PATH_MAX], path[PATH_MAX];
     amp_dtype precision;
     amp_result result;
-    program_begin();
+    ex_begin();
     ranks_begin(&argc, &argv);
     if (read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
-    if (set.help) return print_help(), ranks_end(0), 0;
+    if (set.help) return flag_print_help(), ranks_end(0), 0;
     result = open_run(&r, &set, resumed);
     amp_state_destroy(resumed);
     if (result == AMP_OK && ranks.rank == 0) result = measure_bigrams(&r);
     if (result != AMP_OK) { close_run(&r); return fail(2); }
-    stop_install();
+    ex_stop_install();
     result = main_run(&r);
     snprintf(path, sizeof path, "%s", r.metrics_path);
     snprintf(data, sizeof data, "%s", r.data);
@@ -2195,7 +2214,7 @@ int main(int argc, char **argv) {
     set.tokenizer = "";
     precision = r.choice.dtype;
     close_run(&r);                  /* frees its memory for the short runs */
-    if (result == AMP_OK && set.compare > 0 && !set.stop_after && !stop_requested) {
+    if (result == AMP_OK && set.compare > 0 && !set.stop_after && !ex_stop_requested) {
         if (path[0] != 0) metrics = fopen(path, "a");
         result = compare_precisions(&set, precision, metrics);
     }
@@ -2203,5 +2222,5 @@ int main(int argc, char **argv) {
     free(saved_options);
     if (result != AMP_OK) return fail(1);
     ranks_end(0);
-    return stop_requested ? 130 : 0;
+    return ex_stop_requested ? 130 : 0;
 }

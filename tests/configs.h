@@ -1,5 +1,5 @@
 /* configs.h - config.json files that transformers wrote (tests/torch/golden/hf_configs.json), beside weights of ours that look like
- * its own, and what must come back of them.  Needs examples/common.h, golden.h and test.h. */
+ * its own, and what must come back of them.  Needs examples/gpt_files.h, golden.h and test.h. */
 #ifndef AMPT_CONFIGS_H
 #define AMPT_CONFIGS_H
 

@@ -156,7 +156,7 @@ for program in train_gpt train_classifier; do
     for call in amp_tape_begin amp_scaler_create amp_scaler_scale_ptr amp_step; do
         held=
         for name in $(sed -n '/Read it from the bottom/,/\*\//p' examples/$program.c | grep -oE '[a-z]+_[a-z_]+'); do
-            if sed -n "/^static .*[ *]$name(.*{\$/,/^}/p" examples/$program.c examples/common.h | grep -q "$call("; then held=$name; fi
+            if sed -n "/^static .*[ *]$name(.*{\$/,/^}/p" examples/$program.c examples/*.h | grep -q "$call("; then held=$name; fi
         done
         if [ -n "$held" ]; then pass; else fail "the head of $program.c" "points to no function with $call"; fi
     done

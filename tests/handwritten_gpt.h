@@ -1,10 +1,10 @@
 /* handwritten_gpt.h - the GPT-2 of examples/gpt.h as a program without the tape writes it: every tensor placed, every
  * operator called, and every backward in reverse, by hand.  The tape must have its bits, its memory and its calls.
- * Include examples/common.h first. */
+ * Include examples/gpt.h first. */
 #ifndef TESTS_HANDWRITTEN_GPT_H
 #define TESTS_HANDWRITTEN_GPT_H
 
-static inline float *arena_floats(arena *a, int64_t count) { return (float *)arena_take(a, count, AMP_F32); }
+static inline float *arena_floats(model_arena *a, int64_t count) { return (float *)model_arena_take(a, count, AMP_F32); }
 
 /* The mean cross-entropy of logits against labels, one a row, in *value; with backward the logits become their
    gradient, starting from *grad_scale (see amp_scaler_scale_ptr; NULL: 1). */
@@ -36,7 +36,7 @@ static inline void pass_low(amp_norm_op *norm, amp_dropout_op *drop, amp_linear_
 static inline void bind_activation(amp_activation_op *op, amp_activation_kind act, amp_linear_op *up,
                                    amp_linear_op *down, amp_tensor pre) {
     memset(op, 0, sizeof *op);
-    if (activation_is_fused(act)) {
+    if (model_is_fused(act)) {
         up->act = down->x_act = act;
         up->pre = down->x_pre = pre;
         up->dy_before_act = 1;              /* down's backward includes it, so up's does not */
@@ -86,7 +86,7 @@ typedef struct hand_gpt {
     int64_t batch, seq, rows;       /* what the ops are bound to */
 } hand_gpt;
 
-static inline void hand_place_activations(hand_gpt *g, arena *a) {
+static inline void hand_place_activations(hand_gpt *g, model_arena *a) {
     const gpt_config *c = &g->config;
     int64_t rows = c->batch * c->seq, C = c->channels, layer;
     amp_dtype stream = gpt_dtype(c, GPT_STREAM), norm = gpt_dtype(c, GPT_NORM), attention = gpt_dtype(c, GPT_ATTENTION),
@@ -94,31 +94,31 @@ static inline void hand_place_activations(hand_gpt *g, arena *a) {
     for (layer = 0; layer < c->layers; layer++) {
         hand_block *b = &g->blocks[layer];
         if (layer > 0 && c->recompute) *b = b[-1];
-        b->end = arena_take(a, rows * C, stream);
+        b->end = model_arena_take(a, rows * C, stream);
         if (layer > 0 && c->recompute) continue;        /* its own is only the next block's input */
-        b->norm_1 = arena_take(a, rows * C, norm);   b->qkv = arena_take(a, rows * 3 * C, attention);
-        b->heads = arena_take(a, rows * C, attention); b->norm_2 = arena_take(a, rows * C, norm);
-        b->fc_in = arena_take(a, rows * 4 * C, mlp); b->fc_out = arena_take(a, rows * 4 * C, mlp);
-        b->middle = arena_take(a, rows * C, stream);
+        b->norm_1 = model_arena_take(a, rows * C, norm);   b->qkv = model_arena_take(a, rows * 3 * C, attention);
+        b->heads = model_arena_take(a, rows * C, attention); b->norm_2 = model_arena_take(a, rows * C, norm);
+        b->fc_in = model_arena_take(a, rows * 4 * C, mlp); b->fc_out = model_arena_take(a, rows * 4 * C, mlp);
+        b->middle = model_arena_take(a, rows * C, stream);
         b->mean_1 = arena_floats(a, rows);           b->rstd_1 = arena_floats(a, rows);
         b->mean_2 = arena_floats(a, rows);           b->rstd_2 = arena_floats(a, rows);
         b->lse = arena_floats(a, rows * c->heads);
     }
-    g->start = arena_take(a, rows * C, stream);
-    g->branch = arena_take(a, rows * C, gpt_dtype(c, GPT_BRANCH));
-    g->norm_f = arena_take(a, rows * C, norm);
-    g->logits = arena_take(a, (c->fused_loss ? 1 : rows) * c->vocab, gpt_dtype(&g->config, GPT_LOGITS));
+    g->start = model_arena_take(a, rows * C, stream);
+    g->branch = model_arena_take(a, rows * C, gpt_dtype(c, GPT_BRANCH));
+    g->norm_f = model_arena_take(a, rows * C, norm);
+    g->logits = model_arena_take(a, (c->fused_loss ? 1 : rows) * c->vocab, gpt_dtype(&g->config, GPT_LOGITS));
     g->mean_f = arena_floats(a, rows);
     g->rstd_f = arena_floats(a, rows);
     g->loss_value = arena_floats(a, 1);
-    g->d_stream = arena_take(a, rows * C, stream);
-    g->d_branch = c->dropout > 0 ? arena_take(a, rows * C, stream) : g->d_stream;
+    g->d_stream = model_arena_take(a, rows * C, stream);
+    g->d_branch = c->dropout > 0 ? model_arena_take(a, rows * C, stream) : g->d_stream;
     g->d_low = c->dropout > 0 || stream != AMP_F32 || c->activations == AMP_F32 ? g->d_branch
-                                                                                : arena_take(a, rows * C, AMP_BF16);
-    g->d_norm = arena_take(a, rows * C, norm);
-    g->d_heads = arena_take(a, rows * C, attention);
-    g->d_qkv = arena_take(a, rows * 3 * C, attention);
-    g->d_fc = arena_take(a, rows * 4 * C, mlp);
+                                                                                : model_arena_take(a, rows * C, AMP_BF16);
+    g->d_norm = model_arena_take(a, rows * C, norm);
+    g->d_heads = model_arena_take(a, rows * C, attention);
+    g->d_qkv = model_arena_take(a, rows * 3 * C, attention);
+    g->d_fc = model_arena_take(a, rows * 4 * C, mlp);
 }
 
 static inline amp_tensor hand_matrix(const hand_gpt *g, gpt_tensor which, void *data, int64_t cols) {
@@ -226,7 +226,7 @@ static inline amp_result hand_bind(hand_gpt *g, int64_t batch, int64_t seq) {
     hand_block *last = &g->blocks[c->layers - 1];
     int64_t layer;
     if (batch < 1 || seq < 1 || seq > c->seq || batch * seq > c->batch * c->seq)
-        return example_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, the model was created for %lld x %lld",
+        return ex_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, the model was created for %lld x %lld",
                             (long long)batch, (long long)seq, (long long)c->batch, (long long)c->seq);
     if (batch == g->batch && seq == g->seq) return AMP_OK;
     g->batch = batch; g->seq = seq; g->rows = batch * seq;
@@ -255,17 +255,17 @@ static inline void hand_destroy(hand_gpt *g) {
 
 /* For a model whose activations have a dtype of their own. */
 static inline amp_result hand_create(hand_gpt *g, const gpt *model) {
-    arena memory = {NULL, 0};
+    model_arena memory = {NULL, 0};
     amp_result result;
     memset(g, 0, sizeof *g);
     g->config = model->config;
     g->amp = model->amp;
     g->params = model->params; g->n_params = model->n_params;
     g->blocks = (hand_block *)calloc((size_t)g->config.layers, sizeof *g->blocks);
-    if (g->blocks == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the model's tables");
+    if (g->blocks == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the model's tables");
     hand_place_activations(g, &memory);
     g->memory_bytes = memory.used;
-    result = arena_allocate(g->amp, &memory);
+    result = model_arena_allocate(g->amp, &memory);
     g->memory = memory.base;
     if (result == AMP_OK) hand_place_activations(g, &memory);
     if (result == AMP_OK) result = hand_bind(g, g->config.batch, g->config.seq);
@@ -275,8 +275,8 @@ static inline amp_result hand_create(hand_gpt *g, const gpt *model) {
 
 /* The MLP's first half. */
 static inline amp_result hand_up(hand_gpt *g, hand_block *b) {
-    TRY(amp_linear(g->amp, &b->c_fc));
-    return activation_is_fused(g->config.act) ? AMP_OK : amp_activation(g->amp, &b->act);
+    EX_TRY(amp_linear(g->amp, &b->c_fc));
+    return model_is_fused(g->config.act) ? AMP_OK : amp_activation(g->amp, &b->act);
 }
 
 /* Everything before the output weights. */
@@ -284,23 +284,23 @@ static inline amp_result hand_body(hand_gpt *g, const int32_t *ids, int64_t batc
     amp_context *amp = g->amp;
     int drop = g->config.dropout > 0;
     int64_t layer;
-    TRY(hand_bind(g, batch, seq));
+    EX_TRY(hand_bind(g, batch, seq));
     g->embedding.ids = ids;
-    TRY(amp_embedding(amp, &g->embedding));
-    if (drop) TRY(amp_dropout(amp, &g->embedding_drop));
+    EX_TRY(amp_embedding(amp, &g->embedding));
+    if (drop) EX_TRY(amp_dropout(amp, &g->embedding_drop));
     for (layer = 0; layer < g->config.layers; layer++) {
         hand_block *b = &g->blocks[layer];
-        TRY(amp_layernorm(amp, &b->ln_1));
-        TRY(amp_linear(amp, &b->c_attn));
-        TRY(amp_attention(amp, &b->attention));
-        TRY(amp_linear(amp, &b->attn_proj));
-        if (drop) TRY(amp_dropout(amp, &b->attn_drop));
-        TRY(amp_layernorm(amp, &b->ln_2));
-        TRY(hand_up(g, b));
-        TRY(amp_linear(amp, &b->mlp_proj));
-        if (drop) TRY(amp_dropout(amp, &b->mlp_drop));
+        EX_TRY(amp_layernorm(amp, &b->ln_1));
+        EX_TRY(amp_linear(amp, &b->c_attn));
+        EX_TRY(amp_attention(amp, &b->attention));
+        EX_TRY(amp_linear(amp, &b->attn_proj));
+        if (drop) EX_TRY(amp_dropout(amp, &b->attn_drop));
+        EX_TRY(amp_layernorm(amp, &b->ln_2));
+        EX_TRY(hand_up(g, b));
+        EX_TRY(amp_linear(amp, &b->mlp_proj));
+        if (drop) EX_TRY(amp_dropout(amp, &b->mlp_drop));
     }
-    TRY(amp_layernorm(amp, &g->ln_f));
+    EX_TRY(amp_layernorm(amp, &g->ln_f));
     return AMP_OK;
 }
 
@@ -310,14 +310,14 @@ static inline amp_result hand_head(hand_gpt *g, int64_t first, int64_t rows) {
     amp_dtype type = gpt_dtype(&g->config, GPT_NORM);
     g->head.x = amp_tensor2((char *)g->norm_f + first * C * (int64_t)amp_dtype_size(type), type, rows, C);
     g->head.y = amp_tensor2(g->logits, gpt_dtype(&g->config, GPT_LOGITS), rows, g->config.vocab);
-    TRY(amp_linear(g->amp, &g->head));
+    EX_TRY(amp_linear(g->amp, &g->head));
     return AMP_OK;
 }
 
 /* Logits [batch * seq, vocab] of ids [batch, seq] (device memory), in g->logits. */
 static inline amp_result hand_forward(hand_gpt *g, const int32_t *ids, int64_t batch, int64_t seq) {
-    if (g->config.fused_loss) return example_fail(AMP_ERR_STATE, "a model with a fused loss has no room for logits");
-    TRY(hand_body(g, ids, batch, seq));
+    if (g->config.fused_loss) return ex_fail(AMP_ERR_STATE, "a model with a fused loss has no room for logits");
+    EX_TRY(hand_body(g, ids, batch, seq));
     return hand_head(g, 0, g->rows);
 }
 
@@ -333,7 +333,7 @@ static inline amp_result hand_fused_loss(hand_gpt *g, const int32_t *labels, int
     op->grad_scale = grad_scale;
     op->loss = g->loss_value;
     op->logits = gpt_dtype(&g->config, GPT_LOGITS);
-    TRY(amp_linear_cross_entropy(g->amp, op));
+    EX_TRY(amp_linear_cross_entropy(g->amp, op));
     g->head.plan = op->plan;
     return AMP_OK;
 }
@@ -348,16 +348,16 @@ static inline amp_result hand_loss(hand_gpt *g, const int32_t *labels, int backw
 static inline amp_result hand_forward_targets(hand_gpt *g, const int32_t *ids, const int32_t *labels, int64_t batch,
                                              int64_t seq, int backward, const float *grad_scale) {
     if (g->config.fused_loss) {
-        TRY(hand_body(g, ids, batch, seq));
+        EX_TRY(hand_body(g, ids, batch, seq));
         return hand_fused_loss(g, labels, backward, grad_scale);
     }
-    TRY(hand_forward(g, ids, batch, seq));
+    EX_TRY(hand_forward(g, ids, batch, seq));
     return hand_loss(g, labels, backward, grad_scale);
 }
 
 /* The loss on the host.  Waits for the device. */
 static inline amp_result hand_loss_read(hand_gpt *g, float *out) {
-    TRY(amp_copy(g->amp, out, g->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    EX_TRY(amp_copy(g->amp, out, g->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
     return amp_sync(g->amp);
 }
 
@@ -368,9 +368,9 @@ static inline amp_result hand_forward_loss(hand_gpt *g, const amp_batch *batch, 
     amp_result result;
     memset(&region, 0, sizeof region);
     region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
-    TRY(amp_autocast_begin(g->amp, &region));
+    EX_TRY(amp_autocast_begin(g->amp, &region));
     result = hand_forward_targets(g, batch->inputs, batch->targets, batch->batch, batch->seq, backward, grad_scale);
-    TRY(amp_autocast_end(g->amp));
+    EX_TRY(amp_autocast_end(g->amp));
     return result;
 }
 
@@ -383,21 +383,21 @@ static inline amp_result hand_recompute(hand_gpt *g, const hand_block *block) {
         memset(&b.ln_1.residual, 0, sizeof b.ln_1.residual);
         memset(&b.ln_1.sum, 0, sizeof b.ln_1.sum);
     }
-    TRY(amp_layernorm(g->amp, &b.ln_1));
-    TRY(amp_linear(g->amp, &b.c_attn));
-    TRY(amp_attention(g->amp, &b.attention));
-    TRY(amp_linear(g->amp, &b.attn_proj));
-    if (g->config.dropout > 0) TRY(amp_dropout(g->amp, &b.attn_drop));
-    TRY(amp_layernorm(g->amp, &b.ln_2));
+    EX_TRY(amp_layernorm(g->amp, &b.ln_1));
+    EX_TRY(amp_linear(g->amp, &b.c_attn));
+    EX_TRY(amp_attention(g->amp, &b.attention));
+    EX_TRY(amp_linear(g->amp, &b.attn_proj));
+    if (g->config.dropout > 0) EX_TRY(amp_dropout(g->amp, &b.attn_drop));
+    EX_TRY(amp_layernorm(g->amp, &b.ln_2));
     return hand_up(g, &b);
 }
 
 /* Restores a block's activations, overwritten by another block's. */
 static inline amp_result hand_recompute_block(hand_gpt *g, int64_t layer) {
     amp_result result;
-    TRY(amp_recompute_begin(g->amp));
+    EX_TRY(amp_recompute_begin(g->amp));
     result = hand_recompute(g, &g->blocks[layer]);
-    TRY(amp_recompute_end(g->amp));
+    EX_TRY(amp_recompute_end(g->amp));
     return result;
 }
 
@@ -410,31 +410,31 @@ static inline amp_result hand_backward(hand_gpt *g) {
     amp_context *amp = g->amp;
     int drop = g->config.dropout > 0;
     int64_t layer;
-    if (!g->config.fused_loss) TRY(amp_linear_backward(amp, &g->head));
+    if (!g->config.fused_loss) EX_TRY(amp_linear_backward(amp, &g->head));
     for (layer = 0; layer < g->config.layers; layer++) {
         hand_block *b = &g->blocks[layer];
         hand_pass_low(g, &b->ln_2, &b->attn_drop, &b->attn_proj);
         hand_pass_low(g, layer + 1 < g->config.layers ? &b[1].ln_1 : &g->ln_f, &b->mlp_drop, &b->mlp_proj);
     }
-    TRY(amp_layernorm_backward(amp, &g->ln_f));
+    EX_TRY(amp_layernorm_backward(amp, &g->ln_f));
     for (layer = g->config.layers - 1; layer >= 0; layer--) {
         hand_block *b = &g->blocks[layer];
         if (g->config.recompute && layer < g->config.layers - 1)        /* the last block's still exist */
-            TRY(hand_recompute_block(g, layer));
-        if (drop) TRY(amp_dropout_backward(amp, &b->mlp_drop));
-        TRY(amp_linear_backward(amp, &b->mlp_proj));
-        if (!activation_is_fused(g->config.act))
-            TRY(amp_activation_backward(amp, &b->act));
-        TRY(amp_linear_backward(amp, &b->c_fc));
-        TRY(amp_layernorm_backward(amp, &b->ln_2));
-        if (drop) TRY(amp_dropout_backward(amp, &b->attn_drop));
-        TRY(amp_linear_backward(amp, &b->attn_proj));
-        TRY(amp_attention_backward(amp, &b->attention));
-        TRY(amp_linear_backward(amp, &b->c_attn));
-        TRY(amp_layernorm_backward(amp, &b->ln_1));
+            EX_TRY(hand_recompute_block(g, layer));
+        if (drop) EX_TRY(amp_dropout_backward(amp, &b->mlp_drop));
+        EX_TRY(amp_linear_backward(amp, &b->mlp_proj));
+        if (!model_is_fused(g->config.act))
+            EX_TRY(amp_activation_backward(amp, &b->act));
+        EX_TRY(amp_linear_backward(amp, &b->c_fc));
+        EX_TRY(amp_layernorm_backward(amp, &b->ln_2));
+        if (drop) EX_TRY(amp_dropout_backward(amp, &b->attn_drop));
+        EX_TRY(amp_linear_backward(amp, &b->attn_proj));
+        EX_TRY(amp_attention_backward(amp, &b->attention));
+        EX_TRY(amp_linear_backward(amp, &b->c_attn));
+        EX_TRY(amp_layernorm_backward(amp, &b->ln_1));
     }
-    if (drop) TRY(amp_dropout_backward(amp, &g->embedding_drop));
-    TRY(amp_embedding_backward(amp, &g->embedding));
+    if (drop) EX_TRY(amp_dropout_backward(amp, &g->embedding_drop));
+    EX_TRY(amp_embedding_backward(amp, &g->embedding));
     return AMP_OK;
 }
 

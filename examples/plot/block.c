@@ -3,7 +3,7 @@
  *     gcc -O2 examples/plot/block.c -o block -lm -lpthread && ./block | dot -Tsvg > examples/plot/block.svg */
 #define AMP_IMPLEMENTATION
 #include "../../amp.h"
-#include "../common.h"
+#include "../gpt.h"
 
 int main(void) {
     static float stream[2 * 64 * 128];
@@ -14,7 +14,7 @@ int main(void) {
     amp_attention_op causal;
     gpt_config config;
     gpt model;
-    program_begin();
+    ex_begin();
     memset(&desc, 0, sizeof desc);
     memset(&config, 0, sizeof config);
     memset(&causal, 0, sizeof causal);
@@ -23,10 +23,10 @@ int main(void) {
     config.channels = 128; config.heads = 4; config.layers = 1; config.batch = 2;
     causal.mask.kind = AMP_MASK_CAUSAL;
     if (amp_open(&amp, &desc) != AMP_OK || gpt_create(&model, amp, &config) != AMP_OK ||
-        gpt_init(&model, 1) != AMP_OK || tape_begin(model.tape, 0) != AMP_OK ||
+        gpt_init(&model, 1) != AMP_OK || model_tape_begin(model.tape, 0) != AMP_OK ||
         gpt_block(&model, amp_tape_input(model.tape, &x), model.params + 2, &causal) == 0 ||
         amp_tape_finish(model.tape) != AMP_OK || amp_tape_dot(model.tape, text, sizeof text) >= sizeof text) {
-        fprintf(stderr, "%s\n", example_error());
+        fprintf(stderr, "%s\n", ex_error());
         return 1;
     }
     fputs(text, stdout);

@@ -5,14 +5,16 @@
 #ifndef BENCH_BENCH_H
 #define BENCH_BENCH_H
 
-#include "../../examples/common.h"
+#include "../../examples/gpt.h"
+#include "../../examples/metrics.h"
+#include "../../examples/profile.h"
 
 /* ---- Ending */
 
 /* Ends the benchmark when a call failed. */
 static inline void bench_need(amp_result result, const char *what) {
     if (result == AMP_OK) return;
-    fprintf(stderr, "%s: %s\n", what, example_error());
+    fprintf(stderr, "%s: %s\n", what, ex_error());
     exit(1);
 }
 

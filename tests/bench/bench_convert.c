@@ -29,9 +29,9 @@ static void copy(const job *j) {
 
 /* Nanoseconds of a call. */
 static double time_of(void (*call)(const job *j), const job *j, int64_t us) {
-    double start = seconds_now(), seconds = 0;
+    double start = ex_seconds(), seconds = 0;
     int64_t calls = 0, each = 1;
-    for (; calls == 0 || seconds < 1e-6 * (double)us; calls += each, seconds = seconds_now() - start) {
+    for (; calls == 0 || seconds < 1e-6 * (double)us; calls += each, seconds = ex_seconds() - start) {
         int64_t i;
         if (calls > 0) each = AMPI_MAX((int64_t)1, (int64_t)((double)calls * 1e-7 * (double)us / seconds));
         for (i = 0; i < each; i++) call(j);

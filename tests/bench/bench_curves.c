@@ -39,12 +39,12 @@ static void attention_at(int64_t seq, int64_t threads) {
     op.lse = lse;
     op.mask.kind = AMP_MASK_CAUSAL;
     before = counts.bytes;
-    start = seconds_now();
+    start = ex_seconds();
     bench_need(amp_attention(amp, &op), "amp_attention");
-    forward = seconds_now() - start;
-    start = seconds_now();
+    forward = ex_seconds() - start;
+    start = ex_seconds();
     bench_need(amp_attention_backward(amp, &op), "amp_attention_backward");
-    backward = seconds_now() - start;
+    backward = ex_seconds() - start;
     bench_begin("curve_attention", amp);
     metrics_integer(stdout, "seq", seq);
     metrics_integer(stdout, "heads", HEADS);
@@ -85,10 +85,10 @@ static void resume_at(amp_context *amp, int64_t position, int64_t rounds) {
     bench_need(amp_loader_create(amp, &loader, &desc), "amp_loader_create");
     for (i = 0; i < rounds; i++) {
         amp_batch batch;
-        double start = seconds_now();
+        double start = ex_seconds();
         bench_need(amp_loader_seek(loader, 0, position), "amp_loader_seek");
         bench_need(amp_loader_next(loader, &batch), "amp_loader_next");
-        times[i] = seconds_now() - start;
+        times[i] = ex_seconds() - start;
         bench_need(amp_loader_seek(loader, 0, i), "amp_loader_seek");
     }
     bench_begin("curve_resume", amp);
@@ -126,9 +126,9 @@ static void tensors_at(amp_context *amp, int64_t n, int64_t rounds) {
         double start;
         int64_t k;
         for (k = 0; k < n; k++) amp_param_accumulate(&params[k]);      /* every gradient is there */
-        start = seconds_now();
+        start = ex_seconds();
         bench_need(amp_step(optimizer, NULL), "amp_step");
-        if (i >= 0) times[i] = seconds_now() - start;
+        if (i >= 0) times[i] = ex_seconds() - start;
     }
     bench_begin("curve_tensors", amp);
     metrics_integer(stdout, "tensors", n);
@@ -170,11 +170,11 @@ static void step_with(int64_t threads, const char *precision, int64_t rounds) {
     od.params = g.params; od.n_params = g.n_params; od.lr = 1e-4;
     bench_need(amp_optimizer_create(amp, &optimizer, &od), "amp_optimizer_create");
     for (i = -2; i < rounds; i++) {
-        double start = seconds_now();
+        double start = ex_seconds();
         bench_need(gpt_forward_loss(&g, &batch, NULL, 1), "gpt_forward_loss");
         bench_need(gpt_backward(&g), "gpt_backward");
         bench_need(amp_step(optimizer, NULL), "amp_step");
-        if (i >= 0) times[i] = seconds_now() - start;
+        if (i >= 0) times[i] = ex_seconds() - start;
     }
     bench_begin("curve_threads", amp);
     metrics_text(stdout, "precision", precision);

@@ -122,8 +122,8 @@ static void measure_rate(amp_context *amp, int64_t batch, int64_t seq, int shuff
     do {
         amp_batch got;
         bench_need(amp_loader_next(loader, &got), "amp_loader_next");
-        if (++taken == 0) start = seconds_now();
-        end = seconds_now();
+        if (++taken == 0) start = ex_seconds();
+        end = ex_seconds();
     } while (taken <= 0 || end - start < seconds);
     rate = (double)(taken * batch * seq) / (end - start);
     bench_begin("loader_rate", amp);
@@ -164,9 +164,9 @@ static void measure_close(amp_context *amp, const char *when, int64_t rounds) {
             bench_need(amp_loader_seek(loader, 1, 0), "amp_loader_seek");
             bench_sleep(5e-3);
         }
-        start = seconds_now();
+        start = ex_seconds();
         amp_loader_destroy(loader);
-        times[i] = seconds_now() - start;
+        times[i] = ex_seconds() - start;
         __atomic_store_n(&hold_reads, 0, __ATOMIC_RELAXED);
     }
     bench_begin("loader_close", amp);
@@ -194,11 +194,11 @@ static void measure_resume(amp_context *amp, int64_t epoch, double part, int64_t
         double start;
         bench_need(amp_loader_seek(loader, i % 2, 0), "amp_loader_seek");
         bench_need(amp_loader_next(loader, &got), "amp_loader_next");
-        start = seconds_now();
+        start = ex_seconds();
         bench_need(amp_loader_seek(loader, epoch, index), "amp_loader_seek");
-        seek[i] = seconds_now() - start;
+        seek[i] = ex_seconds() - start;
         bench_need(amp_loader_next(loader, &got), "amp_loader_next");
-        first[i] = seconds_now() - start;
+        first[i] = ex_seconds() - start;
     }
     bench_begin("loader_resume", amp);
     metrics_integer(stdout, "epoch", epoch);

@@ -88,11 +88,11 @@ static void with_tensor(bench *b, const amp_mask *mask, int cleared, double *get
     double start;
     memset(&info, 0, sizeof info);
     if (cleared) amp_mask_cache_clear(b->amp);
-    start = seconds_now();
+    start = ex_seconds();
     bench_need(amp_mask_get(b->amp, mask, BATCH, b->seq, b->seq, AMP_U8, &view), "amp_mask_get");
-    *get = seconds_now() - start;
+    *get = ex_seconds() - start;
     softmax(b, &view.mask);
-    *all = seconds_now() - start;
+    *all = ex_seconds() - start;
     bench_need(amp_mask_cache_info(b->amp, &info), "amp_mask_cache_info");
     *bytes = info.bytes;
     amp_mask_release(b->amp, &view);
@@ -112,12 +112,12 @@ static void measure(bench *b, int kind) {
         double start;
         with_tensor(b, &mask, 1, &times[GET_CLEARED][at], &times[ALL_CLEARED][at], &bytes);
         with_tensor(b, &mask, 0, &times[GET_CACHED][at], &times[ALL_CACHED][at], &bytes);
-        start = seconds_now();
+        start = ex_seconds();
         softmax(b, &mask);
-        times[SOFTMAX][at] = seconds_now() - start;
-        start = seconds_now();
+        times[SOFTMAX][at] = ex_seconds() - start;
+        start = ex_seconds();
         attention(b, &mask);
-        times[ATTENTION][at] = seconds_now() - start;
+        times[ATTENTION][at] = ex_seconds() - start;
     }
     bench_begin("masks", b->amp);
     metrics_text(stdout, "mask", mask_names[kind]);

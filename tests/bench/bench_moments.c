@@ -48,9 +48,9 @@ int main(int argc, char **argv) {
     for (i = -2; i < repeats; i++)
         for (k = 0; k < KINDS; k++) {
             params[k].grad_live = 1;
-            start = seconds_now();
+            start = ex_seconds();
             bench_need(amp_optimizer_step(optimizers[k], NULL), "amp_optimizer_step");
-            if (i >= 0) times[k][i] = seconds_now() - start;
+            if (i >= 0) times[k][i] = ex_seconds() - start;
         }
     for (k = 0; k < KINDS; k++) {
         double median = bench_quantile(times[k], repeats, 0.5);       /* sorts */

@@ -136,21 +136,21 @@ static double seconds_of(contestant who, int64_t count, int64_t threads) {
     double start;
     if (threads > 1) bench_sleep(1e-3);
     calls(who, count / 4 + 1);
-    start = seconds_now();
+    start = ex_seconds();
     calls(who, count);
-    return (seconds_now() - start) / (double)count;
+    return (ex_seconds() - start) / (double)count;
 }
 
 /* How many calls take so many microseconds. */
 static int64_t calls_for(contestant who, int64_t us) {
-    double start = seconds_now();
+    double start = ex_seconds();
     int64_t count = 1;
     for (;; count *= 2) {
-        start = seconds_now();
+        start = ex_seconds();
         calls(who, count);
-        if (seconds_now() - start > 0.25e-6 * (double)us) break;
+        if (ex_seconds() - start > 0.25e-6 * (double)us) break;
     }
-    return (int64_t)((double)count * 1e-6 * (double)us / (seconds_now() - start)) + 1;
+    return (int64_t)((double)count * 1e-6 * (double)us / (ex_seconds() - start)) + 1;
 }
 
 /* ---- A row of the table */
@@ -216,13 +216,13 @@ static double overhead(amp_context *amp, int64_t rounds) {
     float x = 2, y = 3, z = 0;
     int64_t r, i;
     for (r = 0; r < rounds; r++) {
-        double start = seconds_now();
+        double start = ex_seconds();
         for (i = 0; i < CALLS; i++) {
             bench_need(amp_autocast_begin(amp, NULL), "amp_autocast_begin");
             bench_need(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, &x, 1, &y, 1, 0, &z, 1), "amp_gemm");
             amp_autocast_end(amp);
         }
-        times[r] = 1e9 * (seconds_now() - start) / CALLS;
+        times[r] = 1e9 * (ex_seconds() - start) / CALLS;
     }
     if (z < 6 || z > 6) exit(1);
     return bench_median(times, rounds);

@@ -94,17 +94,17 @@ static void create_tokens(run *r) {
 /* One step.  at[0..PARTS-1]: the seconds it took. */
 static amp_result step(run *r, int64_t number, double at[PARTS]) {
     const int32_t *tokens = r->tokens + number % BATCHES * (r->batch * r->seq + 1);
-    double start = seconds_now(), forward, backward;
+    double start = ex_seconds(), forward, backward;
     amp_batch batch;
     memset(&batch, 0, sizeof batch);
     batch.inputs = tokens; batch.targets = tokens + 1; batch.batch = r->batch; batch.seq = r->seq;
-    TRY(gpt_forward_loss(&r->gpt, &batch, amp_scaler_scale_ptr(r->scaler), 1));
-    forward = seconds_now();
-    TRY(gpt_backward(&r->gpt));
-    backward = seconds_now();
-    TRY(amp_step(r->optimizer, r->scaler));
-    TRY(amp_sync(r->amp));
-    at[STEP] = seconds_now() - start;
+    EX_TRY(gpt_forward_loss(&r->gpt, &batch, amp_scaler_scale_ptr(r->scaler), 1));
+    forward = ex_seconds();
+    EX_TRY(gpt_backward(&r->gpt));
+    backward = ex_seconds();
+    EX_TRY(amp_step(r->optimizer, r->scaler));
+    EX_TRY(amp_sync(r->amp));
+    at[STEP] = ex_seconds() - start;
     at[FORWARD] = forward - start;
     at[BACKWARD] = backward - forward;
     at[UPDATE] = at[STEP] - at[FORWARD] - at[BACKWARD];

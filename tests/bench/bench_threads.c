@@ -66,7 +66,7 @@ static void attention_open(const settings *set) {
     attention.mask.kind = AMP_MASK_CAUSAL;
 }
 static amp_result attention_call(void) {
-    TRY(amp_attention(amp, &attention));
+    EX_TRY(amp_attention(amp, &attention));
     return amp_attention_backward(amp, &attention);
 }
 
@@ -113,8 +113,8 @@ static amp_result step_call(void) {
     amp_batch batch;
     memset(&batch, 0, sizeof batch);
     batch.inputs = tokens; batch.targets = tokens + 1; batch.batch = model.config.batch; batch.seq = model.config.seq;
-    TRY(gpt_forward_loss(&model, &batch, NULL, 1));
-    TRY(gpt_backward(&model));
+    EX_TRY(gpt_forward_loss(&model, &batch, NULL, 1));
+    EX_TRY(gpt_backward(&model));
     return amp_step(optimizer, NULL);
 }
 
@@ -168,14 +168,14 @@ static void mlp_open(const settings *set) {
 }
 static amp_result mlp_call(void) {
     amp_batch batch;
-    TRY(amp_loader_next(mlp.loader, &batch));
+    EX_TRY(amp_loader_next(mlp.loader, &batch));
     mlp.first.x = amp_tensor2((void *)(uintptr_t)batch.fields[0], AMP_F32, MLP_ROWS, MLP_IN);
     mlp.loss.labels = batch.targets;
-    TRY(amp_linear(amp, &mlp.first));
-    TRY(amp_linear(amp, &mlp.second));
-    TRY(amp_cross_entropy(amp, &mlp.loss));
-    TRY(amp_linear_backward(amp, &mlp.second));
-    TRY(amp_linear_backward(amp, &mlp.first));
+    EX_TRY(amp_linear(amp, &mlp.first));
+    EX_TRY(amp_linear(amp, &mlp.second));
+    EX_TRY(amp_cross_entropy(amp, &mlp.loss));
+    EX_TRY(amp_linear_backward(amp, &mlp.second));
+    EX_TRY(amp_linear_backward(amp, &mlp.first));
     return amp_step(optimizer, NULL);
 }
 
@@ -195,12 +195,12 @@ static double process_seconds(void) {
 
 /* Calls until `seconds` are over: how many, and in how long. */
 static int64_t calls_for(amp_result (*call)(void), double seconds, double *wall) {
-    double start = seconds_now();
+    double start = ex_seconds();
     int64_t n = 0;
     do {
         bench_need(call(), "call");
         n++;
-        *wall = seconds_now() - start;
+        *wall = ex_seconds() - start;
     } while (*wall < seconds);
     return n;
 }
@@ -225,8 +225,8 @@ static void measure(const settings *set, amp_result (*call)(void)) {
 static void spin(const settings *set) {
     pid_t parent = getppid();
     while (getppid() == parent) {
-        double end = seconds_now() + 1e-3 * (double)set->on_ms;
-        while (seconds_now() < end) { }
+        double end = ex_seconds() + 1e-3 * (double)set->on_ms;
+        while (ex_seconds() < end) { }
         if (set->off_ms > 0) bench_sleep(1e-3 * (double)set->off_ms);
     }
 }

@@ -5,9 +5,8 @@
  * trained in.  In fp32, where there is no such difference, by no more than TF32 makes: that dtype differs from fp32 in
  * the rounding of operands alone. */
 #include "test_cuda.h"
-#include "../../examples/common.h"
-#include "../../examples/encoder.h"
 #include "../../examples/encoder_files.h"
+#include "../../examples/gpt_files.h"
 #include "../handwritten_gpt.h"
 
 enum { VOCAB = 53, CHANNELS = 64, LAYERS = 2, BATCH = 2, SEQ = 31, ROWS = BATCH * SEQ, STEPS = 20 };
@@ -71,11 +70,11 @@ struct gpt_training {
         d.allow_fallback = 1;
         d.threads = 1;
         d.seed = 5;
-        TRY(amp_open(&amp, &d));
-        TRY(gpt_create(&model, amp, &config));
-        TRY(gpt_init(&model, 11));
-        TRY(amp_alloc(amp, &ids, 2 * ROWS * 4));
-        if (w.dtype == AMP_F16) TRY(amp_scaler_create(amp, &scaler, &s));
+        EX_TRY(amp_open(&amp, &d));
+        EX_TRY(gpt_create(&model, amp, &config));
+        EX_TRY(gpt_init(&model, 11));
+        EX_TRY(amp_alloc(amp, &ids, 2 * ROWS * 4));
+        if (w.dtype == AMP_F16) EX_TRY(amp_scaler_create(amp, &scaler, &s));
         o.params = model.params;
         o.n_params = model.n_params;
         o.lr = 5e-3f;
@@ -87,7 +86,7 @@ struct gpt_training {
         std::vector<int32_t> all = tokens_of(step), split;
         for (int shift = 0; shift < 2; shift++)
             for (int i = 0; i < ROWS; i++) split.push_back(all[(size_t)(i / SEQ * (SEQ + 1) + i % SEQ + shift)]);
-        TRY(amp_copy(amp, ids, split.data(), 2 * ROWS * 4, AMP_COPY_TO_DEVICE));
+        EX_TRY(amp_copy(amp, ids, split.data(), 2 * ROWS * 4, AMP_COPY_TO_DEVICE));
         return amp_sync(amp);
     }
     amp_batch batch() const {
@@ -100,13 +99,13 @@ struct gpt_training {
     }
     amp_result forward_backward() {
         amp_batch b = batch();
-        TRY(gpt_forward_loss(&model, &b, amp_scaler_scale_ptr(scaler), 1));
+        EX_TRY(gpt_forward_loss(&model, &b, amp_scaler_scale_ptr(scaler), 1));
         return gpt_backward(&model);
     }
     amp_result step(int number, float *loss) {
-        TRY(tokens(number));
-        TRY(forward_backward());
-        TRY(gpt_loss_read(&model, loss));
+        EX_TRY(tokens(number));
+        EX_TRY(forward_backward());
+        EX_TRY(gpt_loss_read(&model, loss));
         return amp_step(optimizer, scaler);
     }
 };
@@ -122,7 +121,7 @@ static std::vector<float> train(const way &w, int steps) {
         out.resize(at + (size_t)amp_tensor_count(&t.model.params[i].weight));
         result = gpt_get(&t.model, i, &out[at]);
     }
-    CHECK_MSG(result == AMP_OK, "%s", example_error());
+    CHECK_MSG(result == AMP_OK, "%s", ex_error());
     return out;
 }
 
@@ -322,11 +321,11 @@ struct encoder_training {
         config.intermediate = 4 * CHANNELS;
         config.activations = dtype;
         config.dropout = dropout;
-        TRY(amp_open(&amp, &d));
-        TRY(encoder_create(&model, amp, &config));
-        TRY(encoder_init(&model, 11));
-        TRY(amp_alloc(amp, (void **)&ids, (ROWS + BATCH) * 4));
-        TRY(amp_copy(amp, ids, tokens.data(), (ROWS + BATCH) * 4, AMP_COPY_TO_DEVICE));
+        EX_TRY(amp_open(&amp, &d));
+        EX_TRY(encoder_create(&model, amp, &config));
+        EX_TRY(encoder_init(&model, 11));
+        EX_TRY(amp_alloc(amp, (void **)&ids, (ROWS + BATCH) * 4));
+        EX_TRY(amp_copy(amp, ids, tokens.data(), (ROWS + BATCH) * 4, AMP_COPY_TO_DEVICE));
         o.params = model.params;
         o.n_params = model.n_params;
         o.lr = 1e-3f;
@@ -334,10 +333,10 @@ struct encoder_training {
     }
     amp_result step(float *loss) {
         const encoder_input in = {ids, NULL, NULL, BATCH, SEQ};
-        TRY(encoder_forward(&model, &in, ids + ROWS, NULL, 1));
-        TRY(encoder_backward(&model));
-        TRY(amp_copy(amp, loss, model.loss_value, 4, AMP_COPY_TO_HOST));
-        TRY(amp_step(optimizer, NULL));
+        EX_TRY(encoder_forward(&model, &in, ids + ROWS, NULL, 1));
+        EX_TRY(encoder_backward(&model));
+        EX_TRY(amp_copy(amp, loss, model.loss_value, 4, AMP_COPY_TO_HOST));
+        EX_TRY(amp_step(optimizer, NULL));
         return amp_sync(amp);
     }
 };

@@ -365,7 +365,7 @@ if [ -w /dev/full ]; then
         if [ $status -eq 1 ] && $run > "$work/lost.log" 2>&1; then pass; else fail "output to a full disk" "$run: status $status, $(tail -n 2 "$work/lost.log")"; fi
     done
 else skip "output to a full disk" "no /dev/full"; fi
-silent=$(grep -L 'program_begin();\|ferror(stdout)' $(grep -l '^int main' examples/*.c examples/*/*.c))
+silent=$(grep -L 'ex_begin();\|ferror(stdout)' $(grep -l '^int main' examples/*.c examples/*/*.c))
 if [ -z "$silent" ]; then pass; else fail "output to a full disk" "nothing is looked at in $silent"; fi
 
 # A limit on the size of files is a full disk, no signal; nothing is left of the file that was too long.
@@ -461,4 +461,38 @@ if grep -q SYNTHETIC "$work/quick.log" && [ "$(grep -c '^step' "$work/quick.log"
 else fail quickstart "$(tail -n 3 "$work/quick.log" "$work/on.log")"; fi
 if (build=$PWD/build; cd "$work" && "$build/mlp" > mlp.log 2>&1) && [ "$(wc -l < "$work/mlp.log")" -eq 3 ] &&
     awk '/^step 1500/ {exit !($NF < 0.3)}' "$work/mlp.log"; then pass; else fail mlp "$(tail -n 3 "$work/mlp.log")"; fi
+
+# safetensors.h and the tokenizers stand alone: copied into an empty folder, they compile as C and as C++ with nothing of
+# amp.h's, and the program in safetensors.h's head writes a file and reads it back.
+mkdir -p "$work/alone_headers"
+cp examples/safetensors.h examples/bpe.h examples/wordpiece.h "$work/alone_headers"
+cat > "$work/alone_headers/use.c" << 'end'
+#include "bpe.h"
+#include "wordpiece.h"
+int main(void) {
+    const float values[6] = {1, -2.5f, 3e-40f, 4, 5, 6};
+    const int64_t shape[2] = {2, 3};
+    float back[6];
+    st_writer w;
+    st_file file;
+    memset(&w, 0, sizeof w);
+    st_write_text(&w, "format", "pt");
+    st_write_checksum(&w);
+    st_write_tensor(&w, "w", 2, shape);
+    if (st_write_begin(&w) != ST_OK) return 1;
+    st_write_floats(&w, values, 6);
+    if (st_write_end(&w) != ST_OK || st_open(&file, w.file, w.bytes) != ST_OK || file.n != 1) return 2;
+    if (st_find(&file, "w") == NULL || st_floats(st_find(&file, "w"), back) != ST_OK || memcmp(values, back, sizeof back) != 0) return 3;
+    st_close(&file);
+    w.file[w.bytes - 1] ^= 1;
+    if (st_open(&file, w.file, w.bytes) != ST_ERR_CHECKSUM || strstr(st_error(), "damaged") == NULL) return 4;
+    st_write_close(&w);
+    return 0;
+}
+end
+for lang in "${CC:-gcc} -std=c99" "g++ -std=c++11 -x c++"; do
+    have "${lang%% *}" || { skip "headers that stand alone" "no ${lang%% *}"; continue; }
+    check "headers that stand alone: $lang" $lang -Wall -Wextra -Werror "$work/alone_headers/use.c" -o "$work/alone_headers/use"
+    if "$work/alone_headers/use"; then pass; else fail "headers that stand alone: $lang" "status $?"; fi
+done
 closing

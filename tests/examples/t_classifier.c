@@ -102,7 +102,7 @@ static void fill(encoder *e, uint32_t seed) {
                          plain ? 0.25f : sqrtf(3.0f / (float)piece.cols), norm ? 1.0f : 0.0f);
             memcpy(values + part * n, rows + piece.skip * width, (size_t)n * sizeof *values);
         }
-        CHECK_OK(param_set(e->amp, NULL, &e->params[i], values));
+        CHECK_OK(model_param_set(e->amp, NULL, &e->params[i], values));
         e->params[i].grad_live = 0;             /* the next backward overwrites */
     }
     free(values); free(rows);
@@ -400,15 +400,15 @@ TEST(bad_vocabularies_are_refused_by_name) {
         {"", "[PAD]"}, {"[PAD]\n[CLS]\n[SEP]\na\n", "[UNK]"}, {"[PAD]\n[UNK]\n[SEP]\n", "[CLS]"}, {"[PAD]\n[UNK]\n[CLS]\nSEP\n", "[SEP]"},
     };
     const char *path = scratch("vocab.txt");
-    char *line = (char *)room_for(TOKENIZER_LONGEST + 100);
+    char *line = (char *)room_for(WORDPIECE_LINE + 100);
     wordpiece w;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         write_text(path, bad[i].text);
-        CHECK(wordpiece_open(&w, path, 0) == AMP_ERR_FORMAT && strstr(example_text, path) != NULL && strstr(example_text, bad[i].why) != NULL);
+        CHECK(wordpiece_open(&w, path, 0) == AMP_ERR_FORMAT && strstr(st_error(), path) != NULL && strstr(st_error(), bad[i].why) != NULL);
     }
-    memset(line, 'x', TOKENIZER_LONGEST + 1);
+    memset(line, 'x', WORDPIECE_LINE + 1);
     write_text(path, line);
-    CHECK(wordpiece_open(&w, path, 0) == AMP_ERR_FORMAT && strstr(example_text, "line 1") != NULL);
+    CHECK(wordpiece_open(&w, path, 0) == AMP_ERR_FORMAT && strstr(st_error(), "line 1") != NULL);
     CHECK(wordpiece_open(&w, "/nonexistent/vocab.txt", 0) == AMP_ERR_OPEN);
     write_text(path, "[PAD]\r\n[UNK]\r\n[CLS]\r\n[SEP]\r\nab\r\n##c\r\nab");          /* of equal lines the last one counts */
     CHECK_OK(wordpiece_open(&w, path, 0));
@@ -417,7 +417,7 @@ TEST(bad_vocabularies_are_refused_by_name) {
     wordpiece_close(&w);
     free(line);
     remove(path);
-    example_text[0] = 0;
+    ex_text[0] = 0;
 }
 
 /* ---- Labelled text */
@@ -428,7 +428,7 @@ static amp_result read_labelled(const char *text, text_set *t, label_names *l) {
     memset(l, 0, sizeof *l);
     l->numbers = 1;
     write_text(path, text);
-    example_text[0] = 0;
+    ex_text[0] = 0;
     result = text_set_read(t, l, path, 1);
     remove(path);
     return result;
@@ -450,7 +450,7 @@ TEST(labelled_text) {
     CHECK(t.items[1].length == 9 && memcmp((char *)t.file + t.items[1].at, "two\tthree", 9) == 0);
     CHECK_OK(settle_labels(&set, &l, sets, &classes));
     CHECK(classes == 2 && l.n == 2);
-    CHECK(read_line(&t, &l, "file", "unknown\tx", 9, 4, 0) == AMP_ERR_LABEL && strstr(example_text, "file: line 4: the label unknown") != NULL);
+    CHECK(read_line(&t, &l, "file", "unknown\tx", 9, 4, 0) == AMP_ERR_LABEL && strstr(ex_text, "file: line 4: the label unknown") != NULL);
     text_set_close(&t);
     label_names_close(&l);
     CHECK_OK(read_labelled("3\tone\n0\ttwo\n", &t, &l));          /* numbers are classes themselves */
@@ -459,22 +459,22 @@ TEST(labelled_text) {
     text_set_close(&t);
     CHECK_OK(read_labelled("3\tone\n0\ttwo\n", &t, &l));
     set.classes = 3;
-    CHECK(settle_labels(&set, &l, sets, &classes) != AMP_OK && strstr(example_text, "line 1 of --data has the label 3") != NULL);
+    CHECK(settle_labels(&set, &l, sets, &classes) != AMP_OK && strstr(ex_text, "line 1 of --data has the label 3") != NULL);
     set.classes = 0;
     text_set_close(&t);
     label_names_close(&l);
     CHECK_OK(read_labelled("x\tone\nx\ttwo\n", &t, &l));
-    CHECK(settle_labels(&set, &l, sets, &classes) != AMP_OK && strstr(example_text, "only one label") != NULL);
+    CHECK(settle_labels(&set, &l, sets, &classes) != AMP_OK && strstr(ex_text, "only one label") != NULL);
     text_set_close(&t);
     label_names_close(&l);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         CHECK(read_labelled(bad[i].text, &t, &l) == AMP_ERR_FORMAT);
-        CHECK_MSG(strstr(example_text, bad[i].why) != NULL, "%s", example_text);
+        CHECK_MSG(strstr(ex_text, bad[i].why) != NULL, "%s", ex_text);
         text_set_close(&t);
         label_names_close(&l);
     }
     CHECK(label_number("65535", 5) == 65535 && label_number("65536", 5) == -1 && label_number("1e3", 3) == -1 && label_number("", 0) == -1);
-    example_text[0] = 0;
+    ex_text[0] = 0;
 }
 
 TEST(texts_are_cut) {
@@ -503,14 +503,14 @@ TEST(shuffled_orders) {
 /* Level O2: masters are the fp32 numbers of the initialisation and of a file, not what bf16 left of them. */
 TEST(masters_begin_as_fp32) {
     const char *data = scratch("masters.tsv"), *path = scratch("masters.safetensors");
-    text_buffer b = {NULL, 0, 0, 0};
+    json_buffer b = {NULL, 0, 0, 0};
     run r[3];
-    for (int i = 0; i < 40; i++) text_add(&b, "%d\ttext %d\n", i % 2, i);
+    for (int i = 0; i < 40; i++) json_add(&b, "%d\ttext %d\n", i % 2, i);
     write_text(data, b.text);
     for (int way = 0; way < 3; way++) {             /* fp32 weights; O2 of the same seed; O2 of their file */
         int64_t narrow = 0;
         memset(&r[way], 0, sizeof r[way]);
-        CHECK_OK(parse_options(&r[way].set));
+        CHECK_OK(flag_parse_all(&r[way].set));
         r[way].set.data = data;
         r[way].set.layers = r[way].set.heads = 1; r[way].set.hidden = 8; r[way].set.seq = 16; r[way].set.threads = 1;
         r[way].set.seed = 3 + way / 2;
@@ -538,15 +538,15 @@ TEST(masters_begin_as_fp32) {
 
 /* --shuffle-off: the texts that are trained on stand in the file's order, whichever were drawn for evaluation. */
 TEST(the_order_of_the_file) {
-    text_buffer b = {NULL, 0, 0, 0};
+    json_buffer b = {NULL, 0, 0, 0};
     const char *path = scratch("order.tsv");
-    for (int i = 0; i < 200; i++) text_add(&b, "%d\ttext %d\n", i % 2, i);
+    for (int i = 0; i < 200; i++) json_add(&b, "%d\ttext %d\n", i % 2, i);
     write_text(path, b.text);
     for (int valid = 0; valid < 2; valid++) {
         run r;
         int64_t seen = 0;
         memset(&r, 0, sizeof r);
-        CHECK_OK(parse_options(&r.set));
+        CHECK_OK(flag_parse_all(&r.set));
         r.set.data = path;
         r.set.valid = valid ? path : "";
         r.set.shuffle_off = 1;
@@ -566,13 +566,13 @@ TEST(the_order_of_the_file) {
 TEST(flags) {
     settings set;
     memset(&set, 0, sizeof set);
-    CHECK_OK(parse_options(&set));
+    CHECK_OK(flag_parse_all(&set));
     CHECK(set.seq == 128 && set.epochs == 3 && set.lr == -1 && strcmp(set.level, "O1") == 0 && set.compat_scale == 1);
-    for (int i = 0; i < given.n; i++) {
-        if (options[i].type != INTEGER && options[i].type != NUMBER && options[i].type != CHOICE) continue;
-        CHECK_MSG(parse_option(i, "1x", &set) != AMP_OK && strstr(example_text, options[i].name) != NULL, "%s", options[i].name);
+    for (int i = 0; i < flag_given.n; i++) {
+        if (options[i].type != FLAG_INTEGER && options[i].type != FLAG_NUMBER && options[i].type != FLAG_CHOICE) continue;
+        CHECK_MSG(flag_parse(i, "1x", &set) != AMP_OK && strstr(ex_text, options[i].name) != NULL, "%s", options[i].name);
     }
-    example_text[0] = 0;
+    ex_text[0] = 0;
 }
 
 /* ---- Model files */
@@ -785,11 +785,11 @@ TEST(encoder_configs_are_refused_by_key_and_value) {
             snprintf(text, sizeof text, "{\"model_type\": \"%s\"%s, %s}", encoder_kinds[family].name, heads, bad[i].member);
             ampt_put("config.json", text, strlen(text));
             CHECK_MSG(encoder_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK, "accepted: %s", bad[i].member);
-            CHECK_MSG(strstr(example_text, bad[i].why) != NULL && strstr(example_text, "config.json") != NULL, "%s; expected: %s", example_text, bad[i].why);
+            CHECK_MSG(strstr(ex_text, bad[i].why) != NULL && strstr(ex_text, "config.json") != NULL, "%s; expected: %s", ex_text, bad[i].why);
         }
         snprintf(text, sizeof text, "{\"model_type\": \"distilbert\", \"num_attention_heads\": 4}");
         ampt_put("config.json", text, strlen(text));
-        CHECK(encoder_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK && strstr(example_text, "model_type = \"distilbert\"") != NULL);
+        CHECK(encoder_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK && strstr(ex_text, "model_type = \"distilbert\"") != NULL);
         snprintf(text, sizeof text, "{\"num_attention_heads\": 4, \"hidden_dropout_prob\": 0.1, \"classifier_dropout\": null, \"odd\": 1%s}",
                  family == ENCODER_DEBERTA ? ", " DISTANCES ", \"relative_attention\": true, \"position_buckets\": 4" : "");
         ampt_put("config.json", text, strlen(text));
@@ -801,7 +801,7 @@ TEST(encoder_configs_are_refused_by_key_and_value) {
     }
     ampt_folder_remove();
     amp_close(amp);
-    example_text[0] = 0;
+    ex_text[0] = 0;
 }
 
 /* A head for another number of classes is made anew, and counted; a body that does not fit is an error by name. */
@@ -826,7 +826,7 @@ TEST(heads_of_other_sizes) {
     encoder_destroy(&b);
     config.intermediate++;
     CHECK_OK(encoder_create(&b, amp, &config));
-    CHECK(encoder_file_load(&file, &b, 1, &fresh) == AMP_ERR_SHAPE && strstr(example_text, "intermediate.dense") != NULL);
+    CHECK(encoder_file_load(&file, &b, 1, &fresh) == AMP_ERR_SHAPE && strstr(ex_text, "intermediate.dense") != NULL);
     encoder_destroy(&b);
     encoder_file_close(&file);
     config.intermediate--;
@@ -845,14 +845,14 @@ TEST(heads_of_other_sizes) {
     CHECK_OK(amp_file_write_atomic(NULL, path, data, bytes));
     CHECK_OK(encoder_file_open(&file, path));
     ((float *)b.params[0].weight.data)[0] = 42;
-    CHECK(encoder_file_load(&file, &b, 1, &fresh) == AMP_ERR_NAME && strstr(example_text, "layer.1.output.dense.bias") != NULL);
+    CHECK(encoder_file_load(&file, &b, 1, &fresh) == AMP_ERR_NAME && strstr(ex_text, "layer.1.output.dense.bias") != NULL);
     CHECK(((float *)b.params[0].weight.data)[0] == 42);         /* nothing of it was loaded */
     encoder_file_close(&file);
     encoder_destroy(&b);
     amp_file_free(NULL, data, bytes);
     amp_close(amp);
     remove(path);
-    example_text[0] = 0;
+    ex_text[0] = 0;
 }
 
 /* Any damage gives an error, or a model. */
@@ -890,7 +890,7 @@ TEST(damaged_model_files) {
     encoder_destroy(&a);
     amp_close(amp);
     remove(path); remove(broken);
-    example_text[0] = 0;
+    ex_text[0] = 0;
 }
 
 TEST(bad_shapes_are_refused) {
@@ -912,7 +912,7 @@ TEST(bad_shapes_are_refused) {
     CHECK_ERR(encoder_forward(&e, &input, NULL, NULL, 0), AMP_ERR_RANGE);
     encoder_destroy(&e);
     amp_close(amp);
-    example_text[0] = 0;
+    ex_text[0] = 0;
 }
 
 /* ---- Properties that need no golden data */

@@ -1,7 +1,7 @@
-/* t_common.c - the event files that examples/common.h writes for TensorBoard. */
+/* t_common.c - the event files that examples/tensorboard.h writes for TensorBoard. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "../examples/common.h"
+#include "../examples/tensorboard.h"
 #include "test.h"
 
 static void to_hex(const unsigned char *data, size_t n, char *hex) {
@@ -21,9 +21,9 @@ static void check_record(double seconds, int64_t step, const char *tag, float va
 /* The check value of the catalogue of CRCs (CRC-32/ISCSI), and RFC 3720 B.4's of 32 zeros. */
 TEST(checksum) {
     const unsigned char zeros[32] = {0};
-    CHECK_EQ(crc32c((const unsigned char *)"123456789", 9), 0xe3069283u);
-    CHECK_EQ(crc32c(zeros, 32), 0x8a9136aau);
-    CHECK_EQ(crc32c(zeros, 0), 0);
+    CHECK_EQ(st_crc32c((const unsigned char *)"123456789", 9), 0xe3069283u);
+    CHECK_EQ(st_crc32c(zeros, 32), 0x8a9136aau);
+    CHECK_EQ(st_crc32c(zeros, 0), 0);
 }
 
 /* Bytes of TensorBoard 2.21's own writer for the same events. */
@@ -61,7 +61,7 @@ TEST(files) {
     snprintf(command, sizeof command, "rm -r /tmp/t_common_%ld", (long)getpid());
     CHECK_EQ(system(command), 0);
     CHECK_ERR(board_open(&b, "/dev/null/board"), AMP_ERR_OPEN);
-    CHECK_MSG(strstr(example_error(), "/dev/null") != NULL, "%s", example_error());
+    CHECK_MSG(strstr(ex_error(), "/dev/null") != NULL, "%s", ex_error());
     CHECK(b.file == NULL);
 }
 

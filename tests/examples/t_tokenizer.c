@@ -2,7 +2,8 @@
  * damaged files refused by name.  Golden data: tests/torch/oracle/tokenizer.py. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "../examples/common.h"
+#include "../examples/gpt_files.h"
+#include "../examples/token_files.h"
 #include "test.h"
 #ifndef AMPT_GOLDEN
 #define AMPT_GOLDEN "tests/torch/golden"
@@ -21,10 +22,10 @@ static const char *scratch(const char *name) {
 static void write_text(const char *path, const char *text, size_t bytes) { CHECK_OK(amp_file_write_atomic(NULL, path, text, bytes)); }
 
 /* The bytes of the tokens; returns how many. */
-static int64_t decode(const tokenizer *t, const uint16_t *tokens, int64_t n, char *out) {
+static int64_t decode(const bpe *t, const uint16_t *tokens, int64_t n, char *out) {
     int64_t used = 0, i, length;
     for (i = 0; i < n; i++) {
-        const char *text = tokenizer_text(t, tokens[i], &length);
+        const char *text = bpe_text(t, tokens[i], &length);
         CHECK(text != NULL);
         if (text != NULL) memcpy(out + used, text, (size_t)length);
         used += length;
@@ -37,22 +38,22 @@ static int hex_digit(int c) { return c <= '9' ? c - '0' : c - 'a' + 10; }
 TEST(same_tokens_as_transformers) {
     static char line[1 << 16], text[1 << 14], back[1 << 16];
     static uint16_t tokens[1 << 14];
-    tokenizer t;
+    bpe t;
     FILE *file = fopen(AMPT_GOLDEN "/tokenizer.txt", "r");
     int cases = 0;
     CHECK(file != NULL);
-    CHECK_OK(tokenizer_open(&t, vocab_path, merges_path));
+    CHECK_OK(bpe_open(&t, vocab_path, merges_path));
     CHECK_EQ(t.n, 900);
     while (file != NULL && fgets(line, sizeof line, file) != NULL) {
         int64_t n = 0, count = 0, wrong = 0, i, word;
         char *at = line;
         if (*at == '-') at++;
         for (; at[0] > ' '; at += 2) text[n++] = (char)(hex_digit(at[0]) * 16 + hex_digit(at[1]));
-        CHECK_OK(tokenizer_encode(&t, text, n, tokens, &count));
+        CHECK_OK(bpe_encode(&t, text, n, tokens, &count));
         CHECK_MSG(strtol(at, &at, 10) == count, "case %d: %lld tokens", cases, (long long)count);
         for (i = 0; i < count; i++) wrong += strtol(at, &at, 10) != tokens[i];
         for (i = 0; i < n && wrong == 0; i += word) {
-            word = token_word_length(text + i, n - i);
+            word = bpe_word_length(text + i, n - i);
             CHECK_MSG((wrong = strtol(at, &at, 10) != word) == 0, "case %d: the word at byte %lld", cases, (long long)i);
         }
         CHECK_MSG(wrong == 0 && *at == '\n', "case %d", cases);
@@ -61,7 +62,7 @@ TEST(same_tokens_as_transformers) {
     }
     CHECK(cases > 300);
     if (file != NULL) fclose(file);
-    tokenizer_close(&t);
+    bpe_close(&t);
 }
 
 /* Bytes that are no UTF-8 come back; a word as long as the text does not take quadratic time. */
@@ -70,8 +71,8 @@ TEST(any_bytes_come_back) {
     char *text = (char *)malloc(LONG), *back = (char *)malloc(LONG);
     uint16_t *tokens = (uint16_t *)malloc(LONG * sizeof *tokens);
     int64_t count, n, round, i;
-    tokenizer t;
-    CHECK_OK(tokenizer_open(&t, vocab_path, merges_path));
+    bpe t;
+    CHECK_OK(bpe_open(&t, vocab_path, merges_path));
     for (round = 0; round < 500; round++) {
         uint32_t words[4];
         n = 1 + round % 97;
@@ -81,15 +82,15 @@ TEST(any_bytes_come_back) {
         }
         char *exact = (char *)malloc((size_t)n);        /* so that a sanitizer sees a byte too many */
         memcpy(exact, text, (size_t)n);
-        CHECK_OK(tokenizer_encode(&t, exact, n, tokens, &count));
+        CHECK_OK(bpe_encode(&t, exact, n, tokens, &count));
         CHECK(count <= n && decode(&t, tokens, count, back) == n && memcmp(back, text, (size_t)n) == 0);
         free(exact);
     }
     memset(text, 'e', LONG);
-    CHECK_OK(tokenizer_encode(&t, text, LONG, tokens, &count));
+    CHECK_OK(bpe_encode(&t, text, LONG, tokens, &count));
     CHECK(decode(&t, tokens, count, back) == LONG && memcmp(back, text, LONG) == 0);
     free(text); free(back); free(tokens);
-    tokenizer_close(&t);
+    bpe_close(&t);
 }
 
 /* A vocabulary of the 256 bytes as \u escapes, then `more`. */
@@ -110,29 +111,29 @@ TEST(escapes_and_added_tokens) {
     const char *vocab = scratch("vocab.json"), *merges = scratch("merges.txt");
     uint16_t tokens[16];
     int64_t count, length;
-    tokenizer t;
+    bpe t;
     write_text(vocab, text, small_vocab(text, sizeof text, "\"\\ud83d\\ude00 x\": 300, \"ab\": 256, \"\\u0120ab\": 400"));
     write_text(merges, "a b\r\n\xc4\xa0 ab\n", 11);
-    CHECK_OK(tokenizer_open(&t, vocab, merges));
+    CHECK_OK(bpe_open(&t, vocab, merges));
     if (t.n == 0) return;
     CHECK(t.n == 401 && t.end_of_text == -1);
-    CHECK_OK(tokenizer_encode(&t, "ab ab\"\\<|endoftext|>", 7, tokens, &count));
+    CHECK_OK(bpe_encode(&t, "ab ab\"\\<|endoftext|>", 7, tokens, &count));
     CHECK(count == 4 && tokens[0] == 256 && tokens[1] == 400 && tokens[2] == '"' && tokens[3] == '\\');
-    const char *added = tokenizer_text(&t, 300, &length);
+    const char *added = bpe_text(&t, 300, &length);
     CHECK(length == 6 && memcmp(added, "\xf0\x9f\x98\x80 x", 6) == 0);
-    CHECK(tokenizer_text(&t, 299, &length) == NULL && length == 0);
-    CHECK(tokenizer_text(&t, 401, &length) == NULL && tokenizer_text(&t, -1, &length) == NULL);
-    tokenizer_close(&t);
+    CHECK(bpe_text(&t, 299, &length) == NULL && length == 0);
+    CHECK(bpe_text(&t, 401, &length) == NULL && bpe_text(&t, -1, &length) == NULL);
+    bpe_close(&t);
     remove(vocab); remove(merges);
 }
 
 /* Refused, with the file's name and the word in the text. */
 static void refused(const char *vocab, const char *merges, const char *named, const char *why) {
-    tokenizer t;
-    int accepted = tokenizer_open(&t, vocab, merges) == AMP_OK;
-    CHECK_MSG(!accepted && strstr(example_error(), named) != NULL && strstr(example_error(), why) != NULL, "%s, expected: %s", accepted ? "accepted" : example_error(), why);
-    if (accepted) tokenizer_close(&t);
-    example_text[0] = 0;
+    bpe t;
+    int accepted = bpe_open(&t, vocab, merges) == AMP_OK;
+    CHECK_MSG(!accepted && strstr(st_error(), named) != NULL && strstr(st_error(), why) != NULL, "%s, expected: %s", accepted ? "accepted" : st_error(), why);
+    if (accepted) bpe_close(&t);
+    st_text[0] = 0;
 }
 
 TEST(bad_files_are_refused_by_name) {
@@ -178,19 +179,19 @@ TEST(damaged_files) {
         for (uint64_t round = 0; round < 300; round++) {
             char *copy = (char *)malloc(bytes);
             uint32_t words[4];
-            tokenizer t;
+            bpe t;
             amp_philox(9, (uint64_t)which, round, words);
             memcpy(copy, data, bytes);
             copy[words[0] % bytes] = pieces[words[1] % (sizeof pieces - 1)];
             write_text(broken[which], copy, round % 2 ? bytes : words[2] % bytes);
-            if (tokenizer_open(&t, which == 0 ? broken[0] : vocab_path, which == 1 ? broken[1] : merges_path) == AMP_OK) {
+            if (bpe_open(&t, which == 0 ? broken[0] : vocab_path, which == 1 ? broken[1] : merges_path) == AMP_OK) {
                 uint16_t tokens[64];
                 int64_t count;
-                CHECK_OK(tokenizer_encode(&t, "the model's layers", 18, tokens, &count));
-                tokenizer_close(&t);
+                CHECK_OK(bpe_encode(&t, "the model's layers", 18, tokens, &count));
+                bpe_close(&t);
                 accepted++;
-            } else CHECK_MSG(strstr(example_error(), which == 0 ? broken[0] : broken[1]) != NULL || strstr(example_error(), merges_path) != NULL, "%s", example_error());
-            example_text[0] = 0;
+            } else CHECK_MSG(strstr(st_error(), which == 0 ? broken[0] : broken[1]) != NULL || strstr(st_error(), merges_path) != NULL, "%s", st_error());
+            st_text[0] = 0;
             free(copy);
         }
         CHECK(accepted < 300);
@@ -208,23 +209,23 @@ TEST(token_files) {
     unsigned char *file;
     void *data = NULL;
     size_t bytes = 0;
-    tokenizer t;
-    CHECK_OK(tokenizer_open(&t, vocab_path, merges_path));
+    bpe t;
+    CHECK_OK(bpe_open(&t, vocab_path, merges_path));
     write_text(a, text, sizeof text - 1);
     paths[0] = paths[1] = (char *)(size_t)a;
-    CHECK_OK(tokenizer_encode(&t, text, sizeof text - 1, tokens, &count));
-    CHECK_OK(tokenizer_encode_files(&t, paths, 2, out));
+    CHECK_OK(bpe_encode(&t, text, sizeof text - 1, tokens, &count));
+    CHECK_OK(token_files_write(&t, paths, 2, out));
     CHECK_OK(amp_file_read_all(NULL, out, &data, &bytes));
     file = (unsigned char *)data;
     CHECK_EQ(bytes, 1024 + 2 * 2 * (size_t)(count + 1));
-    CHECK(bytes_i32(file) == 20240520 && bytes_i32(file + 4) == 1 && bytes_i32(file + 8) == 2 * (count + 1));
+    CHECK(gpt_file_i32(file) == 20240520 && gpt_file_i32(file + 4) == 1 && gpt_file_i32(file + 8) == 2 * (count + 1));
     for (int64_t i = 0; i < 2 * (count + 1); i++) {
         int64_t k = i % (count + 1);
         CHECK_EQ(file[1024 + 2 * i] | file[1025 + 2 * i] << 8, k == 0 ? t.end_of_text : tokens[k - 1]);
     }
     amp_file_free(NULL, data, bytes);
     remove(a); remove(out);
-    tokenizer_close(&t);
+    bpe_close(&t);
 }
 
 int main(int argc, char **argv) {

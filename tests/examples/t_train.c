@@ -2,6 +2,7 @@
  * sampling.  What the whole program does is in examples.sh, its model in t_model.c. */
 #define main train_gpt_main
 #include "../examples/train_gpt.c"
+#include "../examples/mnist.h"
 #undef main
 #include "golden.h"
 #include "test.h"
@@ -59,7 +60,7 @@ TEST(defaults_are_legal) {
     settings set;
     memset(&set, 0, sizeof set);
     for (int i = 0; i < N_OPTIONS; i++)
-        if (options[i].type != HEADING) CHECK_MSG(parse_option(i, options[i].initial, &set) == AMP_OK, "%s", example_text);
+        if (options[i].type != FLAG_HEADING) CHECK_MSG(flag_parse(i, options[i].initial, &set) == AMP_OK, "%s", ex_text);
     CHECK(set.seq == 128 && set.amp.clip_norm == 1.0 && set.amp.dtype == AMP_DTYPE_DEFAULT && set.amp.log_interval == 10 && set.steps == -1 && set.min_lr == -1);
 }
 
@@ -69,13 +70,13 @@ TEST(bad_values_are_refused_by_name) {
     for (int i = 0; i < N_OPTIONS; i++) {
         char flag[64];
         snprintf(flag, sizeof flag, "--%s", options[i].name);
-        if (options[i].type != INTEGER && options[i].type != NUMBER && options[i].type != CHOICE && options[i].type != SETTING) continue;
+        if (options[i].type != FLAG_INTEGER && options[i].type != FLAG_NUMBER && options[i].type != FLAG_CHOICE && options[i].type != FLAG_SETTING) continue;
         for (size_t k = 0; k < sizeof bad / sizeof *bad; k++) {
-            if (options[i].type == SETTING && bad[k][0] >= '0' && bad[k][1] != 'x') continue;       /* may be legal */
+            if (options[i].type == FLAG_SETTING && bad[k][0] >= '0' && bad[k][1] != 'x') continue;       /* may be legal */
             if (options[i].highest > 1e29 && strcmp(bad[k], "1e30") == 0) continue;
             if (options[i].highest > 1e20 && bad[k][0] == '9') continue;
-            CHECK_MSG(parse_option(i, bad[k], &set) != AMP_OK, "%s accepts \"%s\"", flag, bad[k]);
-            CHECK(strstr(example_text, flag) != NULL);
+            CHECK_MSG(flag_parse(i, bad[k], &set) != AMP_OK, "%s accepts \"%s\"", flag, bad[k]);
+            CHECK(strstr(ex_text, flag) != NULL);
         }
     }
 }
@@ -83,38 +84,38 @@ TEST(bad_values_are_refused_by_name) {
 TEST(words_stand_for_numbers) {
     settings set;
     double value = 0;
-    CHECK_OK(parse_option(option_index("min-scale"), "none", &set));
+    CHECK_OK(flag_parse(flag_index("min-scale"), "none", &set));
     CHECK(set.amp.scaler.min_scale == AMP_NO_FLOOR);
-    CHECK_OK(parse_option(option_index("growth-interval"), "none", &set));
+    CHECK_OK(flag_parse(flag_index("growth-interval"), "none", &set));
     CHECK_EQ(set.amp.scaler.growth_interval, AMP_NO_INTERVAL);
-    CHECK_OK(parse_option(option_index("min-lr"), "auto", &set));
+    CHECK_OK(flag_parse(flag_index("min-lr"), "auto", &set));
     CHECK(set.min_lr == -1);
-    CHECK(!word_value("preset=0 none=-1", "non", &value) && !word_value("preset=0 none=-1", "set", &value));
-    CHECK_EQ(word_place("a bb c", "bb"), 1);
-    CHECK_EQ(word_place("a bb c", "b"), -1);
-    CHECK_EQ(word_place("a bb c", ""), -1);
+    CHECK(!flag_word_value("preset=0 none=-1", "non", &value) && !flag_word_value("preset=0 none=-1", "set", &value));
+    CHECK_EQ(ex_word_place("a bb c", "bb"), 1);
+    CHECK_EQ(ex_word_place("a bb c", "b"), -1);
+    CHECK_EQ(ex_word_place("a bb c", ""), -1);
 }
 
 TEST(unknown_flags_get_a_suggestion) {
-    unknown_flag("--presicion");
-    CHECK(strstr(example_text, "--precision") != NULL);
-    unknown_flag("--zzzzzzzzzzzz");
-    CHECK(strstr(example_text, "did you mean") == NULL);
+    flag_unknown("--presicion");
+    CHECK(strstr(ex_text, "--precision") != NULL);
+    flag_unknown("--zzzzzzzzzzzz");
+    CHECK(strstr(ex_text, "did you mean") == NULL);
 }
 
 TEST(paths_come_in_pairs) {
     static char program[] = "train_gpt", flag[] = "--tokenizer", a[] = "v.json", b[] = "m.txt", together[] = "--tokenizer=x,y", steps[] = "--steps";
     char *both[] = {program, flag, a, b}, *one[] = {program, flag, a}, *next[] = {program, flag, a, steps, b}, *equals[] = {program, together};
-    int at = option_index("tokenizer");
-    CHECK_OK(read_command_line(4, both));
-    CHECK(strcmp(given.text[at], "v.json,m.txt") == 0);
-    CHECK_OK(read_command_line(2, equals));
-    CHECK(strcmp(given.text[at], "x,y") == 0);
-    CHECK(read_command_line(3, one) != AMP_OK && strstr(example_text, "--tokenizer") != NULL);
-    CHECK(read_command_line(5, next) != AMP_OK);
-    memset(given.text, 0, sizeof given.text);
-    memset(given.on_command_line, 0, sizeof given.on_command_line);
-    example_text[0] = 0;
+    int at = flag_index("tokenizer");
+    CHECK_OK(flag_read(4, both));
+    CHECK(strcmp(flag_given.text[at], "v.json,m.txt") == 0);
+    CHECK_OK(flag_read(2, equals));
+    CHECK(strcmp(flag_given.text[at], "x,y") == 0);
+    CHECK(flag_read(3, one) != AMP_OK && strstr(ex_text, "--tokenizer") != NULL);
+    CHECK(flag_read(5, next) != AMP_OK);
+    memset(flag_given.text, 0, sizeof flag_given.text);
+    memset(flag_given.on_command_line, 0, sizeof flag_given.on_command_line);
+    ex_text[0] = 0;
 }
 
 /* ---- Schedules, bigrams, sampling */
@@ -329,18 +330,18 @@ TEST(safetensors_entries_that_lie) {
 TEST(safetensors_fuzz) {
     amp_context *amp = open_fp32();
     gpt_config c = odd_config();
-    text_buffer header = {NULL, 0, 0, 0};
+    st_writer w;
     gpt g;
+    memset(&w, 0, sizeof w);
     CHECK_OK(gpt_create(&g, amp, &c));
-    CHECK_OK(gpt_header_text(&g, 1, &header));
-    size_t bytes = 8 + header.used + (size_t)g.own.count * 4;
-    unsigned char *whole = (unsigned char *)malloc(bytes), *copy = (unsigned char *)malloc(bytes);
+    CHECK_OK(gpt_init(&g, 1));
+    CHECK_OK(gpt_write(&g, 1, &w));
+    size_t bytes = w.bytes;
+    unsigned char *whole = w.file, *copy = (unsigned char *)malloc(bytes);
     st_file file;
     int accepted = 0;
-    CHECK_OK(gpt_init(&g, 1));
-    CHECK_OK(gpt_fill_file(&g, &header, whole));
     memcpy((char *)strstr((const char *)whole + 8, "crc32c"), "others", 6);     /* as other programs' files, without a checksum */
-    for (size_t n = 0; n < bytes; n += n < 8 + header.used ? 1 : 997) CHECK(st_open(&file, whole, n) != AMP_OK);
+    for (size_t n = 0; n < bytes; n += n < 8 + w.header.used ? 1 : 997) CHECK(st_open(&file, whole, n) != AMP_OK);
     for (uint64_t round = 0; round < 20000; round++) {
         static const char pieces[] = "{}[]\",:0123456789\\u\xff";
         uint32_t words[4];
@@ -348,7 +349,7 @@ TEST(safetensors_fuzz) {
         memcpy(copy, whole, bytes);
         for (uint32_t k = 0; k <= words[0] % 4; k++) {
             amp_philox(2, k, round, words);
-            copy[words[1] % (8 + header.used)] = (unsigned char)pieces[words[2] % (sizeof pieces - 1)];
+            copy[words[1] % (8 + w.header.used)] = (unsigned char)pieces[words[2] % (sizeof pieces - 1)];
         }
         if (st_open(&file, copy, bytes) != AMP_OK) continue;
         accepted++;
@@ -359,7 +360,7 @@ TEST(safetensors_fuzz) {
         st_close(&file);
     }
     CHECK(accepted > 0 && accepted < 20000);
-    free(whole); free(copy); free(header.text);
+    st_write_close(&w); free(copy);
     gpt_destroy(&g);
     amp_close(amp);
 }
@@ -445,19 +446,19 @@ static const char gpt_description[] =
 
 /* The description with `member` in it: in place of the same key, or behind all others. */
 static void describe_gpt(const char *member) {
-    text_buffer b = {NULL, 0, 0, 0};
+    json_buffer b = {NULL, 0, 0, 0};
     char key[64];
     const char *at, *next;
     snprintf(key, sizeof key, "%.*s", (int)strcspn(member, ":") + 1, member);
     at = strstr(gpt_description, key);
     next = at != NULL ? strpbrk(at, at[strlen(key) + 1] == '{' ? "}" : ",\n") : NULL;
     if (at != NULL) {
-        text_put(&b, gpt_description, (size_t)(at - gpt_description));
-        text_put(&b, member, strlen(member));
-        text_put(&b, next, strlen(next));
+        json_put(&b, gpt_description, (size_t)(at - gpt_description));
+        json_put(&b, member, strlen(member));
+        json_put(&b, next, strlen(next));
     } else {
-        text_put(&b, gpt_description, sizeof gpt_description - 4);
-        text_add(&b, ", %s}", member);
+        json_put(&b, gpt_description, sizeof gpt_description - 4);
+        json_add(&b, ", %s}", member);
     }
     ampt_put("config.json", b.text, b.used);
     free(b.text);
@@ -476,7 +477,7 @@ static void write_gpt(amp_context *amp) {
 static void refused_gpt(const char *why) {
     gpt_file file;
     CHECK_MSG(gpt_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK, "accepted, must be refused: %s", why);
-    CHECK_MSG(strstr(example_text, why) != NULL && strstr(example_text, "config.json") != NULL, "%s; expected: %s", example_text, why);
+    CHECK_MSG(strstr(ex_text, why) != NULL && strstr(ex_text, "config.json") != NULL, "%s; expected: %s", ex_text, why);
     CHECK(file.data == NULL && file.described.text == NULL);
 }
 
@@ -518,7 +519,7 @@ TEST(gpt_configs_are_kept) {
     gpt_destroy(&g);
     ampt_folder_remove();
     amp_close(amp);
-    example_text[0] = 0;
+    ex_text[0] = 0;
 }
 
 TEST(gpt_configs_are_refused_by_key_and_value) {
@@ -570,7 +571,7 @@ TEST(gpt_configs_are_refused_by_key_and_value) {
         {"\"my_other\": 1,", "not a JSON object"},
     };
     amp_context *amp = open_fp32();
-    text_buffer b = {NULL, 0, 0, 0};
+    json_buffer b = {NULL, 0, 0, 0};
     write_gpt(amp);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         describe_gpt(bad[i].member);
@@ -584,29 +585,29 @@ TEST(gpt_configs_are_refused_by_key_and_value) {
         ampt_put("config.json", gpt_description, n);
         refused_gpt("not a JSON object");
     }
-    text_put(&b, gpt_description, sizeof gpt_description - 1);
-    text_add(&b, "{}");
+    json_put(&b, gpt_description, sizeof gpt_description - 1);
+    json_add(&b, "{}");
     ampt_put("config.json", b.text, b.used);
     refused_gpt("line 7: not a JSON object");
     b.used = 0;
-    for (int i = 0; i < 1001; i++) text_add(&b, "%s\"k%d\": 0", i > 0 ? ", " : "{", i);
-    text_add(&b, "}");
+    for (int i = 0; i < 1001; i++) json_add(&b, "%s\"k%d\": 0", i > 0 ? ", " : "{", i);
+    json_add(&b, "}");
     ampt_put("config.json", b.text, b.used);
     refused_gpt("more than 1000 keys");
     b.used = 0;
-    for (int i = 0; i < 100000; i++) text_put(&b, "{\"a\":", 5);      /* deeper than any stack */
+    for (int i = 0; i < 100000; i++) json_put(&b, "{\"a\":", 5);      /* deeper than any stack */
     ampt_put("config.json", b.text, b.used);
     refused_gpt("not a JSON object");
     remove(ampt_in_folder("config.json"));
     refused_gpt("no config.json beside it");
     CHECK(mkdir(ampt_in_folder("config.json"), 0777) == 0);
     CHECK(gpt_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK);
-    CHECK_MSG(strstr(example_error(), "config.json") != NULL, "%s", example_error());
+    CHECK_MSG(strstr(ex_error(), "config.json") != NULL, "%s", ex_error());
     CHECK(rmdir(ampt_in_folder("config.json")) == 0);
     free(b.text);
     ampt_folder_remove();
     amp_close(amp);
-    example_text[0] = 0;
+    ex_text[0] = 0;
 }
 
 /* A file of ours beside a config.json that says something else is of two models, unless it has another name. */
@@ -632,7 +633,7 @@ TEST(two_descriptions) {
     ampt_folder_remove();
     gpt_destroy(&g);
     amp_close(amp);
-    example_text[0] = 0;
+    ex_text[0] = 0;
 }
 
 TEST(untied_output_weights_are_refused) {
@@ -643,7 +644,7 @@ TEST(untied_output_weights_are_refused) {
     memset(tensors, 0, sizeof tensors);
     snprintf(tensors[0].name, sizeof tensors[0].name, "transformer.wte.weight");
     snprintf(tensors[1].name, sizeof tensors[1].name, "lm_head.weight");
-    for (int i = 0; i < 2; i++) { tensors[i].dtype = AMP_F32; tensors[i].count = 4; tensors[i].data = (const unsigned char *)(i == 0 ? wte : head); }
+    for (int i = 0; i < 2; i++) { tensors[i].type = ST_F32; tensors[i].count = 4; tensors[i].bytes = 16; tensors[i].data = (const unsigned char *)(i == 0 ? wte : head); }
     file.tensors.tensors = tensors;
     file.tensors.n = 2;
     CHECK_ERR(gpt_file_check_tied(&file), AMP_ERR_UNSUPPORTED);
@@ -678,23 +679,23 @@ TEST(idx_files) {
     static const unsigned char good[] = {0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6};
     const char *path = scratch("images-idx3-ubyte");
     unsigned char bad[sizeof good];
-    idx_file file;
+    mnist_idx file;
     write_file(path, good, sizeof good);
-    CHECK_OK(idx_open(&file, path));
+    CHECK_OK(mnist_idx_open(&file, path));
     CHECK(file.count == 2 && file.size == 3 && memcmp(file.data, good + 16, 6) == 0);
-    idx_close(&file);
+    mnist_idx_close(&file);
     for (size_t n = 0; n < sizeof good; n++) {
         write_file(path, good, n);
-        CHECK(idx_open(&file, path) != AMP_OK);
+        CHECK(mnist_idx_open(&file, path) != AMP_OK);
     }
     for (int k = 0; k < 16; k++) {                      /* a header byte of 255: a wrong format, or more than there is */
         memcpy(bad, good, sizeof good);
         bad[k] = 255;
         write_file(path, bad, sizeof bad);
-        CHECK(idx_open(&file, path) != AMP_OK);
+        CHECK(mnist_idx_open(&file, path) != AMP_OK);
     }
     remove(path);
-    CHECK_ERR(idx_open(&file, path), AMP_ERR_OPEN);
+    CHECK_ERR(mnist_idx_open(&file, path), AMP_ERR_OPEN);
 }
 
 /* 8 GiB by the header and 6 bytes in the file take no more memory than 6 bytes. */
@@ -705,13 +706,13 @@ TEST(idx_header_that_lies) {
     static const unsigned char lie[] = {0, 0, 8, 2, 0, 2, 0, 0, 0, 1, 0, 0, 1, 2, 3, 4, 5, 6};
     const char *path = scratch("lie-idx2-ubyte");
     struct rlimit before, tight;
-    idx_file file;
+    mnist_idx file;
     write_file(path, lie, sizeof lie);
     CHECK(getrlimit(RLIMIT_DATA, &before) == 0);
     tight = before;
     tight.rlim_cur = (rlim_t)1 << 31;
     CHECK(setrlimit(RLIMIT_DATA, &tight) == 0);
-    CHECK_ERR(idx_open(&file, path), AMP_ERR_TRUNCATED);
+    CHECK_ERR(mnist_idx_open(&file, path), AMP_ERR_TRUNCATED);
     CHECK(setrlimit(RLIMIT_DATA, &before) == 0);
     remove(path);
 #endif
@@ -736,10 +737,10 @@ static void open_small(run *r, char **argv, int argc) {
     amp_state *resumed = NULL;
     free(saved_options);            /* of the run before, which is closed */
     saved_options = NULL;
-    memset(given.text, 0, sizeof given.text);
-    memset(given.on_command_line, 0, sizeof given.on_command_line);
-    CHECK_MSG(read_settings(argc, argv, &set, &resumed) == AMP_OK, "%s", example_error());
-    CHECK_MSG(open_run(r, &set, resumed) == AMP_OK, "%s", example_error());
+    memset(flag_given.text, 0, sizeof flag_given.text);
+    memset(flag_given.on_command_line, 0, sizeof flag_given.on_command_line);
+    CHECK_MSG(read_settings(argc, argv, &set, &resumed) == AMP_OK, "%s", ex_error());
+    CHECK_MSG(open_run(r, &set, resumed) == AMP_OK, "%s", ex_error());
     amp_state_destroy(resumed);
 }
 

@@ -39,11 +39,11 @@ static amp_result settings_of(settings *set, amp_state **resumed, const char *mo
              "--vocab 26 --seq 8 --batch 2 --accumulation 2 --precision fp16 --level O2 --dropout 0.1 --init-scale 1024 --compare 0 %s",
              folder, folder, more);
     for (at = strtok(words, " "); at != NULL && argc < MOST_ARGUMENTS; at = strtok(NULL, " ")) argv[argc++] = at;
-    memset(given.text, 0, sizeof given.text);
-    memset(given.on_command_line, 0, sizeof given.on_command_line);
+    memset(flag_given.text, 0, sizeof flag_given.text);
+    memset(flag_given.on_command_line, 0, sizeof flag_given.on_command_line);
     free(saved_options);
     saved_options = NULL;
-    example_text[0] = 0;
+    ex_text[0] = 0;
     *resumed = NULL;
     return read_settings(argc, argv, set, resumed);
 }
@@ -53,10 +53,10 @@ static void open_trained(run *r, int64_t steps, const char *more) {
     settings set;
     amp_state *resumed;
     amp_batch batch;
-    CHECK_MSG(settings_of(&set, &resumed, more) == AMP_OK, "%s", example_error());
-    CHECK_MSG(open_run(r, &set, resumed) == AMP_OK, "%s", example_error());
+    CHECK_MSG(settings_of(&set, &resumed, more) == AMP_OK, "%s", ex_error());
+    CHECK_MSG(open_run(r, &set, resumed) == AMP_OK, "%s", ex_error());
     amp_state_destroy(resumed);
-    for (; r->step < steps; r->step++) CHECK_MSG(train_step(r, 1e-2f, NULL, 0) == AMP_OK, "%s", example_error());
+    for (; r->step < steps; r->step++) CHECK_MSG(train_step(r, 1e-2f, NULL, 0) == AMP_OK, "%s", ex_error());
     CHECK_OK(next_batch(r, 0, &batch));
     CHECK_OK(micro_step(r, 0, &batch));
 }
@@ -64,7 +64,7 @@ static void open_trained(run *r, int64_t steps, const char *more) {
 static amp_state *state_of(run *r) {
     amp_state *state;
     CHECK_OK(amp_state_create(&state, NULL));
-    CHECK_MSG(put_training(r, state) == AMP_OK, "%s", example_error());
+    CHECK_MSG(put_training(r, state) == AMP_OK, "%s", ex_error());
     return state;
 }
 
@@ -186,8 +186,8 @@ static void check_resume_refused(const char *part) {
     char more[700];
     snprintf(more, sizeof more, "--resume %s", path_of("checkpoint"));
     CHECK(settings_of(&set, &resumed, more) != AMP_OK && resumed == NULL);
-    CHECK_MSG(strstr(example_error(), "--resume") != NULL && strstr(example_error(), path_of("checkpoint.state")) != NULL &&
-              strstr(example_error(), part) != NULL, "%s: %s", part, example_error());
+    CHECK_MSG(strstr(ex_error(), "--resume") != NULL && strstr(ex_error(), path_of("checkpoint.state")) != NULL &&
+              strstr(ex_error(), part) != NULL, "%s: %s", part, ex_error());
 }
 
 TEST(the_program_refuses_them) {
@@ -265,13 +265,13 @@ static int loading_of(const char *key) {
 /* 1: refused, and nothing has changed.  Where it is accepted, the state before it is loaded again, whole. */
 static int refused_whole(run *r, int k, const amp_state *bad, const amp_state *before, const blob *bytes, const char *what) {
     int i;
-    example_text[0] = 0;
+    ex_text[0] = 0;
     if (loadings[k].load(r, bad) != AMP_OK) {
-        CHECK_MSG(is_as_before(r, bytes), "%s: half applied (%s)", what, example_error());
-        CHECK_MSG(strlen(example_error()) > 20, "%s: %s", what, example_error());
+        CHECK_MSG(is_as_before(r, bytes), "%s: half applied (%s)", what, ex_error());
+        CHECK_MSG(strlen(ex_error()) > 20, "%s: %s", what, ex_error());
         return 1;
     }
-    for (i = 0; i < LOADINGS; i++) CHECK_MSG(loadings[i].load(r, before) == AMP_OK, "%s: %s", what, example_error());
+    for (i = 0; i < LOADINGS; i++) CHECK_MSG(loadings[i].load(r, before) == AMP_OK, "%s: %s", what, ex_error());
     CHECK_MSG(is_as_before(r, bytes), "%s: what was saved does not come back", what);
     return 0;
 }
@@ -301,7 +301,7 @@ TEST(records_that_do_not_fit) {
             int refused;
             snprintf(what, sizeof what, "%s, kind %d", key, kind);
             refused = refused_whole(&r, k, bad, before, &bytes, what);
-            CHECK_MSG(!refused || strstr(example_error(), key) != NULL || strcmp(key, "optimizer.names") == 0, "%s: the text does not name it: %s", what, example_error());
+            CHECK_MSG(!refused || strstr(ex_error(), key) != NULL || strcmp(key, "optimizer.names") == 0, "%s: the text does not name it: %s", what, ex_error());
             CHECK_MSG(refused || (kind == GONE && may_lack) || (kind == SHORTER && strcmp(key, "optimizer.names") == 0), "%s was accepted", what);
             amp_state_destroy(bad);
         }
@@ -353,8 +353,8 @@ static int loads(gpt *g, const void *data, size_t bytes) {
     gpt_file file;
     amp_result result;
     memset(&file, 0, sizeof file);
-    example_text[0] = 0;
-    result = st_open(&file.tensors, data, bytes);
+    ex_text[0] = 0;
+    result = ex_st(st_open(&file.tensors, data, bytes));
     if (result != AMP_OK) return 0;
     file.bytes = bytes;
     result = gpt_file_shape(&file, path_of("none.safetensors"));
@@ -395,7 +395,7 @@ TEST(every_byte_of_a_model_file) {
             CHECK_MSG(at >= name && at < name + sizeof ST_CHECKSUM - 1 && is_as_before(&r, &right), "byte %zu was accepted", at);
             file.data[at] = was;
             CHECK_OK(gpt_init(&r.model, 77));
-        } else CHECK_MSG(example_text[0] != 0, "byte %zu: no text", at);
+        } else CHECK_MSG(ex_text[0] != 0, "byte %zu: no text", at);
         file.data[at] = was;
     }
     CHECK(accepted < sizeof ST_CHECKSUM && is_as_before(&r, &before));
@@ -422,14 +422,14 @@ TEST(model_files_are_named) {
     snprintf(more, sizeof more, "--init %s", path_of("weights.safetensors"));
     CHECK_OK(settings_of(&set, &resumed, more));
     CHECK(open_run(&r, &set, NULL) != AMP_OK);
-    CHECK_MSG(strstr(example_error(), "--init") != NULL && strstr(example_error(), "weights") != NULL &&
-              strstr(example_error(), "checksum") != NULL && strstr(example_error(), "another copy") != NULL, "%s", example_error());
+    CHECK_MSG(strstr(ex_error(), "--init") != NULL && strstr(ex_error(), "weights") != NULL &&
+              strstr(ex_error(), "checksum") != NULL && strstr(ex_error(), "another copy") != NULL, "%s", ex_error());
     close_run(&r);
     file.data[file.bytes - 3] ^= 4;
     name = strstr((char *)file.data + 8, "crc32c");
     if (name != NULL) memcpy(name, "others", 6);
     write_file("weights.safetensors", file.data, file.bytes);
-    CHECK_MSG(settings_of(&set, &resumed, more) == AMP_OK && open_run(&r, &set, NULL) == AMP_OK, "%s", example_error());
+    CHECK_MSG(settings_of(&set, &resumed, more) == AMP_OK && open_run(&r, &set, NULL) == AMP_OK, "%s", ex_error());
     close_run(&r);
     blob_free(&file);
 }
@@ -453,7 +453,7 @@ TEST(model_files_load_whole) {
         memcpy(was, found, strlen(changes[i][0]));
         memcpy(found, changes[i][1], strlen(changes[i][1]));
         CHECK(!loads(&r.model, file.data, file.bytes));
-        CHECK_MSG(strstr(example_error(), "ln_f.bias") != NULL, "%s", example_error());
+        CHECK_MSG(strstr(ex_error(), "ln_f.bias") != NULL, "%s", ex_error());
         CHECK(is_as_before(&r, &before));
         memcpy(found, was, strlen(changes[i][0]));
     }

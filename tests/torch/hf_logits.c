@@ -7,11 +7,11 @@
  * The tokens are the integers of stream 1000 of SEED (golden.h); OUT.bin gets the logits as fp32. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "../examples/common.h"
+#include "../examples/gpt_files.h"
 #include "golden.h"
 
 static int fail(const char *what) {
-    fprintf(stderr, "hf_logits: %s: %s\n", what, example_error());
+    fprintf(stderr, "hf_logits: %s: %s\n", what, ex_error());
     return 1;
 }
 
@@ -25,10 +25,10 @@ static amp_result make_model(gpt *g, amp_context *amp, const char *from, int64_t
     if (sscanf(from, "init:%lld,%lld,%lld,%lld,%lld", &n[0], &n[1], &n[2], &n[3], &n[4]) == 5) {
         config.vocab = n[0]; config.positions = n[1]; config.channels = n[2]; config.heads = n[3]; config.layers = n[4];
         config.batch = batch; config.seq = seq;
-        TRY(gpt_create(g, amp, &config));
+        EX_TRY(gpt_create(g, amp, &config));
         return gpt_init(g, seed);
     }
-    TRY(gpt_file_open(&file, from));
+    EX_TRY(gpt_file_open(&file, from));
     config = file.config;
     config.batch = batch; config.seq = seq;
     result = gpt_create(g, amp, &config);
@@ -40,7 +40,7 @@ static amp_result make_model(gpt *g, amp_context *amp, const char *from, int64_t
 static amp_result save_model(gpt *g, const char *folder) {
     char path[512];
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
-    TRY(gpt_save_safetensors(g, path, 0));
+    EX_TRY(gpt_save_safetensors(g, path, 0));
     snprintf(path, sizeof path, "%s/config.json", folder);
     return gpt_save_config(g, path);
 }
@@ -56,22 +56,22 @@ static amp_result llama_run(amp_context *amp, const char *from, const int32_t *i
     amp_value y;
     float *logits;
     llama m;
-    TRY(llama_load(&m, amp, from));
+    EX_TRY(llama_load(&m, amp, from));
     if (folder != NULL) {
         snprintf(path, sizeof path, "%s/model.safetensors", folder);
         snprintf(config, sizeof config, "%s/config.json", folder);
-        TRY(llama_save(&m, path, config));
+        EX_TRY(llama_save(&m, path, config));
     }
     n *= m.config.vocab;
     logits = (float *)malloc((size_t)n * 4);
     ampt_integers((int32_t *)(uintptr_t)ids, batch * seq, seed, 1000, (int32_t)m.config.vocab);
-    TRY(amp_tape_create(amp, &tape, NULL));
-    TRY(amp_tape_begin(tape, &region));
+    EX_TRY(amp_tape_create(amp, &tape, NULL));
+    EX_TRY(amp_tape_begin(tape, &region));
     y = llama_logits(&m, tape, &tokens);
-    TRY(amp_tape_finish(tape));
-    TRY(amp_tape_read(tape, y, logits, n));
+    EX_TRY(amp_tape_finish(tape));
+    EX_TRY(amp_tape_read(tape, y, logits, n));
     amp_tape_destroy(tape);
-    TRY(amp_file_write_atomic(NULL, out, logits, (size_t)n * 4));
+    EX_TRY(amp_file_write_atomic(NULL, out, logits, (size_t)n * 4));
     free(logits);
     llama_free(&m);
     return AMP_OK;

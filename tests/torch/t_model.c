@@ -1,9 +1,9 @@
-/* t_model.c - whole models against PyTorch: GPT-2 as Hugging Face defines it (the model of examples/common.h), Llama on
+/* t_model.c - whole models against PyTorch: GPT-2 as Hugging Face defines it (examples/gpt.h), Llama on
  * the tape (examples/llama.h), and a bidirectional encoder with padding, built here from the operators.  Golden data:
  * tests/torch/oracle/gpt2.py, llama.py, encoder.py, hf_configs.py. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "../examples/common.h"
+#include "../examples/gpt_files.h"
 #include "golden.h"
 #define AMPT_TRAPS
 #include "test.h"
@@ -53,7 +53,7 @@ static float *own_result(const ampt_model *m, int64_t i) {
     float *out = (float *)room_for(n * 4);
     const float *grad = i < m->n_params ? (const float *)m->params[i].grad.data : m->logits;
     if (i < m->n_params && m->is_transposed(m, i))
-        transpose(out, grad, m->params[i].grad.shape[0], m->params[i].grad.shape[1]);
+        gpt_transpose(out, grad, m->params[i].grad.shape[0], m->params[i].grad.shape[1]);
     else
         memcpy(out, grad, (size_t)n * sizeof *out);
     for (int64_t k = 0; k < n && i < m->n_params; k++) out[k] /= m->scale;      /* a power of two */
@@ -226,7 +226,7 @@ static void gpt_fill(gpt *g, uint32_t seed) {
         float scale = gpt_is_conv1d(g, i) ? sqrtf(3.0f / (float)w->shape[1]) : 0.25f;
         if (values == NULL) exit(2);
         ampt_uniform(room, n, seed, (uint32_t)i, scale, norm_weight ? 1.0f : 0.0f);
-        if (gpt_is_conv1d(g, i)) transpose(values, room, w->shape[1], w->shape[0]);
+        if (gpt_is_conv1d(g, i)) gpt_transpose(values, room, w->shape[1], w->shape[0]);
         else memcpy(values, room, (size_t)n * sizeof *values);
         CHECK_OK(gpt_set(g, i, values));
         free(values);
@@ -349,7 +349,7 @@ static void llama_fill(llama *model, uint32_t seed) {
         float *values = (float *)room_for(n * 4);
         int norm = p->weight.ndim == 1, embed = i == 0;
         ampt_uniform(values, n, seed, (uint32_t)i, norm || embed ? 0.25f : sqrtf(3.0f / (float)p->weight.shape[1]), norm ? 1.0f : 0.0f);
-        CHECK_OK(param_set(model->amp, NULL, p, values));
+        CHECK_OK(model_param_set(model->amp, NULL, p, values));
         free(values);
     }
 }

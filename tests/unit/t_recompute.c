@@ -2,7 +2,7 @@
  * training with and without recomputing bit for bit, the cast cache, threads, nesting, and what is refused. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "../examples/common.h"
+#include "../examples/gpt_files.h"
 #include "golden.h"
 #include "test.h"
 #include "recording_backend.h"

@@ -1,7 +1,7 @@
 /* t_tape.c - models and the tape: the same bits as the calls written by hand, in every precision. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
-#include "../examples/common.h"
+#include "../examples/gpt.h"
 #include "handwritten_gpt.h"
 #include <fenv.h>
 #include <pthread.h>

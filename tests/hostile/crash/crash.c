@@ -210,7 +210,7 @@ static char *read_text(const char *path) {
 
 static void reference_run(int config) {
     char path[1100];
-    double began = seconds_now();
+    double began = ex_seconds();
     int status;
     folder_clear();
     memset(shared, 0, sizeof *shared);
@@ -219,7 +219,7 @@ static void reference_run(int config) {
     waitpid(run_start(config, 0, 2, 2), &status, 0);
     CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the uninterrupted run ended with status %d", status);
     if (ampt.failures > 0) show_log();
-    reference_seconds[config] = seconds_now() - began;
+    reference_seconds[config] = ex_seconds() - began;
     CHECK_EQ(shared->states_done, SAVES);
     CHECK_EQ(shared->weights_done, SAVES);
     CHECK_EQ(shared->states_opened, SAVES);
@@ -477,7 +477,7 @@ static void write_text(void) {
 
 int main(int argc, char **argv) {
     const char *tmp = getenv("TMPDIR");
-    double began = seconds_now();
+    double began = ex_seconds();
     char command[1200];
     int failed;
     TEST_BEGIN(argc, argv);
@@ -490,8 +490,8 @@ int main(int argc, char **argv) {
     RUN(uninterrupted_runs);
     RUN(killed_runs_go_on);
     printf("%lld kills (%lld at random times), %lld runs resumed, %.0f s\n", (long long)counts.kills, (long long)counts.at_random,
-           (long long)counts.resumed, seconds_now() - began);
-    if (flags.record != NULL) write_record(seconds_now() - began);
+           (long long)counts.resumed, ex_seconds() - began);
+    if (flags.record != NULL) write_record(ex_seconds() - began);
     failed = TEST_END();
     snprintf(command, sizeof command, "rm -rf '%s'", folder);
     return system(command) != 0 || failed;

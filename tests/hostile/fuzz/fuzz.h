@@ -10,9 +10,11 @@
 #define AMP_IMPLEMENTATION
 #endif
 #include "../../../amp.h"
-#include "../../../examples/common.h"
-#include "../../../examples/encoder.h"
+#include "../../../examples/bpe.h"
 #include "../../../examples/encoder_files.h"
+#include "../../../examples/gpt_files.h"
+#include "../../../examples/mnist.h"
+#include "../../../examples/wordpiece.h"
 #include "../../test.h"
 
 /* A condition that no input may break. */
@@ -21,7 +23,7 @@
 #else
 #define CLAIM(condition) ((condition) ? (void)0 : fuzz_broken(#condition, __FILE__, __LINE__))
 static void fuzz_broken(const char *what, const char *file, int line) {
-    fprintf(stderr, "%s:%d: not true: %s (last error: %s)\n", file, line, what, example_error());
+    fprintf(stderr, "%s:%d: not true: %s (last error: %s)\n", file, line, what, ex_error());
     abort();
 }
 #endif
@@ -88,7 +90,7 @@ static void *fuzz_copy(const void *data, size_t bytes) {
 
 /* A failure is told with a reason. */
 static void fuzz_told(amp_result result) {
-    CLAIM(result == AMP_OK || (strcmp(amp_result_text(result), "unknown result") != 0 && example_error()[0] != 0));
+    CLAIM(result == AMP_OK || (strcmp(amp_result_text(result), "unknown result") != 0 && ex_error()[0] != 0));
 }
 
 #endif

@@ -31,18 +31,18 @@ static void array_read(amp_loader *l, int flags) {
 }
 
 static void array_idx(const uint8_t *file, size_t bytes) {
-    idx_file idx;
+    mnist_idx idx;
     FILE *stream = bytes >= 4 && file[0] == 0 ? fmemopen((void *)(uintptr_t)file, bytes, "rb") : NULL;
     if (stream == NULL) return;
     memset(&idx, 0, sizeof idx);
-    amp_result result = idx_read(&idx, stream, "input");
+    amp_result result = mnist_idx_read(&idx, stream, "input");
     fuzz_told(result);
     if (result == AMP_OK) CLAIM(idx.count > 0 && idx.size > 0 && (size_t)(idx.count * idx.size) <= bytes);
     if (result == AMP_OK) {
         size_t header = 4 + 4 * (size_t)file[3];
         CLAIM(memcmp(idx.data, file + header, (size_t)(idx.count * idx.size)) == 0);
     }
-    idx_close(&idx);
+    mnist_idx_close(&idx);
     fclose(stream);
 }
 

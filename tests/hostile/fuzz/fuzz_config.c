@@ -43,8 +43,8 @@ static void config_json(const char *text, size_t bytes) {
     static const config_own own[] = {{"dtype", "\"float32\"", CONFIG_REPLACE, NULL}, {"n_head", "1", CONFIG_ADD, NULL}, {"a", "[]", CONFIG_SET, NULL}};
     const config_rules *const rules[] = {&gpt_config_rules, &encoder_config_rules};
     for (int k = 0; k < 2; k++) {
-        text_buffer b = {NULL, 0, 0, 0};
-        model_config m;
+        json_buffer b = {NULL, 0, 0, 0};
+        config_model m;
         int64_t windows[2];
         memset(&m, 0, sizeof m);
         m.text = (char *)malloc(bytes + 1);

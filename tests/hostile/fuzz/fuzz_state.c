@@ -26,7 +26,7 @@ static void state_repair(uint8_t *blob, size_t bytes) {
         size_t size = state_element(state_number(entry + 64, 4));
         uint64_t count = state_number(entry + 72, 8);
         if (size == 0 || count > (bytes - at) / size) break;
-        state_put32(entry + 68, crc32c(blob + at, (size_t)count * size));
+        state_put32(entry + 68, st_crc32c(blob + at, (size_t)count * size));
         at += (size_t)count * size;
     }
     memcpy(blob, "AMPSTATE", 8);
@@ -36,8 +36,8 @@ static void state_repair(uint8_t *blob, size_t bytes) {
     state_put32(blob + 20, 0);
     state_put32(blob + 24, (uint32_t)records);
     state_put32(blob + 28, 0);
-    state_put32(blob + 32, crc32c(blob + STATE_HEADER, (size_t)records * STATE_ENTRY));
-    state_put32(blob + 36, crc32c(blob, 36));
+    state_put32(blob + 32, st_crc32c(blob + STATE_HEADER, (size_t)records * STATE_ENTRY));
+    state_put32(blob + 36, st_crc32c(blob, 36));
 }
 
 static int state_same(const amp_state *a, const amp_state *b) {

@@ -18,11 +18,11 @@ static const char *tokenizer_part(const char **at, const char *end, size_t *byte
 static char *tokenizer_with_bytes(const char *entries, size_t n, size_t *bytes) {
     static char head[8192];
     static size_t used;
-    tokenizer t;
+    bpe t;
     char *out = (char *)malloc(sizeof head + n);
-    tokenizer_alphabet(&t);
+    bpe_alphabet(&t);
     if (used == 0)
-        for (int code = 0; code < TOKENIZER_ALPHABET; code++)
+        for (int code = 0; code < BPE_ALPHABET; code++)
             if (t.byte_of[code] >= 0)
                 used += (size_t)snprintf(head + used, sizeof head - used, "%c\"\\u%04x\": %d", used > 0 ? ',' : '{', code, t.byte_of[code]);
     *bytes = 0;
@@ -35,13 +35,13 @@ static char *tokenizer_with_bytes(const char *entries, size_t n, size_t *bytes) 
 }
 
 /* A word's tokens by joining, again and again, the leftmost pair of the lowest rank. */
-static int64_t tokenizer_plainly(const tokenizer *t, const char *text, int64_t n, int32_t *id) {
+static int64_t tokenizer_plainly(const bpe *t, const char *text, int64_t n, int32_t *id) {
     for (int64_t i = 0; i < n; i++) id[i] = t->byte_token[(unsigned char)text[i]];
     for (;;) {
-        const token_merge *best = NULL;
+        const bpe_merge *best = NULL;
         int64_t at = 0;
         for (int64_t i = 0; i + 1 < n; i++) {
-            const token_merge *m = tokenizer_merge(t, id[i], id[i + 1]);
+            const bpe_merge *m = bpe_pair(t, id[i], id[i + 1]);
             if (m->result >= 0 && (best == NULL || m->rank < best->rank)) { best = m; at = i; }
         }
         if (best == NULL) return n;
@@ -51,20 +51,20 @@ static int64_t tokenizer_plainly(const tokenizer *t, const char *text, int64_t n
     }
 }
 
-static void tokenizer_encode_check(tokenizer *t, const char *text, int64_t n) {
+static void tokenizer_encode_check(bpe *t, const char *text, int64_t n) {
     uint16_t tokens[TOKENIZER_TEXT_MOST];
     int32_t plain[TOKENIZER_TEXT_MOST];
     int64_t count = 0, at = 0, length, i;
-    CLAIM(tokenizer_encode(t, text, n, tokens, &count) == AMP_OK && count <= n);
+    CLAIM(bpe_encode(t, text, n, tokens, &count) == AMP_OK && count <= n);
     for (i = 0; i < count; i++) {
-        const char *piece = tokenizer_text(t, tokens[i], &length);
+        const char *piece = bpe_text(t, tokens[i], &length);
         CLAIM(piece != NULL && at + length <= n && memcmp(piece, text + at, (size_t)length) == 0);
         at += length;
     }
     CLAIM(at == n);
     if (t->end_of_text >= 0) return;        /* a token of its own, which is not merged */
     for (at = i = 0; at < n; at += length) {
-        length = token_word_length(text + at, n - at);
+        length = bpe_word_length(text + at, n - at);
         int64_t k, more = tokenizer_plainly(t, text + at, length, plain);
         for (k = 0; k < more; k++, i++) CLAIM(i < count && tokens[i] == plain[k]);
     }
@@ -77,18 +77,18 @@ static void tokenizer_gpt2(const char *at, const char *end, int with_bytes) {
     char *vocab = with_bytes ? tokenizer_with_bytes(entries, bytes, &bytes) : (char *)fuzz_copy(entries, bytes);
     char *merges_copy = (char *)fuzz_copy(merges, merges_bytes);
     amp_result result;
-    tokenizer t;
+    bpe t;
     text_bytes = (size_t)(end - at);
     if (text_bytes > TOKENIZER_TEXT_MOST) text_bytes = TOKENIZER_TEXT_MOST;
     memset(&t, 0, sizeof t);
-    tokenizer_alphabet(&t);
+    bpe_alphabet(&t);
     if (vocab != NULL && merges_copy != NULL) {
-        result = tokenizer_vocab(&t, "vocab", vocab, bytes);
-        if (result == AMP_OK) result = tokenizer_merges(&t, "merges", merges_copy, merges_bytes);
+        result = ex_st(bpe_vocab(&t, "vocab", vocab, bytes));
+        if (result == AMP_OK) result = ex_st(bpe_merges(&t, "merges", merges_copy, merges_bytes));
         fuzz_told(result);
         if (result == AMP_OK) tokenizer_encode_check(&t, text, (int64_t)text_bytes);
     }
-    tokenizer_close(&t);
+    bpe_close(&t);
     free(vocab);
     free(merges_copy);
 }
@@ -98,16 +98,14 @@ static void tokenizer_bert(const char *at, const char *end, int cased) {
     size_t bytes;
     const char *lines = tokenizer_part(&at, end, &bytes);
     wordpiece w;
-    amp_system system;
     memset(&w, 0, sizeof w);
-    amp_system_default(&system);
-    w.text = (char *)system.alloc(system.user, bytes + 1, 64);
+    w.text = (char *)malloc(bytes + 1);
     if (w.text == NULL) return;
     memcpy(w.text, lines, bytes);
     w.text[bytes] = 0;
     w.text_bytes = bytes;
     w.cased = cased;
-    amp_result result = wordpiece_parse(&w, "vocab");
+    amp_result result = ex_st(wordpiece_parse(&w, "vocab"));
     fuzz_told(result);
     if (result == AMP_OK) {
         int64_t all = wordpiece_encode(&w, at, end - at, tokens, 64), i;
@@ -127,7 +125,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (copy == NULL) return 0;
     at = copy;
     end = copy + size - 1;
-    example_text[0] = 0;
+    ex_text[0] = 0;
     switch (data[0] & 3) {
         case 0: tokenizer_gpt2(at, end, 1); break;
         case 1: tokenizer_gpt2(at, end, 0); break;

@@ -1,4 +1,4 @@
-"""Checkpoints between transformers and examples/common.h, both ways, with the same logits.
+"""Checkpoints between transformers and examples/gpt_files.h, both ways, with the same logits.
 
 transformers -> C: fp32, fp16 and bf16 files, with and without the "transformer." prefix.
 The same with every configuration of hf_configs.py, whose config.json must come back.

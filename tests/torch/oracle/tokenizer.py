@@ -1,5 +1,5 @@
 """Golden data of t_tokenizer.c: a small byte-level BPE trained on this project's text, and texts with the tokens and
-the lengths of the words that transformers gives them: "hex-text n tokens... lengths...".  `tokenizer.py --classes` prints the table of character classes in examples/common.h instead.
+the lengths of the words that transformers gives them: "hex-text n tokens... lengths...".  `tokenizer.py --classes` prints the table of character classes in examples/bpe.h instead.
 """
 import glob
 import json

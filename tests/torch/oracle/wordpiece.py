@@ -1,5 +1,5 @@
 """Golden data of the WordPiece tests: a small vocabulary, and texts with the tokens that transformers' BertTokenizer gives
-them: "cased hex-text tokens...".  `wordpiece.py --tables` prints the tables of characters in examples/common.h instead.
+them: "cased hex-text tokens...".  `wordpiece.py --tables` prints the tables of characters in examples/wordpiece.h instead.
 """
 import pathlib
 import random

@@ -1,0 +1,223 @@
+/* flags.h - flags of a program: one table drives parsing, checking and --help.
+ *
+ * A program defines flag_given with its table; flag_read reads the command line, flag_parse_all writes all values into
+ * the program's settings.  A FLAG_SETTING is a key of amp_settings, which says what is legal.  flag_refuse: the error
+ * text "--name value: why". */
+#ifndef EXAMPLE_FLAGS_H
+#define EXAMPLE_FLAGS_H
+
+#include "example.h"
+
+typedef enum flag_type {
+    FLAG_HEADING, FLAG_TEXT, FLAG_PATHS, FLAG_CHOICE, FLAG_INTEGER, FLAG_NUMBER, FLAG_SWITCH, FLAG_SWITCH_TEXT,
+    FLAG_SETTING
+} flag_type;
+
+/* PATHS: two of them, kept as "first,second".  SWITCH_TEXT: a switch that may take a text, "--name=text".  SETTING: the
+   key `words` of the amp_settings in the field, which says what is legal.
+   words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
+typedef struct flag_row {
+    const char *name;
+    flag_type type;
+    size_t field;                   /* in settings: const char *, int64_t, double or amp_settings */
+    const char *initial;
+    double lowest, highest;
+    const char *words, *help;
+} flag_row;
+
+/* The flags of this program, which defines it with its table, its name and the texts of --help.  text: the values
+   given on the command line or else in the program's other sources. */
+enum { FLAG_MOST = 128 };
+typedef struct flag_program {
+    const char *program, *summary;
+    const flag_row *options;
+    int n;
+    const char *ending;             /* of --help */
+    const char *text[FLAG_MOST];
+    int on_command_line[FLAG_MOST];
+    char pair[2 * PATH_MAX];        /* keeps the two paths of PATHS */
+} flag_program;
+static flag_program flag_given;
+
+static inline int flag_index(const char *name) {
+    int i;
+    for (i = 0; i < flag_given.n; i++)
+        if (flag_given.options[i].type != FLAG_HEADING && strcmp(flag_given.options[i].name, name) == 0) return i;
+    return -1;
+}
+static inline int flag_was_given(const char *name) { return flag_given.on_command_line[flag_index(name)]; }
+
+/* Prints which of these flags were given without effect. */
+static inline void flag_print_without_effect(const char *const *names) {
+    int i, n = 0;
+    for (i = 0; names[i] != NULL; i++)
+        if (flag_was_given(names[i])) printf("%s--%s", n++ > 0 ? ", " : ", so no effect from ", names[i]);
+}
+
+/* Sets the error text "--name value: why". */
+static inline amp_result flag_refuse(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static inline amp_result flag_refuse(const char *name, const char *format, ...) {
+    char why[400];
+    const char *text = flag_given.text[flag_index(name)];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(why, sizeof why, format, args);
+    va_end(args);
+    return ex_fail(AMP_ERR_RANGE, "--%s%s%.60s: %s", name, text ? " " : "", text ? text : "", why);
+}
+
+/* The number that `text` stands for in "auto=0 none=-1": 1 if it is one of the words. */
+static inline int flag_word_value(const char *words, const char *text, double *value) {
+    size_t length = strlen(text);
+    const char *at = words;
+    while (at != NULL && *at != 0) {
+        if (strncmp(at, text, length) == 0 && at[length] == '=') { *value = atof(at + length + 1); return 1; }
+        at = strchr(at, ' ');
+        if (at != NULL) at++;
+    }
+    return 0;
+}
+
+/* "0 to 9 or auto", what an INTEGER or NUMBER may be. */
+static inline const char *flag_legal_text(const flag_row *o, char *text, size_t size) {
+    int used = snprintf(text, size, "%.10g to %.10g", o->lowest, o->highest);
+    const char *at = o->words;
+    while (at != NULL && *at != 0) {
+        used += snprintf(text + used, size - (size_t)used, " or %.*s", (int)strcspn(at, "="), at);
+        at = strchr(at, ' ');
+        if (at != NULL) at++;
+    }
+    return text;
+}
+
+static inline amp_result flag_parse_number(const flag_row *o, const char *text, double *value) {
+    char *end = NULL, legal[128];
+    double x;
+    if (o->words != NULL && flag_word_value(o->words, text, value)) return AMP_OK;
+    errno = 0;
+    x = o->type == FLAG_INTEGER ? (double)strtoll(text, &end, 10) : strtod(text, &end);
+    if (end == text || *end != 0 || !amp_is_finite_f64(&x) || (o->type == FLAG_INTEGER && errno == ERANGE))
+        return flag_refuse(o->name, "is not a %s; must be %s", o->type == FLAG_INTEGER ? "whole number" : "number",
+                      flag_legal_text(o, legal, sizeof legal));
+    if (x < o->lowest || x > o->highest)
+        return flag_refuse(o->name, "must be %s", flag_legal_text(o, legal, sizeof legal));
+    *value = x;
+    return AMP_OK;
+}
+
+static inline amp_result flag_parse(int i, const char *text, void *set) {
+    const flag_row *o = &flag_given.options[i];
+    void *field = (char *)set + o->field;
+    double value = 0;
+    if (o->type == FLAG_TEXT || o->type == FLAG_PATHS || o->type == FLAG_SWITCH_TEXT) memcpy(field, &text, sizeof text);
+    if (o->type == FLAG_CHOICE) {
+        if (ex_word_place(o->words, text) < 0) return flag_refuse(o->name, "is not one of: %s", o->words);
+        memcpy(field, &text, sizeof text);
+    }
+    if (o->type == FLAG_SWITCH) *(int64_t *)field = strcmp(text, "on") == 0;
+    if (o->type == FLAG_SETTING && amp_settings_set((amp_settings *)field, o->words, text) != AMP_OK)
+        return flag_refuse(o->name, "%s", amp_last_error());
+    if (o->type == FLAG_INTEGER || o->type == FLAG_NUMBER) {
+        EX_TRY(flag_parse_number(o, text, &value));
+        if (o->type == FLAG_INTEGER) *(int64_t *)field = (int64_t)value;
+        else *(double *)field = value;
+    }
+    return AMP_OK;
+}
+
+/* Letters to change, add or drop to turn a into b (Levenshtein). */
+static inline int flag_distance(const char *a, const char *b) {
+    int row[64], i, j, n = (int)strlen(b);
+    if (n > 60) return 99;
+    for (j = 0; j <= n; j++) row[j] = j;
+    for (i = 1; a[i - 1] != 0; i++) {
+        int before = row[0];
+        row[0] = i;
+        for (j = 1; j <= n; j++) {
+            int change = before + (a[i - 1] != b[j - 1]), least = row[j] < row[j - 1] ? row[j] + 1 : row[j - 1] + 1;
+            before = row[j];
+            row[j] = change < least ? change : least;
+        }
+    }
+    return row[n];
+}
+
+static inline amp_result flag_unknown(const char *flag) {
+    const char *closest = NULL;
+    int i, best = strlen(flag) > 8 ? 4 : 3;
+    for (i = 0; i < flag_given.n; i++) {
+        int distance = flag[0] != '-' || flag_given.options[i].type == FLAG_HEADING
+                           ? 99
+                           : flag_distance(flag + strspn(flag, "-"), flag_given.options[i].name);
+        if (distance < best) { best = distance; closest = flag_given.options[i].name; }
+    }
+    return ex_fail(AMP_ERR_NAME, "unknown flag %.80s%s%s; --help lists all flags", flag,
+                        closest ? ": did you mean --" : "", closest ? closest : "");
+}
+
+/* "--name value", "--name=value", "--name" for switches, "--name first second" for paths. */
+static inline amp_result flag_read(int argc, char **argv) {
+    int i;
+    for (i = 1; i < argc; i++) {
+        char name[64];
+        const char *equals = strchr(argv[i], '=');
+        size_t length = equals != NULL ? (size_t)(equals - argv[i]) : strlen(argv[i]);
+        int at = -1;
+        if (strncmp(argv[i], "--", 2) == 0 && length < sizeof name) {
+            memcpy(name, argv[i] + 2, length - 2);
+            name[length - 2] = 0;
+            at = flag_index(name);
+        }
+        if (strcmp(argv[i], "-h") == 0) at = flag_index("help");
+        if (at < 0) return flag_unknown(argv[i]);
+        if (flag_given.options[at].type == FLAG_SWITCH || (flag_given.options[at].type == FLAG_SWITCH_TEXT &&
+                                                           equals == NULL)) {
+            if (equals != NULL) return ex_fail(AMP_ERR_RANGE, "--%s takes no value", flag_given.options[at].name);
+            flag_given.text[at] = "on";
+        } else if (equals != NULL) flag_given.text[at] = equals + 1;
+        else if (flag_given.options[at].type == FLAG_PATHS) {
+            if (i + 2 >= argc || strncmp(argv[i + 1], "--", 2) == 0 || strncmp(argv[i + 2], "--", 2) == 0)
+                return ex_fail(AMP_ERR_RANGE, "--%s takes two files; --help lists all flags",
+                                    flag_given.options[at].name);
+            snprintf(flag_given.pair, sizeof flag_given.pair, "%.4000s,%.4000s", argv[i + 1], argv[i + 2]);
+            flag_given.text[at] = flag_given.pair;
+            i += 2;
+        }
+        else if (i + 1 < argc) flag_given.text[at] = argv[++i];
+        else
+            return ex_fail(AMP_ERR_RANGE, "--%s needs a value; --help lists all flags",
+                                flag_given.options[at].name);
+        flag_given.on_command_line[at] = 1;
+    }
+    return AMP_OK;
+}
+
+/* Writes all flags, as given or by default, into the program's settings. */
+static inline amp_result flag_parse_all(void *set) {
+    int i;
+    for (i = 0; i < flag_given.n; i++)
+        if (flag_given.options[i].type != FLAG_HEADING)
+            EX_TRY(flag_parse(i, flag_given.text[i] != NULL ? flag_given.text[i] : flag_given.options[i].initial, set));
+    return AMP_OK;
+}
+
+static inline void flag_print_help(void) {
+    int i;
+    printf("%s - %s\n\nusage: %s [--flag value ...]\n", flag_given.program, flag_given.summary, flag_given.program);
+    for (i = 0; i < flag_given.n; i++) {
+        const flag_row *o = &flag_given.options[i];
+        char left[40], legal[128];
+        if (o->type == FLAG_HEADING) { printf("\n%s\n", o->name); continue; }
+        snprintf(left, sizeof left, "--%s", o->name);
+        printf("  %-18s %s\n", left, o->help);
+        if (o->type == FLAG_SWITCH) continue;
+        printf("  %-18s   default %s", "", *o->initial != 0 ? o->initial : "empty");
+        if (o->type == FLAG_CHOICE) printf("; one of: %s", o->words);
+        if (o->type == FLAG_SETTING) printf("; in files: %s", o->words);
+        if (o->type == FLAG_INTEGER || o->type == FLAG_NUMBER) printf("; %s", flag_legal_text(o, legal, sizeof legal));
+        printf("\n");
+    }
+    printf("\n%s\n", flag_given.ending);
+}
+
+#endif

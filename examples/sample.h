@@ -1,0 +1,68 @@
+/* sample.h - text from a GPT: the next token drawn by temperature and top-k. */
+#ifndef EXAMPLE_SAMPLE_H
+#define EXAMPLE_SAMPLE_H
+
+#include "gpt.h"
+
+/* How the next token is drawn.  temperature 0: the most likely one; top_k 0: from all tokens. */
+typedef struct sampler {
+    double temperature;
+    int64_t top_k;
+    uint64_t seed;
+} sampler;
+
+static inline int sample_falling(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return x < y ? 1 : x > y ? -1 : 0;
+}
+
+/* Draws from softmax(logits / temperature), restricted to the top_k largest; u is uniform in [0, 1). */
+static inline int32_t sample_token(const sampler *s, float *logits, float *scratch, int64_t vocab, double u) {
+    float best = logits[0], least = -3.4e38f;
+    double total = 0, sum = 0;
+    int64_t i, at = 0;
+    for (i = 1; i < vocab; i++) if (logits[i] > best) { best = logits[i]; at = i; }
+    if (s->temperature <= 0) return (int32_t)at;
+    if (s->top_k > 0 && s->top_k < vocab) {
+        memcpy(scratch, logits, (size_t)vocab * sizeof *scratch);
+        qsort(scratch, (size_t)vocab, sizeof *scratch, sample_falling);
+        least = scratch[s->top_k - 1];
+    }
+    for (i = 0; i < vocab; i++) {
+        double weight = logits[i] < least ? 0 : exp((double)(logits[i] - best) / s->temperature);
+        scratch[i] = (float)weight;
+        total += (double)scratch[i];
+    }
+    for (i = 0; i < vocab; i++) {
+        sum += (double)scratch[i];
+        if (scratch[i] > 0 && sum > u * total) return (int32_t)i;
+    }
+    return (int32_t)at;
+}
+
+/* The logits after `tokens`, from the last config.seq of them, on the host. */
+static inline amp_result gpt_next_logits(gpt *g, const int32_t *tokens, int64_t n, int32_t *ids, float *logits) {
+    int64_t seq = n < g->config.seq ? n : g->config.seq;
+    EX_TRY(amp_copy(g->amp, ids, tokens + n - seq, seq * (int64_t)sizeof *ids, AMP_COPY_TO_DEVICE));
+    EX_TRY(gpt_forward(g, ids, 1, seq, 1));
+    return amp_tape_read(g->tape, g->logits, logits, g->config.vocab);
+}
+
+/* Continues tokens[0..n-1] up to `wanted` tokens.  Random numbers: Philox stream 0 of the sampler's seed. */
+static inline amp_result gpt_sample(gpt *g, const sampler *s, int32_t *tokens, int64_t n, int64_t wanted) {
+    float *logits = (float *)malloc((size_t)g->config.vocab * 2 * sizeof *logits);
+    void *ids = NULL;
+    amp_result result = logits != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for logits");
+    if (result == AMP_OK) result = amp_alloc(g->amp, &ids, g->config.seq * (int64_t)sizeof(int32_t));
+    for (; n < wanted && result == AMP_OK && !ex_stop_requested; n++) {
+        result = gpt_next_logits(g, tokens, n, (int32_t *)ids, logits);
+        if (result != AMP_OK) break;
+        tokens[n] = sample_token(s, logits, logits + g->config.vocab, g->config.vocab,
+                                 (double)amp_random_uniform(s->seed, (uint64_t)n));
+    }
+    amp_free(g->amp, ids);
+    free(logits);
+    return result;
+}
+
+#endif
