@@ -31003,10 +31003,10 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #  define AMPI_TILE_LOAD(p) AMPI_V(ampi_load)(p)
 #  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store)(p, v)
 #elif AMPI_PASS == 2                    /* its masks are slow */
-#  define AMPI_TILE_LOAD(p) (tail < AMPI_W ? AMPI_V(ampi_load_tail)(p, tail) : AMPI_V(ampi_load)(p))
-#define AMPI_TILE_WRITE(p, v) \
+#  define AMPI_TILE_LOAD(p) (cut ? AMPI_V(ampi_load_tail)(p, tail) : AMPI_V(ampi_load)(p))
+#  define AMPI_TILE_WRITE(p, v) \
     do { \
-        if (tail < AMPI_W) AMPI_V(ampi_store_tail)(p, v, tail); \
+        if (cut) AMPI_V(ampi_store_tail)(p, v, tail); \
         else AMPI_V(ampi_store)(p, v); \
     } while (0)
 #else
@@ -31034,6 +31034,14 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); \
     }
 
+/* A chain of products; written once for whole and once for cut rows of b, so that the loop does not ask. */
+#define AMPI_TILE_SUM(r) \
+    for (; chain > 0; \
+         chain--, b += ldb, at[0] += step, at[1] += step, at[2] += step, at[3] += step, at[4] += step) { \
+        ampi_vf x, b0 = AMPI_TILE_FIRST(b), b1 = two ? AMPI_TILE_LOAD(b + AMPI_W) : b0; \
+        AMPI_ROWS_##r(AMPI_TILE_STEP) \
+    }
+
 #define AMPI_TILE(name, r, v) \
     static AMPI_TILE_TARGET void AMPI_V(name##v##_##r)(int64_t k, const float *a, int64_t lda, int64_t step, \
                                                        const float *b, int64_t ldb, int64_t tail, const float *add, \
@@ -31044,15 +31052,12 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
                 size = chains > 1 ? (k + chains - 1) / chains : k, chain; \
         float part[2 * AMPI_W * r]; \
         enum { two = v - 1 }; \
-        int joined = 0; \
+        int joined = 0, cut = AMPI_PASS == 2 && tail < AMPI_W; \
         (void)tail; \
         do { \
             AMPI_ROWS_##r(AMPI_TILE_ZERO) chain = AMPI_MIN(k, size); \
-            for (k -= chain; chain > 0; \
-                 chain--, b += ldb, at[0] += step, at[1] += step, at[2] += step, at[3] += step, at[4] += step) { \
-                ampi_vf x, b0 = AMPI_TILE_FIRST(b), b1 = two ? AMPI_TILE_LOAD(b + AMPI_W) : b0; \
-                AMPI_ROWS_##r(AMPI_TILE_STEP) \
-            } \
+            k -= chain; \
+            if (cut) AMPI_TILE_SUM(r) else AMPI_TILE_SUM(r) \
             if (joined) { AMPI_ROWS_##r(AMPI_TILE_JOIN) } \
             joined = 1; \
             if (k > 0) { AMPI_ROWS_##r(AMPI_TILE_PART) continue; } \
