@@ -226,10 +226,10 @@
        >>operators  those above, amp_random_save
        >>tape       amp_model_create _param and its kin, amp_tensor_create, amp_tape_create _begin _backward _finish
                     _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time and kin, operators
-       >>gradients  amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale _check _update
-                    _update_with _get _set_scale _rescale _save, amp_grad_set_create _stats _device _apply _save
-                    _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation _set_weight _bytes
-                    _save, amp_schedule_lr, amp_graph_begin _end _launch
+       >>gradients  amp_params_broadcast, amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale
+                    _check _update _update_with _get _set_scale _rescale _save, amp_grad_set_create _stats _device
+                    _apply _save _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation _set_weight
+                    _bytes _save, amp_schedule_lr, amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
        >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text,
                     amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step
@@ -1511,7 +1511,14 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
 
    Ranks: with amp_desc.reducer (of amp_ranks for threads, of examples/amp_mpi.h for MPI, or yours), a check averages
    the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  Every rank takes part
-   with every parameter; one without a gradient counts as zeros. */
+   with every parameter; one without a gradient counts as zeros.  The first check, and the first after weights or a
+   state were set by an optimizer's functions, compares the ranks before it sums: world, version of amp.h, precision,
+   optimizer, parameters and the values of all weights.  On a difference it returns AMP_ERR_REDUCE on every rank, with a
+   text that names what differs and the rank.  Later checks compare nothing. */
+
+/* Gives all ranks rank 0's weights, and fp32 masters; remainders follow amp_optimizer_rebuild_masters.  Waits.
+   Errors: AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_REDUCE. */
+AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n);
 
 typedef struct amp_grad_set amp_grad_set;
 
@@ -2137,7 +2144,7 @@ struct amp_exchanges {
        in thread i:  amp_ranks_reducer(ranks, i, &desc.reducer); amp_open(&amp, &desc); train; amp_close(amp);
 
    Sums are taken in the order of ranks in fp64 and rounded once, so all ranks get the same bits in every run; device
-   memory goes through the host.  All must begin with the same weights: nothing compares them.  A rank that passes other
+   memory goes through the host.  All must begin with the same weights (amp_params_broadcast).  A rank that passes other
    sizes than the rest or their memory, does not come in time or has closed its context makes the call fail in all, and
    every later one: AMP_ERR_REDUCE, with a text that names it.
    Errors of amp_open with such a reducer: AMP_ERR_CONFLICT another context is this rank, AMP_ERR_REDUCE the ranks have
@@ -19417,6 +19424,7 @@ struct amp_grad_set {
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
     int32_t apart;                  /* 1: no two gradients share memory */
+    int32_t agreed;                 /* 1: all ranks have the same settings and weights */
     ampi_stage stage;
     amp_scaler *scaler;             /* that checked this set since its last update, or NULL ... */
     amp_grad_set *next;                  /* ... and the next set in that scaler's list */
@@ -19936,6 +19944,207 @@ static amp_result ampi_set_refresh(amp_grad_set *set) {
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
 
+/* ---- Ranks that agree.  Before a set's first reduction, and the first after its weights or state were set or loaded,
+   all ranks compare what must be alike; later steps compare nothing. */
+
+/* An exchange of host memory, whatever memory the reducer works on. */
+static amp_result ampi_exchange_host(amp_context *amp, ampi_exchange e) {
+    int64_t in = ampi_parts_in(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
+    int64_t out = ampi_parts_out(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
+    const void *from = e.in;
+    void *to = e.out, *memory, *stream = ampi_settings(amp)->stream;
+    amp_result result;
+    if (amp->backend->host_visible || e.count == 0) return ampi_exchange_run(amp, &e, stream);
+    AMPI_TRY(amp_alloc(amp, &memory, in + out));
+    e.in = memory;
+    e.out = from == to ? memory : (char *)memory + in;
+    result = ampi_send(amp, memory, from, (size_t)in);
+    if (result == AMP_OK) result = ampi_exchange_run(amp, &e, stream);
+    if (result == AMP_OK) result = ampi_fetch(amp, to, e.out, (size_t)out);
+    amp_free(amp, memory);
+    return result;
+}
+
+/* The first of a rank's n numbers that another rank has otherwise than rank 0, that rank, and both values. */
+typedef struct ampi_apart { int64_t which; int32_t rank; double value, first; } ampi_apart;
+
+/* which -1: none. */
+static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, int64_t n, ampi_apart *out) {
+    const amp_system *s = ampi_context_system(amp);
+    int32_t world = ampi_world(amp), rank;
+    double *all;
+    int64_t i;
+    amp_result result;
+    out->which = -1;
+    AMPI_TRY(ampi_alloc(s, "reducer", (void **)&all, world * n, sizeof *all));
+    result = ampi_exchange_host(amp, ampi_exchange_of(AMPI_GATHER, x, all, n * (int64_t)sizeof *x, AMP_U8));
+    for (i = 0; i < n && result == AMP_OK && out->which < 0; i++)
+        for (rank = 1; rank < world && out->which < 0; rank++)
+            if (ampi_bits_f64(all[rank * n + i]) != ampi_bits_f64(all[i])) {
+                out->which = i; out->rank = rank;
+                out->value = all[rank * n + i]; out->first = all[i];
+            }
+    ampi_free(s, all, world * n, sizeof *all);
+    return result;
+}
+
+/* What an optimizer's ranks must have in common besides its parameters. */
+#define AMPI_FACT(field, type) {"." #field, type, offsetof(amp_optimizer_desc, field), NULL, 0, 0, 0, NULL}
+static const ampi_field ampi_alike[] = {
+    AMPI_FACT(kind, AMPI_I32), AMPI_FACT(accumulation, AMPI_I32), AMPI_FACT(lr, AMPI_REAL64),
+    AMPI_FACT(beta1, AMPI_REAL64), AMPI_FACT(beta2, AMPI_REAL64), AMPI_FACT(eps, AMPI_REAL64),
+    AMPI_FACT(weight_decay, AMPI_REAL64), AMPI_FACT(momentum, AMPI_REAL64), AMPI_FACT(dampening, AMPI_REAL64),
+    AMPI_FACT(clip_norm, AMPI_REAL64), AMPI_FACT(nesterov, AMPI_I32), AMPI_FACT(maximize, AMPI_I32),
+    AMPI_FACT(clip_each, AMPI_I32), AMPI_FACT(apply_nonfinite, AMPI_I32), AMPI_FACT(sharded, AMPI_I32)
+};
+enum { AMPI_FACTS = sizeof ampi_alike / sizeof *ampi_alike };
+static const char *const ampi_more_facts[] = {".world", "amp.h version", "level", "dtype", "seed (low half)",
+                                              "seed (high half)", "steps done", "loss scale", "parameters"};
+enum { AMPI_FACT_DTYPE = 3, AMPI_MORE_FACTS = sizeof ampi_more_facts / sizeof *ampi_more_facts };
+
+/* Parameters to compare: an optimizer's set has also those without a gradient. */
+static int64_t ampi_agree_count(const amp_grad_set *set) {
+    return set->desc->params != NULL ? set->desc->n_params : set->n;
+}
+
+static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler *scaler) {
+    amp_context *amp = set->amp;
+    const amp_desc *d = ampi_settings(amp);
+    double x[AMPI_MORE_FACTS + AMPI_FACTS];
+    ampi_apart apart;
+    amp_k_grad_stats found;
+    amp_k_scaler scale;
+    int i;
+    AMPI_TRY(ampi_fetch(amp, &found, set->found, sizeof found));
+    scale.scale = 0;
+    if (scaler != NULL) AMPI_TRY(ampi_fetch(amp, &scale, scaler->device, sizeof scale));
+    x[0] = ampi_world(amp); x[1] = AMP_VERSION; x[2] = (int)d->level; x[AMPI_FACT_DTYPE] = (int)d->autocast_dtype;
+    x[4] = (double)(uint32_t)set->desc->seed; x[5] = (double)(set->desc->seed >> 32);
+    x[6] = (double)found.attempts; x[7] = (double)scale.scale;
+    x[8] = (double)(set->desc->sharded ? 0 : ampi_agree_count(set));
+    for (i = 0; i < AMPI_FACTS; i++) x[AMPI_MORE_FACTS + i] = ampi_field_get(set->desc, &ampi_alike[i]);
+    AMPI_TRY(ampi_ranks_compare_facts(amp, x, AMPI_MORE_FACTS + AMPI_FACTS, &apart));
+    if (apart.which < 0) return AMP_OK;
+    if (apart.which == AMPI_FACT_DTYPE)
+        return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d computes in %s, rank 0 in %s: all must agree", (int)apart.rank,
+                         amp_dtype_name((amp_dtype)(int)apart.value), amp_dtype_name((amp_dtype)(int)apart.first));
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s is %.9g on rank %d and %.9g on rank 0: all must agree",
+                     apart.which < AMPI_MORE_FACTS ? ampi_more_facts[apart.which]
+                                                   : ampi_alike[apart.which - AMPI_MORE_FACTS].key,
+                     apart.value, (int)apart.rank, apart.first);
+}
+
+/* Of each parameter two checksums must be alike: of its name, shape, dtypes and group, and of its values. */
+typedef struct ampi_common {
+    const amp_grad_set *set;
+    ampi_crc crc;
+    char *stage;                    /* for values on a device */
+    double *facts;                  /* two for each */
+} ampi_common;
+enum { AMPI_COMMON_STAGE = 1 << 20 };
+
+static amp_result ampi_agree_bytes(const ampi_common *c, uint32_t *sum, const void *data, int64_t bytes) {
+    void *dev, *stream;
+    int visible = ampi_backend(c->set->amp, &dev, &stream)->host_visible;
+    int64_t i, n;
+    for (i = 0; data != NULL && i < bytes; i += n) {
+        const char *at = (const char *)data + i;
+        n = AMPI_MIN(bytes - i, (int64_t)AMPI_COMMON_STAGE);
+        if (!visible) AMPI_TRY(ampi_fetch(c->set->amp, c->stage, at, (size_t)n));
+        *sum = ampi_crc_add(&c->crc, *sum, (const uint8_t *)(visible ? at : c->stage), (size_t)n);
+    }
+    return AMP_OK;
+}
+/* row or p may be NULL. */
+static amp_result ampi_agree_fact(const ampi_common *c, int64_t i, const amp_k_tensor *row, const amp_param *p,
+                                  const char *name) {
+    int64_t is[12] = {0};
+    uint32_t kind = 0, values = 0;
+    int k;
+    if (row != NULL) {
+        is[0] = row->count; is[1] = (int)row->grad_dtype; is[2] = (int)row->master_kind; is[3] = (int)row->moment_dtype;
+        is[4] = (int64_t)ampi_bits_f64(row->lr_scale); is[5] = (int64_t)ampi_bits_f64(row->weight_decay);
+    }
+    if (p != NULL) {
+        is[6] = (int)p->weight.dtype; is[7] = p->weight.ndim;
+        for (k = 0; k < p->weight.ndim; k++) is[8 + k] = p->weight.shape[k];
+        AMPI_TRY(ampi_agree_bytes(c, &values, p->weight.data,
+                                  amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->weight.dtype)));
+    }
+    if (row != NULL && p != NULL)
+        AMPI_TRY(ampi_agree_bytes(c, &values, row->master, row->count * (ampi_has_remainder(row) ? 2 : 4)));
+    kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)is, sizeof is);
+    if (name != NULL) kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)name, strlen(name));
+    c->facts[2 * i] = kind;
+    c->facts[2 * i + 1] = values;
+    return AMP_OK;
+}
+static amp_result ampi_agree_facts(const ampi_common *c) {
+    const amp_grad_set *set = c->set;
+    int64_t i, row = 0;
+    for (i = 0; i < ampi_agree_count(set); i++) {
+        const amp_param *p = set->desc->params != NULL ? &set->desc->params[i] : set->params ? set->params[i] : NULL;
+        int has = set->desc->params == NULL || (row < set->n && set->params[row] == p);
+        AMPI_TRY(ampi_agree_fact(c, i, has ? &set->rows[row] : NULL, p, p != NULL ? p->name : set->names[row]));
+        row += has;
+    }
+    return AMP_OK;
+}
+static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
+    const amp_grad_set *set = c->set;
+    ampi_apart apart;
+    const char *name;
+    AMPI_TRY(ampi_agree_facts(c));
+    AMPI_TRY(ampi_ranks_compare_facts(set->amp, c->facts, 2 * n, &apart));
+    if (apart.which < 0) return AMP_OK;
+    name = set->desc->params != NULL ? set->desc->params[apart.which / 2].name : set->names[apart.which / 2];
+    if (apart.which % 2 == 0)
+        return ampi_fail(AMP_ERR_REDUCE, "reducer", "parameter %lld (%s) of rank %d has another name, shape, dtype or "
+                         "group than rank 0's", (long long)(apart.which / 2), name ? name : "unnamed", (int)apart.rank);
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s of rank %d has other values than rank 0's: initialise all ranks "
+                     "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
+}
+
+static amp_result ampi_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) {
+    const amp_system *s = ampi_context_system(set->amp);
+    int64_t n = ampi_agree_count(set);
+    ampi_common c;
+    amp_result result;
+    if (ampi_world(set->amp) == 1 || set->agreed || ampi_capture(set->amp) != NULL) return AMP_OK;
+    AMPI_TRY(ampi_agree_settings(set, scaler));
+    memset(&c, 0, sizeof c);
+    c.set = set;
+    ampi_crc_init(&c.crc, 1);
+    result = ampi_alloc(s, "reducer", (void **)&c.stage, AMPI_COMMON_STAGE, 1);
+    if (result == AMP_OK) result = ampi_alloc(s, "reducer", (void **)&c.facts, 2 * n, sizeof *c.facts);
+    if (result == AMP_OK && !set->desc->sharded) result = ampi_agree_params(&c, n);
+    ampi_free(s, c.facts, 2 * n, sizeof *c.facts);
+    ampi_free(s, c.stage, AMPI_COMMON_STAGE, 1);
+    set->agreed = result == AMP_OK;
+    return result;
+}
+
+static amp_result ampi_broadcast(amp_context *amp, void *data, int64_t bytes) {
+    ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
+    return ampi_exchange_run(amp, &e, ampi_settings(amp)->stream);
+}
+AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n) {
+    const char *f = "amp_params_broadcast";
+    int64_t i;
+    AMPI_TRY(ampi_need(f, amp != NULL && (params != NULL || n == 0), "amp or params"));
+    if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
+    AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
+    AMPI_TRY(ampi_check_weights_of(f, params, n));
+    for (i = 0; i < n; i++) {
+        const amp_tensor *w = &params[i].weight;
+        int64_t count = amp_tensor_count(w);
+        AMPI_TRY(ampi_as(f, ampi_broadcast(amp, w->data, count * (int64_t)amp_dtype_size(w->dtype))));
+        if (params[i].master != NULL) AMPI_TRY(ampi_as(f, ampi_broadcast(amp, params[i].master, count * 4)));
+        amp_param_changed(&params[i]);
+    }
+    return AMP_OK;
+}
+
 static amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(set->amp, &dev, &stream);
@@ -19953,6 +20162,7 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     amp_k_rule rule;
     int64_t i;
+    if (last) AMPI_TRY(ampi_ranks_agree(set, scaler));
     if (mode == AMP_CHECK_UNSCALE || (last && !set->desc->sharded && ampi_world(set->amp) > 1))
         AMPI_TRY(ampi_check_gradients_apart(set));
     AMPI_TRY(ampi_set_refresh(set));
@@ -20988,6 +21198,7 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
     int64_t i;
     AMPI_TRY(ampi_need_object("amp_optimizer_rebuild_masters", optimizer, "optimizer"));
     for (i = 0; i < optimizer->set->n; i++) amp_param_changed(optimizer->set->params[i]);
+    optimizer->set->agreed = 0;
     return ampi_make_masters(optimizer);
 }
 
@@ -21037,6 +21248,7 @@ AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param 
     AMPI_TRY(ampi_alloc(s, f, &scratch, n, 4));
     r = ampi_as(f, ampi_set_weight(o, param, row < o->set->n ? &o->set->rows[row] : NULL, values, scratch));
     ampi_free(s, scratch, n, 4);
+    o->set->agreed = 0;
     if (r == AMP_OK) amp_param_changed(param);
     return r;
 }
@@ -22024,6 +22236,7 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
     ampi_free(s, archive.scratch, bytes, 1);
     ampi_free(s, live, o->set->n, 1);
     ampi_set_unlink(o->set);
+    o->set->agreed = 0;
     ampi_settings_changed(o->amp);
     return r;
 }

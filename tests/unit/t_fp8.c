@@ -475,6 +475,7 @@ static float other_rank;
 static int raise_all(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
     float *x = (float *)data;
     (void)user; (void)stream;
+    for (int64_t i = 0; i < 8 && i < count; i++) if (dtype == AMP_F32 && x[i] < 0) return 0;   /* no largest magnitudes: ranks that compare */
     for (int64_t i = 0; dtype == AMP_F32 && op == AMP_REDUCE_MAX && count == 3 * AMPI_FP8_WEIGHTS && i < 3; i++)
         if (x[i] < other_rank) x[i] = other_rank;
     return 0;

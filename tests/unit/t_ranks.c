@@ -173,7 +173,7 @@ TEST(ranks_equal_one_process_with_the_whole_batch) {
             check_same_weights(one, all->weights[r]);
             CHECK_EQ(all->skipped[r], 0);
             CHECK_EQ(all->calls_sum[r], STEPS);
-            CHECK_EQ(all->calls_max[r], STEPS);
+            CHECK_EQ(all->calls_max[r], STEPS + 2);     /* two compare the ranks, before the first step only */
         }
     }
 }
@@ -439,6 +439,153 @@ TEST(threads_train_as_processes_do) {
             check_same_ranks(&processes, world);
             CHECK(staged >= 2 * STEPS * world);         /* a gradient and a flag a step */
         }
+}
+
+/* ---- Ranks that do not agree: every rank is told what differs, and on which */
+
+static const struct apart { const char *what, *says; } aparts[] = {
+    {"lr", ".lr is 0.25 on rank 2 and 0.5 on rank 0"}, {"beta2", ".beta2 is 0.5 on rank 2"}, {"clip", ".clip_norm is 1 on rank 2"},
+    {"kind", ".kind is 3 on rank 2 and 1 on rank 0"}, {"accumulation", ".accumulation is 2 on rank 2"},
+    {"seed", "seed (high half) is 1 on rank 2"}, {"dtype", "rank 2 computes in fp32, rank 0 in bf16"}, {"level", "level is "},
+    {"scale", "loss scale is 64 on rank 2 and 32 on rank 0"}, {"scaler", "loss scale is 0 on rank 2"}, {"fewer", "parameters is 1 on rank 2 and 2 on rank 0"},
+    {"name", "parameter 1 ("}, {"shape", "parameter 0 (a) of rank 2 has another name, shape"}, {"group", "parameter 0 (a) of rank 2"},
+    {"weight", "a of rank 2 has other values than rank 0's"}, {"sign", "a of rank 2 has other values"}, {"frozen", "of rank 2 has other values than rank 0's"},
+    {"master", "a of rank 2 has other values"}, {"steps", "steps done is 1 on rank 2 and 0 on rank 0"}, {"range", "parameter 0 (unnamed) of rank 2 has another"}
+};
+static struct { const struct apart *a; char why[RANKS][512]; int code[RANKS], again[RANKS]; float w[RANKS][4]; } told;
+
+/* Rank 2 has something else, unless `a` is NULL; then the same again after amp_params_broadcast. */
+static void step_apart(int rank, int world) {
+    const char *what = told.a && rank == 2 ? told.a->what : "";
+    amp_context *amp;
+    amp_optimizer *opt;
+    amp_scaler *scaler = NULL;
+    amp_desc desc;
+    amp_optimizer_desc od;
+    amp_scaler_desc sd;
+    amp_param_group group;
+    amp_param p[2];
+    float w[4] = {1, 2, 0, 4}, g[4] = {1, 1, 1, 1}, frozen[2] = {5, 6};
+    uint16_t low[4];
+    const float other[4] = {1, 2, 0, 4.0000005f};
+    int o2 = told.a && strcmp(told.a->what, "master") == 0;
+    (void)world;
+    memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd); memset(p, 0, sizeof p); memset(&group, 0, sizeof group);
+#define IS(word) (strcmp(what, word) == 0)
+    CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    desc.threads = 1;
+    desc.dtype = IS("dtype") ? AMP_F32 : AMP_BF16;
+    desc.level = o2 || IS("level") ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
+    if (on_a_device) desc.backend = &device;
+    CHECK_OK(amp_open(&amp, &desc));
+    if (IS("weight")) w[3] = 4.0000005f;
+    if (IS("sign")) w[2] = -0.0f;
+    if (IS("frozen")) frozen[1] = 7;
+    CHECK_OK(amp_convert(low, AMP_BF16, w, AMP_F32, 4, NULL, NULL));
+    p[0].name = "a"; p[0].weight = p[0].grad = IS("shape") ? amp_tensor2(w, AMP_F32, 2, 2) : amp_tensor1(w, AMP_F32, 4);
+    if (o2) p[0].weight = amp_tensor1(low, AMP_BF16, 4);
+    p[0].grad.data = g;
+    p[1].name = IS("name") ? "c" : "b"; p[1].weight = amp_tensor1(frozen, AMP_F32, 2);
+    CHECK_OK(amp_param_register(amp, p, 2));
+    group.match = "a"; group.lr_scale = 2;
+    od.params = p; od.n_params = IS("fewer") ? 1 : 2; od.kind = IS("kind") ? AMP_LION : AMP_ADAMW; od.lr = IS("lr") ? 0.25 : 0.5; od.beta2 = IS("beta2") ? 0.5 : 0;
+    od.clip_norm = IS("clip"); od.accumulation = IS("accumulation") ? 2 : 1; od.seed = IS("seed") ? (uint64_t)1 << 32 | 7 : 7;
+    if (IS("kind")) od.beta2 = 0.999, od.eps = 0;
+    if (IS("group")) { od.groups = &group; od.n_groups = 1; }
+    CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+    if (o2 && IS("master")) CHECK_OK(amp_optimizer_set_weight(opt, &p[0], other));
+    sd.init_scale = IS("scale") ? 64 : 32;
+    if (told.a && strncmp(told.a->what, "scale", 5) == 0 && !IS("scaler")) CHECK_OK(amp_scaler_create(amp, &scaler, &sd));
+    for (int i = 0; i < (IS("accumulation") ? 2 : 1); i++) { p[0].grad_live = 1; told.code[rank] = (int)amp_step(opt, scaler); }
+    snprintf(told.why[rank], sizeof told.why[rank], "%s", amp_last_error());
+    CHECK_OK(amp_params_broadcast(amp, p, 2));
+    p[0].grad_live = 1;
+    told.again[rank] = (int)(scaler ? AMP_OK : amp_step(opt, NULL));
+    if (o2) CHECK_OK(amp_convert(w, AMP_F32, low, AMP_BF16, 4, NULL, NULL));
+    memcpy(told.w[rank], w, sizeof w);
+    amp_optimizer_destroy(opt);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+/* A set of arrays of one's own, of which rank 2's has another size; and one of a loaded state, with another count of steps. */
+static void check_apart(int rank, int world) {
+    amp_context *amp;
+    amp_scaler *scaler;
+    amp_grad_set *set;
+    amp_desc desc;
+    amp_grad_set_desc sd;
+    amp_range range;
+    float g[3] = {1, 1, 1};
+    (void)world;
+    memset(&desc, 0, sizeof desc); memset(&sd, 0, sizeof sd); memset(&range, 0, sizeof range);
+    CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    desc.threads = 1;
+    CHECK_OK(amp_open(&amp, &desc));
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    range.data = g; range.dtype = AMP_F32; range.count = rank == 2 ? 2 : 3;
+    sd.ranges = &range; sd.n_ranges = 1;
+    CHECK_OK(amp_grad_set_create(amp, &set, &sd));
+    told.code[rank] = (int)amp_scaler_check(scaler, set, AMP_CHECK_UNSCALE);
+    snprintf(told.why[rank], sizeof told.why[rank], "%s", amp_last_error());
+    amp_grad_set_destroy(set);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+static void load_apart(int rank, int world) {
+    amp_context *amp, *alone;
+    amp_optimizer *opt;
+    amp_state *state;
+    amp_desc desc;
+    amp_optimizer_desc od;
+    amp_param p, mine;
+    float w[2] = {1, 2}, g[2] = {0, 0};
+    (void)world;
+    memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(&p, 0, sizeof p);
+    p.name = "a"; p.weight = amp_tensor1(w, AMP_F32, 2); p.grad = amp_tensor1(g, AMP_F32, 2);
+    mine = p;
+    desc.threads = 1;
+    CHECK_OK(amp_open(&alone, &desc));
+    CHECK_OK(amp_param_register(alone, &mine, 1));
+    od.params = &mine; od.n_params = 1;
+    CHECK_OK(amp_optimizer_create(alone, &opt, &od));
+    for (int i = 0; i < rank / 2; i++) { mine.grad_live = 1; CHECK_OK(amp_step(opt, NULL)); }
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_optimizer_save(opt, state, "o"));
+    amp_optimizer_destroy(opt);
+    amp_close(alone);
+    w[0] = 1; w[1] = 2;
+    CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    CHECK_OK(amp_open(&amp, &desc));
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    od.params = &p;
+    CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+    CHECK_OK(amp_optimizer_load(opt, state, "o"));
+    p.grad_live = 1;
+    told.code[rank] = (int)amp_step(opt, NULL);
+    snprintf(told.why[rank], sizeof told.why[rank], "%s", amp_last_error());
+    amp_state_destroy(state);
+    amp_optimizer_destroy(opt);
+    amp_close(amp);
+}
+
+TEST(ranks_that_differ_are_named) {
+    device = *amp_cpu();
+    device.name = "device"; device.host_visible = 0; device.copy = device_copy;
+    for (size_t i = 0; i < 2 * sizeof aparts / sizeof *aparts; i++) {
+        int weights;
+        told.a = &aparts[i / 2];
+        on_a_device = i % 2;
+        thread_ranks(3, strcmp(told.a->what, "range") == 0 ? check_apart : strcmp(told.a->what, "steps") == 0 ? load_apart : step_apart);
+        weights = strstr("weight sign frozen master", told.a->what) != NULL;
+        for (int r = 0; r < 3; r++) {
+            CHECK_MSG(told.code[r] == AMP_ERR_REDUCE && strstr(told.why[r], told.a->says), "%s, rank %d: %d, %s", told.a->what, r, told.code[r], told.why[r]);
+            if (weights) CHECK_MSG(told.again[r] == AMP_OK && memcmp(told.w[r], told.w[0], sizeof told.w[0]) == 0, "%s, rank %d: %d", told.a->what, r, told.again[r]);
+        }
+        on_a_device = 0;
+    }
+    told.a = NULL;
+    thread_ranks(3, step_apart);
+    for (int r = 0; r < 3; r++) CHECK_EQ(told.code[r], 0);
 }
 
 /* One reduction in a thread of its own, without a context. */
@@ -725,6 +872,6 @@ int main(int argc, char **argv) {
     RUN(ranks_equal_one_process_with_the_whole_batch); RUN(an_overflow_on_one_rank_skips_on_all);
     RUN(ranks_without_gradients_take_part);
     RUN(shards_are_disjoint_and_complete); RUN(restarts_with_ranks); RUN(a_failing_hook_is_an_error_and_changes_nothing);
-    RUN(threads_train_as_processes_do); RUN(sums_and_maxima); RUN(every_exchange); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
+    RUN(threads_train_as_processes_do); RUN(ranks_that_differ_are_named); RUN(sums_and_maxima); RUN(every_exchange); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
     return TEST_END();
 }
