@@ -19997,10 +19997,13 @@ static const ampi_field ampi_alike[] = {
     AMPI_FACT(clip_norm, AMPI_REAL64), AMPI_FACT(nesterov, AMPI_I32), AMPI_FACT(maximize, AMPI_I32),
     AMPI_FACT(clip_each, AMPI_I32), AMPI_FACT(apply_nonfinite, AMPI_I32), AMPI_FACT(sharded, AMPI_I32)
 };
-enum { AMPI_FACTS = sizeof ampi_alike / sizeof *ampi_alike };
 static const char *const ampi_more_facts[] = {".world", "amp.h version", "level", "dtype", "seed (low half)",
                                               "seed (high half)", "steps done", "loss scale", "parameters"};
-enum { AMPI_FACT_DTYPE = 3, AMPI_MORE_FACTS = sizeof ampi_more_facts / sizeof *ampi_more_facts };
+enum {
+    AMPI_FACT_DTYPE = 3,
+    AMPI_MORE_FACTS = sizeof ampi_more_facts / sizeof *ampi_more_facts,
+    AMPI_FACTS = AMPI_MORE_FACTS + sizeof ampi_alike / sizeof *ampi_alike
+};
 
 /* Parameters to compare: an optimizer's set has also those without a gradient. */
 static int64_t ampi_agree_count(const amp_grad_set *set) {
@@ -20010,7 +20013,7 @@ static int64_t ampi_agree_count(const amp_grad_set *set) {
 static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler *scaler) {
     amp_context *amp = set->amp;
     const amp_desc *d = ampi_settings(amp);
-    double x[AMPI_MORE_FACTS + AMPI_FACTS];
+    double x[AMPI_FACTS];
     ampi_apart apart;
     amp_k_grad_stats found;
     amp_k_scaler scale;
@@ -20022,12 +20025,13 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
     x[4] = (double)(uint32_t)set->desc->seed; x[5] = (double)(set->desc->seed >> 32);
     x[6] = (double)found.attempts; x[7] = (double)scale.scale;
     x[8] = (double)(set->desc->sharded ? 0 : ampi_agree_count(set));
-    for (i = 0; i < AMPI_FACTS; i++) x[AMPI_MORE_FACTS + i] = ampi_field_get(set->desc, &ampi_alike[i]);
-    AMPI_TRY(ampi_ranks_compare_facts(amp, x, AMPI_MORE_FACTS + AMPI_FACTS, &apart));
+    for (i = AMPI_MORE_FACTS; i < AMPI_FACTS; i++) x[i] = ampi_field_get(set->desc, &ampi_alike[i - AMPI_MORE_FACTS]);
+    AMPI_TRY(ampi_ranks_compare_facts(amp, x, AMPI_FACTS, &apart));
     if (apart.which < 0) return AMP_OK;
     if (apart.which == AMPI_FACT_DTYPE)
-        return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d computes in %s, rank 0 in %s: all must agree", (int)apart.rank,
-                         amp_dtype_name((amp_dtype)(int)apart.value), amp_dtype_name((amp_dtype)(int)apart.first));
+        return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d computes in %s, rank 0 in %s: all must agree",
+                         (int)apart.rank, amp_dtype_name((amp_dtype)(int)apart.value),
+                         amp_dtype_name((amp_dtype)(int)apart.first));
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s is %.9g on rank %d and %.9g on rank 0: all must agree",
                      apart.which < AMPI_MORE_FACTS ? ampi_more_facts[apart.which]
                                                    : ampi_alike[apart.which - AMPI_MORE_FACTS].key,

@@ -896,7 +896,7 @@ static amp_result gradients_open(env *e, int i) {
 static amp_result gradients_step(env *e, int i) {
     if (i < 6) return gradients_open(e, i);
     switch (i) {
-        case 6: gradients_fill(e, 1); return AMP_OK;
+        case 6: gradients_fill(e, 1); return amp_params_broadcast(e->amp, e->out.params, 3);
         case 7: return amp_step(e->optimizer, e->scaler);
         case 8: return gradients_outcome(e);
         case 9: gradients_fill(e, 2); return AMP_OK;

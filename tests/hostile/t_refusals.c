@@ -1282,6 +1282,8 @@ TEST(nothing_for_a_step) {
     NULLS(amp_optimizer_rebuild_masters(NULL));
     NULLS(amp_optimizer_set_weight(NULL, desc.params, &one)); NULLS(amp_optimizer_set_weight(o, NULL, &one));
     NULLS(amp_optimizer_set_weight(o, desc.params, NULL));
+    NULLS(amp_params_broadcast(NULL, desc.params, 1)); NULLS(amp_params_broadcast(amp, NULL, 1));
+    CHECK_ERR(amp_params_broadcast(amp, desc.params, -1), AMP_ERR_RANGE);
     NULLS(amp_optimizer_bytes(NULL, &bytes)); NULLS(amp_optimizer_bytes(o, NULL));
     NULLS(amp_optimizer_step(NULL, scaler)); NULLS(amp_step(NULL, scaler));
     CHECK(amp_step_result_next(NULL, &outcome) == 0 && amp_step_result_next(o, NULL) == 0 && amp_step_result_next(o, &outcome) == 0);

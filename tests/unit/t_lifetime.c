@@ -15,6 +15,7 @@ static int counted_unlock(pthread_mutex_t *m) { locks_held--; return pthread_mut
 #undef pthread_mutex_lock
 #undef pthread_mutex_unlock
 #include "test.h"
+#include "alike.h"
 #include "recording_backend.h"
 #include <sys/wait.h>
 
@@ -165,7 +166,7 @@ static amp_desc watched_desc(int host_visible) {
     d.system.file_open = host_open; d.system.file_read = host_read; d.system.file_write = host_write; d.system.file_size = host_size;
     d.system.file_sync = host_sync; d.system.file_close = host_close; d.system.clock_ns = host_clock;
     d.system.thread_start = host_start; d.system.thread_join = host_join; d.system.thread_detach = host_detach;
-    d.reducer.reduce = host_reduce; d.reducer.world = 2;
+    d.reducer.reduce = host_reduce; d.reducer.calls = &alike; d.reducer.world = 2;
     memset(&host, 0, sizeof host);
     memset(&failing, 0, sizeof failing);
     memset(&graphs, 0, sizeof graphs);

@@ -8,6 +8,7 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include "alike.h"
 #include "golden.h"
 
 enum { TENSORS = 5, ROOM = 400 };
@@ -2392,6 +2393,7 @@ TEST(ranks_average_and_take_part_without_a_gradient) {
     memset(&c, 0, sizeof c);
     c.reducer.reduce = twice;
     c.reducer.user = &calls;
+    c.reducer.calls = &alike;
     c.reducer.world = 2;
     CHECK_OK(amp_open(&two, &c));
     model_init(&a, AMP_F32, AMP_F32);
@@ -2412,7 +2414,7 @@ TEST(ranks_average_and_take_part_without_a_gradient) {
         CHECK_EQ(calls, 0);                                           /* once per cycle */
         CHECK_OK(amp_step(x, NULL));
         CHECK_OK(amp_step(y, NULL));
-        CHECK_EQ(calls, TENSORS + 1 + (step == 0 ? 2 : 0));           /* the first compares the ranks */
+        CHECK_EQ(calls, TENSORS + 1);
         CHECK(memcmp(a.w, b.w, sizeof a.w) == 0);
     }
     amp_optimizer_destroy(x);
@@ -2428,6 +2430,7 @@ static amp_context *rank_context(int rank, int world, int *calls) {
     amp_desc c;
     memset(&c, 0, sizeof c);
     if (world > 1) c.reducer.reduce = twice;
+    if (world > 1) c.reducer.calls = &alike;
     c.reducer.user = calls;
     c.reducer.rank = rank;
     c.reducer.world = world;

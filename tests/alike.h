@@ -1,0 +1,8 @@
+/* alike.h - what a hook that plays two ranks of the same contents gives each other, so that they agree. */
+static int alike_gather(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
+    (void)user; (void)stream;
+    memmove(out, in, (size_t)bytes_each);
+    memcpy((char *)out + bytes_each, out, (size_t)bytes_each);
+    return 0;
+}
+static const amp_exchanges alike = {.all_gather = alike_gather};
