@@ -66,8 +66,9 @@ help: backend
 	@echo "make install PREFIX=  copy amp.h, amp_cuda.cu, amp/cblas.h and their .pc files below PREFIX (default /usr/local)"
 	@echo "make clean            remove $(BUILD)/ and out/"
 
-run: backend $(BUILD)/train_gpt
+run: backend $(BUILD)/train_gpt $(BUILD)/amp_bench
 	$(BUILD)/train_gpt
+	$(BUILD)/amp_bench --training out/corpus.txt --layers 4 --heads 4 --channels 128 --batch 16 --seq 128
 
 examples: $(EXAMPLES:%=$(BUILD)/%)
 

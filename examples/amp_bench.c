@@ -3,6 +3,7 @@
  *     gcc -O2 examples/amp_bench.c -o amp_bench -lm -lpthread
  *     ./amp_bench --precision         an encoder and a decoder in every precision: time, and memory by what it is for
  *     ./amp_bench --features          each feature on and off, in turn, in one run
+ *     ./amp_bench --training FILE     a decoder learns this text in fp32, fp16 and bf16: speed, memory, losses
  *
  * On a GPU the encoder has the shape of BERT-base and the decoder that of GPT-2; on a CPU both are 4 layers of 256
  * channels with 8192 tokens, so that a run takes a minute; flags set any other size.  A feature that costs more than it
@@ -17,7 +18,7 @@
 /* ==== Flags ====================================================================================== */
 
 typedef struct settings {
-    const char *device, *model, *dtype, *feature, *out;
+    const char *device, *model, *dtype, *feature, *training, *out;
     int64_t precision, features, iterations, warmup, threads, help;
     int64_t layers, channels, heads, vocab, batch, seq;
 } settings;
@@ -28,6 +29,8 @@ static const flag_row options[] = {
     {"What", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"precision", FLAG_SWITCH, FIELD(precision), "off", 0, 0, NULL, "the table of precisions (the default)"},
     {"features", FLAG_SWITCH, FIELD(features), "off", 0, 0, NULL, "the table of features"},
+    {"training", FLAG_TEXT, FIELD(training), "", 0, 0, NULL,
+     "the first steps of a decoder that learns this text, its tokens bytes, in fp32, fp16 and bf16; empty: none"},
     {"model", FLAG_CHOICE, FIELD(model), "both", 0, 0, "both encoder decoder", "of the table of precisions"},
     {"feature", FLAG_CHOICE, FIELD(feature), "all", 0, 0,
      "all mask-cache cast-cache pinning workers prefetch memory-interval fused-step recompute fused-loss",
@@ -54,7 +57,7 @@ static const flag_row options[] = {
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
     {"json", FLAG_TEXT, FIELD(out), "", 0, 0, NULL,
-     "results as JSON; empty: out/bench_precision.json or out/bench_features.json; none: nothing"},
+     "results as JSON; empty: out/bench_precision.json, _features or _training; none: nothing"},
     {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
 static flag_program flag_given = {
@@ -338,6 +341,145 @@ static amp_result bench_precision(bench *b) {
     }
     printf("\n  speedup and reduction: relative to fp32; workspace: kernels' scratch, the batch and the library's own "
            "memory\n");
+    return AMP_OK;
+}
+
+/* ==== The first steps of training in each precision ============================================== */
+
+typedef struct training_row {
+    double rate, peak, training, validation;
+    int64_t skips;
+    int32_t emulated, scaler;
+} training_row;
+
+/* A loader of the text's first nine tenths, or of the last, in order. */
+static amp_result open_text(const bench *b, workload *w, int held, amp_loader **out) {
+    amp_loader_desc desc;
+    amp_loader_info info;
+    memset(&desc, 0, sizeof desc);
+    desc.path = b->set.training;
+    desc.format = AMP_TOKENS_BYTES;
+    desc.batch = w->desc.batch;
+    desc.seq = w->desc.seq;
+    desc.seed = 1;
+    if (amp_loader_create(w->amp, out, &desc) != AMP_OK) return flag_refuse("training", "%s", amp_last_error());
+    EX_TRY(amp_loader_info_get(*out, &info));
+    amp_loader_destroy(*out);
+    *out = NULL;
+    desc.first = held ? info.tokens / 10 * 9 : 0;
+    desc.last = held ? info.tokens : info.tokens / 10 * 9;
+    desc.shuffle = !held;
+    desc.epochs = held;
+    if (amp_loader_create(w->amp, out, &desc) != AMP_OK) return flag_refuse("training", "%s", amp_last_error());
+    return AMP_OK;
+}
+
+/* --iterations steps; row->training: the mean loss of the last ten. */
+static amp_result train_text(const bench *b, workload *w, amp_loader *text, training_row *row) {
+    int64_t step, steps = b->set.iterations, counted = steps < 10 ? steps : 10;
+    double began = ex_seconds();
+    amp_step_result record;
+    amp_batch batch;
+    float loss;
+    for (step = 0; step < steps; step++) {
+        EX_TRY(amp_loader_next(text, &batch));
+        EX_TRY(workload_step(w, batch.inputs, batch.targets));
+        if (step + counted < steps) continue;
+        EX_TRY(workload_loss(w, &loss));
+        row->training += (double)loss / (double)counted;
+    }
+    EX_TRY(amp_sync(w->amp));
+    row->rate = (double)(steps * w->desc.batch * w->desc.seq) / (ex_seconds() - began);
+    EX_TRY(amp_step_result_flush(w->optimizer));
+    while (amp_step_result_next(w->optimizer, &record)) row->skips = record.total_skips;
+    return AMP_OK;
+}
+
+/* The mean loss of at most 64 batches that were not trained on. */
+static amp_result validate_text(workload *w, amp_loader *text, double *loss) {
+    amp_result result = AMP_OK;
+    amp_batch batch;
+    float one;
+    int n = 0;
+    for (*loss = 0; n < 64 && result == AMP_OK; n++) {
+        result = amp_loader_next(text, &batch);
+        if (result == AMP_OK) result = workload_pass(w, batch.inputs, batch.targets, 0);
+        if (result == AMP_OK) result = workload_loss(w, &one);
+        if (result != AMP_OK) break;
+        *loss += (double)one;
+    }
+    *loss /= n > 0 ? n : 1;
+    return result == AMP_ERR_END ? AMP_OK : result;
+}
+
+static amp_result training_run(const bench *b, amp_dtype dtype, training_row *row) {
+    workload_desc d = size_of(b, 0);
+    amp_loader *text = NULL, *held = NULL;
+    amp_context *amp = NULL;
+    amp_memory_info memory;
+    amp_desc desc;
+    workload w;
+    amp_result result;
+    memset(&desc, 0, sizeof desc);
+    memset(&w, 0, sizeof w);
+    memset(row, 0, sizeof *row);
+    desc.dtype = dtype;
+    d.vocab = 256;
+    d.activations = storage_of(dtype);
+    d.scaler = row->scaler = dtype == AMP_F16;
+    EX_TRY(open_context(b, &desc, &amp));
+    result = workload_open(&w, amp, &d);
+    if (result == AMP_OK) result = open_text(b, &w, 0, &text);
+    if (result == AMP_OK) result = open_text(b, &w, 1, &held);
+    if (result == AMP_OK) result = train_text(b, &w, text, row);
+    if (result == AMP_OK) result = amp_memory(amp, &memory);
+    if (result == AMP_OK) row->peak = (double)memory.peak / 1048576;
+    if (result == AMP_OK) result = validate_text(&w, held, &row->validation);
+    amp_loader_destroy(text);
+    amp_loader_destroy(held);
+    workload_close(&w);
+    amp_close(amp);
+    return result;
+}
+
+static amp_result bench_training(bench *b) {
+    static const amp_dtype three[] = {AMP_F32, AMP_F16, AMP_BF16};
+    workload_desc d = size_of(b, 0);
+    int i;
+    d.vocab = 256;
+    printf("\nThe first %lld steps in each precision: %lld layers, %lld heads, %lld channels, batch %lld x %lld\n",
+           (long long)b->set.iterations, (long long)d.layers, (long long)d.heads, (long long)d.channels,
+           (long long)d.batch, (long long)d.seq);
+    printf("  %-26s %10s %10s %12s %12s %8s\n", "precision", "tokens/s", "peak MiB", "train loss", "valid. loss",
+           "skipped");
+    for (i = 0; i < 3; i++) {
+        training_row row;
+        amp_choice choice;
+        char label[64], rate[32];
+        memset(&choice, 0, sizeof choice);
+        if (amp_choose(&b->machine, three[i], 0, &choice) != AMP_OK) {
+            printf("  %-26s n/a: %s\n", amp_dtype_name(three[i]), amp_last_error());
+            continue;
+        }
+        EX_TRY(training_run(b, three[i], &row));
+        snprintf(label, sizeof label, "%s%s%s", amp_dtype_name(three[i]), row.scaler ? ", scaler" : "",
+                 choice.emulated ? ", emulated" : "");
+        printf("  %-26s %10s %10.1f %12.4f %12.4f %8lld\n", label,
+               progress_grouped((int64_t)row.rate, rate, sizeof rate), row.peak, row.training, row.validation,
+               (long long)row.skips);
+        fflush(stdout);
+        json_row(b, "training");
+        json_size(b, &d);
+        metrics_text(b->json, "precision", amp_dtype_name(three[i]));
+        metrics_integer(b->json, "emulated", choice.emulated);
+        metrics_integer(b->json, "steps", b->set.iterations);
+        metrics_number(b->json, "tokens_per_s", row.rate);
+        metrics_number(b->json, "peak_mib", row.peak);
+        metrics_number(b->json, "train_loss", row.training);
+        metrics_number(b->json, "validation_loss", row.validation);
+        metrics_integer(b->json, "skips", row.skips);
+        metrics_end(b->json);
+    }
     return AMP_OK;
 }
 
@@ -645,7 +787,8 @@ static amp_result open_json(bench *b) {
     char why[400];
     if (strcmp(b->set.out, "none") == 0) return AMP_OK;
     snprintf(b->json_path, sizeof b->json_path, "%.4000s",
-             *b->set.out != 0 ? b->set.out : b->set.features ? "out/bench_features.json" : "out/bench_precision.json");
+             *b->set.out != 0 ? b->set.out : *b->set.training != 0 ? "out/bench_training.json"
+             : b->set.features ? "out/bench_features.json" : "out/bench_precision.json");
     snprintf(b->part_path, sizeof b->part_path, "%s.part", b->json_path);
     if (ex_folder_make(b->json_path) != AMP_OK) return flag_refuse("json", "%s", ex_because(why));
     b->json = fopen(b->part_path, "w");
@@ -673,6 +816,11 @@ static amp_result open_bench(bench *b) {
     amp_desc desc;
     char why[400];
     amp_result result;
+    if (*set->training != 0 && (set->precision || set->features))
+        return flag_refuse("training", "contradicts --%s: run one after the other",
+                           set->precision ? "precision" : "features");
+    if (*set->training != 0 && access(set->training, R_OK) != 0)
+        return flag_refuse("training", "%s", strerror(errno));
     if (set->precision && set->features)
         return flag_refuse("features", "contradicts --precision: run one after the other");
     if (!set->features && flag_was_given("feature")) return flag_refuse("feature", "needs --features");
@@ -715,10 +863,10 @@ int main(int argc, char **argv) {
         amp_close(b.amp);
         return 2;
     }
-    json_head(&b, b.set.features ? "features" : "precisions", argc, argv);
+    json_head(&b, *b.set.training != 0 ? "training" : b.set.features ? "features" : "precisions", argc, argv);
     amp_machine_text(&b.machine, text, sizeof text);
     printf("%s", text);
-    result = b.set.features ? bench_features(&b) : bench_precision(&b);
+    result = *b.set.training != 0 ? bench_training(&b) : b.set.features ? bench_features(&b) : bench_precision(&b);
     result = close_json(&b, result);
     if (result != AMP_OK) fprintf(stderr, "amp_bench: %s\n", ex_error());
     amp_close(b.amp);

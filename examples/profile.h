@@ -4,6 +4,8 @@
 #define EXAMPLE_PROFILE_H
 
 #include "gpt.h"
+#include "metrics.h"
+#include "peak.h"
 
 /* Where the time of a training step goes.  pass 0: forward, 1: backward. */
 enum { PROFILE_LOADER, PROFILE_EMBEDDING, PROFILE_NORM, PROFILE_LINEAR, PROFILE_ATTENTION, PROFILE_DROPOUT,
@@ -19,13 +21,6 @@ static inline amp_result profile_add(profile *p, amp_context *amp, int row, int 
     p->seconds[row][pass] += ex_seconds() - began;
     return AMP_OK;
 }
-
-/* EX_TRY(call), timed if there is a profile. */
-#define TIMED(p, amp, row, pass, call) do { \
-        double timed_began = (p) != NULL ? ex_seconds() : 0; \
-        EX_TRY(call); \
-        if ((p) != NULL) EX_TRY(profile_add(p, amp, row, pass, timed_began)); \
-    } while (0)
 
 /* Adds the times of the tape's last forward (pass 0) or backward (pass 1).  head: the name of the head's weight. */
 static inline void profile_tape(profile *p, const amp_tape *tape, int pass, const char *head) {
@@ -113,11 +108,152 @@ static inline gpt_traffic gpt_bytes(const gpt *g, int row, int pass, amp_dtype c
     }
     return t;
 }
-static inline gpt_traffic optimizer_traffic(const amp_parameter_bytes *b) {
+static inline gpt_traffic profile_optimizer(const amp_parameter_bytes *b) {
     gpt_traffic t;
     t.calls = 1;
     t.bytes = (double)b->parameters * (b->gradient + 2 * (b->weight + b->master + b->moments));
     return t;
+}
+
+/* ---- The table */
+
+/* What it is of. */
+typedef struct profile_run {
+    const profile *profile;
+    const gpt *model;
+    const amp_optimizer *optimizer;
+    amp_dtype dtype;
+    int64_t accumulation;
+    metrics_line *metrics; amp_monitor *monitor;
+} profile_run;
+
+/* GFLOP/s of amp_gemm on 1024 x 1024 matrices in the run's precision: the best of five. */
+static inline amp_result profile_gemm(const profile_run *r, double *rate) {
+    enum { SIZE = 1024 };
+    const int64_t bytes = (int64_t)SIZE * SIZE * (int64_t)sizeof(float);
+    void *data = NULL;
+    float *host = (float *)malloc((size_t)bytes * 2);
+    amp_result result = host != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for the peak");
+    int i;
+    *rate = 0;
+    if (result == AMP_OK) ex_normal(host, 2 * SIZE * SIZE, 1, 1, 1.0f);
+    if (result == AMP_OK) result = amp_alloc(r->model->amp, &data, 3 * bytes);
+    if (result == AMP_OK) result = amp_copy(r->model->amp, data, host, 2 * bytes, AMP_COPY_TO_DEVICE);
+    for (i = 0; i < 6 && result == AMP_OK; i++) {       /* the first is a warm-up */
+        float *a = (float *)data, *b = a + SIZE * SIZE, *c = b + SIZE * SIZE;
+        double began, seconds;
+        amp_sync(r->model->amp);
+        began = ex_seconds();
+        EX_TRY(amp_autocast_begin(r->model->amp, NULL));
+        result = amp_gemm(r->model->amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, SIZE, SIZE, SIZE, 1, a, SIZE, b,
+                          SIZE, 0,
+                          c, SIZE);
+        EX_TRY(amp_autocast_end(r->model->amp));
+        if (result == AMP_OK) result = amp_sync(r->model->amp);
+        seconds = ex_seconds() - began;
+        if (i > 0 && 2e-9 * SIZE * SIZE * SIZE / seconds > *rate) *rate = 2e-9 * SIZE * SIZE * SIZE / seconds;
+    }
+    amp_free(r->model->amp, data);
+    free(host);
+    return result;
+}
+
+/* This CPU's peak and copies in the run's precision; rate 0 on a device. */
+static inline amp_result profile_machine(const profile_run *r, peak_machine *machine) {
+    amp_desc desc;
+    EX_TRY(amp_query(r->model->amp, &desc));
+    *machine = peak_measure(desc.backend->host_visible ? desc.cpu_path : AMP_CPU_SCALAR, r->dtype, desc.threads);
+    return AMP_OK;
+}
+
+/* One row of the table, of all steps.  flops: of forward and backward, 0 for none; floor: seconds, 0: unknown. */
+typedef struct profile_row { const char *name; double seconds[2], flops[2], floor; } profile_row;
+
+static inline void profile_print_row(const profile_run *r, const profile_row *row) {
+    double steps = (double)r->profile->steps, both = row->seconds[0] + row->seconds[1], rate;
+    printf("  %-16s %10.3f %10.3f %7.1f%%", row->name, 1e3 * row->seconds[0] / steps, 1e3 * row->seconds[1] / steps,
+           100 * both / r->profile->all);
+    metrics_begin(r->metrics->file, "profile");
+    metrics_text(r->metrics->file, "operator", row->name);
+    metrics_number(r->metrics->file, "forward_ms", 1e3 * row->seconds[0] / steps);
+    metrics_number(r->metrics->file, "backward_ms", 1e3 * row->seconds[1] / steps);
+    metrics_number(r->metrics->file, "share", both / r->profile->all);
+    if (row->flops[0] > 0 && row->seconds[0] > 0 && row->seconds[1] > 0) {
+        rate = 1e-9 * (row->flops[0] + row->flops[1]) / both;
+        printf(" %10.1f %10.1f", 1e-9 * row->flops[0] / row->seconds[0], 1e-9 * row->flops[1] / row->seconds[1]);
+        metrics_number(r->metrics->file, "gflops", rate);
+    } else if (row->floor > 0) printf(" %10s %10s", "", "");
+    if (row->floor > 0) {
+        printf(" %10.3f %7.1f%%", 1e3 * row->floor / steps, 100 * row->floor / both);
+        metrics_number(r->metrics->file, "floor_ms", 1e3 * row->floor / steps);
+        metrics_number(r->metrics->file, "of_floor", row->floor / both);
+    }
+    metrics_line_end(r->metrics, r->monitor);
+    printf("\n");
+}
+
+/* A row's operations and floor, of all steps. */
+static inline amp_result profile_work(const profile_run *r, const peak_machine *machine, int row, profile_row *out) {
+    double times = (double)r->profile->steps * (double)r->accumulation;
+    amp_parameter_bytes bytes;
+    int pass;
+    EX_TRY(amp_optimizer_bytes(r->optimizer, &bytes));
+    for (pass = 0; pass < 2; pass++) {
+        double flops = gpt_flops(r->model, row) * (pass == 0 ? 1 : row == PROFILE_ATTENTION ? 2.5 : 2);
+        gpt_traffic t = gpt_bytes(r->model, row, pass, gpt_compute(r->model));
+        out->seconds[pass] = r->profile->seconds[row][pass];
+        out->flops[pass] = flops * times;
+        out->floor += times * peak_floor(machine, flops, t.bytes, t.calls);
+    }
+    if (row == PROFILE_OPTIMIZER) {
+        gpt_traffic t = profile_optimizer(&bytes);
+        out->floor = (double)r->profile->steps * peak_floor(machine, 0, t.bytes, t.calls);
+    }
+    return AMP_OK;
+}
+
+static inline amp_result profile_print(const profile_run *r) {
+    static const char *const names[PROFILE_ROWS] = {"loader",  "embedding", "layernorm",     "linear",   "attention",
+                                                    "dropout", "lm_head",   "cross-entropy", "recompute", "optimizer"};
+    profile_row rest, furthest;
+    double gemm, lost = 0;
+    peak_machine machine;
+    int i;
+    memset(&rest, 0, sizeof rest);
+    memset(&furthest, 0, sizeof furthest);
+    rest.name = "other";
+    rest.seconds[0] = r->profile->all;
+    EX_TRY(profile_machine(r, &machine));
+    EX_TRY(profile_gemm(r, &gemm));
+    printf("\nProfile: %lld steps of %.3f ms%s\n", (long long)r->profile->steps,
+           1e3 * r->profile->all / (double)r->profile->steps, r->profile->steps > 1 ? ", without the first" : "");
+    printf("  %-16s %10s %10s %8s %10s %10s %10s %8s\n", "operator", "forward ms", "backward", "of step",
+           "GFLOP/s", "backward", "floor ms", "share");
+    for (i = 0; i < PROFILE_ROWS; i++) {
+        profile_row row;
+        double both = r->profile->seconds[i][0] + r->profile->seconds[i][1];
+        rest.seconds[0] -= both;
+        if ((i == PROFILE_DROPOUT &&
+             r->model->config.dropout <= 0) || (i == PROFILE_RECOMPUTE && !r->model->config.recompute) ||
+            (i == PROFILE_LOSS && r->model->config.fused_loss))           /* its time is the head's */
+            continue;
+        memset(&row, 0, sizeof row);
+        row.name = names[i];
+        EX_TRY(profile_work(r, &machine, i, &row));
+        profile_print_row(r, &row);
+        if (row.floor > 0 && both - row.floor > lost) { lost = both - row.floor; furthest = row; }
+    }
+    profile_print_row(r, &rest);
+    if (furthest.name != NULL)
+        printf("  furthest from its floor: %s, %.3f ms a step above it\n", furthest.name,
+               1e3 * lost / (double)r->profile->steps);
+    if (machine.rate > 0)
+        printf("  floor: the %.1f GFLOP/s of %s, nothing else done, then a copy of as many bytes, on %d threads;\n"
+               "         what is still in a cache can be faster\n", machine.rate, machine.loop.name, machine.threads);
+    printf("  amp_gemm reached %.1f GFLOP/s here on 1024 x 1024 x 1024 in %s\n"
+           "  linear: with bias and GELU; cross-entropy: with its gradient; optimizer: check, clipping and update\n",
+           gemm, amp_dtype_name(r->dtype));
+    return AMP_OK;
 }
 
 #endif

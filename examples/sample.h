@@ -1,8 +1,10 @@
-/* sample.h - text from a GPT: the next token drawn by temperature and top-k. */
+/* sample.h - text from a GPT: the next token drawn by temperature and top-k; prompts into tokens, tokens into text. */
 #ifndef EXAMPLE_SAMPLE_H
 #define EXAMPLE_SAMPLE_H
 
+#include "bpe.h"
 #include "gpt.h"
+#include "model_files.h"
 
 /* How the next token is drawn.  temperature 0: the most likely one; top_k 0: from all tokens. */
 typedef struct sampler {
@@ -62,6 +64,62 @@ static inline amp_result gpt_sample(gpt *g, const sampler *s, int32_t *tokens, i
     }
     amp_free(g->amp, ids);
     free(logits);
+    return result;
+}
+
+/* ---- Text.  t: the tokenizer; with t->n 0 the tokens are bytes if the vocabulary is 256, else they are not text. */
+
+static inline int sample_is_bytes(const bpe *t, int64_t vocab) { return t->n == 0 && vocab == 256; }
+
+/* The tokens as text, to be freed; NULL if they are not text, or without memory.  Zeros become spaces. */
+static inline char *sample_text(const bpe *t, int64_t vocab, const int32_t *tokens, int64_t n) {
+    int64_t i, k, length, bytes = 0, used = 0;
+    int plain = sample_is_bytes(t, vocab);
+    char *text;
+    if (t->n == 0 && !plain) return NULL;
+    for (i = 0; i < n; bytes += length, i++)
+        if (plain) length = 1;
+        else bpe_text(t, tokens[i], &length);
+    text = (char *)malloc((size_t)bytes + 1);
+    for (i = 0; i < n && text != NULL; i++) {
+        char byte = (char)tokens[i];
+        const char *piece = &byte;
+        length = 1;
+        if (!plain) piece = bpe_text(t, tokens[i], &length);
+        for (k = 0; k < length; k++) text[used++] = piece[k] != 0 ? piece[k] : ' ';
+    }
+    if (text != NULL) text[used] = 0;
+    return text;
+}
+
+/* Prints a text with '?' for what is no character, or one that moves the cursor. */
+static inline void sample_print(const char *text) {
+    int64_t left = (int64_t)strlen(text), n;
+    uint32_t code;
+    for (; left > 0; text += n, left -= n) {
+        n = utf8_read(text, left, &code);
+        if (code == '\n' || code == '\t' || (code >= 0x20 && code != 0x7f && !(code == 0xfffd && n == 1)))
+            printf("%.*s", (int)n, text);
+        else putchar('?');
+    }
+}
+
+/* A prompt's tokens; of an empty one the separator of texts, or a line's end.  tokens: space for the prompt's bytes, at least 1. */
+static inline amp_result sample_prompt(bpe *t, int64_t vocab, const char *prompt, int32_t *tokens, int64_t *n) {
+    const char *text = *prompt != 0 ? prompt : "\n";
+    int64_t i, bytes = (int64_t)strlen(text);
+    uint16_t *encoded;
+    amp_result result;
+    *n = 1;
+    tokens[0] = (int32_t)vocab - 1;
+    if (sample_is_bytes(t, vocab)) for (i = 0, *n = bytes; i < bytes; i++) tokens[i] = (unsigned char)text[i];
+    if (t->n == 0) return AMP_OK;
+    if (*prompt == 0 && t->end_of_text >= 0) { tokens[0] = t->end_of_text; return AMP_OK; }
+    encoded = (uint16_t *)malloc((size_t)bytes * sizeof *encoded);
+    if (encoded == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the prompt");
+    result = ex_st(bpe_encode(t, text, bytes, encoded, n));
+    for (i = 0; i < *n && result == AMP_OK; i++) tokens[i] = encoded[i];
+    free(encoded);
     return result;
 }
 

@@ -17,7 +17,7 @@ if [ $# -eq 0 ]; then
     echo "plot: no runs in out/: training three short ones"
     ${MAKE:-make} build/train_gpt || exit 1
     for precision in fp32 fp16 bf16; do
-        build/train_gpt --precision $precision --out out/$precision --steps 300 --log-interval 5 --eval-interval 300 --compare 0 --sample 0 --save none || exit 1
+        build/train_gpt --precision $precision --out out/$precision --steps 300 --log-interval 5 --eval-interval 300 --sample 0 --save none || exit 1
         set -- "$@" out/$precision/metrics.jsonl
     done
 fi

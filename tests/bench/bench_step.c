@@ -129,7 +129,7 @@ static double step_floor(run *r) {
             t = gpt_bytes(&r->gpt, row, pass, gpt_compute(&r->gpt));
             floor += peak_floor(&machine, flops, t.bytes, t.calls);
         }
-    t = optimizer_traffic(&bytes);
+    t = profile_optimizer(&bytes);
     return floor + peak_floor(&machine, 0, t.bytes, t.calls);
 }
 

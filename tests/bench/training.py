@@ -18,7 +18,7 @@ def digest(path):
 
 
 def program(*flags):
-    subprocess.run([os.path.join(ROOT, "build/train_gpt"), "--compare", "0", "--save", "none", "--sample", "0", *map(str, flags)],
+    subprocess.run([os.path.join(ROOT, "build/train_gpt"), "--save", "none", "--sample", "0", *map(str, flags)],
                    check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
 
 

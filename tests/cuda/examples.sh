@@ -3,7 +3,7 @@
 # recomputing leave the bits of the plain run, checkpoints change between GPU and CPU, and refusals name what is wrong.
 . tests/lib.sh
 gpt="$PWD/build/model_train_gpt"
-small="--layers 2 --heads 2 --channels 32 --batch 2 --seq 16 --compare 0 --sample 0 --eval-batches 1 --log-interval 1 --data $work/text"
+small="--layers 2 --heads 2 --channels 32 --batch 2 --seq 16 --sample 0 --eval-batches 1 --log-interval 1 --data $work/text"
 head -c 20000 README.md > "$work/text"
 
 train() { name=$1; shift; "$gpt" $small --out "$work/$name" --save "$work/$name" "$@" > "$work/$name.log" 2>&1; }

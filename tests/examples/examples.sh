@@ -3,7 +3,7 @@
 # refuse bad input by name.
 . tests/lib.sh
 gpt="$PWD/build/train_gpt"
-small="--layers 2 --heads 2 --channels 32 --batch 4 --seq 32 --compare 0 --sample 0 --eval-batches 2 --log-interval 1 --data $work/text"
+small="--layers 2 --heads 2 --channels 32 --batch 4 --seq 32 --sample 0 --eval-batches 2 --log-interval 1 --data $work/text"
 for i in 1 2 3 4 5 6; do cat README.md; done > "$work/text"
 
 # train NAME FLAGS...: a run into its own folder.
@@ -76,10 +76,9 @@ for precision in fp32 bf16; do
     if cmp -s "$work/one_call.safetensors" "$work/one_two.safetensors"; then pass; else fail "--fused-loss in $precision resumes" "$(tail -n 2 "$work/one_second.log")"; fi
 done
 
-# A 16-bit residual stream: its loss beside that of an fp32 one, of the same weights and of the same short run.
-if train stream --steps 6 --precision bf16 --activations auto,stream=bf16 --compare 4 --data "$work/text" &&
-    grep -q "stream      in fp32 the same weights have .* in bf16 .*: a difference of" "$work/stream.log" &&
-    grep -q "bf16.*, fp32 stream" "$work/stream.log" && grep -q "stream in bf16 instead of fp32: .* nats" "$work/stream.log"; then pass
+# A 16-bit residual stream: its loss beside that of an fp32 one, of the same weights.
+if train stream --steps 6 --precision bf16 --activations auto,stream=bf16 --data "$work/text" &&
+    grep -q "stream      in fp32 the same weights have .* in bf16 .*: a difference of" "$work/stream.log"; then pass
 else fail "16-bit residual stream" "$(tail -n 3 "$work/stream.log")"; fi
 
 # How the data is read changes nothing: workers, none, more read ahead, other memory.
@@ -158,7 +157,7 @@ printf 'dtype = fp16\ninit_scale = 1024\nlog_interval = 2\nclip_norm = none\n' >
 expect_run() { # NAME PRECISION
     if [ "$(run_of "$1")" = "$2" ]; then pass; else fail "$1" "precision $(run_of "$1"), expected $2: $(tail -n 2 "$work/$1.log")"; fi
 }
-"$gpt" --layers 2 --heads 2 --channels 32 --batch 4 --seq 32 --compare 0 --sample 0 --eval-batches 2 --data "$work/text" \
+"$gpt" --layers 2 --heads 2 --channels 32 --batch 4 --seq 32 --sample 0 --eval-batches 2 --data "$work/text" \
     --out "$work/config" --config "$work/a.conf" --steps 6 --save "$work/config_model" --stop-after 4 > "$work/config.log" 2>&1
 expect_run config fp16
 if [ "$(grep '"event": "step"' "$work/config/metrics.jsonl" | sed 's/.*"step": \([0-9]*\),.*/\1/' | tr '\n' ' ')" = "2 4 " ] &&

@@ -5,7 +5,7 @@
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 if ! have mpicc || ! have mpirun; then skip "train_gpt with MPI" "mpicc or mpirun not found"; closing; exit; fi
 cat README.md amp.h | head -c 100000 > "$work/text"
-flags="--layers 2 --heads 2 --channels 32 --seq 32 --threads 1 --sample 0 --compare 0 --eval-batches 2 --log-interval 1 --data $work/text"
+flags="--layers 2 --heads 2 --channels 32 --seq 32 --threads 1 --sample 0 --eval-batches 2 --log-interval 1 --data $work/text"
 check "builds with mpicc" mpicc -DUSE_MPI -O1 examples/train_gpt.c -o "$work/train_gpt_mpi" -lm -lpthread
 [ -x "$work/train_gpt_mpi" ] || { closing; exit; }
 

@@ -143,7 +143,7 @@ TEST(schedules) {
    followed: p(a|c) = p(a) = (1 + 1) / (4 + 4). */
 TEST(bigrams_by_hand) {
     uint64_t train[] = {1, 1, 2, (uint64_t)1 << 32}, text[] = {1, (uint64_t)2 << 32};
-    pairs counts, held;
+    bigram_pairs counts, held;
     double entropy = 0;
     counts.key = train; counts.n = 4;
     held.key = text; held.n = 2;
@@ -250,7 +250,7 @@ TEST(traffic_by_hand) {
     CHECK(gpt_bytes(&g, PROFILE_DROPOUT, 1, AMP_BF16).bytes == 5 * 2 * n * 2);
     CHECK(gpt_bytes(&g, PROFILE_HEAD, 0, AMP_BF16).bytes == n * 2 + 61 * 20 * 2 + 10 * 61 * 2);
     CHECK(gpt_bytes(&g, PROFILE_LOSS, 0, AMP_BF16).bytes == 2 * 10 * 61 * 2 && gpt_bytes(&g, PROFILE_LOSS, 1, AMP_BF16).calls == 0);
-    CHECK(optimizer_traffic(&bytes).bytes == 1000 * (2 + 2 * (2 + 2 + 8)));
+    CHECK(profile_optimizer(&bytes).bytes == 1000 * (2 + 2 * (2 + 2 + 8)));
 }
 
 /* ---- Model files */
@@ -762,7 +762,7 @@ TEST(smaller_pieces) {
     silence(1);
     open_small(&r, argv, argc);
     progress_open(&bar, r.steps);
-    CHECK_OK(train(&r, &bar, 1));
+    CHECK_OK(train(&r, &bar));
     CHECK_EQ(r.step, 3);
     CHECK_OK(next_batch(&r, 0, &batch));
     memcpy(before, batch.inputs, sizeof before / 2);
@@ -782,7 +782,7 @@ TEST(smaller_pieces) {
     }
     CHECK(memcmp(before, after, sizeof before / 2) == 0);
     r.steps = 6;
-    CHECK_OK(train(&r, &bar, 1));
+    CHECK_OK(train(&r, &bar));
     CHECK_EQ(r.step, 6);
     CHECK(r.recovery != NULL && r.result.applied_steps == 6);
     close_run(&r);
@@ -819,7 +819,7 @@ static void train_pieces(run *r, int64_t to, int64_t bad, int64_t *back) {
             CHECK_OK(answer_memory(r, &bar));
             CHECK(r->set.batch == 2 && r->set.accumulation == 2);
         }
-        CHECK_OK(train(r, &bar, 1));
+        CHECK_OK(train(r, &bar));
         if (back != NULL && *back == 0 && bad > 0 && r->step >= bad && r->set.batch == 4) *back = r->step;
     }
 }
@@ -915,7 +915,7 @@ TEST(activations_by_tensor) {
         CHECK(stored_as(&r, "layernorm", "ln_f") == rest);
         CHECK(stored_as(&r, "attention", "") == (i == 3 ? AMP_F32 : AMP_BF16));
         train_pieces(&r, 3, 0, NULL);
-        losses[i] = r.losses[3];
+        losses[i] = r.loss;
         close_run(&r);
     }
     CHECK(losses[0] != losses[1] && fabsf(losses[0] - losses[1]) <= 2 * fabsf(losses[0] - losses[3]) + 0.001f);
@@ -942,7 +942,7 @@ TEST(settings_reach_loader_and_logits) {
         CHECK(d.prefetch == 5 && d.disable_pinned == 1);
         CHECK(r.model.config.activations == AMP_BF16 && stored_as(&r, "linear", "wte") == (i == 0 ? AMP_F32 : AMP_BF16));
         train_pieces(&r, 2, 0, NULL);
-        losses[i] = r.losses[2];
+        losses[i] = r.loss;
         close_run(&r);
     }
     CHECK(losses[0] > 0 && losses[0] != losses[1] && fabsf(losses[0] - losses[1]) < 0.01f);     /* rounded logits, and not */
@@ -998,7 +998,7 @@ TEST(masters_begin_as_fp32) {
                 snprintf(flags, sizeof flags, "--level=O2 --masters=%s --save=%s %s", kinds[kind], save, model);
                 open_level(&r, flags);
                 progress_open(&bar, r.steps);
-                CHECK_OK(train(&r, &bar, 1));
+                CHECK_OK(train(&r, &bar));
                 CHECK_OK(save_run(&r));
                 for (i = 0; i < r.model.n_params && i < 32; i++)
                     if (r.model.params[i].weight.dtype == AMP_BF16) before[i] = masters_of(&r, i, amp_tensor_count(&r.model.params[i].weight));

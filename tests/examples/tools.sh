@@ -83,6 +83,14 @@ wrong=$(awk '/^  (fp32|tf32|fp16|bf16) / {for (i = NF - 5; i <= NF; i++) sum += 
     if (sum - total > 0.36 || total - sum > 0.36) print $1 ": " sum " MiB of " total; rows++; sum = 0} END {if (rows != 16) print rows " rows"}' "$work/precision.log")
 if [ -z "$wrong" ]; then pass; else fail "amp_bench: the table's memory" "$wrong"; fi
 
+# ---- amp_bench --training: three precisions learn a text, to nearly the same loss.
+head -c 100000 amp.h > "$work/to_learn"
+"$bench_bin" --training "$work/to_learn" --device cpu --layers 2 --channels 32 --heads 2 --batch 4 --seq 32 --iterations 12 --json "$work/training.json" > "$work/training.log" 2>&1
+status=$?
+valid "amp_bench --training" "$work/training.json"
+if [ $status -eq 0 ] && awk '$1 ~ /^(fp32|fp16|bf16)/ {n++; v = $(NF - 1); if ($1 == "fp32") full = v; if (v > full + 0.02 || v < full - 0.02 || v > 5.5) bad = 1}
+    END {exit !(n == 3 && !bad)}' "$work/training.log"; then pass; else fail "amp_bench --training" "exit code $status: $(tail -n 4 "$work/training.log")"; fi
+
 # ---- amp_bench --features
 "$bench_bin" --features $tiny --json "$work/features.json" > "$work/features.log" 2>&1; status=$?
 if [ $status -eq 0 ]; then pass; else fail "amp_bench --features" "exit code $status: $(tail -n 2 "$work/features.log")"; fi
@@ -129,6 +137,8 @@ refused amp_check "--channels 65: must be a multiple" --channels 65 --device cpu
 refused amp_check "--seconds" --seconds soon
 refused amp_bench "did you mean --features" --feetures
 refused amp_bench "contradicts --precision" --precision --features
+refused amp_bench "contradicts --features" --training amp.h --features
+refused amp_bench "/nonexistent" --training /nonexistent
 refused amp_bench "--heads 5: 5 heads do not divide 32 channels" --device cpu --heads 5 --channels 32
 refused amp_bench "--batch 65536: 65536 x 65536 tokens" --device cpu --batch 65536 --seq 65536
 refused amp_bench "--feature pins: is not one of" --features --feature pins

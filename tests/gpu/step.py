@@ -127,7 +127,7 @@ class Trainer:
     def command(self, name, flags):
         m = self.model
         return [self.program, "--device", "cuda", "--data", self.tokens, "--format", "u16", "--seq", str(m["seq"]),
-                "--heads", str(m["heads"]), "--shuffle", "off", "--sample", "0", "--compare", "0", "--eval-interval", "end",
+                "--heads", str(m["heads"]), "--shuffle", "off", "--sample", "0", "--eval-interval", "end",
                 "--eval-batches", "1", "--validation", "1e-6", "--out", self.folder,
                 "--metrics", os.path.join(self.folder, name + ".jsonl")] + flags
 

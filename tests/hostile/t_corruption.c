@@ -36,7 +36,7 @@ static amp_result settings_of(settings *set, amp_state **resumed, const char *mo
     int argc = 0;
     snprintf(words, sizeof words,
              "train_gpt --data %s/text --out %s --save none --metrics none --threads 1 --workers 0 --layers 1 --heads 1 --channels 8 "
-             "--vocab 26 --seq 8 --batch 2 --accumulation 2 --precision fp16 --level O2 --dropout 0.1 --init-scale 1024 --compare 0 %s",
+             "--vocab 26 --seq 8 --batch 2 --accumulation 2 --precision fp16 --level O2 --dropout 0.1 --init-scale 1024 %s",
              folder, folder, more);
     for (at = strtok(words, " "); at != NULL && argc < MOST_ARGUMENTS; at = strtok(NULL, " ")) argv[argc++] = at;
     memset(flag_given.text, 0, sizeof flag_given.text);

@@ -17,7 +17,7 @@ enum { CONFIGS = 3, STEPS = 24, SAVE_EVERY = 3, SAVES = STEPS / SAVE_EVERY, MOST
 
 static const char common_flags[] =
     "train_gpt --data %/text --out %/out --save %/model --steps 24 --save-interval 3 --layers 1 --heads 2 --channels 16 "
-    "--seq 16 --batch 2 --log-interval 1 --eval-interval 9 --eval-batches 1 --compare 0 --sample 0 --dropout 0.1";
+    "--seq 16 --batch 2 --log-interval 1 --eval-interval 9 --eval-batches 1 --sample 0 --dropout 0.1";
 
 /* fp16 with a scale that overflows, shrinks and grows; weights of 16 bits with random rounding; recomputing. */
 static const char *const config_flags[CONFIGS] = {

@@ -23,7 +23,7 @@ enum {
 static const char run_flags[] =
     "soak --data %/text --shuffle on --steps 1000000000 --schedule constant --lr 1e-3 --warmup 20 --layers 1 --heads 2 "
     "--channels 16 --seq 16 --batch 2 --accumulation 2 --dropout 0.1 --precision fp16 --level O2 --growth-interval 150 "
-    "--eval-batches 2 --nan-action recover --log-interval 10 --memory-log-interval off --compare 0 --sample 0 --timeout 0.25";
+    "--eval-batches 2 --nan-action recover --log-interval 10 --memory-log-interval off --sample 0 --timeout 0.25";
 
 /* ---- Faults */
 

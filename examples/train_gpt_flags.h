@@ -1,0 +1,427 @@
+/* train_gpt_flags.h - the flags of train_gpt: their table, the checkpoint's, files' and environment's values, and what
+ * contradicts what.  read_settings gives them all. */
+#ifndef TRAIN_GPT_FLAGS_H
+#define TRAIN_GPT_FLAGS_H
+
+#include "flags.h"
+#include "gpt.h"
+#include "safetensors.h"
+#if defined(USE_MPI)
+#include "amp_mpi.h"
+#endif
+
+/* ==== Ranks: the processes that train together ===================================================
+   Without MPI there is one.  Each holds the whole model and reads its own batches; amp_step sums every gradient and the
+   overflow flag over all, so all make the same update.  Rank 0 writes files and prints. */
+
+static amp_reducer ranks = {.world = 1};
+
+#if defined(USE_MPI)
+static void ranks_begin(int *argc, char ***argv) {
+    static MPI_Comm all;
+    MPI_Init(argc, argv);
+    all = MPI_COMM_WORLD;
+    ranks = amp_mpi(&all);
+    if (ranks.rank > 0 && freopen("/dev/null", "w", stdout) == NULL) MPI_Abort(MPI_COMM_WORLD, 1);
+}
+/* A failed rank ends the others, which may wait for it. */
+static void ranks_end(int code) {
+    if (code == 0 || code == 130 || ranks.world == 1) MPI_Finalize();
+    else MPI_Abort(MPI_COMM_WORLD, code);
+}
+static void ranks_wait(void) { MPI_Barrier(MPI_COMM_WORLD); }
+#else
+static void ranks_begin(int *argc, char ***argv) { (void)argc; (void)argv; }
+static void ranks_end(int code) { (void)code; }
+static void ranks_wait(void) { }
+#endif
+
+/* Combines one number over all ranks. */
+static float ranks_combine(float x, amp_reduce_op op) {
+    if (ranks.world > 1) ranks.reduce(ranks.user, &x, 1, AMP_F32, op, NULL);
+    return x;
+}
+
+/* ==== Settings: one table drives parsing, checking and --help ==================================== */
+
+typedef struct settings {
+    amp_settings amp;               /* from flags, --config and --env */
+    const char *data, *format, *out, *save, *resume, *init, *metrics, *config, *tensorboard;
+    const char *tokenizer, *shuffle, *masters;
+    const char *activations, *model, *schedule, *prompt, *autotune, *device, *fp8_blocks, *lowest;
+    int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
+    int64_t allow_fallback, threads, static_scale, recompute, fused_loss, graph;
+    int64_t save_interval, eval_interval, eval_batches, sample, top_k, help, stop_after, profile;
+    int64_t env, log_memory, debug;
+    int64_t adaptive;               /* --precision adaptive */
+    /* as .amp has them, with defaults; an interval 0: never */
+    int64_t accumulation, log_interval, tensor_stats_interval;
+    double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, temperature, timeout, error_budget;
+} settings;
+
+#define FIELD(name) offsetof(settings, name)
+#define HUGE_COUNT 9e15
+
+static const flag_row options[] = {
+    {"Data", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"data", FLAG_TEXT, FIELD(data), "", 0, 0, NULL,
+     "text or token file, or several by a pattern in quotes: \"data/*.bin\"; empty: this project's own text"},
+    {"format", FLAG_CHOICE, FIELD(format), "auto", 0, 0, "auto llmc u16 bytes",
+     "llm.c tokens, raw 16-bit tokens or bytes; auto: by content"},
+    {"tokenizer", FLAG_PATHS, FIELD(tokenizer), "", 0, 0, NULL,
+     "vocab.json merges.txt of a GPT-2: text becomes tokens in OUT/tokens.bin, and the sample becomes text"},
+    {"vocab", FLAG_INTEGER, FIELD(vocab), "auto", 1, 1 << 24, "auto=0",
+     "number of tokens; auto: the tokenizer's, 256 for bytes, else 50257"},
+    {"validation", FLAG_NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
+     "part of the data, at its end, kept for validation"},
+    {"shuffle", FLAG_CHOICE, FIELD(shuffle), "on", 0, 0, "on off", "a new order of the sequences in each epoch"},
+    {"workers", FLAG_SETTING, FIELD(amp), "2", 0, 0, "workers",
+     "threads that read ahead; 0: read when a batch is needed"},
+    {"prefetch", FLAG_SETTING, FIELD(amp), "2", 0, 0, "prefetch", "batches that the workers read ahead"},
+    {"pin", FLAG_SETTING, FIELD(amp), "on", 0, 0, "pin", "batches in pinned host memory, if the device has it"},
+    {"timeout", FLAG_NUMBER, FIELD(timeout), "60", 0.001, 1e6, NULL, "seconds to wait for a worker before failing"},
+
+    {"Model", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"model", FLAG_CHOICE, FIELD(model), "small", 0, 0, 
+     "small d6 gpt2 gpt2-medium gpt2-large gpt2-xl d12 d24 d36 d48 llama-s",
+     "size of a GPT-2; llama-s: of a small Llama"},
+    {"layers", FLAG_INTEGER, FIELD(layers), "model", 1, 1000, "model=0", "blocks"},
+    {"heads", FLAG_INTEGER, FIELD(heads), "model", 1, 4096, "model=0", "attention heads; must divide the channels"},
+    {"channels", FLAG_INTEGER, FIELD(channels), "model", 1, 65536, "model=0", "width"},
+    {"seq", FLAG_INTEGER, FIELD(seq), "128", 1, 1 << 20, NULL, "tokens in a sequence"},
+    {"dropout", FLAG_NUMBER, FIELD(dropout), "0", 0, 0.95, NULL, "on embedding and residual branches"},
+    {"init", FLAG_TEXT, FIELD(init), "", 0, 0, NULL,
+     "start from this model file: safetensors of a GPT-2 or Llama, with its config.json beside it, or llm.c's .bin"},
+
+    {"Precision", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"config", FLAG_TEXT, FIELD(config), "", 0, 0, NULL,
+     "a file of lines \"key = value\" with the keys of amp_settings, such as examples/max.conf; flags override it"},
+    {"env", FLAG_SWITCH, FIELD(env), "off", 0, 0, NULL,
+     "the same from the environment, AMP_DTYPE=bf16 and so on, which overrides the file"},
+    {"precision", FLAG_SETTING, FIELD(amp), "auto", 0, 0, "dtype",
+     "dtype of autocast: auto, fp32, tf32, fp16, bf16, fp8 (linear layers; what else there is in bf16); or adaptive: "
+     "fp32, with linear layers as low as their measured errors allow (SAVE.layers.conf is what they came to)"},
+    {"error-budget", FLAG_NUMBER, FIELD(error_budget), "auto", 0, 1e30, "auto=-1",
+     "with adaptive: the relative error that a layer may have; 0: all stay in fp32; auto: 0.1, with fp8 0.25"},
+    {"lowest", FLAG_CHOICE, FIELD(lowest), "auto", 0, 0, "auto bf16 fp16 fp8",
+     "with adaptive: the lowest precision tried, fp8 by way of bf16; auto: the lowest with instructions of its own"},
+    {"fp8-blocks", FLAG_CHOICE, FIELD(fp8_blocks), "inner", 0, 0, "inner all",
+     "in fp8: inner: all blocks but the first and the last; all: these too"},
+    {"fp8-scaling", FLAG_SETTING, FIELD(amp), "current", 0, 0, "fp8_scaling",
+     "scales of fp8: current (one a tensor), block (1 x 128 and 128 x 128 values), mx (32 values), delayed (one a "
+     "tensor, from the steps before)"},
+    {"fp8-format", FLAG_SETTING, FIELD(amp), "hybrid", 0, 0, "fp8_format",
+     "hybrid: E4M3 forward and E5M2 for gradients; e4m3: throughout"},
+    {"autocast-dtype", FLAG_SETTING, FIELD(amp), "auto", 0, 0, "autocast_dtype",
+     "dtype of regions only, if weights (O2, O3) are stored in another"},
+    {"cast-outputs", FLAG_SETTING, FIELD(amp), "off", 0, 0, "cast_outputs",
+     "logits: off: as autocast returns them; on: in the regions' dtype; fp32"},
+    {"level", FLAG_SETTING, FIELD(amp), "O1", 0, 0, "level",
+     "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
+    {"policy", FLAG_SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
+    {"activations", FLAG_TEXT, FIELD(activations), "auto", 0, 0, NULL,
+     "their storage: auto (as autocast returns them), fp32, fp16 or bf16, and single tensors, as in auto,stream=bf16: "
+     "the residual stream (else fp32; the loss in fp32 is also printed), norm, attention, mlp, branch (added to the "
+     "stream)"},
+    {"allow-fallback", FLAG_SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
+     "use the nearest precision if this machine lacks the requested one"},
+    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
+     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
+    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"graph", FLAG_SWITCH, FIELD(graph), "off", 0, 0, NULL, "capture the step in a CUDA graph and launch that"},
+    {"autotune", FLAG_SWITCH_TEXT, FIELD(autotune), "off", 0, 0, NULL,
+     "a GPU times its ways to do each product once; --autotune=FILE keeps the results (no effect on the CPU)"},
+
+    {"Loss scaler", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"scaler", FLAG_SETTING, FIELD(amp), "auto", 0, 0, "scaler", "auto: with fp16; on, off"},
+    {"preset", FLAG_SETTING, FIELD(amp), "default", 0, 0, "scaler_preset",
+     "rule and numbers of: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, metaseq, flax, keras"},
+    {"init-scale", FLAG_SETTING, FIELD(amp), "default", 0, 0, "init_scale",
+     "first scale; default: the preset's, here and below"},
+    {"growth-factor", FLAG_SETTING, FIELD(amp), "default", 0, 0, "growth_factor", "above 1"},
+    {"backoff-factor", FLAG_SETTING, FIELD(amp), "default", 0, 0, "backoff_factor", "below 1"},
+    {"growth-interval", FLAG_SETTING, FIELD(amp), "default", 0, 0, "growth_interval",
+     "clean steps before it grows, or none"},
+    {"min-scale", FLAG_SETTING, FIELD(amp), "default", 0, 0, "min_scale", "floor, or none"},
+    {"max-scale", FLAG_SETTING, FIELD(amp), "default", 0, 0, "max_scale", "ceiling, or none"},
+    {"hysteresis", FLAG_SETTING, FIELD(amp), "default", 0, 0, "hysteresis", "overflows it takes to shrink"},
+    {"tolerance", FLAG_SETTING, FIELD(amp), "default", 0, 0, "tolerance",
+     "overflow rate that shrinks whatever the hysteresis"},
+    {"static-scale", FLAG_SWITCH, FIELD(static_scale), "off", 0, 0, NULL, "the scale never changes"},
+    {"nan-action", FLAG_SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
+     "on an anomaly that no scale cures: report, skip, stop, recover (go back, in a wider precision)"},
+    {"batch-growth-interval", FLAG_SETTING, FIELD(amp), "off", 0, 0, "batch_growth_interval",
+     "with recover: good steps until a batch halved for memory is doubled again"},
+
+    {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
+    {"accumulation", FLAG_SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
+    {"recompute", FLAG_SWITCH, FIELD(recompute), "off", 0, 0, NULL,
+     "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
+    {"fused-loss", FLAG_SWITCH, FIELD(fused_loss), "off", 0, 0, NULL,
+     "the head's product and the loss in one, by chunks of tokens: the logits are never stored whole"},
+    {"steps", FLAG_INTEGER, FIELD(steps), "auto", 0, HUGE_COUNT, "auto=-1",
+     "total optimizer steps; auto: 1200, or as many as --epochs needs"},
+    {"stop-after", FLAG_INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
+     "save and stop after this many steps of this session; continue with --resume"},
+    {"epochs", FLAG_INTEGER, FIELD(epochs), "any", 1, 1 << 30, "any=0", "stop after this many passes over the data"},
+    {"lr", FLAG_NUMBER, FIELD(lr), "2e-3", 0, 100, NULL, "highest learning rate"},
+    {"min-lr", FLAG_NUMBER, FIELD(min_lr), "auto", 0, 100, "auto=-1", "where cosine ends; auto: a tenth of --lr"},
+    {"warmup", FLAG_INTEGER, FIELD(warmup), "40", 0, HUGE_COUNT, NULL, "steps of linear warmup"},
+    {"schedule", FLAG_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine constant", "after the warmup"},
+    {"weight-decay", FLAG_NUMBER, FIELD(weight_decay), "0.1", 0, 10, NULL, "on matrices only"},
+    {"beta1", FLAG_NUMBER, FIELD(beta1), "0.9", 0, 0.999999, NULL, "decay of the first moment"},
+    {"beta2", FLAG_NUMBER, FIELD(beta2), "0.99", 0, 0.999999, NULL, "decay of the second moment"},
+    {"eps", FLAG_NUMBER, FIELD(eps), "1e-8", 0, 1, NULL, "added to the denominator"},
+    {"masters", FLAG_CHOICE, FIELD(masters), "auto", 0, 0, "auto fp32 remainder none stochastic",
+     "the part that 16-bit weights (O2, O3) round off: kept in 4 bytes, in 2 (bf16), lost, or rounded at random"},
+    {"moments", FLAG_SETTING, FIELD(amp), "fp32", 0, 0, "moments",
+     "storage of the optimizer's two moments: fp32, bf16, 8bit"},
+    {"clip", FLAG_SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
+    {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
+
+    {"Files", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"out", FLAG_TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
+    {"save", FLAG_TEXT, FIELD(save), "", 0, 0, NULL,
+     "writes NAME.safetensors and NAME.state; empty: OUT/model; none: nothing"},
+    {"save-interval", FLAG_INTEGER, FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0", "steps between checkpoints"},
+    {"resume", FLAG_TEXT, FIELD(resume), "", 0, 0, NULL, "continues from NAME.state, with its original flags"},
+    {"metrics", FLAG_TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/metrics.jsonl; none: nothing"},
+    {"tensorboard", FLAG_TEXT, FIELD(tensorboard), "", 0, 0, NULL, "folder for a TensorBoard event file; empty: none"},
+
+    {"Reports", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"eval-interval", FLAG_INTEGER, FIELD(eval_interval), "300", 1, HUGE_COUNT, "end=0", "steps between validations"},
+    {"eval-batches", FLAG_INTEGER, FIELD(eval_batches), "64", 1, HUGE_COUNT, "all=0",
+     "batches in a validation, at most"},
+    {"log-interval", FLAG_SETTING, FIELD(amp), "10", 0, 0, "log_interval", "steps between metrics, or off"},
+    {"log-memory", FLAG_SWITCH, FIELD(log_memory), "off", 0, 0, NULL, "a line on memory in use, at its interval"},
+    {"memory-log-interval", FLAG_SETTING, FIELD(amp), "100", 0, 0, "memory_interval",
+     "steps between readings of memory, also in the metrics; or off"},
+    {"debug", FLAG_SWITCH, FIELD(debug), "off", 0, 0, NULL,
+     "each operator's precision once, with the rule that chose it, and every 100 steps how gradients fit their format"},
+    {"sample", FLAG_INTEGER, FIELD(sample), "400", 0, 1 << 20, NULL, "tokens the model writes at the end"},
+    {"prompt", FLAG_TEXT, FIELD(prompt), "", 0, 0, NULL,
+     "text that the sample continues (models of bytes, or with --tokenizer)"},
+    {"temperature", FLAG_NUMBER, FIELD(temperature), "0.8", 0, 100, NULL,
+     "of the sample; 0: always the likeliest token"},
+    {"top-k", FLAG_INTEGER, FIELD(top_k), "all", 1, 1 << 24, "all=0", "sample from the likeliest k tokens"},
+    {"profile", FLAG_SWITCH, FIELD(profile), "off", 0, 0, NULL, "where the time goes: a table by operator at the end"},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+};
+enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
+static flag_program flag_given = {.program = "train_gpt",
+                              .summary = "trains a GPT-2 in mixed precision with amp.h",
+                              .options = options,
+                              .n = N_OPTIONS,
+                              .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 "
+                                        "done, 1 failed, 2 refused, 130 stopped by Ctrl-C."};
+static char *saved_options;             /* the texts of the resumed checkpoint */
+
+/* Not taken over from a checkpoint: they belong to one session. */
+static const char *const session_options[] = {"resume",      "init",   "threads",    "save",        "metrics",
+                                              "recompute",   "out",    "sample",      "prompt",
+                                              "temperature", "top-k",  "stop-after", "help",        "timeout",
+                                              "profile",     "device", "graph",      "autotune",    "config",
+                                              "env",         "debug",  "log-memory", "tensorboard", "fused-loss",
+                                              NULL};
+
+/* PATH without ".state" or ".safetensors". */
+static const char *without_suffix(const char *path) {
+    static char copies[2][PATH_MAX];
+    static int next;
+    static const char *const suffixes[] = {".state", ".safetensors"};
+    size_t length = strlen(path), i;
+    char *copy = copies[next++ & 1];
+    snprintf(copy, PATH_MAX, "%s", path);
+    for (i = 0; i < 2; i++) {
+        size_t n = strlen(suffixes[i]);
+        if (length > n && length < PATH_MAX && strcmp(path + length - n, suffixes[i]) == 0) copy[length - n] = 0;
+    }
+    return copy;
+}
+
+/* Takes from a checkpoint the options not on the command line.  Their format: "name=value\n". */
+static amp_result read_saved_options(const amp_state *state) {
+    int64_t n = amp_state_count(state, "train.options", NULL);
+    char *line, *next;
+    if (n < 0) return flag_refuse("resume", "is not a checkpoint of train_gpt");
+    saved_options = (char *)calloc((size_t)n + 1, 1);
+    if (saved_options == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's options");
+    EX_TRY(amp_state_get(state, "train.options", AMP_U8, saved_options, n));
+    for (line = saved_options; *line != 0; line = next) {
+        char *end = strchr(line, '\n'), *equals = strchr(line, '=');
+        int at;
+        next = end != NULL ? end + 1 : line + strlen(line);
+        if (end != NULL) *end = 0;
+        if (equals == NULL) continue;
+        *equals = 0;
+        at = flag_index(line);
+        if (at >= 0 && flag_given.text[at] == NULL) flag_given.text[at] = equals + 1;
+    }
+    return AMP_OK;
+}
+
+/* The options that a resumed run needs, for read_saved_options. */
+static void write_saved_options(json_buffer *b) {
+    int i, k;
+    for (i = 0; i < N_OPTIONS; i++) {
+        int session = options[i].type == FLAG_HEADING || options[i].type == FLAG_SETTING || flag_given.text[i] == NULL;
+        for (k = 0; session_options[k] != NULL && !session; k++)
+            session = strcmp(options[i].name, session_options[k]) == 0;
+        if (!session) json_add(b, "%s=%s\n", options[i].name, flag_given.text[i]);
+    }
+}
+
+/* Flags that only a scaler reads. */
+static const char *const scaler_options[] = {
+    "preset",    "init-scale", "growth-factor", "backoff-factor", "growth-interval", "min-scale",
+                                             "max-scale", "hysteresis", "tolerance",     "static-scale",   NULL};
+
+static amp_dtype setting_dtype(const char *name) {
+    amp_dtype dtype = AMP_DTYPE_DEFAULT;
+    amp_dtype_parse(name, &dtype);
+    return dtype;
+}
+
+/* --activations: a dtype for all (*all 0: auto) and name=dtype for single tensors (0: not named), comma-separated. */
+static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype stored[GPT_TENSORS]) {
+    const char *end;
+    int which, given_all = 0;
+    *all = AMP_DTYPE_DEFAULT;
+    memset(stored, 0, GPT_TENSORS * sizeof *stored);
+    for (;; text = end + 1) {
+        char item[64], *dtype = item, *equals;
+        end = text + strcspn(text, ",");
+        snprintf(item, sizeof item, "%.*s", (int)(end - text < 63 ? end - text : 63), text);
+        if ((equals = strchr(item, '=')) != NULL) {
+            *equals = 0;
+            dtype = equals + 1;
+            for (which = 0; which < GPT_TENSORS && strcmp(item, gpt_tensor_names[which]) != 0; which++) {}
+            if (which == GPT_TENSORS)
+                return flag_refuse("activations",
+                              "\"%s\" is not a tensor; there are stream, norm, attention, mlp and branch", item);
+            if (stored[which] != AMP_DTYPE_DEFAULT) return flag_refuse("activations", "%s is there twice", item);
+        } else if (given_all++)
+            return flag_refuse("activations", "two dtypes for all: \"%s\" is the second; a tensor's own is name=%s",
+                               item,
+                          item);
+        if (ex_word_place(equals != NULL ? "fp32 fp16 bf16" : "auto fp32 fp16 bf16", dtype) < 0)
+            return flag_refuse("activations", "\"%s\" is not one of: %sfp32 fp16 bf16", dtype,
+                          equals != NULL ? "" : "auto ");
+        if (equals == NULL) *all = setting_dtype(dtype);
+        else stored[which] = setting_dtype(dtype);
+        if (*end == 0) return AMP_OK;
+    }
+}
+
+/* Refuses values that are legal alone but not together. */
+static amp_result check_settings(settings *set) {
+    static const char *const sample_options[] = {"prompt", "temperature", "top-k", NULL};
+    amp_dtype all, stored[GPT_TENSORS];
+    int i;
+    EX_TRY(read_activations(set->activations, &all, stored));
+    if (*set->resume != 0 && *set->init != 0)
+        return flag_refuse("init", "a resumed run already has weights: drop --init or --resume");
+    if ((flag_was_given("error-budget") || flag_was_given("lowest")) && !set->adaptive)
+        return flag_refuse(flag_was_given("lowest") ? "lowest" : "error-budget", "is for --precision adaptive");
+    if (set->adaptive && set->graph)
+        return flag_refuse("graph", "contradicts --precision adaptive, which looks into steps");
+    if (set->adaptive && ranks.world > 1)
+        return flag_refuse("precision",
+                           "adaptive is for one process: train on one, and give all its layers by --config");
+    if (set->graph && set->profile)
+        return flag_refuse("graph", "contradicts --profile, which times every operator by itself");
+    if (set->graph && set->tensor_stats_interval > 0)
+        return flag_refuse("graph",
+                           "contradicts --debug and tensor_stats_interval, which read gradients inside a step");
+    if (flag_was_given("min-lr") && strcmp(set->schedule, "constant") == 0)
+        return flag_refuse("min-lr", "contradicts --schedule constant, which keeps the rate");
+    if (set->min_lr > set->lr) return flag_refuse("min-lr", "is above --lr");
+    if (flag_was_given("save-interval") && strcmp(set->save, "none") == 0)
+        return flag_refuse("save-interval", "contradicts --save none");
+    if (flag_was_given("prefetch") && set->amp.workers == AMP_NO_WORKERS)
+        return flag_refuse("prefetch", "contradicts --workers 0, which reads nothing ahead");
+    if (flag_was_given("batch-growth-interval") && set->amp.batch_growth_interval > 0 &&
+        set->amp.nan_action != AMP_NAN_RECOVER)
+        return flag_refuse("batch-growth-interval", "is for --nan-action recover, which halves batches");
+    for (i = 0; sample_options[i] != NULL; i++)
+        if (flag_was_given(sample_options[i]) && set->sample == 0)
+            return flag_refuse(sample_options[i], "contradicts --sample 0, which writes none");
+    for (i = 0; scaler_options[i] != NULL; i++) {
+        if (flag_was_given(scaler_options[i]) && set->amp.use_scaler == AMP_SCALER_USE_OFF)
+            return flag_refuse(scaler_options[i], "contradicts --scaler off");
+    }
+    return AMP_OK;
+}
+
+/* The settings of a checkpoint are a file of settings. */
+static amp_result read_saved_settings(settings *set, const amp_state *state) {
+    int64_t n = amp_state_count(state, "train.settings", NULL);
+    char *text = n > 0 ? (char *)malloc((size_t)n) : NULL;
+    amp_result result;
+    if (n <= 0) return AMP_OK;
+    if (text == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's settings");
+    result = amp_state_get(state, "train.settings", AMP_U8, text, n);
+    if (result == AMP_OK) result = amp_settings_read_text(&set->amp, set->resume, text, (size_t)n);
+    free(text);
+    set->amp.debug = 0;             /* per session, like the loader's settings */
+    set->amp.workers = set->amp.prefetch = set->amp.disable_pinned = 0;
+    return result;
+}
+
+/* Completes set->amp, which has defaults and flags: the checkpoint, --config, --env, then the flags again. */
+static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
+    amp_optimizer_desc optimizer;
+    amp_monitor_desc monitor;
+    int i;
+    if (resumed != NULL) EX_TRY(read_saved_settings(set, resumed));
+    if (*set->config != 0 && amp_settings_read_file(&set->amp, NULL, set->config) != AMP_OK)
+        return flag_refuse("config", "%s", amp_last_error());
+    if (set->env && amp_settings_read_env(&set->amp) != AMP_OK) return flag_refuse("env", "%s", amp_last_error());
+    for (i = 0; i < N_OPTIONS; i++)
+        if (options[i].type == FLAG_SETTING && flag_given.on_command_line[i]) EX_TRY(flag_parse(i, flag_given.text[i],
+                                                                                                set));
+    if (set->debug) set->amp.debug = 1;
+    if (set->static_scale) set->amp.scaler.frozen = 1;
+    if (set->adaptive && strcmp(set->lowest, "fp16") == 0 && set->amp.use_scaler == AMP_SCALER_USE_DEFAULT)
+        set->amp.use_scaler = AMP_SCALER_USE_ON;
+    if (flag_was_given("autotune"))
+        set->amp.autotune = strcmp(set->autotune, "off") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
+    if (set->amp.memory_efficient) set->recompute = 1;
+    if (set->amp.mode == AMP_MODE_INFERENCE)
+        return ex_fail(AMP_ERR_RANGE, "mode = inference: this program trains");
+    memset(&optimizer, 0, sizeof optimizer);
+    memset(&monitor, 0, sizeof monitor);
+    if (amp_settings_fill(&set->amp, NULL, NULL, NULL, &optimizer, &monitor) != AMP_OK)
+        return ex_fail(AMP_ERR_CONFLICT, "the settings contradict each other: %s", amp_last_error());
+    set->accumulation = optimizer.accumulation;
+    set->log_interval = monitor.log_interval > 0 ? monitor.log_interval : 0;
+    set->tensor_stats_interval = set->amp.tensor_stats_interval > 0 ? set->amp.tensor_stats_interval : 0;
+    if (set->amp.debug && set->amp.tensor_stats_interval == 0) set->tensor_stats_interval = 100;
+    return AMP_OK;
+}
+
+/* All settings; *resumed: the checkpoint of --resume, or NULL. */
+static amp_result read_settings(int argc, char **argv, settings *set, amp_state **resumed) {
+    int resume = flag_index("resume"), precision = flag_index("precision");
+    char path[PATH_MAX];
+    memset(set, 0, sizeof *set);
+    *resumed = NULL;
+    EX_TRY(flag_read(argc, argv));
+    if (flag_given.text[resume] != NULL && *flag_given.text[resume] != 0) {
+        flag_given.text[resume] = without_suffix(flag_given.text[resume]);
+        snprintf(path, sizeof path, "%.4000s.state", flag_given.text[resume]);
+        if (amp_state_load(resumed, NULL, path) != AMP_OK) return flag_refuse("resume", "%s", amp_last_error());
+        EX_TRY(read_saved_options(*resumed));
+        set->adaptive = flag_given.text[precision] == NULL && amp_state_count(*resumed, "adapt.adapt", NULL) > 0;
+    }
+    if (flag_given.text[precision] != NULL && strcmp(flag_given.text[precision], "adaptive") == 0) {
+        set->adaptive = 1;
+        flag_given.text[precision] = "fp32";
+    }
+    EX_TRY(flag_parse_all(set));
+    EX_TRY(read_amp_settings(set, *resumed));
+    return check_settings(set);
+}
+
+#endif
