@@ -9,10 +9,11 @@
  *
  *     gcc -DUSE_CUDA -O2 -c examples/train_gpt.c && nvcc train_gpt.o amp_cuda.o -o train_gpt -lcublasLt
  *
- * On several processes, each with its own batches and the sum of all gradients:
+ * On several processes, each with its own batches and the sum of all gradients (ranks.h):
  *
  *     mpicc -DUSE_MPI -O2 examples/train_gpt.c -o train_gpt_mpi -lm -lpthread
  *     mpirun -np 2 ./train_gpt_mpi --batch 8
+ *     for i in 0 1; do RANK=$i WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ./train_gpt --batch 8 & done; wait
  *
  * Read it from the bottom: main, then train, then train_step.  Mixed precision is open_context, open_scaler and
  * open_optimizer, which set it up, model_tape_begin, the region, and micro_step, the rest of a step; the model is
@@ -195,7 +196,8 @@ static amp_result train_step(run *r, float lr, float *loss, int log) {
             EX_TRY(micro_step(r, micro, &batch));
         }
     if (loss != NULL) EX_TRY(read_loss(r, loss));
-    if (log) *loss = ranks_combine(*loss, AMP_REDUCE_SUM) / (float)ranks.world;
+    if (log) EX_TRY(ranks_combine(loss, AMP_REDUCE_SUM));
+    if (log) *loss /= (float)ranks.world;
     memset(&info, 0, sizeof info);
     info.loss = log ? (double)*loss : 0;
     info.no_loss = !log;
@@ -413,11 +415,11 @@ static amp_result save_between(run *r, progress *bar) {
     return r->step == step ? report_save(r, bar) : AMP_OK;
 }
 
-/* 1: stopped by Ctrl-C on any rank, or by --stop-after before the end. */
-static int stopped(const run *r) {
-    if (ranks_combine((float)ex_stop_requested, AMP_REDUCE_MAX) > 0) ex_stop_requested = 1;
-    return ex_stop_requested || (r->set.stop_after > 0 &&
-                                 r->step - r->start >= r->set.stop_after && r->step < r->steps);
+/* *stop 1: stopped by a signal to any rank, or by --stop-after before the end. */
+static amp_result stopped(const run *r, int *stop) {
+    EX_TRY(ranks_stop(stop));
+    *stop |= r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps;
+    return AMP_OK;
 }
 
 /* A run that is shorter than its warmup ends within it. */
@@ -439,11 +441,14 @@ static amp_result train_steps(run *r, progress *bar) {
     amp_schedule schedule = schedule_of(r);
     double shown = 0, loss_at_eval, lr;
     amp_result result = AMP_OK;
-    while (r->step < r->steps && r->anomaly[0] == 0 && !stopped(r)) {
+    int stop = 0;
+    while (r->step < r->steps && r->anomaly[0] == 0) {
         int64_t next = r->step + 1;
         double began = ex_seconds();
         int log = (set->log_interval > 0 && next % set->log_interval == 0) || next == r->steps;
         int show = log || (bar->terminal && began - shown > 1);
+        EX_TRY(stopped(r, &stop));
+        if (stop) break;
         if (r->step == r->start + 1) memset(&r->profile, 0, sizeof r->profile);     /* the first step is a warm-up */
         EX_TRY(amp_schedule_lr(&schedule, r->step, &lr));
         result = train_step(r, (float)lr, show ? &r->loss : NULL, log);
@@ -673,7 +678,7 @@ static amp_result main_run(run *r) {
     if (r->set.log_interval > 0)
         bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
     EX_TRY(train(r, &bar));
-    stop = stopped(r);
+    EX_TRY(stopped(r, &stop));
     if (r->step > start || stop || *r->set.resume == 0) EX_TRY(report_save(r, &bar));
     else if (*r->set.resume != 0 && weights_are_old(r)) EX_TRY(save_weights(r));
     if (r->set.profile && r->profile.steps > 0) EX_TRY(print_profile(r));
@@ -682,7 +687,7 @@ static amp_result main_run(run *r) {
         printf("stopped at step %lld", (long long)r->step);
         if (r->save[0] != 0) printf("; continue with --resume %s", r->save);
         printf("\n");
-        return AMP_OK;
+        return ranks_wait();            /* a launcher may end all as soon as one has ended */
     }
     EX_TRY(report_validation(r, &bar, &loss));
     print_result(r, loss);
@@ -697,18 +702,18 @@ int main(int argc, char **argv) {
     run r;
     amp_result result;
     ex_begin();
-    ranks_begin(&argc, &argv);
-    if (read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
+    if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
     if (set.help) return flag_print_help(), ranks_end(0), 0;
+    if (ranks_join(set.rank_file, set.rank_timeout) != AMP_OK) return fail(2);
     result = open_run(&r, &set, resumed);
     amp_state_destroy(resumed);
     if (result == AMP_OK && ranks.rank == 0) result = measure_bigrams(&r);
     if (result != AMP_OK) { close_run(&r); return fail(2); }
-    ex_stop_install();
+    ranks_stop_install();
     result = main_run(&r);
     close_run(&r);
     free(saved_options);
     if (result != AMP_OK) return fail(1);
     ranks_end(0);
-    return ex_stop_requested ? 130 : 0;
+    return ranks_exit_code();
 }

@@ -5,49 +5,15 @@
 
 #include "flags.h"
 #include "gpt.h"
+#include "ranks.h"
 #include "safetensors.h"
-#if defined(USE_MPI)
-#include "amp_mpi.h"
-#endif
-
-/* ==== Ranks: the processes that train together ===================================================
-   Without MPI there is one.  Each holds the whole model and reads its own batches; amp_step sums every gradient and the
-   overflow flag over all, so all make the same update.  Rank 0 writes files and prints. */
-
-static amp_reducer ranks = {.world = 1};
-
-#if defined(USE_MPI)
-static void ranks_begin(int *argc, char ***argv) {
-    static MPI_Comm all;
-    MPI_Init(argc, argv);
-    all = MPI_COMM_WORLD;
-    ranks = amp_mpi(&all);
-    if (ranks.rank > 0 && freopen("/dev/null", "w", stdout) == NULL) MPI_Abort(MPI_COMM_WORLD, 1);
-}
-/* A failed rank ends the others, which may wait for it. */
-static void ranks_end(int code) {
-    if (code == 0 || code == 130 || ranks.world == 1) MPI_Finalize();
-    else MPI_Abort(MPI_COMM_WORLD, code);
-}
-static void ranks_wait(void) { MPI_Barrier(MPI_COMM_WORLD); }
-#else
-static void ranks_begin(int *argc, char ***argv) { (void)argc; (void)argv; }
-static void ranks_end(int code) { (void)code; }
-static void ranks_wait(void) { }
-#endif
-
-/* Combines one number over all ranks. */
-static float ranks_combine(float x, amp_reduce_op op) {
-    if (ranks.world > 1) ranks.reduce(ranks.user, &x, 1, AMP_F32, op, NULL);
-    return x;
-}
 
 /* ==== Settings: one table drives parsing, checking and --help ==================================== */
 
 typedef struct settings {
     amp_settings amp;               /* from flags, --config and --env */
     const char *data, *format, *out, *save, *resume, *init, *metrics, *config, *tensorboard;
-    const char *tokenizer, *shuffle, *masters;
+    const char *tokenizer, *shuffle, *masters, *rank_file;
     const char *activations, *model, *schedule, *prompt, *autotune, *device, *fp8_blocks, *lowest;
     int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
     int64_t allow_fallback, threads, static_scale, recompute, fused_loss, graph;
@@ -57,6 +23,7 @@ typedef struct settings {
     /* as .amp has them, with defaults; an interval 0: never */
     int64_t accumulation, log_interval, tensor_stats_interval;
     double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, temperature, timeout, error_budget;
+    double rank_timeout;
 } settings;
 
 #define FIELD(name) offsetof(settings, name)
@@ -180,6 +147,12 @@ static const flag_row options[] = {
     {"clip", FLAG_SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
     {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
 
+    {"Ranks: processes that train together", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"rank-file", FLAG_TEXT, FIELD(rank_file), "", 0, 0, NULL,
+     "a file through which they meet, seen by all, instead of the variables MASTER_ADDR and MASTER_PORT"},
+    {"rank-timeout", FLAG_NUMBER, FIELD(rank_timeout), "60", 0.001, 1e6, NULL,
+     "seconds to wait for a rank before all fail; longer than a checkpoint takes"},
+
     {"Files", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"out", FLAG_TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
     {"save", FLAG_TEXT, FIELD(save), "", 0, 0, NULL,
@@ -214,7 +187,8 @@ static flag_program flag_given = {.program = "train_gpt",
                               .options = options,
                               .n = N_OPTIONS,
                               .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 "
-                                        "done, 1 failed, 2 refused, 130 stopped by Ctrl-C."};
+                                        "done, 1 failed, 2 refused, 75 stopped by SIGTERM or SIGUSR1, to be started "
+                                        "again with --resume, 130 stopped by Ctrl-C."};
 static char *saved_options;             /* the texts of the resumed checkpoint */
 
 /* Not taken over from a checkpoint: they belong to one session. */
@@ -223,7 +197,7 @@ static const char *const session_options[] = {"resume",      "init",   "threads"
                                               "temperature", "top-k",  "stop-after", "help",        "timeout",
                                               "profile",     "device", "graph",      "autotune",    "config",
                                               "env",         "debug",  "log-memory", "tensorboard", "fused-loss",
-                                              NULL};
+                                              "rank-file",   "rank-timeout", NULL};
 
 /* PATH without ".state" or ".safetensors". */
 static const char *without_suffix(const char *path) {

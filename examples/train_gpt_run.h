@@ -158,7 +158,7 @@ static amp_result open_tokenizer(run *r) {
         if (pattern) globfree(&found);
         if (result != AMP_OK) return flag_refuse("tokenizer", "%s", ex_because(why));
     }
-    ranks_wait();
+    EX_TRY(ranks_wait());
     memcpy(r->data, tokens, sizeof r->data);
     r->set.format = "llmc";
     return probe_data(r);
@@ -173,7 +173,7 @@ static amp_result open_data(run *r) {
         snprintf(r->data, sizeof r->data, "%.4000s/corpus.txt", set->out);
         EX_TRY(ex_folder_make(r->data));
         if (ranks.rank == 0 && (*set->resume == 0 || access(r->data, R_OK) != 0)) EX_TRY(write_own_text(r->data));
-        ranks_wait();
+        EX_TRY(ranks_wait());
     }
     EX_TRY(probe_data(r));
     if (*set->tokenizer != 0) EX_TRY(open_tokenizer(r));

@@ -386,7 +386,7 @@ sleep 2; kill -HUP $pid; sleep 1
 if kill -0 $pid 2> /dev/null; then pass; else fail "nohup" "$(tail -n 2 "$work/nohup.log")"; fi
 kill -TERM $pid; wait $pid
 status=$?
-if [ $status -eq 130 ] && [ -s "$work/nohup_model.state" ]; then pass; else fail "SIGTERM" "status $status, $(tail -n 2 "$work/nohup.log")"; fi
+if [ $status -eq 75 ] && [ -s "$work/nohup_model.state" ]; then pass; else fail "SIGTERM" "status $status, $(tail -n 2 "$work/nohup.log")"; fi
 
 # Ctrl-C saves and stops.
 "$gpt" $small --out "$work/int" --steps 100000 --save "$work/int_model" > "$work/int.log" 2>&1 &

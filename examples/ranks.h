@@ -1,0 +1,183 @@
+/* ranks.h - the processes that train together: which of them this is, how they meet, and when all of them stop.
+ *
+ * Each holds the whole model and reads its own batches; amp_step sums every gradient and the overflow flag over all, so
+ * all make the same update.  Rank 0 writes files and prints.  With -DUSE_MPI, mpirun starts them.  Else each is told by
+ * its environment what it is, by whatever launcher, or by hand:
+ *
+ *     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ./train_gpt &
+ *     RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ./train_gpt
+ *
+ * In place of RANK and WORLD_SIZE there may be what mpirun sets (OMPI_COMM_WORLD_RANK and _SIZE, PMI_RANK and _SIZE) or
+ * srun (SLURM_PROCID, SLURM_STEP_NUM_TASKS); in place of MASTER_ADDR and MASTER_PORT, a file that all see.
+ *
+ * SIGTERM and SIGUSR1, which clusters send before they take a machine away, end the program with the code ranks_again:
+ * all stop after the same step, rank 0 saves, and whoever started them starts them again. */
+#ifndef EXAMPLE_RANKS_H
+#define EXAMPLE_RANKS_H
+#include "example.h"
+#if defined(USE_MPI)
+#include "amp_mpi.h"
+#else
+#include "amp_tcp.h"
+#endif
+
+enum { ranks_again = 75 };      /* EX_TEMPFAIL of sysexits.h */
+static amp_reducer ranks = {.world = 1};
+
+/* ---- Stopping */
+
+static inline void ranks_stop_on_signal(int signal_number) { (void)signal_number; ex_stop_requested = 2; }
+
+/* Ctrl-C and a closed terminal stop as in other examples.  The signals of clusters may come several times. */
+static inline void ranks_stop_install(void) {
+    struct sigaction action;
+    ex_stop_install();
+    memset(&action, 0, sizeof action);
+    action.sa_handler = ranks_stop_on_signal;
+    sigaction(SIGTERM, &action, NULL);
+    sigaction(SIGUSR1, &action, NULL);
+}
+static inline int ranks_exit_code(void) { return ex_stop_requested > 1 ? ranks_again : ex_stop_requested ? 130 : 0; }
+
+/* ---- Combining and waiting */
+
+/* Combines one number over all ranks. */
+static inline amp_result ranks_combine(float *x, amp_reduce_op op) {
+    const char *why = NULL;
+    if (ranks.world == 1 || ranks.reduce(ranks.user, x, 1, AMP_F32, op, NULL) == 0) return AMP_OK;
+    if (ranks.calls != NULL && ranks.calls->error != NULL) why = ranks.calls->error(ranks.user);
+    return ex_fail(AMP_ERR_REDUCE, "AMP0503 reducer: %s", why != NULL ? why : "failed");
+}
+
+/* Returns once all ranks have come here. */
+static inline amp_result ranks_wait(void) {
+    float none = 0;
+    return ranks_combine(&none, AMP_REDUCE_SUM);
+}
+
+/* *stop 1: some rank was asked to stop; then all are. */
+static inline amp_result ranks_stop(int *stop) {
+    float asked = (float)ex_stop_requested;
+    EX_TRY(ranks_combine(&asked, AMP_REDUCE_MAX));
+    if (asked > 0) ex_stop_requested = (int)asked;
+    *stop = asked > 0;
+    return AMP_OK;
+}
+
+/* Rank 0 alone prints. */
+static inline amp_result ranks_silence(void) {
+    if (ranks.rank == 0 || freopen("/dev/null", "w", stdout) != NULL) return AMP_OK;
+    return ex_fail(AMP_ERR_OPEN, "/dev/null: %s", strerror(errno));
+}
+
+#if defined(USE_MPI)
+/* ---- MPI */
+
+static MPI_Comm ranks_all;
+static inline amp_result ranks_begin(int *argc, char ***argv) {
+    MPI_Init(argc, argv);
+    ranks_all = MPI_COMM_WORLD;
+    ranks = amp_mpi(&ranks_all);
+    return ranks_silence();
+}
+static inline amp_result ranks_join(const char *file, double seconds) {
+    (void)file;
+    (void)seconds;
+    return AMP_OK;
+}
+/* A failed rank ends the others, which may wait for it. */
+static inline void ranks_end(int code) {
+    if (code == 0 || ex_stop_requested || ranks.world == 1) MPI_Finalize();
+    else MPI_Abort(MPI_COMM_WORLD, code);
+}
+
+#else
+/* ---- TCP */
+
+/* A launcher's variables: rank, number of ranks, job, step and restart. */
+typedef struct ranks_launcher { const char *rank, *world, *job, *step, *restart; } ranks_launcher;
+static const ranks_launcher ranks_launchers[] = {
+    {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", NULL, "TORCHELASTIC_RESTART_COUNT"},
+    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_MCA_ess_base_jobid", NULL, NULL},
+    {"PMI_RANK", "PMI_SIZE", "PMI_JOBID", NULL, NULL},
+    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"},
+};
+enum { ranks_n_launchers = 4, ranks_slurm = 3 };
+static amp_tcp ranks_tcp;
+static char ranks_job[64];
+
+/* A whole number from `lowest` to `highest` in the environment. */
+static inline amp_result ranks_number(const char *name, long lowest, long highest, int32_t *out) {
+    const char *text = getenv(name);
+    char *end;
+    long value;
+    if (text == NULL) return ex_fail(AMP_ERR_NAME, "%s is not set", name);
+    value = strtol(text, &end, 10);
+    if (end == text || *end != 0 || value < lowest || value > highest)
+        return ex_fail(AMP_ERR_RANGE, "%s=%.40s, must be %ld to %ld", name, text, lowest, highest);
+    *out = (int32_t)value;
+    return AMP_OK;
+}
+
+/* Who this is: ranks.rank and ranks.world.  Comes before the flags are read. */
+static inline amp_result ranks_begin(int *argc, char ***argv) {
+    const ranks_launcher *l = NULL;
+    const char *part[3];
+    int32_t own = 0, all = 1;
+    int i;
+    (void)argc;
+    (void)argv;
+    for (i = 0; i < ranks_n_launchers && l == NULL; i++) {
+        int rank = getenv(ranks_launchers[i].rank) != NULL, world = getenv(ranks_launchers[i].world) != NULL;
+        if (i == ranks_slurm && !world) break;          /* in a batch script, not under srun */
+        if (rank != world)
+            return ex_fail(AMP_ERR_NAME, "%s is set, and %s is not",
+                           rank ? ranks_launchers[i].rank : ranks_launchers[i].world,
+                           rank ? ranks_launchers[i].world : ranks_launchers[i].rank);
+        if (rank) l = &ranks_launchers[i];
+    }
+    if (l == NULL) return AMP_OK;
+    EX_TRY(ranks_number(l->world, 1, 1024, &all));
+    EX_TRY(ranks_number(l->rank, 0, all - 1, &own));
+    ranks.world = all;
+    ranks.rank = own;
+    part[0] = getenv(l->job);
+    part[1] = l->step != NULL ? getenv(l->step) : NULL;
+    part[2] = l->restart != NULL ? getenv(l->restart) : NULL;
+    for (i = 0; i < 3; i++)
+        snprintf(ranks_job + strlen(ranks_job), sizeof ranks_job - strlen(ranks_job), "%s%.30s", i > 0 ? "." : "",
+                 part[i] != NULL ? part[i] : "");
+    return ranks_silence();
+}
+
+/* Meets the others at MASTER_ADDR and MASTER_PORT, or through `file` if it is not "". */
+static inline amp_result ranks_join(const char *file, double seconds) {
+    amp_tcp_desc desc;
+    if (ranks.world == 1) return AMP_OK;
+    memset(&desc, 0, sizeof desc);
+    desc.rank = ranks.rank;
+    desc.world = ranks.world;
+    desc.job = ranks_job;
+    desc.timeout_ms = (int32_t)(seconds * 1000 + 0.5);
+    if (*file != 0) desc.file = file;
+    else {
+        desc.address = getenv("MASTER_ADDR");
+        if (desc.address == NULL || *desc.address == 0)
+            return ex_fail(AMP_ERR_NAME, "this is one of %d ranks, and MASTER_ADDR is not set: set it and MASTER_PORT "
+                           "to where rank 0 can listen, or give --rank-file", (int)ranks.world);
+        EX_TRY(ranks_number("MASTER_PORT", 1, 65535, &desc.port));
+    }
+    if (amp_tcp_open(&ranks_tcp, &desc) != AMP_OK)
+        return ex_fail(AMP_ERR_REDUCE, "AMP0503 %s", ranks_tcp.why);
+    ranks = amp_tcp_reducer(&ranks_tcp);
+    return AMP_OK;
+}
+
+/* A rank that failed by itself says why to the others, which may wait for it. */
+static inline void ranks_end(int code) {
+    if (code != 0 && !ex_stop_requested && ranks_tcp.peers != NULL)
+        (void)amp_tcp_fail(&ranks_tcp, "rank %d failed: %.180s", (int)ranks.rank, ex_error());
+    if (ranks_tcp.peers != NULL) amp_tcp_close(&ranks_tcp);
+}
+#endif
+#endif
