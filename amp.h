@@ -14408,13 +14408,17 @@ static void *ampi_view_row(const amp_tensor *t, int64_t i) {
     for (d = t->ndim - 2; d >= 0; i /= t->shape[d--]) at += i % t->shape[d] * ampi_stride(t, d);
     return ampi_at_mut(t->data, t->dtype, at);
 }
-static int64_t ampi_view_rows(const amp_tensor *t) { return amp_tensor_count(t) / AMPI_MAX(t->shape[t->ndim - 1], 1); }
+/* How many rows of n elements a view has; a contiguous one is one row. */
+static int64_t ampi_view_rows(const amp_tensor *t, int64_t *n) {
+    int64_t count = amp_tensor_count(t);
+    *n = ampi_is_contiguous(t) ? count : t->shape[t->ndim - 1];
+    return *n > 0 ? count / *n : 0;
+}
 
 static int ampi_view_is_finite(const amp_tensor *t) {
-    int64_t i;
-    for (i = 0; i < ampi_view_rows(t); i++)
-        if (ampi_count_nonfinite(ampi_view_row(t, i), t->dtype, t->shape[t->ndim - 1], ampi_cpu_best_path()) > 0)
-            return 0;
+    int64_t n, rows = ampi_view_rows(t, &n), i;
+    for (i = 0; i < rows; i++)
+        if (ampi_count_nonfinite(ampi_view_row(t, i), t->dtype, n, ampi_cpu_best_path()) > 0) return 0;
     return 1;
 }
 
@@ -14435,12 +14439,12 @@ static void ampi_cut(void *x, amp_dtype dtype, int64_t n, uint32_t largest) {
 static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0};
     float scratch[AMPI_CONVERT_CHUNK];
-    int64_t n = t->shape[t->ndim - 1], size = (int64_t)amp_dtype_size(t->dtype), total = 0, found, i, j, m;
+    int64_t n, rows = ampi_view_rows(t, &n), size = (int64_t)amp_dtype_size(t->dtype), total = 0, found, i, j, m;
     char *to = (char *)copy;
     ampi_fp host;
     if (t->dtype == compute || t->dtype == AMP_F16) return 0;
     host = ampi_fp_begin();
-    for (i = 0; i < ampi_view_rows(t); i++)
+    for (i = 0; i < rows; i++)
         for (j = 0; j < n; j += m) {
             const char *from = (const char *)ampi_view_row(t, i) + j * size;
             m = AMPI_MIN(n - j, (int64_t)AMPI_CONVERT_CHUNK);
