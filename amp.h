@@ -715,8 +715,7 @@ typedef struct amp_desc {
     /* F32, TF32, F16, BF16 or FP8 in place of a dtype the device lacks (default: refused, or the nearest); operators
        overridden to AMP_CAST_FP32 compute in it too */
     amp_dtype fallback;
-    int64_t cache_limit;        /* bytes of the cast cache; 0: no limit */
-    int64_t mask_limit;         /* bytes of the mask cache; 0: no limit */
+    int64_t cache_limit, mask_limit;  /* bytes of the cast cache and of the mask cache; 0: no limit */
     const amp_backend *backend; /* default amp_cpu() */
     int32_t device;             /* device index */
     /* 1 to 1024 working on one call, the caller included; default: cores, within the CPU quota */
@@ -735,6 +734,7 @@ typedef struct amp_desc {
     amp_logger logger;
     amp_system system;
     amp_reducer reducer;
+    int32_t reduce_on_device, reduce_timeout_ms;  /* 1: device memory goes over NCCL, see part two; default 60000 */
     amp_parallel parallel;      /* default: amp.h's own threads */
     amp_context *share_threads; /* an open context whose threads to use; .threads is then at most its own */
     int32_t pin_threads;        /* 1: bind each thread that amp.h starts to a core (Linux) */
@@ -2121,8 +2121,8 @@ AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, con
 /* ==== 6 >>backends ==== */
 
 /* What else an amp_reducer can do.  Parts lie one after the other in the order of ranks.  With on_host 0 calls obey the
-   stream (NCCL); 1: a device's memory goes through the host's, piece by piece, and waits for the stream; 2: calls take a
-   device's memory, once the stream is done (CUDA-aware MPI), but 16-bit numbers to be summed go through the host. */
+   stream (NCCL); 1: a device's memory goes through the host's, piece by piece, and waits for the stream; 2: calls take
+   a device's memory, once the stream is done (CUDA-aware MPI), but 16-bit numbers to be summed go through the host. */
 struct amp_exchanges {
     /* part `rank` of the sum of all `in`, of world * count_each numbers; `out` may be that part of `in` */
     int (*reduce_scatter)(void *user, const void *in, void *out, int64_t count_each, amp_dtype dtype, amp_reduce_op op,
@@ -2137,6 +2137,17 @@ struct amp_exchanges {
     int (*group_end)(void *user, void *stream);
     const char *(*error)(void *user);   /* why the last call failed, for amp_last_error; NULL or "": unknown */
 };
+
+/* Ranks on devices: each rank, a process or a thread with a device of its own, opens its context at the same time with
+   .reduce_on_device = 1 and any reducer of host memory, by which the ranks find each other:
+
+       desc.backend = amp_cuda(), desc.device = gpu, desc.reducer = amp_mpi(&comm), desc.reduce_on_device = 1;
+
+   Device memory then goes over NCCL, on the stream and into captured graphs.  A rank that is gone, late by
+   .reduce_timeout_ms, or makes other calls than the rest ends all: every call but those that free and close fails with
+   AMP_ERR_REDUCE, and .reducer, asked once more, says which rank it is.
+   Errors of amp_open: AMP_ERR_UNSUPPORTED no NCCL, or before 2.14; AMP_ERR_CONFLICT a .reducer of device memory;
+   AMP_ERR_REDUCE a rank has not come or cannot. */
 
 /* Data-parallel training in one process: each rank is a context, with a model of its own, in a thread of its own.
 
@@ -3653,6 +3664,15 @@ typedef struct amp_backend_desc {
     amp_device_memory memory;
 } amp_backend_desc;
 
+/* A context's place among ranks that exchange device memory.  id: of AMP_COMMUNICATOR_ID bytes, made by rank 0. */
+enum { AMP_COMMUNICATOR_ID = 128 };
+typedef struct amp_k_communicator {
+    int32_t rank, world;        /* world: 2 or more; 1 is legal */
+    int32_t timeout_ms;         /* how long a rank waits for the others */
+    int32_t reserved;
+    const void *id;
+} amp_k_communicator;
+
 /* `dev` is what open returned.  Only calls named sync or wait wait for the device.  Every entry is set, or NULL where
    its comment allows it. */
 struct amp_backend {
@@ -3690,6 +3710,11 @@ struct amp_backend {
     amp_result (*graph_end)(void *dev, void *stream, void **graph);
     amp_result (*graph_launch)(void *dev, void *graph, void *stream);
     void (*graph_destroy)(void *dev, void *graph);
+    /* The device's way between ranks, or NULL both.  communicator_id makes an id; id NULL: only whether there is a way.
+       communicator joins all ranks, which call it at once, until close; *out: of device memory, its calls return an
+       amp_result and tell the host why. */
+    amp_result (*communicator_id)(void *dev, void *id);
+    amp_result (*communicator)(void *dev, const amp_k_communicator *args, amp_reducer *out);
     /* optional, or NULL */
     amp_result (*telemetry)(void *dev, amp_telemetry *out);
     void (*profile_push)(void *dev, const char *name);
@@ -4154,7 +4179,8 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
     X(k_tensor) X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
     X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
-    X(device_memory) X(backend_desc) X(backend) X(reducer) X(exchanges) X(ranks_desc) X(fp8_recipe) X(desc) X(cache_info) \
+    X(device_memory) X(backend_desc) X(k_communicator) X(backend) X(reducer) X(exchanges) X(ranks_desc) \
+    X(fp8_recipe) X(desc) X(cache_info) \
     X(mask_view) X(plan) \
     X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(rope_op) X(norm_op) X(softmax_op) \
     X(activation_op) \
@@ -10749,6 +10775,8 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .graph_end = NULL,
     .graph_launch = NULL,
     .graph_destroy = NULL,
+    .communicator_id = NULL,
+    .communicator = NULL,
     .telemetry = ampi_cpu_telemetry,
     .profile_push = NULL,
     .profile_pop = NULL,
@@ -10953,6 +10981,9 @@ struct amp_context {
     amp_log_level quiet;            /* the log level before `debug` of the settings */
     pid_t process;                  /* the one that opened it */
     int seated;                     /* 1: it is one of the amp_ranks of .reducer */
+    amp_reducer on_device;          /* .reduce_on_device: the backend's; reduce NULL: none */
+    pthread_t opener;               /* the thread that opened it */
+    int roll_called; char roll[160];        /* what the ranks said when on_device failed */
 };
 
 /* ---- Access for other sections */
@@ -11259,8 +11290,22 @@ static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level lev
     ampi_log_text(amp, level, id, text);
 }
 
+/* Who is gone.  The device's way between ranks cannot tell, the host's reducer can: it waits for all of them.  Asked
+   once, because all ranks ask once. */
+static amp_result ampi_roll_call(amp_context *amp, const char *text) {
+    const amp_reducer *r = &amp->desc.reducer;
+    const char *why = NULL;
+    float here = 0;
+    if (!amp->roll_called && (!r->one_thread || pthread_equal(amp->opener, pthread_self()))) {
+        amp->roll_called = 1;
+        if (r->reduce(r->user, &here, 1, AMP_F32, AMP_REDUCE_MAX, NULL) == 0) why = "all ranks answer";
+        else if (r->calls != NULL && r->calls->error != NULL) why = r->calls->error(r->user);
+        snprintf(amp->roll, sizeof amp->roll, "%s", why != NULL ? why : "a rank does not answer");
+    }
+    return ampi_fail(AMP_ERR_REDUCE, "backend", "%s%s%s", text, amp->roll[0] != 0 ? "; " : "", amp->roll);
+}
 static amp_result ampi_host_fail(void *user, amp_result result, const char *text) {
-    (void)user;
+    if (result == AMP_ERR_REDUCE) return ampi_roll_call((amp_context *)user, text);
     return ampi_fail(result, "backend", "%s", text);
 }
 static void ampi_host_log(void *user, amp_log_level level, int id, const char *text) {
@@ -11632,6 +11677,10 @@ AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
    stands between a device and a reducer on the host, they go piece by piece. */
 
 static int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
+/* The reducer of what the context computes with. */
+static const amp_reducer *ampi_reducer(const amp_context *amp) {
+    return amp->on_device.reduce != NULL ? &amp->on_device : &amp->desc.reducer;
+}
 
 enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
 
@@ -11649,7 +11698,8 @@ static int ampi_is_native(const amp_exchanges *c, ampi_exchange_kind kind) {
            : kind == AMPI_TO_ALL  ? c->all_to_all != NULL
                                   : c->broadcast != NULL;
 }
-static amp_result ampi_exchange_call(const amp_reducer *r, const ampi_exchange *e, void *stream) {
+static amp_result ampi_exchange_call(const amp_context *amp, const ampi_exchange *e, void *stream) {
+    const amp_reducer *r = ampi_reducer(amp);
     int code;
     switch (e->kind) {
         case AMPI_SCATTER:
@@ -11660,6 +11710,7 @@ static amp_result ampi_exchange_call(const amp_reducer *r, const ampi_exchange *
         case AMPI_BROADCAST: code = r->calls->broadcast(r->user, e->out, e->count, e->root, stream); break;
         default: code = r->reduce(r->user, e->out, e->count, e->dtype, e->op, stream);
     }
+    if (r == &amp->on_device) return (amp_result)code;      /* the backend has said why */
     return code == 0 ? AMP_OK : ampi_exchange_fail(r, e, code);
 }
 
@@ -11668,7 +11719,6 @@ static amp_result ampi_exchange_call(const amp_reducer *r, const ampi_exchange *
 typedef struct ampi_relay {
     amp_context *amp;
     void *stream;
-    const amp_reducer *reducer;
     int32_t rank, world;
     int visible;                    /* 1: the exchange's memory is the host's */
     char *in, *out, *wide; void *on_device;
@@ -11707,10 +11757,10 @@ static amp_result ampi_relay_reduce(const ampi_relay *s, int64_t count, amp_dtyp
     size_t bytes = (size_t)count * amp_dtype_size(dtype);
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, s->wide, s->wide, count, dtype);
     e.op = op;
-    if (s->on_device == NULL) return ampi_exchange_call(s->reducer, &e, s->stream);
+    if (s->on_device == NULL) return ampi_exchange_call(s->amp, &e, s->stream);
     e.in = e.out = s->on_device;
     AMPI_TRY(ampi_relay_send(s, s->on_device, s->wide, bytes));
-    AMPI_TRY(ampi_exchange_call(s->reducer, &e, s->stream));
+    AMPI_TRY(ampi_exchange_call(s->amp, &e, s->stream));
     return ampi_relay_fetch(s, s->wide, s->on_device, bytes);
 }
 /* A piece of n elements a part, from s->in to s->out. */
@@ -11747,7 +11797,7 @@ static amp_result ampi_relay_run(const ampi_relay *s, const ampi_exchange *e, in
         piece.count = n;
         piece.in = s->in;
         piece.out = e->kind == AMPI_REDUCE || e->kind == AMPI_BROADCAST ? s->in : s->out;
-        AMPI_TRY(native ? ampi_exchange_call(s->reducer, &piece, s->stream) : ampi_relay_emulate(s, e, n));
+        AMPI_TRY(native ? ampi_exchange_call(s->amp, &piece, s->stream) : ampi_relay_emulate(s, e, n));
         for (i = 0; i < out; i++)
             AMPI_TRY(ampi_relay_send(s, (char *)e->out + (size_t)(i * e->count + at) * size,
                                      (native ? (char *)piece.out : s->out) + (size_t)(i * n) * size, (size_t)n * size));
@@ -11756,13 +11806,13 @@ static amp_result ampi_relay_run(const ampi_relay *s, const ampi_exchange *e, in
 }
 /* 1: through host memory. */
 static int ampi_is_relayed(const amp_context *amp, const ampi_exchange *e) {
-    int on_host = ampi_settings(amp)->reducer.on_host;
+    int on_host = ampi_reducer(amp)->on_host;
     if (amp->backend->host_visible || on_host == 0) return 0;
     return on_host == 1 || e->dtype == AMP_F16 || e->dtype == AMP_BF16;
 }
 
 static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e, void *stream, int native) {
-    const amp_reducer *r = &ampi_settings(amp)->reducer;
+    const amp_reducer *r = ampi_reducer(amp);
     const amp_system *system = ampi_context_system(amp);
     const int64_t size = (int64_t)amp_dtype_size(e->dtype);
     int64_t in = ampi_parts_in(e, r->world), out = ampi_parts_out(e, r->world);
@@ -11773,7 +11823,6 @@ static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e,
     memset(&s, 0, sizeof s);
     s.amp = amp;
     s.stream = stream;
-    s.reducer = r;
     s.rank = r->rank;
     s.world = r->world;
     s.visible = amp->backend->host_visible;
@@ -11794,7 +11843,7 @@ static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e,
 }
 
 static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, void *stream) {
-    const amp_reducer *r = &ampi_settings(amp)->reducer;
+    const amp_reducer *r = ampi_reducer(amp);
     int native = ampi_is_native(r->calls, e->kind);
     if (e->count == 0) return AMP_OK;
     if (ampi_world(amp) == 1)
@@ -11806,7 +11855,7 @@ static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, vo
         AMPI_TRY(ampi_may_wait(amp));
         AMPI_TRY(amp->backend->stream_sync(amp->dev, stream));
     }
-    return ampi_exchange_call(r, e, stream);
+    return ampi_exchange_call(amp, e, stream);
 }
 static amp_result ampi_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, data, data, count, dtype);
@@ -11833,6 +11882,9 @@ static const ampi_field ampi_desc_fields[] = {
     {"fp8.margin", AMPI_I32, offsetof(amp_desc, fp8.margin), NULL, 0, 0, 16, NULL},
     {"threads", AMPI_I32, offsetof(amp_desc, threads), NULL, 0, 1, 1024, "1 to 1024, or 0 for all cores"},
     {"device", AMPI_I32, offsetof(amp_desc, device), NULL, 0, 0, INT32_MAX, "0 or more"},
+    {"reduce_on_device", AMPI_I32, offsetof(amp_desc, reduce_on_device), NULL, 0, 0, 1, NULL},
+    {"reduce_timeout_ms", AMPI_I32, offsetof(amp_desc, reduce_timeout_ms), NULL, 60000, 1, INT32_MAX,
+     "1 or more, or 0 for 60000"},
     {"cache_limit", AMPI_I64, offsetof(amp_desc, cache_limit), NULL, 0, 0, AMPI_DBL_MAX, "0 (none) or more"},
     {"mask_limit", AMPI_I64, offsetof(amp_desc, mask_limit), NULL, 0, 0, AMPI_DBL_MAX, "0 (none) or more"}
 };
@@ -11889,6 +11941,10 @@ static amp_result ampi_check_desc(amp_desc *d) {
     if (d->reducer.calls != NULL && (d->reducer.calls->group_begin == NULL) != (d->reducer.calls->group_end == NULL))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
                          ".reducer.calls->group_begin and ->group_end must be set together");
+    if (d->reduce_on_device && d->reducer.world > 1 && d->reducer.on_host == 0)
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
+                         ".reduce_on_device joins the ranks by a .reducer of host memory (.on_host = 1), and this one "
+                         "takes the device's already");
     if (d->reducer.world > 1 && d->reducer.reduce == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
     if (d->backend != NULL && d->backend->abi != AMP_ABI)
@@ -12117,6 +12173,40 @@ static amp_result ampi_open_threads(amp_context *amp) {
     return AMP_OK;
 }
 
+/* Joins the ranks on their devices.  The host's reducer carries rank 0's id, and whether all can join. */
+static amp_result ampi_open_ranks(amp_context *amp) {
+    const amp_reducer *r = &amp->desc.reducer;
+    const amp_backend *b = amp->backend;
+    unsigned char id[AMP_COMMUNICATOR_ID];
+    float said[AMP_COMMUNICATOR_ID + 1];
+    amp_k_communicator args;
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, said, said, AMP_COMMUNICATOR_ID + 1, AMP_F32);
+    amp_result result;
+    int i, code;
+    if (!amp->desc.reduce_on_device || r->world == 1) return AMP_OK;
+    if (b->communicator == NULL)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reduce_on_device: the %s backend has no way between ranks",
+                         b->name);
+    memset(id, 0, sizeof id);
+    result = b->communicator_id(amp->dev, r->rank == 0 ? id : NULL);
+    for (i = 0; i < AMP_COMMUNICATOR_ID; i++) said[i] = (float)id[i];
+    said[AMP_COMMUNICATOR_ID] = result != AMP_OK ? 1.0f : 0.0f;
+    e.op = AMP_REDUCE_SUM;
+    code = r->reduce(r->user, said, e.count, e.dtype, e.op, NULL);
+    if (result != AMP_OK) return result;
+    if (code != 0) return ampi_exchange_fail(r, &e, code);
+    if (said[AMP_COMMUNICATOR_ID] > 0)
+        return ampi_fail(AMP_ERR_REDUCE, "amp_open", ".reduce_on_device: %d of %d ranks have no way between devices",
+                         (int)said[AMP_COMMUNICATOR_ID], (int)r->world);
+    for (i = 0; i < AMP_COMMUNICATOR_ID; i++) id[i] = (unsigned char)said[i];
+    memset(&args, 0, sizeof args);
+    args.rank = r->rank;
+    args.world = r->world;
+    args.timeout_ms = amp->desc.reduce_timeout_ms;
+    args.id = id;
+    return b->communicator(amp->dev, &args, &amp->on_device);
+}
+
 static amp_result ampi_open_device(amp_context *amp) {
     amp_choice regions;
     amp_backend_desc b;
@@ -12130,6 +12220,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
     AMPI_TRY(ampi_as("amp_open", amp->backend->open(&amp->dev, &amp->host, &b)));
     AMPI_TRY(ampi_as("amp_open", amp->backend->describe(amp->dev, &amp->machine.device)));
+    AMPI_TRY(ampi_as("amp_open", ampi_open_ranks(amp)));
     if (!amp->backend->quantizes) amp->machine.device.fp8 = 0;
     AMPI_TRY(ampi_as("amp_open", ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice)));
     AMPI_TRY(ampi_as("amp_open",
@@ -12174,6 +12265,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp->serial = amp->decisions = ampi_serial();
     amp->holders = 1;
     amp->process = getpid();
+    amp->opener = pthread_self();
     amp->host.user = amp;
     amp->host.fail = ampi_host_fail;
     amp->host.log = ampi_host_log;

@@ -39,12 +39,17 @@
      .autotune_file keeps the decision.  TF32 operands are rounded or truncated, off by 2^-10 at most.  Biases are
      rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.  FP8 products never use Hopper's fast
      accumulation, which keeps about 14 bits of a sum.
+   - With .reduce_on_device, ranks exchange device memory over NCCL 2.14 or later: libnccl.so.2, opened at run time; to
+     build, none is needed.  Sums are NCCL's: 16-bit numbers may be rounded at each hop between ranks, and a sum's order
+     depends on NCCL's version and on the machines.  Its calls go to the stream, and into a graph that captures it.  A
+     thread of the context's watches: what does not end within .reduce_timeout_ms is aborted.  That a graph launched by
+     the host itself does not end is not seen, unless NCCL reports an error.
    - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
    - Compute capability 7.5 or later.  Older GPUs (Volta's 7.0) are refused: CUDA 13 builds for none of them.
 
    The file is CUDA C++17 that g++ also compiles: ampc_launch launches the kernels, and PTX is confined to small
    functions with a twin in plain C++.  Sections, in order: device, errors, launches, numbers, lanes, sums; runtime;
-   casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products;
+   ranks; casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products;
    attention; table. */
 
 #include <cublasLt.h>
@@ -56,6 +61,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 #include "amp.h"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
@@ -115,6 +121,65 @@ struct ampc_nvml {
     int (*power)(void *device, unsigned *milliwatts);
 };
 
+/* NCCL.  Declares what is used, so that building needs no nccl.h: enums are ints there, and communicators pointers. */
+enum { AMPC_NCCL_LEAST = 21400 };       /* 2.14: calls that do not wait for other ranks */
+enum { AMPC_NCCL_SUCCESS = 0, AMPC_NCCL_IN_PROGRESS = 7, AMPC_NCCL_SUM = 0 };
+enum { AMPC_NCCL_U8 = 1, AMPC_NCCL_F16 = 6, AMPC_NCCL_F32 = 7, AMPC_NCCL_F64 = 8, AMPC_NCCL_BF16 = 9 };
+struct ampc_nccl_id { char bytes[AMP_COMMUNICATOR_ID]; };
+struct ampc_nccl_config { size_t size; unsigned magic, version; int blocking; };
+struct ampc_nccl {
+    void *library;
+    int (*version)(int *out);
+    int (*unique_id)(ampc_nccl_id *out);
+    int (*init)(void **comm, int world, ampc_nccl_id id, int rank, ampc_nccl_config *config);
+    int (*async_error)(void *comm, int *out);
+    int (*finalize)(void *comm);
+    int (*destroy)(void *comm);
+    int (*abort)(void *comm);
+    const char *(*error_text)(int code);
+    const char *(*last_error)(void *comm);
+    int (*group_start)(void);
+    int (*group_end)(void);
+    int (*all_reduce)(const void *in, void *out, size_t count, int dtype, int op, void *comm, cudaStream_t stream);
+    int (*reduce_scatter)(const void *in, void *out, size_t each, int dtype, int op, void *comm, cudaStream_t stream);
+    int (*all_gather)(const void *in, void *out, size_t each, int dtype, void *comm, cudaStream_t stream);
+    int (*broadcast)(const void *in, void *out, size_t count, int dtype, int root, void *comm, cudaStream_t stream);
+    int (*send)(const void *in, size_t count, int dtype, int peer, void *comm, cudaStream_t stream);
+    int (*receive)(void *out, size_t count, int dtype, int peer, void *comm, cudaStream_t stream);
+};
+
+/* One call of the reducer.  count: numbers of a part; bytes are numbers of AMP_U8. */
+enum ampc_verb { AMPC_REDUCES, AMPC_SCATTERS, AMPC_GATHERS, AMPC_EXCHANGES, AMPC_BROADCASTS };
+struct ampc_collective {
+    ampc_verb verb;
+    const void *in; void *out;
+    int64_t count;
+    amp_dtype dtype; amp_reduce_op op;
+    int32_t root;
+    void *all;                      /* of a maximum: every rank's numbers */
+};
+
+/* This context as a rank among others; comm NULL: it is none. */
+enum { AMPC_GROUP = 64, AMPC_WATCHED = 64, AMPC_LOOK_MS = 20 };
+struct ampc_ranks {
+    ampc_nccl nccl;
+    void *comm;
+    int32_t rank, world;
+    int64_t limit;                  /* how long a rank waits for the others, in ns */
+    ampc_collective group[AMPC_GROUP];      /* not yet begun */
+    int32_t grouped, in_group;      /* how many; 1: between group_begin and group_end */
+    cudaStream_t stream;            /* of the group */
+    pthread_t watcher;
+    int watching, stop;             /* stop: atomic */
+    cudaEvent_t events[AMPC_WATCHED];       /* a ring: the end of what is under way */
+    pthread_mutex_t lock;           /* for the rest */
+    int first, watched;             /* of the ring */
+    int64_t since;                  /* when the ring's first one had nothing before it that was not done */
+    int users;                      /* calls of NCCL under way */
+    int broken;                     /* 1: every call fails, because of `why`; atomic */
+    char why[384];
+};
+
 /* The GPU's and this build's features, filled at open; only they decide which kernels run. */
 struct ampc_features {
     int cc, image;                  /* compute capability of the GPU, and of the code that runs; 10 major + minor */
@@ -147,6 +212,7 @@ struct ampc_device {
     cudaError_t sticky;             /* not 0: this process can no longer use the GPU; atomic */
     pthread_mutex_t lock;           /* for everything below */
     ampc_nvml nvml;
+    ampc_ranks ranks;               /* has a lock of its own */
     ampc_block *busy[AMPC_BUCKETS]; /* blocks handed out, by address */
     ampc_block *idle[AMPC_CLASSES]; /* blocks to reuse, by size class */
     ampc_graph *graphs;             /* being captured, or made and not destroyed */
@@ -218,9 +284,11 @@ amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, con
     return dev->host.fail(dev->host.user, ampc_result_of(error), text);
 }
 
-/* AMP_OK unless an earlier call met a sticky error. */
+/* AMP_OK unless an earlier call met a sticky error, or a reduction over the ranks failed. */
 amp_result ampc_usable(ampc_device *dev, const char *call) {
     char text[256];
+    if (__atomic_load_n(&dev->ranks.broken, __ATOMIC_ACQUIRE))
+        return dev->host.fail(dev->host.user, AMP_ERR_REDUCE, dev->ranks.why);
     if (ampc_loss(dev) == cudaSuccess) return AMP_OK;
     snprintf(text, sizeof text,
              "amp_cuda: %s: device %d failed earlier with %s; close the context and start the process "
@@ -759,6 +827,7 @@ struct ampc_block {
 struct ampc_graph {
     cudaStream_t stream;            /* captured; later the last one it was launched on */
     int capturing;
+    int reduces;                    /* 1: it exchanges data with other ranks */
     cudaGraphExec_t exec;
     ampc_graph *next;
 };
@@ -1056,6 +1125,8 @@ void ampc_capture_drop(ampc_device *dev, cudaStream_t stream);
 amp_result ampc_blas_open(ampc_device *dev);
 void ampc_blas_close(ampc_device *dev);
 void ampc_nvml_close(ampc_nvml *nvml);
+void ampc_ranks_close(ampc_device *dev);
+amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream);
 
 /* Fills the features, and refuses GPUs below the least. */
 amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
@@ -1143,10 +1214,12 @@ void ampc_close(void *device) {
         if (dev->owns_stream) (void)cudaStreamSynchronize(dev->stream);
         ampc_blas_close(dev);
         ampc_drop_memory(dev);
+        ampc_ranks_close(dev);      /* behind the graphs, which use it */
         if (dev->owns_stream) (void)cudaStreamDestroy(dev->stream);
         (void)cudaGetLastError();
     }
     ampc_nvml_close(&dev->nvml);
+    pthread_mutex_destroy(&dev->ranks.lock);
     pthread_mutex_destroy(&dev->blas.lock);
     pthread_mutex_destroy(&dev->lock);
     host.free(host.user, dev, sizeof *dev);
@@ -1160,6 +1233,7 @@ amp_result ampc_open(void **out, const amp_host *host, const amp_backend_desc *d
     memset((void *)dev, 0, sizeof *dev);
     pthread_mutex_init(&dev->lock, NULL);
     pthread_mutex_init(&dev->blas.lock, NULL);
+    pthread_mutex_init(&dev->ranks.lock, NULL);
     dev->host = *host;
     dev->index = desc->device;
     dev->stream = (cudaStream_t)desc->stream;
@@ -1234,7 +1308,8 @@ amp_result ampc_copy(void *device, void *dst, const void *src, size_t bytes, amp
                          : kind == AMP_COPY_ON_DEVICE ? cudaMemcpyDeviceToDevice : cudaMemcpyDefault;
     AMPC_ENTER(dev, "amp_copy");
     if (bytes == 0) return AMP_OK;
-    return ampc_check(dev, cudaMemcpyAsync(dst, src, bytes, way, ampc_stream(dev, stream)), "cudaMemcpyAsync", NULL);
+    AMPC_TRY(ampc_check(dev, cudaMemcpyAsync(dst, src, bytes, way, ampc_stream(dev, stream)), "cudaMemcpyAsync", NULL));
+    return ampc_usable(dev, "amp_copy");        /* it may have waited for a reduction that failed */
 }
 
 amp_result ampc_fill(void *device, void *dst, int byte, size_t bytes, void *stream) {
@@ -1281,7 +1356,10 @@ void ampc_nvml_close(ampc_nvml *nvml) {
     memset((void *)nvml, 0, sizeof *nvml);
 }
 
-template <class F> void ampc_symbol(void *library, const char *name, F *out) { *out = (F)dlsym(library, name); }
+template <class F> bool ampc_symbol(void *library, const char *name, F *out) {
+    *out = (F)dlsym(library, name);
+    return *out != NULL;
+}
 
 /* Finds the GPU by its PCI address: NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
 void ampc_nvml_open(ampc_nvml *nvml, int index) {
@@ -1412,7 +1490,8 @@ void ampc_stream_destroy(void *device, void *stream) {
 amp_result ampc_stream_sync(void *device, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     AMPC_ENTER(dev, "stream_sync");
-    return ampc_check(dev, cudaStreamSynchronize(ampc_stream(dev, stream)), "cudaStreamSynchronize", NULL);
+    AMPC_TRY(ampc_check(dev, cudaStreamSynchronize(ampc_stream(dev, stream)), "cudaStreamSynchronize", NULL));
+    return ampc_usable(dev, "stream_sync");     /* what it waited for may be a reduction that failed */
 }
 
 /* ---- Events */
@@ -1459,7 +1538,8 @@ amp_result ampc_event_done(void *device, void *event, int32_t *done) {
         (void)cudaGetLastError();
         return AMP_OK;
     }
-    return ampc_check(dev, error, "cudaEventQuery", NULL);
+    AMPC_TRY(ampc_check(dev, error, "cudaEventQuery", NULL));
+    return ampc_usable(dev, "event_done");
 }
 
 /* An event that is done costs no wait. */
@@ -1469,7 +1549,8 @@ amp_result ampc_event_sync(void *device, void *event) {
     AMPC_TRY(ampc_event_done(device, event, &done));
     if (done) return AMP_OK;
     AMPC_ENTER(dev, "event_sync");
-    return ampc_check(dev, cudaEventSynchronize((cudaEvent_t)event), "cudaEventSynchronize", NULL);
+    AMPC_TRY(ampc_check(dev, cudaEventSynchronize((cudaEvent_t)event), "cudaEventSynchronize", NULL));
+    return ampc_usable(dev, "event_sync");
 }
 
 amp_result ampc_event_elapsed(void *device, void *from, void *to, double *seconds) {
@@ -1494,6 +1575,7 @@ amp_result ampc_graph_begin(void *device, void *stream) {
     if (graph == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, "graph_begin", "no host memory for the graph");
     graph->stream = ampc_stream(dev, stream);
     graph->capturing = 1;
+    graph->reduces = 0;
     graph->exec = NULL;
     result = ampc_check(dev, cudaStreamBeginCapture(graph->stream, cudaStreamCaptureModeThreadLocal),
                         "cudaStreamBeginCapture", "end the capture that is running on this stream first");
@@ -1561,7 +1643,448 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
         ampc_locked locked(dev);
         graph->stream = ampc_stream(dev, stream);
     }
-    return ampc_check(dev, cudaGraphLaunch(graph->exec, ampc_stream(dev, stream)), "cudaGraphLaunch", NULL);
+    AMPC_TRY(ampc_check(dev, cudaGraphLaunch(graph->exec, ampc_stream(dev, stream)), "cudaGraphLaunch", NULL));
+    return graph->reduces ? ampc_ranks_note(dev, ampc_stream(dev, stream)) : AMP_OK;
+}
+
+/* ==== Ranks =========================================================================================
+   The reducer of .reduce_on_device: NCCL.  Its communicator does not block, so that no call waits for another rank
+   without an end; a thread watches what the GPU does, which only ncclCommAbort can stop.                  */
+
+int64_t ampc_now() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+void ampc_nap(int microseconds) {
+    const struct timespec t = {microseconds / 1000000, microseconds % 1000000 * 1000};
+    (void)nanosleep(&t, NULL);
+}
+
+/* ---- The library */
+
+/* The name of the first function that it lacks, or NULL. */
+const char *ampc_nccl_lacks(ampc_nccl *n) {
+    void *l = n->library;
+    return !ampc_symbol(l, "ncclGetVersion", &n->version)             ? "ncclGetVersion"
+           : !ampc_symbol(l, "ncclGetUniqueId", &n->unique_id)        ? "ncclGetUniqueId"
+           : !ampc_symbol(l, "ncclCommInitRankConfig", &n->init)      ? "ncclCommInitRankConfig"
+           : !ampc_symbol(l, "ncclCommGetAsyncError", &n->async_error) ? "ncclCommGetAsyncError"
+           : !ampc_symbol(l, "ncclCommFinalize", &n->finalize)        ? "ncclCommFinalize"
+           : !ampc_symbol(l, "ncclCommDestroy", &n->destroy)          ? "ncclCommDestroy"
+           : !ampc_symbol(l, "ncclCommAbort", &n->abort)              ? "ncclCommAbort"
+           : !ampc_symbol(l, "ncclGetErrorString", &n->error_text)    ? "ncclGetErrorString"
+           : !ampc_symbol(l, "ncclGetLastError", &n->last_error)      ? "ncclGetLastError"
+           : !ampc_symbol(l, "ncclGroupStart", &n->group_start)       ? "ncclGroupStart"
+           : !ampc_symbol(l, "ncclGroupEnd", &n->group_end)           ? "ncclGroupEnd"
+           : !ampc_symbol(l, "ncclAllReduce", &n->all_reduce)         ? "ncclAllReduce"
+           : !ampc_symbol(l, "ncclReduceScatter", &n->reduce_scatter) ? "ncclReduceScatter"
+           : !ampc_symbol(l, "ncclAllGather", &n->all_gather)         ? "ncclAllGather"
+           : !ampc_symbol(l, "ncclBroadcast", &n->broadcast)          ? "ncclBroadcast"
+           : !ampc_symbol(l, "ncclSend", &n->send)                    ? "ncclSend"
+           : !ampc_symbol(l, "ncclRecv", &n->receive)                 ? "ncclRecv"
+                                                                      : NULL;
+}
+
+amp_result ampc_nccl_refuse(ampc_device *dev, const char *format, const char *detail, int version) {
+    char why[176], text[240];
+    snprintf(why, sizeof why, format, detail, version / 10000, version / 100 % 100, version % 100);
+    snprintf(text, sizeof text, ".reduce_on_device: %s; without it none is needed", why);
+    return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
+}
+
+/* It stays loaded until the process ends: it has threads. */
+amp_result ampc_nccl_open(ampc_device *dev) {
+    ampc_nccl *n = &dev->ranks.nccl;
+    const char *lacks;
+    int version = 0;
+    if (n->library != NULL) return AMP_OK;
+    n->library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    if (n->library == NULL)
+        return ampc_nccl_refuse(dev, "%.90s; install NCCL, and name its folder in LD_LIBRARY_PATH", dlerror(), 0);
+    lacks = ampc_nccl_lacks(n);
+    if (n->version != NULL && n->version(&version) == AMPC_NCCL_SUCCESS && version < AMPC_NCCL_LEAST)
+        return version >= 10000
+                   ? ampc_nccl_refuse(dev, "libnccl.so.2 is NCCL%s %d.%d.%d, and 2.14 or later is needed", "", version)
+                   : ampc_nccl_refuse(dev, "libnccl.so.2 is NCCL%s before 2.9, and 2.14 or later is needed", "", 0);
+    return lacks == NULL ? AMP_OK : ampc_nccl_refuse(dev, "libnccl.so.2 has no %s", lacks, 0);
+}
+
+/* ---- Failing: for ever, because NCCL's communicators do not recover */
+
+/* While it lives the communicator does; .comm NULL: there is none any more. */
+struct ampc_nccl_use {
+    ampc_ranks *r;
+    void *comm;
+    explicit ampc_nccl_use(ampc_device *dev) : r(&dev->ranks), comm(NULL) {
+        ampc_locked locked(&r->lock);
+        comm = r->broken ? NULL : r->comm;
+        r->users += comm != NULL;
+    }
+    ~ampc_nccl_use() {
+        ampc_locked locked(&r->lock);
+        r->users -= comm != NULL;
+    }
+    ampc_nccl_use(const ampc_nccl_use &) = delete;
+    ampc_nccl_use &operator=(const ampc_nccl_use &) = delete;
+};
+
+/* The first reason stays.  Ends what the GPU does for the communicator.  A call of NCCL under way ends first, if it
+   does within a second: it may stand behind the work that hangs. */
+void ampc_ranks_break(ampc_device *dev, const char *why) {
+    ampc_ranks *r = &dev->ranks;
+    bool busy = true;
+    {
+        ampc_locked locked(&r->lock);
+        if (r->broken) return;
+        snprintf(r->why, sizeof r->why, "amp_cuda: rank %d of %d: %s", r->rank, r->world, why);
+        __atomic_store_n(&r->broken, 1, __ATOMIC_RELEASE);
+    }
+    for (int i = 0; i < 1000 && busy; i++) {
+        {
+            ampc_locked locked(&r->lock);
+            busy = r->users > 0;
+        }
+        if (busy) ampc_nap(1000);
+    }
+    if (r->comm != NULL) (void)r->nccl.abort(r->comm);
+    r->comm = NULL;
+}
+
+void ampc_ranks_break_late(ampc_device *dev, const char *what) {
+    char why[160];
+    snprintf(why, sizeof why, "%s within %lld ms: a rank has died, hangs, or makes other calls than the rest", what,
+             (long long)(dev->ranks.limit / 1000000));
+    ampc_ranks_break(dev, why);
+}
+
+/* Says what NCCL says. */
+void ampc_nccl_break(ampc_device *dev, const char *call, int code) {
+    char why[320];
+    {
+        ampc_nccl_use use(dev);
+        const char *last = use.comm != NULL ? dev->ranks.nccl.last_error(use.comm) : NULL;
+        snprintf(why, sizeof why, "%s: %s (NCCL's error %d)%s%.160s", call, dev->ranks.nccl.error_text(code), code,
+                 last != NULL && last[0] != 0 ? ": " : "", last != NULL ? last : "");
+    }
+    ampc_ranks_break(dev, why);
+}
+
+/* Waits until NCCL has done what it began, which is not what the GPU does. */
+amp_result ampc_nccl_settle(ampc_device *dev, const char *call, int code) {
+    const int64_t deadline = ampc_now() + dev->ranks.limit;
+    while (code == AMPC_NCCL_IN_PROGRESS) {
+        {
+            ampc_nccl_use use(dev);
+            if (use.comm == NULL) break;
+            int asked = dev->ranks.nccl.async_error(use.comm, &code);
+            if (asked != AMPC_NCCL_SUCCESS) code = asked;
+        }
+        if (code != AMPC_NCCL_IN_PROGRESS) break;
+        if (ampc_now() > deadline) { ampc_ranks_break_late(dev, "not all ranks have come"); break; }
+        ampc_nap(200);
+    }
+    if (code != AMPC_NCCL_SUCCESS && code != AMPC_NCCL_IN_PROGRESS) ampc_nccl_break(dev, call, code);
+    return ampc_usable(dev, call);
+}
+
+/* ---- Watching */
+
+/* Notes that what stands in the stream now must end. */
+amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream) {
+    ampc_ranks *r = &dev->ranks;
+    int at = -1;
+    while (at < 0) {
+        AMPC_TRY(ampc_usable(dev, "reducer"));
+        {
+            ampc_locked locked(&r->lock);
+            if (r->watched < AMPC_WATCHED) at = (r->first + r->watched) % AMPC_WATCHED;
+        }
+        if (at < 0) ampc_nap(1000);
+    }
+    AMPC_ENTER(dev, "reducer");
+    if (r->events[at] == NULL)
+        AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(&r->events[at], cudaEventDisableTiming),
+                            "cudaEventCreateWithFlags", NULL));
+    AMPC_TRY(ampc_check(dev, cudaEventRecord(r->events[at], stream), "cudaEventRecord", NULL));
+    ampc_locked locked(&r->lock);
+    if (r->watched++ == 0) r->since = ampc_now();
+    return AMP_OK;
+}
+
+/* Whether the oldest one noted was done; it is then forgotten. */
+bool ampc_ranks_step(ampc_device *dev) {
+    ampc_ranks *r = &dev->ranks;
+    cudaEvent_t event = NULL;
+    {
+        ampc_locked locked(&r->lock);
+        if (r->watched > 0) event = r->events[r->first];
+    }
+    if (event == NULL) return false;
+    cudaError_t error = cudaEventQuery(event);
+    if (error != cudaSuccess) (void)cudaGetLastError();
+    bool late;
+    {
+        ampc_locked locked(&r->lock);
+        late = error == cudaErrorNotReady && ampc_now() - r->since > r->limit;
+        if (error != cudaErrorNotReady) {
+            r->first = (r->first + 1) % AMPC_WATCHED;
+            r->watched--;
+            r->since = ampc_now();
+        }
+    }
+    if (late) ampc_ranks_break_late(dev, "a reduction has not ended");
+    return error != cudaErrorNotReady;
+}
+
+/* What other ranks and the network did to the communicator meanwhile. */
+void ampc_ranks_ask(ampc_device *dev) {
+    int code = AMPC_NCCL_SUCCESS, asked = AMPC_NCCL_SUCCESS;
+    {
+        ampc_nccl_use use(dev);
+        if (use.comm != NULL) asked = dev->ranks.nccl.async_error(use.comm, &code);
+    }
+    if (asked != AMPC_NCCL_SUCCESS) code = asked;
+    if (code != AMPC_NCCL_SUCCESS && code != AMPC_NCCL_IN_PROGRESS) ampc_nccl_break(dev, "a reduction", code);
+}
+
+void *ampc_ranks_watch(void *device) {
+    ampc_device *dev = (ampc_device *)device;
+    ampc_current current(dev);
+    ampc_relaxed relaxed;           /* a capture on another thread is not its business */
+    while (!__atomic_load_n(&dev->ranks.stop, __ATOMIC_RELAXED)) {
+        while (ampc_ranks_step(dev)) {}
+        ampc_ranks_ask(dev);
+        ampc_nap(1000 * AMPC_LOOK_MS);
+    }
+    return NULL;
+}
+
+/* ---- Calls */
+
+/* The largest of n numbers over the ranks, by their bits; NaN counts as larger, which NCCL's own maximum does not do.
+   inf: infinity's bits. */
+template <class U> __global__ void ampc_largest_kernel(const U *all, U *out, int64_t n, int world, U inf) {
+    const U sign = (U)((U)1 << (8 * sizeof(U) - 1));
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        U best = 0, most = 0;
+        for (int rank = 0; rank < world; rank++) {
+            const U x = all[rank * n + i], magnitude = (U)(x & (U)~sign);
+            const U key = (U)(magnitude > inf ? (U)~(U)0 : x & sign ? (U)~x : (U)(x | sign));
+            if (rank > 0 && key <= most) continue;
+            best = x;
+            most = key;
+        }
+        out[i] = best;
+    }
+}
+template <class U> amp_result ampc_largest_of(ampc_device *dev, const ampc_collective &c, U inf) {
+    return ampc_launch(dev, "reducer", ampc_largest_kernel<U>, ampc_grid(dev, ampc_blocks(c.count, 256), 4), 256, 0,
+                       dev->ranks.stream, (const U *)c.all, (U *)c.out, c.count, dev->ranks.world, inf);
+}
+amp_result ampc_largest(ampc_device *dev, const ampc_collective &c) {
+    switch (c.dtype) {
+        case AMP_F64: return ampc_largest_of<uint64_t>(dev, c, (uint64_t)0x7ff << 52);
+        case AMP_F32: return ampc_largest_of<uint32_t>(dev, c, 0x7f800000u);
+        default: return ampc_largest_of<uint16_t>(dev, c, c.dtype == AMP_F16 ? 0x7c00 : 0x7f80);
+    }
+}
+
+int ampc_nccl_dtype(amp_dtype dtype) {
+    switch (dtype) {
+        case AMP_F32: return AMPC_NCCL_F32;
+        case AMP_F64: return AMPC_NCCL_F64;
+        case AMP_F16: return AMPC_NCCL_F16;
+        case AMP_BF16: return AMPC_NCCL_BF16;
+        default: return AMPC_NCCL_U8;
+    }
+}
+
+/* Part r of `in` for rank r, whose part comes to its place in `out`. */
+int ampc_nccl_exchange(const ampc_ranks *r, void *comm, const void *in, void *out, size_t each) {
+    int code = AMPC_NCCL_SUCCESS;
+    for (int peer = 0; peer < r->world; peer++) {
+        int sent = r->nccl.send((const char *)in + (size_t)peer * each, each, AMPC_NCCL_U8, peer, comm, r->stream);
+        int came = r->nccl.receive((char *)out + (size_t)peer * each, each, AMPC_NCCL_U8, peer, comm, r->stream);
+        if (code == AMPC_NCCL_SUCCESS) code = sent != AMPC_NCCL_SUCCESS ? sent : came;
+    }
+    return code;
+}
+/* For a maximum it brings every rank's numbers together. */
+int ampc_nccl_call(const ampc_ranks *r, void *comm, const ampc_collective &c) {
+    const size_t count = (size_t)c.count, bytes = count * amp_dtype_size(c.dtype);
+    const int dtype = ampc_nccl_dtype(c.dtype);
+    const void *in = c.in;
+    switch (c.verb) {
+        case AMPC_REDUCES:
+            if (c.all != NULL) return r->nccl.all_gather(in, c.all, bytes, AMPC_NCCL_U8, comm, r->stream);
+            return r->nccl.all_reduce(in, c.out, count, dtype, AMPC_NCCL_SUM, comm, r->stream);
+        case AMPC_SCATTERS:
+            if (c.all != NULL) return ampc_nccl_exchange(r, comm, in, c.all, bytes);
+            return r->nccl.reduce_scatter(in, c.out, count, dtype, AMPC_NCCL_SUM, comm, r->stream);
+        case AMPC_GATHERS: return r->nccl.all_gather(in, c.out, bytes, AMPC_NCCL_U8, comm, r->stream);
+        case AMPC_EXCHANGES: return ampc_nccl_exchange(r, comm, in, c.out, bytes);
+        default: return r->nccl.broadcast(in, c.out, bytes, AMPC_NCCL_U8, c.root, comm, r->stream);
+    }
+}
+/* Begins these in the stream. */
+amp_result ampc_nccl_begin(ampc_device *dev, const ampc_collective *calls, int n) {
+    ampc_ranks *r = &dev->ranks;
+    int code = AMPC_NCCL_SUCCESS, ended;
+    AMPC_ENTER(dev, "reducer");
+    {
+        ampc_nccl_use use(dev);
+        if (use.comm == NULL) return ampc_usable(dev, "reducer");
+        code = r->nccl.group_start();
+        for (int i = 0; i < n && (code == AMPC_NCCL_SUCCESS || code == AMPC_NCCL_IN_PROGRESS); i++)
+            code = ampc_nccl_call(r, use.comm, calls[i]);
+        ended = r->nccl.group_end();
+    }
+    if (code == AMPC_NCCL_SUCCESS || code == AMPC_NCCL_IN_PROGRESS) code = ended;
+    return ampc_nccl_settle(dev, "a reduction", code);
+}
+
+/* Whether the stream is captured; a graph of amp.h's then knows that it reduces. */
+bool ampc_ranks_captured(ampc_device *dev, cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    ampc_graph *graph = ampc_captured(dev, NULL);
+    if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) (void)cudaGetLastError();
+    if (status == cudaStreamCaptureStatusNone) return false;
+    if (graph != NULL) graph->reduces = 1;
+    return true;
+}
+
+amp_result ampc_group_run(ampc_device *dev, ampc_collective *calls, int n) {
+    ampc_ranks *r = &dev->ranks;
+    const bool captured = ampc_ranks_captured(dev, r->stream);
+    int i;
+    for (i = 0; i < n; i++) {
+        if (calls[i].op != AMP_REDUCE_MAX || calls[i].verb > AMPC_SCATTERS) continue;
+        ampc_scratch all(dev, r->stream);
+        AMPC_TRY(all.get((size_t)(r->world * calls[i].count) * amp_dtype_size(calls[i].dtype), "reducer"));
+        calls[i].all = all.keep();
+    }
+    AMPC_TRY(ampc_nccl_begin(dev, calls, n));
+    if (!captured) AMPC_TRY(ampc_ranks_note(dev, r->stream));
+    for (i = 0; i < n; i++)
+        if (calls[i].all != NULL) AMPC_TRY(ampc_largest(dev, calls[i]));
+    return AMP_OK;
+}
+/* Begins what was asked for. */
+amp_result ampc_group_flush(ampc_device *dev) {
+    ampc_ranks *r = &dev->ranks;
+    const int n = r->grouped;
+    amp_result result;
+    if (n == 0) return ampc_usable(dev, "reducer");
+    r->grouped = 0;
+    result = ampc_group_run(dev, r->group, n);
+    for (int i = 0; i < n; i++) ampc_free(dev, r->group[i].all, 0);
+    return result;
+}
+
+amp_result ampc_group_add(ampc_device *dev, const ampc_collective &c, void *stream) {
+    ampc_ranks *r = &dev->ranks;
+    const bool numbers = c.dtype == AMP_F32 || c.dtype == AMP_F64 || c.dtype == AMP_F16 || c.dtype == AMP_BF16;
+    if (c.verb <= AMPC_SCATTERS && !numbers)
+        return ampc_refuse(dev, AMP_ERR_DTYPE, "reducer", "NCCL sums F32, F64, F16 and BF16 here");
+    AMPC_TRY(ampc_usable(dev, "reducer"));
+    if (c.count == 0) return AMP_OK;
+    if (r->grouped > 0 && r->stream != ampc_stream(dev, stream)) AMPC_TRY(ampc_group_flush(dev));
+    r->stream = ampc_stream(dev, stream);
+    r->group[r->grouped++] = c;
+    return r->in_group && r->grouped < AMPC_GROUP ? AMP_OK : ampc_group_flush(dev);
+}
+
+int ampc_reduce(void *device, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    return ampc_group_add((ampc_device *)device, {AMPC_REDUCES, data, data, count, dtype, op, 0, NULL}, stream);
+}
+int ampc_reduce_scatter(void *device, const void *in, void *out, int64_t each, amp_dtype dtype, amp_reduce_op op,
+                        void *stream) {
+    return ampc_group_add((ampc_device *)device, {AMPC_SCATTERS, in, out, each, dtype, op, 0, NULL}, stream);
+}
+int ampc_all_gather(void *device, const void *in, void *out, int64_t each, void *stream) {
+    return ampc_group_add((ampc_device *)device, {AMPC_GATHERS, in, out, each, AMP_U8, AMP_REDUCE_SUM, 0, NULL},
+                          stream);
+}
+int ampc_all_to_all(void *device, const void *in, void *out, int64_t each, void *stream) {
+    return ampc_group_add((ampc_device *)device, {AMPC_EXCHANGES, in, out, each, AMP_U8, AMP_REDUCE_SUM, 0, NULL},
+                          stream);
+}
+int ampc_broadcast(void *device, void *data, int64_t bytes, int32_t root, void *stream) {
+    return ampc_group_add((ampc_device *)device,
+                          {AMPC_BROADCASTS, data, data, bytes, AMP_U8, AMP_REDUCE_SUM, root, NULL}, stream);
+}
+int ampc_group_begin(void *device, void *) {
+    ((ampc_device *)device)->ranks.in_group = 1;
+    return 0;
+}
+int ampc_group_end(void *device, void *) {
+    ((ampc_device *)device)->ranks.in_group = 0;
+    return ampc_group_flush((ampc_device *)device);
+}
+
+const amp_exchanges ampc_exchanges = {ampc_reduce_scatter, ampc_all_gather,  ampc_all_to_all, ampc_broadcast,
+                                      ampc_group_begin,    ampc_group_end,   NULL};
+
+/* ---- Joining and leaving */
+
+amp_result ampc_communicator_id(void *device, void *id) {
+    ampc_device *dev = (ampc_device *)device;
+    AMPC_ENTER(dev, "amp_open");
+    AMPC_TRY(ampc_nccl_open(dev));
+    if (id == NULL) return AMP_OK;
+    int code = dev->ranks.nccl.unique_id((ampc_nccl_id *)id);
+    return code == AMPC_NCCL_SUCCESS
+               ? AMP_OK
+               : ampc_nccl_refuse(dev, "ncclGetUniqueId: %.120s", dev->ranks.nccl.last_error(NULL), 0);
+}
+
+amp_result ampc_communicator(void *device, const amp_k_communicator *a, amp_reducer *out) {
+    ampc_device *dev = (ampc_device *)device;
+    ampc_ranks *r = &dev->ranks;
+    ampc_nccl_config config = {sizeof config, 0xcafebeefu, AMPC_NCCL_LEAST, 0};
+    ampc_nccl_id id;
+    int code;
+    AMPC_ENTER(dev, "amp_open");
+    AMPC_TRY(ampc_nccl_open(dev));
+    memcpy(id.bytes, a->id, sizeof id.bytes);
+    r->rank = a->rank;
+    r->world = a->world;
+    r->limit = (int64_t)a->timeout_ms * 1000000;
+    code = r->nccl.init(&r->comm, r->world, id, r->rank, &config);
+    AMPC_TRY(ampc_nccl_settle(dev, "ncclCommInitRankConfig", code));
+    if (pthread_create(&r->watcher, NULL, ampc_ranks_watch, dev) != 0)
+        return ampc_refuse(dev, AMP_ERR_THREAD, "amp_open", "no thread to watch the ranks");
+    r->watching = 1;
+    memset(out, 0, sizeof *out);
+    out->user = dev;
+    out->rank = r->rank;
+    out->world = r->world;
+    out->reduce = ampc_reduce;
+    out->calls = &ampc_exchanges;
+    return AMP_OK;
+}
+
+/* A rank that is gone must not keep this one: after the time limit it goes without the others. */
+void ampc_ranks_close(ampc_device *dev) {
+    ampc_ranks *r = &dev->ranks;
+    const int64_t deadline = ampc_now() + r->limit;
+    int state = AMPC_NCCL_IN_PROGRESS;
+    __atomic_store_n(&r->stop, 1, __ATOMIC_RELAXED);
+    if (r->watching) (void)pthread_join(r->watcher, NULL);
+    for (cudaEvent_t event : r->events)
+        if (event != NULL) (void)cudaEventDestroy(event);
+    if (r->comm != NULL && !r->broken) {
+        int code = r->nccl.finalize(r->comm);
+        while ((code == AMPC_NCCL_SUCCESS || code == AMPC_NCCL_IN_PROGRESS) && state == AMPC_NCCL_IN_PROGRESS &&
+               ampc_now() < deadline) {
+            code = r->nccl.async_error(r->comm, &state);
+            if (state == AMPC_NCCL_IN_PROGRESS) ampc_nap(200);
+        }
+        (void)(state == AMPC_NCCL_SUCCESS ? r->nccl.destroy(r->comm) : r->nccl.abort(r->comm));
+        r->comm = NULL;
+    }
+    if (r->nccl.library != NULL) (void)dlclose(r->nccl.library);
 }
 
 /* ==== Casts =========================================================================================
@@ -8389,6 +8912,8 @@ __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
                                                 .graph_end = ampc_graph_end,
                                                 .graph_launch = ampc_graph_launch,
                                                 .graph_destroy = ampc_graph_destroy,
+                                                .communicator_id = ampc_communicator_id,
+                                                .communicator = ampc_communicator,
                                                 .telemetry = ampc_telemetry,
                                                 .profile_push = ampc_profile_push,
                                                 .profile_pop = ampc_profile_pop,

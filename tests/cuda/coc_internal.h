@@ -47,8 +47,9 @@ cudaError_t coc_lose_device(int device, cudaError_t error);
 int coc_usable(const void *p, size_t bytes, int device);
 void coc_expose(int device);
 void coc_wait_for_device(int device);
-/* Puts work of this name into a stream of the current device, or into the graph that is captured from it.  Its scratch
-   memory must not be that of work in another stream that does not come before it: a fault. */
+int coc_device_done(int device);                /* 1: no work is left; what may run does */
+/* Puts work of this name into a stream of the current device, or into the graph that is captured from it.  run returns
+   cudaErrorNotReady while it waits for another GPU, and is then called again.  Its scratch memory must not be that of work in another stream that does not come before it: a fault. */
 struct coc_scratch { const void *data; size_t bytes; };
 cudaError_t coc_enqueue(const char *name, cudaStream_t stream, coc_scratch scratch, std::function<cudaError_t()> run);
 /* Work took this long, in seconds of the modelled clock. */

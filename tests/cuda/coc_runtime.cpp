@@ -507,27 +507,44 @@ void *coc_sparse_alloc(size_t bytes) {
     return p;
 }
 
-/* ---- Running what streams hold */
+/* ---- Running what streams hold.  Work that waits for another GPU returns cudaErrorNotReady, and is tried again. */
 
 namespace {
 
-void run_up_to(const stream_ref &stream, uint64_t sequence);
+bool run_up_to(const stream_ref &stream, uint64_t sequence);
 
-void run_front(const stream_ref &stream) {
+/* Whether it has run. */
+bool run_front(const stream_ref &stream) {
+    for (const point &p : stream->queue.front().after)
+        if (!run_up_to(p.stream, p.sequence)) return false;
     operation op = std::move(stream->queue.front());
-    for (const point &p : op.after) run_up_to(p.stream, p.sequence);
     device_state &d = device(op.device);
     model().clock = std::max(model().clock, op.submitted);  /* the GPU had nothing to do until then */
     if (d.sticky == cudaSuccess && op.run) {
         cudaError_t error = op.run();
+        if (error == cudaErrorNotReady) {
+            stream->queue.front() = std::move(op);
+            return false;
+        }
         if (error != cudaSuccess && d.sticky == cudaSuccess) d.sticky = error;
     }
     stream->queue.pop_front();
     stream->done++;
+    return true;
 }
 
-void run_up_to(const stream_ref &stream, uint64_t sequence) {
-    while (stream->done < sequence && !stream->queue.empty()) run_front(stream);
+/* Whether all of it has run. */
+bool run_up_to(const stream_ref &stream, uint64_t sequence) {
+    while (stream->done < sequence && !stream->queue.empty())
+        if (!run_front(stream)) return false;
+    return true;
+}
+
+/* Lets other threads, and other processes, go on. */
+void pause_briefly() {
+    model().lock.unlock();
+    usleep(100);
+    model().lock.lock();
 }
 
 std::vector<stream_ref> all_streams(int index) {
@@ -551,24 +568,29 @@ void run_others(const CUstream_st *stream) {
         again = false;
         for (auto &other : all_streams(stream->device)) {
             if (other.get() == stream || other->queue.empty() || !may_run(other->queue.front())) continue;
-            run_front(other);
-            again = true;
+            again |= run_front(other);
         }
     }
 }
 
-/* The host waits for a stream's work up to a point. */
-void wait_until(const stream_ref &stream, uint64_t sequence) {
-    if (stream->done >= sequence) return;
+/* Whether a stream's work up to a point is done: it may be now, since the host asks. */
+bool is_done(const stream_ref &stream, uint64_t sequence) {
+    if (stream->done >= sequence) return true;
     if (model().schedule == COC_OTHERS_FIRST) run_others(stream.get());
-    run_up_to(stream, sequence);
+    if (!run_up_to(stream, sequence)) return false;
     model().host_clock = std::max(model().host_clock, model().clock);
+    return true;
+}
+/* The host waits for it. */
+void wait_until(const stream_ref &stream, uint64_t sequence) {
+    while (!is_done(stream, sequence)) pause_briefly();
 }
 
 void wait_for_device(int index) {
     std::vector<stream_ref> streams = all_streams(index);
     std::reverse(streams.begin(), streams.end());
-    for (auto &stream : streams) run_up_to(stream, stream->queued);
+    for (auto &stream : streams)
+        while (!run_up_to(stream, stream->queued)) pause_briefly();
     std::vector<stream_ref> left;
     for (auto &stream : model().retired)
         if (!stream->queue.empty()) left.push_back(stream);
@@ -687,7 +709,7 @@ cudaError_t put(const stream_ref &stream, std::function<cudaError_t()> run,
     stream->queue.push_back({run, after, stream->device, model().host_clock});
     stream->queued++;
     stream->queries = 0;
-    if (model().schedule == COC_EAGER) run_up_to(stream, stream->queued);
+    if (model().schedule == COC_EAGER) (void)run_up_to(stream, stream->queued);
     return cudaSuccess;
 }
 
@@ -1244,8 +1266,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
         return call.done(cudaErrorStreamCaptureUnsupported);
     }
     if (stream->done < stream->queued && stream->queries++ < model().patience) return cudaErrorNotReady;
-    wait_until(stream, stream->queued);
-    return call.waited();
+    return is_done(stream, stream->queued) ? call.waited() : cudaErrorNotReady;
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned int) {
@@ -1340,7 +1361,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
     if (record == nullptr) return cudaSuccess;
     if (record->captured) return call.done(cudaErrorCapturedEvent);
     if (record->at.stream->done < record->at.sequence && record->queries++ < model().patience) return cudaErrorNotReady;
-    wait_until(record->at.stream, record->at.sequence);
+    if (!is_done(record->at.stream, record->at.sequence)) return cudaErrorNotReady;
     return call.done(device(found->second->device).sticky);
 }
 
@@ -1348,11 +1369,12 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     COC_CALL(SYNCHRONISES);
     auto found = model().events.find(handle);
     if (found == model().events.end()) return call.done(cudaErrorInvalidResourceHandle);
-    event_record *record = found->second->last.get();
+    std::shared_ptr<event_record> record = found->second->last;        /* another thread may record it meanwhile */
+    int index = found->second->device;
     if (record == nullptr) return cudaSuccess;
     if (record->captured) return call.done(cudaErrorCapturedEvent);
     wait_until(record->at.stream, record->at.sequence);
-    return call.done(device(found->second->device).sticky);
+    return call.done(device(index).sticky);
 }
 
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
@@ -1503,22 +1525,21 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *handle, cudaGraph_t graph, uns
 namespace {
 
 /* Among the nodes that may run the one recorded last, or first: branches that are not ordered run in either order. */
-cudaError_t run_graph(const CUgraph_st &graph) {
+cudaError_t run_graph(const CUgraph_st &graph, std::vector<char> &ran) {
     size_t n = graph.nodes.size();
-    std::vector<char> ran(n, 0);
-    for (size_t count = 0; count < n; count++) {
+    for (;;) {
         size_t pick = n;
-        for (size_t k = 0; k < n; k++) {
+        for (size_t k = 0; k < n && pick == n; k++) {
             size_t i = model().schedule == COC_EAGER ? k : n - 1 - k;
             bool ready = !ran[i];
             for (int before : graph.nodes[i].after) ready = ready && ran[(size_t)before];
-            if (ready) { pick = i; break; }
+            if (ready) pick = i;
         }
-        ran[pick] = 1;
+        if (pick == n) return cudaSuccess;
         cudaError_t error = graph.nodes[pick].run ? graph.nodes[pick].run() : cudaSuccess;
         if (error != cudaSuccess) return error;
+        ran[pick] = 1;
     }
-    return cudaSuccess;
 }
 
 } // namespace
@@ -1533,7 +1554,8 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_handle) 
     std::shared_ptr<CUgraph_st> graph = found->second->graph;
     for (const CUgraphNode_st &node : graph->nodes)
         if (!node.kernel.empty()) model().kernels[node.kernel]++;
-    return call.done(put(stream, [graph] { return run_graph(*graph); }));
+    auto ran = std::make_shared<std::vector<char>>(graph->nodes.size(), (char)0);
+    return call.done(put(stream, [graph, ran] { return run_graph(*graph, *ran); }));
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t handle) {
@@ -1616,6 +1638,11 @@ int coc_usable(const void *p, size_t bytes, int index) {
 }
 void coc_expose(int index) { expose_only(index); }
 void coc_wait_for_device(int index) { wait_for_device(index); }
+int coc_device_done(int index) {
+    bool done = true;
+    for (auto &stream : all_streams(index)) done &= run_up_to(stream, stream->queued);
+    return done;
+}
 
 namespace {
 

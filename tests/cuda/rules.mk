@@ -16,7 +16,8 @@ COC_FLAGS  := -O1 -g1 $(OMP) -DAMP_NVTX -I. -I$(COC) -I$(COC)/include
 COC_ASAN   := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 # OpenMP's threads are not known to it.
 COC_TSAN   := -fsanitize=thread -fno-openmp -Wno-tsan
-COC_LIBS   := -ldl -lm -lpthread
+# Programs lend the model to the libraries that they open.
+COC_LIBS   := -rdynamic -ldl -lm -lpthread
 # The model sees which locks amp_cuda.cu holds when it calls CUDA.
 COC_LOCKS  := -Dpthread_mutex_lock=coc_mutex_lock -Dpthread_mutex_unlock=coc_mutex_unlock
 CUDA_HOME  ?= /usr/local/cuda
@@ -52,6 +53,7 @@ $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: $(BUILD)/$(1)%: $(COC)/%.cpp $(COC
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 $(BUILD)/$(1)coc_cublas.o $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: amp.h
 $(BUILD)/$(1)t_cuda_telemetry: | $(BUILD)/coc_nvml.so
+$(BUILD)/$(1)t_cuda_nccl: | $(BUILD)/coc_nccl.so
 $(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)model_amp_cuda.o $(BUILD)/$(3)amp.o \
                       $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS) amp.h $(HEADERS) tests/handwritten_gpt.h
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
@@ -68,6 +70,10 @@ $(BUILD)/tsan_amp.o: amp.h | $(BUILD)
 # The driver's library of sensors, under its own name inside.
 $(BUILD)/coc_nvml.so: $(COC)/coc_nvml.c | $(BUILD)
 	$(CC) $(WARN) -O1 -g -fPIC -shared -Wl,-soname,libnvidia-ml.so.1 $< -o $@
+
+# NCCL between model GPUs, the same way.
+$(BUILD)/coc_nccl.so: $(COC)/coc_nccl.cpp $(COC_HEADERS) amp.h | $(BUILD)
+	$(CXX) $(CXXWARN) $(COC_FLAGS) -fPIC -shared -Wl,-soname,libnccl.so.2 $< -o $@
 
 # The examples on the model GPU, for examples.sh.
 $(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c $(HEADERS) $(BUILD)/amp.o $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)

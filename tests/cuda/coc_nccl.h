@@ -1,0 +1,14 @@
+/* coc_nccl.h - what tests set and read of the model of NCCL, which exports one of these as coc_nccl. */
+#ifndef COC_NCCL_H
+#define COC_NCCL_H
+
+struct coc_nccl_state {
+    int version;                /* as ncclGetVersion has it; default 2.30.7 */
+    int fail_id;                /* 1: ncclGetUniqueId fails */
+    int hang;                   /* 1: what this process begins does not end, until its communicator is aborted */
+    int async_error;            /* not 0: the state of every communicator */
+    int communicators;          /* living */
+};
+extern "C" coc_nccl_state coc_nccl;
+
+#endif
