@@ -20,7 +20,7 @@ TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
 .PHONY: help run examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
-        bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-fp8 accuracy readme install clean
+        bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 accuracy readme install clean
 
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
@@ -51,6 +51,7 @@ help: backend
 	@echo "make bench-convert    time amp_convert from and to fp64 against memcpy, in caches and in memory"
 	@echo "make bench-moments    8-bit optimizer states: time, memory and loss beside fp32 and bitsandbytes"
 	@echo "make bench-tape       host time of a tape's nodes beside the same calls by hand, for 100 to 10,000 nodes"
+	@echo "make bench-compile    CPU seconds of compiling amp.h, by pass and by section; PEER=header MACRO=its implementation's"
 	@echo "make bench-fp8        train in fp8 beside bf16: loss curves of every recipe; goes on where it was stopped"
 	@echo "make bench-curves     measure memory, resume time, host cost and step time as curves"
 	@echo "make adopt            compare a plain fp32 program before and after adopting amp.h: time and loss per precision"
@@ -181,6 +182,9 @@ bench-moments: $(BUILD)/bench_moments $(BUILD)/train_gpt
 
 bench-tape: $(BUILD)/bench_tape
 	$(BUILD)/bench_tape
+
+bench-compile:
+	$(PYTHON) tests/bench/compile_time.py $(if $(PEER),--peer "$(PEER)" --macro "$(MACRO)")
 
 bench-fp8: $(BUILD)/train_gpt
 	$(PYTHON) tests/bench/fp8_curves.py
