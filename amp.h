@@ -1514,7 +1514,8 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    with every parameter; one without a gradient counts as zeros.  The first check, and the first after weights or a
    state were set by an optimizer's functions, compares the ranks before it sums: world, version of amp.h, precision,
    optimizer, parameters and the values of all weights.  On a difference it returns AMP_ERR_REDUCE on every rank, with a
-   text that names what differs and the rank.  Later checks compare nothing. */
+   text that names what differs and the rank.  Later checks compare nothing.  Over slow networks ranks may step alone for
+   a while: amp_optimizer_desc.sync_every. */
 
 /* Gives all ranks rank 0's weights, and fp32 masters; remainders follow amp_optimizer_rebuild_masters.  Waits.
    Errors: AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_REDUCE. */
@@ -1740,6 +1741,14 @@ typedef struct amp_optimizer_desc {
     /* of stochastic rounding, a function of seed, applied step, parameter and element; ranks with the same weights
        need the same */
     uint64_t seed;
+    /* Above 0: loose coupling, for slow networks (DiLoCo, Douillard et al. 2023).  Ranks step alone, each with its own
+       gradients and overflows; after every sync_every steps, skipped ones included, the mean change of the weights over
+       ranks is the gradient of an outer step, SGD with Nesterov momentum, from which all go on.  It waits.  Needs 8
+       bytes of host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9; sync_wire: what changes are summed
+       in, F32 (default) or BF16. */
+    int32_t sync_every;
+    amp_dtype sync_wire;
+    double outer_lr, outer_momentum;
 } amp_optimizer_desc;
 /* All parameters share one step count, also for bias correction.
    Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, AMP_ERR_CONFLICT a storage policy that does not
@@ -1825,7 +1834,8 @@ AMP_API void amp_graph_destroy(amp_graph *graph);
 
 /* Moments, masters, step count, learning rate, seed, accumulation cycle with its gradients, counters, and results not
    yet delivered.  Weights are yours to save, and to load first.  Between two steps any rank's state loads into every
-   rank of any world; inside a cycle, or if sharded, only into the same rank, world and accumulation.  Remainders are
+   rank of any world; inside a cycle, or if sharded, only into the same rank, world and accumulation.  With .sync_every
+   also the outer step's: each rank must load its own, but after an outer step any rank's will do.  Remainders are
    saved as fp32 masters, so either kind loads into the other; loading remainders also writes the bf16 weights.  bf16
    and 8-bit moments load into fp32 ones too, and any into 8-bit ones.
    Errors: AMP_ERR_STATE saved between amp_scaler_check and the step, AMP_ERR_NAME, AMP_ERR_MISMATCH with the
@@ -19507,6 +19517,16 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
 
 typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } ampi_stage;
 
+/* Loose coupling: the weights that all ranks last had and the outer momentum, in fp32, of all rows one after the other,
+   in host memory. */
+typedef struct ampi_outer {
+    float *anchor, *momentum, *piece;       /* piece: room for AMPI_OUTER_PIECE weights */
+    uint16_t *low;                          /* room for twice as many 16-bit numbers */
+    int64_t n;
+    int32_t begun;                          /* 1: anchor holds weights */
+} ampi_outer;
+enum { AMPI_OUTER_PIECE = 1 << 18 };
+
 struct amp_grad_set {
     ampi_object object;
     amp_context *amp;
@@ -19521,6 +19541,7 @@ struct amp_grad_set {
     int32_t unscaled;               /* 1: the last check multiplied */
     int32_t apart;                  /* 1: no two gradients share memory */
     int32_t agreed;                 /* 1: all ranks have the same settings and weights */
+    const ampi_outer *outer;        /* the optimizer's, or NULL */
     ampi_stage stage;
     amp_scaler *scaler;             /* that checked this set since its last update, or NULL ... */
     amp_grad_set *next;                  /* ... and the next set in that scaler's list */
@@ -19554,6 +19575,7 @@ struct amp_optimizer {
     int64_t attempts, delivered, flushed;   /* steps so far; results taken, and made due by a flush */
     int64_t sent;                   /* results sent by this object, regardless of loads */
     int32_t micro;                  /* micro-batches so far in this cycle */
+    ampi_outer outer;               /* of .sync_every */
 };
 
 /* What a launch must do on the host, besides launching. */
@@ -19642,9 +19664,15 @@ static amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
     return r;
 }
 
+/* Whether ranks combine what a check finds, and whether they sum its gradients. */
+static int ampi_is_combined(const amp_grad_set *set) {
+    return ampi_world(set->amp) > 1 && set->desc->sync_every == 0;
+}
+static int ampi_is_summed(const amp_grad_set *set) { return ampi_is_combined(set) && !set->desc->sharded; }
+
 /* What averaging divides gradients by. */
 static double ampi_set_divisor(const amp_grad_set *set) {
-    return (double)set->desc->accumulation * (set->desc->sharded ? 1 : ampi_world(set->amp));
+    return (double)set->desc->accumulation * (ampi_is_summed(set) ? ampi_world(set->amp) : 1);
 }
 
 static amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, const amp_grad_set *set) {
@@ -20023,7 +20051,7 @@ static amp_result ampi_check_set_known(const char *function, const amp_grad_set 
 
 /* Notes which rows have a gradient now.  With several ranks all rows enter the sums, as zeros without a gradient. */
 static amp_result ampi_set_refresh(amp_grad_set *set) {
-    int all = ampi_world(set->amp) > 1 && !set->desc->sharded, changed = 0;
+    int all = ampi_is_summed(set), changed = 0;
     int64_t i;
     if (set->params == NULL) return AMP_OK;
     for (i = 0; i < set->n; i++) {
@@ -20091,7 +20119,9 @@ static const ampi_field ampi_alike[] = {
     AMPI_FACT(beta1, AMPI_REAL64), AMPI_FACT(beta2, AMPI_REAL64), AMPI_FACT(eps, AMPI_REAL64),
     AMPI_FACT(weight_decay, AMPI_REAL64), AMPI_FACT(momentum, AMPI_REAL64), AMPI_FACT(dampening, AMPI_REAL64),
     AMPI_FACT(clip_norm, AMPI_REAL64), AMPI_FACT(nesterov, AMPI_I32), AMPI_FACT(maximize, AMPI_I32),
-    AMPI_FACT(clip_each, AMPI_I32), AMPI_FACT(apply_nonfinite, AMPI_I32), AMPI_FACT(sharded, AMPI_I32)
+    AMPI_FACT(clip_each, AMPI_I32), AMPI_FACT(apply_nonfinite, AMPI_I32), AMPI_FACT(sharded, AMPI_I32),
+    AMPI_FACT(sync_every, AMPI_I32), AMPI_FACT(sync_wire, AMPI_I32), AMPI_FACT(outer_lr, AMPI_REAL64),
+    AMPI_FACT(outer_momentum, AMPI_REAL64)
 };
 static const char *const ampi_more_facts[] = {".world", "amp.h version", "level", "dtype", "seed (low half)",
                                               "seed (high half)", "steps done", "loss scale", "parameters"};
@@ -20116,7 +20146,8 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
     int i;
     AMPI_TRY(ampi_fetch(amp, &found, set->found, sizeof found));
     scale.scale = 0;
-    if (scaler != NULL) AMPI_TRY(ampi_fetch(amp, &scale, scaler->device, sizeof scale));
+    if (scaler != NULL && (set->outer == NULL || !set->outer->begun))      /* ranks that step alone scale alone */
+        AMPI_TRY(ampi_fetch(amp, &scale, scaler->device, sizeof scale));
     x[0] = ampi_world(amp); x[1] = AMP_VERSION; x[2] = (int)d->level; x[AMPI_FACT_DTYPE] = (int)d->autocast_dtype;
     x[4] = (double)(uint32_t)set->desc->seed; x[5] = (double)(set->desc->seed >> 32);
     x[6] = (double)found.attempts; x[7] = (double)scale.scale;
@@ -20155,9 +20186,10 @@ static amp_result ampi_agree_bytes(const ampi_common *c, uint32_t *sum, const vo
     }
     return AMP_OK;
 }
-/* row or p may be NULL. */
+/* row or p may be NULL; the row begins at element `at` of all rows. */
 static amp_result ampi_agree_fact(const ampi_common *c, int64_t i, const amp_k_tensor *row, const amp_param *p,
-                                  const char *name) {
+                                  const char *name, int64_t at) {
+    const ampi_outer *u = row != NULL && c->set->outer != NULL && c->set->outer->begun ? c->set->outer : NULL;
     int64_t is[12] = {0};
     uint32_t kind = 0, values = 0;
     int k;
@@ -20168,10 +20200,14 @@ static amp_result ampi_agree_fact(const ampi_common *c, int64_t i, const amp_k_t
     if (p != NULL) {
         is[6] = (int)p->weight.dtype; is[7] = p->weight.ndim;
         for (k = 0; k < p->weight.ndim; k++) is[8 + k] = p->weight.shape[k];
+    }
+    if (u != NULL) {                /* between two outer steps weights differ */
+        values = ampi_crc_add(&c->crc, values, (const uint8_t *)(u->anchor + at), (size_t)row->count * 4);
+        values = ampi_crc_add(&c->crc, values, (const uint8_t *)(u->momentum + at), (size_t)row->count * 4);
+    } else if (p != NULL)
         AMPI_TRY(ampi_agree_bytes(c, &values, p->weight.data,
                                   amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->weight.dtype)));
-    }
-    if (row != NULL && p != NULL)
+    if (u == NULL && row != NULL && p != NULL)
         AMPI_TRY(ampi_agree_bytes(c, &values, row->master, row->count * (ampi_has_remainder(row) ? 2 : 4)));
     kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)is, sizeof is);
     if (name != NULL) kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)name, strlen(name));
@@ -20181,12 +20217,13 @@ static amp_result ampi_agree_fact(const ampi_common *c, int64_t i, const amp_k_t
 }
 static amp_result ampi_agree_facts(const ampi_common *c) {
     const amp_grad_set *set = c->set;
-    int64_t i, row = 0;
+    int64_t i, row = 0, at = 0;
     for (i = 0; i < ampi_agree_count(set); i++) {
         const amp_param *p = set->desc->params != NULL ? &set->desc->params[i] : set->params ? set->params[i] : NULL;
         int has = set->desc->params == NULL || (row < set->n && set->params[row] == p);
-        AMPI_TRY(ampi_agree_fact(c, i, has ? &set->rows[row] : NULL, p, p != NULL ? p->name : set->names[row]));
-        row += has;
+        AMPI_TRY(ampi_agree_fact(c, i, has ? &set->rows[row] : NULL, p, p != NULL ? p->name : set->names[row],
+                                 at));
+        if (has) at += set->rows[row++].count;
     }
     return AMP_OK;
 }
@@ -20263,17 +20300,18 @@ static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_chec
     amp_k_rule rule;
     int64_t i;
     if (last) AMPI_TRY(ampi_ranks_agree(set, scaler));
-    if (mode == AMP_CHECK_UNSCALE || (last && !set->desc->sharded && ampi_world(set->amp) > 1))
+    if (mode == AMP_CHECK_UNSCALE || (last && ampi_is_summed(set)))
         AMPI_TRY(ampi_check_gradients_apart(set));
     AMPI_TRY(ampi_set_refresh(set));
-    for (i = 0; last && !set->desc->sharded && i < set->n; i++)
+    for (i = 0; last && ampi_is_summed(set) && i < set->n; i++)
         AMPI_TRY(ampi_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype, AMP_REDUCE_SUM));
     set->unscaled = mode == AMP_CHECK_UNSCALE;
     rule = ampi_rule(AMP_RULE_BEGIN, scaler, set);
     if (!last) rule.step_rule.divisor = set->desc->accumulation;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
     AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL));
-    if (last) AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1, AMP_F32, AMP_REDUCE_MAX));
+    if (last && ampi_is_combined(set))
+        AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1, AMP_F32, AMP_REDUCE_MAX));
     if (last && set->desc->sharded) AMPI_TRY(ampi_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
     rule.kind = AMP_RULE_CHECKED;
     return ampi_run_rule(set->amp, &rule);
@@ -20948,6 +20986,9 @@ static const ampi_field ampi_optimizer_fields[] = {
     AMPI_RATE(momentum, NULL, AMPI_BELOW_1, "from 0 to below 1"),
     AMPI_RATE(dampening, NULL, 1e30, AMPI_NOT_NEGATIVE),
     {"accumulation", AMPI_I32, offsetof(amp_optimizer_desc, accumulation), NULL, 1, 1, INT32_MAX, "1 or more"},
+    {"sync_every", AMPI_I32, offsetof(amp_optimizer_desc, sync_every), NULL, 0, 0, INT32_MAX, "0 (never) or more"},
+    AMPI_RATE(outer_lr, ampi_zero_words, 1e30, AMPI_NOT_NEGATIVE),
+    AMPI_RATE(outer_momentum, ampi_zero_words, AMPI_BELOW_1, "from 0 to below 1"),
     {"result_lag", AMPI_I32, offsetof(amp_optimizer_desc, result_lag), ampi_lag_words, 2, 1, AMP_STEP_RESULTS - 1,
      "1 to 63, 0 (2) or AMP_LAG_NONE"}
 };
@@ -20960,6 +21001,10 @@ static void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
     d->eps = ampi_or(d->eps, row->eps);
     if (d->master == AMP_MASTER_DEFAULT) d->master = level == AMP_LEVEL_O3 ? AMP_MASTER_NONE : AMP_MASTER_F32;
     if (d->moments == AMP_DTYPE_DEFAULT) d->moments = AMP_F32;
+    if (d->sync_every == 0) return;
+    d->outer_lr = ampi_or(d->outer_lr, 0.7);
+    d->outer_momentum = ampi_or(d->outer_momentum, 0.9);
+    if (d->sync_wire == AMP_DTYPE_DEFAULT) d->sync_wire = AMP_F32;
 }
 
 /* Whether these masters and moments are possible; level O3 has no masters. */
@@ -21004,11 +21049,26 @@ static amp_result ampi_check_read(const amp_optimizer_desc *d) {
     return AMP_OK;
 }
 
+static amp_result ampi_check_outer(const amp_optimizer_desc *d) {
+    const char *f = "amp_optimizer_create";
+    int given = ampi_is_given(d->outer_lr) || ampi_is_given(d->outer_momentum) || d->sync_wire != AMP_DTYPE_DEFAULT;
+    if (d->sync_every == 0 && given)
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".outer_lr, .outer_momentum or .sync_wire is given, but not .sync_every");
+    if (d->sync_every == 0) return AMP_OK;
+    if (d->sharded)
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".sync_every needs the same parameters on all ranks, .sharded says they "
+                         "differ");
+    if (d->sync_wire != AMP_F32 && d->sync_wire != AMP_BF16)
+        return ampi_fail(AMP_ERR_DTYPE, f, ".sync_wire = %s, must be fp32 or bf16", amp_dtype_name(d->sync_wire));
+    return AMP_OK;
+}
+
 static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level level) {
     const char *function = "amp_optimizer_create";
     amp_param_group own;
     int64_t i;
     AMPI_TRY(ampi_check_read(d));
+    AMPI_TRY(ampi_check_outer(d));
     AMPI_TRY(ampi_check_clip(function, d->clip_norm));
     if (d->nesterov && (!(d->momentum > 0) || d->dampening > 0))
         return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
@@ -21165,6 +21225,30 @@ static amp_result ampi_result_memory(amp_optimizer *o) {
     return AMP_OK;
 }
 
+static amp_result ampi_outer_memory(amp_optimizer *o) {
+    const amp_system *s = ampi_context_system(o->amp);
+    const char *f = "amp_optimizer_create";
+    ampi_outer *u = &o->outer;
+    int64_t i;
+    if (o->desc.sync_every == 0) return AMP_OK;
+    for (i = 0; i < o->set->n; i++) u->n += o->set->rows[i].count;
+    AMPI_TRY(ampi_alloc(s, f, (void **)&u->anchor, u->n, sizeof *u->anchor));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&u->momentum, u->n, sizeof *u->momentum));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&u->piece, AMPI_OUTER_PIECE, sizeof *u->piece));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&u->low, 2 * AMPI_OUTER_PIECE, sizeof *u->low));
+    o->set->outer = u;
+    return AMP_OK;
+}
+static void ampi_outer_free(amp_optimizer *o) {
+    const amp_system *s = ampi_context_system(o->amp);
+    ampi_outer *u = &o->outer;
+    ampi_free(s, u->anchor, u->n, sizeof *u->anchor);
+    ampi_free(s, u->momentum, u->n, sizeof *u->momentum);
+    ampi_free(s, u->piece, AMPI_OUTER_PIECE, sizeof *u->piece);
+    ampi_free(s, u->low, 2 * AMPI_OUTER_PIECE, sizeof *u->low);
+    memset(u, 0, sizeof *u);
+}
+
 static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_copy_groups(o));
     AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
@@ -21176,6 +21260,7 @@ static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_optimizer_memory(o));
     AMPI_TRY(ampi_copy_memory(o));
     AMPI_TRY(ampi_result_memory(o));
+    AMPI_TRY(ampi_outer_memory(o));
     AMPI_TRY(ampi_set_finish(o->set));
     return ampi_make_masters(o);
 }
@@ -21197,6 +21282,7 @@ static void ampi_optimizer_stop(ampi_object *object) {
     amp_free(o->amp, o->memory);
     amp_free(o->amp, o->copy_table);
     if (o->copies != NULL) ampi_free(s, o->copies, o->set->n, sizeof *o->copies);
+    ampi_outer_free(o);
     if (o->set != NULL) ampi_object_stop(&o->set->object);
     ampi_free(s, o->groups, o->desc.n_groups, sizeof *o->groups);
     ampi_free(s, (void *)o->matches, o->desc.n_groups, sizeof *o->matches);
@@ -21298,7 +21384,7 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
     int64_t i;
     AMPI_TRY(ampi_need_object("amp_optimizer_rebuild_masters", optimizer, "optimizer"));
     for (i = 0; i < optimizer->set->n; i++) amp_param_changed(optimizer->set->params[i]);
-    optimizer->set->agreed = 0;
+    optimizer->set->agreed = optimizer->outer.begun = 0;
     return ampi_make_masters(optimizer);
 }
 
@@ -21348,7 +21434,7 @@ AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param 
     AMPI_TRY(ampi_alloc(s, f, &scratch, n, 4));
     r = ampi_as(f, ampi_set_weight(o, param, row < o->set->n ? &o->set->rows[row] : NULL, values, scratch));
     ampi_free(s, scratch, n, 4);
-    o->set->agreed = 0;
+    o->set->agreed = o->outer.begun = 0;
     if (r == AMP_OK) amp_param_changed(param);
     return r;
 }
@@ -21489,16 +21575,128 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
-/* Ends a step for the tensors in FP8: histories are combined over ranks, and give the next step's scales. */
-static amp_result ampi_fp8_step(amp_context *amp) {
+/* Ends a step for the tensors in FP8: histories are combined over ranks, unless these step alone, and give the next
+   step's scales. */
+static amp_result ampi_fp8_step(amp_context *amp, int combined) {
     const ampi_fp8_table *t;
     for (t = ampi_fp8_tables(amp); t != NULL; t = t->next) {
         void *dev, *stream;
         const amp_backend *backend = ampi_backend(amp, &dev, &stream);
         amp_k_fp8_update u = ampi_fp8_update_of(amp, t);
-        if (t->history != NULL) AMPI_TRY(ampi_reduce(amp, u.amax, u.n, AMP_F32, AMP_REDUCE_MAX));
+        if (t->history != NULL && combined) AMPI_TRY(ampi_reduce(amp, u.amax, u.n, AMP_F32, AMP_REDUCE_MAX));
         AMPI_TRY(backend->fp8_update(dev, &u, stream));
     }
+    return AMP_OK;
+}
+
+/* ---- Loose coupling: the outer step.  With one rank it is a step of its own too. */
+
+/* Elements [first, first + n) of a row in fp32, to `values` or, with store, from them. */
+static amp_result ampi_outer_row(const amp_optimizer *o, const amp_k_tensor *row, int64_t first, int64_t n,
+                                 float *values, int store) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
+    int rest = ampi_has_remainder(row);
+    size_t bytes = (size_t)n * amp_dtype_size(row->weight_dtype);
+    void *weight = ampi_at_mut(row->weight, row->weight_dtype, first), *low = o->outer.low;
+    void *master = row->master == NULL ? NULL : (char *)row->master + first * (rest ? 2 : 4);
+    uint16_t *low_rest = o->outer.low + n;
+    if (!store && master != NULL && !rest) return ampi_fetch(o->amp, values, master, (size_t)n * 4);
+    if (!store) {
+        AMPI_TRY(ampi_fetch(o->amp, low, weight, bytes));
+        if (!rest) return amp_convert(values, AMP_F32, low, row->weight_dtype, n, NULL, NULL);
+        AMPI_TRY(ampi_fetch(o->amp, low_rest, master, bytes));
+        vec->f32_join(values, low, low_rest, n);
+        return AMP_OK;
+    }
+    if (rest) vec->bf16_split(low, low_rest, values, n);
+    else AMPI_TRY(amp_convert(low, row->weight_dtype, values, AMP_F32, n, NULL, NULL));
+    AMPI_TRY(ampi_send(o->amp, weight, low, bytes));
+    if (master == NULL) return amp_convert(values, AMP_F32, low, row->weight_dtype, n, NULL, NULL);
+    return ampi_send(o->amp, master, rest ? (void *)low_rest : (void *)values, (size_t)n * (rest ? 2 : 4));
+}
+/* The same of all rows. */
+static amp_result ampi_outer_rows(const amp_optimizer *o, int64_t first, int64_t n, float *values, int store) {
+    int64_t i, k;
+    for (i = 0; i < o->set->n && n > 0; i++) {
+        const amp_k_tensor *row = &o->set->rows[i];
+        k = AMPI_MAX(AMPI_MIN(n, row->count - first), (int64_t)0);
+        if (k > 0) AMPI_TRY(ampi_outer_row(o, row, first, k, values, store));
+        first = k > 0 ? 0 : first - row->count;
+        values += k;
+        n -= k;
+    }
+    return AMP_OK;
+}
+
+/* Notes where the ranks begin. */
+static amp_result ampi_outer_begin(amp_optimizer *o) {
+    ampi_outer *u = &o->outer;
+    int64_t i;
+    if (o->desc.sync_every == 0 || u->begun) return AMP_OK;
+    for (i = 0; i < u->n; i += AMPI_OUTER_PIECE)
+        AMPI_TRY(ampi_outer_rows(o, i, AMPI_MIN(u->n - i, (int64_t)AMPI_OUTER_PIECE), u->anchor + i, 0));
+    memset(u->momentum, 0, (size_t)u->n * sizeof *u->momentum);
+    u->begun = 1;
+    return AMP_OK;
+}
+
+/* A rank whose weights are not finite would spoil all: refused on every rank, before anything is changed. */
+static amp_result ampi_outer_check(const amp_optimizer *o) {
+    const ampi_outer *u = &o->outer;
+    float bad = 0;
+    int64_t i, n;
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, &bad, &bad, 1, AMP_F32);
+    e.op = AMP_REDUCE_MAX;
+    for (i = 0; i < u->n; i += n) {
+        n = AMPI_MIN(u->n - i, (int64_t)AMPI_OUTER_PIECE);
+        AMPI_TRY(ampi_outer_rows(o, i, n, u->piece, 0));
+        if (amp_count_nonfinite(u->piece, AMP_F32, n, NULL) > 0) bad = (float)(ampi_settings(o->amp)->reducer.rank + 1);
+    }
+    AMPI_TRY(ampi_exchange_host(o->amp, e));
+    if (!(bad > 0)) return AMP_OK;
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "weights of rank %d are infinite or NaN: the ranks stay as they are",
+                     (int)bad - 1);
+}
+
+/* change = anchor - weights, averaged over ranks; momentum = mu momentum + change;
+   anchor -= lr (change + mu momentum) */
+static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
+    ampi_outer *u = &o->outer;
+    float *anchor = u->anchor + first, *momentum = u->momentum + first;
+    double lr = o->desc.outer_lr, mu = o->desc.outer_momentum, world = ampi_world(o->amp);
+    int narrow = o->desc.sync_wire == AMP_BF16;
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->piece, u->piece, n, o->desc.sync_wire);
+    ampi_fp host;
+    int64_t i;
+    AMPI_TRY(ampi_outer_rows(o, first, n, u->piece, 0));
+    host = ampi_fp_begin();
+    for (i = 0; i < n; i++) u->piece[i] = anchor[i] - u->piece[i];
+    ampi_fp_end(host);
+    e.op = AMP_REDUCE_SUM;
+    if (narrow) {
+        e.in = e.out = u->low;
+        AMPI_TRY(amp_convert(u->low, AMP_BF16, u->piece, AMP_F32, n, NULL, NULL));
+    }
+    AMPI_TRY(ampi_exchange_host(o->amp, e));
+    if (narrow) AMPI_TRY(amp_convert(u->piece, AMP_F32, u->low, AMP_BF16, n, NULL, NULL));
+    host = ampi_fp_begin();
+    for (i = 0; i < n; i++) {
+        double change = (double)u->piece[i] / world;
+        momentum[i] = (float)(mu * (double)momentum[i] + change);
+        anchor[i] = (float)((double)anchor[i] - lr * (change + mu * (double)momentum[i]));
+    }
+    ampi_fp_end(host);
+    return ampi_outer_rows(o, first, n, anchor, 1);
+}
+
+/* After every sync_every steps; not in the trials of amp_verify and its kin. */
+static amp_result ampi_outer_step(amp_optimizer *o) {
+    int64_t i;
+    if (o->desc.sync_every == 0 || o->attempts % o->desc.sync_every != 0 || ampi_trials(o->amp, 0) > 0) return AMP_OK;
+    AMPI_TRY(ampi_outer_check(o));
+    for (i = 0; i < o->outer.n; i += AMPI_OUTER_PIECE)
+        AMPI_TRY(ampi_outer_piece(o, i, AMPI_MIN(o->outer.n - i, (int64_t)AMPI_OUTER_PIECE)));
+    for (i = 0; i < o->set->n; i++) amp_param_changed(o->set->params[i]);
     return AMP_OK;
 }
 
@@ -21511,6 +21709,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
         AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, 1));
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
     } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have become live or dead since the check */
+    if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_outer_begin(o));
     AMPI_TRY(ampi_count_step(o, enabled));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
     AMPI_TRY(ampi_copies_begin(o));
@@ -21521,7 +21720,8 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
-    return ampi_fp8_step(o->amp);
+    AMPI_TRY(ampi_fp8_step(o->amp, ampi_is_combined(set)));
+    return ampi_capture(o->amp) == NULL ? ampi_outer_step(o) : AMP_OK;
 }
 
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler) {
@@ -21784,6 +21984,7 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
     AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
     AMPI_TRY(ampi_graph_numbers(graph));
     AMPI_TRY(ampi_copies_refresh(graph->amp));
+    for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_outer_begin(graph->optimizers[n]);
     for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_copies_begin(graph->optimizers[n]);
     if (result == AMP_OK) result = backend->graph_launch(dev, graph->exec, stream);
     for (i = 0; i < n; i++) {
@@ -21794,6 +21995,7 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
     for (i = 0; i < graph->n_changed; i++) graph->changed[i].param->version += graph->changed[i].captured;
     ampi_random_advance(graph->amp, graph->random);
     for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_send_result(graph->optimizers[i]));
+    for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_outer_step(graph->optimizers[i]));
     return AMP_OK;
 }
 AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
@@ -22073,6 +22275,23 @@ static amp_result ampi_archive_arrays(const ampi_archive *r) {
     return AMP_OK;
 }
 
+/* The same for the outer step's arrays, which lie on the host: records anchor.0, outer.0 and so on, by row. */
+static const char *const ampi_outer_names[] = {"anchor", "outer"};
+static amp_result ampi_archive_outer(const ampi_archive *r) {
+    const ampi_outer *u = &r->o->outer;
+    int64_t i, at, n;
+    int k;
+    for (i = at = 0; i < r->o->set->n; i++, at += n) {
+        n = r->o->set->rows[i].count;
+        for (k = 0; k < 2; k++) {
+            float *values = (k == 0 ? u->anchor : u->momentum) + at;
+            AMPI_TRY(r->to ? ampi_put(r->to, r->prefix, ampi_outer_names[k], i, AMP_F32, values, n)
+                           : ampi_get(r->from, r->prefix, ampi_outer_names[k], i, AMP_F32, values, n));
+        }
+    }
+    return AMP_OK;
+}
+
 /* The scratch bytes that the largest row needs. */
 static int64_t ampi_row_scratch(const amp_grad_set *set) {
     int64_t i, largest = 0;
@@ -22093,6 +22312,7 @@ static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, 
     AMPI_TRY(ampi_save_outcomes(o, state, prefix));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &archive.scratch, bytes, 1));
     r = ampi_archive_arrays(&archive);
+    if (r == AMP_OK && o->outer.begun) r = ampi_archive_outer(&archive);
     ampi_free(s, archive.scratch, bytes, 1);
     return r;
 }
@@ -22207,10 +22427,17 @@ static int ampi_has_record(const amp_state *state, const char *prefix, const cha
     return ampi_saved_count(state, prefix, name, i, NULL) >= 0;
 }
 
-/* A state saved in the middle of a cycle, or sharded, belongs to one rank. */
+/* 1: a state has what the outer step needs. */
+static int ampi_has_outer(const amp_optimizer *o, const amp_state *state, const char *prefix) {
+    return o->desc.sync_every > 0 && ampi_has_record(state, prefix, ampi_outer_names[0], 0);
+}
+
+/* A state saved in the middle of a cycle, between two outer steps, or sharded, belongs to one rank. */
 static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const int64_t own[AMPI_SAVED_CYCLE],
-                                   int64_t micro, int live) {
-    const char *f = "amp_optimizer_load", *why = saved[AMPI_CYCLE_SHARDED] ? "sharded" : "in the middle of a cycle";
+                                   int64_t micro, int live, int period) {
+    const char *f = "amp_optimizer_load", *why = saved[AMPI_CYCLE_SHARDED] ? "sharded"
+                                                 : micro > 0 || live       ? "in the middle of a cycle"
+                                                                           : "between two outer steps";
     if (saved[AMPI_CYCLE_SHARDED] != own[AMPI_CYCLE_SHARDED])
         return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s .sharded over %lld ranks",
                          saved[AMPI_CYCLE_SHARDED] ? "with" : "without", (long long)saved[AMPI_CYCLE_WORLD]);
@@ -22218,7 +22445,7 @@ static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const 
         return ampi_fail(AMP_ERR_MISMATCH, f, "saved after %lld of %lld micro-batches, .accumulation is %lld",
                          (long long)micro, (long long)saved[AMPI_CYCLE_ACCUMULATION],
                          (long long)own[AMPI_CYCLE_ACCUMULATION]);
-    if ((micro == 0 && !live && !saved[AMPI_CYCLE_SHARDED]) ||
+    if ((micro == 0 && !live && !saved[AMPI_CYCLE_SHARDED] && !period) ||
         (saved[AMPI_CYCLE_RANK] == own[AMPI_CYCLE_RANK] && saved[AMPI_CYCLE_WORLD] == own[AMPI_CYCLE_WORLD]))
         return AMP_OK;
     return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s by rank %lld of %lld, this is rank %lld of %lld", why,
@@ -22228,7 +22455,7 @@ static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const 
 
 /* live[row]: its gradient was saved and counts.  States of 0.1.0 do not name the rank. */
 static amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
-                                  uint8_t *live) {
+                                  int period, uint8_t *live) {
     int64_t saved[AMPI_SAVED_CYCLE], own[AMPI_SAVED_CYCLE], i;
     int any = 0;
     ampi_cycle_record(o, own);
@@ -22241,7 +22468,7 @@ static amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state
     AMPI_TRY(ampi_get(state, prefix, "cycle", -1, AMP_I64, saved, AMPI_SAVED_CYCLE));
     AMPI_TRY(ampi_get(state, prefix, "live", -1, AMP_U8, live, o->set->n));
     for (i = 0; i < o->set->n; i++) any |= live[i];
-    return ampi_check_cycle(saved, own, micro, any);
+    return ampi_check_cycle(saved, own, micro, any, period);
 }
 
 static amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *state, const char *prefix,
@@ -22256,6 +22483,8 @@ static amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *sta
                                           : ampi_check_moment(o, state, prefix, a, i));
         if (live[i])
             AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->grad_dtype));
+        for (a = 0; a < 2 && ampi_has_outer(o, state, prefix); a++)
+            AMPI_TRY(ampi_check_array(o, state, prefix, ampi_outer_names[a], i, AMP_F32));
     }
     return AMP_OK;
 }
@@ -22298,6 +22527,7 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
     int64_t n, bytes, seed, i;
     amp_result r;
     uint8_t *live;
+    int period;
     AMPI_TRY(ampi_need("amp_optimizer_load", o && state, "optimizer or state"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_load"));
     s = ampi_context_system(o->amp);
@@ -22319,7 +22549,8 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
                                  sizeof *due, n));
     if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&live, o->set->n, 1));
-    r = ampi_load_cycle(o, state, prefix, numbers.micro, live);
+    period = ampi_has_outer(o, state, prefix) && numbers.attempts % o->desc.sync_every != 0;
+    r = ampi_load_cycle(o, state, prefix, numbers.micro, period, live);
     if (r == AMP_OK) r = ampi_check_arrays(o, state, prefix, live);
     if (r == AMP_OK) r = ampi_alloc(s, "amp_optimizer_load", &archive.scratch, bytes, 1);
     if (r == AMP_OK) r = ampi_wait(o->amp);
@@ -22330,6 +22561,9 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
     }
     for (i = 0; i < o->set->n; i++) ampi_gradient_live(o->set->params[i], live[i] != 0);
     r = ampi_archive_arrays(&archive);
+    o->outer.begun = 0;
+    if (r == AMP_OK && ampi_has_outer(o, state, prefix)) r = ampi_archive_outer(&archive);
+    o->outer.begun = r == AMP_OK && ampi_has_outer(o, state, prefix);
     if (r == AMP_OK) r = ampi_load_counters(o, &numbers);
     for (i = 0; r == AMP_OK && i < n; i++) o->outcomes[(o->attempts - n + i) % AMP_STEP_RESULTS] = due[i];
     if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
@@ -29890,6 +30124,8 @@ static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc 
                          : d->loader != NULL && d->loader->amp != amp ? "loader"
                                                                       : "scaler");
     AMPI_TRY(ampi_check_all_known(amp, f, d->params, d->n_params));
+    if (d->optimizer->desc.sync_every > 0)
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer has .sync_every, whose ranks would go back alone");
     if (d->optimizer->micro > 0)
         return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create the recovery between steps",
                          d->optimizer->micro, d->optimizer->desc.accumulation);

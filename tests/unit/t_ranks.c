@@ -450,7 +450,7 @@ static const struct apart { const char *what, *says; } aparts[] = {
     {"scale", "loss scale is 64 on rank 2 and 32 on rank 0"}, {"scaler", "loss scale is 0 on rank 2"}, {"fewer", "parameters is 1 on rank 2 and 2 on rank 0"},
     {"name", "parameter 1 ("}, {"shape", "parameter 0 (a) of rank 2 has another name, shape"}, {"group", "parameter 0 (a) of rank 2"},
     {"weight", "a of rank 2 has other values than rank 0's"}, {"sign", "a of rank 2 has other values"}, {"frozen", "of rank 2 has other values than rank 0's"},
-    {"master", "a of rank 2 has other values"}, {"steps", "steps done is 1 on rank 2 and 0 on rank 0"}, {"range", "parameter 0 (unnamed) of rank 2 has another"}
+    {"master", "a of rank 2 has other values"}, {"sync", ".sync_every is 4 on rank 2 and 0 on rank 0"}, {"steps", "steps done is 1 on rank 2 and 0 on rank 0"}, {"range", "parameter 0 (unnamed) of rank 2 has another"}
 };
 static struct { const struct apart *a; char why[RANKS][512]; int code[RANKS], again[RANKS]; float w[RANKS][4]; } told;
 
@@ -489,7 +489,7 @@ static void step_apart(int rank, int world) {
     CHECK_OK(amp_param_register(amp, p, 2));
     group.match = "a"; group.lr_scale = 2;
     od.params = p; od.n_params = IS("fewer") ? 1 : 2; od.kind = IS("kind") ? AMP_LION : AMP_ADAMW; od.lr = IS("lr") ? 0.25 : 0.5; od.beta2 = IS("beta2") ? 0.5 : 0;
-    od.clip_norm = IS("clip"); od.accumulation = IS("accumulation") ? 2 : 1; od.seed = IS("seed") ? (uint64_t)1 << 32 | 7 : 7;
+    od.clip_norm = IS("clip"); od.accumulation = IS("accumulation") ? 2 : 1; od.sync_every = IS("sync") ? 4 : 0; od.seed = IS("seed") ? (uint64_t)1 << 32 | 7 : 7;
     if (IS("kind")) od.beta2 = 0.999, od.eps = 0;
     if (IS("group")) { od.groups = &group; od.n_groups = 1; }
     CHECK_OK(amp_optimizer_create(amp, &opt, &od));
@@ -586,6 +586,251 @@ TEST(ranks_that_differ_are_named) {
     told.a = NULL;
     thread_ranks(3, step_apart);
     for (int r = 0; r < 3; r++) CHECK_EQ(told.code[r], 0);
+}
+
+/* ---- Loose coupling.  The inner optimizer is SGD on numbers that make its steps exact, so the whole is known to the bit. */
+
+enum { LOOSE = 5, LOOSE_H = 3 };
+static struct {
+    int steps, from, save, wire, master, level, nan_rank, other_state, graph;
+    float w[RANKS][8 * STEPS][LOOSE], last[RANKS][LOOSE];
+    int code[RANKS], calls[RANKS];
+    int64_t bytes[RANKS];
+    char why[RANKS][512];
+    amp_state *state[RANKS];
+} loose;
+static float loose_gradient(int rank, int step, int i) { return (float)((rank * 7 + step * 5 + i * 3) % 16 - 8) / 64; }
+
+/* What goes over the wire, of threads. */
+typedef struct counted { amp_reducer inner; int rank; } counted;
+static int count_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    const counted *c = (const counted *)user;
+    loose.calls[c->rank]++;
+    loose.bytes[c->rank] += count * (int64_t)amp_dtype_size(dtype);
+    return c->inner.reduce(c->inner.user, data, count, dtype, op, stream);
+}
+
+static void loose_train(int rank, int world) {
+    amp_context *amp;
+    amp_optimizer *opt;
+    amp_desc desc;
+    amp_optimizer_desc od;
+    amp_param p[3];
+    float w[LOOSE] = {1, 2, 3, 4, 5}, g[LOOSE], frozen = 7;
+    uint16_t low[LOOSE];
+    counted c;
+    int narrow = loose.level == AMP_LEVEL_O2 || loose.level == AMP_LEVEL_O3;
+    memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(p, 0, sizeof p); memset(&c, 0, sizeof c);
+    loose.calls[rank] = 0; loose.bytes[rank] = 0;
+    if (world > 1) {
+        CHECK_OK(amp_ranks_reducer(together, rank, &c.inner));
+        c.rank = rank;
+        desc.reducer = c.inner; desc.reducer.calls = NULL; desc.reducer.user = &c; desc.reducer.reduce = count_reduce;
+    }
+    desc.threads = 1; desc.level = (amp_level)loose.level; desc.dtype = narrow ? AMP_BF16 : AMP_F32;
+    if (on_a_device) desc.backend = &device;
+    CHECK_OK(amp_open(&amp, &desc));
+    CHECK_OK(amp_convert(low, AMP_BF16, w, AMP_F32, LOOSE, NULL, NULL));
+    p[0].name = "a"; p[0].weight = p[0].grad = amp_tensor1(w, AMP_F32, 2); p[0].grad.data = g;
+    p[1].name = "frozen"; p[1].weight = amp_tensor1(&frozen, AMP_F32, 1);
+    p[2].name = "b"; p[2].weight = p[2].grad = amp_tensor1(w + 2, AMP_F32, 3); p[2].grad.data = g + 2;
+    if (narrow) { p[0].weight = amp_tensor1(low, AMP_BF16, 2); p[2].weight = amp_tensor1(low + 2, AMP_BF16, 3); }
+    CHECK_OK(amp_param_register(amp, p, 3));
+    od.params = p; od.n_params = 3; od.kind = AMP_SGD; od.lr = 0.25; od.sync_every = LOOSE_H; od.master = (amp_master_kind)loose.master;
+    if (loose.wire) od.sync_wire = AMP_BF16;
+    CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+    if (loose.from > 0) {
+        const amp_state *state = loose.state[loose.other_state ? 0 : rank];
+        CHECK_OK(amp_state_get(state, "w", AMP_F32, w, LOOSE));
+        CHECK_OK(amp_convert(low, AMP_BF16, w, AMP_F32, LOOSE, NULL, NULL));
+        loose.code[rank] = (int)amp_optimizer_load(opt, state, "o");
+        snprintf(loose.why[rank], sizeof loose.why[rank], "%s", amp_last_error());
+        if (loose.code[rank]) loose.steps = loose.from;
+    }
+    for (int step = loose.from; step < loose.steps; step++) {
+        for (int i = 0; i < LOOSE; i++) g[i] = loose_gradient(rank, step, i);
+        p[0].grad_live = p[2].grad_live = 1;
+        if (rank == loose.nan_rank && step == 4) *(narrow ? (float *)p[2].master : w + 2) = NAN;
+        loose.code[rank] = (int)amp_step(opt, NULL);
+        if (loose.code[rank]) snprintf(loose.why[rank], sizeof loose.why[rank], "%s", amp_last_error());
+        if (narrow) CHECK_OK(amp_convert(w, AMP_F32, low, AMP_BF16, LOOSE, NULL, NULL));
+        memcpy(loose.w[rank][step], w, sizeof w);
+        if (loose.code[rank]) break;
+    }
+    if (loose.save) {
+        CHECK_OK(amp_state_create(&loose.state[rank], NULL));
+        CHECK_OK(amp_state_put(loose.state[rank], "w", AMP_F32, w, LOOSE));
+        CHECK_OK(amp_optimizer_save(opt, loose.state[rank], "o"));
+    }
+    if (p[0].master) { memcpy(loose.last[rank], p[0].master, 8); memcpy(loose.last[rank] + 2, p[2].master, 12); }
+    else memcpy(loose.last[rank], w, sizeof w);
+    CHECK(frozen == 7);
+    amp_optimizer_destroy(opt);
+    amp_close(amp);
+}
+static void loose_run(int world, int from, int steps, int save) {
+    loose.from = from; loose.steps = steps; loose.save = save;
+    if (world > 1) thread_ranks(world, loose_train);
+    else { memset(all, 0, sizeof *all); loose_train(0, 1); }
+}
+static void loose_reset(void) {
+    for (int r = 0; r < RANKS; r++) amp_state_destroy(loose.state[r]);
+    memset(&loose, 0, sizeof loose);
+    loose.nan_rank = -1;
+}
+static float rounded(float x, int wire) {
+    uint16_t low;
+    if (!wire) return x;
+    (void)amp_convert(&low, AMP_BF16, &x, AMP_F32, 1, NULL, NULL);
+    (void)amp_convert(&x, AMP_F32, &low, AMP_BF16, 1, NULL, NULL);
+    return x;
+}
+/* SGD with Nesterov momentum on the mean change, as torch.optim.SGD has it. */
+static void loose_by_hand(int world, int steps, int wire, float out[RANKS][8 * STEPS][LOOSE]) {
+    for (int i = 0; i < LOOSE; i++) {
+        float anchor = (float)(i + 1), momentum = 0, w[RANKS];
+        for (int r = 0; r < world; r++) w[r] = anchor;
+        for (int step = 0; step < steps; step++) {
+            for (int r = 0; r < world; r++) w[r] -= 0.25f * loose_gradient(r, step, i);
+            if ((step + 1) % LOOSE_H == 0) {
+                double sum = 0, change;
+                for (int r = 0; r < world; r++) sum += (double)rounded(anchor - w[r], wire);
+                change = (double)rounded((float)sum, wire) / world;
+                momentum = (float)(0.9 * (double)momentum + change);
+                anchor = (float)((double)anchor - 0.7 * (change + 0.9 * (double)momentum));
+                for (int r = 0; r < world; r++) w[r] = anchor;
+            }
+            for (int r = 0; r < world; r++) out[r][step][i] = w[r];
+        }
+    }
+}
+
+/* The paper's rule, for 1 to 4 ranks, on fp32 and bf16 wires; ranks differ between outer steps, and agree after them; what
+   is on the wire is counted. */
+TEST(ranks_that_step_alone_follow_the_rule) {
+    static float want[RANKS][8 * STEPS][LOOSE];
+    device = *amp_cpu();
+    device.name = "device"; device.host_visible = 0; device.copy = device_copy;
+    for (int k = 0; k < 2 * 2 * RANKS; k++) {
+        int world = k / 4 + 1, steps = 4 * LOOSE_H + 1;
+        loose_reset();
+        on_a_device = k & 1;
+        loose.wire = k >> 1 & 1;
+        loose_run(world, 0, steps, 0);
+        on_a_device = 0;
+        loose_by_hand(world, steps, loose.wire, want);
+        for (int r = 0; r < world; r++) {
+            CHECK_EQ(loose.code[r], 0);
+            for (int step = 0; step < steps; step++) {
+                CHECK_MSG(memcmp(loose.w[r][step], want[r][step], sizeof want[r][step]) == 0, "%d ranks, rank %d, step %d: %.9g, %.9g", world, r, step,
+                          (double)loose.w[r][step][0], (double)want[r][step][0]);
+                if (r > 0) CHECK_EQ(memcmp(loose.w[r][step], loose.w[0][step], sizeof want[r][step]) == 0, (step + 1) % LOOSE_H == 0);
+            }
+            /* two to compare the ranks; four outer steps of a flag and the changes; nothing else */
+            if (world > 1) CHECK_EQ(loose.calls[r], 2 + 2 * 4);
+        }
+    }
+}
+
+/* Masters, remainders (to the masters' bits), and 16-bit weights alone. */
+TEST(ranks_that_step_alone_with_16_bit_weights) {
+    static const int kinds[] = {AMP_MASTER_F32, AMP_MASTER_REMAINDER, AMP_MASTER_NONE};
+    static float want[RANKS][8 * STEPS][LOOSE], masters[RANKS][LOOSE];
+    for (int k = 0; k < 3; k++) {
+        loose_reset();
+        loose.level = kinds[k] == AMP_MASTER_NONE ? AMP_LEVEL_O3 : AMP_LEVEL_O2;
+        loose.master = kinds[k];
+        loose_run(2, 0, 4 * LOOSE_H, 1);
+        loose_by_hand(2, 4 * LOOSE_H, 0, want);
+        for (int r = 0; r < 2; r++) {
+            CHECK_EQ(loose.code[r], 0);
+            for (int i = 0; i < LOOSE; i++) {
+                if (kinds[k] == AMP_MASTER_F32) CHECK_MSG(loose.last[r][i] == want[r][4 * LOOSE_H - 1][i], "%.9g, %.9g", (double)loose.last[r][i], (double)want[r][4 * LOOSE_H - 1][i]);
+                /* without masters every step rounds to 8 bits, half a step of 2^-8 each, and momentum sums some ten of them */
+                else if (kinds[k] == AMP_MASTER_NONE) CHECK_MSG(fabsf(loose.last[r][i] - want[r][4 * LOOSE_H - 1][i]) < 0.2f, "%g, %g", (double)loose.last[r][i], (double)want[r][4 * LOOSE_H - 1][i]);
+            }
+            if (kinds[k] == AMP_MASTER_REMAINDER) {             /* saved as masters */
+                float saved[LOOSE];
+                CHECK_OK(amp_state_get(loose.state[r], "o.master.0", AMP_F32, saved, 2));
+                CHECK_OK(amp_state_get(loose.state[r], "o.master.1", AMP_F32, saved + 2, 3));
+                CHECK(memcmp(saved, masters[r], sizeof saved) == 0);
+            }
+            memcpy(masters[r], loose.last[r], sizeof masters[r]);
+        }
+        CHECK(memcmp(loose.w[0][4 * LOOSE_H - 1], loose.w[1][4 * LOOSE_H - 1], sizeof want[0][0]) == 0);
+    }
+}
+
+/* Any cut, resumed with each rank's own state, goes on to the bit; another rank's is taken after an outer step only, then
+   also by more or fewer ranks. */
+TEST(ranks_that_step_alone_resume) {
+    static float whole[RANKS][8 * STEPS][LOOSE];
+    enum { END = 3 * LOOSE_H + 1 };
+    loose_reset();
+    loose_run(2, 0, END, 0);
+    memcpy(whole, loose.w, sizeof whole);
+    for (int cut = 1; cut < END; cut++) {
+        int whole_period = cut % LOOSE_H == 0;
+        loose_reset();
+        loose_run(2, 0, cut, 1);
+        loose_run(2, cut, END, 0);
+        for (int r = 0; r < 2; r++) {
+            CHECK_EQ(loose.code[r], 0);
+            for (int step = cut; step < END; step++) CHECK_MSG(memcmp(whole[r][step], loose.w[r][step], sizeof whole[r][step]) == 0, "cut %d, step %d", cut, step);
+        }
+        loose.other_state = 1;
+        loose_run(whole_period ? 3 : 2, cut, whole_period ? END : cut, 0);
+        for (int r = 0; r < 2 + whole_period; r++)
+            CHECK_MSG(loose.code[r] == (whole_period || r == 0 ? 0 : AMP_ERR_MISMATCH) && (loose.code[r] == 0 || strstr(loose.why[r], "between two outer steps by rank 0 of 2")),
+                      "cut %d, rank %d: %d, %s", cut, r, loose.code[r], loose.why[r]);
+    }
+    loose_reset();
+}
+
+/* Weights that are not finite on one rank reach no other. */
+TEST(a_rank_with_spoiled_weights_is_named) {
+    for (int k = 0; k < 2; k++) {
+        loose_reset();
+        loose.nan_rank = 1;
+        loose.level = k ? AMP_LEVEL_O2 : 0;
+        loose_run(3, 0, 2 * LOOSE_H, 0);
+        for (int r = 0; r < 3; r++) {
+            CHECK_MSG(loose.code[r] == AMP_ERR_REDUCE && strstr(loose.why[r], "weights of rank 1 are infinite or NaN"), "rank %d: %d, %s", r, loose.code[r], loose.why[r]);
+            if (r != 1) for (int i = 0; i < LOOSE; i++) CHECK(isfinite(loose.last[r][i]));
+        }
+    }
+    loose_reset();
+}
+
+TEST(loose_coupling_that_cannot_be) {
+    amp_context *amp;
+    amp_optimizer *opt = NULL;
+    amp_recovery *recovery;
+    amp_optimizer_desc good, d, query;
+    amp_recovery_desc rd;
+    amp_param p;
+    float w[2] = {1, 2}, g[2] = {1, 1};
+    memset(&good, 0, sizeof good); memset(&p, 0, sizeof p); memset(&rd, 0, sizeof rd);
+    CHECK_OK(amp_open(&amp, NULL));
+    p.name = "w"; p.weight = amp_tensor1(w, AMP_F32, 2); p.grad = amp_tensor1(g, AMP_F32, 2);
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    good.params = &p; good.n_params = 1;
+#define LOOSE_REFUSED(change, error) do { d = good; change; CHECK_ERR(amp_optimizer_create(amp, &opt, &d), error); } while (0)
+    LOOSE_REFUSED(d.outer_lr = 0.7, AMP_ERR_CONFLICT); LOOSE_REFUSED(d.outer_momentum = 0.9, AMP_ERR_CONFLICT);
+    LOOSE_REFUSED(d.sync_wire = AMP_BF16, AMP_ERR_CONFLICT); LOOSE_REFUSED(d.sync_every = -1, AMP_ERR_RANGE);
+    good.sync_every = 2;
+    LOOSE_REFUSED(d.outer_momentum = 1, AMP_ERR_RANGE); LOOSE_REFUSED(d.outer_lr = -1, AMP_ERR_RANGE); LOOSE_REFUSED(d.outer_lr = NAN, AMP_ERR_RANGE);
+    LOOSE_REFUSED(d.sync_wire = AMP_F16, AMP_ERR_DTYPE); LOOSE_REFUSED(d.sharded = 1, AMP_ERR_CONFLICT);
+#undef LOOSE_REFUSED
+    CHECK_OK(amp_optimizer_create(amp, &opt, &good));
+    CHECK_OK(amp_optimizer_query(opt, &query));
+    CHECK(query.sync_every == 2 && query.sync_wire == AMP_F32 && query.outer_lr == 0.7 && query.outer_momentum == 0.9);
+    rd.params = &p; rd.n_params = 1; rd.optimizer = opt;
+    CHECK_ERR(amp_recovery_create(amp, &recovery, &rd), AMP_ERR_CONFLICT);
+    amp_optimizer_destroy(opt);
+    CHECK_OK(amp_optimizer_create(amp, &opt, &query));                /* what a query says makes the same again */
+    amp_optimizer_destroy(opt);
+    amp_close(amp);
 }
 
 /* One reduction in a thread of its own, without a context. */
@@ -872,6 +1117,8 @@ int main(int argc, char **argv) {
     RUN(ranks_equal_one_process_with_the_whole_batch); RUN(an_overflow_on_one_rank_skips_on_all);
     RUN(ranks_without_gradients_take_part);
     RUN(shards_are_disjoint_and_complete); RUN(restarts_with_ranks); RUN(a_failing_hook_is_an_error_and_changes_nothing);
-    RUN(threads_train_as_processes_do); RUN(ranks_that_differ_are_named); RUN(sums_and_maxima); RUN(every_exchange); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
+    RUN(threads_train_as_processes_do); RUN(ranks_that_differ_are_named); RUN(ranks_that_step_alone_follow_the_rule);
+    RUN(ranks_that_step_alone_with_16_bit_weights); RUN(ranks_that_step_alone_resume); RUN(a_rank_with_spoiled_weights_is_named); RUN(loose_coupling_that_cannot_be);
+    RUN(sums_and_maxima); RUN(every_exchange); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
     return TEST_END();
 }
