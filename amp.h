@@ -1514,8 +1514,8 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    with every parameter; one without a gradient counts as zeros.  The first check, and the first after weights or a
    state were set by an optimizer's functions, compares the ranks before it sums: world, version of amp.h, precision,
    optimizer, parameters and the values of all weights.  On a difference it returns AMP_ERR_REDUCE on every rank, with a
-   text that names what differs and the rank.  Later checks compare nothing.  Over slow networks ranks may step alone for
-   a while: amp_optimizer_desc.sync_every. */
+   text that names what differs and the rank.  Later checks compare nothing.  Over slow networks ranks may step alone
+   for a while: amp_optimizer_desc.sync_every. */
 
 /* Gives all ranks rank 0's weights, and fp32 masters; remainders follow amp_optimizer_rebuild_masters.  Waits.
    Errors: AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_REDUCE. */
@@ -1744,8 +1744,8 @@ typedef struct amp_optimizer_desc {
     /* Above 0: loose coupling, for slow networks (DiLoCo, Douillard et al. 2023).  Ranks step alone, each with its own
        gradients and overflows; after every sync_every steps, skipped ones included, the mean change of the weights over
        ranks is the gradient of an outer step, SGD with Nesterov momentum, from which all go on.  It waits.  Needs 8
-       bytes of host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9; sync_wire: what changes are summed
-       in, F32 (default) or BF16. */
+       bytes of host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9; sync_wire: what changes are on
+       the way, F32 (default) or BF16. */
     int32_t sync_every;
     amp_dtype sync_wire;
     double outer_lr, outer_momentum;
@@ -19521,8 +19521,8 @@ typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } a
    in host memory. */
 typedef struct ampi_outer {
     float *anchor, *momentum, *piece;       /* piece: room for AMPI_OUTER_PIECE weights */
-    uint16_t *low;                          /* room for twice as many 16-bit numbers */
-    int64_t n;
+    uint16_t *low;                          /* room for n_low 16-bit numbers: twice as many, cut into parts of ranks */
+    int64_t n, n_low;
     int32_t begun;                          /* 1: anchor holds weights */
 } ampi_outer;
 enum { AMPI_OUTER_PIECE = 1 << 18 };
@@ -21235,7 +21235,8 @@ static amp_result ampi_outer_memory(amp_optimizer *o) {
     AMPI_TRY(ampi_alloc(s, f, (void **)&u->anchor, u->n, sizeof *u->anchor));
     AMPI_TRY(ampi_alloc(s, f, (void **)&u->momentum, u->n, sizeof *u->momentum));
     AMPI_TRY(ampi_alloc(s, f, (void **)&u->piece, AMPI_OUTER_PIECE, sizeof *u->piece));
-    AMPI_TRY(ampi_alloc(s, f, (void **)&u->low, 2 * AMPI_OUTER_PIECE, sizeof *u->low));
+    u->n_low = 2 * ((int64_t)AMPI_OUTER_PIECE + ampi_world(o->amp));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&u->low, u->n_low, sizeof *u->low));
     o->set->outer = u;
     return AMP_OK;
 }
@@ -21245,7 +21246,7 @@ static void ampi_outer_free(amp_optimizer *o) {
     ampi_free(s, u->anchor, u->n, sizeof *u->anchor);
     ampi_free(s, u->momentum, u->n, sizeof *u->momentum);
     ampi_free(s, u->piece, AMPI_OUTER_PIECE, sizeof *u->piece);
-    ampi_free(s, u->low, 2 * AMPI_OUTER_PIECE, sizeof *u->low);
+    ampi_free(s, u->low, u->n_low, sizeof *u->low);
     memset(u, 0, sizeof *u);
 }
 
@@ -21658,14 +21659,34 @@ static amp_result ampi_outer_check(const amp_optimizer *o) {
                      (int)bad - 1);
 }
 
+/* Sums `piece` over ranks in bf16: each rank sums its part of all, in the order of ranks, so no reducer widens what is
+   on the way. */
+static amp_result ampi_outer_sum_bf16(const amp_optimizer *o, int64_t n) {
+    const ampi_outer *u = &o->outer;
+    int64_t world = ampi_world(o->amp), part = (n + world - 1) / world, i, r;
+    uint16_t *all = u->low + world * part, *mine = u->low + ampi_settings(o->amp)->reducer.rank * part;
+    ampi_fp host;
+    memset(u->low, 0, (size_t)(world * part) * 2);
+    AMPI_TRY(amp_convert(u->low, AMP_BF16, u->piece, AMP_F32, n, NULL, NULL));
+    AMPI_TRY(ampi_exchange_host(o->amp, ampi_exchange_of(AMPI_TO_ALL, u->low, all, part * 2, AMP_U8)));
+    host = ampi_fp_begin();
+    for (i = 0; i < part; i++) {
+        double sum = 0;
+        for (r = 0; r < world; r++) sum += (double)amp_f32_from_bf16(all[r * part + i]);
+        mine[i] = amp_bf16_from_f64(sum, 0);
+    }
+    ampi_fp_end(host);
+    AMPI_TRY(ampi_exchange_host(o->amp, ampi_exchange_of(AMPI_GATHER, mine, all, part * 2, AMP_U8)));
+    return amp_convert(u->piece, AMP_F32, all, AMP_BF16, n, NULL, NULL);
+}
+
 /* change = anchor - weights, averaged over ranks; momentum = mu momentum + change;
    anchor -= lr (change + mu momentum) */
 static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
     ampi_outer *u = &o->outer;
     float *anchor = u->anchor + first, *momentum = u->momentum + first;
     double lr = o->desc.outer_lr, mu = o->desc.outer_momentum, world = ampi_world(o->amp);
-    int narrow = o->desc.sync_wire == AMP_BF16;
-    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->piece, u->piece, n, o->desc.sync_wire);
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->piece, u->piece, n, AMP_F32);
     ampi_fp host;
     int64_t i;
     AMPI_TRY(ampi_outer_rows(o, first, n, u->piece, 0));
@@ -21673,12 +21694,7 @@ static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
     for (i = 0; i < n; i++) u->piece[i] = anchor[i] - u->piece[i];
     ampi_fp_end(host);
     e.op = AMP_REDUCE_SUM;
-    if (narrow) {
-        e.in = e.out = u->low;
-        AMPI_TRY(amp_convert(u->low, AMP_BF16, u->piece, AMP_F32, n, NULL, NULL));
-    }
-    AMPI_TRY(ampi_exchange_host(o->amp, e));
-    if (narrow) AMPI_TRY(amp_convert(u->piece, AMP_F32, u->low, AMP_BF16, n, NULL, NULL));
+    AMPI_TRY(o->desc.sync_wire == AMP_BF16 ? ampi_outer_sum_bf16(o, n) : ampi_exchange_host(o->amp, e));
     host = ampi_fp_begin();
     for (i = 0; i < n; i++) {
         double change = (double)u->piece[i] / world;

@@ -17,7 +17,7 @@ typedef struct settings {
     const char *activations, *model, *schedule, *prompt, *autotune, *device, *fp8_blocks, *lowest;
     int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
     int64_t allow_fallback, threads, static_scale, recompute, fused_loss, graph;
-    int64_t save_interval, eval_interval, eval_batches, sample, top_k, help, stop_after, profile;
+    int64_t save_interval, eval_interval, eval_batches, sample, top_k, help, stop_after, profile, sync_every;
     int64_t env, log_memory, debug;
     int64_t adaptive;               /* --precision adaptive */
     /* as .amp has them, with defaults; an interval 0: never */
@@ -122,6 +122,8 @@ static const flag_row options[] = {
 
     {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
+    {"sync-every", FLAG_INTEGER, FIELD(sync_every), "off", 1, 1 << 30, "off=0",
+     "ranks train alone for so many steps, then combine their changes (DiLoCo): for slow networks; off: every step"},
     {"accumulation", FLAG_SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
     {"recompute", FLAG_SWITCH, FIELD(recompute), "off", 0, 0, NULL,
      "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
@@ -288,12 +290,26 @@ static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype s
     }
 }
 
+/* Between two combinations each rank has weights of its own: nothing is saved or evaluated there. */
+static amp_result check_sync(const settings *set) {
+    const struct { const char *name; int64_t steps; } when[] = {
+        {"save-interval", set->save_interval}, {"eval-interval", set->eval_interval}};
+    size_t i;
+    for (i = 0; i < 2 && set->sync_every > 0; i++)
+        if (when[i].steps % set->sync_every != 0)
+            return flag_refuse(when[i].name, "is no multiple of --sync-every");
+    if (set->sync_every > 0 && set->amp.nan_action == AMP_NAN_RECOVER)
+        return flag_refuse("sync-every", "contradicts --nan-action recover: ranks would go back alone");
+    return AMP_OK;
+}
+
 /* Refuses values that are legal alone but not together. */
 static amp_result check_settings(settings *set) {
     static const char *const sample_options[] = {"prompt", "temperature", "top-k", NULL};
     amp_dtype all, stored[GPT_TENSORS];
     int i;
     EX_TRY(read_activations(set->activations, &all, stored));
+    EX_TRY(check_sync(set));
     if (*set->resume != 0 && *set->init != 0)
         return flag_refuse("init", "a resumed run already has weights: drop --init or --resume");
     if ((flag_was_given("error-budget") || flag_was_given("lowest")) && !set->adaptive)

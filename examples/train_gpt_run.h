@@ -383,6 +383,7 @@ static amp_result open_optimizer(run *r) {
     desc.weight_decay = (float)set->weight_decay;
     desc.master = (amp_master_kind)ex_word_place(options[flag_index("masters")].words, set->masters);
     desc.seed = (uint64_t)set->seed;
+    desc.sync_every = (int32_t)set->sync_every;
     if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
     return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
 }
@@ -404,6 +405,8 @@ static amp_result open_loader(run *r) {
     r->steps = set->steps >= 0 ? set->steps : set->epochs > 0 ? INT64_MAX : 1200;
     by_epochs = set->epochs * info.batches / set->accumulation;
     if (set->epochs > 0 && by_epochs < r->steps) r->steps = by_epochs;
+    if (set->sync_every > 0 && r->steps % set->sync_every != 0)
+        return flag_refuse("sync-every", "%lld steps would end between two combinations", (long long)r->steps);
     return AMP_OK;
 }
 
