@@ -14,6 +14,11 @@ WARN    := -std=c99 -Wall -Wextra -Wpedantic -Wshadow -Wconversion
 
 LIBS    := -lm -lpthread
 
+# As many jobs as cores, unless -j says how many.
+ifeq ($(MAKELEVEL),0)
+MAKEFLAGS += -j$(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+endif
+
 HEADERS  := $(wildcard examples/*.h)
 EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
@@ -95,30 +100,40 @@ $(BUILD)/%: examples/%.c $(HEADERS) $(BUILD)/amp.o
 	$(CC) $(WARN) $(CFLAGS) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
 endif
 
-# Tests that look inside amp.h bring it themselves: with optimisation those that compute much, the others without, which
-# compiles in a fifth of the time.
-INSIDE       := t_attention t_fp8 t_gemm t_kernels t_numbers t_optimizer
-INSIDE_QUICK := t_care t_concurrency t_context t_data t_lean t_lifetime t_scaler t_settings t_state t_threads t_verify
+# Tests that look inside amp.h are one translation unit, inside.c: build/t_gemm and the others are names of that program.
+# Three bring an amp.h of their own, without optimisation, which compiles in a fifth of the time.
+INSIDE       := $(shell sed -n 's/^.include "\(t_.*\).c"/\1/p' tests/unit/inside.c)
+INSIDE_ALONE := t_concurrency t_lean t_lifetime
 vpath t_%.c tests/unit tests/torch tests/hostile tests/examples
 TEST_HEADERS := $(wildcard tests/*.h tests/hostile/fuzz/*.[ch]) $(HEADERS)
-$(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
-	$(CC) $(WARN) -Itests $(CFLAGS) $< -o $@ $(LIBS)
-$(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
+INSIDE_FILES := tests/unit/inside.c $(INSIDE:%=tests/unit/%.c) $(TEST_HEADERS) amp.h
+# One file's local names are another's at file scope; and gcc sees that a call which fails leaves its result unset.
+INSIDE_WARN  := $(WARN) -Wno-shadow -Wno-maybe-uninitialized
+
+$(BUILD)/inside.o: $(INSIDE_FILES) | $(BUILD)
+	$(CC) $(INSIDE_WARN) -Itests $(CFLAGS) -c $< -o $@
+$(BUILD)/t_inside: $(BUILD)/inside.o tests/unit/inside_main.c
+	$(CC) $(WARN) $(CFLAGS) tests/unit/inside_main.c $< -o $@ $(LIBS)
+$(INSIDE:%=$(BUILD)/%): $(BUILD)/t_inside
+	ln -sf t_inside $@
+$(INSIDE_ALONE:%=$(BUILD)/%): $(BUILD)/t_%: t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) -Itests -O0 $< -o $@ $(LIBS)
 $(BUILD)/t_%: t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_classifier.c $(BUILD)/amp.o
 	$(CC) $(WARN) -Itests $(CFLAGS) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
 
 # All that computes once more compiled and linked with -Ofast, which folds isnan, takes sums in another order, and makes
-# programs start with subnormal numbers flushed to 0: against one amp.h compiled so, but for those that look inside it.
-FAST        := t_attention t_autocast t_fp8 t_gemm t_inputs t_kernels t_masks t_model t_numbers t_tensor_stats t_operators t_optimizer t_ranks t_refusals \
-               t_recompute t_scaler t_tape t_train t_traps t_verify t_watch
-FAST_INSIDE := $(filter $(INSIDE) $(INSIDE_QUICK),$(FAST))
-$(BUILD)/amp_fast.o: amp.h | $(BUILD)
-	echo '#include "amp.h"' | $(CC) -std=c99 -Ofast -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
-$(FAST_INSIDE:%=$(BUILD)/fast_%): $(BUILD)/fast_%: %.c $(TEST_HEADERS) amp.h | $(BUILD)
-	$(CC) $(WARN) -Itests -Ofast $< -o $@ $(LIBS)
-$(BUILD)/fast_%: %.c $(TEST_HEADERS) examples/train_gpt.c $(BUILD)/amp_fast.o
-	$(CC) $(WARN) -Itests -Ofast $(LINKED) $< $(BUILD)/amp_fast.o -o $@ $(LIBS)
+# programs start with subnormal numbers flushed to 0: one amp.h, that of inside.c, for all of them.
+FAST        := t_attention t_autocast t_fp8 t_gemm t_inputs t_kernels t_masks t_model t_numbers t_tensor_stats t_operators \
+               t_optimizer t_ranks t_refusals t_recompute t_scaler t_tape t_train t_traps t_verify t_watch
+FAST_INSIDE := $(filter $(INSIDE),$(FAST))
+$(BUILD)/fast_inside.o: $(INSIDE_FILES) | $(BUILD)
+	$(CC) $(INSIDE_WARN) -Itests -Ofast -c $< -o $@
+$(BUILD)/fast_inside: $(BUILD)/fast_inside.o tests/unit/inside_main.c
+	$(CC) $(WARN) -Ofast tests/unit/inside_main.c $< -o $@ $(LIBS)
+$(FAST_INSIDE:%=$(BUILD)/fast_%): $(BUILD)/fast_inside
+	ln -sf fast_inside $@
+$(BUILD)/fast_%: %.c $(TEST_HEADERS) examples/train_gpt.c $(BUILD)/fast_inside.o
+	$(CC) $(WARN) -Itests -Ofast $(LINKED) $< $(BUILD)/fast_inside.o -o $@ $(LIBS)
 
 $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $< -o $@ $(LIBS)
@@ -138,14 +153,18 @@ include tests/hostile/fuzz/rules.mk
 include tests/coverage/rules.mk
 include tests/mutants/rules.mk
 
+# Side by side, one program a core; then, one at a time, what needs quiet: tests with bars on time, and errors.sh, which
+# asks what the others provoked.
 EXAMPLE_TESTS := $(wildcard tests/examples/*.sh)
+QUIET         := tests/examples/hosts.sh tests/examples/tools.sh tests/errors.sh
+RUN           := CC="$(CC)" CFLAGS="$(CFLAGS)" TIMES=$(BUILD)/times.txt sh tests/run.sh
+TEST_RUNS     := $(EXAMPLE_TESTS) tests/docs.sh tests/house.sh tests/abi.sh $(CUDA_TESTS) $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%)
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
-	CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    $(CUDA_TESTS) tests/house.sh tests/docs.sh $(EXAMPLE_TESTS) tests/abi.sh tests/errors.sh
+	$(RUN) $(filter-out $(QUIET),$(TEST_RUNS)) --alone $(QUIET)
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
-	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh tests/lifetime.sh $(CRASH_CI) \
-	    tests/hostile/fuzz/run.sh --at-once $(CUDA_TESTS_CI)
+	INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" $(RUN) $(CUDA_TESTS_CI) \
+	    --alone tests/compile.sh tests/sanitize.sh tests/lifetime.sh $(CRASH_CI) tests/hostile/fuzz/run.sh
 
 # RECORD=FILE: with what, on what and how long, as JSON.
 test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer $(BUILD)/t_tape

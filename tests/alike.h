@@ -1,4 +1,7 @@
 /* alike.h - what a hook that plays two ranks of the same contents gives each other, so that they agree. */
+#ifndef AMPT_ALIKE_H
+#define AMPT_ALIKE_H
+
 static int alike_gather(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
     (void)user; (void)stream;
     memmove(out, in, (size_t)bytes_each);
@@ -6,3 +9,5 @@ static int alike_gather(void *user, const void *in, void *out, int64_t bytes_eac
     return 0;
 }
 static const amp_exchanges alike = {.all_gather = alike_gather};
+
+#endif

@@ -1,42 +1,73 @@
 #!/bin/sh
-# run.sh PROGRAM... [--at-once PROGRAM...]: runs test programs (*.sh by sh), those after --at-once as many at a time as there
-# are cores, shows what they print, and closes with the sum of their "N passed, N failed, N skipped" lines.  A program that
-# ends without such a line counts as one failure.
-work=$(mktemp -d) passed=0 failed=0 skipped=0 running=0 most=1
+# run.sh PROGRAM... [--alone PROGRAM...]: runs test programs (*.sh by sh) side by side, one a core (JOBS: so many), those
+# after --alone one at a time when the others are done.  Shows what each printed, in one piece, then the five that took
+# longest, and closes with the sum of their "N passed, N failed, N skipped" lines.  A program that ends without such a line
+# counts as one failure.  With TIMES=FILE the seconds of each, by the clock and of the processor, are left there.
+work=$(mktemp -d) passed=0 failed=0 skipped=0
 trap 'rm -rf "$work"' EXIT
+export LC_ALL=C
 export AMPT_ERRORS="${AMPT_ERRORS:-$work/provoked}"     # what tests add for errors.sh
+jobs=${JOBS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)}
+mkfifo "$work/ended"
 
-start() {
-    case $1 in *.sh) run="sh $1" ;; */*) run=$1 ;; *) run=./$1 ;; esac
-    $run > "$work/$2.log" 2>&1
-    echo $? > "$work/$2.status"
-}
-# Waits for what runs, and tells what came of each.
-tell() {
-    wait
-    for i in $(seq "$running"); do
-        program=$(cat "$work/$i.name") last=$(tail -n 1 "$work/$i.log")
-        [ "$most" -eq 1 ] || echo "== $program"
-        cat "$work/$i.log"
-        case $last in
-            *" passed, "*" failed, "*" skipped") ;;
-            *) echo "FAIL $program: ended with status $(cat "$work/$i.status") and no closing line"; last="0 passed, 1 failed, 0 skipped" ;;
-        esac
-        # shellcheck disable=SC2046
-        count $(echo "$last" | tr -d ,)
+now() { date +%s.%N; }
+# run LOG PROGRAM: with its status in LOG.status, when it began and ended in LOG.clock, and its processor time in LOG.cpu.
+run() (
+    case $2 in *.sh) set -- "$1" "sh $2" ;; */*) ;; *) set -- "$1" "./$2" ;; esac
+    now > "$1.clock"
+    $2 > "$1.log" 2>&1
+    echo $? > "$1.status"
+    times > "$1.cpu"
+    now >> "$1.clock"
+)
+# Takes the next program that no other worker has begun, until there is none; tells the number of each that ended.
+worker() {
+    number=0
+    for program; do
+        number=$((number + 1))
+        mkdir "$work/$number" 2>/dev/null || continue
+        run "$work/$number/of" "$program"
+        echo "$number $program"
     done
-    running=0
+}
+seconds() {     # by the clock, and of the processor, which `times` tells as 0m1.250000s 0m0.010000s of shell and children
+    awk 'FILENAME ~ /clock$/ {t = $1 - t; next} {for (i = 1; i < 3; i++) {split($i, part, "m"); cpu += part[1] * 60 + part[2]}}
+        END {printf "%.1f %.1f", t, cpu}' "$1.clock" "$1.cpu"
 }
 count() { passed=$((passed + $1)); failed=$((failed + $3)); skipped=$((skipped + $5)); }
+tell() {
+    echo "== $2"
+    cat "$work/$1/of.log"
+    last=$(tail -n 1 "$work/$1/of.log")
+    case $last in
+        *" passed, "*" failed, "*" skipped") ;;
+        *) echo "FAIL $2: ended with status $(cat "$work/$1/of.status") and no closing line"; last="0 passed, 1 failed, 0 skipped" ;;
+    esac
+    # shellcheck disable=SC2046
+    count $(echo "$last" | tr -d ,)
+    echo "$(seconds "$work/$1/of") $2" >> "$work/times"
+}
+# side_by_side JOBS PROGRAM...  One thread of OpenMP's each, for the model GPU's would wait in loops for those of others.
+side_by_side() {
+    workers=$1
+    [ "$workers" -eq 1 ] || export OMP_NUM_THREADS=1
+    shift
+    for _ in $(seq "$workers"); do worker "$@" > "$work/ended" & done
+    while read -r number program; do tell "$number" "$program"; done < "$work/ended"
+    rm -rf "$work"/[0-9]*
+}
 
+began=$(now) together= alone= into=together
 for program; do
-    if [ "$program" = --at-once ]; then most=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); continue; fi
-    running=$((running + 1))
-    echo "$program" > "$work/$running.name"
-    if [ "$most" -eq 1 ]; then echo "== $program"; start "$program" 1
-    else start "$program" $running & fi
-    [ $running -lt "$most" ] || tell
+    if [ "$program" = --alone ]; then into=alone
+    elif [ $into = alone ]; then alone="$alone $program"
+    else together="$together $program"; fi
 done
-tell
+[ -z "$together" ] || side_by_side "$jobs" $together
+unset OMP_NUM_THREADS
+[ -z "$alone" ] || side_by_side 1 $alone
+sort -rn "$work/times" | awk -v began="$began" -v ended="$(now)" '{cpu += $2} NR <= 5 {slowest = slowest ", " $3 " " $1 " s"}
+    END {print "slowest: " substr(slowest, 3); printf "%.0f s, %.0f s of the processor\n", ended - began, cpu}'
+[ -z "$TIMES" ] || cp "$work/times" "$TIMES"
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

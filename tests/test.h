@@ -5,16 +5,17 @@
  *     int main(int argc, char **argv) { TEST_BEGIN(argc, argv); RUN(adds); return TEST_END(); }
  *
  * `program --filter TEXT` runs the tests whose name holds TEXT, `--list` lists them; `--stop` ends at the first check that
- * fails.  With AMPT_FIGURES=FILE the
- * measured errors are added to FILE as JSON lines. */
+ * fails; `--times` tells the seconds of the processor of each.  With AMPT_FIGURES=FILE the measured errors are added to FILE
+ * as JSON lines. */
 #ifndef AMPT_TEST_H
 #define AMPT_TEST_H
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-static struct { int passed, failed, skipped, failures, list, stop; const char *filter, *name, *reason; } ampt;
+static struct { int passed, failed, skipped, failures, list, stop, times; const char *filter, *name, *reason; } ampt;
 
 #define TEST(name) static void test_##name(void)
 #define RUN(name) ampt_run(#name, test_##name)
@@ -89,28 +90,32 @@ static __attribute__((unused)) void ampt_figure(const char *name, double value, 
 }
 
 static __attribute__((unused)) void ampt_run(const char *name, void (*test)(void)) {
+    clock_t begun;
     if (ampt.list) { printf("%s\n", name); return; }
     if (ampt.filter && !strstr(name, ampt.filter)) return;
     ampt.name = name; ampt.failures = 0; ampt.reason = NULL;
+    begun = clock();
     test();
+    if (ampt.times) printf("%8.3f %s\n", (double)(clock() - begun) / CLOCKS_PER_SEC, name);
     if (ampt.failures) { ampt.failed++; printf("FAIL %s (%d checks)\n", name, ampt.failures); }
     else if (ampt.reason) { ampt.skipped++; printf("skip %s: %s\n", name, ampt.reason); }
     else ampt.passed++;
     fflush(stdout);
 }
 
-/* A file that defines AMPT_TRAPS runs as in a host that lets invalid operations, divisions by zero and overflows trap. */
-static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
-#if defined(AMPT_TRAPS) && defined(__x86_64__) && !defined(__FAST_MATH__)
+static __attribute__((unused)) void ampt_traps(void) {
+#if defined(__x86_64__) && !defined(__FAST_MATH__)
     __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() & ~0x680u);
 #endif
+}
+static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--list")) ampt.list = 1;
         if (!strcmp(argv[i], "--stop")) ampt.stop = 1;
+        if (!strcmp(argv[i], "--times")) ampt.times = 1;
         if (!strcmp(argv[i], "--filter") && i + 1 < argc) ampt.filter = argv[++i];
     }
 }
-#define TEST_BEGIN(argc, argv) ampt_begin(argc, argv)
 #define TEST_END() ampt_end()
 
 static __attribute__((unused)) int ampt_end(void) {
@@ -118,4 +123,13 @@ static __attribute__((unused)) int ampt_end(void) {
     return ampt.failed != 0;
 }
 
+#endif
+
+/* A file that defines AMPT_TRAPS runs as in a host that lets invalid operations, divisions by zero and overflows trap. */
+#undef TEST_BEGIN
+#if defined(AMPT_TRAPS)
+#  undef AMPT_TRAPS
+#  define TEST_BEGIN(argc, argv) (ampt_traps(), ampt_begin(argc, argv))
+#else
+#  define TEST_BEGIN(argc, argv) ampt_begin(argc, argv)
 #endif

@@ -2,4 +2,4 @@
 .PHONY: coverage
 COVERED := $(if $(HAVE_CXX),$(COC_PARTS:%=$(BUILD)/%))
 coverage: $(COVERED) $(if $(COVERED),$(BUILD)/coc_nvml.so) | $(BUILD)
-	CC="$(CC)" CXX="$(CXX)" OMP="$(OMP)" INSIDE="$(INSIDE) $(INSIDE_QUICK)" MODEL="$(COVERED)" sh tests/coverage/run.sh $(TEST)
+	CC="$(CC)" CXX="$(CXX)" OMP="$(OMP)" INSIDE="$(INSIDE) $(INSIDE_ALONE)" MODEL="$(COVERED)" sh tests/coverage/run.sh $(TEST)

@@ -5,7 +5,7 @@
 #   conv      layers whose updates are gradient and momentum in one, for -Ofast      at most 30
 # Each runs as -O2 and as -Ofast, and with floating-point exceptions that trap.
 # A changed line counts twice, as it was and as it is; none may be longer than 130 columns.  The programs' BLAS is tests/examples/hosts/blas.
-# build/amp.o and build/amp_fast.o are `make`'s.
+# build/amp.o and build/fast_inside.o are `make`'s.
 . tests/lib.sh
 cc=${CC:-gcc} flags=${CFLAGS:--O2} linked=-DAMP_IMPLEMENTATION_INCLUDED
 for name in $(env | sed -n 's/^\(AMP_[A-Z0-9_]*\)=.*/\1/p'); do unset "$name"; done
@@ -35,7 +35,7 @@ for row in "flat 10" "online 15" "conv 30"; do
 
     for how in Ofast O2; do
         amp=build/amp.o
-        [ $how = O2 ] || amp=build/amp_fast.o
+        [ $how = O2 ] || amp=build/fast_inside.o
         build "$host.before" -$how $before "$work/blas.o"
         build "$host" -$how $linked $after "$work/blas.o" $amp
         for seed in 1 2 3; do

@@ -2,7 +2,7 @@
 # the model GPU.  MUTANT=name: that one alone.
 .PHONY: mutants mutants-cuda
 mutants: | $(BUILD)
-	CC="$(CC)" INSIDE="$(INSIDE) $(INSIDE_QUICK)" sh tests/mutants/run.sh $(MUTANT)
+	CC="$(CC)" INSIDE="$(INSIDE) $(INSIDE_ALONE)" sh tests/mutants/run.sh $(MUTANT)
 MUTANTS_MODEL := $(if $(HAVE_CXX),$(COC_PARTS:%=$(BUILD)/%) $(BUILD)/amp.o)
 mutants-cuda: $(MUTANTS_MODEL) | $(BUILD)
 	CXX="$(CXX)" OMP="$(OMP)" MODEL="$(MUTANTS_MODEL)" sh tests/mutants/cuda.sh $(MUTANT)

@@ -10,23 +10,23 @@
 #include "parallel.h"
 #include "test.h"
 
-static const double U = 1.0 / 16777216.0;
-static const amp_dtype storages[] = {AMP_F32, AMP_F16, AMP_BF16}, computes[] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+static const double ATTENTION_U = 1.0 / 16777216.0;
+static const amp_dtype attention_storages[] = {AMP_F32, AMP_F16, AMP_BF16}, attention_computes[] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
 
 /* ---- Numbers, tested by their bits because this program is also built with -Ofast */
 
 static uint32_t bits_of(float x) { return ampi_bits_f32(x); }
 static float from_bits(uint32_t b) { return ampi_f32_of_bits(b); }
-static int is_nan(double x) { uint64_t b; memcpy(&b, &x, 8);
+static int attention_is_nan(double x) { uint64_t b; memcpy(&b, &x, 8);
 return (b & ~((uint64_t)1 << 63)) > (uint64_t)0x7ff << 52; }
 static int is_finite(double x) { uint64_t b; memcpy(&b, &x, 8); return (b >> 52 & 0x7ff) != 0x7ff; }
 static const uint32_t nan_bits = 0x7fc00000u, inf_bits = 0x7f800000u, lowest_bits = 0xff800000u;
 
 /* Half an ulp of a format: relative, and absolute where it runs out of exponents (flushed to zero under -Ofast). */
-static double unit(amp_dtype d) { return d == AMP_F16 || d == AMP_TF32 ? 1.0 / 2048 : d == AMP_BF16 ? 1.0 / 256 : U; }
-static double tiny(amp_dtype d) { return d == AMP_F16 ? ldexp(1.0, -25) : ldexp(1.0, -126); }
+static double attention_unit(amp_dtype d) { return d == AMP_F16 || d == AMP_TF32 ? 1.0 / 2048 : d == AMP_BF16 ? 1.0 / 256 : ATTENTION_U; }
+static double attention_tiny(amp_dtype d) { return d == AMP_F16 ? ldexp(1.0, -25) : ldexp(1.0, -126); }
 /* ... of rounding an operand of a product: fp32 stays as it is. */
-static double unit_of_product(amp_dtype d) { return d == AMP_F32 ? 0 : unit(d); }
+static double unit_of_product(amp_dtype d) { return d == AMP_F32 ? 0 : attention_unit(d); }
 
 static uint64_t random_state = 1;
 static uint32_t random_u32(void) {
@@ -54,7 +54,7 @@ static void *count_alloc(void *user, size_t size, size_t align) {
 }
 static void count_free(void *user, void *p, size_t size) { (void)user; memory_now -= size; free(p); }
 
-static ampi_cpu device(amp_cpu_path path, int threads) {
+static ampi_cpu attention_device(amp_cpu_path path, int threads) {
     ampi_cpu cpu;
     memset(&cpu, 0, sizeof cpu);
     cpu.host.alloc = count_alloc;
@@ -64,7 +64,7 @@ static ampi_cpu device(amp_cpu_path path, int threads) {
     cpu.path = path;
     return cpu;
 }
-static amp_cpu_path best_path(void) {
+static amp_cpu_path attention_best_path(void) {
     amp_machine machine;
     return amp_machine_probe(&machine) == AMP_OK ? machine.cpu.path : AMP_CPU_SCALAR;
 }
@@ -96,13 +96,13 @@ static const char *function_names[] = {"exp", "log", "tanh", "erf", "sqrt"};
 /* What the comments in amp.h promise, in ulp. */
 static const double promised[] = {1.03, 0.79, 1.3, 1.16, 0.5};
 
-static long double exact(int f, long double x) {
+static long double attention_exact(int f, long double x) {
     return f == 0 ? expl(x) : f == 1 ? logl(x) : f == 2 ? tanhl(x) : f == 3 ? erfl(x) : sqrtl(x);
 }
 
 /* Error of y = f(x) in ulp of the exact result. */
 static double error_in_ulp(int f, float x, float y) {
-    long double e = exact(f, (long double)x);
+    long double e = attention_exact(f, (long double)x);
     double magnitude = fabs((double)e);
     int exponent = 0;
     if (magnitude > 3.4028235677973366e38) return (bits_of(y) & 0x7fffffffu) == inf_bits ? 0 : 1e9;
@@ -112,7 +112,7 @@ static double error_in_ulp(int f, float x, float y) {
 }
 
 TEST(functions_are_accurate) {
-    int passes = AMPI_MIN((int)best_path(), 3), widths[] = {4, 8, 16};
+    int passes = AMPI_MIN((int)attention_best_path(), 3), widths[] = {4, 8, 16};
     for (int f = 0; f < 5; f++) {
         for (int p = 0; p < passes; p++) {
             double worst = 0;
@@ -124,7 +124,7 @@ TEST(functions_are_accurate) {
                     functions[p][f](x, y);
                     for (int i = 0; i < widths[p]; i++) {
                         double e = error_in_ulp(f, x[i], y[i]);
-                        if (f == 0 && exact(f, x[i]) < 1.2193e-38L) continue;   /* below exp(-87.3): 0 */
+                        if (f == 0 && attention_exact(f, x[i]) < 1.2193e-38L) continue;   /* below exp(-87.3): 0 */
                         if (e > worst) { worst = e; at = x[i]; }
                     }
                 }
@@ -139,7 +139,7 @@ TEST(functions_are_accurate) {
 TEST(functions_at_their_seams) {
     static const float seams[] = {0.625f, 0.92f, 10.0f, 4.0f, 1.0f, 0.70710678f, 1.41421356f, 88.7228394f, 87.2f,
         87.3f, 0.34657359f, 2.0f};
-    int passes = AMPI_MIN((int)best_path(), 3), widths[] = {4, 8, 16};
+    int passes = AMPI_MIN((int)attention_best_path(), 3), widths[] = {4, 8, 16};
     for (int f = 0; f < 4; f++) {
         for (int p = 0; p < passes; p++) {
             for (size_t s = 0; s < sizeof seams / sizeof *seams; s++) {
@@ -150,7 +150,7 @@ TEST(functions_at_their_seams) {
                     functions[p][f](x, y);
                     for (int i = 0; i < widths[p]; i++) {
                         double e = error_in_ulp(f, x[i], y[i]);
-                        if (f == 0 && exact(f, x[i]) < 1.2193e-38L) continue;
+                        if (f == 0 && attention_exact(f, x[i]) < 1.2193e-38L) continue;
                         CHECK_MSG(e <= promised[f] + 0.005, "%s(%.9g) = %.9g: %.2f ulp, path %d", function_names[f],
                             (double)x[i], (double)y[i], e, p + 1);
                     }
@@ -177,7 +177,7 @@ TEST(functions_of_special_values) {
         {0xc2ae999bu, 0x00000000u, 1, 0xbf800000u, 0xbf800000u},                /* just below -87.3 */
         {0xc2ae999au, 0x0084c38bu, 1, 0xbf800000u, 0xbf800000u},                /* -87.3 */
     };
-    int passes = AMPI_MIN((int)best_path(), 3);
+    int passes = AMPI_MIN((int)attention_best_path(), 3);
     for (size_t r = 0; r < sizeof table / sizeof *table; r++) {
         for (int f = 0; f < 4; f++) {
             for (int p = 0; p < passes; p++) {
@@ -257,10 +257,10 @@ static amp_mask random_mask(amp_mask_kind kind, int padding, int documents, int6
 
 typedef struct tensor { void *data; int64_t rows, stride[3], count; amp_dtype dtype; } tensor;
 
-typedef struct problem {
+typedef struct attention_problem {
     amp_k_attention x;
     tensor q, k, v, o, d_o, dq, dk, dv;
-} problem;
+} attention_problem;
 
 /* [batch, rows, heads, dim] with `gap` elements behind each position, filled with a pattern that nothing may change. */
 static tensor make_tensor(const amp_k_attention *x, int64_t rows, int64_t gap) {
@@ -281,15 +281,15 @@ static double at(const tensor *t, int64_t b, int64_t i, int64_t h, int64_t d) {
         b * t->stride[0] + i * t->stride[1] + h * t->stride[2] + d), t->dtype, 1, AMP_CPU_SCALAR);
     return (double)f;
 }
-static void put(tensor *t, int64_t b, int64_t i, int64_t h, int64_t d, float value) {
+static void attention_put(tensor *t, int64_t b, int64_t i, int64_t h, int64_t d, float value) {
     ampi_convert_fast(ampi_at_mut(t->data, t->dtype, b * t->stride[0] + i * t->stride[1] + h * t->stride[2] + d),
         t->dtype, &value, AMP_F32, 1, AMP_CPU_SCALAR);
 }
-static void fill(const amp_k_attention *x, tensor *t) {
+static void attention_fill(const amp_k_attention *x, tensor *t) {
     for (int64_t b = 0; b < x->batch; b++)
         for (int64_t i = 0; i < t->rows; i++)
             for (int64_t h = 0; h < x->heads; h++)
-                for (int64_t d = 0; d < x->dim; d++) put(t, b, i, h, d, random_normal());
+                for (int64_t d = 0; d < x->dim; d++) attention_put(t, b, i, h, d, random_normal());
 }
 /* How many elements outside [batch, rows, heads, dim] lost the pattern. */
 static int64_t spilled(const amp_k_attention *x, const tensor *t) {
@@ -302,9 +302,9 @@ static int64_t spilled(const amp_k_attention *x, const tensor *t) {
     return bad;
 }
 
-static problem make_problem(int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t dim, amp_dtype dtype,
+static attention_problem make_problem(int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t dim, amp_dtype dtype,
     amp_dtype compute) {
-    problem p;
+    attention_problem p;
     int64_t gap = pick(3) * 8;
     memset(&p, 0, sizeof p);
     p.x.batch = batch; p.x.heads = heads; p.x.queries = queries; p.x.keys = keys; p.x.dim = dim;
@@ -313,7 +313,7 @@ static problem make_problem(int64_t batch, int64_t heads, int64_t queries, int64
     p.q = make_tensor(&p.x, queries, gap); p.k = make_tensor(&p.x, keys, gap); p.v = make_tensor(&p.x, keys, 0);
     p.o = make_tensor(&p.x, queries, 0); p.d_o = make_tensor(&p.x, queries, gap);
     p.dq = make_tensor(&p.x, queries, gap); p.dk = make_tensor(&p.x, keys, 0); p.dv = make_tensor(&p.x, keys, gap);
-    fill(&p.x, &p.q); fill(&p.x, &p.k); fill(&p.x, &p.v); fill(&p.x, &p.d_o);
+    attention_fill(&p.x, &p.q); attention_fill(&p.x, &p.k); attention_fill(&p.x, &p.v); attention_fill(&p.x, &p.d_o);
     p.x.lse = (float *)malloc((size_t)(batch * heads * queries) * sizeof(float));
     p.x.q = p.q.data; p.x.k = p.k.data; p.x.v = p.v.data; p.x.o = p.o.data;
     p.x.d_o = p.d_o.data; p.x.dq = p.dq.data; p.x.dk = p.dk.data; p.x.dv = p.dv.data;
@@ -323,7 +323,7 @@ static problem make_problem(int64_t batch, int64_t heads, int64_t queries, int64
     memcpy(p.x.dk_stride, p.dk.stride, sizeof p.dk.stride); memcpy(p.x.dv_stride, p.dv.stride, sizeof p.dv.stride);
     return p;
 }
-static void drop_problem(problem *p) {
+static void drop_problem(attention_problem *p) {
     free(p->q.data); free(p->k.data); free(p->v.data); free(p->o.data); free(p->d_o.data);
     free(p->dq.data); free(p->dk.data); free(p->dv.data); free(p->x.lse);
 }
@@ -339,7 +339,7 @@ typedef struct head {
 
 static double *zeros(int64_t n) { return (double *)calloc((size_t)AMPI_MAX(n, (int64_t)1), sizeof(double)); }
 
-static double *head_of(const problem *p, const tensor *t, int64_t b, int64_t h) {
+static double *head_of(const attention_problem *p, const tensor *t, int64_t b, int64_t h) {
     double *out = zeros(t->rows * p->x.dim);
     for (int64_t i = 0; i < t->rows; i++) {
         for (int64_t d = 0; d < p->x.dim; d++) {
@@ -361,14 +361,14 @@ static double dot(const double *a, const double *b, int64_t n, double *magnitude
     for (int64_t i = 0; i < n; i++) { s += a[i] * b[i]; *magnitude += fabs(a[i] * b[i]); }
     return s;
 }
-static double stored(const problem *p, double value, double error) {
-    return error + unit(p->x.dtype) * (fabs(value) + error) + tiny(p->x.dtype);
+static double stored(const attention_problem *p, double value, double error) {
+    return error + attention_unit(p->x.dtype) * (fabs(value) + error) + attention_tiny(p->x.dtype);
 }
 
 /* Row i of the head: probabilities, o, lse.  Error of a probability relative to it, to first order and then made safe
    by expm1: its score (dim products and the scale), the subtraction of the maximum, exp, and one exp, subtraction
    and product for each tile of keys that may move the maximum. */
-static void forward_row(const problem *p, head *r, int64_t b, int64_t h, int64_t i) {
+static void forward_row(const attention_problem *p, head *r, int64_t b, int64_t h, int64_t i) {
     const amp_k_attention *x = &p->x;
     double *s = zeros(x->keys), *e = zeros(x->keys), max = 0, sum = 0, worst = 0, reach = 0, magnitude;
     double tiles = (double)(x->keys / 64 + 1), scale = (double)x->scale, narrow = unit_of_product(x->compute);
@@ -376,31 +376,31 @@ static void forward_row(const problem *p, head *r, int64_t b, int64_t h, int64_t
     for (int64_t j = 0; j < x->keys; j++) {
         if (!sees(&x->mask, b, h, i, j, x->queries, x->keys)) continue;
         s[j] = scale * dot(r->q + i * x->dim, r->k + j * x->dim, x->dim, &magnitude);
-        e[j] = (double)(x->dim + 1) * U * fabs(scale) * magnitude;
+        e[j] = (double)(x->dim + 1) * ATTENTION_U * fabs(scale) * magnitude;
         if (!any || s[j] > max) max = s[j];
         if (fabs(s[j]) + e[j] > reach) reach = fabs(s[j]) + e[j];
         any = 1;
     }
     for (int64_t j = 0; j < x->keys; j++) {
         if (!sees(&x->mask, b, h, i, j, x->queries, x->keys)) continue;
-        e[j] = expm1(e[j] + 2 * reach * U + 3 * U + tiles * (2 * reach * U + 5 * U));
+        e[j] = expm1(e[j] + 2 * reach * ATTENTION_U + 3 * ATTENTION_U + tiles * (2 * reach * ATTENTION_U + 5 * ATTENTION_U));
         if (e[j] > worst) worst = e[j];
         sum += r->p[i * x->keys + j] = exp(s[j] - max);
     }
-    worst += (double)x->keys * U;                   /* of the sum */
+    worst += (double)x->keys * ATTENTION_U;                   /* of the sum */
     r->lse[i] = any ? max + log(sum) : 0;
-    r->lse_bound[i] = any ? worst + 4 * U * (reach + log(sum) + 1) : 0;
+    r->lse_bound[i] = any ? worst + 4 * ATTENTION_U * (reach + log(sum) + 1) : 0;
     for (int64_t j = 0; j < x->keys && any; j++) {
         double pj = r->p[i * x->keys + j] /= sum, error;
-        error = (1 + e[j]) * (1 + worst) * (1 + narrow) * (1 + ((double)x->keys + tiles + 4) * U) - 1;
-        r->p_error[i * x->keys + j] = expm1(e[j] + r->lse_bound[i] + 4 * U * (2 * reach + 3));
+        error = (1 + e[j]) * (1 + worst) * (1 + narrow) * (1 + ((double)x->keys + tiles + 4) * ATTENTION_U) - 1;
+        r->p_error[i * x->keys + j] = expm1(e[j] + r->lse_bound[i] + 4 * ATTENTION_U * (2 * reach + 3));
              /* as backward makes it */
         for (int64_t d = 0; d < x->dim; d++) {
             double v = r->v[j * x->dim + d];
             r->o[i * x->dim + d] += pj * v;
             r->o_bound[i * x->dim + d] += fabs(pj * v) * error;
             if (sees(&x->mask, b, h, i, j, x->queries,
-                x->keys)) r->o_bound[i * x->dim + d] += fabs(v) * tiny(x->compute);
+                x->keys)) r->o_bound[i * x->dim + d] += fabs(v) * attention_tiny(x->compute);
         }
     }
     for (int64_t d = 0; d < x->dim; d++) r->o_bound[i * x->dim + d] = stored(p, r->o[i * x->dim + d],
@@ -410,24 +410,24 @@ static void forward_row(const problem *p, head *r, int64_t b, int64_t h, int64_t
 }
 
 /* Row i: dp = do v^T, ds = p (dp - delta), and what it adds to dq, dk, dv. */
-static void backward_row(const problem *p, head *r, int64_t b, int64_t h, int64_t i) {
+static void backward_row(const attention_problem *p, head *r, int64_t b, int64_t h, int64_t i) {
     const amp_k_attention *x = &p->x;
     const double *d_o = r->d_o + i * x->dim, *q = r->q + i * x->dim;
     double magnitude, delta_error = 0, scale = (double)x->scale, n = (double)AMPI_MAX(x->queries, x->keys) + 4;
-    double narrow = unit_of_product(x->compute), small = tiny(x->compute);
+    double narrow = unit_of_product(x->compute), small = attention_tiny(x->compute);
     double delta = dot(d_o, r->o + i * x->dim, x->dim, &magnitude);
     for (int64_t d = 0; d < x->dim; d++) delta_error += fabs(d_o[d]) * r->o_bound[i * x->dim + d];
-    delta_error += (double)x->dim * U * (magnitude + delta_error);
+    delta_error += (double)x->dim * ATTENTION_U * (magnitude + delta_error);
     for (int64_t j = 0; j < x->keys; j++) {
         double pj = r->p[i * x->keys + j], pe = r->p_error[i * x->keys + j], dp, ds, ds_error, p_error;
         if (!sees(&x->mask, b, h, i, j, x->queries, x->keys)) continue;
         dp = dot(d_o, r->v + j * x->dim, x->dim, &magnitude);
         ds = pj * (dp - delta);
-        ds_error = (double)x->dim * U * magnitude + delta_error;
-        ds_error = pj * (1 + pe) * (ds_error + 2 * U * (fabs(dp - delta) + ds_error)) + pj * pe * fabs(dp - delta);
-        ds_error += narrow * (fabs(ds) + ds_error) + small + n * U * (fabs(ds) + ds_error);
+        ds_error = (double)x->dim * ATTENTION_U * magnitude + delta_error;
+        ds_error = pj * (1 + pe) * (ds_error + 2 * ATTENTION_U * (fabs(dp - delta) + ds_error)) + pj * pe * fabs(dp - delta);
+        ds_error += narrow * (fabs(ds) + ds_error) + small + n * ATTENTION_U * (fabs(ds) + ds_error);
         p_error = pj * pe;
-        p_error += (narrow + n * U) * (pj + p_error) + small;
+        p_error += (narrow + n * ATTENTION_U) * (pj + p_error) + small;
         for (int64_t d = 0; d < x->dim; d++) {
             r->dq[i * x->dim + d] += scale * ds * r->k[j * x->dim + d];
             r->dq_bound[i * x->dim + d] += fabs(scale * r->k[j * x->dim + d]) * ds_error;
@@ -440,7 +440,7 @@ static void backward_row(const problem *p, head *r, int64_t b, int64_t h, int64_
 }
 
 /* The largest error over its bound in a head of t. */
-static double worst_ratio(const problem *p, const tensor *t, int64_t b, int64_t h, const double *exact_value,
+static double worst_ratio(const attention_problem *p, const tensor *t, int64_t b, int64_t h, const double *exact_value,
     const double *bound) {
     double worst = 0;
     for (int64_t i = 0; i < t->rows; i++) {
@@ -456,7 +456,7 @@ static double worst_ratio(const problem *p, const tensor *t, int64_t b, int64_t 
 typedef struct accuracy { double o, dq, dk, dv, lse; } accuracy;
 
 /* Runs forward and backward and compares every head; error over bound. */
-static accuracy compare(problem *p, ampi_cpu *cpu) {
+static accuracy compare(attention_problem *p, ampi_cpu *cpu) {
     const amp_k_attention *x = &p->x;
     accuracy a = {0, 0, 0, 0, 0};
     int64_t nq = x->queries * x->dim, nk = x->keys * x->dim;
@@ -497,7 +497,7 @@ static accuracy compare(problem *p, ampi_cpu *cpu) {
     return a;
 }
 
-static void check_problem(problem *p, ampi_cpu *cpu, const char *what) {
+static void check_problem(attention_problem *p, ampi_cpu *cpu, const char *what) {
     accuracy a = compare(p, cpu);
     const amp_k_attention *x = &p->x;
     int ok = a.o <= 1 && a.dq <= 1 && a.dk <= 1 && a.dv <= 1 && a.lse <= 1;
@@ -511,11 +511,11 @@ static void check_problem(problem *p, ampi_cpu *cpu, const char *what) {
 static const int64_t sizes[] = {1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 129, 150}, dims[] = {1, 5, 16, 64, 80, 128};
 
 TEST(every_dtype_and_path) {
-    for (int path = 1; path <= (int)best_path(); path++) {
-        ampi_cpu cpu = device((amp_cpu_path)path, 2);
+    for (int path = 1; path <= (int)attention_best_path(); path++) {
+        ampi_cpu cpu = attention_device((amp_cpu_path)path, 2);
         for (int s = 0; s < 3; s++) {
             for (int c = 0; c < 4; c++) {
-                problem p = make_problem(2, 2, 70, 90, 20, storages[s], computes[c]);
+                attention_problem p = make_problem(2, 2, 70, 90, 20, attention_storages[s], attention_computes[c]);
                 p.x.mask.kind = AMP_MASK_CAUSAL;
                 check_problem(&p, &cpu, "dtypes");
                 drop_problem(&p);
@@ -525,11 +525,11 @@ TEST(every_dtype_and_path) {
 }
 
 TEST(odd_shapes) {
-    ampi_cpu cpu = device(best_path(), 2);
+    ampi_cpu cpu = attention_device(attention_best_path(), 2);
     for (size_t d = 0; d < sizeof dims / sizeof *dims; d++) {
         for (int n = 0; n < 6; n++) {
-            problem p = make_problem(1 + pick(2), 1 + pick(3), sizes[pick(12)], sizes[pick(12)], dims[d],
-                storages[pick(3)], AMP_F32);
+            attention_problem p = make_problem(1 + pick(2), 1 + pick(3), sizes[pick(12)], sizes[pick(12)], dims[d],
+                attention_storages[pick(3)], AMP_F32);
             p.x.mask.kind = pick(2) ? AMP_MASK_CAUSAL : AMP_MASK_NONE;
             if (n == 0) p.x.scale = -0.7f;
             check_problem(&p, &cpu, "shapes");
@@ -542,9 +542,9 @@ TEST(every_mask_and_combination) {
     for (int n = 0; n < 3; n++) {
         for (int kind = 0; kind <= AMP_MASK_ARBITRARY; kind++) {
             for (int combination = 0; combination < 6; combination++) {
-                ampi_cpu cpu = device((amp_cpu_path)(1 + pick((int64_t)best_path())), 2);
+                ampi_cpu cpu = attention_device((amp_cpu_path)(1 + pick((int64_t)attention_best_path())), 2);
                 int64_t queries = sizes[pick(12)], keys = n == 0 ? queries : sizes[pick(12)];
-                problem p = make_problem(2, 2, queries, keys, 12, AMP_F32, computes[pick(4)]);
+                attention_problem p = make_problem(2, 2, queries, keys, 12, AMP_F32, attention_computes[pick(4)]);
                 p.x.mask = random_mask((amp_mask_kind)kind, combination % 2, combination / 2, 2, 2, queries, keys);
                 check_problem(&p, &cpu, "masks");
                 drop_problem(&p);
@@ -555,9 +555,9 @@ TEST(every_mask_and_combination) {
 
 /* Windows and documents over many tiles: hidden tiles are skipped, seen ones are not. */
 TEST(long_sparse_masks) {
-    ampi_cpu cpu = device(best_path(), 2);
+    ampi_cpu cpu = attention_device(attention_best_path(), 2);
     for (int kind = AMP_MASK_CAUSAL; kind <= AMP_MASK_PREFIX; kind++) {
-        problem p = make_problem(1, 1, 600, 600, 8, AMP_F32, AMP_F32);
+        attention_problem p = make_problem(1, 1, 600, 600, 8, AMP_F32, AMP_F32);
         p.x.mask = random_mask((amp_mask_kind)kind, 0, kind == AMP_MASK_CAUSAL, 1, 1, 600, 600);
         p.x.mask.window = 40;
         p.x.mask.global = 3;
@@ -569,8 +569,8 @@ TEST(long_sparse_masks) {
 /* A packed qkv buffer [batch, seq, 3, heads, dim], and gradients into one of the same form. */
 TEST(packed_qkv) {
     enum { B = 2, T = 37, H = 3, D = 16, N = B * T * 3 * H * D };
-    ampi_cpu cpu = device(best_path(), 2);
-    problem p = make_problem(B, H, T, T, D, AMP_F32, AMP_F32);
+    ampi_cpu cpu = attention_device(attention_best_path(), 2);
+    attention_problem p = make_problem(B, H, T, T, D, AMP_F32, AMP_F32);
     amp_k_attention x = p.x;
     float *qkv = (float *)malloc(N * sizeof(float)), *grad = (float *)malloc(N * sizeof(float));
     int64_t stride[3] = {T * 3 * H * D, 3 * H * D, D}, different = 0;
@@ -603,10 +603,10 @@ TEST(packed_qkv) {
 
 /* Rounding the operands first changes no bit: that is what computing in a dtype means. */
 TEST(operands_are_rounded_to_the_compute_dtype) {
-    for (int path = 1; path <= (int)best_path(); path++) {
+    for (int path = 1; path <= (int)attention_best_path(); path++) {
         for (int c = 1; c < 4; c++) {
-            ampi_cpu cpu = device((amp_cpu_path)path, 1);
-            problem p = make_problem(1, 2, 40, 70, 24, AMP_F32, computes[c]);
+            ampi_cpu cpu = attention_device((amp_cpu_path)path, 1);
+            attention_problem p = make_problem(1, 2, 40, 70, 24, AMP_F32, attention_computes[c]);
             tensor *in[] = {&p.q, &p.k, &p.v, &p.d_o}, *out[] = {&p.dq, &p.dk, &p.dv, &p.o};
             unsigned char *before[4];
             int64_t changed = 0, different = 0;
@@ -619,7 +619,7 @@ TEST(operands_are_rounded_to_the_compute_dtype) {
                     double *rounded = head_of(&p, in[t], b, h);
                     for (int64_t i = 0; i < in[t]->rows * 24; i++) {
                         changed += fabs(rounded[i] - at(in[t], b, i / 24, h, i % 24)) > 0;
-                        put(in[t], b, i / 24, h, i % 24, (float)rounded[i]);
+                        attention_put(in[t], b, i / 24, h, i % 24, (float)rounded[i]);
                     }
                     free(rounded);
                 }
@@ -640,30 +640,30 @@ TEST(operands_are_rounded_to_the_compute_dtype) {
 /* With every value 1, o is the sum of the rounded probabilities over the sum of the exact ones: 1 to fp32 accuracy in
    fp32, visibly not 1 in bf16. */
 TEST(probabilities_are_rounded_to_the_compute_dtype) {
-    for (int path = 1; path <= (int)best_path(); path++) {
+    for (int path = 1; path <= (int)attention_best_path(); path++) {
         double off[2] = {0, 0};
         for (int bf16 = 0; bf16 < 2; bf16++) {
-            ampi_cpu cpu = device((amp_cpu_path)path, 1);
-            problem p = make_problem(1, 1, 40, 70, 8, AMP_F32, bf16 ? AMP_BF16 : AMP_F32);
-            for (int64_t j = 0; j < 70; j++) for (int64_t d = 0; d < 8; d++) put(&p.v, 0, j, 0, d, 1.0f);
+            ampi_cpu cpu = attention_device((amp_cpu_path)path, 1);
+            attention_problem p = make_problem(1, 1, 40, 70, 8, AMP_F32, bf16 ? AMP_BF16 : AMP_F32);
+            for (int64_t j = 0; j < 70; j++) for (int64_t d = 0; d < 8; d++) attention_put(&p.v, 0, j, 0, d, 1.0f);
             CHECK_OK(ampi_cpu_attention(&cpu, &p.x, NULL));
             for (int64_t i = 0; i < 40; i++) off[bf16] = AMPI_MAX(off[bf16], fabs(at(&p.o, 0, i, 0, 0) - 1));
             drop_problem(&p);
         }
-        CHECK_MSG(off[0] <= 80 * U, "%g", off[0]);          /* two sums of 70 positive terms, and a division */
-        CHECK_MSG(off[1] > 80 * U && off[1] <= 1.0 / 256 + 80 * U, "%g", off[1]);
+        CHECK_MSG(off[0] <= 80 * ATTENTION_U, "%g", off[0]);          /* two sums of 70 positive terms, and a division */
+        CHECK_MSG(off[1] > 80 * ATTENTION_U && off[1] <= 1.0 / 256 + 80 * ATTENTION_U, "%g", off[1]);
     }
 }
 
 /* The same bits for 1, 2 and 3 threads. */
 TEST(threads_change_no_bit) {
     for (int n = 0; n < 4; n++) {
-        problem p = make_problem(1, n < 2 ? 1 : 5, 300, 300, 16, storages[n % 3], AMP_F32);
+        attention_problem p = make_problem(1, n < 2 ? 1 : 5, 300, 300, 16, attention_storages[n % 3], AMP_F32);
         tensor *out[] = {&p.o, &p.dq, &p.dk, &p.dv};
         unsigned char *before[4];
         p.x.mask.kind = n % 2 ? AMP_MASK_CAUSAL : AMP_MASK_NONE;
         for (int threads = 1; threads <= 3; threads++) {
-            ampi_cpu cpu = device(best_path(), threads);
+            ampi_cpu cpu = attention_device(attention_best_path(), threads);
             CHECK_OK(ampi_cpu_attention(&cpu, &p.x, NULL));
             CHECK_OK(ampi_cpu_attention_backward(&cpu, &p.x, NULL));
             for (int t = 0; t < 4; t++) {
@@ -680,22 +680,22 @@ TEST(threads_change_no_bit) {
 }
 
 /* Hidden keys, and queries that see nothing, may hold anything: the visible results keep every bit. */
-static void poison(problem *p, int64_t b, int64_t row, int is_key) {
+static void attention_poison(attention_problem *p, int64_t b, int64_t row, int is_key) {
     static const uint32_t bad[] = {0x7fc00000u, 0x7f800000u, 0xff800000u};
     for (int64_t h = 0; h < p->x.heads; h++) {
         for (int64_t d = 0; d < p->x.dim; d++) {
             float value = from_bits(bad[(d + row) % 3]);
-            put(is_key ? &p->k : &p->q, b, row, h, d, value);
-            put(is_key ? &p->v : &p->d_o, b, row, h, d, value);
+            attention_put(is_key ? &p->k : &p->q, b, row, h, d, value);
+            attention_put(is_key ? &p->v : &p->d_o, b, row, h, d, value);
         }
     }
 }
 TEST(hidden_infinities_do_not_leak) {
-    for (int path = 1; path <= (int)best_path(); path++) {
+    for (int path = 1; path <= (int)attention_best_path(); path++) {
         for (int n = 0; n < 12; n++) {
-            ampi_cpu cpu = device((amp_cpu_path)path, 2);
+            ampi_cpu cpu = attention_device((amp_cpu_path)path, 2);
             int64_t queries = 70, keys = n < 4 ? 70 : 100;
-            problem p = make_problem(2, 2, queries, keys, 9, storages[n % 3], n % 4 == 3 ? AMP_BF16 : AMP_F32);
+            attention_problem p = make_problem(2, 2, queries, keys, 9, attention_storages[n % 3], n % 4 == 3 ? AMP_BF16 : AMP_F32);
             amp_mask_kind kind = n % 2 ? AMP_MASK_ARBITRARY : (amp_mask_kind)(n / 2);
             p.x.mask = random_mask(kind, 1, n % 3, 2, 2, queries, keys);
             for (int64_t b = 0; b < 2; b++) {
@@ -703,13 +703,13 @@ TEST(hidden_infinities_do_not_leak) {
                 mask_room.lengths[b] = (int32_t)(keys - pick(12));
                 for (int64_t i = 0; kind == AMP_MASK_ARBITRARY && i < 2 * 2 * queries; i++)
                     mask_room.allowed[i * keys + hide] = 0;
-                if (kind == AMP_MASK_ARBITRARY) poison(&p, b, hide, 1);
-                for (int64_t j = mask_room.lengths[b]; j < keys; j++) poison(&p, b, j, 1);
+                if (kind == AMP_MASK_ARBITRARY) attention_poison(&p, b, hide, 1);
+                for (int64_t j = mask_room.lengths[b]; j < keys; j++) attention_poison(&p, b, j, 1);
                 for (int64_t i = 0; i < queries; i++) {
                     int any = 0;
                     for (int64_t h = 0; h < 2; h++)
                         for (int64_t j = 0; j < keys; j++) any |= sees(&p.x.mask, b, h, i, j, queries, keys);
-                    if (!any) poison(&p, b, i, 0);
+                    if (!any) attention_poison(&p, b, i, 0);
                 }
             }
             check_problem(&p, &cpu, "hidden infinities");
@@ -720,18 +720,18 @@ TEST(hidden_infinities_do_not_leak) {
 
 /* Causal: the last key is NaN, which only the last query sees.  Its row is NaN, and no other. */
 TEST(seen_nan_spoils_its_rows_only) {
-    for (int path = 1; path <= (int)best_path(); path++) {
-        ampi_cpu cpu = device((amp_cpu_path)path, 1);
-        problem p = make_problem(1, 1, 50, 50, 8, AMP_F32, AMP_F32);
+    for (int path = 1; path <= (int)attention_best_path(); path++) {
+        ampi_cpu cpu = attention_device((amp_cpu_path)path, 1);
+        attention_problem p = make_problem(1, 1, 50, 50, 8, AMP_F32, AMP_F32);
         p.x.mask.kind = AMP_MASK_CAUSAL;
-        for (int64_t d = 0; d < 8; d++) put(&p.v, 0, 49, 0, d, from_bits(nan_bits));
-        put(&p.k, 0, 49, 0, 3, from_bits(nan_bits));
+        for (int64_t d = 0; d < 8; d++) attention_put(&p.v, 0, 49, 0, d, from_bits(nan_bits));
+        attention_put(&p.k, 0, 49, 0, 3, from_bits(nan_bits));
         CHECK_OK(ampi_cpu_attention(&cpu, &p.x, NULL));
         CHECK_OK(ampi_cpu_attention_backward(&cpu, &p.x, NULL));
         for (int64_t i = 0; i < 50; i++) {
             for (int64_t d = 0; d < 8; d++) {
-                CHECK(is_nan(at(&p.o, 0, i, 0, d)) == (i == 49));
-                CHECK(is_nan(at(&p.dq, 0, i, 0, d)) == (i == 49));
+                CHECK(attention_is_nan(at(&p.o, 0, i, 0, d)) == (i == 49));
+                CHECK(attention_is_nan(at(&p.dq, 0, i, 0, d)) == (i == 49));
             }
         }
         drop_problem(&p);
@@ -739,8 +739,8 @@ TEST(seen_nan_spoils_its_rows_only) {
 }
 
 TEST(nothing_to_see) {
-    ampi_cpu cpu = device(best_path(), 2);
-    problem p = make_problem(2, 2, 40, 40, 8, AMP_F16, AMP_F16);
+    ampi_cpu cpu = attention_device(attention_best_path(), 2);
+    attention_problem p = make_problem(2, 2, 40, 40, 8, AMP_F16, AMP_F16);
     static const int32_t none[2] = {0, 0};
     int64_t wrong = 0;
     p.x.mask.lengths = none;
@@ -763,8 +763,8 @@ TEST(nothing_to_see) {
 /* Scratch: the forward pass needs the same whatever the length, the backward pass at most twice for twice the length
    (one head of dk and dv); a table of queries x keys would need 4 times. */
 static size_t scratch_of(int64_t length, int backward) {
-    ampi_cpu cpu = device(best_path(), 1);
-    problem p = make_problem(1, 1, length, length, 16, AMP_F32, AMP_F32);
+    ampi_cpu cpu = attention_device(attention_best_path(), 1);
+    attention_problem p = make_problem(1, 1, length, length, 16, AMP_F32, AMP_F32);
     amp_result r;
     memory_now = memory_peak = 0;
     r = backward ? ampi_cpu_attention_backward(&cpu, &p.x, NULL) : ampi_cpu_attention(&cpu, &p.x, NULL);
@@ -782,14 +782,14 @@ TEST(scratch_grows_at_most_linearly) {
     }
 }
 
-static void *no_alloc(void *user, size_t size, size_t align) { (void)user; (void)size; (void)align; return NULL; }
+static void *attention_no_alloc(void *user, size_t size, size_t align) { (void)user; (void)size; (void)align; return NULL; }
 TEST(out_of_memory_is_reported) {
-    ampi_cpu cpu = device(best_path(), 1);
-    problem p = make_problem(1, 1, 8, 8, 8, AMP_F32, AMP_F32);
+    ampi_cpu cpu = attention_device(attention_best_path(), 1);
+    attention_problem p = make_problem(1, 1, 8, 8, 8, AMP_F32, AMP_F32);
     amp_k_softmax x;
     memset(&x, 0, sizeof x);
     x.batch = x.heads = x.queries = x.keys = 1;
-    cpu.host.alloc = no_alloc;
+    cpu.host.alloc = attention_no_alloc;
     CHECK_ERR(ampi_cpu_attention(&cpu, &p.x, NULL), AMP_ERR_MEMORY);
     CHECK_ERR(ampi_cpu_attention_backward(&cpu, &p.x, NULL), AMP_ERR_MEMORY);
     CHECK_ERR(ampi_cpu_softmax(&cpu, &x, NULL), AMP_ERR_MEMORY);
@@ -823,8 +823,8 @@ static double softmax_row(const amp_k_softmax *x, int64_t r, const float *in, co
         int seen = sees(&x->mask, b, h, i, j, x->queries, n);
         double y = load(x->y, x->y_dtype, r * n + j), g = (double)dy[r * n + j];
         double e = seen ? exp((double)x->scale * (double)in[r * n + j] - max) / sum : 0;
-        double bound = e * expm1((6 * reach + (double)n + 8) * U), ratio;
-        bound += unit(x->y_dtype) * (e + bound) + tiny(x->y_dtype);
+        double bound = e * expm1((6 * reach + (double)n + 8) * ATTENTION_U), ratio;
+        bound += attention_unit(x->y_dtype) * (e + bound) + attention_tiny(x->y_dtype);
         ratio = seen ? fabs(y - e) / bound : (fabs(y) > 0 ? 1e9 : 0);
         if (!is_finite(y)) ratio = 1e9;
         if (ratio > worst) worst = ratio;
@@ -835,8 +835,8 @@ static double softmax_row(const amp_k_softmax *x, int64_t r, const float *in, co
         double y = load(x->y, x->y_dtype, r * n + j), got = load(x->dx, x->x_dtype, r * n + j),
             g = (double)dy[r * n + j];
         double e = (double)x->scale * y * (g - total), bound, ratio;
-        bound = fabs((double)x->scale * y) * (((double)n + 4) * U * magnitude + 4 * U * (fabs(g) + fabs(total)));
-        bound += unit(x->x_dtype) * (fabs(e) + bound) + tiny(x->x_dtype);
+        bound = fabs((double)x->scale * y) * (((double)n + 4) * ATTENTION_U * magnitude + 4 * ATTENTION_U * (fabs(g) + fabs(total)));
+        bound += attention_unit(x->x_dtype) * (fabs(e) + bound) + attention_tiny(x->x_dtype);
         ratio = is_finite(got) ? fabs(got - e) / bound : 1e9;
         if (ratio > worst) worst = ratio;
     }
@@ -847,7 +847,7 @@ TEST(softmax_with_every_mask) {
     static const amp_dtype from[] = {AMP_F32, AMP_F16, AMP_BF16, AMP_F32, AMP_F16}, into[] = {AMP_F32, AMP_F16,
         AMP_BF16, AMP_BF16, AMP_F32};
     for (int n = 0; n < 120; n++) {
-        ampi_cpu cpu = device((amp_cpu_path)(1 + pick((int64_t)best_path())), 1 + (int)pick(2));
+        ampi_cpu cpu = attention_device((amp_cpu_path)(1 + pick((int64_t)attention_best_path())), 1 + (int)pick(2));
         int64_t queries = sizes[pick(10)], keys = n % 3 ? sizes[pick(10)] : queries, count = 4 * queries * keys;
         amp_k_softmax x;
         float *in = (float *)malloc((size_t)count * 4), *dy = (float *)malloc((size_t)count * 4);
@@ -881,8 +881,8 @@ TEST(softmax_with_every_mask) {
 }
 
 TEST(softmax_of_special_values) {
-    for (int path = 1; path <= (int)best_path(); path++) {
-        ampi_cpu cpu = device((amp_cpu_path)path, 1);
+    for (int path = 1; path <= (int)attention_best_path(); path++) {
+        ampi_cpu cpu = attention_device((amp_cpu_path)path, 1);
         static const int32_t lengths[] = {20};
         float in[5][23], y[5][23];
         amp_k_softmax x;
@@ -901,7 +901,7 @@ TEST(softmax_of_special_values) {
         for (int j = 0; j < 20; j++) {
             CHECK(is_finite((double)y[0][j]) && is_finite((double)y[3][j]) && y[3][j] > 0);
             CHECK_EQ(bits_of(y[1][j]), 0);
-            CHECK(is_nan((double)y[2][j]) && is_nan((double)y[4][j]));
+            CHECK(attention_is_nan((double)y[2][j]) && attention_is_nan((double)y[4][j]));
         }
         for (int r = 0; r < 5; r++) for (int j = 20; j < 23; j++) if (r != 2 && r != 4) CHECK_EQ(bits_of(y[r][j]), 0);
     }

@@ -5,13 +5,13 @@
 #include "test.h"
 #include <glob.h>
 
-static amp_context *open_with(amp_desc *desc) {
+static amp_context *context_open_with(amp_desc *desc) {
     amp_context *amp = NULL;
     CHECK_OK(amp_open(&amp, desc));
     return amp;
 }
 
-static int says(const char *text) {
+static int context_says(const char *text) {
     if (strstr(amp_last_error(), text) != NULL) return 1;
     printf("      last error: %s\n", amp_last_error());
     return 0;
@@ -45,8 +45,8 @@ TEST(last_error_names_field_value_and_mend) {
     desc.threads = -3;
     CHECK_ERR(amp_open(&amp, &desc), AMP_ERR_RANGE);
     CHECK(amp == NULL);
-    CHECK(says("AMP0102 amp_open: .threads = -3, must be 1 to 1024"));
-    CHECK(says(amp_result_hint(AMP_ERR_RANGE)));
+    CHECK(context_says("AMP0102 amp_open: .threads = -3, must be 1 to 1024"));
+    CHECK(context_says(amp_result_hint(AMP_ERR_RANGE)));
 }
 
 /* What other languages call, with what their structs were made from. */
@@ -98,12 +98,12 @@ TEST(choice_refuses_or_falls_back_by_name) {
     amp_machine volta = machine_with("cuda", 7, 0, 1, 0, 0), cpu = machine_with("cpu", 0, 0, 0, 0, 0);
     amp_choice choice;
     CHECK_ERR(amp_choose(&volta, AMP_BF16, 0, &choice), AMP_ERR_UNSUPPORTED);
-    CHECK(says("dtype bf16") && says("7.0"));
+    CHECK(context_says("dtype bf16") && context_says("7.0"));
     CHECK_OK(amp_choose(&volta, AMP_BF16, 1, &choice));
     CHECK_EQ(choice.dtype, AMP_F16);
     CHECK_EQ(choice.fell_back, 1);
     CHECK_ERR(amp_choose(&cpu, AMP_E4M3, 0, &choice), AMP_ERR_UNSUPPORTED);
-    CHECK(says("fp8"));
+    CHECK(context_says("fp8"));
     CHECK_ERR(amp_choose(&cpu, AMP_I32, 0, &choice), AMP_ERR_DTYPE);
     CHECK_OK(amp_choose(&cpu, AMP_F16, 0, &choice));
     CHECK_EQ(choice.emulated, 1);
@@ -226,7 +226,7 @@ TEST(cpu_quotas_limit_the_cores) {
 }
 
 TEST(defaults_are_filled_in) {
-    amp_context *amp = open_with(NULL);
+    amp_context *amp = context_open_with(NULL);
     amp_desc d;
     amp_choice choice;
     CHECK_OK(amp_query(amp, &d));
@@ -246,7 +246,7 @@ TEST(levels_decide_storage) {
         amp_desc desc;
         memset(&desc, 0, sizeof desc);
         desc.level = rows[i].level; desc.dtype = AMP_BF16;
-        amp_context *amp = open_with(&desc);
+        amp_context *amp = context_open_with(&desc);
         CHECK_EQ(amp_param_dtype(amp, 0), rows[i].weight);
         CHECK_EQ(amp_param_dtype(amp, 1), rows[i].norm);
         amp_close(amp);
@@ -257,7 +257,7 @@ TEST(switching_the_dtype) {
     amp_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.dtype = AMP_BF16;
-    amp_context *amp = open_with(&desc);
+    amp_context *amp = context_open_with(&desc);
     CHECK_OK(amp_set_dtype(amp, AMP_F16));
     CHECK_ERR(amp_set_dtype(amp, AMP_E5M2), AMP_ERR_UNSUPPORTED);
     amp_query(amp, &desc);
@@ -265,9 +265,9 @@ TEST(switching_the_dtype) {
     amp_close(amp);
     memset(&desc, 0, sizeof desc);
     desc.dtype = AMP_BF16; desc.level = AMP_LEVEL_O2;
-    amp = open_with(&desc);
+    amp = context_open_with(&desc);
     CHECK_ERR(amp_set_dtype(amp, AMP_F16), AMP_ERR_CONFLICT);
-    CHECK(says("O1"));
+    CHECK(context_says("O1"));
     amp_close(amp);
 }
 
@@ -283,7 +283,7 @@ TEST(settings_out_of_range) {
     amp_context *amp;
     amp_backend other = *amp_cpu();
 #define REFUSED(field, value, result) \
-    do { amp_desc d; memset(&d, 0, sizeof d); d.field = value; CHECK_ERR(amp_open(&amp, &d), result); CHECK(says("." #field)); } while (0)
+    do { amp_desc d; memset(&d, 0, sizeof d); d.field = value; CHECK_ERR(amp_open(&amp, &d), result); CHECK(context_says("." #field)); } while (0)
     REFUSED(threads, 1025, AMP_ERR_RANGE);
     REFUSED(device, -1, AMP_ERR_RANGE);
     REFUSED(level, (amp_level)9, AMP_ERR_RANGE);
@@ -292,6 +292,7 @@ TEST(settings_out_of_range) {
     REFUSED(autotune, (amp_autotune)3, AMP_ERR_RANGE);
     REFUSED(cache_limit, -1, AMP_ERR_RANGE);
     REFUSED(reducer.rank, 1, AMP_ERR_RANGE);
+#undef REFUSED
     {
         amp_desc d;
         memset(&d, 0, sizeof d);
@@ -302,7 +303,7 @@ TEST(settings_out_of_range) {
         CHECK_ERR(amp_open(&amp, &d), AMP_ERR_CONFLICT);
         d.memory.free = device_free;
         CHECK_ERR(amp_open(&amp, &d), AMP_ERR_CONFLICT);
-        CHECK(says("set .system"));
+        CHECK(context_says("set .system"));
         memset(&d, 0, sizeof d);
         d.reducer.world = 2;
         CHECK_ERR(amp_open(&amp, &d), AMP_ERR_NULL);
@@ -340,7 +341,7 @@ static amp_desc heap_desc(void) {
 
 TEST(memory_is_accounted_and_returned) {
     amp_desc desc = heap_desc();
-    amp_context *amp = open_with(&desc);
+    amp_context *amp = context_open_with(&desc);
     amp_memory_info before, during, after;
     void *blocks[200], *none = &desc;
     amp_memory(amp, &before);
@@ -371,7 +372,7 @@ TEST(opening_survives_every_failing_allocation) {
         desc.autotune_file = "plans";
         heap.fail_at = n;
         if (amp_open(&amp, &desc) == AMP_OK) { amp_close(amp); CHECK_EQ(heap.live, 0); CHECK(n > 1); return; }
-        CHECK(says("AMP0301"));
+        CHECK(context_says("AMP0301"));
         CHECK(amp == NULL);
         CHECK_EQ(heap.live, 0);
     }
@@ -380,38 +381,38 @@ TEST(opening_survives_every_failing_allocation) {
 
 /* ---- log */
 
-static struct { int calls, level, id; char text[256]; } logged;
+static struct { int calls, level, id; char text[256]; } context_logged;
 static void logger_write(void *user, amp_log_level level, int id, const char *text) {
     (void)user;
-    logged.calls++;
-    logged.level = (int)level;
-    logged.id = id;
-    snprintf(logged.text, sizeof logged.text, "%s", text);
+    context_logged.calls++;
+    context_logged.level = (int)level;
+    context_logged.id = id;
+    snprintf(context_logged.text, sizeof context_logged.text, "%s", text);
 }
 
 TEST(a_fallback_is_logged_with_its_reason) {
     amp_desc desc;
     amp_context *amp;
     memset(&desc, 0, sizeof desc);
-    memset(&logged, 0, sizeof logged);
+    memset(&context_logged, 0, sizeof context_logged);
     desc.logger.write = logger_write;
     desc.dtype = AMP_E4M3;
     desc.allow_fallback = 1;
-    amp = open_with(&desc);
-    CHECK_EQ(logged.calls, 1);
-    CHECK_EQ(logged.level, AMP_LOG_WARNING);
-    CHECK(strstr(logged.text, "fp8") != NULL);
+    amp = context_open_with(&desc);
+    CHECK_EQ(context_logged.calls, 1);
+    CHECK_EQ(context_logged.level, AMP_LOG_WARNING);
+    CHECK(strstr(context_logged.text, "fp8") != NULL);
     amp_close(amp);
     desc.logger.level = AMP_LOG_OFF;
-    amp = open_with(&desc);
-    CHECK_EQ(logged.calls, 1);
+    amp = context_open_with(&desc);
+    CHECK_EQ(context_logged.calls, 1);
     amp_close(amp);
 }
 
 /* ---- parameters */
 
 TEST(parameters) {
-    amp_context *amp = open_with(NULL);
+    amp_context *amp = context_open_with(NULL);
     static float w[6], g[6];
     amp_param p[2];
     memset(p, 0, sizeof p);
@@ -453,7 +454,7 @@ TEST(tensor_counts) {
     CHECK_EQ(amp_tensor_count(&t), 0);
 }
 
-TEST(patterns) {
+TEST(context_patterns) {
     CHECK(ampi_match("blocks.0.*", "blocks.0.attn.weight"));
     CHECK(!ampi_match("blocks.0.*", "blocks.10.attn.weight"));
     CHECK(ampi_match("*.bias", "a.b.bias") && !ampi_match("*.bias", "a.bias.weight"));
@@ -477,7 +478,7 @@ TEST(files) {
     CHECK(bytes == 5 && strcmp((char *)data, "hello") == 0);
     amp_file_free(NULL, data, bytes);
     CHECK_ERR(amp_file_write_atomic(NULL, "/nonexistent/x", "y", 1), AMP_ERR_OPEN);
-    CHECK(says("/nonexistent/x"));
+    CHECK(context_says("/nonexistent/x"));
     CHECK_ERR(amp_file_read_all(NULL, "/nonexistent", &data, &bytes), AMP_ERR_OPEN);
     CHECK_ERR(amp_file_read_all(NULL, "/tmp", &data, &bytes), AMP_ERR_READ);
 
@@ -531,7 +532,7 @@ TEST(autotune_on_the_cpu) {
 }
 
 TEST(several_threads_share_a_context) {
-    amp_context *amp = open_with(NULL);
+    amp_context *amp = context_open_with(NULL);
     pthread_t threads[4];
     for (int i = 0; i < 4; i++) pthread_create(&threads[i], NULL, worker, amp);
     for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
@@ -544,7 +545,7 @@ int main(int argc, char **argv) {
     RUN(a_stale_header_is_an_error); RUN(choice_follows_the_device); RUN(choice_refuses_or_falls_back_by_name);
     RUN(machine_is_described); RUN(caches_are_those_that_linux_lists); RUN(cpu_quotas_limit_the_cores); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
     RUN(settings_out_of_range); RUN(memory_is_accounted_and_returned); RUN(opening_survives_every_failing_allocation);
-    RUN(a_fallback_is_logged_with_its_reason); RUN(parameters); RUN(tensor_counts); RUN(patterns); RUN(files); RUN(autotune_on_the_cpu);
+    RUN(a_fallback_is_logged_with_its_reason); RUN(parameters); RUN(tensor_counts); RUN(context_patterns); RUN(files); RUN(autotune_on_the_cpu);
     RUN(several_threads_share_a_context);
     return TEST_END();
 }

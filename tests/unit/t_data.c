@@ -95,7 +95,7 @@ static void check_rows(const amp_batch *b, int64_t *ids) {
 }
 
 /* Sample numbers of the next n batches, at most `room` of them; -2 between batches. */
-static int take(amp_loader *l, int batches, int64_t *ids, int room) {
+static int data_take(amp_loader *l, int batches, int64_t *ids, int room) {
     int i, n = 0;
     for (i = 0; i < batches; i++) {
         amp_batch b;
@@ -197,13 +197,13 @@ TEST(order_never_changes) {
     CHECK_EQ(ampi_epoch_random(1234, 5, 8), UINT64_C(0x6eb156e60e8bf2a8));
 }
 
-enum { SAMPLES = 59 };                             /* leaves a rest that no rank count divides */
+enum { DATA_SAMPLES = 59 };                             /* leaves a rest that no rank count divides */
 
 /* Every rank count, worker count, order and last-batch policy: each sample exactly once per epoch, fewer only where
    they are dropped; and the same batches for any number of workers. */
 static void check_epoch(int world, int shuffle, amp_last_batch last_batch) {
     static const int workers[] = {AMP_NO_WORKERS, 1, 4};
-    int seen[2][SAMPLES] = {{0}}, w, rank, epoch, i, total;
+    int seen[2][DATA_SAMPLES] = {{0}}, w, rank, epoch, i, total;
     int64_t reference[3][200];
     int n_reference[3];
     for (w = 0; w < 3; w++) {
@@ -215,13 +215,13 @@ static void check_epoch(int world, int shuffle, amp_last_batch last_batch) {
             int64_t ids[200];
             int n, at = 0;
             d.shuffle = shuffle; d.last_batch = last_batch; d.world = world; d.rank = rank; d.workers = workers[w];
-            d.seed = 3; d.batch = 7; d.last = SAMPLES * SEQ + 1;
+            d.seed = 3; d.batch = 7; d.last = DATA_SAMPLES * SEQ + 1;
             l = opened(&d);
             CHECK_OK(amp_loader_info_get(l, &info));
-            CHECK_EQ(info.samples, SAMPLES);
+            CHECK_EQ(info.samples, DATA_SAMPLES);
             CHECK_EQ(info.batches,
-                     last_batch == AMP_LAST_DROP ? SAMPLES / (7 * world) : (SAMPLES + 7 * world - 1) / (7 * world));
-            n = take(l, 2 * (int)info.batches, ids, 200);
+                     last_batch == AMP_LAST_DROP ? DATA_SAMPLES / (7 * world) : (DATA_SAMPLES + 7 * world - 1) / (7 * world));
+            n = data_take(l, 2 * (int)info.batches, ids, 200);
             for (i = 0, epoch = 0; i < n; i++) {
                 if (ids[i] >= 0) seen[epoch][ids[i]]++;
                 if (ids[i] == -2 && ++at == info.batches) epoch++;
@@ -231,8 +231,8 @@ static void check_epoch(int world, int shuffle, amp_last_batch last_batch) {
             amp_loader_destroy(l);
         }
         for (epoch = 0; epoch < 2; epoch++) {
-            for (i = total = 0; i < SAMPLES; i++) { CHECK(seen[epoch][i] <= 1); total += seen[epoch][i]; }
-            CHECK_EQ(total, last_batch == AMP_LAST_DROP ? SAMPLES / (7 * world) * 7 * world : SAMPLES);
+            for (i = total = 0; i < DATA_SAMPLES; i++) { CHECK(seen[epoch][i] <= 1); total += seen[epoch][i]; }
+            CHECK_EQ(total, last_batch == AMP_LAST_DROP ? DATA_SAMPLES / (7 * world) * 7 * world : DATA_SAMPLES);
         }
     }
 }
@@ -298,17 +298,17 @@ TEST(shuffle) {
     amp_loader *l;
     d.shuffle = 1; d.seed = 11;
     l = opened(&d);
-    take(l, 30, a, 200);                            /* two epochs of 15 batches */
+    data_take(l, 30, a, 200);                            /* two epochs of 15 batches */
     amp_loader_destroy(l);
     for (i = 0; i < 75; i++) same += a[i] == a[75 + i] && a[i] >= 0;
     CHECK(same < 12);                               /* 1 expected */
     l = opened(&d);
-    take(l, 30, b, 200);
+    data_take(l, 30, b, 200);
     amp_loader_destroy(l);
     CHECK(memcmp(a, b, 150 * sizeof *a) == 0);
     d.seed = 12;
     l = opened(&d);
-    take(l, 30, b, 200);
+    data_take(l, 30, b, 200);
     amp_loader_destroy(l);
     for (i = same = 0; i < 75; i++) same += a[i] == b[i] && a[i] >= 0;
     CHECK(same < 12);
@@ -326,7 +326,7 @@ static void check_resume(int at, int then, int shuffle) {
     amp_loader *l;
     d.shuffle = shuffle; d.batch = 9; d.last_batch = AMP_LAST_PARTIAL;     /* 7 batches an epoch */
     l = opened(&d);
-    n = take(l, 22, whole, 400);
+    n = data_take(l, 22, whole, 400);
     amp_loader_destroy(l);
     for (part = 0; part < 3; part++) {
         void *data;
@@ -339,7 +339,7 @@ static void check_resume(int at, int then, int shuffle) {
             CHECK_OK(amp_loader_load(l, copy, "train"));
             amp_state_destroy(copy);
         }
-        m += take(l, part == 0 ? at : part == 1 ? then : 22 - at - then, ids + m, 400 - m);
+        m += data_take(l, part == 0 ? at : part == 1 ? then : 22 - at - then, ids + m, 400 - m);
         CHECK_OK(amp_loader_info_get(l, &info));
         if (part == 0) CHECK(info.epoch == at / 7 && info.index == at % 7);
         CHECK_OK(amp_state_create(&state, NULL));
@@ -373,9 +373,9 @@ TEST(resume_in_place) {
     d.workers = 3; d.prefetch = 5; d.shuffle = 1;
     l = opened(&d);
     CHECK_OK(amp_state_create(&state, NULL));
-    take(l, 3, ids, 128);
+    data_take(l, 3, ids, 128);
     CHECK_OK(amp_loader_save(l, state, "x"));
-    take(l, 15, whole, 128);
+    data_take(l, 15, whole, 128);
     for (round = 0; round < 50; round++) {
         CHECK_OK(amp_loader_load(l, state, "x"));
         CHECK_OK(amp_state_create(&again, NULL));
@@ -384,7 +384,7 @@ TEST(resume_in_place) {
         CHECK_OK(amp_state_get(again, "x.loader", AMP_I64, b, AMPI_POSITION_COUNT));
         CHECK(memcmp(a, b, sizeof a) == 0);
         amp_state_destroy(again);
-        take(l, 1 + round % 15, ids, 128);
+        data_take(l, 1 + round % 15, ids, 128);
         CHECK(memcmp(ids, whole, (size_t)(1 + round % 15) * 5 * sizeof *ids) == 0);
     }
     amp_loader_destroy(l);
@@ -404,7 +404,7 @@ static int take_ranks(amp_loader_desc d, int world, int n, const amp_state *stat
     }
     for (i = 0; i < n; i++)
         for (r = 0; r < world; r++) {
-            at += take(l[r], 1, ids + at, 400 - at);
+            at += data_take(l[r], 1, ids + at, 400 - at);
             at -= ids[at - 1] == -2;                /* the mark of a batch's end */
         }
     CHECK_OK(amp_loader_save(l[world - 1], saved, "x"));
@@ -458,7 +458,7 @@ TEST(state_counts_what_was_consumed) {
     d.workers = 2; d.prefetch = 6;
     l = opened(&d);
     CHECK_OK(amp_state_create(&state, NULL));
-    take(l, 15 + 4, ids, 256);
+    data_take(l, 15 + 4, ids, 256);
     CHECK(wait_until_ready(l, 6) >= 6);
     CHECK_OK(amp_loader_save(l, state, "x"));
     CHECK_OK(amp_state_get(state, "x.loader", AMP_I64, values, AMPI_POSITION_COUNT));
@@ -535,7 +535,7 @@ TEST(seek_and_end) {
     int i, at = 0;
     d.shuffle = 1; d.epochs = 3; d.workers = 2;
     l = opened(&d);
-    take(l, 45, whole, 256);
+    data_take(l, 45, whole, 256);
     CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_END);
     CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_END);
     for (i = 0; i < 60; i++) {
@@ -706,7 +706,7 @@ TEST(several_files) {
         l = opened(&d);
         CHECK_OK(amp_loader_info_get(l, &info));
         CHECK(info.n_files == 4 && info.samples == 9 && info.batches == 3 && info.tokens == 21 + 22 + 7 + 31);
-        take(l, 3, ids, 16);
+        data_take(l, 3, ids, 16);
         for (i = 0; i < 12; i++) if (ids[i] >= 0) seen[ids[i]]++;
         if (!shuffle)
             CHECK(ids[0] == 0 && ids[1] == 1 && ids[2] == 10 && ids[4] == 11 && ids[6] == 20 && ids[10] == 23);
@@ -875,25 +875,25 @@ TEST(arrays) {
 }
 
 /* The same from memory: x is the first three columns of a table of four, id the last one; half is [ROWS, 2, 2]. */
-enum { ROWS = 23 };
-static struct { float table[ROWS][4]; uint16_t half[ROWS][4]; double wide[ROWS]; uint8_t bytes[ROWS][5]; int64_t longs[ROWS]; } held;
+enum { DATA_ROWS = 23 };
+static struct { float table[DATA_ROWS][4]; uint16_t half[DATA_ROWS][4]; double wide[DATA_ROWS]; uint8_t bytes[DATA_ROWS][5]; int64_t longs[DATA_ROWS]; } held;
 
 static amp_loader_desc tensor_desc(amp_tensor tensors[6]) {
     amp_loader_desc d;
-    for (int i = 0; i < ROWS; i++) {
+    for (int i = 0; i < DATA_ROWS; i++) {
         for (int k = 0; k < 4; k++) { held.table[i][k] = (float)(k < 3 ? 10 * i + k : i); held.half[i][k] = (uint16_t)(256 * i + k); }
         for (int k = 0; k < 5; k++) held.bytes[i][k] = (uint8_t)(i + k);
         held.wide[i] = 0.5 * i;
         held.longs[i] = (int64_t)i << 40;
     }
-    tensors[0] = amp_tensor2(held.table, AMP_F32, ROWS, 3);
+    tensors[0] = amp_tensor2(held.table, AMP_F32, DATA_ROWS, 3);
     tensors[0].stride[0] = 4; tensors[0].stride[1] = 1;
-    tensors[1] = amp_tensor1(&held.table[0][3], AMP_F32, ROWS);
+    tensors[1] = amp_tensor1(&held.table[0][3], AMP_F32, DATA_ROWS);
     tensors[1].stride[0] = 4;
-    tensors[2] = amp_tensor3(held.half, AMP_BF16, ROWS, 2, 2);
-    tensors[3] = amp_tensor1(held.wide, AMP_F64, ROWS);
-    tensors[4] = amp_tensor2(held.bytes, AMP_E4M3, ROWS, 5);
-    tensors[5] = amp_tensor2(held.longs, AMP_I64, ROWS, 1);
+    tensors[2] = amp_tensor3(held.half, AMP_BF16, DATA_ROWS, 2, 2);
+    tensors[3] = amp_tensor1(held.wide, AMP_F64, DATA_ROWS);
+    tensors[4] = amp_tensor2(held.bytes, AMP_E4M3, DATA_ROWS, 5);
+    tensors[5] = amp_tensor2(held.longs, AMP_I64, DATA_ROWS, 1);
     memset(&d, 0, sizeof d);
     d.tensors = tensors; d.n_tensors = 6; d.batch = 4;
     return d;
@@ -918,7 +918,7 @@ TEST(tensors) {
     amp_loader_info info;
     d.first = 1;
     for (int c = 0; c < 18; c++) {
-        int seen[ROWS] = {0}, last = c / 3 % 3 + 1, samples = last == AMP_LAST_DROP ? 20 : 22, got = 0;
+        int seen[DATA_ROWS] = {0}, last = c / 3 % 3 + 1, samples = last == AMP_LAST_DROP ? 20 : 22, got = 0;
         amp_batch b;
         amp_loader *l;
         d.shuffle = c / 9; d.last_batch = (amp_last_batch)last; d.seed = 3; d.epochs = 1;
@@ -937,7 +937,7 @@ TEST(tensors) {
         }
         CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_END);
         CHECK_EQ(got, samples);
-        for (int i = 0; i < ROWS; i++) CHECK(seen[i] <= (i > 0) && (samples == 20 || seen[i] == (i > 0)));
+        for (int i = 0; i < DATA_ROWS; i++) CHECK(seen[i] <= (i > 0) && (samples == 20 || seen[i] == (i > 0)));
         amp_loader_destroy(l);
     }
 }
@@ -2377,7 +2377,7 @@ static void check_device(const amp_loader_desc *desc, int eager, int workers, in
     int i, j, k;
     d.shuffle = 1;
     l = opened(&d);
-    take(l, BATCHES, expected, BATCHES * 5);
+    data_take(l, BATCHES, expected, BATCHES * 5);
     amp_loader_destroy(l);
     d.workers = workers; d.prefetch = prefetch; d.disable_pinned = disable_pinned;
     CHECK_OK(amp_loader_create(a, &l, &d));

@@ -19,16 +19,16 @@ enum { M = 136, K = 140, N = 132, SPECIAL = 96 };
 static const amp_fp8_scaling scalings[] = {AMP_FP8_CURRENT, AMP_FP8_BLOCK, AMP_FP8_MX};
 static const char *const modes[] = {"current", "block", "mx"};
 static const amp_dtype formats[] = {AMP_E4M3, AMP_E5M2};
-static const char *const names[] = {"e4m3", "e5m2"};
+static const char *const fp8_names[] = {"e4m3", "e5m2"};
 enum { MODES = sizeof scalings / sizeof *scalings };
 
-static ampt_golden golden;
+static ampt_golden fp8_golden;
 
-static float *room(int64_t n) { return (float *)calloc((size_t)n + 16, sizeof(float)); }
+static float *fp8_room(int64_t n) { return (float *)calloc((size_t)n + 16, sizeof(float)); }
 
 /* The oracle's inputs: numbers of very different sizes. */
 static float *wide(uint32_t stream, int64_t rows, int64_t cols) {
-    float *x = room(rows * cols);
+    float *x = fp8_room(rows * cols);
     ampt_uniform(x, rows * cols, 8, stream, 1, 0);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < cols; j++) x[i * cols + j] = ldexpf(x[i * cols + j], -(int)((i * 7 + j * 3) % 13));
@@ -55,14 +55,14 @@ static void check_operand(const char *key, const float *x, int64_t rows, int64_t
                           amp_fp8_scaling scaling, int along, int square) {
     char record[80];
     int64_t n, blocks;
-    int32_t *packed = (int32_t *)ampt_golden_read(&golden, key, 3, &n);
-    float *scales, *y = room(rows * cols);
+    int32_t *packed = (int32_t *)ampt_golden_read(&fp8_golden, key, 3, &n);
+    float *scales, *y = fp8_room(rows * cols);
     const uint8_t *q = (const uint8_t *)packed;
     int64_t size = scaling == AMP_FP8_CURRENT ? 0 : scaling == AMP_FP8_BLOCK ? 128 : 32;
     int64_t down = size == 0 ? rows : square || !along ? size : 1, across = size == 0 ? cols : square || along ? size : 1;
     int64_t in_a_row = (cols + across - 1) / across;
     snprintf(record, sizeof record, "%s/scales", key);
-    scales = (float *)ampt_golden_read(&golden, record, 1, &blocks);
+    scales = (float *)ampt_golden_read(&fp8_golden, record, 1, &blocks);
     for (int path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
         amp_context *amp = open_fp8(scaling, AMP_FP8_HYBRID, (amp_cpu_path)path, path % 2 + 1);
         amp_k_fp8 how = {square, 0, dtype, scaling, NULL, NULL, 0, 0};
@@ -105,7 +105,7 @@ TEST(operands_are_those_of_pytorch) {
         for (int s = 0; s < MODES; s++)
             for (int along = s == 0 ? 1 : 0; along < 2; along++)
                 for (int f = 0; f < (t == 2 ? 2 : 1); f++) {
-                    snprintf(key, sizeof key, "%s/%s/%s/%d", what[t], modes[s], names[f], along);
+                    snprintf(key, sizeof key, "%s/%s/%s/%d", what[t], modes[s], fp8_names[f], along);
                     check_operand(key, data[t], rows[t], cols[t], formats[f], scalings[s], along, t == 1 && s == 1);
                 }
     for (int t = 0; t < 3; t++) free(data[t]);
@@ -125,7 +125,7 @@ TEST(scales_of_zero_tiny_infinite_and_nan) {
         ampi_fp_end(host);
         for (int s = 0; s < MODES; s++)
             for (int f = 0; f < 2; f++) {
-                snprintf(key, sizeof key, "special/%s/%s/%s/1", kinds[t], modes[s], names[f]);
+                snprintf(key, sizeof key, "special/%s/%s/%s/1", kinds[t], modes[s], fp8_names[f]);
                 check_operand(key, x, 1, SPECIAL, formats[f], scalings[s], 1, 0);
             }
     }
@@ -142,7 +142,7 @@ typedef struct layer {
 static void layer_make(layer *l) {
     memset(l, 0, sizeof *l);
     l->x = wide(0, M, K); l->w = wide(1, N, K); l->dy = wide(2, M, N);
-    l->y = room(M * N); l->dx = room(M * K); l->dw = room(N * K);
+    l->y = fp8_room(M * N); l->dx = fp8_room(M * K); l->dw = fp8_room(N * K);
     l->weight.name = "w";
     l->weight.weight = amp_tensor2(l->w, AMP_F32, N, K);
     l->weight.grad = amp_tensor2(l->dw, AMP_F32, N, K);
@@ -169,9 +169,9 @@ static void check_product(const char *key, const float *got, int64_t rows, int64
     char record[80];
     int64_t n;
     float weights[K];
-    double *want = (double *)ampt_golden_read(&golden, key, 2, &n), *terms, worst = 0;
+    double *want = (double *)ampt_golden_read(&fp8_golden, key, 2, &n), *terms, worst = 0;
     snprintf(record, sizeof record, "%s/terms", key);
-    terms = (double *)ampt_golden_read(&golden, record, 2, &n);
+    terms = (double *)ampt_golden_read(&fp8_golden, record, 2, &n);
     ampt_uniform(weights, cols, 10, (uint32_t)cols, 1, 0);
     CHECK_EQ(n, rows);
     for (int64_t i = 0; i < rows; i++) {
@@ -197,9 +197,9 @@ TEST(products_are_those_of_fp64) {
                     for (int again = 0; again <= cached; again++) layer_run(amp, &l);
                     snprintf(key, sizeof key, "y/%s", modes[s]);
                     check_product(key, l.y, M, N, K);
-                    snprintf(key, sizeof key, "dx/%s/%s", modes[s], names[f]);
+                    snprintf(key, sizeof key, "dx/%s/%s", modes[s], fp8_names[f]);
                     check_product(key, l.dx, M, K, N);
-                    snprintf(key, sizeof key, "dw/%s/%s", modes[s], names[f]);
+                    snprintf(key, sizeof key, "dw/%s/%s", modes[s], fp8_names[f]);
                     check_product(key, l.dw, N, K, M);
                     amp_close(amp);
                     layer_free(&l);
@@ -394,7 +394,7 @@ TEST(levels) {
     }
 }
 
-TEST(refusals) {
+TEST(fp8_refusals) {
     amp_context *amp = NULL;
     amp_backend other = *amp_cpu();
     amp_desc d;
@@ -434,7 +434,7 @@ TEST(delayed_scales_are_those_of_transformer_engine) {
             float *want;
             memset(&slot, 0, sizeof slot);
             snprintf(key, sizeof key, "delayed/%d/%d", recent, margin);
-            want = (float *)ampt_golden_read(&golden, key, 1, &n);
+            want = (float *)ampt_golden_read(&fp8_golden, key, 1, &n);
             CHECK_EQ(n, (int64_t)(sizeof amaxes / sizeof *amaxes));
             for (int i = 0; i < n; i++) {
                 amax = ampi_bits_f32(amaxes[i]);
@@ -581,7 +581,7 @@ TEST(delayed_saturates_and_recovers) {
 typedef struct step_errors { double y, dw, others; } step_errors;
 static step_errors step_of(trainer *t, float planted) {
     double sums[3] = {0, 0, 0}, norms[3] = {0, 0, 0};
-    float *w = room(N * K);
+    float *w = fp8_room(N * K);
     step_errors e;
     memcpy(w, t->l.w, N * K * sizeof *w);
     trainer_step(t, planted);
@@ -614,7 +614,7 @@ TEST(an_outlier_channel_does_not_lose_the_step) {
         for (int f = AMP_FP8_HYBRID; f <= AMP_FP8_E4M3; f++) {
             const amp_fp8_recipe recipe = {.format = (amp_fp8_format)f, .scaling = all[s]};
             step_errors clean, outlier, next;
-            float *dw = room(N * K);
+            float *dw = fp8_room(N * K);
             int64_t changed = 0, lost = 0;
             const char *name = called[s];
             amp_fp8_stats now;
@@ -734,7 +734,7 @@ TEST(states_take_back_what_came_after) {
     for (int before = 0; before < 2; before++) {
         trainer t;
         amp_state *state = NULL;
-        float *w = room(N * K), *once = room(N * K);
+        float *w = fp8_room(N * K), *once = fp8_room(N * K);
         trainer_open(&t, 3, AMP_FP8_AMAX_DEFAULT, 0);
         for (int i = 0; i < before; i++) trainer_step(&t, 1);
         CHECK_OK(amp_state_create(&state, NULL));
@@ -776,7 +776,7 @@ TEST(histories_resume_bit_for_bit) {
     CHECK_OK(amp_state_create(&state, NULL));
     CHECK_OK(amp_fp8_save(part.amp, state, "here"));
     CHECK_OK(amp_optimizer_save(part.optimizer, state, "optimizer"));
-    w = room(N * K);
+    w = fp8_room(N * K);
     memcpy(w, part.l.w, N * K * sizeof *w);
     trainer_close(&part);
     trainer_open(&part, 3, AMP_FP8_AMAX_DEFAULT, 0);
@@ -858,7 +858,7 @@ TEST(trials_leave_the_records) {
                 trainer_step(&undisturbed, i == 1 ? 3.0f : 1.0f);
                 trainer_pass(&t, i == 1 ? 3.0f : 1.0f);
                 if (i == at && (which == TUNE || which == GRADCHECK)) {
-                    float *dw = room(N * K), *dy = wide(2, M, N);  /* these two do not restore it, and the latter writes dy */
+                    float *dw = fp8_room(N * K), *dy = wide(2, M, N);  /* these two do not restore it, and the latter writes dy */
                     memcpy(dw, t.l.dw, N * K * sizeof *dw);
                     trial(&t, which);
                     memcpy(t.l.dw, dw, N * K * sizeof *dw);
@@ -1037,7 +1037,7 @@ TEST(recipes_must_not_contradict_themselves) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
-    golden = ampt_golden_open("fp8.bin");
+    fp8_golden = ampt_golden_open("fp8.bin");
     RUN(operands_are_those_of_pytorch);
     RUN(scales_of_zero_tiny_infinite_and_nan);
     RUN(products_are_those_of_fp64);
@@ -1048,7 +1048,7 @@ int main(int argc, char **argv) {
     RUN(the_choice_says_emulated_and_never_takes_it_by_itself);
     RUN(care_takes_it_only_from_hardware);
     RUN(levels);
-    RUN(refusals);
+    RUN(fp8_refusals);
     RUN(delayed_scales_are_those_of_transformer_engine);
     RUN(every_place_of_a_history_counts);
     RUN(delayed_saturates_and_recovers);
@@ -1062,6 +1062,6 @@ int main(int argc, char **argv) {
     RUN(states_of_another_recipe_or_model_are_refused);
     RUN(delayed_scaling_needs_registered_weights);
     RUN(recipes_must_not_contradict_themselves);
-    free(golden.data);
+    free(fp8_golden.data);
     return TEST_END();
 }

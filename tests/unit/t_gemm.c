@@ -22,11 +22,11 @@ static amp_cpu_path best_path;
 static int ways(void) { int n = 0; while (n < WAYS && all_ways[n].path <= best_path) n++; return n; }
 
 static int64_t alloc_live;
-static int alloc_fails;
+static int gemm_alloc_fails;
 static void *test_alloc(void *user, size_t size, size_t align) {
     void *p = NULL;
     (void)user;
-    if (alloc_fails) return NULL;
+    if (gemm_alloc_fails) return NULL;
     __atomic_fetch_add(&alloc_live, (int64_t)size, __ATOMIC_RELAXED);
     return posix_memalign(&p, align, size) == 0 ? p : NULL;
 }
@@ -54,7 +54,7 @@ static double uniform(void) {
     seed = seed * 6364136223846793005u + 1442695040888963407u;
     return (double)(seed >> 11) / 9007199254740992.0 * 2 - 1;
 }
-static double get(const void *p, amp_dtype d, int64_t i) {
+static double gemm_get(const void *p, amp_dtype d, int64_t i) {
     uint16_t h;
     float f;
     if (d == AMP_F32) { memcpy(&f, (const char *)p + 4 * i, 4); return (double)f; }
@@ -80,11 +80,11 @@ static double roundoff(amp_dtype d) { return d == AMP_F16 ? 0x1p-11 : d == AMP_B
 static double underflow(amp_dtype d) { return d == AMP_F16 ? 0x1p-25 : d == AMP_BF16 ? 0x1p-134 : 0x1p-126; }
 
 /* Memory that lies one element off the alignment of any vector, and is freed by drop(). */
-static void *heap[64];
+static void *gemm_heap[64];
 static int heaps;
-static void *keep(int64_t bytes) { return heap[heaps++] = malloc((size_t)bytes + 128); }
-static void drop(void) { while (heaps > 0) free(heap[--heaps]); }
-static void *fill(amp_dtype d, int64_t n) {
+static void *keep(int64_t bytes) { return gemm_heap[heaps++] = malloc((size_t)bytes + 128); }
+static void gemm_drop(void) { while (heaps > 0) free(gemm_heap[--heaps]); }
+static void *gemm_fill(amp_dtype d, int64_t n) {
     char *p = (char *)keep(n * 4);
     int64_t i;
     p += (64 - (uintptr_t)p % 64) % 64 + amp_dtype_size(d);
@@ -122,7 +122,7 @@ typedef struct problem {
 } problem;
 static const double GAP = 77;
 
-static problem make(test_case t) {
+static problem gemm_make(test_case t) {
     problem p;
     amp_k_gemm *g = &p.g;
     int64_t a_rows = t.trans_a ? t.k : t.m, b_rows = t.trans_b ? t.n : t.k, i, j, q;
@@ -138,10 +138,10 @@ static problem make(test_case t) {
     g->stride_b = b_rows * g->ldb + 3 * t.slack;
     g->stride_c = t.m * g->ldc + t.slack;
     g->alpha = (float)t.alpha; g->beta = (float)t.beta;
-    g->a = fill(t.a, t.batch * g->stride_a);
-    g->b = fill(t.b, t.batch * g->stride_b);
+    g->a = gemm_fill(t.a, t.batch * g->stride_a);
+    g->b = gemm_fill(t.b, t.batch * g->stride_b);
     p.c_count = t.batch * g->stride_c;
-    g->c = fill(t.c, p.c_count);
+    g->c = gemm_fill(t.c, p.c_count);
     for (i = 0; i < p.c_count; i++) {
         q = g->stride_c > 0 ? i % g->stride_c : 0;
         j = g->ldc > 0 ? q % g->ldc : 0;
@@ -150,12 +150,12 @@ static problem make(test_case t) {
     }
     p.c_before = keep(p.c_count * 4);
     memcpy(p.c_before, g->c, (size_t)p.c_count * amp_dtype_size(t.c));
-    if (t.bias) { g->bias = fill(t.bias_dtype, t.n); g->bias_dtype = t.bias_dtype; }
+    if (t.bias) { g->bias = gemm_fill(t.bias_dtype, t.n); g->bias_dtype = t.bias_dtype; }
     g->act = t.act;
     if (t.pre) {
         g->ld_pre = t.n + t.slack;
         p.pre_count = t.m * g->ld_pre;
-        g->pre = fill(t.pre_dtype, p.pre_count);
+        g->pre = gemm_fill(t.pre_dtype, p.pre_count);
         g->pre_dtype = t.pre_dtype;
         for (i = 0; i < p.pre_count; i++) put(g->pre, t.pre_dtype, i, GAP);
     }
@@ -173,7 +173,7 @@ static double act_of(amp_activation_kind act, double x) {
 /* Largest slope, and the error of one evaluation in u |x|: the argument of the sigmoid (or erf) has 4 roundings, its
    slope times its argument is below 1, its own error is below 1.5, and 2 multiplications follow. */
 static double act_slope(amp_activation_kind act) { return act == AMP_ACT_GELU || act == AMP_ACT_GELU_ERF ? 1.13 : 1; }
-static double act_error(amp_activation_kind act) { return act == AMP_ACT_GELU || act == AMP_ACT_GELU_ERF ? 7.5 : 0; }
+static double gemm_act_error(amp_activation_kind act) { return act == AMP_ACT_GELU || act == AMP_ACT_GELU_ERF ? 7.5 : 0; }
 
 /* Exact sum of products of the rounded operands, and the sum of their magnitudes. */
 static void exact(const problem *p, int64_t item, int64_t i, int64_t j, double *sum, double *magnitude) {
@@ -183,14 +183,14 @@ static void exact(const problem *p, int64_t item, int64_t i, int64_t j, double *
     for (q = 0; q < g->k; q++) {
         int64_t at_a = item * g->stride_a + (g->trans_a ? q * g->lda + i : i * g->lda + q);
         int64_t at_b = item * g->stride_b + (g->trans_b ? j * g->ldb + q : q * g->ldb + j);
-        double product = round_to(get(g->a, g->a_dtype, at_a), g->compute) * round_to(get(g->b, g->b_dtype, at_b), g->compute);
+        double product = round_to(gemm_get(g->a, g->a_dtype, at_a), g->compute) * round_to(gemm_get(g->b, g->b_dtype, at_b), g->compute);
         *sum += product;
         *magnitude += fabs(product);
     }
 }
 
 /* NaN by its bits: -Ofast takes x != x for never true. */
-static int is_nan(double x) { return (ampi_bits_f64(x) & ~((uint64_t)1 << 63)) > (uint64_t)0x7ff << 52; }
+static int gemm_is_nan(double x) { return (ampi_bits_f64(x) & ~((uint64_t)1 << 63)) > (uint64_t)0x7ff << 52; }
 
 /* |got - want| in units of what is allowed; NaN and infinity are an excess too. */
 static double excess(double got, double want, double allowed) {
@@ -205,20 +205,20 @@ static double worst_excess(const problem *p) {
     int64_t x;
     for (x = 0; x < p->c_count; x++) {
         int64_t item = x / g->stride_c, rest = x % g->stride_c, i = rest / g->ldc, j = rest % g->ldc;
-        double sum, magnitude, pre, error, value, before, got = get(g->c, g->c_dtype, x);
+        double sum, magnitude, pre, error, value, before, got = gemm_get(g->c, g->c_dtype, x);
         if (j >= g->n || i >= g->m) { if (got != GAP) return 1e300; continue; }
         exact(p, item, i, j, &sum, &magnitude);
-        pre = (double)g->alpha * sum + (g->bias ? get(g->bias, g->bias_dtype, j) : 0);
+        pre = (double)g->alpha * sum + (g->bias ? gemm_get(g->bias, g->bias_dtype, j) : 0);
         error = gamma * (fabs((double)g->alpha) * magnitude + fabs(pre)) + n * 0x1p-126;
-        if (g->pre) worst = AMPI_MAX(worst, excess(get(g->pre, g->pre_dtype, i * g->ld_pre + j), pre,
+        if (g->pre) worst = AMPI_MAX(worst, excess(gemm_get(g->pre, g->pre_dtype, i * g->ld_pre + j), pre,
                                      error + roundoff(g->pre_dtype) * (fabs(pre) + error) + underflow(g->pre_dtype)));
-        before = g->beta != 0 ? (double)g->beta * get(p->c_before, g->c_dtype, x) : 0;
+        before = g->beta != 0 ? (double)g->beta * gemm_get(p->c_before, g->c_dtype, x) : 0;
         value = act_of(g->act, pre) + before;
-        error = act_slope(g->act) * error + act_error(g->act) * u * fabs(pre) + (double)(p->g.k / 256 + 3) * u * (fabs(before) + fabs(value));
+        error = act_slope(g->act) * error + gemm_act_error(g->act) * u * fabs(pre) + (double)(p->g.k / 256 + 3) * u * (fabs(before) + fabs(value));
         worst = AMPI_MAX(worst, excess(got, value, error + roundoff(g->c_dtype) * (fabs(value) + error) + underflow(g->c_dtype)));
     }
     for (x = 0; x < p->pre_count; x++)
-        if (x % g->ld_pre >= g->n && get(g->pre, g->pre_dtype, x) != GAP) return 1e300;
+        if (x % g->ld_pre >= g->n && gemm_get(g->pre, g->pre_dtype, x) != GAP) return 1e300;
     return worst;
 }
 
@@ -232,7 +232,7 @@ static const char *describe(const way *w, const test_case *t) {
 
 /* Computes the case with 1 thread and checks it; then with 2 and 3 threads and with packed B: the same bits. */
 static void compute_case(const way *w, test_case t) {
-    problem p = make(t);
+    problem p = gemm_make(t);
     size_t bytes = (size_t)p.c_count * amp_dtype_size(t.c), pre_bytes = (size_t)p.pre_count * amp_dtype_size(t.pre_dtype);
     void *c = keep((int64_t)bytes), *pre = keep((int64_t)pre_bytes), *packed;
     ampi_cpu cpu = cpu_of(w, 1);
@@ -251,7 +251,7 @@ static void compute_case(const way *w, test_case t) {
         CHECK_MSG(memcmp(c, p.g.c, bytes) == 0, "%s: %d threads give other bits", describe(w, &t), threads);
         CHECK_MSG(!p.g.pre || memcmp(pre, p.g.pre, pre_bytes) == 0, "%s: %d threads give another pre", describe(w, &t), threads);
     }
-    if (t.batch == 0) { drop(); return; }       /* no B to pack */
+    if (t.batch == 0) { gemm_drop(); return; }       /* no B to pack */
     memset(&pack, 0, sizeof pack);
     pack.b = p.g.b; pack.b_dtype = t.b; pack.compute = t.compute; pack.trans_b = t.trans_b;
     pack.k = t.k; pack.n = t.n; pack.ldb = p.g.ldb; pack.repeated = 1;
@@ -262,7 +262,7 @@ static void compute_case(const way *w, test_case t) {
     CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
     CHECK_MSG(memcmp(c, p.g.c, bytes) == 0, "%s: packed B gives other bits", describe(w, &t));
     CHECK_EQ(alloc_live, 0);
-    drop();
+    gemm_drop();
 }
 
 /* Under -Ofast, whose kernels are the same in every case, one in eight is computed, drawn by Fibonacci hashing. */
@@ -279,8 +279,8 @@ static void check_case(const way *w, test_case t) { if (!is_left_out()) compute_
 
 /* ---- The tests */
 
-static const amp_dtype dtypes[] = {AMP_F32, AMP_F16, AMP_BF16};
-static const amp_dtype computes[] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+static const amp_dtype gemm_dtypes[] = {AMP_F32, AMP_F16, AMP_BF16};
+static const amp_dtype gemm_computes[] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
 
 /* Shapes at the edges of tiles (6, 14, 16 and 32 rows, 8, 16 and 32 columns), of groups of panels and of blocks of k. */
 TEST(shapes) {
@@ -300,7 +300,7 @@ TEST(shapes) {
                     t.trans_a = trans & 1;
                     t.trans_b = trans >> 1;
                     t.slack = slack * 3;
-                    if (all_ways[w].bf16) { t.a = dtypes[s % 3]; t.b = dtypes[(s / 3 + (size_t)trans) % 3]; t.compute = AMP_BF16; }
+                    if (all_ways[w].bf16) { t.a = gemm_dtypes[s % 3]; t.b = gemm_dtypes[(s / 3 + (size_t)trans) % 3]; t.compute = AMP_BF16; }
                     check_case(&all_ways[w], t);
                 }
 }
@@ -324,12 +324,12 @@ TEST(small_and_thin_shapes) {
                 t.slack = (int)(draw >> 8 & 1);
                 t.alpha = draw >> 9 & 1 ? 1 : -0.5;
                 t.beta = (double)(draw >> 10 & 3) / 2;
-                t.a = dtypes[(draw >> 12) % 3];
-                t.b = dtypes[(draw >> 14) % 3];
-                t.c = dtypes[(draw >> 16) % 3];
-                t.compute = all_ways[w].bf16 && (draw >> 18 & 1) ? AMP_BF16 : computes[draw >> 19 & 3];
+                t.a = gemm_dtypes[(draw >> 12) % 3];
+                t.b = gemm_dtypes[(draw >> 14) % 3];
+                t.c = gemm_dtypes[(draw >> 16) % 3];
+                t.compute = all_ways[w].bf16 && (draw >> 18 & 1) ? AMP_BF16 : gemm_computes[draw >> 19 & 3];
                 t.bias = (int)(draw >> 21 & 1);
-                t.bias_dtype = dtypes[(draw >> 22) % 3];
+                t.bias_dtype = gemm_dtypes[(draw >> 22) % 3];
                 t.act = acts[(draw >> 24) % 3];
                 t.pre = (int)(draw >> 26 & 1);
                 if (draw >> 27 & 1) {           /* as those have it that go their own way */
@@ -364,7 +364,7 @@ TEST(dtype_mixes) {
         for (a = 0; a < 3; a++) for (b = 0; b < 3; b++) for (c = 0; c < 3; c++) for (compute = 0; compute < 4; compute++)
             for (trans = 0; trans < 4; trans++) {
                 test_case t = plain(trans == 1 ? 1 : 17, 35, trans == 3 ? 300 : 41);
-                t.a = dtypes[a]; t.b = dtypes[b]; t.c = dtypes[c]; t.compute = computes[compute];
+                t.a = gemm_dtypes[a]; t.b = gemm_dtypes[b]; t.c = gemm_dtypes[c]; t.compute = gemm_computes[compute];
                 t.trans_a = trans & 1;
                 t.trans_b = trans >> 1;
                 t.slack = (a + b + c) % 3;
@@ -383,10 +383,10 @@ TEST(epilogues) {
             for (bias = 0; bias < 2; bias++) for (pre = 0; pre < 2; pre++) for (s = 0; s < 5; s++) for (c = 0; c < 3; c++) {
                 test_case t = plain(shapes[s][0], shapes[s][1], shapes[s][2]);
                 t.alpha = alphas[alpha]; t.beta = betas[beta];
-                t.bias = bias; t.bias_dtype = dtypes[(s + c) % 3];
+                t.bias = bias; t.bias_dtype = gemm_dtypes[(s + c) % 3];
                 t.act = acts[act];
-                t.pre = pre; t.pre_dtype = dtypes[(s + act) % 3];
-                t.c = dtypes[c];
+                t.pre = pre; t.pre_dtype = gemm_dtypes[(s + act) % 3];
+                t.c = gemm_dtypes[c];
                 t.slack = c;
                 t.trans_b = act & 1;
                 if (all_ways[w].bf16) t.compute = AMP_BF16;
@@ -405,7 +405,7 @@ TEST(batches) {
             t.trans_b = trans >> 1;
             t.slack = trans;
             t.beta = trans == 2 ? 1 : 0;
-            t.c = dtypes[s % 3];
+            t.c = gemm_dtypes[s % 3];
             if (all_ways[w].bf16) t.compute = AMP_BF16;
             check_case(&all_ways[w], t);
         }
@@ -420,7 +420,7 @@ TEST(shared_b) {
         ampi_cpu cpu = cpu_of(&all_ways[w], 2);
         amp_k_pack pack;
         t.batch = 3;
-        p = make(t);
+        p = gemm_make(t);
         p.g.stride_b = 0;
         memset(&pack, 0, sizeof pack);
         pack.b = p.g.b; pack.b_dtype = pack.compute = AMP_F32; pack.k = t.k; pack.n = t.n; pack.ldb = p.g.ldb; pack.repeated = 1;
@@ -428,7 +428,7 @@ TEST(shared_b) {
         CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, (void *)(uintptr_t)p.g.packed_b, NULL));
         CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
         CHECK(worst_excess(&p) == 0);
-        drop();
+        gemm_drop();
     }
 }
 
@@ -445,16 +445,16 @@ TEST(large) {
             t.c = kind ? AMP_BF16 : AMP_F32;
             t.trans_a = s;
             t.trans_b = kind;
-            p = make(t);
+            p = gemm_make(t);
             CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
             for (x = 0; x < 3000; x++) {
                 int64_t i = (int64_t)((uniform() + 1) / 2 * (double)t.m), j = (int64_t)((uniform() + 1) / 2 * (double)t.n);
                 double sum, magnitude, n = (double)t.k * 0x1p-24, error;
                 exact(&p, 0, i, j, &sum, &magnitude);
                 error = n / (1 - n) * magnitude;
-                CHECK(excess(get(p.g.c, t.c, i * p.g.ldc + j), sum, error + roundoff(t.c) * (fabs(sum) + error)) == 0);
+                CHECK(excess(gemm_get(p.g.c, t.c, i * p.g.ldc + j), sum, error + roundoff(t.c) * (fabs(sum) + error)) == 0);
             }
-            drop();
+            gemm_drop();
         }
 }
 
@@ -471,7 +471,7 @@ TEST(past_the_caches) {
             t.compute = kind ? AMP_BF16 : AMP_F32;
             t.trans_a = 1;
             t.slack = LD - N;
-            p = make(t);
+            p = gemm_make(t);
             p.g.ldc = LD;
             aligned += (64 - (uintptr_t)aligned % 64) % 64 / sizeof *aligned;
             other += (64 - (uintptr_t)other % 64) % 64 / sizeof *other + 1;
@@ -487,7 +487,7 @@ TEST(past_the_caches) {
                 CHECK(memcmp(aligned, other, 4 * (M * LD - 1)) == 0);
                 for (i = 0; i < M; i++) CHECK(aligned[i * LD + N] == (float)GAP && aligned[i * LD + N - 1] != (float)GAP);
             }
-            drop();
+            gemm_drop();
         }
 }
 
@@ -501,19 +501,19 @@ static void check_special(const way *w, const int64_t shape[3], int trans, amp_d
     t.trans_b = trans >> 1;
     t.a = t.b = storage;
     t.compute = compute;
-    p = make(t);
+    p = gemm_make(t);
     for (x = 0; x < t.m * t.k; x++) put((void *)(uintptr_t)p.g.a, storage, x, 1);
     for (x = 0; x < t.n * t.k; x++) put((void *)(uintptr_t)p.g.b, storage, x, 1);
     if (i < t.m) put((void *)(uintptr_t)p.g.a, storage, t.trans_a ? (t.k - 1) * t.m + i : i * t.k + t.k - 1, (double)NAN);
     put((void *)(uintptr_t)p.g.b, storage, t.trans_b ? j * t.k : j, (double)INFINITY);
     CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
     for (x = 0; x < t.m * t.n; x++) {
-        double got = get(p.g.c, AMP_F32, x);
-        if (x / t.n == i) CHECK(is_nan(got));
-        else if (x % t.n == j) CHECK(!amp_is_finite_f64(&got) && !is_nan(got) && ampi_bits_f64(got) >> 63 == 0);
+        double got = gemm_get(p.g.c, AMP_F32, x);
+        if (x / t.n == i) CHECK(gemm_is_nan(got));
+        else if (x % t.n == j) CHECK(!amp_is_finite_f64(&got) && !gemm_is_nan(got) && ampi_bits_f64(got) >> 63 == 0);
         else CHECK(got == (double)t.k);
     }
-    drop();
+    gemm_drop();
 }
 TEST(special_values) {
     static const int64_t shapes[][3] = {{16, 40, 50}, {1, 10, 33}, {1, 70, 7}, {9, 1, 35}, {5, 9, 1}, {4, 4, 4}, {30, 10, 51}, {3, 300, 9}};
@@ -522,7 +522,7 @@ TEST(special_values) {
     for (w = 0; w < ways(); w++)
         for (s = 0; s < sizeof shapes / sizeof *shapes; s++)
             for (compute = 0; compute < 4; compute++) for (trans = 0; trans < 4; trans++) for (storage = 0; storage < 3; storage++)
-                check_special(&all_ways[w], shapes[s], trans, dtypes[storage], computes[compute]);
+                check_special(&all_ways[w], shapes[s], trans, gemm_dtypes[storage], gemm_computes[compute]);
 }
 
 /* Values that fp16 cannot hold are counted while packing, once each. */
@@ -532,7 +532,7 @@ TEST(pack_counts_new_inf) {
         for (trans = 0; trans < 2; trans++) {
             ampi_cpu cpu = cpu_of(&all_ways[w], 2);
             int64_t k = 300, n = 450, found = 5;
-            float *b = (float *)fill(AMP_F32, k * n);
+            float *b = (float *)gemm_fill(AMP_F32, k * n);
             amp_k_pack pack;
             memset(&pack, 0, sizeof pack);
             b[3] = 65520.0f; b[1000] = -1e9f; b[k * n - 1] = 1e30f; b[17] = 65519.0f; b[500] = (float)INFINITY;
@@ -540,7 +540,7 @@ TEST(pack_counts_new_inf) {
             pack.k = k; pack.n = n; pack.ldb = trans ? k : n; pack.new_inf = &found; pack.repeated = 1;
             CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, keep((int64_t)ampi_cpu_gemm_pack_size(&cpu, &pack)), NULL));
             CHECK_EQ(found, 8);
-            drop();
+            gemm_drop();
         }
 }
 
@@ -569,19 +569,19 @@ TEST(subnormal_factors) {
 #endif
 }
 
-TEST(out_of_memory) {
+TEST(gemm_out_of_memory) {
     int w, kind;
     for (w = 0; w < ways(); w++)
         for (kind = 0; kind < 2; kind++) {
             test_case t = plain(kind ? 1 : 100, kind ? 4000 : 100, 300);
             ampi_cpu cpu = cpu_of(&all_ways[w], 2);
-            problem p = make(t);
-            alloc_fails = 1;
+            problem p = gemm_make(t);
+            gemm_alloc_fails = 1;
             CHECK_ERR(ampi_cpu_gemm(&cpu, &p.g, NULL), AMP_ERR_MEMORY);
-            alloc_fails = 0;
+            gemm_alloc_fails = 0;
             CHECK(memcmp(p.g.c, p.c_before, (size_t)p.c_count * 4) == 0);
             CHECK(strstr(amp_last_error(), "scratch") != NULL);
-            drop();
+            gemm_drop();
         }
 }
 
@@ -591,33 +591,33 @@ TEST(column_sums) {
     int w, s, x, out, add;
     for (w = 0; w < ways(); w++) for (s = 0; s < 7; s++) for (x = 0; x < 3; x++) for (out = 0; out < 3; out++) for (add = 0; add < 2; add++) {
         int64_t rows = shapes[s][0], cols = shapes[s][1], ld = cols + 3, i, j, threads;
-        void *data = fill(dtypes[x], rows * ld), *before = fill(dtypes[out], cols), *first = keep(cols * 4), *result = keep(cols * 4);
+        void *data = gemm_fill(gemm_dtypes[x], rows * ld), *before = gemm_fill(gemm_dtypes[out], cols), *first = keep(cols * 4), *result = keep(cols * 4);
         amp_k_column_sum args;
         memset(&args, 0, sizeof args);
-        args.x.data = data; args.x.dtype = dtypes[x]; args.x.rows = rows; args.x.cols = cols; args.x.ld = ld;
-        args.out = result; args.out_dtype = dtypes[out]; args.add = add;
+        args.x.data = data; args.x.dtype = gemm_dtypes[x]; args.x.rows = rows; args.x.cols = cols; args.x.ld = ld;
+        args.out = result; args.out_dtype = gemm_dtypes[out]; args.add = add;
         for (threads = 1; threads <= 3; threads++) {
             ampi_cpu cpu = cpu_of(&all_ways[w], (int)threads);
-            memcpy(result, before, (size_t)cols * amp_dtype_size(dtypes[out]));
+            memcpy(result, before, (size_t)cols * amp_dtype_size(gemm_dtypes[out]));
             CHECK_OK(ampi_cpu_column_sum(&cpu, &args, NULL));
-            if (threads == 1) memcpy(first, result, (size_t)cols * amp_dtype_size(dtypes[out]));
-            CHECK(memcmp(first, result, (size_t)cols * amp_dtype_size(dtypes[out])) == 0);
+            if (threads == 1) memcpy(first, result, (size_t)cols * amp_dtype_size(gemm_dtypes[out]));
+            CHECK(memcmp(first, result, (size_t)cols * amp_dtype_size(gemm_dtypes[out])) == 0);
         }
         for (j = 0; j < cols; j++) {
             double sum = 0, magnitude = 0, n = (double)(3 + AMPI_SUM_ROWS / 8 + 7 + 2) * 0x1p-24, error;
-            for (i = 0; i < rows; i++) { double v = get(data, dtypes[x], i * ld + j); sum += v; magnitude += fabs(v); }
-            if (add) { sum += get(before, dtypes[out], j); magnitude += fabs(get(before, dtypes[out], j)); }
+            for (i = 0; i < rows; i++) { double v = gemm_get(data, gemm_dtypes[x], i * ld + j); sum += v; magnitude += fabs(v); }
+            if (add) { sum += gemm_get(before, gemm_dtypes[out], j); magnitude += fabs(gemm_get(before, gemm_dtypes[out], j)); }
             error = n / (1 - n) * magnitude;
-            CHECK(excess(get(result, dtypes[out], j), sum, error + roundoff(dtypes[out]) * (fabs(sum) + error) + underflow(dtypes[out])) == 0);
+            CHECK(excess(gemm_get(result, gemm_dtypes[out], j), sum, error + roundoff(gemm_dtypes[out]) * (fabs(sum) + error) + underflow(gemm_dtypes[out])) == 0);
         }
-        drop();
+        gemm_drop();
     }
 }
 
 /* What only a backend that fuses takes along with a product is refused, and nothing is written. */
 TEST(fused_products_are_refused) {
     ampi_cpu cpu = cpu_of(&all_ways[0], 1);
-    problem p = make(plain(4, 5, 6));
+    problem p = gemm_make(plain(4, 5, 6));
     amp_k_gemm g[3] = {p.g, p.g, p.g};
     float sums[5] = {0};
     int i;
@@ -628,7 +628,7 @@ TEST(fused_products_are_refused) {
     for (i = 0; i < 3; i++) CHECK_ERR(ampi_cpu_gemm(&cpu, &g[i], NULL), AMP_ERR_UNSUPPORTED);
     CHECK(memcmp(p.g.c, p.c_before, (size_t)p.c_count * 4) == 0);
     for (i = 0; i < 5; i++) CHECK(sums[i] == 0);
-    drop();
+    gemm_drop();
 }
 
 /* Four host threads, each with its own problem, on one device. */
@@ -652,9 +652,9 @@ TEST(four_host_threads) {
     for (i = 0; i < 4; i++) {
         test_case t = plain(60 + 17 * i, 90, 200);
         t.beta = 1;
-        t.compute = computes[i];
+        t.compute = gemm_computes[i];
         h[i].cpu = &cpu;
-        h[i].p = make(t);
+        h[i].p = gemm_make(t);
         CHECK_OK(ampi_cpu_gemm(&cpu, &h[i].p.g, NULL));
         CHECK(worst_excess(&h[i].p) == 0);
         h[i].want = keep(h[i].p.c_count * 4);
@@ -664,7 +664,7 @@ TEST(four_host_threads) {
     for (i = 0; i < 4; i++) pthread_join(h[i].id, NULL);
     for (i = 0; i < 4; i++) CHECK(h[i].same);
     CHECK_EQ(alloc_live, 0);
-    drop();
+    gemm_drop();
 }
 
 int main(int argc, char **argv) {
@@ -684,7 +684,7 @@ int main(int argc, char **argv) {
     RUN(special_values);
     RUN(pack_counts_new_inf);
     RUN(subnormal_factors);
-    RUN(out_of_memory);
+    RUN(gemm_out_of_memory);
     RUN(column_sums);
     RUN(fused_products_are_refused);
     RUN(four_host_threads);

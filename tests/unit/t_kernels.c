@@ -34,7 +34,7 @@ static float float_inf(void) { return ampi_f32_of_bits(0x7f800000u); }
 static double unit(amp_dtype d) { return d == AMP_F16 ? 1.0 / 2048 : d == AMP_BF16 ? 1.0 / 256 : U; }
 static double tiny(amp_dtype d) { return d == AMP_F16 ? ldexp(1.0, -25) : ldexp(1.0, -125); }
 
-static int close_to(double got, double exact, double error, amp_dtype storage) {
+static int kernels_close_to(double got, double exact, double error, amp_dtype storage) {
     if (is_nan(exact)) return is_nan(got);
     if (is_inf(exact)) return is_inf(got) && (got > 0) == (exact > 0);
     if (is_nan(got) || is_inf(got)) return 0;
@@ -44,10 +44,10 @@ static int close_to(double got, double exact, double error, amp_dtype storage) {
 
 /* ---- Matrices of any storage type, with a gap of `gap` elements after each row */
 
-typedef struct matrix { amp_dtype dtype; int64_t rows, cols, ld; size_t bytes; unsigned char *data, *before; } matrix;
+typedef struct kernels_matrix { amp_dtype dtype; int64_t rows, cols, ld; size_t bytes; unsigned char *data, *before; } kernels_matrix;
 
-static matrix make(amp_dtype dtype, int64_t rows, int64_t cols, int64_t gap) {
-    matrix m;
+static kernels_matrix kernels_make(amp_dtype dtype, int64_t rows, int64_t cols, int64_t gap) {
+    kernels_matrix m;
     m.dtype = dtype; m.rows = rows; m.cols = cols; m.ld = cols + gap;
     m.bytes = (size_t)(rows * m.ld) * amp_dtype_size(dtype);
     m.data = (unsigned char *)malloc(m.bytes + 64);
@@ -55,9 +55,9 @@ static matrix make(amp_dtype dtype, int64_t rows, int64_t cols, int64_t gap) {
     memset(m.data, 0x35, m.bytes + 64);
     return m;
 }
-static void drop(matrix *m) { free(m->data); free(m->before); m->data = m->before = NULL; }
+static void drop(kernels_matrix *m) { free(m->data); free(m->before); m->data = m->before = NULL; }
 
-static double get(const matrix *m, int64_t row, int64_t col) {
+static double get(const kernels_matrix *m, int64_t row, int64_t col) {
     const unsigned char *p = m->data + (size_t)(row * m->ld + col) * amp_dtype_size(m->dtype);
     uint16_t h;
     float f;
@@ -65,12 +65,12 @@ static double get(const matrix *m, int64_t row, int64_t col) {
     memcpy(&h, p, 2);
     return (double)(m->dtype == AMP_F16 ? amp_f32_from_f16(h) : amp_f32_from_bf16(h));
 }
-static void set(matrix *m, int64_t row, int64_t col, float value) {
+static void set(kernels_matrix *m, int64_t row, int64_t col, float value) {
     ampi_convert_fast(m->data + (size_t)(row * m->ld + col) * amp_dtype_size(m->dtype), m->dtype, &value, AMP_F32, 1,
                       AMP_CPU_SCALAR);
 }
 /* shift + scale u, u in [-1, 1), rounded to the storage type */
-static void fill(matrix *m, uint32_t seed, uint32_t stream, float scale, float shift) {
+static void kernels_fill(kernels_matrix *m, uint32_t seed, uint32_t stream, float scale, float shift) {
     float *row = (float *)malloc((size_t)m->cols * 4 + 4);
     for (int64_t i = 0; i < m->rows; i++) {
         ampt_uniform(row, m->cols, seed, stream + 64 * (uint32_t)i, scale, shift);
@@ -79,30 +79,30 @@ static void fill(matrix *m, uint32_t seed, uint32_t stream, float scale, float s
     }
     free(row);
 }
-static amp_mat mat(const matrix *m) {
+static amp_mat mat(const kernels_matrix *m) {
     amp_mat a;
     memset(&a, 0, sizeof a);
     a.data = m->data; a.dtype = m->dtype; a.rows = m->rows; a.cols = m->cols; a.ld = m->ld;
     return a;
 }
-static int same_bytes(const matrix *a, const matrix *b) {
+static int same_bytes(const kernels_matrix *a, const kernels_matrix *b) {
     return a->bytes == b->bytes && memcmp(a->data, b->data, a->bytes) == 0;
 }
 
 /* ---- Devices */
 
 static int alloc_fails;
-static void *host_alloc(void *user, size_t size, size_t align) {
+static void *kernels_host_alloc(void *user, size_t size, size_t align) {
     (void)user;
     return alloc_fails ? NULL : ampi_posix_alloc(NULL, size, align);
 }
-static void host_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
+static void kernels_host_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
 
-static ampi_cpu device(amp_cpu_path path, int threads) {
+static ampi_cpu kernels_device(amp_cpu_path path, int threads) {
     ampi_cpu cpu;
     memset(&cpu, 0, sizeof cpu);
-    cpu.host.alloc = host_alloc;
-    cpu.host.free = host_free;
+    cpu.host.alloc = kernels_host_alloc;
+    cpu.host.free = kernels_host_free;
     cpu.host.parallel = ampt_parallel;
     cpu.threads = threads;
     cpu.path = path;
@@ -133,14 +133,14 @@ KERNEL(ampi_cpu_add, amp_k_add)
 
 /* Runs a kernel with 1, 2 and 3 threads from the same start: the outputs must have the same bits, and gaps between
    rows must stay as they were.  Leaves the outputs of the run with 1 thread. */
-static void run_kernel(const char *name, kernel k, const void *args, amp_cpu_path path, matrix **out, int outs) {
+static void run_kernel(const char *name, kernel k, const void *args, amp_cpu_path path, kernels_matrix **out, int outs) {
     unsigned char *first[8];
     for (int o = 0; o < outs; o++) {
         memcpy(out[o]->before, out[o]->data, out[o]->bytes);
         first[o] = (unsigned char *)malloc(out[o]->bytes + 1);
     }
     for (int threads = 1; threads <= 3; threads++) {
-        ampi_cpu cpu = device(path, threads);
+        ampi_cpu cpu = kernels_device(path, threads);
         for (int o = 0; o < outs; o++) memcpy(out[o]->data, out[o]->before, out[o]->bytes);
         CHECK_OK(k(&cpu, args, NULL));
         for (int o = 0; o < outs; o++) {
@@ -164,7 +164,7 @@ static void run_kernel(const char *name, kernel k, const void *args, amp_cpu_pat
 #define RUN_KERNEL(fn, args, path, out, outs) run_kernel(#fn, run_##fn, args, path, out, outs)
 #define CHECK_CLOSE(got, exact, error, dtype, ...) \
     do { double got_ = (got), exact_ = (exact), error_ = (error); \
-         if (!ampt_check(close_to(got_, exact_, error_, dtype), "close", __FILE__, __LINE__)) { \
+         if (!ampt_check(kernels_close_to(got_, exact_, error_, dtype), "close", __FILE__, __LINE__)) { \
              printf("      got %.9g, exact %.9g, error %.3g allowed %.3g: ", got_, exact_, fabs(got_ - exact_), \
                     error_ + unit(dtype) * fabs(exact_)); printf(__VA_ARGS__); printf("\n"); } } while (0)
 
@@ -172,8 +172,8 @@ static const int64_t lengths[] = {0, 13, 39, 1820, 50000};
 enum { LENGTHS = 5 };
 
 typedef struct shape { int64_t rows, cols; } shape;
-static const shape shapes[] = {{0, 5}, {1, 1}, {5, 1}, {2, 16}, {3, 33}, {1000, 7}, {3, 1025}, {70, 769}};
-enum { SHAPES = sizeof shapes / sizeof *shapes };
+static const shape kernels_shapes[] = {{0, 5}, {1, 1}, {5, 1}, {2, 16}, {3, 33}, {1000, 7}, {3, 1025}, {70, 769}};
+enum { SHAPES = sizeof kernels_shapes / sizeof *kernels_shapes };
 
 /* ---- Activations: value, slope and their bounds in fp64 */
 
@@ -240,8 +240,8 @@ static double slope_error(amp_activation_kind kind, double x) {
     }
 }
 
-static amp_k_activation activation_args(amp_activation_kind kind, const matrix *x, const matrix *y, const matrix *dy,
-                                        const matrix *dx) {
+static amp_k_activation activation_args(amp_activation_kind kind, const kernels_matrix *x, const kernels_matrix *y, const kernels_matrix *dy,
+                                        const kernels_matrix *dx) {
     amp_k_activation a;
     memset(&a, 0, sizeof a);
     a.act = kind; a.x_dtype = x->dtype; a.y_dtype = y->dtype; a.n = x->rows * x->cols;
@@ -253,12 +253,12 @@ static amp_k_activation activation_args(amp_activation_kind kind, const matrix *
 /* Forward and backward of one kind; tanh's backward starts from its stored y. */
 static void check_activation(amp_activation_kind kind, int64_t n, amp_dtype x_dtype, amp_dtype y_dtype,
                              amp_cpu_path path) {
-    matrix x = make(x_dtype, 1, n, 0), y = make(y_dtype, 1, n, 0), dy = make(y_dtype, 1, n, 0),
-           dx = make(x_dtype, 1, n, 0);
-    matrix *forward = &y, *backward = &dx;
+    kernels_matrix x = kernels_make(x_dtype, 1, n, 0), y = kernels_make(y_dtype, 1, n, 0), dy = kernels_make(y_dtype, 1, n, 0),
+           dx = kernels_make(x_dtype, 1, n, 0);
+    kernels_matrix *forward = &y, *backward = &dx;
     amp_k_activation a = activation_args(kind, &x, &y, &dy, &dx);
-    fill(&x, 1, 0, 12, 0);
-    fill(&dy, 1, 1, 2, 0);
+    kernels_fill(&x, 1, 0, 12, 0);
+    kernels_fill(&dy, 1, 1, 2, 0);
     RUN_KERNEL(ampi_cpu_activation, &a, path, &forward, 1);
     RUN_KERNEL(ampi_cpu_activation_backward, &a, path, &backward, 1);
     for (int64_t i = 0; i < n; i++) {
@@ -279,7 +279,7 @@ TEST(activations) {
                 int whole = i == SHAPES - 1;            /* the large shape with fewer dtypes, to save time */
                 for (int in = 0; in < STORAGES; in++)
                     for (int out = 0; out < (whole ? 1 : STORAGES); out++)
-                        check_activation((amp_activation_kind)kind, shapes[i].rows * shapes[i].cols, storages[in],
+                        check_activation((amp_activation_kind)kind, kernels_shapes[i].rows * kernels_shapes[i].cols, storages[in],
                                          whole ? storages[in] : storages[out], (amp_cpu_path)path);
             }
 }
@@ -339,13 +339,13 @@ TEST(activation_in_place) {
     for (int path = 1; path <= paths(); path++)
         for (int kind = AMP_ACT_GELU; kind <= AMP_ACT_RELU; kind++)
             for (int d = 0; d < STORAGES; d++) {
-                matrix x = make(storages[d], 1, 1500, 0), y = make(storages[d], 1, 1500, 0),
-                       dy = make(storages[d], 1, 1500, 0);
-                matrix dx = make(storages[d], 1, 1500, 0);
-                ampi_cpu cpu = device((amp_cpu_path)path, 2);
+                kernels_matrix x = kernels_make(storages[d], 1, 1500, 0), y = kernels_make(storages[d], 1, 1500, 0),
+                       dy = kernels_make(storages[d], 1, 1500, 0);
+                kernels_matrix dx = kernels_make(storages[d], 1, 1500, 0);
+                ampi_cpu cpu = kernels_device((amp_cpu_path)path, 2);
                 amp_k_activation a = activation_args((amp_activation_kind)kind, &x, &y, &dy, &dx);
-                fill(&x, 3, 0, 4, 0);
-                fill(&dy, 3, 1, 4, 0);
+                kernels_fill(&x, 3, 0, 4, 0);
+                kernels_fill(&dy, 3, 1, 4, 0);
                 CHECK_OK(ampi_cpu_activation(&cpu, &a, NULL));
                 CHECK_OK(ampi_cpu_activation_backward(&cpu, &a, NULL));
                 a.dx = dy.data;
@@ -355,7 +355,7 @@ TEST(activation_in_place) {
                 CHECK_OK(ampi_cpu_activation(&cpu, &a, NULL));
                 CHECK(same_bytes(&x, &y));
                 if (kind == AMP_ACT_TANH || kind == AMP_ACT_RELU) {
-                    fill(&dy, 3, 1, 4, 0);
+                    kernels_fill(&dy, 3, 1, 4, 0);
                     CHECK_OK(ampi_cpu_activation_backward(&cpu, &a, NULL));
                     CHECK(same_bytes(&dx, &dy));
                 }
@@ -366,17 +366,17 @@ TEST(activation_in_place) {
 /* ---- SwiGLU: gate and up are halves of one buffer, so that rows have gaps */
 
 static void check_swiglu(int64_t rows, int64_t cols, int64_t gap, amp_dtype in, amp_dtype out, amp_cpu_path path) {
-    matrix both = make(in, rows, 2 * cols, 0), y = make(out, rows, cols, gap), dy = make(out, rows, cols, gap);
-    matrix dgate = make(in, rows, cols, gap), dup = make(in, rows, cols, 2 * gap), gate = both, up = both;
-    matrix *forward = &y, *backward[2];
+    kernels_matrix both = kernels_make(in, rows, 2 * cols, 0), y = kernels_make(out, rows, cols, gap), dy = kernels_make(out, rows, cols, gap);
+    kernels_matrix dgate = kernels_make(in, rows, cols, gap), dup = kernels_make(in, rows, cols, 2 * gap), gate = both, up = both;
+    kernels_matrix *forward = &y, *backward[2];
     amp_k_swiglu a;
     gate.cols = up.cols = cols;
     up.data = both.data + (size_t)cols * amp_dtype_size(in);
     memset(&a, 0, sizeof a);
     a.gate = mat(&gate); a.up = mat(&up); a.y = mat(&y); a.dy = mat(&dy); a.dgate = mat(&dgate); a.dup = mat(&dup);
     backward[0] = &dgate; backward[1] = &dup;
-    fill(&both, 4, 0, 6, 0);
-    fill(&dy, 4, 1, 2, 0);
+    kernels_fill(&both, 4, 0, 6, 0);
+    kernels_fill(&dy, 4, 1, 2, 0);
     RUN_KERNEL(ampi_cpu_swiglu, &a, path, &forward, 1);
     RUN_KERNEL(ampi_cpu_swiglu_backward, &a, path, backward, 2);
     for (int64_t i = 0; i < rows; i++)
@@ -396,19 +396,19 @@ TEST(swiglu) {
         for (int i = 0; i < SHAPES; i++)
             for (int in = 0; in < STORAGES; in++)
                 for (int out = 0; out < STORAGES; out++)
-                    check_swiglu(shapes[i].rows, shapes[i].cols, i % 2 ? 3 : 0, storages[in], storages[out],
+                    check_swiglu(kernels_shapes[i].rows, kernels_shapes[i].cols, i % 2 ? 3 : 0, storages[in], storages[out],
                                  (amp_cpu_path)path);
 }
 
 /* A bias gives the bits of a sum that was made before: forward and backward of every kind, and of SwiGLU. */
 static void check_biased(int64_t rows, int64_t cols, amp_dtype bias_dtype, amp_cpu_path path) {
-    matrix x = make(AMP_F32, rows, cols, 0), up = make(AMP_F32, rows, cols, 0), bias = make(bias_dtype, 1, cols, 0);
-    matrix sum = make(AMP_F32, rows, cols, 0), dy = make(AMP_F32, rows, cols, 0);
-    matrix out[3], expected[3];
-    ampi_cpu cpu = device(path, 2);
+    kernels_matrix x = kernels_make(AMP_F32, rows, cols, 0), up = kernels_make(AMP_F32, rows, cols, 0), bias = kernels_make(bias_dtype, 1, cols, 0);
+    kernels_matrix sum = kernels_make(AMP_F32, rows, cols, 0), dy = kernels_make(AMP_F32, rows, cols, 0);
+    kernels_matrix out[3], expected[3];
+    ampi_cpu cpu = kernels_device(path, 2);
     amp_k_swiglu s;
-    for (int i = 0; i < 3; i++) { out[i] = make(AMP_F32, rows, cols, 0); expected[i] = make(AMP_F32, rows, cols, 0); }
-    fill(&x, 5, 0, 4, 0); fill(&up, 5, 1, 4, 0); fill(&bias, 5, 2, 4, 0); fill(&dy, 5, 3, 4, 0);
+    for (int i = 0; i < 3; i++) { out[i] = kernels_make(AMP_F32, rows, cols, 0); expected[i] = kernels_make(AMP_F32, rows, cols, 0); }
+    kernels_fill(&x, 5, 0, 4, 0); kernels_fill(&up, 5, 1, 4, 0); kernels_fill(&bias, 5, 2, 4, 0); kernels_fill(&dy, 5, 3, 4, 0);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < cols; j++)
             ((float *)(void *)sum.data)[i * cols + j] = (float)get(&x, i, j) + (float)get(&bias, 0, j);
@@ -438,7 +438,7 @@ static void check_biased(int64_t rows, int64_t cols, amp_dtype bias_dtype, amp_c
 TEST(activation_biases) {
     for (int path = 1; path <= paths(); path++)
         for (int i = 0; i < SHAPES - 1; i++)
-            for (int d = 0; d < STORAGES; d++) check_biased(shapes[i].rows, shapes[i].cols, storages[d], (amp_cpu_path)path);
+            for (int d = 0; d < STORAGES; d++) check_biased(kernels_shapes[i].rows, kernels_shapes[i].cols, storages[d], (amp_cpu_path)path);
 }
 
 /* ---- LayerNorm and RMSNorm */
@@ -473,14 +473,14 @@ static norm_stats row_stats(const double *s, int64_t n, int rms, amp_cpu_path pa
 
 static void check_norm_forward(const norm_case *c, int64_t rows, int64_t cols, int64_t gap, amp_dtype xd, amp_dtype yd,
                                amp_dtype wd, amp_cpu_path path) {
-    matrix x = make(xd, rows, cols, gap), residual = make(yd, rows, cols, 0), sum = make(xd, rows, cols, 2 * gap),
-           y = make(yd, rows, cols, gap);
-    matrix w = make(wd, 1, cols, 0), b = make(wd, 1, cols, 0), mean = make(AMP_F32, 1, rows, 0),
-           rstd = make(AMP_F32, 1, rows, 0);
-    matrix *out[4];
+    kernels_matrix x = kernels_make(xd, rows, cols, gap), residual = kernels_make(yd, rows, cols, 0), sum = kernels_make(xd, rows, cols, 2 * gap),
+           y = kernels_make(yd, rows, cols, gap);
+    kernels_matrix w = kernels_make(wd, 1, cols, 0), b = kernels_make(wd, 1, cols, 0), mean = kernels_make(AMP_F32, 1, rows, 0),
+           rstd = kernels_make(AMP_F32, 1, rows, 0);
+    kernels_matrix *out[4];
     double *s = (double *)malloc((size_t)cols * 8);
     amp_k_norm a;
-    fill(&x, 5, 0, 2, 1.5f); fill(&residual, 5, 1, 1, 0); fill(&w, 5, 2, 0.5f, 1); fill(&b, 5, 3, 1, 0);
+    kernels_fill(&x, 5, 0, 2, 1.5f); kernels_fill(&residual, 5, 1, 1, 0); kernels_fill(&w, 5, 2, 0.5f, 1); kernels_fill(&b, 5, 3, 1, 0);
     memset(&a, 0, sizeof a);
     a.rms = c->rms; a.eps = norm_eps; a.x = mat(&x); a.y = mat(&y); a.weight_dtype = wd;
     if (c->residual) a.residual = mat(&residual);
@@ -515,8 +515,8 @@ static void check_norm_forward(const norm_case *c, int64_t rows, int64_t cols, i
 }
 
 /* dx = rstd (g - mean(g) - h mean(g h)) + dsum: 2 roundings in h, 1 in g, and the errors of two sums in single lanes */
-static void check_norm_dx(const norm_case *c, const amp_k_norm *a, const matrix *m, int64_t i, amp_cpu_path path) {
-    const matrix *x = &m[0], *dy = &m[1], *dsum = &m[2], *dx = &m[3], *w = &m[4];
+static void check_norm_dx(const norm_case *c, const amp_k_norm *a, const kernels_matrix *m, int64_t i, amp_cpu_path path) {
+    const kernels_matrix *x = &m[0], *dy = &m[1], *dsum = &m[2], *dx = &m[3], *w = &m[4];
     int64_t n = x->cols;
     double depth = (double)AMPI_MIN(n, 1024) / width(path) + log2_of(width(path)), r = (double)a->rstd[i],
            mean = c->rms ? 0 : (double)a->mean[i];
@@ -542,15 +542,15 @@ static void check_norm_dx(const norm_case *c, const amp_k_norm *a, const matrix 
 
 static void check_norm_backward(const norm_case *c, int64_t rows, int64_t cols, int64_t gap, amp_dtype xd, amp_dtype yd,
                                 amp_dtype wd, amp_cpu_path path) {
-    matrix m[5], dw = make(wd, 1, cols, 0), db = make(wd, 1, cols, 0), old_w = make(wd, 1, cols, 0),
-                 old_b = make(wd, 1, cols, 0), *out[3];
+    kernels_matrix m[5], dw = kernels_make(wd, 1, cols, 0), db = kernels_make(wd, 1, cols, 0), old_w = kernels_make(wd, 1, cols, 0),
+                 old_b = kernels_make(wd, 1, cols, 0), *out[3];
     float *mean = (float *)malloc((size_t)rows * 4 + 4), *rstd = (float *)malloc((size_t)rows * 4 + 4);
     double adds = (double)(AMPI_MAX(16, (rows + 63) / 64) + 64), *s = (double *)malloc((size_t)cols * 8);
     amp_k_norm a;
-    m[0] = make(xd, rows, cols, gap); m[1] = make(yd, rows, cols, gap); m[2] = make(xd, rows, cols, 0);
-    m[3] = make(xd, rows, cols, gap); m[4] = make(wd, 1, cols, 0);
-    fill(&m[0], 6, 0, 2, 1); fill(&m[1], 6, 1, 1, 0); fill(&m[2], 6, 2, 1, 0); fill(&m[4], 6, 3, 0.5f, 1);
-    fill(&dw, 6, 4, 1, 0); fill(&db, 6, 5, 1, 0); fill(&old_w, 6, 4, 1, 0); fill(&old_b, 6, 5, 1, 0);
+    m[0] = kernels_make(xd, rows, cols, gap); m[1] = kernels_make(yd, rows, cols, gap); m[2] = kernels_make(xd, rows, cols, 0);
+    m[3] = kernels_make(xd, rows, cols, gap); m[4] = kernels_make(wd, 1, cols, 0);
+    kernels_fill(&m[0], 6, 0, 2, 1); kernels_fill(&m[1], 6, 1, 1, 0); kernels_fill(&m[2], 6, 2, 1, 0); kernels_fill(&m[4], 6, 3, 0.5f, 1);
+    kernels_fill(&dw, 6, 4, 1, 0); kernels_fill(&db, 6, 5, 1, 0); kernels_fill(&old_w, 6, 4, 1, 0); kernels_fill(&old_b, 6, 5, 1, 0);
     for (int64_t i = 0; i < rows; i++) {
         norm_stats t;
         for (int64_t j = 0; j < cols; j++) s[j] = get(&m[0], i, j);
@@ -604,7 +604,7 @@ TEST(norm_forward) {
         for (int i = 0; i < SHAPES; i++)
             for (int c = 0; c < NORM_CASES; c++)
                 for (int d = 0; d < (i == SHAPES - 1 ? 2 : 5); d++)
-                    check_norm_forward(&norm_cases[c], shapes[i].rows, shapes[i].cols, i % 2 ? 5 : 0, norm_dtypes[d][0],
+                    check_norm_forward(&norm_cases[c], kernels_shapes[i].rows, kernels_shapes[i].cols, i % 2 ? 5 : 0, norm_dtypes[d][0],
                                        norm_dtypes[d][1], norm_dtypes[d][2], (amp_cpu_path)path);
 }
 
@@ -613,7 +613,7 @@ TEST(norm_backward) {
         for (int i = 0; i < SHAPES; i++)
             for (int c = 0; c < NORM_CASES; c++)
                 for (int d = 0; d < (i == SHAPES - 1 ? 2 : 5); d++)
-                    check_norm_backward(&norm_cases[c], shapes[i].rows, shapes[i].cols, i % 2 ? 5 : 0,
+                    check_norm_backward(&norm_cases[c], kernels_shapes[i].rows, kernels_shapes[i].cols, i % 2 ? 5 : 0,
                                         norm_dtypes[d][0], norm_dtypes[d][1], norm_dtypes[d][2], (amp_cpu_path)path);
 }
 
@@ -621,15 +621,15 @@ TEST(norm_backward) {
 TEST(norm_in_place_and_special_rows) {
     for (int path = 1; path <= paths(); path++)
         for (int d = 0; d < STORAGES; d++) {
-            matrix x = make(storages[d], 4, 100, 0), residual = make(storages[d], 4, 100, 0),
-                   sum = make(storages[d], 4, 100, 0);
-            matrix y = make(storages[d], 4, 100, 0), y2 = make(storages[d], 4, 100, 0),
-                   dx = make(storages[d], 4, 100, 0);
-            ampi_cpu cpu = device((amp_cpu_path)path, 1);
+            kernels_matrix x = kernels_make(storages[d], 4, 100, 0), residual = kernels_make(storages[d], 4, 100, 0),
+                   sum = kernels_make(storages[d], 4, 100, 0);
+            kernels_matrix y = kernels_make(storages[d], 4, 100, 0), y2 = kernels_make(storages[d], 4, 100, 0),
+                   dx = kernels_make(storages[d], 4, 100, 0);
+            ampi_cpu cpu = kernels_device((amp_cpu_path)path, 1);
             float mean[4], rstd[4];
             amp_k_norm a;
             memset(&a, 0, sizeof a);
-            fill(&x, 7, 0, 1, 0); fill(&residual, 7, 1, 1, 0);
+            kernels_fill(&x, 7, 0, 1, 0); kernels_fill(&residual, 7, 1, 1, 0);
             for (int j = 0; j < 100; j++) { set(&x, 1, j, 3); set(&residual, 1, j, 0.25f); }
             set(&x, 2, 50, float_nan());
             set(&x, 3, 7, float_inf());
@@ -651,7 +651,7 @@ TEST(norm_in_place_and_special_rows) {
                 a.y = mat(&y2);
                 CHECK_OK(ampi_cpu_norm(&cpu, &a, NULL));
                 CHECK(same_bytes(&y, &y2) && same_bytes(&sum, which ? &residual : &x));
-                fill(&x, 7, 0, 1, 0);
+                kernels_fill(&x, 7, 0, 1, 0);
                 for (int j = 0; j < 100; j++) set(&x, 1, j, 3);
                 set(&x, 2, 50, float_nan());
                 set(&x, 3, 7, float_inf());
@@ -679,7 +679,7 @@ static void make_labels(int32_t *labels, int64_t rows, int64_t classes, int igno
 
 /* Loss and gradient of one row, from an fp64 softmax.  Errors: x - max is rounded (U |x - max|, an error of the
    exponent), the exponential makes 4 U, the sum its depth; the gradient adds 4 roundings. */
-static double check_entropy_row(const entropy_case *c, const matrix *x, const matrix *g, int64_t i, int64_t classes,
+static double check_entropy_row(const entropy_case *c, const kernels_matrix *x, const kernels_matrix *g, int64_t i, int64_t classes,
                                 int32_t label, double scale, double *loss_error, amp_cpu_path path) {
     double max = get(x, i, 0), sum = 0, mean = 0, mean_size = 0, lse, sum_error = 0, loss, s = (double)c->smoothing;
     double depth = (double)AMPI_MIN(classes, 1024) / width(path) + log2_of(width(path));
@@ -705,14 +705,14 @@ static double check_entropy_row(const entropy_case *c, const matrix *x, const ma
 static void check_entropy(const entropy_case *c, int64_t rows, int64_t classes, int64_t gap, amp_dtype xd, amp_dtype gd,
                           amp_cpu_path path) {
     int64_t cols = classes + c->padding, counted = 0;
-    matrix x = make(xd, rows, cols, gap), g = make(gd, rows, cols, gap), losses = make(AMP_F32, 1, rows, 0),
-           loss = make(AMP_F32, 1, 1, 0), *out[3];
+    kernels_matrix x = kernels_make(xd, rows, cols, gap), g = kernels_make(gd, rows, cols, gap), losses = kernels_make(AMP_F32, 1, rows, 0),
+           loss = kernels_make(AMP_F32, 1, 1, 0), *out[3];
     int32_t *labels = (int32_t *)malloc((size_t)rows * 4 + 4), bad = 77;
     double total = 0, total_error = 0, scale;
     amp_k_cross_entropy a;
     make_labels(labels, rows, classes, c->ignore_every);
     for (int64_t i = 0; i < rows; i++) counted += labels[i] != IGNORE;
-    fill(&x, 8, 0, 9, 0.5f);
+    kernels_fill(&x, 8, 0, 9, 0.5f);
     memset(&a, 0, sizeof a);
     a.logits = mat(&x);
     a.dlogits = mat(&g);
@@ -761,19 +761,19 @@ TEST(cross_entropy) {
                 for (int in = 0; in < STORAGES; in++)
                     for (int out = 0; out < STORAGES; out++)
                         if (i < SHAPES - 1 || in == out)
-                            check_entropy(&entropy_cases[c], shapes[i].rows, shapes[i].cols, i % 2 ? 3 : 0,
+                            check_entropy(&entropy_cases[c], kernels_shapes[i].rows, kernels_shapes[i].cols, i % 2 ? 3 : 0,
                                           storages[in], storages[out], (amp_cpu_path)path);
 }
 
 /* A label out of range is found before anything is written; ignore_index may be a class. */
 TEST(cross_entropy_labels) {
-    matrix x = make(AMP_F32, 4, 6, 0), g = make(AMP_F32, 4, 6, 0);
-    ampi_cpu cpu = device((amp_cpu_path)paths(), 1);
+    kernels_matrix x = kernels_make(AMP_F32, 4, 6, 0), g = kernels_make(AMP_F32, 4, 6, 0);
+    ampi_cpu cpu = kernels_device((amp_cpu_path)paths(), 1);
     int32_t labels[4] = {1, 0, 4, 2}, bad = 0;
     float loss = 42, losses[4] = {42, 42, 42, 42};
     amp_k_cross_entropy a;
     memset(&a, 0, sizeof a);
-    fill(&x, 9, 0, 1, 0);
+    kernels_fill(&x, 9, 0, 1, 0);
     a.logits = mat(&x); a.dlogits = mat(&g); a.classes = 5; a.labels = labels; a.ignore_index = IGNORE; a.factor = 1;
     a.losses = losses; a.loss = &loss; a.bad_label = &bad;
     memcpy(g.before, g.data, g.bytes);
@@ -794,13 +794,13 @@ TEST(cross_entropy_labels) {
 /* As PyTorch: NaN and +inf make the row NaN; a label at -inf gives loss inf and a finite gradient; an ignored row is 0. */
 TEST(cross_entropy_special_rows) {
     for (int path = 1; path <= paths(); path++) {
-        matrix x = make(AMP_F32, 6, 40, 0), g = make(AMP_F32, 6, 40, 0);
-        ampi_cpu cpu = device((amp_cpu_path)path, 2);
+        kernels_matrix x = kernels_make(AMP_F32, 6, 40, 0), g = kernels_make(AMP_F32, 6, 40, 0);
+        ampi_cpu cpu = kernels_device((amp_cpu_path)path, 2);
         int32_t labels[6] = {1, 2, 3, 4, IGNORE, 38}, bad = 0;
         float loss = 0, losses[6];
         amp_k_cross_entropy a;
         memset(&a, 0, sizeof a);
-        fill(&x, 10, 0, 1, 0);
+        kernels_fill(&x, 10, 0, 1, 0);
         set(&x, 0, 39, float_nan());
         set(&x, 1, 7, float_inf());
         set(&x, 2, 3, -float_inf());
@@ -831,13 +831,13 @@ TEST(cross_entropy_special_rows) {
 /* The largest logit in the first of several chunks. */
 TEST(cross_entropy_large_logits) {
     for (int path = 1; path <= paths(); path++) {
-        matrix x = make(AMP_F32, 1, 2100, 0), g = make(AMP_F32, 1, 2100, 0);
-        ampi_cpu cpu = device((amp_cpu_path)path, 1);
+        kernels_matrix x = kernels_make(AMP_F32, 1, 2100, 0), g = kernels_make(AMP_F32, 1, 2100, 0);
+        ampi_cpu cpu = kernels_device((amp_cpu_path)path, 1);
         int32_t label = 2000, bad = 0;
         float loss = 0;
         amp_k_cross_entropy a;
         memset(&a, 0, sizeof a);
-        fill(&x, 10, 0, 1, 0);
+        kernels_fill(&x, 10, 0, 1, 0);
         set(&x, 0, 5, 200);
         set(&x, 0, 2000, -200);
         a.logits = mat(&x);
@@ -863,14 +863,14 @@ TEST(mse) {
             for (int in = 0; in < STORAGES; in++)
                 for (int sum = 0; sum < 2; sum++) {
                     int64_t n = sizes[k];
-                    matrix x = make(storages[in], 1, n, 0), target = make(storages[(in + sum) % STORAGES], 1, n, 0),
-                           dx = make(storages[in], 1, n, 0);
-                    matrix loss = make(AMP_F32, 1, 1, 0), *out[2];
+                    kernels_matrix x = kernels_make(storages[in], 1, n, 0), target = kernels_make(storages[(in + sum) % STORAGES], 1, n, 0),
+                           dx = kernels_make(storages[in], 1, n, 0);
+                    kernels_matrix loss = kernels_make(AMP_F32, 1, 1, 0), *out[2];
                     double exact = 0, scale, divisor = sum ? 1 : (double)AMPI_MAX(n, 1),
                            depth = 512.0 / width((amp_cpu_path)path) + 8;
                     amp_k_mse a;
                     memset(&a, 0, sizeof a);
-                    fill(&x, 11, 0, 3, 0); fill(&target, 11, 1, 3, 0);
+                    kernels_fill(&x, 11, 0, 3, 0); kernels_fill(&target, 11, 1, 3, 0);
                     a.x = x.data;
                     a.target = target.data;
                     a.dx = dx.data;
@@ -906,11 +906,11 @@ TEST(add) {
         for (int k = 0; k < 27; k++)
             for (int l = 0; l < LENGTHS; l++) {
                 int64_t n = lengths[l];
-                matrix a = make(storages[k % 3], 1, n, 0), b = make(storages[k / 3 % 3], 1, n, 0),
-                       y = make(storages[k / 9], 1, n, 0), *out = &y;
+                kernels_matrix a = kernels_make(storages[k % 3], 1, n, 0), b = kernels_make(storages[k / 3 % 3], 1, n, 0),
+                       y = kernels_make(storages[k / 9], 1, n, 0), *out = &y;
                 amp_k_add p;
                 memset(&p, 0, sizeof p);
-                fill(&a, 12, 0, 2, 0); fill(&b, 12, 1, 2, 0);
+                kernels_fill(&a, 12, 0, 2, 0); kernels_fill(&b, 12, 1, 2, 0);
                 p.a = a.data;
                 p.b = k % 2 ? NULL : b.data;
                 p.y = y.data;
@@ -934,12 +934,12 @@ TEST(cast) {
         for (int rounding = AMP_ROUND_DEFAULT; rounding <= AMP_ROUND_STOCHASTIC; rounding++)
             for (int l = 0; l < LENGTHS; l++) {
                 int64_t n = lengths[l];
-                matrix x = make(AMP_F32, 1, n, 0), y = make(AMP_F16, 1, n, 0), expected = make(AMP_F16, 1, n, 0),
+                kernels_matrix x = kernels_make(AMP_F32, 1, n, 0), y = kernels_make(AMP_F16, 1, n, 0), expected = kernels_make(AMP_F16, 1, n, 0),
                        *out = &y;
                 int64_t count = 0, found = 0;
                 amp_k_cast a;
                 memset(&a, 0, sizeof a);
-                fill(&x, 13, 0, 70000, 0);
+                kernels_fill(&x, 13, 0, 70000, 0);
                 a.dst = y.data;
                 a.src = x.data;
                 a.dst_dtype = AMP_F16;
@@ -972,12 +972,12 @@ TEST(dropout) {
         for (int k = 0; k < RATES * STORAGES; k++)
             for (int l = 0; l < LENGTHS; l++) {
                 int64_t n = lengths[l];
-                matrix x = make(storages[k % STORAGES], 1, n, 0), y = make(storages[k % 2 * (k % STORAGES)], 1, n, 0),
-                       one = make(y.dtype, 1, 1, 0), *out = &y;
+                kernels_matrix x = kernels_make(storages[k % STORAGES], 1, n, 0), y = kernels_make(storages[k % 2 * (k % STORAGES)], 1, n, 0),
+                       one = kernels_make(y.dtype, 1, 1, 0), *out = &y;
                 float p = rates[k / STORAGES], scale = 1 / (1 - p);
                 amp_k_dropout a;
                 memset(&a, 0, sizeof a);
-                fill(&x, 14, 0, 2, 3);
+                kernels_fill(&x, 14, 0, 2, 3);
                 a.x = x.data; a.y = y.data; a.x_dtype = x.dtype; a.y_dtype = y.dtype; a.n = n; a.p = p; a.seed = seed;
                 a.offset = offset;
                 RUN_KERNEL(ampi_cpu_dropout, &a, (amp_cpu_path)path, &out, 1);
@@ -1005,12 +1005,12 @@ typedef struct rope_case {
     int adjacent, at;                   /* at: how many sequences have positions of their own */
 } rope_case;
 
-static matrix rope_matrix(const rope_case *c, int which, amp_dtype d) {
-    matrix m = make(d, R_BATCH * R_POSITIONS, c->heads[which] * c->dim, 3);
-    fill(&m, 15, (uint32_t)which, 2, 0);
+static kernels_matrix rope_matrix(const rope_case *c, int which, amp_dtype d) {
+    kernels_matrix m = kernels_make(d, R_BATCH * R_POSITIONS, c->heads[which] * c->dim, 3);
+    kernels_fill(&m, 15, (uint32_t)which, 2, 0);
     return m;
 }
-static amp_k_rope rope_args(const rope_case *c, const matrix *q, const matrix *k, const int32_t *at) {
+static amp_k_rope rope_args(const rope_case *c, const kernels_matrix *q, const kernels_matrix *k, const int32_t *at) {
     amp_k_rope a;
     memset(&a, 0, sizeof a);
     a.batch = R_BATCH; a.positions = R_POSITIONS; a.rotary = c->rotary; a.offset = c->offset; a.adjacent = c->adjacent;
@@ -1026,7 +1026,7 @@ static amp_k_rope rope_args(const rope_case *c, const matrix *q, const matrix *k
 }
 
 /* Half an ulp each for cosine and sine, which the angle's own error moves by 2^-50 of it; two products and a sum. */
-static void check_rope(const rope_case *c, const amp_k_rope *a, const matrix *in, const matrix *out, int path) {
+static void check_rope(const rope_case *c, const amp_k_rope *a, const kernels_matrix *in, const kernels_matrix *out, int path) {
     for (int64_t row = 0; row < out->rows; row++)
         for (int64_t col = 0; col < out->cols; col++) {
             int64_t p = row % R_POSITIONS, i = col % c->dim, pair = c->adjacent ? i / 2 : i % AMPI_MAX(c->rotary / 2, 1);
@@ -1057,15 +1057,15 @@ TEST(rope) {
     for (int k = 0; k < (int)(sizeof rope_cases / sizeof *rope_cases); k++)
         for (int s = 0; s < STORAGES; s++) {
             const rope_case *c = &rope_cases[k];
-            matrix in[2] = {rope_matrix(c, 0, storages[s]), rope_matrix(c, 1, storages[s])}, first[2];
+            kernels_matrix in[2] = {rope_matrix(c, 0, storages[s]), rope_matrix(c, 1, storages[s])}, first[2];
             for (int path = 1; path <= paths(); path++) {
-                matrix q = rope_matrix(c, 0, storages[s]), key = rope_matrix(c, 1, storages[s]), *out[2];
+                kernels_matrix q = rope_matrix(c, 0, storages[s]), key = rope_matrix(c, 1, storages[s]), *out[2];
                 amp_k_rope a = rope_args(c, &q, &key, at);
                 out[0] = &q; out[1] = &key;
                 RUN_KERNEL(ampi_cpu_rope, &a, (amp_cpu_path)path, out, 2);
                 check_rope(c, &a, &in[0], &q, path); check_rope(c, &a, &in[1], &key, path);
                 if (path == 1) {
-                    first[0] = make(q.dtype, q.rows, q.cols, 3); first[1] = make(q.dtype, key.rows, key.cols, 3);
+                    first[0] = kernels_make(q.dtype, q.rows, q.cols, 3); first[1] = kernels_make(q.dtype, key.rows, key.cols, 3);
                     memcpy(first[0].data, q.data, q.bytes); memcpy(first[1].data, key.data, key.bytes);
                 }
                 CHECK_MSG(same_bytes(&q, &first[0]) && same_bytes(&key, &first[1]), "case %d, path %d: other bits", k, path);
@@ -1084,7 +1084,7 @@ TEST(rope_of_infinities) {
         for (int s = 0; s < STORAGES; s++)
             for (int adjacent = 0; adjacent < 2; adjacent++) {
                 rope_case c = {{1, 0}, 24, 20, 1, 10000, adjacent, 0};
-                matrix q = rope_matrix(&c, 0, storages[s]), *out = &q;
+                kernels_matrix q = rope_matrix(&c, 0, storages[s]), *out = &q;
                 amp_k_rope a = rope_args(&c, &q, &q, NULL);
                 set(&q, 0, 2, float_inf()); set(&q, 1, 2, float_nan());
                 memset(q.data + 22 * amp_dtype_size(q.dtype), 0xff, 2 * amp_dtype_size(q.dtype));
@@ -1104,17 +1104,17 @@ TEST(rope_of_infinities) {
 
 static void check_embedding(int64_t n, int64_t seq, int64_t vocab, int64_t cols, int64_t gap, int with_positions,
                             int add, amp_dtype td, amp_dtype yd, amp_cpu_path path) {
-    matrix table = make(td, vocab, cols, gap), positions = make(td, seq + 2, cols, 0), y = make(yd, n, cols, gap),
-           dy = make(yd, n, cols, 0);
-    matrix dtable = make(td, vocab, cols, gap), dpositions = make(td, seq + 2, cols, 0), old = make(td, vocab, cols, 0),
-           old_p = make(td, seq + 2, cols, 0);
-    matrix *forward = &y, *backward[2];
+    kernels_matrix table = kernels_make(td, vocab, cols, gap), positions = kernels_make(td, seq + 2, cols, 0), y = kernels_make(yd, n, cols, gap),
+           dy = kernels_make(yd, n, cols, 0);
+    kernels_matrix dtable = kernels_make(td, vocab, cols, gap), dpositions = kernels_make(td, seq + 2, cols, 0), old = kernels_make(td, vocab, cols, 0),
+           old_p = kernels_make(td, seq + 2, cols, 0);
+    kernels_matrix *forward = &y, *backward[2];
     int32_t *ids = (int32_t *)malloc((size_t)n * 4 + 4), bad = 77;
     amp_k_embedding a;
     memset(&a, 0, sizeof a);
     ampt_integers(ids, n, 15, 9, (int32_t)vocab);
-    fill(&table, 15, 0, 1, 0); fill(&positions, 15, 1, 1, 0); fill(&dy, 15, 2, 1, 0);
-    fill(&dtable, 15, 3, 1, 0); fill(&old, 15, 3, 1, 0); fill(&dpositions, 15, 4, 1, 0); fill(&old_p, 15, 4, 1, 0);
+    kernels_fill(&table, 15, 0, 1, 0); kernels_fill(&positions, 15, 1, 1, 0); kernels_fill(&dy, 15, 2, 1, 0);
+    kernels_fill(&dtable, 15, 3, 1, 0); kernels_fill(&old, 15, 3, 1, 0); kernels_fill(&dpositions, 15, 4, 1, 0); kernels_fill(&old_p, 15, 4, 1, 0);
     a.ids = ids;
     a.n = n;
     a.seq = seq;
@@ -1171,12 +1171,12 @@ TEST(embedding) {
 }
 
 TEST(embedding_ids) {
-    matrix table = make(AMP_F32, 4, 8, 0), y = make(AMP_F32, 3, 8, 0), dtable = make(AMP_F32, 4, 8, 0);
-    ampi_cpu cpu = device((amp_cpu_path)paths(), 1);
+    kernels_matrix table = kernels_make(AMP_F32, 4, 8, 0), y = kernels_make(AMP_F32, 3, 8, 0), dtable = kernels_make(AMP_F32, 4, 8, 0);
+    ampi_cpu cpu = kernels_device((amp_cpu_path)paths(), 1);
     int32_t ids[3] = {0, 3, 4}, bad = 0;
     amp_k_embedding a;
     memset(&a, 0, sizeof a);
-    fill(&table, 16, 0, 1, 0);
+    kernels_fill(&table, 16, 0, 1, 0);
     a.ids = ids;
     a.n = 3;
     a.seq = 3;
@@ -1203,8 +1203,8 @@ TEST(embedding_ids) {
 /* ---- No memory: an error by number, and nothing written */
 
 TEST(no_memory) {
-    matrix x = make(AMP_F16, 4, 8, 0), y = make(AMP_F16, 4, 8, 0), table = make(AMP_F32, 9, 8, 0);
-    ampi_cpu cpu = device((amp_cpu_path)paths(), 2);
+    kernels_matrix x = kernels_make(AMP_F16, 4, 8, 0), y = kernels_make(AMP_F16, 4, 8, 0), table = kernels_make(AMP_F32, 9, 8, 0);
+    ampi_cpu cpu = kernels_device((amp_cpu_path)paths(), 2);
     int32_t labels[4] = {1, 2, 3, 4}, bad = 0;
     int64_t found = 0;
     float loss = 42, mean[4] = {0}, rstd[4] = {1, 1, 1, 1};
@@ -1216,7 +1216,7 @@ TEST(no_memory) {
     memset(&k, 0, sizeof k);
     memset(&r, 0, sizeof r);
     r.batch = 1; r.positions = 4; r.rotary = 8; r.heads[0] = 1; r.stride[0][1] = 8; r.x[0] = y.data; r.dtype = AMP_F16;
-    fill(&x, 17, 0, 1, 0);
+    kernels_fill(&x, 17, 0, 1, 0);
     n.x = n.dy = mat(&x); n.y = n.dx = mat(&y); n.mean = mean; n.rstd = rstd;
     c.logits = mat(&x); c.dlogits = mat(&y); c.classes = 8; c.labels = labels; c.loss = &loss; c.bad_label = &bad;
     m.x = m.target = x.data; m.dx = y.data; m.x_dtype = m.target_dtype = AMP_F16; m.n = 32; m.loss = &loss;
@@ -1244,17 +1244,17 @@ enum { G_ROWS = 6, G_COLS = 37, G_VOCABULARY = 11, G_SEQUENCE = 3, G_SEEDS = 16,
 
 /* What an operator reads and writes; the names are those of its records. */
 typedef struct golden_run {
-    matrix x, dy, up, weight, bias, table, positions, out[G_OUTPUTS];
+    kernels_matrix x, dy, up, weight, bias, table, positions, out[G_OUTPUTS];
     const char *names[G_OUTPUTS];
     int32_t labels[G_ROWS], ids[G_ROWS], bad;
     float mean[G_ROWS], rstd[G_ROWS], loss;
 } golden_run;
 
 /* Numbers rounded to `rounded` and stored in `storage`. */
-static matrix golden_input(amp_dtype rounded, amp_dtype storage, int64_t rows, int64_t cols, uint32_t seed,
+static kernels_matrix golden_input(amp_dtype rounded, amp_dtype storage, int64_t rows, int64_t cols, uint32_t seed,
                            uint32_t stream, float scale, float shift) {
-    matrix first = make(rounded, 1, rows * cols, 0), m = make(storage, rows, cols, 0);
-    fill(&first, seed, stream, scale, shift);
+    kernels_matrix first = kernels_make(rounded, 1, rows * cols, 0), m = kernels_make(storage, rows, cols, 0);
+    kernels_fill(&first, seed, stream, scale, shift);
     ampi_convert_fast(m.data, storage, first.data, rounded, rows * cols, AMP_CPU_SCALAR);
     drop(&first);
     return m;
@@ -1277,14 +1277,14 @@ static void golden_end(golden_run *r) {
     for (int i = 0; i < G_OUTPUTS; i++) if (r->names[i]) drop(&r->out[i]);
     drop(&r->x); drop(&r->dy); drop(&r->up); drop(&r->weight); drop(&r->bias); drop(&r->table); drop(&r->positions);
 }
-static matrix *golden_output(golden_run *r, int i, const char *name, amp_dtype storage, int64_t rows, int64_t cols) {
+static kernels_matrix *golden_output(golden_run *r, int i, const char *name, amp_dtype storage, int64_t rows, int64_t cols) {
     r->names[i] = name;
-    r->out[i] = make(storage, rows, cols, 0);
+    r->out[i] = kernels_make(storage, rows, cols, 0);
     return &r->out[i];
 }
 
 static void golden_activation(golden_run *r, ampi_cpu *cpu, amp_dtype d, amp_activation_kind kind) {
-    matrix *y = golden_output(r, 0, "y", d, G_ROWS, G_COLS), *dx = golden_output(r, 1, "dx", d, G_ROWS, G_COLS);
+    kernels_matrix *y = golden_output(r, 0, "y", d, G_ROWS, G_COLS), *dx = golden_output(r, 1, "dx", d, G_ROWS, G_COLS);
     amp_k_activation a = activation_args(kind, &r->x, y, &r->dy, dx);
     CHECK_OK(ampi_cpu_activation(cpu, &a, NULL));
     CHECK_OK(ampi_cpu_activation_backward(cpu, &a, NULL));
@@ -1363,7 +1363,7 @@ static void golden_rope(golden_run *r, ampi_cpu *cpu, amp_dtype d, int adjacent)
     a.batch = 1; a.positions = G_ROWS; a.rotary = adjacent ? 8 : 12; a.heads[0] = 3; a.stride[0][1] = G_COLS;
     a.stride[0][2] = 12; a.dtype = d; a.adjacent = adjacent; a.step = -2 * log2(10000.0) / (double)a.rotary; a.at = at;
     for (a.backward = 0; a.backward < 2; a.backward++) {
-        matrix *m = golden_output(r, a.backward, a.backward ? "dx" : "y", d, G_ROWS, G_COLS);
+        kernels_matrix *m = golden_output(r, a.backward, a.backward ? "dx" : "y", d, G_ROWS, G_COLS);
         memcpy(m->data, a.backward ? r->dy.data : r->x.data, m->bytes);
         a.x[0] = m->data;
         CHECK_OK(ampi_cpu_rope(cpu, &a, NULL));
@@ -1390,7 +1390,7 @@ enum { GOLDEN_OPS = sizeof golden_names / sizeof *golden_names };
 
 static void golden_operator(golden_run *r, int op, uint32_t seed, amp_dtype rounded, amp_dtype storage,
                             amp_cpu_path path) {
-    ampi_cpu cpu = device(path, 1);
+    ampi_cpu cpu = kernels_device(path, 1);
     golden_begin(r, seed, rounded, storage);
     switch (op) {
         case 5: golden_swiglu(r, &cpu, storage); break;
@@ -1404,7 +1404,7 @@ static void golden_operator(golden_run *r, int op, uint32_t seed, amp_dtype roun
 }
 
 /* |got - exact| / |exact|; the exact values are those of an array, or of a matrix */
-static double relative_norm(const matrix *got, const float *exact, const matrix *reference) {
+static double relative_norm(const kernels_matrix *got, const float *exact, const kernels_matrix *reference) {
     double off = 0, own = 0;
     for (int64_t i = 0; i < got->rows * got->cols; i++) {
         double e = exact ? (double)exact[i] : get(reference, i / got->cols, i % got->cols),
@@ -1480,7 +1480,7 @@ enum { L_COLS = 16 };
 
 static double rounded_sum(double r) { return sqrt(r / 3); }
 
-static double sum_error(const matrix *got, const double *exact, double squares) {
+static double sum_error(const kernels_matrix *got, const double *exact, double squares) {
     double off = 0, own = 0;
     for (int64_t i = 0; i < got->rows * got->cols; i++) {
         double d = get(got, i / got->cols, i % got->cols) - exact[i];
@@ -1490,7 +1490,7 @@ static double sum_error(const matrix *got, const double *exact, double squares) 
     return is_nan(off) ? 1e300 : sqrt(off / (own > squares ? own : squares)) / U;
 }
 
-static void check_sum(const ampt_golden *file, const char *name, const matrix *got, const double *exact, double squares,
+static void check_sum(const ampt_golden *file, const char *name, const kernels_matrix *got, const double *exact, double squares,
                       double bound, amp_cpu_path path) {
     double error = sum_error(got, exact, squares), theirs = ampt_golden_number(file, name);
     CHECK_MSG(error <= bound, "%s: %.2f units, of %.2f at most, path %d", name, error, bound, (int)path);
@@ -1502,12 +1502,12 @@ static void check_sum(const ampt_golden *file, const char *name, const matrix *g
 /* The same numbers as sums of columns, of gradients of positions, of a table, and of a norm's bias. */
 static void sums_of_rows(const ampt_golden *file, int64_t rows, int positive, amp_cpu_path path) {
     static const char *const names[] = {"columns", "positions", "table", "norm"};
-    matrix x = make(AMP_F32, rows, L_COLS, 0), dx = make(AMP_F32, rows, L_COLS, 0), out[4];
+    kernels_matrix x = kernels_make(AMP_F32, rows, L_COLS, 0), dx = kernels_make(AMP_F32, rows, L_COLS, 0), out[4];
     float *x32 = (float *)(void *)x.data, *stats = (float *)calloc((size_t)rows, 4);
     int32_t *ids = (int32_t *)malloc((size_t)rows * 4), bad = 0;
     double exact[2 * L_COLS] = {0}, whole[L_COLS], squares = 0;
     double eights = rounded_sum(3 + AMPI_SUM_ROWS / 8 / 2 + 2), norm = rounded_sum(AMPI_NORM_ROWS / 2 + 3 + 64 / 8 / 2 + 3);
-    ampi_cpu cpu = device(path, 1);
+    ampi_cpu cpu = kernels_device(path, 1);
     amp_k_column_sum c; amp_k_embedding p, t; amp_k_norm n;
     ampt_uniform(x32, rows * L_COLS, (uint32_t)rows, 0, positive ? 0.5f : 1, positive ? 0.5f : 0);
     for (int64_t i = 0; i < rows; i++) {
@@ -1519,7 +1519,7 @@ static void sums_of_rows(const ampt_golden *file, int64_t rows, int positive, am
         }
     }
     for (int j = 0; j < L_COLS; j++) whole[j] = exact[j] + exact[L_COLS + j];
-    for (int i = 0; i < 4; i++) out[i] = make(AMP_F32, i == 1 || i == 2 ? 2 : 1, L_COLS, 0);
+    for (int i = 0; i < 4; i++) out[i] = kernels_make(AMP_F32, i == 1 || i == 2 ? 2 : 1, L_COLS, 0);
     memset(&c, 0, sizeof c); memset(&p, 0, sizeof p); memset(&n, 0, sizeof n);
     c.x = mat(&x); c.out = out[0].data; c.out_dtype = AMP_F32;
     p.ids = ids; p.n = rows; p.seq = 2; p.dy = mat(&x); p.bad_id = &bad;
@@ -1540,7 +1540,7 @@ static void sums_of_rows(const ampt_golden *file, int64_t rows, int positive, am
     drop(&x); drop(&dx); free(stats); free(ids);
 }
 
-static amp_k_gemm product_args(const matrix *a, const matrix *b, const matrix *y, int64_t k, int trans_b) {
+static amp_k_gemm product_args(const kernels_matrix *a, const kernels_matrix *b, const kernels_matrix *y, int64_t k, int trans_b) {
     amp_k_gemm g;
     memset(&g, 0, sizeof g);
     g.m = y->rows; g.n = y->cols; g.k = k; g.batch = 1; g.alpha = 1; g.trans_b = trans_b;
@@ -1551,11 +1551,11 @@ static amp_k_gemm product_args(const matrix *a, const matrix *b, const matrix *y
 
 /* Rows of so many numbers: their products with a vector from either side, and their softmax. */
 static void sums_along_rows(const ampt_golden *file, int64_t n, amp_cpu_path path) {
-    matrix x = make(AMP_F32, L_COLS, n, 0), xt = make(AMP_F32, n, L_COLS, 0), w = make(AMP_F32, n, 1, 0), y = make(AMP_F32, L_COLS, n, 0);
-    matrix column = make(AMP_F32, L_COLS, 1, 0), row = make(AMP_F32, 1, L_COLS, 0), wt = w;
+    kernels_matrix x = kernels_make(AMP_F32, L_COLS, n, 0), xt = kernels_make(AMP_F32, n, L_COLS, 0), w = kernels_make(AMP_F32, n, 1, 0), y = kernels_make(AMP_F32, L_COLS, n, 0);
+    kernels_matrix column = kernels_make(AMP_F32, L_COLS, 1, 0), row = kernels_make(AMP_F32, 1, L_COLS, 0), wt = w;
     float *x32 = (float *)(void *)x.data, *w32 = (float *)(void *)w.data;
     double *exact = (double *)malloc((size_t)(L_COLS * n) * 8), sums[L_COLS] = {0}, squares = 0;
-    ampi_cpu cpu = device(path, 1);
+    ampi_cpu cpu = kernels_device(path, 1);
     amp_k_gemm g;
     amp_k_softmax s;
     char name[40];
@@ -1591,10 +1591,10 @@ static void sums_along_rows(const ampt_golden *file, int64_t n, amp_cpu_path pat
 
 /* Products: chains of at most 192 terms, three to a block of k, and blocks one after the other. */
 static void sums_of_products(const ampt_golden *file, int64_t k, amp_cpu_path path) {
-    matrix a = make(AMP_F32, 64, k, 0), b = make(AMP_F32, k, 64, 0), c = make(AMP_F32, 64, 64, 0);
+    kernels_matrix a = kernels_make(AMP_F32, 64, k, 0), b = kernels_make(AMP_F32, k, 64, 0), c = kernels_make(AMP_F32, 64, 64, 0);
     float *a32 = (float *)(void *)a.data, *b32 = (float *)(void *)b.data;
     double exact[64 * 64] = {0}, squares = 0;
-    ampi_cpu cpu = device(path, 1);
+    ampi_cpu cpu = kernels_device(path, 1);
     amp_k_gemm g = product_args(&a, &b, &c, k, 0);
     char name[40];
     ampt_uniform(a32, 64 * k, (uint32_t)k, 0, 1, 0);
@@ -1617,15 +1617,15 @@ static void sums_of_attention(const ampt_golden *file, int64_t n, int backward, 
     enum { DIM = 64 };
     static const int order[] = {0, 2, 3, 1};
     int64_t queries = backward ? n : DIM, keys = backward ? DIM : n;
-    matrix in[4], out[4];           /* q, k, v, do; o, dq, dk, dv */
+    kernels_matrix in[4], out[4];           /* q, k, v, do; o, dq, dk, dv */
     double *p = (double *)malloc((size_t)keys * 8), exact[DIM * DIM] = {0}, bound = 0;
     float *lse = (float *)malloc((size_t)queries * 4);
-    ampi_cpu cpu = device(path, 1);
+    ampi_cpu cpu = kernels_device(path, 1);
     amp_k_attention a;
     char name[40];
     for (int i = 0; i < 4; i++) {
-        in[i] = make(AMP_F32, i == 0 || i == 3 ? queries : keys, DIM, 0);
-        out[i] = make(AMP_F32, i < 2 ? queries : keys, DIM, 0);
+        in[i] = kernels_make(AMP_F32, i == 0 || i == 3 ? queries : keys, DIM, 0);
+        out[i] = kernels_make(AMP_F32, i < 2 ? queries : keys, DIM, 0);
         ampt_uniform((float *)(void *)in[i].data, in[i].rows * DIM, (uint32_t)n, (uint32_t)(backward ? order[i] : i), 1, 0);
     }
     for (int64_t i = 0; i < queries; i++) {

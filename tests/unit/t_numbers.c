@@ -172,7 +172,7 @@ static uint32_t ampt_crc(uint32_t crc, const void *data, size_t bytes) {
 }
 
 /* Golden checksums: [dtype][narrow][block]. */
-static struct { uint32_t crc; int known; } ampt_golden[8][2][256];
+static struct { uint32_t crc; int known; } numbers_golden[8][2][256];
 
 static int ampt_read_golden(void) {
     char name[32], direction[32];
@@ -183,8 +183,8 @@ static int ampt_read_golden(void) {
     while (fscanf(file, "%31s %31s %d %x", name, direction, &block, &crc) == 4) {
         amp_dtype dtype = AMP_DTYPE_DEFAULT;
         if (amp_dtype_parse(name, &dtype) != AMP_OK || dtype > AMP_E5M2 || block < 0 || block > 255) continue;
-        ampt_golden[dtype][strcmp(direction, "narrow") == 0][block].crc = crc;
-        ampt_golden[dtype][strcmp(direction, "narrow") == 0][block].known = 1;
+        numbers_golden[dtype][strcmp(direction, "narrow") == 0][block].crc = crc;
+        numbers_golden[dtype][strcmp(direction, "narrow") == 0][block].known = 1;
         lines++;
     }
     fclose(file);
@@ -192,7 +192,7 @@ static int ampt_read_golden(void) {
 }
 
 static int ampt_is_golden(uint32_t crc, amp_dtype dtype, int narrow, int block) {
-    return ampt_golden[dtype][narrow][block].known && crc == ampt_golden[dtype][narrow][block].crc;
+    return numbers_golden[dtype][narrow][block].known && crc == numbers_golden[dtype][narrow][block].crc;
 }
 
 /* Every NaN becomes the oracle's. */
@@ -243,7 +243,7 @@ TEST(widen_paths) {
 }
 
 /* Widening and narrowing again gives the pattern back (a quiet NaN for a NaN). */
-TEST(round_trip) {
+TEST(numbers_round_trip) {
     size_t d;
     uint64_t i;
     for (d = 0; d < 5; d++) {
@@ -815,7 +815,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(widen_golden);
     RUN(widen_paths);
-    RUN(round_trip);
+    RUN(numbers_round_trip);
     RUN(narrow_golden);
     RUN(split_and_join);
     RUN(f64_golden);

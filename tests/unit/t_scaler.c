@@ -15,7 +15,7 @@
 #endif
 
 /* A program linked with -Ofast starts with subnormals flushed to zero; torch keeps them, so the comparison does too. */
-static void keep_subnormals(void) {
+static void scaler_keep_subnormals(void) {
 #if defined(__SSE__)
     _mm_setcsr(_mm_getcsr() & ~0x8040u);
 #endif
@@ -27,7 +27,7 @@ static FILE *golden(void) {
     return f;
 }
 
-static amp_context *open_context(amp_cpu_path path, int threads, amp_level level) {
+static amp_context *scaler_open_context(amp_cpu_path path, int threads, amp_level level) {
     amp_context *amp = NULL;
     amp_desc d;
     memset(&d, 0, sizeof d);
@@ -39,7 +39,7 @@ static amp_context *open_context(amp_cpu_path path, int threads, amp_level level
     return amp;
 }
 
-static amp_scaler *make_scaler(amp_context *amp, amp_scaler_preset preset, float init, int32_t interval) {
+static amp_scaler *scaler_make_scaler(amp_context *amp, amp_scaler_preset preset, float init, int32_t interval) {
     amp_scaler *s = NULL;
     amp_scaler_desc d;
     memset(&d, 0, sizeof d);
@@ -179,7 +179,7 @@ static void make_trace(trace *t, amp_context *amp, float weights[2][3]) {
     memset(t, 0, sizeof *t);
     t->r.x = 7;
     t->h = hash_start;
-    t->s = make_scaler(amp, AMP_SCALER_TORCH, 1024, 3);
+    t->s = scaler_make_scaler(amp, AMP_SCALER_TORCH, 1024, 3);
     for (i = 0; i < 2; i++) {
         amp_optimizer_desc d;
         memset(&d, 0, sizeof d);
@@ -195,7 +195,7 @@ static void make_trace(trace *t, amp_context *amp, float weights[2][3]) {
 }
 
 TEST(scaler_trace_is_torchs_bit_for_bit) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float weights[2][3] = {{0}};
     char line[128];
     FILE *f = golden();
@@ -295,7 +295,7 @@ TEST(unscale_kernel_is_torchs_bit_for_bit) {
         for (kind = 0; strcmp(kinds[kind].name, name) != 0; kind++) {}
         unscale_words(words, N, kinds[kind].width, kinds[kind].exponent, finite, k);
         for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
-            amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_DEFAULT);
+            amp_context *amp = scaler_open_context((amp_cpu_path)path, 2, AMP_LEVEL_DEFAULT);
             float inverse = k == 5 ? ldexpf(1, -140) : inverses[k], found = 0, sticky = 1;
             double sum_sq;
             int odd = path & 1;     /* unaligned too */
@@ -358,7 +358,7 @@ TEST(presets_behave_as_compared) {
         {AMP_SCALER_KERAS, 0, 10, 4, 4, 6, 4}, {AMP_SCALER_FAIRSEQ, 0, 10, 4, 4, 6, 4}, {AMP_SCALER_FLAX, 0, 11, 4, 4, 6, 4},
         {AMP_SCALER_DEEPSPEED_FUSED, 0, 11, 4, 4, 6, 4}, {AMP_SCALER_MEGATRON, 0, 10, 5, 5, 7, 5}, {AMP_SCALER_DEEPSPEED, 0, 10, 5, 5, 7, 5},
         {AMP_SCALER_FAIRSEQ, 0.25, 10, 10, 4, 6, 6}};
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     size_t i;
@@ -395,13 +395,13 @@ TEST(presets_at_their_ceiling) {
         {AMP_SCALER_TORCH, 0x7f000000}, {AMP_SCALER_KERAS, 0x7f000000}, {AMP_SCALER_FLAX, 0x7f7fffff}, {AMP_SCALER_APEX, 0x4b800000},
         {AMP_SCALER_MEGATRON, 0x7f800000}, {AMP_SCALER_DEEPSPEED, 0x7f800000}, {AMP_SCALER_DEEPSPEED_FUSED, 0x7f800000},
         {AMP_SCALER_FAIRSEQ, 0x7f800000}, {AMP_SCALER_DEFAULT, 0x7e800000}};
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     size_t i;
     int n;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
-        amp_scaler *s = make_scaler(amp, rows[i].preset, 1024, 1);
+        amp_scaler *s = scaler_make_scaler(amp, rows[i].preset, 1024, 1);
         amp_k_scaler state;
         for (n = 0; n < 400 + 400 * (rows[i].preset == AMP_SCALER_FLAX); n++) drive(s, set, &g, 0);
         CHECK_OK(amp_scaler_get(s, &state));
@@ -416,13 +416,13 @@ TEST(presets_at_their_floor) {
     static const struct { amp_scaler_preset preset; float floor; } rows[] = {
         {AMP_SCALER_DEFAULT, 1}, {AMP_SCALER_MEGATRON, 1}, {AMP_SCALER_DEEPSPEED, 1}, {AMP_SCALER_DEEPSPEED_FUSED, 1}, {AMP_SCALER_KERAS, 1},
         {AMP_SCALER_FAIRSEQ, 1.0f / 8192}, {AMP_SCALER_METASEQ, 0.03125f}, {AMP_SCALER_FLAX, 1.17549435e-38f}};
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     size_t i;
     int n;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
-        amp_scaler *s = make_scaler(amp, rows[i].preset, 0, 0);
+        amp_scaler *s = scaler_make_scaler(amp, rows[i].preset, 0, 0);
         amp_k_scaler state;
         for (n = 0; n < 300; n++) drive(s, set, &g, 1);
         CHECK_OK(amp_scaler_get(s, &state));
@@ -440,12 +440,12 @@ TEST(presets_at_their_floor) {
 
 /* Without a floor torch falls to 0, where its inverse is infinite and a step writes NaN; the guard skips there. */
 TEST(guard_skips_where_torch_steps_with_nan) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     int preset, n;
     for (preset = AMP_SCALER_TORCH; preset <= AMP_SCALER_APEX; preset++) {
-        amp_scaler *s = make_scaler(amp, (amp_scaler_preset)preset, 0, 0);
+        amp_scaler *s = scaler_make_scaler(amp, (amp_scaler_preset)preset, 0, 0);
         for (n = 0; n < 166; n++) drive(s, set, &g, 1);
         CHECK(amp_scaler_scale(s) == 0);
         g = 0;
@@ -460,10 +460,10 @@ TEST(guard_skips_where_torch_steps_with_nan) {
 
 /* torch takes any scale: a negative one moves as a positive one does, and is kept where growth would overflow. */
 TEST(negative_scales_are_torchs) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
-    amp_scaler *s = make_scaler(amp, AMP_SCALER_TORCH, -1024, 1);
+    amp_scaler *s = scaler_make_scaler(amp, AMP_SCALER_TORCH, -1024, 1);
     drive(s, set, &g, 1);
     CHECK(amp_scaler_scale(s) == -512);
     drive(s, set, &g, 0);
@@ -479,7 +479,7 @@ TEST(negative_scales_are_torchs) {
 /* ---- Hysteresis and the rate rule */
 
 TEST(rate_rule_ends_livelock) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     double tolerance[2] = {(double)AMP_EXPLICIT_ZERO, 0};
@@ -508,7 +508,7 @@ TEST(rate_rule_ends_livelock) {
 }
 
 TEST(hysteresis_is_refilled_on_growth) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     amp_scaler *s = NULL;
@@ -556,8 +556,8 @@ static void stage_table(int off) {
     static const amp_result check[3] = {AMP_OK, AMP_ERR_UNSCALED, AMP_ERR_STEPPED};
     static const amp_result step[3] = {AMP_OK, AMP_OK, AMP_ERR_STEPPED};
     static const amp_result update[3] = {AMP_ERR_NO_CHECK, AMP_OK, AMP_OK};
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
-    amp_scaler *s = NULL, *other = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = NULL, *other = scaler_make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0);
     amp_scaler_desc scaling;
     float w[2] = {1, 2}, g[2] = {1024, 2048}, g16[1] = {0};
     uint16_t half = 0x3c00;
@@ -648,8 +648,8 @@ static void make_pair(pair *t, amp_context *amp) {
 
 /* PyTorch steps with the gradients of the step, whatever there was at unscale_; one that came since is not unscaled. */
 TEST(gradients_come_and_go_between_check_and_step) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
-    amp_scaler *s = make_scaler(amp, AMP_SCALER_TORCH, 1024, 0);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = scaler_make_scaler(amp, AMP_SCALER_TORCH, 1024, 0);
     pair t;
     make_pair(&t, amp);
     t.p[1].grad_live = 0;
@@ -666,7 +666,7 @@ TEST(gradients_come_and_go_between_check_and_step) {
 
 /* A disabled scaler is none: what .apply_nonfinite says holds, with a check before the step and without. */
 TEST(disabled_scaler_applies_nonfinite) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler *s = NULL;
     amp_scaler_desc d;
     int checked;
@@ -694,8 +694,8 @@ TEST(disabled_scaler_applies_nonfinite) {
 
 /* torch's unscale_ takes bf16: product in fp32, rounded once. */
 TEST(torch_preset_refuses_fp16_gradients_alone) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
-    amp_scaler *s = make_scaler(amp, AMP_SCALER_TORCH, 1024, 0);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = scaler_make_scaler(amp, AMP_SCALER_TORCH, 1024, 0);
     float g = 1024;
     uint16_t h[2] = {0x7c00, 0x3c00}, b[3] = {0x4480, 0x3f81, 0x7f80};     /* inf, 1; 1024, 1.0078125, inf */
     amp_range ranges[2];
@@ -728,7 +728,7 @@ TEST(torch_preset_refuses_fp16_gradients_alone) {
 
 /* A state says -1 where a desc says AMP_EXPLICIT_ZERO, as the first states did. */
 TEST(zero_in_a_state) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler_desc d;
     amp_scaler *s = NULL, *t = NULL;
     amp_state *state = NULL;
@@ -751,7 +751,7 @@ TEST(zero_in_a_state) {
 }
 
 TEST(settings_are_checked) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler_desc good, d;
     amp_scaler *s = NULL, *t = NULL;
     int preset;
@@ -803,10 +803,10 @@ TEST(settings_are_checked) {
 }
 
 TEST(set_rule_and_set_scale) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
-    amp_scaler *s = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 10), *torch = make_scaler(amp, AMP_SCALER_TORCH, 1024, 10);
+    amp_scaler *s = scaler_make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 10), *torch = scaler_make_scaler(amp, AMP_SCALER_TORCH, 1024, 10);
     amp_k_scaler state;
     int n;
     for (n = 0; n < 5; n++) { drive(s, set, &g, 0); drive(torch, set, &g, 0); }
@@ -846,7 +846,7 @@ TEST(set_rule_and_set_scale) {
 }
 
 TEST(disabled_and_frozen) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT), *o0 = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O0);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT), *o0 = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O0);
     float g = NAN;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     amp_scaler *s = NULL;
@@ -897,7 +897,7 @@ TEST(check_finds_the_first_bad_range_and_the_norm) {
     enum { N = 100000 };
     static float a[N], b[N];
     static uint16_t c[N];
-    amp_context *one = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT), *two = open_context(AMP_CPU_DEFAULT, 2, AMP_LEVEL_DEFAULT);
+    amp_context *one = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT), *two = scaler_open_context(AMP_CPU_DEFAULT, 2, AMP_LEVEL_DEFAULT);
     amp_context *contexts[2];
     amp_range ranges[4];
     double exact = 0;
@@ -918,7 +918,7 @@ TEST(check_finds_the_first_bad_range_and_the_norm) {
     ranges[2].name = "b"; ranges[2].data = b; ranges[2].count = N; ranges[2].dtype = AMP_F32;
     ranges[3].name = "c"; ranges[3].data = c; ranges[3].count = N; ranges[3].dtype = AMP_BF16;
     for (k = 0; k < 2; k++) {
-        amp_scaler *s = make_scaler(contexts[k], AMP_SCALER_DEFAULT, ldexpf(1, 20), 0);
+        amp_scaler *s = scaler_make_scaler(contexts[k], AMP_SCALER_DEFAULT, ldexpf(1, 20), 0);
         amp_grad_set_desc d;
         amp_grad_set *set = NULL;
         amp_grad_stats f;
@@ -954,8 +954,8 @@ TEST(check_finds_the_first_bad_range_and_the_norm) {
 
 /* What a host with an optimizer of its own does: check, then apply the rest. */
 TEST(apply_and_rescale) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
-    amp_scaler *s = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 1);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = scaler_make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 1);
     float g[2];
     double d64[2] = {3e200, 4e200};
     amp_range range;
@@ -1018,8 +1018,8 @@ TEST(apply_and_rescale) {
 /* torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1. */
 TEST(clip_coefficient_is_torchs) {
     static const double clips[4] = {1e-6, 2e-6, 0.5e-6, 1}, want[4] = {0.5, 1, 0.25, 1};
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
-    amp_scaler *s = make_scaler(amp, AMP_SCALER_DEFAULT, 1, 0);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = scaler_make_scaler(amp, AMP_SCALER_DEFAULT, 1, 0);
     float g = 1e-6f;
     int i;
     for (i = 0; i < 4; i++) {
@@ -1040,7 +1040,7 @@ TEST(clip_coefficient_is_torchs) {
 }
 
 TEST(sets_are_checked) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float w[4], g[4];
     amp_range range;
     amp_param p;
@@ -1082,13 +1082,13 @@ TEST(sets_are_checked) {
 /* ---- Save and load */
 
 TEST(save_and_load_at_every_point) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32), *set2 = range_set(amp, &g, 1, AMP_F32);
     int preset, cut;
     for (preset = 0; preset <= AMP_SCALER_KERAS; preset++) {
         for (cut = 0; cut < 40; cut += 3) {
-            amp_scaler *a = make_scaler(amp, (amp_scaler_preset)preset, 0, 3), *b = make_scaler(amp, (amp_scaler_preset)preset, 16384, 7);
+            amp_scaler *a = scaler_make_scaler(amp, (amp_scaler_preset)preset, 0, 3), *b = scaler_make_scaler(amp, (amp_scaler_preset)preset, 16384, 7);
             amp_state *state = NULL;
             amp_k_scaler x, y;
             rng r;
@@ -1124,8 +1124,8 @@ TEST(save_and_load_at_every_point) {
 
 /* One state serves many saves, and a scaler may be turned on or off in between. */
 TEST(save_over_a_disabled_scalers) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
-    amp_scaler *on = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *other = make_scaler(amp, AMP_SCALER_DEFAULT, 2, 0), *off = NULL;
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *on = scaler_make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *other = scaler_make_scaler(amp, AMP_SCALER_DEFAULT, 2, 0), *off = NULL;
     amp_state *state = NULL;
     amp_scaler_desc d;
     int i;
@@ -1158,7 +1158,7 @@ static const struct { int rule, at; int64_t value; amp_result result; } impossib
 TEST(save_keeps_a_subnormal_scale) {
 #if defined(__SSE__)
     unsigned mode = _mm_getcsr();
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler *a = NULL, *b = NULL;
     amp_state *state = NULL;
     amp_scaler_desc d;
@@ -1190,9 +1190,9 @@ TEST(save_keeps_a_subnormal_scale) {
 }
 
 TEST(load_refuses_what_does_not_fit) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
-    amp_scaler *a = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *torch = make_scaler(amp, AMP_SCALER_TORCH, 0, 0), *off = NULL;
-    amp_scaler *same = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *a = scaler_make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *torch = scaler_make_scaler(amp, AMP_SCALER_TORCH, 0, 0), *off = NULL;
+    amp_scaler *same = scaler_make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0);
     amp_state *state = NULL, *other = NULL;
     amp_scaler_desc d;
     amp_k_scaler before, after;
@@ -1294,7 +1294,7 @@ TEST(ranks_sum_gradients_and_agree_on_overflow) {
     c.reducer.calls = &alike;
     c.reducer.world = 2;
     CHECK_OK(amp_open(&amp, &c));
-    s = make_scaler(amp, AMP_SCALER_DEFAULT, 1, 0);
+    s = scaler_make_scaler(amp, AMP_SCALER_DEFAULT, 1, 0);
     set = range_set(amp, g, 2, AMP_F32);
     CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_UNSCALE));            /* both ranks have the same: the average is the gradient */
     CHECK(g[0] == 3 && g[1] == 4 && log.sums == 1 && log.maxes == 1 && log.doubles == 0 && log.elements == 2);
@@ -1389,7 +1389,7 @@ TEST(averages_are_taken_once) {
 TEST(settings_wait_for_the_update) {
     int off;
     for (off = 0; off < 2; off++) {
-        amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+        amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
         amp_settings settings;
         amp_scaler_desc d;
         amp_scaler *s = NULL;
@@ -1415,7 +1415,7 @@ TEST(settings_wait_for_the_update) {
 
 /* Saved between check and update, a disabled scaler too may update after the load, as an enabled one. */
 TEST(disabled_scalers_save_that_they_checked) {
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
     amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     int from, checked;
@@ -1447,7 +1447,7 @@ TEST(disabled_scalers_save_that_they_checked) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
-    keep_subnormals();
+    scaler_keep_subnormals();
     RUN(update_rule_is_torchs_bit_for_bit);
     RUN(scaler_trace_is_torchs_bit_for_bit);
     RUN(unscale_kernel_is_torchs_bit_for_bit);

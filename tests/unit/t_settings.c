@@ -275,6 +275,7 @@ TEST(malformed_text_is_refused_with_name_line_and_key) {
     memset(&s, 0, sizeof s);
     CHECK_ERR(amp_settings_read_text(&s, "a", NULL, 3), AMP_ERR_NULL);
 }
+#undef REFUSED
 
 /* Settings with random legal values, through the keys. */
 static amp_settings random_settings(uint64_t seed) {
@@ -718,16 +719,16 @@ TEST(mode_decides_whether_dropout_drops) {
 
 /* ---- A small network: linear with GELU, dropout, linear, cross-entropy */
 
-enum { BATCH = 16, IN = 24, HIDDEN = 40, CLASSES = 5, PARAMS = 4 };
+enum { BATCH = 16, SETTINGS_IN = 24, SETTINGS_HIDDEN = 40, CLASSES = 5, SETTINGS_PARAMS = 4 };
 
 typedef struct net {
     amp_context *amp;
     amp_scaler *scaler;
     amp_optimizer *optimizer;
-    amp_param params[PARAMS];
-    float w1[HIDDEN * IN], b1[HIDDEN], w2[CLASSES * HIDDEN], b2[CLASSES];
-    float grads[PARAMS][HIDDEN * IN];
-    float x[BATCH * IN], pre[BATCH * HIDDEN], h[BATCH * HIDDEN], dropped[BATCH * HIDDEN], dh[BATCH * HIDDEN], logits[BATCH * CLASSES];
+    amp_param params[SETTINGS_PARAMS];
+    float w1[SETTINGS_HIDDEN * SETTINGS_IN], b1[SETTINGS_HIDDEN], w2[CLASSES * SETTINGS_HIDDEN], b2[CLASSES];
+    float grads[SETTINGS_PARAMS][SETTINGS_HIDDEN * SETTINGS_IN];
+    float x[BATCH * SETTINGS_IN], pre[BATCH * SETTINGS_HIDDEN], h[BATCH * SETTINGS_HIDDEN], dropped[BATCH * SETTINGS_HIDDEN], dh[BATCH * SETTINGS_HIDDEN], logits[BATCH * CLASSES];
     int32_t labels[BATCH];
     float loss;
     amp_linear_op first, second;
@@ -749,16 +750,16 @@ static void net_param(net *n, int i, const char *name, float *w, int rows, int c
 }
 
 static void net_wire(net *n) {
-    amp_tensor h = amp_tensor2(n->h, AMP_F32, BATCH, HIDDEN), dh = amp_tensor2(n->dh, AMP_F32, BATCH, HIDDEN);
-    net_param(n, 0, "first.weight", n->w1, HIDDEN, IN);
-    net_param(n, 1, "first.bias", n->b1, HIDDEN, 0);
-    net_param(n, 2, "second.weight", n->w2, CLASSES, HIDDEN);
+    amp_tensor h = amp_tensor2(n->h, AMP_F32, BATCH, SETTINGS_HIDDEN), dh = amp_tensor2(n->dh, AMP_F32, BATCH, SETTINGS_HIDDEN);
+    net_param(n, 0, "first.weight", n->w1, SETTINGS_HIDDEN, SETTINGS_IN);
+    net_param(n, 1, "first.bias", n->b1, SETTINGS_HIDDEN, 0);
+    net_param(n, 2, "second.weight", n->w2, CLASSES, SETTINGS_HIDDEN);
     net_param(n, 3, "second.bias", n->b2, CLASSES, 0);
-    n->first.x = amp_tensor2(n->x, AMP_F32, BATCH, IN);
+    n->first.x = amp_tensor2(n->x, AMP_F32, BATCH, SETTINGS_IN);
     n->first.weight = &n->params[0]; n->first.bias = &n->params[1];
-    n->first.pre = amp_tensor2(n->pre, AMP_F32, BATCH, HIDDEN);
+    n->first.pre = amp_tensor2(n->pre, AMP_F32, BATCH, SETTINGS_HIDDEN);
     n->first.act = AMP_ACT_GELU; n->first.y = h; n->first.dy = dh;
-    n->dropout.x = h; n->dropout.y = amp_tensor2(n->dropped, AMP_F32, BATCH, HIDDEN);
+    n->dropout.x = h; n->dropout.y = amp_tensor2(n->dropped, AMP_F32, BATCH, SETTINGS_HIDDEN);
     n->dropout.p = 0.25f; n->dropout.dy = n->dropout.dx = dh;
     n->second.x = n->dropout.y; n->second.weight = &n->params[2]; n->second.bias = &n->params[3];
     n->second.y = n->second.dy = amp_tensor2(n->logits, AMP_F32, BATCH, CLASSES);
@@ -774,11 +775,11 @@ static net *net_open(const amp_settings *s) {
     amp_optimizer_desc optimizer;
     n->amp = open_with(s);
     net_wire(n);
-    CHECK_OK(amp_param_register(n->amp, n->params, PARAMS));
+    CHECK_OK(amp_param_register(n->amp, n->params, SETTINGS_PARAMS));
     memset(&scaler, 0, sizeof scaler);
     memset(&optimizer, 0, sizeof optimizer);
     CHECK_OK(amp_settings_fill(s, n->amp, NULL, &scaler, &optimizer, NULL));
-    optimizer.params = n->params; optimizer.n_params = PARAMS;
+    optimizer.params = n->params; optimizer.n_params = SETTINGS_PARAMS;
     optimizer.lr = 0.01; optimizer.weight_decay = 0.01; optimizer.result_lag = AMP_LAG_NONE;
     CHECK_OK(amp_scaler_create(n->amp, &n->scaler, &scaler));
     CHECK_OK(amp_optimizer_create(n->amp, &n->optimizer, &optimizer));
@@ -798,8 +799,8 @@ static void net_close(net *n) {
 
 /* The loss of the step's data; with training the logits become their gradient. */
 static float net_forward(net *n, int step, int training) {
-    random_values(n->x, BATCH * IN, 1000 + (uint64_t)step, 1);
-    for (int i = 0; i < BATCH; i++) n->labels[i] = (int32_t)(n->x[i * IN] > 0) + 2 * (int32_t)(n->x[i * IN + 1] > 0);
+    random_values(n->x, BATCH * SETTINGS_IN, 1000 + (uint64_t)step, 1);
+    for (int i = 0; i < BATCH; i++) n->labels[i] = (int32_t)(n->x[i * SETTINGS_IN] > 0) + 2 * (int32_t)(n->x[i * SETTINGS_IN + 1] > 0);
     n->ce.grad_scale = training ? amp_scaler_scale_ptr(n->scaler) : NULL;
     n->ce.dlogits = n->second.y;
     if (!training) n->ce.dlogits.data = NULL;
@@ -956,15 +957,15 @@ TEST(cast_inputs_decides_what_loaders_deliver) {
 /* Inputs that were cast give the bits that autocast gives fp32 ones. */
 TEST(cast_inputs_train_the_same) {
     net *plain = net_lines("dtype=bf16"), *cast = net_lines("dtype=bf16\ncast_inputs=true");
-    uint16_t x[BATCH * IN];
+    uint16_t x[BATCH * SETTINGS_IN];
     for (int step = 0; step < 4; step++) {
         (void)net_forward(plain, step, 1);
         net_backward(plain);
         CHECK_OK(amp_step(plain->optimizer, plain->scaler));
-        random_values(cast->x, BATCH * IN, 1000 + (uint64_t)step, 1);
+        random_values(cast->x, BATCH * SETTINGS_IN, 1000 + (uint64_t)step, 1);
         CHECK_EQ(amp_autocast_input(cast->amp, AMP_F32), AMP_BF16);
-        CHECK_OK(amp_convert(x, AMP_BF16, cast->x, AMP_F32, BATCH * IN, NULL, NULL));
-        cast->first.x = amp_tensor2(x, AMP_BF16, BATCH, IN);
+        CHECK_OK(amp_convert(x, AMP_BF16, cast->x, AMP_F32, BATCH * SETTINGS_IN, NULL, NULL));
+        cast->first.x = amp_tensor2(x, AMP_BF16, BATCH, SETTINGS_IN);
         (void)net_forward(cast, step, 1);
         net_backward(cast);
         CHECK_OK(amp_step(cast->optimizer, cast->scaler));
@@ -1375,7 +1376,7 @@ TEST(clip_norm_bounds_the_step) {
 TEST(accumulation_decides_when_amp_step_steps) {
     net *n = net_lines("dtype=fp32\naccumulation=3");
     amp_step_result outcome;
-    float before[HIDDEN * IN];
+    float before[SETTINGS_HIDDEN * SETTINGS_IN];
     int steps = 0;
     for (int i = 1; i <= 9; i++) {
         memcpy(before, n->w1, sizeof before);
@@ -1647,7 +1648,7 @@ TEST(max_retries_bounds_recoveries) {
         amp_monitor *monitor = monitor_of(n, &s, NULL);
         memset(&d, 0, sizeof d);
         memset(&info, 0, sizeof info);
-        d.params = n->params; d.n_params = PARAMS; d.optimizer = n->optimizer; d.scaler = n->scaler;
+        d.params = n->params; d.n_params = SETTINGS_PARAMS; d.optimizer = n->optimizer; d.scaler = n->scaler;
         d.max_retries = s.max_retries;
         CHECK_OK(amp_recovery_create(n->amp, &recovery, &d));
         for (int step = 0; step < 12 && !stopped; step++) {
@@ -1689,7 +1690,7 @@ TEST(batch_growth_interval_takes_halving_back) {
         amp_monitor *monitor = monitor_of(n, &s, NULL);
         memset(&d, 0, sizeof d);
         memset(&info, 0, sizeof info);
-        d.params = n->params; d.n_params = PARAMS; d.optimizer = n->optimizer; d.scaler = n->scaler;
+        d.params = n->params; d.n_params = SETTINGS_PARAMS; d.optimizer = n->optimizer; d.scaler = n->scaler;
         d.batch_growth_interval = s.batch_growth_interval;
         CHECK_OK(amp_recovery_create(n->amp, &recovery, &d));
         for (int step = 1; step <= 24; step++) {
@@ -1727,7 +1728,7 @@ TEST(tensor_stats_interval_is_that_of_the_looks) {
     amp_tensor_stats_report report;
     int due = 0;
     memset(&d, 0, sizeof d);
-    d.params = n->params; d.n_params = PARAMS;
+    d.params = n->params; d.n_params = SETTINGS_PARAMS;
     d.interval = s.tensor_stats_interval;
     CHECK_OK(amp_tensor_stats_create(n->amp, &stats, &d));
     for (int i = 0; i < 12; i++) {
@@ -1744,7 +1745,7 @@ TEST(tensor_stats_interval_is_that_of_the_looks) {
 static amp_state *net_save(const net *n) {
     amp_state *state;
     CHECK_OK(amp_state_create(&state, NULL));
-    for (int i = 0; i < PARAMS; i++)
+    for (int i = 0; i < SETTINGS_PARAMS; i++)
         CHECK_OK(amp_state_put(state, n->params[i].name, AMP_F32, n->params[i].weight.data, amp_tensor_count(&n->params[i].weight)));
     CHECK_OK(amp_optimizer_save(n->optimizer, state, "adamw"));
     CHECK_OK(amp_scaler_save(n->scaler, state, "scaler"));
@@ -1755,7 +1756,7 @@ static amp_state *net_save(const net *n) {
 /* A new run from the state of another; scaled: it had an enabled scaler. */
 static net *net_resume(const amp_settings *s, const amp_state *state, int step, int scaled) {
     net *n = net_open(s);
-    for (int i = 0; i < PARAMS; i++)
+    for (int i = 0; i < SETTINGS_PARAMS; i++)
         CHECK_OK(amp_state_get(state, n->params[i].name, AMP_F32, n->params[i].weight.data, amp_tensor_count(&n->params[i].weight)));
     CHECK_OK(amp_optimizer_load(n->optimizer, state, "adamw"));
     if (scaled) CHECK_OK(amp_scaler_load(n->scaler, state, "scaler"));

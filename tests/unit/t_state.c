@@ -11,31 +11,31 @@
 static const amp_dtype dtypes[] = {AMP_F32, AMP_F64, AMP_F16, AMP_BF16, AMP_U8, AMP_U16, AMP_I32, AMP_I64};
 
 /* A system that counts its memory and fails the n-th call of a kind. */
-typedef struct faults {
+typedef struct state_faults {
     amp_system posix;
     int64_t live, calls, fail_alloc;
     int fail_open, fail_write, fail_sync, fail_rename, short_writes;
-} faults;
+} state_faults;
 
-static void *f_alloc(void *user, size_t size, size_t align) {
-    faults *f = (faults *)user;
+static void *state_f_alloc(void *user, size_t size, size_t align) {
+    state_faults *f = (state_faults *)user;
     void *ptr;
     if (size == 0 || ++f->calls == f->fail_alloc) return NULL;
     ptr = f->posix.alloc(NULL, size, align);
     if (ptr) f->live += (int64_t)size;
     return ptr;
 }
-static void f_free(void *user, void *ptr, size_t size) {
-    faults *f = (faults *)user;
+static void state_f_free(void *user, void *ptr, size_t size) {
+    state_faults *f = (state_faults *)user;
     f->live -= (int64_t)size;
     f->posix.free(NULL, ptr, size);
 }
-static int f_open(void *user, const char *path, int for_writing, intptr_t *file) {
-    faults *f = (faults *)user;
+static int state_f_open(void *user, const char *path, int for_writing, intptr_t *file) {
+    state_faults *f = (state_faults *)user;
     return f->fail_open ? -EACCES : f->posix.file_open(NULL, path, for_writing, file);
 }
 static int64_t f_write(void *user, intptr_t file, const void *data, size_t bytes, int64_t offset) {
-    faults *f = (faults *)user;
+    state_faults *f = (state_faults *)user;
     static int turn;
     if (f->fail_write && offset > 0) return -ENOSPC;
     if (f->short_writes && ++turn % 3 == 0) return -EINTR;
@@ -43,21 +43,21 @@ static int64_t f_write(void *user, intptr_t file, const void *data, size_t bytes
     return f->posix.file_write(NULL, file, data, bytes, offset);
 }
 static int f_sync(void *user, intptr_t file) {
-    faults *f = (faults *)user;
+    state_faults *f = (state_faults *)user;
     return f->fail_sync ? -EIO : f->posix.file_sync(NULL, file);
 }
 static int f_rename(void *user, const char *from, const char *to) {
-    faults *f = (faults *)user;
+    state_faults *f = (state_faults *)user;
     return f->fail_rename ? -EACCES : f->posix.file_rename(NULL, from, to);
 }
-static amp_system f_system(faults *f) {
+static amp_system f_system(state_faults *f) {
     amp_system s;
     memset(f, 0, sizeof *f);
     memset(&s, 0, sizeof s);
     amp_system_default(&f->posix);
     s.user = f;
-    s.alloc = f_alloc; s.free = f_free;
-    s.file_open = f_open; s.file_write = f_write; s.file_sync = f_sync; s.file_rename = f_rename;
+    s.alloc = state_f_alloc; s.free = state_f_free;
+    s.file_open = state_f_open; s.file_write = f_write; s.file_sync = f_sync; s.file_rename = f_rename;
     return s;
 }
 
@@ -406,8 +406,8 @@ static amp_result whole_life(const amp_system *system, const char *path) {
     return result;
 }
 
-TEST(failing_memory) {
-    faults f;
+TEST(state_failing_memory) {
+    state_faults f;
     amp_system system = f_system(&f);
     char path[64];
     int64_t n;
@@ -428,7 +428,7 @@ TEST(failing_memory) {
 
 /* Whatever fails while saving, the old file stays whole and nothing is left beside it. */
 TEST(failing_files) {
-    faults f;
+    state_faults f;
     amp_system system = f_system(&f);
     amp_state *state = NULL, *back = NULL;
     char path[64], temporary[96];
@@ -482,7 +482,7 @@ int main(int argc, char **argv) {
     RUN(checksum);
     RUN(version_1_is_read);
     RUN(version_1_is_written);
-    RUN(failing_memory);
+    RUN(state_failing_memory);
     RUN(failing_files);
     return TEST_END();
 }

@@ -33,7 +33,7 @@ static int same_bits(amp_context *amp) {
     return memcmp(c, want, sizeof c) == 0;
 }
 
-static amp_context *open_with(amp_desc desc) {
+static amp_context *threads_open_with(amp_desc desc) {
     amp_context *amp = NULL;
     CHECK_OK(amp_open(&amp, &desc));
     return amp;
@@ -53,7 +53,7 @@ static void prepare(void) {
         a[i] = amp_random_uniform(1, (uint64_t)i) - 0.5f;
         b[i] = amp_random_uniform(2, (uint64_t)i) - 0.5f;
     }
-    amp = open_with(threads_of(1));
+    amp = threads_open_with(threads_of(1));
     CHECK_OK(multiply(amp, want));
     amp_close(amp);
 }
@@ -144,7 +144,7 @@ TEST(a_thread_that_has_not_begun_is_not_waited_for) {
     if (cpu.cores < 2) SKIP("one core");
     late_ns = 500000000;
     desc.system = late_system();
-    amp = open_with(desc);
+    amp = threads_open_with(desc);
     begin = ampi_posix_clock(NULL);
     CHECK(same_bits(amp));
     CHECK(ampi_posix_clock(NULL) - begin < late_ns / 2);
@@ -156,7 +156,7 @@ TEST(a_thread_that_has_not_begun_is_not_waited_for) {
 TEST(the_same_bits_on_any_number_of_threads) {
     int32_t threads;
     for (threads = 1; threads <= 40; threads += threads < 8 ? 1 : 8) {
-        amp_context *amp = open_with(threads_of(threads));
+        amp_context *amp = threads_open_with(threads_of(threads));
         CHECK(same_bits(amp));
         amp_close(amp);
     }
@@ -184,13 +184,13 @@ static void call_from_several(amp_context *first, amp_context *second) {
 }
 
 TEST(several_callers_on_one_context) {
-    amp_context *amp = open_with(threads_of(3));
+    amp_context *amp = threads_open_with(threads_of(3));
     call_from_several(amp, amp);
     amp_close(amp);
 }
 
 TEST(two_contexts_at_work) {
-    amp_context *one = open_with(threads_of(0)), *two = open_with(threads_of(0));
+    amp_context *one = threads_open_with(threads_of(0)), *two = threads_open_with(threads_of(0));
     call_from_several(one, two);
     amp_close(one);
     CHECK(same_bits(two));
@@ -198,10 +198,10 @@ TEST(two_contexts_at_work) {
 }
 
 TEST(contexts_share_threads) {
-    amp_context *one = open_with(threads_of(3)), *two, *none;
+    amp_context *one = threads_open_with(threads_of(3)), *two, *none;
     amp_desc desc = threads_of(0), shown;
     desc.share_threads = one;
-    two = open_with(desc);
+    two = threads_open_with(desc);
     CHECK_OK(amp_query(two, &shown));
     CHECK_EQ(shown.threads, 3);
     CHECK(two->threads == one->threads);
@@ -246,7 +246,7 @@ TEST(pinned_threads_give_the_same_bits) {
     amp_desc desc = threads_of(3);
     amp_context *amp;
     desc.pin_threads = 1;
-    amp = open_with(desc);
+    amp = threads_open_with(desc);
     CHECK(same_bits(amp));
     amp_close(amp);
 }
@@ -254,7 +254,7 @@ TEST(pinned_threads_give_the_same_bits) {
 /* ---- A child of fork() */
 
 TEST(a_child_computes_and_closes) {
-    amp_context *amp = open_with(threads_of(2));
+    amp_context *amp = threads_open_with(threads_of(2));
     int status = -1, round;
     pid_t child;
 #if defined(THREAD_SANITIZER)
@@ -301,7 +301,7 @@ TEST(out_of_threads) {
         amp_system_default(&desc.system);
         desc.system.thread_start = start_few;
         desc.logger.write = count_warning;
-        amp = open_with(desc);
+        amp = threads_open_with(desc);
         for (round = 0; round < 5; round++) CHECK(same_bits(amp));
         CHECK_EQ(warnings, 1);
         amp_close(amp);
@@ -334,7 +334,7 @@ static void check_host_pool(void (*parallel)(void *, int32_t, void (*)(void *, i
     amp_context *amp;
     int round;
     desc.parallel.parallel = parallel;
-    amp = open_with(desc);
+    amp = threads_open_with(desc);
     for (round = 0; round < 10; round++) CHECK(same_bits(amp));
     CHECK_EQ(amp->threads->started, 0);
     amp_close(amp);
@@ -345,10 +345,10 @@ TEST(a_hosts_pool_is_shared) {
     amp_desc desc = threads_of(3);
     amp_context *one, *two;
     desc.parallel.parallel = ampt_parallel;
-    one = open_with(desc);
+    one = threads_open_with(desc);
     desc = threads_of(0);
     desc.share_threads = one;
-    two = open_with(desc);
+    two = threads_open_with(desc);
     CHECK(same_bits(two));
     CHECK_EQ(two->threads->started, 0);
     amp_close(two);
@@ -361,7 +361,7 @@ TEST(a_closed_context_shares_nothing) {
     amp_context *one, *none;
     amp_scaler *scaler = NULL;
     desc.logger.level = AMP_LOG_OFF;
-    one = open_with(desc);
+    one = threads_open_with(desc);
     CHECK_OK(amp_scaler_create(one, &scaler, NULL));
     amp_close(one);
     desc.share_threads = one;

@@ -11,57 +11,57 @@
 
 /* ---- A model: embedding, linear with GELU, dropout, layer norm, attention, linear, cross-entropy */
 
-enum { BATCH = 4, SEQ = 8, ROWS = BATCH * SEQ, DIM = 32, HEADS = 2, WIDE = 64, VOCAB = 50, PARAMS = 14 };
+enum { VERIFY_BATCH = 4, VERIFY_SEQ = 8, VERIFY_ROWS = VERIFY_BATCH * VERIFY_SEQ, DIM = 32, HEADS = 2, VERIFY_WIDE = 64, VOCAB = 50, VERIFY_PARAMS = 14 };
 enum { BREAK_NOTHING, BREAK_BITS, BREAK_GRADIENT, BREAK_OVERFLOW, BREAK_FAIL, BREAK_NAN, BREAK_REGION, BREAK_LOST };
 
-typedef struct model {
+typedef struct verify_model {
     amp_context *amp;
     amp_optimizer *optimizer;
     amp_scaler *scaler;
-    amp_param params[PARAMS];
-    float weights[PARAMS][WIDE * WIDE], grads[PARAMS][WIDE * WIDE];
-    float act[24][ROWS * WIDE];
-    float logits[ROWS * VOCAB], loss, lse[BATCH * HEADS * SEQ], mean[ROWS], rstd[ROWS];
-    int32_t ids[ROWS], labels[ROWS];
+    amp_param params[VERIFY_PARAMS];
+    float weights[VERIFY_PARAMS][VERIFY_WIDE * VERIFY_WIDE], grads[VERIFY_PARAMS][VERIFY_WIDE * VERIFY_WIDE];
+    float act[24][VERIFY_ROWS * VERIFY_WIDE];
+    float logits[VERIFY_ROWS * VOCAB], loss, lse[VERIFY_BATCH * HEADS * VERIFY_SEQ], mean[VERIFY_ROWS], rstd[VERIFY_ROWS];
+    int32_t ids[VERIFY_ROWS], labels[VERIFY_ROWS];
     int broken, always;             /* in precisions below tf32; always 1: in all */
     int steps;                      /* 1: the step steps the optimizer; 2: it has arrays of its own unscaled, and saves its set */
     int calls;
     float dropout;
-} model;
-static model a_model;
+} verify_model;
+static verify_model a_model;
 static int accumulation = 1;
 
 enum { TABLE, FC_W, FC_B, LN_W, LN_B, Q_W, K_W, V_W, Q_B, K_B, V_B, OUT_W, OUT_B, FROZEN };
-static const struct { const char *name; int64_t rows, cols; float size; } shapes[PARAMS] = {
-    {"table", VOCAB, DIM, 1}, {"fc.weight", WIDE, DIM, 0.2f}, {"fc.bias", WIDE, 0, 0.1f},
-    {"ln.weight", WIDE, 0, 0}, {"ln.bias", WIDE, 0, 0.1f}, {"wq", WIDE, WIDE, 0.3f}, {"wk", WIDE, WIDE, 0.3f},
-    {"wv", WIDE, WIDE, 0.15f}, {"bq", WIDE, 0, 0.1f}, {"bk", WIDE, 0, 0.1f}, {"bv", WIDE, 0, 0.1f},
-    {"head.weight", VOCAB, WIDE, 0.2f}, {"head.bias", VOCAB, 0, 0}, {"frozen", DIM, 0, 1}
+static const struct { const char *name; int64_t rows, cols; float size; } verify_shapes[VERIFY_PARAMS] = {
+    {"table", VOCAB, DIM, 1}, {"fc.weight", VERIFY_WIDE, DIM, 0.2f}, {"fc.bias", VERIFY_WIDE, 0, 0.1f},
+    {"ln.weight", VERIFY_WIDE, 0, 0}, {"ln.bias", VERIFY_WIDE, 0, 0.1f}, {"wq", VERIFY_WIDE, VERIFY_WIDE, 0.3f}, {"wk", VERIFY_WIDE, VERIFY_WIDE, 0.3f},
+    {"wv", VERIFY_WIDE, VERIFY_WIDE, 0.15f}, {"bq", VERIFY_WIDE, 0, 0.1f}, {"bk", VERIFY_WIDE, 0, 0.1f}, {"bv", VERIFY_WIDE, 0, 0.1f},
+    {"head.weight", VOCAB, VERIFY_WIDE, 0.2f}, {"head.bias", VOCAB, 0, 0}, {"frozen", DIM, 0, 1}
 };
 
-static void fill_model(model *m, amp_context *amp, uint64_t seed) {
+static void fill_model(verify_model *m, amp_context *amp, uint64_t seed) {
     amp_dtype stored = amp_param_dtype(amp, 0);
     int64_t i, k;
     memset(m, 0, sizeof *m);
     m->amp = amp;
     m->dropout = 0.1f;
-    for (i = 0; i < PARAMS; i++) {
+    for (i = 0; i < VERIFY_PARAMS; i++) {
         amp_param *p = &m->params[i];
-        int64_t rows = shapes[i].rows, cols = shapes[i].cols, n = rows * (cols ? cols : 1);
+        int64_t rows = verify_shapes[i].rows, cols = verify_shapes[i].cols, n = rows * (cols ? cols : 1);
         amp_dtype dtype = i == LN_W || i == LN_B ? AMP_F32 : stored;
-        static float w[WIDE * WIDE];
+        static float w[VERIFY_WIDE * VERIFY_WIDE];
         for (k = 0; k < n; k++)
-            w[k] = shapes[i].size * (2 * amp_random_uniform(seed * PARAMS + (uint64_t)i, (uint64_t)k) - 1) + (i == LN_W ? 1.0f : 0.0f);
+            w[k] = verify_shapes[i].size * (2 * amp_random_uniform(seed * VERIFY_PARAMS + (uint64_t)i, (uint64_t)k) - 1) + (i == LN_W ? 1.0f : 0.0f);
         CHECK_OK(amp_convert(m->weights[i], dtype, w, AMP_F32, n, NULL, NULL));
-        p->name = shapes[i].name;
+        p->name = verify_shapes[i].name;
         p->weight = cols ? amp_tensor2(m->weights[i], dtype, rows, cols) : amp_tensor1(m->weights[i], dtype, rows);
         if (i != FROZEN) p->grad = cols ? amp_tensor2(m->grads[i], AMP_F32, rows, cols) : amp_tensor1(m->grads[i], AMP_F32, rows);
     }
-    for (i = 0; i < ROWS; i++) {
+    for (i = 0; i < VERIFY_ROWS; i++) {
         m->ids[i] = (int32_t)(amp_random_u32(seed, (uint64_t)i) % VOCAB);
         m->labels[i] = (int32_t)(amp_random_u32(seed + 1, (uint64_t)i) % VOCAB);
     }
-    CHECK_OK(amp_param_register(amp, m->params, PARAMS));
+    CHECK_OK(amp_param_register(amp, m->params, VERIFY_PARAMS));
 }
 
 /* Keeps `bits` of the mantissas of what is stored as fp32 or bf16 or fp16. */
@@ -91,7 +91,7 @@ static void times(const amp_tensor *t, float factor) {
 
 /* Forward and backward, as a program writes it; activations are stored as the region says. */
 /* Other ranges at each call: what a scaler and a set made for themselves is theirs, whatever verify puts back. */
-static void unscale_own(model *m) {
+static void unscale_own(verify_model *m) {
     static float own[2][8];
     amp_range range;
     int32_t apply;
@@ -103,7 +103,7 @@ static void unscale_own(model *m) {
 }
 
 static int step(void *user, amp_context *amp) {
-    model *m = (model *)user;
+    verify_model *m = (verify_model *)user;
     amp_param *p = m->params;
     amp_embedding_op emb;
     amp_linear_op fc, qkv[3], head;
@@ -121,53 +121,53 @@ static int step(void *user, amp_context *amp) {
     if (m->broken == BREAK_REGION && low) return 77;
     memset(&emb, 0, sizeof emb); memset(&fc, 0, sizeof fc); memset(qkv, 0, sizeof qkv); memset(&head, 0, sizeof head);
     memset(&drop, 0, sizeof drop); memset(&ln, 0, sizeof ln); memset(&at, 0, sizeof at); memset(&ce, 0, sizeof ce);
-    emb.ids = m->ids; emb.table = &p[TABLE]; emb.y = amp_tensor2(m->act[1], h, ROWS, DIM);
+    emb.ids = m->ids; emb.table = &p[TABLE]; emb.y = amp_tensor2(m->act[1], h, VERIFY_ROWS, DIM);
     TRY(amp_embedding(amp, &emb));
     fc.x = emb.y; fc.weight = &p[FC_W]; fc.bias = &p[FC_B]; fc.act = AMP_ACT_GELU;
-    fc.y = amp_tensor2(m->act[2], h, ROWS, WIDE); fc.pre = amp_tensor2(m->act[3], h, ROWS, WIDE);
+    fc.y = amp_tensor2(m->act[2], h, VERIFY_ROWS, VERIFY_WIDE); fc.pre = amp_tensor2(m->act[3], h, VERIFY_ROWS, VERIFY_WIDE);
     TRY(amp_linear(amp, &fc));
     if (m->broken == BREAK_BITS && low) lose_bits(&fc.y, 1);
     if (m->broken == BREAK_OVERFLOW && low) { times(&fc.y, 1e6f); times(&fc.y, 1e-6f); }
-    drop.x = fc.y; drop.y = amp_tensor2(m->act[4], h, ROWS, WIDE); drop.p = m->dropout;
+    drop.x = fc.y; drop.y = amp_tensor2(m->act[4], h, VERIFY_ROWS, VERIFY_WIDE); drop.p = m->dropout;
     TRY(amp_dropout(amp, &drop));
-    ln.x = drop.y; ln.y = amp_tensor2(m->act[5], h, ROWS, WIDE); ln.weight = &p[LN_W]; ln.bias = &p[LN_B];
+    ln.x = drop.y; ln.y = amp_tensor2(m->act[5], h, VERIFY_ROWS, VERIFY_WIDE); ln.weight = &p[LN_W]; ln.bias = &p[LN_B];
     ln.mean = m->mean; ln.rstd = m->rstd;
     TRY(amp_layernorm(amp, &ln));
     for (i = 0; i < 3; i++) {
-        qkv[i].x = ln.y; qkv[i].weight = &p[Q_W + i]; qkv[i].bias = &p[Q_B + i]; qkv[i].y = amp_tensor2(m->act[15 + i], h, ROWS, WIDE);
+        qkv[i].x = ln.y; qkv[i].weight = &p[Q_W + i]; qkv[i].bias = &p[Q_B + i]; qkv[i].y = amp_tensor2(m->act[15 + i], h, VERIFY_ROWS, VERIFY_WIDE);
         TRY(amp_linear(amp, &qkv[i]));
-        *(i == 0 ? &at.q : i == 1 ? &at.k : &at.v) = amp_tensor4(m->act[15 + i], h, BATCH, SEQ, HEADS, WIDE / HEADS);
+        *(i == 0 ? &at.q : i == 1 ? &at.k : &at.v) = amp_tensor4(m->act[15 + i], h, VERIFY_BATCH, VERIFY_SEQ, HEADS, VERIFY_WIDE / HEADS);
     }
-    at.o = amp_tensor4(m->act[7], h, BATCH, SEQ, HEADS, WIDE / HEADS); at.lse = m->lse; at.mask.kind = AMP_MASK_CAUSAL;
+    at.o = amp_tensor4(m->act[7], h, VERIFY_BATCH, VERIFY_SEQ, HEADS, VERIFY_WIDE / HEADS); at.lse = m->lse; at.mask.kind = AMP_MASK_CAUSAL;
     TRY(amp_attention(amp, &at));
-    head.x = amp_tensor2(m->act[7], h, ROWS, WIDE); head.weight = &p[OUT_W]; head.bias = &p[OUT_B];
-    head.y = amp_tensor2(m->logits, AMP_F32, ROWS, VOCAB);
+    head.x = amp_tensor2(m->act[7], h, VERIFY_ROWS, VERIFY_WIDE); head.weight = &p[OUT_W]; head.bias = &p[OUT_B];
+    head.y = amp_tensor2(m->logits, AMP_F32, VERIFY_ROWS, VOCAB);
     TRY(amp_linear(amp, &head));
     if (m->broken == BREAK_NAN && low) m->logits[7] = ampi_f32_of_bits(0x7fc00000u);
-    ce.logits = head.y; ce.dlogits = amp_tensor2(m->act[8], h == AMP_F32 ? AMP_F32 : h, ROWS, VOCAB); ce.labels = m->labels; ce.loss = &m->loss;
+    ce.logits = head.y; ce.dlogits = amp_tensor2(m->act[8], h == AMP_F32 ? AMP_F32 : h, VERIFY_ROWS, VOCAB); ce.labels = m->labels; ce.loss = &m->loss;
     ce.grad_scale = amp_scaler_scale_ptr(m->scaler);
     TRY(amp_cross_entropy(amp, &ce));
     TRY(amp_autocast_end(amp));
-    head.dy = ce.dlogits; head.dx = amp_tensor2(m->act[9], h, ROWS, WIDE);
+    head.dy = ce.dlogits; head.dx = amp_tensor2(m->act[9], h, VERIFY_ROWS, VERIFY_WIDE);
     TRY(amp_linear_backward(amp, &head));
     if (m->broken == BREAK_GRADIENT && low) times(&head.dx, 1.5f);
-    if (m->broken == BREAK_LOST && low) memset(m->act[9], 0, ROWS * WIDE * 2);
-    at.d_o = amp_tensor4(m->act[9], h, BATCH, SEQ, HEADS, WIDE / HEADS);
+    if (m->broken == BREAK_LOST && low) memset(m->act[9], 0, VERIFY_ROWS * VERIFY_WIDE * 2);
+    at.d_o = amp_tensor4(m->act[9], h, VERIFY_BATCH, VERIFY_SEQ, HEADS, VERIFY_WIDE / HEADS);
     for (i = 0; i < 3; i++) {
-        qkv[i].dy = amp_tensor2(m->act[18 + i], h, ROWS, WIDE);
-        *(i == 0 ? &at.dq : i == 1 ? &at.dk : &at.dv) = amp_tensor4(m->act[18 + i], h, BATCH, SEQ, HEADS, WIDE / HEADS);
+        qkv[i].dy = amp_tensor2(m->act[18 + i], h, VERIFY_ROWS, VERIFY_WIDE);
+        *(i == 0 ? &at.dq : i == 1 ? &at.dk : &at.dv) = amp_tensor4(m->act[18 + i], h, VERIFY_BATCH, VERIFY_SEQ, HEADS, VERIFY_WIDE / HEADS);
     }
     TRY(amp_attention_backward(amp, &at));
     for (i = 0; i < 3; i++) {
-        qkv[i].dx = amp_tensor2(m->act[21 + i], h, ROWS, WIDE);
+        qkv[i].dx = amp_tensor2(m->act[21 + i], h, VERIFY_ROWS, VERIFY_WIDE);
         TRY(amp_linear_backward(amp, &qkv[i]));
         if (i > 0) TRY(amp_add(amp, &qkv[0].dx, &qkv[i].dx, &qkv[0].dx));
     }
-    ln.dy = qkv[0].dx; ln.dx = amp_tensor2(m->act[12], h, ROWS, WIDE);
+    ln.dy = qkv[0].dx; ln.dx = amp_tensor2(m->act[12], h, VERIFY_ROWS, VERIFY_WIDE);
     TRY(amp_layernorm_backward(amp, &ln));
-    drop.dy = ln.dx; drop.dx = amp_tensor2(m->act[13], h, ROWS, WIDE);
+    drop.dy = ln.dx; drop.dx = amp_tensor2(m->act[13], h, VERIFY_ROWS, VERIFY_WIDE);
     TRY(amp_dropout_backward(amp, &drop));
-    fc.dy = drop.dx; fc.dx = amp_tensor2(m->act[14], h, ROWS, DIM);
+    fc.dy = drop.dx; fc.dx = amp_tensor2(m->act[14], h, VERIFY_ROWS, DIM);
     TRY(amp_linear_backward(amp, &fc));
     emb.dy = fc.dx;
     TRY(amp_embedding_backward(amp, &emb));
@@ -175,7 +175,7 @@ static int step(void *user, amp_context *amp) {
     return m->steps == 1 ? (int)amp_step(m->optimizer, m->scaler) : 0;
 }
 
-static amp_context *open_context(amp_dtype dtype, amp_level level, const amp_backend *backend) {
+static amp_context *verify_open_context(amp_dtype dtype, amp_level level, const amp_backend *backend) {
     amp_context *amp = NULL;
     amp_desc d;
     memset(&d, 0, sizeof d);
@@ -188,13 +188,13 @@ static amp_context *open_context(amp_dtype dtype, amp_level level, const amp_bac
     return amp;
 }
 
-static void add_training(model *m, amp_optimizer_kind kind, amp_master_kind master, float scale) {
+static void add_training(verify_model *m, amp_optimizer_kind kind, amp_master_kind master, float scale) {
     amp_optimizer_desc od;
     amp_scaler_desc sd;
     memset(&od, 0, sizeof od);
     memset(&sd, 0, sizeof sd);
     od.kind = kind;
-    od.params = m->params; od.n_params = PARAMS;
+    od.params = m->params; od.n_params = VERIFY_PARAMS;
     od.lr = 0.01; od.clip_norm = 1; od.weight_decay = 0.1; od.momentum = kind == AMP_SGD ? 0.9 : 0;
     od.master = master;
     od.accumulation = accumulation;
@@ -204,28 +204,28 @@ static void add_training(model *m, amp_optimizer_kind kind, amp_master_kind mast
     if (scale > 0) CHECK_OK(amp_scaler_create(m->amp, &m->scaler, &sd));
 }
 
-static void close_model(model *m) {
+static void close_model(verify_model *m) {
     amp_optimizer_destroy(m->optimizer);
     amp_scaler_destroy(m->scaler);
     amp_close(m->amp);
 }
 
 static amp_range outputs[2];
-static amp_verify_desc desc_of(model *m) {
+static amp_verify_desc desc_of(verify_model *m) {
     amp_verify_desc d;
     memset(&d, 0, sizeof d);
-    outputs[0].name = "logits"; outputs[0].data = m->logits; outputs[0].count = ROWS * VOCAB; outputs[0].dtype = AMP_F32;
+    outputs[0].name = "logits"; outputs[0].data = m->logits; outputs[0].count = VERIFY_ROWS * VOCAB; outputs[0].dtype = AMP_F32;
     outputs[1].name = "loss"; outputs[1].data = &m->loss; outputs[1].count = 1; outputs[1].dtype = AMP_F32;
     d.step = step;
     d.user = m;
-    d.params = m->params; d.n_params = PARAMS;
+    d.params = m->params; d.n_params = VERIFY_PARAMS;
     d.outputs = outputs; d.n_outputs = 2;
     d.optimizer = m->optimizer;
     d.scaler = m->scaler;
     return d;
 }
 
-static amp_verify_report verify(model *m, int broken) {
+static amp_verify_report verify(verify_model *m, int broken) {
     amp_verify_report r;
     amp_verify_desc d = desc_of(m);
     m->broken = broken;
@@ -248,7 +248,7 @@ TEST(right_models_pass) {
     int seed, i;
     for (seed = 0; seed < 40; seed++) {
         amp_verify_report r;
-        fill_model(&a_model, open_context(AMP_F32, seed % 4 == 3 ? AMP_LEVEL_O2 : AMP_LEVEL_O1, NULL), (uint64_t)seed);
+        fill_model(&a_model, verify_open_context(AMP_F32, seed % 4 == 3 ? AMP_LEVEL_O2 : AMP_LEVEL_O1, NULL), (uint64_t)seed);
         add_training(&a_model, AMP_ADAMW, AMP_MASTER_DEFAULT, 1024);
         r = verify(&a_model, BREAK_NOTHING);
         for (i = 0; i < 3; i++) {
@@ -276,7 +276,7 @@ static void check_row(const amp_verify_report *r, int row, amp_verdict verdict, 
 }
 
 static void open_broken(float scale) {
-    fill_model(&a_model, open_context(AMP_BF16, AMP_LEVEL_O1, NULL), 5);
+    fill_model(&a_model, verify_open_context(AMP_BF16, AMP_LEVEL_O1, NULL), 5);
     add_training(&a_model, AMP_ADAMW, AMP_MASTER_DEFAULT, scale);
 }
 
@@ -369,13 +369,13 @@ static uint64_t add_hash(uint64_t h, const void *data, size_t bytes) {
     return h;
 }
 
-static uint64_t state_hash(uint64_t h, model *m) {
+static uint64_t state_hash(uint64_t h, verify_model *m) {
     amp_state *state = NULL;
     void *data = NULL;
     size_t bytes = 0;
     amp_step_result outcome;
     int i;
-    for (i = 0; i < PARAMS; i++) {
+    for (i = 0; i < VERIFY_PARAMS; i++) {
         h = add_hash(h, m->weights[i], sizeof m->weights[i]);
         h = add_hash(h, m->grads[i], sizeof m->grads[i]);
         h = add_hash(h, &m->params[i].grad_live, sizeof m->params[i].grad_live);
@@ -395,10 +395,10 @@ static uint64_t state_hash(uint64_t h, model *m) {
 /* 8 micro-batches, 2 to a step; looks 1: amp_verify stands between some of them. */
 static uint64_t train(const amp_backend *backend, amp_level level, amp_dtype dtype, amp_optimizer_kind kind, amp_master_kind master,
                       float scale, int looks, int broken, int steps) {
-    model *m = &a_model;
+    verify_model *m = &a_model;
     uint64_t h = 0xCBF29CE484222325u;
     int i;
-    fill_model(m, open_context(dtype, level, backend), 11);
+    fill_model(m, verify_open_context(dtype, level, backend), 11);
     accumulation = 2;
     add_training(m, kind, master, scale);
     accumulation = 1;
@@ -507,7 +507,7 @@ TEST(device_without_bf16) {
     amp_verify_report r;
     amp_verify_desc d;
     backend.describe = describe_without_bf16;
-    fill_model(&a_model, open_context(AMP_F32, AMP_LEVEL_O1, &backend), 9);
+    fill_model(&a_model, verify_open_context(AMP_F32, AMP_LEVEL_O1, &backend), 9);
     d = desc_of(&a_model);
     CHECK_OK(amp_verify(a_model.amp, &d, &r));
     CHECK(r.n_rows == 2 && r.rows[0].dtype == AMP_TF32 && r.rows[1].dtype == AMP_F16);
@@ -526,7 +526,7 @@ TEST(overrides) {
     static const amp_dtype dtypes[] = {AMP_F32, AMP_BF16};
     amp_verify_report r;
     amp_verify_desc d;
-    fill_model(&a_model, open_context(AMP_F16, AMP_LEVEL_O1, NULL), 4);
+    fill_model(&a_model, verify_open_context(AMP_F16, AMP_LEVEL_O1, NULL), 4);
     d = desc_of(&a_model);
     d.dtypes = dtypes;
     d.n_dtypes = 2;
@@ -545,7 +545,7 @@ TEST(overrides) {
 
 TEST(bad_input) {
     static const amp_dtype bad_dtypes[] = {AMP_BF16, AMP_E4M3};
-    amp_context *other = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
+    amp_context *other = verify_open_context(AMP_F32, AMP_LEVEL_O1, NULL);
     amp_verify_desc d, good;
     amp_verify_report r;
     amp_optimizer *own;
@@ -620,7 +620,7 @@ TEST(bad_input) {
 
 TEST(placement_here) {
     static float x[4];
-    amp_context *amp = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
+    amp_context *amp = verify_open_context(AMP_F32, AMP_LEVEL_O1, NULL);
     amp_range ranges[3];
     memset(ranges, 0, sizeof ranges);
     ranges[0].data = x; ranges[0].count = 4; ranges[0].name = "x";
@@ -714,7 +714,7 @@ static int scan_backward(void *user, amp_context *amp) {
 static void open_scan(scan *s, uint64_t seed, amp_dtype dtype) {
     int i;
     memset(s, 0, sizeof *s);
-    s->amp = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
+    s->amp = verify_open_context(AMP_F32, AMP_LEVEL_O1, NULL);
     s->decay = 0.9f;
     s->factor = 1.01f;
     s->dtype = dtype;
@@ -788,7 +788,7 @@ TEST(regions_around_do_not_count) {
     memset(&region, 0, sizeof region);
     region.dtype = AMP_BF16;
     for (k = 0; k < 2; k++) {
-        fill_model(&a_model, open_context(AMP_F32, AMP_LEVEL_O1, NULL), 3);
+        fill_model(&a_model, verify_open_context(AMP_F32, AMP_LEVEL_O1, NULL), 3);
         if (k) CHECK_OK(amp_autocast_begin(a_model.amp, &region));
         v[k] = verify(&a_model, BREAK_NOTHING);
         if (k) {
