@@ -42,8 +42,8 @@
    - With .reduce_on_device, ranks exchange device memory over NCCL 2.14 or later: libnccl.so.2, opened at run time; to
      build, none is needed.  Sums are NCCL's: 16-bit numbers may be rounded at each hop between ranks, and a sum's order
      depends on NCCL's version and on the machines.  Its calls go to the stream, and into a graph that captures it.  A
-     thread of the context's watches: what does not end within .reduce_timeout_ms is aborted.  That a graph launched by
-     the host itself does not end is not seen, unless NCCL reports an error.
+     thread of the context's watches: what does not end within .reduce_timeout_ms is aborted.  A graph that the host
+     captures and launches itself is not watched, and must be destroyed before the context is closed.
    - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
    - Compute capability 7.5 or later.  Older GPUs (Volta's 7.0) are refused: CUDA 13 builds for none of them.
 
@@ -125,6 +125,7 @@ struct ampc_nvml {
 enum { AMPC_NCCL_LEAST = 21400 };       /* 2.14: calls that do not wait for other ranks */
 enum { AMPC_NCCL_SUCCESS = 0, AMPC_NCCL_IN_PROGRESS = 7, AMPC_NCCL_SUM = 0 };
 enum { AMPC_NCCL_U8 = 1, AMPC_NCCL_F16 = 6, AMPC_NCCL_F32 = 7, AMPC_NCCL_F64 = 8, AMPC_NCCL_BF16 = 9 };
+const unsigned AMPC_NCCL_MAGIC = 0xcafebeefu;
 struct ampc_nccl_id { char bytes[AMP_COMMUNICATOR_ID]; };
 struct ampc_nccl_config { size_t size; unsigned magic, version; int blocking; };
 struct ampc_nccl {
@@ -1729,17 +1730,12 @@ struct ampc_nccl_use {
     ampc_nccl_use &operator=(const ampc_nccl_use &) = delete;
 };
 
-/* The first reason stays.  Ends what the GPU does for the communicator.  A call of NCCL under way ends first, if it
-   does within a second: it may stand behind the work that hangs. */
-void ampc_ranks_break(ampc_device *dev, const char *why) {
+/* Ends what the GPU does for the communicator.  A call of NCCL under way ends first, if it does within a second: it may
+   stand behind the work that hangs.  ncclCommAbort stops that work at once, but returns when no graph refers to the
+   communicator any more. */
+void ampc_ranks_abort(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
     bool busy = true;
-    {
-        ampc_locked locked(&r->lock);
-        if (r->broken) return;
-        snprintf(r->why, sizeof r->why, "amp_cuda: rank %d of %d: %s", r->rank, r->world, why);
-        __atomic_store_n(&r->broken, 1, __ATOMIC_RELEASE);
-    }
     for (int i = 0; i < 1000 && busy; i++) {
         {
             ampc_locked locked(&r->lock);
@@ -1749,6 +1745,18 @@ void ampc_ranks_break(ampc_device *dev, const char *why) {
     }
     if (r->comm != NULL) (void)r->nccl.abort(r->comm);
     r->comm = NULL;
+}
+
+/* The first reason stays.  The watcher aborts, if there is one: this thread is the one that destroys graphs. */
+void ampc_ranks_break(ampc_device *dev, const char *why) {
+    ampc_ranks *r = &dev->ranks;
+    {
+        ampc_locked locked(&r->lock);
+        if (r->broken) return;
+        snprintf(r->why, sizeof r->why, "amp_cuda: rank %d of %d: %s", r->rank, r->world, why);
+        __atomic_store_n(&r->broken, 1, __ATOMIC_RELEASE);
+    }
+    if (!r->watching) ampc_ranks_abort(dev);
 }
 
 void ampc_ranks_break_late(ampc_device *dev, const char *what) {
@@ -1852,11 +1860,13 @@ void *ampc_ranks_watch(void *device) {
     ampc_device *dev = (ampc_device *)device;
     ampc_current current(dev);
     ampc_relaxed relaxed;           /* a capture on another thread is not its business */
-    while (!__atomic_load_n(&dev->ranks.stop, __ATOMIC_RELAXED)) {
+    while (!__atomic_load_n(&dev->ranks.stop, __ATOMIC_RELAXED) &&
+           !__atomic_load_n(&dev->ranks.broken, __ATOMIC_ACQUIRE)) {
         while (ampc_ranks_step(dev)) {}
         ampc_ranks_ask(dev);
         ampc_nap(1000 * AMPC_LOOK_MS);
     }
+    if (dev->ranks.broken) ampc_ranks_abort(dev);
     return NULL;
 }
 
@@ -2042,7 +2052,7 @@ amp_result ampc_communicator_id(void *device, void *id) {
 amp_result ampc_communicator(void *device, const amp_k_communicator *a, amp_reducer *out) {
     ampc_device *dev = (ampc_device *)device;
     ampc_ranks *r = &dev->ranks;
-    ampc_nccl_config config = {sizeof config, 0xcafebeefu, AMPC_NCCL_LEAST, 0};
+    ampc_nccl_config config = {sizeof config, AMPC_NCCL_MAGIC, AMPC_NCCL_LEAST, 0};
     ampc_nccl_id id;
     int code;
     AMPC_ENTER(dev, "amp_open");
@@ -2053,9 +2063,8 @@ amp_result ampc_communicator(void *device, const amp_k_communicator *a, amp_redu
     r->limit = (int64_t)a->timeout_ms * 1000000;
     code = r->nccl.init(&r->comm, r->world, id, r->rank, &config);
     AMPC_TRY(ampc_nccl_settle(dev, "ncclCommInitRankConfig", code));
-    if (pthread_create(&r->watcher, NULL, ampc_ranks_watch, dev) != 0)
-        return ampc_refuse(dev, AMP_ERR_THREAD, "amp_open", "no thread to watch the ranks");
-    r->watching = 1;
+    r->watching = pthread_create(&r->watcher, NULL, ampc_ranks_watch, dev) == 0;
+    if (!r->watching) return ampc_refuse(dev, AMP_ERR_THREAD, "amp_open", "no thread to watch the ranks");
     memset(out, 0, sizeof *out);
     out->user = dev;
     out->rank = r->rank;

@@ -48,6 +48,7 @@ int coc_usable(const void *p, size_t bytes, int device);
 void coc_expose(int device);
 void coc_wait_for_device(int device);
 int coc_device_done(int device);                /* 1: no work is left; what may run does */
+void coc_pause();                               /* lets other threads in, and time pass */
 /* Puts work of this name into a stream of the current device, or into the graph that is captured from it.  run returns
    cudaErrorNotReady while it waits for another GPU, and is then called again.  Its scratch memory must not be that of work in another stream that does not come before it: a fault. */
 struct coc_scratch { const void *data; size_t bytes; };

@@ -387,6 +387,10 @@ int ncclCommAbort(void *handle) {
     if (!comm) return INVALID_ARGUMENT;
     comm->aborted = 1;
     comm->waiting.clear();
+    while (comm->plans.use_count() > 1) {       /* as commDestroySync does: graphs that refer to it must die */
+        (void)coc_device_done(comm->device);
+        coc_pause();
+    }
     living().erase(handle);
     coc_nccl.communicators--;
     return SUCCESS;

@@ -1638,6 +1638,7 @@ int coc_usable(const void *p, size_t bytes, int index) {
 }
 void coc_expose(int index) { expose_only(index); }
 void coc_wait_for_device(int index) { wait_for_device(index); }
+void coc_pause() { pause_briefly(); }
 int coc_device_done(int index) {
     bool done = true;
     for (auto &stream : all_streams(index)) done &= run_up_to(stream, stream->queued);

@@ -1,8 +1,8 @@
 # rules.mk - the CUDA backend on the CPU: amp_cuda.cu compiled by g++ against tests/cuda, without a toolkit.
 #
 # CUDA_TESTS names the programs of `make test`: t_harness (the harness itself), t_cublas (its cuBLASLt), t_cuda_*
-# (amp_cuda.cu on it), examples.sh, for which CUDA_NEEDS are built, and nvcc.sh, which compiles amp_cuda.cu for a GPU and
-# reads its machine code.
+# (amp_cuda.cu on it), examples.sh, for which CUDA_NEEDS are built, nvcc.sh, which compiles amp_cuda.cu for a GPU and
+# reads its machine code, and nccl.sh, which compares what it declares of NCCL with NCCL's own.
 # CUDA_TESTS_CI, of `make test-ci`: the same under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*); those that
 # touch every declaration over the toolkit's own, where they are found (toolkit_*); threads under ThreadSanitizer (tsan_*); the
 # harness with the fibers of other CPUs than x86-64 (ucontext_*).  Without g++ cuda_skipped.sh says why there are none.
@@ -41,7 +41,7 @@ CUDA_TESTS_CI := $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) $(if $(HAVE_
 else
 CUDA_TESTS    := $(COC)/cuda_skipped.sh
 endif
-CUDA_TESTS += $(COC)/nvcc.sh
+CUDA_TESTS += $(COC)/nvcc.sh $(COC)/nccl.sh
 
 # Five builds of the same sources, by prefix; the third: of amp.o.
 define coc_build
