@@ -2652,7 +2652,8 @@ typedef struct amp_verify_report {
    gradients.  A candidate that fails, or that the device lacks, is a row, not an error.
    Errors: AMP_ERR_RANGE also if the step fails or is not finite in fp32 (the text has the first bad tensor or the
    step's error), AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture or between amp_scaler_check and
-   amp_scaler_update, AMP_ERR_NAME, AMP_ERR_CONFLICT level O0 or several ranks. */
+   amp_scaler_update, AMP_ERR_NAME, AMP_ERR_CONFLICT level O0.
+   With several ranks all call it: they run the step equally often, and get the row of the rank where it is worst. */
 AMP_API amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out);
 AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size);
 
@@ -2774,8 +2775,9 @@ typedef struct amp_tune_report {
    of date, and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch cannot be
    prepared, is rewritten, one with other content is left alone, each with a warning.
    Errors: AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture, in a disabled context or if the last `prepare` fails,
-   AMP_ERR_CONFLICT several ranks, those of amp_verify, AMP_ERR_WRITE the file could not be written (*out is
-   filled). */
+   those of amp_verify, AMP_ERR_WRITE the file could not be written (*out is filled).
+   With several ranks all call it: a step takes as long as on the slowest, one that fails on a rank failed, and all get
+   the same rows. */
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out);
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size);
 #endif
@@ -2934,11 +2936,13 @@ AMP_API void amp_recovery_destroy(amp_recovery *recovery);
    A snapshot replaces the one before only once a later step, computed from its weights, was applied without anomaly.
    If one does not fit into memory the old one stays, with a warning.  The plan is LAYERS for non-finite gradients;
    DTYPE if that was tried, or for a non-finite loss or a scale at its floor; NONE in fp32.  After restoring, records
-   of undone steps give NONE.  All ranks must see the same records: pass amp_monitor_step the loss averaged over them.
+   of undone steps give NONE.  With several ranks all call it with every record: an anomaly on one is one on all, and
+   rank 0's policy decides.
    Errors: AMP_ERR_STATE, what .load returns: then call it again with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
 /* Call it when a step returned AMP_ERR_MEMORY, or the device ran out: cleans up first (RETRY), then asks for
-   HALVE_BATCH as often as needed, unless the policy decides otherwise.  Drops what the cycle had accumulated. */
+   HALVE_BATCH as often as needed, unless the policy decides otherwise.  Drops what the cycle had accumulated.
+   Errors: AMP_ERR_CONFLICT several ranks: the others wait in a step. */
 AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event);
 /* After HALVE_BATCH or DOUBLE_BATCH: takes your new loader (or NULL), at the old one's position, in its place, and a
    snapshot.
@@ -26923,6 +26927,37 @@ AMP_API const amp_tensor_stats_row *amp_tensor_stats_find(const amp_tensor_stats
 /* ==== 14 >>care: implementation ==== */
 
 #if !defined(AMP_NO_CARE)
+/* ---- Ranks: what one finds decides for all, so that all go the same way and make the same calls */
+
+/* The largest of all ranks' numbers. */
+static amp_result ampi_ranks_most(amp_context *amp, double *x, int64_t n) {
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, x, x, n, AMP_F64);
+    e.op = AMP_REDUCE_MAX;
+    return ampi_world(amp) > 1 ? ampi_exchange_host(amp, e) : AMP_OK;
+}
+/* A user function's code; not 0 also if another rank's is not. */
+static int ampi_ranks_code(amp_context *amp, int code) {
+    double failed = code != 0;
+    amp_result result = ampi_ranks_most(amp, &failed, 1);
+    if (result != AMP_OK || code != 0) return result != AMP_OK ? (int)result : code;
+    return failed > 0 ? (int)ampi_fail(AMP_ERR_REDUCE, "reducer", "it failed on another rank") : 0;
+}
+static amp_result ampi_ranks_result(amp_context *amp, amp_result result) {
+    return (amp_result)ampi_ranks_code(amp, (int)result);
+}
+/* Gives all what the first rank with the largest key has. */
+static amp_result ampi_ranks_take(amp_context *amp, void *data, int64_t bytes, double key) {
+    ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
+    double most = key, first = -(double)ampi_settings(amp)->reducer.rank;
+    if (ampi_world(amp) == 1) return AMP_OK;
+    AMPI_TRY(ampi_ranks_most(amp, &most, 1));
+    if (key < most) first = -(double)ampi_world(amp);
+    AMPI_TRY(ampi_ranks_most(amp, &first, 1));
+    e.root = (int32_t)-first;
+    return ampi_exchange_host(amp, e);
+}
+static int ampi_is_first(const amp_context *amp) { return ampi_settings(amp)->reducer.rank == 0; }
+
 /* ---- Snapshots: everything that training changes, copied to the host and restored bit for bit, any number of times.
    Restoring allocates nothing, so it works after a step ran out of memory. */
 
@@ -27392,6 +27427,7 @@ static void ampi_verify_step(ampi_verifier *v) {
     int64_t begin = s->clock_ns(s->user);
     v->code = ampi_call_host(v->amp, v->desc->step, v->desc->user, 0);
     v->seconds = 1e-9 * (double)(s->clock_ns(s->user) - begin);
+    v->code = ampi_ranks_code(v->amp, v->code);
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
 }
 
@@ -27424,10 +27460,10 @@ static void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void
     ampi_fp_end(host);
 }
 
-/* Compares the last run with the reference.  Returns the first tensor that is not finite, or NULL. */
+/* Compares the last run with the reference.  Returns the first tensor that is not finite on some rank, or NULL. */
 static amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **bad) {
     int64_t i, first, n;
-    *bad = NULL;
+    double left = 0;                /* tensors from that one on */
     for (i = 0; i < v->n; i++) {
         ampi_verify_tensor *t = &v->tensors[i];
         int64_t size = (int64_t)amp_dtype_size(t->dtype);
@@ -27438,8 +27474,10 @@ static amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **
             AMPI_TRY(ampi_fetch(v->amp, v->stage, (char *)t->data + first * size, (size_t)(n * size)));
             ampi_verify_compare(t, v->stage, v->reference + t->at + first * size, n);
         }
-        if (t->bad && *bad == NULL) *bad = t;
+        if (t->bad && !(left > 0)) left = (double)(v->n - i);
     }
+    AMPI_TRY(ampi_ranks_most(v->amp, &left, 1));
+    *bad = left > 0 ? &v->tensors[v->n - (int64_t)left] : NULL;
     return AMP_OK;
 }
 
@@ -27519,6 +27557,7 @@ static amp_result ampi_verify_scale(ampi_verifier *v) {
     amp_scaler *scaler = ampi_enabled(v->desc->scaler);
     const ampi_verify_tensor *bad;
     float scale, next;
+    double last;
     int64_t i;
     int wanted = 0;
     for (i = 0; i < v->desc->n_dtypes; i++) wanted |= v->desc->dtypes[i] == AMP_F16;
@@ -27533,7 +27572,9 @@ static amp_result ampi_verify_scale(ampi_verifier *v) {
         AMPI_TRY(ampi_verify_look(v, &bad));
         if (bad == NULL) return AMP_OK;
         next = ampi_scale_shrunk(&rule, scale);
-        if (!bad->gradient || scaler->desc.frozen || !(next < scale) || !ampi_is_usable(next)) break;
+        last = !bad->gradient || scaler->desc.frozen || !(next < scale) || !ampi_is_usable(next);
+        AMPI_TRY(ampi_ranks_most(v->amp, &last, 1));
+        if (last > 0) break;
     }
     v->scale = 0;
     return AMP_OK;
@@ -27590,12 +27631,19 @@ static void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
     }
 }
 
+/* Larger for a worse row. */
+static double ampi_verify_key(const amp_verify_row *row) {
+    double over = AMPI_MAX(ampi_over_bound(row->output_error, row->output_bound),
+                           ampi_over_bound(row->gradient_error, row->gradient_bound));
+    return (double)(int)row->verdict * 1e12 + AMPI_MIN(over, 1e9);
+}
+
 static amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *row) {
     const ampi_verify_tensor *bad = NULL;
     amp_choice choice;
     row->verdict = AMP_VERDICT_PASS;
     v->seconds = -1;                /* not run */
-    v->code = (int)ampi_choose_exactly(v->amp, row->dtype, 0, &choice);
+    v->code = ampi_ranks_code(v->amp, (int)ampi_choose_exactly(v->amp, row->dtype, 0, &choice));
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
     if (v->code == 0) {
         AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(row->dtype), row->dtype));
@@ -27611,7 +27659,7 @@ static amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *row) {
         if (bad != NULL) snprintf(row->first_bad, sizeof row->first_bad, "%s", bad->name);
     }
     ampi_verify_advise(v, row);
-    return AMP_OK;
+    return ampi_ranks_take(v->amp, row, (int64_t)sizeof *row, ampi_verify_key(row));
 }
 
 /* ---- The call */
@@ -27621,10 +27669,6 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
     const char *f = "amp_verify";
     int64_t i, ignored;
     AMPI_TRY(ampi_need(f, d->step != NULL, ".step or .record"));
-    if (ampi_world(amp) > 1)
-        return ampi_fail(AMP_ERR_CONFLICT, f,
-                         "the context has %d ranks, which might run the step unequally often: verify on one",
-                         ampi_world(amp));
     if (d->n_params < 0 || d->n_outputs < 0 || d->n_dtypes < 0 || d->n_dtypes > AMP_VERIFY_ROWS)
         return ampi_fail(
             AMP_ERR_RANGE, f,
@@ -27714,6 +27758,20 @@ static amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *report) {
     return AMP_OK;
 }
 
+/* Ranks on unlike machines would try unlike dtypes. */
+static amp_result ampi_ranks_same_dtypes(amp_context *amp, const char *f, const amp_dtype *dtypes, int64_t n) {
+    double x[1 + AMP_VERIFY_ROWS] = {0};
+    ampi_apart apart;
+    int64_t i;
+    if (ampi_world(amp) == 1) return AMP_OK;
+    x[0] = (double)n;
+    for (i = 0; i < n; i++) x[1 + i] = (int)dtypes[i];
+    AMPI_TRY(ampi_ranks_compare_facts(amp, x, 1 + AMP_VERIFY_ROWS, &apart));
+    return apart.which < 0 ? AMP_OK
+                           : ampi_fail(AMP_ERR_REDUCE, f, "rank %d would try other dtypes than rank 0: give .dtypes",
+                                       (int)apart.rank);
+}
+
 static amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
     amp_verify_desc d;
     amp_verify_report report;
@@ -27724,12 +27782,13 @@ static amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *des
     AMPI_TRY(ampi_verify_check(amp, desc));
     d = *desc;
     ampi_verify_dtypes(amp, &d, dtypes);
+    AMPI_TRY(ampi_ranks_same_dtypes(amp, "amp_verify", d.dtypes, d.n_dtypes));
     memset(&v, 0, sizeof v);
     memset(&report, 0, sizeof report);
     v.amp = amp;
     v.desc = &d;
     v.allowance = d.allowance > 0 ? d.allowance : 8;
-    r = ampi_verify_memory(&v);
+    r = ampi_ranks_result(amp, ampi_verify_memory(&v));
     if (r == AMP_OK) r = ampi_verify_run(&v, &report);
     if (v.before != NULL) restored = ampi_snapshot_restore(v.before);
     ampi_snapshot_destroy(v.before);
@@ -28719,10 +28778,6 @@ static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
     if (d->file != NULL && d->file[0] == 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".file is \"\", must be a path, or NULL for none");
     AMPI_TRY(ampi_may_wait(amp));
-    if (ampi_world(amp) > 1)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune",
-                         "each of %d ranks would find its own best: tune on one and pass the result to the others",
-                         ampi_world(amp));
     if (ampi_settings(amp)->disable)
         return ampi_fail(AMP_ERR_STATE, "amp_tune",
                          "the context is disabled, so all precisions would be the same: call amp_set_enabled first");
@@ -28884,11 +28939,12 @@ static void ampi_tune_turn(ampi_tune *t, ampi_candidate *c, int done) {
     amp_choice choice;
     code = (int)ampi_choose_exactly(t->amp, c->dtype, 0, &choice);
     if (code == 0) code = (int)ampi_set_dtype(t->amp, c->dtype, 0);
+    code = ampi_ranks_code(t->amp, code);
     if (code != 0) { ampi_tune_failed(c, "dtype", code); return; }
-    code = ampi_tune_steps(t, done == 0 ? t->desc.warmup : 1, NULL);
+    code = ampi_ranks_code(t->amp, ampi_tune_steps(t, done == 0 ? t->desc.warmup : 1, NULL));
     amp_memory_reset_peak(t->amp);
-    if (code == 0) code = ampi_tune_steps(t, n, c->times + done);
-    if (code == 0) code = (int)amp_memory(t->amp, &memory);
+    if (code == 0) code = ampi_ranks_code(t->amp, ampi_tune_steps(t, n, c->times + done));
+    if (code == 0) code = ampi_ranks_code(t->amp, (int)amp_memory(t->amp, &memory));
     if (code == 0) { c->row->peak = AMPI_MAX(c->row->peak, memory.peak); return; }
     ampi_tune_failed(c, "step", code);
     (void)amp_cleanup(t->amp, NULL);
@@ -28905,19 +28961,24 @@ static double ampi_median_ns(int64_t *times, int n) {
     return 0.5 * ((double)times[(n - 1) / 2] + (double)times[n / 2]);
 }
 
-static void ampi_tune_finish_rows(ampi_tune *t) {
-    double full = 0;
+static amp_result ampi_tune_finish_rows(ampi_tune *t) {
+    double full = 0, most[2];
     int k;
     for (k = 0; k < t->n; k++) {
         ampi_candidate *c = &t->candidates[k];
         if (c->row == NULL || c->row->verdict == AMP_VERDICT_FAILED) continue;
-        c->row->seconds = 1e-9 * ampi_median_ns(c->times, t->desc.iterations);
+        most[0] = 1e-9 * ampi_median_ns(c->times, t->desc.iterations);
+        most[1] = (double)c->row->peak;
+        AMPI_TRY(ampi_ranks_most(t->amp, most, 2));
+        c->row->seconds = most[0];
+        c->row->peak = (int64_t)most[1];
         if (c->row->seconds > 0) c->row->rate = (double)c->row->batch / c->row->seconds;
         if (c->dtype == AMP_F32) full = c->row->seconds;
     }
     for (k = 0; k < t->n; k++)
         if (t->candidates[k].row != NULL && t->candidates[k].row->seconds > 0)
             t->candidates[k].row->speedup = full / t->candidates[k].row->seconds;
+    return AMP_OK;
 }
 
 /* Rows for the candidates not yet dropped. */
@@ -28936,13 +28997,13 @@ static void ampi_tune_open_rows(ampi_tune *t, int64_t batch) {
     }
 }
 
-static void ampi_tune_batch(ampi_tune *t, int64_t batch) {
+static amp_result ampi_tune_batch(ampi_tune *t, int64_t batch) {
     int done, k;
     ampi_tune_open_rows(t, batch);
     for (done = 0; done < t->desc.iterations; done += AMPI_TUNE_TURN)
         for (k = 0; k < t->n; k++)
             if (t->candidates[k].row != NULL && !t->candidates[k].dropped) ampi_tune_turn(t, &t->candidates[k], done);
-    ampi_tune_finish_rows(t);
+    return ampi_tune_finish_rows(t);
 }
 
 static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
@@ -28952,6 +29013,7 @@ static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
         ampi_error_text[0] = 0;
         code = t->desc.prepare(t->desc.user, t->amp, batch);
         ampi_regions_close(depth);
+        code = ampi_ranks_code(t->amp, code);
     }
     t->prepared = code == 0 ? batch : 0;
     return code;
@@ -29002,7 +29064,7 @@ static amp_result ampi_tune_run(ampi_tune *t) {
             break;
         }
         if (batch == t->desc.batch) AMPI_TRY(ampi_tune_verify(t));
-        ampi_tune_batch(t, batch);
+        AMPI_TRY(ampi_tune_batch(t, batch));
         if (batch > t->desc.max_batch / 2) break;
         batch *= 2;
     }
@@ -29052,12 +29114,27 @@ static amp_result ampi_tune_time(ampi_tune *t) {
     return result != AMP_OK ? result : restored;
 }
 
+/* *known 1: the file has results on every rank; then rank 0's are taken. */
+static amp_result ampi_tune_agree(ampi_tune *t, int *known) {
+    amp_dtype dtypes[AMPI_COMPUTE_DTYPES];
+    double missing;
+    int k;
+    *known = 0;
+    for (k = 0; k < t->n; k++) dtypes[k] = t->candidates[k].dtype;
+    AMPI_TRY(ampi_ranks_same_dtypes(t->amp, "amp_tune", dtypes, t->n));
+    missing = !ampi_tune_read(t);
+    AMPI_TRY(ampi_ranks_most(t->amp, &missing, 1));
+    *known = !(missing > 0);
+    if (!*known) memset(t->out, 0, sizeof *t->out);
+    return *known ? ampi_ranks_take(t->amp, t->out, (int64_t)sizeof *t->out, ampi_is_first(t->amp)) : AMP_OK;
+}
+
 static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
     amp_result result = AMP_OK;
     amp_tune_report report;
     char why[200];
     ampi_tune t;
-    int code = 0;
+    int code = 0, known;
     if (amp == NULL || desc == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_tune", "%s is NULL", amp == NULL ? "amp" : desc == NULL ? "desc" : "out");
     memset(&t, 0, sizeof t);
@@ -29067,8 +29144,9 @@ static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, a
     t.out = &report;
     memset(&report, 0, sizeof report);
     ampi_tune_fill(&t);
-    report.from_file = ampi_tune_read(&t) && ampi_tune_still_fits(&t);
-    if (!report.from_file && desc->record != NULL)
+    result = ampi_tune_agree(&t, &known);
+    report.from_file = result == AMP_OK && known && ampi_tune_still_fits(&t);
+    if (!report.from_file && result == AMP_OK && desc->record != NULL)
         result = ampi_taped_open(amp, "amp_tune", &t.taped, desc->record, desc->user, 0);
     if (desc->verify != NULL) t.taped.scaler = desc->verify->scaler;
     if (!report.from_file && result == AMP_OK) result = ampi_tune_time(&t);
@@ -30092,6 +30170,7 @@ static amp_result ampi_recovery_fill(const amp_recovery *r, ampi_recovery_point 
 
 static amp_result ampi_recovery_take(const amp_recovery *r, ampi_recovery_point *out) {
     amp_result result = ampi_recovery_fill(r, out);
+    result = ampi_ranks_result(r->amp, result);
     if (result != AMP_OK) ampi_recovery_drop(out);
     return result;
 }
@@ -30270,8 +30349,14 @@ static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action 
 static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     double lr = r->desc.optimizer->desc.lr;
     amp_recovery_event planned = *event;
+    struct { amp_recovery_event event; double lr; } rule;       /* rank 0's */
     if (r->desc.policy == NULL) return 0;
     r->desc.policy(r->desc.user, event);
+    memset(&rule, 0, sizeof rule);
+    rule.event = *event;
+    rule.lr = r->desc.optimizer->desc.lr;
+    if (ampi_ranks_take(r->amp, &rule, (int64_t)sizeof rule, ampi_is_first(r->amp)) == AMP_OK) *event = rule.event;
+    r->desc.optimizer->desc.lr = rule.lr;
     if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_DOUBLE_BATCH) event->action = planned.action;
     if (event->mitigation < AMP_MITIGATE_NONE || event->mitigation > AMP_MITIGATE_DTYPE)
         event->mitigation = planned.mitigation;
@@ -30427,6 +30512,8 @@ static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
 
 static amp_result ampi_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
     amp_recovery *r = recovery;
+    amp_step_record all;            /* what happened on some rank */
+    double most[2];
     if (r == NULL || record == NULL || event == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL",
                          r == NULL        ? "recovery"
@@ -30437,11 +30524,16 @@ static amp_result ampi_recovery_step(amp_recovery *recovery, const amp_step_reco
     AMPI_TRY(ampi_may_wait(r->amp));
     *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_ANOMALY_NONE);
     if (ampi_is_undone(r, record->result.step)) return AMP_OK;
-    if (record->anomaly == AMP_ANOMALY_NONE) {
-        ampi_note_good(r, record);
+    all = *record;
+    most[0] = (int)record->anomaly;
+    most[1] = record->action == AMP_NAN_RECOVER;
+    AMPI_TRY(ampi_ranks_most(r->amp, most, 2));
+    all.anomaly = (amp_anomaly)(int)most[0];
+    if (all.anomaly == AMP_ANOMALY_NONE) {
+        ampi_note_good(r, &all);
         return ampi_double(r, event);
     }
-    if (record->action == AMP_NAN_RECOVER) return ampi_recover(r, record, event);
+    if (most[1] > 0) return ampi_recover(r, &all, event);
     ampi_note_bad(r);
     return AMP_OK;
 }
@@ -30488,6 +30580,9 @@ static amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_even
     if (r == NULL || event == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_recovery_memory", "%s is NULL", r == NULL ? "recovery" : "event");
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_memory"));
+    if (ampi_world(r->amp) > 1)
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_recovery_memory", "the other %d ranks do not know, and "
+                         "wait in their step: begin again with a smaller micro-batch on all", ampi_world(r->amp) - 1);
     AMPI_TRY(ampi_may_wait(r->amp));
     o = r->desc.optimizer;
     again = r->cleaned == o->attempts + 1;

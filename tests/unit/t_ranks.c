@@ -833,6 +833,187 @@ TEST(loose_coupling_that_cannot_be) {
     amp_close(amp);
 }
 
+/* ---- Care: what one rank finds decides for all */
+
+typedef struct cared {
+    int rank, fail_rank, huge_rank, calls, slow_rank;
+    amp_dtype fail_dtype;
+    amp_context *amp;
+    amp_linear_op lin;
+    amp_param p;
+    float w[4], g[4], x[2], y[2], dy[2];
+} cared;
+static int alone_in_steps;
+static struct { cared base; amp_verify_report verified[RANKS]; amp_tune_report tuned[RANKS]; int calls[RANKS], code[RANKS]; char why[RANKS][512]; int mode; } care;
+
+static int cared_step(void *user, amp_context *amp) {
+    cared *c = (cared *)user;
+    const struct timespec pause = {0, 3000000};
+    amp_choice choice;
+    float sum = 1;
+    c->calls++;
+    (void)amp_query_choice(amp, &choice);
+    if (c->rank == c->fail_rank && choice.dtype == c->fail_dtype) return 7;
+    if (c->rank == c->slow_rank && choice.dtype == AMP_BF16) nanosleep(&pause, NULL);
+    for (int i = 0; i < 2; i++) { c->x[i] = c->rank == c->huge_rank ? 1e6f : 0.5f; c->dy[i] = 1; }
+    if (amp_autocast_begin(amp, NULL) != AMP_OK || amp_linear(amp, &c->lin) != AMP_OK || amp_autocast_end(amp) != AMP_OK) return 1;
+    if (amp_linear_backward(amp, &c->lin) != AMP_OK) return 2;
+    /* the ranks must come here equally often */
+    return alone_in_steps ? 0 : c->lin.x.data == NULL || ampi_settings(amp)->reducer.reduce(ampi_settings(amp)->reducer.user, &sum, 1, AMP_F32, AMP_REDUCE_SUM, NULL) != 0;
+}
+
+static void care_rank(int rank, int world) {
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_F16, AMP_BF16};
+    cared c = care.base;
+    amp_desc desc;
+    amp_range out;
+    (void)world;
+    memset(&desc, 0, sizeof desc); memset(&out, 0, sizeof out); memset(&c.p, 0, sizeof c.p); memset(&c.lin, 0, sizeof c.lin);
+    CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    desc.threads = 1; desc.logger.level = AMP_LOG_ERROR;
+    CHECK_OK(amp_open(&c.amp, &desc));
+    c.rank = rank; c.calls = 0;
+    for (int i = 0; i < 4; i++) c.w[i] = 1.5f + (float)i;
+    c.p.name = "fc.weight"; c.p.weight = amp_tensor2(c.w, AMP_F32, 2, 2); c.p.grad = amp_tensor2(c.g, AMP_F32, 2, 2);
+    c.lin.x = amp_tensor2(c.x, AMP_F32, 1, 2); c.lin.y = amp_tensor2(c.y, AMP_F32, 1, 2); c.lin.dy = amp_tensor2(c.dy, AMP_F32, 1, 2);
+    c.lin.weight = &c.p;
+    CHECK_OK(amp_param_register(c.amp, &c.p, 1));
+    out.name = "y"; out.data = c.y; out.dtype = AMP_F32; out.count = 2;
+    if (care.mode == 0) {
+        amp_verify_desc d;
+        memset(&d, 0, sizeof d);
+        d.step = cared_step; d.user = &c; d.params = &c.p; d.n_params = 1; d.outputs = &out; d.n_outputs = 1; d.dtypes = dtypes + 1; d.n_dtypes = 2;
+        care.code[rank] = (int)amp_verify(c.amp, &d, &care.verified[rank]);
+    } else {
+        amp_tune_desc d;
+        memset(&d, 0, sizeof d);
+        d.step = cared_step; d.user = &c; d.dtypes = dtypes; d.n_dtypes = care.mode == 2 && rank == 1 ? 2 : 3; d.iterations = 4; d.warmup = 1;
+        care.code[rank] = (int)amp_tune(c.amp, &d, &care.tuned[rank]);
+    }
+    snprintf(care.why[rank], sizeof care.why[rank], "%s", amp_last_error());
+    care.calls[rank] = c.calls;
+    amp_close(c.amp);
+}
+static void care_run(int mode, int fail_rank, amp_dtype fail_dtype, int huge_rank, int slow_rank) {
+    memset(&care, 0, sizeof care);
+    care.mode = mode;
+    care.base.fail_rank = fail_rank; care.base.fail_dtype = fail_dtype; care.base.huge_rank = huge_rank; care.base.slow_rank = slow_rank;
+    thread_ranks(3, care_rank);
+    for (int r = 0; r < 3; r++) CHECK_MSG(care.calls[r] == care.calls[0] && care.code[r] == care.code[0], "rank %d: %d steps, %d", r, care.calls[r], care.code[r]);
+}
+
+TEST(ranks_verify_together) {
+    care_run(0, -1, AMP_F32, -1, -1);
+    for (int r = 0; r < 3; r++) {
+        CHECK_MSG(care.code[r] == 0 && care.verified[r].n_rows == 2 && memcmp(&care.verified[r], &care.verified[0], sizeof care.verified[0]) == 0, "%s", care.why[r]);
+        CHECK(care.verified[r].rows[0].verdict == AMP_VERDICT_PASS && care.verified[r].rows[1].verdict == AMP_VERDICT_PASS);
+    }
+    care_run(0, -1, AMP_F32, 2, -1);                       /* one rank's data overflow */
+    for (int r = 0; r < 3; r++) {
+        CHECK(care.code[r] == 0 && memcmp(&care.verified[r], &care.verified[0], sizeof care.verified[0]) == 0);
+        CHECK_MSG(care.verified[r].rows[0].verdict == AMP_VERDICT_NONFINITE && strcmp(care.verified[r].rows[0].first_bad, "y") == 0, "%s", care.verified[r].rows[0].advice);
+        CHECK(care.verified[r].rows[1].verdict == AMP_VERDICT_PASS);
+    }
+}
+TEST(a_step_that_fails_on_one_rank_fails_on_all) {
+    for (int k = 0; k < 2; k++) {
+        memset(&care, 0, sizeof care);
+        care.base.fail_rank = 1; care.base.fail_dtype = k ? AMP_F32 : AMP_BF16; care.base.huge_rank = care.base.slow_rank = -1;
+        care.mode = 0;
+        alone_in_steps = 1;                                /* no reduction inside, which the failing rank would not come to */
+        thread_ranks(3, care_rank);
+        alone_in_steps = 0;
+        for (int r = 0; r < 3; r++) {
+            CHECK_EQ(care.calls[r], care.calls[0]);
+            if (k) CHECK_MSG(care.code[r] == AMP_ERR_RANGE, "rank %d: %d, %s", r, care.code[r], care.why[r]);
+            else CHECK_MSG(care.code[r] == 0 && care.verified[r].rows[1].verdict == AMP_VERDICT_FAILED && care.verified[r].rows[0].verdict == AMP_VERDICT_PASS,
+                           "rank %d: %d, %s", r, care.code[r], care.why[r]);
+        }
+    }
+}
+TEST(ranks_tune_together) {
+    care_run(1, -1, AMP_F32, -1, 1);                       /* rank 1 is slow in bf16 */
+    for (int r = 0; r < 3; r++) {
+        CHECK_MSG(care.code[r] == 0 && care.tuned[r].n_rows == 3, "%s", care.why[r]);
+        for (int i = 0; i < 3; i++) CHECK(care.tuned[r].rows[i].seconds == care.tuned[0].rows[i].seconds && care.tuned[r].rows[i].peak == care.tuned[0].rows[i].peak);
+        CHECK(care.tuned[r].best == care.tuned[0].best && care.tuned[r].rows[care.tuned[r].best].dtype != AMP_BF16);
+        CHECK(care.tuned[r].rows[2].dtype == AMP_BF16 && care.tuned[r].rows[2].seconds >= 3e-3);
+    }
+    alone_in_steps = 1;
+    care_run(1, 2, AMP_F16, -1, -1);                       /* rank 2 cannot run fp16 */
+    alone_in_steps = 0;
+    for (int r = 0; r < 3; r++) CHECK(care.code[r] == 0 && care.tuned[r].rows[1].verdict == AMP_VERDICT_FAILED && care.tuned[r].rows[0].verdict == AMP_VERDICT_PASS);
+    care_run(2, -1, AMP_F32, -1, -1);
+    for (int r = 0; r < 3; r++) CHECK_MSG(care.code[r] == AMP_ERR_REDUCE && strstr(care.why[r], "rank 1 would try other dtypes"), "%d: %s", care.code[r], care.why[r]);
+}
+
+/* Rank 1 alone has a loss that is not finite, in step 5 of 8; rank 0's policy sets a learning rate, the others' another. */
+static amp_optimizer *back_optimizers[RANKS];
+static struct { float w[RANKS][2]; int action[RANKS], code[RANKS], fail_save; double lr[RANKS]; } back;
+static void back_policy(void *user, amp_recovery_event *event) {
+    const thread_rank *me = (const thread_rank *)user;
+    (void)event;
+    CHECK_OK(amp_optimizer_set_lr(back_optimizers[me->rank], me->rank == 0 ? 0.125 : 0.5));
+}
+static int back_save(void *user, amp_state *state) { (void)state; return ((const thread_rank *)user)->rank == 1 && back.fail_save ? 9 : 0; }
+static int back_load(void *user, const amp_state *state) { (void)user; (void)state; return 0; }
+static void back_rank(int rank, int world) {
+    thread_rank me = {rank, world, NULL, 0};
+    amp_context *amp;
+    amp_optimizer *opt;
+    amp_recovery *recovery;
+    amp_recovery_event event;
+    amp_step_record record;
+    amp_desc desc;
+    amp_optimizer_desc od;
+    amp_recovery_desc rd;
+    amp_param p;
+    float w[2] = {1, 2}, g[2];
+    memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(&rd, 0, sizeof rd); memset(&p, 0, sizeof p);
+    CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    desc.threads = 1; desc.logger.level = AMP_LOG_OFF;
+    CHECK_OK(amp_open(&amp, &desc));
+    p.name = "w"; p.weight = amp_tensor1(w, AMP_F32, 2); p.grad = amp_tensor1(g, AMP_F32, 2);
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    od.params = &p; od.n_params = 1; od.kind = AMP_SGD; od.lr = 0.25; od.result_lag = AMP_LAG_NONE;
+    CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+    back_optimizers[rank] = opt;
+    rd.params = &p; rd.n_params = 1; rd.optimizer = opt; rd.interval = 2; rd.policy = back_policy; rd.save = back_save; rd.load = back_load; rd.user = &me;
+    back.code[rank] = (int)amp_recovery_create(amp, &recovery, &rd);
+    for (int step = 1; back.code[rank] == 0 && step <= 5; step++) {
+        memset(&record, 0, sizeof record);
+        g[0] = 1; g[1] = 2; p.grad_live = 1;
+        CHECK_OK(amp_step(opt, NULL));
+        CHECK_EQ(amp_step_result_next(opt, &record.result), 1);
+        record.loss = 1;
+        if (step == 5 && rank == 1) { record.loss = NAN; record.anomaly = AMP_ANOMALY_LOSS; record.action = AMP_NAN_RECOVER; }
+        CHECK_OK(amp_recovery_step(recovery, &record, &event));
+        if (step < 5) CHECK_EQ(event.action, AMP_RECOVERY_NONE);
+    }
+    if (back.code[rank] == 0) {
+        amp_optimizer_desc now;
+        CHECK_OK(amp_optimizer_query(opt, &now));
+        back.action[rank] = (int)event.action; back.lr[rank] = now.lr;
+        memcpy(back.w[rank], w, sizeof w);
+        CHECK_ERR(amp_recovery_memory(recovery, &event), AMP_ERR_CONFLICT);
+        amp_recovery_destroy(recovery);
+    }
+    amp_optimizer_destroy(opt);
+    amp_close(amp);
+}
+TEST(ranks_go_back_together) {
+    memset(&back, 0, sizeof back);
+    thread_ranks(3, back_rank);
+    for (int r = 0; r < 3; r++) {
+        CHECK_MSG(back.code[r] == 0 && back.action[r] == AMP_RECOVERY_RESTORED && back.lr[r] == 0.125, "rank %d: action %d, lr %g", r, back.action[r], back.lr[r]);
+        /* the snapshot after step 2 was good once step 3 was: 1 - 2 / 4 and 2 - 2 * 2 / 4 */
+        CHECK_MSG(back.w[r][0] == 0.5f && back.w[r][1] == 1, "rank %d: %g %g", r, (double)back.w[r][0], (double)back.w[r][1]);
+    }
+    back.fail_save = 1;
+    thread_ranks(3, back_rank);
+    for (int r = 0; r < 3; r++) CHECK(back.code[r] != 0);
+}
+
 /* One reduction in a thread of its own, without a context. */
 typedef struct one { amp_reducer reducer; void *data; int64_t count; amp_dtype dtype; amp_reduce_op op; int code; char why[512]; pthread_t thread; } one;
 static void *run_one(void *arg) {
@@ -1119,6 +1300,7 @@ int main(int argc, char **argv) {
     RUN(shards_are_disjoint_and_complete); RUN(restarts_with_ranks); RUN(a_failing_hook_is_an_error_and_changes_nothing);
     RUN(threads_train_as_processes_do); RUN(ranks_that_differ_are_named); RUN(ranks_that_step_alone_follow_the_rule);
     RUN(ranks_that_step_alone_with_16_bit_weights); RUN(ranks_that_step_alone_resume); RUN(a_rank_with_spoiled_weights_is_named); RUN(loose_coupling_that_cannot_be);
+    RUN(ranks_verify_together); RUN(a_step_that_fails_on_one_rank_fails_on_all); RUN(ranks_tune_together); RUN(ranks_go_back_together);
     RUN(sums_and_maxima); RUN(every_exchange); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
     return TEST_END();
 }
