@@ -43,6 +43,7 @@ help: backend
 	@echo "                      $(BUILD)/fuzz/found/; fuzz-seeds: generate the seeds again"
 	@echo "make anomalies        let every host call fail in turn: memory, files, threads, clock; into tests/records/"
 	@echo "make crash            kill training 200 times (KILLS, SEED), also while it saves, and resume it bit for bit"
+	@echo "make crash-ranks      kill one of four ranks 200 times (KILLS, SEED): no hang, no lost checkpoint, the same bits after"
 	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, and compare with a clean run"
 	@echo "make coverage         measure which lines and branches the tests reach; fails below 95% and 85%"
 	@echo "make mutants          change one token of amp.h at a time: a test must catch each (ten minutes); mutants-cuda: one"

@@ -129,22 +129,37 @@ static inline amp_result amp_tcp_refuse(amp_tcp *t, amp_result result, const cha
     return result;
 }
 
-/* Takes what rank i says. */
-static inline void amp_tcp_hear(amp_tcp *t, int32_t i) {
+/* Takes what rank i says; 0: it has closed without a word. */
+static inline int amp_tcp_take_word(amp_tcp *t, int32_t i) {
     amp_tcp_peer *p = &t->peers[i];
     ssize_t n = recv(p->words, (char *)&p->word + p->heard, sizeof p->word - p->heard, 0);
-    if (n < 0 && amp_tcp_would_wait()) return;
+    if (n < 0 && amp_tcp_would_wait()) return 1;
     if (n <= 0) {
         close(p->words);
         p->words = -1;
-        if (!p->said_bye) (void)amp_tcp_fail(t, "rank %d is gone: its connection has closed", (int)i);
-        return;
+        return p->said_bye;
     }
     p->heard += (size_t)n;
-    if (p->heard < sizeof p->word) return;
+    if (p->heard < sizeof p->word) return 1;
     p->heard = 0;
     p->said_bye = 1;
     if (p->word.kind == (int32_t)amp_tcp_failed) (void)amp_tcp_fail(t, "%.*s", (int)sizeof t->why - 1, p->word.text);
+    return 1;
+}
+
+/* Rank i is gone.  It may have been told of another's end, and others may tell of that: they have a moment to do so. */
+static inline amp_result amp_tcp_gone(amp_tcp *t, int32_t i, const char *why) {
+    int64_t deadline = amp_tcp_now() + (t->timeout_ms < 2000 ? t->timeout_ms / 4 : 500);
+    int32_t k;
+    while (t->why[0] == 0 && amp_tcp_now() < deadline) {
+        for (k = 0; k < t->world && t->why[0] == 0; k++) if (t->peers[k].words >= 0) (void)amp_tcp_take_word(t, k);
+        (void)poll(NULL, 0, 2);
+    }
+    return amp_tcp_fail(t, "rank %d is gone: %s", (int)i, why);
+}
+
+static inline void amp_tcp_hear(amp_tcp *t, int32_t i) {
+    if (!amp_tcp_take_word(t, i)) (void)amp_tcp_gone(t, i, "its connection has closed");
 }
 
 /* ---- Exchanges, between every two ranks at once */
@@ -520,6 +535,7 @@ typedef struct amp_tcp_join {
     amp_tcp_guest guests[amp_tcp_most_guests];
     int n_guests;
     int32_t came;               /* connections that are as they should be */
+    int32_t met;                /* ranks that rank 0 has heard of, and told if something is wrong */
 } amp_tcp_join;
 
 static inline amp_tcp_hello amp_tcp_greeting(const amp_tcp_join *j, amp_tcp_purpose purpose, int32_t port) {
@@ -546,6 +562,7 @@ static inline void amp_tcp_admit(amp_tcp_join *j, amp_tcp_guest *g) {
         close(g->fd);
         return;
     }
+    j->met++;
     if (h->world != t->world)
         (void)amp_tcp_fail(t, "rank %d was started as one of %d, rank 0 as one of %d", (int)h->rank, (int)h->world,
                            (int)t->world);
@@ -656,7 +673,7 @@ static inline uint64_t amp_tcp_new_key(void) {
     return ((uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec) * UINT64_C(0x9e3779b97f4a7c15) ^ (uint64_t)getpid();
 }
 
-/* Rank 0: waits for the others, then tells them of each other. */
+/* Rank 0: waits for the others, then tells them of each other.  If something is wrong, it waits to tell all. */
 static inline amp_result amp_tcp_lead(amp_tcp_join *j) {
     amp_tcp *t = j->t;
     const char *file = j->desc->file, *why = NULL;
@@ -679,6 +696,7 @@ static inline amp_result amp_tcp_lead(amp_tcp_join *j) {
         if (amp_tcp_file_write(j, line) != AMP_OK) return AMP_ERR_REDUCE;
     }
     amp_tcp_accept(j, t->world - 1);
+    while (t->why[0] != 0 && j->met < t->world - 1 && amp_tcp_now() < j->deadline) amp_tcp_receive_guests(j);
     if (file != NULL && amp_tcp_file_read(j, now) && strcmp(now, line) == 0) (void)remove(file);
     else if (file != NULL) (void)amp_tcp_fail(t, "%.150s was written by another rank 0", file);
     for (i = 1; i < t->world && t->why[0] == 0; i++)
@@ -690,7 +708,7 @@ static inline amp_result amp_tcp_lead(amp_tcp_join *j) {
     for (i = 1; i < t->world && t->why[0] == 0; i++) {
         amp_tcp_say(t, t->peers[i].words, amp_tcp_welcome, "");
         if (!amp_tcp_send_all(t->peers[i].words, j->places, (size_t)t->world * sizeof *j->places, j->deadline))
-            (void)amp_tcp_fail(t, "rank %d is gone: its connection has closed", (int)i);
+            (void)amp_tcp_gone(t, i, "its connection has closed");
     }
     amp_tcp_accept(j, t->world - 1);            /* for data */
     return t->why[0] != 0 ? AMP_ERR_REDUCE : AMP_OK;
@@ -744,7 +762,7 @@ static inline int amp_tcp_reach(const amp_tcp_join *j, int32_t rank, amp_tcp_pur
     int fd = amp_tcp_connect(here ? j->master.host : p->host, p->port, j->deadline, &why);
     if (fd >= 0 && amp_tcp_send_all(fd, &hello, sizeof hello, j->deadline)) return fd;
     if (fd >= 0) close(fd);
-    (void)amp_tcp_fail(j->t, "rank %d is gone: %s", (int)rank, fd >= 0 ? "its connection has closed" : why);
+    (void)amp_tcp_gone(j->t, rank, fd >= 0 ? "its connection has closed" : why);
     return -1;
 }
 
@@ -766,7 +784,7 @@ static inline amp_result amp_tcp_follow(amp_tcp_join *j) {
     t->key = word.key;
     j->deadline = amp_tcp_now() + t->timeout_ms;
     if (!amp_tcp_receive(t->peers[0].words, j->places, (size_t)t->world * sizeof *j->places, j->deadline))
-        return amp_tcp_fail(t, "rank 0 is gone: its connection has closed");
+        return amp_tcp_gone(t, 0, "its connection has closed");
     for (i = 0; i < t->rank && t->why[0] == 0; i++) {
         t->peers[i].data = amp_tcp_reach(j, i, amp_tcp_brings_data);
         if (i > 0 && t->why[0] == 0) t->peers[i].words = amp_tcp_reach(j, i, amp_tcp_brings_words);
@@ -822,7 +840,6 @@ static inline amp_result amp_tcp_make(amp_tcp *t, amp_tcp_join *j) {
    there twice, or belongs to another world; if rank 0's port is taken, or its address is not its own. */
 static inline amp_result amp_tcp_open(amp_tcp *t, const amp_tcp_desc *desc) {
     amp_tcp_join *j = (amp_tcp_join *)calloc(1, sizeof *j);
-    int64_t linger;             /* those who come after a failure are told of it */
     amp_result result;
     int k;
     memset(t, 0, sizeof *t);
@@ -838,8 +855,6 @@ static inline amp_result amp_tcp_open(amp_tcp *t, const amp_tcp_desc *desc) {
     j->deadline = amp_tcp_now() + t->timeout_ms;
     result = amp_tcp_make(t, j);
     if (result == AMP_OK && t->world > 1) result = t->rank == 0 ? amp_tcp_lead(j) : amp_tcp_follow(j);
-    linger = amp_tcp_now() + 1000 < j->deadline ? amp_tcp_now() + 1000 : j->deadline;
-    while (t->rank == 0 && j->listener >= 0 && t->why[0] != 0 && amp_tcp_now() < linger) amp_tcp_receive_guests(j);
     for (k = 0; k < j->n_guests; k++) close(j->guests[k].fd);
     if (j->listener >= 0) close(j->listener);
     free(j->places);

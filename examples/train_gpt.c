@@ -267,13 +267,10 @@ static amp_result keep_cure(run *r, const amp_recovery_event *event) {
 /* Changes the micro-batch's size and the number per step from batch `index` of r->epoch on; the library has already
    changed its accumulation. */
 static amp_result change_batch(run *r, int64_t batch, int64_t accumulation, int64_t index) {
-    static char text[24];
     r->set.batch = batch;
     r->set.accumulation = accumulation;
     r->set.amp.accumulation = (int32_t)accumulation;
     r->index = index;
-    snprintf(text, sizeof text, "%lld", (long long)batch);
-    flag_given.text[flag_index("batch")] = text;       /* for the checkpoint */
     amp_graph_destroy(r->graph);
     free(r->host_losses);
     amp_free(r->amp, r->micro_losses);

@@ -18,7 +18,7 @@ typedef struct settings {
     int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
     int64_t allow_fallback, threads, static_scale, recompute, fused_loss, graph;
     int64_t save_interval, eval_interval, eval_batches, sample, top_k, help, stop_after, profile, sync_every;
-    int64_t env, log_memory, debug;
+    int64_t env, log_memory, debug, change_batch;
     int64_t adaptive;               /* --precision adaptive */
     /* as .amp has them, with defaults; an interval 0: never */
     int64_t accumulation, log_interval, tensor_stats_interval;
@@ -121,7 +121,8 @@ static const flag_row options[] = {
      "with recover: good steps until a batch halved for memory is doubled again"},
 
     {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
+    {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL,
+     "sequences in a rank's micro-batch; resumed: its share of the checkpoint's"},
     {"sync-every", FLAG_INTEGER, FIELD(sync_every), "off", 1, 1 << 30, "off=0",
      "ranks train alone for so many steps, then combine their changes (DiLoCo): for slow networks; off: every step"},
     {"accumulation", FLAG_SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
@@ -150,6 +151,8 @@ static const flag_row options[] = {
     {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
 
     {"Ranks: processes that train together", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"change-batch", FLAG_SWITCH, FIELD(change_batch), "off", 0, 0, NULL,
+     "with --resume: let micro-batch x accumulation x ranks differ from the checkpoint's, which is refused else"},
     {"rank-file", FLAG_TEXT, FIELD(rank_file), "", 0, 0, NULL,
      "a file through which they meet, seen by all, instead of the variables MASTER_ADDR and MASTER_PORT"},
     {"rank-timeout", FLAG_NUMBER, FIELD(rank_timeout), "60", 0.001, 1e6, NULL,
@@ -199,7 +202,7 @@ static const char *const session_options[] = {"resume",      "init",   "threads"
                                               "temperature", "top-k",  "stop-after", "help",        "timeout",
                                               "profile",     "device", "graph",      "autotune",    "config",
                                               "env",         "debug",  "log-memory", "tensorboard", "fused-loss",
-                                              "rank-file",   "rank-timeout", NULL};
+                                              "rank-file",   "rank-timeout", "change-batch", NULL};
 
 /* PATH without ".state" or ".safetensors". */
 static const char *without_suffix(const char *path) {
@@ -312,6 +315,7 @@ static amp_result check_settings(settings *set) {
     EX_TRY(check_sync(set));
     if (*set->resume != 0 && *set->init != 0)
         return flag_refuse("init", "a resumed run already has weights: drop --init or --resume");
+    if (set->change_batch && *set->resume == 0) return flag_refuse("change-batch", "is for --resume");
     if ((flag_was_given("error-budget") || flag_was_given("lowest")) && !set->adaptive)
         return flag_refuse(flag_was_given("lowest") ? "lowest" : "error-budget", "is for --precision adaptive");
     if (set->adaptive && set->graph)
@@ -391,6 +395,28 @@ static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
     return AMP_OK;
 }
 
+/* A resumed run has the checkpoint's global batch, whatever the number of ranks: each takes its share. */
+static amp_result share_batch(settings *set, const amp_state *state) {
+    int64_t was[3], all, before, now;       /* train.batch: a rank's micro-batch, accumulation, ranks */
+    if (amp_state_count(state, "train.batch", NULL) < 0) return AMP_OK;         /* of version 0.1.0 */
+    EX_TRY(amp_state_get(state, "train.batch", AMP_I64, was, 3));
+    all = was[0] * was[2];
+    if (!flag_was_given("batch")) {
+        if (all % ranks.world != 0)
+            return flag_refuse("resume", "the checkpoint's %lld sequences in a micro-batch of all ranks do not divide "
+                               "by %d ranks: start as many as divide them, or give --batch and --change-batch",
+                               (long long)all, (int)ranks.world);
+        set->batch = all / ranks.world;
+    }
+    before = all * was[1];
+    now = set->batch * set->accumulation * ranks.world;
+    if (before == now || set->change_batch) return AMP_OK;
+    return flag_refuse(flag_was_given("batch") ? "batch" : "accumulation", "%lld x %lld x %d ranks are %lld sequences "
+                       "in a step, the checkpoint was trained with %lld: drop it, or give --change-batch",
+                       (long long)set->batch, (long long)set->accumulation, (int)ranks.world, (long long)now,
+                       (long long)before);
+}
+
 /* All settings; *resumed: the checkpoint of --resume, or NULL. */
 static amp_result read_settings(int argc, char **argv, settings *set, amp_state **resumed) {
     int resume = flag_index("resume"), precision = flag_index("precision");
@@ -411,6 +437,7 @@ static amp_result read_settings(int argc, char **argv, settings *set, amp_state 
     }
     EX_TRY(flag_parse_all(set));
     EX_TRY(read_amp_settings(set, *resumed));
+    if (*resumed != NULL) EX_TRY(share_batch(set, *resumed));
     return check_settings(set);
 }
 

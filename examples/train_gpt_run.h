@@ -388,18 +388,21 @@ static amp_result open_optimizer(run *r) {
     return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
 }
 
+static void training_data(const run *r, amp_loader_desc *desc) {
+    loader_settings(r, r->set.batch, 0, r->split, desc);
+    desc->world = 0;                /* of the context: each rank its part */
+    desc->shuffle = strcmp(r->set.shuffle, "on") == 0;
+    desc->epochs = r->set.epochs;
+    desc->vocab = (int32_t)r->model.config.vocab;
+}
 static amp_result open_loader(run *r) {
     const settings *set = &r->set;
     amp_loader_desc desc;
     amp_loader_info info;
     int64_t by_epochs;
-    loader_settings(r, set->batch, 0, r->split, &desc);
-    desc.world = 0;                 /* of the context: each rank its part */
-    desc.shuffle = strcmp(set->shuffle, "on") == 0;
+    training_data(r, &desc);
     EX_TRY(amp_settings_fill_loader(&set->amp, &desc));
     desc.timeout_ms = (int32_t)(set->timeout * 1000 + 0.5);
-    desc.epochs = set->epochs;
-    desc.vocab = (int32_t)r->model.config.vocab;
     if (amp_loader_create(r->amp, &r->loader, &desc) != AMP_OK) return flag_refuse("data", "%s", amp_last_error());
     EX_TRY(amp_loader_info_get(r->loader, &info));
     r->steps = set->steps >= 0 ? set->steps : set->epochs > 0 ? INT64_MAX : 1200;
@@ -596,13 +599,44 @@ static amp_result load_fp32_layers(run *r, const amp_state *state) {
     return result;
 }
 
+/* Where the data goes on.  After --change-batch the position is that of a loader with the old batches. */
+static amp_result load_position(run *r, const amp_state *state) {
+    int64_t was[3], old, now = r->set.batch * ranks.world, read;
+    amp_loader_desc desc;
+    amp_loader_info info, own;
+    amp_loader *loader = r->loader;
+    amp_result result;
+    if (amp_state_count(state, "train.batch", NULL) < 0) old = now;
+    else {
+        EX_TRY(amp_state_get(state, "train.batch", AMP_I64, was, 3));
+        old = was[0] * was[2];
+    }
+    training_data(r, &desc);
+    desc.batch = old;
+    desc.world = 1;
+    if (old != now) EX_TRY(amp_loader_create(r->amp, &loader, &desc));
+    result = amp_loader_load(loader, state, "loader");
+    if (result == AMP_OK) result = amp_loader_info_get(loader, &info);
+    if (result != AMP_OK)
+        result = flag_refuse("resume", "%s was trained on other data or another split: %s", r->set.resume,
+                             amp_last_error());
+    if (loader == r->loader) return result;
+    amp_loader_destroy(loader);
+    EX_TRY(result);
+    read = info.index * old;
+    if (read % now != 0)
+        return flag_refuse("change-batch", "%lld sequences of the epoch were read, which is no whole number of batches "
+                           "of %lld", (long long)read, (long long)now);
+    EX_TRY(amp_loader_info_get(r->loader, &own));
+    return read / now < own.batches ? amp_loader_seek(r->loader, info.epoch, read / now)
+                                    : amp_loader_seek(r->loader, info.epoch + 1, 0);
+}
+
 /* The second half of a checkpoint; gpt_load_state was the first. */
 static amp_result load_state(run *r, const amp_state *state) {
     EX_TRY(amp_state_get(state, "train.step", AMP_I64, &r->step, 1));
     EX_TRY(load_fp32_layers(r, state));
-    if (amp_loader_load(r->loader, state, "loader") != AMP_OK)
-        return flag_refuse("resume", "%s was trained on other data or another split: %s", r->set.resume,
-                           amp_last_error());
+    EX_TRY(load_position(r, state));
     EX_TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
     if (r->scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
         EX_TRY(amp_scaler_load(r->scaler, state, "scaler"));
@@ -683,6 +717,7 @@ static amp_result put_config(const run *r, amp_state *state) {
 
 static amp_result put_training(run *r, amp_state *state) {
     const gpt_config *c = &r->model.config;
+    const int64_t batch[] = {r->set.batch, r->set.accumulation, ranks.world};
     int64_t shape[SHAPE_NUMBERS];
     json_buffer saved = {NULL, 0, 0, 0};
     amp_result result;
@@ -699,6 +734,7 @@ static amp_result put_training(run *r, amp_state *state) {
     EX_TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
     EX_TRY(put_config(r, state));
     EX_TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
+    EX_TRY(amp_state_put(state, "train.batch", AMP_I64, batch, 3));
     if (r->recovery != NULL) EX_TRY(amp_recovery_save(r->recovery, state, "train"));
     EX_TRY(gpt_save_state(&r->model, state));
     EX_TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
