@@ -102,9 +102,9 @@ $(BUILD)/%: examples/%.c $(HEADERS) $(BUILD)/amp.o
 endif
 
 # Tests that look inside amp.h are one translation unit, inside.c: build/t_gemm and the others are names of that program.
-# Three bring an amp.h of their own, without optimisation, which compiles in a fifth of the time.
+# Four bring an amp.h of their own, without optimisation, which compiles in a fifth of the time.
 INSIDE       := $(shell sed -n 's/^.include "\(t_.*\).c"/\1/p' tests/unit/inside.c)
-INSIDE_ALONE := t_concurrency t_lean t_lifetime
+INSIDE_ALONE := t_concurrency t_lean t_lifetime t_ranks
 vpath t_%.c tests/unit tests/torch tests/hostile tests/examples
 TEST_HEADERS := $(wildcard tests/*.h tests/hostile/fuzz/*.[ch]) $(HEADERS)
 INSIDE_FILES := tests/unit/inside.c $(INSIDE:%=tests/unit/%.c) $(TEST_HEADERS) amp.h

@@ -229,7 +229,7 @@
        >>gradients  amp_params_broadcast, amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale
                     _check _update _update_with _get _set_scale _rescale _save, amp_grad_set_create _stats _device
                     _apply _save _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation _set_weight
-                    _bytes _save, amp_schedule_lr, amp_graph_begin _end _launch
+                    _bytes _save, amp_state_save_ranks _load_ranks, amp_schedule_lr, amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
        >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text,
                     amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step
@@ -538,7 +538,7 @@ typedef struct amp_param {
     int32_t grad_live;          /* 0: the next backward overwrites grad; 1: it adds */
     int32_t embedding;          /* 1: a table of embeddings; AMP_MOMENTS_8BIT leaves its moments in fp32 */
     uint64_t context;           /* serial number of the context it is registered with */
-    const void *place;          /* its address when it was registered */
+    const void *place; int64_t by_hand;     /* its address when registered; amp_param_accumulate since the last step */
 } amp_param;
 
 /* Which keys j a query sees.  Query i is at position i + keys - queries, so the last query and the last key align. */
@@ -1515,9 +1515,22 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    state were set by an optimizer's functions, compares the ranks before it sums: world, version of amp.h, precision,
    optimizer, parameters and the values of all weights.  On a difference it returns AMP_ERR_REDUCE on every rank, with a
    text that names what differs and the rank.  Later checks compare nothing.  Over slow networks ranks may step alone
-   for a while: amp_optimizer_desc.sync_every. */
+   for a while: amp_optimizer_desc.sync_every.
 
-/* Gives all ranks rank 0's weights, and fp32 masters; remainders follow amp_optimizer_rebuild_masters.  Waits.
+   An optimizer's gradients go in buckets of .bucket_bytes, from the last parameter to the first, while backward runs:
+   each as soon as the operators have added to all its gradients as often as in a cycle before (all of it in the step:
+   the first cycle, gradients that you wrote after amp_param_accumulate, a second optimizer).  So with ranks, leave the
+   gradients alone between backward and the step, or set .no_overlap; one more operator that adds to a gradient that
+   was sent returns AMP_ERR_STATE with its name.  Calls come from a thread of their own; with reducer.one_thread from
+   yours, in backward; with a device and on_host 0 they go to a second stream.
+
+   .shard = AMP_SHARD_STATES: each rank has masters, remainders and moments of its part of every bucket, updates that,
+   and all gather the weights in the step.  .deterministic: sums in fp32 in the order of ranks, so weights, norms and
+   scales have the same bits with and without shards; without it, sums are the reducer's own.  .wire = AMP_BF16 halves
+   the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again. */
+
+/* Gives all ranks rank 0's weights, and fp32 masters; remainders and sharded masters follow
+   amp_optimizer_rebuild_masters.  Waits.
    Errors: AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n);
 
@@ -1706,6 +1719,14 @@ typedef enum amp_optimizer_kind {
     AMP_OPTIMIZER_FORCE_I32 = 0x7fffffff
 } amp_optimizer_kind;
 
+/* What each rank has a part of, in the manner of ZeRO (Rajbhandari et al. 2020). */
+typedef enum amp_shard {
+    AMP_SHARD_DEFAULT = 0,      /* NONE */
+    AMP_SHARD_NONE = 1,
+    AMP_SHARD_STATES = 2,       /* masters, remainders and moments; weights are gathered in each step */
+    AMP_SHARD_FORCE_I32 = 0x7fffffff
+} amp_shard;
+
 /* Settings for parameters whose name matches; the first match wins. */
 typedef struct amp_param_group {
     const char *match;          /* pattern with * and ? */
@@ -1733,6 +1754,12 @@ typedef struct amp_optimizer_desc {
     int32_t result_lag;         /* steps until a result is delivered: up to 63, or AMP_LAG_NONE; default 2 */
     int32_t apply_nonfinite;    /* 1: without a scaler, step even with inf or NaN gradients, as PyTorch does */
     int32_t sharded;            /* as in amp_grad_set_desc */
+    /* of several ranks, as "Ranks" above says: */
+    int32_t deterministic;      /* 1: the same bits with any .shard */
+    int32_t no_overlap;         /* 1: gradients are summed in the step, and are yours to change until then */
+    amp_shard shard;            /* default NONE; not with .sharded, .clip_each, .sync_every */
+    amp_dtype wire;             /* F32 (default) or BF16 */
+    int64_t bucket_bytes;       /* 1 or more, on the wire; default 25 MiB */
     amp_master_kind master;     /* of 16-bit weights; at level O3 NONE or STOCHASTIC */
     /* F32; BF16 rounded stochastically (to nearest, v would never shrink with beta2 above 0.996); AMP_MOMENTS_8BIT:
        one byte per number and one fp32 scale per 256 consecutive numbers, as in bitsandbytes.  Parameters of fewer than
@@ -1772,7 +1799,7 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer);
    Waits.
    Errors: AMP_ERR_RANGE also for a value that overflows, AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_NAME. */
 AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values);
-/* Bytes per parameter, over those with a gradient. */
+/* Bytes per parameter on this rank, over those with a gradient. */
 typedef struct amp_parameter_bytes {
     int64_t parameters;         /* total elements */
     double weight, gradient, master, moments;
@@ -1799,8 +1826,11 @@ typedef struct amp_step_result {
     float scale;                /* that this step's gradients carried */
     int32_t growth_tracker;     /* clean updates before the step; 0 without a scaler */
     double lr;
-    const char *first_bad;      /* the first parameter with a bad gradient, or NULL */
+    const char *first_bad;      /* the first parameter with a bad gradient, or NULL; sharded: of this rank's part */
     int64_t total_skips, consecutive_skips;
+    /* seconds in which ranks summed gradients, and in which the step waited for that: the rest was hidden behind
+       backward.  0 with one rank, or where a device's stream does it */
+    double ranks_seconds, ranks_waited;
 } amp_step_result;
 /* Takes the oldest result that is due, result_lag steps old, and waits for that step, so results come at fixed times.
    1: *out was filled; 0: none is due, or the device failed.  The last 64 are kept.  amp_step_result_flush makes all of
@@ -1834,14 +1864,22 @@ AMP_API void amp_graph_destroy(amp_graph *graph);
 
 /* Moments, masters, step count, learning rate, seed, accumulation cycle with its gradients, counters, and results not
    yet delivered.  Weights are yours to save, and to load first.  Between two steps any rank's state loads into every
-   rank of any world; inside a cycle, or if sharded, only into the same rank, world and accumulation.  With .sync_every
-   also the outer step's: each rank must load its own, but after an outer step any rank's will do.  Remainders are
-   saved as fp32 masters, so either kind loads into the other; loading remainders also writes the bf16 weights.  bf16
-   and 8-bit moments load into fp32 ones too, and any into 8-bit ones.
+   rank of any world; inside a cycle, or with .sharded, only into the same rank, world and accumulation.  With
+   .sync_every also the outer step's: each rank must load its own, but after an outer step any rank's will do.
+   Remainders are saved as fp32 masters, so either kind loads into the other; loading remainders also writes the bf16
+   weights.  bf16 and 8-bit moments load into fp32 ones too, and any into 8-bit ones.
    Errors: AMP_ERR_STATE saved between amp_scaler_check and the step, AMP_ERR_NAME, AMP_ERR_MISMATCH with the
    parameter's name. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
+/* With .shard: every rank calls save with its own state, and writes path.SAVE.RANK; then rank 0 writes `path`, which
+   names them, and removes the files of the save before.  load reads the files of however many ranks there were, and
+   joins the parts of optimizers to what one rank would have saved, which any rank of any world loads; the rest is this
+   rank's, or rank 0's if the number of ranks differs.  A rank that fails makes all fail, and the save before stays.
+   Errors of save: AMP_ERR_OPEN, AMP_ERR_WRITE, AMP_ERR_REDUCE another rank failed, AMP_ERR_STATE gradients are being
+   summed; of load: those of amp_state_load. */
+AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path);
+AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out, const char *path);
 
 /* ---- Learning-rate schedules */
 
@@ -3472,6 +3510,7 @@ typedef struct amp_k_tensor {
     amp_master_kind master_kind;  /* REMAINDER: what master is; STOCHASTIC: how the weight is rounded */
     int64_t count;
     double lr_scale, weight_decay;
+    int64_t first;              /* of a part of a parameter: the place of its first element, a multiple of 256 */
     int32_t live;               /* 0: no gradient in this step, skipped */
     int32_t reserved;
 } amp_k_tensor;
@@ -10499,7 +10538,7 @@ static void ampi_update_out(const ampi_multi_job *job, const ampi_update *x, con
     int stochastic = row->master == NULL && row->master_kind == AMP_MASTER_STOCHASTIC && row->weight_dtype != AMP_F32;
     int rounded = row->moment_dtype == AMP_BF16;
     uint32_t random[AMPI_MULTI_BLOCK];
-    if (stochastic || rounded) vec->random(random, n, seed, (uint64_t)first);
+    if (stochastic || rounded) vec->random(random, n, seed, (uint64_t)(row->first + first));
     if (stochastic) ampi_stochastic(weight, row->weight_dtype, x->w, n, random, path);
     else if (ampi_has_remainder(row)) vec->bf16_split(weight, (uint16_t *)row->master + first, x->w, n);
     else if (row->weight_dtype != AMP_F32 || row->master != NULL)
@@ -10900,6 +10939,15 @@ typedef struct ampi_known { amp_param *param; uint64_t id, captured; } ampi_know
 
 /* Everything created from a context begins with this.  Closing the context stops live objects, newest first: their
    calls are errors from then on, and destroying them frees the rest.  An object stays while others refer to it. */
+/* What a section below is told of gradients: before an operator adds to one, which it may refuse, and after. */
+typedef struct ampi_gradient_watch ampi_gradient_watch;
+struct ampi_gradient_watch {
+    ampi_gradient_watch *next;
+    amp_result (*open)(ampi_gradient_watch *w, const char *function, const amp_param *p);
+    void (*added)(ampi_gradient_watch *w, const amp_param *p);
+    int away;                       /* 1: the reducer is at work on gradients, beside the host's thread; atomic */
+};
+
 typedef struct ampi_object ampi_object;
 struct ampi_object {
     amp_context *amp;
@@ -10969,6 +11017,7 @@ struct amp_context {
     int regions;                    /* open on all threads; changed atomically */
     /* its destructor ends regions that a thread left open; created with the first region */
     pthread_key_t thread_key; int has_key;
+    ampi_gradient_watch *watches;   /* who is told of gradients; changed with the lock held, and atomically */
     ampi_listener listeners[AMPI_LISTENERS];        /* one per section; changed with the lock held, and atomically */
     ampi_observer observer; void *observing;        /* of layers' products; NULL: none.  Whose it is */
     int trials;                     /* amp_verify and its kin, whose products are not shown */
@@ -11120,7 +11169,40 @@ static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
 #endif
 /* 1: no step has used the gradient yet, and the next backward adds to it; 0: it overwrites it. */
 static void ampi_gradient_live(amp_param *p, int live) {
-    if (p != NULL && (!live || p->grad.data != NULL)) p->grad_live = live;
+    if (p == NULL || (live && p->grad.data == NULL)) return;
+    p->grad_live = live;
+    if (!live) p->by_hand = 0;
+}
+/* Whether an operator may add to a gradient now, and that it has. */
+static amp_result ampi_gradient_open(amp_context *amp, const char *function, const amp_param *p) {
+    ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
+    for (; w != NULL && p != NULL && p->grad.data != NULL; w = w->next) AMPI_TRY(w->open(w, function, p));
+    return AMP_OK;
+}
+static void ampi_gradient_added(amp_context *amp, amp_param *p) {
+    ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
+    ampi_gradient_live(p, 1);
+    for (; w != NULL && p != NULL && p->grad.data != NULL && amp->trials == 0; w = w->next) w->added(w, p);
+}
+/* Ranks exchange one thing at a time, in the same order. */
+static amp_result ampi_may_exchange(amp_context *amp, const char *function) {
+    const ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
+    while (w != NULL && !__atomic_load_n(&w->away, __ATOMIC_ACQUIRE)) w = w->next;
+    if (w == NULL) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "gradients are being summed over the ranks: step first");
+}
+static void ampi_watch_gradients(amp_context *amp, ampi_gradient_watch *w) {
+    pthread_mutex_lock(&amp->lock);
+    w->next = amp->watches;
+    __atomic_store_n(&amp->watches, w, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&amp->lock);
+}
+static void ampi_unwatch_gradients(amp_context *amp, ampi_gradient_watch *w) {
+    ampi_gradient_watch **link = &amp->watches;
+    pthread_mutex_lock(&amp->lock);
+    while (*link != NULL && *link != w) link = &(*link)->next;
+    if (*link != NULL) __atomic_store_n(link, w->next, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&amp->lock);
 }
 /* Whether some registered parameter's gradient is live; clear: makes them all not live. */
 static int ampi_live_gradients(amp_context *amp, int clear) {
@@ -12739,6 +12821,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
         p->place = p;
         p->version = 1;
         p->grad_live = 0;
+        p->by_hand = 0;
         amp->params[amp->n_params].captured = p->version;
         amp->params[amp->n_params].param = p;
         amp->params[amp->n_params++].id = p->id;
@@ -12763,6 +12846,7 @@ AMP_API int32_t amp_param_accumulate(amp_param *param) {
     if (param == NULL) return 0;
     add = param->grad_live;
     param->grad_live = 1;
+    param->by_hand++;
     return add;
 }
 
@@ -14858,7 +14942,7 @@ static amp_k_column_sum ampi_dbias_args(const amp_param *bias, const amp_mat *dy
 static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_column_sum *s) {
     if (s->out == NULL) return AMP_OK;
     AMPI_TRY(amp->backend->column_sum(amp->dev, s, amp->desc.stream));
-    ampi_gradient_live(bias, 1);
+    ampi_gradient_added(amp, bias);
     return AMP_OK;
 }
 
@@ -14896,8 +14980,8 @@ static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op
     if (c->pre) AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, c->pre, "pre", &op->dy, "dy"));
     if (c->gemms[0].c) {
         AMPI_TRY(ampi_product_run(amp, f, &c->gemms[0], c->in[0]));
-        ampi_gradient_live(op->weight, 1);
-        ampi_gradient_live(c->along, 1);
+        ampi_gradient_added(amp, op->weight);
+        ampi_gradient_added(amp, c->along);
     }
     AMPI_TRY(ampi_dbias(amp, op->bias, &c->sum));
     if (c->gemms[1].c == NULL) return AMP_OK;
@@ -14932,6 +15016,8 @@ AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) {
     AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_linear_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
+    AMPI_TRY(ampi_gradient_open(amp, f, op->weight));
+    AMPI_TRY(ampi_gradient_open(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &y, &dy));
@@ -15936,6 +16022,7 @@ static amp_result ampi_linear_cross_entropy_kernel(ampi_call *c) {
     s.loss.spoil = 1;
     s.loss.batch = s.loss.logits.rows;
     s.rows = c->k.linear_loss.x.rows;
+    for (i = 0; i < 2 && gradient; i++) AMPI_TRY(ampi_gradient_open(c->amp, c->f, c->params[i]));
     result = ampi_chunks_place(c, &s, op->chunk, gradient);
     if (result == AMP_OK) result = ampi_chunks_products(c, &s, op->layer, gradient);
     if (result == AMP_OK) result = ampi_chunks_run(c, &s);
@@ -15943,7 +16030,7 @@ static amp_result ampi_linear_cross_entropy_kernel(ampi_call *c) {
     for (i = 0; i < 3; i++) ampi_product_done(c->amp, s.in[i]);
     for (i = 0; i < 2; i++) {
         ampi_cache_put(c->amp, s.held[i]);
-        if (result == AMP_OK && gradient) ampi_gradient_live(c->params[i], 1);
+        if (result == AMP_OK && gradient) ampi_gradient_added(c->amp, c->params[i]);
     }
     ampi_scratch_release(c->amp, s.memory, s.bytes);
     return result;
@@ -16174,6 +16261,7 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
         if (row->params[i]) memcpy(&c.params[i], (char *)op + row->params[i], sizeof *c.params);
         AMPI_TRY(ampi_check_known(amp, f, c.params[i]));
     }
+    for (i = 0; i < 2 && backward; i++) AMPI_TRY(ampi_gradient_open(amp, f, c.params[i]));
     if (backward) AMPI_TRY(ampi_check_plan(f, plan));
     AMPI_TRY(row->prepare(&c));
     AMPI_TRY(ampi_check_places(f, &c.at));
@@ -16183,7 +16271,7 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
                                    c.inputs[1], ampi_versions(c.params[0], c.params[1]), plan, &c.plan));
     AMPI_TRY(ampi_as(f, row->kernel(&c)));
     if (!backward) *plan = c.plan;
-    for (i = 0; i < 2 && backward; i++) ampi_gradient_live(c.params[i], 1);
+    for (i = 0; i < 2 && backward; i++) ampi_gradient_added(amp, c.params[i]);
     return AMP_OK;
 }
 
@@ -19520,6 +19608,7 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    the getters, save and load wait for the device. */
 
 typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } ampi_stage;
+typedef struct ampi_buckets ampi_buckets;
 
 /* Loose coupling: the weights that all ranks last had and the outer momentum, in fp32, of all rows one after the other,
    in host memory. */
@@ -19551,6 +19640,7 @@ struct amp_grad_set {
     amp_grad_set *next;                  /* ... and the next set in that scaler's list */
     /* device: amp_grad_set_save's copy of the ranges, one after the other; NULL before the first */
     void *saved;
+    ampi_buckets *buckets;          /* an optimizer's, with several ranks; else NULL */
 };
 
 struct amp_scaler {
@@ -19578,6 +19668,7 @@ struct amp_optimizer {
     void *events[AMP_STEP_RESULTS];
     int64_t attempts, delivered, flushed;   /* steps so far; results taken, and made due by a flush */
     int64_t sent;                   /* results sent by this object, regardless of loads */
+    double ranks[AMP_STEP_RESULTS][2];      /* of each result: ranks_seconds, ranks_waited */
     int32_t micro;                  /* micro-batches so far in this cycle */
     ampi_outer outer;               /* of .sync_every */
 };
@@ -19722,9 +19813,71 @@ static amp_result ampi_copy_texts(const amp_context *amp, const char *function, 
 
 /* ---- Sets */
 
+typedef struct ampi_bucket {
+    int64_t first, n;               /* its rows: order[first] and on */
+    int64_t count;                  /* elements, with what fills up parts */
+    int64_t part_at;                /* where this rank's part lies in `shard` */
+    int64_t waiting;                /* rows still to come in this cycle */
+    void *flat;                     /* the gradients, if they lie in one piece as they are sent */
+    void *event;                    /* a device's: they are there */
+} ampi_bucket;
+
+typedef struct ampi_bucket_row {
+    int64_t bucket, place;          /* its first element in the bucket */
+    int32_t seen, expected;         /* operators that added to it in this cycle; the most in one before */
+    int32_t by_hand, reserved;      /* 1: the host adds to it too, so it waits for the step */
+} ampi_bucket_row;
+
+/* See Buckets. */
+struct ampi_buckets {
+    ampi_gradient_watch watch;      /* first */
+    amp_context *amp;
+    amp_grad_set *set;
+    const int32_t *micro;           /* the optimizer's */
+    ampi_bucket *all; int64_t n;
+    ampi_bucket_row *rows;          /* by row of the set, as the next two */
+    amp_k_tensor *whole;            /* the set's rows without shards */
+    amp_k_tensor *parts, *table;    /* this rank's parts, with gradients in `shard`: here, on the device; or NULL */
+    int64_t *order;                 /* of rows in buckets */
+    int32_t *slots; int64_t n_slots;        /* rows by parameter: a table of 1 + row */
+    int64_t flat_bytes, shard_count;
+    void *send, *received;          /* device: a bucket on its way */
+    float *shard;                   /* device: this rank's parts of the sums, of all buckets or of one at a time */
+    /* summed here in the order of ranks; each rank checks its part; and it has the states of that alone */
+    int ordered, parted, states;
+    int threaded, recorded;         /* recorded: a whole cycle was seen, so .expected is known */
+    void *stream, *finished;        /* a device's stream and event */
+    pthread_mutex_t lock; pthread_cond_t changed;   /* guard what follows, .waiting and .seen */
+    int locks, launching, started, closing;
+    int32_t process;                /* ampi_forks when the thread was started */
+    void *thread;
+    int64_t posted, done;           /* buckets on their way and back in this cycle */
+    amp_result failed; char why[sizeof ampi_error_text];
+    double busy, waited;            /* seconds, in this cycle */
+};
+
+/* 1: this rank has only its part of the states; the rows are those parts, `whole` the parameters. */
+static int ampi_shards(const amp_grad_set *set) { return set->buckets != NULL && set->buckets->states; }
+static amp_k_tensor *ampi_whole_row(const amp_grad_set *set, int64_t i) {
+    return ampi_shards(set) ? &set->buckets->whole[i] : &set->rows[i];
+}
+
+/* Counts from 0 again, as after each micro-batch.  Nothing may be on its way. */
+static void ampi_buckets_recount(ampi_buckets *b) {
+    int64_t i;
+    if (b == NULL) return;
+    pthread_mutex_lock(&b->lock);
+    for (i = 0; i < b->n; i++) b->all[i].waiting = b->all[i].n;
+    for (i = 0; i < b->set->n; i++) b->rows[i].seen = 0;
+    b->posted = b->done = 0;
+    __atomic_store_n(&b->watch.away, 0, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&b->lock);
+}
+
 static void ampi_set_unlink(amp_grad_set *set) {
     amp_grad_set **link;
     set->stage = AMPI_READY;
+    ampi_buckets_recount(set->buckets);
     if (set->scaler == NULL) return;
     for (link = &set->scaler->sets; *link != set; link = &(*link)->next) {}
     *link = set->next;
@@ -19973,7 +20126,7 @@ static amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tens
         AMPI_TRY(ampi_fetch(set->amp, piece, (const char *)row->grad + i * size, (size_t)(n * size)));
         if (amp_count_nonfinite(piece, row->grad_dtype, n, &first) > 0) first += i;
     }
-    *out = first;
+    *out = first < 0 ? first : first + row->first;
     return AMP_OK;
 }
 
@@ -19998,11 +20151,561 @@ AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set) {
     return set && !ampi_is_stopped(&set->object) ? set->found : NULL;
 }
 
+/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They lie one after the other
+   from the last parameter to the first, as backward finishes them.  Once the operators that have added to a bucket's
+   gradients in a cycle before have done so again, the bucket goes on its way: in a thread of its own, or in a stream if
+   the reducer obeys those.  All ranks send all buckets in the same order; what is not ready waits for the step.
+   With .shard or .deterministic, each rank has a part of each bucket, at multiples of AMPI_MOMENT_BLOCK elements of
+   every parameter in it, and sums that part in fp32. */
+
+/* What rank `rank` has of a row: elements from *first on. */
+static int64_t ampi_bucket_part(const ampi_buckets *b, int64_t row, int32_t rank, int64_t *first) {
+    int64_t part = b->all[b->rows[row].bucket].count / ampi_world(b->amp), place = b->rows[row].place;
+    int64_t count = b->whole[row].count, from = AMPI_MAX(part * rank - place, 0);
+    *first = AMPI_MIN(from, count);
+    return AMPI_MAX(AMPI_MIN(part * (rank + 1) - place, count) - *first, 0);
+}
+
+static double ampi_seconds(const amp_context *amp) {
+    const amp_system *s = ampi_context_system(amp);
+    return (double)s->clock_ns(s->user) * 1e-9;
+}
+
+/* n numbers, converted if need be. */
+static amp_result ampi_flat_move(const ampi_buckets *b, void *dst, amp_dtype to, const void *src, amp_dtype from,
+                                 int64_t n) {
+    const amp_backend *backend = b->amp->backend;
+    amp_k_cast cast;
+    if (n == 0) return AMP_OK;
+    if (to == from)
+        return backend->copy(b->amp->dev, dst, src, (size_t)n * amp_dtype_size(to), AMP_COPY_ON_DEVICE, b->stream);
+    memset(&cast, 0, sizeof cast);
+    cast.dst = dst;
+    cast.src = src;
+    cast.dst_dtype = to;
+    cast.src_dtype = from;
+    cast.n = n;
+    return backend->cast(b->amp->dev, &cast, b->stream);
+}
+
+/* Copies a bucket's gradients into `flat`, or back. */
+static amp_result ampi_bucket_copy(const ampi_buckets *b, const ampi_bucket *k, void *flat, amp_dtype dtype, int back) {
+    int64_t i;
+    for (i = k->first; i < k->first + k->n; i++) {
+        const amp_k_tensor *row = &b->whole[b->order[i]];
+        void *at = ampi_at_mut(flat, dtype, b->rows[b->order[i]].place);
+        AMPI_TRY(back ? ampi_flat_move(b, row->grad, row->grad_dtype, at, dtype, row->count)
+                      : ampi_flat_move(b, at, dtype, row->grad, row->grad_dtype, row->count));
+    }
+    return AMP_OK;
+}
+
+/* Rounds numbers of this rank's part to what a narrower dtype holds. */
+static amp_result ampi_shard_round(const ampi_buckets *b, float *x, amp_dtype dtype, int64_t n) {
+    if (dtype == AMP_F32) return AMP_OK;
+    AMPI_TRY(ampi_flat_move(b, b->received, dtype, x, AMP_F32, n));
+    return ampi_flat_move(b, x, AMP_F32, b->received, dtype, n);
+}
+static amp_result ampi_shard_round_rows(const ampi_buckets *b, int64_t first, int64_t n) {
+    int64_t i;
+    for (i = first; i < first + n && b->parted; i++) {
+        const int64_t row = b->order[i];
+        AMPI_TRY(ampi_shard_round(b, (float *)b->parts[row].grad, b->whole[row].grad_dtype, b->parts[row].count));
+    }
+    return AMP_OK;
+}
+
+/* The parts that have come from all ranks become their sum, in the order of ranks. */
+static amp_result ampi_bucket_sum(const ampi_buckets *b, float *sum, int64_t part) {
+    const amp_dtype wire = b->set->desc->wire;
+    const int32_t world = ampi_world(b->amp);
+    amp_k_add add;
+    int32_t r;
+    AMPI_TRY(ampi_flat_move(b, sum, AMP_F32, b->received, wire, part));
+    memset(&add, 0, sizeof add);
+    add.a = add.y = sum;
+    add.a_dtype = add.y_dtype = AMP_F32;
+    add.b_dtype = wire;
+    add.n = part;
+    add.alpha = add.beta = 1;
+    for (r = 1; r < world; r++) {
+        add.b = ampi_at(b->received, wire, r * part);
+        AMPI_TRY(b->amp->backend->add(b->amp->dev, &add, b->stream));
+    }
+    return ampi_shard_round(b, sum, wire, part);
+}
+
+static amp_result ampi_bucket_exchange(const ampi_buckets *b, ampi_exchange_kind kind, const void *in, void *out,
+                                       int64_t count, amp_dtype dtype) {
+    int moves = kind >= AMPI_GATHER;
+    ampi_exchange e = ampi_exchange_of(kind, in, out, moves ? count * (int64_t)amp_dtype_size(dtype) : count,
+                                       moves ? AMP_U8 : dtype);
+    e.op = AMP_REDUCE_SUM;
+    return ampi_exchange_run(b->amp, &e, b->stream);
+}
+
+/* In fp32 by the reducer's own sums. */
+static amp_result ampi_bucket_reduce(const ampi_buckets *b, const ampi_bucket *k) {
+    void *flat = k->flat != NULL ? k->flat : b->send;
+    int64_t part = k->count / ampi_world(b->amp);
+    if (k->flat == NULL) AMPI_TRY(ampi_bucket_copy(b, k, flat, AMP_F32, 0));
+    if (b->parted) {
+        AMPI_TRY(ampi_bucket_exchange(b, AMPI_SCATTER, flat, b->shard + k->part_at, part, AMP_F32));
+        return ampi_shard_round_rows(b, k->first, k->n);
+    }
+    AMPI_TRY(ampi_bucket_exchange(b, AMPI_REDUCE, flat, flat, k->count, AMP_F32));
+    return k->flat == NULL ? ampi_bucket_copy(b, k, flat, AMP_F32, 1) : AMP_OK;
+}
+/* By sums of this rank's part here; without parts all ranks get all sums at once. */
+static amp_result ampi_bucket_sum_ordered(const ampi_buckets *b, const ampi_bucket *k) {
+    const amp_dtype wire = b->set->desc->wire;
+    int64_t part = k->count / ampi_world(b->amp);
+    float *sum = b->shard + k->part_at;
+    AMPI_TRY(ampi_bucket_copy(b, k, b->send, wire, 0));
+    AMPI_TRY(ampi_bucket_exchange(b, AMPI_TO_ALL, b->send, b->received, part, wire));
+    AMPI_TRY(ampi_bucket_sum(b, sum, part));
+    if (b->parted) return ampi_shard_round_rows(b, k->first, k->n);
+    AMPI_TRY(ampi_flat_move(b, b->received, wire, sum, AMP_F32, part));
+    AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->received, b->send, part, wire));
+    return ampi_bucket_copy(b, k, b->send, wire, 1);
+}
+static amp_result ampi_bucket_run(const ampi_buckets *b, const ampi_bucket *k) {
+    if (k->event != NULL) AMPI_TRY(b->amp->backend->event_wait(b->amp->dev, k->event, b->stream));
+    return b->ordered ? ampi_bucket_sum_ordered(b, k) : ampi_bucket_reduce(b, k);
+}
+
+/* Runs bucket i, unless one has failed, and notes it.  Called and left with the lock held. */
+static void ampi_bucket_serve(ampi_buckets *b, int64_t i) {
+    amp_result result = b->failed;
+    double start = 0;
+    pthread_mutex_unlock(&b->lock);
+    start = ampi_seconds(b->amp);
+    if (result == AMP_OK && (result = ampi_bucket_run(b, &b->all[i])) != AMP_OK)
+        memcpy(b->why, ampi_error_text, sizeof b->why);
+    start = ampi_seconds(b->amp) - start;
+    pthread_mutex_lock(&b->lock);
+    b->failed = result;
+    b->busy += start;
+    b->done++;
+    pthread_cond_broadcast(&b->changed);
+}
+
+static void ampi_buckets_main(void *arg) {
+    ampi_buckets *b = (ampi_buckets *)arg;
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_mutex_lock(&b->lock);
+    for (;;) {
+        while (!b->closing && b->done == b->posted) pthread_cond_wait(&b->changed, &b->lock);
+        if (b->closing) break;
+        ampi_bucket_serve(b, b->done);
+    }
+    pthread_mutex_unlock(&b->lock);
+}
+
+/* 1: nobody but operators has touched these gradients. */
+static int ampi_bucket_ready(const ampi_buckets *b, const ampi_bucket *k) {
+    int64_t i;
+    if (k->waiting > 0) return 0;
+    for (i = k->first; i < k->first + k->n; i++) {
+        const amp_param *p = b->set->params[b->order[i]];
+        if (p->by_hand > 0 || !p->grad_live) return 0;
+    }
+    return 1;
+}
+
+/* Sends what is ready, or all that is left.  Called with the lock held. */
+static void ampi_buckets_launch(ampi_buckets *b, int rest) {
+    if (b->launching) return;
+    b->launching = 1;
+    while (b->posted < b->n && (rest || ampi_bucket_ready(b, &b->all[b->posted]))) {
+        ampi_bucket *k = &b->all[b->posted];
+        amp_result result = AMP_OK;
+        if (k->event != NULL) {
+            pthread_mutex_unlock(&b->lock);
+            result = b->amp->backend->event_record(b->amp->dev, k->event, ampi_settings(b->amp)->stream);
+            pthread_mutex_lock(&b->lock);
+        }
+        if (result != AMP_OK && b->failed == AMP_OK) {
+            b->failed = result;
+            memcpy(b->why, ampi_error_text, sizeof b->why);
+        }
+        b->posted++;
+        __atomic_store_n(&b->watch.away, 1, __ATOMIC_RELEASE);
+        if (b->threaded) pthread_cond_broadcast(&b->changed);
+        else ampi_bucket_serve(b, b->posted - 1);
+    }
+    b->launching = 0;
+}
+
+static int64_t ampi_bucket_slot(const ampi_buckets *b, const amp_param *p) {
+    int64_t i = (int64_t)(((uint64_t)(uintptr_t)p * 0x9e3779b97f4a7c15u) >> 20) & (b->n_slots - 1);
+    while (b->slots[i] != 0 && b->set->params[b->slots[i] - 1] != p) i = (i + 1) & (b->n_slots - 1);
+    return i;
+}
+
+static amp_result ampi_bucket_open(ampi_gradient_watch *w, const char *function, const amp_param *p) {
+    ampi_buckets *b = (ampi_buckets *)(void *)w;
+    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
+    int gone;
+    if (row < 0) return AMP_OK;
+    pthread_mutex_lock(&b->lock);
+    gone = b->rows[row].bucket < b->posted;
+    pthread_mutex_unlock(&b->lock);
+    if (!gone) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "%s: its gradient is being summed over the ranks, as backward added to it %d times before; step "
+                     "first, or set amp_optimizer_desc.no_overlap if that number may grow",
+                     p->name, (int)b->rows[row].expected);
+}
+
+/* 1: buckets may go before the step: in the last micro-batch of a cycle, once a cycle was seen, and with no other
+   optimizer, whose buckets ranks might send in another order. */
+static int ampi_buckets_early(const ampi_buckets *b) {
+    int alone = b->amp->watches == &b->watch && b->watch.next == NULL;
+    return alone && b->recorded && !b->set->desc->no_overlap && *b->micro + 1 == b->set->desc->accumulation &&
+           b->set->stage == AMPI_READY && (ampi_capture(b->amp) == NULL || !b->threaded);
+}
+static void ampi_bucket_added(ampi_gradient_watch *w, const amp_param *p) {
+    ampi_buckets *b = (ampi_buckets *)(void *)w;
+    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
+    ampi_bucket_row *r = &b->rows[AMPI_MAX(row, 0)];
+    if (row < 0) return;
+    pthread_mutex_lock(&b->lock);
+    if (++r->seen == r->expected && !r->by_hand) b->all[r->bucket].waiting--;
+    if (ampi_buckets_early(b)) ampi_buckets_launch(b, 0);
+    pthread_mutex_unlock(&b->lock);
+}
+
+/* Waits for all buckets to come back, from a step (`whole`: of a whole cycle) or where a cycle is given up. */
+static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
+    const amp_backend *backend = b->amp->backend;
+    const char *late = NULL;
+    amp_result result;
+    double start;
+    int64_t i;
+    if (b->started && b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED))
+        return ampi_fail(AMP_ERR_STATE, "reducer", "a child of fork() has no part in its parent's ranks");
+    if (b->threaded) AMPI_TRY(ampi_may_wait(b->amp));
+    pthread_mutex_lock(&b->lock);
+    for (i = 0; i < b->set->n; i++) {
+        ampi_bucket_row *r = &b->rows[i];
+        if (r->bucket < b->posted && b->set->params[i]->by_hand > 0) late = b->set->names[i];
+        if (!whole) continue;
+        r->by_hand |= b->set->params[i]->by_hand > 0 || (b->set->params[i]->grad_live && r->seen == 0);
+        r->expected = AMPI_MAX(r->expected, r->seen);
+    }
+    start = ampi_seconds(b->amp);
+    ampi_buckets_launch(b, 1);
+    while (b->done < b->posted) pthread_cond_wait(&b->changed, &b->lock);
+    b->waited += ampi_seconds(b->amp) - start;
+    b->recorded |= whole;
+    result = b->failed;
+    if (result != AMP_OK) memcpy(ampi_error_text, b->why, sizeof b->why);
+    b->failed = AMP_OK;
+    pthread_mutex_unlock(&b->lock);
+    if (result == AMP_OK && b->finished != NULL) {
+        result = backend->event_record(b->amp->dev, b->finished, b->stream);
+        if (result == AMP_OK)
+            result = backend->event_wait(b->amp->dev, b->finished, ampi_settings(b->amp)->stream);
+    }
+    if (result == AMP_OK && late != NULL)
+        result = ampi_fail(AMP_ERR_STATE, "amp_param_accumulate", "%s: its gradient was summed over the ranks already, "
+                           "as no cycle before had such a call; set amp_optimizer_desc.no_overlap", late);
+    if (result != AMP_OK) ampi_buckets_recount(b);
+    return result;
+}
+/* The seconds of this cycle, for its result. */
+static void ampi_buckets_times(ampi_buckets *b, double out[2]) {
+    out[0] = out[1] = 0;
+    if (b == NULL) return;
+    pthread_mutex_lock(&b->lock);
+    if (b->finished == NULL || ampi_settings(b->amp)->reducer.on_host != 0) {
+        out[0] = b->busy;
+        out[1] = b->waited;
+    }
+    b->busy = b->waited = 0;
+    pthread_mutex_unlock(&b->lock);
+}
+/* Ends a cycle that has no step.  All ranks come here, so what some have sent is sent by all. */
+static amp_result ampi_buckets_give_up(ampi_buckets *b) {
+    amp_result result = AMP_OK;
+    if (b == NULL) return AMP_OK;
+    if (ampi_buckets_early(b)) result = ampi_buckets_finish(b, 0);
+    ampi_buckets_recount(b);
+    return result;
+}
+/* 1: this row's gradient has been sent. */
+static int ampi_bucket_sent(const ampi_buckets *b, int64_t row) { return b != NULL && b->rows[row].bucket < b->posted; }
+
+/* A device's stream of buckets waits for the context's, or the context's for it. */
+static amp_result ampi_buckets_order(const ampi_buckets *b, int back) {
+    const amp_backend *backend = b->amp->backend;
+    void *own = ampi_settings(b->amp)->stream;
+    if (b->finished == NULL) return AMP_OK;
+    AMPI_TRY(backend->event_record(b->amp->dev, b->finished, back ? b->stream : own));
+    return backend->event_wait(b->amp->dev, b->finished, back ? own : b->stream);
+}
+
+/* The bytes of a rank's weights in a bucket, each parameter's at a multiple of 16; `at` NULL, or what they are copied
+   to, or from with `back`. */
+static int64_t ampi_bucket_weights(const ampi_buckets *b, const ampi_bucket *k, int32_t rank, char *at, int back,
+                                   amp_result *result) {
+    int64_t i, first, bytes = 0;
+    for (i = k->first; i < k->first + k->n; i++) {
+        const amp_k_tensor *row = &b->whole[b->order[i]];
+        int64_t n = ampi_bucket_part(b, b->order[i], rank, &first);
+        void *weight = ampi_at_mut(row->weight, row->weight_dtype, first);
+        if (at != NULL && *result == AMP_OK)
+            *result = ampi_flat_move(b, back ? weight : at + bytes, row->weight_dtype, back ? at + bytes : weight,
+                                     row->weight_dtype, n);
+        bytes += (n * (int64_t)amp_dtype_size(row->weight_dtype) + 15) / 16 * 16;
+    }
+    return bytes;
+}
+static int64_t ampi_bucket_weight_bytes(const ampi_buckets *b, const ampi_bucket *k) {
+    int64_t most = 0;
+    int32_t r;
+    for (r = 0; r < ampi_world(b->amp); r++) most = AMPI_MAX(most, ampi_bucket_weights(b, k, r, NULL, 0, NULL));
+    return most;
+}
+/* All weights from all ranks' updates. */
+static amp_result ampi_buckets_gather_weights(ampi_buckets *b) {
+    const int32_t own = ampi_settings(b->amp)->reducer.rank;
+    amp_result result = ampi_buckets_order(b, 0);
+    char *flat = (char *)b->received;
+    int64_t i;
+    int32_t r;
+    for (i = 0; i < b->n && result == AMP_OK; i++) {
+        int64_t bytes = ampi_bucket_weight_bytes(b, &b->all[i]);
+        ampi_bucket_weights(b, &b->all[i], own, flat + own * bytes, 0, &result);
+        if (result == AMP_OK)
+            result = ampi_bucket_exchange(b, AMPI_GATHER, flat + own * bytes, flat, bytes, AMP_U8);
+        for (r = 0; r < ampi_world(b->amp); r++)
+            if (r != own) ampi_bucket_weights(b, &b->all[i], r, flat + r * bytes, 1, &result);
+    }
+    return result == AMP_OK ? ampi_buckets_order(b, 1) : result;
+}
+
+/* Once the parts are checked, all ranks get all gradients, unless each has only its part of the states. */
+static amp_result ampi_buckets_checked(ampi_buckets *b, int unscaled) {
+    int64_t i;
+    AMPI_TRY(ampi_buckets_order(b, 0));
+    for (i = 0; i < b->n; i++) {
+        ampi_bucket *k = &b->all[i];
+        if (unscaled) AMPI_TRY(ampi_shard_round_rows(b, k->first, k->n));
+        if (b->states) continue;
+        AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->shard + k->part_at, b->send, k->count / ampi_world(b->amp),
+                                      AMP_F32));
+        AMPI_TRY(ampi_bucket_copy(b, k, b->send, AMP_F32, 1));
+    }
+    return ampi_buckets_order(b, 1);
+}
+
+/* Rows into buckets. */
+static void ampi_buckets_fill(ampi_buckets *b) {
+    const amp_optimizer_desc *d = b->set->desc;
+    const int64_t size = (int64_t)amp_dtype_size(d->wire), world = ampi_world(b->amp);
+    const int64_t unit = b->ordered || b->parted ? AMPI_MOMENT_BLOCK : 1;
+    ampi_bucket *k = NULL;
+    int64_t i, part = 0;
+    for (i = 0; i < b->set->n; i++) {
+        int64_t row = b->set->n - 1 - i;
+        b->order[i] = row;
+        if (k == NULL || (k->n > 0 && (k->count + b->whole[row].count) * size > d->bucket_bytes)) {
+            k = &b->all[b->n++];
+            k->first = i;
+        }
+        b->rows[row].bucket = b->n - 1;
+        b->rows[row].place = k->count;
+        k->n++;
+        k->waiting++;
+        k->count += (b->whole[row].count + unit - 1) / unit * unit;
+    }
+    for (i = 0; i < b->n && unit > 1; i++) {
+        k = &b->all[i];
+        k->count = (k->count + world * unit - 1) / (world * unit) * (world * unit);
+        if (b->parted) k->part_at = part;
+        part = b->parted ? part + k->count / world : AMPI_MAX(part, k->count / world);
+    }
+    b->shard_count = part;
+}
+/* Gradients that lie in one piece, in any order, need no copy. */
+static void ampi_bucket_find_flat(const ampi_buckets *b, ampi_bucket *k) {
+    const char *low = NULL, *high = NULL;
+    int64_t i;
+    for (i = k->first; i < k->first + k->n; i++) {
+        const amp_k_tensor *row = &b->whole[b->order[i]];
+        const char *at = (const char *)row->grad, *end = at + row->count * 4;
+        if (row->grad_dtype != AMP_F32) return;
+        if (row->count == 0) continue;
+        low = low == NULL || at < low ? at : low;
+        high = high == NULL || end > high ? end : high;
+    }
+    if (low != NULL && high - low == k->count * 4) k->flat = (void *)(uintptr_t)low;
+}
+
+static amp_result ampi_buckets_memory(ampi_buckets *b) {
+    const int64_t wire = (int64_t)amp_dtype_size(b->set->desc->wire);
+    int64_t i, send = 0, received = 0;
+    for (i = 0; i < b->n; i++) {
+        ampi_bucket *k = &b->all[i];
+        if (!b->ordered && !b->parted && wire == 4) ampi_bucket_find_flat(b, k);
+        if (k->flat == NULL) send = AMPI_MAX(send, k->count * (b->parted && !b->states ? 4 : wire));
+        if (b->ordered || b->parted) received = AMPI_MAX(received, k->count * wire);
+        if (b->states) received = AMPI_MAX(received, ampi_bucket_weight_bytes(b, k) * ampi_world(b->amp));
+    }
+    AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, &b->send, send));
+    AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, &b->received, received));
+    AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, (void **)&b->shard, b->shard_count * 4));
+    if (send > 0) AMPI_TRY(amp_fill(b->amp, b->send, 0, send));
+    return b->shard_count > 0 ? amp_fill(b->amp, b->shard, 0, b->shard_count * 4) : AMP_OK;
+}
+
+/* This rank's parts as rows of their own; with sharded states they are the set's. */
+static amp_result ampi_buckets_cut(ampi_buckets *b) {
+    const int32_t rank = ampi_settings(b->amp)->reducer.rank;
+    const int64_t bytes = b->set->n * (int64_t)sizeof *b->parts;
+    int64_t i, first, place;
+    if (!b->parted) return AMP_OK;
+    b->parts = b->set->rows;
+    b->table = b->set->table;
+    if (!b->states) {
+        AMPI_TRY(ampi_alloc(ampi_context_system(b->amp), "amp_optimizer_create", (void **)&b->parts, b->set->n,
+                            sizeof *b->parts));
+        memcpy(b->parts, b->whole, (size_t)bytes);
+        AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, (void **)&b->table, bytes));
+    }
+    for (i = 0; i < b->set->n; i++) {
+        amp_k_tensor *row = &b->parts[i];
+        const ampi_bucket *k = &b->all[b->rows[i].bucket];
+        row->count = ampi_bucket_part(b, i, rank, &first);
+        row->first = first;
+        row->weight = ampi_at_mut(row->weight, row->weight_dtype, first);
+        place = b->rows[i].place + first - k->count / ampi_world(b->amp) * rank;
+        row->grad = b->shard + (row->count == 0 ? 0 : k->part_at + place);
+        row->grad_dtype = AMP_F32;
+    }
+    return b->states ? AMP_OK : amp_copy(b->amp, b->table, b->parts, bytes, AMP_COPY_TO_DEVICE);
+}
+
+static amp_result ampi_buckets_stream(ampi_buckets *b) {
+    const amp_backend *backend = b->amp->backend;
+    int64_t i;
+    b->stream = ampi_settings(b->amp)->stream;
+    if (backend->host_visible) return AMP_OK;
+    AMPI_TRY(backend->event_create(b->amp->dev, &b->finished, 0));
+    for (i = 0; i < b->n; i++) AMPI_TRY(backend->event_create(b->amp->dev, &b->all[i].event, 0));
+    return backend->stream_create(b->amp->dev, &b->stream);
+}
+
+static amp_result ampi_buckets_build(ampi_buckets *b) {
+    const amp_system *s = ampi_context_system(b->amp);
+    const char *f = "amp_optimizer_create";
+    int64_t i, n = b->set->n;
+    for (b->n_slots = 16; b->n_slots < 2 * n; b->n_slots *= 2) {}
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->all, n, sizeof *b->all));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->rows, n, sizeof *b->rows));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->order, n, sizeof *b->order));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->whole, n, sizeof *b->whole));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->slots, b->n_slots, sizeof *b->slots));
+    memcpy(b->whole, b->set->rows, (size_t)n * sizeof *b->whole);
+    for (i = 0; i < n; i++) b->slots[ampi_bucket_slot(b, b->set->params[i])] = (int32_t)i + 1;
+    AMPI_TRY(ampi_check_gradients_apart(b->set));
+    ampi_buckets_fill(b);
+    AMPI_TRY(ampi_buckets_memory(b));
+    AMPI_TRY(ampi_buckets_cut(b));
+    AMPI_TRY(ampi_buckets_stream(b));
+    if (pthread_mutex_init(&b->lock, NULL) != 0) return ampi_fail(AMP_ERR_THREAD, f, "cannot create the buckets' lock");
+    if (pthread_cond_init(&b->changed, NULL) != 0) {
+        pthread_mutex_destroy(&b->lock);
+        return ampi_fail(AMP_ERR_THREAD, f, "cannot create the buckets' condition");
+    }
+    b->locks = 1;
+    b->process = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED);
+    if (b->threaded && s->thread_start(s->user, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
+    if (b->threaded && !b->started) {
+        ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread for sums over ranks: they are not hidden behind backward");
+        b->threaded = 0;
+    }
+    b->watch.open = ampi_bucket_open;
+    b->watch.added = ampi_bucket_added;
+    ampi_watch_gradients(b->amp, &b->watch);
+    return AMP_OK;
+}
+/* For an optimizer's set. */
+static amp_result ampi_buckets_create(amp_grad_set *set, const int32_t *micro) {
+    const amp_reducer *r = &ampi_settings(set->amp)->reducer;
+    const amp_optimizer_desc *d = set->desc;
+    ampi_buckets *b;
+    if (!ampi_is_summed(set) || set->n == 0) return AMP_OK;
+    AMPI_TRY(ampi_alloc(ampi_context_system(set->amp), "amp_optimizer_create", (void **)&set->buckets, 1, sizeof *b));
+    b = set->buckets;
+    b->amp = set->amp;
+    b->set = set;
+    b->micro = micro;
+    b->states = d->shard == AMP_SHARD_STATES;
+    b->parted = b->states || d->deterministic;
+    b->ordered = d->deterministic || d->wire == AMP_BF16;
+    b->threaded = !r->one_thread && !d->no_overlap && (set->amp->backend->host_visible || r->on_host != 0);
+    return ampi_buckets_build(b);
+}
+
+static void ampi_buckets_destroy(ampi_buckets *b) {
+    const amp_system *s;
+    const amp_backend *backend;
+    int64_t i, n;
+    if (b == NULL) return;
+    s = ampi_context_system(b->amp);
+    backend = b->amp->backend;
+    n = b->set->n;
+    if (b->locks) ampi_unwatch_gradients(b->amp, &b->watch);
+    if (b->started && b->process == __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) {
+        pthread_mutex_lock(&b->lock);
+        b->closing = 1;
+        pthread_cond_broadcast(&b->changed);
+        pthread_mutex_unlock(&b->lock);
+        s->thread_join(s->user, b->thread);
+    }
+    if (b->locks) {
+        pthread_cond_destroy(&b->changed);
+        pthread_mutex_destroy(&b->lock);
+    }
+    for (i = 0; b->all != NULL && i < b->n; i++)
+        if (b->all[i].event != NULL) backend->event_destroy(b->amp->dev, b->all[i].event);
+    if (b->finished != NULL) {
+        backend->event_destroy(b->amp->dev, b->finished);
+        if (b->stream != NULL) backend->stream_destroy(b->amp->dev, b->stream);
+    }
+    if (!b->states) {
+        amp_free(b->amp, b->table);
+        ampi_free(s, b->parts, n, sizeof *b->parts);
+    }
+    amp_free(b->amp, b->shard);
+    amp_free(b->amp, b->received);
+    amp_free(b->amp, b->send);
+    ampi_free(s, b->slots, b->n_slots, sizeof *b->slots);
+    ampi_free(s, b->whole, n, sizeof *b->whole);
+    ampi_free(s, b->order, n, sizeof *b->order);
+    ampi_free(s, b->rows, n, sizeof *b->rows);
+    ampi_free(s, b->all, n, sizeof *b->all);
+    ampi_free(s, b, 1, sizeof *b);
+}
+
+/* ---- What a set's gradients become */
+
+static amp_result ampi_check_unsharded(const amp_grad_set *set) {
+    if (set->buckets == NULL || !set->buckets->states) return AMP_OK;
+    return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_apply",
+                     "the optimizer has .shard = AMP_SHARD_STATES: each rank has only a part of the sums");
+}
 static amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(set->amp, &dev, &stream);
     amp_k_scale_ranges args;
     AMPI_TRY(ampi_check_gradients_apart(set));
+    AMPI_TRY(ampi_check_unsharded(set));
     memset(&args, 0, sizeof args);
     args.table = set->table;
     args.tensors = set->n;
@@ -20033,6 +20736,7 @@ static amp_result ampi_set_copy(amp_grad_set *set, int restore) {
 static amp_result ampi_set_save(amp_grad_set *set) {
     int64_t i, bytes = 0;
     AMPI_TRY(ampi_need_object("amp_grad_set_save", set, "set"));
+    AMPI_TRY(ampi_check_unsharded(set));
     for (i = 0; i < set->n; i++) bytes += set->rows[i].count * (int64_t)amp_dtype_size(set->rows[i].grad_dtype);
     if (set->saved == NULL) AMPI_TRY(ampi_alloc_part(set->amp, AMPI_PART_OPTIMIZER, &set->saved, AMPI_MAX(bytes, 1)));
     return ampi_set_copy(set, 0);
@@ -20061,8 +20765,11 @@ static amp_result ampi_set_refresh(amp_grad_set *set) {
     for (i = 0; i < set->n; i++) {
         amp_k_tensor *row = &set->rows[i];
         amp_param *p = set->params[i];
+        if (ampi_bucket_sent(set->buckets, i)) ampi_gradient_live(p, 1);
         if (all && !p->grad_live) {
-            AMPI_TRY(amp_fill(set->amp, row->grad, 0, row->count * (int64_t)amp_dtype_size(row->grad_dtype)));
+            const amp_k_tensor *whole = set->buckets != NULL ? &set->buckets->whole[i] : row;
+            AMPI_TRY(amp_fill(set->amp, whole->grad, 0,
+                              whole->count * (int64_t)amp_dtype_size(whole->grad_dtype)));
             ampi_gradient_live(p, 1);
         }
         changed |= row->live != (p->grad_live != 0);
@@ -20125,7 +20832,9 @@ static const ampi_field ampi_alike[] = {
     AMPI_FACT(clip_norm, AMPI_REAL64), AMPI_FACT(nesterov, AMPI_I32), AMPI_FACT(maximize, AMPI_I32),
     AMPI_FACT(clip_each, AMPI_I32), AMPI_FACT(apply_nonfinite, AMPI_I32), AMPI_FACT(sharded, AMPI_I32),
     AMPI_FACT(sync_every, AMPI_I32), AMPI_FACT(sync_wire, AMPI_I32), AMPI_FACT(outer_lr, AMPI_REAL64),
-    AMPI_FACT(outer_momentum, AMPI_REAL64)
+    AMPI_FACT(outer_momentum, AMPI_REAL64),
+    AMPI_FACT(deterministic, AMPI_I32), AMPI_FACT(no_overlap, AMPI_I32), AMPI_FACT(shard, AMPI_I32),
+    AMPI_FACT(wire, AMPI_I32), AMPI_FACT(bucket_bytes, AMPI_I64)
 };
 static const char *const ampi_more_facts[] = {".world", "amp.h version", "level", "dtype", "seed (low half)",
                                               "seed (high half)", "steps done", "loss scale", "parameters"};
@@ -20225,9 +20934,9 @@ static amp_result ampi_agree_facts(const ampi_common *c) {
     for (i = 0; i < ampi_agree_count(set); i++) {
         const amp_param *p = set->desc->params != NULL ? &set->desc->params[i] : set->params ? set->params[i] : NULL;
         int has = set->desc->params == NULL || (row < set->n && set->params[row] == p);
-        AMPI_TRY(ampi_agree_fact(c, i, has ? &set->rows[row] : NULL, p, p != NULL ? p->name : set->names[row],
-                                 at));
-        if (has) at += set->rows[row++].count;
+        AMPI_TRY(ampi_agree_fact(c, i, has ? ampi_whole_row(set, row) : NULL, p,
+                                 p != NULL ? p->name : set->names[row], at));
+        if (has) at += ampi_whole_row(set, row++)->count;
     }
     return AMP_OK;
 }
@@ -20275,6 +20984,7 @@ AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int
     AMPI_TRY(ampi_need(f, amp != NULL && (params != NULL || n == 0), "amp or params"));
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
+    AMPI_TRY(ampi_may_exchange(amp, f));
     AMPI_TRY(ampi_check_weights_of(f, params, n));
     for (i = 0; i < n; i++) {
         const amp_tensor *w = &params[i].weight;
@@ -20286,12 +20996,22 @@ AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int
     return AMP_OK;
 }
 
-static amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
+/* The gradients become their sums over the ranks. */
+static amp_result ampi_set_sum(amp_grad_set *set) {
+    int64_t i;
+    if (!ampi_is_summed(set)) return AMP_OK;
+    if (set->buckets != NULL) return ampi_buckets_finish(set->buckets, 1);
+    for (i = 0; i < set->n; i++)
+        AMPI_TRY(ampi_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype, AMP_REDUCE_SUM));
+    return AMP_OK;
+}
+
+static amp_result ampi_run_check(amp_grad_set *set, const float *multiply, int last) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(set->amp, &dev, &stream);
     amp_k_check args;
     memset(&args, 0, sizeof args);
-    args.table = set->table;
+    args.table = set->buckets != NULL && set->buckets->parted && last ? set->buckets->table : set->table;
     args.tensors = set->n;
     args.multiply = multiply;
     args.found = set->found;
@@ -20301,24 +21021,27 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
 /* The whole check; scaler is enabled or NULL.  The last micro-batch of a cycle combines ranks; for an earlier one
    (clip_each) each rank takes its own average. */
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
+    const int parted = set->buckets != NULL && set->buckets->parted;
+    const int late = set->buckets != NULL && set->buckets->recorded;    /* gradients may be on their way already */
     amp_k_rule rule;
-    int64_t i;
-    if (last) AMPI_TRY(ampi_ranks_agree(set, scaler));
+    if (last && !late) AMPI_TRY(ampi_ranks_agree(set, scaler));
     if (mode == AMP_CHECK_UNSCALE || (last && ampi_is_summed(set)))
         AMPI_TRY(ampi_check_gradients_apart(set));
     AMPI_TRY(ampi_set_refresh(set));
-    for (i = 0; last && ampi_is_summed(set) && i < set->n; i++)
-        AMPI_TRY(ampi_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype, AMP_REDUCE_SUM));
+    if (last) AMPI_TRY(ampi_set_sum(set));
+    if (last && late) AMPI_TRY(ampi_ranks_agree(set, scaler));
     set->unscaled = mode == AMP_CHECK_UNSCALE;
     rule = ampi_rule(AMP_RULE_BEGIN, scaler, set);
     if (!last) rule.step_rule.divisor = set->desc->accumulation;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
-    AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL));
+    AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL, last));
     if (last && ampi_is_combined(set))
         AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1, AMP_F32, AMP_REDUCE_MAX));
-    if (last && set->desc->sharded) AMPI_TRY(ampi_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
+    if (last && (set->desc->sharded || parted))
+        AMPI_TRY(ampi_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
     rule.kind = AMP_RULE_CHECKED;
-    return ampi_run_rule(set->amp, &rule);
+    AMPI_TRY(ampi_run_rule(set->amp, &rule));
+    return last && parted ? ampi_buckets_checked(set->buckets, set->unscaled) : AMP_OK;
 }
 
 /* ---- The loss scaler */
@@ -20993,6 +21716,11 @@ static const ampi_field ampi_optimizer_fields[] = {
     {"sync_every", AMPI_I32, offsetof(amp_optimizer_desc, sync_every), NULL, 0, 0, INT32_MAX, "0 (never) or more"},
     AMPI_RATE(outer_lr, ampi_zero_words, 1e30, AMPI_NOT_NEGATIVE),
     AMPI_RATE(outer_momentum, ampi_zero_words, AMPI_BELOW_1, "from 0 to below 1"),
+    {"deterministic", AMPI_I32, offsetof(amp_optimizer_desc, deterministic), NULL, 0, 0, 1, "0 or 1"},
+    {"no_overlap", AMPI_I32, offsetof(amp_optimizer_desc, no_overlap), NULL, 0, 0, 1, "0 or 1"},
+    {"shard", AMPI_I32, offsetof(amp_optimizer_desc, shard), NULL, AMP_SHARD_NONE, 1, AMP_SHARD_STATES, NULL},
+    {"bucket_bytes", AMPI_I64, offsetof(amp_optimizer_desc, bucket_bytes), NULL, 25 << 20, 1, AMPI_COUNT_MOST,
+     "1 or more"},
     {"result_lag", AMPI_I32, offsetof(amp_optimizer_desc, result_lag), ampi_lag_words, 2, 1, AMP_STEP_RESULTS - 1,
      "1 to 63, 0 (2) or AMP_LAG_NONE"}
 };
@@ -21005,6 +21733,7 @@ static void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
     d->eps = ampi_or(d->eps, row->eps);
     if (d->master == AMP_MASTER_DEFAULT) d->master = level == AMP_LEVEL_O3 ? AMP_MASTER_NONE : AMP_MASTER_F32;
     if (d->moments == AMP_DTYPE_DEFAULT) d->moments = AMP_F32;
+    if (d->wire == AMP_DTYPE_DEFAULT) d->wire = AMP_F32;
     if (d->sync_every == 0) return;
     d->outer_lr = ampi_or(d->outer_lr, 0.7);
     d->outer_momentum = ampi_or(d->outer_momentum, 0.9);
@@ -21076,6 +21805,13 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
     AMPI_TRY(ampi_check_clip(function, d->clip_norm));
     if (d->nesterov && (!(d->momentum > 0) || d->dampening > 0))
         return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
+    if (d->wire != AMP_F32 && d->wire != AMP_BF16)
+        return ampi_fail(AMP_ERR_DTYPE, function, ".wire = %s, must be fp32 or bf16", amp_dtype_name(d->wire));
+    if (d->shard == AMP_SHARD_STATES && (d->sharded || d->clip_each || d->sync_every > 0))
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".shard = AMP_SHARD_STATES does not go with .%s",
+                         d->sharded        ? "sharded, where ranks have other parameters"
+                         : d->clip_each    ? "clip_each, which needs all of the sum so far"
+                                           : "sync_every, where ranks step alone");
     if (d->n_params < 0 || d->n_groups < 0)
         return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
     if (d->params == NULL || (d->groups == NULL && d->n_groups > 0))
@@ -21181,7 +21917,7 @@ static amp_result ampi_optimizer_memory(amp_optimizer *o) {
                 at += pass * size;
             }
     }
-    return amp_fill(o->amp, o->memory, 0, bytes);
+    return bytes > 0 ? amp_fill(o->amp, o->memory, 0, bytes) : AMP_OK;
 }
 
 static amp_result ampi_make_masters(amp_optimizer *o) {
@@ -21191,7 +21927,7 @@ static amp_result ampi_make_masters(amp_optimizer *o) {
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
         amp_k_cast args;
-        o->set->params[i]->master = ampi_has_remainder(row) ? NULL : row->master;
+        o->set->params[i]->master = ampi_has_remainder(row) || ampi_shards(o->set) ? NULL : row->master;
         if (row->master == NULL || row->count == 0) continue;
         if (ampi_has_remainder(row)) {          /* the weight is the master */
             AMPI_TRY(amp_fill(o->amp, row->master, 0, row->count * 2));
@@ -21262,6 +21998,7 @@ static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
     AMPI_TRY(ampi_as("amp_optimizer_create", ampi_check_weights_apart(o->set)));
+    AMPI_TRY(ampi_as("amp_optimizer_create", ampi_buckets_create(o->set, &o->micro)));
     AMPI_TRY(ampi_optimizer_memory(o));
     AMPI_TRY(ampi_copy_memory(o));
     AMPI_TRY(ampi_result_memory(o));
@@ -21282,6 +22019,10 @@ static void ampi_optimizer_stop(ampi_object *object) {
     if (!ampi_is_closed(o->amp)) ampi_models_disown(o->amp, o);
     for (i = 0; o->set != NULL && i < o->set->n && !ampi_is_closed(o->amp); i++)
         if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
+    if (o->set != NULL) {
+        ampi_buckets_destroy(o->set->buckets);
+        o->set->buckets = NULL;
+    }
     if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_STEP_RESULTS * sizeof *o->outcomes);
     amp_free(o->amp, o->ring);
     amp_free(o->amp, o->memory);
@@ -21377,6 +22118,7 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_accumulation", "accumulation = %d, must be 1 or more",
                          accumulation);
     set = optimizer->set;
+    AMPI_TRY(ampi_as("amp_optimizer_set_accumulation", ampi_buckets_give_up(set->buckets)));
     optimizer->desc.accumulation = accumulation;
     optimizer->micro = 0;
     for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);
@@ -21393,14 +22135,14 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
     return ampi_make_masters(optimizer);
 }
 
-/* Sends fp32 values as a bf16 weight and its remainder; `scratch` holds twice as many 16-bit numbers. */
-static amp_result ampi_send_remainder(const amp_optimizer *o, const amp_k_tensor *row, const float *values,
-                                      uint16_t *scratch) {
-    size_t bytes = (size_t)row->count * 2;
-    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())
-        ->bf16_split(scratch, scratch + row->count, values, row->count);
-    AMPI_TRY(ampi_send(o->amp, row->weight, scratch, bytes));
-    return ampi_send(o->amp, row->master, scratch + row->count, bytes);
+/* Sends fp32 values as n bf16 weights and the row's remainders, of those from `first` on; `scratch` holds twice as many
+   16-bit numbers. */
+static amp_result ampi_send_remainder(const amp_optimizer *o, void *weight, int64_t n, const amp_k_tensor *row,
+                                      int64_t first, const float *values, uint16_t *scratch) {
+    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split(scratch, scratch + n, values, n);
+    AMPI_TRY(ampi_send(o->amp, weight, scratch, (size_t)n * 2));
+    return row->count == 0 ? AMP_OK
+                           : ampi_send(o->amp, row->master, scratch + n + first, (size_t)row->count * 2);
 }
 
 /* row NULL: the parameter has no gradient and no master. */
@@ -21411,9 +22153,11 @@ static amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const am
     if (new_inf > 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_weight", "%s: %lld of %lld finite values are infinite in %s",
                          p->name, (long long)new_inf, (long long)n, amp_dtype_name(p->weight.dtype));
-    if (row != NULL && ampi_has_remainder(row)) return ampi_send_remainder(o, row, values, (uint16_t *)scratch);
+    if (row != NULL && ampi_has_remainder(row))
+        return ampi_send_remainder(o, p->weight.data, n, row, row->first, values, (uint16_t *)scratch);
     AMPI_TRY(ampi_send(o->amp, p->weight.data, scratch, (size_t)n * amp_dtype_size(p->weight.dtype)));
-    return row != NULL && row->master != NULL ? ampi_send(o->amp, row->master, values, (size_t)n * 4) : AMP_OK;
+    if (row == NULL || row->master == NULL || row->count == 0) return AMP_OK;
+    return ampi_send(o->amp, row->master, values + row->first, (size_t)row->count * 4);
 }
 
 AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values) {
@@ -21451,7 +22195,7 @@ static const void *ampi_optimizer_remainder(const void *owner, const amp_param *
     const amp_grad_set *set = ((const amp_optimizer *)owner)->set;
     int64_t i;
     for (i = 0; i < set->n && set->params[i] != p; i++) {}
-    return i < set->n && ampi_has_remainder(&set->rows[i]) ? set->rows[i].master : NULL;
+    return i < set->n && ampi_has_remainder(&set->rows[i]) && !ampi_shards(set) ? set->rows[i].master : NULL;
 }
 static const ampi_keeper ampi_optimizer_keeper = {ampi_optimizer_set, ampi_optimizer_remainder};
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
@@ -21469,10 +22213,10 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
     AMPI_TRY(ampi_need("amp_optimizer_bytes", optimizer && out, "optimizer or out"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_bytes"));
     for (i = 0; i < optimizer->set->n; i++) {
-        const amp_k_tensor *row = &optimizer->set->rows[i];
-        n += row->count;
-        weight += row->count * (int64_t)amp_dtype_size(row->weight_dtype);
-        gradient += row->count * (int64_t)amp_dtype_size(row->grad_dtype);
+        const amp_k_tensor *row = &optimizer->set->rows[i], *whole = ampi_whole_row(optimizer->set, i);
+        n += whole->count;
+        weight += whole->count * (int64_t)amp_dtype_size(whole->weight_dtype);
+        gradient += whole->count * (int64_t)amp_dtype_size(whole->grad_dtype);
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (ampi_has_array(optimizer, row, a)) arrays[a] += ampi_array_bytes(row, a);
     }
@@ -21529,6 +22273,7 @@ static amp_result ampi_send_result(amp_optimizer *o) {
     int64_t slot = o->attempts % AMP_STEP_RESULTS;
     AMPI_TRY(backend->copy(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
     AMPI_TRY(backend->event_record(dev, o->events[slot], stream));
+    ampi_buckets_times(o->set->buckets, o->ranks[slot]);
     o->attempts++;
     o->sent++;
     return AMP_OK;
@@ -21554,7 +22299,7 @@ static amp_result ampi_copies_begin(amp_optimizer *o) {
         const amp_k_tensor *row = &o->set->rows[i];
         amp_range was = o->copies[i], *copy = &o->copies[i];
         memset(copy, 0, sizeof *copy);
-        if (row->live && row->weight_dtype == AMP_F32 && !ampi_settings(o->amp)->disable_cache)
+        if (row->live && row->weight_dtype == AMP_F32 && !ampi_settings(o->amp)->disable_cache && !ampi_shards(o->set))
             copy->data = ampi_copy_begin(o->amp, o->set->params[i], &copy->dtype);
         changed |= copy->data != was.data || copy->dtype != was.dtype || was.count != 0;
     }
@@ -21734,12 +22479,14 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
     AMPI_TRY(ampi_copies_begin(o));
     result = ampi_run_optimizer(o);
+    if (result == AMP_OK && ampi_shards(set)) result = ampi_buckets_gather_weights(set->buckets);
     if (result == AMP_OK) ampi_weights_changed(set);
     ampi_copies_end(o, result);
     AMPI_TRY(result);
     for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
+    ampi_buckets_recount(set->buckets);
     AMPI_TRY(ampi_fp8_step(o->amp, ampi_is_combined(set)));
     return ampi_capture(o->amp) == NULL ? ampi_outer_step(o) : AMP_OK;
 }
@@ -21767,6 +22514,7 @@ AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler) {
                              "amp_optimizer_set_accumulation begins a new cycle",
                              optimizer->micro + 1, optimizer->desc.accumulation);
         AMPI_TRY(ampi_as("amp_step", ampi_clip_running(optimizer, scaler)));
+        ampi_buckets_recount(optimizer->set->buckets);
         optimizer->micro++;
         return AMP_OK;
     }
@@ -21809,6 +22557,8 @@ AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *
     slot = o->delivered % AMP_STEP_RESULTS;
     if (backend->event_sync(dev, o->events[slot]) != AMP_OK) return 0;
     ampi_result_fill(o, &o->outcomes[slot], out);
+    out->ranks_seconds = o->ranks[slot][0];
+    out->ranks_waited = o->ranks[slot][1];
     o->delivered++;
     if (out->at_floor)
         ampi_log(o->amp, AMP_LOG_WARNING, 1101,
@@ -22071,7 +22821,7 @@ static amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
     AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)shape, 2 * o->set->n,
                         sizeof **shape));
     for (i = 0; i < o->set->n; i++) {
-        (*shape)[2 * i] = o->set->rows[i].count;
+        (*shape)[2 * i] = ampi_whole_row(o->set, i)->count;
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (ampi_has_array(o, &o->set->rows[i], a)) (*shape)[2 * i + 1] |= (int64_t)1 << a;
     }
@@ -22091,6 +22841,29 @@ static amp_result ampi_names_record(const amp_optimizer *o, char **text, int64_t
         at += (int64_t)n + 1;
     }
     return AMP_OK;
+}
+
+/* Sharded: rank and world, and of each row the first element of the part and its elements. */
+static amp_result ampi_part_record(const amp_optimizer *o, int64_t **part) {
+    int64_t i;
+    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)part, 2 * o->set->n + 2,
+                        sizeof **part));
+    (*part)[0] = ampi_settings(o->amp)->reducer.rank;
+    (*part)[1] = ampi_world(o->amp);
+    for (i = 0; i < o->set->n; i++) {
+        (*part)[2 * i + 2] = o->set->rows[i].first;
+        (*part)[2 * i + 3] = o->set->rows[i].count;
+    }
+    return AMP_OK;
+}
+static amp_result ampi_save_part(const amp_optimizer *o, amp_state *state, const char *prefix) {
+    int64_t *part, n = 2 * o->set->n + 2;
+    amp_result r;
+    if (!ampi_shards(o->set)) return AMP_OK;
+    AMPI_TRY(ampi_part_record(o, &part));
+    r = ampi_put(state, prefix, "part", -1, AMP_I64, part, n);
+    ampi_free(ampi_context_system(o->amp), part, n, sizeof *part);
+    return r;
 }
 
 static amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state, const char *prefix) {
@@ -22140,6 +22913,9 @@ static amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state, cons
     if (o->set->stage == AMPI_CHECKED)
         return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save",
                          "the gradients were checked, and are not used yet: step first");
+    if (o->set->n > 0 && ampi_bucket_sent(o->set->buckets, o->set->n - 1))
+        return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save",
+                         "the gradients are being summed over the ranks: step first");
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", (void **)&live, o->set->n, 1));
     for (i = 0; i < o->set->n; i++) live[i] = o->set->params[i]->grad_live != 0;
     r = ampi_put(state, prefix, "live", -1, AMP_U8, live, o->set->n);
@@ -22194,13 +22970,24 @@ typedef struct ampi_archive {
     void *scratch;
 } ampi_archive;
 
-/* Copies one array from the device to its record, or back. */
-static amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data, amp_dtype dtype) {
-    int64_t n = r->o->set->rows[i].count;
+/* The elements of a row's records: of a rank's part, if that was saved or is, else of the parameter. */
+static int64_t ampi_record_count(const amp_optimizer *o, const amp_state *from, const char *prefix, int64_t i) {
+    int parts = from == NULL || ampi_saved_count(from, prefix, "part", -1, NULL) >= 0;
+    return (parts ? &o->set->rows[i] : ampi_whole_row(o->set, i))->count;
+}
+/* Where a row's elements begin in them. */
+static int64_t ampi_record_first(const ampi_archive *r, int64_t i) {
+    const amp_k_tensor *row = &r->o->set->rows[i];
+    return ampi_record_count(r->o, r->from, r->prefix, i) == row->count ? 0 : row->first;
+}
+
+/* Copies n numbers from the device to a record of theirs, or back from one of n_saved, from `first` on. */
+static amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data, amp_dtype dtype,
+                                     int64_t n, int64_t n_saved, int64_t first) {
     size_t bytes = (size_t)n * amp_dtype_size(dtype);
     if (r->to == NULL) {
-        AMPI_TRY(ampi_get_as(r->from, r->prefix, name, i, dtype, r->scratch, n));
-        return n > 0 ? ampi_send(r->o->amp, data, r->scratch, bytes) : AMP_OK;
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, name, i, dtype, r->scratch, n_saved));
+        return n > 0 ? ampi_send(r->o->amp, data, ampi_at(r->scratch, dtype, first), bytes) : AMP_OK;
     }
     if (n > 0) AMPI_TRY(ampi_fetch(r->o->amp, r->scratch, data, bytes));
     return ampi_put(r->to, r->prefix, name, i, dtype, r->scratch, n);
@@ -22209,14 +22996,17 @@ static amp_result ampi_archive_array(const ampi_archive *r, const char *name, in
 /* The same for a weight and its remainder, saved as one fp32 record; the scratch has room for twice as many numbers. */
 static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     const amp_k_tensor *row = &r->o->set->rows[i];
+    int64_t n = ampi_record_count(r->o, r->from, r->prefix, i);
     float *values = (float *)r->scratch;
-    uint16_t *weight = (uint16_t *)(values + row->count), *rest = weight + row->count;
+    uint16_t *weight = (uint16_t *)(values + n), *rest = weight + n;
     size_t bytes = (size_t)row->count * 2;
     if (r->to == NULL) {
-        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, row->count));
-        if (row->count == 0) return AMP_OK;
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, n));
+        if (n == 0) return AMP_OK;
         amp_param_changed(r->o->set->params[i]);
-        return ampi_send_remainder(r->o, row, values, weight);
+        /* a whole record has the whole weight */
+        return ampi_send_remainder(r->o, n == row->count ? row->weight : ampi_whole_row(r->o->set, i)->weight, n, row,
+                                   ampi_record_first(r, i), values, weight);
     }
     if (row->count > 0) {
         AMPI_TRY(ampi_fetch(r->o->amp, weight, row->weight, bytes));
@@ -22243,7 +23033,8 @@ static void ampi_moments_convert(int which, uint8_t *codes, float *values, int64
    scales. */
 static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t i, void *data) {
     const amp_k_tensor *row = &r->o->set->rows[i];
-    int64_t n = row->count, blocks = ampi_moment_blocks(n), bytes = ampi_array_bytes(row, which);
+    int64_t n = ampi_record_count(r->o, r->from, r->prefix, i), first = ampi_record_first(r, i);
+    int64_t blocks = ampi_moment_blocks(n), bytes = ampi_array_bytes(row, which);
     float *values = (float *)r->scratch, *scales;
     uint8_t *codes = (uint8_t *)(values + n);
     int wide = ampi_moments_are_f32(row);
@@ -22266,7 +23057,12 @@ static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t 
     host = ampi_fp_begin();
     if (saved != AMP_MOMENTS_8BIT || wide) ampi_moments_convert(which, codes, values, n, !wide);
     ampi_fp_end(host);
-    return n > 0 ? ampi_send(r->o->amp, data, wide ? (void *)values : (void *)codes, (size_t)bytes) : AMP_OK;
+    if (row->count == 0) return AMP_OK;
+    if (wide) return ampi_send(r->o->amp, data, values + first, (size_t)bytes);
+    memmove(codes, codes + first, (size_t)row->count);
+    memmove(ampi_moment_scales(codes, row->count), scales + first / AMPI_MOMENT_BLOCK,
+            (size_t)ampi_moment_blocks(row->count) * sizeof *scales);
+    return ampi_send(r->o->amp, data, codes, (size_t)bytes);
 }
 
 /* 1: the record of this moment, in the state that is written or read, has 8 bits, or the row has. */
@@ -22288,9 +23084,12 @@ static amp_result ampi_archive_arrays(const ampi_archive *r) {
             else if (a == AMPI_MASTER && ampi_has_remainder(row)) AMPI_TRY(ampi_archive_remainder(r, i));
             else if (ampi_has_8bit(r, row, a, i)) AMPI_TRY(ampi_archive_moment(r, a, i, *ampi_row_array(row, a)));
             else
-                AMPI_TRY(
-                    ampi_archive_array(r, ampi_array_names[a], i, *ampi_row_array(row, a), ampi_saved_dtype(row, a)));
-        if (r->o->set->params[i]->grad_live) AMPI_TRY(ampi_archive_array(r, "grad", i, row->grad, row->grad_dtype));
+                AMPI_TRY(ampi_archive_array(r, ampi_array_names[a], i, *ampi_row_array(row, a),
+                                            ampi_saved_dtype(row, a), row->count,
+                                            ampi_record_count(r->o, r->from, r->prefix, i), ampi_record_first(r, i)));
+        row = ampi_whole_row(r->o->set, i);
+        if (r->o->set->params[i]->grad_live)
+            AMPI_TRY(ampi_archive_array(r, "grad", i, row->grad, row->grad_dtype, row->count, row->count, 0));
     }
     return AMP_OK;
 }
@@ -22316,8 +23115,8 @@ static amp_result ampi_archive_outer(const ampi_archive *r) {
 static int64_t ampi_row_scratch(const amp_grad_set *set) {
     int64_t i, largest = 0;
     for (i = 0; i < set->n; i++)
-        largest = AMPI_MAX(largest, set->rows[i].count * (ampi_has_remainder(&set->rows[i]) ? 8 : 4) +
-                                        ampi_moment_blocks(set->rows[i].count) * (AMPI_MOMENT_BLOCK + 4));
+        largest = AMPI_MAX(largest, ampi_whole_row(set, i)->count * (ampi_has_remainder(&set->rows[i]) ? 8 : 4) +
+                                        ampi_moment_blocks(ampi_whole_row(set, i)->count) * (AMPI_MOMENT_BLOCK + 4));
     return largest;
 }
 
@@ -22327,6 +23126,7 @@ static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, 
     int64_t bytes = ampi_row_scratch(o->set);
     amp_result r;
     AMPI_TRY(ampi_save_rows(o, state, prefix));
+    AMPI_TRY(ampi_save_part(o, state, prefix));
     AMPI_TRY(ampi_save_counters(o, state, prefix));
     AMPI_TRY(ampi_save_cycle(o, state, prefix));
     AMPI_TRY(ampi_save_outcomes(o, state, prefix));
@@ -22407,9 +23207,9 @@ static amp_result ampi_load_shape(const amp_optimizer *o, const amp_state *state
     return r;
 }
 
-/* The record exists, with the right size and dtype. */
+/* The record exists, with `count` elements of the right dtype. */
 static amp_result ampi_check_array(const amp_optimizer *o, const amp_state *state, const char *prefix,
-                                   const char *name, int64_t i, amp_dtype wanted) {
+                                   const char *name, int64_t i, int64_t count, amp_dtype wanted) {
     char key[64];
     amp_dtype dtype;
     int64_t n;
@@ -22417,22 +23217,22 @@ static amp_result ampi_check_array(const amp_optimizer *o, const amp_state *stat
     n = amp_state_count(state, key, &dtype);
     if (n < 0)
         return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, o->set->names[i]);
-    if (n == o->set->rows[i].count && (dtype == wanted || (wanted == AMP_F32 && dtype == AMP_BF16))) return AMP_OK;
+    if (n == count && (dtype == wanted || (wanted == AMP_F32 && dtype == AMP_BF16))) return AMP_OK;
     return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s: record %s holds %lld x %s, must be %lld x %s",
                      o->set->names[i], key, (long long)n,
-                     amp_dtype_name(dtype), (long long)o->set->rows[i].count, amp_dtype_name(wanted));
+                     amp_dtype_name(dtype), (long long)count, amp_dtype_name(wanted));
 }
 
 /* The same for a moment; 8-bit ones and fp32 ones load into each other. */
 static amp_result ampi_check_moment(const amp_optimizer *o, const amp_state *state, const char *prefix, int which,
                                     int64_t i) {
     amp_dtype wanted = ampi_saved_dtype(&o->set->rows[i], which), saved = AMP_F32, dtype = AMP_F32;
-    int64_t blocks = ampi_moment_blocks(o->set->rows[i].count), n;
+    int64_t count = ampi_record_count(o, state, prefix, i), blocks = ampi_moment_blocks(count), n;
     if (ampi_saved_count(state, prefix, ampi_array_names[which], i, &saved) >= 0 && wanted != saved) {
         if (wanted == AMP_F32 && saved == AMP_MOMENTS_8BIT) wanted = saved;
         else if (wanted == AMP_MOMENTS_8BIT) wanted = AMP_F32;
     }
-    AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[which], i, wanted));
+    AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[which], i, count, wanted));
     if (wanted != AMP_MOMENTS_8BIT) return AMP_OK;
     n = ampi_saved_count(state, prefix, ampi_scale_names[which], i, &dtype);
     if (n == blocks && dtype == AMP_F32) return AMP_OK;
@@ -22499,14 +23299,34 @@ static amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *sta
         const amp_k_tensor *row = &o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (ampi_has_array(o, row, a))
-                AMPI_TRY(a == AMPI_MASTER ? ampi_check_array(o, state, prefix, ampi_array_names[a], i, AMP_F32)
+                AMPI_TRY(a == AMPI_MASTER ? ampi_check_array(o, state, prefix, ampi_array_names[a], i,
+                                                             ampi_record_count(o, state, prefix, i), AMP_F32)
                                           : ampi_check_moment(o, state, prefix, a, i));
-        if (live[i])
-            AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->grad_dtype));
         for (a = 0; a < 2 && ampi_has_outer(o, state, prefix); a++)
-            AMPI_TRY(ampi_check_array(o, state, prefix, ampi_outer_names[a], i, AMP_F32));
+            AMPI_TRY(ampi_check_array(o, state, prefix, ampi_outer_names[a], i, row->count, AMP_F32));
+        row = ampi_whole_row(o->set, i);
+        if (live[i]) AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->count, row->grad_dtype));
     }
     return AMP_OK;
+}
+
+/* A rank's part of a sharded state is for the same part. */
+static amp_result ampi_load_part(const amp_optimizer *o, const amp_state *state, const char *prefix) {
+    const amp_system *s = ampi_context_system(o->amp);
+    int64_t *own, *saved, n = 2 * o->set->n + 2;
+    amp_result r;
+    if (!ampi_has_record(state, prefix, "part", -1)) return AMP_OK;
+    AMPI_TRY(ampi_part_record(o, &own));
+    r = ampi_alloc(s, "amp_optimizer_load", (void **)&saved, n, sizeof *saved);
+    if (r == AMP_OK) r = ampi_get(state, prefix, "part", -1, AMP_I64, saved, n);
+    if (r == AMP_OK && (!ampi_shards(o->set) || memcmp(own, saved, (size_t)n * sizeof *own) != 0))
+        r = ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
+                      "saved by rank %lld of %lld for its part of the states: save with amp_state_save_ranks and load "
+                      "with amp_state_load_ranks, which joins the parts",
+                      (long long)saved[0], (long long)saved[1]);
+    ampi_free(s, saved, n, sizeof *saved);
+    ampi_free(s, own, n, sizeof *own);
+    return r;
 }
 
 static amp_result ampi_check_saved_steps(const amp_optimizer *o, const ampi_saved_optimizer *n) {
@@ -22560,6 +23380,8 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
     AMPI_TRY(ampi_load_names(o, state, prefix));
     AMPI_TRY(ampi_check_saved_steps(o, &numbers));
     AMPI_TRY(ampi_load_shape(o, state, prefix));
+    AMPI_TRY(ampi_load_part(o, state, prefix));
+    AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
     n = AMPI_MIN(numbers.attempts - numbers.delivered, AMP_STEP_RESULTS);
     memset(due, 0, sizeof due);
     AMPI_TRY(
@@ -22596,6 +23418,199 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
 }
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
     return ampi_as("amp_optimizer_load", ampi_load_optimizer(optimizer, state, prefix));
+}
+
+/* ---- States of several ranks: a file each, and an index that is written last. */
+
+/* The largest of the ranks' numbers. */
+static amp_result ampi_largest(amp_context *amp, float *x) {
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, x, x, 1, AMP_F32);
+    e.op = AMP_REDUCE_MAX;
+    return ampi_exchange_host(amp, e);
+}
+/* Whether all have succeeded; a rank that has says that another has not. */
+static amp_result ampi_all_succeed(amp_context *amp, const char *function, amp_result own) {
+    char why[sizeof ampi_error_text];
+    float failed = own != AMP_OK;
+    memcpy(why, ampi_error_text, sizeof why);
+    AMPI_TRY(ampi_largest(amp, &failed));
+    memcpy(ampi_error_text, why, sizeof why);
+    if (own != AMP_OK || !ampi_is_set(failed)) return own;
+    return ampi_fail(AMP_ERR_REDUCE, function, "another rank has failed, and says why");
+}
+
+enum { AMPI_INDEX_SAVE, AMPI_INDEX_WORLD, AMPI_INDEX };
+enum { AMPI_INDEX_MOST = 1 << 24 };     /* of saves: exact in fp32 */
+
+static amp_result ampi_index_path(char *path, size_t size, const char *of, int64_t save, int64_t rank) {
+    int n = snprintf(path, size, "%s.%lld.%lld", of, (long long)save, (long long)rank);
+    if (n > 0 && (size_t)n < size) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, "amp_state_save_ranks", "the path is too long");
+}
+static amp_result ampi_index_read(const amp_system *system, const char *path, int64_t index[AMPI_INDEX]) {
+    amp_state *state;
+    amp_result r;
+    AMPI_TRY(amp_state_load(&state, system, path));
+    r = amp_state_get(state, "ranks.index", AMP_I64, index, AMPI_INDEX);
+    amp_state_destroy(state);
+    if (r == AMP_OK && index[AMPI_INDEX_SAVE] >= 1 && index[AMPI_INDEX_SAVE] < AMPI_INDEX_MOST &&
+        index[AMPI_INDEX_WORLD] >= 1 && index[AMPI_INDEX_WORLD] <= INT32_MAX)
+        return AMP_OK;
+    return ampi_fail(AMP_ERR_FORMAT, "amp_state_load_ranks", "%s is no index of amp_state_save_ranks", path);
+}
+static amp_result ampi_index_write(const amp_system *system, const char *path, const int64_t index[AMPI_INDEX]) {
+    amp_state *state;
+    amp_result r;
+    AMPI_TRY(amp_state_create(&state, system));
+    r = amp_state_put(state, "ranks.index", AMP_I64, index, AMPI_INDEX);
+    if (r == AMP_OK) r = amp_state_save(state, path);
+    amp_state_destroy(state);
+    return r;
+}
+
+/* Rank 0 knows the files there are, and numbers those to come. */
+static amp_result ampi_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
+    const char *f = "amp_state_save_ranks";
+    const amp_system *s = ampi_context_system(amp);
+    const int rank = ampi_settings(amp)->reducer.rank;
+    int64_t before[AMPI_INDEX] = {0, 0}, now[AMPI_INDEX], i;
+    char part[4096];
+    float save = 0;
+    amp_result r;
+    if (rank == 0 && ampi_index_read(s, path, before) != AMP_OK) before[AMPI_INDEX_SAVE] = before[AMPI_INDEX_WORLD] = 0;
+    if (rank == 0) save = (float)(before[AMPI_INDEX_SAVE] + 1 < AMPI_INDEX_MOST ? before[AMPI_INDEX_SAVE] + 1 : 1);
+    AMPI_TRY(ampi_largest(amp, &save));
+    now[AMPI_INDEX_SAVE] = (int64_t)save;
+    now[AMPI_INDEX_WORLD] = ampi_world(amp);
+    r = ampi_index_path(part, sizeof part, path, now[AMPI_INDEX_SAVE], rank);
+    if (r == AMP_OK) r = amp_state_save(state, part);
+    r = ampi_all_succeed(amp, f, r);
+    if (r == AMP_OK && rank == 0) r = ampi_index_write(s, path, now);
+    r = ampi_all_succeed(amp, f, r);
+    if (r != AMP_OK) { (void)s->file_remove(s->user, part); return r; }
+    for (i = 0; rank == 0 && i < before[AMPI_INDEX_WORLD]; i++)
+        if (ampi_index_path(part, sizeof part, path, before[AMPI_INDEX_SAVE], i) == AMP_OK)
+            (void)s->file_remove(s->user, part);
+    return AMP_OK;
+}
+AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
+    const char *f = "amp_state_save_ranks";
+    AMPI_TRY(ampi_need(f, amp && state && path, "amp, state or path"));
+    AMPI_TRY(ampi_may_exchange(amp, f));
+    return ampi_as(f, ampi_save_ranks(amp, state, path));
+}
+
+/* What a record of a rank's part is of; 0: it is none. */
+typedef struct ampi_part_key { char prefix[AMPI_STATE_KEY]; int64_t row, count, block; } ampi_part_key;
+static int ampi_is_part(const amp_state *state, const char *key, ampi_part_key *out) {
+    static const char *const names[] = {"m", "v", "master", "m_scales", "v_scales"};
+    char name[AMPI_STATE_KEY], whole[AMPI_STATE_KEY];
+    const ampi_record *shape;
+    char *dot, *end = NULL;
+    size_t i;
+    memcpy(out->prefix, key, sizeof out->prefix);
+    dot = strrchr(out->prefix, '.');
+    if (dot == NULL) return 0;
+    *dot = 0;
+    out->row = strtoll(dot + 1, &end, 10);
+    dot = strrchr(out->prefix, '.');
+    if (dot == NULL || *end != 0 || out->row < 0 || out->row > INT32_MAX) return 0;
+    *dot = 0;
+    snprintf(name, sizeof name, "%s", dot + 1);
+    for (i = 0; i < sizeof names / sizeof *names && strcmp(names[i], name) != 0; i++) {}
+    if (i == sizeof names / sizeof *names || ampi_key("load", whole, out->prefix, "shape", -1) != AMP_OK) return 0;
+    shape = ampi_state_find(state, whole);
+    if (shape == NULL || shape->dtype != AMP_I64 || shape->count < 2 * out->row + 2) return 0;
+    memcpy(&out->count, (const char *)shape->data + 16 * out->row, sizeof out->count);
+    out->block = i < 3 ? 1 : AMPI_MOMENT_BLOCK;
+    return ampi_key("load", whole, out->prefix, "part", -1) == AMP_OK && ampi_state_find(state, whole) != NULL;
+}
+
+/* Copies a rank's record into that of all; returns its elements, -1: it does not fit. */
+static int64_t ampi_join_one(const amp_state *from, int64_t rank, int64_t world, const char *key,
+                             const ampi_part_key *k, char *all, const ampi_record *like) {
+    const ampi_record *record = ampi_state_find(from, key), *part;
+    const size_t size = amp_dtype_size(like->dtype);
+    int64_t whose[2], place[2], n = (k->count + k->block - 1) / k->block;
+    char name[AMPI_STATE_KEY];
+    if (ampi_key("load", name, k->prefix, "part", -1) != AMP_OK) return -1;
+    part = ampi_state_find(from, name);
+    if (record == NULL || record->dtype != like->dtype || part == NULL || part->dtype != AMP_I64 ||
+        part->count < 2 * k->row + 4)
+        return -1;
+    memcpy(whose, part->data, sizeof whose);
+    memcpy(place, (const char *)part->data + 16 * (k->row + 1), sizeof place);
+    if (whose[0] != rank || whose[1] != world || place[0] < 0 || place[0] % k->block != 0 || place[0] > k->count ||
+        place[1] < 0 || record->count != (place[1] + k->block - 1) / k->block ||
+        record->count > n - AMPI_MIN(place[0] / k->block, n))
+        return -1;
+    if (record->count > 0)
+        memcpy(all + (size_t)(place[0] / k->block) * size, record->data, (size_t)record->count * size);
+    return record->count;
+}
+static amp_result ampi_join_record(amp_state *out, amp_state *const *parts, int64_t world, const ampi_record *like,
+                                   const ampi_part_key *k) {
+    const char *f = "amp_state_load_ranks";
+    int64_t n = (k->count + k->block - 1) / k->block, rank, one = 0, sum = 0;
+    amp_result r;
+    char *all;
+    AMPI_TRY(ampi_alloc(&out->system, f, (void **)&all, n, amp_dtype_size(like->dtype)));
+    for (rank = 0; rank < world && one >= 0; rank++) {
+        one = ampi_join_one(parts[rank], rank, world, like->key, k, all, like);
+        sum += one;
+    }
+    r = one < 0 || sum != n
+            ? ampi_fail(AMP_ERR_FORMAT, f, "%s: the parts of %lld ranks do not make one of %lld elements", like->key,
+                        (long long)world, (long long)k->count)
+            : amp_state_put(out, like->key, like->dtype, all, n);
+    ampi_free(&out->system, all, n, amp_dtype_size(like->dtype));
+    return r;
+}
+
+/* A record of this rank, or of rank 0, to the joined state. */
+static amp_result ampi_join(amp_state *out, amp_state *const *parts, int64_t world, const amp_state *own) {
+    int64_t i;
+    for (i = 0; i < own->n; i++) {
+        const ampi_record *record = &own->records[i];
+        const size_t length = strlen(record->key);
+        ampi_part_key k;
+        if (length > 5 && strcmp(record->key + length - 5, ".part") == 0) continue;
+        if (ampi_is_part(own, record->key, &k)) AMPI_TRY(ampi_join_record(out, parts, world, record, &k));
+        else AMPI_TRY(amp_state_put(out, record->key, record->dtype, record->data, record->count));
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
+    const char *f = "amp_state_load_ranks";
+    const amp_system *s = ampi_context_system(amp);
+    int64_t index[AMPI_INDEX], world, i, n = 0;
+    int32_t rank = ampi_settings(amp)->reducer.rank;
+    amp_state **parts, *joined = NULL;
+    char part[4096];
+    amp_result r = AMP_OK;
+    AMPI_TRY(ampi_index_read(s, path, index));
+    world = index[AMPI_INDEX_WORLD];
+    if (world != ampi_world(amp)) rank = 0;
+    AMPI_TRY(ampi_alloc(s, f, (void **)&parts, world, sizeof *parts));
+    for (i = 0; i < world && r == AMP_OK; i++) {
+        r = ampi_index_path(part, sizeof part, path, index[AMPI_INDEX_SAVE], i);
+        if (r == AMP_OK) r = amp_state_load(&parts[i], s, part);
+        if (r == AMP_OK) n++;
+    }
+    if (r == AMP_OK) r = amp_state_create(&joined, s);
+    if (r == AMP_OK) r = ampi_join(joined, parts, world, parts[rank]);
+    if (r == AMP_OK) *out = joined;
+    else amp_state_destroy(joined);
+    for (i = 0; i < n; i++) amp_state_destroy(parts[i]);
+    ampi_free(s, (void *)parts, world, sizeof *parts);
+    return r;
+}
+AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
+    const char *f = "amp_state_load_ranks";
+    if (out != NULL) *out = NULL;
+    AMPI_TRY(ampi_need(f, amp && out && path, "amp, out or path"));
+    return ampi_as(f, ampi_load_ranks(amp, out, path));
 }
 
 /* ---- Learning-rate schedules */
@@ -33496,7 +34511,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        AMP_MOMENTS_8BIT, a setting too (moments = 8bit); .reserved of amp_param is .embedding.
        amp_model_..., amp_tape_... and amp_tensor_create: parameters that the library owns, and a backward that it runs;
        .record of amp_verify_desc, amp_gradcheck_desc and amp_tune_desc.
-       amp_ranks_...: ranks in one process; amp_reducer moves parts and bytes too; examples/amp_mpi.h.
+       amp_ranks_...: ranks in one process; amp_reducer moves parts and bytes too; examples/amp_mpi.h; gradients in
+       buckets during backward, .shard, .wire, .deterministic; amp_state_save_ranks, _load_ranks.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

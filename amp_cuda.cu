@@ -2978,7 +2978,7 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, cons
         uint32_t random[AMPC_LANES] = {};
         AMPC_UNROLL
         for (int k = 0; k < AMPC_LANES / 4; k++)
-            if (stochastic) amp_philox(seed, 0, (uint64_t)i / 4 + (uint64_t)k, random + 4 * k);
+            if (stochastic) amp_philox(seed, 0, (uint64_t)(row.first + i) / 4 + (uint64_t)k, random + 4 * k);
         ampc_load_some(row.grad, row.grad_dtype, i, g, n - at);
         ampc_load_weights(row, i, w, n - at);
         if (eight) {

@@ -934,6 +934,8 @@ static amp_result gradients_step(env *e, int i) {
         case 41: return amp_grad_set_save(e->set);
         case 42: gradients_fill(e, 7); return AMP_OK;
         case 43: return amp_grad_set_restore(e->set);
+        case 44: return amp_state_save_ranks(e->amp, e->state, e->path[0]);
+        case 45: return amp_state_load_ranks(e->amp, &e->loaded, e->path[0]);
         default: return DONE;
     }
 }
@@ -942,6 +944,12 @@ static void gradients_close(env *e) {
     amp_optimizer_destroy(e->optimizer);
     amp_scaler_destroy(e->scaler);
     amp_state_destroy(e->state);
+    amp_state_destroy(e->loaded);
+    for (int save = 1; save < 3; save++) {
+        char part[300];
+        snprintf(part, sizeof part, "%s.%d.0", e->path[0], save);
+        remove(part);
+    }
     if (e->amp != NULL) amp_param_forget(e->amp, e->out.params, PARAMS);
     amp_close(e->amp);
 }
@@ -1677,7 +1685,6 @@ static void training_close(env *e) {
     amp_recovery_destroy(e->recovery);
     amp_monitor_destroy(e->monitor);
     amp_loader_destroy(e->loader);
-    amp_state_destroy(e->loaded);
     gradients_close(e);
 }
 

@@ -1248,7 +1248,7 @@ TEST(nothing_for_a_step) {
     amp_grad_stats found;
     amp_parameter_bytes bytes;
     amp_step_result outcome;
-    amp_state *state;
+    amp_state *state, *joined;
     int32_t apply;
     memset(&set_desc, 0, sizeof set_desc);
     memset(&desc, 0, sizeof desc);
@@ -1289,6 +1289,8 @@ TEST(nothing_for_a_step) {
     CHECK(amp_step_result_next(NULL, &outcome) == 0 && amp_step_result_next(o, NULL) == 0 && amp_step_result_next(o, &outcome) == 0);
     NULLS(amp_step_result_flush(NULL));
     NULLS(amp_optimizer_save(NULL, state, "x")); NULLS(amp_optimizer_save(o, NULL, "x")); NULLS(amp_optimizer_save(o, state, NULL));
+    NULLS(amp_state_save_ranks(NULL, state, "x")); NULLS(amp_state_save_ranks(amp, NULL, "x")); NULLS(amp_state_save_ranks(amp, state, NULL));
+    NULLS(amp_state_load_ranks(NULL, &joined, "x")); NULLS(amp_state_load_ranks(amp, NULL, "x")); NULLS(amp_state_load_ranks(amp, &joined, NULL));
     NULLS(amp_optimizer_load(NULL, state, "x")); NULLS(amp_optimizer_load(o, NULL, "x")); NULLS(amp_optimizer_load(o, state, NULL));
     amp_optimizer_destroy(o); amp_optimizer_destroy(NULL);
     amp_scaler_destroy(scaler); amp_scaler_destroy(NULL);

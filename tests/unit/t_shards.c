@@ -1,0 +1,439 @@
+/* t_shards.c - gradients in buckets that are summed while backward runs, and optimizer states sharded over ranks, with
+ * amp_ranks and threads: sums during backward and in the step give the same bits; sharded states give the weights, norms
+ * and scales of whole ones, bit for bit, for every optimizer, storage and world; each rank has its share of the bytes;
+ * a gradient that was sent takes no more; what ranks save together loads into any world. */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "test.h"
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { MOST_RANKS = 4, PARAMS = 7, NUMBERS = 4096 + 64 + 12800 + 200 + 2000 + 10 + 33, STEPS = 5, ROWS = 8 };
+
+static const struct { const char *name; int64_t rows, columns; } shapes[PARAMS] = {
+    {"tied", 64, 64}, {"tied_bias", 64, 0}, {"wide", 200, 64}, {"wide_bias", 200, 0}, {"out", 10, 200}, {"out_bias", 10, 0}, {"frozen", 33, 0}};
+
+/* A model in memory of its own, and the place of each parameter in it. */
+typedef struct model {
+    amp_param p[PARAMS];
+    float w[NUMBERS], g[NUMBERS], y[5][ROWS * 200], dy[5][ROWS * 200], pre[ROWS * 64], t[ROWS * 10];
+} model;
+
+typedef struct setup {
+    amp_optimizer_desc o;
+    amp_desc d;
+    amp_dtype weights, gradients;
+    int by_hand, bad_rank, bad_step, unscale;
+    int extra;                      /* 1: one more backward of a tied layer in the last step */
+} setup;
+
+/* What a rank ends with. */
+typedef struct outcome {
+    float w[NUMBERS], norm[STEPS], scale[STEPS];
+    int applied;
+    double states, seconds;
+    int64_t optimizer_bytes;
+    char why[512];
+} outcome;
+
+typedef struct job {
+    const setup *s; outcome *out; amp_ranks *ranks; int rank, world;
+    void (*body)(struct job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler);
+    const char *path;
+    pthread_t thread;
+} job;
+
+static float value(int64_t i) { return (float)((unsigned)(i * 2654435761u) >> 8) / 8388608.0f - 1.0f; }
+
+static void model_make(model *m, const setup *s) {
+    int64_t at = 0;
+    memset(m, 0, sizeof *m);
+    for (int i = 0; i < PARAMS; i++) {
+        int64_t n = shapes[i].rows * (shapes[i].columns ? shapes[i].columns : 1);
+        amp_dtype w = shapes[i].columns ? s->weights : AMP_F32, g = shapes[i].columns ? s->gradients : AMP_F32;
+        float x[12800];
+        m->p[i].name = shapes[i].name;
+        m->p[i].weight = shapes[i].columns ? amp_tensor2(m->w + at, w, shapes[i].rows, shapes[i].columns) : amp_tensor1(m->w + at, w, n);
+        if (i < 6) m->p[i].grad = shapes[i].columns ? amp_tensor2(m->g + at, g, shapes[i].rows, shapes[i].columns) : amp_tensor1(m->g + at, g, n);
+        for (int64_t k = 0; k < n; k++) x[k] = value(at + k) * 0.1f;
+        CHECK_OK(amp_convert(m->w + at, w, x, AMP_F32, n, NULL, NULL));
+        at += n;
+    }
+}
+
+/* x -> tied -> GELU -> tied -> wide -> out -> mean squared error, forward and backward. */
+static void run_model(amp_context *amp, model *m, const amp_scaler *scaler, int64_t seed, int extra, amp_result expected) {
+    static const int64_t width[5] = {64, 64, 64, 200, 10};
+    static const int of[4] = {0, 0, 2, 4};
+    float (*y)[ROWS * 200] = m->y, (*dy)[ROWS * 200] = m->dy, *pre = m->pre, *t = m->t, loss;
+    amp_linear_op lin[4];
+    amp_mse_op mse;
+    memset(lin, 0, sizeof lin); memset(&mse, 0, sizeof mse);
+    for (int i = 0; i < ROWS * 64; i++) y[0][i] = value(seed * 1000 + i);
+    for (int i = 0; i < ROWS * 10; i++) t[i] = value(seed * 7000 + i);
+    for (int l = 0; l < 4; l++) {
+        lin[l].x = amp_tensor2(y[l], AMP_F32, ROWS, width[l]); lin[l].y = amp_tensor2(y[l + 1], AMP_F32, ROWS, width[l + 1]);
+        lin[l].weight = &m->p[of[l]]; lin[l].bias = &m->p[of[l] + 1];
+        if (l == 0) { lin[l].act = AMP_ACT_GELU; lin[l].pre = amp_tensor2(pre, AMP_F32, ROWS, 64); }
+        CHECK_OK(amp_linear(amp, &lin[l]));
+    }
+    mse.x = lin[3].y; mse.dx = amp_tensor2(dy[4], AMP_F32, ROWS, 10); mse.target = amp_tensor2(t, AMP_F32, ROWS, 10);
+    mse.loss = &loss; mse.grad_scale = amp_scaler_scale_ptr(scaler);
+    CHECK_OK(amp_mse(amp, &mse));
+    for (int l = 3; l >= 0; l--) {
+        lin[l].dy = amp_tensor2(dy[l + 1], AMP_F32, ROWS, width[l + 1]);
+        if (l > 0) lin[l].dx = amp_tensor2(dy[l], AMP_F32, ROWS, width[l]);
+        CHECK_OK(amp_linear_backward(amp, &lin[l]));
+    }
+    if (extra) { lin[2].dx.data = NULL; CHECK_EQ(amp_linear_backward(amp, &lin[2]), expected); }
+}
+
+/* Gradients that no operator computed. */
+static void fill_by_hand(const job *j, model *m, float scale, int64_t seed) {
+    float x[12800];
+    for (int i = 0; i < 6; i++) {
+        int64_t n = amp_tensor_count(&m->p[i].weight);
+        amp_dtype dtype = m->p[i].grad.dtype;
+        int add = amp_param_accumulate(&m->p[i]);
+        if (add) CHECK_OK(amp_convert(x, AMP_F32, m->p[i].grad.data, dtype, n, NULL, NULL));
+        for (int64_t k = 0; k < n; k++) x[k] = (add ? x[k] : 0) + value(seed * 100000 + j->rank * 7919 + i * 131 + k) * scale;
+        if (seed / 10 == j->s->bad_step && j->rank == j->s->bad_rank && i == 2) x[n - 1] = INFINITY;
+        CHECK_OK(amp_convert(m->p[i].grad.data, dtype, x, AMP_F32, n, NULL, NULL));
+    }
+}
+
+static void read_weights(const model *m, float *out) {
+    int64_t at = 0;
+    for (int i = 0; i < PARAMS; i++) {
+        int64_t n = amp_tensor_count(&m->p[i].weight);
+        CHECK_OK(amp_convert(out + at, AMP_F32, m->p[i].weight.data, m->p[i].weight.dtype, n, NULL, NULL));
+        at += n;
+    }
+}
+
+static void one_step(const job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler, int step) {
+    const setup *s = j->s;
+    int n = s->o.accumulation > 0 ? s->o.accumulation : 1;
+    for (int micro = 0; micro < n; micro++) {
+        int64_t seed = step * 10 + micro + 1;
+        if (s->by_hand) fill_by_hand(j, m, scaler ? amp_scaler_scale(scaler) : 1, seed);
+        else run_model(amp, m, scaler, seed * MOST_RANKS + j->rank, s->extra && step == STEPS - 1 && micro == n - 1, AMP_ERR_STATE);
+        if (s->extra && step == STEPS - 1 && micro == n - 1) snprintf(j->out->why, sizeof j->out->why, "%s", amp_last_error());
+        if (s->unscale && micro == n - 1) CHECK_OK(amp_scaler_check(scaler, amp_optimizer_grad_set(o), AMP_CHECK_UNSCALE));
+        CHECK_OK(amp_step(o, scaler));
+    }
+}
+
+static void train(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    amp_step_result r;
+    for (int step = 0; step < STEPS; step++) {
+        one_step(j, amp, m, o, scaler, step);
+        CHECK_EQ(amp_step_result_next(o, &r), 1);
+        j->out->norm[step] = r.norm;
+        j->out->scale[step] = scaler ? amp_scaler_scale(scaler) : 1;
+        j->out->applied += r.applied;
+        j->out->seconds += r.ranks_seconds;
+        CHECK(r.ranks_waited >= 0);
+    }
+}
+
+static void *run_job(void *arg) {
+    job *j = (job *)arg;
+    model *m = malloc(sizeof *m);
+    amp_context *amp;
+    amp_optimizer *o;
+    amp_scaler *scaler = NULL;
+    amp_scaler_desc sd;
+    amp_desc d = j->s->d;
+    amp_optimizer_desc od = j->s->o;
+    amp_parameter_bytes bytes;
+    amp_memory_info memory;
+    memset(&sd, 0, sizeof sd);
+    d.threads = 1;
+    if (j->ranks) CHECK_OK(amp_ranks_reducer(j->ranks, j->rank, &d.reducer));
+    if (j->s->d.reducer.one_thread) d.reducer.one_thread = 1;
+    CHECK_OK(amp_open(&amp, &d));
+    model_make(m, j->s);
+    CHECK_OK(amp_param_register(amp, m->p, PARAMS));
+    od.params = m->p; od.n_params = PARAMS;
+    od.result_lag = AMP_LAG_NONE;
+    CHECK_OK(amp_optimizer_create(amp, &o, &od));
+    sd.init_scale = 128;
+    if (j->s->gradients == AMP_F16 || j->s->unscale) CHECK_OK(amp_scaler_create(amp, &scaler, &sd));
+    j->body(j, amp, m, o, scaler);
+    read_weights(m, j->out->w);
+    CHECK_OK(amp_optimizer_bytes(o, &bytes));
+    j->out->states = bytes.master + bytes.moments;
+    CHECK_EQ(bytes.parameters, NUMBERS - 33);
+    CHECK_OK(amp_memory(amp, &memory));
+    j->out->optimizer_bytes = memory.optimizer;
+    amp_optimizer_destroy(o);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+    free(m);
+    return NULL;
+}
+
+static void run_ranks_with(const setup *s, int world, outcome *out, const char *path, void (*body)(job *, amp_context *, model *, amp_optimizer *, amp_scaler *)) {
+    job jobs[MOST_RANKS];
+    amp_ranks *ranks;
+    amp_ranks_desc rd;
+    memset(&rd, 0, sizeof rd); memset(jobs, 0, sizeof jobs); memset(out, 0, (size_t)world * sizeof *out);
+    rd.world = world; rd.timeout_ms = 20000;
+    CHECK_OK(amp_ranks_create(&ranks, &rd));
+    for (int r = 0; r < world; r++) {
+        jobs[r].s = s; jobs[r].out = &out[r]; jobs[r].ranks = ranks; jobs[r].rank = r; jobs[r].world = world; jobs[r].body = body; jobs[r].path = path;
+        CHECK_EQ(pthread_create(&jobs[r].thread, NULL, run_job, &jobs[r]), 0);
+    }
+    for (int r = 0; r < world; r++) pthread_join(jobs[r].thread, NULL);
+    amp_ranks_destroy(ranks);
+}
+static void run_ranks(const setup *s, int world, outcome *out) { run_ranks_with(s, world, out, NULL, train); }
+
+static void same(const outcome *a, const outcome *b, const char *what, int world) {
+    int64_t wrong = 0;
+    for (int i = 0; i < NUMBERS; i++) wrong += memcmp(&a->w[i], &b->w[i], 4) != 0;
+    CHECK_MSG(wrong == 0, "%s, %d ranks: %d of %d weights differ", what, world, (int)wrong, NUMBERS);
+    for (int i = 0; i < STEPS; i++)
+        CHECK_MSG(memcmp(&a->norm[i], &b->norm[i], 4) == 0 && memcmp(&a->scale[i], &b->scale[i], 4) == 0, "%s, %d ranks, step %d: norm %.9g and %.9g, scale %g and %g",
+                  what, world, i, (double)a->norm[i], (double)b->norm[i], (double)a->scale[i], (double)b->scale[i]);
+    CHECK_EQ(a->applied, b->applied);
+}
+
+static outcome one[MOST_RANKS], other[MOST_RANKS];
+
+static setup plain(void) {
+    setup s;
+    memset(&s, 0, sizeof s);
+    s.weights = s.gradients = AMP_F32;
+    s.bad_rank = s.bad_step = -1;
+    s.d.dtype = AMP_F32;
+    s.o.lr = 0.01; s.o.clip_norm = 0.5; s.o.weight_decay = 0.1;
+    s.o.bucket_bytes = 20000;
+    return s;
+}
+
+/* With threads, in the training thread, in the step, as one bucket; on all ranks. */
+TEST(sums_during_backward) {
+    for (int world = 2; world <= MOST_RANKS; world++)
+        for (int accumulation = 1; accumulation <= 2; accumulation++) {
+            setup s = plain();
+            s.o.accumulation = accumulation;
+            s.o.no_overlap = 1;
+            run_ranks(&s, world, one);
+            for (int how = 0; how < 4; how++) {
+                s = plain();
+                s.o.accumulation = accumulation;
+                if (how == 1) s.d.reducer.one_thread = 1;
+                if (how == 2) s.o.bucket_bytes = 0;
+                if (how == 3) s.o.bucket_bytes = 1;
+                run_ranks(&s, world, other);
+                for (int r = 0; r < world; r++) same(&one[0], &other[r], how == 0 ? "thread" : how == 1 ? "one thread" : how == 2 ? "one bucket" : "small buckets", world);
+                CHECK(other[0].seconds > 0);
+            }
+        }
+}
+
+static const struct { const char *name; amp_optimizer_kind kind; double momentum; amp_dtype weights, gradients; amp_master_kind master; amp_dtype moments; } storages[] = {
+    {"AdamW", AMP_ADAMW, 0, AMP_F32, AMP_F32, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT},
+    {"AdamW, bf16 moments", AMP_ADAMW, 0, AMP_F32, AMP_F32, AMP_MASTER_DEFAULT, AMP_BF16},
+    {"AdamW, 8 bits", AMP_ADAMW, 0, AMP_F32, AMP_F32, AMP_MASTER_DEFAULT, AMP_MOMENTS_8BIT},
+    {"SGD", AMP_SGD, 0, AMP_F32, AMP_F32, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT},
+    {"SGD, momentum", AMP_SGD, 0.9, AMP_F32, AMP_F32, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT},
+    {"Lion, 8 bits", AMP_LION, 0, AMP_F32, AMP_F32, AMP_MASTER_DEFAULT, AMP_MOMENTS_8BIT},
+    {"fp16, masters", AMP_ADAMW, 0, AMP_F16, AMP_F16, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT},
+    {"bf16, masters, fp32 gradients", AMP_ADAMW, 0, AMP_BF16, AMP_F32, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT},
+    {"bf16, remainders", AMP_ADAMW, 0, AMP_BF16, AMP_BF16, AMP_MASTER_REMAINDER, AMP_DTYPE_DEFAULT},
+    {"bf16, stochastic, bf16 moments", AMP_ADAMW, 0, AMP_BF16, AMP_BF16, AMP_MASTER_STOCHASTIC, AMP_BF16}};
+enum { STORAGES = sizeof storages / sizeof *storages };
+
+static setup stored(int i) {
+    setup s = plain();
+    s.o.kind = storages[i].kind; s.o.momentum = storages[i].momentum;
+    s.weights = storages[i].weights; s.gradients = storages[i].gradients;
+    s.o.master = storages[i].master; s.o.moments = storages[i].moments;
+    s.o.seed = 7;
+    if (s.weights != AMP_F32) { s.d.dtype = s.weights; s.d.level = AMP_LEVEL_O2; }
+    s.by_hand = 1;
+    return s;
+}
+
+TEST(sharded_states_give_the_same_bits) {
+    static const amp_param_group group = {"wide*", 0.5, 0.01, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT};
+    for (int i = 0; i < STORAGES; i++)
+        for (int world = 2; world <= MOST_RANKS; world++) {
+            setup s = stored(i);
+            s.o.groups = &group; s.o.n_groups = 1;
+            s.o.deterministic = 1;
+            s.o.wire = i % 3 == 2 ? AMP_BF16 : AMP_F32;
+            s.bad_rank = 1; s.bad_step = 2;
+            s.o.accumulation = 1 + world % 2;
+            s.unscale = i % 4 == 1 || i == 8;
+            run_ranks(&s, world, one);
+            for (int r = 1; r < world; r++) same(&one[0], &one[r], storages[i].name, world);
+            CHECK_EQ(one[0].applied, STEPS - 1);
+            s.o.shard = AMP_SHARD_STATES;
+            run_ranks(&s, world, other);
+            for (int r = 0; r < world; r++) same(&one[0], &other[r], storages[i].name, world);
+        }
+}
+
+/* Operators, threads, a tied weight: with whole states, sharded, and by the reducer's own sums within their rounding. */
+TEST(sharded_states_of_a_model) {
+    for (int world = 2; world <= MOST_RANKS; world++) {
+        setup s = plain();
+        s.o.deterministic = 1;
+        run_ranks(&s, world, one);
+        s.o.shard = AMP_SHARD_STATES;
+        run_ranks(&s, world, other);
+        for (int r = 0; r < world; r++) same(&one[0], &other[r], "deterministic", world);
+        s.o.no_overlap = 1;
+        run_ranks(&s, world, other);
+        for (int r = 0; r < world; r++) same(&one[0], &other[r], "deterministic, in the step", world);
+        s.o.deterministic = 0;
+        for (int wire = 0; wire < 2; wire++) {
+            s.o.shard = AMP_SHARD_NONE; s.o.no_overlap = 0; s.o.wire = wire ? AMP_BF16 : AMP_F32;
+            run_ranks(&s, world, one);
+            s.o.shard = AMP_SHARD_STATES;
+            run_ranks(&s, world, other);
+            for (int r = 0; r < world; r++) {
+                double error = 0, size = 0;
+                for (int i = 0; i < NUMBERS; i++) { error += (one[0].w[i] - other[r].w[i]) * (double)(one[0].w[i] - other[r].w[i]); size += one[0].w[i] * (double)one[0].w[i]; }
+                CHECK_MSG(sqrt(error / size) < STEPS * 1e-6, "%d ranks, rank %d: %g", world, r, sqrt(error / size));
+                CHECK(memcmp(other[0].w, other[r].w, sizeof other[r].w) == 0);
+            }
+        }
+    }
+}
+
+TEST(each_rank_has_its_share) {
+    for (int i = 0; i < STORAGES; i++) {
+        setup s = stored(i);
+        run_ranks(&s, 4, one);
+        s.o.shard = AMP_SHARD_STATES;
+        run_ranks(&s, 4, other);
+        double sum = 0;
+        for (int r = 0; r < 4; r++) sum += other[r].states;
+        CHECK_MSG(fabs(sum - one[0].states) < 1e-9 + 0.01 * one[0].states, "%s: %g and %g bytes per parameter", storages[i].name, sum, one[0].states);
+        for (int r = 0; r < 4; r++) CHECK_MSG(other[r].states <= one[0].states / 4 * 1.2, "%s, rank %d: %g of %g", storages[i].name, r, other[r].states, one[0].states);
+    }
+}
+
+/* One backward more than any cycle before. */
+TEST(a_gradient_that_was_sent_takes_no_more) {
+    setup s = plain();
+    s.extra = 1;
+    run_ranks(&s, 2, one);
+    for (int r = 0; r < 2; r++) CHECK_MSG(strstr(one[r].why, "wide: its gradient is being summed over the ranks") != NULL, "%s", one[r].why);
+    CHECK(memcmp(one[0].w, one[1].w, sizeof one[0].w) == 0);
+}
+
+/* ---- Checkpoints */
+
+static char folder[64];
+
+static void save_all(const job *j, amp_context *amp, const model *m, const amp_optimizer *o, const char *path) {
+    amp_state *state;
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_optimizer_save(o, state, "o"));
+    CHECK_OK(amp_state_put(state, "w", AMP_F32, m->w, NUMBERS));
+    CHECK_OK(amp_state_put(state, "rank", AMP_I32, &j->rank, 1));
+    CHECK_OK(amp_state_save_ranks(amp, state, path));
+    amp_state_destroy(state);
+}
+static void train_and_save(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    for (int save = 0; save < 2; save++) {
+        for (int step = 0; step < 2; step++) one_step(j, amp, m, o, scaler, 2 * save + step);
+        save_all(j, amp, m, o, j->path);
+    }
+    one_step(j, amp, m, o, scaler, 4);
+}
+/* What was saved goes through the ranks' memory to another file. */
+static void load_and_save(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    char path[128];
+    amp_state *state;
+    int32_t rank;
+    CHECK_OK(amp_state_load_ranks(amp, &state, j->path));
+    CHECK_OK(amp_state_get(state, "w", AMP_F32, m->w, NUMBERS));
+    CHECK_OK(amp_state_get(state, "rank", AMP_I32, &rank, 1));
+    CHECK_EQ(rank, j->world == 4 ? j->rank : 0);
+    CHECK_OK(amp_optimizer_rebuild_masters(o));
+    CHECK_OK(amp_optimizer_load(o, state, "o"));
+    amp_state_destroy(state);
+    snprintf(path, sizeof path, "%s.again", j->path);
+    save_all(j, amp, m, o, path);
+    (void)scaler;
+}
+
+/* All of `a` is in `b`, but for what belongs to a rank. */
+static void same_states(const amp_state *a, const amp_state *b, const char *what, int world) {
+    static char x[NUMBERS * 8], y[NUMBERS * 8];
+    const char *key;
+    for (int64_t i = 0; (key = amp_state_key(a, i)) != NULL; i++) {
+        amp_dtype dtype = AMP_F32, other = AMP_F32;
+        int64_t n = amp_state_count(a, key, &dtype), m = amp_state_count(b, key, &other);
+        if (strcmp(key, "rank") == 0 || strcmp(key, "o.cycle") == 0) continue;
+        CHECK_MSG(n == m && dtype == other, "%s, %d ranks, %s: %d and %d", what, world, key, (int)n, (int)m);
+        if (n != m || dtype != other || n * (int64_t)amp_dtype_size(dtype) > (int64_t)sizeof x) continue;
+        CHECK_OK(amp_state_get(a, key, dtype, x, n));
+        CHECK_OK(amp_state_get(b, key, dtype, y, n));
+        CHECK_MSG(memcmp(x, y, (size_t)n * amp_dtype_size(dtype)) == 0, "%s, %d ranks: %s differs", what, world, key);
+    }
+}
+static amp_state *joined(const char *path) {
+    amp_context *amp;
+    amp_state *state = NULL;
+    CHECK_OK(amp_open(&amp, NULL));
+    CHECK_OK(amp_state_load_ranks(amp, &state, path));
+    amp_close(amp);
+    return state;
+}
+static int files_in_folder(void) {
+    char command[128], text[16] = "";
+    FILE *f;
+    snprintf(command, sizeof command, "ls %s | wc -l", folder);
+    f = popen(command, "r");
+    if (f != NULL) { if (!fgets(text, sizeof text, f)) text[0] = 0; pclose(f); }
+    return atoi(text);
+}
+
+TEST(states_go_from_any_world_to_any) {
+    char path[80], again[100];
+    snprintf(folder, sizeof folder, "/tmp/amp_shards_XXXXXX");
+    if (mkdtemp(folder) == NULL) SKIP("no temporary folder");
+    snprintf(path, sizeof path, "%s/s", folder);
+    snprintf(again, sizeof again, "%s.again", path);
+    for (int i = 0; i < STORAGES; i++) {
+        setup s = stored(i);
+        amp_state *whole, *state;
+        s.o.deterministic = 1;
+        run_ranks_with(&s, 4, one, path, train_and_save);
+        whole = joined(path);
+        s.o.shard = AMP_SHARD_STATES;
+        run_ranks_with(&s, 4, one, path, train_and_save);
+        CHECK_EQ(files_in_folder(), i == 0 ? 5 : 10);           /* an index and four parts, of each path */
+        state = joined(path);
+        same_states(whole, state, storages[i].name, 4);
+        amp_state_destroy(state);
+        for (int world = 1; world <= 4; world++)
+            for (int shard = AMP_SHARD_NONE; shard <= AMP_SHARD_STATES; shard++) {
+                s.o.shard = (amp_shard)shard;
+                run_ranks_with(&s, world, other, path, load_and_save);
+                state = joined(again);
+                same_states(whole, state, storages[i].name, world);
+                amp_state_destroy(state);
+            }
+        amp_state_destroy(whole);
+    }
+    { char command[100]; snprintf(command, sizeof command, "rm -r %s", folder); CHECK_EQ(system(command), 0); }
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    RUN(sums_during_backward); RUN(sharded_states_give_the_same_bits); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
+    RUN(a_gradient_that_was_sent_takes_no_more); RUN(states_go_from_any_world_to_any);
+    return TEST_END();
+}
