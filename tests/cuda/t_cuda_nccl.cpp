@@ -16,7 +16,7 @@
 #include <thread>
 #include <unistd.h>
 
-enum { RANKS = 4, HOST_ROOM = 8192, WEIGHTS = 4096, LIMIT_MS = 2500, PATIENT_MS = 60000 };
+enum { RANKS = 4, HOST_ROOM = 8192, WEIGHTS = 4096, LIMIT_MS = 4000, PATIENT_MS = 60000 };
 
 /* ---- What the processes share */
 
@@ -709,7 +709,7 @@ TEST(a_rank_that_hangs) { MODEL_ONLY(); check_ended("hangs", 2, "rank 1 has not 
 TEST(a_rank_that_never_joins) {
     MODEL_ONLY();
     family f("never_joins", 2);
-    f.check_error(0, AMP_ERR_REDUCE, "not all ranks have come within 2500 ms");
+    f.check_error(0, AMP_ERR_REDUCE, "not all ranks have come within 4000 ms");
     f.check_error(0, AMP_ERR_REDUCE, "rank 1 is gone");
 }
 TEST(ranks_that_disagree) {
