@@ -24,6 +24,15 @@
 enum { ranks_again = 75 };      /* EX_TEMPFAIL of sysexits.h */
 static amp_reducer ranks = {.world = 1};
 
+/* The number of this rank among those on its machine, as launchers tell it; 0 without. */
+static inline int ranks_local(void) {
+    static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"};
+    int i;
+    for (i = 0; i < 4; i++)
+        if (getenv(names[i]) != NULL) return atoi(getenv(names[i]));
+    return 0;
+}
+
 /* ---- Stopping */
 
 static inline void ranks_stop_on_signal(int signal_number) { (void)signal_number; ex_stop_requested = 2; }

@@ -20,6 +20,7 @@ typedef struct settings {
     int64_t save_interval, eval_interval, eval_batches, sample, top_k, help, stop_after, profile, sync_every;
     int64_t env, log_memory, debug, change_batch;
     int64_t adaptive;               /* --precision adaptive */
+    int64_t nccl;
     /* as .amp has them, with defaults; an interval 0: never */
     int64_t accumulation, log_interval, tensor_stats_interval;
     double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, temperature, timeout, error_budget;
@@ -157,6 +158,8 @@ static const flag_row options[] = {
      "a file through which they meet, seen by all, instead of the variables MASTER_ADDR and MASTER_PORT"},
     {"rank-timeout", FLAG_NUMBER, FIELD(rank_timeout), "60", 0.001, 1e6, NULL,
      "seconds to wait for a rank before all fail; longer than a checkpoint takes"},
+    {"nccl", FLAG_SWITCH, FIELD(nccl), "off", 0, 0, NULL,
+     "gradients go from GPU to GPU, over libnccl.so.2, and --device cuda is the GPU of LOCAL_RANK; off: over the host"},
 
     {"Files", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"out", FLAG_TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
@@ -202,7 +205,7 @@ static const char *const session_options[] = {"resume",      "init",   "threads"
                                               "temperature", "top-k",  "stop-after", "help",        "timeout",
                                               "profile",     "device", "graph",      "autotune",    "config",
                                               "env",         "debug",  "log-memory", "tensorboard", "fused-loss",
-                                              "rank-file",   "rank-timeout", "change-batch", NULL};
+                                              "rank-file",   "rank-timeout", "change-batch", "nccl", NULL};
 
 /* PATH without ".state" or ".safetensors". */
 static const char *without_suffix(const char *path) {

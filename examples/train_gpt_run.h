@@ -55,7 +55,8 @@ typedef struct run {
 static amp_result open_context(run *r) {
     const settings *set = &r->set;
     amp_desc desc;
-    char why[400];
+    char why[400], gpu[24];
+    const char *device = set->device;
     amp_result result;
     memset(&desc, 0, sizeof desc);
     EX_TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
@@ -64,7 +65,13 @@ static amp_result open_context(run *r) {
     if (strcmp(set->autotune, "off") != 0 && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
     desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
     desc.reducer = ranks;
-    result = ex_device_open(&r->amp, &desc, set->device);
+    if (set->nccl) {
+        desc.reduce_on_device = 1;
+        desc.reduce_timeout_ms = (int32_t)(set->rank_timeout * 1000 + 0.5);
+        snprintf(gpu, sizeof gpu, "cuda:%d", ranks_local());
+        if (strcmp(device, "cuda") == 0) device = gpu;
+    }
+    result = ex_device_open(&r->amp, &desc, device);
     if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return flag_refuse("device", "%s", ex_because(why));
     if (result == AMP_ERR_UNSUPPORTED) return flag_refuse("precision", "%s", ex_because(why));
     EX_TRY(result);

@@ -37,6 +37,26 @@ if paste "$work/cpu.losses" "$work/bf16.losses" "$work/parts.losses" |
     awk 'function off(x) {return x < $1 ? $1 - x : x - $1} {own += off($2); other += off($3)} END {exit !(NR == 6 && other < own)}'; then pass
 else fail "checkpoints change between devices" "$(tail -n 1 "$work/parts.log") $(paste "$work/cpu.losses" "$work/parts.losses")"; fi
 
+# Two processes, each with a GPU: over NCCL, also from a graph, they train what they train over the host, because two
+# numbers have one sum.
+ranks() { # NAME FLAGS: both, and 0 if both are done
+    name=$1; shift
+    rm -f "$work/meet"
+    RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 "$gpt" $small --device cuda --precision fp32 --steps 3 --rank-file "$work/meet" \
+        --out "$work/$name.other" --save "$work/$name" "$@" > "$work/$name.other.log" 2>&1 &
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 train "$name" --device cuda --precision fp32 --steps 3 --rank-file "$work/meet" "$@"
+    first=$?
+    wait $! && [ $first -eq 0 ]
+}
+mkdir "$work/nccl" && ln -s "$PWD/build/coc_nccl.so" "$work/nccl/libnccl.so.2"
+LD_LIBRARY_PATH=$work/nccl; export LD_LIBRARY_PATH
+check "two ranks over the host" ranks over_host
+check "two ranks over NCCL" ranks over_nccl --nccl
+check "two ranks over NCCL from a graph" ranks over_graph --nccl --graph
+same "two ranks over NCCL and over the host" over_host over_nccl
+same "two ranks over NCCL from a graph, and over the host" over_host over_graph
+unset LD_LIBRARY_PATH
+
 build/scaler_only 300 > "$work/cpu.txt" && build/model_scaler_only 300 > "$work/cuda.txt"
 if [ -s "$work/cuda.txt" ] && cmp -s "$work/cpu.txt" "$work/cuda.txt"; then pass; else fail "scaler_only" "$(tail -n 2 "$work/cuda.txt")"; fi
 

@@ -35,7 +35,7 @@ CUDA_REAL   := $(filter %_harness %_cublas %_runtime %_telemetry,$(CUDA_NAMES))
 
 ifeq ($(HAVE_CXX),1)
 CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%) $(COC)/examples.sh
-CUDA_NEEDS    := $(EXAMPLES:%=$(BUILD)/model_%)
+CUDA_NEEDS    := $(EXAMPLES:%=$(BUILD)/model_%) $(BUILD)/coc_nccl.so
 CUDA_TESTS_CI := $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) $(if $(HAVE_CUDA_H),$(CUDA_REAL:%=$(BUILD)/toolkit_%)) \
                  $(if $(HAVE_TSAN),$(BUILD)/tsan_t_cuda_threads) $(BUILD)/ucontext_t_harness
 else
