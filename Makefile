@@ -24,7 +24,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
+.PHONY: help run quick t examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
         bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -35,6 +35,8 @@ help: backend
 	@echo "make examples         build every example into $(BUILD)/"
 	@echo "make check-machine    report what mixed precision can do on this machine, and check that it works (15 seconds)"
 	@echo "make bench-precision  measure time and memory of every precision; bench-features: of each feature (a minute)"
+	@echo "make quick            build and run the quick tests, which touch all of amp.h (a minute on two cores)"
+	@echo "make t T=scaler F=hysteresis     build and run one test: of the file t_scaler.c, those whose name holds hysteresis"
 	@echo "make test             build and run the tests (no network, no Python)"
 	@echo "make test-ci          run the tests only CI needs: sanitizers, compilers, standards, ten kills, each fuzzer"
 	@echo "make test-exhaustive  run all 2^32 fp32 patterns through every conversion and the optimizers' remainders,"
@@ -135,6 +137,43 @@ $(FAST_INSIDE:%=$(BUILD)/fast_%): $(BUILD)/fast_inside
 	ln -sf fast_inside $@
 $(BUILD)/fast_%: %.c $(TEST_HEADERS) examples/train_gpt.c $(BUILD)/fast_inside.o
 	$(CC) $(WARN) -Itests -Ofast $(LINKED) $< $(BUILD)/fast_inside.o -o $@ $(LIBS)
+
+# make quick: a minute on two cores, with every section of amp.h: one amp.h with -O1, the rest without optimisation, and
+# without what is long.
+QUICK         := $(BUILD)/quick
+QUICK_OUTSIDE := t_abi t_adapt t_adopt t_autocast t_debug_log t_determinism t_errors t_inputs t_linear_cross_entropy t_masks \
+                 t_operators t_recompute t_refusals t_schedule t_tape t_tensor_stats t_traps t_watch
+QUICK_TESTS   := $(INSIDE:%=$(QUICK)/%) $(QUICK_OUTSIDE:%=$(QUICK)/%)
+$(QUICK)/inside.o: $(INSIDE_FILES)
+	mkdir -p $(QUICK)
+	$(CC) $(INSIDE_WARN) -Itests -O1 -c $< -o $@
+$(QUICK)/t_inside: $(QUICK)/inside.o tests/unit/inside_main.c
+	$(CC) $(WARN) tests/unit/inside_main.c $< -o $@ $(LIBS)
+$(INSIDE:%=$(QUICK)/%): $(QUICK)/t_inside
+	ln -sf t_inside $@
+$(QUICK)/t_%.o: t_%.c $(TEST_HEADERS) amp.h
+	mkdir -p $(QUICK)
+	$(CC) $(WARN) -Itests $(LINKED) -c $< -o $@
+$(QUICK_OUTSIDE:%=$(QUICK)/%): %: %.o $(QUICK)/inside.o
+	$(CC) $^ -o $@ $(LIBS)
+.SECONDARY: $(QUICK_OUTSIDE:%=$(QUICK)/%.o)
+quick: $(QUICK_TESTS)
+	AMPT_QUICK=1 TIMES=$(QUICK)/times.txt sh tests/run.sh $(QUICK_TESTS)
+
+# make t T=scaler F=hysteresis: the tests of one file whose name holds F; what it takes is compiled without optimisation.
+T_FILE := $(wildcard tests/*/t_$(T).c)
+t: | $(BUILD)
+	@[ -n "$(T_FILE)" ] || { echo "make t: T=$(T) is none of: $(patsubst t_%,%,$(sort $(TESTS)))"; exit 1; }
+	@$(MAKE) --no-print-directory $(BUILD)/one/t_$(T)
+	$(BUILD)/one/t_$(T) $(if $(F),--filter $(F))
+$(BUILD)/one/amp.o: amp.h
+	mkdir -p $(BUILD)/one
+	echo '#include "amp.h"' | $(CC) -std=c99 -O0 -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
+$(patsubst %,$(BUILD)/one/%,$(INSIDE) $(INSIDE_ALONE)): $(BUILD)/one/t_%: t_%.c $(TEST_HEADERS) amp.h
+	mkdir -p $(BUILD)/one
+	$(CC) $(WARN) -Itests -O0 $< -o $@ $(LIBS)
+$(BUILD)/one/t_%: t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_classifier.c $(BUILD)/one/amp.o
+	$(CC) $(WARN) -Itests -O0 $(LINKED) $< $(BUILD)/one/amp.o -o $@ $(LIBS) -ldl
 
 $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $< -o $@ $(LIBS)

@@ -15,10 +15,11 @@
 #include <string.h>
 #include <time.h>
 
-static struct { int passed, failed, skipped, failures, list, stop, times; const char *filter, *name, *reason; } ampt;
+static struct { int passed, failed, skipped, failures, list, stop, times, quick, left_out; const char *filter, *name, *reason; } ampt;
 
 #define TEST(name) static void test_##name(void)
 #define RUN(name) ampt_run(#name, test_##name)
+#define RUN_LONG(name) ampt_run_long(#name, test_##name)    /* that `make quick` leaves out */
 #define SKIP(why) do { ampt.reason = (why); return; } while (0)
 
 /* Reports the first failures of a test and goes on. */
@@ -103,12 +104,18 @@ static __attribute__((unused)) void ampt_run(const char *name, void (*test)(void
     fflush(stdout);
 }
 
+static __attribute__((unused)) void ampt_run_long(const char *name, void (*test)(void)) {
+    if (ampt.quick) ampt.left_out++;
+    else ampt_run(name, test);
+}
+
 static __attribute__((unused)) void ampt_traps(void) {
 #if defined(__x86_64__) && !defined(__FAST_MATH__)
     __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() & ~0x680u);
 #endif
 }
 static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
+    ampt.quick = getenv("AMPT_QUICK") != NULL;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--list")) ampt.list = 1;
         if (!strcmp(argv[i], "--stop")) ampt.stop = 1;
@@ -119,6 +126,7 @@ static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
 #define TEST_END() ampt_end()
 
 static __attribute__((unused)) int ampt_end(void) {
+    if (ampt.left_out) printf("%d long tests left out\n", ampt.left_out);
     if (!ampt.list) printf("%d passed, %d failed, %d skipped\n", ampt.passed, ampt.failed, ampt.skipped);
     return ampt.failed != 0;
 }

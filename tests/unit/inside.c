@@ -32,6 +32,25 @@
 #define main t_optimizer
 #include "t_optimizer.c"
 #undef main
+#define main t_ranks
+#define ROOM ranks_ROOM
+#define IN ranks_IN
+#define OUT ranks_OUT
+#define ROWS ranks_ROWS
+#define device ranks_device
+#define lengths ranks_lengths
+#define train ranks_train
+#define rounded ranks_rounded
+#include "t_ranks.c"
+#undef ROOM
+#undef IN
+#undef OUT
+#undef ROWS
+#undef device
+#undef lengths
+#undef train
+#undef rounded
+#undef main
 #define main t_scaler
 #include "t_scaler.c"
 #undef main
@@ -51,7 +70,7 @@
 static const struct { const char *name; int (*run)(int, char **); } suites[] = {
     {"t_attention", t_attention}, {"t_care", t_care}, {"t_context", t_context}, {"t_data", t_data}, {"t_fp8", t_fp8},
     {"t_gemm", t_gemm}, {"t_kernels", t_kernels}, {"t_numbers", t_numbers}, {"t_optimizer", t_optimizer},
-    {"t_scaler", t_scaler}, {"t_settings", t_settings}, {"t_state", t_state}, {"t_threads", t_threads},
+    {"t_ranks", t_ranks}, {"t_scaler", t_scaler}, {"t_settings", t_settings}, {"t_state", t_state}, {"t_threads", t_threads},
     {"t_verify", t_verify}
 };
 

@@ -672,12 +672,12 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     if (amp_machine_probe(&machine) != AMP_OK) return 1;
     best_path = machine.cpu.path;
-    RUN(shapes);
+    RUN_LONG(shapes);
     RUN(small_and_thin_shapes);
     RUN(rows_times_rows);
-    RUN(dtype_mixes);
-    RUN(epilogues);
-    RUN(batches);
+    RUN_LONG(dtype_mixes);
+    RUN_LONG(epilogues);
+    RUN_LONG(batches);
     RUN(shared_b);
     RUN(large);
     RUN(past_the_caches);
