@@ -10945,6 +10945,7 @@ struct ampi_gradient_watch {
     ampi_gradient_watch *next;
     amp_result (*open)(ampi_gradient_watch *w, const char *function, const amp_param *p);
     void (*added)(ampi_gradient_watch *w, const amp_param *p);
+    amp_result (*settle)(ampi_gradient_watch *w);   /* waits for gradients that are being summed */
     int away;                       /* 1: the reducer is at work on gradients, beside the host's thread; atomic */
 };
 
@@ -11183,6 +11184,12 @@ static void ampi_gradient_added(amp_context *amp, amp_param *p) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     ampi_gradient_live(p, 1);
     for (; w != NULL && p != NULL && p->grad.data != NULL && amp->trials == 0; w = w->next) w->added(w, p);
+}
+/* Before gradients are read between backward and the step. */
+static amp_result ampi_gradients_settle(amp_context *amp) {
+    ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
+    for (; w != NULL; w = w->next) AMPI_TRY(w->settle(w));
+    return AMP_OK;
 }
 /* Ranks exchange one thing at a time, in the same order. */
 static amp_result ampi_may_exchange(amp_context *amp, const char *function) {
@@ -20171,6 +20178,15 @@ static double ampi_seconds(const amp_context *amp) {
     return (double)s->clock_ns(s->user) * 1e-9;
 }
 
+/* A device's stream of buckets waits for the context's, or the context's for it. */
+static amp_result ampi_buckets_order(const ampi_buckets *b, int back) {
+    const amp_backend *backend = b->amp->backend;
+    void *own = ampi_settings(b->amp)->stream;
+    if (b->finished == NULL) return AMP_OK;
+    AMPI_TRY(backend->event_record(b->amp->dev, b->finished, back ? b->stream : own));
+    return backend->event_wait(b->amp->dev, b->finished, back ? own : b->stream);
+}
+
 /* n numbers, converted if need be. */
 static amp_result ampi_flat_move(const ampi_buckets *b, void *dst, amp_dtype to, const void *src, amp_dtype from,
                                  int64_t n) {
@@ -20380,11 +20396,11 @@ static void ampi_bucket_added(ampi_gradient_watch *w, const amp_param *p) {
 
 /* Waits for all buckets to come back, from a step (`whole`: of a whole cycle) or where a cycle is given up. */
 static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
-    const amp_backend *backend = b->amp->backend;
     const char *late = NULL;
     amp_result result;
     double start;
     int64_t i;
+    int counts = whole && b->amp->trials == 0;
     if (b->started && b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED))
         return ampi_fail(AMP_ERR_STATE, "reducer", "a child of fork() has no part in its parent's ranks");
     if (b->threaded) AMPI_TRY(ampi_may_wait(b->amp));
@@ -20392,7 +20408,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     for (i = 0; i < b->set->n; i++) {
         ampi_bucket_row *r = &b->rows[i];
         if (r->bucket < b->posted && b->set->params[i]->by_hand > 0) late = b->set->names[i];
-        if (!whole) continue;
+        if (!counts) continue;
         r->by_hand |= b->set->params[i]->by_hand > 0 || (b->set->params[i]->grad_live && r->seen == 0);
         r->expected = AMPI_MAX(r->expected, r->seen);
     }
@@ -20400,16 +20416,12 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     ampi_buckets_launch(b, 1);
     while (b->done < b->posted) pthread_cond_wait(&b->changed, &b->lock);
     b->waited += ampi_seconds(b->amp) - start;
-    b->recorded |= whole;
+    b->recorded |= counts;
     result = b->failed;
     if (result != AMP_OK) memcpy(ampi_error_text, b->why, sizeof b->why);
     b->failed = AMP_OK;
     pthread_mutex_unlock(&b->lock);
-    if (result == AMP_OK && b->finished != NULL) {
-        result = backend->event_record(b->amp->dev, b->finished, b->stream);
-        if (result == AMP_OK)
-            result = backend->event_wait(b->amp->dev, b->finished, ampi_settings(b->amp)->stream);
-    }
+    if (result == AMP_OK) result = ampi_buckets_order(b, 1);
     if (result == AMP_OK && late != NULL)
         result = ampi_fail(AMP_ERR_STATE, "amp_param_accumulate", "%s: its gradient was summed over the ranks already, "
                            "as no cycle before had such a call; set amp_optimizer_desc.no_overlap", late);
@@ -20428,6 +20440,15 @@ static void ampi_buckets_times(ampi_buckets *b, double out[2]) {
     b->busy = b->waited = 0;
     pthread_mutex_unlock(&b->lock);
 }
+static amp_result ampi_buckets_settle(ampi_gradient_watch *w) {
+    ampi_buckets *b = (ampi_buckets *)(void *)w;
+    int any;
+    pthread_mutex_lock(&b->lock);
+    any = b->posted > 0;
+    while (b->done < b->posted) pthread_cond_wait(&b->changed, &b->lock);
+    pthread_mutex_unlock(&b->lock);
+    return any ? ampi_buckets_order(b, 1) : AMP_OK;
+}
 /* Ends a cycle that has no step.  All ranks come here, so what some have sent is sent by all. */
 static amp_result ampi_buckets_give_up(ampi_buckets *b) {
     amp_result result = AMP_OK;
@@ -20438,15 +20459,6 @@ static amp_result ampi_buckets_give_up(ampi_buckets *b) {
 }
 /* 1: this row's gradient has been sent. */
 static int ampi_bucket_sent(const ampi_buckets *b, int64_t row) { return b != NULL && b->rows[row].bucket < b->posted; }
-
-/* A device's stream of buckets waits for the context's, or the context's for it. */
-static amp_result ampi_buckets_order(const ampi_buckets *b, int back) {
-    const amp_backend *backend = b->amp->backend;
-    void *own = ampi_settings(b->amp)->stream;
-    if (b->finished == NULL) return AMP_OK;
-    AMPI_TRY(backend->event_record(b->amp->dev, b->finished, back ? b->stream : own));
-    return backend->event_wait(b->amp->dev, b->finished, back ? own : b->stream);
-}
 
 /* The bytes of a rank's weights in a bucket, each parameter's at a multiple of 16; `at` NULL, or what they are copied
    to, or from with `back`. */
@@ -20631,6 +20643,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     }
     b->watch.open = ampi_bucket_open;
     b->watch.added = ampi_bucket_added;
+    b->watch.settle = ampi_buckets_settle;
     ampi_watch_gradients(b->amp, &b->watch);
     return AMP_OK;
 }
@@ -27698,6 +27711,7 @@ static amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
     amp_k_inspect args;
     amp_k_check sum;
     int64_t i;
+    AMPI_TRY(ampi_gradients_settle(m->amp));
     for (i = 0; i < m->gradients; i++) m->table[i].live = m->params[i]->grad_live != 0;
     AMPI_TRY(ampi_send(m->amp, m->on_device, m->table, (size_t)m->gradients * sizeof *m->table));
     memset(&args, 0, sizeof args);
@@ -28124,6 +28138,7 @@ static amp_result ampi_snapshot_create(amp_context *amp, const char *function, c
     ampi_snapshot *k;
     amp_result r;
     AMPI_TRY(ampi_snapshot_check(function, amp, desc));
+    AMPI_TRY(ampi_gradients_settle(amp));
     AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)&k, 1, sizeof *k));
     k->amp = amp;
     k->desc = *desc;
@@ -28179,6 +28194,7 @@ static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     amp_loader *l = k->desc.loader;
     int64_t i;
     AMPI_TRY(ampi_may_wait(k->amp));
+    AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
     if (l != NULL) AMPI_TRY(amp_loader_seek(l, k->position / l->batches, k->position % l->batches));
     AMPI_TRY(ampi_snapshot_copy(k, 0));
     AMPI_TRY(ampi_fp8_restore(k->amp, k->fp8));
