@@ -14,8 +14,9 @@ build() { (cd "$1" && $cc -std=c99 -O2 -w -DAMP_IMPLEMENTATION -I. examples/trai
 
 # count PROGRAM PRECISION STEPS: instructions of the whole run
 count() {
+    compare=$("$work/$1" --help | sed -n 's/^ *\(--compare\) .*/\1 0/p')       # which older ones have
     valgrind --tool=callgrind --callgrind-out-file=/dev/null "$work/$1" --layers 2 --heads 2 --channels 64 --batch 4 --seq 64 --threads 1 \
-        --workers 0 --sample 0 --eval-batches 1 --log-interval 1 --data "$work/text" --out "$work/$1.out" \
+        --workers 0 $compare --sample 0 --eval-batches 1 --log-interval 1 --data "$work/text" --out "$work/$1.out" \
         --precision "$2" --steps "$3" 2>&1 >/dev/null | sed -n 's/.*Collected : *//p'
 }
 per_step() { echo "$(count "$1" "$2" 2) $(count "$1" "$2" 6)" | awk 'NF == 2 {printf "%d\n", ($2 - $1) / 4}'; }
