@@ -74,6 +74,8 @@ help: backend
 	@echo "make gpu-table        write the CUDA kernels' registers and memory to tests/gpu/resources.txt"
 	@echo "make install PREFIX=  copy amp.h, amp_cuda.cu, amp/cblas.h and their .pc files below PREFIX (default /usr/local)"
 	@echo "make clean            remove $(BUILD)/ and out/"
+	@echo; echo "examples/, each compiled with one line (examples/README.md):"
+	@awk -F' *[|] *' '/^[|] \[[a-z_]+[.](c|cpp|cu)\]/ {gsub(/\[|\].*/, "", $$2); gsub(/`/, "", $$4); printf "  %-17s %3d lines  %s\n", $$2, $$3, $$4}' examples/README.md
 
 run: backend $(BUILD)/train_gpt $(BUILD)/amp_bench
 	$(BUILD)/train_gpt

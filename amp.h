@@ -209,7 +209,7 @@
 
    CONTENTS AT A GLANCE     Search for the tags.  The API has three parts: what a training program calls, the rest, and
                             what kernels and backends are made of; each, and the implementation, in this order.  Objects
-                            also have _destroy, and _query for their settings
+                            also have _destroy, _query.  The API ends with SETTINGS, WHEN SOMETHING IS WRONG
 
        >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all
                     amp_file_free amp_system_default
@@ -4293,6 +4293,79 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
 }
 #endif
 #endif /* AMP_H_INCLUDED */
+
+/*
+   SETTINGS     what a Python trainer's settings are called here
+
+     Each is a key of amp_settings: a field in the program, a line "key = value" in a file (amp_settings_read_file), a
+     variable like AMP_DTYPE (amp_settings_read_env), and changeable between steps (amp_settings_apply).  Left: names in
+     Python trainers; right: keys, fields, calls, or flags of examples/train_gpt.c.
+
+     use_amp amp_enabled use_mixed_precision mixed_precision_enabled mixed_precision_autocast_enabled -> "enabled"
+     mixed_precision mixed_precision_dtype amp_dtype fp_precision PRECISION -> "dtype"; no, none: fp32
+     mixed_precision_autocast_dtype mixed_precision_autocast_fast_dtype -> "autocast_dtype"
+     mixed_precision_autocast_fallback_dtype -> "fallback"
+     mixed_precision_autocast_mode mixed_precision_autocast_cache_enabled -> "mode" "cache"
+     mixed_precision_cast_inputs mixed_precision_cast_outputs cast_model_outputs -> "cast_inputs" "cast_outputs"
+     amp_opt_level mixed_precision_cast_model -> "level"; O2 casts the model
+     mixed_precision_memory_efficient grad_ckpt gradient_checkpointing -> "memory_efficient" amp_recompute_begin
+     mixed_precision_grad_scaler mixed_precision_grad_scaler_enabled -> "scaler"
+     mixed_precision_grad_scaler_init_scale grad_scaler_init initial_scale_power -> "init_scale"; DeepSpeed's: 2^it
+     mixed_precision_grad_scaler_growth_factor -> "growth_factor"
+     mixed_precision_grad_scaler_backoff_factor grad_scaler_backoff -> "backoff_factor"
+     mixed_precision_grad_scaler_growth_interval grad_scaler_growth_interval loss_scale_window -> "growth_interval"
+     min_loss_scale hysteresis -> "min_scale" "hysteresis" "scaler_preset"; a preset is a whole scaler of Apex, ...
+     allow_tf32 cudnn_benchmark -> "tf32" "autotune"
+     max_norm max_grad_norm grad_accum_steps gradient_accumulation_steps -> "clip_norm" "accumulation"
+     compile -> amp_graph_begin; operators are fused anyway
+     num_workers prefetch_factor pin_memory -> "workers" "prefetch" "pin"
+     persistent_workers non_blocking -> amp_loader_next; always
+     gpu_log_interval logging_steps log_gpu_memory empty_cache -> "log_interval" "memory_interval" "cleanup_interval"
+     debug detect_anomaly terminate_on_nan -> "debug" "tensor_stats_interval" "nan_action"; report, skip, stop, recover
+     auto_find_batch_size -> "nan_action" "batch_growth_interval"; recover halves the batch when memory runs out
+     batch_size BATCH_SIZE seq_len epochs max_steps learning_rate -> .batch .seq .epochs --steps .lr
+     enable_mixed_precision disable_mixed_precision -> amp_settings_apply amp_set_enabled
+     optimize_mixed_precision_for_hardware get_mixed_precision_status -> amp_advise amp_status_get
+     _setup_mixed_precision _get_optimal_mixed_precision_dtype -> amp_settings_fill amp_choose
+     get_scale gradient_scaler_scale -> amp_scaler_scale
+     _verify_autocast_compatibility GPUDeviceManager -> amp_verify amp_verify_placement
+     _causal_mask_cache clear_mask_cache -> amp_mask_get amp_mask_cache_clear
+
+   WHEN SOMETHING IS WRONG
+
+     NaN in loss or gradients
+       Look: first_bad in the record; tensor_stats_interval = 10 says which tensor does not fit, and what helps.
+       Then: init_scale = 2048, backoff_factor = 0.25, clip_norm = 1, learning rate x 0.5 to 0.8, amp_layer_override for
+       that layer, bf16; nan_action = recover.
+     fp16 steps are skipped: the first few (the scale starts at 65536 and halves until gradients fit), or all
+       Look: amp_status_text; a NaN of the model's own is no matter of the scale.  Then: init_scale; as for NaN.
+     No speedup
+       Look: make check-machine; train_gpt --profile; amp_query_choice: "emulated" is fp32 arithmetic.  Then: bf16 where
+       the machine has it; larger batch; sizes in multiples of 8; level = O2; graphs.
+     Accuracy is lost
+       Look: amp_verify: which output or gradient, how far beyond rounding.  Then: fallback = tf32, amp_layer_override,
+       level = O1, masters.
+     Out of memory
+       Look: make bench-precision: weights, gradients, optimizer, activations, caches.  Then: memory_efficient = true,
+       accumulation x 2 with half the batch, .master, .moments; amp_recovery_memory.
+     A step takes longer at times
+       Look: do other programs run here?  Then: fewer of them; .threads in amp_desc.
+     The loss rises, jumps, or falls steadily and hardly
+       Look: amp_advise with .losses of 100 steps or more: lr_reason has the evidence.  Then: amp_advice_apply, or
+       learning rate x lr_factor: 0.5 to 0.8, or 1.2 to 1.5.
+     The loader is slow
+       Look: make bench-features; wait_seconds in amp_loader_info.  Then: .workers, .prefetch, .cache_mb.
+     A kernel of yours is suspect
+       Look: amp_gradcheck; debug = true: what each operator computes in, and why.  Then: amp_operator_register.
+     "undefined reference to amp_...", or "multiple definition" of it
+       Exactly one file of a program defines AMP_IMPLEMENTATION; or all of them, each with AMP_STATIC too.
+     "undefined reference to sqrt", ceil
+       -lm at the end of the command.
+     "error: include amp.h before system headers"
+       -std=c99 and its like hide POSIX: do that, or -std=gnu99.
+     The loss is 65536 times too large
+       amp.h scales the loss's gradient, never the loss: remove your multiplication.
+*/
 
 /* Stop here if you only want the API. */
 

@@ -8,7 +8,6 @@
 #define EXAMPLES_ENCODER_H
 
 #include "deberta.h"
-#include "model.h"
 
 typedef enum encoder_family {
     ENCODER_BERT = 0,

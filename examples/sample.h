@@ -104,7 +104,8 @@ static inline void sample_print(const char *text) {
     }
 }
 
-/* A prompt's tokens; of an empty one the separator of texts, or a line's end.  tokens: space for the prompt's bytes, at least 1. */
+/* A prompt's tokens; of an empty one the separator of texts, or a line's end.  tokens: space for the prompt's bytes, at
+   least 1. */
 static inline amp_result sample_prompt(bpe *t, int64_t vocab, const char *prompt, int32_t *tokens, int64_t *n) {
     const char *text = *prompt != 0 ? prompt : "\n";
     int64_t i, bytes = (int64_t)strlen(text);

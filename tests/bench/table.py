@@ -1,10 +1,12 @@
-"""Writes README.md's tables of speed and accuracy from the newest results of run.py, and its table of a GPU from those of
-tests/gpu/run.py, between the markers
+"""Writes what the documents say of speed and accuracy, verdicts included, from the newest result files, between markers
 
-    <!-- bench:begin -->                   <!-- gpu:begin -->
-    <!-- bench:end -->                     <!-- gpu:end -->
+    <!-- NAME:begin -->
+    <!-- NAME:end -->
 
-    python3 tests/bench/table.py [--print] [--only bench,gpu] [results.json]
+steps: README.md, the training steps and the gain of adopting; its picture examples/plot/bars.svg (chart.gp) is drawn too.
+bench and gpu: tests/bench/README.md, all bars and the accuracy.  adopt: examples/adopt/README.md.
+
+    python3 tests/bench/table.py [--print] [--only steps,bench,gpu,adopt] [results.json]
 
 `make readme` calls it.  Results of a machine on which something else was running are refused.  Where there are no results
 of a GPU, its table is left empty.
@@ -13,12 +15,21 @@ import argparse
 import glob
 import json
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 MODELS = {"124m": "GPT-2 124M", "30m": "30M", "11m": "11M bytes"}
 BUSY = 0.06
+PLACES = {"steps": "README.md", "bench": "tests/bench/README.md", "gpu": "tests/bench/README.md",
+          "adopt": "examples/adopt/README.md"}
+# The picture's bars: of the first training steps, in this order.
+BARS = [("amp.h bf16", "amp.h, bf16"), ("torch compile bf16", "PyTorch compiled, bf16"), ("torch eager bf16", "PyTorch, bf16"),
+        ("amp.h fp32", "amp.h, fp32"), ("torch compile fp32", "PyTorch compiled, fp32"), ("torch eager fp32", "PyTorch, fp32"),
+        ("llm.c with BLAS", "llm.c with OpenBLAS, fp32"), ("llm.c", "llm.c, fp32")]
 
 
 def newest(kind):
@@ -115,25 +126,72 @@ def verdict_text(bars):
     return f"{text} (not met: {'; '.join(failed)})." if failed else f"{text}."
 
 
-def lines(results, name, accuracy, accuracy_name):
+def machine_text(results):
     m, v = results["machine"], results["versions"]
     peers = f", PyTorch {v['torch']}" if "torch" in v else ""
-    yield (f"{m['cpu']}, {m['cores']} cores, kernels {m['path']}, {results['settings']['threads']} threads, gcc "
-           f"{v.get('compiler', '-')}{peers}; {results['date']}; `make bench`, all programs in turn, medians of "
-           f"{results['settings']['rounds']} rounds, [{name}](tests/bench/results/{name}). In brackets: amp.h's "
-           "speed over that program's.")
+    return (f"{m['cpu']}, {m['cores']} cores, kernels {m['path']}, {results['settings']['threads']} threads, gcc "
+            f"{v.get('compiler', '-')}{peers}; {results['date']}")
+
+
+def step_lines(results, name):
+    """Of README.md."""
+    yield (f"{machine_text(results)}; `make bench`: all programs in turn, medians of {results['settings']['rounds']} rounds, "
+           f"[{name}](tests/bench/results/{name}). In brackets: amp.h's speed over that program's.")
     yield ""
-    if isinstance(results.get("step"), list):
-        yield from step_table(results["step"])
+    yield from step_table(results["step"])
+    yield f"{verdict_text(results['bars'])} All bars, and the accuracy: [tests/bench](tests/bench/README.md)."
+
+
+def lines(results, name, accuracy, accuracy_name):
+    """Of tests/bench/README.md."""
+    yield f"{machine_text(results)}; `make bench`, [{name}](results/{name})."
+    yield ""
     other = [row for row in results["bars"] if not row["bar"].startswith("step ")]
     if other:
-        yield f"Measured, bar, verdict: {'; '.join(bar_texts(other))}."
+        yield "Measured, bar, verdict:"
+        yield ""
+        yield from (f"- {text}" for text in bar_texts(other))
         yield ""
     yield verdict_text(results["bars"]) + recompute_text(results.get("recompute"))
     yield ""
     yield ("The tests' errors over PyTorch's own on the same data, both against fp64, mean / worst (RMS over 16 seeds; at "
            f"most 1.2 is allowed; fp32 models: relative, at most 1e-5): {accuracy_text(accuracy['accuracy'])}; "
-           f"`make accuracy`, [{accuracy_name}](tests/bench/results/{accuracy_name}).")
+           f"`make accuracy`, [{accuracy_name}](results/{accuracy_name}).")
+
+
+def adopt_lines(results, name, folder):
+    """What the GEMM gave, which is fp32's gain, and what precision gave on top of it."""
+    seconds = {row["program"]: row["seconds"] for row in results["rows"]}
+    losses = ", ".join(f"{row['test_loss']:.4f}" for row in results["rows"])
+    fp32 = seconds["before"] / seconds["after, fp32"]
+
+    def gain(precision):
+        all_of_it, own = seconds["before"] / seconds[f"after, {precision}"], seconds["after, fp32"] / seconds[f"after, {precision}"]
+        return f"{all_of_it:.1f}x in {precision}: {fp32:.1f}x from the GEMM, {own:.1f}x from precision"
+
+    m = results["machine"]
+    yield (f"A plain trainer that adopts amp.h ([before, after](examples/adopt/README.md)): {fp32:.1f}x in fp32, all of it the "
+           f"GEMM's; {gain('bf16')}; {gain('fp16')}. Test loss before, and after in fp32, fp16, bf16: {losses}. "
+           f"{m['cpu']}, {m['cores']} cores, `make adopt`, medians of {results['settings']['rounds']} runs, "
+           f"[{name}]({folder}{name}).")
+
+
+def chart(results):
+    """examples/plot/bars.svg: the bars of the first training steps."""
+    row = results["step"][0]
+    if not shutil.which("gnuplot"):
+        return print("no gnuplot: examples/plot/bars.svg stays as it is", file=sys.stderr)
+    data = "".join(f"{label}\t{row['programs'][key]['tokens_per_s']:.0f}\t{int(key.startswith('amp.h'))}\n"
+                   for key, label in BARS if "tokens_per_s" in row["programs"].get(key, {}))
+    m = results["machine"]
+    title = (f"Training {MODELS.get(row['model'], row['model'])}, batch {row['batch']} x {row['seq']}: tokens/s on "
+             f"{m['cores']} cores of {m['cpu'].replace('(R)', '')} (kernels {m['path']}), {results['date'][:10]}")
+    with tempfile.NamedTemporaryFile("w", suffix=".tsv") as file:
+        file.write(data)
+        file.flush()
+        subprocess.run(["gnuplot", "-e", f"title='{title}'; data='{file.name}'", os.path.join(HERE, "chart.gp")], check=True,
+                       cwd=ROOT)
+    return None
 
 
 def gpu_step_lines(step):
@@ -177,7 +235,7 @@ def gpu_lines(results, name):
         return
     copy = results["copy_gb_per_s"]
     yield (f"{d['name']}, driver CUDA {v['driver']}, nvcc {v['nvcc']}, PyTorch {v.get('torch') or '-'}; {results['date']}; "
-           f"`make gpu`, [{name}](tests/bench/results/{name}): medians of {results['settings']['rounds']} rounds over "
+           f"`make gpu`, [{name}](results/{name}): medians of {results['settings']['rounds']} rounds over "
            f"operands that the L2 cache does not hold. {t['passed']} tests passed on it, {t['failed']} failed, "
            f"{t['skipped']} were skipped. Copies run at {copy:,.0f} GB/s, read and written; \"of copy\" is a kernel's "
            "share of that. In brackets: amp.h's speed over PyTorch's.")
@@ -193,16 +251,35 @@ def gpu_lines(results, name):
             yield ""
 
 
-def bench_text(path, trial):
-    errors = newest("accuracy")
+def quiet(path, trial):
     with open(path) as f:
         results = json.load(f)
-    with open(errors) as f:
-        accuracy = json.load(f)
     busy = results["machine"]["used_by_others"]["median"]
     if busy > BUSY and not trial:
         sys.exit(f"{os.path.basename(path)}: other programs used {busy:.0%} of the machine: measure again")
-    return "\n".join(lines(results, os.path.basename(path), accuracy, os.path.basename(errors))).rstrip()
+    return results
+
+
+def steps_text(path, trial):
+    results, gains = quiet(path, trial), newest("adopt")
+    if not trial:
+        chart(results)
+    with open(gains) as f:
+        adopted = adopt_lines(json.load(f), os.path.basename(gains), "tests/bench/results/")
+        return "\n".join([*step_lines(results, os.path.basename(path)), "", *adopted])
+
+
+def bench_text(path, trial):
+    errors = newest("accuracy")
+    with open(errors) as f:
+        accuracy = json.load(f)
+    return "\n".join(lines(quiet(path, trial), os.path.basename(path), accuracy, os.path.basename(errors))).rstrip()
+
+
+def adopt_text(path, _trial):
+    with open(path) as f:
+        text = "\n".join(adopt_lines(json.load(f), os.path.basename(path), "../../tests/bench/results/"))
+    return text.replace("A plain trainer that adopts amp.h ([before, after](examples/adopt/README.md)): ", "")
 
 
 def gpu_text(path, trial):
@@ -215,34 +292,33 @@ def gpu_text(path, trial):
     return "\n".join(gpu_lines(results, os.path.basename(path))).rstrip()
 
 
-def put(text, name, value):
-    """text with `value` between the markers of `name`."""
+def put(name, value):
+    """`value` between the markers of `name`, in its document."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    path = os.path.join(ROOT, PLACES[name])
+    with open(path) as f:
+        text = f.read()
     if text.count(begin) != 1 or text.count(end) != 1:
-        sys.exit(f"README.md needs one {begin} and one {end}")
-    return text.split(begin)[0] + begin + "\n" + (value + "\n" if value else "") + end + text.split(end)[1]
+        sys.exit(f"{PLACES[name]} needs one {begin} and one {end}")
+    with open(path, "w") as f:
+        f.write(text.split(begin)[0] + begin + "\n" + (value + "\n" if value else "") + end + text.split(end)[1])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--print", action="store_true", help="to stdout, not into README.md")
-    parser.add_argument("--only", default="bench,gpu")
+    parser.add_argument("--print", action="store_true", help="to stdout, not into the documents")
+    parser.add_argument("--only", default="steps,bench,gpu,adopt")
     parser.add_argument("results", nargs="?", help="a file; default: the newest of its kind")
     args = parser.parse_args()
-    tables = {"bench": ("cpu", bench_text), "gpu": ("gpu", gpu_text)}
+    tables = {"steps": ("cpu", steps_text), "bench": ("cpu", bench_text), "gpu": ("gpu", gpu_text), "adopt": ("adopt", adopt_text)}
     texts = {}
     for name in args.only.split(","):
         kind, text_of = tables[name]
         texts[name] = text_of(args.results or newest(kind), args.print)
     if args.print:
         return print("\n\n".join(texts.values()))
-    readme = os.path.join(ROOT, "README.md")
-    with open(readme) as f:
-        text = f.read()
     for name, value in texts.items():
-        text = put(text, name, value)
-    with open(readme, "w") as f:
-        f.write(text)
+        put(name, value)
 
 
 if __name__ == "__main__":

@@ -90,4 +90,9 @@ refused "--device cuda:7" "device cuda:7"
 refused "--device cuda:x" "auto, cpu, cuda"
 refused "--device cpu --graph" "the cpu backend has none"
 refused "--device cuda --graph --profile" "contradicts --profile"
+
+# Kernels of a host's own, in one graph with the scaler: what overflows is skipped on the device, and the scale falls.
+if OMP_NUM_THREADS=1 build/model_own_kernels > "$work/own.txt" 2>&1 && awk '/^step/ {n++; error[n] = $4 + 0; sub(/.*2\^/, ""); scale[n] = $0 + 0}
+    END {exit !(n == 3 && error[1] > 10 && error[3] < 0.001 && scale[3] < scale[1] && scale[1] < 24)}' "$work/own.txt"; then pass
+else fail "kernels of a host's own" "$(tail -n 4 "$work/own.txt")"; fi
 closing

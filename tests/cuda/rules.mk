@@ -35,7 +35,7 @@ CUDA_REAL   := $(filter %_harness %_cublas %_runtime %_telemetry,$(CUDA_NAMES))
 
 ifeq ($(HAVE_CXX),1)
 CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%) $(COC)/examples.sh
-CUDA_NEEDS    := $(EXAMPLES:%=$(BUILD)/model_%) $(BUILD)/coc_nccl.so
+CUDA_NEEDS    := $(EXAMPLES:%=$(BUILD)/model_%) $(BUILD)/model_own_kernels $(BUILD)/coc_nccl.so
 CUDA_TESTS_CI := $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) $(if $(HAVE_CUDA_H),$(CUDA_REAL:%=$(BUILD)/toolkit_%)) \
                  $(if $(HAVE_TSAN),$(BUILD)/tsan_t_cuda_threads) $(BUILD)/ucontext_t_harness
 else
@@ -79,3 +79,7 @@ $(BUILD)/coc_nccl.so: $(COC)/coc_nccl.cpp $(COC_HEADERS) amp.h | $(BUILD)
 $(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c $(HEADERS) $(BUILD)/amp.o $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
 	$(CC) $(WARN) -O1 -g $(LINKED) -DUSE_CUDA -c $< -o $@.o
 	$(CXX) $(OMP) $@.o $(filter %.o,$^) -o $@ $(COC_LIBS)
+
+# A host with kernels of its own.
+$(BUILD)/model_own_kernels: examples/own_kernels.cu $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%) $(BUILD)/amp.o amp.h
+	$(CXX) $(CXXWARN) $(COC_FLAGS) -x c++ $< -x none $(filter %.o,$^) -o $@ $(COC_LIBS)

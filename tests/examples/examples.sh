@@ -494,4 +494,48 @@ for lang in "${CC:-gcc} -std=c99" "g++ -std=c++11 -x c++"; do
     check "headers that stand alone: $lang" $lang -Wall -Wextra -Werror "$work/alone_headers/use.c" -o "$work/alone_headers/use"
     if "$work/alone_headers/use"; then pass; else fail "headers that stand alone: $lang" "status $?"; fi
 done
+
+# examples/README.md: every example with its lines, and with the line that builds it as its own head has it.
+sed -n 's/^| \[\([a-z_]*\.\(c\|cpp\|cu\)\)\]([a-z_.]*) | \([0-9]*\) | .* | `\(.*\)` |$/\1 \3 \4/p' examples/README.md > "$work/listed"
+if [ "$(wc -l < "$work/listed")" -ge 15 ]; then pass; else fail "examples/README.md" "lists $(wc -l < "$work/listed") examples"; fi
+while read -r file lines build; do
+    if [ "$(wc -l < "examples/$file")" -eq "$lines" ]; then pass; else fail "examples/README.md" "$file has $(wc -l < "examples/$file") lines, not $lines"; fi
+    if sed -n 1,12p "examples/$file" | grep -qF "$build"; then pass; else fail "examples/README.md" "the head of $file has no: $build"; fi
+done < "$work/listed"
+for file in examples/*.c examples/*.cpp examples/*.cu; do
+    if grep -q "(${file#examples/})" examples/README.md; then pass; else fail "examples/README.md" "does not name $file"; fi
+done
+if [ "$(wc -l < examples/gpt.c)" -le 250 ]; then pass; else fail "gpt.c" "$(wc -l < examples/gpt.c) lines, at most 250"; fi
+if [ "$(wc -l < examples/train_gpt.c)" -lt 900 ]; then pass; else fail "train_gpt.c" "$(wc -l < examples/train_gpt.c) lines, must be below 900"; fi
+
+# What they do: learn in every precision, to what the precision allows.
+for precision in fp32 fp16 bf16; do
+    if build/sgemm $precision > "$work/sgemm.log" 2>&1 && awk '{exit !($0 ~ /largest difference/ && $(NF - 3) + 0 < 0.05)}' "$work/sgemm.log"; then pass; else fail "sgemm $precision" "$(cat "$work/sgemm.log")"; fi
+    if build/convnet $precision > "$work/convnet.log" 2>&1 && awk '/has not seen/ {exit !($2 + 0 > 90)}' "$work/convnet.log"; then pass; else fail "convnet $precision" "$(tail -n 2 "$work/convnet.log")"; fi
+    if build/lora $precision > "$work/lora.log" 2>&1 && grep -q "the base has not moved" "$work/lora.log" &&
+        awk '/adapters/ {sub(/.*loss /, ""); exit !($0 + 0 < 0.3)}' "$work/lora.log"; then pass; else fail "lora $precision" "$(tail -n 2 "$work/lora.log")"; fi
+done
+if build/gpt "$work/text" fp16 60 > "$work/gpt_c.log" 2>&1 && awk '/^step 60/ {exit !($4 + 0 < 3.5)}' "$work/gpt_c.log" && [ "$(wc -c < "$work/gpt_c.log")" -gt 300 ]; then pass; else fail gpt.c "$(head -n 3 "$work/gpt_c.log")"; fi
+awk 'BEGIN {srand(2); print "a,b,c,class"; for (i = 0; i < 1000; i++) {a = rand(); b = rand(); c = 100 * rand(); printf "%f,%f,%f,%d\n", a, b, c, (a > b) + 2 * (c > 50)}}' > "$work/data.csv"
+if build/csv "$work/data.csv" bf16 > "$work/csv.log" 2>&1 && awk '/has not seen/ {exit !($2 + 0 > 90)}' "$work/csv.log"; then pass; else fail csv "$(tail -n 2 "$work/csv.log")"; fi
+printf '1,2,0\n1,x,1\n' > "$work/bad.csv"
+build/csv "$work/bad.csv" > "$work/csv.log" 2>&1; status=$?
+if [ $status -eq 2 ] && grep -q "bad.csv: line 2: must be numbers" "$work/csv.log"; then pass; else fail "csv, a bad line" "status $status: $(cat "$work/csv.log")"; fi
+awk 'BEGIN {srand(1); split("good moving clever superb funny", g, " "); split("dull boring clumsy awful flat", b, " ")
+    for (i = 0; i < 500; i++) {k = rand() < 0.5; w = int(5 * rand()) + 1; printf "%d\tthe plot was %s\n", k, k ? g[w] : b[w]}}' > "$work/texts.tsv"
+if (build=$PWD/build; cd "$work" && "$build/finetune" texts.tsv > tune.log 2>&1 && mv out/finetune bert && "$build/finetune" texts.tsv bert > again.log 2>&1) &&
+    awk '/^epoch 3/ {exit !($NF + 0 > 90)}' "$work/tune.log" && awk '/^epoch 1/ {exit !($NF + 0 > 90)}' "$work/again.log"; then pass
+else fail finetune "$(tail -n 2 "$work/tune.log" "$work/again.log")"; fi
+# What generate.c writes with its keys and values kept is what train_gpt writes without.
+train writes --steps 30 --precision fp32 --save "$work/writes/model"
+"$gpt" $small --sample 28 --out "$work/wrote" --save none --init "$work/writes/model.safetensors" --steps 0 --precision fp32 --temperature 0 --prompt "the " > "$work/wrote.log" 2>&1
+sed '1,/^Sample/d' "$work/wrote.log" > "$work/sampled.log"
+AMP_DTYPE=fp32 build/generate "$work/writes/model.safetensors" "the " 28 0 > "$work/generated.log" 2>&1
+if [ -s "$work/sampled.log" ] && cmp -s "$work/sampled.log" "$work/generated.log"; then pass; else fail generate "$(head -c 100 "$work/generated.log"), without kept keys: $(head -c 100 "$work/sampled.log")"; fi
+
+# C++: with RAII; CUDA: on the model GPU, where it has been built.
+if have g++; then
+    check "mlp.cpp" g++ -std=c++17 -O1 -Wall -Wextra -Werror examples/mlp.cpp build/amp.o -o "$work/mlp_cpp" -lpthread
+    if "$work/mlp_cpp" > "$work/mlp_cpp.log" 2>&1 && awk '/^step 1500/ {exit !($NF < 0.3)}' "$work/mlp_cpp.log"; then pass; else fail mlp.cpp "$(tail -n 2 "$work/mlp_cpp.log")"; fi
+else skip mlp.cpp "no g++"; fi
 closing

@@ -425,7 +425,7 @@ TEST(nothing_is_read_silently) {
     unsetenv(ENV("NONSENSE"));
 }
 
-/* ---- README's table of what trainers in Python call the settings */
+/* ---- The manual's table of what trainers in Python call the settings */
 
 /* Every key, flag and call of the five descriptions that the library is to answer. */
 static const char *const python_names[] = {
@@ -475,21 +475,21 @@ static int answers(const char *word, const char *api, const char *trainer) {
     return strstr(trainer, name) != NULL;
 }
 
-TEST(readme_maps_every_name_of_python_trainers) {
-    char *header = whole_file("amp.h"), *readme = whole_file("README.md"), *trainer = whole_file("examples/train_gpt.c");
-    char *end, *row, *next, *word, *arrow, *table = strstr(readme, "## From a Python trainer's settings");
+TEST(manual_maps_every_name_of_python_trainers) {
+    char *header = whole_file("amp.h"), *manual = whole_file("amp.h"), *trainer = whole_file("examples/train_gpt_flags.h");
+    char *end, *row, *next, *word, *arrow, *table = strstr(manual, "\n   SETTINGS ");
     char *stop = strstr(header, "/* Stop here");
     int seen[PYTHON_NAMES] = {0}, rows = 0, ours, keys_seen = 0;
     if (stop != NULL) *stop = 0;
-    if (table != NULL) table = strstr(table, "```\n");
+    if (table != NULL) table = strstr(table, "\n\n     use_amp ");
     CHECK(stop != NULL && table != NULL);
     if (table == NULL) return;
-    end = strstr(table + 4, "```");
+    end = strstr(table, "\n   WHEN SOMETHING IS WRONG");
     CHECK(end != NULL);
     *end = 0;
     for (word = strstr(header, "/*"); word != NULL; word = strstr(word, "/*"))     /* comments declare nothing */
         memset(word, ' ', (size_t)(strstr(word, "*/") + 2 - word));
-    for (row = strchr(table, '\n'); row != NULL; row = next) {
+    for (row = strchr(table + 1, '\n'); row != NULL; row = next) {
         next = strchr(++row, '\n');
         if (next != NULL) *next = 0;
         arrow = strstr(row, "->");
@@ -515,7 +515,7 @@ TEST(readme_maps_every_name_of_python_trainers) {
     CHECK(answers("\"dtpye\"", header, trainer) == 0 && answers("amp_nothing", header, trainer) == 0 && answers(".nothing", header, trainer) == 0 &&
           answers("--nothing", header, trainer) == 0 && answers("words", header, trainer) == -1);
     amp_file_free(NULL, header, 0);
-    amp_file_free(NULL, readme, 0);
+    amp_file_free(NULL, manual, 0);
     amp_file_free(NULL, trainer, 0);
 }
 
@@ -2049,7 +2049,7 @@ int main(int argc, char **argv) {
     RUN(text_is_read_with_comments_blank_lines_and_any_line_ends); RUN(malformed_text_is_refused_with_name_line_and_key);
     RUN(text_comes_back_as_the_same_bytes); RUN(no_bytes_do_harm); RUN(files_are_read_and_refused);
     RUN(the_environment_is_read_when_asked_for); RUN(nothing_is_read_silently);
-    RUN(readme_maps_every_name_of_python_trainers); RUN(contradictions_are_refused_with_both_keys); RUN(fields_out_of_range_are_refused);
+    RUN(manual_maps_every_name_of_python_trainers); RUN(contradictions_are_refused_with_both_keys); RUN(fields_out_of_range_are_refused);
     RUN(enabled_and_dtype_decide_what_regions_compute_in); RUN(autocast_dtype_is_that_of_regions);
     RUN(autocast_dtype_trains_as_dtype_does); RUN(cast_inputs_decides_what_loaders_deliver); RUN(cast_inputs_train_the_same);
     RUN(cast_inputs_and_outputs_say_which_dtype); RUN(workers_prefetch_and_pin_reach_the_loader); RUN(level_decides_what_weights_are_stored_in);
