@@ -13,7 +13,7 @@
 typedef struct settings {
     amp_settings amp;               /* from flags, --config and --env */
     const char *data, *format, *out, *save, *resume, *init, *metrics, *config, *tensorboard;
-    const char *tokenizer, *shuffle, *masters, *rank_file;
+    const char *sync_wire, *tokenizer, *shuffle, *masters, *rank_file;
     const char *activations, *model, *schedule, *prompt, *autotune, *device, *fp8_blocks, *lowest;
     int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
     int64_t allow_fallback, threads, static_scale, recompute, fused_loss, graph;
@@ -23,7 +23,8 @@ typedef struct settings {
     int64_t nccl;
     /* as .amp has them, with defaults; an interval 0: never */
     int64_t accumulation, log_interval, tensor_stats_interval;
-    double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, temperature, timeout, error_budget;
+    double outer_lr, outer_momentum, validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps;
+    double temperature, timeout, error_budget;
     double rank_timeout;
 } settings;
 
@@ -126,6 +127,12 @@ static const flag_row options[] = {
      "sequences in a rank's micro-batch; resumed: its share of the checkpoint's"},
     {"sync-every", FLAG_INTEGER, FIELD(sync_every), "off", 1, 1 << 30, "off=0",
      "ranks train alone for so many steps, then combine their changes (DiLoCo): for slow networks; off: every step"},
+    {"outer-lr", FLAG_NUMBER, FIELD(outer_lr), "0.7", 0, 100, NULL,
+     "of --sync-every: learning rate of the combination"},
+    {"outer-momentum", FLAG_NUMBER, FIELD(outer_momentum), "0.9", 0, 0.999, NULL,
+     "of --sync-every: its Nesterov momentum; for short runs lower: 0.9 is of some ten combinations"},
+    {"sync-wire", FLAG_CHOICE, FIELD(sync_wire), "fp32", 0, 0, "fp32 bf16",
+     "of --sync-every: what changes are sent in"},
     {"accumulation", FLAG_SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
     {"recompute", FLAG_SWITCH, FIELD(recompute), "off", 0, 0, NULL,
      "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
@@ -298,9 +305,12 @@ static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype s
 
 /* Between two combinations each rank has weights of its own: nothing is saved or evaluated there. */
 static amp_result check_sync(const settings *set) {
+    static const char *const outer[] = {"outer-lr", "outer-momentum", "sync-wire"};
     const struct { const char *name; int64_t steps; } when[] = {
         {"save-interval", set->save_interval}, {"eval-interval", set->eval_interval}};
     size_t i;
+    for (i = 0; i < 3 && set->sync_every == 0; i++)
+        if (flag_was_given(outer[i])) return flag_refuse(outer[i], "is for --sync-every");
     for (i = 0; i < 2 && set->sync_every > 0; i++)
         if (when[i].steps % set->sync_every != 0)
             return flag_refuse(when[i].name, "is no multiple of --sync-every");

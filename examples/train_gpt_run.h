@@ -391,6 +391,11 @@ static amp_result open_optimizer(run *r) {
     desc.master = (amp_master_kind)ex_word_place(options[flag_index("masters")].words, set->masters);
     desc.seed = (uint64_t)set->seed;
     desc.sync_every = (int32_t)set->sync_every;
+    if (set->sync_every > 0) {
+        desc.outer_lr = set->outer_lr > 0 ? set->outer_lr : AMP_EXPLICIT_ZERO;
+        desc.outer_momentum = set->outer_momentum > 0 ? set->outer_momentum : AMP_EXPLICIT_ZERO;
+        desc.sync_wire = strcmp(set->sync_wire, "bf16") == 0 ? AMP_BF16 : AMP_F32;
+    }
     if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
     return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
 }

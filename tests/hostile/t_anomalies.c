@@ -823,7 +823,7 @@ static amp_result gradients_create(env *e, int i) {
     o.lr = 0.01; o.weight_decay = 0.1; o.clip_norm = 1; o.result_lag = AMP_LAG_NONE;
     if (e->variant == 2) { o.master = AMP_MASTER_REMAINDER; o.moments = AMP_BF16; }
     if (e->variant == 3) { o.kind = AMP_SGD; o.momentum = 0.9; o.nesterov = 1; }
-    if (e->variant == 4) o.kind = AMP_LION;
+    if (e->variant == 4) { o.kind = AMP_LION; o.sync_every = 1; o.sync_wire = AMP_BF16; }
     if (e->variant == 5) o.groups = &eight_bit;
     return created(amp_optimizer_create(e->amp, &e->optimizer, &o), &e->optimizer);
 }

@@ -1,0 +1,48 @@
+/* pingpong.c - what the model of a step is fitted on: messages between two processes, and the sum of two arrays.
+ *
+ *     mpicc -O2 tests/sim/pingpong.c -o pingpong && mpirun -np 2 ./pingpong
+ *
+ * Lines of "bytes seconds", one way, medians; the last line is "add seconds", a byte. */
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST = 1 << 24, ROUNDS = 41 };
+static int compare(const void *a, const void *b) { return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b); }
+
+int main(int argc, char **argv) {
+    static double times[ROUNDS];
+    float *data = (float *)malloc(MOST), *more = (float *)malloc(MOST);
+    int rank, i, k;
+    MPI_Init(&argc, &argv);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    memset(data, 0, MOST);
+    memset(more, 0, MOST);
+    for (int n = 4; n <= MOST; n *= 4) {
+        int inner = n < 1 << 16 ? 100 : 2;
+        for (i = 0; i < ROUNDS; i++) {
+            double begin = MPI_Wtime();
+            for (k = 0; k < inner; k++) {
+                if (rank == 0) MPI_Send(data, n, MPI_BYTE, 1, 0, MPI_COMM_WORLD);
+                MPI_Recv(data, n, MPI_BYTE, 1 - rank, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+                if (rank == 1) MPI_Send(data, n, MPI_BYTE, 0, 0, MPI_COMM_WORLD);
+            }
+            times[i] = (MPI_Wtime() - begin) / (2 * inner);
+        }
+        qsort(times, ROUNDS, sizeof *times, compare);
+        if (rank == 0) printf("%d %.9f\n", n, times[ROUNDS / 2]);
+    }
+    for (i = 0; i < ROUNDS && rank == 0; i++) {
+        double begin = MPI_Wtime();
+        for (k = 0; k < MOST / 4; k++) data[k] += more[k];
+        times[i] = (MPI_Wtime() - begin) / MOST;
+    }
+    qsort(times, ROUNDS, sizeof *times, compare);
+    if (rank == 0) printf("add %.12f\n", times[ROUNDS / 2]);
+    MPI_Barrier(MPI_COMM_WORLD);
+    MPI_Finalize();
+    free(data);
+    free(more);
+    return 0;
+}
