@@ -51,7 +51,7 @@ def main():
             for _ in range(rounds):
                 one += run(train, c, text, folder, steps, False)
                 two += run(train, c, text, folder, steps, True)
-            out['configurations'].append(dict(name=c['name'], tensors=tensors(c) + [1, 1, 1],
+            out['configurations'].append(dict(name=c['name'], tensors=tensors(c) + [1, 1, 1], bucket=25 << 20, overlap=False,
                 single_rank_seconds=statistics.median(one), two_ranks_seconds=statistics.median(two), steps=len(one)))
         out['machine']['load_after'] = os.getloadavg()[0]
         json.dump(out, open(sys.argv[1], 'w'), indent=1)

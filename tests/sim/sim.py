@@ -182,7 +182,7 @@ def check(path):
         reduce = flat(fit['alpha'], fit['beta'], fit['gamma'], 2)
         sizes = [4 * n for n in reversed(c['tensors'])]
         one = c['single_rank_seconds']
-        # as amp_step reduces: each tensor by itself, or buckets, after backward
+        # as amp_step sums where messages come from the caller's thread alone: buckets, after backward
         t, _ = step(2, one, [0.0] * len(sizes), sizes, c.get('bucket', 1), reduce, 0.0, c.get('overlap', False))
         error = t / c['two_ranks_seconds'] - 1
         worst = max(worst, abs(error))
