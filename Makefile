@@ -106,9 +106,9 @@ $(BUILD)/%: examples/%.c $(HEADERS) $(BUILD)/amp.o
 endif
 
 # Tests that look inside amp.h are one translation unit, inside.c: build/t_gemm and the others are names of that program.
-# Four bring an amp.h of their own, without optimisation, which compiles in a fifth of the time.
+# Three bring an amp.h of their own, without optimisation, which compiles in a fifth of the time.
 INSIDE       := $(shell sed -n 's/^.include "\(t_.*\).c"/\1/p' tests/unit/inside.c)
-INSIDE_ALONE := t_concurrency t_lean t_lifetime t_ranks
+INSIDE_ALONE := t_concurrency t_lean t_lifetime
 vpath t_%.c tests/unit tests/torch tests/hostile tests/examples
 TEST_HEADERS := $(wildcard tests/*.h tests/hostile/fuzz/*.[ch]) $(HEADERS)
 INSIDE_FILES := tests/unit/inside.c $(INSIDE:%=tests/unit/%.c) $(TEST_HEADERS) amp.h
@@ -160,7 +160,7 @@ $(QUICK_OUTSIDE:%=$(QUICK)/%): %: %.o $(QUICK)/inside.o
 	$(CC) $^ -o $@ $(LIBS)
 .SECONDARY: $(QUICK_OUTSIDE:%=$(QUICK)/%.o)
 quick: $(QUICK_TESTS)
-	AMPT_QUICK=1 TIMES=$(QUICK)/times.txt sh tests/run.sh $(QUICK_TESTS)
+	AMPT_LEAVE_OUT=long TIMES=$(QUICK)/times.txt sh tests/run.sh $(QUICK_TESTS)
 
 # make t T=scaler F=hysteresis: the tests of one file whose name holds F; what it takes is compiled without optimisation.
 T_FILE := $(wildcard tests/*/t_$(T).c)
@@ -202,7 +202,7 @@ QUIET         := tests/examples/hosts.sh tests/examples/tools.sh tests/errors.sh
 RUN           := CC="$(CC)" CFLAGS="$(CFLAGS)" TIMES=$(BUILD)/times.txt sh tests/run.sh
 TEST_RUNS     := $(EXAMPLE_TESTS) tests/docs.sh tests/house.sh tests/abi.sh $(CUDA_TESTS) $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%)
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
-	$(RUN) $(filter-out $(QUIET),$(TEST_RUNS)) --alone $(QUIET)
+	AMPT_LEAVE_OUT=ci $(RUN) $(filter-out $(QUIET),$(TEST_RUNS)) --alone $(QUIET)
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 	INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" $(RUN) $(CUDA_TESTS_CI) \

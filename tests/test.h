@@ -6,7 +6,7 @@
  *
  * `program --filter TEXT` runs the tests whose name holds TEXT, `--list` lists them; `--stop` ends at the first check that
  * fails; `--times` tells the seconds of the processor of each.  With AMPT_FIGURES=FILE the measured errors are added to FILE
- * as JSON lines. */
+ * as JSON lines.  AMPT_LEAVE_OUT=ci or long leaves out what is run by RUN_CI, or by RUN_LONG as well. */
 #ifndef AMPT_TEST_H
 #define AMPT_TEST_H
 
@@ -15,11 +15,12 @@
 #include <string.h>
 #include <time.h>
 
-static struct { int passed, failed, skipped, failures, list, stop, times, quick, left_out; const char *filter, *name, *reason; } ampt;
+static struct { int passed, failed, skipped, failures, list, stop, times, leave_out, left_out; const char *filter, *name, *reason; } ampt;
 
 #define TEST(name) static void test_##name(void)
 #define RUN(name) ampt_run(#name, test_##name)
-#define RUN_LONG(name) ampt_run_long(#name, test_##name)    /* that `make quick` leaves out */
+#define RUN_LONG(name) ampt_run_unless(ampt.leave_out > 1, #name, test_##name)      /* but not in `make quick` */
+#define RUN_CI(name) ampt_run_unless(ampt.leave_out > 0, #name, test_##name)        /* in neither `make quick` nor `make test` */
 #define SKIP(why) do { ampt.reason = (why); return; } while (0)
 
 /* Reports the first failures of a test and goes on. */
@@ -104,8 +105,8 @@ static __attribute__((unused)) void ampt_run(const char *name, void (*test)(void
     fflush(stdout);
 }
 
-static __attribute__((unused)) void ampt_run_long(const char *name, void (*test)(void)) {
-    if (ampt.quick) ampt.left_out++;
+static __attribute__((unused)) void ampt_run_unless(int left_out, const char *name, void (*test)(void)) {
+    if (left_out) ampt.left_out++;
     else ampt_run(name, test);
 }
 
@@ -115,7 +116,8 @@ static __attribute__((unused)) void ampt_traps(void) {
 #endif
 }
 static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
-    ampt.quick = getenv("AMPT_QUICK") != NULL;
+    const char *leave_out = getenv("AMPT_LEAVE_OUT");
+    if (leave_out) ampt.leave_out = !strcmp(leave_out, "long") ? 2 : 1;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--list")) ampt.list = 1;
         if (!strcmp(argv[i], "--stop")) ampt.stop = 1;
@@ -126,7 +128,7 @@ static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
 #define TEST_END() ampt_end()
 
 static __attribute__((unused)) int ampt_end(void) {
-    if (ampt.left_out) printf("%d long tests left out\n", ampt.left_out);
+    if (ampt.left_out) printf("%d tests left out that are long\n", ampt.left_out);
     if (!ampt.list) printf("%d passed, %d failed, %d skipped\n", ampt.passed, ampt.failed, ampt.skipped);
     return ampt.failed != 0;
 }

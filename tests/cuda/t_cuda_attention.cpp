@@ -715,12 +715,12 @@ int main(int argc, char **argv) {
     RUN(operands_are_rounded);
     RUN(weights_are_rounded);
     RUN(far_away);
-    RUN(tensor_cores);
-    RUN(tensor_cores_and_tiles);
+    RUN_CI(tensor_cores);
+    RUN_CI(tensor_cores_and_tiles);
     RUN(tensor_cores_and_head_sizes);
-    RUN(tensor_cores_and_any_head_size); RUN(few_queries_copy_no_keys);
+    RUN_CI(tensor_cores_and_any_head_size); RUN(few_queries_copy_no_keys);
     RUN(tensor_cores_skip_hidden_tiles);
-    RUN(tensor_cores_move_little);
+    RUN_CI(tensor_cores_move_little);
     RUN(tensor_cores_and_large_scores);
     RUN(tensor_cores_of_an_older_image);
     RUN(shared_memory_is_allowed_at_open);

@@ -635,8 +635,8 @@ CUDA_TEST(a_library_that_declines) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(rounding);
-    RUN(rounding_without_instructions);
-    RUN(products_beside_the_cpu);
+    RUN_CI(rounding_without_instructions);
+    RUN_CI(products_beside_the_cpu);
     RUN(products_in_every_order);
     RUN(special_numbers_reach_the_result);
     RUN(magnitudes_far_apart);

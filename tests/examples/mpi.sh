@@ -1,12 +1,12 @@
 #!/bin/sh
 # mpi.sh - train_gpt on two processes with MPI trains what one process with the double batch trains, also from
-# the checkpoint of two, and an overflow skips the step on both.
+# the checkpoint of two, and an overflow skips the step on both.  build/amp.o is `make`'s.
 . tests/lib.sh
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 if ! have mpicc || ! have mpirun; then skip "train_gpt with MPI" "mpicc or mpirun not found"; closing; exit; fi
 cat README.md amp.h | head -c 100000 > "$work/text"
 flags="--layers 2 --heads 2 --channels 32 --seq 32 --threads 1 --sample 0 --eval-batches 2 --log-interval 1 --data $work/text"
-check "builds with mpicc" mpicc -DUSE_MPI -O1 examples/train_gpt.c -o "$work/train_gpt_mpi" -lm -lpthread
+check "builds with mpicc" mpicc -DUSE_MPI -O1 -DAMP_IMPLEMENTATION_INCLUDED examples/train_gpt.c build/amp.o -o "$work/train_gpt_mpi" -lm -lpthread
 [ -x "$work/train_gpt_mpi" ] || { closing; exit; }
 
 # two NAME FLAGS...: two processes.
@@ -31,7 +31,7 @@ if [ "$(wc -l < "$work/part.losses")" -eq 8 ] && paste "$work/part.losses" "$wor
         awk '{d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4 * $2) bad = 1} END {exit bad}'; then pass
 else fail "one process goes on from the checkpoint of two" "$(tail -n 3 "$work/rest.log"; paste "$work/part.losses" "$work/both.losses" | head -n 9)"; fi
 
-check "data_parallel builds with mpicc" mpicc -DUSE_MPI -O1 examples/data_parallel.c -o "$work/data_parallel" -lm -lpthread
+check "data_parallel builds with mpicc" mpicc -DUSE_MPI -O1 -DAMP_IMPLEMENTATION_INCLUDED examples/data_parallel.c build/amp.o -o "$work/data_parallel" -lm -lpthread
 if mpirun -np 2 "$work/data_parallel" > "$work/parallel.log" 2>&1 && [ "$(grep -c 'error on its points 0.0001' "$work/parallel.log")" -eq 2 ]; then pass
 else fail "data_parallel on two processes" "$(tail -n 3 "$work/parallel.log")"; fi
 
