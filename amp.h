@@ -20506,7 +20506,7 @@ static void ampi_buckets_times(ampi_buckets *b, double out[2]) {
     out[0] = out[1] = 0;
     if (b == NULL) return;
     pthread_mutex_lock(&b->lock);
-    if (b->finished == NULL || ampi_settings(b->amp)->reducer.on_host != 0) {
+    if (b->finished == NULL || ampi_reducer(b->amp)->on_host != 0) {
         out[0] = b->busy;
         out[1] = b->waited;
     }
@@ -20722,7 +20722,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
 }
 /* For an optimizer's set. */
 static amp_result ampi_buckets_create(amp_grad_set *set, const int32_t *micro) {
-    const amp_reducer *r = &ampi_settings(set->amp)->reducer;
+    const amp_reducer *r = ampi_reducer(set->amp);
     const amp_optimizer_desc *d = set->desc;
     ampi_buckets *b;
     if (!ampi_is_summed(set) || set->n == 0) return AMP_OK;
