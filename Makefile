@@ -24,7 +24,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run quick t examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
+.PHONY: slurm help run quick t examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
         bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -45,6 +45,7 @@ help: backend
 	@echo "                      $(BUILD)/fuzz/found/; fuzz-seeds: generate the seeds again"
 	@echo "make anomalies        let every host call fail in turn: memory, files, threads, clock; into tests/records/"
 	@echo "make crash            kill training 200 times (KILLS, SEED), also while it saves, and resume it bit for bit"
+	@echo "make slurm            run examples/slurm/train.sbatch on a Slurm of its own (root; installs it): preempted, requeued"
 	@echo "make crash-ranks      kill one of four ranks 200 times (KILLS, SEED): no hang, no lost checkpoint, the same bits after"
 	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, and compare with a clean run"
 	@echo "make coverage         measure which lines and branches the tests reach; fails below 95% and 85%"
@@ -260,6 +261,10 @@ adopt:
 # RUNS="out/a/metrics.jsonl ...": these runs; else all below out/.
 plot:
 	MAKE="$(MAKE)" sh examples/plot/plot.sh $(RUNS)
+
+# A slurmctld and a slurmd on this machine; as root, who can install them.
+slurm: $(BUILD)/train_gpt
+	INSTALL=1 sh tests/run.sh tests/examples/slurm.sh
 
 accuracy: $(BUILD)/t_model $(BUILD)/t_kernels $(BUILD)/t_optimizer
 	$(PYTHON) tests/bench/run.py --only accuracy
