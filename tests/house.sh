@@ -143,6 +143,10 @@ for name in $(awk '/^\/\* Stop here/ {exit} {print}' amp.h | grep -oE '^AMP_API 
     if grep -q "\b$name(" tests/hostile/t_anomalies.c; then pass; else fail "anomalies" "tests/hostile/t_anomalies.c does not call $name"; fi
 done
 
+# The table of tests/README.md has every test.
+odd=$(sh tests/index.sh --check | tr '\n' ' ')
+if [ -z "$odd" ]; then pass; else fail "files in tests/README.md" "sh tests/index.sh: $odd"; fi
+
 # A number of the log stands for one message: ids that calls share have the same beginning, and the backend's are its own.
 {
     grep -ohE 'AMP_LOG_[A-Z]+, [0-9]{4}, .*' amp.h | sed -E 's/^AMP_LOG_[A-Z]+, ([0-9]{4}), ("%s".*|"[^"]{0,20}|).*/\1 \2/'

@@ -1,8 +1,9 @@
 #!/bin/sh
-# run.sh PROGRAM... [--alone PROGRAM...]: runs test programs (*.sh by sh) side by side, one a core (JOBS: so many), those
-# after --alone one at a time when the others are done.  Shows what each printed, in one piece, then the five that took
-# longest, and closes with the sum of their "N passed, N failed, N skipped" lines.  A program that ends without such a line
-# counts as one failure.  With TIMES=FILE the seconds of each, by the clock and of the processor, are left there.
+# run.sh - runs test programs (*.sh by sh) side by side, one a core, and adds up what they say.  run.sh PROGRAM...
+# [--alone PROGRAM...].  Those after --alone run one at a time when the others are done; JOBS: so many at a time.  Shows what
+# each printed, in one piece, then the five that took longest, and closes with the sum of their "N passed, N failed, N
+# skipped" lines.  A program that ends without such a line counts as one failure.  With TIMES=FILE the seconds of each, by
+# the clock and of the processor, are left there.
 work=$(mktemp -d) passed=0 failed=0 skipped=0
 trap 'rm -rf "$work"' EXIT
 export LC_ALL=C
