@@ -265,7 +265,7 @@ static int measured_reduce(void *user, void *data, int64_t n, amp_dtype dtype, a
 
 struct plan {
     int steps = STEPS, limit_ms = PATIENT_MS;
-    bool capture = false;
+    bool capture = false, sharded = false;      /* sharded: in several buckets, in the order of ranks */
     amp_dtype dtype = AMP_F32;                  /* of weights and gradients */
     int stop_rank = -1, stop_step = -1;         /* this rank's process ends there */
     bool sleeps = false;                        /* or hangs there instead */
@@ -330,6 +330,7 @@ struct net {
         head.x = hidden.y, head.weight = &params[1], head.dy = loss.dlogits, hidden.dy = head.dx;
         loss.logits = head.y, loss.labels = (const int32_t *)labels, loss.loss = (float *)q;
         o.params = params, o.n_params = 2, o.lr = 0.1, o.kind = AMP_SGD, o.momentum = 0.5, o.result_lag = AMP_LAG_NONE;
+        if (p.sharded) o.shard = AMP_SHARD_STATES, o.deterministic = 1, o.bucket_bytes = 2048;
         s.init_scale = 256;
         TRY(amp_scaler_create(amp, &scaler, &s));
         return amp_optimizer_create(amp, &optimizer, &o);
@@ -446,6 +447,11 @@ static void run_captured(rank_run &me) {
     coc_set_schedule(COC_EAGER);
     me.train_and_save(p);
 }
+static void run_sharded(rank_run &me) {
+    plan p;
+    p.capture = p.sharded = true;
+    me.train_and_save(p);
+}
 static void run_bf16(rank_run &me) {
     plan p;
     p.dtype = AMP_BF16;
@@ -508,7 +514,7 @@ static void run_damaged(rank_run &me) { me.train_and_save(plan()); }
 
 static const struct scenario { const char *name; void (*run)(rank_run &me); bool without; } scenarios[] = {
     {"calls", run_calls, false}, {"training", run_training, false}, {"captured", run_captured, false},
-    {"bf16", run_bf16, false}, {"dies", run_dies, false}, {"dies_in_graph", run_dies_in_graph, false},
+    {"sharded", run_sharded, false}, {"bf16", run_bf16, false}, {"dies", run_dies, false}, {"dies_in_graph", run_dies_in_graph, false},
     {"hangs", run_hangs, false}, {"disagrees", run_disagrees, false}, {"network", run_network, false},
     {"never_joins", run_never_joins, false}, {"no_id", run_no_id, false}, {"old", run_old, false},
     {"one_old", run_one_old, false}, {"damaged", run_damaged, true},
@@ -635,7 +641,7 @@ TEST(two_processes_train) {
     MODEL_ONLY();
     double bound;
     std::vector<float> host = by_amp_ranks(2, &bound);
-    for (const char *name : {"training", "captured"}) {
+    for (const char *name : {"training", "captured", "sharded"}) {
         family f(name, 2);
         f.check_all_same();
         CHECK_MSG(memcmp(f.all->weights[0], host.data(), host.size() * 4) == 0, "%s: not the bits of amp_ranks", name);
