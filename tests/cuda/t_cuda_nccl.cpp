@@ -16,7 +16,13 @@
 #include <thread>
 #include <unistd.h>
 
-enum { RANKS = 4, HOST_ROOM = 8192, WEIGHTS = 4096, LIMIT_MS = 4000, PATIENT_MS = 60000 };
+enum { RANKS = 4, HOST_ROOM = 8192, WEIGHTS = 4096, PATIENT_MS = 60000 };
+/* Of ranks that wait for one that is gone: longer than a step takes here. */
+#if defined(__SANITIZE_ADDRESS__)
+enum { LIMIT_MS = 12000 };
+#else
+enum { LIMIT_MS = 4000 };
+#endif
 
 /* ---- What the processes share */
 
@@ -573,8 +579,8 @@ struct family {
                 CHECK_MSG(WIFSIGNALED(status) || WEXITSTATUS(status) == 0, "%s: rank %d failed %d checks, exit %d", name, r,
                           all->failures[r], WEXITSTATUS(status));
             }
-            if (left > 0 && now() - began > 60) CHECK_MSG(false, "%s: a rank hangs", name);
-            if ((left == 1 && !strcmp(name, "hangs")) || now() - began > 60)
+            if (left > 0 && now() - began > 120) CHECK_MSG(false, "%s: a rank hangs", name);
+            if ((left == 1 && !strcmp(name, "hangs")) || now() - began > 120)
                 for (int r = 0; r < n; r++)
                     if (children[r] != 0) kill(children[r], SIGKILL);
             nap();
@@ -702,7 +708,7 @@ static void check_ended(const char *name, int world, const char *told) {
     for (int r = 0; r < world; r++) {
         if (r == 1) continue;
         f.check_error(r, AMP_ERR_REDUCE, told);
-        CHECK_MSG(f.all->seconds[r] < 1e-3 * (2 * LIMIT_MS) + 10, "%s: rank %d took %.1f s", name, r, f.all->seconds[r]);
+        CHECK_MSG(f.all->seconds[r] < 1e-3 * (2 * LIMIT_MS) + 20, "%s: rank %d took %.1f s", name, r, f.all->seconds[r]);
         CHECK_MSG(f.all->steps[r] >= 1 && f.all->steps[r] <= 2, "%s: rank %d made %d steps", name, r, f.all->steps[r]);
     }
 }
@@ -715,7 +721,7 @@ TEST(a_rank_that_hangs) { MODEL_ONLY(); check_ended("hangs", 2, "rank 1 has not 
 TEST(a_rank_that_never_joins) {
     MODEL_ONLY();
     family f("never_joins", 2);
-    f.check_error(0, AMP_ERR_REDUCE, "not all ranks have come within 4000 ms");
+    f.check_error(0, AMP_ERR_REDUCE, "not all ranks have come within");
     f.check_error(0, AMP_ERR_REDUCE, "rank 1 is gone");
 }
 TEST(ranks_that_disagree) {
