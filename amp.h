@@ -1875,7 +1875,8 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
 /* With .shard: every rank calls save with its own state, and writes path.SAVE.RANK; then rank 0 writes `path`, which
    names them, and removes the files of the save before.  load reads the files of however many ranks there were, and
    joins the parts of optimizers to what one rank would have saved, which any rank of any world loads; the rest is this
-   rank's, or rank 0's if the number of ranks differs.  A rank that fails makes all fail, and the save before stays.
+   rank's, or rank 0's if the number of ranks differs or amp is NULL.  A rank that fails makes all fail, and the save
+   before stays.
    Errors of save: AMP_ERR_OPEN, AMP_ERR_WRITE, AMP_ERR_REDUCE another rank failed, AMP_ERR_STATE gradients are being
    summed; of load: those of amp_state_load. */
 AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path);
@@ -23669,15 +23670,15 @@ static amp_result ampi_join(amp_state *out, amp_state *const *parts, int64_t wor
 
 static amp_result ampi_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
     const char *f = "amp_state_load_ranks";
-    const amp_system *s = ampi_context_system(amp);
+    const amp_system standard = ampi_system(NULL), *s = amp != NULL ? ampi_context_system(amp) : &standard;
     int64_t index[AMPI_INDEX], world, i, n = 0;
-    int32_t rank = ampi_settings(amp)->reducer.rank;
+    int32_t rank = amp != NULL ? ampi_settings(amp)->reducer.rank : 0;
     amp_state **parts, *joined = NULL;
     char part[4096];
     amp_result r = AMP_OK;
     AMPI_TRY(ampi_index_read(s, path, index));
     world = index[AMPI_INDEX_WORLD];
-    if (world != ampi_world(amp)) rank = 0;
+    if (amp == NULL || world != ampi_world(amp)) rank = 0;
     AMPI_TRY(ampi_alloc(s, f, (void **)&parts, world, sizeof *parts));
     for (i = 0; i < world && r == AMP_OK; i++) {
         r = ampi_index_path(part, sizeof part, path, index[AMPI_INDEX_SAVE], i);
@@ -23695,7 +23696,7 @@ static amp_result ampi_load_ranks(const amp_context *amp, amp_state **out, const
 AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
     const char *f = "amp_state_load_ranks";
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need(f, amp && out && path, "amp, out or path"));
+    AMPI_TRY(ampi_need(f, out && path, "out or path"));
     return ampi_as(f, ampi_load_ranks(amp, out, path));
 }
 

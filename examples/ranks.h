@@ -84,7 +84,8 @@ static inline amp_result ranks_silence(void) {
 
 static MPI_Comm ranks_all;
 static inline amp_result ranks_begin(int *argc, char ***argv) {
-    MPI_Init(argc, argv);
+    int threads;
+    MPI_Init_thread(argc, argv, MPI_THREAD_SERIALIZED, &threads);
     ranks_all = MPI_COMM_WORLD;
     ranks = amp_mpi(&ranks_all);
     return ranks_silence();

@@ -352,6 +352,8 @@ static amp_result take_records(run *r, progress *bar) {
     while (amp_monitor_next(r->monitor, &record)) {
         r->result = record.result;
         r->results++;
+        r->ranks_seconds += record.result.ranks_seconds;
+        r->ranks_waited += record.result.ranks_waited;
         board_record_of(r, &record);
         if (r->set.log_memory && record.has_memory) print_memory(bar, &record);
         EX_TRY(answer_trouble(r, bar, &record));
@@ -591,6 +593,9 @@ static void print_result(const run *r, double loss) {
                (double)(memory.peak > r->peak ? memory.peak : r->peak) / 1048576,
                (double)memory.optimizer / 1048576);
     printf("  skipped     %lld of %lld steps\n", (long long)r->result.total_skips, (long long)r->step);
+    if (r->ranks_seconds > 0)
+        printf("  sums        %.3f s over ranks, %.0f%% of it hidden behind backward\n", r->ranks_seconds,
+               100 * (1 - fmin(r->ranks_waited / r->ranks_seconds, 1)));
 }
 
 /* The effect of a 16-bit residual stream on the loss: the same weights and text with an fp32 one. */

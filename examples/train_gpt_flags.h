@@ -13,11 +13,12 @@
 typedef struct settings {
     amp_settings amp;               /* from flags, --config and --env */
     const char *data, *format, *out, *save, *resume, *init, *metrics, *config, *tensorboard;
-    const char *sync_wire, *tokenizer, *shuffle, *masters, *rank_file;
+    const char *sync_wire, *tokenizer, *shuffle, *masters, *rank_file, *shard, *wire;
     const char *activations, *model, *schedule, *prompt, *autotune, *device, *fp8_blocks, *lowest;
     int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
     int64_t allow_fallback, threads, static_scale, recompute, fused_loss, graph;
     int64_t save_interval, eval_interval, eval_batches, sample, top_k, help, stop_after, profile, sync_every;
+    int64_t bucket_mb, deterministic;
     int64_t env, log_memory, debug, change_batch;
     int64_t adaptive;               /* --precision adaptive */
     int64_t nccl;
@@ -133,6 +134,13 @@ static const flag_row options[] = {
      "of --sync-every: its Nesterov momentum; for short runs lower: 0.9 is of some ten combinations"},
     {"sync-wire", FLAG_CHOICE, FIELD(sync_wire), "fp32", 0, 0, "fp32 bf16",
      "of --sync-every: what changes are sent in"},
+    {"shard", FLAG_CHOICE, FIELD(shard), "none", 0, 0, "none states",
+     "states: each rank keeps masters and moments of its part of the weights (ZeRO)"},
+    {"deterministic", FLAG_SWITCH, FIELD(deterministic), "off", 0, 0, NULL,
+     "ranks sum gradients in their order, in fp32: the same bits with any --shard"},
+    {"wire", FLAG_CHOICE, FIELD(wire), "fp32", 0, 0, "fp32 bf16", "gradients between ranks"},
+    {"bucket-mb", FLAG_INTEGER, FIELD(bucket_mb), "25", 1, 1 << 20, NULL,
+     "megabytes of gradients that ranks sum at a time, while backward runs"},
     {"accumulation", FLAG_SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
     {"recompute", FLAG_SWITCH, FIELD(recompute), "off", 0, 0, NULL,
      "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
@@ -441,6 +449,12 @@ static amp_result read_settings(int argc, char **argv, settings *set, amp_state 
         flag_given.text[resume] = without_suffix(flag_given.text[resume]);
         snprintf(path, sizeof path, "%.4000s.state", flag_given.text[resume]);
         if (amp_state_load(resumed, NULL, path) != AMP_OK) return flag_refuse("resume", "%s", amp_last_error());
+        if (amp_state_count(*resumed, "ranks.index", NULL) > 0) {       /* of --shard */
+            amp_state_destroy(*resumed);
+            *resumed = NULL;
+            if (amp_state_load_ranks(NULL, resumed, path) != AMP_OK)
+                return flag_refuse("resume", "%s", amp_last_error());
+        }
         EX_TRY(read_saved_options(*resumed));
         set->adaptive = flag_given.text[precision] == NULL && amp_state_count(*resumed, "adapt.adapt", NULL) > 0;
     }

@@ -47,6 +47,7 @@ typedef struct run {
     amp_step_result result;         /* the last one that arrived */
     int64_t results;                /* arrived in this session */
     int64_t peak;                   /* most bytes of memory in any epoch of the monitor's */
+    double ranks_seconds, ranks_waited;     /* sums over ranks; what steps waited for them */
     int n_fp8;                      /* weights that compute in fp8 */
     double busy;                    /* seconds in training steps */
     double bigram, bigram_best;
@@ -396,6 +397,10 @@ static amp_result open_optimizer(run *r) {
         desc.outer_momentum = set->outer_momentum > 0 ? set->outer_momentum : AMP_EXPLICIT_ZERO;
         desc.sync_wire = strcmp(set->sync_wire, "bf16") == 0 ? AMP_BF16 : AMP_F32;
     }
+    desc.shard = strcmp(set->shard, "states") == 0 ? AMP_SHARD_STATES : AMP_SHARD_NONE;
+    desc.wire = strcmp(set->wire, "bf16") == 0 ? AMP_BF16 : AMP_F32;
+    desc.deterministic = (int32_t)set->deterministic;
+    desc.bucket_bytes = set->bucket_mb << 20;
     if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
     return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
 }
@@ -460,16 +465,20 @@ static void clean_folder(const run *r) {
     ex_remove_unfinished(path);
 }
 
+/* 1: each rank saves its own part of the states. */
+static int shards(const settings *set) { return ranks.world > 1 && strcmp(set->shard, "states") == 0; }
+
 /* Opens the files that a run writes, so that it fails at its start rather than at its end. */
 static amp_result open_files(run *r) {
     const settings *set = &r->set;
     const char *save = *set->save != 0 ? set->save : set->resume;
     char why[400];
-    if (ranks.rank > 0) return AMP_OK;
+    if (ranks.rank > 0 && !shards(set)) return AMP_OK;
     if (strcmp(save, "none") == 0) r->save[0] = 0;
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
     else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
     if (r->save[0] != 0 && ex_folder_make(r->save) != AMP_OK) return flag_refuse("save", "%s", ex_because(why));
+    if (ranks.rank > 0) return AMP_OK;
     if (r->save[0] != 0) clean_folder(r);
     if (strcmp(set->metrics, "none") == 0) return AMP_OK;
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
@@ -760,7 +769,7 @@ static amp_result put_training(run *r, amp_state *state) {
 /* The weights for other programs. */
 static amp_result save_weights(run *r) {
     char path[PATH_MAX + 16];
-    if (r->save[0] == 0) return AMP_OK;
+    if (r->save[0] == 0 || ranks.rank > 0) return AMP_OK;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
     EX_TRY(gpt_save_safetensors(&r->model, path, r->step));
     return config_path(r, path, sizeof path) ? gpt_save_config(&r->model, path) : AMP_OK;
@@ -774,7 +783,8 @@ static amp_result save_run(run *r) {
     EX_TRY(amp_state_create(&state, NULL));
     result = put_training(r, state);
     snprintf(path, sizeof path, "%s.state", r->save);
-    if (result == AMP_OK) result = amp_state_save(state, path);
+    if (result == AMP_OK)
+        result = shards(&r->set) ? amp_state_save_ranks(r->amp, state, path) : amp_state_save(state, path);
     amp_state_destroy(state);
     return result == AMP_OK ? save_weights(r) : result;
 }

@@ -1290,7 +1290,7 @@ TEST(nothing_for_a_step) {
     NULLS(amp_step_result_flush(NULL));
     NULLS(amp_optimizer_save(NULL, state, "x")); NULLS(amp_optimizer_save(o, NULL, "x")); NULLS(amp_optimizer_save(o, state, NULL));
     NULLS(amp_state_save_ranks(NULL, state, "x")); NULLS(amp_state_save_ranks(amp, NULL, "x")); NULLS(amp_state_save_ranks(amp, state, NULL));
-    NULLS(amp_state_load_ranks(NULL, &joined, "x")); NULLS(amp_state_load_ranks(amp, NULL, "x")); NULLS(amp_state_load_ranks(amp, &joined, NULL));
+    CHECK_ERR(amp_state_load_ranks(NULL, &joined, "/no/such/file"), AMP_ERR_OPEN); NULLS(amp_state_load_ranks(amp, NULL, "x")); NULLS(amp_state_load_ranks(amp, &joined, NULL));
     NULLS(amp_optimizer_load(NULL, state, "x")); NULLS(amp_optimizer_load(o, NULL, "x")); NULLS(amp_optimizer_load(o, state, NULL));
     amp_optimizer_destroy(o); amp_optimizer_destroy(NULL);
     amp_scaler_destroy(scaler); amp_scaler_destroy(NULL);
