@@ -34602,7 +34602,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        amp_model_..., amp_tape_... and amp_tensor_create: parameters that the library owns, and a backward that it runs;
        .record of amp_verify_desc, amp_gradcheck_desc and amp_tune_desc.
        amp_ranks_...: ranks in one process; amp_reducer moves parts and bytes too; examples/amp_mpi.h; gradients in
-       buckets during backward, .shard, .wire, .deterministic; amp_state_save_ranks, _load_ranks; .reduce_on_device: NCCL.
+       buckets during backward, .shard, .wire, .deterministic; amp_state_save_ranks, _load_ranks; NCCL by
+       .reduce_on_device.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 
