@@ -206,7 +206,7 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 	AMPT_LEAVE_OUT=ci $(RUN) $(filter-out $(QUIET),$(TEST_RUNS)) --alone $(QUIET)
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
-	INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" $(RUN) $(CUDA_TESTS_CI) \
+	INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=15 $(RUN) $(CUDA_TESTS_CI) \
 	    --alone tests/compile.sh tests/sanitize.sh tests/lifetime.sh $(CRASH_CI) tests/hostile/fuzz/run.sh
 
 # RECORD=FILE: with what, on what and how long, as JSON.

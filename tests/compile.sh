@@ -14,10 +14,11 @@ matrix() {
     compiler=$1 language=$2; shift 2
     if ! have "$compiler"; then skip "$compiler" "not installed"; return; fi
     for standard; do
-        for file in impl user static twice; do
+        for file in impl user; do
             at_once "$compiler -std=$standard $file" "$compiler" -x "$language" "-std=$standard" $strict -Wsign-conversion -fsyntax-only "$work/$file.c"
         done
     done
+    at_once "$compiler twice" "$compiler" -x "$language" "-std=$standard" $strict -Wsign-conversion -fsyntax-only "$work/twice.c"
     at_once "$compiler static" "$compiler" -x "$language" "-std=$standard" -O0 $strict -Wsign-conversion -c "$work/static.c" -o "$work/static.o"
     at_once "$compiler -O2" "$compiler" -x "$language" "-std=$standard" -O2 $strict -Wsign-conversion -c "$work/impl.c" -o "$work/impl.o2"
     collect

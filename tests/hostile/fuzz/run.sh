@@ -1,10 +1,10 @@
 #!/bin/sh
 # run.sh [SECONDS [NAME...]] - builds the fuzzers with AddressSanitizer, UndefinedBehaviorSanitizer and leak detection and
-# runs each (or those named) for SECONDS (30), as many at once as there are cores.  In build/fuzz: corpus/NAME grows from
+# runs each (or those named) for SECONDS (FUZZ_SECONDS, 30), as many at once as there are cores.  In build/fuzz: corpus/NAME grows from
 # run to run, found/ holds the inputs that broke something, record.json tells what was done.  SEED=n: of libFuzzer's random
 # numbers (1; 0 another one each time).
 . tests/lib.sh
-seconds=${1:-30} folder=build/fuzz
+seconds=${1:-${FUZZ_SECONDS:-30}} folder=build/fuzz
 if [ $# -gt 0 ]; then shift; fi
 [ $# -gt 0 ] || set -- $(ls tests/hostile/fuzz/fuzz_*.c | sed 's:.*/fuzz_::; s:\.c$::')
 flags="-std=c99 -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined -fsanitize=fuzzer"
