@@ -24,7 +24,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: slurm help run quick t examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
+.PHONY: slurm newcomer docs help run quick t examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
         bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -47,6 +47,8 @@ help: backend
 	@echo "make crash            kill training 200 times (KILLS, SEED), also while it saves, and resume it bit for bit"
 	@echo "make slurm            run examples/slurm/train.sbatch on a Slurm of its own (root; installs it): preempted, requeued"
 	@echo "make crash-ranks      kill one of four ranks 200 times (KILLS, SEED): no hang, no lost checkpoint, the same bits after"
+	@echo "make newcomer         walk the first hour of README.md and examples/README.md, command by command, in an empty HOME"
+	@echo "make docs             make one page of amp.h's manual, comments and declarations: $(BUILD)/docs/index.html"
 	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, and compare with a clean run"
 	@echo "make coverage         measure which lines and branches the tests reach; fails below 95% and 85%"
 	@echo "make mutants          change one token of amp.h at a time: a test must catch each (ten minutes); mutants-cuda: one"
@@ -207,7 +209,17 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 	INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=15 $(RUN) $(CUDA_TESTS_CI) \
-	    --alone tests/compile.sh tests/sanitize.sh tests/lifetime.sh $(CRASH_CI) tests/hostile/fuzz/run.sh
+	    --alone tests/newcomer.sh tests/compile.sh tests/sanitize.sh tests/lifetime.sh $(CRASH_CI) tests/hostile/fuzz/run.sh
+
+newcomer:
+	CC="$(CC)" sh tests/run.sh tests/newcomer.sh
+
+# One page, which needs nothing but itself.
+docs: $(BUILD)/docs/index.html
+$(BUILD)/docs/index.html: amp.h examples/docs.awk
+	mkdir -p $(@D)
+	LC_ALL=C awk -f examples/docs.awk amp.h > $@.part && mv $@.part $@
+	@echo "$@"
 
 # RECORD=FILE: with what, on what and how long, as JSON.
 test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer $(BUILD)/t_tape

@@ -267,4 +267,17 @@ BOUNDS
 awk '/^```diff$/ {on = 1; next} /^```/ {on = 0} on' examples/adopt/README.md > "$work/shown"
 diff -U0 examples/adopt/before.c examples/adopt/after.c | grep '^[-+]' | grep -v -e '^---' -e '^+++' -e '^[-+]/\* ' -e '^[-+] \*' -e '^[-+]$' > "$work/changed"
 if [ -s "$work/shown" ] && cmp -s "$work/shown" "$work/changed"; then pass; else fail "the diff of adopting" "is not that of examples/adopt: $(diff "$work/shown" "$work/changed" | head -n 5)"; fi
+
+# The page of `make docs`: an anchor for every function, no link to nowhere, no id twice, and every element closed.
+page=$work/index.html
+if awk -f examples/docs.awk amp.h > "$page" 2> "$work/log" && [ ! -s "$work/log" ]; then pass; else fail "make docs" "$(head -n 2 "$work/log")"; fi
+grep -oE ' id="[^"]+"' "$page" | sed 's/ id="//; s/"$//' | sort > "$work/ids"
+missing=$(grep -oE '^AMP_API [^(]*\bamp_[a-z0-9_]+\(' "$work/api" | grep -oE 'amp_[a-z0-9_]+\($' | tr -d '(' | sort -u | comm -23 - "$work/ids" | head -n 3 | tr '\n' ' ')
+if [ -z "$missing" ] && [ "$(grep -c '^amp_' "$work/ids")" -ge 200 ]; then pass; else fail "make docs" "no anchor for $missing"; fi
+if [ -z "$(uniq -d "$work/ids")" ]; then pass; else fail "make docs" "ids that are there twice: $(uniq -d "$work/ids" | head -n 3 | tr '\n' ' ')"; fi
+nowhere=$(grep -oE 'href="#[^"]+"' "$page" | sed 's/href="#//; s/"$//' | sort -u | comm -23 - "$work/ids" | head -n 3 | tr '\n' ' ')
+if [ -z "$nowhere" ]; then pass; else fail "make docs" "links to nowhere: $nowhere"; fi
+for tag in section pre i s b a h2 div nav main; do
+    if [ "$(grep -oE "<$tag[ >]" "$page" | wc -l)" -eq "$(grep -o "</$tag>" "$page" | wc -l)" ]; then pass; else fail "make docs" "<$tag> is not always closed"; fi
+done
 closing

@@ -1,0 +1,48 @@
+#!/bin/sh
+# newcomer.sh - the first hour of somebody who has read README.md and examples/README.md and nothing else: the commands
+# that stand there, in their order, in a copy of the project, with an empty HOME and a PATH of gcc, make and coreutils.
+#
+# README's program is built and run; then "A first hour" of examples/README.md, on data and weights made here: replace
+# sgemm, learn a CSV file, fine-tune on a TSV file, from weights too, and an operator of one's own.  -O2 becomes OPT
+# (-O1), which compiles in two thirds of the time.
+. tests/lib.sh
+opt=${OPT:--O1}
+home=$work/home tools=$work/tools clone=$work/clone
+mkdir "$home" "$tools" "$clone"
+for tool in ${CC:-gcc} make sh as ld ar nm cat cp cut date dirname echo env head ls mkdir mv nproc paste printf pwd rm seq sleep sort tail tee touch tr true uname uniq wc; do
+    path=$(command -v "$tool") && [ "${path#/}" != "$path" ] && ln -s "$path" "$tools/${tool##*/}"
+done
+[ -e "$tools/gcc" ] || ln -s "$(command -v "${CC:-gcc}")" "$tools/gcc"
+cp -R amp.h Makefile README.md examples "$clone"
+
+# In the clone, as the newcomer: said LINE.
+said() { (cd "$clone" && env -i HOME="$home" PATH="$tools" sh -c "$1") > "$work/said" 2>&1; }
+
+# What is learned from: y = class of two comparisons; reviews in two moods, by three words each.
+awk 'BEGIN {srand(3); print "length,width,weight,age,class"
+    for (i = 0; i < 1500; i++) {a = rand(); b = rand(); c = 90 * rand(); d = rand(); printf "%f,%f,%f,%f,%d\n", a, b, c, d, (a > b) + 2 * (c > 45)}}' > "$clone/data.csv"
+awk 'BEGIN {srand(4); split("moving clever superb", good, " "); split("dull clumsy awful", bad, " "); split("film plot cast music", what, " ")
+    for (i = 0; i < 480; i++) {k = rand() < 0.5; printf "%d\tthe %s was %s\n", k, what[int(4 * rand()) + 1], k ? good[int(3 * rand()) + 1] : bad[int(3 * rand()) + 1]}}' > "$clone/reviews.tsv"
+
+# README's program, and the line behind it that builds and runs it.
+awk '/^```c$/ {on = 1; next} /^```/ {exit} on' README.md > "$clone/program.c"
+grep -oE '^    gcc .*&& \./program' README.md > "$work/commands"
+[ "$(wc -l < "$work/commands")" -eq 1 ] || fail "README.md" "has no line that builds its program"
+# Commands are indented by four; those of the first hour.
+sed -n '/^## A first hour/,/^## /p' examples/README.md | sed -n 's/^    //p' >> "$work/commands"
+if [ "$(wc -l < "$work/commands")" -ge 11 ]; then pass; else fail "examples/README.md" "its first hour has $(wc -l < "$work/commands") commands"; fi
+
+while IFS= read -r line; do
+    [ "$line" = "./finetune reviews.tsv bert" ] && mv "$clone/out/finetune" "$clone/bert"     # the weights, as a folder
+    if said "$(echo "$line" | sed "s/-O2/$opt/")" && ! grep -qiE 'warning|error:' "$work/said"; then pass; else fail "$line" "$(head -n 3 "$work/said")"; continue; fi
+    case $line in
+        *./program) want='$0 ~ /^step 300: loss/ {ok = $4 < 0.5}' ;;
+        ./sgemm*) want='/largest difference/ {ok = $(NF - 3) + 0 < 0.05}' ;;
+        ./csv*|./convnet*) want='/has not seen/ {ok = $2 + 0 > 90}' ;;
+        ./finetune*) want='/^epoch 3/ {ok = $NF + 0 > 90}' ;;
+        *) continue ;;
+    esac
+    if awk "$want END {exit !ok}" "$work/said"; then pass; else fail "$line" "$(tail -n 3 "$work/said")"; fi
+done < "$work/commands"
+[ -z "$(ls -A "$home")" ] && pass || fail "HOME" "was written to: $(ls -A "$home")"
+closing
