@@ -65,4 +65,30 @@ else fail "data_parallel on two processes" "$(tail -n 3 "$work/parallel.log")"; 
 two overflow --steps 6 --batch 4 --precision fp16 --init-scale 1e30
 if [ "$(grep -c "Result" "$work/overflow.log")" -eq 1 ] && grep -q "skipped *6 of 6" "$work/overflow.log"; then pass
 else fail "an overflow skips on both" "$(tail -n 5 "$work/overflow.log")"; fi
+# A rank that does not come: the call fails on the other after the limit, and so does every later one.
+cat > "$work/late.c" << 'end'
+#include "amp_mpi.h"
+#include <unistd.h>
+int main(int argc, char **argv) {
+    float x = 1;
+    amp_reducer r;
+    MPI_Comm comm;
+    int ok;
+    MPI_Init(&argc, &argv);
+    comm = MPI_COMM_WORLD;
+    r = amp_mpi(&comm);
+    amp_mpi_timeout_ms = 500;
+    if (r.reduce(r.user, &x, 1, AMP_F32, AMP_REDUCE_SUM, NULL) != 0 || x != 2) return 1;
+    if (r.rank == 1) sleep(60);
+    ok = r.reduce(r.user, &x, 1, AMP_F32, AMP_REDUCE_SUM, NULL) != 0 && x == 2;
+    ok = ok && r.reduce(r.user, &x, 1, AMP_F32, AMP_REDUCE_SUM, NULL) != 0;
+    printf("%d %s\n", ok, r.calls->error(r.user));
+    fflush(stdout);
+    MPI_Abort(comm, 3);
+}
+end
+check "late.c builds" mpicc -Iexamples -I. -O1 -DAMP_IMPLEMENTATION_INCLUDED -include amp.h "$work/late.c" build/amp.o -o "$work/late" -lm -lpthread
+timeout 30 mpirun -np 2 "$work/late" > "$work/late.log" 2>&1
+if grep -q "^1 some rank has not come within 500 ms; MPI does not tell which" "$work/late.log"; then pass
+else fail "a rank that does not come under MPI" "$(tail -n 3 "$work/late.log")"; fi
 closing
