@@ -11,9 +11,9 @@
  * amp_step need MPI_THREAD_MULTIPLE and a communicator of their own.  Where Open MPI reads a device's memory it does so
  * here; else that goes through the host, so any MPI will do.
  *
- * A call fails on all ranks that have come to it when one has not after amp_mpi_timeout_ms; MPI cannot tell which one it
- * is.  Then nothing is left but MPI_Abort.  A rank that dies is mpirun's to notice, which ends all; one that stops in the
- * middle of a call is noticed by amp_tcp.h, not here. */
+ * A call fails on all ranks that have come to it when one has not after amp_mpi_timeout_ms; MPI cannot tell which one
+ * it is.  Then nothing is left but MPI_Abort.  A rank that dies is mpirun's to notice, which ends all; one that stops
+ * in the middle of a call is noticed by amp_tcp.h, not here. */
 #ifndef EXAMPLE_AMP_MPI
 #define EXAMPLE_AMP_MPI
 #include <mpi.h>

@@ -91,7 +91,7 @@ static inline amp_result ranks_begin(int *argc, char ***argv) {
     return ranks_silence();
 }
 static inline amp_result ranks_join(const char *file, double seconds) {
-    if (*file != 0) return ex_fail(AMP_ERR_CONFLICT, "--rank-file is for ranks without MPI, which brings them together");
+    if (*file != 0) return ex_fail(AMP_ERR_CONFLICT, "--rank-file is for ranks without MPI, which finds them itself");
     amp_mpi_timeout_ms = (int)(seconds * 1000 + 0.5);
     return AMP_OK;
 }
