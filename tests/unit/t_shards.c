@@ -373,11 +373,11 @@ static void same_states(const amp_state *a, const amp_state *b, const char *what
     static char x[NUMBERS * 8], y[NUMBERS * 8];
     const char *key;
     for (int64_t i = 0; (key = amp_state_key(a, i)) != NULL; i++) {
-        amp_dtype dtype = AMP_F32, other = AMP_F32;
-        int64_t n = amp_state_count(a, key, &dtype), m = amp_state_count(b, key, &other);
+        amp_dtype dtype = AMP_F32, kind = AMP_F32;
+        int64_t n = amp_state_count(a, key, &dtype), m = amp_state_count(b, key, &kind);
         if (strcmp(key, "rank") == 0 || strcmp(key, "o.cycle") == 0) continue;
-        CHECK_MSG(n == m && dtype == other, "%s, %d ranks, %s: %d and %d", what, world, key, (int)n, (int)m);
-        if (n != m || dtype != other || n * (int64_t)amp_dtype_size(dtype) > (int64_t)sizeof x) continue;
+        CHECK_MSG(n == m && dtype == kind, "%s, %d ranks, %s: %d and %d", what, world, key, (int)n, (int)m);
+        if (n != m || dtype != kind || n * (int64_t)amp_dtype_size(dtype) > (int64_t)sizeof x) continue;
         CHECK_OK(amp_state_get(a, key, dtype, x, n));
         CHECK_OK(amp_state_get(b, key, dtype, y, n));
         CHECK_MSG(memcmp(x, y, (size_t)n * amp_dtype_size(dtype)) == 0, "%s, %d ranks: %s differs", what, world, key);
