@@ -202,13 +202,13 @@ include tests/mutants/rules.mk
 # asks what the others provoked.
 EXAMPLE_TESTS := $(wildcard tests/examples/*.sh)
 QUIET         := tests/examples/hosts.sh tests/examples/tools.sh tests/errors.sh
-RUN           := CC="$(CC)" CFLAGS="$(CFLAGS)" TIMES=$(BUILD)/times.txt sh tests/run.sh
+RUN           := CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/run.sh
 TEST_RUNS     := $(EXAMPLE_TESTS) tests/docs.sh tests/house.sh tests/abi.sh $(CUDA_TESTS) $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%)
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
-	AMPT_LEAVE_OUT=ci $(RUN) $(filter-out $(QUIET),$(TEST_RUNS)) --alone $(QUIET)
+	AMPT_LEAVE_OUT=ci TIMES=$(BUILD)/times.txt $(RUN) $(filter-out $(QUIET),$(TEST_RUNS)) --alone $(QUIET)
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
-	INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=15 $(RUN) $(CUDA_TESTS_CI) \
+	INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=15 TIMES=$(BUILD)/times_ci.txt $(RUN) $(CUDA_TESTS_CI) \
 	    --alone tests/newcomer.sh tests/compile.sh tests/sanitize.sh tests/lifetime.sh $(CRASH_CI) tests/hostile/fuzz/run.sh
 
 newcomer:

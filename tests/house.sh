@@ -131,7 +131,7 @@ done
 sed '/\*\//q' tests/hostile/t_traps.c > "$work/traps"
 for held in $(grep -oE '\bt_[a-z_]+\.[a-z0-9_]{2,}' "$work/traps") $(sed -n 's/^TEST(\(.*\)) {$/t_traps.\1/p' tests/hostile/t_traps.c); do
     file=$(source_of "${held%%.*}") name=${held#*.}
-    if grep -q "^TEST($name)" "$file" && grep -q "RUN($name)" "$file" && grep -qw "$held" "$work/traps"; then pass
+    if grep -q "^TEST($name)" "$file" && grep -Eq "RUN(_LONG|_CI)?\($name\)" "$file" && grep -qw "$held" "$work/traps"; then pass
     else fail "table of traps" "$held is not there, does not run, or is not in the table"; fi
 done
 for script in $(grep -oE '\b[a-z]+\.sh\b' "$work/traps" | sort -u); do

@@ -1,10 +1,10 @@
 #!/bin/sh
 # index.sh - writes the table of test files into tests/README.md: what the head of each says, and the seconds of the processor
-# that it took in the last `make test` (build/times.txt; what did not run there keeps its number).  index.sh --check: says
+# that it took in the last `make test` and `make test-ci` (build/times*.txt; what did not run there keeps its number).
+# index.sh --check: says
 # which files the table lacks, or has and are no more.
 export LC_ALL=C
-readme=tests/README.md times=build/times.txt
-[ -e $times ] || times=/dev/null
+readme=tests/README.md times="/dev/null $(ls build/times*.txt 2>/dev/null)"
 files() { ls tests/*.sh tests/*/*.sh tests/*/t_*.c tests/*/t_*.cpp tests/gpu/t_*.cu tests/hostile/crash/*.c tests/hostile/fuzz/run.sh tests/torch/differential/*.py; }
 
 # The first sentence of a file's head, without its name.
