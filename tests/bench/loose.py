@@ -7,7 +7,9 @@ Trains examples/train_gpt.c (842k parameters) with MPI, one thread a rank, on on
 import json, os, re, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-RUNS = [('synchronous', []), ('h50-0.7-0.9', ['0.7', '0.9']), ('h50-1-0', ['1', '0']), ('h50-0.7-0.5', ['0.7', '0.5'])]
+WARM = 300              # a run named warm... is synchronous for so many steps first, as the paper begins from a trained model
+RUNS = [('synchronous', []), ('h50-0.7-0.9', ['0.7', '0.9']), ('h50-1-0', ['1', '0']), ('h50-0.7-0.5', ['0.7', '0.5']),
+        ('warm-h50-0.7-0.5', ['0.7', '0.5'])]
 
 def train(folder, name, outer, steps):
     log, out = os.path.join(folder, name + '.log'), os.path.join(folder, name)
@@ -17,17 +19,22 @@ def train(folder, name, outer, steps):
             subprocess.run(['mpicc', '-DUSE_MPI', '-O2', 'examples/train_gpt.c', 'tests/bench/mpi_bytes.c', '-o', binary, '-lm',
                             '-lpthread'], cwd=ROOT, check=True)
         flags = ['--sync-every', '50', '--outer-lr', outer[0], '--outer-momentum', outer[1]] if outer else []
+        new = ['--data', 'text.txt', '--precision', 'fp32', '--steps', str(steps), '--seed', '1']
+        phases = [new + ['--save', 'none'] + flags]
+        if name.startswith('warm'):
+            phases = [new + ['--stop-after', str(WARM)], ['--resume', os.path.join(out, 'model'), '--save', 'none'] + flags]
         with open(log, 'w') as f:
-            subprocess.run(['mpirun', '--oversubscribe', '--bind-to', 'none', '-np', '2', binary, '--data', 'text.txt', '--threads', '1',
-                            '--sample', '0', '--precision', 'fp32', '--steps', str(steps), '--seed', '1', '--save', 'none', '--out', out]
-                           + flags, cwd=folder, stdout=f, stderr=subprocess.STDOUT, check=True,
-                           env=dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT='1', OMPI_ALLOW_RUN_AS_ROOT_CONFIRM='1'))
+            for phase in phases:
+                subprocess.run(['mpirun', '--oversubscribe', '--bind-to', 'none', '-np', '2', binary, '--threads', '1', '--sample', '0',
+                                '--out', out] + phase, cwd=folder, stdout=f, stderr=subprocess.STDOUT, check=True,
+                               env=dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT='1', OMPI_ALLOW_RUN_AS_ROOT_CONFIRM='1'))
     lines = [json.loads(l) for l in open(os.path.join(out, 'metrics.jsonl'))]
     losses = [l['loss'] for l in lines if l.get('event') == 'step'][-20:]
-    sent = re.search(r'rank 0: (\d+) collectives, (\d+) bytes', open(log).read())
+    sent = re.findall(r'rank 0: (\d+) collectives, (\d+) bytes', open(log).read())
     return dict(name=name, outer_lr=float(outer[0]) if outer else None, outer_momentum=float(outer[1]) if outer else None,
                 validation={str(l['step']): l['loss'] for l in lines if l.get('event') == 'validation'},
-                training_loss_last_200=sum(losses) / len(losses), collectives=int(sent.group(1)), bytes_of_a_rank=int(sent.group(2)))
+                training_loss_last_200=sum(losses) / len(losses), collectives=sum(int(a) for a, _ in sent),
+                bytes_of_a_rank=sum(int(b) for _, b in sent))
 
 def main():
     folder, steps = os.path.abspath(sys.argv[1]), int(sys.argv[3]) if len(sys.argv) > 3 else 1200
