@@ -130,7 +130,8 @@ def diloco(parameters, step_seconds, every, ranks, bits_per_second, wire):
 def table(out):
     say = lambda s='': out.write(s + '\n')
     say('# Simulated scaling\n')
-    say('Every figure below is **simulated** by `python3 tests/sim/sim.py table`; no such machine was measured.  Assumed:')
+    say('Every figure below is **simulated** by `python3 tests/sim/sim.py table`; no such machine was measured, and the model'
+        ' has not yet passed its own check (`sim.py check`) on a quiet machine.  Assumed:')
     say(f'- H200 nodes of 8; NVLink {H200["nvlink"] / 1e9:.0f} GB/s and InfiniBand {H200["infiniband"] / 1e9:.0f} GB/s for each'
         f' device and direction (80% and 90% of 450 and 50); {H200["latency"][0] * 1e6:.0f} and {H200["latency"][1] * 1e6:.0f}'
         ' microseconds a message; ranks that are slower in a step by the magnitude of a normal number times 1%.')
