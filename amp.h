@@ -20232,10 +20232,11 @@ AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set) {
     return set && !ampi_is_stopped(&set->object) ? set->found : NULL;
 }
 
-/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They lie one after the other
-   from the last parameter to the first, as backward finishes them.  Once the operators that have added to a bucket's
-   gradients in a cycle before have done so again, the bucket goes on its way: in a thread of its own, or in a stream if
-   the reducer obeys those.  All ranks send all buckets in the same order; what is not ready waits for the step.
+/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They go from the last parameter
+   to the first, as backward finishes them; within one the first lies first.  Once the operators that have added to a
+   bucket's gradients in a cycle before have done so again, the bucket goes on its way: in a thread of its own, or in a
+   stream if the reducer obeys those.  All ranks send all buckets in the same order; what is not ready waits for the
+   step.
    With .shard or .deterministic, each rank has a part of each bucket, at multiples of AMPI_MOMENT_BLOCK elements of
    every parameter in it, and sums that part in fp32. */
 
@@ -20595,7 +20596,7 @@ static void ampi_buckets_fill(ampi_buckets *b) {
     const int64_t size = (int64_t)amp_dtype_size(d->wire), world = ampi_world(b->amp);
     const int64_t unit = b->ordered || b->parted ? AMPI_MOMENT_BLOCK : 1;
     ampi_bucket *k = NULL;
-    int64_t i, part = 0;
+    int64_t i, part = 0, place = 0;
     for (i = 0; i < b->set->n; i++) {
         int64_t row = b->set->n - 1 - i;
         b->order[i] = row;
@@ -20604,10 +20605,13 @@ static void ampi_buckets_fill(ampi_buckets *b) {
             k->first = i;
         }
         b->rows[row].bucket = b->n - 1;
-        b->rows[row].place = k->count;
         k->n++;
         k->waiting++;
         k->count += (b->whole[row].count + unit - 1) / unit * unit;
+    }
+    for (i = 0; i < b->set->n; i++) {       /* by parameter, as they most often lie in memory */
+        b->rows[i].place = i > 0 && b->rows[i].bucket == b->rows[i - 1].bucket ? place : 0;
+        place = b->rows[i].place + (b->whole[i].count + unit - 1) / unit * unit;
     }
     for (i = 0; i < b->n && unit > 1; i++) {
         k = &b->all[i];
@@ -20617,19 +20621,17 @@ static void ampi_buckets_fill(ampi_buckets *b) {
     }
     b->shard_count = part;
 }
-/* Gradients that lie in one piece, in any order, need no copy. */
+/* Gradients that lie in memory as in the bucket, without gaps, need no copy; on another rank they may lie elsewhere. */
 static void ampi_bucket_find_flat(const ampi_buckets *b, ampi_bucket *k) {
-    const char *low = NULL, *high = NULL;
+    uintptr_t flat = 0, at;
     int64_t i;
     for (i = k->first; i < k->first + k->n; i++) {
         const amp_k_tensor *row = &b->whole[b->order[i]];
-        const char *at = (const char *)row->grad, *end = at + row->count * 4;
-        if (row->grad_dtype != AMP_F32) return;
-        if (row->count == 0) continue;
-        low = low == NULL || at < low ? at : low;
-        high = high == NULL || end > high ? end : high;
+        at = (uintptr_t)row->grad - (uintptr_t)b->rows[b->order[i]].place * 4;
+        if (row->grad_dtype != AMP_F32 || (row->count > 0 && flat != 0 && at != flat)) return;
+        if (row->count > 0) flat = at;
     }
-    if (low != NULL && high - low == k->count * 4) k->flat = (void *)(uintptr_t)low;
+    k->flat = (void *)flat;
 }
 
 static amp_result ampi_buckets_memory(ampi_buckets *b) {

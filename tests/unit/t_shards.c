@@ -19,7 +19,7 @@ static const struct { const char *name; int64_t rows, columns; } shapes[PARAMS] 
 /* A model in memory of its own, and the place of each parameter in it. */
 typedef struct model {
     amp_param p[PARAMS];
-    float w[NUMBERS], g[NUMBERS], y[5][ROWS * 200], dy[5][ROWS * 200], pre[ROWS * 64], t[ROWS * 10];
+    float w[NUMBERS], g[NUMBERS + PARAMS], y[5][ROWS * 200], dy[5][ROWS * 200], pre[ROWS * 64], t[ROWS * 10];
 } model;
 
 typedef struct setup {
@@ -27,6 +27,7 @@ typedef struct setup {
     amp_desc d;
     amp_dtype weights, gradients;
     int by_hand, bad_rank, bad_step, unscale;
+    int apart;                      /* 1: rank 1's gradients have gaps between them */
     int extra;                      /* 1: one more backward of a tied layer in the last step */
 } setup;
 
@@ -157,6 +158,7 @@ static void *run_job(void *arg) {
     if (j->s->d.reducer.one_thread) d.reducer.one_thread = 1;
     CHECK_OK(amp_open(&amp, &d));
     model_make(m, j->s);
+    for (int i = 0; i < 6 && j->s->apart && j->rank == 1; i++) m->p[i].grad.data = (float *)m->p[i].grad.data + i;
     CHECK_OK(amp_param_register(amp, m->p, PARAMS));
     od.params = m->p; od.n_params = PARAMS;
     od.result_lag = AMP_LAG_NONE;
@@ -235,6 +237,15 @@ TEST(sums_during_backward) {
                 CHECK(other[0].seconds > 0);
             }
         }
+}
+
+/* Each rank has its own memory, and buckets that it need not copy have the order of those that it must. */
+TEST(gradients_that_lie_apart_on_one_rank) {
+    setup s = plain();
+    run_ranks(&s, 3, one);
+    s.apart = 1;
+    run_ranks(&s, 3, other);
+    for (int r = 0; r < 3; r++) same(&one[0], &other[r], "gaps on rank 1", 3);
 }
 
 static const struct { const char *name; amp_optimizer_kind kind; double momentum; amp_dtype weights, gradients; amp_master_kind master; amp_dtype moments; } storages[] = {
@@ -433,7 +444,8 @@ TEST(states_go_from_any_world_to_any) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
-    RUN(sums_during_backward); RUN(sharded_states_give_the_same_bits); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
+    RUN(sums_during_backward); RUN(gradients_that_lie_apart_on_one_rank);
+    RUN(sharded_states_give_the_same_bits); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
     RUN(a_gradient_that_was_sent_takes_no_more); RUN(states_go_from_any_world_to_any);
     return TEST_END();
 }
