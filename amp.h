@@ -11146,8 +11146,8 @@ static void ampi_observe(amp_context *amp, ampi_observer observer, void *of) {
     amp->observing = of;
 }
 static void *ampi_observing(const amp_context *amp) { return amp->observer != NULL ? amp->observing : NULL; }
-static int ampi_trials(amp_context *amp, int more) { return amp == NULL ? 0 : (amp->trials += more); }
 #endif
+static int ampi_trials(amp_context *amp, int more) { return amp == NULL ? 0 : (amp->trials += more); }
 
 static const amp_backend *ampi_backend(const amp_context *amp, void **dev, void **stream) {
     *dev = amp->dev;
@@ -11259,12 +11259,14 @@ static void ampi_gradient_added(amp_context *amp, amp_param *p) {
     ampi_gradient_live(p, 1);
     for (; w != NULL && p != NULL && p->grad.data != NULL && amp->trials == 0; w = w->next) w->added(w, p);
 }
+#if !defined(AMP_NO_WATCH)
 /* Before gradients are read between backward and the step. */
 static amp_result ampi_gradients_settle(amp_context *amp) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     for (; w != NULL; w = w->next) AMPI_TRY(w->settle(w));
     return AMP_OK;
 }
+#endif
 /* Ranks exchange one thing at a time, in the same order. */
 static amp_result ampi_may_exchange(amp_context *amp, const char *function) {
     const ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
