@@ -1529,8 +1529,8 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    scales have the same bits with and without shards; without it, sums are the reducer's own.  .wire = AMP_BF16 halves
    the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again. */
 
-/* Gives all ranks rank 0's weights, and fp32 masters; remainders and sharded masters follow
-   amp_optimizer_rebuild_masters.  Waits.
+/* Gives all ranks rank 0's weights, and fp32 masters; remainders and sharded masters are made anew from the weights,
+   with .sync_every by amp_optimizer_rebuild_masters.  Waits.
    Errors: AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n);
 
@@ -11020,6 +11020,7 @@ struct ampi_gradient_watch {
     amp_result (*open)(ampi_gradient_watch *w, const char *function, const amp_param *p);
     void (*added)(ampi_gradient_watch *w, const amp_param *p);
     amp_result (*settle)(ampi_gradient_watch *w);   /* waits for gradients that are being summed */
+    amp_result (*set)(ampi_gradient_watch *w, const amp_param *p);  /* its weight has new values */
     int away;                       /* 1: the reducer is at work on gradients, beside the host's thread; atomic */
 };
 
@@ -20234,6 +20235,20 @@ AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set) {
     return set && !ampi_is_stopped(&set->object) ? set->found : NULL;
 }
 
+/* A row's master, or remainder, from its weight. */
+static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
+    amp_k_cast args;
+    if (row->master == NULL || row->count == 0) return AMP_OK;
+    if (ampi_has_remainder(row)) return amp_fill(amp, row->master, 0, row->count * 2);  /* the weight is the master */
+    memset(&args, 0, sizeof args);
+    args.dst = row->master;
+    args.src = row->weight;
+    args.dst_dtype = AMP_F32;
+    args.src_dtype = row->weight_dtype;
+    args.n = row->count;
+    return amp->backend->cast(amp->dev, &args, ampi_settings(amp)->stream);
+}
+
 /* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They go from the last parameter
    to the first, as backward finishes them; within one the first lies first.  Once the operators that have added to a
    bucket's gradients in a cycle before have done so again, the bucket goes on its way: in a thread of its own, or in a
@@ -20451,6 +20466,12 @@ static amp_result ampi_bucket_open(ampi_gradient_watch *w, const char *function,
                      "%s: its gradient is being summed over the ranks, as backward added to it %d times before; step "
                      "first, or set amp_optimizer_desc.no_overlap if that number may grow",
                      p->name, (int)b->rows[row].expected);
+}
+
+static amp_result ampi_bucket_set(ampi_gradient_watch *w, const amp_param *p) {
+    const ampi_buckets *b = (ampi_buckets *)(void *)w;
+    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
+    return row < 0 || p->master != NULL ? AMP_OK : ampi_make_master(b->amp, &b->set->rows[row]);
 }
 
 /* 1: buckets may go before the step: in the last micro-batch of a cycle, once a cycle was seen, and with no other
@@ -20722,6 +20743,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     b->watch.open = ampi_bucket_open;
     b->watch.added = ampi_bucket_added;
     b->watch.settle = ampi_buckets_settle;
+    b->watch.set = ampi_bucket_set;
     ampi_watch_gradients(b->amp, &b->watch);
     return AMP_OK;
 }
@@ -21071,6 +21093,7 @@ static amp_result ampi_broadcast(amp_context *amp, void *data, int64_t bytes) {
 }
 AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n) {
     const char *f = "amp_params_broadcast";
+    ampi_gradient_watch *w;
     int64_t i;
     AMPI_TRY(ampi_need(f, amp != NULL && (params != NULL || n == 0), "amp or params"));
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
@@ -21078,11 +21101,12 @@ AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int
     AMPI_TRY(ampi_may_exchange(amp, f));
     AMPI_TRY(ampi_check_weights_of(f, params, n));
     for (i = 0; i < n; i++) {
-        const amp_tensor *w = &params[i].weight;
-        int64_t count = amp_tensor_count(w);
-        AMPI_TRY(ampi_as(f, ampi_broadcast(amp, w->data, count * (int64_t)amp_dtype_size(w->dtype))));
+        const amp_tensor *weight = &params[i].weight;
+        int64_t count = amp_tensor_count(weight);
+        AMPI_TRY(ampi_as(f, ampi_broadcast(amp, weight->data, count * (int64_t)amp_dtype_size(weight->dtype))));
         if (params[i].master != NULL) AMPI_TRY(ampi_as(f, ampi_broadcast(amp, params[i].master, count * 4)));
         amp_param_changed(&params[i]);
+        for (w = amp->watches; w != NULL; w = w->next) AMPI_TRY(ampi_as(f, w->set(w, &params[i])));
     }
     return AMP_OK;
 }
@@ -22012,25 +22036,11 @@ static amp_result ampi_optimizer_memory(amp_optimizer *o) {
 }
 
 static amp_result ampi_make_masters(amp_optimizer *o) {
-    void *dev, *stream;
-    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
     int64_t i;
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
-        amp_k_cast args;
         o->set->params[i]->master = ampi_has_remainder(row) || ampi_shards(o->set) ? NULL : row->master;
-        if (row->master == NULL || row->count == 0) continue;
-        if (ampi_has_remainder(row)) {          /* the weight is the master */
-            AMPI_TRY(amp_fill(o->amp, row->master, 0, row->count * 2));
-            continue;
-        }
-        memset(&args, 0, sizeof args);
-        args.dst = row->master;
-        args.src = row->weight;
-        args.dst_dtype = AMP_F32;
-        args.src_dtype = row->weight_dtype;
-        args.n = row->count;
-        AMPI_TRY(backend->cast(dev, &args, stream));
+        AMPI_TRY(ampi_make_master(o->amp, row));
     }
     return AMP_OK;
 }

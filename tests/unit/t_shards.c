@@ -292,6 +292,26 @@ TEST(sharded_states_give_the_same_bits) {
         }
 }
 
+/* Ranks that differ get rank 0's weights after their optimizers were created: whole and sharded masters follow. */
+static void broadcast_and_train(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    if (j->rank > 0) memset(m->w, 0, sizeof m->w);
+    CHECK_OK(amp_optimizer_rebuild_masters(o));
+    CHECK_OK(amp_params_broadcast(amp, m->p, PARAMS));
+    train(j, amp, m, o, scaler);
+}
+TEST(masters_follow_a_broadcast) {
+    for (int i = 6; i < STORAGES; i++) {
+        setup s = stored(i);
+        s.o.deterministic = 1;
+        run_ranks(&s, 2, one);
+        for (int shard = 0; shard < 2; shard++) {
+            s.o.shard = shard ? AMP_SHARD_STATES : AMP_SHARD_NONE;
+            run_ranks_with(&s, 2, other, NULL, broadcast_and_train);
+            for (int r = 0; r < 2; r++) same(&one[0], &other[r], storages[i].name, 2);
+        }
+    }
+}
+
 /* Operators, threads, a tied weight: with whole states, sharded, and by the reducer's own sums within their rounding. */
 TEST(sharded_states_of_a_model) {
     for (int world = 2; world <= MOST_RANKS; world++) {
@@ -445,7 +465,7 @@ TEST(states_go_from_any_world_to_any) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(sums_during_backward); RUN(gradients_that_lie_apart_on_one_rank);
-    RUN(sharded_states_give_the_same_bits); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
+    RUN(sharded_states_give_the_same_bits); RUN(masters_follow_a_broadcast); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
     RUN(a_gradient_that_was_sent_takes_no_more); RUN(states_go_from_any_world_to_any);
     return TEST_END();
 }
