@@ -35,6 +35,8 @@ function coloured(s, out, word, n, kind) {
     }
     return out
 }
+# A chapter's title: up to two spaces, behind which its text may begin.
+function title_of(s) { sub(/^ +/, "", s); sub(/  .*/, "", s); return s }
 function close_chapter() { if (open_chapter) print "</pre></section>"; open_chapter = 0 }
 function chapter(id, title) {
     close_chapter()
@@ -44,6 +46,7 @@ function chapter(id, title) {
 function close_item() { if (item != "") printf "<div class=\"item\"%s><pre>%s</pre></div>\n", ids, item; item = ids = "" }
 
 BEGIN {
+    heading = "^   [A-Z][A-Z ]*[A-Z](  |$)"
     keywords = "^(typedef|struct|enum|const|void|char|int|float|double|size_t|int32_t|int64_t|uint(8|16|32|64)_t|static|" \
                "return|for|while|if|else|inline)$"
 }
@@ -56,7 +59,7 @@ FNR == NR {
     if ($0 ~ /^(AMP_API|AMPI_INLINE|AMPI_HD) / && match($0, /amp_[a-z0-9_]+\(/)) known[substr($0, RSTART, RLENGTH - 1)] = 1
     if (match($0, /^(typedef )?(struct|enum) amp_[a-z0-9_]+ \{/)) { split(substr($0, RSTART, RLENGTH), w, " "); for (k in w) if (w[k] ~ /^amp_/) known[w[k]] = 1 }
     if ($0 ~ /^\/\* ==== [0-9]+ >>/ && !(($4) in seen)) { seen[$4] = 1; tag = $4; sub(/^>>/, "", tag); sub(/:$/, "", tag); tags[++n_tags] = tag }
-    if ($0 ~ /^   [A-Z][A-Z ]+( |$)/ && !api) { title = $0; sub(/^ +/, "", title); sub(/   .*/, "", title); chapters[++n_chapters] = title }
+    if ($0 ~ heading && !api) chapters[++n_chapters] = title_of($0)
     if ($0 ~ /^#ifndef AMP_H_INCLUDED/) api = 1
     text[FNR] = $0
     next
@@ -66,7 +69,7 @@ FNR != NR { exit }
 END {
     print "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\"><title>amp.h</title><style>"
     print "body{margin:0;font:15px/1.5 system-ui,sans-serif;color:#222;background:#fff}nav{position:fixed;top:0;bottom:0;left:0;width:15em;overflow:auto;padding:1em;background:#f5f6f8;box-sizing:border-box}"
-    print "nav a{display:block;color:#0b5cad;text-decoration:none;padding:1px 0}nav input{width:100%;box-sizing:border-box;padding:.4em;font:inherit;margin-bottom:.6em}main{margin-left:15em;padding:1em 2em;max-width:62em}"
+    print "nav a{display:block;color:#0b5cad;text-decoration:none;padding:1px 0}nav input{width:100%;box-sizing:border-box;padding:.4em;font:inherit;margin-bottom:.6em}main{margin-left:15em;padding:1em 2em;max-width:65em}"
     print "pre{font:13px/1.45 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:.4em 0}h2{margin:1.6em 0 .4em;font-size:1.2em}h2 a{color:inherit;text-decoration:none}.item{border-left:3px solid #dde;padding:.1em .8em;margin:.7em 0}.item:target{border-color:#d55e00;background:#fff8ee}"
     print "pre i{color:#5a6a5a;font-style:normal}pre s{color:#a03030;text-decoration:none}pre b{color:#0b5cad;font-weight:normal}pre a{color:inherit;text-decoration-color:#9bc}p.none{color:#777}"
     print "@media(max-width:50em){nav{position:static;width:auto;max-height:14em}main{margin:0;padding:.5em 1em}}</style></head><body>"
@@ -80,11 +83,11 @@ END {
         s = text[i]
         if (!api) {
             if (s ~ /^#ifndef AMP_H_INCLUDED/) { close_chapter(); api = 1; continue }
-            if (s ~ /^   [A-Z][A-Z ]+( |$)/) {
-                title = s; sub(/^ +/, "", title); rest = title; sub(/   .*/, "", title); sub(/^[A-Z][A-Z ]*[A-Z] */, "", rest)
+            if (s ~ heading) {
+                title = title_of(s); rest = substr(s, 4 + length(title)); sub(/^ +/, "", rest)
                 id = "manual-" title; gsub(/ /, "-", id); chapter(tolower(id), title); if (rest != "") print linked(escape(rest)); continue
             }
-            if (open_chapter) print s ~ /^        ? ?[^ ].*[;{}]$|^    #/ ? coloured(s) : linked(escape(s))
+            if (open_chapter) print s ~ /^        ? ?[^ ].*[;{}]( *\/\/.*)?$|^    #/ ? coloured(s) : linked(escape(s))
             continue
         }
         if (s ~ /^\/\* ==== [0-9]+ >>/) {

@@ -277,6 +277,10 @@ if [ -z "$missing" ] && [ "$(grep -c '^amp_' "$work/ids")" -ge 200 ]; then pass;
 if [ -z "$(uniq -d "$work/ids")" ]; then pass; else fail "make docs" "ids that are there twice: $(uniq -d "$work/ids" | head -n 3 | tr '\n' ' ')"; fi
 nowhere=$(grep -oE 'href="#[^"]+"' "$page" | sed 's/href="#//; s/"$//' | sort -u | comm -23 - "$work/ids" | head -n 3 | tr '\n' ' ')
 if [ -z "$nowhere" ]; then pass; else fail "make docs" "links to nowhere: $nowhere"; fi
+# A chapter's title is its capitals alone, also where its text begins on the same line, and none of that text is lost.
+titles=$(sed -n 's/^<section id="[^"]*"><h2><a[^>]*>\(.*\)<\/a><\/h2>$/\1/p' "$page")
+if [ "$(echo "$titles" | wc -l)" -ge 15 ] && ! echo "$titles" | grep -q '[^A-Z ]' && grep -q '^<pre>C99 and C++20' "$page"; then pass
+else fail "make docs" "titles of chapters: $(echo "$titles" | grep '[^A-Z ]' | head -n 2)"; fi
 for tag in section pre i s b a h2 div nav main; do
     if [ "$(grep -oE "<$tag[ >]" "$page" | wc -l)" -eq "$(grep -o "</$tag>" "$page" | wc -l)" ]; then pass; else fail "make docs" "<$tag> is not always closed"; fi
 done
