@@ -223,7 +223,7 @@ static holdings holdings_now(const run *r) {
     amp_memory_info memory;
     holdings h;
     memset(&memory, 0, sizeof memory);
-    if (amp_memory(r->amp, &memory) != AMP_OK) failed("memory: %s", example_error());
+    if (amp_memory(r->amp, &memory) != AMP_OK) failed("memory: %s", ex_error());
     h.step = r->step;
     h.allocated = memory.allocated;
     h.bytes = heap_bytes; h.blocks = heap_blocks;
@@ -274,7 +274,7 @@ static int64_t pick(session *s, int64_t n) { return random_below(&s->seed, n); }
 static int as_expected(amp_result result, int fired, amp_result a, amp_result b, const char *where) {
     if (result >= 0 && result < 600) shared->results[result]++;
     if (result == AMP_OK) return 1;
-    if (!fired || (result != a && result != b)) failed("%s: %s", where, example_error());
+    if (!fired || (result != a && result != b)) failed("%s: %s", where, ex_error());
     return 0;
 }
 
@@ -294,9 +294,9 @@ static void take_back(session *s, amp_result why) {
         result = amp_optimizer_set_accumulation(r->optimizer, (int32_t)r->set.accumulation);
         if (result == AMP_OK && r->epoch >= 0) result = amp_loader_seek(r->loader, r->epoch, r->index);
     }
-    while (result == AMP_ERR_TIMEOUT && seconds_now() < s->stuck_until) result = amp_loader_seek(r->loader, r->epoch, r->index);
+    while (result == AMP_ERR_TIMEOUT && ex_seconds() < s->stuck_until) result = amp_loader_seek(r->loader, r->epoch, r->index);
     if (result == AMP_OK) result = amp_random_load(r->amp, s->random, "step");
-    if (result != AMP_OK) failed("after a failed step: %s", example_error());
+    if (result != AMP_OK) failed("after a failed step: %s", ex_error());
 }
 
 static void note_loss(const run *r, float loss) {
@@ -312,7 +312,7 @@ static void note_loss(const run *r, float loss) {
 /* A step may fail by its own fault, and by what a worker met while it read ahead. */
 static int step_may_fail(const session *s, amp_result result, fault kind, int fired) {
     return (result == AMP_ERR_MEMORY && kind == ALLOC_STEP && fired) || (result == AMP_ERR_READ && s->r.step <= s->read_until) ||
-           (result == AMP_ERR_TIMEOUT && seconds_now() < s->stuck_until);
+           (result == AMP_ERR_TIMEOUT && ex_seconds() < s->stuck_until);
 }
 
 /* One step, with its fault; where that makes it fail, the same once more. */
@@ -324,24 +324,24 @@ static void soak_step(session *s, fault kind) {
     amp_result result;
     int fired, tries;
     int64_t freed;
-    example_text[0] = 0;
-    if (amp_schedule_lr(&schedule, r->step, &lr) != AMP_OK) failed("schedule: %s", example_error());
-    if (amp_random_save(r->amp, s->random, "step") != AMP_OK) failed("random numbers: %s", example_error());
+    ex_text[0] = 0;
+    if (amp_schedule_lr(&schedule, r->step, &lr) != AMP_OK) failed("schedule: %s", ex_error());
+    if (amp_random_save(r->amp, s->random, "step") != AMP_OK) failed("random numbers: %s", ex_error());
     if (kind == ALLOC_STEP) (void)amp_cleanup(r->amp, &freed);     /* so that there is something to allocate */
     if (kind != NO_FAULT) arm(kind, 1 + pick(s, kind == ALLOC_STEP ? 30 : 4), EIO);
     result = train_step(r, (float)lr, &loss, 1);
     fired = kind != NO_FAULT && disarm();
     if (fired && kind == READ_ERROR) s->read_until = r->step + 16;
-    if (fired && kind == STUCK_WORKER) s->stuck_until = seconds_now() + 30;
+    if (fired && kind == STUCK_WORKER) s->stuck_until = ex_seconds() + 30;
     for (tries = 0; result != AMP_OK && tries < 16 && step_may_fail(s, result, kind, fired && tries == 0); tries++) {
         if (result < 600) shared->results[result]++;
         take_back(s, result);
         result = train_step(r, (float)lr, &loss, 1);
     }
-    if (result != AMP_OK) failed("step %lld, fault \"%s\": %s", (long long)r->step + 1, fault_names[kind], example_error());
+    if (result != AMP_OK) failed("step %lld, fault \"%s\": %s", (long long)r->step + 1, fault_names[kind], ex_error());
     r->step++;
     note_loss(r, loss);
-    if (take_records(r, &s->bar) != AMP_OK) failed("records: %s", example_error());
+    if (take_records(r, &s->bar) != AMP_OK) failed("records: %s", ex_error());
     if (r->anomaly[0] != 0) failed("%s", r->anomaly);
 }
 
@@ -359,7 +359,7 @@ static void soak_save(session *s, fault kind) {
     uint64_t before = hash_file(s->path), *states = is_twin ? shared->twin_state : shared->state, hash;
     amp_result result;
     int fired;
-    if (metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)) != AMP_OK || take_records(r, &s->bar) != AMP_OK) failed("records: %s", example_error());
+    if (metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)) != AMP_OK || take_records(r, &s->bar) != AMP_OK) failed("records: %s", ex_error());
     if (kind != NO_FAULT) arm(kind, 1 + pick(s, kind == ALLOC_SAVE ? 150 : 10), errors[pick(s, 6)]);
     result = save_run(r);
     fired = (kind != NO_FAULT && disarm()) || armed_kind() == FULL_DISK;
@@ -412,7 +412,7 @@ static void checkpoint(session *s) {
     if (is_twin || s->quiet++ < WARM_CHECKPOINTS) return;
     amp_recovery_destroy(s->r.recovery);        /* pools, and one snapshot or two, are no leaks */
     s->r.recovery = NULL;
-    if (open_recovery(&s->r) != AMP_OK || amp_cleanup(s->r.amp, &freed) != AMP_OK) failed("cleanup: %s", example_error());
+    if (open_recovery(&s->r) != AMP_OK || amp_cleanup(s->r.amp, &freed) != AMP_OK) failed("cleanup: %s", ex_error());
     h = holdings_now(&s->r);
     if (s->quiet == WARM_CHECKPOINTS + 1) s->first = h;
     compare_holdings(&s->first, &h);
@@ -423,7 +423,7 @@ static void fill_disk(session *s) {
     if (is_twin) return;
     if (armed_kind() == FULL_DISK && s->r.step >= s->full_until) {
         (void)disarm();
-        if (amp_monitor_flush(s->r.monitor) != AMP_OK) failed("metrics after the full disk: %s", example_error());
+        if (amp_monitor_flush(s->r.monitor) != AMP_OK) failed("metrics after the full disk: %s", ex_error());
     } else if (armed_kind() == NO_FAULT && pick(s, 700) == 0) {
         arm(FULL_DISK, pick(s, 3), ENOSPC);
         s->full_until = s->r.step + 1 + pick(s, FULL_DISK_STEPS);
@@ -436,7 +436,7 @@ static int time_to_end(const session *s) {
 }
 
 static void soak_loop(session *s) {
-    while (!time_to_end(s) && !stop_requested) {
+    while (!time_to_end(s) && !ex_stop_requested) {
         if (is_twin)
             while (s->r.step > shared->step + AHEAD && shared->last_step == 0) usleep(10000);
         fill_disk(s);
@@ -446,10 +446,10 @@ static void soak_loop(session *s) {
         if (s->r.step % SAVE_EVERY == 0) checkpoint(s);
     }
     if (armed_kind() == FULL_DISK) (void)disarm();
-    if (amp_monitor_flush(s->r.monitor) != AMP_OK || take_records(&s->r, &s->bar) != AMP_OK) failed("records: %s", example_error());
-    if (save_run(&s->r) != AMP_OK) failed("the last save: %s", example_error());
+    if (amp_monitor_flush(s->r.monitor) != AMP_OK || take_records(&s->r, &s->bar) != AMP_OK) failed("records: %s", ex_error());
+    if (save_run(&s->r) != AMP_OK) failed("the last save: %s", ex_error());
     if (!is_twin) shared->skips = s->r.result.total_skips;
-    if (!stop_requested && !is_twin) __atomic_store_n(&shared->last_step, s->r.step, __ATOMIC_SEQ_CST);
+    if (!ex_stop_requested && !is_twin) __atomic_store_n(&shared->last_step, s->r.step, __ATOMIC_SEQ_CST);
 }
 
 /* Opens the run; the first time with allocations and threads failing. */
@@ -459,8 +459,8 @@ static int soak_open(session *s, int argc, char **argv) {
     int attempt, fired;
     amp_result result;
     for (attempt = is_twin ? 3 : 0; attempt < 4; attempt++) {
-        memset(given.text, 0, sizeof given.text);
-        memset(given.on_command_line, 0, sizeof given.on_command_line);
+        memset(flag_given.text, 0, sizeof flag_given.text);
+        memset(flag_given.on_command_line, 0, sizeof flag_given.on_command_line);
         free(saved_options);
         saved_options = NULL;
         if (attempt < 3) arm(ALLOC_OPEN, 1 + pick(s, 250), 0);
@@ -470,7 +470,7 @@ static int soak_open(session *s, int argc, char **argv) {
         amp_state_destroy(resumed);
         resumed = NULL;
         if (result == AMP_OK) return 1;
-        if (!fired) failed("opening: %s", example_error());
+        if (!fired) failed("opening: %s", ex_error());
         close_run(&s->r);
     }
     return 0;
@@ -496,14 +496,14 @@ static int soak_process(int resume, uint64_t seed) {
     snprintf(text, sizeof text, "--threads %d --workers %d", is_twin ? 1 : 1 + (int)pick(&s, 2), is_twin ? 1 : 1 + (int)pick(&s, 3));
     words_split(&w, folder, text);
     if (resume) words_split(&w, folder, "--resume %/model");
-    stop_install();
+    ex_stop_install();
     current = &s.r;
     if (amp_state_create(&s.random, NULL) != AMP_OK || !soak_open(&s, w.n, w.word)) return 1;
     progress_open(&s.bar, s.r.steps);
     soak_loop(&s);
     close_run(&s.r);
     amp_state_destroy(s.random);
-    return stop_requested ? 130 : 0;
+    return ex_stop_requested ? 130 : 0;
 }
 
 /* ---- The process that watches */
@@ -520,9 +520,9 @@ static pid_t soak_start(int twin, int resume, uint64_t seed) {
 
 /* Waits until the process ends, or for some seconds; 1: it has ended. */
 static int wait_for(pid_t pid, double seconds, int *status) {
-    double until = seconds_now() + seconds;
+    double until = ex_seconds() + seconds;
     while (waitpid(pid, status, WNOHANG) == 0) {
-        if (seconds_now() > until) return 0;
+        if (ex_seconds() > until) return 0;
         usleep(20000);
     }
     return 1;
@@ -531,7 +531,7 @@ static int wait_for(pid_t pid, double seconds, int *status) {
 /* One process after the other, terminated or killed at random times, until the time is over. */
 static void disturb(double until, uint64_t *seed) {
     for (;;) {
-        double span = 2 + flags.minutes * 60 / 25 * (double)random_bits(seed) / 2147483648.0, left = until - seconds_now();
+        double span = 2 + flags.minutes * 60 / 25 * (double)random_bits(seed) / 2147483648.0, left = until - ex_seconds();
         fault how = random_below(seed, 3) == 0 ? TERMINATED : KILLED;
         pid_t pid = soak_start(0, access(name_of("model.state"), F_OK) == 0, random_bits(seed));
         int status = 0, last = left <= span;
@@ -552,7 +552,7 @@ static void disturb(double until, uint64_t *seed) {
 
 TEST(disturbed_training_goes_on) {
     uint64_t seed = (uint64_t)flags.seed;
-    double until = seconds_now() + 60 * flags.minutes;
+    double until = ex_seconds() + 60 * flags.minutes;
     pid_t twin = soak_start(1, 0, 1);
     int status = 0;
     disturb(until, &seed);
@@ -635,7 +635,7 @@ static void write_text(void) {
 
 int main(int argc, char **argv) {
     const char *tmp = getenv("TMPDIR");
-    double began = seconds_now();
+    double began = ex_seconds();
     char command[1200];
     int i, code;
     TEST_BEGIN(argc, argv);
@@ -654,7 +654,7 @@ int main(int argc, char **argv) {
     RUN(every_fault_happened);
     for (i = ALLOC_OPEN; i < FAULTS; i++) printf("%lld of %lld %s, ", (long long)shared->fired[i], (long long)shared->tried[i], fault_names[i]);
     printf("%lld steps in %lld processes\n", (long long)shared->last_step, (long long)shared->sessions);
-    if (flags.record != NULL) write_record(seconds_now() - began);
+    if (flags.record != NULL) write_record(ex_seconds() - began);
     if (ampt.failed) {
         snprintf(command, sizeof command, "tail -n 5 '%s/log'", folder);
         fflush(stdout);
