@@ -11260,7 +11260,7 @@ static void ampi_gradient_added(amp_context *amp, amp_param *p) {
     ampi_gradient_live(p, 1);
     for (; w != NULL && p != NULL && p->grad.data != NULL && amp->trials == 0; w = w->next) w->added(w, p);
 }
-#if !defined(AMP_NO_WATCH)
+#if !defined(AMP_NO_CARE) || !defined(AMP_NO_WATCH)
 /* Before gradients are read between backward and the step. */
 static amp_result ampi_gradients_settle(amp_context *amp) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);

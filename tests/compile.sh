@@ -109,6 +109,12 @@ kept=$(awk 'FILENAME == ARGV[1] {kept[$1] = 1; next} FNR == 1 {on = 1} /^ *#  *(
     on || d {n += length($0) + 1} d && !/\\$/ {on = FNR in kept; d = 0} END {print n}' "$work/kept" amp.h)
 if [ "$kept" -gt 400000 ] && [ "$kept" -lt 1456128 ]; then pass; else fail "size without care and watch" "$kept bytes"; fi
 
+# Programs that only their own targets build.
+for program in tests/bench/bench_*.c tests/hostile/crash/*.c; do
+    at_once "$program" "${CC:-gcc}" -std=c99 $strict -Wno-shadow -I. -Itests -fsyntax-only "$program"
+done
+collect
+
 if have nvcc; then
     printf '#include "amp.h"\n__global__ void k(uint16_t *out, float x) { *out = amp_bf16_from_f32(x, 0); }\nint main() { return 0; }\n' > "$work/user.cu"
     printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main() { return amp_version() != AMP_VERSION; }\n' > "$work/impl.cu"
