@@ -1511,18 +1511,18 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
 
    Ranks: with amp_desc.reducer (of amp_ranks for threads, of examples/amp_mpi.h for MPI, or yours), a check averages
    the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  Every rank takes part
-   with every parameter; one without a gradient counts as zeros.  The first check, and the first after weights or a
-   state were set by an optimizer's functions, compares the ranks before it sums: world, version of amp.h, precision,
-   optimizer, parameters and the values of all weights.  On a difference it returns AMP_ERR_REDUCE on every rank, with a
-   text that names what differs and the rank.  Later checks compare nothing.  Over slow networks ranks may step alone
-   for a while: amp_optimizer_desc.sync_every.
+   with every parameter; one without a gradient counts as zeros.  The first check, and the first after an
+   optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks before it sums: world,
+   version of amp.h, precision, optimizer, parameters and the values of all weights.  On a difference it returns
+   AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  Later checks compare nothing.  Over
+   slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
 
    An optimizer's gradients go in buckets of .bucket_bytes, from the last parameter to the first, while backward runs:
    each as soon as the operators have added to all its gradients as often as in a cycle before (all of it in the step:
-   the first cycle, gradients that you wrote after amp_param_accumulate, a second optimizer).  So with ranks, leave the
-   gradients alone between backward and the step, or set .no_overlap; one more operator that adds to a gradient that
-   was sent returns AMP_ERR_STATE with its name.  Calls come from a thread of their own; with reducer.one_thread from
-   yours, in backward; with a device and on_host 0 they go to a second stream.
+   the first cycle, gradients that you wrote after amp_param_accumulate, a second optimizer, a set of yours).  So with
+   ranks, leave the gradients alone between backward and the step, or set .no_overlap; one more operator that adds to a
+   gradient that was sent returns AMP_ERR_STATE with its name.  Calls come from a thread of their own; with
+   reducer.one_thread from yours, in backward; with a device and on_host 0 they go to a second stream.
 
    .shard = AMP_SHARD_STATES: each rank has masters, remainders and moments of its part of every bucket, updates that,
    and all gather the weights in the step.  .deterministic: sums in fp32 in the order of ranks, so weights, norms and
@@ -11119,6 +11119,7 @@ struct amp_context {
     uint64_t *told; int n_told;
     amp_log_level quiet;            /* the log level before `debug` of the settings */
     pid_t process;                  /* the one that opened it */
+    int own_sets;                   /* of amp_grad_set_create */
     int seated;                     /* 1: it is one of the amp_ranks of .reducer */
     amp_reducer on_device;          /* .reduce_on_device: the backend's; reduce NULL: none */
     pthread_t opener;               /* the thread that opened it */
@@ -11599,8 +11600,8 @@ static void ampi_ranks_compare(amp_ranks *r) {
         e = &r->seats[i].call;
         if (e->kind != first->kind || e->count != first->count || e->dtype != first->dtype || e->op != first->op ||
             e->root != first->root)
-            ampi_ranks_break(r, "rank 0 %s, rank %d %s", ampi_exchange_text(first, a, sizeof a), (int)i,
-                             ampi_exchange_text(e, b, sizeof b));
+            ampi_ranks_break(r, "rank 0 %s, rank %d %s: all must call the same in the same order",
+                             ampi_exchange_text(first, a, sizeof a), (int)i, ampi_exchange_text(e, b, sizeof b));
         for (j = 0; j < i && r->broken[0] == 0; j++)
             if (ampi_seats_share(&r->seats[i], &r->seats[j]))
                 ampi_ranks_break(r, "ranks %d and %d use the same memory; each needs a model of its own", (int)j,
@@ -19717,7 +19718,8 @@ struct amp_grad_set {
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
     int32_t apart;                  /* 1: no two gradients share memory */
-    int32_t agreed;                 /* 1: all ranks have the same settings and weights */
+    int32_t by_host;                /* 1: of amp_grad_set_create */
+    int32_t agreed;                 /* all ranks have the same ... 1: weights; 2: settings too */
     const ampi_outer *outer;        /* the optimizer's, or NULL */
     ampi_stage stage;
     amp_scaler *scaler;             /* that checked this set since its last update, or NULL ... */
@@ -19983,6 +19985,7 @@ static void ampi_set_stop(ampi_object *object) {
     const amp_system *s = ampi_context_system(set->amp);
     ampi_settings_changed(set->amp);
     ampi_set_unlink(set);
+    set->amp->own_sets -= set->by_host;
     amp_free(set->amp, set->saved);
     amp_free(set->amp, set->table);
     amp_free(set->amp, set->found);
@@ -20187,6 +20190,8 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     if (r == AMP_OK) r = ampi_check_gradients_apart(*out);
     if (r == AMP_OK) r = ampi_set_finish(*out);
     if (r == AMP_OK) ampi_object_enlist(&(*out)->object, n > 0 ? (*out)->names[0] : NULL);
+    (*out)->by_host = 1;
+    amp->own_sets++;
     if (r == AMP_OK) return AMP_OK;
     amp_grad_set_destroy(*out);
     *out = NULL;
@@ -20406,7 +20411,7 @@ static void ampi_buckets_main(void *arg) {
     pthread_mutex_lock(&b->lock);
     for (;;) {
         while (!b->closing && b->done == b->posted) pthread_cond_wait(&b->changed, &b->lock);
-        if (b->closing) break;
+        if (b->done == b->posted) break;        /* closing: ranks that have sent a bucket wait for it */
         ampi_bucket_serve(b, b->done);
     }
     pthread_mutex_unlock(&b->lock);
@@ -20475,9 +20480,9 @@ static amp_result ampi_bucket_set(ampi_gradient_watch *w, const amp_param *p) {
 }
 
 /* 1: buckets may go before the step: in the last micro-batch of a cycle, once a cycle was seen, and with no other
-   optimizer, whose buckets ranks might send in another order. */
+   optimizer or set, whose sums ranks might send in another order. */
 static int ampi_buckets_early(const ampi_buckets *b) {
-    int alone = b->amp->watches == &b->watch && b->watch.next == NULL;
+    int alone = b->amp->watches == &b->watch && b->watch.next == NULL && b->amp->own_sets == 0;
     return alone && b->recorded && !b->set->desc->no_overlap && *b->micro + 1 == b->set->desc->accumulation &&
            b->set->stage == AMPI_READY && (ampi_capture(b->amp) == NULL || !b->threaded);
 }
@@ -21073,17 +21078,17 @@ static amp_result ampi_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) 
     int64_t n = ampi_agree_count(set);
     ampi_common c;
     amp_result result;
-    if (ampi_world(set->amp) == 1 || set->agreed || ampi_capture(set->amp) != NULL) return AMP_OK;
+    if (ampi_world(set->amp) == 1 || set->agreed == 2 || ampi_capture(set->amp) != NULL) return AMP_OK;
     AMPI_TRY(ampi_agree_settings(set, scaler));
     memset(&c, 0, sizeof c);
     c.set = set;
     ampi_crc_init(&c.crc, 1);
     result = ampi_alloc(s, "reducer", (void **)&c.stage, AMPI_COMMON_STAGE, 1);
     if (result == AMP_OK) result = ampi_alloc(s, "reducer", (void **)&c.facts, 2 * n, sizeof *c.facts);
-    if (result == AMP_OK && !set->desc->sharded) result = ampi_agree_params(&c, n);
+    if (result == AMP_OK && !set->desc->sharded && !set->agreed) result = ampi_agree_params(&c, n);
     ampi_free(s, c.facts, 2 * n, sizeof *c.facts);
     ampi_free(s, c.stage, AMPI_COMMON_STAGE, 1);
-    set->agreed = result == AMP_OK;
+    set->agreed = result == AMP_OK ? 2 : 0;
     return result;
 }
 
@@ -21139,6 +21144,7 @@ static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_chec
     const int parted = set->buckets != NULL && set->buckets->parted;
     const int late = set->buckets != NULL && set->buckets->recorded;    /* gradients may be on their way already */
     amp_k_rule rule;
+    if (set->buckets == NULL && ampi_is_combined(set)) AMPI_TRY(ampi_may_exchange(set->amp, "amp_scaler_check"));
     if (last && !late) AMPI_TRY(ampi_ranks_agree(set, scaler));
     if (mode == AMP_CHECK_UNSCALE || (last && ampi_is_summed(set)))
         AMPI_TRY(ampi_check_gradients_apart(set));
@@ -22206,6 +22212,7 @@ AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
 AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm) {
     AMPI_TRY(ampi_need_object("amp_optimizer_set_clip", optimizer, "optimizer"));
     AMPI_TRY(ampi_check_clip("amp_optimizer_set_clip", clip_norm));
+    if (clip_norm != optimizer->desc.clip_norm) optimizer->set->agreed = AMPI_MIN(optimizer->set->agreed, 1);
     optimizer->desc.clip_norm = clip_norm;
     ampi_settings_changed(optimizer->amp);
     return AMP_OK;
@@ -22220,6 +22227,7 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
                          accumulation);
     set = optimizer->set;
     AMPI_TRY(ampi_as("amp_optimizer_set_accumulation", ampi_buckets_give_up(set->buckets)));
+    if (accumulation != optimizer->desc.accumulation) set->agreed = AMPI_MIN(set->agreed, 1);
     optimizer->desc.accumulation = accumulation;
     optimizer->micro = 0;
     for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);

@@ -362,6 +362,29 @@ TEST(a_gradient_that_was_sent_takes_no_more) {
     CHECK(memcmp(one[0].w, one[1].w, sizeof one[0].w) == 0);
 }
 
+/* A norm that clips is compared once it has changed; one rank that changes it alone is an error, too. */
+static double clips[2];
+static void clip_and_train(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    one_step(j, amp, m, o, scaler, 0);
+    if (clips[j->rank] > 0) CHECK_OK(amp_optimizer_set_clip(o, clips[j->rank]));
+    run_model(amp, m, scaler, j->rank, 0, AMP_OK);
+    j->out->applied = amp_step(o, scaler);
+    snprintf(j->out->why, sizeof j->out->why, "%s", amp_last_error());
+}
+TEST(ranks_that_clip_alone) {
+    static const char *const why[] = {"", ".clip_norm is 0.25 on rank 1 and 0.125 on rank 0", "all must call the same in the same order"};
+    for (int t = 0; t < 3; t++) {
+        setup s = plain();
+        clips[0] = t == 0 ? 0.25 : t == 1 ? 0.125 : 0;
+        clips[1] = 0.25;
+        run_ranks_with(&s, 2, one, NULL, clip_and_train);
+        for (int r = 0; r < 2; r++) {
+            CHECK_EQ(one[r].applied, t == 0 ? AMP_OK : AMP_ERR_REDUCE);
+            CHECK_MSG(t == 0 || strstr(one[r].why, why[t]) != NULL, "%s", one[r].why);
+        }
+    }
+}
+
 /* ---- Checkpoints */
 
 static char folder[64];
@@ -466,6 +489,6 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(sums_during_backward); RUN(gradients_that_lie_apart_on_one_rank);
     RUN(sharded_states_give_the_same_bits); RUN(masters_follow_a_broadcast); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
-    RUN(a_gradient_that_was_sent_takes_no_more); RUN(states_go_from_any_world_to_any);
+    RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(states_go_from_any_world_to_any);
     return TEST_END();
 }
