@@ -27244,6 +27244,10 @@ static void ampi_step_line(amp_monitor *m, const amp_step_record *r, int read) {
     ampi_json_number(&s, "lr", o->lr);
     ampi_json_number(&s, "tokens_per_s", r->tokens_per_second);
     ampi_json_phases(&s, r->seconds, r->phase_seconds);
+    if (o->ranks_seconds > 0) {
+        ampi_json_number(&s, "ranks_s", o->ranks_seconds);
+        ampi_json_number(&s, "ranks_waited_s", o->ranks_waited);
+    }
     if (r->has_memory) {
         ampi_json_integer(&s, "allocated", r->memory.allocated);
         ampi_json_integer(&s, "reserved", r->memory.reserved);

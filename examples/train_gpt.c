@@ -372,14 +372,20 @@ static amp_result end_epoch(run *r) {
     return AMP_OK;
 }
 
+/* How much of the sums over ranks backward hid, in percent. */
+static double hidden_share(double seconds, double waited) { return 100 * (1 - fmin(waited / seconds, 1)); }
+
 static void show_progress(run *r, progress *bar, int last) {
-    char text[200], rate[32], eta[32];
+    char text[200], rate[32], eta[32], sums[32] = "";
     double done = (double)(r->step - r->start);
     progress_duration(done > 0 ? (double)(r->steps - r->step) * r->busy / done : 0, eta, sizeof eta);
-    snprintf(text, sizeof text, "step %lld/%lld | loss %.4f | norm %.3f | scale %g | %s tok/s | ETA %s",
+    if (r->result.ranks_seconds > 0)
+        snprintf(sums, sizeof sums, " | sums %.0f%% hidden",
+                 hidden_share(r->result.ranks_seconds, r->result.ranks_waited));
+    snprintf(text, sizeof text, "step %lld/%lld | loss %.4f | norm %.3f | scale %g | %s tok/s%s | ETA %s",
              (long long)r->step, (long long)r->steps, (double)r->loss, (double)r->result.norm,
              r->results > 0 ? (double)r->result.scale : 1.0,
-             progress_grouped((int64_t)tokens_per_second(r), rate, sizeof rate), eta);
+             progress_grouped((int64_t)tokens_per_second(r), rate, sizeof rate), sums, eta);
     progress_show(bar, r->step, text, last);
 }
 
@@ -595,7 +601,7 @@ static void print_result(const run *r, double loss) {
     printf("  skipped     %lld of %lld steps\n", (long long)r->result.total_skips, (long long)r->step);
     if (r->ranks_seconds > 0)
         printf("  sums        %.3f s over ranks, %.0f%% of it hidden behind backward\n", r->ranks_seconds,
-               100 * (1 - fmin(r->ranks_waited / r->ranks_seconds, 1)));
+               hidden_share(r->ranks_seconds, r->ranks_waited));
 }
 
 /* The effect of a 16-bit residual stream on the loss: the same weights and text with an fp32 one. */
