@@ -24,7 +24,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: slurm newcomer docs help run quick t examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
+.PHONY: slurm newcomer docs help run quick t examples check-machine bench-precision bench-features adopt libampblas plot watch test test-ci test-exhaustive errors anomalies oracle bench \
         bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -69,6 +69,8 @@ help: backend
 	@echo "make libampblas       build $(BUILD)/libampblas.so: with AMP_DTYPE=bf16 LD_PRELOAD=$(BUILD)/libampblas.so, a program's"
 	@echo "                      cblas_sgemm and sgemm_ compute in bf16 (Linux)"
 	@echo "make plot             plot runs of train_gpt (RUNS=files; else those in out/): loss, scale, tokens/s, memory"
+	@echo "make watch            show the newest training below out/ (RUN=folder) as it runs: loss, scale, skips, tokens/s, memory,"
+	@echo "                      precision per layer; ONCE=1: one picture; the same as a page, watch.html beside its records"
 	@echo "make accuracy         compare the tests' errors with PyTorch's; into tests/bench/results/"
 	@echo "make readme           put the newest results into the README's tables"
 	@echo "make cuda             build the CUDA backend for every GPU that nvcc knows: $(BUILD)/amp_cuda.o"
@@ -273,6 +275,10 @@ adopt:
 # RUNS="out/a/metrics.jsonl ...": these runs; else all below out/.
 plot:
 	MAKE="$(MAKE)" sh examples/plot/plot.sh $(RUNS)
+
+# RUN=out/fp16: this run; else the newest below out/.  ONCE=1: one picture.
+watch: $(BUILD)/watch
+	@$(BUILD)/watch $(if $(RUN),--run "$(RUN)") $(if $(ONCE),--once)
 
 # A slurmctld and a slurmd on this machine; as root, who can install them.
 slurm: $(BUILD)/train_gpt

@@ -1,6 +1,104 @@
 #!/bin/sh
-# plot.sh - the pictures of runs: what is drawn from which records.
+# plot.sh - the pictures of runs: what is drawn from which records, by watch.c and by gnuplot.
 . tests/lib.sh
+
+# ---- watch.c.  A run with a resumed step, a loss that is null, layers that move, and a last line that is still written.
+watch="$PWD/build/watch"
+mkdir -p "$work/live/out/old" "$work/live/out/new"
+cat > "$work/live/out/new/metrics.jsonl" <<'LINES'
+{"event": "run", "version": "0.2.0", "precision": "fp16", "level": "O1", "step": 0, "steps": 6}
+{"event": "step", "step": 1, "loss": 6, "scale": 65536, "skipped": 1, "skips": 1, "dtype": "fp16", "tokens_per_s": 1000, "peak": 1048576}
+{"event": "step", "step": 2, "loss": null, "scale": 32768, "skips": 1, "dtype": "fp16", "tokens_per_s": 2000}
+{"event": "precision", "step": 2, "layer": "h.0.attn.weight", "from": "fp32", "to": "bf16", "output_error": 0.002}
+{"event": "step", "step": 3, "loss": 99, "scale": 32768, "skips": 1, "dtype": "fp16", "tokens_per_s": 9999}
+{"event": "step", "step": 3, "loss": 4, "scale": 32768, "skips": 1, "dtype": "fp16", "tokens_per_s": 3000}
+{"event": "precision", "step": 4, "layer": "h.0.attn.weight", "from": "bf16", "to": "fp8", "output_error": 0.002}
+{"event": "precision", "step": 4, "layer": "h.1.\u001b[2Jgröße", "from": "fp32", "to": "fp32", "output_error": 0.002}
+{"event": "step", "step": 5, "loss": 2, "scale": 16384, "skips": 2, "dtype": "fp16", "tokens_per_s": 4000, "peak": 3145728}
+{"event": "validation", "step": 5, "loss": 2.5}
+{"event": "sample", "text": "</script><b>NaN"}
+LINES
+printf '{"event": "step", "step": 6, "lo' >> "$work/live/out/new/metrics.jsonl"
+echo '{"event": "step", "step": 1, "loss": 1}' > "$work/live/out/old/metrics.jsonl"
+touch -d '2020-01-01' "$work/live/out/old/metrics.jsonl"
+cat > "$work/expected" <<'PICTURE'
+out/new/metrics.jsonl  fp16 O1
+step 5 of 6  running
+loss      2, validation 2.5
+       6  ***************
+                         *
+                         *
+                         *
+                         **************
+                                       *
+                                       *
+       2                               *
+scale     16,384     ####==============_
+skips     2          |.................|
+tokens/s  4,000      ____-----+++++++++#
+memory    3 MiB      __________________#
+layers    1 in fp32, 1 in fp8
+  h.0.attn.weight      fp8   4422222111
+  h.1.?[2Jgr??e      fp32  4444444444
+the same as a page: out/new/watch.html
+PICTURE
+# look NAME FLAGS...: one picture from the folder of the run, in plain ASCII.
+look() { name=$1; shift; (cd "$work/live" && LC_ALL=C "$watch" "$@" > "$work/$name.look" 2>&1); }
+if look newest --columns 40 && sed 's/ *$//' "$work/newest.look" | diff "$work/expected" - > "$work/log"; then pass; else fail "watch's picture" "$(head -n 6 "$work/log")"; fi
+if [ "$(awk '{print length($0)}' "$work/newest.look" | sort -n | tail -n 1)" -le 40 ]; then pass; else fail "watch" "wider than its 40 columns"; fi
+if (cd "$work/live" && LC_ALL=C.UTF-8 "$watch" --columns 60 > "$work/wide.look") && grep -q '⡇' "$work/wide.look" && grep -q 'fp8   █' "$work/wide.look" &&
+    grep -q 'h.1.?\[2Jgröße' "$work/wide.look"; then pass; else fail "watch in UTF-8" "$(tail -n 4 "$work/wide.look")"; fi
+
+# The file grows: the step whose line was cut off is there, and the run has ended.
+echo 'ss": 1, "scale": 16384, "skips": 2, "dtype": "fp16", "tokens_per_s": 5000}' >> "$work/live/out/new/metrics.jsonl"
+if look grown --run out/new && grep -q '^step 6 of 6  finished' "$work/grown.look" && grep -q '^loss      1,' "$work/grown.look"; then pass; else fail "watch a growing file" "$(head -n 3 "$work/grown.look")"; fi
+# On a terminal of 40 columns it looks again until the run has ended, at most ten seconds, and leaves a whole picture.
+mkdir "$work/live/out/grows"
+head -n 1 "$work/live/out/new/metrics.jsonl" > "$work/live/out/grows/metrics.jsonl"
+if have script && have timeout; then
+    (cd "$work/live" && timeout 10 script -qec "stty cols 40 rows 12; LC_ALL=C '$watch' --run out/grows --interval 0.1" /dev/null < /dev/null > "$work/terminal.look" 2>&1) &
+    sleep 0.5; sed 1d "$work/live/out/new/metrics.jsonl" >> "$work/live/out/grows/metrics.jsonl"
+    wait $!; status=$?
+    if [ $status -eq 0 ] && grep -q 'step 0 of 6  running' "$work/terminal.look" && grep -q 'step 6 of 6  finished' "$work/terminal.look"; then pass
+    else fail "watch on a terminal" "status $status: $(tr -d '\033' < "$work/terminal.look" | tail -n 3)"; fi
+else skip "watch on a terminal" "no script"; fi
+
+# The page holds the lines, of which nothing ends its script, and draws them; what a browser makes of them, where there is one.
+page="$work/live/out/new/watch.html"
+if grep -qF 'u003c/script>\u003cb>NaN' "$page" || grep -qF '\u003c/script>\u003cb>NaN' "$page"; then pass; else fail "watch's page" "a text can end its script"; fi
+if grep -qE 'https?://[^w]|src=|@import' "$page"; then fail "watch's page" "needs something else"; else pass; fi
+browser=$(command -v chromium || command -v chromium-browser || command -v google-chrome)
+if [ -n "$browser" ]; then
+    timeout 60 "$browser" --headless --no-sandbox --disable-gpu --user-data-dir="$work/browser" --dump-dom "file://$page" > "$work/dom" 2> /dev/null
+    if grep -q '>step 6 of 6, finished<' "$work/dom" && grep -q '<b>1, validation 2.500, of 1 to 6</b>' "$work/dom" &&
+        [ "$(sed 's/.*id="all"//' "$work/dom" | grep -o '<path' | wc -l)" -eq 8 ]; then pass; else fail "watch's page in a browser" "$(grep -o '<h1.*' "$work/dom" | head -c 300)"; fi
+else skip "watch's page in a browser" "no chromium"; fi
+
+# Refusals, by name.  watch_refused TEXT LINES FLAGS...: of a file that holds LINES.
+watch_refused() {
+    text=$1; printf "$2" > "$work/bad.jsonl"; shift 2
+    look bad "$@"; status=$?
+    if [ $status -eq 2 ] && grep -q -- "$text" "$work/bad.look"; then pass; else fail "watch $*" "status $status, must say $text: $(head -n 2 "$work/bad.look")"; fi
+}
+start='{"event": "step", "step": 1, "loss": 1}\n'
+watch_refused 'bad.jsonl: line 2: NaN is no JSON' "$start"'{"event": "step", "step": 2, "loss": NaN}\n' --run "$work/bad.jsonl"
+watch_refused 'line 2: Infinity is no JSON' "$start"'{"event": "step", "step": 2, "scale": -Infinity}\n' --run "$work/bad.jsonl"
+watch_refused 'line 1 is no record' 'step,loss\n1,2\n' --run "$work/bad.jsonl"
+watch_refused 'line 1 is no record' '{"loss": 1}\n' --run "$work/bad.jsonl"
+watch_refused 'line 1 is no record' '\177ELF\002\001' --run "$work/bad.jsonl"
+watch_refused 'has no records yet' '' --run "$work/bad.jsonl"
+watch_refused 'has no records yet' '{"event": "st' --run "$work/bad.jsonl"
+watch_refused 'no run there: .*/none' '' --run "$work/none"
+watch_refused 'is no file' '' --run /dev/null
+watch_refused 'columns 20: must be 30 to 400 or auto' '' --columns 20
+watch_refused 'did you mean --once' '' --onec
+if (cd "$work" && mkdir bare && cd bare && "$watch") > "$work/bad.look" 2>&1; then fail "watch without runs" "status 0"
+elif grep -q 'no run found: no metrics.jsonl is below out/' "$work/bad.look"; then pass; else fail "watch without runs" "$(cat "$work/bad.look")"; fi
+printf "$start"'{"event": "step", "ste\n{"event": "step", "step": 2, "loss": 7}\n' > "$work/bad.jsonl"
+if look torn --run "$work/bad.jsonl" --page none && grep -q '^line 2 left out' "$work/torn.look" && grep -q '^loss      7' "$work/torn.look"; then pass; else fail "watch, a torn line" "$(cat "$work/torn.look")"; fi
+if look where --run "$work/bad.jsonl" --page "$work/none/page.html" && grep -q '^no page: .*none' "$work/where.look"; then pass; else fail "watch, no page" "$(tail -n 2 "$work/where.look")"; fi
+
+# ---- gnuplot
 plot="sh examples/plot/plot.sh"
 mkdir -p "$work/empty" "$work/a/fp32" "$work/a/fp16" "$work/b"
 for tool in sh awk sed sort wc cat mktemp rm mkdir basename dirname cut grep head; do ln -s "$(command -v $tool)" "$work/empty/$tool"; done
