@@ -386,12 +386,19 @@ static const char *last_text(const series *s, double unit, const char *name, cha
     return text;
 }
 
-/* How many layers are in what, then each one's precision by step. */
+/* Characters of a text in UTF-8. */
+static int characters(const char *text) {
+    int n = 0;
+    for (; *text != 0; text++) n += ((unsigned char)*text & 0xc0) != 0x80;
+    return n;
+}
+
+/* How many layers are in what, then each one's precision by step; of a long name its end, which tells layers apart. */
 static void view_layers(view *v, const run *r) {
     static const char *const names[] = {"fp32", "tf32", "bf16", "fp16", "fp8"};
     char text[300] = "", row[4 * WIDEST];
     int64_t i, used = 0;
-    int k, width = v->columns - 30 > 8 ? v->columns - 30 : 8, left;
+    int k, left, longest = v->columns < 60 ? 20 : v->columns / 2 - 6;
     for (k = 0; k < 5; k++) {
         int64_t n = 0;
         for (i = 0; i < r->n_layers; i++) n += strncmp(r->layers[i].dtype, names[k], strlen(names[k])) == 0;
@@ -401,10 +408,16 @@ static void view_layers(view *v, const run *r) {
     }
     view_line(v, "layers    %s%s", r->n_layers > 0 ? text : "all in ", r->n_layers > 0 ? "" : r->dtype);
     for (i = 0; i < r->n_layers; i++) {
-        left = v->rows - v->lines - 1;
+        const char *name;
+        int cut;
+        left = v->rows - v->lines;
         if (left < 1 || (left == 1 && i + 1 < r->n_layers)) break;
-        view_line(v, "  %-20.20s %-5.5s %s", r->layers[i].name, r->layers[i].dtype,
-                  view_curve(v, &r->layers[i].bits, BITS, width, row));
+        name = r->layers[i].name;
+        cut = characters(name) > longest;
+        while (cut && (characters(name) > longest - 2 || ((unsigned char)*name & 0xc0) == 0x80)) name++;
+        view_line(v, "  %s%s%*s %-5.5s %s", cut ? ".." : "", name,
+                  longest - characters(name) - 2 * cut, "", r->layers[i].dtype,
+                  view_curve(v, &r->layers[i].bits, BITS, v->columns - longest - 10, row));
     }
     if (i < r->n_layers) view_line(v, "  and %lld more", (long long)(r->n_layers - i));
 }
@@ -479,6 +492,7 @@ int main(int argc, char **argv) {
     settings set;
     view v;
     amp_result result;
+    int over = 0;
     ex_begin();
     setlocale(LC_CTYPE, "");
     memset(&set, 0, sizeof set);
@@ -492,7 +506,8 @@ int main(int argc, char **argv) {
         struct timespec nap;
         if (r.text == NULL && isatty(STDOUT_FILENO) && !set.once) printf("\033[2J");
         result = look(&r, &v, &set);
-        if (result != AMP_OK || !v.redraw || run_over(&r) || ex_stop_requested) break;
+        if (result != AMP_OK || !v.redraw || over || ex_stop_requested) break;
+        over = run_over(&r);        /* once more, for the records behind the last step */
         nap.tv_sec = (time_t)set.interval;
         nap.tv_nsec = (long)((set.interval - (double)nap.tv_sec) * 1e9);
         nanosleep(&nap, NULL);

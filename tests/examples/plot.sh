@@ -13,7 +13,7 @@ cat > "$work/live/out/new/metrics.jsonl" <<'LINES'
 {"event": "step", "step": 3, "loss": 99, "scale": 32768, "skips": 1, "dtype": "fp16", "tokens_per_s": 9999}
 {"event": "step", "step": 3, "loss": 4, "scale": 32768, "skips": 1, "dtype": "fp16", "tokens_per_s": 3000}
 {"event": "precision", "step": 4, "layer": "h.0.attn.weight", "from": "bf16", "to": "fp8", "output_error": 0.002}
-{"event": "precision", "step": 4, "layer": "h.1.\u001b[2Jgröße", "from": "fp32", "to": "fp32", "output_error": 0.002}
+{"event": "precision", "step": 4, "layer": "a.long.name.of.h.1.\u001b[2Jgröße", "from": "fp32", "to": "fp32", "output_error": 0.002}
 {"event": "step", "step": 5, "loss": 2, "scale": 16384, "skips": 2, "dtype": "fp16", "tokens_per_s": 4000, "peak": 3145728}
 {"event": "validation", "step": 5, "loss": 2.5}
 {"event": "sample", "text": "</script><b>NaN"}
@@ -39,7 +39,7 @@ tokens/s  4,000      ____-----+++++++++#
 memory    3 MiB      __________________#
 layers    1 in fp32, 1 in fp8
   h.0.attn.weight      fp8   4422222111
-  h.1.?[2Jgr??e      fp32  4444444444
+  ..e.of.h.1.?[2Jgr??e fp32  4444444444
 the same as a page: out/new/watch.html
 PICTURE
 # look NAME FLAGS...: one picture from the folder of the run, in plain ASCII.
