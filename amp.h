@@ -1521,8 +1521,10 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    each as soon as the operators have added to all its gradients as often as in a cycle before (all of it in the step:
    the first cycle, gradients that you wrote after amp_param_accumulate, a second optimizer, a set of yours).  So with
    ranks, leave the gradients alone between backward and the step, or set .no_overlap; one more operator that adds to a
-   gradient that was sent returns AMP_ERR_STATE with its name.  Calls come from a thread of their own; with
-   reducer.one_thread from yours, in backward; with a device and on_host 0 they go to a second stream.
+   gradient that was sent returns AMP_ERR_STATE with its name.  Calls come from a thread of their own, so do not use the
+   reducer yourself between backward and the step; with reducer.one_thread from yours, in backward; with a device and
+   on_host 0 they go to a second stream.  After a check that failed while gradients were summed, the next returns
+   AMP_ERR_STATE and drops them.
 
    .shard = AMP_SHARD_STATES: each rank has masters, remainders and moments of its part of every bucket, updates that,
    and all gather the weights in the step.  .deterministic: sums in fp32 in the order of ranks, so weights, norms and
@@ -19720,6 +19722,7 @@ struct amp_grad_set {
     int32_t apart;                  /* 1: no two gradients share memory */
     int32_t by_host;                /* 1: of amp_grad_set_create */
     int32_t agreed;                 /* all ranks have the same ... 1: weights; 2: settings too */
+    int32_t spoiled;                /* 1: a check failed once gradients were being summed over the ranks */
     const ampi_outer *outer;        /* the optimizer's, or NULL */
     ampi_stage stage;
     amp_scaler *scaler;             /* that checked this set since its last update, or NULL ... */
@@ -19919,7 +19922,7 @@ struct ampi_buckets {
     ampi_gradient_watch watch;      /* first */
     amp_context *amp;
     amp_grad_set *set;
-    const int32_t *micro;           /* the optimizer's */
+    int32_t *micro;                 /* the optimizer's */
     ampi_bucket *all; int64_t n;
     ampi_bucket_row *rows;          /* by row of the set, as the next two */
     amp_k_tensor *whole;            /* the set's rows without shards */
@@ -20484,7 +20487,7 @@ static amp_result ampi_bucket_set(ampi_gradient_watch *w, const amp_param *p) {
 static int ampi_buckets_early(const ampi_buckets *b) {
     int alone = b->amp->watches == &b->watch && b->watch.next == NULL && b->amp->own_sets == 0;
     return alone && b->recorded && !b->set->desc->no_overlap && *b->micro + 1 == b->set->desc->accumulation &&
-           b->set->stage == AMPI_READY && (ampi_capture(b->amp) == NULL || !b->threaded);
+           b->set->stage == AMPI_READY && !b->set->spoiled && (ampi_capture(b->amp) == NULL || !b->threaded);
 }
 static void ampi_bucket_added(ampi_gradient_watch *w, const amp_param *p) {
     ampi_buckets *b = (ampi_buckets *)(void *)w;
@@ -20753,7 +20756,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     return AMP_OK;
 }
 /* For an optimizer's set. */
-static amp_result ampi_buckets_create(amp_grad_set *set, const int32_t *micro) {
+static amp_result ampi_buckets_create(amp_grad_set *set, int32_t *micro) {
     const amp_reducer *r = ampi_reducer(set->amp);
     const amp_optimizer_desc *d = set->desc;
     ampi_buckets *b;
@@ -21073,6 +21076,34 @@ static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
                      "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
 }
 
+/* Ranks that are threads share no memory: each needs a model of its own. */
+static amp_result ampi_agree_apart(const ampi_common *c) {
+    const amp_grad_set *set = c->set;
+    const amp_system *s = ampi_context_system(set->amp);
+    const int64_t n = 2 * set->n;
+    int32_t world = ampi_world(set->amp), r, q;
+    amp_result result;
+    double *all;
+    int64_t i;
+    if (ampi_seat_of(ampi_settings(set->amp)) == NULL) return AMP_OK;
+    for (i = 0; i < set->n; i++) {
+        c->facts[2 * i] = (double)(uintptr_t)(set->params != NULL ? set->params[i]->weight.data : NULL);
+        c->facts[2 * i + 1] = (double)(uintptr_t)ampi_whole_row(set, i)->grad;
+    }
+    AMPI_TRY(ampi_alloc(s, "reducer", (void **)&all, world * n, sizeof *all));
+    result = ampi_exchange_host(set->amp,
+                                ampi_exchange_of(AMPI_GATHER, c->facts, all, n * (int64_t)sizeof *all, AMP_U8));
+    for (i = 0; i < n && result == AMP_OK; i++)
+        for (r = 1; r < world && result == AMP_OK; r++)
+            for (q = 0; q < r && result == AMP_OK; q++)
+                if (all[r * n + i] > 0 && ampi_bits_f64(all[r * n + i]) == ampi_bits_f64(all[q * n + i]))
+                    result = ampi_fail(AMP_ERR_REDUCE, "reducer", "ranks %d and %d share a %s of %s; each needs a "
+                                       "model of its own", (int)q, (int)r, i % 2 ? "gradient" : "weight",
+                                       set->names[i / 2]);
+    ampi_free(s, all, world * n, sizeof *all);
+    return result;
+}
+
 static amp_result ampi_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) {
     const amp_system *s = ampi_context_system(set->amp);
     int64_t n = ampi_agree_count(set);
@@ -21086,6 +21117,7 @@ static amp_result ampi_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) 
     result = ampi_alloc(s, "reducer", (void **)&c.stage, AMPI_COMMON_STAGE, 1);
     if (result == AMP_OK) result = ampi_alloc(s, "reducer", (void **)&c.facts, 2 * n, sizeof *c.facts);
     if (result == AMP_OK && !set->desc->sharded && !set->agreed) result = ampi_agree_params(&c, n);
+    if (result == AMP_OK && !set->agreed) result = ampi_agree_apart(&c);
     ampi_free(s, c.facts, 2 * n, sizeof *c.facts);
     ampi_free(s, c.stage, AMPI_COMMON_STAGE, 1);
     set->agreed = result == AMP_OK ? 2 : 0;
@@ -21116,10 +21148,23 @@ AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int
     return AMP_OK;
 }
 
+/* After a check that failed between, gradients are sums already, or partly: a whole cycle begins again. */
+static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
+    int64_t i;
+    for (i = 0; set->params != NULL && i < set->n; i++) ampi_gradient_live(set->params[i], 0);
+    if (set->buckets != NULL) *set->buckets->micro = 0;
+    ampi_buckets_recount(set->buckets);
+    set->spoiled = 0;
+    return ampi_fail(AMP_ERR_STATE, "reducer", "gradients were summed over the ranks by a check that failed, and are "
+                     "dropped; run backward for a whole cycle");
+}
+
 /* The gradients become their sums over the ranks. */
 static amp_result ampi_set_sum(amp_grad_set *set) {
     int64_t i;
     if (!ampi_is_summed(set)) return AMP_OK;
+    if (set->spoiled) return ampi_set_refuse_sums(set);
+    set->spoiled = 1;
     if (set->buckets != NULL) return ampi_buckets_finish(set->buckets, 1);
     for (i = 0; i < set->n; i++)
         AMPI_TRY(ampi_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype, AMP_REDUCE_SUM));
@@ -21162,7 +21207,9 @@ static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_chec
         AMPI_TRY(ampi_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
     rule.kind = AMP_RULE_CHECKED;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
-    return last && parted ? ampi_buckets_checked(set->buckets, set->unscaled) : AMP_OK;
+    if (last && parted) AMPI_TRY(ampi_buckets_checked(set->buckets, set->unscaled));
+    set->spoiled = 0;
+    return AMP_OK;
 }
 
 /* ---- The loss scaler */

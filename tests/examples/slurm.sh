@@ -85,7 +85,7 @@ show() { tail -n 5 "$work/$1.out" "$work/slurmctld.log"; }
 cat README.md amp.h | head -c 60000 > "$work/text"
 gpt=${GPT:-$PWD/build/train_gpt}
 flags="--data $work/text --layers 2 --heads 2 --channels 32 --seq 32 --threads 1 --sample 0 --eval-interval 100000
-    --eval-batches 4 --log-interval 1 --steps ${STEPS:-300} --save-interval 50"
+    --eval-batches 4 --log-interval 1 --steps ${STEPS:-1500} --save-interval 50"
 
 # submit NAME [OPTIONS OF SBATCH...]: the job's number.
 submit() {

@@ -1,7 +1,8 @@
 /* t_shards.c - gradients in buckets that are summed while backward runs, and optimizer states sharded over ranks, with
  * amp_ranks and threads: sums during backward and in the step give the same bits; sharded states give the weights, norms
  * and scales of whole ones, bit for bit, for every optimizer, storage and world; each rank has its share of the bytes;
- * a gradient that was sent takes no more; what ranks save together loads into any world. */
+ * a gradient that was sent takes no more; sums that failed are not taken for gradients; what ranks save together loads
+ * into any world. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
@@ -29,6 +30,8 @@ typedef struct setup {
     int by_hand, bad_rank, bad_step, unscale;
     int apart;                      /* 1: rank 1's gradients have gaps between them */
     int extra;                      /* 1: one more backward of a tied layer in the last step */
+    int hook;                       /* 1: the ranks are reached through a hook that can fail */
+    int shared;                     /* 1: all ranks have rank 0's model */
 } setup;
 
 /* What a rank ends with. */
@@ -46,6 +49,15 @@ typedef struct job {
     const char *path;
     pthread_t thread;
 } job;
+
+/* A reducer of the user's own, which fails after `arm` calls, having done its work. */
+typedef struct failing_hook { amp_reducer inner; int arm; } failing_hook;
+static failing_hook hooks[MOST_RANKS];
+static int failing_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    failing_hook *h = (failing_hook *)user;
+    int code = h->inner.reduce(h->inner.user, data, count, dtype, op, stream);
+    return h->arm > 0 && --h->arm == 0 ? 7 : code;
+}
 
 static float value(int64_t i) { return (float)((unsigned)(i * 2654435761u) >> 8) / 8388608.0f - 1.0f; }
 
@@ -141,6 +153,9 @@ static void train(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scal
     }
 }
 
+static float shared_weights[PARAMS * 16384];
+static pthread_barrier_t shared_ready;
+
 static void *run_job(void *arg) {
     job *j = (job *)arg;
     model *m = malloc(sizeof *m);
@@ -156,9 +171,19 @@ static void *run_job(void *arg) {
     d.threads = 1;
     if (j->ranks) CHECK_OK(amp_ranks_reducer(j->ranks, j->rank, &d.reducer));
     if (j->s->d.reducer.one_thread) d.reducer.one_thread = 1;
+    if (j->s->hook) {
+        hooks[j->rank].inner = d.reducer;
+        d.reducer.reduce = failing_reduce; d.reducer.calls = NULL; d.reducer.user = &hooks[j->rank];
+    }
     CHECK_OK(amp_open(&amp, &d));
     model_make(m, j->s);
     for (int i = 0; i < 6 && j->s->apart && j->rank == 1; i++) m->p[i].grad.data = (float *)m->p[i].grad.data + i;
+    for (int i = 0; i < PARAMS && j->s->shared && j->rank > 0; i++) m->p[i].weight.data = shared_weights + i * 16384;
+    for (int i = 0; i < PARAMS && j->s->shared && j->rank == 0; i++) {
+        memcpy(shared_weights + i * 16384, m->p[i].weight.data, (size_t)amp_tensor_count(&m->p[i].weight) * 4);
+        m->p[i].weight.data = shared_weights + i * 16384;
+    }
+    if (j->s->shared) pthread_barrier_wait(&shared_ready);
     CHECK_OK(amp_param_register(amp, m->p, PARAMS));
     od.params = m->p; od.n_params = PARAMS;
     od.result_lag = AMP_LAG_NONE;
@@ -385,6 +410,56 @@ TEST(ranks_that_clip_alone) {
     }
 }
 
+/* Gradients that were summed are not summed again: the step that failed is told, and a whole cycle begins. */
+static int arm_at;
+static void fail_and_train(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    one_step(j, amp, m, o, scaler, 0);
+    one_step(j, amp, m, o, scaler, 1);
+    if (arm_at > 0) {
+        hooks[j->rank].arm = arm_at;
+        run_model(amp, m, scaler, 7, 0, AMP_OK);
+        CHECK_OK(amp_step(o, scaler));
+        run_model(amp, m, scaler, 8, 0, AMP_OK);
+        CHECK_EQ(amp_step(o, scaler), AMP_ERR_REDUCE);
+        CHECK_EQ(amp_step(o, scaler), AMP_ERR_STATE);
+        snprintf(j->out->why, sizeof j->out->why, "%s", amp_last_error());
+    }
+    one_step(j, amp, m, o, scaler, 2);
+}
+TEST(sums_that_failed_are_dropped) {
+    setup s = plain();
+    s.hook = 1;
+    s.o.accumulation = 2;
+    arm_at = 0;
+    run_ranks_with(&s, 2, one, NULL, fail_and_train);
+    for (arm_at = 1; arm_at <= 2; arm_at++) {           /* the sum of gradients, and that of flags after it */
+        run_ranks_with(&s, 2, other, NULL, fail_and_train);
+        for (int r = 0; r < 2; r++) {
+            CHECK_MSG(strstr(other[r].why, "run backward for a whole cycle") != NULL, "%s", other[r].why);
+            CHECK(memcmp(one[0].w, other[r].w, sizeof one[0].w) == 0);
+        }
+    }
+}
+
+static void step_and_tell(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    fill_by_hand(j, m, 1, 1);
+    (void)amp;
+    j->out->applied = amp_step(o, scaler);
+    snprintf(j->out->why, sizeof j->out->why, "%s", amp_last_error());
+    pthread_barrier_wait(&shared_ready);
+}
+TEST(ranks_of_threads_share_no_memory) {
+    setup s = plain();
+    s.shared = 1;
+    CHECK_EQ(pthread_barrier_init(&shared_ready, NULL, 2), 0);
+    run_ranks_with(&s, 2, one, NULL, step_and_tell);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ(one[r].applied, AMP_ERR_REDUCE);
+        CHECK_MSG(strstr(one[r].why, "ranks 0 and 1 share a weight of tied;") != NULL, "%s", one[r].why);
+    }
+    pthread_barrier_destroy(&shared_ready);
+}
+
 /* ---- Checkpoints */
 
 static char folder[64];
@@ -489,6 +564,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(sums_during_backward); RUN(gradients_that_lie_apart_on_one_rank);
     RUN(sharded_states_give_the_same_bits); RUN(masters_follow_a_broadcast); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
-    RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(states_go_from_any_world_to_any);
+    RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(sums_that_failed_are_dropped);
+    RUN(ranks_of_threads_share_no_memory); RUN(states_go_from_any_world_to_any);
     return TEST_END();
 }
