@@ -1773,8 +1773,8 @@ typedef struct amp_optimizer_desc {
     /* Above 0: loose coupling, for slow networks (DiLoCo, Douillard et al. 2023).  Ranks step alone, each with its own
        gradients and overflows; after every sync_every steps, skipped ones included, the mean change of the weights over
        ranks is the gradient of an outer step, SGD with Nesterov momentum, from which all go on.  It waits.  Needs 8
-       bytes of host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9; sync_wire: what changes are on
-       the way, F32 (default) or BF16. */
+       bytes of host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9 (AMP_EXPLICIT_ZERO: 0); sync_wire:
+       what changes are on the way, F32 (default) or BF16. */
     int32_t sync_every;
     amp_dtype sync_wire;
     double outer_lr, outer_momentum;
@@ -19942,7 +19942,7 @@ struct ampi_buckets {
     void *thread;
     int64_t posted, done;           /* buckets on their way and back in this cycle */
     amp_result failed; char why[sizeof ampi_error_text];
-    double busy, waited;            /* seconds, in this cycle */
+    double busy, waited;            /* seconds, in this cycle; waited: of the thread that steps, without the lock */
 };
 
 /* 1: this rank has only its part of the states; the rows are those parts, `whole` the parameters. */
@@ -20510,6 +20510,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     if (b->started && b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED))
         return ampi_fail(AMP_ERR_STATE, "reducer", "a child of fork() has no part in its parent's ranks");
     if (b->threaded) AMPI_TRY(ampi_may_wait(b->amp));
+    start = ampi_seconds(b->amp);
     pthread_mutex_lock(&b->lock);
     for (i = 0; i < b->set->n; i++) {
         ampi_bucket_row *r = &b->rows[i];
@@ -20518,15 +20519,14 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
         r->by_hand |= b->set->params[i]->by_hand > 0 || (b->set->params[i]->grad_live && r->seen == 0);
         r->expected = AMPI_MAX(r->expected, r->seen);
     }
-    start = ampi_seconds(b->amp);
     ampi_buckets_launch(b, 1);
     while (b->done < b->posted) pthread_cond_wait(&b->changed, &b->lock);
-    b->waited += ampi_seconds(b->amp) - start;
     b->recorded |= counts;
     result = b->failed;
     if (result != AMP_OK) memcpy(ampi_error_text, b->why, sizeof b->why);
     b->failed = AMP_OK;
     pthread_mutex_unlock(&b->lock);
+    b->waited += ampi_seconds(b->amp) - start;
     if (result == AMP_OK) result = ampi_buckets_order(b, 1);
     if (result == AMP_OK && late != NULL)
         result = ampi_fail(AMP_ERR_STATE, "amp_param_accumulate", "%s: its gradient was summed over the ranks already, "

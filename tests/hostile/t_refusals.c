@@ -438,6 +438,7 @@ static amp_result try_optimizer(void *d) {
     return r;
 }
 static amp_result try_sgd(void *d) { ((amp_optimizer_desc *)d)->kind = AMP_SGD; return try_optimizer(d); }
+static amp_result try_outer(void *d) { ((amp_optimizer_desc *)d)->sync_every = 2; return try_optimizer(d); }
 static amp_result try_group(void *d) {
     amp_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
@@ -496,6 +497,7 @@ static const struct number { const char *type, *member; size_t at; int wide; amp
     OF(amp_optimizer_desc, lr, 1, try_optimizer), OF(amp_optimizer_desc, beta1, 1, try_optimizer), OF(amp_optimizer_desc, beta2, 1, try_optimizer),
     OF(amp_optimizer_desc, eps, 1, try_optimizer), OF(amp_optimizer_desc, weight_decay, 1, try_optimizer),
     OF(amp_optimizer_desc, momentum, 1, try_sgd), OF(amp_optimizer_desc, dampening, 1, try_sgd), OF(amp_optimizer_desc, clip_norm, 1, try_optimizer),
+    OF(amp_optimizer_desc, outer_lr, 1, try_outer), OF(amp_optimizer_desc, outer_momentum, 1, try_outer),
     OF(amp_settings, clip_norm, 1, try_settings), OF(amp_settings, memory_warning, 1, try_settings),
     OF(amp_settings, scaler.init_scale, 0, try_settings), OF(amp_settings, scaler.growth_factor, 1, try_settings),
     OF(amp_settings, scaler.backoff_factor, 1, try_settings), OF(amp_settings, scaler.min_scale, 0, try_settings),
@@ -619,7 +621,8 @@ TEST(minus_one_is_no_zero) {
     }
     for (int i = 0; i < NUMBERS; i++) {                 /* and AMP_EXPLICIT_ZERO is taken where its comment says so */
         static const char *const zeros[] = {"amp_scaler_desc.tolerance", "amp_settings.scaler.tolerance", "amp_param_group.lr_scale", "amp_param_group.weight_decay",
-                                            "amp_optimizer_desc.lr", "amp_optimizer_desc.beta1", "amp_optimizer_desc.beta2", "amp_optimizer_desc.eps"};
+                                            "amp_optimizer_desc.lr", "amp_optimizer_desc.beta1", "amp_optimizer_desc.beta2", "amp_optimizer_desc.eps",
+                                            "amp_optimizer_desc.outer_lr", "amp_optimizer_desc.outer_momentum"};
         const struct number *n = &numbers_of[i];
         union { amp_optimizer_desc optimizer; amp_settings settings; char bytes[1024]; double align; } desc;
         char name[96];

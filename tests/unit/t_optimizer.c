@@ -2414,7 +2414,7 @@ TEST(ranks_average_and_take_part_without_a_gradient) {
         CHECK_EQ(calls, 0);                                           /* once per cycle */
         CHECK_OK(amp_step(x, NULL));
         CHECK_OK(amp_step(y, NULL));
-        CHECK_EQ(calls, TENSORS + 1);
+        CHECK_EQ(calls, 2);                                           /* one bucket, and the flags */
         CHECK(memcmp(a.w, b.w, sizeof a.w) == 0);
     }
     amp_optimizer_destroy(x);

@@ -733,6 +733,12 @@ TEST(ranks_that_step_alone_follow_the_rule) {
 }
 
 /* Masters, remainders (to the masters' bits), and 16-bit weights alone. */
+/* The outer step's sums are of the order in which they stand; under -Ofast each of four may round elsewhere. */
+#if defined(__FAST_MATH__)
+#define LOOSE_BOUND (4 * 0x1p-23f)
+#else
+#define LOOSE_BOUND 0
+#endif
 TEST(ranks_that_step_alone_with_16_bit_weights) {
     static const int kinds[] = {AMP_MASTER_F32, AMP_MASTER_REMAINDER, AMP_MASTER_NONE};
     static float want[RANKS][8 * STEPS][LOOSE], masters[RANKS][LOOSE];
@@ -745,9 +751,10 @@ TEST(ranks_that_step_alone_with_16_bit_weights) {
         for (int r = 0; r < 2; r++) {
             CHECK_EQ(loose.code[r], 0);
             for (int i = 0; i < LOOSE; i++) {
-                if (kinds[k] == AMP_MASTER_F32) CHECK_MSG(loose.last[r][i] == want[r][4 * LOOSE_H - 1][i], "%.9g, %.9g", (double)loose.last[r][i], (double)want[r][4 * LOOSE_H - 1][i]);
+                float is = loose.last[r][i], should = want[r][4 * LOOSE_H - 1][i];
+                if (kinds[k] == AMP_MASTER_F32) CHECK_MSG(fabsf(is - should) <= LOOSE_BOUND * fabsf(should), "%.9g, %.9g", (double)is, (double)should);
                 /* without masters every step rounds to 8 bits, half a step of 2^-8 each, and momentum sums some ten of them */
-                else if (kinds[k] == AMP_MASTER_NONE) CHECK_MSG(fabsf(loose.last[r][i] - want[r][4 * LOOSE_H - 1][i]) < 0.2f, "%g, %g", (double)loose.last[r][i], (double)want[r][4 * LOOSE_H - 1][i]);
+                else if (kinds[k] == AMP_MASTER_NONE) CHECK_MSG(fabsf(is - should) < 0.2f, "%g, %g", (double)is, (double)should);
             }
             if (kinds[k] == AMP_MASTER_REMAINDER) {             /* saved as masters */
                 float saved[LOOSE];

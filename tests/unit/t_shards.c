@@ -441,6 +441,36 @@ TEST(sums_that_failed_are_dropped) {
     }
 }
 
+/* Calls of all ranks at once; rank 0's are told to errors.sh. */
+static char unwritable[] = "/nonexistent.folder/state";
+static void refuse_and_train(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    amp_param apart = m->p[0];
+    amp_state *state;
+    CHECK_OK(amp_state_create(&state, NULL));
+    one_step(j, amp, m, o, scaler, 0);
+    one_step(j, amp, m, o, scaler, 1);
+    run_model(amp, m, scaler, 7, 0, AMP_OK);            /* its gradients are on their way */
+    if (j->rank == 0) {
+        CHECK_ERR(amp_params_broadcast(amp, m->p, PARAMS), AMP_ERR_STATE);
+        CHECK_ERR(amp_state_save_ranks(amp, state, unwritable), AMP_ERR_STATE);
+    }
+    CHECK_OK(amp_step(o, scaler));
+    apart.weight.stride[1] = 2;
+    if (j->rank == 0) CHECK_ERR(amp_params_broadcast(amp, &apart, 1), AMP_ERR_SHAPE);
+    hooks[j->rank].arm = 1;
+    if (j->rank == 0) CHECK_ERR(amp_params_broadcast(amp, m->p, PARAMS), AMP_ERR_REDUCE);
+    else CHECK_EQ(amp_params_broadcast(amp, m->p, PARAMS), AMP_ERR_REDUCE);
+    if (j->rank == 0) CHECK_ERR(amp_state_save_ranks(amp, state, j->path), AMP_ERR_REDUCE);
+    else CHECK_EQ(amp_state_save_ranks(amp, state, unwritable), AMP_ERR_OPEN);
+    amp_state_destroy(state);
+}
+TEST(calls_of_all_ranks_refuse) {
+    setup s = plain();
+    s.hook = 1;
+    run_ranks_with(&s, 2, one, "t_shards_refused", refuse_and_train);
+    CHECK(access("t_shards_refused", F_OK) != 0);
+}
+
 static void step_and_tell(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
     fill_by_hand(j, m, 1, 1);
     (void)amp;
@@ -565,6 +595,6 @@ int main(int argc, char **argv) {
     RUN(sums_during_backward); RUN(gradients_that_lie_apart_on_one_rank);
     RUN(sharded_states_give_the_same_bits); RUN(masters_follow_a_broadcast); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
     RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(sums_that_failed_are_dropped);
-    RUN(ranks_of_threads_share_no_memory); RUN(states_go_from_any_world_to_any);
+    RUN(calls_of_all_ranks_refuse); RUN(ranks_of_threads_share_no_memory); RUN(states_go_from_any_world_to_any);
     return TEST_END();
 }
