@@ -110,6 +110,7 @@ def rounds(machine, model, args, work):
                 print(f"    {name:18s} skipped: {skip}", flush=True)
                 continue
             machine.busy.append(round(busy, 3))
+            one["used_by_others"] = machine.busy[-1]
             one["median"] = statistics.median(one["seconds"])
             found[name].append(one)
             print(f"    {name:18s} {1e3 * one['median']:9.1f} ms", flush=True)
@@ -118,7 +119,7 @@ def rounds(machine, model, args, work):
 
 def summary(found):
     row = {"median_ms": round(1e3 * statistics.median(r["median"] for r in found), 1),
-           "rounds_ms": [round(1e3 * r["median"], 1) for r in found]}
+           "rounds_ms": [round(1e3 * r["median"], 1) for r in found], "used_by_others": [r["used_by_others"] for r in found]}
     for key in ("hidden_percent", "torch"):
         if key in found[0]:
             row[key] = statistics.median(r[key] for r in found) if key == "hidden_percent" else found[0][key]
@@ -140,6 +141,12 @@ def bars(rows):
             yield run.verdict(f"{model}, {name}: of one process's time", SLOWER, lambda: ratio(programs, name, "amp.h one process"), at_most=True)
 
 
+def judged(rows, busy):
+    """The bars; nothing is decided on a machine that others used: the programs did not have the same share of it."""
+    why = {"verdict": "undecided", "why": f"other programs used {busy:.0%} of the machine"}
+    return [{**row, **why} if busy > run.QUIET and row["measured"] is not None else row for row in rows]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="11m,124m")
@@ -155,7 +162,8 @@ def main():
         for model in args.models.split(","):
             print(f"{model}: {own_batch(model)} sequences of {MODELS[model][2]} a rank", flush=True)
             rows[model] = rounds(machine, model, args, work)
-    about, date, verdicts = run.describe_machine(machine, {}), datetime.datetime.now(datetime.timezone.utc), list(bars(rows))
+    about, date, verdicts = run.describe_machine(machine, {}), datetime.datetime.now(datetime.timezone.utc), bars(rows)
+    verdicts = judged(verdicts, about["used_by_others"]["median"])
     about.pop("path"), about.pop("amx")         # only timing programs tell them
     used = {key: value for key, value in run.versions(machine).items() if value is not None}
     whole = {"date": date.strftime("%Y-%m-%d %H:%M UTC"), "machine": {**about, "load_before": load}, "versions": used,
