@@ -645,9 +645,8 @@ static void loose_train(int rank, int world) {
         CHECK_OK(amp_convert(low, AMP_BF16, w, AMP_F32, LOOSE, NULL, NULL));
         loose.code[rank] = (int)amp_optimizer_load(opt, state, "o");
         snprintf(loose.why[rank], sizeof loose.why[rank], "%s", amp_last_error());
-        if (loose.code[rank]) loose.steps = loose.from;
     }
-    for (int step = loose.from; step < loose.steps; step++) {
+    for (int step = loose.from; step < loose.steps && loose.code[rank] == 0; step++) {
         for (int i = 0; i < LOOSE; i++) g[i] = loose_gradient(rank, step, i);
         p[0].grad_live = p[2].grad_live = 1;
         if (rank == loose.nan_rank && step == 4) *(narrow ? (float *)p[2].master : w + 2) = NAN;
