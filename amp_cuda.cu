@@ -129,7 +129,7 @@ const unsigned AMPC_NCCL_MAGIC = 0xcafebeefu;
 struct ampc_nccl_id { char bytes[AMP_COMMUNICATOR_ID]; };
 struct ampc_nccl_config { size_t size; unsigned magic, version; int blocking; };
 struct ampc_nccl {
-    void *library;
+    void *opened;                   /* libnccl.so.2, or NULL */
     int (*version)(int *out);
     int (*unique_id)(ampc_nccl_id *out);
     int (*init)(void **comm, int world, ampc_nccl_id id, int rank, ampc_nccl_config *config);
@@ -1666,7 +1666,7 @@ void ampc_nap(int microseconds) {
 
 /* The name of the first function that it lacks, or NULL. */
 const char *ampc_nccl_lacks(ampc_nccl *n) {
-    void *l = n->library;
+    void *l = n->opened;
     return !ampc_symbol(l, "ncclGetVersion", &n->version)             ? "ncclGetVersion"
            : !ampc_symbol(l, "ncclGetUniqueId", &n->unique_id)        ? "ncclGetUniqueId"
            : !ampc_symbol(l, "ncclCommInitRankConfig", &n->init)      ? "ncclCommInitRankConfig"
@@ -1699,9 +1699,9 @@ amp_result ampc_nccl_open(ampc_device *dev) {
     ampc_nccl *n = &dev->ranks.nccl;
     const char *lacks;
     int version = 0;
-    if (n->library != NULL) return AMP_OK;
-    n->library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-    if (n->library == NULL)
+    if (n->opened != NULL) return AMP_OK;
+    n->opened = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    if (n->opened == NULL)
         return ampc_nccl_refuse(dev, "%.90s; install NCCL, and name its folder in LD_LIBRARY_PATH", dlerror(), 0);
     lacks = ampc_nccl_lacks(n);
     if (n->version != NULL && n->version(&version) == AMPC_NCCL_SUCCESS && version < AMPC_NCCL_LEAST)
@@ -2093,7 +2093,7 @@ void ampc_ranks_close(ampc_device *dev) {
         (void)(state == AMPC_NCCL_SUCCESS ? r->nccl.destroy(r->comm) : r->nccl.abort(r->comm));
         r->comm = NULL;
     }
-    if (r->nccl.library != NULL) (void)dlclose(r->nccl.library);
+    if (r->nccl.opened != NULL) (void)dlclose(r->nccl.opened);
 }
 
 /* ==== Casts =========================================================================================
