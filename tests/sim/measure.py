@@ -3,8 +3,10 @@
     python3 tests/sim/measure.py OUT.json [rounds] [steps]
 
 Builds with mpicc into a temporary folder; one thread a process; single and double runs alternate, medians of all steps
-but the first.  The fit sees messages, sums and single steps alone."""
+but the first.  The fit sees messages, sums and single steps alone.  Single runs go in pairs that know nothing of each
+other: two ranks of one machine share its memory and caches as they do."""
 import json, os, platform, statistics, subprocess, sys, tempfile, time
+from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 ENV = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT='1', OMPI_ALLOW_RUN_AS_ROOT_CONFIRM='1')
@@ -19,8 +21,8 @@ def tensors(c, vocab=256):
     block = [n, n, 3 * n * n, 3 * n, n * n, n, n, n, 4 * n * n, 4 * n, 4 * n * n, n]
     return [vocab * n, c['seq'] * n] + block * c['layers'] + [n, n]
 
-def run(binary, c, text, folder, steps, two):
-    out = os.path.join(folder, 'out')
+def run(binary, c, text, folder, steps, two, name='out'):
+    out = os.path.join(folder, name)
     flags = []
     for k in ('layers', 'heads', 'channels', 'batch', 'seq'): flags += ['--' + k, str(c[k])]
     subprocess.run((MPIRUN if two else []) + [binary, '--data', text, '--threads', '1', '--workers', '0', '--sample', '0', '--precision',
@@ -49,7 +51,8 @@ def main():
         for c in CONFIGURATIONS:
             one, two = [], []
             for _ in range(rounds):
-                one += run(train, c, text, folder, steps, False)
+                with ThreadPoolExecutor() as pair:
+                    for seconds in pair.map(lambda name: run(train, c, text, folder, steps, False, name), ('left', 'right')): one += seconds
                 two += run(train, c, text, folder, steps, True)
             out['configurations'].append(dict(name=c['name'], tensors=tensors(c) + [1, 1, 1], bucket=25 << 20, overlap=False,
                 single_rank_seconds=statistics.median(one), two_ranks_seconds=statistics.median(two), steps=len(one)))
