@@ -126,6 +126,8 @@ verdicts=$(awk '/"bar":/ {step = /"step /} /"verdict":/ {all++; steps += step; i
 for file in README.md tests/bench/README.md; do
     if grep -q "^$verdicts" $file; then pass; else fail "$file's verdict" "must be: $verdicts"; fi
 done
+ranks=$(awk '/"bar":/ {all++} /"verdict": "PASS"/ {met++} END {print met " of " all " bars are met"}' "$(result ddp)")
+if grep "^Data-parallel" README.md | grep -q "$ranks"; then pass; else fail "README.md's verdict on ranks" "must be: $ranks"; fi
 gain() { sed -n "s/.*\"$1\", \"seconds\": \([0-9.]*\).*/\1/p" "$(result adopt)"; }
 ratio_of() { echo "$(gain "$1") $(gain "$2")" | awk '{printf "%.1fx", $1 / $2}'; }
 gemm=$(ratio_of before "after, fp32")

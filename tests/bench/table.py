@@ -3,7 +3,7 @@
     <!-- NAME:begin -->
     <!-- NAME:end -->
 
-steps: README.md, the training steps and the gain of adopting; its picture examples/plot/bars.svg (chart.gp) is drawn too.
+steps: README.md, the training steps, the gain of adopting, two ranks; its picture examples/plot/bars.svg (chart.gp) is drawn too.
 bench and gpu: tests/bench/README.md, all bars and the accuracy.  adopt: examples/adopt/README.md.
 
     python3 tests/bench/table.py [--print] [--only steps,bench,gpu,adopt] [results.json]
@@ -176,6 +176,21 @@ def adopt_lines(results, name, folder):
            f"[{name}]({folder}{name}).")
 
 
+def ddp_lines(results, name):
+    """Two ranks beside PyTorch's, and beside one process with as many threads."""
+    def sentence(model, programs):
+        peer, one = programs["torch DDP"]["median_ms"], programs["amp.h one process"]["median_ms"]
+        own = [(label.removeprefix("amp.h "), row["median_ms"]) for label, row in programs.items()
+               if label.startswith("amp.h ") and label != "amp.h one process" and "median_ms" in row]
+        return (f"{MODELS[model]}: " + ", ".join(f"{peer / ms:.2f}x over {label} ({ms / one:.2f} of one process's time)"
+                                                 for label, ms in own))
+
+    m, met = results["machine"], sum(row["verdict"] == "PASS" for row in results["bars"])
+    yield (f"Data-parallel, two ranks of one thread, fp32, speed over PyTorch's DistributedDataParallel (gloo): "
+           f"{'; '.join(sentence(*row) for row in results['rows'].items())}. {met} of {len(results['bars'])} bars are met; "
+           f"{m['cpu']}, {m['cores']} cores, `make bench-ddp`, [{name}](tests/bench/results/{name}).")
+
+
 def chart(results):
     """examples/plot/bars.svg: the bars of the first training steps."""
     row = results["step"][0]
@@ -261,12 +276,13 @@ def quiet(path, trial):
 
 
 def steps_text(path, trial):
-    results, gains = quiet(path, trial), newest("adopt")
+    results, gains, ranks = quiet(path, trial), newest("adopt"), newest("ddp")
     if not trial:
         chart(results)
     with open(gains) as f:
         adopted = adopt_lines(json.load(f), os.path.basename(gains), "tests/bench/results/")
-        return "\n".join([*step_lines(results, os.path.basename(path)), "", *adopted])
+        return "\n".join([*step_lines(results, os.path.basename(path)), "", *adopted, "",
+                          *ddp_lines(quiet(ranks, trial), os.path.basename(ranks))])
 
 
 def bench_text(path, trial):
