@@ -95,9 +95,9 @@ static inline amp_result ranks_join(const char *file, double seconds) {
     amp_mpi_timeout_ms = (int)(seconds * 1000 + 0.5);
     return AMP_OK;
 }
-/* A failed rank ends the others, which may wait for it. */
+/* A failed rank ends the others, which may wait for it; a call that was given up leaves no other way. */
 static inline void ranks_end(int code) {
-    if (code == 0 || ex_stop_requested || ranks.world == 1) MPI_Finalize();
+    if (amp_mpi_why[0] == 0 && (code == 0 || ex_stop_requested || ranks.world == 1)) MPI_Finalize();
     else MPI_Abort(MPI_COMM_WORLD, code);
 }
 

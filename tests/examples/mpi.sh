@@ -1,6 +1,7 @@
 #!/bin/sh
 # mpi.sh - train_gpt on two processes with MPI trains what one process with the double batch trains, also from
-# the checkpoint of two, and an overflow skips the step on both.  build/amp.o is `make`'s.
+# the checkpoint of two; an overflow skips the step on both; a rank that stops ends the other in time.  build/amp.o is
+# `make`'s.
 . tests/lib.sh
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 if ! have mpicc || ! have mpirun; then skip "train_gpt with MPI" "mpicc or mpirun not found"; closing; exit; fi
@@ -65,30 +66,73 @@ else fail "data_parallel on two processes" "$(tail -n 3 "$work/parallel.log")"; 
 two overflow --steps 6 --batch 4 --precision fp16 --init-scale 1e30
 if [ "$(grep -c "Result" "$work/overflow.log")" -eq 1 ] && grep -q "skipped *6 of 6" "$work/overflow.log"; then pass
 else fail "an overflow skips on both" "$(tail -n 5 "$work/overflow.log")"; fi
-# A rank that does not come: the call fails on the other after the limit, and so does every later one.
+# A rank that stops within its calls, or does not come: every call of the other fails after the limit, and names it.
+# When it goes on, its own fail too.
 cat > "$work/late.c" << 'end'
 #include "amp_mpi.h"
+#include <signal.h>
 #include <unistd.h>
+static amp_reducer r;
+static float x[1 << 21], y[1 << 21];
+static int call(int kind) {
+    switch (kind) {
+        case 0: return r.reduce(r.user, x, 1 << 20, AMP_F32, AMP_REDUCE_SUM, NULL);
+        case 1: return r.calls->reduce_scatter(r.user, y, x, 1 << 20, AMP_F32, AMP_REDUCE_SUM, NULL);
+        case 2: return r.calls->all_gather(r.user, x, y, 1 << 20, NULL);
+        case 3: return r.calls->all_to_all(r.user, x, y, 1 << 20, NULL);
+        case 4: return r.calls->broadcast(r.user, x, 1 << 20, 1, NULL);
+        default: return r.reduce(r.user, y, 1 << 20, AMP_BF16, AMP_REDUCE_SUM, NULL);
+    }
+}
 int main(int argc, char **argv) {
-    float x = 1;
-    amp_reducer r;
+    int kind = atoi(argv[1]), late = strcmp(argv[2], "late") == 0;
+    double began;
     MPI_Comm comm;
-    int ok;
     MPI_Init(&argc, &argv);
     comm = MPI_COMM_WORLD;
     r = amp_mpi(&comm);
-    amp_mpi_timeout_ms = 500;
-    if (r.reduce(r.user, &x, 1, AMP_F32, AMP_REDUCE_SUM, NULL) != 0 || x != 2) return 1;
-    if (r.rank == 1) sleep(60);
-    ok = r.reduce(r.user, &x, 1, AMP_F32, AMP_REDUCE_SUM, NULL) != 0 && x == 2;
-    ok = ok && r.reduce(r.user, &x, 1, AMP_F32, AMP_REDUCE_SUM, NULL) != 0;
-    printf("%d %s\n", ok, r.calls->error(r.user));
+    amp_mpi_timeout_ms = 2000;
+    if (call(kind) != 0) return 1;
+    if (late && r.rank == 1) sleep(60);
+    if (!late && r.rank == 1 && fork() == 0) {      /* stops the parent in whatever call it is, and wakes it up */
+        usleep(300000);
+        kill(getppid(), SIGSTOP);
+        usleep(5000000);
+        kill(getppid(), SIGCONT);
+        _exit(0);
+    }
+    do began = amp_mpi_seconds();
+    while (call(kind) == 0);
+    began = amp_mpi_seconds() - began;
+    printf("rank %d, %s: %s\n", r.rank, began < 4 + 4 * r.rank && call(kind) != 0 ? "bounded" : "not bounded",
+           r.calls->error(r.user));
     fflush(stdout);
+    sleep(r.rank == 1 || late ? 0 : 8);
     MPI_Abort(comm, 3);
 }
 end
 check "late.c builds" mpicc -Iexamples -I. -O1 -DAMP_IMPLEMENTATION_INCLUDED -include amp.h "$work/late.c" build/amp.o -o "$work/late" -lm -lpthread
-timeout 30 mpirun -np 2 "$work/late" > "$work/late.log" 2>&1
-if grep -q "^1 some rank has not come within 500 ms; MPI does not tell which" "$work/late.log"; then pass
+for kind in 0 1 2 3 4 5; do timeout 60 mpirun -np 2 "$work/late" $kind stops > "$work/late$kind.log" 2>&1 & done
+timeout 60 mpirun -np 3 "$work/late" 0 late > "$work/late.log" 2>&1
+wait
+for kind in 0 1 2 3 4 5; do
+    if grep -q "^rank 0, bounded: rank 1 has not answered within 2000 ms" "$work/late$kind.log" &&
+            grep -q "^rank 1, bounded: rank 1 came when the others had given up" "$work/late$kind.log"; then pass
+    else fail "a rank that stops in call $kind under MPI" "$(grep -a "^rank" "$work/late$kind.log" || tail -n 3 "$work/late$kind.log")"; fi
+done
+if grep -q "bounded: rank 1 has not answered within 2000 ms" "$work/late.log"; then pass
 else fail "a rank that does not come under MPI" "$(tail -n 3 "$work/late.log")"; fi
+
+# The same in a training: the program ends with the code of an error.
+timeout 60 mpirun -np 2 sh -c 'echo $$ > "'"$work"'/pid$OMPI_COMM_WORLD_RANK"; exec "$@"' sh "$work/train_gpt_mpi" $flags \
+    --out "$work/stopped" --steps 100000 --batch 4 --precision fp32 --rank-timeout 2 > "$work/stopped.log" 2>&1 &
+run=$!
+tries=0
+while ! grep -q '"event": "step"' "$work/stopped/metrics.jsonl" 2> /dev/null && [ $tries -lt 100 ]; do
+    sleep 0.2; tries=$((tries + 1))
+done
+kill -STOP "$(cat "$work/pid1")"
+if wait $run; then fail "a stopped rank in a training" "it ended well"
+elif grep -q "AMP0503.*rank 1 has not answered within 2000 ms" "$work/stopped.log"; then pass
+else fail "a stopped rank in a training" "$(tail -n 3 "$work/stopped.log")"; fi
 closing
