@@ -12,7 +12,8 @@
  * goes through the host.
  *
  * A rank that dies is noticed as its connections close, one that hangs after timeout_ms; every rank's call then fails,
- * and all later ones, with a text that names it.  One thread at a time makes calls, in the same order on all ranks.
+ * and all later ones, with a text that names it.  One thread at a time makes calls, in the same order on all ranks:
+ * contexts that train at once need an amp_tcp each.
  * There is no password and no encryption: this is for networks that you trust. */
 #ifndef EXAMPLE_AMP_TCP
 #define EXAMPLE_AMP_TCP
@@ -72,7 +73,7 @@ typedef struct amp_tcp_peer {
 } amp_tcp_peer;
 
 typedef struct amp_tcp {
-    int32_t rank, world, timeout_ms;
+    int32_t rank, world, timeout_ms, busy;      /* busy: a call is under way */
     uint64_t key;
     amp_tcp_call call;
     amp_tcp_peer *peers;        /* by rank */
@@ -257,12 +258,22 @@ static inline void amp_tcp_pair(amp_tcp *t, int32_t i, const void *out, size_t n
     p->n_in = i != t->rank ? n_in : 0;
 }
 
-static inline void amp_tcp_begin(amp_tcp *t, int kind, int64_t count, int32_t dtype, int32_t op, int32_t root) {
+/* A call begins, unless it is refused; amp_tcp_end_call ends it. */
+static inline amp_result amp_tcp_begin(amp_tcp *t, int kind, int64_t count, int32_t dtype, int32_t op, int32_t root) {
+    if (t->peers == NULL || t->why[0] != 0) return AMP_ERR_REDUCE;
+    if (__atomic_exchange_n(&t->busy, 1, __ATOMIC_ACQUIRE))
+        return amp_tcp_fail(t, "two threads of rank %d make calls at once: each needs an amp_tcp of its own",
+                            (int)t->rank);
     t->call.kind = kind;
     t->call.count = count;
     t->call.dtype = dtype;
     t->call.op = op;
     t->call.root = root;
+    return AMP_OK;
+}
+static inline int amp_tcp_end_call(amp_tcp *t, amp_result result) {
+    __atomic_store_n(&t->busy, 0, __ATOMIC_RELEASE);
+    return (int)result;
 }
 
 /* ---- Sums */
@@ -337,13 +348,13 @@ static inline int amp_tcp_reduce(void *user, void *data, int64_t count, amp_dtyp
     amp_result result = AMP_OK;
     int64_t n;
     (void)stream;
-    amp_tcp_begin(t, 1, count, (int32_t)dtype, (int32_t)op, 0);
+    if (amp_tcp_begin(t, 1, count, (int32_t)dtype, (int32_t)op, 0) != AMP_OK) return (int)AMP_ERR_REDUCE;
     for (; count > 0 && result == AMP_OK; count -= n, at += n * size) {
         n = count < most ? count : most;
         if (n * size <= SMALL) result = amp_tcp_reduce_small(t, at, n, dtype, (int)op);
         else result = amp_tcp_reduce_parts(t, at, n, dtype, (int)op);
     }
-    return (int)result;
+    return amp_tcp_end_call(t, result);
 }
 
 static inline int amp_tcp_reduce_scatter(void *user, const void *in, void *out, int64_t count_each, amp_dtype dtype,
@@ -355,7 +366,7 @@ static inline int amp_tcp_reduce_scatter(void *user, const void *in, void *out, 
     int64_t at, n;
     int32_t i;
     (void)stream;
-    amp_tcp_begin(t, 2, count_each, (int32_t)dtype, (int32_t)op, 0);
+    if (amp_tcp_begin(t, 2, count_each, (int32_t)dtype, (int32_t)op, 0) != AMP_OK) return (int)AMP_ERR_REDUCE;
     for (at = 0; at < count_each && result == AMP_OK; at += n) {
         n = count_each - at < most ? count_each - at : most;
         for (i = 0; i < t->world; i++)
@@ -366,7 +377,7 @@ static inline int amp_tcp_reduce_scatter(void *user, const void *in, void *out, 
             result = amp_tcp_combine(t, (char *)out + at * size, from + (t->rank * count_each + at) * size, n, dtype,
                                      (int)op);
     }
-    return (int)result;
+    return amp_tcp_end_call(t, result);
 }
 
 /* ---- Bytes: also before there is a reducer, to hand round an id */
@@ -375,21 +386,21 @@ static inline int amp_tcp_broadcast(void *user, void *data, int64_t bytes, int32
     amp_tcp *t = (amp_tcp *)user;
     int32_t i;
     (void)stream;
-    amp_tcp_begin(t, 5, bytes, 0, 0, root);
+    if (amp_tcp_begin(t, 5, bytes, 0, 0, root) != AMP_OK) return (int)AMP_ERR_REDUCE;
     for (i = 0; i < t->world; i++)
         amp_tcp_pair(t, i, data, t->rank == root ? (size_t)bytes : 0, data, i == root ? (size_t)bytes : 0);
-    return (int)amp_tcp_exchange(t);
+    return amp_tcp_end_call(t, amp_tcp_exchange(t));
 }
 
 static inline int amp_tcp_all_gather(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
     amp_tcp *t = (amp_tcp *)user;
     int32_t i;
     (void)stream;
-    amp_tcp_begin(t, 3, bytes_each, 0, 0, 0);
+    if (amp_tcp_begin(t, 3, bytes_each, 0, 0, 0) != AMP_OK) return (int)AMP_ERR_REDUCE;
     memmove((char *)out + t->rank * bytes_each, in, (size_t)bytes_each);
     for (i = 0; i < t->world; i++)
         amp_tcp_pair(t, i, in, (size_t)bytes_each, (char *)out + i * bytes_each, (size_t)bytes_each);
-    return (int)amp_tcp_exchange(t);
+    return amp_tcp_end_call(t, amp_tcp_exchange(t));
 }
 
 static inline int amp_tcp_all_to_all(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
@@ -397,20 +408,20 @@ static inline int amp_tcp_all_to_all(void *user, const void *in, void *out, int6
     const int64_t own = t->rank * bytes_each;
     int32_t i;
     (void)stream;
-    amp_tcp_begin(t, 4, bytes_each, 0, 0, 0);
+    if (amp_tcp_begin(t, 4, bytes_each, 0, 0, 0) != AMP_OK) return (int)AMP_ERR_REDUCE;
     memcpy((char *)out + own, (const char *)in + own, (size_t)bytes_each);
     for (i = 0; i < t->world; i++)
         amp_tcp_pair(t, i, (const char *)in + i * bytes_each, (size_t)bytes_each, (char *)out + i * bytes_each,
                      (size_t)bytes_each);
-    return (int)amp_tcp_exchange(t);
+    return amp_tcp_end_call(t, amp_tcp_exchange(t));
 }
 
 /* Returns when all ranks have called it. */
 static inline int amp_tcp_barrier(amp_tcp *t) {
     int32_t i;
-    amp_tcp_begin(t, 0, 0, 0, 0, 0);
+    if (amp_tcp_begin(t, 0, 0, 0, 0, 0) != AMP_OK) return (int)AMP_ERR_REDUCE;
     for (i = 0; i < t->world; i++) amp_tcp_pair(t, i, NULL, 0, NULL, 0);
-    return (int)amp_tcp_exchange(t);
+    return amp_tcp_end_call(t, amp_tcp_exchange(t));
 }
 
 /* ---- Sockets */
@@ -809,6 +820,7 @@ static inline void amp_tcp_close(amp_tcp *t) {
     t->peers = NULL;
     t->polls = NULL;
     t->parts = NULL;
+    if (t->why[0] == 0) snprintf(t->why, sizeof t->why, "rank %d has closed its connections", (int)t->rank);
 }
 
 static inline amp_result amp_tcp_check(amp_tcp *t, const amp_tcp_desc *d) {

@@ -808,6 +808,44 @@ TEST(a_rank_with_spoiled_weights_is_named) {
     loose_reset();
 }
 
+/* Each has its own scale, also when an optimizer's functions have set weights. */
+static float alone_scale[RANKS], alone_w[RANKS];
+static void alone_rank(int rank, int world) {
+    amp_context *amp;
+    amp_optimizer *opt;
+    amp_scaler *scaler;
+    amp_desc desc;
+    amp_optimizer_desc od;
+    amp_param p;
+    float w = 1, g, set = 3;
+    (void)world;
+    memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(&p, 0, sizeof p);
+    CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    desc.threads = 1;
+    CHECK_OK(amp_open(&amp, &desc));
+    p.name = "w"; p.weight = amp_tensor1(&w, AMP_F32, 1); p.grad = amp_tensor1(&g, AMP_F32, 1);
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    od.params = &p; od.n_params = 1; od.kind = AMP_SGD; od.lr = 0.25; od.sync_every = 2;
+    CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    for (int step = 0; step < 6; step++) {
+        g = rank == 1 && step == 0 ? INFINITY : 65536.0f * (float)(rank + 1);
+        p.grad_live = 1;
+        CHECK_OK(amp_step(opt, scaler));
+        if (step == 1) CHECK_OK(amp_optimizer_set_weight(opt, &p, &set));
+        if (step == 3) CHECK_OK(amp_optimizer_rebuild_masters(opt));
+    }
+    alone_scale[rank] = amp_scaler_scale(scaler); alone_w[rank] = w;
+    amp_optimizer_destroy(opt);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+TEST(ranks_that_step_alone_scale_alone) {
+    thread_ranks(2, alone_rank);
+    CHECK(alone_scale[0] == 65536 && alone_scale[1] == 32768);
+    CHECK(alone_w[0] == alone_w[1] && alone_w[0] < 3);
+}
+
 TEST(loose_coupling_that_cannot_be) {
     amp_context *amp;
     amp_optimizer *opt = NULL;
@@ -1305,7 +1343,8 @@ int main(int argc, char **argv) {
     RUN(ranks_without_gradients_take_part);
     RUN(shards_are_disjoint_and_complete); RUN(restarts_with_ranks); RUN(a_failing_hook_is_an_error_and_changes_nothing);
     RUN(threads_train_as_processes_do); RUN(ranks_that_differ_are_named); RUN(ranks_that_step_alone_follow_the_rule);
-    RUN(ranks_that_step_alone_with_16_bit_weights); RUN(ranks_that_step_alone_resume); RUN(a_rank_with_spoiled_weights_is_named); RUN(loose_coupling_that_cannot_be);
+    RUN(ranks_that_step_alone_with_16_bit_weights); RUN(ranks_that_step_alone_resume); RUN(a_rank_with_spoiled_weights_is_named); RUN(ranks_that_step_alone_scale_alone);
+    RUN(loose_coupling_that_cannot_be);
     RUN(ranks_verify_together); RUN(a_step_that_fails_on_one_rank_fails_on_all); RUN(ranks_tune_together); RUN(ranks_go_back_together);
     RUN(sums_and_maxima); RUN(every_exchange); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
     return TEST_END();

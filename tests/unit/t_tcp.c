@@ -8,6 +8,7 @@
 #include "../../examples/amp_tcp.h"
 #include "../test.h"
 #include <math.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -332,6 +333,51 @@ TEST(strangers) {
     for (i = 0; i < 3; i++) CHECK_MSG(outcomes[i].result == 0, "%d %s", i, outcomes[i].why);
 }
 
+/* Calls after the connections are closed, or were never there, and from two threads at once. */
+typedef struct second_thread { amp_tcp *t; float *x; } second_thread;
+static void *call_too(void *arg) {
+    second_thread *s = (second_thread *)arg;
+    while (__atomic_load_n(&s->t->busy, __ATOMIC_ACQUIRE) == 0) {}
+    (void)amp_tcp_reduce(s->t, s->x, 4, AMP_F32, AMP_REDUCE_SUM, NULL);
+    return NULL;
+}
+static int call_twice_at_once(amp_tcp *t, outcome *out) {
+    static float x[2][4];
+    second_thread second;
+    pthread_t thread;
+    (void)out;
+    if (t->rank == 1) { (void)poll(NULL, 0, 300); return amp_tcp_reduce(t, x[0], 4, AMP_F32, AMP_REDUCE_SUM, NULL); }
+    second.t = t; second.x = x[1];
+    if (pthread_create(&thread, NULL, call_too, &second) != 0) return 99;
+    (void)amp_tcp_reduce(t, x[0], 4, AMP_F32, AMP_REDUCE_SUM, NULL);
+    pthread_join(thread, NULL);
+    return t->why[0] != 0;
+}
+static int call_after_close(amp_tcp *t, outcome *out) {
+    amp_reducer r = amp_tcp_reducer(t);
+    float x[4] = {1, 2, 3, 4};
+    (void)out;
+    amp_tcp_close(t);
+    return r.reduce(r.user, x, 4, AMP_F32, AMP_REDUCE_SUM, NULL);
+}
+TEST(calls_that_cannot_be) {
+    work w[MOST + 1];
+    amp_tcp t;
+    amp_tcp_desc d;
+    float x = 1;
+    describe(w, 2, 0, call_after_close);
+    run_all(w, 2, 0);
+    check_failed(2, -1, "has closed its connections", 5);
+    describe(w, 2, 0, call_twice_at_once);
+    limit(w);
+    run_all(w, 2, 0);
+    check_failed(2, -1, "two threads of rank 0 make calls at once", 5);
+    memset(&d, 0, sizeof d);
+    CHECK(amp_tcp_open(&t, &d) != AMP_OK);
+    CHECK(amp_tcp_reduce(&t, &x, 1, AMP_F32, AMP_REDUCE_SUM, NULL) != 0 && amp_tcp_broadcast(&t, &x, 4, 0, NULL) != 0 && amp_tcp_barrier(&t) != 0);
+    CHECK_MSG(strstr(t.why, ".world must be 1 to 1024") != NULL, "%s", t.why);
+}
+
 TEST(bad_numbers) {
     amp_tcp t;
     amp_tcp_desc good, d;
@@ -474,6 +520,7 @@ int main(int argc, char **argv) {
     RUN(wrong_address);
     RUN(another_job);
     RUN(strangers);
+    RUN(calls_that_cannot_be);
     RUN(bad_numbers);
     RUN(a_rank_goes_away);
     RUN(the_error_names_the_rank);
