@@ -20980,7 +20980,7 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
     int i;
     AMPI_TRY(ampi_fetch(amp, &found, set->found, sizeof found));
     scale.scale = 0;
-    if (scaler != NULL && (set->outer == NULL || !set->outer->begun))      /* ranks that step alone scale alone */
+    if (scaler != NULL && set->outer == NULL)       /* ranks that step alone scale alone */
         AMPI_TRY(ampi_fetch(amp, &scale, scaler->device, sizeof scale));
     x[0] = ampi_world(amp); x[1] = AMP_VERSION; x[2] = (int)d->level; x[AMPI_FACT_DTYPE] = (int)d->autocast_dtype;
     x[4] = (double)(uint32_t)set->desc->seed; x[5] = (double)(set->desc->seed >> 32);
