@@ -129,11 +129,15 @@ $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_inside
 	ln -sf t_inside $@
 $(INSIDE_ALONE:%=$(BUILD)/%): $(BUILD)/t_%: t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) -Itests -O0 $< -o $@ $(LIBS)
-$(BUILD)/t_%: t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_classifier.c $(BUILD)/amp.o
-	$(CC) $(WARN) -Itests $(CFLAGS) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
+# The others are compiled once, with little optimisation: what computes long is amp.h.
+$(BUILD)/t_%.o: t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_classifier.c | $(BUILD)
+	$(CC) $(WARN) -Itests -O1 $(LINKED) -c $< -o $@
+$(BUILD)/t_%: $(BUILD)/t_%.o $(BUILD)/amp.o
+	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+.SECONDARY: $(TESTS:%=$(BUILD)/%.o)
 
-# All that computes once more compiled and linked with -Ofast, which folds isnan, takes sums in another order, and makes
-# programs start with subnormal numbers flushed to 0: one amp.h, that of inside.c, for all of them.
+# All that computes once more with an amp.h of -Ofast, which folds isnan and takes sums in another order, and linked with
+# -Ofast, which makes programs start with subnormal numbers flushed to 0: one amp.h, that of inside.c, for all of them.
 FAST        := t_attention t_autocast t_fp8 t_gemm t_inputs t_kernels t_masks t_model t_numbers t_tensor_stats t_operators \
                t_optimizer t_ranks t_refusals t_recompute t_scaler t_tape t_train t_traps t_verify t_watch
 FAST_INSIDE := $(filter $(INSIDE),$(FAST))
@@ -143,8 +147,8 @@ $(BUILD)/fast_inside: $(BUILD)/fast_inside.o tests/unit/inside_main.c
 	$(CC) $(WARN) -Ofast tests/unit/inside_main.c $< -o $@ $(LIBS)
 $(FAST_INSIDE:%=$(BUILD)/fast_%): $(BUILD)/fast_inside
 	ln -sf fast_inside $@
-$(BUILD)/fast_%: %.c $(TEST_HEADERS) examples/train_gpt.c $(BUILD)/fast_inside.o
-	$(CC) $(WARN) -Itests -Ofast $(LINKED) $< $(BUILD)/fast_inside.o -o $@ $(LIBS)
+$(BUILD)/fast_%: $(BUILD)/%.o $(BUILD)/fast_inside.o
+	$(CC) -Ofast $^ -o $@ $(LIBS)
 
 # make quick: a minute on two cores, with every section of amp.h: one amp.h with -O1, the rest without optimisation, and
 # without what is long.

@@ -28,6 +28,12 @@ matrix g++ c++ c++11 c++14 c++17 c++20
 matrix clang c c99 c17
 matrix clang++ c++ c++11 c++20
 
+# What AMP_STATIC compiles exports nothing but its program's main.
+if have nm; then
+    stray=$(nm -g --defined-only "$work/static.o" | awk '$3 != "main" {print $3}' | tr '\n' ' ')
+    if [ -s "$work/static.o" ] && [ -z "$stray" ]; then pass; else fail "static mode exports" "$stray"; fi
+else skip "static mode exports" "no nm"; fi
+
 at_once "declarations first, implementation later" "${CC:-gcc}" -std=gnu99 $strict -c "$work/later.c" -o "$work/later.o"
 at_once "-Ofast" "${CC:-gcc}" -std=c99 -Ofast $strict -c "$work/impl.c" -o "$work/fast.o"
 at_once "-O0 -g" "${CC:-gcc}" -std=c99 -O0 -g $strict -c "$work/impl.c" -o "$work/debug.o"

@@ -111,8 +111,8 @@ static __attribute__((unused)) void ampt_run_unless(int left_out, const char *na
 }
 
 static __attribute__((unused)) void ampt_traps(void) {
-#if defined(__x86_64__) && !defined(__FAST_MATH__)
-    __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() & ~0x680u);
+#if defined(__x86_64__)
+    if ((__builtin_ia32_stmxcsr() & 0x8040) == 0) __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() & ~0x680u);
 #endif
 }
 static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
