@@ -1529,7 +1529,10 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    .shard = AMP_SHARD_STATES: each rank has masters, remainders and moments of its part of every bucket, updates that,
    and all gather the weights in the step.  .deterministic: sums in fp32 in the order of ranks, so weights, norms and
    scales have the same bits with and without shards; without it, sums are the reducer's own.  .wire = AMP_BF16 halves
-   the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again. */
+   the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again.
+
+   fp32 gradients of a bucket that lie in memory in the order of parameters, without gaps, are sent from there; with
+   .shard weights of one type too, if their number is a multiple of world * 16 (8-bit moments: * 256). */
 
 /* Gives all ranks rank 0's weights, and fp32 masters; remainders and sharded masters are made anew from the weights,
    with .sync_every by amp_optimizer_rebuild_masters.  Waits.
@@ -19907,7 +19910,7 @@ typedef struct ampi_bucket {
     int64_t count;                  /* elements, with what fills up parts */
     int64_t part_at;                /* where this rank's part lies in `shard` */
     int64_t waiting;                /* rows still to come in this cycle */
-    void *flat;                     /* the gradients, if they lie in one piece as they are sent */
+    void *flat, *weights;           /* gradients, and weights, if they lie in one piece as they are sent */
     void *event;                    /* a device's: they are there */
 } ampi_bucket;
 
@@ -20262,8 +20265,9 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
    bucket's gradients in a cycle before have done so again, the bucket goes on its way: in a thread of its own, or in a
    stream if the reducer obeys those.  All ranks send all buckets in the same order; what is not ready waits for the
    step.
-   With .shard or .deterministic, each rank has a part of each bucket, at multiples of AMPI_MOMENT_BLOCK elements of
-   every parameter in it, and sums that part in fp32. */
+   With .shard or .deterministic, each rank has a part of each bucket, at multiples of ampi_buckets_unit elements of
+   every parameter in it, and sums that part in fp32.
+   What lies in one piece in memory (ampi_bucket_find_flat) is sent from there, and comes there, without a copy. */
 
 /* What rank `rank` has of a row: elements from *first on. */
 static int64_t ampi_bucket_part(const ampi_buckets *b, int64_t row, int32_t rank, int64_t *first) {
@@ -20377,8 +20381,8 @@ static amp_result ampi_bucket_sum_ordered(const ampi_buckets *b, const ampi_buck
     const amp_dtype wire = b->set->desc->wire;
     int64_t part = k->count / ampi_world(b->amp);
     float *sum = b->shard + k->part_at;
-    AMPI_TRY(ampi_bucket_copy(b, k, b->send, wire, 0));
-    AMPI_TRY(ampi_bucket_exchange(b, AMPI_TO_ALL, b->send, b->received, part, wire));
+    if (k->flat == NULL) AMPI_TRY(ampi_bucket_copy(b, k, b->send, wire, 0));
+    AMPI_TRY(ampi_bucket_exchange(b, AMPI_TO_ALL, k->flat != NULL ? k->flat : b->send, b->received, part, wire));
     AMPI_TRY(ampi_bucket_sum(b, sum, part));
     if (b->parted) return ampi_shard_round_rows(b, k->first, k->n);
     AMPI_TRY(ampi_flat_move(b, b->received, wire, sum, AMP_F32, part));
@@ -20566,19 +20570,18 @@ static amp_result ampi_buckets_give_up(ampi_buckets *b) {
 /* 1: this row's gradient has been sent. */
 static int ampi_bucket_sent(const ampi_buckets *b, int64_t row) { return b != NULL && b->rows[row].bucket < b->posted; }
 
-/* The bytes of a rank's weights in a bucket, each parameter's at a multiple of 16; `at` NULL, or what they are copied
-   to, or from with `back`. */
+/* The bytes of a rank's weights in a bucket; `at` NULL, or what they are copied to, or from with `back`. */
 static int64_t ampi_bucket_weights(const ampi_buckets *b, const ampi_bucket *k, int32_t rank, char *at, int back,
                                    amp_result *result) {
     int64_t i, first, bytes = 0;
-    for (i = k->first; i < k->first + k->n; i++) {
+    for (i = k->first + k->n - 1; i >= k->first; i--) {     /* in the order of places */
         const amp_k_tensor *row = &b->whole[b->order[i]];
         int64_t n = ampi_bucket_part(b, b->order[i], rank, &first);
         void *weight = ampi_at_mut(row->weight, row->weight_dtype, first);
         if (at != NULL && *result == AMP_OK)
             *result = ampi_flat_move(b, back ? weight : at + bytes, row->weight_dtype, back ? at + bytes : weight,
                                      row->weight_dtype, n);
-        bytes += (n * (int64_t)amp_dtype_size(row->weight_dtype) + 15) / 16 * 16;
+        bytes += n * (int64_t)amp_dtype_size(row->weight_dtype);
     }
     return bytes;
 }
@@ -20592,16 +20595,17 @@ static int64_t ampi_bucket_weight_bytes(const ampi_buckets *b, const ampi_bucket
 static amp_result ampi_buckets_gather_weights(ampi_buckets *b) {
     const int32_t own = ampi_settings(b->amp)->reducer.rank;
     amp_result result = ampi_buckets_order(b, 0);
-    char *flat = (char *)b->received;
     int64_t i;
     int32_t r;
     for (i = 0; i < b->n && result == AMP_OK; i++) {
-        int64_t bytes = ampi_bucket_weight_bytes(b, &b->all[i]);
-        ampi_bucket_weights(b, &b->all[i], own, flat + own * bytes, 0, &result);
+        const ampi_bucket *k = &b->all[i];
+        int64_t bytes = ampi_bucket_weight_bytes(b, k);
+        char *flat = (char *)(k->weights != NULL ? k->weights : b->received);
+        if (k->weights == NULL) ampi_bucket_weights(b, k, own, flat + own * bytes, 0, &result);
         if (result == AMP_OK)
             result = ampi_bucket_exchange(b, AMPI_GATHER, flat + own * bytes, flat, bytes, AMP_U8);
-        for (r = 0; r < ampi_world(b->amp); r++)
-            if (r != own) ampi_bucket_weights(b, &b->all[i], r, flat + r * bytes, 1, &result);
+        for (r = 0; r < ampi_world(b->amp) && k->weights == NULL; r++)
+            if (r != own) ampi_bucket_weights(b, k, r, flat + r * bytes, 1, &result);
     }
     return result == AMP_OK ? ampi_buckets_order(b, 1) : result;
 }
@@ -20612,20 +20616,29 @@ static amp_result ampi_buckets_checked(ampi_buckets *b, int unscaled) {
     AMPI_TRY(ampi_buckets_order(b, 0));
     for (i = 0; i < b->n; i++) {
         ampi_bucket *k = &b->all[i];
+        void *flat = k->flat != NULL ? k->flat : b->send;
         if (unscaled) AMPI_TRY(ampi_shard_round_rows(b, k->first, k->n));
         if (b->states) continue;
-        AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->shard + k->part_at, b->send, k->count / ampi_world(b->amp),
+        AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->shard + k->part_at, flat, k->count / ampi_world(b->amp),
                                       AMP_F32));
-        AMPI_TRY(ampi_bucket_copy(b, k, b->send, AMP_F32, 1));
+        if (k->flat == NULL) AMPI_TRY(ampi_bucket_copy(b, k, flat, AMP_F32, 1));
     }
     return ampi_buckets_order(b, 1);
+}
+
+/* Parameters lie in buckets, and are cut, at multiples of a cache line or of a block of 8-bit moments. */
+static int64_t ampi_buckets_unit(const ampi_buckets *b) {
+    int64_t i;
+    if (!b->ordered && !b->parted) return 1;
+    for (i = 0; i < b->set->n && b->whole[i].moment_dtype != AMP_MOMENTS_8BIT; i++) {}
+    return i < b->set->n ? AMPI_MOMENT_BLOCK : 16;
 }
 
 /* Rows into buckets. */
 static void ampi_buckets_fill(ampi_buckets *b) {
     const amp_optimizer_desc *d = b->set->desc;
     const int64_t size = (int64_t)amp_dtype_size(d->wire), world = ampi_world(b->amp);
-    const int64_t unit = b->ordered || b->parted ? AMPI_MOMENT_BLOCK : 1;
+    const int64_t unit = ampi_buckets_unit(b);
     ampi_bucket *k = NULL;
     int64_t i, part = 0, place = 0;
     for (i = 0; i < b->set->n; i++) {
@@ -20652,17 +20665,23 @@ static void ampi_buckets_fill(ampi_buckets *b) {
     }
     b->shard_count = part;
 }
-/* Gradients that lie in memory as in the bucket, without gaps, need no copy; on another rank they may lie elsewhere. */
-static void ampi_bucket_find_flat(const ampi_buckets *b, ampi_bucket *k) {
+/* Where a bucket's weights, or gradients, lie without gaps as on their way, or NULL; on another rank they may lie
+   elsewhere. */
+static void *ampi_bucket_find_flat(const ampi_buckets *b, const ampi_bucket *k, int weights) {
+    const amp_k_tensor *first = &b->whole[b->order[k->first]];
+    const amp_dtype dtype = weights ? first->weight_dtype : AMP_F32;
+    int64_t i, count = 0;
     uintptr_t flat = 0, at;
-    int64_t i;
     for (i = k->first; i < k->first + k->n; i++) {
         const amp_k_tensor *row = &b->whole[b->order[i]];
-        at = (uintptr_t)row->grad - (uintptr_t)b->rows[b->order[i]].place * 4;
-        if (row->grad_dtype != AMP_F32 || (row->count > 0 && flat != 0 && at != flat)) return;
+        at = (uintptr_t)(weights ? row->weight : row->grad) -
+             (uintptr_t)b->rows[b->order[i]].place * amp_dtype_size(dtype);
+        if ((weights ? row->weight_dtype : row->grad_dtype) != dtype) return NULL;
+        if (row->count > 0 && flat != 0 && at != flat) return NULL;
         if (row->count > 0) flat = at;
+        count += row->count;
     }
-    k->flat = (void *)flat;
+    return count == k->count ? (void *)flat : NULL;
 }
 
 static amp_result ampi_buckets_memory(ampi_buckets *b) {
@@ -20670,10 +20689,12 @@ static amp_result ampi_buckets_memory(ampi_buckets *b) {
     int64_t i, send = 0, received = 0;
     for (i = 0; i < b->n; i++) {
         ampi_bucket *k = &b->all[i];
-        if (!b->ordered && !b->parted && wire == 4) ampi_bucket_find_flat(b, k);
+        if (wire == 4) k->flat = ampi_bucket_find_flat(b, k, 0);
+        if (b->states) k->weights = ampi_bucket_find_flat(b, k, 1);
         if (k->flat == NULL) send = AMPI_MAX(send, k->count * (b->parted && !b->states ? 4 : wire));
-        if (b->ordered || b->parted) received = AMPI_MAX(received, k->count * wire);
-        if (b->states) received = AMPI_MAX(received, ampi_bucket_weight_bytes(b, k) * ampi_world(b->amp));
+        if (b->ordered || (b->parted && k->flat == NULL)) received = AMPI_MAX(received, k->count * wire);
+        if (b->states && k->weights == NULL)
+            received = AMPI_MAX(received, ampi_bucket_weight_bytes(b, k) * ampi_world(b->amp));
     }
     AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, &b->send, send));
     AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, &b->received, received));

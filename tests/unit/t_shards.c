@@ -20,7 +20,7 @@ static const struct { const char *name; int64_t rows, columns; } shapes[PARAMS] 
 /* A model in memory of its own, and the place of each parameter in it. */
 typedef struct model {
     amp_param p[PARAMS];
-    float w[NUMBERS], g[NUMBERS + PARAMS], y[5][ROWS * 200], dy[5][ROWS * 200], pre[ROWS * 64], t[ROWS * 10];
+    float w[NUMBERS + PARAMS], g[NUMBERS + PARAMS], y[5][ROWS * 200], dy[5][ROWS * 200], pre[ROWS * 64], t[ROWS * 10];
 } model;
 
 typedef struct setup {
@@ -28,7 +28,7 @@ typedef struct setup {
     amp_desc d;
     amp_dtype weights, gradients;
     int by_hand, bad_rank, bad_step, unscale;
-    int apart;                      /* 1: rank 1's gradients have gaps between them */
+    int apart;                      /* 1: rank 1's weights and gradients have gaps between them */
     int extra;                      /* 1: one more backward of a tied layer in the last step */
     int hook;                       /* 1: the ranks are reached through a hook that can fail */
     int shared;                     /* 1: all ranks have rank 0's model */
@@ -177,7 +177,10 @@ static void *run_job(void *arg) {
     }
     CHECK_OK(amp_open(&amp, &d));
     model_make(m, j->s);
-    for (int i = 0; i < 6 && j->s->apart && j->rank == 1; i++) m->p[i].grad.data = (float *)m->p[i].grad.data + i;
+    for (int i = PARAMS - 1; i >= 0 && j->s->apart && j->rank == 1; i--) {
+        if (i < 6) m->p[i].grad.data = (float *)m->p[i].grad.data + i;
+        m->p[i].weight.data = memmove((float *)m->p[i].weight.data + i, m->p[i].weight.data, (size_t)amp_tensor_count(&m->p[i].weight) * 4);
+    }
     for (int i = 0; i < PARAMS && j->s->shared && j->rank > 0; i++) m->p[i].weight.data = shared_weights + i * 16384;
     for (int i = 0; i < PARAMS && j->s->shared && j->rank == 0; i++) {
         memcpy(shared_weights + i * 16384, m->p[i].weight.data, (size_t)amp_tensor_count(&m->p[i].weight) * 4);
@@ -264,13 +267,20 @@ TEST(sums_during_backward) {
         }
 }
 
-/* Each rank has its own memory, and buckets that it need not copy have the order of those that it must. */
-TEST(gradients_that_lie_apart_on_one_rank) {
-    setup s = plain();
-    run_ranks(&s, 3, one);
-    s.apart = 1;
-    run_ranks(&s, 3, other);
-    for (int r = 0; r < 3; r++) same(&one[0], &other[r], "gaps on rank 1", 3);
+/* Each rank has its own memory: buckets of gradients, and of weights, that it need not copy have the order and bytes of
+   those that it must. */
+TEST(what_lies_apart_on_one_rank) {
+    for (int way = 0; way < 3; way++)
+        for (int world = 2; world <= MOST_RANKS; world++) {
+            setup s = plain();
+            s.o.deterministic = way == 2;
+            s.o.shard = way > 0 ? AMP_SHARD_STATES : AMP_SHARD_NONE;
+            run_ranks(&s, world, one);
+            s.apart = 1;
+            run_ranks(&s, world, other);
+            for (int r = 0; r < world; r++) same(&one[0], &other[r], way == 0 ? "gaps on rank 1" : way == 1 ? "gaps on rank 1, shards" : "gaps on rank 1, shards, deterministic", world);
+            if (way > 0 && world == 2) CHECK(other[0].optimizer_bytes < other[1].optimizer_bytes);  /* no room for copies */
+        }
 }
 
 static const struct { const char *name; amp_optimizer_kind kind; double momentum; amp_dtype weights, gradients; amp_master_kind master; amp_dtype moments; } storages[] = {
@@ -592,7 +602,7 @@ TEST(states_go_from_any_world_to_any) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
-    RUN(sums_during_backward); RUN(gradients_that_lie_apart_on_one_rank);
+    RUN(sums_during_backward); RUN(what_lies_apart_on_one_rank);
     RUN(sharded_states_give_the_same_bits); RUN(masters_follow_a_broadcast); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
     RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(sums_that_failed_are_dropped);
     RUN(calls_of_all_ranks_refuse); RUN(ranks_of_threads_share_no_memory); RUN(states_go_from_any_world_to_any);
