@@ -1531,8 +1531,8 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    scales have the same bits with and without shards; without it, sums are the reducer's own.  .wire = AMP_BF16 halves
    the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again.
 
-   fp32 gradients of a bucket that lie in memory in the order of parameters, without gaps, are sent from there; with
-   .shard weights of one type too, if their number is a multiple of world * 16 (8-bit moments: * 256). */
+   A bucket's fp32 gradients that lie in the order of parameters, without gaps, are sent from there; with .shard
+   weights of one type too, and both only as a multiple of world * 16 numbers (8-bit: * 256). */
 
 /* Gives all ranks rank 0's weights, and fp32 masters; remainders and sharded masters are made anew from the weights,
    with .sync_every by amp_optimizer_rebuild_masters.  Waits.
