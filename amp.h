@@ -1532,7 +1532,7 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again.
 
    A bucket's fp32 gradients that lie in the order of parameters, without gaps, are sent from there; with .shard
-   weights of one type too, and both only as a multiple of world * 16 numbers (8-bit: * 256). */
+   weights of one type too, both as a multiple of world * 16 numbers (8-bit: * 256). */
 
 /* Gives all ranks rank 0's weights, and fp32 masters; remainders and sharded masters are made anew from the weights,
    with .sync_every by amp_optimizer_rebuild_masters.  Waits.
