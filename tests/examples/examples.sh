@@ -373,16 +373,19 @@ status=$?
 if [ $status -eq 1 ] && grep -q "limit on file sizes" "$work/limited.log" && ! ls "$work"/limited_model.*tmp* > /dev/null 2>&1; then pass
 else fail "a limit on file sizes" "status $status, $(tail -n 2 "$work/limited.log")"; fi
 
+# begun RUN: waits until its first step is recorded.
+begun() { for _ in $(seq 200); do if grep -qs '"event": "step"' "$work/$1/metrics.jsonl"; then return; fi; sleep 0.1; done; }
+
 # A terminal that is closed: saves and stops, but for runs that nohup shields.
 "$gpt" $small --out "$work/hup" --steps 100000 --save "$work/hup_model" > "$work/hup.log" 2>&1 &
 pid=$!
-sleep 2; kill -HUP $pid; wait $pid
+begun hup; kill -HUP $pid; wait $pid
 status=$?
 if [ $status -eq 130 ] && [ -s "$work/hup_model.safetensors" ] && [ -s "$work/hup_model.state" ]; then pass
 else fail "SIGHUP" "status $status, $(tail -n 2 "$work/hup.log")"; fi
 nohup "$gpt" $small --out "$work/nohup" --steps 100000 --save "$work/nohup_model" > "$work/nohup.log" 2>&1 &
 pid=$!
-sleep 2; kill -HUP $pid; sleep 1
+begun nohup; kill -HUP $pid; sleep 1
 if kill -0 $pid 2> /dev/null; then pass; else fail "nohup" "$(tail -n 2 "$work/nohup.log")"; fi
 kill -TERM $pid; wait $pid
 status=$?
@@ -391,7 +394,7 @@ if [ $status -eq 75 ] && [ -s "$work/nohup_model.state" ]; then pass; else fail 
 # Ctrl-C saves and stops.
 "$gpt" $small --out "$work/int" --steps 100000 --save "$work/int_model" > "$work/int.log" 2>&1 &
 pid=$!
-sleep 2; kill -INT $pid; wait $pid
+begun int; kill -INT $pid; wait $pid
 status=$?
 if [ $status -eq 130 ] && [ -s "$work/int_model.safetensors" ] && [ -s "$work/int_model.state" ]; then pass
 else fail "Ctrl-C" "status $status, $(tail -n 2 "$work/int.log")"; fi
