@@ -2,7 +2,7 @@
  *
  * A program defines flag_given with its table; flag_read reads the command line, flag_parse_all writes all values into
  * the program's settings.  A FLAG_SETTING is a key of amp_settings, which says what is legal.  flag_refuse: the error
- * text "--name value: why". */
+ * text "--name value: why".  Tables that several programs have are .shared. */
 #ifndef EXAMPLE_FLAGS_H
 #define EXAMPLE_FLAGS_H
 
@@ -10,11 +10,11 @@
 
 typedef enum flag_type {
     FLAG_HEADING, FLAG_TEXT, FLAG_PATHS, FLAG_CHOICE, FLAG_INTEGER, FLAG_NUMBER, FLAG_SWITCH, FLAG_SWITCH_TEXT,
-    FLAG_SETTING
+    FLAG_SETTING, FLAG_SETTING_SWITCH
 } flag_type;
 
 /* PATHS: two of them, kept as "first,second".  SWITCH_TEXT: a switch that may take a text, "--name=text".  SETTING: the
-   key `words` of the amp_settings in the field, which says what is legal.
+   key `words` of the amp_settings in the field, which says what is legal; SETTING_SWITCH: the same, as a switch.
    words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
 typedef struct flag_row {
     const char *name;
@@ -25,13 +25,17 @@ typedef struct flag_row {
     const char *words, *help;
 } flag_row;
 
+/* A table that several programs have, and where in their settings its fields begin. */
+typedef struct flag_part { const flag_row *options; int n; size_t at; } flag_part;
+
 /* The flags of this program, which defines it with its table, its name and the texts of --help.  text: the values
    given on the command line or else in the program's other sources. */
-enum { FLAG_MOST = 128 };
+enum { FLAG_MOST = 128, FLAG_PARTS = 2 };
 typedef struct flag_program {
     const char *program, *summary;
     const flag_row *options;
     int n;
+    flag_part shared[FLAG_PARTS];
     const char *ending;             /* of --help */
     const char *text[FLAG_MOST];
     int on_command_line[FLAG_MOST];
@@ -39,20 +43,36 @@ typedef struct flag_program {
 } flag_program;
 static flag_program flag_given;
 
+/* Flags are counted through all tables, the program's own first. */
+static inline int flag_count(void) {
+    int n = flag_given.n, part;
+    for (part = 0; part < FLAG_PARTS; part++) n += flag_given.shared[part].n;
+    return n;
+}
+/* Flag i, and in *field, unless NULL, where its value lies in the settings. */
+static inline const flag_row *flag_place(int i, size_t *field) {
+    const flag_row *o = flag_given.options;
+    size_t at = 0;
+    int n = flag_given.n, part;
+    for (part = 0; i >= n && part < FLAG_PARTS; part++) {
+        i -= n;
+        o = flag_given.shared[part].options; n = flag_given.shared[part].n; at = flag_given.shared[part].at;
+    }
+    if (field != NULL) *field = at + o[i].field;
+    return &o[i];
+}
+static inline const flag_row *flag_at(int i) { return flag_place(i, NULL); }
+static inline int flag_is_setting(const flag_row *o) {
+    return o->type == FLAG_SETTING || o->type == FLAG_SETTING_SWITCH;
+}
+
 static inline int flag_index(const char *name) {
-    int i;
-    for (i = 0; i < flag_given.n; i++)
-        if (flag_given.options[i].type != FLAG_HEADING && strcmp(flag_given.options[i].name, name) == 0) return i;
+    int i, n = flag_count();
+    for (i = 0; i < n; i++)
+        if (flag_at(i)->type != FLAG_HEADING && strcmp(flag_at(i)->name, name) == 0) return i;
     return -1;
 }
 static inline int flag_was_given(const char *name) { return flag_given.on_command_line[flag_index(name)]; }
-
-/* Prints which of these flags were given without effect. */
-static inline void flag_print_without_effect(const char *const *names) {
-    int i, n = 0;
-    for (i = 0; names[i] != NULL; i++)
-        if (flag_was_given(names[i])) printf("%s--%s", n++ > 0 ? ", " : ", so no effect from ", names[i]);
-}
 
 /* Sets the error text "--name value: why". */
 static inline amp_result flag_refuse(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -106,8 +126,9 @@ static inline amp_result flag_parse_number(const flag_row *o, const char *text, 
 }
 
 static inline amp_result flag_parse(int i, const char *text, void *set) {
-    const flag_row *o = &flag_given.options[i];
-    void *field = (char *)set + o->field;
+    size_t at;
+    const flag_row *o = flag_place(i, &at);
+    void *field = (char *)set + at;
     double value = 0;
     if (o->type == FLAG_TEXT || o->type == FLAG_PATHS || o->type == FLAG_SWITCH_TEXT) memcpy(field, &text, sizeof text);
     if (o->type == FLAG_CHOICE) {
@@ -115,7 +136,7 @@ static inline amp_result flag_parse(int i, const char *text, void *set) {
         memcpy(field, &text, sizeof text);
     }
     if (o->type == FLAG_SWITCH) *(int64_t *)field = strcmp(text, "on") == 0;
-    if (o->type == FLAG_SETTING && amp_settings_set((amp_settings *)field, o->words, text) != AMP_OK)
+    if (flag_is_setting(o) && amp_settings_set((amp_settings *)field, o->words, text) != AMP_OK)
         return flag_refuse(o->name, "%s", amp_last_error());
     if (o->type == FLAG_INTEGER || o->type == FLAG_NUMBER) {
         EX_TRY(flag_parse_number(o, text, &value));
@@ -145,11 +166,11 @@ static inline int flag_distance(const char *a, const char *b) {
 static inline amp_result flag_unknown(const char *flag) {
     const char *closest = NULL;
     int i, best = strlen(flag) > 8 ? 4 : 3;
-    for (i = 0; i < flag_given.n; i++) {
-        int distance = flag[0] != '-' || flag_given.options[i].type == FLAG_HEADING
-                           ? 99
-                           : flag_distance(flag + strspn(flag, "-"), flag_given.options[i].name);
-        if (distance < best) { best = distance; closest = flag_given.options[i].name; }
+    for (i = 0; i < flag_count(); i++) {
+        const flag_row *o = flag_at(i);
+        int distance = flag[0] != '-' || o->type == FLAG_HEADING ? 99
+                                                                 : flag_distance(flag + strspn(flag, "-"), o->name);
+        if (distance < best) { best = distance; closest = o->name; }
     }
     return ex_fail(AMP_ERR_NAME, "unknown flag %.80s%s%s; --help lists all flags", flag,
                         closest ? ": did you mean --" : "", closest ? closest : "");
@@ -161,6 +182,7 @@ static inline amp_result flag_read(int argc, char **argv) {
     for (i = 1; i < argc; i++) {
         char name[64];
         const char *equals = strchr(argv[i], '=');
+        const flag_row *o;
         size_t length = equals != NULL ? (size_t)(equals - argv[i]) : strlen(argv[i]);
         int at = -1;
         if (strncmp(argv[i], "--", 2) == 0 && length < sizeof name) {
@@ -170,23 +192,21 @@ static inline amp_result flag_read(int argc, char **argv) {
         }
         if (strcmp(argv[i], "-h") == 0) at = flag_index("help");
         if (at < 0) return flag_unknown(argv[i]);
-        if (flag_given.options[at].type == FLAG_SWITCH || (flag_given.options[at].type == FLAG_SWITCH_TEXT &&
-                                                           equals == NULL)) {
-            if (equals != NULL) return ex_fail(AMP_ERR_RANGE, "--%s takes no value", flag_given.options[at].name);
+        o = flag_at(at);
+        if (o->type == FLAG_SWITCH || o->type == FLAG_SETTING_SWITCH ||
+            (o->type == FLAG_SWITCH_TEXT && equals == NULL)) {
+            if (equals != NULL) return ex_fail(AMP_ERR_RANGE, "--%s takes no value", o->name);
             flag_given.text[at] = "on";
         } else if (equals != NULL) flag_given.text[at] = equals + 1;
-        else if (flag_given.options[at].type == FLAG_PATHS) {
+        else if (o->type == FLAG_PATHS) {
             if (i + 2 >= argc || strncmp(argv[i + 1], "--", 2) == 0 || strncmp(argv[i + 2], "--", 2) == 0)
-                return ex_fail(AMP_ERR_RANGE, "--%s takes two files; --help lists all flags",
-                                    flag_given.options[at].name);
+                return ex_fail(AMP_ERR_RANGE, "--%s takes two files; --help lists all flags", o->name);
             snprintf(flag_given.pair, sizeof flag_given.pair, "%.4000s,%.4000s", argv[i + 1], argv[i + 2]);
             flag_given.text[at] = flag_given.pair;
             i += 2;
         }
         else if (i + 1 < argc) flag_given.text[at] = argv[++i];
-        else
-            return ex_fail(AMP_ERR_RANGE, "--%s needs a value; --help lists all flags",
-                                flag_given.options[at].name);
+        else return ex_fail(AMP_ERR_RANGE, "--%s needs a value; --help lists all flags", o->name);
         flag_given.on_command_line[at] = 1;
     }
     return AMP_OK;
@@ -195,22 +215,22 @@ static inline amp_result flag_read(int argc, char **argv) {
 /* Writes all flags, as given or by default, into the program's settings. */
 static inline amp_result flag_parse_all(void *set) {
     int i;
-    for (i = 0; i < flag_given.n; i++)
-        if (flag_given.options[i].type != FLAG_HEADING)
-            EX_TRY(flag_parse(i, flag_given.text[i] != NULL ? flag_given.text[i] : flag_given.options[i].initial, set));
+    for (i = 0; i < flag_count(); i++)
+        if (flag_at(i)->type != FLAG_HEADING)
+            EX_TRY(flag_parse(i, flag_given.text[i] != NULL ? flag_given.text[i] : flag_at(i)->initial, set));
     return AMP_OK;
 }
 
 static inline void flag_print_help(void) {
     int i;
     printf("%s - %s\n\nusage: %s [--flag value ...]\n", flag_given.program, flag_given.summary, flag_given.program);
-    for (i = 0; i < flag_given.n; i++) {
-        const flag_row *o = &flag_given.options[i];
+    for (i = 0; i < flag_count(); i++) {
+        const flag_row *o = flag_at(i);
         char left[40], legal[128];
         if (o->type == FLAG_HEADING) { printf("\n%s\n", o->name); continue; }
         snprintf(left, sizeof left, "--%s", o->name);
         printf("  %-18s %s\n", left, o->help);
-        if (o->type == FLAG_SWITCH) continue;
+        if (o->type == FLAG_SWITCH || o->type == FLAG_SETTING_SWITCH) continue;
         printf("  %-18s   default %s", "", *o->initial != 0 ? o->initial : "empty");
         if (o->type == FLAG_CHOICE) printf("; one of: %s", o->words);
         if (o->type == FLAG_SETTING) printf("; in files: %s", o->words);

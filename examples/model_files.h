@@ -85,4 +85,56 @@ static inline amp_result model_save_params(const char *path, amp_context *amp, c
     return model_write_end(&w, path, result);
 }
 
+/* The weights as records "weight.<name>", in their own dtype: bit for bit. */
+static inline amp_result model_save_state(amp_context *amp, const amp_param *params, int64_t n, amp_state *state) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        const amp_tensor *w = &params[i].weight;
+        int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
+        char key[80 + 8];
+        void *scratch = malloc((size_t)bytes);
+        amp_result result = scratch != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
+        snprintf(key, sizeof key, "weight.%s", params[i].name);
+        if (result == AMP_OK) result = amp_copy(amp, scratch, w->data, bytes, AMP_COPY_TO_HOST);
+        if (result == AMP_OK) result = amp_sync(amp);
+        if (result == AMP_OK) result = amp_state_put(state, key, w->dtype, scratch, count);
+        free(scratch);
+        EX_TRY(result);
+    }
+    return AMP_OK;
+}
+
+/* Loads all of them, or none. */
+static inline amp_result model_load_state(amp_context *amp, amp_param *params, int64_t n, const amp_state *state) {
+    int64_t i, bytes, largest = 1;
+    amp_result result = AMP_OK;
+    amp_dtype dtype;
+    char key[80 + 8];
+    void *scratch;
+    for (i = 0; i < n; i++) {
+        const amp_tensor *w = &params[i].weight;
+        snprintf(key, sizeof key, "weight.%s", params[i].name);
+        if (amp_state_count(state, key, &dtype) != amp_tensor_count(w) || dtype != w->dtype)
+            return ex_fail(AMP_ERR_MISMATCH,
+                                "the checkpoint has no record %s of %lld x %s: it is of another model", key,
+                                (long long)amp_tensor_count(w), amp_dtype_name(w->dtype));
+        bytes = amp_tensor_count(w) * (int64_t)amp_dtype_size(w->dtype);
+        if (bytes > largest) largest = bytes;
+    }
+    scratch = malloc((size_t)largest);
+    if (scratch == NULL) return ex_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest);
+    for (i = 0; i < n && result == AMP_OK; i++) {
+        const amp_tensor *w = &params[i].weight;
+        int64_t count = amp_tensor_count(w);
+        snprintf(key, sizeof key, "weight.%s", params[i].name);
+        result = amp_state_get(state, key, w->dtype, scratch, count);
+        if (result == AMP_OK)
+            result = amp_copy(amp, w->data, scratch, count * (int64_t)amp_dtype_size(w->dtype), AMP_COPY_TO_DEVICE);
+        if (result == AMP_OK) result = amp_sync(amp);
+        amp_param_changed(&params[i]);
+    }
+    free(scratch);
+    return result;
+}
+
 #endif

@@ -424,7 +424,7 @@ static amp_result save_between(run *r, progress *bar) {
    are alike. */
 static amp_result stopped(const run *r, int *stop) {
     *stop = 0;
-    if (r->set.sync_every > 0 && r->step % r->set.sync_every != 0) return AMP_OK;
+    if (r->set.ranks.sync_every > 0 && r->step % r->set.ranks.sync_every != 0) return AMP_OK;
     EX_TRY(ranks_stop(stop));
     *stop |= r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps;
     return AMP_OK;
@@ -513,7 +513,7 @@ static void print_scaler(const run *r) {
     amp_scaler_desc desc;
     if (r->scaler == NULL || amp_scaler_query(r->scaler, &desc) != AMP_OK) {
         printf("  scaler      no");
-        flag_print_without_effect(scaler_options);
+        scaler_flags_without_effect();
         printf("\n");
         return;
     }
@@ -715,7 +715,7 @@ int main(int argc, char **argv) {
     ex_begin();
     if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
     if (set.help) return flag_print_help(), ranks_end(0), 0;
-    if (ranks_join(set.rank_file, set.rank_timeout) != AMP_OK) return fail(2);
+    if (ranks_join(set.ranks.file, set.ranks.timeout) != AMP_OK) return fail(2);
     result = open_run(&r, &set, resumed);
     amp_state_destroy(resumed);
     if (result == AMP_OK && ranks.rank == 0) result = measure_bigrams(&r);

@@ -3,30 +3,26 @@
 #ifndef TRAIN_GPT_FLAGS_H
 #define TRAIN_GPT_FLAGS_H
 
-#include "flags.h"
 #include "gpt.h"
-#include "ranks.h"
-#include "safetensors.h"
+#include "training_flags.h"
 
 /* ==== Settings: one table drives parsing, checking and --help ==================================== */
 
 typedef struct settings {
     amp_settings amp;               /* from flags, --config and --env */
+    rank_settings ranks;
     const char *data, *format, *out, *save, *resume, *init, *metrics, *config, *tensorboard;
-    const char *sync_wire, *tokenizer, *shuffle, *masters, *rank_file, *shard, *wire;
+    const char *tokenizer, *shuffle, *masters;
     const char *activations, *model, *schedule, *prompt, *autotune, *device, *fp8_blocks, *lowest;
     int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
-    int64_t allow_fallback, threads, static_scale, recompute, fused_loss, graph;
-    int64_t save_interval, eval_interval, eval_batches, sample, top_k, help, stop_after, profile, sync_every;
-    int64_t bucket_mb, deterministic;
-    int64_t env, log_memory, debug, change_batch;
+    int64_t allow_fallback, threads, recompute, fused_loss, graph;
+    int64_t save_interval, eval_interval, eval_batches, sample, top_k, help, stop_after, profile;
+    int64_t env, log_memory, debug;
     int64_t adaptive;               /* --precision adaptive */
-    int64_t nccl;
     /* as .amp has them, with defaults; an interval 0: never */
     int64_t accumulation, log_interval, tensor_stats_interval;
-    double outer_lr, outer_momentum, validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps;
+    double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps;
     double temperature, timeout, error_budget;
-    double rank_timeout;
 } settings;
 
 #define FIELD(name) offsetof(settings, name)
@@ -102,22 +98,7 @@ static const flag_row options[] = {
     {"autotune", FLAG_SWITCH_TEXT, FIELD(autotune), "off", 0, 0, NULL,
      "a GPU times its ways to do each product once; --autotune=FILE keeps the results (no effect on the CPU)"},
 
-    {"Loss scaler", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"scaler", FLAG_SETTING, FIELD(amp), "auto", 0, 0, "scaler", "auto: with fp16; on, off"},
-    {"preset", FLAG_SETTING, FIELD(amp), "default", 0, 0, "scaler_preset",
-     "rule and numbers of: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, metaseq, flax, keras"},
-    {"init-scale", FLAG_SETTING, FIELD(amp), "default", 0, 0, "init_scale",
-     "first scale; default: the preset's, here and below"},
-    {"growth-factor", FLAG_SETTING, FIELD(amp), "default", 0, 0, "growth_factor", "above 1"},
-    {"backoff-factor", FLAG_SETTING, FIELD(amp), "default", 0, 0, "backoff_factor", "below 1"},
-    {"growth-interval", FLAG_SETTING, FIELD(amp), "default", 0, 0, "growth_interval",
-     "clean steps before it grows, or none"},
-    {"min-scale", FLAG_SETTING, FIELD(amp), "default", 0, 0, "min_scale", "floor, or none"},
-    {"max-scale", FLAG_SETTING, FIELD(amp), "default", 0, 0, "max_scale", "ceiling, or none"},
-    {"hysteresis", FLAG_SETTING, FIELD(amp), "default", 0, 0, "hysteresis", "overflows it takes to shrink"},
-    {"tolerance", FLAG_SETTING, FIELD(amp), "default", 0, 0, "tolerance",
-     "overflow rate that shrinks whatever the hysteresis"},
-    {"static-scale", FLAG_SWITCH, FIELD(static_scale), "off", 0, 0, NULL, "the scale never changes"},
+    {"Anomalies", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"nan-action", FLAG_SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
      "on an anomaly that no scale cures: report, skip, stop, recover (go back, in a wider precision)"},
     {"batch-growth-interval", FLAG_SETTING, FIELD(amp), "off", 0, 0, "batch_growth_interval",
@@ -126,21 +107,6 @@ static const flag_row options[] = {
     {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL,
      "sequences in a rank's micro-batch; resumed: its share of the checkpoint's"},
-    {"sync-every", FLAG_INTEGER, FIELD(sync_every), "off", 1, 1 << 30, "off=0",
-     "ranks train alone for so many steps, then combine their changes (DiLoCo): for slow networks; off: every step"},
-    {"outer-lr", FLAG_NUMBER, FIELD(outer_lr), "0.7", 0, 100, NULL,
-     "of --sync-every: learning rate of the combination"},
-    {"outer-momentum", FLAG_NUMBER, FIELD(outer_momentum), "0.9", 0, 0.999, NULL,
-     "of --sync-every: its Nesterov momentum; for short runs lower: 0.9 is of some ten combinations"},
-    {"sync-wire", FLAG_CHOICE, FIELD(sync_wire), "fp32", 0, 0, "fp32 bf16",
-     "of --sync-every: what changes are sent in"},
-    {"shard", FLAG_CHOICE, FIELD(shard), "none", 0, 0, "none states",
-     "states: each rank keeps masters and moments of its part of the weights (ZeRO)"},
-    {"deterministic", FLAG_SWITCH, FIELD(deterministic), "off", 0, 0, NULL,
-     "ranks sum gradients in their order, in fp32: the same bits with any --shard"},
-    {"wire", FLAG_CHOICE, FIELD(wire), "fp32", 0, 0, "fp32 bf16", "gradients between ranks"},
-    {"bucket-mb", FLAG_INTEGER, FIELD(bucket_mb), "25", 1, 1 << 20, NULL,
-     "megabytes of gradients that ranks sum at a time, while backward runs"},
     {"accumulation", FLAG_SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
     {"recompute", FLAG_SWITCH, FIELD(recompute), "off", 0, 0, NULL,
      "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
@@ -165,16 +131,6 @@ static const flag_row options[] = {
      "storage of the optimizer's two moments: fp32, bf16, 8bit"},
     {"clip", FLAG_SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
     {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
-
-    {"Ranks: processes that train together", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"change-batch", FLAG_SWITCH, FIELD(change_batch), "off", 0, 0, NULL,
-     "with --resume: let micro-batch x accumulation x ranks differ from the checkpoint's, which is refused else"},
-    {"rank-file", FLAG_TEXT, FIELD(rank_file), "", 0, 0, NULL,
-     "a file through which they meet, seen by all, instead of the variables MASTER_ADDR and MASTER_PORT"},
-    {"rank-timeout", FLAG_NUMBER, FIELD(rank_timeout), "60", 0.001, 1e6, NULL,
-     "seconds to wait for a rank before all fail; longer than a checkpoint takes"},
-    {"nccl", FLAG_SWITCH, FIELD(nccl), "off", 0, 0, NULL,
-     "gradients go from GPU to GPU, over libnccl.so.2, and --device cuda is the GPU of LOCAL_RANK; off: over the host"},
 
     {"Files", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"out", FLAG_TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
@@ -209,70 +165,18 @@ static flag_program flag_given = {.program = "train_gpt",
                               .summary = "trains a GPT-2 in mixed precision with amp.h",
                               .options = options,
                               .n = N_OPTIONS,
+                              .shared = {{scaler_flags, N_SCALER_FLAGS, FIELD(amp)},
+                                         {rank_flags, N_RANK_FLAGS, FIELD(ranks)}},
                               .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 "
                                         "done, 1 failed, 2 refused, 75 stopped by SIGTERM or SIGUSR1, to be started "
                                         "again with --resume, 130 stopped by Ctrl-C."};
-static char *saved_options;             /* the texts of the resumed checkpoint */
-
 /* Not taken over from a checkpoint: they belong to one session. */
 static const char *const session_options[] = {"resume",      "init",   "threads",    "save",        "metrics",
                                               "recompute",   "out",    "sample",      "prompt",
                                               "temperature", "top-k",  "stop-after", "help",        "timeout",
                                               "profile",     "device", "graph",      "autotune",    "config",
                                               "env",         "debug",  "log-memory", "tensorboard", "fused-loss",
-                                              "rank-file",   "rank-timeout", "change-batch", "nccl", NULL};
-
-/* PATH without ".state" or ".safetensors". */
-static const char *without_suffix(const char *path) {
-    static char copies[2][PATH_MAX];
-    static int next;
-    static const char *const suffixes[] = {".state", ".safetensors"};
-    size_t length = strlen(path), i;
-    char *copy = copies[next++ & 1];
-    snprintf(copy, PATH_MAX, "%s", path);
-    for (i = 0; i < 2; i++) {
-        size_t n = strlen(suffixes[i]);
-        if (length > n && length < PATH_MAX && strcmp(path + length - n, suffixes[i]) == 0) copy[length - n] = 0;
-    }
-    return copy;
-}
-
-/* Takes from a checkpoint the options not on the command line.  Their format: "name=value\n". */
-static amp_result read_saved_options(const amp_state *state) {
-    int64_t n = amp_state_count(state, "train.options", NULL);
-    char *line, *next;
-    if (n < 0) return flag_refuse("resume", "is not a checkpoint of train_gpt");
-    saved_options = (char *)calloc((size_t)n + 1, 1);
-    if (saved_options == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's options");
-    EX_TRY(amp_state_get(state, "train.options", AMP_U8, saved_options, n));
-    for (line = saved_options; *line != 0; line = next) {
-        char *end = strchr(line, '\n'), *equals = strchr(line, '=');
-        int at;
-        next = end != NULL ? end + 1 : line + strlen(line);
-        if (end != NULL) *end = 0;
-        if (equals == NULL) continue;
-        *equals = 0;
-        at = flag_index(line);
-        if (at >= 0 && flag_given.text[at] == NULL) flag_given.text[at] = equals + 1;
-    }
-    return AMP_OK;
-}
-
-/* The options that a resumed run needs, for read_saved_options. */
-static void write_saved_options(json_buffer *b) {
-    int i, k;
-    for (i = 0; i < N_OPTIONS; i++) {
-        int session = options[i].type == FLAG_HEADING || options[i].type == FLAG_SETTING || flag_given.text[i] == NULL;
-        for (k = 0; session_options[k] != NULL && !session; k++)
-            session = strcmp(options[i].name, session_options[k]) == 0;
-        if (!session) json_add(b, "%s=%s\n", options[i].name, flag_given.text[i]);
-    }
-}
-
-/* Flags that only a scaler reads. */
-static const char *const scaler_options[] = {
-    "preset",    "init-scale", "growth-factor", "backoff-factor", "growth-interval", "min-scale",
-                                             "max-scale", "hysteresis", "tolerance",     "static-scale",   NULL};
+                                              NULL};
 
 static amp_dtype setting_dtype(const char *name) {
     amp_dtype dtype = AMP_DTYPE_DEFAULT;
@@ -313,16 +217,13 @@ static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype s
 
 /* Between two combinations each rank has weights of its own: nothing is saved or evaluated there. */
 static amp_result check_sync(const settings *set) {
-    static const char *const outer[] = {"outer-lr", "outer-momentum", "sync-wire"};
     const struct { const char *name; int64_t steps; } when[] = {
         {"save-interval", set->save_interval}, {"eval-interval", set->eval_interval}};
     size_t i;
-    for (i = 0; i < 3 && set->sync_every == 0; i++)
-        if (flag_was_given(outer[i])) return flag_refuse(outer[i], "is for --sync-every");
-    for (i = 0; i < 2 && set->sync_every > 0; i++)
-        if (when[i].steps % set->sync_every != 0)
+    for (i = 0; i < 2 && set->ranks.sync_every > 0; i++)
+        if (when[i].steps % set->ranks.sync_every != 0)
             return flag_refuse(when[i].name, "is no multiple of --sync-every");
-    if (set->sync_every > 0 && set->amp.nan_action == AMP_NAN_RECOVER)
+    if (set->ranks.sync_every > 0 && set->amp.nan_action == AMP_NAN_RECOVER)
         return flag_refuse("sync-every", "contradicts --nan-action recover: ranks would go back alone");
     return AMP_OK;
 }
@@ -333,10 +234,11 @@ static amp_result check_settings(settings *set) {
     amp_dtype all, stored[GPT_TENSORS];
     int i;
     EX_TRY(read_activations(set->activations, &all, stored));
+    EX_TRY(rank_flags_check(&set->ranks, set->resume));
+    EX_TRY(scaler_flags_check(&set->amp));
     EX_TRY(check_sync(set));
     if (*set->resume != 0 && *set->init != 0)
         return flag_refuse("init", "a resumed run already has weights: drop --init or --resume");
-    if (set->change_batch && *set->resume == 0) return flag_refuse("change-batch", "is for --resume");
     if ((flag_was_given("error-budget") || flag_was_given("lowest")) && !set->adaptive)
         return flag_refuse(flag_was_given("lowest") ? "lowest" : "error-budget", "is for --precision adaptive");
     if (set->adaptive && set->graph)
@@ -362,49 +264,20 @@ static amp_result check_settings(settings *set) {
     for (i = 0; sample_options[i] != NULL; i++)
         if (flag_was_given(sample_options[i]) && set->sample == 0)
             return flag_refuse(sample_options[i], "contradicts --sample 0, which writes none");
-    for (i = 0; scaler_options[i] != NULL; i++) {
-        if (flag_was_given(scaler_options[i]) && set->amp.use_scaler == AMP_SCALER_USE_OFF)
-            return flag_refuse(scaler_options[i], "contradicts --scaler off");
-    }
     return AMP_OK;
 }
 
-/* The settings of a checkpoint are a file of settings. */
-static amp_result read_saved_settings(settings *set, const amp_state *state) {
-    int64_t n = amp_state_count(state, "train.settings", NULL);
-    char *text = n > 0 ? (char *)malloc((size_t)n) : NULL;
-    amp_result result;
-    if (n <= 0) return AMP_OK;
-    if (text == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's settings");
-    result = amp_state_get(state, "train.settings", AMP_U8, text, n);
-    if (result == AMP_OK) result = amp_settings_read_text(&set->amp, set->resume, text, (size_t)n);
-    free(text);
-    set->amp.debug = 0;             /* per session, like the loader's settings */
-    set->amp.workers = set->amp.prefetch = set->amp.disable_pinned = 0;
-    return result;
-}
-
-/* Completes set->amp, which has defaults and flags: the checkpoint, --config, --env, then the flags again. */
+/* All amp_settings, and what this program has of them in fields of its own. */
 static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
     amp_optimizer_desc optimizer;
     amp_monitor_desc monitor;
-    int i;
-    if (resumed != NULL) EX_TRY(read_saved_settings(set, resumed));
-    if (*set->config != 0 && amp_settings_read_file(&set->amp, NULL, set->config) != AMP_OK)
-        return flag_refuse("config", "%s", amp_last_error());
-    if (set->env && amp_settings_read_env(&set->amp) != AMP_OK) return flag_refuse("env", "%s", amp_last_error());
-    for (i = 0; i < N_OPTIONS; i++)
-        if (options[i].type == FLAG_SETTING && flag_given.on_command_line[i]) EX_TRY(flag_parse(i, flag_given.text[i],
-                                                                                                set));
+    EX_TRY(settings_read(set, &set->amp, set->config, set->env, resumed));
     if (set->debug) set->amp.debug = 1;
-    if (set->static_scale) set->amp.scaler.frozen = 1;
     if (set->adaptive && strcmp(set->lowest, "fp16") == 0 && set->amp.use_scaler == AMP_SCALER_USE_DEFAULT)
         set->amp.use_scaler = AMP_SCALER_USE_ON;
     if (flag_was_given("autotune"))
         set->amp.autotune = strcmp(set->autotune, "off") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
     if (set->amp.memory_efficient) set->recompute = 1;
-    if (set->amp.mode == AMP_MODE_INFERENCE)
-        return ex_fail(AMP_ERR_RANGE, "mode = inference: this program trains");
     memset(&optimizer, 0, sizeof optimizer);
     memset(&monitor, 0, sizeof monitor);
     if (amp_settings_fill(&set->amp, NULL, NULL, NULL, &optimizer, &monitor) != AMP_OK)
@@ -416,55 +289,22 @@ static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
     return AMP_OK;
 }
 
-/* A resumed run has the checkpoint's global batch, whatever the number of ranks: each takes its share. */
-static amp_result share_batch(settings *set, const amp_state *state) {
-    int64_t was[3], all, before, now;       /* train.batch: a rank's micro-batch, accumulation, ranks */
-    if (amp_state_count(state, "train.batch", NULL) < 0) return AMP_OK;         /* of version 0.1.0 */
-    EX_TRY(amp_state_get(state, "train.batch", AMP_I64, was, 3));
-    all = was[0] * was[2];
-    if (!flag_was_given("batch")) {
-        if (all % ranks.world != 0)
-            return flag_refuse("resume", "the checkpoint's %lld sequences in a micro-batch of all ranks do not divide "
-                               "by %d ranks: start as many as divide them, or give --batch and --change-batch",
-                               (long long)all, (int)ranks.world);
-        set->batch = all / ranks.world;
-    }
-    before = all * was[1];
-    now = set->batch * set->accumulation * ranks.world;
-    if (before == now || set->change_batch) return AMP_OK;
-    return flag_refuse(flag_was_given("batch") ? "batch" : "accumulation", "%lld x %lld x %d ranks are %lld sequences "
-                       "in a step, the checkpoint was trained with %lld: drop it, or give --change-batch",
-                       (long long)set->batch, (long long)set->accumulation, (int)ranks.world, (long long)now,
-                       (long long)before);
-}
-
 /* All settings; *resumed: the checkpoint of --resume, or NULL. */
 static amp_result read_settings(int argc, char **argv, settings *set, amp_state **resumed) {
-    int resume = flag_index("resume"), precision = flag_index("precision");
-    char path[PATH_MAX];
+    int precision = flag_index("precision");
     memset(set, 0, sizeof *set);
     *resumed = NULL;
     EX_TRY(flag_read(argc, argv));
-    if (flag_given.text[resume] != NULL && *flag_given.text[resume] != 0) {
-        flag_given.text[resume] = without_suffix(flag_given.text[resume]);
-        snprintf(path, sizeof path, "%.4000s.state", flag_given.text[resume]);
-        if (amp_state_load(resumed, NULL, path) != AMP_OK) return flag_refuse("resume", "%s", amp_last_error());
-        if (amp_state_count(*resumed, "ranks.index", NULL) > 0) {       /* of --shard */
-            amp_state_destroy(*resumed);
-            *resumed = NULL;
-            if (amp_state_load_ranks(NULL, resumed, path) != AMP_OK)
-                return flag_refuse("resume", "%s", amp_last_error());
-        }
-        EX_TRY(read_saved_options(*resumed));
-        set->adaptive = flag_given.text[precision] == NULL && amp_state_count(*resumed, "adapt.adapt", NULL) > 0;
-    }
+    EX_TRY(resume_open(resumed));
+    set->adaptive = *resumed != NULL && flag_given.text[precision] == NULL &&
+                    amp_state_count(*resumed, "adapt.adapt", NULL) > 0;
     if (flag_given.text[precision] != NULL && strcmp(flag_given.text[precision], "adaptive") == 0) {
         set->adaptive = 1;
         flag_given.text[precision] = "fp32";
     }
     EX_TRY(flag_parse_all(set));
     EX_TRY(read_amp_settings(set, *resumed));
-    if (*resumed != NULL) EX_TRY(share_batch(set, *resumed));
+    if (*resumed != NULL) EX_TRY(rank_flags_batch(&set->ranks, *resumed, set->accumulation, &set->batch));
     return check_settings(set);
 }
 

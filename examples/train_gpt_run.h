@@ -56,26 +56,13 @@ typedef struct run {
 static amp_result open_context(run *r) {
     const settings *set = &r->set;
     amp_desc desc;
-    char why[400], gpu[24];
-    const char *device = set->device;
-    amp_result result;
     memset(&desc, 0, sizeof desc);
     EX_TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
     desc.allow_fallback = (int32_t)set->allow_fallback;
     desc.threads = (int32_t)set->threads;
     if (strcmp(set->autotune, "off") != 0 && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
     desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
-    desc.reducer = ranks;
-    if (set->nccl) {
-        desc.reduce_on_device = 1;
-        desc.reduce_timeout_ms = (int32_t)(set->rank_timeout * 1000 + 0.5);
-        snprintf(gpu, sizeof gpu, "cuda:%d", ranks_local());
-        if (strcmp(device, "cuda") == 0) device = gpu;
-    }
-    result = ex_device_open(&r->amp, &desc, device);
-    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return flag_refuse("device", "%s", ex_because(why));
-    if (result == AMP_ERR_UNSUPPORTED) return flag_refuse("precision", "%s", ex_because(why));
-    EX_TRY(result);
+    EX_TRY(rank_flags_open(&set->ranks, &desc, set->device, &r->amp));
     EX_TRY(amp_query(r->amp, &desc));
     if (set->graph && desc.backend->graph_begin == NULL)
         return flag_refuse("graph", "the %s backend has none", desc.backend->name);
@@ -359,7 +346,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
 static amp_result open_weights(run *r, const amp_state *resumed) {
     amp_result result;
     r->model.optimizer = r->optimizer;
-    if (resumed != NULL) return gpt_load_state(&r->model, resumed);
+    if (resumed != NULL) return model_load_state(r->amp, r->model.params, r->model.n_params, resumed);
     if (*r->set.init == 0) return gpt_init(&r->model, (uint64_t)r->set.seed);
     result = gpt_file_load(&r->file, &r->model);
     gpt_file_close(&r->file);
@@ -391,16 +378,7 @@ static amp_result open_optimizer(run *r) {
     desc.weight_decay = (float)set->weight_decay;
     desc.master = (amp_master_kind)ex_word_place(options[flag_index("masters")].words, set->masters);
     desc.seed = (uint64_t)set->seed;
-    desc.sync_every = (int32_t)set->sync_every;
-    if (set->sync_every > 0) {
-        desc.outer_lr = set->outer_lr > 0 ? set->outer_lr : AMP_EXPLICIT_ZERO;
-        desc.outer_momentum = set->outer_momentum > 0 ? set->outer_momentum : AMP_EXPLICIT_ZERO;
-        desc.sync_wire = strcmp(set->sync_wire, "bf16") == 0 ? AMP_BF16 : AMP_F32;
-    }
-    desc.shard = strcmp(set->shard, "states") == 0 ? AMP_SHARD_STATES : AMP_SHARD_NONE;
-    desc.wire = strcmp(set->wire, "bf16") == 0 ? AMP_BF16 : AMP_F32;
-    desc.deterministic = (int32_t)set->deterministic;
-    desc.bucket_bytes = set->bucket_mb << 20;
+    rank_flags_fill(&set->ranks, &desc);
     if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
     return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
 }
@@ -425,7 +403,7 @@ static amp_result open_loader(run *r) {
     r->steps = set->steps >= 0 ? set->steps : set->epochs > 0 ? INT64_MAX : 1200;
     by_epochs = set->epochs * info.batches / set->accumulation;
     if (set->epochs > 0 && by_epochs < r->steps) r->steps = by_epochs;
-    if (set->sync_every > 0 && r->steps % set->sync_every != 0)
+    if (set->ranks.sync_every > 0 && r->steps % set->ranks.sync_every != 0)
         return flag_refuse("sync-every", "%lld steps would end between two combinations", (long long)r->steps);
     return AMP_OK;
 }
@@ -465,15 +443,12 @@ static void clean_folder(const run *r) {
     ex_remove_unfinished(path);
 }
 
-/* 1: each rank saves its own part of the states. */
-static int shards(const settings *set) { return ranks.world > 1 && strcmp(set->shard, "states") == 0; }
-
 /* Opens the files that a run writes, so that it fails at its start rather than at its end. */
 static amp_result open_files(run *r) {
     const settings *set = &r->set;
     const char *save = *set->save != 0 ? set->save : set->resume;
     char why[400];
-    if (ranks.rank > 0 && !shards(set)) return AMP_OK;
+    if (ranks.rank > 0 && !rank_flags_shard(&set->ranks)) return AMP_OK;
     if (strcmp(save, "none") == 0) r->save[0] = 0;
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
     else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
@@ -653,7 +628,7 @@ static amp_result load_position(run *r, const amp_state *state) {
                                     : amp_loader_seek(r->loader, info.epoch + 1, 0);
 }
 
-/* The second half of a checkpoint; gpt_load_state was the first. */
+/* The second half of a checkpoint; model_load_state was the first. */
 static amp_result load_state(run *r, const amp_state *state) {
     EX_TRY(amp_state_get(state, "train.step", AMP_I64, &r->step, 1));
     EX_TRY(load_fp32_layers(r, state));
@@ -715,17 +690,6 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
    NAME.state alone is the checkpoint: it also holds the weights and is replaced in one rename, so it is always whole.
    NAME.safetensors, written after it, has the same weights for other programs. */
 
-/* The loader's settings are left out: they belong to a session, as session_options do, and change no result. */
-static amp_result put_settings(const run *r, amp_state *state) {
-    char text[8192];
-    amp_settings kept = r->set.amp;
-    size_t bytes;
-    kept.workers = kept.prefetch = kept.disable_pinned = 0;
-    bytes = amp_settings_text(&kept, text, sizeof text);
-    if (bytes >= sizeof text) return ex_fail(AMP_ERR_SIZE, "the settings are too long");
-    return amp_state_put(state, "train.settings", AMP_U8, text, (int64_t)bytes);
-}
-
 static amp_result put_config(const run *r, amp_state *state) {
     json_buffer b = {NULL, 0, 0, 0};
     amp_result result;
@@ -740,16 +704,9 @@ static amp_result put_training(run *r, amp_state *state) {
     const gpt_config *c = &r->model.config;
     const int64_t batch[] = {r->set.batch, r->set.accumulation, ranks.world};
     int64_t shape[SHAPE_NUMBERS];
-    json_buffer saved = {NULL, 0, 0, 0};
-    amp_result result;
     shape[0] = c->vocab; shape[1] = c->positions; shape[2] = c->channels; shape[3] = c->heads; shape[4] = c->layers;
-    write_saved_options(&saved);
-    result = saved.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the options")
-                          : amp_state_put(state, "train.options", AMP_U8, saved.used > 0 ? saved.text : "",
-                                          (int64_t)saved.used);
-    free(saved.text);
-    EX_TRY(result);
-    EX_TRY(put_settings(r, state));
+    EX_TRY(saved_options_put(state, session_options));
+    EX_TRY(settings_put(&r->set.amp, state));
     if (r->fp32_layers.used > 0)
         EX_TRY(amp_state_put(state, "train.fp32_layers", AMP_U8, r->fp32_layers.text, (int64_t)r->fp32_layers.used));
     EX_TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
@@ -757,7 +714,7 @@ static amp_result put_training(run *r, amp_state *state) {
     EX_TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
     EX_TRY(amp_state_put(state, "train.batch", AMP_I64, batch, 3));
     if (r->recovery != NULL) EX_TRY(amp_recovery_save(r->recovery, state, "train"));
-    EX_TRY(gpt_save_state(&r->model, state));
+    EX_TRY(model_save_state(r->amp, r->model.params, r->model.n_params, state));
     EX_TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
     if (r->scaler != NULL) EX_TRY(amp_scaler_save(r->scaler, state, "scaler"));
     if (r->adapt != NULL) EX_TRY(amp_adapt_save(r->adapt, state, "adapt"));
@@ -784,7 +741,7 @@ static amp_result save_run(run *r) {
     result = put_training(r, state);
     snprintf(path, sizeof path, "%s.state", r->save);
     if (result == AMP_OK)
-        result = shards(&r->set) ? amp_state_save_ranks(r->amp, state, path) : amp_state_save(state, path);
+        result = rank_flags_shard(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path) : amp_state_save(state, path);
     amp_state_destroy(state);
     return result == AMP_OK ? save_weights(r) : result;
 }

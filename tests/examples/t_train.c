@@ -59,22 +59,23 @@ static int same_weights(const gpt *a, const gpt *b) {
 TEST(defaults_are_legal) {
     settings set;
     memset(&set, 0, sizeof set);
-    for (int i = 0; i < N_OPTIONS; i++)
-        if (options[i].type != FLAG_HEADING) CHECK_MSG(flag_parse(i, options[i].initial, &set) == AMP_OK, "%s", ex_text);
+    for (int i = 0; i < flag_count(); i++)
+        if (flag_at(i)->type != FLAG_HEADING) CHECK_MSG(flag_parse(i, flag_at(i)->initial, &set) == AMP_OK, "%s", ex_text);
     CHECK(set.seq == 128 && set.amp.clip_norm == 1.0 && set.amp.dtype == AMP_DTYPE_DEFAULT && set.amp.log_interval == 10 && set.steps == -1 && set.min_lr == -1);
 }
 
 TEST(bad_values_are_refused_by_name) {
     static const char *const bad[] = {"x", "", "1x", "nan", "inf", "-5", "1e30", "99999999999999999999", "0x", " "};
     settings set;
-    for (int i = 0; i < N_OPTIONS; i++) {
+    for (int i = 0; i < flag_count(); i++) {
+        const flag_row *o = flag_at(i);
         char flag[64];
-        snprintf(flag, sizeof flag, "--%s", options[i].name);
-        if (options[i].type != FLAG_INTEGER && options[i].type != FLAG_NUMBER && options[i].type != FLAG_CHOICE && options[i].type != FLAG_SETTING) continue;
+        snprintf(flag, sizeof flag, "--%s", o->name);
+        if (o->type != FLAG_INTEGER && o->type != FLAG_NUMBER && o->type != FLAG_CHOICE && o->type != FLAG_SETTING) continue;
         for (size_t k = 0; k < sizeof bad / sizeof *bad; k++) {
-            if (options[i].type == FLAG_SETTING && bad[k][0] >= '0' && bad[k][1] != 'x') continue;       /* may be legal */
-            if (options[i].highest > 1e29 && strcmp(bad[k], "1e30") == 0) continue;
-            if (options[i].highest > 1e20 && bad[k][0] == '9') continue;
+            if (o->type == FLAG_SETTING && bad[k][0] >= '0' && bad[k][1] != 'x') continue;       /* may be legal */
+            if (o->highest > 1e29 && strcmp(bad[k], "1e30") == 0) continue;
+            if (o->highest > 1e20 && bad[k][0] == '9') continue;
             CHECK_MSG(flag_parse(i, bad[k], &set) != AMP_OK, "%s accepts \"%s\"", flag, bad[k]);
             CHECK(strstr(ex_text, flag) != NULL);
         }

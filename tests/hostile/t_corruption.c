@@ -247,7 +247,7 @@ static amp_state *harmed(const amp_state *from, int64_t skip, int kind, int64_t 
 }
 
 typedef amp_result (*loading)(run *r, const amp_state *state);
-static amp_result load_weights(run *r, const amp_state *state) { return gpt_load_state(&r->model, state); }
+static amp_result load_weights(run *r, const amp_state *state) { return model_load_state(r->amp, r->model.params, r->model.n_params, state); }
 static amp_result load_optimizer(run *r, const amp_state *state) { return amp_optimizer_load(r->optimizer, state, "optimizer"); }
 static amp_result load_scaler(run *r, const amp_state *state) { return amp_scaler_load(r->scaler, state, "scaler"); }
 static amp_result load_loader(run *r, const amp_state *state) { return amp_loader_load(r->loader, state, "loader"); }
