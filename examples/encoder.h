@@ -51,6 +51,7 @@ typedef struct encoder_config {
 typedef struct encoder_input {
     const int32_t *ids, *types, *lengths;
     int64_t batch, seq;
+    float weight;                   /* of the loss, and so of its gradients; 0: 1 */
 } encoder_input;
 
 typedef struct encoder {
@@ -306,6 +307,7 @@ static inline amp_result encoder_forward(encoder *e, const encoder_input *in, co
     logits = encoder_record(e, in);
     if (labels == NULL) return amp_tape_finish(e->tape);
     e->loss = amp_tape_cross_entropy(e->tape, logits, labels, NULL);
+    if (in->weight > 0 && in->weight != 1) e->loss = amp_tape_scale(e->tape, e->loss, in->weight);
     return model_tape_forward(e->tape, e->loss, grad_scale, backward, &e->loss_value);
 }
 /* All gradients. */

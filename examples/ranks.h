@@ -50,12 +50,19 @@ static inline int ranks_exit_code(void) { return ex_stop_requested > 1 ? ranks_a
 
 /* ---- Combining and waiting */
 
-/* Combines one number over all ranks. */
-static inline amp_result ranks_combine(float *x, amp_reduce_op op) {
+static inline amp_result ranks_all_reduce(void *x, int64_t n, amp_dtype dtype, amp_reduce_op op) {
     const char *why = NULL;
-    if (ranks.world == 1 || ranks.reduce(ranks.user, x, 1, AMP_F32, op, NULL) == 0) return AMP_OK;
+    if (ranks.world == 1 || ranks.reduce(ranks.user, x, n, dtype, op, NULL) == 0) return AMP_OK;
     if (ranks.calls != NULL && ranks.calls->error != NULL) why = ranks.calls->error(ranks.user);
     return ex_fail(AMP_ERR_REDUCE, "AMP0503 reducer: %s", why != NULL ? why : "failed");
+}
+
+/* Combines one number over all ranks. */
+static inline amp_result ranks_combine(float *x, amp_reduce_op op) { return ranks_all_reduce(x, 1, AMP_F32, op); }
+
+/* Adds up n numbers of each rank. */
+static inline amp_result ranks_sum(double *x, int64_t n) {
+    return ranks_all_reduce(x, n, AMP_F64, AMP_REDUCE_SUM);
 }
 
 /* Returns once all ranks have come here. */

@@ -3,10 +3,11 @@
  *     gcc -O2 examples/train_classifier.c -o train_classifier -lm -lpthread
  *     ./train_classifier                made-up sentences, a small model with random weights: a few seconds
  *     ./train_classifier --data reviews.tsv --init bert-base-uncased/model.safetensors --precision bf16
+ *     ./train_classifier --resume out/classifier/model       continues exactly where it stopped
  *     ./train_classifier --compat       BERT, RoBERTa, XLM-R, ELECTRA, DeBERTa and Longformer in every precision
  *
  * reviews.tsv has one text a line, "label<TAB>text"; labels are numbers or names.  model.safetensors is as Hugging Face
- * writes it, with its vocab.txt and config.json beside it.  On a GPU: see train_gpt.c.
+ * writes it, with its vocab.txt and config.json beside it.  On a GPU and on several processes: as train_gpt.c.
  *
  * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_optimizer, which makes the
  * scaler, model_tape_begin, the region, forward_loss, the gradient at its scale, and train_batch, the rest of a
@@ -14,23 +15,25 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "encoder_files.h"
-#include "flags.h"
 #include "metrics.h"
 #include "progress.h"
+#include "training_flags.h"
 #include "wordpiece.h"
 
 /* ==== Flags ====================================================================================== */
 
 typedef struct settings {
-    const char *data, *valid, *vocab, *init, *model, *precision, *level, *policy, *scaler, *out, *save, *metrics,
-        *device, *moments;
-    int64_t classes, cased, seq, layers, heads, hidden, intermediate, allow_fallback, threads, growth_interval;
-    int64_t batch, accumulation, epochs, seed, shuffle_off, log_interval, compat, compat_scale, help;
-    double validation, dropout, lr, warmup, weight_decay, clip, init_scale;
+    amp_settings amp;               /* from flags, --config and --env */
+    rank_settings ranks;
+    const char *data, *valid, *vocab, *init, *model, *out, *save, *resume, *metrics, *device, *config;
+    int64_t classes, cased, seq, layers, heads, hidden, intermediate, allow_fallback, threads, env;
+    int64_t batch, epochs, seed, shuffle_off, save_interval, stop_after, compat, compat_scale, help;
+    int64_t accumulation;           /* as .amp has it, with its default */
+    double validation, dropout, lr, warmup, weight_decay;
 } settings;
 
 #define FIELD(name) offsetof(settings, name)
-#define LARGEST 3.4e38
+#define HUGE_COUNT 9e15
 
 static const flag_row options[] = {
     {"Data", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
@@ -61,45 +64,54 @@ static const flag_row options[] = {
      "start from this safetensors file of a BERT or ELECTRA, with its config.json beside it"},
 
     {"Precision", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precision", FLAG_CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16 fp8",
-     "dtype of autocast; fp8: the linear layers of all blocks but the first and the last, else bf16"},
-    {"level", FLAG_CHOICE, FIELD(level), "O1", 0, 0, "O0 O1 O2 O3",
+    {"config", FLAG_TEXT, FIELD(config), "", 0, 0, NULL,
+     "a file of lines \"key = value\" with the keys of amp_settings, such as examples/max.conf; flags override it"},
+    {"env", FLAG_SWITCH, FIELD(env), "off", 0, 0, NULL,
+     "the same from the environment, AMP_DTYPE=bf16 and so on, which overrides the file"},
+    {"precision", FLAG_SETTING, FIELD(amp), "auto", 0, 0, "dtype",
+     "dtype of autocast: auto, fp32, tf32, fp16, bf16, fp8 (the linear layers of all blocks but the first and the "
+     "last; what else there is in bf16)"},
+    {"level", FLAG_SETTING, FIELD(amp), "O1", 0, 0, "level",
      "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
-    {"policy", FLAG_CHOICE, FIELD(policy), "fused", 0, 0, "fused torch", "table of autocast"},
+    {"policy", FLAG_SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
     {"allow-fallback", FLAG_SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
      "use the nearest precision if this machine lacks the requested one"},
     {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
-    {"scaler", FLAG_CHOICE, FIELD(scaler), "auto", 0, 0, "auto on off", "loss scaler; auto: with fp16"},
-    {"init-scale", FLAG_NUMBER, FIELD(init_scale), "65536", 1e-37, 8e37, NULL, "its first scale"},
-    {"growth-interval", FLAG_INTEGER, FIELD(growth_interval), "2000", 1, 2147483647, NULL,
-     "clean steps before the scale grows"},
+    {"nan-action", FLAG_SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
+     "on an anomaly that no scale cures: report, skip, stop"},
 
     {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "texts in a micro-batch, padded to its longest"},
-    {"accumulation", FLAG_INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
+    {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL,
+     "texts in a rank's micro-batch, padded to its longest; resumed: its share of the checkpoint's"},
+    {"accumulation", FLAG_SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
     {"epochs", FLAG_INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL, "passes over the data; 0: only evaluate, and save"},
     {"lr", FLAG_NUMBER, FIELD(lr), "auto", 0, 100, "auto=-1",
      "highest learning rate; auto: 5e-5 with --init, else 1e-3"},
     {"warmup", FLAG_NUMBER, FIELD(warmup), "0.1", 0, 1, NULL,
      "part of the steps in which the rate rises; then it falls linearly to 0"},
     {"weight-decay", FLAG_NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL, "on matrices only"},
-    {"clip", FLAG_NUMBER, FIELD(clip), "1", 0, LARGEST, NULL, "largest gradient norm; 0: no clipping"},
-    {"moments", FLAG_CHOICE, FIELD(moments), "fp32", 0, 0, "fp32 bf16 8bit", "storage of the optimizer's two moments"},
+    {"clip", FLAG_SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
+    {"moments", FLAG_SETTING, FIELD(amp), "fp32", 0, 0, "moments",
+     "storage of the optimizer's two moments: fp32, bf16, 8bit"},
     {"shuffle-off", FLAG_SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "keep the file's order in every epoch"},
     {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, 9e15, NULL, "of weights, order and dropout"},
 
     {"Files", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"out", FLAG_TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
     {"save", FLAG_TEXT, FIELD(save), "", 0, 0, NULL,
-     "the model's file, .safetensors is added; empty: OUT/classifier/model; none: nothing"},
+     "writes NAME.safetensors and NAME.state; empty: OUT/classifier/model; none: nothing"},
+    {"save-interval", FLAG_INTEGER, FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0", "steps between checkpoints"},
+    {"resume", FLAG_TEXT, FIELD(resume), "", 0, 0, NULL, "continues from NAME.state, with its original flags"},
+    {"stop-after", FLAG_INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
+     "save and stop after this many steps of this session; continue with --resume"},
     {"metrics", FLAG_TEXT, FIELD(metrics), "", 0, 0, NULL,
      "JSON lines; empty: OUT/classifier/metrics.jsonl; none: nothing"},
 
     {"Reports", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"log-interval", FLAG_INTEGER, FIELD(log_interval), "10", 1, 9e15, NULL,
-     "steps between records in the metrics; every epoch has one"},
+    {"log-interval", FLAG_SETTING, FIELD(amp), "10", 0, 0, "log_interval",
+     "steps between records in the metrics, or off; every epoch has one"},
     {"compat", FLAG_SWITCH, FIELD(compat), "off", 0, 0, NULL,
      "train nothing, but compare every precision with fp32 on two layers of each architecture"},
     {"compat-scale", FLAG_INTEGER, FIELD(compat_scale), "1", 1, 64, NULL,
@@ -110,8 +122,15 @@ static flag_program flag_given = {.program = "train_classifier",
                               .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
                               .options = options,
                               .n = (int)(sizeof options / sizeof *options),
-                              .ending = "Ctrl-C evaluates, saves and stops, and so do kill and a closed terminal.  "
-                                        "Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."};
+                              .shared = {{scaler_flags, N_SCALER_FLAGS, FIELD(amp)},
+                                         {rank_flags, N_RANK_FLAGS, FIELD(ranks)}},
+                              .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 "
+                                        "done, 1 failed, 2 refused, 75 stopped by SIGTERM or SIGUSR1, to be started "
+                                        "again with --resume, 130 stopped by Ctrl-C."};
+
+/* Not taken over from a checkpoint: they belong to one session. */
+static const char *const session_options[] = {"resume", "threads",    "save", "metrics", "out",
+                                              "device", "stop-after", "help", "config",  "env", NULL};
 
 /* ==== Labelled text ============================================================================== */
 
@@ -354,8 +373,8 @@ static amp_result make_vocabulary(const char *path) {
 
 typedef struct run {
     settings set;
-    char data[PATH_MAX], vocab[PATH_MAX], save[PATH_MAX],
-        metrics_path[PATH_MAX]; /* save "": nothing; vocab "": bytes */
+    char data[PATH_MAX], vocab[PATH_MAX], metrics_path[PATH_MAX];
+    char save[PATH_MAX];            /* NAME of NAME.state and NAME.safetensors; "": nothing.  vocab "": bytes */
     amp_context *amp;
     amp_choice choice;
     amp_level level;
@@ -363,6 +382,7 @@ typedef struct run {
     text_set texts, valid;
     int64_t *order;                 /* of texts: without --valid, those to evaluate on come last */
     int64_t n_train, n_valid, classes;
+    uint32_t crc;                   /* of the file of texts */
     wordpiece tokenizer;
     encoder_file file;              /* of --init; data NULL: none */
     encoder model;
@@ -375,12 +395,16 @@ typedef struct run {
     int32_t *device;
     amp_monitor *monitor;           /* keeps the metrics of steps and epochs */
     metrics_line metrics;           /* other lines go through the monitor too; with --compat into the file itself */
-    int64_t batches, steps;         /* micro-batches done, optimizer steps in all */
+    int64_t start, step, steps;     /* optimizer steps: where this session began; done; in all */
+    int64_t epoch, first;           /* counted from 1; texts of it that were trained on, by all ranks together */
+    int64_t micro;                  /* micro-batches since the last step */
     amp_step_record record;         /* the last one that arrived */
+    int stop;                       /* 1: all ranks stop here */
+    char anomaly[128];              /* why training stops, or "" */
     double valid_loss, accuracy;    /* of the last evaluation */
 } run;
 
-static const char *const scaler_flags[] = {"init-scale", "growth-interval", NULL};
+static const char *const level_names[] = {"O0", "O1", "O2", "O3"};
 
 /* Refuses flags that are legal alone but not together. */
 static amp_result check_flags(const settings *set) {
@@ -388,55 +412,86 @@ static amp_result check_flags(const settings *set) {
                                             "allow-fallback", "device",       "threads", "out",
                                             "metrics",        "help",         NULL};
     int i, k;
-    for (i = 0; i < flag_given.n && set->compat; i++) {
-        for (k = 0; of_compat[k] != NULL && flag_given.on_command_line[i] && strcmp(of_compat[k], options[i].name) != 0;
-             k++) {}
+    for (i = 0; i < flag_count() && set->compat; i++) {
+        const char *name = flag_at(i)->name;
+        for (k = 0; of_compat[k] != NULL && flag_given.on_command_line[i] && strcmp(of_compat[k], name) != 0; k++) {}
         if (flag_given.on_command_line[i] && of_compat[k] == NULL)
-            return flag_refuse(options[i].name, "contradicts --compat, which has its own models and data");
+            return flag_refuse(name, "contradicts --compat, which has its own models and data");
     }
+    if (set->compat && ranks.world > 1) return flag_refuse("compat", "is for one process");
     if (flag_was_given("compat-scale") && !set->compat) return flag_refuse("compat-scale", "needs --compat");
-    for (k = 0; scaler_flags[k] != NULL; k++)
-        if (flag_was_given(scaler_flags[k]) && strcmp(set->scaler, "off") == 0)
-            return flag_refuse(scaler_flags[k], "contradicts --scaler off");
+    EX_TRY(rank_flags_check(&set->ranks, set->resume));
+    EX_TRY(scaler_flags_check(&set->amp));
+    if (*set->resume != 0 && flag_was_given("init"))
+        return flag_refuse("init", "a resumed run already has weights: drop --init or --resume");
+    if (flag_was_given("save-interval") && strcmp(set->save, "none") == 0)
+        return flag_refuse("save-interval", "contradicts --save none");
+    if (set->ranks.sync_every > 0 && set->save_interval % set->ranks.sync_every != 0)
+        return flag_refuse("save-interval", "is no multiple of --sync-every");
+    if (set->amp.nan_action == AMP_NAN_RECOVER)
+        return flag_refuse("nan-action", "recover, here or in settings, is what train_gpt does, and not this program");
+    if (set->amp.memory_efficient || set->amp.tensor_stats_interval > 0)
+        return ex_fail(AMP_ERR_CONFLICT, "%s is a setting of train_gpt, and not of this program",
+                       set->amp.memory_efficient ? "memory_efficient" : "tensor_stats_interval");
     if (flag_was_given("validation") && *set->valid != 0)
         return flag_refuse("validation", "contradicts --valid, which names the texts to evaluate on");
     return AMP_OK;
 }
 
+/* All settings; *resumed: the checkpoint of --resume, or NULL. */
+static amp_result read_settings(int argc, char **argv, settings *set, amp_state **resumed) {
+    amp_optimizer_desc optimizer;
+    memset(set, 0, sizeof *set);
+    *resumed = NULL;
+    EX_TRY(flag_read(argc, argv));
+    EX_TRY(resume_open(resumed));
+    EX_TRY(flag_parse_all(set));
+    EX_TRY(settings_read(set, &set->amp, set->config, set->env, *resumed));
+    memset(&optimizer, 0, sizeof optimizer);
+    if (amp_settings_fill(&set->amp, NULL, NULL, NULL, &optimizer, NULL) != AMP_OK)
+        return ex_fail(AMP_ERR_CONFLICT, "the settings contradict each other: %s", amp_last_error());
+    set->accumulation = optimizer.accumulation;
+    if (*resumed != NULL) EX_TRY(rank_flags_batch(&set->ranks, *resumed, set->accumulation, &set->batch));
+    return check_flags(set);
+}
+
 static amp_result open_context(run *r) {
     const settings *set = &r->set;
     amp_desc desc;
-    char why[400];
-    amp_result result;
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_dtype_parse(set->precision, &desc.dtype));
-    desc.level = (amp_level)(AMP_LEVEL_O0 + ex_word_place("O0 O1 O2 O3", set->level));
-    desc.policy = strcmp(set->policy, "torch") == 0 ? AMP_POLICY_TORCH : AMP_POLICY_FUSED;
+    EX_TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
     desc.allow_fallback = (int32_t)set->allow_fallback;
     desc.threads = (int32_t)set->threads;
-    desc.seed = (uint64_t)set->seed;
-    result = ex_device_open(&r->amp, &desc, set->device);
-    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return flag_refuse("device", "%s", ex_because(why));
-    if (result == AMP_ERR_UNSUPPORTED) return flag_refuse("precision", "%s", ex_because(why));
-    EX_TRY(result);
+    desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
+    EX_TRY(rank_flags_open(&set->ranks, &desc, set->device, &r->amp));
     EX_TRY(amp_query(r->amp, &desc));
     r->level = desc.level;
     return amp_query_choice(r->amp, &r->choice);
 }
 
+/* Removes the remains of a run killed while saving. */
+static void clean_folder(const run *r) {
+    static const char *const ends[] = {".state", ".safetensors"};
+    char path[PATH_MAX + 16];
+    int i;
+    for (i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s%s", r->save, ends[i]);
+        ex_remove_unfinished(path);
+    }
+}
+
 /* Opens the files that a run writes, so that it fails at its start rather than at its end. */
 static amp_result open_files(run *r) {
     const settings *set = &r->set;
-    size_t length = strlen(set->save);
-    const char *suffix = length > 12 ? set->save + length - 12 : "";
+    const char *save = *set->save != 0 ? set->save : set->resume;
     char why[400];
-    if (*set->save == 0) snprintf(r->save, sizeof r->save, "%.4000s/classifier/model.safetensors", set->out);
-    else if (strcmp(set->save, "none") != 0)
-        snprintf(r->save, sizeof r->save, "%.4000s%s", set->save,
-                 strcmp(suffix, ".safetensors") == 0 ? "" : ".safetensors");
-    if (set->compat) r->save[0] = 0;
+    if (ranks.rank > 0 && !rank_flags_shard(&set->ranks)) return AMP_OK;
+    if (strcmp(save, "none") == 0 || set->compat) r->save[0] = 0;
+    else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
+    else snprintf(r->save, sizeof r->save, "%.4000s/classifier/model", set->out);
     if (r->save[0] != 0 && ex_folder_make(r->save) != AMP_OK) return flag_refuse("save", "%s", ex_because(why));
-    if (r->save[0] != 0) ex_remove_unfinished(r->save);
+    if (ranks.rank > 0) return AMP_OK;
+    if (r->save[0] != 0) clean_folder(r);
     if (strcmp(set->metrics, "none") == 0) return AMP_OK;
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
     else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/classifier/metrics.jsonl", set->out);
@@ -475,9 +530,11 @@ static amp_result open_data(run *r) {
     else {
         snprintf(r->data, sizeof r->data, "%.4000s/classifier/sentences.tsv", set->out);
         EX_TRY(ex_folder_make(r->data));
-        EX_TRY(make_sentences(r->data));
+        if (ranks.rank == 0) EX_TRY(make_sentences(r->data));
+        EX_TRY(ranks_wait());
     }
     if (text_set_read(&r->texts, &r->labels, r->data, 1) != AMP_OK) return flag_refuse("data", "%s", ex_because(why));
+    r->crc = st_crc32c((const unsigned char *)r->texts.file, r->texts.bytes);
     if (*set->valid != 0 && text_set_read(&r->valid, &r->labels, set->valid, r->labels.numbers) != AMP_OK)
         return flag_refuse("valid", "%s", ex_because(why));
     EX_TRY(settle_labels(set, &r->labels, sets, &r->classes));
@@ -509,7 +566,8 @@ static amp_result open_tokenizer(run *r) {
     }
     if (r->vocab[0] == 0 && *set->data == 0) {
         snprintf(r->vocab, sizeof r->vocab, "%.4000s/classifier/vocab.txt", set->out);
-        EX_TRY(make_vocabulary(r->vocab));
+        if (ranks.rank == 0) EX_TRY(make_vocabulary(r->vocab));
+        EX_TRY(ranks_wait());
     }
     if (r->vocab[0] == 0 && set->cased)
         return flag_refuse("cased", "is for a vocabulary, and bytes keep their case: drop it or give --vocab");
@@ -651,9 +709,9 @@ static amp_result open_model(run *r) {
     return result == AMP_ERR_MEMORY ? flag_refuse(*set->init != 0 ? "batch" : "model", "%s", ex_because(why)) : result;
 }
 
-/* Sets weights through the optimizer, so that masters keep full precision.  Then the classes' names, replacing the
-   file's. */
-static amp_result open_weights(run *r) {
+/* Sets weights through the optimizer, so that masters keep full precision; a checkpoint's masters are in its state.
+   Then the classes' names, replacing the file's. */
+static amp_result open_weights(run *r, const amp_state *resumed) {
     const settings *set = &r->set;
     char why[400];
     amp_result result;
@@ -665,47 +723,69 @@ static amp_result open_weights(run *r) {
         if (result != AMP_OK) return flag_refuse("init", "%s", ex_because(why));
     }
     EX_TRY(result);
+    if (resumed != NULL) EX_TRY(model_load_state(r->amp, r->model.params, r->model.n_params, resumed));
     return r->labels.n > 0 ? encoder_name_labels(&r->model, (const char *const *)r->labels.name, r->labels.n) : AMP_OK;
 }
 
 static float or_zero(double value) { return value > 0 ? (float)value : AMP_EXPLICIT_ZERO; }
 
 static amp_result open_optimizer(run *r) {
-    static const amp_dtype stored[] = {AMP_F32, AMP_BF16, AMP_MOMENTS_8BIT};
     const settings *set = &r->set;
     amp_scaler_desc scaler;
     amp_optimizer_desc desc;
-    int64_t batches = (r->n_train + set->batch - 1) / set->batch;
-    if (strcmp(set->scaler, "on") == 0 || (strcmp(set->scaler, "auto") == 0 && r->choice.scaler)) {
-        memset(&scaler, 0, sizeof scaler);
-        scaler.init_scale = (float)set->init_scale;
-        scaler.growth_interval = (int32_t)set->growth_interval;
-        EX_TRY(amp_scaler_create(r->amp, &r->scaler, &scaler));
-    }
+    memset(&scaler, 0, sizeof scaler);
     memset(&desc, 0, sizeof desc);
+    EX_TRY(amp_settings_fill(&set->amp, r->amp, NULL, &scaler, &desc, NULL));
+    if (!scaler.disable && amp_scaler_create(r->amp, &r->scaler, &scaler) != AMP_OK)
+        return ex_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
-    desc.lr = or_zero(r->set.lr);
+    desc.lr = or_zero(set->lr);
     desc.weight_decay = set->weight_decay;
-    desc.clip_norm = set->clip;
-    desc.moments = stored[ex_word_place("fp32 bf16 8bit", set->moments)];
-    desc.accumulation = (int32_t)set->accumulation;
     desc.seed = (uint64_t)set->seed;
-    r->steps = set->epochs * batches / set->accumulation;
-    if (set->epochs > 0 && r->steps == 0)
+    rank_flags_fill(&set->ranks, &desc);
+    if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
+    return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
+}
+
+/* Texts in a micro-batch of all ranks; such batches in an epoch. */
+static int64_t texts_at_once(const run *r) { return r->set.batch * ranks.world; }
+static int64_t batches_of(const run *r, int64_t texts) { return (texts + texts_at_once(r) - 1) / texts_at_once(r); }
+
+/* Where training goes on, and when it ends: what is left of this epoch and the later ones. */
+static amp_result open_position(run *r, const amp_state *resumed) {
+    const settings *set = &r->set;
+    int64_t at[2] = {1, 0}, data[2], left, every = set->ranks.sync_every;
+    if (resumed != NULL) {
+        EX_TRY(amp_state_get(resumed, "train.data", AMP_I64, data, 2));
+        if (data[0] != r->n_train || data[1] != (int64_t)r->crc)
+            return flag_refuse("resume", "%s was trained on other data or another part of it", set->resume);
+        EX_TRY(amp_state_get(resumed, "train.step", AMP_I64, &r->step, 1));
+        EX_TRY(amp_state_get(resumed, "train.position", AMP_I64, at, 2));
+    }
+    r->start = r->step;
+    r->epoch = at[0]; r->first = at[1];
+    left = batches_of(r, r->n_train - r->first) + (set->epochs - r->epoch) * batches_of(r, r->n_train);
+    if (set->epochs == 0) left = 0;
+    r->steps = r->step + (left > 0 ? left : 0) / set->accumulation;
+    if (resumed == NULL && set->epochs > 0 && r->steps == 0)
         return flag_refuse("accumulation", "a step takes %lld micro-batches, but the training has %lld",
-                      (long long)set->accumulation, (long long)(set->epochs * batches));
-    return amp_optimizer_create(r->amp, &r->optimizer, &desc);
+                           (long long)set->accumulation, (long long)left);
+    if (every > 0 && batches_of(r, r->n_train) % (every * set->accumulation) != 0)
+        return flag_refuse("sync-every", "an epoch of %lld micro-batches would end between two combinations",
+                           (long long)batches_of(r, r->n_train));
+    return AMP_OK;
 }
 
 static amp_result open_monitor(run *r) {
     amp_monitor_desc desc;
     memset(&desc, 0, sizeof desc);
+    EX_TRY(amp_settings_fill(&r->set.amp, r->amp, NULL, NULL, NULL, &desc));
     if (r->metrics.file != NULL) desc.path = r->metrics_path;
     desc.optimizer = r->optimizer;
     desc.scaler = r->scaler;
-    desc.log_interval = r->set.log_interval;
-    desc.epoch = 1;
+    desc.append = *r->set.resume != 0;
+    desc.epoch = r->epoch;
     return amp_monitor_create(r->amp, &r->monitor, &desc) == AMP_OK ? AMP_OK
                                                                     : flag_refuse("metrics", "%s", amp_last_error());
 }
@@ -739,17 +819,64 @@ static void close_run(run *r) {
     memset(r, 0, sizeof *r);
 }
 
-static amp_result open_run(run *r) {
+/* The second half of a checkpoint; model_load_state was the first. */
+static amp_result load_state(run *r, const amp_state *state) {
+    EX_TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
+    if (r->scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
+        EX_TRY(amp_scaler_load(r->scaler, state, "scaler"));
+    if (amp_state_count(state, "amp.fp8", NULL) > 0 && amp_fp8_load(r->amp, state, "amp") != AMP_OK)
+        return flag_refuse("resume", "%s", amp_last_error());
+    return amp_random_load(r->amp, state, "random");
+}
+
+static amp_result open_run(run *r, const amp_state *resumed) {
     if (r->set.lr < 0) r->set.lr = *r->set.init != 0 ? 5e-5 : 1e-3;
     EX_TRY(open_data(r));
+    EX_TRY(open_position(r, resumed));
     EX_TRY(open_tokenizer(r));
     EX_TRY(open_model(r));
     EX_TRY(text_set_encode(&r->texts, &r->tokenizer, r->set.seq));
     EX_TRY(text_set_encode(&r->valid, &r->tokenizer, r->set.seq));
     EX_TRY(open_optimizer(r));
-    EX_TRY(open_weights(r));
+    EX_TRY(open_weights(r, resumed));
+    if (resumed != NULL) EX_TRY(load_state(r, resumed));
     EX_TRY(open_monitor(r));
     return open_batches(r);
+}
+
+/* ==== Checkpoints ================================================================================
+   NAME.state alone is the checkpoint: it also holds the weights and is replaced in one rename, so it is always whole.
+   NAME.safetensors, written after training, has the same weights for other programs. */
+
+static amp_result put_training(run *r, amp_state *state) {
+    const int64_t batch[] = {r->set.batch, r->set.accumulation, ranks.world}, at[] = {r->epoch, r->first};
+    const int64_t data[] = {r->n_train, (int64_t)r->crc};
+    EX_TRY(saved_options_put(state, session_options));
+    EX_TRY(settings_put(&r->set.amp, state));
+    EX_TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
+    EX_TRY(amp_state_put(state, "train.batch", AMP_I64, batch, 3));
+    EX_TRY(amp_state_put(state, "train.position", AMP_I64, at, 2));
+    EX_TRY(amp_state_put(state, "train.data", AMP_I64, data, 2));
+    EX_TRY(model_save_state(r->amp, r->model.params, r->model.n_params, state));
+    EX_TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
+    if (r->scaler != NULL) EX_TRY(amp_scaler_save(r->scaler, state, "scaler"));
+    EX_TRY(amp_fp8_save(r->amp, state, "amp"));
+    return amp_random_save(r->amp, state, "random");
+}
+
+static amp_result save_state(run *r) {
+    char path[PATH_MAX + 16];
+    amp_state *state;
+    amp_result result;
+    if (r->save[0] == 0) return AMP_OK;
+    EX_TRY(amp_state_create(&state, NULL));
+    result = put_training(r, state);
+    snprintf(path, sizeof path, "%s.state", r->save);
+    if (result == AMP_OK)
+        result = rank_flags_shard(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path)
+                                                 : amp_state_save(state, path);
+    amp_state_destroy(state);
+    return result;
 }
 
 /* ==== Training =================================================================================== */
@@ -799,15 +926,31 @@ static amp_result train_batch(run *r, const encoder_input *in, const int32_t *la
     return encoder_loss_read(&r->model, loss);
 }
 
-/* Mean loss and accuracy over the texts to evaluate on, in the training's precision. */
+/* A rank's part of `texts` texts of which all ranks make a micro-batch, and its loss's weight, with which the mean over
+   ranks is that over texts.  Where there are fewer texts than ranks, some have the same one. */
+typedef struct share { int64_t first, n; float weight; } share;
+static share share_of(int64_t texts) {
+    int64_t world = ranks.world, rank = ranks.rank, rest = texts % world;
+    share s;
+    s.n = texts / world + (rank < rest);
+    s.first = rank * (texts / world) + (rank < rest ? rank : rest);
+    s.weight = (float)((double)(world * s.n) / (double)texts);
+    if (texts >= world) return s;
+    s.first = rank % texts;
+    s.n = 1;
+    s.weight = (float)((double)world / (double)(texts * ((world - s.first + texts - 1) / texts)));
+    return s;
+}
+
+/* Mean loss and accuracy over the texts to evaluate on, in the training's precision; each text on one rank. */
 static amp_result evaluate(run *r) {
     const text_set *t = r->valid.n > 0 ? &r->valid : &r->texts;
     const int64_t *order = r->valid.n > 0 ? NULL : r->order + r->n_train;
     int64_t first, right = 0, i, classes = r->classes, batch = r->set.batch;
     float *logits = (float *)malloc((size_t)(batch * classes) * sizeof *logits);
-    double sum = 0;
+    double sums[2] = {0, 0};
     amp_result result = logits != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for logits");
-    for (first = 0; first < r->n_valid && result == AMP_OK; first += batch) {
+    for (first = ranks.rank * batch; first < r->n_valid && result == AMP_OK; first += texts_at_once(r)) {
         int64_t n = r->n_valid - first < batch ? r->n_valid - first : batch;
         encoder_input in;
         const int32_t *labels;
@@ -817,21 +960,84 @@ static amp_result evaluate(run *r) {
         if (result == AMP_OK) result = encoder_loss_read(&r->model, &loss);
         if (result == AMP_OK) result = amp_tape_read(r->model.tape, r->model.logits, logits, n * classes);
         for (i = 0; i < n; i++) right += ex_largest(logits + i * classes, classes) == r->host[n + i];
-        sum += (double)loss * (double)n;
+        sums[0] += (double)loss * (double)n;
     }
     free(logits);
-    r->valid_loss = sum / (double)r->n_valid;
-    r->accuracy = (double)right / (double)r->n_valid;
-    return result;
+    EX_TRY(result);
+    sums[1] = (double)right;
+    EX_TRY(ranks_sum(sums, 2));
+    r->valid_loss = sums[0] / (double)r->n_valid;
+    r->accuracy = sums[1] / (double)r->n_valid;
+    return AMP_OK;
 }
 
-/* One pass over the data.  Ctrl-C ends it early. */
-static amp_result train_epoch(run *r, int64_t epoch, progress *bar) {
+/* The next micro-batch of all ranks, and this rank's share of it.  Adds to the step's loss and tokens. */
+static amp_result train_micro(run *r, amp_step_info *info) {
+    int64_t left = r->n_train - r->first, texts = left < texts_at_once(r) ? left : texts_at_once(r), i;
+    share own = share_of(texts);
+    encoder_input in;
+    const int32_t *labels;
+    float loss;
+    EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
+    EX_TRY(load_batch(r, &r->texts, r->order, r->first + own.first, own.n, &in, &labels));
+    in.weight = own.weight;
+    for (i = 0; i < texts; i++) info->tokens += r->texts.items[r->order[r->first + i]].length;
+    EX_TRY(train_batch(r, &in, labels, &loss));
+    info->loss += (double)loss / (double)(r->set.accumulation * ranks.world);
+    r->first += texts;
+    r->micro++;
+    return AMP_OK;
+}
+
+/* r->stop 1: stopped by a signal to any rank, by --nan-action stop, or by --stop-after before the end; with
+   --sync-every only where the ranks are alike. */
+static amp_result decide_stop(run *r) {
     const settings *set = &r->set;
-    int64_t first, i;
+    double anomaly = r->anomaly[0] != 0;
+    if (set->ranks.sync_every > 0 && r->step % set->ranks.sync_every != 0) return AMP_OK;
+    EX_TRY(ranks_stop(&r->stop));
+    if (set->amp.nan_action == AMP_NAN_STOP) EX_TRY(ranks_sum(&anomaly, 1));
+    if (anomaly > 0 && r->anomaly[0] == 0) snprintf(r->anomaly, sizeof r->anomaly, "stopped with another rank");
+    r->stop |= anomaly > 0 || (set->stop_after > 0 && r->step - r->start >= set->stop_after && r->step < r->steps);
+    return AMP_OK;
+}
+
+static void take_records(run *r) {
+    while (amp_monitor_next(r->monitor, &r->record))
+        if (r->record.action == AMP_NAN_STOP && r->anomaly[0] == 0)
+            snprintf(r->anomaly, sizeof r->anomaly, "stopped by --nan-action stop after an anomaly at step %lld",
+                     (long long)r->record.result.step);
+}
+
+/* A step is done: its record and, at its interval, a checkpoint.  With --sync-every the loss is this rank's. */
+static amp_result end_step(run *r, amp_step_info *info, progress *bar) {
+    char text[200];
+    r->step++;
+    r->micro = 0;
+    if (r->set.ranks.sync_every == 0) EX_TRY(ranks_sum(&info->loss, 1));
+    else info->loss *= ranks.world;
+    EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, info)));
+    take_records(r);
+    if (bar->terminal) {
+        snprintf(text, sizeof text, "epoch %lld | step %lld/%lld | loss %.4f | scale %g", (long long)r->epoch,
+                 (long long)r->step, (long long)r->steps, info->loss, (double)r->record.result.scale);
+        progress_show(bar, (r->epoch - 1) * r->n_train + r->first, text, 0);
+    }
+    memset(info, 0, sizeof *info);
+    if (r->set.save_interval > 0 && r->step % r->set.save_interval == 0 && r->step < r->steps) {
+        EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
+        take_records(r);
+        EX_TRY(save_state(r));
+    }
+    return AMP_OK;
+}
+
+/* What is left of an epoch, or less if training is to stop; *steps: done in it. */
+static amp_result train_epoch(run *r, progress *bar, int64_t *steps) {
+    const settings *set = &r->set;
+    int64_t begun = r->step;
     amp_schedule schedule;
     amp_step_info info;
-    char text[200];
     double lr;
     memset(&schedule, 0, sizeof schedule);
     schedule.kind = AMP_SCHEDULE_LINEAR;
@@ -839,41 +1045,27 @@ static amp_result train_epoch(run *r, int64_t epoch, progress *bar) {
     schedule.steps = r->steps;
     schedule.warmup = (int64_t)(set->warmup * (double)r->steps);
     memset(&info, 0, sizeof info);
-    if (!set->shuffle_off) shuffle(r->order, r->n_train, (uint64_t)set->seed, (uint64_t)epoch);
-    for (first = 0; first < r->n_train && !ex_stop_requested; first += set->batch) {
-        int64_t n = r->n_train - first < set->batch ? r->n_train - first : set->batch,
-                step = r->batches / set->accumulation;
-        encoder_input in;
-        const int32_t *labels;
-        float loss;
-        EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
-        EX_TRY(load_batch(r, &r->texts, r->order, first, n, &in, &labels));
-        for (i = 0; i < n; i++) info.tokens += r->host[i];
-        EX_TRY(amp_schedule_lr(&schedule, step, &lr));
+    while (r->first < r->n_train && r->step < r->steps) {
+        if (r->micro == 0) EX_TRY(decide_stop(r));
+        if (r->stop) break;
+        EX_TRY(amp_schedule_lr(&schedule, r->step, &lr));
         EX_TRY(amp_optimizer_set_lr(r->optimizer, (float)lr));
-        EX_TRY(train_batch(r, &in, labels, &loss));
-        info.loss += (double)loss / (double)set->accumulation;
-        if (++r->batches % set->accumulation != 0) continue;
-        EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &info)));
-        memset(&info, 0, sizeof info);
-        while (amp_monitor_next(r->monitor, &r->record)) { }
-        if (!bar->terminal) continue;
-        snprintf(text, sizeof text, "epoch %lld | step %lld/%lld | loss %.4f | scale %g", (long long)epoch,
-                 (long long)step + 1, (long long)r->steps, (double)loss, (double)r->record.result.scale);
-        progress_show(bar, (epoch - 1) * r->n_train + first, text, 0);
+        EX_TRY(train_micro(r, &info));
+        if (r->micro == set->accumulation) EX_TRY(end_step(r, &info, bar));
     }
+    *steps = r->step - begun;
     return AMP_OK;
 }
 
-static void report_epoch(run *r, int64_t epoch, const amp_epoch_record *e, double evaluation) {
+static void report_epoch(run *r, const amp_epoch_record *e, double evaluation) {
     char rate[32];
     printf("epoch %lld: loss %.4f | validation loss %.4f, accuracy %.2f%% | %.2f s, %s tokens/s | skipped %lld",
-           (long long)epoch, e->loss, r->valid_loss, 100 * r->accuracy, e->seconds,
+           (long long)r->epoch, e->loss, r->valid_loss, 100 * r->accuracy, e->seconds,
            progress_grouped((int64_t)e->tokens_per_second, rate, sizeof rate), (long long)r->record.result.total_skips);
     if (e->anomalies > 0) printf(" | anomalies in %lld of %lld steps", (long long)e->anomalies, (long long)e->steps);
     printf("\n");
     metrics_begin(r->metrics.file, "evaluation");
-    metrics_integer(r->metrics.file, "epoch", epoch);
+    metrics_integer(r->metrics.file, "epoch", r->epoch);
     metrics_text(r->metrics.file, "precision", amp_dtype_name(r->choice.dtype));
     metrics_number(r->metrics.file, "loss", e->loss);
     metrics_number(r->metrics.file, "validation_loss", r->valid_loss);
@@ -896,25 +1088,38 @@ static amp_result report_start(run *r) {
 }
 
 /* Keeps evaluation out of the epochs' times: it comes between two of the monitor's epochs. */
+static amp_result end_epoch(run *r, int64_t steps, progress *bar) {
+    amp_epoch_record record;
+    double began;
+    memset(&record, 0, sizeof record);
+    if (steps > 0) EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
+    take_records(r);
+    if (r->stop) return AMP_OK;
+    began = ex_seconds();
+    EX_TRY(evaluate(r));
+    progress_clear(bar);
+    report_epoch(r, &record, ex_seconds() - began);
+    return AMP_OK;
+}
+
+static void next_order(run *r, int64_t epoch) {
+    if (!r->set.shuffle_off) shuffle(r->order, r->n_train, (uint64_t)r->set.seed, (uint64_t)epoch);
+}
+
 static amp_result train(run *r) {
     progress bar;
-    int64_t epoch;
+    int64_t epoch, steps;
     EX_TRY(report_start(r));
     progress_open(&bar, r->set.epochs * r->n_train);
-    for (epoch = 1; epoch <= r->set.epochs && !ex_stop_requested; epoch++) {
-        amp_epoch_record record;
-        double began;
-        int64_t steps = r->batches / r->set.accumulation;
-        EX_TRY(train_epoch(r, epoch, &bar));
-        memset(&record, 0, sizeof record);
-        if (r->batches / r->set.accumulation > steps)
-            EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
-        while (amp_monitor_next(r->monitor, &r->record)) { }
-        began = ex_seconds();
-        EX_TRY(evaluate(r));
-        progress_clear(&bar);
-        report_epoch(r, epoch, &record, ex_seconds() - began);
+    for (epoch = 1; epoch < r->epoch; epoch++) next_order(r, epoch);
+    for (; r->epoch <= r->set.epochs && !r->stop; r->epoch++, r->first = 0) {
+        next_order(r, r->epoch);
+        EX_TRY(train_epoch(r, &bar, &steps));
+        EX_TRY(end_epoch(r, steps, &bar));
+        if (r->stop || r->epoch == r->set.epochs) break;
     }
+    if (!r->stop) EX_TRY(decide_stop(r));
+    progress_clear(&bar);
     if (r->record.result.step > 0 && r->record.result.applied_steps == 0)
         printf("no step was applied: all %lld were skipped, and the weights are unchanged\n",
                (long long)r->record.result.step);
@@ -931,10 +1136,11 @@ static void print_run(const run *r) {
     if (*set->data == 0) printf("No --data: learning MADE-UP sentences, kept in %s.\n", r->data);
     if (*set->init == 0) printf("No --init: the weights are RANDOM.\n");
     printf("  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
-    printf("  level       %s, weights %s, activations %s, the stream between layers fp32\n", set->level,
+    printf("  level       %s, weights %s, activations %s, the stream between layers fp32\n",
+           level_names[r->level - AMP_LEVEL_O0],
            amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
     printf("  scaler      %s", r->scaler != NULL ? "yes" : "no");
-    if (r->scaler == NULL) flag_print_without_effect(scaler_flags);
+    if (r->scaler == NULL) scaler_flags_without_effect();
     printf("\n");
     printf("  model       %s, %lld layers, %lld heads, width %lld, %s tokens: %s parameters%s%s\n",
            encoder_kinds[c->family].name, (long long)c->layers, (long long)c->heads, (long long)c->hidden,
@@ -954,7 +1160,9 @@ static void print_run(const run *r) {
            set->valid, (long long)r->classes);
     for (i = 0; i < r->labels.n && i < 8; i++) printf("%s%s", i == 0 ? ": " : ", ", r->labels.name[i]);
     printf("%s\n  steps       %lld of %lld x %lld texts, learning rate %g\n", r->labels.n > 8 ? ", ..." : "",
-           (long long)r->steps, (long long)set->accumulation, (long long)set->batch, set->lr);
+           (long long)r->steps, (long long)set->accumulation, (long long)texts_at_once(r), set->lr);
+    if (ranks.world > 1) printf("  ranks       %d\n", (int)ranks.world);
+    if (r->start > 0) printf("  resumed     %s, after step %lld\n", set->resume, (long long)r->start);
 }
 
 static void metrics_run(run *r) {
@@ -962,7 +1170,7 @@ static void metrics_run(run *r) {
     metrics_text(r->metrics.file, "version", AMP_VERSION_TEXT);
     metrics_text(r->metrics.file, "precision", amp_dtype_name(r->choice.dtype));
     metrics_text(r->metrics.file, "reason", r->choice.reason);
-    metrics_text(r->metrics.file, "level", r->set.level);
+    metrics_text(r->metrics.file, "level", level_names[r->level - AMP_LEVEL_O0]);
     metrics_integer(r->metrics.file, "scaler", r->scaler != NULL);
     metrics_text(r->metrics.file, "weights", *r->set.init != 0 ? r->set.init : "random");
     metrics_integer(r->metrics.file, "head_initialised", r->fresh);
@@ -973,16 +1181,17 @@ static void metrics_run(run *r) {
     metrics_line_end(&r->metrics, r->monitor);
 }
 
-/* The model and the files that transformers' from_pretrained needs beside it. */
-static amp_result save_run(run *r) {
+/* The weights for other programs, and what transformers' from_pretrained needs beside model.safetensors. */
+static amp_result save_weights(run *r) {
     const char *slash = strrchr(r->save, '/');
     int folder = slash != NULL ? (int)(slash - r->save) + 1 : 0;
     char path[PATH_MAX + 16];
-    if (r->save[0] == 0) return AMP_OK;
-    EX_TRY(encoder_save(&r->model, r->save));
+    if (r->save[0] == 0 || ranks.rank > 0) return AMP_OK;
+    snprintf(path, sizeof path, "%s.safetensors", r->save);
+    EX_TRY(encoder_save(&r->model, path));
+    printf("saved %s and %s.state\n", path, r->save);
+    if (strcmp(r->save + folder, "model") != 0) return AMP_OK;
     snprintf(path, sizeof path, "%.*sconfig.json", folder, r->save);
-    printf("saved %s\n", r->save);
-    if (strcmp(r->save + folder, "model.safetensors") != 0) return AMP_OK;
     EX_TRY(encoder_save_config(&r->model, path));
     snprintf(path, sizeof path, "%.*svocab.txt", folder, r->save);
     if (r->vocab[0] == 0 || strcmp(path, r->vocab) == 0) return AMP_OK;
@@ -1177,32 +1386,49 @@ static amp_result run_compat(run *r, int *failed) {
 /* ==== main ======================================================================================= */
 
 static int fail(int code) {
+    if (ranks.world > 1) fprintf(stderr, "rank %d: ", (int)ranks.rank);
     fprintf(stderr, "train_classifier: %s\n", ex_error());
+    ranks_end(code);
     return code;
 }
 
+/* Trains and saves. */
+static amp_result main_run(run *r) {
+    print_run(r);
+    metrics_run(r);
+    EX_TRY(train(r));
+    EX_TRY(save_state(r));
+    EX_TRY(save_weights(r));
+    if (r->anomaly[0] != 0) return ex_fail(AMP_ERR_STATE, "%s", r->anomaly);
+    if (!r->stop) return AMP_OK;
+    printf("stopped at step %lld", (long long)r->step);
+    if (r->save[0] != 0) printf("; continue with --resume %s", r->save);
+    printf("\n");
+    return ranks_wait();            /* a launcher may end all as soon as one has ended */
+}
+
 int main(int argc, char **argv) {
+    settings set;
+    amp_state *resumed = NULL;
     run r;
     amp_result result;
     int failed = 0;
     ex_begin();
+    if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
+    if (set.help) return flag_print_help(), ranks_end(0), 0;
+    if (ranks_join(set.ranks.file, set.ranks.timeout) != AMP_OK) return fail(2);
     memset(&r, 0, sizeof r);
-    if (flag_read(argc, argv) != AMP_OK || flag_parse_all(&r.set) != AMP_OK) return fail(2);
-    if (r.set.help) return flag_print_help(), 0;
-    if (check_flags(&r.set) != AMP_OK) return fail(2);
+    r.set = set;
     result = open_context(&r);
     if (result == AMP_OK) result = open_files(&r);
-    if (result == AMP_OK && !r.set.compat) result = open_run(&r);
-    if (result != AMP_OK) { close_run(&r); return fail(2); }
-    ex_stop_install();
-    if (r.set.compat) result = run_compat(&r, &failed);
-    else {
-        print_run(&r);
-        metrics_run(&r);
-        result = train(&r);
-        if (result == AMP_OK) result = save_run(&r);
-    }
+    if (result == AMP_OK && !set.compat) result = open_run(&r, resumed);
+    amp_state_destroy(resumed);
+    if (result != AMP_OK) { fail(2); close_run(&r); return 2; }
+    ranks_stop_install();
+    result = set.compat ? run_compat(&r, &failed) : main_run(&r);
     if (result != AMP_OK) { fail(1); close_run(&r); return 1; }
     close_run(&r);
-    return ex_stop_requested ? 130 : failed > 0;
+    free(saved_options);
+    ranks_end(0);
+    return ex_stop_requested ? ranks_exit_code() : failed > 0;
 }

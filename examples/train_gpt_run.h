@@ -741,7 +741,8 @@ static amp_result save_run(run *r) {
     result = put_training(r, state);
     snprintf(path, sizeof path, "%s.state", r->save);
     if (result == AMP_OK)
-        result = rank_flags_shard(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path) : amp_state_save(state, path);
+        result = rank_flags_shard(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path)
+                                                 : amp_state_save(state, path);
     amp_state_destroy(state);
     return result == AMP_OK ? save_weights(r) : result;
 }

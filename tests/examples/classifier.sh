@@ -18,12 +18,14 @@ if [ "$(field scale fp16)" = 65536 ] && [ "$(field skipped fp16)" = 0 ] && [ "$(
     [ "$(grep -c '"event": *"step"' "$work/fp16/classifier/metrics.jsonl")" -ge 20 ]; then pass
 else fail "epoch records" "$(tail -n 1 "$work/fp16/classifier/metrics.jsonl")"; fi
 for level in O0 O2 O3; do
-    if train "$level" --level $level --precision bf16 --epochs 2 && awk "BEGIN {exit !($(field accuracy $level) > 0.75)}"; then pass
+    precision=bf16
+    [ $level != O0 ] || precision=fp32
+    if train "$level" --level $level --precision $precision --epochs 2 && awk "BEGIN {exit !($(field accuracy $level) > 0.75)}"; then pass
     else fail "$level" "$(tail -n 2 "$work/$level.log")"; fi
 done
 if train overflow --precision fp16 --init-scale 1e30 --epochs 1 && [ "$(field skipped overflow)" -gt 10 ]; then pass
 else fail "a scale that is too large" "$(tail -n 1 "$work/overflow.log")"; fi
-if train accumulate --accumulation 3 --clip 0 --scaler on --policy torch --shuffle-off --epochs 1; then pass; else fail accumulation "$(tail -n 2 "$work/accumulate.log")"; fi
+if train accumulate --accumulation 3 --clip none --scaler on --policy torch --shuffle-off --epochs 1; then pass; else fail accumulation "$(tail -n 2 "$work/accumulate.log")"; fi
 
 # Two equal runs write the same model, whatever the threads.
 train again --precision bf16 --threads 2
@@ -134,13 +136,107 @@ refused "model.safetensors was saved with hidden_act = gelu" --init "$work/chang
 refused "--device" --device tpu
 refused "--metrics" --metrics /dev/null/x/m.jsonl
 
+# The settings are those of amp.h's table, from a file and the environment too; what this program has not is refused.
+printf 'dtype = bf16\nmoments = 8bit\n' > "$work/own.conf"
+if train config --epochs 0 --config "$work/own.conf" && grep -q "precision *bf16" "$work/config.log" &&
+    AMP_DTYPE=fp16 train env --epochs 0 --config "$work/own.conf" --env && grep -q "precision *fp16" "$work/env.log"; then pass
+else fail "--config and --env" "$(tail -n 2 "$work/config.log" "$work/env.log")"; fi
+refused "recover" --config examples/stable.conf
+refused "tensor_stats_interval is a setting of train_gpt" --config examples/debug.conf
+refused "--nan-action" --nan-action recover
+if train debug --epochs 1 --precision fp16 --init-scale 1e30 --static-scale --nan-action stop; then fail "--nan-action stop" "trains on"
+elif grep -q "stopped by --nan-action stop after an anomaly" "$work/debug.log"; then pass
+else fail "--nan-action stop" "$(tail -n 2 "$work/debug.log")"; fi
+
+# A run that was stopped goes on bit for bit, also in the middle of an epoch and with another number of threads.
+short="--precision fp16 --epochs 2 --accumulation 2"
+resume() { name=$1; from=$2; shift 2; "$program" --threads 1 --out "$work/$name" --resume "$work/$from/classifier/model" --save "$work/$name/classifier/model" "$@" > "$work/$name.log" 2>&1; }
+train whole $short; train part $short --stop-after 20
+if grep -q "stopped at step 20; continue with --resume" "$work/part.log" && resume rest part --threads 2 &&
+    cmp -s "$work/whole/classifier/model.safetensors" "$work/rest/classifier/model.safetensors"; then pass
+else fail "--resume" "$(tail -n 3 "$work/part.log" "$work/rest.log")"; fi
+train saves $short --save-interval 30
+if cmp -s "$work/whole/classifier/model.safetensors" "$work/saves/classifier/model.safetensors"; then pass; else fail "--save-interval" "changes the training"; fi
+
+# Two processes train what one with the double batch trains.
+losses() { grep '"event": "step"' "$work/$1/classifier/metrics.jsonl" | sed 's/.*"loss": *\([^,}]*\).*/\1/'; }
+# together NAME FLAGS...: two ranks that meet through a file; status0 and status1 are their exit codes.
+together() {
+    name=$1; shift
+    rm -f "$work/meet"
+    RANK=1 WORLD_SIZE=2 "$program" --rank-file "$work/meet" --rank-timeout 20 --threads 1 --out "$work/$name" "$@" > "$work/$name.1.log" 2>&1 &
+    second=$!
+    RANK=0 WORLD_SIZE=2 "$program" --rank-file "$work/meet" --rank-timeout 20 --threads 1 --out "$work/$name" "$@" > "$work/$name.log" 2>&1
+    status0=$?
+    wait $second; status1=$?
+    [ $status0 -eq 0 ] && [ $status1 -eq 0 ]
+}
+# near NAME OTHER: fp32 sums in another order: 2^-24 relative for each of some thousand additions is far below 1e-4.
+near() {
+    losses "$1" > "$work/a.losses"; losses "$2" > "$work/b.losses"
+    [ "$(wc -l < "$work/a.losses")" -gt 60 ] && [ "$(wc -l < "$work/a.losses")" -eq "$(wc -l < "$work/b.losses")" ] &&
+        paste "$work/a.losses" "$work/b.losses" | awk '{d = $1 - $2; if (d < 0) d = -d; if (!(d <= 1e-4 * $2)) bad = 1} END {exit bad}' &&
+        awk "BEGIN {d = $(field validation_loss "$1") - $(field validation_loss "$2"); exit !(d * d < 1e-8)}" &&
+        [ "$(field accuracy "$1")" = "$(field accuracy "$2")" ]
+}
+like="--precision fp32 --dropout 0 --log-interval 1 --epochs 1"
+# 1,080 texts and 8 left in the last batch; 1,073 and one left, for two ranks
+for validation in 0.1 0.1058; do
+    train one_$validation $like --batch 16 --validation $validation
+    if together two_$validation $like --batch 8 --validation $validation && near one_$validation two_$validation; then pass
+    else fail "two processes as one, --validation $validation" "$(paste "$work/a.losses" "$work/b.losses" | tail -n 3; tail -n 2 "$work/two_$validation.log" "$work/two_$validation.1.log")"; fi
+done
+same_weights() { cmp -s "$work/$1/classifier/model.safetensors" "$work/$2/classifier/model.safetensors"; }
+together ordered $like --batch 8 --deterministic --bucket-mb 1
+if together shards $like --batch 8 --deterministic --bucket-mb 1 --shard states && same_weights ordered shards; then pass
+else fail "sharded states" "$(tail -n 2 "$work/shards.log" "$work/shards.1.log")"; fi
+together stopped $like --batch 8 --deterministic --bucket-mb 1 --shard states --stop-after 30
+if together goes_on --resume "$work/stopped/classifier/model" --save "$work/goes_on/classifier/model" && same_weights ordered goes_on; then pass
+else fail "two go on from shards" "$(tail -n 2 "$work/goes_on.log" "$work/goes_on.1.log")"; fi
+# One process goes on from the checkpoint of two, with the same texts in each step.
+if "$program" --threads 1 --out "$work/stopped" --resume "$work/stopped/classifier/model" > "$work/alone.log" 2>&1 && near stopped one_0.1; then pass
+else fail "one goes on from two" "$(tail -n 2 "$work/alone.log")"; fi
+if together loose --precision fp32 --epochs 1 --batch 8 --sync-every 34 --wire bf16; then pass; else fail "--sync-every" "$(tail -n 2 "$work/loose.log")"; fi
+if together uneven --precision fp32 --epochs 1 --batch 8 --sync-every 50 || ! grep -q "68 micro-batches would end between two combinations" "$work/uneven.log"; then
+    fail "--sync-every across an epoch's end" "$(tail -n 2 "$work/uneven.log")"
+else pass; fi
+if together skips --precision fp16 --init-scale 1e30 --epochs 1 && grep -q "skipped" "$work/skips.log" && [ "$(field skipped skips)" -gt 10 ]; then pass
+else fail "an overflow skips on both" "$(tail -n 2 "$work/skips.log")"; fi
+# SIGTERM to one rank: all save and end with 75.
+rm -f "$work/meet"
+for rank in 0 1; do
+    RANK=$rank WORLD_SIZE=2 "$program" --rank-file "$work/meet" --rank-timeout 20 --threads 1 --out "$work/term" --epochs 100000 > "$work/term.$rank.log" 2>&1 &
+    eval "pid$rank=\$!"
+done
+for second in 1 2 3 4 5 6 7 8 9 10; do sleep 1; if grep -q "^epoch 1" "$work/term.0.log"; then break; fi; done
+kill -TERM $pid1
+wait $pid0; status0=$?; wait $pid1; status1=$?
+if [ "$status0 $status1" = "75 75" ] && [ -s "$work/term/classifier/model.state" ] && grep -q "continue with --resume" "$work/term.0.log"; then pass
+else fail "SIGTERM to one rank" "$status0 and $status1: $(tail -n 2 "$work/term.0.log" "$work/term.1.log")"; fi
+
+refused "contradicts --save none" --save none --save-interval 10
+refused "is for --resume" --change-batch
+refused "is for --sync-every" --outer-lr 1
+refused "nothing.state" --resume "$work/nothing"
+refused "drop --init or --resume" --resume "$work/part/classifier/model" --init "$saved/model.safetensors"
+refused "the checkpoint was trained with 32" --resume "$work/part/classifier/model" --batch 8
+refused "was trained on other data" --resume "$work/part/classifier/model" --data "$work/good_first.tsv"
+if [ -x build/train_gpt ]; then
+    build/train_gpt --layers 1 --heads 1 --channels 8 --seq 8 --steps 1 --sample 0 --threads 1 --eval-batches 1 --data README.md --out "$work/foreign" > "$work/foreign.log" 2>&1
+    refused "is not a checkpoint of train_classifier" --resume "$work/foreign/model"
+fi
+( unset MASTER_ADDR; RANK=0 WORLD_SIZE=2 "$program" --out "$work/refused" > "$work/refused.log" 2>&1 )
+if grep -q "MASTER_ADDR is not set" "$work/refused.log"; then pass; else fail "no address" "$(tail -n 1 "$work/refused.log")"; fi
+( unset WORLD_SIZE; RANK=0 "$program" --out "$work/refused" > "$work/refused.log" 2>&1 )
+if grep -q "RANK is set, and WORLD_SIZE is not" "$work/refused.log"; then pass; else fail "RANK alone" "$(tail -n 1 "$work/refused.log")"; fi
+
 # A disk that is full: training goes on, and says so.
 if [ -w /dev/full ]; then
     if train full --epochs 1 --metrics /dev/full && grep -q "kept in memory" "$work/full.log" && grep -q "^epoch 1" "$work/full.log"; then pass
     else fail "a full disk" "$(tail -n 2 "$work/full.log")"; fi
 else skip "a full disk" "no /dev/full"; fi
 
-# Ctrl-C evaluates, saves and stops.
+# Ctrl-C saves and stops.
 "$program" --out "$work/int" --threads 1 --epochs 100000 > "$work/int.log" 2>&1 &
 pid=$!
 for second in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do sleep 1; if grep -q "before training" "$work/int.log"; then break; fi; done

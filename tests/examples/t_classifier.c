@@ -514,11 +514,11 @@ TEST(masters_begin_as_fp32) {
         r[way].set.data = data;
         r[way].set.layers = r[way].set.heads = 1; r[way].set.hidden = 8; r[way].set.seq = 16; r[way].set.threads = 1;
         r[way].set.seed = 3 + way / 2;
-        r[way].set.precision = "bf16"; r[way].set.level = way ? "O2" : "O1"; r[way].set.save = r[way].set.metrics = "none";
+        r[way].set.amp.dtype = AMP_BF16; r[way].set.amp.level = way ? AMP_LEVEL_O2 : AMP_LEVEL_O1; r[way].set.save = r[way].set.metrics = "none";
         if (way == 2) { r[way].set.init = path; r[way].set.lr = 0.01; }
         CHECK_OK(open_context(&r[way]));
         CHECK_OK(open_files(&r[way]));
-        CHECK_OK(open_run(&r[way]));
+        CHECK_OK(open_run(&r[way], NULL));
         if (way == 0) { CHECK_OK(encoder_save(&r[0].model, path)); continue; }
         CHECK_EQ(r[way].model.n_params, r[0].model.n_params);
         for (int64_t i = 0; i < r[way].model.n_params; i++) {
@@ -567,12 +567,33 @@ TEST(flags) {
     settings set;
     memset(&set, 0, sizeof set);
     CHECK_OK(flag_parse_all(&set));
-    CHECK(set.seq == 128 && set.epochs == 3 && set.lr == -1 && strcmp(set.level, "O1") == 0 && set.compat_scale == 1);
-    for (int i = 0; i < flag_given.n; i++) {
-        if (options[i].type != FLAG_INTEGER && options[i].type != FLAG_NUMBER && options[i].type != FLAG_CHOICE) continue;
-        CHECK_MSG(flag_parse(i, "1x", &set) != AMP_OK && strstr(ex_text, options[i].name) != NULL, "%s", options[i].name);
+    CHECK(set.seq == 128 && set.epochs == 3 && set.lr == -1 && set.amp.clip_norm == 1.0 && set.amp.log_interval == 10 && set.compat_scale == 1);
+    for (int i = 0; i < flag_count(); i++) {
+        const flag_row *o = flag_at(i);
+        if (o->type != FLAG_INTEGER && o->type != FLAG_NUMBER && o->type != FLAG_CHOICE && o->type != FLAG_SETTING) continue;
+        CHECK_MSG(flag_parse(i, "1x", &set) != AMP_OK && strstr(ex_text, o->name) != NULL, "%s", o->name);
     }
     ex_text[0] = 0;
+}
+
+/* Every text of a micro-batch is some rank's, and the weighted means of ranks have the mean over texts as theirs. */
+TEST(shares_of_ranks) {
+    for (ranks.world = 1; ranks.world <= 5; ranks.world++)
+        for (int64_t texts = 1; texts <= 12; texts++) {
+            double mean = 0;
+            int64_t seen = 0;
+            for (ranks.rank = 0; ranks.rank < ranks.world; ranks.rank++) {
+                share s = share_of(texts);
+                double own = 0;
+                CHECK(s.n > 0 && s.first >= 0 && s.first + s.n <= texts && s.weight > 0);
+                for (int64_t i = s.first; i < s.first + s.n; i++) { own += (double)(i * i) / (double)s.n; seen |= (int64_t)1 << i; }
+                mean += (double)s.weight * own / ranks.world;
+            }
+            CHECK_EQ(seen, ((int64_t)1 << texts) - 1);
+            CHECK(fabs(mean - (double)((texts - 1) * (2 * texts - 1)) / 6) < 1e-4);
+        }
+    ranks.rank = 0;
+    ranks.world = 1;
 }
 
 /* ---- Model files */
@@ -1057,6 +1078,7 @@ int main(int argc, char **argv) {
     RUN(the_order_of_the_file);
     RUN(flags);
    
+    RUN(shares_of_ranks);
     RUN(files_come_back);
     RUN(encoder_configs);
     RUN(encoder_configs_are_refused_by_key_and_value);
