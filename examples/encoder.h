@@ -49,8 +49,7 @@ typedef struct encoder_config {
 
 /* A batch in device memory: ids [batch, seq], lengths [batch]: tokens before the padding; types NULL: all 0. */
 typedef struct encoder_input {
-    const int32_t *ids, *types, *lengths;
-    int64_t batch, seq;
+    const int32_t *ids, *types, *lengths; int64_t batch, seq;
     float weight;                   /* of the loss, and so of its gradients; 0: 1 */
 } encoder_input;
 
@@ -298,15 +297,14 @@ static inline amp_result encoder_create(encoder *e, amp_context *amp, const enco
 static inline amp_result encoder_forward(encoder *e, const encoder_input *in, const int32_t *labels,
                                          const float *grad_scale, int backward) {
     const encoder_config *c = &e->config;
-    amp_value logits;
     if (in->batch < 1 || in->seq < 1 || in->batch > c->batch || in->batch * in->seq > c->batch * c->seq ||
         in->seq > c->seq)
         return ex_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, the model was created for %lld x %lld",
                             (long long)in->batch, (long long)in->seq, (long long)c->batch, (long long)c->seq);
     EX_TRY(model_tape_begin(e->tape, backward));
-    logits = encoder_record(e, in);
+    (void)encoder_record(e, in);
     if (labels == NULL) return amp_tape_finish(e->tape);
-    e->loss = amp_tape_cross_entropy(e->tape, logits, labels, NULL);
+    e->loss = amp_tape_cross_entropy(e->tape, e->logits, labels, NULL);
     if (in->weight > 0 && in->weight != 1) e->loss = amp_tape_scale(e->tape, e->loss, in->weight);
     return model_tape_forward(e->tape, e->loss, grad_scale, backward, &e->loss_value);
 }
