@@ -720,7 +720,7 @@ typedef struct amp_desc {
     int32_t device;             /* device index */
     /* 1 to 1024 working on one call, the caller included; default: cores, within the CPU quota */
     int32_t threads;
-    uint64_t seed;              /* of dropout */
+    uint64_t seed;              /* of dropout; ranks with one seed draw the same masks */
     amp_cpu_path cpu_path;      /* default: the best this CPU supports */
     /* ON: a device times its algorithms on the first product of each shape (except in a graph capture); no effect on
        the CPU */
@@ -1483,8 +1483,8 @@ typedef struct amp_custom_call {
 
 /* forward writes y; backward, NULL if no gradient passes, has all inputs and y again.  They run in a region as when the
    call was recorded, and return AMP_OK, or a failure that amp_tape_backward returns, with amp_last_error's text.
-   Regions that they open they close; the tape itself they leave alone.  In a checkpoint forward runs twice, and must
-   give the same bits. */
+   Regions that they open they close; inputs and the tape itself they leave alone.  In a checkpoint forward runs twice,
+   and must give the same bits. */
 typedef struct amp_custom_op {
     const char *layer;
     int32_t op;                 /* of amp_operator_register: what autocast decides by; 0: nothing is decided */

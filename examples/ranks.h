@@ -8,7 +8,8 @@
  *     RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ./train_gpt
  *
  * In place of RANK and WORLD_SIZE there may be what mpirun sets (OMPI_COMM_WORLD_RANK and _SIZE, PMI_RANK and _SIZE) or
- * srun (SLURM_PROCID, SLURM_STEP_NUM_TASKS); in place of MASTER_ADDR and MASTER_PORT, a file that all see.
+ * srun (SLURM_PROCID, SLURM_STEP_NUM_TASKS); the first of them counts.  In place of MASTER_ADDR and MASTER_PORT, a file
+ * that all see.
  *
  * SIGTERM and SIGUSR1, which clusters send before they take a machine away, end the program with the code ranks_again:
  * all stop after the same step, rank 0 saves, and whoever started them starts them again. */
@@ -136,6 +137,19 @@ static inline amp_result ranks_number(const char *name, long lowest, long highes
     return AMP_OK;
 }
 
+/* A launcher that started more processes than `world` started some that `l` does not know of: each would train alone,
+   and all would write the same files.  Fewer are a launcher's that started another, as srun does torchrun. */
+static inline amp_result ranks_one_launcher(const ranks_launcher *l, int32_t world) {
+    int i;
+    for (i = 0; i < ranks_n_launchers; i++) {
+        const char *text = getenv(ranks_launchers[i].world);
+        if (text != NULL && strtol(text, NULL, 10) > world)
+            return ex_fail(AMP_ERR_CONFLICT, "%s=%.40s, but %s=%d: unset %s and %s, or what the other launcher set",
+                           ranks_launchers[i].world, text, l->world, (int)world, l->rank, l->world);
+    }
+    return AMP_OK;
+}
+
 /* Who this is: ranks.rank and ranks.world.  Comes before the flags are read. */
 static inline amp_result ranks_begin(int *argc, char ***argv) {
     const ranks_launcher *l = NULL;
@@ -156,6 +170,7 @@ static inline amp_result ranks_begin(int *argc, char ***argv) {
     if (l == NULL) return AMP_OK;
     EX_TRY(ranks_number(l->world, 1, 1024, &all));
     EX_TRY(ranks_number(l->rank, 0, all - 1, &own));
+    EX_TRY(ranks_one_launcher(l, all));
     ranks.world = all;
     ranks.rank = own;
     part[0] = getenv(l->job);

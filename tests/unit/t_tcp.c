@@ -1,11 +1,11 @@
-/* t_tcp.c - examples/amp_tcp.h: processes that meet over TCP, their sums, and what happens when one is wrong, late or
+/* t_tcp.c - examples/amp_tcp.h and ranks.h: processes that meet over TCP, their sums, and what happens when one is wrong, late or
  * dead.  Ranks are forked from this program; each leaves in shared memory what it came to. */
 #if !defined(_DEFAULT_SOURCE)
 #define _DEFAULT_SOURCE 1         /* MAP_ANONYMOUS */
 #endif
 #define AMP_IMPLEMENTATION
 #include "../../amp.h"
-#include "../../examples/amp_tcp.h"
+#include "../../examples/ranks.h"
 #include "../test.h"
 #include <math.h>
 #include <pthread.h>
@@ -378,6 +378,49 @@ TEST(calls_that_cannot_be) {
     CHECK_MSG(strstr(t.why, ".world must be 1 to 1024") != NULL, "%s", t.why);
 }
 
+/* What launchers say in the environment: NAME=VALUE, and what comes of it; want NULL: rank `rank` of `world`. */
+TEST(launchers) {
+    static const struct { const char *set[6], *want; int rank, world; } rows[] = {
+        {{NULL}, NULL, 0, 1},
+        {{"RANK=2", "WORLD_SIZE=4"}, NULL, 2, 4},
+        {{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"}, NULL, 1, 2},
+        {{"PMI_RANK=1", "PMI_SIZE=3"}, NULL, 1, 3},
+        {{"SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=2"}, NULL, 1, 2},
+        {{"SLURM_PROCID=0"}, NULL, 0, 1},                                                   /* in a batch script */
+        {{"RANK=9", "WORLD_SIZE=16", "SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=2"}, NULL, 9, 16},     /* srun torchrun */
+        {{"OMPI_COMM_WORLD_RANK=5", "OMPI_COMM_WORLD_SIZE=8", "SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=2"}, NULL, 5, 8},
+        {{"RANK=0"}, "RANK is set, and WORLD_SIZE is not", 0, 0},
+        {{"WORLD_SIZE=2"}, "WORLD_SIZE is set, and RANK is not", 0, 0},
+        {{"RANK=2", "WORLD_SIZE=2"}, "RANK=2, must be 0 to 1", 0, 0},
+        {{"RANK=", "WORLD_SIZE=2"}, "RANK=, must be 0 to 1", 0, 0},
+        {{"RANK=0", "WORLD_SIZE=0"}, "WORLD_SIZE=0, must be 1 to 1024", 0, 0},
+        {{"RANK=0", "WORLD_SIZE=1", "OMPI_COMM_WORLD_RANK=3", "OMPI_COMM_WORLD_SIZE=4"},
+         "OMPI_COMM_WORLD_SIZE=4, but WORLD_SIZE=1: unset RANK and WORLD_SIZE", 0, 0},
+        {{"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=1", "SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=2"},
+         "SLURM_STEP_NUM_TASKS=2, but OMPI_COMM_WORLD_SIZE=1", 0, 0},
+    };
+    size_t i;
+    int k;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        int status = 0;
+        pid_t pid;
+        memset(outcomes, 0, sizeof *outcomes);
+        fflush(stdout);
+        if ((pid = fork()) == 0) {
+            for (k = 0; k < ranks_n_launchers; k++) { unsetenv(ranks_launchers[k].rank); unsetenv(ranks_launchers[k].world); }
+            for (k = 0; rows[i].set[k] != NULL; k++) putenv((char *)(uintptr_t)rows[i].set[k]);
+            outcomes->result = (int)ranks_begin(NULL, NULL);
+            outcomes->went_on = ranks.world * 100 + ranks.rank;
+            snprintf(outcomes->why, sizeof outcomes->why, "%.299s", outcomes->result != 0 ? ex_error() : "");
+            _exit(0);
+        }
+        waitpid(pid, &status, 0);
+        CHECK_MSG(status == 0 && (outcomes->result != 0) == (rows[i].want != NULL), "row %d: %s", (int)i, outcomes->why);
+        if (rows[i].want != NULL) CHECK_MSG(strstr(outcomes->why, rows[i].want) != NULL, "row %d: %s", (int)i, outcomes->why);
+        else CHECK_EQ(outcomes->went_on, rows[i].world * 100 + rows[i].rank);
+    }
+}
+
 TEST(bad_numbers) {
     amp_tcp t;
     amp_tcp_desc good, d;
@@ -521,6 +564,7 @@ int main(int argc, char **argv) {
     RUN(another_job);
     RUN(strangers);
     RUN(calls_that_cannot_be);
+    RUN(launchers);
     RUN(bad_numbers);
     RUN(a_rank_goes_away);
     RUN(the_error_names_the_rank);
