@@ -2594,21 +2594,25 @@ __device__ __forceinline__ void ampc_check_chunk(const ampc_chunk &c, float fact
 
 __device__ __forceinline__ int ampc_is_one(float x) { return ampi_bits_f32(x) == 0x3f800000u; }
 
-/* The grid is always AMPC_CHECK_BLOCKS, so the order of the sum is the same on every GPU. */
+/* The grid is always AMPC_CHECK_BLOCKS, so the order of the sum is the same on every GPU.  A block without a chunk
+   forms no sum: in small models that is nearly all of them. */
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
 ampc_check_kernel(const amp_k_tensor *table, int64_t tensors, const float *multiply, ampc_partial *partials) {
     AMPC_SHARED(double, sums, 32);
     AMPC_SHARED(int, rows, 32);
     float factor = multiply != NULL ? *multiply : 1.0f;
-    int write = !ampc_is_one(factor), bad_row = INT32_MAX;
+    int write = !ampc_is_one(factor), bad_row = INT32_MAX, any = 0;
     double sum = 0;
     ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
         int bad = 0;
         ampc_check_chunk<true>(c, factor, write, &sum, &bad);
         if (bad && c.row < bad_row) bad_row = c.row;
+        any = 1;
     });
-    sum = ampc_block_sum(sum, sums);
-    bad_row = -ampc_block_max(-bad_row, rows);
+    if (any) {
+        sum = ampc_block_sum(sum, sums);
+        bad_row = -ampc_block_max(-bad_row, rows);
+    }
     if (threadIdx.x != 0) return;
     partials[blockIdx.x].sum_sq = sum;
     partials[blockIdx.x].bad_row = bad_row;

@@ -31,6 +31,7 @@ enum {
     DYNAMIC_ROOM = COC_SHARED_MOST + RED_ZONE,
     SIGNAL_BYTES = 64 << 10,
     CANARY = 0xCB,
+    READY_WORDS = 1024 / 64,    /* a bit for each thread of the largest block */
     PARALLEL_FROM = 2048        /* threads of a grid; below it waking an OpenMP thread costs more than it saves */
 };
 
@@ -59,6 +60,7 @@ struct block_state : coc_block {
     int barrier_line;
     unsigned votes[2];          /* of this and the last generation */
     const unsigned *order, *position;
+    uint64_t ready[READY_WORDS], at_barrier[READY_WORDS];       /* by position: who can run, who waits for the block */
     const coc_grid *what;
 };
 
@@ -294,20 +296,29 @@ static coc_thread *next_of_warp(const coc_thread *me) {
     return nullptr;
 }
 
+static void set_bit(uint64_t *bits, unsigned i) { bits[i / 64] |= (uint64_t)1 << i % 64; }
+static void clear_bit(uint64_t *bits, unsigned i) { bits[i / 64] &= ~((uint64_t)1 << i % 64); }
+
+/* The next in the order that can run, after me and around the end. */
 static coc_thread *next_runnable(const coc_thread *me) {
     const block_state *b = current_block();
-    unsigned i = b->position[me - b->threads];
     coc_thread *of_warp = coc_current_order == COC_AHEAD ? next_of_warp(me) : nullptr;
     if (of_warp != nullptr) return of_warp;
-    for (unsigned k = 0; k < b->n; k++) {
-        if (++i == b->n) i = 0;
-        if (can_run(&b->threads[b->order[i]])) return &b->threads[b->order[i]];
+    unsigned words = (b->n + 63) / 64, from = (b->position[me - b->threads] + 1) % b->n, word = from / 64;
+    uint64_t bits = b->ready[word] & ~(uint64_t)0 << from % 64;
+    for (unsigned k = 0; k < words && bits == 0; k++) {
+        if (++word == words) word = 0;
+        bits = b->ready[word];
     }
-    return nullptr;
+    return bits == 0 ? nullptr : &b->threads[b->order[word * 64 + (unsigned)__builtin_ctzll(bits)]];
 }
 
 static void wait_for(const volatile unsigned *flag, unsigned value, const char *where, int line) {
     coc_thread *me = coc_current;
+    block_state *b = current_block();
+    unsigned position = b->position[me - b->threads];
+    clear_bit(b->ready, position);
+    if (flag == &b->generation) set_bit(b->at_barrier, position);
     me->wait = flag;
     me->wait_value = value;
     me->where = where;
@@ -322,6 +333,7 @@ static void release_barrier(block_state *b) {
     b->arrived = 0;
     b->generation = b->generation + 1;
     b->votes[b->generation & 1] = 0;
+    for (unsigned i = 0; i < READY_WORDS; i++) b->ready[i] |= b->at_barrier[i], b->at_barrier[i] = 0;
 }
 
 unsigned coc_barrier(int value, const char *name, int line) {
@@ -356,6 +368,9 @@ static void close_meeting(coc_warp *warp, coc_meeting *m) {
     *link = m->next;
     m->slots.lanes = m->arrived;
     m->complete = 1;
+    block_state *b = current_block();
+    const unsigned *position = b->position + 32 * (warp - here->warps.data());
+    for (unsigned left = m->arrived; left != 0; left &= left - 1) set_bit(b->ready, position[__builtin_ctz(left)]);
 }
 
 static coc_meeting *open_meeting(coc_warp *warp, unsigned mask, size_t bytes, const char *name) {
@@ -570,6 +585,7 @@ static void finish_thread(coc_thread *me) {
     if (!me->copies.empty()) coc_trap(cudaErrorLaunchFailure, "returned before its cp.async were waited for");
     drop_meeting(me);
     me->state = 2;
+    clear_bit(b->ready, b->position[me - b->threads]);
     me->warp->alive &= ~(1u << me->lane);
     for (coc_meeting *m = me->warp->open, *next; m != nullptr; m = next) {
         next = m->next;
@@ -661,6 +677,9 @@ static void prepare_block(worker *w, block_state *b, const coc_grid *what, unsig
     b->threads = w->block_threads.data();
     b->order = w->order.data();
     b->position = w->position.data();
+    memset(b->ready, 0, sizeof b->ready);
+    memset(b->at_barrier, 0, sizeof b->at_barrier);
+    for (unsigned k = 0; k < n; k++) set_bit(b->ready, k);
     for (unsigned z = 0; z < block.z; z++)
         for (unsigned y = 0; y < block.y; y++)
             for (unsigned x = 0; x < block.x; x++, i++) prepare_thread(&b->threads[i], {x, y, z}, i % 32, &w->warps[i / 32]);

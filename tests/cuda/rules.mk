@@ -1,11 +1,12 @@
 # rules.mk - the CUDA backend on the CPU: amp_cuda.cu compiled by g++ against tests/cuda, without a toolkit.
 #
 # CUDA_TESTS names the programs of `make test`: t_harness (the harness itself), t_cublas (its cuBLASLt), t_cuda_*
-# (amp_cuda.cu on it), examples.sh, for which CUDA_NEEDS are built, nvcc.sh, which compiles amp_cuda.cu for a GPU and
-# reads its machine code, and nccl.sh, which compares what it declares of NCCL with NCCL's own.
-# CUDA_TESTS_CI, of `make test-ci`: the same under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*); those that
-# touch every declaration over the toolkit's own, where they are found (toolkit_*); threads under ThreadSanitizer (tsan_*); the
-# harness with the fibers of other CPUs than x86-64 (ucontext_*).  Without g++ cuda_skipped.sh says why there are none.
+# (amp_cuda.cu on it), examples.sh, for which CUDA_NEEDS are built, and nccl.sh, which compares what amp_cuda.cu declares
+# of NCCL with NCCL's own.
+# CUDA_TESTS_CI, of `make test-ci`: nvcc.sh, which compiles amp_cuda.cu for a GPU and reads its machine code (a minute or
+# more); the tests under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*); those that touch every declaration over
+# the toolkit's own, where they are found (toolkit_*); threads under ThreadSanitizer (tsan_*); the harness with the fibers
+# of other CPUs than x86-64 (ucontext_*).  Without g++ cuda_skipped.sh says why there are none.
 
 CXX        ?= g++
 COC        := tests/cuda
@@ -41,12 +42,13 @@ CUDA_TESTS_CI := $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) $(if $(HAVE_
 else
 CUDA_TESTS    := $(COC)/cuda_skipped.sh
 endif
-CUDA_TESTS += $(COC)/nvcc.sh $(COC)/nccl.sh
+CUDA_TESTS += $(COC)/nccl.sh
+CUDA_TESTS_CI += $(COC)/nvcc.sh
 
 # Five builds of the same sources, by prefix; the third: of amp.o.
 define coc_build
 $(BUILD)/$(1)coc_%.o: $(COC)/coc_%.cpp $(COC_HEADERS) | $(BUILD)
-	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -c $$< -o $$@
+	$(CXX) $(CXXWARN) $(COC_FLAGS) -O2 $(2) -c $$< -o $$@
 $(BUILD)/$(1)model_amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(COC_LOCKS) $(2) -x c++ -c $$< -o $$@
 $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: $(BUILD)/$(1)%: $(COC)/%.cpp $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS)
