@@ -1,6 +1,7 @@
 /* t_traps.c - the known traps of loss scaling and of weights in few bits, and what C programs that adopt mixed precision
  * turned out to need, each with the tests that hold it: those of other files, and, where there was none, one here.
- * tests/house.sh checks that every test named here exists and runs.  All of them also run with an amp.h of -Ofast, and linked so.
+ * tests/house.sh checks that every test named here exists and runs.  All of them also run with an amp.h of
+ * -Ofast, and linked so.
  *
  *   Rounding and formats
  *     NaN becomes 0 where random bits are added    t_traps.nan_survives_stochastic_rounding t_numbers.stochastic_special
