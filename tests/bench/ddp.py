@@ -1,7 +1,7 @@
 """A data-parallel training step on two processes of one thread each: train_gpt over TCP and over MPI beside PyTorch's
 DistributedDataParallel (peer_ddp.py), and beside one process of train_gpt with two threads and the same global batch.
 
-    python tests/bench/ddp.py [--models 11m,124m] [--rounds 3] [--steps 5]
+    python tests/bench/ddp.py [--models 11m/256,124m/64,124m/256] [--rounds 3] [--steps 5]
 
 `make bench-ddp` calls it, with a Python that has PyTorch; over MPI where there is build/train_gpt_mpi.  fp32; a step's time is
 rank 0's on the wall, the median over the steps after the warm-up.  The programs take turns, in each round another one
@@ -21,10 +21,10 @@ import tempfile
 sys.path[:0] = [os.path.dirname(os.path.abspath(__file__))]
 import run                                                      # noqa: E402
 
-# name: flags of train_gpt, sequences of a rank, tokens of a sequence
-MODELS = {"11m": ("--layers 6 --heads 6 --channels 384", 4, 256),
-          "124m": ("--layers 12 --heads 12 --channels 768 --vocab 50304", 4, 64),
-          "tiny": ("--layers 2 --heads 2 --channels 64", 4, 64)}
+# name of peer_torch.py/tokens: flags of train_gpt, sequences of a rank, tokens of a sequence
+GPT2 = "--layers 12 --heads 12 --channels 768 --vocab 50304"
+MODELS = {"11m/256": ("--layers 6 --heads 6 --channels 384", 4, 256), "124m/64": (GPT2, 4, 64), "124m/256": (GPT2, 4, 256),
+          "tiny/64": ("--layers 2 --heads 2 --channels 64", 4, 64)}
 FLAGS = "--precision fp32 --clip none --workers 0 --sample 0 --eval-interval end --eval-batches 1 --log-interval 1 --save none"
 WARMUP = 2              # the first step records what backward finishes when: sums hide behind it from the second on
 MPI = dict(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
@@ -48,14 +48,14 @@ def finish(commands, cwd):
     return output
 
 
-def train_gpt(program, launcher, environments, batch, threads):
+def train_gpt(program, launcher, environments, batch, threads, flags=()):
     """Its step times, and the share of sums over ranks that backward hid; environments: of each process."""
     def measure(model, steps, work):
         size, _, seq = MODELS[model]
         path = os.path.join(run.ROOT, "build", program)
         if not os.path.exists(path):
             raise run.Skip(f"{program} is not built")
-        command = [*launcher, path, *size.split(), *FLAGS.split(), *f"--seq {seq} --batch {batch(model)} --threads {threads}".split(),
+        command = [*launcher, path, *size.split(), *FLAGS.split(), *flags, *f"--seq {seq} --batch {batch(model)} --threads {threads}".split(),
                    *f"--steps {WARMUP + steps} --data {work}/text --out {work}/out".split()]
         output = finish([(command, more) for more in environments()], work)
         with open(f"{work}/out/metrics.jsonl") as f:
@@ -67,7 +67,7 @@ def train_gpt(program, launcher, environments, batch, threads):
 
 def ddp(model, steps, work):
     _, batch, seq = MODELS[model]
-    output = finish([([sys.executable, os.path.join(run.HERE, "peer_ddp.py"), *f"--model {model} --batch {batch} --seq {seq}".split(),
+    output = finish([([sys.executable, os.path.join(run.HERE, "peer_ddp.py"), *f"--model {model.split('/')[0]} --batch {batch} --seq {seq}".split(),
                        *f"--steps {steps} --warmup {WARMUP}".split()], {})], work)
     found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     return {"seconds": found["seconds"], "torch": found["version"]}
@@ -92,6 +92,7 @@ MPIRUN = "mpirun --oversubscribe --bind-to none -np 2".split()
 PROGRAMS = {"torch DDP": ddp,
             "amp.h TCP": train_gpt("train_gpt", [], tcp_ranks, own_batch, 1),
             "amp.h MPI": train_gpt("train_gpt_mpi", MPIRUN, lambda: [MPI], own_batch, 1),
+            "amp.h MPI, sharded states": train_gpt("train_gpt_mpi", MPIRUN, lambda: [MPI], own_batch, 1, ("--shard", "states")),
             "amp.h one process": train_gpt("train_gpt", [], lambda: [{}], whole_batch, 2)}
 
 
@@ -107,13 +108,13 @@ def rounds(machine, model, args, work):
                 one, busy = machine.others(lambda: PROGRAMS[name](model, args.steps, work))
             except run.Skip as skip:
                 skipped[name] = str(skip)
-                print(f"    {name:18s} skipped: {skip}", flush=True)
+                print(f"    {name:25s} skipped: {skip}", flush=True)
                 continue
             machine.busy.append(round(busy, 3))
             one["used_by_others"] = machine.busy[-1]
             one["median"] = statistics.median(one["seconds"])
             found[name].append(one)
-            print(f"    {name:18s} {1e3 * one['median']:9.1f} ms", flush=True)
+            print(f"    {name:25s} {1e3 * one['median']:9.1f} ms", flush=True)
     return {name: {"skipped": skipped[name]} if name in skipped else summary(found[name]) for name in PROGRAMS}
 
 
@@ -149,7 +150,7 @@ def judged(rows, busy):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="11m,124m")
+    parser.add_argument("--models", default="11m/256,124m/64,124m/256")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", default="tests/bench/results")

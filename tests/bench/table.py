@@ -182,7 +182,8 @@ def ddp_lines(results, name):
         peer, one = programs["torch DDP"]["median_ms"], programs["amp.h one process"]["median_ms"]
         own = [(label.removeprefix("amp.h "), row["median_ms"]) for label, row in programs.items()
                if label.startswith("amp.h ") and label != "amp.h one process" and "median_ms" in row]
-        return (f"{MODELS[model]}: " + ", ".join(f"{peer / ms:.2f}x over {label} ({ms / one:.2f} of one process's time)"
+        name, tokens = model.split("/")
+        return (f"{MODELS[name]}, T={tokens}: " + ", ".join(f"{peer / ms:.2f}x over {label} ({ms / one:.2f} of one process's time)"
                                                  for label, ms in own))
 
     m, met = results["machine"], sum(row["verdict"] == "PASS" for row in results["bars"])
