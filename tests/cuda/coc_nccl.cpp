@@ -210,7 +210,7 @@ struct work {
     }
     cudaError_t run() {
         if (comm->aborted) return end(cudaSuccess);
-        if (coc_nccl.hang || coc_nccl.async_error) return cudaErrorNotReady;    /* nothing moves over a network that broke */
+        if (coc_nccl.hang || coc_nccl.async_error) return cudaErrorNotReady;  /* a broken network moves nothing */
         coc_expose(comm->device);
         if (!posted && !usable()) return end(cudaErrorIllegalAddress);
         if (!posted && !post()) return cudaErrorNotReady;
