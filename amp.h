@@ -1877,13 +1877,13 @@ AMP_API void amp_graph_destroy(amp_graph *graph);
    parameter's name. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
-/* With .shard: every rank calls save with its own state, and writes path.SAVE.RANK; then rank 0 writes `path`, which
-   names them, and removes the files of the save before.  load reads the files of however many ranks there were, and
-   joins the parts of optimizers to what one rank would have saved, which any rank of any world loads; the rest is this
-   rank's, or rank 0's if the number of ranks differs or amp is NULL.  A rank that fails makes all fail, and the save
-   before stays.
+/* With .shard or .sync_every: every rank calls save with its own state, and writes path.SAVE.RANK; then rank 0 writes
+   `path`, which names them with their checksums, and removes the files of the save before.  load reads the files of
+   however many ranks there were, and joins the parts of optimizers to what one rank would have saved, which any rank of
+   any world loads; the rest is this rank's, or rank 0's if the number of ranks differs or amp is NULL.  A rank that
+   fails makes all fail, and the save before stays.
    Errors of save: AMP_ERR_OPEN, AMP_ERR_WRITE, AMP_ERR_REDUCE another rank failed, AMP_ERR_STATE gradients are being
-   summed; of load: those of amp_state_load. */
+   summed; of load: those of amp_state_load, AMP_ERR_CHECKSUM also a file of another save. */
 AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path);
 AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out, const char *path);
 
@@ -6830,27 +6830,38 @@ AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, c
     return ampi_state_parse(out, system, data == NULL ? "" : data, bytes, "amp_state_decode", "blob");
 }
 
-AMP_API amp_result amp_state_save(const amp_state *state, const char *path) {
+/* *sum: of all that the blob holds, the checksum of its directory, in which the records' are. */
+static amp_result ampi_state_write(const amp_state *state, const char *path, int64_t *sum) {
     void *data;
     size_t bytes;
     amp_result result;
-    if (state == NULL || path == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_state_save", state == NULL ? "state" : "path");
-    AMPI_TRY(ampi_as("amp_state_save", amp_state_encode(state, &data, &bytes)));
+    AMPI_TRY(amp_state_encode(state, &data, &bytes));
+    *sum = ampi_le32((const uint8_t *)data + 32);
     result = amp_file_write_atomic(&state->system, path, data, bytes);
     amp_file_free(&state->system, data, bytes);
-    return ampi_as("amp_state_save", result);
+    return result;
+}
+AMP_API amp_result amp_state_save(const amp_state *state, const char *path) {
+    int64_t sum;
+    if (state == NULL || path == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_state_save", state == NULL ? "state" : "path");
+    return ampi_as("amp_state_save", ampi_state_write(state, path, &sum));
 }
 
-AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path) {
+static amp_result ampi_state_read(amp_state **out, const amp_system *system, const char *path, int64_t *sum) {
     void *data;
     size_t bytes;
     amp_result result;
-    if (out == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, "amp_state_load", out == NULL ? "out" : "path");
     AMPI_TRY(ampi_as("amp_state_load", amp_file_read_all(system, path, &data, &bytes)));
     result = ampi_state_parse(out, system, data, bytes, "amp_state_load", path);
+    if (result == AMP_OK) *sum = ampi_le32((const uint8_t *)data + 32);
     amp_file_free(system, data, bytes);
     return result;
+}
+AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path) {
+    int64_t sum;
+    if (out == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, "amp_state_load", out == NULL ? "out" : "path");
+    return ampi_state_read(out, system, path, &sum);
 }
 
 /* For files that the library itself writes: refuses a pipe instead of waiting for it. */
@@ -23616,6 +23627,7 @@ static amp_result ampi_all_succeed(amp_context *amp, const char *function, amp_r
     return ampi_fail(AMP_ERR_REDUCE, function, "another rank has failed, and says why");
 }
 
+/* Behind the two numbers are the sums of the ranks' files, which those of 0.1.0 do not have. */
 enum { AMPI_INDEX_SAVE, AMPI_INDEX_WORLD, AMPI_INDEX };
 enum { AMPI_INDEX_MOST = 1 << 24 };     /* of saves: exact in fp32 */
 
@@ -23624,25 +23636,46 @@ static amp_result ampi_index_path(char *path, size_t size, const char *of, int64
     if (n > 0 && (size_t)n < size) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, "amp_state_save_ranks", "the path is too long");
 }
-static amp_result ampi_index_read(const amp_system *system, const char *path, int64_t index[AMPI_INDEX]) {
-    amp_state *state;
-    amp_result r;
-    AMPI_TRY(amp_state_load(&state, system, path));
-    r = amp_state_get(state, "ranks.index", AMP_I64, index, AMPI_INDEX);
-    amp_state_destroy(state);
-    if (r == AMP_OK && index[AMPI_INDEX_SAVE] >= 1 && index[AMPI_INDEX_SAVE] < AMPI_INDEX_MOST &&
-        index[AMPI_INDEX_WORLD] >= 1 && index[AMPI_INDEX_WORLD] <= INT32_MAX)
-        return AMP_OK;
+static int64_t ampi_index_number(const ampi_record *index, int64_t i) {
+    int64_t number;
+    memcpy(&number, (const char *)index->data + 8 * i, sizeof number);
+    return number;
+}
+/* *index lies in *out. */
+static amp_result ampi_index_read(const amp_system *system, const char *path, amp_state **out,
+                                  const ampi_record **index) {
+    const ampi_record *x;
+    int64_t world;
+    AMPI_TRY(amp_state_load(out, system, path));
+    *index = x = ampi_state_find(*out, "ranks.index");
+    if (x != NULL && x->dtype == AMP_I64 && x->count >= AMPI_INDEX) {
+        world = ampi_index_number(x, AMPI_INDEX_WORLD);
+        if (ampi_index_number(x, AMPI_INDEX_SAVE) >= 1 && ampi_index_number(x, AMPI_INDEX_SAVE) < AMPI_INDEX_MOST &&
+            world >= 1 && world <= INT32_MAX && (x->count == AMPI_INDEX || x->count == AMPI_INDEX + world))
+            return AMP_OK;
+    }
+    amp_state_destroy(*out);
+    *out = NULL;
     return ampi_fail(AMP_ERR_FORMAT, "amp_state_load_ranks", "%s is no index of amp_state_save_ranks", path);
 }
-static amp_result ampi_index_write(const amp_system *system, const char *path, const int64_t index[AMPI_INDEX]) {
+static amp_result ampi_index_write(const amp_system *system, const char *path, const int64_t *index) {
     amp_state *state;
     amp_result r;
     AMPI_TRY(amp_state_create(&state, system));
-    r = amp_state_put(state, "ranks.index", AMP_I64, index, AMPI_INDEX);
+    r = amp_state_put(state, "ranks.index", AMP_I64, index, AMPI_INDEX + index[AMPI_INDEX_WORLD]);
     if (r == AMP_OK) r = amp_state_save(state, path);
     amp_state_destroy(state);
     return r;
+}
+
+/* The save before: its number and ranks, 0 without one. */
+static void ampi_index_before(const amp_system *system, const char *path, int64_t before[AMPI_INDEX]) {
+    const ampi_record *index;
+    amp_state *state;
+    before[AMPI_INDEX_SAVE] = before[AMPI_INDEX_WORLD] = 0;
+    if (ampi_index_read(system, path, &state, &index) != AMP_OK) return;
+    memcpy(before, index->data, AMPI_INDEX * sizeof *before);
+    amp_state_destroy(state);
 }
 
 /* Rank 0 knows the files there are, and numbers those to come. */
@@ -23650,20 +23683,27 @@ static amp_result ampi_save_ranks(amp_context *amp, const amp_state *state, cons
     const char *f = "amp_state_save_ranks";
     const amp_system *s = ampi_context_system(amp);
     const int rank = ampi_settings(amp)->reducer.rank;
-    int64_t before[AMPI_INDEX] = {0, 0}, now[AMPI_INDEX], i;
+    const int64_t world = ampi_world(amp), n = AMPI_INDEX + world;
+    int64_t before[AMPI_INDEX] = {0, 0}, *now = NULL, sum = 0, i;
     char part[4096];
     float save = 0;
     amp_result r;
-    if (rank == 0 && ampi_index_read(s, path, before) != AMP_OK) before[AMPI_INDEX_SAVE] = before[AMPI_INDEX_WORLD] = 0;
+    if (rank == 0) ampi_index_before(s, path, before);
     if (rank == 0) save = (float)(before[AMPI_INDEX_SAVE] + 1 < AMPI_INDEX_MOST ? before[AMPI_INDEX_SAVE] + 1 : 1);
     AMPI_TRY(ampi_largest(amp, &save));
-    now[AMPI_INDEX_SAVE] = (int64_t)save;
-    now[AMPI_INDEX_WORLD] = ampi_world(amp);
-    r = ampi_index_path(part, sizeof part, path, now[AMPI_INDEX_SAVE], rank);
-    if (r == AMP_OK) r = amp_state_save(state, part);
+    r = ampi_index_path(part, sizeof part, path, (int64_t)save, rank);
+    if (r == AMP_OK) r = ampi_alloc(s, f, (void **)&now, n, sizeof *now);
+    if (r == AMP_OK) r = ampi_state_write(state, part, &sum);
     r = ampi_all_succeed(amp, f, r);
-    if (r == AMP_OK && rank == 0) r = ampi_index_write(s, path, now);
+    if (r == AMP_OK)
+        r = ampi_exchange_host(amp, ampi_exchange_of(AMPI_GATHER, &sum, now + AMPI_INDEX, sizeof sum, AMP_U8));
+    if (r == AMP_OK && rank == 0) {
+        now[AMPI_INDEX_SAVE] = (int64_t)save;
+        now[AMPI_INDEX_WORLD] = world;
+        r = ampi_index_write(s, path, now);
+    }
     r = ampi_all_succeed(amp, f, r);
+    ampi_free(s, now, n, sizeof *now);
     if (r != AMP_OK) { (void)s->file_remove(s->user, part); return r; }
     for (i = 0; rank == 0 && i < before[AMPI_INDEX_WORLD]; i++)
         if (ampi_index_path(part, sizeof part, path, before[AMPI_INDEX_SAVE], i) == AMP_OK)
@@ -23758,21 +23798,33 @@ static amp_result ampi_join(amp_state *out, amp_state *const *parts, int64_t wor
     return AMP_OK;
 }
 
+/* Loads a rank's file of the index. */
+static amp_result ampi_load_rank(const amp_system *system, const char *path, const ampi_record *index, int64_t rank,
+                                 amp_state **out) {
+    const int64_t save = ampi_index_number(index, AMPI_INDEX_SAVE);
+    char part[4096];
+    int64_t sum;
+    AMPI_TRY(ampi_index_path(part, sizeof part, path, save, rank));
+    AMPI_TRY(ampi_state_read(out, system, part, &sum));
+    if (index->count == AMPI_INDEX || sum == ampi_index_number(index, AMPI_INDEX + rank)) return AMP_OK;
+    amp_state_destroy(*out);
+    return ampi_fail(AMP_ERR_CHECKSUM, "amp_state_load_ranks", "%s is of another save than %s", part, path);
+}
 static amp_result ampi_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
     const char *f = "amp_state_load_ranks";
     const amp_system standard = ampi_system(NULL), *s = amp != NULL ? ampi_context_system(amp) : &standard;
-    int64_t index[AMPI_INDEX], world, i, n = 0;
+    int64_t world, i, n = 0;
     int32_t rank = amp != NULL ? ampi_settings(amp)->reducer.rank : 0;
-    amp_state **parts, *joined = NULL;
-    char part[4096];
-    amp_result r = AMP_OK;
-    AMPI_TRY(ampi_index_read(s, path, index));
-    world = index[AMPI_INDEX_WORLD];
+    amp_state *file, **parts, *joined = NULL;
+    const ampi_record *index;
+    amp_result r;
+    AMPI_TRY(ampi_index_read(s, path, &file, &index));
+    world = ampi_index_number(index, AMPI_INDEX_WORLD);
     if (amp == NULL || world != ampi_world(amp)) rank = 0;
-    AMPI_TRY(ampi_alloc(s, f, (void **)&parts, world, sizeof *parts));
-    for (i = 0; i < world && r == AMP_OK; i++) {
-        r = ampi_index_path(part, sizeof part, path, index[AMPI_INDEX_SAVE], i);
-        if (r == AMP_OK) r = amp_state_load(&parts[i], s, part);
+    r = ampi_alloc(s, f, (void **)&parts, world, sizeof *parts);
+    if (r != AMP_OK) { amp_state_destroy(file); return r; }
+    while (r == AMP_OK && n < world) {
+        r = ampi_load_rank(s, path, index, n, &parts[n]);
         if (r == AMP_OK) n++;
     }
     if (r == AMP_OK) r = amp_state_create(&joined, s);
@@ -23781,6 +23833,7 @@ static amp_result ampi_load_ranks(const amp_context *amp, amp_state **out, const
     else amp_state_destroy(joined);
     for (i = 0; i < n; i++) amp_state_destroy(parts[i]);
     ampi_free(s, (void *)parts, world, sizeof *parts);
+    amp_state_destroy(file);
     return r;
 }
 AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out, const char *path) {

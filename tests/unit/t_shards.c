@@ -2,7 +2,7 @@
  * amp_ranks and threads: sums during backward and in the step give the same bits; sharded states give the weights, norms
  * and scales of whole ones, bit for bit, for every optimizer, storage and world; each rank has its share of the bytes;
  * a gradient that was sent takes no more; sums that failed are not taken for gradients; what ranks save together loads
- * into any world. */
+ * into any world, and files of two saves are refused. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
@@ -600,11 +600,77 @@ TEST(states_go_from_any_world_to_any) {
     { char command[100]; snprintf(command, sizeof command, "rm -r %s", folder); CHECK_EQ(system(command), 0); }
 }
 
+/* A rank's file of an earlier save, renamed to be of this one: whole, but not what the index names. */
+static void load_refused(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    amp_state *state = (amp_state *)j;
+    if (j->rank == 0) CHECK_ERR(amp_state_load_ranks(amp, &state, j->path), AMP_ERR_CHECKSUM);
+    else CHECK_EQ(amp_state_load_ranks(amp, &state, j->path), AMP_ERR_CHECKSUM);
+    CHECK(state == NULL);
+    snprintf(j->out->why, sizeof j->out->why, "%s", amp_last_error());
+    (void)m; (void)o; (void)scaler;
+}
+static void load_taken(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    amp_state *state;
+    int32_t rank;
+    CHECK_OK(amp_state_load_ranks(amp, &state, j->path));
+    CHECK_OK(amp_state_get(state, "rank", AMP_I32, &rank, 1));
+    CHECK_EQ(rank, j->rank);
+    amp_state_destroy(state);
+    (void)m; (void)o; (void)scaler;
+}
+static void save_twice(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    one_step(j, amp, m, o, scaler, 0);
+    save_all(j, amp, m, o, j->path);
+    if (j->rank == 0) {                                 /* the other waits for it in its step */
+        char from[100], to[100];
+        snprintf(from, sizeof from, "%s.1.1", j->path);
+        snprintf(to, sizeof to, "%s.kept", j->path);
+        CHECK_EQ(link(from, to), 0);
+    }
+    one_step(j, amp, m, o, scaler, 1);
+    save_all(j, amp, m, o, j->path);
+}
+TEST(files_of_two_saves_are_refused) {
+    char path[80], part[100], kept[100], own[100], command[100];
+    int64_t index[4];
+    amp_state *state;
+    setup s = plain();
+    s.o.shard = AMP_SHARD_STATES;
+    snprintf(folder, sizeof folder, "/tmp/amp_shards_XXXXXX");
+    if (mkdtemp(folder) == NULL) SKIP("no temporary folder");
+    snprintf(path, sizeof path, "%s/s", folder);
+    snprintf(part, sizeof part, "%s.2.1", path);
+    snprintf(kept, sizeof kept, "%s.kept", path);
+    snprintf(own, sizeof own, "%s.own", path);
+    run_ranks_with(&s, 2, one, path, save_twice);
+    CHECK_EQ(rename(part, own), 0);
+    CHECK_EQ(rename(kept, part), 0);
+    run_ranks_with(&s, 2, other, path, load_refused);
+    for (int r = 0; r < 2; r++)
+        CHECK_MSG(strstr(other[r].why, part) != NULL && strstr(other[r].why, "is of another save than") != NULL, "rank %d: %s", r, other[r].why);
+    CHECK_OK(amp_state_load(&state, NULL, path));       /* an index without sums takes what is there */
+    CHECK_OK(amp_state_get(state, "ranks.index", AMP_I64, index, 4));
+    CHECK_OK(amp_state_put(state, "ranks.index", AMP_I64, index, 3));
+    CHECK_OK(amp_state_save(state, path));
+    { amp_state *none; CHECK_ERR(amp_state_load_ranks(NULL, &none, path), AMP_ERR_FORMAT); }
+    CHECK_OK(amp_state_put(state, "ranks.index", AMP_I64, index, 2));
+    CHECK_OK(amp_state_save(state, path));
+    run_ranks_with(&s, 2, other, path, load_taken);
+    CHECK_OK(amp_state_put(state, "ranks.index", AMP_I64, index, 4));
+    CHECK_OK(amp_state_save(state, path));
+    amp_state_destroy(state);
+    CHECK_EQ(rename(own, part), 0);                     /* with its own file the checkpoint is whole again */
+    run_ranks_with(&s, 2, other, path, load_taken);
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    CHECK_EQ(system(command), 0);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(sums_during_backward); RUN(what_lies_apart_on_one_rank);
     RUN(sharded_states_give_the_same_bits); RUN(masters_follow_a_broadcast); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
     RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(sums_that_failed_are_dropped);
     RUN(calls_of_all_ranks_refuse); RUN(ranks_of_threads_share_no_memory); RUN(states_go_from_any_world_to_any);
+    RUN(files_of_two_saves_are_refused);
     return TEST_END();
 }
