@@ -40,7 +40,10 @@ if [ "$(grep -c '{.*;}$' "$work/fragments.c")" -ge 12 ]; then compile "$work/fra
 
 for file in "$work"/readme_*.c "$work"/readme_*.cpp; do
     [ -s "$file" ] || continue
-    if ! grep -q 'main(' "$file"; then
+    if grep -q '^static .*{$' "$file"; then             # functions
+        { echo '#include "docs_names.h"'; cat "$file"; } > "$file.new"
+        mv "$file.new" "$file"
+    elif ! grep -q 'main(' "$file"; then
         { echo '#include "docs_names.h"'; grep '^#' "$file"; echo 'amp_result block(void); amp_result block(void) {'; grep -v '^#' "$file"; echo '; return AMP_OK; }'; } > "$file.new"
         mv "$file.new" "$file"
     fi

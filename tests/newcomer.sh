@@ -3,8 +3,9 @@
 # that stand there, in their order, in a copy of the project, with an empty HOME and a PATH of gcc, make and coreutils.
 #
 # README's program is built and run; then "A first hour" of examples/README.md, on data and weights made here: replace
-# sgemm, learn a CSV file, fine-tune on a TSV file, from weights too, and an operator of one's own.  -O2 becomes OPT
-# (-O1), which compiles in two thirds of the time.
+# sgemm, learn a CSV file, fine-tune on a TSV file, from weights too, and an operator of one's own, which is written as
+# it stands there into a copy of an example, and trains there, its gradient checked.  -O2 becomes OPT (-O1), which
+# compiles in two thirds of the time.
 . tests/lib.sh
 opt=${OPT:--O1}
 home=$work/home tools=$work/tools clone=$work/clone
@@ -28,17 +29,33 @@ awk 'BEGIN {srand(4); split("moving clever superb", good, " "); split("dull clum
 awk '/^```c$/ {on = 1; next} /^```/ {exit} on' README.md > "$clone/program.c"
 grep -oE '^    gcc .*&& \./program' README.md > "$work/commands"
 [ "$(wc -l < "$work/commands")" -eq 1 ] || fail "README.md" "has no line that builds its program"
-# Commands are indented by four; those of the first hour.
-sed -n '/^## A first hour/,/^## /p' examples/README.md | sed -n 's/^    //p' >> "$work/commands"
-if [ "$(wc -l < "$work/commands")" -ge 11 ]; then pass; else fail "examples/README.md" "its first hour has $(wc -l < "$work/commands") commands"; fi
+# Commands of the first hour are indented by four; its operator, and what it changes in the copy, stand between fences.
+sed -n '/^## A first hour/,/^## /p' examples/README.md > "$work/hour"
+awk '/^```/ {code = !code} !code && sub(/^    /, "")' "$work/hour" >> "$work/commands"
+awk '/^```c$/ {on = 1; next} /^```/ {on = 0} on' "$work/hour" > "$clone/examples/silu.h"
+awk '/^```diff$/ {on = 1; next} /^```/ {on = 0} on' "$work/hour" > "$work/change"
+
+# What an editor would do with the lines of FILE that the change names, in their order: edited CHANGE FILE.
+edited() {
+    awk -v file="$2" '/^[+]/ {print substr($0, 2); next}
+        {while ((more = getline line < file) > 0 && line != substr($0, 2)) print line
+         if (more <= 0) {bad = 1; exit}
+         if (/^ /) print line}
+        END {while (!bad && (getline line < file) > 0) print line; exit bad}' "$1"
+}
+if [ "$(wc -l < "$work/commands")" -ge 12 ]; then pass; else fail "examples/README.md" "its first hour has $(wc -l < "$work/commands") commands"; fi
 
 while IFS= read -r line; do
     [ "$line" = "./finetune reviews.tsv bert" ] && mv "$clone/out/finetune" "$clone/bert"     # the weights, as a folder
     if said "$(echo "$line" | sed "s/-O2/$opt/")" && ! grep -qiE 'warning|error:' "$work/said"; then pass; else fail "$line" "$(head -n 3 "$work/said")"; continue; fi
+    if [ "$line" = "cp examples/mlp.c examples/mine.c" ]; then
+        if edited "$work/change" "$clone/examples/mlp.c" > "$clone/examples/mine.c"; then pass; else fail "$line" "mlp.c lacks a line that is to be changed"; fi
+    fi
     case $line in
         *./program) want='$0 ~ /^step 300: loss/ {ok = $4 < 0.5}' ;;
         ./sgemm*) want='/largest difference/ {ok = $(NF - 3) + 0 < 0.05}' ;;
         ./csv*|./convnet*) want='/has not seen/ {ok = $2 + 0 > 90}' ;;
+        ./mine) want='/^gradient check in fp32: passed/ {right = 1} /^step/ {loss[n++] = $NF} END {ok = right && n == 3 && loss[2] < loss[0] && loss[2] < 0.2}' ;;
         ./finetune*) want='/^epoch 3/ {ok = $NF + 0 > 90}' ;;
         *) continue ;;
     esac
