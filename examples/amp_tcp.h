@@ -34,7 +34,9 @@
 
 typedef struct amp_tcp_desc {
     int32_t rank, world;        /* world: 1 to 1024 */
-    const char *address;        /* of rank 0's machine, a name or a number; the same on all ranks */
+    /* Of rank 0's machine, a name or a number; the same on all ranks.  A name that leads to loopback there, as Debian's
+       /etc/hosts has it, and is not localhost: rank 0 listens on all its addresses. */
+    const char *address;
     int32_t port;               /* rank 0 listens on it, and the others connect to it */
     const char *file;           /* instead of both: one that all ranks see, in which rank 0 writes where it listens */
     const char *job;            /* up to 63 bytes that tell this job from others, and from its own restarts; or NULL */
@@ -528,6 +530,10 @@ static inline void amp_tcp_end(int fd, int peer, amp_tcp_place *out) {
                     NI_NUMERICHOST | NI_NUMERICSERV) == 0) out->port = atoi(digits);
 }
 
+static inline int amp_tcp_is_loopback(const char *host) {
+    return strncmp(host, "127.", 4) == 0 || strcmp(host, "::1") == 0;
+}
+
 static inline void amp_tcp_sleep(int milliseconds) { (void)poll(NULL, 0, milliseconds); }
 
 /* ---- Joining.  All connect to rank 0, which waits until all are there, and tells each where the others listen.  Then
@@ -548,6 +554,13 @@ typedef struct amp_tcp_join {
     int32_t came;               /* connections that are as they should be */
     int32_t met;                /* ranks that rank 0 has heard of, and told if something is wrong */
 } amp_tcp_join;
+
+/* 1: ranks of other machines may come, so that listening at `host` alone, an address of this one, does not do. */
+static inline int amp_tcp_listens_wide(const amp_tcp_join *j, const char *host) {
+    const char *name = j->desc->address;
+    if (j->desc->file != NULL) return 1;
+    return amp_tcp_is_loopback(host) && !amp_tcp_is_loopback(name) && strstr(name, "localhost") == NULL;
+}
 
 static inline amp_tcp_hello amp_tcp_greeting(const amp_tcp_join *j, amp_tcp_purpose purpose, int32_t port) {
     amp_tcp_hello hello;
@@ -692,6 +705,11 @@ static inline amp_result amp_tcp_lead(amp_tcp_join *j) {
     amp_tcp_place own;
     int32_t i;
     j->listener = amp_tcp_listen(file != NULL ? NULL : j->desc->address, file != NULL ? 0 : j->desc->port, &why);
+    if (j->listener >= 0) amp_tcp_end(j->listener, 0, &own);
+    if (j->listener >= 0 && file == NULL && amp_tcp_listens_wide(j, own.host)) {
+        close(j->listener);
+        j->listener = amp_tcp_listen(NULL, j->desc->port, &why);
+    }
     if (j->listener < 0 && errno == EADDRINUSE)
         return amp_tcp_fail(t, "port %d of this machine is in use, by another program or another rank 0",
                             (int)j->desc->port);
@@ -701,7 +719,6 @@ static inline amp_result amp_tcp_lead(amp_tcp_join *j) {
         return amp_tcp_fail(t, "rank 0 cannot listen at %.100s, port %d: %s", file != NULL ? "any" : j->desc->address,
                             (int)j->desc->port, why);
     if (file != NULL) {
-        amp_tcp_end(j->listener, 0, &own);
         amp_tcp_own_name(name);
         amp_tcp_file_line(j, name, own.port, line);
         if (amp_tcp_file_write(j, line) != AMP_OK) return AMP_ERR_REDUCE;
@@ -747,7 +764,7 @@ static inline int amp_tcp_knock(amp_tcp_join *j, const char *host, int32_t port,
     int fd = amp_tcp_connect(host, port, j->deadline, why);
     if (fd < 0) return 0;
     amp_tcp_end(fd, 0, &own);
-    if (j->listener < 0) j->listener = amp_tcp_listen(j->desc->file != NULL ? NULL : own.host, 0, why);
+    if (j->listener < 0) j->listener = amp_tcp_listen(amp_tcp_listens_wide(j, own.host) ? NULL : own.host, 0, why);
     if (j->listener < 0) { close(fd); return 0; }
     amp_tcp_end(j->listener, 0, &own);
     hello = amp_tcp_greeting(j, amp_tcp_joins, own.port);
@@ -767,7 +784,7 @@ static inline int amp_tcp_knock(amp_tcp_join *j, const char *host, int32_t port,
 /* Connects to a rank below this one. */
 static inline int amp_tcp_reach(const amp_tcp_join *j, int32_t rank, amp_tcp_purpose purpose) {
     const amp_tcp_place *p = rank == 0 ? &j->master : &j->places[rank];
-    int here = strncmp(p->host, "127.", 4) == 0 || strcmp(p->host, "::1") == 0;     /* as rank 0 sees it */
+    int here = amp_tcp_is_loopback(p->host);    /* on rank 0's machine, as that sees it */
     amp_tcp_hello hello = amp_tcp_greeting(j, purpose, 0);
     const char *why = NULL;
     int fd = amp_tcp_connect(here ? j->master.host : p->host, p->port, j->deadline, &why);

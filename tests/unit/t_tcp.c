@@ -5,6 +5,14 @@
 #endif
 #define AMP_IMPLEMENTATION
 #include "../../amp.h"
+#include <netdb.h>
+
+/* A machine's own name as Debian's /etc/hosts has it. */
+static const char own_name[] = "own-name";
+static int find_address(const char *name, const char *port, const struct addrinfo *hints, struct addrinfo **found) {
+    return getaddrinfo(name != NULL && strcmp(name, own_name) == 0 ? "127.0.1.1" : name, port, hints, found);
+}
+#define getaddrinfo find_address
 #include "../../examples/ranks.h"
 #include "../test.h"
 #include <math.h>
@@ -296,6 +304,38 @@ TEST(wrong_address) {
     CHECK(strstr(outcomes->why, "Connection refused") != NULL);
 }
 
+/* An address of this machine that is not on loopback, as a number; 0: it has none. */
+static int outer_address(amp_tcp_place *out) {
+    struct sockaddr_in far;
+    int fd = socket(AF_INET, SOCK_DGRAM, 0), has;
+    memset(&far, 0, sizeof far);
+    far.sin_family = AF_INET;
+    far.sin_port = htons(9);
+    far.sin_addr.s_addr = htonl(0xcb007107);    /* 203.0.113.7; nothing is sent */
+    has = connect(fd, (struct sockaddr *)&far, sizeof far) == 0;
+    if (has) amp_tcp_end(fd, 0, out);
+    close(fd);
+    return has && !amp_tcp_is_loopback(out->host);
+}
+
+/* Ranks 0 and 1 are on a machine whose name leads to loopback there; rank 2 comes to them from outside. */
+TEST(own_name_on_loopback) {
+    work w[MOST + 1];
+    amp_tcp_place outer;
+    int i;
+    if (!outer_address(&outer)) SKIP("this machine has no address but loopback");
+    describe(w, 3, 0, all_exchanges);
+    w[0].desc.address = w[1].desc.address = own_name;
+    w[2].desc.address = outer.host;
+    run_all(w, 3, 0);
+    for (i = 0; i < 3; i++) CHECK_MSG(outcomes[i].result == 0, "rank %d: %d \"%s\"", i, outcomes[i].result, outcomes[i].why);
+    limit(w);                                   /* on localhost nobody from outside is listened to */
+    w[0].desc.address = w[1].desc.address = "localhost";
+    run_all(w, 3, 0);
+    check_failed(3, 0, "", in_time);
+    CHECK(strstr(outcomes[2].why, "Connection refused") != NULL);
+}
+
 /* A process of an older start of the job must not become a rank of the new one. */
 TEST(another_job) {
     work w[MOST + 1];
@@ -561,6 +601,7 @@ int main(int argc, char **argv) {
     RUN(another_world);
     RUN(port_in_use);
     RUN(wrong_address);
+    RUN(own_name_on_loopback);
     RUN(another_job);
     RUN(strangers);
     RUN(calls_that_cannot_be);
