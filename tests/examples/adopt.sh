@@ -12,6 +12,17 @@ if $cc -fopenmp "$work/probe.c" -o "$work/probe" 2>/dev/null; then omp=-fopenmp;
 build 3 before $omp examples/adopt/before.c
 build 1 after $omp -DAMP_IMPLEMENTATION_INCLUDED examples/adopt/after.c build/amp.o
 
+# What adopts amp.h also compiles alone, with the flags and where the line in its head says, and brings the implementation:
+# here without code, which takes long.
+alone() {
+    line=$(sed -n "s|^ \*     gcc \(.*$2\) -o $1 .*|\1|p" "examples/adopt/$1.c")
+    if [ -n "$line" ] && grep -q '^#define AMP_IMPLEMENTATION$' "examples/adopt/$1.c"; then
+        check "$1 alone" sh -c "cd $3 && $cc -Wall -Wextra -fsyntax-only $(echo "$line" | sed "s/-fopenmp/$omp/")"
+    else fail "$1 alone" "its head does not say how it compiles, or it lacks AMP_IMPLEMENTATION"; fi
+}
+alone after after.c examples/adopt
+alone momentum examples/adopt/momentum.c .
+
 lines=$(diff examples/adopt/before.c examples/adopt/after.c | grep -c '^[<>]')
 if [ "$lines" -gt 0 ] && [ "$lines" -lt 40 ]; then pass; else fail "the diff" "$lines changed lines, at most 39 are allowed"; fi
 
