@@ -485,7 +485,7 @@ static amp_result open_files(run *r) {
     const settings *set = &r->set;
     const char *save = *set->save != 0 ? set->save : set->resume;
     char why[400];
-    if (ranks.rank > 0 && !rank_flags_shard(&set->ranks)) return AMP_OK;
+    if (ranks.rank > 0 && !rank_flags_own_states(&set->ranks)) return AMP_OK;
     if (strcmp(save, "none") == 0 || set->compat) r->save[0] = 0;
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
     else snprintf(r->save, sizeof r->save, "%.4000s/classifier/model", set->out);
@@ -873,7 +873,7 @@ static amp_result save_state(run *r) {
     result = put_training(r, state);
     snprintf(path, sizeof path, "%s.state", r->save);
     if (result == AMP_OK)
-        result = rank_flags_shard(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path)
+        result = rank_flags_own_states(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path)
                                                  : amp_state_save(state, path);
     amp_state_destroy(state);
     return result;
@@ -1409,7 +1409,7 @@ static amp_result main_run(run *r) {
 
 int main(int argc, char **argv) {
     settings set;
-    amp_state *resumed = NULL;
+    amp_state *resumed = NULL, *own = NULL;
     run r;
     amp_result result;
     int failed = 0;
@@ -1420,8 +1420,10 @@ int main(int argc, char **argv) {
     memset(&r, 0, sizeof r);
     r.set = set;
     result = open_context(&r);
+    if (result == AMP_OK) result = resume_own(&set.ranks, r.amp, resumed, &own);
     if (result == AMP_OK) result = open_files(&r);
-    if (result == AMP_OK && !set.compat) result = open_run(&r, resumed);
+    if (result == AMP_OK && !set.compat) result = open_run(&r, own != NULL ? own : resumed);
+    amp_state_destroy(own);
     amp_state_destroy(resumed);
     if (result != AMP_OK) { fail(2); close_run(&r); return 2; }
     ranks_stop_install();

@@ -420,12 +420,11 @@ static amp_result save_between(run *r, progress *bar) {
     return r->step == step ? report_save(r, bar) : AMP_OK;
 }
 
-/* *stop 1: stopped by a signal to any rank, or by --stop-after before the end; with --sync-every only where the ranks
-   are alike. */
+/* *stop 1: stopped by --stop-after before the end, or by a signal to any rank, of which ranks with --sync-every tell
+   each other when they combine. */
 static amp_result stopped(const run *r, int *stop) {
     *stop = 0;
-    if (r->set.ranks.sync_every > 0 && r->step % r->set.ranks.sync_every != 0) return AMP_OK;
-    EX_TRY(ranks_stop(stop));
+    if (r->set.ranks.sync_every == 0 || r->step % r->set.ranks.sync_every == 0) EX_TRY(ranks_stop(stop));
     *stop |= r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps;
     return AMP_OK;
 }

@@ -215,14 +215,10 @@ static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype s
     }
 }
 
-/* Between two combinations each rank has weights of its own: nothing is saved or evaluated there. */
+/* Between two combinations each rank has weights of its own, which are saved but not evaluated. */
 static amp_result check_sync(const settings *set) {
-    const struct { const char *name; int64_t steps; } when[] = {
-        {"save-interval", set->save_interval}, {"eval-interval", set->eval_interval}};
-    size_t i;
-    for (i = 0; i < 2 && set->ranks.sync_every > 0; i++)
-        if (when[i].steps % set->ranks.sync_every != 0)
-            return flag_refuse(when[i].name, "is no multiple of --sync-every");
+    if (set->ranks.sync_every > 0 && set->eval_interval % set->ranks.sync_every != 0)
+        return flag_refuse("eval-interval", "is no multiple of --sync-every");
     if (set->ranks.sync_every > 0 && set->amp.nan_action == AMP_NAN_RECOVER)
         return flag_refuse("sync-every", "contradicts --nan-action recover: ranks would go back alone");
     return AMP_OK;

@@ -448,7 +448,7 @@ static amp_result open_files(run *r) {
     const settings *set = &r->set;
     const char *save = *set->save != 0 ? set->save : set->resume;
     char why[400];
-    if (ranks.rank > 0 && !rank_flags_shard(&set->ranks)) return AMP_OK;
+    if (ranks.rank > 0 && !rank_flags_own_states(&set->ranks)) return AMP_OK;
     if (strcmp(save, "none") == 0) r->save[0] = 0;
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
     else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
@@ -666,10 +666,8 @@ static void close_run(run *r) {
     memset(r, 0, sizeof *r);
 }
 
-static amp_result open_run(run *r, const settings *set, const amp_state *resumed) {
-    memset(r, 0, sizeof *r);
-    r->set = *set;
-    EX_TRY(open_context(r));
+/* All but the context. */
+static amp_result open_training(run *r, const amp_state *resumed) {
     EX_TRY(open_data(r));
     EX_TRY(open_files(r));
     EX_TRY(open_model(r, resumed));
@@ -684,6 +682,18 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
     EX_TRY(open_watch(r));
     if (resumed == NULL || r->recovery == NULL || amp_state_count(resumed, "train.recovery", NULL) < 0) return AMP_OK;
     return amp_recovery_load(r->recovery, resumed, "train");
+}
+
+static amp_result open_run(run *r, const settings *set, const amp_state *resumed) {
+    amp_state *own;
+    amp_result result;
+    memset(r, 0, sizeof *r);
+    r->set = *set;
+    EX_TRY(open_context(r));
+    EX_TRY(resume_own(&set->ranks, r->amp, resumed, &own));
+    result = open_training(r, own != NULL ? own : resumed);
+    amp_state_destroy(own);
+    return result;
 }
 
 /* ==== Checkpoints ================================================================================
@@ -741,7 +751,7 @@ static amp_result save_run(run *r) {
     result = put_training(r, state);
     snprintf(path, sizeof path, "%s.state", r->save);
     if (result == AMP_OK)
-        result = rank_flags_shard(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path)
+        result = rank_flags_own_states(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path)
                                                  : amp_state_save(state, path);
     amp_state_destroy(state);
     return result == AMP_OK ? save_weights(r) : result;

@@ -122,9 +122,9 @@ static inline void rank_flags_fill(const rank_settings *set, amp_optimizer_desc 
     desc->bucket_bytes = set->bucket_mb << 20;
 }
 
-/* 1: each rank saves its own part of the states. */
-static inline int rank_flags_shard(const rank_settings *set) {
-    return ranks.world > 1 && strcmp(set->shard, "states") == 0;
+/* 1: each rank saves its own state: its part, or what it has between two combinations. */
+static inline int rank_flags_own_states(const rank_settings *set) {
+    return ranks.world > 1 && (strcmp(set->shard, "states") == 0 || set->sync_every > 0);
 }
 
 /* A resumed run has the checkpoint's global batch, whatever the number of ranks: each takes its share.  *batch: a
@@ -262,6 +262,11 @@ static inline amp_result saved_options_put(amp_state *state, const char *const *
     return amp_state_put(state, "train.program", AMP_U8, flag_given.program, (int64_t)strlen(flag_given.program));
 }
 
+static int resume_of_ranks;             /* 1: each rank has saved its own */
+static inline void resume_path(char *path, size_t size) {
+    snprintf(path, size, "%.4000s.state", flag_given.text[flag_index("resume")]);
+}
+
 /* The checkpoint of --resume, and its options; *resumed NULL: none is given. */
 static inline amp_result resume_open(amp_state **resumed) {
     int resume = flag_index("resume");
@@ -269,15 +274,36 @@ static inline amp_result resume_open(amp_state **resumed) {
     *resumed = NULL;
     if (flag_given.text[resume] == NULL || *flag_given.text[resume] == 0) return AMP_OK;
     flag_given.text[resume] = without_suffix(flag_given.text[resume]);
-    snprintf(path, sizeof path, "%.4000s.state", flag_given.text[resume]);
+    resume_path(path, sizeof path);
     if (amp_state_load(resumed, NULL, path) != AMP_OK) return flag_refuse("resume", "%s", amp_last_error());
-    if (amp_state_count(*resumed, "ranks.index", NULL) > 0) {       /* of --shard */
+    resume_of_ranks = amp_state_count(*resumed, "ranks.index", NULL) > 0;
+    if (resume_of_ranks) {
         amp_state_destroy(*resumed);
         *resumed = NULL;
         if (amp_state_load_ranks(NULL, resumed, path) != AMP_OK)
             return flag_refuse("resume", "%s", amp_last_error());
     }
     return saved_options_read(*resumed);
+}
+
+/* With --sync-every each rank goes on from its own state; *own NULL: from rank 0's, which after a combination will do
+   for other ranks. */
+static inline amp_result resume_own(const rank_settings *set, const amp_context *amp, const amp_state *resumed,
+                                    amp_state **own) {
+    char path[PATH_MAX];
+    int64_t was[3], step;
+    *own = NULL;
+    if (resumed == NULL || !resume_of_ranks || set->sync_every == 0) return AMP_OK;
+    EX_TRY(amp_state_get(resumed, "train.batch", AMP_I64, was, 3));
+    EX_TRY(amp_state_get(resumed, "train.step", AMP_I64, &step, 1));
+    if (was[2] != ranks.world && step % set->sync_every != 0)
+        return flag_refuse("resume", "%lld ranks have saved it at step %lld, between two combinations, and this is one "
+                           "of %d: start %lld, and save at a multiple of --sync-every %lld for others",
+                           (long long)was[2], (long long)step, (int)ranks.world, (long long)was[2],
+                           (long long)set->sync_every);
+    if (was[2] != ranks.world) return AMP_OK;
+    resume_path(path, sizeof path);
+    return amp_state_load_ranks(amp, own, path) == AMP_OK ? AMP_OK : flag_refuse("resume", "%s", amp_last_error());
 }
 
 #endif

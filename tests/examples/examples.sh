@@ -528,6 +528,32 @@ awk 'BEGIN {srand(1); split("good moving clever superb funny", g, " "); split("d
 if (build=$PWD/build; cd "$work" && "$build/finetune" texts.tsv > tune.log 2>&1 && mv out/finetune bert && "$build/finetune" texts.tsv bert > again.log 2>&1) &&
     awk '/^epoch 3/ {exit !($NF + 0 > 90)}' "$work/tune.log" && awk '/^epoch 1/ {exit !($NF + 0 > 90)}' "$work/again.log"; then pass
 else fail finetune "$(tail -n 2 "$work/tune.log" "$work/again.log")"; fi
+# Two ranks that combine every 4 steps go on from step 6 as if they had not stopped, each from its own state; one alone
+# does from step 4, where both are alike, and from step 6 is refused.
+head -c 100000 amp.h > "$work/rank_text"
+rank_flags="--layers 2 --heads 2 --channels 32 --seq 32 --eval-batches 2 --data $work/rank_text --precision fp32 --batch 4 --steps 12 --sync-every 4"
+ranks_of_two() {
+    name=$1; shift
+    rm -f "$work/meet"
+    RANK=1 WORLD_SIZE=2 "$gpt" --rank-file "$work/meet" --rank-timeout 20 --threads 1 --sample 0 --out "$work/$name" "$@" > "$work/$name.1.log" 2>&1 &
+    second=$!
+    RANK=0 WORLD_SIZE=2 "$gpt" --rank-file "$work/meet" --rank-timeout 20 --threads 1 --sample 0 --out "$work/$name" "$@" > "$work/$name.log" 2>&1
+    first=$?
+    wait $second && [ $first -eq 0 ]
+}
+if [ -x "$gpt" ]; then
+    if ranks_of_two whole_period $rank_flags && ranks_of_two in_period $rank_flags --stop-after 6 && grep -q "stopped at step 6" "$work/in_period.log"; then pass
+    else fail "ranks stop between two combinations" "$(tail -n 2 "$work/in_period.log" "$work/in_period.1.log")"; fi
+    if "$gpt" --threads 1 --sample 0 --out "$work/alone" --resume "$work/in_period/model" > "$work/alone.log" 2>&1; then
+        fail "one rank from between two combinations" "it trains"
+    elif grep -q "2 ranks have saved it at step 6, between two combinations, and this is one of 1: start 2" "$work/alone.log"; then pass
+    else fail "one rank from between two combinations" "$(tail -n 2 "$work/alone.log")"; fi
+    if ranks_of_two in_period --resume "$work/in_period/model" && cmp -s "$work/in_period/model.safetensors" "$work/whole_period/model.safetensors"; then pass
+    else fail "ranks go on from between two combinations" "$(tail -n 2 "$work/in_period.log" "$work/in_period.1.log")"; fi
+    if ranks_of_two at_period $rank_flags --stop-after 4 && "$gpt" --threads 1 --sample 0 --out "$work/alone" --resume "$work/at_period/model" > "$work/alone.log" 2>&1; then pass
+    else fail "one rank from a combination" "$(tail -n 2 "$work/alone.log" "$work/at_period.log")"; fi
+else skip "ranks of train_gpt" "build/train_gpt is not built"; fi
+
 # What generate.c writes with its keys and values kept is what train_gpt writes without.
 train writes --steps 30 --precision fp32 --save "$work/writes/model"
 "$gpt" $small --sample 28 --out "$work/wrote" --save none --init "$work/writes/model.safetensors" --steps 0 --precision fp32 --temperature 0 --prompt "the " > "$work/wrote.log" 2>&1

@@ -50,10 +50,11 @@ if [ "$(wc -l < "$work/narrow.losses")" -ge 8 ] && paste "$work/narrow.losses" "
         awk '{d = $1 - $2; if (d < 0) d = -d; if (d > 1e-2 * $2) bad = 1} END {exit bad}'; then pass
 else fail "gradients in bf16 on the wire" "$(paste "$work/narrow.losses" "$work/one.losses" | head -n 9)"; fi
 
-# Loose coupling: the checkpoint lies after an outer step, from which two go on; what would end between two is refused.
-if two loose --steps 6 --sync-every 3 --stop-after 2 --batch 4 --precision fp32 && grep -q "step 3/6" "$work/loose.log" &&
+# Loose coupling: two go on from between two outer steps as if they had not stopped; what would end there is refused.
+two undisturbed --steps 6 --sync-every 3 --batch 4 --precision fp32
+if two loose --steps 6 --sync-every 3 --stop-after 2 --batch 4 --precision fp32 && grep -q "stopped at step 2" "$work/loose.log" &&
         mpirun -np 2 "$work/train_gpt_mpi" --threads 1 --sample 0 --out "$work/loose" --resume "$work/loose/model" > "$work/loose.log" 2>&1 &&
-        [ "$(losses loose | wc -l)" -eq 6 ]; then pass
+        [ "$(losses loose | wc -l)" -eq 6 ] && [ "$(hash loose)" = "$(hash undisturbed)" ]; then pass
 else fail "two processes that step alone" "$(tail -n 3 "$work/loose.log")"; fi
 if two uneven --steps 7 --sync-every 3 --batch 4; then fail "steps that end between two outer steps" "they train"
 elif grep -q "7 steps would end between two combinations" "$work/uneven.log"; then pass
