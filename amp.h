@@ -2832,7 +2832,7 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
        for each step:
            forward, backward, amp_step ...
            amp_adapt_step(adapt);
-           while (amp_adapt_next(adapt, &record)) ...      decisions, one by one
+           while (amp_adapt_next(adapt, &record)) ...
 
    A layer is a weight that amp_linear or amp_linear_cross_entropy multiplies by; other operators, and layers that an
    amp_layer_override names already, stay as they are.  Layers begin in the last dtype of the ladder, which the context
@@ -2840,13 +2840,13 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
    are computed again for a few rows: in fp32, in the layer's dtype and in the one below.  A layer moves down after
    `checks` intervals in a row in which the errors there were at most budget * hysteresis and no input overflowed (nor,
    in fp16, came within a factor of 2 of that); it moves up right after a step in which they exceeded the budget in its
-   own dtype, and from then on needs twice as many checks.  The layers take turns over the interval's steps.  Decisions
-   depend on nothing but the data, and are layer overrides.  An interval in which a result was not finite in fp32 does
-   not count, nor, once a layer has had a backward, one without.  The layer of an amp_linear_cross_entropy, which has no
-   fp8, leaves that out; a weight that is used under two names stays in the last dtype, with a warning.  If an override
-   of yours, or of an amp_recovery, comes to name a layer, that layer is left alone from then on.  Errors are
-   |x - fp32| / |fp32| in the Euclidean norm, and where nothing cancels about 0.0003 in fp16 and tf32, 0.002 in bf16,
-   0.04 in fp8 and 0.06 to 0.09 in its gradients. */
+   own dtype, and from then on needs twice as many checks.  Decisions depend on nothing but the data, and are layer
+   overrides.  An interval in which a result was not finite in fp32 does not count, nor, once a layer has had a
+   backward, one without.  amp_linear_cross_entropy leaves fp8 out; a weight of two names stays in the last dtype, with
+   a warning.  A layer that an override of yours or an amp_recovery's comes to name is left alone from then on.  Several
+   ranks create, load, freeze and step alike, and decide alike, by the worst that one found.  Errors are |x - fp32|
+   / |fp32| in the Euclidean norm, and where nothing cancels about 0.0003 in fp16 and tf32, 0.002 in bf16, 0.04 in fp8
+   and 0.06 to 0.09 in its gradients. */
 typedef struct amp_adapt_desc {
     amp_param *params; int64_t n_params;  /* those of the layers, among others; registered; not copied */
     /* two or three of these: FP8; F16 or BF16; TF32 or F32; copied.  Default: FP8 where it is not emulated; BF16, or
@@ -2880,19 +2880,20 @@ typedef struct amp_adapt amp_adapt;
 /* One per context at a time.
    Errors: AMP_ERR_SHAPE, AMP_ERR_STATE params are not registered, during a graph capture, or the context has one
    already, AMP_ERR_DTYPE a ladder in another order, AMP_ERR_UNSUPPORTED one with a dtype that the device lacks,
-   AMP_ERR_CONFLICT the context computes in another dtype than the ladder's last, is disabled, at level O0 or of several
-   ranks, or the scaler is another context's. */
+   AMP_ERR_CONFLICT the context computes in another dtype than the ladder's last, is disabled or at level O0, or the
+   scaler is another context's, AMP_ERR_REDUCE ranks have other layers or settings, or one failed. */
 AMP_API amp_result amp_adapt_create(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc);
 /* The layers stay as they are. */
 AMP_API void amp_adapt_destroy(amp_adapt *adapt);
 /* The settings in effect; .ladder is the object's. */
 AMP_API amp_result amp_adapt_query(const amp_adapt *adapt, amp_adapt_desc *out);
 /* Call it once after each step.  Warns once if no layer ran in an interval outside of captured graphs.
-   Errors: AMP_ERR_STATE during a graph capture, or inside amp_verify, amp_gradcheck or amp_tune. */
+   Errors: AMP_ERR_STATE during a graph capture, or inside amp_verify, amp_gradcheck or amp_tune, AMP_ERR_REDUCE ranks
+   differ. */
 AMP_API amp_result amp_adapt_step(amp_adapt *adapt);
 /* 1: *out is the next decision, oldest first.  Those of the last step at least are kept. */
 AMP_API int32_t amp_adapt_next(amp_adapt *adapt, amp_adapt_record *out);
-/* How layer i stands, in the order of params.  Errors: AMP_ERR_RANGE there are not so many layers. */
+/* How layer i stands, in the order of params.  Errors: AMP_ERR_RANGE i. */
 AMP_API amp_result amp_adapt_layer(const amp_adapt *adapt, int64_t i, amp_adapt_record *out);
 /* 1: no more checks and moves; 0: go on.  All counts start again. */
 AMP_API amp_result amp_adapt_freeze(amp_adapt *adapt, int32_t frozen);
@@ -30478,6 +30479,8 @@ struct amp_adapt {
     double fitting;                 /* errors at most so large let a layer move down */
     amp_adapt_record *records;      /* a ring */
     int64_t first_record, n_records, most_records;
+    double *common;                 /* of several ranks: what they tell each other in a step */
+    int64_t n_common;
 };
 
 static const ampi_field ampi_adapt_fields[] = {
@@ -30498,6 +30501,7 @@ static void ampi_adapt_stop(ampi_object *object) {
     if (ampi_observing(m->amp) == m) ampi_observe(m->amp, NULL, NULL);
     ampi_free(s, m->layers, m->n, sizeof *m->layers);
     ampi_free(s, m->records, m->most_records, sizeof *m->records);
+    ampi_free(s, m->common, m->n_common, sizeof *m->common);
     if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
 AMP_API void amp_adapt_destroy(amp_adapt *adapt) {
@@ -30782,6 +30786,70 @@ static void ampi_adapt_see(amp_context *amp, const ampi_shown *seen) {
     ampi_unlock(amp);
 }
 
+/* ---- Evidence of several ranks: the worst of all, so that all decide alike.  What must be alike is told as x and -x,
+   whose maxima then are so too. */
+
+enum { AMPI_ADAPT_ALIKE = 3 };          /* facts */
+/* What of a layer is told: evidence, bits of `seen`, others. */
+enum { AMPI_TELL_SEEN = 12, AMPI_TELL_FIXED = 17, AMPI_TELL_WORK = 18, AMPI_TELL_NAME = 20, AMPI_TELL_NAMELESS = 22,
+       AMPI_TELL = 23 };
+
+static uint64_t ampi_adapt_fold(uint64_t sum, const int64_t *x, int n) {
+    int i;
+    for (i = 0; i < n; i++) sum = (sum ^ (uint64_t)x[i]) * 0x100000001b3u;
+    return sum;
+}
+/* Of 64 bits those that a double holds. */
+static double ampi_adapt_digest(uint64_t sum) { return (double)(sum >> 11); }
+
+static void ampi_adapt_tell(const ampi_adapt_layer *l, double x[AMPI_TELL]) {
+    int named = l->name[0] != 0, k;
+    double name = ampi_adapt_digest(ampi_text_hash(l->name));
+    memcpy(x, &l->below, AMPI_TELL_SEEN * sizeof *x);
+    for (k = 0; k < AMPI_TELL_FIXED - AMPI_TELL_SEEN; k++) x[AMPI_TELL_SEEN + k] = (double)(l->seen >> k & 1);
+    x[AMPI_TELL_FIXED] = (double)l->fixed;
+    for (k = 0; k < 2; k++) x[AMPI_TELL_WORK + k] = (double)l->multiply_adds[k];
+    x[AMPI_TELL_NAME] = named ? name : -AMPI_DBL_MAX;
+    x[AMPI_TELL_NAME + 1] = named ? -name : -AMPI_DBL_MAX;
+    x[AMPI_TELL_NAMELESS] = !named;
+}
+
+/* A layer that did not run here has its name from a rank where it did. */
+static amp_result ampi_adapt_hear(const amp_adapt *m, ampi_adapt_layer *l, const double x[AMPI_TELL]) {
+    int k;
+    memcpy(&l->below, x, AMPI_TELL_SEEN * sizeof *x);
+    for (k = 0; k < AMPI_TELL_FIXED - AMPI_TELL_SEEN; k++) l->seen |= (int64_t)(x[AMPI_TELL_SEEN + k] > 0) << k;
+    l->fixed = x[AMPI_TELL_FIXED] > 0;
+    for (k = 0; k < 2; k++)
+        if (x[AMPI_TELL_WORK + k] > (double)l->multiply_adds[k])
+            l->multiply_adds[k] = (int64_t)x[AMPI_TELL_WORK + k];
+    if (x[AMPI_TELL_NAME] < 0) return AMP_OK;
+    if (x[AMPI_TELL_NAME] > -x[AMPI_TELL_NAME + 1]) l->seen |= AMPI_SEEN_TIED;
+    return x[AMPI_TELL_NAMELESS] > 0 ? ampi_ranks_take(m->amp, l->name, (int64_t)sizeof l->name, l->name[0] != 0)
+                                     : AMP_OK;
+}
+
+static amp_result ampi_adapt_meet(amp_adapt *m) {
+    static const char *const names[AMPI_ADAPT_ALIKE] = {"the step", "freezing", "the layers' state"};
+    double *x = m->common, *layers = x + 2 * AMPI_ADAPT_ALIKE;
+    uint64_t sum = (uint64_t)m->moved;
+    int64_t i;
+    if (m->n_common == 0) return AMP_OK;
+    for (i = 0; i < m->n; i++) {
+        sum = ampi_adapt_fold(sum, &m->layers[i].rung, 3);      /* with passes and ups */
+        ampi_adapt_tell(&m->layers[i], layers + i * AMPI_TELL);
+    }
+    x[0] = (double)m->steps; x[1] = m->frozen; x[2] = ampi_adapt_digest(sum);
+    for (i = 0; i < AMPI_ADAPT_ALIKE; i++) x[AMPI_ADAPT_ALIKE + i] = -x[i];
+    AMPI_TRY(ampi_ranks_most(m->amp, x, m->n_common));
+    for (i = 0; i < AMPI_ADAPT_ALIKE; i++)
+        if (x[i] > -x[AMPI_ADAPT_ALIKE + i])
+            return ampi_fail(AMP_ERR_REDUCE, "amp_adapt_step",
+                             "%s differs between ranks: load, freeze and step on all alike", names[i]);
+    for (i = 0; i < m->n; i++) AMPI_TRY(ampi_adapt_hear(m, &m->layers[i], layers + i * AMPI_TELL));
+    return AMP_OK;
+}
+
 /* ---- Decisions */
 
 static double ampi_adapt_worst(const ampi_evidence *e) { return AMPI_MAX(e->error[0], e->error[1]); }
@@ -30882,7 +30950,6 @@ static amp_result ampi_adapt_interval(amp_adapt *m) {
     for (i = 0; i < m->n; i++) {
         ampi_adapt_layer *l = &m->layers[i];
         seen += (l->seen & AMPI_SEEN_PARTS) != 0 || l->fixed;
-        if (l->name[0] != 0 && ampi_adapt_is_overridden(m, l)) l->fixed = 1;
         if (!l->fixed) AMPI_TRY(ampi_adapt_check(m, l));
     }
     m->moved = 0;
@@ -30897,12 +30964,17 @@ static amp_result ampi_adapt_interval(amp_adapt *m) {
 
 static amp_result ampi_adapt_step(amp_adapt *m) {
     int64_t i;
+    int last;
     AMPI_TRY(ampi_need_object("amp_adapt_step", m, "adapt"));
     AMPI_TRY(ampi_may_wait(m->amp));
     if (ampi_trials(m->amp, 0) > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_adapt_step",
                          "inside amp_verify, amp_gradcheck or amp_tune, whose steps are trials: call it after training "
                          "steps only");
+    last = !m->frozen && (m->steps + 1) % m->desc.interval == 0;
+    for (i = 0; last && i < m->n; i++)
+        if (m->layers[i].name[0] != 0 && ampi_adapt_is_overridden(m, &m->layers[i])) m->layers[i].fixed = 1;
+    AMPI_TRY(ampi_adapt_meet(m));
     if (!m->frozen) {
         for (i = 0; i < m->n; i++) {
             ampi_adapt_layer *l = &m->layers[i];
@@ -30910,7 +30982,7 @@ static amp_result ampi_adapt_step(amp_adapt *m) {
             if (!l->fixed && l->rung + 1 < m->desc.n_ladder && ampi_adapt_worst(&l->here) > m->desc.budget)
                 AMPI_TRY(ampi_adapt_move(m, l, l->rung + 1));
         }
-        if ((m->steps + 1) % m->desc.interval == 0) AMPI_TRY(ampi_adapt_interval(m));
+        if (last) AMPI_TRY(ampi_adapt_interval(m));
     }
     m->steps++;
     return AMP_OK;
@@ -31004,15 +31076,11 @@ static amp_result ampi_adapt_refusals(const amp_context *amp, const amp_adapt_de
         return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
-    AMPI_TRY(ampi_may_wait(amp));
     if (ampi_observing(amp) != NULL)
         return ampi_fail(AMP_ERR_STATE, f, "this context has one already: destroy that first");
     if (ampi_settings(amp)->level == AMP_LEVEL_O0 || ampi_settings(amp)->disable)
         return ampi_fail(AMP_ERR_CONFLICT, f, "%s, where overrides of layers have no effect",
                          ampi_settings(amp)->disable ? "the context is disabled" : "the context is at level O0");
-    if (ampi_world(amp) > 1)
-        return ampi_fail(AMP_ERR_CONFLICT, f, "the context has %d ranks, which would decide differently: adapt on one, "
-                         "and give every rank its layers (amp_adapt_text)", ampi_world(amp));
     if (d->scaler != NULL && d->scaler->amp != amp)
         return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context");
     return AMP_OK;
@@ -31035,6 +31103,11 @@ static amp_result ampi_adapt_fill(amp_adapt *m) {
     m->n = n;
     AMPI_TRY(ampi_alloc(s, "amp_adapt_create", (void **)&m->records, n + 64, sizeof *m->records));
     m->most_records = n + 64;
+    if (ampi_world(m->amp) > 1) {
+        int64_t told = 2 * AMPI_ADAPT_ALIKE + n * AMPI_TELL;
+        AMPI_TRY(ampi_alloc(s, "amp_adapt_create", (void **)&m->common, told, sizeof *m->common));
+        m->n_common = told;
+    }
     for (i = n = 0; i < d->n_params; i++) {
         if (d->params[i].weight.ndim != 2) continue;
         m->layers[n].param = &d->params[i];
@@ -31044,13 +31117,12 @@ static amp_result ampi_adapt_fill(amp_adapt *m) {
     return AMP_OK;
 }
 
-static amp_result ampi_adapt_create(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
+/* One rank's adapt, which does not observe yet. */
+static amp_result ampi_adapt_make(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
     static const char f[] = "amp_adapt_create";
     amp_result result;
     amp_adapt *m, made;
     ampi_fp host;
-    if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need(f, amp && out && desc, "amp, out or desc"));
     memset(&made, 0, sizeof made);
     made.desc = *desc;
     AMPI_TRY(ampi_adapt_refusals(amp, desc));
@@ -31068,6 +31140,50 @@ static amp_result ampi_adapt_create(amp_context *amp, amp_adapt **out, const amp
     m->fitting = m->desc.budget * m->desc.hysteresis;
     ampi_fp_end(host);
     result = ampi_adapt_fill(m);
+    if (result == AMP_OK) *out = m;
+    else amp_adapt_destroy(m);
+    return result;
+}
+
+static void ampi_adapt_shape(const ampi_adapt_layer *l, int64_t shape[AMPI_ADAPT_SHAPE]) {
+    shape[0] = (int64_t)(ampi_text_hash(l->param->name) >> 1);
+    shape[1] = l->param->weight.shape[0];
+    shape[2] = l->param->weight.shape[1];
+}
+
+/* What all ranks' must have in common. */
+static amp_result ampi_adapt_compare(const amp_adapt *m) {
+    enum { FIELDS = sizeof ampi_adapt_fields / sizeof *ampi_adapt_fields, FACTS = FIELDS + 1 + AMPI_RUNGS };
+    static const char *const more[] = {"params", "ladder", "ladder", "ladder"};
+    double x[FACTS];
+    int64_t i, shape[AMPI_ADAPT_SHAPE];
+    uint64_t model = 0;
+    ampi_apart apart;
+    if (m->n_common == 0) return AMP_OK;
+    for (i = 0; i < m->n; i++) {
+        ampi_adapt_shape(&m->layers[i], shape);
+        model = ampi_adapt_fold(model, shape, AMPI_ADAPT_SHAPE);
+    }
+    x[0] = ampi_adapt_digest(model);
+    for (i = 0; i < AMPI_RUNGS; i++) x[1 + i] = (int)m->ladder[i];
+    for (i = 0; i < FIELDS; i++) x[1 + AMPI_RUNGS + i] = ampi_field_get(&m->desc, &ampi_adapt_fields[i]);
+    AMPI_TRY(ampi_ranks_compare_facts(m->amp, x, FACTS, &apart));
+    if (apart.which < 0) return AMP_OK;
+    if (apart.which <= AMPI_RUNGS)
+        return ampi_fail(AMP_ERR_REDUCE, "amp_adapt_create", "rank %d has other .%s than rank 0: all must agree",
+                         (int)apart.rank, more[apart.which]);
+    return ampi_fail(AMP_ERR_REDUCE, "amp_adapt_create", ".%s is %.9g on rank %d and %.9g on rank 0: all must agree",
+                     ampi_adapt_fields[apart.which - 1 - AMPI_RUNGS].key, apart.value, (int)apart.rank, apart.first);
+}
+
+static amp_result ampi_adapt_create(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
+    amp_adapt *m = NULL;
+    amp_result result;
+    if (out != NULL) *out = NULL;
+    AMPI_TRY(ampi_need("amp_adapt_create", amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_may_wait(amp));
+    result = ampi_ranks_result(amp, ampi_adapt_make(amp, &m, desc));
+    if (result == AMP_OK) result = ampi_adapt_compare(m);
     if (result != AMP_OK) { amp_adapt_destroy(m); return result; }
     ampi_observe(amp, ampi_adapt_see, m);
     ampi_object_enlist(&m->object, m->layers[0].param->name);
@@ -31210,12 +31326,6 @@ static amp_result ampi_saved_layers_alloc(const amp_system *system, const char *
     AMPI_TRY(ampi_alloc(system, f, (void **)&s->counts, s->n, AMPI_ADAPT_COUNTS * sizeof *s->counts));
     AMPI_TRY(ampi_alloc(system, f, (void **)&s->reals, s->n, AMPI_ADAPT_REALS * sizeof *s->reals));
     return ampi_alloc(system, f, (void **)&s->names, s->n, sizeof((ampi_adapt_layer *)0)->name);
-}
-
-static void ampi_adapt_shape(const ampi_adapt_layer *l, int64_t shape[AMPI_ADAPT_SHAPE]) {
-    shape[0] = (int64_t)(ampi_text_hash(l->param->name) >> 1);
-    shape[1] = l->param->weight.shape[0];
-    shape[2] = l->param->weight.shape[1];
 }
 
 /* Copies the layers' numbers out (to 0) or in. */

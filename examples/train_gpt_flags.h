@@ -239,9 +239,6 @@ static amp_result check_settings(settings *set) {
         return flag_refuse(flag_was_given("lowest") ? "lowest" : "error-budget", "is for --precision adaptive");
     if (set->adaptive && set->graph)
         return flag_refuse("graph", "contradicts --precision adaptive, which looks into steps");
-    if (set->adaptive && ranks.world > 1)
-        return flag_refuse("precision",
-                           "adaptive is for one process: train on one, and give all its layers by --config");
     if (set->graph && set->profile)
         return flag_refuse("graph", "contradicts --profile, which times every operator by itself");
     if (set->graph && set->tensor_stats_interval > 0)

@@ -512,14 +512,15 @@ static amp_result report_adapt(run *r) {
     size_t bytes = amp_adapt_text(r->adapt, NULL, 0);
     char path[PATH_MAX + 16], *text = bytes > 0 ? (char *)malloc(bytes + 1) : NULL;
     amp_result result = AMP_OK;
+    int saves = r->save[0] != 0 && ranks.rank == 0;
     if (r->adapt == NULL) return AMP_OK;
     if (text == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the layers' precision");
     (void)metrics_tolerate(&r->metrics, record_layers(r));
     (void)amp_adapt_text(r->adapt, text, bytes + 1);
     snprintf(path, sizeof path, "%s.layers.conf", r->save);
     printf("%s", text);
-    if (r->save[0] != 0) result = amp_file_write_atomic(NULL, path, text, bytes);
-    if (r->save[0] != 0 && result == AMP_OK) printf("saved %s\n", path);
+    if (saves) result = amp_file_write_atomic(NULL, path, text, bytes);
+    if (saves && result == AMP_OK) printf("saved %s\n", path);
     free(text);
     return result;
 }

@@ -991,6 +991,142 @@ TEST(ranks_tune_together) {
     for (int r = 0; r < 3; r++) CHECK_MSG(care.code[r] == AMP_ERR_REDUCE && strstr(care.why[r], "rank 1 would try other dtypes"), "%d: %s", care.code[r], care.why[r]);
 }
 
+/* Layers a and b of 2 x 2; rank 1's input of a is huge from a step on, rank 0 never runs b; one rank differs as .what says. */
+enum { ADAPT_STEPS = 24, ADAPT_HUGE = 12, ADAPT_RECORDS = 16 };
+typedef struct adapted { amp_adapt_record records[ADAPT_RECORDS]; int n, code; amp_dtype dtypes[2]; char why[512]; } adapted;
+typedef enum adapt_apart { ADAPT_ALIKE, ADAPT_BUDGET, ADAPT_BAD, ADAPT_NAME, ADAPT_LADDER, ADAPT_FROZEN, ADAPT_LOADED, ADAPT_OVERRIDDEN } adapt_apart;
+static struct { adapt_apart what; int huge, from, to; adapted found[RANKS]; amp_state *states[RANKS]; } adapting;
+
+static void adapt_linear(amp_context *amp, amp_param *p, int huge) {
+    amp_linear_op op;
+    float x[4], y[4], dx[4], dy[4] = {1, 0.5f, 0.25f, 1};
+    for (int i = 0; i < 4; i++) x[i] = (huge ? 1e6f : 0.5f) * (float)(i + 1);
+    memset(&op, 0, sizeof op);
+    op.x = amp_tensor2(x, AMP_F32, 2, 2); op.y = amp_tensor2(y, AMP_F32, 2, 2); op.weight = p;
+    op.dx = amp_tensor2(dx, AMP_F32, 2, 2); op.dy = amp_tensor2(dy, AMP_F32, 2, 2);
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_OK(amp_linear(amp, &op));
+    CHECK_OK(amp_autocast_end(amp));
+    CHECK_OK(amp_linear_backward(amp, &op));
+}
+static amp_result adapt_steps(amp_context *amp, amp_adapt *adapt, amp_param *p, int rank, adapted *found) {
+    for (int step = adapting.from; step < adapting.to; step++) {
+        amp_result result;
+        adapt_linear(amp, &p[0], rank == 1 && step >= adapting.huge);
+        if (rank > 0) adapt_linear(amp, &p[1], 0);
+        if (rank == 1 && step == 6 && adapting.what == ADAPT_FROZEN) CHECK_OK(amp_adapt_freeze(adapt, 1));
+        if (rank == 1 && step == 6 && adapting.what == ADAPT_OVERRIDDEN) CHECK_OK(amp_layer_override(amp, "a.weight", AMP_BF16));
+        result = amp_adapt_step(adapt);
+        if (result != AMP_OK) return result;
+        while (found->n < ADAPT_RECORDS && amp_adapt_next(adapt, &found->records[found->n])) found->n++;
+    }
+    return AMP_OK;
+}
+static void adapt_rank(int rank, int world) {
+    static const amp_dtype ladders[2][2] = {{AMP_F16, AMP_F32}, {AMP_BF16, AMP_F32}};
+    adapted *found = &adapting.found[rank];
+    int apart = rank == world - 1;
+    amp_context *amp;
+    amp_adapt *adapt;
+    amp_adapt_desc d;
+    amp_desc desc;
+    amp_param p[2];
+    float w[2][4] = {{1.5f, -2, 0.75f, 1}, {1, 0.5f, -1, 2}}, g[2][4];
+    memset(&desc, 0, sizeof desc); memset(&d, 0, sizeof d); memset(p, 0, sizeof p);
+    CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    desc.threads = 1; desc.dtype = AMP_F32; desc.logger.level = AMP_LOG_ERROR;
+    CHECK_OK(amp_open(&amp, &desc));
+    for (int i = 0; i < 2; i++) {
+        p[i].name = i ? apart && adapting.what == ADAPT_NAME ? "c.weight" : "b.weight" : "a.weight";
+        p[i].weight = amp_tensor2(w[i], AMP_F32, 2, 2); p[i].grad = amp_tensor2(g[i], AMP_F32, 2, 2);
+    }
+    CHECK_OK(amp_param_register(amp, p, 2));
+    d.params = p; d.n_params = 2; d.interval = 3; d.checks = 1; d.changes = 2;
+    d.ladder = ladders[apart && adapting.what == ADAPT_LADDER]; d.n_ladder = 2;
+    d.budget = apart && adapting.what == ADAPT_BUDGET ? 0.2 : 0.1;
+    if (apart && adapting.what == ADAPT_BAD) d.checks = -1;
+    found->code = (int)amp_adapt_create(amp, &adapt, &d);
+    if (found->code == 0 && adapting.from > 0 && !(apart && adapting.what == ADAPT_LOADED))
+        CHECK_OK(amp_adapt_load(adapt, adapting.states[rank], "adapt"));
+    if (found->code == 0) found->code = (int)adapt_steps(amp, adapt, p, rank, found);
+    snprintf(found->why, sizeof found->why, "%s", amp_last_error());
+    for (int i = 0; found->code == 0 && i < 2; i++) {
+        amp_adapt_record r;
+        CHECK_OK(amp_adapt_layer(adapt, i, &r));
+        found->dtypes[i] = r.to;
+        if (adapting.what == ADAPT_OVERRIDDEN && i == 0) CHECK_EQ(r.fixed, 1);
+    }
+    if (found->code == 0 && adapting.from == 0) CHECK_OK(amp_adapt_save(adapt, adapting.states[rank], "adapt"));
+    amp_adapt_destroy(adapt);
+    amp_close(amp);
+}
+static void adapt_run(int world, adapt_apart what, int from, int to) {
+    adapting.what = what; adapting.from = from; adapting.to = to;
+    memset(adapting.found, 0, sizeof adapting.found);
+    for (int r = 0; r < world && from == 0; r++) {
+        amp_state_destroy(adapting.states[r]);
+        CHECK_OK(amp_state_create(&adapting.states[r], NULL));
+    }
+    thread_ranks(world, adapt_rank);
+    for (int r = 1; r < world; r++) {
+        const adapted *a = &adapting.found[0], *b = &adapting.found[r];
+        if (what == ADAPT_BAD) continue;
+        CHECK_MSG(a->code == b->code && a->n == b->n, "rank %d: %d, %d decisions, %s", r, b->code, b->n, b->why);
+        CHECK(memcmp(a->records, b->records, sizeof a->records) == 0);
+    }
+}
+static void adapt_close(void) {
+    for (int r = 0; r < RANKS; r++) { amp_state_destroy(adapting.states[r]); adapting.states[r] = NULL; }
+}
+
+TEST(ranks_adapt_together) {
+    static adapted whole;
+    for (int world = 2; world <= 3; world++) {
+        adapting.huge = 0;                                  /* a overflows fp16 on rank 1 from the start */
+        adapt_run(world, ADAPT_ALIKE, 0, ADAPT_STEPS);
+        for (int r = 0; r < world; r++) {
+            const adapted *f = &adapting.found[r];
+            CHECK_MSG(f->code == 0 && f->n == 1, "rank %d: %d, %d decisions, %s", r, f->code, f->n, f->why);
+            CHECK(f->dtypes[0] == AMP_F32 && f->dtypes[1] == AMP_F16);
+        }
+        adapting.huge = ADAPT_HUGE;                         /* both go low, and a comes back */
+        adapt_run(world, ADAPT_ALIKE, 0, ADAPT_STEPS);
+        whole = adapting.found[0];
+        CHECK_MSG(whole.code == 0 && whole.n == 3 && whole.records[2].to == AMP_F32, "%d decisions, %s", whole.n, whole.why);
+        CHECK(whole.records[2].step >= ADAPT_HUGE && whole.records[2].step < ADAPT_HUGE + 3);
+        for (int r = 0; r < world; r++) CHECK(adapting.found[r].dtypes[0] == AMP_F32 && adapting.found[r].dtypes[1] == AMP_F16);
+        adapt_run(world, ADAPT_ALIKE, 0, 10);               /* saved in the middle of an interval, and resumed */
+        for (int r = 0; r < world; r++) CHECK(adapting.found[r].n == 2 && adapting.found[r].dtypes[0] == AMP_F16);
+        adapt_run(world, ADAPT_ALIKE, 10, ADAPT_STEPS);
+        for (int r = 0; r < world; r++)
+            CHECK(adapting.found[r].n == 1 && memcmp(adapting.found[r].records, &whole.records[2], sizeof *whole.records) == 0);
+    }
+    adapting.huge = ADAPT_STEPS;                            /* an override on one rank is left alone on all */
+    adapt_run(3, ADAPT_OVERRIDDEN, 0, ADAPT_STEPS);
+    for (int r = 0; r < 3; r++) CHECK_MSG(adapting.found[r].code == 0, "%s", adapting.found[r].why);
+    adapt_close();
+}
+
+/* Every rank is told, and none waits for another. */
+TEST(ranks_that_would_adapt_apart) {
+    static const struct { adapt_apart what; const char *says; } rows[] = {
+        {ADAPT_BUDGET, "budget is 0.2"}, {ADAPT_NAME, ".params"}, {ADAPT_LADDER, ".ladder"}, {ADAPT_FROZEN, "freezing"}, {ADAPT_LOADED, "the step"}};
+    adapting.huge = ADAPT_STEPS;
+    for (int world = 2; world <= 3; world++) {
+        for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+            if (rows[i].what == ADAPT_LOADED) adapt_run(world, ADAPT_ALIKE, 0, 10);
+            adapt_run(world, rows[i].what, rows[i].what == ADAPT_LOADED ? 10 : 0, ADAPT_STEPS);
+            for (int r = 0; r < world; r++) {
+                const adapted *f = &adapting.found[r];
+                CHECK_MSG(f->code == AMP_ERR_REDUCE && strstr(f->why, rows[i].says) != NULL, "rank %d: %d, %s", r, f->code, f->why);
+            }
+        }
+        adapt_run(world, ADAPT_BAD, 0, ADAPT_STEPS);        /* what one alone is refused */
+        for (int r = 0; r < world; r++) CHECK_EQ(adapting.found[r].code, r == world - 1 ? AMP_ERR_RANGE : AMP_ERR_REDUCE);
+    }
+    adapt_close();
+}
+
 /* Rank 1 alone has a loss that is not finite, in step 5 of 8; rank 0's policy sets a learning rate, the others' another. */
 static amp_optimizer *back_optimizers[RANKS];
 static struct { float w[RANKS][2]; int action[RANKS], code[RANKS], fail_save; double lr[RANKS]; } back;
@@ -1345,7 +1481,8 @@ int main(int argc, char **argv) {
     RUN(threads_train_as_processes_do); RUN(ranks_that_differ_are_named); RUN(ranks_that_step_alone_follow_the_rule);
     RUN(ranks_that_step_alone_with_16_bit_weights); RUN(ranks_that_step_alone_resume); RUN(a_rank_with_spoiled_weights_is_named); RUN(ranks_that_step_alone_scale_alone);
     RUN(loose_coupling_that_cannot_be);
-    RUN(ranks_verify_together); RUN(a_step_that_fails_on_one_rank_fails_on_all); RUN(ranks_tune_together); RUN(ranks_go_back_together);
+    RUN(ranks_verify_together); RUN(a_step_that_fails_on_one_rank_fails_on_all); RUN(ranks_tune_together);
+    RUN(ranks_adapt_together); RUN(ranks_that_would_adapt_apart); RUN(ranks_go_back_together);
     RUN(sums_and_maxima); RUN(every_exchange); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
     return TEST_END();
 }
