@@ -23312,7 +23312,7 @@ static int64_t ampi_row_scratch(const amp_grad_set *set) {
 static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
     ampi_archive archive = {o, state, NULL, prefix, NULL};
-    int64_t bytes = ampi_row_scratch(o->set);
+    int64_t bytes = ampi_row_scratch(o->set), every = o->desc.sync_every;
     amp_result r;
     AMPI_TRY(ampi_save_rows(o, state, prefix));
     AMPI_TRY(ampi_save_part(o, state, prefix));
@@ -23322,6 +23322,7 @@ static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, 
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &archive.scratch, bytes, 1));
     r = ampi_archive_arrays(&archive);
     if (r == AMP_OK && o->outer.begun) r = ampi_archive_outer(&archive);
+    if (r == AMP_OK && o->outer.begun) r = ampi_put(state, prefix, "sync_every", -1, AMP_I64, &every, 1);
     ampi_free(s, archive.scratch, bytes, 1);
     return r;
 }
@@ -23441,6 +23442,16 @@ static int ampi_has_outer(const amp_optimizer *o, const amp_state *state, const 
     return o->desc.sync_every > 0 && ampi_has_record(state, prefix, ampi_outer_names[0], 0);
 }
 
+/* 1: saved between two outer steps.  States that do not tell their period are taken to have this one's. */
+static int ampi_saved_within_period(const amp_optimizer *o, const amp_state *state, const char *prefix,
+                                    int64_t attempts, amp_result *result) {
+    int64_t every = o->desc.sync_every;
+    if (!ampi_has_record(state, prefix, ampi_outer_names[0], 0)) return 0;
+    if (ampi_has_record(state, prefix, "sync_every", -1))
+        *result = ampi_get(state, prefix, "sync_every", -1, AMP_I64, &every, 1);
+    return every > 0 && attempts % every != 0;
+}
+
 /* A state saved in the middle of a cycle, between two outer steps, or sharded, belongs to one rank. */
 static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const int64_t own[AMPI_SAVED_CYCLE],
                                    int64_t micro, int live, int period) {
@@ -23554,7 +23565,7 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
     ampi_saved_optimizer numbers;
     amp_k_step_result due[AMP_STEP_RESULTS];
     int64_t n, bytes, seed, i;
-    amp_result r;
+    amp_result r = AMP_OK;
     uint8_t *live;
     int period;
     AMPI_TRY(ampi_need("amp_optimizer_load", o && state, "optimizer or state"));
@@ -23580,8 +23591,8 @@ static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state 
                                  sizeof *due, n));
     if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&live, o->set->n, 1));
-    period = ampi_has_outer(o, state, prefix) && numbers.attempts % o->desc.sync_every != 0;
-    r = ampi_load_cycle(o, state, prefix, numbers.micro, period, live);
+    period = ampi_saved_within_period(o, state, prefix, numbers.attempts, &r);
+    if (r == AMP_OK) r = ampi_load_cycle(o, state, prefix, numbers.micro, period, live);
     if (r == AMP_OK) r = ampi_check_arrays(o, state, prefix, live);
     if (r == AMP_OK) r = ampi_alloc(s, "amp_optimizer_load", &archive.scratch, bytes, 1);
     if (r == AMP_OK) r = ampi_wait(o->amp);

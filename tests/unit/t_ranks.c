@@ -592,7 +592,7 @@ TEST(ranks_that_differ_are_named) {
 
 enum { LOOSE = 5, LOOSE_H = 3 };
 static struct {
-    int steps, from, save, wire, master, level, nan_rank, other_state, graph;
+    int steps, from, save, wire, master, level, nan_rank, other_state, other_period, graph;
     float w[RANKS][8 * STEPS][LOOSE], last[RANKS][LOOSE];
     int code[RANKS], calls[RANKS];
     int64_t bytes[RANKS];
@@ -636,7 +636,7 @@ static void loose_train(int rank, int world) {
     p[2].name = "b"; p[2].weight = p[2].grad = amp_tensor1(w + 2, AMP_F32, 3); p[2].grad.data = g + 2;
     if (narrow) { p[0].weight = amp_tensor1(low, AMP_BF16, 2); p[2].weight = amp_tensor1(low + 2, AMP_BF16, 3); }
     CHECK_OK(amp_param_register(amp, p, 3));
-    od.params = p; od.n_params = 3; od.kind = AMP_SGD; od.lr = 0.25; od.sync_every = LOOSE_H; od.master = (amp_master_kind)loose.master;
+    od.params = p; od.n_params = 3; od.kind = AMP_SGD; od.lr = 0.25; od.sync_every = loose.other_period ? loose.other_period : LOOSE_H; od.master = (amp_master_kind)loose.master;
     if (loose.wire) od.sync_wire = AMP_BF16;
     CHECK_OK(amp_optimizer_create(amp, &opt, &od));
     if (loose.from > 0) {
@@ -785,10 +785,13 @@ TEST(ranks_that_step_alone_resume) {
             for (int step = cut; step < END; step++) CHECK_MSG(memcmp(whole[r][step], loose.w[r][step], sizeof whole[r][step]) == 0, "cut %d, step %d", cut, step);
         }
         loose.other_state = 1;
-        loose_run(whole_period ? 3 : 2, cut, whole_period ? END : cut, 0);
-        for (int r = 0; r < 2 + whole_period; r++)
-            CHECK_MSG(loose.code[r] == (whole_period || r == 0 ? 0 : AMP_ERR_MISMATCH) && (loose.code[r] == 0 || strstr(loose.why[r], "between two outer steps by rank 0 of 2")),
-                      "cut %d, rank %d: %d, %s", cut, r, loose.code[r], loose.why[r]);
+        for (int period = 0; period <= cut; period += cut) {    /* another period, of which the cut is a multiple, changes nothing */
+            loose.other_period = period;
+            loose_run(whole_period ? 3 : 2, cut, whole_period ? END : cut, 0);
+            for (int r = 0; r < 2 + whole_period; r++)
+                CHECK_MSG(loose.code[r] == (whole_period || r == 0 ? 0 : AMP_ERR_MISMATCH) && (loose.code[r] == 0 || strstr(loose.why[r], "between two outer steps by rank 0 of 2")),
+                          "cut %d, period %d, rank %d: %d, %s", cut, period, r, loose.code[r], loose.why[r]);
+        }
     }
     loose_reset();
 }
