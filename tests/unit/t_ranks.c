@@ -1112,8 +1112,9 @@ TEST(ranks_adapt_together) {
 
 /* Every rank is told, and none waits for another. */
 TEST(ranks_that_would_adapt_apart) {
-    static const struct { adapt_apart what; const char *says; } rows[] = {
-        {ADAPT_BUDGET, "budget is 0.2"}, {ADAPT_NAME, ".params"}, {ADAPT_LADDER, ".ladder"}, {ADAPT_FROZEN, "freezing"}, {ADAPT_LOADED, "the step"}};
+    static const struct { adapt_apart what; const char *call, *says; } rows[] = {
+        {ADAPT_BUDGET, "amp_adapt_create", "budget is 0.2"}, {ADAPT_NAME, "amp_adapt_create", ".params"},
+        {ADAPT_LADDER, "amp_adapt_create", ".ladder"}, {ADAPT_FROZEN, "amp_adapt_step", "freezing"}, {ADAPT_LOADED, "amp_adapt_step", "the step"}};
     adapting.huge = ADAPT_STEPS;
     for (int world = 2; world <= 3; world++) {
         for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
@@ -1122,6 +1123,7 @@ TEST(ranks_that_would_adapt_apart) {
             for (int r = 0; r < world; r++) {
                 const adapted *f = &adapting.found[r];
                 CHECK_MSG(f->code == AMP_ERR_REDUCE && strstr(f->why, rows[i].says) != NULL, "rank %d: %d, %s", r, f->code, f->why);
+                ampt_named(rows[i].call, f->code, f->why, __FILE__, __LINE__);
             }
         }
         adapt_run(world, ADAPT_BAD, 0, ADAPT_STEPS);        /* what one alone is refused */

@@ -513,6 +513,7 @@ static void expect_all(const group *g, int code, const char *text) {
 TEST(fewer_and_more_ranks) {
     group g;
     int epoch, sample;
+    if (references[0].weights == 0) reference_run(0);       /* whose batches are compared with */
     folder_clear();
     board_clear(0);
     g = go_on(4, 0, "--batch 2 --stop-after 5");
@@ -520,13 +521,13 @@ TEST(fewer_and_more_ranks) {
     g = go_on(2, 1, "--stop-after 6");
     expect_all(&g, 0, NULL);
     g = go_on(3, 1, "");
-    expect_all(&g, 2, "the checkpoint's 8 sequences in a micro-batch of all ranks do not divide by 3 ranks");
+    expect_all(&g, 2, "the checkpoint's 8 samples in a micro-batch of all ranks do not divide by 3 ranks");
     g = go_on(1, 1, "--stop-after 4");
     expect_all(&g, 0, NULL);
     g = go_on(2, 1, "--batch 2");
-    expect_all(&g, 2, "2 x 1 x 2 ranks are 4 sequences in a step, the checkpoint was trained with 8");
+    expect_all(&g, 2, "2 x 1 x 2 ranks are 4 samples in a step, the checkpoint was trained with 8");
     g = go_on(2, 1, "--accumulation 2");
-    expect_all(&g, 2, "4 x 2 x 2 ranks are 16 sequences in a step, the checkpoint was trained with 8");
+    expect_all(&g, 2, "4 x 2 x 2 ranks are 16 samples in a step, the checkpoint was trained with 8");
     g = go_on(8, 1, "");
     expect_all(&g, 0, NULL);
     CHECK_EQ(shared->wrong_samples, 0);
