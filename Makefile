@@ -205,14 +205,15 @@ include tests/hostile/fuzz/rules.mk
 include tests/coverage/rules.mk
 include tests/mutants/rules.mk
 
-# Side by side, one program a core; then, one at a time, what needs quiet: tests with bars on time, and errors.sh, which
-# asks what the others provoked.
+# Side by side, one program a core, and beside them, one at a time, what mostly waits; then, one at a time, what needs quiet:
+# tests with bars on time, and errors.sh, which asks what the others provoked.
 EXAMPLE_TESTS := $(wildcard tests/examples/*.sh)
+WAITING       := tests/examples/slurm.sh $(BUILD)/t_cuda_nccl $(BUILD)/t_tcp tests/examples/mpi.sh
 QUIET         := tests/examples/hosts.sh tests/examples/tools.sh tests/errors.sh
 RUN           := CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/run.sh
 TEST_RUNS     := $(EXAMPLE_TESTS) tests/docs.sh tests/house.sh tests/abi.sh $(CUDA_TESTS) $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%)
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
-	AMPT_LEAVE_OUT=ci TIMES=$(BUILD)/times.txt $(RUN) $(filter-out $(QUIET),$(TEST_RUNS)) --alone $(QUIET)
+	AMPT_LEAVE_OUT=ci TIMES=$(BUILD)/times.txt $(RUN) $(filter-out $(WAITING) $(QUIET),$(TEST_RUNS)) --waiting $(WAITING) --alone $(QUIET)
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 	INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=15 TIMES=$(BUILD)/times_ci.txt $(RUN) $(CUDA_TESTS_CI) \

@@ -30842,10 +30842,11 @@ static amp_result ampi_adapt_hear(const amp_adapt *m, ampi_adapt_layer *l, const
 
 static amp_result ampi_adapt_meet(amp_adapt *m) {
     static const char *const names[AMPI_ADAPT_ALIKE] = {"the step", "freezing", "the layers' state"};
-    double *x = m->common, *layers = x + 2 * AMPI_ADAPT_ALIKE;
+    double *x = m->common, *layers;
     uint64_t sum = (uint64_t)m->moved;
     int64_t i;
     if (m->n_common == 0) return AMP_OK;
+    layers = x + 2 * AMPI_ADAPT_ALIKE;
     for (i = 0; i < m->n; i++) {
         sum = ampi_adapt_fold(sum, &m->layers[i].rung, 3);      /* with passes and ups */
         ampi_adapt_tell(&m->layers[i], layers + i * AMPI_TELL);

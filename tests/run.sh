@@ -1,7 +1,8 @@
 #!/bin/sh
 # run.sh - runs test programs (*.sh by sh) side by side, one a core, and adds up what they say.  run.sh PROGRAM...
-# [--alone PROGRAM...].  Those after --alone run one at a time when the others are done; JOBS: so many at a time.  Shows what
-# each printed, in one piece, then the five that took longest, and closes with the sum of their "N passed, N failed, N
+# [--waiting PROGRAM...] [--alone PROGRAM...].  Those after --waiting mostly wait: they run one at a time beside the others.
+# Those after --alone run one at a time when all others are done; JOBS: so many at a time, and with 1 nothing beside.  Shows
+# what each printed, in one piece, then the five that took longest, and closes with the sum of their "N passed, N failed, N
 # skipped" lines.  A program that ends without such a line counts as one failure.  With TIMES=FILE the seconds of each, by
 # the clock and of the processor, are left there.
 work=$(mktemp -d) passed=0 failed=0 skipped=0
@@ -21,14 +22,16 @@ run() (
     times > "$1.cpu"
     now >> "$1.clock"
 )
-# Takes the next program that no other worker has begun, until there is none; tells the number of each that ended.
+# worker LIST PROGRAM...  Takes the next program of the list that no other worker has begun, until there is none; tells the
+# folder of each that ended.
 worker() {
-    number=0
+    list=$1 number=0
+    shift
     for program; do
         number=$((number + 1))
-        mkdir "$work/$number" 2>/dev/null || continue
-        run "$work/$number/of" "$program"
-        echo "$number $program"
+        mkdir "$work/$list$number" 2>/dev/null || continue
+        run "$work/$list$number/of" "$program"
+        echo "$list$number $program"
     done
 }
 seconds() {     # by the clock, and of the processor, which `times` tells as 0m1.250000s 0m0.010000s of shell and children
@@ -48,25 +51,29 @@ tell() {
     count $(echo "$last" | tr -d ,)
     echo "$(seconds "$work/$1/of") $2" >> "$work/times"
 }
-# side_by_side JOBS PROGRAM...  One thread of OpenMP's each, for the model GPU's would wait in loops for those of others.
+# One thread of OpenMP's each, for the model GPU's would wait in loops for those of others.
+# shellcheck disable=SC2086
 side_by_side() {
-    workers=$1
-    [ "$workers" -eq 1 ] || export OMP_NUM_THREADS=1
-    shift
-    for _ in $(seq "$workers"); do worker "$@" > "$work/ended" & done
-    while read -r number program; do tell "$number" "$program"; done < "$work/ended"
-    rm -rf "$work"/[0-9]*
+    export OMP_NUM_THREADS=1
+    for _ in $(seq "$jobs"); do worker together $together & done
+    worker waiting $waiting
+    wait
 }
+tell_all() { while read -r folder program; do tell "$folder" "$program"; done < "$work/ended"; }
 
-began=$(now) together= alone= into=together
+began=$(now) together= waiting= alone= into=together
 for program; do
-    if [ "$program" = --alone ]; then into=alone
-    elif [ $into = alone ]; then alone="$alone $program"
-    else together="$together $program"; fi
+    case $into,$program in
+        *,--waiting | *,--alone) into=${program#--} ;;
+        together,*) together="$together $program" ;;
+        waiting,*) waiting="$waiting $program" ;;
+        alone,*) alone="$alone $program" ;;
+    esac
 done
-[ -z "$together" ] || side_by_side "$jobs" $together
-unset OMP_NUM_THREADS
-[ -z "$alone" ] || side_by_side 1 $alone
+if [ "$jobs" -eq 1 ]; then alone="$together $waiting $alone" together= waiting=; fi
+side_by_side > "$work/ended" & tell_all
+# shellcheck disable=SC2086
+worker alone $alone > "$work/ended" & tell_all
 sort -rn "$work/times" | awk -v began="$began" -v ended="$(now)" '{cpu += $2} NR <= 5 {slowest = slowest ", " $3 " " $1 " s"}
     END {print "slowest: " substr(slowest, 3); printf "%.0f s, %.0f s of the processor\n", ended - began, cpu}'
 [ -z "$TIMES" ] || cp "$work/times" "$TIMES"

@@ -73,9 +73,12 @@ static int host_detach(void *user, void *thread) { called(); return ampi_posix_t
 static int64_t host_clock(void *user) { called(); return ampi_posix_clock(user); }
 static void host_log(void *user, amp_log_level level, int id, const char *text) {
     (void)user; (void)level; (void)id;
+    static char writing;        /* any thread may log */
     called();
+    while (__atomic_test_and_set(&writing, __ATOMIC_ACQUIRE)) continue;
     snprintf(host.last + strlen(host.last), sizeof host.last - strlen(host.last), "%s\n", text);
     host.lines++;
+    __atomic_clear(&writing, __ATOMIC_RELEASE);
 }
 static int host_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
     (void)user; (void)data; (void)count; (void)dtype; (void)op; (void)stream;
