@@ -1531,6 +1531,13 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    scales have the same bits with and without shards; without it, sums are the reducer's own.  .wire = AMP_BF16 halves
    the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again.
 
+   .overlap_param_gather: the step returns, and the thread of the buckets gathers the weights behind the next forward,
+   those of the first parameters first (with reducer.one_thread still in the step).  Operators wait for the parameters
+   that they are given, as amp_param; what waits for the device, uses the reducer or frees memory waits for all.  Call
+   amp_sync before weights are read, written or freed by code of yours, or given as tensors or pointers (amp_copy,
+   amp_gemm).  A gather that fails leaves old weights beside new ones: all that waits returns AMP_ERR_REDUCE, until the
+   optimizer is destroyed; then load a state.
+
    A bucket's fp32 gradients that lie in the order of parameters, without gaps, are sent from there; with .shard
    weights of one type too, both as a multiple of world * 16 numbers (8-bit: * 256). */
 
@@ -1728,7 +1735,7 @@ typedef enum amp_optimizer_kind {
 typedef enum amp_shard {
     AMP_SHARD_DEFAULT = 0,      /* NONE */
     AMP_SHARD_NONE = 1,
-    AMP_SHARD_STATES = 2,       /* masters, remainders and moments; weights are gathered in each step */
+    AMP_SHARD_STATES = 2,       /* masters, remainders and moments; weights are gathered after each update */
     AMP_SHARD_FORCE_I32 = 0x7fffffff
 } amp_shard;
 
@@ -1762,6 +1769,9 @@ typedef struct amp_optimizer_desc {
     /* of several ranks, as "Ranks" above says: */
     int32_t deterministic;      /* 1: the same bits with any .shard */
     int32_t no_overlap;         /* 1: gradients are summed in the step, and are yours to change until then */
+    /* 1: weights of .shard are gathered behind the next forward, so amp_sync comes before your own code reads, writes
+       or frees any; not on devices, not with no_overlap */
+    int32_t overlap_param_gather;
     amp_shard shard;            /* default NONE; not with .sharded, .clip_each, .sync_every */
     amp_dtype wire;             /* F32 (default) or BF16 */
     int64_t bucket_bytes;       /* 1 or more, on the wire; default 25 MiB */
@@ -1833,8 +1843,8 @@ typedef struct amp_step_result {
     double lr;
     const char *first_bad;      /* the first parameter with a bad gradient, or NULL; sharded: of this rank's part */
     int64_t total_skips, consecutive_skips;
-    /* seconds in which ranks summed gradients, and in which the step waited for that: the rest was hidden behind
-       backward.  0 with one rank, or where a device's stream does it */
+    /* seconds, since the step before, in which ranks summed gradients and gathered weights, and in which you waited for
+       that: the rest was hidden behind backward and forward.  0 with one rank, or where a device's stream does it */
     double ranks_seconds, ranks_waited;
 } amp_step_result;
 /* Takes the oldest result that is due, result_lag steps old, and waits for that step, so results come at fixed times.
@@ -11038,6 +11048,8 @@ struct ampi_gradient_watch {
     void (*added)(ampi_gradient_watch *w, const amp_param *p);
     amp_result (*settle)(ampi_gradient_watch *w);   /* waits for gradients that are being summed */
     amp_result (*set)(ampi_gradient_watch *w, const amp_param *p);  /* its weight has new values */
+    /* waits for a weight that ranks gather; NULL: for all */
+    amp_result (*whole)(ampi_gradient_watch *w, const char *function, const amp_param *p);
     int away;                       /* 1: the reducer is at work on gradients, beside the host's thread; atomic */
 };
 
@@ -11111,6 +11123,7 @@ struct amp_context {
     /* its destructor ends regions that a thread left open; created with the first region */
     pthread_key_t thread_key; int has_key;
     ampi_gradient_watch *watches;   /* who is told of gradients; changed with the lock held, and atomically */
+    int32_t gathers;                /* how many of them have weights on their way, or not whole; atomic */
     ampi_listener listeners[AMPI_LISTENERS];        /* one per section; changed with the lock held, and atomically */
     ampi_observer observer; void *observing;        /* of layers' products; NULL: none.  Whose it is */
     int trials;                     /* amp_verify and its kin, whose products are not shown */
@@ -11179,11 +11192,24 @@ static amp_result ampi_check_saturate(const amp_context *amp, const char *f, int
                      ".saturate_inputs: the %s backend cannot cut operands; compute in bf16, or scale the inputs",
                      amp->backend->name);
 }
-static amp_result ampi_may_wait(const amp_context *amp) {
+static amp_result ampi_not_captured(const amp_context *amp) {
     if (amp->capture == NULL) return AMP_OK;
     return ampi_fail(
         AMP_ERR_STATE, "amp_graph_begin",
         "the call waits for the device, which only records during a capture: move it after amp_graph_end");
+}
+/* Before a weight is read, written or freed: waits until it is gathered; p NULL: until all are. */
+static amp_result ampi_weights_whole(const amp_context *amp, const char *function, const amp_param *p) {
+    ampi_gradient_watch *w;
+    if (__atomic_load_n(&amp->gathers, __ATOMIC_ACQUIRE) == 0) return AMP_OK;
+    for (w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE); w != NULL; w = w->next)
+        AMPI_TRY(w->whole(w, function, p));
+    return AMP_OK;
+}
+/* Before a call waits for the device, and then perhaps reads or writes what it finds there. */
+static amp_result ampi_may_wait(const amp_context *amp) {
+    AMPI_TRY(ampi_not_captured(amp));
+    return ampi_weights_whole(amp, "reducer", NULL);
 }
 /* A setting changed that is built into captured graphs ... */
 static void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
@@ -12017,7 +12043,7 @@ static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e,
     int64_t most = AMPI_MIN(e->count, AMPI_MAX(AMPI_EXCHANGE_PIECE / (in * out) / 2 * 2, 2));
     ampi_relay s;
     amp_result result;
-    AMPI_TRY(ampi_may_wait(amp));
+    AMPI_TRY(ampi_not_captured(amp));
     memset(&s, 0, sizeof s);
     s.amp = amp;
     s.stream = stream;
@@ -12040,7 +12066,8 @@ static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e,
     return result;
 }
 
-static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, void *stream) {
+/* Of buckets, whose thread makes one exchange after the other. */
+static amp_result ampi_exchange_now(amp_context *amp, const ampi_exchange *e, void *stream) {
     const amp_reducer *r = ampi_reducer(amp);
     int native = ampi_is_native(r->calls, e->kind);
     if (e->count == 0) return AMP_OK;
@@ -12050,10 +12077,15 @@ static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, vo
                                                     stream);
     if (!native || ampi_is_relayed(amp, e)) return ampi_exchange_staged(amp, e, stream, native);
     if (r->on_host == 2 && !amp->backend->host_visible) {
-        AMPI_TRY(ampi_may_wait(amp));
+        AMPI_TRY(ampi_not_captured(amp));
         AMPI_TRY(amp->backend->stream_sync(amp->dev, stream));
     }
     return ampi_exchange_call(amp, e, stream);
+}
+/* Of everything else: not beside them. */
+static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, void *stream) {
+    AMPI_TRY(ampi_weights_whole(amp, "reducer", NULL));
+    return ampi_exchange_now(amp, e, stream);
 }
 static amp_result ampi_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, data, data, count, dtype);
@@ -12702,6 +12734,7 @@ AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes) {
 AMP_API void amp_free(amp_context *amp, void *ptr) {
     int64_t bytes;
     if (amp == NULL || ptr == NULL) return;
+    ampi_weights_whole(amp, "amp_free", NULL);
     ampi_lock(amp);
     bytes = ampi_block_take(amp, ptr);
     ampi_unlock(amp);
@@ -12837,9 +12870,10 @@ static int ampi_is_known(const amp_context *amp, const amp_param *p) {
     return p->id != 0 && p->context == amp->serial && p->place == p;
 }
 
-/* NULL, unregistered parameters and this context's are allowed. */
+/* NULL, unregistered parameters and this context's are allowed; once their weights are there. */
 static amp_result ampi_check_known(const amp_context *amp, const char *function, const amp_param *p) {
-    if (p == NULL || p->id == 0 || ampi_is_known(amp, p)) return AMP_OK;
+    if (p == NULL) return AMP_OK;
+    if (p->id == 0 || ampi_is_known(amp, p)) return ampi_weights_whole(amp, function, p);
     if (p->context == amp->serial)
         return ampi_fail(AMP_ERR_STATE, function,
                          "parameter %s was copied or moved since amp_param_register; use it where it was registered, "
@@ -12935,6 +12969,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
 
 AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
     if (amp == NULL || params == NULL) return;
+    ampi_weights_whole(amp, "amp_param_forget", NULL);      /* you may free them now */
     ampi_lock(amp);
     ampi_params_drop(amp, params, n, 1);
     ampi_unlock(amp);
@@ -19957,7 +19992,9 @@ struct ampi_buckets {
     void *thread;
     int64_t posted, done;           /* buckets on their way and back in this cycle */
     amp_result failed; char why[sizeof ampi_error_text];
-    double busy, waited;            /* seconds, in this cycle; waited: of the thread that steps, without the lock */
+    int64_t to_gather;              /* buckets whose weights are on their way: the first so many */
+    amp_result torn; char torn_why[sizeof ampi_error_text];     /* a gather has failed */
+    double busy, waited;            /* seconds, since the last step's result was sent */
 };
 
 /* 1: this rank has only its part of the states; the rows are those parts, `whole` the parameters. */
@@ -20373,7 +20410,7 @@ static amp_result ampi_bucket_exchange(const ampi_buckets *b, ampi_exchange_kind
     ampi_exchange e = ampi_exchange_of(kind, in, out, moves ? count * (int64_t)amp_dtype_size(dtype) : count,
                                        moves ? AMP_U8 : dtype);
     e.op = AMP_REDUCE_SUM;
-    return ampi_exchange_run(b->amp, &e, b->stream);
+    return ampi_exchange_now(b->amp, &e, b->stream);
 }
 
 /* In fp32 by the reducer's own sums. */
@@ -20422,6 +20459,67 @@ static void ampi_bucket_serve(ampi_buckets *b, int64_t i) {
     pthread_cond_broadcast(&b->changed);
 }
 
+/* The bytes of a rank's weights in a bucket; `at` NULL, or what they are copied to, or from with `back`. */
+static int64_t ampi_bucket_weights(const ampi_buckets *b, const ampi_bucket *k, int32_t rank, char *at, int back,
+                                   amp_result *result) {
+    int64_t i, first, bytes = 0;
+    for (i = k->first + k->n - 1; i >= k->first; i--) {     /* in the order of places */
+        const amp_k_tensor *row = &b->whole[b->order[i]];
+        int64_t n = ampi_bucket_part(b, b->order[i], rank, &first);
+        void *weight = ampi_at_mut(row->weight, row->weight_dtype, first);
+        if (at != NULL && *result == AMP_OK)
+            *result = ampi_flat_move(b, back ? weight : at + bytes, row->weight_dtype, back ? at + bytes : weight,
+                                     row->weight_dtype, n);
+        bytes += n * (int64_t)amp_dtype_size(row->weight_dtype);
+    }
+    return bytes;
+}
+static int64_t ampi_bucket_weight_bytes(const ampi_buckets *b, const ampi_bucket *k) {
+    int64_t most = 0;
+    int32_t r;
+    for (r = 0; r < ampi_world(b->amp); r++) most = AMPI_MAX(most, ampi_bucket_weights(b, k, r, NULL, 0, NULL));
+    return most;
+}
+/* The weights of a bucket from all ranks' updates. */
+static amp_result ampi_bucket_gather(const ampi_buckets *b, const ampi_bucket *k) {
+    const int32_t own = ampi_settings(b->amp)->reducer.rank;
+    int64_t bytes = ampi_bucket_weight_bytes(b, k);
+    char *flat = (char *)(k->weights != NULL ? k->weights : b->received);
+    amp_result result = AMP_OK;
+    int32_t r;
+    if (k->weights == NULL) ampi_bucket_weights(b, k, own, flat + own * bytes, 0, &result);
+    if (result == AMP_OK) result = ampi_bucket_exchange(b, AMPI_GATHER, flat + own * bytes, flat, bytes, AMP_U8);
+    for (r = 0; r < ampi_world(b->amp) && k->weights == NULL; r++)
+        if (r != own) ampi_bucket_weights(b, k, r, flat + r * bytes, 1, &result);
+    return result;
+}
+/* Gathers the last bucket on its way, which has the first parameters of these.  Called and left with the lock held. */
+static void ampi_bucket_serve_weights(ampi_buckets *b) {
+    const ampi_bucket *k = &b->all[b->to_gather - 1];
+    amp_result result;
+    double start;
+    pthread_mutex_unlock(&b->lock);
+    start = ampi_seconds(b->amp);
+    result = ampi_bucket_gather(b, k);
+    start = ampi_seconds(b->amp) - start;
+    pthread_mutex_lock(&b->lock);
+    b->busy += start;
+    if (result != AMP_OK) memcpy(b->torn_why, ampi_error_text, sizeof b->torn_why);
+    b->torn = result;
+    b->to_gather = result == AMP_OK ? b->to_gather - 1 : 0;
+    if (b->to_gather == 0 && result == AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&b->changed);
+}
+
+/* The host's thread has waited since `start`; busy: and done the work itself. */
+static void ampi_buckets_waited(ampi_buckets *b, double start, int busy) {
+    start = ampi_seconds(b->amp) - start;
+    pthread_mutex_lock(&b->lock);
+    b->waited += start;
+    if (busy) b->busy += start;
+    pthread_mutex_unlock(&b->lock);
+}
+
 static void ampi_buckets_main(void *arg) {
     ampi_buckets *b = (ampi_buckets *)arg;
     sigset_t all;
@@ -20429,7 +20527,11 @@ static void ampi_buckets_main(void *arg) {
     pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
     pthread_mutex_lock(&b->lock);
     for (;;) {
-        while (!b->closing && b->done == b->posted) pthread_cond_wait(&b->changed, &b->lock);
+        while (!b->closing && b->done == b->posted && b->to_gather == 0) pthread_cond_wait(&b->changed, &b->lock);
+        if (b->to_gather > 0) {                 /* of the step before */
+            ampi_bucket_serve_weights(b);
+            continue;
+        }
         if (b->done == b->posted) break;        /* closing: ranks that have sent a bucket wait for it */
         ampi_bucket_serve(b, b->done);
     }
@@ -20542,7 +20644,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     if (result != AMP_OK) memcpy(ampi_error_text, b->why, sizeof b->why);
     b->failed = AMP_OK;
     pthread_mutex_unlock(&b->lock);
-    b->waited += ampi_seconds(b->amp) - start;
+    ampi_buckets_waited(b, start, 0);
     if (result == AMP_OK) result = ampi_buckets_order(b, 1);
     if (result == AMP_OK && late != NULL)
         result = ampi_fail(AMP_ERR_STATE, "amp_param_accumulate", "%s: its gradient was summed over the ranks already, "
@@ -20582,44 +20684,58 @@ static amp_result ampi_buckets_give_up(ampi_buckets *b) {
 /* 1: this row's gradient has been sent. */
 static int ampi_bucket_sent(const ampi_buckets *b, int64_t row) { return b != NULL && b->rows[row].bucket < b->posted; }
 
-/* The bytes of a rank's weights in a bucket; `at` NULL, or what they are copied to, or from with `back`. */
-static int64_t ampi_bucket_weights(const ampi_buckets *b, const ampi_bucket *k, int32_t rank, char *at, int back,
-                                   amp_result *result) {
-    int64_t i, first, bytes = 0;
-    for (i = k->first + k->n - 1; i >= k->first; i--) {     /* in the order of places */
-        const amp_k_tensor *row = &b->whole[b->order[i]];
-        int64_t n = ampi_bucket_part(b, b->order[i], rank, &first);
-        void *weight = ampi_at_mut(row->weight, row->weight_dtype, first);
-        if (at != NULL && *result == AMP_OK)
-            *result = ampi_flat_move(b, back ? weight : at + bytes, row->weight_dtype, back ? at + bytes : weight,
-                                     row->weight_dtype, n);
-        bytes += n * (int64_t)amp_dtype_size(row->weight_dtype);
-    }
-    return bytes;
+/* Gathers all weights: in the step, or in the thread, after it. */
+static int ampi_gathers_late(const amp_grad_set *set) {
+    return ampi_shards(set) && set->desc->overlap_param_gather && set->buckets->threaded;
 }
-static int64_t ampi_bucket_weight_bytes(const ampi_buckets *b, const ampi_bucket *k) {
-    int64_t most = 0;
-    int32_t r;
-    for (r = 0; r < ampi_world(b->amp); r++) most = AMPI_MAX(most, ampi_bucket_weights(b, k, r, NULL, 0, NULL));
-    return most;
-}
-/* All weights from all ranks' updates. */
-static amp_result ampi_buckets_gather_weights(ampi_buckets *b) {
-    const int32_t own = ampi_settings(b->amp)->reducer.rank;
+static amp_result ampi_buckets_gather(ampi_buckets *b) {
     amp_result result = ampi_buckets_order(b, 0);
+    double start = ampi_seconds(b->amp);
     int64_t i;
-    int32_t r;
-    for (i = 0; i < b->n && result == AMP_OK; i++) {
-        const ampi_bucket *k = &b->all[i];
-        int64_t bytes = ampi_bucket_weight_bytes(b, k);
-        char *flat = (char *)(k->weights != NULL ? k->weights : b->received);
-        if (k->weights == NULL) ampi_bucket_weights(b, k, own, flat + own * bytes, 0, &result);
-        if (result == AMP_OK)
-            result = ampi_bucket_exchange(b, AMPI_GATHER, flat + own * bytes, flat, bytes, AMP_U8);
-        for (r = 0; r < ampi_world(b->amp) && k->weights == NULL; r++)
-            if (r != own) ampi_bucket_weights(b, k, r, flat + r * bytes, 1, &result);
-    }
+    for (i = b->n - 1; i >= 0 && result == AMP_OK; i--) result = ampi_bucket_gather(b, &b->all[i]);
+    ampi_buckets_waited(b, start, 1);
     return result == AMP_OK ? ampi_buckets_order(b, 1) : result;
+}
+static void ampi_buckets_gather_late(ampi_buckets *b) {
+    pthread_mutex_lock(&b->lock);
+    b->to_gather = b->n;
+    __atomic_add_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&b->changed);
+    pthread_mutex_unlock(&b->lock);
+}
+/* The bucket with a parameter's weight, or with memory of it; .n: none.  Of several, what comes last. */
+static int64_t ampi_bucket_of_weight(const ampi_buckets *b, const amp_param *p) {
+    const size_t bytes = (size_t)AMPI_MAX(amp_tensor_count(&p->weight), (int64_t)0) * amp_dtype_size(p->weight.dtype);
+    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
+    int64_t i, bucket = b->n;
+    if (row >= 0) return b->rows[row].bucket;
+    for (i = 0; i < b->set->n; i++) {
+        const amp_k_tensor *k = &b->whole[i];
+        if (!ampi_is_apart(k->weight, (size_t)k->count * amp_dtype_size(k->weight_dtype), p->weight.data, bytes))
+            bucket = AMPI_MIN(bucket, b->rows[i].bucket);
+    }
+    return bucket;
+}
+static amp_result ampi_buckets_whole(ampi_gradient_watch *w, const char *function, const amp_param *p) {
+    ampi_buckets *b = (ampi_buckets *)(void *)w;
+    int64_t bucket = p != NULL ? ampi_bucket_of_weight(b, p) : 0;
+    int parent = b->process == __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED), left;
+    amp_result torn;
+    char why[sizeof ampi_error_text];
+    double start = ampi_seconds(b->amp);
+    if (bucket == b->n) return AMP_OK;
+    pthread_mutex_lock(&b->lock);
+    left = bucket < b->to_gather;
+    while (parent && bucket < b->to_gather) pthread_cond_wait(&b->changed, &b->lock);
+    torn = b->torn;
+    memcpy(why, b->torn_why, sizeof why);
+    pthread_mutex_unlock(&b->lock);
+    if (left && parent) ampi_buckets_waited(b, start, 0);
+    if (torn != AMP_OK)
+        return ampi_fail(torn, function, "the last step's weights were not gathered whole, destroy the optimizer and "
+                         "load a state: %.300s", why);
+    if (!left || parent) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "a child of fork() has no part in its parent's ranks");
 }
 
 /* Once the parts are checked, all ranks get all gradients, unless each has only its part of the states. */
@@ -20785,6 +20901,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     b->watch.added = ampi_bucket_added;
     b->watch.settle = ampi_buckets_settle;
     b->watch.set = ampi_bucket_set;
+    b->watch.whole = ampi_buckets_whole;
     ampi_watch_gradients(b->amp, &b->watch);
     return AMP_OK;
 }
@@ -20822,6 +20939,10 @@ static void ampi_buckets_destroy(ampi_buckets *b) {
         pthread_mutex_unlock(&b->lock);
         s->thread_join(s->user, b->thread);
     }
+    if (b->to_gather > 0 || b->torn != AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
+    if (b->torn != AMP_OK)
+        ampi_log(b->amp, AMP_LOG_ERROR, 1107, "weights of %s and others are partly from before the last step: %.300s",
+                 b->set->names[0], b->torn_why);
     if (b->locks) {
         pthread_cond_destroy(&b->changed);
         pthread_mutex_destroy(&b->lock);
@@ -20988,6 +21109,7 @@ static const ampi_field ampi_alike[] = {
     AMPI_FACT(sync_every, AMPI_I32), AMPI_FACT(sync_wire, AMPI_I32), AMPI_FACT(outer_lr, AMPI_REAL64),
     AMPI_FACT(outer_momentum, AMPI_REAL64),
     AMPI_FACT(deterministic, AMPI_I32), AMPI_FACT(no_overlap, AMPI_I32), AMPI_FACT(shard, AMPI_I32),
+    AMPI_FACT(overlap_param_gather, AMPI_I32),
     AMPI_FACT(wire, AMPI_I32), AMPI_FACT(bucket_bytes, AMPI_I64)
 };
 static const char *const ampi_more_facts[] = {".world", "amp.h version", "level", "dtype", "seed (low half)",
@@ -21919,6 +22041,7 @@ static const ampi_field ampi_optimizer_fields[] = {
     AMPI_RATE(outer_momentum, ampi_zero_words, AMPI_BELOW_1, "from 0 to below 1"),
     {"deterministic", AMPI_I32, offsetof(amp_optimizer_desc, deterministic), NULL, 0, 0, 1, "0 or 1"},
     {"no_overlap", AMPI_I32, offsetof(amp_optimizer_desc, no_overlap), NULL, 0, 0, 1, "0 or 1"},
+    {"overlap_param_gather", AMPI_I32, offsetof(amp_optimizer_desc, overlap_param_gather), NULL, 0, 0, 1, "0 or 1"},
     {"shard", AMPI_I32, offsetof(amp_optimizer_desc, shard), NULL, AMP_SHARD_NONE, 1, AMP_SHARD_STATES, NULL},
     {"bucket_bytes", AMPI_I64, offsetof(amp_optimizer_desc, bucket_bytes), NULL, 25 << 20, 1, AMPI_COUNT_MOST,
      "1 or more"},
@@ -22013,6 +22136,9 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
                          d->sharded        ? "sharded, where ranks have other parameters"
                          : d->clip_each    ? "clip_each, which needs all of the sum so far"
                                            : "sync_every, where ranks step alone");
+    if (d->overlap_param_gather && (d->shard != AMP_SHARD_STATES || d->no_overlap))
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".overlap_param_gather %s",
+                         d->no_overlap ? "does not go with .no_overlap" : "needs .shard = AMP_SHARD_STATES");
     if (d->n_params < 0 || d->n_groups < 0)
         return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
     if (d->params == NULL || (d->groups == NULL && d->n_groups > 0))
@@ -22258,6 +22384,9 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
     AMPI_TRY(ampi_fields("amp_optimizer_create", ampi_optimizer_fields, sizeof ampi_optimizer_fields, &d));
     ampi_optimizer_defaults(&d, ampi_settings(amp)->level);
     AMPI_TRY(ampi_check_optimizer(&d, ampi_settings(amp)->level));
+    if (d.overlap_param_gather && !amp->backend->host_visible)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create", ".overlap_param_gather: the %s backend gathers "
+                         "weights in the step", amp->backend->name);
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
     AMPI_TRY(ampi_check_all_known(amp, "amp_optimizer_create", d.params, d.n_params));
     AMPI_TRY(ampi_models_check(amp, d.params, d.n_params));
@@ -22319,6 +22448,7 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
 AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
     int64_t i;
     AMPI_TRY(ampi_need_object("amp_optimizer_rebuild_masters", optimizer, "optimizer"));
+    AMPI_TRY(ampi_weights_whole(optimizer->amp, "amp_optimizer_rebuild_masters", NULL));
     for (i = 0; i < optimizer->set->n; i++) amp_param_changed(optimizer->set->params[i]);
     optimizer->set->agreed = optimizer->outer.begun = 0;
     return ampi_make_masters(optimizer);
@@ -22668,7 +22798,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
     AMPI_TRY(ampi_copies_begin(o));
     result = ampi_run_optimizer(o);
-    if (result == AMP_OK && ampi_shards(set)) result = ampi_buckets_gather_weights(set->buckets);
+    if (result == AMP_OK && ampi_shards(set) && !ampi_gathers_late(set)) result = ampi_buckets_gather(set->buckets);
     if (result == AMP_OK) ampi_weights_changed(set);
     ampi_copies_end(o, result);
     AMPI_TRY(result);
@@ -22676,7 +22806,9 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
     ampi_buckets_recount(set->buckets);
-    AMPI_TRY(ampi_fp8_step(o->amp, ampi_is_combined(set)));
+    result = ampi_fp8_step(o->amp, ampi_is_combined(set));
+    if (ampi_gathers_late(set)) ampi_buckets_gather_late(set->buckets);     /* no exchange is left */
+    AMPI_TRY(result);
     return ampi_capture(o->amp) == NULL ? ampi_outer_step(o) : AMP_OK;
 }
 
@@ -34871,8 +35003,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        amp_model_..., amp_tape_... and amp_tensor_create: parameters that the library owns, and a backward that it runs;
        .record of amp_verify_desc, amp_gradcheck_desc and amp_tune_desc.
        amp_ranks_...: ranks in one process; amp_reducer moves parts and bytes too; examples/amp_mpi.h; gradients in
-       buckets during backward, .shard, .wire, .deterministic; amp_state_save_ranks, _load_ranks; NCCL by
-       .reduce_on_device.
+       buckets during backward, .shard, .wire, .deterministic, .overlap_param_gather; amp_state_save_ranks, _load_ranks;
+       NCCL by .reduce_on_device.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

@@ -599,8 +599,8 @@ static void print_result(const run *r, double loss) {
                (double)memory.optimizer / 1048576);
     printf("  skipped     %lld of %lld steps\n", (long long)r->result.total_skips, (long long)r->step);
     if (r->ranks_seconds > 0)
-        printf("  sums        %.3f s over ranks, %.0f%% of it hidden behind backward\n", r->ranks_seconds,
-               hidden_share(r->ranks_seconds, r->ranks_waited));
+        printf("  ranks       %.3f s of sums and gathers, %.0f%% of it hidden behind backward and forward\n",
+               r->ranks_seconds, hidden_share(r->ranks_seconds, r->ranks_waited));
 }
 
 /* The effect of a 16-bit residual stream on the loss: the same weights and text with an fp32 one. */

@@ -49,7 +49,7 @@ static inline amp_result scaler_flags_check(const amp_settings *amp) {
 
 typedef struct rank_settings {
     const char *file, *shard, *wire, *sync_wire;
-    int64_t sync_every, deterministic, bucket_mb, change_batch, nccl;
+    int64_t sync_every, overlap_param_gather, deterministic, bucket_mb, change_batch, nccl;
     double timeout, outer_lr, outer_momentum;
 } rank_settings;
 
@@ -66,6 +66,8 @@ static const flag_row rank_flags[] = {
      "of --sync-every: what changes are sent in"},
     {"shard", FLAG_CHOICE, RANK_FIELD(shard), "none", 0, 0, "none states",
      "states: each rank keeps masters and moments of its part of the weights (ZeRO)"},
+    {"overlap-param-gather", FLAG_SWITCH, RANK_FIELD(overlap_param_gather), "off", 0, 0, NULL,
+     "with --shard states, on the CPU: weights are gathered while the next forward runs"},
     {"deterministic", FLAG_SWITCH, RANK_FIELD(deterministic), "off", 0, 0, NULL,
      "ranks sum gradients in their order, in fp32: the same bits with any --shard"},
     {"wire", FLAG_CHOICE, RANK_FIELD(wire), "fp32", 0, 0, "fp32 bf16", "gradients between ranks"},
@@ -87,6 +89,8 @@ static inline amp_result rank_flags_check(const rank_settings *set, const char *
     int i;
     for (i = 0; i < 3 && set->sync_every == 0; i++)
         if (flag_was_given(outer[i])) return flag_refuse(outer[i], "is for --sync-every");
+    if (set->overlap_param_gather && strcmp(set->shard, "states") != 0)
+        return flag_refuse("overlap-param-gather", "is for --shard states");
     if (set->change_batch && *resume == 0) return flag_refuse("change-batch", "is for --resume");
     return AMP_OK;
 }
@@ -117,6 +121,7 @@ static inline void rank_flags_fill(const rank_settings *set, amp_optimizer_desc 
         desc->sync_wire = strcmp(set->sync_wire, "bf16") == 0 ? AMP_BF16 : AMP_F32;
     }
     desc->shard = strcmp(set->shard, "states") == 0 ? AMP_SHARD_STATES : AMP_SHARD_NONE;
+    desc->overlap_param_gather = (int32_t)set->overlap_param_gather;
     desc->wire = strcmp(set->wire, "bf16") == 0 ? AMP_BF16 : AMP_F32;
     desc->deterministic = (int32_t)set->deterministic;
     desc->bucket_bytes = set->bucket_mb << 20;

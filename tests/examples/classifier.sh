@@ -217,6 +217,7 @@ else fail "SIGTERM to one rank" "$status0 and $status1: $(tail -n 2 "$work/term.
 refused "contradicts --save none" --save none --save-interval 10
 refused "is for --resume" --change-batch
 refused "is for --sync-every" --outer-lr 1
+refused "is for --shard states" --overlap-param-gather
 refused "nothing.state" --resume "$work/nothing"
 refused "drop --init or --resume" --resume "$work/part/classifier/model" --init "$saved/model.safetensors"
 refused "the checkpoint was trained with 32" --resume "$work/part/classifier/model" --batch 8

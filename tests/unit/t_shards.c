@@ -10,6 +10,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { MOST_RANKS = 4, PARAMS = 7, NUMBERS = 4096 + 64 + 12800 + 200 + 2000 + 10 + 33, STEPS = 5, ROWS = 8 };
@@ -32,6 +33,9 @@ typedef struct setup {
     int extra;                      /* 1: one more backward of a tied layer in the last step */
     int hook;                       /* 1: the ranks are reached through a hook that can fail */
     int shared;                     /* 1: all ranks have rank 0's model */
+    int gate;                       /* 1: gathers of weights wait until the test lets them pass, and can fail */
+    int split;                      /* 1: the optimizer has the first two parameters */
+    int ends;                       /* 1: the body ends with the optimizer and the context */
 } setup;
 
 /* What a rank ends with. */
@@ -57,6 +61,64 @@ static int failing_reduce(void *user, void *data, int64_t count, amp_dtype dtype
     failing_hook *h = (failing_hook *)user;
     int code = h->inner.reduce(h->inner.user, data, count, dtype, op, stream);
     return h->arm > 0 && --h->arm == 0 ? 7 : code;
+}
+
+/* A reducer of the user's own, whose gathers wait: .pass more may go, while `on`; number `fail` fails. */
+typedef struct gated_hook { amp_reducer inner; int on, pass, begun, ended, fail; } gated_hook;
+static gated_hook gates[MOST_RANKS];
+static pthread_mutex_t gate_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t gate_moved = PTHREAD_COND_INITIALIZER;
+static int gated_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    const gated_hook *h = (const gated_hook *)user;
+    return h->inner.reduce(h->inner.user, data, count, dtype, op, stream);
+}
+static int gated_to_all(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
+    const gated_hook *h = (const gated_hook *)user;
+    return h->inner.calls->all_to_all(h->inner.user, in, out, bytes_each, stream);
+}
+static int gated_gather(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
+    gated_hook *h = (gated_hook *)user;
+    int code;
+    pthread_mutex_lock(&gate_lock);
+    h->begun++;
+    pthread_cond_broadcast(&gate_moved);
+    while (h->on && h->pass == 0) pthread_cond_wait(&gate_moved, &gate_lock);
+    h->pass -= h->on;
+    pthread_mutex_unlock(&gate_lock);
+    code = h->inner.calls->all_gather(h->inner.user, in, out, bytes_each, stream);
+    pthread_mutex_lock(&gate_lock);
+    h->ended++;
+    if (h->fail > 0 && --h->fail == 0) code = 7;
+    pthread_mutex_unlock(&gate_lock);
+    return code;
+}
+static const amp_exchanges gated_calls = {NULL, gated_gather, gated_to_all, NULL, NULL, NULL, NULL};
+static void gate_set(int rank, int on, int pass) {
+    pthread_mutex_lock(&gate_lock);
+    gates[rank].on = on; gates[rank].pass = pass; gates[rank].begun = gates[rank].ended = 0;
+    pthread_cond_broadcast(&gate_moved);
+    pthread_mutex_unlock(&gate_lock);
+}
+static int gate_ended(int rank) {
+    pthread_mutex_lock(&gate_lock);
+    int n = gates[rank].ended;
+    pthread_mutex_unlock(&gate_lock);
+    return n;
+}
+static void gate_wait_begun(int rank, int n) {
+    pthread_mutex_lock(&gate_lock);
+    while (gates[rank].begun < n) pthread_cond_wait(&gate_moved, &gate_lock);
+    pthread_mutex_unlock(&gate_lock);
+}
+/* Opens the gate of *rank a while after the thread that made it has gone on. */
+static void *gate_open_later(void *rank) {
+    const struct timespec a_while = {0, 20000000};
+    nanosleep(&a_while, NULL);
+    pthread_mutex_lock(&gate_lock);
+    gates[*(int *)rank].on = 0;
+    pthread_cond_broadcast(&gate_moved);
+    pthread_mutex_unlock(&gate_lock);
+    return NULL;
 }
 
 static float value(int64_t i) { return (float)((unsigned)(i * 2654435761u) >> 8) / 8388608.0f - 1.0f; }
@@ -175,6 +237,11 @@ static void *run_job(void *arg) {
         hooks[j->rank].inner = d.reducer;
         d.reducer.reduce = failing_reduce; d.reducer.calls = NULL; d.reducer.user = &hooks[j->rank];
     }
+    if (j->s->gate) {
+        memset(&gates[j->rank], 0, sizeof *gates);
+        gates[j->rank].inner = d.reducer;
+        d.reducer.reduce = gated_reduce; d.reducer.calls = &gated_calls; d.reducer.user = &gates[j->rank];
+    }
     CHECK_OK(amp_open(&amp, &d));
     model_make(m, j->s);
     for (int i = PARAMS - 1; i >= 0 && j->s->apart && j->rank == 1; i--) {
@@ -188,16 +255,18 @@ static void *run_job(void *arg) {
     }
     if (j->s->shared) pthread_barrier_wait(&shared_ready);
     CHECK_OK(amp_param_register(amp, m->p, PARAMS));
-    od.params = m->p; od.n_params = PARAMS;
+    od.params = m->p; od.n_params = j->s->split ? 2 : PARAMS;
     od.result_lag = AMP_LAG_NONE;
     CHECK_OK(amp_optimizer_create(amp, &o, &od));
     sd.init_scale = 128;
     if (j->s->gradients == AMP_F16 || j->s->unscale) CHECK_OK(amp_scaler_create(amp, &scaler, &sd));
     j->body(j, amp, m, o, scaler);
+    if (j->s->ends) { free(m); return NULL; }
+    CHECK_OK(amp_sync(amp));
     read_weights(m, j->out->w);
     CHECK_OK(amp_optimizer_bytes(o, &bytes));
     j->out->states = bytes.master + bytes.moments;
-    CHECK_EQ(bytes.parameters, NUMBERS - 33);
+    CHECK_EQ(bytes.parameters, j->s->split ? 4096 + 64 : NUMBERS - 33);
     CHECK_OK(amp_memory(amp, &memory));
     j->out->optimizer_bytes = memory.optimizer;
     amp_optimizer_destroy(o);
@@ -322,9 +391,247 @@ TEST(sharded_states_give_the_same_bits) {
             for (int r = 1; r < world; r++) same(&one[0], &one[r], storages[i].name, world);
             CHECK_EQ(one[0].applied, STEPS - 1);
             s.o.shard = AMP_SHARD_STATES;
-            run_ranks(&s, world, other);
-            for (int r = 0; r < world; r++) same(&one[0], &other[r], storages[i].name, world);
+            for (int late = 0; late < 2; late++) {
+                s.o.overlap_param_gather = late;
+                run_ranks(&s, world, other);
+                for (int r = 0; r < world; r++) same(&one[0], &other[r], storages[i].name, world);
+            }
         }
+}
+
+/* ---- Weights that are gathered behind the next forward.  Buckets of plain(): out and both biases after it; wide; tied. */
+
+enum { WEIGHT_BUCKETS = 3 };
+static setup late(void) {
+    setup s = plain();
+    s.o.shard = AMP_SHARD_STATES;
+    s.o.deterministic = 1;
+    s.o.overlap_param_gather = 1;
+    return s;
+}
+
+/* Operators read what has come: in one piece and in parts, fp32 and 16-bit weights with casts of them. */
+TEST(weights_behind_forward_give_the_same_bits) {
+    for (int way = 0; way < 5; way++)
+        for (int world = 2; world <= MOST_RANKS; world++) {
+            setup s = late();
+            if (way == 1) { s.weights = s.gradients = AMP_BF16; s.d.dtype = AMP_BF16; s.d.level = AMP_LEVEL_O2; }
+            if (way == 2) s.d.dtype = AMP_BF16;
+            if (way == 3) s.o.accumulation = 2;
+            if (way == 4) s.d.reducer.one_thread = 1;
+            s.apart = way == 3;
+            s.o.overlap_param_gather = 0;
+            run_ranks(&s, world, one);
+            s.o.overlap_param_gather = 1;
+            run_ranks(&s, world, other);
+            for (int r = 0; r < world; r++) same(&one[0], &other[r], "weights behind forward", world);
+        }
+}
+
+static amp_result layer(amp_context *amp, model *m, amp_param *weight, amp_param *bias, int64_t in, int64_t out) {
+    amp_linear_op lin;
+    memset(&lin, 0, sizeof lin);
+    lin.x = amp_tensor2(m->y[0], AMP_F32, ROWS, in); lin.y = amp_tensor2(m->y[1], AMP_F32, ROWS, out);
+    lin.weight = weight; lin.bias = bias;
+    return amp_linear(amp, &lin);
+}
+/* A step whose gathers wait at the gate once `pass` have gone. */
+static void step_to_gate(job *j, amp_context *amp, model *m, amp_optimizer *o, int pass) {
+    run_model(amp, m, NULL, 7, 0, AMP_OK);
+    gate_set(j->rank, 1, pass);
+    CHECK_OK(amp_step(o, NULL));
+}
+static void first_layer_early(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    amp_param copy;
+    pthread_t opener;
+    one_step(j, amp, m, o, scaler, 0);
+    CHECK_OK(amp_sync(amp));
+    step_to_gate(j, amp, m, o, 1);                      /* it returns: no gather has passed, or one */
+    CHECK_OK(layer(amp, m, &m->p[0], &m->p[1], 64, 64));
+    gate_wait_begun(j->rank, 2);
+    CHECK_EQ(gate_ended(j->rank), 1);
+    CHECK_OK(layer(amp, m, &m->p[0], &m->p[1], 64, 64));
+    CHECK_EQ(gate_ended(j->rank), 1);
+    gate_set(j->rank, 1, 1);                            /* the second may pass, the last not */
+    copy = m->p[2]; copy.id = 0;                        /* the same memory */
+    CHECK_OK(layer(amp, m, &copy, NULL, 64, 200));
+    CHECK_EQ(gate_ended(j->rank), 1);
+    CHECK_EQ(pthread_create(&opener, NULL, gate_open_later, &j->rank), 0);
+    CHECK_OK(layer(amp, m, &m->p[4], &m->p[5], 200, 10));
+    CHECK_EQ(gate_ended(j->rank), 2);
+    pthread_join(opener, NULL);
+}
+TEST(the_first_layer_begins_before_the_last_gather_ends) {
+    setup s = late();
+    s.gate = 1;
+    run_ranks_with(&s, 2, one, NULL, first_layer_early);
+}
+
+/* Whatever reads, writes or frees a weight, or uses the reducer, does so after the last gather. */
+enum { SYNC, ACTIVATION, CAST, SAVE, SET_WEIGHT, REBUILD, BROADCAST, FLUSH, STATUS, SAVE_RANKS, STEP, CREATE, FREE, FORGET, DESTROY, CLOSE, WAITS };
+static int waiting;
+static amp_result call_that_waits(job *j, amp_context *amp, model *m, amp_optimizer *o) {
+    static const float values[10] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
+    amp_result result = AMP_OK;
+    amp_activation_op act;
+    amp_optimizer_desc d;
+    amp_optimizer *second;
+    amp_status status;
+    amp_tensor cast;
+    amp_state *state = NULL;
+    memset(&act, 0, sizeof act);
+    CHECK_OK(amp_state_create(&state, NULL));
+    switch (waiting) {
+        case SYNC: result = amp_sync(amp); break;
+        case ACTIVATION:
+            act.x = act.y = amp_tensor2(m->y[0], AMP_F32, ROWS, 10);
+            act.act = AMP_ACT_RELU; act.bias = &m->p[5];
+            result = amp_activation(amp, &act);
+            break;
+        case CAST: result = amp_autocast_cast(amp, &m->p[4], AMP_BF16, &cast); break;
+        case SAVE: result = amp_optimizer_save(o, state, "o"); break;
+        case SET_WEIGHT: result = amp_optimizer_set_weight(o, &m->p[5], values); break;
+        case REBUILD: result = amp_optimizer_rebuild_masters(o); break;
+        case BROADCAST: result = amp_params_broadcast(amp, m->p, PARAMS); break;
+        case FLUSH: result = amp_step_result_flush(o); break;
+        case STATUS: result = amp_status_get(amp, NULL, 0, &status); break;
+        case SAVE_RANKS: result = amp_state_save_ranks(amp, state, j->path); break;
+        case STEP: result = amp_step(o, NULL); break;
+        case CREATE:
+            memset(&d, 0, sizeof d);
+            d.params = m->p; d.n_params = PARAMS;
+            result = amp_optimizer_create(amp, &second, &d);
+            amp_optimizer_destroy(second);
+            break;
+        case FREE: amp_free(amp, m); break;
+        case FORGET: amp_param_forget(amp, m->p, PARAMS); break;
+        case DESTROY: amp_optimizer_destroy(o); break;
+        default: amp_close(amp);
+    }
+    amp_state_destroy(state);
+    return result;
+}
+static void wait_and_end(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    pthread_t opener;
+    one_step(j, amp, m, o, scaler, 0);
+    CHECK_OK(amp_sync(amp));
+    step_to_gate(j, amp, m, o, 0);
+    CHECK_EQ(gate_ended(j->rank), 0);
+    CHECK_EQ(pthread_create(&opener, NULL, gate_open_later, &j->rank), 0);
+    CHECK_MSG(call_that_waits(j, amp, m, o) == AMP_OK, "call %d: %s", waiting, amp_last_error());
+    CHECK_MSG(gate_ended(j->rank) >= WEIGHT_BUCKETS, "call %d returned after %d gathers", waiting, gate_ended(j->rank));
+    pthread_join(opener, NULL);
+    if (waiting == STEP) CHECK_OK(amp_sync(amp));       /* that step's own */
+    read_weights(m, j->out->w);
+    if (waiting < DESTROY) amp_optimizer_destroy(o);
+    if (waiting < CLOSE) amp_close(amp);
+    else amp_optimizer_destroy(o);
+}
+TEST(what_waits_for_gathered_weights) {
+    char place[] = "/tmp/amp_waits_XXXXXX", path[80], command[100];
+    setup s = late();
+    if (mkdtemp(place) == NULL) SKIP("no temporary folder");
+    snprintf(path, sizeof path, "%s/s", place);
+    snprintf(command, sizeof command, "rm -r %s", place);
+    s.gate = s.ends = 1;
+    for (waiting = 0; waiting < WAITS; waiting++) {
+        run_ranks_with(&s, 2, one, path, wait_and_end);
+        if (waiting != SET_WEIGHT) CHECK(memcmp(one[0].w, one[1].w, sizeof one[0].w) == 0);
+    }
+    CHECK_EQ(system(command), 0);
+}
+
+/* Old weights beside new ones are told of by everything that waits, until the optimizer is destroyed. */
+static void fail_to_gather(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    amp_optimizer_desc d;
+    amp_state *state;
+    CHECK_OK(amp_state_create(&state, NULL));
+    one_step(j, amp, m, o, scaler, 0);
+    CHECK_OK(amp_sync(amp));
+    gates[j->rank].fail = 2;
+    step_to_gate(j, amp, m, o, 9);
+    CHECK_EQ(layer(amp, m, &m->p[4], &m->p[5], 200, 10), AMP_ERR_REDUCE);
+    if (j->rank == 0) {
+        CHECK_ERR(amp_sync(amp), AMP_ERR_REDUCE);
+        CHECK_MSG(strstr(amp_last_error(), "were not gathered whole") && strstr(amp_last_error(), "the hook returned 7"), "%s", amp_last_error());
+    }
+    for (int again = 0; again < 2; again++) {
+        CHECK_EQ(layer(amp, m, &m->p[0], &m->p[1], 64, 64), AMP_ERR_REDUCE);
+        CHECK(strncmp(amp_last_error(), "AMP0503 amp_linear: ", 20) == 0);
+        CHECK_EQ(amp_step(o, NULL), AMP_ERR_REDUCE);
+        CHECK_EQ(amp_optimizer_save(o, state, "o"), AMP_ERR_REDUCE);
+        CHECK_EQ(amp_params_broadcast(amp, m->p, PARAMS), AMP_ERR_REDUCE);
+    }
+    gate_set(j->rank, 0, 0);
+    amp_optimizer_destroy(o);
+    memset(&d, 0, sizeof d);
+    d.params = m->p; d.n_params = PARAMS;
+    d.shard = AMP_SHARD_STATES; d.deterministic = d.overlap_param_gather = 1;
+    CHECK_OK(amp_sync(amp));
+    CHECK_OK(amp_optimizer_create(amp, &o, &d));
+    CHECK_OK(amp_params_broadcast(amp, m->p, PARAMS));
+    run_model(amp, m, NULL, 3, 0, AMP_OK);
+    CHECK_OK(amp_step(o, NULL));
+    CHECK_OK(amp_sync(amp));
+    amp_state_destroy(state);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+TEST(a_gather_that_fails_is_told) {
+    setup s = late();
+    s.gate = s.ends = 1;
+    run_ranks_with(&s, 2, one, NULL, fail_to_gather);
+}
+
+/* The steps of two optimizers one after the other: the second's sums come after the first's weights. */
+static void train_two(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    amp_optimizer_desc d = j->s->o;
+    amp_optimizer *second;
+    d.params = m->p + 2; d.n_params = PARAMS - 2;
+    CHECK_OK(amp_optimizer_create(amp, &second, &d));
+    for (int step = 0; step < STEPS; step++) {
+        run_model(amp, m, scaler, step * MOST_RANKS + j->rank, 0, AMP_OK);
+        CHECK_OK(amp_step(o, scaler));
+        CHECK_OK(amp_step(second, scaler));
+    }
+    amp_optimizer_destroy(second);
+}
+TEST(two_optimizers_gather_weights) {
+    for (int world = 2; world <= MOST_RANKS; world++) {
+        setup s = late();
+        s.split = 1;
+        s.o.overlap_param_gather = 0;
+        run_ranks_with(&s, world, one, NULL, train_two);
+        s.o.overlap_param_gather = 1;
+        run_ranks_with(&s, world, other, NULL, train_two);
+        for (int r = 0; r < world; r++) same(&one[0], &other[r], "two optimizers", world);
+    }
+}
+
+TEST(where_weights_are_not_gathered_behind_forward) {
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    amp_context *amp;
+    amp_desc open;
+    static model m;
+    setup s = plain();
+    memset(&d, 0, sizeof d); memset(&open, 0, sizeof open);
+    open.dtype = AMP_F32; open.threads = 1;
+    CHECK_OK(amp_open(&amp, &open));
+    model_make(&m, &s);
+    d.params = m.p; d.n_params = PARAMS;
+    d.overlap_param_gather = 1;
+    CHECK_ERR(amp_optimizer_create(amp, &o, &d), AMP_ERR_CONFLICT);
+    CHECK(strstr(amp_last_error(), ".overlap_param_gather needs .shard = AMP_SHARD_STATES") != NULL);
+    d.shard = AMP_SHARD_STATES; d.no_overlap = 1;
+    CHECK_ERR(amp_optimizer_create(amp, &o, &d), AMP_ERR_CONFLICT);
+    CHECK(strstr(amp_last_error(), ".overlap_param_gather does not go with .no_overlap") != NULL);
+    d.no_overlap = 0; d.overlap_param_gather = 2;
+    CHECK_ERR(amp_optimizer_create(amp, &o, &d), AMP_ERR_RANGE);
+    d.overlap_param_gather = 1;
+    CHECK_OK(amp_optimizer_create(amp, &o, &d));        /* one rank has nothing to gather */
+    amp_optimizer_destroy(o);
+    amp_close(amp);
 }
 
 /* Ranks that differ get rank 0's weights after their optimizers were created: whole and sharded masters follow. */
@@ -672,5 +979,7 @@ int main(int argc, char **argv) {
     RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(sums_that_failed_are_dropped);
     RUN(calls_of_all_ranks_refuse); RUN(ranks_of_threads_share_no_memory); RUN(states_go_from_any_world_to_any);
     RUN(files_of_two_saves_are_refused);
+    RUN(weights_behind_forward_give_the_same_bits); RUN(the_first_layer_begins_before_the_last_gather_ends); RUN(what_waits_for_gathered_weights);
+    RUN(a_gather_that_fails_is_told); RUN(two_optimizers_gather_weights); RUN(where_weights_are_not_gathered_behind_forward);
     return TEST_END();
 }
