@@ -3,8 +3,8 @@
  * Stands alone: needs libc and safetensors.h, whose JSON reader it uses.  It reads the files vocab.json and merges.txt
  * that Hugging Face keeps beside a model.  The text is split into words, and in each word the pair of neighbours with
  * the lowest rank is merged until no pair has one.  Bytes that are not UTF-8 count as symbols, so every text is
- * restored
- * exactly.  bpe_open, bpe_encode, bpe_text, bpe_close; st_error says why a call failed. */
+ * restored exactly.  bpe_open, bpe_encode, bpe_text, bpe_close; st_error says why a call failed.  A tokenizer belongs
+ * to one thread at a time, as bpe_encode works in it. */
 #ifndef EXAMPLE_BPE_H
 #define EXAMPLE_BPE_H
 
@@ -408,6 +408,10 @@ static inline int bpe_encode(bpe *t, const char *text, int64_t n, uint16_t *out,
     static const char mark[] = "<|endoftext|>";
     int64_t at = 0, used = 0, length;
     int result;
+    *count = 0;
+    if (t->merges == NULL) return st_fail(ST_ERR_STATE, "bpe_encode: the tokenizer is not open");
+    if (n < 0 || (n > 0 && (text == NULL || out == NULL)))
+        return st_fail(ST_ERR_NULL, "bpe_encode: text or out is NULL, or n negative");
     while (at < n) {
         const char *stop = t->end_of_text >= 0 ? (const char *)memchr(text + at, '<', (size_t)(n - at)) : NULL;
         int64_t end;

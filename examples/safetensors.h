@@ -3,21 +3,23 @@
  * Stands alone: copy it into any program; libc is all it needs, and C99 or C++11.  Nothing in a file is trusted: a
  * damaged or hostile one gives an error.
  *
- *     st_file file;                                    bytes, size: the whole file, read or mapped
- *     if (st_open(&file, bytes, size) != ST_OK) puts(st_error());
- *     const st_tensor *t = st_find(&file, "wte.weight");
+ *     if (st_read_file("model.safetensors", &text, &size) != ST_OK) puts(st_error());      or map it
+ *     if (st_open(&file, text, size) != ST_OK) puts(st_error());                           text must stay
+ *     const st_tensor *t = st_find(&file, "wte.weight");                                   NULL: there is none
  *     float *values = malloc(t->count * sizeof(float));
- *     st_floats(t, values);                            from F32, F16, BF16 or F64
+ *     if (st_floats(t, values) != ST_OK) puts(st_error());                                 from F32, F16, BF16 or F64
  *     st_close(&file);
+ *     free(text);
  *
- *     st_writer w = {0};
+ *     st_writer w = {0};                               a failure is kept: st_write_begin and st_write_end return it
  *     st_write_text(&w, "format", "pt");               metadata, if any, first
  *     st_write_tensor(&w, "w", 2, shape);              then every tensor's name and shape, of fp32
  *     st_write_begin(&w);
  *     st_write_floats(&w, values, count);              then their elements in the same order
- *     if (st_write_end(&w) == ST_OK) fwrite(w.file, 1, w.bytes, out);
+ *     if (st_write_file(&w, "copy.safetensors") != ST_OK) puts(st_error());
  *     st_write_close(&w);
  *
+ * Files may be read in several threads at once; st_error's text is one for each source file that includes this.
  * What it is built from can be used too: UTF-8 (utf8_), a reader of JSON and a text that grows (json_), CRC-32C. */
 #ifndef SAFETENSORS_H
 #define SAFETENSORS_H
@@ -31,7 +33,8 @@
 
 /* Results; their numbers are those of amp.h's. */
 enum {
-    ST_OK = 0, ST_ERR_DTYPE = 104, ST_ERR_SIZE = 109, ST_ERR_MEMORY = 301, ST_ERR_OPEN = 401, ST_ERR_READ = 402,
+    ST_OK = 0, ST_ERR_NULL = 101, ST_ERR_SHAPE = 103, ST_ERR_DTYPE = 104, ST_ERR_STATE = 106, ST_ERR_NAME = 107,
+    ST_ERR_SIZE = 109, ST_ERR_MEMORY = 301, ST_ERR_OPEN = 401, ST_ERR_READ = 402, ST_ERR_WRITE = 403,
     ST_ERR_FORMAT = 404, ST_ERR_TRUNCATED = 405, ST_ERR_CHECKSUM = 406
 };
 
@@ -40,11 +43,9 @@ static char st_text[512];
 /* Why the last call failed. */
 static inline const char *st_error(void) { return st_text; }
 
-static inline int st_fail(int result, const char *format, ...)
 #if defined(__GNUC__)
-    __attribute__((format(printf, 2, 3)))
+static inline int st_fail(int result, const char *format, ...) __attribute__((format(printf, 2, 3)));
 #endif
-    ;
 static inline int st_fail(int result, const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -55,11 +56,13 @@ static inline int st_fail(int result, const char *format, ...) {
 
 /* A whole file, to be freed, with a 0 after it. */
 static inline int st_read_file(const char *path, char **text, size_t *bytes) {
-    FILE *file = fopen(path, "rb");
+    FILE *file;
     size_t capacity = 0, n = 1;
     int result = ST_OK;
     *text = NULL;
     *bytes = 0;
+    if (path == NULL) return st_fail(ST_ERR_NULL, "st_read_file: path is NULL");
+    file = fopen(path, "rb");
     if (file == NULL) return st_fail(ST_ERR_OPEN, "%.300s: %s", path, strerror(errno));
     while (n > 0 && result == ST_OK) {
         char *more = (char *)realloc(*text, (capacity = capacity * 2 + 65536) + 1);
@@ -92,6 +95,17 @@ static inline int64_t utf8_read(const char *p, int64_t left, uint32_t *code) {
     if (c < least[n] || c > 0x10ffff || (c >= 0xd800 && c < 0xe000)) return 1;
     *code = c;
     return n;
+}
+
+/* 1 if all of the text is UTF-8. */
+static inline int utf8_valid(const char *text, size_t bytes) {
+    int64_t left = (int64_t)bytes, n;
+    uint32_t code;
+    for (; left > 0; text += n, left -= n) {
+        n = utf8_read(text, left, &code);
+        if (code == 0xfffd && n == 1) return 0;
+    }
+    return 1;
 }
 
 /* A character as UTF-8: 1 to 4 bytes into out[4]; returns how many. */
@@ -159,7 +173,7 @@ static inline int json_unicode(json *j, char utf8[4]) {
     return utf8_write(code, utf8);
 }
 
-/* A string, unescaped and 0-terminated; one that does not fit is an error.  text NULL: skipped. */
+/* A string, unescaped and 0-terminated; one that does not fit or holds a 0 is an error.  text NULL: skipped. */
 static inline void json_string(json *j, char *text, size_t size) {
     size_t used = 0;
     json_need(j, '"');
@@ -179,7 +193,7 @@ static inline void json_string(json *j, char *text, size_t size) {
             else j->bad = 1;
         }
         for (i = 0; i < n && !j->bad && text != NULL; i++) {
-            if (used + 1 < size) text[used++] = piece[i];
+            if (used + 1 < size && piece[i] != 0) text[used++] = piece[i];
             else j->bad = 1;
         }
     }
@@ -189,13 +203,12 @@ static inline void json_string(json *j, char *text, size_t size) {
 /* An integer of at most 18 digits. */
 static inline int64_t json_integer(json *j) {
     int64_t value = 0;
-    int digits = 0, negative = json_take(j, '-');
-    json_peek(j);
+    int digits = 0, negative = json_take(j, '-'), zero = j->at < j->end && *j->at == '0';
     for (; j->at < j->end && *j->at >= '0' && *j->at <= '9'; j->at++, digits++) {
         if (digits < 18) value = value * 10 + (*j->at - '0');
         else j->bad = 1;
     }
-    if (digits == 0) j->bad = 1;
+    if (digits == 0 || (zero && digits > 1)) j->bad = 1;
     return negative ? -value : value;
 }
 
@@ -282,27 +295,36 @@ static inline int json_find(json j, const char *key, char *text, size_t size) {
 
 /* A text that grows. */
 typedef struct json_buffer { char *text; size_t used, capacity; int failed; } json_buffer;
-static inline void json_put(json_buffer *b, const char *piece, size_t n) {
-    if (b->used + n + 1 > b->capacity) {
+/* Makes room for n more bytes and a 0.  1 if there is. */
+static inline int json_room(json_buffer *b, size_t n) {
+    if (!b->failed && b->used + n + 1 > b->capacity) {
         char *more = (char *)realloc(b->text, (b->capacity + n) * 2 + 1024);
         if (more == NULL) b->failed = 1;
         else { b->text = more; b->capacity = (b->capacity + n) * 2 + 1024; }
     }
-    if (b->failed) return;
+    return !b->failed;
+}
+static inline void json_put(json_buffer *b, const char *piece, size_t n) {
+    if (!json_room(b, n)) return;
     memcpy(b->text + b->used, piece, n);
     b->used += n;
     b->text[b->used] = 0;
 }
+#if defined(__GNUC__)
 static inline void json_add(json_buffer *b, const char *format, ...) __attribute__((format(printf, 2, 3)));
+#endif
 static inline void json_add(json_buffer *b, const char *format, ...) {
-    char piece[512];
     va_list args;
-    size_t n;
+    int n;
     va_start(args, format);
-    n = (size_t)vsnprintf(piece, sizeof piece, format, args);
+    n = vsnprintf(NULL, 0, format, args);
     va_end(args);
-    if (n >= sizeof piece) b->failed = 1;
-    else json_put(b, piece, n);
+    if (n < 0) b->failed = 1;
+    if (n < 0 || !json_room(b, (size_t)n)) return;
+    va_start(args, format);
+    vsnprintf(b->text + b->used, (size_t)n + 1, format, args);
+    va_end(args);
+    b->used += (size_t)n;
 }
 
 /* The characters of a JSON string; bytes that are no UTF-8 become U+FFFD. */
@@ -322,12 +344,12 @@ static inline void json_add_escaped(json_buffer *b, const char *text) {
 
 /* CRC-32C (Castagnoli), reflected. */
 static inline uint32_t st_crc32c_add(uint32_t crc, const unsigned char *data, size_t n) {
-    static uint32_t table[8][256];      /* of a byte followed by 0 to 7 zeros: eight bytes at a time */
+    uint32_t table[8][256];             /* of a byte followed by 0 to 7 zeros: eight bytes at a time */
     uint32_t i, k;
-    for (i = 0; i < 256 && table[0][255] == 0; i++)
+    for (i = 0; i < 256; i++)
         for (table[0][i] = i, k = 0; k < 8; k++)
             table[0][i] = (table[0][i] >> 1) ^ (0x82f63b78u & (0u - (table[0][i] & 1u)));
-    for (k = 1; k < 8 && table[7][255] == 0; k++)
+    for (k = 1; k < 8; k++)
         for (i = 0; i < 256; i++) table[k][i] = (table[k - 1][i] >> 8) ^ table[0][table[k - 1][i] & 255];
     for (crc = ~crc; n >= 8; n -= 8, data += 8)
         crc = table[7][(crc ^ data[0]) & 255] ^ table[6][(crc >> 8 ^ data[1]) & 255] ^
@@ -352,7 +374,7 @@ typedef struct st_tensor {
 } st_tensor;
 
 typedef struct st_file {
-    st_tensor *tensors;
+    st_tensor *tensors;             /* by name */
     int64_t n;
     json metadata;                  /* at the object "__metadata__", or empty */
 } st_file;
@@ -362,109 +384,196 @@ static inline void st_close(st_file *file) {
     memset(file, 0, sizeof *file);
 }
 
+/* NULL: there is none of this name. */
 static inline const st_tensor *st_find(const st_file *file, const char *name) {
-    int64_t i;
-    for (i = 0; i < file->n; i++) if (strcmp(file->tensors[i].name, name) == 0) return &file->tensors[i];
+    int64_t low = 0, high = file->n;
+    while (low < high && name != NULL) {
+        int64_t middle = (low + high) / 2;
+        int order = strcmp(file->tensors[middle].name, name);
+        if (order == 0) return &file->tensors[middle];
+        if (order < 0) low = middle + 1;
+        else high = middle;
+    }
+    st_fail(ST_ERR_NAME, "%.200s: no tensor has this name", name != NULL ? name : "NULL");
     return NULL;
 }
 
-/* Bytes per element of a safetensors dtype, 0 if unknown; *out: its type. */
+/* Bits per element of a safetensors dtype, 0 if unknown; *out: its type. */
 static inline int64_t st_dtype(const char *name, st_type *out) {
-    static const struct { const char *name; int64_t size; st_type type; } known[] = {
-        {"F32", 4, ST_F32}, {"F16", 2, ST_F16}, {"BF16", 2, ST_BF16}, {"F64", 8, ST_F64}, {"BOOL", 1, ST_OTHER},
-        {"U8", 1, ST_OTHER}, {"I8", 1, ST_OTHER}, {"I16", 2, ST_OTHER}, {"U16", 2, ST_OTHER}, {"I32", 4, ST_OTHER},
-        {"U32", 4, ST_OTHER}, {"I64", 8, ST_OTHER}, {"U64", 8, ST_OTHER}, {"F8_E4M3", 1, ST_OTHER},
-        {"F8_E5M2", 1, ST_OTHER},
+    static const struct { const char *name; int64_t bits; st_type type; } known[] = {
+        {"F32", 32, ST_F32}, {"F16", 16, ST_F16}, {"BF16", 16, ST_BF16}, {"F64", 64, ST_F64}, {"BOOL", 8, ST_OTHER},
+        {"U8", 8, ST_OTHER}, {"I8", 8, ST_OTHER}, {"I16", 16, ST_OTHER}, {"U16", 16, ST_OTHER}, {"I32", 32, ST_OTHER},
+        {"U32", 32, ST_OTHER}, {"I64", 64, ST_OTHER}, {"U64", 64, ST_OTHER}, {"C64", 64, ST_OTHER},
+        {"F8_E4M3", 8, ST_OTHER}, {"F8_E5M2", 8, ST_OTHER}, {"F8_E8M0", 8, ST_OTHER}, {"F8_E4M3FNUZ", 8, ST_OTHER},
+        {"F8_E5M2FNUZ", 8, ST_OTHER}, {"F6_E2M3", 6, ST_OTHER}, {"F6_E3M2", 6, ST_OTHER}, {"F4", 4, ST_OTHER},
     };
     size_t i;
     *out = ST_OTHER;
     for (i = 0; i < sizeof known / sizeof *known; i++) {
         if (strcmp(known[i].name, name) != 0) continue;
         *out = known[i].type;
-        return known[i].size;
+        return known[i].bits;
     }
     return 0;
 }
 
-/* One header entry: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}. */
-static inline int st_read_entry(json *j, st_tensor *t, const unsigned char *data, int64_t bytes) {
-    char key[32], dtype[32] = "";
-    int64_t begin = -1, end = -1, size, count = 1, i;
-    int have_shape = 0;
+/* The elements of a shape; -1: a dimension is negative, or they are more than `most`. */
+static inline int64_t st_count(int ndim, const int64_t *shape, int64_t most) {
+    int64_t count = 1;
+    int i, empty = 0;
+    for (i = 0; i < ndim; i++) {
+        if (shape[i] < 0) return -1;
+        empty |= shape[i] == 0;
+    }
+    if (empty) return 0;
+    for (i = 0; i < ndim; count *= shape[i++]) if (count > most / shape[i]) return -1;
+    return count;
+}
+
+/* What a header entry says, and how often. */
+typedef struct st_entry { char dtype[32]; int64_t begin, end; int dtypes, shapes, places; } st_entry;
+
+static inline void st_read_shape(json *j, st_tensor *t) {
+    int more;
+    json_need(j, '[');
+    for (more = json_peek(j) != ']'; more && !j->bad; more = json_take(j, ',')) {
+        int64_t size = json_integer(j);
+        if (t->ndim < ST_MAX_DIMS) t->shape[t->ndim] = size;
+        t->ndim++;
+    }
+    json_need(j, ']');
+}
+
+/* {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, each once. */
+static inline int st_read_members(json *j, st_tensor *t, st_entry *e) {
+    char key[128];
+    json value;
+    int more;
     json_need(j, '{');
-    while (!j->bad && json_peek(j) == '"') {
-        json_string(j, key, sizeof key);
-        json_need(j, ':');
-        if (strcmp(key, "dtype") == 0) json_string(j, dtype, sizeof dtype);
+    for (more = json_peek(j) == '"'; more && json_member(j, key, &value); more = json_take(j, ',')) {
+        if (strcmp(key, "dtype") == 0) { json_string(&value, e->dtype, sizeof e->dtype); e->dtypes++; }
+        else if (strcmp(key, "shape") == 0) { st_read_shape(&value, t); e->shapes++; }
         else if (strcmp(key, "data_offsets") == 0) {
-            json_need(j, '['); begin = json_integer(j); json_need(j, ','); end = json_integer(j); json_need(j, ']');
-        } else if (strcmp(key, "shape") == 0) {
-            json_need(j, '[');
-            have_shape = 1;
-            while (!j->bad && json_peek(j) != ']') {
-                if (t->ndim == ST_MAX_DIMS)
-                    return st_fail(ST_ERR_FORMAT, "%s: more than %d dimensions", t->name, ST_MAX_DIMS);
-                t->shape[t->ndim++] = json_integer(j);
-                if (!json_take(j, ',')) break;
-            }
-            json_need(j, ']');
-        } else json_skip(j);
-        if (!json_take(j, ',')) break;
+            json_need(&value, '['); e->begin = json_integer(&value); json_need(&value, ',');
+            e->end = json_integer(&value); json_need(&value, ']');
+            e->places++;
+        }
+        j->bad |= value.bad;
     }
     json_need(j, '}');
-    size = st_dtype(dtype, &t->type);
-    if (j->bad || !have_shape || size == 0) return st_fail(ST_ERR_FORMAT, "%s: not a safetensors entry", t->name);
-    for (i = 0; i < t->ndim; i++) {
-        if (t->shape[i] < 0 || (t->shape[i] > 0 && count > bytes / t->shape[i]))
-            return st_fail(ST_ERR_FORMAT, "%s: the shape does not fit into the file", t->name);
-        count *= t->shape[i];
-    }
-    if (begin < 0 || end < begin || end > bytes || (end - begin) / size != count || (end - begin) % size != 0)
+    return !j->bad && e->dtypes == 1 && e->shapes == 1 && e->places == 1;
+}
+
+/* One header entry. */
+static inline int st_read_entry(json *j, st_tensor *t, const unsigned char *data, int64_t bytes) {
+    st_entry e;
+    int64_t bits;
+    memset(&e, 0, sizeof e);
+    if (!st_read_members(j, t, &e)) return st_fail(ST_ERR_FORMAT, "%s: not a safetensors entry", t->name);
+    bits = st_dtype(e.dtype, &t->type);
+    if (bits == 0) return st_fail(ST_ERR_FORMAT, "%s: unknown dtype %s", t->name, e.dtype);
+    if (t->ndim > ST_MAX_DIMS)
+        return st_fail(ST_ERR_FORMAT, "%s: %d dimensions, at most %d are read", t->name, (int)t->ndim, ST_MAX_DIMS);
+    t->count = st_count(t->ndim, t->shape, 2 * bytes);
+    if (t->count < 0) return st_fail(ST_ERR_FORMAT, "%s: the shape does not fit into the file", t->name);
+    if (e.begin < 0 || e.end < e.begin || e.end > bytes || (e.end - e.begin) * 8 != t->count * bits)
         return st_fail(ST_ERR_TRUNCATED, "%s: bytes %lld to %lld of %lld do not hold %lld elements of %s",
-                            t->name, (long long)begin, (long long)end, (long long)bytes, (long long)count, dtype);
-    t->count = count;
-    t->data = data + begin;
-    t->bytes = (size_t)(end - begin);
+                       t->name, (long long)e.begin, (long long)e.end, (long long)bytes, (long long)t->count, e.dtype);
+    t->data = data + e.begin;
+    t->bytes = (size_t)(e.end - e.begin);
+    return ST_OK;
+}
+
+/* {"format": "pt", ...}: texts alone; null is none. */
+static inline int st_read_metadata(st_file *file, json *j) {
+    char key[128];
+    json value, start = *j;
+    int more;
+    if (file->metadata.at != NULL) return st_fail(ST_ERR_FORMAT, "__metadata__ is in the file twice");
+    if (json_peek(j) != '{') {
+        json_skip(j);
+        if (!j->bad && j->at - start.at >= 4 && memcmp(j->at - 4, "null", 4) == 0) return ST_OK;
+        return st_fail(ST_ERR_FORMAT, "__metadata__ is no object of texts");
+    }
+    file->metadata = *j;
+    json_need(j, '{');
+    for (more = json_peek(j) == '"'; more && json_member(j, key, &value); more = json_take(j, ','))
+        if (*value.at != '"') return st_fail(ST_ERR_FORMAT, "__metadata__: the value of %s is no text", key);
+    json_need(j, '}');
+    file->metadata.end = j->at;
     return ST_OK;
 }
 
 static inline int st_read_header(st_file *file, json *j, const unsigned char *data, int64_t bytes) {
     int64_t capacity = 0;
-    int result;
+    int result, more;
     json_need(j, '{');
-    while (!j->bad && json_peek(j) == '"') {
+    for (more = json_peek(j) == '"'; more && !j->bad; more = json_take(j, ',')) {
         st_tensor t;
+        json start = *j;
         memset(&t, 0, sizeof t);
         json_string(j, t.name, sizeof t.name);
-        json_need(j, ':');
-        if (strcmp(t.name, "__metadata__") == 0) {
-            json_peek(j);
-            file->metadata = *j;
-            json_skip(j);
-        } else {
-            if (j->bad) break;
-            if (st_find(file, t.name) != NULL)
-                return st_fail(ST_ERR_FORMAT, "%s: is in the file twice", t.name);
-            result = st_read_entry(j, &t, data, bytes);
-            if (result != ST_OK) return result;
-            if (file->n == capacity) {
-                st_tensor *more =
-                    (st_tensor *)realloc(file->tensors, (size_t)(capacity = capacity * 2 + 64) * sizeof *more);
-                if (more == NULL) return st_fail(ST_ERR_MEMORY, "no memory for the tensor table");
-                file->tensors = more;
-            }
-            file->tensors[file->n++] = t;
+        if (j->bad) {
+            *j = start;
+            json_string(j, NULL, 0);
+            if (!j->bad)
+                return st_fail(ST_ERR_FORMAT, "%s...: a name of more than %d bytes, or with a 0 in it", t.name,
+                               (int)sizeof t.name - 1);
         }
-        if (!json_take(j, ',')) break;
+        json_need(j, ':');
+        json_peek(j);
+        if (j->bad) break;
+        if (strcmp(t.name, "__metadata__") == 0) {
+            result = st_read_metadata(file, j);
+            if (result != ST_OK) return result;
+            continue;
+        }
+        result = st_read_entry(j, &t, data, bytes);
+        if (result != ST_OK) return result;
+        if (file->n == capacity) {
+            st_tensor *grown =
+                (st_tensor *)realloc(file->tensors, (size_t)(capacity = capacity * 2 + 64) * sizeof *grown);
+            if (grown == NULL) return st_fail(ST_ERR_MEMORY, "no memory for the tensor table");
+            file->tensors = grown;
+        }
+        file->tensors[file->n++] = t;
     }
     json_need(j, '}');
-    if (j->bad || json_peek(j) != 0) return st_fail(ST_ERR_FORMAT, "the safetensors header is not valid JSON");
+    json_peek(j);
+    if (j->bad || j->at != j->end) return st_fail(ST_ERR_FORMAT, "the safetensors header is not valid JSON");
+    return ST_OK;
+}
+
+static inline int st_by_place(const void *a, const void *b) {
+    const st_tensor *x = (const st_tensor *)a, *y = (const st_tensor *)b;
+    if (x->data != y->data) return x->data > y->data ? 1 : -1;
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
+}
+static inline int st_by_name(const void *a, const void *b) {
+    return strcmp(((const st_tensor *)a)->name, ((const st_tensor *)b)->name);
+}
+
+/* Every byte of the data belongs to one tensor, as the format demands, and no name is there twice.  Leaves them by
+   name. */
+static inline int st_check_tensors(st_file *file, const unsigned char *data, int64_t bytes) {
+    int64_t at = 0, i;
+    if (file->n > 1) qsort(file->tensors, (size_t)file->n, sizeof *file->tensors, st_by_place);
+    for (i = 0; i < file->n; at += (int64_t)file->tensors[i++].bytes)
+        if (file->tensors[i].data != data + at)
+            return st_fail(ST_ERR_FORMAT, "%s: begins at byte %lld of the data, the one before it ends at %lld",
+                           file->tensors[i].name, (long long)(file->tensors[i].data - data), (long long)at);
+    if (at != bytes)
+        return st_fail(ST_ERR_FORMAT, "the tensors have %lld bytes, the data after the header %lld", (long long)at,
+                       (long long)bytes);
+    if (file->n > 1) qsort(file->tensors, (size_t)file->n, sizeof *file->tensors, st_by_name);
+    for (i = 1; i < file->n; i++)
+        if (st_by_name(&file->tensors[i - 1], &file->tensors[i]) == 0)
+            return st_fail(ST_ERR_FORMAT, "%s: is in the file twice", file->tensors[i].name);
     return ST_OK;
 }
 
 /* The checksum of st_writer: the CRC-32C of the whole file with zeros for the checksum's eight digits, which are in
-   the metadata
-   as "crc32c":"89abcdef".  Other programs' files have none. */
+   the metadata as "crc32c":"89abcdef".  Other programs' files have none. */
 #define ST_CHECKSUM "\"crc32c\":\""
 enum { ST_DIGITS = 8 };
 
@@ -523,14 +632,21 @@ static inline int st_open(st_file *file, const void *bytes, size_t size) {
     json j;
     int i;
     memset(file, 0, sizeof *file);
+    if (bytes == NULL) return st_fail(ST_ERR_NULL, "st_open: bytes is NULL");
+    if (size > (size_t)-1 / 1024) return st_fail(ST_ERR_SIZE, "st_open: a size of %zu: did the read fail?", size);
     if (size < 8) return st_fail(ST_ERR_TRUNCATED, "a safetensors file has at least 8 bytes, this one %zu", size);
     for (i = 7; i >= 0; i--) header = header << 8 | data[i];
     if (header > size - 8)
-        return st_fail(ST_ERR_FORMAT, "not a safetensors file, or one that ends in its header");
+        return st_fail(ST_ERR_FORMAT, "not a safetensors file (PyTorch's .bin and Git LFS's pointers are none), or one "
+                                      "that ends in its header");
     result = st_verify(data, size, 8 + (size_t)header);
     if (result != ST_OK) return result;
+    if (!utf8_valid((const char *)data + 8, (size_t)header))
+        return st_fail(ST_ERR_FORMAT, "the safetensors header is not UTF-8");
     j = json_open(data + 8, (size_t)header);
-    result = st_read_header(file, &j, data + 8 + header, (int64_t)(size - 8 - header));
+    data += 8 + header;
+    result = st_read_header(file, &j, data, (int64_t)(size - 8 - header));
+    if (result == ST_OK) result = st_check_tensors(file, data, (int64_t)(size - 8 - header));
     if (result != ST_OK) st_close(file);
     return result;
 }
@@ -538,7 +654,11 @@ static inline int st_open(st_file *file, const void *bytes, size_t size) {
 /* All elements of a floating-point tensor as fp32; F64 is rounded. */
 static inline int st_floats(const st_tensor *t, float *out) {
     int64_t i;
-    const unsigned char *p = t->data;
+    const unsigned char *p;
+    if (t == NULL || (out == NULL && t->count > 0))
+        return st_fail(ST_ERR_NULL, t == NULL ? "st_floats: the tensor is NULL: st_find found none"
+                                              : "st_floats: out is NULL");
+    p = t->data;
     if (t->type == ST_OTHER) return st_fail(ST_ERR_DTYPE, "%s: only F32, F16, BF16 and F64 are read", t->name);
     for (i = 0; i < t->count; i++) {
         if (t->type == ST_F64) {
@@ -565,7 +685,8 @@ static inline int st_floats(const st_tensor *t, float *out) {
 typedef struct st_writer {
     json_buffer header;
     int64_t offset, written;        /* bytes of the tensors, named so far and written so far */
-    int in_meta, tensors;
+    int in_meta, tensors, result;   /* result: of the first call that failed */
+    char wrong[sizeof st_text];     /* why it failed */
     unsigned char *file;            /* from st_write_begin on; whole after st_write_end */
     size_t bytes;
 } st_writer;
@@ -576,50 +697,101 @@ static inline void st_write_close(st_writer *w) {
     memset(w, 0, sizeof *w);
 }
 
+/* The first failure stays: every call after it returns it. */
+static inline int st_write_fail(st_writer *w, int result) {
+    if (w->result == ST_OK) memcpy(w->wrong, st_text, sizeof w->wrong);
+    if (w->result == ST_OK) w->result = result;
+    return st_fail(w->result, "%s", w->wrong);
+}
+
 /* A text in the file's metadata; all of them before the first tensor. */
-static inline void st_write_text(st_writer *w, const char *key, const char *value) {
+static inline int st_write_text(st_writer *w, const char *key, const char *value) {
+    static const char start[] = "{\"__metadata__\":";
+    json there;
+    if (key == NULL || value == NULL)
+        return st_write_fail(w, st_fail(ST_ERR_NULL, "st_write_text: key or value is NULL"));
+    if (w->tensors > 0 || w->file != NULL)
+        return st_write_fail(w, st_fail(ST_ERR_STATE, "st_write_text: %.100s comes after a tensor, texts go first",
+                                        key));
+    if (w->in_meta && !w->header.failed &&
+        json_value(json_open(w->header.text + sizeof start - 1, w->header.used - sizeof start + 1), key, &there))
+        return st_write_fail(w, st_fail(ST_ERR_NAME, "st_write_text: %.100s is there twice", key));
     json_add(&w->header, "%s\"", w->in_meta ? "," : "{\"__metadata__\":{");
     w->in_meta = 1;
     json_add_escaped(&w->header, key);
     json_add(&w->header, "\":\"");
     json_add_escaped(&w->header, value);
     json_add(&w->header, "\"");
+    return w->result == ST_OK ? ST_OK : st_write_fail(w, w->result);
 }
 /* The file gets a checksum, which st_open verifies. */
-static inline void st_write_checksum(st_writer *w) { st_write_text(w, "crc32c", "00000000"); }
+static inline int st_write_checksum(st_writer *w) { return st_write_text(w, "crc32c", "00000000"); }
 
 /* The name and shape of the next tensor, which is fp32. */
-static inline void st_write_tensor(st_writer *w, const char *name, int ndim, const int64_t *shape) {
-    int64_t count = 1;
+static inline int st_write_tensor(st_writer *w, const char *name, int ndim, const int64_t *shape) {
+    const int64_t most = INT64_MAX / 64 - w->offset;
+    int64_t count;
     int i;
+    if (name == NULL || (shape == NULL && ndim > 0))
+        return st_write_fail(w, st_fail(ST_ERR_NULL, "st_write_tensor: name or shape is NULL"));
+    if (w->file != NULL)
+        return st_write_fail(w, st_fail(ST_ERR_STATE, "st_write_tensor: %.100s comes after st_write_begin", name));
+    if (!utf8_valid(name, strlen(name)))
+        return st_write_fail(w, st_fail(ST_ERR_NAME, "st_write_tensor: the name %.100s is not UTF-8", name));
+    count = ndim < 0 || ndim > ST_MAX_DIMS ? -1 : st_count(ndim, shape, most);
+    if (count < 0)
+        return st_write_fail(w, st_fail(ST_ERR_SHAPE, "st_write_tensor: %.100s: more than %d dimensions, a negative "
+                                                      "one, or too many elements", name, ST_MAX_DIMS));
     json_add(&w->header, "%s\"", w->in_meta ? "}," : w->tensors > 0 ? "," : "{");
     w->in_meta = 0;
     w->tensors++;
     json_add_escaped(&w->header, name);
     json_add(&w->header, "\":{\"dtype\":\"F32\",\"shape\":[");
-    for (i = 0; i < ndim; count *= shape[i++]) json_add(&w->header, "%s%lld", i > 0 ? "," : "", (long long)shape[i]);
+    for (i = 0; i < ndim; i++) json_add(&w->header, "%s%lld", i > 0 ? "," : "", (long long)shape[i]);
     json_add(&w->header, "],\"data_offsets\":[%lld,%lld]}", (long long)w->offset, (long long)(w->offset + 4 * count));
     w->offset += 4 * count;
+    return w->result == ST_OK ? ST_OK : st_write_fail(w, w->result);
+}
+
+/* Reads the header that was written, so that st_open will: no name twice, none too long. */
+static inline int st_write_check(const st_writer *w) {
+    const unsigned char *data = w->file + 8 + w->header.used;
+    json j = json_open(w->header.text, w->header.used);
+    st_file file;
+    int result;
+    memset(&file, 0, sizeof file);
+    result = st_read_header(&file, &j, data, w->offset);
+    if (result == ST_OK) result = st_check_tensors(&file, data, w->offset);
+    st_close(&file);
+    return result;
 }
 
 /* Allocates the file; the elements of all tensors follow. */
 static inline int st_write_begin(st_writer *w) {
-    int i;
+    int i, result;
+    if (w->file != NULL) return st_write_fail(w, st_fail(ST_ERR_STATE, "st_write_begin: called twice"));
+    if (w->result != ST_OK) return st_write_fail(w, w->result);
     json_add(&w->header, "%s}", w->in_meta ? "}" : w->tensors > 0 ? "" : "{");
     while (!w->header.failed && w->header.used % 8 != 0) json_add(&w->header, " ");     /* the data starts aligned */
     w->bytes = 8 + w->header.used + (size_t)w->offset;
     if (!w->header.failed) w->file = (unsigned char *)malloc(w->bytes);
-    if (w->file == NULL) return st_fail(ST_ERR_MEMORY, "no memory for a file of %zu bytes", w->bytes);
+    if (w->file == NULL) return st_write_fail(w, st_fail(ST_ERR_MEMORY, "no memory for a file of %zu bytes", w->bytes));
     for (i = 0; i < 8; i++) w->file[i] = (unsigned char)((uint64_t)w->header.used >> (8 * i));
     memcpy(w->file + 8, w->header.text, w->header.used);
-    return ST_OK;
+    result = st_write_check(w);
+    return result == ST_OK ? ST_OK : st_write_fail(w, result);
 }
 
 /* The next n elements. */
-static inline void st_write_floats(st_writer *w, const float *values, int64_t n) {
-    unsigned char *out = w->file + 8 + w->header.used + w->written;
+static inline int st_write_floats(st_writer *w, const float *values, int64_t n) {
+    unsigned char *out;
     int64_t i;
-    if (w->written + 4 * n > w->offset) n = (w->offset - w->written) / 4;       /* st_write_end tells */
+    if (w->file == NULL) return st_write_fail(w, st_fail(ST_ERR_STATE, "st_write_floats: before st_write_begin"));
+    if (n < 0 || n > (w->offset - w->written) / 4)
+        return st_write_fail(w, st_fail(ST_ERR_SIZE, "st_write_floats: %lld elements, the named tensors lack %lld",
+                                        (long long)n, (long long)((w->offset - w->written) / 4)));
+    if (values == NULL && n > 0) return st_write_fail(w, st_fail(ST_ERR_NULL, "st_write_floats: values is NULL"));
+    out = w->file + 8 + w->header.used + w->written;
     for (i = 0; i < n; i++) {
         uint32_t bits;
         memcpy(&bits, &values[i], sizeof bits);
@@ -627,15 +799,32 @@ static inline void st_write_floats(st_writer *w, const float *values, int64_t n)
         out[4 * i + 2] = (unsigned char)(bits >> 16);  out[4 * i + 3] = (unsigned char)(bits >> 24);
     }
     w->written += 4 * n;
+    return w->result == ST_OK ? ST_OK : st_write_fail(w, w->result);
 }
 
 /* w->file is complete. */
 static inline int st_write_end(st_writer *w) {
+    if (w->file == NULL) return st_write_fail(w, st_fail(ST_ERR_STATE, "st_write_end: before st_write_begin"));
     if (w->written != w->offset)
-        return st_fail(ST_ERR_SIZE, "%lld bytes of tensors were written, and %lld named", (long long)w->written,
-                       (long long)w->offset);
+        return st_write_fail(w, st_fail(ST_ERR_SIZE, "%lld bytes of tensors were written, and %lld named",
+                                        (long long)w->written, (long long)w->offset));
+    if (w->result != ST_OK) return st_write_fail(w, w->result);
     st_seal(w->file, w->bytes, 8 + w->header.used);
     return ST_OK;
+}
+
+/* st_write_end, and the file at `path`.  What a crash or a full disk leaves of it, st_open refuses. */
+static inline int st_write_file(st_writer *w, const char *path) {
+    FILE *file;
+    int result = st_write_end(w);
+    if (result != ST_OK) return result;
+    if (path == NULL) return st_fail(ST_ERR_NULL, "st_write_file: path is NULL");
+    file = fopen(path, "wb");
+    if (file == NULL) return st_fail(ST_ERR_OPEN, "%.300s: %s", path, strerror(errno));
+    if (fwrite(w->file, 1, w->bytes, file) != w->bytes || fflush(file) != 0)
+        result = st_fail(ST_ERR_WRITE, "%.300s: %s", path, strerror(errno));
+    if (fclose(file) != 0 && result == ST_OK) result = st_fail(ST_ERR_WRITE, "%.300s: %s", path, strerror(errno));
+    return result;
 }
 
 #endif

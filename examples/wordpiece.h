@@ -4,8 +4,8 @@
  * the vocabulary is cased, split at spaces, at punctuation and around ideographs, and each word is cut from the left
  * into the longest known pieces, with "##" before all but the first; a word that cannot be cut, or has more than 100
  * characters, is [UNK].  As BertTokenizer, except that CJK compatibility ideographs stay unchanged and "[SEP]" in a
- * text
- * is three tokens like any other.  Without a vocabulary, bytes are the tokens. */
+ * text is three tokens like any other.  wordpiece_open, wordpiece_encode, wordpiece_close; wordpiece_bytes instead of
+ * wordpiece_open: bytes are the tokens.  st_error says why a call failed. */
 #ifndef EXAMPLE_WORDPIECE_H
 #define EXAMPLE_WORDPIECE_H
 
@@ -345,10 +345,14 @@ static inline void piece_add(const wordpiece *w, piece_word *word, uint32_t code
     if (alone) piece_end_word(w, word);
 }
 
-/* The first `most` tokens of a text, without [CLS] and [SEP]; returns how many. */
+/* The first `most` tokens of a text, without [CLS] and [SEP]; returns how many, -1 if w is not open. */
 static inline int64_t wordpiece_encode(const wordpiece *w, const char *text, int64_t n, int32_t *out, int64_t most) {
     piece_word word;
     int64_t at, length;
+    if (w->n == 0 || (n > 0 && text == NULL) || (most > 0 && out == NULL)) {
+        st_fail(ST_ERR_STATE, "wordpiece_encode: %s", w->n == 0 ? "no vocabulary is open" : "text or out is NULL");
+        return -1;
+    }
     word.bytes = word.characters = word.used = 0;
     word.out = out;
     word.most = most;

@@ -491,9 +491,9 @@ int main(void) {
     return 0;
 }
 end
-for lang in "${CC:-gcc} -std=c99" "g++ -std=c++11 -x c++"; do
+for lang in "${CC:-gcc} -std=c99" "g++ -std=c++11 -x c++" "g++ -std=c++17 -x c++"; do
     have "${lang%% *}" || { skip "headers that stand alone" "no ${lang%% *}"; continue; }
-    check "headers that stand alone: $lang" $lang -Wall -Wextra -Werror "$work/alone_headers/use.c" -o "$work/alone_headers/use"
+    check "headers that stand alone: $lang" $lang -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror "$work/alone_headers/use.c" -o "$work/alone_headers/use"
     if "$work/alone_headers/use"; then pass; else fail "headers that stand alone: $lang" "status $?"; fi
 done
 

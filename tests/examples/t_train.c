@@ -643,9 +643,14 @@ TEST(untied_output_weights_are_refused) {
     gpt_file file;
     memset(&file, 0, sizeof file);
     memset(tensors, 0, sizeof tensors);
-    snprintf(tensors[0].name, sizeof tensors[0].name, "transformer.wte.weight");
-    snprintf(tensors[1].name, sizeof tensors[1].name, "lm_head.weight");
-    for (int i = 0; i < 2; i++) { tensors[i].type = ST_F32; tensors[i].count = 4; tensors[i].bytes = 16; tensors[i].data = (const unsigned char *)(i == 0 ? wte : head); }
+    snprintf(tensors[0].name, sizeof tensors[0].name, "lm_head.weight");
+    snprintf(tensors[1].name, sizeof tensors[1].name, "transformer.wte.weight");
+    for (int i = 0; i < 2; i++) {
+        tensors[i].type = ST_F32;
+        tensors[i].count = 4;
+        tensors[i].bytes = sizeof wte;
+        tensors[i].data = (const unsigned char *)(i == 0 ? head : wte);
+    }
     file.tensors.tensors = tensors;
     file.tensors.n = 2;
     CHECK_ERR(gpt_file_check_tied(&file), AMP_ERR_UNSUPPORTED);

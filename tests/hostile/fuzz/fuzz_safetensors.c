@@ -6,21 +6,10 @@
 
 static const char *const safetensors_path = "/nonexistent/input";
 
-/* A name that the writer leaves as it is: UTF-8. */
-static int safetensors_is_plain(const char *name) {
-    int64_t left = (int64_t)strlen(name), n;
-    uint32_t code;
-    for (; left > 0; name += n, left -= n) {
-        n = utf8_read(name, left, &code);
-        if (code == 0xfffd && n == 1) return 0;
-    }
-    return 1;
-}
 static int safetensors_is_writable(const st_file *file) {
     for (int64_t i = 0; i < file->n; i++) {
         const st_tensor *t = &file->tensors[i];
-        if (t->type != ST_F32 || t->ndim < 1 || t->ndim > 2 || (t->ndim == 2 && t->shape[1] < 1) || !safetensors_is_plain(t->name))
-            return 0;
+        if (t->type != ST_F32 || t->ndim < 1 || t->ndim > 2 || (t->ndim == 2 && t->shape[1] < 1)) return 0;
     }
     return 1;
 }
