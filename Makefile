@@ -215,9 +215,12 @@ TEST_RUNS     := $(EXAMPLE_TESTS) tests/docs.sh tests/house.sh tests/abi.sh $(CU
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	AMPT_LEAVE_OUT=ci TIMES=$(BUILD)/times.txt $(RUN) $(filter-out $(WAITING) $(QUIET),$(TEST_RUNS)) --waiting $(WAITING) --alone $(QUIET)
 
+# The longest first, so that no core waits long for the last; one job each, as run.sh keeps every core busy.
+WAITING_CI    := $(filter %/asan_t_cuda_nccl %/toolkit_t_cuda_runtime %/tsan_t_cuda_threads,$(CUDA_TESTS_CI))
+TEST_RUNS_CI  := tests/sanitize.sh tests/compile.sh tests/hostile/fuzz/run.sh $(CUDA_TESTS_CI)
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
-	INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=15 TIMES=$(BUILD)/times_ci.txt $(RUN) $(CUDA_TESTS_CI) \
-	    --alone tests/newcomer.sh tests/compile.sh tests/sanitize.sh tests/lifetime.sh $(CRASH_CI) tests/hostile/fuzz/run.sh
+	CORES=1 INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=15 TIMES=$(BUILD)/times_ci.txt $(RUN) \
+	    $(filter-out $(WAITING_CI),$(TEST_RUNS_CI)) --waiting $(WAITING_CI) --alone tests/newcomer.sh tests/lifetime.sh $(CRASH_CI)
 
 newcomer:
 	CC="$(CC)" sh tests/run.sh tests/newcomer.sh
