@@ -1531,6 +1531,11 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    scales have the same bits with and without shards; without it, sums are the reducer's own.  .wire = AMP_BF16 halves
    the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again.
 
+   .shard = AMP_SHARD_GRADIENTS, on the CPU under Linux: besides, whole pages that hold nothing but gradients of a
+   bucket are given back (madvise) as soon as this rank has its part of their sum, and backward waits rather than run
+   two buckets ahead of the sums.  So with accumulation 1, after the first step, a rank holds its part of the gradients
+   and about three buckets.  After the step .grad is undefined until backward writes it again.
+
    .overlap_param_gather: the step returns, and the thread of the buckets gathers the weights behind the next forward,
    those of the first parameters first (with reducer.one_thread still in the step).  Operators wait for the parameters
    that they are given, as amp_param; what waits for the device, uses the reducer or frees memory waits for all.  Call
@@ -1736,6 +1741,7 @@ typedef enum amp_shard {
     AMP_SHARD_DEFAULT = 0,      /* NONE */
     AMP_SHARD_NONE = 1,
     AMP_SHARD_STATES = 2,       /* masters, remainders and moments; weights are gathered after each update */
+    AMP_SHARD_GRADIENTS = 3,    /* and gradients: their memory goes back to the system once they are summed */
     AMP_SHARD_FORCE_I32 = 0x7fffffff
 } amp_shard;
 
@@ -1772,7 +1778,7 @@ typedef struct amp_optimizer_desc {
     /* 1: weights of .shard are gathered behind the next forward, so amp_sync comes before your own code reads, writes
        or frees any; not on devices, not with no_overlap */
     int32_t overlap_param_gather;
-    amp_shard shard;            /* default NONE; not with .sharded, .clip_each, .sync_every */
+    amp_shard shard;            /* default NONE; not with .sharded, .clip_each, .sync_every; GRADIENTS not on devices */
     amp_dtype wire;             /* F32 (default) or BF16 */
     int64_t bucket_bytes;       /* 1 or more, on the wire; default 25 MiB */
     amp_master_kind master;     /* of 16-bit weights; at level O3 NONE or STOCHASTIC */
@@ -5381,6 +5387,23 @@ static int64_t ampi_sysconf(int name) {
     long value = sysconf(name);
     return value > 0 ? (int64_t)value : 0;
 }
+
+/* Whole pages in a piece of memory go back to the system, which fills them with 0 when they are touched again.  What it
+   will not take (locked or huge pages) stays. */
+#if defined(SYS_madvise)
+#  define AMPI_DISCARDS 1
+static void ampi_discard(void *memory, size_t bytes) {
+    enum { DONTNEED = 4 };          /* MADV_DONTNEED, which sys/mman.h has only where more than POSIX is asked for */
+    const size_t page = (size_t)AMPI_MAX(ampi_sysconf(_SC_PAGESIZE), (int64_t)4096);
+    const size_t skip = (page - (uintptr_t)memory % page) % page;
+    int saved = errno;
+    if (bytes >= skip + page) syscall(SYS_madvise, (char *)memory + skip, (bytes - skip) / page * page, DONTNEED);
+    errno = saved;
+}
+#else
+#  define AMPI_DISCARDS 0
+static void ampi_discard(void *memory, size_t bytes) { (void)memory; (void)bytes; }
+#endif
 
 /* Bytes of RAM; 0: unknown. */
 static int64_t ampi_probe_memory(void) {
@@ -19984,6 +20007,7 @@ struct ampi_buckets {
     float *shard;                   /* device: this rank's parts of the sums, of all buckets or of one at a time */
     /* summed here in the order of ranks; each rank checks its part; and it has the states of that alone */
     int ordered, parted, states;
+    int gradients;                  /* 1: and of gradients no more than that, once they are summed */
     int threaded, recorded;         /* recorded: a whole cycle was seen, so .expected is known */
     void *stream, *finished;        /* a device's stream and event */
     pthread_mutex_t lock; pthread_cond_t changed;   /* guard what follows, .waiting and .seen */
@@ -20438,9 +20462,20 @@ static amp_result ampi_bucket_sum_ordered(const ampi_buckets *b, const ampi_buck
     AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->received, b->send, part, wire));
     return ampi_bucket_copy(b, k, b->send, wire, 1);
 }
+/* Gives a bucket's gradients back to the system. */
+static void ampi_bucket_discard(const ampi_buckets *b, const ampi_bucket *k) {
+    int64_t i;
+    if (k->flat != NULL) ampi_discard(k->flat, (size_t)k->count * 4);
+    for (i = k->first; k->flat == NULL && i < k->first + k->n; i++) {
+        const amp_k_tensor *row = &b->whole[b->order[i]];
+        ampi_discard(row->grad, (size_t)row->count * amp_dtype_size(row->grad_dtype));
+    }
+}
 static amp_result ampi_bucket_run(const ampi_buckets *b, const ampi_bucket *k) {
     if (k->event != NULL) AMPI_TRY(b->amp->backend->event_wait(b->amp->dev, k->event, b->stream));
-    return b->ordered ? ampi_bucket_sum_ordered(b, k) : ampi_bucket_reduce(b, k);
+    AMPI_TRY(b->ordered ? ampi_bucket_sum_ordered(b, k) : ampi_bucket_reduce(b, k));
+    if (b->gradients) ampi_bucket_discard(b, k);
+    return AMP_OK;
 }
 
 /* Runs bucket i, unless one has failed, and notes it.  Called and left with the lock held. */
@@ -20607,6 +20642,16 @@ static int ampi_buckets_early(const ampi_buckets *b) {
     return alone && b->recorded && !b->set->desc->no_overlap && *b->micro + 1 == b->set->desc->accumulation &&
            b->set->stage == AMPI_READY && !b->set->spoiled && (ampi_capture(b->amp) == NULL || !b->threaded);
 }
+/* With sharded gradients backward waits for all buckets but one: what it is ahead of the sums is held whole. */
+static void ampi_buckets_pace(ampi_buckets *b) {
+    double start;
+    if (!b->gradients || !b->threaded || b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) return;
+    start = ampi_seconds(b->amp);
+    pthread_mutex_lock(&b->lock);
+    while (b->posted - b->done > 1) pthread_cond_wait(&b->changed, &b->lock);
+    pthread_mutex_unlock(&b->lock);
+    ampi_buckets_waited(b, start, 0);
+}
 static void ampi_bucket_added(ampi_gradient_watch *w, const amp_param *p) {
     ampi_buckets *b = (ampi_buckets *)(void *)w;
     int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
@@ -20616,6 +20661,7 @@ static void ampi_bucket_added(ampi_gradient_watch *w, const amp_param *p) {
     if (++r->seen == r->expected && !r->by_hand) b->all[r->bucket].waiting--;
     if (ampi_buckets_early(b)) ampi_buckets_launch(b, 0);
     pthread_mutex_unlock(&b->lock);
+    ampi_buckets_pace(b);
 }
 
 /* Waits for all buckets to come back, from a step (`whole`: of a whole cycle) or where a cycle is given up. */
@@ -20916,7 +20962,8 @@ static amp_result ampi_buckets_create(amp_grad_set *set, int32_t *micro) {
     b->amp = set->amp;
     b->set = set;
     b->micro = micro;
-    b->states = d->shard == AMP_SHARD_STATES;
+    b->states = d->shard >= AMP_SHARD_STATES;
+    b->gradients = d->shard == AMP_SHARD_GRADIENTS;
     b->parted = b->states || d->deterministic;
     b->ordered = d->deterministic || d->wire == AMP_BF16;
     b->threaded = !r->one_thread && !d->no_overlap && (set->amp->backend->host_visible || r->on_host != 0);
@@ -20973,7 +21020,7 @@ static void ampi_buckets_destroy(ampi_buckets *b) {
 static amp_result ampi_check_unsharded(const amp_grad_set *set) {
     if (set->buckets == NULL || !set->buckets->states) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_apply",
-                     "the optimizer has .shard = AMP_SHARD_STATES: each rank has only a part of the sums");
+                     "the optimizer has .shard: each rank has only a part of the sums");
 }
 static amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
     void *dev, *stream;
@@ -22042,7 +22089,7 @@ static const ampi_field ampi_optimizer_fields[] = {
     {"deterministic", AMPI_I32, offsetof(amp_optimizer_desc, deterministic), NULL, 0, 0, 1, "0 or 1"},
     {"no_overlap", AMPI_I32, offsetof(amp_optimizer_desc, no_overlap), NULL, 0, 0, 1, "0 or 1"},
     {"overlap_param_gather", AMPI_I32, offsetof(amp_optimizer_desc, overlap_param_gather), NULL, 0, 0, 1, "0 or 1"},
-    {"shard", AMPI_I32, offsetof(amp_optimizer_desc, shard), NULL, AMP_SHARD_NONE, 1, AMP_SHARD_STATES, NULL},
+    {"shard", AMPI_I32, offsetof(amp_optimizer_desc, shard), NULL, AMP_SHARD_NONE, 1, AMP_SHARD_GRADIENTS, NULL},
     {"bucket_bytes", AMPI_I64, offsetof(amp_optimizer_desc, bucket_bytes), NULL, 25 << 20, 1, AMPI_COUNT_MOST,
      "1 or more"},
     {"result_lag", AMPI_I32, offsetof(amp_optimizer_desc, result_lag), ampi_lag_words, 2, 1, AMP_STEP_RESULTS - 1,
@@ -22131,12 +22178,13 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
         return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
     if (d->wire != AMP_F32 && d->wire != AMP_BF16)
         return ampi_fail(AMP_ERR_DTYPE, function, ".wire = %s, must be fp32 or bf16", amp_dtype_name(d->wire));
-    if (d->shard == AMP_SHARD_STATES && (d->sharded || d->clip_each || d->sync_every > 0))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".shard = AMP_SHARD_STATES does not go with .%s",
+    if (d->shard >= AMP_SHARD_STATES && (d->sharded || d->clip_each || d->sync_every > 0))
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".shard = %s does not go with .%s",
+                         d->shard == AMP_SHARD_STATES ? "AMP_SHARD_STATES" : "AMP_SHARD_GRADIENTS",
                          d->sharded        ? "sharded, where ranks have other parameters"
                          : d->clip_each    ? "clip_each, which needs all of the sum so far"
                                            : "sync_every, where ranks step alone");
-    if (d->overlap_param_gather && (d->shard != AMP_SHARD_STATES || d->no_overlap))
+    if (d->overlap_param_gather && (d->shard < AMP_SHARD_STATES || d->no_overlap))
         return ampi_fail(AMP_ERR_CONFLICT, function, ".overlap_param_gather %s",
                          d->no_overlap ? "does not go with .no_overlap" : "needs .shard = AMP_SHARD_STATES");
     if (d->n_params < 0 || d->n_groups < 0)
@@ -22384,6 +22432,9 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
     AMPI_TRY(ampi_fields("amp_optimizer_create", ampi_optimizer_fields, sizeof ampi_optimizer_fields, &d));
     ampi_optimizer_defaults(&d, ampi_settings(amp)->level);
     AMPI_TRY(ampi_check_optimizer(&d, ampi_settings(amp)->level));
+    if (d.shard == AMP_SHARD_GRADIENTS && (!amp->backend->host_visible || !AMPI_DISCARDS))
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create", ".shard = AMP_SHARD_GRADIENTS: %s keeps memory "
+                         "of gradients; use AMP_SHARD_STATES", !AMPI_DISCARDS ? "this system" : amp->backend->name);
     if (d.overlap_param_gather && !amp->backend->host_visible)
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create", ".overlap_param_gather: the %s backend gathers "
                          "weights in the step", amp->backend->name);

@@ -64,10 +64,11 @@ static const flag_row rank_flags[] = {
      "of --sync-every: its Nesterov momentum; for short runs lower: 0.9 is of some ten combinations"},
     {"sync-wire", FLAG_CHOICE, RANK_FIELD(sync_wire), "fp32", 0, 0, "fp32 bf16",
      "of --sync-every: what changes are sent in"},
-    {"shard", FLAG_CHOICE, RANK_FIELD(shard), "none", 0, 0, "none states",
-     "states: each rank keeps masters and moments of its part of the weights (ZeRO)"},
+    {"shard", FLAG_CHOICE, RANK_FIELD(shard), "none", 0, 0, "none states gradients",
+     "states: each rank keeps masters and moments of its part of the weights; gradients: their gradients too, on the "
+     "CPU (ZeRO stages 1 and 2)"},
     {"overlap-param-gather", FLAG_SWITCH, RANK_FIELD(overlap_param_gather), "off", 0, 0, NULL,
-     "with --shard states, on the CPU: weights are gathered while the next forward runs"},
+     "with --shard, on the CPU: weights are gathered while the next forward runs"},
     {"deterministic", FLAG_SWITCH, RANK_FIELD(deterministic), "off", 0, 0, NULL,
      "ranks sum gradients in their order, in fp32: the same bits with any --shard"},
     {"wire", FLAG_CHOICE, RANK_FIELD(wire), "fp32", 0, 0, "fp32 bf16", "gradients between ranks"},
@@ -89,8 +90,8 @@ static inline amp_result rank_flags_check(const rank_settings *set, const char *
     int i;
     for (i = 0; i < 3 && set->sync_every == 0; i++)
         if (flag_was_given(outer[i])) return flag_refuse(outer[i], "is for --sync-every");
-    if (set->overlap_param_gather && strcmp(set->shard, "states") != 0)
-        return flag_refuse("overlap-param-gather", "is for --shard states");
+    if (set->overlap_param_gather && strcmp(set->shard, "none") == 0)
+        return flag_refuse("overlap-param-gather", "is for --shard states or gradients");
     if (set->change_batch && *resume == 0) return flag_refuse("change-batch", "is for --resume");
     return AMP_OK;
 }
@@ -120,7 +121,9 @@ static inline void rank_flags_fill(const rank_settings *set, amp_optimizer_desc 
         desc->outer_momentum = set->outer_momentum > 0 ? set->outer_momentum : AMP_EXPLICIT_ZERO;
         desc->sync_wire = strcmp(set->sync_wire, "bf16") == 0 ? AMP_BF16 : AMP_F32;
     }
-    desc->shard = strcmp(set->shard, "states") == 0 ? AMP_SHARD_STATES : AMP_SHARD_NONE;
+    desc->shard = strcmp(set->shard, "states") == 0      ? AMP_SHARD_STATES
+                  : strcmp(set->shard, "gradients") == 0 ? AMP_SHARD_GRADIENTS
+                                                         : AMP_SHARD_NONE;
     desc->overlap_param_gather = (int32_t)set->overlap_param_gather;
     desc->wire = strcmp(set->wire, "bf16") == 0 ? AMP_BF16 : AMP_F32;
     desc->deterministic = (int32_t)set->deterministic;
@@ -129,7 +132,7 @@ static inline void rank_flags_fill(const rank_settings *set, amp_optimizer_desc 
 
 /* 1: each rank saves its own state: its part, or what it has between two combinations. */
 static inline int rank_flags_own_states(const rank_settings *set) {
-    return ranks.world > 1 && (strcmp(set->shard, "states") == 0 || set->sync_every > 0);
+    return ranks.world > 1 && (strcmp(set->shard, "none") != 0 || set->sync_every > 0);
 }
 
 /* A resumed run has the checkpoint's global batch, whatever the number of ranks: each takes its share.  *batch: a

@@ -315,9 +315,34 @@ CUDA_TEST(adaptive_precision_on_the_device) {
     }
 }
 
+/* Refused as the optimizer is made, by name. */
+TEST(what_only_the_cpu_shards) {
+    side s(amp_cuda(), false);
+    amp_param p = {};
+    amp_optimizer_desc d = {};
+    amp_optimizer *o = NULL;
+    void *weight, *grad;
+    CHECK_OK(amp_alloc(s.amp, &weight, 64));
+    CHECK_OK(amp_alloc(s.amp, &grad, 64));
+    p.name = "w";
+    p.weight = amp_tensor1(weight, AMP_F32, 16);
+    p.grad = amp_tensor1(grad, AMP_F32, 16);
+    d.params = &p;
+    d.n_params = 1;
+    d.shard = AMP_SHARD_GRADIENTS;
+    CHECK_ERR(amp_optimizer_create(s.amp, &o, &d), AMP_ERR_UNSUPPORTED);
+    CHECK(strstr(amp_last_error(), "keeps memory of gradients; use AMP_SHARD_STATES") != NULL);
+    d.shard = AMP_SHARD_STATES;
+    d.overlap_param_gather = 1;
+    CHECK_ERR(amp_optimizer_create(s.amp, &o, &d), AMP_ERR_UNSUPPORTED);
+    CHECK(strstr(amp_last_error(), ".overlap_param_gather: the") != NULL);
+    amp_free(s.amp, weight);
+    amp_free(s.amp, grad);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(operands_are_cut); RUN(graphs_cut_at_every_launch); RUN(infinities_and_gradients_stay); RUN(settings_reach_the_gpu);
-    RUN(adaptive_precision_on_the_device);
+    RUN(adaptive_precision_on_the_device); RUN(what_only_the_cpu_shards);
     return TEST_END();
 }

@@ -39,7 +39,7 @@ two whole --steps 8 --batch 4 --precision fp32 --deterministic --bucket-mb 1
 two shards --steps 8 --batch 4 --precision fp32 --deterministic --bucket-mb 1 --shard states
 if [ "$(hash whole)" = "$(hash shards)" ] && grep -q "hidden behind backward" "$work/shards.log"; then pass
 else fail "sharded states give the bits of whole ones" "$(tail -n 3 "$work/shards.log")"; fi
-two gathered --steps 8 --batch 4 --precision fp32 --deterministic --bucket-mb 1 --shard states --overlap-param-gather
+two gathered --steps 8 --batch 4 --precision fp32 --deterministic --bucket-mb 1 --shard gradients --overlap-param-gather
 if [ "$(hash whole)" = "$(hash gathered)" ]; then pass
 else fail "weights gathered behind forward" "$(tail -n 3 "$work/gathered.log")"; fi
 two split --steps 8 --stop-after 4 --batch 4 --precision fp32 --deterministic --bucket-mb 1 --shard states

@@ -44,6 +44,7 @@ typedef struct outcome {
     int applied;
     double states, seconds;
     int64_t optimizer_bytes;
+    int zeros;
     char why[512];
 } outcome;
 
@@ -63,8 +64,9 @@ static int failing_reduce(void *user, void *data, int64_t count, amp_dtype dtype
     return h->arm > 0 && --h->arm == 0 ? 7 : code;
 }
 
-/* A reducer of the user's own, whose gathers wait: .pass more may go, while `on`; number `fail` fails. */
-typedef struct gated_hook { amp_reducer inner; int on, pass, begun, ended, fail; } gated_hook;
+/* A reducer of the user's own, whose gathers wait: .pass more may go, while `on`; number `fail` fails.  And whose sums wait
+   while `held`. */
+typedef struct gated_hook { amp_reducer inner; int on, pass, begun, ended, fail, held, summed; } gated_hook;
 static gated_hook gates[MOST_RANKS];
 static pthread_mutex_t gate_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t gate_moved = PTHREAD_COND_INITIALIZER;
@@ -73,8 +75,16 @@ static int gated_reduce(void *user, void *data, int64_t count, amp_dtype dtype, 
     return h->inner.reduce(h->inner.user, data, count, dtype, op, stream);
 }
 static int gated_to_all(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
-    const gated_hook *h = (const gated_hook *)user;
-    return h->inner.calls->all_to_all(h->inner.user, in, out, bytes_each, stream);
+    gated_hook *h = (gated_hook *)user;
+    int code;
+    pthread_mutex_lock(&gate_lock);
+    while (h->held) pthread_cond_wait(&gate_moved, &gate_lock);
+    pthread_mutex_unlock(&gate_lock);
+    code = h->inner.calls->all_to_all(h->inner.user, in, out, bytes_each, stream);
+    pthread_mutex_lock(&gate_lock);
+    h->summed++;
+    pthread_mutex_unlock(&gate_lock);
+    return code;
 }
 static int gated_gather(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
     gated_hook *h = (gated_hook *)user;
@@ -115,7 +125,7 @@ static void *gate_open_later(void *rank) {
     const struct timespec a_while = {0, 20000000};
     nanosleep(&a_while, NULL);
     pthread_mutex_lock(&gate_lock);
-    gates[*(int *)rank].on = 0;
+    gates[*(int *)rank].on = gates[*(int *)rank].held = 0;
     pthread_cond_broadcast(&gate_moved);
     pthread_mutex_unlock(&gate_lock);
     return NULL;
@@ -390,9 +400,9 @@ TEST(sharded_states_give_the_same_bits) {
             run_ranks(&s, world, one);
             for (int r = 1; r < world; r++) same(&one[0], &one[r], storages[i].name, world);
             CHECK_EQ(one[0].applied, STEPS - 1);
-            s.o.shard = AMP_SHARD_STATES;
-            for (int late = 0; late < 2; late++) {
-                s.o.overlap_param_gather = late;
+            for (int way = 0; way < 4; way++) {
+                s.o.shard = way < 2 ? AMP_SHARD_STATES : AMP_SHARD_GRADIENTS;
+                s.o.overlap_param_gather = way % 2;
                 run_ranks(&s, world, other);
                 for (int r = 0; r < world; r++) same(&one[0], &other[r], storages[i].name, world);
             }
@@ -633,6 +643,59 @@ TEST(where_weights_are_not_gathered_behind_forward) {
     amp_optimizer_destroy(o);
     amp_close(amp);
 }
+
+/* ---- Sharded gradients */
+
+#if defined(__linux__)
+/* After the last step: how many numbers of "wide"'s gradient are 0, as pages are that came back from the system. */
+static void train_and_count(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    const float *gradient = (const float *)m->p[2].grad.data;
+    train(j, amp, m, o, scaler);
+    for (int i = 0; i < 12800; i++) j->out->zeros += gradient[i] == 0;
+}
+TEST(gradients_that_are_summed_take_no_memory) {
+    for (int way = 0; way < 8; way++) {
+        setup s = plain();
+        s.o.deterministic = way & 1;
+        s.o.no_overlap = way >> 1 & 1;
+        s.apart = way >> 2;
+        s.o.shard = AMP_SHARD_STATES;
+        run_ranks_with(&s, 2, one, NULL, train_and_count);
+        s.o.shard = AMP_SHARD_GRADIENTS;
+        run_ranks_with(&s, 2, other, NULL, train_and_count);
+        for (int r = 0; r < 2; r++) {
+            same(&one[0], &other[r], "gradients that were summed", 2);
+            CHECK_MSG(one[r].zeros < 100, "%d zeros in a gradient", one[r].zeros);
+            CHECK_MSG(other[r].zeros >= 10 * 1024, "%d numbers of 12800 were given back", other[r].zeros);
+        }
+    }
+}
+
+/* Backward ends when all buckets but one are summed. */
+static void hold_the_sums(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    pthread_t opener;
+    train(j, amp, m, o, scaler);
+    pthread_mutex_lock(&gate_lock);
+    gates[j->rank].held = 1;
+    gates[j->rank].summed = 0;
+    pthread_mutex_unlock(&gate_lock);
+    CHECK_EQ(pthread_create(&opener, NULL, gate_open_later, &j->rank), 0);
+    run_model(amp, m, scaler, 77 + j->rank, 0, AMP_OK);
+    pthread_mutex_lock(&gate_lock);
+    j->out->zeros = gates[j->rank].summed;
+    pthread_mutex_unlock(&gate_lock);
+    CHECK_OK(amp_step(o, scaler));
+    pthread_join(opener, NULL);
+}
+TEST(backward_waits_for_sums_of_gradients) {
+    setup s = late();
+    s.gate = 1;
+    s.o.overlap_param_gather = 0;
+    s.o.shard = AMP_SHARD_GRADIENTS;
+    run_ranks_with(&s, 2, one, NULL, hold_the_sums);
+    for (int r = 0; r < 2; r++) CHECK_MSG(one[r].zeros >= WEIGHT_BUCKETS - 1, "%d buckets are summed", one[r].zeros);
+}
+#endif
 
 /* Ranks that differ get rank 0's weights after their optimizers were created: whole and sharded masters follow. */
 static void broadcast_and_train(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
@@ -981,5 +1044,8 @@ int main(int argc, char **argv) {
     RUN(files_of_two_saves_are_refused);
     RUN(weights_behind_forward_give_the_same_bits); RUN(the_first_layer_begins_before_the_last_gather_ends); RUN(what_waits_for_gathered_weights);
     RUN(a_gather_that_fails_is_told); RUN(two_optimizers_gather_weights); RUN(where_weights_are_not_gathered_behind_forward);
+#if defined(__linux__)
+    RUN(gradients_that_are_summed_take_no_memory); RUN(backward_waits_for_sums_of_gradients);
+#endif
     return TEST_END();
 }
