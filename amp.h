@@ -1820,7 +1820,7 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer);
    Waits.
    Errors: AMP_ERR_RANGE also for a value that overflows, AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_NAME. */
 AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values);
-/* Bytes per parameter on this rank, over those with a gradient. */
+/* Bytes per parameter on this rank, over those with a gradient; .gradient with sharded gradients: of its sums. */
 typedef struct amp_parameter_bytes {
     int64_t parameters;         /* total elements */
     double weight, gradient, master, moments;
@@ -22584,9 +22584,10 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_bytes"));
     for (i = 0; i < optimizer->set->n; i++) {
         const amp_k_tensor *row = &optimizer->set->rows[i], *whole = ampi_whole_row(optimizer->set, i);
+        const amp_k_tensor *held = optimizer->desc.shard == AMP_SHARD_GRADIENTS ? row : whole;
         n += whole->count;
         weight += whole->count * (int64_t)amp_dtype_size(whole->weight_dtype);
-        gradient += whole->count * (int64_t)amp_dtype_size(whole->grad_dtype);
+        gradient += held->count * (int64_t)amp_dtype_size(held->grad_dtype);
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (ampi_has_array(optimizer, row, a)) arrays[a] += ampi_array_bytes(row, a);
     }

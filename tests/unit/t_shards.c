@@ -42,7 +42,7 @@ typedef struct setup {
 typedef struct outcome {
     float w[NUMBERS], norm[STEPS], scale[STEPS];
     int applied;
-    double states, seconds;
+    double states, gradient, seconds;
     int64_t optimizer_bytes;
     int zeros;
     char why[512];
@@ -276,6 +276,7 @@ static void *run_job(void *arg) {
     read_weights(m, j->out->w);
     CHECK_OK(amp_optimizer_bytes(o, &bytes));
     j->out->states = bytes.master + bytes.moments;
+    j->out->gradient = bytes.gradient;
     CHECK_EQ(bytes.parameters, j->s->split ? 4096 + 64 : NUMBERS - 33);
     CHECK_OK(amp_memory(amp, &memory));
     j->out->optimizer_bytes = memory.optimizer;
@@ -666,6 +667,8 @@ TEST(gradients_that_are_summed_take_no_memory) {
         for (int r = 0; r < 2; r++) {
             same(&one[0], &other[r], "gradients that were summed", 2);
             CHECK_MSG(one[r].zeros < 100, "%d zeros in a gradient", one[r].zeros);
+            CHECK_EQ(one[r].gradient, 4);
+            CHECK_MSG(other[r].gradient > 1 && other[r].gradient < 3, "%g bytes of gradients a parameter", other[r].gradient);
             CHECK_MSG(other[r].zeros >= 10 * 1024, "%d numbers of 12800 were given back", other[r].zeros);
         }
     }
