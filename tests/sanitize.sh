@@ -29,7 +29,7 @@ sanitized() {
         *) $cc -std=c99 -Itests -g -O0 $2 "$(source_of "$3")" $amp -o "$built" -lm -lpthread -ldl 2> "$log" ||
                { echo "does not build: $(head -n 3 "$log")"; return; } ;;
     esac
-    if ! "$built" > "$log" 2>&1 || grep -q 'runtime error\|Sanitizer' "$log"; then
+    if ! "$built" > "$log" 2>&1 || grep -q 'runtime error\|Sanitizer:' "$log"; then
         grep -m 5 'runtime error\|ERROR\|WARNING\|FAIL\|#[0-3] ' "$log" || tail -n 5 "$log"
     fi
     rm -f "$built"
@@ -43,7 +43,7 @@ sanitized_host() {
     $cc -g -O1 $2 -Itests/examples/hosts/blas -I. -DAMP_IMPLEMENTATION_INCLUDED "$built.c" tests/examples/hosts/blas/cblas.c "$work/$1/inside.o" -o "$built" -lm -lpthread 2>&1
     for settings in "" "AMP_DTYPE=bf16" "AMP_DTYPE=fp16 AMP_INIT_SCALE=1e12"; do
         env $settings "$built" 1 $steps > "$log" 2>&1 || tail -n 5 "$log"
-        grep -m 5 'runtime error\|Sanitizer\|#[0-3] ' "$log"
+        grep -m 5 'runtime error\|Sanitizer:\|#[0-3] ' "$log"
     done
     true
 }
