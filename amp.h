@@ -1517,14 +1517,14 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  Later checks compare nothing.  Over
    slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
 
-   An optimizer's gradients go in buckets of .bucket_bytes, from the last parameter to the first, while backward runs:
-   each as soon as the operators have added to all its gradients as often as in a cycle before (all of it in the step:
-   the first cycle, gradients that you wrote after amp_param_accumulate, a second optimizer, a set of yours).  So with
-   ranks, leave the gradients alone between backward and the step, or set .no_overlap; one more operator that adds to a
-   gradient that was sent returns AMP_ERR_STATE with its name.  Calls come from a thread of their own, so do not use the
-   reducer yourself between backward and the step; with reducer.one_thread from yours, in backward; with a device and
-   on_host 0 they go to a second stream.  After a check that failed while gradients were summed, the next returns
-   AMP_ERR_STATE and drops them.
+   An optimizer's gradients go in buckets of .bucket_bytes, cut from the last parameter to the first, while backward
+   runs, in the order in which it finished them in rank 0's first cycle: each as soon as the operators have added to all
+   its gradients as often as in a cycle before (all of it in the step: the first cycle, gradients that you wrote after
+   amp_param_accumulate, a second optimizer, a set of yours).  So with ranks, leave the gradients alone between backward
+   and the step, or set .no_overlap; one more operator that adds to a gradient that was sent returns AMP_ERR_STATE with
+   its name.  Calls come from a thread of their own, so do not use the reducer yourself between backward and the step;
+   with reducer.one_thread from yours, in backward; with a device and on_host 0 they go to a second stream.  After a
+   check that failed while gradients were summed, the next returns AMP_ERR_STATE and drops them.
 
    .shard = AMP_SHARD_STATES: each rank has masters, remainders and moments of its part of every bucket, updates that,
    and all gather the weights in the step.  .deterministic: sums in fp32 in the order of ranks, so weights, norms and
@@ -1537,11 +1537,11 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    and about three buckets.  After the step .grad is undefined until backward writes it again.
 
    .overlap_param_gather: the step returns, and the thread of the buckets gathers the weights behind the next forward,
-   those of the first parameters first (with reducer.one_thread still in the step).  Operators wait for the parameters
-   that they are given, as amp_param; what waits for the device, uses the reducer or frees memory waits for all.  Call
-   amp_sync before weights are read, written or freed by code of yours, or given as tensors or pointers (amp_copy,
-   amp_gemm).  A gather that fails leaves old weights beside new ones: all that waits returns AMP_ERR_REDUCE, until the
-   optimizer is destroyed; then load a state.
+   those that backward finishes last first (with reducer.one_thread still in the step).  Operators wait for the
+   parameters that they are given, as amp_param; what waits for the device, uses the reducer or frees memory waits for
+   all.  Call amp_sync before weights are read, written or freed by code of yours, or given as tensors or pointers
+   (amp_copy, amp_gemm).  A gather that fails leaves old weights beside new ones: all that waits returns AMP_ERR_REDUCE,
+   until the optimizer is destroyed; then load a state.
 
    A bucket's fp32 gradients that lie in the order of parameters, without gaps, are sent from there; with .shard
    weights of one type too, both as a multiple of world * 16 numbers (8-bit: * 256). */
@@ -19980,6 +19980,7 @@ typedef struct ampi_bucket {
     int64_t count;                  /* elements, with what fills up parts */
     int64_t part_at;                /* where this rank's part lies in `shard` */
     int64_t waiting;                /* rows still to come in this cycle */
+    int64_t turn;                   /* buckets go in this order; until one is known, when an operator added last */
     void *flat, *weights;           /* gradients, and weights, if they lie in one piece as they are sent */
     void *event;                    /* a device's: they are there */
 } ampi_bucket;
@@ -20008,7 +20009,8 @@ struct ampi_buckets {
     /* summed here in the order of ranks; each rank checks its part; and it has the states of that alone */
     int ordered, parted, states;
     int gradients;                  /* 1: and of gradients no more than that, once they are summed */
-    int threaded, recorded;         /* recorded: a whole cycle was seen, so .expected is known */
+    int threaded, recorded, sorted; /* recorded: a whole cycle was seen, so .expected is known */
+    int64_t *turns, added;          /* room to exchange .turn; operators that added, until buckets are sorted */
     void *stream, *finished;        /* a device's stream and event */
     pthread_mutex_t lock; pthread_cond_t changed;   /* guard what follows, .waiting and .seen */
     int locks, launching, started, closing;
@@ -20333,14 +20335,32 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
     return amp->backend->cast(amp->dev, &args, ampi_settings(amp)->stream);
 }
 
-/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They go from the last parameter
-   to the first, as backward finishes them; within one the first lies first.  Once the operators that have added to a
-   bucket's gradients in a cycle before have done so again, the bucket goes on its way: in a thread of its own, or in a
-   stream if the reducer obeys those.  All ranks send all buckets in the same order; what is not ready waits for the
-   step.
+/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
+   parameter to the first; within one the first lies first.  Once the operators that have added to a bucket's gradients
+   in a cycle before have done so again, the bucket goes on its way: in a thread of its own, or in a stream if the
+   reducer obeys those.  All ranks send all buckets in the same order, that in which backward finished them on rank 0 in
+   the first whole cycle; what is not ready waits for the step.
    With .shard or .deterministic, each rank has a part of each bucket, at multiples of ampi_buckets_unit elements of
    every parameter in it, and sums that part in fp32.
    What lies in one piece in memory (ampi_bucket_find_flat) is sent from there, and comes there, without a copy. */
+
+/* An exchange of host memory, whatever memory the reducer works on. */
+static amp_result ampi_exchange_host(amp_context *amp, ampi_exchange e) {
+    int64_t in = ampi_parts_in(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
+    int64_t out = ampi_parts_out(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
+    const void *from = e.in;
+    void *to = e.out, *memory, *stream = ampi_settings(amp)->stream;
+    amp_result result;
+    if (amp->backend->host_visible || e.count == 0) return ampi_exchange_run(amp, &e, stream);
+    AMPI_TRY(amp_alloc(amp, &memory, in + out));
+    e.in = memory;
+    e.out = from == to ? memory : (char *)memory + in;
+    result = ampi_send(amp, memory, from, (size_t)in);
+    if (result == AMP_OK) result = ampi_exchange_run(amp, &e, stream);
+    if (result == AMP_OK) result = ampi_fetch(amp, to, e.out, (size_t)out);
+    amp_free(amp, memory);
+    return result;
+}
 
 /* What rank `rank` has of a row: elements from *first on. */
 static int64_t ampi_bucket_part(const ampi_buckets *b, int64_t row, int32_t rank, int64_t *first) {
@@ -20528,7 +20548,8 @@ static amp_result ampi_bucket_gather(const ampi_buckets *b, const ampi_bucket *k
         if (r != own) ampi_bucket_weights(b, k, r, flat + r * bytes, 1, &result);
     return result;
 }
-/* Gathers the last bucket on its way, which has the first parameters of these.  Called and left with the lock held. */
+/* Gathers the last bucket on its way, which backward finished last, so forward needs it first.  Called and left with
+   the lock held. */
 static void ampi_bucket_serve_weights(ampi_buckets *b) {
     const ampi_bucket *k = &b->all[b->to_gather - 1];
     amp_result result;
@@ -20659,9 +20680,37 @@ static void ampi_bucket_added(ampi_gradient_watch *w, const amp_param *p) {
     if (row < 0) return;
     pthread_mutex_lock(&b->lock);
     if (++r->seen == r->expected && !r->by_hand) b->all[r->bucket].waiting--;
+    if (!b->sorted) b->all[r->bucket].turn = ++b->added;
     if (ampi_buckets_early(b)) ampi_buckets_launch(b, 0);
     pthread_mutex_unlock(&b->lock);
     ampi_buckets_pace(b);
+}
+
+static int ampi_compare_turns(const void *a, const void *b) {
+    const ampi_bucket *x = (const ampi_bucket *)a, *y = (const ampi_bucket *)b;
+    return x->turn != y->turn ? (x->turn > y->turn) - (x->turn < y->turn)
+                              : (x->first > y->first) - (x->first < y->first);
+}
+/* After a whole cycle: buckets go in the order in which rank 0's backward finished them; last those that can only go in
+   the step, with a gradient that no operator adds to, or the host does. */
+static amp_result ampi_buckets_sort(ampi_buckets *b) {
+    int64_t i, j;
+    for (i = 0; i < b->n; i++) {
+        const ampi_bucket *k = &b->all[i];
+        b->turns[i] = k->turn;
+        for (j = k->first; j < k->first + k->n; j++)
+            if (b->rows[b->order[j]].expected == 0 || b->rows[b->order[j]].by_hand) b->turns[i] = INT64_MAX;
+    }
+    AMPI_TRY(ampi_exchange_host(b->amp, ampi_exchange_of(AMPI_BROADCAST, b->turns, b->turns,
+                                                         b->n * (int64_t)sizeof *b->turns, AMP_U8)));
+    pthread_mutex_lock(&b->lock);
+    for (i = 0; i < b->n; i++) b->all[i].turn = b->turns[i];
+    qsort(b->all, (size_t)b->n, sizeof *b->all, ampi_compare_turns);
+    for (i = 0; i < b->n; i++)
+        for (j = b->all[i].first; j < b->all[i].first + b->all[i].n; j++) b->rows[b->order[j]].bucket = i;
+    b->sorted = 1;
+    pthread_mutex_unlock(&b->lock);
+    return AMP_OK;
 }
 
 /* Waits for all buckets to come back, from a step (`whole`: of a whole cycle) or where a cycle is given up. */
@@ -20695,6 +20744,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     if (result == AMP_OK && late != NULL)
         result = ampi_fail(AMP_ERR_STATE, "amp_param_accumulate", "%s: its gradient was summed over the ranks already, "
                            "as no cycle before had such a call; set amp_optimizer_desc.no_overlap", late);
+    if (result == AMP_OK && counts && !b->sorted && ampi_capture(b->amp) == NULL) result = ampi_buckets_sort(b);
     if (result != AMP_OK) ampi_buckets_recount(b);
     return result;
 }
@@ -20920,6 +20970,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     int64_t i, n = b->set->n;
     for (b->n_slots = 16; b->n_slots < 2 * n; b->n_slots *= 2) {}
     AMPI_TRY(ampi_alloc(s, f, (void **)&b->all, n, sizeof *b->all));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->turns, n, sizeof *b->turns));
     AMPI_TRY(ampi_alloc(s, f, (void **)&b->rows, n, sizeof *b->rows));
     AMPI_TRY(ampi_alloc(s, f, (void **)&b->order, n, sizeof *b->order));
     AMPI_TRY(ampi_alloc(s, f, (void **)&b->whole, n, sizeof *b->whole));
@@ -21011,6 +21062,7 @@ static void ampi_buckets_destroy(ampi_buckets *b) {
     ampi_free(s, b->whole, n, sizeof *b->whole);
     ampi_free(s, b->order, n, sizeof *b->order);
     ampi_free(s, b->rows, n, sizeof *b->rows);
+    ampi_free(s, b->turns, n, sizeof *b->turns);
     ampi_free(s, b->all, n, sizeof *b->all);
     ampi_free(s, b, 1, sizeof *b);
 }
@@ -21103,24 +21155,6 @@ static amp_result ampi_set_refresh(amp_grad_set *set) {
 
 /* ---- Ranks that agree.  Before a set's first reduction, and the first after its weights or state were set or loaded,
    all ranks compare what must be alike; later steps compare nothing. */
-
-/* An exchange of host memory, whatever memory the reducer works on. */
-static amp_result ampi_exchange_host(amp_context *amp, ampi_exchange e) {
-    int64_t in = ampi_parts_in(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
-    int64_t out = ampi_parts_out(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
-    const void *from = e.in;
-    void *to = e.out, *memory, *stream = ampi_settings(amp)->stream;
-    amp_result result;
-    if (amp->backend->host_visible || e.count == 0) return ampi_exchange_run(amp, &e, stream);
-    AMPI_TRY(amp_alloc(amp, &memory, in + out));
-    e.in = memory;
-    e.out = from == to ? memory : (char *)memory + in;
-    result = ampi_send(amp, memory, from, (size_t)in);
-    if (result == AMP_OK) result = ampi_exchange_run(amp, &e, stream);
-    if (result == AMP_OK) result = ampi_fetch(amp, to, e.out, (size_t)out);
-    amp_free(amp, memory);
-    return result;
-}
 
 /* The first of a rank's n numbers that another rank has otherwise than rank 0, that rank, and both values. */
 typedef struct ampi_apart { int64_t which; int32_t rank; double value, first; } ampi_apart;
@@ -23286,7 +23320,7 @@ static amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state, cons
     if (o->set->stage == AMPI_CHECKED)
         return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save",
                          "the gradients were checked, and are not used yet: step first");
-    if (o->set->n > 0 && ampi_bucket_sent(o->set->buckets, o->set->n - 1))
+    if (o->set->buckets != NULL && o->set->buckets->posted > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save",
                          "the gradients are being summed over the ranks: step first");
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", (void **)&live, o->set->n, 1));

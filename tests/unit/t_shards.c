@@ -1,8 +1,8 @@
 /* t_shards.c - gradients in buckets that are summed while backward runs, and optimizer states sharded over ranks, with
  * amp_ranks and threads: sums during backward and in the step give the same bits; sharded states give the weights, norms
  * and scales of whole ones, bit for bit, for every optimizer, storage and world; each rank has its share of the bytes;
- * a gradient that was sent takes no more; sums that failed are not taken for gradients; what ranks save together loads
- * into any world, and files of two saves are refused. */
+ * buckets go in the order in which backward finishes them; a gradient that was sent takes no more; sums that failed are
+ * not taken for gradients; what ranks save together loads into any world, and files of two saves are refused. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
@@ -347,6 +347,99 @@ TEST(sums_during_backward) {
         }
 }
 
+/* ---- The order of buckets: six layers, a bucket each, that run in the order of `runs`. */
+
+enum { LAYERS = 6, SIDE = 32 };
+typedef struct chain {
+    int runs[LAYERS], by_hand, sums[LAYERS], first;   /* sums when backward of runs[i] has run; and in the first cycle */
+    amp_reducer inner; int calls;
+    float w[LAYERS][SIDE * SIDE], g[LAYERS][SIDE * SIDE], y[LAYERS + 1][SIDE * SIDE], dy[LAYERS + 1][SIDE * SIDE];
+} chain;
+
+static int counting_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    chain *c = (chain *)user;
+    c->calls++;
+    return c->inner.reduce(c->inner.user, data, count, dtype, op, stream);
+}
+static void run_chain(amp_context *amp, chain *c, amp_param *p, int *in_backward) {
+    amp_linear_op lin[LAYERS];
+    memset(lin, 0, sizeof lin);
+    for (int i = 0; i < LAYERS; i++) {
+        lin[i].x = amp_tensor2(c->y[i], AMP_F32, SIDE, SIDE); lin[i].y = amp_tensor2(c->y[i + 1], AMP_F32, SIDE, SIDE);
+        lin[i].dy = amp_tensor2(c->dy[i + 1], AMP_F32, SIDE, SIDE); lin[i].dx = amp_tensor2(c->dy[i], AMP_F32, SIDE, SIDE);
+        lin[i].weight = &p[c->runs[i]];
+        CHECK_OK(amp_linear(amp, &lin[i]));
+    }
+    c->calls = 0;
+    for (int i = LAYERS - 1; i >= 0; i--) {
+        if (c->by_hand == c->runs[i]) amp_param_accumulate(&p[c->by_hand]);
+        CHECK_OK(amp_linear_backward(amp, &lin[i]));
+        c->sums[i] = c->calls;
+    }
+    *in_backward = c->calls;
+}
+static void *train_chain(void *arg) {
+    job *j = (job *)arg;
+    chain *c = (chain *)(void *)j->out;
+    static const char *const names[LAYERS] = {"a", "b", "c", "d", "e", "f"};
+    amp_context *amp;
+    amp_optimizer *o;
+    amp_desc d;
+    amp_optimizer_desc od;
+    amp_param p[LAYERS];
+    int later;
+    memset(&d, 0, sizeof d); memset(&od, 0, sizeof od); memset(p, 0, sizeof p);
+    d.dtype = AMP_F32; d.threads = 1;
+    CHECK_OK(amp_ranks_reducer(j->ranks, j->rank, &c->inner));
+    d.reducer = c->inner;
+    d.reducer.reduce = counting_reduce; d.reducer.user = c; d.reducer.calls = NULL; d.reducer.one_thread = 1;
+    CHECK_OK(amp_open(&amp, &d));
+    for (int i = 0; i < LAYERS; i++) {
+        p[i].name = names[i];
+        p[i].weight = amp_tensor2(c->w[i], AMP_F32, SIDE, SIDE); p[i].grad = amp_tensor2(c->g[i], AMP_F32, SIDE, SIDE);
+        for (int k = 0; k < SIDE * SIDE; k++) { c->w[i][k] = value(i * 5000 + k) * 0.3f; c->y[0][k] = value(j->rank * 777 + k); c->dy[LAYERS][k] = value(j->rank * 333 + k); }
+    }
+    CHECK_OK(amp_param_register(amp, p, LAYERS));
+    od.params = p; od.n_params = LAYERS; od.bucket_bytes = 1;
+    CHECK_OK(amp_optimizer_create(amp, &o, &od));
+    for (int step = 0; step < 3; step++) {
+        run_chain(amp, c, p, step == 0 ? &c->first : &later);
+        CHECK_OK(amp_step(o, NULL));
+    }
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+    return NULL;
+}
+TEST(buckets_go_as_backward_finishes_them) {
+    static const int forwards[LAYERS] = {0, 1, 2, 3, 4, 5}, backwards[LAYERS] = {5, 4, 3, 2, 1, 0}, mixed[LAYERS] = {2, 5, 0, 4, 1, 3};
+    const int *const order[] = {forwards, backwards, mixed, mixed, mixed};
+    static chain c[2];
+    for (int way = 0; way < 5; way++) {
+        job jobs[2];
+        amp_ranks *ranks;
+        amp_ranks_desc rd;
+        memset(&rd, 0, sizeof rd); memset(jobs, 0, sizeof jobs);
+        rd.world = 2; rd.timeout_ms = 20000;
+        CHECK_OK(amp_ranks_create(&ranks, &rd));
+        for (int r = 0; r < 2; r++) {
+            memset(&c[r], 0, sizeof c[r]);
+            memcpy(c[r].runs, way == 4 && r == 1 ? backwards : order[way], sizeof c[r].runs);
+            c[r].by_hand = way == 3 ? 4 : -1;
+            jobs[r].ranks = ranks; jobs[r].rank = r; jobs[r].out = (outcome *)(void *)&c[r];
+            CHECK_EQ(pthread_create(&jobs[r].thread, NULL, train_chain, &jobs[r]), 0);
+        }
+        for (int r = 0; r < 2; r++) pthread_join(jobs[r].thread, NULL);
+        amp_ranks_destroy(ranks);
+        for (int i = 0; i < LAYERS; i++) CHECK_MSG(memcmp(c[0].w[i], c[1].w[i], sizeof c[0].w[i]) == 0, "way %d: weight %d differs", way, i);
+        for (int r = 0; r < 2; r++) {
+            CHECK_EQ(c[r].first, 0);
+            for (int i = LAYERS - 1; i >= 0 && (way < 4 || r == 0); i--)    /* runs[3] is the one by hand */
+                CHECK_MSG(c[r].sums[i] == LAYERS - i - (way == 3 && i <= 3), "way %d, rank %d: %d sums when %d layers are done", way, r, c[r].sums[i], LAYERS - i);
+        }
+        if (way == 4) CHECK(c[1].sums[0] >= 1);     /* rank 0's order on both */
+    }
+}
+
 /* Each rank has its own memory: buckets of gradients, and of weights, that it need not copy have the order and bytes of
    those that it must. */
 TEST(what_lies_apart_on_one_rank) {
@@ -410,7 +503,8 @@ TEST(sharded_states_give_the_same_bits) {
         }
 }
 
-/* ---- Weights that are gathered behind the next forward.  Buckets of plain(): out and both biases after it; wide; tied. */
+/* ---- Weights that are gathered behind the next forward.  Buckets of plain(): out and both biases, wide, tied; backward
+   finishes wide before its bias, so wide comes last. */
 
 enum { WEIGHT_BUCKETS = 3 };
 static setup late(void) {
@@ -464,11 +558,11 @@ static void first_layer_early(job *j, amp_context *amp, model *m, amp_optimizer 
     CHECK_OK(layer(amp, m, &m->p[0], &m->p[1], 64, 64));
     CHECK_EQ(gate_ended(j->rank), 1);
     gate_set(j->rank, 1, 1);                            /* the second may pass, the last not */
-    copy = m->p[2]; copy.id = 0;                        /* the same memory */
-    CHECK_OK(layer(amp, m, &copy, NULL, 64, 200));
+    copy = m->p[4]; copy.id = 0;                        /* the same memory */
+    CHECK_OK(layer(amp, m, &copy, NULL, 200, 10));
     CHECK_EQ(gate_ended(j->rank), 1);
     CHECK_EQ(pthread_create(&opener, NULL, gate_open_later, &j->rank), 0);
-    CHECK_OK(layer(amp, m, &m->p[4], &m->p[5], 200, 10));
+    CHECK_OK(layer(amp, m, &m->p[2], &m->p[3], 64, 200));
     CHECK_EQ(gate_ended(j->rank), 2);
     pthread_join(opener, NULL);
 }
@@ -499,7 +593,7 @@ static amp_result call_that_waits(job *j, amp_context *amp, model *m, amp_optimi
             act.act = AMP_ACT_RELU; act.bias = &m->p[5];
             result = amp_activation(amp, &act);
             break;
-        case CAST: result = amp_autocast_cast(amp, &m->p[4], AMP_BF16, &cast); break;
+        case CAST: result = amp_autocast_cast(amp, &m->p[2], AMP_BF16, &cast); break;
         case SAVE: result = amp_optimizer_save(o, state, "o"); break;
         case SET_WEIGHT: result = amp_optimizer_set_weight(o, &m->p[5], values); break;
         case REBUILD: result = amp_optimizer_rebuild_masters(o); break;
@@ -530,9 +624,9 @@ static void wait_and_end(job *j, amp_context *amp, model *m, amp_optimizer *o, a
     CHECK_EQ(gate_ended(j->rank), 0);
     CHECK_EQ(pthread_create(&opener, NULL, gate_open_later, &j->rank), 0);
     CHECK_MSG(call_that_waits(j, amp, m, o) == AMP_OK, "call %d: %s", waiting, amp_last_error());
-    CHECK_MSG(gate_ended(j->rank) >= WEIGHT_BUCKETS, "call %d returned after %d gathers", waiting, gate_ended(j->rank));
+    CHECK_MSG(gate_ended(j->rank) >= WEIGHT_BUCKETS - (waiting == ACTIVATION), "call %d returned after %d gathers", waiting, gate_ended(j->rank));
     pthread_join(opener, NULL);
-    if (waiting == STEP) CHECK_OK(amp_sync(amp));       /* that step's own */
+    if (waiting == STEP || waiting == ACTIVATION) CHECK_OK(amp_sync(amp));  /* the step's own gathers; the bucket after the bias's */
     read_weights(m, j->out->w);
     if (waiting < DESTROY) amp_optimizer_destroy(o);
     if (waiting < CLOSE) amp_close(amp);
@@ -1040,7 +1134,7 @@ TEST(files_of_two_saves_are_refused) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
-    RUN(sums_during_backward); RUN(what_lies_apart_on_one_rank);
+    RUN(sums_during_backward); RUN(what_lies_apart_on_one_rank); RUN(buckets_go_as_backward_finishes_them);
     RUN(sharded_states_give_the_same_bits); RUN(masters_follow_a_broadcast); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
     RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(sums_that_failed_are_dropped);
     RUN(calls_of_all_ranks_refuse); RUN(ranks_of_threads_share_no_memory); RUN(states_go_from_any_world_to_any);
