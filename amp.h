@@ -20744,7 +20744,8 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     if (result == AMP_OK && late != NULL)
         result = ampi_fail(AMP_ERR_STATE, "amp_param_accumulate", "%s: its gradient was summed over the ranks already, "
                            "as no cycle before had such a call; set amp_optimizer_desc.no_overlap", late);
-    if (result == AMP_OK && counts && !b->sorted && ampi_capture(b->amp) == NULL) result = ampi_buckets_sort(b);
+    if (result == AMP_OK && counts && !b->sorted && b->n > 1 && ampi_capture(b->amp) == NULL)
+        result = ampi_buckets_sort(b);
     if (result != AMP_OK) ampi_buckets_recount(b);
     return result;
 }

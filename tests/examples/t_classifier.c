@@ -943,38 +943,6 @@ static int same_results(const results *a, const results *b) {
     return a->n == b->n;
 }
 
-TEST(same_bits_with_any_threads) {
-    static const amp_dtype dtypes[3] = {AMP_F32, AMP_BF16, AMP_F16};
-    for (int family = 0; family < ENCODER_KINDS; family++)
-        for (int d = 0; d < 3; d++) {
-            results first = {0};
-            for (int threads = 1; threads <= 3; threads++) {
-                amp_context *amp = NULL;
-                amp_desc desc;
-                encoder_config config = config_of((encoder_family)family, 1);
-                results now;
-                subject *s;
-                config.seq = 37; config.positions = 41;
-                memset(&desc, 0, sizeof desc);
-                desc.dtype = dtypes[d];
-                desc.threads = threads;
-                CHECK_OK(amp_open(&amp, &desc));
-                s = subject_open(amp, config, dtypes[d]);
-                prepare(s, 2);
-                forward_backward(s);
-                now = results_of(s);
-                if (threads == 1) first = now;
-                else {
-                    CHECK_MSG(same_results(&first, &now), "%s, %s, %d threads", encoder_kinds[family].name, amp_dtype_name(dtypes[d]), threads);
-                    results_free(&now);
-                }
-                subject_close(s);
-                amp_close(amp);
-            }
-            results_free(&first);
-        }
-}
-
 /* Other tokens and types behind the lengths change nothing, and a batch padded further gives the same logits. */
 TEST(padding_is_invisible) {
     for (int family = 0; family < ENCODER_KINDS; family++) {
@@ -1085,7 +1053,6 @@ int main(int argc, char **argv) {
     RUN(heads_of_other_sizes);
     RUN(damaged_model_files);
     RUN(bad_shapes_are_refused);
-    RUN(same_bits_with_any_threads);
     RUN(padding_is_invisible);
     RUN(backward_adds);
     RUN(dropout_in_training_alone);

@@ -221,16 +221,21 @@ static void do_gemm(kind k) {
     for (int i = 0; i < 2; i++) CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 140, 99, 310, 1, a, 310, b, 99, 0.5f, c, 99));
 }
 
+/* Several heads, and one with more queries than a thread takes at a time. */
 static void do_attention(kind k) {
-    amp_attention_op op;
-    memset(&op, 0, sizeof op);
-    op.mask.kind = AMP_MASK_CAUSAL;
-    op.q = input(k.storage, 2, 65, 3, 40); op.k = input(k.storage, 2, 65, 3, 40); op.v = input(k.storage, 2, 65, 3, 40);
-    op.o = output(k.storage, 2, 65, 3, 40); op.lse = output_f32(2 * 3 * 65);
-    op.d_o = input(k.storage, 2, 65, 3, 40);
-    op.dq = output(k.storage, 2, 65, 3, 40); op.dk = output(k.storage, 2, 65, 3, 40); op.dv = output(k.storage, 2, 65, 3, 40);
-    CHECK_OK(amp_attention(amp, &op));
-    CHECK_OK(amp_attention_backward(amp, &op));
+    static const int64_t shapes[2][4] = {{2, 65, 3, 40}, {1, 300, 1, 16}};
+    for (int i = 0; i < 2; i++) {
+        const int64_t b = shapes[i][0], n = shapes[i][1], h = shapes[i][2], d = shapes[i][3];
+        amp_attention_op op;
+        memset(&op, 0, sizeof op);
+        op.mask.kind = AMP_MASK_CAUSAL;
+        op.q = input(k.storage, b, n, h, d); op.k = input(k.storage, b, n, h, d); op.v = input(k.storage, b, n, h, d);
+        op.o = output(k.storage, b, n, h, d); op.lse = output_f32(b * h * n);
+        op.d_o = input(k.storage, b, n, h, d);
+        op.dq = output(k.storage, b, n, h, d); op.dk = output(k.storage, b, n, h, d); op.dv = output(k.storage, b, n, h, d);
+        CHECK_OK(amp_attention(amp, &op));
+        CHECK_OK(amp_attention_backward(amp, &op));
+    }
 }
 
 static void do_norm(kind k, int rms) {
@@ -289,6 +294,17 @@ static void do_cross_entropy(kind k) {
     CHECK_OK(amp_cross_entropy(amp, &op));
 }
 
+/* In three chunks of rows. */
+static void do_linear_cross_entropy(kind k) {
+    amp_linear_cross_entropy_op op;
+    memset(&op, 0, sizeof op);
+    op.weight = weight(k.storage, 401, 64); op.bias = weight(k.storage, 401, 0);
+    op.x = input(k.storage, 150, 64, 0, 0); op.dx = output(k.storage, 150, 64, 0, 0);
+    op.labels = integers(150, 401); op.chunk = 64;
+    op.loss = output_f32(1);
+    CHECK_OK(amp_linear_cross_entropy(amp, &op));
+}
+
 static void do_mse(kind k) {
     amp_mse_op op;
     memset(&op, 0, sizeof op);
@@ -297,10 +313,9 @@ static void do_mse(kind k) {
     CHECK_OK(amp_mse(amp, &op));
 }
 
-
 /* ---- What lives through all steps, and is saved */
 
-enum { KEPT = 6, KEPT_COUNT = 5003, HIDDEN = 96, WIDTH = 64, CLASSES = 33, BATCH = 12 };
+enum { KEPT = 6, KEPT_COUNT = 20011, HIDDEN = 96, WIDTH = 64, CLASSES = 33, BATCH = 12 };
 
 static const amp_dtype kept_dtypes[KEPT] = {AMP_F32, AMP_BF16, AMP_BF16, AMP_F16, AMP_BF16, AMP_F32};
 static const amp_param_group kept_groups[4] = {{"remainder", 0, 0, AMP_MASTER_REMAINDER, AMP_DTYPE_DEFAULT},
@@ -587,11 +602,13 @@ static const operation operations[] = {
     {"mse", 4, do_mse, {F32, F16, BF16}},
     {"clip", 5, do_clip, {F32, F16, BF16}},
     {"linear", 5, do_linear, {F32, TF32, F16}},
+    {"linear cross entropy", 5, do_linear_cross_entropy, {F32, F16}},
     {"matmul", 5, do_matmul, {F32, TF32, F16}},
     {"gemm", 5, do_gemm, {F32, TF32, {AMP_F32, AMP_F16}}},
     {"training", 5, do_training, {{AMP_F32, AMP_F16}}},
     {"state", 5, do_state, {F32}},
     {"linear", 6, do_linear, {BF16, MIXED, FP8}},
+    {"linear cross entropy", 6, do_linear_cross_entropy, {BF16, MIXED}},
     {"matmul", 6, do_matmul, {BF16, MIXED}},
     {"gemm", 6, do_gemm, {MIXED}},
 };
@@ -792,8 +809,8 @@ TEST(every_run) {
 }
 
 TEST(any_threads) {
-    static const int threads[3] = {1, 3, 8};
-    for (int i = 0; i < 3; i++) {
+    static const int threads[4] = {1, 3, 8, 40};
+    for (int i = 0; i < 4; i++) {
         CHECK(run_here(AMP_CPU_DEFAULT, threads[i], 0, RESTART, &other));
         check_same(&reference, &other, 0, RESTART, "with other threads");
     }

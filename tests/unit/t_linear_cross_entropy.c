@@ -561,32 +561,6 @@ TEST(default_chunks) {
     head_free(&h);
 }
 
-TEST(threads_leave_the_bits) {
-    static const amp_dtype regions[] = {AMP_F32, AMP_BF16};
-    for (int k = 0; k < 2; k++) {
-        head h = head_of(150, 64, 700, 6, AMP_F32, AMP_F32, AMP_F32, AMP_F32);
-        amp_context *outer = amp;
-        amp_desc desc;
-        float loss = 0, *dweight = (float *)room(700 * 64);
-        h.region = regions[k];
-        h.op.chunk = 64;
-        for (int threads = 1; threads < 4; threads++) {
-            memset(&desc, 0, sizeof desc);
-            desc.threads = threads;
-            CHECK_OK(amp_open(&amp, &desc));
-            head_params(&h, 0);
-            head_one(&h);
-            if (threads > 1) CHECK(h.loss == loss && memcmp(dweight, h.dweight, 700 * 64 * 4) == 0);
-            loss = h.loss;
-            memcpy(dweight, h.dweight, 700 * 64 * 4);
-            amp_close(amp);
-        }
-        amp = outer;
-        free(dweight);
-        head_free(&h);
-    }
-}
-
 /* ---- Refusals */
 
 TEST(refusals) {
@@ -682,7 +656,6 @@ int main(int argc, char **argv) {
     RUN(inputs_may_saturate);
     RUN(the_logits_are_never_whole);
     RUN(default_chunks);
-    RUN(threads_leave_the_bits);
     RUN(refusals);
     RUN(no_memory);
     amp_close(amp);

@@ -1813,64 +1813,6 @@ TEST(parameters_without_a_gradient_are_passed_over) {
     amp_close(amp);
 }
 
-/* ---- The same bits for any number of threads */
-
-/* Two parameters, one of 3 elements and one of several chunks, stepped three times with clipping. */
-typedef struct { float w[150001], g[150001], small[3], small_g[3]; uint16_t w16[150001], g16[150001]; float norm; } big_run;
-static void run_big(big_run *r, int threads, amp_optimizer_kind kind, amp_dtype dtype, amp_master_kind master, amp_dtype moments) {
-    enum { N = 150001 };
-    amp_context *amp = open_context(AMP_CPU_DEFAULT, threads, AMP_LEVEL_O2);
-    amp_param p[2];
-    amp_optimizer_desc d;
-    amp_optimizer *o;
-    int step;
-    memset(p, 0, sizeof p);
-    memset(&d, 0, sizeof d);
-    ampt_uniform(r->w, N, 50, 0, 1, 0);
-    ampt_uniform(r->small, 3, 50, 1, 1, 0);
-    if (dtype != AMP_F32) CHECK_OK(amp_convert(r->w16, dtype, r->w, AMP_F32, N, NULL, NULL));
-    p[0].name = "small"; p[0].weight = amp_tensor1(r->small, AMP_F32, 3); p[0].grad = amp_tensor1(r->small_g, AMP_F32, 3);
-    p[1].name = "big";
-    p[1].weight = amp_tensor1(dtype == AMP_F32 ? (void *)r->w : (void *)r->w16, dtype, N);
-    p[1].grad = amp_tensor1(dtype == AMP_F32 ? (void *)r->g : (void *)r->g16, dtype, N);
-    set_kind(&d, kind);
-    d.params = p; d.n_params = 2; d.clip_norm = 1;
-    d.master = master; d.moments = moments;
-    o = make(amp, &d);
-    for (step = 0; step < 3; step++) {
-        amp_grad_stats f;
-        ampt_uniform(r->g, N, 51, (uint32_t)step, 1, 0);
-        ampt_uniform(r->small_g, 3, 52, (uint32_t)step, 1, 0);
-        if (dtype != AMP_F32) CHECK_OK(amp_convert(r->g16, dtype, r->g, AMP_F32, N, NULL, NULL));
-        p[0].grad_live = p[1].grad_live = 1;
-        CHECK_OK(amp_step(o, NULL));
-        CHECK_OK(amp_grad_set_stats(amp_optimizer_grad_set(o), &f));
-        r->norm = f.norm;
-    }
-    if (p[1].master != NULL) memcpy(r->w, p[1].master, sizeof r->w);
-    amp_optimizer_destroy(o);
-    amp_close(amp);
-}
-
-TEST(threads_do_not_change_a_bit) {
-    static big_run one, two;
-    int kind, dtype;
-    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) {
-        for (dtype = 0; dtype < 3; dtype++) {
-            static const amp_dtype dtypes[3] = {AMP_F32, AMP_F16, AMP_BF16};
-            run_big(&one, 1, (amp_optimizer_kind)kind, dtypes[dtype], AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT);
-            run_big(&two, 2, (amp_optimizer_kind)kind, dtypes[dtype], AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT);
-            CHECK(memcmp(&one, &two, sizeof one) == 0);
-        }
-        for (dtype = 0; dtype < 2; dtype++) {
-            amp_master_kind master = dtype ? AMP_MASTER_REMAINDER : AMP_MASTER_STOCHASTIC;
-            run_big(&one, 1, (amp_optimizer_kind)kind, AMP_BF16, master, dtype ? AMP_BF16 : AMP_MOMENTS_8BIT);
-            run_big(&two, 2, (amp_optimizer_kind)kind, AMP_BF16, master, dtype ? AMP_BF16 : AMP_MOMENTS_8BIT);
-            CHECK(memcmp(&one, &two, sizeof one) == 0);
-        }
-    }
-}
-
 /* ---- Outcomes */
 
 TEST(outcomes_come_at_a_fixed_lag) {
@@ -2647,7 +2589,6 @@ int main(int argc, char **argv) {
     RUN(clip_each_clips_the_running_sum);
     RUN(groups_by_name);
     RUN(parameters_without_a_gradient_are_passed_over);
-    RUN(threads_do_not_change_a_bit);
     RUN(outcomes_come_at_a_fixed_lag);
     RUN(an_overflow_at_the_floor_is_logged);
     RUN(the_last_64_outcomes_are_kept);
