@@ -219,7 +219,7 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 WAITING_CI    := $(filter %/asan_t_cuda_nccl %/toolkit_t_cuda_runtime %/tsan_t_cuda_threads,$(CUDA_TESTS_CI))
 TEST_RUNS_CI  := tests/sanitize.sh tests/compile.sh tests/hostile/fuzz/run.sh $(CUDA_TESTS_CI)
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
-	CORES=1 INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=15 TIMES=$(BUILD)/times_ci.txt $(RUN) \
+	CORES=1 INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=10 TIMES=$(BUILD)/times_ci.txt $(RUN) \
 	    $(filter-out $(WAITING_CI),$(TEST_RUNS_CI)) --waiting $(WAITING_CI) --alone tests/newcomer.sh tests/lifetime.sh $(CRASH_CI)
 
 newcomer:

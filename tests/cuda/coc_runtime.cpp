@@ -1848,6 +1848,11 @@ std::string coc_ranges() {
     return model().ranges;
 }
 
+#if defined(__SANITIZE_ADDRESS__)
+int coc_orders = 3;
+#else
+int coc_orders = 5;
+#endif
 std::string coc_every_order(const std::function<void(std::string *results)> &run) {
     struct { coc_order order; uint64_t seed; coc_schedule schedule; const char *name; } ways[] = {
         {COC_FORWARD, 1, COC_LATE, "forward"},
@@ -1860,6 +1865,7 @@ std::string coc_every_order(const std::function<void(std::string *results)> &run
     coc_order order_before = coc_current_order;
     std::string expected, difference;
     for (auto &way : ways) {
+        if (&way - ways >= coc_orders) break;
         std::string results;
         coc_set_order(way.order, way.seed);
         coc_set_schedule(way.schedule);

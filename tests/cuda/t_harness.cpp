@@ -1418,6 +1418,7 @@ HARNESS_TEST(sanitizer_reports) {
 int main(int argc, char **argv) {
     if (argc == 3 && !strcmp(argv[1], "--crash")) return crash(argv[2]), 0;
     TEST_BEGIN(argc, argv);
+    coc_orders = 5;
     RUN(orders);
     RUN(missing_barrier_shows);
     RUN(quick_warp_shows);
