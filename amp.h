@@ -1518,13 +1518,14 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
 
    An optimizer's gradients go in buckets of .bucket_bytes, cut from the last parameter to the first, while backward
-   runs, in the order in which it finished them in rank 0's first cycle: each as soon as the operators have added to all
-   its gradients as often as in a cycle before (all of it in the step: the first cycle, gradients that you wrote after
-   amp_param_accumulate, a second optimizer, a set of yours).  So with ranks, leave the gradients alone between backward
-   and the step, or set .no_overlap; one more operator that adds to a gradient that was sent returns AMP_ERR_STATE with
-   its name.  Calls come from a thread of their own, so do not use the reducer yourself between backward and the step;
-   with reducer.one_thread from yours, in backward; with a device and on_host 0 they go to a second stream.  After a
-   check that failed while gradients were summed, the next returns AMP_ERR_STATE and drops them.
+   runs, in the order in which backward finished them in rank 0's first cycle: each as soon as the operators have added
+   to all its gradients as often as in a cycle before (all of it in the step: the first cycle, gradients that you wrote
+   after amp_param_accumulate, which go last, a second optimizer, a set of yours).  So with ranks, leave the gradients
+   alone between backward and the step, or set .no_overlap; one more operator that adds to a gradient that was sent
+   returns AMP_ERR_STATE with its name.  Calls come from a thread of their own, so do not use the reducer yourself
+   between backward and the step; with reducer.one_thread from yours, in backward; with a device and on_host 0 they go
+   to a second stream.  After a check that failed while gradients were summed, the next returns AMP_ERR_STATE and drops
+   them.
 
    .shard = AMP_SHARD_STATES: each rank has masters, remainders and moments of its part of every bucket, updates that,
    and all gather the weights in the step.  .deterministic: sums in fp32 in the order of ranks, so weights, norms and
@@ -1537,11 +1538,11 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    and about three buckets.  After the step .grad is undefined until backward writes it again.
 
    .overlap_param_gather: the step returns, and the thread of the buckets gathers the weights behind the next forward,
-   those that backward finishes last first (with reducer.one_thread still in the step).  Operators wait for the
-   parameters that they are given, as amp_param; what waits for the device, uses the reducer or frees memory waits for
-   all.  Call amp_sync before weights are read, written or freed by code of yours, or given as tensors or pointers
-   (amp_copy, amp_gemm).  A gather that fails leaves old weights beside new ones: all that waits returns AMP_ERR_REDUCE,
-   until the optimizer is destroyed; then load a state.
+   in the reverse order of the sums (with reducer.one_thread still in the step).  Operators wait for the parameters that
+   they are given, as amp_param; what waits for the device, uses the reducer or frees memory waits for all.  Call
+   amp_sync before weights are read, written or freed by code of yours, or given as tensors or pointers (amp_copy,
+   amp_gemm).  A gather that fails leaves old weights beside new ones: all that waits returns AMP_ERR_REDUCE, until the
+   optimizer is destroyed; then load a state.
 
    A bucket's fp32 gradients that lie in the order of parameters, without gaps, are sent from there; with .shard
    weights of one type too, both as a multiple of world * 16 numbers (8-bit: * 256). */
@@ -20012,7 +20013,7 @@ struct ampi_buckets {
     int threaded, recorded, sorted; /* recorded: a whole cycle was seen, so .expected is known */
     int64_t *turns, added;          /* room to exchange .turn; operators that added, until buckets are sorted */
     void *stream, *finished;        /* a device's stream and event */
-    pthread_mutex_t lock; pthread_cond_t changed;   /* guard what follows, .waiting and .seen */
+    pthread_mutex_t lock; pthread_cond_t changed;   /* guard what follows, .added, .waiting, .seen and .turn */
     int locks, launching, started, closing;
     int32_t process;                /* ampi_forks when the thread was started */
     void *thread;
@@ -20548,8 +20549,8 @@ static amp_result ampi_bucket_gather(const ampi_buckets *b, const ampi_bucket *k
         if (r != own) ampi_bucket_weights(b, k, r, flat + r * bytes, 1, &result);
     return result;
 }
-/* Gathers the last bucket on its way, which backward finished last, so forward needs it first.  Called and left with
-   the lock held. */
+/* Gathers the last bucket on its way: forward mostly needs first what backward finishes last.  Called and left with the
+   lock held. */
 static void ampi_bucket_serve_weights(ampi_buckets *b) {
     const ampi_bucket *k = &b->all[b->to_gather - 1];
     amp_result result;
@@ -20691,6 +20692,13 @@ static int ampi_compare_turns(const void *a, const void *b) {
     return x->turn != y->turn ? (x->turn > y->turn) - (x->turn < y->turn)
                               : (x->first > y->first) - (x->first < y->first);
 }
+/* Buckets in the order of .turn, else as they were cut.  Called with the lock held. */
+static void ampi_buckets_arrange(ampi_buckets *b) {
+    int64_t i, j;
+    qsort(b->all, (size_t)b->n, sizeof *b->all, ampi_compare_turns);
+    for (i = 0; i < b->n; i++)
+        for (j = b->all[i].first; j < b->all[i].first + b->all[i].n; j++) b->rows[b->order[j]].bucket = i;
+}
 /* After a whole cycle: buckets go in the order in which rank 0's backward finished them; last those that can only go in
    the step, with a gradient that no operator adds to, or the host does. */
 static amp_result ampi_buckets_sort(ampi_buckets *b) {
@@ -20705,12 +20713,20 @@ static amp_result ampi_buckets_sort(ampi_buckets *b) {
                                                          b->n * (int64_t)sizeof *b->turns, AMP_U8)));
     pthread_mutex_lock(&b->lock);
     for (i = 0; i < b->n; i++) b->all[i].turn = b->turns[i];
-    qsort(b->all, (size_t)b->n, sizeof *b->all, ampi_compare_turns);
-    for (i = 0; i < b->n; i++)
-        for (j = b->all[i].first; j < b->all[i].first + b->all[i].n; j++) b->rows[b->order[j]].bucket = i;
+    ampi_buckets_arrange(b);
     b->sorted = 1;
     pthread_mutex_unlock(&b->lock);
     return AMP_OK;
+}
+/* After a failure, of which some ranks may know more than others: the next whole cycle sorts again.  No weights may be
+   on their way. */
+static void ampi_buckets_unsort(ampi_buckets *b) {
+    int64_t i;
+    pthread_mutex_lock(&b->lock);
+    for (i = 0; i < b->n; i++) b->all[i].turn = 0;
+    ampi_buckets_arrange(b);
+    b->sorted = 0;
+    pthread_mutex_unlock(&b->lock);
 }
 
 /* Waits for all buckets to come back, from a step (`whole`: of a whole cycle) or where a cycle is given up. */
@@ -20744,7 +20760,8 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     if (result == AMP_OK && late != NULL)
         result = ampi_fail(AMP_ERR_STATE, "amp_param_accumulate", "%s: its gradient was summed over the ranks already, "
                            "as no cycle before had such a call; set amp_optimizer_desc.no_overlap", late);
-    if (result == AMP_OK && counts && !b->sorted && b->n > 1 && ampi_capture(b->amp) == NULL)
+    if (result == AMP_OK && counts && !b->sorted && b->n > 1 && !b->set->desc->no_overlap &&
+        ampi_capture(b->amp) == NULL)
         result = ampi_buckets_sort(b);
     if (result != AMP_OK) ampi_buckets_recount(b);
     return result;
@@ -21388,9 +21405,13 @@ AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int
 /* After a check that failed between, gradients are sums already, or partly: a whole cycle begins again. */
 static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
     int64_t i;
+    AMPI_TRY(ampi_weights_whole(set->amp, "reducer", NULL));
     for (i = 0; set->params != NULL && i < set->n; i++) ampi_gradient_live(set->params[i], 0);
-    if (set->buckets != NULL) *set->buckets->micro = 0;
-    ampi_buckets_recount(set->buckets);
+    if (set->buckets != NULL) {
+        *set->buckets->micro = 0;
+        ampi_buckets_recount(set->buckets);
+        ampi_buckets_unsort(set->buckets);
+    }
     set->spoiled = 0;
     return ampi_fail(AMP_ERR_STATE, "reducer", "gradients were summed over the ranks by a check that failed, and are "
                      "dropped; run backward for a whole cycle");

@@ -504,7 +504,7 @@ TEST(sharded_states_give_the_same_bits) {
 }
 
 /* ---- Weights that are gathered behind the next forward.  Buckets of plain(): out and both biases, wide, tied; backward
-   finishes wide before its bias, so wide comes last. */
+   finishes wide before its bias, so its weights come last. */
 
 enum { WEIGHT_BUCKETS = 3 };
 static setup late(void) {
