@@ -216,7 +216,7 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 	AMPT_LEAVE_OUT=ci TIMES=$(BUILD)/times.txt $(RUN) $(filter-out $(WAITING) $(QUIET),$(TEST_RUNS)) --waiting $(WAITING) --alone $(QUIET)
 
 # The longest first, so that no core waits long for the last; one job each, as run.sh keeps every core busy.
-WAITING_CI    := $(filter %/asan_t_cuda_nccl %/toolkit_t_cuda_runtime %/tsan_t_cuda_threads,$(CUDA_TESTS_CI))
+WAITING_CI    := $(filter %/asan_t_cuda_nccl %/tsan_t_cuda_threads,$(CUDA_TESTS_CI))
 TEST_RUNS_CI  := tests/sanitize.sh tests/compile.sh tests/hostile/fuzz/run.sh $(CUDA_TESTS_CI)
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 	CORES=1 INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=10 TIMES=$(BUILD)/times_ci.txt $(RUN) \

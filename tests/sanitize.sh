@@ -57,9 +57,11 @@ for name in asan tsan; do
     else skip "$name" "$cc cannot build with $flags"; fi
 done
 collect
-# Those that take about as long stand together: what runs at once ends with the longest.
+# Those that take about as long stand together: what runs at once ends with the longest.  What t_fuzz does to the seeds
+# libFuzzer does with the same sanitizers, where there is clang.
 for program in $(test_names); do
-    case " $INSIDE $INSIDE_ALONE " in *" $program "*) ;; *) rest="$rest $program" ;; esac
+    case " $INSIDE $INSIDE_ALONE " in *" $program "*) continue ;; esac
+    [ "$program" = t_fuzz ] && have clang || rest="$rest $program"
 done
 run asan "$asan" $INSIDE $INSIDE_ALONE $rest
 # Without what is long: t_gemm's walks over shapes and dtypes.  Where its threads meet, large, past_the_caches and

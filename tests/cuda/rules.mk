@@ -4,9 +4,9 @@
 # (amp_cuda.cu on it), examples.sh, for which CUDA_NEEDS are built, and nccl.sh, which compares what amp_cuda.cu declares
 # of NCCL with NCCL's own.
 # CUDA_TESTS_CI, of `make test-ci`: nvcc.sh, which compiles amp_cuda.cu for a GPU and reads its machine code (a minute or
-# more); the tests under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*); those that touch every declaration over
-# the toolkit's own, where they are found (toolkit_*); threads under ThreadSanitizer (tsan_*); the harness with the fibers
-# of other CPUs than x86-64 (ucontext_*).  Without g++ cuda_skipped.sh says why there are none.
+# more); the tests under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*); the model's own tests over the toolkit's
+# declarations, where they are found (toolkit_*); threads under ThreadSanitizer (tsan_*); the harness with the fibers of
+# other CPUs than x86-64 (ucontext_*).  Without g++ cuda_skipped.sh says why there are none.
 
 CXX        ?= g++
 COC        := tests/cuda
@@ -32,7 +32,7 @@ HAVE_TSAN   := $(shell echo 'int main(){}' | $(CXX) $(COC_TSAN) -x c++ - -o /dev
 HAVE_CUDA_H := $(and $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h),$(wildcard $(CUDA_HOME)/include/cublasLt.h))
 CUDA_NAMES  := t_harness t_cublas $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)))
 
-CUDA_REAL   := $(filter %_harness %_cublas %_runtime %_telemetry,$(CUDA_NAMES))
+CUDA_REAL   := $(filter %_harness %_cublas,$(CUDA_NAMES))
 
 ifeq ($(HAVE_CXX),1)
 CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%) $(COC)/examples.sh

@@ -58,6 +58,7 @@ static inline coc_alive coc_living() { return coc_alive(); }
 static inline void coc_fail_clear() {}
 static inline void coc_reset() {}
 
+enum { coc_orders = 2 };
 static inline std::string coc_every_order(const std::function<void(std::string *)> &run) {
     std::string once, twice;
     run(&once);
