@@ -332,7 +332,7 @@ struct encoder_training {
         return amp_optimizer_create(amp, &optimizer, &o);
     }
     amp_result step(float *loss) {
-        const encoder_input in = {ids, NULL, NULL, BATCH, SEQ};
+        const encoder_input in = {ids, NULL, NULL, BATCH, SEQ, 0};
         EX_TRY(encoder_forward(&model, &in, ids + ROWS, NULL, 1));
         EX_TRY(encoder_backward(&model));
         EX_TRY(amp_copy(amp, loss, model.loss_value, 4, AMP_COPY_TO_HOST));
