@@ -1020,7 +1020,7 @@ CUDA_TEST(monitor_calls_may_fail) {
     if (!CUDA_IS_MODEL) SKIP("a GPU's calls do not fail when asked");
     for (const char *function : {"cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventQuery", "cudaEventElapsedTime"}) {
         int pending = 0, told = 0;
-        for (int n = 1; !pending && n < 400; n += n < 80 ? 1 : 13) {
+        for (int n = 1; !pending && n < 400; n += n < 40 ? 1 : 17) {
             amp_result result = AMP_OK;
             {
                 watched gpu;
