@@ -1849,7 +1849,7 @@ std::string coc_ranges() {
 }
 
 #if defined(__SANITIZE_ADDRESS__)
-int coc_orders = 2;
+int coc_orders = 3;
 #else
 int coc_orders = 4;
 #endif

@@ -123,7 +123,7 @@ void *coc_sparse_alloc(size_t bytes);
 
 /* ---- Every order.  run() does the work and leaves its results in host memory that `results` appends to a string of
    bytes; they must be the same for all orders and schedules.  Returns "" or what differed.  Of the five the
-   first four, with AddressSanitizer two, with which each copy and kernel runs early and late. */
+   first four, with AddressSanitizer three, with which each copy and kernel runs early and late. */
 extern int coc_orders;
 std::string coc_every_order(const std::function<void(std::string *results)> &run);
 
