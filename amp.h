@@ -294,9 +294,9 @@
      clear none.  Your own sums may trap on inf - inf when too high a scale makes gradients infinite: call
      amp_count_nonfinite first, and if it finds any go to amp_scaler_update_with(scaler, 1), as in tests/examples/hosts.
 
-   SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a restart
-     from a saved state, except for sign and payload of NaN.  Which CPU paths (in the order of amp_cpu_path) agree;
-     others differ by rounding:
+   SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run (a GPU's .autotune
+     needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  Which
+     CPU paths (in the order of amp_cpu_path) agree; others differ by rounding:
 
        what                                   runs  threads  restarts  CPU paths that agree
        casts, random numbers, dropout, masks  yes   yes      yes       all
@@ -722,8 +722,7 @@ typedef struct amp_desc {
     int32_t threads;
     uint64_t seed;              /* of dropout; ranks with one seed draw the same masks */
     amp_cpu_path cpu_path;      /* default: the best this CPU supports */
-    /* ON: a device times its algorithms on the first product of each shape (except in a graph capture); no effect on
-       the CPU */
+    /* ON: a GPU times its algorithms on the first product of each shape (not in a capture); the CPU has none */
     amp_autotune autotune;
     /* keeps the results: read by amp_open, written by amp_close if there are new ones.  A missing, damaged or foreign
        file is a warning */

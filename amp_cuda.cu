@@ -34,11 +34,10 @@
      block and may differ in the last bits between GPUs with another number of multiprocessors; nothing else does.
    - cuBLASLt computes products, with its epilogues where they fit; kernels of this file do the rest.
      Split sums are kept in fp32 and added in order, so one plan gives the same bits every time; autotuning may choose
-     another plan.  Without it, the first product of a shape with GELU's gradient, or with a weight's and a bias
-     gradient, is timed once, fused and in parts, unless the stream is being captured: a clear difference decides, and
-     .autotune_file keeps the decision.  TF32 operands are rounded or truncated, off by 2^-10 at most.  Biases are
-     rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.  FP8 products never use Hopper's fast
-     accumulation, which keeps about 14 bits of a sum.
+     another plan in each run, and .autotune_file keeps the choice.  TF32 operands are rounded or truncated, off by
+     2^-10 at most.  Biases are rounded to the result's dtype, and so may be the product before its epilogue and beta c:
+     one beyond fp16 is then infinite, and GELU makes NaN of -infinity.  RELU may turn NaN into 0.  FP8 products never
+     use Hopper's fast accumulation, which keeps about 14 bits of a sum.
    - With .reduce_on_device, ranks exchange device memory over NCCL 2.14 or later: libnccl.so.2, opened at run time; to
      build, none is needed.  Sums are NCCL's: 16-bit numbers may be rounded at each hop between ranks, and a sum's order
      depends on NCCL's version and on the machines.  Its calls go to the stream, and into a graph that captures it.  A
@@ -5769,8 +5768,7 @@ struct ampc_plan {
     cublasLtMatmulAlgo_t algo;
     size_t workspace;               /* bytes */
     int refused;                    /* 1: cuBLASLt has no algorithm for it */
-    int tuned;                      /* 1: algo and apart were measured */
-    int compared;                   /* 1: apart was measured; -1: that failed */
+    int tuned;                      /* 1: algo and apart were measured; -1: there was no memory to measure in */
     int apart;                      /* 1: the plain product and separate kernels are faster */
     int measuring;                  /* 1: a thread measures; others use the heuristic's choice meanwhile */
 };
@@ -6059,14 +6057,9 @@ amp_result ampc_plan_describe(ampc_device *dev, amp_k_gemm g, ampc_plan *plan) {
     return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
 }
 
-/* Epilogues for which some versions have only slow kernels: GELU's gradient, and sums over k next to an fp32 result,
-   which may also be refused and so are used only once measured to be faster. */
-bool ampc_plan_is_doubtful(const ampc_plan *plan) {
-    int e = plan->key.epilogue;
-    return e == CUBLASLT_EPILOGUE_DGELU || e == CUBLASLT_EPILOGUE_DGELU_BGRAD || e == CUBLASLT_EPILOGUE_BGRADB;
-}
-
-/* Takes the algorithm from a file, if it can still run, or else the heuristic's first. */
+/* Takes the algorithm from a file, if it can still run, or else the heuristic's first.  Then nothing is measured, so
+   that every run gives the same bits: sums over k, which many versions refuse or have slow kernels for, are taken
+   apart. */
 amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
     cublasLtMatmulHeuristicResult_t found;
     cublasLtMatmulDescOpaque_t product;
@@ -6074,14 +6067,14 @@ amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *pl
     int n = 0;
     AMPC_TRY(ampc_blas_check(dev, status, "describing a product to cublasLt", &g));
     memset(&found, 0, sizeof found);
-    if (plan->tuned) {
+    if (plan->tuned > 0) {
         status = cublasLtMatmulAlgoCheck(dev->blas.handle, &product, plan->b, plan->a, plan->c, plan->c, &plan->algo,
                                          &found);
         plan->workspace = found.workspaceSize;
         if (status == CUBLAS_STATUS_SUCCESS && plan->workspace <= dev->has.workspace) return AMP_OK;
-        plan->tuned = plan->compared = 0;
+        plan->tuned = 0;
     }
-    if (!plan->compared) plan->apart = plan->key.epilogue == CUBLASLT_EPILOGUE_BGRADB;
+    plan->apart = plan->key.epilogue == CUBLASLT_EPILOGUE_BGRADB;
     status = ampc_plan_ask(dev, plan, &product, 1, &found, &n);
     plan->refused =
         ampc_blas_declines(status) || (status == CUBLAS_STATUS_SUCCESS && (n == 0 || found.state != status));
@@ -6149,7 +6142,7 @@ amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, am
     AMPC_TRY(ampc_plan_new(dev, key, &plan));
     plan->product = plan;
     if (known) {                    /* from a file */
-        plan->tuned = out->tuned, plan->compared = out->compared;
+        plan->tuned = out->tuned;
         plan->algo = out->algo, plan->apart = out->apart;
     }
     result = ampc_plan_describe(dev, g, plan);
@@ -6184,7 +6177,7 @@ void ampc_plan_learn(ampc_device *dev, const ampc_plan &found) {
     ampc_locked locked(&dev->blas.lock);
     ampc_plan *plan = found.product;
     plan->algo = found.algo, plan->workspace = found.workspace, plan->refused = found.refused;
-    plan->tuned = found.tuned, plan->compared = found.compared, plan->apart = found.apart, plan->measuring = 0;
+    plan->tuned = found.tuned, plan->apart = found.apart, plan->measuring = 0;
 }
 void ampc_plan_refuse(ampc_device *dev, ampc_plan *shared) {
     ampc_locked locked(&dev->blas.lock);
@@ -6193,8 +6186,7 @@ void ampc_plan_refuse(ampc_device *dev, ampc_plan *shared) {
 
 /* Whether a plan's first use must measure something. */
 bool ampc_plan_is_new(const ampc_device *dev, const ampc_plan *plan) {
-    if (plan->refused || plan->tuned) return false;
-    return dev->blas.autotune || (!plan->compared && ampc_plan_is_doubtful(plan));
+    return dev->blas.autotune && !plan->refused && !plan->tuned;
 }
 /* True for the one thread that measures a plan. */
 bool ampc_tune_claim(ampc_device *dev, ampc_plan *shared) {
@@ -6390,7 +6382,7 @@ __device__ __forceinline__ void ampc_fp8_read(const amp_mat &x, int64_t row, int
 
 __device__ __forceinline__ uint32_t ampc_magnitude(float x) { return ampi_bits_f32(x) & 0x7fffffffu; }
 
-/* One number, any: finite ones saturate, others keep their kind and sign.  A scale may be NaN. */
+/* One number, any: finite ones saturate, others keep their kind, and infinities their sign.  A scale may be NaN. */
 __device__ __forceinline__ uint32_t ampc_fp8_one(float x, uint32_t scaled, bool e5m2) {
     const bool finite = ampc_finite(x);
     const uint32_t bits = !finite ? ampi_bits_f32(x) : (scaled & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : scaled;
@@ -6851,24 +6843,23 @@ amp_result ampc_call_scratch(void *device, void **ptr, size_t bytes) {
 }
 void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device, args->scratch, args->scratch_bytes); }
 
-/* ---- Measuring, in its own memory and the caller's stream.  Without autotuning: a doubtful epilogue and its parts,
-   once.  With it: each algorithm that cuBLASLt names is compared with the fp32 units' result and timed, and so are the
-   parts of each epilogue.  Operands are small whole numbers, so any order of summation must give the same bits; first
-   all ones, which expose a product that skips part of k. */
+/* ---- Autotuning, in its own memory and the caller's stream: each algorithm that cuBLASLt names is compared with the
+   fp32 units' result and timed, and so are the parts of each epilogue.  Operands are small whole numbers, so any order
+   of summation must give the same bits; first all ones, which expose a product that skips part of k. */
 
-enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_COMPARE_RUNS = 3, AMPC_TUNE_PRODUCTS = 4,
+enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_TUNE_PRODUCTS = 4,
        AMPC_TUNE_SETS = 16 };
 enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, enough for a few launches */
 
-/* The buffers of a product, `sets` times, so that the next run does not read from the cache; with autotuning the last
-   set holds the correct results. */
+/* The buffers of a product, `sets` times, so that the next run does not read from the cache; the last set holds the
+   correct results. */
 struct ampc_tuning {
     ampc_device *dev;
     void *stream;
     amp_k_gemm g;                   /* the caller's */
     ampc_plan *plan;
     size_t bytes;                   /* of one set */
-    int sets, timed, runs;          /* timed: the sets that runs alternate between */
+    int sets, timed;                /* timed: the sets that runs alternate between */
     ampc_scratch scratch;
     void *from, *to;                /* events */
     ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s)
@@ -6941,13 +6932,12 @@ amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
 }
 
 /* right: sets of correct results */
-amp_result ampc_tune_open(ampc_tuning *t, int right, int runs) {
+amp_result ampc_tune_open(ampc_tuning *t) {
     int64_t sets;
     (void)ampc_tune_set(t, 0, &t->bytes);
-    sets = 1 + right + 2 * t->dev->blas.cache / (int64_t)t->bytes;
+    sets = 2 + 2 * t->dev->blas.cache / (int64_t)t->bytes;
     t->sets = sets < AMPC_TUNE_SETS ? (int)sets : (int)AMPC_TUNE_SETS;
-    t->timed = t->sets - right;
-    t->runs = runs;
+    t->timed = t->sets - 1;
     AMPC_TRY(t->scratch.get(t->bytes * (size_t)t->sets, "autotune"));
     for (int i = 0; i < t->sets; i++) AMPC_TRY(ampc_tune_inputs(t, i, 0));
     AMPC_TRY(ampc_event_create(t->dev, &t->from, 1));
@@ -7058,7 +7048,7 @@ amp_result ampc_tune_run(const ampc_tuning *t, bool parts, int i, int products, 
 amp_result ampc_tune_time(const ampc_tuning *t, bool parts, double *seconds) {
     double times[AMPC_TUNE_RUNS];
     int products = AMPC_TUNE_PRODUCTS;
-    for (int i = -1, set = 0; i < t->runs; i++, set += products) {     /* the first is a warm-up */
+    for (int i = -1, set = 0; i < AMPC_TUNE_RUNS; i++, set += products) {     /* the first is a warm-up */
         double one = 0;
         int at = i;
         AMPC_TRY(ampc_tune_run(t, parts, set, products, &one));
@@ -7068,7 +7058,7 @@ amp_result ampc_tune_time(const ampc_tuning *t, bool parts, double *seconds) {
         for (; at > 0 && times[at - 1] > one; at--) times[at] = times[at - 1];
         times[at] = one;
     }
-    *seconds = times[t->runs / 2];
+    *seconds = times[AMPC_TUNE_RUNS / 2];
     return AMP_OK;
 }
 
@@ -7103,27 +7093,6 @@ amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int 
     return AMP_OK;
 }
 
-/* The same for measurements without autotuning: the two ways differ in bits, which should not depend on noise. */
-#define AMPC_COMPARE_GAIN 0.9
-
-/* Times a doubtful epilogue against its parts, with the heuristic's algorithm. */
-amp_result ampc_tune_compared(ampc_tuning *t) {
-    ampc_plan *plan = t->plan;
-    int before = plan->apart;
-    double fused = 0, parts = 0;
-    char what[96];
-    AMPC_TRY(ampc_tune_open(t, 0, AMPC_COMPARE_RUNS));
-    plan->apart = 0;
-    AMPC_TRY(ampc_tune_time(t, false, &fused));
-    if (plan->refused) return AMP_OK;
-    AMPC_TRY(ampc_tune_time(t, true, &parts));
-    plan->apart = before ? fused >= parts * AMPC_COMPARE_GAIN : parts < fused * AMPC_COMPARE_GAIN;
-    snprintf(what, sizeof what, "the epilogue %.2f us, parts %.2f us: %s", 1e6 * fused, 1e6 * parts,
-             plan->apart ? "in parts" : "fused");
-    ampc_tune_log(t, AMP_LOG_INFO, AMPC_LOG_TUNED, what);
-    return AMP_OK;
-}
-
 /* Leaves the best choice in the plan; refused if no algorithm is correct. */
 amp_result ampc_tune_plan(ampc_tuning *t) {
     ampc_candidates all;
@@ -7133,7 +7102,7 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
     double least = 0, parts = 0;
     int best = -1, steps;
     char what[96];
-    AMPC_TRY(ampc_tune_open(t, 1, AMPC_TUNE_RUNS));
+    AMPC_TRY(ampc_tune_open(t));
     plan->apart = 0;
     steps = ampc_way_steps(t->g, AMPC_FUSED, &told);
     told = ampc_way_told(t->g, steps);
@@ -7166,16 +7135,14 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
     amp_k_gemm alone = g;
     if (ampc_bias_copied(g)) alone.bias = g.bias_copy, alone.bias_dtype = g.c_dtype;
     alone.bias_copy = NULL;
-    plan->tuned = dev->blas.autotune;
-    plan->compared = 1;
+    plan->tuned = 1;
     {
         ampc_tuning t(dev, alone, plan, stream);
-        result = dev->blas.autotune ? ampc_tune_plan(&t) : ampc_tune_compared(&t);
+        result = ampc_tune_plan(&t);
         if (result != AMP_OK) {
             plan->algo = before.algo, plan->workspace = before.workspace;
             plan->refused = 0, plan->apart = before.apart;
-            if (result == AMP_ERR_MEMORY) plan->compared = -1;
-            else plan->tuned = before.tuned, plan->compared = before.compared;
+            plan->tuned = result == AMP_ERR_MEMORY ? -1 : before.tuned;
         }
         if (result == AMP_ERR_MEMORY)
             ampc_tune_log(&t, AMP_LOG_INFO, AMPC_LOG_TUNED, "not measured, for lack of memory");
@@ -7188,7 +7155,7 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
 
 /* ---- Plans in a file: for one device and library, in memory's format */
 
-enum { AMPC_PLANS_FORMAT = 2 };
+enum { AMPC_PLANS_FORMAT = 3 };
 
 struct ampc_plans_head {
     char device[128];
@@ -7197,7 +7164,7 @@ struct ampc_plans_head {
 struct ampc_plans_entry {
     ampc_product_key key;
     cublasLtMatmulAlgo_t algo;
-    int32_t apart, tuned;           /* tuned 0: algo is the heuristic's; only its epilogue was timed */
+    int64_t apart;
 };
 
 ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
@@ -7216,7 +7183,7 @@ ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
 template <class F> void ampc_for_tuned(ampc_device *dev, F each) {
     for (ampc_plan *first : dev->blas.plans)
         for (ampc_plan *plan = first; plan != NULL; plan = plan->next)
-            if ((plan->tuned || plan->compared > 0) && !plan->refused && ampc_plan_find(dev, plan->key) == plan)
+            if (plan->tuned > 0 && !plan->refused && ampc_plan_find(dev, plan->key) == plan)
                 each(plan);
 }
 
@@ -7232,7 +7199,7 @@ size_t ampc_plans_save(void *device, void *buffer, size_t size) {
     if (size < bytes) return bytes;
     memcpy(buffer, &head, sizeof head);
     ampc_for_tuned(dev, [&](ampc_plan *plan) {
-        ampc_plans_entry entry = {plan->key, plan->algo, plan->apart, plan->tuned};
+        ampc_plans_entry entry = {plan->key, plan->algo, plan->apart};
         memcpy(at, &entry, sizeof entry);
         at += sizeof entry;
     });
@@ -7273,8 +7240,7 @@ amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
         AMPC_TRY(ampc_plan_new(dev, key, &plan));
         plan->algo = entry.algo;
         plan->apart = entry.apart != 0;
-        plan->tuned = entry.tuned != 0;
-        plan->compared = 1;
+        plan->tuned = 1;
         ampc_plan_keep(dev, plan);
     }
     return AMP_OK;

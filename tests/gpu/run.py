@@ -51,7 +51,7 @@ SAME = 1.02         # a ratio of two times may be this far from 1 without either
 # Seconds: of everything; what a part may take of them where others come after it, and what is left to compute-sanitizer.
 WHOLE, SANITIZERS = 575, 45
 SHARES = {"link": 30, "rules": 75, "attention": 75, "fp8": 45, "kernels": 190, "step": 200, "tests": WHOLE}
-AT_ONCE = 3         # test programs: each has far more to do on the CPU, which computes what is right, than on the GPU
+AT_ONCE = max(2, (os.cpu_count() or 2) // 2)   # test programs: each has far more to do on the CPU, which computes what is right, than on the GPU
 
 
 def without_paths(text):

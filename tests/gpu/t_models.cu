@@ -7,6 +7,9 @@
  * With GPU_MODEL=1 in the environment, for the model GPU, a sample of the patterns. */
 #include <cuda_runtime.h>
 #include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <string>
 #include <vector>
 #include "amp_cuda.cu"           /* its functions themselves are measured: this program is not linked with it */
@@ -224,24 +227,26 @@ TEST(tensor_cores) {
 
 static const char *program;
 
-/* Case `index` in this process. */
-static std::string run_case(int index) {
-    cublasLtHandle_t handle = NULL;
-    if (cublasLtCreate(&handle) != CUBLAS_STATUS_SUCCESS) return "no handle";
-    std::string found = blas_run(handle, blas_cases[index]);
-    cublasLtDestroy(handle);
-    return found;
+static int capability;
+
+/* The first case from `index` on that speaks of this GPU. */
+static int next_case(int index) {
+    while (index < BLAS_CASES && (capability < blas_cases[index].from || capability > blas_cases[index].to)) index++;
+    return index;
 }
 
-/* In a process of its own: one that faults leaves the others a working GPU. */
-static std::string run_alone(int index) {
-    std::string command = "'" + std::string(program) + "' --rule " + std::to_string(index), found;
-    FILE *child = popen(command.c_str(), "r");
-    char text[256];
-    if (child == NULL) return "it cannot be run";
-    while (fgets(text, sizeof text, child)) found += text;
-    if (pclose(child) != 0) return "it ends its process";
-    return found;
+/* Cases from `index` on in this process, a line each: the number, and what was found.  Ends behind one that may leave a
+   GPU that does not work. */
+static int run_cases(int index) {
+    cublasLtHandle_t handle = NULL;
+    if (cublasLtCreate(&handle) != CUBLAS_STATUS_SUCCESS) return 1;
+    for (bool more = true; more && (index = next_case(index)) < BLAS_CASES; index++) {
+        std::string found = blas_run(handle, blas_cases[index]);
+        printf("%d %s\n", index, found.c_str());
+        fflush(stdout);
+        more = !blas_cases[index].alone && found.find("the device") == std::string::npos;
+    }
+    return cublasLtDestroy(handle) != CUBLAS_STATUS_SUCCESS;
 }
 
 static void report(const char *rule, const char *source, const std::string &found, bool failed) {
@@ -249,17 +254,32 @@ static void report(const char *rule, const char *source, const std::string &foun
     CHECK_MSG(!failed && (!quick || found.empty()), "%s: %s", rule, found.c_str());
 }
 
+static void report_case(int index, const std::string &found) {
+    const blas_case &c = blas_cases[index];
+    report(c.rule, c.source, found, c.runs && !found.empty() && found.compare(0, 7, "CUBLAS_") != 0);
+}
+
+/* Runs cases from `index` on in a process of their own, of which the library may make an end; which is next. */
+static int report_cases(int index) {
+    std::string command = "'" + std::string(program) + "' --rules " + std::to_string(index);
+    FILE *child = popen(command.c_str(), "r");
+    char text[512];
+    while (child != NULL && fgets(text, sizeof text, child)) {
+        const char *found = strchr(text, ' ');
+        if (found == NULL) continue;
+        index = atoi(text);
+        report_case(index++, std::string(found + 1, strcspn(found + 1, "\n")));
+    }
+    if (child != NULL && pclose(child) == 0) return index;
+    if ((index = next_case(index)) < BLAS_CASES) report_case(index++, "it ends its process");
+    return index;
+}
+
 TEST(cublas_rules) {
     cublasLtHandle_t handle = NULL;
-    const int capability = blas_capability();
     CHECK(cublasLtCreate(&handle) == CUBLAS_STATUS_SUCCESS);
     printf("cuBLASLt %zu\n", cublasLtGetVersion());
-    for (int i = 0; i < BLAS_CASES; i++) {
-        const blas_case &c = blas_cases[i];
-        if (capability < c.from || capability > c.to) continue;     /* it speaks of other GPUs */
-        std::string found = c.alone ? run_alone(i) : blas_run(handle, c);
-        report(c.rule, c.source, found, c.runs && !found.empty() && found.compare(0, 7, "CUBLAS_") != 0);
-    }
+    for (int i = next_case(0); i < BLAS_CASES; i = next_case(i)) i = report_cases(i);
     for (const blas_fact &f : blas_facts) {
         std::string found = f.holds(handle);
         report(f.rule, f.source, found, f.needed && !found.empty());
@@ -270,8 +290,10 @@ TEST(cublas_rules) {
 int main(int argc, char **argv) {
     int devices = 0;
     program = argv[0];
-    if (argc == 3 && !strcmp(argv[1], "--rule")) return fputs(run_case(atoi(argv[2])).c_str(), stdout) < 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < 1) return puts("t_models: no GPU"), 1;
+    capability = blas_capability();
+    if (argc == 3 && !strcmp(argv[1], "--rules")) return run_cases(atoi(argv[2]));
+    setvbuf(stdout, NULL, _IOLBF, 0);
     TEST_BEGIN(argc, argv);
     quick = getenv("GPU_MODEL") != NULL && !strcmp(getenv("GPU_MODEL"), "1");
     RUN(fp32_to_narrower);
