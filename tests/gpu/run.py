@@ -51,7 +51,7 @@ SAME = 1.02         # a ratio of two times may be this far from 1 without either
 # Seconds: of everything; what a part may take of them where others come after it, and what is left to compute-sanitizer.
 WHOLE, SANITIZERS = 575, 45
 SHARES = {"link": 30, "rules": 75, "attention": 75, "fp8": 45, "kernels": 190, "step": 200, "tests": WHOLE}
-AT_ONCE = max(2, (os.cpu_count() or 2) // 2)   # test programs: each has far more to do on the CPU, which computes what is right, than on the GPU
+AT_ONCE = max(3, (os.cpu_count() or 1) // 2)    # test programs: they compute on the CPU what is right
 
 
 def without_paths(text):
@@ -167,7 +167,7 @@ class Runner:
         counts, text, rules = self.programs([os.path.join(self.args.bin, name) for name in names],
                                             self.left() - (SANITIZERS if part == "tests" else 0))
         if part == "tests":
-            self.env["SANITIZE_SECONDS"] = str(int(max(0, self.left() - 5)))
+            self.env["SANITIZE_SECONDS"] = str(int(max(0, min(SANITIZERS, self.left() - 5))))
             self.shown("sh tests/run.sh sanitize.sh")
             more, found, _ = self.programs(["tests/gpu/sanitize.sh"], self.left() + 15)
             counts, text, names = [a + b for a, b in zip(counts, more)], text + found, names + ["sanitize.sh"]
