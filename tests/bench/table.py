@@ -37,7 +37,7 @@ def newest(kind):
     for path in glob.glob(os.path.join(HERE, "results", kind + "-*.json")):
         with open(path) as f:
             found.append((json.load(f)["date"], path))
-    if not found and kind != "gpu":
+    if not found:
         sys.exit(f"no {kind} results in tests/bench/results: run make bench and make accuracy")
     return max(found)[1] if found else None
 
@@ -192,6 +192,24 @@ def ddp_lines(results, name):
            f"{m['cpu']}, {m['cores']} cores, `make bench-ddp`, [{name}](tests/bench/results/{name}).")
 
 
+def gpu_sentence(results, name):
+    """Of README.md: whole steps, then what is slower than PyTorch's."""
+    def one(title, row):
+        peers = ", ".join(f"{peer['ratio']:.2f}x PyTorch {mode}" for mode, peer in row["peers"].items() if peer.get("ratio"))
+        return f"{title} {row['tokens_per_s']:,.0f} tokens/s (MFU {row['mfu']:.1%}), {peers}"
+
+    rows, model = results["step"]["rows"], results["step"]["model"]
+    flash = [row["peers"]["flash"]["ratio"] for case, row in results["cases"].items() if case.startswith("attention")]
+    cudnn = [row["peers"]["cudnn"]["ratio"] for case, row in results["cases"].items() if case.startswith("attention")]
+    met = sum(row["verdict"] == "PASS" for row in results["bars"])
+    few = f"B={model['few']}, graph"
+    return (f"On an {results['device']['name']}, GPT-2 124M, T={model['seq']}, bf16: {one('B=' + str(model['batch']), rows['bf16'])}; "
+            f"{one(few, rows['bf16, ' + few])}. Alone, attention runs at {min(flash):.2f} to {max(flash):.2f} times the speed of "
+            f"PyTorch's flash kernels and {min(cudnn):.2f} to {max(cudnn):.2f} times cuDNN's. {met} of {len(results['bars'])} bars "
+            "are met; every kernel: [tests/bench](tests/bench/README.md#on-a-gpu); `make gpu`, "
+            f"[{name}](tests/bench/results/{name}).")
+
+
 def chart(results):
     """examples/plot/bars.svg: the bars of the first training steps."""
     row = results["step"][0]
@@ -241,8 +259,9 @@ def gpu_lines(results, name):
 
     def line(case, row):
         own = [v["verdict"] for v in results["bars"] if v["bar"].startswith(case + ":")]
-        return [case, f"{row['ms']:.3f}", f"{row['share']:.0%}" if row.get("share") else "-", cell(row, "eager"),
-                cell(row, "compile"), next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")]
+        modes = ("flash", "cudnn") if case.startswith("attention") else ("eager", "compile")
+        return [case, f"{row['ms']:.3f}", f"{row['share']:.0%}" if row.get("share") else "-", cell(row, modes[0]),
+                cell(row, modes[1]), next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")]
 
     d, v, t = results["device"], results["versions"], results["tests"] or {"passed": 0, "failed": 0, "skipped": 0}
     if results.get("step"):
@@ -256,7 +275,7 @@ def gpu_lines(results, name):
            f"{t['skipped']} were skipped. Copies run at {copy:,.0f} GB/s, read and written; \"of copy\" is a kernel's "
            "share of that. In brackets: amp.h's speed over PyTorch's.")
     yield ""
-    yield from table(["kernel", "ms", "of copy", "PyTorch eager, ms", "PyTorch compiled, ms", "bars"],
+    yield from table(["kernel", "ms", "of copy", "PyTorch eager (attention: flash), ms", "compiled (attention: cuDNN), ms", "bars"],
                      [line(case, row) for case, row in results["cases"].items() if not case.startswith(("copy", "read"))])
     yield ""
     for word, text in (("FAIL", "Below their bar"), ("not measured", "Not measured")):
@@ -277,13 +296,15 @@ def quiet(path, trial):
 
 
 def steps_text(path, trial):
-    results, gains, ranks = quiet(path, trial), newest("adopt"), newest("ddp")
+    results, gains, ranks, device = quiet(path, trial), newest("adopt"), newest("ddp"), newest("gpu")
     if not trial:
         chart(results)
     with open(gains) as f:
         adopted = adopt_lines(json.load(f), os.path.basename(gains), "tests/bench/results/")
-        return "\n".join([*step_lines(results, os.path.basename(path)), "", *adopted, "",
-                          *ddp_lines(quiet(ranks, trial), os.path.basename(ranks))])
+    with open(device) as f:
+        on_gpu = gpu_sentence(json.load(f), os.path.basename(device))
+    return "\n".join([*step_lines(results, os.path.basename(path)), "", *adopted, "",
+                      *ddp_lines(quiet(ranks, trial), os.path.basename(ranks)), "", on_gpu])
 
 
 def bench_text(path, trial):

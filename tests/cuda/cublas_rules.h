@@ -361,8 +361,8 @@ struct blas_value { double v, off; };
    order, or by 2^-23 in tensor cores, which cut off (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021); so are
    the three operations after them.  TF32 operands are off by 2^-10 at most, cut off or rounded.  Products of fp8 on Hopper keep
    about 14 bits, and are added to fp32 sums after 128 of k at most (DeepSeek-V3 technical report, 3.3.2): four sums of 32;
-   with fast accumulation at the end.  Some algorithms round alpha AB to a D of 16 bits before their epilogue and before
-   they add beta C (seen in cuBLASLt 13.1 on an H100). */
+   with fast accumulation at the end.  Some algorithms round alpha AB to a D of 16 bits before their epilogue, and
+   what that leaves before they add beta C (seen in cuBLASLt 13.1 on an H100). */
 static inline blas_value blas_linear(const blas_product &x, const blas_buffers &b, int64_t item, int64_t i, int64_t j) {
     double sum = 0, size = 0;
     double operand = x.compute == CUBLAS_COMPUTE_32F_FAST_TF32 ? ldexp(1, -10) : 0;
@@ -382,7 +382,7 @@ static inline blas_value blas_linear(const blas_product &x, const blas_buffers &
     const bool first = (rest != 0 || x.epilogue != CUBLASLT_EPILOGUE_DEFAULT) && (x.type[BLAS_D] == CUDA_R_16F || x.type[BLAS_D] == CUDA_R_16BF);
     double bias = blas_has(x, 4) ? (double)blas_load(b.host[BLAS_BIAS].data(), blas_bias_type(x), item * blas_bias_stride(x) + i) : 0;
     double off = size * operand * (2 + operand) + (blas_is_fp8(x.type[BLAS_A]) ? ldexp(size, -11) : 0);
-    if (first) off += ldexp(fabs(sum), x.type[BLAS_D] == CUDA_R_16F ? -11 : -8);
+    if (first) off += ldexp(fabs(sum) + fabs(bias), x.type[BLAS_D] == CUDA_R_16F ? -11 : -8);
     if (x.fast) off += ldexp(size, -13) * (double)((x.k + 31) / 32);
     size += fabs(rest) + fabs(bias);
     double unit = x.type[BLAS_A] == CUDA_R_32F && operand == 0 ? ldexp(1, -24) : ldexp(1, -23);
