@@ -6,7 +6,7 @@
  *
  * `program --filter TEXT` runs the tests whose name holds TEXT, `--list` lists them; `--stop` ends at the first check that
  * fails; `--times` tells the seconds of the processor of each.  With AMPT_FIGURES=FILE the measured errors are added to FILE
- * as JSON lines.  AMPT_LEAVE_OUT=ci or long leaves out what is run by RUN_CI, or by RUN_LONG as well. */
+ * as JSON lines.  AMPT_LEAVE_OUT=ci or long leaves out what is run by RUN_CI, or by RUN_LONG as well; sanitizers, RUN_PLAIN. */
 #ifndef AMPT_TEST_H
 #define AMPT_TEST_H
 
@@ -21,6 +21,17 @@ static struct { int passed, failed, skipped, failures, list, stop, times, leave_
 #define RUN(name) ampt_run(#name, test_##name)
 #define RUN_LONG(name) ampt_run_unless(ampt.leave_out > 1, #name, test_##name)      /* but not in `make quick` */
 #define RUN_CI(name) ampt_run_unless(ampt.leave_out > 0, #name, test_##name)        /* in neither `make quick` nor `make test` */
+#define RUN_PLAIN(name) ampt_run_unless(AMPT_SANITIZED, #name, test_##name)         /* counts, or measures errors: sanitizers change none */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#  define AMPT_SANITIZED 1
+#elif defined(__has_feature)
+#  if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#    define AMPT_SANITIZED 1
+#  endif
+#endif
+#ifndef AMPT_SANITIZED
+#  define AMPT_SANITIZED 0
+#endif
 #define SKIP(why) do { ampt.reason = (why); return; } while (0)
 
 /* Reports the first failures of a test and goes on. */
@@ -128,7 +139,7 @@ static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
 #define TEST_END() ampt_end()
 
 static __attribute__((unused)) int ampt_end(void) {
-    if (ampt.left_out) printf("%d tests left out that are long\n", ampt.left_out);
+    if (ampt.left_out) printf("%d tests left out that are long, or count\n", ampt.left_out);
     if (!ampt.list) printf("%d passed, %d failed, %d skipped\n", ampt.passed, ampt.failed, ampt.skipped);
     return ampt.failed != 0;
 }

@@ -1020,7 +1020,7 @@ CUDA_TEST(monitor_calls_may_fail) {
     if (!CUDA_IS_MODEL) SKIP("a GPU's calls do not fail when asked");
     for (const char *function : {"cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventQuery", "cudaEventElapsedTime"}) {
         int pending = 0, told = 0;
-        for (int n = 1; !pending && n < 400; n += n < 40 ? 1 : 17) {
+        for (int n = 1; !pending && n < 400; n += n < 12 ? 1 : 7) {
             amp_result result = AMP_OK;
             {
                 watched gpu;
@@ -2043,7 +2043,7 @@ CUDA_TEST(eight_bit_states_change_the_backend) {
     for (amp_optimizer_kind kind : {AMP_ADAMW, AMP_SGD, AMP_LION})
         for (amp_dtype weight : {AMP_F32, AMP_BF16})
             for (int from = 0; from < 2; from++)
-                for (int how = 0; how < 3; how++) {     /* 8 bits to themselves, to fp32 and from fp32 */
+                for (int how = 0; how < (kind == AMP_ADAMW ? 3 : 1); how++) {   /* 8 bits to themselves, to fp32 and from fp32 */
                     amp_dtype before = how < 2 ? AMP_MOMENTS_8BIT : AMP_F32, behind = how == 1 ? AMP_F32 : AMP_MOMENTS_8BIT;
                     moved_optimizer source(backends[from], kind, weight, before);
                     source.steps();
@@ -2188,11 +2188,11 @@ int main(int argc, char **argv) {
     RUN(same_numbers_as_the_cpu);
     RUN(every_order);
     RUN(recomputing_has_the_same_bits);
-    RUN(steady_step_does_not_wait);
-    RUN(steady_step_casts_no_weight);
+    RUN_PLAIN(steady_step_does_not_wait);
+    RUN_PLAIN(steady_step_casts_no_weight);
     RUN(copies_change_no_bits);
     RUN(copies_that_are_used);
-    RUN(captured_step_casts_no_weight);
+    RUN_PLAIN(captured_step_casts_no_weight);
     RUN(late_step_waits_for_two_before);
     RUN(records_are_the_cpus);
     RUN(monitor_does_not_wait);

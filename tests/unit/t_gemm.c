@@ -382,6 +382,7 @@ TEST(epilogues) {
         for (alpha = 0; alpha < 3; alpha++) for (beta = 0; beta < 3; beta++) for (act = 0; act < 4; act++)
             for (bias = 0; bias < 2; bias++) for (pre = 0; pre < 2; pre++) for (s = 0; s < 5; s++) for (c = 0; c < 3; c++) {
                 test_case t = plain(shapes[s][0], shapes[s][1], shapes[s][2]);
+                if (AMPT_SANITIZED && (alpha + beta + act + s + c) % 3 != 0) continue;      /* a third touches the same memory */
                 t.alpha = alphas[alpha]; t.beta = betas[beta];
                 t.bias = bias; t.bias_dtype = gemm_dtypes[(s + c) % 3];
                 t.act = acts[act];
