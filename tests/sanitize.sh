@@ -58,12 +58,13 @@ for name in asan tsan; do
 done
 collect
 # Those that take about as long stand together: what runs at once ends with the longest.  What t_fuzz does to the seeds
-# libFuzzer does with the same sanitizers, where there is clang.
+# libFuzzer does with the same sanitizers, where there is clang; t_concurrency is ThreadSanitizer's; t_lean's amp.h is a part
+# of the others'.
 for program in $(test_names); do
     case " $INSIDE $INSIDE_ALONE " in *" $program "*) continue ;; esac
     [ "$program" = t_fuzz ] && have clang || rest="$rest $program"
 done
-run asan "$asan" $INSIDE $INSIDE_ALONE $rest
+run asan "$asan" $INSIDE t_lifetime $rest
 # Without what is long: t_gemm's walks over shapes and dtypes.  Where its threads meet, large, past_the_caches and
 # four_host_threads show.
 export AMPT_LEAVE_OUT=long
