@@ -135,7 +135,7 @@
        g++ -O2 -std=c++20 program.cpp amp.o -o program -lpthread
 
      For an NVIDIA GPU of sm_75 or later (not sm_70, which CUDA 13 no longer builds for), set desc.backend = amp_cuda();
-     tensors, labels and loss are then in its memory.  Its tests pass on an H100 and on a model of a GPU.
+     tensors, labels and loss are then in its memory.  It has run on an H100; tests run it on a model of a GPU.
 
        nvcc -O2 -std=c++17 -arch=native -c amp_cuda.cu
        gcc -O2 -c program.c

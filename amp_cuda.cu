@@ -6847,8 +6847,7 @@ void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device,
    fp32 units' result and timed, and so are the parts of each epilogue.  Operands are small whole numbers, so any order
    of summation must give the same bits; first all ones, which expose a product that skips part of k. */
 
-enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_TUNE_PRODUCTS = 4,
-       AMPC_TUNE_SETS = 16 };
+enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_TUNE_PRODUCTS = 4, AMPC_TUNE_SETS = 16 };
 enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, enough for a few launches */
 
 /* The buffers of a product, `sets` times, so that the next run does not read from the cache; the last set holds the

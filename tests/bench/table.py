@@ -251,6 +251,12 @@ def gpu_step_lines(step):
         yield ""
 
 
+def gpu_tests(results):
+    """The counts of all parts that are tests."""
+    parts = [results[part] or {} for part in ("rules", "attention", "fp8", "tests")]
+    return {count: sum(part.get(count, 0) for part in parts) for count in ("passed", "failed", "skipped")}
+
+
 def gpu_lines(results, name):
     """A line per case; behind PyTorch's modes how many times as fast amp.h is."""
     def cell(row, mode):
@@ -263,7 +269,7 @@ def gpu_lines(results, name):
         return [case, f"{row['ms']:.3f}", f"{row['share']:.0%}" if row.get("share") else "-", cell(row, modes[0]),
                 cell(row, modes[1]), next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")]
 
-    d, v, t = results["device"], results["versions"], results["tests"] or {"passed": 0, "failed": 0, "skipped": 0}
+    d, v, t = results["device"], results["versions"], gpu_tests(results)
     if results.get("step"):
         yield from gpu_step_lines(results["step"])
     if not results["cases"]:

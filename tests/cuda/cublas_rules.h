@@ -348,6 +348,8 @@ static inline cublasStatus_t blas_call_product(cublasLtHandle_t handle, const bl
 
 /* ---- What is right, in fp64, and how far the result may be from it */
 
+static bool blas_rounds_first;                  /* the library at hand may round alpha AB to D before its epilogue */
+
 static inline double blas_gelu(double v) { return 0.5 * v * (1 + tanh(0.7978845608028654 * (v + 0.044715 * v * v * v))); }
 static inline double blas_gelu_slope(double v) {
     double t = tanh(0.7978845608028654 * (v + 0.044715 * v * v * v));
@@ -379,7 +381,7 @@ static inline blas_value blas_linear(const blas_product &x, const blas_buffers &
         rest = (double)x.beta * (double)blas_load(b.host[from].data(), x.type[BLAS_C], blas_at(x, from, item, i, j));
         if (x.scaled[BLAS_C]) rest *= 2;
     }
-    const bool first = (rest != 0 || x.epilogue != CUBLASLT_EPILOGUE_DEFAULT) && (x.type[BLAS_D] == CUDA_R_16F || x.type[BLAS_D] == CUDA_R_16BF);
+    const bool first = blas_rounds_first && (rest != 0 || x.epilogue != CUBLASLT_EPILOGUE_DEFAULT) && (x.type[BLAS_D] == CUDA_R_16F || x.type[BLAS_D] == CUDA_R_16BF);
     double bias = blas_has(x, 4) ? (double)blas_load(b.host[BLAS_BIAS].data(), blas_bias_type(x), item * blas_bias_stride(x) + i) : 0;
     double off = size * operand * (2 + operand) + (blas_is_fp8(x.type[BLAS_A]) ? ldexp(size, -11) : 0);
     if (first) off += ldexp(fabs(sum) + fabs(bias), x.type[BLAS_D] == CUDA_R_16F ? -11 : -8);

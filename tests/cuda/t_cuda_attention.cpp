@@ -680,7 +680,7 @@ CUDA_TEST(tensor_cores_and_large_scores) {
                     return 70 * ldexp(1, -20) + 4 * cuda_spacing(p.type.storage, value); }, "dv");
                 /* tensor cores cut off each sum of 8 products or more */
                 both.check_within(at, AMP_F32, p.rows(), [&](int64_t, double value) {
-                    return fabs(value) * (ldexp(1, -21) + ldexp((double)dim / 8, -23)); }, "lse");
+                    return fabs(value) * (ldexp(1, -21) + (CUDA_IS_MODEL ? 0 : ldexp((double)dim / 8, -23))); }, "lse");
             }
 }
 
@@ -688,7 +688,7 @@ CUDA_TEST(tensor_cores_and_large_scores) {
 CUDA_TEST(tensor_cores_move_little) {
     if (!CUDA_IS_MODEL) return;
     const double forward[] = {0.25, 0.25}, both[] = {88.0 / 288, 288.0 / 576};
-    const long n = 512, blocks = n / 128, stats = 8;
+    const long n = 1024, blocks = n / 128, stats = 8;
     for (int64_t dim : {64, 128}) {
         problem p({1, 1, n, n, dim, PACKED}, mask_cases[0], all_numbers[2], 1300);
         coc_counts all = work_of(p);
@@ -697,8 +697,8 @@ CUDA_TEST(tensor_cores_move_little) {
         CHECK_EQ(first.mmas, n / 16 * (n / 8) * (dim / 16) * 2);
         CHECK_EQ(all.mmas, n / 16 * (n / 8) * (dim / 16) * 9);
         double loads = (double)first.ldmatrices / (double)first.mmas, all_loads = (double)all.ldmatrices / (double)all.mmas;
-        CHECK_MSG(loads < forward[dim == 128] * 1.04, "%g loads for a product", loads);
-        CHECK_MSG(all_loads < both[dim == 128] * 1.04, "%g loads for a product", all_loads);
+        CHECK_MSG(loads < forward[dim == 128] * 1.02, "%g loads for a product", loads);
+        CHECK_MSG(all_loads < both[dim == 128] * 1.02, "%g loads for a product", all_loads);
         CHECK_EQ(first.async_bytes, blocks * (2 * n + 128) * dim * 2);
         CHECK_EQ(all.async_bytes - first.async_bytes, 2 * blocks * (2 * n + 256) * dim * 2 + stats * n * (blocks + 1));
     }

@@ -27,5 +27,7 @@ else
     sanitize synccheck t_cuda_operators embedding_backward
     sanitize memcheck t_cuda_operators cross_entropy_long_rows
     sanitize racecheck t_cuda_gpt same_bits
+    sanitize racecheck t_cuda_operators norm_backward
+    sanitize racecheck t_cuda_attention tensor_cores
 fi
 closing

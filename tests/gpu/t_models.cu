@@ -292,6 +292,7 @@ int main(int argc, char **argv) {
     program = argv[0];
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < 1) return puts("t_models: no GPU"), 1;
     capability = blas_capability();
+    blas_rounds_first = !(getenv("GPU_MODEL") != NULL && !strcmp(getenv("GPU_MODEL"), "1"));
     if (argc == 3 && !strcmp(argv[1], "--rules")) return run_cases(atoi(argv[2]));
     setvbuf(stdout, NULL, _IOLBF, 0);
     TEST_BEGIN(argc, argv);
