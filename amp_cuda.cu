@@ -386,6 +386,15 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
     return ampc_check(dev, error, call, NULL);
 }
 
+/* Multiprocessors do not reach memory equally fast, and in a grid whose blocks all run at once the slowest decides.  So
+   where a block prepares nothing that its loop then saves, there are more blocks with less work: one for each part of
+   it, or this many times those that run at once. */
+enum { AMPC_WAVES = 16 };
+
+unsigned ampc_full_grid(int64_t blocks) {
+    return (unsigned)(blocks < 0 ? 0 : blocks < INT32_MAX ? blocks : INT32_MAX);
+}
+
 /* Blocks of a persistent grid: enough for the work, at most per_sm per multiprocessor. */
 unsigned ampc_grid(const ampc_device *dev, int64_t blocks, int per_sm) {
     int64_t most = (int64_t)dev->has.multiprocessors * per_sm;
@@ -2359,14 +2368,15 @@ enum { AMPC_CAST_PER_SM = 8 };
 template <class D, class S> amp_result ampc_cast_as(ampc_device *dev, const amp_k_cast *a, void *stream) {
     const int width = ampc_cast_shape<D, S>::width * ampc_cast_shape<D, S>::pieces;
     int saturate = a->how.saturate != 0, aligned = ampc_aligned(a->dst) && ampc_aligned(a->src);
-    unsigned grid = ampc_grid(dev, ampc_blocks(a->n, 256 * (aligned ? width : 1)), ampc_cast_shape<D, S>::per_sm);
+    unsigned grid = ampc_full_grid(ampc_blocks(a->n, 256 * (aligned ? width : 1)));
     unsigned long long *new_inf = saturate ? NULL : (unsigned long long *)a->new_inf;
     if (a->how.rounding != AMP_ROUND_STOCHASTIC)
         return ampc_launch(dev, "amp_cast", ampc_cast_kernel<D, S>, grid, 256, 0, stream, (D *)a->dst,
                            (const S *)a->src, a->n, saturate, aligned, new_inf);
     if constexpr (sizeof(D) <= 2)
         return ampc_launch(dev, "amp_cast", ampc_cast_stochastic_kernel<D, S>,
-                           ampc_grid(dev, ampc_blocks(a->n, 256 * ampc_cast_shape<D, S>::rounded), AMPC_CAST_PER_SM),
+                           ampc_grid(dev, ampc_blocks(a->n, 256 * ampc_cast_shape<D, S>::rounded),
+                                     AMPC_WAVES * AMPC_CAST_PER_SM),
                            256, 0, stream, (D *)a->dst, (const S *)a->src, a->n, saturate, a->how.seed, a->how.offset,
                            new_inf);
     else return ampc_refuse(dev, AMP_ERR_DTYPE, "amp_cast", "stochastic rounding must be to fp16, bf16 or fp8");
@@ -2387,10 +2397,13 @@ template <class D> amp_result ampc_cast_to(ampc_device *dev, const amp_k_cast *a
 amp_result ampc_cast(void *device, const amp_k_cast *a, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     if (a->n <= 0) return ampc_usable(dev, "amp_cast");
-    if (a->src_dtype == AMP_U16 && a->dst_dtype == AMP_I32)
+    if (a->src_dtype == AMP_U16 && a->dst_dtype == AMP_I32) {
+        int aligned = ampc_aligned(a->dst) && ((uintptr_t)a->src & 7) == 0;
+        int64_t blocks = ampc_blocks(a->n, aligned ? 4 * 256 : 256);
         return ampc_launch(dev, "amp_cast", ampc_widen_ids_kernel,
-                           ampc_grid(dev, ampc_blocks(a->n, 256), AMPC_CAST_PER_SM), 256, 0, stream, (int32_t *)a->dst,
-                           (const uint16_t *)a->src, a->n, ampc_aligned(a->dst) && ((uintptr_t)a->src & 7) == 0);
+                           ampc_grid(dev, blocks, AMPC_WAVES * AMPC_CAST_PER_SM), 256, 0, stream, (int32_t *)a->dst,
+                           (const uint16_t *)a->src, a->n, aligned);
+    }
     if (a->src_dtype == a->dst_dtype && a->dst_dtype != AMP_TF32 && !a->how.saturate &&
         a->how.rounding != AMP_ROUND_STOCHASTIC)
         return a->dst == a->src ? ampc_usable(dev, "amp_cast")
@@ -3397,7 +3410,7 @@ ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_
     p.chunks = ampc_blocks(cols, (int64_t)p.lanes * p.e);
     p.block = p.lanes * (sums ? (p.e < AMPC_SHARED_SUMS ? threads / p.lanes : 1) : p.lanes < 256 ? 256 / p.lanes : 1);
     p.grid = ampc_grid(dev, ampc_blocks(rows, p.block / p.lanes),
-                       sums ? 1 : (ampc_one_chunk(v, p.e) ? 2 : 1) * threads / p.block);
+                       sums ? 1 : AMPC_WAVES * (ampc_one_chunk(v, p.e) ? 2 : 1) * threads / p.block);
     return p;
 }
 
@@ -3665,8 +3678,11 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
     v = ampc_width_shared(ampc_width_shared(v, a.weight, a.weight_dtype), a.bias, a.weight_dtype);
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols);
     size_t kept = (size_t)plan.lanes * 2 * (size_t)plan.e * sizeof(float);
-    size_t per_sm = (size_t)(2 * ampc_threads(plan.e, false) / plan.block);
-    bool keep = ampc_one_chunk(plan.v, plan.e) && per_sm * (kept + 2048) <= d->has.shared_limit;
+    bool one_chunk = ampc_one_chunk(plan.v, plan.e);
+    int per_sm = (one_chunk ? 2 : 1) * ampc_threads(plan.e, false) / plan.block;
+    bool keep = one_chunk && (size_t)per_sm * (kept + 2048) <= d->has.shared_limit;
+    if (plan.lanes == plan.block)       /* one row at a time: its weights, as long as it, serve for as many as can be */
+        plan.grid = ampc_grid(d, plan.grid, per_sm);
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
         return ampc_launch(d, a.rms ? "amp_rmsnorm" : "amp_layernorm",
@@ -4313,19 +4329,19 @@ __device__ __forceinline__ void ampc_map_write(const Map &m, const Op &op, int64
 template <int V, class Op, class Map>
 __global__ void __launch_bounds__(256, Map::per_sm) ampc_map_kernel(Map m, Op op) {
     enum { U = Op::ahead };
-    int64_t step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < m.total; i += U * step) {
+    const int64_t step = (int64_t)gridDim.x * (256 * U);
+    for (int64_t i = (int64_t)blockIdx.x * (256 * U) + threadIdx.x; i < m.total; i += step) {
         int64_t row[U], at[U];
         uint4 raw[U][Map::inputs];
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
-            row[u] = m.total == m.pieces.d ? 0 : ampc_divide(i + u * step, m.pieces, &at[u]);
-            at[u] = V * (m.total == m.pieces.d ? i + u * step : at[u]);
-            if (i + u * step < m.total && at[u] + V <= m.cols) ampc_map_read<V>(m, row[u], at[u], raw[u]);
+            row[u] = m.total == m.pieces.d ? 0 : ampc_divide(i + u * 256, m.pieces, &at[u]);
+            at[u] = V * (m.total == m.pieces.d ? i + u * 256 : at[u]);
+            if (i + u * 256 < m.total && at[u] + V <= m.cols) ampc_map_read<V>(m, row[u], at[u], raw[u]);
         }
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
-            if (i + u * step >= m.total) continue;
+            if (i + u * 256 >= m.total) continue;
             if (at[u] + V <= m.cols) ampc_map_write<V>(m, op, row[u], at[u], raw[u]);
             else
                 for (; at[u] < m.cols; at[u]++) {
@@ -4357,7 +4373,7 @@ amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream)
                        v == 8   ? ampc_map_kernel<W, Op, Map>
                        : v == 4 ? ampc_map_kernel<4, Op, Map>
                                 : ampc_map_kernel<1, Op, Map>,
-                       ampc_grid(d, ampc_blocks(m.total, 256), Map::per_sm), 256, 0, stream, m, op);
+                       ampc_full_grid(ampc_blocks(m.total, 256 * Op::ahead)), 256, 0, stream, m, op);
 }
 
 /* ---- Activations */
@@ -4981,7 +4997,7 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
                          a.ignore_index, a.sum, (double)a.factor, a.grad_scale, labels, a.bad_label));
     a.labels += a.first;
     AMPC_TRY(ampc_launch(d, name, keep ? ampc_cross_entropy_kernel<true>(v) : ampc_cross_entropy_kernel<false>(v),
-                         ampc_grid(d, rows, per_sm), (unsigned)threads, shared, stream, a,
+                         ampc_grid(d, rows, AMPC_WAVES * per_sm), (unsigned)threads, shared, stream, a,
                          (double)a.smoothing / (double)a.classes, labels, losses + a.first));
     if (a.first + rows < batch) return AMP_OK;
     return ampc_launch(d, name, ampc_loss_total<float>, 1, 1024, 0, stream, losses, batch, labels, 0, a.sum, a.loss);
@@ -5040,7 +5056,7 @@ amp_result ampc_mse(void *dev, const amp_k_mse *args, void *stream) {
                          v == 8   ? ampc_mse_stretches<8>
                          : v == 4 ? ampc_mse_stretches<4>
                                   : ampc_mse_stretches<1>,
-                         ampc_grid(d, stretches, 4), 256, 0, stream, *args,
+                         ampc_full_grid(stretches), 256, 0, stream, *args,
                          (double)(args->sum || args->n < 1 ? 1 : args->n), partials));
     return ampc_launch(d, "amp_mse", ampc_loss_total<double>, 1, 1024, 0, stream, partials, stretches, NULL, args->n,
                        args->sum, args->loss);
@@ -5080,7 +5096,8 @@ amp_result ampc_embedding(void *dev, const amp_k_embedding *args, void *stream) 
                        v == 8   ? ampc_embedding_rows<8>
                        : v == 4 ? ampc_embedding_rows<4>
                                 : ampc_embedding_rows<1>,
-                       ampc_grid(d, ampc_blocks(args->n * pieces, 256), 8), 256, 0, stream, *args, pieces, args->seq);
+                       ampc_grid(d, ampc_blocks(args->n * pieces, 256), AMPC_WAVES * 8), 256, 0, stream, *args, pieces,
+                       args->seq);
 }
 
 /* ---- Embedding, backward.  The rows of dy are sorted by id (a stable radix sort of their numbers, 8 bits a pass), and
@@ -7463,6 +7480,10 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
    scaled. */
 #define AMPC_FLASH_STEEP 1048576.0f
 
+/* A row's maximum is followed when it has grown by more than this power of 2, which seldom happens after the first
+   tiles; until then weights may be above 1, and o and the sums need not shrink. */
+#define AMPC_FLASH_LAG 8.0f
+
 enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
 enum {
     AMPC_FLASH_OWN = 128,           /* rows of a block */
@@ -7473,11 +7494,12 @@ enum {
 __host__ __device__ constexpr int ampc_flash_width(int64_t dim) { return dim <= 64 ? 64 : 128; }
 /* A pass for heads of D numbers: its threads, its blocks per multiprocessor, the rows of the other side's tile and how
    many of them go through the products at a time, the own operands held in registers.  Each of four warps has 32 own
-   rows, each of eight 16.  A pass's sums take most of its registers: dk and dv leave no room for k and v. */
+   rows, each of eight 16.  A pass's sums take most of its registers: dk and dv leave no room for k and v.
+   Forward gains more from a third block, or from more columns, than from q in registers. */
 struct ampc_flash_shape { int threads, blocks, tile, columns, held; };
 __host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_flash_pass pass) {
     if (pass == AMPC_FORWARD)
-        return d == 64 ? ampc_flash_shape{128, 2, 64, 64, 1} : ampc_flash_shape{128, 2, 64, 16, 1};
+        return d == 64 ? ampc_flash_shape{128, 3, 64, 32, 0} : ampc_flash_shape{128, 2, 64, 32, 0};
     if (pass == AMPC_TO_QUERIES)
         return d == 64 ? ampc_flash_shape{128, 2, 64, 32, 2} : ampc_flash_shape{256, 1, 64, 64, 2};
     return d == 64 ? ampc_flash_shape{128, 2, 64, 32, 0} : ampc_flash_shape{256, 1, 32, 32, 0};
@@ -7819,12 +7841,13 @@ template <int D, bool BF16> struct ampc_flash_part {
     }
 };
 
-/* The exponent of 2 of a score's weight, at most 0.  stat: the maximum or log-sum-exp to subtract, in powers of 2 while
-   its rounding is negligible, else twice itself. */
-__device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, float score, float stat) {
+/* The exponent of 2 of a score's weight, at most `most`.  stat: the maximum or log-sum-exp to subtract, in powers of 2
+   while its rounding is negligible, else twice itself. */
+__device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, float score, float stat,
+                                                  float most = 0.0f) {
     float x = fabsf(stat) < AMPC_FLASH_STEEP ? ampc_fma(score, a.scale, -stat)
                                              : ampc_mul(ampc_mul(score, a.factor) - 0.5f * stat, AMPC_LOG2_E);
-    return x > 0.0f ? 0.0f : x;
+    return x > most ? most : x;
 }
 
 /* Row `mine` of the results; stats: of the other side's queries in TO_KEYS, else of this query. */
@@ -7841,7 +7864,8 @@ __device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &
         if (!sweep.sees(mine, other)) continue;
         const part u(a.others[0].at(p, other), a.dim), w(a.others[1].at(p, other), a.dim);
         float2 stat = stats[PASS == AMPC_TO_KEYS ? other : 0];
-        float weight = ampc_exp2(ampc_flash_power(a, x.dot(u), stat.x));
+        float power = ampc_flash_power(a, x.dot(u), stat.x, PASS == AMPC_FORWARD ? AMPC_FLASH_LAG : 0.0f);
+        float weight = ampc_exp2(power);
         if (PASS == AMPC_FORWARD) first.add(weight, w);
         else first.add(ampc_mul(weight, y.dot(w) - stat.y), u);
         if (PASS == AMPC_TO_KEYS) second.add(weight, w);
@@ -7866,47 +7890,57 @@ template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float
 /* ---- Forward */
 
 /* Raw scores become exp(scaled score - running maximum); o and the sums shrink when it grows (Milakov and Gimelshein
-   2018).  `max` are maxima of raw scores; a row without visible keys so far has -inf, and weights of 0. */
+   2018), here by more than AMPC_FLASH_LAG.  `max` are maxima of raw scores; a row without visible keys so far has
+   -inf, and weights of 0.  Each step is done for all rows before the next, so that they hide each other's latency. */
 template <int D, int M, int N>
 __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], float scale, float (&max)[M][2],
                                                           float (&sum)[M][2], float (&o)[M][D / 8][4]) {
-    float factor[M][2];
-    bool grown = false;
+    float top[2 * M], base[2 * M], factor[2 * M];
+    bool grown = false, steep = false;
     AMPC_UNROLL
-    for (int m = 0; m < M; m++) {
+    for (int r = 0; r < 2 * M; r++) {
+        top[r] = fmaxf(s[r / 2][0][r % 2 * 2], s[r / 2][0][r % 2 * 2 + 1]);
         AMPC_UNROLL
-        for (int h = 0; h < 2; h++) {
-            float top = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]), total = 0.0f, base, shift;
+        for (int n = 1; n < N; n++) top[r] = fmaxf(top[r], fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
+    }
+    AMPC_UNROLL
+    for (int step = 1; step < 4; step *= 2) {
+        AMPC_UNROLL
+        for (int r = 0; r < 2 * M; r++) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], step));
+    }
+    AMPC_UNROLL
+    for (int r = 0; r < 2 * M; r++) {
+        float &most = max[r / 2][r % 2];
+        top[r] = ampc_mul(top[r] - most, scale) > AMPC_FLASH_LAG ? top[r] : most;
+        base[r] = ampi_bits_f32(top[r]) == 0xff800000u ? 0.0f : top[r];
+        factor[r] = ampc_exp2(ampc_mul(most - base[r], scale));
+        grown = grown || factor[r] != 1.0f;
+        steep = steep || (D <= 64 && fabsf(ampc_mul(base[r], scale)) >= AMPC_FLASH_STEEP);
+        most = top[r];
+    }
+    auto shift = [&](bool any_steep) {
+        AMPC_UNROLL
+        for (int r = 0; r < 2 * M; r++) {
+            const float by = ampc_mul(base[r], scale);
+            const bool exact = D > 64 || (any_steep && fabsf(by) >= AMPC_FLASH_STEEP);  /* no register for both ways */
             AMPC_UNROLL
-            for (int n = 1; n < N; n++) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-            top = fmaxf(max[m][h], top);
-            base = ampi_bits_f32(top) == 0xff800000u ? 0.0f : top;
-            shift = ampc_mul(base, scale);
-            factor[m][h] = ampc_exp2(ampc_mul(max[m][h] - base, scale));
-            if (D > 64 || fabsf(shift) >= AMPC_FLASH_STEEP) {       /* D > 64: no register for both */
-                AMPC_UNROLL
-                for (int n = 0; n < N; n++) {
-                    AMPC_UNROLL
-                    for (int i = 2 * h; i < 2 * h + 2; i++) s[m][n][i] = ampc_mul(s[m][n][i] - base, scale);
-                }
-            } else {
-                AMPC_UNROLL
-                for (int n = 0; n < N; n++) {
-                    AMPC_UNROLL
-                    for (int i = 2 * h; i < 2 * h + 2; i++) s[m][n][i] = ampc_fma(s[m][n][i], scale, -shift);
-                }
+            for (int k = 0; k < 2 * N; k++) {
+                float &x = s[r / 2][k / 2][r % 2 * 2 + k % 2];
+                x = exact ? ampc_mul(x - base[r], scale) : ampc_fma(x, scale, -by);
             }
-            AMPC_UNROLL
-            for (int n = 0; n < N; n++) {
-                AMPC_UNROLL
-                for (int i = 2 * h; i < 2 * h + 2; i++) total = ampc_add(total, s[m][n][i] = ampc_exp2(s[m][n][i]));
-            }
-            sum[m][h] = ampc_fma(sum[m][h], factor[m][h], total);
-            grown = grown || factor[m][h] != 1.0f;
-            max[m][h] = top;
         }
+    };
+    if (steep) shift(true);
+    else shift(false);
+    AMPC_UNROLL
+    for (int r = 0; r < 2 * M; r++) {
+        float total = 0.0f;
+        AMPC_UNROLL
+        for (int k = 0; k < 2 * N; k++) {
+            float &x = s[r / 2][k / 2][r % 2 * 2 + k % 2];
+            total = ampc_add(total, x = ampc_exp2(x));
+        }
+        sum[r / 2][r % 2] = ampc_fma(sum[r / 2][r % 2], factor[r], total);
     }
     if (!__any_sync(0xffffffffu, grown)) return;
     AMPC_UNROLL
@@ -7914,7 +7948,7 @@ __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], f
         AMPC_UNROLL
         for (int n = 0; n < D / 8; n++) {
             AMPC_UNROLL
-            for (int i = 0; i < 4; i++) o[m][n][i] = ampc_mul(o[m][n][i], factor[m][i / 2]);
+            for (int i = 0; i < 4; i++) o[m][n][i] = ampc_mul(o[m][n][i], factor[2 * m + i / 2]);
         }
     }
 }

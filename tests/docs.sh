@@ -3,6 +3,7 @@
 # programs learn, the manual's build as it says and its table of operators is that of the structs, verdicts, gains and the
 # picture's numbers are those of the result files, links lead somewhere, and compilers say what the manual's symptoms say.
 . tests/lib.sh
+made build/amp.o
 cc=${CC:-gcc}
 warn="-Wall -Wextra -Werror -Wno-unused -I. -Itests"
 

@@ -5,6 +5,8 @@ pass() { passed=$((passed + 1)); }
 fail() { failed=$((failed + 1)); echo "FAIL $1: $2"; }
 skip() { skipped=$((skipped + 1)); echo "skip $1: $2"; }
 have() { command -v "$1" >/dev/null 2>&1; }
+# made FILE...: ends the script if one of them, which `make` builds, is not there.
+made() { for f in "$@"; do [ -s "$f" ] || { echo "FAIL ${0##*/}: $f is missing: make $f"; exit 1; }; done; }
 # Test programs: their names, and the file of one.
 test_names() { ls tests/*/t_*.c | sed 's:.*/::; s/\.c$//'; }
 source_of() { ls tests/*/"$1.c"; }

@@ -15,7 +15,11 @@
 #include <string.h>
 #include <time.h>
 
-static struct { int passed, failed, skipped, failures, list, stop, times, leave_out, left_out; const char *filter, *name, *reason; } ampt;
+static struct {
+    int passed, failed, skipped, failures, list, stop, times, leave_out, left_out;
+    const char *filter, *name, *reason;
+    void (*around)(void (*test)(void));     /* runs each test, where not NULL */
+} ampt;
 
 #define TEST(name) static void test_##name(void)
 #define RUN(name) ampt_run(#name, test_##name)
@@ -108,7 +112,8 @@ static __attribute__((unused)) void ampt_run(const char *name, void (*test)(void
     if (ampt.filter && !strstr(name, ampt.filter)) return;
     ampt.name = name; ampt.failures = 0; ampt.reason = NULL;
     begun = clock();
-    test();
+    if (ampt.around) ampt.around(test);
+    else test();
     if (ampt.times) printf("%8.3f %s\n", (double)(clock() - begun) / CLOCKS_PER_SEC, name);
     if (ampt.failures) { ampt.failed++; printf("FAIL %s (%d checks)\n", name, ampt.failures); }
     else if (ampt.reason) { ampt.skipped++; printf("skip %s: %s\n", name, ampt.reason); }

@@ -43,7 +43,7 @@ for program in ${*:-$(test_names) $all_models}; do
 done
 check "amp.o" shared
 if [ -n "$models" ]; then
-    cp build/coc_nvml.so "$work"
+    cp build/coc_nvml.so build/coc_nccl.so "$work"
     check "amp_cuda.o" cuda
 fi
 for program in $models; do at_once "build $program" model_test "$program"; done

@@ -1,6 +1,7 @@
 #!/bin/sh
-# adopt.sh - a program before and after adopting amp.h.  build/amp.o is `make`'s.
+# adopt.sh - a program before and after adopting amp.h.
 . tests/lib.sh
+made build/amp.o
 cc=${CC:-gcc} flags=${CFLAGS:--O2}
 
 # build LEVEL NAME FLAGS...: compiles without a word, with -OLEVEL: most programs here compile longer than they run.

@@ -2,6 +2,7 @@
 # examples.sh - the examples do what they say: train in every precision, resume bit for bit, survive Ctrl-C, and
 # refuse bad input by name.  build/ has been made.
 . tests/lib.sh
+made build/amp.o
 gpt="$PWD/build/train_gpt"
 small="--layers 2 --heads 2 --channels 32 --batch 4 --seq 32 --sample 0 --eval-batches 2 --log-interval 1 --data $work/text"
 for i in 1 2 3 4 5 6; do cat README.md; done > "$work/text"

@@ -1,8 +1,8 @@
 #!/bin/sh
 # mpi.sh - train_gpt on two processes with MPI trains what one process with the double batch trains, also from
-# the checkpoint of two; an overflow skips the step on both; a rank that stops ends the other in time.  build/amp.o is
-# `make`'s.
+# the checkpoint of two; an overflow skips the step on both; a rank that stops ends the other in time.
 . tests/lib.sh
+made build/amp.o
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 if ! have mpicc || ! have mpirun; then skip "train_gpt with MPI" "mpicc or mpirun not found"; closing; exit; fi
 cat README.md amp.h | head -c 100000 > "$work/text"

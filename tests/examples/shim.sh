@@ -2,6 +2,7 @@
 # shim.sh - examples/adopt/cblas.h and ampblas.c: cblas_sgemm and sgemm_ in amp.h, linked, preloaded and installed.
 # build/amp.o is `make`'s, and that of the programs of one file, too; ampblas.c, whose amp.h is its own, compiles it.
 . tests/lib.sh
+made build/amp.o
 cc=${CC:-gcc} flags=${CFLAGS:--O2}
 shim=examples/adopt own=tests/examples/hosts/blas
 for name in $(env | sed -n 's/^\(AMP_[A-Z0-9_]*\)=.*/\1/p'); do unset "$name"; done

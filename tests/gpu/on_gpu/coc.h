@@ -29,17 +29,16 @@ struct coc_alive { long allocations, pinned, streams, events, graphs, graph_exec
 struct coc_model_only { const char *what; };
 [[noreturn]] static inline void coc_needs_model(const char *what) { throw coc_model_only{what}; }
 
-static void (*coc_test)();
-static inline void coc_guarded() {
-    try { coc_test(); } catch (const coc_model_only &needed) { ampt.reason = needed.what; }
+static inline void coc_guarded(void (*test)()) {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        ampt.reason = "no GPU here";
+        return;
+    }
+    try { test(); } catch (const coc_model_only &needed) { ampt.reason = needed.what; }
     CHECK(cudaDeviceSynchronize() == cudaSuccess);
 }
-static inline void coc_run(const char *name, void (*test)()) {
-    coc_test = test;
-    ampt_run(name, coc_guarded);
-}
-#undef RUN
-#define RUN(name) coc_run(#name, test_##name)
+static const bool coc_guards = (ampt.around = coc_guarded) != NULL;
 
 /* ---- What a GPU decides itself */
 
