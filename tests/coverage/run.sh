@@ -25,7 +25,7 @@ c_test() {
 of_model="-std=c++17 $OMP -DAMP_NVTX -I. -Itests/cuda -Itests/cuda/include"
 cuda() { $cxx $flags $of_model -fno-exceptions -DCOC_COUNTED -x c++ -c amp_cuda.cu -o "$work/amp_cuda.o"; }
 model_test() {
-    $cxx $flags "$only" $of_model "tests/cuda/$1.cpp" $MODEL "$work/amp.o" "$work/amp_cuda.o" -o "$work/$1" -ldl -lm -lpthread
+    $cxx $flags "$only" $of_model "tests/cuda/$1.cpp" $MODEL "$work/amp.o" "$work/amp_cuda.o" -o "$work/$1" -rdynamic -ldl -lm -lpthread
 }
 # Of the tests on the model, and of those that compute most, one thread reaches the same, and counters that several write
 # are slow.
