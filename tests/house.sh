@@ -139,6 +139,11 @@ for name in $(awk '/^\/\* Stop here/ {exit} {print}' amp.h | grep -oE '^AMP_API 
     if grep -q "\b$name(" tests/hostile/t_anomalies.c; then pass; else fail "anomalies" "tests/hostile/t_anomalies.c does not call $name"; fi
 done
 
+# Records and results are whole: their last line ends an object.
+for f in tests/records/*.json tests/bench/results/*.json; do
+    case $(tail -n 1 "$f") in *'}') pass ;; *) fail "$f" "is cut off" ;; esac
+done
+
 # The table of tests/README.md has every test.
 odd=$(sh tests/index.sh --check | tr '\n' ' ')
 if [ -z "$odd" ]; then pass; else fail "files in tests/README.md" "sh tests/index.sh: $odd"; fi

@@ -700,6 +700,12 @@ TEST(inputs_may_repeat_and_outputs_may_not) {
         mm.a = amp_tensor3(in, AMP_F32, 3, 4, 5); mm.b = amp_tensor3(in + 9, AMP_F32, 3, 5, 4); mm.y = amp_tensor3(out, AMP_F32, 3, 4, 4);
         mm.y.stride[0] = 8; mm.y.stride[1] = 4; mm.y.stride[2] = 1;
         CHECK_ERR(amp_matmul(amp, &mm), AMP_ERR_SHAPE);
+        mm.y.stride[0] = (int64_t)1 << 60;
+        CHECK_ERR(amp_matmul(amp, &mm), AMP_ERR_SHAPE);
+        CHECK_MSG(strstr(amp_last_error(), ".y: dimension 0 has stride 1152921504606846976") != NULL, "%s", amp_last_error());
+        mm.y = amp_tensor1(out, AMP_F32, 48);
+        CHECK_ERR(amp_matmul(amp, &mm), AMP_ERR_SHAPE);
+        CHECK_MSG(strstr(amp_last_error(), ".y has 1 dimensions") != NULL, "%s", amp_last_error());
         CHECK(untouched(out, 0));
     }
 }

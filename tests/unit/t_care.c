@@ -2253,6 +2253,8 @@ TEST(recovery_refuses_bad_input) {
     amp_step_record record;
     amp_param broken[PARAMS];
     amp_context *other = NULL;
+    amp_scaler *foreign = NULL;
+    amp_scaler_desc scaling;
     p.accumulation = 2;
     trainee_open(&t, &p, 0);
     memset(&good, 0, sizeof good);
@@ -2281,6 +2283,10 @@ TEST(recovery_refuses_bad_input) {
     CHECK_OK(amp_open(&other, NULL));
     d = good;
     CHECK_ERR(amp_recovery_create(other, &made, &d), AMP_ERR_CONFLICT);
+    memset(&scaling, 0, sizeof scaling);
+    CHECK_OK(amp_scaler_create(other, &foreign, &scaling));
+    REFUSED(d.scaler = foreign, AMP_ERR_CONFLICT, ".scaler belongs to another context");
+    amp_scaler_destroy(foreign);
     amp_close(other);
     trainee_micro(&t);
     REFUSED((void)0, AMP_ERR_STATE, "micro-batches");

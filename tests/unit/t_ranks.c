@@ -868,6 +868,7 @@ TEST(loose_coupling_that_cannot_be) {
     good.sync_every = 2;
     LOOSE_REFUSED(d.outer_momentum = 1, AMP_ERR_RANGE); LOOSE_REFUSED(d.outer_lr = -1, AMP_ERR_RANGE); LOOSE_REFUSED(d.outer_lr = NAN, AMP_ERR_RANGE);
     LOOSE_REFUSED(d.sync_wire = AMP_F16, AMP_ERR_DTYPE); LOOSE_REFUSED(d.sharded = 1, AMP_ERR_CONFLICT);
+    LOOSE_REFUSED(d.shard = AMP_SHARD_STATES, AMP_ERR_CONFLICT);
 #undef LOOSE_REFUSED
     CHECK_OK(amp_optimizer_create(amp, &opt, &good));
     CHECK_OK(amp_optimizer_query(opt, &query));
