@@ -3387,7 +3387,7 @@ __host__ __device__ constexpr int ampc_threads(int e, bool sums) {
 
 template <int V, int E> struct ampc_shape { enum { v = V, e = E }; };
 struct ampc_row_plan {
-    int v, e, lanes, block;
+    int v, e, lanes, block, per_sm;     /* per_sm: blocks that run at once on a multiprocessor */
     unsigned grid;
     int64_t chunks;
 };
@@ -3409,8 +3409,8 @@ ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_
     p.lanes = lanes[best] < threads ? (int)lanes[best] : threads;
     p.chunks = ampc_blocks(cols, (int64_t)p.lanes * p.e);
     p.block = p.lanes * (sums ? (p.e < AMPC_SHARED_SUMS ? threads / p.lanes : 1) : p.lanes < 256 ? 256 / p.lanes : 1);
-    p.grid = ampc_grid(dev, ampc_blocks(rows, p.block / p.lanes),
-                       sums ? 1 : AMPC_WAVES * (ampc_one_chunk(v, p.e) ? 2 : 1) * threads / p.block);
+    p.per_sm = sums ? 1 : (ampc_one_chunk(v, p.e) ? 2 : 1) * threads / p.block;
+    p.grid = ampc_grid(dev, ampc_blocks(rows, p.block / p.lanes), sums ? 1 : AMPC_WAVES * p.per_sm);
     return p;
 }
 
@@ -3678,11 +3678,9 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
     v = ampc_width_shared(ampc_width_shared(v, a.weight, a.weight_dtype), a.bias, a.weight_dtype);
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols);
     size_t kept = (size_t)plan.lanes * 2 * (size_t)plan.e * sizeof(float);
-    bool one_chunk = ampc_one_chunk(plan.v, plan.e);
-    int per_sm = (one_chunk ? 2 : 1) * ampc_threads(plan.e, false) / plan.block;
-    bool keep = one_chunk && (size_t)per_sm * (kept + 2048) <= d->has.shared_limit;
+    bool keep = ampc_one_chunk(plan.v, plan.e) && (size_t)plan.per_sm * (kept + 2048) <= d->has.shared_limit;
     if (plan.lanes == plan.block)       /* one row at a time: its weights, as long as it, serve for as many as can be */
-        plan.grid = ampc_grid(d, plan.grid, per_sm);
+        plan.grid = ampc_grid(d, plan.grid, plan.per_sm);
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
         return ampc_launch(d, a.rms ? "amp_rmsnorm" : "amp_layernorm",
@@ -7481,7 +7479,8 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
 #define AMPC_FLASH_STEEP 1048576.0f
 
 /* A row's maximum is followed when it has grown by more than this power of 2, which seldom happens after the first
-   tiles; until then weights may be above 1, and o and the sums need not shrink. */
+   tiles; until then weights may be above 1, and o and the sums need not shrink: FlashAttention-4's conditional
+   rescaling. */
 #define AMPC_FLASH_LAG 8.0f
 
 enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
@@ -7506,7 +7505,7 @@ __host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_f
 }
 /* If registers hold all own rows, the second half of the double buffer reuses their shared memory. */
 __host__ __device__ constexpr bool ampc_flash_holds_all(int d, ampc_flash_pass pass) {
-    return ampc_flash_shape_of(d, pass).held == (pass == AMPC_FORWARD ? 1 : 2);
+    return ampc_flash_shape_of(d, pass).held == 2;
 }
 __host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pass) {
     return (size_t)(AMPC_FLASH_OWN * (pass == AMPC_FORWARD ? 1 : 2) +
@@ -8023,7 +8022,6 @@ ampc_flash_rows(ampc_flash_call a) {
     constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, AMPC_FORWARD);
     const int R = AMPC_FLASH_OWN, T = shape.tile, M = R / (shape.threads / 2), N = shape.columns / 8,
               half = 2 * T * 2 * D;
-    const int other_half = ampc_flash_holds_all(D, AMPC_FORWARD) ? -half : half;
     const float lowest = ampi_f32_of_bits(0xff800000u);
     AMPC_DYNAMIC(shared);
     ampc_sweep<false> *sweep = (ampc_sweep<false> *)(shared + ampc_flash_shared(D, AMPC_FORWARD) - AMPC_SWEEP_BYTES);
@@ -8041,20 +8039,20 @@ ampc_flash_rows(ampc_flash_call a) {
     ampc_copy_commit();
     ampc_copy_wait<1>();
     __syncthreads();                            /* the own rows have arrived */
-    const ampc_tile_rows<D, M, shape.held != 0> q(shared + ampc_warp_row<M>() * 2 * D);
+    const ampc_tile_rows<D, M, false> q(shared + ampc_warp_row<M>() * 2 * D);
     while (j < sweep->end) {
         int following = sweep->next(j + T);
         ampc_copy_wait<0>();
         __syncthreads();                        /* the tile has arrived, and no warp still reads the other half */
         if (following < sweep->end)
-            ampc_flash_fetch<D, T, shape.threads>(others + (turn ^ 1) * other_half, a.others, sweep->place, a.dim,
+            ampc_flash_fetch<D, T, shape.threads>(others + (turn ^ 1) * half, a.others, sweep->place, a.dim,
                                                   following, a.keys);
         ampc_copy_commit();
         AMPC_NO_UNROLL
         for (int c = 0; c < T; c += ampc_flash_step(8 * N)) {
             int mine = ampc_warp_row<M>();
             int state = sweep->state(sweep->warps[mine / (16 * M)], sweep->own + mine, 16 * M, j + c, 8 * N);
-            const unsigned char *k = others + turn * other_half + c * 2 * D;
+            const unsigned char *k = others + turn * half + c * 2 * D;
             float s[M][N][4];
             if (state == AMPC_HIDDEN) continue;
             ampc_tile_scores<D, BF16>(s, q, k);

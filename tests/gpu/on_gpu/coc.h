@@ -30,8 +30,9 @@ struct coc_model_only { const char *what; };
 [[noreturn]] static inline void coc_needs_model(const char *what) { throw coc_model_only{what}; }
 
 static inline void coc_guarded(void (*test)()) {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    int devices;
+    cudaError_t found = cudaGetDeviceCount(&devices);
+    if (found == cudaErrorNoDevice || found == cudaErrorInsufficientDriver) {
         ampt.reason = "no GPU here";
         return;
     }
