@@ -35046,6 +35046,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
 #endif /* AMPI_PASS */
 
 /* ---- Change log
+   next   (nothing yet)
    0.2.0  Renamed, with unchanged meaning:
 
        0.1.0                             0.2.0
