@@ -261,7 +261,9 @@
    STATE  amp_NAME_save and _load take a prefix of 1 to 40 bytes, for records <prefix>.WHAT, and do all or nothing.
    FILES  Settings and states may be read from pipes; data must be regular files.  Descriptors below 3 and signal
      dispositions are left alone; exceeding a file size limit is AMP_ERR_WRITE.
-   STABLE  Result numbers and the state format never change; the rest may with the minor version until 1.0 (log: end).
+   STABLE  Result numbers and the state format never change: what any version wrote, every later version reads.  A state
+     whose keys all have up to 63 bytes is written as 0.1 wrote it; with a longer key it has format version 2, which 0.2
+     refuses as AMP_ERR_NEWER.  The rest may change with the minor version until 1.0 (change log: at the end).
 
    NUMBERS
 
@@ -2171,7 +2173,8 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
 /* An empty state.  system may be NULL. */
 AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system);
 AMP_API void amp_state_destroy(amp_state *state);
-/* Adds or replaces record `key` (1 to 63 bytes): n values of F32, F64, F16, BF16, U8, U16, I32 or I64.
+/* Adds or replaces record `key` (1 to 255 bytes): n values of F32, F64, F16, BF16, U8, U16, I32 or I64.
+   Version 0.2 reads keys of up to 63 bytes; it refuses a blob with a longer one as AMP_ERR_NEWER.
    Errors: AMP_ERR_DTYPE. */
 AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values, int64_t n);
 /* Copies a record out.  Errors: AMP_ERR_NAME no such key, AMP_ERR_MISMATCH other dtype or count. */
@@ -6409,19 +6412,24 @@ static int ampi_match(const char *pattern, const char *text) {
 
 /* ==== 5 >>state: implementation ====
 
-   The blob, format version 1, little-endian:
+   The blob, little-endian:
       0    8  magic "AMPSTATE"
-      8    4  format version
+      8    4  format version: 1 with keys of 64 bytes, 2 with keys of 256
      12    4  AMP_VERSION of the writer
      16    8  bytes of the whole blob
      24    8  number of records
      32    4  CRC-32C of the directory
      36    4  CRC-32C of bytes 0 to 35
-     40       directory, 80 bytes per record: key (64, padded with 0), dtype (4), CRC-32C of the payload (4), count (8)
+     40       directory, per record: key (64 or 256, padded with 0), dtype (4), CRC-32C of the payload (4), count (8)
    then the payloads in the same order, without gaps.  Checksums cover every byte, and nothing is allocated before the
-   sizes have been compared with the bytes present. */
+   sizes have been compared with the bytes present.  Version 2 is written only if a key needs it, so that 0.2 reads
+   whatever it can. */
 
-enum { AMPI_STATE_FORMAT = 1, AMPI_STATE_HEADER = 40, AMPI_STATE_ENTRY = 80, AMPI_STATE_KEY = 64 };
+enum { AMPI_STATE_FORMAT = 2, AMPI_STATE_HEADER = 40, AMPI_STATE_KEY = 256 };
+
+/* Bytes of a key in the directory, and of an entry. */
+static size_t ampi_state_key_bytes(int format) { return format == 1 ? 64 : AMPI_STATE_KEY; }
+static size_t ampi_state_entry_bytes(int format) { return ampi_state_key_bytes(format) + 16; }
 
 typedef struct ampi_record {
     char key[AMPI_STATE_KEY];       /* padded with 0 */
@@ -6703,15 +6711,26 @@ static uint32_t ampi_state_copy(const ampi_crc *crc, void *dst, const void *src,
     return sum;
 }
 
+/* The oldest format that has room for all keys. */
+static int ampi_state_format(const amp_state *state) {
+    int64_t i;
+    for (i = 0; i < state->n; i++)
+        if (strlen(state->records[i].key) >= ampi_state_key_bytes(1)) return 2;
+    return 1;
+}
+
 AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t *bytes) {
     static const char function[] = "amp_state_encode";
     ampi_crc crc;
     uint8_t *blob, *entry, *payload;
-    size_t total, directory;
+    size_t total, directory, key;
+    int format;
     int64_t i;
     if (state == NULL || data == NULL || bytes == NULL)
         return ampi_fail(AMP_ERR_NULL, function, state == NULL ? "state" : data == NULL ? "data" : "bytes");
-    directory = (size_t)state->n * AMPI_STATE_ENTRY;
+    format = ampi_state_format(state);
+    key = ampi_state_key_bytes(format);
+    directory = (size_t)state->n * ampi_state_entry_bytes(format);
     total = AMPI_STATE_HEADER + directory;
     for (i = 0; i < state->n; i++) {
         if (state->records[i].bytes > PTRDIFF_MAX - 1 - total)
@@ -6723,17 +6742,19 @@ AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t 
     ampi_crc_init(&crc, 1);
     entry = blob + AMPI_STATE_HEADER;
     payload = entry + directory;
-    for (i = 0; i < state->n; i++, entry += AMPI_STATE_ENTRY) {
+    for (i = 0; i < state->n; i++) {
         const ampi_record *record = state->records + i;
-        memcpy(entry, record->key, AMPI_STATE_KEY);
-        ampi_store_le32(entry + 64, (uint32_t)record->dtype);
-        ampi_store_le32(entry + 68, ampi_state_copy(&crc, payload, record->data, record->bytes,
-                                                    ampi_state_element(record->dtype), 1));
-        ampi_store_le64(entry + 72, (uint64_t)record->count);
+        memcpy(entry, record->key, key);
+        entry += key;
+        ampi_store_le32(entry, (uint32_t)record->dtype);
+        ampi_store_le32(entry + 4, ampi_state_copy(&crc, payload, record->data, record->bytes,
+                                                   ampi_state_element(record->dtype), 1));
+        ampi_store_le64(entry + 8, (uint64_t)record->count);
+        entry += 16;
         payload += record->bytes;
     }
     memcpy(blob, "AMPSTATE", 8);
-    ampi_store_le32(blob + 8, AMPI_STATE_FORMAT);
+    ampi_store_le32(blob + 8, (uint32_t)format);
     ampi_store_le32(blob + 12, AMP_VERSION);
     ampi_store_le64(blob + 16, total);
     ampi_store_le64(blob + 24, (uint64_t)state->n);
@@ -6750,6 +6771,7 @@ typedef struct ampi_blob {
     const char *function, *name;
     const uint8_t *data;
     uint64_t bytes, records, directory;
+    size_t key, entry;              /* bytes of each in the directory */
     ampi_crc crc;
 } ampi_blob;
 
@@ -6775,24 +6797,26 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
         return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu of %llu bytes", b->name,
                          (unsigned long long)b->bytes, (unsigned long long)total);
     b->records = ampi_le64(b->data + 24);
-    if (b->bytes > total || b->records > (total - AMPI_STATE_HEADER) / AMPI_STATE_ENTRY)
+    b->key = ampi_state_key_bytes((int)version);
+    b->entry = ampi_state_entry_bytes((int)version);
+    if (b->bytes > total || b->records > (total - AMPI_STATE_HEADER) / b->entry)
         return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: %llu bytes do not fit its header", b->name,
                          (unsigned long long)b->bytes);
-    b->directory = b->records * AMPI_STATE_ENTRY;
+    b->directory = b->records * b->entry;
     return AMP_OK;
 }
 
 /* Reads entry i of the directory into *record, without data; *left: bytes left for this and later payloads. */
 static amp_result ampi_state_check_entry(const ampi_blob *b, uint64_t i, uint64_t *left, ampi_record *record) {
-    const uint8_t *entry = b->data + AMPI_STATE_HEADER + i * AMPI_STATE_ENTRY;
-    uint32_t dtype = ampi_le32(entry + 64);
-    uint64_t count = ampi_le64(entry + 72), j;
-    size_t size = dtype <= AMP_I64 ? ampi_state_element((amp_dtype)dtype) : 0, length;
+    const uint8_t *entry = b->data + AMPI_STATE_HEADER + i * b->entry, *rest = entry + b->key;
+    uint32_t dtype = ampi_le32(rest);
+    uint64_t count = ampi_le64(rest + 8);
+    size_t size = dtype <= AMP_I64 ? ampi_state_element((amp_dtype)dtype) : 0, length, j;
     memset(record, 0, sizeof *record);
-    memcpy(record->key, entry, AMPI_STATE_KEY);
-    for (length = 0; length < AMPI_STATE_KEY && record->key[length] != 0; length++) {}
-    for (j = length; j < AMPI_STATE_KEY && record->key[j] == 0; j++) {}
-    if (length == 0 || length == AMPI_STATE_KEY || j < AMPI_STATE_KEY || size == 0 || count > *left / size)
+    memcpy(record->key, entry, b->key);
+    for (length = 0; length < b->key && record->key[length] != 0; length++) {}
+    for (j = length; j < b->key && record->key[j] == 0; j++) {}
+    if (length == 0 || length == b->key || j < b->key || size == 0 || count > *left / size)
         return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record %llu has an impossible key, dtype or size", b->name,
                          (unsigned long long)i);
     record->dtype = (amp_dtype)dtype;
@@ -6819,7 +6843,7 @@ static amp_result ampi_state_read_records(const ampi_blob *b, amp_state *state) 
     uint64_t left = b->bytes - AMPI_STATE_HEADER - b->directory, i;
     for (i = 0; i < b->records; i++) {
         const uint8_t *payload = b->data + (b->bytes - left),
-                      *entry = b->data + AMPI_STATE_HEADER + i * AMPI_STATE_ENTRY;
+                      *rest = b->data + AMPI_STATE_HEADER + i * b->entry + b->key;
         ampi_record record;
         amp_result result = AMP_OK;
         AMPI_TRY(ampi_state_check_entry(b, i, &left, &record));
@@ -6827,7 +6851,7 @@ static amp_result ampi_state_read_records(const ampi_blob *b, amp_state *state) 
         if (record.data == NULL && record.bytes > 0)
             return ampi_fail(AMP_ERR_MEMORY, b->function, "%zu bytes for \"%s\"", record.bytes, record.key);
         if (ampi_state_copy(&b->crc, record.data, payload, record.bytes, ampi_state_element(record.dtype), 0) !=
-            ampi_le32(entry + 68))
+            ampi_le32(rest + 4))
             result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\"", b->name, record.key);
         else if (ampi_state_find(state, record.key) != NULL)
             result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\" occurs twice", b->name, record.key);
@@ -16526,7 +16550,7 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
 /* Records <prefix>.random and <prefix>.rank. */
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix) {
     int64_t values[2], rank[2];
-    char key[64];
+    char key[AMPI_STATE_KEY];
     amp_state *own;
     amp_result r;
     AMPI_TRY(ampi_need("amp_random_save", amp && state && prefix, "amp, state or prefix"));
@@ -16544,7 +16568,7 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
 
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix) {
     int64_t values[2], rank[2];
-    char key[64];
+    char key[AMPI_STATE_KEY];
     AMPI_TRY(ampi_need("amp_random_load", amp && state && prefix, "amp, state or prefix"));
     AMPI_TRY(ampi_key("amp_random_load", key, prefix, "random", -1));
     if (amp->capture != NULL)
@@ -21880,14 +21904,14 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
 
 static amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype,
                            const void *values, int64_t n) {
-    char key[64];
+    char key[AMPI_STATE_KEY];
     AMPI_TRY(ampi_key("save", key, prefix, name, i));
     return amp_state_put(state, key, dtype, values, n);
 }
 
 static amp_result ampi_get(const amp_state *state, const char *prefix, const char *name, int64_t i,
                            amp_dtype dtype, void *values, int64_t n) {
-    char key[64];
+    char key[AMPI_STATE_KEY];
     AMPI_TRY(ampi_key("load", key, prefix, name, i));
     return amp_state_get(state, key, dtype, values, n);
 }
@@ -21985,7 +22009,7 @@ static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *be
                                    const char *prefix) {
     ampi_saved_scaler s;
     int32_t disabled = scaler->desc.disable ? scaler->checked ? AMPI_DISABLED_CHECKED : 1 : 0;
-    char key[64];
+    char key[AMPI_STATE_KEY];
     AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
     if (disabled || amp_state_count(before, key, NULL) >= 0)   /* replaces an earlier save's record */
         AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
@@ -22028,7 +22052,7 @@ static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_prese
 static amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, const char *prefix) {
     ampi_saved_scaler s;
     int32_t disabled = 0;
-    char key[64];
+    char key[AMPI_STATE_KEY];
     AMPI_TRY(ampi_need("amp_scaler_load", scaler && state, "scaler or state"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_load"));
     AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
@@ -23371,7 +23395,7 @@ static const char *const ampi_scale_names[] = {"m_scales", "v_scales"};
 /* The elements and the dtype of a record; -1: there is none. */
 static int64_t ampi_saved_count(const amp_state *state, const char *prefix, const char *name, int64_t i,
                                 amp_dtype *dtype) {
-    char key[64];
+    char key[AMPI_STATE_KEY];
     return ampi_key("amp_optimizer_load", key, prefix, name, i) == AMP_OK ? amp_state_count(state, key, dtype) : -1;
 }
 
@@ -23379,7 +23403,7 @@ static int64_t ampi_saved_count(const amp_state *state, const char *prefix, cons
    before it is overwritten. */
 static amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
                               amp_dtype dtype, void *scratch, int64_t n) {
-    char key[64];
+    char key[AMPI_STATE_KEY];
     amp_dtype saved;
     AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));
     if (dtype != AMP_F32 || amp_state_count(state, key, &saved) != n || saved != AMP_BF16)
@@ -23594,7 +23618,7 @@ static amp_result ampi_compare_names(const amp_optimizer *o, const char *saved, 
 
 static amp_result ampi_load_names(const amp_optimizer *o, const amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
-    char key[64], *saved;
+    char key[AMPI_STATE_KEY], *saved;
     amp_dtype dtype;
     int64_t bytes;
     amp_result r;
@@ -23639,7 +23663,7 @@ static amp_result ampi_load_shape(const amp_optimizer *o, const amp_state *state
 /* The record exists, with `count` elements of the right dtype. */
 static amp_result ampi_check_array(const amp_optimizer *o, const amp_state *state, const char *prefix,
                                    const char *name, int64_t i, int64_t count, amp_dtype wanted) {
-    char key[64];
+    char key[AMPI_STATE_KEY];
     amp_dtype dtype;
     int64_t n;
     AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));

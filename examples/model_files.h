@@ -85,16 +85,22 @@ static inline amp_result model_save_params(const char *path, amp_context *amp, c
     return model_write_end(&w, path, result);
 }
 
+/* The key of a parameter's record: "weight.<name>". */
+static inline amp_result model_state_key(char key[256], const amp_param *param) {
+    if (snprintf(key, 256, "weight.%s", param->name) < 256) return AMP_OK;
+    return ex_fail(AMP_ERR_NAME, "the name %.300s is too long for a checkpoint: at most 248 bytes", param->name);
+}
+
 /* The weights as records "weight.<name>", in their own dtype: bit for bit. */
 static inline amp_result model_save_state(amp_context *amp, const amp_param *params, int64_t n, amp_state *state) {
     int64_t i;
     for (i = 0; i < n; i++) {
         const amp_tensor *w = &params[i].weight;
         int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
-        char key[80 + 8];
+        char key[256];
         void *scratch = malloc((size_t)bytes);
         amp_result result = scratch != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
-        snprintf(key, sizeof key, "weight.%s", params[i].name);
+        if (result == AMP_OK) result = model_state_key(key, &params[i]);
         if (result == AMP_OK) result = amp_copy(amp, scratch, w->data, bytes, AMP_COPY_TO_HOST);
         if (result == AMP_OK) result = amp_sync(amp);
         if (result == AMP_OK) result = amp_state_put(state, key, w->dtype, scratch, count);
@@ -109,11 +115,11 @@ static inline amp_result model_load_state(amp_context *amp, amp_param *params, i
     int64_t i, bytes, largest = 1;
     amp_result result = AMP_OK;
     amp_dtype dtype;
-    char key[80 + 8];
+    char key[256];
     void *scratch;
     for (i = 0; i < n; i++) {
         const amp_tensor *w = &params[i].weight;
-        snprintf(key, sizeof key, "weight.%s", params[i].name);
+        EX_TRY(model_state_key(key, &params[i]));
         if (amp_state_count(state, key, &dtype) != amp_tensor_count(w) || dtype != w->dtype)
             return ex_fail(AMP_ERR_MISMATCH,
                                 "the checkpoint has no record %s of %lld x %s: it is of another model", key,
@@ -126,7 +132,7 @@ static inline amp_result model_load_state(amp_context *amp, amp_param *params, i
     for (i = 0; i < n && result == AMP_OK; i++) {
         const amp_tensor *w = &params[i].weight;
         int64_t count = amp_tensor_count(w);
-        snprintf(key, sizeof key, "weight.%s", params[i].name);
+        (void)model_state_key(key, &params[i]);
         result = amp_state_get(state, key, w->dtype, scratch, count);
         if (result == AMP_OK)
             result = amp_copy(amp, w->data, scratch, count * (int64_t)amp_dtype_size(w->dtype), AMP_COPY_TO_DEVICE);

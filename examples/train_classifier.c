@@ -398,7 +398,9 @@ typedef struct run {
     int64_t start, step, steps;     /* optimizer steps: where this session began; done; in all */
     int64_t epoch, first;           /* counted from 1; texts of it that were trained on, by all ranks together */
     int64_t micro;                  /* micro-batches since the last step */
+    amp_step_info info;             /* of that step so far: its micro-batches may lie in two epochs */
     amp_step_record record;         /* the last one that arrived */
+    int64_t records, applied;       /* arrived in this session; of them, those that changed the weights */
     int stop;                       /* 1: all ranks stop here */
     char anomaly[128];              /* why training stops, or "" */
     double valid_loss, accuracy;    /* of the last evaluation */
@@ -879,6 +881,18 @@ static amp_result save_state(run *r) {
     return result;
 }
 
+/* Proves before the first step that the run will be able to save. */
+static amp_result try_to_save(run *r) {
+    amp_state *state;
+    amp_result result;
+    if (r->save[0] == 0) return AMP_OK;
+    EX_TRY(amp_state_create(&state, NULL));
+    result = put_training(r, state);
+    if (result == AMP_OK) result = checkpoint_try(state, r->save);
+    amp_state_destroy(state);
+    return result;
+}
+
 /* ==== Training =================================================================================== */
 
 /* Texts first to first + n - 1 of an order (NULL: the file's) on the device, padded to the longest. */
@@ -972,7 +986,7 @@ static amp_result evaluate(run *r) {
 }
 
 /* The next micro-batch of all ranks, and this rank's share of it.  Adds to the step's loss and tokens. */
-static amp_result train_micro(run *r, amp_step_info *info) {
+static amp_result train_micro(run *r) {
     int64_t left = r->n_train - r->first, texts = left < texts_at_once(r) ? left : texts_at_once(r), i;
     share own = share_of(texts);
     encoder_input in;
@@ -981,9 +995,9 @@ static amp_result train_micro(run *r, amp_step_info *info) {
     EX_TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
     EX_TRY(load_batch(r, &r->texts, r->order, r->first + own.first, own.n, &in, &labels));
     in.weight = own.weight;
-    for (i = 0; i < texts; i++) info->tokens += r->texts.items[r->order[r->first + i]].length;
+    for (i = 0; i < texts; i++) r->info.tokens += r->texts.items[r->order[r->first + i]].length;
     EX_TRY(train_batch(r, &in, labels, &loss));
-    info->loss += (double)loss / (double)(r->set.accumulation * ranks.world);
+    r->info.loss += (double)loss / (double)(r->set.accumulation * ranks.world);
     r->first += texts;
     r->micro++;
     return AMP_OK;
@@ -1003,27 +1017,30 @@ static amp_result decide_stop(run *r) {
 }
 
 static void take_records(run *r) {
-    while (amp_monitor_next(r->monitor, &r->record))
+    while (amp_monitor_next(r->monitor, &r->record)) {
+        r->records++;
+        r->applied += r->record.result.applied;
         if (r->record.action == AMP_NAN_STOP && r->anomaly[0] == 0)
             snprintf(r->anomaly, sizeof r->anomaly, "stopped by --nan-action stop after an anomaly at step %lld",
                      (long long)r->record.result.step);
+    }
 }
 
 /* A step is done: its record and, at its interval, a checkpoint.  With --sync-every the loss is this rank's. */
-static amp_result end_step(run *r, amp_step_info *info, progress *bar) {
+static amp_result end_step(run *r, progress *bar) {
     char text[200];
     r->step++;
     r->micro = 0;
-    if (r->set.ranks.sync_every == 0) EX_TRY(ranks_sum(&info->loss, 1));
-    else info->loss *= ranks.world;
-    EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, info)));
+    if (r->set.ranks.sync_every == 0) EX_TRY(ranks_sum(&r->info.loss, 1));
+    else r->info.loss *= ranks.world;
+    EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &r->info)));
     take_records(r);
     if (bar->terminal) {
         snprintf(text, sizeof text, "epoch %lld | step %lld/%lld | loss %.4f | scale %g", (long long)r->epoch,
-                 (long long)r->step, (long long)r->steps, info->loss, (double)r->record.result.scale);
+                 (long long)r->step, (long long)r->steps, r->info.loss, (double)r->record.result.scale);
         progress_show(bar, (r->epoch - 1) * r->n_train + r->first, text, 0);
     }
-    memset(info, 0, sizeof *info);
+    memset(&r->info, 0, sizeof r->info);
     if (r->set.save_interval > 0 && r->step % r->set.save_interval == 0 && r->step < r->steps) {
         EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
         take_records(r);
@@ -1037,21 +1054,19 @@ static amp_result train_epoch(run *r, progress *bar, int64_t *steps) {
     const settings *set = &r->set;
     int64_t begun = r->step;
     amp_schedule schedule;
-    amp_step_info info;
     double lr;
     memset(&schedule, 0, sizeof schedule);
     schedule.kind = AMP_SCHEDULE_LINEAR;
     schedule.lr = set->lr > 0 ? set->lr : AMP_EXPLICIT_ZERO;
     schedule.steps = r->steps;
     schedule.warmup = (int64_t)(set->warmup * (double)r->steps);
-    memset(&info, 0, sizeof info);
     while (r->first < r->n_train && r->step < r->steps) {
         if (r->micro == 0) EX_TRY(decide_stop(r));
         if (r->stop) break;
         EX_TRY(amp_schedule_lr(&schedule, r->step, &lr));
         EX_TRY(amp_optimizer_set_lr(r->optimizer, (float)lr));
-        EX_TRY(train_micro(r, &info));
-        if (r->micro == set->accumulation) EX_TRY(end_step(r, &info, bar));
+        EX_TRY(train_micro(r));
+        if (r->micro == set->accumulation) EX_TRY(end_step(r, bar));
     }
     *steps = r->step - begun;
     return AMP_OK;
@@ -1120,9 +1135,6 @@ static amp_result train(run *r) {
     }
     if (!r->stop) EX_TRY(decide_stop(r));
     progress_clear(&bar);
-    if (r->record.result.step > 0 && r->record.result.applied_steps == 0)
-        printf("no step was applied: all %lld were skipped, and the weights are unchanged\n",
-               (long long)r->record.result.step);
     return AMP_OK;
 }
 
@@ -1396,10 +1408,14 @@ static int fail(int code) {
 static amp_result main_run(run *r) {
     print_run(r);
     metrics_run(r);
+    EX_TRY(try_to_save(r));
     EX_TRY(train(r));
     EX_TRY(save_state(r));
     EX_TRY(save_weights(r));
     if (r->anomaly[0] != 0) return ex_fail(AMP_ERR_STATE, "%s", r->anomaly);
+    if (r->records > 0 && r->applied == 0)
+        return ex_fail(AMP_ERR_STATE, "no step was applied: all %lld were skipped, and the weights are unchanged",
+                       (long long)r->records);
     if (!r->stop) return AMP_OK;
     printf("stopped at step %lld", (long long)r->step);
     if (r->save[0] != 0) printf("; continue with --resume %s", r->save);

@@ -346,12 +346,42 @@ static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *r
     return gpt_reshape(&r->model, r->set.batch, now.activations);
 }
 
+/* How much of the sums over ranks backward hid, in percent. */
+static double hidden_share(double seconds, double waited) { return 100 * (1 - fmin(waited / seconds, 1)); }
+
+/* Keeps a loss until the record of its step is there. */
+static void keep_loss(run *r, int64_t step) {
+    int64_t slot = step % (int64_t)(sizeof r->shown / sizeof r->shown[0]);
+    r->shown[slot].step = step;
+    r->shown[slot].loss = r->loss;
+}
+
+/* Shows a step whose loss was read: loss, norm and scale are that step's own. */
+static void show_step(run *r, progress *bar, const amp_step_result *result) {
+    char text[200], rate[32], eta[32], sums[32] = "";
+    double done = (double)(r->step - r->start);
+    int64_t slot = result->step % (int64_t)(sizeof r->shown / sizeof r->shown[0]);
+    if (r->shown[slot].step != result->step) return;
+    r->shown[slot].step = 0;
+    progress_duration(done > 0 ? (double)(r->steps - r->step) * r->busy / done : 0, eta, sizeof eta);
+    if (result->ranks_seconds > 0)
+        snprintf(sums, sizeof sums, " | sums %.0f%% hidden",
+                 hidden_share(result->ranks_seconds, result->ranks_waited));
+    snprintf(text, sizeof text, "step %lld/%lld | loss %.4f | norm %.3f | scale %g%s | %s tok/s%s | ETA %s",
+             (long long)result->step, (long long)r->steps, (double)r->shown[slot].loss, (double)result->norm,
+             (double)result->scale, result->applied ? "" : " | skipped",
+             progress_grouped((int64_t)tokens_per_second(r), rate, sizeof rate), sums, eta);
+    progress_show(bar, result->step, text, result->step == r->steps);
+}
+
 /* Records arrive two steps late, in order, one per step.  This is where a program waits for a slow GPU. */
 static amp_result take_records(run *r, progress *bar) {
     amp_step_record record;
     while (amp_monitor_next(r->monitor, &record)) {
         r->result = record.result;
         r->results++;
+        r->applied += record.result.applied;
+        show_step(r, bar, &record.result);
         r->ranks_seconds += record.result.ranks_seconds;
         r->ranks_waited += record.result.ranks_waited;
         board_record_of(r, &record);
@@ -370,23 +400,6 @@ static amp_result end_epoch(run *r) {
     EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
     if (record.peak > r->peak) r->peak = record.peak;
     return AMP_OK;
-}
-
-/* How much of the sums over ranks backward hid, in percent. */
-static double hidden_share(double seconds, double waited) { return 100 * (1 - fmin(waited / seconds, 1)); }
-
-static void show_progress(run *r, progress *bar, int last) {
-    char text[200], rate[32], eta[32], sums[32] = "";
-    double done = (double)(r->step - r->start);
-    progress_duration(done > 0 ? (double)(r->steps - r->step) * r->busy / done : 0, eta, sizeof eta);
-    if (r->result.ranks_seconds > 0)
-        snprintf(sums, sizeof sums, " | sums %.0f%% hidden",
-                 hidden_share(r->result.ranks_seconds, r->result.ranks_waited));
-    snprintf(text, sizeof text, "step %lld/%lld | loss %.4f | norm %.3f | scale %g | %s tok/s%s | ETA %s",
-             (long long)r->step, (long long)r->steps, (double)r->loss, (double)r->result.norm,
-             r->results > 0 ? (double)r->result.scale : 1.0,
-             progress_grouped((int64_t)tokens_per_second(r), rate, sizeof rate), sums, eta);
-    progress_show(bar, r->step, text, last);
 }
 
 static amp_result report_validation(run *r, progress *bar, double *loss) {
@@ -411,12 +424,17 @@ static amp_result report_save(run *r, progress *bar) {
     return AMP_OK;
 }
 
+/* Takes the records of the last steps too.  If they ask for recovery, r->step becomes the snapshot's. */
+static amp_result take_all_records(run *r, progress *bar) {
+    EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
+    return take_records(r, bar);
+}
+
 /* A checkpoint during training.  Takes pending records first: their lines must be in the metrics, as a resumed run
    writes only later ones, and steps that a recovery undoes are not saved. */
 static amp_result save_between(run *r, progress *bar) {
     int64_t step = r->step;
-    EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
-    EX_TRY(take_records(r, bar));
+    EX_TRY(take_all_records(r, bar));
     return r->step == step ? report_save(r, bar) : AMP_OK;
 }
 
@@ -465,14 +483,17 @@ static amp_result train_steps(run *r, progress *bar) {
             continue;
         }
         if (result != AMP_OK) break;
+        if (show) { keep_loss(r, next); shown = ex_seconds(); }
         r->step = next;
         r->epoch_steps++;
         print_note(r, bar);
         EX_TRY(take_records(r, bar));
         r->busy += ex_seconds() - began;
-        if (show) { show_progress(r, bar, next == r->steps); shown = ex_seconds(); }
         if (next == r->steps || r->step != next) continue;
-        if (set->eval_interval > 0 && next % set->eval_interval == 0) EX_TRY(report_validation(r, bar, &loss_at_eval));
+        if (set->eval_interval > 0 && next % set->eval_interval == 0) {
+            EX_TRY(take_all_records(r, bar));
+            if (r->step == next) EX_TRY(report_validation(r, bar, &loss_at_eval));
+        }
         if (set->save_interval > 0 && next % set->save_interval == 0) EX_TRY(save_between(r, bar));
     }
     return result == AMP_ERR_END ? AMP_OK : result;
@@ -486,9 +507,8 @@ static amp_result train(run *r, progress *bar) {
     do {
         result = train_steps(r, bar);
         last = r->step;
+        EX_TRY(take_all_records(r, bar));
         progress_clear(bar);
-        EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
-        EX_TRY(take_records(r, bar));
     } while (result == AMP_OK && r->step < last);
     EX_TRY(end_epoch(r));
     return result;
@@ -687,12 +707,16 @@ static amp_result main_run(run *r) {
     progress_open(&bar, r->steps);
     if (r->set.log_interval > 0)
         bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
+    EX_TRY(try_to_save(r));
     EX_TRY(train(r, &bar));
     EX_TRY(stopped(r, &stop));
     if (r->step > start || stop || *r->set.resume == 0) EX_TRY(report_save(r, &bar));
     else if (*r->set.resume != 0 && weights_are_old(r)) EX_TRY(save_weights(r));
     if (r->set.profile && r->profile.steps > 0) EX_TRY(print_profile(r));
     if (r->anomaly[0] != 0) return ex_fail(AMP_ERR_STATE, "%s", r->anomaly);
+    if (r->results > 0 && r->applied == 0)
+        return ex_fail(AMP_ERR_STATE, "no step was applied: all %lld were skipped, and the weights are unchanged",
+                       (long long)r->results);
     if (stop) {
         printf("stopped at step %lld", (long long)r->step);
         if (r->save[0] != 0) printf("; continue with --resume %s", r->save);

@@ -44,8 +44,10 @@ typedef struct run {
     int64_t start, step, steps;     /* start: where this session began */
     int64_t epoch_steps;            /* since the monitor's epoch began */
     float loss;                     /* of the last step whose loss was read */
+    /* losses that the console shows once their step's record is there; by step modulo the array's length */
+    struct { int64_t step; float loss; } shown[64];
     amp_step_result result;         /* the last one that arrived */
-    int64_t results;                /* arrived in this session */
+    int64_t results, applied;       /* arrived in this session; of them, those that changed the weights */
     int64_t peak;                   /* most bytes of memory in any epoch of the monitor's */
     double ranks_seconds, ranks_waited;     /* sums over ranks; what steps waited for them */
     int n_fp8;                      /* weights that compute in fp8 */
@@ -756,6 +758,18 @@ static amp_result save_run(run *r) {
                                                  : amp_state_save(state, path);
     amp_state_destroy(state);
     return result == AMP_OK ? save_weights(r) : result;
+}
+
+/* Proves before the first step that the run will be able to save. */
+static amp_result try_to_save(run *r) {
+    amp_state *state;
+    amp_result result;
+    if (r->save[0] == 0) return AMP_OK;
+    EX_TRY(amp_state_create(&state, NULL));
+    result = put_training(r, state);
+    if (result == AMP_OK) result = checkpoint_try(state, r->save);
+    amp_state_destroy(state);
+    return result;
 }
 
 /* 1: NAME.safetensors or its config.json is missing, or the former is damaged or of another step: the run was killed

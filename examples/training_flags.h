@@ -270,6 +270,18 @@ static inline amp_result saved_options_put(amp_state *state, const char *const *
     return amp_state_put(state, "train.program", AMP_U8, flag_given.program, (int64_t)strlen(flag_given.program));
 }
 
+/* Writes a checkpoint beside the one to come, and removes it: what cannot be saved, for want of memory, disk space or
+   permission, is known before the first step instead of after the last. */
+static inline amp_result checkpoint_try(const amp_state *state, const char *save) {
+    char path[PATH_MAX + 32], why[400];
+    amp_result result;
+    snprintf(path, sizeof path, "%s.trial%d.state", save, (int)ranks.rank);
+    result = amp_state_save(state, path);
+    (void)remove(path);
+    return result == AMP_OK ? AMP_OK
+                            : ex_fail(result, "this run could not be saved, so it does not begin: %s", ex_because(why));
+}
+
 static int resume_of_ranks;             /* 1: each rank has saved its own */
 static inline void resume_path(char *path, size_t size) {
     snprintf(path, size, "%.4000s.state", flag_given.text[flag_index("resume")]);

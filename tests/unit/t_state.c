@@ -63,18 +63,22 @@ static amp_system f_system(state_faults *f) {
 
 static uint32_t random_next(uint32_t *seed) { *seed = *seed * 1664525u + 1013904223u; return *seed >> 8; }
 
+/* The format that the small state takes: its longest key has the most bytes of that format. */
+static int small_format = 1;
+static size_t small_key(void) { return small_format == 1 ? 63 : 255; }
+
 /* A small state with all dtypes, an empty record and a key of the greatest length. */
 static amp_result fill(amp_state *state) {
     uint8_t values[72];
-    char key[64];
+    char key[256];
     size_t i;
     for (i = 0; i < sizeof values; i++) values[i] = (uint8_t)(i * 37 + 11);
     for (i = 0; i < 8; i++) {
         amp_result r = amp_state_put(state, amp_dtype_name(dtypes[i]), dtypes[i], values, (int64_t)i + 1);
         if (r != AMP_OK) return r;
     }
-    memset(key, 'k', 63);
-    key[63] = 0;
+    memset(key, 'k', small_key());
+    key[small_key()] = 0;
     { amp_result r = amp_state_put(state, key, AMP_U8, values, 3); if (r != AMP_OK) return r; }
     return amp_state_put(state, "empty", AMP_F32, NULL, 0);
 }
@@ -86,7 +90,7 @@ static amp_state *made(void) {
     return state;
 }
 
-TEST(round_trip) {
+static void round_trip_of_format(void) {
     amp_state *state = made(), *copy = NULL;
     void *data, *again;
     size_t bytes, bytes_again, i;
@@ -104,6 +108,9 @@ TEST(round_trip) {
         CHECK(memcmp(a, b, size) == 0 && a[0] == 11 && a[size - 1] == (uint8_t)((size - 1) * 37 + 11));
         CHECK(strcmp(amp_state_key(copy, (int64_t)i), amp_dtype_name(dtypes[i])) == 0);
     }
+    CHECK_EQ(((const uint8_t *)data)[8], small_format);
+    CHECK_EQ(strlen(amp_state_key(copy, 8)), small_key());
+    CHECK_EQ(amp_state_count(copy, amp_state_key(state, 8), NULL), 3);
     CHECK_EQ(amp_state_count(copy, "empty", NULL), 0);
     CHECK_OK(amp_state_get(copy, "empty", AMP_F32, NULL, 0));
     CHECK(amp_state_key(copy, 10) == NULL && amp_state_key(copy, -1) == NULL && amp_state_key(copy, 9) != NULL);
@@ -156,10 +163,10 @@ TEST(many_records) {
 
 TEST(refusals) {
     amp_state *state = made();
-    char key[65];
+    char key[257];
     float value = 0, kept = 3;
-    memset(key, 'x', 64);
-    key[64] = 0;
+    memset(key, 'x', 256);
+    key[256] = 0;
     CHECK_ERR(amp_state_create(NULL, NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_state_put(NULL, "a", AMP_F32, &value, 1), AMP_ERR_NULL);
     CHECK_ERR(amp_state_put(state, NULL, AMP_F32, &value, 1), AMP_ERR_NULL);
@@ -199,7 +206,7 @@ static amp_result refused(const uint8_t *data, size_t bytes) {
     return result;
 }
 
-TEST(every_flipped_bit) {
+static void every_flipped_bit_of_format(void) {
     amp_state *state = made();
     void *data;
     uint8_t *blob;
@@ -212,16 +219,16 @@ TEST(every_flipped_bit) {
             amp_result result;
             blob[i] = (uint8_t)(blob[i] ^ 1 << bit);
             result = refused(blob, bytes);
-            CHECK_EQ(result, i < 8                                       ? AMP_ERR_FORMAT
-                             : i >= 8 && i < 12 && !(i == 8 && bit == 0) ? AMP_ERR_NEWER
-                                                                         : AMP_ERR_CHECKSUM);
+            CHECK_EQ(result, i < 8                                                      ? AMP_ERR_FORMAT
+                             : i >= 8 && i < 12 && !(i == 8 && bit == small_format - 1) ? AMP_ERR_NEWER
+                                                                                        : AMP_ERR_CHECKSUM);
             blob[i] = (uint8_t)(blob[i] ^ 1 << bit);
         }
     amp_file_free(NULL, data, bytes);
     amp_state_destroy(state);
 }
 
-TEST(every_truncation) {
+static void every_truncation_of_format(void) {
     amp_state *state = made();
     void *data;
     uint8_t *longer;
@@ -237,19 +244,19 @@ TEST(every_truncation) {
 }
 
 /* Garbage behind a right magic, and headers and directories with right checksums but hostile numbers. */
-TEST(garbage) {
+static void garbage_of_format(void) {
     amp_state *state = made();
     ampi_crc crc;
     uint8_t junk[256], *blob, *copy;
     void *data;
-    size_t bytes, directory = 10 * AMPI_STATE_ENTRY, i;
+    size_t bytes, entry = ampi_state_entry_bytes(small_format), directory = 10 * entry, i;
     uint32_t seed = 1;
     int round;
     ampi_crc_init(&crc, 1);
     for (round = 0; round < 10000; round++) {
         size_t n = random_next(&seed) % sizeof junk;
         for (i = 0; i < n; i++) junk[i] = (uint8_t)random_next(&seed);
-        if (round % 2 && n >= 12) { memcpy(junk, "AMPSTATE\1\0\0\0", 12); }
+        if (round % 2 && n >= 12) { memcpy(junk, "AMPSTATE\1\0\0\0", 12); junk[8] = (uint8_t)small_format; }
         if (round % 4 == 3 && n >= 40) ampi_store_le32(junk + 36, ampi_crc_add(&crc, 0, junk, 36));
         refused(junk, n);
     }
@@ -263,7 +270,7 @@ TEST(garbage) {
             ampi_store_le64(copy + 16 + 8 * (round / 2 % 2),
                             round % 8 < 4 ? UINT64_C(0xffffffffffffffff) >> round % 63 : random_next(&seed));
         else
-            ampi_store_le64(copy + 40 + random_next(&seed) % 10 * AMPI_STATE_ENTRY + 72,
+            ampi_store_le64(copy + 40 + random_next(&seed) % 10 * entry + entry - 8,
                             UINT64_C(0xffffffffffffffff) >> random_next(&seed) % 64);
         if (round % 3 == 0) copy[40 + random_next(&seed) % directory] = (uint8_t)random_next(&seed);
         ampi_store_le32(copy + 32, ampi_crc_add(&crc, 0, copy + 40, directory));
@@ -276,33 +283,33 @@ TEST(garbage) {
 }
 
 /* Blobs whose checksums are right but that no writer makes. */
-TEST(impossible_blobs) {
+static void impossible_blobs_of_format(void) {
     static const char *const what[] = {"twice", "impossible", "impossible", "impossible",
                                        "impossible", "impossible", "impossible", "no record", "impossible"};
     amp_state *state = made();
     ampi_crc crc;
     uint8_t *copy;
     void *data;
-    size_t bytes, directory = 10 * AMPI_STATE_ENTRY;
+    size_t bytes, key = ampi_state_key_bytes(small_format), directory = 10 * (key + 16);
     int kind;
     ampi_crc_init(&crc, 1);
     CHECK_OK(amp_state_encode(state, &data, &bytes));
     copy = (uint8_t *)calloc(bytes + 1, 1);
-    ((uint8_t *)data)[8] = 2;                                       /* the next format */
+    ((uint8_t *)data)[8] = 3;                                       /* the next format */
     CHECK_EQ(refused(data, bytes), AMP_ERR_NEWER);
-    ((uint8_t *)data)[8] = 1;
+    ((uint8_t *)data)[8] = (uint8_t)small_format;
     for (kind = 0; kind < 9; kind++) {
-        uint8_t *entry = copy + 40 + AMPI_STATE_ENTRY;
+        uint8_t *entry = copy + 40 + key + 16;
         memcpy(copy, data, bytes);
-        if (kind == 0) memcpy(entry, copy + 40, 64);                /* a key that is there */
-        if (kind == 1) entry[63] = 1;                               /* something behind the end of the key */
-        if (kind == 2) memset(entry, 'x', 64);                      /* a key without end */
-        if (kind == 3) memset(entry, 0, 64);                        /* no key */
-        if (kind == 4) ampi_store_le32(entry + 64, AMP_TF32);
-        if (kind == 5) ampi_store_le32(entry + 64, 0xffffffffu);
-        if (kind == 6) ampi_store_le64(entry + 72, UINT64_C(1) << 61);      /* times 8 that is 0 */
+        if (kind == 0) memcpy(entry, copy + 40, key);               /* a key that is there */
+        if (kind == 1) entry[key - 1] = 1;                          /* something behind the end of the key */
+        if (kind == 2) memset(entry, 'x', key);                     /* a key without end */
+        if (kind == 3) memset(entry, 0, key);                       /* no key */
+        if (kind == 4) ampi_store_le32(entry + key, AMP_TF32);
+        if (kind == 5) ampi_store_le32(entry + key, 0xffffffffu);
+        if (kind == 6) ampi_store_le64(entry + key + 8, UINT64_C(1) << 61); /* times 8 that is 0 */
         if (kind == 7) ampi_store_le64(copy + 16, bytes + 1);
-        if (kind == 8) { ampi_store_le32(entry + 64, AMP_F64); ampi_store_le64(entry + 72, (bytes - 40 - directory) / 2); }
+        if (kind == 8) { ampi_store_le32(entry + key, AMP_F64); ampi_store_le64(entry + key + 8, (bytes - 40 - directory) / 2); }
         ampi_store_le32(copy + 32, ampi_crc_add(&crc, 0, copy + 40, directory));
         ampi_store_le32(copy + 36, ampi_crc_add(&crc, 0, copy, 36));
         CHECK_EQ(refused(copy, bytes + (kind == 7)), AMP_ERR_CHECKSUM);
@@ -312,6 +319,17 @@ TEST(impossible_blobs) {
     amp_file_free(NULL, data, bytes);
     amp_state_destroy(state);
 }
+
+/* Both formats.  0.2 reads the first and refuses the second, from its version, as newer. */
+static void in_both_formats(void (*test)(void)) {
+    for (small_format = 1; small_format <= 2; small_format++) test();
+    small_format = 1;
+}
+TEST(round_trip) { in_both_formats(round_trip_of_format); }
+TEST(every_flipped_bit) { in_both_formats(every_flipped_bit_of_format); }
+TEST(every_truncation) { in_both_formats(every_truncation_of_format); }
+TEST(garbage) { in_both_formats(garbage_of_format); }
+TEST(impossible_blobs) { in_both_formats(impossible_blobs_of_format); }
 
 /* The checksum's two ways agree with each other and with the CRC catalogue. */
 TEST(checksum) {

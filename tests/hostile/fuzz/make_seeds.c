@@ -109,7 +109,7 @@ static void safetensors_seeds(void) {
     CLAIM(gpt_create(&g, fuzz_context(), &config) == AMP_OK && gpt_init(&g, 1) == AMP_OK);
     CLAIM(gpt_save_safetensors(&g, "tests/hostile/fuzz/seeds/safetensors/gpt", 1) == AMP_OK);
     s = begin("safetensors/llmc");
-    { const uint32_t header[8] = {LLMC_MODEL_MAGIC, 5, 2, 3, 1, 1, 2, 4}; for (int i = 0; i < 256; i++) add_number(&s, i < 8 ? header[i] : 0, 4); }
+    { const uint32_t header[8] = {GPT_LLMC_MAGIC, 5, 2, 3, 1, 1, 2, 4}; for (int i = 0; i < 256; i++) add_number(&s, i < 8 ? header[i] : 0, 4); }
     numbers(&s, (int)g.own.count + 2, 2);
     end(&s);
     gpt_destroy(&g);
@@ -154,9 +154,16 @@ static void state_seeds(void) {
     amp_state *state;
     seed s;
     state_make_objects();
-    for (int kind = -1; kind <= STATE_KINDS; kind++) {
+    for (int kind = -2; kind <= STATE_KINDS; kind++) {
         CLAIM(amp_state_create(&state, NULL) == AMP_OK);
-        for (int i = 0; i < 8 && kind < 0; i++) CLAIM(amp_state_put(state, amp_dtype_name(dtypes[i]), dtypes[i], values, i) == AMP_OK);
+        if (kind == -2) {                                       /* format version 2 */
+            char key[256];
+            memset(key, 'k', sizeof key - 1);
+            key[255] = 0;
+            CLAIM(amp_state_put(state, key, AMP_U8, values, 3) == AMP_OK);
+            CLAIM(amp_state_put(state, "x.scale", AMP_F32, &scale, 1) == AMP_OK);
+        }
+        for (int i = 0; i < 8 && kind == -1; i++) CLAIM(amp_state_put(state, amp_dtype_name(dtypes[i]), dtypes[i], values, i) == AMP_OK);
         if (kind == 1) { (void)amp_param_accumulate(&objects.params[0]); CLAIM(amp_step(objects.optimizer, objects.scaler) == AMP_OK); }
         if (kind == STATE_ADAPT) for (int i = 0; i < 4; i++) { state_layer_step(&objects.adapted); CLAIM(amp_adapt_step(objects.adapt) == AMP_OK); }
         if (kind >= 0) CLAIM(state_save_object(kind < STATE_KINDS ? kind : STATE_OPTIMIZER, state) == AMP_OK);
@@ -167,7 +174,7 @@ static void state_seeds(void) {
             CLAIM(amp_state_put(state, scales[k], AMP_F32, &scale, 1) == AMP_OK);
         }
         CLAIM(amp_state_encode(state, &data, &bytes) == AMP_OK);
-        s = begin(kind < 0 ? "state/records" : names[kind]);
+        s = begin(kind == -2 ? "state/long_key" : kind < 0 ? "state/records" : names[kind]);
         add(&s, data, bytes);
         end(&s);
         amp_file_free(NULL, data, bytes);
