@@ -358,7 +358,7 @@ static void keep_loss(run *r, int64_t step) {
 
 /* Shows a step whose loss was read: loss, norm and scale are that step's own. */
 static void show_step(run *r, progress *bar, const amp_step_result *result) {
-    char text[200], rate[32], eta[32], sums[32] = "";
+    char text[320], norm[32] = "not finite", rate[32], eta[32], sums[32] = "";
     double done = (double)(r->step - r->start);
     int64_t slot = result->step % (int64_t)(sizeof r->shown / sizeof r->shown[0]);
     if (r->shown[slot].step != result->step) return;
@@ -367,9 +367,10 @@ static void show_step(run *r, progress *bar, const amp_step_result *result) {
     if (result->ranks_seconds > 0)
         snprintf(sums, sizeof sums, " | sums %.0f%% hidden",
                  hidden_share(result->ranks_seconds, result->ranks_waited));
-    snprintf(text, sizeof text, "step %lld/%lld | loss %.4f | norm %.3f | scale %g%s | %s tok/s%s | ETA %s",
-             (long long)result->step, (long long)r->steps, (double)r->shown[slot].loss, (double)result->norm,
-             (double)result->scale, result->applied ? "" : " | skipped",
+    if (amp_is_finite_f32(&result->norm)) snprintf(norm, sizeof norm, "%.3f", (double)result->norm);
+    snprintf(text, sizeof text, "step %lld/%lld | loss %.4f | norm %s | scale %g%s | %s tok/s%s | ETA %s",
+             (long long)result->step, (long long)r->steps, (double)r->shown[slot].loss, norm, (double)result->scale,
+             result->applied ? "" : " | skipped",
              progress_grouped((int64_t)tokens_per_second(r), rate, sizeof rate), sums, eta);
     progress_show(bar, result->step, text, result->step == r->steps);
 }

@@ -651,6 +651,17 @@ TEST(files_come_back) {
         CHECK_OK(encoder_file_load(&file, &b, 1, &fresh));
         CHECK(same_weights(&a, &b));
         encoder_file_close(&file);
+        amp_state *state = NULL;                                    /* and as a checkpoint, whose keys are longer */
+        CHECK_OK(amp_state_create(&state, NULL));
+        CHECK_OK(model_save_state(amp, a.params, a.n_params, state));
+        CHECK_OK(amp_state_save(state, path));
+        amp_state_destroy(state);
+        state = NULL;
+        fill(&b, 4);
+        CHECK_OK(amp_state_load(&state, NULL, path));
+        CHECK_OK(model_load_state(amp, b.params, b.n_params, state));
+        CHECK(same_weights(&a, &b));
+        amp_state_destroy(state);
         amp_file_free(NULL, data, bytes);
         encoder_destroy(&a);
         encoder_destroy(&b);
