@@ -291,7 +291,7 @@
    TRAPS AND ROUNDING  The CPU backend computes and converts in C's default floating-point environment (no traps, round
      to nearest, subnormals kept), whatever your program or a library linked with -Ofast has set.  Yours is back when a
      call returns, and in callbacks: .parallel and its threads, allocator, logger, steps, your kernels; a loader's run
-     in that of the thread that created it.  If yours differs, a call costs 35 ns more (measured on an EPYC).  Traps for
+     in that of the thread that created it.  If yours differs, each call sets and restores it.  Traps for
      FE_INEXACT and FE_UNDERFLOW stay active in host code of >>watch and >>care.  Calls may raise exception flags but
      clear none.  Your own sums may trap on inf - inf when too high a scale makes gradients infinite: call
      amp_count_nonfinite first, and if it finds any go to amp_scaler_update_with(scaler, 1), as in tests/examples/hosts.
@@ -995,7 +995,9 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
 
 /* ==== 9 >>operators ====
    "rows" are all leading dimensions of a tensor together, evenly strided without overlap; the last dimension is
-   contiguous.  Inputs of products and attention may repeat over batches and heads (stride 0).  Storage is fp32, fp16
+   contiguous.  Some operators need whole tensors to be contiguous: amp_activation, amp_dropout, amp_softmax, amp_mse,
+   amp_add, amp_cast, and the backward of amp_linear with an activation, for dy and what it differentiates (.pre, or y
+   with RELU), unless .dy_before_act is set.  Inputs of products and attention may repeat over batches and heads (stride 0).  Storage is fp32, fp16
    or bf16 unless said otherwise.  Gradients: see STEP BY STEP, 6; only linear, matmul and the losses can do without dx
    (data NULL).  layer is the name that overrides match; NULL: the weight's.  An output may alias another operand only
    where its operator says so, by the same view with equal element sizes.
@@ -1053,8 +1055,9 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
 
 /* o = softmax(scale q k^T + mask) v, without storing queries x keys.  q, o [batch, queries, heads, dim]; k, v [batch,
    keys, heads, dim]; any strides with dim contiguous, so a packed qkv [batch, seq, 3, heads, dim] is three views of
-   one buffer.  Grouped heads: one call per group, with k and v of stride 0 over its heads (dk and dv need memory per
-   head).  Decoding: k and v are the first `keys` positions of a cache, with its strides; CAUSAL aligns the last query
+   one buffer.  Grouped heads (fewer heads in k and v than in q): amp_tape_attention makes the calls for you.  By hand
+   it is one call per group, with k and v of stride 0 over its heads; dk and dv then need memory per head, to be added
+   up afterwards.  Decoding: k and v are the first `keys` positions of a cache, with its strides; CAUSAL aligns the last query
    and key. */
 typedef struct amp_attention_op {
     const char *layer;
@@ -2294,7 +2297,7 @@ typedef enum amp_nan_action {
 /* Keys in files, with the field if its name differs; default; other values.  Environment variables are AMP_ and the key
    in capitals.  Enum values go without their prefix, in either case; switches are true, false, on, off, yes, no, 1, 0;
    "default" restores any default.  Intervals are numbers of steps, or "off".  More is said in the descs with these
-   fields; README.md has the names in Python trainers.
+   fields; SETTINGS, at the end of the API, has the names in Python trainers.
 
     "enabled" .disable            true      false: regions compute in their operands' dtypes
     "dtype"                       auto      fp32, tf32, fp16, bf16, fp8
