@@ -14,7 +14,11 @@
  * A rank that dies is noticed as its connections close, one that hangs after timeout_ms; every rank's call then fails,
  * and all later ones, with a text that names it.  One thread at a time makes calls, in the same order on all ranks:
  * contexts that train at once need an amp_tcp each.
- * There is no password and no encryption: this is for networks that you trust. */
+ *
+ * A run has a secret, which all its ranks show when they connect; who does not know it is turned away, and can neither
+ * join, delay nor end the run.  It is .secret, or AMP_TCP_SECRET in the environment; with .file rank 0 makes one up and
+ * writes it there, readable for its owner alone.  Without a secret ranks meet on the loopback addresses of one machine
+ * only.  Nothing is encrypted, the secret neither: this is for networks on which you trust those who can listen. */
 #ifndef EXAMPLE_AMP_TCP
 #define EXAMPLE_AMP_TCP
 #include "../amp.h"
@@ -28,6 +32,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -41,15 +46,16 @@ typedef struct amp_tcp_desc {
     const char *file;           /* instead of both: one that all ranks see, in which rank 0 writes where it listens */
     const char *job;            /* up to 63 bytes that tell this job from others, and from its own restarts; or NULL */
     int32_t timeout_ms;         /* how long a rank waits for another, also at the start; default 60000 */
+    const char *secret;         /* up to 63 bytes, the same on all ranks; default AMP_TCP_SECRET in the environment */
 } amp_tcp_desc;
 
-/* The first bytes of a connection. */
+/* The first bytes of a connection.  amp_tcp_welcome answers it. */
 typedef enum amp_tcp_purpose { amp_tcp_joins = 1, amp_tcp_brings_data = 2, amp_tcp_brings_words = 3 } amp_tcp_purpose;
 typedef struct amp_tcp_hello {
     uint32_t magic;             /* also tells another byte order */
     int32_t rank, world, port, purpose, reserved;
-    uint64_t key;               /* a number of this job that rank 0 gives to all who join */
-    char job[64];
+    uint64_t key;               /* a number of this run that rank 0 gives to all who join */
+    char job[64], secret[64];
 } amp_tcp_hello;
 
 /* What a rank tells another beside data. */
@@ -201,13 +207,14 @@ static inline int amp_tcp_busy(const amp_tcp *t, int32_t i) {
     return i != t->rank && (amp_tcp_owes(&t->peers[i]) || amp_tcp_waits(&t->peers[i]));
 }
 
-/* Fills t->polls: what ranks say, then data.  Returns the rank that is furthest behind, or -1: all is done. */
-static inline int32_t amp_tcp_polls(amp_tcp *t) {
+/* Fills t->polls: what ranks say, if that is listened to, then data.  Returns the rank that is furthest behind, or -1:
+   all is done. */
+static inline int32_t amp_tcp_polls(amp_tcp *t, int listens) {
     int32_t i, late = -1;
     for (i = 0; i < t->world; i++) {
         const amp_tcp_peer *p = &t->peers[i];
         struct pollfd *words = &t->polls[i], *data = &t->polls[t->world + i];
-        words->fd = p->words;
+        words->fd = listens ? p->words : -1;
         words->events = POLLIN;
         data->fd = amp_tcp_busy(t, i) ? p->data : -1;
         data->events = (short)((amp_tcp_owes(p) ? POLLIN : 0) | (amp_tcp_waits(p) ? POLLOUT : 0));
@@ -234,18 +241,34 @@ static inline amp_result amp_tcp_serve(amp_tcp *t, int32_t i) {
     return t->why[0] == 0 ? AMP_OK : AMP_ERR_REDUCE;
 }
 
-/* Moves all that the peers' out, in, n_out and n_in describe. */
+/* 1: some peer that data must come from or go to has closed that connection. */
+static inline int amp_tcp_lost_data(const amp_tcp *t) {
+    int32_t i;
+    for (i = 0; i < t->world; i++) if (amp_tcp_busy(t, i) && t->peers[i].data < 0) return 1;
+    return 0;
+}
+
+/* Moves all that the peers' out, in, n_out and n_in describe.  What is short is sent before anything is waited for, and
+   what ranks say is listened to only when data has been slow: with many ranks each wait costs time for every
+   connection in it. */
 static inline amp_result amp_tcp_exchange(amp_tcp *t) {
+    enum { SLOW = 20 };         /* milliseconds */
     int64_t deadline = amp_tcp_now() + t->timeout_ms, left;
     int32_t i, late;
+    int listens = 0;
     t->call.number++;
     for (i = 0; i < t->world; i++) t->peers[i].sent = t->peers[i].received = 0;
-    while (t->why[0] == 0 && (late = amp_tcp_polls(t)) >= 0) {
+    for (i = 0; i < t->world; i++)
+        if (amp_tcp_busy(t, i) && t->peers[i].data >= 0 && !amp_tcp_move(t, &t->peers[i], 1)) listens = 1;
+    while (t->why[0] == 0 && (late = amp_tcp_polls(t, listens)) >= 0) {
         left = deadline - amp_tcp_now();
+        if (!listens && left > SLOW) left = SLOW;
         if (poll(t->polls, (nfds_t)t->world * 2, left > 0 ? (int)left : 0) > 0) {
             for (i = 0; i < t->world; i++) if (amp_tcp_serve(t, i) != AMP_OK) return AMP_ERR_REDUCE;
             deadline = amp_tcp_now() + t->timeout_ms;
-        } else if (left <= 0)
+            listens = amp_tcp_lost_data(t);
+        } else if (!listens) listens = 1;
+        else if (left <= 0)
             return amp_tcp_fail(t, "rank %d has not answered within %d ms", (int)late, (int)t->timeout_ms);
     }
     return t->why[0] == 0 ? AMP_OK : AMP_ERR_REDUCE;
@@ -428,10 +451,25 @@ static inline int amp_tcp_barrier(amp_tcp *t) {
 
 /* ---- Sockets */
 
-/* Sets what all our sockets have; returns -1, and closes it, if that fails. */
+/* A world of 1024 needs 2046 connections, more than the usual soft limit on open files: 1 if that could be raised. */
+static inline int amp_tcp_raise_limit(void) {
+    struct rlimit files;
+    if (errno != EMFILE || getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur == files.rlim_max) return 0;
+    files.rlim_cur = files.rlim_max;
+    return setrlimit(RLIMIT_NOFILE, &files) == 0;
+}
+
+static inline int amp_tcp_socket(const struct addrinfo *a) {
+    int fd = socket(a->ai_family, a->ai_socktype, a->ai_protocol);
+    return fd >= 0 || !amp_tcp_raise_limit() ? fd : socket(a->ai_family, a->ai_socktype, a->ai_protocol);
+}
+
+/* Sets what all our sockets have; returns -1, and closes it, if that fails.  SO_REUSEADDR also on those that connect, so
+   that ports of a run that has just ended are no obstacle to listening. */
 static inline int amp_tcp_prepare(int fd) {
     int one = 1;
     if (fd < 0) return -1;
+    (void)setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (fcntl(fd, F_SETFL, O_NONBLOCK) != 0 || fcntl(fd, F_SETFD, FD_CLOEXEC) != 0) { close(fd); return -1; }
     (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
 #if defined(SO_NOSIGPIPE)
@@ -482,10 +520,9 @@ static inline struct addrinfo *amp_tcp_find(const char *host, int32_t port, cons
 /* host NULL: every address of this machine.  port 0: any.  -1: errno or *why says why not. */
 static inline int amp_tcp_listen(const char *host, int32_t port, const char **why) {
     struct addrinfo *found = amp_tcp_find(host, port, why), *a;
-    int fd = -1, one = 1, error = 0;
+    int fd = -1, error = 0;
     for (a = found; a != NULL && fd < 0; a = a->ai_next) {
-        fd = amp_tcp_prepare(socket(a->ai_family, a->ai_socktype, a->ai_protocol));
-        if (fd >= 0) (void)setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+        fd = amp_tcp_prepare(amp_tcp_socket(a));
         if (fd >= 0 && (bind(fd, a->ai_addr, a->ai_addrlen) != 0 || listen(fd, 4096) != 0)) {
             error = errno;
             close(fd);
@@ -504,7 +541,7 @@ static inline int amp_tcp_connect(const char *host, int32_t port, int64_t deadli
     int fd = -1, error;
     socklen_t size = sizeof error;
     for (a = found; a != NULL && fd < 0; a = a->ai_next) {
-        fd = amp_tcp_prepare(socket(a->ai_family, a->ai_socktype, a->ai_protocol));
+        fd = amp_tcp_prepare(amp_tcp_socket(a));
         error = fd < 0 || (connect(fd, a->ai_addr, a->ai_addrlen) != 0 && errno != EINPROGRESS) ? errno : 0;
         if (error == 0 && !amp_tcp_ready(fd, POLLOUT, deadline)) error = ETIMEDOUT;
         if (error == 0) (void)getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
@@ -537,29 +574,35 @@ static inline int amp_tcp_is_loopback(const char *host) {
 static inline void amp_tcp_sleep(int milliseconds) { (void)poll(NULL, 0, milliseconds); }
 
 /* ---- Joining.  All connect to rank 0, which waits until all are there, and tells each where the others listen.  Then
-   every rank connects to those below it, once for data and once for words. */
+   every rank connects to those below it, once for data and once for words, while it accepts those above it.  A
+   connection counts when it has been answered; until then its rank tries again. */
 
-enum { amp_tcp_most_guests = 64 };
-typedef struct amp_tcp_guest { int fd; size_t heard; amp_tcp_hello hello; } amp_tcp_guest;  /* has not said hello */
+/* Who has connected and has not said a whole hello yet. */
+typedef struct amp_tcp_guest { int fd; int64_t since; size_t heard; amp_tcp_hello hello; } amp_tcp_guest;
 
 typedef struct amp_tcp_join {
     amp_tcp *t;
     const amp_tcp_desc *desc;
+    char secret[64];            /* padded with 0 */
     int64_t deadline;
     int listener;
     amp_tcp_place *places;      /* of all ranks */
     amp_tcp_place master;       /* rank 0, as this rank reaches it */
-    amp_tcp_guest guests[amp_tcp_most_guests];
-    int n_guests;
-    int32_t came;               /* connections that are as they should be */
+    amp_tcp_guest *guests;
+    int n_guests, most_guests;  /* when more come, the one that has been silent longest is sent away */
+    struct pollfd *polls;       /* the listener, an answer and the guests; or the words of all ranks */
+    int64_t listened;           /* when those were last read */
     int32_t met;                /* ranks that rank 0 has heard of, and told if something is wrong */
+    int32_t turned_away;        /* connections that were not of this run */
+    char stranger[120];         /* the last of them, and why; "": there was none */
+    char told[240];             /* why rank 0 sent this rank away, or "" */
 } amp_tcp_join;
 
 /* 1: ranks of other machines may come, so that listening at `host` alone, an address of this one, does not do. */
 static inline int amp_tcp_listens_wide(const amp_tcp_join *j, const char *host) {
     const char *name = j->desc->address;
     if (j->desc->file != NULL) return 1;
-    return amp_tcp_is_loopback(host) && !amp_tcp_is_loopback(name) && strstr(name, "localhost") == NULL;
+    return j->secret[0] != 0 && amp_tcp_is_loopback(host) && !amp_tcp_is_loopback(name) && strstr(name, "localhost") == NULL;
 }
 
 static inline amp_tcp_hello amp_tcp_greeting(const amp_tcp_join *j, amp_tcp_purpose purpose, int32_t port) {
@@ -572,7 +615,34 @@ static inline amp_tcp_hello amp_tcp_greeting(const amp_tcp_join *j, amp_tcp_purp
     hello.purpose = (int32_t)purpose;
     hello.key = j->t->key;
     snprintf(hello.job, sizeof hello.job, "%s", j->desc->job != NULL ? j->desc->job : "");
+    memcpy(hello.secret, j->secret, sizeof hello.secret);
     return hello;
+}
+
+/* Takes the same time wherever they differ, so that a secret cannot be found byte by byte. */
+static inline int amp_tcp_same_secret(const char *a, const char *b) {
+    volatile unsigned char differs = 0;
+    size_t i;
+    for (i = 0; i < 64; i++) differs = (unsigned char)(differs | (a[i] ^ b[i]));
+    return differs == 0;
+}
+
+/* Closes the connection of someone who is not of this run; errors name the last such address. */
+static inline void amp_tcp_turn_away(amp_tcp_join *j, amp_tcp_guest *g, const char *why) {
+    amp_tcp_place from;
+    amp_tcp_end(g->fd, 1, &from);
+    close(g->fd);
+    j->turned_away++;
+    snprintf(j->stranger, sizeof j->stranger, "%s, port %d, %s", from.host[0] != 0 ? from.host : "an unknown address",
+             (int)from.port, why);
+}
+
+/* "; turned away: ..." for an error's text, or "". */
+static inline const char *amp_tcp_strangers(const amp_tcp_join *j, char text[160]) {
+    text[0] = 0;
+    if (j->turned_away > 0)
+        snprintf(text, 160, "; turned away: %s%s", j->stranger, j->turned_away > 1 ? ", and others" : "");
+    return text;
 }
 
 /* A rank asks rank 0 to join. */
@@ -583,7 +653,7 @@ static inline void amp_tcp_admit(amp_tcp_join *j, amp_tcp_guest *g) {
     if (memcmp(h->job, mine.job, sizeof mine.job) != 0) {
         snprintf(text, sizeof text, "rank 0 of the job \"%.63s\" listens there, this is \"%.63s\"", mine.job, h->job);
         amp_tcp_say(t, g->fd, amp_tcp_other_job, text);
-        close(g->fd);
+        amp_tcp_turn_away(j, g, "is of another job");
         return;
     }
     j->met++;
@@ -600,19 +670,21 @@ static inline void amp_tcp_admit(amp_tcp_join *j, amp_tcp_guest *g) {
     t->peers[h->rank].words = g->fd;
     amp_tcp_end(g->fd, 1, &j->places[h->rank]);
     j->places[h->rank].port = h->port;
-    j->came++;
 }
 
-/* A rank of this job connects. */
+/* A rank of this run connects.  Comes it again, the answer to the connection before did not reach it. */
 static inline void amp_tcp_accept_peer(amp_tcp_join *j, amp_tcp_guest *g) {
     const amp_tcp_hello *h = &g->hello;
-    int *place = NULL;
-    if (h->key == j->t->key && h->rank > j->t->rank && h->rank < j->t->world)
-        place = h->purpose == (int32_t)amp_tcp_brings_data ? &j->t->peers[h->rank].data
-                                                           : &j->t->peers[h->rank].words;
-    if (place == NULL || *place >= 0) { close(g->fd); return; }
+    int *place;
+    if (h->key != j->t->key || h->rank <= j->t->rank || h->rank >= j->t->world) {
+        amp_tcp_turn_away(j, g, "is of another run of this job");
+        return;
+    }
+    place = h->purpose == (int32_t)amp_tcp_brings_data ? &j->t->peers[h->rank].data : &j->t->peers[h->rank].words;
+    if (*place >= 0) close(*place);
     *place = g->fd;
-    j->came++;
+    amp_tcp_say(j->t, g->fd, amp_tcp_welcome, "");
+    j->deadline = amp_tcp_now() + j->t->timeout_ms;     /* many ranks take their time, but none may hang */
 }
 
 /* Reads a guest's hello; 0: it is not done.  Who is not one of us is sent away. */
@@ -620,36 +692,107 @@ static inline int amp_tcp_greet(amp_tcp_join *j, amp_tcp_guest *g) {
     ssize_t n = recv(g->fd, (char *)&g->hello + g->heard, sizeof g->hello - g->heard, 0);
     if (n < 0 && amp_tcp_would_wait()) return 0;
     if (n > 0 && (g->heard += (size_t)n) < sizeof g->hello) return 0;
-    if (n <= 0 || g->hello.magic != amp_tcp_magic) close(g->fd);
-    else if (g->hello.purpose == (int32_t)amp_tcp_joins) {
-        if (j->t->rank == 0 && j->places != NULL) amp_tcp_admit(j, g);
-        else close(g->fd);
-    } else amp_tcp_accept_peer(j, g);
+    g->hello.job[sizeof g->hello.job - 1] = 0;
+    if (n <= 0) amp_tcp_turn_away(j, g, "closed its connection without a word");
+    else if (g->hello.magic != amp_tcp_magic) amp_tcp_turn_away(j, g, "does not speak like amp_tcp");
+    else if (!amp_tcp_same_secret(g->hello.secret, j->secret)) {
+        amp_tcp_say(j->t, g->fd, amp_tcp_other_job, "its secret (.secret, AMP_TCP_SECRET) is not that of rank 0");
+        amp_tcp_turn_away(j, g, "has another secret");
+    } else if (g->hello.purpose != (int32_t)amp_tcp_joins) amp_tcp_accept_peer(j, g);
+    else if (j->t->rank == 0 && j->t->key == 0) amp_tcp_admit(j, g);
+    else amp_tcp_turn_away(j, g, "came to join when all ranks were there");
     return 1;
 }
 
-/* Waits 5 ms for someone to come, and hears what those who have come say. */
-static inline void amp_tcp_receive_guests(amp_tcp_join *j) {
-    int k, fd;
-    (void)amp_tcp_ready(j->listener, POLLIN, amp_tcp_now() + 5);
-    while ((fd = amp_tcp_prepare(accept(j->listener, NULL, NULL))) >= 0) {
-        if (j->n_guests == amp_tcp_most_guests) { close(j->guests->fd); *j->guests = j->guests[--j->n_guests]; }
-        memset(&j->guests[j->n_guests], 0, sizeof *j->guests);
-        j->guests[j->n_guests++].fd = fd;
+/* Takes who has come.  A hello is usually there at once. */
+static inline void amp_tcp_take_guests(amp_tcp_join *j) {
+    int fd, k, oldest;
+    errno = 0;
+    while ((fd = amp_tcp_prepare(accept(j->listener, NULL, NULL))) >= 0 || amp_tcp_raise_limit()) {
+        amp_tcp_guest *g;
+        if (fd < 0) continue;
+        if (j->n_guests == j->most_guests) {
+            for (k = oldest = 0; k < j->n_guests; k++) if (j->guests[k].since < j->guests[oldest].since) oldest = k;
+            amp_tcp_turn_away(j, &j->guests[oldest], "said nothing");
+            j->guests[oldest] = j->guests[--j->n_guests];
+        }
+        g = &j->guests[j->n_guests];
+        memset(g, 0, sizeof *g);
+        g->fd = fd;
+        g->since = amp_tcp_now();
+        if (!amp_tcp_greet(j, g)) j->n_guests++;
     }
-    for (k = 0; k < j->n_guests; k++)
-        if (amp_tcp_greet(j, &j->guests[k])) j->guests[k--] = j->guests[--j->n_guests];
+    if (errno == EMFILE || errno == ENFILE)
+        (void)amp_tcp_fail(j->t, "rank %d cannot open more files, and a world of %d needs %d connections: ulimit -n",
+                           (int)j->t->rank, (int)j->t->world, 2 * (int)j->t->world - 2);
 }
 
-/* Accepts until `wanted` connections are there, or the deadline.  The words of ranks that have joined are heard. */
-static inline void amp_tcp_accept(amp_tcp_join *j, int32_t wanted) {
+/* Reads what ranks say that have joined: one may tell of a failure. */
+static inline void amp_tcp_listen_to_all(amp_tcp_join *j) {
     amp_tcp *t = j->t;
     int32_t i;
-    j->came = 0;
-    while (t->why[0] == 0 && j->came < wanted && amp_tcp_now() < j->deadline) {
-        amp_tcp_receive_guests(j);
-        for (i = 0; i < t->world && t->why[0] == 0; i++) if (t->peers[i].words >= 0) amp_tcp_hear(t, i);
+    j->listened = amp_tcp_now();
+    for (i = 0; i < t->world; i++) {
+        j->polls[i].fd = t->peers[i].words;
+        j->polls[i].events = POLLIN;
+        j->polls[i].revents = 0;
     }
+    if (poll(j->polls, (nfds_t)t->world, 0) <= 0) return;
+    for (i = 0; i < t->world && t->why[0] == 0; i++) if (j->polls[i].revents != 0) amp_tcp_hear(t, i);
+}
+
+/* Waits up to so many milliseconds for connections, for what those who connected say, and for `fd` (-1: none).  Ranks
+   that have joined are listened to from time to time: their connections in each wait would cost more than the rest. */
+static inline void amp_tcp_receive_guests(amp_tcp_join *j, int fd, int milliseconds) {
+    enum { BETWEEN = 100 };     /* milliseconds */
+    struct pollfd *guests = j->polls + 2;
+    int n = 2 + j->n_guests, i;
+    for (i = 0; i < n; i++) {
+        j->polls[i].fd = i == 0 ? j->listener : i == 1 ? fd : j->guests[i - 2].fd;
+        j->polls[i].events = POLLIN;
+        j->polls[i].revents = 0;
+    }
+    if (poll(j->polls, (nfds_t)n, milliseconds) > 0) {
+        int came = j->polls[0].revents != 0;
+        for (i = j->n_guests - 1; i >= 0; i--)
+            if (guests[i].revents != 0 && amp_tcp_greet(j, &j->guests[i])) j->guests[i] = j->guests[--j->n_guests];
+        if (came) amp_tcp_take_guests(j);
+    }
+    if (j->t->why[0] == 0 && amp_tcp_now() - j->listened >= BETWEEN) amp_tcp_listen_to_all(j);
+}
+
+/* Milliseconds to wait now: a part of a second, and not beyond the deadline. */
+static inline int amp_tcp_a_while(const amp_tcp_join *j) {
+    int64_t left = j->deadline - amp_tcp_now();
+    return left < 0 ? 0 : left < 100 ? (int)left : 100;
+}
+
+/* The first rank above this one that has not connected, or 0.  joining: to rank 0, to join. */
+static inline int32_t amp_tcp_missing(const amp_tcp *t, int joining) {
+    int32_t i;
+    for (i = t->rank + 1; i < t->world; i++)
+        if (t->peers[i].words < 0 || (!joining && t->peers[i].data < 0)) return i;
+    return 0;
+}
+
+/* Accepts the ranks above this one until all are there, something fails, or the deadline. */
+static inline void amp_tcp_accept(amp_tcp_join *j, int joining) {
+    amp_tcp *t = j->t;
+    while (t->why[0] == 0 && amp_tcp_missing(t, joining) > 0 && amp_tcp_now() < j->deadline)
+        amp_tcp_receive_guests(j, -1, amp_tcp_a_while(j));
+}
+
+/* As amp_tcp_accept; it is an error if one does not come. */
+static inline amp_result amp_tcp_accept_all(amp_tcp_join *j) {
+    amp_tcp *t = j->t;
+    int32_t missing;
+    char strangers[160];
+    amp_tcp_accept(j, 0);
+    missing = amp_tcp_missing(t, 0);
+    if (t->why[0] == 0 && missing > 0)
+        return amp_tcp_fail(t, "rank %d has not connected to rank %d within %d ms%s", (int)missing, (int)t->rank,
+                            (int)t->timeout_ms, amp_tcp_strangers(j, strangers));
+    return t->why[0] != 0 ? AMP_ERR_REDUCE : AMP_OK;
 }
 
 /* All of a message that may be longer than the system buffers. */
@@ -664,9 +807,10 @@ static inline int amp_tcp_send_all(int fd, const void *data, size_t bytes, int64
     return done == bytes;
 }
 
-/* The file: a line with the host's name, the port and the job. */
+/* The file: a line with the name of rank 0's machine, the port, the run's secret and the job. */
 static inline void amp_tcp_file_line(const amp_tcp_join *j, const char *host, int32_t port, char line[400]) {
-    snprintf(line, 400, "amp_tcp %.255s %d %.63s\n", host, (int)port, j->desc->job != NULL ? j->desc->job : "");
+    snprintf(line, 400, "amp_tcp %.250s %d %.63s %.63s\n", host, (int)port, j->secret,
+             j->desc->job != NULL ? j->desc->job : "");
 }
 static inline int amp_tcp_file_read(const amp_tcp_join *j, char line[400]) {
     FILE *f = fopen(j->desc->file, "r");
@@ -677,9 +821,12 @@ static inline int amp_tcp_file_read(const amp_tcp_join *j, char line[400]) {
 static inline amp_result amp_tcp_file_write(amp_tcp_join *j, const char *line) {
     char path[4200];
     FILE *f;
-    int bad;
+    int fd, bad;
     snprintf(path, sizeof path, "%.4000s.tmp.%ld", j->desc->file, (long)getpid());
-    f = fopen(path, "w");
+    (void)remove(path);
+    fd = open(path, O_WRONLY | O_CREAT | O_EXCL, 0600);         /* it holds the secret */
+    f = fd >= 0 ? fdopen(fd, "w") : NULL;
+    if (f == NULL && fd >= 0) close(fd);
     bad = f == NULL || fputs(line, f) < 0;
     if (f != NULL && fclose(f) != 0) bad = 1;
     if (bad || rename(path, j->desc->file) != 0)
@@ -691,21 +838,53 @@ static inline void amp_tcp_own_name(char name[256]) {
     name[255] = 0;
 }
 
+/* Bytes that nobody can guess; 0: the system has none. */
+static inline int amp_tcp_random(void *data, size_t bytes) {
+    FILE *f = fopen("/dev/urandom", "rb");
+    size_t n = f != NULL ? fread(data, 1, bytes, f) : 0;
+    if (f != NULL) fclose(f);
+    return n == bytes;
+}
+
+/* The number of this run, not 0. */
 static inline uint64_t amp_tcp_new_key(void) {
+    uint64_t key = 0;
     struct timespec t;
     clock_gettime(CLOCK_REALTIME, &t);
-    return ((uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec) * UINT64_C(0x9e3779b97f4a7c15) ^ (uint64_t)getpid();
+    if (!amp_tcp_random(&key, sizeof key))
+        key = ((uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec) * UINT64_C(0x9e3779b97f4a7c15);
+    return key | 1;
+}
+
+/* Rank 0, with a file and no secret: makes one up, of 32 hexadecimal digits. */
+static inline amp_result amp_tcp_make_secret(amp_tcp_join *j) {
+    unsigned char bytes[16];
+    int i;
+    if (j->secret[0] != 0) return AMP_OK;
+    if (!amp_tcp_random(bytes, sizeof bytes))
+        return amp_tcp_fail(j->t, "no random numbers from /dev/urandom for a secret: set AMP_TCP_SECRET on all ranks");
+    for (i = 0; i < 16; i++) snprintf(j->secret + 2 * i, 3, "%02x", bytes[i]);
+    return AMP_OK;
+}
+
+/* Without a secret only loopback will do. */
+static inline amp_result amp_tcp_check_reach(const amp_tcp_join *j, const char *host) {
+    if (j->secret[0] != 0 || amp_tcp_is_loopback(host)) return AMP_OK;
+    return amp_tcp_fail(j->t, "%.60s can be reached from other machines: set the environment variable AMP_TCP_SECRET "
+                        "(or .secret) to the same word on all ranks, or let them meet at 127.0.0.1", host);
 }
 
 /* Rank 0: waits for the others, then tells them of each other.  If something is wrong, it waits to tell all. */
 static inline amp_result amp_tcp_lead(amp_tcp_join *j) {
     amp_tcp *t = j->t;
     const char *file = j->desc->file, *why = NULL;
-    char name[256], line[400] = "", now[400] = "";
+    char name[256], line[400] = "", now[400] = "", strangers[160];
     amp_tcp_place own;
     int32_t i;
+    if (file != NULL && amp_tcp_make_secret(j) != AMP_OK) return AMP_ERR_REDUCE;
     j->listener = amp_tcp_listen(file != NULL ? NULL : j->desc->address, file != NULL ? 0 : j->desc->port, &why);
     if (j->listener >= 0) amp_tcp_end(j->listener, 0, &own);
+    if (j->listener >= 0 && file == NULL && amp_tcp_check_reach(j, own.host) != AMP_OK) return AMP_ERR_REDUCE;
     if (j->listener >= 0 && file == NULL && amp_tcp_listens_wide(j, own.host)) {
         close(j->listener);
         j->listener = amp_tcp_listen(NULL, j->desc->port, &why);
@@ -723,14 +902,15 @@ static inline amp_result amp_tcp_lead(amp_tcp_join *j) {
         amp_tcp_file_line(j, name, own.port, line);
         if (amp_tcp_file_write(j, line) != AMP_OK) return AMP_ERR_REDUCE;
     }
-    amp_tcp_accept(j, t->world - 1);
-    while (t->why[0] != 0 && j->met < t->world - 1 && amp_tcp_now() < j->deadline) amp_tcp_receive_guests(j);
+    amp_tcp_accept(j, 1);
+    while (t->why[0] != 0 && j->met < t->world - 1 && amp_tcp_now() < j->deadline)
+        amp_tcp_receive_guests(j, -1, amp_tcp_a_while(j));
     if (file != NULL && amp_tcp_file_read(j, now) && strcmp(now, line) == 0) (void)remove(file);
     else if (file != NULL) (void)amp_tcp_fail(t, "%.150s was written by another rank 0", file);
     for (i = 1; i < t->world && t->why[0] == 0; i++)
         if (t->peers[i].words < 0)
-            return amp_tcp_fail(t, "rank %d has not come within %d ms: %d of %d ranks are here", (int)i,
-                                (int)t->timeout_ms, (int)j->came + 1, (int)t->world);
+            return amp_tcp_fail(t, "rank %d has not come within %d ms: %d of %d ranks are here%s", (int)i,
+                                (int)t->timeout_ms, (int)j->met + 1, (int)t->world, amp_tcp_strangers(j, strangers));
     t->key = amp_tcp_new_key();
     j->deadline = amp_tcp_now() + t->timeout_ms;
     for (i = 1; i < t->world && t->why[0] == 0; i++) {
@@ -738,18 +918,19 @@ static inline amp_result amp_tcp_lead(amp_tcp_join *j) {
         if (!amp_tcp_send_all(t->peers[i].words, j->places, (size_t)t->world * sizeof *j->places, j->deadline))
             (void)amp_tcp_gone(t, i, "its connection has closed");
     }
-    amp_tcp_accept(j, t->world - 1);            /* for data */
-    return t->why[0] != 0 ? AMP_ERR_REDUCE : AMP_OK;
+    return t->why[0] != 0 ? AMP_ERR_REDUCE : amp_tcp_accept_all(j);
 }
 
 /* Where rank 0 listens; 0: not known yet. */
-static inline int amp_tcp_find_master(const amp_tcp_join *j, amp_tcp_place *out, char host[256]) {
-    char line[400], name[256];
+static inline int amp_tcp_find_master(amp_tcp_join *j, amp_tcp_place *out, char host[256]) {
+    char line[400], name[256], secret[64] = "";
     int port;
     snprintf(host, 256, "%s", j->desc->file == NULL ? j->desc->address : "");
     out->port = j->desc->port;
     if (j->desc->file == NULL) return 1;
-    if (!amp_tcp_file_read(j, line) || sscanf(line, "amp_tcp %255s %d", host, &port) != 2) return 0;
+    if (!amp_tcp_file_read(j, line) || sscanf(line, "amp_tcp %255s %d %63s", host, &port, secret) != 3) return 0;
+    memset(j->secret, 0, sizeof j->secret);
+    snprintf(j->secret, sizeof j->secret, "%s", secret);
     amp_tcp_own_name(name);
     if (strcmp(name, host) == 0) snprintf(host, 256, "localhost");
     out->port = port;
@@ -764,6 +945,7 @@ static inline int amp_tcp_knock(amp_tcp_join *j, const char *host, int32_t port,
     int fd = amp_tcp_connect(host, port, j->deadline, why);
     if (fd < 0) return 0;
     amp_tcp_end(fd, 0, &own);
+    if (amp_tcp_check_reach(j, own.host) != AMP_OK) { close(fd); return 0; }
     if (j->listener < 0) j->listener = amp_tcp_listen(amp_tcp_listens_wide(j, own.host) ? NULL : own.host, 0, why);
     if (j->listener < 0) { close(fd); return 0; }
     amp_tcp_end(j->listener, 0, &own);
@@ -774,23 +956,44 @@ static inline int amp_tcp_knock(amp_tcp_join *j, const char *host, int32_t port,
         word->text[sizeof word->text - 1] = 0;
         amp_tcp_end(fd, 1, &j->master);
         if (word->kind == (int32_t)amp_tcp_welcome) { t->peers[0].words = fd; return 1; }
-        *why = word->text;
+        snprintf(j->told, sizeof j->told, "%s", word->text);
         if (word->kind == (int32_t)amp_tcp_failed) (void)amp_tcp_fail(t, "%.*s", (int)sizeof t->why - 1, word->text);
     }
     close(fd);
     return 0;
 }
 
-/* Connects to a rank below this one. */
-static inline int amp_tcp_reach(const amp_tcp_join *j, int32_t rank, amp_tcp_purpose purpose) {
+/* Reads the answer to a hello, while others are accepted.  -1: the connection has closed; 0: not answered in time. */
+static inline int amp_tcp_answered(amp_tcp_join *j, int fd) {
+    amp_tcp_word word;
+    size_t heard = 0;
+    ssize_t n;
+    while (j->t->why[0] == 0 && amp_tcp_now() < j->deadline) {
+        n = recv(fd, (char *)&word + heard, sizeof word - heard, 0);
+        if (n == 0 || (n < 0 && !amp_tcp_would_wait())) return -1;
+        if (n > 0 && (heard += (size_t)n) == sizeof word)
+            return word.magic == amp_tcp_magic && word.kind == (int32_t)amp_tcp_welcome ? 1 : -1;
+        if (n < 0) amp_tcp_receive_guests(j, fd, amp_tcp_a_while(j));
+    }
+    return 0;
+}
+
+/* Connects to a rank below this one, again until that has answered or the deadline. */
+static inline int amp_tcp_reach(amp_tcp_join *j, int32_t rank, amp_tcp_purpose purpose) {
     const amp_tcp_place *p = rank == 0 ? &j->master : &j->places[rank];
     int here = amp_tcp_is_loopback(p->host);    /* on rank 0's machine, as that sees it */
     amp_tcp_hello hello = amp_tcp_greeting(j, purpose, 0);
-    const char *why = NULL;
-    int fd = amp_tcp_connect(here ? j->master.host : p->host, p->port, j->deadline, &why);
-    if (fd >= 0 && amp_tcp_send_all(fd, &hello, sizeof hello, j->deadline)) return fd;
-    if (fd >= 0) close(fd);
-    (void)amp_tcp_gone(j->t, rank, fd >= 0 ? "its connection has closed" : why);
+    const char *why = "no answer";
+    while (j->t->why[0] == 0 && amp_tcp_now() < j->deadline) {
+        int fd = amp_tcp_connect(here ? j->master.host : p->host, p->port, j->deadline, &why), answer = -1;
+        if (fd >= 0 && amp_tcp_send_all(fd, &hello, sizeof hello, j->deadline)) answer = amp_tcp_answered(j, fd);
+        if (answer > 0) { j->deadline = amp_tcp_now() + j->t->timeout_ms; return fd; }
+        if (fd >= 0) { close(fd); why = answer < 0 ? "its connection has closed" : "no answer"; }
+        amp_tcp_receive_guests(j, -1, 20);
+    }
+    if (j->t->why[0] == 0)
+        (void)amp_tcp_fail(j->t, "rank %d did not reach rank %d at %.60s, port %d, within %d ms: %s", (int)j->t->rank,
+                           (int)rank, here ? j->master.host : p->host, (int)p->port, (int)j->t->timeout_ms, why);
     return -1;
 }
 
@@ -805,7 +1008,8 @@ static inline amp_result amp_tcp_follow(amp_tcp_join *j) {
         if (amp_tcp_find_master(j, &j->master, host) && amp_tcp_knock(j, host, j->master.port, &word, &why)) break;
         if (amp_tcp_now() >= j->deadline && t->why[0] == 0)
             return amp_tcp_fail(t, "rank %d did not reach rank 0 at %.100s, port %d, within %d ms: %s", (int)t->rank,
-                                host[0] != 0 ? host : j->desc->file, (int)j->master.port, (int)t->timeout_ms, why);
+                                host[0] != 0 ? host : j->desc->file, (int)j->master.port, (int)t->timeout_ms,
+                                j->told[0] != 0 ? j->told : why);
         amp_tcp_sleep(20);
     }
     if (t->why[0] != 0) return AMP_ERR_REDUCE;
@@ -817,8 +1021,7 @@ static inline amp_result amp_tcp_follow(amp_tcp_join *j) {
         t->peers[i].data = amp_tcp_reach(j, i, amp_tcp_brings_data);
         if (i > 0 && t->why[0] == 0) t->peers[i].words = amp_tcp_reach(j, i, amp_tcp_brings_words);
     }
-    amp_tcp_accept(j, 2 * (t->world - 1 - t->rank));
-    return t->why[0] != 0 ? AMP_ERR_REDUCE : AMP_OK;
+    return t->why[0] != 0 ? AMP_ERR_REDUCE : amp_tcp_accept_all(j);
 }
 
 /* ---- Opening and closing */
@@ -840,11 +1043,18 @@ static inline void amp_tcp_close(amp_tcp *t) {
     if (t->why[0] == 0) snprintf(t->why, sizeof t->why, "rank %d has closed its connections", (int)t->rank);
 }
 
+static inline const char *amp_tcp_secret_of(const amp_tcp_desc *d) {
+    return d->secret != NULL ? d->secret : getenv("AMP_TCP_SECRET");
+}
+
 static inline amp_result amp_tcp_check(amp_tcp *t, const amp_tcp_desc *d) {
+    const char *secret = amp_tcp_secret_of(d);
     if (d->world < 1 || d->world > 1024) return amp_tcp_refuse(t, AMP_ERR_RANGE, ".world must be 1 to 1024");
     if (d->rank < 0 || d->rank >= d->world) return amp_tcp_refuse(t, AMP_ERR_RANGE, ".rank must be 0 to .world - 1");
     if (d->timeout_ms < 0) return amp_tcp_refuse(t, AMP_ERR_RANGE, ".timeout_ms must be 1 or more, or 0 for 60000");
     if (d->job != NULL && strlen(d->job) > 63) return amp_tcp_refuse(t, AMP_ERR_RANGE, ".job has over 63 bytes");
+    if (secret != NULL && (strlen(secret) > 63 || strpbrk(secret, " \t\r\n") != NULL))
+        return amp_tcp_refuse(t, AMP_ERR_RANGE, "the secret must have up to 63 bytes, without spaces");
     if (d->world > 1 && (d->address != NULL) == (d->file != NULL))
         return amp_tcp_refuse(t, AMP_ERR_CONFLICT, "one of .address and .file must be set");
     if (d->address != NULL && (d->port < 1 || d->port > 65535))
@@ -860,8 +1070,12 @@ static inline amp_result amp_tcp_make(amp_tcp *t, amp_tcp_join *j) {
     t->polls = (struct pollfd *)calloc((size_t)t->world, 2 * sizeof *t->polls);
     t->parts = (char *)malloc((size_t)t->world * t->piece);
     j->places = (amp_tcp_place *)calloc((size_t)t->world, sizeof *j->places);
+    j->most_guests = 2 * t->world + 64;
+    j->guests = (amp_tcp_guest *)calloc((size_t)j->most_guests, sizeof *j->guests);
+    j->polls = (struct pollfd *)calloc((size_t)(2 + j->most_guests), sizeof *j->polls);
     for (i = 0; i < t->world && t->peers != NULL; i++) t->peers[i].data = t->peers[i].words = -1;
-    if (t->peers != NULL && t->polls != NULL && t->parts != NULL && j->places != NULL) return AMP_OK;
+    if (t->peers != NULL && t->polls != NULL && t->parts != NULL && j->places != NULL && j->guests != NULL &&
+        j->polls != NULL) return AMP_OK;
     return amp_tcp_refuse(t, AMP_ERR_MEMORY, "no memory for the ranks' buffers");
 }
 
@@ -869,6 +1083,7 @@ static inline amp_result amp_tcp_make(amp_tcp *t, amp_tcp_join *j) {
    there twice, or belongs to another world; if rank 0's port is taken, or its address is not its own. */
 static inline amp_result amp_tcp_open(amp_tcp *t, const amp_tcp_desc *desc) {
     amp_tcp_join *j = (amp_tcp_join *)calloc(1, sizeof *j);
+    const char *secret = amp_tcp_secret_of(desc);
     amp_result result;
     int k;
     memset(t, 0, sizeof *t);
@@ -880,6 +1095,7 @@ static inline amp_result amp_tcp_open(amp_tcp *t, const amp_tcp_desc *desc) {
     t->timeout_ms = desc->timeout_ms > 0 ? desc->timeout_ms : 60000;
     j->t = t;
     j->desc = desc;
+    snprintf(j->secret, sizeof j->secret, "%s", secret != NULL ? secret : "");
     j->listener = -1;
     j->deadline = amp_tcp_now() + t->timeout_ms;
     result = amp_tcp_make(t, j);
@@ -887,6 +1103,8 @@ static inline amp_result amp_tcp_open(amp_tcp *t, const amp_tcp_desc *desc) {
     for (k = 0; k < j->n_guests; k++) close(j->guests[k].fd);
     if (j->listener >= 0) close(j->listener);
     free(j->places);
+    free(j->guests);
+    free(j->polls);
     free(j);
     if (result == AMP_OK && amp_tcp_barrier(t) != 0) result = AMP_ERR_REDUCE;
     if (result != AMP_OK) amp_tcp_close(t);

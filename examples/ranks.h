@@ -9,7 +9,7 @@
  *
  * In place of RANK and WORLD_SIZE there may be what mpirun sets (OMPI_COMM_WORLD_RANK and _SIZE, PMI_RANK and _SIZE) or
  * srun (SLURM_PROCID, SLURM_STEP_NUM_TASKS); the first of them counts.  In place of MASTER_ADDR and MASTER_PORT, a file
- * that all see.
+ * that all see.  Ranks on several machines also need the same secret: see amp_tcp.h.
  *
  * SIGTERM and SIGUSR1, which clusters send before they take a machine away, end the program with the code ranks_again:
  * all stop after the same step, rank 0 saves, and whoever started them starts them again. */

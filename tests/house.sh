@@ -157,10 +157,11 @@ if [ "$(grep -c __CUDACC__ amp.h)" -eq 1 ] && ! grep -q 'include <cuda' amp.h; t
 words=$(grep -nwiE 'todo|fixme|xxx|hack|placeholder' amp.h examples/*.[ch] | head -n 3)
 if [ -z "$words" ]; then pass; else fail "unfinished words" "$words"; fi
 
-# Every AMP_ name that tests and examples use exists: in amp.h, in the shim, or as the variable of a setting.  Text in
+# Every AMP_ name that tests and examples use exists: in amp.h, in the shim, or as the variable of a setting or an example.  Text in
 # quotes is the program's own business.
 grep -ohE '\bAMPI?_[A-Z0-9_]+\b' amp.h examples/adopt/cblas.h tests/probe.txt > "$work/names"
 sed -n 's/^    {"\([a-z0-9_]*\)", AMPI_[A-Z0-9]*, AMPI_AT(.*/AMP_\1/p' amp.h | tr '[:lower:]' '[:upper:]' >> "$work/names"
+grep -ohE 'getenv\("AMP_[A-Z0-9_]+"' examples/*.h | sed 's/.*"\(.*\)"/\1/' >> "$work/names"         # variables of examples
 sort -u "$work/names" > "$work/known"
 unknown=$(sed 's/"[^"]*"//g' tests/*.[ch] tests/*/*.[ch] tests/*.sh tests/examples/*.sh examples/*.[ch] README.md Makefile | grep -ohE '\bAMP_[A-Z0-9_]+\b' | grep -v '_$' | sort -u | comm -23 - "$work/known" | tr '\n' ' ')
 if [ -z "$unknown" ]; then pass; else fail "names amp.h does not know" "$unknown"; fi

@@ -19,6 +19,7 @@ static int find_address(const char *name, const char *port, const struct addrinf
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 enum { MOST = 5, NUMBERS = 70000, LIMIT = 1500 };
@@ -327,6 +328,10 @@ TEST(own_name_on_loopback) {
     describe(w, 3, 0, all_exchanges);
     w[0].desc.address = w[1].desc.address = own_name;
     w[2].desc.address = outer.host;
+    for (i = 0; i < 3; i++) w[i].desc.secret = "a word of their own";
+    run_all(w, 3, 0);
+    check_failed(3, -1, "the secret must have up to 63 bytes, without spaces", in_time);
+    for (i = 0; i < 3; i++) w[i].desc.secret = "sesame";
     run_all(w, 3, 0);
     for (i = 0; i < 3; i++) CHECK_MSG(outcomes[i].result == 0, "rank %d: %d \"%s\"", i, outcomes[i].result, outcomes[i].why);
     limit(w);                                   /* on localhost nobody from outside is listened to */
@@ -334,6 +339,81 @@ TEST(own_name_on_loopback) {
     run_all(w, 3, 0);
     check_failed(3, 0, "", in_time);
     CHECK(strstr(outcomes[2].why, "Connection refused") != NULL);
+    for (i = 0; i < 3; i++) { w[i].desc.secret = NULL; w[i].desc.address = outer.host; }
+    run_all(w, 3, 0);                           /* and without a secret nobody meets outside */
+    check_failed(1, -1, "can be reached from other machines: set the environment variable AMP_TCP_SECRET", in_time);
+}
+
+/* A process that does not know the secret is turned away and told so, and the run goes on without it. */
+TEST(another_secret) {
+    work w[MOST + 1];
+    struct stat info;
+    char line[400] = "";
+    FILE *f;
+    pid_t pid;
+    int i;
+    describe(w, 3, 0, all_exchanges);
+    for (i = 0; i < 3; i++) w[i].desc.secret = "sesame";
+    w[3].desc.rank = 1;
+    w[3].desc.world = 7;                        /* which would end a run if it were believed */
+    w[3].desc.secret = "sesam";
+    w[3].desc.timeout_ms = LIMIT;
+    run_all(w, 4, 0);
+    for (i = 0; i < 3; i++) CHECK_MSG(outcomes[i].result == 0, "%d %s", i, outcomes[i].why);
+    CHECK(outcomes[3].result != 0 && outcomes[3].seconds < 2 * in_time);
+    limit(w);
+    w[1].desc.secret = NULL;                    /* rank 0 names the address of who was turned away */
+    run_all(w, 3, 0);
+    check_failed(1, -1, "rank 1 has not come within 1500 ms: 2 of 3 ranks are here; turned away: 127.0.0.1, port ", in_time);
+    CHECK_MSG(strstr(outcomes[0].why, "has another secret") != NULL, "%s", outcomes[0].why);
+    CHECK_MSG(strstr(outcomes[1].why, "its secret (.secret, AMP_TCP_SECRET) is not that of rank 0") != NULL, "%s", outcomes[1].why);
+    describe(w, 2, 1, NULL);                    /* the file has one, and is for its owner alone */
+    fflush(stdout);
+    if ((pid = fork()) == 0) child(w, outcomes);
+    for (i = 0; i < 1000 && ((f = fopen(file, "r")) == NULL || fgets(line, sizeof line, f) == NULL); i++) amp_tcp_sleep(10);
+    if (f != NULL) fclose(f);
+    kill(pid, SIGKILL);
+    waitpid(pid, NULL, 0);
+    CHECK(stat(file, &info) == 0 && (info.st_mode & 0777) == 0600);
+    CHECK_MSG(strlen(line) > 40, "%s", line);
+}
+
+/* More ranks than connections were once held at a time, in one process, while strangers connect and say nothing. */
+enum { MANY = 48 };
+static work many[MANY];
+static int in_sum[MANY];
+static void *rank_of_many(void *arg) {
+    int i = (int)((work *)arg - many);
+    float one = 1;
+    amp_tcp t;
+    in_sum[i] = amp_tcp_open(&t, &many[i].desc) == AMP_OK && amp_tcp_reduce(&t, &one, 1, AMP_F32, AMP_REDUCE_SUM, NULL) == 0 ? (int)one : 0;
+    if (in_sum[i] == 0) printf("  rank %d: %s\n", i, t.why);
+    amp_tcp_close(&t);
+    return NULL;
+}
+TEST(many_ranks_beside_idle_strangers) {
+    pthread_t threads[MANY];
+    const char *why = NULL;
+    int32_t port = free_port();
+    pid_t pid;
+    int i, made = 0;
+    fflush(stdout);
+    if ((pid = fork()) == 0) {
+        for (i = 0; i < 400; i++) { (void)amp_tcp_connect("127.0.0.1", port, amp_tcp_now() + 100, &why); amp_tcp_sleep(2); }
+        amp_tcp_sleep(20000);
+        _exit(0);
+    }
+    for (i = 0; i < MANY; i++) {
+        amp_tcp_desc d = {.rank = i, .world = MANY, .address = "127.0.0.1", .port = port, .timeout_ms = 60000};
+        many[i].desc = d;
+        if (pthread_create(&threads[i], NULL, rank_of_many, &many[i]) != 0) break;
+        made++;
+    }
+    for (i = 0; i < made; i++) pthread_join(threads[i], NULL);
+    kill(pid, SIGKILL);
+    waitpid(pid, NULL, 0);
+    CHECK_EQ(made, MANY);
+    for (i = 0; i < MANY; i++) CHECK_EQ(in_sum[i], MANY);
 }
 
 /* A process of an older start of the job must not become a rank of the new one. */
@@ -603,6 +683,8 @@ int main(int argc, char **argv) {
     RUN(wrong_address);
     RUN(own_name_on_loopback);
     RUN(another_job);
+    RUN(another_secret);
+    RUN(many_ranks_beside_idle_strangers);
     RUN(strangers);
     RUN(calls_that_cannot_be);
     RUN(launchers);
