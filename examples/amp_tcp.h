@@ -464,8 +464,8 @@ static inline int amp_tcp_socket(const struct addrinfo *a) {
     return fd >= 0 || !amp_tcp_raise_limit() ? fd : socket(a->ai_family, a->ai_socktype, a->ai_protocol);
 }
 
-/* Sets what all our sockets have; returns -1, and closes it, if that fails.  SO_REUSEADDR also on those that connect, so
-   that ports of a run that has just ended are no obstacle to listening. */
+/* Sets what all our sockets have; returns -1, and closes it, if that fails.  SO_REUSEADDR also on those that connect:
+   ports of a run that has just ended are then no obstacle to listening. */
 static inline int amp_tcp_prepare(int fd) {
     int one = 1;
     if (fd < 0) return -1;
@@ -602,7 +602,8 @@ typedef struct amp_tcp_join {
 static inline int amp_tcp_listens_wide(const amp_tcp_join *j, const char *host) {
     const char *name = j->desc->address;
     if (j->desc->file != NULL) return 1;
-    return j->secret[0] != 0 && amp_tcp_is_loopback(host) && !amp_tcp_is_loopback(name) && strstr(name, "localhost") == NULL;
+    return j->secret[0] != 0 && amp_tcp_is_loopback(host) && !amp_tcp_is_loopback(name) &&
+           strstr(name, "localhost") == NULL;
 }
 
 static inline amp_tcp_hello amp_tcp_greeting(const amp_tcp_join *j, amp_tcp_purpose purpose, int32_t port) {
