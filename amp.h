@@ -33725,7 +33725,13 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
 #if AMPI_GEMM_BF16 && AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
+/* clang 16 (Apple calls it 15) recurses until its stack ends over a shuffle, as of a word into all lanes, that becomes
+   a vector of __bf16 within a loop: ampi_keep parts the two. */
 static AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi_vf sum) {
+#if defined(__clang__) && (__clang_major__ == 15 || __clang_major__ == 16)
+    x = AMPI_V(ampi_keep)(x);
+    b = AMPI_V(ampi_keep)(b);
+#endif
     return (ampi_vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)b);
 }
 #define AMPI_TILE_PRODUCT ampi_gemm_dot2
