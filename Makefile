@@ -211,7 +211,7 @@ EXAMPLE_TESTS := $(wildcard tests/examples/*.sh)
 WAITING       := tests/examples/slurm.sh $(BUILD)/t_cuda_nccl $(BUILD)/t_tcp tests/examples/mpi.sh
 QUIET         := tests/examples/hosts.sh tests/examples/tools.sh tests/errors.sh
 RUN           := CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/run.sh
-TEST_RUNS     := $(EXAMPLE_TESTS) tests/docs.sh tests/house.sh tests/abi.sh $(CUDA_TESTS) $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%)
+TEST_RUNS     := $(EXAMPLE_TESTS) tests/docs.sh tests/house.sh tests/harness.sh tests/abi.sh $(CUDA_TESTS) $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%)
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	AMPT_LEAVE_OUT=ci TIMES=$(BUILD)/times.txt $(RUN) $(filter-out $(WAITING) $(QUIET),$(TEST_RUNS)) --waiting $(WAITING) --alone $(QUIET)
 
