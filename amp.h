@@ -245,7 +245,8 @@
      another.  recomputing: running a block's forward again before its backward, to save the memory of its activations.
      packed weight: in the order and dtype in which the kernel reads it.  to wait: for the device, on the host.
 
-   ERRORS  Calls that can fail return an amp_result, and on failure leave their outputs as they were.  Overflow and
+   ERRORS  Calls that can fail return an amp_result, and on failure leave their outputs as they were; those that open or
+     create an object set its pointer to NULL, except amp_open_env, whose NULL means that nothing is set.  Overflow and
      skipped steps are data, not errors: see amp_step_result.  "Errors:" in a function's comment omits what all have in
      common: AMP_ERR_NULL for NULL where it is not allowed, AMP_ERR_RANGE for a number or enum outside its range,
      AMP_ERR_MEMORY from whatever allocates, AMP_ERR_DEVICE from whatever uses the device.
@@ -278,7 +279,8 @@
 
    THREADS  Operators, amp_gemm, regions and memory calls may use one context from several threads at once.  Setup
      (registering, overriding), and each scaler, optimizer, set, loader, model and adapt, is for one thread at a time,
-     except amp_loader_stop and amp_loader_info_get.  Regions and the last-error text are per thread.  Callbacks are not
+     except amp_loader_stop and amp_loader_info_get, and the calls that only read a scaler: while none changes it,
+     several threads may call its amp_scaler_enabled, _scale, _scale_ptr, _device, _get and _query.  Regions and the last-error text are per thread.  Callbacks are not
      called under a lock: a logger, allocator or reducer may call the library.  Kernels run on the context's own threads
      (.threads; .share_threads: another context's; .parallel: yours), started by the first call worth it.  All contexts
      together run no more threads than there are cores; while other programs need those, the caller works alone.  If the
@@ -2311,6 +2313,7 @@ typedef enum amp_nan_action {
     "fp8_amax" .fp8.amax          max       recent; of delayed scaling, as the next two
     "fp8_history" "fp8_margin"    1024, 0   to 1024, to 16
     "autotune"                    off       on
+    "threads"                     all       1 to 1024; unless set, .threads of the context's desc stays
     "scaler" .use_scaler          auto      on, off
     "scaler_preset" .scaler.preset default   the names of amp_scaler_preset
     "init_scale" "growth_factor" "backoff_factor" "growth_interval" "min_scale" "max_scale" "hysteresis" "tolerance"
@@ -2340,7 +2343,7 @@ typedef struct amp_settings {
     int32_t memory_efficient, disable_cache;
     int32_t saturate_inputs;
     amp_dtype fallback;
-    int32_t allow_tf32;
+    int32_t allow_tf32, threads;
     amp_fp8_recipe fp8;
     amp_autotune autotune;
     amp_scaler_use use_scaler;
@@ -2374,11 +2377,13 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
    Errors: as amp_settings_set; AMP_ERR_NAME for a variable AMP_... that is no key. */
 AMP_API amp_result amp_settings_read_env(amp_settings *settings);
 /* A context and a scaler from the environment, for a program with fp32 code of its own.  With no variable AMP_... set,
-   or on failure, both become NULL: the program branches on *amp, and scaler calls take NULL as a scale of 1.
-   Otherwise the context is as the variables say, on the CPU, with .gemm_always; the scaler is disabled if none is
-   wanted.
+   both become NULL: the program branches on *amp, and scaler calls take NULL as a scale of 1.  Otherwise the context is
+   as the variables say, on the CPU, with .gemm_always; the scaler is disabled if none is wanted.  scaler may be NULL,
+   for a program that computes products but no gradients: a scale that the variables ask for is then a warning.
+   On failure both stay as they were.  NULL would mean that nothing is set, and a program that did not look at the
+   result would compute in fp32 unnoticed; compilers warn where the result is dropped.
    Errors: as amp_settings_read_env, amp_settings_check, amp_open and amp_scaler_create. */
-AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler);
+AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) __attribute__((__warn_unused_result__));
 /* Checks each field, and for contradictions: level O0 (fp32 throughout) with another dtype, tf32 or the scaler on;
    levels O2 and O3 (16-bit weights) with fp32 or tf32; what only delayed scaling reads with another fp8_scaling; a
    floor above the ceiling; an initial scale outside them.
@@ -2399,7 +2404,7 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader);
 /* Changes a running training between two steps: dtypes, enabled, mode, caches, fallback, tf32, clipping, accumulation,
    scaler on or off and its rule, intervals and actions.  A scaler turned on starts anew; one turned off has scale 1.
-   Level, policy, autotune, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of inputs and outputs
+   Level, policy, autotune, threads, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of inputs and outputs
    change for later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler, optimizer and
    monitor may be NULL.
    Errors: AMP_ERR_STATE in the middle of a step, accumulation cycle or capture, AMP_ERR_UNSUPPORTED the device lacks
@@ -26220,6 +26225,7 @@ static const ampi_word ampi_io_words[] = {
      {NULL, 0}};
 static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
+static const ampi_word ampi_threads_words[] = {{"all", 0}, {NULL, 0}};
 static const ampi_word ampi_layers_words[] = {{"none", 0}, {NULL, 0}};
 static const ampi_word ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}};
 static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
@@ -26249,6 +26255,7 @@ static const ampi_field ampi_setting_table[] = {
     {"fp8_history", AMPI_I32, AMPI_AT(fp8.history), NULL, 1024, 1, 1024, "a whole number from 1 to 1024"},
     {"fp8_margin", AMPI_I32, AMPI_AT(fp8.margin), NULL, 0, 0, 16, "a whole number from 0 to 16"},
     {"autotune", AMPI_WORD, AMPI_AT(autotune), ampi_autotune_words, AMP_AUTOTUNE_OFF, 0, 0, NULL},
+    {"threads", AMPI_I32, AMPI_AT(threads), ampi_threads_words, 0, 1, 1024, "a whole number from 1 to 1024, or all"},
     {"scaler", AMPI_WORD, AMPI_AT(use_scaler), ampi_scaler_words, AMP_SCALER_USE_AUTO, 0, 0, NULL},
     {"scaler_preset", AMPI_PRESET, AMPI_AT(scaler.preset), NULL, 0, 0, 0, NULL},
     {"frozen", AMPI_SWITCH, AMPI_AT(scaler.frozen), ampi_switch_words, 0, 0, 0, NULL},
@@ -26796,7 +26803,9 @@ static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
 }
 
 static void ampi_settings_fill_context(const amp_settings *s, amp_desc *d) {
+    int32_t threads = s->threads != 0 ? s->threads : d->threads;
     ampi_settings_copy(s, ampi_desc_fields, sizeof ampi_desc_fields, d);
+    d->threads = threads;
     ampi_settings_fill_common(s, d);
     d->dtype = s->dtype;
     d->autocast_dtype = s->autocast_dtype;
@@ -26847,37 +26856,51 @@ static int ampi_env_is_empty(void) {
     return 1;
 }
 
-static amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
-    amp_settings s, none;
-    amp_desc desc;
-    amp_scaler_desc scaling;
-    amp_result r;
+/* Names what the environment sets and nothing that was opened reads; the scaler's own settings if there is none. */
+static void ampi_env_unread(const amp_context *amp, const amp_settings *s, const amp_scaler_desc *scaling,
+                            int has_scaler) {
+    amp_settings none;
     int i;
-    memset(&s, 0, sizeof s);
     memset(&none, 0, sizeof none);
-    memset(&desc, 0, sizeof desc);
-    desc.gemm_always = 1;
-    AMPI_TRY(amp_settings_read_env(&s));           /* also refuses misspelt names of empty variables */
-    if (ampi_env_is_empty()) return AMP_OK;
-    AMPI_TRY(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
-    AMPI_TRY(amp_open_abi(amp, &desc, AMPI_HEADERS));
-    r = amp_settings_fill(&s, *amp, NULL, &scaling, NULL, NULL);
-    if (r == AMP_OK) r = amp_scaler_create(*amp, scaler, &scaling);
-    if (r != AMP_OK) { amp_close(*amp); *amp = NULL; return r; }
     for (i = 0; i < AMPI_SETTINGS; i++) {
         const ampi_field *k = &ampi_setting_table[i];
-        if (ampi_setting_is_of_others(k) && ampi_field_get(&s, k) != ampi_field_get(&none, k))
-            ampi_log(*amp, AMP_LOG_WARNING, 1202,
+        if (ampi_setting_is_of_others(k) && ampi_field_get(s, k) != ampi_field_get(&none, k))
+            ampi_log(amp, AMP_LOG_WARNING, 1202,
                      "the environment sets .%s, but amp_open_env opens only a context and a scaler: "
                      "use amp_settings_read_env and amp_settings_fill",
                      k->key);
     }
+    if (!has_scaler && !scaling->disable)
+        ampi_log(amp, AMP_LOG_WARNING, 1203,
+                 "the environment asks for a loss scaler, but amp_open_env was given NULL for it: gradients below 6e-8 "
+                 "become 0 in fp16.  Pass a scaler, or set AMP_SCALER=off if no gradients are computed");
+}
+
+static amp_result ampi_open_env(amp_context **out, amp_scaler **scaler_out) {
+    amp_settings s;
+    amp_desc desc;
+    amp_scaler_desc scaling;
+    amp_context *amp = NULL;
+    amp_scaler *scaler = NULL;
+    amp_result r;
+    memset(&s, 0, sizeof s);
+    memset(&desc, 0, sizeof desc);
+    desc.gemm_always = 1;
+    AMPI_TRY(amp_settings_read_env(&s));           /* also refuses misspelt names of empty variables */
+    if (!ampi_env_is_empty()) {
+        AMPI_TRY(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
+        AMPI_TRY(amp_open_abi(&amp, &desc, AMPI_HEADERS));
+        r = amp_settings_fill(&s, amp, NULL, &scaling, NULL, NULL);
+        if (r == AMP_OK && scaler_out != NULL) r = amp_scaler_create(amp, &scaler, &scaling);
+        if (r != AMP_OK) { amp_close(amp); return r; }
+        ampi_env_unread(amp, &s, &scaling, scaler != NULL);
+    }
+    *out = amp;
+    if (scaler_out != NULL) *scaler_out = scaler;
     return AMP_OK;
 }
 AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) {
-    if (amp != NULL) *amp = NULL;
-    if (scaler != NULL) *scaler = NULL;
-    AMPI_TRY(ampi_need("amp_open_env", amp && scaler, "amp or scaler"));
+    AMPI_TRY(ampi_need("amp_open_env", amp != NULL, "amp"));
     return ampi_as("amp_open_env", ampi_open_env(amp, scaler));
 }
 
@@ -26922,6 +26945,7 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
+    AMPI_TRY(ampi_settings_fixed(f, "threads", s->threads, amp->desc.threads));
     if (optimizer != NULL)
         AMPI_TRY(ampi_settings_fixed(f, "moments", (int)s->moments, (int)optimizer->desc.moments));
     AMPI_TRY(ampi_settings_fixed(f, "fp8_format", (int)s->fp8.format, (int)amp->desc.fp8.format));
