@@ -279,8 +279,9 @@
 
    THREADS  Operators, amp_gemm, regions and memory calls may use one context from several threads at once.  Setup
      (registering, overriding), and each scaler, optimizer, set, loader, model and adapt, is for one thread at a time,
-     except amp_loader_stop and amp_loader_info_get, and the calls that only read a scaler: while none changes it,
-     several threads may call its amp_scaler_enabled, _scale, _scale_ptr, _device, _get and _query.  Regions and the last-error text are per thread.  Callbacks are not
+     except amp_loader_stop and amp_loader_info_get, and except the calls that only read a scaler: while none changes it,
+     several threads may call its amp_scaler_enabled, _scale, _scale_ptr, _device, _get and _query.
+     Regions and the last-error text are per thread.  Callbacks are not
      called under a lock: a logger, allocator or reducer may call the library.  Kernels run on the context's own threads
      (.threads; .share_threads: another context's; .parallel: yours), started by the first call worth it.  All contexts
      together run no more threads than there are cores; while other programs need those, the caller works alone.  If the
@@ -334,15 +335,15 @@ extern "C" {
 
 /* AMP_STATIC: every function private to this file.  AMP_API may be predefined, e.g. for visibility. */
 #if defined(AMP_STATIC)
-#  define AMP_API static __attribute__((unused))
+#  define AMP_API static __attribute__((__unused__))
 #elif !defined(AMP_API)
 #  define AMP_API extern
 #endif
-#define AMPI_INLINE static __inline__ __attribute__((unused))       /* also in C90 */
+#define AMPI_INLINE static __inline__ __attribute__((__unused__))       /* also in C90 */
 
 /* Rules that must give the same bits on the host and in device code are written once under AMPI_HD. */
 #if defined(__CUDACC__)
-#  define AMPI_HD static inline __host__ __device__ __attribute__((unused))
+#  define AMPI_HD static inline __host__ __device__ __attribute__((__unused__))
 #else
 #  define AMPI_HD AMPI_INLINE
 #endif
@@ -776,7 +777,7 @@ AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes);
 AMP_API void amp_free(amp_context *amp, void *ptr);
 /* Errors: AMP_ERR_CONFLICT dst and src overlap without being equal. */
 AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind);
-AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes);
+AMP_API amp_result amp_fill(amp_context *amp, void *dst, int value, int64_t bytes);
 /* Waits for everything queued on the context's stream. */
 AMP_API amp_result amp_sync(amp_context *amp);
 /* Orders the context's stream with others of yours, through an event of yours (cudaEvent_t): record marks what is
@@ -2404,9 +2405,9 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader);
 /* Changes a running training between two steps: dtypes, enabled, mode, caches, fallback, tf32, clipping, accumulation,
    scaler on or off and its rule, intervals and actions.  A scaler turned on starts anew; one turned off has scale 1.
-   Level, policy, autotune, threads, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of inputs and outputs
-   change for later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler, optimizer and
-   monitor may be NULL.
+   Level, policy, autotune, threads, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of inputs and
+   outputs change for later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler, optimizer
+   and monitor may be NULL.
    Errors: AMP_ERR_STATE in the middle of a step, accumulation cycle or capture, AMP_ERR_UNSUPPORTED the device lacks
    the dtype, AMP_ERR_CONFLICT what cannot change, or not under an amp_adapt, AMP_ERR_SCALE. */
 typedef struct amp_monitor amp_monitor;
@@ -3772,7 +3773,7 @@ struct amp_backend {
     amp_result (*alloc_pinned)(void *dev, void **ptr, size_t bytes);
     void (*free_pinned)(void *dev, void *ptr, size_t bytes);
     amp_result (*copy)(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream);
-    amp_result (*fill)(void *dev, void *dst, int byte, size_t bytes, void *stream);
+    amp_result (*fill)(void *dev, void *dst, int value, size_t bytes, void *stream);
     amp_result (*memory_kind)(void *dev, const void *ptr, amp_memory_kind *out);
     amp_result (*memory)(void *dev, amp_memory_info *out);  /* reserved, pinned and device_total only */
     /* streams and events; stream NULL is the context's own */
@@ -4288,20 +4289,20 @@ typedef struct amp_header {
 } amp_header;
 
 #if defined(__has_attribute)
-#  if __has_attribute(retain)
-#    define AMPI_RETAIN __attribute__((used, retain))
+#  if __has_attribute(__retain__)
+#    define AMPI_RETAIN __attribute__((__used__, __retain__))
 #  endif
 #endif
 #if !defined(AMPI_RETAIN)
-#  define AMPI_RETAIN __attribute__((used))
+#  define AMPI_RETAIN __attribute__((__used__))
 #endif
 #if !defined(AMP_STATIC) && defined(__ELF__)        /* the linker provides a section's ends */
-#  define AMPI_SECTION __attribute__((section("amp_headers")))
-extern const amp_header ampi_headers[] __asm__("__start_amp_headers") __attribute__((visibility("hidden")));
-extern const amp_header ampi_headers_end[] __asm__("__stop_amp_headers") __attribute__((visibility("hidden")));
+#  define AMPI_SECTION __attribute__((__section__("amp_headers")))
+extern const amp_header ampi_headers[] __asm__("__start_amp_headers") __attribute__((__visibility__("hidden")));
+extern const amp_header ampi_headers_end[] __asm__("__stop_amp_headers") __attribute__((__visibility__("hidden")));
 #  define AMPI_HEADERS ampi_headers, ampi_headers_end - ampi_headers
 #elif !defined(AMP_STATIC) && defined(__APPLE__)
-#  define AMPI_SECTION __attribute__((section("__DATA,amp_headers")))
+#  define AMPI_SECTION __attribute__((__section__("__DATA,amp_headers")))
 extern const amp_header ampi_headers[] __asm("section$start$__DATA$amp_headers");
 extern const amp_header ampi_headers_end[] __asm("section$end$__DATA$amp_headers");
 #  define AMPI_HEADERS ampi_headers, ampi_headers_end - ampi_headers
@@ -4473,7 +4474,11 @@ extern "C" {
 #else
 #  define AMPI_THREAD_LOCAL __thread
 #endif
-#define AMPI_PRINTF(text, first) __attribute__((format(printf, text, first)))
+/* What must be inlined, so that arguments which are constants make loops of their own. */
+#if !defined(AMPI_ALWAYS)
+#  define AMPI_ALWAYS inline __attribute__((__always_inline__))
+#endif
+#define AMPI_PRINTF(text, first) __attribute__((__format__(__printf__, text, first)))
 #define AMPI_MIN(a, b) ((a) < (b) ? (a) : (b))
 #define AMPI_MAX(a, b) ((a) > (b) ? (a) : (b))
 /* Leaves the calling function with the first result that is not AMP_OK. */
@@ -6450,7 +6455,12 @@ struct amp_state {
 typedef struct ampi_crc { int instruction; uint32_t table[8][256]; } ampi_crc;
 
 #if AMPI_X86 && defined(__x86_64__)
-__attribute__((target("sse4.2"))) static uint32_t ampi_crc_instruction(uint32_t crc, const uint8_t *data, size_t n) {
+#if defined(__clang__) && __clang_major__ >= 14      /* zig's takes features literally; others do not know this one */
+#  define AMPI_CRC_TARGET __attribute__((__target__("sse4.2,crc32")))
+#else
+#  define AMPI_CRC_TARGET __attribute__((__target__("sse4.2")))
+#endif
+AMPI_CRC_TARGET static uint32_t ampi_crc_instruction(uint32_t crc, const uint8_t *data, size_t n) {
     uint64_t wide = crc;
     for (; n >= 8; n -= 8, data += 8) {
         uint64_t word;
@@ -7658,6 +7668,11 @@ static int64_t ampi_gemm_cut(int64_t n, int64_t grain, int64_t i, int64_t parts)
     return AMPI_MIN((n + grain - 1) / grain * i / parts * grain, n);
 }
 
+#if AMPI_X86
+/* Stores past the caches are unordered: those of this thread are done before what it stores next. */
+static __attribute__((__target__("sse"))) void ampi_gemm_order_stores(void) { _mm_sfence(); }
+#endif
+
 static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_gemm_call *call = (const ampi_gemm_call *)arg;
     int64_t part, i, j, parts = call->cut_m * call->cut_n;
@@ -7682,7 +7697,9 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
             }
     }
     if (call->vec->end != NULL) call->vec->end();
-    if (call->past_cache) __atomic_thread_fence(__ATOMIC_SEQ_CST);      /* such stores are unordered */
+#if AMPI_X86
+    if (call->past_cache) ampi_gemm_order_stores();
+#endif
 }
 
 /* The busiest thread's cost with each C cut into m x n parts.  A part of r rows and c columns takes r c / 64 cycles per
@@ -10830,7 +10847,7 @@ static amp_result ampi_cpu_copy(void *dev, void *dst, const void *src, size_t by
     return AMP_OK;
 }
 
-static amp_result ampi_cpu_fill(void *dev, void *dst, int byte, size_t bytes, void *stream) {
+static amp_result ampi_cpu_fill(void *dev, void *dst, int value, size_t bytes, void *stream) {
     (void)dev; (void)stream;
     memset(dst, byte, bytes);
     return AMP_OK;
@@ -12780,7 +12797,7 @@ AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_
                : ampi_as("amp_copy", amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
 }
 
-AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes) {
+AMP_API amp_result amp_fill(amp_context *amp, void *dst, int value, int64_t bytes) {
     if (amp == NULL || (bytes > 0 && dst == NULL)) return ampi_fail(AMP_ERR_NULL, "amp_fill", "amp or dst is NULL");
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_fill", "bytes = %lld, must be 0 or more", (long long)bytes);
     return bytes == 0 ? AMP_OK
@@ -15347,7 +15364,7 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
 
 /* ---- The BLAS-shaped GEMM */
 
-static inline __attribute__((always_inline)) amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m,
+static AMPI_ALWAYS amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m,
                                                                         int64_t n, int64_t k, int64_t lda, int64_t ldb,
                                                                         int64_t ldc) {
     int row = order == AMP_ROW_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
@@ -24243,7 +24260,7 @@ static void ampi_order_init(ampi_order *order, int64_t n, uint64_t seed, int64_t
         order->keys[round] = ampi_epoch_random(seed, epoch, (uint64_t)round);
 }
 
-static inline __attribute__((always_inline)) uint64_t ampi_order_step(const ampi_order *order, uint64_t x) {
+static AMPI_ALWAYS uint64_t ampi_order_step(const ampi_order *order, uint64_t x) {
     uint64_t low_mask = (UINT64_C(1) << order->low_bits) - 1, high_mask = (UINT64_C(1) << order->high_bits) - 1;
     uint64_t low = x & low_mask, high = x >> order->low_bits;
     int round;
@@ -25047,7 +25064,7 @@ static amp_result ampi_worker_get(ampi_worker *w, const ampi_data_file *f, int64
 }
 
 /* Token i; UINT32_MAX if it is negative or beyond 32 bits. */
-static inline __attribute__((always_inline)) uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
+static AMPI_ALWAYS uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
     uint64_t wide;
     if (dtype == AMP_U8) return raw[i];
     if (dtype == AMP_U16) return (uint32_t)raw[2 * i] | (uint32_t)raw[2 * i + 1] << 8;
@@ -25056,8 +25073,8 @@ static inline __attribute__((always_inline)) uint32_t ampi_token(const uint8_t *
     return wide > UINT32_MAX ? UINT32_MAX : (uint32_t)wide;
 }
 
-typedef uint16_t ampi_u16x8 __attribute__((vector_size(16)));
-typedef int32_t ampi_i32x8 __attribute__((vector_size(32)));
+typedef uint16_t ampi_u16x8 __attribute__((__vector_size__(16)));
+typedef int32_t ampi_i32x8 __attribute__((__vector_size__(32)));
 
 /* As ampi_token_row_as for 16 bits, 8 tokens at a time, on a little-endian machine.  Returns how many it converted. */
 static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
@@ -25086,7 +25103,7 @@ static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, 
 
 /* One sample: seq inputs, and the same shifted by one as targets, in int32 or (narrow) uint16.  Nonzero if a token is
    not below the limit. */
-static inline __attribute__((always_inline)) uint32_t
+static AMPI_ALWAYS uint32_t
 ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
                   uint32_t limit) {
     uint32_t token = ampi_token(raw, dtype, 0), next, bad = token >= limit;
@@ -32333,7 +32350,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #define AMPI_SUFFIX _avx2
 #define AMPI_W 8
 #if defined(__clang__)
-#  pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#  pragma clang attribute push(__attribute__((__target__("avx2,fma,f16c"))), apply_to = function)
 #else
 #  pragma GCC push_options
 #  pragma GCC target("avx2,fma,f16c")
@@ -32352,7 +32369,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #define AMPI_SUFFIX _avx512
 #define AMPI_W 16
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
+#pragma clang attribute push(__attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
                              apply_to = function)
 #else
 #  pragma GCC push_options
@@ -32372,8 +32389,8 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #if AMPI_KERNELS == 2
 /* ==== 2 >>numbers: vector kernels ==== */
 
-typedef float ampi_vf __attribute__((vector_size(AMPI_W * 4), may_alias));
-typedef int32_t ampi_vi __attribute__((vector_size(AMPI_W * 4), may_alias));
+typedef float ampi_vf __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
+typedef int32_t ampi_vi __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
 
 static inline ampi_vf AMPI_V(ampi_load)(const float *p) { ampi_vf v; memcpy(&v, p, sizeof v); return v; }
 static inline void AMPI_V(ampi_store)(float *p, ampi_vf v) { memcpy(p, &v, sizeof v); }
@@ -32452,7 +32469,7 @@ static inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
 
 typedef struct AMPI_V(ampi_four) { ampi_vf a, b, c, d; } AMPI_V(ampi_four);
 
-static inline __attribute__((always_inline)) AMPI_V(ampi_four) AMPI_V(ampi_transpose4)(AMPI_V(ampi_four) r) {
+static AMPI_ALWAYS AMPI_V(ampi_four) AMPI_V(ampi_transpose4)(AMPI_V(ampi_four) r) {
     ampi_vf low_ab = AMPI_SHUFFLE(r.a, r.b, 0, 1, 0, 1), high_ab = AMPI_SHUFFLE(r.a, r.b, 2, 3, 2, 3);
     ampi_vf low_cd = AMPI_SHUFFLE(r.c, r.d, 0, 1, 0, 1), high_cd = AMPI_SHUFFLE(r.c, r.d, 2, 3, 2, 3);
     r.a = AMPI_SHUFFLE(low_ab, low_cd, 0, 2, 0, 2);
@@ -32466,7 +32483,7 @@ static inline __attribute__((always_inline)) AMPI_V(ampi_four) AMPI_V(ampi_trans
 /* ---- Numbers: bulk conversions, with the bits of the scalar functions of section 2. */
 
 #define ampi_vu AMPI_V(ampi_vuint)       /* AMPI_W uint32 */
-typedef uint32_t ampi_vu __attribute__((vector_size(AMPI_W * 4), may_alias));
+typedef uint32_t ampi_vu __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
 
 static inline ampi_vu AMPI_V(ampi_load32)(const void *p, int64_t i) {
     ampi_vu v;
@@ -32485,7 +32502,7 @@ static inline ampi_vu AMPI_V(ampi_load16)(const void *p, int64_t i) {
 #elif AMPI_PASS == 2
     return (ampi_vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
 #else
-    typedef uint16_t half __attribute__((vector_size(AMPI_W * 2)));
+    typedef uint16_t half __attribute__((__vector_size__(AMPI_W * 2)));
     half v;
     memcpy(&v, from, sizeof v);
     return __builtin_convertvector(v, ampi_vu);
@@ -32499,7 +32516,7 @@ static inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)v, (__m256i)v), 0x08);
     _mm_storeu_si128((__m128i *)(void *)to, _mm256_castsi256_si128(packed));
 #else
-    typedef uint16_t half __attribute__((vector_size(AMPI_W * 2)));
+    typedef uint16_t half __attribute__((__vector_size__(AMPI_W * 2)));
     half narrow = __builtin_convertvector(v, half);
     memcpy(to, &narrow, sizeof narrow);
 #endif
@@ -32544,7 +32561,7 @@ static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
 #endif
 
 /* Rounds to nearest in `dtype`: ties to even in fp16 and bf16, away from zero in tf32.  Other dtypes: unchanged. */
-static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
+static AMPI_ALWAYS ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
     ampi_vu x = (ampi_vu)v, zero = {0};
     switch (dtype) {
         case AMP_BF16: return (ampi_vf)(AMPI_V(ampi_bf16_round)(x) & 0xffff0000u);
@@ -32562,7 +32579,7 @@ static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_
     }
 }
 
-static inline __attribute__((always_inline)) void AMPI_V(ampi_round_as)(void *dst, const void *src, int64_t n,
+static AMPI_ALWAYS void AMPI_V(ampi_round_as)(void *dst, const void *src, int64_t n,
                                                                         amp_dtype dtype) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W)
@@ -32718,7 +32735,7 @@ static void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
 
 /* fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes; fp32 addition rounds, or
    restores exactly, its subnormals, without any fp32 subnormal. */
-static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b,
+static AMPI_ALWAYS ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b,
                                                                              uint32_t largest) {
     ampi_vu magnitude = x & 0x7fffffffu, zero = {0}, unit = zero + ((uint32_t)(151 - b - m) << 23);
     ampi_vu normal = ((magnitude + ((magnitude >> (23 - m)) & 1u) + ((1u << (22 - m)) - 1)) >> (23 - m)) -
@@ -32731,7 +32748,7 @@ static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narrow)(amp
     return (x >> 24 & 0x80u) | (below & is_below) | ((largest + 1) & is_beyond) | (nan & is_nan) |
            (normal & ~(is_below | is_beyond | is_nan));
 }
-static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_widen)(ampi_vu x, int m, int b, uint32_t largest) {
+static AMPI_ALWAYS ampi_vu AMPI_V(ampi_fp8_widen)(ampi_vu x, int m, int b, uint32_t largest) {
     ampi_vu magnitude = x & 0x7fu, zero = {0}, least = zero + ((uint32_t)(128 - b) << 23),
             scaled = magnitude << (23 - m);
     ampi_vu below = (ampi_vu)((ampi_vf)(scaled + least) - (ampi_vf)least),
@@ -32742,26 +32759,26 @@ static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_widen)(ampi
     if (largest == 0x7e) special = zero + 0x7fc00000u;      /* E4M3 has no payload */
     return (x & 0x80u) << 24 | (below & is_below) | (special & is_special) | (normal & ~(is_below | is_special));
 }
-static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
+static AMPI_ALWAYS ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
 #if AMPI_PASS == 3
     return (ampi_vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
 #elif AMPI_PASS == 2
     return (ampi_vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
 #else
-    typedef uint8_t bytes __attribute__((vector_size(AMPI_W)));
+    typedef uint8_t bytes __attribute__((__vector_size__(AMPI_W)));
     bytes v;
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v, ampi_vu);
 #endif
 }
-static inline __attribute__((always_inline)) void AMPI_V(ampi_store8)(uint8_t *p, ampi_vu v) {
+static AMPI_ALWAYS void AMPI_V(ampi_store8)(uint8_t *p, ampi_vu v) {
 #if AMPI_PASS == 3
     _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)v));
 #elif AMPI_PASS == 2
     __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(halves, halves));
 #else
-    typedef uint8_t bytes __attribute__((vector_size(AMPI_W)));
+    typedef uint8_t bytes __attribute__((__vector_size__(AMPI_W)));
     bytes narrow = __builtin_convertvector(v, bytes);
     memcpy(p, &narrow, sizeof narrow);
 #endif
@@ -32795,7 +32812,7 @@ static void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp
 
 #if AMPI_PASS == 3
 /* 16 numbers rounded to odd, as in ampi_odd; below fp32's normal numbers only the bits that will be kept are right. */
-static inline __attribute__((always_inline)) __m512 AMPI_V(ampi_odd16)(const double *src) {
+static AMPI_ALWAYS __m512 AMPI_V(ampi_odd16)(const double *src) {
     __m512d x = _mm512_loadu_pd(src), y = _mm512_loadu_pd(src + 8);
     __m256 low = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC),
            high = _mm512_cvt_roundpd_ps(y, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
@@ -32807,7 +32824,7 @@ static inline __attribute__((always_inline)) __m512 AMPI_V(ampi_odd16)(const dou
 }
 
 /* 32 numbers rounded to odd in fp16, times a power of two. */
-static inline __attribute__((always_inline)) __m512i AMPI_V(ampi_odd32_f16)(const double *src, float factor) {
+static AMPI_ALWAYS __m512i AMPI_V(ampi_odd32_f16)(const double *src, float factor) {
     __m512 x = _mm512_mul_ps(AMPI_V(ampi_odd16)(src), _mm512_set1_ps(factor)),
            y = _mm512_mul_ps(AMPI_V(ampi_odd16)(src + 16), _mm512_set1_ps(factor));
     __m256i low = _mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC),
@@ -32819,7 +32836,7 @@ static inline __attribute__((always_inline)) __m512i AMPI_V(ampi_odd32_f16)(cons
 }
 
 /* E5M2 is the upper half of fp16, and so is E4M3, one bit further down, of the number over 256. */
-static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e5m2)(uint8_t *to, const double *src) {
+static AMPI_ALWAYS void AMPI_V(ampi_store_e5m2)(uint8_t *to, const double *src) {
     __m512i x = AMPI_V(ampi_odd32_f16)(src, 1), one = _mm512_set1_epi16(1);
     __mmask32 number =
         _mm512_cmple_epu16_mask(_mm512_and_si512(x, _mm512_set1_epi16(0x7fff)), _mm512_set1_epi16(0x7c00));
@@ -32827,7 +32844,7 @@ static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e5m2)(uint8_
     _mm256_storeu_si256((__m256i *)(void *)to,
                         _mm512_cvtepi16_epi8(_mm512_srli_epi16(_mm512_mask_add_epi16(x, number, x, half), 8)));
 }
-static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e4m3)(uint8_t *to, const double *src) {
+static AMPI_ALWAYS void AMPI_V(ampi_store_e4m3)(uint8_t *to, const double *src) {
     __m512i x = AMPI_V(ampi_odd32_f16)(src, 0.00390625f), one = _mm512_set1_epi16(1),
             magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7fff));
     __m512i half = _mm512_add_epi16(_mm512_and_si512(_mm512_srli_epi16(magnitude, 7), one), _mm512_set1_epi16(0x3f));
@@ -32837,7 +32854,7 @@ static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e4m3)(uint8_
 }
 
 /* bf16 keeps subnormals below fp32's normal numbers: there fp32 must be exactly odd. */
-static inline __attribute__((always_inline)) void AMPI_V(ampi_store_bf16)(uint16_t *to, const double *src) {
+static AMPI_ALWAYS void AMPI_V(ampi_store_bf16)(uint16_t *to, const double *src) {
     __m512i x = _mm512_castps_si512(AMPI_V(ampi_odd16)(src)), half;
     if (_mm512_testn_epi32_mask(x, _mm512_set1_epi32(0x7f800000)))
         x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(AMPI_V(ampi_odd)(src))),
@@ -32863,7 +32880,7 @@ static int64_t AMPI_V(ampi_from_f64)(void *dst, const void *src, int64_t n, amp_
     return i;
 }
 
-static inline __attribute__((always_inline)) void AMPI_V(ampi_store_f64)(double *to, __m256i halves, float factor) {
+static AMPI_ALWAYS void AMPI_V(ampi_store_f64)(double *to, __m256i halves, float factor) {
     __m512 x = _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(factor));
     _mm512_storeu_pd(to, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
     _mm512_storeu_pd(to + 8, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
@@ -32955,7 +32972,7 @@ static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
 
 /* The low and high halves of the products with m. */
 static inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, ampi_vu *high) {
-    typedef uint64_t wide __attribute__((vector_size(AMPI_W * 4)));
+    typedef uint64_t wide __attribute__((__vector_size__(AMPI_W * 4)));
     ampi_mi factor = AMPI_M(set1_epi32)((int)m);
     wide even = (wide)AMPI_M(mul_epu32)((ampi_mi)x, factor);
     wide odd = (wide)AMPI_M(mul_epu32)((ampi_mi)((wide)x >> 32), factor);
@@ -33697,7 +33714,7 @@ static inline ampi_vf AMPI_V(ampi_outer)(ampi_vf x, ampi_vf b) {
     return AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, b, zero));
 }
 /* The last columns, fewer than a vector has lanes. */
-static inline __attribute__((always_inline)) void AMPI_V(ampi_outer_rest)(int64_t rows, int64_t rest, const float *a,
+static AMPI_ALWAYS void AMPI_V(ampi_outer_rest)(int64_t rows, int64_t rest, const float *a,
                                                                           int64_t step, const float *b, int add,
                                                                           float *c, int64_t ldc) {
     ampi_vf last = AMPI_V(ampi_load_tail)(b, rest);
@@ -33747,7 +33764,7 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
    It takes subnormal operands as 0; so does the conversion that packs them, unlike section 2's roundings. */
 
 #if AMPI_GEMM_BF16 && AMPI_PASS == 3
-#define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#define AMPI_TILE_TARGET __attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
 /* clang 16 (Apple calls it 15) recurses until its stack ends over a shuffle, as of a word into all lanes, that becomes
    a vector of __bf16 within a loop: ampi_keep parts the two. */
@@ -33774,7 +33791,7 @@ static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const
     tiles[two][rows - 1](k, a, lda, step, b, ldb, two ? cols - AMPI_W : cols, add, ldadd, c, ldc);
 }
 
-#define AMPI_BF16_INLINE AMPI_TILE_TARGET inline __attribute__((always_inline))
+#define AMPI_BF16_INLINE AMPI_TILE_TARGET AMPI_ALWAYS
 
 /* Calls the function with the dtype as a constant. */
 #define AMPI_BF16_OF(dtype, call) \
@@ -34034,7 +34051,8 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
    each sum, those of low halves and of high halves summed separately.  Subnormal operands and results count as 0. */
 
 #if AMPI_GEMM_AMX && AMPI_PASS == 3
-#define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")))
+#define AMPI_TILE_TARGET \
+    __attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")))
 
 /* Configures all eight tiles as 16 rows of 64 bytes (palette 1). */
 static AMPI_TILE_TARGET void ampi_amx_begin(void) {
@@ -34522,7 +34540,7 @@ static void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const float *up,
 /* ---- Sums of rows of fp32, fp16 or bf16, element by element: eight rows in pairs, the rest in order */
 
 /* AMPI_W elements of a row from i on; only m exist. */
-static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i,
+static AMPI_ALWAYS ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i,
                                                                           int64_t m) {
     float scratch[AMPI_W];
     if (dtype == AMP_F32) return AMPI_V(ampi_load_upto)((const float *)row + i, m);
@@ -34537,7 +34555,7 @@ static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const 
 }
 
 /* The sum of eight rows, or one row, at i. */
-static inline __attribute__((always_inline)) ampi_vf
+static AMPI_ALWAYS ampi_vf
 AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t i, int64_t m) {
     ampi_vf s = AMPI_V(ampi_load_as)(r[0], dtype, i, m), a, b, c;
     if (!eight) return s;
@@ -34549,7 +34567,7 @@ AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t 
 }
 
 /* y = (y +) that sum */
-static inline __attribute__((always_inline)) void
+static AMPI_ALWAYS void
 AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int eight, int add, int64_t n) {
     const void *r[8];
     int64_t i, m;
@@ -34566,7 +34584,7 @@ AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int e
 }
 
 /* The same for AMPI_W columns and all rows: the sum stays in a register. */
-static inline __attribute__((always_inline)) void
+static AMPI_ALWAYS void
 AMPI_V(ampi_sum_strip)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
     int64_t r = count >= 8 ? 8 : 1;
     ampi_vf s = AMPI_V(ampi_sum_at)(rows, dtype, count >= 8, i, m);
@@ -34575,7 +34593,7 @@ AMPI_V(ampi_sum_strip)(float *y, const void *const *rows, amp_dtype dtype, int64
     AMPI_V(ampi_store_upto)(y + i, s, m);
 }
 
-static inline __attribute__((always_inline)) void
+static AMPI_ALWAYS void
 AMPI_V(ampi_sum_rows_as)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
     int64_t r = 0;
     for (; n <= 4 * AMPI_W && r * AMPI_W < n; r++)
@@ -34594,9 +34612,9 @@ static void AMPI_V(ampi_sum_rows)(float *y, const void *const *rows, amp_dtype d
 }
 
 /* Half a vector of fp32, its bits, and the same numbers in fp64. */
-typedef float AMPI_V(ampi_vhalf) __attribute__((vector_size(AMPI_W * 2), may_alias));
-typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((vector_size(AMPI_W * 2), may_alias));
-typedef double AMPI_V(ampi_vdouble) __attribute__((vector_size(AMPI_W * 4), may_alias));
+typedef float AMPI_V(ampi_vhalf) __attribute__((__vector_size__(AMPI_W * 2), __may_alias__));
+typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((__vector_size__(AMPI_W * 2), __may_alias__));
+typedef double AMPI_V(ampi_vdouble) __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
 
 static void AMPI_V(ampi_widen_row)(double *total, const float *x, int64_t n) {
     int64_t i = 0;
@@ -34843,7 +34861,7 @@ static inline ampi_vf AMPI_V(ampi_turned)(ampi_vf a, ampi_vf c, ampi_vf b, ampi_
     return AMPI_V(ampi_keep)(a * c) + AMPI_V(ampi_keep)(b * s);
 }
 
-typedef uint64_t AMPI_V(ampi_vpair) __attribute__((vector_size(AMPI_W * 4), may_alias));
+typedef uint64_t AMPI_V(ampi_vpair) __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
 
 static void AMPI_V(ampi_rope_turn)(float *x, int64_t heads, int64_t stride, const float *cosine, const float *sine,
                                    int64_t rotary, int adjacent) {
