@@ -25,7 +25,6 @@
 #define cold __attribute__((cold))
 #define constructor __attribute__((constructor))
 #define destructor __attribute__((destructor))
-#define deprecated __attribute__((deprecated))
 #define nonnull __attribute__((nonnull))
 #define nothrow
 #define must_check __attribute__((warn_unused_result))
@@ -66,11 +65,9 @@
 #define public
 #define private static
 #define protected
-#define function static
 #define procedure void
 #define byte unsigned char
 #define uchar unsigned char
-#define uint unsigned int
 #define u8 unsigned char
 #define u16 unsigned short
 #define u32 unsigned int
@@ -82,7 +79,6 @@
 #define f32 float
 #define f64 double
 #define real float
-#define loop for (;;)
 #define forever for (;;)
 #define until(x) while (!(x))
 #define unless(x) if (!(x))
@@ -179,3 +175,4 @@
 #define scale(...) ampt broken
 #define update(...) ampt broken
 #define transpose(...) ampt broken
+#define X(...) ampt broken
