@@ -144,7 +144,8 @@
      Without -O2 everything is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under
      -std=c99 includes amp.h before system headers; other files may be C90 or C++98.  AMP_STATIC beside
      AMP_IMPLEMENTATION makes everything, thread state and caches too, private to the file.  AMP_API may be predefined
-     in all files, say as a visibility attribute.  Some g++ -Wextra need -Wno-missing-field-initializers.
+     in all files: with -DAMP_API='__attribute__((visibility("hidden"))) extern' a shared library exports none of it.
+     Some g++ -Wextra need -Wno-missing-field-initializers.
      AMP_NO_CARE and AMP_NO_WATCH, beside it, leave out functions of >>care, or of >>watch but settings: calls fail to
      compile, or in files without the macro to link; settings that nothing then reads are refused (AMP_ERR_UNSUPPORTED).
 
@@ -253,8 +254,9 @@
    HEADERS  All files of a program must include the same amp.h.  amp_open, like the calls that take a struct before it
      (amp_machine_*, amp_choose, amp_settings_*), checks every file linked with its caller; AMP_ERR_VERSION names the
      first one compiled against another version or other struct sizes.  Not checked: with amp.h in a shared library,
-     calls before amp_open (put the version in its soname) and amp_open_env; with AMP_STATIC, or in formats other than
-     ELF and Mach-O, files other than the caller.  amp_system, amp_convert_desc and amp_tensor never change.
+     calls before amp_open (put the version in its soname) and amp_open_env; with AMP_STATIC or AMP_API defined, or in
+     formats other than ELF and Mach-O, files other than the caller.  amp_system, amp_convert_desc and amp_tensor never
+     change.
    SYMBOLS  Functions are symbols by their own names, except the inline scalar conversions, amp_tensor1 to 4, and
      amp_open: other languages call amp_open_abi.
    TEXTS  Functions that write text take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
@@ -338,6 +340,7 @@ extern "C" {
 #  define AMP_API static __attribute__((__unused__))
 #elif !defined(AMP_API)
 #  define AMP_API extern
+#  define AMPI_API_IS_OURS 1
 #endif
 #define AMPI_INLINE static __inline__ __attribute__((__unused__))       /* also in C90 */
 
@@ -4296,12 +4299,14 @@ typedef struct amp_header {
 #if !defined(AMPI_RETAIN)
 #  define AMPI_RETAIN __attribute__((__used__))
 #endif
-#if !defined(AMP_STATIC) && defined(__ELF__)        /* the linker provides a section's ends */
+/* The linker provides a section's ends.  It exports them from a shared library even if they are hidden, so a program
+   that says how amp.h's symbols are exported goes without. */
+#if defined(AMPI_API_IS_OURS) && defined(__ELF__)
 #  define AMPI_SECTION __attribute__((__section__("amp_headers")))
 extern const amp_header ampi_headers[] __asm__("__start_amp_headers") __attribute__((__visibility__("hidden")));
 extern const amp_header ampi_headers_end[] __asm__("__stop_amp_headers") __attribute__((__visibility__("hidden")));
 #  define AMPI_HEADERS ampi_headers, ampi_headers_end - ampi_headers
-#elif !defined(AMP_STATIC) && defined(__APPLE__)
+#elif defined(AMPI_API_IS_OURS) && defined(__APPLE__)
 #  define AMPI_SECTION __attribute__((__section__("__DATA,amp_headers")))
 extern const amp_header ampi_headers[] __asm("section$start$__DATA$amp_headers");
 extern const amp_header ampi_headers_end[] __asm("section$end$__DATA$amp_headers");
