@@ -144,8 +144,7 @@
      Without -O2 everything is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under
      -std=c99 includes amp.h before system headers; other files may be C90 or C++98.  AMP_STATIC beside
      AMP_IMPLEMENTATION makes everything, thread state and caches too, private to the file.  AMP_API may be predefined
-     in all files: with -DAMP_API='__attribute__((visibility("hidden"))) extern' a shared library exports none of it.
-     Some g++ -Wextra need -Wno-missing-field-initializers.
+     in all files, say as a visibility attribute.  Some g++ -Wextra need -Wno-missing-field-initializers.
      AMP_NO_CARE and AMP_NO_WATCH, beside it, leave out functions of >>care, or of >>watch but settings: calls fail to
      compile, or in files without the macro to link; settings that nothing then reads are refused (AMP_ERR_UNSUPPORTED).
 
@@ -228,9 +227,9 @@
        >>tape       amp_model_create _param and its kin, amp_tensor_create, amp_tape_create _begin _backward _finish
                     _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time and kin, operators
        >>gradients  amp_params_broadcast, amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale
-                    _check _update _update_with _get _set_scale _rescale _save, amp_grad_set_create _stats _device
-                    _apply _save _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation _set_weight
-                    _bytes _save, amp_state_save_ranks _load_ranks, amp_schedule_lr, amp_graph_begin _end _launch
+                    _check _update _update_with _found _get _set_scale _rescale _save, amp_grad_set_create _stats
+                    _device _apply _save _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation
+                    _set_weight _save, amp_state_save_ranks _load_ranks, amp_schedule_lr, amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
        >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text,
                     amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step
@@ -246,19 +245,18 @@
      another.  recomputing: running a block's forward again before its backward, to save the memory of its activations.
      packed weight: in the order and dtype in which the kernel reads it.  to wait: for the device, on the host.
 
-   ERRORS  Calls that can fail return an amp_result, and on failure leave their outputs as they were; those that open or
-     create an object set its pointer to NULL, except amp_open_env, whose NULL means that nothing is set.  Overflow and
-     skipped steps are data, not errors: see amp_step_result.  "Errors:" in a function's comment omits what all have in
-     common: AMP_ERR_NULL for NULL where it is not allowed, AMP_ERR_RANGE for a number or enum outside its range,
-     AMP_ERR_MEMORY from whatever allocates, AMP_ERR_DEVICE from whatever uses the device.
+   ERRORS  Calls that can fail return an amp_result, and on failure leave their outputs as they were; pointers to new
+     objects become NULL, except in amp_open_env.  Overflow and skipped steps are data, not errors: see amp_step_result.
+     "Errors:" in a function's comment omits what all have in common: AMP_ERR_NULL for NULL where it is not allowed,
+     AMP_ERR_RANGE for a number or enum outside its range, AMP_ERR_MEMORY from whatever allocates, AMP_ERR_DEVICE from
+     whatever uses the device.
    HEADERS  All files of a program must include the same amp.h.  amp_open, like the calls that take a struct before it
      (amp_machine_*, amp_choose, amp_settings_*), checks every file linked with its caller; AMP_ERR_VERSION names the
      first one compiled against another version or other struct sizes.  Not checked: with amp.h in a shared library,
-     calls before amp_open (put the version in its soname) and amp_open_env; with AMP_STATIC or AMP_API defined, or in
-     formats other than ELF and Mach-O, files other than the caller.  amp_system, amp_convert_desc and amp_tensor never
-     change.
+     calls before amp_open (put the version in its soname) and amp_open_env; with AMP_STATIC or AMP_API, or in formats
+     other than ELF and Mach-O, files other than the caller.  amp_system, amp_convert_desc and amp_tensor never change.
    SYMBOLS  Functions are symbols by their own names, except the inline scalar conversions, amp_tensor1 to 4, and
-     amp_open: other languages call amp_open_abi.
+     amp_open: other languages call amp_open_abi.  A shared library exports none of them if AMP_API hides them.
    TEXTS  Functions that write text take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
    MEMORY  All of it comes from amp_system.alloc, the operators' scratch included.
    STATE  amp_NAME_save and _load take a prefix of 1 to 40 bytes, for records <prefix>.WHAT, and do all or nothing.
@@ -279,25 +277,23 @@
      Rounding, overflow and NaN: see the scalar conversions.  Conversion to TF32 rounds ties away; tensor cores given
      fp32 may truncate instead, an error of up to 9.8e-4.
 
-   THREADS  Operators, amp_gemm, regions and memory calls may use one context from several threads at once.  Setup
-     (registering, overriding), and each scaler, optimizer, set, loader, model and adapt, is for one thread at a time,
-     except amp_loader_stop and amp_loader_info_get, and except calls that only read a scaler: while none changes it,
-     several threads may call its amp_scaler_enabled, _scale, _scale_ptr, _device, _get and _query.
-     Regions and the last-error text are per thread.  Callbacks are not
-     called under a lock: a logger, allocator or reducer may call the library.  Kernels run on the context's own threads
-     (.threads; .share_threads: another context's; .parallel: yours), started by the first call worth it.  All contexts
-     together run no more threads than there are cores; while other programs need those, the caller works alone.  If the
-     system has no more threads, kernels use fewer, with one warning, and a loader returns AMP_ERR_THREAD.  fork() only
-     while no other thread is in the library.  A child starts threads of its own; calls on the parent's loader return
-     AMP_ERR_STATE; destroying it, and amp_close of the parent's context, do nothing.
+   THREADS  Operators, amp_gemm, regions and memory calls may use one context in several threads.  Setup (registering,
+     overriding), and each scaler, optimizer, set, loader, model and adapt, is for one thread at a time, except
+     amp_loader_stop, amp_loader_info_get, amp_scaler_found and reading a scaler.  Regions and the error text are per
+     thread.  Callbacks are not called under a lock: a logger, allocator or reducer may call the library.  Kernels run
+     on the context's own threads (.threads; .share_threads: another context's; .parallel: yours), started by the first
+     call worth it.  All contexts together run no more threads than there are cores; while other programs need those,
+     the caller works alone.  If the system has no more threads, kernels use fewer, with one warning, and a loader
+     returns AMP_ERR_THREAD.  fork() only while no thread is in the library.  A child starts its own threads; calls on
+     the parent's loader return AMP_ERR_STATE; destroying it, and closing the parent's context, do nothing.
 
    TRAPS AND ROUNDING  The CPU backend computes and converts in C's default floating-point environment (no traps, round
      to nearest, subnormals kept), whatever your program or a library linked with -Ofast has set.  Yours is back when a
      call returns, and in callbacks: .parallel and its threads, allocator, logger, steps, your kernels; a loader's run
      in that of the thread that created it.  If yours differs, a call costs 35 ns more (measured on an EPYC).  Traps for
      FE_INEXACT and FE_UNDERFLOW stay active in host code of >>watch and >>care.  Calls may raise exception flags but
-     clear none.  Your own sums may trap on inf - inf when too high a scale makes gradients infinite: call
-     amp_count_nonfinite first, and if it finds any go to amp_scaler_update_with(scaler, 1), as in tests/examples/hosts.
+     clear none.  Your own sums may trap on inf - inf when too high a scale makes gradients infinite: leave them out
+     where amp_scaler_found says so; the next update then skips the step, as in tests/examples/hosts.
 
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run (a GPU's .autotune
      needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  Which
@@ -334,8 +330,6 @@ extern "C" {
 #define AMP_VERSION_PATCH 0
 #define AMP_VERSION (AMP_VERSION_MAJOR * 10000 + AMP_VERSION_MINOR * 100 + AMP_VERSION_PATCH)
 #define AMP_VERSION_TEXT "0.2.0"
-
-/* AMP_STATIC: every function private to this file.  AMP_API may be predefined, e.g. for visibility. */
 #if defined(AMP_STATIC)
 #  define AMP_API static __attribute__((__unused__))
 #elif !defined(AMP_API)
@@ -1668,8 +1662,9 @@ typedef struct amp_scaler_desc {
 AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc);
 AMP_API void amp_scaler_destroy(amp_scaler *scaler);
 /* 1 if there is a loss scale: not NULL, not disabled, its context open.  NULL means "no scaler" in amp_scaler_scale,
-   _scale_ptr, _get, _check, _unscale, _update, _update_with and _rescale, so fp32 runs can call them too: the scale is
-   1, nothing is found or done, and the result is AMP_OK. */
+   _scale_ptr, _get, _check, _unscale, _update, _update_with, _found and _rescale, so fp32 runs can call them too: the
+   scale is 1, nothing is found or done, and the result is AMP_OK.  While no thread changes the scaler, several may call
+   its _enabled, _query, _scale_ptr, _device, _get and _scale at once. */
 AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler);
 /* The settings in effect; they create the same scaler. */
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out);
@@ -1704,17 +1699,25 @@ typedef enum amp_check_mode {
        amp_scaler_update    AMP_ERR_NO_CHECK unless some set of this scaler was checked
    An empty set counts as checked.  On failure the stage stays.  Values are tested before the multiplication: overflow
    that it causes is not found.
-   Errors: AMP_ERR_STATE another scaler uses the set, AMP_ERR_CONFLICT an optimizer's gradients share memory and would
-   be unscaled, AMP_ERR_GRAD_16BIT, AMP_ERR_UNSCALED, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
+   Errors: AMP_ERR_STATE another scaler uses the set, or amp_scaler_found found an infinity, AMP_ERR_CONFLICT an
+   optimizer's gradients share memory and would be unscaled, AMP_ERR_GRAD_16BIT, AMP_ERR_UNSCALED, AMP_ERR_STEPPED,
+   AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode);
-/* Grows or shrinks the scale by what all checks since the last update found.  Errors: AMP_ERR_NO_CHECK. */
+/* Grows or shrinks the scale by what all checks, and amp_scaler_found, found since the last update.
+   Errors: AMP_ERR_NO_CHECK. */
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
 /* The same, also counting what you found yourself (found_inf 0 or 1).  Needs no check: for updates fused with
    backward, which leave no gradients behind. */
 AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf);
+/* 1 if some of n numbers in host memory are infinite or NaN, or if a call since the last update found such; n 0 only
+   asks.  Too high a scale makes gradients infinite, and your own sum over them would trap on inf - inf: call this
+   first, and leave the sum out.  The finding counts in the next _update, _update_with and _unscale; _check and steps of
+   amp.h's optimizers refuse to go on with it.  Several threads may call it at once.  0, without reading, for NULL and
+   for a dtype that is not floating. */
+AMP_API int32_t amp_scaler_found(amp_scaler *scaler, const void *data, amp_dtype dtype, int64_t n);
 /* All at once, for gradients in a few arrays: checks them, multiplies them by 1 / scale (non-finite ones too), updates
    the scale, and sets *apply to whether your optimizer shall step: 0 if anything is infinite or NaN, or on failure;
-   1 if scaler is NULL.  Waits.
+   1 if scaler is NULL.  What amp_scaler_found found is enough for 0: the gradients are then not touched.  Waits.
    Errors: AMP_ERR_DTYPE, AMP_ERR_CONFLICT ranges share memory, AMP_ERR_STATE during a graph capture,
    AMP_ERR_GRAD_16BIT, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply);
@@ -6711,11 +6714,11 @@ static void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t 
 /* ampi_copy_le in pieces that stay in the cache; returns the checksum of the blob's side. */
 static uint32_t ampi_state_copy(const ampi_crc *crc, void *dst, const void *src, size_t bytes, size_t size,
                                 int to_blob) {
-    enum { AMPI_PIECE = 1 << 16 };
+    enum { AMPI_STATE_PIECE = 1 << 16 };
     uint32_t sum = 0;
     size_t at;
-    for (at = 0; at < bytes; at += AMPI_PIECE) {
-        size_t n = AMPI_MIN(bytes - at, (size_t)AMPI_PIECE);
+    for (at = 0; at < bytes; at += AMPI_STATE_PIECE) {
+        size_t n = AMPI_MIN(bytes - at, (size_t)AMPI_STATE_PIECE);
         uint8_t *to = (uint8_t *)dst + at;
         const uint8_t *from = (const uint8_t *)src + at;
         ampi_copy_le(to, from, n, size);
@@ -19846,6 +19849,7 @@ struct amp_scaler {
     amp_k_scaler *device;
     amp_grad_set *sets;             /* checked since the last update */
     int32_t checked;                /* 1: a set was, perhaps before a load */
+    int32_t found;                  /* 1: amp_scaler_found did since the last update; atomic */
     amp_grad_set *own;              /* of amp_scaler_unscale's last ranges, or NULL */
 };
 
@@ -21578,7 +21582,7 @@ static amp_k_scaler ampi_scaler_start(const amp_scaler_desc *d) {
 
 static void ampi_scaler_release_sets(amp_scaler *scaler) {
     while (scaler->sets != NULL) ampi_set_unlink(scaler->sets);
-    scaler->checked = 0;
+    scaler->checked = scaler->found = 0;
 }
 
 static void ampi_scaler_stop(ampi_object *object) {
@@ -21782,6 +21786,12 @@ static int64_t ampi_set_forgotten(const amp_grad_set *set) {
     return -1;
 }
 
+static amp_result ampi_refuse_found(const char *function, const amp_scaler *scaler) {
+    if (scaler == NULL || !scaler->found) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "amp_scaler_found has found infinity or NaN: leave this step out, and call amp_scaler_update");
+}
+
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode) {
     amp_scaler *enabled = ampi_enabled(scaler);
     int64_t filled = 0, forgotten;
@@ -21792,6 +21802,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     if (mode != AMP_CHECK_UNSCALE && mode != AMP_CHECK_READ)
         return ampi_fail(AMP_ERR_RANGE, "amp_scaler_check", "mode = %d, must be AMP_CHECK_UNSCALE or AMP_CHECK_READ",
                          (int)mode);
+    AMPI_TRY(ampi_refuse_found("amp_scaler_check", scaler));
     AMPI_TRY(ampi_check_set_known("amp_scaler_check", set));
     AMPI_TRY(ampi_check_owner("amp_scaler_check", set, scaler));
     if (set->stage == AMPI_CHECKED)
@@ -21820,7 +21831,7 @@ static amp_result ampi_scaler_update(amp_scaler *scaler, int32_t found_inf) {
     amp_k_rule rule;
     if (!scaler->desc.disable) {
         rule = ampi_rule(AMP_RULE_UPDATE, scaler, NULL);
-        rule.value = (float)found_inf;
+        rule.value = (float)(found_inf | scaler->found);
         AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
         if (scaler->amp->backend->host_visible) ampi_scaler_watch(scaler, scaler->device);
     }
@@ -21830,7 +21841,7 @@ static amp_result ampi_scaler_update(amp_scaler *scaler, int32_t found_inf) {
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_update"));
-    if (!scaler->checked)
+    if (!scaler->checked && !scaler->found)
         return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
     return ampi_as("amp_scaler_update", ampi_scaler_update(scaler, 0));
 }
@@ -21840,6 +21851,11 @@ AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf)
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_update_with"));
     return ampi_as("amp_scaler_update_with", ampi_scaler_update(scaler, found_inf));
+}
+AMP_API int32_t amp_scaler_found(amp_scaler *scaler, const void *data, amp_dtype dtype, int64_t n) {
+    if (scaler == NULL || ampi_is_stopped(&scaler->object)) return 0;
+    if (amp_count_nonfinite(data, dtype, n, NULL) > 0) __atomic_store_n(&scaler->found, 1, __ATOMIC_RELAXED);
+    return __atomic_load_n(&scaler->found, __ATOMIC_RELAXED);
 }
 
 static int ampi_set_is_of(const amp_grad_set *set, const amp_range *ranges, int64_t n) {
@@ -21875,6 +21891,7 @@ static amp_result ampi_scaler_unscale(amp_scaler *scaler, const amp_range *range
     amp_k_grad_stats found;
     AMPI_TRY(ampi_may_wait(scaler->amp));
     AMPI_TRY(ampi_scaler_ranges(scaler, ranges, n));
+    if (scaler->found) return ampi_scaler_update(scaler, 0);
     AMPI_TRY(amp_scaler_check(scaler, scaler->own, AMP_CHECK_UNSCALE));
     AMPI_TRY(ampi_fetch(scaler->amp, &found, scaler->own->found, sizeof found));
     AMPI_TRY(ampi_scaler_update(scaler, 0));
@@ -22776,6 +22793,7 @@ static amp_result ampi_copies_begin(amp_optimizer *o) {
 static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
     AMPI_TRY(ampi_need_object(function, o, "optimizer"));
     if (scaler != NULL) AMPI_TRY(ampi_alive(&scaler->object, function));
+    AMPI_TRY(ampi_refuse_found(function, scaler));
     AMPI_TRY(ampi_check_set_known(function, o->set));
     AMPI_TRY(ampi_check_owner(function, o->set, scaler));
     if (o->set->stage == AMPI_STEPPED)

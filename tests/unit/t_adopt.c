@@ -351,6 +351,49 @@ TEST(gemm_of_fp64) {
     amp_close(amp);
 }
 
+/* ---- What the program finds before its own sums */
+
+TEST(found_before_a_sum) {
+    float g[4] = {1, INFINITY, 2, 3};
+    const double nan = NAN;
+    amp_range range = {"g", g, 4, AMP_F32};
+    amp_grad_set_desc ranges;
+    amp_grad_set *set = NULL;
+    amp_scaler_desc d;
+    amp_scaler *scaler = NULL;
+    int32_t apply = 1;
+    words w;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    memset(&d, 0, sizeof d);
+    memset(&ranges, 0, sizeof ranges);
+    d.init_scale = 1024;
+    ranges.ranges = &range; ranges.n_ranges = 1;
+    CHECK_OK(amp_scaler_create(amp, &scaler, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &ranges));
+    CHECK_EQ(amp_scaler_found(NULL, g, AMP_F32, 4), 0);
+    CHECK_EQ(amp_scaler_found(scaler, g, AMP_F32, 1), 0);           /* the infinity is the second */
+    CHECK_EQ(amp_scaler_found(scaler, g, AMP_I32, 4), 0);
+    CHECK_ERR(amp_scaler_update(scaler), AMP_ERR_NO_CHECK);
+    CHECK_EQ(amp_scaler_found(scaler, g, AMP_F32, 4), 1);
+    CHECK_EQ(amp_scaler_found(scaler, g, AMP_F32, 1), 1);           /* remembered */
+    CHECK_ERR(amp_scaler_check(scaler, set, AMP_CHECK_READ), AMP_ERR_STATE);
+    CHECK_OK(amp_scaler_update_with(scaler, 0));
+    CHECK(amp_scaler_scale(scaler) == 512 && !amp_scaler_found(scaler, NULL, AMP_F32, 0));
+    CHECK_EQ(amp_scaler_found(scaler, &nan, AMP_F64, 1), 1);
+    CHECK_OK(amp_scaler_update(scaler));                            /* a finding is as good as a check */
+    CHECK(amp_scaler_scale(scaler) == 256);
+    g[1] = 2;
+    CHECK_EQ(amp_scaler_found(scaler, &nan, AMP_F64, 1), 1);
+    CHECK_OK(amp_scaler_unscale(scaler, &range, 1, &apply));
+    CHECK(apply == 0 && amp_scaler_scale(scaler) == 128 && g[0] == 1 && g[3] == 3);
+    CHECK_OK(amp_scaler_unscale(scaler, &range, 1, &apply));
+    CHECK(apply == 1 && amp_scaler_scale(scaler) == 128 && g[3] == 3.0f / 128);
+    amp_grad_set_destroy(set);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+    CHECK_EQ(amp_scaler_found(NULL, NULL, AMP_F32, 0), 0);
+}
+
 /* ---- From the environment */
 
 static void clean(void) {
@@ -669,7 +712,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(unscale_is_check_and_update_in_one); RUN(ranges_may_change_from_call_to_call); RUN(torch_takes_no_fp16); RUN(found_inf_of_the_host);
     RUN(found_inf_of_host_and_check); RUN(no_scaler_is_a_scale_of_1); RUN(enabled); RUN(gemm_always_needs_no_region); RUN(gemm_of_fp64);
-    RUN(nothing_in_the_environment); RUN(opened_from_the_environment); RUN(wrong_environments); RUN(products_only); RUN(threads_from_the_environment); RUN(skips_at_the_floor);
+    RUN(nothing_in_the_environment); RUN(opened_from_the_environment); RUN(wrong_environments); RUN(products_only); RUN(found_before_a_sum); RUN(threads_from_the_environment); RUN(skips_at_the_floor);
     RUN(sets_without_a_count); RUN(momentum_in_the_gradient_buffer); RUN(the_first_bad_element);
     return TEST_END();
 }
