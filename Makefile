@@ -24,7 +24,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: slurm newcomer docs help run quick t examples check-machine bench-precision bench-features adopt libampblas plot watch test test-ci test-exhaustive errors anomalies oracle bench \
+.PHONY: slurm newcomer compilers docs help run quick t examples check-machine bench-precision bench-features adopt libampblas plot watch test test-ci test-exhaustive errors anomalies oracle bench \
         bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 bench-ddp accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -48,6 +48,7 @@ help: backend
 	@echo "make slurm            run examples/slurm/train.sbatch on a Slurm of its own (root; installs it): preempted, requeued"
 	@echo "make crash-ranks      kill one of four ranks 200 times (KILLS, SEED): no hang, no lost checkpoint, the same bits after"
 	@echo "make newcomer         walk the first hour of README.md and examples/README.md, command by command, in an empty HOME"
+	@echo "make compilers        compile amp.h by every gcc, clang and zig at hand, at every level (COMPILERS: by these; an hour)"
 	@echo "make docs             make one page of amp.h's manual, comments and declarations: $(BUILD)/docs/index.html"
 	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, and compare with a clean run"
 	@echo "make coverage         measure which lines and branches the tests reach; fails below 95% and 85%"
@@ -211,7 +212,7 @@ EXAMPLE_TESTS := $(wildcard tests/examples/*.sh)
 WAITING       := tests/examples/slurm.sh $(BUILD)/t_cuda_nccl $(BUILD)/t_tcp tests/examples/mpi.sh
 QUIET         := tests/examples/hosts.sh tests/examples/tools.sh tests/errors.sh
 RUN           := CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/run.sh
-TEST_RUNS     := $(EXAMPLE_TESTS) tests/docs.sh tests/house.sh tests/abi.sh tests/frozen/frozen.sh $(CUDA_TESTS) $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%)
+TEST_RUNS     := $(EXAMPLE_TESTS) tests/docs.sh tests/house.sh tests/harness.sh tests/abi.sh tests/frozen/frozen.sh $(CUDA_TESTS) $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%)
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	AMPT_LEAVE_OUT=ci TIMES=$(BUILD)/times.txt $(RUN) $(filter-out $(WAITING) $(QUIET),$(TEST_RUNS)) --waiting $(WAITING) --alone $(QUIET)
 
@@ -224,6 +225,9 @@ test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 
 newcomer:
 	CC="$(CC)" sh tests/run.sh tests/newcomer.sh
+
+compilers:
+	sh tests/run.sh tests/compilers.sh
 
 # One page, which needs nothing but itself.
 docs: $(BUILD)/docs/index.html

@@ -227,9 +227,9 @@
        >>tape       amp_model_create _param and its kin, amp_tensor_create, amp_tape_create _begin _backward _finish
                     _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time and kin, operators
        >>gradients  amp_params_broadcast, amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale
-                    _check _update _update_with _get _set_scale _rescale _save, amp_grad_set_create _stats _device
-                    _apply _save _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation _set_weight
-                    _bytes _save, amp_state_save_ranks _load_ranks, amp_schedule_lr, amp_graph_begin _end _launch
+                    _check _update _update_with _found _get _set_scale _rescale _save, amp_grad_set_create _stats
+                    _device _apply _save _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation
+                    _set_weight _save, amp_state_save_ranks _load_ranks, amp_schedule_lr, amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
        >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text,
                     amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step
@@ -245,17 +245,18 @@
      another.  recomputing: running a block's forward again before its backward, to save the memory of its activations.
      packed weight: in the order and dtype in which the kernel reads it.  to wait: for the device, on the host.
 
-   ERRORS  Calls that can fail return an amp_result, and on failure leave their outputs as they were.  Overflow and
-     skipped steps are data, not errors: see amp_step_result.  "Errors:" in a function's comment omits what all have in
-     common: AMP_ERR_NULL for NULL where it is not allowed, AMP_ERR_RANGE for a number or enum outside its range,
-     AMP_ERR_MEMORY from whatever allocates, AMP_ERR_DEVICE from whatever uses the device.
+   ERRORS  Calls that can fail return an amp_result, and on failure leave their outputs as they were; pointers to new
+     objects become NULL, except in amp_open_env.  Overflow and skipped steps are data, not errors: see amp_step_result.
+     "Errors:" in a function's comment omits what all have in common: AMP_ERR_NULL for NULL where it is not allowed,
+     AMP_ERR_RANGE for a number or enum outside its range, AMP_ERR_MEMORY from whatever allocates, AMP_ERR_DEVICE from
+     whatever uses the device.
    HEADERS  All files of a program must include the same amp.h.  amp_open, like the calls that take a struct before it
      (amp_machine_*, amp_choose, amp_settings_*), checks every file linked with its caller; AMP_ERR_VERSION names the
      first one compiled against another version or other struct sizes.  Not checked: with amp.h in a shared library,
-     calls before amp_open (put the version in its soname) and amp_open_env; with AMP_STATIC, or in formats other than
-     ELF and Mach-O, files other than the caller.  amp_system, amp_convert_desc and amp_tensor never change.
+     calls before amp_open (put the version in its soname) and amp_open_env; with AMP_STATIC or AMP_API, or in formats
+     other than ELF and Mach-O, files other than the caller.  amp_system, amp_convert_desc and amp_tensor never change.
    SYMBOLS  Functions are symbols by their own names, except the inline scalar conversions, amp_tensor1 to 4, and
-     amp_open: other languages call amp_open_abi.
+     amp_open: other languages call amp_open_abi.  A shared library exports none of them if AMP_API hides them.
    TEXTS  Functions that write text take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
    MEMORY  All of it comes from amp_system.alloc, the operators' scratch included.
    STATE  amp_NAME_save and _load take a prefix of 1 to 40 bytes, for records <prefix>.WHAT, and do all or nothing.
@@ -278,23 +279,23 @@
      Rounding, overflow and NaN: see the scalar conversions.  Conversion to TF32 rounds ties away; tensor cores given
      fp32 may truncate instead, an error of up to 9.8e-4.
 
-   THREADS  Operators, amp_gemm, regions and memory calls may use one context from several threads at once.  Setup
-     (registering, overriding), and each scaler, optimizer, set, loader, model and adapt, is for one thread at a time,
-     except amp_loader_stop and amp_loader_info_get.  Regions and the last-error text are per thread.  Callbacks are not
-     called under a lock: a logger, allocator or reducer may call the library.  Kernels run on the context's own threads
-     (.threads; .share_threads: another context's; .parallel: yours), started by the first call worth it.  All contexts
-     together run no more threads than there are cores; while other programs need those, the caller works alone.  If the
-     system has no more threads, kernels use fewer, with one warning, and a loader returns AMP_ERR_THREAD.  fork() only
-     while no other thread is in the library.  A child starts threads of its own; calls on the parent's loader return
-     AMP_ERR_STATE; destroying it, and amp_close of the parent's context, do nothing.
+   THREADS  Operators, amp_gemm, regions and memory calls may use one context in several threads.  Setup (registering,
+     overriding), and each scaler, optimizer, set, loader, model and adapt, is for one thread at a time, except
+     amp_loader_stop, amp_loader_info_get, amp_scaler_found and reading a scaler.  Regions and the error text are per
+     thread.  Callbacks are not called under a lock: a logger, allocator or reducer may call the library.  Kernels run
+     on the context's own threads (.threads; .share_threads: another context's; .parallel: yours), started by the first
+     call worth it.  All contexts together run no more threads than there are cores; while other programs need those,
+     the caller works alone.  If the system has no more threads, kernels use fewer, with one warning, and a loader
+     returns AMP_ERR_THREAD.  fork() only while no thread is in the library.  A child starts its own threads; calls on
+     the parent's loader return AMP_ERR_STATE; destroying it, and closing the parent's context, do nothing.
 
    TRAPS AND ROUNDING  The CPU backend computes and converts in C's default floating-point environment (no traps, round
      to nearest, subnormals kept), whatever your program or a library linked with -Ofast has set.  Yours is back when a
      call returns, and in callbacks: .parallel and its threads, allocator, logger, steps, your kernels; a loader's run
      in that of the thread that created it.  If yours differs, each call sets and restores it.  Traps for
      FE_INEXACT and FE_UNDERFLOW stay active in host code of >>watch and >>care.  Calls may raise exception flags but
-     clear none.  Your own sums may trap on inf - inf when too high a scale makes gradients infinite: call
-     amp_count_nonfinite first, and if it finds any go to amp_scaler_update_with(scaler, 1), as in tests/examples/hosts.
+     clear none.  Your own sums may trap on inf - inf when too high a scale makes gradients infinite: leave them out
+     where amp_scaler_found says so; the next update then skips the step, as in tests/examples/hosts.
 
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run (a GPU's .autotune
      needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  Which
@@ -331,18 +332,17 @@ extern "C" {
 #define AMP_VERSION_PATCH 0
 #define AMP_VERSION (AMP_VERSION_MAJOR * 10000 + AMP_VERSION_MINOR * 100 + AMP_VERSION_PATCH)
 #define AMP_VERSION_TEXT "0.2.0"
-
-/* AMP_STATIC: every function private to this file.  AMP_API may be predefined, e.g. for visibility. */
 #if defined(AMP_STATIC)
-#  define AMP_API static __attribute__((unused))
+#  define AMP_API static __attribute__((__unused__))
 #elif !defined(AMP_API)
 #  define AMP_API extern
+#  define AMPI_API_IS_OURS 1
 #endif
-#define AMPI_INLINE static __inline__ __attribute__((unused))       /* also in C90 */
+#define AMPI_INLINE static __inline__ __attribute__((__unused__))       /* also in C90 */
 
 /* Rules that must give the same bits on the host and in device code are written once under AMPI_HD. */
 #if defined(__CUDACC__)
-#  define AMPI_HD static inline __host__ __device__ __attribute__((unused))
+#  define AMPI_HD static inline __host__ __device__ __attribute__((__unused__))
 #else
 #  define AMPI_HD AMPI_INLINE
 #endif
@@ -536,7 +536,7 @@ typedef struct amp_param {
     void *master;               /* the optimizer's fp32 master weights, or NULL */
     uint64_t id;                /* from amp_param_register, unique across contexts; 0: never cached */
     uint64_t version;           /* of the weight's value */
-    uint64_t used[2];           /* 1 + the version that the last forward [0] and backward [1] used */
+    uint64_t last_used[2];      /* 1 + the version that the last forward [0] and backward [1] used */
     int32_t grad_live;          /* 0: the next backward overwrites grad; 1: it adds */
     int32_t embedding;          /* 1: a table of embeddings; AMP_MOMENTS_8BIT leaves its moments in fp32 */
     uint64_t context;           /* serial number of the context it is registered with */
@@ -776,7 +776,7 @@ AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes);
 AMP_API void amp_free(amp_context *amp, void *ptr);
 /* Errors: AMP_ERR_CONFLICT dst and src overlap without being equal. */
 AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind);
-AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes);
+AMP_API amp_result amp_fill(amp_context *amp, void *dst, int value, int64_t bytes);
 /* Waits for everything queued on the context's stream. */
 AMP_API amp_result amp_sync(amp_context *amp);
 /* Orders the context's stream with others of yours, through an event of yours (cudaEvent_t): record marks what is
@@ -1667,8 +1667,9 @@ typedef struct amp_scaler_desc {
 AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc);
 AMP_API void amp_scaler_destroy(amp_scaler *scaler);
 /* 1 if there is a loss scale: not NULL, not disabled, its context open.  NULL means "no scaler" in amp_scaler_scale,
-   _scale_ptr, _get, _check, _unscale, _update, _update_with and _rescale, so fp32 runs can call them too: the scale is
-   1, nothing is found or done, and the result is AMP_OK. */
+   _scale_ptr, _get, _check, _unscale, _update, _update_with, _found and _rescale, so fp32 runs can call them too: the
+   scale is 1, nothing is found or done, and the result is AMP_OK.  While no thread changes the scaler, several may call
+   its _enabled, _query, _scale_ptr, _device, _get and _scale at once. */
 AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler);
 /* The settings in effect; they create the same scaler. */
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out);
@@ -1703,17 +1704,25 @@ typedef enum amp_check_mode {
        amp_scaler_update    AMP_ERR_NO_CHECK unless some set of this scaler was checked
    An empty set counts as checked.  On failure the stage stays.  Values are tested before the multiplication: overflow
    that it causes is not found.
-   Errors: AMP_ERR_STATE another scaler uses the set, AMP_ERR_CONFLICT an optimizer's gradients share memory and would
-   be unscaled, AMP_ERR_GRAD_16BIT, AMP_ERR_UNSCALED, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
+   Errors: AMP_ERR_STATE another scaler uses the set, or amp_scaler_found found an infinity, AMP_ERR_CONFLICT an
+   optimizer's gradients share memory and would be unscaled, AMP_ERR_GRAD_16BIT, AMP_ERR_UNSCALED, AMP_ERR_STEPPED,
+   AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode);
-/* Grows or shrinks the scale by what all checks since the last update found.  Errors: AMP_ERR_NO_CHECK. */
+/* Grows or shrinks the scale by what all checks, and amp_scaler_found, found since the last update.
+   Errors: AMP_ERR_NO_CHECK. */
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
 /* The same, also counting what you found yourself (found_inf 0 or 1).  Needs no check: for updates fused with
    backward, which leave no gradients behind. */
 AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf);
+/* 1 if some of n numbers in host memory are infinite or NaN, or if a call since the last update found such; n 0 only
+   asks.  Too high a scale makes gradients infinite, and your own sum over them would trap on inf - inf: call this
+   first, and leave the sum out.  The finding counts in the next _update, _update_with and _unscale; _check and steps of
+   amp.h's optimizers refuse to go on with it.  Several threads may call it at once.  0, without reading, for NULL and
+   for a dtype that is not floating. */
+AMP_API int32_t amp_scaler_found(amp_scaler *scaler, const void *data, amp_dtype dtype, int64_t n);
 /* All at once, for gradients in a few arrays: checks them, multiplies them by 1 / scale (non-finite ones too), updates
    the scale, and sets *apply to whether your optimizer shall step: 0 if anything is infinite or NaN, or on failure;
-   1 if scaler is NULL.  Waits.
+   1 if scaler is NULL.  What amp_scaler_found found is enough for 0: the gradients are then not touched.  Waits.
    Errors: AMP_ERR_DTYPE, AMP_ERR_CONFLICT ranges share memory, AMP_ERR_STATE during a graph capture,
    AMP_ERR_GRAD_16BIT, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply);
@@ -2317,6 +2326,7 @@ typedef enum amp_nan_action {
     "fp8_amax" .fp8.amax          max       recent; of delayed scaling, as the next two
     "fp8_history" "fp8_margin"    1024, 0   to 1024, to 16
     "autotune"                    off       on
+    "threads"                     all       1 to 1024; unless set, .threads of the context's desc stays
     "scaler" .use_scaler          auto      on, off
     "scaler_preset" .scaler.preset default   the names of amp_scaler_preset
     "init_scale" "growth_factor" "backoff_factor" "growth_interval" "min_scale" "max_scale" "hysteresis" "tolerance"
@@ -2346,7 +2356,7 @@ typedef struct amp_settings {
     int32_t memory_efficient, disable_cache;
     int32_t saturate_inputs;
     amp_dtype fallback;
-    int32_t allow_tf32;
+    int32_t allow_tf32, threads;
     amp_fp8_recipe fp8;
     amp_autotune autotune;
     amp_scaler_use use_scaler;
@@ -2380,11 +2390,13 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
    Errors: as amp_settings_set; AMP_ERR_NAME for a variable AMP_... that is no key. */
 AMP_API amp_result amp_settings_read_env(amp_settings *settings);
 /* A context and a scaler from the environment, for a program with fp32 code of its own.  With no variable AMP_... set,
-   or on failure, both become NULL: the program branches on *amp, and scaler calls take NULL as a scale of 1.
-   Otherwise the context is as the variables say, on the CPU, with .gemm_always; the scaler is disabled if none is
-   wanted.
+   both become NULL: the program branches on *amp, and scaler calls take NULL as a scale of 1.  Otherwise the context is
+   as the variables say, on the CPU, with .gemm_always; the scaler is disabled if none is wanted.  scaler may be NULL,
+   for a program that computes products but no gradients: a scale that the variables ask for is then a warning.
+   On failure both stay as they were.  NULL would mean that nothing is set, and a program that did not look at the
+   result would compute in fp32 unnoticed; compilers warn where the result is dropped.
    Errors: as amp_settings_read_env, amp_settings_check, amp_open and amp_scaler_create. */
-AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler);
+AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) __attribute__((__warn_unused_result__));
 /* Checks each field, and for contradictions: level O0 (fp32 throughout) with another dtype, tf32 or the scaler on;
    levels O2 and O3 (16-bit weights) with fp32 or tf32; what only delayed scaling reads with another fp8_scaling; a
    floor above the ceiling; an initial scale outside them.
@@ -2405,9 +2417,9 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader);
 /* Changes a running training between two steps: dtypes, enabled, mode, caches, fallback, tf32, clipping, accumulation,
    scaler on or off and its rule, intervals and actions.  A scaler turned on starts anew; one turned off has scale 1.
-   Level, policy, autotune, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of inputs and outputs
-   change for later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler, optimizer and
-   monitor may be NULL.
+   Level, policy, autotune, threads, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of inputs and
+   outputs change for later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler,
+   optimizer and monitor may be NULL.
    Errors: AMP_ERR_STATE in the middle of a step, accumulation cycle or capture, AMP_ERR_UNSUPPORTED the device lacks
    the dtype, AMP_ERR_CONFLICT what cannot change, or not under an amp_adapt, AMP_ERR_SCALE. */
 typedef struct amp_monitor amp_monitor;
@@ -3773,7 +3785,7 @@ struct amp_backend {
     amp_result (*alloc_pinned)(void *dev, void **ptr, size_t bytes);
     void (*free_pinned)(void *dev, void *ptr, size_t bytes);
     amp_result (*copy)(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream);
-    amp_result (*fill)(void *dev, void *dst, int byte, size_t bytes, void *stream);
+    amp_result (*fill)(void *dev, void *dst, int value, size_t bytes, void *stream);
     amp_result (*memory_kind)(void *dev, const void *ptr, amp_memory_kind *out);
     amp_result (*memory)(void *dev, amp_memory_info *out);  /* reserved, pinned and device_total only */
     /* streams and events; stream NULL is the context's own */
@@ -3811,7 +3823,7 @@ struct amp_backend {
     amp_result (*cast)(void *dev, const amp_k_cast *args, void *stream);
     amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
     size_t (*gemm_pack_size)(void *dev, const amp_k_pack *args);  /* 0: packing is of no use */
-    amp_result (*gemm_pack)(void *dev, const amp_k_pack *args, void *packed, void *stream);
+    amp_result (*gemm_pack)(void *dev, const amp_k_pack *args, void *packing, void *stream);
     /* Scratch for n products run in turn in the context's stream, set in them before the first, which may cast there
        what they share, and given back by gemm_release.  NULL: each takes its own. */
     amp_result (*gemm_reserve)(void *dev, amp_k_gemm *args, int64_t n);
@@ -4289,20 +4301,22 @@ typedef struct amp_header {
 } amp_header;
 
 #if defined(__has_attribute)
-#  if __has_attribute(retain)
-#    define AMPI_RETAIN __attribute__((used, retain))
+#  if __has_attribute(__retain__)
+#    define AMPI_RETAIN __attribute__((__used__, __retain__))
 #  endif
 #endif
 #if !defined(AMPI_RETAIN)
-#  define AMPI_RETAIN __attribute__((used))
+#  define AMPI_RETAIN __attribute__((__used__))
 #endif
-#if !defined(AMP_STATIC) && defined(__ELF__)        /* the linker provides a section's ends */
-#  define AMPI_SECTION __attribute__((section("amp_headers")))
-extern const amp_header ampi_headers[] __asm__("__start_amp_headers") __attribute__((visibility("hidden")));
-extern const amp_header ampi_headers_end[] __asm__("__stop_amp_headers") __attribute__((visibility("hidden")));
+/* The linker provides a section's ends.  It exports them from a shared library even if they are hidden, so a program
+   that says how amp.h's symbols are exported goes without. */
+#if defined(AMPI_API_IS_OURS) && defined(__ELF__)
+#  define AMPI_SECTION __attribute__((__section__("amp_headers")))
+extern const amp_header ampi_headers[] __asm__("__start_amp_headers") __attribute__((__visibility__("hidden")));
+extern const amp_header ampi_headers_end[] __asm__("__stop_amp_headers") __attribute__((__visibility__("hidden")));
 #  define AMPI_HEADERS ampi_headers, ampi_headers_end - ampi_headers
-#elif !defined(AMP_STATIC) && defined(__APPLE__)
-#  define AMPI_SECTION __attribute__((section("__DATA,amp_headers")))
+#elif defined(AMPI_API_IS_OURS) && defined(__APPLE__)
+#  define AMPI_SECTION __attribute__((__section__("__DATA,amp_headers")))
 extern const amp_header ampi_headers[] __asm("section$start$__DATA$amp_headers");
 extern const amp_header ampi_headers_end[] __asm("section$end$__DATA$amp_headers");
 #  define AMPI_HEADERS ampi_headers, ampi_headers_end - ampi_headers
@@ -4474,7 +4488,11 @@ extern "C" {
 #else
 #  define AMPI_THREAD_LOCAL __thread
 #endif
-#define AMPI_PRINTF(text, first) __attribute__((format(printf, text, first)))
+/* What must be inlined, so that arguments which are constants make loops of their own. */
+#if !defined(AMPI_ALWAYS)
+#  define AMPI_ALWAYS inline __attribute__((__always_inline__))
+#endif
+#define AMPI_PRINTF(text, first) __attribute__((__format__(__printf__, text, first)))
 #define AMPI_MIN(a, b) ((a) < (b) ? (a) : (b))
 #define AMPI_MAX(a, b) ((a) > (b) ? (a) : (b))
 /* Leaves the calling function with the first result that is not AMP_OK. */
@@ -4504,7 +4522,7 @@ AMP_API const char *amp_last_error(void) { return ampi_error_text; }
 AMP_API int amp_version(void) { return AMP_VERSION; }
 
 /* Text built piece by piece and cut off like snprintf's; `used` is its full length. */
-typedef struct ampi_sheet { char *text; size_t size, used; int first; } ampi_sheet;
+typedef struct ampi_sheet { char *text; size_t size, in_use; int first; } ampi_sheet;
 
 static ampi_sheet ampi_sheet_of(char *text, size_t size) {
     ampi_sheet s;
@@ -4516,9 +4534,9 @@ static ampi_sheet ampi_sheet_of(char *text, size_t size) {
 }
 
 static AMPI_PRINTF(2, 0) void ampi_print_args(ampi_sheet *s, const char *format, va_list args) {
-    size_t capacity = s->used < s->size ? s->size - s->used : 0;
-    int n = vsnprintf(capacity ? s->text + s->used : NULL, capacity, format, args);
-    if (n > 0) s->used += (size_t)n;
+    size_t capacity = s->in_use < s->size ? s->size - s->in_use : 0;
+    int n = vsnprintf(capacity ? s->text + s->in_use : NULL, capacity, format, args);
+    if (n > 0) s->in_use += (size_t)n;
 }
 
 static AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format, ...) {
@@ -4767,7 +4785,7 @@ static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg
         errno = 0;
         entry = readdir(dir);
         if (entry == NULL) { result = -errno; break; }
-        result = each(arg, entry->d_name);
+        result = (each)(arg, entry->d_name);
     }
     closedir(dir);
     return result;
@@ -4784,7 +4802,7 @@ static void ampi_posix_thread_release(void *thread) {
 static void *ampi_posix_thread_main(void *arg) {
     ampi_posix_thread *t = (ampi_posix_thread *)arg;
     pthread_cleanup_push(ampi_posix_thread_release, t);         /* even if `run` ends the thread */
-    t->run(t->arg);
+    (t->run)(t->arg);
     pthread_cleanup_pop(1);
     return NULL;
 }
@@ -4890,14 +4908,14 @@ static amp_result ampi_alloc(const amp_system *s, const char *function, void **o
     size_t bytes = 0;
     *out = NULL;
     AMPI_TRY(ampi_bytes(function, count, size, &bytes));
-    *out = s->alloc(s->user, bytes ? bytes : 1, 64);
+    *out = (s->alloc)(s->user, bytes ? bytes : 1, 64);
     if (*out == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", bytes);
     memset(*out, 0, bytes ? bytes : 1);
     return AMP_OK;
 }
 
 static void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size) {
-    if (ptr != NULL) s->free(s->user, ptr, count > 0 ? (size_t)count * size : 1);
+    if (ptr != NULL) (s->free)(s->user, ptr, count > 0 ? (size_t)count * size : 1);
 }
 
 /* ---- The thread pool.  A job is a function that several threads run at once, each with its own number, to share
@@ -4984,7 +5002,7 @@ static void ampi_job_join(ampi_threads *t, ampi_pool_job *job) {
     __atomic_add_fetch(&job->active, 1, __ATOMIC_RELAXED);
     __atomic_add_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&t->lock);
-    job->run(job->arg, number);
+    (job->run)(job->arg, number);
     __atomic_sub_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
     left = __atomic_sub_fetch(&job->active, 1, __ATOMIC_SEQ_CST);
     ampi_spin_lock(&t->lock);
@@ -5059,7 +5077,7 @@ static int ampi_threads_ready(ampi_threads *t) {
     if (pthread_mutex_init(&t->lock, NULL) == 0 && pthread_cond_init(&t->posted, NULL) == 0 &&
         pthread_cond_init(&t->finished, NULL) == 0)
         while (t->started < t->limit &&
-               t->system.thread_start(t->system.user, &t->workers[t->started], ampi_threads_main, t) == 0)
+               (t->system.thread_start)(t->system.user, &t->workers[t->started], ampi_threads_main, t) == 0)
             t->started++;
     __atomic_store_n(&t->missing, t->limit - t->started, __ATOMIC_RELAXED);
     __atomic_store_n(&t->owner, self, __ATOMIC_RELEASE);
@@ -5103,7 +5121,7 @@ static void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void *arg, 
     job.n = n;
     job.taken = 1;
     if (!alone) ampi_job_post(t, &job);
-    run(arg, 0);
+    (run)(arg, 0);
     if (!alone) ampi_job_close(t, &job);
     __atomic_sub_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
 }
@@ -5142,7 +5160,7 @@ static void ampi_threads_close(ampi_threads *t) {
         __atomic_add_fetch(&t->posts, 1, __ATOMIC_SEQ_CST);
         pthread_cond_broadcast(&t->posted);
         pthread_mutex_unlock(&t->lock);
-        for (i = 0; i < t->started; i++) system.thread_join(system.user, t->workers[i]);
+        for (i = 0; i < t->started; i++) (system.thread_join)(system.user, t->workers[i]);
         pthread_cond_destroy(&t->finished);
         pthread_cond_destroy(&t->posted);
         pthread_mutex_destroy(&t->lock);
@@ -5155,7 +5173,8 @@ static void ampi_threads_close(ampi_threads *t) {
 static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
-        int64_t n = s->file_read(s->user, file, (char *)buffer + done, (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30),
+        int64_t n = (s->file_read)(s->user, file, (char *)buffer + done, (size_t)AMPI_MIN(bytes - done,
+            (int64_t)1 << 30),
                                  offset + done);
         if (n == -EINTR) continue;
         if (n < 0) return n;
@@ -5168,7 +5187,7 @@ static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer,
 static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
-        int64_t n = s->file_write(s->user, file, (const char *)buffer + done,
+        int64_t n = (s->file_write)(s->user, file, (const char *)buffer + done,
                                   (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done);
         if (n == -EINTR) continue;
         if (n < 0) return n;
@@ -5181,18 +5200,18 @@ static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *
 /* When a signal interrupts them, open and sync are called again.  close is not: the descriptor is gone anyway. */
 static int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
     int error;
-    do error = s->file_open(s->user, path, for_writing, file);
+    do error = (s->file_open)(s->user, path, for_writing, file);
     while (error == -EINTR);
     return error;
 }
 static int ampi_file_sync(const amp_system *s, intptr_t file) {
     int error;
-    do error = s->file_sync(s->user, file);
+    do error = (s->file_sync)(s->user, file);
     while (error == -EINTR);
     return error;
 }
 static int ampi_file_close(const amp_system *s, intptr_t file) {
-    int error = s->file_close(s->user, file);
+    int error = (s->file_close)(s->user, file);
     return error == -EINTR ? 0 : error;
 }
 
@@ -5240,19 +5259,19 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     if (error == 0) error = ampi_file_sync(&s, file);
     n = ampi_file_close(&s, file);
     if (error == 0) error = (int)n;
-    if (error == 0) error = s.file_rename(s.user, temporary, path);
+    if (error == 0) error = (s.file_rename)(s.user, temporary, path);
     if (error == 0) return AMP_OK;
-    s.file_remove(s.user, temporary);
+    (s.file_remove)(s.user, temporary);
     return ampi_fail(AMP_ERR_WRITE, "amp_file_write_atomic", "%s: %s", path, ampi_file_text(-error));
 }
 
 /* realloc; 0: no memory, nothing changed. */
 static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, int64_t wanted) {
-    char *moved = (char *)s->alloc(s->user, (size_t)wanted, 64);
+    char *moved = (char *)(s->alloc)(s->user, (size_t)wanted, 64);
     if (moved == NULL) return 0;
     if (*buffer != NULL) {
         memcpy(moved, *buffer, (size_t)AMPI_MIN(*capacity, wanted));
-        s->free(s->user, *buffer, (size_t)*capacity);
+        (s->free)(s->user, *buffer, (size_t)*capacity);
     }
     *buffer = moved;
     *capacity = wanted;
@@ -5264,23 +5283,23 @@ enum { AMPI_LONGEST_STREAM = 1 << 28 };
 /* Reads to the end; `size`, as reported, may be outdated, or 0 if unknown. */
 static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const char *path, int64_t size, char **buffer,
                                    int64_t *capacity) {
-    int64_t used = 0, n, wanted = size > 0 ? size + 1 : 4096;
+    int64_t in_use = 0, n, wanted = size > 0 ? size + 1 : 4096;
     do {
-        if (used >= AMPI_LONGEST_STREAM && size == -ESPIPE)
+        if (in_use >= AMPI_LONGEST_STREAM && size == -ESPIPE)
             return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: no end after %lld bytes; copy it into a file",
-                             path, (long long)used);
+                             path, (long long)in_use);
         if (!ampi_resize(s, buffer, capacity, wanted))
             return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)wanted, path);
-        n = ampi_read_fully(s, file, *buffer + used, *capacity - used, used);
-        if (n > 0) used += n;
+        n = ampi_read_fully(s, file, *buffer + in_use, *capacity - in_use, in_use);
+        if (n > 0) in_use += n;
         wanted = 2 * *capacity;
-    } while (n >= 0 && used == *capacity);
-    if (n < 0 || used < size)
+    } while (n >= 0 && in_use == *capacity);
+    if (n < 0 || in_use < size)
         return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s at offset %lld", path,
-                         n < 0 ? strerror((int)-n) : "ends early", (long long)used);
-    (*buffer)[used] = 0;
-    if (used + 1 == *capacity || ampi_resize(s, buffer, capacity, used + 1)) return AMP_OK;
-    return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)used + 1, path);
+                         n < 0 ? strerror((int)-n) : "ends early", (long long)in_use);
+    (*buffer)[in_use] = 0;
+    if (in_use + 1 == *capacity || ampi_resize(s, buffer, capacity, in_use + 1)) return AMP_OK;
+    return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)in_use + 1, path);
 }
 
 AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes) {
@@ -5294,13 +5313,13 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
         return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
     error = ampi_file_open(&s, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
-    size = s.file_size(s.user, file);
+    size = (s.file_size)(s.user, file);
     result = size < 0 && size != -ESPIPE
                  ? ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, strerror((int)-size))
                  : ampi_read_to_end(&s, file, path, size, &buffer, &capacity);
-    s.file_close(s.user, file);
+    (s.file_close)(s.user, file);
     if (result != AMP_OK) {
-        if (buffer != NULL) s.free(s.user, buffer, (size_t)capacity);
+        if (buffer != NULL) (s.free)(s.user, buffer, (size_t)capacity);
         return result;
     }
     *data = buffer;
@@ -5310,7 +5329,7 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
 
 AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes) {
     amp_system s = ampi_system(system);
-    if (data != NULL) s.free(s.user, data, bytes + 1);
+    if (data != NULL) (s.free)(s.user, data, bytes + 1);
 }
 
 /* Element i of an unaligned array. */
@@ -5430,7 +5449,7 @@ static AMPI_PRINTF(3, 4) void ampi_file_start(char *text, size_t size, const cha
     va_start(args, path);
     ampi_print_args(&sheet, path, args);
     va_end(args);
-    fd = sheet.used < sizeof name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
+    fd = sheet.in_use < sizeof name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
     if (fd >= 0) { n = read(fd, text, size - 1); close(fd); }
     text[n > 0 ? n : 0] = 0;
 }
@@ -5476,10 +5495,10 @@ static int32_t ampi_quota_cores(const char *list, const char *root) {
             path[1 + length] = 0;
             if (path == names + 1) ampi_file_start(quota, sizeof quota, "%s%s/cpu.max", root, path + 1);
             else {
-                size_t used;
+                size_t in_use;
                 ampi_file_start(quota, 32, "%s/cpu%s/cpu.cfs_quota_us", root, path + 1);
-                used = strlen(quota);
-                ampi_file_start(quota + used, sizeof quota - used, "%s/cpu%s/cpu.cfs_period_us", root, path + 1);
+                in_use = strlen(quota);
+                ampi_file_start(quota + in_use, sizeof quota - in_use, "%s/cpu%s/cpu.cfs_period_us", root, path + 1);
             }
             cores = ampi_quota(quota);
             if (cores > 0 && (least == 0 || cores < least)) least = cores;
@@ -5665,7 +5684,7 @@ static const char *ampi_dtypes_of(int use, char text[80]) {
     ampi_sheet s = ampi_sheet_of(text, 80);
     int d;
     for (d = 0; d < AMPI_DTYPES; d++)
-        if (ampi_dtypes[d].use & use) ampi_print(&s, "%s%s", s.used > 0 ? ", " : "", ampi_dtypes[d].name);
+        if (ampi_dtypes[d].use & use) ampi_print(&s, "%s%s", s.in_use > 0 ? ", " : "", ampi_dtypes[d].name);
     return text;
 }
 #if !defined(AMP_NO_CARE)
@@ -5709,33 +5728,33 @@ typedef struct ampi_field {
 
 static double ampi_field_get(const void *s, const ampi_field *k) {
     const char *at = (const char *)s + k->offset;
-    int32_t i32;
-    int64_t i64;
+    int32_t narrow;
+    int64_t wide;
     float real32;
     double real64;
     switch (k->type) {
         case AMPI_TEXT: return *at != 0;
-        case AMPI_I64: memcpy(&i64, at, sizeof i64); return (double)i64;
+        case AMPI_I64: memcpy(&wide, at, sizeof wide); return (double)wide;
         case AMPI_REAL32: memcpy(&real32, at, sizeof real32); return (double)real32;
         case AMPI_REAL64: memcpy(&real64, at, sizeof real64); return real64;
-        default: memcpy(&i32, at, sizeof i32);
+        default: memcpy(&narrow, at, sizeof narrow);
     }
-    return k->type == AMPI_INVERTED ? i32 == 0 : k->type == AMPI_SWITCH ? i32 != 0 : (double)i32;
+    return k->type == AMPI_INVERTED ? narrow == 0 : k->type == AMPI_SWITCH ? narrow != 0 : (double)narrow;
 }
 
 enum { AMPI_TEXT_BYTES = 2048 };    /* of a text among the fields: amp_settings.layers */
 static void ampi_field_put(void *s, const ampi_field *k, double value) {
     char *at = (char *)s + k->offset;
-    int64_t i64;
-    int32_t i32;
+    int64_t wide;
+    int32_t narrow;
     float real32;
     switch (k->type) {              /* one conversion each: the others could trap on this value */
         case AMPI_TEXT: memset(at, 0, AMPI_TEXT_BYTES); break;      /* others are copied by themselves */
-        case AMPI_I64: i64 = (int64_t)value; memcpy(at, &i64, sizeof i64); break;
+        case AMPI_I64: wide = (int64_t)value; memcpy(at, &wide, sizeof wide); break;
         case AMPI_REAL32: real32 = (float)value; memcpy(at, &real32, sizeof real32); break;
         case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
         case AMPI_INVERTED: value = value == 0;         /* falls through */
-        default: i32 = (int32_t)value; memcpy(at, &i32, sizeof i32);
+        default: narrow = (int32_t)value; memcpy(at, &narrow, sizeof narrow);
     }
 }
 
@@ -5773,9 +5792,9 @@ enum { AMPI_CONVERT_CHUNK = 512 };      /* elements in a buffer on the stack */
 static void ampi_to_fp32(void *dst, const void *src, amp_dtype dtype, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     switch (dtype) {
-        case AMP_F16:  vec->f32_from_f16(dst, src, n); break;
-        case AMP_BF16: vec->f32_from_bf16(dst, src, n); break;
-        case AMP_E4M3: case AMP_E5M2: vec->f32_from_fp8(dst, src, n, dtype); break;
+        case AMP_F16:  (vec->f32_from_f16)(dst, src, n); break;
+        case AMP_BF16: (vec->f32_from_bf16)(dst, src, n); break;
+        case AMP_E4M3: case AMP_E5M2: (vec->f32_from_fp8)(dst, src, n, dtype); break;
         default:       memmove(dst, src, (size_t)n * 4); break;
     }
 }
@@ -5783,11 +5802,11 @@ static void ampi_to_fp32(void *dst, const void *src, amp_dtype dtype, int64_t n,
 static void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     switch (dtype) {
-        case AMP_F16:  vec->f16_from_f32(dst, src, n); break;
-        case AMP_BF16: vec->bf16_from_f32(dst, src, n); break;
-        case AMP_TF32: vec->round(dst, src, n, AMP_TF32); break;
-        case AMP_E4M3: case AMP_E5M2: vec->fp8_from_f32(dst, src, n, dtype); break;
-        case AMP_F64:  vec->f64_from_f32(dst, src, n); break;
+        case AMP_F16:  (vec->f16_from_f32)(dst, src, n); break;
+        case AMP_BF16: (vec->bf16_from_f32)(dst, src, n); break;
+        case AMP_TF32: (vec->round)(dst, src, n, AMP_TF32); break;
+        case AMP_E4M3: case AMP_E5M2: (vec->fp8_from_f32)(dst, src, n, dtype); break;
+        case AMP_F64:  (vec->f64_from_f32)(dst, src, n); break;
         default:       memmove(dst, src, (size_t)n * 4); break;
     }
 }
@@ -5799,11 +5818,11 @@ static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t 
     int64_t size = (int64_t)amp_dtype_size(dtype), i, m;
     float scratch[AMPI_CONVERT_CHUNK];
     uint8_t *bytes = (uint8_t *)dst;
-    for (i = random == NULL && !saturate ? vec->from_f64(dst, src, n, dtype) : 0; random == NULL && i < n; i += m) {
+    for (i = random == NULL && !saturate ? (vec->from_f64)(dst, src, n, dtype) : 0; random == NULL && i < n; i += m) {
         void *to = dtype == AMP_F32 ? (void *)(bytes + i * size) : scratch;
         m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
         (dtype == AMP_F32 ? vec->f32_from_f64 : vec->f32_odd_from_f64)(to, (const char *)src + 8 * i, m);
-        if (saturate) vec->clamp(to, to, m, ampi_traits(dtype)->largest);
+        if (saturate) (vec->clamp)(to, to, m, ampi_traits(dtype)->largest);
         if (dtype != AMP_F32) ampi_from_fp32(bytes + i * size, dtype, to, m, path);
     }
     for (i = 0; random != NULL && i < n; i++) {
@@ -5830,7 +5849,7 @@ static void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, a
     else if (dst_dtype == AMP_F32) ampi_to_fp32(dst, src, src_dtype, n, path);
     else
         for (i = dst_dtype == AMP_F64 && src_size == 1
-                     ? AMPI_PICK(ampi_numbers_kernels, path)->f64_from_fp8(dst, src, n, src_dtype)
+                     ? (AMPI_PICK(ampi_numbers_kernels, path)->f64_from_fp8)(dst, src, n, src_dtype)
                      : 0;
              i < n; i += AMPI_CONVERT_CHUNK) {
             int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
@@ -5847,9 +5866,9 @@ static int64_t ampi_count_nonfinite(const void *data, amp_dtype dtype, int64_t n
     uint8_t mask = dtype == AMP_E4M3 ? 0x7f : 0x7c;
     int64_t i, total = 0;
     switch (dtype) {
-        case AMP_F32: case AMP_TF32: return vec->count32(data, n, 0x7f800000u);
-        case AMP_F16:  return vec->count16(data, n, 0x7c00);
-        case AMP_BF16: return vec->count16(data, n, 0x7f80);
+        case AMP_F32: case AMP_TF32: return (vec->count32)(data, n, 0x7f800000u);
+        case AMP_F16:  return (vec->count16)(data, n, 0x7c00);
+        case AMP_BF16: return (vec->count16)(data, n, 0x7f80);
         case AMP_F64:
             for (i = 0; i < n; i++) total += (ampi_get64(data, i) >> 52 & 0x7ff) == 0x7ff;
             return total;
@@ -5883,7 +5902,7 @@ static void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, int64_t
     uint8_t *bytes = (uint8_t *)dst;
     int64_t i;
     switch (dtype) {
-        case AMP_BF16: AMPI_PICK(ampi_numbers_kernels, path)->bf16_stochastic(dst, src, n, random, 0); break;
+        case AMP_BF16: (AMPI_PICK(ampi_numbers_kernels, path)->bf16_stochastic)(dst, src, n, random, 0); break;
         case AMP_F16:
             for (i = 0; i < n; i++)
                 ampi_put16(dst, i, ampi_to_f16(ampi_get32(src, i), 0, 0, AMPI_STOCHASTIC, random[i]));
@@ -5904,7 +5923,7 @@ static void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void *src, 
     int mode = desc->rounding == AMP_ROUND_STOCHASTIC ? AMPI_STOCHASTIC : AMPI_EVEN;
     uint32_t random[AMPI_CONVERT_CHUNK];
     float scratch[AMPI_CONVERT_CHUNK];
-    if (mode == AMPI_STOCHASTIC) vec->random(random, n, desc->seed, index);
+    if (mode == AMPI_STOCHASTIC) (vec->random)(random, n, desc->seed, index);
     if (src_dtype == AMP_F64 && dst_dtype != AMP_F64) {
         ampi_from_fp64(dst, dst_dtype, src, n, desc->saturate, mode == AMPI_STOCHASTIC ? random : NULL, path);
         return;
@@ -5914,7 +5933,7 @@ static void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void *src, 
         return;
     }
     ampi_to_fp32(scratch, src, src_dtype, n, path);
-    if (desc->saturate) vec->clamp(scratch, scratch, n, ampi_traits(dst_dtype)->largest);
+    if (desc->saturate) (vec->clamp)(scratch, scratch, n, ampi_traits(dst_dtype)->largest);
     if (mode == AMPI_STOCHASTIC) ampi_stochastic(dst, dst_dtype, scratch, n, random, path);
     else ampi_from_fp32(dst, dst_dtype, scratch, n, path);
 }
@@ -6023,7 +6042,7 @@ AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t s
     ampi_sheet sheet = ampi_sheet_of(text, size);
     if (machine != NULL && ampi_check_headers("amp_machine_text", AMPI_HEADERS) == AMP_OK)
         ampi_print_machine(&sheet, machine);
-    return sheet.used;
+    return sheet.in_use;
 }
 
 static AMPI_PRINTF(5, 6) amp_result
@@ -6456,7 +6475,12 @@ struct amp_state {
 typedef struct ampi_crc { int instruction; uint32_t table[8][256]; } ampi_crc;
 
 #if AMPI_X86 && defined(__x86_64__)
-__attribute__((target("sse4.2"))) static uint32_t ampi_crc_instruction(uint32_t crc, const uint8_t *data, size_t n) {
+#if defined(__clang__) && __clang_major__ >= 14      /* zig's takes features literally; others do not know this one */
+#  define AMPI_CRC_TARGET __attribute__((__target__("sse4.2,crc32")))
+#else
+#  define AMPI_CRC_TARGET __attribute__((__target__("sse4.2")))
+#endif
+AMPI_CRC_TARGET static uint32_t ampi_crc_instruction(uint32_t crc, const uint8_t *data, size_t n) {
     uint64_t wide = crc;
     for (; n >= 8; n -= 8, data += 8) {
         uint64_t word;
@@ -6563,10 +6587,10 @@ static amp_result ampi_state_grow(amp_state *state, const char *function, int64_
 }
 
 static void *ampi_state_memory(const amp_state *state, size_t bytes) {
-    return bytes == 0 ? NULL : state->system.alloc(state->system.user, bytes, 64);
+    return bytes == 0 ? NULL : (state->system.alloc)(state->system.user, bytes, 64);
 }
 static void ampi_state_release(const amp_state *state, ampi_record *record) {
-    if (record->data != NULL) state->system.free(state->system.user, record->data, record->bytes);
+    if (record->data != NULL) (state->system.free)(state->system.user, record->data, record->bytes);
 }
 
 /* Adds or replaces a record; on success the state owns its data. */
@@ -6701,11 +6725,11 @@ static void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t 
 /* ampi_copy_le in pieces that stay in the cache; returns the checksum of the blob's side. */
 static uint32_t ampi_state_copy(const ampi_crc *crc, void *dst, const void *src, size_t bytes, size_t size,
                                 int to_blob) {
-    enum { PIECE = 1 << 16 };
+    enum { AMPI_STATE_PIECE = 1 << 16 };
     uint32_t sum = 0;
     size_t at;
-    for (at = 0; at < bytes; at += PIECE) {
-        size_t n = AMPI_MIN(bytes - at, (size_t)PIECE);
+    for (at = 0; at < bytes; at += AMPI_STATE_PIECE) {
+        size_t n = AMPI_MIN(bytes - at, (size_t)AMPI_STATE_PIECE);
         uint8_t *to = (uint8_t *)dst + at;
         const uint8_t *from = (const uint8_t *)src + at;
         ampi_copy_le(to, from, n, size);
@@ -6740,7 +6764,7 @@ AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t 
             return ampi_fail(AMP_ERR_SIZE, function, "%lld records", (long long)state->n);
         total += state->records[i].bytes;
     }
-    blob = (uint8_t *)state->system.alloc(state->system.user, total + 1, 64); /* amp_file_free adds 1 */
+    blob = (uint8_t *)(state->system.alloc)(state->system.user, total + 1, 64); /* amp_file_free adds 1 */
     if (blob == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes for the blob", total + 1);
     ampi_crc_init(&crc, 1);
     entry = blob + AMPI_STATE_HEADER;
@@ -6931,8 +6955,8 @@ static amp_result ampi_state_load_own(amp_state **out, const amp_system *system,
     int64_t size;
     int error = ampi_file_open(system, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_state_load", "%s: %s", path, strerror(-error));
-    size = system->file_size(system->user, file);
-    system->file_close(system->user, file);
+    size = (system->file_size)(system->user, file);
+    (system->file_close)(system->user, file);
     if (size == -ESPIPE)
         return ampi_fail(AMP_ERR_FORMAT, "amp_state_load", "%s is a pipe or device, must be a regular file", path);
     return amp_state_load(out, system, path);
@@ -7221,7 +7245,7 @@ static void ampi_loop_run(void *arg, int32_t number) {
         while ((begin = __atomic_fetch_add(&loop->share[s].next, loop->step, __ATOMIC_RELAXED)) < loop->share[s].end) {
             if (taken == 0 && number != 0) started = ampi_posix_clock(NULL);
             end = AMPI_MIN(begin + loop->step, loop->share[s].end);
-            loop->task(loop->arg, begin * loop->grain, AMPI_MIN(end * loop->grain, loop->n), thread);
+            (loop->task)(loop->arg, begin * loop->grain, AMPI_MIN(end * loop->grain, loop->n), thread);
             taken += end - begin;
         }
     }
@@ -7261,7 +7285,7 @@ static int ampi_threads_now(const ampi_cpu *cpu) {
 /* Runs a loop on the calling thread. */
 static void ampi_alone(ampi_task task, void *arg, int64_t n) {
     ampi_fp host = ampi_fp_begin();
-    task(arg, 0, n, 0);
+    (task)(arg, 0, n, 0);
     ampi_fp_end(host);
 }
 
@@ -7293,7 +7317,7 @@ static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, 
         loop.share[i].end = pieces * (i + 1) / loop.shares;
         loop.share[i].taken = 0;
     }
-    cpu->host.parallel(cpu->host.user, threads, ampi_loop_run, &loop);
+    (cpu->host.parallel)(cpu->host.user, threads, ampi_loop_run, &loop);
     loop.come = 0;
     ampi_loop_run(&loop, -1);       /* does what a host's pool left undone */
     host = ampi_fp_begin();
@@ -7322,8 +7346,8 @@ static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     }
     pthread_mutex_unlock(&cpu->lock);
     if (best >= 0 || taken < 0) return ptr;
-    if (ptr) cpu->host.free(cpu->host.user, ptr, had);
-    ptr = cpu->host.alloc(cpu->host.user, bytes, 64);
+    if (ptr) (cpu->host.free)(cpu->host.user, ptr, had);
+    ptr = (cpu->host.alloc)(cpu->host.user, bytes, 64);
     pthread_mutex_lock(&cpu->lock);
     cpu->pool[taken].ptr = ptr;
     cpu->pool[taken].bytes = ptr ? bytes : 0;
@@ -7337,7 +7361,7 @@ static void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
     void *ptr = NULL;
     if (bytes == 0) bytes = 1;
     if (cpu->pooled) ptr = ampi_pool_take(cpu, bytes);
-    return ptr ? ptr : cpu->host.alloc(cpu->host.user, bytes, 64);
+    return ptr ? ptr : (cpu->host.alloc)(cpu->host.user, bytes, 64);
 }
 
 static void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
@@ -7349,7 +7373,7 @@ static void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
             if (cpu->pool[i].ptr == ptr) { cpu->pool[i].busy = 0; found = 1; }
         pthread_mutex_unlock(&cpu->lock);
     }
-    if (!found) cpu->host.free(cpu->host.user, ptr, bytes ? bytes : 1);
+    if (!found) (cpu->host.free)(cpu->host.user, ptr, bytes ? bytes : 1);
 }
 
 static amp_result ampi_cpu_no_scratch(const char *kernel, size_t bytes) {
@@ -7477,16 +7501,16 @@ static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_ope
         int64_t cols = AMPI_MIN(n - j, step);
         const void *src = ampi_gemm_at(x, k0, j0 + j);
         if (!x->along_k) {
-            vec->weave(panel, stride, src, x->dtype, x->compute, x->ld, k, cols);
+            (vec->weave)(panel, stride, src, x->dtype, x->compute, x->ld, k, cols);
             continue;
         }
         if (cols < vec->cols) memset(panel, 0, (size_t)(words * vec->cols) * sizeof *panel);
         if (ampi_gemm_is_words(vec, x, k)) {
-            vec->transpose(panel, vec->cols, (const float *)src, x->ld / vec->unit, cols, words);
+            (vec->transpose)(panel, vec->cols, (const float *)src, x->ld / vec->unit, cols, words);
             continue;
         }
-        vec->rows_of(scratch, pitch, src, x->dtype, x->compute, x->ld, k, cols);
-        vec->transpose(panel, vec->cols, scratch, pitch, cols, words);
+        (vec->rows_of)(scratch, pitch, src, x->dtype, x->compute, x->ld, k, cols);
+        (vec->transpose)(panel, vec->cols, scratch, pitch, cols, words);
     }
 }
 
@@ -7495,17 +7519,17 @@ static void ampi_gemm_pack_rows(const ampi_gemm_vec *vec, const ampi_gemm_operan
                                 int64_t m, float *dst, int64_t pitch, float *scratch) {
     int64_t words = (k + vec->unit - 1) / vec->unit, i;
     if (x->along_k) {
-        vec->rows_of(dst, pitch, ampi_gemm_at(x, k0, i0), x->dtype, x->compute, x->ld, k, m);
+        (vec->rows_of)(dst, pitch, ampi_gemm_at(x, k0, i0), x->dtype, x->compute, x->ld, k, m);
         return;
     }
     if (ampi_gemm_is_words(vec, x, k)) {
-        vec->transpose(dst, pitch, (const float *)ampi_gemm_at(x, k0, i0), x->ld, words, m);
+        (vec->transpose)(dst, pitch, (const float *)ampi_gemm_at(x, k0, i0), x->ld, words, m);
         return;
     }
     for (i = 0; i < m; i += vec->cols) {
         int64_t cols = AMPI_MIN(m - i, (int64_t)vec->cols);
-        vec->weave(scratch, 0, ampi_gemm_at(x, k0, i0 + i), x->dtype, x->compute, x->ld, k, cols);
-        vec->transpose(dst + i * pitch, pitch, scratch, vec->cols, words, cols);
+        (vec->weave)(scratch, 0, ampi_gemm_at(x, k0, i0 + i), x->dtype, x->compute, x->ld, k, cols);
+        (vec->transpose)(dst + i * pitch, pitch, scratch, vec->cols, words, cols);
     }
 }
 
@@ -7604,14 +7628,15 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
         if (in_c) {
             float *c = (float *)out.c + from * g->ldc;
             if (tile + 1 < tiles) ampi_gemm_fetch_rows(c + rows * g->ldc, g->ldc, rows, width);
-            vec->multiply(rows, cols, s->words, a, s->lda, s->step, b, ldb, s->first && g->beta == 0.0f ? NULL : c,
+            (vec->multiply)(rows, cols, s->words, a, s->lda, s->step, b, ldb, s->first && g->beta == 0.0f ? NULL : c,
                           g->ldc, c, g->ldc);
         } else if (sums != NULL && !s->last) {
-            vec->multiply(rows, cols, s->words, a, s->lda, s->step, b, ldb, before, pitch, sums + from * pitch, pitch);
+            (vec->multiply)(rows, cols, s->words, a, s->lda, s->step, b, ldb, before, pitch, sums + from * pitch,
+                pitch);
         } else {
             if (cols < width) memset(x, 0, (size_t)(rows * width) * sizeof *x);
-            vec->multiply(rows, cols, s->words, a, s->lda, s->step, b, ldb, before, pitch, x, width);
-            vec->finish(&out, x, width, from, rows, cols);
+            (vec->multiply)(rows, cols, s->words, a, s->lda, s->step, b, ldb, before, pitch, x, width);
+            (vec->finish)(&out, x, width, from, rows, cols);
         }
     }
 }
@@ -7635,7 +7660,7 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
     int64_t width = vec->cols, stride = s->words * width, k0 = block * call->blocks.size * vec->unit, p, q, end;
     const float *ready =
         call->packed_b == NULL ? NULL : call->packed_b + block * call->blocks.size * call->panels * width;
-    float *packed = s->scratch + call->at_b;
+    float *packing = s->scratch + call->at_b;
     for (p = s->panel; p < s->panel + s->panels; p = end) {
         end = AMPI_MIN(p + AMPI_GEMM_GROUP, s->panel + s->panels);
         if (ready != NULL) {
@@ -7646,9 +7671,9 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
         q = !call->use_b ? p : vec->edges ? end : AMPI_MIN(end, g->n / width);
         if (p < q) ampi_gemm_bands(call, s, p, q, (const float *)ampi_gemm_at(&b, k0, p * width), width, b.ld, 0);
         if (q == end) continue;
-        ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packed, stride,
+        ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packing, stride,
                                s->scratch + call->at_scratch);
-        ampi_gemm_bands(call, s, q, end, packed, stride, width, 0);
+        ampi_gemm_bands(call, s, q, end, packing, stride, width, 0);
     }
 }
 
@@ -7680,10 +7705,15 @@ static int64_t ampi_gemm_cut(int64_t n, int64_t grain, int64_t i, int64_t parts)
     return AMPI_MIN((n + grain - 1) / grain * i / parts * grain, n);
 }
 
+#if AMPI_X86
+/* Stores past the caches are unordered: those of this thread are done before what it stores next. */
+static __attribute__((__target__("sse"))) void ampi_gemm_order_stores(void) { _mm_sfence(); }
+#endif
+
 static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_gemm_call *call = (const ampi_gemm_call *)arg;
     int64_t part, i, j, parts = call->cut_m * call->cut_n;
-    if (call->vec->begin != NULL) call->vec->begin();
+    if (call->vec->begin != NULL) (call->vec->begin)();
     for (part = begin; part < end; part++) {
         int64_t along_m = part % parts / call->cut_n, along_n = part % call->cut_n;
         int64_t row = ampi_gemm_cut(call->g->m, call->vec->rows, along_m, call->cut_m);
@@ -7703,8 +7733,10 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
                 ampi_gemm_block(call, &s);
             }
     }
-    if (call->vec->end != NULL) call->vec->end();
-    if (call->past_cache) __atomic_thread_fence(__ATOMIC_SEQ_CST);      /* such stores are unordered */
+    if (call->vec->end != NULL) (call->vec->end)();
+#if AMPI_X86
+    if (call->past_cache) ampi_gemm_order_stores();
+#endif
 }
 
 /* The busiest thread's cost with each C cut into m x n parts.  A part of r rows and c columns takes r c / 64 cycles per
@@ -7816,8 +7848,8 @@ static amp_result ampi_gemm_run(ampi_cpu *cpu, const amp_k_gemm *g, int threads,
 }
 
 static amp_result ampi_gemm_small(ampi_gemm_call *call) {
-    float local[AMPI_GEMM_LOCAL];
-    call->scratch = local;
+    float own[AMPI_GEMM_LOCAL];
+    call->scratch = own;
     ampi_alone(ampi_gemm_part, call, call->parts);
     return AMP_OK;
 }
@@ -7870,14 +7902,15 @@ static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_oper
                                                                        matrix->dtype, matrix->ld, k, n);
         for (j = 0; call->packed_b != NULL && j < n; j += width)
             if (matrix->along_k)
-                vec->pairs->dots_packed(sums + j, x, call->packed_b, &call->blocks, ld, j0 + j, w, w + words, n - j);
+                (vec->pairs->dots_packed)(sums + j, x, call->packed_b, &call->blocks, ld, j0 + j, w, w + words, n - j);
             else
-                vec->multiply(1, AMPI_MIN(n - j, width), words, x + w, 0, 1, call->packed_b + w * ld + (j0 + j) * words,
+                (vec->multiply)(1, AMPI_MIN(n - j, width), words, x + w, 0, 1,
+                    call->packed_b + w * ld + (j0 + j) * words,
                               width, NULL, 0, sums + j, 0);
         if (call->blocks.words <= size) return;
-        call->rows->widen(total, sums, n);
+        (call->rows->widen)(total, sums, n);
     }
-    call->rows->narrow(sums, total, n);
+    (call->rows->narrow)(sums, total, n);
 }
 
 /* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  scratch: k floats, or AMPI_GEMV_ROWS rows of AMPI_GEMV_SPAN;
@@ -7897,9 +7930,9 @@ static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *
             const float *from = words ? (const float *)ampi_gemm_at(matrix, p, j0 + j) : scratch;
             m = AMPI_MIN(k - p, (int64_t)AMPI_GEMV_DOT);
             for (i = 0; !words && i < rows; i++)
-                vec->row(scratch + i * AMPI_GEMV_DOT, ampi_gemm_at(matrix, p, j0 + j + i), matrix->dtype,
+                (vec->row)(scratch + i * AMPI_GEMV_DOT, ampi_gemm_at(matrix, p, j0 + j + i), matrix->dtype,
                          matrix->compute, m);
-            vec->dots(1, rows, m, x + p, 0, from, words ? matrix->ld : (int64_t)AMPI_GEMV_DOT, part);
+            (vec->dots)(1, rows, m, x + p, 0, from, words ? matrix->ld : (int64_t)AMPI_GEMV_DOT, part);
             for (i = 0; i < rows; i++) sum[i] += (double)part[i];
         }
         for (i = 0; i < rows; i++) sums[j + i] = (float)sum[i];
@@ -7909,17 +7942,18 @@ static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *
     for (p = 0; p < k; p += m) {
         m = AMPI_MIN(k - p, (int64_t)AMPI_GEMV_BLOCK);
         memset(sums, 0, (size_t)n * sizeof *sums);
-        if (words) vec->combine(sums, x + p, (const float *)ampi_gemm_at(matrix, p, j0), matrix->ld, m, n);
+        if (words) (vec->combine)(sums, x + p, (const float *)ampi_gemm_at(matrix, p, j0), matrix->ld, m, n);
         else for (q = p; q < p + m; q += rows) {
             rows = AMPI_MIN(p + m - q, (int64_t)AMPI_GEMV_ROWS);
             for (i = 0; i < rows; i++)
-                vec->row(scratch + i * AMPI_GEMV_SPAN, ampi_gemm_at(matrix, q + i, j0), matrix->dtype, matrix->compute,
+                (vec->row)(scratch + i * AMPI_GEMV_SPAN, ampi_gemm_at(matrix, q + i, j0), matrix->dtype,
+                    matrix->compute,
                          n);
-            vec->combine(sums, x + q, scratch, AMPI_GEMV_SPAN, rows, n);
+            (vec->combine)(sums, x + q, scratch, AMPI_GEMV_SPAN, rows, n);
         }
-        if (k > AMPI_GEMV_BLOCK) call->rows->widen(total, sums, n);
+        if (k > AMPI_GEMV_BLOCK) (call->rows->widen)(total, sums, n);
     }
-    if (k > AMPI_GEMV_BLOCK) call->rows->narrow(sums, total, n);
+    if (k > AMPI_GEMV_BLOCK) (call->rows->narrow)(sums, total, n);
 }
 
 /* The vector in words. */
@@ -7927,11 +7961,11 @@ static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *
     char side_by_side[AMPI_GEMM_BUFFER * sizeof(float)];
     size_t size = amp_dtype_size(x->dtype);
     int64_t p, m, i;
-    if (x->along_k || x->ld == 1) { vec->row(dst, x->data, x->dtype, x->compute, k); return; }
+    if (x->along_k || x->ld == 1) { (vec->row)(dst, x->data, x->dtype, x->compute, k); return; }
     for (p = 0; p < k; p += m) {
         m = AMPI_MIN(k - p, (int64_t)AMPI_GEMM_BUFFER);
         for (i = 0; i < m; i++) memcpy(side_by_side + (size_t)i * size, ampi_gemm_at(x, p + i, 0), size);
-        vec->row(dst + p / vec->unit, side_by_side, x->dtype, x->compute, m);
+        (vec->row)(dst + p / vec->unit, side_by_side, x->dtype, x->compute, m);
     }
 }
 
@@ -7964,8 +7998,8 @@ static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j
         out.c = ampi_at_mut(g->c, g->c_dtype, item * g->stride_c + row * g->ldc + col);
         out.c_dtype = g->c_dtype;
         out.ldc = g->ldc;
-        if (g->m == 1) call->vec->finish(&out, x, (m + width - 1) / width * width, 0, 1, m);
-        else call->vec->finish(&out, x, width, 0, m, 1);
+        if (g->m == 1) (call->vec->finish)(&out, x, (m + width - 1) / width * width, 0, 1, m);
+        else (call->vec->finish)(&out, x, width, 0, m, 1);
     }
 }
 
@@ -8093,7 +8127,7 @@ static void ampi_direct_panel(const ampi_direct *d, const float *b, int64_t j, i
         float *c = d->c + i * d->c_row + j;
         int in_c = d->c_col == 1;
         rows = left == 1 ? d->m - i : (d->m - i) / left;
-        vec->multiply(rows, cols, k, d->a + i * d->a_row + p * d->a_step, d->a_row, d->a_step, b + p * d->b_step,
+        (vec->multiply)(rows, cols, k, d->a + i * d->a_row + p * d->a_step, d->a_row, d->a_step, b + p * d->b_step,
                       d->b_step, in_c && add ? c : NULL, d->c_row, in_c ? c : sums,
                       in_c ? d->c_row : (int64_t)AMPI_GEMM_COLS);
         if (!in_c) ampi_direct_store(d, i, j, rows, cols, add, sums, AMPI_GEMM_COLS);
@@ -8107,11 +8141,11 @@ static void ampi_direct_row(const ampi_direct *d) {
     int64_t cols = d->n, p, x;
     if (cols > d->vec->cols) {
         memset(d->c, 0, (size_t)cols * sizeof *d->c);
-        d->vec->combine(d->c, d->a, d->b, d->b_step, d->k, cols);
+        (d->vec->combine)(d->c, d->a, d->b, d->b_step, d->k, cols);
         return;
     }
     for (p = 0; p < d->k; p += AMPI_GEMV_BLOCK) {
-        d->vec->multiply(1, cols, AMPI_MIN(d->k - p, (int64_t)AMPI_GEMV_BLOCK), d->a + p * d->a_step, 0, d->a_step,
+        (d->vec->multiply)(1, cols, AMPI_MIN(d->k - p, (int64_t)AMPI_GEMV_BLOCK), d->a + p * d->a_step, 0, d->a_step,
                          d->b + p * d->b_step, d->b_step, NULL, 0, sums, 0);
         for (x = 0; x < cols; x++) total[x] = p > 0 ? total[x] + (double)sums[x] : (double)sums[x];
     }
@@ -8125,7 +8159,7 @@ static int ampi_direct_one(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     if (m > vec->rows || n > vec->cols || n == 1 || k == 1 || k > AMPI_GEMV_BLOCK || g->trans_b || !vec->edges)
         return 0;
     if (m > 1 && (g->trans_a ? m > n || 2 * n > vec->cols : g->lda % 512 == 0)) return 0;
-    vec->multiply(m, n, k, (const float *)g->a, g->trans_a ? 1 : g->lda, g->trans_a ? g->lda : 1, (const float *)g->b,
+    (vec->multiply)(m, n, k, (const float *)g->a, g->trans_a ? 1 : g->lda, g->trans_a ? g->lda : 1, (const float *)g->b,
                   g->ldb, ampi_is_0(g->beta) ? NULL : (const float *)g->c, g->ldc, (float *)g->c, g->ldc);
     return 1;
 }
@@ -8135,7 +8169,7 @@ static void ampi_direct_tiles(ampi_direct *d) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t lanes = vec->cols / 2, size = d->k <= vec->block ? d->k : ampi_gemm_cut_k(vec, d->k).size, j, p;
     if (d->m == 1 && vec->unit == 1 && (d->n > vec->cols || d->k > AMPI_GEMV_BLOCK)) { ampi_direct_row(d); return; }
-    if (d->k == 1 && vec->unit == 1) { vec->outer(d->m, d->n, d->a, d->a_row, d->b, d->add, d->c, d->c_row); return; }
+    if (d->k == 1 && vec->unit == 1) { (vec->outer)(d->m, d->n, d->a, d->a_row, d->b, d->add, d->c, d->c_row); return; }
     if (vec->unit == 1 && d->a_row == 1 && d->m > 1 &&
         d->k * (d->m * ((d->n + lanes - 1) / lanes) - d->n * ((d->m + lanes - 1) / lanes)) > 2 * d->m * d->n)
         ampi_direct_turn(d);
@@ -8149,7 +8183,7 @@ static void ampi_direct_tiles(ampi_direct *d) {
 /* Transposes a small b with columns along k on the stack. */
 static void ampi_direct_copied(ampi_direct *d) {
     float b[AMPI_GEMM_LOCAL];
-    d->vec->transpose(b, d->n, d->b, d->b_col, d->n, d->k);
+    (d->vec->transpose)(b, d->n, d->b, d->b_col, d->n, d->k);
     d->b = b; d->b_step = d->n; d->b_col = 1;
     ampi_direct_tiles(d);
 }
@@ -8181,7 +8215,7 @@ static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) 
                 float *c = d->c + i * d->c_row + j;
                 int add = d->add || p > 0, in_c = rows == 1 && cols >= 4 && d->c_col == 1 && !add;
                 k = AMPI_MIN(d->k - p, (int64_t)AMPI_GEMV_DOT);
-                d->vec->dots(rows, cols, k, d->a + i * d->a_row + p, d->a_row, d->b + j * d->b_col + p, d->b_col,
+                (d->vec->dots)(rows, cols, k, d->a + i * d->a_row + p, d->a_row, d->b + j * d->b_col + p, d->b_col,
                              in_c ? c : sums);
                 if (!in_c) ampi_direct_store(d, i, j, rows, cols, add, sums, 4);
             }
@@ -8215,9 +8249,9 @@ static int ampi_direct_pair_outer(const ampi_gemm_vec *vec, const amp_k_gemm *g)
     float b[AMPI_GEMM_LOCAL];
     int64_t j;
     for (j = 0; j < g->n; j += 16)
-        vec->pairs->strip(b + j, ampi_at(g->b, g->b_dtype, j * (g->trans_b ? g->ldb : 1)), g->b_dtype, 0, 1,
+        (vec->pairs->strip)(b + j, ampi_at(g->b, g->b_dtype, j * (g->trans_b ? g->ldb : 1)), g->b_dtype, 0, 1,
                           AMPI_MIN(g->n - j, 16));
-    vec->pairs->outer(g->m, g->n, g->a, g->a_dtype, g->trans_a ? 1 : g->lda, b, !ampi_is_0(g->beta), (float *)g->c,
+    (vec->pairs->outer)(g->m, g->n, g->a, g->a_dtype, g->trans_a ? 1 : g->lda, b, !ampi_is_0(g->beta), (float *)g->c,
                       g->ldc);
     return 1;
 }
@@ -8239,13 +8273,13 @@ static int ampi_direct_pair_strips(const ampi_gemm_vec *vec, const amp_k_gemm *g
         k = AMPI_MIN(g->k - p, size);
         words = (k + 1) / 2;
         d.add = add || p > 0;
-        vec->pairs->strip(y, ampi_gemm_at(&b, p, 0), b.dtype, b.ld, k, g->n);
+        (vec->pairs->strip)(y, ampi_gemm_at(&b, p, 0), b.dtype, b.ld, k, g->n);
         for (i = 0; i < g->m; i += rows) {
             const void *from = ampi_gemm_at(&a, p, i);
             int turned = !side && (16 - g->n) * words > 24 * g->n;
             rows = AMPI_MIN(g->m - i, there ? g->m : side ? AMPI_GEMM_LOCAL / words : 16);
-            if (side && !there) vec->rows_of(x, words, from, a.dtype, AMP_BF16, a.ld, k, rows);
-            else if (!side) vec->pairs->strip(x, from, a.dtype, a.ld, k, rows);
+            if (side && !there) (vec->rows_of)(x, words, from, a.dtype, AMP_BF16, a.ld, k, rows);
+            else if (!side) (vec->pairs->strip)(x, from, a.dtype, a.ld, k, rows);
             d.c = (float *)g->c + i * g->ldc;
             d.a = turned ? y : there ? (const float *)from : x;
             d.a_row = !side ? 1 : there ? a.ld / 2 : words; d.a_step = side ? 1 : 16;
@@ -8259,8 +8293,8 @@ static int ampi_direct_pair_strips(const ampi_gemm_vec *vec, const amp_k_gemm *g
 
 /* Operands whose words, with the sums of a 16-bit C, fit into a buffer on the stack; a may already be words. */
 static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
-    enum { ROOM = 2 * AMPI_GEMM_LOCAL };
-    float local[ROOM];
+    enum { AMPI_ROOM = 2 * AMPI_GEMM_LOCAL };
+    float own[AMPI_ROOM];
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
     int64_t width = vec->cols, words = (g->k + 1) / 2, panel = words * width, narrow = g->c_dtype != AMP_F32,
             there = ampi_gemm_is_words(vec, &a, g->k), i;
@@ -8271,22 +8305,22 @@ static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_
             at_scratch = at_c + (narrow ? g->m * g->n : 0);
     ampi_direct d = ampi_direct_of(vec, g);
     if ((words > vec->block && (g->packed_b == NULL || g->n > width)) || (narrow && d.add)) return 0;
-    if (at_scratch + (b.along_k && g->packed_b == NULL ? width * ampi_gemm_pitch(words) : 0) > ROOM) return 0;
-    if (a.along_k && !there) vec->rows_of(local, words, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
-    else if (!there) vec->weave(local, panel, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
-    if (g->packed_b == NULL) ampi_gemm_pack_columns(vec, &b, 0, g->k, 0, g->n, local + at_b, panel, local + at_scratch);
+    if (at_scratch + (b.along_k && g->packed_b == NULL ? width * ampi_gemm_pitch(words) : 0) > AMPI_ROOM) return 0;
+    if (a.along_k && !there) (vec->rows_of)(own, words, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
+    else if (!there) (vec->weave)(own, panel, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
+    if (g->packed_b == NULL) ampi_gemm_pack_columns(vec, &b, 0, g->k, 0, g->n, own + at_b, panel, own + at_scratch);
     d.a_row = there ? a.ld / 2 : a.along_k ? words : 1; d.a_step = a.along_k ? 1 : width;
-    d.b = g->packed_b != NULL ? (const float *)g->packed_b : local + at_b; d.b_step = width; d.panel = panel;
+    d.b = g->packed_b != NULL ? (const float *)g->packed_b : own + at_b; d.b_step = width; d.panel = panel;
     d.k = words;
-    if (narrow) { d.c = local + at_c; d.c_row = g->n; }
+    if (narrow) { d.c = own + at_c; d.c_row = g->n; }
     for (i = 0; i < g->m; i += step, d.c += step * d.c_row) {
-        d.a = there ? (const float *)a.data : local + (a.along_k ? 0 : i / width * panel);
+        d.a = there ? (const float *)a.data : own + (a.along_k ? 0 : i / width * panel);
         d.m = AMPI_MIN(step, g->m - i);
         ampi_direct_tiles(&d);
     }
     step = g->ldc == g->n ? g->m : 1;
     for (i = 0; narrow && i < g->m; i += step)
-        ampi_convert_fast(ampi_at_mut(g->c, g->c_dtype, i * g->ldc), g->c_dtype, local + at_c + i * g->n, AMP_F32,
+        ampi_convert_fast(ampi_at_mut(g->c, g->c_dtype, i * g->ldc), g->c_dtype, own + at_c + i * g->n, AMP_F32,
                           step * g->n, cpu->path);
     return 1;
 }
@@ -8411,7 +8445,7 @@ static void ampi_fp8_amax_part(void *arg, int64_t begin, int64_t end, int thread
     for (i = begin; i < end; i++)
         for (j = 0; j < job->cols; j += n) {
             n = AMPI_MIN(job->cols - j, (int64_t)AMPI_FP8_COLS);
-            job->vec->magnitudes(most, ampi_fp8_row_at(job, i, j, n, scratch), n);
+            (job->vec->magnitudes)(most, ampi_fp8_row_at(job, i, j, n, scratch), n);
         }
     for (j = 0; j < AMPI_FP8_COLS; j++) amax = AMPI_MAX(amax, most[j]);
     ampi_raise(&job->amax, amax);
@@ -8452,11 +8486,11 @@ static void ampi_fp8_cast_part(void *arg, int64_t begin, int64_t end, int thread
             if (job->band > 0) {
                 memset(most, 0, sizeof most);
                 for (i = at * band; i < row_end; i++)
-                    job->vec->magnitudes(most, ampi_fp8_row_at(job, i, j, n, scratch), n);
+                    (job->vec->magnitudes)(most, ampi_fp8_row_at(job, i, j, n, scratch), n);
                 ampi_fp8_block_scales(job, most, n, scale, inverse);
             }
             for (i = at * band; i < row_end; i++) {
-                job->vec->fp8(ampi_fp8_row_at(job, i, j, n, scratch), scale, inverse, y, n, job->how->dtype, &count);
+                (job->vec->fp8)(ampi_fp8_row_at(job, i, j, n, scratch), scale, inverse, y, n, job->how->dtype, &count);
                 ampi_convert_fast(job->out + i * job->cols + j, AMP_BF16, y, AMP_F32, n, job->path);
             }
         }
@@ -8602,7 +8636,7 @@ typedef struct ampi_gemm_packing {
     ampi_gemm_operand b;
     ampi_gemm_blocks blocks;
     int64_t panels, pitch;
-    float *packed, *scratch;
+    float *packing, *scratch;
     amp_cpu_path path;
 } ampi_gemm_packing;
 
@@ -8624,9 +8658,9 @@ static ampi_gemm_packing ampi_gemm_packing_of(const ampi_gemm_vec *vec, const am
 
 /* How many values rounding made infinite: k values from k0 on of columns [j, j + n), packed into `words` words. */
 static int64_t ampi_gemm_new_inf(const ampi_gemm_packing *p, int64_t k0, int64_t k, int64_t j, int64_t n,
-                                 const float *packed, int64_t words) {
+                                 const float *packing, int64_t words) {
     int64_t after, before = 0, i;
-    after = ampi_count_nonfinite(packed, p->vec->unit == 1 ? AMP_F32 : AMP_BF16, words * p->vec->unit, p->path);
+    after = ampi_count_nonfinite(packing, p->vec->unit == 1 ? AMP_F32 : AMP_BF16, words * p->vec->unit, p->path);
     if (after == 0) return 0;
     for (i = 0; p->b.along_k && i < n; i++)
         before += ampi_count_nonfinite(ampi_gemm_at(&p->b, k0, j + i), p->b.dtype, k, p->path);
@@ -8643,7 +8677,7 @@ static void ampi_gemm_pack_part(void *arg, int64_t begin, int64_t end, int threa
         int64_t k0 = block * p->blocks.size * p->vec->unit,
                 k = AMPI_MIN(p->args->k - k0, p->blocks.size * p->vec->unit);
         int64_t words = (k + p->vec->unit - 1) / p->vec->unit;
-        float *to = p->packed + block * p->blocks.size * p->panels * width;
+        float *to = p->packing + block * p->blocks.size * p->panels * width;
         for (q = begin; q < end; q += AMPI_GEMM_GROUP) {
             int64_t last = AMPI_MIN(q + AMPI_GEMM_GROUP, end), n = AMPI_MIN(last * width, p->args->n) - q * width,
                     found;
@@ -8655,13 +8689,13 @@ static void ampi_gemm_pack_part(void *arg, int64_t begin, int64_t end, int threa
     }
 }
 
-static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_pack *args, void *packed) {
+static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_pack *args, void *packing) {
     ampi_gemm_packing p = ampi_gemm_packing_of(vec, args);
     int threads =
         (double)args->k * (double)args->n < 1e5 ? 1 : (int)AMPI_MIN((int64_t)cpu->threads, AMPI_MAX(p.panels, 1));
     size_t bytes = (size_t)(threads * vec->cols * p.pitch) * sizeof(float);
     p.path = cpu->path;
-    p.packed = (float *)packed;
+    p.packing = (float *)packing;
     p.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
     if (p.scratch == NULL) return ampi_cpu_no_scratch("gemm_pack", bytes);
     ampi_parallel(cpu, threads, p.panels, 1, ampi_gemm_pack_part, &p);
@@ -8680,7 +8714,7 @@ static size_t ampi_cpu_gemm_pack_size(void *dev, const amp_k_pack *args) {
 }
 
 /* b rounded to 8 bits: first the factor of its products, at 64 the panels. */
-static amp_result ampi_gemm_pack_fp8(ampi_cpu *cpu, const amp_k_pack *args, void *packed) {
+static amp_result ampi_gemm_pack_fp8(ampi_cpu *cpu, const amp_k_pack *args, void *packing) {
     size_t bytes = ampi_fp8_bytes(args->k, args->n);
     void *work = ampi_cpu_scratch(cpu, bytes);
     amp_k_pack p = *args;
@@ -8692,18 +8726,18 @@ static amp_result ampi_gemm_pack_fp8(ampi_cpu *cpu, const amp_k_pack *args, void
     b.data = args->b; b.dtype = args->b_dtype; b.ld = args->ldb; b.along_k = args->trans_b != 0;
     job = ampi_fp8_job_of(cpu, args->fp8, &b, args->k, args->n, work);
     ampi_fp8_cast(cpu, &job);
-    *(float *)packed = job.factor;
+    *(float *)packing = job.factor;
     p.b = work; p.b_dtype = p.compute = AMP_BF16; p.ldb = job.cols; p.new_inf = NULL;
-    result = ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, AMP_BF16), &p, (char *)packed + 64);
+    result = ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, AMP_BF16), &p, (char *)packing + 64);
     ampi_cpu_release(cpu, work, bytes);
     return result;
 }
 
-static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *packed, void *stream) {
+static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *packing, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
     (void)stream;
-    if (args->compute == AMP_FP8) return ampi_gemm_pack_fp8(cpu, args, packed);
-    return ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, args->compute), args, packed);
+    if (args->compute == AMP_FP8) return ampi_gemm_pack_fp8(cpu, args, packing);
+    return ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, args->compute), args, packing);
 }
 
 /* ---- Long sums of rows, element by element.  AMPI_SUM_ROWS at a time are added in fp32, and these sums in fp64, so
@@ -8732,9 +8766,9 @@ static void ampi_sum_begin(ampi_long_sum *s, amp_cpu_path path, amp_dtype dtype,
 }
 
 static void ampi_sum_widen(ampi_long_sum *s) {
-    s->vec->sum_rows(s->part, s->rows, s->dtype, s->waiting, s->n);
+    (s->vec->sum_rows)(s->part, s->rows, s->dtype, s->waiting, s->n);
     if (!s->wide) memset(s->total, 0, (size_t)s->n * sizeof *s->total);
-    s->vec->widen(s->total, s->part, s->n);
+    (s->vec->widen)(s->total, s->part, s->n);
     s->wide = 1;
     s->waiting = 0;
 }
@@ -8759,10 +8793,10 @@ static void ampi_sum_end(ampi_long_sum *s, void *to, amp_dtype dtype, int32_t ad
     float old[AMPI_SUM_COLS];
     if (s->wide) {
         ampi_sum_widen(s);
-        s->vec->narrow(s->part, s->total, s->n);
-    } else if (s->waiting > 0) s->vec->sum_rows(s->part, s->rows, s->dtype, s->waiting, s->n);
+        (s->vec->narrow)(s->part, s->total, s->n);
+    } else if (s->waiting > 0) (s->vec->sum_rows)(s->part, s->rows, s->dtype, s->waiting, s->n);
     else memset(s->part, 0, (size_t)s->n * sizeof *s->part);
-    if (add) s->vec->add(s->part, 1.0f, ampi_row_in(to, dtype, s->n, old, s->path), 1.0f, s->part, s->n);
+    if (add) (s->vec->add)(s->part, 1.0f, ampi_row_in(to, dtype, s->n, old, s->path), 1.0f, s->part, s->n);
     ampi_convert_fast(to, dtype, s->part, AMP_F32, s->n, s->path);
 }
 
@@ -8958,37 +8992,37 @@ typedef struct ampi_attention_scratch {
     int32_t careful;                /* 1: hidden keys or queries hold infinities or NaN */
 } ampi_attention_scratch;
 
-static float *ampi_take(float *base, int64_t *used, int64_t n) {
-    float *p = base ? base + *used : NULL;
-    *used += n;
+static float *ampi_take(float *base, int64_t *in_use, int64_t n) {
+    float *p = base ? base + *in_use : NULL;
+    *in_use += n;
     return p;
 }
 
 /* Places a thread's arrays at base and returns how many floats they take; base NULL only counts. */
 static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base, const ampi_attention_call *call,
                                     int backward) {
-    int64_t wide = call->wide, keys = call->x->keys, used = 0, strip = AMPI_STRIP * wide,
+    int64_t wide = call->wide, keys = call->x->keys, in_use = 0, strip = AMPI_STRIP * wide,
             tile = AMPI_KEY_TILE * AMPI_STRIP;
     int s;
     for (s = 0; s < AMPI_STRIPS; s++) {
-        scratch->strips[s].q_copy = ampi_take(base, &used, strip);
-        scratch->strips[s].q_t = ampi_take(base, &used, strip);
-        scratch->strips[s].d_o_copy = ampi_take(base, &used, backward ? strip : 0);
-        scratch->strips[s].d_o_t = ampi_take(base, &used, backward ? strip : 0);
-        scratch->strips[s].result_t = ampi_take(base, &used, strip);
-        scratch->strips[s].total_t = ampi_take(base, &used, strip);
+        scratch->strips[s].q_copy = ampi_take(base, &in_use, strip);
+        scratch->strips[s].q_t = ampi_take(base, &in_use, strip);
+        scratch->strips[s].d_o_copy = ampi_take(base, &in_use, backward ? strip : 0);
+        scratch->strips[s].d_o_t = ampi_take(base, &in_use, backward ? strip : 0);
+        scratch->strips[s].result_t = ampi_take(base, &in_use, strip);
+        scratch->strips[s].total_t = ampi_take(base, &in_use, strip);
     }
-    scratch->scores = ampi_take(base, &used, tile);
-    scratch->slopes = ampi_take(base, &used, backward ? tile : 0);
-    scratch->k = ampi_take(base, &used, AMPI_KEY_TILE * wide);
-    scratch->v = ampi_take(base, &used, AMPI_KEY_TILE * wide);
-    scratch->result = ampi_take(base, &used, strip);
-    scratch->dk = ampi_take(base, &used, backward ? keys * wide : 0);
-    scratch->dv = ampi_take(base, &used, backward ? keys * wide : 0);
-    scratch->dk_total = ampi_take(base, &used, backward ? keys * wide : 0);
-    scratch->dv_total = ampi_take(base, &used, backward ? keys * wide : 0);
-    scratch->allowed = (int32_t *)(void *)ampi_take(base, &used, tile);
-    return used;
+    scratch->scores = ampi_take(base, &in_use, tile);
+    scratch->slopes = ampi_take(base, &in_use, backward ? tile : 0);
+    scratch->k = ampi_take(base, &in_use, AMPI_KEY_TILE * wide);
+    scratch->v = ampi_take(base, &in_use, AMPI_KEY_TILE * wide);
+    scratch->result = ampi_take(base, &in_use, strip);
+    scratch->dk = ampi_take(base, &in_use, backward ? keys * wide : 0);
+    scratch->dv = ampi_take(base, &in_use, backward ? keys * wide : 0);
+    scratch->dk_total = ampi_take(base, &in_use, backward ? keys * wide : 0);
+    scratch->dv_total = ampi_take(base, &in_use, backward ? keys * wide : 0);
+    scratch->allowed = (int32_t *)(void *)ampi_take(base, &in_use, tile);
+    return in_use;
 }
 
 /* Whether `compute` holds every value of `storage`. */
@@ -9012,7 +9046,7 @@ static void ampi_attention_load(const ampi_attention_call *call, const void *dat
         ampi_convert_fast(row, AMP_F32, ampi_at(data, x->dtype, i * stride), x->dtype, x->dim, call->path);
         memset(row + x->dim, 0, (size_t)(call->wide - x->dim) * sizeof *row);
         if (!ampi_is_exact(x->dtype, x->compute))
-            AMPI_PICK(ampi_numbers_kernels, call->path)->round(row, row, x->dim, x->compute);
+            (AMPI_PICK(ampi_numbers_kernels, call->path)->round)(row, row, x->dim, x->compute);
     }
 }
 
@@ -9040,12 +9074,12 @@ static ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, const am
 static int ampi_attention_store(const ampi_attention_call *call, const ampi_attention_scratch *scratch, void *data,
                                 const int64_t stride[3], int64_t begin, int64_t n, float *rows, float factor) {
     const amp_k_attention *x = call->x;
-    int nan = call->vec->has_nan(rows, n * call->wide);
+    int nan = (call->vec->has_nan)(rows, n * call->wide);
     int64_t i;
     for (i = 0; i < n; i++) {
         float *row = rows + i * call->wide;
         void *to = ampi_at_mut(data, x->dtype, ampi_attention_at(scratch, stride, begin + i));
-        if (ampi_bits_f32(factor) != 0x3f800000u) call->rows->scale_shift(row, factor, 0.0f, row, x->dim);
+        if (ampi_bits_f32(factor) != 0x3f800000u) (call->rows->scale_shift)(row, factor, 0.0f, row, x->dim);
         ampi_convert_fast(to, x->dtype, row, AMP_F32, x->dim, call->path);
     }
     return nan;
@@ -9061,7 +9095,7 @@ static void ampi_attention_delta(const ampi_attention_call *call, const ampi_att
     for (i = 0; i < s->mask.n; i++) {
         const void *o = ampi_at(x->o, x->dtype, ampi_attention_at(scratch, x->o_stride, s->query + i));
         ampi_convert_fast(row, AMP_F32, o, x->dtype, x->dim, call->path);
-        s->delta[i] = call->vec->dot(s->d_o.data + i * s->d_o.ld, row, call->wide);
+        s->delta[i] = (call->vec->dot)(s->d_o.data + i * s->d_o.ld, row, call->wide);
         s->lse[i] = x->lse[(scratch->b * x->heads + scratch->h) * x->queries + s->query + i];
     }
 }
@@ -9079,7 +9113,7 @@ static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_
         ampi_strip_mask_open(&s->mask, &x->mask, scratch->b, scratch->h, query, n, x->queries, x->keys);
         s->query = query;
         s->q = ampi_attention_rows(call, scratch, x->q, x->q_stride, query, n, 1, s->q_copy);
-        call->vec->transpose(s->q_t, AMPI_STRIP, s->q.data, s->q.ld, AMPI_STRIP, call->wide);
+        (call->vec->transpose)(s->q_t, AMPI_STRIP, s->q.data, s->q.ld, AMPI_STRIP, call->wide);
         memset(s->result_t, 0, (size_t)(AMPI_STRIP * call->wide) * sizeof(float));
         s->tiles = s->folded = 0;
         for (i = 0; i < AMPI_STRIP; i++) {
@@ -9088,7 +9122,7 @@ static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_
         }
         if (!backward) continue;
         s->d_o = ampi_attention_rows(call, scratch, x->d_o, x->do_stride, query, n, 1, s->d_o_copy);
-        call->vec->transpose(s->d_o_t, AMPI_STRIP, s->d_o.data, s->d_o.ld, AMPI_STRIP, call->wide);
+        (call->vec->transpose)(s->d_o_t, AMPI_STRIP, s->d_o.data, s->d_o.ld, AMPI_STRIP, call->wide);
         ampi_attention_delta(call, scratch, s);
     }
 }
@@ -9098,13 +9132,13 @@ static void ampi_attention_scores(const ampi_attention_call *call, ampi_rows32 r
                                   const float *strip_t, float scale, float *tile) {
     ampi_product p = {n, AMPI_STRIP, call->x->dim, rows.data, rows.ld, 1, strip_t, AMPI_STRIP, tile, AMPI_STRIP,
                       0, scale, NULL};
-    call->vec->product(&p);
+    (call->vec->product)(&p);
 }
 
 static void ampi_attention_add(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
                                const ampi_product *p, int32_t a_is_weight) {
-    if (scratch->careful) call->vec->product_weighted(p, a_is_weight);
-    else call->vec->product(p);
+    if (scratch->careful) (call->vec->product_weighted)(p, a_is_weight);
+    else (call->vec->product)(p);
 }
 
 /* One strip and n keys from `begin` on: o = o rescale + v^T p. */
@@ -9117,8 +9151,8 @@ static void ampi_attention_forward_tile(const ampi_attention_call *call, ampi_at
                       1, 1.0f, rescale};
     ampi_attention_scores(call, k, n, s->q_t, x->scale, scratch->scores);
     if (ampi_strip_tile_mask(&s->mask, begin, begin + n, &mask, scratch->allowed))
-        call->vec->hide(scratch->scores, n, &mask, ampi_f32_of_bits(0xff800000u));
-    call->vec->soften(scratch->scores, n, s->max, s->sum, rescale, x->compute);
+        (call->vec->hide)(scratch->scores, n, &mask, ampi_f32_of_bits(0xff800000u));
+    (call->vec->soften)(scratch->scores, n, s->max, s->sum, rescale, x->compute);
     ampi_attention_add(call, scratch, &p, 0);
 }
 
@@ -9138,15 +9172,15 @@ static void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_a
                           1, 1.0f, NULL};
     ampi_attention_scores(call, k, n, s->q_t, x->scale, p);
     ampi_attention_scores(call, v, n, s->d_o_t, 1.0f, ds);
-    call->vec->slopes(p, ds, n, s->lse, s->delta);
+    (call->vec->slopes)(p, ds, n, s->lse, s->delta);
     if (ampi_strip_tile_mask(&s->mask, begin, begin + n, &mask, scratch->allowed)) {
-        call->vec->hide(p, n, &mask, 0.0f);
-        call->vec->hide(ds, n, &mask, 0.0f);
+        (call->vec->hide)(p, n, &mask, 0.0f);
+        (call->vec->hide)(ds, n, &mask, 0.0f);
     }
     if (x->compute != AMP_F32) {
         const ampi_numbers_vec *numbers = AMPI_PICK(ampi_numbers_kernels, call->path);
-        numbers->round(p, p, n * AMPI_STRIP, x->compute);
-        numbers->round(ds, ds, n * AMPI_STRIP, x->compute);
+        (numbers->round)(p, p, n * AMPI_STRIP, x->compute);
+        (numbers->round)(ds, ds, n * AMPI_STRIP, x->compute);
     }
     ampi_attention_add(call, scratch, &to_dv, 1);
     ampi_attention_add(call, scratch, &to_dk, 1);
@@ -9166,12 +9200,12 @@ static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, 
     } else if (!backward) {
         for (i = 0; i < AMPI_STRIP; i++)            /* -inf: saw no key, nothing to rescale */
             factor[i] = ampi_bits_f32(s->max_then[i]) == 0xff800000u ? s->max_then[i] : s->max_then[i] - s->max[i];
-        (void)call->rows->exp_sum(factor, 0.0f, factor, AMPI_STRIP);
-        call->vec->product(&rescale);
+        (void)(call->rows->exp_sum)(factor, 0.0f, factor, AMPI_STRIP);
+        (call->vec->product)(&rescale);
         for (i = 0; i < AMPI_STRIP; i++) s->total[i] *= factor[i];
     }
-    call->rows->add(s->total_t, 1.0f, s->result_t, 1.0f, s->total_t, n);
-    call->rows->add(s->total, 1.0f, s->sum, 1.0f, s->total, AMPI_STRIP);
+    (call->rows->add)(s->total_t, 1.0f, s->result_t, 1.0f, s->total_t, n);
+    (call->rows->add)(s->total, 1.0f, s->sum, 1.0f, s->total, AMPI_STRIP);
     memset(s->result_t, 0, (size_t)n * sizeof(float));
     memset(s->sum, 0, sizeof s->sum);
     memcpy(s->max_then, s->max, sizeof s->max);
@@ -9223,9 +9257,9 @@ static int ampi_attention_forward(const ampi_attention_call *call, ampi_attentio
         int64_t n = s->mask.n, row = (scratch->b * x->heads + scratch->h) * x->queries + s->query;
         float inverse[AMPI_STRIP];
         ampi_product divide = {wide, AMPI_STRIP, 0, s->q_t, 0, 0, s->q_t, 0, s->result_t, AMPI_STRIP, 1, 1.0f, inverse};
-        call->vec->finish(s->max, s->sum, s->lse, inverse);
-        call->vec->product(&divide);                        /* depth 0: only rescales */
-        call->vec->transpose(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
+        (call->vec->finish)(s->max, s->sum, s->lse, inverse);
+        (call->vec->product)(&divide);                        /* depth 0: only rescales */
+        (call->vec->transpose)(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
         nan |= ampi_attention_store(call, scratch, x->o, x->o_stride, s->query, n, scratch->result, 1.0f);
         if (x->lse) memcpy(x->lse + row, s->lse, (size_t)n * sizeof(float));
     }
@@ -9238,7 +9272,7 @@ static void ampi_attention_total(const ampi_attention_call *call, float *part, f
     int last = t == call->tiles;
     if (t <= AMPI_FOLD_TILES && last) return;
     if (t == AMPI_FOLD_TILES) memcpy(total, part, (size_t)n * sizeof *part);
-    else call->rows->add(total, 1.0f, part, 1.0f, last ? part : total, n);
+    else (call->rows->add)(total, 1.0f, part, 1.0f, last ? part : total, n);
     if (!last) memset(part, 0, (size_t)n * sizeof *part);
 }
 
@@ -9254,7 +9288,7 @@ static int ampi_attention_backward(const ampi_attention_call *call, ampi_attenti
         ampi_attention_sweep(call, scratch, 1);
         for (i = 0; i < scratch->n_strips; i++) {
             ampi_strip *s = &scratch->strips[i];
-            call->vec->transpose(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
+            (call->vec->transpose)(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
             nan |= ampi_attention_store(call, scratch, x->dq, x->dq_stride, s->query, s->mask.n, scratch->result,
                                         x->scale);
         }
@@ -9350,27 +9384,27 @@ static void ampi_softmax_hide(const amp_k_softmax *x, int64_t b, int64_t h, int6
     int64_t position = query + x->keys - x->queries, j;
     const int32_t *documents = x->mask.documents ? x->mask.documents + b * x->keys : NULL;
     const uint8_t *allowed = ampi_mask_row(&x->mask, b, h, query, x->keys);
-    float hidden = ampi_f32_of_bits(0xff800000u);
-    for (j = span.first; j < span.low && j < end; j++) scores[j] = hidden;
+    float unseen = ampi_f32_of_bits(0xff800000u);
+    for (j = span.first; j < span.low && j < end; j++) scores[j] = unseen;
     if (!documents && !allowed) return;
     for (j = 0; j < end; j++) {
-        if ((documents && documents[j] != documents[position]) || (allowed && !allowed[j])) scores[j] = hidden;
+        if ((documents && documents[j] != documents[position]) || (allowed && !allowed[j])) scores[j] = unseen;
     }
 }
 
 /* y[0, n) = softmax of itself. */
 static void ampi_softmax_row(amp_cpu_path path, float *y, int64_t n) {
     const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, path);
-    float max = vec->row_max(y, n);
+    float max = (vec->row_max)(y, n);
     double sum = 0.0;
     int64_t i;
-    if (ampi_bits_f32(max) == 0xff800000u && !AMPI_PICK(ampi_attention_kernels, path)->has_nan(y, n)) {
+    if (ampi_bits_f32(max) == 0xff800000u && !(AMPI_PICK(ampi_attention_kernels, path)->has_nan)(y, n)) {
         memset(y, 0, (size_t)n * sizeof *y);
         return;
     }
     for (i = 0; i < n; i += AMPI_ROW_CHUNK)
-        sum += (double)vec->exp_sum(y + i, max, y + i, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
-    vec->scale_shift(y, (float)(1.0 / sum), 0.0f, y, n);
+        sum += (double)(vec->exp_sum)(y + i, max, y + i, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
+    (vec->scale_shift)(y, (float)(1.0 / sum), 0.0f, y, n);
 }
 
 static void ampi_softmax_task(void *arg, int64_t begin, int64_t end, int thread) {
@@ -9385,7 +9419,7 @@ static void ampi_softmax_task(void *arg, int64_t begin, int64_t end, int thread)
         int64_t n = AMPI_MAX(span.first, span.high);
         const float *in = ampi_row_in(ampi_at(x->x, x->x_dtype, r * x->keys), x->x_dtype, n, scratch, call->path);
         float *out = ampi_row_out(ampi_at_mut(x->y, x->y_dtype, r * x->keys), x->y_dtype, scratch + x->keys);
-        vec->scale_shift(in, x->scale, 0.0f, out, n);
+        (vec->scale_shift)(in, x->scale, 0.0f, out, n);
         ampi_softmax_hide(x, b, head % x->heads, query, span, out, n);
         ampi_softmax_row(call->path, out, n);
         memset(out + n, 0, (size_t)(x->keys - n) * sizeof *out);
@@ -9405,7 +9439,7 @@ static void ampi_softmax_backward_task(void *arg, int64_t begin, int64_t end, in
         const float *dy =
             ampi_row_in(ampi_at(x->dy, x->y_dtype, at), x->y_dtype, x->keys, scratch + x->keys, call->path);
         float *dx = ampi_row_out(ampi_at_mut(x->dx, x->x_dtype, at), x->x_dtype, scratch + x->keys);
-        vec->softmax_backward(y, dy, x->scale, dx, x->keys);
+        (vec->softmax_backward)(y, dy, x->scale, dx, x->keys);
         ampi_row_done(ampi_at_mut(x->dx, x->x_dtype, at), x->x_dtype, x->keys, dx, call->path);
     }
 }
@@ -9564,7 +9598,7 @@ static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thre
         const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, at), a->x_dtype, n, x_scratch, job->cpu->path);
         float *y = ampi_row_out(to, a->y_dtype, y_scratch);
         x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_scratch, job->cpu->path);
-        job->vec->activation(a->act, x, y, n);
+        (job->vec->activation)(a->act, x, y, n);
         ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
     }
 }
@@ -9598,8 +9632,8 @@ static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end,
         const float *dy = ampi_row_in(ampi_at(a->dy, a->y_dtype, at), a->y_dtype, n, dy_scratch, job->cpu->path);
         float *dx = ampi_row_out(to, a->x_dtype, dx_scratch);
         if (!from_y) x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_scratch, job->cpu->path);
-        if (from_y) job->vec->tanh_backward(x, dy, dx, n);
-        else job->vec->activation_backward(a->act, x, dy, dx, n);
+        if (from_y) (job->vec->tanh_backward)(x, dy, dx, n);
+        else (job->vec->activation_backward)(a->act, x, dy, dx, n);
         ampi_row_done(to, a->x_dtype, n, dx, job->cpu->path);
     }
 }
@@ -9626,7 +9660,7 @@ static void ampi_swiglu_task(void *arg, int64_t begin, int64_t end, int thread) 
         float *y = ampi_row_out(to, a->y.dtype, y_scratch);
         gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_scratch, path);
         up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_scratch, path);
-        job->vec->swiglu(gate, up, y, n);
+        (job->vec->swiglu)(gate, up, y, n);
         ampi_row_done(to, a->y.dtype, n, y, path);
     }
 }
@@ -9659,7 +9693,7 @@ static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int
         float *dup = ampi_row_out(to_up, a->dup.dtype, dup_scratch);
         gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_scratch, path);
         up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_scratch, path);
-        job->vec->swiglu_backward(gate, up, dy, dgate, dup, n);
+        (job->vec->swiglu_backward)(gate, up, dy, dgate, dup, n);
         ampi_row_done(to_gate, a->dgate.dtype, n, dgate, path);
         ampi_row_done(to_up, a->dup.dtype, n, dup, path);
     }
@@ -9697,7 +9731,7 @@ static void ampi_dropout_task(void *arg, int64_t begin, int64_t end, int thread)
         }
         x = ampi_row_in(from, a->x_dtype, n, x_scratch, job->cpu->path);
         y = ampi_row_out(to, a->y_dtype, y_scratch);
-        job->vec->dropout(x, y, n, threshold, scale, a->seed, offset + (uint64_t)at);
+        (job->vec->dropout)(x, y, n, threshold, scale, a->seed, offset + (uint64_t)at);
         ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
     }
 }
@@ -9722,7 +9756,7 @@ static void ampi_add_task(void *arg, int64_t begin, int64_t end, int thread) {
                     *b = NULL;
         float *y = ampi_row_out(to, p->y_dtype, y_scratch);
         if (p->b != NULL) b = ampi_row_in(ampi_at(p->b, p->b_dtype, at), p->b_dtype, n, b_scratch, job->cpu->path);
-        job->vec->add(a, p->alpha, b, p->beta, y, n);
+        (job->vec->add)(a, p->alpha, b, p->beta, y, n);
         ampi_row_done(to, p->y_dtype, n, y, job->cpu->path);
     }
 }
@@ -9767,7 +9801,7 @@ static void ampi_add_views_task(void *arg, int64_t begin, int64_t end, int threa
         if (p->b != NULL)
             b = ampi_spread_in(ampi_at(p->b, p->b_dtype, at[1]), p->b_dtype, p->b_stride[3], n, b_scratch,
                                job->cpu->path);
-        job->vec->add(a, p->alpha, b, p->beta, y_scratch, n);
+        (job->vec->add)(a, p->alpha, b, p->beta, y_scratch, n);
         to = (char *)ampi_at_mut(p->y, p->y_dtype, at[2]);
         ampi_convert_fast(p->y_stride[3] == 1 ? to : raw, p->y_dtype, y_scratch, AMP_F32, n, job->cpu->path);
         for (k = 0; k < n && p->y_stride[3] != 1; k++)
@@ -9832,14 +9866,14 @@ static double ampi_row_mean(const ampi_norm_job *job, const float *x, int64_t n)
     double sum = 0.0;
     int64_t i;
     for (i = 0; i < n; i += AMPI_ROW_CHUNK)
-        sum += (double)job->vec->sum(x + i, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
+        sum += (double)(job->vec->sum)(x + i, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
     return sum / (double)n;
 }
 static double ampi_row_variance(const ampi_norm_job *job, const float *x, float centre, int64_t n) {
     double sum = 0.0;
     int64_t i;
     for (i = 0; i < n; i += AMPI_ROW_CHUNK)
-        sum += (double)job->vec->sum_squares(x + i, centre, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
+        sum += (double)(job->vec->sum_squares)(x + i, centre, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
     return sum / (double)n;
 }
 
@@ -9854,11 +9888,11 @@ static const float *ampi_norm_input(const ampi_norm_job *job, int64_t row, float
     if (a->residual.data == NULL) return x;
     residual = ampi_row_in(ampi_mat_at(&a->residual, row, 0), a->residual.dtype, n, scratch + job->stride, path);
     if (a->sum.data == NULL) {
-        job->vec->add(x, 1.0f, residual, 1.0f, sum, n);
+        (job->vec->add)(x, 1.0f, residual, 1.0f, sum, n);
         return sum;
     }
     to = ampi_mat_at(&a->sum, row, 0);
-    job->vec->add(x, 1.0f, residual, 1.0f, ampi_row_out(to, a->sum.dtype, sum), n);
+    (job->vec->add)(x, 1.0f, residual, 1.0f, ampi_row_out(to, a->sum.dtype, sum), n);
     ampi_row_done(to, a->sum.dtype, n, sum, path);
     return ampi_row_in(to, a->sum.dtype, n, sum, path);
 }
@@ -9874,7 +9908,7 @@ static void ampi_norm_task(void *arg, int64_t begin, int64_t end, int thread) {
         float *y = ampi_row_out(to, a->y.dtype, scratch + job->stride);
         float mean = a->rms ? 0.0f : (float)ampi_row_mean(job, s, n);
         float rstd = (float)(1.0 / sqrt(ampi_row_variance(job, s, mean, n) + (double)a->eps));
-        job->vec->normalize(s, mean, rstd, job->weight, job->bias, y, n);
+        (job->vec->normalize)(s, mean, rstd, job->weight, job->bias, y, n);
         ampi_row_done(to, a->y.dtype, n, y, job->cpu->path);
         if (a->mean && !a->rms) a->mean[row] = mean;
         if (a->rstd) a->rstd[row] = rstd;
@@ -9904,7 +9938,7 @@ static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float 
     const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, 0), a->dy.dtype, n, scratch + job->stride, path);
     float *dx = ampi_row_out(to, a->dx.dtype, scratch + 2 * job->stride);
     for (i = 0; i < n; i += AMPI_ROW_CHUNK) {
-        job->vec->norm_sums(x + i, dy + i, job->weight ? job->weight + i : NULL, mean, a->rstd[row],
+        (job->vec->norm_sums)(x + i, dy + i, job->weight ? job->weight + i : NULL, mean, a->rstd[row],
                             dweight ? dweight + i : NULL, dbias ? dbias + i : NULL, sums,
                             AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
         sum_g += (double)sums[0];
@@ -9914,7 +9948,7 @@ static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float 
     means[1] = (float)(sum_gh / (double)n);
     if (a->dsum.data)
         dsum = ampi_row_in(ampi_mat_at(&a->dsum, row, 0), a->dsum.dtype, n, scratch + 2 * job->stride, path);
-    job->vec->norm_dx(x, dy, job->weight, dsum, mean, a->rstd[row], means, dx, n);
+    (job->vec->norm_dx)(x, dy, job->weight, dsum, mean, a->rstd[row], means, dx, n);
     ampi_row_done(to, a->dx.dtype, n, dx, path);
     if (a->dx_low.data) ampi_convert_fast(ampi_mat_at(&a->dx_low, row, 0), a->dx_low.dtype, dx, AMP_F32, n, path);
 }
@@ -9950,18 +9984,18 @@ static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int t
         run = 0;
         for (row = first; row < last; row += AMPI_NORM_ROWS, run++) {
             if (run == AMPI_NORM_RUNS) {
-                job->vec->sum_rows(part, runs, AMP_F32, run, both);
+                (job->vec->sum_rows)(part, runs, AMP_F32, run, both);
                 if (!wide) memset(total, 0, (size_t)both * sizeof *total);
-                job->vec->widen(total, part, both);
+                (job->vec->widen)(total, part, both);
                 wide = 1;
                 run = 0;
             }
             ampi_norm_backward_rows(job, row, AMPI_MIN(row + AMPI_NORM_ROWS, last), scratch, sums + run * both);
         }
-        job->vec->sum_rows(partial, runs, AMP_F32, run, both);
+        (job->vec->sum_rows)(partial, runs, AMP_F32, run, both);
         if (!wide) continue;
-        job->vec->widen(total, partial, both);
-        job->vec->narrow(partial, total, both);
+        (job->vec->widen)(total, partial, both);
+        (job->vec->narrow)(partial, total, both);
     }
 }
 
@@ -10026,9 +10060,9 @@ static ampi_logit_row ampi_logits_scan(const ampi_cross_entropy_job *job, int64_
     for (i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
         int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK), label = a->labels[a->first + row] - i;
         const float *x = ampi_logits_in(job, row, i, n, chunk);
-        float max = job->vec->row_max(x, n);
+        float max = (job->vec->row_max)(x, n);
         found.max = AMPI_MAX(found.max, max);
-        if (a->smoothing > 0.0f) found.sum += (double)job->vec->sum(x, n);
+        if (a->smoothing > 0.0f) found.sum += (double)(job->vec->sum)(x, n);
         if (label >= 0 && label < n) found.label = x[label];
     }
     return found;
@@ -10041,7 +10075,7 @@ static double ampi_logits_exp(const ampi_cross_entropy_job *job, int64_t row, fl
     double sum = 0.0;
     for (i = 0; i < classes; i += AMPI_ROW_CHUNK) {
         int64_t n = AMPI_MIN(classes - i, (int64_t)AMPI_ROW_CHUNK);
-        sum += (double)job->vec->exp_sum(ampi_logits_in(job, row, i, n, chunk), max, e ? e + i : NULL, n);
+        sum += (double)(job->vec->exp_sum)(ampi_logits_in(job, row, i, n, chunk), max, e ? e + i : NULL, n);
     }
     return sum;
 }
@@ -10057,7 +10091,7 @@ static void ampi_logits_gradient(const ampi_cross_entropy_job *job, int64_t row,
         int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK), label = at - i;
         void *to = ampi_mat_at(&a->dlogits, row, i);
         float *g = ampi_row_out(to, a->dlogits.dtype, scratch);
-        job->vec->scale_shift(e + i, (float)(job->scale / sum), (float)(job->scale * shift), g, n);
+        (job->vec->scale_shift)(e + i, (float)(job->scale / sum), (float)(job->scale * shift), g, n);
         if (label >= 0 && label < n) g[label] = at_label;
         ampi_row_done(to, a->dlogits.dtype, n, g, job->cpu->path);
     }
@@ -10157,7 +10191,7 @@ static void ampi_mse_task(void *arg, int64_t begin, int64_t end, int thread) {
             const float *target =
                 ampi_row_in(ampi_at(a->target, a->target_dtype, i), a->target_dtype, n, target_scratch, job->cpu->path);
             float *dx = to ? ampi_row_out(to, a->x_dtype, dx_scratch) : NULL;
-            sum += (double)vec->squared_error(x, target, job->scale, dx, n);
+            sum += (double)(vec->squared_error)(x, target, job->scale, dx, n);
             if (to) ampi_row_done(to, a->x_dtype, n, dx, job->cpu->path);
         }
         job->partials[block] = sum;
@@ -10208,7 +10242,7 @@ static void ampi_embedding_task(void *arg, int64_t begin, int64_t end, int threa
         position =
             ampi_row_in(ampi_mat_at(&a->positions, row % a->seq, col), a->positions.dtype, n, position_scratch, path);
         y = ampi_row_out(to, a->y.dtype, y_scratch);
-        job->vec->add(token, 1.0f, position, 1.0f, y, n);
+        (job->vec->add)(token, 1.0f, position, 1.0f, y, n);
         ampi_row_done(to, a->y.dtype, n, y, path);
     }
 }
@@ -10359,7 +10393,7 @@ static void ampi_rope_heads(const ampi_rope_job *job, int which, int64_t b, int6
     float *sine = cosine + rotary, *wide = sine + rotary;
     if (a->x[which] == NULL) return;
     if (a->dtype == AMP_F32) {
-        job->vec->rope((float *)a->x[which] + at, heads, stride[2], cosine, sine, rotary, a->adjacent);
+        (job->vec->rope)((float *)a->x[which] + at, heads, stride[2], cosine, sine, rotary, a->adjacent);
         return;
     }
     if (stride[2] == rotary) n = AMPI_MAX(1, AMPI_TILE / rotary);
@@ -10367,7 +10401,7 @@ static void ampi_rope_heads(const ampi_rope_job *job, int which, int64_t b, int6
         void *x = ampi_at_mut(a->x[which], a->dtype, at + h * stride[2]);
         n = AMPI_MIN(n, heads - h);
         ampi_convert_fast(wide, AMP_F32, x, a->dtype, n * rotary, job->cpu->path);
-        job->vec->rope(wide, n, rotary, cosine, sine, rotary, a->adjacent);
+        (job->vec->rope)(wide, n, rotary, cosine, sine, rotary, a->adjacent);
         ampi_convert_fast(x, a->dtype, wide, AMP_F32, n * rotary, job->cpu->path);
     }
 }
@@ -10455,7 +10489,7 @@ static void ampi_multi_task(void *arg, int64_t begin, int64_t end, int thread) {
         chunks = ampi_row_chunks(&job->table[r]);
         for (i = AMPI_MAX(chunk, begin); i < AMPI_MIN(chunk + chunks, end); i++) {
             first = (i - chunk) * AMPI_MULTI_CHUNK;
-            job->piece(job, &job->table[r], first, AMPI_MIN(AMPI_MULTI_CHUNK, job->table[r].count - first), i);
+            (job->piece)(job, &job->table[r], first, AMPI_MIN(AMPI_MULTI_CHUNK, job->table[r].count - first), i);
         }
     }
 }
@@ -10495,7 +10529,7 @@ static double ampi_check_16bit(const ampi_multi_job *job, void *data, amp_dtype 
     for (i = 0; i < n; i += k) {
         k = AMPI_MIN(n - i, AMPI_MULTI_BLOCK);
         ampi_convert_fast(scratch, AMP_F32, ampi_at(data, dtype, i), dtype, k, job->path);
-        sum += job->vec->check(scratch, k, job->factor, bad);
+        sum += (job->vec->check)(scratch, k, job->factor, bad);
         if (job->factor != NULL) ampi_convert_fast(ampi_at_mut(data, dtype, i), dtype, scratch, AMP_F32, k, job->path);
     }
     return sum;
@@ -10507,7 +10541,7 @@ static void ampi_check_piece(const ampi_multi_job *job, const amp_k_tensor *row,
     int32_t bad = 0;
     double sum;
     if (row->grad_dtype == AMP_F64) sum = ampi_check_f64(data, n, job->factor, &bad);
-    else if (row->grad_dtype == AMP_F32) sum = job->vec->check((float *)data, n, job->factor, &bad);
+    else if (row->grad_dtype == AMP_F32) sum = (job->vec->check)((float *)data, n, job->factor, &bad);
     else sum = ampi_check_16bit(job, data, row->grad_dtype, n, &bad);
     job->partials[chunk].sum_sq = sum;
     job->partials[chunk].bad_row = bad ? row - job->table : -1;
@@ -10550,11 +10584,11 @@ static void ampi_scale_piece(const ampi_multi_job *job, const amp_k_tensor *row,
     int32_t bad = 0;
     (void)chunk;
     if (row->grad_dtype == AMP_F64) ampi_check_f64(data, n, job->factor, &bad);
-    else if (row->grad_dtype == AMP_F32) job->vec->scale((float *)data, n, *job->factor);
+    else if (row->grad_dtype == AMP_F32) (job->vec->scale)((float *)data, n, *job->factor);
     else for (i = 0; i < n; i += k) {
         k = AMPI_MIN(n - i, AMPI_MULTI_BLOCK);
         ampi_convert_fast(scratch, AMP_F32, ampi_at(data, row->grad_dtype, i), row->grad_dtype, k, job->path);
-        job->vec->scale(scratch, k, *job->factor);
+        (job->vec->scale)(scratch, k, *job->factor);
         ampi_convert_fast(ampi_at_mut(data, row->grad_dtype, i), row->grad_dtype, scratch, AMP_F32, k, job->path);
     }
 }
@@ -10596,7 +10630,8 @@ static void ampi_inspect_piece(const ampi_multi_job *job, const amp_k_tensor *ro
     else {
         for (i = 0; i < n; i += k) {
             k = row->grad_dtype == AMP_F32 ? n : AMPI_MIN(n - i, AMPI_MULTI_BLOCK);
-            job->vec->inspect(ampi_row_in(ampi_at(data, row->grad_dtype, i), row->grad_dtype, k, scratch, job->path), k,
+            (job->vec->inspect)(ampi_row_in(ampi_at(data, row->grad_dtype, i), row->grad_dtype, k, scratch,
+                job->path), k,
                               job->fit, above, &largest);
         }
         out->largest = ampi_f32_of_bits(largest);
@@ -10675,7 +10710,7 @@ static void ampi_update_in(const ampi_multi_job *job, ampi_update *x, const amp_
     x->v = ampi_moment_in(row, row->v, &job->moments[0], first, n, x->v_scratch, path);
     x->w = x->w_scratch;
     if (ampi_has_remainder(row))
-        AMPI_PICK(ampi_numbers_kernels, path)->f32_join(x->w, weight, (uint16_t *)row->master + first, n);
+        (AMPI_PICK(ampi_numbers_kernels, path)->f32_join)(x->w, weight, (uint16_t *)row->master + first, n);
     else if (row->master != NULL) x->w = (float *)row->master + first;
     else if (row->weight_dtype == AMP_F32) x->w = (float *)row->weight + first;
     else ampi_row_in(weight, row->weight_dtype, n, x->w_scratch, path);
@@ -10689,13 +10724,13 @@ static void ampi_update_out(const ampi_multi_job *job, const ampi_update *x, con
     int stochastic = row->master == NULL && row->master_kind == AMP_MASTER_STOCHASTIC && row->weight_dtype != AMP_F32;
     int rounded = row->moment_dtype == AMP_BF16;
     uint32_t random[AMPI_MULTI_BLOCK];
-    if (stochastic || rounded) vec->random(random, n, seed, (uint64_t)(row->first + first));
+    if (stochastic || rounded) (vec->random)(random, n, seed, (uint64_t)(row->first + first));
     if (stochastic) ampi_stochastic(weight, row->weight_dtype, x->w, n, random, path);
-    else if (ampi_has_remainder(row)) vec->bf16_split(weight, (uint16_t *)row->master + first, x->w, n);
+    else if (ampi_has_remainder(row)) (vec->bf16_split)(weight, (uint16_t *)row->master + first, x->w, n);
     else if (row->weight_dtype != AMP_F32 || row->master != NULL)
         ampi_convert_fast(weight, row->weight_dtype, x->w, AMP_F32, n, path);
-    if (rounded && x->m != NULL) vec->bf16_stochastic(ampi_at_mut(row->m, AMP_BF16, first), x->m, n, random, 16);
-    if (rounded && x->v != NULL) vec->bf16_stochastic(ampi_at_mut(row->v, AMP_BF16, first), x->v, n, random, 16);
+    if (rounded && x->m != NULL) (vec->bf16_stochastic)(ampi_at_mut(row->m, AMP_BF16, first), x->m, n, random, 16);
+    if (rounded && x->v != NULL) (vec->bf16_stochastic)(ampi_at_mut(row->v, AMP_BF16, first), x->v, n, random, 16);
     if (row->moment_dtype != AMP_MOMENTS_8BIT) return;
     if (x->m != NULL) ampi_moment_out(row, row->m, &job->moments[1], first, n, x->m);
     if (x->v != NULL) ampi_moment_out(row, row->v, &job->moments[0], first, n, x->v);
@@ -10718,7 +10753,7 @@ static void ampi_update_piece(const ampi_multi_job *job, const amp_k_tensor *row
     for (i = first; i < first + n; i += k) {
         k = AMPI_MIN(first + n - i, block);
         ampi_update_in(job, &x, row, i, k);
-        update(x.w, x.g, x.m, x.v, k, step);
+        (update)(x.w, x.g, x.m, x.v, k, step);
         ampi_update_out(job, &x, row, seed, i, k);
         ampi_copy_out(job->copies, row - job->table, job->new_inf, x.w, i, k);
     }
@@ -10799,11 +10834,11 @@ static int64_t ampi_cpu_time(void) {
 }
 
 static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_backend_desc *desc) {
-    ampi_cpu *cpu = (ampi_cpu *)host->alloc(host->user, sizeof *cpu, 64);
+    ampi_cpu *cpu = (ampi_cpu *)(host->alloc)(host->user, sizeof *cpu, 64);
     if (cpu == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_open", "%zu bytes for the CPU backend", sizeof *cpu);
     memset(cpu, 0, sizeof *cpu);
     if (pthread_mutex_init(&cpu->lock, NULL) != 0) {
-        host->free(host->user, cpu, sizeof *cpu);
+        (host->free)(host->user, cpu, sizeof *cpu);
         return ampi_fail(AMP_ERR_THREAD, "amp_open", "cannot create the CPU backend's mutex");
     }
     cpu->pooled = 1;
@@ -10822,9 +10857,9 @@ static void ampi_cpu_close(void *dev) {
     amp_host host = cpu->host;
     int i;
     for (i = 0; i < AMPI_POOL_BLOCKS; i++)
-        if (cpu->pool[i].ptr) host.free(host.user, cpu->pool[i].ptr, cpu->pool[i].bytes);
+        if (cpu->pool[i].ptr) (host.free)(host.user, cpu->pool[i].ptr, cpu->pool[i].bytes);
     pthread_mutex_destroy(&cpu->lock);
-    host.free(host.user, dev, sizeof(ampi_cpu));
+    (host.free)(host.user, dev, sizeof(ampi_cpu));
 }
 
 static amp_result ampi_cpu_describe(void *dev, amp_device *out) {
@@ -10837,13 +10872,13 @@ static amp_result ampi_cpu_describe(void *dev, amp_device *out) {
 
 static amp_result ampi_cpu_alloc(void *dev, void **ptr, size_t bytes) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
-    *ptr = cpu->host.alloc(cpu->host.user, bytes, 64);
+    *ptr = (cpu->host.alloc)(cpu->host.user, bytes, 64);
     return *ptr ? AMP_OK : ampi_fail(AMP_ERR_MEMORY, "amp_alloc", "%zu bytes", bytes);
 }
 
 static void ampi_cpu_free(void *dev, void *ptr, size_t bytes) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
-    if (ptr) cpu->host.free(cpu->host.user, ptr, bytes);
+    if (ptr) (cpu->host.free)(cpu->host.user, ptr, bytes);
 }
 
 static amp_result ampi_cpu_copy(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream) {
@@ -10852,9 +10887,9 @@ static amp_result ampi_cpu_copy(void *dev, void *dst, const void *src, size_t by
     return AMP_OK;
 }
 
-static amp_result ampi_cpu_fill(void *dev, void *dst, int byte, size_t bytes, void *stream) {
+static amp_result ampi_cpu_fill(void *dev, void *dst, int value, size_t bytes, void *stream) {
     (void)dev; (void)stream;
-    memset(dst, byte, bytes);
+    memset(dst, value, bytes);
     return AMP_OK;
 }
 
@@ -10933,7 +10968,7 @@ static amp_result ampi_cpu_trim(void *dev) {
             cpu->pool[i].bytes = 0;
         }
         pthread_mutex_unlock(&cpu->lock);
-        if (ptr) cpu->host.free(cpu->host.user, ptr, had);
+        if (ptr) (cpu->host.free)(cpu->host.user, ptr, had);
     }
     return AMP_OK;
 }
@@ -11057,7 +11092,7 @@ typedef struct ampi_cache_entry {
     ampi_pack_kind kind;
     int users;                      /* calls writing or reading it: not evicted meanwhile */
     int writing; pthread_t by;      /* 1: this thread writes it, others wait */
-    int unused;                     /* 1: written by an optimizer, not used since */
+    int not_used;                     /* 1: written by an optimizer, not used since */
     int recorded;                   /* 1: the graph being captured writes it */
     /* 1: a live graph reads but does not write it: launches need it up to date */
     int in_graph;
@@ -11218,7 +11253,7 @@ static void ampi_notify(amp_context *amp, ampi_notice notice, uint64_t id) {
     ampi_listener listener;
     int i;
     for (i = 0; (listener = __atomic_load_n(&amp->listeners[i], __ATOMIC_ACQUIRE)) != NULL; i++)
-        listener(amp, notice, id);
+        (listener)(amp, notice, id);
 }
 
 #if !defined(AMP_NO_CARE)
@@ -11253,7 +11288,7 @@ static amp_result ampi_weights_whole(const amp_context *amp, const char *functio
     ampi_gradient_watch *w;
     if (__atomic_load_n(&amp->gathers, __ATOMIC_ACQUIRE) == 0) return AMP_OK;
     for (w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE); w != NULL; w = w->next)
-        AMPI_TRY(w->whole(w, function, p));
+        AMPI_TRY((w->whole)(w, function, p));
     return AMP_OK;
 }
 /* Before a call waits for the device, and then perhaps reads or writes what it finds there. */
@@ -11346,19 +11381,19 @@ static void ampi_gradient_live(amp_param *p, int live) {
 /* Whether an operator may add to a gradient now, and that it has. */
 static amp_result ampi_gradient_open(amp_context *amp, const char *function, const amp_param *p) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
-    for (; w != NULL && p != NULL && p->grad.data != NULL; w = w->next) AMPI_TRY(w->open(w, function, p));
+    for (; w != NULL && p != NULL && p->grad.data != NULL; w = w->next) AMPI_TRY((w->open)(w, function, p));
     return AMP_OK;
 }
 static void ampi_gradient_added(amp_context *amp, amp_param *p) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     ampi_gradient_live(p, 1);
-    for (; w != NULL && p != NULL && p->grad.data != NULL && amp->trials == 0; w = w->next) w->added(w, p);
+    for (; w != NULL && p != NULL && p->grad.data != NULL && amp->trials == 0; w = w->next) (w->added)(w, p);
 }
 #if !defined(AMP_NO_CARE) || !defined(AMP_NO_WATCH)
 /* Before gradients are read between backward and the step. */
 static amp_result ampi_gradients_settle(amp_context *amp) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
-    for (; w != NULL; w = w->next) AMPI_TRY(w->settle(w));
+    for (; w != NULL; w = w->next) AMPI_TRY((w->settle)(w));
     return AMP_OK;
 }
 #endif
@@ -11491,13 +11526,13 @@ static void ampi_object_unlist(ampi_object *o) {
     ampi_unlock(o->amp);
 }
 static void ampi_object_stop(ampi_object *o) {
-    if (!__atomic_exchange_n(&o->stopped, 1, __ATOMIC_ACQ_REL)) o->stop(o);
+    if (!__atomic_exchange_n(&o->stopped, 1, __ATOMIC_ACQ_REL)) (o->stop)(o);
 }
 static void ampi_object_hold(ampi_object *o) { __atomic_add_fetch(&o->holders, 1, __ATOMIC_RELAXED); }
 static void ampi_object_let_go(ampi_object *o) {
     amp_context *amp = o->amp;
     if (__atomic_sub_fetch(&o->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
-    if (o->release != NULL) o->release(o);
+    if (o->release != NULL) (o->release)(o);
     else ampi_free(&amp->system, o, 1, o->bytes);
     ampi_context_let_go(amp);
 }
@@ -11547,7 +11582,7 @@ static void ampi_log_text(const amp_context *amp, amp_log_level level, int id, c
     const amp_logger *logger = &amp->desc.logger;
     int count;
     if (level > logger->level || logger->level == AMP_LOG_OFF) return;
-    if (logger->write != NULL) { logger->write(logger->user, level, id, text); return; }
+    if (logger->write != NULL) { (logger->write)(logger->user, level, id, text); return; }
     count = level <= AMP_LOG_WARNING ? ampi_log_count((amp_context *)(uintptr_t)amp, id) : 1;
     if (count <= AMPI_LOG_REPEATS)
         fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text,
@@ -11572,8 +11607,8 @@ static amp_result ampi_roll_call(amp_context *amp, const char *text) {
     float here = 0;
     if (!amp->roll_called && (!r->one_thread || pthread_equal(amp->opener, pthread_self()))) {
         amp->roll_called = 1;
-        if (r->reduce(r->user, &here, 1, AMP_F32, AMP_REDUCE_MAX, NULL) == 0) why = "all ranks answer";
-        else if (r->calls != NULL && r->calls->error != NULL) why = r->calls->error(r->user);
+        if ((r->reduce)(r->user, &here, 1, AMP_F32, AMP_REDUCE_MAX, NULL) == 0) why = "all ranks answer";
+        else if (r->calls != NULL && r->calls->error != NULL) why = (r->calls->error)(r->user);
         snprintf(amp->roll, sizeof amp->roll, "%s", why != NULL ? why : "a rank does not answer");
     }
     return ampi_fail(AMP_ERR_REDUCE, "backend", "%s%s%s", text, amp->roll[0] != 0 ? "; " : "", amp->roll);
@@ -11587,7 +11622,7 @@ static void ampi_host_log(void *user, amp_log_level level, int id, const char *t
 }
 static void *ampi_host_alloc(void *user, size_t size, size_t align) {
     amp_context *amp = (amp_context *)user;
-    void *ptr = amp->system.alloc(amp->system.user, size, align);
+    void *ptr = (amp->system.alloc)(amp->system.user, size, align);
     int64_t now, peak;
     if (ptr == NULL) return NULL;
     now = __atomic_add_fetch(&amp->taken, (int64_t)size, __ATOMIC_RELAXED);
@@ -11599,12 +11634,12 @@ static void *ampi_host_alloc(void *user, size_t size, size_t align) {
 static void ampi_host_free(void *user, void *ptr, size_t size) {
     amp_context *amp = (amp_context *)user;
     __atomic_sub_fetch(&amp->taken, (int64_t)size, __ATOMIC_RELAXED);
-    amp->system.free(amp->system.user, ptr, size);
+    (amp->system.free)(amp->system.user, ptr, size);
 }
 static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
     const amp_context *amp = (const amp_context *)user;
     const amp_parallel *own = &amp->desc.parallel;
-    if (own->parallel != NULL) own->parallel(own->user, n, run, arg);
+    if (own->parallel != NULL) (own->parallel)(own->user, n, run, arg);
     else ampi_threads_run(amp->threads, n, run, arg);
     if (own->parallel == NULL && __atomic_load_n(&amp->threads->missing, __ATOMIC_RELAXED) > 0 &&
         __atomic_exchange_n(&amp->threads->missing, 0, __ATOMIC_RELAXED) > 0)
@@ -11959,7 +11994,7 @@ static const amp_reducer *ampi_reducer(const amp_context *amp) {
 enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
 
 static amp_result ampi_exchange_fail(const amp_reducer *r, const ampi_exchange *e, int code) {
-    const char *why = r->calls != NULL && r->calls->error != NULL ? r->calls->error(r->user) : NULL;
+    const char *why = r->calls != NULL && r->calls->error != NULL ? (r->calls->error)(r->user) : NULL;
     char text[80];
     if (why != NULL && why[0] != 0) return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s", why);
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d %s: the hook returned %d", (int)r->rank,
@@ -11977,12 +12012,12 @@ static amp_result ampi_exchange_call(const amp_context *amp, const ampi_exchange
     int code;
     switch (e->kind) {
         case AMPI_SCATTER:
-            code = r->calls->reduce_scatter(r->user, e->in, e->out, e->count, e->dtype, e->op, stream);
+            code = (r->calls->reduce_scatter)(r->user, e->in, e->out, e->count, e->dtype, e->op, stream);
             break;
-        case AMPI_GATHER: code = r->calls->all_gather(r->user, e->in, e->out, e->count, stream); break;
-        case AMPI_TO_ALL: code = r->calls->all_to_all(r->user, e->in, e->out, e->count, stream); break;
-        case AMPI_BROADCAST: code = r->calls->broadcast(r->user, e->out, e->count, e->root, stream); break;
-        default: code = r->reduce(r->user, e->out, e->count, e->dtype, e->op, stream);
+        case AMPI_GATHER: code = (r->calls->all_gather)(r->user, e->in, e->out, e->count, stream); break;
+        case AMPI_TO_ALL: code = (r->calls->all_to_all)(r->user, e->in, e->out, e->count, stream); break;
+        case AMPI_BROADCAST: code = (r->calls->broadcast)(r->user, e->out, e->count, e->root, stream); break;
+        default: code = (r->reduce)(r->user, e->out, e->count, e->dtype, e->op, stream);
     }
     if (r == &amp->on_device) return (amp_result)code;      /* the backend has said why */
     return code == 0 ? AMP_OK : ampi_exchange_fail(r, e, code);
@@ -12001,13 +12036,13 @@ typedef struct ampi_relay {
 
 static amp_result ampi_relay_fetch(const ampi_relay *s, void *dst, const void *src, size_t bytes) {
     if (s->visible) { memcpy(dst, src, bytes); return AMP_OK; }
-    AMPI_TRY(s->amp->backend->copy(s->amp->dev, dst, src, bytes, AMP_COPY_TO_HOST, s->stream));
-    return s->amp->backend->stream_sync(s->amp->dev, s->stream);
+    AMPI_TRY((s->amp->backend->copy)(s->amp->dev, dst, src, bytes, AMP_COPY_TO_HOST, s->stream));
+    return (s->amp->backend->stream_sync)(s->amp->dev, s->stream);
 }
 static amp_result ampi_relay_send(const ampi_relay *s, void *dst, const void *src, size_t bytes) {
     if (s->visible) { memcpy(dst, src, bytes); return AMP_OK; }
-    AMPI_TRY(s->amp->backend->copy(s->amp->dev, dst, src, bytes, AMP_COPY_TO_DEVICE, s->stream));
-    return s->amp->backend->stream_sync(s->amp->dev, s->stream);
+    AMPI_TRY((s->amp->backend->copy)(s->amp->dev, dst, src, bytes, AMP_COPY_TO_DEVICE, s->stream));
+    return (s->amp->backend->stream_sync)(s->amp->dev, s->stream);
 }
 
 /* Bytes travel as 16-bit integers in fp32: each sum has one term that may be other than 0, so it is exact. */
@@ -12107,9 +12142,9 @@ static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e,
     if (result == AMP_OK) result = ampi_alloc(system, "reducer", (void **)&s.out, s.out_bytes, 1);
     if (result == AMP_OK) result = ampi_alloc(system, "reducer", (void **)&s.wide, s.wide_bytes, 1);
     if (result == AMP_OK && !native && !s.visible && !ampi_is_relayed(amp, e))
-        result = amp->backend->alloc(amp->dev, &s.on_device, (size_t)s.wide_bytes);
+        result = (amp->backend->alloc)(amp->dev, &s.on_device, (size_t)s.wide_bytes);
     if (result == AMP_OK) result = ampi_relay_run(&s, e, most, native);
-    if (s.on_device != NULL) amp->backend->free(amp->dev, s.on_device, (size_t)s.wide_bytes);
+    if (s.on_device != NULL) (amp->backend->free)(amp->dev, s.on_device, (size_t)s.wide_bytes);
     ampi_free(system, s.wide, s.wide_bytes, 1);
     ampi_free(system, s.out, s.out_bytes, 1);
     ampi_free(system, s.in, s.in_bytes, 1);
@@ -12123,12 +12158,12 @@ static amp_result ampi_exchange_now(amp_context *amp, const ampi_exchange *e, vo
     if (e->count == 0) return AMP_OK;
     if (ampi_world(amp) == 1)
         return e->in == e->out ? AMP_OK
-                               : amp->backend->copy(amp->dev, e->out, e->in, ampi_part_bytes(e), AMP_COPY_ON_DEVICE,
+                               : (amp->backend->copy)(amp->dev, e->out, e->in, ampi_part_bytes(e), AMP_COPY_ON_DEVICE,
                                                     stream);
     if (!native || ampi_is_relayed(amp, e)) return ampi_exchange_staged(amp, e, stream, native);
     if (r->on_host == 2 && !amp->backend->host_visible) {
         AMPI_TRY(ampi_not_captured(amp));
-        AMPI_TRY(amp->backend->stream_sync(amp->dev, stream));
+        AMPI_TRY((amp->backend->stream_sync)(amp->dev, stream));
     }
     return ampi_exchange_call(amp, e, stream);
 }
@@ -12252,7 +12287,7 @@ static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
         return ampi_fail(AMP_ERR_CHECKSUM, "amp_open", "%s holds no plans", amp->desc.autotune_file);
     AMPI_TRY(ampi_alloc(&amp->system, "amp_open", &data, bytes, 1));
     result = amp_state_get(state, AMPI_PLANS_KEY, AMP_U8, data, bytes);
-    if (result == AMP_OK) result = amp->backend->plans_load(amp->dev, data, (size_t)bytes);
+    if (result == AMP_OK) result = (amp->backend->plans_load)(amp->dev, data, (size_t)bytes);
     ampi_free(&amp->system, data, bytes, 1);
     return result;
 }
@@ -12275,7 +12310,7 @@ static amp_result ampi_plans_save(const amp_context *amp, void *data, size_t byt
     amp_state *state;
     amp_result result;
     AMPI_TRY(amp_state_create(&state, &amp->system));
-    (void)amp->backend->plans_save(amp->dev, data, bytes);
+    (void)(amp->backend->plans_save)(amp->dev, data, bytes);
     result = amp_state_put(state, AMPI_PLANS_KEY, AMP_U8, data, (int64_t)bytes);
     if (result == AMP_OK) result = amp_state_save(state, amp->desc.autotune_file);
     amp_state_destroy(state);
@@ -12284,7 +12319,7 @@ static amp_result ampi_plans_save(const amp_context *amp, void *data, size_t byt
 
 static void ampi_plans_write(const amp_context *amp) {
     int asked = amp->desc.autotune_file != NULL && amp->backend->plans_save != NULL;
-    size_t bytes = asked ? amp->backend->plans_save(amp->dev, NULL, 0) : 0;
+    size_t bytes = asked ? (amp->backend->plans_save)(amp->dev, NULL, 0) : 0;
     amp_result result;
     void *data;
     if (bytes == 0) return;
@@ -12468,11 +12503,11 @@ static amp_result ampi_open_ranks(amp_context *amp) {
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reduce_on_device: the %s backend has no way between ranks",
                          b->name);
     memset(id, 0, sizeof id);
-    result = b->communicator_id(amp->dev, r->rank == 0 ? id : NULL);
+    result = (b->communicator_id)(amp->dev, r->rank == 0 ? id : NULL);
     for (i = 0; i < AMP_COMMUNICATOR_ID; i++) said[i] = (float)id[i];
     said[AMP_COMMUNICATOR_ID] = result != AMP_OK ? 1.0f : 0.0f;
     e.op = AMP_REDUCE_SUM;
-    code = r->reduce(r->user, said, e.count, e.dtype, e.op, NULL);
+    code = (r->reduce)(r->user, said, e.count, e.dtype, e.op, NULL);
     if (result != AMP_OK) return result;
     if (code != 0) return ampi_exchange_fail(r, &e, code);
     if (said[AMP_COMMUNICATOR_ID] > 0)
@@ -12484,7 +12519,7 @@ static amp_result ampi_open_ranks(amp_context *amp) {
     args.world = r->world;
     args.timeout_ms = amp->desc.reduce_timeout_ms;
     args.id = id;
-    return b->communicator(amp->dev, &args, &amp->on_device);
+    return (b->communicator)(amp->dev, &args, &amp->on_device);
 }
 
 static amp_result ampi_open_device(amp_context *amp) {
@@ -12498,8 +12533,8 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.blas = amp->desc.blas;
     b.memory = amp->desc.memory;
     b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
-    AMPI_TRY(ampi_as("amp_open", amp->backend->open(&amp->dev, &amp->host, &b)));
-    AMPI_TRY(ampi_as("amp_open", amp->backend->describe(amp->dev, &amp->machine.device)));
+    AMPI_TRY(ampi_as("amp_open", (amp->backend->open)(&amp->dev, &amp->host, &b)));
+    AMPI_TRY(ampi_as("amp_open", (amp->backend->describe)(amp->dev, &amp->machine.device)));
     AMPI_TRY(ampi_as("amp_open", ampi_open_ranks(amp)));
     if (!amp->backend->quantizes) amp->machine.device.fp8 = 0;
     AMPI_TRY(ampi_as("amp_open", ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice)));
@@ -12513,8 +12548,8 @@ static amp_result ampi_open_device(amp_context *amp) {
     amp->desc.autocast_dtype = regions.dtype;
     ampi_plans_read(amp);
     if (amp->backend->host_visible && amp->backend->graph_begin == NULL) return AMP_OK;
-    AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->cells, sizeof *amp->cells));
-    return amp->backend->fill(amp->dev, amp->cells, 0, sizeof *amp->cells, amp->desc.stream);
+    AMPI_TRY((amp->backend->alloc)(amp->dev, (void **)&amp->cells, sizeof *amp->cells));
+    return (amp->backend->fill)(amp->dev, amp->cells, 0, sizeof *amp->cells, amp->desc.stream);
 }
 
 AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const amp_header *headers, int64_t n) {
@@ -12596,9 +12631,9 @@ static void ampi_close_device(amp_context *amp) {
     int64_t i;
     ampi_plans_write(amp);
     for (i = 0; i < amp->block_capacity; i++)
-        if (amp->blocks[i].ptr) amp->backend->free(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
-    if (amp->cells) amp->backend->free(amp->dev, amp->cells, sizeof *amp->cells);
-    amp->backend->close(amp->dev);
+        if (amp->blocks[i].ptr) (amp->backend->free)(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
+    if (amp->cells) (amp->backend->free)(amp->dev, amp->cells, sizeof *amp->cells);
+    (amp->backend->close)(amp->dev);
     amp->dev = NULL;
 }
 
@@ -12760,9 +12795,9 @@ static amp_result ampi_alloc_part(amp_context *amp, ampi_part part, void **ptr, 
     *ptr = NULL;
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_alloc", "bytes = %lld, must be 0 or more", (long long)bytes);
     if (bytes == 0) return AMP_OK;
-    AMPI_TRY(amp->backend->alloc(amp->dev, &memory, (size_t)bytes));
+    AMPI_TRY((amp->backend->alloc)(amp->dev, &memory, (size_t)bytes));
     result = ampi_lock_with_block(amp);
-    if (result != AMP_OK) { amp->backend->free(amp->dev, memory, (size_t)bytes); return result; }
+    if (result != AMP_OK) { (amp->backend->free)(amp->dev, memory, (size_t)bytes); return result; }
     block = &amp->blocks[ampi_block_slot(amp->blocks, amp->block_capacity, memory)];
     block->ptr = memory;
     block->bytes = bytes;
@@ -12788,7 +12823,7 @@ AMP_API void amp_free(amp_context *amp, void *ptr) {
     ampi_lock(amp);
     bytes = ampi_block_take(amp, ptr);
     ampi_unlock(amp);
-    if (bytes > 0) amp->backend->free(amp->dev, ptr, (size_t)bytes);
+    if (bytes > 0) (amp->backend->free)(amp->dev, ptr, (size_t)bytes);
 }
 
 AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
@@ -12799,14 +12834,15 @@ AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_
         return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src overlap");
     return bytes == 0
                ? AMP_OK
-               : ampi_as("amp_copy", amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
+               : ampi_as("amp_copy", (amp->backend->copy)(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
 }
 
-AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes) {
+AMP_API amp_result amp_fill(amp_context *amp, void *dst, int value, int64_t bytes) {
     if (amp == NULL || (bytes > 0 && dst == NULL)) return ampi_fail(AMP_ERR_NULL, "amp_fill", "amp or dst is NULL");
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_fill", "bytes = %lld, must be 0 or more", (long long)bytes);
     return bytes == 0 ? AMP_OK
-                      : ampi_as("amp_fill", amp->backend->fill(amp->dev, dst, byte, (size_t)bytes, amp->desc.stream));
+                      : ampi_as("amp_fill", (amp->backend->fill)(amp->dev, dst, value, (size_t)bytes,
+                          amp->desc.stream));
 }
 
 /* Reports finite numbers too large for an operand of a product: cut, or now infinite. */
@@ -12830,8 +12866,8 @@ static void ampi_input_note(amp_context *amp, const amp_k_cut_note *note, int64_
 /* Waits for the device and reads the cells. */
 static amp_result ampi_read_cells(amp_context *amp, ampi_cells *out) {
     int64_t more;
-    AMPI_TRY(amp->backend->copy(amp->dev, out, amp->cells, sizeof *out, AMP_COPY_TO_HOST, amp->desc.stream));
-    AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
+    AMPI_TRY((amp->backend->copy)(amp->dev, out, amp->cells, sizeof *out, AMP_COPY_TO_HOST, amp->desc.stream));
+    AMPI_TRY((amp->backend->stream_sync)(amp->dev, amp->desc.stream));
     ampi_lock(amp);
     more = out->cut - amp->cut;
     amp->cut = out->cut;
@@ -12844,10 +12880,10 @@ AMP_API amp_result amp_sync(amp_context *amp) {
     ampi_cells cells;
     AMPI_TRY(ampi_need("amp_sync", amp != NULL, "amp"));
     AMPI_TRY(ampi_as("amp_sync", ampi_may_wait(amp)));
-    if (amp->backend->host_visible) return amp->backend->stream_sync(amp->dev, amp->desc.stream);
+    if (amp->backend->host_visible) return (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
     AMPI_TRY(ampi_read_cells(amp, &cells));
     if (cells.bad_row == 0) return AMP_OK;
-    AMPI_TRY(amp->backend->fill(amp->dev, &amp->cells->bad_row, 0, sizeof cells.bad_row, amp->desc.stream));
+    AMPI_TRY((amp->backend->fill)(amp->dev, &amp->cells->bad_row, 0, sizeof cells.bad_row, amp->desc.stream));
     return ampi_fail(AMP_ERR_LABEL, "amp_sync",
                      "an operator since the last wait got a label or id out of range in row %d", cells.bad_row - 1);
 }
@@ -12856,14 +12892,14 @@ AMP_API amp_result amp_event_record(amp_context *amp, void *event) {
     AMPI_TRY(ampi_need("amp_event_record", amp && event, "amp or event"));
     return amp->backend->host_visible
                ? AMP_OK
-               : ampi_as("amp_event_record", amp->backend->event_record(amp->dev, event, amp->desc.stream));
+               : ampi_as("amp_event_record", (amp->backend->event_record)(amp->dev, event, amp->desc.stream));
 }
 
 AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
     AMPI_TRY(ampi_need("amp_event_wait", amp && event, "amp or event"));
     return amp->backend->host_visible
                ? AMP_OK
-               : ampi_as("amp_event_wait", amp->backend->event_wait(amp->dev, event, amp->desc.stream));
+               : ampi_as("amp_event_wait", (amp->backend->event_wait)(amp->dev, event, amp->desc.stream));
 }
 
 /* What the context itself counts. */
@@ -12883,7 +12919,7 @@ static void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
     AMPI_TRY(ampi_need("amp_memory", amp && out, "amp or out"));
     memset(out, 0, sizeof *out);
-    AMPI_TRY(ampi_as("amp_memory", amp->backend->memory(amp->dev, out)));
+    AMPI_TRY(ampi_as("amp_memory", (amp->backend->memory)(amp->dev, out)));
     ampi_memory_counted(amp, out);
     return AMP_OK;
 }
@@ -12901,10 +12937,10 @@ static amp_result ampi_cleanup(amp_context *amp, int64_t *freed) {
     if (freed != NULL) *freed = 0;
     AMPI_TRY(ampi_need("amp_cleanup", amp != NULL, "amp"));
     AMPI_TRY(ampi_may_wait(amp));
-    AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
+    AMPI_TRY((amp->backend->stream_sync)(amp->dev, amp->desc.stream));
     if (freed != NULL) AMPI_TRY(amp_memory(amp, &before));
     ampi_notify(amp, AMPI_CLEANUP, 0);
-    if (amp->backend->trim != NULL) AMPI_TRY(amp->backend->trim(amp->dev));
+    if (amp->backend->trim != NULL) AMPI_TRY((amp->backend->trim)(amp->dev));
     if (freed == NULL) return AMP_OK;
     AMPI_TRY(amp_memory(amp, &after));
     *freed = before.reserved - after.reserved;
@@ -13188,9 +13224,10 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
             out = dtype == AMP_U8 ? row : row + keys;
             if (dtype != AMP_U8) ampi_mask_add_row(row, keys, dtype, out);
             result =
-                amp->backend->copy(amp->dev, target, out, (size_t)(keys * size), AMP_COPY_TO_DEVICE, amp->desc.stream);
+                (amp->backend->copy)(amp->dev, target, out, (size_t)(keys * size), AMP_COPY_TO_DEVICE,
+                    amp->desc.stream);
             if (result == AMP_OK && !amp->backend->host_visible)
-                result = amp->backend->stream_sync(amp->dev, amp->desc.stream);
+                result = (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
         }
     ampi_free(&amp->system, scratch, keys, 1 + (size_t)size);
     return result;
@@ -13834,9 +13871,9 @@ static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, con
     if (amp->desc.logger.level < AMP_LOG_DEBUG) return;
     s = ampi_sheet_of(text, sizeof text);
     ampi_print(&s, "%s%s%.200s (", ampi_op_name(amp, op), layer ? " " : "", layer ? layer : "");
-    for (first = s.used, i = 0; i < n && s.used < first + 80; i++)
+    for (first = s.in_use, i = 0; i < n && s.in_use < first + 80; i++)
         if (inputs[i] != AMP_DTYPE_DEFAULT)
-            ampi_print(&s, "%s%s", s.used > first ? ", " : "", amp_dtype_name(inputs[i]));
+            ampi_print(&s, "%s%s", s.in_use > first ? ", " : "", amp_dtype_name(inputs[i]));
     ampi_print(&s, "): computes in %s, returns %s, by %s%s", amp_dtype_name(plan->compute),
                amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
     added = ampi_told_add((amp_context *)(uintptr_t)amp, text);
@@ -13960,7 +13997,7 @@ static amp_result ampi_fp8_table_add(amp_context *amp) {
     amp_result result;
     AMPI_TRY(ampi_alloc(&amp->system, "amp_linear", (void **)&t, 1, sizeof *t));
     result = ampi_alloc_part(amp, AMPI_PART_CACHE, &memory, bytes);
-    if (result == AMP_OK) result = amp->backend->fill(amp->dev, memory, 0, (size_t)bytes, amp->desc.stream);
+    if (result == AMP_OK) result = (amp->backend->fill)(amp->dev, memory, 0, (size_t)bytes, amp->desc.stream);
     if (result != AMP_OK) { ampi_free(&amp->system, t, 1, sizeof *t); return result; }
     memset(t, 0, sizeof *t);
     t->slots = (amp_k_fp8_slot *)memory;
@@ -13975,8 +14012,8 @@ static amp_result ampi_fp8_table_add(amp_context *amp) {
 }
 
 static amp_result ampi_fp8_clear(amp_context *amp, const ampi_fp8_table *t, int at) {
-    AMPI_TRY(amp->backend->fill(amp->dev, t->slots + 3 * at, 0, 3 * sizeof *t->slots, amp->desc.stream));
-    return amp->backend->fill(amp->dev, t->amax + 3 * at, 0, 3 * sizeof *t->amax, amp->desc.stream);
+    AMPI_TRY((amp->backend->fill)(amp->dev, t->slots + 3 * at, 0, 3 * sizeof *t->slots, amp->desc.stream));
+    return (amp->backend->fill)(amp->dev, t->amax + 3 * at, 0, 3 * sizeof *t->amax, amp->desc.stream);
 }
 
 /* The same, with a place for a weight that had none. */
@@ -14044,8 +14081,8 @@ static amp_k_fp8_update ampi_fp8_update_of(const amp_context *amp, const ampi_fp
 
 /* Copies n bytes of a table from or to the device, and waits. */
 static amp_result ampi_fp8_copy(const amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
-    AMPI_TRY(amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
-    return amp->backend->stream_sync(amp->dev, amp->desc.stream);
+    AMPI_TRY((amp->backend->copy)(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
+    return (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
 }
 
 AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *weight, amp_fp8_tensor tensor,
@@ -14384,7 +14421,7 @@ static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cac
         if (e->dtype == AMP_FP8)
             AMPI_TRY(ampi_fp8_how(amp, "cast cache", p, AMP_FP8_WEIGHT, e->kind == AMPI_PACK_FORWARD, &how));
         pack.fp8 = e->dtype == AMP_FP8 ? &how : NULL;
-        return amp->backend->gemm_pack(amp->dev, &pack, e->data, amp->desc.stream);
+        return (amp->backend->gemm_pack)(amp->dev, &pack, e->data, amp->desc.stream);
     }
     memset(&cast, 0, sizeof cast);
     cast.dst = e->data;
@@ -14393,7 +14430,7 @@ static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cac
     cast.src_dtype = p->weight.dtype;
     cast.n = amp_tensor_count(&p->weight);
     cast.new_inf = new_inf;
-    return amp->backend->cast(amp->dev, &cast, amp->desc.stream);
+    return (amp->backend->cast)(amp->dev, &cast, amp->desc.stream);
 }
 
 static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
@@ -14405,7 +14442,7 @@ static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype 
     pack.repeated = repeated;
     if (dtype == AMP_FP8 && ampi_fp8_how(amp, "cast cache", p, AMP_FP8_WEIGHT, 0, &how) != AMP_OK) return 0;
     pack.fp8 = dtype == AMP_FP8 ? &how : NULL;
-    return (int64_t)amp->backend->gemm_pack_size(amp->dev, &pack);
+    return (int64_t)(amp->backend->gemm_pack_size)(amp->dev, &pack);
 }
 
 /* Finds the copy and marks it in use, or adds an entry for the caller to write: e->writing.  e->users 0: neither, since
@@ -14438,7 +14475,7 @@ static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dty
     at->last_use = ++amp->clock;
     at->writing = at->data == NULL || at->version != p->version || refresh;
     at->by = pthread_self();
-    at->unused = 0;
+    at->not_used = 0;
     if (amp->capture != NULL && at->writing) at->recorded = 1;
     else if (amp->capture != NULL && !at->recorded) at->in_graph = 1;
     if (!at->writing) amp->cache_info.hits++;
@@ -14512,13 +14549,13 @@ static int ampi_cache_is_off(const amp_context *amp) {
    off, or the kernels need no copy.  Recomputing is not a repeated use, but the last one, meant to save memory. */
 static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                  const void **data, ampi_cache_use *use) {
-    uint64_t *used = &p->used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
+    uint64_t *in_use = &p->last_used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
     int repeated;
     *data = NULL;
     if (p->id == 0 || ampi_cache_is_off(amp)) return AMP_OK;
     ampi_lock(amp);
-    repeated = *used == now && !ampi_is_recomputing(amp);
-    *used = now;
+    repeated = *in_use == now && !ampi_is_recomputing(amp);
+    *in_use = now;
     ampi_unlock(amp);
     return ampi_cache_lookup(amp, p, dtype, kind, repeated, 0, data, use);
 }
@@ -14546,7 +14583,7 @@ static void *ampi_copy_begin(amp_context *amp, const amp_param *p, amp_dtype *dt
     for (i = 0; i < amp->n_cache; i++) {
         ampi_cache_entry *e = &amp->cache[i];
         if (p->id == 0 || e->id != p->id || e->kind != AMPI_PACK_CAST || e->data == NULL || e->writing) continue;
-        if (e->version != p->version || (e->unused && !e->in_graph)) continue;
+        if (e->version != p->version || (e->not_used && !e->in_graph)) continue;
         if (best == NULL || e->in_graph > best->in_graph ||
             (e->in_graph == best->in_graph && e->last_use > best->last_use))
             best = e;
@@ -14565,7 +14602,7 @@ static void ampi_copy_end(amp_context *amp, const amp_param *p, const void *data
     for (i = 0; i < amp->n_cache && amp->cache[i].data != data; i++) {}
     if (i < amp->n_cache) {
         amp->cache[i].version = result == AMP_OK ? p->version : UINT64_MAX;
-        amp->cache[i].unused = 1;
+        amp->cache[i].not_used = 1;
     }
     ampi_unlock(amp);
     ampi_cache_put(amp, data);
@@ -14914,13 +14951,13 @@ static void ampi_product_seen(amp_context *amp, const amp_k_gemm *g, const ampi_
     seen.is_b = in[1].weight != NULL;
     seen.backward = in[0].input == 0;
     seen.no_fp8 = in[0].no_fp8;
-    amp->observer(amp, &seen);
+    (amp->observer)(amp, &seen);
 }
 
 static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_gemm *g, const ampi_input *in) {
     amp_tensor t;
     int i;
-    AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, g, amp->desc.stream)));
+    AMPI_TRY(ampi_as(f, (amp->backend->gemm)(amp->dev, g, amp->desc.stream)));
     ampi_product_seen(amp, g, in);
     if (g->compute != AMP_F16 || !amp->backend->host_visible || g->k == 0 || ampi_is_0(g->alpha)) return AMP_OK;
     t = amp_tensor3(g->c, g->c_dtype, g->batch, g->m, g->n);
@@ -14991,7 +15028,7 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
     ampi_pack_args(w, g->compute, kind, NULL, &pack);
     pack.repeated = 1;
     pack.fp8 = g->fp8[1];
-    if (amp->backend->gemm_pack_size(amp->dev, &pack) > 0) {
+    if ((amp->backend->gemm_pack_size)(amp->dev, &pack) > 0) {
         AMPI_TRY(ampi_cache_get(amp, w, g->compute, kind, held, use));
         g->packed_b = *held;
     } else if (g->compute != AMP_TF32 && g->compute != AMP_FP8 && g->compute != g->b_dtype) {
@@ -15069,7 +15106,7 @@ static amp_result ampi_linear_activation_backward(amp_context *amp, const char *
     a.x = in->data; a.x_dtype = in->dtype;
     a.dy = d->data; a.y_dtype = d->dtype;
     a.dx = d->data;
-    return ampi_as(f, amp->backend->activation_backward(amp->dev, &a, amp->desc.stream));
+    return ampi_as(f, (amp->backend->activation_backward)(amp->dev, &a, amp->desc.stream));
 }
 
 /* What an activation's backward reads: its input.  RELU can do with its output: relu(x) > 0 if and only if x > 0. */
@@ -15089,10 +15126,10 @@ static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const
 
 /* Reserves the scratch memory of several products before the first writes. */
 static amp_result ampi_gemm_reserve(amp_context *amp, const char *f, amp_k_gemm *gemms, int64_t n) {
-    return amp->backend->gemm_reserve ? ampi_as(f, amp->backend->gemm_reserve(amp->dev, gemms, n)) : AMP_OK;
+    return amp->backend->gemm_reserve ? ampi_as(f, (amp->backend->gemm_reserve)(amp->dev, gemms, n)) : AMP_OK;
 }
 static void ampi_gemm_release(amp_context *amp, const amp_k_gemm *gemms) {
-    if (gemms->scratch != NULL) amp->backend->gemm_release(amp->dev, gemms);
+    if (gemms->scratch != NULL) (amp->backend->gemm_release)(amp->dev, gemms);
 }
 
 /* bias: its gradient is computed too; NULL: none. */
@@ -15128,7 +15165,7 @@ static amp_k_column_sum ampi_dbias_args(const amp_param *bias, const amp_mat *dy
 }
 static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_column_sum *s) {
     if (s->out == NULL) return AMP_OK;
-    AMPI_TRY(amp->backend->column_sum(amp->dev, s, amp->desc.stream));
+    AMPI_TRY((amp->backend->column_sum)(amp->dev, s, amp->desc.stream));
     ampi_gradient_added(amp, bias);
     return AMP_OK;
 }
@@ -15369,7 +15406,7 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
 
 /* ---- The BLAS-shaped GEMM */
 
-static inline __attribute__((always_inline)) amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m,
+static AMPI_ALWAYS amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m,
                                                                         int64_t n, int64_t k, int64_t lda, int64_t ldb,
                                                                         int64_t ldc) {
     int row = order == AMP_ROW_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
@@ -15471,7 +15508,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     if (plan.compute == AMP_F16 || plan.saturate)
         return ampi_product_call(amp, "amp_gemm", &g, NULL, swap ? "b" : "a", swap ? "a" : "b", 2, plan.saturate,
                                  NULL);
-    return ampi_as("amp_gemm", amp->backend->gemm(amp->dev, &g, amp->desc.stream));
+    return ampi_as("amp_gemm", (amp->backend->gemm)(amp->dev, &g, amp->desc.stream));
 }
 
 /* Converts rows `ld` apart into contiguous rows of n. */
@@ -15615,7 +15652,7 @@ AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op) {
         ampi_plan_forward(amp, "amp_attention", AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, 0, &op->plan, &plan));
     k.compute = plan.compute;
     result = ampi_attention_ready(amp, "amp_attention", op, &k, in, plan.saturate);
-    if (result == AMP_OK) result = ampi_as("amp_attention", amp->backend->attention(amp->dev, &k, amp->desc.stream));
+    if (result == AMP_OK) result = ampi_as("amp_attention", (amp->backend->attention)(amp->dev, &k, amp->desc.stream));
     ampi_attention_done(amp, in);
     if (result == AMP_OK) op->plan = plan;
     return result;
@@ -15649,7 +15686,7 @@ AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op
     k.compute = op->plan.compute;
     k.d_o = op->d_o.data; k.dq = op->dq.data; k.dk = op->dk.data; k.dv = op->dv.data;
     result = ampi_attention_ready(amp, f, op, &k, in, op->plan.saturate);
-    if (result == AMP_OK) result = ampi_as(f, amp->backend->attention_backward(amp->dev, &k, amp->desc.stream));
+    if (result == AMP_OK) result = ampi_as(f, (amp->backend->attention_backward)(amp->dev, &k, amp->desc.stream));
     ampi_attention_done(amp, in);
     return result;
 }
@@ -15747,11 +15784,11 @@ static void ampi_gradient_of(const amp_param *p, amp_k_gradient *out) {
 static amp_result ampi_norm_kernel(ampi_call *c) {
     const amp_backend *backend = c->amp->backend;
     amp_k_norm *k = &c->k.norm;
-    if (!c->backward) return backend->norm(c->amp->dev, k, c->amp->desc.stream);
+    if (!c->backward) return (backend->norm)(c->amp->dev, k, c->amp->desc.stream);
     if (k->sum.data) k->x = k->sum;
     ampi_gradient_of(c->params[0], &k->dweight);
     ampi_gradient_of(c->params[1], &k->dbias);
-    return backend->norm_backward(c->amp->dev, k, c->amp->desc.stream);
+    return (backend->norm_backward)(c->amp->dev, k, c->amp->desc.stream);
 }
 
 /* ---- Softmax */
@@ -15851,12 +15888,12 @@ static amp_result ampi_activation_kernel(ampi_call *c) {
     amp_context *amp = c->amp;
     amp_k_column_sum sum;
     amp_mat dx;
-    if (!c->backward) return amp->backend->activation(amp->dev, k, amp->desc.stream);
+    if (!c->backward) return (amp->backend->activation)(amp->dev, k, amp->desc.stream);
     memset(&dx, 0, sizeof dx);
     dx.data = k->dx; dx.dtype = k->x_dtype;
     dx.rows = k->cols ? k->n / k->cols : 0; dx.cols = dx.ld = k->cols;
     sum = ampi_dbias_args(k->cols ? c->params[0] : NULL, &dx);
-    AMPI_TRY(amp->backend->activation_backward(amp->dev, k, amp->desc.stream));
+    AMPI_TRY((amp->backend->activation_backward)(amp->dev, k, amp->desc.stream));
     return ampi_dbias(amp, c->params[0], &sum);
 }
 
@@ -15898,8 +15935,8 @@ static amp_result ampi_swiglu_kernel(ampi_call *c) {
     amp_context *amp = c->amp;
     amp_k_column_sum sum;
     int i;
-    if (!c->backward) return amp->backend->swiglu(amp->dev, &c->k.swiglu, amp->desc.stream);
-    AMPI_TRY(amp->backend->swiglu_backward(amp->dev, &c->k.swiglu, amp->desc.stream));
+    if (!c->backward) return (amp->backend->swiglu)(amp->dev, &c->k.swiglu, amp->desc.stream);
+    AMPI_TRY((amp->backend->swiglu_backward)(amp->dev, &c->k.swiglu, amp->desc.stream));
     for (i = 0; i < 2; i++) {
         sum = ampi_dbias_args(c->params[i], i ? &c->k.swiglu.dup : &c->k.swiglu.dgate);
         AMPI_TRY(ampi_dbias(amp, c->params[i], &sum));
@@ -15955,7 +15992,7 @@ static amp_result ampi_cross_entropy_prepare(ampi_call *c) {
 }
 
 static amp_result ampi_cross_entropy_run(ampi_call *c, const amp_k_cross_entropy *k) {
-    AMPI_TRY(c->amp->backend->cross_entropy(c->amp->dev, k, c->amp->desc.stream));
+    AMPI_TRY((c->amp->backend->cross_entropy)(c->amp->dev, k, c->amp->desc.stream));
     if (c->bad == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_LABEL, c->f, ".labels[%d] = %d, must be 0 to %lld or ignore_index %d", c->bad - 1,
                      k->labels[c->bad - 1], (long long)k->classes - 1, k->ignore_index);
@@ -15987,7 +16024,7 @@ static amp_result ampi_mse_prepare(ampi_call *c) {
 }
 
 static amp_result ampi_mse_kernel(ampi_call *c) {
-    return c->amp->backend->mse(c->amp->dev, &c->k.mse, c->amp->desc.stream);
+    return (c->amp->backend->mse)(c->amp->dev, &c->k.mse, c->amp->desc.stream);
 }
 
 /* ---- Linear and cross-entropy in one: for each chunk of rows its logits, their loss and gradient, and what the two
@@ -16045,11 +16082,11 @@ static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
 /* Memory of one call. */
 static amp_result ampi_scratch(amp_context *amp, void **ptr, size_t bytes) {
     if (amp->backend->scratch == NULL) return amp_alloc(amp, ptr, (int64_t)bytes);
-    return amp->backend->scratch(amp->dev, ptr, bytes);
+    return (amp->backend->scratch)(amp->dev, ptr, bytes);
 }
 static void ampi_scratch_release(amp_context *amp, void *ptr, size_t bytes) {
     if (amp->backend->scratch == NULL) amp_free(amp, ptr);
-    else if (ptr != NULL) amp->backend->scratch_release(amp->dev, ptr, bytes);
+    else if (ptr != NULL) (amp->backend->scratch_release)(amp->dev, ptr, bytes);
 }
 
 /* Rows of a chunk: what was asked for, or chunks of about the same size, of at most AMPI_CHUNK_BYTES. */
@@ -16153,7 +16190,7 @@ static amp_result ampi_chunk_run(ampi_call *c, const ampi_chunks *s, int64_t fir
     AMPI_TRY(ampi_cross_entropy_run(c, &loss));
     if (g[1].c != NULL) AMPI_TRY(ampi_product_run(amp, c->f, &g[1], s->in[1]));
     if (first > 0) dbias.add = 1;
-    if (dbias.out != NULL) AMPI_TRY(amp->backend->column_sum(amp->dev, &dbias, amp->desc.stream));
+    if (dbias.out != NULL) AMPI_TRY((amp->backend->column_sum)(amp->dev, &dbias, amp->desc.stream));
     return g[2].c != NULL ? ampi_product_run(amp, c->f, &g[2], s->in[2]) : AMP_OK;
 }
 
@@ -16192,7 +16229,7 @@ static amp_result ampi_chunks_fold(ampi_call *c, const ampi_chunks *s) {
         k.y = p->grad.data; k.y_dtype = p->grad.dtype;
         k.n = amp_tensor_count(&p->weight);
         k.alpha = k.beta = 1;
-        AMPI_TRY(c->amp->backend->add(c->amp->dev, &k, c->amp->desc.stream));
+        AMPI_TRY((c->amp->backend->add)(c->amp->dev, &k, c->amp->desc.stream));
     }
     return AMP_OK;
 }
@@ -16316,7 +16353,7 @@ static amp_result ampi_dropout_kernel(ampi_call *c) {
     k->seed = c->plan.random_seed;
     k->offset = c->plan.random_offset;
     k->base = c->plan.captured ? &c->amp->cells->random : NULL;
-    return c->amp->backend->dropout(c->amp->dev, k, c->amp->desc.stream);
+    return (c->amp->backend->dropout)(c->amp->dev, k, c->amp->desc.stream);
 }
 
 /* ---- RoPE */
@@ -16393,7 +16430,7 @@ static amp_result ampi_rope_prepare(ampi_call *c) {
 }
 
 static amp_result ampi_rope_kernel(ampi_call *c) {
-    return c->amp->backend->rope(c->amp->dev, &c->k.rope, c->amp->desc.stream);
+    return (c->amp->backend->rope)(c->amp->dev, &c->k.rope, c->amp->desc.stream);
 }
 
 /* ---- Calls.  A row: the offsets in the op struct, which begins with .layer, of the plan and up to two parameters (0:
@@ -16450,13 +16487,13 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
     }
     for (i = 0; i < 2 && backward; i++) AMPI_TRY(ampi_gradient_open(amp, f, c.params[i]));
     if (backward) AMPI_TRY(ampi_check_plan(f, plan));
-    AMPI_TRY(row->prepare(&c));
+    AMPI_TRY((row->prepare)(&c));
     AMPI_TRY(ampi_check_places(f, &c.at));
     if (backward) c.plan = *plan;
     else
         AMPI_TRY(ampi_plan_forward(amp, f, id, row->named ? ampi_layer_name(layer, c.params[0]) : layer, c.inputs[0],
                                    c.inputs[1], ampi_versions(c.params[0], c.params[1]), plan, &c.plan));
-    AMPI_TRY(ampi_as(f, row->kernel(&c)));
+    AMPI_TRY(ampi_as(f, (row->kernel)(&c)));
     if (!backward) *plan = c.plan;
     for (i = 0; i < 2 && backward; i++) ampi_gradient_added(amp, c.params[i]);
     return AMP_OK;
@@ -16531,7 +16568,7 @@ AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tens
     k.b = b->data; k.b_dtype = b->dtype;
     k.y = y->data; k.y_dtype = y->dtype;
     k.alpha = k.beta = 1;
-    return ampi_as("amp_add", amp->backend->add(amp->dev, &k, amp->desc.stream));
+    return ampi_as("amp_add", (amp->backend->add)(amp->dev, &k, amp->desc.stream));
 }
 
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst) {
@@ -16547,7 +16584,7 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
     AMPI_TRY(ampi_check_places("amp_cast", &at));
     k.src = src->data; k.src_dtype = src->dtype;
     k.dst = dst->data; k.dst_dtype = dst->dtype;
-    return ampi_as("amp_cast", amp->backend->cast(amp->dev, &k, amp->desc.stream));
+    return ampi_as("amp_cast", (amp->backend->cast)(amp->dev, &k, amp->desc.stream));
 }
 
 /* Records <prefix>.random and <prefix>.rank. */
@@ -16723,7 +16760,7 @@ static amp_result ampi_param_write(amp_context *amp, const char *f, amp_param *p
         result = amp_convert(low, w->dtype, values, AMP_F32, n, NULL, NULL);
     }
     if (result == AMP_OK) result = amp_copy(amp, w->data, low ? low : values, bytes, AMP_COPY_TO_DEVICE);
-    if (result == AMP_OK) result = amp->backend->stream_sync(amp->dev, amp->desc.stream);
+    if (result == AMP_OK) result = (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
     if (low != NULL) ampi_free(&amp->system, low, bytes, 1);
     amp_param_changed(p);
     return ampi_as(f, result);
@@ -16897,7 +16934,7 @@ static amp_result ampi_model_start(amp_model *m, int64_t i) {
     void *values;
     AMPI_TRY(ampi_alloc(system, "amp_optimizer_create", &values, count, sizeof(float)));
     ampi_init_values(m, i, (float *)values, count);
-    result = m->rows[i].keeper->set(m->rows[i].owner, &m->params[i], (const float *)values);
+    result = (m->rows[i].keeper->set)(m->rows[i].owner, &m->params[i], (const float *)values);
     ampi_free(system, values, count, sizeof(float));
     return result;
 }
@@ -16971,7 +17008,7 @@ static amp_result ampi_model_names(const amp_model *m, const char *f, char **tex
                        (long long)(w->ndim > 1 ? w->shape[1] : 0));
         }
         if (pass > 0) break;
-        *bytes = (int64_t)s.used + 1;
+        *bytes = (int64_t)s.in_use + 1;
         AMPI_TRY(ampi_alloc(&m->object.amp->system, f, &memory, *bytes, 1));
         s = ampi_sheet_of((char *)memory, (size_t)*bytes);
     }
@@ -16992,7 +17029,7 @@ static amp_result ampi_param_read(amp_context *amp, const char *f, const amp_par
     low = (uint16_t *)memory;
     result = amp_copy(amp, low ? (void *)low : values, from, bytes, AMP_COPY_TO_HOST);
     if (result == AMP_OK && rest != NULL) result = amp_copy(amp, low + n, rest, bytes, AMP_COPY_TO_HOST);
-    if (result == AMP_OK) result = amp->backend->stream_sync(amp->dev, amp->desc.stream);
+    if (result == AMP_OK) result = (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
     if (result == AMP_OK && low != NULL) result = amp_convert(values, AMP_F32, low, dtype, n, NULL, NULL);
     for (i = 0; rest != NULL && result == AMP_OK && i < n; i++) values[i] = amp_f32_join(low[i], low[n + i]);
     if (low != NULL) ampi_free(&amp->system, low, 2 * bytes, 1);
@@ -17027,7 +17064,7 @@ AMP_API amp_result amp_model_save(const amp_model *model, amp_state *state, cons
     for (i = 0; i < model->n && r == AMP_OK; i++) {
         r = ampi_key(f, key, prefix, "weight", i);
         rest = model->rows[i].keeper == NULL ? NULL
-               : model->rows[i].keeper->remainder(model->rows[i].owner, &model->params[i]);
+               : (model->rows[i].keeper->remainder)(model->rows[i].owner, &model->params[i]);
         if (r == AMP_OK) r = ampi_param_read(amp, f, &model->params[i], rest, (float *)values);
         if (r == AMP_OK) r = amp_state_put(own, key, AMP_F32, values, amp_tensor_count(&model->params[i].weight));
     }
@@ -17085,7 +17122,7 @@ AMP_API amp_result amp_model_load(amp_model *model, const amp_state *state, cons
         r = ampi_key(f, key, prefix, "weight", i);
         if (r == AMP_OK) r = amp_state_get(state, key, AMP_F32, values, amp_tensor_count(&p->weight));
         if (r == AMP_OK && model->rows[i].keeper != NULL)
-            r = ampi_as(f, model->rows[i].keeper->set(model->rows[i].owner, p, (const float *)values));
+            r = ampi_as(f, (model->rows[i].keeper->set)(model->rows[i].owner, p, (const float *)values));
         else if (r == AMP_OK) r = ampi_param_write(amp, f, p, (const float *)values);
         model->rows[i].rounded = model->rows[i].keeper == NULL && p->weight.dtype != AMP_F32;
     }
@@ -17666,7 +17703,7 @@ static amp_result ampi_tape_new_node(amp_tape *t, const ampi_call_key *key, ampi
     n->key = *key;
     n->root = (int32_t)t->n;
     AMPI_TRY(ampi_tape_losses(t, n));
-    AMPI_TRY(row->shape(t, n));
+    AMPI_TRY((row->shape)(t, n));
     if (key->store != AMP_DTYPE_DEFAULT) n->y.dtype = key->store;
     if (ampi_shape_count(&n->y) < 0)
         return ampi_fail(AMP_ERR_SIZE, t->function, "the output has more elements than memory");
@@ -18638,7 +18675,7 @@ static amp_result ampi_tape_sum(amp_tape *t, const amp_tensor *a, float alpha, c
         k.y_stride[i] = d >= 0 ? ampi_stride(y, d) : 0;
     }
     if (k.y_stride[3] == 0) k.y_stride[3] = 1;
-    return ampi_as(t->function, amp->backend->add_views(amp->dev, &k, amp->desc.stream));
+    return ampi_as(t->function, (amp->backend->add_views)(amp->dev, &k, amp->desc.stream));
 }
 static amp_result ampi_tape_flat_sum(amp_tape *t, const amp_tensor *a, float alpha, const amp_tensor *b,
                                      const amp_tensor *y) {
@@ -18650,7 +18687,7 @@ static amp_result ampi_tape_flat_sum(amp_tape *t, const amp_tensor *a, float alp
     k.b = b ? b->data : NULL; k.b_dtype = b ? b->dtype : AMP_F32;
     k.y = y->data; k.y_dtype = y->dtype;
     k.alpha = alpha; k.beta = 1;
-    return ampi_as(t->function, amp->backend->add(amp->dev, &k, amp->desc.stream));
+    return ampi_as(t->function, (amp->backend->add)(amp->dev, &k, amp->desc.stream));
 }
 
 /* The part of a view: `count` elements of dimension dim, from `first` on. */
@@ -18722,7 +18759,7 @@ static amp_result ampi_run_mean(amp_tape *t, ampi_node *n, int backward) {
         k.x.rows = rows; k.x.cols = k.x.ld = cols;
         k.out = (float *)scratch + i * cols;
         k.out_dtype = AMP_F32;
-        result = ampi_as(t->function, amp->backend->column_sum(amp->dev, &k, amp->desc.stream));
+        result = ampi_as(t->function, (amp->backend->column_sum)(amp->dev, &k, amp->desc.stream));
     }
     if (result == AMP_OK) result = ampi_tape_flat_sum(t, &sums, inverse, NULL, &n->y);
     ampi_scratch_release(amp, scratch, AMPI_MAX(bytes, 1));
@@ -18883,7 +18920,7 @@ static amp_result ampi_run_custom(amp_tape *t, ampi_node *n, int backward) {
     }
     if (backward) call.dy = ampi_tape_view(t, &n->y, n->grad);
     callback = ampi_callback_begin(&n->op.custom.region);
-    result = backward ? op->backward(op->user, &call) : op->forward(op->user, &call);
+    result = backward ? (op->backward)(op->user, &call) : (op->forward)(op->user, &call);
     return ampi_callback_end(t, &callback, "amp_tape_custom", ampi_node_layer(n), backward ? "backward" : "forward",
                              result);
 }
@@ -18924,10 +18961,10 @@ static amp_result ampi_tape_timed(amp_tape *t, ampi_node *n, int pass) {
     int64_t began;
     if (!t->timed) return ampi_tape_operate(t, n, pass == 1);
     AMPI_TRY(ampi_as(t->function, amp_sync(t->object.amp)));
-    began = s->clock_ns(s->user);
+    began = (s->clock_ns)(s->user);
     AMPI_TRY(ampi_tape_operate(t, n, pass == 1));
     AMPI_TRY(ampi_as(t->function, amp_sync(t->object.amp)));
-    n->ns[pass] = s->clock_ns(s->user) - began;
+    n->ns[pass] = (s->clock_ns)(s->user) - began;
     return AMP_OK;
 }
 
@@ -18976,7 +19013,7 @@ static amp_result ampi_tape_tell(amp_tape *t, int64_t at, int64_t *told) {
         amp_result result;
         if (!p->grad_live) continue;        /* frozen since it was recorded */
         callback = ampi_callback_begin(&outside);
-        result = t->desc.grad_ready(t->desc.user, p);
+        result = (t->desc.grad_ready)(t->desc.user, p);
         AMPI_TRY(ampi_callback_end(t, &callback, t->function, p->name, "grad_ready", result));
     }
     return AMP_OK;
@@ -19470,7 +19507,7 @@ AMP_API size_t amp_tape_text(const amp_tape *tape, char *text, size_t size) {
     }
     ampi_print(&s, "%lld values, %lld calls of backward, %lld bytes\n", (long long)tape->n, (long long)tape->n_actions,
                (long long)tape->memory_bytes);
-    return s.used;
+    return s.in_use;
 }
 
 AMP_API size_t amp_tape_dot(const amp_tape *tape, char *text, size_t size) {
@@ -19488,7 +19525,7 @@ AMP_API size_t amp_tape_dot(const amp_tape *tape, char *text, size_t size) {
             ampi_print(&s, "  n%d -> n%lld;\n", n->key.in[k], (long long)i);
     }
     ampi_print(&s, "}\n");
-    return s.used;
+    return s.in_use;
 }
 
 AMP_API amp_result amp_tape_time(amp_tape *tape, int32_t on) {
@@ -19839,6 +19876,7 @@ struct amp_scaler {
     amp_k_scaler *device;
     amp_grad_set *sets;             /* checked since the last update */
     int32_t checked;                /* 1: a set was, perhaps before a load */
+    int32_t found;                  /* 1: amp_scaler_found did since the last update; atomic */
     amp_grad_set *own;              /* of amp_scaler_unscale's last ranges, or NULL */
 };
 
@@ -19884,15 +19922,15 @@ static amp_result ampi_wait(const amp_context *amp) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
     AMPI_TRY(ampi_may_wait(amp));
-    return backend->stream_sync(dev, stream);
+    return (backend->stream_sync)(dev, stream);
 }
 
 static amp_result ampi_fetch(const amp_context *amp, void *dst, const void *src, size_t bytes) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
     AMPI_TRY(ampi_may_wait(amp));
-    AMPI_TRY(backend->copy(dev, dst, src, bytes, AMP_COPY_TO_HOST, stream));
-    return backend->stream_sync(dev, stream);
+    AMPI_TRY((backend->copy)(dev, dst, src, bytes, AMP_COPY_TO_HOST, stream));
+    return (backend->stream_sync)(dev, stream);
 }
 
 /* Waits, because src may be on the stack. */
@@ -19981,7 +20019,7 @@ static amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, const 
 static amp_result ampi_run_rule(const amp_context *amp, const amp_k_rule *rule) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
-    return backend->rule(dev, rule, stream);
+    return (backend->rule)(dev, rule, stream);
 }
 
 /* Replaces n texts, which may be NULL, by copies in one block. */
@@ -20359,7 +20397,7 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
     args.dst_dtype = AMP_F32;
     args.src_dtype = row->weight_dtype;
     args.n = row->count;
-    return amp->backend->cast(amp->dev, &args, ampi_settings(amp)->stream);
+    return (amp->backend->cast)(amp->dev, &args, ampi_settings(amp)->stream);
 }
 
 /* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
@@ -20399,7 +20437,7 @@ static int64_t ampi_bucket_part(const ampi_buckets *b, int64_t row, int32_t rank
 
 static double ampi_seconds(const amp_context *amp) {
     const amp_system *s = ampi_context_system(amp);
-    return (double)s->clock_ns(s->user) * 1e-9;
+    return (double)(s->clock_ns)(s->user) * 1e-9;
 }
 
 /* A device's stream of buckets waits for the context's, or the context's for it. */
@@ -20407,8 +20445,8 @@ static amp_result ampi_buckets_order(const ampi_buckets *b, int back) {
     const amp_backend *backend = b->amp->backend;
     void *own = ampi_settings(b->amp)->stream;
     if (b->finished == NULL) return AMP_OK;
-    AMPI_TRY(backend->event_record(b->amp->dev, b->finished, back ? b->stream : own));
-    return backend->event_wait(b->amp->dev, b->finished, back ? own : b->stream);
+    AMPI_TRY((backend->event_record)(b->amp->dev, b->finished, back ? b->stream : own));
+    return (backend->event_wait)(b->amp->dev, b->finished, back ? own : b->stream);
 }
 
 /* n numbers, converted if need be. */
@@ -20418,14 +20456,14 @@ static amp_result ampi_flat_move(const ampi_buckets *b, void *dst, amp_dtype to,
     amp_k_cast cast;
     if (n == 0) return AMP_OK;
     if (to == from)
-        return backend->copy(b->amp->dev, dst, src, (size_t)n * amp_dtype_size(to), AMP_COPY_ON_DEVICE, b->stream);
+        return (backend->copy)(b->amp->dev, dst, src, (size_t)n * amp_dtype_size(to), AMP_COPY_ON_DEVICE, b->stream);
     memset(&cast, 0, sizeof cast);
     cast.dst = dst;
     cast.src = src;
     cast.dst_dtype = to;
     cast.src_dtype = from;
     cast.n = n;
-    return backend->cast(b->amp->dev, &cast, b->stream);
+    return (backend->cast)(b->amp->dev, &cast, b->stream);
 }
 
 /* Copies a bucket's gradients into `flat`, or back. */
@@ -20470,7 +20508,7 @@ static amp_result ampi_bucket_sum(const ampi_buckets *b, float *sum, int64_t par
     add.alpha = add.beta = 1;
     for (r = 1; r < world; r++) {
         add.b = ampi_at(b->received, wire, r * part);
-        AMPI_TRY(b->amp->backend->add(b->amp->dev, &add, b->stream));
+        AMPI_TRY((b->amp->backend->add)(b->amp->dev, &add, b->stream));
     }
     return ampi_shard_round(b, sum, wire, part);
 }
@@ -20519,7 +20557,7 @@ static void ampi_bucket_discard(const ampi_buckets *b, const ampi_bucket *k) {
     }
 }
 static amp_result ampi_bucket_run(const ampi_buckets *b, const ampi_bucket *k) {
-    if (k->event != NULL) AMPI_TRY(b->amp->backend->event_wait(b->amp->dev, k->event, b->stream));
+    if (k->event != NULL) AMPI_TRY((b->amp->backend->event_wait)(b->amp->dev, k->event, b->stream));
     AMPI_TRY(b->ordered ? ampi_bucket_sum_ordered(b, k) : ampi_bucket_reduce(b, k));
     if (b->gradients) ampi_bucket_discard(b, k);
     return AMP_OK;
@@ -20641,7 +20679,7 @@ static void ampi_buckets_launch(ampi_buckets *b, int rest) {
         amp_result result = AMP_OK;
         if (k->event != NULL) {
             pthread_mutex_unlock(&b->lock);
-            result = b->amp->backend->event_record(b->amp->dev, k->event, ampi_settings(b->amp)->stream);
+            result = (b->amp->backend->event_record)(b->amp->dev, k->event, ampi_settings(b->amp)->stream);
             pthread_mutex_lock(&b->lock);
         }
         if (result != AMP_OK && b->failed == AMP_OK) {
@@ -21003,9 +21041,9 @@ static amp_result ampi_buckets_stream(ampi_buckets *b) {
     int64_t i;
     b->stream = ampi_settings(b->amp)->stream;
     if (backend->host_visible) return AMP_OK;
-    AMPI_TRY(backend->event_create(b->amp->dev, &b->finished, 0));
-    for (i = 0; i < b->n; i++) AMPI_TRY(backend->event_create(b->amp->dev, &b->all[i].event, 0));
-    return backend->stream_create(b->amp->dev, &b->stream);
+    AMPI_TRY((backend->event_create)(b->amp->dev, &b->finished, 0));
+    for (i = 0; i < b->n; i++) AMPI_TRY((backend->event_create)(b->amp->dev, &b->all[i].event, 0));
+    return (backend->stream_create)(b->amp->dev, &b->stream);
 }
 
 static amp_result ampi_buckets_build(ampi_buckets *b) {
@@ -21033,7 +21071,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     }
     b->locks = 1;
     b->process = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED);
-    if (b->threaded && s->thread_start(s->user, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
+    if (b->threaded && (s->thread_start)(s->user, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
     if (b->threaded && !b->started) {
         ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread for sums over ranks: they are not hidden behind backward");
         b->threaded = 0;
@@ -21079,7 +21117,7 @@ static void ampi_buckets_destroy(ampi_buckets *b) {
         b->closing = 1;
         pthread_cond_broadcast(&b->changed);
         pthread_mutex_unlock(&b->lock);
-        s->thread_join(s->user, b->thread);
+        (s->thread_join)(s->user, b->thread);
     }
     if (b->to_gather > 0 || b->torn != AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
     if (b->torn != AMP_OK)
@@ -21090,10 +21128,10 @@ static void ampi_buckets_destroy(ampi_buckets *b) {
         pthread_mutex_destroy(&b->lock);
     }
     for (i = 0; b->all != NULL && i < b->n; i++)
-        if (b->all[i].event != NULL) backend->event_destroy(b->amp->dev, b->all[i].event);
+        if (b->all[i].event != NULL) (backend->event_destroy)(b->amp->dev, b->all[i].event);
     if (b->finished != NULL) {
-        backend->event_destroy(b->amp->dev, b->finished);
-        if (b->stream != NULL) backend->stream_destroy(b->amp->dev, b->stream);
+        (backend->event_destroy)(b->amp->dev, b->finished);
+        if (b->stream != NULL) (backend->stream_destroy)(b->amp->dev, b->stream);
     }
     if (!b->states) {
         amp_free(b->amp, b->table);
@@ -21128,7 +21166,7 @@ static amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
     args.table = set->table;
     args.tensors = set->n;
     args.factor = factor;
-    return backend->scale_ranges(dev, &args, stream);
+    return (backend->scale_ranges)(dev, &args, stream);
 }
 
 AMP_API amp_result amp_grad_set_apply(amp_grad_set *set) {
@@ -21423,7 +21461,7 @@ AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int
         AMPI_TRY(ampi_as(f, ampi_broadcast(amp, weight->data, count * (int64_t)amp_dtype_size(weight->dtype))));
         if (params[i].master != NULL) AMPI_TRY(ampi_as(f, ampi_broadcast(amp, params[i].master, count * 4)));
         amp_param_changed(&params[i]);
-        for (w = amp->watches; w != NULL; w = w->next) AMPI_TRY(ampi_as(f, w->set(w, &params[i])));
+        for (w = amp->watches; w != NULL; w = w->next) AMPI_TRY(ampi_as(f, (w->set)(w, &params[i])));
     }
     return AMP_OK;
 }
@@ -21464,7 +21502,7 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply, int l
     args.tensors = set->n;
     args.multiply = multiply;
     args.found = set->found;
-    return backend->check(dev, &args, stream);
+    return (backend->check)(dev, &args, stream);
 }
 
 /* The whole check; scaler is enabled or NULL.  The last micro-batch of a cycle combines ranks; for an earlier one
@@ -21571,7 +21609,7 @@ static amp_k_scaler ampi_scaler_start(const amp_scaler_desc *d) {
 
 static void ampi_scaler_release_sets(amp_scaler *scaler) {
     while (scaler->sets != NULL) ampi_set_unlink(scaler->sets);
-    scaler->checked = 0;
+    scaler->checked = scaler->found = 0;
 }
 
 static void ampi_scaler_stop(ampi_object *object) {
@@ -21775,6 +21813,12 @@ static int64_t ampi_set_forgotten(const amp_grad_set *set) {
     return -1;
 }
 
+static amp_result ampi_refuse_found(const char *function, const amp_scaler *scaler) {
+    if (scaler == NULL || !scaler->found) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "amp_scaler_found has found infinity or NaN: leave this step out, and call amp_scaler_update");
+}
+
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode) {
     amp_scaler *enabled = ampi_enabled(scaler);
     int64_t filled = 0, forgotten;
@@ -21785,6 +21829,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     if (mode != AMP_CHECK_UNSCALE && mode != AMP_CHECK_READ)
         return ampi_fail(AMP_ERR_RANGE, "amp_scaler_check", "mode = %d, must be AMP_CHECK_UNSCALE or AMP_CHECK_READ",
                          (int)mode);
+    AMPI_TRY(ampi_refuse_found("amp_scaler_check", scaler));
     AMPI_TRY(ampi_check_set_known("amp_scaler_check", set));
     AMPI_TRY(ampi_check_owner("amp_scaler_check", set, scaler));
     if (set->stage == AMPI_CHECKED)
@@ -21813,7 +21858,7 @@ static amp_result ampi_scaler_update(amp_scaler *scaler, int32_t found_inf) {
     amp_k_rule rule;
     if (!scaler->desc.disable) {
         rule = ampi_rule(AMP_RULE_UPDATE, scaler, NULL);
-        rule.value = (float)found_inf;
+        rule.value = (float)(found_inf | scaler->found);
         AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
         if (scaler->amp->backend->host_visible) ampi_scaler_watch(scaler, scaler->device);
     }
@@ -21823,7 +21868,7 @@ static amp_result ampi_scaler_update(amp_scaler *scaler, int32_t found_inf) {
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_update"));
-    if (!scaler->checked)
+    if (!scaler->checked && !scaler->found)
         return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
     return ampi_as("amp_scaler_update", ampi_scaler_update(scaler, 0));
 }
@@ -21833,6 +21878,11 @@ AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf)
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_update_with"));
     return ampi_as("amp_scaler_update_with", ampi_scaler_update(scaler, found_inf));
+}
+AMP_API int32_t amp_scaler_found(amp_scaler *scaler, const void *data, amp_dtype dtype, int64_t n) {
+    if (scaler == NULL || ampi_is_stopped(&scaler->object)) return 0;
+    if (amp_count_nonfinite(data, dtype, n, NULL) > 0) __atomic_store_n(&scaler->found, 1, __ATOMIC_RELAXED);
+    return __atomic_load_n(&scaler->found, __ATOMIC_RELAXED);
 }
 
 static int ampi_set_is_of(const amp_grad_set *set, const amp_range *ranges, int64_t n) {
@@ -21868,6 +21918,7 @@ static amp_result ampi_scaler_unscale(amp_scaler *scaler, const amp_range *range
     amp_k_grad_stats found;
     AMPI_TRY(ampi_may_wait(scaler->amp));
     AMPI_TRY(ampi_scaler_ranges(scaler, ranges, n));
+    if (scaler->found) return ampi_scaler_update(scaler, 0);
     AMPI_TRY(amp_scaler_check(scaler, scaler->own, AMP_CHECK_UNSCALE));
     AMPI_TRY(ampi_fetch(scaler->amp, &found, scaler->own->found, sizeof found));
     AMPI_TRY(ampi_scaler_update(scaler, 0));
@@ -22108,7 +22159,7 @@ static amp_result ampi_run_adamw(const amp_optimizer *o, const amp_backend *back
     k.beta1 = o->desc.beta1; k.beta2 = o->desc.beta2; k.eps = o->desc.eps;
     k.maximize = o->desc.maximize; k.seed = o->desc.seed;
     k.copies = o->copy_table; k.new_inf = ampi_copies_inf(o);
-    return backend->adamw(dev, &k, stream);
+    return (backend->adamw)(dev, &k, stream);
 }
 
 static amp_result ampi_run_sgd(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream) {
@@ -22118,7 +22169,7 @@ static amp_result ampi_run_sgd(const amp_optimizer *o, const amp_backend *backen
     k.momentum = o->desc.momentum; k.dampening = o->desc.dampening; k.seed = o->desc.seed;
     k.nesterov = o->desc.nesterov; k.maximize = o->desc.maximize;
     k.copies = o->copy_table; k.new_inf = ampi_copies_inf(o);
-    return backend->sgd(dev, &k, stream);
+    return (backend->sgd)(dev, &k, stream);
 }
 
 static amp_result ampi_run_lion(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream) {
@@ -22128,7 +22179,7 @@ static amp_result ampi_run_lion(const amp_optimizer *o, const amp_backend *backe
     k.beta1 = o->desc.beta1; k.beta2 = o->desc.beta2;
     k.maximize = o->desc.maximize; k.seed = o->desc.seed;
     k.copies = o->copy_table; k.new_inf = ampi_copies_inf(o);
-    return backend->lion(dev, &k, stream);
+    return (backend->lion)(dev, &k, stream);
 }
 
 /* The optimizers, by amp_optimizer_kind: which moments a parameter has, as bits, without and with .momentum; which
@@ -22402,9 +22453,9 @@ static amp_result ampi_result_memory(amp_optimizer *o) {
     size_t bytes = AMP_STEP_RESULTS * sizeof *o->ring;
     int i;
     AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, (void **)&o->ring, (int64_t)bytes));
-    AMPI_TRY(backend->alloc_pinned(dev, &pinned, bytes));
+    AMPI_TRY((backend->alloc_pinned)(dev, &pinned, bytes));
     o->outcomes = (amp_k_step_result *)pinned;
-    for (i = 0; i < AMP_STEP_RESULTS; i++) AMPI_TRY(backend->event_create(dev, &o->events[i], 0));
+    for (i = 0; i < AMP_STEP_RESULTS; i++) AMPI_TRY((backend->event_create)(dev, &o->events[i], 0));
     return AMP_OK;
 }
 
@@ -22458,7 +22509,7 @@ static void ampi_optimizer_stop(ampi_object *object) {
     int64_t i;
     ampi_wait(o->amp);
     ampi_settings_changed(o->amp);
-    for (i = 0; i < AMP_STEP_RESULTS; i++) if (o->events[i] != NULL) backend->event_destroy(dev, o->events[i]);
+    for (i = 0; i < AMP_STEP_RESULTS; i++) if (o->events[i] != NULL) (backend->event_destroy)(dev, o->events[i]);
     if (!ampi_is_closed(o->amp)) ampi_models_disown(o->amp, o);
     for (i = 0; o->set != NULL && i < o->set->n && !ampi_is_closed(o->amp); i++)
         if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
@@ -22466,7 +22517,7 @@ static void ampi_optimizer_stop(ampi_object *object) {
         ampi_buckets_destroy(o->set->buckets);
         o->set->buckets = NULL;
     }
-    if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_STEP_RESULTS * sizeof *o->outcomes);
+    if (o->outcomes != NULL) (backend->free_pinned)(dev, o->outcomes, AMP_STEP_RESULTS * sizeof *o->outcomes);
     amp_free(o->amp, o->ring);
     amp_free(o->amp, o->memory);
     amp_free(o->amp, o->copy_table);
@@ -22591,7 +22642,7 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
    16-bit numbers. */
 static amp_result ampi_send_remainder(const amp_optimizer *o, void *weight, int64_t n, const amp_k_tensor *row,
                                       int64_t first, const float *values, uint16_t *scratch) {
-    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split(scratch, scratch + n, values, n);
+    (AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split)(scratch, scratch + n, values, n);
     AMPI_TRY(ampi_send(o->amp, weight, scratch, (size_t)n * 2));
     return row->count == 0 ? AMP_OK
                            : ampi_send(o->amp, row->master, scratch + n + first, (size_t)row->count * 2);
@@ -22706,7 +22757,7 @@ static amp_result ampi_graph_note(amp_optimizer *o) {
 static amp_result ampi_run_optimizer(const amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
-    return ampi_optimizers[o->desc.kind].run(o, backend, dev, stream);
+    return (ampi_optimizers[o->desc.kind].run)(o, backend, dev, stream);
 }
 
 /* Counts the step on the device; scaler is enabled or NULL.  In a graph AMP_RULE_LAUNCH writes the learning rate. */
@@ -22724,8 +22775,8 @@ static amp_result ampi_send_result(amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
     int64_t slot = o->attempts % AMP_STEP_RESULTS;
-    AMPI_TRY(backend->copy(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
-    AMPI_TRY(backend->event_record(dev, o->events[slot], stream));
+    AMPI_TRY((backend->copy)(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
+    AMPI_TRY((backend->event_record)(dev, o->events[slot], stream));
     ampi_buckets_times(o->set->buckets, o->ranks[slot]);
     o->attempts++;
     o->sent++;
@@ -22769,6 +22820,7 @@ static amp_result ampi_copies_begin(amp_optimizer *o) {
 static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
     AMPI_TRY(ampi_need_object(function, o, "optimizer"));
     if (scaler != NULL) AMPI_TRY(ampi_alive(&scaler->object, function));
+    AMPI_TRY(ampi_refuse_found(function, scaler));
     AMPI_TRY(ampi_check_set_known(function, o->set));
     AMPI_TRY(ampi_check_owner(function, o->set, scaler));
     if (o->set->stage == AMPI_STEPPED)
@@ -22787,7 +22839,7 @@ static amp_result ampi_fp8_step(amp_context *amp, int combined) {
         const amp_backend *backend = ampi_backend(amp, &dev, &stream);
         amp_k_fp8_update u = ampi_fp8_update_of(amp, t);
         if (t->history != NULL && combined) AMPI_TRY(ampi_reduce(amp, u.amax, u.n, AMP_F32, AMP_REDUCE_MAX));
-        AMPI_TRY(backend->fp8_update(dev, &u, stream));
+        AMPI_TRY((backend->fp8_update)(dev, &u, stream));
     }
     return AMP_OK;
 }
@@ -22808,10 +22860,10 @@ static amp_result ampi_outer_row(const amp_optimizer *o, const amp_k_tensor *row
         AMPI_TRY(ampi_fetch(o->amp, low, weight, bytes));
         if (!rest) return amp_convert(values, AMP_F32, low, row->weight_dtype, n, NULL, NULL);
         AMPI_TRY(ampi_fetch(o->amp, low_rest, master, bytes));
-        vec->f32_join(values, low, low_rest, n);
+        (vec->f32_join)(values, low, low_rest, n);
         return AMP_OK;
     }
-    if (rest) vec->bf16_split(low, low_rest, values, n);
+    if (rest) (vec->bf16_split)(low, low_rest, values, n);
     else AMPI_TRY(amp_convert(low, row->weight_dtype, values, AMP_F32, n, NULL, NULL));
     AMPI_TRY(ampi_send(o->amp, weight, low, bytes));
     if (master == NULL) return amp_convert(values, AMP_F32, low, row->weight_dtype, n, NULL, NULL);
@@ -23010,7 +23062,7 @@ AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *
     if (o == NULL || out == NULL || ampi_is_stopped(&o->object) || ampi_result_due(o) == 0) return 0;
     backend = ampi_backend(o->amp, &dev, &stream);
     slot = o->delivered % AMP_STEP_RESULTS;
-    if (backend->event_sync(dev, o->events[slot]) != AMP_OK) return 0;
+    if ((backend->event_sync)(dev, o->events[slot]) != AMP_OK) return 0;
     ampi_result_fill(o, &o->outcomes[slot], out);
     out->ranks_seconds = o->ranks[slot][0];
     out->ranks_waited = o->ranks[slot][1];
@@ -23028,7 +23080,7 @@ static int ampi_result_here(const amp_optimizer *o, int64_t number) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
     int32_t done = 0;
-    return backend->event_done(dev, o->events[(number - 1) % AMP_STEP_RESULTS], &done) == AMP_OK && done;
+    return (backend->event_done)(dev, o->events[(number - 1) % AMP_STEP_RESULTS], &done) == AMP_OK && done;
 }
 
 /* 1: the next step's result would overwrite one not yet delivered. */
@@ -23063,9 +23115,9 @@ static void ampi_graph_stop(ampi_object *object) {
     int64_t i;
     if (ampi_capture(amp) == &graph->object) {           /* the context closes during the capture */
         (void)ampi_capture_end(amp);
-        (void)backend->graph_end(dev, stream, &graph->exec);
+        (void)(backend->graph_end)(dev, stream, &graph->exec);
     }
-    if (graph->exec != NULL) backend->graph_destroy(dev, graph->exec);
+    if (graph->exec != NULL) (backend->graph_destroy)(dev, graph->exec);
     for (i = 0; i < graph->n; i++) ampi_object_let_go(&graph->optimizers[i]->object);
     for (i = 0; i < graph->n_sets; i++) ampi_object_let_go(&graph->sets[i]->object);
     ampi_free(ampi_context_system(amp), graph->optimizers, graph->capacity, sizeof(void *));
@@ -23095,7 +23147,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     graph->thread = pthread_self();
     graph->settings_version = ampi_settings_version(amp);      /* a later change reaches only part of the graph */
     ampi_capture_begin(amp, &graph->object);
-    result = ampi_as(f, backend->graph_begin(dev, stream));
+    result = ampi_as(f, (backend->graph_begin)(dev, stream));
     if (result == AMP_OK) { ampi_object_enlist(&graph->object, NULL); return AMP_OK; }
     ampi_capture_end(amp);
     amp_graph_destroy(graph);
@@ -23167,7 +23219,7 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     if (!pthread_equal(graph->thread, pthread_self()))
         return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
     graph->random = ampi_capture_end(amp);
-    result = backend->graph_end(dev, stream, &graph->exec);
+    result = (backend->graph_end)(dev, stream, &graph->exec);
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
     if (result == AMP_OK) result = ampi_graph_changes(graph, f);
     graph->object.unfinished = 0;
@@ -23211,7 +23263,7 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
     AMPI_TRY(ampi_copies_refresh(graph->amp));
     for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_outer_begin(graph->optimizers[n]);
     for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_copies_begin(graph->optimizers[n]);
-    if (result == AMP_OK) result = backend->graph_launch(dev, graph->exec, stream);
+    if (result == AMP_OK) result = (backend->graph_launch)(dev, graph->exec, stream);
     for (i = 0; i < n; i++) {
         if (result == AMP_OK) ampi_weights_changed(graph->optimizers[i]->set);
         ampi_copies_end(graph->optimizers[i], result);
@@ -23467,7 +23519,7 @@ static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
         AMPI_TRY(ampi_fetch(r->o->amp, weight, row->weight, bytes));
         AMPI_TRY(ampi_fetch(r->o->amp, rest, row->master, bytes));
     }
-    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->f32_join(values, weight, rest, row->count);
+    (AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->f32_join)(values, weight, rest, row->count);
     return ampi_put(r->to, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, row->count);
 }
 
@@ -23982,10 +24034,10 @@ static amp_result ampi_save_ranks(amp_context *amp, const amp_state *state, cons
     }
     r = ampi_all_succeed(amp, f, r);
     ampi_free(s, now, n, sizeof *now);
-    if (r != AMP_OK) { (void)s->file_remove(s->user, part); return r; }
+    if (r != AMP_OK) { (void)(s->file_remove)(s->user, part); return r; }
     for (i = 0; rank == 0 && i < before[AMPI_INDEX_WORLD]; i++)
         if (ampi_index_path(part, sizeof part, path, before[AMPI_INDEX_SAVE], i) == AMP_OK)
-            (void)s->file_remove(s->user, part);
+            (void)(s->file_remove)(s->user, part);
     return AMP_OK;
 }
 AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
@@ -24265,7 +24317,7 @@ static void ampi_order_init(ampi_order *order, int64_t n, uint64_t seed, int64_t
         order->keys[round] = ampi_epoch_random(seed, epoch, (uint64_t)round);
 }
 
-static inline __attribute__((always_inline)) uint64_t ampi_order_step(const ampi_order *order, uint64_t x) {
+static AMPI_ALWAYS uint64_t ampi_order_step(const ampi_order *order, uint64_t x) {
     uint64_t low_mask = (UINT64_C(1) << order->low_bits) - 1, high_mask = (UINT64_C(1) << order->high_bits) - 1;
     uint64_t low = x & low_mask, high = x >> order->low_bits;
     int round;
@@ -24390,7 +24442,7 @@ struct amp_loader {
     int64_t cache_bytes;
     /* for memory the host cannot read: two device slots, filled in turn on a stream of their own */
     const amp_backend *backend;
-    void *dev, *stream, *copy_stream, *used[2];     /* used: events, all work queued before the last calls of next */
+    void *dev, *stream, *copy_stream, *in_use[2];     /* used: events, all work queued before the last calls of next */
     char *device;                   /* the two slots, and room behind them for tokens in 16 bits */
     const char *padding;            /* in the ring: the targets of a batch that is all padding */
     int64_t deliveries;             /* since creation: device slot deliveries & 1 is the current one */
@@ -24604,7 +24656,7 @@ static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_for
                          (long long)l->n_files, (long long)(f - l->files));
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: %s", f->path, strerror(-error));
     f->is_open = 1;
-    f->bytes = l->system.file_size(l->system.user, f->handle);
+    f->bytes = (l->system.file_size)(l->system.user, f->handle);
     if (f->bytes == -ESPIPE)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s is a pipe or device, must be a regular file",
                          f->path);
@@ -24717,7 +24769,7 @@ static int ampi_search_name(void *search, const char *name) {
 static int ampi_path_exists(const amp_system *s, const char *path) {
     intptr_t handle;
     int error = ampi_file_open(s, path, 0, &handle);
-    if (error == 0) s->file_close(s->user, handle);
+    if (error == 0) (s->file_close)(s->user, handle);
     return error != -ENOENT && error != -ENOTDIR;
 }
 
@@ -24734,7 +24786,7 @@ static amp_result ampi_search_step(ampi_search *s) {
         return AMP_OK;
     }
     if (folder[0] == 0) folder = ".";
-    error = s->system->file_list(s->system->user, folder, ampi_search_name, s);
+    error = (s->system->file_list)(s->system->user, folder, ampi_search_name, s);
     if (error >= 0 || error == -ENOENT || error == -ENOTDIR) return s->result;
     return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "listing %s: %s", folder, strerror(-error));
 }
@@ -24903,7 +24955,7 @@ static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i,
     if (t->shape[0] != l->tensors[0].shape[0])
         return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[0] has %lld rows, .tensors[%d] has %lld",
                          (long long)l->tensors[0].shape[0], i, (long long)t->shape[0]);
-    if (!l->backend->host_visible) AMPI_TRY(l->backend->memory_kind(l->dev, t->data, &kind));
+    if (!l->backend->host_visible) AMPI_TRY((l->backend->memory_kind)(l->dev, t->data, &kind));
     if (kind == AMP_MEMORY_DEVICE || kind == AMP_MEMORY_OTHER_DEVICE)
         return ampi_fail(AMP_ERR_CONFLICT, ampi_loader_create_name,
                          ".tensors[%d] is in device memory, must be in the host's", i);
@@ -25023,7 +25075,7 @@ static int64_t ampi_worker_fetch(ampi_worker *w, const ampi_data_file *f, int64_
                                  const uint8_t **data) {
     const amp_loader *l = w->loader;
     if (offset + bytes <= f->cached) {
-        int64_t size = l->system.file_size(l->system.user, f->handle);
+        int64_t size = (l->system.file_size)(l->system.user, f->handle);
         if (size < offset + bytes) return size < 0 ? size : AMPI_MAX(size - offset, 0);
         w->seen[f - l->files].fill = w->fills;
         w->seen[f - l->files].bytes = size;
@@ -25069,7 +25121,7 @@ static amp_result ampi_worker_get(ampi_worker *w, const ampi_data_file *f, int64
 }
 
 /* Token i; UINT32_MAX if it is negative or beyond 32 bits. */
-static inline __attribute__((always_inline)) uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
+static AMPI_ALWAYS uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
     uint64_t wide;
     if (dtype == AMP_U8) return raw[i];
     if (dtype == AMP_U16) return (uint32_t)raw[2 * i] | (uint32_t)raw[2 * i + 1] << 8;
@@ -25078,8 +25130,8 @@ static inline __attribute__((always_inline)) uint32_t ampi_token(const uint8_t *
     return wide > UINT32_MAX ? UINT32_MAX : (uint32_t)wide;
 }
 
-typedef uint16_t ampi_u16x8 __attribute__((vector_size(16)));
-typedef int32_t ampi_i32x8 __attribute__((vector_size(32)));
+typedef uint16_t ampi_u16x8 __attribute__((__vector_size__(16)));
+typedef int32_t ampi_i32x8 __attribute__((__vector_size__(32)));
 
 /* As ampi_token_row_as for 16 bits, 8 tokens at a time, on a little-endian machine.  Returns how many it converted. */
 static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
@@ -25108,7 +25160,7 @@ static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, 
 
 /* One sample: seq inputs, and the same shifted by one as targets, in int32 or (narrow) uint16.  Nonzero if a token is
    not below the limit. */
-static inline __attribute__((always_inline)) uint32_t
+static AMPI_ALWAYS uint32_t
 ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
                   uint32_t limit) {
     uint32_t token = ampi_token(raw, dtype, 0), next, bad = token >= limit;
@@ -25274,7 +25326,7 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
             fields[k] = ampi_field_is_cast(l, k) ? (char *)w->raw + l->raw_offset[k]
                                                  : slot->data + l->field_offset[k] + i * l->field_bytes[k];
         __atomic_store_n(&w->offset, what.sample, __ATOMIC_RELAXED);
-        failed = l->source.read(l->source.user, &what, fields);
+        failed = (l->source.read)(l->source.user, &what, fields);
         error[sizeof error - 1] = 0;
         if (failed != 0)
             return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: the callback returned %d: %s",
@@ -25419,7 +25471,7 @@ static void ampi_loader_free(amp_loader *l) {
     amp_system s = l->system;
     int64_t i;
     for (i = 0; i < l->n_files; i++) {
-        if (l->files[i].is_open) s.file_close(s.user, l->files[i].handle);
+        if (l->files[i].is_open) (s.file_close)(s.user, l->files[i].handle);
         ampi_free(&s, l->files[i].path, l->files[i].path_bytes, 1);
     }
     ampi_free(&s, l->files, l->n_files, sizeof(ampi_data_file));
@@ -25429,7 +25481,7 @@ static void ampi_loader_free(amp_loader *l) {
         ampi_free(&s, l->workers[i].raw, l->raw_bytes, 1);
         ampi_free(&s, l->workers[i].seen, l->n_files, sizeof(ampi_seen));
     }
-    if (l->cache != NULL) s.free(s.user, l->cache, (size_t)l->cache_bytes);
+    if (l->cache != NULL) (s.free)(s.user, l->cache, (size_t)l->cache_bytes);
     ampi_free(&s, l->cache_blocks, l->cache_bytes / AMPI_CACHE_BLOCK, 1);
     ampi_free(&s, l->workers, l->n_workers, sizeof(ampi_worker));
     ampi_free(&s, l->slots, l->depth, sizeof(ampi_slot));
@@ -25469,7 +25521,7 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     int error, late = 0;
     o->file = -1;
     if (l->desc.workers == AMP_NO_WORKERS) return ampi_files_open(l);
-    error = l->system.thread_start(l->system.user, &o->thread, ampi_opener_main, l);
+    error = (l->system.thread_start)(l->system.user, &o->thread, ampi_opener_main, l);
     if (error != 0)
         return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "a thread to open files: %s", strerror(-error));
     pthread_mutex_lock(&l->lock);
@@ -25481,14 +25533,14 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     }
     pthread_mutex_unlock(&l->lock);
     if (!o->abandoned) {
-        l->system.thread_join(l->system.user, o->thread);
+        (l->system.thread_join)(l->system.user, o->thread);
         if (o->result != AMP_OK) memcpy(ampi_error_text, o->error, sizeof ampi_error_text);
         return o->result;
     }
     file = __atomic_load_n(&o->file, __ATOMIC_ACQUIRE);
     (void)ampi_fail(AMP_ERR_TIMEOUT, ampi_loader_create_name, "%d ms have passed, opening %s", l->desc.timeout_ms,
                     file >= 0 ? l->files[file].path : l->desc.path != NULL ? l->desc.path : "the arrays");
-    l->system.thread_detach(l->system.user, o->thread);
+    (l->system.thread_detach)(l->system.user, o->thread);
     return AMP_ERR_TIMEOUT;
 }
 
@@ -25560,7 +25612,7 @@ static amp_result ampi_loader_start(amp_loader *l) {
     int64_t i;
     for (i = 0; i < l->n_workers && l->desc.workers != AMP_NO_WORKERS; i++) {
         ampi_worker *w = l->workers + i;
-        int error = l->system.thread_start(l->system.user, &w->thread, ampi_worker_main, w);
+        int error = (l->system.thread_start)(l->system.user, &w->thread, ampi_worker_main, w);
         if (error != 0)
             return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "worker %lld of %lld: %s", (long long)i,
                              (long long)l->n_workers, strerror(-error));
@@ -25628,8 +25680,8 @@ static void ampi_loader_finish(amp_loader *l) {
     } while (inside > 0);
     pthread_mutex_unlock(&l->lock);
     for (i = 0; i < l->n_workers; i++) {
-        if (l->workers[i].exited) l->system.thread_join(l->system.user, l->workers[i].thread);
-        else if (l->workers[i].started) l->system.thread_detach(l->system.user, l->workers[i].thread);
+        if (l->workers[i].exited) (l->system.thread_join)(l->system.user, l->workers[i].thread);
+        else if (l->workers[i].started) (l->system.thread_detach)(l->system.user, l->workers[i].thread);
     }
 }
 
@@ -25701,7 +25753,7 @@ static amp_result ampi_loader_cache(amp_loader *l) {
     }
     AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->cache_bytes / AMPI_CACHE_BLOCK, 1));
     l->cache_blocks = (uint8_t *)memory;
-    l->cache = (uint8_t *)l->system.alloc(l->system.user, bytes, 4096);         /* touched when used */
+    l->cache = (uint8_t *)(l->system.alloc)(l->system.user, bytes, 4096);         /* touched when used */
     if (l->cache != NULL) return AMP_OK;
     return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name, "%lld bytes for file contents; lower .cache_mb = %d",
                      (long long)l->cache_bytes, l->desc.cache_mb);
@@ -25712,7 +25764,7 @@ static amp_result ampi_loader_device_buffers(amp_loader *l) {
     void *memory = NULL;
     int64_t i;
     if (l->desc.disable_pinned) AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->ring_bytes, 1));
-    else AMPI_TRY(b->alloc_pinned(l->dev, &memory, (size_t)l->ring_bytes));
+    else AMPI_TRY((b->alloc_pinned)(l->dev, &memory, (size_t)l->ring_bytes));
     l->ring = (char *)memory;
     AMPI_TRY(amp_alloc(l->amp, &memory, (l->narrow ? 5 : 2) * l->slot_bytes));
     l->device = (char *)memory;
@@ -25721,9 +25773,9 @@ static amp_result ampi_loader_device_buffers(amp_loader *l) {
         for (i = 0; i < l->slot_bytes / 4; i++) padding[i] = -100;
         l->padding = (const char *)padding;
     }
-    AMPI_TRY(b->stream_create(l->dev, &l->copy_stream));
-    for (i = 0; i < 2; i++) AMPI_TRY(b->event_create(l->dev, &l->used[i], 0));
-    for (i = 0; i < l->depth; i++) AMPI_TRY(b->event_create(l->dev, &l->slots[i].copied, 0));
+    AMPI_TRY((b->stream_create)(l->dev, &l->copy_stream));
+    for (i = 0; i < 2; i++) AMPI_TRY((b->event_create)(l->dev, &l->in_use[i], 0));
+    for (i = 0; i < l->depth; i++) AMPI_TRY((b->event_create)(l->dev, &l->slots[i].copied, 0));
     return AMP_OK;
 }
 
@@ -25759,17 +25811,17 @@ static amp_result ampi_loader_buffers(amp_loader *l) {
 static void ampi_loader_free_buffers(amp_loader *l) {
     const amp_backend *b = l->backend;
     int64_t i;
-    if (l->copy_stream != NULL) b->stream_sync(l->dev, l->copy_stream);
+    if (l->copy_stream != NULL) (b->stream_sync)(l->dev, l->copy_stream);
     for (i = 0; i < l->depth && l->slots != NULL; i++)
-        if (l->slots[i].copied != NULL) b->event_destroy(l->dev, l->slots[i].copied);
+        if (l->slots[i].copied != NULL) (b->event_destroy)(l->dev, l->slots[i].copied);
     for (i = 0; i < 2; i++)
-        if (l->used[i] != NULL) b->event_destroy(l->dev, l->used[i]);
-    if (l->copy_stream != NULL) b->stream_destroy(l->dev, l->copy_stream);
+        if (l->in_use[i] != NULL) (b->event_destroy)(l->dev, l->in_use[i]);
+    if (l->copy_stream != NULL) (b->stream_destroy)(l->dev, l->copy_stream);
     amp_free(l->amp, l->device);
     if (l->ring == NULL) return;
     if (b->host_visible) amp_free(l->amp, l->ring);
     else if (l->desc.disable_pinned) ampi_free(&l->system, l->ring, l->ring_bytes, 1);
-    else b->free_pinned(l->dev, l->ring, (size_t)l->ring_bytes);
+    else (b->free_pinned)(l->dev, l->ring, (size_t)l->ring_bytes);
 }
 
 static void ampi_loader_object_stop(ampi_object *object) {
@@ -25935,11 +25987,11 @@ static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, con
     cast.dst_dtype = AMP_I32;
     cast.src_dtype = AMP_U16;
     cast.n = l->slot_bytes / 2;
-    AMPI_TRY(l->backend->cast(l->dev, &cast, l->copy_stream));
+    AMPI_TRY((l->backend->cast)(l->dev, &cast, l->copy_stream));
     ampi_loader_slice(l, number % l->batches, &start, &valid);
     missing = (l->desc.batch - valid) * 2 * l->field_bytes[1];
     if (l->padding == NULL || missing == 0) return AMP_OK;
-    return l->backend->copy(l->dev, targets + valid * 2 * l->field_bytes[1], l->padding, (size_t)missing,
+    return (l->backend->copy)(l->dev, targets + valid * 2 * l->field_bytes[1], l->padding, (size_t)missing,
                             AMP_COPY_TO_DEVICE, l->copy_stream);
 }
 
@@ -25950,10 +26002,10 @@ static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     ampi_slot *slot = ampi_slot_of(l, number);
     char *to = ampi_device_slot(l, l->deliveries + number - l->consumed);
     char *arrival = l->narrow ? l->device + 4 * l->slot_bytes : to;
-    AMPI_TRY(b->event_wait(l->dev, after, l->copy_stream));
-    AMPI_TRY(b->copy(l->dev, arrival, slot->data, (size_t)l->slot_bytes, AMP_COPY_TO_DEVICE, l->copy_stream));
+    AMPI_TRY((b->event_wait)(l->dev, after, l->copy_stream));
+    AMPI_TRY((b->copy)(l->dev, arrival, slot->data, (size_t)l->slot_bytes, AMP_COPY_TO_DEVICE, l->copy_stream));
     if (l->narrow) AMPI_TRY(ampi_device_widen(l, number, to, arrival));
-    AMPI_TRY(b->event_record(l->dev, slot->copied, l->copy_stream));
+    AMPI_TRY((b->event_record)(l->dev, slot->copied, l->copy_stream));
     l->issued = number + 1;
     return AMP_OK;
 }
@@ -25963,9 +26015,9 @@ static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
     while (l->released < l->issued) {
         void *copied = ampi_slot_of(l, l->released)->copied;
         int32_t done = 0;
-        AMPI_TRY(l->backend->event_done(l->dev, copied, &done));
+        AMPI_TRY((l->backend->event_done)(l->dev, copied, &done));
         if (!done && l->released + l->depth > number) return AMP_OK;
-        if (!done) AMPI_TRY(l->backend->event_sync(l->dev, copied));
+        if (!done) AMPI_TRY((l->backend->event_sync)(l->dev, copied));
         pthread_mutex_lock(&l->lock);
         ampi_queue_release(l, l->released + 1);
         pthread_mutex_unlock(&l->lock);
@@ -25980,22 +26032,22 @@ static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
     int turn = (int)(l->deliveries & 1), next_ready;
     void *copied = ampi_slot_of(l, number)->copied;
     amp_result result;
-    AMPI_TRY(b->event_record(l->dev, l->used[turn], l->stream));
+    AMPI_TRY((b->event_record)(l->dev, l->in_use[turn], l->stream));
     AMPI_TRY(ampi_device_collect(l, number));
     if (l->issued == number) {
         pthread_mutex_lock(&l->lock);
         result = ampi_queue_await(l, number);
         pthread_mutex_unlock(&l->lock);
         AMPI_TRY(result);
-        AMPI_TRY(ampi_device_copy(l, number, l->used[l->deliveries > 0 ? !turn : turn]));
+        AMPI_TRY(ampi_device_copy(l, number, l->in_use[l->deliveries > 0 ? !turn : turn]));
     }
-    AMPI_TRY(b->event_wait(l->dev, copied, l->stream));
+    AMPI_TRY((b->event_wait)(l->dev, copied, l->stream));
     *data = ampi_device_slot(l, turn);
     pthread_mutex_lock(&l->lock);
     next_ready = number + 1 < l->claimed && ampi_slot_of(l, number + 1)->state == AMPI_SLOT_READY;
     pthread_mutex_unlock(&l->lock);
     if (next_ready && l->issued == number + 1)
-        (void)ampi_device_copy(l, number + 1, l->used[turn]);   /* if it fails, the next call tries again */
+        (void)ampi_device_copy(l, number + 1, l->in_use[turn]);   /* if it fails, the next call tries again */
     return AMP_OK;
 }
 
@@ -26043,7 +26095,7 @@ static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *fu
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
     AMPI_TRY(ampi_loader_enter(l, function));
-    if (l->copy_stream != NULL) result = l->backend->stream_sync(l->dev, l->copy_stream);
+    if (l->copy_stream != NULL) result = (l->backend->stream_sync)(l->dev, l->copy_stream);
     if (result != AMP_OK) return ampi_loader_leave(l, result);
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&l->lock);
@@ -26247,6 +26299,7 @@ static const ampi_word ampi_io_words[] = {
      {NULL, 0}};
 static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
+static const ampi_word ampi_threads_words[] = {{"all", 0}, {NULL, 0}};
 static const ampi_word ampi_layers_words[] = {{"none", 0}, {NULL, 0}};
 static const ampi_word ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}};
 static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
@@ -26276,6 +26329,7 @@ static const ampi_field ampi_setting_table[] = {
     {"fp8_history", AMPI_I32, AMPI_AT(fp8.history), NULL, 1024, 1, 1024, "a whole number from 1 to 1024"},
     {"fp8_margin", AMPI_I32, AMPI_AT(fp8.margin), NULL, 0, 0, 16, "a whole number from 0 to 16"},
     {"autotune", AMPI_WORD, AMPI_AT(autotune), ampi_autotune_words, AMP_AUTOTUNE_OFF, 0, 0, NULL},
+    {"threads", AMPI_I32, AMPI_AT(threads), ampi_threads_words, 0, 1, 1024, "a whole number from 1 to 1024, or all"},
     {"scaler", AMPI_WORD, AMPI_AT(use_scaler), ampi_scaler_words, AMP_SCALER_USE_AUTO, 0, 0, NULL},
     {"scaler_preset", AMPI_PRESET, AMPI_AT(scaler.preset), NULL, 0, 0, 0, NULL},
     {"frozen", AMPI_SWITCH, AMPI_AT(scaler.frozen), ampi_switch_words, 0, 0, 0, NULL},
@@ -26713,7 +26767,7 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
                    k->type == AMPI_TEXT && s.layers[0] != 0 ? s.layers : value,
                    left_out ? ": read by nothing, because of " : "", left_out ? left_out : "");
     }
-    return t.used;
+    return t.in_use;
 }
 
 /* Checks each field by itself, as a program may have filled it. */
@@ -26823,7 +26877,9 @@ static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
 }
 
 static void ampi_settings_fill_context(const amp_settings *s, amp_desc *d) {
+    int32_t threads = s->threads != 0 ? s->threads : d->threads;
     ampi_settings_copy(s, ampi_desc_fields, sizeof ampi_desc_fields, d);
+    d->threads = threads;
     ampi_settings_fill_common(s, d);
     d->dtype = s->dtype;
     d->autocast_dtype = s->autocast_dtype;
@@ -26874,37 +26930,51 @@ static int ampi_env_is_empty(void) {
     return 1;
 }
 
-static amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
-    amp_settings s, none;
-    amp_desc desc;
-    amp_scaler_desc scaling;
-    amp_result r;
+/* Names what the environment sets and nothing that was opened reads; the scaler's own settings if there is none. */
+static void ampi_env_unread(const amp_context *amp, const amp_settings *s, const amp_scaler_desc *scaling,
+                            int has_scaler) {
+    amp_settings none;
     int i;
-    memset(&s, 0, sizeof s);
     memset(&none, 0, sizeof none);
-    memset(&desc, 0, sizeof desc);
-    desc.gemm_always = 1;
-    AMPI_TRY(amp_settings_read_env(&s));           /* also refuses misspelt names of empty variables */
-    if (ampi_env_is_empty()) return AMP_OK;
-    AMPI_TRY(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
-    AMPI_TRY(amp_open_abi(amp, &desc, AMPI_HEADERS));
-    r = amp_settings_fill(&s, *amp, NULL, &scaling, NULL, NULL);
-    if (r == AMP_OK) r = amp_scaler_create(*amp, scaler, &scaling);
-    if (r != AMP_OK) { amp_close(*amp); *amp = NULL; return r; }
     for (i = 0; i < AMPI_SETTINGS; i++) {
         const ampi_field *k = &ampi_setting_table[i];
-        if (ampi_setting_is_of_others(k) && ampi_field_get(&s, k) != ampi_field_get(&none, k))
-            ampi_log(*amp, AMP_LOG_WARNING, 1202,
+        if (ampi_setting_is_of_others(k) && ampi_field_get(s, k) != ampi_field_get(&none, k))
+            ampi_log(amp, AMP_LOG_WARNING, 1202,
                      "the environment sets .%s, but amp_open_env opens only a context and a scaler: "
                      "use amp_settings_read_env and amp_settings_fill",
                      k->key);
     }
+    if (!has_scaler && !scaling->disable)
+        ampi_log(amp, AMP_LOG_WARNING, 1203,
+                 "the environment asks for a loss scaler, but amp_open_env was given NULL for it: gradients below 6e-8 "
+                 "become 0 in fp16.  Pass a scaler, or set AMP_SCALER=off if no gradients are computed");
+}
+
+static amp_result ampi_open_env(amp_context **out, amp_scaler **scaler_out) {
+    amp_settings s;
+    amp_desc desc;
+    amp_scaler_desc scaling;
+    amp_context *amp = NULL;
+    amp_scaler *scaler = NULL;
+    amp_result r;
+    memset(&s, 0, sizeof s);
+    memset(&desc, 0, sizeof desc);
+    desc.gemm_always = 1;
+    AMPI_TRY(amp_settings_read_env(&s));           /* also refuses misspelt names of empty variables */
+    if (!ampi_env_is_empty()) {
+        AMPI_TRY(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
+        AMPI_TRY(amp_open_abi(&amp, &desc, AMPI_HEADERS));
+        r = amp_settings_fill(&s, amp, NULL, &scaling, NULL, NULL);
+        if (r == AMP_OK && scaler_out != NULL) r = amp_scaler_create(amp, &scaler, &scaling);
+        if (r != AMP_OK) { amp_close(amp); return r; }
+        ampi_env_unread(amp, &s, &scaling, scaler != NULL);
+    }
+    *out = amp;
+    if (scaler_out != NULL) *scaler_out = scaler;
     return AMP_OK;
 }
 AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) {
-    if (amp != NULL) *amp = NULL;
-    if (scaler != NULL) *scaler = NULL;
-    AMPI_TRY(ampi_need("amp_open_env", amp && scaler, "amp or scaler"));
+    AMPI_TRY(ampi_need("amp_open_env", amp != NULL, "amp"));
     return ampi_as("amp_open_env", ampi_open_env(amp, scaler));
 }
 
@@ -26949,6 +27019,7 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
+    AMPI_TRY(ampi_settings_fixed(f, "threads", s->threads, amp->desc.threads));
     if (optimizer != NULL)
         AMPI_TRY(ampi_settings_fixed(f, "moments", (int)s->moments, (int)optimizer->desc.moments));
     AMPI_TRY(ampi_settings_fixed(f, "fp8_format", (int)s->fp8.format, (int)amp->desc.fp8.format));
@@ -27156,7 +27227,7 @@ static amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scal
     s.memory_share = ampi_memory_share(&s.memory);
     s.memory_warned = ampi_memory_warned(s.memory_share, memory_warning);
     s.telemetry.utilization = s.telemetry.memory_utilization = s.telemetry.temperature = s.telemetry.power = -1;
-    if (backend->telemetry != NULL) AMPI_TRY(backend->telemetry(dev, &s.telemetry));
+    if (backend->telemetry != NULL) AMPI_TRY((backend->telemetry)(dev, &s.telemetry));
     *out = s;
     return AMP_OK;
 }
@@ -27241,7 +27312,7 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     ampi_print_reading(&s, ", power", (double)m->power, 1, " W\n");
     if (!(m->power >= 0)) ampi_print(&s, "\n");
     ampi_print_machine(&s, &t->machine);
-    return s.used;
+    return s.in_use;
 }
 
 static void ampi_json_cache(ampi_sheet *s, const char *key, const amp_cache_info *c) {
@@ -27352,7 +27423,7 @@ AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size
     ampi_json_cpu(&s, &t->machine.cpu);
     ampi_json_device(&s, &t->machine.device);
     ampi_json_close(&s);
-    return s.used;
+    return s.in_use;
 }
 
 AMP_API void amp_profile_push(amp_context *amp, const char *name) {
@@ -27360,7 +27431,7 @@ AMP_API void amp_profile_push(amp_context *amp, const char *name) {
     const amp_backend *backend;
     if (amp == NULL || name == NULL) return;
     backend = ampi_backend(amp, &dev, &stream);
-    if (backend->profile_push != NULL) backend->profile_push(dev, name);
+    if (backend->profile_push != NULL) (backend->profile_push)(dev, name);
 }
 
 AMP_API void amp_profile_pop(amp_context *amp) {
@@ -27368,7 +27439,7 @@ AMP_API void amp_profile_pop(amp_context *amp) {
     const amp_backend *backend;
     if (amp == NULL) return;
     backend = ampi_backend(amp, &dev, &stream);
-    if (backend->profile_pop != NULL) backend->profile_pop(dev);
+    if (backend->profile_pop != NULL) (backend->profile_pop)(dev);
 }
 
 /* ---- Monitor.  A step's record waits for its result, and for the events that measure it; lines wait for room
@@ -27439,7 +27510,7 @@ static amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     int64_t done = 0, n = 1;
     if (!m->open) return AMP_OK;
     while (done < m->kept && n > 0) {
-        n = s->file_write(s->user, m->file, m->lines + done, (size_t)(m->kept - done), m->offset + done);
+        n = (s->file_write)(s->user, m->file, m->lines + done, (size_t)(m->kept - done), m->offset + done);
         if (n == -EINTR) n = 1;
         else if (n > 0) done += AMPI_MIN(n, m->kept - done);
     }
@@ -27465,8 +27536,8 @@ static ampi_sheet ampi_line_begin(const amp_monitor *m, const char *event) {
 
 /* Keeps the line if there is room for it. */
 static void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
-    if (s->used + 1 <= s->size) {
-        m->kept += (int64_t)s->used + 1;
+    if (s->in_use + 1 <= s->size) {
+        m->kept += (int64_t)s->in_use + 1;
         m->lines[m->kept - 1] = '\n';
         return;
     }
@@ -27485,7 +27556,7 @@ static amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     m->open = 1;
     AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
     if (!m->desc.append) return AMP_OK;
-    n = s->file_size(s->user, m->file);
+    n = (s->file_size)(s->user, m->file);
     if (n == -ESPIPE) n = 0;                    /* a device */
     m->offset = n;
     if (n > 0) n = ampi_read_fully(s, m->file, &last, 1, n - 1);
@@ -27524,7 +27595,8 @@ static amp_result ampi_marks_grow(amp_monitor *m) {
     m->marks = marks;
     m->mark_capacity = capacity;
     m->first_mark = 0;
-    for (i = old; i < capacity && !backend->host_visible; i++) AMPI_TRY(backend->event_create(dev, &marks[i].event, 1));
+    for (i = old; i < capacity && !backend->host_visible; i++) AMPI_TRY((backend->event_create)(dev, &marks[i].event,
+        1));
     return AMP_OK;
 }
 
@@ -27537,10 +27609,10 @@ static amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
         double seconds = 1e-9 * (double)(to->ns - from->ns);
         int32_t done = 1;
         if (to->event != NULL) {
-            AMPI_TRY(backend->event_done(dev, to->event, &done));
+            AMPI_TRY((backend->event_done)(dev, to->event, &done));
             if (!done && !(wait && from->step < until)) return AMP_OK;
-            if (!done) AMPI_TRY(backend->event_sync(dev, to->event));
-            if (from->event != NULL) AMPI_TRY(backend->event_elapsed(dev, from->event, to->event, &seconds));
+            if (!done) AMPI_TRY((backend->event_sync)(dev, to->event));
+            if (from->event != NULL) AMPI_TRY((backend->event_elapsed)(dev, from->event, to->event, &seconds));
         }
         m->notes[from->step % AMPI_NOTES].phase_seconds[from->phase] += seconds;
     }
@@ -27556,8 +27628,8 @@ static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
     if (m->n_marks == m->mark_capacity) AMPI_TRY(ampi_marks_grow(m));
     mark = ampi_mark_at(m, m->n_marks);
-    if (mark->event != NULL) AMPI_TRY(backend->event_record(dev, mark->event, stream));
-    mark->ns = s->clock_ns(s->user);
+    if (mark->event != NULL) AMPI_TRY((backend->event_record)(dev, mark->event, stream));
+    mark->ns = (s->clock_ns)(s->user);
     mark->step = m->steps;
     mark->phase = phase;
     m->n_marks++;
@@ -27980,12 +28052,12 @@ AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *te
                "s/epoch", "tokens/s", "peak");
     ampi_print_epochs(&s, summary->mixed.epoch ? amp_dtype_name(summary->mixed.dtype) : "mixed", &summary->mixed);
     ampi_print_epochs(&s, "fp32", &summary->full);
-    if (summary->mixed.epoch == 0 || summary->full.epoch == 0) return s.used;
+    if (summary->mixed.epoch == 0 || summary->full.epoch == 0) return s.in_use;
     ampi_print(&s, "%s beside fp32: %.2f times as fast per step, %.2f of the memory",
                amp_dtype_name(summary->mixed.dtype), summary->speedup, summary->memory_ratio);
     if (amp_is_finite_f64(&summary->loss_difference)) ampi_print(&s, ", loss %+.4f", summary->loss_difference);
     ampi_print(&s, "\n");
-    return s.used;
+    return s.in_use;
 }
 
 /* ---- Creation */
@@ -28009,7 +28081,7 @@ static void ampi_monitor_free(amp_monitor *m) {
     int error = m->open ? ampi_file_close(s, m->file) : 0;
     if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, strerror(-error));
     for (i = 0; i < m->mark_capacity; i++)
-        if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
+        if (m->marks[i].event != NULL) (backend->event_destroy)(dev, m->marks[i].event);
     ampi_free(s, m->marks, m->mark_capacity, sizeof *m->marks);
     ampi_free(s, m->lines, AMPI_LINE_BYTES, 1);
     ampi_free(s, m->text, m->text_bytes, 1);
@@ -28218,14 +28290,14 @@ static amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
     args.tensors = m->n;
     args.dtype = m->desc.dtype;
     args.out = m->found_on_device;
-    AMPI_TRY(backend->inspect(dev, &args, stream));
+    AMPI_TRY((backend->inspect)(dev, &args, stream));
     AMPI_TRY(amp_fill(m->amp, m->sums_on_device, 0, m->n * (int64_t)sizeof *m->sums));
     memset(&sum, 0, sizeof sum);
     for (i = 0; i < m->n; i++) {                /* a check of one tensor each: its sum of squares */
         sum.table = m->on_device + i;
         sum.tensors = 1;
         sum.found = m->sums_on_device + i;
-        AMPI_TRY(backend->check(dev, &sum, stream));
+        AMPI_TRY((backend->check)(dev, &sum, stream));
     }
     AMPI_TRY(ampi_fetch(m->amp, m->sums, m->sums_on_device, (size_t)m->n * sizeof *m->sums));
     return ampi_fetch(m->amp, m->found, m->found_on_device, (size_t)m->n * sizeof *m->found);
@@ -28437,7 +28509,7 @@ AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char
                    100 * r->underflow, 100 * r->subnormal, 100 * r->saturation, 100 * r->overflow,
                    (long long)r->infinite, (long long)r->nan);
     }
-    return sheet.used;
+    return sheet.in_use;
 }
 
 AMP_API const amp_tensor_stats_row *amp_tensor_stats_find(const amp_tensor_stats_report *report, const char *name,
@@ -28520,7 +28592,7 @@ static void ampi_snapshot_destroy(ampi_snapshot *k) {
     int64_t i;
     if (k == NULL) return;
     s = ampi_context_system(k->amp);
-    for (i = 0; i < k->n_kept; i++) if (k->kept[i].copy != NULL) s->free(s->user, k->kept[i].copy, k->kept[i].bytes);
+    for (i = 0; i < k->n_kept; i++) if (k->kept[i].copy != NULL) (s->free)(s->user, k->kept[i].copy, k->kept[i].bytes);
     ampi_free(s, k->params, k->capacity, sizeof *k->params);
     ampi_free(s, k->param_copies, k->capacity, sizeof *k->param_copies);
     ampi_free(s, k->kept, k->kept_capacity, sizeof *k->kept);
@@ -28612,7 +28684,7 @@ static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
     for (i = 0; i < k->desc.n_params; i++) ampi_snapshot_param(k, &k->desc.params[i]);
     if (o != NULL) ampi_snapshot_optimizer(k, o);
     for (i = 0; i < k->n_kept; i++) {           /* without ampi_alloc's zeros */
-        k->kept[i].copy = s->alloc(s->user, k->kept[i].bytes, 64);
+        k->kept[i].copy = (s->alloc)(s->user, k->kept[i].bytes, 64);
         if (k->kept[i].copy == NULL)
             return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
     }
@@ -28782,7 +28854,7 @@ static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint
             memcpy(v->stage, kept + first * size, (size_t)(n * size));
             for (k = 0; k < n; k += m) {
                 m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
-                vec->random(random, m, seed, (uint64_t)(first + k));
+                (vec->random)(random, m, seed, (uint64_t)(first + k));
                 if (p->weight.dtype == AMP_F32)
                     ampi_perturb_f32((float *)(void *)v->stage + k, m, u, dtype == AMP_F16 ? 2.98023223876953125e-8 : 0,
                                      random);
@@ -28827,7 +28899,7 @@ static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, 
     int depth = ampi_regions_hide(amp), code = 0;
     ampi_error_text[0] = 0;
     if (region) code = (int)amp_autocast_begin(amp, NULL);
-    if (code == 0) code = call(user, amp);
+    if (code == 0) code = (call)(user, amp);
     if (code == 0) code = (int)amp_sync(amp);
     ampi_regions_close(depth);
     return code;
@@ -28850,7 +28922,7 @@ static amp_result ampi_taped_run(ampi_taped *w, const float *scale, int backward
     amp_value loss;
     amp_tensor t;
     AMPI_TRY(amp_tape_begin(w->tape, NULL));
-    loss = w->record(w->user, w->tape);
+    loss = (w->record)(w->user, w->tape);
     AMPI_TRY(backward ? amp_tape_backward(w->tape, loss, scale) : amp_tape_finish(w->tape));
     ampi_tape_unlive(w->tape);
     AMPI_TRY(amp_tape_tensor(w->tape, loss, &t));
@@ -28908,7 +28980,7 @@ static amp_result ampi_taped_params(ampi_taped *w, const char *f, amp_param **pa
     int depth = ampi_regions_hide(amp);
     int64_t bytes;
     amp_result result = amp_tape_begin(w->tape, NULL);
-    if (result == AMP_OK) result = amp_tape_plan(w->tape, w->record(w->user, w->tape), &bytes);
+    if (result == AMP_OK) result = amp_tape_plan(w->tape, (w->record)(w->user, w->tape), &bytes);
     if (result == AMP_OK) result = ampi_tape_model(w->tape, f, params, n);
     ampi_regions_close(depth);
     return ampi_as(f, result);
@@ -28954,9 +29026,9 @@ static amp_result ampi_taped_gradcheck(amp_context *amp, ampi_taped *w, amp_grad
 
 static void ampi_verify_step(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
-    int64_t begin = s->clock_ns(s->user);
+    int64_t begin = (s->clock_ns)(s->user);
     v->code = ampi_call_host(v->amp, v->desc->step, v->desc->user, 0);
-    v->seconds = 1e-9 * (double)(s->clock_ns(s->user) - begin);
+    v->seconds = 1e-9 * (double)((s->clock_ns)(s->user) - begin);
     v->code = ampi_ranks_code(v->amp, v->code);
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
 }
@@ -29145,12 +29217,13 @@ static void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
 
 /* Errors and bounds of the worst output and the worst gradient. */
 static void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
-    double u = ampi_roundoff(row->dtype), u32 = ampi_roundoff(AMP_F32), worst[2] = {-1, -1};
+    double u = ampi_roundoff(row->dtype), u_f32 = ampi_roundoff(AMP_F32), worst[2] = {-1, -1};
     int64_t i;
     for (i = 0; i < v->n; i++) {
         const ampi_verify_tensor *t = &v->tensors[i];
         double noise =
-            ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / (double)AMPI_VERIFY_DRAWS) / t->norm;
+            ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u_f32 / 4)) / (double)AMPI_VERIFY_DRAWS)
+                / t->norm;
         double error = ampi_root(t->difference) / t->norm, bound = v->allowance * AMPI_MAX(noise, u);
         if (t->bad || !(ampi_over_bound(error, bound) > worst[t->gradient])) continue;
         worst[t->gradient] = ampi_over_bound(error, bound);
@@ -29363,7 +29436,7 @@ AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size
                    ampi_verdict_word(r->verdict), r->output_error, r->output_bound, r->worst_output, r->gradient_error,
                    r->gradient_bound, r->worst_gradient, r->seconds, r->advice);
     }
-    return sheet.used;
+    return sheet.in_use;
 }
 
 static const char *ampi_memory_kind_word(amp_memory_kind place) {
@@ -29391,7 +29464,7 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
         if (ranges[i].count == 0) continue;
         if (ranges[i].data == NULL || ranges[i].count < 0)
             return ampi_fail(AMP_ERR_SHAPE, f, "%s, number %lld, has no data or a negative count", name, (long long)i);
-        AMPI_TRY(ampi_as(f, backend->memory_kind(dev, ranges[i].data, &place)));
+        AMPI_TRY(ampi_as(f, (backend->memory_kind)(dev, ranges[i].data, &place)));
         if (place == AMP_MEMORY_UNKNOWN || place == AMP_MEMORY_OTHER_DEVICE ||
             (place == AMP_MEMORY_HOST && !backend->host_visible))
             return ampi_fail(AMP_ERR_DEVICE, f,
@@ -29567,7 +29640,7 @@ static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, uint6
    changes every rounding.  L also has one rounding of each output. */
 static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
     const amp_gradcheck_desc *d = c->desc;
-    double at, squares = c->squares, loss = c->loss, sum = 0, unused, change;
+    double at, squares = c->squares, loss = c->loss, sum = 0, not_used, change;
     uint32_t random;
     int64_t input, i, draw;
     int32_t j;
@@ -29587,7 +29660,7 @@ static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
             AMPI_TRY(ampi_gradcheck_gradient(c, input, c->work));
             for (j = 0; j < c->directions; j++) {
                 change = ampi_gradcheck_dot(c, input, ampi_direction_seed(c, input, j), ampi_gradcheck_step(c, input),
-                                            c->work, c->grad + c->begin[input], &unused);
+                                            c->work, c->grad + c->begin[input], &not_used);
                 c->changes[input * c->directions + j] += ampi_square(change);
             }
         }
@@ -29794,7 +29867,7 @@ AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text
                "bound %.2g; detects relative errors from %.2g%% on\n",
                amp_dtype_name(r->dtype), r->passed ? "passed" : "failed", r->worst, r->expected, r->found, r->error,
                r->bound, 100 * r->detectable);
-    return sheet.used;
+    return sheet.in_use;
 }
 
 /* ---- Advice */
@@ -30053,16 +30126,16 @@ static int64_t ampi_count_jumps(const double *x, int64_t n, double *scratch) {
 
 /* The mean of n numbers, and its standard error from the means of their fifths: neighbouring losses are alike. */
 static double ampi_mean_of(const double *x, int64_t n, double *error) {
-    enum { PARTS = 5 };
-    double part[PARTS], mean = 0, sum = 0;
+    enum { AMPI_MEAN_PARTS = 5 };
+    double part[AMPI_MEAN_PARTS], mean = 0, sum = 0;
     int64_t i, k;
-    for (k = 0; k < PARTS; k++) {
-        int64_t from = k * n / PARTS, to = (k + 1) * n / PARTS;
+    for (k = 0; k < AMPI_MEAN_PARTS; k++) {
+        int64_t from = k * n / AMPI_MEAN_PARTS, to = (k + 1) * n / AMPI_MEAN_PARTS;
         for (part[k] = 0, i = from; i < to; i++) part[k] += x[i] / (double)(to - from);
-        mean += part[k] / (double)PARTS;
+        mean += part[k] / (double)AMPI_MEAN_PARTS;
     }
-    for (k = 0; k < PARTS; k++) sum += (part[k] - mean) * (part[k] - mean);
-    *error = sqrt(sum / (PARTS * (PARTS - 1)));
+    for (k = 0; k < AMPI_MEAN_PARTS; k++) sum += (part[k] - mean) * (part[k] - mean);
+    *error = sqrt(sum / (AMPI_MEAN_PARTS * (AMPI_MEAN_PARTS - 1)));
     return mean;
 }
 
@@ -30200,7 +30273,7 @@ AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size
     if (advice->lr_factor > 0) snprintf(lr, sizeof lr, "x %.2f", advice->lr_factor);
     if (advice->lr > 0) snprintf(lr, sizeof lr, "%.3g", advice->lr);
     ampi_print(&sheet, "lr       %-8s %s\n", lr, advice->lr_reason);
-    return sheet.used;
+    return sheet.in_use;
 }
 
 AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler,
@@ -30454,10 +30527,10 @@ static int ampi_tune_steps(ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int i, code = 0;
     for (i = 0; i < n && code == 0; i++) {
-        int64_t begun = s->clock_ns(s->user);
+        int64_t begun = (s->clock_ns)(s->user);
         code = t->desc.record != NULL ? ampi_call_host(t->amp, ampi_taped_step, &t->taped, 0)
                                       : ampi_call_host(t->amp, t->desc.step, t->desc.user, 0);
-        if (times != NULL) times[i] = s->clock_ns(s->user) - begun;
+        if (times != NULL) times[i] = (s->clock_ns)(s->user) - begun;
     }
     return code;
 }
@@ -30541,7 +30614,7 @@ static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
     if (t->desc.prepare != NULL && t->prepared != batch) {
         depth = ampi_regions_hide(t->amp);
         ampi_error_text[0] = 0;
-        code = t->desc.prepare(t->desc.user, t->amp, batch);
+        code = (t->desc.prepare)(t->desc.user, t->amp, batch);
         ampi_regions_close(depth);
         code = ampi_ranks_code(t->amp, code);
     }
@@ -30718,7 +30791,7 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
                        (double)row->peak / 1048576.0);
         ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
     }
-    return sheet.used;
+    return sheet.in_use;
 }
 
 /* ---- Adapt.  The operators show the products of layers; in the step in which a layer's turn comes, some rows of them
@@ -30889,7 +30962,7 @@ static amp_result ampi_adapt_inspect(amp_context *amp, const amp_k_gemm *g, amp_
     args.dtype = dtype == AMP_FP8 ? AMP_BF16 : dtype;
     if (result == AMP_OK) {
         args.out = (amp_k_inspected *)(void *)((amp_k_tensor *)on_device + rows);
-        result = backend->inspect(dev, &args, stream);
+        result = (backend->inspect)(dev, &args, stream);
     }
     if (result == AMP_OK) result = ampi_fetch(amp, found, args.out, (size_t)rows * sizeof *found);
     memset(sum, 0, sizeof *sum);
@@ -30932,7 +31005,7 @@ static amp_result ampi_adapt_product(ampi_adapt_look *k, amp_dtype dtype, float 
         AMPI_TRY(ampi_adapt_fp8_scale(k, &how[0]));
         g.fp8[0] = &how[0]; g.fp8[1] = &how[1];
     }
-    AMPI_TRY(backend->gemm(dev, &g, stream));
+    AMPI_TRY((backend->gemm)(dev, &g, stream));
     return ampi_fetch(k->m->amp, out, k->on_device, (size_t)k->count * sizeof *out);
 }
 
@@ -31431,9 +31504,10 @@ static void ampi_adapt_shape(const ampi_adapt_layer *l, int64_t shape[AMPI_ADAPT
 
 /* What all ranks' must have in common. */
 static amp_result ampi_adapt_compare(const amp_adapt *m) {
-    enum { FIELDS = sizeof ampi_adapt_fields / sizeof *ampi_adapt_fields, FACTS = FIELDS + 1 + AMPI_RUNGS };
+    enum { AMPI_ADAPT_FIELDS = sizeof ampi_adapt_fields / sizeof *ampi_adapt_fields,
+        AMPI_ADAPT_FACTS = AMPI_ADAPT_FIELDS + 1 + AMPI_RUNGS };
     static const char *const more[] = {"params", "ladder", "ladder", "ladder"};
-    double x[FACTS];
+    double x[AMPI_ADAPT_FACTS];
     int64_t i, shape[AMPI_ADAPT_SHAPE];
     uint64_t model = 0;
     ampi_apart apart;
@@ -31444,8 +31518,8 @@ static amp_result ampi_adapt_compare(const amp_adapt *m) {
     }
     x[0] = ampi_adapt_digest(model);
     for (i = 0; i < AMPI_RUNGS; i++) x[1 + i] = (int)m->ladder[i];
-    for (i = 0; i < FIELDS; i++) x[1 + AMPI_RUNGS + i] = ampi_field_get(&m->desc, &ampi_adapt_fields[i]);
-    AMPI_TRY(ampi_ranks_compare_facts(m->amp, x, FACTS, &apart));
+    for (i = 0; i < AMPI_ADAPT_FIELDS; i++) x[1 + AMPI_RUNGS + i] = ampi_field_get(&m->desc, &ampi_adapt_fields[i]);
+    AMPI_TRY(ampi_ranks_compare_facts(m->amp, x, AMPI_ADAPT_FACTS, &apart));
     if (apart.which < 0) return AMP_OK;
     if (apart.which <= AMPI_RUNGS)
         return ampi_fail(AMP_ERR_REDUCE, "amp_adapt_create", "rank %d has other .%s than rank 0: all must agree",
@@ -31520,8 +31594,8 @@ static int ampi_adapt_list(const amp_adapt *m, const ampi_adapt_layer *l, ampi_s
     amp_dtype now, of = ampi_settings(m->amp)->autocast_dtype;
     if (!ampi_adapt_now(m, l, &now) || now == of) return 1;
     if (!ampi_layers_may_name(l->name, "*?, #")) return 0;
-    ampi_print(layers, "%s%s %s", layers->used > 0 ? ", " : "", l->name, amp_dtype_name(now));
-    return layers->used < size;
+    ampi_print(layers, "%s%s %s", layers->in_use > 0 ? ", " : "", l->name, amp_dtype_name(now));
+    return layers->in_use < size;
 }
 
 AMP_API size_t amp_adapt_text(const amp_adapt *adapt, char *text, size_t size) {
@@ -31536,14 +31610,15 @@ AMP_API size_t amp_adapt_text(const amp_adapt *adapt, char *text, size_t size) {
     list = ampi_sheet_of(layers, sizeof layers);
     for (i = 0; i < adapt->n && wrong == NULL; i++)
         if (!ampi_adapt_list(adapt, &adapt->layers[i], &list, sizeof layers))
-            wrong = list.used < sizeof layers ? "a character is one that a setting cannot have" : "it becomes too long";
+            wrong = list.in_use < sizeof layers ? "a character is one that a setting cannot have"
+                : "it becomes too long";
     if (wrong == NULL) ampi_print(&s, "layers = %s\n", layers[0] != 0 ? layers : "none");
     else {
         ampi_print(&s, "# \"layers\" is left out: at %s %s\n", adapt->layers[i - 1].name, wrong);
         ampi_log(adapt->amp, AMP_LOG_WARNING, 1312, "amp_adapt_text leaves out the setting \"layers\": at %s %s",
                  adapt->layers[i - 1].name, wrong);
     }
-    return s.used;
+    return s.in_use;
 }
 
 #if !defined(AMP_NO_WATCH)
@@ -31567,7 +31642,7 @@ AMP_API size_t amp_adapt_json(const amp_adapt_record *record, char *text, size_t
     ampi_json_number(&s, "overflow", record->overflow);
     ampi_json_number(&s, "largest", (double)record->largest);
     ampi_json_close(&s);
-    return s.used;
+    return s.in_use;
 }
 #endif
 
@@ -31804,7 +31879,7 @@ static amp_result ampi_recovery_fill(const amp_recovery *r, ampi_recovery_point 
     if (d->save == NULL) return AMP_OK;
     AMPI_TRY(amp_state_create(&out->host, ampi_context_system(r->amp)));
     ampi_error_text[0] = 0;
-    code = d->save(d->user, out->host);
+    code = (d->save)(d->user, out->host);
     return code != 0 ? ampi_host_failed("save", code) : AMP_OK;
 }
 
@@ -31820,7 +31895,7 @@ static amp_result ampi_recovery_restore(const amp_recovery *r, const ampi_recove
     AMPI_TRY(ampi_snapshot_rewind(p->training));
     if (p->host == NULL) return AMP_OK;
     ampi_error_text[0] = 0;
-    code = r->desc.load(r->desc.user, p->host);
+    code = (r->desc.load)(r->desc.user, p->host);
     return code != 0 ? ampi_host_failed("load", code) : AMP_OK;
 }
 
@@ -31991,7 +32066,7 @@ static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     amp_recovery_event planned = *event;
     struct { amp_recovery_event event; double lr; } rule;       /* rank 0's */
     if (r->desc.policy == NULL) return 0;
-    r->desc.policy(r->desc.user, event);
+    (r->desc.policy)(r->desc.user, event);
     memset(&rule, 0, sizeof rule);
     rule.event = *event;
     rule.lr = r->desc.optimizer->desc.lr;
@@ -32332,11 +32407,17 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #undef AMPI_W
 
 #if AMPI_X86
+#if defined(__clang__)      /* expands macros in the pragmas below, whose words a program may have defined */
+#  pragma push_macro("push")
+#  pragma push_macro("function")
+#  undef push
+#  undef function
+#endif
 #define AMPI_PASS 2
 #define AMPI_SUFFIX _avx2
 #define AMPI_W 8
 #if defined(__clang__)
-#  pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#  pragma clang attribute push(__attribute__((__target__("avx2,fma,f16c"))), apply_to = function)
 #else
 #  pragma GCC push_options
 #  pragma GCC target("avx2,fma,f16c")
@@ -32355,7 +32436,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #define AMPI_SUFFIX _avx512
 #define AMPI_W 16
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
+#pragma clang attribute push(__attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
                              apply_to = function)
 #else
 #  pragma GCC push_options
@@ -32370,13 +32451,17 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #undef AMPI_PASS
 #undef AMPI_SUFFIX
 #undef AMPI_W
+#if defined(__clang__)
+#  pragma pop_macro("push")
+#  pragma pop_macro("function")
+#endif
 #endif
 #elif defined(AMPI_PASS)
 #if AMPI_KERNELS == 2
 /* ==== 2 >>numbers: vector kernels ==== */
 
-typedef float ampi_vf __attribute__((vector_size(AMPI_W * 4), may_alias));
-typedef int32_t ampi_vi __attribute__((vector_size(AMPI_W * 4), may_alias));
+typedef float ampi_vf __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
+typedef int32_t ampi_vi __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
 
 static inline ampi_vf AMPI_V(ampi_load)(const float *p) { ampi_vf v; memcpy(&v, p, sizeof v); return v; }
 static inline void AMPI_V(ampi_store)(float *p, ampi_vf v) { memcpy(p, &v, sizeof v); }
@@ -32455,7 +32540,7 @@ static inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
 
 typedef struct AMPI_V(ampi_four) { ampi_vf a, b, c, d; } AMPI_V(ampi_four);
 
-static inline __attribute__((always_inline)) AMPI_V(ampi_four) AMPI_V(ampi_transpose4)(AMPI_V(ampi_four) r) {
+static AMPI_ALWAYS AMPI_V(ampi_four) AMPI_V(ampi_transpose4)(AMPI_V(ampi_four) r) {
     ampi_vf low_ab = AMPI_SHUFFLE(r.a, r.b, 0, 1, 0, 1), high_ab = AMPI_SHUFFLE(r.a, r.b, 2, 3, 2, 3);
     ampi_vf low_cd = AMPI_SHUFFLE(r.c, r.d, 0, 1, 0, 1), high_cd = AMPI_SHUFFLE(r.c, r.d, 2, 3, 2, 3);
     r.a = AMPI_SHUFFLE(low_ab, low_cd, 0, 2, 0, 2);
@@ -32469,7 +32554,7 @@ static inline __attribute__((always_inline)) AMPI_V(ampi_four) AMPI_V(ampi_trans
 /* ---- Numbers: bulk conversions, with the bits of the scalar functions of section 2. */
 
 #define ampi_vu AMPI_V(ampi_vuint)       /* AMPI_W uint32 */
-typedef uint32_t ampi_vu __attribute__((vector_size(AMPI_W * 4), may_alias));
+typedef uint32_t ampi_vu __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
 
 static inline ampi_vu AMPI_V(ampi_load32)(const void *p, int64_t i) {
     ampi_vu v;
@@ -32488,7 +32573,7 @@ static inline ampi_vu AMPI_V(ampi_load16)(const void *p, int64_t i) {
 #elif AMPI_PASS == 2
     return (ampi_vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
 #else
-    typedef uint16_t half __attribute__((vector_size(AMPI_W * 2)));
+    typedef uint16_t half __attribute__((__vector_size__(AMPI_W * 2)));
     half v;
     memcpy(&v, from, sizeof v);
     return __builtin_convertvector(v, ampi_vu);
@@ -32499,10 +32584,10 @@ static inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
 #if AMPI_PASS == 3
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi32_epi16((__m512i)v));
 #elif AMPI_PASS == 2
-    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)v, (__m256i)v), 0x08);
-    _mm_storeu_si128((__m128i *)(void *)to, _mm256_castsi256_si128(packed));
+    __m256i packing = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)v, (__m256i)v), 0x08);
+    _mm_storeu_si128((__m128i *)(void *)to, _mm256_castsi256_si128(packing));
 #else
-    typedef uint16_t half __attribute__((vector_size(AMPI_W * 2)));
+    typedef uint16_t half __attribute__((__vector_size__(AMPI_W * 2)));
     half narrow = __builtin_convertvector(v, half);
     memcpy(to, &narrow, sizeof narrow);
 #endif
@@ -32547,7 +32632,7 @@ static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
 #endif
 
 /* Rounds to nearest in `dtype`: ties to even in fp16 and bf16, away from zero in tf32.  Other dtypes: unchanged. */
-static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
+static AMPI_ALWAYS ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
     ampi_vu x = (ampi_vu)v, zero = {0};
     switch (dtype) {
         case AMP_BF16: return (ampi_vf)(AMPI_V(ampi_bf16_round)(x) & 0xffff0000u);
@@ -32565,7 +32650,7 @@ static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_
     }
 }
 
-static inline __attribute__((always_inline)) void AMPI_V(ampi_round_as)(void *dst, const void *src, int64_t n,
+static AMPI_ALWAYS void AMPI_V(ampi_round_as)(void *dst, const void *src, int64_t n,
                                                                         amp_dtype dtype) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W)
@@ -32721,7 +32806,7 @@ static void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
 
 /* fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes; fp32 addition rounds, or
    restores exactly, its subnormals, without any fp32 subnormal. */
-static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b,
+static AMPI_ALWAYS ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b,
                                                                              uint32_t largest) {
     ampi_vu magnitude = x & 0x7fffffffu, zero = {0}, unit = zero + ((uint32_t)(151 - b - m) << 23);
     ampi_vu normal = ((magnitude + ((magnitude >> (23 - m)) & 1u) + ((1u << (22 - m)) - 1)) >> (23 - m)) -
@@ -32734,7 +32819,7 @@ static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narrow)(amp
     return (x >> 24 & 0x80u) | (below & is_below) | ((largest + 1) & is_beyond) | (nan & is_nan) |
            (normal & ~(is_below | is_beyond | is_nan));
 }
-static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_widen)(ampi_vu x, int m, int b, uint32_t largest) {
+static AMPI_ALWAYS ampi_vu AMPI_V(ampi_fp8_widen)(ampi_vu x, int m, int b, uint32_t largest) {
     ampi_vu magnitude = x & 0x7fu, zero = {0}, least = zero + ((uint32_t)(128 - b) << 23),
             scaled = magnitude << (23 - m);
     ampi_vu below = (ampi_vu)((ampi_vf)(scaled + least) - (ampi_vf)least),
@@ -32745,26 +32830,26 @@ static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_widen)(ampi
     if (largest == 0x7e) special = zero + 0x7fc00000u;      /* E4M3 has no payload */
     return (x & 0x80u) << 24 | (below & is_below) | (special & is_special) | (normal & ~(is_below | is_special));
 }
-static inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
+static AMPI_ALWAYS ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
 #if AMPI_PASS == 3
     return (ampi_vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
 #elif AMPI_PASS == 2
     return (ampi_vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
 #else
-    typedef uint8_t bytes __attribute__((vector_size(AMPI_W)));
+    typedef uint8_t bytes __attribute__((__vector_size__(AMPI_W)));
     bytes v;
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v, ampi_vu);
 #endif
 }
-static inline __attribute__((always_inline)) void AMPI_V(ampi_store8)(uint8_t *p, ampi_vu v) {
+static AMPI_ALWAYS void AMPI_V(ampi_store8)(uint8_t *p, ampi_vu v) {
 #if AMPI_PASS == 3
     _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)v));
 #elif AMPI_PASS == 2
     __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(halves, halves));
 #else
-    typedef uint8_t bytes __attribute__((vector_size(AMPI_W)));
+    typedef uint8_t bytes __attribute__((__vector_size__(AMPI_W)));
     bytes narrow = __builtin_convertvector(v, bytes);
     memcpy(p, &narrow, sizeof narrow);
 #endif
@@ -32798,7 +32883,7 @@ static void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp
 
 #if AMPI_PASS == 3
 /* 16 numbers rounded to odd, as in ampi_odd; below fp32's normal numbers only the bits that will be kept are right. */
-static inline __attribute__((always_inline)) __m512 AMPI_V(ampi_odd16)(const double *src) {
+static AMPI_ALWAYS __m512 AMPI_V(ampi_odd16)(const double *src) {
     __m512d x = _mm512_loadu_pd(src), y = _mm512_loadu_pd(src + 8);
     __m256 low = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC),
            high = _mm512_cvt_roundpd_ps(y, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
@@ -32810,7 +32895,7 @@ static inline __attribute__((always_inline)) __m512 AMPI_V(ampi_odd16)(const dou
 }
 
 /* 32 numbers rounded to odd in fp16, times a power of two. */
-static inline __attribute__((always_inline)) __m512i AMPI_V(ampi_odd32_f16)(const double *src, float factor) {
+static AMPI_ALWAYS __m512i AMPI_V(ampi_odd32_f16)(const double *src, float factor) {
     __m512 x = _mm512_mul_ps(AMPI_V(ampi_odd16)(src), _mm512_set1_ps(factor)),
            y = _mm512_mul_ps(AMPI_V(ampi_odd16)(src + 16), _mm512_set1_ps(factor));
     __m256i low = _mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC),
@@ -32822,7 +32907,7 @@ static inline __attribute__((always_inline)) __m512i AMPI_V(ampi_odd32_f16)(cons
 }
 
 /* E5M2 is the upper half of fp16, and so is E4M3, one bit further down, of the number over 256. */
-static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e5m2)(uint8_t *to, const double *src) {
+static AMPI_ALWAYS void AMPI_V(ampi_store_e5m2)(uint8_t *to, const double *src) {
     __m512i x = AMPI_V(ampi_odd32_f16)(src, 1), one = _mm512_set1_epi16(1);
     __mmask32 number =
         _mm512_cmple_epu16_mask(_mm512_and_si512(x, _mm512_set1_epi16(0x7fff)), _mm512_set1_epi16(0x7c00));
@@ -32830,7 +32915,7 @@ static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e5m2)(uint8_
     _mm256_storeu_si256((__m256i *)(void *)to,
                         _mm512_cvtepi16_epi8(_mm512_srli_epi16(_mm512_mask_add_epi16(x, number, x, half), 8)));
 }
-static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e4m3)(uint8_t *to, const double *src) {
+static AMPI_ALWAYS void AMPI_V(ampi_store_e4m3)(uint8_t *to, const double *src) {
     __m512i x = AMPI_V(ampi_odd32_f16)(src, 0.00390625f), one = _mm512_set1_epi16(1),
             magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7fff));
     __m512i half = _mm512_add_epi16(_mm512_and_si512(_mm512_srli_epi16(magnitude, 7), one), _mm512_set1_epi16(0x3f));
@@ -32840,7 +32925,7 @@ static inline __attribute__((always_inline)) void AMPI_V(ampi_store_e4m3)(uint8_
 }
 
 /* bf16 keeps subnormals below fp32's normal numbers: there fp32 must be exactly odd. */
-static inline __attribute__((always_inline)) void AMPI_V(ampi_store_bf16)(uint16_t *to, const double *src) {
+static AMPI_ALWAYS void AMPI_V(ampi_store_bf16)(uint16_t *to, const double *src) {
     __m512i x = _mm512_castps_si512(AMPI_V(ampi_odd16)(src)), half;
     if (_mm512_testn_epi32_mask(x, _mm512_set1_epi32(0x7f800000)))
         x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(AMPI_V(ampi_odd)(src))),
@@ -32866,7 +32951,7 @@ static int64_t AMPI_V(ampi_from_f64)(void *dst, const void *src, int64_t n, amp_
     return i;
 }
 
-static inline __attribute__((always_inline)) void AMPI_V(ampi_store_f64)(double *to, __m256i halves, float factor) {
+static AMPI_ALWAYS void AMPI_V(ampi_store_f64)(double *to, __m256i halves, float factor) {
     __m512 x = _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(factor));
     _mm512_storeu_pd(to, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
     _mm512_storeu_pd(to + 8, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
@@ -32958,7 +33043,7 @@ static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
 
 /* The low and high halves of the products with m. */
 static inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, ampi_vu *high) {
-    typedef uint64_t wide __attribute__((vector_size(AMPI_W * 4)));
+    typedef uint64_t wide __attribute__((__vector_size__(AMPI_W * 4)));
     ampi_mi factor = AMPI_M(set1_epi32)((int)m);
     wide even = (wide)AMPI_M(mul_epu32)((ampi_mi)x, factor);
     wide odd = (wide)AMPI_M(mul_epu32)((ampi_mi)((wide)x >> 32), factor);
@@ -33253,12 +33338,12 @@ static inline ampi_vf AMPI_V(ampi_log)(ampi_vf x) {
 static inline ampi_vf AMPI_V(ampi_tanh)(ampi_vf x) {
     static const float c[] = {-0.333333343f, 0.133333042f, -0.0539592579f, 0.0217689183f, -0.00834394526f,
                               0.00229274482f};
-    ampi_vf one = AMPI_V(ampi_splat)(1.0f), a = (ampi_vf)((ampi_vi)x & INT32_MAX), z, small, large;
+    ampi_vf one = AMPI_V(ampi_splat)(1.0f), a = (ampi_vf)((ampi_vi)x & INT32_MAX), z, little, large;
     a = AMPI_V(ampi_min)(a, AMPI_V(ampi_splat)(10.0f));
     z = a * a;
-    small = AMPI_V(ampi_fma)(a, z * AMPI_V(ampi_polynomial)(c, 6, z), a);
+    little = AMPI_V(ampi_fma)(a, z * AMPI_V(ampi_polynomial)(c, 6, z), a);
     large = one - AMPI_V(ampi_div)(AMPI_V(ampi_splat)(2.0f), AMPI_V(ampi_exp)(a + a) + one);
-    a = AMPI_V(ampi_select)((ampi_vi)(a < AMPI_V(ampi_splat)(0.625f)), small, large);
+    a = AMPI_V(ampi_select)((ampi_vi)(a < AMPI_V(ampi_splat)(0.625f)), little, large);
     a = (ampi_vf)((ampi_vi)a | ((ampi_vi)x & INT32_MIN));
     return AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)(x), x, a);
 }
@@ -33270,12 +33355,12 @@ static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
                               -0.000815005042f, 8.39977802e-05f};
     static const float q[] = {0.000318539649f, -1.13023102f, -0.631823897f, -0.110087164f, 0.0264276378f,
                               -0.00476262579f, 0.000597585749f, -4.61638592e-05f, 1.64306368e-06f};
-    ampi_vf one = AMPI_V(ampi_splat)(1.0f), a = (ampi_vf)((ampi_vi)x & INT32_MAX), z, small, large;
+    ampi_vf one = AMPI_V(ampi_splat)(1.0f), a = (ampi_vf)((ampi_vi)x & INT32_MAX), z, little, large;
     a = AMPI_V(ampi_min)(a, AMPI_V(ampi_splat)(4.0f));
     z = a * a;
-    small = AMPI_V(ampi_fma)(a, AMPI_V(ampi_polynomial)(p, 7, z), a);
+    little = AMPI_V(ampi_fma)(a, AMPI_V(ampi_polynomial)(p, 7, z), a);
     large = one - AMPI_V(ampi_exp)(AMPI_V(ampi_polynomial)(q, 9, a));
-    a = AMPI_V(ampi_select)((ampi_vi)(a < AMPI_V(ampi_splat)(0.92f)), small, large);
+    a = AMPI_V(ampi_select)((ampi_vi)(a < AMPI_V(ampi_splat)(0.92f)), little, large);
     a = (ampi_vf)((ampi_vi)a | ((ampi_vi)x & INT32_MIN));
     return AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)(x), x, a);
 }
@@ -33525,7 +33610,7 @@ static void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t
     if (out->pre != NULL)
         for (i = 0; i < rows; i++)
             AMPI_V(ampi_gemm_write)(out->pre, out->pre_dtype, (row + i) * out->ld_pre, x + i * ld, cols);
-    if (out->act != AMP_ACT_NONE) out->activation(out->act, x, x, rows * ld);
+    if (out->act != AMP_ACT_NONE) (out->activation)(out->act, x, x, rows * ld);
     if (out->beta != 0.0f)
         for (i = 0; i < rows; i++)
             AMPI_V(ampi_gemm_add_c)(x + i * ld, out->beta, out->c, out->c_dtype, (row + i) * out->ldc, cols);
@@ -33700,7 +33785,7 @@ static inline ampi_vf AMPI_V(ampi_outer)(ampi_vf x, ampi_vf b) {
     return AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, b, zero));
 }
 /* The last columns, fewer than a vector has lanes. */
-static inline __attribute__((always_inline)) void AMPI_V(ampi_outer_rest)(int64_t rows, int64_t rest, const float *a,
+static AMPI_ALWAYS void AMPI_V(ampi_outer_rest)(int64_t rows, int64_t rest, const float *a,
                                                                           int64_t step, const float *b, int add,
                                                                           float *c, int64_t ldc) {
     ampi_vf last = AMPI_V(ampi_load_tail)(b, rest);
@@ -33750,9 +33835,15 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
    It takes subnormal operands as 0; so does the conversion that packs them, unlike section 2's roundings. */
 
 #if AMPI_GEMM_BF16 && AMPI_PASS == 3
-#define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#define AMPI_TILE_TARGET __attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
+/* clang 16 (Apple calls it 15) recurses until its stack ends over a shuffle, as of a word into all lanes, that becomes
+   a vector of __bf16 within a loop: ampi_keep parts the two. */
 static AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi_vf sum) {
+#if defined(__clang__) && (__clang_major__ == 15 || __clang_major__ == 16)
+    x = AMPI_V(ampi_keep)(x);
+    b = AMPI_V(ampi_keep)(b);
+#endif
     return (ampi_vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)b);
 }
 #define AMPI_TILE_PRODUCT ampi_gemm_dot2
@@ -33771,13 +33862,13 @@ static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const
     tiles[two][rows - 1](k, a, lda, step, b, ldb, two ? cols - AMPI_W : cols, add, ldadd, c, ldc);
 }
 
-#define AMPI_BF16_INLINE AMPI_TILE_TARGET inline __attribute__((always_inline))
+#define AMPI_BF16_INLINE AMPI_TILE_TARGET AMPI_ALWAYS
 
 /* Calls the function with the dtype as a constant. */
 #define AMPI_BF16_OF(dtype, call) \
-    if (dtype == AMP_F32) { enum { DTYPE = AMP_F32, SIZE = 4 }; call; } \
-    else if (dtype == AMP_F16) { enum { DTYPE = AMP_F16, SIZE = 2 }; call; } \
-    else { enum { DTYPE = AMP_BF16, SIZE = 2 }; call; }
+    if (dtype == AMP_F32) { enum { OF_DTYPE = AMP_F32, OF_SIZE = 4 }; call; } \
+    else if (dtype == AMP_F16) { enum { OF_DTYPE = AMP_F16, OF_SIZE = 2 }; call; } \
+    else { enum { OF_DTYPE = AMP_BF16, OF_SIZE = 2 }; call; }
 
 /* The first n of 16 lanes; any n. */
 static AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) {
@@ -33824,7 +33915,7 @@ static AMPI_BF16_INLINE void ampi_gemm_rows_of_bf16(float *dst, int64_t pitch, c
 static AMPI_TILE_TARGET void ampi_gemm_rows_bf16(float *dst, int64_t pitch, const void *src, amp_dtype dtype,
                                                  amp_dtype compute, int64_t ld, int64_t n, int64_t m) {
     (void)compute;
-    AMPI_BF16_OF(dtype, ampi_gemm_rows_of_bf16(dst, pitch, (const char *)src, DTYPE, ld * SIZE, n, m))
+    AMPI_BF16_OF(dtype, ampi_gemm_rows_of_bf16(dst, pitch, (const char *)src, OF_DTYPE, ld * OF_SIZE, n, m))
 }
 static void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
     ampi_gemm_rows_bf16(dst, 0, src, dtype, compute, 0, n, 1);
@@ -33840,7 +33931,7 @@ static AMPI_BF16_INLINE void ampi_gemm_strip_of(float *dst, int64_t pitch, const
 }
 static AMPI_TILE_TARGET void ampi_gemm_strip_bf16(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k,
                                                   int64_t n) {
-    AMPI_BF16_OF(dtype, ampi_gemm_strip_of(dst, 16, (const char *)src, DTYPE, ld * SIZE, k, n))
+    AMPI_BF16_OF(dtype, ampi_gemm_strip_of(dst, 16, (const char *)src, OF_DTYPE, ld * OF_SIZE, k, n))
 }
 static AMPI_BF16_INLINE void ampi_gemm_outer_of(int64_t rows, int64_t cols, const char *a, int dtype, int64_t step,
                                                 const float *b, int add, float *c, int64_t ldc) {
@@ -33860,7 +33951,7 @@ static AMPI_BF16_INLINE void ampi_gemm_outer_of(int64_t rows, int64_t cols, cons
 }
 static AMPI_TILE_TARGET void ampi_gemm_outer_bf16(int64_t rows, int64_t cols, const void *a, amp_dtype dtype,
                                                   int64_t step, const float *b, int add, float *c, int64_t ldc) {
-    AMPI_BF16_OF(dtype, ampi_gemm_outer_of(rows, cols, (const char *)a, DTYPE, step * SIZE, b, add, c, ldc))
+    AMPI_BF16_OF(dtype, ampi_gemm_outer_of(rows, cols, (const char *)a, OF_DTYPE, step * OF_SIZE, b, add, c, ldc))
 }
 /* Incomplete last vectors of all rows come after the complete ones. */
 static AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step,
@@ -33879,7 +33970,7 @@ static AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, cons
 static AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype,
                                                   amp_dtype compute, int64_t ld, int64_t k, int64_t n) {
     (void)compute;
-    AMPI_BF16_OF(dtype, ampi_gemm_weave_of(dst, stride, (const char *)src, DTYPE, ld * SIZE, k, n))
+    AMPI_BF16_OF(dtype, ampi_gemm_weave_of(dst, stride, (const char *)src, OF_DTYPE, ld * OF_SIZE, k, n))
 }
 
 /* One vector of y, of n values, over all k. */
@@ -33907,7 +33998,7 @@ static AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, cons
 }
 static AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float *x, const void *b, amp_dtype dtype,
                                                     int64_t ld, int64_t k, int64_t n) {
-    AMPI_BF16_OF(dtype, ampi_gemv_combine_of(y, x, (const char *)b, DTYPE, ld * SIZE, k, n))
+    AMPI_BF16_OF(dtype, ampi_gemv_combine_of(y, x, (const char *)b, OF_DTYPE, ld * OF_SIZE, k, n))
 }
 
 /* Adds the products of n of 32 values from i on; sums without a word stay unchanged. */
@@ -33951,7 +34042,7 @@ static AMPI_BF16_INLINE void ampi_gemv_dots_of(float *y, const float *x, const c
 }
 static AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld,
                                                  int64_t k, int64_t n) {
-    AMPI_BF16_OF(dtype, ampi_gemv_dots_of(y, x, (const char *)b, DTYPE, ld * SIZE, k, n))
+    AMPI_BF16_OF(dtype, ampi_gemv_dots_of(y, x, (const char *)b, OF_DTYPE, ld * OF_SIZE, k, n))
 }
 
 /* (a + b) + (c + d), under -Ofast too */
@@ -33965,7 +34056,7 @@ static inline ampi_vf ampi_gemv_add4(ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d)
 #define AMPI_GEMV_STEP(i) \
     sum##i = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + w + i), AMPI_V(ampi_load)(b + (w + i) * 32), sum##i);
 #define AMPI_GEMV_REST(i) if (w + i >= from && w + i < to) { AMPI_GEMV_STEP(i) }
-static AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x, const float *packed,
+static AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x, const float *packing,
                                                         const ampi_gemm_blocks *blocks, int64_t ld, int64_t col,
                                                         int64_t begin, int64_t end, int64_t n) {
     int64_t half, from, to, w;
@@ -33973,7 +34064,7 @@ static AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x
         AMPI_ROWS_16(AMPI_GEMV_ZERO)
         for (from = begin; from < end; from = to) {
             int64_t first = from / blocks->size * blocks->size, words = AMPI_MIN(blocks->words - first, blocks->size);
-            const float *b = packed + first * ld + col * words + half - first * 32;
+            const float *b = packing + first * ld + col * words + half - first * 32;
             to = AMPI_MIN(first + words, end);
             for (w = from / 16 * 16; w < to; w += 16) {
                 if (w >= from && w + 16 <= to) { AMPI_ROWS_16(AMPI_GEMV_STEP) }
@@ -34031,7 +34122,8 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
    each sum, those of low halves and of high halves summed separately.  Subnormal operands and results count as 0. */
 
 #if AMPI_GEMM_AMX && AMPI_PASS == 3
-#define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")))
+#define AMPI_TILE_TARGET \
+    __attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")))
 
 /* Configures all eight tiles as 16 rows of 64 bytes (palette 1). */
 static AMPI_TILE_TARGET void ampi_amx_begin(void) {
@@ -34254,7 +34346,7 @@ static void AMPI_V(ampi_product_weighted)(const ampi_product *p, int32_t a_is_we
 static inline ampi_vi AMPI_V(ampi_load_int)(const int32_t *p) { ampi_vi v; memcpy(&v, p, sizeof v); return v; }
 
 static void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value) {
-    ampi_vf hidden = AMPI_V(ampi_splat)(value);
+    ampi_vf unseen = AMPI_V(ampi_splat)(value);
     int64_t x, r;
     for (x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vi first = AMPI_V(ampi_load_int)(mask->first + x), low = AMPI_V(ampi_load_int)(mask->low + x);
@@ -34265,7 +34357,7 @@ static void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_mask *m
             float *p = tile + r * AMPI_STRIP + x;
             if (mask->documents) seen &= (ampi_vi)(document == AMPI_V(ampi_splat_int)(mask->documents[r]));
             if (mask->allowed) seen &= AMPI_V(ampi_load_int)(mask->allowed + r * AMPI_STRIP + x);
-            AMPI_V(ampi_store)(p, AMPI_V(ampi_select)(seen, AMPI_V(ampi_load)(p), hidden));
+            AMPI_V(ampi_store)(p, AMPI_V(ampi_select)(seen, AMPI_V(ampi_load)(p), unseen));
         }
     }
 }
@@ -34519,7 +34611,7 @@ static void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const float *up,
 /* ---- Sums of rows of fp32, fp16 or bf16, element by element: eight rows in pairs, the rest in order */
 
 /* AMPI_W elements of a row from i on; only m exist. */
-static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i,
+static AMPI_ALWAYS ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i,
                                                                           int64_t m) {
     float scratch[AMPI_W];
     if (dtype == AMP_F32) return AMPI_V(ampi_load_upto)((const float *)row + i, m);
@@ -34534,7 +34626,7 @@ static inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const 
 }
 
 /* The sum of eight rows, or one row, at i. */
-static inline __attribute__((always_inline)) ampi_vf
+static AMPI_ALWAYS ampi_vf
 AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t i, int64_t m) {
     ampi_vf s = AMPI_V(ampi_load_as)(r[0], dtype, i, m), a, b, c;
     if (!eight) return s;
@@ -34546,7 +34638,7 @@ AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t 
 }
 
 /* y = (y +) that sum */
-static inline __attribute__((always_inline)) void
+static AMPI_ALWAYS void
 AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int eight, int add, int64_t n) {
     const void *r[8];
     int64_t i, m;
@@ -34563,7 +34655,7 @@ AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int e
 }
 
 /* The same for AMPI_W columns and all rows: the sum stays in a register. */
-static inline __attribute__((always_inline)) void
+static AMPI_ALWAYS void
 AMPI_V(ampi_sum_strip)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
     int64_t r = count >= 8 ? 8 : 1;
     ampi_vf s = AMPI_V(ampi_sum_at)(rows, dtype, count >= 8, i, m);
@@ -34572,7 +34664,7 @@ AMPI_V(ampi_sum_strip)(float *y, const void *const *rows, amp_dtype dtype, int64
     AMPI_V(ampi_store_upto)(y + i, s, m);
 }
 
-static inline __attribute__((always_inline)) void
+static AMPI_ALWAYS void
 AMPI_V(ampi_sum_rows_as)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
     int64_t r = 0;
     for (; n <= 4 * AMPI_W && r * AMPI_W < n; r++)
@@ -34591,9 +34683,9 @@ static void AMPI_V(ampi_sum_rows)(float *y, const void *const *rows, amp_dtype d
 }
 
 /* Half a vector of fp32, its bits, and the same numbers in fp64. */
-typedef float AMPI_V(ampi_vhalf) __attribute__((vector_size(AMPI_W * 2), may_alias));
-typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((vector_size(AMPI_W * 2), may_alias));
-typedef double AMPI_V(ampi_vdouble) __attribute__((vector_size(AMPI_W * 4), may_alias));
+typedef float AMPI_V(ampi_vhalf) __attribute__((__vector_size__(AMPI_W * 2), __may_alias__));
+typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((__vector_size__(AMPI_W * 2), __may_alias__));
+typedef double AMPI_V(ampi_vdouble) __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
 
 static void AMPI_V(ampi_widen_row)(double *total, const float *x, int64_t n) {
     int64_t i = 0;
@@ -34840,7 +34932,7 @@ static inline ampi_vf AMPI_V(ampi_turned)(ampi_vf a, ampi_vf c, ampi_vf b, ampi_
     return AMPI_V(ampi_keep)(a * c) + AMPI_V(ampi_keep)(b * s);
 }
 
-typedef uint64_t AMPI_V(ampi_vpair) __attribute__((vector_size(AMPI_W * 4), may_alias));
+typedef uint64_t AMPI_V(ampi_vpair) __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
 
 static void AMPI_V(ampi_rope_turn)(float *x, int64_t heads, int64_t stride, const float *cosine, const float *sine,
                                    int64_t rotary, int adjacent) {

@@ -26,7 +26,7 @@ typedef struct settings {
     amp_settings amp;               /* from flags, --config and --env */
     rank_settings ranks;
     const char *data, *valid, *vocab, *init, *model, *out, *save, *resume, *metrics, *device, *config;
-    int64_t classes, cased, seq, layers, heads, hidden, intermediate, allow_fallback, threads, env;
+    int64_t classes, cased, seq, layers, heads, hidden, intermediate, allow_fallback, env;
     int64_t batch, epochs, seed, shuffle_off, save_interval, stop_after, compat, compat_scale, help;
     int64_t accumulation;           /* as .amp has it, with its default */
     double validation, dropout, lr, warmup, weight_decay;
@@ -78,7 +78,7 @@ static const flag_row options[] = {
      "use the nearest precision if this machine lacks the requested one"},
     {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"threads", FLAG_SETTING, FIELD(amp), "all", 0, 0, "threads", "CPU threads, 1 to 1024"},
     {"nan-action", FLAG_SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
      "on an anomaly that no scale cures: report, skip, stop"},
 
@@ -463,7 +463,6 @@ static amp_result open_context(run *r) {
     memset(&desc, 0, sizeof desc);
     EX_TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
     desc.allow_fallback = (int32_t)set->allow_fallback;
-    desc.threads = (int32_t)set->threads;
     desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
     EX_TRY(rank_flags_open(&set->ranks, &desc, set->device, &r->amp));
     EX_TRY(amp_query(r->amp, &desc));

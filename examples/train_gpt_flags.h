@@ -15,7 +15,7 @@ typedef struct settings {
     const char *tokenizer, *shuffle, *masters;
     const char *activations, *model, *schedule, *prompt, *autotune, *device, *fp8_blocks, *lowest;
     int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
-    int64_t allow_fallback, threads, recompute, fused_loss, graph;
+    int64_t allow_fallback, recompute, fused_loss, graph;
     int64_t save_interval, eval_interval, eval_batches, sample, top_k, help, stop_after, profile;
     int64_t env, log_memory, debug;
     int64_t adaptive;               /* --precision adaptive */
@@ -93,7 +93,7 @@ static const flag_row options[] = {
      "use the nearest precision if this machine lacks the requested one"},
     {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"threads", FLAG_SETTING, FIELD(amp), "all", 0, 0, "threads", "CPU threads, 1 to 1024"},
     {"graph", FLAG_SWITCH, FIELD(graph), "off", 0, 0, NULL, "capture the step in a CUDA graph and launch that"},
     {"autotune", FLAG_SWITCH_TEXT, FIELD(autotune), "off", 0, 0, NULL,
      "a GPU times its ways to do each product once; --autotune=FILE keeps the results (no effect on the CPU)"},

@@ -61,7 +61,6 @@ static amp_result open_context(run *r) {
     memset(&desc, 0, sizeof desc);
     EX_TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
     desc.allow_fallback = (int32_t)set->allow_fallback;
-    desc.threads = (int32_t)set->threads;
     if (strcmp(set->autotune, "off") != 0 && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
     desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
     EX_TRY(rank_flags_open(&set->ranks, &desc, set->device, &r->amp));

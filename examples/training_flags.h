@@ -171,7 +171,7 @@ static inline amp_result settings_of_state(amp_settings *amp, const amp_state *s
     result = amp_state_get(state, "train.settings", AMP_U8, text, n);
     if (result == AMP_OK) result = amp_settings_read_text(amp, "the checkpoint", text, (size_t)n);
     free(text);
-    amp->debug = 0;                 /* per session, like the loader's settings */
+    amp->debug = amp->threads = 0;  /* per session, like the loader's settings */
     amp->workers = amp->prefetch = amp->disable_pinned = 0;
     return result;
 }
@@ -192,12 +192,12 @@ static inline amp_result settings_read(void *set, amp_settings *amp, const char 
     return AMP_OK;
 }
 
-/* The loader's settings are left out: they belong to a session, and change no result. */
+/* The loader's settings and the threads are left out: they belong to a session, and change no result. */
 static inline amp_result settings_put(const amp_settings *amp, amp_state *state) {
     char text[8192];
     amp_settings kept = *amp;
     size_t bytes;
-    kept.workers = kept.prefetch = kept.disable_pinned = 0;
+    kept.threads = kept.workers = kept.prefetch = kept.disable_pinned = 0;
     bytes = amp_settings_text(&kept, text, sizeof text);
     if (bytes >= sizeof text) return ex_fail(AMP_ERR_SIZE, "the settings are too long");
     return amp_state_put(state, "train.settings", AMP_U8, text, (int64_t)bytes);

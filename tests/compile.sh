@@ -1,6 +1,7 @@
 #!/bin/sh
 # compile.sh - amp.h under every language standard and compiler at hand, and in every way it may be included.  To machine
 # code, which brings warnings of its own: unused functions once for each compiler, what gcc's optimisation sees in C.
+# compilers.sh has every version and level.
 . tests/lib.sh
 strict="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wundef -Werror -I."
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main(void) { return amp_version() != AMP_VERSION; }\n' > "$work/impl.c"
@@ -19,12 +20,23 @@ matrix() {
         done
     done
     at_once "$compiler twice" "$compiler" -x "$language" "-std=$standard" $strict -Wsign-conversion -fsyntax-only "$work/twice.c"
-    at_once "$compiler static" "$compiler" -x "$language" "-std=$standard" -O0 $strict -Wsign-conversion -c "$work/static.c" -o "$work/static.o"
+    at_once "$compiler static" "$compiler" -x "$language" "-std=$standard" -O0 $strict $static -Wsign-conversion -c "$work/static.c" -o "$work/static.o"
     collect
 }
-matrix "${CC:-gcc}" c c99 c11 c17 gnu99
+# behind_macros COMPILER: after macros that a program may have, the declarations and the implementation with its vector kernels.
+behind_macros() {
+    have "$1" || return
+    for file in impl user; do
+        at_once "$1 $file behind a program's macros" "$1" -std=gnu99 $strict -include tests/host_macros.h -fsyntax-only "$work/$file.c"
+    done
+}
+static=-fsanitize=thread            # gcc's says so where amp.h uses what it does not know
+matrix "${CC:-gcc}" c c99 c11 c17
+static=
 matrix g++ c++ c++11 c++14 c++17 c++20
-matrix clang c c99 c17
+matrix clang c c99
+behind_macros "${CC:-gcc}"
+behind_macros clang
 matrix clang++ c++ c++11 c++20
 
 # What AMP_STATIC compiles exports nothing but its program's main.
@@ -36,7 +48,8 @@ else skip "static mode exports" "no nm"; fi
 # To look at a program, and to link one, clang needs a third of gcc's time.
 quick=clang
 have clang || quick=${CC:-gcc}
-at_once "declarations first, implementation later" $quick -std=gnu99 $strict -c "$work/later.c" -o "$work/later.o"
+hidden='-DAMP_API=__attribute__((visibility("hidden"))) extern'
+at_once "declarations first, implementation later" $quick -std=gnu99 -fPIC "$hidden" $strict -c "$work/later.c" -o "$work/later.o"
 # A host may be older than the implementation, which says so once.
 printf '#include "amp.h"\nint main(void) { amp_convert_desc d; d.saturate = 0; return amp_version() && d.saturate; }\n' > "$work/old.c"
 for old in "${CC:-gcc} -ansi" "clang -ansi" "g++ -x c++ -std=c++98" "clang++ -x c++ -std=c++98"; do
@@ -56,9 +69,17 @@ if [ "$(wc -l < "$work/zero.c")" -ge 90 ]; then check "= {0} under -Wc++-compat"
 else fail "= {0} under -Wc++-compat" "no list of structs"; fi
 if [ "$(uname -m)" = x86_64 ]; then         # a host's own flags may give every function registers that only AVX-512 has
     at_once "${CC:-gcc} -Ofast -march=x86-64-v4" "${CC:-gcc}" -std=c99 -Ofast -march=x86-64-v4 $strict -Wsign-conversion -c "$work/impl.c" -o "$work/v4.o"
-    have clang && at_once "clang -march=x86-64-v4" clang -std=c99 -O1 -ffast-math -march=x86-64-v4 $strict -c "$work/impl.c" -o "$work/v4_clang.o"
+    # clang 16 recursed until its stack ended, from -O1 on.
+    if have clang-16; then clang=clang-16; else clang=clang; skip "clang-16 -O1" "not installed"; fi
+    have $clang && at_once "$clang -O1 -march=x86-64-v4" $clang -std=c99 -O1 -ffast-math -march=x86-64-v4 $strict -c "$work/impl.c" -o "$work/v4_clang.o"
 fi
 collect
+# A shared library with amp.h inside exports nothing of it where AMP_API says so.
+if have nm; then
+    check "a shared library builds" "${CC:-gcc}" -shared -fPIC -I. "$hidden" "$work/later.o" "$work/user.c" -o "$work/hidden.so" -lm -lpthread
+    stray=$(nm -D --defined-only "$work/hidden.so" | awk '$3 != "main" && $3 != "user" {print $3}' | tr '\n' ' ')
+    if [ -s "$work/hidden.so" ] && [ -z "$stray" ]; then pass; else fail "a shared library exports" "$stray"; fi
+else skip "a shared library exports" "no nm"; fi
 
 # A host's own thread pools.
 if have g++; then

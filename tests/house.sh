@@ -157,6 +157,10 @@ if [ "$(grep -c __CUDACC__ amp.h)" -eq 1 ] && ! grep -q 'include <cuda' amp.h; t
 words=$(grep -nwiE 'todo|fixme|xxx|hack|placeholder' amp.h examples/*.[ch] | head -n 3)
 if [ -z "$words" ]; then pass; else fail "unfinished words" "$words"; fi
 
+# A function that a member points to is called as (s->f)(x): a program's macro f(x) then leaves the call alone.
+bare=$($cc -fpreprocessed -E -P amp.h 2>/dev/null | sed 's/"[^"]*"//g' | grep -oE '(->|[A-Za-z0-9_]\.|[])]\.)[A-Za-z_][A-Za-z0-9_]*\(' | head -n 5 | tr '\n' ' ')
+if [ -z "$bare" ]; then pass; else fail "calls through members without parentheses" "$bare"; fi
+
 # Every AMP_ name that tests and examples use exists: in amp.h, in the shim, or as the variable of a setting or an example.  Text in
 # quotes is the program's own business.
 grep -ohE '\bAMPI?_[A-Z0-9_]+\b' amp.h examples/adopt/cblas.h tests/probe.txt > "$work/names"

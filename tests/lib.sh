@@ -10,14 +10,19 @@ made() { for f in "$@"; do [ -s "$f" ] || { echo "FAIL ${0##*/}: $f is missing: 
 # Test programs: their names, and the file of one.
 test_names() { ls tests/*/t_*.c | sed 's:.*/::; s/\.c$//'; }
 source_of() { ls tests/*/"$1.c"; }
-closing() { echo "$passed passed, $failed failed, $skipped skipped"; [ "$failed" -eq 0 ]; }
+# A script that checked nothing has failed.
+closing() {
+    if [ $((passed + failed + skipped)) -eq 0 ]; then fail "${0##*/}" "checked nothing"; fi
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ "$failed" -eq 0 ]
+}
 
 # check NAME COMMAND...: passes when the command succeeds silently on stderr and stdout.
 check() {
     name=$1; shift
     if output=$("$@" 2>&1) && [ -z "$output" ]; then pass; else fail "$name" "$(echo "$output" | head -n 8)"; fi
 }
-work=$(mktemp -d)
+work=$(mktemp -d) || { fail "${0##*/}" "no temporary folder: is TMPDIR one that can be written?"; closing; exit 1; }
 trap 'rm -rf "$work"' EXIT
 
 # at_once NAME COMMAND...: the same for several commands at a time, one per core (or CORES), each silent when all is well;

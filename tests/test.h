@@ -145,6 +145,10 @@ static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
 
 static __attribute__((unused)) int ampt_end(void) {
     if (ampt.left_out) printf("%d tests left out that are long, or count\n", ampt.left_out);
+    if (ampt.filter && !ampt.list && ampt.passed + ampt.failed + ampt.skipped == 0) {
+        printf("FAIL --filter %s: no test that runs here has this in its name\n", ampt.filter);
+        ampt.failed++;
+    }
     if (!ampt.list) printf("%d passed, %d failed, %d skipped\n", ampt.passed, ampt.failed, ampt.skipped);
     return ampt.failed != 0;
 }

@@ -8,8 +8,9 @@
  * Copied: cblas.h, cblas.c and amp.h in one folder.
  *
  * WHAT IS COMPUTED  Operands are rounded to AMP_DTYPE; products and sums are fp32, and so is C.  Every setting AMP_...
- * counts as in amp_open_env; AMP_DTYPE=auto, or an empty one, is the best of this machine, which is never fp16 on a
- * CPU.  With no AMP_... in the environment, the program's own BLAS computes, as before; without one, amp.h in fp32.
+ * counts as in amp_open_env, so AMP_THREADS=2 computes on two threads; AMP_DTYPE=auto, or an empty one, is the best of
+ * this machine, which is never fp16 on a CPU.  With no AMP_... in the environment, the program's own BLAS computes, as
+ * before; without one, amp.h in fp32.
  *
  * THE REST OF CBLAS  (cblas_dgemm, cblas_sgemv, cblas_sgemm_batch) is declared by the program's previous cblas.h, found
  * after this one in the include path, and comes from its library.  Without such a header, or with -DAMP_CBLAS_ALONE,

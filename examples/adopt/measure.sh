@@ -7,7 +7,7 @@
 set -e
 export LC_ALL=C             # numbers have points, whatever the locale here
 cc=${CC:-gcc} rounds=${1:-5} steps=${2:-200}
-work=$(mktemp -d)
+work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 $cc -O3 -march=native -fopenmp examples/adopt/before.c -o "$work/before" -lm
 $cc -O3 -march=native -fopenmp examples/adopt/after.c -o "$work/after" -lm -lpthread

@@ -5,7 +5,7 @@
 set -u
 cc=${CC:-gcc} here=$(pwd)
 command -v valgrind >/dev/null 2>&1 || { echo "instructions.sh needs valgrind" >&2; exit 1; }
-work=$(mktemp -d)
+work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 head -c 200000 README.md amp.h | grep -v '^==>' > "$work/text"
 

@@ -9,7 +9,7 @@
 # GPU (MODEL: its objects), which run the host's side of it.  CC, CXX, OMP (the model's): as in the Makefile.
 . tests/lib.sh
 cc=${CC:-gcc} cxx=${CXX:-g++} gcov=${GCOV:-gcov}
-flags="-O0 --coverage -w -Dalways_inline=noinline"     # what is inlined many times is one function
+flags="-O0 --coverage -w -DAMPI_ALWAYS=inline"     # what is inlined many times is one function
 only="-fprofile-filter-files=.*amp\\.h"      # the tests themselves are not counted, which would only slow them down
 begun=$(date +%s)
 if ! $cc --version | head -n 1 | grep -qi 'gcc\|^cc'; then echo "FAIL coverage: needs gcc and its gcov"; exit 1; fi

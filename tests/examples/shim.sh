@@ -59,6 +59,7 @@ int main(void) {
     amp_scaler *scaler = amp_cblas_scaler();
     amp_autocast_desc island;
     amp_choice choice;
+    amp_desc desc;
     float x = 1.00390625f, inside = 0, outside = 0;             /* 1 + 2^-8: not in bf16 */
     if (amp == NULL) return puts("none") < 0 || amp_scaler_scale(scaler) != 1;
     memset(&island, 0, sizeof island);
@@ -67,14 +68,16 @@ int main(void) {
     if (amp_autocast_begin(amp, &island) != AMP_OK) return 1;
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 1, 1, 1, 1, &x, 1, &x, 1, 0, &inside, 1);
     if (amp_autocast_end(amp) != AMP_OK || amp_query_choice(amp, &choice) != AMP_OK) return 1;
-    printf("%s, scale %g, island %d, outside %d\n", amp_dtype_name(choice.dtype), (double)amp_scaler_scale(scaler),
-           inside == x * x, outside == x * x);
+    if (amp_query(amp, &desc) != AMP_OK) return 1;
+    printf("%s, scale %g, island %d, outside %d, threads %d\n", amp_dtype_name(choice.dtype), (double)amp_scaler_scale(scaler),
+           inside == x * x, outside == x * x, (int)desc.threads);
     return 0;
 }
 SHARES
 build shares -I$shim -DAMP_CBLAS_ALONE "$work/shares.c" "$work/cblas.o"
 says "bf16, shared" "bf16, scale 1, island 1, outside 0" env AMP_DTYPE=bf16 "$work/shares"
 says "fp16, shared" "fp16, scale 65536, island 1" env AMP_DTYPE=fp16 AMP_INIT_SCALE=65536 "$work/shares"
+says "one thread" "threads 1$" env AMP_DTYPE=bf16 AMP_THREADS=1 "$work/shares"
 says "nothing is shared" none "$work/shares"
 says "an empty dtype is auto" "^[a-z0-9]*, scale 1, island 1, outside" env AMP_DTYPE= "$work/shares"
 grep . "$work/log" > "$work/empty"

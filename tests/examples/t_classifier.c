@@ -512,7 +512,7 @@ TEST(masters_begin_as_fp32) {
         memset(&r[way], 0, sizeof r[way]);
         CHECK_OK(flag_parse_all(&r[way].set));
         r[way].set.data = data;
-        r[way].set.layers = r[way].set.heads = 1; r[way].set.hidden = 8; r[way].set.seq = 16; r[way].set.threads = 1;
+        r[way].set.layers = r[way].set.heads = 1; r[way].set.hidden = 8; r[way].set.seq = 16; r[way].set.amp.threads = 1;
         r[way].set.seed = 3 + way / 2; r[way].set.accumulation = 1;
         r[way].set.amp.dtype = AMP_BF16; r[way].set.amp.level = way ? AMP_LEVEL_O2 : AMP_LEVEL_O1; r[way].set.save = r[way].set.metrics = "none";
         if (way == 2) { r[way].set.init = path; r[way].set.lr = 0.01; }

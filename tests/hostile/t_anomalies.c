@@ -930,7 +930,7 @@ static amp_result gradients_step(env *e, int i) {
         case 37: return amp_optimizer_set_weight(e->optimizer, &e->out.params[0], (const float *)e->out.params[0].grad.data);
         case 38: gradients_fill(e, 6); return AMP_OK;
         case 39: return gradients_unscale(e);
-        case 40: return amp_scaler_update_with(e->scaler, 1);
+        case 40: return amp_scaler_update_with(e->scaler, amp_scaler_found(e->scaler, NULL, AMP_F32, 0) == 0);
         case 41: return amp_grad_set_save(e->set);
         case 42: gradients_fill(e, 7); return AMP_OK;
         case 43: return amp_grad_set_restore(e->set);
@@ -1119,8 +1119,8 @@ static uint64_t data_observe(env *e) {
 
 /* Of the host's system nothing is asked. */
 static amp_result settings_open_env(void) {
-    amp_context *amp;
-    amp_scaler *scaler;
+    amp_context *amp = NULL;
+    amp_scaler *scaler = NULL;
     amp_result r = amp_open_env(&amp, &scaler);
     amp_scaler_destroy(scaler);
     amp_close(amp);

@@ -9,6 +9,7 @@
 #include "../amp.h"
 #include "test.h"
 #include <math.h>
+#include <unistd.h>
 
 typedef struct words { int n; char last[600]; } words;
 
@@ -350,10 +351,53 @@ TEST(gemm_of_fp64) {
     amp_close(amp);
 }
 
+/* ---- What the program finds before its own sums */
+
+TEST(found_before_a_sum) {
+    float g[4] = {1, INFINITY, 2, 3};
+    const double nan = NAN;
+    amp_range range = {"g", g, 4, AMP_F32};
+    amp_grad_set_desc ranges;
+    amp_grad_set *set = NULL;
+    amp_scaler_desc d;
+    amp_scaler *scaler = NULL;
+    int32_t apply = 1;
+    words w;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    memset(&d, 0, sizeof d);
+    memset(&ranges, 0, sizeof ranges);
+    d.init_scale = 1024;
+    ranges.ranges = &range; ranges.n_ranges = 1;
+    CHECK_OK(amp_scaler_create(amp, &scaler, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &ranges));
+    CHECK_EQ(amp_scaler_found(NULL, g, AMP_F32, 4), 0);
+    CHECK_EQ(amp_scaler_found(scaler, g, AMP_F32, 1), 0);           /* the infinity is the second */
+    CHECK_EQ(amp_scaler_found(scaler, g, AMP_I32, 4), 0);
+    CHECK_ERR(amp_scaler_update(scaler), AMP_ERR_NO_CHECK);
+    CHECK_EQ(amp_scaler_found(scaler, g, AMP_F32, 4), 1);
+    CHECK_EQ(amp_scaler_found(scaler, g, AMP_F32, 1), 1);           /* remembered */
+    CHECK_ERR(amp_scaler_check(scaler, set, AMP_CHECK_READ), AMP_ERR_STATE);
+    CHECK_OK(amp_scaler_update_with(scaler, 0));
+    CHECK(amp_scaler_scale(scaler) == 512 && !amp_scaler_found(scaler, NULL, AMP_F32, 0));
+    CHECK_EQ(amp_scaler_found(scaler, &nan, AMP_F64, 1), 1);
+    CHECK_OK(amp_scaler_update(scaler));                            /* a finding is as good as a check */
+    CHECK(amp_scaler_scale(scaler) == 256);
+    g[1] = 2;
+    CHECK_EQ(amp_scaler_found(scaler, &nan, AMP_F64, 1), 1);
+    CHECK_OK(amp_scaler_unscale(scaler, &range, 1, &apply));
+    CHECK(apply == 0 && amp_scaler_scale(scaler) == 128 && g[0] == 1 && g[3] == 3);
+    CHECK_OK(amp_scaler_unscale(scaler, &range, 1, &apply));
+    CHECK(apply == 1 && amp_scaler_scale(scaler) == 128 && g[3] == 3.0f / 128);
+    amp_grad_set_destroy(set);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+    CHECK_EQ(amp_scaler_found(NULL, NULL, AMP_F32, 0), 0);
+}
+
 /* ---- From the environment */
 
 static void clean(void) {
-    static const char *const names[] = {"AMP_DTYPE", "AMP_SCALER", "AMP_INIT_SCALE", "AMP_CLIP_NORM", "AMP_DTYP", "AMP_LEVEL"};
+    static const char *const names[] = {"AMP_DTYPE", "AMP_SCALER", "AMP_INIT_SCALE", "AMP_CLIP_NORM", "AMP_DTYP", "AMP_LEVEL", "AMP_THREADS"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
 }
 
@@ -409,13 +453,13 @@ TEST(opened_from_the_environment) {
 
 TEST(wrong_environments) {
     amp_context *amp = (amp_context *)&amp;
-    amp_scaler *scaler = (amp_scaler *)&amp;
+    amp_context *const kept = amp;
+    amp_scaler *scaler = (amp_scaler *)&amp, *const kept_scaler = scaler;
     clean();
     CHECK_ERR(amp_open_env(NULL, &scaler), AMP_ERR_NULL);
-    CHECK_ERR(amp_open_env(&amp, NULL), AMP_ERR_NULL);
     setenv("AMP_DTYP", "bf16", 1);
     CHECK_ERR(amp_open_env(&amp, &scaler), AMP_ERR_NAME);
-    CHECK(amp == NULL && scaler == NULL && strstr(amp_last_error(), "AMP_DTYPE"));
+    CHECK(amp == kept && scaler == kept_scaler && strstr(amp_last_error(), "AMP_DTYPE"));   /* NULL would look like "off" */
     clean();
     setenv("AMP_DTYPE", "bf17", 1);
     CHECK_ERR(amp_open_env(&amp, &scaler), AMP_ERR_RANGE);
@@ -427,9 +471,60 @@ TEST(wrong_environments) {
     CHECK_OK(amp_open_env(&amp, &scaler));
     amp_scaler_destroy(scaler);
     amp_close(amp);
+    amp = kept;
+    scaler = kept_scaler;
     setenv("AMP_LEVEL", "O0", 1);
     CHECK_ERR(amp_open_env(&amp, &scaler), AMP_ERR_CONFLICT);
-    CHECK(amp == NULL && scaler == NULL);
+    CHECK(amp == kept && scaler == kept_scaler);
+    clean();
+}
+
+/* A program with products alone asks for no scaler; where the environment wants one, it says so. */
+TEST(products_only) {
+    static const struct { const char *dtype, *scaler; int warned; } rows[] = {
+        {"bf16", "", 0}, {"fp16", "", 1}, {"fp16", "off", 0}, {"bf16", "on", 1}};
+    static float inside[N * N], c[N * N];
+    amp_context *amp = (amp_context *)&amp, *other;
+    words w;
+    clean();
+    CHECK_OK(amp_open_env(&amp, NULL));
+    CHECK(amp == NULL);
+    for (int i = 0; i < 4; i++) {
+        char said[1024] = "";
+        FILE *file = tmpfile();
+        int saved = dup(2);
+        CHECK(file != NULL && saved >= 0 && dup2(fileno(file), 2) == 2);
+        setenv("AMP_DTYPE", rows[i].dtype, 1);
+        setenv("AMP_SCALER", rows[i].scaler, 1);
+        CHECK_OK(amp_open_env(&amp, NULL));
+        CHECK(dup2(saved, 2) == 2 && close(saved) == 0);
+        rewind(file);
+        said[fread(said, 1, sizeof said - 1, file)] = 0;
+        CHECK_MSG((strstr(said, "loss scaler") != NULL) == rows[i].warned, "%s: %s", rows[i].dtype, said);
+        fclose(file);
+        product(amp, c);
+        other = open_as(i == 0 || i == 3 ? AMP_BF16 : AMP_F16, &w, 1);
+        product(other, inside);
+        CHECK(memcmp(inside, c, sizeof c) == 0);
+        amp_close(other);
+        amp_close(amp);
+    }
+    clean();
+}
+
+TEST(threads_from_the_environment) {
+    amp_context *amp;
+    amp_desc d;
+    clean();
+    setenv("AMP_DTYPE", "bf16", 1);
+    setenv("AMP_THREADS", "1", 1);
+    CHECK_OK(amp_open_env(&amp, NULL));
+    CHECK_OK(amp_query(amp, &d));
+    CHECK_EQ(d.threads, 1);
+    amp_close(amp);
+    setenv("AMP_THREADS", "0", 1);
+    CHECK_ERR(amp_open_env(&amp, NULL), AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), "AMP_THREADS = 0, must be a whole number from 1 to 1024, or all") != NULL);
     clean();
 }
 
@@ -617,7 +712,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(unscale_is_check_and_update_in_one); RUN(ranges_may_change_from_call_to_call); RUN(torch_takes_no_fp16); RUN(found_inf_of_the_host);
     RUN(found_inf_of_host_and_check); RUN(no_scaler_is_a_scale_of_1); RUN(enabled); RUN(gemm_always_needs_no_region); RUN(gemm_of_fp64);
-    RUN(nothing_in_the_environment); RUN(opened_from_the_environment); RUN(wrong_environments); RUN(skips_at_the_floor);
+    RUN(nothing_in_the_environment); RUN(opened_from_the_environment); RUN(wrong_environments); RUN(products_only); RUN(found_before_a_sum); RUN(threads_from_the_environment); RUN(skips_at_the_floor);
     RUN(sets_without_a_count); RUN(momentum_in_the_gradient_buffer); RUN(the_first_bad_element);
     return TEST_END();
 }

@@ -893,6 +893,52 @@ static void cycles(int n) {
 
 /* Contexts with all that hangs on them, in four threads at once.  The first of them fill what the system's library
    keeps for itself; after those, less than the smallest block of its heap may remain per cycle, and less than a page. */
+/* ---- A scaler's state, read by several threads */
+
+static void say_nothing(void *user, amp_log_level level, int id, const char *text) {
+    (void)level; (void)id; (void)text;
+    __atomic_add_fetch((int *)user, 1, __ATOMIC_RELAXED);
+}
+static void *read_scale(void *arg) {
+    const amp_scaler *scaler = (const amp_scaler *)arg;
+    amp_scaler_desc d;
+    amp_k_scaler state;
+    intptr_t wrong = 0;
+    for (int i = 0; i < 200; i++) {
+        wrong += amp_scaler_scale(scaler) != 1 || !amp_scaler_enabled(scaler) || *amp_scaler_scale_ptr(scaler) != 1;
+        wrong += amp_scaler_get(scaler, &state) != AMP_OK || state.updates != 4 || amp_scaler_device(scaler)->skips != 4;
+        wrong += amp_scaler_query(scaler, &d) != AMP_OK || d.init_scale != 4;
+    }
+    return (void *)wrong;
+}
+/* At its floor for long, so that reading it warns, once. */
+TEST(a_scale_read_in_four_threads) {
+    amp_context *amp = NULL;
+    amp_scaler *scaler = NULL;
+    amp_desc desc;
+    amp_scaler_desc d;
+    pthread_t ids[4];
+    int warnings = 0;
+    memset(&desc, 0, sizeof desc);
+    memset(&d, 0, sizeof d);
+    desc.dtype = AMP_F16;
+    desc.logger.write = say_nothing;
+    desc.logger.user = &warnings;
+    d.init_scale = 4;
+    d.skip_warning = 4;
+    CHECK_OK(amp_open(&amp, &desc));
+    CHECK_OK(amp_scaler_create(amp, &scaler, &d));
+    for (int i = 0; i < 4; i++) CHECK_OK(amp_scaler_update_with(scaler, 1));
+    for (int i = 0; i < 4; i++) if (pthread_create(&ids[i], NULL, read_scale, scaler) != 0) exit(2);
+    for (int i = 0; i < 4; i++) {
+        void *wrong;
+        CHECK(pthread_join(ids[i], &wrong) == 0 && wrong == NULL);
+    }
+    CHECK_EQ(warnings, 1);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
 TEST(a_thousand_open_and_close_cycles) {
     int fds, tasks, i;
     int64_t heap, resident;
@@ -951,7 +997,7 @@ int main(int argc, char **argv) {
         find_expected();
     }
     RUN(loader_under_adversarial_schedules); RUN(stop_at_any_moment); RUN(destroy_while_a_call_waits);
-    RUN(regions_in_sixteen_threads); RUN(a_thousand_open_and_close_cycles); RUN(memory_is_flat);
+    RUN(regions_in_sixteen_threads); RUN(a_scale_read_in_four_threads); RUN(a_thousand_open_and_close_cycles); RUN(memory_is_flat);
     if (!ampt.list) { remove(token_file); remove(log_file); remove(saved_file); rmdir(folder); }
     return TEST_END();
 }

@@ -32,7 +32,7 @@ static const char *temporary(const char *name) {
 
 static const char *const keys[] = {
     "enabled", "dtype", "autocast_dtype", "cast_inputs", "cast_outputs", "level", "policy", "mode", "memory_efficient", "cache", "saturate_inputs", "layers", "fallback", "tf32",
-    "fp8_format", "fp8_scaling", "fp8_amax", "fp8_history", "fp8_margin", "autotune", "scaler",
+    "fp8_format", "fp8_scaling", "fp8_amax", "fp8_history", "fp8_margin", "autotune", "threads", "scaler",
     "scaler_preset", "frozen", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale",
     "hysteresis", "tolerance", "clip_norm", "accumulation", "moments", "log_interval", "memory_interval", "cleanup_interval",
     "tensor_stats_interval", "memory_warning", "nan_action", "max_skips", "max_retries",
@@ -41,7 +41,7 @@ enum { KEYS = sizeof keys / sizeof *keys };
 
 /* A value of each key that is not the default, and the line it stands in. */
 static const char *const other_values[] = {
-    "false", "bf16", "tf32", "true", "fp32", "O2", "torch", "inference", "true", "off", "on", "h.* bf16, head fp32", "fp32", "yes", "e4m3", "delayed", "recent", "16", "3", "on", "on",
+    "false", "bf16", "tf32", "true", "fp32", "O2", "torch", "inference", "true", "off", "on", "h.* bf16, head fp32", "fp32", "yes", "e4m3", "delayed", "recent", "16", "3", "on", "3", "on",
     "apex", "1", "1024", "1.5", "0.25", "77", "2", "4096",
     "3", "0.125", "1.5", "4", "8bit", "10", "off", "50",
     "200", "0.75", "recover", "7", "0",
@@ -100,10 +100,35 @@ TEST(moments_are_an_optimizers_for_good) {
     amp_close(amp);
 }
 
+/* Unless the key is set, a context's desc keeps its own; once it is open they cannot change. */
+TEST(threads_are_a_contexts_for_good) {
+    amp_context *amp = NULL;
+    amp_desc desc, effective;
+    amp_settings s;
+    memset(&desc, 0, sizeof desc);
+    memset(&s, 0, sizeof s);
+    desc.threads = 3;
+    CHECK_OK(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
+    CHECK_EQ(desc.threads, 3);
+    CHECK_OK(amp_settings_set(&s, "threads", "2"));
+    CHECK_OK(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
+    CHECK_EQ(desc.threads, 2);
+    CHECK_OK(amp_open(&amp, &desc));
+    CHECK_OK(amp_query(amp, &effective));
+    CHECK_EQ(effective.threads, 2);
+    CHECK_OK(amp_settings_apply(&s, amp, NULL, NULL, NULL));
+    CHECK_OK(amp_settings_set(&s, "threads", "1"));
+    CHECK_ERR(amp_settings_apply(&s, amp, NULL, NULL, NULL), AMP_ERR_CONFLICT);
+    CHECK(strstr(amp_last_error(), "threads = 1, but 2 is in force") != NULL);
+    CHECK_OK(amp_settings_set(&s, "threads", "ALL"));
+    CHECK_OK(amp_settings_apply(&s, amp, NULL, NULL, NULL));
+    amp_close(amp);
+}
+
 TEST(the_defaults_are_those_documented) {
     static const char expected[] =
         "enabled = true\ndtype = auto\nautocast_dtype = auto\ncast_inputs = false\ncast_outputs = false\nlevel = O1\npolicy = fused\nmode = training\nmemory_efficient = false\ncache = true\nsaturate_inputs = false\nlayers = none\n"
-        "fallback = none\ntf32 = false\nfp8_format = hybrid\nfp8_scaling = current\nfp8_amax = max\nfp8_history = 1024\nfp8_margin = 0\nautotune = off\nscaler = auto\nscaler_preset = default\nfrozen = false\n"
+        "fallback = none\ntf32 = false\nfp8_format = hybrid\nfp8_scaling = current\nfp8_amax = max\nfp8_history = 1024\nfp8_margin = 0\nautotune = off\nthreads = all\nscaler = auto\nscaler_preset = default\nfrozen = false\n"
         "init_scale = 65536\ngrowth_factor = 2\nbackoff_factor = 0.5\ngrowth_interval = 2000\nmin_scale = 1\n"
         "max_scale = 8.507059e+37\nhysteresis = 1\ntolerance = 0\nclip_norm = none\naccumulation = 1\nmoments = fp32\nlog_interval = 100\n"
         "memory_interval = 100\ncleanup_interval = off\ntensor_stats_interval = off\nmemory_warning = 0.9\nnan_action = skip\n"
@@ -191,7 +216,7 @@ TEST(every_key_refuses_what_is_out_of_range) {
         {"log_interval", "-1"}, {"memory_interval", "none"}, {"cleanup_interval", "1e3"}, {"tensor_stats_interval", "1000000000000001"},
         {"memory_warning", "1.1"}, {"memory_warning", "0"}, {"nan_action", "ignore"}, {"max_skips", "0"}, {"max_retries", "1001"},
         {"max_retries", "-1"}, {"debug", "debug"}, {"autocast_dtype", "fp64"}, {"cast_inputs", "bf16"}, {"cast_outputs", "2"},
-        {"workers", "65"}, {"workers", "-1"}, {"prefetch", "0"}, {"prefetch", "1025"}, {"pin", "pinned"}, {"batch_growth_interval", "0"}};
+        {"workers", "65"}, {"workers", "-1"}, {"prefetch", "0"}, {"prefetch", "1025"}, {"pin", "pinned"}, {"threads", "0"}, {"threads", "1025"}, {"threads", "-1"}, {"batch_growth_interval", "0"}};
     amp_settings s, before;
     char label[64];
     memset(&s, 0x5a, sizeof s);
@@ -2047,7 +2072,7 @@ TEST(example_files_train) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
-    RUN(every_key_is_set_written_and_read); RUN(moments_are_an_optimizers_for_good); RUN(the_defaults_are_those_documented);
+    RUN(every_key_is_set_written_and_read); RUN(moments_are_an_optimizers_for_good); RUN(threads_are_a_contexts_for_good); RUN(the_defaults_are_those_documented);
     RUN(words_come_in_either_case_and_switches_in_four_ways); RUN(numbers_are_read_whole);
     RUN(numbers_are_the_same_with_a_decimal_comma); RUN(every_key_refuses_what_is_out_of_range);
     RUN(text_is_read_with_comments_blank_lines_and_any_line_ends); RUN(malformed_text_is_refused_with_name_line_and_key);

@@ -39,8 +39,6 @@ static void error(const char *s)
 }
 
 static amp_context *amp; static amp_scaler *scaler; static amp_grad_set *updates;
-static int found_inf;
-static int overflow(float *x, int n) { return found_inf |= scaler && amp_count_nonfinite(x, AMP_F32, n, NULL) > 0; }
 static void check(amp_result r) { if (r != AMP_OK) error(amp_last_error()); }
 
 static float *make_floats(int n)
@@ -150,7 +148,7 @@ static void backward_layer(layer l, network *net, float *input, float *delta)
 {
     int b, i, k = l.nweights / l.n, m = l.out_h * l.out_w;
 
-    if (overflow(l.delta, net->batch * l.outputs)) return;
+    if (amp_scaler_found(scaler, l.delta, AMP_F32, net->batch * l.outputs)) return;
     for (i = 0; i < net->batch * l.outputs; ++i) {
         if (l.type == CONVOLUTIONAL && l.output[i] < 0) l.delta[i] *= 0.1f;
         l.bias_updates[i / m % l.n] += l.delta[i];
@@ -165,7 +163,7 @@ static void backward_layer(layer l, network *net, float *input, float *delta)
         gemm(0, 1, l.n, k, m, l.delta + b * l.outputs, m, net->workspace, m, 1, l.weight_updates, k);
         if (!delta) continue;
         gemm(1, 0, k, m, l.n, l.weights, k, l.delta + b * l.outputs, m, 0, net->workspace, m);
-        if (overflow(net->workspace, k * m)) return;
+        if (amp_scaler_found(scaler, net->workspace, AMP_F32, k * m)) return;
         memset(delta + b * l.inputs, 0, (size_t)l.inputs * sizeof *delta);
         col2im_cpu(l, net->workspace, delta + b * l.inputs);
     }
@@ -268,14 +266,13 @@ static void update_network(network *net)
 
 static float train_network(network *net)
 {
-    found_inf = 0;
     if (updates) check(amp_grad_set_save(updates));
     forward_network(net);
     backward_network(net);
-    for (int i = 0; i < net->n; ++i) overflow(net->layers[i].weight_updates, net->layers[i].nweights);
-    if (found_inf) check(amp_grad_set_restore(updates));
+    for (int i = 0; i < net->n; ++i) amp_scaler_found(scaler, net->layers[i].weight_updates, AMP_F32, net->layers[i].nweights);
+    if (amp_scaler_found(scaler, NULL, AMP_F32, 0)) check(amp_grad_set_restore(updates));
     else update_network(net);
-    check(amp_scaler_update_with(scaler, found_inf));
+    check(amp_scaler_update_with(scaler, 0));
     check(amp_scaler_rescale(scaler, updates, 0));
     return net->loss;
 }

@@ -66,7 +66,7 @@ static void dense_backward(const float *in, int n_in, int n_out, const float *w,
     int i;
 
     matmul(CblasTrans, CblasNoTrans, n_in, n_out, BATCH, in, dout, dw);
-    if (scaler && amp_count_nonfinite(dw, AMP_F32, n_in * n_out, NULL) > 0) return;     /* skip: dout overflowed */
+    if (amp_scaler_found(scaler, dw, AMP_F32, n_in * n_out)) return;    /* dout overflowed */
     for (i = 0; i < BATCH * n_out; i++) dbias[i % n_out] += dout[i];
     if (din == NULL) return;
     matmul(CblasNoTrans, CblasTrans, BATCH, n_in, n_out, dout, w, din);

@@ -96,7 +96,6 @@ static double mlp_train(mlp *n, const double *inputs, const double *target, doub
     int last = n->layers - 1, l, i, j;
 
     const double scale = amp_scaler_scale(scaler);
-    int32_t found_inf;
     mlp_run(n, inputs);
     for (i = 0; i < n->size[last]; i++) {
         n->delta[last][i] = target[i] - n->output[last][i];
@@ -107,8 +106,8 @@ static double mlp_train(mlp *n, const double *inputs, const double *target, doub
         mlp_product(1, n->size[l + 1], n->size[l], n->weight[l + 1], n->delta[l + 1], n->delta[l]);
         for (i = 0; i < n->size[l]; i++) n->delta[l][i] *= 1 - n->output[l][i] * n->output[l][i];
     }
-    found_inf = scaler != NULL && amp_count_nonfinite(n->delta[0], AMP_F64, n->neurons, NULL) > 0;
-    if (amp_scaler_update_with(scaler, found_inf) != AMP_OK || found_inf) return error;
+    i = amp_scaler_found(scaler, n->delta[0], AMP_F64, n->neurons);
+    if (amp_scaler_update_with(scaler, 0) != AMP_OK || i) return error;
     rate /= scale;
     for (l = 1; l <= last; l++) {
         double *w = n->weight[l], *bias = w + n->size[l] * n->size[l - 1];
