@@ -476,6 +476,17 @@ AMP_API const char *amp_dtype_name(amp_dtype dtype);
    Errors: AMP_ERR_NAME. */
 AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out);
 
+/* A number that is 0 in a struct stands for the field's default.  Where the default is not 0 but 0 would make sense
+   too, the field's comment names AMP_EXPLICIT_ZERO, which says 0.  It is -2^-64, so no other number is lost.
+   amp_explicit(x) is for a value that your program computes, such as a loss weight that is annealed from 0: it returns
+   AMP_EXPLICIT_ZERO for 0 and for what would be 0 in a float, and otherwise x.  Use it for float and double fields. */
+#define AMP_EXPLICIT_ZERO (-1.0f / 18446744073709551616.0f)
+AMPI_INLINE double amp_explicit(double x) {
+    double half = 1.0 / 1073741824;     /* 2^-30; half the smallest float is 2^-150 */
+    half = half * half * half * half * half;
+    return x >= -half && x <= half ? (double)AMP_EXPLICIT_ZERO : x;
+}
+
 /* ==== 4 >>tensors ====
    Views of memory that the caller owns. */
 
@@ -1023,7 +1034,7 @@ typedef struct amp_matmul_op {
     const char *layer;
     amp_tensor a, b, y;
     int32_t trans_a, trans_b;
-    float alpha;                /* default 1 */
+    float alpha;                /* default 1; AMP_EXPLICIT_ZERO: 0 */
     int32_t reserved;
     amp_plan plan;
     amp_tensor dy, da, db;      /* da, db: data NULL to skip */
@@ -1058,7 +1069,7 @@ typedef struct amp_attention_op {
     const char *layer;
     amp_tensor q, k, v, o;
     float *lse;                 /* [batch, heads, queries], for backward; written in inference too */
-    float scale;                /* default 1 / sqrt(dim) */
+    float scale;                /* default 1 / sqrt(dim); AMP_EXPLICIT_ZERO: 0, which attends evenly */
     int32_t reserved;
     amp_mask mask;
     amp_plan plan;
@@ -1104,7 +1115,7 @@ typedef struct amp_norm_op {
     const char *layer;
     amp_tensor x, residual, sum, y;
     amp_param *weight, *bias;   /* bias: layernorm only */
-    float eps;                  /* default 1e-5 */
+    float eps;                  /* default 1e-5; AMP_EXPLICIT_ZERO: 0 */
     int32_t reserved;
     float *mean, *rstd;         /* [rows], written in inference too; mean: layernorm only */
     amp_plan plan;
@@ -1121,7 +1132,7 @@ AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op);
 typedef struct amp_softmax_op {
     const char *layer;
     amp_tensor x, y;
-    float scale;                /* default 1 */
+    float scale;                /* default 1; AMP_EXPLICIT_ZERO: 0 */
     int32_t reserved;
     amp_mask mask;
     amp_plan plan;
@@ -1162,6 +1173,9 @@ typedef enum amp_reduction {
     AMP_REDUCTION_FORCE_I32 = 0x7fffffff
 } amp_reduction;
 
+/* Of .ignore_index, where 0 means the default: ignore label 0. */
+#define AMP_IGNORE_ZERO (-2147483647 - 1)
+
 /* Softmax cross-entropy over the last dimension of logits [rows, cols], averaged over the rows that are not ignored.
    With dlogits the same read of the logits also gives the gradient, times grad_scale and factor; dlogits may be
    logits.
@@ -1171,10 +1185,12 @@ typedef struct amp_cross_entropy_op {
     amp_tensor logits, dlogits; /* dlogits.data NULL: loss only */
     const int32_t *labels;      /* [rows], 0 to classes - 1 or ignore_index */
     int64_t classes;            /* default cols; fewer: the other columns are padding */
-    int32_t ignore_index;       /* default -100, as in PyTorch; label 0 cannot be ignored */
+    int32_t ignore_index;       /* default -100, as in PyTorch; AMP_IGNORE_ZERO: 0 */
     amp_reduction reduction;
-    float label_smoothing;      /* 0 to 1 */
-    float factor;               /* default 1 */
+    float label_smoothing;      /* 0 to 1; default 0 */
+    /* The gradient is multiplied by it, the loss is not.  Finite; default 1; AMP_EXPLICIT_ZERO: 0.  A weight that is
+       computed, and may be 0, is given as (float)amp_explicit(weight) */
+    float factor;
     const float *grad_scale;    /* device, see amp_scaler_scale_ptr; NULL: 1 */
     float *loss;                /* device, [1] */
     float *losses;              /* device, [rows]; may be NULL */
@@ -1274,11 +1290,12 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 
 typedef struct amp_model amp_model;
 
-/* What a weight starts as; `value` is amp_model_param's.  For Xavier and Kaiming a weight is [out, in]. */
+/* What a weight starts as; `value` is amp_model_param's, where 0 is the default and AMP_EXPLICIT_ZERO is 0.  For Xavier
+   and Kaiming a weight is [out, in]. */
 typedef enum amp_init {
     AMP_INIT_DEFAULT = 0,       /* ZEROS */
     AMP_INIT_ZEROS = 1, AMP_INIT_ONES = 2,
-    AMP_INIT_CONSTANT = 3,      /* value */
+    AMP_INIT_CONSTANT = 3,      /* value, default 0 */
     AMP_INIT_NORMAL = 4,        /* deviation value, default 1 */
     AMP_INIT_TRUNCATED_NORMAL = 5,  /* the same, cut off at two deviations, as trunc_normal_(w, 0, s, -2 s, 2 s) */
     AMP_INIT_UNIFORM = 6,       /* from -value to value, default 1 */
@@ -1433,7 +1450,7 @@ AMP_API void amp_tape_layer(amp_tape *tape, const char *layer);
    record operands that are calls themselves in statements of their own. */
 AMP_API amp_value amp_tape_linear(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias,
                                   amp_activation_kind act);
-/* alpha 0: 1. */
+/* alpha 0: 1; AMP_EXPLICIT_ZERO: 0. */
 AMP_API amp_value amp_tape_matmul(amp_tape *tape, amp_value a, amp_value b, int32_t trans_a, int32_t trans_b,
                                   float alpha);
 /* q [batch, positions, heads dim], k and v [batch, keys, dim times heads or a divisor of heads]: grouped heads.
@@ -1441,7 +1458,7 @@ AMP_API amp_value amp_tape_matmul(amp_tape *tape, amp_value a, amp_value b, int3
 AMP_API amp_value amp_tape_attention(amp_tape *tape, amp_value q, amp_value k, amp_value v, int64_t heads,
                                      const amp_attention_op *options);
 AMP_API amp_value amp_tape_rope(amp_tape *tape, amp_value x, int64_t heads, const amp_rope_op *options);
-/* eps 0: 1e-5. */
+/* eps 0: 1e-5; AMP_EXPLICIT_ZERO: 0. */
 AMP_API amp_value amp_tape_layernorm(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias, float eps);
 AMP_API amp_value amp_tape_rmsnorm(amp_tape *tape, amp_value x, amp_param *weight, float eps);
 AMP_API amp_value amp_tape_softmax(amp_tape *tape, amp_value x, const amp_softmax_op *options);
@@ -1451,6 +1468,7 @@ AMP_API amp_value amp_tape_swiglu(amp_tape *tape, amp_value gate, amp_value up);
 AMP_API amp_value amp_tape_embedding(amp_tape *tape, const amp_tensor *ids, amp_param *table, amp_param *positions);
 AMP_API amp_value amp_tape_dropout(amp_tape *tape, amp_value x, float p);
 AMP_API amp_value amp_tape_add(amp_tape *tape, amp_value a, amp_value b);
+/* alpha x.  Of a loss, alpha is the factor of its gradient too: with 0 its gradients are zeros, as in PyTorch. */
 AMP_API amp_value amp_tape_scale(amp_tape *tape, amp_value x, float alpha);
 /* Along dimension dim: a followed by b; the `count` elements of x from `first` on, as a view. */
 AMP_API amp_value amp_tape_concat(amp_tape *tape, amp_value a, amp_value b, int32_t dim);
@@ -1619,7 +1637,6 @@ typedef enum amp_scaler_preset {
 #define AMP_NO_FLOOR (-1.0f)        /* for .min_scale */
 #define AMP_NO_CEILING (-1.0f)      /* for .max_scale; no guard either */
 #define AMP_NO_INTERVAL (-1)        /* for .growth_interval: never grow */
-#define AMP_EXPLICIT_ZERO (-1.0f / 18446744073709551616.0f)  /* -2^-64: 0 where a plain 0 is the default */
 #define AMP_LAG_NONE (-1)           /* for .result_lag: amp_step_result_next waits for the step itself */
 
 /*                   init    grow  shrink  interval  floor   ceiling  hysteresis
@@ -1918,7 +1935,9 @@ typedef enum amp_schedule_kind {
 
 /* What a kind does not read must be 0; all may have .steps. */
 typedef struct amp_schedule {
-    int32_t from_zero;          /* 1: warmup is lr step / warmup, as in PyTorch programs, and step 0 changes nothing */
+    /* 1: warmup is lr step / warmup, as in PyTorch programs, so that step 0 changes nothing; of WSD it rises from
+       min_lr, as there: min_lr + (lr - min_lr) step / warmup.  0: lr (step + 1) / warmup */
+    int32_t from_zero;
     amp_schedule_kind kind;
     double lr;                  /* the highest; above 0, or AMP_EXPLICIT_ZERO */
     double min_lr;              /* from .steps on; INVERSE_SQRT: any time after warmup; not of CONSTANT; at most lr */
@@ -1930,8 +1949,14 @@ typedef struct amp_schedule {
     int32_t reserved;
 } amp_schedule;
 /* *lr = the learning rate of a step, counted from 0; for amp_optimizer_set_lr.  It depends on nothing else, so a
-   resumed run has the same.  With .from_zero the values are those of transformers' schedulers of these names, except
-   that after the end the rate stays at min_lr, where transformers' cosine rises again.
+   resumed run has the same.  With .from_zero the values are those of these schedulers of transformers, except that
+   after the end the rate stays at min_lr, where transformers' cosine rises again:
+       CONSTANT         get_constant_schedule_with_warmup
+       LINEAR           get_linear_schedule_with_warmup; with min_lr get_polynomial_decay_schedule_with_warmup, of
+                        lr_end = min_lr and power = 1
+       COSINE           get_cosine_schedule_with_warmup; with min_lr get_cosine_with_min_lr_schedule_with_warmup
+       WSD              get_wsd_schedule, of num_decay_steps = decay and min_lr_ratio = min_lr / lr
+       INVERSE_SQRT     get_inverse_sqrt_schedule, which has no min_lr
    Errors: AMP_ERR_CONFLICT a field that this kind does not read, or warmup and decay longer than .steps. */
 AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, double *lr);
 
@@ -5674,6 +5699,18 @@ static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits
 /* By its bits: where the host flushes subnormals, they compare equal to 0. */
 static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
 
+/* Not 0; by its bits, so that NaN counts as given. */
+static int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
+static int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_EXPLICIT_ZERO); }
+/* 0 means the default, AMP_EXPLICIT_ZERO 0. */
+static double ampi_or(double value, double otherwise) {
+    return !ampi_is_given(value) ? otherwise : ampi_is_zero(value) ? 0 : value;
+}
+/* The same for a float, without a conversion, in which a subnormal number could become 0. */
+static inline float ampi_or32(float value, float otherwise) {
+    return ampi_is_0(value) ? otherwise : ampi_bits_f32(value) == ampi_bits_f32(AMP_EXPLICIT_ZERO) ? 0 : value;
+}
+
 #define AMPI_DBL_MAX 1.7976931348623157e308
 #define AMPI_ABOVE_0 2.2250738585072014e-308
 #define AMPI_ABOVE_1 1.0000000000000002
@@ -5682,6 +5719,7 @@ static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) =
 /* ---- Fields.  A row gives a field's name, place and legal values; tables of rows drive defaults, checks, settings. */
 
 typedef struct ampi_word { const char *word; double value; } ampi_word;
+static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
 
 /* INVERTED: a switch whose field says the opposite.  DTYPE: a compute dtype, or the only one of .words.  TEXT: an array
    of bytes, which counts as 1 unless empty. */
@@ -15278,7 +15316,7 @@ AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) {
     ampi_reads(&at, ".a", &op->a); ampi_reads(&at, ".b", &op->b); ampi_writes(&at, ".y", &op->y);
     AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
-    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, ampi_is_0(op->alpha) ? 1 : op->alpha,
+    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, ampi_or32(op->alpha, 1),
                                plan.compute, &g));
     AMPI_TRY(ampi_product_call(amp, f, &g, op->layer, "a", "b", 1, plan.saturate, NULL));
     op->plan = plan;
@@ -15298,7 +15336,7 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
     AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_matmul_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
-    alpha = ampi_is_0(op->alpha) ? 1 : op->alpha;
+    alpha = ampi_or32(op->alpha, 1);
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "dy", &op->dy, &dy));
@@ -15533,7 +15571,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     k->q = op->q.data; k->k = op->k.data; k->v = op->v.data; k->o = op->o.data;
     k->dtype = op->q.dtype;
     host = ampi_fp_begin();
-    k->scale = ampi_is_0(op->scale) ? (float)(1.0 / sqrt((double)AMPI_MAX(k->dim, 1))) : op->scale;
+    k->scale = ampi_or32(op->scale, (float)(1.0 / sqrt((double)AMPI_MAX(k->dim, 1))));
     ampi_fp_end(host);
     k->mask = op->mask;
     k->lse = op->lse;
@@ -15665,10 +15703,10 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
         return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree",
                          amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
     if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
-    AMPI_TRY(
-        ampi_check_real(f, ".eps", (double)op->eps, isgreaterequal(op->eps, 0), "positive and finite, or 0 (1e-5)"));
+    AMPI_TRY(ampi_check_real(f, ".eps", (double)op->eps, isgreaterequal(ampi_or32(op->eps, 0), 0),
+                             "above 0 and finite, 0 (1e-5) or AMP_EXPLICIT_ZERO"));
     k->rms = rms;
-    k->eps = op->eps == 0 ? 1e-5f : op->eps;
+    k->eps = ampi_or32(op->eps, 1e-5f);
     if (op->weight) { k->weight = op->weight->weight.data; k->weight_dtype = op->weight->weight.dtype; }
     if (op->bias) { k->bias = op->bias->weight.data; k->weight_dtype = op->bias->weight.dtype; }
     k->mean = op->mean;
@@ -15761,7 +15799,7 @@ static amp_result ampi_softmax_prepare(ampi_call *c) {
     k->batch = shape[0]; k->heads = shape[1]; k->queries = shape[2]; k->keys = shape[3];
     k->x = op->x.data; k->x_dtype = c->inputs[0] = op->x.dtype;
     k->y = op->y.data; k->y_dtype = op->y.dtype;
-    k->scale = ampi_is_0(op->scale) ? 1 : op->scale;
+    k->scale = ampi_or32(op->scale, 1);
     k->mask = op->mask;
     ampi_reads_mask(&c->at, &op->mask, k->batch, k->heads, k->queries, k->keys);
     if (!c->backward) {
@@ -15905,10 +15943,10 @@ static amp_result ampi_cross_entropy_args(ampi_call *c, const amp_cross_entropy_
     ampi_writes_array(at, ".losses", op->losses, k->logits.rows * (int64_t)sizeof *op->losses);
     k->classes = op->classes ? op->classes : k->logits.cols;
     k->labels = op->labels;
-    k->ignore_index = op->ignore_index ? op->ignore_index : -100;
+    k->ignore_index = op->ignore_index == 0 ? -100 : op->ignore_index == AMP_IGNORE_ZERO ? 0 : op->ignore_index;
     k->sum = op->reduction == AMP_REDUCTION_SUM;
     k->smoothing = op->label_smoothing;
-    k->factor = op->factor == 0 ? 1 : op->factor;
+    k->factor = ampi_or32(op->factor, 1);
     k->grad_scale = op->grad_scale;
     k->loss = op->loss;
     k->losses = op->losses;
@@ -15953,7 +15991,7 @@ static amp_result ampi_mse_prepare(ampi_call *c) {
     k->target = op->target.data; k->target_dtype = c->inputs[1] = op->target.dtype;
     k->dx = op->dx.data;
     k->sum = op->reduction == AMP_REDUCTION_SUM;
-    k->factor = op->factor == 0 ? 1 : op->factor;
+    k->factor = ampi_or32(op->factor, 1);
     k->grad_scale = op->grad_scale;
     k->loss = op->loss;
     return AMP_OK;
@@ -16637,9 +16675,9 @@ static void ampi_normal_pair(uint64_t seed, uint64_t stream, uint64_t index, dou
 
 /* The distribution's width: a deviation, a bound or a constant. */
 static double ampi_init_width(const amp_tensor *w, amp_init init, double value) {
-    double in = (double)(w->ndim > 1 ? w->shape[1] : w->shape[0]), out = (double)w->shape[0], gain = value;
-    if (init == AMP_INIT_CONSTANT) return value;
-    if (value == 0) gain = init == AMP_INIT_KAIMING_UNIFORM || init == AMP_INIT_KAIMING_NORMAL ? ampi_root(2) : 1;
+    double in = (double)(w->ndim > 1 ? w->shape[1] : w->shape[0]), out = (double)w->shape[0], gain;
+    if (init == AMP_INIT_CONSTANT) return ampi_or(value, 0);
+    gain = ampi_or(value, init == AMP_INIT_KAIMING_UNIFORM || init == AMP_INIT_KAIMING_NORMAL ? ampi_root(2) : 1);
     switch (init) {
         case AMP_INIT_XAVIER_UNIFORM: return gain * ampi_root(6 / AMPI_MAX(in + out, 1));
         case AMP_INIT_XAVIER_NORMAL: return gain * ampi_root(2 / AMPI_MAX(in + out, 1));
@@ -16750,8 +16788,8 @@ static amp_result ampi_model_check(const amp_model *m, const char *name, int64_t
     if ((int)init < 0 || init > AMP_INIT_NORM_BIAS)
         return ampi_fail(AMP_ERR_RANGE, f, "%s: init = %d, must be 0 to %d", name, (int)init, AMP_INIT_NORM_BIAS);
     return ampi_check_real(f, "value", value, islessequal(fabs(value), 3.4028234663852886e38) &&
-                           (init == AMP_INIT_CONSTANT || isgreaterequal(value, 0)),
-                           "finite in fp32, and 0 or more but for CONSTANT");
+                           (init == AMP_INIT_CONSTANT || isgreaterequal(ampi_or(value, 0), 0)),
+                           "finite in fp32, and 0 or more (or AMP_EXPLICIT_ZERO) but for CONSTANT");
 }
 
 static amp_result ampi_model_add(amp_model *m, const char *name, int64_t rows, int64_t cols, amp_init init,
@@ -17141,7 +17179,7 @@ typedef struct ampi_call_key {
     amp_param *params[2];
     const char *layer;
     int64_t size[9];                /* numbers of the call; of an input its shape, stride and dtype */
-    double alpha;                   /* of a loss: its factor */
+    double alpha;                   /* of a loss: its factor, the default filled in */
     amp_dtype store; int32_t ndim;
     amp_plan plan;
 } ampi_call_key;
@@ -17767,11 +17805,10 @@ static int ampi_node_passes(const ampi_node *n, int k) {
 
 /* What a loss's gradient is multiplied by. */
 static float ampi_loss_factor(const ampi_node *n) {
-    return (ampi_bits_f64(n->key.alpha) << 1 == 0 ? 1 : (float)n->key.alpha) * (float)n->weight;
+    return (float)n->key.alpha * (float)n->weight;
 }
 
-/* Counts users, and finds what wants a gradient: what the loss depends on and a parameter or variable reaches.  A loss
-   whose factor rounds to 0 or a denormal has none: to operators a factor of 0 is 1. */
+/* Counts users, and finds what wants a gradient: what the loss depends on and a parameter or variable reaches. */
 static void ampi_tape_wants(amp_tape *t, int32_t loss) {
     ampi_fp host = ampi_fp_begin();
     int32_t i, k;
@@ -17790,7 +17827,6 @@ static void ampi_tape_wants(amp_tape *t, int32_t loss) {
     for (i = (int32_t)t->n - 1; i >= 0; i--) {
         ampi_node *n = &t->nodes[i];
         if (n->parts == 0) n->wants = 0;
-        if ((ampi_row_of(n)->flags & AMPI_LOSS) && (ampi_bits_f32(ampi_loss_factor(n)) & 0x7f800000) == 0) n->wants = 0;
         for (k = 0; k < AMPI_TAPE_INPUTS && n->is_loss && !(ampi_row_of(n)->flags & AMPI_LOSS); k++)
             if (n->key.in[k] >= 0)
                 t->nodes[n->key.in[k]].weight += n->weight * (n->key.kind == AMPI_SCALE ? n->key.alpha : 1);
@@ -18875,10 +18911,12 @@ static amp_result ampi_tape_operate(amp_tape *t, ampi_node *n, int backward) {
     }
 }
 
-/* What a loss starts its gradient from.  One that nothing is wanted of computes the loss alone. */
+/* What a loss starts its gradient from: with a factor of 0 from zeros.  One that nothing is wanted of computes the loss
+   alone. */
 static void ampi_tape_start(ampi_node *n, const float *grad_scale) {
     ampi_fp host = ampi_fp_begin();
     float factor = n->wants ? ampi_loss_factor(n) : 1;
+    if (ampi_is_0(factor)) factor = AMP_EXPLICIT_ZERO;
     switch (n->key.kind) {
         case AMPI_CROSS_ENTROPY:
             n->op.cross_entropy.grad_scale = grad_scale; n->op.cross_entropy.factor = factor;
@@ -19637,7 +19675,7 @@ AMP_API amp_value amp_tape_scale(amp_tape *tape, amp_value x, float alpha) {
     ampi_call_key key = ampi_tape_key(AMPI_SCALE);
     amp_result result = ampi_check_real("amp_tape_scale", "alpha", (double)alpha, 1, "finite");
     if (result != AMP_OK) return ampi_tape_refuse(tape, "amp_tape_scale", result);
-    key.alpha = (double)alpha;
+    key.alpha = ampi_or((double)alpha, 0);
     return ampi_tape_handle(tape, ampi_tape_call(tape, key, &x, 1));
 }
 
@@ -19688,7 +19726,8 @@ AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const
     ampi_node *n;
     if (options != NULL && (options->grad_scale || options->loss || options->logits.data || options->dlogits.data))
         return ampi_tape_refuse(tape, f, ampi_fail(AMP_ERR_CONFLICT, f, AMPI_TAPE_OWN));
-    if (options != NULL) { key.layer = options->layer; key.alpha = (double)options->factor; }
+    key.alpha = 1;
+    if (options != NULL) { key.layer = options->layer; key.alpha = (double)ampi_or32(options->factor, 1); }
     n = ampi_tape_call(tape, key, &logits, 1);
     if (n == NULL) return 0;
     memset(&none, 0, sizeof none);
@@ -19702,9 +19741,11 @@ AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const
 
 AMP_API amp_value amp_tape_mse(amp_tape *tape, amp_value x, amp_value target, amp_reduction reduction) {
     amp_value in[2];
+    ampi_call_key key = ampi_tape_key(AMPI_MSE);
     ampi_node *n;
+    key.alpha = 1;
     in[0] = x; in[1] = target;
-    n = ampi_tape_call(tape, ampi_tape_key(AMPI_MSE), in, 2);
+    n = ampi_tape_call(tape, key, in, 2);
     if (n != NULL) n->op.mse.reduction = reduction;
     return ampi_tape_handle(tape, n);
 }
@@ -19715,7 +19756,8 @@ AMP_API amp_value amp_tape_linear_cross_entropy(amp_tape *tape, amp_value x, amp
     ampi_call_key key = ampi_tape_key(AMPI_LINEAR_CROSS_ENTROPY);
     amp_linear_cross_entropy_op none, *op;
     ampi_node *n;
-    if (options != NULL) { key.layer = options->layer; key.alpha = (double)options->factor; }
+    key.alpha = 1;
+    if (options != NULL) { key.layer = options->layer; key.alpha = (double)ampi_or32(options->factor, 1); }
     key.params[0] = weight; key.params[1] = bias;
     if (weight == NULL) return ampi_tape_refuse(tape, f, ampi_need(f, 0, "weight"));
     if (options != NULL && (options->grad_scale || options->loss || options->x.data || options->dx.data))
@@ -21471,9 +21513,6 @@ static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_chec
 
 /* ---- The loss scaler */
 
-/* Not 0; by its bits, so that NaN counts as given. */
-static int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
-
 /* Replaces every 0 by its default. */
 static void ampi_scaler_defaults(amp_scaler_desc *d) {
     const ampi_preset *p = &ampi_presets[d->preset];
@@ -21499,7 +21538,6 @@ static amp_result ampi_check_factors(const char *function, double growth, double
     return AMP_OK;
 }
 
-static int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_EXPLICIT_ZERO); }
 static int ampi_is_none(float limit) { return ampi_bits_f32(limit) == ampi_bits_f32(AMPI_NONE); }
 
 static amp_result ampi_check_scale(const char *function, const char *field, float scale) {
@@ -22061,12 +22099,6 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 
 /* ---- Optimizers */
 
-/* 0 means the default, AMP_EXPLICIT_ZERO 0. */
-static double ampi_or(double value, double otherwise) {
-    return !ampi_is_given(value) ? otherwise : ampi_is_zero(value) ? 0 : value;
-}
-
-static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
 /* The arrays that a parameter may have. */
 enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
 
@@ -24155,7 +24187,8 @@ static amp_result ampi_schedule_check(amp_schedule *s) {
 static double ampi_schedule_rate(const amp_schedule *s, int64_t step) {
     int64_t from = s->kind == AMP_SCHEDULE_WSD ? s->steps - s->decay : s->warmup;
     double done, left;
-    if (step < s->warmup) return s->lr * (double)(step + !s->from_zero) / (double)s->warmup;
+    double low = s->kind == AMP_SCHEDULE_WSD && s->from_zero ? s->min_lr : 0;
+    if (step < s->warmup) return low + (s->lr - low) * (double)(step + !s->from_zero) / (double)s->warmup;
     if (s->kind == AMP_SCHEDULE_CONSTANT) return s->lr;
     if (s->kind == AMP_SCHEDULE_INVERSE_SQRT) {
         left = s->lr / ampi_root(((double)(step - s->warmup) + (double)s->timescale) / (double)s->timescale);
