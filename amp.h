@@ -972,7 +972,9 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
 /* Replaces one operator's policy; AMP_CAST_DEFAULT restores it.  Errors: AMP_ERR_NAME. */
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy);
 /* Layers whose name matches pattern (* any run, ? one character) compute in dtype; the last match wins.
-   AMP_DTYPE_DEFAULT removes the pattern.  Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED. */
+   AMP_DTYPE_DEFAULT removes the pattern.  Parameters and layers may come later; a pattern that has matched none when a
+   region in which layers ran has closed, or the context closes, gives a warning with the nearest parameter's name.
+   Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED. */
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype);
 
 /* Tensors of a linear layer, by its weight. */
@@ -1325,7 +1327,7 @@ AMP_API amp_param *amp_model_find(const amp_model *model, const char *name);
 /* Bytes of weights and gradients; *elements of the weights, may be NULL. */
 AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements);
 /* frozen 1: parameters whose names match the pattern get no gradients; frozen 0: they get them again.
-   Errors: AMP_ERR_NAME none matches. */
+   Errors: AMP_ERR_NAME none matches; the text has the nearest name. */
 AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen);
 /* All weights in fp32, by name and shape.  Where a 16-bit weight has a master or a remainder, that is saved and loaded:
    save before amp_optimizer_destroy, which ends them, and load after amp_optimizer_create, or only 16 bits of such a
@@ -1764,7 +1766,9 @@ typedef enum amp_shard {
 
 /* Settings for parameters whose name matches; the first match wins. */
 typedef struct amp_param_group {
-    const char *match;          /* pattern with * and ? */
+    /* pattern with * and ?; must match a parameter of .params, or with .sharded one of another rank.  A group whose
+       parameters all match earlier groups too has no effect: a warning says so */
+    const char *match;
     double lr_scale;            /* default 1; AMP_EXPLICIT_ZERO: 0 */
     double weight_decay;        /* default the optimizer's, AMP_EXPLICIT_ZERO: none; else also on vectors */
     amp_master_kind master;     /* default the optimizer's; fp32 weights have none */
@@ -1816,9 +1820,9 @@ typedef struct amp_optimizer_desc {
     double outer_lr, outer_momentum;
 } amp_optimizer_desc;
 /* All parameters share one step count, also for bias correction.
-   Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, AMP_ERR_CONFLICT a storage policy that does not
-   fit, weights that share memory, a parameter of an amp_model that another optimizer has, or any whose master it has,
-   or a field that this kind does not read. */
+   Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, or a group that matches no parameter (the text has the
+   nearest name), AMP_ERR_CONFLICT a storage policy that does not fit, weights that share memory, a parameter of an
+   amp_model that another optimizer has, or any whose master it has, or a field that this kind does not read. */
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc);
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
@@ -6445,6 +6449,42 @@ static int ampi_match(const char *pattern, const char *text) {
     return *pattern == 0;
 }
 
+static int ampi_lower(char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
+
+/* The number of edits (insert, delete, replace a character) that make the n bytes of a pattern match a name, in either
+   case (Levenshtein 1966).  Of a name the first 127 bytes count. */
+static int ampi_edits(const char *pattern, size_t n, const char *name) {
+    int row[128], i, j, above, before, any, length = (int)AMPI_MIN(strlen(name), (size_t)127);
+    for (j = 0; j <= length; j++) row[j] = j;
+    for (i = 0; i < (int)AMPI_MIN(n, (size_t)127); i++) {
+        any = pattern[i] == '*';
+        before = row[0];
+        row[0] += !any;
+        for (j = 1; j <= length; j++) {
+            above = row[j];
+            before += pattern[i] != '?' && ampi_lower(pattern[i]) != ampi_lower(name[j - 1]);
+            row[j] = any ? AMPI_MIN(above, row[j - 1]) : AMPI_MIN(AMPI_MIN(above, row[j - 1]) + 1, before);
+            before = above;
+        }
+    }
+    return row[length];
+}
+
+/* The nearest of the names tried; zeros: none was. */
+typedef struct ampi_nearest { const char *name; int edits; } ampi_nearest;
+static void ampi_nearest_try(ampi_nearest *s, const char *pattern, size_t n, const char *name) {
+    int edits = ampi_edits(pattern, n, name);
+    if (s->name != NULL && edits >= s->edits) return;
+    s->name = name;
+    s->edits = edits;
+}
+/* No parameter matches: what was given, such as .groups[0].match. */
+static amp_result ampi_fail_unmatched(const char *function, const char *given, const char *pattern,
+                                      const ampi_nearest *nearest) {
+    return ampi_fail(AMP_ERR_NAME, function, "%s = \"%.100s\" matches no parameter; %s%.100s", given, pattern,
+                     nearest->name ? "the nearest is " : "there are none", nearest->name ? nearest->name : "");
+}
+
 /* ==== 5 >>state: implementation ====
 
    The blob, format version 1, little-endian:
@@ -11052,7 +11092,14 @@ typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, A
 /* A live allocation of device memory, in an open-addressing table by address. */
 typedef struct ampi_block { void *ptr; int64_t bytes; ampi_part part; } ampi_block;
 
-typedef struct ampi_layer_rule { char pattern[128]; amp_dtype dtype; } ampi_layer_rule;
+/* An override of layers.  met: a layer or parameter of a matching name was seen, or a warning says that none was; until
+   then nearest is the registered parameter whose name is nearest. */
+typedef struct ampi_layer_rule {
+    char pattern[128];
+    amp_dtype dtype;
+    int met, edits;
+    char nearest[100];
+} ampi_layer_rule;
 typedef struct ampi_user_op { char name[64]; uint8_t policy; } ampi_user_op;      /* an amp_cast_policy */
 
 /* What a cached copy of a weight is for. */
@@ -11195,6 +11242,7 @@ struct amp_context {
     amp_cache_info mask_info;
     ampi_fp8_table *fp8;            /* the first; they are never moved */
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
+    int unmet, asked;               /* how many of them are not .met; 1: a layer was looked up since; both atomic */
     ampi_user_op *ops; int64_t n_ops, op_capacity;
     uint8_t override_policy[AMPI_MOST_OPS];                 /* amp_cast_policy, by built-in operator */
     ampi_cells *cells;              /* device memory; NULL if host-visible without graphs */
@@ -12368,9 +12416,52 @@ static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice)
 
 /* ---- Overrides of layers */
 
+/* A name that rules may match, with the lock held. */
+static void ampi_layers_meet(amp_context *amp, const char *name, int parameter) {
+    ampi_layer_rule *rule;
+    for (rule = amp->layers; rule < amp->layers + amp->n_layers; rule++) {
+        if (rule->met) continue;
+        if (ampi_match(rule->pattern, name)) {
+            rule->met = 1;
+            __atomic_sub_fetch(&amp->unmet, 1, __ATOMIC_RELAXED);
+        } else if (parameter) {
+            ampi_nearest best;
+            best.name = rule->nearest[0] != 0 ? rule->nearest : NULL;
+            best.edits = rule->edits;
+            ampi_nearest_try(&best, rule->pattern, strlen(rule->pattern), name);
+            if (best.name == name) snprintf(rule->nearest, sizeof rule->nearest, "%s", name);
+            rule->edits = best.edits;
+        }
+    }
+}
+
+/* Warns once about each rule that matched nothing: when no region is open, the parameters are known and layers ran; and
+   when the context closes. */
+static void ampi_layers_tell(amp_context *amp, int closing) {
+    ampi_layer_rule found;
+    int64_t i;
+    int asked = __atomic_load_n(&amp->asked, __ATOMIC_RELAXED);
+    while (__atomic_load_n(&amp->unmet, __ATOMIC_RELAXED) > 0) {
+        ampi_lock(amp);
+        for (i = 0; i < amp->n_layers; i++) {
+            found = amp->layers[i];
+            if (!found.met && (closing ? asked || found.nearest[0] : asked && found.nearest[0])) break;
+        }
+        if (i < amp->n_layers) {
+            amp->layers[i].met = 1;
+            __atomic_sub_fetch(&amp->unmet, 1, __ATOMIC_RELAXED);
+        }
+        ampi_unlock(amp);
+        if (i >= amp->n_layers) return;
+        ampi_log(amp, AMP_LOG_WARNING, 1108, "amp_layer_override: no layer so far matches \"%s\"; %s%s", found.pattern,
+                 found.nearest[0] ? "the nearest parameter is " : "no parameter is registered", found.nearest);
+    }
+}
+
 static amp_result ampi_layer_set(amp_context *amp, const char *function, const char *pattern, amp_dtype dtype) {
     amp_choice choice;
     int64_t i, kept = 0;
+    int unmet = 0;
     if (strlen(pattern) >= sizeof amp->layers->pattern)
         return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
@@ -12382,9 +12473,15 @@ static amp_result ampi_layer_set(amp_context *amp, const char *function, const c
         if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
     amp->n_layers = kept;
     if (dtype != AMP_DTYPE_DEFAULT) {
-        snprintf(amp->layers[amp->n_layers].pattern, sizeof amp->layers->pattern, "%s", pattern);
-        amp->layers[amp->n_layers++].dtype = choice.dtype;
+        ampi_layer_rule *rule = &amp->layers[amp->n_layers++];
+        memset(rule, 0, sizeof *rule);
+        snprintf(rule->pattern, sizeof rule->pattern, "%s", pattern);
+        rule->dtype = choice.dtype;
     }
+    for (i = 0; i < amp->n_layers; i++) unmet += !amp->layers[i].met;
+    __atomic_store_n(&amp->unmet, unmet, __ATOMIC_RELAXED);
+    __atomic_store_n(&amp->asked, 0, __ATOMIC_RELAXED);
+    for (i = 0; i < amp->n_params && unmet > 0; i++) ampi_layers_meet(amp, amp->params[i].param->name, 1);
     ampi_settings_changed(amp);
     ampi_unlock(amp);
     return AMP_OK;
@@ -12619,6 +12716,7 @@ AMP_API void amp_close(amp_context *amp) {
     if (amp == NULL || amp->process != getpid()) return;
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
     system = &amp->system;
+    ampi_layers_tell(amp, 1);
     ampi_close_objects(amp);
     ampi_notify(amp, AMPI_CLOSING, 0);
     if (amp->dev != NULL) ampi_close_device(amp);
@@ -13022,6 +13120,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
         amp->params[amp->n_params].captured = p->version;
         amp->params[amp->n_params].param = p;
         amp->params[amp->n_params++].id = p->id;
+        ampi_layers_meet(amp, p->name, 1);
     }
     ampi_unlock(amp);
     ampi_notify(amp, AMPI_PARAMS_FORGOTTEN, 0);
@@ -13477,9 +13576,10 @@ static void ampi_region_remove(int i) {
     ampi_regions.n--;
     ampi_regions.decided = 0;
     memmove(&ampi_regions.at[i], &ampi_regions.at[i + 1], (size_t)(ampi_regions.n - i) * sizeof *ampi_regions.at);
-    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient &&
-        !ampi_is_closed(amp))
-        ampi_cache_clear_idle(amp);
+    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && !ampi_is_closed(amp)) {
+        if (amp->desc.memory_efficient) ampi_cache_clear_idle(amp);
+        ampi_layers_tell(amp, 0);
+    }
     ampi_context_let_go(amp);
 }
 static void ampi_region_drop(void) { ampi_region_remove(ampi_regions.n - 1); }
@@ -13698,6 +13798,13 @@ static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_po
 static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
     int64_t i = amp->n_layers;
     if (layer == NULL) return AMP_DTYPE_DEFAULT;
+    if (__atomic_load_n(&amp->unmet, __ATOMIC_RELAXED) > 0) {
+        amp_context *own = (amp_context *)(uintptr_t)amp;
+        ampi_lock(own);
+        ampi_layers_meet(own, layer, 0);
+        __atomic_store_n(&own->asked, 1, __ATOMIC_RELAXED);
+        ampi_unlock(own);
+    }
     while (--i >= 0)
         if (ampi_match(amp->layers[i].pattern, layer)) return amp->layers[i].dtype;
     return AMP_DTYPE_DEFAULT;
@@ -16885,6 +16992,7 @@ AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements) {
 }
 
 AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen) {
+    ampi_nearest nearest = {NULL, 0};
     int64_t i, n = 0;
     AMPI_TRY(ampi_need_object("amp_model_freeze", model, "model"));
     AMPI_TRY(ampi_need("amp_model_freeze", pattern != NULL, "pattern"));
@@ -16897,7 +17005,8 @@ AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32
         n++;
     }
     if (n > 0) { ampi_settings_changed(model->object.amp); return AMP_OK; }
-    return ampi_fail(AMP_ERR_NAME, "amp_model_freeze", "no parameter matches %.100s", pattern);
+    for (i = 0; i < model->n; i++) ampi_nearest_try(&nearest, pattern, strlen(pattern), model->rows[i].name);
+    return ampi_fail_unmatched("amp_model_freeze", "pattern", pattern, &nearest);
 }
 
 /* Parameter i of a model: set from its initial values, so that a 16-bit weight gets a master with all the bits. */
@@ -22288,6 +22397,31 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
     return ampi_check_storage(d, level, "", d->master, d->moments);
 }
 
+/* Each group's pattern matches a parameter, unless ranks have others; a warning says which group has no effect. */
+static amp_result ampi_check_groups(const amp_context *amp, const amp_optimizer_desc *d) {
+    const char *f = "amp_optimizer_create";
+    char given[40];
+    int64_t g, i, k, matches, first;
+    for (g = 0; g < d->n_groups; g++) {
+        const char *pattern = d->groups[g].match;
+        ampi_nearest nearest = {NULL, 0};
+        for (i = matches = first = 0; i < d->n_params; i++) {
+            if (!ampi_match(pattern, d->params[i].name)) continue;
+            for (k = 0; k < g && !ampi_match(d->groups[k].match, d->params[i].name); k++) {}
+            matches++;
+            first += k == g;
+        }
+        snprintf(given, sizeof given, ".groups[%lld].match", (long long)g);
+        for (i = 0; i < d->n_params && matches == 0; i++)
+            ampi_nearest_try(&nearest, pattern, strlen(pattern), d->params[i].name);
+        if (matches == 0 && !d->sharded) return ampi_fail_unmatched(f, given, pattern, &nearest);
+        if (matches > 0 && first == 0)
+            ampi_log(amp, AMP_LOG_WARNING, 1109, "%s: %s = \"%.100s\" has no effect: groups before it match all of its "
+                     "parameters", f, given, pattern);
+    }
+    return AMP_OK;
+}
+
 static amp_result ampi_copy_groups(amp_optimizer *o) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t i, n = o->desc.n_groups;
@@ -22526,6 +22660,7 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create", ".overlap_param_gather: the %s backend gathers "
                          "weights in the step", amp->backend->name);
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
+    AMPI_TRY(ampi_check_groups(amp, &d));
     AMPI_TRY(ampi_check_all_known(amp, "amp_optimizer_create", d.params, d.n_params));
     AMPI_TRY(ampi_models_check(amp, d.params, d.n_params));
     AMPI_TRY(ampi_check_masters(amp, d.params, d.n_params));
@@ -26333,8 +26468,6 @@ static const char *ampi_setting_word(const ampi_field *k, int i, double *value) 
     return k->words[i].word;
 }
 
-static int ampi_lower(char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
-
 /* 1: the n bytes of text are the word, in either case. */
 static int ampi_same_word(const char *word, const char *text, size_t n) {
     size_t i;
@@ -26470,22 +26603,6 @@ static const char *ampi_origin_text(const ampi_origin *from, const char *key, si
     return out;
 }
 
-/* The number of edits (insert, delete, replace a character) between two names, in either case (Levenshtein 1966). */
-static int ampi_edits(const char *name, size_t n, const char *key) {
-    int row[32], i, j, above, before, length = (int)strlen(key);
-    for (j = 0; j <= length; j++) row[j] = j;
-    for (i = 1; i <= (int)AMPI_MIN(n, (size_t)64); i++) {
-        before = row[0]++;
-        for (j = 1; j <= length; j++) {
-            above = row[j];
-            row[j] =
-                AMPI_MIN(AMPI_MIN(above, row[j - 1]) + 1, before + (ampi_lower(name[i - 1]) != ampi_lower(key[j - 1])));
-            before = above;
-        }
-    }
-    return row[length];
-}
-
 static const ampi_field *ampi_setting_find(const char *key, size_t n) {
     int i;
     for (i = 0; i < AMPI_SETTINGS; i++)
@@ -26496,13 +26613,11 @@ static const ampi_field *ampi_setting_find(const char *key, size_t n) {
 
 static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key, size_t n) {
     char label[256], nearest[256];
-    int i, best = 0, edits, fewest = INT32_MAX;
-    for (i = 0; i < AMPI_SETTINGS; i++) {
-        edits = ampi_edits(key, n, ampi_setting_table[i].key);
-        if (edits < fewest) { fewest = edits; best = i; }
-    }
+    ampi_nearest best = {NULL, 0};
+    int i;
+    for (i = 0; i < AMPI_SETTINGS; i++) ampi_nearest_try(&best, key, n, ampi_setting_table[i].key);
     key = ampi_origin_text(from, key, n, label);
-    ampi_origin_text(from, ampi_setting_table[best].key, strlen(ampi_setting_table[best].key), nearest);
+    ampi_origin_text(from, best.name, strlen(best.name), nearest);
     return ampi_fail(AMP_ERR_NAME, from->function, "%s is not a setting; the nearest is %s", key,
                      from->name ? strrchr(nearest, '.') : nearest);
 }

@@ -1488,6 +1488,7 @@ TEST(storage_that_cannot_be_is_refused) {
     /* two optimizers that would step the same masters */
     for (int kind = AMP_MASTER_F32; kind <= AMP_MASTER_REMAINDER; kind++) {
         amp_optimizer *first;
+        d = good;
         d.master = (amp_master_kind)kind;
         CHECK_OK(amp_optimizer_create(o2, &first, &d));
         REFUSED(o2, d.lr = 0.5, AMP_ERR_CONFLICT, "a.weight has its master in another optimizer");
