@@ -2047,10 +2047,11 @@ typedef struct amp_loader_desc {
     int32_t rank, world;        /* of this process; world 0: those of the context's reducer */
     int32_t vocab;              /* tokens must be below; default unchecked */
     int32_t disable_pinned;     /* 1: pageable host memory even where the device has pinned */
-    /* MiB of files kept in memory as they are read, to shuffle samples below 8 KiB fast; default 1024 */
+    /* MiB of files kept in memory as they are read, to shuffle samples below 8 KiB fast; default 1024; AMP_NO_CACHE: 0 */
     int32_t cache_mb;
 } amp_loader_desc;
 #define AMP_NO_WORKERS (-1)
+#define AMP_NO_CACHE (-1)
 
 /* Device memory, read-only, valid until the next call on the loader, also for work queued on the context's stream
    before it.  A device gets batches on a separate stream, into two slots, while the previous one is in use:
@@ -2836,12 +2837,13 @@ typedef struct amp_tune_desc {
     const amp_dtype *dtypes; int64_t n_dtypes;  /* default: F32, and the device's of TF32, F16, BF16 and FP8 */
     /* from batch (default 1), doubled up to max_batch (default batch) or the end of memory */
     int64_t batch, max_batch;
-    int32_t iterations, warmup; /* timed steps, default 10, after warmup, default 3 */
+    int32_t iterations, warmup; /* timed steps, default 10, after warmup, default 3 (AMP_NO_WARMUP: none) */
     /* candidates that fail it are not picked; NULL: none is verified; all zeros, with .record: it is what is verified.
        Its parameters must not move when a batch is prepared */
     const amp_verify_desc *verify;
     const char *file, *model;   /* keeps results by machine, model name and desc, to read them instead of timing */
 } amp_tune_desc;
+#define AMP_NO_WARMUP (-1)
 enum { AMP_TUNE_ROWS = 64 };
 typedef struct amp_tune_row {
     double seconds;             /* of a step, median */
@@ -25817,7 +25819,7 @@ static amp_result ampi_loader_layout(amp_loader *l) {
 
 /* A worker's scratch memory, for the longest read; and which files the cache holds. */
 static void ampi_loader_file_memory(amp_loader *l) {
-    int64_t limit = (int64_t)l->desc.cache_mb << 20, i;
+    int64_t limit = l->desc.cache_mb == AMP_NO_CACHE ? 0 : (int64_t)l->desc.cache_mb << 20, i;
     for (i = 0; i < l->n_files; i++) {
         ampi_data_file *f = l->files + i;
         int64_t blocks = (f->bytes + AMPI_CACHE_BLOCK - 1) / AMPI_CACHE_BLOCK;
@@ -25943,6 +25945,7 @@ static amp_result ampi_loader_range(const char *field, int64_t value, int64_t lo
 #define AMPI_OF_LOADER(field, words, standard, last) \
     { #field, AMPI_I32, offsetof(amp_loader_desc, field), words, standard, 0, last, NULL }
 static const ampi_word ampi_workers_words[] = {{"0", AMP_NO_WORKERS}, {NULL, 0}};
+static const ampi_word ampi_no_cache_words[] = {{"0", AMP_NO_CACHE}, {NULL, 0}};
 static const ampi_field ampi_loader_fields[] = {
     AMPI_OF_LOADER(format, NULL, 0, AMP_TOKENS_NPY),
     AMPI_OF_LOADER(shuffle, NULL, 0, 1),
@@ -25953,7 +25956,7 @@ static const ampi_field ampi_loader_fields[] = {
     AMPI_OF_LOADER(timeout_ms, NULL, 60000, INT32_MAX),
     AMPI_OF_LOADER(vocab, NULL, 0, INT32_MAX),
     AMPI_OF_LOADER(disable_pinned, NULL, 0, 1),
-    AMPI_OF_LOADER(cache_mb, NULL, AMPI_CACHE_MB, INT32_MAX),
+    AMPI_OF_LOADER(cache_mb, ampi_no_cache_words, AMPI_CACHE_MB, INT32_MAX),
     AMPI_OF_LOADER(world, NULL, 0, INT32_MAX)
 };
 
@@ -30411,10 +30414,12 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     return AMP_OK;
 }
 
+static const ampi_word ampi_no_warmup_words[] = {{"0", AMP_NO_WARMUP}, {NULL, 0}};
 static const ampi_field ampi_tune_fields[] = {
     {"batch", AMPI_I64, offsetof(amp_tune_desc, batch), NULL, 1, 1, AMPI_DBL_MAX, "1 or more, or 0 for 1"},
     {"iterations", AMPI_I32, offsetof(amp_tune_desc, iterations), NULL, 10, 1, 1000, "1 to 1000, or 0 for 10"},
-    {"warmup", AMPI_I32, offsetof(amp_tune_desc, warmup), NULL, 3, 1, 1000, "1 to 1000, or 0 for 3"}
+    {"warmup", AMPI_I32, offsetof(amp_tune_desc, warmup), ampi_no_warmup_words, 3, 1, 1000,
+     "1 to 1000, 0 for 3, or AMP_NO_WARMUP"}
 };
 
 static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
@@ -30592,7 +30597,7 @@ static void ampi_tune_turn(ampi_tune *t, ampi_candidate *c, int done) {
     if (code == 0) code = (int)ampi_set_dtype(t->amp, c->dtype, 0);
     code = ampi_ranks_code(t->amp, code);
     if (code != 0) { ampi_tune_failed(c, "dtype", code); return; }
-    code = ampi_ranks_code(t->amp, ampi_tune_steps(t, done == 0 ? t->desc.warmup : 1, NULL));
+    code = ampi_ranks_code(t->amp, ampi_tune_steps(t, done == 0 ? t->desc.warmup : AMPI_MIN(t->desc.warmup, 1), NULL));
     amp_memory_reset_peak(t->amp);
     if (code == 0) code = ampi_ranks_code(t->amp, ampi_tune_steps(t, n, c->times + done));
     if (code == 0) code = ampi_ranks_code(t->amp, (int)amp_memory(t->amp, &memory));
