@@ -927,6 +927,41 @@ TEST(losses_of_weight_0_on_the_tape) {
     amp_close(amp);
 }
 
+/* Scales of 0 weigh evenly what the mask shows, an alpha of 0 gives zeros, and no gradient passes back; an eps of 0 adds none. */
+TEST(scales_of_0) {
+    static const amp_cpu_path paths[] = {AMP_CPU_SCALAR, AMP_CPU_DEFAULT};
+    for (int path = 0; path < 2; path++) {
+        amp_desc d;
+        amp_attention_op attention;
+        amp_softmax_op softmax;
+        amp_matmul_op matmul;
+        amp_norm_op norm;
+        memset(&d, 0, sizeof d); memset(&attention, 0, sizeof attention); memset(&softmax, 0, sizeof softmax); memset(&matmul, 0, sizeof matmul);
+        memset(&norm, 0, sizeof norm);
+        d.dtype = AMP_F32; d.threads = 1; d.cpu_path = paths[path];
+        CHECK_OK(amp_open(&amp, &d));
+        attention.scale = softmax.scale = matmul.alpha = norm.eps = AMP_EXPLICIT_ZERO;
+        fill(); CHECK_OK(try_attention(&attention));        /* causal: query i is the mean of values 0 to i */
+        for (int i = 0; i < 4; i++) {
+            double sum = 0;
+            for (int j = 0; j <= i; j++) sum += (double)numbers[2][8 * j];
+            CHECK(fabs(sum / (i + 1) - (double)numbers[3][8 * i]) < 1e-6);
+        }
+        for (int i = 0; i < 32; i++) CHECK(numbers[5][i] == 0 && numbers[6][i] == 0);
+        fill(); CHECK_OK(try_softmax(&softmax));
+        for (int i = 0; i < 16; i++) CHECK(fabsf(numbers[1][i] - 0.25f) < 1e-7f && numbers[3][i] == 0);
+        fill(); CHECK_OK(try_matmul(&matmul));
+        for (int i = 0; i < 16; i++) CHECK(numbers[2][i] == 0 && numbers[4][i] == 0 && numbers[5][i] == 0);
+        fill(); CHECK_OK(try_norm(&norm));                  /* RMSNorm came last */
+        for (int i = 0; i < 4; i++) {
+            double sum = 0;
+            for (int j = 0; j < 4; j++) sum += (double)numbers[0][4 * i + j] * (double)numbers[0][4 * i + j] / 4;
+            CHECK(fabs((double)numbers[5][i] * sqrt(sum) - 1) < 1e-6);
+        }
+        amp_close(amp);
+    }
+}
+
 /* torch.nn.CrossEntropyLoss(ignore_index=0): rows of label 0 do not count. */
 TEST(label_0_is_ignored) {
     static const int32_t own[4] = {0, 1, 2, 0};
@@ -1041,7 +1076,7 @@ TEST(settings_of_0) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(every_number_is_in_the_table); RUN(zero_is_what_the_table_says);
-    RUN(explicit_zero_of_computed_values); RUN(losses_of_weight_0); RUN(losses_of_weight_0_on_the_tape); RUN(label_0_is_ignored);
+    RUN(explicit_zero_of_computed_values); RUN(losses_of_weight_0); RUN(losses_of_weight_0_on_the_tape); RUN(scales_of_0); RUN(label_0_is_ignored);
     RUN(a_group_without_decay); RUN(arguments); RUN(settings_of_0);
     return TEST_END();
 }
