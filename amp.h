@@ -209,7 +209,8 @@
 
    CONTENTS AT A GLANCE     Search for the tags.  The API has three parts: what a training program calls, the rest, and
                             what kernels and backends are made of; each, and the implementation, in this order.  Objects
-                            also have _destroy, _query.  The API ends with SETTINGS, WHEN SOMETHING IS WRONG
+                            also have _destroy, _query.  The API ends with SETTINGS, WHAT DIFFERS FROM PYTORCH'S
+                            DEFAULTS and WHEN SOMETHING IS WRONG
 
        >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all
                     amp_file_free amp_system_default
@@ -2047,7 +2048,8 @@ typedef struct amp_loader_desc {
     int32_t rank, world;        /* of this process; world 0: those of the context's reducer */
     int32_t vocab;              /* tokens must be below; default unchecked */
     int32_t disable_pinned;     /* 1: pageable host memory even where the device has pinned */
-    /* MiB of files kept in memory as they are read, to shuffle samples below 8 KiB fast; default 1024; AMP_NO_CACHE: 0 */
+    /* MiB of files kept in memory as they are read, to shuffle samples below 8 KiB fast; default 1024;
+       AMP_NO_CACHE: 0 */
     int32_t cache_mb;
 } amp_loader_desc;
 #define AMP_NO_WORKERS (-1)
@@ -4384,6 +4386,61 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      get_scale gradient_scaler_scale -> amp_scaler_scale
      _verify_autocast_compatibility GPUDeviceManager -> amp_verify amp_verify_placement
      _causal_mask_cache clear_mask_cache -> amp_mask_get amp_mask_cache_clear
+
+   WHAT DIFFERS FROM PYTORCH'S DEFAULTS
+
+     Where both have a setting and it does not stand here, a field of 0 is PyTorch's default: learning rate, betas and
+     eps of AdamW, momentum and dampening of SGD, the scaler's first scale, factors and interval, eps of LayerNorm, the
+     scale of attention, reduction, label smoothing and ignored label of the losses, buckets of 25 MiB, no shuffling.
+
+     WHAT                    PYTORCH                     AMP.H                       FOR PYTORCH'S
+     gradients after a step  stay until zero_grad        the next backward           nothing for one network;
+                                                         overwrites them             amp_optimizer_zero_grad for two, or
+                                                                                     after a batch that is given up
+     weight decay of AdamW   0.01                        0                           .weight_decay = 0.01
+     what weight decay is    every parameter             matrices                    .decay_vectors = 1
+     for
+     decay of 0 in a group   none                        the optimizer's             .weight_decay = AMP_EXPLICIT_ZERO
+     learning rate of a      its own                     lr_scale times .lr          .lr_scale = its rate / .lr
+     group
+     several backwards       their sum                   their mean, with            .factor = n, of the losses
+                                                         .accumulation = n
+     inf or NaN in           the step is applied         the step is skipped         .apply_nonfinite = 1
+     gradients, without a
+     scaler
+     the loss scale's        none                        1 and 2^126                 .preset = AMP_SCALER_TORCH
+     limits
+     what the scale          the loss                    its gradient                the loss is read as it is
+     multiplies
+     autocast's dtype        fp16 on CUDA, bf16 on a     what amp_choose finds       .dtype = AMP_F16
+                             CPU
+     norms, softmax and      return fp32                 store 16 bits               .policy = AMP_POLICY_TORCH
+     losses in a region
+     GELU                    exact, with erf             AMP_ACT_GELU has tanh       AMP_ACT_GELU_ERF
+     eps of RMSNorm          1.19e-7, fp32's epsilon     1e-5                        .eps = 1.1920929e-7f
+     dropout                 0.5                         0                           .p = 0.5f
+     dropout on several      a mask per rank, by its     one mask: ranks with one    .seed = another on each rank
+     ranks                   seed                        .seed draw the same
+     ignoring label 0        ignore_index=0              -100: a 0 is the default    .ignore_index = AMP_IGNORE_ZERO
+     causal mask with more   query i sees keys 0 to i    the last query sees the     .k and .v: only as many keys as
+     keys than queries                                   last key                    there are queries
+     softmax of a row whose  NaN                         0                           none
+     keys are all hidden
+     initial weights of      uniform, up to 1 /          zeros unless init says      AMP_INIT_KAIMING_UNIFORM with value
+     Linear                  sqrt(in)                    more                        0.57735027; its bias:
+                                                                                     AMP_INIT_UNIFORM with 1 / sqrt(in)
+     uniform_                0 to 1                      -1 to 1 (AMP_INIT_UNIFORM)  none
+     trunc_normal_           cut off at -2 and 2         cut off at two deviations   none
+     the last batch of an    smaller than the others     dropped                     .last_batch = AMP_LAST_PARTIAL
+     epoch
+     after an epoch          the loop ends               the next epoch follows      .epochs = 1, then AMP_ERR_END
+     workers of a loader     0                           2                           .workers = AMP_NO_WORKERS
+     a loader's time limit   none                        60000 milliseconds          .timeout_ms = 2147483647
+     pinned memory           no                          where the device has it     .disable_pinned = 1
+     seeds                   as the program set them     0: each run is the same     .seed
+     a schedule's first      0 (transformers)            lr / warmup                 .from_zero = 1
+     step
+     E4M3 beyond 448         448 (from 2.12 on)          NaN                         .saturate = 1
 
    WHEN SOMETHING IS WRONG
 

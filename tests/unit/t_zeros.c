@@ -5,6 +5,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "../amp.h"
 #include "test.h"
+#include "golden.h"
 #include <math.h>
 #include <stddef.h>
 
@@ -1073,8 +1074,185 @@ TEST(settings_of_0) {
     CHECK_MSG(taken >= 10 && refused >= 20, "%d taken, %d refused", taken, refused);
 }
 
+/* ---- WHAT DIFFERS FROM PYTORCH'S DEFAULTS, at the end of amp.h's API: each number under AMP.H is the default of the field
+ * that the last column names, and with what that column says amp.h gives PyTorch's numbers (golden data of defaults.py) */
+
+static int is_default(const char *name, double value) {
+    for (int i = 0; i < ROWS; i++)
+        if (!strcmp(rows[i].name, name) && ((rows[i].means == DEFAULT && rows[i].value == value) || ((rows[i].means == VALUE || rows[i].means == OFF) && value == 0))) return 1;
+    return 0;
+}
+TEST(numbers_of_the_table_of_defaults) {
+    enum { OURS = 57, THEIRS = 85 };
+    char line[256], name[64];
+    int inside = 0, lines = 0, numbers_seen = 0;
+    FILE *file = fopen("amp.h", "r");
+    if (file == NULL) SKIP("amp.h is not in this folder");
+    while (fgets(line, sizeof line, file) != NULL && strncmp(line, "   WHEN SOMETHING IS WRONG", 26) != 0) {
+        char *end;
+        double value;
+        if (!strncmp(line, "   WHAT DIFFERS FROM PYTORCH'S DEFAULTS\n", 40)) inside = 1;
+        if (!inside || strlen(line) <= THEIRS) continue;
+        lines++;
+        if (sscanf(line + THEIRS, ".%63[a-z_] =", name) != 1 || !strcmp(name, "preset")) continue;
+        value = strtod(line + OURS, &end);
+        if (end == line + OURS || value != value) continue;
+        numbers_seen++;
+        CHECK_MSG(is_default(name, value), "the table says that .%s is %g", name, value);
+    }
+    fclose(file);
+    CHECK_MSG(lines >= 25 && numbers_seen >= 6, "%d lines, %d numbers", lines, numbers_seen);
+}
+
+static ampt_golden golden;
+static void *record(const char *name, uint32_t type, int64_t want) {
+    int64_t n;
+    void *p = ampt_golden_read(&golden, name, type, &n);
+    CHECK_MSG(n == want, "%s has %lld numbers", name, (long long)n);
+    return p;
+}
+static void same(const float *got, const char *name, int64_t n) {
+    float *want = (float *)record(name, 1, n);
+    for (int64_t i = 0; i < n; i++)
+        CHECK_MSG(fabs((double)got[i] - (double)want[i]) <= 2e-6 * (1 + fabs((double)want[i])), "%s[%lld] = %.9g, PyTorch has %.9g", name, (long long)i, (double)got[i], (double)want[i]);
+    free(want);
+}
+static void copy_record(void *to, const char *name, uint32_t type, int64_t n) {
+    void *from = record(name, type, n);
+    memcpy(to, from, (size_t)n * 4);
+    free(from);
+}
+
+static void three_steps(amp_optimizer_desc *desc, const char *w, const char *b) {
+    static float weights[2][12], slopes[2][12], given[2][12];
+    amp_param p[2];
+    amp_optimizer *o;
+    memset(p, 0, sizeof p);
+    copy_record(weights[0], "w", 1, 12); copy_record(weights[1], "b", 1, 4); copy_record(given[0], "dw", 1, 12); copy_record(given[1], "db", 1, 4);
+    for (int i = 0; i < 2; i++) {
+        p[i].name = i ? "b" : "w";
+        p[i].weight = i ? amp_tensor1(weights[i], AMP_F32, 4) : amp_tensor2(weights[i], AMP_F32, 3, 4);
+        p[i].grad = p[i].weight; p[i].grad.data = slopes[i];
+    }
+    desc->params = p; desc->n_params = 2;
+    CHECK_OK(amp_optimizer_create(amp, &o, desc));
+    for (int step = 1; step <= 3; step++) {
+        for (int i = 0; i < 24; i++) slopes[i / 12][i % 12] = given[i / 12][i % 12] * (float)step;
+        p[0].grad_live = p[1].grad_live = 1;
+        CHECK_OK(amp_step(o, NULL));
+    }
+    same(weights[0], w, 12); same(weights[1], b, 4);
+    amp_optimizer_destroy(o);
+}
+TEST(pytorchs_optimizers) {
+    amp_optimizer_desc desc;
+    golden = ampt_golden_open("defaults.bin");
+    open_context();
+    memset(&desc, 0, sizeof desc);
+    desc.weight_decay = 0.01; desc.decay_vectors = 1;
+    three_steps(&desc, "adamw/w", "adamw/b");
+    memset(&desc, 0, sizeof desc);
+    desc.kind = AMP_SGD; desc.momentum = 0.9;
+    three_steps(&desc, "sgd/w", "sgd/b");
+    amp_close(amp);
+    free(golden.data);
+}
+
+TEST(pytorchs_operators) {
+    static float logits[12], y[12], small[8], mean[2], q[8], k[16], v[16], o[8], lse[2], loss;
+    static int32_t own[4];
+    amp_cross_entropy_op ce;
+    amp_norm_op norm;
+    amp_activation_op gelu;
+    amp_attention_op attention;
+    golden = ampt_golden_open("defaults.bin");
+    open_context();
+    memset(&ce, 0, sizeof ce); memset(&norm, 0, sizeof norm); memset(&gelu, 0, sizeof gelu); memset(&attention, 0, sizeof attention);
+    copy_record(logits, "logits", 1, 12); copy_record(own, "labels", 3, 4);
+    ce.logits = amp_tensor2(logits, AMP_F32, 4, 3); ce.labels = own; ce.loss = &loss;
+    CHECK_OK(amp_cross_entropy(amp, &ce));
+    same(&loss, "cross_entropy", 1);
+    ce.ignore_index = AMP_IGNORE_ZERO;
+    CHECK_OK(amp_cross_entropy(amp, &ce));
+    same(&loss, "ignore_0", 1);
+    gelu.x = ce.logits; gelu.y = amp_tensor2(y, AMP_F32, 4, 3); gelu.act = AMP_ACT_GELU_ERF;
+    CHECK_OK(amp_activation(amp, &gelu));
+    same(y, "gelu", 12);
+    copy_record(small, "small", 1, 8);
+    norm.x = amp_tensor2(small, AMP_F32, 2, 4); norm.y = amp_tensor2(y, AMP_F32, 2, 4); norm.mean = mean; norm.rstd = lse;
+    CHECK_OK(amp_layernorm(amp, &norm));
+    same(y, "layernorm", 8);
+    norm.eps = 1.1920929e-7f;
+    CHECK_OK(amp_rmsnorm(amp, &norm));
+    same(y, "rmsnorm", 8);
+    copy_record(q, "q", 1, 8); copy_record(k, "k", 1, 16); copy_record(v, "v", 1, 16);
+    attention.q = amp_tensor4(q, AMP_F32, 1, 2, 1, 4); attention.o = amp_tensor4(o, AMP_F32, 1, 2, 1, 4); attention.lse = lse;
+    attention.k = amp_tensor4(k, AMP_F32, 1, 2, 1, 4); attention.v = amp_tensor4(v, AMP_F32, 1, 2, 1, 4);       /* as many keys as queries */
+    attention.mask.kind = AMP_MASK_CAUSAL;
+    CHECK_OK(amp_attention(amp, &attention));
+    same(o, "causal", 8);
+    amp_close(amp);
+    free(golden.data);
+}
+
+/* The scaler after twenty overflows; a gradient of infinity without one; batches of 10 samples; where Linear begins. */
+TEST(pytorchs_steps_batches_and_weights) {
+    amp_scaler_desc scaling;
+    amp_optimizer_desc desc;
+    amp_loader_desc loading;
+    amp_loader_info info;
+    for (int torch = 0; torch < 2; torch++) {
+        amp_scaler *scaler;
+        amp_optimizer *o;
+        amp_loader *loader;
+        amp_model *model;
+        amp_param *p;
+        float scale, bound[2], most = 0;
+        int32_t stepped, batch_count;
+        static const float samples[10];
+        amp_tensor tensor = amp_tensor1(samples, AMP_F32, 10);
+        golden = ampt_golden_open("defaults.bin");
+        open_context();
+        fill();
+        memset(&scaling, 0, sizeof scaling); memset(&desc, 0, sizeof desc); memset(&loading, 0, sizeof loading);
+        scaling.preset = torch ? AMP_SCALER_TORCH : AMP_SCALER_DEFAULT;
+        desc.apply_nonfinite = torch;
+        CHECK_OK(amp_scaler_create(amp, &scaler, &scaling));
+        for (int i = 0; i < 20; i++) CHECK_OK(amp_scaler_update_with(scaler, 1));
+        scale = amp_scaler_scale(scaler);
+        if (torch) same(&scale, "scale", 1);
+        else CHECK(scale == 1);
+        amp_scaler_destroy(scaler);
+        desc.params = params; desc.n_params = 2; desc.kind = AMP_SGD;
+        numbers[9][0] = (float)HUGE_VAL;
+        params[0].grad_live = 1; params[1].grad_live = 1;
+        CHECK_OK(amp_optimizer_create(amp, &o, &desc));
+        CHECK_OK(amp_step(o, NULL));
+        amp_optimizer_destroy(o);
+        copy_record(&stepped, "stepped", 3, 1);
+        CHECK(ampt_has_nonfinite(numbers[8], 1) == (torch ? stepped : 0));
+        loading.tensors = &tensor; loading.n_tensors = 1; loading.batch = 4; loading.epochs = 1;
+        loading.last_batch = torch ? AMP_LAST_PARTIAL : AMP_LAST_DEFAULT;
+        CHECK_OK(amp_loader_create(amp, &loader, &loading));
+        CHECK_OK(amp_loader_info_get(loader, &info));
+        copy_record(&batch_count, "batches", 3, 1);
+        CHECK(info.batches == (torch ? batch_count : 2));
+        amp_loader_destroy(loader);
+        CHECK_OK(amp_model_create(amp, &model, 1, 0));
+        p = amp_model_param(model, "linear", 512, 64, AMP_INIT_KAIMING_UNIFORM, torch ? 0.57735027 : 0);
+        CHECK(p != NULL);
+        for (int i = 0; p != NULL && i < 512 * 64; i++) most = fmaxf(most, fabsf(((const float *)p->weight.data)[i]));
+        copy_record(bound, "bound", 1, 2);
+        CHECK((fabsf(most - bound[0]) < 0.001f) == torch);
+        amp_model_destroy(model);
+        amp_close(amp);
+        free(golden.data);
+    }
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
+    RUN(numbers_of_the_table_of_defaults); RUN(pytorchs_optimizers); RUN(pytorchs_operators); RUN(pytorchs_steps_batches_and_weights);
     RUN(every_number_is_in_the_table); RUN(zero_is_what_the_table_says);
     RUN(explicit_zero_of_computed_values); RUN(losses_of_weight_0); RUN(losses_of_weight_0_on_the_tape); RUN(scales_of_0); RUN(label_0_is_ignored);
     RUN(a_group_without_decay); RUN(arguments); RUN(settings_of_0);
