@@ -232,9 +232,8 @@
                     _apply _save _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation _set_weight
                     _bytes _save, amp_state_save_ranks _load_ranks, amp_schedule_lr, amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
-       >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text,
-                    amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step
-                    _find, amp_profile_push
+       >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text, amp_status_get,
+                    amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step _find, amp_profile_push
        >>care       amp_verify _placement, amp_gradcheck amp_advise amp_advice_apply amp_tune amp_adapt_create _step
                     _next _layer _freeze _text _json _save, amp_recovery_create _step _memory _batch
 
