@@ -209,7 +209,8 @@
 
    CONTENTS AT A GLANCE     Search for the tags.  The API has three parts: what a training program calls, the rest, and
                             what kernels and backends are made of; each, and the implementation, in this order.  Objects
-                            also have _destroy, _query.  The API ends with SETTINGS, WHEN SOMETHING IS WRONG
+                            also have _destroy, _query.  The API ends with SETTINGS, WHAT DIFFERS FROM PYTORCH'S
+                            DEFAULTS and WHEN SOMETHING IS WRONG
 
        >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all
                     amp_file_free amp_system_default
@@ -231,9 +232,8 @@
                     _device _apply _save _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation
                     _set_weight _save, amp_state_save_ranks _load_ranks, amp_schedule_lr, amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
-       >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text,
-                    amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step
-                    _find, amp_profile_push
+       >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text, amp_status_get,
+                    amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step _find, amp_profile_push
        >>care       amp_verify _placement, amp_gradcheck amp_advise amp_advice_apply amp_tune amp_adapt_create _step
                     _next _layer _freeze _text _json _save, amp_recovery_create _step _memory _batch
 
@@ -477,6 +477,17 @@ AMP_API const char *amp_dtype_name(amp_dtype dtype);
 /* The inverse; also "float32", "float16", "half", "bfloat16", "float", "double", and "auto" for 0.
    Errors: AMP_ERR_NAME. */
 AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out);
+
+/* A number that is 0 in a struct stands for the field's default.  Where the default is not 0 but 0 would make sense
+   too, the field's comment names AMP_EXPLICIT_ZERO, which says 0.  It is -2^-64, so no other number is lost.
+   amp_explicit(x) is for a value that your program computes, such as a loss weight that is annealed from 0: it returns
+   AMP_EXPLICIT_ZERO for 0 and for what would be 0 in a float, and otherwise x.  Use it for float and double fields. */
+#define AMP_EXPLICIT_ZERO (-1.0f / 18446744073709551616.0f)
+AMPI_INLINE double amp_explicit(double x) {
+    double half = 1.0 / 1073741824;     /* 2^-30; half the smallest float is 2^-150 */
+    half = half * half * half * half * half;
+    return x >= -half && x <= half ? (double)AMP_EXPLICIT_ZERO : x;
+}
 
 /* ==== 4 >>tensors ====
    Views of memory that the caller owns. */
@@ -963,7 +974,9 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
 /* Replaces one operator's policy; AMP_CAST_DEFAULT restores it.  Errors: AMP_ERR_NAME. */
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy);
 /* Layers whose name matches pattern (* any run, ? one character) compute in dtype; the last match wins.
-   AMP_DTYPE_DEFAULT removes the pattern.  Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED. */
+   AMP_DTYPE_DEFAULT removes the pattern.  Parameters and layers may come later; a pattern that has matched none when a
+   region in which layers ran has closed, or the context closes, gives a warning with the nearest parameter's name.
+   Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED. */
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype);
 
 /* Tensors of a linear layer, by its weight. */
@@ -1027,7 +1040,7 @@ typedef struct amp_matmul_op {
     const char *layer;
     amp_tensor a, b, y;
     int32_t trans_a, trans_b;
-    float alpha;                /* default 1 */
+    float alpha;                /* default 1; AMP_EXPLICIT_ZERO: 0 */
     int32_t reserved;
     amp_plan plan;
     amp_tensor dy, da, db;      /* da, db: data NULL to skip */
@@ -1063,7 +1076,7 @@ typedef struct amp_attention_op {
     const char *layer;
     amp_tensor q, k, v, o;
     float *lse;                 /* [batch, heads, queries], for backward; written in inference too */
-    float scale;                /* default 1 / sqrt(dim) */
+    float scale;                /* default 1 / sqrt(dim); AMP_EXPLICIT_ZERO: 0, which attends evenly */
     int32_t reserved;
     amp_mask mask;
     amp_plan plan;
@@ -1109,7 +1122,7 @@ typedef struct amp_norm_op {
     const char *layer;
     amp_tensor x, residual, sum, y;
     amp_param *weight, *bias;   /* bias: layernorm only */
-    float eps;                  /* default 1e-5 */
+    float eps;                  /* default 1e-5; AMP_EXPLICIT_ZERO: 0 */
     int32_t reserved;
     float *mean, *rstd;         /* [rows], written in inference too; mean: layernorm only */
     amp_plan plan;
@@ -1126,7 +1139,7 @@ AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op);
 typedef struct amp_softmax_op {
     const char *layer;
     amp_tensor x, y;
-    float scale;                /* default 1 */
+    float scale;                /* default 1; AMP_EXPLICIT_ZERO: 0 */
     int32_t reserved;
     amp_mask mask;
     amp_plan plan;
@@ -1167,6 +1180,9 @@ typedef enum amp_reduction {
     AMP_REDUCTION_FORCE_I32 = 0x7fffffff
 } amp_reduction;
 
+/* Of .ignore_index, where 0 means the default: ignore label 0. */
+#define AMP_IGNORE_ZERO (-2147483647 - 1)
+
 /* Softmax cross-entropy over the last dimension of logits [rows, cols], averaged over the rows that are not ignored.
    With dlogits the same read of the logits also gives the gradient, times grad_scale and factor; dlogits may be
    logits.
@@ -1176,10 +1192,12 @@ typedef struct amp_cross_entropy_op {
     amp_tensor logits, dlogits; /* dlogits.data NULL: loss only */
     const int32_t *labels;      /* [rows], 0 to classes - 1 or ignore_index */
     int64_t classes;            /* default cols; fewer: the other columns are padding */
-    int32_t ignore_index;       /* default -100, as in PyTorch; label 0 cannot be ignored */
+    int32_t ignore_index;       /* default -100, as in PyTorch; AMP_IGNORE_ZERO: 0 */
     amp_reduction reduction;
-    float label_smoothing;      /* 0 to 1 */
-    float factor;               /* default 1 */
+    float label_smoothing;      /* 0 to 1; default 0 */
+    /* The gradient is multiplied by it, the loss is not.  Finite; default 1; AMP_EXPLICIT_ZERO: 0.  A weight that is
+       computed, and may be 0, is given as (float)amp_explicit(weight) */
+    float factor;
     const float *grad_scale;    /* device, see amp_scaler_scale_ptr; NULL: 1 */
     float *loss;                /* device, [1] */
     float *losses;              /* device, [rows]; may be NULL */
@@ -1279,11 +1297,12 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 
 typedef struct amp_model amp_model;
 
-/* What a weight starts as; `value` is amp_model_param's.  For Xavier and Kaiming a weight is [out, in]. */
+/* What a weight starts as; `value` is amp_model_param's, where 0 is the default and AMP_EXPLICIT_ZERO is 0.  For Xavier
+   and Kaiming a weight is [out, in]. */
 typedef enum amp_init {
     AMP_INIT_DEFAULT = 0,       /* ZEROS */
     AMP_INIT_ZEROS = 1, AMP_INIT_ONES = 2,
-    AMP_INIT_CONSTANT = 3,      /* value */
+    AMP_INIT_CONSTANT = 3,      /* value, default 0 */
     AMP_INIT_NORMAL = 4,        /* deviation value, default 1 */
     AMP_INIT_TRUNCATED_NORMAL = 5,  /* the same, cut off at two deviations, as trunc_normal_(w, 0, s, -2 s, 2 s) */
     AMP_INIT_UNIFORM = 6,       /* from -value to value, default 1 */
@@ -1313,7 +1332,7 @@ AMP_API amp_param *amp_model_find(const amp_model *model, const char *name);
 /* Bytes of weights and gradients; *elements of the weights, may be NULL. */
 AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements);
 /* frozen 1: parameters whose names match the pattern get no gradients; frozen 0: they get them again.
-   Errors: AMP_ERR_NAME none matches. */
+   Errors: AMP_ERR_NAME none matches; the text has the nearest name. */
 AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen);
 /* All weights in fp32, by name and shape.  Where a 16-bit weight has a master or a remainder, that is saved and loaded:
    save before amp_optimizer_destroy, which ends them, and load after amp_optimizer_create, or only 16 bits of such a
@@ -1438,7 +1457,7 @@ AMP_API void amp_tape_layer(amp_tape *tape, const char *layer);
    record operands that are calls themselves in statements of their own. */
 AMP_API amp_value amp_tape_linear(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias,
                                   amp_activation_kind act);
-/* alpha 0: 1. */
+/* alpha 0: 1; AMP_EXPLICIT_ZERO: 0. */
 AMP_API amp_value amp_tape_matmul(amp_tape *tape, amp_value a, amp_value b, int32_t trans_a, int32_t trans_b,
                                   float alpha);
 /* q [batch, positions, heads dim], k and v [batch, keys, dim times heads or a divisor of heads]: grouped heads.
@@ -1446,7 +1465,7 @@ AMP_API amp_value amp_tape_matmul(amp_tape *tape, amp_value a, amp_value b, int3
 AMP_API amp_value amp_tape_attention(amp_tape *tape, amp_value q, amp_value k, amp_value v, int64_t heads,
                                      const amp_attention_op *options);
 AMP_API amp_value amp_tape_rope(amp_tape *tape, amp_value x, int64_t heads, const amp_rope_op *options);
-/* eps 0: 1e-5. */
+/* eps 0: 1e-5; AMP_EXPLICIT_ZERO: 0. */
 AMP_API amp_value amp_tape_layernorm(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias, float eps);
 AMP_API amp_value amp_tape_rmsnorm(amp_tape *tape, amp_value x, amp_param *weight, float eps);
 AMP_API amp_value amp_tape_softmax(amp_tape *tape, amp_value x, const amp_softmax_op *options);
@@ -1456,6 +1475,7 @@ AMP_API amp_value amp_tape_swiglu(amp_tape *tape, amp_value gate, amp_value up);
 AMP_API amp_value amp_tape_embedding(amp_tape *tape, const amp_tensor *ids, amp_param *table, amp_param *positions);
 AMP_API amp_value amp_tape_dropout(amp_tape *tape, amp_value x, float p);
 AMP_API amp_value amp_tape_add(amp_tape *tape, amp_value a, amp_value b);
+/* alpha x.  Of a loss, alpha is the factor of its gradient too: with 0 its gradients are zeros, as in PyTorch. */
 AMP_API amp_value amp_tape_scale(amp_tape *tape, amp_value x, float alpha);
 /* Along dimension dim: a followed by b; the `count` elements of x from `first` on, as a view. */
 AMP_API amp_value amp_tape_concat(amp_tape *tape, amp_value a, amp_value b, int32_t dim);
@@ -1624,7 +1644,6 @@ typedef enum amp_scaler_preset {
 #define AMP_NO_FLOOR (-1.0f)        /* for .min_scale */
 #define AMP_NO_CEILING (-1.0f)      /* for .max_scale; no guard either */
 #define AMP_NO_INTERVAL (-1)        /* for .growth_interval: never grow */
-#define AMP_EXPLICIT_ZERO (-1.0f / 18446744073709551616.0f)  /* -2^-64: 0 where a plain 0 is the default */
 #define AMP_LAG_NONE (-1)           /* for .result_lag: amp_step_result_next waits for the step itself */
 
 /*                   init    grow  shrink  interval  floor   ceiling  hysteresis
@@ -1761,7 +1780,9 @@ typedef enum amp_shard {
 
 /* Settings for parameters whose name matches; the first match wins. */
 typedef struct amp_param_group {
-    const char *match;          /* pattern with * and ? */
+    /* pattern with * and ?; must match a parameter of .params, or with .sharded one of another rank.  A group whose
+       parameters all match earlier groups too has no effect: a warning says so */
+    const char *match;
     double lr_scale;            /* default 1; AMP_EXPLICIT_ZERO: 0 */
     double weight_decay;        /* default the optimizer's, AMP_EXPLICIT_ZERO: none; else also on vectors */
     amp_master_kind master;     /* default the optimizer's; fp32 weights have none */
@@ -1813,9 +1834,9 @@ typedef struct amp_optimizer_desc {
     double outer_lr, outer_momentum;
 } amp_optimizer_desc;
 /* All parameters share one step count, also for bias correction.
-   Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, AMP_ERR_CONFLICT a storage policy that does not
-   fit, weights that share memory, a parameter of an amp_model that another optimizer has, or any whose master it has,
-   or a field that this kind does not read. */
+   Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, or a group that matches no parameter (the text has the
+   nearest name), AMP_ERR_CONFLICT a storage policy that does not fit, weights that share memory, a parameter of an
+   amp_model that another optimizer has, or any whose master it has, or a field that this kind does not read. */
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc);
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
@@ -1932,7 +1953,9 @@ typedef enum amp_schedule_kind {
 
 /* What a kind does not read must be 0; all may have .steps. */
 typedef struct amp_schedule {
-    int32_t from_zero;          /* 1: warmup is lr step / warmup, as in PyTorch programs, and step 0 changes nothing */
+    /* 1: warmup is lr step / warmup, as in PyTorch programs, so that step 0 changes nothing; of WSD it rises from
+       min_lr, as there: min_lr + (lr - min_lr) step / warmup.  0: lr (step + 1) / warmup */
+    int32_t from_zero;
     amp_schedule_kind kind;
     double lr;                  /* the highest; above 0, or AMP_EXPLICIT_ZERO */
     double min_lr;              /* from .steps on; INVERSE_SQRT: any time after warmup; not of CONSTANT; at most lr */
@@ -1944,8 +1967,14 @@ typedef struct amp_schedule {
     int32_t reserved;
 } amp_schedule;
 /* *lr = the learning rate of a step, counted from 0; for amp_optimizer_set_lr.  It depends on nothing else, so a
-   resumed run has the same.  With .from_zero the values are those of transformers' schedulers of these names, except
-   that after the end the rate stays at min_lr, where transformers' cosine rises again.
+   resumed run has the same.  With .from_zero the values are those of these schedulers of transformers, except that
+   after the end the rate stays at min_lr, where transformers' cosine rises again:
+       CONSTANT         get_constant_schedule_with_warmup
+       LINEAR           get_linear_schedule_with_warmup; with min_lr get_polynomial_decay_schedule_with_warmup, of
+                        lr_end = min_lr and power = 1
+       COSINE           get_cosine_schedule_with_warmup; with min_lr get_cosine_with_min_lr_schedule_with_warmup
+       WSD              get_wsd_schedule, of num_decay_steps = decay and min_lr_ratio = min_lr / lr
+       INVERSE_SQRT     get_inverse_sqrt_schedule, which has no min_lr
    Errors: AMP_ERR_CONFLICT a field that this kind does not read, or warmup and decay longer than .steps. */
 AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, double *lr);
 
@@ -2032,10 +2061,12 @@ typedef struct amp_loader_desc {
     int32_t rank, world;        /* of this process; world 0: those of the context's reducer */
     int32_t vocab;              /* tokens must be below; default unchecked */
     int32_t disable_pinned;     /* 1: pageable host memory even where the device has pinned */
-    /* MiB of files kept in memory as they are read, to shuffle samples below 8 KiB fast; default 1024 */
+    /* MiB of files kept in memory as they are read, to shuffle samples below 8 KiB fast; default 1024;
+       AMP_NO_CACHE: 0 */
     int32_t cache_mb;
 } amp_loader_desc;
 #define AMP_NO_WORKERS (-1)
+#define AMP_NO_CACHE (-1)
 
 /* Device memory, read-only, valid until the next call on the loader, also for work queued on the context's stream
    before it.  A device gets batches on a separate stream, into two slots, while the previous one is in use:
@@ -2825,12 +2856,13 @@ typedef struct amp_tune_desc {
     const amp_dtype *dtypes; int64_t n_dtypes;  /* default: F32, and the device's of TF32, F16, BF16 and FP8 */
     /* from batch (default 1), doubled up to max_batch (default batch) or the end of memory */
     int64_t batch, max_batch;
-    int32_t iterations, warmup; /* timed steps, default 10, after warmup, default 3 */
+    int32_t iterations, warmup; /* timed steps, default 10, after warmup, default 3 (AMP_NO_WARMUP: none) */
     /* candidates that fail it are not picked; NULL: none is verified; all zeros, with .record: it is what is verified.
        Its parameters must not move when a batch is prepared */
     const amp_verify_desc *verify;
     const char *file, *model;   /* keeps results by machine, model name and desc, to read them instead of timing */
 } amp_tune_desc;
+#define AMP_NO_WARMUP (-1)
 enum { AMP_TUNE_ROWS = 64 };
 typedef struct amp_tune_row {
     double seconds;             /* of a step, median */
@@ -4374,6 +4406,61 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      _verify_autocast_compatibility GPUDeviceManager -> amp_verify amp_verify_placement
      _causal_mask_cache clear_mask_cache -> amp_mask_get amp_mask_cache_clear
 
+   WHAT DIFFERS FROM PYTORCH'S DEFAULTS
+
+     Where both have a setting and it does not stand here, a field of 0 is PyTorch's default: learning rate, betas and
+     eps of AdamW, momentum and dampening of SGD, the scaler's first scale, factors and interval, eps of LayerNorm, the
+     scale of attention, reduction, label smoothing and ignored label of the losses, buckets of 25 MiB, no shuffling.
+
+     WHAT                    PYTORCH                     AMP.H                       FOR PYTORCH'S
+     gradients after a step  stay until zero_grad        the next backward           nothing for one network;
+                                                         overwrites them             amp_optimizer_zero_grad for two, or
+                                                                                     after a batch that is given up
+     weight decay of AdamW   0.01                        0                           .weight_decay = 0.01
+     what weight decay is    every parameter             matrices                    .decay_vectors = 1
+     for
+     decay of 0 in a group   none                        the optimizer's             .weight_decay = AMP_EXPLICIT_ZERO
+     learning rate of a      its own                     lr_scale times .lr          .lr_scale = its rate / .lr
+     group
+     several backwards       their sum                   their mean, with            .factor = n, of the losses
+                                                         .accumulation = n
+     inf or NaN in           the step is applied         the step is skipped         .apply_nonfinite = 1
+     gradients, without a
+     scaler
+     the loss scale's        none                        1 and 2^126                 .preset = AMP_SCALER_TORCH
+     limits
+     what the scale          the loss                    its gradient                the loss is read as it is
+     multiplies
+     autocast's dtype        fp16 on CUDA, bf16 on a     what amp_choose finds       .dtype = AMP_F16
+                             CPU
+     norms, softmax and      return fp32                 store 16 bits               .policy = AMP_POLICY_TORCH
+     losses in a region
+     GELU                    exact, with erf             AMP_ACT_GELU has tanh       AMP_ACT_GELU_ERF
+     eps of RMSNorm          1.19e-7, fp32's epsilon     1e-5                        .eps = 1.1920929e-7f
+     dropout                 0.5                         0                           .p = 0.5f
+     dropout on several      a mask per rank, by its     one mask: ranks with one    .seed = another on each rank
+     ranks                   seed                        .seed draw the same
+     ignoring label 0        ignore_index=0              -100: a 0 is the default    .ignore_index = AMP_IGNORE_ZERO
+     causal mask with more   query i sees keys 0 to i    the last query sees the     .k and .v: only as many keys as
+     keys than queries                                   last key                    there are queries
+     softmax of a row whose  NaN                         0                           none
+     keys are all hidden
+     initial weights of      uniform, up to 1 /          zeros unless init says      AMP_INIT_KAIMING_UNIFORM with value
+     Linear                  sqrt(in)                    more                        0.57735027; its bias:
+                                                                                     AMP_INIT_UNIFORM with 1 / sqrt(in)
+     uniform_                0 to 1                      -1 to 1 (AMP_INIT_UNIFORM)  none
+     trunc_normal_           cut off at -2 and 2         cut off at two deviations   none
+     the last batch of an    smaller than the others     dropped                     .last_batch = AMP_LAST_PARTIAL
+     epoch
+     after an epoch          the loop ends               the next epoch follows      .epochs = 1, then AMP_ERR_END
+     workers of a loader     0                           2                           .workers = AMP_NO_WORKERS
+     a loader's time limit   none                        60000 milliseconds          .timeout_ms = 2147483647
+     pinned memory           no                          where the device has it     .disable_pinned = 1
+     seeds                   as the program set them     0: each run is the same     .seed
+     a schedule's first      0 (transformers)            lr / warmup                 .from_zero = 1
+     step
+     E4M3 beyond 448         448 (from 2.12 on)          NaN                         .saturate = 1
+
    WHEN SOMETHING IS WRONG
 
      NaN in loss or gradients
@@ -5699,6 +5786,18 @@ static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits
 /* By its bits: where the host flushes subnormals, they compare equal to 0. */
 static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
 
+/* Not 0; by its bits, so that NaN counts as given. */
+static int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
+static int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_EXPLICIT_ZERO); }
+/* 0 means the default, AMP_EXPLICIT_ZERO 0. */
+static double ampi_or(double value, double otherwise) {
+    return !ampi_is_given(value) ? otherwise : ampi_is_zero(value) ? 0 : value;
+}
+/* The same for a float, without a conversion, in which a subnormal number could become 0. */
+static inline float ampi_or32(float value, float otherwise) {
+    return ampi_is_0(value) ? otherwise : ampi_bits_f32(value) == ampi_bits_f32(AMP_EXPLICIT_ZERO) ? 0 : value;
+}
+
 #define AMPI_DBL_MAX 1.7976931348623157e308
 #define AMPI_ABOVE_0 2.2250738585072014e-308
 #define AMPI_ABOVE_1 1.0000000000000002
@@ -5707,6 +5806,7 @@ static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) =
 /* ---- Fields.  A row gives a field's name, place and legal values; tables of rows drive defaults, checks, settings. */
 
 typedef struct ampi_word { const char *word; double value; } ampi_word;
+static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
 
 /* INVERTED: a switch whose field says the opposite.  DTYPE: a compute dtype, or the only one of .words.  TEXT: an array
    of bytes, which counts as 1 unless empty. */
@@ -6430,6 +6530,42 @@ static int ampi_match(const char *pattern, const char *text) {
     }
     while (*pattern == '*') pattern++;
     return *pattern == 0;
+}
+
+static int ampi_lower(char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
+
+/* The number of edits (insert, delete, replace a character) that make the n bytes of a pattern match a name, in either
+   case (Levenshtein 1966).  Of a name the first 127 bytes count. */
+static int ampi_edits(const char *pattern, size_t n, const char *name) {
+    int row[128], i, j, above, before, any, length = (int)AMPI_MIN(strlen(name), (size_t)127);
+    for (j = 0; j <= length; j++) row[j] = j;
+    for (i = 0; i < (int)AMPI_MIN(n, (size_t)127); i++) {
+        any = pattern[i] == '*';
+        before = row[0];
+        row[0] += !any;
+        for (j = 1; j <= length; j++) {
+            above = row[j];
+            before += pattern[i] != '?' && ampi_lower(pattern[i]) != ampi_lower(name[j - 1]);
+            row[j] = any ? AMPI_MIN(above, row[j - 1]) : AMPI_MIN(AMPI_MIN(above, row[j - 1]) + 1, before);
+            before = above;
+        }
+    }
+    return row[length];
+}
+
+/* The nearest of the names tried; zeros: none was. */
+typedef struct ampi_nearest { const char *name; int edits; } ampi_nearest;
+static void ampi_nearest_try(ampi_nearest *s, const char *pattern, size_t n, const char *name) {
+    int edits = ampi_edits(pattern, n, name);
+    if (s->name != NULL && edits >= s->edits) return;
+    s->name = name;
+    s->edits = edits;
+}
+/* No parameter matches: what was given, such as .groups[0].match. */
+static amp_result ampi_fail_unmatched(const char *function, const char *given, const char *pattern,
+                                      const ampi_nearest *nearest) {
+    return ampi_fail(AMP_ERR_NAME, function, "%s = \"%.100s\" matches no parameter; %s%.100s", given, pattern,
+                     nearest->name ? "the nearest is " : "there are none", nearest->name ? nearest->name : "");
 }
 
 /* ==== 5 >>state: implementation ====
@@ -11076,7 +11212,14 @@ typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, A
 /* A live allocation of device memory, in an open-addressing table by address. */
 typedef struct ampi_block { void *ptr; int64_t bytes; ampi_part part; } ampi_block;
 
-typedef struct ampi_layer_rule { char pattern[128]; amp_dtype dtype; } ampi_layer_rule;
+/* An override of layers.  met: a layer or parameter of a matching name was seen, or a warning says that none was; until
+   then nearest is the registered parameter whose name is nearest. */
+typedef struct ampi_layer_rule {
+    char pattern[128];
+    amp_dtype dtype;
+    int met, edits;
+    char nearest[100];
+} ampi_layer_rule;
 typedef struct ampi_user_op { char name[64]; uint8_t policy; } ampi_user_op;      /* an amp_cast_policy */
 
 /* What a cached copy of a weight is for. */
@@ -11219,6 +11362,7 @@ struct amp_context {
     amp_cache_info mask_info;
     ampi_fp8_table *fp8;            /* the first; they are never moved */
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
+    int unmet, asked;               /* how many of them are not .met; 1: a layer was looked up since; both atomic */
     ampi_user_op *ops; int64_t n_ops, op_capacity;
     uint8_t override_policy[AMPI_MOST_OPS];                 /* amp_cast_policy, by built-in operator */
     ampi_cells *cells;              /* device memory; NULL if host-visible without graphs */
@@ -12392,9 +12536,52 @@ static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice)
 
 /* ---- Overrides of layers */
 
+/* A name that rules may match, with the lock held. */
+static void ampi_layers_meet(amp_context *amp, const char *name, int parameter) {
+    ampi_layer_rule *rule;
+    for (rule = amp->layers; rule < amp->layers + amp->n_layers; rule++) {
+        if (rule->met) continue;
+        if (ampi_match(rule->pattern, name)) {
+            rule->met = 1;
+            __atomic_sub_fetch(&amp->unmet, 1, __ATOMIC_RELAXED);
+        } else if (parameter) {
+            ampi_nearest best;
+            best.name = rule->nearest[0] != 0 ? rule->nearest : NULL;
+            best.edits = rule->edits;
+            ampi_nearest_try(&best, rule->pattern, strlen(rule->pattern), name);
+            if (best.name == name) snprintf(rule->nearest, sizeof rule->nearest, "%s", name);
+            rule->edits = best.edits;
+        }
+    }
+}
+
+/* Warns once about each rule that matched nothing: when no region is open, the parameters are known and layers ran; and
+   when the context closes. */
+static void ampi_layers_tell(amp_context *amp, int closing) {
+    ampi_layer_rule found;
+    int64_t i;
+    int asked = __atomic_load_n(&amp->asked, __ATOMIC_RELAXED);
+    while (__atomic_load_n(&amp->unmet, __ATOMIC_RELAXED) > 0) {
+        ampi_lock(amp);
+        for (i = 0; i < amp->n_layers; i++) {
+            found = amp->layers[i];
+            if (!found.met && (closing ? asked || found.nearest[0] : asked && found.nearest[0])) break;
+        }
+        if (i < amp->n_layers) {
+            amp->layers[i].met = 1;
+            __atomic_sub_fetch(&amp->unmet, 1, __ATOMIC_RELAXED);
+        }
+        ampi_unlock(amp);
+        if (i >= amp->n_layers) return;
+        ampi_log(amp, AMP_LOG_WARNING, 1108, "amp_layer_override: no layer so far matches \"%s\"; %s%s", found.pattern,
+                 found.nearest[0] ? "the nearest parameter is " : "no parameter is registered", found.nearest);
+    }
+}
+
 static amp_result ampi_layer_set(amp_context *amp, const char *function, const char *pattern, amp_dtype dtype) {
     amp_choice choice;
     int64_t i, kept = 0;
+    int unmet = 0;
     if (strlen(pattern) >= sizeof amp->layers->pattern)
         return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
@@ -12406,9 +12593,15 @@ static amp_result ampi_layer_set(amp_context *amp, const char *function, const c
         if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
     amp->n_layers = kept;
     if (dtype != AMP_DTYPE_DEFAULT) {
-        snprintf(amp->layers[amp->n_layers].pattern, sizeof amp->layers->pattern, "%s", pattern);
-        amp->layers[amp->n_layers++].dtype = choice.dtype;
+        ampi_layer_rule *rule = &amp->layers[amp->n_layers++];
+        memset(rule, 0, sizeof *rule);
+        snprintf(rule->pattern, sizeof rule->pattern, "%s", pattern);
+        rule->dtype = choice.dtype;
     }
+    for (i = 0; i < amp->n_layers; i++) unmet += !amp->layers[i].met;
+    __atomic_store_n(&amp->unmet, unmet, __ATOMIC_RELAXED);
+    __atomic_store_n(&amp->asked, 0, __ATOMIC_RELAXED);
+    for (i = 0; i < amp->n_params && unmet > 0; i++) ampi_layers_meet(amp, amp->params[i].param->name, 1);
     ampi_settings_changed(amp);
     ampi_unlock(amp);
     return AMP_OK;
@@ -12643,6 +12836,7 @@ AMP_API void amp_close(amp_context *amp) {
     if (amp == NULL || amp->process != getpid()) return;
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
     system = &amp->system;
+    ampi_layers_tell(amp, 1);
     ampi_close_objects(amp);
     ampi_notify(amp, AMPI_CLOSING, 0);
     if (amp->dev != NULL) ampi_close_device(amp);
@@ -13047,6 +13241,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
         amp->params[amp->n_params].captured = p->version;
         amp->params[amp->n_params].param = p;
         amp->params[amp->n_params++].id = p->id;
+        ampi_layers_meet(amp, p->name, 1);
     }
     ampi_unlock(amp);
     ampi_notify(amp, AMPI_PARAMS_FORGOTTEN, 0);
@@ -13503,9 +13698,10 @@ static void ampi_region_remove(int i) {
     ampi_regions.n--;
     ampi_regions.decided = 0;
     memmove(&ampi_regions.at[i], &ampi_regions.at[i + 1], (size_t)(ampi_regions.n - i) * sizeof *ampi_regions.at);
-    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient &&
-        !ampi_is_closed(amp))
-        ampi_cache_clear_idle(amp);
+    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && !ampi_is_closed(amp)) {
+        if (amp->desc.memory_efficient) ampi_cache_clear_idle(amp);
+        ampi_layers_tell(amp, 0);
+    }
     ampi_context_let_go(amp);
 }
 static void ampi_region_drop(void) { ampi_region_remove(ampi_regions.n - 1); }
@@ -13724,6 +13920,13 @@ static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_po
 static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
     int64_t i = amp->n_layers;
     if (layer == NULL) return AMP_DTYPE_DEFAULT;
+    if (__atomic_load_n(&amp->unmet, __ATOMIC_RELAXED) > 0) {
+        amp_context *own = (amp_context *)(uintptr_t)amp;
+        ampi_lock(own);
+        ampi_layers_meet(own, layer, 0);
+        __atomic_store_n(&own->asked, 1, __ATOMIC_RELAXED);
+        ampi_unlock(own);
+    }
     while (--i >= 0)
         if (ampi_match(amp->layers[i].pattern, layer)) return amp->layers[i].dtype;
     return AMP_DTYPE_DEFAULT;
@@ -15342,7 +15545,7 @@ AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) {
     ampi_reads(&at, ".a", &op->a); ampi_reads(&at, ".b", &op->b); ampi_writes(&at, ".y", &op->y);
     AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
-    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, ampi_is_0(op->alpha) ? 1 : op->alpha,
+    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, ampi_or32(op->alpha, 1),
                                plan.compute, &g));
     AMPI_TRY(ampi_product_call(amp, f, &g, op->layer, "a", "b", 1, plan.saturate, NULL));
     op->plan = plan;
@@ -15362,7 +15565,7 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
     AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_matmul_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
-    alpha = ampi_is_0(op->alpha) ? 1 : op->alpha;
+    alpha = ampi_or32(op->alpha, 1);
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "dy", &op->dy, &dy));
@@ -15597,7 +15800,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     k->q = op->q.data; k->k = op->k.data; k->v = op->v.data; k->o = op->o.data;
     k->dtype = op->q.dtype;
     host = ampi_fp_begin();
-    k->scale = ampi_is_0(op->scale) ? (float)(1.0 / sqrt((double)AMPI_MAX(k->dim, 1))) : op->scale;
+    k->scale = ampi_or32(op->scale, (float)(1.0 / sqrt((double)AMPI_MAX(k->dim, 1))));
     ampi_fp_end(host);
     k->mask = op->mask;
     k->lse = op->lse;
@@ -15729,10 +15932,10 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
         return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree",
                          amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
     if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
-    AMPI_TRY(
-        ampi_check_real(f, ".eps", (double)op->eps, isgreaterequal(op->eps, 0), "positive and finite, or 0 (1e-5)"));
+    AMPI_TRY(ampi_check_real(f, ".eps", (double)op->eps, isgreaterequal(ampi_or32(op->eps, 0), 0),
+                             "above 0 and finite, 0 (1e-5) or AMP_EXPLICIT_ZERO"));
     k->rms = rms;
-    k->eps = op->eps == 0 ? 1e-5f : op->eps;
+    k->eps = ampi_or32(op->eps, 1e-5f);
     if (op->weight) { k->weight = op->weight->weight.data; k->weight_dtype = op->weight->weight.dtype; }
     if (op->bias) { k->bias = op->bias->weight.data; k->weight_dtype = op->bias->weight.dtype; }
     k->mean = op->mean;
@@ -15825,7 +16028,7 @@ static amp_result ampi_softmax_prepare(ampi_call *c) {
     k->batch = shape[0]; k->heads = shape[1]; k->queries = shape[2]; k->keys = shape[3];
     k->x = op->x.data; k->x_dtype = c->inputs[0] = op->x.dtype;
     k->y = op->y.data; k->y_dtype = op->y.dtype;
-    k->scale = ampi_is_0(op->scale) ? 1 : op->scale;
+    k->scale = ampi_or32(op->scale, 1);
     k->mask = op->mask;
     ampi_reads_mask(&c->at, &op->mask, k->batch, k->heads, k->queries, k->keys);
     if (!c->backward) {
@@ -15969,10 +16172,10 @@ static amp_result ampi_cross_entropy_args(ampi_call *c, const amp_cross_entropy_
     ampi_writes_array(at, ".losses", op->losses, k->logits.rows * (int64_t)sizeof *op->losses);
     k->classes = op->classes ? op->classes : k->logits.cols;
     k->labels = op->labels;
-    k->ignore_index = op->ignore_index ? op->ignore_index : -100;
+    k->ignore_index = op->ignore_index == 0 ? -100 : op->ignore_index == AMP_IGNORE_ZERO ? 0 : op->ignore_index;
     k->sum = op->reduction == AMP_REDUCTION_SUM;
     k->smoothing = op->label_smoothing;
-    k->factor = op->factor == 0 ? 1 : op->factor;
+    k->factor = ampi_or32(op->factor, 1);
     k->grad_scale = op->grad_scale;
     k->loss = op->loss;
     k->losses = op->losses;
@@ -16017,7 +16220,7 @@ static amp_result ampi_mse_prepare(ampi_call *c) {
     k->target = op->target.data; k->target_dtype = c->inputs[1] = op->target.dtype;
     k->dx = op->dx.data;
     k->sum = op->reduction == AMP_REDUCTION_SUM;
-    k->factor = op->factor == 0 ? 1 : op->factor;
+    k->factor = ampi_or32(op->factor, 1);
     k->grad_scale = op->grad_scale;
     k->loss = op->loss;
     return AMP_OK;
@@ -16701,9 +16904,9 @@ static void ampi_normal_pair(uint64_t seed, uint64_t stream, uint64_t index, dou
 
 /* The distribution's width: a deviation, a bound or a constant. */
 static double ampi_init_width(const amp_tensor *w, amp_init init, double value) {
-    double in = (double)(w->ndim > 1 ? w->shape[1] : w->shape[0]), out = (double)w->shape[0], gain = value;
-    if (init == AMP_INIT_CONSTANT) return value;
-    if (value == 0) gain = init == AMP_INIT_KAIMING_UNIFORM || init == AMP_INIT_KAIMING_NORMAL ? ampi_root(2) : 1;
+    double in = (double)(w->ndim > 1 ? w->shape[1] : w->shape[0]), out = (double)w->shape[0], gain;
+    if (init == AMP_INIT_CONSTANT) return ampi_or(value, 0);
+    gain = ampi_or(value, init == AMP_INIT_KAIMING_UNIFORM || init == AMP_INIT_KAIMING_NORMAL ? ampi_root(2) : 1);
     switch (init) {
         case AMP_INIT_XAVIER_UNIFORM: return gain * ampi_root(6 / AMPI_MAX(in + out, 1));
         case AMP_INIT_XAVIER_NORMAL: return gain * ampi_root(2 / AMPI_MAX(in + out, 1));
@@ -16814,8 +17017,8 @@ static amp_result ampi_model_check(const amp_model *m, const char *name, int64_t
     if ((int)init < 0 || init > AMP_INIT_NORM_BIAS)
         return ampi_fail(AMP_ERR_RANGE, f, "%s: init = %d, must be 0 to %d", name, (int)init, AMP_INIT_NORM_BIAS);
     return ampi_check_real(f, "value", value, islessequal(fabs(value), 3.4028234663852886e38) &&
-                           (init == AMP_INIT_CONSTANT || isgreaterequal(value, 0)),
-                           "finite in fp32, and 0 or more but for CONSTANT");
+                           (init == AMP_INIT_CONSTANT || isgreaterequal(ampi_or(value, 0), 0)),
+                           "finite in fp32, and 0 or more (or AMP_EXPLICIT_ZERO) but for CONSTANT");
 }
 
 static amp_result ampi_model_add(amp_model *m, const char *name, int64_t rows, int64_t cols, amp_init init,
@@ -16911,6 +17114,7 @@ AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements) {
 }
 
 AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen) {
+    ampi_nearest nearest = {NULL, 0};
     int64_t i, n = 0;
     AMPI_TRY(ampi_need_object("amp_model_freeze", model, "model"));
     AMPI_TRY(ampi_need("amp_model_freeze", pattern != NULL, "pattern"));
@@ -16923,7 +17127,8 @@ AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32
         n++;
     }
     if (n > 0) { ampi_settings_changed(model->object.amp); return AMP_OK; }
-    return ampi_fail(AMP_ERR_NAME, "amp_model_freeze", "no parameter matches %.100s", pattern);
+    for (i = 0; i < model->n; i++) ampi_nearest_try(&nearest, pattern, strlen(pattern), model->rows[i].name);
+    return ampi_fail_unmatched("amp_model_freeze", "pattern", pattern, &nearest);
 }
 
 /* Parameter i of a model: set from its initial values, so that a 16-bit weight gets a master with all the bits. */
@@ -17205,7 +17410,7 @@ typedef struct ampi_call_key {
     amp_param *params[2];
     const char *layer;
     int64_t size[9];                /* numbers of the call; of an input its shape, stride and dtype */
-    double alpha;                   /* of a loss: its factor */
+    double alpha;                   /* of a loss: its factor, the default filled in */
     amp_dtype store; int32_t ndim;
     amp_plan plan;
 } ampi_call_key;
@@ -17831,11 +18036,10 @@ static int ampi_node_passes(const ampi_node *n, int k) {
 
 /* What a loss's gradient is multiplied by. */
 static float ampi_loss_factor(const ampi_node *n) {
-    return (ampi_bits_f64(n->key.alpha) << 1 == 0 ? 1 : (float)n->key.alpha) * (float)n->weight;
+    return (float)n->key.alpha * (float)n->weight;
 }
 
-/* Counts users, and finds what wants a gradient: what the loss depends on and a parameter or variable reaches.  A loss
-   whose factor rounds to 0 or a denormal has none: to operators a factor of 0 is 1. */
+/* Counts users, and finds what wants a gradient: what the loss depends on and a parameter or variable reaches. */
 static void ampi_tape_wants(amp_tape *t, int32_t loss) {
     ampi_fp host = ampi_fp_begin();
     int32_t i, k;
@@ -17854,7 +18058,6 @@ static void ampi_tape_wants(amp_tape *t, int32_t loss) {
     for (i = (int32_t)t->n - 1; i >= 0; i--) {
         ampi_node *n = &t->nodes[i];
         if (n->parts == 0) n->wants = 0;
-        if ((ampi_row_of(n)->flags & AMPI_LOSS) && (ampi_bits_f32(ampi_loss_factor(n)) & 0x7f800000) == 0) n->wants = 0;
         for (k = 0; k < AMPI_TAPE_INPUTS && n->is_loss && !(ampi_row_of(n)->flags & AMPI_LOSS); k++)
             if (n->key.in[k] >= 0)
                 t->nodes[n->key.in[k]].weight += n->weight * (n->key.kind == AMPI_SCALE ? n->key.alpha : 1);
@@ -18939,10 +19142,12 @@ static amp_result ampi_tape_operate(amp_tape *t, ampi_node *n, int backward) {
     }
 }
 
-/* What a loss starts its gradient from.  One that nothing is wanted of computes the loss alone. */
+/* What a loss starts its gradient from: with a factor of 0 from zeros.  One that nothing is wanted of computes the loss
+   alone. */
 static void ampi_tape_start(ampi_node *n, const float *grad_scale) {
     ampi_fp host = ampi_fp_begin();
     float factor = n->wants ? ampi_loss_factor(n) : 1;
+    if (ampi_is_0(factor)) factor = AMP_EXPLICIT_ZERO;
     switch (n->key.kind) {
         case AMPI_CROSS_ENTROPY:
             n->op.cross_entropy.grad_scale = grad_scale; n->op.cross_entropy.factor = factor;
@@ -19701,7 +19906,7 @@ AMP_API amp_value amp_tape_scale(amp_tape *tape, amp_value x, float alpha) {
     ampi_call_key key = ampi_tape_key(AMPI_SCALE);
     amp_result result = ampi_check_real("amp_tape_scale", "alpha", (double)alpha, 1, "finite");
     if (result != AMP_OK) return ampi_tape_refuse(tape, "amp_tape_scale", result);
-    key.alpha = (double)alpha;
+    key.alpha = ampi_or((double)alpha, 0);
     return ampi_tape_handle(tape, ampi_tape_call(tape, key, &x, 1));
 }
 
@@ -19752,7 +19957,8 @@ AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const
     ampi_node *n;
     if (options != NULL && (options->grad_scale || options->loss || options->logits.data || options->dlogits.data))
         return ampi_tape_refuse(tape, f, ampi_fail(AMP_ERR_CONFLICT, f, AMPI_TAPE_OWN));
-    if (options != NULL) { key.layer = options->layer; key.alpha = (double)options->factor; }
+    key.alpha = 1;
+    if (options != NULL) { key.layer = options->layer; key.alpha = (double)ampi_or32(options->factor, 1); }
     n = ampi_tape_call(tape, key, &logits, 1);
     if (n == NULL) return 0;
     memset(&none, 0, sizeof none);
@@ -19766,9 +19972,11 @@ AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const
 
 AMP_API amp_value amp_tape_mse(amp_tape *tape, amp_value x, amp_value target, amp_reduction reduction) {
     amp_value in[2];
+    ampi_call_key key = ampi_tape_key(AMPI_MSE);
     ampi_node *n;
+    key.alpha = 1;
     in[0] = x; in[1] = target;
-    n = ampi_tape_call(tape, ampi_tape_key(AMPI_MSE), in, 2);
+    n = ampi_tape_call(tape, key, in, 2);
     if (n != NULL) n->op.mse.reduction = reduction;
     return ampi_tape_handle(tape, n);
 }
@@ -19779,7 +19987,8 @@ AMP_API amp_value amp_tape_linear_cross_entropy(amp_tape *tape, amp_value x, amp
     ampi_call_key key = ampi_tape_key(AMPI_LINEAR_CROSS_ENTROPY);
     amp_linear_cross_entropy_op none, *op;
     ampi_node *n;
-    if (options != NULL) { key.layer = options->layer; key.alpha = (double)options->factor; }
+    key.alpha = 1;
+    if (options != NULL) { key.layer = options->layer; key.alpha = (double)ampi_or32(options->factor, 1); }
     key.params[0] = weight; key.params[1] = bias;
     if (weight == NULL) return ampi_tape_refuse(tape, f, ampi_need(f, 0, "weight"));
     if (options != NULL && (options->grad_scale || options->loss || options->x.data || options->dx.data))
@@ -21536,9 +21745,6 @@ static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_chec
 
 /* ---- The loss scaler */
 
-/* Not 0; by its bits, so that NaN counts as given. */
-static int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
-
 /* Replaces every 0 by its default. */
 static void ampi_scaler_defaults(amp_scaler_desc *d) {
     const ampi_preset *p = &ampi_presets[d->preset];
@@ -21564,7 +21770,6 @@ static amp_result ampi_check_factors(const char *function, double growth, double
     return AMP_OK;
 }
 
-static int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_EXPLICIT_ZERO); }
 static int ampi_is_none(float limit) { return ampi_bits_f32(limit) == ampi_bits_f32(AMPI_NONE); }
 
 static amp_result ampi_check_scale(const char *function, const char *field, float scale) {
@@ -22139,12 +22344,6 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 
 /* ---- Optimizers */
 
-/* 0 means the default, AMP_EXPLICIT_ZERO 0. */
-static double ampi_or(double value, double otherwise) {
-    return !ampi_is_given(value) ? otherwise : ampi_is_zero(value) ? 0 : value;
-}
-
-static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
 /* The arrays that a parameter may have. */
 enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
 
@@ -22332,6 +22531,31 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
         AMPI_TRY(ampi_check_storage(d, level, "a group's ", d->groups[i].master, d->groups[i].moments));
     }
     return ampi_check_storage(d, level, "", d->master, d->moments);
+}
+
+/* Each group's pattern matches a parameter, unless ranks have others; a warning says which group has no effect. */
+static amp_result ampi_check_groups(const amp_context *amp, const amp_optimizer_desc *d) {
+    const char *f = "amp_optimizer_create";
+    char given[40];
+    int64_t g, i, k, matches, first;
+    for (g = 0; g < d->n_groups; g++) {
+        const char *pattern = d->groups[g].match;
+        ampi_nearest nearest = {NULL, 0};
+        for (i = matches = first = 0; i < d->n_params; i++) {
+            if (!ampi_match(pattern, d->params[i].name)) continue;
+            for (k = 0; k < g && !ampi_match(d->groups[k].match, d->params[i].name); k++) {}
+            matches++;
+            first += k == g;
+        }
+        snprintf(given, sizeof given, ".groups[%lld].match", (long long)g);
+        for (i = 0; i < d->n_params && matches == 0; i++)
+            ampi_nearest_try(&nearest, pattern, strlen(pattern), d->params[i].name);
+        if (matches == 0 && !d->sharded) return ampi_fail_unmatched(f, given, pattern, &nearest);
+        if (matches > 0 && first == 0)
+            ampi_log(amp, AMP_LOG_WARNING, 1109, "%s: %s = \"%.100s\" has no effect: groups before it match all of its "
+                     "parameters", f, given, pattern);
+    }
+    return AMP_OK;
 }
 
 static amp_result ampi_copy_groups(amp_optimizer *o) {
@@ -22572,6 +22796,7 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create", ".overlap_param_gather: the %s backend gathers "
                          "weights in the step", amp->backend->name);
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
+    AMPI_TRY(ampi_check_groups(amp, &d));
     AMPI_TRY(ampi_check_all_known(amp, "amp_optimizer_create", d.params, d.n_params));
     AMPI_TRY(ampi_models_check(amp, d.params, d.n_params));
     AMPI_TRY(ampi_check_masters(amp, d.params, d.n_params));
@@ -24234,7 +24459,8 @@ static amp_result ampi_schedule_check(amp_schedule *s) {
 static double ampi_schedule_rate(const amp_schedule *s, int64_t step) {
     int64_t from = s->kind == AMP_SCHEDULE_WSD ? s->steps - s->decay : s->warmup;
     double done, left;
-    if (step < s->warmup) return s->lr * (double)(step + !s->from_zero) / (double)s->warmup;
+    double low = s->kind == AMP_SCHEDULE_WSD && s->from_zero ? s->min_lr : 0;
+    if (step < s->warmup) return low + (s->lr - low) * (double)(step + !s->from_zero) / (double)s->warmup;
     if (s->kind == AMP_SCHEDULE_CONSTANT) return s->lr;
     if (s->kind == AMP_SCHEDULE_INVERSE_SQRT) {
         left = s->lr / ampi_root(((double)(step - s->warmup) + (double)s->timescale) / (double)s->timescale);
@@ -25728,7 +25954,7 @@ static amp_result ampi_loader_layout(amp_loader *l) {
 
 /* A worker's scratch memory, for the longest read; and which files the cache holds. */
 static void ampi_loader_file_memory(amp_loader *l) {
-    int64_t limit = (int64_t)l->desc.cache_mb << 20, i;
+    int64_t limit = l->desc.cache_mb == AMP_NO_CACHE ? 0 : (int64_t)l->desc.cache_mb << 20, i;
     for (i = 0; i < l->n_files; i++) {
         ampi_data_file *f = l->files + i;
         int64_t blocks = (f->bytes + AMPI_CACHE_BLOCK - 1) / AMPI_CACHE_BLOCK;
@@ -25854,6 +26080,7 @@ static amp_result ampi_loader_range(const char *field, int64_t value, int64_t lo
 #define AMPI_OF_LOADER(field, words, standard, last) \
     { #field, AMPI_I32, offsetof(amp_loader_desc, field), words, standard, 0, last, NULL }
 static const ampi_word ampi_workers_words[] = {{"0", AMP_NO_WORKERS}, {NULL, 0}};
+static const ampi_word ampi_no_cache_words[] = {{"0", AMP_NO_CACHE}, {NULL, 0}};
 static const ampi_field ampi_loader_fields[] = {
     AMPI_OF_LOADER(format, NULL, 0, AMP_TOKENS_NPY),
     AMPI_OF_LOADER(shuffle, NULL, 0, 1),
@@ -25864,7 +26091,7 @@ static const ampi_field ampi_loader_fields[] = {
     AMPI_OF_LOADER(timeout_ms, NULL, 60000, INT32_MAX),
     AMPI_OF_LOADER(vocab, NULL, 0, INT32_MAX),
     AMPI_OF_LOADER(disable_pinned, NULL, 0, 1),
-    AMPI_OF_LOADER(cache_mb, NULL, AMPI_CACHE_MB, INT32_MAX),
+    AMPI_OF_LOADER(cache_mb, ampi_no_cache_words, AMPI_CACHE_MB, INT32_MAX),
     AMPI_OF_LOADER(world, NULL, 0, INT32_MAX)
 };
 
@@ -26381,8 +26608,6 @@ static const char *ampi_setting_word(const ampi_field *k, int i, double *value) 
     return k->words[i].word;
 }
 
-static int ampi_lower(char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
-
 /* 1: the n bytes of text are the word, in either case. */
 static int ampi_same_word(const char *word, const char *text, size_t n) {
     size_t i;
@@ -26518,22 +26743,6 @@ static const char *ampi_origin_text(const ampi_origin *from, const char *key, si
     return out;
 }
 
-/* The number of edits (insert, delete, replace a character) between two names, in either case (Levenshtein 1966). */
-static int ampi_edits(const char *name, size_t n, const char *key) {
-    int row[32], i, j, above, before, length = (int)strlen(key);
-    for (j = 0; j <= length; j++) row[j] = j;
-    for (i = 1; i <= (int)AMPI_MIN(n, (size_t)64); i++) {
-        before = row[0]++;
-        for (j = 1; j <= length; j++) {
-            above = row[j];
-            row[j] =
-                AMPI_MIN(AMPI_MIN(above, row[j - 1]) + 1, before + (ampi_lower(name[i - 1]) != ampi_lower(key[j - 1])));
-            before = above;
-        }
-    }
-    return row[length];
-}
-
 static const ampi_field *ampi_setting_find(const char *key, size_t n) {
     int i;
     for (i = 0; i < AMPI_SETTINGS; i++)
@@ -26544,13 +26753,11 @@ static const ampi_field *ampi_setting_find(const char *key, size_t n) {
 
 static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key, size_t n) {
     char label[256], nearest[256];
-    int i, best = 0, edits, fewest = INT32_MAX;
-    for (i = 0; i < AMPI_SETTINGS; i++) {
-        edits = ampi_edits(key, n, ampi_setting_table[i].key);
-        if (edits < fewest) { fewest = edits; best = i; }
-    }
+    ampi_nearest best = {NULL, 0};
+    int i;
+    for (i = 0; i < AMPI_SETTINGS; i++) ampi_nearest_try(&best, key, n, ampi_setting_table[i].key);
     key = ampi_origin_text(from, key, n, label);
-    ampi_origin_text(from, ampi_setting_table[best].key, strlen(ampi_setting_table[best].key), nearest);
+    ampi_origin_text(from, best.name, strlen(best.name), nearest);
     return ampi_fail(AMP_ERR_NAME, from->function, "%s is not a setting; the nearest is %s", key,
                      from->name ? strrchr(nearest, '.') : nearest);
 }
@@ -30363,10 +30570,12 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     return AMP_OK;
 }
 
+static const ampi_word ampi_no_warmup_words[] = {{"0", AMP_NO_WARMUP}, {NULL, 0}};
 static const ampi_field ampi_tune_fields[] = {
     {"batch", AMPI_I64, offsetof(amp_tune_desc, batch), NULL, 1, 1, AMPI_DBL_MAX, "1 or more, or 0 for 1"},
     {"iterations", AMPI_I32, offsetof(amp_tune_desc, iterations), NULL, 10, 1, 1000, "1 to 1000, or 0 for 10"},
-    {"warmup", AMPI_I32, offsetof(amp_tune_desc, warmup), NULL, 3, 1, 1000, "1 to 1000, or 0 for 3"}
+    {"warmup", AMPI_I32, offsetof(amp_tune_desc, warmup), ampi_no_warmup_words, 3, 1, 1000,
+     "1 to 1000, 0 for 3, or AMP_NO_WARMUP"}
 };
 
 static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
@@ -30544,7 +30753,7 @@ static void ampi_tune_turn(ampi_tune *t, ampi_candidate *c, int done) {
     if (code == 0) code = (int)ampi_set_dtype(t->amp, c->dtype, 0);
     code = ampi_ranks_code(t->amp, code);
     if (code != 0) { ampi_tune_failed(c, "dtype", code); return; }
-    code = ampi_ranks_code(t->amp, ampi_tune_steps(t, done == 0 ? t->desc.warmup : 1, NULL));
+    code = ampi_ranks_code(t->amp, ampi_tune_steps(t, done == 0 ? t->desc.warmup : AMPI_MIN(t->desc.warmup, 1), NULL));
     amp_memory_reset_peak(t->amp);
     if (code == 0) code = ampi_ranks_code(t->amp, ampi_tune_steps(t, n, c->times + done));
     if (code == 0) code = ampi_ranks_code(t->amp, (int)amp_memory(t->amp, &memory));

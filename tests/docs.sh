@@ -113,6 +113,14 @@ for name in $(sed 's/amp_NAME[a-z_]*//g' "$work/text" | grep -oE '\b(amp|AMP)_[A
     if grep -qw -- "$name" "$work/api" || [ "$name" = AMP_STATIC ] || [ "$name" = AMP_IMPLEMENTATION ]; then pass; else fail "names in the manual" "amp.h has no $name"; fi
 done
 
+# So do those of the table of defaults at the end of the API; t_zeros.c holds its numbers.
+sed -n "/^   WHAT DIFFERS FROM PYTORCH'S DEFAULTS$/,/^   WHEN SOMETHING IS WRONG$/p" "$work/api" > "$work/differs"
+sed '/^   SETTINGS  /,$d' "$work/api" > "$work/declared"
+[ "$(wc -l < "$work/differs")" -ge 50 ] || fail "WHAT DIFFERS" "has $(wc -l < "$work/differs") lines"
+for name in $(grep -oE '\B\.[a-z_]+( =|$)|\bamp_[a-z_]+|\bAMP_[A-Z0-9_]+' "$work/differs" | sed 's/^\.//; s/ =$//' | sort -u); do
+    if grep -qw -- "$name" "$work/declared"; then pass; else fail "names in WHAT DIFFERS" "amp.h has no $name"; fi
+done
+
 # Its table of operators: every operator, with fields of its struct in the order of declaration.
 awk '/^   OPERATORS/ {on = 1} /^       Besides/ {exit} on && /^       [a-z]/ {name = $1; names[++n] = name} on && name != "" {text[name] = text[name] " " substr($0, 23)}
      END {for (i = 1; i <= n; i++) {

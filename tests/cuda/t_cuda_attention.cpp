@@ -656,6 +656,15 @@ CUDA_TEST(tensor_cores_and_infinities) {
     check_problem(none);
 }
 
+/* A scale of 0 attends evenly to what the mask shows, and passes nothing to q and k. */
+CUDA_TEST(scale_of_0) {
+    for (size_t m = 0; m < masks; m++) {
+        problem p(flash_shapes[m % 3 + 1], mask_cases[m], all_numbers[m % 3], 1300 + m);
+        p.scale = 0;
+        check_problem(p);
+    }
+}
+
 /* Scores whose distance in powers of 2 fp32 does not tell apart: the largest has all the weight, and is not lost. */
 CUDA_TEST(tensor_cores_and_large_scores) {
     const struct { float query, best, others; } cases[] = {
@@ -724,7 +733,7 @@ int main(int argc, char **argv) {
     RUN_CI(tensor_cores_and_any_head_size); RUN(few_queries_copy_no_keys);
     RUN_PLAIN(tensor_cores_skip_hidden_tiles);
     RUN_PLAIN(tensor_cores_move_little);
-    RUN(tensor_cores_and_large_scores);
+    RUN(tensor_cores_and_large_scores); RUN(scale_of_0);
     RUN(tensor_cores_of_an_older_image);
     RUN(shared_memory_is_allowed_at_open);
     RUN(tensor_cores_and_infinities);

@@ -1699,6 +1699,59 @@ CUDA_TEST(inspect_far_away) {
         }
 }
 
+/* ---- Factors, scales and eps of 0, as AMP_EXPLICIT_ZERO gives them */
+
+CUDA_TEST(numbers_of_0) {
+    const int64_t rows = 6, cols = 40, n = rows * cols;
+    const cuda_shape shape = {rows, cols, 0, 0, ""};
+    std::string x = data_of(n, 90, AMP_F32), y = data_of(n, 91, AMP_F32);
+    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_cross_entropy ce = {};
+        ce.logits = mat_at(s, &x, shape, AMP_F32);
+        ce.dlogits = mat_at(s, NULL, shape, AMP_F32);
+        ce.classes = cols;
+        ce.labels = s.put(ids_of(rows, cols, 0));
+        ce.ignore_index = 0;
+        ce.loss = (float *)s.room(4);
+        ce.bad_label = s.put(std::vector<int32_t>(1, 0));
+        ok(s.backend->cross_entropy(s.dev, &ce, NULL));
+        amp_k_mse mse = {};
+        mse.x = ce.logits.data; mse.x_dtype = mse.target_dtype = AMP_F32;
+        mse.target = s.put(y.data(), y.size());
+        mse.dx = s.room((size_t)n * 4);
+        mse.n = n;
+        mse.loss = (float *)s.room(4);
+        ok(s.backend->mse(s.dev, &mse, NULL));
+        amp_k_softmax sm = {};
+        sm.batch = sm.heads = 1; sm.queries = rows; sm.keys = cols;
+        sm.x = ce.logits.data; sm.y = s.room((size_t)n * 4);
+        sm.x_dtype = sm.y_dtype = AMP_F32;
+        sm.mask.kind = AMP_MASK_CAUSAL;
+        ok(s.backend->softmax(s.dev, &sm, NULL));
+        sm.dy = mse.target; sm.dx = s.room((size_t)n * 4);
+        ok(s.backend->softmax_backward(s.dev, &sm, NULL));
+        amp_k_norm norm = {};
+        norm.x = ce.logits; norm.y = mat_at(s, NULL, shape, AMP_F32);
+        norm.mean = (float *)s.room((size_t)rows * 4); norm.rstd = (float *)s.room((size_t)rows * 4);
+        ok(s.backend->norm(s.dev, &norm, NULL));
+        get_mat(s, out, ce.dlogits);
+        s.get(out, mse.dx, (size_t)n * 4);
+        s.get(out, sm.dx, (size_t)n * 4);
+        s.get(out, ce.loss, 4); s.get(out, mse.loss, 4);
+        s.get(out, sm.y, (size_t)n * 4);
+        get_mat(s, out, norm.y);
+    });
+    auto none = [](int64_t, double) { return 0.0; };
+    auto near = [](int64_t, double e) { return 64 * u * (fabs(e) + 1); };
+    size_t at = both.check_within(0, AMP_F32, n, none, "dlogits");
+    at = both.check_within(at, AMP_F32, n, none, "dx of mse");
+    at = both.check_within(at, AMP_F32, n, none, "dx of softmax");
+    for (size_t i = 0; i < at / 4; i++) CHECK(cuda_value(both.actual.data(), AMP_F32, i) == 0);
+    at = both.check_within(at, AMP_F32, 2 + n, near, "losses and softmax");
+    CHECK(fabs(cuda_value(&both.actual[at], AMP_F32, -(size_t)n) - 1.0 / (double)(cols - rows + 1)) < 8 * u);   /* the first row sees 35 */
+    both.check_within(at, AMP_F32, n, near, "norm");
+}
+
 /* ---- The number of multiprocessors, and with it the grid, changes no bit of these */
 
 static void on_a_grid(cuda_side &s, std::string *out) {
@@ -1792,6 +1845,7 @@ int main(int argc, char **argv) {
     RUN(scale_far_away);
     RUN(inspect); RUN(inspect_far_away);
     RUN(optimizers_far_away);
+    RUN(numbers_of_0);
     RUN(grids);
     return TEST_END();
 }

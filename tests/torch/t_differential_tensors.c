@@ -1259,7 +1259,7 @@ static void optimizer_call(kase *k, amp_context *amp, void *arg) {
         o->groups[i].match = weight_names[2 * i + 1];
         o->groups[i].lr_scale = o->group_rate; o->groups[i].weight_decay = o->group_decay < 0 ? (double)AMP_EXPLICIT_ZERO : o->group_decay;
     }
-    if (o->grouped) { d.groups = o->groups; d.n_groups = 2; }
+    if (o->grouped) { d.groups = o->groups; d.n_groups = o->tensors / 2; if (d.n_groups > 2) d.n_groups = 2; }   /* those that are there */
     CHECK_OK(amp_optimizer_create(amp, &opt, &d));
     sd.init_scale = (float)o->loss_scale;
     if (o->loss_scale > 0) CHECK_OK(amp_scaler_create(amp, &scaler, &sd));

@@ -1114,8 +1114,87 @@ TEST(host_casts_without_the_cache) {
     amp_close(amp);
 }
 
+/* ---- Patterns of layers that match nothing: one warning, once that can be known, with the nearest parameter's name */
+
+static char warned[8][300];
+static int n_warned;
+static void keep_warnings(void *user, amp_log_level level, int id, const char *text) {
+    (void)user;
+    if (level == AMP_LOG_WARNING && id == 1108) snprintf(warned[n_warned++ % 8], sizeof warned[0], "%s", text);
+}
+static amp_context *open_told(const char *layers) {
+    amp_context *amp = NULL;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_BF16; desc.threads = 1; desc.layers = layers; desc.logger.write = keep_warnings;
+    n_warned = 0;
+    memset(warned, 0, sizeof warned);
+    CHECK_OK(amp_open(&amp, &desc));
+    return amp;
+}
+static void run_layers(amp_context *amp, const char *layer, const char *other) {
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    (void)decide(amp, AMP_OP_LINEAR, layer, AMP_F32, AMP_F32);
+    begin_island(amp);
+    end(amp);
+    if (other != NULL) (void)decide(amp, AMP_OP_ATTENTION, other, AMP_F32, AMP_F32);
+    end(amp);
+}
+
+TEST(layers_that_match_nothing) {
+    static float w[2][4];
+    static amp_settings s;
+    amp_param p[2];
+    amp_context *amp;
+    memset(p, 0, sizeof p);
+    for (int i = 0; i < 2; i++) p[i].weight = amp_tensor2(w[i], AMP_F32, 2, 2);
+    p[0].name = "h.0.fc.weight"; p[1].name = "head.weight";
+    for (int way = 0; way < 3; way++) {     /* by the desc before parameters are there, by the call after, by settings while it runs */
+        amp = open_told(way == 0 ? "h.0.fc.wieght fp32, head.* fp32" : NULL);
+        CHECK_OK(amp_param_register(amp, p, 2));
+        if (way == 1) { CHECK_OK(amp_layer_override(amp, "h.0.fc.wieght", AMP_F32)); CHECK_OK(amp_layer_override(amp, "head.*", AMP_F32)); }
+        if (way == 2) {
+            run_layers(amp, "h.0.fc.weight", NULL);
+            memset(&s, 0, sizeof s);
+            CHECK_OK(amp_settings_set(&s, "layers", "h.0.fc.wieght fp32, head.* fp32"));
+            CHECK_OK(amp_settings_apply(&s, amp, NULL, NULL, NULL));
+        }
+        CHECK_OK(amp_autocast_begin(amp, NULL));    /* nothing ran in it */
+        end(amp);
+        CHECK_EQ(n_warned, 0);
+        run_layers(amp, "h.0.fc.weight", NULL);
+        CHECK_EQ(n_warned, 1);
+        CHECK_MSG(strstr(warned[0], "\"h.0.fc.wieght\"; the nearest parameter is h.0.fc.weight") != NULL, "%s", warned[0]);
+        run_layers(amp, "h.0.fc.weight", NULL);
+        amp_close(amp);
+        CHECK_EQ(n_warned, 1);
+    }
+    amp = open_told("attn* fp32, * bf16, *.weight fp32, none tf32");       /* .layer of an operator; rules behind others */
+    CHECK_OK(amp_param_register(amp, p, 2));
+    CHECK_OK(amp_layer_override(amp, "none", AMP_DTYPE_DEFAULT));
+    run_layers(amp, "h.0.fc.weight", "attn.0");
+    run_layers(amp, "h.0.fc.weight", NULL);
+    amp_param_forget(amp, p, 2);
+    amp_close(amp);
+    CHECK_EQ(n_warned, 0);
+    amp = open_told("nothing fp32");        /* no parameters: when it closes */
+    run_layers(amp, "h.0.fc.weight", NULL);
+    CHECK_EQ(n_warned, 0);
+    amp_close(amp);
+    CHECK(n_warned == 1 && strstr(warned[0], "no parameter is registered") != NULL);
+    amp = open_told("nothing fp32");        /* no region: when it closes, and the parameters may be gone by then */
+    CHECK_OK(amp_param_register(amp, p, 2));
+    amp_param_forget(amp, p, 2);
+    amp_close(amp);
+    CHECK(n_warned == 1 && strstr(warned[0], "the nearest parameter is h") != NULL);
+    amp = open_told("nothing fp32");        /* a context that nothing used */
+    amp_close(amp);
+    CHECK_EQ(n_warned, 0);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
+    RUN(layers_that_match_nothing);
     RUN(torch_policy_is_pytorchs);
     RUN(fused_policy_stores_16_bits);
     RUN(fp64_and_integers_are_ignored);

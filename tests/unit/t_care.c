@@ -554,7 +554,7 @@ TEST(tune_refuses_bad_input) {
     REFUSED((d.batch = 4, d.max_batch = 3), AMP_ERR_RANGE, ".max_batch");
     REFUSED(d.iterations = -1, AMP_ERR_RANGE, ".iterations");
     REFUSED(d.iterations = 1001, AMP_ERR_RANGE, ".iterations");
-    REFUSED(d.warmup = -1, AMP_ERR_RANGE, ".warmup");
+    REFUSED(d.warmup = -2, AMP_ERR_RANGE, ".warmup");
     REFUSED(d.warmup = 1001, AMP_ERR_RANGE, ".warmup");
     REFUSED(d.file = "", AMP_ERR_RANGE, ".file");
 #undef REFUSED

@@ -1693,7 +1693,7 @@ TEST(cached_samples) {
     faults f;
     amp_context *a = faulty(&f);
     int mb, w;
-    for (mb = 1; mb <= 3; mb += 2)
+    for (mb = AMP_NO_CACHE; mb <= 3; mb += 2)
         for (w = -1; w <= 3; w += 2) {
             amp_loader_desc d = big_desc(write_big("big.u16"));
             amp_loader *l = NULL;
@@ -1866,7 +1866,7 @@ TEST(defaults) {
     CHECK_OK(amp_loader_query(l, &d));
     CHECK(d.workers == 2 && d.prefetch == 2 && d.disable_pinned == 0 && d.timeout_ms == 60000 && d.cache_mb == 1024);
     amp_loader_destroy(l);
-    d.cache_mb = -1;
+    d.cache_mb = -2;
     CHECK_ERR(amp_loader_create(amp, &l, &d), AMP_ERR_RANGE);
 }
 

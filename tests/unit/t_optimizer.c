@@ -1488,6 +1488,7 @@ TEST(storage_that_cannot_be_is_refused) {
     /* two optimizers that would step the same masters */
     for (int kind = AMP_MASTER_F32; kind <= AMP_MASTER_REMAINDER; kind++) {
         amp_optimizer *first;
+        d = good;
         d.master = (amp_master_kind)kind;
         CHECK_OK(amp_optimizer_create(o2, &first, &d));
         REFUSED(o2, d.lr = 0.5, AMP_ERR_CONFLICT, "a.weight has its master in another optimizer");
@@ -1779,6 +1780,55 @@ TEST(groups_by_name) {
     o = make(amp, &d);                                                /* ... unless asked for */
     for (i = 0; i < TENSORS; i++) CHECK(o->set->rows[i].weight_decay == 0.1);
     amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+/* A group that matches no parameter is refused with the nearest name; one that earlier groups leave nothing is warned about. */
+static char group_warning[400];
+static void keep_warning(void *user, amp_log_level level, int id, const char *text) {
+    (void)user; (void)level; (void)id;
+    snprintf(group_warning, sizeof group_warning, "%s", text);
+}
+TEST(groups_that_match_nothing) {
+    static model m;
+    static const struct { const char *match, *nearest; } cases[] = {
+        {"a.wieght", "the nearest is a.weight"}, {"b.bais*", "the nearest is b.bias"}, {"?.Bias", "the nearest is a.bias"}, {"*.gamma", "a."}, {"", "nearest"}};
+    amp_context *amp;
+    amp_param_group groups[2];
+    amp_optimizer_desc d;
+    amp_optimizer *o = NULL;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.threads = 1; desc.logger.write = keep_warning;
+    CHECK_OK(amp_open(&amp, &desc));
+    model_init(&m, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    memset(groups, 0, sizeof groups);
+    groups[0].match = "*.bias";
+    d.groups = groups; d.n_groups = 2;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        groups[1].match = cases[i].match;
+        CHECK_ERR(amp_optimizer_create(amp, &o, &d), AMP_ERR_NAME);
+        CHECK_MSG(o == NULL && strstr(amp_last_error(), ".groups[1].match = \"") && strstr(amp_last_error(), cases[i].nearest), "%s", amp_last_error());
+    }
+    d.sharded = 1;                                  /* another rank may have it */
+    o = make(amp, &d);
+    amp_optimizer_destroy(o);
+    d.sharded = 0;
+    CHECK(group_warning[0] == 0);
+    groups[1].match = "a.bias";
+    o = make(amp, &d);
+    CHECK_MSG(strstr(group_warning, ".groups[1].match = \"a.bias\" has no effect") != NULL, "%s", group_warning);
+    amp_optimizer_destroy(o);
+    for (int i = 0; i < TENSORS; i++) if (!strcmp(m.p[i].name, "a.weight")) m.p[i].grad.data = NULL;
+    groups[1].match = "a.weight";                   /* frozen, but there */
+    group_warning[0] = 0;
+    o = make(amp, &d);
+    CHECK(group_warning[0] == 0);
+    amp_optimizer_destroy(o);
+    d.n_params = 0;
+    CHECK_ERR(amp_optimizer_create(amp, &o, &d), AMP_ERR_NAME);
+    CHECK(strstr(amp_last_error(), "there are none") != NULL);
     amp_close(amp);
 }
 
@@ -2587,7 +2637,7 @@ int main(int argc, char **argv) {
     RUN(only_the_offender_skips);
     RUN(accumulation_is_one_big_batch);
     RUN(clip_each_clips_the_running_sum);
-    RUN(groups_by_name);
+    RUN(groups_by_name); RUN(groups_that_match_nothing);
     RUN(parameters_without_a_gradient_are_passed_over);
     RUN(outcomes_come_at_a_fixed_lag);
     RUN(an_overflow_at_the_floor_is_logged);

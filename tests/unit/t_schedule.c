@@ -64,9 +64,11 @@ TEST(transformers) {
         s.warmup = WARMUP;
         snprintf(name, sizeof name, "wsd_%s", shapes[i].name);
         compare(name, s, 60, 0);
-        s.min_lr = MIN;
-        s.warmup = 0;                   /* transformers' would begin at MIN */
+        s.min_lr = MIN;                 /* which the warmup begins at */
         snprintf(name, sizeof name, "wsd_%s_min", shapes[i].name);
+        compare(name, s, 60, 0);
+        s.warmup = 0;
+        snprintf(name, sizeof name, "wsd_%s_min_cold", shapes[i].name);
         compare(name, s, 60, 0);
     }
 }
@@ -94,6 +96,11 @@ TEST(corners) {
     CHECK(rate(&cosine, 3) == 0.75 && rate(&cosine, 4) == 0.125);
     CHECK(rate(&wsd, 0) == 1 && rate(&wsd, 80) == 1 && rate(&wsd, 81) < 1 && rate(&wsd, 100) == 0);
     CHECK(fabs(rate(&wsd, 90) - 0.5) < 1e-15);          /* half a cosine over the last fifth */
+    wsd.warmup = 4; wsd.min_lr = 0.5; wsd.from_zero = 1;
+    CHECK(rate(&wsd, 0) == 0.5 && rate(&wsd, 2) == 0.75 && rate(&wsd, 4) == 1);
+    wsd.from_zero = 0;
+    CHECK(rate(&wsd, 0) == 0.25 && rate(&wsd, 3) == 1);
+    wsd.warmup = 0; wsd.min_lr = 0;
     wsd.steps = 1;
     CHECK(rate(&wsd, 0) == 1 && rate(&wsd, 1) == 0);
     CHECK(rate(&constant, 0) == 1 && rate(&constant, INT64_MAX) == 1);

@@ -649,6 +649,8 @@ TEST(models_save_and_load) {
     CHECK_OK(amp_model_freeze(m, "fc.*", 0));
     CHECK(w->grad.data != NULL);
     CHECK_ERR(amp_model_freeze(m, "x*", 1), AMP_ERR_NAME);
+    CHECK_ERR(amp_model_freeze(m, "fc_weight", 1), AMP_ERR_NAME);
+    CHECK_MSG(strstr(amp_last_error(), "the nearest is fc.weight") != NULL, "%s", amp_last_error());
     CHECK_ERR(amp_model_load(m, state, "n"), AMP_ERR_NAME);
     memset(w->weight.data, 0, sizeof first);
     CHECK_OK(amp_model_load(m, state, "m"));

@@ -45,6 +45,8 @@ def main():
     for shape in ("linear", "cosine", "1-sqrt"):
         cases[f"wsd_{shape}"] = lambda s, shape=shape: o.get_wsd_schedule(s, WARMUP, DECAY, STEPS, decay_type=shape)
         cases[f"wsd_{shape}_min"] = lambda s, shape=shape: o.get_wsd_schedule(
+            s, WARMUP, DECAY, STEPS, decay_type=shape, min_lr_ratio=MIN / LR)
+        cases[f"wsd_{shape}_min_cold"] = lambda s, shape=shape: o.get_wsd_schedule(
             s, 0, DECAY, STEPS, decay_type=shape, min_lr_ratio=MIN / LR)
     common.write_golden("schedules.bin", {name: rates(make) for name, make in cases.items()}, lambda name: 1e-14)
 
