@@ -21507,6 +21507,18 @@ static amp_result ampi_check_scale(const char *function, const char *field, floa
     return ampi_fail(AMP_ERR_SCALE, function, "%s = %g, must be from 2^-126 to 2^126", field, (double)scale);
 }
 
+/* A saved scale: what amp_scaler_set_scale takes and, where no floor or ceiling stops the rule, whatever the rule leads
+   to, 0 and infinity included.  So every scale that was saved loads. */
+static amp_result ampi_check_saved_scale(const char *function, const amp_scaler_desc *d, float scale) {
+    uint32_t bits = ampi_bits_f32(scale), infinity = 0x7f800000u;
+    int low = bits < 0x00800000u && ampi_is_none(d->min_scale);
+    int high = bits > 0x7e800000u && bits <= infinity &&
+               (ampi_is_none(d->max_scale) || bits <= ampi_bits_f32(d->max_scale));
+    if (d->preset == AMP_SCALER_TORCH || low || high || ampi_is_usable(scale)) return AMP_OK;
+    return ampi_fail(AMP_ERR_SCALE, function, "saved scale = %g: the preset %s cannot reach it", (double)scale,
+                     ampi_presets[d->preset].name);
+}
+
 /* Checks settings with all defaults filled in.  torch allows any scale, as PyTorch does; flax's own ceiling exceeds the
    guard. */
 static amp_result ampi_check_scaler(const char *function, const amp_scaler_desc *d) {
@@ -22019,7 +22031,7 @@ static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_prese
     if (s->k.growth_interval == 0 || s->k.hysteresis_left > s->d.hysteresis)
         return ampi_fail(AMP_ERR_RANGE, f, "saved interval %d or hysteresis %d is out of range", s->k.growth_interval,
                          s->k.hysteresis_left);
-    if (preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(f, "scale", s->k.scale));
+    AMPI_TRY(ampi_check_saved_scale(f, &s->d, s->k.scale));
     s->k.inv_scale = ampi_inverse(s->k.scale);
     s->k.found_inf = ampi_is_set(s->k.found_inf) ? 1.0f : 0.0f;
     return AMP_OK;
