@@ -1034,7 +1034,7 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op);
 /* Replaces cblas_sgemm in one line, and follows the region.  examples/adopt/cblas.h needs no changed line.  Enum
    values are CBLAS's.  C = alpha op(A) op(B) + beta C; op(A) m x k, op(B) k x n; fp32, any alignment; dimensions may
    be 0; with beta 0 C is not read.  alpha and beta must be finite.
-   Errors: AMP_ERR_CONFLICT C shares memory with A or B. */
+   Errors: AMP_ERR_SIZE sizes or strides beyond any memory, AMP_ERR_CONFLICT C shares memory with A or B. */
 typedef enum amp_order { AMP_ROW_MAJOR = 101, AMP_COL_MAJOR = 102, AMP_ORDER_FORCE_I32 = 0x7fffffff } amp_order;
 typedef enum amp_trans {
     AMP_NO_TRANS = 111, AMP_TRANS = 112, AMP_CONJ_TRANS = 113,
@@ -1044,7 +1044,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
                             const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
 /* For dgemm: A and B are rounded to fp32, beta C is added in fp64.
-   Errors: AMP_ERR_CONFLICT as above, AMP_ERR_UNSUPPORTED on a device. */
+   Errors: AMP_ERR_SIZE and AMP_ERR_CONFLICT as above, AMP_ERR_UNSUPPORTED on a device. */
 AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                                 int64_t m, int64_t n, int64_t k, double alpha, const double *a, int64_t lda,
                                 const double *b, int64_t ldb, double beta, double *c, int64_t ldc);
@@ -1562,8 +1562,8 @@ typedef struct amp_grad_set_desc {
     int32_t sharded, reserved;
     double clip_norm;           /* largest norm; 0: no clipping */
 } amp_grad_set_desc;
-/* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_CONFLICT both .params and .ranges are given, or gradients share
-   memory. */
+/* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_SIZE a range exceeds any memory, AMP_ERR_CONFLICT both .params and
+   .ranges are given, or gradients share memory. */
 AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc);
 AMP_API void amp_grad_set_destroy(amp_grad_set *set);
 
@@ -2117,8 +2117,8 @@ typedef struct amp_convert_desc {
 /* Converts n elements between floating dtypes on the host, fast, with the scalar functions' bits.  TF32 as destination
    rounds within fp32 storage.  dst and src need no alignment, and may be one buffer if element sizes agree.  desc may
    be NULL.  *new_inf, if given, counts finite inputs that became infinite (E4M3: NaN).
-   Errors: AMP_ERR_DTYPE not floating, or stochastic to fp32, fp64 or TF32, AMP_ERR_CONFLICT dst and src overlap
-   otherwise. */
+   Errors: AMP_ERR_DTYPE not floating, or stochastic to fp32, fp64 or TF32, AMP_ERR_SIZE n elements exceed any memory,
+   AMP_ERR_CONFLICT dst and src overlap otherwise. */
 AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                const amp_convert_desc *desc, int64_t *new_inf);
 /* How many of n elements are infinite or NaN, by their bits, so under -Ofast too; -1 for a dtype that is not floating.
@@ -5937,6 +5937,7 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
                                const amp_convert_desc *desc, int64_t *new_inf) {
     const amp_convert_desc none = {AMP_ROUND_DEFAULT, 0, 0, 0};
     int stochastic = desc != NULL && desc->rounding == AMP_ROUND_STOCHASTIC;
+    size_t bytes[2];
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_convert", "n = %lld, must be 0 or more", (long long)n);
     if (n > 0 && (dst == NULL || src == NULL))
         return ampi_fail(AMP_ERR_NULL, "amp_convert", dst == NULL ? "dst" : "src");
@@ -5948,8 +5949,9 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
                          amp_dtype_name(dst_dtype));
     if (desc != NULL && !stochastic && desc->rounding != AMP_ROUND_DEFAULT)
         return ampi_fail(AMP_ERR_RANGE, "amp_convert", ".rounding = %d, must be an amp_rounding", (int)desc->rounding);
-    if ((dst != src || amp_dtype_size(dst_dtype) != amp_dtype_size(src_dtype)) &&
-        !ampi_is_apart(dst, (size_t)n * amp_dtype_size(dst_dtype), src, (size_t)n * amp_dtype_size(src_dtype)))
+    AMPI_TRY(ampi_bytes("amp_convert", n, amp_dtype_size(dst_dtype), &bytes[0]));
+    AMPI_TRY(ampi_bytes("amp_convert", n, amp_dtype_size(src_dtype), &bytes[1]));
+    if ((dst != src || bytes[0] != bytes[1]) && !ampi_is_apart(dst, bytes[0], src, bytes[1]))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_convert",
                          "dst and src overlap, and are not the same buffer with elements of one size");
     ampi_convert(dst, dst_dtype, src, src_dtype, n, desc != NULL ? desc : &none, new_inf, ampi_cpu_best_path());
@@ -15342,6 +15344,13 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
 
 /* ---- The BLAS-shaped GEMM */
 
+/* A BLAS matrix of `lines` lines, `ld` elements apart, must fit into memory: sizes and offsets are computed from it. */
+static amp_result ampi_gemm_reach(const char *name, int64_t lines, int64_t ld) {
+    if ((double)lines * (double)ld <= AMPI_STRIDES_MOST) return AMP_OK;
+    return ampi_fail(AMP_ERR_SIZE, "amp_gemm", "%s: %lld rows or columns, %lld elements apart, exceed any memory", name,
+                     (long long)lines, (long long)ld);
+}
+
 static inline __attribute__((always_inline)) amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m,
                                                                         int64_t n, int64_t k, int64_t lda, int64_t ldb,
                                                                         int64_t ldc) {
@@ -15365,6 +15374,10 @@ static inline __attribute__((always_inline)) amp_result ampi_gemm_check(int orde
     if (ldc < AMPI_MAX(need_c, 1))
         return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "ldc = %lld, must be at least %lld", (long long)ldc,
                          (long long)AMPI_MAX(need_c, 1));
+    if ((m | n | k | lda | ldb | ldc) >> 28 == 0) return AMP_OK;        /* no two of them exceed 2^56 */
+    AMPI_TRY(ampi_gemm_reach("a", row != ta ? m : k, lda));
+    AMPI_TRY(ampi_gemm_reach("b", row != tb ? k : n, ldb));
+    AMPI_TRY(ampi_gemm_reach("c", row ? m : n, ldc));
     return AMP_OK;
 }
 
@@ -20207,6 +20220,7 @@ static void ampi_set_fill_params(amp_grad_set *set, amp_param *params, int64_t n
 }
 
 static amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
+    size_t bytes;
     int64_t i;
     for (i = 0; i < n; i++) {
         const amp_range *range = &ranges[i];
@@ -20219,6 +20233,7 @@ static amp_result ampi_check_ranges(const char *function, const amp_range *range
         if (!ampi_is_storage(range->dtype) && range->dtype != AMP_F64)
             return ampi_fail(AMP_ERR_DTYPE, function, "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
                              (long long)i, amp_dtype_name(range->dtype));
+        AMPI_TRY(ampi_bytes(function, range->count, amp_dtype_size(range->dtype), &bytes));
     }
     return AMP_OK;
 }

@@ -1058,6 +1058,8 @@ TEST(sets_are_checked) {
     d.params = NULL; d.n_params = 0;
     range.name = "r"; range.data = g; range.count = -1; range.dtype = AMP_F32;
     CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_RANGE);
+    range.count = (int64_t)1 << 62;
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_SIZE);
     range.count = 4; range.dtype = AMP_I32;
     CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_DTYPE);
     range.dtype = AMP_F32; range.data = NULL;
