@@ -1976,7 +1976,10 @@ typedef struct amp_sample {
 } amp_sample;
 
 /* A source of your own.  read fills fields[i], host memory for fields[i].count values, and returns 0 on success.
-   Workers call it concurrently.  Exact resume needs equal samples from equal calls. */
+   Workers call it concurrently.  Exact resume needs equal samples from equal calls.
+   Without workers read runs within your call.  If a C++ exception or longjmp leaves it there, the loader stays as it
+   was: the next amp_loader_next begins the same batch again, and amp_loader_destroy works where you caught it, or
+   further up.  From a worker no exception may escape, as from any thread. */
 typedef struct amp_source {
     int (*read)(void *user, const amp_sample *sample, void *const *fields);
     void *user;
@@ -24401,6 +24404,8 @@ struct amp_loader {
     int cancel;                     /* atomic: workers drop their batches */
     int64_t busy, retries;
     int64_t calls;                  /* host calls in progress */
+    pthread_t caller;               /* the thread of the last of them, and where its stack was, the callback included */
+    uintptr_t frame, read_frame;
     int64_t holders;                /* users of the loader's shell: its owner, and threads left behind */
     pid_t process;                  /* in which the threads run */
     ampi_opener opener;
@@ -25274,7 +25279,9 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
             fields[k] = ampi_field_is_cast(l, k) ? (char *)w->raw + l->raw_offset[k]
                                                  : slot->data + l->field_offset[k] + i * l->field_bytes[k];
         __atomic_store_n(&w->offset, what.sample, __ATOMIC_RELAXED);
+        if (l->threads == 0) w->loader->read_frame = (uintptr_t)__builtin_frame_address(0);
         failed = l->source.read(l->source.user, &what, fields);
+        if (l->threads == 0) w->loader->read_frame = 0;
         error[sizeof error - 1] = 0;
         if (failed != 0)
             return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: the callback returned %d: %s",
@@ -25377,7 +25384,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
     amp_result result = AMP_OK;
     if (l->threads == 0 && slot->state != AMPI_SLOT_READY) {
         if (slot->state == AMPI_SLOT_RETRY) l->retries--;
-        else l->claimed++;
+        else if (slot->state != AMPI_SLOT_FILLING) l->claimed++;        /* FILLING: the callback never returned */
         slot->state = AMPI_SLOT_FILLING;
         pthread_mutex_unlock(&l->lock);
         result = ampi_worker_fill(l->workers, number, slot);
@@ -25588,23 +25595,47 @@ AMP_API void amp_loader_stop(amp_loader *l) {
     pthread_mutex_unlock(&l->lock);
 }
 
+/* 1: the last call that began on this thread has not returned.  Then it is still running, and this is a callback of
+   its; or a C++ exception or longjmp left that callback, and nothing will return. */
+static int ampi_loader_calls_here(const amp_loader *l) {
+    return l->calls > 0 && pthread_equal(l->caller, pthread_self());
+}
+
 /* Brackets public calls that may block: destroying the loader waits for them. */
 static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
     pthread_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
-    if (result == AMP_OK) l->calls++;
+    if (result == AMP_OK) {
+        if (ampi_loader_calls_here(l)) l->calls--;      /* it was left: a thread runs one call at a time */
+        l->calls++;
+        l->caller = pthread_self();
+        l->frame = (uintptr_t)__builtin_frame_address(0);
+        l->read_frame = 0;
+    }
     pthread_mutex_unlock(&l->lock);
     return result;
 }
 
 static amp_result ampi_loader_leave(amp_loader *l, amp_result result) {
     pthread_mutex_lock(&l->lock);
-    l->calls--;
+    l->calls = AMPI_MAX(l->calls - 1, 0);
     if (l->stop) pthread_cond_broadcast(&l->ready);
     pthread_mutex_unlock(&l->lock);
     return result;
+}
+
+/* Whether a callback of the loader calls this.  Stacks grow downwards, so what a callback calls lies below the call
+   that called it; what lies above it has been left. */
+static int ampi_loader_is_inside(amp_loader *l) {
+    uintptr_t here = (uintptr_t)__builtin_frame_address(0);
+    int inside;
+    if (!l->has_lock) return 0;
+    pthread_mutex_lock(&l->lock);
+    inside = ampi_loader_calls_here(l) && here < (l->read_frame != 0 ? l->read_frame : l->frame);
+    pthread_mutex_unlock(&l->lock);
+    return inside;
 }
 
 /* Waits for every call and every worker to return; workers stuck in a read are left behind. */
@@ -25615,7 +25646,7 @@ static void ampi_loader_finish(amp_loader *l) {
     pthread_mutex_lock(&l->lock);
     do {
         int late = ampi_posix_clock(NULL) >= deadline;
-        for (i = 0, inside = l->calls; i < l->n_workers; i++) {
+        for (i = 0, inside = l->calls - ampi_loader_calls_here(l); i < l->n_workers; i++) {
             ampi_worker *w = l->workers + i;
             int expected = AMPI_WORKER_READING;
             if (!w->started || w->exited) continue;
@@ -25788,7 +25819,14 @@ static void ampi_loader_object_release(ampi_object *object) {
     if (last) ampi_loader_free(l);
 }
 AMP_API void amp_loader_destroy(amp_loader *l) {
-    if (l != NULL && !ampi_loader_elsewhere(l)) ampi_object_destroy(&l->object);
+    if (l == NULL || ampi_loader_elsewhere(l)) return;
+    if (ampi_loader_is_inside(l)) {
+        ampi_log(l->amp, AMP_LOG_ERROR, 1155,
+                 "amp_loader_destroy: a call of this loader has not returned from its callback, so the loader stays: "
+                 "destroy it after that call, or if an exception or longjmp left the callback, where you caught it");
+        return;
+    }
+    ampi_object_destroy(&l->object);
 }
 
 /* ---- Creation */
