@@ -398,8 +398,9 @@ typedef enum amp_result {
 /* A result in words, and what to do about it: constant strings; "unknown result" and "" for any other number. */
 AMP_API const char *amp_result_text(amp_result result);
 AMP_API const char *amp_result_hint(amp_result result);
-/* Why this thread's last failing call failed, in one line: number, function, field, value, what is allowed.
-   "" before the first failure; valid until the next one on this thread. */
+/* Why this thread's last failing call failed, in one line of UTF-8: number, function, field, value, what is allowed.
+   Control characters, say of a path, are shown as "?"; so they are in the log and in names in texts.  ""
+   before the first failure; valid until the next one on this thread. */
 AMP_API const char *amp_last_error(void);
 /* AMP_VERSION of the linked implementation. */
 AMP_API int amp_version(void);
@@ -2982,7 +2983,7 @@ typedef struct amp_recovery_desc {
        With .loader only if its next two batches make one */
     int64_t batch_growth_interval;
     int32_t max_retries, reserved;  /* default 3; AMP_NO_RETRIES: none; counted anew after .interval good steps */
-    /* may change action, mitigation and layer of the plan.  A learning rate that it sets stays; otherwise the
+    /* may change action, mitigation and layer of the plan, and its text.  A learning rate that it sets stays; otherwise the
        snapshot's returns */
     void (*policy)(void *user, amp_recovery_event *event);
     /* and load: more to restore, in records of your own; return 0, an amp_result or another number */
@@ -4525,6 +4526,42 @@ static AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format, ...)
     va_end(args);
 }
 
+/* Bytes of the UTF-8 character at p; 0: none (RFC 3629: no surrogates, no overlong forms). */
+static int ampi_utf8(const unsigned char *p) {
+    int n = p[0] < 0x80                   ? 1
+            : p[0] >= 0xc2 && p[0] < 0xe0 ? 2
+            : (p[0] & 0xf0) == 0xe0       ? 3
+            : p[0] >= 0xf0 && p[0] < 0xf5 ? 4
+                                          : 0,
+        i;
+    for (i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
+    if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
+    return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
+}
+
+/* A control character, in ASCII or of the second kind (U+0080 to U+009F), can end a line or command a terminal. */
+static int ampi_is_control(const unsigned char *p) {
+    return p[0] < 0x20 || p[0] == 0x7f || (p[0] == 0xc2 && p[1] < 0xa0);
+}
+
+/* Makes a text one plain line: control characters, and bytes that are not UTF-8, become question marks.  Paths and names
+   come from outside, and may hold anything. */
+static char *ampi_one_line(char *text) {
+    unsigned char *p = (unsigned char *)text;
+    int n;
+    for (; *p != 0; p += n) {
+        n = AMPI_MAX(ampi_utf8(p), 1);
+        if (ampi_utf8(p) == 0 || ampi_is_control(p)) memset(p, '?', (size_t)n);
+    }
+    return text;
+}
+/* The same of a copy; NULL stays NULL. */
+static const char *ampi_plain(const char *name, char *to, size_t size) {
+    if (name == NULL) return NULL;
+    snprintf(to, size, "%s", name);
+    return ampi_one_line(to);
+}
+
 /* Sets the last-error text "AMP0102 amp_x: .field = 3, must be ...; hint" and returns result. */
 static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) {
     char detail[352];
@@ -4535,6 +4572,7 @@ static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *fun
     va_end(args);
     snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s; %s", (int)result, function, detail,
              amp_result_hint(result));
+    ampi_one_line(ampi_error_text);
     return result;
 }
 
@@ -4560,6 +4598,7 @@ static amp_result ampi_as(const char *function, amp_result result) {
         return ampi_fail(result, function, "%s; no reason was given", amp_result_text(result));
     snprintf(detail, sizeof detail, "%s", colon);
     snprintf(ampi_error_text, sizeof ampi_error_text, "%s%s%.440s", number, function, detail);
+    ampi_one_line(ampi_error_text);             /* the cut may have gone through a character */
     return result;
 }
 
@@ -11539,7 +11578,7 @@ static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level lev
     va_start(args, format);
     ampi_print_args(&sheet, format, args);
     va_end(args);
-    ampi_log_text(amp, level, id, text);
+    ampi_log_text(amp, level, id, ampi_one_line(text));
 }
 
 /* Who is gone.  The device's way between ranks cannot tell, the host's reducer can: it waits for all of them.  Asked
@@ -11561,7 +11600,7 @@ static amp_result ampi_host_fail(void *user, amp_result result, const char *text
     return ampi_fail(result, "backend", "%s", text);
 }
 static void ampi_host_log(void *user, amp_log_level level, int id, const char *text) {
-    ampi_log_text((const amp_context *)user, level, id, text);
+    ampi_log((const amp_context *)user, level, id, "%s", text);
 }
 static void *ampi_host_alloc(void *user, size_t size, size_t align) {
     amp_context *amp = (amp_context *)user;
@@ -13818,7 +13857,7 @@ static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, con
     ampi_print(&s, "): computes in %s, returns %s, by %s%s", amp_dtype_name(plan->compute),
                amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
     added = ampi_told_add((amp_context *)(uintptr_t)amp, text);
-    if (added) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, text);
+    if (added) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, ampi_one_line(text));
     if (added == 2) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, "further decisions are not logged");
 }
 
@@ -16830,6 +16869,7 @@ static amp_result ampi_fail_again(const char *function, amp_result result, const
     const char *detail = strchr(text, ' ');
     snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %.440s", (int)result, function,
              detail ? detail + 1 : text);
+    ampi_one_line(ampi_error_text);
     return result;
 }
 
@@ -19429,11 +19469,11 @@ static const char *ampi_print_layer(const amp_tape *t, const ampi_node *n) {
 }
 
 static void ampi_print_node(ampi_sheet *s, const amp_tape *t, const ampi_node *n) {
-    const char *layer = ampi_print_layer(t, n);
-    char shape[64];
+    char shape[64], name[81];
+    const char *layer = ampi_plain(ampi_print_layer(t, n), name, sizeof name);
     amp_tensor like = n->y;
     like.data = &like;
-    ampi_print(s, "%s%s%.80s %s", ampi_row_of(n)->name + sizeof "amp_tape", layer ? " " : "", layer ? layer : "",
+    ampi_print(s, "%s%s%s %s", ampi_row_of(n)->name + sizeof "amp_tape", layer ? " " : "", layer ? layer : "",
                ampi_shape_text(&like, shape, sizeof shape));
     if (n->key.plan.compute != AMP_DTYPE_DEFAULT) ampi_print(s, " in %s", amp_dtype_name(n->key.plan.compute));
     if (!t->ran) return;
@@ -26743,6 +26783,7 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
     if (settings == NULL || ampi_check_headers("amp_settings_text", AMPI_HEADERS) != AMP_OK) return 0;
     s = ampi_settings_effective(settings);
     s.layers[sizeof s.layers - 1] = 0;
+    ampi_one_line(s.layers);
     for (i = 0; i < AMPI_SETTINGS; i++) {
         const ampi_field *k = &ampi_setting_table[i];
         const char *left_out = ampi_setting_left_out(k, ampi_field_get(&s, k));
@@ -27065,19 +27106,6 @@ AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context 
 #if !defined(AMP_NO_WATCH)
 /* ---- Status */
 
-/* Bytes of the UTF-8 character at p; 0: none (RFC 3629: no surrogates, no overlong forms). */
-static int ampi_utf8(const unsigned char *p) {
-    int n = p[0] < 0x80                   ? 1
-            : p[0] >= 0xc2 && p[0] < 0xe0 ? 2
-            : (p[0] & 0xf0) == 0xe0       ? 3
-            : p[0] >= 0xf0 && p[0] < 0xf5 ? 4
-                                          : 0,
-        i;
-    for (i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
-    if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
-    return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
-}
-
 /* JSON (RFC 8259): members of an object, by key. */
 static void ampi_json_key(ampi_sheet *s, const char *key) {
     ampi_print(s, "%s\"%s\": ", s->first ? "" : ", ", key);
@@ -27122,7 +27150,7 @@ static void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
     for (; *p != 0; p += AMPI_MAX(n, 1)) {
         n = ampi_utf8(p);
         if (n == 0) ampi_print(s, "\\ufffd");
-        else if (*p < 0x20 || *p == 0x7f) ampi_print(s, "\\u%04x", *p);
+        else if (ampi_is_control(p)) ampi_print(s, "\\u%04x", p[n - 1]);
         else ampi_print(s, "%s%.*s", *p == '"' || *p == '\\' ? "\\" : "", n, (const char *)p);
     }
     ampi_print(s, "\"");
@@ -27246,6 +27274,7 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     const amp_status *t = status;
     const amp_telemetry *m;
     ampi_sheet s = ampi_sheet_of(text, size);
+    char name[sizeof t->new_inf_in];
     if (t == NULL) return 0;
     m = &t->telemetry;
     ampi_print(&s, "version  amp.h %d.%d.%d, backend %s: %s\n", t->version / 10000, t->version / 100 % 100,
@@ -27267,11 +27296,11 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     ampi_print_cache(&s, "masks    ", &t->mask_cache);
     if (t->new_inf > 0)
         ampi_print(&s, "operands %lld finite numbers beyond the range of fp16, the last in %s\n", (long long)t->new_inf,
-                   t->new_inf_in);
+                   ampi_plain(t->new_inf_in, name, sizeof name));
     if (t->fp8_tensors > 0)
         ampi_print(&s, "fp8      %lld tensors, at most %.3g%% saturated%s%s, at most %.3g%% underflowed\n",
                    (long long)t->fp8_tensors, 100 * t->fp8_saturated, t->fp8_saturated > 0 ? " in " : "",
-                   t->fp8_saturated_in, 100 * t->fp8_underflowed);
+                   ampi_plain(t->fp8_saturated_in, name, sizeof name), 100 * t->fp8_underflowed);
     ampi_print_memory(&s, t);
     ampi_print_reading(&s, "load     utilization", (double)m->utilization, 100, "%");
     ampi_print_reading(&s, ", memory", (double)m->memory_utilization, 100, "%");
@@ -28353,6 +28382,7 @@ static AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_
     va_start(args, format);
     ampi_print_args(&sheet, format, args);
     va_end(args);
+    ampi_one_line(r->text);
     r->recommendation = recommendation;
     r->worst = worst ? worst->name : NULL;
 }
@@ -28463,6 +28493,7 @@ AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_sta
 
 AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
+    char name[256];
     int64_t i;
     if (report == NULL) return 0;
     ampi_print(&sheet, "step %lld: %s\n%-36s %-8s %10s %10s %9s %9s %9s %9s %8s %8s\n", (long long)report->step,
@@ -28471,7 +28502,7 @@ AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char
     for (i = 0; i < report->n_rows; i++) {
         const amp_tensor_stats_row *r = &report->rows[i];
         ampi_print(&sheet, "%-36s %-8s %10.3g %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n",
-                   r->name ? r->name : "range", r->gradient ? "gradient" : "", r->norm, (double)r->largest,
+                   r->name ? ampi_plain(r->name, name, sizeof name) : "range", r->gradient ? "gradient" : "", r->norm, (double)r->largest,
                    100 * r->underflow, 100 * r->subnormal, 100 * r->saturation, 100 * r->overflow,
                    (long long)r->infinite, (long long)r->nan);
     }
@@ -29396,10 +29427,11 @@ AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size
     ampi_print(&sheet, "%-6s%-12s%10s%10s  %-24s%10s%10s  %-24s%10s  %s\n", "", "verdict", "output", "bound",
                "worst", "gradient", "bound", "worst", "seconds", "advice");
     for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_VERIFY_ROWS); i++) {
-        const amp_verify_row *r = &report->rows[i];
-        ampi_print(&sheet, "%-6s%-12s%10.2g%10.2g  %-24s%10.2g%10.2g  %-24s%10.3g  %s\n", amp_dtype_name(r->dtype),
-                   ampi_verdict_word(r->verdict), r->output_error, r->output_bound, r->worst_output, r->gradient_error,
-                   r->gradient_bound, r->worst_gradient, r->seconds, r->advice);
+        amp_verify_row r = report->rows[i];
+        ampi_print(&sheet, "%-6s%-12s%10.2g%10.2g  %-24s%10.2g%10.2g  %-24s%10.3g  %s\n", amp_dtype_name(r.dtype),
+                   ampi_verdict_word(r.verdict), r.output_error, r.output_bound, ampi_one_line(r.worst_output),
+                   r.gradient_error, r.gradient_bound, ampi_one_line(r.worst_gradient), r.seconds,
+                   ampi_one_line(r.advice));
     }
     return sheet.used;
 }
@@ -29826,11 +29858,13 @@ AMP_API amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *des
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size) {
     const amp_gradcheck_report *r = report;
     ampi_sheet sheet = ampi_sheet_of(text, size);
+    char worst[256];
     if (r == NULL) return 0;
     ampi_print(&sheet,
                "gradient check in %s: %s; worst in %s: %.6g by differences, %.6g by backward, error %.2g, "
                "bound %.2g; detects relative errors from %.2g%% on\n",
-               amp_dtype_name(r->dtype), r->passed ? "passed" : "failed", r->worst, r->expected, r->found, r->error,
+               amp_dtype_name(r->dtype), r->passed ? "passed" : "failed",
+               ampi_plain(r->worst, worst, sizeof worst), r->expected, r->found, r->error,
                r->bound, 100 * r->detectable);
     return sheet.used;
 }
@@ -30748,13 +30782,15 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
                "peak MiB", "verdict");
     for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_TUNE_ROWS); i++) {
         const amp_tune_row *row = &report->rows[i];
+        char reason[sizeof row->reason];
         ampi_print(&sheet, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype),
                    (long long)row->batch);
         if (row->verdict == AMP_VERDICT_FAILED) ampi_print(&sheet, "%12s %12s %8s %10s", "-", "-", "-", "-");
         else
             ampi_print(&sheet, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup,
                        (double)row->peak / 1048576.0);
-        ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
+        ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "",
+                   ampi_plain(row->reason, reason, sizeof reason));
     }
     return sheet.used;
 }
@@ -31543,7 +31579,7 @@ static void ampi_adapt_table(const amp_adapt *m, ampi_sheet *s) {
         ampi_adapt_describe(m, l, &l->last, now, now, now, &r);
         all += r.multiply_adds;
         if (now != m->ladder[m->desc.n_ladder - 1]) low += r.multiply_adds;
-        ampi_print(s, "# %-38s %-8s ", r.layer, amp_dtype_name(now));
+        ampi_print(s, "# %-38s %-8s ", ampi_one_line(r.layer), amp_dtype_name(now));
         ampi_adapt_figure(s, r.output_error);
         ampi_adapt_figure(s, r.gradient_error);
         ampi_print(s, "%9.3g %9.3g %10.3g%s\n", r.underflow, r.overflow, (double)r.largest,
@@ -31577,7 +31613,8 @@ AMP_API size_t amp_adapt_text(const amp_adapt *adapt, char *text, size_t size) {
             wrong = list.used < sizeof layers ? "a character is one that a setting cannot have" : "it becomes too long";
     if (wrong == NULL) ampi_print(&s, "layers = %s\n", layers[0] != 0 ? layers : "none");
     else {
-        ampi_print(&s, "# \"layers\" is left out: at %s %s\n", adapt->layers[i - 1].name, wrong);
+        ampi_print(&s, "# \"layers\" is left out: at %s %s\n",
+                   ampi_plain(adapt->layers[i - 1].name, layers, sizeof layers), wrong);
         ampi_log(adapt->amp, AMP_LOG_WARNING, 1312, "amp_adapt_text leaves out the setting \"layers\": at %s %s",
                  adapt->layers[i - 1].name, wrong);
     }
@@ -32038,9 +32075,11 @@ static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_DOUBLE_BATCH) event->action = planned.action;
     if (event->mitigation < AMP_MITIGATE_NONE || event->mitigation > AMP_MITIGATE_DTYPE)
         event->mitigation = planned.mitigation;
-    event->layer[sizeof event->layer - 1] = 0;
-    event->anomaly = planned.anomaly;
-    event->step = planned.step;
+    planned.action = event->action;             /* the policy may change these, and the text */
+    planned.mitigation = event->mitigation;
+    memcpy(planned.layer, event->layer, sizeof planned.layer - 1);
+    memcpy(planned.text, event->text, sizeof planned.text - 1);
+    *event = planned;
     return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
 }
 
@@ -32087,6 +32126,7 @@ static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record
     else if (e->mitigation == AMP_MITIGATE_LAYERS) ampi_print(&s, "%.63s in fp32 from now on", e->layer);
     else if (e->mitigation == AMP_MITIGATE_DTYPE) ampi_print(&s, "%s from now on", amp_dtype_name(e->dtype));
     else ampi_print(&s, "nothing else changed");
+    ampi_one_line(e->text);
 }
 
 /* An anomaly that is only reported: snapshots taken after it are useless. */
