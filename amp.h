@@ -1762,8 +1762,9 @@ typedef struct amp_optimizer_desc {
     int32_t accumulation;       /* micro-batches per step: every n-th amp_step steps, with the mean; default 1 */
     amp_param *params; int64_t n_params;  /* not copied; those without grad are left out */
     const amp_param_group *groups; int64_t n_groups;  /* copied */
-    /* defaults 1e-3, 0.9, 0.999, 1e-8, 0, of Lion 1e-4, 0.9, 0.99, no eps, 0; betas below 1; decay on matrices only,
-       unless decay_vectors */
+    /* defaults 1e-3, 0.9, 0.999, 1e-8, 0, of Lion 1e-4, 0.9, 0.99, no eps, 0; lr, eps and decay at most 1e30, lr also
+       such that a group's rate, times its decay, fits in fp32; betas below 1; decay on matrices only, unless
+       decay_vectors */
     double lr, beta1, beta2, eps, weight_decay;
     double momentum, dampening; /* SGD, as in torch.optim.SGD; momentum below 1 */
     double clip_norm;           /* largest norm of all averaged gradients together; 0: no clipping */
@@ -1808,7 +1809,7 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
 /* The set of its gradients, for amp_scaler_check. */
 AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer);
-/* From the next step on; finite, 0 or more. */
+/* From the next step on; 0 to 1e30, as .lr. */
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
 /* From the next check on; 0: no clipping. */
 AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm);
@@ -1921,7 +1922,7 @@ typedef enum amp_schedule_kind {
 typedef struct amp_schedule {
     int32_t from_zero;          /* 1: warmup is lr step / warmup, as in PyTorch programs, and step 0 changes nothing */
     amp_schedule_kind kind;
-    double lr;                  /* the highest; above 0, or AMP_EXPLICIT_ZERO */
+    double lr;                  /* the highest; above 0, at most 1e30, or AMP_EXPLICIT_ZERO */
     double min_lr;              /* from .steps on; INVERSE_SQRT: any time after warmup; not of CONSTANT; at most lr */
     int64_t warmup;             /* steps that rise linearly, the last one at lr; at most .steps */
     int64_t steps;              /* in all, warmup included; CONSTANT and INVERSE_SQRT: may be 0 */
@@ -5717,6 +5718,7 @@ static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits
 static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
 
 #define AMPI_DBL_MAX 1.7976931348623157e308
+#define AMPI_MOST_F32 3.4028234663852886e38
 #define AMPI_ABOVE_0 2.2250738585072014e-308
 #define AMPI_ABOVE_1 1.0000000000000002
 #define AMPI_BELOW_1 0.99999999999999989
@@ -16804,7 +16806,7 @@ static amp_result ampi_model_check(const amp_model *m, const char *name, int64_t
                          (long long)rows, (long long)cols);
     if ((int)init < 0 || init > AMP_INIT_NORM_BIAS)
         return ampi_fail(AMP_ERR_RANGE, f, "%s: init = %d, must be 0 to %d", name, (int)init, AMP_INIT_NORM_BIAS);
-    return ampi_check_real(f, "value", value, islessequal(fabs(value), 3.4028234663852886e38) &&
+    return ampi_check_real(f, "value", value, islessequal(fabs(value), AMPI_MOST_F32) &&
                            (init == AMP_INIT_CONSTANT || isgreaterequal(value, 0)),
                            "finite in fp32, and 0 or more but for CONSTANT");
 }
@@ -22197,13 +22199,15 @@ static const ampi_word ampi_lag_words[] = {{"none", AMP_LAG_NONE}, {NULL, 0}};
 
 #define AMPI_RATE(field, words, high, range) \
     { #field, AMPI_REAL64, offsetof(amp_optimizer_desc, field), words, 0, 0, high, range }
-#define AMPI_NOT_NEGATIVE "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where 0 means the default"
+#define AMPI_NOT_NEGATIVE "from 0 to 1e30, and AMP_EXPLICIT_ZERO for 0 where 0 means the default"
+#define AMPI_LEAST_F32 1.401298464324817e-45
 static const ampi_field ampi_optimizer_fields[] = {
     {"kind", AMPI_I32, offsetof(amp_optimizer_desc, kind), NULL, AMP_ADAMW, 1, AMPI_OPTIMIZERS - 1, NULL},
     AMPI_RATE(lr, ampi_zero_words, 1e30, AMPI_NOT_NEGATIVE),
     AMPI_RATE(beta1, ampi_zero_words, AMPI_BELOW_1, "from 0 to below 1"),
     AMPI_RATE(beta2, ampi_zero_words, AMPI_BELOW_1, "from 0 to below 1"),
-    AMPI_RATE(eps, ampi_zero_words, 1e30, AMPI_NOT_NEGATIVE),
+    {"eps", AMPI_REAL64, offsetof(amp_optimizer_desc, eps), ampi_zero_words, 0, AMPI_LEAST_F32, 1e30,
+     "from 1.4e-45, the smallest number of fp32, to 1e30, or AMP_EXPLICIT_ZERO"},
     AMPI_RATE(weight_decay, NULL, 1e30, AMPI_NOT_NEGATIVE),
     AMPI_RATE(momentum, NULL, AMPI_BELOW_1, "from 0 to below 1"),
     AMPI_RATE(dampening, NULL, 1e30, AMPI_NOT_NEGATIVE),
@@ -22292,6 +22296,27 @@ static amp_result ampi_check_outer(const amp_optimizer_desc *d) {
     return AMP_OK;
 }
 
+/* The highest learning rate with which every number of a step fits in fp32, in which weights are updated: each group's
+   own rate; in AdamW that of the first step, which is divided by 1 - beta1; and the share that weight decay takes. */
+static double ampi_lr_most(const amp_optimizer_desc *d) {
+    double most = 1e30, first = d->kind == AMP_ADAMW ? 1 / (1 - d->beta1) : 1;
+    int64_t i;
+    for (i = -1; i < d->n_groups; i++) {
+        double scale = i < 0 ? 1 : ampi_or(d->groups[i].lr_scale, 1);
+        double decay = i < 0 ? d->weight_decay : ampi_or(d->groups[i].weight_decay, d->weight_decay);
+        double times = scale * AMPI_MAX(first, d->kind == AMP_SGD ? 0 : decay);
+        if (times * most > AMPI_MOST_F32) most = AMPI_MOST_F32 / times;
+    }
+    return most;
+}
+static amp_result ampi_check_lr(const char *function, const char *field, const amp_optimizer_desc *d, double lr) {
+    double most = ampi_lr_most(d);
+    if (isgreaterequal(lr, 0) && islessequal(lr, most)) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be from 0 to %g%s", field, lr, most,
+                     most < 1e30 ? ": .lr_scale, .weight_decay and 1 / (1 - .beta1) multiply it, and the product must "
+                                   "fit in fp32" : "");
+}
+
 static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level level) {
     const char *function = "amp_optimizer_create";
     amp_param_group own;
@@ -22323,6 +22348,7 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
         AMPI_TRY(ampi_fields(function, ampi_group_fields, sizeof ampi_group_fields, &own));
         AMPI_TRY(ampi_check_storage(d, level, "a group's ", d->groups[i].master, d->groups[i].moments));
     }
+    AMPI_TRY(ampi_check_lr(function, ".lr", d, d->lr));
     return ampi_check_storage(d, level, "", d->master, d->moments);
 }
 
@@ -22589,7 +22615,7 @@ AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer) { return 
 
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
     AMPI_TRY(ampi_need_object("amp_optimizer_set_lr", optimizer, "optimizer"));
-    AMPI_TRY(ampi_check_real("amp_optimizer_set_lr", "lr", lr, isgreaterequal(lr, 0), "0 or more and finite"));
+    AMPI_TRY(ampi_check_lr("amp_optimizer_set_lr", "lr", &optimizer->desc, lr));
     optimizer->desc.lr = lr;
     return AMP_OK;
 }
@@ -23848,6 +23874,7 @@ static amp_result ampi_check_saved_steps(const amp_optimizer *o, const ampi_save
     if (n->delivered > n->attempts || n->flushed > n->attempts || n->step > n->attempts ||
         n->skips != n->attempts - n->step)
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "the saved counters contradict each other");
+    AMPI_TRY(ampi_check_lr("amp_optimizer_load", "the saved lr", &o->desc, n->lr));
     return AMP_OK;
 }
 
@@ -24174,14 +24201,14 @@ static const struct ampi_schedule_row { const char *name; int reads; } ampi_sche
     {"INVERSE_SQRT", AMPI_READS_MIN | AMPI_READS_TIME}, {"SQRT", AMPI_READS_MIN | AMPI_READS_STEPS}
 };
 
-#define AMPI_RATE_RANGE "above 0 and finite, or AMP_EXPLICIT_ZERO"
+#define AMPI_RATE_RANGE "above 0 and at most 1e30, or AMP_EXPLICIT_ZERO"
 #define AMPI_OF_SCHEDULE(field, type, standard, low, high, range) \
     { #field, type, offsetof(amp_schedule, field), NULL, standard, low, high, range }
 static const ampi_field ampi_schedule_fields[] = {
     AMPI_OF_SCHEDULE(from_zero, AMPI_I32, 0, 0, 1, NULL),
     AMPI_OF_SCHEDULE(kind, AMPI_I32, AMP_SCHEDULE_COSINE, 1, AMP_SCHEDULE_SQRT, NULL),
     {"lr", AMPI_REAL64, offsetof(amp_schedule, lr), ampi_zero_words, 0, 0, 1e30, AMPI_RATE_RANGE},
-    AMPI_OF_SCHEDULE(min_lr, AMPI_REAL64, 0, 0, 1e30, "0 or more and finite"),
+    AMPI_OF_SCHEDULE(min_lr, AMPI_REAL64, 0, 0, 1e30, "from 0 to 1e30"),
     AMPI_OF_SCHEDULE(warmup, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
     AMPI_OF_SCHEDULE(steps, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
     AMPI_OF_SCHEDULE(decay, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
