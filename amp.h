@@ -478,7 +478,8 @@ AMP_API const char *amp_dtype_name(amp_dtype dtype);
 AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out);
 
 /* ==== 4 >>tensors ====
-   Views of memory that the caller owns. */
+   Views of memory that the caller owns.  Memory of numbers, here and in every other argument, begins at a multiple of
+   their size: int32_t labels at 4, bf16 at 2; anything else is refused (AMP_ERR_RANGE). */
 
 enum { AMP_MAX_DIMS = 4 };
 
@@ -1033,8 +1034,8 @@ AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op);
 AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op);
 
 /* Replaces cblas_sgemm in one line, and follows the region.  examples/adopt/cblas.h needs no changed line.  Enum
-   values are CBLAS's.  C = alpha op(A) op(B) + beta C; op(A) m x k, op(B) k x n; fp32, any alignment; dimensions may
-   be 0; with beta 0 C is not read.  alpha and beta must be finite.
+   values are CBLAS's.  C = alpha op(A) op(B) + beta C; op(A) m x k, op(B) k x n; fp32; dimensions may be 0; with
+   beta 0 C is not read.  alpha and beta must be finite.
    Errors: AMP_ERR_SIZE sizes or strides beyond any memory, AMP_ERR_CONFLICT C shares memory with A or B. */
 typedef enum amp_order { AMP_ROW_MAJOR = 101, AMP_COL_MAJOR = 102, AMP_ORDER_FORCE_I32 = 0x7fffffff } amp_order;
 typedef enum amp_trans {
@@ -6198,6 +6199,13 @@ static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size)
     return text;
 }
 
+/* Memory of numbers of `size` bytes begins at a multiple of it: some processors, and every GPU, fault at any other. */
+static amp_result ampi_check_aligned(const char *function, const char *field, uintptr_t at, size_t size) {
+    if (size == 0 || (at & (size - 1)) == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "%s is at 0x%llx, must be at a multiple of %d, the size of its elements",
+                     field, (unsigned long long)at, (int)size);
+}
+
 #define AMPI_STRIDES_MOST 72057594037927936.0       /* 2^56 elements: beyond any memory */
 
 /* An operator's operand: present, of a storage dtype, with a legal shape. */
@@ -6259,7 +6267,8 @@ typedef struct ampi_extent { int64_t stride[AMP_MAX_DIMS], size[AMP_MAX_DIMS], b
 typedef struct ampi_place {
     const char *field;              /* as error texts name it */
     const amp_tensor *view;         /* NULL: a contiguous array */
-    uintptr_t low, high, size;      /* its bytes are in [low, high); size of an element */
+    uintptr_t low, high, size;      /* its bytes are in [low, high); size of an element, 1 in an array */
+    uintptr_t align;                /* of its first byte; of arrays 4, if not set */
     const char *may_be, *or_be;     /* the fields that an output may be */
     int written;
     ampi_extent extent;
@@ -6272,6 +6281,7 @@ static ampi_place *ampi_reads_array(ampi_places *s, const char *field, const voi
     p->view = NULL;
     p->low = p->high = (uintptr_t)data;
     p->size = 1;
+    p->align = 4;
     p->may_be = p->or_be = NULL;
     p->written = 0;
     p->extent.n = -1;
@@ -6294,7 +6304,7 @@ static ampi_place *ampi_reads(ampi_places *s, const char *field, const amp_tenso
         given |= (uintptr_t)t->stride[i];
     }
     p = ampi_reads_array(s, field, t->data, (int64_t)(count * size));
-    p->size = size;
+    p->size = p->align = size;
     if (given == 0 || count == 0) return p;
     p->view = t;
     p->high = p->low + (above + 1) * size;
@@ -6312,8 +6322,10 @@ static void ampi_writes_over(ampi_places *s, const char *field, const amp_tensor
 static void ampi_writes(ampi_places *s, const char *field, const amp_tensor *t) {
     ampi_writes_over(s, field, t, NULL, NULL);
 }
-static void ampi_writes_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
-    ampi_reads_array(s, field, data, bytes)->written = 1;
+static ampi_place *ampi_writes_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
+    ampi_place *p = ampi_reads_array(s, field, data, bytes);
+    p->written = 1;
+    return p;
 }
 
 static void ampi_find_extent(ampi_place *p) {
@@ -6411,6 +6423,8 @@ static amp_result ampi_check_pair(const char *function, ampi_place *out, ampi_pl
 
 static amp_result ampi_check_places(const char *function, ampi_places *s) {
     int i, j;
+    for (i = 0; i < s->n; i++)
+        AMPI_TRY(ampi_check_aligned(function, s->place[i].field, s->place[i].low, s->place[i].align));
     for (i = 0; i < s->n; i++) {
         ampi_place *out = &s->place[i];
         for (j = 0; out->written && j < s->n; j++) {
@@ -6428,8 +6442,8 @@ static void ampi_reads_param(ampi_places *s, const char *field, const amp_param 
 }
 static void ampi_writes_gradient(ampi_places *s, const char *field, const amp_param *p) {
     if (p != NULL)
-        ampi_writes_array(s, field, p->grad.data,
-                          amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->grad.dtype));
+        ampi_writes_array(s, field, p->grad.data, amp_tensor_count(&p->weight) *
+                          (int64_t)amp_dtype_size(p->grad.dtype))->align = amp_dtype_size(p->grad.dtype);
 }
 
 static amp_result ampi_check_own_gradient(const char *function, const amp_param *p) {
@@ -12971,6 +12985,8 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
     if (!ampi_is_contiguous(&p->weight))
         return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous", p->name);
+    AMPI_TRY(ampi_check_aligned("amp_param_register", p->name, (uintptr_t)p->weight.data,
+                                amp_dtype_size(p->weight.dtype)));
     if (p->grad.data != NULL) {
         AMPI_TRY(ampi_check_tensor("amp_param_register", "grad", &p->grad));
         if (amp_tensor_count(&p->grad) != amp_tensor_count(&p->weight) || !ampi_is_contiguous(&p->grad))
@@ -12981,6 +12997,8 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
             return ampi_fail(AMP_ERR_DTYPE, "amp_param_register",
                              "%s: the gradient is %s, must be fp32 or the weight's %s", p->name,
                              amp_dtype_name(p->grad.dtype), amp_dtype_name(p->weight.dtype));
+        AMPI_TRY(ampi_check_aligned("amp_param_register", p->name, (uintptr_t)p->grad.data,
+                                    amp_dtype_size(p->grad.dtype)));
         AMPI_TRY(ampi_check_own_gradient("amp_param_register", p));
     }
     for (j = 0; j < amp->n_params; j++)
@@ -13089,7 +13107,11 @@ static amp_result ampi_check_mask(const char *f, const amp_mask *mask) {
         return ampi_fail(AMP_ERR_NULL, f, ".mask.prefix is NULL");
     if (mask->kind == AMP_MASK_ARBITRARY && mask->allowed == NULL)
         return ampi_fail(AMP_ERR_NULL, f, ".mask.allowed is NULL");
-    return AMP_OK;
+    AMPI_TRY(ampi_check_aligned(f, ".mask.lengths", (uintptr_t)mask->lengths, sizeof *mask->lengths));
+    AMPI_TRY(ampi_check_aligned(f, ".mask.documents", (uintptr_t)mask->documents, sizeof *mask->documents));
+    return mask->kind == AMP_MASK_PREFIX
+               ? ampi_check_aligned(f, ".mask.prefix", (uintptr_t)mask->prefix, sizeof *mask->prefix)
+               : AMP_OK;
 }
 
 static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, int64_t heads, int64_t queries,
@@ -13100,7 +13122,8 @@ static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, in
     if (m->kind == AMP_MASK_PREFIX) ampi_reads_array(s, ".mask.prefix", m->prefix, batch * word);
     if (m->kind == AMP_MASK_ARBITRARY)
         ampi_reads_array(s, ".mask.allowed", m->allowed,
-                         (batch - 1) * m->allowed_batch_stride + (heads - 1) * m->allowed_head_stride + queries * keys);
+                         (batch - 1) * m->allowed_batch_stride + (heads - 1) * m->allowed_head_stride + queries * keys)
+            ->align = 1;
 }
 
 /* Whether the sequences' masks may differ. */
@@ -15390,7 +15413,7 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
 
 /* A BLAS matrix of `lines` lines, `ld` elements apart, must fit into memory: sizes and offsets are computed from it. */
 static amp_result ampi_gemm_reach(const char *name, int64_t lines, int64_t ld) {
-    if ((double)lines * (double)ld <= AMPI_STRIDES_MOST) return AMP_OK;
+    if (lines == 0 || ld <= (int64_t)AMPI_STRIDES_MOST / lines) return AMP_OK;
     return ampi_fail(AMP_ERR_SIZE, "amp_gemm", "%s: %lld rows or columns, %lld elements apart, exceed any memory", name,
                      (long long)lines, (long long)ld);
 }
@@ -15443,6 +15466,13 @@ static amp_result ampi_gemm_places(amp_dtype dtype, int row, int ta, int tb, int
     return ampi_check_places("amp_gemm", &at);
 }
 
+static amp_result ampi_gemm_aligned(const void *a, const void *b, const void *c, size_t size) {
+    if ((((uintptr_t)a | (uintptr_t)b | (uintptr_t)c) & (size - 1)) == 0) return AMP_OK;
+    AMPI_TRY(ampi_check_aligned("amp_gemm", "a", (uintptr_t)a, size));
+    AMPI_TRY(ampi_check_aligned("amp_gemm", "b", (uintptr_t)b, size));
+    return ampi_check_aligned("amp_gemm", "c", (uintptr_t)c, size);
+}
+
 /* Bytes from the first to the last element of lines `ld` apart. */
 static size_t ampi_gemm_span(int64_t lines, int64_t length, int64_t ld) {
     return (((size_t)lines - 1) * (size_t)ld + (size_t)length) * sizeof(float);
@@ -15489,6 +15519,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
         AMPI_TRY(ampi_gemm_places(AMP_F32, !swap, ta, tb, m, n, k, a, lda, b, ldb, c, ldc));
+    AMPI_TRY(ampi_gemm_aligned(a, b, c, sizeof *c));
     if (ampi_regions.decided == amp->decisions) plan = ampi_regions.gemm;
     else AMPI_TRY(ampi_as("amp_gemm", ampi_gemm_decide(amp, &plan)));
     if (plan.rule == AMP_BY_STORAGE) ampi_gemm_outside(amp, plan.compute);
@@ -15531,6 +15562,7 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     if (m == 0 || n == 0) return AMP_OK;
     if (ampi_bits_f64(alpha) << 1 == 0) k = 0;
     if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, f, "a, b or c is NULL");
+    AMPI_TRY(ampi_as(f, ampi_gemm_aligned(k > 0 ? a : c, k > 0 ? b : c, c, sizeof *c)));
     if (k > 0) AMPI_TRY(ampi_as(f, ampi_gemm_places(AMP_F64, row, ta, tb, m, n, k, a, lda, b, ldb, c, ldc)));
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &scratch, (m * k + k * n + m * n) * (int64_t)sizeof *a32)));
     a32 = (float *)scratch; b32 = a32 + m * k; c32 = b32 + k * n;
@@ -20216,6 +20248,8 @@ static amp_result ampi_check_gradient(const char *function, const amp_param *p) 
     if (!ampi_is_storage(p->weight.dtype))
         return ampi_fail(AMP_ERR_DTYPE, function, "%s: the weight is %s, must be one of %s", p->name,
                          amp_dtype_name(p->weight.dtype), ampi_dtypes_of(AMPI_IS_STORAGE, list));
+    AMPI_TRY(ampi_check_aligned(function, p->name, (uintptr_t)p->weight.data, amp_dtype_size(p->weight.dtype)));
+    AMPI_TRY(ampi_check_aligned(function, p->name, (uintptr_t)p->grad.data, amp_dtype_size(p->grad.dtype)));
     return ampi_check_own_gradient(function, p);
 }
 
@@ -20279,6 +20313,7 @@ static amp_result ampi_check_ranges(const char *function, const amp_range *range
             return ampi_fail(AMP_ERR_DTYPE, function, "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
                              (long long)i, amp_dtype_name(range->dtype));
         AMPI_TRY(ampi_bytes(function, range->count, amp_dtype_size(range->dtype), &bytes));
+        AMPI_TRY(ampi_check_aligned(function, name, (uintptr_t)range->data, amp_dtype_size(range->dtype)));
     }
     return AMP_OK;
 }
@@ -22299,7 +22334,9 @@ static amp_result ampi_check_outer(const amp_optimizer_desc *d) {
 /* The highest learning rate with which every number of a step fits in fp32, in which weights are updated: each group's
    own rate; in AdamW that of the first step, which is divided by 1 - beta1; and the share that weight decay takes. */
 static double ampi_lr_most(const amp_optimizer_desc *d) {
-    double most = 1e30, first = d->kind == AMP_ADAMW ? 1 / (1 - d->beta1) : 1;
+    ampi_fp host = ampi_fp_begin();
+    volatile double most = 1e30;        /* in memory before ampi_fp_end */
+    double first = d->kind == AMP_ADAMW ? 1 / (1 - d->beta1) : 1;
     int64_t i;
     for (i = -1; i < d->n_groups; i++) {
         double scale = i < 0 ? 1 : ampi_or(d->groups[i].lr_scale, 1);
@@ -22307,6 +22344,7 @@ static double ampi_lr_most(const amp_optimizer_desc *d) {
         double times = scale * AMPI_MAX(first, d->kind == AMP_SGD ? 0 : decay);
         if (times * most > AMPI_MOST_F32) most = AMPI_MOST_F32 / times;
     }
+    ampi_fp_end(host);
     return most;
 }
 static amp_result ampi_check_lr(const char *function, const char *field, const amp_optimizer_desc *d, double lr) {
