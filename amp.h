@@ -400,8 +400,9 @@ typedef enum amp_result {
 /* A result in words, and what to do about it: constant strings; "unknown result" and "" for any other number. */
 AMP_API const char *amp_result_text(amp_result result);
 AMP_API const char *amp_result_hint(amp_result result);
-/* Why this thread's last failing call failed, in one line: number, function, field, value, what is allowed.
-   "" before the first failure; valid until the next one on this thread. */
+/* Why this thread's last failing call failed, in one line of UTF-8: number, function, field, value, what is allowed.
+   Control characters, say of a path, are shown as "?"; so they are in the log and in names in texts.  ""
+   before the first failure; valid until the next one on this thread. */
 AMP_API const char *amp_last_error(void);
 /* AMP_VERSION of the linked implementation. */
 AMP_API int amp_version(void);
@@ -490,7 +491,8 @@ AMPI_INLINE double amp_explicit(double x) {
 }
 
 /* ==== 4 >>tensors ====
-   Views of memory that the caller owns. */
+   Views of memory that the caller owns.  Memory of numbers, here and in every other argument, begins at a multiple of
+   their size: int32_t labels at 4, bf16 at 2; anything else is refused (AMP_ERR_RANGE). */
 
 enum { AMP_MAX_DIMS = 4 };
 
@@ -1049,9 +1051,9 @@ AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op);
 AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op);
 
 /* Replaces cblas_sgemm in one line, and follows the region.  examples/adopt/cblas.h needs no changed line.  Enum
-   values are CBLAS's.  C = alpha op(A) op(B) + beta C; op(A) m x k, op(B) k x n; fp32, any alignment; dimensions may
-   be 0; with beta 0 C is not read.  alpha and beta must be finite.
-   Errors: AMP_ERR_CONFLICT C shares memory with A or B. */
+   values are CBLAS's.  C = alpha op(A) op(B) + beta C; op(A) m x k, op(B) k x n; fp32; dimensions may be 0; with
+   beta 0 C is not read.  alpha and beta must be finite.
+   Errors: AMP_ERR_SIZE sizes or strides beyond any memory, AMP_ERR_CONFLICT C shares memory with A or B. */
 typedef enum amp_order { AMP_ROW_MAJOR = 101, AMP_COL_MAJOR = 102, AMP_ORDER_FORCE_I32 = 0x7fffffff } amp_order;
 typedef enum amp_trans {
     AMP_NO_TRANS = 111, AMP_TRANS = 112, AMP_CONJ_TRANS = 113,
@@ -1061,7 +1063,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
                             const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
 /* For dgemm: A and B are rounded to fp32, beta C is added in fp64.
-   Errors: AMP_ERR_CONFLICT as above, AMP_ERR_UNSUPPORTED on a device. */
+   Errors: AMP_ERR_SIZE and AMP_ERR_CONFLICT as above, AMP_ERR_UNSUPPORTED on a device. */
 AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                                 int64_t m, int64_t n, int64_t k, double alpha, const double *a, int64_t lda,
                                 const double *b, int64_t ldb, double beta, double *c, int64_t ldc);
@@ -1587,8 +1589,8 @@ typedef struct amp_grad_set_desc {
     int32_t sharded, reserved;
     double clip_norm;           /* largest norm; 0: no clipping */
 } amp_grad_set_desc;
-/* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_CONFLICT both .params and .ranges are given, or gradients share
-   memory. */
+/* Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_SIZE a range exceeds any memory, AMP_ERR_CONFLICT both .params and
+   .ranges are given, or gradients share memory. */
 AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc);
 AMP_API void amp_grad_set_destroy(amp_grad_set *set);
 
@@ -1796,8 +1798,9 @@ typedef struct amp_optimizer_desc {
     int32_t accumulation;       /* micro-batches per step: every n-th amp_step steps, with the mean; default 1 */
     amp_param *params; int64_t n_params;  /* not copied; those without grad are left out */
     const amp_param_group *groups; int64_t n_groups;  /* copied */
-    /* defaults 1e-3, 0.9, 0.999, 1e-8, 0, of Lion 1e-4, 0.9, 0.99, no eps, 0; betas below 1; decay on matrices only,
-       unless decay_vectors */
+    /* defaults 1e-3, 0.9, 0.999, 1e-8, 0, of Lion 1e-4, 0.9, 0.99, no eps, 0; lr, eps and decay at most 1e30, lr also
+       such that a group's rate, times its decay, fits in fp32; betas below 1; decay on matrices only, unless
+       decay_vectors */
     double lr, beta1, beta2, eps, weight_decay;
     double momentum, dampening; /* SGD, as in torch.optim.SGD; momentum below 1 */
     double clip_norm;           /* largest norm of all averaged gradients together; 0: no clipping */
@@ -1842,7 +1845,7 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
 /* The set of its gradients, for amp_scaler_check. */
 AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer);
-/* From the next step on; finite, 0 or more. */
+/* From the next step on; 0 to 1e30, as .lr. */
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
 /* From the next check on; 0: no clipping. */
 AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm);
@@ -1957,7 +1960,7 @@ typedef struct amp_schedule {
        min_lr, as there: min_lr + (lr - min_lr) step / warmup.  0: lr (step + 1) / warmup */
     int32_t from_zero;
     amp_schedule_kind kind;
-    double lr;                  /* the highest; above 0, or AMP_EXPLICIT_ZERO */
+    double lr;                  /* the highest; above 0, at most 1e30, or AMP_EXPLICIT_ZERO */
     double min_lr;              /* from .steps on; INVERSE_SQRT: any time after warmup; not of CONSTANT; at most lr */
     int64_t warmup;             /* steps that rise linearly, the last one at lr; at most .steps */
     int64_t steps;              /* in all, warmup included; CONSTANT and INVERSE_SQRT: may be 0 */
@@ -2019,7 +2022,10 @@ typedef struct amp_sample {
 } amp_sample;
 
 /* A source of your own.  read fills fields[i], host memory for fields[i].count values, and returns 0 on success.
-   Workers call it concurrently.  Exact resume needs equal samples from equal calls. */
+   Workers call it concurrently.  Exact resume needs equal samples from equal calls.
+   Without workers read runs within your call.  If a C++ exception or longjmp leaves it there, the loader stays as it
+   was: the next amp_loader_next begins the same batch again, and amp_loader_destroy works where you caught it, or
+   further up.  From a worker no exception may escape, as from any thread. */
 typedef struct amp_source {
     int (*read)(void *user, const amp_sample *sample, void *const *fields);
     void *user;
@@ -2162,8 +2168,8 @@ typedef struct amp_convert_desc {
 /* Converts n elements between floating dtypes on the host, fast, with the scalar functions' bits.  TF32 as destination
    rounds within fp32 storage.  dst and src need no alignment, and may be one buffer if element sizes agree.  desc may
    be NULL.  *new_inf, if given, counts finite inputs that became infinite (E4M3: NaN).
-   Errors: AMP_ERR_DTYPE not floating, or stochastic to fp32, fp64 or TF32, AMP_ERR_CONFLICT dst and src overlap
-   otherwise. */
+   Errors: AMP_ERR_DTYPE not floating, or stochastic to fp32, fp64 or TF32, AMP_ERR_SIZE n elements exceed any memory,
+   AMP_ERR_CONFLICT dst and src overlap otherwise. */
 AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                const amp_convert_desc *desc, int64_t *new_inf);
 /* How many of n elements are infinite or NaN, by their bits, so under -Ofast too; -1 for a dtype that is not floating.
@@ -3029,7 +3035,7 @@ typedef struct amp_recovery_desc {
        With .loader only if its next two batches make one */
     int64_t batch_growth_interval;
     int32_t max_retries, reserved;  /* default 3; AMP_NO_RETRIES: none; counted anew after .interval good steps */
-    /* may change action, mitigation and layer of the plan.  A learning rate that it sets stays; otherwise the
+    /* may change action, mitigation and layer of the plan, and its text.  A learning rate that it sets stays; otherwise the
        snapshot's returns */
     void (*policy)(void *user, amp_recovery_event *event);
     /* and load: more to restore, in records of your own; return 0, an amp_result or another number */
@@ -4633,6 +4639,42 @@ static AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format, ...)
     va_end(args);
 }
 
+/* Bytes of the UTF-8 character at p; 0: none (RFC 3629: no surrogates, no overlong forms). */
+static int ampi_utf8(const unsigned char *p) {
+    int n = p[0] < 0x80                   ? 1
+            : p[0] >= 0xc2 && p[0] < 0xe0 ? 2
+            : (p[0] & 0xf0) == 0xe0       ? 3
+            : p[0] >= 0xf0 && p[0] < 0xf5 ? 4
+                                          : 0,
+        i;
+    for (i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
+    if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
+    return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
+}
+
+/* A control character, in ASCII or of the second kind (U+0080 to U+009F), can end a line or command a terminal. */
+static int ampi_is_control(const unsigned char *p) {
+    return p[0] < 0x20 || p[0] == 0x7f || (p[0] == 0xc2 && p[1] < 0xa0);
+}
+
+/* Makes a text one plain line: control characters, and bytes that are not UTF-8, become question marks.  Paths and names
+   come from outside, and may hold anything. */
+static char *ampi_one_line(char *text) {
+    unsigned char *p = (unsigned char *)text;
+    int n;
+    for (; *p != 0; p += n) {
+        n = AMPI_MAX(ampi_utf8(p), 1);
+        if (ampi_utf8(p) == 0 || ampi_is_control(p)) memset(p, '?', (size_t)n);
+    }
+    return text;
+}
+/* The same of a copy; NULL stays NULL. */
+static const char *ampi_plain(const char *name, char *to, size_t size) {
+    if (name == NULL) return NULL;
+    snprintf(to, size, "%s", name);
+    return ampi_one_line(to);
+}
+
 /* Sets the last-error text "AMP0102 amp_x: .field = 3, must be ...; hint" and returns result. */
 static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) {
     char detail[352];
@@ -4643,6 +4685,7 @@ static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *fun
     va_end(args);
     snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s; %s", (int)result, function, detail,
              amp_result_hint(result));
+    ampi_one_line(ampi_error_text);
     return result;
 }
 
@@ -4668,6 +4711,7 @@ static amp_result ampi_as(const char *function, amp_result result) {
         return ampi_fail(result, function, "%s; no reason was given", amp_result_text(result));
     snprintf(detail, sizeof detail, "%s", colon);
     snprintf(ampi_error_text, sizeof ampi_error_text, "%s%s%.440s", number, function, detail);
+    ampi_one_line(ampi_error_text);             /* the cut may have gone through a character */
     return result;
 }
 
@@ -5799,6 +5843,7 @@ static inline float ampi_or32(float value, float otherwise) {
 }
 
 #define AMPI_DBL_MAX 1.7976931348623157e308
+#define AMPI_MOST_F32 3.4028234663852886e38
 #define AMPI_ABOVE_0 2.2250738585072014e-308
 #define AMPI_ABOVE_1 1.0000000000000002
 #define AMPI_BELOW_1 0.99999999999999989
@@ -6062,6 +6107,7 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
                                const amp_convert_desc *desc, int64_t *new_inf) {
     const amp_convert_desc none = {AMP_ROUND_DEFAULT, 0, 0, 0};
     int stochastic = desc != NULL && desc->rounding == AMP_ROUND_STOCHASTIC;
+    size_t bytes[2];
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_convert", "n = %lld, must be 0 or more", (long long)n);
     if (n > 0 && (dst == NULL || src == NULL))
         return ampi_fail(AMP_ERR_NULL, "amp_convert", dst == NULL ? "dst" : "src");
@@ -6073,8 +6119,9 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
                          amp_dtype_name(dst_dtype));
     if (desc != NULL && !stochastic && desc->rounding != AMP_ROUND_DEFAULT)
         return ampi_fail(AMP_ERR_RANGE, "amp_convert", ".rounding = %d, must be an amp_rounding", (int)desc->rounding);
-    if ((dst != src || amp_dtype_size(dst_dtype) != amp_dtype_size(src_dtype)) &&
-        !ampi_is_apart(dst, (size_t)n * amp_dtype_size(dst_dtype), src, (size_t)n * amp_dtype_size(src_dtype)))
+    AMPI_TRY(ampi_bytes("amp_convert", n, amp_dtype_size(dst_dtype), &bytes[0]));
+    AMPI_TRY(ampi_bytes("amp_convert", n, amp_dtype_size(src_dtype), &bytes[1]));
+    if ((dst != src || bytes[0] != bytes[1]) && !ampi_is_apart(dst, bytes[0], src, bytes[1]))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_convert",
                          "dst and src overlap, and are not the same buffer with elements of one size");
     ampi_convert(dst, dst_dtype, src, src_dtype, n, desc != NULL ? desc : &none, new_inf, ampi_cpu_best_path());
@@ -6277,6 +6324,13 @@ static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size)
     return text;
 }
 
+/* Memory of numbers of `size` bytes begins at a multiple of it: some processors, and every GPU, fault at any other. */
+static amp_result ampi_check_aligned(const char *function, const char *field, uintptr_t at, size_t size) {
+    if (size == 0 || (at & (size - 1)) == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "%s is at 0x%llx, must be at a multiple of %d, the size of its elements",
+                     field, (unsigned long long)at, (int)size);
+}
+
 #define AMPI_STRIDES_MOST 72057594037927936.0       /* 2^56 elements: beyond any memory */
 
 /* An operator's operand: present, of a storage dtype, with a legal shape. */
@@ -6338,7 +6392,8 @@ typedef struct ampi_extent { int64_t stride[AMP_MAX_DIMS], size[AMP_MAX_DIMS], b
 typedef struct ampi_place {
     const char *field;              /* as error texts name it */
     const amp_tensor *view;         /* NULL: a contiguous array */
-    uintptr_t low, high, size;      /* its bytes are in [low, high); size of an element */
+    uintptr_t low, high, size;      /* its bytes are in [low, high); size of an element, 1 in an array */
+    uintptr_t align;                /* of its first byte; of arrays 4, if not set */
     const char *may_be, *or_be;     /* the fields that an output may be */
     int written;
     ampi_extent extent;
@@ -6351,6 +6406,7 @@ static ampi_place *ampi_reads_array(ampi_places *s, const char *field, const voi
     p->view = NULL;
     p->low = p->high = (uintptr_t)data;
     p->size = 1;
+    p->align = 4;
     p->may_be = p->or_be = NULL;
     p->written = 0;
     p->extent.n = -1;
@@ -6373,7 +6429,7 @@ static ampi_place *ampi_reads(ampi_places *s, const char *field, const amp_tenso
         given |= (uintptr_t)t->stride[i];
     }
     p = ampi_reads_array(s, field, t->data, (int64_t)(count * size));
-    p->size = size;
+    p->size = p->align = size;
     if (given == 0 || count == 0) return p;
     p->view = t;
     p->high = p->low + (above + 1) * size;
@@ -6391,8 +6447,10 @@ static void ampi_writes_over(ampi_places *s, const char *field, const amp_tensor
 static void ampi_writes(ampi_places *s, const char *field, const amp_tensor *t) {
     ampi_writes_over(s, field, t, NULL, NULL);
 }
-static void ampi_writes_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
-    ampi_reads_array(s, field, data, bytes)->written = 1;
+static ampi_place *ampi_writes_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
+    ampi_place *p = ampi_reads_array(s, field, data, bytes);
+    p->written = 1;
+    return p;
 }
 
 static void ampi_find_extent(ampi_place *p) {
@@ -6490,6 +6548,8 @@ static amp_result ampi_check_pair(const char *function, ampi_place *out, ampi_pl
 
 static amp_result ampi_check_places(const char *function, ampi_places *s) {
     int i, j;
+    for (i = 0; i < s->n; i++)
+        AMPI_TRY(ampi_check_aligned(function, s->place[i].field, s->place[i].low, s->place[i].align));
     for (i = 0; i < s->n; i++) {
         ampi_place *out = &s->place[i];
         for (j = 0; out->written && j < s->n; j++) {
@@ -6507,8 +6567,8 @@ static void ampi_reads_param(ampi_places *s, const char *field, const amp_param 
 }
 static void ampi_writes_gradient(ampi_places *s, const char *field, const amp_param *p) {
     if (p != NULL)
-        ampi_writes_array(s, field, p->grad.data,
-                          amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->grad.dtype));
+        ampi_writes_array(s, field, p->grad.data, amp_tensor_count(&p->weight) *
+                          (int64_t)amp_dtype_size(p->grad.dtype))->align = amp_dtype_size(p->grad.dtype);
 }
 
 static amp_result ampi_check_own_gradient(const char *function, const amp_param *p) {
@@ -11740,7 +11800,7 @@ static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level lev
     va_start(args, format);
     ampi_print_args(&sheet, format, args);
     va_end(args);
-    ampi_log_text(amp, level, id, text);
+    ampi_log_text(amp, level, id, ampi_one_line(text));
 }
 
 /* Who is gone.  The device's way between ranks cannot tell, the host's reducer can: it waits for all of them.  Asked
@@ -11762,7 +11822,7 @@ static amp_result ampi_host_fail(void *user, amp_result result, const char *text
     return ampi_fail(result, "backend", "%s", text);
 }
 static void ampi_host_log(void *user, amp_log_level level, int id, const char *text) {
-    ampi_log_text((const amp_context *)user, level, id, text);
+    ampi_log((const amp_context *)user, level, id, "%s", text);
 }
 static void *ampi_host_alloc(void *user, size_t size, size_t align) {
     amp_context *amp = (amp_context *)user;
@@ -13182,6 +13242,8 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
     if (!ampi_is_contiguous(&p->weight))
         return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous", p->name);
+    AMPI_TRY(ampi_check_aligned("amp_param_register", p->name, (uintptr_t)p->weight.data,
+                                amp_dtype_size(p->weight.dtype)));
     if (p->grad.data != NULL) {
         AMPI_TRY(ampi_check_tensor("amp_param_register", "grad", &p->grad));
         if (amp_tensor_count(&p->grad) != amp_tensor_count(&p->weight) || !ampi_is_contiguous(&p->grad))
@@ -13192,6 +13254,8 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
             return ampi_fail(AMP_ERR_DTYPE, "amp_param_register",
                              "%s: the gradient is %s, must be fp32 or the weight's %s", p->name,
                              amp_dtype_name(p->grad.dtype), amp_dtype_name(p->weight.dtype));
+        AMPI_TRY(ampi_check_aligned("amp_param_register", p->name, (uintptr_t)p->grad.data,
+                                    amp_dtype_size(p->grad.dtype)));
         AMPI_TRY(ampi_check_own_gradient("amp_param_register", p));
     }
     for (j = 0; j < amp->n_params; j++)
@@ -13301,7 +13365,11 @@ static amp_result ampi_check_mask(const char *f, const amp_mask *mask) {
         return ampi_fail(AMP_ERR_NULL, f, ".mask.prefix is NULL");
     if (mask->kind == AMP_MASK_ARBITRARY && mask->allowed == NULL)
         return ampi_fail(AMP_ERR_NULL, f, ".mask.allowed is NULL");
-    return AMP_OK;
+    AMPI_TRY(ampi_check_aligned(f, ".mask.lengths", (uintptr_t)mask->lengths, sizeof *mask->lengths));
+    AMPI_TRY(ampi_check_aligned(f, ".mask.documents", (uintptr_t)mask->documents, sizeof *mask->documents));
+    return mask->kind == AMP_MASK_PREFIX
+               ? ampi_check_aligned(f, ".mask.prefix", (uintptr_t)mask->prefix, sizeof *mask->prefix)
+               : AMP_OK;
 }
 
 static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, int64_t heads, int64_t queries,
@@ -13312,7 +13380,8 @@ static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, in
     if (m->kind == AMP_MASK_PREFIX) ampi_reads_array(s, ".mask.prefix", m->prefix, batch * word);
     if (m->kind == AMP_MASK_ARBITRARY)
         ampi_reads_array(s, ".mask.allowed", m->allowed,
-                         (batch - 1) * m->allowed_batch_stride + (heads - 1) * m->allowed_head_stride + queries * keys);
+                         (batch - 1) * m->allowed_batch_stride + (heads - 1) * m->allowed_head_stride + queries * keys)
+            ->align = 1;
 }
 
 /* Whether the sequences' masks may differ. */
@@ -14080,7 +14149,7 @@ static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, con
     ampi_print(&s, "): computes in %s, returns %s, by %s%s", amp_dtype_name(plan->compute),
                amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
     added = ampi_told_add((amp_context *)(uintptr_t)amp, text);
-    if (added) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, text);
+    if (added) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, ampi_one_line(text));
     if (added == 2) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, "further decisions are not logged");
 }
 
@@ -15609,6 +15678,13 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
 
 /* ---- The BLAS-shaped GEMM */
 
+/* A BLAS matrix of `lines` lines, `ld` elements apart, must fit into memory: sizes and offsets are computed from it. */
+static amp_result ampi_gemm_reach(const char *name, int64_t lines, int64_t ld) {
+    if (lines == 0 || ld <= (int64_t)AMPI_STRIDES_MOST / lines) return AMP_OK;
+    return ampi_fail(AMP_ERR_SIZE, "amp_gemm", "%s: %lld rows or columns, %lld elements apart, exceed any memory", name,
+                     (long long)lines, (long long)ld);
+}
+
 static AMPI_ALWAYS amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m,
                                                                         int64_t n, int64_t k, int64_t lda, int64_t ldb,
                                                                         int64_t ldc) {
@@ -15632,6 +15708,10 @@ static AMPI_ALWAYS amp_result ampi_gemm_check(int order, int trans_a, int trans_
     if (ldc < AMPI_MAX(need_c, 1))
         return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "ldc = %lld, must be at least %lld", (long long)ldc,
                          (long long)AMPI_MAX(need_c, 1));
+    if ((m | n | k | lda | ldb | ldc) >> 28 == 0) return AMP_OK;        /* no two of them exceed 2^56 */
+    AMPI_TRY(ampi_gemm_reach("a", row != ta ? m : k, lda));
+    AMPI_TRY(ampi_gemm_reach("b", row != tb ? k : n, ldb));
+    AMPI_TRY(ampi_gemm_reach("c", row ? m : n, ldc));
     return AMP_OK;
 }
 
@@ -15651,6 +15731,13 @@ static amp_result ampi_gemm_places(amp_dtype dtype, int row, int ta, int tb, int
     at.n = 0;
     ampi_reads(&at, "a", &va); ampi_reads(&at, "b", &vb); ampi_writes(&at, "c", &vc);
     return ampi_check_places("amp_gemm", &at);
+}
+
+static amp_result ampi_gemm_aligned(const void *a, const void *b, const void *c, size_t size) {
+    if ((((uintptr_t)a | (uintptr_t)b | (uintptr_t)c) & (size - 1)) == 0) return AMP_OK;
+    AMPI_TRY(ampi_check_aligned("amp_gemm", "a", (uintptr_t)a, size));
+    AMPI_TRY(ampi_check_aligned("amp_gemm", "b", (uintptr_t)b, size));
+    return ampi_check_aligned("amp_gemm", "c", (uintptr_t)c, size);
 }
 
 /* Bytes from the first to the last element of lines `ld` apart. */
@@ -15699,6 +15786,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
         AMPI_TRY(ampi_gemm_places(AMP_F32, !swap, ta, tb, m, n, k, a, lda, b, ldb, c, ldc));
+    AMPI_TRY(ampi_gemm_aligned(a, b, c, sizeof *c));
     if (ampi_regions.decided == amp->decisions) plan = ampi_regions.gemm;
     else AMPI_TRY(ampi_as("amp_gemm", ampi_gemm_decide(amp, &plan)));
     if (plan.rule == AMP_BY_STORAGE) ampi_gemm_outside(amp, plan.compute);
@@ -15741,6 +15829,7 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     if (m == 0 || n == 0) return AMP_OK;
     if (ampi_bits_f64(alpha) << 1 == 0) k = 0;
     if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, f, "a, b or c is NULL");
+    AMPI_TRY(ampi_as(f, ampi_gemm_aligned(k > 0 ? a : c, k > 0 ? b : c, c, sizeof *c)));
     if (k > 0) AMPI_TRY(ampi_as(f, ampi_gemm_places(AMP_F64, row, ta, tb, m, n, k, a, lda, b, ldb, c, ldc)));
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &scratch, (m * k + k * n + m * n) * (int64_t)sizeof *a32)));
     a32 = (float *)scratch; b32 = a32 + m * k; c32 = b32 + k * n;
@@ -17016,7 +17105,7 @@ static amp_result ampi_model_check(const amp_model *m, const char *name, int64_t
                          (long long)rows, (long long)cols);
     if ((int)init < 0 || init > AMP_INIT_NORM_BIAS)
         return ampi_fail(AMP_ERR_RANGE, f, "%s: init = %d, must be 0 to %d", name, (int)init, AMP_INIT_NORM_BIAS);
-    return ampi_check_real(f, "value", value, islessequal(fabs(value), 3.4028234663852886e38) &&
+    return ampi_check_real(f, "value", value, islessequal(fabs(value), AMPI_MOST_F32) &&
                            (init == AMP_INIT_CONSTANT || isgreaterequal(ampi_or(value, 0), 0)),
                            "finite in fp32, and 0 or more (or AMP_EXPLICIT_ZERO) but for CONSTANT");
 }
@@ -17081,6 +17170,7 @@ static amp_result ampi_fail_again(const char *function, amp_result result, const
     const char *detail = strchr(text, ' ');
     snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %.440s", (int)result, function,
              detail ? detail + 1 : text);
+    ampi_one_line(ampi_error_text);
     return result;
 }
 
@@ -19682,11 +19772,11 @@ static const char *ampi_print_layer(const amp_tape *t, const ampi_node *n) {
 }
 
 static void ampi_print_node(ampi_sheet *s, const amp_tape *t, const ampi_node *n) {
-    const char *layer = ampi_print_layer(t, n);
-    char shape[64];
+    char shape[64], name[81];
+    const char *layer = ampi_plain(ampi_print_layer(t, n), name, sizeof name);
     amp_tensor like = n->y;
     like.data = &like;
-    ampi_print(s, "%s%s%.80s %s", ampi_row_of(n)->name + sizeof "amp_tape", layer ? " " : "", layer ? layer : "",
+    ampi_print(s, "%s%s%s %s", ampi_row_of(n)->name + sizeof "amp_tape", layer ? " " : "", layer ? layer : "",
                ampi_shape_text(&like, shape, sizeof shape));
     if (n->key.plan.compute != AMP_DTYPE_DEFAULT) ampi_print(s, " in %s", amp_dtype_name(n->key.plan.compute));
     if (!t->ran) return;
@@ -20432,6 +20522,8 @@ static amp_result ampi_check_gradient(const char *function, const amp_param *p) 
     if (!ampi_is_storage(p->weight.dtype))
         return ampi_fail(AMP_ERR_DTYPE, function, "%s: the weight is %s, must be one of %s", p->name,
                          amp_dtype_name(p->weight.dtype), ampi_dtypes_of(AMPI_IS_STORAGE, list));
+    AMPI_TRY(ampi_check_aligned(function, p->name, (uintptr_t)p->weight.data, amp_dtype_size(p->weight.dtype)));
+    AMPI_TRY(ampi_check_aligned(function, p->name, (uintptr_t)p->grad.data, amp_dtype_size(p->grad.dtype)));
     return ampi_check_own_gradient(function, p);
 }
 
@@ -20481,6 +20573,7 @@ static void ampi_set_fill_params(amp_grad_set *set, amp_param *params, int64_t n
 }
 
 static amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
+    size_t bytes;
     int64_t i;
     for (i = 0; i < n; i++) {
         const amp_range *range = &ranges[i];
@@ -20493,6 +20586,8 @@ static amp_result ampi_check_ranges(const char *function, const amp_range *range
         if (!ampi_is_storage(range->dtype) && range->dtype != AMP_F64)
             return ampi_fail(AMP_ERR_DTYPE, function, "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
                              (long long)i, amp_dtype_name(range->dtype));
+        AMPI_TRY(ampi_bytes(function, range->count, amp_dtype_size(range->dtype), &bytes));
+        AMPI_TRY(ampi_check_aligned(function, name, (uintptr_t)range->data, amp_dtype_size(range->dtype)));
     }
     return AMP_OK;
 }
@@ -21777,6 +21872,18 @@ static amp_result ampi_check_scale(const char *function, const char *field, floa
     return ampi_fail(AMP_ERR_SCALE, function, "%s = %g, must be from 2^-126 to 2^126", field, (double)scale);
 }
 
+/* A saved scale: what amp_scaler_set_scale takes and, where no floor or ceiling stops the rule, whatever the rule leads
+   to, 0 and infinity included.  So every scale that was saved loads. */
+static amp_result ampi_check_saved_scale(const char *function, const amp_scaler_desc *d, float scale) {
+    uint32_t bits = ampi_bits_f32(scale), infinity = 0x7f800000u;
+    int low = bits < 0x00800000u && ampi_is_none(d->min_scale);
+    int high = bits > 0x7e800000u && bits <= infinity &&
+               (ampi_is_none(d->max_scale) || bits <= ampi_bits_f32(d->max_scale));
+    if (d->preset == AMP_SCALER_TORCH || low || high || ampi_is_usable(scale)) return AMP_OK;
+    return ampi_fail(AMP_ERR_SCALE, function, "saved scale = %g: the preset %s cannot reach it", (double)scale,
+                     ampi_presets[d->preset].name);
+}
+
 /* Checks settings with all defaults filled in.  torch allows any scale, as PyTorch does; flax's own ceiling exceeds the
    guard. */
 static amp_result ampi_check_scaler(const char *function, const amp_scaler_desc *d) {
@@ -22302,7 +22409,7 @@ static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_prese
     if (s->k.growth_interval == 0 || s->k.hysteresis_left > s->d.hysteresis)
         return ampi_fail(AMP_ERR_RANGE, f, "saved interval %d or hysteresis %d is out of range", s->k.growth_interval,
                          s->k.hysteresis_left);
-    if (preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(f, "scale", s->k.scale));
+    AMPI_TRY(ampi_check_saved_scale(f, &s->d, s->k.scale));
     s->k.inv_scale = ampi_inverse(s->k.scale);
     s->k.found_inf = ampi_is_set(s->k.found_inf) ? 1.0f : 0.0f;
     return AMP_OK;
@@ -22404,13 +22511,15 @@ static const ampi_word ampi_lag_words[] = {{"none", AMP_LAG_NONE}, {NULL, 0}};
 
 #define AMPI_RATE(field, words, high, range) \
     { #field, AMPI_REAL64, offsetof(amp_optimizer_desc, field), words, 0, 0, high, range }
-#define AMPI_NOT_NEGATIVE "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where 0 means the default"
+#define AMPI_NOT_NEGATIVE "from 0 to 1e30, and AMP_EXPLICIT_ZERO for 0 where 0 means the default"
+#define AMPI_LEAST_F32 1.401298464324817e-45
 static const ampi_field ampi_optimizer_fields[] = {
     {"kind", AMPI_I32, offsetof(amp_optimizer_desc, kind), NULL, AMP_ADAMW, 1, AMPI_OPTIMIZERS - 1, NULL},
     AMPI_RATE(lr, ampi_zero_words, 1e30, AMPI_NOT_NEGATIVE),
     AMPI_RATE(beta1, ampi_zero_words, AMPI_BELOW_1, "from 0 to below 1"),
     AMPI_RATE(beta2, ampi_zero_words, AMPI_BELOW_1, "from 0 to below 1"),
-    AMPI_RATE(eps, ampi_zero_words, 1e30, AMPI_NOT_NEGATIVE),
+    {"eps", AMPI_REAL64, offsetof(amp_optimizer_desc, eps), ampi_zero_words, 0, AMPI_LEAST_F32, 1e30,
+     "from 1.4e-45, the smallest number of fp32, to 1e30, or AMP_EXPLICIT_ZERO"},
     AMPI_RATE(weight_decay, NULL, 1e30, AMPI_NOT_NEGATIVE),
     AMPI_RATE(momentum, NULL, AMPI_BELOW_1, "from 0 to below 1"),
     AMPI_RATE(dampening, NULL, 1e30, AMPI_NOT_NEGATIVE),
@@ -22499,6 +22608,30 @@ static amp_result ampi_check_outer(const amp_optimizer_desc *d) {
     return AMP_OK;
 }
 
+/* The highest learning rate with which every number of a step fits in fp32, in which weights are updated: each group's
+   own rate; in AdamW that of the first step, which is divided by 1 - beta1; and the share that weight decay takes. */
+static double ampi_lr_most(const amp_optimizer_desc *d) {
+    ampi_fp host = ampi_fp_begin();
+    volatile double most = 1e30;        /* in memory before ampi_fp_end */
+    double first = d->kind == AMP_ADAMW ? 1 / (1 - d->beta1) : 1;
+    int64_t i;
+    for (i = -1; i < d->n_groups; i++) {
+        double scale = i < 0 ? 1 : ampi_or(d->groups[i].lr_scale, 1);
+        double decay = i < 0 ? d->weight_decay : ampi_or(d->groups[i].weight_decay, d->weight_decay);
+        double times = scale * AMPI_MAX(first, d->kind == AMP_SGD ? 0 : decay);
+        if (times * most > AMPI_MOST_F32) most = AMPI_MOST_F32 / times;
+    }
+    ampi_fp_end(host);
+    return most;
+}
+static amp_result ampi_check_lr(const char *function, const char *field, const amp_optimizer_desc *d, double lr) {
+    double most = ampi_lr_most(d);
+    if (isgreaterequal(lr, 0) && islessequal(lr, most)) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be from 0 to %g%s", field, lr, most,
+                     most < 1e30 ? ": .lr_scale, .weight_decay and 1 / (1 - .beta1) multiply it, and the product must "
+                                   "fit in fp32" : "");
+}
+
 static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level level) {
     const char *function = "amp_optimizer_create";
     amp_param_group own;
@@ -22530,6 +22663,7 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
         AMPI_TRY(ampi_fields(function, ampi_group_fields, sizeof ampi_group_fields, &own));
         AMPI_TRY(ampi_check_storage(d, level, "a group's ", d->groups[i].master, d->groups[i].moments));
     }
+    AMPI_TRY(ampi_check_lr(function, ".lr", d, d->lr));
     return ampi_check_storage(d, level, "", d->master, d->moments);
 }
 
@@ -22822,7 +22956,7 @@ AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer) { return 
 
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
     AMPI_TRY(ampi_need_object("amp_optimizer_set_lr", optimizer, "optimizer"));
-    AMPI_TRY(ampi_check_real("amp_optimizer_set_lr", "lr", lr, isgreaterequal(lr, 0), "0 or more and finite"));
+    AMPI_TRY(ampi_check_lr("amp_optimizer_set_lr", "lr", &optimizer->desc, lr));
     optimizer->desc.lr = lr;
     return AMP_OK;
 }
@@ -24082,6 +24216,7 @@ static amp_result ampi_check_saved_steps(const amp_optimizer *o, const ampi_save
     if (n->delivered > n->attempts || n->flushed > n->attempts || n->step > n->attempts ||
         n->skips != n->attempts - n->step)
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "the saved counters contradict each other");
+    AMPI_TRY(ampi_check_lr("amp_optimizer_load", "the saved lr", &o->desc, n->lr));
     return AMP_OK;
 }
 
@@ -24408,14 +24543,14 @@ static const struct ampi_schedule_row { const char *name; int reads; } ampi_sche
     {"INVERSE_SQRT", AMPI_READS_MIN | AMPI_READS_TIME}, {"SQRT", AMPI_READS_MIN | AMPI_READS_STEPS}
 };
 
-#define AMPI_RATE_RANGE "above 0 and finite, or AMP_EXPLICIT_ZERO"
+#define AMPI_RATE_RANGE "above 0 and at most 1e30, or AMP_EXPLICIT_ZERO"
 #define AMPI_OF_SCHEDULE(field, type, standard, low, high, range) \
     { #field, type, offsetof(amp_schedule, field), NULL, standard, low, high, range }
 static const ampi_field ampi_schedule_fields[] = {
     AMPI_OF_SCHEDULE(from_zero, AMPI_I32, 0, 0, 1, NULL),
     AMPI_OF_SCHEDULE(kind, AMPI_I32, AMP_SCHEDULE_COSINE, 1, AMP_SCHEDULE_SQRT, NULL),
     {"lr", AMPI_REAL64, offsetof(amp_schedule, lr), ampi_zero_words, 0, 0, 1e30, AMPI_RATE_RANGE},
-    AMPI_OF_SCHEDULE(min_lr, AMPI_REAL64, 0, 0, 1e30, "0 or more and finite"),
+    AMPI_OF_SCHEDULE(min_lr, AMPI_REAL64, 0, 0, 1e30, "from 0 to 1e30"),
     AMPI_OF_SCHEDULE(warmup, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
     AMPI_OF_SCHEDULE(steps, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
     AMPI_OF_SCHEDULE(decay, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
@@ -24679,6 +24814,8 @@ struct amp_loader {
     int cancel;                     /* atomic: workers drop their batches */
     int64_t busy, retries;
     int64_t calls;                  /* host calls in progress */
+    pthread_t caller;               /* the thread of the last of them, and where its stack was, the callback included */
+    uintptr_t frame, read_frame;
     int64_t holders;                /* users of the loader's shell: its owner, and threads left behind */
     pid_t process;                  /* in which the threads run */
     ampi_opener opener;
@@ -25552,7 +25689,9 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
             fields[k] = ampi_field_is_cast(l, k) ? (char *)w->raw + l->raw_offset[k]
                                                  : slot->data + l->field_offset[k] + i * l->field_bytes[k];
         __atomic_store_n(&w->offset, what.sample, __ATOMIC_RELAXED);
+        if (l->threads == 0) w->loader->read_frame = (uintptr_t)__builtin_frame_address(0);
         failed = (l->source.read)(l->source.user, &what, fields);
+        if (l->threads == 0) w->loader->read_frame = 0;
         error[sizeof error - 1] = 0;
         if (failed != 0)
             return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: the callback returned %d: %s",
@@ -25655,7 +25794,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
     amp_result result = AMP_OK;
     if (l->threads == 0 && slot->state != AMPI_SLOT_READY) {
         if (slot->state == AMPI_SLOT_RETRY) l->retries--;
-        else l->claimed++;
+        else if (slot->state != AMPI_SLOT_FILLING) l->claimed++;        /* FILLING: the callback never returned */
         slot->state = AMPI_SLOT_FILLING;
         pthread_mutex_unlock(&l->lock);
         result = ampi_worker_fill(l->workers, number, slot);
@@ -25866,23 +26005,47 @@ AMP_API void amp_loader_stop(amp_loader *l) {
     pthread_mutex_unlock(&l->lock);
 }
 
+/* 1: the last call that began on this thread has not returned.  Then it is still running, and this is a callback of
+   its; or a C++ exception or longjmp left that callback, and nothing will return. */
+static int ampi_loader_calls_here(const amp_loader *l) {
+    return l->calls > 0 && pthread_equal(l->caller, pthread_self());
+}
+
 /* Brackets public calls that may block: destroying the loader waits for them. */
 static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
     pthread_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
-    if (result == AMP_OK) l->calls++;
+    if (result == AMP_OK) {
+        if (ampi_loader_calls_here(l)) l->calls--;      /* it was left: a thread runs one call at a time */
+        l->calls++;
+        l->caller = pthread_self();
+        l->frame = (uintptr_t)__builtin_frame_address(0);
+        l->read_frame = 0;
+    }
     pthread_mutex_unlock(&l->lock);
     return result;
 }
 
 static amp_result ampi_loader_leave(amp_loader *l, amp_result result) {
     pthread_mutex_lock(&l->lock);
-    l->calls--;
+    l->calls = AMPI_MAX(l->calls - 1, 0);
     if (l->stop) pthread_cond_broadcast(&l->ready);
     pthread_mutex_unlock(&l->lock);
     return result;
+}
+
+/* Whether a callback of the loader calls this.  Stacks grow downwards, so what a callback calls lies below the call
+   that called it; what lies above it has been left. */
+static int ampi_loader_is_inside(amp_loader *l) {
+    uintptr_t here = (uintptr_t)__builtin_frame_address(0);
+    int inside;
+    if (!l->has_lock) return 0;
+    pthread_mutex_lock(&l->lock);
+    inside = ampi_loader_calls_here(l) && here < (l->read_frame != 0 ? l->read_frame : l->frame);
+    pthread_mutex_unlock(&l->lock);
+    return inside;
 }
 
 /* Waits for every call and every worker to return; workers stuck in a read are left behind. */
@@ -25893,7 +26056,7 @@ static void ampi_loader_finish(amp_loader *l) {
     pthread_mutex_lock(&l->lock);
     do {
         int late = ampi_posix_clock(NULL) >= deadline;
-        for (i = 0, inside = l->calls; i < l->n_workers; i++) {
+        for (i = 0, inside = l->calls - ampi_loader_calls_here(l); i < l->n_workers; i++) {
             ampi_worker *w = l->workers + i;
             int expected = AMPI_WORKER_READING;
             if (!w->started || w->exited) continue;
@@ -26066,7 +26229,14 @@ static void ampi_loader_object_release(ampi_object *object) {
     if (last) ampi_loader_free(l);
 }
 AMP_API void amp_loader_destroy(amp_loader *l) {
-    if (l != NULL && !ampi_loader_elsewhere(l)) ampi_object_destroy(&l->object);
+    if (l == NULL || ampi_loader_elsewhere(l)) return;
+    if (ampi_loader_is_inside(l)) {
+        ampi_log(l->amp, AMP_LOG_ERROR, 1155,
+                 "amp_loader_destroy: a call of this loader has not returned from its callback, so the loader stays: "
+                 "destroy it after that call, or if an exception or longjmp left the callback, where you caught it");
+        return;
+    }
+    ampi_object_destroy(&l->object);
 }
 
 /* ---- Creation */
@@ -26966,6 +27136,7 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
     if (settings == NULL || ampi_check_headers("amp_settings_text", AMPI_HEADERS) != AMP_OK) return 0;
     s = ampi_settings_effective(settings);
     s.layers[sizeof s.layers - 1] = 0;
+    ampi_one_line(s.layers);
     for (i = 0; i < AMPI_SETTINGS; i++) {
         const ampi_field *k = &ampi_setting_table[i];
         const char *left_out = ampi_setting_left_out(k, ampi_field_get(&s, k));
@@ -27305,19 +27476,6 @@ AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context 
 #if !defined(AMP_NO_WATCH)
 /* ---- Status */
 
-/* Bytes of the UTF-8 character at p; 0: none (RFC 3629: no surrogates, no overlong forms). */
-static int ampi_utf8(const unsigned char *p) {
-    int n = p[0] < 0x80                   ? 1
-            : p[0] >= 0xc2 && p[0] < 0xe0 ? 2
-            : (p[0] & 0xf0) == 0xe0       ? 3
-            : p[0] >= 0xf0 && p[0] < 0xf5 ? 4
-                                          : 0,
-        i;
-    for (i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
-    if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
-    return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
-}
-
 /* JSON (RFC 8259): members of an object, by key. */
 static void ampi_json_key(ampi_sheet *s, const char *key) {
     ampi_print(s, "%s\"%s\": ", s->first ? "" : ", ", key);
@@ -27362,7 +27520,7 @@ static void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
     for (; *p != 0; p += AMPI_MAX(n, 1)) {
         n = ampi_utf8(p);
         if (n == 0) ampi_print(s, "\\ufffd");
-        else if (*p < 0x20 || *p == 0x7f) ampi_print(s, "\\u%04x", *p);
+        else if (ampi_is_control(p)) ampi_print(s, "\\u%04x", p[n - 1]);
         else ampi_print(s, "%s%.*s", *p == '"' || *p == '\\' ? "\\" : "", n, (const char *)p);
     }
     ampi_print(s, "\"");
@@ -27486,6 +27644,7 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     const amp_status *t = status;
     const amp_telemetry *m;
     ampi_sheet s = ampi_sheet_of(text, size);
+    char name[sizeof t->new_inf_in];
     if (t == NULL) return 0;
     m = &t->telemetry;
     ampi_print(&s, "version  amp.h %d.%d.%d, backend %s: %s\n", t->version / 10000, t->version / 100 % 100,
@@ -27507,11 +27666,11 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     ampi_print_cache(&s, "masks    ", &t->mask_cache);
     if (t->new_inf > 0)
         ampi_print(&s, "operands %lld finite numbers beyond the range of fp16, the last in %s\n", (long long)t->new_inf,
-                   t->new_inf_in);
+                   ampi_plain(t->new_inf_in, name, sizeof name));
     if (t->fp8_tensors > 0)
         ampi_print(&s, "fp8      %lld tensors, at most %.3g%% saturated%s%s, at most %.3g%% underflowed\n",
                    (long long)t->fp8_tensors, 100 * t->fp8_saturated, t->fp8_saturated > 0 ? " in " : "",
-                   t->fp8_saturated_in, 100 * t->fp8_underflowed);
+                   ampi_plain(t->fp8_saturated_in, name, sizeof name), 100 * t->fp8_underflowed);
     ampi_print_memory(&s, t);
     ampi_print_reading(&s, "load     utilization", (double)m->utilization, 100, "%");
     ampi_print_reading(&s, ", memory", (double)m->memory_utilization, 100, "%");
@@ -28594,6 +28753,7 @@ static AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_
     va_start(args, format);
     ampi_print_args(&sheet, format, args);
     va_end(args);
+    ampi_one_line(r->text);
     r->recommendation = recommendation;
     r->worst = worst ? worst->name : NULL;
 }
@@ -28704,6 +28864,7 @@ AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_sta
 
 AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
+    char name[256];
     int64_t i;
     if (report == NULL) return 0;
     ampi_print(&sheet, "step %lld: %s\n%-36s %-8s %10s %10s %9s %9s %9s %9s %8s %8s\n", (long long)report->step,
@@ -28712,7 +28873,7 @@ AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char
     for (i = 0; i < report->n_rows; i++) {
         const amp_tensor_stats_row *r = &report->rows[i];
         ampi_print(&sheet, "%-36s %-8s %10.3g %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n",
-                   r->name ? r->name : "range", r->gradient ? "gradient" : "", r->norm, (double)r->largest,
+                   r->name ? ampi_plain(r->name, name, sizeof name) : "range", r->gradient ? "gradient" : "", r->norm, (double)r->largest,
                    100 * r->underflow, 100 * r->subnormal, 100 * r->saturation, 100 * r->overflow,
                    (long long)r->infinite, (long long)r->nan);
     }
@@ -29638,10 +29799,11 @@ AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size
     ampi_print(&sheet, "%-6s%-12s%10s%10s  %-24s%10s%10s  %-24s%10s  %s\n", "", "verdict", "output", "bound",
                "worst", "gradient", "bound", "worst", "seconds", "advice");
     for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_VERIFY_ROWS); i++) {
-        const amp_verify_row *r = &report->rows[i];
-        ampi_print(&sheet, "%-6s%-12s%10.2g%10.2g  %-24s%10.2g%10.2g  %-24s%10.3g  %s\n", amp_dtype_name(r->dtype),
-                   ampi_verdict_word(r->verdict), r->output_error, r->output_bound, r->worst_output, r->gradient_error,
-                   r->gradient_bound, r->worst_gradient, r->seconds, r->advice);
+        amp_verify_row r = report->rows[i];
+        ampi_print(&sheet, "%-6s%-12s%10.2g%10.2g  %-24s%10.2g%10.2g  %-24s%10.3g  %s\n", amp_dtype_name(r.dtype),
+                   ampi_verdict_word(r.verdict), r.output_error, r.output_bound, ampi_one_line(r.worst_output),
+                   r.gradient_error, r.gradient_bound, ampi_one_line(r.worst_gradient), r.seconds,
+                   ampi_one_line(r.advice));
     }
     return sheet.in_use;
 }
@@ -30068,11 +30230,13 @@ AMP_API amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *des
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size) {
     const amp_gradcheck_report *r = report;
     ampi_sheet sheet = ampi_sheet_of(text, size);
+    char worst[256];
     if (r == NULL) return 0;
     ampi_print(&sheet,
                "gradient check in %s: %s; worst in %s: %.6g by differences, %.6g by backward, error %.2g, "
                "bound %.2g; detects relative errors from %.2g%% on\n",
-               amp_dtype_name(r->dtype), r->passed ? "passed" : "failed", r->worst, r->expected, r->found, r->error,
+               amp_dtype_name(r->dtype), r->passed ? "passed" : "failed",
+               ampi_plain(r->worst, worst, sizeof worst), r->expected, r->found, r->error,
                r->bound, 100 * r->detectable);
     return sheet.in_use;
 }
@@ -30992,13 +31156,15 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
                "peak MiB", "verdict");
     for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_TUNE_ROWS); i++) {
         const amp_tune_row *row = &report->rows[i];
+        char reason[sizeof row->reason];
         ampi_print(&sheet, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype),
                    (long long)row->batch);
         if (row->verdict == AMP_VERDICT_FAILED) ampi_print(&sheet, "%12s %12s %8s %10s", "-", "-", "-", "-");
         else
             ampi_print(&sheet, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup,
                        (double)row->peak / 1048576.0);
-        ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
+        ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "",
+                   ampi_plain(row->reason, reason, sizeof reason));
     }
     return sheet.in_use;
 }
@@ -31788,7 +31954,7 @@ static void ampi_adapt_table(const amp_adapt *m, ampi_sheet *s) {
         ampi_adapt_describe(m, l, &l->last, now, now, now, &r);
         all += r.multiply_adds;
         if (now != m->ladder[m->desc.n_ladder - 1]) low += r.multiply_adds;
-        ampi_print(s, "# %-38s %-8s ", r.layer, amp_dtype_name(now));
+        ampi_print(s, "# %-38s %-8s ", ampi_one_line(r.layer), amp_dtype_name(now));
         ampi_adapt_figure(s, r.output_error);
         ampi_adapt_figure(s, r.gradient_error);
         ampi_print(s, "%9.3g %9.3g %10.3g%s\n", r.underflow, r.overflow, (double)r.largest,
@@ -31823,7 +31989,8 @@ AMP_API size_t amp_adapt_text(const amp_adapt *adapt, char *text, size_t size) {
                 : "it becomes too long";
     if (wrong == NULL) ampi_print(&s, "layers = %s\n", layers[0] != 0 ? layers : "none");
     else {
-        ampi_print(&s, "# \"layers\" is left out: at %s %s\n", adapt->layers[i - 1].name, wrong);
+        ampi_print(&s, "# \"layers\" is left out: at %s %s\n",
+                   ampi_plain(adapt->layers[i - 1].name, layers, sizeof layers), wrong);
         ampi_log(adapt->amp, AMP_LOG_WARNING, 1312, "amp_adapt_text leaves out the setting \"layers\": at %s %s",
                  adapt->layers[i - 1].name, wrong);
     }
@@ -32284,9 +32451,11 @@ static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_DOUBLE_BATCH) event->action = planned.action;
     if (event->mitigation < AMP_MITIGATE_NONE || event->mitigation > AMP_MITIGATE_DTYPE)
         event->mitigation = planned.mitigation;
-    event->layer[sizeof event->layer - 1] = 0;
-    event->anomaly = planned.anomaly;
-    event->step = planned.step;
+    planned.action = event->action;             /* the policy may change these, and the text */
+    planned.mitigation = event->mitigation;
+    memcpy(planned.layer, event->layer, sizeof planned.layer - 1);
+    memcpy(planned.text, event->text, sizeof planned.text - 1);
+    *event = planned;
     return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
 }
 
@@ -32333,6 +32502,7 @@ static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record
     else if (e->mitigation == AMP_MITIGATE_LAYERS) ampi_print(&s, "%.63s in fp32 from now on", e->layer);
     else if (e->mitigation == AMP_MITIGATE_DTYPE) ampi_print(&s, "%s from now on", amp_dtype_name(e->dtype));
     else ampi_print(&s, "nothing else changed");
+    ampi_one_line(e->text);
 }
 
 /* An anomaly that is only reported: snapshots taken after it are useless. */

@@ -126,6 +126,55 @@ if have "${CXX:-g++}"; then
     else fail "C++ that throws" "$(grep -m 1 error "$work/log")"; fi
 else skip "C++ that throws" "no ${CXX:-g++}"; fi
 
+# An exception that leaves a loader's callback: the loader goes on, or is destroyed by its owner, as deep as it was made.
+cat > "$work/leaves.cpp" <<'END'
+#include "amp.h"
+#include <stdexcept>
+static int left;
+static int read_sample(void *, const amp_sample *s, void *const *fields) {
+    if (s->sample == 5 && left++ == 0) throw std::runtime_error("left");
+    *(int32_t *)fields[0] = (int32_t)s->sample;
+    return 0;
+}
+struct data {
+    amp_loader *l = nullptr;
+    explicit data(amp_context *amp) {
+        amp_source source = {};
+        source.read = read_sample; source.samples = 64; source.n_fields = 1;
+        source.fields[0].dtype = AMP_I32; source.fields[0].count = 1;
+        amp_loader_desc d = {};
+        d.source = &source; d.batch = 4; d.workers = AMP_NO_WORKERS;
+        if (amp_loader_create(amp, &l, &d) != AMP_OK) throw std::logic_error(amp_last_error());
+    }
+    ~data() { amp_loader_destroy(l); }
+    int next() {
+        amp_batch b;
+        if (amp_loader_next(l, &b) != AMP_OK) throw std::logic_error(amp_last_error());
+        return *(const int32_t *)b.fields[0];
+    }
+};
+static int run(amp_context *amp, int after) {       /* batches after the exception */
+    data d(amp);
+    int first = d.next();
+    left = 0;
+    try { d.next(); return 1; } catch (const std::runtime_error &) {}
+    for (int i = 0; i < after; i++) if (d.next() != 4 * (i + 1)) return 2;
+    return first;
+}
+int main() {
+    amp_context *amp = nullptr;
+    if (amp_open(&amp, nullptr) != AMP_OK) return 3;
+    int wrong = run(amp, 0) + run(amp, 3);
+    amp_close(amp);
+    return wrong;
+}
+END
+if have "${CXX:-g++}"; then
+    if ${CXX:-g++} -std=c++17 -O0 $flags -I. "$work/leaves.cpp" "$work/impl.o" -o "$work/leaves" -lm -lpthread 2> "$work/log"; then
+        check "an exception leaves a callback" timeout 20 "$work/leaves"
+    else fail "an exception leaves a callback" "$(grep -m 1 error "$work/log")"; fi
+else skip "an exception leaves a callback" "no ${CXX:-g++}"; fi
+
 cat > "$work/returns.c" <<'END'
 #include "amp.h"
 #include <stdio.h>

@@ -172,6 +172,33 @@ AMP_CBLAS_API amp_scaler *amp_cblas_scaler(void) {
     return amp_cblas_context() != NULL ? amp_cblas_scale : NULL;
 }
 
+/* Bad arguments are found here, not by amp_gemm, because some products never reach it. */
+static int amp_cblas_is_legal(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k) {
+    char text[120];
+    if (order != AMP_ROW_MAJOR && order != AMP_COL_MAJOR)
+        snprintf(text, sizeof text, "order = %d, must be 101 (row major) or 102 (column major)", order);
+    else if (trans_a < AMP_NO_TRANS || trans_a > AMP_CONJ_TRANS || trans_b < AMP_NO_TRANS || trans_b > AMP_CONJ_TRANS)
+        snprintf(text, sizeof text, "trans_a = %d, trans_b = %d, must be 111, 112 or 113", trans_a, trans_b);
+    else if (m < 0 || n < 0 || k < 0)
+        snprintf(text, sizeof text, "m = %lld, n = %lld, k = %lld, must be 0 or more", (long long)m, (long long)n,
+                 (long long)k);
+    else return 1;
+    amp_cblas_say("sgemm: ", text);
+    return 0;
+}
+/* The same for a matrix of `lines`, each of `length` elements, that are `ld` elements apart. */
+static int amp_cblas_is_apart(const char *name, int64_t ld, int64_t lines, int64_t length) {
+    const int64_t least = length > 1 ? length : 1, most = (int64_t)1 << 56;     /* elements, beyond any memory */
+    char text[120];
+    if (ld < least)
+        snprintf(text, sizeof text, "%s = %lld, must be at least %lld", name, (long long)ld, (long long)least);
+    else if (lines > 0 && ld > most / lines)
+        snprintf(text, sizeof text, "%s = %lld, times %lld, exceeds any memory", name, (long long)ld, (long long)lines);
+    else return 1;
+    amp_cblas_say("sgemm: ", text);
+    return 0;
+}
+
 static int amp_cblas_is_finite(float x) {       /* with -Ofast, too */
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -198,11 +225,25 @@ AMP_CBLAS_API void amp_cblas_product(int order, int trans_a, int trans_b, int64_
                                      const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                      int64_t ldc) {
     const int no_conjugate = 114;               /* OpenBLAS's CblasConjNoTrans */
+    const int columns = order == AMP_COL_MAJOR;
+    int by_k, by_n;
     amp_result result = AMP_ERR_MEMORY;
     (void)amp_cblas_context();
     if (trans_a == no_conjugate) trans_a = AMP_NO_TRANS;
     if (trans_b == no_conjugate) trans_b = AMP_NO_TRANS;
+    by_k = columns != (trans_a != AMP_NO_TRANS);        /* a line of A has m elements, and there are k of them */
+    by_n = columns != (trans_b != AMP_NO_TRANS);        /* a line of B has k elements, and there are n of them */
+    if (!amp_cblas_is_legal(order, trans_a, trans_b, m, n, k) ||
+        !amp_cblas_is_apart("lda", lda, by_k ? k : m, by_k ? m : k) ||
+        !amp_cblas_is_apart("ldb", ldb, by_n ? n : k, by_n ? k : n) ||
+        !amp_cblas_is_apart("ldc", ldc, columns ? n : m, columns ? m : n))
+        return;
     if (alpha == 0) k = 0;
+    if (m == 0 || n == 0) return;
+    if (c == NULL || (k > 0 && (a == NULL || b == NULL))) {
+        amp_cblas_say("sgemm: ", "a, b or c is NULL");
+        return;
+    }
     if (amp_scaler_enabled(amp_cblas_scale) && !__atomic_exchange_n(&amp_cblas_scaled, 1, __ATOMIC_RELAXED))
         amp_cblas_say("fp16 without amp_cblas_scaler(): gradients below 6e-8 become 0", "");
     if (amp_cblas_used != NULL && amp_cblas_is_finite(alpha) && amp_cblas_is_finite(beta)) {
@@ -213,7 +254,7 @@ AMP_CBLAS_API void amp_cblas_product(int order, int trans_a, int trans_b, int64_
         if (result != AMP_OK) amp_cblas_say("sgemm: ", amp_last_error());
     }
     if (result == AMP_ERR_MEMORY)
-        amp_cblas_loop(order == AMP_COL_MAJOR, trans_a != AMP_NO_TRANS, trans_b != AMP_NO_TRANS, m, n, k, alpha, a, lda,
+        amp_cblas_loop(columns, trans_a != AMP_NO_TRANS, trans_b != AMP_NO_TRANS, m, n, k, alpha, a, lda,
                        b, ldb, beta, c, ldc);
 }
 #endif

@@ -264,10 +264,32 @@ static int end_beside(void) {
     return nanosleep(&pause, NULL);
 }
 
+/* One wrong argument at a time, with every kind of factors: C stays as it is. */
 static int bad_arguments(void) {
-    float c[4] = {1, 2, 3, 4};
+    static const float factors[][2] = {{1, 0}, {INFINITY, 0}, {NAN, 1}, {1, INFINITY}, {0, NAN}};
+    float a[4] = {1, 1, 1, 1}, c[4] = {1, 2, 3, 4};
+    size_t i;
+    int failed = 0;
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 2, 2, 2, 1, c, 1, c, 2, 0, c, 2);
-    return c[0] != 1 || c[3] != 4;
+    for (i = 0; i < sizeof factors / sizeof *factors; i++) {
+        const float alpha = factors[i][0], beta = factors[i][1];
+        const int off = 1000000000;
+#if !defined(FORTRAN)
+        cblas_sgemm(0, CblasNoTrans, CblasNoTrans, 2, 2, 2, alpha, a, 2, a, 2, beta, c, 2);
+        cblas_sgemm(CblasColMajor, CblasNoTrans, CblasNoTrans, 2, 2, 2, alpha, a, 1, a, 2, beta, c, 2);
+        cblas_sgemm(CblasRowMajor, 0, CblasNoTrans, 2, 2, 2, alpha, a, 2, a, 2, beta, c, 2);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, 0, 2, 2, 2, alpha, a, 2, a, 2, beta, c, 2);
+#endif
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 2, -1, 2, alpha, a, 2, a, 2, beta, c, 2);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 2, 2, 2, alpha, a, 1, a, 2, beta, c, 2);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, 2, 2, 2, alpha, a, 2, a, -off, beta, c, 2);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 2, 2, 2, alpha, a, 2, a, 2, beta, c, -off);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 2, 2, 2, alpha, a, 2, a, 2, beta, NULL, 2);
+        if (alpha != 0)
+            cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 2, 2, 2, alpha, NULL, 2, a, 2, beta, c, 2);
+        failed += c[0] != 1 || c[1] != 2 || c[2] != 3 || c[3] != 4;
+    }
+    return failed;
 }
 
 static int no_numbers(void) {

@@ -646,6 +646,43 @@ TEST(rows_that_overlap_are_refused) {
     CHECK_ERR(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 4, 4, 4, 1, in, 4, in, 4, 0, out, 0), AMP_ERR_RANGE);
 }
 
+/* Sizes that no memory holds, near 2^62 and where their products wrap around, are refused before anything is read. */
+TEST(sizes_beyond_any_memory) {
+    static const int64_t big[] = {INT64_MAX, (int64_t)1 << 62, ((int64_t)1 << 62) + 1, (int64_t)1 << 61, (int64_t)1 << 57,
+                                  (int64_t)1 << 32, (int64_t)1 << 29};
+    const int n_big = (int)(sizeof big / sizeof *big);
+    amp_context *amp = contexts[n_contexts - 1];
+    double x = 1, y = 2;
+    for (int i = 0; i < n_big; i++)
+        for (int where = 0; where < 7; where++)
+            for (int order = AMP_ROW_MAJOR; order <= AMP_COL_MAJOR; order++) {
+                /* m, n and k one by one, two at a time and all, with strides that fit */
+                const int64_t m = where != 1 && where != 2 && where != 5 ? big[i] : 1;
+                const int64_t n = where != 0 && where != 2 && where != 4 ? big[i] : 1;
+                const int64_t k = where != 0 && where != 1 && where != 3 ? big[i] : 1, ld = big[i];
+                if (ld < (int64_t)1 << 56 && (m == 1 || n == 1) && (m == 1 || k == 1) && (n == 1 || k == 1)) continue;
+                CHECK_ERR(amp_gemm(amp, (amp_order)order, AMP_NO_TRANS, AMP_TRANS, m, n, k, 1, in, ld, in, ld, 0, out, ld),
+                          AMP_ERR_SIZE);
+                CHECK(untouched(out, 0));
+                CHECK_ERR(amp_gemm_f64(amp, (amp_order)order, AMP_NO_TRANS, AMP_NO_TRANS, m, n, k, 1, &x, ld, &x, ld, 0, &y, ld),
+                          AMP_ERR_SIZE);
+                CHECK(y == 2);
+            }
+    for (int i = 0; i < 4; i++) {
+        amp_range range;
+        amp_scaler *scaler;
+        int32_t apply;
+        CHECK_ERR(amp_convert(out, AMP_F32, in, AMP_F32, big[i], NULL, NULL), AMP_ERR_SIZE);
+        CHECK_ERR(amp_convert(out, AMP_F32, in, AMP_BF16, big[i], NULL, NULL), AMP_ERR_SIZE);
+        CHECK_ERR(amp_convert(out, AMP_F16, in, AMP_F32, big[i], NULL, NULL), AMP_ERR_SIZE);
+        memset(&range, 0, sizeof range);
+        range.data = out; range.count = big[i]; range.dtype = AMP_F32;
+        CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+        CHECK_ERR(amp_scaler_unscale(scaler, &range, 1, &apply), AMP_ERR_SIZE);
+        amp_scaler_destroy(scaler);
+    }
+}
+
 /* Strides of what has no elements mean nothing: those of PyTorch's empty tensors, and of slices, are taken. */
 TEST(strides_of_nothing) {
     static const int64_t first[] = {4, 20, 1};
@@ -829,6 +866,7 @@ int main(int argc, char **argv) {
     RUN(labels_and_ids_out_of_range);
     RUN(masks_at_and_beyond_their_ends);
     RUN(rows_that_overlap_are_refused);
+    RUN(sizes_beyond_any_memory);
     RUN(strides_of_nothing);
     RUN(inputs_may_repeat_and_outputs_may_not);
     RUN(more_elements_than_32_bits_count);

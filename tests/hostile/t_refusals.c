@@ -220,8 +220,19 @@ static void make(const operator_case *c) {
 
 /* ---- Spoiling */
 
-enum { MISSING, FP64, RANK_0, NEGATIVE, WIDER, STRIDED, SPOILS };
-static const char *const spoil_names[] = {"missing", "fp64", "of no dimension", "of negative size", "one column too wide", "strided"};
+enum { MISSING, FP64, RANK_0, NEGATIVE, BYTE_OFF, HALF_OFF, WIDER, STRIDED, SPOILS };
+static const char *const spoil_names[] = {"missing", "fp64", "of no dimension", "of negative size", "one byte off its alignment",
+                                          "two bytes off its alignment", "one column too wide", "strided"};
+
+/* The pointer, so many bytes further; AMP_OK: there is none. */
+static amp_result shift_pointer(void *at, int bytes) {
+    char *data;
+    memcpy(&data, at, sizeof data);
+    if (data == NULL) return AMP_OK;
+    data += bytes;
+    memcpy(at, &data, sizeof data);
+    return AMP_ERR_RANGE;
+}
 
 /* The result that must come back; AMP_OK: this field cannot be spoiled so. */
 static amp_result spoil_tensor(amp_tensor *t, int how, int optional) {
@@ -231,6 +242,8 @@ static amp_result spoil_tensor(amp_tensor *t, int how, int optional) {
         case FP64: t->dtype = AMP_F64; return AMP_ERR_DTYPE;
         case RANK_0: t->ndim = 0; return AMP_ERR_SHAPE;
         case NEGATIVE: t->shape[0] = -1; return AMP_ERR_SHAPE;
+        case BYTE_OFF: case HALF_OFF:
+            return how == HALF_OFF && amp_dtype_size(t->dtype) == 2 ? AMP_OK : shift_pointer(&t->data, how == BYTE_OFF ? 1 : 2);
         case WIDER: t->shape[last]++; return AMP_ERR_SHAPE;
         default:
             for (int i = last, stride = 2; i >= 0; stride *= (int)t->shape[i--]) t->stride[i] = stride;
@@ -242,6 +255,8 @@ static amp_result spoil(const field *f, int how) {
     char *at = (char *)&memory + f->at;
     amp_param *p;
     if (f->kind == TENSOR || f->kind == OPTIONAL) return spoil_tensor((amp_tensor *)(void *)at, how, f->kind == OPTIONAL);
+    if ((f->kind == OPTIONAL_POINTER || f->kind == POINTER) && (how == BYTE_OFF || how == HALF_OFF))
+        return shift_pointer(at, how == BYTE_OFF ? 1 : 2);
     if (f->kind == OPTIONAL_POINTER) return AMP_OK;
     memcpy(&p, at, sizeof p);
     if (how == MISSING) {
@@ -270,6 +285,8 @@ static void refuses(const operator_case *c, const field *f, int how, operator_ca
     if (expected == AMP_OK) return;
     memcpy(kept, room, sizeof kept);
     result = call(amp, &memory);
+    /* backward need not read what forward did, and then does not look at where it is */
+    if ((how == BYTE_OFF || how == HALF_OFF) && call == c->backward && f->calls == BOTH && result == AMP_OK) return;
     named(c, call, result);
     CHECK_MSG(result == expected, "%s%s, .%s %s: returned %d, expected %d: %s", c->name, call == c->backward ? " backward" : "", f->name,
               spoil_names[how], (int)result, (int)expected, amp_last_error());
@@ -290,6 +307,60 @@ TEST(every_argument_spoiled) {
         CHECK_OK(c->forward(amp, &memory));
         if (c->backward != NULL) CHECK_OK(c->backward(amp, &memory));
     }
+}
+
+/* Memory off its elements' alignment, where no operator takes it. */
+TEST(misaligned_elsewhere) {
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_F16, AMP_BF16};
+    char *off = (char *)room[5] + 1;
+    const int32_t *lengths = (const int32_t *)(const void *)off;
+    amp_range range;
+    amp_grad_set_desc set;
+    amp_grad_set *made = NULL;
+    amp_scaler *scaler = NULL;
+    amp_optimizer_desc od;
+    amp_optimizer *optimizer = NULL;
+    amp_mask mask;
+    amp_mask_view view;
+    amp_param p;
+    int32_t apply;
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    for (int i = 0; i < 3; i++)
+        for (int gradient = 0; gradient < 2; gradient++) {
+            memset(&p, 0, sizeof p); memset(&od, 0, sizeof od);
+            p.name = "crooked"; p.weight = amp_tensor1(room[1], dtypes[i], 8); p.grad = amp_tensor1(room[2], dtypes[i], 8);
+            if (gradient) p.grad.data = off;
+            else p.weight.data = off;
+            CHECK_ERR(amp_param_register(amp, &p, 1), AMP_ERR_RANGE);
+            CHECK(strstr(amp_last_error(), "crooked is at 0x") != NULL);
+            od.params = &p; od.n_params = 1; od.master = AMP_MASTER_NONE;
+            CHECK_ERR(amp_optimizer_create(amp, &optimizer, &od), AMP_ERR_RANGE);
+            memset(&range, 0, sizeof range); memset(&set, 0, sizeof set);
+            range.name = "crooked"; range.data = off; range.count = 8; range.dtype = dtypes[i];
+            set.ranges = &range; set.n_ranges = 1;
+            CHECK_ERR(amp_grad_set_create(amp, &made, &set), AMP_ERR_RANGE);
+            CHECK_ERR(amp_scaler_unscale(scaler, &range, 1, &apply), AMP_ERR_RANGE);
+        }
+    for (int i = 0; i < 3; i++) {
+        memset(&mask, 0, sizeof mask);
+        mask.kind = AMP_MASK_PREFIX; mask.prefix = prefix;
+        if (i == 0) mask.prefix = lengths;
+        if (i == 1) mask.lengths = lengths;
+        if (i == 2) mask.documents = lengths;
+        CHECK_ERR(amp_mask_get(amp, &mask, 2, 4, 4, AMP_F32, &view), AMP_ERR_RANGE);
+    }
+    for (int i = 0; i < 3; i++) {
+        float *a = room[0], *b = room[1], *c = room[2];
+        double *x = (double *)(void *)room[0];
+        if (i == 0) memcpy(&a, &off, sizeof a);
+        if (i == 1) memcpy(&b, &off, sizeof b);
+        if (i == 2) memcpy(&c, &off, sizeof c);
+        CHECK_ERR(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 2, 2, 2, 1, a, 2, b, 2, 0, c, 2), AMP_ERR_RANGE);
+        off += 3;                               /* at a multiple of 4, not of 8 */
+        CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, x, 1, x + 8, 1, 0, (double *)(void *)off, 1), AMP_ERR_RANGE);
+        off -= 3;
+    }
+    amp_scaler_destroy(scaler);
 }
 
 TEST(nothing_there) {
@@ -1341,6 +1412,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     if (amp_open(&amp, NULL) != AMP_OK) { printf("%s\n", amp_last_error()); return 1; }
     RUN(every_argument_spoiled);
+    RUN(misaligned_elsewhere);
     RUN(nothing_there);
     RUN(structs_that_were_not_zeroed);
     RUN(numbers_out_of_range);

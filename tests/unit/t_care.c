@@ -2223,6 +2223,30 @@ TEST(memory_recovery_asks_the_policy) {
     }
 }
 
+/* A policy that fills every text to its end, and every number with nonsense. */
+static void filling_policy(void *user, amp_recovery_event *event) {
+    amp_recovery_action action = event->action;
+    ((trainee *)user)->asked++;
+    memset(event, 'x', sizeof *event);
+    event->action = action;
+    event->mitigation = AMP_MITIGATE_NONE;
+}
+TEST(recovery_ends_the_policys_texts) {
+    static trainee t;
+    amp_recovery_event e;
+    training_plan p = plan_of(AMP_F16, FAULT_NONE, 0);
+    p.policy = filling_policy;
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 2);
+    CHECK_OK(amp_recovery_memory(t.recovery, &e));
+    CHECK_OK(amp_recovery_memory(t.recovery, &e));
+    CHECK(t.asked == 1 && e.action == AMP_RECOVERY_HALVE_BATCH && e.mitigation == AMP_MITIGATE_NONE);
+    CHECK_EQ(strnlen(e.text, sizeof e.text), sizeof e.text - 1);
+    CHECK_EQ(strnlen(e.layer, sizeof e.layer), sizeof e.layer - 1);
+    CHECK(e.step == 0 && e.retries == 0 && e.left == t.recovery->desc.max_retries && e.dtype == AMP_F16 && e.anomaly == AMP_ANOMALY_NONE);
+    trainee_close(&t);
+}
+
 /* Low precision that cannot start at all: fp32, and the log says why. */
 TEST(training_starts_in_fp32_where_nothing_else_is) {
     static trainee t;
@@ -2368,6 +2392,7 @@ int main(int argc, char **argv) {
     RUN(memory_recovery_from_any_failing_allocation);
     RUN(memory_recovery_drops_the_cycle);
     RUN(memory_recovery_asks_the_policy);
+    RUN(recovery_ends_the_policys_texts);
     RUN(training_starts_in_fp32_where_nothing_else_is);
     RUN(recovery_refuses_bad_input);
     RUN(recovery_names_layers);

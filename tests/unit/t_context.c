@@ -394,6 +394,62 @@ TEST(a_fallback_is_logged_with_its_reason) {
     amp_close(amp);
 }
 
+/* Paths and names may hold anything; errors, log lines and texts stay one line of UTF-8, without what commands a terminal. */
+static int is_plain(const char *text) {
+    const unsigned char *p = (const unsigned char *)text;
+    for (; *p != 0; p++) if (*p < 0x20 || *p == 0x7f || (*p == 0xc2 && p[1] < 0xa0) || *p == 0xff) return 0;
+    return 1;
+}
+TEST(errors_and_log_lines_are_one_line) {
+    static const char path[] = "/no/\xc3\xbc\n\x1b[31m\t\x7f\xc2\x9b" "1m\xff\xe2\x82\xac\xe2\x82/.bin";
+    amp_desc desc;
+    amp_context *amp;
+    amp_state *state;
+    amp_linear_op op;
+    amp_param p;
+    amp_tape *tape;
+    amp_model *model;
+    float w[6] = {1}, x[6] = {70000.0f}, y[4];
+    char long_path[700], text[4096];
+    int i;
+    memset(&desc, 0, sizeof desc); memset(&context_logged, 0, sizeof context_logged); memset(&op, 0, sizeof op); memset(&p, 0, sizeof p);
+    CHECK_ERR(amp_state_load(&state, NULL, path), AMP_ERR_OPEN);
+    CHECK(is_plain(amp_last_error()));
+    CHECK(strstr(amp_last_error(), "/no/\xc3\xbc\?\?[31m\?\?\?\?1m?\xe2\x82\xac?") != NULL);
+    for (i = 0; i < 2; i++) {                       /* whatever character the cut goes through */
+        memset(long_path, 'a', sizeof long_path);
+        for (int k = i; k + 2 < (int)sizeof long_path; k += 2) memcpy(long_path + k, "\xc3\xbc", 2);
+        long_path[sizeof long_path - 1] = 0;
+        CHECK_ERR(amp_state_load(&state, NULL, long_path), AMP_ERR_OPEN);
+        for (const unsigned char *at = (const unsigned char *)amp_last_error(); *at != 0; at += at[0] == 0xc3 ? 2 : 1)
+            CHECK(at[0] < 0x80 || (at[0] == 0xc3 && at[1] == 0xbc));
+    }
+    desc.logger.write = logger_write;
+    desc.logger.level = AMP_LOG_DEBUG;
+    desc.dtype = AMP_F16;
+    amp = context_open_with(&desc);
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    op.layer = path;
+    p.name = path; p.weight = amp_tensor2(w, AMP_F32, 2, 3);
+    op.x = amp_tensor2(x, AMP_F32, 2, 3); op.y = amp_tensor2(y, AMP_F32, 2, 2); op.weight = &p;
+    CHECK_OK(amp_linear(amp, &op));
+    CHECK(strstr(context_logged.text, "1m?\xe2\x82\xac?") != NULL && is_plain(context_logged.text));
+    CHECK_OK(amp_autocast_end(amp));
+    CHECK_OK(amp_model_create(amp, &model, 1, 0));
+    CHECK(amp_model_param(model, path, 2, 3, AMP_INIT_ONES, 0) != NULL);
+    CHECK_OK(amp_tape_create(amp, &tape, NULL));
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    (void)amp_tape_linear(tape, amp_tape_input(tape, &op.x), amp_model_find(model, path), NULL, AMP_ACT_NONE);
+    (void)amp_tape_text(tape, text, sizeof text);
+    CHECK(strstr(text, "1m?\xe2\x82\xac?") != NULL);
+    for (i = 0; text[i] != 0; i++) if (text[i] == '\n') text[i] = ' ';
+    CHECK(is_plain(text));
+    CHECK_OK(amp_tape_finish(tape));
+    amp_tape_destroy(tape);
+    amp_model_destroy(model);
+    amp_close(amp);
+}
+
 /* ---- parameters */
 
 TEST(parameters) {
@@ -530,7 +586,8 @@ int main(int argc, char **argv) {
     RUN(a_stale_header_is_an_error); RUN(choice_follows_the_device); RUN(choice_refuses_or_falls_back_by_name);
     RUN(machine_is_described); RUN(caches_are_those_that_linux_lists); RUN(cpu_quotas_limit_the_cores); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
     RUN(settings_out_of_range); RUN(memory_is_accounted_and_returned);
-    RUN(a_fallback_is_logged_with_its_reason); RUN(parameters); RUN(tensor_counts); RUN(context_patterns); RUN(files); RUN(autotune_on_the_cpu);
+    RUN(a_fallback_is_logged_with_its_reason);
+    RUN(errors_and_log_lines_are_one_line); RUN(parameters); RUN(tensor_counts); RUN(context_patterns); RUN(files); RUN(autotune_on_the_cpu);
     RUN(several_threads_share_a_context);
     return TEST_END();
 }

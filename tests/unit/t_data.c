@@ -4,6 +4,7 @@
 #include "../amp.h"
 #include "test.h"
 #include <dirent.h>
+#include <setjmp.h>
 
 /* Whether times mean anything in this build. */
 #if defined(__has_feature)
@@ -1204,6 +1205,89 @@ TEST(callback_stops_its_loader) {
         pthread_mutex_unlock(&c.lock);
         amp_loader_destroy(l);
     }
+}
+
+/* A callback that leaves the call by longjmp, or destroys its loader. */
+typedef struct leaving { jmp_buf out; int64_t leaves; amp_loader *destroys; } leaving;
+static int leaving_read(void *user, const amp_sample *s, void *const *fields) {
+    leaving *v = (leaving *)user;
+    if (s->sample == v->leaves) { v->leaves = -1; longjmp(v->out, 1); }
+    amp_loader_destroy(v->destroys);
+    *(int32_t *)fields[0] = (int32_t)s->sample;
+    return 0;
+}
+static amp_loader *leaving_loader(leaving *v, int64_t leaves) {
+    amp_source source;
+    amp_loader_desc d;
+    memset(&source, 0, sizeof source);
+    memset(&d, 0, sizeof d);
+    memset(v, 0, sizeof *v);
+    v->leaves = leaves;
+    source.read = leaving_read; source.user = v; source.samples = 64; source.n_fields = 1;
+    source.fields[0].dtype = AMP_I32; source.fields[0].count = 1;
+    d.source = &source; d.batch = 4; d.workers = AMP_NO_WORKERS; d.prefetch = 4;
+    return opened(&d);
+}
+/* 1: the call was left. */
+static int next_is_left(leaving *v, amp_loader *l, amp_batch *b) {
+    if (setjmp(v->out) != 0) return 1;
+    CHECK_OK(amp_loader_next(l, b));
+    return 0;
+}
+
+TEST(callback_leaves_by_longjmp) {
+    leaving v;
+    amp_loader *l;
+    amp_batch b;
+    amp_state *state;
+    int i, left;
+    for (left = 0; left < 3; left++) {          /* batches before that */
+        l = leaving_loader(&v, 4 * left + 1);
+        for (i = 0; i < left; i++) CHECK(!next_is_left(&v, l, &b) && b.index == i);
+        CHECK(next_is_left(&v, l, &b));
+        CHECK_OK(amp_state_create(&state, NULL));
+        CHECK_OK(amp_loader_save(l, state, "l"));
+        for (; i < 6; i++) {                    /* it goes on with the same batch */
+            CHECK(!next_is_left(&v, l, &b) && b.index == i);
+            CHECK_EQ(*(const int32_t *)b.fields[0], 4 * i);
+        }
+        v.leaves = 4 * i + 2;
+        CHECK(next_is_left(&v, l, &b));
+        CHECK_OK(amp_loader_load(l, state, "l"));
+        CHECK(!next_is_left(&v, l, &b) && b.index == left);
+        amp_state_destroy(state);
+        amp_loader_destroy(l);
+        l = leaving_loader(&v, 1);              /* destroyed, with no call after it */
+        CHECK(next_is_left(&v, l, &b));
+        amp_loader_destroy(l);
+    }
+}
+
+static char destroy_said[512];
+static void destroy_log(void *user, amp_log_level level, int id, const char *text) {
+    (void)user; (void)level; (void)id;
+    snprintf(destroy_said, sizeof destroy_said, "%s", text);
+}
+
+/* The loader is in use: it stays, and says so. */
+TEST(callback_destroys_its_loader) {
+    amp_context *own = amp;
+    leaving v;
+    amp_loader *l;
+    amp_batch b;
+    amp_desc d;
+    memset(&d, 0, sizeof d);
+    d.logger.write = destroy_log;
+    CHECK_OK(amp_open(&amp, &d));
+    l = leaving_loader(&v, -1);
+    v.destroys = l;
+    CHECK(!next_is_left(&v, l, &b) && b.index == 0);
+    CHECK(strstr(destroy_said, "amp_loader_destroy: a call of this loader has not returned") != NULL);
+    v.destroys = NULL;
+    CHECK(!next_is_left(&v, l, &b) && b.index == 1);
+    amp_loader_destroy(l);
+    amp_close(amp);
+    amp = own;
 }
 
 TEST(callback_errors) {
@@ -2577,6 +2661,8 @@ int main(int argc, char **argv) {
     RUN(bad_arrays);
     RUN(tensors); RUN(tensors_resume); RUN(tensors_cast); RUN(bad_tensors);
     RUN(callback);
+    RUN(callback_leaves_by_longjmp);
+    RUN(callback_destroys_its_loader);
     RUN(callback_errors);
     RUN(callback_stops_its_loader);
     RUN(bad_settings);

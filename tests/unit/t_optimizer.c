@@ -2252,6 +2252,9 @@ TEST(optimizer_settings_are_checked) {
     REFUSED(beta1, 1.0, AMP_ERR_RANGE);
     REFUSED(beta2, 1.5, AMP_ERR_RANGE);
     REFUSED(eps, -0.5, AMP_ERR_RANGE);
+    REFUSED(eps, 1e-46, AMP_ERR_RANGE);                               /* 0 in fp32 */
+    REFUSED(lr, 1e31, AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), "from 0 to 1e30") != NULL);
     REFUSED(weight_decay, -0.5, AMP_ERR_RANGE);
     REFUSED(momentum, 1.0, AMP_ERR_RANGE);
     REFUSED(dampening, -1.0, AMP_ERR_RANGE);
@@ -2300,6 +2303,76 @@ TEST(optimizer_settings_are_checked) {
     CHECK(amp_optimizer_grad_set(NULL) == NULL);
     amp_optimizer_destroy(o);
     amp_optimizer_destroy(NULL);
+    amp_close(amp);
+}
+
+/* Up to the highest rate that is taken, the numbers that kernels compute from it are finite; beyond, create, set_lr and load
+   refuse it. */
+static int numbers_are_finite(amp_optimizer *o) {
+    amp_k_adamw adamw_args;
+    amp_k_sgd sgd_args;
+    amp_k_lion lion_args;
+    amp_k_grad_stats f = *o->set->found;
+    int finite = 1;
+    memset(&adamw_args, 0, sizeof adamw_args); memset(&sgd_args, 0, sizeof sgd_args); memset(&lion_args, 0, sizeof lion_args);
+    f.lr = o->desc.lr; f.step = 1; f.beta1_power = o->desc.beta1; f.beta2_power = o->desc.beta2; f.multiplier = 1;
+    adamw_args.found = sgd_args.found = lion_args.found = &f;
+    adamw_args.table = sgd_args.table = lion_args.table = o->set->table;
+    adamw_args.beta1 = o->desc.beta1; adamw_args.beta2 = o->desc.beta2; adamw_args.eps = o->desc.eps;
+    sgd_args.momentum = o->desc.momentum; sgd_args.dampening = o->desc.dampening;
+    lion_args.beta1 = o->desc.beta1; lion_args.beta2 = o->desc.beta2;
+    for (int64_t i = 0; i < o->set->n; i++) {
+        ampi_adamw_step a = ampi_adamw_row(&adamw_args, &o->set->table[i]);
+        ampi_sgd_step b = ampi_sgd_row(&sgd_args, &o->set->table[i]);
+        ampi_lion_step c = ampi_lion_row(&lion_args, &o->set->table[i]);
+        if (o->desc.kind == AMP_ADAMW) finite &= isfinite(a.keep) && isfinite(a.rate) && isfinite(a.correction) && (a.eps > 0);
+        if (o->desc.kind == AMP_SGD) finite &= isfinite(b.decay) && isfinite(b.rate) && isfinite(b.rest);
+        if (o->desc.kind == AMP_LION) finite &= isfinite(c.keep) && isfinite(c.rate);
+    }
+    return finite;
+}
+TEST(rates_fit_in_fp32) {
+    static const struct { amp_optimizer_kind kind; double beta1, decay, scale, group_decay, most; } rows[] = {
+        {AMP_ADAMW, 0, 0, 1, 0, 1e30}, {AMP_SGD, 0, 1e30, 1, 1e30, 1e30}, {AMP_LION, 0, 0, 1, 0, 1e30},
+        {AMP_ADAMW, 0, 0, 1e20, 0, 3.41e17}, {AMP_SGD, 0, 0, 1e20, 0, 3.41e18}, {AMP_LION, 0, 0, 1e30, 0, 3.41e8},
+        {AMP_ADAMW, AMPI_BELOW_1, 0, 1, 0, 3.8e22}, {AMP_ADAMW, 0, 1e20, 1, 0, 3.41e18}, {AMP_LION, 0, 0, 1e5, 1e10, 3.41e23}};
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    static model m;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        amp_optimizer *o = NULL, *other = NULL;
+        amp_optimizer_desc d;
+        amp_param_group group;
+        amp_state *state = NULL;
+        double most;
+        model_init(&m, AMP_F32, AMP_F32);
+        memset(&group, 0, sizeof group);
+        d = adamw(&m);
+        d.kind = rows[i].kind; d.beta1 = rows[i].beta1; d.beta2 = d.eps = 0; d.weight_decay = rows[i].decay;
+        group.match = "*"; group.lr_scale = rows[i].scale; group.weight_decay = rows[i].group_decay;
+        d.groups = &group; d.n_groups = 1;
+        d.lr = 0.1;
+        CHECK_OK(amp_optimizer_create(amp, &o, &d));
+        most = ampi_lr_most(&o->desc);
+        CHECK(most <= rows[i].most && most > 0.98 * rows[i].most);
+        CHECK_OK(amp_optimizer_set_lr(o, most));
+        CHECK(numbers_are_finite(o));
+        CHECK_ERR(amp_optimizer_set_lr(o, most * 1.001), AMP_ERR_RANGE);
+        CHECK(strstr(amp_last_error(), "amp_optimizer_set_lr: lr = ") != NULL && o->desc.lr == most);
+        CHECK_ERR(amp_optimizer_set_lr(o, 1e39), AMP_ERR_RANGE);
+        CHECK_ERR(amp_optimizer_set_lr(o, INFINITY), AMP_ERR_RANGE);
+        CHECK_OK(amp_state_create(&state, NULL));
+        o->desc.lr = most * 1.001;
+        CHECK_OK(amp_optimizer_save(o, state, "o"));
+        CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+        o->desc.lr = most;
+        CHECK_OK(amp_optimizer_save(o, state, "o"));
+        CHECK_OK(amp_optimizer_load(o, state, "o"));
+        amp_state_destroy(state);
+        amp_optimizer_destroy(o);
+        d.lr = most * 1.001;
+        CHECK_ERR(amp_optimizer_create(amp, &other, &d), AMP_ERR_RANGE);
+        CHECK(strstr(amp_last_error(), ".lr = ") != NULL);
+    }
     amp_close(amp);
 }
 
@@ -2646,6 +2719,7 @@ int main(int argc, char **argv) {
     RUN(load_refuses_other_storage);
     RUN(load_refuses_other_parameters_by_name);
     RUN(optimizer_settings_are_checked);
+    RUN(rates_fit_in_fp32);
     RUN(what_is_not_read_is_refused);
     RUN(every_failing_allocation_is_survived);
     RUN(ranks_average_and_take_part_without_a_gradient);

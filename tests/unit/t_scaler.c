@@ -1058,6 +1058,8 @@ TEST(sets_are_checked) {
     d.params = NULL; d.n_params = 0;
     range.name = "r"; range.data = g; range.count = -1; range.dtype = AMP_F32;
     CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_RANGE);
+    range.count = (int64_t)1 << 62;
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_SIZE);
     range.count = 4; range.dtype = AMP_I32;
     CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_DTYPE);
     range.dtype = AMP_F32; range.data = NULL;
@@ -1119,6 +1121,58 @@ TEST(save_and_load_at_every_point) {
     }
     amp_grad_set_destroy(set);
     amp_grad_set_destroy(set2);
+    amp_close(amp);
+}
+
+/* Whatever scale a preset's rule leads to: up to infinity where nothing stops growth, and down to 0. */
+TEST(every_scale_that_is_reached_loads) {
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    int preset, bad, n;
+    for (preset = 0; preset <= AMP_SCALER_KERAS; preset++)
+        for (bad = 0; bad < 2; bad++) {
+            amp_scaler *a = scaler_make_scaler(amp, (amp_scaler_preset)preset, 0, 1);
+            amp_scaler *b = scaler_make_scaler(amp, (amp_scaler_preset)preset, 0, 1);
+            amp_state *state = NULL;
+            CHECK_OK(amp_state_create(&state, NULL));
+            for (n = 0; n < 360; n++) {
+                amp_k_scaler x, y;
+                CHECK_OK(amp_scaler_update_with(a, bad));
+                CHECK_OK(amp_scaler_save(a, state, "s"));
+                CHECK_OK(amp_scaler_load(b, state, "s"));
+                CHECK_OK(amp_scaler_get(a, &x));
+                CHECK_OK(amp_scaler_get(b, &y));
+                CHECK(memcmp(&x, &y, sizeof x) == 0);
+            }
+            amp_state_destroy(state);
+            amp_scaler_destroy(a);
+            amp_scaler_destroy(b);
+        }
+    amp_close(amp);
+}
+
+/* And no other: below the floor, above the ceiling, negative, NaN. */
+TEST(no_other_scale_loads) {
+    static const struct { amp_scaler_preset preset; float scale; amp_result result; } rows[] = {
+        {AMP_SCALER_DEFAULT, 0x1p127f, AMP_ERR_SCALE}, {AMP_SCALER_DEFAULT, 0, AMP_ERR_SCALE},
+        {AMP_SCALER_APEX, 0x1p127f, AMP_ERR_SCALE}, {AMP_SCALER_APEX, 0, AMP_OK},
+        {AMP_SCALER_FLAX, 0x1p127f, AMP_OK}, {AMP_SCALER_FLAX, INFINITY, AMP_ERR_SCALE},
+        {AMP_SCALER_FLAX, 0x1p-127f, AMP_ERR_SCALE}, {AMP_SCALER_KERAS, INFINITY, AMP_OK},
+        {AMP_SCALER_KERAS, NAN, AMP_ERR_SCALE}, {AMP_SCALER_APEX, -1, AMP_ERR_SCALE},
+        {AMP_SCALER_APEX, -0.0f, AMP_ERR_SCALE}, {AMP_SCALER_TORCH, -1, AMP_OK}};
+    amp_context *amp = scaler_open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        amp_scaler *s = scaler_make_scaler(amp, rows[i].preset, 0, 0);
+        amp_state *state = NULL;
+        float scales[3] = {0, 1, 0};
+        scales[0] = rows[i].scale;
+        CHECK_OK(amp_state_create(&state, NULL));
+        CHECK_OK(amp_scaler_save(s, state, "s"));
+        CHECK_OK(amp_state_put(state, "s.scale", AMP_F32, scales, 3));
+        CHECK_ERR(amp_scaler_load(s, state, "s"), rows[i].result);
+        amp_state_destroy(state);
+        amp_scaler_destroy(s);
+    }
     amp_close(amp);
 }
 
@@ -1472,6 +1526,8 @@ int main(int argc, char **argv) {
     RUN(clip_coefficient_is_torchs);
     RUN(sets_are_checked);
     RUN(save_and_load_at_every_point);
+    RUN(every_scale_that_is_reached_loads);
+    RUN(no_other_scale_loads);
     RUN(save_over_a_disabled_scalers);
     RUN(save_keeps_a_subnormal_scale);
     RUN(load_refuses_what_does_not_fit);
