@@ -276,10 +276,16 @@
      Rounding, overflow and NaN: see the scalar conversions.  Conversion to TF32 rounds ties away; tensor cores given
      fp32 may truncate instead, an error of up to 9.8e-4.
 
-   THREADS  Operators, amp_gemm, regions and memory calls may use one context from several threads at once.  Setup
-     (registering, overriding), and each scaler, optimizer, set, loader, model and adapt, is for one thread at a time,
-     except amp_loader_stop and amp_loader_info_get.  Regions and the last-error text are per thread.  Callbacks are not
-     called under a lock: a logger, allocator or reducer may call the library.  Kernels run on the context's own threads
+   THREADS  Operators, amp_gemm, regions, memory and cache calls and amp_status_get may use one context from several
+     threads at once.  Setup (registering, overriding), and each scaler, optimizer, set, loader, model, tape and adapt,
+     is for one thread at a time, except amp_loader_stop and amp_loader_info_get.  So several models may train on one
+     context at once, each with its tape, optimizer, scaler and loader in a thread of its own: each gets the bits that
+     it gets alone, but for dropout, whose random numbers come from one sequence.  A step ends the step of the FP8
+     tensors of its own optimizer's layers, and of those that this thread computed last and no optimizer has.  Alone on
+     its context runs what changes or restores all of it: amp_fp8_save and _load, amp_verify and its kin, a recovery, a
+     graph capture, and every exchange with other ranks, so that with a reducer one thread trains.  Regions and the
+     last-error text are per thread.  Callbacks are not called under a lock: a logger, allocator or reducer may call the
+     library.  Kernels run on the context's own threads
      (.threads; .share_threads: another context's; .parallel: yours), started by the first call worth it.  All contexts
      together run no more threads than there are cores; while other programs need those, the caller works alone.  If the
      system has no more threads, kernels use fewer, with one warning, and a loader returns AMP_ERR_THREAD.  fork() only
@@ -979,7 +985,8 @@ typedef struct amp_fp8_stats {
     float scale;                /* DELAYED: of the next step; 0: its own */
     int32_t reserved;
 } amp_fp8_stats;
-/* Waits.  Errors: AMP_ERR_STATE the layer has not computed in FP8. */
+/* Waits.  With delayed scaling on several ranks all weights of an optimizer have records from the start, with .values 0.
+   Errors: AMP_ERR_STATE the layer has not computed in FP8. */
 AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *weight, amp_fp8_tensor tensor,
                                      amp_fp8_stats *out);
 /* The histories of AMP_FP8_DELAYED by the names of the registered weights, without which a resumed run has other bits.
@@ -3329,9 +3336,10 @@ typedef struct amp_k_fp8 {
     int32_t reserved;
 } amp_k_fp8;
 
-/* ampi_fp8_update of all slots: by format[i % 3]. */
+/* ampi_fp8_update of slots 3 i to 3 i + 2 of each weight whose bit i of `due` is set: by format[slot % 3]. */
 typedef struct amp_k_fp8_update {
     amp_k_fp8_slot *slots; int64_t n;
+    uint64_t due;
     uint32_t *amax, *history;   /* [n], [n][length]; history NULL: not DELAYED */
     int32_t length, recent, margin;  /* recent 1: by the last amax, 0: by the largest in the history */
     amp_dtype format[3];
@@ -3865,16 +3873,17 @@ AMPI_HD int ampi_fp8_mx_scale(uint32_t amax, amp_dtype format) {
     if (amax >= 0x7f800000u) return amax > 0x7f800000u ? 255 : 254;
     return exponent > largest ? exponent - largest : 0;
 }
-/* Ends a step for slot i.  A tensor that was not used keeps what it has; an infinite amax never comes here. */
-AMPI_HD void ampi_fp8_update(const amp_k_fp8_update *u, int64_t i) {
-    amp_k_fp8_slot *s = &u->slots[i];
+AMPI_HD int ampi_fp8_is_due(const amp_k_fp8_update *u, int64_t i) { return (int)(u->due >> i / 3 & 1); }
+/* Ends a step for slot i, which is s with its amax.  A tensor that was not used keeps what it has; an infinite amax
+   never comes here. */
+AMPI_HD void ampi_fp8_update(const amp_k_fp8_update *u, int64_t i, amp_k_fp8_slot *s, uint32_t *amax) {
     const amp_k_fp8_count none = {0, 0, 0, 0};
     uint32_t *history, most;
     int64_t j;
     if (s->now.values > 0) { s->last = s->now; s->now = none; }
     if (u->history == NULL) return;
-    most = u->amax[i];
-    u->amax[i] = 0;
+    most = *amax;
+    *amax = 0;
     if (most == 0) return;
     history = u->history + i * u->length;
     history[s->updates++ % u->length] = most;
@@ -8351,6 +8360,25 @@ static void ampi_fp8_count_add(amp_k_fp8_count *to, const amp_k_fp8_count *more)
     __atomic_fetch_add(&to->nonfinite, more->nonfinite, __ATOMIC_RELAXED);
     __atomic_fetch_add(&to->values, more->values, __ATOMIC_RELAXED);
 }
+static void ampi_fp8_count_copy(const amp_k_fp8_count *from, amp_k_fp8_count *to) {
+    __atomic_store_n(&to->values, __atomic_load_n(&from->values, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store_n(&to->saturated, __atomic_load_n(&from->saturated, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store_n(&to->underflowed, __atomic_load_n(&from->underflowed, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store_n(&to->nonfinite, __atomic_load_n(&from->nonfinite, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+}
+static float ampi_fp8_scale_of(const amp_k_fp8_slot *slot) {
+    float scale;
+    __atomic_load(&slot->scale, &scale, __ATOMIC_RELAXED);
+    return scale;
+}
+/* Records in the host's memory: other threads may look at them at any time. */
+static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
+    float scale = ampi_fp8_scale_of(from);
+    ampi_fp8_count_copy(&from->now, &to->now);
+    ampi_fp8_count_copy(&from->last, &to->last);
+    __atomic_store_n(&to->updates, __atomic_load_n(&from->updates, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store(&to->scale, &scale, __ATOMIC_RELAXED);
+}
 
 static ampi_fp8_job ampi_fp8_job_of(const ampi_cpu *cpu, const amp_k_fp8 *how, const ampi_gemm_operand *x, int64_t k,
                                     int64_t n, void *out) {
@@ -8443,7 +8471,7 @@ static void ampi_fp8_set_scale(ampi_fp8_job *job, int own) {
     int e;
     if (own)
         job->scale = ampi_fp8_margin_scale(job->amax, how->dtype, how->scaling == AMP_FP8_DELAYED ? how->margin : 0);
-    else job->scale = how->slot->scale;
+    else job->scale = ampi_fp8_scale_of(how->slot);
     job->factor = ampi_inverse(job->scale);
     e = ampi_fp8_spread(job->factor);
     job->spread = ampi_power_of_2(e);
@@ -8456,7 +8484,8 @@ static void ampi_fp8_cast(ampi_cpu *cpu, ampi_fp8_job *job) {
     int threads = job->rows * job->cols < 1 << 16 ? 1 : ampi_threads_now(cpu);
     int64_t band = AMPI_MAX(job->band, 1), grain = AMPI_MAX(4096 / AMPI_MAX(job->cols * band, 1), 1);
     const amp_k_fp8 *how = job->how;
-    int delayed = how->scaling == AMP_FP8_DELAYED, own = job->band == 0 && !(delayed && how->slot->scale > 0);
+    int delayed = how->scaling == AMP_FP8_DELAYED;
+    int own = job->band == 0 && !(delayed && ampi_fp8_scale_of(how->slot) > 0);
     if (own || (delayed && how->record)) ampi_parallel(cpu, threads, job->rows, grain, ampi_fp8_amax_part, job);
     if (own || delayed) ampi_fp8_set_scale(job, own);
     ampi_parallel(cpu, threads, (job->rows + band - 1) / band, grain, ampi_fp8_cast_part, job);
@@ -10915,7 +10944,16 @@ static amp_result ampi_cpu_fp8_update(void *dev, const amp_k_fp8_update *args, v
     ampi_fp host = ampi_fp_begin();
     int64_t i;
     (void)dev; (void)stream;
-    for (i = 0; i < args->n; i++) ampi_fp8_update(args, i);
+    for (i = 0; i < args->n; i++) {
+        amp_k_fp8_slot slot;
+        uint32_t amax;
+        if (!ampi_fp8_is_due(args, i)) continue;
+        ampi_fp8_slot_copy(&args->slots[i], &slot);
+        amax = __atomic_load_n(&args->amax[i], __ATOMIC_RELAXED);
+        ampi_fp8_update(args, i, &slot, &amax);
+        ampi_fp8_slot_copy(&slot, &args->slots[i]);
+        __atomic_store_n(&args->amax[i], amax, __ATOMIC_RELAXED);
+    }
     ampi_fp_end(host);
     return AMP_OK;
 }
@@ -11038,11 +11076,15 @@ typedef struct ampi_cache_entry {
     int64_t bytes, new_inf;         /* new_inf: of this copy, if visible to the host at once */
 } ampi_cache_entry;                 /* id 0: dropped, freed after its last user */
 
-/* Records of tensors in FP8, of each weight three: slot 3 i + amp_fp8_tensor - 1 is of weight ids[i]; id 0: free. */
-enum { AMPI_FP8_WEIGHTS = 64 };
+/* Records of tensors in FP8, of each weight three: slot 3 i + amp_fp8_tensor - 1 is of weight ids[i]; id 0: free.
+   They end their step with the optimizer that has the weight, or else with any step of the thread that used it last. */
+enum { AMPI_FP8_WEIGHTS = 64,       /* as many as amp_k_fp8_update.due has bits */
+       AMPI_FP8_TAKEN = 1 };        /* no id: the place is being cleared */
 typedef struct ampi_fp8_table {
     struct ampi_fp8_table *next;
     uint64_t ids[AMPI_FP8_WEIGHTS];
+    const void *steppers[AMPI_FP8_WEIGHTS];
+    pthread_t users[AMPI_FP8_WEIGHTS];
     amp_k_fp8_slot *slots;          /* on the device, with amax and history behind them; history NULL: not DELAYED */
     uint32_t *amax, *history;
 } ampi_fp8_table;
@@ -11058,8 +11100,9 @@ typedef struct ampi_mask_entry {
     int64_t bytes;
 } ampi_mask_entry;
 
-/* A registered parameter, its id in this context, and its version when the last capture began. */
-typedef struct ampi_known { amp_param *param; uint64_t id, captured; } ampi_known;
+/* A registered parameter, its id in this context, its version when the last capture began, and the optimizer that was
+   created with it last, or NULL. */
+typedef struct ampi_known { amp_param *param; uint64_t id, captured; const void *stepper; } ampi_known;
 
 /* Everything created from a context begins with this.  Closing the context stops live objects, newest first: their
    calls are errors from then on, and destroying them frees the rest.  An object stays while others refer to it. */
@@ -11235,13 +11278,17 @@ static amp_result ampi_may_wait(const amp_context *amp) {
     return ampi_weights_whole(amp, "reducer", NULL);
 }
 /* A setting changed that is built into captured graphs ... */
-static void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
+static void ampi_settings_changed(amp_context *amp) {
+    __atomic_add_fetch(&amp->settings_version, 1, __ATOMIC_RELAXED);
+}
 /* ... and one that operators decide by. */
 static void ampi_decisions_changed(amp_context *amp) {
     ampi_settings_changed(amp);
-    amp->decisions = ampi_serial();
+    __atomic_store_n(&amp->decisions, ampi_serial(), __ATOMIC_RELAXED);
 }
-static uint64_t ampi_settings_version(const amp_context *amp) { return amp->settings_version; }
+static uint64_t ampi_settings_version(const amp_context *amp) {
+    return __atomic_load_n(&amp->settings_version, __ATOMIC_RELAXED);
+}
 /* The graph being captured, or NULL. */
 static ampi_object *ampi_capture(const amp_context *amp) { return amp->capture; }
 static void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
@@ -11304,9 +11351,9 @@ static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->desc.disable = p->disable;
     amp->desc.allow_tf32 = p->allow_tf32;
     amp->desc.fallback = p->fallback;
-    amp->n_layers = p->n_layers;
+    __atomic_store_n(&amp->n_layers, p->n_layers, __ATOMIC_RELAXED);
     amp->random_offset = p->random_offset;
-    amp->decisions = ampi_serial();
+    __atomic_store_n(&amp->decisions, ampi_serial(), __ATOMIC_RELAXED);
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 #endif
@@ -12332,7 +12379,7 @@ static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice)
 
 static amp_result ampi_layer_set(amp_context *amp, const char *function, const char *pattern, amp_dtype dtype) {
     amp_choice choice;
-    int64_t i, kept = 0;
+    int64_t i, kept = 0;                /* others read n_layers without the lock */
     if (strlen(pattern) >= sizeof amp->layers->pattern)
         return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
@@ -12342,11 +12389,11 @@ static amp_result ampi_layer_set(amp_context *amp, const char *function, const c
                                 sizeof *amp->layers));
     for (i = 0; i < amp->n_layers; i++)
         if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
-    amp->n_layers = kept;
     if (dtype != AMP_DTYPE_DEFAULT) {
-        snprintf(amp->layers[amp->n_layers].pattern, sizeof amp->layers->pattern, "%s", pattern);
-        amp->layers[amp->n_layers++].dtype = choice.dtype;
+        snprintf(amp->layers[kept].pattern, sizeof amp->layers->pattern, "%s", pattern);
+        amp->layers[kept++].dtype = choice.dtype;
     }
+    __atomic_store_n(&amp->n_layers, kept, __ATOMIC_RELAXED);
     ampi_settings_changed(amp);
     ampi_unlock(amp);
     return AMP_OK;
@@ -12982,6 +13029,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
         p->grad_live = 0;
         p->by_hand = 0;
         amp->params[amp->n_params].captured = p->version;
+        amp->params[amp->n_params].stepper = NULL;
         amp->params[amp->n_params].param = p;
         amp->params[amp->n_params++].id = p->id;
     }
@@ -12997,6 +13045,22 @@ AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
     ampi_params_drop(amp, params, n, 1);
     ampi_unlock(amp);
     ampi_notify(amp, AMPI_PARAMS_FORGOTTEN, 0);
+}
+
+/* Parameters that `from` steps, or all of `params` with from NULL, are stepped by `to`; NULL: by nobody. */
+static void ampi_params_stepper(amp_context *amp, const amp_param *params, int64_t n, const void *from,
+                                const void *to) {
+    ampi_fp8_table *t;
+    int64_t i, j;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_params; i++) {
+        ampi_known *known = &amp->params[i];
+        if (from != NULL ? known->stepper != from : known->param < params || known->param >= params + n) continue;
+        known->stepper = to;
+        for (t = amp->fp8; t != NULL; t = t->next)
+            for (j = 0; j < AMPI_FP8_WEIGHTS; j++) if (t->ids[j] == known->id) t->steppers[j] = to;
+    }
+    ampi_unlock(amp);
 }
 
 AMP_API void amp_param_changed(amp_param *param) { if (param != NULL) param->version++; }
@@ -13658,11 +13722,14 @@ static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_po
 
 /* The last override whose pattern matches; AMP_DTYPE_DEFAULT: none. */
 static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
-    int64_t i = amp->n_layers;
-    if (layer == NULL) return AMP_DTYPE_DEFAULT;
-    while (--i >= 0)
-        if (ampi_match(amp->layers[i].pattern, layer)) return amp->layers[i].dtype;
-    return AMP_DTYPE_DEFAULT;
+    amp_dtype dtype = AMP_DTYPE_DEFAULT;
+    int64_t i;
+    if (layer == NULL || __atomic_load_n(&amp->n_layers, __ATOMIC_RELAXED) == 0) return dtype;
+    ampi_lock(amp);                     /* another thread may set one */
+    for (i = amp->n_layers; --i >= 0 && dtype == AMP_DTYPE_DEFAULT;)
+        if (ampi_match(amp->layers[i].pattern, layer)) dtype = amp->layers[i].dtype;
+    ampi_unlock(amp);
+    return dtype;
 }
 
 /* The smallest dtype that holds both in range and precision. */
@@ -13952,19 +14019,54 @@ static amp_result ampi_fp8_clear(amp_context *amp, const ampi_fp8_table *t, int 
     return amp->backend->fill(amp->dev, t->amax + 3 * at, 0, 3 * sizeof *t->amax, amp->desc.stream);
 }
 
-/* The same, with a place for a weight that had none. */
-static amp_result ampi_fp8_place(amp_context *amp, uint64_t id, ampi_fp8_table **table, int *at) {
-    int is_new = 0;
+/* The optimizer that steps a registered weight.  Called with the lock held. */
+static const void *ampi_fp8_stepper(const amp_context *amp, uint64_t id) {
+    int64_t i;
+    for (i = 0; i < amp->n_params; i++) if (amp->params[i].id == id) return amp->params[i].stepper;
+    return NULL;
+}
+/* Gives a cleared place to a weight, unless another thread has done so meanwhile. */
+static void ampi_fp8_settle(amp_context *amp, uint64_t id, ampi_fp8_table **table, int *at) {
+    ampi_fp8_table *theirs;
+    int there;
+    ampi_lock(amp);
+    theirs = ampi_fp8_find(amp, id, &there);
+    (*table)->ids[*at] = theirs == NULL ? id : 0;
+    if (theirs != NULL) { *table = theirs; *at = there; }
+    (*table)->steppers[*at] = ampi_fp8_stepper(amp, id);
+    (*table)->users[*at] = pthread_self();
+    ampi_unlock(amp);
+}
+/* The same, with a place for a weight that had none; use 1: this thread uses its layer. */
+static amp_result ampi_fp8_place(amp_context *amp, uint64_t id, int use, ampi_fp8_table **table, int *at) {
+    amp_result result;
+    int is_new;
     for (;;) {
         ampi_lock(amp);
         *table = ampi_fp8_find(amp, id, at);
         is_new = *table == NULL;
-        if (is_new && (*table = ampi_fp8_find(amp, 0, at)) != NULL) (*table)->ids[*at] = id;
+        if (!is_new && use) (*table)->users[*at] = pthread_self();
+        if (is_new && (*table = ampi_fp8_find(amp, 0, at)) != NULL) (*table)->ids[*at] = AMPI_FP8_TAKEN;
         ampi_unlock(amp);
         if (*table != NULL) break;
         AMPI_TRY(ampi_fp8_table_add(amp));
     }
-    return is_new ? ampi_fp8_clear(amp, *table, *at) : AMP_OK;
+    if (!is_new) return AMP_OK;
+    result = ampi_fp8_clear(amp, *table, *at);
+    ampi_fp8_settle(amp, result == AMP_OK ? id : 0, table, at);
+    return result;
+}
+
+/* With several ranks: places for all weights that may need one, so that they are the same on every rank, whichever
+   layers each uses, and in whichever order. */
+static amp_result ampi_fp8_expect(amp_context *amp, const amp_param *params, int64_t n) {
+    ampi_fp8_table *t;
+    int64_t i;
+    int at;
+    for (i = 0; i < n && ampi_fp8_length(amp) > 0; i++)
+        if (params[i].id != 0 && params[i].weight.ndim == 2)
+            AMPI_TRY(ampi_fp8_place(amp, params[i].id, 0, &t, &at));
+    return AMP_OK;
 }
 
 static amp_dtype ampi_fp8_format(const amp_context *amp, amp_fp8_tensor tensor) {
@@ -13995,19 +14097,38 @@ static amp_result ampi_fp8_how(amp_context *amp, const char *f, const amp_param 
         return ampi_fail(AMP_ERR_STATE, f, "%s is not registered, so delayed scaling has no history of it: call "
                          "amp_param_register first", w->name ? w->name : "the weight");
     if (w->id == 0) return AMP_OK;
-    AMPI_TRY(ampi_as(f, ampi_fp8_place(amp, w->id, &t, &at)));
+    AMPI_TRY(ampi_as(f, ampi_fp8_place(amp, w->id, record, &t, &at)));
     how->record = record;
     how->slot = t->slots + 3 * at + (int)tensor - 1;
     how->amax = t->amax + 3 * at + (int)tensor - 1;
     return AMP_OK;
 }
 
-static const ampi_fp8_table *ampi_fp8_tables(const amp_context *amp) { return amp->fp8; }
-static amp_k_fp8_update ampi_fp8_update_of(const amp_context *amp, const ampi_fp8_table *t) {
+/* Which weights of a table end their step with this thread's step of an optimizer. */
+static uint64_t ampi_fp8_due(const amp_context *amp, const ampi_fp8_table *t, const void *stepper) {
+    uint64_t due = 0;
+    int i;
+    ampi_lock(amp);
+    for (i = 0; i < AMPI_FP8_WEIGHTS; i++) {
+        int here = t->steppers[i] == NULL ? pthread_equal(t->users[i], pthread_self()) : t->steppers[i] == stepper;
+        if (t->ids[i] > AMPI_FP8_TAKEN && here) due |= (uint64_t)1 << i;
+    }
+    ampi_unlock(amp);
+    return due;
+}
+static const ampi_fp8_table *ampi_fp8_tables(const amp_context *amp) {
+    const ampi_fp8_table *t;
+    ampi_lock(amp);
+    t = amp->fp8;
+    ampi_unlock(amp);
+    return t;
+}
+static amp_k_fp8_update ampi_fp8_update_of(const amp_context *amp, const ampi_fp8_table *t, const void *stepper) {
     amp_k_fp8_update u;
     int i;
     memset(&u, 0, sizeof u);
     u.slots = t->slots; u.n = 3 * AMPI_FP8_WEIGHTS;
+    u.due = ampi_fp8_due(amp, t, stepper);
     u.amax = t->amax; u.history = t->history;
     u.length = amp->desc.fp8.history; u.margin = amp->desc.fp8.margin;
     u.recent = amp->desc.fp8.amax == AMP_FP8_AMAX_RECENT;
@@ -14019,6 +14140,15 @@ static amp_k_fp8_update ampi_fp8_update_of(const amp_context *amp, const ampi_fp
 static amp_result ampi_fp8_copy(const amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
     AMPI_TRY(amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
     return amp->backend->stream_sync(amp->dev, amp->desc.stream);
+}
+
+/* Fetches n slots, which another thread may be adding to. */
+static amp_result ampi_fp8_read(const amp_context *amp, const amp_k_fp8_slot *from, amp_k_fp8_slot *to, int n) {
+    if (!amp->backend->host_visible)
+        return ampi_fp8_copy(amp, to, from, n * (int64_t)sizeof *to, AMP_COPY_TO_HOST);
+    memset(to, 0, (size_t)n * sizeof *to);
+    while (n-- > 0) ampi_fp8_slot_copy(&from[n], &to[n]);
+    return AMP_OK;
 }
 
 AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *weight, amp_fp8_tensor tensor,
@@ -14038,7 +14168,7 @@ AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *we
     if (t == NULL)
         return ampi_fail(AMP_ERR_STATE, f, "the layer of %s has not computed in fp8, or its weight is not registered",
                          weight->name ? weight->name : "the weight");
-    AMPI_TRY(ampi_as(f, ampi_fp8_copy(amp, &slot, t->slots + 3 * at + (int)tensor - 1, sizeof slot, AMP_COPY_TO_HOST)));
+    AMPI_TRY(ampi_as(f, ampi_fp8_read(amp, t->slots + 3 * at + (int)tensor - 1, &slot, 1)));
     if (slot.last.values == 0) slot.last = slot.now;
     memset(out, 0, sizeof *out);
     out->values = slot.last.values;
@@ -14058,10 +14188,12 @@ static amp_result ampi_fp8_look(const amp_context *amp, int64_t i, const char **
     const ampi_fp8_table *t;
     int at, j;
     memset(slots, 0, 3 * sizeof *slots);
+    ampi_lock(amp);
     *name = i < amp->n_params ? amp->params[i].param->name : NULL;
     t = *name != NULL ? ampi_fp8_find(amp, amp->params[i].id, &at) : NULL;
+    ampi_unlock(amp);
     if (t == NULL) return AMP_OK;
-    AMPI_TRY(ampi_fp8_copy(amp, slots, t->slots + 3 * at, 3 * sizeof *slots, AMP_COPY_TO_HOST));
+    AMPI_TRY(ampi_fp8_read(amp, t->slots + 3 * at, slots, 3));
     for (j = 0; j < 3; j++) if (slots[j].last.values == 0) slots[j].last = slots[j].now;
     return AMP_OK;
 }
@@ -14215,7 +14347,7 @@ static amp_result ampi_fp8_named(amp_context *amp, const char **line, const char
         return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "it has a history of %.*s, but no such weight is registered",
                          (int)AMPI_MIN(bytes, 100), *line);
     *line = next + 1;
-    return t == NULL ? AMP_OK : ampi_fp8_place(amp, amp->params[i].id, t, at);
+    return t == NULL ? AMP_OK : ampi_fp8_place(amp, amp->params[i].id, 0, t, at);
 }
 
 /* Forgets all histories. */
@@ -15409,7 +15541,7 @@ static amp_result ampi_gemm_decide(const amp_context *amp, amp_plan *plan) {
     AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, plan));
     if (amp->desc.logger.level >= AMP_LOG_DEBUG) return AMP_OK;
     ampi_regions.gemm = *plan;
-    ampi_regions.decided = amp->decisions;
+    ampi_regions.decided = __atomic_load_n(&amp->decisions, __ATOMIC_RELAXED);
     return AMP_OK;
 }
 
@@ -15432,7 +15564,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
         AMPI_TRY(ampi_gemm_places(AMP_F32, !swap, ta, tb, m, n, k, a, lda, b, ldb, c, ldc));
-    if (ampi_regions.decided == amp->decisions) plan = ampi_regions.gemm;
+    if (ampi_regions.decided == __atomic_load_n(&amp->decisions, __ATOMIC_RELAXED)) plan = ampi_regions.gemm;
     else AMPI_TRY(ampi_as("amp_gemm", ampi_gemm_decide(amp, &plan)));
     if (plan.rule == AMP_BY_STORAGE) ampi_gemm_outside(amp, plan.compute);
     g = amp->product;
@@ -17209,7 +17341,7 @@ struct amp_tape {
     ampi_object object;
     amp_tape_desc desc;
     ampi_tape_state state;
-    pthread_t thread;
+    pthread_t thread;               /* that began the step; changed with the context's lock held */
     int foreign;                    /* 1: another thread called; changed atomically */
     int depth;                      /* of regions, the tape's own included */
     int running;                    /* 1: calls run, perhaps a callback */
@@ -19255,8 +19387,12 @@ AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *regio
                          "the tape is recording already: call amp_tape_backward or amp_tape_finish first");
     AMPI_TRY(ampi_as("amp_tape_begin", amp_autocast_begin(tape->object.amp, region)));
     if (tape->state == AMPI_TAPE_HALF) ampi_tape_give_up(tape, "amp_tape_begin");
+    if (!pthread_equal(tape->thread, pthread_self())) {
+        ampi_lock(tape->object.amp);
+        tape->thread = pthread_self();
+        ampi_unlock(tape->object.amp);
+    }
     tape->state = AMPI_TAPE_RECORDING;
-    tape->thread = pthread_self();
     tape->depth = ampi_regions.n;
     tape->stamp = (uint32_t)ampi_serial();
     tape->failed = AMP_OK;
@@ -22433,6 +22569,7 @@ static void ampi_optimizer_stop(ampi_object *object) {
     ampi_settings_changed(o->amp);
     for (i = 0; i < AMP_STEP_RESULTS; i++) if (o->events[i] != NULL) backend->event_destroy(dev, o->events[i]);
     if (!ampi_is_closed(o->amp)) ampi_models_disown(o->amp, o);
+    ampi_params_stepper(o->amp, NULL, 0, o, NULL);
     for (i = 0; o->set != NULL && i < o->set->n && !ampi_is_closed(o->amp); i++)
         if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
     if (o->set != NULL) {
@@ -22462,17 +22599,20 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
 /* Refuses parameters whose masters another optimizer has: the steps of one would undo the other's. */
 static amp_result ampi_check_masters(const amp_context *amp, const amp_param *params, int64_t n) {
     const ampi_object *object;
+    amp_result result = AMP_OK;
     int64_t i;
-    for (object = amp->objects; object != NULL; object = object->next) {
+    ampi_lock(amp);
+    for (object = amp->objects; object != NULL && result == AMP_OK; object = object->next) {
         const amp_grad_set *set;
         if (strcmp(object->kind, "optimizer") != 0) continue;
         set = ((const amp_optimizer *)(const void *)object)->set;
-        for (i = 0; i < set->n; i++)
+        for (i = 0; i < set->n && result == AMP_OK; i++)
             if (set->rows[i].master != NULL && set->params[i] >= params && set->params[i] < params + n)
-                return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s has its master in another optimizer; "
-                                 "destroy that first", set->names[i]);
+                result = ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s has its master in another optimizer; "
+                                   "destroy that first", set->names[i]);
     }
-    return AMP_OK;
+    ampi_unlock(amp);
+    return result;
 }
 
 static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
@@ -22626,7 +22766,9 @@ static const ampi_keeper ampi_optimizer_keeper = {ampi_optimizer_set, ampi_optim
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_result result = ampi_optimizer_create(amp, out, desc);
     if (result == AMP_OK) result = ampi_models_own(amp, desc->params, desc->n_params, *out, &ampi_optimizer_keeper);
-    if (result == AMP_OK) return AMP_OK;
+    if (result == AMP_OK && ampi_is_combined((*out)->set))
+        result = ampi_fp8_expect(amp, desc->params, desc->n_params);
+    if (result == AMP_OK) { ampi_params_stepper(amp, desc->params, desc->n_params, NULL, *out); return AMP_OK; }
     if (out != NULL && *out != NULL) { amp_optimizer_destroy(*out); *out = NULL; }
     return ampi_as("amp_optimizer_create", result);
 }
@@ -22751,15 +22893,25 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
-/* Ends a step for the tensors in FP8: histories are combined over ranks, unless these step alone, and give the next
-   step's scales. */
-static amp_result ampi_fp8_step(amp_context *amp, int combined) {
+/* Histories of the weights that are due are combined over ranks, in runs of neighbours. */
+static amp_result ampi_fp8_combine(amp_context *amp, const amp_k_fp8_update *u) {
+    int64_t i, n;
+    for (i = 0; i < u->n; i += n + 3) {
+        for (n = 0; i + n < u->n && ampi_fp8_is_due(u, i + n); n += 3) {}
+        if (n > 0) AMPI_TRY(ampi_reduce(amp, u->amax + i, n, AMP_F32, AMP_REDUCE_MAX));
+    }
+    return AMP_OK;
+}
+/* Ends a step for the tensors in FP8 of the optimizer's layers: histories, combined over ranks unless these step alone,
+   give the next step's scales. */
+static amp_result ampi_fp8_step(const amp_optimizer *o, int combined) {
     const ampi_fp8_table *t;
-    for (t = ampi_fp8_tables(amp); t != NULL; t = t->next) {
+    for (t = ampi_fp8_tables(o->amp); t != NULL; t = t->next) {
         void *dev, *stream;
-        const amp_backend *backend = ampi_backend(amp, &dev, &stream);
-        amp_k_fp8_update u = ampi_fp8_update_of(amp, t);
-        if (t->history != NULL && combined) AMPI_TRY(ampi_reduce(amp, u.amax, u.n, AMP_F32, AMP_REDUCE_MAX));
+        const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+        amp_k_fp8_update u = ampi_fp8_update_of(o->amp, t, o);
+        if (u.due == 0) continue;
+        if (t->history != NULL && combined) AMPI_TRY(ampi_fp8_combine(o->amp, &u));
         AMPI_TRY(backend->fp8_update(dev, &u, stream));
     }
     return AMP_OK;
@@ -22913,7 +23065,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
     ampi_buckets_recount(set->buckets);
-    result = ampi_fp8_step(o->amp, ampi_is_combined(set));
+    result = ampi_fp8_step(o, ampi_is_combined(set));
     if (ampi_gathers_late(set)) ampi_buckets_gather_late(set->buckets);     /* no exchange is left */
     AMPI_TRY(result);
     return ampi_capture(o->amp) == NULL ? ampi_outer_step(o) : AMP_OK;
