@@ -4485,6 +4485,35 @@ extern "C" {
 
 static AMPI_THREAD_LOCAL char ampi_error_text[512];
 
+enum { AMPI_REGION_DEPTH = 32 };
+
+/* recompute not 0: opened by amp_recompute_begin, or by a tape that runs what it decided before; desc is the enclosing
+   region's. */
+enum { AMPI_RECOMPUTES = 1, AMPI_REPLAYS = 2 };
+typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
+
+/* A call of a function of the host's: where on the stack its caller is, what is called, of which object (or NULL), the
+   last serial before, how many regions were open then, and how many before the library opened one for it. */
+typedef struct ampi_callout {
+    uintptr_t at;
+    const char *what;
+    const void *of;
+    uint64_t since;
+    int regions, before;
+} ampi_callout;
+enum { AMPI_CALLOUTS = 16 };
+
+/* This thread's stack of regions, amp_gemm's last plan with its `decisions` (0: none), and the callbacks it is in.
+   left not 0: an exception left a callback, and regions from entry left - 1 on have ended with it. */
+static AMPI_THREAD_LOCAL struct {
+    ampi_region at[AMPI_REGION_DEPTH];
+    int n;
+    uint64_t decided;
+    amp_plan gemm;
+    ampi_callout out[AMPI_CALLOUTS];
+    int n_out, left;
+} ampi_regions;
+
 AMP_API const char *amp_result_text(amp_result result) {
     switch (result) {
 #define AMPI_RESULT_TEXT(name, number, text, hint) case name: return text;
@@ -4549,10 +4578,75 @@ static amp_result ampi_need(const char *function, int there, const char *names) 
 }
 
 /* A number unique in this process: each implementation (several with AMP_STATIC) counts from its own start. */
-static uint64_t ampi_serial(void) {
+static uint64_t ampi_serial_next(uint64_t more) {
     static uint64_t count;
     uint64_t start = (uint64_t)(uintptr_t)&count * 0x9e3779b97f4a7c15u;
-    return (start + __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED)) | (uint64_t)1 << 63;
+    uint64_t now = more > 0 ? __atomic_add_fetch(&count, more, __ATOMIC_RELAXED)
+                            : __atomic_load_n(&count, __ATOMIC_RELAXED);
+    return (start + now) | (uint64_t)1 << 63;
+}
+static uint64_t ampi_serial(void) { return ampi_serial_next(1); }
+
+/* ---- Callbacks.  All functions of the host's are called between ampi_callout_begin and _end.  THE RULE: what was there
+   when a callback began may be in use by its caller, so the callback cannot destroy it; what is younger it can.  A
+   callback that was left by an exception or by longjmp is one whose caller is no longer on the stack, which grows
+   downwards: such are forgotten. */
+
+/* Where the calling function is on the stack. */
+#define AMPI_STACK ((uintptr_t)__builtin_frame_address(0))
+/* Calls the host. */
+#define AMPI_CALLOUT(what, statement) \
+    do { \
+        int ampi_depth = ampi_callout_begin(what, AMPI_STACK); \
+        statement; \
+        ampi_callout_end(ampi_depth); \
+    } while (0)
+
+/* The innermost callback that a function at `here` is called from, or NULL. */
+static const ampi_callout *ampi_callout_now(uintptr_t here) {
+    while (ampi_regions.n_out > 0 && ampi_regions.out[ampi_regions.n_out - 1].at <= here)
+        ampi_regions.left = ampi_regions.out[--ampi_regions.n_out].before + 1;
+    return ampi_regions.n_out > 0 ? &ampi_regions.out[ampi_regions.n_out - 1] : NULL;
+}
+/* Returns what ampi_callout_end needs.  Deeper ones than the array holds count as the last of it. */
+static int ampi_callout_begin(const char *what, uintptr_t here) {
+    int depth;
+    ampi_callout *c;
+    (void)ampi_callout_now(here);
+    depth = ampi_regions.n_out;
+    if (depth == AMPI_CALLOUTS) return depth;
+    c = &ampi_regions.out[ampi_regions.n_out++];
+    c->at = here;
+    c->what = what;
+    c->of = NULL;
+    c->since = ampi_serial_next(0);
+    c->regions = c->before = ampi_regions.n;
+    return depth;
+}
+/* Only so many of the regions that are open are the host's. */
+static void ampi_callout_regions(int depth, int before) {
+    if (depth < ampi_regions.n_out) ampi_regions.out[depth].before = before;
+}
+/* It is a callback of this object. */
+static void ampi_callout_of(int depth, const void *object) {
+    if (depth < ampi_regions.n_out) ampi_regions.out[depth].of = object;
+}
+/* Whether a function at `here` is called from within a callback of the object. */
+static int ampi_is_within(const void *object, uintptr_t here) {
+    int i, within = 0;
+    (void)ampi_callout_now(here);
+    for (i = 0; i < ampi_regions.n_out; i++) within |= ampi_regions.out[i].of == object;
+    return within;
+}
+static void ampi_callout_end(int depth) { ampi_regions.n_out = AMPI_MIN(ampi_regions.n_out, depth); }
+
+/* Before something is destroyed: refuses, if a callback that began after it was made is calling.  kind: what it is. */
+static amp_result ampi_check_unused(const char *function, const char *kind, uint64_t made, uintptr_t here) {
+    const ampi_callout *c = ampi_callout_now(here);
+    if (c == NULL || made > c->since) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "called from within %s, whose caller may be using this %s: it stays, as "
+                     "does all that was there before the callback; call %s when that has returned", c->what, kind,
+                     function);
 }
 
 /* Reports the failure of another public function, or of a backend, under this function's name. */
@@ -4888,19 +4982,45 @@ static amp_system ampi_system(const amp_system *system) {
     return s;
 }
 
+/* Calls of the table. */
+static void *ampi_memory_take(const amp_system *s, size_t bytes, size_t align) {
+    void *memory;
+    AMPI_CALLOUT("the allocator", memory = s->alloc(s->user, bytes, align));
+    return memory;
+}
+static void ampi_memory_give(const amp_system *s, void *memory, size_t bytes) {
+    AMPI_CALLOUT("the allocator", s->free(s->user, memory, bytes));
+}
+static int64_t ampi_clock(const amp_system *s) {
+    int64_t ns;
+    AMPI_CALLOUT("the clock", ns = s->clock_ns(s->user));
+    return ns;
+}
+static int ampi_thread_start(const amp_system *s, void **thread, void (*run)(void *arg), void *arg) {
+    int error;
+    AMPI_CALLOUT("thread_start", error = s->thread_start(s->user, thread, run, arg));
+    return error;
+}
+static void ampi_thread_join(const amp_system *s, void *thread) {
+    AMPI_CALLOUT("thread_join", s->thread_join(s->user, thread));
+}
+static void ampi_thread_detach(const amp_system *s, void *thread) {
+    AMPI_CALLOUT("thread_detach", s->thread_detach(s->user, thread));
+}
+
 /* Zeroed host memory. */
 static amp_result ampi_alloc(const amp_system *s, const char *function, void **out, int64_t count, size_t size) {
     size_t bytes = 0;
     *out = NULL;
     AMPI_TRY(ampi_bytes(function, count, size, &bytes));
-    *out = s->alloc(s->user, bytes ? bytes : 1, 64);
+    *out = ampi_memory_take(s, bytes ? bytes : 1, 64);
     if (*out == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", bytes);
     memset(*out, 0, bytes ? bytes : 1);
     return AMP_OK;
 }
 
 static void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size) {
-    if (ptr != NULL) s->free(s->user, ptr, count > 0 ? (size_t)count * size : 1);
+    if (ptr != NULL) ampi_memory_give(s, ptr, count > 0 ? (size_t)count * size : 1);
 }
 
 /* ---- The thread pool.  A job is a function that several threads run at once, each with its own number, to share
@@ -5062,7 +5182,7 @@ static int ampi_threads_ready(ampi_threads *t) {
     if (pthread_mutex_init(&t->lock, NULL) == 0 && pthread_cond_init(&t->posted, NULL) == 0 &&
         pthread_cond_init(&t->finished, NULL) == 0)
         while (t->started < t->limit &&
-               t->system.thread_start(t->system.user, &t->workers[t->started], ampi_threads_main, t) == 0)
+               ampi_thread_start(&t->system, &t->workers[t->started], ampi_threads_main, t) == 0)
             t->started++;
     __atomic_store_n(&t->missing, t->limit - t->started, __ATOMIC_RELAXED);
     __atomic_store_n(&t->owner, self, __ATOMIC_RELEASE);
@@ -5145,7 +5265,7 @@ static void ampi_threads_close(ampi_threads *t) {
         __atomic_add_fetch(&t->posts, 1, __ATOMIC_SEQ_CST);
         pthread_cond_broadcast(&t->posted);
         pthread_mutex_unlock(&t->lock);
-        for (i = 0; i < t->started; i++) system.thread_join(system.user, t->workers[i]);
+        for (i = 0; i < t->started; i++) ampi_thread_join(&system, t->workers[i]);
         pthread_cond_destroy(&t->finished);
         pthread_cond_destroy(&t->posted);
         pthread_mutex_destroy(&t->lock);
@@ -5158,8 +5278,9 @@ static void ampi_threads_close(ampi_threads *t) {
 static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
-        int64_t n = s->file_read(s->user, file, (char *)buffer + done, (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30),
-                                 offset + done);
+        int64_t n;
+        AMPI_CALLOUT("file_read", n = s->file_read(s->user, file, (char *)buffer + done,
+                                                   (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done));
         if (n == -EINTR) continue;
         if (n < 0) return n;
         if (n == 0) break;
@@ -5171,8 +5292,9 @@ static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer,
 static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
-        int64_t n = s->file_write(s->user, file, (const char *)buffer + done,
-                                  (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done);
+        int64_t n;
+        AMPI_CALLOUT("file_write", n = s->file_write(s->user, file, (const char *)buffer + done,
+                                                     (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done));
         if (n == -EINTR) continue;
         if (n < 0) return n;
         if (n == 0) return -EIO;
@@ -5184,19 +5306,28 @@ static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *
 /* When a signal interrupts them, open and sync are called again.  close is not: the descriptor is gone anyway. */
 static int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
     int error;
-    do error = s->file_open(s->user, path, for_writing, file);
+    do AMPI_CALLOUT("file_open", error = s->file_open(s->user, path, for_writing, file));
     while (error == -EINTR);
     return error;
 }
 static int ampi_file_sync(const amp_system *s, intptr_t file) {
     int error;
-    do error = s->file_sync(s->user, file);
+    do AMPI_CALLOUT("file_sync", error = s->file_sync(s->user, file));
     while (error == -EINTR);
     return error;
 }
 static int ampi_file_close(const amp_system *s, intptr_t file) {
-    int error = s->file_close(s->user, file);
+    int error;
+    AMPI_CALLOUT("file_close", error = s->file_close(s->user, file));
     return error == -EINTR ? 0 : error;
+}
+static int64_t ampi_file_size(const amp_system *s, intptr_t file) {
+    int64_t size;
+    AMPI_CALLOUT("file_size", size = s->file_size(s->user, file));
+    return size;
+}
+static void ampi_file_remove(const amp_system *s, const char *path) {
+    AMPI_CALLOUT("file_remove", s->file_remove(s->user, path));
 }
 
 static const char *ampi_file_text(int error) {
@@ -5243,19 +5374,19 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     if (error == 0) error = ampi_file_sync(&s, file);
     n = ampi_file_close(&s, file);
     if (error == 0) error = (int)n;
-    if (error == 0) error = s.file_rename(s.user, temporary, path);
+    if (error == 0) AMPI_CALLOUT("file_rename", error = s.file_rename(s.user, temporary, path));
     if (error == 0) return AMP_OK;
-    s.file_remove(s.user, temporary);
+    ampi_file_remove(&s, temporary);
     return ampi_fail(AMP_ERR_WRITE, "amp_file_write_atomic", "%s: %s", path, ampi_file_text(-error));
 }
 
 /* realloc; 0: no memory, nothing changed. */
 static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, int64_t wanted) {
-    char *moved = (char *)s->alloc(s->user, (size_t)wanted, 64);
+    char *moved = (char *)ampi_memory_take(s, (size_t)wanted, 64);
     if (moved == NULL) return 0;
     if (*buffer != NULL) {
         memcpy(moved, *buffer, (size_t)AMPI_MIN(*capacity, wanted));
-        s->free(s->user, *buffer, (size_t)*capacity);
+        ampi_memory_give(s, *buffer, (size_t)*capacity);
     }
     *buffer = moved;
     *capacity = wanted;
@@ -5297,13 +5428,13 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
         return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
     error = ampi_file_open(&s, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
-    size = s.file_size(s.user, file);
+    size = ampi_file_size(&s, file);
     result = size < 0 && size != -ESPIPE
                  ? ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, strerror((int)-size))
                  : ampi_read_to_end(&s, file, path, size, &buffer, &capacity);
-    s.file_close(s.user, file);
+    (void)ampi_file_close(&s, file);
     if (result != AMP_OK) {
-        if (buffer != NULL) s.free(s.user, buffer, (size_t)capacity);
+        if (buffer != NULL) ampi_memory_give(&s, buffer, (size_t)capacity);
         return result;
     }
     *data = buffer;
@@ -5313,7 +5444,7 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
 
 AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes) {
     amp_system s = ampi_system(system);
-    if (data != NULL) s.free(s.user, data, bytes + 1);
+    if (data != NULL) ampi_memory_give(&s, data, bytes + 1);
 }
 
 /* Element i of an unaligned array. */
@@ -6442,6 +6573,7 @@ typedef struct ampi_record {
 
 struct amp_state {
     amp_system system;
+    uint64_t made;                  /* a serial */
     ampi_record *records;
     int64_t n, capacity;
     /* by hash of the key: 1 + index of the record, 0: empty; 2 * capacity entries, a power of two */
@@ -6561,10 +6693,10 @@ static amp_result ampi_state_grow(amp_state *state, const char *function, int64_
 }
 
 static void *ampi_state_memory(const amp_state *state, size_t bytes) {
-    return bytes == 0 ? NULL : state->system.alloc(state->system.user, bytes, 64);
+    return bytes == 0 ? NULL : ampi_memory_take(&state->system, bytes, 64);
 }
 static void ampi_state_release(const amp_state *state, ampi_record *record) {
-    if (record->data != NULL) state->system.free(state->system.user, record->data, record->bytes);
+    if (record->data != NULL) ampi_memory_give(&state->system, record->data, record->bytes);
 }
 
 /* Adds or replaces a record; on success the state owns its data. */
@@ -6591,10 +6723,12 @@ AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system) {
     AMPI_TRY(ampi_alloc(&s, "amp_state_create", &state, 1, sizeof(amp_state)));
     *out = (amp_state *)state;
     (*out)->system = s;
+    (*out)->made = ampi_serial();
     return AMP_OK;
 }
 
-AMP_API void amp_state_destroy(amp_state *state) {
+/* The library's own, in a callback or not. */
+static void ampi_state_free(amp_state *state) {
     amp_system s;
     int64_t i;
     if (state == NULL) return;
@@ -6603,6 +6737,10 @@ AMP_API void amp_state_destroy(amp_state *state) {
     ampi_free(&s, state->records, state->capacity, sizeof(ampi_record));
     ampi_free(&s, state->table, 2 * state->capacity, sizeof(int64_t));
     ampi_free(&s, state, 1, sizeof(amp_state));
+}
+AMP_API void amp_state_destroy(amp_state *state) {
+    if (state != NULL && ampi_check_unused("amp_state_destroy", "state", state->made, AMPI_STACK) == AMP_OK)
+        ampi_state_free(state);
 }
 
 /* Ends a save that filled its own state: moves its records into `to`, all or, on failure, none. */
@@ -6727,7 +6865,7 @@ AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t 
             return ampi_fail(AMP_ERR_SIZE, function, "%lld records", (long long)state->n);
         total += state->records[i].bytes;
     }
-    blob = (uint8_t *)state->system.alloc(state->system.user, total + 1, 64); /* amp_file_free adds 1 */
+    blob = (uint8_t *)ampi_memory_take(&state->system, total + 1, 64); /* amp_file_free adds 1 */
     if (blob == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes for the blob", total + 1);
     ampi_crc_init(&crc, 1);
     entry = blob + AMPI_STATE_HEADER;
@@ -6913,8 +7051,8 @@ static amp_result ampi_state_load_own(amp_state **out, const amp_system *system,
     int64_t size;
     int error = ampi_file_open(system, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_state_load", "%s: %s", path, strerror(-error));
-    size = system->file_size(system->user, file);
-    system->file_close(system->user, file);
+    size = ampi_file_size(system, file);
+    (void)ampi_file_close(system, file);
     if (size == -ESPIPE)
         return ampi_fail(AMP_ERR_FORMAT, "amp_state_load", "%s is a pipe or device, must be a regular file", path);
     return amp_state_load(out, system, path);
@@ -11128,6 +11266,7 @@ struct ampi_object {
     /* frees the struct; NULL: only `bytes` to free */
     void (*release)(ampi_object *object);
     size_t bytes;
+    uint64_t made;                                  /* a serial */
     ampi_object *next, **link;                      /* in the context's list; link NULL: not in it */
     int holders, stopped;                           /* changed atomically; holders: the owner and referrers */
     /* 1: the host has no handle yet, so closing the context destroys it */
@@ -11489,6 +11628,7 @@ static amp_result ampi_object_create(amp_context *amp, const char *function, voi
     o->kind = kind;
     o->stop = stop;
     o->bytes = bytes;
+    o->made = ampi_serial();
     o->holders = 1;
     ampi_context_hold(amp);
     return AMP_OK;
@@ -11563,11 +11703,15 @@ static int ampi_log_count(amp_context *amp, int id) {
     return 1;
 }
 
+static const char ampi_logger_text[] = "the logger";
 static void ampi_log_text(const amp_context *amp, amp_log_level level, int id, const char *text) {
     const amp_logger *logger = &amp->desc.logger;
     int count;
     if (level > logger->level || logger->level == AMP_LOG_OFF) return;
-    if (logger->write != NULL) { logger->write(logger->user, level, id, text); return; }
+    if (logger->write != NULL) {
+        AMPI_CALLOUT(ampi_logger_text, logger->write(logger->user, level, id, text));
+        return;
+    }
     count = level <= AMP_LOG_WARNING ? ampi_log_count((amp_context *)(uintptr_t)amp, id) : 1;
     if (count <= AMPI_LOG_REPEATS)
         fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text,
@@ -11584,16 +11728,40 @@ static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level lev
     ampi_log_text(amp, level, id, text);
 }
 
+static const char ampi_reducer_text[] = "the reducer";
+/* Why its last call failed; NULL: unknown. */
+static const char *ampi_reducer_why(const amp_reducer *r) {
+    const char *why = NULL;
+    if (r->calls != NULL && r->calls->error != NULL) AMPI_CALLOUT(ampi_reducer_text, why = r->calls->error(r->user));
+    return why;
+}
+
+/* Refuses what a callback must not destroy, in the log as well, unless that is what called. */
+static amp_result ampi_may_destroy(const amp_context *amp, const char *function, const char *kind, uint64_t made,
+                                   uintptr_t here) {
+    amp_result result = ampi_check_unused(function, kind, made, here);
+    int i, in_log = 0;
+    if (result == AMP_OK) return AMP_OK;
+    for (i = 0; i < ampi_regions.n_out; i++) in_log |= ampi_regions.out[i].what == ampi_logger_text;
+    if (!in_log) ampi_log(amp, AMP_LOG_WARNING, 1090, "%s", strchr(ampi_error_text, ' ') + 1);
+    return result;
+}
+/* For amp_NAME_destroy of an object; here: AMPI_STACK. */
+static void ampi_object_end(ampi_object *o, const char *function, uintptr_t here) {
+    if (o != NULL && ampi_may_destroy(o->amp, function, o->kind, o->made, here) == AMP_OK) ampi_object_destroy(o);
+}
+
 /* Who is gone.  The device's way between ranks cannot tell, the host's reducer can: it waits for all of them.  Asked
    once, because all ranks ask once. */
 static amp_result ampi_roll_call(amp_context *amp, const char *text) {
     const amp_reducer *r = &amp->desc.reducer;
     const char *why = NULL;
     float here = 0;
+    int code;
     if (!amp->roll_called && (!r->one_thread || pthread_equal(amp->opener, pthread_self()))) {
         amp->roll_called = 1;
-        if (r->reduce(r->user, &here, 1, AMP_F32, AMP_REDUCE_MAX, NULL) == 0) why = "all ranks answer";
-        else if (r->calls != NULL && r->calls->error != NULL) why = r->calls->error(r->user);
+        AMPI_CALLOUT(ampi_reducer_text, code = r->reduce(r->user, &here, 1, AMP_F32, AMP_REDUCE_MAX, NULL));
+        why = code == 0 ? "all ranks answer" : ampi_reducer_why(r);
         snprintf(amp->roll, sizeof amp->roll, "%s", why != NULL ? why : "a rank does not answer");
     }
     return ampi_fail(AMP_ERR_REDUCE, "backend", "%s%s%s", text, amp->roll[0] != 0 ? "; " : "", amp->roll);
@@ -11607,7 +11775,7 @@ static void ampi_host_log(void *user, amp_log_level level, int id, const char *t
 }
 static void *ampi_host_alloc(void *user, size_t size, size_t align) {
     amp_context *amp = (amp_context *)user;
-    void *ptr = amp->system.alloc(amp->system.user, size, align);
+    void *ptr = ampi_memory_take(&amp->system, size, align);
     int64_t now, peak;
     if (ptr == NULL) return NULL;
     now = __atomic_add_fetch(&amp->taken, (int64_t)size, __ATOMIC_RELAXED);
@@ -11619,12 +11787,12 @@ static void *ampi_host_alloc(void *user, size_t size, size_t align) {
 static void ampi_host_free(void *user, void *ptr, size_t size) {
     amp_context *amp = (amp_context *)user;
     __atomic_sub_fetch(&amp->taken, (int64_t)size, __ATOMIC_RELAXED);
-    amp->system.free(amp->system.user, ptr, size);
+    ampi_memory_give(&amp->system, ptr, size);
 }
 static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
     const amp_context *amp = (const amp_context *)user;
     const amp_parallel *own = &amp->desc.parallel;
-    if (own->parallel != NULL) own->parallel(own->user, n, run, arg);
+    if (own->parallel != NULL) AMPI_CALLOUT(".parallel", own->parallel(own->user, n, run, arg));
     else ampi_threads_run(amp->threads, n, run, arg);
     if (own->parallel == NULL && __atomic_load_n(&amp->threads->missing, __ATOMIC_RELAXED) > 0 &&
         __atomic_exchange_n(&amp->threads->missing, 0, __ATOMIC_RELAXED) > 0)
@@ -11678,6 +11846,7 @@ typedef struct ampi_seat {
 
 struct amp_ranks {
     amp_system system;
+    uint64_t made;                  /* a serial */
     pthread_mutex_t lock;           /* guards the rest, but for what a seat brings to a meeting */
     pthread_cond_t met;
     int32_t world, timeout_ms, arrived, holders;        /* holders: the owner and open contexts */
@@ -11930,6 +12099,7 @@ AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc)
         return AMP_ERR_MEMORY;
     }
     r->system = system;
+    r->made = ampi_serial();
     r->seats = (ampi_seat *)memory;
     r->world = desc->world;
     r->timeout_ms = desc->timeout_ms != 0 ? desc->timeout_ms : 60000;
@@ -11960,7 +12130,7 @@ AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer
 }
 
 AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
-    if (ranks == NULL) return;
+    if (ranks == NULL || ampi_check_unused("amp_ranks_destroy", "ranks", ranks->made, AMPI_STACK) != AMP_OK) return;
     pthread_mutex_lock(&ranks->lock);
     ampi_ranks_break(ranks, "the ranks were destroyed");
     pthread_mutex_unlock(&ranks->lock);
@@ -11979,7 +12149,7 @@ static const amp_reducer *ampi_reducer(const amp_context *amp) {
 enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
 
 static amp_result ampi_exchange_fail(const amp_reducer *r, const ampi_exchange *e, int code) {
-    const char *why = r->calls != NULL && r->calls->error != NULL ? r->calls->error(r->user) : NULL;
+    const char *why = ampi_reducer_why(r);
     char text[80];
     if (why != NULL && why[0] != 0) return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s", why);
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d %s: the hook returned %d", (int)r->rank,
@@ -11992,18 +12162,20 @@ static int ampi_is_native(const amp_exchanges *c, ampi_exchange_kind kind) {
            : kind == AMPI_TO_ALL  ? c->all_to_all != NULL
                                   : c->broadcast != NULL;
 }
+static int ampi_exchange_by(const amp_reducer *r, const ampi_exchange *e, void *stream) {
+    switch (e->kind) {
+        case AMPI_SCATTER:
+            return r->calls->reduce_scatter(r->user, e->in, e->out, e->count, e->dtype, e->op, stream);
+        case AMPI_GATHER: return r->calls->all_gather(r->user, e->in, e->out, e->count, stream);
+        case AMPI_TO_ALL: return r->calls->all_to_all(r->user, e->in, e->out, e->count, stream);
+        case AMPI_BROADCAST: return r->calls->broadcast(r->user, e->out, e->count, e->root, stream);
+        default: return r->reduce(r->user, e->out, e->count, e->dtype, e->op, stream);
+    }
+}
 static amp_result ampi_exchange_call(const amp_context *amp, const ampi_exchange *e, void *stream) {
     const amp_reducer *r = ampi_reducer(amp);
     int code;
-    switch (e->kind) {
-        case AMPI_SCATTER:
-            code = r->calls->reduce_scatter(r->user, e->in, e->out, e->count, e->dtype, e->op, stream);
-            break;
-        case AMPI_GATHER: code = r->calls->all_gather(r->user, e->in, e->out, e->count, stream); break;
-        case AMPI_TO_ALL: code = r->calls->all_to_all(r->user, e->in, e->out, e->count, stream); break;
-        case AMPI_BROADCAST: code = r->calls->broadcast(r->user, e->out, e->count, e->root, stream); break;
-        default: code = r->reduce(r->user, e->out, e->count, e->dtype, e->op, stream);
-    }
+    AMPI_CALLOUT(ampi_reducer_text, code = ampi_exchange_by(r, e, stream));
     if (r == &amp->on_device) return (amp_result)code;      /* the backend has said why */
     return code == 0 ? AMP_OK : ampi_exchange_fail(r, e, code);
 }
@@ -12492,7 +12664,7 @@ static amp_result ampi_open_ranks(amp_context *amp) {
     for (i = 0; i < AMP_COMMUNICATOR_ID; i++) said[i] = (float)id[i];
     said[AMP_COMMUNICATOR_ID] = result != AMP_OK ? 1.0f : 0.0f;
     e.op = AMP_REDUCE_SUM;
-    code = r->reduce(r->user, said, e.count, e.dtype, e.op, NULL);
+    AMPI_CALLOUT(ampi_reducer_text, code = r->reduce(r->user, said, e.count, e.dtype, e.op, NULL));
     if (result != AMP_OK) return result;
     if (code != 0) return ampi_exchange_fail(r, &e, code);
     if (said[AMP_COMMUNICATOR_ID] > 0)
@@ -12507,6 +12679,18 @@ static amp_result ampi_open_ranks(amp_context *amp) {
     return b->communicator(amp->dev, &args, &amp->on_device);
 }
 
+/* The host's own device memory, as the backend calls it. */
+static void *ampi_memory_alloc(void *user, size_t bytes, int32_t device, void *stream) {
+    const amp_context *amp = (const amp_context *)user;
+    void *memory;
+    AMPI_CALLOUT(".memory.alloc", memory = amp->desc.memory.alloc(amp->desc.memory.user, bytes, device, stream));
+    return memory;
+}
+static void ampi_memory_free(void *user, void *memory, size_t bytes, int32_t device, void *stream) {
+    const amp_context *amp = (const amp_context *)user;
+    AMPI_CALLOUT(".memory.free", amp->desc.memory.free(amp->desc.memory.user, memory, bytes, device, stream));
+}
+
 static amp_result ampi_open_device(amp_context *amp) {
     amp_choice regions;
     amp_backend_desc b;
@@ -12516,7 +12700,11 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.cpu_path = amp->desc.cpu_path;
     b.stream = amp->desc.stream;
     b.blas = amp->desc.blas;
-    b.memory = amp->desc.memory;
+    if (amp->desc.memory.alloc != NULL) {
+        b.memory.user = amp;
+        b.memory.alloc = ampi_memory_alloc;
+        b.memory.free = ampi_memory_free;
+    }
     b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
     AMPI_TRY(ampi_as("amp_open", amp->backend->open(&amp->dev, &amp->host, &b)));
     AMPI_TRY(ampi_as("amp_open", amp->backend->describe(amp->dev, &amp->machine.device)));
@@ -12626,6 +12814,7 @@ AMP_API void amp_close(amp_context *amp) {
     const amp_system *system;
     /* in a child of fork(): locks may be held, the device is the parent's */
     if (amp == NULL || amp->process != getpid()) return;
+    if (ampi_may_destroy(amp, "amp_close", "context", amp->serial, AMPI_STACK) != AMP_OK) return;
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
     system = &amp->system;
     ampi_close_objects(amp);
@@ -13461,21 +13650,6 @@ static void ampi_cache_clear_idle(amp_context *amp) { while (ampi_cache_free_one
 
 /* ---- Regions */
 
-enum { AMPI_REGION_DEPTH = 32 };
-
-/* recompute not 0: opened by amp_recompute_begin, or by a tape that runs what it decided before; desc is the enclosing
-   region's. */
-enum { AMPI_RECOMPUTES = 1, AMPI_REPLAYS = 2 };
-typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
-
-/* This thread's stack of regions, and amp_gemm's last plan with its `decisions` (0: none). */
-static AMPI_THREAD_LOCAL struct {
-    ampi_region at[AMPI_REGION_DEPTH];
-    int n;
-    uint64_t decided;
-    amp_plan gemm;
-} ampi_regions;
-
 /* This context's innermost entry and its settings; NULL: none. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
     int i = ampi_regions.n;
@@ -13550,6 +13724,13 @@ static void ampi_thread_left(void *value) {
     while (ampi_regions.n > 0) ampi_region_drop();
 }
 
+/* Ends those of callbacks that an exception left, and of closed contexts. */
+static void ampi_regions_tidy(void) {
+    while (ampi_regions.left > 0 && ampi_regions.n >= ampi_regions.left) ampi_region_drop();
+    ampi_regions.left = 0;
+    (void)ampi_regions_end(NULL);
+}
+
 static amp_result ampi_region_key(amp_context *amp, const char *function) {
     int error = 0;
     ampi_lock(amp);
@@ -13568,7 +13749,7 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     amp_autocast_desc own = *desc;      /* desc may be in the stack */
     ampi_region *region;
     int error;
-    (void)ampi_regions_end(NULL);
+    ampi_regions_tidy();
     if (ampi_regions.n == AMPI_REGION_DEPTH)
         return ampi_fail(AMP_ERR_STATE, function,
                          "%d regions are open on this thread, the limit; is an amp_autocast_end or "
@@ -13587,10 +13768,18 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     return AMP_OK;
 }
 
+/* Whether entry i of this thread may be closed: by a callback only what it opened. */
+static amp_result ampi_region_is_own(const char *function, int i, uintptr_t here) {
+    const ampi_callout *c = ampi_callout_now(here);
+    if (c == NULL || i >= c->regions) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "called from within %s, which did not open this region", c->what);
+}
+
 /* amp is only compared: it may have been closed. */
 static amp_result ampi_region_pop(const amp_context *amp, const char *function, int recompute) {
     const ampi_region *top;
-    (void)ampi_regions_end(NULL);
+    ampi_regions_tidy();
+    if (ampi_regions.n > 0) AMPI_TRY(ampi_region_is_own(function, ampi_regions.n - 1, AMPI_STACK));
     if (ampi_regions.n == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
     top = &ampi_regions.at[ampi_regions.n - 1];
     if (top->amp != amp)
@@ -13619,6 +13808,7 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
     amp_autocast_desc d;
     amp_choice choice;
     AMPI_TRY(ampi_need("amp_autocast_begin", amp != NULL, "amp"));
+    (void)ampi_callout_now(AMPI_STACK);
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     AMPI_TRY(ampi_check_saturate(amp, "amp_autocast_begin", d.saturate_inputs));
@@ -13655,7 +13845,10 @@ static void ampi_regions_close(int depth) {
 }
 #endif
 
-AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(amp, "amp_autocast_end", 0); }
+AMP_API amp_result amp_autocast_end(amp_context *amp) {
+    (void)ampi_callout_now(AMPI_STACK);
+    return ampi_region_pop(amp, "amp_autocast_end", 0);
+}
 
 AMP_API amp_result amp_recompute_begin(amp_context *amp) {
     amp_autocast_desc outside;
@@ -13720,14 +13913,19 @@ static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_po
     return (amp_cast_policy)ampi_builtins[op].policy[table == AMP_POLICY_TORCH];
 }
 
-/* The last override whose pattern matches; AMP_DTYPE_DEFAULT: none. */
+/* The last override whose pattern matches; AMP_DTYPE_DEFAULT: none.  Called with the lock held. */
+static amp_dtype ampi_layer_found(const amp_context *amp, const char *layer) {
+    int64_t i = amp->n_layers;
+    while (layer != NULL && --i >= 0)
+        if (ampi_match(amp->layers[i].pattern, layer)) return amp->layers[i].dtype;
+    return AMP_DTYPE_DEFAULT;
+}
+/* The same, without the lock. */
 static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
-    amp_dtype dtype = AMP_DTYPE_DEFAULT;
-    int64_t i;
-    if (layer == NULL || __atomic_load_n(&amp->n_layers, __ATOMIC_RELAXED) == 0) return dtype;
-    ampi_lock(amp);                     /* another thread may set one */
-    for (i = amp->n_layers; --i >= 0 && dtype == AMP_DTYPE_DEFAULT;)
-        if (ampi_match(amp->layers[i].pattern, layer)) dtype = amp->layers[i].dtype;
+    amp_dtype dtype;
+    if (layer == NULL || __atomic_load_n(&amp->n_layers, __ATOMIC_RELAXED) == 0) return AMP_DTYPE_DEFAULT;
+    ampi_lock(amp);
+    dtype = ampi_layer_found(amp, layer);
     ampi_unlock(amp);
     return dtype;
 }
@@ -17334,6 +17532,7 @@ typedef struct ampi_final { amp_param *param; int32_t at, k; } ampi_final;
 
 /* HALF: the forward has run, the backward has not. */
 typedef enum ampi_tape_state { AMPI_TAPE_IDLE, AMPI_TAPE_RECORDING, AMPI_TAPE_HALF, AMPI_TAPE_DONE } ampi_tape_state;
+enum { AMPI_RUNS = 1, AMPI_TELLS = 2 };
 /* Parts of a step to run. */
 enum { AMPI_FIRST_HALF = 1, AMPI_SECOND_HALF = 2 };
 
@@ -17344,7 +17543,8 @@ struct amp_tape {
     pthread_t thread;               /* that began the step; changed with the context's lock held */
     int foreign;                    /* 1: another thread called; changed atomically */
     int depth;                      /* of regions, the tape's own included */
-    int running;                    /* 1: calls run, perhaps a callback */
+    int running;                    /* AMPI_RUNS: calls run, perhaps a callback; AMPI_TELLS: grad_ready runs */
+    int64_t told;                   /* finals before this one have been told */
     uint32_t stamp;
     const char *function;           /* the public one that is running */
     const char *layer;              /* of operators without a weight */
@@ -18941,10 +19141,12 @@ static amp_result ampi_run_plain(amp_tape *t, ampi_node *n, int backward) {
 static int ampi_is_result(amp_result result) { return strcmp(amp_result_text(result), "unknown result") != 0; }
 
 /* A callback runs as outside of the tape, in this region.  What it returns, and regions that it left, are checked. */
-typedef struct ampi_callback { int depth; ampi_region replays; } ampi_callback;
-static ampi_callback ampi_callback_begin(const amp_autocast_desc *region) {
+typedef struct ampi_callback { int depth, out; ampi_region replays; } ampi_callback;
+static ampi_callback ampi_callback_begin(const amp_autocast_desc *region, const char *what, uintptr_t here) {
     ampi_callback c;
+    c.out = ampi_callout_begin(what, here);
     c.depth = ampi_regions.n;
+    ampi_callout_regions(c.out, c.depth - 1);
     c.replays = ampi_regions.at[c.depth - 1];
     ampi_regions.at[c.depth - 1].desc = *region;
     ampi_regions.at[c.depth - 1].recompute = 0;
@@ -18952,20 +19154,20 @@ static ampi_callback ampi_callback_begin(const amp_autocast_desc *region) {
     ampi_error_text[0] = 0;
     return c;
 }
-static amp_result ampi_callback_end(amp_tape *t, const ampi_callback *c, const char *f, const char *layer,
-                                    const char *what, amp_result result) {
+static amp_result ampi_callback_end(const ampi_callback *c, const char *f, const char *layer, const char *what,
+                                    amp_result result) {
     const char *detail = strchr(ampi_error_text, ' ');
     int left = ampi_regions.n;
     char why[256];
+    ampi_callout_end(c->out);
     snprintf(why, sizeof why, "%.250s", detail ? detail + 1 : "it gave no text");
     while (ampi_regions.n > c->depth) ampi_region_drop();
-    if (ampi_regions.n == c->depth) ampi_regions.at[c->depth - 1] = c->replays;
-    else AMPI_TRY(ampi_region_push(t->object.amp, t->function, &c->replays.desc, c->replays.recompute));
+    ampi_regions.at[c->depth - 1] = c->replays;
     ampi_regions.decided = 0;
     if (result == AMP_OK && left == c->depth) return AMP_OK;
     if (result == AMP_OK) {
         result = AMP_ERR_STATE;
-        snprintf(why, sizeof why, "a region is %s", left > c->depth ? "still open" : "closed that it did not open");
+        snprintf(why, sizeof why, "a region is still open");
     }
     return ampi_fail(ampi_is_result(result) ? result : AMP_ERR_SOURCE, f, "%s%s%s returned %d: %s", layer ? layer : "",
                      layer ? ": " : "", what, (int)result, why);
@@ -18987,9 +19189,10 @@ static amp_result ampi_run_custom(amp_tape *t, ampi_node *n, int backward) {
         if (backward) call.dx[k] = ampi_tape_gradient_view(t, &t->nodes[n->key.in[k]], n->dx[k]);
     }
     if (backward) call.dy = ampi_tape_view(t, &n->y, n->grad);
-    callback = ampi_callback_begin(&n->op.custom.region);
+    callback = ampi_callback_begin(&n->op.custom.region, backward ? "a custom operator's backward"
+                                                                  : "a custom operator's forward", AMPI_STACK);
     result = backward ? op->backward(op->user, &call) : op->forward(op->user, &call);
-    return ampi_callback_end(t, &callback, "amp_tape_custom", ampi_node_layer(n), backward ? "backward" : "forward",
+    return ampi_callback_end(&callback, "amp_tape_custom", ampi_node_layer(n), backward ? "backward" : "forward",
                              result);
 }
 
@@ -19029,10 +19232,10 @@ static amp_result ampi_tape_timed(amp_tape *t, ampi_node *n, int pass) {
     int64_t began;
     if (!t->timed) return ampi_tape_operate(t, n, pass == 1);
     AMPI_TRY(ampi_as(t->function, amp_sync(t->object.amp)));
-    began = s->clock_ns(s->user);
+    began = ampi_clock(s);
     AMPI_TRY(ampi_tape_operate(t, n, pass == 1));
     AMPI_TRY(ampi_as(t->function, amp_sync(t->object.amp)));
-    n->ns[pass] = s->clock_ns(s->user) - began;
+    n->ns[pass] = ampi_clock(s) - began;
     return AMP_OK;
 }
 
@@ -19073,28 +19276,31 @@ static void ampi_tape_enter_stretch(amp_tape *t, int32_t node, int32_t *stretch)
 }
 
 /* Tells of gradients that are final once call `at` of backward is done. */
-static amp_result ampi_tape_tell(amp_tape *t, int64_t at, int64_t *told) {
+static amp_result ampi_tape_tell(amp_tape *t, int64_t at) {
     amp_autocast_desc outside = ampi_outside(t->object.amp);
-    for (; *told < t->n_finals && t->finals[*told].at <= at; ++*told) {
-        amp_param *p = t->finals[*told].param;
+    for (; t->told < t->n_finals && t->finals[t->told].at <= at; t->told++) {
+        amp_param *p = t->finals[t->told].param;
         ampi_callback callback;
         amp_result result;
         if (!p->grad_live) continue;        /* frozen since it was recorded */
-        callback = ampi_callback_begin(&outside);
+        callback = ampi_callback_begin(&outside, "grad_ready", AMPI_STACK);
+        t->running = AMPI_TELLS;
         result = t->desc.grad_ready(t->desc.user, p);
-        AMPI_TRY(ampi_callback_end(t, &callback, t->function, p->name, "grad_ready", result));
+        t->running = AMPI_RUNS;
+        AMPI_TRY(ampi_callback_end(&callback, t->function, p->name, "grad_ready", result));
     }
     return AMP_OK;
 }
 
 static amp_result ampi_tape_run_backward(amp_tape *t) {
     int32_t stretch = 0;
-    int64_t i, told = 0;
-    AMPI_TRY(ampi_tape_tell(t, -1, &told));
+    int64_t i;
+    t->told = 0;
+    AMPI_TRY(ampi_tape_tell(t, -1));
     for (i = 0; i < t->n_actions; i++) {
         const ampi_action *action = &t->actions[i];
         amp_tensor like = amp_tensor1(NULL, AMP_F32, action->count), a, b, y;
-        AMPI_TRY(ampi_tape_tell(t, i - 1, &told));
+        AMPI_TRY(ampi_tape_tell(t, i - 1));
         if (action->node >= 0) ampi_tape_enter_stretch(t, action->node, &stretch);
         if (action->a == AMPI_AGAIN) { AMPI_TRY(ampi_tape_run_again(t, action->node)); continue; }
         if (action->node >= 0) { AMPI_TRY(ampi_tape_timed(t, &t->nodes[action->node], 1)); continue; }
@@ -19103,7 +19309,7 @@ static amp_result ampi_tape_run_backward(amp_tape *t) {
         y = ampi_tape_view(t, &like, action->y);
         AMPI_TRY(ampi_tape_flat_sum(t, &a, 1, action->b < 0 ? NULL : &b, &y));
     }
-    return ampi_tape_tell(t, t->n_actions, &told);
+    return ampi_tape_tell(t, t->n_actions);
 }
 
 /* Ends the step: its region closes, whatever happened, and those of the context inside it. */
@@ -19145,6 +19351,15 @@ static void ampi_tape_give_up(amp_tape *t, const char *f) {
         }
 }
 
+/* A callback never returned, so that the run has no end: nothing of it is kept. */
+static void ampi_tape_left(amp_tape *t) {
+    t->running = 0;
+    t->ran = 0;
+    t->compiled = 0;
+    t->state = AMPI_TAPE_DONE;
+    ampi_tape_unlive(t);
+}
+
 /* Compiles the graph if it is new, and takes its memory. */
 static amp_result ampi_tape_ensure(amp_tape *t, int32_t loss) {
     if (t->n == t->compiled && t->same == t->n && t->loss == loss) {
@@ -19166,7 +19381,7 @@ static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const 
     amp_result result = parts & AMPI_FIRST_HALF ? ampi_tape_ensure(t, loss) : AMP_OK;
     if (result == AMP_OK) result = ampi_region_push(t->object.amp, f, &outside, AMPI_REPLAYS);
     if (result == AMP_OK) {
-        t->running = 1;
+        t->running = AMPI_RUNS;
         if (parts & AMPI_FIRST_HALF) result = ampi_tape_run_forward(t, grad_scale);
         if (result == AMP_OK && (parts & AMPI_SECOND_HALF)) result = ampi_tape_run_backward(t);
         t->running = 0;
@@ -19186,6 +19401,7 @@ static amp_result ampi_tape_end(amp_tape *t, const char *f, int with_loss, amp_v
     int32_t loss = AMPI_NONE;
     AMPI_TRY(ampi_need(f, t != NULL, "tape"));
     AMPI_TRY(ampi_tape_may_record(t, f));
+    AMPI_TRY(ampi_region_is_own(f, t->depth - 1, AMPI_STACK));
     result = ampi_tape_close(t, f);
     t->function = f;
     if (__atomic_exchange_n(&t->foreign, 0, __ATOMIC_RELAXED))
@@ -19271,6 +19487,23 @@ static int ampi_tape_waits(amp_context *amp, const amp_model *model) {
     ampi_unlock(amp);
     return waits;
 }
+/* Whether a tape that this thread runs may still need one of n parameters as it was, or its gradient. */
+static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n) {
+    const ampi_callout *c = ampi_callout_now(AMPI_STACK);
+    const ampi_object *o;
+    int64_t i, k;
+    int runs = 0;
+    ampi_lock(amp);
+    for (o = amp->objects; o != NULL && c != NULL && !runs; o = o->next) {
+        const amp_tape *t = (const amp_tape *)(const void *)o;
+        if (strcmp(o->kind, "tape") != 0 || !pthread_equal(t->thread, pthread_self()) || !t->running) continue;
+        runs = t->running == AMPI_RUNS;
+        for (k = t->told + 1; k < t->n_finals && !runs; k++)
+            for (i = 0; i < n; i++) runs |= params[i] == t->finals[k].param;
+    }
+    ampi_unlock(amp);
+    return runs;
+}
 /* What still uses the model's parameters, or NULL. */
 static const char *ampi_model_user(const amp_model *m) {
     int64_t i;
@@ -19280,7 +19513,9 @@ static const char *ampi_model_user(const amp_model *m) {
 }
 AMP_API void amp_model_destroy(amp_model *model) {
     const char *user;
-    if (model == NULL) return;
+    if (model == NULL || ampi_may_destroy(model->object.amp, "amp_model_destroy", "model", model->object.made,
+                                          AMPI_STACK) != AMP_OK)
+        return;
     user = ampi_is_stopped(&model->object) ? NULL : ampi_model_user(model);
     if (user == NULL) { ampi_object_destroy(&model->object); return; }
     ampi_log(model->object.amp, AMP_LOG_WARNING, 1106,
@@ -19356,9 +19591,12 @@ AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out, const amp_t
 AMP_API void amp_tape_destroy(amp_tape *tape) {
     int64_t i;
     int k;
-    if (tape == NULL) return;
-    if (tape->running) {
-        ampi_log(tape->object.amp, AMP_LOG_WARNING, 1090, "amp_tape_destroy: the tape is running; it stays");
+    if (tape == NULL || ampi_may_destroy(tape->object.amp, "amp_tape_destroy", "tape", tape->object.made,
+                                         AMPI_STACK) != AMP_OK)
+        return;
+    if (tape->running && !pthread_equal(pthread_self(), tape->thread)) {
+        (void)ampi_fail(AMP_ERR_STATE, "amp_tape_destroy", "the tape is running on another thread; it stays");
+        ampi_log(tape->object.amp, AMP_LOG_WARNING, 1090, "%s", strchr(ampi_error_text, ' ') + 1);
         return;
     }
     if (tape->state == AMPI_TAPE_RECORDING && !ampi_is_stopped(&tape->object)) {
@@ -19381,7 +19619,9 @@ AMP_API void amp_tape_destroy(amp_tape *tape) {
 
 AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *region) {
     AMPI_TRY(ampi_need_object("amp_tape_begin", tape, "tape"));
-    if (tape->running) return ampi_fail(AMP_ERR_STATE, "amp_tape_begin", "the tape is running: this is its callback");
+    if (tape->running && ampi_callout_now(AMPI_STACK) != NULL)
+        return ampi_fail(AMP_ERR_STATE, "amp_tape_begin", "the tape is running: this is its callback");
+    if (tape->running) ampi_tape_left(tape);
     if (tape->state == AMPI_TAPE_RECORDING)
         return ampi_fail(AMP_ERR_STATE, "amp_tape_begin",
                          "the tape is recording already: call amp_tape_backward or amp_tape_finish first");
@@ -20211,7 +20451,9 @@ static void ampi_set_stop(ampi_object *object) {
     ampi_free(s, (void *)set->names, set->n, sizeof *set->names);
     ampi_free(s, set->text, set->text_bytes, 1);
 }
-AMP_API void amp_grad_set_destroy(amp_grad_set *set) { if (set != NULL) ampi_object_destroy(&set->object); }
+AMP_API void amp_grad_set_destroy(amp_grad_set *set) {
+    if (set != NULL) ampi_object_end(&set->object, "amp_grad_set_destroy", AMPI_STACK);
+}
 
 /* A set of n empty rows. */
 static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
@@ -20508,7 +20750,7 @@ static int64_t ampi_bucket_part(const ampi_buckets *b, int64_t row, int32_t rank
 
 static double ampi_seconds(const amp_context *amp) {
     const amp_system *s = ampi_context_system(amp);
-    return (double)s->clock_ns(s->user) * 1e-9;
+    return (double)ampi_clock(s) * 1e-9;
 }
 
 /* A device's stream of buckets waits for the context's, or the context's for it. */
@@ -21142,7 +21384,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     }
     b->locks = 1;
     b->process = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED);
-    if (b->threaded && s->thread_start(s->user, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
+    if (b->threaded && ampi_thread_start(s, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
     if (b->threaded && !b->started) {
         ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread for sums over ranks: they are not hidden behind backward");
         b->threaded = 0;
@@ -21188,7 +21430,7 @@ static void ampi_buckets_destroy(ampi_buckets *b) {
         b->closing = 1;
         pthread_cond_broadcast(&b->changed);
         pthread_mutex_unlock(&b->lock);
-        s->thread_join(s->user, b->thread);
+        ampi_thread_join(s, b->thread);
     }
     if (b->to_gather > 0 || b->torn != AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
     if (b->torn != AMP_OK)
@@ -21695,7 +21937,9 @@ static void ampi_scaler_release(ampi_object *object) {
     if (scaler->own != NULL) ampi_object_let_go(&scaler->own->object);
     ampi_free(ampi_context_system(scaler->amp), scaler, 1, sizeof *scaler);
 }
-AMP_API void amp_scaler_destroy(amp_scaler *scaler) { if (scaler != NULL) ampi_object_destroy(&scaler->object); }
+AMP_API void amp_scaler_destroy(amp_scaler *scaler) {
+    if (scaler != NULL) ampi_object_end(&scaler->object, "amp_scaler_destroy", AMPI_STACK);
+}
 
 AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc) {
     amp_scaler_desc d;
@@ -22593,7 +22837,7 @@ static void ampi_optimizer_release(ampi_object *object) {
     ampi_free(ampi_context_system(o->amp), o, 1, sizeof *o);
 }
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
-    if (optimizer != NULL) ampi_object_destroy(&optimizer->object);
+    if (optimizer != NULL) ampi_object_end(&optimizer->object, "amp_optimizer_destroy", AMPI_STACK);
 }
 
 /* Refuses parameters whose masters another optimizer has: the steps of one would undo the other's. */
@@ -22890,6 +23134,9 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
         return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer stepped since the last update");
     if (ampi_tape_waits(o->amp, NULL))
         return ampi_fail(AMP_ERR_STATE, function, "amp_tape_forward has run, and amp_tape_backward has not");
+    if (ampi_tape_runs(o->amp, o->set->params, o->set->n))
+        return ampi_fail(AMP_ERR_STATE, function, "called from within a tape that runs: step after "
+                         "amp_tape_backward, or in grad_ready once all gradients of this optimizer were told");
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
@@ -23198,7 +23445,9 @@ static void ampi_graph_stop(ampi_object *object) {
     ampi_free(ampi_context_system(amp), graph->changed, graph->n_changed, sizeof *graph->changed);
     ampi_graph_left(amp);
 }
-AMP_API void amp_graph_destroy(amp_graph *graph) { if (graph != NULL) ampi_object_destroy(&graph->object); }
+AMP_API void amp_graph_destroy(amp_graph *graph) {
+    if (graph != NULL) ampi_object_end(&graph->object, "amp_graph_destroy", AMPI_STACK);
+}
 
 AMP_API amp_result amp_graph_begin(amp_context *amp) {
     const char *f = "amp_graph_begin";
@@ -24107,10 +24356,10 @@ static amp_result ampi_save_ranks(amp_context *amp, const amp_state *state, cons
     }
     r = ampi_all_succeed(amp, f, r);
     ampi_free(s, now, n, sizeof *now);
-    if (r != AMP_OK) { (void)s->file_remove(s->user, part); return r; }
+    if (r != AMP_OK) { ampi_file_remove(s, part); return r; }
     for (i = 0; rank == 0 && i < before[AMPI_INDEX_WORLD]; i++)
         if (ampi_index_path(part, sizeof part, path, before[AMPI_INDEX_SAVE], i) == AMP_OK)
-            (void)s->file_remove(s->user, part);
+            ampi_file_remove(s, part);
     return AMP_OK;
 }
 AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
@@ -24729,7 +24978,7 @@ static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_for
                          (long long)l->n_files, (long long)(f - l->files));
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: %s", f->path, strerror(-error));
     f->is_open = 1;
-    f->bytes = l->system.file_size(l->system.user, f->handle);
+    f->bytes = ampi_file_size(&l->system, f->handle);
     if (f->bytes == -ESPIPE)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s is a pipe or device, must be a regular file",
                          f->path);
@@ -24842,7 +25091,7 @@ static int ampi_search_name(void *search, const char *name) {
 static int ampi_path_exists(const amp_system *s, const char *path) {
     intptr_t handle;
     int error = ampi_file_open(s, path, 0, &handle);
-    if (error == 0) s->file_close(s->user, handle);
+    if (error == 0) (void)ampi_file_close(s, handle);
     return error != -ENOENT && error != -ENOTDIR;
 }
 
@@ -24859,7 +25108,7 @@ static amp_result ampi_search_step(ampi_search *s) {
         return AMP_OK;
     }
     if (folder[0] == 0) folder = ".";
-    error = s->system->file_list(s->system->user, folder, ampi_search_name, s);
+    AMPI_CALLOUT("file_list", error = s->system->file_list(s->system->user, folder, ampi_search_name, s));
     if (error >= 0 || error == -ENOENT || error == -ENOTDIR) return s->result;
     return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "listing %s: %s", folder, strerror(-error));
 }
@@ -25148,7 +25397,7 @@ static int64_t ampi_worker_fetch(ampi_worker *w, const ampi_data_file *f, int64_
                                  const uint8_t **data) {
     const amp_loader *l = w->loader;
     if (offset + bytes <= f->cached) {
-        int64_t size = l->system.file_size(l->system.user, f->handle);
+        int64_t size = ampi_file_size(&l->system, f->handle);
         if (size < offset + bytes) return size < 0 ? size : AMPI_MAX(size - offset, 0);
         w->seen[f - l->files].fill = w->fills;
         w->seen[f - l->files].bytes = size;
@@ -25388,7 +25637,7 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
     for (i = 0; i < n; i++) {
         void *fields[AMP_MAX_FIELDS];
         int32_t k;
-        int failed;
+        int failed, out;
         if (__atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) return AMPI_CANCELLED;
         what.sample = start + i;
         if (l->desc.shuffle) ampi_order_at(&w->order, start + i, 1, &what.sample);
@@ -25399,7 +25648,10 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
             fields[k] = ampi_field_is_cast(l, k) ? (char *)w->raw + l->raw_offset[k]
                                                  : slot->data + l->field_offset[k] + i * l->field_bytes[k];
         __atomic_store_n(&w->offset, what.sample, __ATOMIC_RELAXED);
+        out = ampi_callout_begin("the loader's read", AMPI_STACK);
+        ampi_callout_of(out, l);
         failed = l->source.read(l->source.user, &what, fields);
+        ampi_callout_end(out);
         error[sizeof error - 1] = 0;
         if (failed != 0)
             return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: the callback returned %d: %s",
@@ -25544,7 +25796,7 @@ static void ampi_loader_free(amp_loader *l) {
     amp_system s = l->system;
     int64_t i;
     for (i = 0; i < l->n_files; i++) {
-        if (l->files[i].is_open) s.file_close(s.user, l->files[i].handle);
+        if (l->files[i].is_open) (void)ampi_file_close(&s, l->files[i].handle);
         ampi_free(&s, l->files[i].path, l->files[i].path_bytes, 1);
     }
     ampi_free(&s, l->files, l->n_files, sizeof(ampi_data_file));
@@ -25554,7 +25806,7 @@ static void ampi_loader_free(amp_loader *l) {
         ampi_free(&s, l->workers[i].raw, l->raw_bytes, 1);
         ampi_free(&s, l->workers[i].seen, l->n_files, sizeof(ampi_seen));
     }
-    if (l->cache != NULL) s.free(s.user, l->cache, (size_t)l->cache_bytes);
+    if (l->cache != NULL) ampi_memory_give(&s, l->cache, (size_t)l->cache_bytes);
     ampi_free(&s, l->cache_blocks, l->cache_bytes / AMPI_CACHE_BLOCK, 1);
     ampi_free(&s, l->workers, l->n_workers, sizeof(ampi_worker));
     ampi_free(&s, l->slots, l->depth, sizeof(ampi_slot));
@@ -25594,7 +25846,7 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     int error, late = 0;
     o->file = -1;
     if (l->desc.workers == AMP_NO_WORKERS) return ampi_files_open(l);
-    error = l->system.thread_start(l->system.user, &o->thread, ampi_opener_main, l);
+    error = ampi_thread_start(&l->system, &o->thread, ampi_opener_main, l);
     if (error != 0)
         return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "a thread to open files: %s", strerror(-error));
     pthread_mutex_lock(&l->lock);
@@ -25606,14 +25858,14 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     }
     pthread_mutex_unlock(&l->lock);
     if (!o->abandoned) {
-        l->system.thread_join(l->system.user, o->thread);
+        ampi_thread_join(&l->system, o->thread);
         if (o->result != AMP_OK) memcpy(ampi_error_text, o->error, sizeof ampi_error_text);
         return o->result;
     }
     file = __atomic_load_n(&o->file, __ATOMIC_ACQUIRE);
     (void)ampi_fail(AMP_ERR_TIMEOUT, ampi_loader_create_name, "%d ms have passed, opening %s", l->desc.timeout_ms,
                     file >= 0 ? l->files[file].path : l->desc.path != NULL ? l->desc.path : "the arrays");
-    l->system.thread_detach(l->system.user, o->thread);
+    ampi_thread_detach(&l->system, o->thread);
     return AMP_ERR_TIMEOUT;
 }
 
@@ -25685,7 +25937,7 @@ static amp_result ampi_loader_start(amp_loader *l) {
     int64_t i;
     for (i = 0; i < l->n_workers && l->desc.workers != AMP_NO_WORKERS; i++) {
         ampi_worker *w = l->workers + i;
-        int error = l->system.thread_start(l->system.user, &w->thread, ampi_worker_main, w);
+        int error = ampi_thread_start(&l->system, &w->thread, ampi_worker_main, w);
         if (error != 0)
             return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "worker %lld of %lld: %s", (long long)i,
                              (long long)l->n_workers, strerror(-error));
@@ -25717,6 +25969,8 @@ AMP_API void amp_loader_stop(amp_loader *l) {
 static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
+    if (ampi_is_within(l, AMPI_STACK))
+        return ampi_fail(AMP_ERR_STATE, function, "called from within this loader's own read, which it would wait for");
     pthread_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
     if (result == AMP_OK) l->calls++;
@@ -25753,8 +26007,8 @@ static void ampi_loader_finish(amp_loader *l) {
     } while (inside > 0);
     pthread_mutex_unlock(&l->lock);
     for (i = 0; i < l->n_workers; i++) {
-        if (l->workers[i].exited) l->system.thread_join(l->system.user, l->workers[i].thread);
-        else if (l->workers[i].started) l->system.thread_detach(l->system.user, l->workers[i].thread);
+        if (l->workers[i].exited) ampi_thread_join(&l->system, l->workers[i].thread);
+        else if (l->workers[i].started) ampi_thread_detach(&l->system, l->workers[i].thread);
     }
 }
 
@@ -25826,7 +26080,7 @@ static amp_result ampi_loader_cache(amp_loader *l) {
     }
     AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->cache_bytes / AMPI_CACHE_BLOCK, 1));
     l->cache_blocks = (uint8_t *)memory;
-    l->cache = (uint8_t *)l->system.alloc(l->system.user, bytes, 4096);         /* touched when used */
+    l->cache = (uint8_t *)ampi_memory_take(&l->system, bytes, 4096);         /* touched when used */
     if (l->cache != NULL) return AMP_OK;
     return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name, "%lld bytes for file contents; lower .cache_mb = %d",
                      (long long)l->cache_bytes, l->desc.cache_mb);
@@ -25913,7 +26167,7 @@ static void ampi_loader_object_release(ampi_object *object) {
     if (last) ampi_loader_free(l);
 }
 AMP_API void amp_loader_destroy(amp_loader *l) {
-    if (l != NULL && !ampi_loader_elsewhere(l)) ampi_object_destroy(&l->object);
+    if (l != NULL && !ampi_loader_elsewhere(l)) ampi_object_end(&l->object, "amp_loader_destroy", AMPI_STACK);
 }
 
 /* ---- Creation */
@@ -27564,7 +27818,8 @@ static amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     int64_t done = 0, n = 1;
     if (!m->open) return AMP_OK;
     while (done < m->kept && n > 0) {
-        n = s->file_write(s->user, m->file, m->lines + done, (size_t)(m->kept - done), m->offset + done);
+        AMPI_CALLOUT("file_write", n = s->file_write(s->user, m->file, m->lines + done, (size_t)(m->kept - done),
+                                                     m->offset + done));
         if (n == -EINTR) n = 1;
         else if (n > 0) done += AMPI_MIN(n, m->kept - done);
     }
@@ -27610,7 +27865,7 @@ static amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     m->open = 1;
     AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
     if (!m->desc.append) return AMP_OK;
-    n = s->file_size(s->user, m->file);
+    n = ampi_file_size(s, m->file);
     if (n == -ESPIPE) n = 0;                    /* a device */
     m->offset = n;
     if (n > 0) n = ampi_read_fully(s, m->file, &last, 1, n - 1);
@@ -27682,7 +27937,7 @@ static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     if (m->n_marks == m->mark_capacity) AMPI_TRY(ampi_marks_grow(m));
     mark = ampi_mark_at(m, m->n_marks);
     if (mark->event != NULL) AMPI_TRY(backend->event_record(dev, mark->event, stream));
-    mark->ns = s->clock_ns(s->user);
+    mark->ns = ampi_clock(s);
     mark->step = m->steps;
     mark->phase = phase;
     m->n_marks++;
@@ -28152,7 +28407,9 @@ static void ampi_monitor_stop(ampi_object *object) {
     if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s; the lines kept are lost", amp_last_error());
     ampi_monitor_free(m);
 }
-AMP_API void amp_monitor_destroy(amp_monitor *monitor) { if (monitor != NULL) ampi_object_destroy(&monitor->object); }
+AMP_API void amp_monitor_destroy(amp_monitor *monitor) {
+    if (monitor != NULL) ampi_object_end(&monitor->object, "amp_monitor_destroy", AMPI_STACK);
+}
 
 
 AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc) {
@@ -28225,7 +28482,7 @@ static void ampi_tensor_stats_stop(ampi_object *object) {
     if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
 AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats) {
-    if (stats != NULL) ampi_object_destroy(&stats->object);
+    if (stats != NULL) ampi_object_end(&stats->object, "amp_tensor_stats_destroy", AMPI_STACK);
 }
 
 static const ampi_field ampi_stats_fields[] = {
@@ -28645,7 +28902,7 @@ static void ampi_snapshot_destroy(ampi_snapshot *k) {
     int64_t i;
     if (k == NULL) return;
     s = ampi_context_system(k->amp);
-    for (i = 0; i < k->n_kept; i++) if (k->kept[i].copy != NULL) s->free(s->user, k->kept[i].copy, k->kept[i].bytes);
+    for (i = 0; i < k->n_kept; i++) if (k->kept[i].copy != NULL) ampi_memory_give(s, k->kept[i].copy, k->kept[i].bytes);
     ampi_free(s, k->params, k->capacity, sizeof *k->params);
     ampi_free(s, k->param_copies, k->capacity, sizeof *k->param_copies);
     ampi_free(s, k->kept, k->kept_capacity, sizeof *k->kept);
@@ -28737,7 +28994,7 @@ static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
     for (i = 0; i < k->desc.n_params; i++) ampi_snapshot_param(k, &k->desc.params[i]);
     if (o != NULL) ampi_snapshot_optimizer(k, o);
     for (i = 0; i < k->n_kept; i++) {           /* without ampi_alloc's zeros */
-        k->kept[i].copy = s->alloc(s->user, k->kept[i].bytes, 64);
+        k->kept[i].copy = ampi_memory_take(s, k->kept[i].bytes, 64);
         if (k->kept[i].copy == NULL)
             return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
     }
@@ -28949,10 +29206,15 @@ static amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int ref
 /* Calls a user function, outside any region or, if asked, inside one of the context's dtype.  Clears the last-error
    text first, closes regions it left open, and waits for the device. */
 static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, int region) {
-    int depth = ampi_regions_hide(amp), code = 0;
+    int depth = ampi_regions_hide(amp), code = 0, out;
     ampi_error_text[0] = 0;
     if (region) code = (int)amp_autocast_begin(amp, NULL);
-    if (code == 0) code = call(user, amp);
+    if (code == 0) {
+        out = ampi_callout_begin("a step or pass of the desc", AMPI_STACK);
+        ampi_callout_regions(out, depth);
+        code = call(user, amp);
+        ampi_callout_end(out);
+    }
     if (code == 0) code = (int)amp_sync(amp);
     ampi_regions_close(depth);
     return code;
@@ -28970,12 +29232,17 @@ typedef struct ampi_taped {
     amp_range *inputs; int64_t n;   /* of gradcheck: weights, then gradients */
 } ampi_taped;
 
+static amp_value ampi_taped_record(ampi_taped *w) {
+    amp_value loss;
+    AMPI_CALLOUT(".record", loss = w->record(w->user, w->tape));
+    return loss;
+}
 static amp_result ampi_taped_run(ampi_taped *w, const float *scale, int backward) {
     amp_context *amp = w->tape->object.amp;
     amp_value loss;
     amp_tensor t;
     AMPI_TRY(amp_tape_begin(w->tape, NULL));
-    loss = w->record(w->user, w->tape);
+    loss = ampi_taped_record(w);
     AMPI_TRY(backward ? amp_tape_backward(w->tape, loss, scale) : amp_tape_finish(w->tape));
     ampi_tape_unlive(w->tape);
     AMPI_TRY(amp_tape_tensor(w->tape, loss, &t));
@@ -29033,7 +29300,7 @@ static amp_result ampi_taped_params(ampi_taped *w, const char *f, amp_param **pa
     int depth = ampi_regions_hide(amp);
     int64_t bytes;
     amp_result result = amp_tape_begin(w->tape, NULL);
-    if (result == AMP_OK) result = amp_tape_plan(w->tape, w->record(w->user, w->tape), &bytes);
+    if (result == AMP_OK) result = amp_tape_plan(w->tape, ampi_taped_record(w), &bytes);
     if (result == AMP_OK) result = ampi_tape_model(w->tape, f, params, n);
     ampi_regions_close(depth);
     return ampi_as(f, result);
@@ -29079,9 +29346,9 @@ static amp_result ampi_taped_gradcheck(amp_context *amp, ampi_taped *w, amp_grad
 
 static void ampi_verify_step(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
-    int64_t begin = s->clock_ns(s->user);
+    int64_t begin = ampi_clock(s);
     v->code = ampi_call_host(v->amp, v->desc->step, v->desc->user, 0);
-    v->seconds = 1e-9 * (double)(s->clock_ns(s->user) - begin);
+    v->seconds = 1e-9 * (double)(ampi_clock(s) - begin);
     v->code = ampi_ranks_code(v->amp, v->code);
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
 }
@@ -30579,10 +30846,10 @@ static int ampi_tune_steps(ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int i, code = 0;
     for (i = 0; i < n && code == 0; i++) {
-        int64_t begun = s->clock_ns(s->user);
+        int64_t begun = ampi_clock(s);
         code = t->desc.record != NULL ? ampi_call_host(t->amp, ampi_taped_step, &t->taped, 0)
                                       : ampi_call_host(t->amp, t->desc.step, t->desc.user, 0);
-        if (times != NULL) times[i] = s->clock_ns(s->user) - begun;
+        if (times != NULL) times[i] = ampi_clock(s) - begun;
     }
     return code;
 }
@@ -30666,7 +30933,7 @@ static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
     if (t->desc.prepare != NULL && t->prepared != batch) {
         depth = ampi_regions_hide(t->amp);
         ampi_error_text[0] = 0;
-        code = t->desc.prepare(t->desc.user, t->amp, batch);
+        AMPI_CALLOUT(".prepare", code = t->desc.prepare(t->desc.user, t->amp, batch));
         ampi_regions_close(depth);
         code = ampi_ranks_code(t->amp, code);
     }
@@ -30907,7 +31174,7 @@ static void ampi_adapt_stop(ampi_object *object) {
     if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
 AMP_API void amp_adapt_destroy(amp_adapt *adapt) {
-    if (adapt != NULL) ampi_object_destroy(&adapt->object);
+    if (adapt != NULL) ampi_object_end(&adapt->object, "amp_adapt_destroy", AMPI_STACK);
 }
 
 /* A place on the ladder; -1: none. */
@@ -31147,11 +31414,11 @@ static amp_result ampi_adapt_look_at(ampi_adapt_look *k) {
 }
 
 /* Notes the name by which the layer is overridden.  One that overrides match already, or that would match others, has
-   its dtype for good. */
+   its dtype for good.  Called with the lock held. */
 static void ampi_adapt_name(const amp_context *amp, ampi_adapt_layer *layer, const char *name) {
     if (layer->name[0] != 0 || layer->fixed) return;
     layer->fixed = name == NULL || strlen(name) >= sizeof layer->name || strpbrk(name, "*?") != NULL ||
-                   ampi_layer_dtype(amp, name) != AMP_DTYPE_DEFAULT;
+                   ampi_layer_found(amp, name) != AMP_DTYPE_DEFAULT;
     snprintf(layer->name, sizeof layer->name, "%s", name ? name : "?");
 }
 
@@ -31905,7 +32172,7 @@ struct amp_recovery {
 
 static void ampi_recovery_drop(ampi_recovery_point *p) {
     ampi_snapshot_destroy(p->training);
-    amp_state_destroy(p->host);
+    ampi_state_free(p->host);
     memset(p, 0, sizeof *p);
 }
 
@@ -31929,7 +32196,7 @@ static amp_result ampi_recovery_fill(const amp_recovery *r, ampi_recovery_point 
     if (d->save == NULL) return AMP_OK;
     AMPI_TRY(amp_state_create(&out->host, ampi_context_system(r->amp)));
     ampi_error_text[0] = 0;
-    code = d->save(d->user, out->host);
+    AMPI_CALLOUT("the recovery's save", code = d->save(d->user, out->host));
     return code != 0 ? ampi_host_failed("save", code) : AMP_OK;
 }
 
@@ -31945,7 +32212,7 @@ static amp_result ampi_recovery_restore(const amp_recovery *r, const ampi_recove
     AMPI_TRY(ampi_snapshot_rewind(p->training));
     if (p->host == NULL) return AMP_OK;
     ampi_error_text[0] = 0;
-    code = r->desc.load(r->desc.user, p->host);
+    AMPI_CALLOUT("the recovery's load", code = r->desc.load(r->desc.user, p->host));
     return code != 0 ? ampi_host_failed("load", code) : AMP_OK;
 }
 
@@ -32008,7 +32275,7 @@ static void ampi_recovery_stop(ampi_object *object) {
     if (r->desc.loader != NULL) ampi_object_let_go(&r->desc.loader->object);
 }
 AMP_API void amp_recovery_destroy(amp_recovery *recovery) {
-    if (recovery != NULL) ampi_object_destroy(&recovery->object);
+    if (recovery != NULL) ampi_object_end(&recovery->object, "amp_recovery_destroy", AMPI_STACK);
 }
 
 AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
@@ -32116,7 +32383,7 @@ static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     amp_recovery_event planned = *event;
     struct { amp_recovery_event event; double lr; } rule;       /* rank 0's */
     if (r->desc.policy == NULL) return 0;
-    r->desc.policy(r->desc.user, event);
+    AMPI_CALLOUT("the recovery's policy", r->desc.policy(r->desc.user, event));
     memset(&rule, 0, sizeof rule);
     rule.event = *event;
     rule.lr = r->desc.optimizer->desc.lr;
