@@ -209,7 +209,8 @@
 
    CONTENTS AT A GLANCE     Search for the tags.  The API has three parts: what a training program calls, the rest, and
                             what kernels and backends are made of; each, and the implementation, in this order.  Objects
-                            also have _destroy, _query.  The API ends with SETTINGS, WHEN SOMETHING IS WRONG
+                            also have _destroy, _query.  The API ends with SETTINGS, THREADS AND CALLBACKS,
+                            WHEN SOMETHING IS WRONG
 
        >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all
                     amp_file_free amp_system_default
@@ -280,17 +281,9 @@
      threads at once.  Setup (registering, overriding), and each scaler, optimizer, set, loader, model, tape and adapt,
      is for one thread at a time, except amp_loader_stop and amp_loader_info_get.  So several models may train on one
      context at once, each with its tape, optimizer, scaler and loader in a thread of its own: each gets the bits that
-     it gets alone, but for dropout, whose random numbers come from one sequence.  A step ends the step of the FP8
-     tensors of its own optimizer's layers, and of those that this thread computed last and no optimizer has.  Alone on
-     its context runs what changes or restores all of it: amp_fp8_save and _load, amp_verify and its kin, a recovery, a
-     graph capture, and every exchange with other ranks, so that with a reducer one thread trains.  Regions and the
-     last-error text are per thread.  Callbacks are not called under a lock: a logger, allocator or reducer may call the
-     library.  Kernels run on the context's own threads
-     (.threads; .share_threads: another context's; .parallel: yours), started by the first call worth it.  All contexts
-     together run no more threads than there are cores; while other programs need those, the caller works alone.  If the
-     system has no more threads, kernels use fewer, with one warning, and a loader returns AMP_ERR_THREAD.  fork() only
-     while no other thread is in the library.  A child starts threads of its own; calls on the parent's loader return
-     AMP_ERR_STATE; destroying it, and amp_close of the parent's context, do nothing.
+     it gets alone, but for dropout, whose random numbers come from one sequence.  Regions and the last-error text are
+     per thread.  What must run alone, the threads of kernels, fork, and what callbacks may not do (destroy what was
+     there before they began, for one) stands in THREADS AND CALLBACKS at the end of the API.
 
    TRAPS AND ROUNDING  The CPU backend computes and converts in C's default floating-point environment (no traps, round
      to nearest, subnormals kept), whatever your program or a library linked with -Ofast has set.  Yours is back when a
@@ -755,7 +748,8 @@ typedef struct amp_desc {
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc);
 /* Closes it and frees amp_alloc's memory; open regions end, on all threads.  Objects created from it and not yet
    destroyed are stopped and named in a warning: their calls return AMP_ERR_STATE or do nothing, and destroying them
-   frees the rest, so .system must last until then.  No amp_param is touched.  amp may be NULL. */
+   frees the rest, so .system must last until then.  No amp_param is touched.  amp may be NULL.  From within a callback
+   it is refused, as every _destroy is (THREADS AND CALLBACKS): the context stays open. */
 AMP_API void amp_close(amp_context *amp);
 /* The settings in effect, defaults filled in. */
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out);
@@ -921,7 +915,8 @@ typedef struct amp_autocast_desc {
 /* Opens a region on this thread; other threads are not affected.  Regions nest, up to 32 deep.  desc may be NULL.
    Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED as in amp_choose, AMP_ERR_STATE nested too deep. */
 AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc *desc);
-/* Closes this thread's innermost region.  Errors: AMP_ERR_STATE none is open, or it is another context's. */
+/* Closes this thread's innermost region.  Errors: AMP_ERR_STATE none is open, it is another context's, or it was open
+   before the callback that calls. */
 AMP_API amp_result amp_autocast_end(amp_context *amp);
 /* 1 if this thread is in a region of this context that is no island, at a level other than O0.  *out: the settings in
    effect; may be NULL. */
@@ -985,8 +980,8 @@ typedef struct amp_fp8_stats {
     float scale;                /* DELAYED: of the next step; 0: its own */
     int32_t reserved;
 } amp_fp8_stats;
-/* Waits.  With delayed scaling on several ranks all weights of an optimizer have records from the start, with .values 0.
-   Errors: AMP_ERR_STATE the layer has not computed in FP8. */
+/* Waits.  With delayed scaling on several ranks all weights of an optimizer have records from the start, with .values
+   0.  Errors: AMP_ERR_STATE the layer has not computed in FP8. */
 AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *weight, amp_fp8_tensor tensor,
                                      amp_fp8_stats *out);
 /* The histories of AMP_FP8_DELAYED by the names of the registered weights, without which a resumed run has other bits.
@@ -1838,8 +1833,8 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 /* Averages the gradients by `accumulation` times ranks, clips them and steps; the scale stays.  Checks first if
    amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count stay.  scaler
    NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward overwrites gradients.
-   Errors: AMP_ERR_STATE another scaler uses the set, or a tape of this thread is between amp_tape_forward and backward,
-   AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
+   Errors: AMP_ERR_STATE another scaler uses the set, or a tape of this thread is between amp_tape_forward and backward
+   or is running (in grad_ready: unless all gradients of this optimizer were told), AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
    scaler may be NULL.  Errors: as above, and AMP_ERR_STATE the set was checked before the cycle's last micro-batch. */
@@ -2053,7 +2048,7 @@ AMP_API void amp_loader_stop(amp_loader *loader);
    a read is left behind, and frees what it uses when the read returns. */
 AMP_API void amp_loader_destroy(amp_loader *loader);
 /* After an error the next call tries the same batch again.
-   Errors: AMP_ERR_STATE stopped, AMP_ERR_READ and AMP_ERR_TRUNCATED with file and offset, AMP_ERR_LABEL token not
+   Errors: AMP_ERR_STATE stopped, or called from this loader's read, AMP_ERR_READ and AMP_ERR_TRUNCATED with file and offset, AMP_ERR_LABEL token not
    below vocab, AMP_ERR_END after the last epoch, AMP_ERR_TIMEOUT, AMP_ERR_SOURCE. */
 AMP_API amp_result amp_loader_next(amp_loader *loader, amp_batch *out);
 /* Makes batch `index` of `epoch` the next one, in constant time.  Errors: AMP_ERR_STATE, AMP_ERR_TIMEOUT. */
@@ -4363,6 +4358,38 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      _verify_autocast_compatibility GPUDeviceManager -> amp_verify amp_verify_placement
      _causal_mask_cache clear_mask_cache -> amp_mask_get amp_mask_cache_clear
 
+   THREADS AND CALLBACKS
+
+     Alone on its context runs what changes or restores all of it: amp_fp8_save and _load, amp_verify and its kin, a
+     recovery, a graph capture, and every exchange with other ranks, so that with a reducer one thread trains.  A step
+     ends the step of the FP8 tensors of its own optimizer's layers, and of the layers that this thread computed last
+     and whose weights no optimizer has.
+
+     Kernels run on the context's own threads (.threads; .share_threads: another context's; .parallel: yours), started
+     by the first call worth it.  All contexts together run no more threads than there are cores; while other programs
+     need those, the caller works alone.  If the system has no more threads, kernels use fewer, with one warning, and a
+     loader returns AMP_ERR_THREAD.  fork() only while no other thread is in the library.  A child starts threads of its
+     own; calls on the parent's loader return AMP_ERR_STATE; destroying it, and amp_close of the parent's context, do
+     nothing.
+
+     Callbacks are: a logger, the calls of amp_system and .memory, a reducer, .parallel, a loader's read, operators of
+     your own, grad_ready, and what amp_verify and its kin and a recovery call.  They are not called under a lock, and
+     may call the library.  But their caller may be using all that was there before the callback began.  So amp_close
+     and every _destroy refuse to end that, by name: AMP_ERR_STATE in amp_last_error, and a warning.  It stays as it
+     was, to be destroyed once the callback has returned.  What a callback has made it may destroy.  Refused in the same
+     way are closing a region, or ending the recording of a tape, that the callback did not begin; amp_step on a
+     thread whose tape is running, but for an optimizer in grad_ready whose gradients have all been told; and
+     amp_loader_next, _seek and _load of a loader from its own read.  The entries of a backend's table are no
+     callbacks: they call only amp_host.
+
+     A callback must return.  One that a C++ exception or longjmp leaves also leaves the calls that it was in: what
+     they had taken (scratch memory, copies of weights in use) stays until the context closes, and what amp_verify and
+     its kin would have restored stays changed.  The next call from the function that caught it, or from one that
+     called that function, forgets them: regions that they and the callback opened end, the tape begins anew, and
+     objects can be destroyed, which calls from deeper in the stack may be refused until then.  An exception that
+     leaves the read of a worker thread ends the program, as in any thread.  Where C has no unwind tables by default,
+     compile amp.c with -fexceptions.
+
    WHEN SOMETHING IS WRONG
 
      NaN in loss or gradients
@@ -4587,9 +4614,9 @@ static uint64_t ampi_serial_next(uint64_t more) {
 }
 static uint64_t ampi_serial(void) { return ampi_serial_next(1); }
 
-/* ---- Callbacks.  All functions of the host's are called between ampi_callout_begin and _end.  THE RULE: what was there
-   when a callback began may be in use by its caller, so the callback cannot destroy it; what is younger it can.  A
-   callback that was left by an exception or by longjmp is one whose caller is no longer on the stack, which grows
+/* ---- Callbacks.  All functions of the host's are called between ampi_callout_begin and _end.  THE RULE: what was
+   there when a callback began may be in use by its caller, so the callback cannot destroy it; what is younger it can.
+   A callback that was left by an exception or by longjmp is one whose caller is no longer on the stack, which grows
    downwards: such are forgotten. */
 
 /* Where the calling function is on the stack. */
@@ -13695,6 +13722,17 @@ static int ampi_regions_end(const amp_context *amp) {
     return n;
 }
 
+/* Ends those of callbacks that an exception left ... */
+static void ampi_regions_left(void) {
+    while (ampi_regions.left > 0 && ampi_regions.n >= ampi_regions.left) ampi_region_drop();
+    ampi_regions.left = 0;
+}
+/* ... and those of closed contexts. */
+static void ampi_regions_tidy(void) {
+    ampi_regions_left();
+    (void)ampi_regions_end(NULL);
+}
+
 static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
     ampi_fp8_table *fp8;
     int64_t i;
@@ -13709,6 +13747,7 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
         case AMPI_CASTS_OUTDATED: amp_cast_cache_clear(amp); break;
         case AMPI_CLEANUP: ampi_cache_clear_idle(amp); break;
         case AMPI_CLOSING:
+            ampi_regions_left();
             here = ampi_regions_end(amp);
             elsewhere = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
             if (here + elsewhere > 0)
@@ -13722,13 +13761,6 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
 static void ampi_thread_left(void *value) {
     (void)value;
     while (ampi_regions.n > 0) ampi_region_drop();
-}
-
-/* Ends those of callbacks that an exception left, and of closed contexts. */
-static void ampi_regions_tidy(void) {
-    while (ampi_regions.left > 0 && ampi_regions.n >= ampi_regions.left) ampi_region_drop();
-    ampi_regions.left = 0;
-    (void)ampi_regions_end(NULL);
 }
 
 static amp_result ampi_region_key(amp_context *amp, const char *function) {
