@@ -1834,7 +1834,8 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
    amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count stay.  scaler
    NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward overwrites gradients.
    Errors: AMP_ERR_STATE another scaler uses the set, or a tape of this thread is between amp_tape_forward and backward
-   or is running (in grad_ready: unless all gradients of this optimizer were told), AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
+   or is running (in grad_ready: unless all gradients of this optimizer were told), AMP_ERR_GRAD_16BIT,
+   AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
    scaler may be NULL.  Errors: as above, and AMP_ERR_STATE the set was checked before the cycle's last micro-batch. */
@@ -2048,8 +2049,8 @@ AMP_API void amp_loader_stop(amp_loader *loader);
    a read is left behind, and frees what it uses when the read returns. */
 AMP_API void amp_loader_destroy(amp_loader *loader);
 /* After an error the next call tries the same batch again.
-   Errors: AMP_ERR_STATE stopped, or called from this loader's read, AMP_ERR_READ and AMP_ERR_TRUNCATED with file and offset, AMP_ERR_LABEL token not
-   below vocab, AMP_ERR_END after the last epoch, AMP_ERR_TIMEOUT, AMP_ERR_SOURCE. */
+   Errors: AMP_ERR_STATE stopped, or called from this loader's read, AMP_ERR_READ and AMP_ERR_TRUNCATED with file and
+   offset, AMP_ERR_LABEL token not below vocab, AMP_ERR_END after the last epoch, AMP_ERR_TIMEOUT, AMP_ERR_SOURCE. */
 AMP_API amp_result amp_loader_next(amp_loader *loader, amp_batch *out);
 /* Makes batch `index` of `epoch` the next one, in constant time.  Errors: AMP_ERR_STATE, AMP_ERR_TIMEOUT. */
 AMP_API amp_result amp_loader_seek(amp_loader *loader, int64_t epoch, int64_t index);
@@ -4510,15 +4511,6 @@ extern "C" {
 /* Leaves the calling function with the first result that is not AMP_OK. */
 #define AMPI_TRY(call) do { amp_result ampi_r = (call); if (ampi_r != AMP_OK) return ampi_r; } while (0)
 
-static AMPI_THREAD_LOCAL char ampi_error_text[512];
-
-enum { AMPI_REGION_DEPTH = 32 };
-
-/* recompute not 0: opened by amp_recompute_begin, or by a tape that runs what it decided before; desc is the enclosing
-   region's. */
-enum { AMPI_RECOMPUTES = 1, AMPI_REPLAYS = 2 };
-typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
-
 /* A call of a function of the host's: where on the stack its caller is, what is called, of which object (or NULL), the
    last serial before, how many regions were open then, and how many before the library opened one for it. */
 typedef struct ampi_callout {
@@ -4530,16 +4522,14 @@ typedef struct ampi_callout {
 } ampi_callout;
 enum { AMPI_CALLOUTS = 16 };
 
-/* This thread's stack of regions, amp_gemm's last plan with its `decisions` (0: none), and the callbacks it is in.
-   left not 0: an exception left a callback, and regions from entry left - 1 on have ended with it. */
+/* What a thread has, beside its regions: the last error, how many regions are open, and the callbacks that it is in.
+   left not 0: an exception left a callback, and the regions from number left on have ended with it. */
 static AMPI_THREAD_LOCAL struct {
-    ampi_region at[AMPI_REGION_DEPTH];
-    int n;
-    uint64_t decided;
-    amp_plan gemm;
+    char error[512];
+    int regions, left, n_out;
     ampi_callout out[AMPI_CALLOUTS];
-    int n_out, left;
-} ampi_regions;
+} ampi_thread;
+#define ampi_error_text ampi_thread.error
 
 AMP_API const char *amp_result_text(amp_result result) {
     switch (result) {
@@ -4631,41 +4621,41 @@ static uint64_t ampi_serial(void) { return ampi_serial_next(1); }
 
 /* The innermost callback that a function at `here` is called from, or NULL. */
 static const ampi_callout *ampi_callout_now(uintptr_t here) {
-    while (ampi_regions.n_out > 0 && ampi_regions.out[ampi_regions.n_out - 1].at <= here)
-        ampi_regions.left = ampi_regions.out[--ampi_regions.n_out].before + 1;
-    return ampi_regions.n_out > 0 ? &ampi_regions.out[ampi_regions.n_out - 1] : NULL;
+    while (ampi_thread.n_out > 0 && ampi_thread.out[ampi_thread.n_out - 1].at <= here)
+        ampi_thread.left = ampi_thread.out[--ampi_thread.n_out].before + 1;
+    return ampi_thread.n_out > 0 ? &ampi_thread.out[ampi_thread.n_out - 1] : NULL;
 }
 /* Returns what ampi_callout_end needs.  Deeper ones than the array holds count as the last of it. */
 static int ampi_callout_begin(const char *what, uintptr_t here) {
     int depth;
     ampi_callout *c;
     (void)ampi_callout_now(here);
-    depth = ampi_regions.n_out;
+    depth = ampi_thread.n_out;
     if (depth == AMPI_CALLOUTS) return depth;
-    c = &ampi_regions.out[ampi_regions.n_out++];
+    c = &ampi_thread.out[ampi_thread.n_out++];
     c->at = here;
     c->what = what;
     c->of = NULL;
     c->since = ampi_serial_next(0);
-    c->regions = c->before = ampi_regions.n;
+    c->regions = c->before = ampi_thread.regions;
     return depth;
 }
 /* Only so many of the regions that are open are the host's. */
 static void ampi_callout_regions(int depth, int before) {
-    if (depth < ampi_regions.n_out) ampi_regions.out[depth].before = before;
+    if (depth < ampi_thread.n_out) ampi_thread.out[depth].before = before;
 }
 /* It is a callback of this object. */
 static void ampi_callout_of(int depth, const void *object) {
-    if (depth < ampi_regions.n_out) ampi_regions.out[depth].of = object;
+    if (depth < ampi_thread.n_out) ampi_thread.out[depth].of = object;
 }
 /* Whether a function at `here` is called from within a callback of the object. */
 static int ampi_is_within(const void *object, uintptr_t here) {
     int i, within = 0;
     (void)ampi_callout_now(here);
-    for (i = 0; i < ampi_regions.n_out; i++) within |= ampi_regions.out[i].of == object;
+    for (i = 0; i < ampi_thread.n_out; i++) within |= ampi_thread.out[i].of == object;
     return within;
 }
-static void ampi_callout_end(int depth) { ampi_regions.n_out = AMPI_MIN(ampi_regions.n_out, depth); }
+static void ampi_callout_end(int depth) { ampi_thread.n_out = AMPI_MIN(ampi_thread.n_out, depth); }
 
 /* Before something is destroyed: refuses, if a callback that began after it was made is calling.  kind: what it is. */
 static amp_result ampi_check_unused(const char *function, const char *kind, uint64_t made, uintptr_t here) {
@@ -11769,7 +11759,7 @@ static amp_result ampi_may_destroy(const amp_context *amp, const char *function,
     amp_result result = ampi_check_unused(function, kind, made, here);
     int i, in_log = 0;
     if (result == AMP_OK) return AMP_OK;
-    for (i = 0; i < ampi_regions.n_out; i++) in_log |= ampi_regions.out[i].what == ampi_logger_text;
+    for (i = 0; i < ampi_thread.n_out; i++) in_log |= ampi_thread.out[i].what == ampi_logger_text;
     if (!in_log) ampi_log(amp, AMP_LOG_WARNING, 1090, "%s", strchr(ampi_error_text, ' ') + 1);
     return result;
 }
@@ -13677,9 +13667,23 @@ static void ampi_cache_clear_idle(amp_context *amp) { while (ampi_cache_free_one
 
 /* ---- Regions */
 
+enum { AMPI_REGION_DEPTH = 32 };
+
+/* recompute not 0: opened by amp_recompute_begin, or by a tape that runs what it decided before; desc is the enclosing
+   region's. */
+enum { AMPI_RECOMPUTES = 1, AMPI_REPLAYS = 2 };
+typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
+
+/* This thread's stack of regions, ampi_thread.regions high, and amp_gemm's last plan with its `decisions` (0: none). */
+static AMPI_THREAD_LOCAL struct {
+    ampi_region at[AMPI_REGION_DEPTH];
+    uint64_t decided;
+    amp_plan gemm;
+} ampi_regions;
+
 /* This context's innermost entry and its settings; NULL: none. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
-    int i = ampi_regions.n;
+    int i = ampi_thread.regions;
     while (--i >= 0)
         if (ampi_regions.at[i].amp == amp) return &ampi_regions.at[i];
     return NULL;
@@ -13691,7 +13695,7 @@ static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
 
 /* Whether the recorded plans are followed, and how; 0: they are not. */
 static int ampi_follows(const amp_context *amp) {
-    int i = ampi_regions.n;
+    int i = ampi_thread.regions;
     while (--i >= 0)
         if (ampi_regions.at[i].amp == amp && ampi_regions.at[i].recompute) return ampi_regions.at[i].recompute;
     return 0;
@@ -13701,20 +13705,20 @@ static int ampi_is_recomputing(const amp_context *amp) { return ampi_follows(amp
 /* Ends entry i of this thread. */
 static void ampi_region_remove(int i) {
     amp_context *amp = (amp_context *)(uintptr_t)ampi_regions.at[i].amp;
-    ampi_regions.n--;
+    ampi_thread.regions--;
     ampi_regions.decided = 0;
-    memmove(&ampi_regions.at[i], &ampi_regions.at[i + 1], (size_t)(ampi_regions.n - i) * sizeof *ampi_regions.at);
+    memmove(&ampi_regions.at[i], &ampi_regions.at[i + 1], (size_t)(ampi_thread.regions - i) * sizeof *ampi_regions.at);
     if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient &&
         !ampi_is_closed(amp))
         ampi_cache_clear_idle(amp);
     ampi_context_let_go(amp);
 }
-static void ampi_region_drop(void) { ampi_region_remove(ampi_regions.n - 1); }
+static void ampi_region_drop(void) { ampi_region_remove(ampi_thread.regions - 1); }
 
 /* Ends this thread's regions of one context, or (NULL) of closed ones; returns how many. */
 static int ampi_regions_end(const amp_context *amp) {
     int i, n = 0;
-    for (i = ampi_regions.n - 1; i >= 0; i--)
+    for (i = ampi_thread.regions - 1; i >= 0; i--)
         if (ampi_regions.at[i].amp == amp || (amp == NULL && ampi_is_closed(ampi_regions.at[i].amp))) {
             ampi_region_remove(i);
             n++;
@@ -13724,8 +13728,8 @@ static int ampi_regions_end(const amp_context *amp) {
 
 /* Ends those of callbacks that an exception left ... */
 static void ampi_regions_left(void) {
-    while (ampi_regions.left > 0 && ampi_regions.n >= ampi_regions.left) ampi_region_drop();
-    ampi_regions.left = 0;
+    while (ampi_thread.left > 0 && ampi_thread.regions >= ampi_thread.left) ampi_region_drop();
+    ampi_thread.left = 0;
 }
 /* ... and those of closed contexts. */
 static void ampi_regions_tidy(void) {
@@ -13760,7 +13764,7 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
 /* Ends a thread's regions with it. */
 static void ampi_thread_left(void *value) {
     (void)value;
-    while (ampi_regions.n > 0) ampi_region_drop();
+    while (ampi_thread.regions > 0) ampi_region_drop();
 }
 
 static amp_result ampi_region_key(amp_context *amp, const char *function) {
@@ -13782,7 +13786,7 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     ampi_region *region;
     int error;
     ampi_regions_tidy();
-    if (ampi_regions.n == AMPI_REGION_DEPTH)
+    if (ampi_thread.regions == AMPI_REGION_DEPTH)
         return ampi_fail(AMP_ERR_STATE, function,
                          "%d regions are open on this thread, the limit; is an amp_autocast_end or "
                          "amp_recompute_end missing",
@@ -13790,7 +13794,7 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     if (!__atomic_load_n(&amp->has_key, __ATOMIC_ACQUIRE)) AMPI_TRY(ampi_region_key(amp, function));
     error = pthread_setspecific(amp->thread_key, amp);
     if (error != 0) return ampi_fail(AMP_ERR_THREAD, function, "pthread_setspecific: %s", strerror(error));
-    region = &ampi_regions.at[ampi_regions.n++];
+    region = &ampi_regions.at[ampi_thread.regions++];
     region->amp = amp;
     region->desc = own;
     region->recompute = recompute;
@@ -13811,9 +13815,9 @@ static amp_result ampi_region_is_own(const char *function, int i, uintptr_t here
 static amp_result ampi_region_pop(const amp_context *amp, const char *function, int recompute) {
     const ampi_region *top;
     ampi_regions_tidy();
-    if (ampi_regions.n > 0) AMPI_TRY(ampi_region_is_own(function, ampi_regions.n - 1, AMPI_STACK));
-    if (ampi_regions.n == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
-    top = &ampi_regions.at[ampi_regions.n - 1];
+    if (ampi_thread.regions > 0) AMPI_TRY(ampi_region_is_own(function, ampi_thread.regions - 1, AMPI_STACK));
+    if (ampi_thread.regions == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
+    top = &ampi_regions.at[ampi_thread.regions - 1];
     if (top->amp != amp)
         return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
     if (top->recompute != recompute)
@@ -13866,14 +13870,14 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
 /* Around a callback of the host: regions opened in it inherit nothing from the enclosing ones.  Returns the depth to
    pass to ampi_regions_close. */
 static int ampi_regions_hide(amp_context *amp) {
-    int depth = ampi_regions.n;
+    int depth = ampi_thread.regions;
     amp_autocast_desc outside = ampi_outside(amp);
     if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH)
         (void)ampi_region_push(amp, "amp_autocast_begin", &outside, 0);
     return depth;
 }
 static void ampi_regions_close(int depth) {
-    while (ampi_regions.n > depth) ampi_region_drop();
+    while (ampi_thread.regions > depth) ampi_region_drop();
 }
 #endif
 
@@ -19177,7 +19181,7 @@ typedef struct ampi_callback { int depth, out; ampi_region replays; } ampi_callb
 static ampi_callback ampi_callback_begin(const amp_autocast_desc *region, const char *what, uintptr_t here) {
     ampi_callback c;
     c.out = ampi_callout_begin(what, here);
-    c.depth = ampi_regions.n;
+    c.depth = ampi_thread.regions;
     ampi_callout_regions(c.out, c.depth - 1);
     c.replays = ampi_regions.at[c.depth - 1];
     ampi_regions.at[c.depth - 1].desc = *region;
@@ -19189,11 +19193,11 @@ static ampi_callback ampi_callback_begin(const amp_autocast_desc *region, const 
 static amp_result ampi_callback_end(const ampi_callback *c, const char *f, const char *layer, const char *what,
                                     amp_result result) {
     const char *detail = strchr(ampi_error_text, ' ');
-    int left = ampi_regions.n;
+    int left = ampi_thread.regions;
     char why[256];
     ampi_callout_end(c->out);
     snprintf(why, sizeof why, "%.250s", detail ? detail + 1 : "it gave no text");
-    while (ampi_regions.n > c->depth) ampi_region_drop();
+    while (ampi_thread.regions > c->depth) ampi_region_drop();
     ampi_regions.at[c->depth - 1] = c->replays;
     ampi_regions.decided = 0;
     if (result == AMP_OK && left == c->depth) return AMP_OK;
@@ -19346,9 +19350,9 @@ static amp_result ampi_tape_run_backward(amp_tape *t) {
 
 /* Ends the step: its region closes, whatever happened, and those of the context inside it. */
 static amp_result ampi_tape_close(amp_tape *t, const char *f) {
-    int inner = ampi_regions.n - t->depth, i;
+    int inner = ampi_thread.regions - t->depth, i;
     t->state = AMPI_TAPE_DONE;
-    for (i = ampi_regions.n - 1; i >= 0 && i >= t->depth - 1; i--)
+    for (i = ampi_thread.regions - 1; i >= 0 && i >= t->depth - 1; i--)
         if (ampi_regions.at[i].amp == t->object.amp) ampi_region_remove(i);
     if (inner == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, f,
@@ -19409,7 +19413,7 @@ static amp_result ampi_tape_ensure(amp_tape *t, int32_t loss) {
 /* A failure ends the step, and is returned with the name of what failed. */
 static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const float *grad_scale, int parts) {
     amp_autocast_desc outside = ampi_outside(t->object.amp);
-    int depth = ampi_regions.n;
+    int depth = ampi_thread.regions;
     amp_result result = parts & AMPI_FIRST_HALF ? ampi_tape_ensure(t, loss) : AMP_OK;
     if (result == AMP_OK) result = ampi_region_push(t->object.amp, f, &outside, AMPI_REPLAYS);
     if (result == AMP_OK) {
@@ -19417,7 +19421,7 @@ static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const 
         if (parts & AMPI_FIRST_HALF) result = ampi_tape_run_forward(t, grad_scale);
         if (result == AMP_OK && (parts & AMPI_SECOND_HALF)) result = ampi_tape_run_backward(t);
         t->running = 0;
-        while (ampi_regions.n > depth) ampi_region_drop();
+        while (ampi_thread.regions > depth) ampi_region_drop();
         t->ran = result == AMP_OK;
         if (!t->ran) ampi_tape_unlive(t);
     }
@@ -19665,7 +19669,7 @@ AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *regio
         ampi_unlock(tape->object.amp);
     }
     tape->state = AMPI_TAPE_RECORDING;
-    tape->depth = ampi_regions.n;
+    tape->depth = ampi_thread.regions;
     tape->stamp = (uint32_t)ampi_serial();
     tape->failed = AMP_OK;
     tape->layer = NULL;

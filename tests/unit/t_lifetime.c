@@ -1168,9 +1168,9 @@ TEST(a_callback_that_was_left) {
             (void)amp_tape_backward(site.tape, amp_tape_cross_entropy(site.tape, h, site.labels, NULL), NULL);
         } else left = 1;
         CHECK_MSG(left == 1, "%s", amp_last_error());
-        if (goes_on) { site_tape_step(); CHECK_EQ(ampi_regions.n, 0); }
+        if (goes_on) { site_tape_step(); CHECK_EQ(ampi_thread.regions, 0); }
         site_close();
-        CHECK_EQ(ampi_regions.n_out, 0);
+        CHECK_EQ(ampi_thread.n_out, 0);
     }
 }
 
