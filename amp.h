@@ -210,7 +210,7 @@
    CONTENTS AT A GLANCE     Search for the tags.  The API has three parts: what a training program calls, the rest, and
                             what kernels and backends are made of; each, and the implementation, in this order.  Objects
                             also have _destroy, _query.  The API ends with SETTINGS, WHAT DIFFERS FROM PYTORCH'S
-                            DEFAULTS and WHEN SOMETHING IS WRONG
+                            DEFAULTS, THREADS AND CALLBACKS and WHEN SOMETHING IS WRONG
 
        >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all
                     amp_file_free amp_system_default
@@ -279,15 +279,14 @@
      Rounding, overflow and NaN: see the scalar conversions.  Conversion to TF32 rounds ties away; tensor cores given
      fp32 may truncate instead, an error of up to 9.8e-4.
 
-   THREADS  Operators, amp_gemm, regions and memory calls may use one context in several threads.  Setup (registering,
-     overriding), and each scaler, optimizer, set, loader, model and adapt, is for one thread at a time, except
-     amp_loader_stop, amp_loader_info_get, amp_scaler_found and reading a scaler.  Regions and the error text are per
-     thread.  Callbacks are not called under a lock: a logger, allocator or reducer may call the library.  Kernels run
-     on the context's own threads (.threads; .share_threads: another context's; .parallel: yours), started by the first
-     call worth it.  All contexts together run no more threads than there are cores; while other programs need those,
-     the caller works alone.  If the system has no more threads, kernels use fewer, with one warning, and a loader
-     returns AMP_ERR_THREAD.  fork() only while no thread is in the library.  A child starts its own threads; calls on
-     the parent's loader return AMP_ERR_STATE; destroying it, and closing the parent's context, do nothing.
+   THREADS  Operators, amp_gemm, regions, memory and cache calls, amp_status_get, amp_scaler_found and reading a scaler
+     may use one context from several threads at once.  Setup (registering, overriding), and each scaler, optimizer,
+     set, loader, model, tape and adapt, is for one thread at a time, except amp_loader_stop and amp_loader_info_get.
+     So several models may train on one context at once, each with its tape, optimizer, scaler and loader in a thread of
+     its own: each gets the bits that it gets alone, but for dropout, whose random numbers come from one sequence.
+     Regions and the last-error text are per thread.  What must run alone, the threads of kernels, fork, and what
+     callbacks may not do (destroy what was there before they began, for one) stands in THREADS AND CALLBACKS at the end
+     of the API.
 
    TRAPS AND ROUNDING  The CPU backend computes and converts in C's default floating-point environment (no traps, round
      to nearest, subnormals kept), whatever your program or a library linked with -Ofast has set.  Yours is back when a
@@ -764,7 +763,8 @@ typedef struct amp_desc {
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc);
 /* Closes it and frees amp_alloc's memory; open regions end, on all threads.  Objects created from it and not yet
    destroyed are stopped and named in a warning: their calls return AMP_ERR_STATE or do nothing, and destroying them
-   frees the rest, so .system must last until then.  No amp_param is touched.  amp may be NULL. */
+   frees the rest, so .system must last until then.  No amp_param is touched.  amp may be NULL.  From within a callback
+   it is refused, as every _destroy is (THREADS AND CALLBACKS): the context stays open. */
 AMP_API void amp_close(amp_context *amp);
 /* The settings in effect, defaults filled in. */
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out);
@@ -930,7 +930,8 @@ typedef struct amp_autocast_desc {
 /* Opens a region on this thread; other threads are not affected.  Regions nest, up to 32 deep.  desc may be NULL.
    Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED as in amp_choose, AMP_ERR_STATE nested too deep. */
 AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc *desc);
-/* Closes this thread's innermost region.  Errors: AMP_ERR_STATE none is open, or it is another context's. */
+/* Closes this thread's innermost region.  Errors: AMP_ERR_STATE none is open, it is another context's, or it was open
+   before the callback that calls. */
 AMP_API amp_result amp_autocast_end(amp_context *amp);
 /* 1 if this thread is in a region of this context that is no island, at a level other than O0.  *out: the settings in
    effect; may be NULL. */
@@ -996,7 +997,8 @@ typedef struct amp_fp8_stats {
     float scale;                /* DELAYED: of the next step; 0: its own */
     int32_t reserved;
 } amp_fp8_stats;
-/* Waits.  Errors: AMP_ERR_STATE the layer has not computed in FP8. */
+/* Waits.  With delayed scaling on several ranks all weights of an optimizer have records from the start, with .values
+   0.  Errors: AMP_ERR_STATE the layer has not computed in FP8. */
 AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *weight, amp_fp8_tensor tensor,
                                      amp_fp8_stats *out);
 /* The histories of AMP_FP8_DELAYED by the names of the registered weights, without which a resumed run has other bits.
@@ -1869,8 +1871,9 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 /* Averages the gradients by `accumulation` times ranks, clips them and steps; the scale stays.  Checks first if
    amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count stay.  scaler
    NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward overwrites gradients.
-   Errors: AMP_ERR_STATE another scaler uses the set, or a tape of this thread is between amp_tape_forward and backward,
-   AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
+   Errors: AMP_ERR_STATE another scaler uses the set, or a tape of this thread is between amp_tape_forward and backward
+   or is running (in grad_ready: unless all gradients of this optimizer were told), AMP_ERR_GRAD_16BIT,
+   AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
    scaler may be NULL.  Errors: as above, and AMP_ERR_STATE the set was checked before the cycle's last micro-batch. */
@@ -2097,8 +2100,8 @@ AMP_API void amp_loader_stop(amp_loader *loader);
    a read is left behind, and frees what it uses when the read returns. */
 AMP_API void amp_loader_destroy(amp_loader *loader);
 /* After an error the next call tries the same batch again.
-   Errors: AMP_ERR_STATE stopped, AMP_ERR_READ and AMP_ERR_TRUNCATED with file and offset, AMP_ERR_LABEL token not
-   below vocab, AMP_ERR_END after the last epoch, AMP_ERR_TIMEOUT, AMP_ERR_SOURCE. */
+   Errors: AMP_ERR_STATE stopped, or called from this loader's read, AMP_ERR_READ and AMP_ERR_TRUNCATED with file and
+   offset, AMP_ERR_LABEL token not below vocab, AMP_ERR_END after the last epoch, AMP_ERR_TIMEOUT, AMP_ERR_SOURCE. */
 AMP_API amp_result amp_loader_next(amp_loader *loader, amp_batch *out);
 /* Makes batch `index` of `epoch` the next one, in constant time.  Errors: AMP_ERR_STATE, AMP_ERR_TIMEOUT. */
 AMP_API amp_result amp_loader_seek(amp_loader *loader, int64_t epoch, int64_t index);
@@ -3385,9 +3388,10 @@ typedef struct amp_k_fp8 {
     int32_t reserved;
 } amp_k_fp8;
 
-/* ampi_fp8_update of all slots: by format[i % 3]. */
+/* ampi_fp8_update of slots 3 i to 3 i + 2 of each weight whose bit i of `due` is set: by format[slot % 3]. */
 typedef struct amp_k_fp8_update {
     amp_k_fp8_slot *slots; int64_t n;
+    uint64_t due;
     uint32_t *amax, *history;   /* [n], [n][length]; history NULL: not DELAYED */
     int32_t length, recent, margin;  /* recent 1: by the last amax, 0: by the largest in the history */
     amp_dtype format[3];
@@ -3921,16 +3925,17 @@ AMPI_HD int ampi_fp8_mx_scale(uint32_t amax, amp_dtype format) {
     if (amax >= 0x7f800000u) return amax > 0x7f800000u ? 255 : 254;
     return exponent > largest ? exponent - largest : 0;
 }
-/* Ends a step for slot i.  A tensor that was not used keeps what it has; an infinite amax never comes here. */
-AMPI_HD void ampi_fp8_update(const amp_k_fp8_update *u, int64_t i) {
-    amp_k_fp8_slot *s = &u->slots[i];
+AMPI_HD int ampi_fp8_is_due(const amp_k_fp8_update *u, int64_t i) { return (int)(u->due >> i / 3 & 1); }
+/* Ends a step for slot i, which is s with its amax.  A tensor that was not used keeps what it has; an infinite amax
+   never comes here. */
+AMPI_HD void ampi_fp8_update(const amp_k_fp8_update *u, int64_t i, amp_k_fp8_slot *s, uint32_t *amax) {
     const amp_k_fp8_count none = {0, 0, 0, 0};
     uint32_t *history, most;
     int64_t j;
     if (s->now.values > 0) { s->last = s->now; s->now = none; }
     if (u->history == NULL) return;
-    most = u->amax[i];
-    u->amax[i] = 0;
+    most = *amax;
+    *amax = 0;
     if (most == 0) return;
     history = u->history + i * u->length;
     history[s->updates++ % u->length] = most;
@@ -4466,6 +4471,37 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      a schedule's first      0 (transformers)            lr / warmup                 .from_zero = 1
      step
      E4M3 beyond 448         448 (from 2.12 on)          NaN                         .saturate = 1
+   THREADS AND CALLBACKS
+
+     Alone on its context runs what changes or restores all of it: amp_fp8_save and _load, amp_verify and its kin, a
+     recovery, a graph capture, and every exchange with other ranks, so that with a reducer one thread trains.  A step
+     ends the step of the FP8 tensors of its own optimizer's layers, and of the layers that this thread computed last
+     and whose weights no optimizer has.
+
+     Kernels run on the context's own threads (.threads; .share_threads: another context's; .parallel: yours), started
+     by the first call worth it.  All contexts together run no more threads than there are cores; while other programs
+     need those, the caller works alone.  If the system has no more threads, kernels use fewer, with one warning, and a
+     loader returns AMP_ERR_THREAD.  fork() only while no other thread is in the library.  A child starts threads of its
+     own; calls on the parent's loader return AMP_ERR_STATE; destroying it, and amp_close of the parent's context, do
+     nothing.
+
+     Callbacks are: a logger, the calls of amp_system and .memory, a reducer, .parallel, a loader's read, operators of
+     your own, grad_ready, and what amp_verify and its kin and a recovery call.  They are not called under a lock, and
+     may call the library.  But their caller may be using all that was there before the callback began.  So amp_close
+     and every _destroy refuse to end that, by name: AMP_ERR_STATE in amp_last_error, and a warning.  It stays as it
+     was, to be destroyed once the callback has returned.  What a callback has made it may destroy.  Refused in the same
+     way are closing a region, or ending the recording of a tape, that the callback did not begin; amp_step on a
+     thread whose tape is running, but for an optimizer in grad_ready whose gradients have all been told; and
+     amp_loader_next, _seek and _load of a loader from its own read.  The entries of a backend's table are no
+     callbacks: they call only amp_host.
+
+     A callback must return.  One that a C++ exception or longjmp leaves also leaves the calls that it was in: what
+     they had taken (scratch memory, copies of weights in use) stays until the context closes, and what amp_verify and
+     its kin would have restored stays changed.  The next call from the function that caught it, or from one that
+     called that function, forgets them: regions that they and the callback opened end, the tape begins anew, and
+     objects can be destroyed, which calls from deeper in the stack may be refused until then.  An exception that
+     leaves the read of a worker thread ends the program, as in any thread.  Where C has no unwind tables by default,
+     compile amp.c with -fexceptions.
 
    WHEN SOMETHING IS WRONG
 
@@ -4591,7 +4627,25 @@ extern "C" {
 /* Leaves the calling function with the first result that is not AMP_OK. */
 #define AMPI_TRY(call) do { amp_result ampi_r = (call); if (ampi_r != AMP_OK) return ampi_r; } while (0)
 
-static AMPI_THREAD_LOCAL char ampi_error_text[512];
+/* A call of a function of the host's: where on the stack its caller is, what is called, of which object (or NULL), the
+   last serial before, how many regions were open then, and how many before the library opened one for it. */
+typedef struct ampi_callout {
+    uintptr_t at;
+    const char *what;
+    const void *of;
+    uint64_t since;
+    int regions, before;
+} ampi_callout;
+enum { AMPI_CALLOUTS = 16 };
+
+/* What a thread has, beside its regions: the last error, how many regions are open, and the callbacks that it is in.
+   left not 0: an exception left a callback, and the regions from number left on have ended with it. */
+static AMPI_THREAD_LOCAL struct {
+    char error[512];
+    int regions, left, n_out;
+    ampi_callout out[AMPI_CALLOUTS];
+} ampi_thread;
+#define ampi_error_text ampi_thread.error
 
 AMP_API const char *amp_result_text(amp_result result) {
     switch (result) {
@@ -4694,10 +4748,75 @@ static amp_result ampi_need(const char *function, int there, const char *names) 
 }
 
 /* A number unique in this process: each implementation (several with AMP_STATIC) counts from its own start. */
-static uint64_t ampi_serial(void) {
+static uint64_t ampi_serial_next(uint64_t more) {
     static uint64_t count;
     uint64_t start = (uint64_t)(uintptr_t)&count * 0x9e3779b97f4a7c15u;
-    return (start + __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED)) | (uint64_t)1 << 63;
+    uint64_t now = more > 0 ? __atomic_add_fetch(&count, more, __ATOMIC_RELAXED)
+                            : __atomic_load_n(&count, __ATOMIC_RELAXED);
+    return (start + now) | (uint64_t)1 << 63;
+}
+static uint64_t ampi_serial(void) { return ampi_serial_next(1); }
+
+/* ---- Callbacks.  All functions of the host's are called between ampi_callout_begin and _end.  THE RULE: what was
+   there when a callback began may be in use by its caller, so the callback cannot destroy it; what is younger it can.
+   A callback that was left by an exception or by longjmp is one whose caller is no longer on the stack, which grows
+   downwards: such are forgotten. */
+
+/* Where the calling function is on the stack. */
+#define AMPI_STACK ((uintptr_t)__builtin_frame_address(0))
+/* Calls the host. */
+#define AMPI_CALLOUT(what, statement) \
+    do { \
+        int ampi_depth = ampi_callout_begin(what, AMPI_STACK); \
+        statement; \
+        ampi_callout_end(ampi_depth); \
+    } while (0)
+
+/* The innermost callback that a function at `here` is called from, or NULL. */
+static const ampi_callout *ampi_callout_now(uintptr_t here) {
+    while (ampi_thread.n_out > 0 && ampi_thread.out[ampi_thread.n_out - 1].at <= here)
+        ampi_thread.left = ampi_thread.out[--ampi_thread.n_out].before + 1;
+    return ampi_thread.n_out > 0 ? &ampi_thread.out[ampi_thread.n_out - 1] : NULL;
+}
+/* Returns what ampi_callout_end needs.  Deeper ones than the array holds count as the last of it. */
+static int ampi_callout_begin(const char *what, uintptr_t here) {
+    int depth;
+    ampi_callout *c;
+    (void)ampi_callout_now(here);
+    depth = ampi_thread.n_out;
+    if (depth == AMPI_CALLOUTS) return depth;
+    c = &ampi_thread.out[ampi_thread.n_out++];
+    c->at = here;
+    c->what = what;
+    c->of = NULL;
+    c->since = ampi_serial_next(0);
+    c->regions = c->before = ampi_thread.regions;
+    return depth;
+}
+/* Only so many of the regions that are open are the host's. */
+static void ampi_callout_regions(int depth, int before) {
+    if (depth < ampi_thread.n_out) ampi_thread.out[depth].before = before;
+}
+/* It is a callback of this object. */
+static void ampi_callout_of(int depth, const void *object) {
+    if (depth < ampi_thread.n_out) ampi_thread.out[depth].of = object;
+}
+/* Whether a function at `here` is called from within a callback of the object. */
+static int ampi_is_within(const void *object, uintptr_t here) {
+    int i, within = 0;
+    (void)ampi_callout_now(here);
+    for (i = 0; i < ampi_thread.n_out; i++) within |= ampi_thread.out[i].of == object;
+    return within;
+}
+static void ampi_callout_end(int depth) { ampi_thread.n_out = AMPI_MIN(ampi_thread.n_out, depth); }
+
+/* Before something is destroyed: refuses, if a callback that began after it was made is calling.  kind: what it is. */
+static amp_result ampi_check_unused(const char *function, const char *kind, uint64_t made, uintptr_t here) {
+    const ampi_callout *c = ampi_callout_now(here);
+    if (c == NULL || made > c->since) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "called from within %s, whose caller may be using this %s: it stays, as "
+                     "does all that was there before the callback; call %s when that has returned", c->what, kind,
+                     function);
 }
 
 /* Reports the failure of another public function, or of a backend, under this function's name. */
@@ -5034,19 +5153,45 @@ static amp_system ampi_system(const amp_system *system) {
     return s;
 }
 
+/* Calls of the table. */
+static void *ampi_memory_take(const amp_system *s, size_t bytes, size_t align) {
+    void *memory;
+    AMPI_CALLOUT("the allocator", memory = (s->alloc)(s->user, bytes, align));
+    return memory;
+}
+static void ampi_memory_give(const amp_system *s, void *memory, size_t bytes) {
+    AMPI_CALLOUT("the allocator", (s->free)(s->user, memory, bytes));
+}
+static int64_t ampi_clock(const amp_system *s) {
+    int64_t ns;
+    AMPI_CALLOUT("the clock", ns = (s->clock_ns)(s->user));
+    return ns;
+}
+static int ampi_thread_start(const amp_system *s, void **thread, void (*run)(void *arg), void *arg) {
+    int error;
+    AMPI_CALLOUT("thread_start", error = (s->thread_start)(s->user, thread, run, arg));
+    return error;
+}
+static void ampi_thread_join(const amp_system *s, void *thread) {
+    AMPI_CALLOUT("thread_join", (s->thread_join)(s->user, thread));
+}
+static void ampi_thread_detach(const amp_system *s, void *thread) {
+    AMPI_CALLOUT("thread_detach", (s->thread_detach)(s->user, thread));
+}
+
 /* Zeroed host memory. */
 static amp_result ampi_alloc(const amp_system *s, const char *function, void **out, int64_t count, size_t size) {
     size_t bytes = 0;
     *out = NULL;
     AMPI_TRY(ampi_bytes(function, count, size, &bytes));
-    *out = (s->alloc)(s->user, bytes ? bytes : 1, 64);
+    *out = ampi_memory_take(s, bytes ? bytes : 1, 64);
     if (*out == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", bytes);
     memset(*out, 0, bytes ? bytes : 1);
     return AMP_OK;
 }
 
 static void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size) {
-    if (ptr != NULL) (s->free)(s->user, ptr, count > 0 ? (size_t)count * size : 1);
+    if (ptr != NULL) ampi_memory_give(s, ptr, count > 0 ? (size_t)count * size : 1);
 }
 
 /* ---- The thread pool.  A job is a function that several threads run at once, each with its own number, to share
@@ -5208,7 +5353,7 @@ static int ampi_threads_ready(ampi_threads *t) {
     if (pthread_mutex_init(&t->lock, NULL) == 0 && pthread_cond_init(&t->posted, NULL) == 0 &&
         pthread_cond_init(&t->finished, NULL) == 0)
         while (t->started < t->limit &&
-               (t->system.thread_start)(t->system.user, &t->workers[t->started], ampi_threads_main, t) == 0)
+               ampi_thread_start(&t->system, &t->workers[t->started], ampi_threads_main, t) == 0)
             t->started++;
     __atomic_store_n(&t->missing, t->limit - t->started, __ATOMIC_RELAXED);
     __atomic_store_n(&t->owner, self, __ATOMIC_RELEASE);
@@ -5291,7 +5436,7 @@ static void ampi_threads_close(ampi_threads *t) {
         __atomic_add_fetch(&t->posts, 1, __ATOMIC_SEQ_CST);
         pthread_cond_broadcast(&t->posted);
         pthread_mutex_unlock(&t->lock);
-        for (i = 0; i < t->started; i++) (system.thread_join)(system.user, t->workers[i]);
+        for (i = 0; i < t->started; i++) ampi_thread_join(&system, t->workers[i]);
         pthread_cond_destroy(&t->finished);
         pthread_cond_destroy(&t->posted);
         pthread_mutex_destroy(&t->lock);
@@ -5304,9 +5449,9 @@ static void ampi_threads_close(ampi_threads *t) {
 static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
-        int64_t n = (s->file_read)(s->user, file, (char *)buffer + done, (size_t)AMPI_MIN(bytes - done,
-            (int64_t)1 << 30),
-                                 offset + done);
+        int64_t n;
+        AMPI_CALLOUT("file_read", n = (s->file_read)(s->user, file, (char *)buffer + done,
+                                                   (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done));
         if (n == -EINTR) continue;
         if (n < 0) return n;
         if (n == 0) break;
@@ -5318,8 +5463,9 @@ static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer,
 static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
-        int64_t n = (s->file_write)(s->user, file, (const char *)buffer + done,
-                                  (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done);
+        int64_t n;
+        AMPI_CALLOUT("file_write", n = (s->file_write)(s->user, file, (const char *)buffer + done,
+                                                     (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done));
         if (n == -EINTR) continue;
         if (n < 0) return n;
         if (n == 0) return -EIO;
@@ -5331,19 +5477,28 @@ static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *
 /* When a signal interrupts them, open and sync are called again.  close is not: the descriptor is gone anyway. */
 static int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
     int error;
-    do error = (s->file_open)(s->user, path, for_writing, file);
+    do AMPI_CALLOUT("file_open", error = (s->file_open)(s->user, path, for_writing, file));
     while (error == -EINTR);
     return error;
 }
 static int ampi_file_sync(const amp_system *s, intptr_t file) {
     int error;
-    do error = (s->file_sync)(s->user, file);
+    do AMPI_CALLOUT("file_sync", error = (s->file_sync)(s->user, file));
     while (error == -EINTR);
     return error;
 }
 static int ampi_file_close(const amp_system *s, intptr_t file) {
-    int error = (s->file_close)(s->user, file);
+    int error;
+    AMPI_CALLOUT("file_close", error = (s->file_close)(s->user, file));
     return error == -EINTR ? 0 : error;
+}
+static int64_t ampi_file_size(const amp_system *s, intptr_t file) {
+    int64_t size;
+    AMPI_CALLOUT("file_size", size = (s->file_size)(s->user, file));
+    return size;
+}
+static void ampi_file_remove(const amp_system *s, const char *path) {
+    AMPI_CALLOUT("file_remove", (s->file_remove)(s->user, path));
 }
 
 static const char *ampi_file_text(int error) {
@@ -5390,19 +5545,19 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     if (error == 0) error = ampi_file_sync(&s, file);
     n = ampi_file_close(&s, file);
     if (error == 0) error = (int)n;
-    if (error == 0) error = (s.file_rename)(s.user, temporary, path);
+    if (error == 0) AMPI_CALLOUT("file_rename", error = (s.file_rename)(s.user, temporary, path));
     if (error == 0) return AMP_OK;
-    (s.file_remove)(s.user, temporary);
+    ampi_file_remove(&s, temporary);
     return ampi_fail(AMP_ERR_WRITE, "amp_file_write_atomic", "%s: %s", path, ampi_file_text(-error));
 }
 
 /* realloc; 0: no memory, nothing changed. */
 static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, int64_t wanted) {
-    char *moved = (char *)(s->alloc)(s->user, (size_t)wanted, 64);
+    char *moved = (char *)ampi_memory_take(s, (size_t)wanted, 64);
     if (moved == NULL) return 0;
     if (*buffer != NULL) {
         memcpy(moved, *buffer, (size_t)AMPI_MIN(*capacity, wanted));
-        (s->free)(s->user, *buffer, (size_t)*capacity);
+        ampi_memory_give(s, *buffer, (size_t)*capacity);
     }
     *buffer = moved;
     *capacity = wanted;
@@ -5444,13 +5599,13 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
         return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
     error = ampi_file_open(&s, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
-    size = (s.file_size)(s.user, file);
+    size = ampi_file_size(&s, file);
     result = size < 0 && size != -ESPIPE
                  ? ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, strerror((int)-size))
                  : ampi_read_to_end(&s, file, path, size, &buffer, &capacity);
-    (s.file_close)(s.user, file);
+    (void)ampi_file_close(&s, file);
     if (result != AMP_OK) {
-        if (buffer != NULL) (s.free)(s.user, buffer, (size_t)capacity);
+        if (buffer != NULL) ampi_memory_give(&s, buffer, (size_t)capacity);
         return result;
     }
     *data = buffer;
@@ -5460,7 +5615,7 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
 
 AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes) {
     amp_system s = ampi_system(system);
-    if (data != NULL) (s.free)(s.user, data, bytes + 1);
+    if (data != NULL) ampi_memory_give(&s, data, bytes + 1);
 }
 
 /* Element i of an unaligned array. */
@@ -6659,6 +6814,7 @@ typedef struct ampi_record {
 
 struct amp_state {
     amp_system system;
+    uint64_t made;                  /* a serial */
     ampi_record *records;
     int64_t n, capacity;
     /* by hash of the key: 1 + index of the record, 0: empty; 2 * capacity entries, a power of two */
@@ -6783,10 +6939,10 @@ static amp_result ampi_state_grow(amp_state *state, const char *function, int64_
 }
 
 static void *ampi_state_memory(const amp_state *state, size_t bytes) {
-    return bytes == 0 ? NULL : (state->system.alloc)(state->system.user, bytes, 64);
+    return bytes == 0 ? NULL : ampi_memory_take(&state->system, bytes, 64);
 }
 static void ampi_state_release(const amp_state *state, ampi_record *record) {
-    if (record->data != NULL) (state->system.free)(state->system.user, record->data, record->bytes);
+    if (record->data != NULL) ampi_memory_give(&state->system, record->data, record->bytes);
 }
 
 /* Adds or replaces a record; on success the state owns its data. */
@@ -6813,10 +6969,12 @@ AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system) {
     AMPI_TRY(ampi_alloc(&s, "amp_state_create", &state, 1, sizeof(amp_state)));
     *out = (amp_state *)state;
     (*out)->system = s;
+    (*out)->made = ampi_serial();
     return AMP_OK;
 }
 
-AMP_API void amp_state_destroy(amp_state *state) {
+/* The library's own, in a callback or not. */
+static void ampi_state_free(amp_state *state) {
     amp_system s;
     int64_t i;
     if (state == NULL) return;
@@ -6825,6 +6983,10 @@ AMP_API void amp_state_destroy(amp_state *state) {
     ampi_free(&s, state->records, state->capacity, sizeof(ampi_record));
     ampi_free(&s, state->table, 2 * state->capacity, sizeof(int64_t));
     ampi_free(&s, state, 1, sizeof(amp_state));
+}
+AMP_API void amp_state_destroy(amp_state *state) {
+    if (state != NULL && ampi_check_unused("amp_state_destroy", "state", state->made, AMPI_STACK) == AMP_OK)
+        ampi_state_free(state);
 }
 
 /* Ends a save that filled its own state: moves its records into `to`, all or, on failure, none. */
@@ -6960,7 +7122,7 @@ AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t 
             return ampi_fail(AMP_ERR_SIZE, function, "%lld records", (long long)state->n);
         total += state->records[i].bytes;
     }
-    blob = (uint8_t *)(state->system.alloc)(state->system.user, total + 1, 64); /* amp_file_free adds 1 */
+    blob = (uint8_t *)ampi_memory_take(&state->system, total + 1, 64); /* amp_file_free adds 1 */
     if (blob == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes for the blob", total + 1);
     ampi_crc_init(&crc, 1);
     entry = blob + AMPI_STATE_HEADER;
@@ -7151,8 +7313,8 @@ static amp_result ampi_state_load_own(amp_state **out, const amp_system *system,
     int64_t size;
     int error = ampi_file_open(system, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_state_load", "%s: %s", path, strerror(-error));
-    size = (system->file_size)(system->user, file);
-    (system->file_close)(system->user, file);
+    size = ampi_file_size(system, file);
+    (void)ampi_file_close(system, file);
     if (size == -ESPIPE)
         return ampi_fail(AMP_ERR_FORMAT, "amp_state_load", "%s is a pipe or device, must be a regular file", path);
     return amp_state_load(out, system, path);
@@ -8608,6 +8770,25 @@ static void ampi_fp8_count_add(amp_k_fp8_count *to, const amp_k_fp8_count *more)
     __atomic_fetch_add(&to->nonfinite, more->nonfinite, __ATOMIC_RELAXED);
     __atomic_fetch_add(&to->values, more->values, __ATOMIC_RELAXED);
 }
+static void ampi_fp8_count_copy(const amp_k_fp8_count *from, amp_k_fp8_count *to) {
+    __atomic_store_n(&to->values, __atomic_load_n(&from->values, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store_n(&to->saturated, __atomic_load_n(&from->saturated, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store_n(&to->underflowed, __atomic_load_n(&from->underflowed, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store_n(&to->nonfinite, __atomic_load_n(&from->nonfinite, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+}
+static float ampi_fp8_scale_of(const amp_k_fp8_slot *slot) {
+    float scale;
+    __atomic_load(&slot->scale, &scale, __ATOMIC_RELAXED);
+    return scale;
+}
+/* Records in the host's memory: other threads may look at them at any time. */
+static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
+    float scale = ampi_fp8_scale_of(from);
+    ampi_fp8_count_copy(&from->now, &to->now);
+    ampi_fp8_count_copy(&from->last, &to->last);
+    __atomic_store_n(&to->updates, __atomic_load_n(&from->updates, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store(&to->scale, &scale, __ATOMIC_RELAXED);
+}
 
 static ampi_fp8_job ampi_fp8_job_of(const ampi_cpu *cpu, const amp_k_fp8 *how, const ampi_gemm_operand *x, int64_t k,
                                     int64_t n, void *out) {
@@ -8700,7 +8881,7 @@ static void ampi_fp8_set_scale(ampi_fp8_job *job, int own) {
     int e;
     if (own)
         job->scale = ampi_fp8_margin_scale(job->amax, how->dtype, how->scaling == AMP_FP8_DELAYED ? how->margin : 0);
-    else job->scale = how->slot->scale;
+    else job->scale = ampi_fp8_scale_of(how->slot);
     job->factor = ampi_inverse(job->scale);
     e = ampi_fp8_spread(job->factor);
     job->spread = ampi_power_of_2(e);
@@ -8713,7 +8894,8 @@ static void ampi_fp8_cast(ampi_cpu *cpu, ampi_fp8_job *job) {
     int threads = job->rows * job->cols < 1 << 16 ? 1 : ampi_threads_now(cpu);
     int64_t band = AMPI_MAX(job->band, 1), grain = AMPI_MAX(4096 / AMPI_MAX(job->cols * band, 1), 1);
     const amp_k_fp8 *how = job->how;
-    int delayed = how->scaling == AMP_FP8_DELAYED, own = job->band == 0 && !(delayed && how->slot->scale > 0);
+    int delayed = how->scaling == AMP_FP8_DELAYED;
+    int own = job->band == 0 && !(delayed && ampi_fp8_scale_of(how->slot) > 0);
     if (own || (delayed && how->record)) ampi_parallel(cpu, threads, job->rows, grain, ampi_fp8_amax_part, job);
     if (own || delayed) ampi_fp8_set_scale(job, own);
     ampi_parallel(cpu, threads, (job->rows + band - 1) / band, grain, ampi_fp8_cast_part, job);
@@ -11173,7 +11355,16 @@ static amp_result ampi_cpu_fp8_update(void *dev, const amp_k_fp8_update *args, v
     ampi_fp host = ampi_fp_begin();
     int64_t i;
     (void)dev; (void)stream;
-    for (i = 0; i < args->n; i++) ampi_fp8_update(args, i);
+    for (i = 0; i < args->n; i++) {
+        amp_k_fp8_slot slot;
+        uint32_t amax;
+        if (!ampi_fp8_is_due(args, i)) continue;
+        ampi_fp8_slot_copy(&args->slots[i], &slot);
+        amax = __atomic_load_n(&args->amax[i], __ATOMIC_RELAXED);
+        ampi_fp8_update(args, i, &slot, &amax);
+        ampi_fp8_slot_copy(&slot, &args->slots[i]);
+        __atomic_store_n(&args->amax[i], amax, __ATOMIC_RELAXED);
+    }
     ampi_fp_end(host);
     return AMP_OK;
 }
@@ -11303,11 +11494,15 @@ typedef struct ampi_cache_entry {
     int64_t bytes, new_inf;         /* new_inf: of this copy, if visible to the host at once */
 } ampi_cache_entry;                 /* id 0: dropped, freed after its last user */
 
-/* Records of tensors in FP8, of each weight three: slot 3 i + amp_fp8_tensor - 1 is of weight ids[i]; id 0: free. */
-enum { AMPI_FP8_WEIGHTS = 64 };
+/* Records of tensors in FP8, of each weight three: slot 3 i + amp_fp8_tensor - 1 is of weight ids[i]; id 0: free.
+   They end their step with the optimizer that has the weight, or else with any step of the thread that used it last. */
+enum { AMPI_FP8_WEIGHTS = 64,       /* as many as amp_k_fp8_update.due has bits */
+       AMPI_FP8_TAKEN = 1 };        /* no id: the place is being cleared */
 typedef struct ampi_fp8_table {
     struct ampi_fp8_table *next;
     uint64_t ids[AMPI_FP8_WEIGHTS];
+    const void *steppers[AMPI_FP8_WEIGHTS];
+    pthread_t users[AMPI_FP8_WEIGHTS];
     amp_k_fp8_slot *slots;          /* on the device, with amax and history behind them; history NULL: not DELAYED */
     uint32_t *amax, *history;
 } ampi_fp8_table;
@@ -11323,8 +11518,9 @@ typedef struct ampi_mask_entry {
     int64_t bytes;
 } ampi_mask_entry;
 
-/* A registered parameter, its id in this context, and its version when the last capture began. */
-typedef struct ampi_known { amp_param *param; uint64_t id, captured; } ampi_known;
+/* A registered parameter, its id in this context, its version when the last capture began, and the optimizer that was
+   created with it last, or NULL. */
+typedef struct ampi_known { amp_param *param; uint64_t id, captured; const void *stepper; } ampi_known;
 
 /* Everything created from a context begins with this.  Closing the context stops live objects, newest first: their
    calls are errors from then on, and destroying them frees the rest.  An object stays while others refer to it. */
@@ -11350,6 +11546,7 @@ struct ampi_object {
     /* frees the struct; NULL: only `bytes` to free */
     void (*release)(ampi_object *object);
     size_t bytes;
+    uint64_t made;                                  /* a serial */
     ampi_object *next, **link;                      /* in the context's list; link NULL: not in it */
     int holders, stopped;                           /* changed atomically; holders: the owner and referrers */
     /* 1: the host has no handle yet, so closing the context destroys it */
@@ -11501,13 +11698,17 @@ static amp_result ampi_may_wait(const amp_context *amp) {
     return ampi_weights_whole(amp, "reducer", NULL);
 }
 /* A setting changed that is built into captured graphs ... */
-static void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
+static void ampi_settings_changed(amp_context *amp) {
+    __atomic_add_fetch(&amp->settings_version, 1, __ATOMIC_RELAXED);
+}
 /* ... and one that operators decide by. */
 static void ampi_decisions_changed(amp_context *amp) {
     ampi_settings_changed(amp);
-    amp->decisions = ampi_serial();
+    __atomic_store_n(&amp->decisions, ampi_serial(), __ATOMIC_RELAXED);
 }
-static uint64_t ampi_settings_version(const amp_context *amp) { return amp->settings_version; }
+static uint64_t ampi_settings_version(const amp_context *amp) {
+    return __atomic_load_n(&amp->settings_version, __ATOMIC_RELAXED);
+}
 /* The graph being captured, or NULL. */
 static ampi_object *ampi_capture(const amp_context *amp) { return amp->capture; }
 static void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
@@ -11570,9 +11771,9 @@ static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->desc.disable = p->disable;
     amp->desc.allow_tf32 = p->allow_tf32;
     amp->desc.fallback = p->fallback;
-    amp->n_layers = p->n_layers;
+    __atomic_store_n(&amp->n_layers, p->n_layers, __ATOMIC_RELAXED);
     amp->random_offset = p->random_offset;
-    amp->decisions = ampi_serial();
+    __atomic_store_n(&amp->decisions, ampi_serial(), __ATOMIC_RELAXED);
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 #endif
@@ -11708,6 +11909,7 @@ static amp_result ampi_object_create(amp_context *amp, const char *function, voi
     o->kind = kind;
     o->stop = stop;
     o->bytes = bytes;
+    o->made = ampi_serial();
     o->holders = 1;
     ampi_context_hold(amp);
     return AMP_OK;
@@ -11782,11 +11984,15 @@ static int ampi_log_count(amp_context *amp, int id) {
     return 1;
 }
 
+static const char ampi_logger_text[] = "the logger";
 static void ampi_log_text(const amp_context *amp, amp_log_level level, int id, const char *text) {
     const amp_logger *logger = &amp->desc.logger;
     int count;
     if (level > logger->level || logger->level == AMP_LOG_OFF) return;
-    if (logger->write != NULL) { (logger->write)(logger->user, level, id, text); return; }
+    if (logger->write != NULL) {
+        AMPI_CALLOUT(ampi_logger_text, (logger->write)(logger->user, level, id, text));
+        return;
+    }
     count = level <= AMP_LOG_WARNING ? ampi_log_count((amp_context *)(uintptr_t)amp, id) : 1;
     if (count <= AMPI_LOG_REPEATS)
         fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text,
@@ -11803,16 +12009,40 @@ static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level lev
     ampi_log_text(amp, level, id, ampi_one_line(text));
 }
 
+static const char ampi_reducer_text[] = "the reducer";
+/* Why its last call failed; NULL: unknown. */
+static const char *ampi_reducer_why(const amp_reducer *r) {
+    const char *why = NULL;
+    if (r->calls != NULL && r->calls->error != NULL) AMPI_CALLOUT(ampi_reducer_text, why = (r->calls->error)(r->user));
+    return why;
+}
+
+/* Refuses what a callback must not destroy, in the log as well, unless that is what called. */
+static amp_result ampi_may_destroy(const amp_context *amp, const char *function, const char *kind, uint64_t made,
+                                   uintptr_t here) {
+    amp_result result = ampi_check_unused(function, kind, made, here);
+    int i, in_log = 0;
+    if (result == AMP_OK) return AMP_OK;
+    for (i = 0; i < ampi_thread.n_out; i++) in_log |= ampi_thread.out[i].what == ampi_logger_text;
+    if (!in_log) ampi_log(amp, AMP_LOG_WARNING, 1090, "%s", strchr(ampi_error_text, ' ') + 1);
+    return result;
+}
+/* For amp_NAME_destroy of an object; here: AMPI_STACK. */
+static void ampi_object_end(ampi_object *o, const char *function, uintptr_t here) {
+    if (o != NULL && ampi_may_destroy(o->amp, function, o->kind, o->made, here) == AMP_OK) ampi_object_destroy(o);
+}
+
 /* Who is gone.  The device's way between ranks cannot tell, the host's reducer can: it waits for all of them.  Asked
    once, because all ranks ask once. */
 static amp_result ampi_roll_call(amp_context *amp, const char *text) {
     const amp_reducer *r = &amp->desc.reducer;
     const char *why = NULL;
     float here = 0;
+    int code;
     if (!amp->roll_called && (!r->one_thread || pthread_equal(amp->opener, pthread_self()))) {
         amp->roll_called = 1;
-        if ((r->reduce)(r->user, &here, 1, AMP_F32, AMP_REDUCE_MAX, NULL) == 0) why = "all ranks answer";
-        else if (r->calls != NULL && r->calls->error != NULL) why = (r->calls->error)(r->user);
+        AMPI_CALLOUT(ampi_reducer_text, code = (r->reduce)(r->user, &here, 1, AMP_F32, AMP_REDUCE_MAX, NULL));
+        why = code == 0 ? "all ranks answer" : ampi_reducer_why(r);
         snprintf(amp->roll, sizeof amp->roll, "%s", why != NULL ? why : "a rank does not answer");
     }
     return ampi_fail(AMP_ERR_REDUCE, "backend", "%s%s%s", text, amp->roll[0] != 0 ? "; " : "", amp->roll);
@@ -11826,7 +12056,7 @@ static void ampi_host_log(void *user, amp_log_level level, int id, const char *t
 }
 static void *ampi_host_alloc(void *user, size_t size, size_t align) {
     amp_context *amp = (amp_context *)user;
-    void *ptr = (amp->system.alloc)(amp->system.user, size, align);
+    void *ptr = ampi_memory_take(&amp->system, size, align);
     int64_t now, peak;
     if (ptr == NULL) return NULL;
     now = __atomic_add_fetch(&amp->taken, (int64_t)size, __ATOMIC_RELAXED);
@@ -11838,12 +12068,12 @@ static void *ampi_host_alloc(void *user, size_t size, size_t align) {
 static void ampi_host_free(void *user, void *ptr, size_t size) {
     amp_context *amp = (amp_context *)user;
     __atomic_sub_fetch(&amp->taken, (int64_t)size, __ATOMIC_RELAXED);
-    (amp->system.free)(amp->system.user, ptr, size);
+    ampi_memory_give(&amp->system, ptr, size);
 }
 static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
     const amp_context *amp = (const amp_context *)user;
     const amp_parallel *own = &amp->desc.parallel;
-    if (own->parallel != NULL) (own->parallel)(own->user, n, run, arg);
+    if (own->parallel != NULL) AMPI_CALLOUT(".parallel", (own->parallel)(own->user, n, run, arg));
     else ampi_threads_run(amp->threads, n, run, arg);
     if (own->parallel == NULL && __atomic_load_n(&amp->threads->missing, __ATOMIC_RELAXED) > 0 &&
         __atomic_exchange_n(&amp->threads->missing, 0, __ATOMIC_RELAXED) > 0)
@@ -11897,6 +12127,7 @@ typedef struct ampi_seat {
 
 struct amp_ranks {
     amp_system system;
+    uint64_t made;                  /* a serial */
     pthread_mutex_t lock;           /* guards the rest, but for what a seat brings to a meeting */
     pthread_cond_t met;
     int32_t world, timeout_ms, arrived, holders;        /* holders: the owner and open contexts */
@@ -12149,6 +12380,7 @@ AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc)
         return AMP_ERR_MEMORY;
     }
     r->system = system;
+    r->made = ampi_serial();
     r->seats = (ampi_seat *)memory;
     r->world = desc->world;
     r->timeout_ms = desc->timeout_ms != 0 ? desc->timeout_ms : 60000;
@@ -12179,7 +12411,7 @@ AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer
 }
 
 AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
-    if (ranks == NULL) return;
+    if (ranks == NULL || ampi_check_unused("amp_ranks_destroy", "ranks", ranks->made, AMPI_STACK) != AMP_OK) return;
     pthread_mutex_lock(&ranks->lock);
     ampi_ranks_break(ranks, "the ranks were destroyed");
     pthread_mutex_unlock(&ranks->lock);
@@ -12198,7 +12430,7 @@ static const amp_reducer *ampi_reducer(const amp_context *amp) {
 enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
 
 static amp_result ampi_exchange_fail(const amp_reducer *r, const ampi_exchange *e, int code) {
-    const char *why = r->calls != NULL && r->calls->error != NULL ? (r->calls->error)(r->user) : NULL;
+    const char *why = ampi_reducer_why(r);
     char text[80];
     if (why != NULL && why[0] != 0) return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s", why);
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d %s: the hook returned %d", (int)r->rank,
@@ -12211,18 +12443,20 @@ static int ampi_is_native(const amp_exchanges *c, ampi_exchange_kind kind) {
            : kind == AMPI_TO_ALL  ? c->all_to_all != NULL
                                   : c->broadcast != NULL;
 }
+static int ampi_exchange_by(const amp_reducer *r, const ampi_exchange *e, void *stream) {
+    switch (e->kind) {
+        case AMPI_SCATTER:
+            return (r->calls->reduce_scatter)(r->user, e->in, e->out, e->count, e->dtype, e->op, stream);
+        case AMPI_GATHER: return (r->calls->all_gather)(r->user, e->in, e->out, e->count, stream);
+        case AMPI_TO_ALL: return (r->calls->all_to_all)(r->user, e->in, e->out, e->count, stream);
+        case AMPI_BROADCAST: return (r->calls->broadcast)(r->user, e->out, e->count, e->root, stream);
+        default: return (r->reduce)(r->user, e->out, e->count, e->dtype, e->op, stream);
+    }
+}
 static amp_result ampi_exchange_call(const amp_context *amp, const ampi_exchange *e, void *stream) {
     const amp_reducer *r = ampi_reducer(amp);
     int code;
-    switch (e->kind) {
-        case AMPI_SCATTER:
-            code = (r->calls->reduce_scatter)(r->user, e->in, e->out, e->count, e->dtype, e->op, stream);
-            break;
-        case AMPI_GATHER: code = (r->calls->all_gather)(r->user, e->in, e->out, e->count, stream); break;
-        case AMPI_TO_ALL: code = (r->calls->all_to_all)(r->user, e->in, e->out, e->count, stream); break;
-        case AMPI_BROADCAST: code = (r->calls->broadcast)(r->user, e->out, e->count, e->root, stream); break;
-        default: code = (r->reduce)(r->user, e->out, e->count, e->dtype, e->op, stream);
-    }
+    AMPI_CALLOUT(ampi_reducer_text, code = ampi_exchange_by(r, e, stream));
     if (r == &amp->on_device) return (amp_result)code;      /* the backend has said why */
     return code == 0 ? AMP_OK : ampi_exchange_fail(r, e, code);
 }
@@ -12640,7 +12874,7 @@ static void ampi_layers_tell(amp_context *amp, int closing) {
 
 static amp_result ampi_layer_set(amp_context *amp, const char *function, const char *pattern, amp_dtype dtype) {
     amp_choice choice;
-    int64_t i, kept = 0;
+    int64_t i, kept = 0;                /* others read n_layers without the lock */
     int unmet = 0;
     if (strlen(pattern) >= sizeof amp->layers->pattern)
         return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, at most 127", strlen(pattern));
@@ -12651,14 +12885,14 @@ static amp_result ampi_layer_set(amp_context *amp, const char *function, const c
                                 sizeof *amp->layers));
     for (i = 0; i < amp->n_layers; i++)
         if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
-    amp->n_layers = kept;
     if (dtype != AMP_DTYPE_DEFAULT) {
-        ampi_layer_rule *rule = &amp->layers[amp->n_layers++];
+        ampi_layer_rule *rule = &amp->layers[kept++];
         memset(rule, 0, sizeof *rule);
         snprintf(rule->pattern, sizeof rule->pattern, "%s", pattern);
         rule->dtype = choice.dtype;
     }
-    for (i = 0; i < amp->n_layers; i++) unmet += !amp->layers[i].met;
+    __atomic_store_n(&amp->n_layers, kept, __ATOMIC_RELAXED);
+    for (i = 0; i < kept; i++) unmet += !amp->layers[i].met;
     __atomic_store_n(&amp->unmet, unmet, __ATOMIC_RELAXED);
     __atomic_store_n(&amp->asked, 0, __ATOMIC_RELAXED);
     for (i = 0; i < amp->n_params && unmet > 0; i++) ampi_layers_meet(amp, amp->params[i].param->name, 1);
@@ -12760,7 +12994,7 @@ static amp_result ampi_open_ranks(amp_context *amp) {
     for (i = 0; i < AMP_COMMUNICATOR_ID; i++) said[i] = (float)id[i];
     said[AMP_COMMUNICATOR_ID] = result != AMP_OK ? 1.0f : 0.0f;
     e.op = AMP_REDUCE_SUM;
-    code = (r->reduce)(r->user, said, e.count, e.dtype, e.op, NULL);
+    AMPI_CALLOUT(ampi_reducer_text, code = (r->reduce)(r->user, said, e.count, e.dtype, e.op, NULL));
     if (result != AMP_OK) return result;
     if (code != 0) return ampi_exchange_fail(r, &e, code);
     if (said[AMP_COMMUNICATOR_ID] > 0)
@@ -12775,6 +13009,18 @@ static amp_result ampi_open_ranks(amp_context *amp) {
     return (b->communicator)(amp->dev, &args, &amp->on_device);
 }
 
+/* The host's own device memory, as the backend calls it. */
+static void *ampi_memory_alloc(void *user, size_t bytes, int32_t device, void *stream) {
+    const amp_context *amp = (const amp_context *)user;
+    void *memory;
+    AMPI_CALLOUT(".memory.alloc", memory = (amp->desc.memory.alloc)(amp->desc.memory.user, bytes, device, stream));
+    return memory;
+}
+static void ampi_memory_free(void *user, void *memory, size_t bytes, int32_t device, void *stream) {
+    const amp_context *amp = (const amp_context *)user;
+    AMPI_CALLOUT(".memory.free", (amp->desc.memory.free)(amp->desc.memory.user, memory, bytes, device, stream));
+}
+
 static amp_result ampi_open_device(amp_context *amp) {
     amp_choice regions;
     amp_backend_desc b;
@@ -12784,7 +13030,11 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.cpu_path = amp->desc.cpu_path;
     b.stream = amp->desc.stream;
     b.blas = amp->desc.blas;
-    b.memory = amp->desc.memory;
+    if (amp->desc.memory.alloc != NULL) {
+        b.memory.user = amp;
+        b.memory.alloc = ampi_memory_alloc;
+        b.memory.free = ampi_memory_free;
+    }
     b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
     AMPI_TRY(ampi_as("amp_open", (amp->backend->open)(&amp->dev, &amp->host, &b)));
     AMPI_TRY(ampi_as("amp_open", (amp->backend->describe)(amp->dev, &amp->machine.device)));
@@ -12894,6 +13144,7 @@ AMP_API void amp_close(amp_context *amp) {
     const amp_system *system;
     /* in a child of fork(): locks may be held, the device is the parent's */
     if (amp == NULL || amp->process != getpid()) return;
+    if (ampi_may_destroy(amp, "amp_close", "context", amp->serial, AMPI_STACK) != AMP_OK) return;
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
     system = &amp->system;
     ampi_layers_tell(amp, 1);
@@ -13303,6 +13554,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
         p->grad_live = 0;
         p->by_hand = 0;
         amp->params[amp->n_params].captured = p->version;
+        amp->params[amp->n_params].stepper = NULL;
         amp->params[amp->n_params].param = p;
         amp->params[amp->n_params++].id = p->id;
         ampi_layers_meet(amp, p->name, 1);
@@ -13319,6 +13571,22 @@ AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
     ampi_params_drop(amp, params, n, 1);
     ampi_unlock(amp);
     ampi_notify(amp, AMPI_PARAMS_FORGOTTEN, 0);
+}
+
+/* Parameters that `from` steps, or all of `params` with from NULL, are stepped by `to`; NULL: by nobody. */
+static void ampi_params_stepper(amp_context *amp, const amp_param *params, int64_t n, const void *from,
+                                const void *to) {
+    ampi_fp8_table *t;
+    int64_t i, j;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_params; i++) {
+        ampi_known *known = &amp->params[i];
+        if (from != NULL ? known->stepper != from : known->param < params || known->param >= params + n) continue;
+        known->stepper = to;
+        for (t = amp->fp8; t != NULL; t = t->next)
+            for (j = 0; j < AMPI_FP8_WEIGHTS; j++) if (t->ids[j] == known->id) t->steppers[j] = to;
+    }
+    ampi_unlock(amp);
 }
 
 AMP_API void amp_param_changed(amp_param *param) { if (param != NULL) param->version++; }
@@ -13732,17 +14000,16 @@ enum { AMPI_REGION_DEPTH = 32 };
 enum { AMPI_RECOMPUTES = 1, AMPI_REPLAYS = 2 };
 typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
-/* This thread's stack of regions, and amp_gemm's last plan with its `decisions` (0: none). */
+/* This thread's stack of regions, ampi_thread.regions high, and amp_gemm's last plan with its `decisions` (0: none). */
 static AMPI_THREAD_LOCAL struct {
     ampi_region at[AMPI_REGION_DEPTH];
-    int n;
     uint64_t decided;
     amp_plan gemm;
 } ampi_regions;
 
 /* This context's innermost entry and its settings; NULL: none. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
-    int i = ampi_regions.n;
+    int i = ampi_thread.regions;
     while (--i >= 0)
         if (ampi_regions.at[i].amp == amp) return &ampi_regions.at[i];
     return NULL;
@@ -13754,7 +14021,7 @@ static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
 
 /* Whether the recorded plans are followed, and how; 0: they are not. */
 static int ampi_follows(const amp_context *amp) {
-    int i = ampi_regions.n;
+    int i = ampi_thread.regions;
     while (--i >= 0)
         if (ampi_regions.at[i].amp == amp && ampi_regions.at[i].recompute) return ampi_regions.at[i].recompute;
     return 0;
@@ -13764,26 +14031,37 @@ static int ampi_is_recomputing(const amp_context *amp) { return ampi_follows(amp
 /* Ends entry i of this thread. */
 static void ampi_region_remove(int i) {
     amp_context *amp = (amp_context *)(uintptr_t)ampi_regions.at[i].amp;
-    ampi_regions.n--;
+    ampi_thread.regions--;
     ampi_regions.decided = 0;
-    memmove(&ampi_regions.at[i], &ampi_regions.at[i + 1], (size_t)(ampi_regions.n - i) * sizeof *ampi_regions.at);
+    memmove(&ampi_regions.at[i], &ampi_regions.at[i + 1], (size_t)(ampi_thread.regions - i) * sizeof *ampi_regions.at);
     if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && !ampi_is_closed(amp)) {
         if (amp->desc.memory_efficient) ampi_cache_clear_idle(amp);
         ampi_layers_tell(amp, 0);
     }
     ampi_context_let_go(amp);
 }
-static void ampi_region_drop(void) { ampi_region_remove(ampi_regions.n - 1); }
+static void ampi_region_drop(void) { ampi_region_remove(ampi_thread.regions - 1); }
 
 /* Ends this thread's regions of one context, or (NULL) of closed ones; returns how many. */
 static int ampi_regions_end(const amp_context *amp) {
     int i, n = 0;
-    for (i = ampi_regions.n - 1; i >= 0; i--)
+    for (i = ampi_thread.regions - 1; i >= 0; i--)
         if (ampi_regions.at[i].amp == amp || (amp == NULL && ampi_is_closed(ampi_regions.at[i].amp))) {
             ampi_region_remove(i);
             n++;
         }
     return n;
+}
+
+/* Ends those of callbacks that an exception left ... */
+static void ampi_regions_left(void) {
+    while (ampi_thread.left > 0 && ampi_thread.regions >= ampi_thread.left) ampi_region_drop();
+    ampi_thread.left = 0;
+}
+/* ... and those of closed contexts. */
+static void ampi_regions_tidy(void) {
+    ampi_regions_left();
+    (void)ampi_regions_end(NULL);
 }
 
 static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
@@ -13800,6 +14078,7 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
         case AMPI_CASTS_OUTDATED: amp_cast_cache_clear(amp); break;
         case AMPI_CLEANUP: ampi_cache_clear_idle(amp); break;
         case AMPI_CLOSING:
+            ampi_regions_left();
             here = ampi_regions_end(amp);
             elsewhere = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
             if (here + elsewhere > 0)
@@ -13812,7 +14091,7 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
 /* Ends a thread's regions with it. */
 static void ampi_thread_left(void *value) {
     (void)value;
-    while (ampi_regions.n > 0) ampi_region_drop();
+    while (ampi_thread.regions > 0) ampi_region_drop();
 }
 
 static amp_result ampi_region_key(amp_context *amp, const char *function) {
@@ -13833,8 +14112,8 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     amp_autocast_desc own = *desc;      /* desc may be in the stack */
     ampi_region *region;
     int error;
-    (void)ampi_regions_end(NULL);
-    if (ampi_regions.n == AMPI_REGION_DEPTH)
+    ampi_regions_tidy();
+    if (ampi_thread.regions == AMPI_REGION_DEPTH)
         return ampi_fail(AMP_ERR_STATE, function,
                          "%d regions are open on this thread, the limit; is an amp_autocast_end or "
                          "amp_recompute_end missing",
@@ -13842,7 +14121,7 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     if (!__atomic_load_n(&amp->has_key, __ATOMIC_ACQUIRE)) AMPI_TRY(ampi_region_key(amp, function));
     error = pthread_setspecific(amp->thread_key, amp);
     if (error != 0) return ampi_fail(AMP_ERR_THREAD, function, "pthread_setspecific: %s", strerror(error));
-    region = &ampi_regions.at[ampi_regions.n++];
+    region = &ampi_regions.at[ampi_thread.regions++];
     region->amp = amp;
     region->desc = own;
     region->recompute = recompute;
@@ -13852,12 +14131,20 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     return AMP_OK;
 }
 
+/* Whether entry i of this thread may be closed: by a callback only what it opened. */
+static amp_result ampi_region_is_own(const char *function, int i, uintptr_t here) {
+    const ampi_callout *c = ampi_callout_now(here);
+    if (c == NULL || i >= c->regions) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "called from within %s, which did not open this region", c->what);
+}
+
 /* amp is only compared: it may have been closed. */
 static amp_result ampi_region_pop(const amp_context *amp, const char *function, int recompute) {
     const ampi_region *top;
-    (void)ampi_regions_end(NULL);
-    if (ampi_regions.n == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
-    top = &ampi_regions.at[ampi_regions.n - 1];
+    ampi_regions_tidy();
+    if (ampi_thread.regions > 0) AMPI_TRY(ampi_region_is_own(function, ampi_thread.regions - 1, AMPI_STACK));
+    if (ampi_thread.regions == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
+    top = &ampi_regions.at[ampi_thread.regions - 1];
     if (top->amp != amp)
         return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
     if (top->recompute != recompute)
@@ -13884,6 +14171,7 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
     amp_autocast_desc d;
     amp_choice choice;
     AMPI_TRY(ampi_need("amp_autocast_begin", amp != NULL, "amp"));
+    (void)ampi_callout_now(AMPI_STACK);
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     AMPI_TRY(ampi_check_saturate(amp, "amp_autocast_begin", d.saturate_inputs));
@@ -13909,18 +14197,21 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
 /* Around a callback of the host: regions opened in it inherit nothing from the enclosing ones.  Returns the depth to
    pass to ampi_regions_close. */
 static int ampi_regions_hide(amp_context *amp) {
-    int depth = ampi_regions.n;
+    int depth = ampi_thread.regions;
     amp_autocast_desc outside = ampi_outside(amp);
     if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH)
         (void)ampi_region_push(amp, "amp_autocast_begin", &outside, 0);
     return depth;
 }
 static void ampi_regions_close(int depth) {
-    while (ampi_regions.n > depth) ampi_region_drop();
+    while (ampi_thread.regions > depth) ampi_region_drop();
 }
 #endif
 
-AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(amp, "amp_autocast_end", 0); }
+AMP_API amp_result amp_autocast_end(amp_context *amp) {
+    (void)ampi_callout_now(AMPI_STACK);
+    return ampi_region_pop(amp, "amp_autocast_end", 0);
+}
 
 AMP_API amp_result amp_recompute_begin(amp_context *amp) {
     amp_autocast_desc outside;
@@ -13985,20 +14276,27 @@ static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_po
     return (amp_cast_policy)ampi_builtins[op].policy[table == AMP_POLICY_TORCH];
 }
 
-/* The last override whose pattern matches; AMP_DTYPE_DEFAULT: none. */
-static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
+/* The last override whose pattern matches; AMP_DTYPE_DEFAULT: none.  Called with the lock held. */
+static amp_dtype ampi_layer_found(const amp_context *amp, const char *layer) {
     int64_t i = amp->n_layers;
     if (layer == NULL) return AMP_DTYPE_DEFAULT;
     if (__atomic_load_n(&amp->unmet, __ATOMIC_RELAXED) > 0) {
         amp_context *own = (amp_context *)(uintptr_t)amp;
-        ampi_lock(own);
         ampi_layers_meet(own, layer, 0);
         __atomic_store_n(&own->asked, 1, __ATOMIC_RELAXED);
-        ampi_unlock(own);
     }
     while (--i >= 0)
         if (ampi_match(amp->layers[i].pattern, layer)) return amp->layers[i].dtype;
     return AMP_DTYPE_DEFAULT;
+}
+/* The same, without the lock. */
+static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
+    amp_dtype dtype;
+    if (layer == NULL || __atomic_load_n(&amp->n_layers, __ATOMIC_RELAXED) == 0) return AMP_DTYPE_DEFAULT;
+    ampi_lock(amp);
+    dtype = ampi_layer_found(amp, layer);
+    ampi_unlock(amp);
+    return dtype;
 }
 
 /* The smallest dtype that holds both in range and precision. */
@@ -14288,19 +14586,54 @@ static amp_result ampi_fp8_clear(amp_context *amp, const ampi_fp8_table *t, int 
     return (amp->backend->fill)(amp->dev, t->amax + 3 * at, 0, 3 * sizeof *t->amax, amp->desc.stream);
 }
 
-/* The same, with a place for a weight that had none. */
-static amp_result ampi_fp8_place(amp_context *amp, uint64_t id, ampi_fp8_table **table, int *at) {
-    int is_new = 0;
+/* The optimizer that steps a registered weight.  Called with the lock held. */
+static const void *ampi_fp8_stepper(const amp_context *amp, uint64_t id) {
+    int64_t i;
+    for (i = 0; i < amp->n_params; i++) if (amp->params[i].id == id) return amp->params[i].stepper;
+    return NULL;
+}
+/* Gives a cleared place to a weight, unless another thread has done so meanwhile. */
+static void ampi_fp8_settle(amp_context *amp, uint64_t id, ampi_fp8_table **table, int *at) {
+    ampi_fp8_table *theirs;
+    int there;
+    ampi_lock(amp);
+    theirs = ampi_fp8_find(amp, id, &there);
+    (*table)->ids[*at] = theirs == NULL ? id : 0;
+    if (theirs != NULL) { *table = theirs; *at = there; }
+    (*table)->steppers[*at] = ampi_fp8_stepper(amp, id);
+    (*table)->users[*at] = pthread_self();
+    ampi_unlock(amp);
+}
+/* The same, with a place for a weight that had none; use 1: this thread uses its layer. */
+static amp_result ampi_fp8_place(amp_context *amp, uint64_t id, int use, ampi_fp8_table **table, int *at) {
+    amp_result result;
+    int is_new;
     for (;;) {
         ampi_lock(amp);
         *table = ampi_fp8_find(amp, id, at);
         is_new = *table == NULL;
-        if (is_new && (*table = ampi_fp8_find(amp, 0, at)) != NULL) (*table)->ids[*at] = id;
+        if (!is_new && use) (*table)->users[*at] = pthread_self();
+        if (is_new && (*table = ampi_fp8_find(amp, 0, at)) != NULL) (*table)->ids[*at] = AMPI_FP8_TAKEN;
         ampi_unlock(amp);
         if (*table != NULL) break;
         AMPI_TRY(ampi_fp8_table_add(amp));
     }
-    return is_new ? ampi_fp8_clear(amp, *table, *at) : AMP_OK;
+    if (!is_new) return AMP_OK;
+    result = ampi_fp8_clear(amp, *table, *at);
+    ampi_fp8_settle(amp, result == AMP_OK ? id : 0, table, at);
+    return result;
+}
+
+/* With several ranks: places for all weights that may need one, so that they are the same on every rank, whichever
+   layers each uses, and in whichever order. */
+static amp_result ampi_fp8_expect(amp_context *amp, const amp_param *params, int64_t n) {
+    ampi_fp8_table *t;
+    int64_t i;
+    int at;
+    for (i = 0; i < n && ampi_fp8_length(amp) > 0; i++)
+        if (params[i].id != 0 && params[i].weight.ndim == 2)
+            AMPI_TRY(ampi_fp8_place(amp, params[i].id, 0, &t, &at));
+    return AMP_OK;
 }
 
 static amp_dtype ampi_fp8_format(const amp_context *amp, amp_fp8_tensor tensor) {
@@ -14331,19 +14664,38 @@ static amp_result ampi_fp8_how(amp_context *amp, const char *f, const amp_param 
         return ampi_fail(AMP_ERR_STATE, f, "%s is not registered, so delayed scaling has no history of it: call "
                          "amp_param_register first", w->name ? w->name : "the weight");
     if (w->id == 0) return AMP_OK;
-    AMPI_TRY(ampi_as(f, ampi_fp8_place(amp, w->id, &t, &at)));
+    AMPI_TRY(ampi_as(f, ampi_fp8_place(amp, w->id, record, &t, &at)));
     how->record = record;
     how->slot = t->slots + 3 * at + (int)tensor - 1;
     how->amax = t->amax + 3 * at + (int)tensor - 1;
     return AMP_OK;
 }
 
-static const ampi_fp8_table *ampi_fp8_tables(const amp_context *amp) { return amp->fp8; }
-static amp_k_fp8_update ampi_fp8_update_of(const amp_context *amp, const ampi_fp8_table *t) {
+/* Which weights of a table end their step with this thread's step of an optimizer. */
+static uint64_t ampi_fp8_due(const amp_context *amp, const ampi_fp8_table *t, const void *stepper) {
+    uint64_t due = 0;
+    int i;
+    ampi_lock(amp);
+    for (i = 0; i < AMPI_FP8_WEIGHTS; i++) {
+        int here = t->steppers[i] == NULL ? pthread_equal(t->users[i], pthread_self()) : t->steppers[i] == stepper;
+        if (t->ids[i] > AMPI_FP8_TAKEN && here) due |= (uint64_t)1 << i;
+    }
+    ampi_unlock(amp);
+    return due;
+}
+static const ampi_fp8_table *ampi_fp8_tables(const amp_context *amp) {
+    const ampi_fp8_table *t;
+    ampi_lock(amp);
+    t = amp->fp8;
+    ampi_unlock(amp);
+    return t;
+}
+static amp_k_fp8_update ampi_fp8_update_of(const amp_context *amp, const ampi_fp8_table *t, const void *stepper) {
     amp_k_fp8_update u;
     int i;
     memset(&u, 0, sizeof u);
     u.slots = t->slots; u.n = 3 * AMPI_FP8_WEIGHTS;
+    u.due = ampi_fp8_due(amp, t, stepper);
     u.amax = t->amax; u.history = t->history;
     u.length = amp->desc.fp8.history; u.margin = amp->desc.fp8.margin;
     u.recent = amp->desc.fp8.amax == AMP_FP8_AMAX_RECENT;
@@ -14355,6 +14707,15 @@ static amp_k_fp8_update ampi_fp8_update_of(const amp_context *amp, const ampi_fp
 static amp_result ampi_fp8_copy(const amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
     AMPI_TRY((amp->backend->copy)(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
     return (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
+}
+
+/* Fetches n slots, which another thread may be adding to. */
+static amp_result ampi_fp8_read(const amp_context *amp, const amp_k_fp8_slot *from, amp_k_fp8_slot *to, int n) {
+    if (!amp->backend->host_visible)
+        return ampi_fp8_copy(amp, to, from, n * (int64_t)sizeof *to, AMP_COPY_TO_HOST);
+    memset(to, 0, (size_t)n * sizeof *to);
+    while (n-- > 0) ampi_fp8_slot_copy(&from[n], &to[n]);
+    return AMP_OK;
 }
 
 AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *weight, amp_fp8_tensor tensor,
@@ -14374,7 +14735,7 @@ AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *we
     if (t == NULL)
         return ampi_fail(AMP_ERR_STATE, f, "the layer of %s has not computed in fp8, or its weight is not registered",
                          weight->name ? weight->name : "the weight");
-    AMPI_TRY(ampi_as(f, ampi_fp8_copy(amp, &slot, t->slots + 3 * at + (int)tensor - 1, sizeof slot, AMP_COPY_TO_HOST)));
+    AMPI_TRY(ampi_as(f, ampi_fp8_read(amp, t->slots + 3 * at + (int)tensor - 1, &slot, 1)));
     if (slot.last.values == 0) slot.last = slot.now;
     memset(out, 0, sizeof *out);
     out->values = slot.last.values;
@@ -14394,10 +14755,12 @@ static amp_result ampi_fp8_look(const amp_context *amp, int64_t i, const char **
     const ampi_fp8_table *t;
     int at, j;
     memset(slots, 0, 3 * sizeof *slots);
+    ampi_lock(amp);
     *name = i < amp->n_params ? amp->params[i].param->name : NULL;
     t = *name != NULL ? ampi_fp8_find(amp, amp->params[i].id, &at) : NULL;
+    ampi_unlock(amp);
     if (t == NULL) return AMP_OK;
-    AMPI_TRY(ampi_fp8_copy(amp, slots, t->slots + 3 * at, 3 * sizeof *slots, AMP_COPY_TO_HOST));
+    AMPI_TRY(ampi_fp8_read(amp, t->slots + 3 * at, slots, 3));
     for (j = 0; j < 3; j++) if (slots[j].last.values == 0) slots[j].last = slots[j].now;
     return AMP_OK;
 }
@@ -14551,7 +14914,7 @@ static amp_result ampi_fp8_named(amp_context *amp, const char **line, const char
         return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "it has a history of %.*s, but no such weight is registered",
                          (int)AMPI_MIN(bytes, 100), *line);
     *line = next + 1;
-    return t == NULL ? AMP_OK : ampi_fp8_place(amp, amp->params[i].id, t, at);
+    return t == NULL ? AMP_OK : ampi_fp8_place(amp, amp->params[i].id, 0, t, at);
 }
 
 /* Forgets all histories. */
@@ -15763,7 +16126,7 @@ static amp_result ampi_gemm_decide(const amp_context *amp, amp_plan *plan) {
     AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, plan));
     if (amp->desc.logger.level >= AMP_LOG_DEBUG) return AMP_OK;
     ampi_regions.gemm = *plan;
-    ampi_regions.decided = amp->decisions;
+    ampi_regions.decided = __atomic_load_n(&amp->decisions, __ATOMIC_RELAXED);
     return AMP_OK;
 }
 
@@ -15787,7 +16150,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
         AMPI_TRY(ampi_gemm_places(AMP_F32, !swap, ta, tb, m, n, k, a, lda, b, ldb, c, ldc));
     AMPI_TRY(ampi_gemm_aligned(a, b, c, sizeof *c));
-    if (ampi_regions.decided == amp->decisions) plan = ampi_regions.gemm;
+    if (ampi_regions.decided == __atomic_load_n(&amp->decisions, __ATOMIC_RELAXED)) plan = ampi_regions.gemm;
     else AMPI_TRY(ampi_as("amp_gemm", ampi_gemm_decide(amp, &plan)));
     if (plan.rule == AMP_BY_STORAGE) ampi_gemm_outside(amp, plan.compute);
     g = amp->product;
@@ -17561,6 +17924,7 @@ typedef struct ampi_final { amp_param *param; int32_t at, k; } ampi_final;
 
 /* HALF: the forward has run, the backward has not. */
 typedef enum ampi_tape_state { AMPI_TAPE_IDLE, AMPI_TAPE_RECORDING, AMPI_TAPE_HALF, AMPI_TAPE_DONE } ampi_tape_state;
+enum { AMPI_RUNS = 1, AMPI_TELLS = 2 };
 /* Parts of a step to run. */
 enum { AMPI_FIRST_HALF = 1, AMPI_SECOND_HALF = 2 };
 
@@ -17568,10 +17932,11 @@ struct amp_tape {
     ampi_object object;
     amp_tape_desc desc;
     ampi_tape_state state;
-    pthread_t thread;
+    pthread_t thread;               /* that began the step; changed with the context's lock held */
     int foreign;                    /* 1: another thread called; changed atomically */
     int depth;                      /* of regions, the tape's own included */
-    int running;                    /* 1: calls run, perhaps a callback */
+    int running;                    /* AMPI_RUNS: calls run, perhaps a callback; AMPI_TELLS: grad_ready runs */
+    int64_t told;                   /* finals before this one have been told */
     uint32_t stamp;
     const char *function;           /* the public one that is running */
     const char *layer;              /* of operators without a weight */
@@ -19166,10 +19531,12 @@ static amp_result ampi_run_plain(amp_tape *t, ampi_node *n, int backward) {
 static int ampi_is_result(amp_result result) { return strcmp(amp_result_text(result), "unknown result") != 0; }
 
 /* A callback runs as outside of the tape, in this region.  What it returns, and regions that it left, are checked. */
-typedef struct ampi_callback { int depth; ampi_region replays; } ampi_callback;
-static ampi_callback ampi_callback_begin(const amp_autocast_desc *region) {
+typedef struct ampi_callback { int depth, out; ampi_region replays; } ampi_callback;
+static ampi_callback ampi_callback_begin(const amp_autocast_desc *region, const char *what, uintptr_t here) {
     ampi_callback c;
-    c.depth = ampi_regions.n;
+    c.out = ampi_callout_begin(what, here);
+    c.depth = ampi_thread.regions;
+    ampi_callout_regions(c.out, c.depth - 1);
     c.replays = ampi_regions.at[c.depth - 1];
     ampi_regions.at[c.depth - 1].desc = *region;
     ampi_regions.at[c.depth - 1].recompute = 0;
@@ -19177,20 +19544,20 @@ static ampi_callback ampi_callback_begin(const amp_autocast_desc *region) {
     ampi_error_text[0] = 0;
     return c;
 }
-static amp_result ampi_callback_end(amp_tape *t, const ampi_callback *c, const char *f, const char *layer,
-                                    const char *what, amp_result result) {
+static amp_result ampi_callback_end(const ampi_callback *c, const char *f, const char *layer, const char *what,
+                                    amp_result result) {
     const char *detail = strchr(ampi_error_text, ' ');
-    int left = ampi_regions.n;
+    int left = ampi_thread.regions;
     char why[256];
+    ampi_callout_end(c->out);
     snprintf(why, sizeof why, "%.250s", detail ? detail + 1 : "it gave no text");
-    while (ampi_regions.n > c->depth) ampi_region_drop();
-    if (ampi_regions.n == c->depth) ampi_regions.at[c->depth - 1] = c->replays;
-    else AMPI_TRY(ampi_region_push(t->object.amp, t->function, &c->replays.desc, c->replays.recompute));
+    while (ampi_thread.regions > c->depth) ampi_region_drop();
+    ampi_regions.at[c->depth - 1] = c->replays;
     ampi_regions.decided = 0;
     if (result == AMP_OK && left == c->depth) return AMP_OK;
     if (result == AMP_OK) {
         result = AMP_ERR_STATE;
-        snprintf(why, sizeof why, "a region is %s", left > c->depth ? "still open" : "closed that it did not open");
+        snprintf(why, sizeof why, "a region is still open");
     }
     return ampi_fail(ampi_is_result(result) ? result : AMP_ERR_SOURCE, f, "%s%s%s returned %d: %s", layer ? layer : "",
                      layer ? ": " : "", what, (int)result, why);
@@ -19212,9 +19579,10 @@ static amp_result ampi_run_custom(amp_tape *t, ampi_node *n, int backward) {
         if (backward) call.dx[k] = ampi_tape_gradient_view(t, &t->nodes[n->key.in[k]], n->dx[k]);
     }
     if (backward) call.dy = ampi_tape_view(t, &n->y, n->grad);
-    callback = ampi_callback_begin(&n->op.custom.region);
+    callback = ampi_callback_begin(&n->op.custom.region, backward ? "a custom operator's backward"
+                                                                  : "a custom operator's forward", AMPI_STACK);
     result = backward ? (op->backward)(op->user, &call) : (op->forward)(op->user, &call);
-    return ampi_callback_end(t, &callback, "amp_tape_custom", ampi_node_layer(n), backward ? "backward" : "forward",
+    return ampi_callback_end(&callback, "amp_tape_custom", ampi_node_layer(n), backward ? "backward" : "forward",
                              result);
 }
 
@@ -19256,10 +19624,10 @@ static amp_result ampi_tape_timed(amp_tape *t, ampi_node *n, int pass) {
     int64_t began;
     if (!t->timed) return ampi_tape_operate(t, n, pass == 1);
     AMPI_TRY(ampi_as(t->function, amp_sync(t->object.amp)));
-    began = (s->clock_ns)(s->user);
+    began = ampi_clock(s);
     AMPI_TRY(ampi_tape_operate(t, n, pass == 1));
     AMPI_TRY(ampi_as(t->function, amp_sync(t->object.amp)));
-    n->ns[pass] = (s->clock_ns)(s->user) - began;
+    n->ns[pass] = ampi_clock(s) - began;
     return AMP_OK;
 }
 
@@ -19300,28 +19668,31 @@ static void ampi_tape_enter_stretch(amp_tape *t, int32_t node, int32_t *stretch)
 }
 
 /* Tells of gradients that are final once call `at` of backward is done. */
-static amp_result ampi_tape_tell(amp_tape *t, int64_t at, int64_t *told) {
+static amp_result ampi_tape_tell(amp_tape *t, int64_t at) {
     amp_autocast_desc outside = ampi_outside(t->object.amp);
-    for (; *told < t->n_finals && t->finals[*told].at <= at; ++*told) {
-        amp_param *p = t->finals[*told].param;
+    for (; t->told < t->n_finals && t->finals[t->told].at <= at; t->told++) {
+        amp_param *p = t->finals[t->told].param;
         ampi_callback callback;
         amp_result result;
         if (!p->grad_live) continue;        /* frozen since it was recorded */
-        callback = ampi_callback_begin(&outside);
+        callback = ampi_callback_begin(&outside, "grad_ready", AMPI_STACK);
+        t->running = AMPI_TELLS;
         result = (t->desc.grad_ready)(t->desc.user, p);
-        AMPI_TRY(ampi_callback_end(t, &callback, t->function, p->name, "grad_ready", result));
+        t->running = AMPI_RUNS;
+        AMPI_TRY(ampi_callback_end(&callback, t->function, p->name, "grad_ready", result));
     }
     return AMP_OK;
 }
 
 static amp_result ampi_tape_run_backward(amp_tape *t) {
     int32_t stretch = 0;
-    int64_t i, told = 0;
-    AMPI_TRY(ampi_tape_tell(t, -1, &told));
+    int64_t i;
+    t->told = 0;
+    AMPI_TRY(ampi_tape_tell(t, -1));
     for (i = 0; i < t->n_actions; i++) {
         const ampi_action *action = &t->actions[i];
         amp_tensor like = amp_tensor1(NULL, AMP_F32, action->count), a, b, y;
-        AMPI_TRY(ampi_tape_tell(t, i - 1, &told));
+        AMPI_TRY(ampi_tape_tell(t, i - 1));
         if (action->node >= 0) ampi_tape_enter_stretch(t, action->node, &stretch);
         if (action->a == AMPI_AGAIN) { AMPI_TRY(ampi_tape_run_again(t, action->node)); continue; }
         if (action->node >= 0) { AMPI_TRY(ampi_tape_timed(t, &t->nodes[action->node], 1)); continue; }
@@ -19330,14 +19701,14 @@ static amp_result ampi_tape_run_backward(amp_tape *t) {
         y = ampi_tape_view(t, &like, action->y);
         AMPI_TRY(ampi_tape_flat_sum(t, &a, 1, action->b < 0 ? NULL : &b, &y));
     }
-    return ampi_tape_tell(t, t->n_actions, &told);
+    return ampi_tape_tell(t, t->n_actions);
 }
 
 /* Ends the step: its region closes, whatever happened, and those of the context inside it. */
 static amp_result ampi_tape_close(amp_tape *t, const char *f) {
-    int inner = ampi_regions.n - t->depth, i;
+    int inner = ampi_thread.regions - t->depth, i;
     t->state = AMPI_TAPE_DONE;
-    for (i = ampi_regions.n - 1; i >= 0 && i >= t->depth - 1; i--)
+    for (i = ampi_thread.regions - 1; i >= 0 && i >= t->depth - 1; i--)
         if (ampi_regions.at[i].amp == t->object.amp) ampi_region_remove(i);
     if (inner == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, f,
@@ -19372,6 +19743,15 @@ static void ampi_tape_give_up(amp_tape *t, const char *f) {
         }
 }
 
+/* A callback never returned, so that the run has no end: nothing of it is kept. */
+static void ampi_tape_left(amp_tape *t) {
+    t->running = 0;
+    t->ran = 0;
+    t->compiled = 0;
+    t->state = AMPI_TAPE_DONE;
+    ampi_tape_unlive(t);
+}
+
 /* Compiles the graph if it is new, and takes its memory. */
 static amp_result ampi_tape_ensure(amp_tape *t, int32_t loss) {
     if (t->n == t->compiled && t->same == t->n && t->loss == loss) {
@@ -19389,15 +19769,15 @@ static amp_result ampi_tape_ensure(amp_tape *t, int32_t loss) {
 /* A failure ends the step, and is returned with the name of what failed. */
 static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const float *grad_scale, int parts) {
     amp_autocast_desc outside = ampi_outside(t->object.amp);
-    int depth = ampi_regions.n;
+    int depth = ampi_thread.regions;
     amp_result result = parts & AMPI_FIRST_HALF ? ampi_tape_ensure(t, loss) : AMP_OK;
     if (result == AMP_OK) result = ampi_region_push(t->object.amp, f, &outside, AMPI_REPLAYS);
     if (result == AMP_OK) {
-        t->running = 1;
+        t->running = AMPI_RUNS;
         if (parts & AMPI_FIRST_HALF) result = ampi_tape_run_forward(t, grad_scale);
         if (result == AMP_OK && (parts & AMPI_SECOND_HALF)) result = ampi_tape_run_backward(t);
         t->running = 0;
-        while (ampi_regions.n > depth) ampi_region_drop();
+        while (ampi_thread.regions > depth) ampi_region_drop();
         t->ran = result == AMP_OK;
         if (!t->ran) ampi_tape_unlive(t);
     }
@@ -19413,6 +19793,7 @@ static amp_result ampi_tape_end(amp_tape *t, const char *f, int with_loss, amp_v
     int32_t loss = AMPI_NONE;
     AMPI_TRY(ampi_need(f, t != NULL, "tape"));
     AMPI_TRY(ampi_tape_may_record(t, f));
+    AMPI_TRY(ampi_region_is_own(f, t->depth - 1, AMPI_STACK));
     result = ampi_tape_close(t, f);
     t->function = f;
     if (__atomic_exchange_n(&t->foreign, 0, __ATOMIC_RELAXED))
@@ -19498,6 +19879,23 @@ static int ampi_tape_waits(amp_context *amp, const amp_model *model) {
     ampi_unlock(amp);
     return waits;
 }
+/* Whether a tape that this thread runs may still need one of n parameters as it was, or its gradient. */
+static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n) {
+    const ampi_callout *c = ampi_callout_now(AMPI_STACK);
+    const ampi_object *o;
+    int64_t i, k;
+    int runs = 0;
+    ampi_lock(amp);
+    for (o = amp->objects; o != NULL && c != NULL && !runs; o = o->next) {
+        const amp_tape *t = (const amp_tape *)(const void *)o;
+        if (strcmp(o->kind, "tape") != 0 || !pthread_equal(t->thread, pthread_self()) || !t->running) continue;
+        runs = t->running == AMPI_RUNS;
+        for (k = t->told + 1; k < t->n_finals && !runs; k++)
+            for (i = 0; i < n; i++) runs |= params[i] == t->finals[k].param;
+    }
+    ampi_unlock(amp);
+    return runs;
+}
 /* What still uses the model's parameters, or NULL. */
 static const char *ampi_model_user(const amp_model *m) {
     int64_t i;
@@ -19507,7 +19905,9 @@ static const char *ampi_model_user(const amp_model *m) {
 }
 AMP_API void amp_model_destroy(amp_model *model) {
     const char *user;
-    if (model == NULL) return;
+    if (model == NULL || ampi_may_destroy(model->object.amp, "amp_model_destroy", "model", model->object.made,
+                                          AMPI_STACK) != AMP_OK)
+        return;
     user = ampi_is_stopped(&model->object) ? NULL : ampi_model_user(model);
     if (user == NULL) { ampi_object_destroy(&model->object); return; }
     ampi_log(model->object.amp, AMP_LOG_WARNING, 1106,
@@ -19583,9 +19983,12 @@ AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out, const amp_t
 AMP_API void amp_tape_destroy(amp_tape *tape) {
     int64_t i;
     int k;
-    if (tape == NULL) return;
-    if (tape->running) {
-        ampi_log(tape->object.amp, AMP_LOG_WARNING, 1090, "amp_tape_destroy: the tape is running; it stays");
+    if (tape == NULL || ampi_may_destroy(tape->object.amp, "amp_tape_destroy", "tape", tape->object.made,
+                                         AMPI_STACK) != AMP_OK)
+        return;
+    if (tape->running && !pthread_equal(pthread_self(), tape->thread)) {
+        (void)ampi_fail(AMP_ERR_STATE, "amp_tape_destroy", "the tape is running on another thread; it stays");
+        ampi_log(tape->object.amp, AMP_LOG_WARNING, 1090, "%s", strchr(ampi_error_text, ' ') + 1);
         return;
     }
     if (tape->state == AMPI_TAPE_RECORDING && !ampi_is_stopped(&tape->object)) {
@@ -19608,15 +20011,21 @@ AMP_API void amp_tape_destroy(amp_tape *tape) {
 
 AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *region) {
     AMPI_TRY(ampi_need_object("amp_tape_begin", tape, "tape"));
-    if (tape->running) return ampi_fail(AMP_ERR_STATE, "amp_tape_begin", "the tape is running: this is its callback");
+    if (tape->running && ampi_callout_now(AMPI_STACK) != NULL)
+        return ampi_fail(AMP_ERR_STATE, "amp_tape_begin", "the tape is running: this is its callback");
+    if (tape->running) ampi_tape_left(tape);
     if (tape->state == AMPI_TAPE_RECORDING)
         return ampi_fail(AMP_ERR_STATE, "amp_tape_begin",
                          "the tape is recording already: call amp_tape_backward or amp_tape_finish first");
     AMPI_TRY(ampi_as("amp_tape_begin", amp_autocast_begin(tape->object.amp, region)));
     if (tape->state == AMPI_TAPE_HALF) ampi_tape_give_up(tape, "amp_tape_begin");
+    if (!pthread_equal(tape->thread, pthread_self())) {
+        ampi_lock(tape->object.amp);
+        tape->thread = pthread_self();
+        ampi_unlock(tape->object.amp);
+    }
     tape->state = AMPI_TAPE_RECORDING;
-    tape->thread = pthread_self();
-    tape->depth = ampi_regions.n;
+    tape->depth = ampi_thread.regions;
     tape->stamp = (uint32_t)ampi_serial();
     tape->failed = AMP_OK;
     tape->layer = NULL;
@@ -20439,7 +20848,9 @@ static void ampi_set_stop(ampi_object *object) {
     ampi_free(s, (void *)set->names, set->n, sizeof *set->names);
     ampi_free(s, set->text, set->text_bytes, 1);
 }
-AMP_API void amp_grad_set_destroy(amp_grad_set *set) { if (set != NULL) ampi_object_destroy(&set->object); }
+AMP_API void amp_grad_set_destroy(amp_grad_set *set) {
+    if (set != NULL) ampi_object_end(&set->object, "amp_grad_set_destroy", AMPI_STACK);
+}
 
 /* A set of n empty rows. */
 static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
@@ -20741,7 +21152,7 @@ static int64_t ampi_bucket_part(const ampi_buckets *b, int64_t row, int32_t rank
 
 static double ampi_seconds(const amp_context *amp) {
     const amp_system *s = ampi_context_system(amp);
-    return (double)(s->clock_ns)(s->user) * 1e-9;
+    return (double)ampi_clock(s) * 1e-9;
 }
 
 /* A device's stream of buckets waits for the context's, or the context's for it. */
@@ -21375,7 +21786,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     }
     b->locks = 1;
     b->process = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED);
-    if (b->threaded && (s->thread_start)(s->user, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
+    if (b->threaded && ampi_thread_start(s, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
     if (b->threaded && !b->started) {
         ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread for sums over ranks: they are not hidden behind backward");
         b->threaded = 0;
@@ -21421,7 +21832,7 @@ static void ampi_buckets_destroy(ampi_buckets *b) {
         b->closing = 1;
         pthread_cond_broadcast(&b->changed);
         pthread_mutex_unlock(&b->lock);
-        (s->thread_join)(s->user, b->thread);
+        ampi_thread_join(s, b->thread);
     }
     if (b->to_gather > 0 || b->torn != AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
     if (b->torn != AMP_OK)
@@ -21936,7 +22347,9 @@ static void ampi_scaler_release(ampi_object *object) {
     if (scaler->own != NULL) ampi_object_let_go(&scaler->own->object);
     ampi_free(ampi_context_system(scaler->amp), scaler, 1, sizeof *scaler);
 }
-AMP_API void amp_scaler_destroy(amp_scaler *scaler) { if (scaler != NULL) ampi_object_destroy(&scaler->object); }
+AMP_API void amp_scaler_destroy(amp_scaler *scaler) {
+    if (scaler != NULL) ampi_object_end(&scaler->object, "amp_scaler_destroy", AMPI_STACK);
+}
 
 AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc) {
     amp_scaler_desc d;
@@ -22869,6 +23282,7 @@ static void ampi_optimizer_stop(ampi_object *object) {
     ampi_settings_changed(o->amp);
     for (i = 0; i < AMP_STEP_RESULTS; i++) if (o->events[i] != NULL) (backend->event_destroy)(dev, o->events[i]);
     if (!ampi_is_closed(o->amp)) ampi_models_disown(o->amp, o);
+    ampi_params_stepper(o->amp, NULL, 0, o, NULL);
     for (i = 0; o->set != NULL && i < o->set->n && !ampi_is_closed(o->amp); i++)
         if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
     if (o->set != NULL) {
@@ -22892,23 +23306,26 @@ static void ampi_optimizer_release(ampi_object *object) {
     ampi_free(ampi_context_system(o->amp), o, 1, sizeof *o);
 }
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
-    if (optimizer != NULL) ampi_object_destroy(&optimizer->object);
+    if (optimizer != NULL) ampi_object_end(&optimizer->object, "amp_optimizer_destroy", AMPI_STACK);
 }
 
 /* Refuses parameters whose masters another optimizer has: the steps of one would undo the other's. */
 static amp_result ampi_check_masters(const amp_context *amp, const amp_param *params, int64_t n) {
     const ampi_object *object;
+    amp_result result = AMP_OK;
     int64_t i;
-    for (object = amp->objects; object != NULL; object = object->next) {
+    ampi_lock(amp);
+    for (object = amp->objects; object != NULL && result == AMP_OK; object = object->next) {
         const amp_grad_set *set;
         if (strcmp(object->kind, "optimizer") != 0) continue;
         set = ((const amp_optimizer *)(const void *)object)->set;
-        for (i = 0; i < set->n; i++)
+        for (i = 0; i < set->n && result == AMP_OK; i++)
             if (set->rows[i].master != NULL && set->params[i] >= params && set->params[i] < params + n)
-                return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s has its master in another optimizer; "
-                                 "destroy that first", set->names[i]);
+                result = ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s has its master in another optimizer; "
+                                   "destroy that first", set->names[i]);
     }
-    return AMP_OK;
+    ampi_unlock(amp);
+    return result;
 }
 
 static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
@@ -23063,7 +23480,9 @@ static const ampi_keeper ampi_optimizer_keeper = {ampi_optimizer_set, ampi_optim
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_result result = ampi_optimizer_create(amp, out, desc);
     if (result == AMP_OK) result = ampi_models_own(amp, desc->params, desc->n_params, *out, &ampi_optimizer_keeper);
-    if (result == AMP_OK) return AMP_OK;
+    if (result == AMP_OK && ampi_is_combined((*out)->set))
+        result = ampi_fp8_expect(amp, desc->params, desc->n_params);
+    if (result == AMP_OK) { ampi_params_stepper(amp, desc->params, desc->n_params, NULL, *out); return AMP_OK; }
     if (out != NULL && *out != NULL) { amp_optimizer_destroy(*out); *out = NULL; }
     return ampi_as("amp_optimizer_create", result);
 }
@@ -23186,18 +23605,31 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
         return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer stepped since the last update");
     if (ampi_tape_waits(o->amp, NULL))
         return ampi_fail(AMP_ERR_STATE, function, "amp_tape_forward has run, and amp_tape_backward has not");
+    if (ampi_tape_runs(o->amp, o->set->params, o->set->n))
+        return ampi_fail(AMP_ERR_STATE, function, "called from within a tape that runs: step after "
+                         "amp_tape_backward, or in grad_ready once all gradients of this optimizer were told");
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
-/* Ends a step for the tensors in FP8: histories are combined over ranks, unless these step alone, and give the next
-   step's scales. */
-static amp_result ampi_fp8_step(amp_context *amp, int combined) {
+/* Histories of the weights that are due are combined over ranks, in runs of neighbours. */
+static amp_result ampi_fp8_combine(amp_context *amp, const amp_k_fp8_update *u) {
+    int64_t i, n;
+    for (i = 0; i < u->n; i += n + 3) {
+        for (n = 0; i + n < u->n && ampi_fp8_is_due(u, i + n); n += 3) {}
+        if (n > 0) AMPI_TRY(ampi_reduce(amp, u->amax + i, n, AMP_F32, AMP_REDUCE_MAX));
+    }
+    return AMP_OK;
+}
+/* Ends a step for the tensors in FP8 of the optimizer's layers: histories, combined over ranks unless these step alone,
+   give the next step's scales. */
+static amp_result ampi_fp8_step(const amp_optimizer *o, int combined) {
     const ampi_fp8_table *t;
-    for (t = ampi_fp8_tables(amp); t != NULL; t = t->next) {
+    for (t = ampi_fp8_tables(o->amp); t != NULL; t = t->next) {
         void *dev, *stream;
-        const amp_backend *backend = ampi_backend(amp, &dev, &stream);
-        amp_k_fp8_update u = ampi_fp8_update_of(amp, t);
-        if (t->history != NULL && combined) AMPI_TRY(ampi_reduce(amp, u.amax, u.n, AMP_F32, AMP_REDUCE_MAX));
+        const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+        amp_k_fp8_update u = ampi_fp8_update_of(o->amp, t, o);
+        if (u.due == 0) continue;
+        if (t->history != NULL && combined) AMPI_TRY(ampi_fp8_combine(o->amp, &u));
         AMPI_TRY((backend->fp8_update)(dev, &u, stream));
     }
     return AMP_OK;
@@ -23351,7 +23783,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
     ampi_buckets_recount(set->buckets);
-    result = ampi_fp8_step(o->amp, ampi_is_combined(set));
+    result = ampi_fp8_step(o, ampi_is_combined(set));
     if (ampi_gathers_late(set)) ampi_buckets_gather_late(set->buckets);     /* no exchange is left */
     AMPI_TRY(result);
     return ampi_capture(o->amp) == NULL ? ampi_outer_step(o) : AMP_OK;
@@ -23484,7 +23916,9 @@ static void ampi_graph_stop(ampi_object *object) {
     ampi_free(ampi_context_system(amp), graph->changed, graph->n_changed, sizeof *graph->changed);
     ampi_graph_left(amp);
 }
-AMP_API void amp_graph_destroy(amp_graph *graph) { if (graph != NULL) ampi_object_destroy(&graph->object); }
+AMP_API void amp_graph_destroy(amp_graph *graph) {
+    if (graph != NULL) ampi_object_end(&graph->object, "amp_graph_destroy", AMPI_STACK);
+}
 
 AMP_API amp_result amp_graph_begin(amp_context *amp) {
     const char *f = "amp_graph_begin";
@@ -24394,10 +24828,10 @@ static amp_result ampi_save_ranks(amp_context *amp, const amp_state *state, cons
     }
     r = ampi_all_succeed(amp, f, r);
     ampi_free(s, now, n, sizeof *now);
-    if (r != AMP_OK) { (void)(s->file_remove)(s->user, part); return r; }
+    if (r != AMP_OK) { ampi_file_remove(s, part); return r; }
     for (i = 0; rank == 0 && i < before[AMPI_INDEX_WORLD]; i++)
         if (ampi_index_path(part, sizeof part, path, before[AMPI_INDEX_SAVE], i) == AMP_OK)
-            (void)(s->file_remove)(s->user, part);
+            ampi_file_remove(s, part);
     return AMP_OK;
 }
 AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
@@ -24814,8 +25248,7 @@ struct amp_loader {
     int cancel;                     /* atomic: workers drop their batches */
     int64_t busy, retries;
     int64_t calls;                  /* host calls in progress */
-    pthread_t caller;               /* the thread of the last of them, and where its stack was, the callback included */
-    uintptr_t frame, read_frame;
+    pthread_t caller;               /* the thread of the last of them */
     int64_t holders;                /* users of the loader's shell: its owner, and threads left behind */
     pid_t process;                  /* in which the threads run */
     ampi_opener opener;
@@ -25019,7 +25452,7 @@ static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_for
                          (long long)l->n_files, (long long)(f - l->files));
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: %s", f->path, strerror(-error));
     f->is_open = 1;
-    f->bytes = (l->system.file_size)(l->system.user, f->handle);
+    f->bytes = ampi_file_size(&l->system, f->handle);
     if (f->bytes == -ESPIPE)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s is a pipe or device, must be a regular file",
                          f->path);
@@ -25132,7 +25565,7 @@ static int ampi_search_name(void *search, const char *name) {
 static int ampi_path_exists(const amp_system *s, const char *path) {
     intptr_t handle;
     int error = ampi_file_open(s, path, 0, &handle);
-    if (error == 0) (s->file_close)(s->user, handle);
+    if (error == 0) (void)ampi_file_close(s, handle);
     return error != -ENOENT && error != -ENOTDIR;
 }
 
@@ -25149,7 +25582,7 @@ static amp_result ampi_search_step(ampi_search *s) {
         return AMP_OK;
     }
     if (folder[0] == 0) folder = ".";
-    error = (s->system->file_list)(s->system->user, folder, ampi_search_name, s);
+    AMPI_CALLOUT("file_list", error = (s->system->file_list)(s->system->user, folder, ampi_search_name, s));
     if (error >= 0 || error == -ENOENT || error == -ENOTDIR) return s->result;
     return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "listing %s: %s", folder, strerror(-error));
 }
@@ -25438,7 +25871,7 @@ static int64_t ampi_worker_fetch(ampi_worker *w, const ampi_data_file *f, int64_
                                  const uint8_t **data) {
     const amp_loader *l = w->loader;
     if (offset + bytes <= f->cached) {
-        int64_t size = (l->system.file_size)(l->system.user, f->handle);
+        int64_t size = ampi_file_size(&l->system, f->handle);
         if (size < offset + bytes) return size < 0 ? size : AMPI_MAX(size - offset, 0);
         w->seen[f - l->files].fill = w->fills;
         w->seen[f - l->files].bytes = size;
@@ -25678,7 +26111,7 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
     for (i = 0; i < n; i++) {
         void *fields[AMP_MAX_FIELDS];
         int32_t k;
-        int failed;
+        int failed, out;
         if (__atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) return AMPI_CANCELLED;
         what.sample = start + i;
         if (l->desc.shuffle) ampi_order_at(&w->order, start + i, 1, &what.sample);
@@ -25689,9 +26122,10 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
             fields[k] = ampi_field_is_cast(l, k) ? (char *)w->raw + l->raw_offset[k]
                                                  : slot->data + l->field_offset[k] + i * l->field_bytes[k];
         __atomic_store_n(&w->offset, what.sample, __ATOMIC_RELAXED);
-        if (l->threads == 0) w->loader->read_frame = (uintptr_t)__builtin_frame_address(0);
+        out = ampi_callout_begin("the loader's read", AMPI_STACK);
+        ampi_callout_of(out, l);
         failed = (l->source.read)(l->source.user, &what, fields);
-        if (l->threads == 0) w->loader->read_frame = 0;
+        ampi_callout_end(out);
         error[sizeof error - 1] = 0;
         if (failed != 0)
             return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: the callback returned %d: %s",
@@ -25836,7 +26270,7 @@ static void ampi_loader_free(amp_loader *l) {
     amp_system s = l->system;
     int64_t i;
     for (i = 0; i < l->n_files; i++) {
-        if (l->files[i].is_open) (s.file_close)(s.user, l->files[i].handle);
+        if (l->files[i].is_open) (void)ampi_file_close(&s, l->files[i].handle);
         ampi_free(&s, l->files[i].path, l->files[i].path_bytes, 1);
     }
     ampi_free(&s, l->files, l->n_files, sizeof(ampi_data_file));
@@ -25846,7 +26280,7 @@ static void ampi_loader_free(amp_loader *l) {
         ampi_free(&s, l->workers[i].raw, l->raw_bytes, 1);
         ampi_free(&s, l->workers[i].seen, l->n_files, sizeof(ampi_seen));
     }
-    if (l->cache != NULL) (s.free)(s.user, l->cache, (size_t)l->cache_bytes);
+    if (l->cache != NULL) ampi_memory_give(&s, l->cache, (size_t)l->cache_bytes);
     ampi_free(&s, l->cache_blocks, l->cache_bytes / AMPI_CACHE_BLOCK, 1);
     ampi_free(&s, l->workers, l->n_workers, sizeof(ampi_worker));
     ampi_free(&s, l->slots, l->depth, sizeof(ampi_slot));
@@ -25886,7 +26320,7 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     int error, late = 0;
     o->file = -1;
     if (l->desc.workers == AMP_NO_WORKERS) return ampi_files_open(l);
-    error = (l->system.thread_start)(l->system.user, &o->thread, ampi_opener_main, l);
+    error = ampi_thread_start(&l->system, &o->thread, ampi_opener_main, l);
     if (error != 0)
         return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "a thread to open files: %s", strerror(-error));
     pthread_mutex_lock(&l->lock);
@@ -25898,14 +26332,14 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     }
     pthread_mutex_unlock(&l->lock);
     if (!o->abandoned) {
-        (l->system.thread_join)(l->system.user, o->thread);
+        ampi_thread_join(&l->system, o->thread);
         if (o->result != AMP_OK) memcpy(ampi_error_text, o->error, sizeof ampi_error_text);
         return o->result;
     }
     file = __atomic_load_n(&o->file, __ATOMIC_ACQUIRE);
     (void)ampi_fail(AMP_ERR_TIMEOUT, ampi_loader_create_name, "%d ms have passed, opening %s", l->desc.timeout_ms,
                     file >= 0 ? l->files[file].path : l->desc.path != NULL ? l->desc.path : "the arrays");
-    (l->system.thread_detach)(l->system.user, o->thread);
+    ampi_thread_detach(&l->system, o->thread);
     return AMP_ERR_TIMEOUT;
 }
 
@@ -25977,7 +26411,7 @@ static amp_result ampi_loader_start(amp_loader *l) {
     int64_t i;
     for (i = 0; i < l->n_workers && l->desc.workers != AMP_NO_WORKERS; i++) {
         ampi_worker *w = l->workers + i;
-        int error = (l->system.thread_start)(l->system.user, &w->thread, ampi_worker_main, w);
+        int error = ampi_thread_start(&l->system, &w->thread, ampi_worker_main, w);
         if (error != 0)
             return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "worker %lld of %lld: %s", (long long)i,
                              (long long)l->n_workers, strerror(-error));
@@ -26015,14 +26449,14 @@ static int ampi_loader_calls_here(const amp_loader *l) {
 static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
+    if (ampi_is_within(l, AMPI_STACK))
+        return ampi_fail(AMP_ERR_STATE, function, "called from within this loader's own read, which it would wait for");
     pthread_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
     if (result == AMP_OK) {
         if (ampi_loader_calls_here(l)) l->calls--;      /* it was left: a thread runs one call at a time */
         l->calls++;
         l->caller = pthread_self();
-        l->frame = (uintptr_t)__builtin_frame_address(0);
-        l->read_frame = 0;
     }
     pthread_mutex_unlock(&l->lock);
     return result;
@@ -26034,18 +26468,6 @@ static amp_result ampi_loader_leave(amp_loader *l, amp_result result) {
     if (l->stop) pthread_cond_broadcast(&l->ready);
     pthread_mutex_unlock(&l->lock);
     return result;
-}
-
-/* Whether a callback of the loader calls this.  Stacks grow downwards, so what a callback calls lies below the call
-   that called it; what lies above it has been left. */
-static int ampi_loader_is_inside(amp_loader *l) {
-    uintptr_t here = (uintptr_t)__builtin_frame_address(0);
-    int inside;
-    if (!l->has_lock) return 0;
-    pthread_mutex_lock(&l->lock);
-    inside = ampi_loader_calls_here(l) && here < (l->read_frame != 0 ? l->read_frame : l->frame);
-    pthread_mutex_unlock(&l->lock);
-    return inside;
 }
 
 /* Waits for every call and every worker to return; workers stuck in a read are left behind. */
@@ -26069,8 +26491,8 @@ static void ampi_loader_finish(amp_loader *l) {
     } while (inside > 0);
     pthread_mutex_unlock(&l->lock);
     for (i = 0; i < l->n_workers; i++) {
-        if (l->workers[i].exited) (l->system.thread_join)(l->system.user, l->workers[i].thread);
-        else if (l->workers[i].started) (l->system.thread_detach)(l->system.user, l->workers[i].thread);
+        if (l->workers[i].exited) ampi_thread_join(&l->system, l->workers[i].thread);
+        else if (l->workers[i].started) ampi_thread_detach(&l->system, l->workers[i].thread);
     }
 }
 
@@ -26142,7 +26564,7 @@ static amp_result ampi_loader_cache(amp_loader *l) {
     }
     AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->cache_bytes / AMPI_CACHE_BLOCK, 1));
     l->cache_blocks = (uint8_t *)memory;
-    l->cache = (uint8_t *)(l->system.alloc)(l->system.user, bytes, 4096);         /* touched when used */
+    l->cache = (uint8_t *)ampi_memory_take(&l->system, bytes, 4096);         /* touched when used */
     if (l->cache != NULL) return AMP_OK;
     return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name, "%lld bytes for file contents; lower .cache_mb = %d",
                      (long long)l->cache_bytes, l->desc.cache_mb);
@@ -26229,14 +26651,7 @@ static void ampi_loader_object_release(ampi_object *object) {
     if (last) ampi_loader_free(l);
 }
 AMP_API void amp_loader_destroy(amp_loader *l) {
-    if (l == NULL || ampi_loader_elsewhere(l)) return;
-    if (ampi_loader_is_inside(l)) {
-        ampi_log(l->amp, AMP_LOG_ERROR, 1155,
-                 "amp_loader_destroy: a call of this loader has not returned from its callback, so the loader stays: "
-                 "destroy it after that call, or if an exception or longjmp left the callback, where you caught it");
-        return;
-    }
-    ampi_object_destroy(&l->object);
+    if (l != NULL && !ampi_loader_elsewhere(l)) ampi_object_end(&l->object, "amp_loader_destroy", AMPI_STACK);
 }
 
 /* ---- Creation */
@@ -27876,7 +28291,8 @@ static amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     int64_t done = 0, n = 1;
     if (!m->open) return AMP_OK;
     while (done < m->kept && n > 0) {
-        n = (s->file_write)(s->user, m->file, m->lines + done, (size_t)(m->kept - done), m->offset + done);
+        AMPI_CALLOUT("file_write", n = (s->file_write)(s->user, m->file, m->lines + done, (size_t)(m->kept - done),
+                                                     m->offset + done));
         if (n == -EINTR) n = 1;
         else if (n > 0) done += AMPI_MIN(n, m->kept - done);
     }
@@ -27922,7 +28338,7 @@ static amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     m->open = 1;
     AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
     if (!m->desc.append) return AMP_OK;
-    n = (s->file_size)(s->user, m->file);
+    n = ampi_file_size(s, m->file);
     if (n == -ESPIPE) n = 0;                    /* a device */
     m->offset = n;
     if (n > 0) n = ampi_read_fully(s, m->file, &last, 1, n - 1);
@@ -27995,7 +28411,7 @@ static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     if (m->n_marks == m->mark_capacity) AMPI_TRY(ampi_marks_grow(m));
     mark = ampi_mark_at(m, m->n_marks);
     if (mark->event != NULL) AMPI_TRY((backend->event_record)(dev, mark->event, stream));
-    mark->ns = (s->clock_ns)(s->user);
+    mark->ns = ampi_clock(s);
     mark->step = m->steps;
     mark->phase = phase;
     m->n_marks++;
@@ -28465,7 +28881,9 @@ static void ampi_monitor_stop(ampi_object *object) {
     if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s; the lines kept are lost", amp_last_error());
     ampi_monitor_free(m);
 }
-AMP_API void amp_monitor_destroy(amp_monitor *monitor) { if (monitor != NULL) ampi_object_destroy(&monitor->object); }
+AMP_API void amp_monitor_destroy(amp_monitor *monitor) {
+    if (monitor != NULL) ampi_object_end(&monitor->object, "amp_monitor_destroy", AMPI_STACK);
+}
 
 
 AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc) {
@@ -28538,7 +28956,7 @@ static void ampi_tensor_stats_stop(ampi_object *object) {
     if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
 AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats) {
-    if (stats != NULL) ampi_object_destroy(&stats->object);
+    if (stats != NULL) ampi_object_end(&stats->object, "amp_tensor_stats_destroy", AMPI_STACK);
 }
 
 static const ampi_field ampi_stats_fields[] = {
@@ -28960,7 +29378,7 @@ static void ampi_snapshot_destroy(ampi_snapshot *k) {
     int64_t i;
     if (k == NULL) return;
     s = ampi_context_system(k->amp);
-    for (i = 0; i < k->n_kept; i++) if (k->kept[i].copy != NULL) (s->free)(s->user, k->kept[i].copy, k->kept[i].bytes);
+    for (i = 0; i < k->n_kept; i++) if (k->kept[i].copy != NULL) ampi_memory_give(s, k->kept[i].copy, k->kept[i].bytes);
     ampi_free(s, k->params, k->capacity, sizeof *k->params);
     ampi_free(s, k->param_copies, k->capacity, sizeof *k->param_copies);
     ampi_free(s, k->kept, k->kept_capacity, sizeof *k->kept);
@@ -29052,7 +29470,7 @@ static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
     for (i = 0; i < k->desc.n_params; i++) ampi_snapshot_param(k, &k->desc.params[i]);
     if (o != NULL) ampi_snapshot_optimizer(k, o);
     for (i = 0; i < k->n_kept; i++) {           /* without ampi_alloc's zeros */
-        k->kept[i].copy = (s->alloc)(s->user, k->kept[i].bytes, 64);
+        k->kept[i].copy = ampi_memory_take(s, k->kept[i].bytes, 64);
         if (k->kept[i].copy == NULL)
             return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
     }
@@ -29264,10 +29682,15 @@ static amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int ref
 /* Calls a user function, outside any region or, if asked, inside one of the context's dtype.  Clears the last-error
    text first, closes regions it left open, and waits for the device. */
 static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, int region) {
-    int depth = ampi_regions_hide(amp), code = 0;
+    int depth = ampi_regions_hide(amp), code = 0, out;
     ampi_error_text[0] = 0;
     if (region) code = (int)amp_autocast_begin(amp, NULL);
-    if (code == 0) code = (call)(user, amp);
+    if (code == 0) {
+        out = ampi_callout_begin("a step or pass of the desc", AMPI_STACK);
+        ampi_callout_regions(out, depth);
+        code = call(user, amp);
+        ampi_callout_end(out);
+    }
     if (code == 0) code = (int)amp_sync(amp);
     ampi_regions_close(depth);
     return code;
@@ -29285,12 +29708,17 @@ typedef struct ampi_taped {
     amp_range *inputs; int64_t n;   /* of gradcheck: weights, then gradients */
 } ampi_taped;
 
+static amp_value ampi_taped_record(ampi_taped *w) {
+    amp_value loss;
+    AMPI_CALLOUT(".record", loss = (w->record)(w->user, w->tape));
+    return loss;
+}
 static amp_result ampi_taped_run(ampi_taped *w, const float *scale, int backward) {
     amp_context *amp = w->tape->object.amp;
     amp_value loss;
     amp_tensor t;
     AMPI_TRY(amp_tape_begin(w->tape, NULL));
-    loss = (w->record)(w->user, w->tape);
+    loss = ampi_taped_record(w);
     AMPI_TRY(backward ? amp_tape_backward(w->tape, loss, scale) : amp_tape_finish(w->tape));
     ampi_tape_unlive(w->tape);
     AMPI_TRY(amp_tape_tensor(w->tape, loss, &t));
@@ -29348,7 +29776,7 @@ static amp_result ampi_taped_params(ampi_taped *w, const char *f, amp_param **pa
     int depth = ampi_regions_hide(amp);
     int64_t bytes;
     amp_result result = amp_tape_begin(w->tape, NULL);
-    if (result == AMP_OK) result = amp_tape_plan(w->tape, (w->record)(w->user, w->tape), &bytes);
+    if (result == AMP_OK) result = amp_tape_plan(w->tape, ampi_taped_record(w), &bytes);
     if (result == AMP_OK) result = ampi_tape_model(w->tape, f, params, n);
     ampi_regions_close(depth);
     return ampi_as(f, result);
@@ -29394,9 +29822,9 @@ static amp_result ampi_taped_gradcheck(amp_context *amp, ampi_taped *w, amp_grad
 
 static void ampi_verify_step(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
-    int64_t begin = (s->clock_ns)(s->user);
+    int64_t begin = ampi_clock(s);
     v->code = ampi_call_host(v->amp, v->desc->step, v->desc->user, 0);
-    v->seconds = 1e-9 * (double)((s->clock_ns)(s->user) - begin);
+    v->seconds = 1e-9 * (double)(ampi_clock(s) - begin);
     v->code = ampi_ranks_code(v->amp, v->code);
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
 }
@@ -30900,10 +31328,10 @@ static int ampi_tune_steps(ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int i, code = 0;
     for (i = 0; i < n && code == 0; i++) {
-        int64_t begun = (s->clock_ns)(s->user);
+        int64_t begun = ampi_clock(s);
         code = t->desc.record != NULL ? ampi_call_host(t->amp, ampi_taped_step, &t->taped, 0)
                                       : ampi_call_host(t->amp, t->desc.step, t->desc.user, 0);
-        if (times != NULL) times[i] = (s->clock_ns)(s->user) - begun;
+        if (times != NULL) times[i] = ampi_clock(s) - begun;
     }
     return code;
 }
@@ -30987,7 +31415,7 @@ static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
     if (t->desc.prepare != NULL && t->prepared != batch) {
         depth = ampi_regions_hide(t->amp);
         ampi_error_text[0] = 0;
-        code = (t->desc.prepare)(t->desc.user, t->amp, batch);
+        AMPI_CALLOUT(".prepare", code = (t->desc.prepare)(t->desc.user, t->amp, batch));
         ampi_regions_close(depth);
         code = ampi_ranks_code(t->amp, code);
     }
@@ -31230,7 +31658,7 @@ static void ampi_adapt_stop(ampi_object *object) {
     if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
 AMP_API void amp_adapt_destroy(amp_adapt *adapt) {
-    if (adapt != NULL) ampi_object_destroy(&adapt->object);
+    if (adapt != NULL) ampi_object_end(&adapt->object, "amp_adapt_destroy", AMPI_STACK);
 }
 
 /* A place on the ladder; -1: none. */
@@ -31470,11 +31898,11 @@ static amp_result ampi_adapt_look_at(ampi_adapt_look *k) {
 }
 
 /* Notes the name by which the layer is overridden.  One that overrides match already, or that would match others, has
-   its dtype for good. */
+   its dtype for good.  Called with the lock held. */
 static void ampi_adapt_name(const amp_context *amp, ampi_adapt_layer *layer, const char *name) {
     if (layer->name[0] != 0 || layer->fixed) return;
     layer->fixed = name == NULL || strlen(name) >= sizeof layer->name || strpbrk(name, "*?") != NULL ||
-                   ampi_layer_dtype(amp, name) != AMP_DTYPE_DEFAULT;
+                   ampi_layer_found(amp, name) != AMP_DTYPE_DEFAULT;
     snprintf(layer->name, sizeof layer->name, "%s", name ? name : "?");
 }
 
@@ -32231,7 +32659,7 @@ struct amp_recovery {
 
 static void ampi_recovery_drop(ampi_recovery_point *p) {
     ampi_snapshot_destroy(p->training);
-    amp_state_destroy(p->host);
+    ampi_state_free(p->host);
     memset(p, 0, sizeof *p);
 }
 
@@ -32255,7 +32683,7 @@ static amp_result ampi_recovery_fill(const amp_recovery *r, ampi_recovery_point 
     if (d->save == NULL) return AMP_OK;
     AMPI_TRY(amp_state_create(&out->host, ampi_context_system(r->amp)));
     ampi_error_text[0] = 0;
-    code = (d->save)(d->user, out->host);
+    AMPI_CALLOUT("the recovery's save", code = (d->save)(d->user, out->host));
     return code != 0 ? ampi_host_failed("save", code) : AMP_OK;
 }
 
@@ -32271,7 +32699,7 @@ static amp_result ampi_recovery_restore(const amp_recovery *r, const ampi_recove
     AMPI_TRY(ampi_snapshot_rewind(p->training));
     if (p->host == NULL) return AMP_OK;
     ampi_error_text[0] = 0;
-    code = (r->desc.load)(r->desc.user, p->host);
+    AMPI_CALLOUT("the recovery's load", code = (r->desc.load)(r->desc.user, p->host));
     return code != 0 ? ampi_host_failed("load", code) : AMP_OK;
 }
 
@@ -32334,7 +32762,7 @@ static void ampi_recovery_stop(ampi_object *object) {
     if (r->desc.loader != NULL) ampi_object_let_go(&r->desc.loader->object);
 }
 AMP_API void amp_recovery_destroy(amp_recovery *recovery) {
-    if (recovery != NULL) ampi_object_destroy(&recovery->object);
+    if (recovery != NULL) ampi_object_end(&recovery->object, "amp_recovery_destroy", AMPI_STACK);
 }
 
 AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
@@ -32442,7 +32870,7 @@ static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     amp_recovery_event planned = *event;
     struct { amp_recovery_event event; double lr; } rule;       /* rank 0's */
     if (r->desc.policy == NULL) return 0;
-    (r->desc.policy)(r->desc.user, event);
+    AMPI_CALLOUT("the recovery's policy", (r->desc.policy)(r->desc.user, event));
     memset(&rule, 0, sizeof rule);
     rule.event = *event;
     rule.lr = r->desc.optimizer->desc.lr;

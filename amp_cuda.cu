@@ -6792,7 +6792,7 @@ amp_result ampc_gemm_fp8(ampc_device *dev, const amp_k_gemm &g, void *stream) {
 
 __global__ void __launch_bounds__(64) ampc_fp8_update_kernel(const __grid_constant__ amp_k_fp8_update u) {
     const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < u.n) ampi_fp8_update(&u, i);
+    if (i < u.n && ampi_fp8_is_due(&u, i)) ampi_fp8_update(&u, i, &u.slots[i], &u.amax[i]);
 }
 amp_result ampc_fp8_update(void *device, const amp_k_fp8_update *args, void *stream) {
     return ampc_launch((ampc_device *)device, "fp8_update", ampc_fp8_update_kernel, (unsigned)ampc_blocks(args->n, 64),

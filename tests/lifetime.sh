@@ -127,7 +127,7 @@ if have "${CXX:-g++}"; then
 else skip "C++ that throws" "no ${CXX:-g++}"; fi
 
 # An exception that leaves a loader's callback: the loader goes on, or is destroyed by its owner, as deep as it was made.
-cat > "$work/leaves.cpp" <<'END'
+cat > "$work/leaves_loader.cpp" <<'END'
 #include "amp.h"
 #include <stdexcept>
 static int left;
@@ -170,10 +170,59 @@ int main() {
 }
 END
 if have "${CXX:-g++}"; then
-    if ${CXX:-g++} -std=c++17 -O0 $flags -I. "$work/leaves.cpp" "$work/impl.o" -o "$work/leaves" -lm -lpthread 2> "$work/log"; then
-        check "an exception leaves a callback" timeout 20 "$work/leaves"
+    if ${CXX:-g++} -std=c++17 -O0 $flags -I. "$work/leaves_loader.cpp" "$work/impl.o" -o "$work/leaves_loader" -lm -lpthread 2> "$work/log"; then
+        check "an exception leaves a callback" timeout 20 "$work/leaves_loader"
     else fail "an exception leaves a callback" "$(grep -m 1 error "$work/log")"; fi
 else skip "an exception leaves a callback" "no ${CXX:-g++}"; fi
+# An exception that leaves a callback: the program that catches it goes on, and ends well.
+cat > "$work/leaves.cpp" <<'END'
+#include "amp.h"
+#include <cstdio>
+#include <stdexcept>
+static bool throwing;
+static amp_result forward(void *, const amp_custom_call *c) {
+    (void)amp_autocast_begin(c->amp, nullptr);
+    if (throwing) throw std::runtime_error("out of forward");
+    (void)amp_autocast_end(c->amp);
+    return amp_add(c->amp, &c->x[0], &c->x[0], &c->y);
+}
+static amp_result backward(void *, const amp_custom_call *c) { return amp_add(c->amp, &c->dy, &c->dy, &c->dx[0]); }
+static float numbers[64];
+static const int32_t labels[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+static amp_result step(amp_tape *tape, amp_param *w) {
+    amp_tensor x = amp_tensor2(numbers, AMP_F32, 8, 8);
+    amp_custom_op op = {};
+    op.forward = forward; op.backward = backward;
+    (void)amp_tape_begin(tape, nullptr);
+    amp_value h = amp_tape_linear(tape, amp_tape_input(tape, &x), w, nullptr, AMP_ACT_NONE);
+    h = amp_tape_custom(tape, &h, 1, &op);
+    return amp_tape_backward(tape, amp_tape_cross_entropy(tape, h, labels, nullptr), nullptr);
+}
+int main(int, char **argv) {
+    int caught = 0, wrong = 0;
+    amp_context *amp = nullptr; amp_model *model = nullptr; amp_tape *tape = nullptr; amp_optimizer *optimizer = nullptr;
+    amp_optimizer_desc d = {};
+    wrong += amp_open(&amp, nullptr) || amp_model_create(amp, &model, 1, 0) || amp_tape_create(amp, &tape, nullptr);
+    amp_param *w = amp_model_param(model, "w", 8, 8, AMP_INIT_NORMAL, 0.1);
+    wrong += amp_model_params(model, &d.params, &d.n_params) || amp_optimizer_create(amp, &optimizer, &d);
+    throwing = true;
+    try { (void)step(tape, w); } catch (const std::runtime_error &) { caught = 1; }
+    throwing = false;
+    if (argv[1][0] == '1')              /* goes on training, with no region left */
+        wrong += step(tape, w) || amp_step(optimizer, nullptr) || amp_autocast_active(amp, nullptr) ||
+                 amp_autocast_end(amp) != AMP_ERR_STATE;
+    amp_tape_destroy(tape); amp_optimizer_destroy(optimizer); amp_model_destroy(model); amp_close(amp);
+    if (wrong || !caught) std::printf("wrong: %s\n", amp_last_error());
+    return wrong || !caught;
+}
+END
+if have "${CXX:-g++}"; then
+    ${CXX:-g++} -std=c++17 -O0 $flags -I. "$work/leaves.cpp" "$work/impl.o" -o "$work/leaves" -lm -lpthread 2> "$work/log"
+    for on in 0 1; do
+        if "$work/leaves" $on > "$work/log" 2>&1 && ! [ -s "$work/log" ]; then pass
+        else fail "an exception that leaves a callback $on" "$(grep -m 3 'ERROR\|wrong\|#[0-3] ' "$work/log" || tail -n 2 "$work/log")"; fi
+    done
+fi
 
 cat > "$work/returns.c" <<'END'
 #include "amp.h"

@@ -507,7 +507,7 @@ CUDA_TEST(delayed_scaling) {
         delayed_records none = {}, found;
         delayed_records *records = (delayed_records *)s.put(&none, sizeof none);
         amp_k_fp8_update update = {};
-        update.slots = records->slots, update.n = 3, update.amax = records->amax, update.history = &records->history[0][0];
+        update.slots = records->slots, update.n = 3, update.due = 1, update.amax = records->amax, update.history = &records->history[0][0];
         update.length = 2, update.margin = 1, update.format[0] = update.format[1] = AMP_E4M3, update.format[2] = AMP_E5M2;
         void *a = s.room(SIDE * SIDE * 4), *b = s.put(hostile(SIDE * SIDE, 5, false)), *to = s.room(SIDE * SIDE * 4);
         for (int step = 0; step < 5; step++) {

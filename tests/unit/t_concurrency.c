@@ -709,6 +709,131 @@ TEST(regions_in_sixteen_threads) {
         for (int cleaned = 0; cleaned < 2; cleaned++) regions_in_16_threads(variant, cleaned);
 }
 
+/* ---- Models on one context, each trained by a thread of its own */
+
+enum { MODELS = 2, MODEL_STEPS = 8, WIDE = 16 };
+
+/* Two layers that the optimizer steps, and one between them that no optimizer has. */
+typedef struct pupil {
+    amp_context *amp;
+    amp_model *model;
+    amp_tape *tape;
+    amp_optimizer *optimizer;
+    amp_scaler *scaler;
+    amp_param *first, *last, frozen;
+    char name[3][16];
+    float between[WIDE * WIDE], x[MODEL_STEPS][WIDE * WIDE];
+    int32_t labels[WIDE];
+    int index, failed;
+    pthread_t id;
+} pupil;
+
+static void pupil_open(pupil *p, amp_context *amp, int index) {
+    amp_optimizer_desc d;
+    memset(p, 0, sizeof *p); memset(&d, 0, sizeof d);
+    p->amp = amp; p->index = index;
+    for (int i = 0; i < 3; i++) snprintf(p->name[i], sizeof p->name[i], "%d.%d", index, i);
+    for (int i = 0; i < WIDE * WIDE; i++) p->between[i] = amp_random_uniform(9, (uint64_t)i) - 0.5f;
+    for (int s = 0; s < MODEL_STEPS; s++)
+        for (int i = 0; i < WIDE * WIDE; i++) p->x[s][i] = (float)(1 + s % 3) * (amp_random_uniform((uint64_t)s, (uint64_t)i) - 0.5f);
+    for (int i = 0; i < WIDE; i++) p->labels[i] = i % 4;
+    p->failed += amp_model_create(amp, &p->model, 7, 0) != AMP_OK;
+    p->first = amp_model_param(p->model, p->name[0], WIDE, WIDE, AMP_INIT_NORMAL, 0.3);
+    p->last = amp_model_param(p->model, p->name[2], 4, WIDE, AMP_INIT_NORMAL, 0.3);
+    p->frozen.name = p->name[1];
+    p->frozen.weight = amp_tensor2(p->between, AMP_F32, WIDE, WIDE);
+    p->failed += amp_param_register(amp, &p->frozen, 1) != AMP_OK;
+    p->failed += amp_model_params(p->model, &d.params, &d.n_params) != AMP_OK;
+    d.lr = 0.02;
+    p->failed += amp_optimizer_create(amp, &p->optimizer, &d) != AMP_OK;
+    p->failed += amp_scaler_create(amp, &p->scaler, NULL) != AMP_OK || amp_tape_create(amp, &p->tape, NULL) != AMP_OK;
+}
+static void pupil_close(pupil *p) {
+    amp_tape_destroy(p->tape);
+    amp_scaler_destroy(p->scaler);
+    amp_optimizer_destroy(p->optimizer);
+    amp_param_forget(p->amp, &p->frozen, 1);
+    amp_model_destroy(p->model);
+}
+
+static void pupil_step(pupil *p, int step) {
+    amp_tensor x = amp_tensor2(p->x[step], AMP_F32, WIDE, WIDE);
+    amp_value h;
+    p->failed += amp_tape_begin(p->tape, NULL) != AMP_OK;
+    h = amp_tape_linear(p->tape, amp_tape_input(p->tape, &x), p->first, NULL, AMP_ACT_RELU);
+    h = amp_tape_linear(p->tape, h, &p->frozen, NULL, AMP_ACT_NONE);
+    h = amp_tape_linear(p->tape, h, p->last, NULL, AMP_ACT_NONE);
+    h = amp_tape_cross_entropy(p->tape, h, p->labels, NULL);
+    p->failed += amp_tape_backward(p->tape, h, amp_scaler_scale_ptr(p->scaler)) != AMP_OK;
+    p->failed += amp_step(p->optimizer, p->scaler) != AMP_OK;
+}
+static void *pupil_train(void *arg) {
+    for (int step = 0; step < MODEL_STEPS; step++) pupil_step((pupil *)arg, step);
+    return NULL;
+}
+
+/* Meanwhile someone asks for the status, and sets the dtype of a layer that nobody has. */
+static void *look_around(void *arg) {
+    cleaner *c = (cleaner *)arg;
+    for (int i = 0; !counted(&c->stop); i++) {
+        amp_status status;
+        c->wrong += amp_status_get(c->amp, NULL, 0, &status) != AMP_OK || status.fp8_tensors < 0;
+        c->wrong += amp_layer_override(c->amp, "nobody.*", i % 2 ? AMP_BF16 : AMP_DTYPE_DEFAULT) != AMP_OK;
+        sleep_ns(100000);
+    }
+    return NULL;
+}
+
+enum { ALONE, IN_TURNS, IN_THREADS };
+/* The first model's weights and the scale of the layer that no optimizer has, after training. */
+typedef struct taught { float first[WIDE * WIDE], last[4 * WIDE]; amp_fp8_stats between; } taught;
+
+static taught teach(amp_fp8_scaling scaling, int how) {
+    amp_desc desc = counted_desc();
+    pupil *p = (pupil *)calloc(MODELS, sizeof *p);
+    taught out;
+    cleaner c;
+    memset(&c, 0, sizeof c); memset(&out, 0, sizeof out);
+    desc.dtype = AMP_FP8; desc.fp8.scaling = scaling;
+    desc.logger.level = AMP_LOG_ERROR;
+    c.amp = open_counted(&desc);
+    for (int i = 0; i < MODELS; i++) pupil_open(&p[i], c.amp, i);
+    if (how == IN_THREADS) {
+        begin_schedule(77);
+        if (pthread_create(&c.id, NULL, look_around, &c) != 0) exit(2);
+        for (int i = 0; i < MODELS; i++) if (pthread_create(&p[i].id, NULL, pupil_train, &p[i]) != 0) exit(2);
+        for (int i = 0; i < MODELS; i++) pthread_join(p[i].id, NULL);
+        count(&c.stop, 1);
+        pthread_join(c.id, NULL);
+        begin_schedule(0);
+    } else
+        for (int step = 0; step < MODEL_STEPS; step++)
+            for (int i = 0; i < (how == ALONE ? 1 : MODELS); i++) pupil_step(&p[i], step);
+    memcpy(out.first, p[0].first->weight.data, sizeof out.first);
+    memcpy(out.last, p[0].last->weight.data, sizeof out.last);
+    CHECK_OK(amp_fp8_stats_get(c.amp, &p[0].frozen, AMP_FP8_X, &out.between));
+    for (int i = 0; i < MODELS; i++) { CHECK_EQ(p[i].failed, 0); pupil_close(&p[i]); }
+    CHECK_EQ(c.wrong, 0);
+    amp_close(c.amp);
+    free(p);
+    CHECK(nothing_left());
+    return out;
+}
+
+/* A step ends the step of its own model's tensors in fp8, whatever another model does meanwhile. */
+TEST(models_in_threads_train_as_alone) {
+    static const amp_fp8_scaling scalings[] = {AMP_FP8_CURRENT, AMP_FP8_DELAYED};
+    for (int s = 0; s < 2; s++) {
+        taught alone = teach(scalings[s], ALONE), turns = teach(scalings[s], IN_TURNS);
+        CHECK(memcmp(&alone, &turns, sizeof alone) == 0);
+        CHECK(alone.between.values == WIDE * WIDE && alone.between.updates == (s ? MODEL_STEPS : 0));
+        for (int run = 0; run < 3; run++) {
+            taught threads = teach(scalings[s], IN_THREADS);
+            CHECK_MSG(memcmp(&alone, &threads, sizeof alone) == 0, "scaling %d, run %d: other bits", s, run);
+        }
+    }
+}
+
 /* ---- Opening and closing */
 
 enum { FEATURES = SEQ, CLASSES = 5 };
@@ -997,7 +1122,8 @@ int main(int argc, char **argv) {
         find_expected();
     }
     RUN(loader_under_adversarial_schedules); RUN(stop_at_any_moment); RUN(destroy_while_a_call_waits);
-    RUN(regions_in_sixteen_threads); RUN(a_scale_read_in_four_threads); RUN(a_thousand_open_and_close_cycles); RUN(memory_is_flat);
+    RUN(regions_in_sixteen_threads); RUN(a_scale_read_in_four_threads);
+    RUN(models_in_threads_train_as_alone); RUN(a_thousand_open_and_close_cycles); RUN(memory_is_flat);
     if (!ampt.list) { remove(token_file); remove(log_file); remove(saved_file); rmdir(folder); }
     return TEST_END();
 }

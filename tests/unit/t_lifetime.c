@@ -2,6 +2,7 @@
  * objects and the context that they were created from; and that nothing of the host's runs under a lock. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
+#include <setjmp.h>
 #include <stdint.h>
 
 /* Locks that this thread holds. */
@@ -33,7 +34,15 @@ static int says(const char *words) { return strstr(amp_last_error(), words) != N
 
 static struct { int64_t calls, locked, live, wrong, lines; amp_context *from_within; char last[1024]; } host;
 static __thread int in_callback;
+static void (*visitor)(void);       /* what each callback does first, or NULL */
 
+static void visited(void) {
+    void (*visit)(void) = __atomic_load_n(&visitor, __ATOMIC_ACQUIRE);
+    if (visit == NULL || in_callback || locks_held > 0) return;
+    in_callback = 1;
+    visit();
+    in_callback = 0;
+}
 static void called(void) {
     amp_cache_info info;
     amp_memory_info memory;
@@ -49,32 +58,35 @@ static void called(void) {
     in_callback = 0;
 }
 
+/* A callback; the device's table is none. */
+static void entered(void) { visited(); called(); }
+
 static void *host_alloc(void *user, size_t size, size_t align) {
     void *ptr;
-    called();
+    entered();
     ptr = ampi_posix_alloc(user, size, align);
     if (ptr != NULL) __atomic_add_fetch(&host.live, (int64_t)size, __ATOMIC_RELAXED);
     return ptr;
 }
 static void host_free(void *user, void *ptr, size_t size) {
-    called();
+    entered();
     __atomic_sub_fetch(&host.live, (int64_t)size, __ATOMIC_RELAXED);
     ampi_posix_free(user, ptr, size);
 }
-static int host_open(void *user, const char *path, int for_writing, intptr_t *file) { called(); return ampi_posix_open(user, path, for_writing, file); }
-static int64_t host_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) { called(); return ampi_posix_read(user, file, buffer, bytes, offset); }
-static int64_t host_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) { called(); return ampi_posix_write(user, file, buffer, bytes, offset); }
-static int64_t host_size(void *user, intptr_t file) { called(); return ampi_posix_size(user, file); }
-static int host_sync(void *user, intptr_t file) { called(); return ampi_posix_sync(user, file); }
-static int host_close(void *user, intptr_t file) { called(); return ampi_posix_close(user, file); }
-static int host_start(void *user, void **thread, void (*run)(void *arg), void *arg) { called(); return ampi_posix_thread_start(user, thread, run, arg); }
-static int host_join(void *user, void *thread) { called(); return ampi_posix_thread_join(user, thread); }
-static int host_detach(void *user, void *thread) { called(); return ampi_posix_thread_detach(user, thread); }
-static int64_t host_clock(void *user) { called(); return ampi_posix_clock(user); }
+static int host_open(void *user, const char *path, int for_writing, intptr_t *file) { entered(); return ampi_posix_open(user, path, for_writing, file); }
+static int64_t host_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) { entered(); return ampi_posix_read(user, file, buffer, bytes, offset); }
+static int64_t host_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) { entered(); return ampi_posix_write(user, file, buffer, bytes, offset); }
+static int64_t host_size(void *user, intptr_t file) { entered(); return ampi_posix_size(user, file); }
+static int host_sync(void *user, intptr_t file) { entered(); return ampi_posix_sync(user, file); }
+static int host_close(void *user, intptr_t file) { entered(); return ampi_posix_close(user, file); }
+static int host_start(void *user, void **thread, void (*run)(void *arg), void *arg) { entered(); return ampi_posix_thread_start(user, thread, run, arg); }
+static int host_join(void *user, void *thread) { entered(); return ampi_posix_thread_join(user, thread); }
+static int host_detach(void *user, void *thread) { entered(); return ampi_posix_thread_detach(user, thread); }
+static int64_t host_clock(void *user) { entered(); return ampi_posix_clock(user); }
 static void host_log(void *user, amp_log_level level, int id, const char *text) {
     (void)user; (void)level; (void)id;
     static char writing;        /* any thread may log */
-    called();
+    entered();
     while (__atomic_test_and_set(&writing, __ATOMIC_ACQUIRE)) continue;
     snprintf(host.last + strlen(host.last), sizeof host.last - strlen(host.last), "%s\n", text);
     host.lines++;
@@ -82,7 +94,7 @@ static void host_log(void *user, amp_log_level level, int id, const char *text) 
 }
 static int host_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
     (void)user; (void)data; (void)count; (void)dtype; (void)op; (void)stream;
-    called();
+    entered();
     return 0;
 }
 
@@ -193,7 +205,7 @@ static char folder[] = "/tmp/t_lifetime_XXXXXX", log_file[64];
 
 static int read_sample(void *user, const amp_sample *sample, void *const *fields) {
     (void)user;
-    called();
+    entered();
     for (int j = 0; j < 4; j++) ((int32_t *)fields[0])[j] = ((int32_t *)fields[1])[j] = (int32_t)sample->sample + j;
     return 0;
 }
@@ -899,6 +911,269 @@ TEST(destroyed_in_any_order) {
     }
 }
 
+/* ---- Ending things from within callbacks: all calls in all places.  Each place makes every call, and goes on. */
+
+static struct {
+    net n;
+    amp_model *model; amp_tape *tape; amp_adapt *adapt; amp_state *state; amp_ranks *ranks;
+    amp_param *w; amp_optimizer *own;   /* of the tape's model */
+    int64_t wrong; int order;
+    char first[600], places[2048];      /* the first thing that went wrong; where callbacks said they were */
+    int32_t labels[ROWS];
+} site;
+
+/* One refusal, which is named; *place: from where it says it was called. */
+static void stayed(const char *function, char place[64]) {
+    char begin[80];
+    const char *at;
+    snprintf(begin, sizeof begin, " %s: called from within ", function);
+    at = strstr(amp_last_error(), begin);
+    if (at != NULL) {
+        snprintf(place, 64, "%.*s", (int)strcspn(at + strlen(begin), ","), at + strlen(begin));
+        ampi_error_text[0] = 0;
+        return;
+    }
+    if (__atomic_fetch_add(&site.wrong, 1, __ATOMIC_RELAXED) == 0)
+        snprintf(site.first, sizeof site.first, "%s in %s: %s", function, place, amp_last_error());
+}
+#define STAYS(function, object) do { function(object); stayed(#function, place); } while (0)
+static void end_everything(void) {
+    static char noting;         /* workers visit too */
+    char place[64] = "?", line[70], had[sizeof ampi_error_text];
+    amp_state *young = NULL;
+    memcpy(had, ampi_error_text, sizeof had);
+    ampi_error_text[0] = 0;
+    STAYS(amp_close, site.n.amp); STAYS(amp_loader_destroy, site.n.loader); STAYS(amp_recovery_destroy, site.n.recovery);
+    STAYS(amp_tensor_stats_destroy, site.n.numerics); STAYS(amp_monitor_destroy, site.n.monitor);
+    STAYS(amp_grad_set_destroy, site.n.set); STAYS(amp_scaler_destroy, site.n.scaler); STAYS(amp_optimizer_destroy, site.n.opt);
+    STAYS(amp_tape_destroy, site.tape); STAYS(amp_model_destroy, site.model); STAYS(amp_adapt_destroy, site.adapt);
+    STAYS(amp_state_destroy, site.state); STAYS(amp_ranks_destroy, site.ranks); STAYS(amp_optimizer_destroy, site.own);
+    if (amp_autocast_end(site.n.amp) != AMP_ERR_STATE || amp_recompute_end(site.n.amp) != AMP_ERR_STATE) stayed("amp_autocast_end", place);
+    ampi_error_text[0] = 0;
+    if (amp_state_create(&young, &site.n.amp->system) != AMP_OK) stayed("amp_state_create", place);
+    amp_state_destroy(young);   /* what is its own it may */
+    if (ampi_error_text[0] != 0) stayed("young", place);
+    snprintf(line, sizeof line, "%.60s\n", place);
+    while (__atomic_test_and_set(&noting, __ATOMIC_ACQUIRE)) continue;
+    if (strstr(site.places, line) == NULL) strncat(site.places, line, sizeof site.places - strlen(site.places) - 1);
+    __atomic_clear(&noting, __ATOMIC_RELEASE);
+    memcpy(ampi_error_text, had, sizeof had);
+}
+
+static amp_result site_forward(void *user, const amp_custom_call *c) {
+    (void)user;
+    entered();
+    if (visitor != NULL && (amp_step(site.own, NULL) != AMP_ERR_STATE || !says("within a tape that runs"))) site.wrong++;
+    return amp_add(c->amp, &c->x[0], &c->x[0], &c->y);
+}
+static amp_result site_backward(void *user, const amp_custom_call *c) {
+    (void)user;
+    entered();
+    if (visitor != NULL && (amp_optimizer_step(site.own, NULL) != AMP_ERR_STATE || !says("within a tape that runs"))) site.wrong++;
+    return amp_add(c->amp, &c->dy, &c->dy, &c->dx[0]);
+}
+static amp_result site_ready(void *user, amp_param *p) {
+    (void)user;
+    entered();
+    return p == site.w ? AMP_OK : AMP_ERR_RANGE;
+}
+static int site_save(void *user, amp_state *state) { (void)user; entered(); return (int)amp_state_put(state, "own", AMP_I32, site.labels, 1); }
+static int site_load(void *user, const amp_state *state) { (void)user; entered(); return (int)amp_state_get(state, "own", AMP_I32, site.labels, 1); }
+static void site_policy(void *user, amp_recovery_event *event) { (void)user; (void)event; entered(); }
+static int site_prepare(void *user, amp_context *amp, int64_t batch) { (void)user; (void)amp; (void)batch; entered(); return 0; }
+static int site_step(void *user, amp_context *amp) {
+    (void)user; (void)amp;
+    entered();
+    if (net_linear(&site.n, &site.n.p[0]) != AMP_OK) return 1;
+    return (int)amp_linear_backward(amp, &site.n.op);
+}
+static void site_parallel(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
+    (void)user;
+    entered();
+    for (int32_t i = 0; i < n; i++) run(arg, i);
+}
+static amp_value site_record(void *user, amp_tape *tape) {
+    static const amp_custom_op op = {.forward = site_forward, .backward = site_backward};
+    amp_tensor x = amp_tensor2(site.n.x, AMP_F32, ROWS, IN);
+    amp_value h;
+    if (user == NULL) entered();
+    h = amp_tape_linear(tape, amp_tape_input(tape, &x), site.w, NULL, AMP_ACT_NONE);
+    h = amp_tape_custom(tape, &h, 1, &op);
+    return amp_tape_cross_entropy(tape, h, site.labels, NULL);
+}
+
+static void site_open(int order) {
+    static const amp_dtype ladder[] = {AMP_FP8, AMP_BF16};
+    amp_desc d = watched_desc(1);
+    amp_tape_desc td;
+    amp_recovery_desc rd;
+    amp_adapt_desc ad;
+    amp_optimizer_desc od;
+    amp_ranks_desc ranks;
+    memset(&site, 0, sizeof site); memset(&td, 0, sizeof td); memset(&rd, 0, sizeof rd); memset(&ad, 0, sizeof ad);
+    memset(&od, 0, sizeof od); memset(&ranks, 0, sizeof ranks);
+    d.threads = 2;
+    d.parallel.parallel = site_parallel;
+    CHECK_OK(net_open(&site.n, &d, order ? 2 : AMP_NO_WORKERS));
+    amp_recovery_destroy(site.n.recovery);
+    rd.params = site.n.p; rd.n_params = LAYERS; rd.optimizer = site.n.opt; rd.scaler = site.n.scaler; rd.interval = 1;
+    rd.policy = site_policy; rd.save = site_save; rd.load = site_load;
+    CHECK_OK(amp_recovery_create(site.n.amp, &site.n.recovery, &rd));
+    CHECK_OK(amp_model_create(site.n.amp, &site.model, 1, 0));
+    site.w = amp_model_param(site.model, "own", OUT, IN, AMP_INIT_NORMAL, 0.1);
+    CHECK_OK(amp_model_params(site.model, &od.params, &od.n_params));
+    CHECK_OK(amp_optimizer_create(site.n.amp, &site.own, &od));
+    td.grad_ready = site_ready;
+    CHECK_OK(amp_tape_create(site.n.amp, &site.tape, &td));
+    ad.params = od.params; ad.n_params = od.n_params; ad.ladder = ladder; ad.n_ladder = 2;
+    CHECK_OK(amp_adapt_create(site.n.amp, &site.adapt, &ad));
+    CHECK_OK(amp_state_create(&site.state, &d.system));
+    ranks.world = 2;
+    CHECK_OK(amp_ranks_create(&site.ranks, &ranks));
+}
+static void site_close(void) {
+    amp_context *amp = site.n.amp;
+    amp_tape_destroy(site.tape);
+    amp_adapt_destroy(site.adapt);
+    amp_optimizer_destroy(site.own);
+    amp_model_destroy(site.model);
+    amp_ranks_destroy(site.ranks);
+    amp_state_destroy(site.state);
+    net_destroy(&site.n);
+    amp_close(amp);
+    CHECK_EQ(host.live, 0);
+}
+
+/* A step on the tape, by its two halves. */
+static void site_tape_step(void) {
+    amp_value loss;
+    CHECK_OK(amp_tape_begin(site.tape, NULL));
+    loss = site_record((void *)"quiet", site.tape);
+    CHECK_OK(amp_tape_backward(site.tape, loss, NULL));
+    CHECK_OK(amp_step(site.own, NULL));
+    CHECK_EQ(amp_autocast_active(site.n.amp, NULL), 0);
+}
+static void site_use(void) {
+    static float big[96 * 96], product[96 * 96];
+    static amp_verify_report verified;
+    static amp_tune_report tuned;
+    char path[80];
+    amp_verify_desc v;
+    amp_tune_desc t;
+    amp_step_record r;
+    amp_recovery_event event;
+    amp_state *back = NULL;
+    memset(&v, 0, sizeof v); memset(&t, 0, sizeof t); memset(&r, 0, sizeof r);
+    site_tape_step();
+    for (int i = 0; i < 3; i++) CHECK_OK(net_step(&site.n));
+    CHECK_OK(amp_gemm(site.n.amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 96, 96, 96, 1, big, 96, big, 96, 0, product, 96));
+    v.step = site_step; v.params = site.n.p; v.n_params = LAYERS;
+    CHECK_OK(amp_verify(site.n.amp, &v, &verified));
+    memset(&v, 0, sizeof v);
+    v.record = site_record;
+    CHECK_OK(amp_verify(site.n.amp, &v, &verified));
+    t.step = site_step; t.prepare = site_prepare; t.iterations = 1; t.warmup = 1;
+    CHECK_OK(amp_tune(site.n.amp, &t, &tuned));
+    r.anomaly = AMP_ANOMALY_LOSS; r.action = AMP_NAN_RECOVER; r.result.applied = 1; r.result.step = 99;
+    CHECK_OK(amp_recovery_step(site.n.recovery, &r, &event));
+    snprintf(path, sizeof path, "%s/site.state", folder);
+    CHECK_OK(amp_optimizer_save(site.n.opt, site.state, "optimizer"));
+    CHECK_OK(amp_state_save(site.state, path));
+    CHECK_OK(amp_state_load(&back, &site.state->system, path));
+    remove(path);
+    amp_state_destroy(back);
+    CHECK_OK(amp_loader_seek(site.n.loader, 0, 0));
+    site_tape_step();
+}
+
+TEST(nothing_is_ended_from_within) {
+    static const char *const places[] = {"the allocator", "the clock", "the logger", "the reducer", ".parallel", "file_open", "file_read",
+        "file_write", "file_size", "file_sync", "file_close", "a custom operator's forward", "a custom operator's backward", "grad_ready",
+        "the loader's read", "a step or pass of the desc", ".record", ".prepare", "the recovery's save", "the recovery's load",
+        "the recovery's policy"};
+    for (int workers = 0; workers < 2; workers++) {
+        site_open(workers);
+        __atomic_store_n(&visitor, end_everything, __ATOMIC_RELEASE);
+        site_use();
+        ampi_log(site.n.amp, AMP_LOG_WARNING, 1, "a line");
+        __atomic_store_n(&visitor, NULL, __ATOMIC_RELEASE);
+        CHECK_MSG(site.wrong == 0, "%d wrong, the first: %s", (int)site.wrong, site.first);
+        for (size_t i = 0; i < sizeof places / sizeof *places; i++)
+            CHECK_MSG(strstr(site.places, places[i]) != NULL, "nobody called from %s, but from\n%s", places[i], site.places);
+        CHECK_MSG(strstr(host.last, "amp_close: called from within ") != NULL, "%s", host.last);
+        site_use();             /* all of it still works */
+        site_close();
+    }
+}
+
+/* ---- A batch from within read, and other ways to wait for oneself */
+
+static amp_loader *own_loader;
+static int64_t refused_within;
+static int read_itself(void *user, const amp_sample *sample, void *const *fields) {
+    amp_batch batch;
+    (void)user;
+    ((int32_t *)fields[0])[0] = (int32_t)sample->sample;
+    while (__atomic_load_n(&own_loader, __ATOMIC_ACQUIRE) == NULL) sleep_ms(1);
+    if (amp_loader_next(own_loader, &batch) == AMP_ERR_STATE && says("amp_loader_next: called from within this loader's own read") &&
+        amp_loader_seek(own_loader, 0, 1) == AMP_ERR_STATE)
+        __atomic_add_fetch(&refused_within, 1, __ATOMIC_RELAXED);
+    amp_loader_destroy(own_loader);
+    return 0;
+}
+TEST(a_loader_called_from_its_own_read) {
+    for (int workers = 0; workers < 2; workers++) {
+        amp_desc d = watched_desc(1);
+        amp_context *amp = NULL;
+        amp_loader_desc ld;
+        amp_loader *l = NULL;
+        amp_source source;
+        amp_batch batch;
+        memset(&ld, 0, sizeof ld); memset(&source, 0, sizeof source);
+        source.read = read_itself; source.samples = 64; source.n_fields = 1;
+        source.fields[0].dtype = AMP_I32; source.fields[0].count = 1;
+        ld.source = &source; ld.batch = 4; ld.workers = workers ? 2 : AMP_NO_WORKERS;
+        own_loader = NULL; refused_within = 0;
+        CHECK_OK(amp_open(&amp, &d));
+        CHECK_OK(amp_loader_create(amp, &l, &ld));
+        __atomic_store_n(&own_loader, l, __ATOMIC_RELEASE);
+        for (int i = 0; i < 3; i++) CHECK_OK(amp_loader_next(l, &batch));
+        CHECK(__atomic_load_n(&refused_within, __ATOMIC_RELAXED) >= 12);
+        amp_loader_destroy(l);
+        amp_close(amp);
+        CHECK_EQ(host.live, 0);
+    }
+}
+
+/* ---- What longjmp leaves, like an exception: the call that it left is forgotten, and so are its regions */
+
+static jmp_buf out_of_it;
+static amp_result leaves(void *user, const amp_custom_call *c) {
+    (void)user;
+    (void)amp_autocast_begin(c->amp, NULL);
+    longjmp(out_of_it, 1);
+}
+TEST(a_callback_that_was_left) {
+    static const amp_custom_op op = {.forward = leaves, .backward = site_backward};
+    for (int goes_on = 0; goes_on < 2; goes_on++) {
+        volatile int left = 0;
+        amp_tensor x;
+        amp_value h;
+        site_open(0);
+        if (setjmp(out_of_it) == 0) {
+            CHECK_OK(amp_tape_begin(site.tape, NULL));
+            x = amp_tensor2(site.n.x, AMP_F32, ROWS, IN);
+            h = amp_tape_linear(site.tape, amp_tape_input(site.tape, &x), site.w, NULL, AMP_ACT_NONE);
+            h = amp_tape_custom(site.tape, &h, 1, &op);
+            (void)amp_tape_backward(site.tape, amp_tape_cross_entropy(site.tape, h, site.labels, NULL), NULL);
+        } else left = 1;
+        CHECK_MSG(left == 1, "%s", amp_last_error());
+        if (goes_on) { site_tape_step(); CHECK_EQ(ampi_thread.regions, 0); }
+        site_close();
+        CHECK_EQ(ampi_thread.n_out, 0);
+    }
+}
+
 /* A thread waits for a batch while the context closes: it is told, and goes on getting errors. */
 static int gate;
 static int read_behind_gate(void *user, const amp_sample *sample, void *const *fields) {
@@ -966,6 +1241,9 @@ int main(int argc, char **argv) {
     RUN(closing_with_live_objects);
     RUN(destroyed_in_any_order);
     RUN(closing_while_a_thread_takes_batches);
+    RUN(nothing_is_ended_from_within);
+    RUN(a_loader_called_from_its_own_read);
+    RUN(a_callback_that_was_left);
     if (!ampt.list) { remove(log_file); rmdir(folder); }
     return TEST_END();
 }

@@ -1086,7 +1086,7 @@ static amp_result own_refused(amp_custom_op call, int32_t n) {
 TEST(operators_of_the_host) {
     static const struct { int fail; amp_result result; const char *text; } failures[] = {
         {1, AMP_ERR_RANGE, "amp_alloc"}, {2, AMP_ERR_SOURCE, "returned 7777"}, {3, AMP_ERR_STATE, "still open"},
-        {4, AMP_ERR_STATE, "closed"}, {5, AMP_ERR_STATE, "is running"}};
+        {4, AMP_ERR_STATE, "did not open this region"}, {5, AMP_ERR_STATE, "is running"}};
     amp_autocast_desc inference = {.mode = AMP_MODE_INFERENCE};
     amp_memory_info before, after;
     amp_value loss;

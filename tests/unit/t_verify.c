@@ -357,7 +357,7 @@ TEST(failing_step) {
     r = verify(&a_model, BREAK_REGION);             /* with a region left open */
     check_row(&r, 0, AMP_VERDICT_PASS, "good");
     check_row(&r, 2, AMP_VERDICT_FAILED, "the step returned 77.");
-    CHECK(ampi_regions.n == 0 && amp_autocast_active(a_model.amp, NULL) == 0);
+    CHECK(ampi_thread.regions == 0 && amp_autocast_active(a_model.amp, NULL) == 0);
     close_model(&a_model);
 }
 
@@ -608,7 +608,7 @@ TEST(bad_input) {
     CHECK(strstr(amp_last_error(), "fails in fp32 already, with 301: AMP0301 step: no room for h") != NULL);
     a_model.broken = BREAK_REGION;
     REFUSED(d.allowance = 1, AMP_ERR_RANGE);
-    CHECK(strstr(amp_last_error(), "with 77") != NULL && ampi_regions.n == 0);
+    CHECK(strstr(amp_last_error(), "with 77") != NULL && ampi_thread.regions == 0);
     a_model.always = a_model.broken = 0;
     CHECK_EQ(r.n_rows, 77);
     CHECK_OK(amp_verify(a_model.amp, &good, &r));
@@ -918,7 +918,7 @@ TEST(gradcheck_failures) {
         before = add_hash(add_hash(1, a_scan.x, sizeof a_scan.x), a_scan.weight, sizeof a_scan.weight);
         CHECK_ERR(amp_gradcheck(a_scan.amp, &d, &r), cases[i].result);
         CHECK_MSG(strstr(amp_last_error(), cases[i].text) != NULL, "%s", amp_last_error());
-        CHECK(r.passed == 77 && ampi_regions.n == 0 && ampi_dtype(a_scan.amp) == AMP_F32);
+        CHECK(r.passed == 77 && ampi_thread.regions == 0 && ampi_dtype(a_scan.amp) == AMP_F32);
         CHECK(before == add_hash(add_hash(1, a_scan.x, sizeof a_scan.x), a_scan.weight, sizeof a_scan.weight));
         CHECK_EQ(a_scan.amp->random_offset, 0);
         amp_close(a_scan.amp);
