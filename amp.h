@@ -1319,10 +1319,8 @@ AMP_API amp_result amp_model_params(const amp_model *model, amp_param **params, 
 AMP_API amp_param *amp_model_find(const amp_model *model, const char *name);
 /* Bytes of weights and gradients; *elements of the weights, may be NULL. */
 AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements);
-/* Drops the gradients of all its parameters, as amp_optimizer_zero_grad does; optimizers of only such parameters begin
-   a new cycle.
-   Errors: as there, and AMP_ERR_STATE an optimizer that also has another model's parameters is in the middle of a
-   cycle, which cannot begin anew for this model alone; nothing was dropped then. */
+/* Drops the gradients of all its parameters, and calls amp_optimizer_zero_grad for the optimizers that have some.
+   Errors: AMP_ERR_STATE as there. */
 AMP_API amp_result amp_model_zero_grad(amp_model *model);
 /* frozen 1: parameters whose names match the pattern get no gradients; frozen 0: they get them again.
    Errors: AMP_ERR_NAME none matches. */
@@ -1849,7 +1847,7 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
      - for a batch that you give up after its backward: without a step the next backward adds, as in PyTorch.
    A captured graph may hold the call: what is captured after it overwrites in every launch.
    Ranks: every rank calls it at the same place.  Buckets that are on their way arrive first, and are dropped.
-   Errors: AMP_ERR_STATE a tape of this thread is between amp_tape_forward and backward; AMP_ERR_REDUCE. */
+   Errors: AMP_ERR_STATE a tape of this thread is between amp_tape_forward and backward. */
 AMP_API amp_result amp_optimizer_zero_grad(amp_optimizer *optimizer);
 /* Begins a new cycle: accumulated gradients are dropped. */
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation);
@@ -11427,9 +11425,9 @@ static void ampi_gradient_begin(amp_param *p, uint64_t scale) {
     p->scale = scale;
     p->writer = ampi_this_thread();
 }
-/* Whether a backward under this scale may add to a gradient, if it is live. */
+/* Whether a backward under this scale may add to a gradient, if it is live.  Trials' gradients are thrown away. */
 static amp_result ampi_gradient_joins(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
-    if (!p->grad_live || p->began == 0 || p->grad.data == NULL) return AMP_OK;
+    if (!p->grad_live || p->began == 0 || p->grad.data == NULL || amp->trials > 0) return AMP_OK;
     if (!ampi_is_later(__atomic_load_n(&amp->stepped, __ATOMIC_ACQUIRE), p->began) &&
         (p->scale == scale || p->scale == 0 || scale == 0))
         return AMP_OK;
@@ -16727,12 +16725,11 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 enum { AMPI_MODEL_NAME = 96, AMPI_MODEL_PARAMS = 4096 };
 
 /* An optimizer of parameters.  set: the weight from fp32 values, with all that is kept of it.  remainder: the lower 16
-   bits of a bf16 weight, in memory of the backend; NULL: none are kept.  zero: begins a cycle, if all its parameters
-   are among these n; if not, only some gradients are dropped, which it may refuse; act 0: only whether it does. */
+   bits of a bf16 weight, in memory of the backend; NULL: none are kept.  zero: drops gradients, and begins a cycle. */
 typedef struct ampi_keeper {
     amp_result (*set)(void *owner, amp_param *p, const float *values);
     const void *(*remainder)(const void *owner, const amp_param *p);
-    amp_result (*zero)(void *owner, const amp_param *params, int64_t n, int act);
+    amp_result (*zero)(void *owner);
 } ampi_keeper;
 
 /* What the library keeps of a parameter besides amp_param. */
@@ -19323,16 +19320,14 @@ static amp_result ampi_tape_is_whole(amp_context *amp, const char *function) {
 AMP_API amp_result amp_model_zero_grad(amp_model *model) {
     const char *f = "amp_model_zero_grad";
     int64_t i;
-    int act;
     AMPI_TRY(ampi_need_object(f, model, "model"));
     AMPI_TRY(ampi_tape_is_whole(model->object.amp, f));
-    for (act = 0; act < 2; act++)
-        for (i = 0; i < model->n; i++) {
-            const ampi_model_row *row = &model->rows[i];
-            if (row->keeper == NULL || (i > 0 && row[-1].keeper != NULL && row[-1].owner == row->owner)) continue;
-            AMPI_TRY(ampi_as(f, row->keeper->zero(row->owner, model->params, model->n, act)));
-        }
-    for (i = 0; i < model->n; i++) ampi_gradient_live(&model->params[i], 0);
+    for (i = 0; i < model->n; i++) {
+        const ampi_model_row *row = &model->rows[i];
+        ampi_gradient_live(&model->params[i], 0);
+        if (row->keeper == NULL || (i > 0 && row[-1].keeper != NULL && row[-1].owner == row->owner)) continue;
+        AMPI_TRY(ampi_as(f, row->keeper->zero(row->owner)));
+    }
     return AMP_OK;
 }
 /* What still uses the model's parameters, or NULL. */
@@ -22830,7 +22825,8 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
     return AMP_OK;
 }
 
-static amp_result ampi_optimizer_zero(amp_optimizer *o) {
+static amp_result ampi_optimizer_zero(void *owner) {
+    amp_optimizer *o = (amp_optimizer *)owner;
     if (o->set->buckets != NULL && o->set->buckets->ran) AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
     ampi_cycle_begin(o);
     return AMP_OK;
@@ -22913,21 +22909,7 @@ static const void *ampi_optimizer_remainder(const void *owner, const amp_param *
     for (i = 0; i < set->n && set->params[i] != p; i++) {}
     return i < set->n && ampi_has_remainder(&set->rows[i]) && !ampi_shards(set) ? set->rows[i].master : NULL;
 }
-/* A cycle that has gathered gradients of other parameters too cannot begin anew for these alone. */
-static amp_result ampi_optimizer_zero_some(void *owner, const amp_param *params, int64_t n, int act) {
-    amp_optimizer *o = (amp_optimizer *)owner;
-    const amp_param *other = NULL;
-    int64_t i;
-    for (i = 0; i < o->set->n && other == NULL; i++)
-        if (o->set->params[i] < params || o->set->params[i] >= params + n) other = o->set->params[i];
-    if (other == NULL) return act ? ampi_optimizer_zero(o) : AMP_OK;
-    if (o->micro == 0 && (o->set->buckets == NULL || !o->set->buckets->ran)) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, "amp_model_zero_grad",
-                     "an optimizer in the middle of a cycle also has %s, of another model: call "
-                     "amp_optimizer_zero_grad, which drops the gradients of both", other->name);
-}
-static const ampi_keeper ampi_optimizer_keeper = {ampi_optimizer_set, ampi_optimizer_remainder,
-                                                  ampi_optimizer_zero_some};
+static const ampi_keeper ampi_optimizer_keeper = {ampi_optimizer_set, ampi_optimizer_remainder, ampi_optimizer_zero};
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_result result = ampi_optimizer_create(amp, out, desc);
     if (result == AMP_OK) ampi_judge_gradients(amp, ampi_gradient_judge);
