@@ -1320,7 +1320,7 @@ AMP_API amp_param *amp_model_find(const amp_model *model, const char *name);
 /* Bytes of weights and gradients; *elements of the weights, may be NULL. */
 AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements);
 /* Drops the gradients of all its parameters, and calls amp_optimizer_zero_grad for the optimizers that have some.
-   Errors: AMP_ERR_STATE as there. */
+   Errors: as there. */
 AMP_API amp_result amp_model_zero_grad(amp_model *model);
 /* frozen 1: parameters whose names match the pattern get no gradients; frozen 0: they get them again.
    Errors: AMP_ERR_NAME none matches. */
@@ -1847,7 +1847,8 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
      - for a batch that you give up after its backward: without a step the next backward adds, as in PyTorch.
    A captured graph may hold the call: what is captured after it overwrites in every launch.
    Ranks: every rank calls it at the same place.  Buckets that are on their way arrive first, and are dropped.
-   Errors: AMP_ERR_STATE a tape of this thread is between amp_tape_forward and backward. */
+   Errors: AMP_ERR_STATE a tape of this thread is between amp_tape_forward and backward; AMP_ERR_REDUCE the buckets did
+   not arrive (the gradients are dropped). */
 AMP_API amp_result amp_optimizer_zero_grad(amp_optimizer *optimizer);
 /* Begins a new cycle: accumulated gradients are dropped. */
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation);
@@ -22802,35 +22803,31 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
     return AMP_OK;
 }
 
-/* Gradients are dropped: a cycle begins.  Nothing may be on its way to other ranks. */
-static void ampi_cycle_begin(amp_optimizer *o) {
+/* Gradients are dropped, and a cycle begins.  If some rank has sent buckets, a backward has run on all of them: then all
+   wait here for all buckets. */
+static amp_result ampi_optimizer_zero(void *owner) {
+    amp_optimizer *o = (amp_optimizer *)owner;
+    ampi_buckets *b = o->set->buckets;
+    amp_result result = b != NULL && b->ran ? ampi_buckets_give_up(b) : AMP_OK;
     int64_t i;
     o->micro = 0;
     for (i = 0; i < o->set->n; i++) ampi_gradient_live(o->set->params[i], 0);
     if (o->set->stage == AMPI_CHECKED) ampi_set_unlink(o->set);
+    return result;
 }
 
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation) {
-    amp_grad_set *set;
-    AMPI_TRY(ampi_need_object("amp_optimizer_set_accumulation", optimizer, "optimizer"));
+    const char *f = "amp_optimizer_set_accumulation";
+    AMPI_TRY(ampi_need_object(f, optimizer, "optimizer"));
     if (accumulation < 1)
-        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_accumulation", "accumulation = %d, must be 1 or more",
-                         accumulation);
-    set = optimizer->set;
-    AMPI_TRY(ampi_as("amp_optimizer_set_accumulation", ampi_buckets_give_up(set->buckets)));
-    if (accumulation != optimizer->desc.accumulation) set->agreed = AMPI_MIN(set->agreed, 1);
+        return ampi_fail(AMP_ERR_RANGE, f, "accumulation = %d, must be 1 or more", accumulation);
+    AMPI_TRY(ampi_as(f, ampi_optimizer_zero(optimizer)));
+    if (accumulation != optimizer->desc.accumulation) optimizer->set->agreed = AMPI_MIN(optimizer->set->agreed, 1);
     optimizer->desc.accumulation = accumulation;
-    ampi_cycle_begin(optimizer);
     ampi_settings_changed(optimizer->amp);
     return AMP_OK;
 }
 
-static amp_result ampi_optimizer_zero(void *owner) {
-    amp_optimizer *o = (amp_optimizer *)owner;
-    if (o->set->buckets != NULL && o->set->buckets->ran) AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
-    ampi_cycle_begin(o);
-    return AMP_OK;
-}
 AMP_API amp_result amp_optimizer_zero_grad(amp_optimizer *optimizer) {
     const char *f = "amp_optimizer_zero_grad";
     AMPI_TRY(ampi_need_object(f, optimizer, "optimizer"));
