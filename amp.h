@@ -166,11 +166,12 @@
        stored.  Backward comes after it and computes as forward did, which the op records: until then keep the op, and
        what it points to.
      6 Backward goes in reverse; a tape (>>tape) runs it for you.  The first backward after a step overwrites parameter
-       gradients, later ones add: one network with one optimizer never zeroes them.  Two cases need
-       amp_optimizer_zero_grad or amp_model_zero_grad.  In a GAN the generator's backward also writes the
-       discriminator's gradients: zero those before the discriminator's own backward, or freeze it meanwhile
-       (amp_model_freeze).  And for a batch that you give up after its backward.  A backward that would add to what
-       another optimizer's step left, or under another loss scale, is refused (AMP_ERR_STATE).
+       gradients, later ones add: one network with one optimizer never zeroes them.  amp_optimizer_zero_grad or
+       amp_model_zero_grad is needed for a batch that you give up after its backward, and for two networks.  The
+       backward of a GAN's generator also writes the discriminator's gradients: drop them before the discriminator's
+       own backward, or freeze the discriminator meanwhile (amp_model_freeze).  A backward that would add to what
+       another optimizer's step left behind, or to another loss scale, is refused (WHAT BACKWARD ADDS TO, in
+       >>gradients).
        dx is overwritten; where a tensor has two uses, add: amp_add.
      7 fp16 needs a scaler, which scales not the loss but its gradient: .grad_scale.  amp_step(optimizer, scaler) is
        unscale_, clip_grad_norm_, step and update, and skips the step if gradients are infinite or NaN.  With an
@@ -1011,7 +1012,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
    where its operator says so, by the same view with equal element sizes.
    All return AMP_ERR_RANGE for bad numbers and for a struct that was not zeroed, AMP_ERR_SHAPE, AMP_ERR_DTYPE,
    AMP_ERR_CONFLICT for operands that share memory, and AMP_ERR_MEMORY without scratch memory; backward AMP_ERR_STATE
-   if forward has not run. */
+   if forward has not run, or where WHAT BACKWARD ADDS TO (>>gradients) forbids to add. */
 
 /* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out]. */
 typedef struct amp_linear_op {
@@ -1870,8 +1871,9 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 /* Averages the gradients by `accumulation` times ranks, clips them and steps; the scale stays.  Checks first if
    amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count stay.  scaler
    NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward overwrites gradients.
-   Errors: AMP_ERR_STATE another scaler uses the set, or a tape of this thread is between amp_tape_forward and backward,
-   AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
+   Errors: AMP_ERR_STATE another scaler uses the set, a tape of this thread is between amp_tape_forward and backward, or
+   your kernels added (amp_param_accumulate) where WHAT BACKWARD ADDS TO forbids it; AMP_ERR_GRAD_16BIT,
+   AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
    scaler may be NULL.  Errors: as above, and AMP_ERR_STATE the set was checked before the cycle's last micro-batch. */
@@ -20054,25 +20056,30 @@ static amp_scaler *ampi_enabled(amp_scaler *scaler) {
 static int ampi_has_param(const amp_optimizer *o, const amp_param *p) {
     return p >= o->desc.params && p < o->desc.params + o->desc.n_params;
 }
-/* Whether, on one thread with this gradient, an optimizer without it has stepped since it began, and nothing says that
-   its sum shall go on: no .accumulation of its own optimizer.  What nobody ever takes may have any value. */
-static int ampi_gradient_left(amp_context *amp, const amp_param *p) {
-    const uint64_t me = ampi_this_thread();
-    int here = p->writer != me || __atomic_load_n(&amp->stepper, __ATOMIC_RELAXED) == me;
-    int taken = p->taken > 0, sums = 0;
+/* What decides about adding to a gradient.  taken: an optimizer or the host's code takes it; else it may have any
+   value.  sums: its optimizer wants sums over several backwards.  left: an optimizer without it has stepped since it
+   began, and not beside it on a thread of its own. */
+typedef struct ampi_life { int taken, sums, left; } ampi_life;
+static ampi_life ampi_gradient_life(amp_context *amp, const amp_param *p) {
+    const uint64_t me = ampi_this_thread(), last = __atomic_load_n(&amp->stepped, __ATOMIC_ACQUIRE);
     const ampi_object *object;
+    ampi_life life;
+    int here = p->writer != me || __atomic_load_n(&amp->stepper, __ATOMIC_RELAXED) == me;
+    life.taken = p->taken > 0;
+    life.sums = 0;
     ampi_lock(amp);
     for (object = amp->objects; object != NULL; object = object->next) {
         const amp_optimizer *o = (const amp_optimizer *)(const void *)object;
         if (strcmp(object->kind, "optimizer") != 0) continue;
         if (ampi_has_param(o, p)) {
-            taken = 1;
-            sums |= o->desc.accumulation > 1;
+            life.taken = 1;
+            life.sums |= o->desc.accumulation > 1;
         } else if (__atomic_load_n(&o->stepper, __ATOMIC_RELAXED) == me)
             here |= ampi_is_later(__atomic_load_n(&o->stepped, __ATOMIC_ACQUIRE), p->began);
     }
     ampi_unlock(amp);
-    return here && taken && !sums;
+    life.left = here && ampi_is_later(last, p->began);
+    return life;
 }
 static amp_result ampi_gradient_refuse(const char *function, const amp_param *p, const char *why) {
     return ampi_fail(AMP_ERR_STATE, function,
@@ -20081,15 +20088,16 @@ static amp_result ampi_gradient_refuse(const char *function, const amp_param *p,
                      "gradients add up over several backwards (.accumulation of its optimizer)", p->name, why);
 }
 static amp_result ampi_gradient_judge(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
-    if (ampi_is_later(__atomic_load_n(&amp->stepped, __ATOMIC_ACQUIRE), p->began)) {
-        if (ampi_gradient_left(amp, p))
-            return ampi_gradient_refuse(function, p, "which was there already when an optimizer without this parameter "
-                                                     "stepped");
-        p->began = ampi_serial();
-    }
-    if (p->scale == scale || p->scale == 0 || scale == 0) return AMP_OK;
-    return ampi_gradient_refuse(function, p, "which carries another loss scale: another scaler's, or the same before "
-                                             "its update");
+    ampi_life life = ampi_gradient_life(amp, p);
+    if (life.taken && life.left && !life.sums)
+        return ampi_gradient_refuse(function, p, "which was there already when an optimizer without this parameter "
+                                                 "stepped");
+    if (life.taken && p->scale != scale && p->scale != 0 && scale != 0)
+        return ampi_gradient_refuse(function, p, "which carries another loss scale: another scaler's, or the same "
+                                                 "before its update");
+    p->began = ampi_serial();       /* until the next step there is nothing to decide */
+    if (!life.taken) p->scale = scale;
+    return AMP_OK;
 }
 /* The same for what the host's kernels have added, when its optimizer steps. */
 static amp_result ampi_check_by_hand(const char *function, const amp_optimizer *o) {
@@ -20097,8 +20105,8 @@ static amp_result ampi_check_by_hand(const char *function, const amp_optimizer *
     int64_t i;
     for (i = 0; i < o->set->n && o->desc.accumulation == 1; i++) {
         const amp_param *p = o->set->params[i];
-        if (p->by_hand == 0 || !p->grad_live || p->began == 0 || !ampi_is_later(stepped, p->began)) continue;
-        if (p->added != 0 && ampi_is_later(p->added, stepped) && ampi_gradient_left(o->amp, p))
+        if (p->by_hand == 0 || !p->grad_live || p->began == 0 || p->added == 0) continue;
+        if (ampi_is_later(p->added, stepped) && ampi_gradient_life(o->amp, p).left)
             return ampi_gradient_refuse(function, p, "as amp_param_accumulate said, and that was there already when an "
                                                      "optimizer without this parameter stepped");
     }
@@ -22803,8 +22811,8 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
     return AMP_OK;
 }
 
-/* Gradients are dropped, and a cycle begins.  If some rank has sent buckets, a backward has run on all of them: then all
-   wait here for all buckets. */
+/* Gradients are dropped, and a cycle begins.  If some rank has sent buckets, a backward has run on all of them: then
+   all wait here for all buckets. */
 static amp_result ampi_optimizer_zero(void *owner) {
     amp_optimizer *o = (amp_optimizer *)owner;
     ampi_buckets *b = o->set->buckets;
@@ -22819,8 +22827,7 @@ static amp_result ampi_optimizer_zero(void *owner) {
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation) {
     const char *f = "amp_optimizer_set_accumulation";
     AMPI_TRY(ampi_need_object(f, optimizer, "optimizer"));
-    if (accumulation < 1)
-        return ampi_fail(AMP_ERR_RANGE, f, "accumulation = %d, must be 1 or more", accumulation);
+    if (accumulation < 1) return ampi_fail(AMP_ERR_RANGE, f, "accumulation = %d, must be 1 or more", accumulation);
     AMPI_TRY(ampi_as(f, ampi_optimizer_zero(optimizer)));
     if (accumulation != optimizer->desc.accumulation) optimizer->set->agreed = AMPI_MIN(optimizer->set->agreed, 1);
     optimizer->desc.accumulation = accumulation;
@@ -22906,7 +22913,9 @@ static const void *ampi_optimizer_remainder(const void *owner, const amp_param *
     for (i = 0; i < set->n && set->params[i] != p; i++) {}
     return i < set->n && ampi_has_remainder(&set->rows[i]) && !ampi_shards(set) ? set->rows[i].master : NULL;
 }
-static const ampi_keeper ampi_optimizer_keeper = {ampi_optimizer_set, ampi_optimizer_remainder, ampi_optimizer_zero};
+static const ampi_keeper ampi_optimizer_keeper = {
+    ampi_optimizer_set, ampi_optimizer_remainder, ampi_optimizer_zero
+};
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_result result = ampi_optimizer_create(amp, out, desc);
     if (result == AMP_OK) ampi_judge_gradients(amp, ampi_gradient_judge);

@@ -2581,6 +2581,7 @@ static amp_result leave_y(void *user, const amp_custom_call *call) { (void)user;
 TEST(sums_that_are_meant_pass) {
     amp_optimizer *halves[2];
     amp_optimizer_desc o = {.kind = AMP_SGD, .lr = 0.1, .n_params = 3};
+    amp_scaler *scaler;
     gan_open(2);
     for (int i = 0; i < 4; i++) {                                   /* two micro-batches per step of the discriminator */
         if (i % 2 == 0) CHECK_OK(amp_model_zero_grad(gan.d));
@@ -2608,11 +2609,13 @@ TEST(sums_that_are_meant_pass) {
         CHECK_OK(amp_step(halves[!(i & 1)], NULL));
     }
     amp_optimizer_destroy(halves[1]);                               /* the other half is in no optimizer now */
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
     for (int i = 0; i < 3; i++) {
         CHECK_OK(amp_tape_begin(tape, NULL));
-        CHECK_OK(amp_tape_backward(tape, mlp_loss(AMP_ACT_RELU), NULL));
-        CHECK_OK(amp_step(halves[0], NULL));
+        CHECK_OK(amp_tape_backward(tape, mlp_loss(AMP_ACT_RELU), amp_scaler_scale_ptr(scaler)));
+        CHECK_OK(amp_step(halves[0], scaler));
     }
+    amp_scaler_destroy(scaler);
     for (int i = 0; i < 2; i++) {                                   /* but b3 in the host's */
         b3->grad_live = 0;
         CHECK_OK(amp_tape_begin(tape, NULL));
