@@ -170,9 +170,8 @@
        amp_model_zero_grad is needed for a batch that you give up after its backward, and for two networks.  The
        backward of a GAN's generator also writes the discriminator's gradients: drop them before the discriminator's
        own backward, or freeze the discriminator meanwhile (amp_model_freeze).  A backward that would add to what
-       another optimizer's step left behind, or to another loss scale, is refused (WHAT BACKWARD ADDS TO, in
-       >>gradients).
-       dx is overwritten; where a tensor has two uses, add: amp_add.
+       another optimizer's step left behind, or to a gradient under another loss scale, is refused (WHAT BACKWARD ADDS
+       TO, in >>gradients).  dx is overwritten; where a tensor has two uses, add: amp_add.
      7 fp16 needs a scaler, which scales not the loss but its gradient: .grad_scale.  amp_step(optimizer, scaler) is
        unscale_, clip_grad_norm_, step and update, and skips the step if gradients are infinite or NaN.  With an
        optimizer of your own: amp_scaler_unscale(scaler, ranges, n, &apply).
@@ -230,9 +229,9 @@
        >>autocast   amp_autocast_begin _end _active _decide _compute _result _cast _input _output, amp_recompute_begin
                     _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear amp_fp8_save
        >>operators  those above, amp_random_save
-       >>tape       amp_model_create _param _zero_grad and its kin, amp_tensor_create, amp_tape_create _begin
-                    _backward _finish _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time
-                    and kin, operators
+       >>tape       amp_model_create _param _zero_grad and their kin, amp_tensor_create, amp_tape_create _begin
+                    _backward _finish _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time and
+                    kin, operators
        >>gradients  amp_params_broadcast, amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale
                     _check _update _update_with _get _set_scale _rescale _save, amp_grad_set_create _stats _device
                     _apply _save _restore, amp_optimizer_create _step _zero_grad _set_lr _set_clip _set_accumulation
@@ -358,6 +357,10 @@ extern "C" {
 /* ==== 1 >>base ====
    Result codes, the last-error text, the log, and the table of system calls. */
 
+/* Why this thread's last failing call failed, in one line: number, function, field, value, what is allowed.
+   "" before the first failure; valid until the next one on this thread. */
+AMP_API const char *amp_last_error(void);
+
 /* X(name, number, text, hint).  1xx arguments, 2xx numerics, 3xx memory and threads, 4xx files and data,
    5xx devices. */
 #define AMP_RESULTS(X) \
@@ -406,9 +409,6 @@ typedef enum amp_result {
 /* A result in words, and what to do about it: constant strings; "unknown result" and "" for any other number. */
 AMP_API const char *amp_result_text(amp_result result);
 AMP_API const char *amp_result_hint(amp_result result);
-/* Why this thread's last failing call failed, in one line: number, function, field, value, what is allowed.
-   "" before the first failure; valid until the next one on this thread. */
-AMP_API const char *amp_last_error(void);
 /* AMP_VERSION of the linked implementation. */
 AMP_API int amp_version(void);
 
