@@ -165,8 +165,13 @@
      5 A region, from amp_autocast_begin to amp_autocast_end, sets what operators compute in, however their operands are
        stored.  Backward comes after it and computes as forward did, which the op records: until then keep the op, and
        what it points to.
-     6 Backward goes in reverse; a tape (>>tape) runs it for you.  Never zero parameter gradients: the first backward
-       after a step overwrites them, later ones add.  dx is overwritten; where a tensor has two uses, add: amp_add.
+     6 Backward goes in reverse; a tape (>>tape) runs it for you.  The first backward after a step overwrites parameter
+       gradients, later ones add: one network with one optimizer never zeroes them.  amp_optimizer_zero_grad or
+       amp_model_zero_grad is needed for a batch that you give up after its backward, and for two networks.  The
+       backward of a GAN's generator also writes the discriminator's gradients: drop them before the discriminator's
+       own backward, or freeze the discriminator meanwhile (amp_model_freeze).  A backward that would add to what
+       another optimizer's step left behind, or to a gradient under another loss scale, is refused (WHAT BACKWARD ADDS
+       TO, in >>gradients).  dx is overwritten; where a tensor has two uses, add: amp_add.
      7 fp16 needs a scaler, which scales not the loss but its gradient: .grad_scale.  amp_step(optimizer, scaler) is
        unscale_, clip_grad_norm_, step and update, and skips the step if gradients are infinite or NaN.  With an
        optimizer of your own: amp_scaler_unscale(scaler, ranges, n, &apply).
@@ -225,12 +230,14 @@
        >>autocast   amp_autocast_begin _end _active _decide _compute _result _cast _input _output, amp_recompute_begin
                     _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear amp_fp8_save
        >>operators  those above, amp_random_save
-       >>tape       amp_model_create _param and its kin, amp_tensor_create, amp_tape_create _begin _backward _finish
-                    _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time and kin, operators
+       >>tape       amp_model_create _param _zero_grad and their kin, amp_tensor_create, amp_tape_create _begin
+                    _backward _finish _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time and
+                    kin, operators
        >>gradients  amp_params_broadcast, amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale
                     _check _update _update_with _found _get _set_scale _rescale _save, amp_grad_set_create _stats
-                    _device _apply _save _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation
-                    _set_weight _save, amp_state_save_ranks _load_ranks, amp_schedule_lr, amp_graph_begin _end _launch
+                    _device _apply _save _restore, amp_optimizer_create _step _zero_grad _set_lr _set_clip
+                    _set_accumulation _set_weight _bytes _save, amp_state_save_ranks _load_ranks, amp_schedule_lr,
+                    amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
        >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text, amp_status_get,
                     amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step _find, amp_profile_push
@@ -351,6 +358,11 @@ extern "C" {
 /* ==== 1 >>base ====
    Result codes, the last-error text, the log, and the table of system calls. */
 
+/* Why this thread's last failing call failed, in one line of UTF-8: number, function, field, value, what is allowed.
+   Control characters, for example of a path, are shown as "?", as they are in the log and in names within texts.
+   "" before the first failure; valid until the next one on this thread. */
+AMP_API const char *amp_last_error(void);
+
 /* X(name, number, text, hint).  1xx arguments, 2xx numerics, 3xx memory and threads, 4xx files and data,
    5xx devices. */
 #define AMP_RESULTS(X) \
@@ -399,10 +411,6 @@ typedef enum amp_result {
 /* A result in words, and what to do about it: constant strings; "unknown result" and "" for any other number. */
 AMP_API const char *amp_result_text(amp_result result);
 AMP_API const char *amp_result_hint(amp_result result);
-/* Why this thread's last failing call failed, in one line of UTF-8: number, function, field, value, what is allowed.
-   Control characters, say of a path, are shown as "?"; so they are in the log and in names in texts.  ""
-   before the first failure; valid until the next one on this thread. */
-AMP_API const char *amp_last_error(void);
 /* AMP_VERSION of the linked implementation. */
 AMP_API int amp_version(void);
 
@@ -549,10 +557,14 @@ typedef struct amp_param {
     uint64_t id;                /* from amp_param_register, unique across contexts; 0: never cached */
     uint64_t version;           /* of the weight's value */
     uint64_t last_used[2];      /* 1 + the version that the last forward [0] and backward [1] used */
-    int32_t grad_live;          /* 0: the next backward overwrites grad; 1: it adds */
+    int32_t grad_live;          /* 0: the next backward overwrites grad; 1: it adds, see WHAT BACKWARD ADDS TO */
     int32_t embedding;          /* 1: a table of embeddings; AMP_MOMENTS_8BIT leaves its moments in fp32 */
     uint64_t context;           /* serial number of the context it is registered with */
     const void *place; int64_t by_hand;     /* its address when registered; amp_param_accumulate since the last step */
+    /* Of a live gradient: when a backward began it (0: not known), under which loss scale, on which thread; when
+       amp_param_accumulate last let your kernel add to it; and how often your code, not the library, took it. */
+    uint64_t began, scale, writer, added;
+    int64_t taken;
 } amp_param;
 
 /* Which keys j a query sees.  Query i is at position i + keys - queries, so the last query and the last key align. */
@@ -820,7 +832,8 @@ AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n);
 /* Call it after changing a weight yourself: drops its cached casts. */
 AMP_API void amp_param_changed(amp_param *param);
 /* For your own backward kernels: 1 if the gradient must be added to param->grad, 0 if it overwrites it.
-   Marks the gradient as live. */
+   Marks the gradient as live.  It cannot refuse to add to what another optimizer's step left behind, as operators do:
+   the next step of the parameter's own optimizer does, before it changes anything. */
 AMP_API int32_t amp_param_accumulate(amp_param *param);
 /* The dtype to store a weight in at this context's level. */
 AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm);
@@ -1020,7 +1033,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
    where its operator says so, by the same view with equal element sizes.
    All return AMP_ERR_RANGE for bad numbers and for a struct that was not zeroed, AMP_ERR_SHAPE, AMP_ERR_DTYPE,
    AMP_ERR_CONFLICT for operands that share memory, and AMP_ERR_MEMORY without scratch memory; backward AMP_ERR_STATE
-   if forward has not run. */
+   if forward has not run, or where WHAT BACKWARD ADDS TO (>>gradients) forbids to add. */
 
 /* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out]. */
 typedef struct amp_linear_op {
@@ -1335,6 +1348,9 @@ AMP_API amp_result amp_model_params(const amp_model *model, amp_param **params, 
 AMP_API amp_param *amp_model_find(const amp_model *model, const char *name);
 /* Bytes of weights and gradients; *elements of the weights, may be NULL. */
 AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements);
+/* Drops the gradients of all its parameters, and calls amp_optimizer_zero_grad for the optimizers that have some.
+   Errors: as there. */
+AMP_API amp_result amp_model_zero_grad(amp_model *model);
 /* frozen 1: parameters whose names match the pattern get no gradients; frozen 0: they get them again.
    Errors: AMP_ERR_NAME none matches; the text has the nearest name. */
 AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen);
@@ -1392,9 +1408,10 @@ AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *regio
 /* Runs what was recorded, then backward from loss: a loss, or a sum or multiple of losses.  grad_scale: the device
    address of the factor that gradients start from, as in amp_cross_entropy_op; NULL: 1.  Parameter gradients are added
    to as usual.  Ends the region, on failure too.  After a failure gradients that were not live before the step are not;
-   sums over several steps are unfinished: start them over (grad_live = 0).
+   sums over several steps are unfinished: start them over (amp_optimizer_zero_grad).
    Errors: what failed first; AMP_ERR_STATE not recording (twice, say), another thread's tape, an inner region is still
-   open, or recorded in inference mode; AMP_ERR_SHAPE not a loss; AMP_ERR_CONFLICT no parameter reaches the loss;
+   open, recorded in inference mode, or it would add to a gradient that WHAT BACKWARD ADDS TO (>>gradients) forbids,
+   which it finds before it runs; AMP_ERR_SHAPE not a loss; AMP_ERR_CONFLICT no parameter reaches the loss;
    AMP_ERR_MEMORY also .memory_budget is less than the least that is possible, which the text has; AMP_ERR_SOURCE a
    callback's result that is no amp_result. */
 AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale);
@@ -1533,7 +1550,19 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    training step is three calls, or amp_step for all of them; none waits for the device:
        amp_scaler_check      looks for infinities and NaN, takes the norm; optional: the next call does it if needed
        amp_optimizer_step    new weights, unless something was infinite or NaN
-       amp_scaler_update     new scale, once per step */
+       amp_scaler_update     new scale, once per step
+
+   WHAT BACKWARD ADDS TO     The first backward after a step overwrites a gradient; later ones add to it, until the
+   parameter's optimizer steps or amp_optimizer_zero_grad, amp_model_zero_grad or amp_model_freeze drops it.  Adding is
+   refused with AMP_ERR_STATE and the parameter's name where the sum would be wrong:
+     - An optimizer without this parameter has stepped since the gradient began, and the parameter's own optimizer has
+       .accumulation 1.  The gradient is then most often what the other optimizer's backward left behind.
+     - It carries another loss scale: that of another scaler, or of the same one before an update or
+       amp_scaler_set_scale.  This holds with .accumulation too, so an optimizer that accumulates while others step
+       needs a scaler of its own.  (A scaler with .frozen, or disabled, keeps its scale.)
+   What to do: drop the gradient first, freeze its model in the other backward, or set .accumulation.  Not refused: one
+   backward for several optimizers; several backwards, then one step; parameters that no optimizer has and whose
+   gradients your code never took (by grad_live = 0); optimizers that other threads step. */
 
 /* ---- Gradient sets, of parameters or of your own arrays.
 
@@ -1851,6 +1880,17 @@ AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
 /* From the next check on; 0: no clipping. */
 AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm);
+/* Drops the gradients of its parameters, as PyTorch's zero_grad(set_to_none=True): the next backward overwrites them,
+   and a parameter that no backward reaches then rests in the step.  Nothing is written.  In the middle of an
+   accumulation cycle it drops what the cycle has gathered, and begins a new one; what amp_scaler_check found is dropped
+   too.  One network with one optimizer never needs it, as the first backward after a step overwrites anyway.  Call it
+     - where another network's backward also writes these gradients: before their own backward (a GAN's discriminator),
+     - for a batch that you give up after its backward: without a step the next backward adds, as in PyTorch.
+   A captured graph may hold the call: what is captured after it overwrites in every launch.
+   Ranks: every rank calls it at the same place.  Buckets that are on their way arrive first, and are dropped.
+   Errors: AMP_ERR_STATE a tape of this thread is between amp_tape_forward and backward; AMP_ERR_REDUCE the buckets did
+   not arrive (the gradients are dropped). */
+AMP_API amp_result amp_optimizer_zero_grad(amp_optimizer *optimizer);
 /* Begins a new cycle: accumulated gradients are dropped. */
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation);
 /* Makes masters from the weights again, after you loaded some, and drops their cached casts. */
@@ -1871,8 +1911,9 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 /* Averages the gradients by `accumulation` times ranks, clips them and steps; the scale stays.  Checks first if
    amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count stay.  scaler
    NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward overwrites gradients.
-   Errors: AMP_ERR_STATE another scaler uses the set, or a tape of this thread is between amp_tape_forward and backward
-   or is running (in grad_ready: unless all gradients of this optimizer were told), AMP_ERR_GRAD_16BIT,
+   Errors: AMP_ERR_STATE another scaler uses the set, a tape of this thread is between amp_tape_forward and backward or
+   is running (in grad_ready: unless all gradients of this optimizer were told), or your kernels added
+   (amp_param_accumulate) where WHAT BACKWARD ADDS TO forbids it; AMP_ERR_GRAD_16BIT,
    AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
@@ -11522,6 +11563,13 @@ typedef struct ampi_mask_entry {
    created with it last, or NULL. */
 typedef struct ampi_known { amp_param *param; uint64_t id, captured; const void *stepper; } ampi_known;
 
+/* A loss scale, for gradients to remember which one they carry: where backward reads it, and an id that is new whenever
+   its value may be.  AMPI_UNSCALED: it is 1.  0 for an id: not known. */
+typedef struct ampi_scale { struct ampi_scale *next; const float *at; uint64_t id; } ampi_scale;
+enum { AMPI_UNSCALED = 1 };
+/* Decides about a backward that adds to a gradient after an optimizer's step, or under another loss scale. */
+typedef amp_result (*ampi_judge)(amp_context *amp, const char *function, amp_param *p, uint64_t scale);
+
 /* Everything created from a context begins with this.  Closing the context stops live objects, newest first: their
    calls are errors from then on, and destroying them frees the rest.  An object stays while others refer to it. */
 /* What a section below is told of gradients: before an operator adds to one, which it may refuse, and after. */
@@ -11609,6 +11657,10 @@ struct amp_context {
     pthread_key_t thread_key; int has_key;
     ampi_gradient_watch *watches;   /* who is told of gradients; changed with the lock held, and atomically */
     int32_t gathers;                /* how many of them have weights on their way, or not whole; atomic */
+    ampi_scale *scales;             /* of scalers; changed with the lock held, the head also atomically */
+    /* how often some scale changed; the last step of an optimizer: when, on which thread; all atomic */
+    uint64_t rescaled, stepped, stepper;
+    ampi_judge judge;               /* set with the first optimizer or scaler, atomically */
     ampi_listener listeners[AMPI_LISTENERS];        /* one per section; changed with the lock held, and atomically */
     ampi_observer observer; void *observing;        /* of layers' products; NULL: none.  Whose it is */
     int trials;                     /* amp_verify and its kin, whose products are not shown */
@@ -11777,21 +11829,90 @@ static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 #endif
+/* Scales: a scaler enters its own, says when its value may have changed, and takes it away.  id: AMPI_UNSCALED, one
+   that it had before, or 0 for a new one. */
+static void ampi_scale_moved(amp_context *amp, ampi_scale *s, uint64_t id) {
+    pthread_mutex_lock(&amp->lock);
+    s->id = id != 0 ? id : ampi_serial();
+    pthread_mutex_unlock(&amp->lock);
+    __atomic_add_fetch(&amp->rescaled, 1, __ATOMIC_RELEASE);
+}
+static void ampi_scale_enter(amp_context *amp, ampi_scale *s, const float *at, uint64_t id) {
+    s->at = at;
+    ampi_scale_moved(amp, s, id);
+    pthread_mutex_lock(&amp->lock);
+    s->next = amp->scales;
+    __atomic_store_n(&amp->scales, s, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&amp->lock);
+}
+static void ampi_scale_leave(amp_context *amp, const ampi_scale *s) {
+    ampi_scale **link = &amp->scales;
+    pthread_mutex_lock(&amp->lock);
+    while (*link != NULL && *link != s) link = &(*link)->next;
+    if (*link != NULL) __atomic_store_n(link, s->next, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&amp->lock);
+}
+/* The id of the scale that a loss reads at this address; of a factor of the host's own nothing is known. */
+static uint64_t ampi_scale_at(amp_context *amp, const float *at) {
+    const ampi_scale *s;
+    uint64_t id = 0;
+    if (at == NULL) return AMPI_UNSCALED;
+    if (__atomic_load_n(&amp->scales, __ATOMIC_ACQUIRE) == NULL) return 0;
+    pthread_mutex_lock(&amp->lock);
+    for (s = amp->scales; s != NULL && s->at != at; s = s->next) {}
+    if (s != NULL) id = s->id;
+    pthread_mutex_unlock(&amp->lock);
+    return id;
+}
+static uint64_t ampi_rescaled(const amp_context *amp) { return __atomic_load_n(&amp->rescaled, __ATOMIC_ACQUIRE); }
+
+/* Serials as times, and a number of this thread. */
+static int ampi_is_later(uint64_t a, uint64_t b) { return (int64_t)((a - b) << 1) > 0; }
+static uint64_t ampi_this_thread(void) { return (uint64_t)(uintptr_t)ampi_error_text; }
+/* An optimizer has stepped: returns when. */
+static uint64_t ampi_step_noted(amp_context *amp) {
+    uint64_t now = ampi_serial();
+    __atomic_store_n(&amp->stepper, ampi_this_thread(), __ATOMIC_RELAXED);
+    __atomic_store_n(&amp->stepped, now, __ATOMIC_RELEASE);
+    return now;
+}
+static void ampi_judge_gradients(amp_context *amp, ampi_judge judge) {
+    __atomic_store_n(&amp->judge, judge, __ATOMIC_RELEASE);
+}
+
 /* 1: no step has used the gradient yet, and the next backward adds to it; 0: it overwrites it. */
 static void ampi_gradient_live(amp_param *p, int live) {
     if (p == NULL || (live && p->grad.data == NULL)) return;
+    if (!live || !p->grad_live) p->began = 0;
     p->grad_live = live;
-    if (!live) p->by_hand = 0;
+    if (!live) { p->by_hand = 0; p->taken = 0; }
+}
+/* A backward, which overwrites what was there, begins a gradient under this scale. */
+static void ampi_gradient_begin(amp_param *p, uint64_t scale) {
+    p->taken += p->began != 0;
+    p->grad_live = 1;
+    p->began = ampi_serial();
+    p->scale = scale;
+    p->writer = ampi_this_thread();
+}
+/* Whether a backward under this scale may add to a gradient, if it is live.  Trials' gradients are thrown away. */
+static amp_result ampi_gradient_joins(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
+    if (!p->grad_live || p->began == 0 || p->grad.data == NULL || amp->trials > 0) return AMP_OK;
+    if (!ampi_is_later(__atomic_load_n(&amp->stepped, __ATOMIC_ACQUIRE), p->began) &&
+        (p->scale == scale || p->scale == 0 || scale == 0))
+        return AMP_OK;
+    return __atomic_load_n(&amp->judge, __ATOMIC_ACQUIRE)(amp, function, p, scale);
 }
 /* Whether an operator may add to a gradient now, and that it has. */
-static amp_result ampi_gradient_open(amp_context *amp, const char *function, const amp_param *p) {
+static amp_result ampi_gradient_open(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
-    for (; w != NULL && p != NULL && p->grad.data != NULL; w = w->next) AMPI_TRY((w->open)(w, function, p));
-    return AMP_OK;
+    if (p == NULL || p->grad.data == NULL) return AMP_OK;
+    for (; w != NULL; w = w->next) AMPI_TRY((w->open)(w, function, p));
+    return ampi_gradient_joins(amp, function, p, scale);
 }
-static void ampi_gradient_added(amp_context *amp, amp_param *p) {
+static void ampi_gradient_added(amp_context *amp, amp_param *p, uint64_t scale) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
-    ampi_gradient_live(p, 1);
+    if (p != NULL && p->grad.data != NULL && !p->grad_live) ampi_gradient_begin(p, scale);
     for (; w != NULL && p != NULL && p->grad.data != NULL && amp->trials == 0; w = w->next) (w->added)(w, p);
 }
 #if !defined(AMP_NO_CARE) || !defined(AMP_NO_WATCH)
@@ -11827,7 +11948,7 @@ static int ampi_live_gradients(amp_context *amp, int clear) {
     int64_t i, live = 0;
     for (i = 0; i < amp->n_params; i++) {
         live += amp->params[i].param->grad_live != 0;
-        if (clear) amp->params[i].param->grad_live = 0;
+        if (clear) ampi_gradient_live(amp->params[i].param, 0);
     }
     return live > 0;
 }
@@ -13080,7 +13201,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp->backend = amp->desc.backend;
     amp->product.batch = 1;
     amp->product.a_dtype = amp->product.b_dtype = amp->product.c_dtype = AMP_F32;
-    amp->serial = amp->decisions = ampi_serial();
+    amp->serial = amp->decisions = amp->stepped = ampi_serial();
     amp->holders = 1;
     amp->process = getpid();
     amp->opener = pthread_self();
@@ -13551,8 +13672,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
         p->context = amp->serial;
         p->place = p;
         p->version = 1;
-        p->grad_live = 0;
-        p->by_hand = 0;
+        ampi_gradient_live(p, 0);
         amp->params[amp->n_params].captured = p->version;
         amp->params[amp->n_params].stepper = NULL;
         amp->params[amp->n_params].param = p;
@@ -13595,7 +13715,8 @@ AMP_API int32_t amp_param_accumulate(amp_param *param) {
     int32_t add;
     if (param == NULL) return 0;
     add = param->grad_live;
-    param->grad_live = 1;
+    if (add) param->added = ampi_serial();
+    else ampi_gradient_begin(param, 0);
     param->by_hand++;
     return add;
 }
@@ -14000,12 +14121,38 @@ enum { AMPI_REGION_DEPTH = 32 };
 enum { AMPI_RECOMPUTES = 1, AMPI_REPLAYS = 2 };
 typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
-/* This thread's stack of regions, ampi_thread.regions high, and amp_gemm's last plan with its `decisions` (0: none). */
+/* What gradients are multiplied by after this thread's last loss: the context's serial and ampi_rescaled then, and the
+   scale's id.  open: no operator has added to a gradient since. */
+typedef struct ampi_seed { uint64_t context, rescaled, scale; int open; } ampi_seed;
+
+/* This thread's stack of regions, ampi_thread.regions high, amp_gemm's last plan with its `decisions` (0: none), and
+   the last loss. */
 static AMPI_THREAD_LOCAL struct {
     ampi_region at[AMPI_REGION_DEPTH];
     uint64_t decided;
     amp_plan gemm;
+    ampi_seed seed;
 } ampi_regions;
+
+/* A loss starts its gradient from the number at this address.  After two losses under different scales it is not known
+   whose backward comes first. */
+static void ampi_seed_set(amp_context *amp, const float *at) {
+    ampi_seed *s = &ampi_regions.seed, now;
+    now.context = amp->serial;
+    now.rescaled = ampi_rescaled(amp);
+    now.scale = ampi_scale_at(amp, at);
+    now.open = 1;
+    if (s->open && s->context == now.context && s->rescaled == now.rescaled && s->scale != now.scale) now.scale = 0;
+    *s = now;
+}
+/* The id of the scale that this thread's backward runs under, for gradients that it adds to now; 0: not known. */
+static uint64_t ampi_seed_scale(const amp_context *amp) {
+    ampi_seed *s = &ampi_regions.seed;
+    s->open = 0;
+    return s->context == amp->serial && s->rescaled == ampi_rescaled(amp) ? s->scale : 0;
+}
+/* Before a backward whose losses are all its own. */
+static void ampi_seed_forget(void) { ampi_regions.seed.open = 0; }
 
 /* This context's innermost entry and its settings; NULL: none. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
@@ -15801,7 +15948,7 @@ static amp_k_column_sum ampi_dbias_args(const amp_param *bias, const amp_mat *dy
 static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_column_sum *s) {
     if (s->out == NULL) return AMP_OK;
     AMPI_TRY((amp->backend->column_sum)(amp->dev, s, amp->desc.stream));
-    ampi_gradient_added(amp, bias);
+    ampi_gradient_added(amp, bias, ampi_seed_scale(amp));
     return AMP_OK;
 }
 
@@ -15839,8 +15986,8 @@ static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op
     if (c->pre) AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, c->pre, "pre", &op->dy, "dy"));
     if (c->gemms[0].c) {
         AMPI_TRY(ampi_product_run(amp, f, &c->gemms[0], c->in[0]));
-        ampi_gradient_added(amp, op->weight);
-        ampi_gradient_added(amp, c->along);
+        ampi_gradient_added(amp, op->weight, ampi_seed_scale(amp));
+        ampi_gradient_added(amp, c->along, ampi_seed_scale(amp));
     }
     AMPI_TRY(ampi_dbias(amp, op->bias, &c->sum));
     if (c->gemms[1].c == NULL) return AMP_OK;
@@ -15875,8 +16022,8 @@ AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) {
     AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_linear_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
-    AMPI_TRY(ampi_gradient_open(amp, f, op->weight));
-    AMPI_TRY(ampi_gradient_open(amp, f, op->bias));
+    AMPI_TRY(ampi_gradient_open(amp, f, op->weight, ampi_seed_scale(amp)));
+    AMPI_TRY(ampi_gradient_open(amp, f, op->bias, ampi_seed_scale(amp)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &y, &dy));
@@ -16652,7 +16799,11 @@ static amp_result ampi_cross_entropy_run(ampi_call *c, const amp_k_cross_entropy
     return ampi_fail(AMP_ERR_LABEL, c->f, ".labels[%d] = %d, must be 0 to %lld or ignore_index %d", c->bad - 1,
                      k->labels[c->bad - 1], (long long)k->classes - 1, k->ignore_index);
 }
-static amp_result ampi_cross_entropy_kernel(ampi_call *c) { return ampi_cross_entropy_run(c, &c->k.cross_entropy); }
+static amp_result ampi_cross_entropy_kernel(ampi_call *c) {
+    const amp_k_cross_entropy *k = &c->k.cross_entropy;
+    if (k->dlogits.data != NULL && c->plan.mode != AMP_MODE_INFERENCE) ampi_seed_set(c->amp, k->grad_scale);
+    return ampi_cross_entropy_run(c, k);
+}
 
 static amp_result ampi_mse_prepare(ampi_call *c) {
     const amp_mse_op *op = (const amp_mse_op *)c->op;
@@ -16679,6 +16830,7 @@ static amp_result ampi_mse_prepare(ampi_call *c) {
 }
 
 static amp_result ampi_mse_kernel(ampi_call *c) {
+    if (c->k.mse.dx != NULL && c->plan.mode != AMP_MODE_INFERENCE) ampi_seed_set(c->amp, c->k.mse.grad_scale);
     return (c->amp->backend->mse)(c->amp->dev, &c->k.mse, c->amp->desc.stream);
 }
 
@@ -16893,6 +17045,7 @@ static amp_result ampi_linear_cross_entropy_kernel(ampi_call *c) {
     const amp_linear_cross_entropy_op *op = (const amp_linear_cross_entropy_op *)c->op;
     int gradient = c->plan.mode != AMP_MODE_INFERENCE &&
                    (op->dx.data != NULL || ampi_wants_grad(op->weight) || ampi_wants_grad(op->bias));
+    uint64_t scale = gradient ? ampi_scale_at(c->amp, op->grad_scale) : 0;
     ampi_chunks s;
     amp_result result;
     int i;
@@ -16901,7 +17054,8 @@ static amp_result ampi_linear_cross_entropy_kernel(ampi_call *c) {
     s.loss.spoil = 1;
     s.loss.batch = s.loss.logits.rows;
     s.rows = c->k.linear_loss.x.rows;
-    for (i = 0; i < 2 && gradient; i++) AMPI_TRY(ampi_gradient_open(c->amp, c->f, c->params[i]));
+    if (gradient) ampi_seed_set(c->amp, op->grad_scale);
+    for (i = 0; i < 2 && gradient; i++) AMPI_TRY(ampi_gradient_open(c->amp, c->f, c->params[i], scale));
     result = ampi_chunks_place(c, &s, op->chunk, gradient);
     if (result == AMP_OK) result = ampi_chunks_products(c, &s, op->layer, gradient);
     if (result == AMP_OK) result = ampi_chunks_run(c, &s);
@@ -16909,7 +17063,7 @@ static amp_result ampi_linear_cross_entropy_kernel(ampi_call *c) {
     for (i = 0; i < 3; i++) ampi_product_done(c->amp, s.in[i]);
     for (i = 0; i < 2; i++) {
         ampi_cache_put(c->amp, s.held[i]);
-        if (result == AMP_OK && gradient) ampi_gradient_added(c->amp, c->params[i]);
+        if (result == AMP_OK && gradient) ampi_gradient_added(c->amp, c->params[i], scale);
     }
     ampi_scratch_release(c->amp, s.memory, s.bytes);
     return result;
@@ -17140,7 +17294,7 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
         if (row->params[i]) memcpy(&c.params[i], (char *)op + row->params[i], sizeof *c.params);
         AMPI_TRY(ampi_check_known(amp, f, c.params[i]));
     }
-    for (i = 0; i < 2 && backward; i++) AMPI_TRY(ampi_gradient_open(amp, f, c.params[i]));
+    for (i = 0; i < 2 && backward; i++) AMPI_TRY(ampi_gradient_open(amp, f, c.params[i], ampi_seed_scale(amp)));
     if (backward) AMPI_TRY(ampi_check_plan(f, plan));
     AMPI_TRY((row->prepare)(&c));
     AMPI_TRY(ampi_check_places(f, &c.at));
@@ -17150,7 +17304,7 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
                                    c.inputs[1], ampi_versions(c.params[0], c.params[1]), plan, &c.plan));
     AMPI_TRY(ampi_as(f, (row->kernel)(&c)));
     if (!backward) *plan = c.plan;
-    for (i = 0; i < 2 && backward; i++) ampi_gradient_added(amp, c.params[i]);
+    for (i = 0; i < 2 && backward; i++) ampi_gradient_added(amp, c.params[i], ampi_seed_scale(amp));
     return AMP_OK;
 }
 
@@ -17294,10 +17448,11 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 enum { AMPI_MODEL_NAME = 96, AMPI_MODEL_PARAMS = 4096 };
 
 /* An optimizer of parameters.  set: the weight from fp32 values, with all that is kept of it.  remainder: the lower 16
-   bits of a bf16 weight, in memory of the backend; NULL: none are kept. */
+   bits of a bf16 weight, in memory of the backend; NULL: none are kept.  zero: drops gradients, and begins a cycle. */
 typedef struct ampi_keeper {
     amp_result (*set)(void *owner, amp_param *p, const float *values);
     const void *(*remainder)(const void *owner, const amp_param *p);
+    amp_result (*zero)(void *owner);
 } ampi_keeper;
 
 /* What the library keeps of a parameter besides amp_param. */
@@ -17874,7 +18029,7 @@ struct ampi_node {
     amp_tensor y;                   /* shape, dtype, of a view also strides; data once compiled */
     const void *data;               /* of an input */
     int32_t keep;                   /* 1: amp_tape_keep was called in this step */
-    int32_t live[2];                /* grad_live of params when the call was recorded */
+    int32_t live[2];                /* grad_live of params before the run */
     int32_t norm;                   /* of an add: the norm that does it */
     int32_t stretch;                /* that is computed again: the call's, or what a budget chose */
     int32_t grad, dx[AMPI_TAPE_INPUTS];     /* slabs of its gradient, and what it contributes to its inputs' */
@@ -18389,7 +18544,6 @@ static amp_result ampi_tape_record(amp_tape *t, ampi_call_key *key, const amp_va
     if (t->fresh) AMPI_TRY(ampi_tape_new_node(t, key, n));
     else t->same++;
     n->keep = 0;
-    for (i = 0; i < 2; i++) n->live[i] = key->params[i] != NULL && key->params[i]->grad_live;
     t->n++;
     if (t->fresh && row->bytes) memcpy(&n->op, &key->layer, sizeof key->layer);
     return AMP_OK;
@@ -19531,13 +19685,14 @@ static amp_result ampi_run_plain(amp_tape *t, ampi_node *n, int backward) {
 static int ampi_is_result(amp_result result) { return strcmp(amp_result_text(result), "unknown result") != 0; }
 
 /* A callback runs as outside of the tape, in this region.  What it returns, and regions that it left, are checked. */
-typedef struct ampi_callback { int depth, out; ampi_region replays; } ampi_callback;
+typedef struct ampi_callback { int depth, out; ampi_region replays; ampi_seed seed; } ampi_callback;
 static ampi_callback ampi_callback_begin(const amp_autocast_desc *region, const char *what, uintptr_t here) {
     ampi_callback c;
     c.out = ampi_callout_begin(what, here);
     c.depth = ampi_thread.regions;
     ampi_callout_regions(c.out, c.depth - 1);
     c.replays = ampi_regions.at[c.depth - 1];
+    c.seed = ampi_regions.seed;
     ampi_regions.at[c.depth - 1].desc = *region;
     ampi_regions.at[c.depth - 1].recompute = 0;
     ampi_regions.decided = 0;
@@ -19554,6 +19709,7 @@ static amp_result ampi_callback_end(const ampi_callback *c, const char *f, const
     while (ampi_thread.regions > c->depth) ampi_region_drop();
     ampi_regions.at[c->depth - 1] = c->replays;
     ampi_regions.decided = 0;
+    ampi_regions.seed = c->seed;
     if (result == AMP_OK && left == c->depth) return AMP_OK;
     if (result == AMP_OK) {
         result = AMP_ERR_STATE;
@@ -19566,10 +19722,12 @@ static amp_result ampi_callback_end(const ampi_callback *c, const char *f, const
 /* In a region like the one it was recorded in, whose decisions it makes. */
 static amp_result ampi_run_custom(amp_tape *t, ampi_node *n, int backward) {
     const amp_custom_op *op = &n->op.custom.op;
+    const uint64_t scale = backward ? ampi_seed_scale(t->object.amp) : 0;
     amp_custom_call call;
     ampi_callback callback;
     amp_result result;
     int k;
+    if (backward) AMPI_TRY(ampi_gradient_open(t->object.amp, "amp_tape_custom", op->weight, scale));
     memset(&call, 0, sizeof call);
     call.amp = t->object.amp;
     call.plan = n->key.plan;
@@ -19582,6 +19740,7 @@ static amp_result ampi_run_custom(amp_tape *t, ampi_node *n, int backward) {
     callback = ampi_callback_begin(&n->op.custom.region, backward ? "a custom operator's backward"
                                                                   : "a custom operator's forward", AMPI_STACK);
     result = backward ? (op->backward)(op->user, &call) : (op->forward)(op->user, &call);
+    if (backward && op->weight != NULL && op->weight->scale == 0) op->weight->scale = scale;
     return ampi_callback_end(&callback, "amp_tape_custom", ampi_node_layer(n), backward ? "backward" : "forward",
                              result);
 }
@@ -19766,11 +19925,29 @@ static amp_result ampi_tape_ensure(amp_tape *t, int32_t loss) {
     return AMP_OK;
 }
 
+/* Notes which gradients are live.  Those that backward would add to and must not are refused before anything runs. */
+static amp_result ampi_tape_admit(amp_tape *t, const char *f, const float *grad_scale) {
+    uint64_t scale = ampi_scale_at(t->object.amp, grad_scale);
+    int64_t i;
+    int k;
+    for (i = 0; i < t->n; i++)
+        for (k = 0; k < 2; k++) {
+            ampi_node *n = &t->nodes[i];
+            amp_param *p = n->key.params[k];
+            n->live[k] = p != NULL && p->grad_live;
+            if (n->live[k] && n->wants && (n->key.trains >> k & 1))
+                AMPI_TRY(ampi_gradient_joins(t->object.amp, f, p, scale));
+        }
+    ampi_seed_forget();
+    return AMP_OK;
+}
+
 /* A failure ends the step, and is returned with the name of what failed. */
 static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const float *grad_scale, int parts) {
     amp_autocast_desc outside = ampi_outside(t->object.amp);
     int depth = ampi_thread.regions;
     amp_result result = parts & AMPI_FIRST_HALF ? ampi_tape_ensure(t, loss) : AMP_OK;
+    if (result == AMP_OK && (parts & AMPI_FIRST_HALF)) result = ampi_tape_admit(t, f, grad_scale);
     if (result == AMP_OK) result = ampi_region_push(t->object.amp, f, &outside, AMPI_REPLAYS);
     if (result == AMP_OK) {
         t->running = AMPI_RUNS;
@@ -19895,6 +20072,24 @@ static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n)
     }
     ampi_unlock(amp);
     return runs;
+}
+/* Before gradients are taken or dropped. */
+static amp_result ampi_tape_is_whole(amp_context *amp, const char *function) {
+    if (!ampi_tape_waits(amp, NULL)) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "amp_tape_forward has run, and amp_tape_backward has not");
+}
+AMP_API amp_result amp_model_zero_grad(amp_model *model) {
+    const char *f = "amp_model_zero_grad";
+    int64_t i;
+    AMPI_TRY(ampi_need_object(f, model, "model"));
+    AMPI_TRY(ampi_tape_is_whole(model->object.amp, f));
+    for (i = 0; i < model->n; i++) {
+        const ampi_model_row *row = &model->rows[i];
+        ampi_gradient_live(&model->params[i], 0);
+        if (row->keeper == NULL || (i > 0 && row[-1].keeper != NULL && row[-1].owner == row->owner)) continue;
+        AMPI_TRY(ampi_as(f, (row->keeper->zero)(row->owner)));
+    }
+    return AMP_OK;
 }
 /* What still uses the model's parameters, or NULL. */
 static const char *ampi_model_user(const amp_model *m) {
@@ -20586,6 +20781,7 @@ struct amp_scaler {
     int32_t checked;                /* 1: a set was, perhaps before a load */
     int32_t found;                  /* 1: amp_scaler_found did since the last update; atomic */
     amp_grad_set *own;              /* of amp_scaler_unscale's last ranges, or NULL */
+    ampi_scale scale;               /* what gradients remember of it */
 };
 
 struct amp_optimizer {
@@ -20606,6 +20802,7 @@ struct amp_optimizer {
     double ranks[AMP_STEP_RESULTS][2];      /* of each result: ranks_seconds, ranks_waited */
     int32_t micro;                  /* micro-batches so far in this cycle */
     ampi_outer outer;               /* of .sync_every */
+    uint64_t stepped, stepper;      /* its last step: when, on which thread; 0: none; atomic */
 };
 
 /* What a launch must do on the host, besides launching. */
@@ -20624,6 +20821,70 @@ struct amp_graph {
 /* The scaler, or NULL if disabled. */
 static amp_scaler *ampi_enabled(amp_scaler *scaler) {
     return scaler != NULL && !scaler->desc.disable ? scaler : NULL;
+}
+
+/* ---- The life of a gradient.  An optimizer's step takes the gradients of its own parameters.  One that stays live
+   while another optimizer steps is most often what that one's backward left behind, as in the discriminator of a GAN
+   when its generator steps: adding to it would be wrong, and nobody would notice. */
+
+static int ampi_has_param(const amp_optimizer *o, const amp_param *p) {
+    return p >= o->desc.params && p < o->desc.params + o->desc.n_params;
+}
+/* What decides about adding to a gradient.  taken: an optimizer or the host's code takes it; else it may have any
+   value.  sums: its optimizer wants sums over several backwards.  left: an optimizer without it has stepped since it
+   began, and not beside it on a thread of its own. */
+typedef struct ampi_life { int taken, sums, left; } ampi_life;
+static ampi_life ampi_gradient_life(amp_context *amp, const amp_param *p) {
+    const uint64_t me = ampi_this_thread(), last = __atomic_load_n(&amp->stepped, __ATOMIC_ACQUIRE);
+    const ampi_object *object;
+    ampi_life life;
+    int here = p->writer != me || __atomic_load_n(&amp->stepper, __ATOMIC_RELAXED) == me;
+    life.taken = p->taken > 0;
+    life.sums = 0;
+    ampi_lock(amp);
+    for (object = amp->objects; object != NULL; object = object->next) {
+        const amp_optimizer *o = (const amp_optimizer *)(const void *)object;
+        if (strcmp(object->kind, "optimizer") != 0) continue;
+        if (ampi_has_param(o, p)) {
+            life.taken = 1;
+            life.sums |= o->desc.accumulation > 1;
+        } else if (__atomic_load_n(&o->stepper, __ATOMIC_RELAXED) == me)
+            here |= ampi_is_later(__atomic_load_n(&o->stepped, __ATOMIC_ACQUIRE), p->began);
+    }
+    ampi_unlock(amp);
+    life.left = here && ampi_is_later(last, p->began);
+    return life;
+}
+static amp_result ampi_gradient_refuse(const char *function, const amp_param *p, const char *why) {
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "%s: backward adds to its gradient, %s.  Drop that gradient first (amp_optimizer_zero_grad, "
+                     "amp_model_zero_grad), freeze its model in the other backward (amp_model_freeze), or say that "
+                     "gradients add up over several backwards (.accumulation of its optimizer)", p->name, why);
+}
+static amp_result ampi_gradient_judge(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
+    ampi_life life = ampi_gradient_life(amp, p);
+    if (life.taken && life.left && !life.sums)
+        return ampi_gradient_refuse(function, p, "which was there already when an optimizer without this parameter "
+                                                 "stepped");
+    if (life.taken && p->scale != scale && p->scale != 0 && scale != 0)
+        return ampi_gradient_refuse(function, p, "which carries another loss scale: another scaler's, or the same "
+                                                 "before its update");
+    p->began = ampi_serial();       /* until the next step there is nothing to decide */
+    if (!life.taken) p->scale = scale;
+    return AMP_OK;
+}
+/* The same for what the host's kernels have added, when its optimizer steps. */
+static amp_result ampi_check_by_hand(const char *function, const amp_optimizer *o) {
+    const uint64_t stepped = __atomic_load_n(&o->amp->stepped, __ATOMIC_ACQUIRE);
+    int64_t i;
+    for (i = 0; i < o->set->n && o->desc.accumulation == 1; i++) {
+        const amp_param *p = o->set->params[i];
+        if (p->by_hand == 0 || !p->grad_live || p->began == 0 || p->added == 0) continue;
+        if (ampi_is_later(p->added, stepped) && ampi_gradient_life(o->amp, p).left)
+            return ampi_gradient_refuse(function, p, "as amp_param_accumulate said, and that was there already when an "
+                                                     "optimizer without this parameter stepped");
+    }
+    return AMP_OK;
 }
 
 static amp_result ampi_wait(const amp_context *amp) {
@@ -20790,6 +21051,7 @@ struct ampi_buckets {
     int32_t process;                /* ampi_forks when the thread was started */
     void *thread;
     int64_t posted, done;           /* buckets on their way and back in this cycle */
+    int ran;                        /* 1: a backward has run in this context since the last recount */
     amp_result failed; char why[sizeof ampi_error_text];
     int64_t to_gather;              /* buckets whose weights are on their way: the first so many */
     amp_result torn; char torn_why[sizeof ampi_error_text];     /* a gather has failed */
@@ -20809,7 +21071,7 @@ static void ampi_buckets_recount(ampi_buckets *b) {
     pthread_mutex_lock(&b->lock);
     for (i = 0; i < b->n; i++) b->all[i].waiting = b->all[i].n;
     for (i = 0; i < b->set->n; i++) b->rows[i].seen = 0;
-    b->posted = b->done = 0;
+    b->posted = b->done = b->ran = 0;
     __atomic_store_n(&b->watch.away, 0, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&b->lock);
 }
@@ -21457,8 +21719,9 @@ static void ampi_bucket_added(ampi_gradient_watch *w, const amp_param *p) {
     ampi_buckets *b = (ampi_buckets *)(void *)w;
     int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
     ampi_bucket_row *r = &b->rows[AMPI_MAX(row, 0)];
-    if (row < 0) return;
     pthread_mutex_lock(&b->lock);
+    b->ran = 1;
+    if (row < 0) { pthread_mutex_unlock(&b->lock); return; }
     if (++r->seen == r->expected && !r->by_hand) b->all[r->bucket].waiting--;
     if (!b->sorted) b->all[r->bucket].turn = ++b->added;
     if (ampi_buckets_early(b)) ampi_buckets_launch(b, 0);
@@ -22335,10 +22598,16 @@ static void ampi_scaler_release_sets(amp_scaler *scaler) {
     scaler->checked = scaler->found = 0;
 }
 
+/* Its scale may have another value now: gradients that carry the one before must not be added to. */
+static void ampi_scaler_moved(amp_scaler *scaler) {
+    ampi_scale_moved(scaler->amp, &scaler->scale, scaler->desc.disable ? AMPI_UNSCALED : 0);
+}
+
 static void ampi_scaler_stop(ampi_object *object) {
     amp_scaler *scaler = (amp_scaler *)(void *)object;
     ampi_settings_changed(scaler->amp);
     ampi_scaler_release_sets(scaler);
+    ampi_scale_leave(scaler->amp, &scaler->scale);
     if (scaler->own != NULL) ampi_object_stop(&scaler->own->object);
     amp_free(scaler->amp, scaler->device);
 }
@@ -22375,6 +22644,8 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
     r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&scaler->device, (int64_t)sizeof start);
     if (r == AMP_OK) r = ampi_send(amp, scaler->device, &start, sizeof start);
     if (r != AMP_OK) { amp_scaler_destroy(scaler); return r; }
+    ampi_scale_enter(amp, &scaler->scale, &scaler->device->scale, d.disable ? AMPI_UNSCALED : 0);
+    ampi_judge_gradients(amp, ampi_gradient_judge);
     ampi_object_enlist(&scaler->object, ampi_presets[d.preset].name);
     *out = scaler;
     return AMP_OK;
@@ -22452,6 +22723,7 @@ AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale) {
         rule = ampi_rule(AMP_RULE_SET_SCALE, scaler, NULL);
         rule.value = scale;
         AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
+        ampi_scaler_moved(scaler);
     }
     ampi_scaler_release_sets(scaler);
     return AMP_OK;
@@ -22488,6 +22760,8 @@ static amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *
         }
     }
     AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s, sizeof s));
+    if (d->disable != scaler->desc.disable)
+        ampi_scale_moved(scaler->amp, &scaler->scale, d->disable ? AMPI_UNSCALED : 0);
     scaler->desc = *d;
     ampi_scaler_release_sets(scaler);
     ampi_settings_changed(scaler->amp);
@@ -22585,6 +22859,7 @@ static amp_result ampi_scaler_update(amp_scaler *scaler, int32_t found_inf) {
         rule = ampi_rule(AMP_RULE_UPDATE, scaler, NULL);
         rule.value = (float)(found_inf | scaler->found);
         AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
+        if (!scaler->desc.frozen) ampi_scaler_moved(scaler);
         if (scaler->amp->backend->host_visible) ampi_scaler_watch(scaler, scaler->device);
     }
     ampi_scaler_release_sets(scaler);
@@ -22663,6 +22938,7 @@ AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *range
 
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, float old_scale) {
     amp_k_rule rule;
+    int64_t i;
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_need("amp_scaler_rescale", set != NULL, "set"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_rescale"));
@@ -22675,7 +22951,9 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
     rule = ampi_rule(AMP_RULE_RATIO, scaler, set);
     rule.value = old_scale;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
-    return ampi_as("amp_scaler_rescale", ampi_set_scale(set, &set->found->factor));
+    AMPI_TRY(ampi_as("amp_scaler_rescale", ampi_set_scale(set, &set->found->factor)));
+    for (i = 0; set->params != NULL && i < set->n; i++) set->params[i]->scale = scaler->scale.id;
+    return AMP_OK;
 }
 
 /* ---- Saving.  Structs are written field by field, so that records do not depend on their layout; one table of an
@@ -22852,6 +23130,7 @@ static amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, c
                              sizeof s, 1));
     AMPI_TRY(ampi_saved_scaler_check(&s, scaler->desc.preset));
     AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s.k, sizeof s.k));
+    ampi_scaler_moved(scaler);
     ampi_scaler_release_sets(scaler);
     scaler->checked = s.checked;
     scaler->desc = s.d;
@@ -23387,22 +23666,35 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
     return AMP_OK;
 }
 
-AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation) {
-    amp_grad_set *set;
+/* Gradients are dropped, and a cycle begins.  If some rank has sent buckets, a backward has run on all of them: then
+   all wait here for all buckets. */
+static amp_result ampi_optimizer_zero(void *owner) {
+    amp_optimizer *o = (amp_optimizer *)owner;
+    ampi_buckets *b = o->set->buckets;
+    amp_result result = b != NULL && b->ran ? ampi_buckets_give_up(b) : AMP_OK;
     int64_t i;
-    AMPI_TRY(ampi_need_object("amp_optimizer_set_accumulation", optimizer, "optimizer"));
-    if (accumulation < 1)
-        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_accumulation", "accumulation = %d, must be 1 or more",
-                         accumulation);
-    set = optimizer->set;
-    AMPI_TRY(ampi_as("amp_optimizer_set_accumulation", ampi_buckets_give_up(set->buckets)));
-    if (accumulation != optimizer->desc.accumulation) set->agreed = AMPI_MIN(set->agreed, 1);
+    o->micro = 0;
+    for (i = 0; i < o->set->n; i++) ampi_gradient_live(o->set->params[i], 0);
+    if (o->set->stage == AMPI_CHECKED) ampi_set_unlink(o->set);
+    return result;
+}
+
+AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation) {
+    const char *f = "amp_optimizer_set_accumulation";
+    AMPI_TRY(ampi_need_object(f, optimizer, "optimizer"));
+    if (accumulation < 1) return ampi_fail(AMP_ERR_RANGE, f, "accumulation = %d, must be 1 or more", accumulation);
+    AMPI_TRY(ampi_as(f, ampi_optimizer_zero(optimizer)));
+    if (accumulation != optimizer->desc.accumulation) optimizer->set->agreed = AMPI_MIN(optimizer->set->agreed, 1);
     optimizer->desc.accumulation = accumulation;
-    optimizer->micro = 0;
-    for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);
-    if (set->stage == AMPI_CHECKED) ampi_set_unlink(set);
     ampi_settings_changed(optimizer->amp);
     return AMP_OK;
+}
+
+AMP_API amp_result amp_optimizer_zero_grad(amp_optimizer *optimizer) {
+    const char *f = "amp_optimizer_zero_grad";
+    AMPI_TRY(ampi_need_object(f, optimizer, "optimizer"));
+    AMPI_TRY(ampi_tape_is_whole(optimizer->amp, f));
+    return ampi_as(f, ampi_optimizer_zero(optimizer));
 }
 
 AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
@@ -23476,9 +23768,12 @@ static const void *ampi_optimizer_remainder(const void *owner, const amp_param *
     for (i = 0; i < set->n && set->params[i] != p; i++) {}
     return i < set->n && ampi_has_remainder(&set->rows[i]) && !ampi_shards(set) ? set->rows[i].master : NULL;
 }
-static const ampi_keeper ampi_optimizer_keeper = {ampi_optimizer_set, ampi_optimizer_remainder};
+static const ampi_keeper ampi_optimizer_keeper = {
+    ampi_optimizer_set, ampi_optimizer_remainder, ampi_optimizer_zero
+};
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_result result = ampi_optimizer_create(amp, out, desc);
+    if (result == AMP_OK) ampi_judge_gradients(amp, ampi_gradient_judge);
     if (result == AMP_OK) result = ampi_models_own(amp, desc->params, desc->n_params, *out, &ampi_optimizer_keeper);
     if (result == AMP_OK && ampi_is_combined((*out)->set))
         result = ampi_fp8_expect(amp, desc->params, desc->n_params);
@@ -23603,11 +23898,11 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     AMPI_TRY(ampi_check_owner(function, o->set, scaler));
     if (o->set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer stepped since the last update");
-    if (ampi_tape_waits(o->amp, NULL))
-        return ampi_fail(AMP_ERR_STATE, function, "amp_tape_forward has run, and amp_tape_backward has not");
+    AMPI_TRY(ampi_tape_is_whole(o->amp, function));
     if (ampi_tape_runs(o->amp, o->set->params, o->set->n))
         return ampi_fail(AMP_ERR_STATE, function, "called from within a tape that runs: step after "
                          "amp_tape_backward, or in grad_ready once all gradients of this optimizer were told");
+    AMPI_TRY(ampi_check_by_hand(function, o));
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
@@ -23780,6 +24075,10 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     ampi_copies_end(o, result);
     AMPI_TRY(result);
     for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);
+    if (ampi_trials(o->amp, 0) == 0) {
+        __atomic_store_n(&o->stepper, ampi_this_thread(), __ATOMIC_RELAXED);
+        __atomic_store_n(&o->stepped, ampi_step_noted(o->amp), __ATOMIC_RELEASE);
+    }
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
     ampi_buckets_recount(set->buckets);
@@ -23933,7 +24232,8 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
         return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step without one",
                          backend->name);
     if (ampi_live_gradients(amp, 0))
-        return ampi_fail(AMP_ERR_STATE, f, "a cycle has gradients but no step yet: step first");
+        return ampi_fail(AMP_ERR_STATE, f, "a cycle has gradients but no step yet: step first, or drop them "
+                         "(amp_optimizer_zero_grad, amp_model_zero_grad)");
     AMPI_TRY(ampi_object_create(amp, f, (void **)&graph, sizeof *graph, "graph", ampi_graph_stop));
     graph->object.unfinished = 1;
     graph->amp = amp;
@@ -23957,7 +24257,8 @@ static amp_result ampi_graph_check(const amp_graph *graph, const char *function)
                              "a set was checked without its amp_scaler_update: a graph holds both");
     for (i = 0; i < graph->n; i++)
         open |= graph->optimizers[i]->micro > 0 || graph->optimizers[i]->set->stage != AMPI_READY;
-    return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open: a graph holds whole steps")
+    return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open: a graph holds whole steps; what "
+                            "they leave of another optimizer's gradients amp_optimizer_zero_grad drops")
                 : AMP_OK;
 }
 
@@ -29527,7 +29828,9 @@ static amp_result ampi_snapshot_restore(ampi_snapshot *k) {
         ampi_scaler_release_sets(s);
         k->scaler.object = s->object;
         k->scaler.own = s->own;
+        k->scaler.scale.next = s->scale.next;
         *s = k->scaler;
+        ampi_scale_moved(k->amp, &s->scale, k->scaler.scale.id);
     }
     ampi_precision_set(k->amp, &k->precision);
     return r;
@@ -29542,6 +29845,7 @@ static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler
     if (s->desc.disable) return AMP_OK;
     d.frozen = s->desc.frozen;
     s->desc = d;
+    ampi_scale_moved(k->amp, &s->scale, 0);
     return ampi_send(k->amp, s->device, &k->scale, sizeof k->scale);
 }
 

@@ -367,6 +367,110 @@ CUDA_TEST(stream_in_16_bits) {
     CHECK(low[STEPS - 1] < low[0] - 0.5f);
 }
 
+/* A GAN's round in a graph: amp_optimizer_zero_grad is captured with it, and what the generator's backward leaves of the
+ * discriminator's gradients must be dropped before the end.  Launched three times, the bits of four rounds that are called. */
+struct two_networks {
+    amp_context *amp = cuda_context();
+    amp_model *g = NULL, *d = NULL;
+    amp_param *wg, *wd;
+    amp_optimizer *og = NULL, *od = NULL;
+    amp_scaler *scalers[2] = {NULL, NULL};
+    amp_tape *tape = NULL;
+    amp_tensor z, real;
+    int32_t *labels;                                    /* 8 zeros and 8 ones */
+
+    void open() {
+        int64_t shape[2] = {8, 16};
+        int32_t values[16] = {0};
+        amp_optimizer_desc o = {};
+        amp_scaler_desc s = {};
+        void *memory;
+        s.init_scale = 1024;
+        o.kind = AMP_SGD; o.lr = 0.5;
+        CHECK_OK(amp_model_create(amp, &g, 1, 0));
+        CHECK_OK(amp_model_create(amp, &d, 2, 0));
+        wg = amp_model_param(g, "g", 16, 16, AMP_INIT_NORMAL, 0.3);
+        wd = amp_model_param(d, "d", 2, 16, AMP_INIT_NORMAL, 0.3);
+        CHECK_OK(amp_model_params(g, &o.params, &o.n_params));
+        CHECK_OK(amp_optimizer_create(amp, &og, &o));
+        CHECK_OK(amp_model_params(d, &o.params, &o.n_params));
+        CHECK_OK(amp_optimizer_create(amp, &od, &o));
+        for (amp_scaler *&scaler : scalers) CHECK_OK(amp_scaler_create(amp, &scaler, &s));
+        CHECK_OK(amp_tape_create(amp, &tape, NULL));
+        CHECK_OK(amp_alloc(amp, &memory, sizeof values));
+        labels = (int32_t *)memory;
+        for (int i = 8; i < 16; i++) values[i] = 1;
+        CHECK_OK(amp_copy(amp, labels, values, sizeof values, AMP_COPY_TO_DEVICE));
+        for (amp_tensor *t : {&z, &real}) {
+            float numbers[8 * 16];
+            CHECK_OK(amp_tensor_create(amp, t, AMP_F32, shape, 2));
+            for (int i = 0; i < 8 * 16; i++) numbers[i] = amp_random_uniform(t == &z, (uint64_t)i) - 0.5f;
+            CHECK_OK(amp_copy(amp, t->data, numbers, sizeof numbers, AMP_COPY_TO_DEVICE));
+        }
+        CHECK_OK(amp_sync(amp));
+    }
+    amp_value judged(amp_value x, int truth) {
+        return amp_tape_cross_entropy(tape, amp_tape_linear(tape, x, wd, NULL, AMP_ACT_NONE), labels + 8 * truth, NULL);
+    }
+    amp_result backward(int generator) {
+        const float *scale = amp_scaler_scale_ptr(scalers[generator]);
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        if (!generator) return amp_tape_backward(tape, judged(amp_tape_input(tape, &real), 1), scale);
+        return amp_tape_backward(tape, judged(amp_tape_linear(tape, amp_tape_input(tape, &z), wg, NULL, AMP_ACT_NONE), 1), scale);
+    }
+    void round(int drops) {
+        CHECK_OK(backward(0));
+        CHECK_OK(amp_step(od, scalers[0]));
+        CHECK_OK(backward(1));
+        CHECK_OK(amp_step(og, scalers[1]));
+        if (drops) CHECK_OK(amp_optimizer_zero_grad(od));
+    }
+    std::string weights() {
+        std::string out(16 * 18 * 4, 0);
+        CHECK_OK(amp_copy(amp, &out[0], wg->weight.data, 16 * 16 * 4, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_copy(amp, &out[16 * 16 * 4], wd->weight.data, 2 * 16 * 4, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(amp));
+        return out;
+    }
+    ~two_networks() {
+        amp_optimizer_destroy(og); amp_optimizer_destroy(od);
+        amp_scaler_destroy(scalers[0]); amp_scaler_destroy(scalers[1]);
+        amp_tape_destroy(tape);
+        amp_model_destroy(g); amp_model_destroy(d);
+        amp_close(amp);
+    }
+};
+CUDA_TEST(two_networks_in_a_graph) {
+    two_networks called, captured;
+    amp_graph *graph = NULL;
+    called.open();
+    captured.open();
+    for (int i = 0; i < 4; i++) called.round(1);
+    captured.round(0);
+    CHECK_ERR(captured.backward(0), AMP_ERR_STATE);
+    CHECK(strstr(amp_last_error(), "d: backward adds to its gradient") != NULL);
+    CHECK_ERR(amp_graph_begin(captured.amp), AMP_ERR_STATE);
+    CHECK(strstr(amp_last_error(), "amp_optimizer_zero_grad") != NULL);
+    CHECK_OK(amp_optimizer_zero_grad(captured.od));
+    CHECK_OK(amp_graph_begin(captured.amp));            /* without the drop no graph */
+    captured.round(0);
+    CHECK_ERR(amp_graph_end(captured.amp, &graph), AMP_ERR_STATE);
+    CHECK(graph == NULL && strstr(amp_last_error(), "amp_optimizer_zero_grad") != NULL);
+    CHECK_OK(amp_graph_begin(captured.amp));
+    captured.round(1);
+    CHECK_OK(amp_graph_end(captured.amp, &graph));
+    for (int i = 1; i < 4; i++) CHECK_OK(amp_graph_launch(graph));
+    CHECK(captured.weights() == called.weights());
+    CHECK_OK(captured.backward(1));                     /* what a call leaves is no launch's to take */
+    CHECK_ERR(amp_graph_launch(graph), AMP_ERR_STATE);
+    CHECK_OK(amp_model_zero_grad(captured.g));
+    CHECK_OK(amp_model_zero_grad(captured.d));
+    CHECK_OK(amp_graph_launch(graph));
+    called.round(1);
+    CHECK(captured.weights() == called.weights());
+    amp_graph_destroy(graph);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN_CI(losses_of_the_cpu);
@@ -375,6 +479,7 @@ int main(int argc, char **argv) {
     RUN_PLAIN(steady_step_casts_nothing);
     RUN_PLAIN(tape_is_as_lean_as_by_hand);
     RUN(tape_in_a_graph);
+    RUN(two_networks_in_a_graph);
     RUN_PLAIN(encoder_step_casts_no_gradient);
     RUN_CI(stream_in_16_bits);
     return TEST_END();

@@ -909,7 +909,7 @@ static amp_result gradients_step(env *e, int i) {
         case 16: return amp_scaler_rescale(e->scaler, e->set, 0);
         case 17: return amp_optimizer_set_lr(e->optimizer, 0.02);
         case 18: return amp_optimizer_set_clip(e->optimizer, 0.75);
-        case 19: return amp_optimizer_set_accumulation(e->optimizer, 2);
+        case 19: { amp_result r = amp_optimizer_set_accumulation(e->optimizer, 2); return r == AMP_OK ? amp_optimizer_zero_grad(e->optimizer) : r; }
         case 20: gradients_fill(e, 3); return AMP_OK;
         case 21: return amp_step(e->optimizer, e->scaler);
         case 22: return created(amp_state_create(&e->state, faults_system()), &e->state);
@@ -1819,7 +1819,7 @@ static amp_result tape_save(env *e, int i) {
         case 0: return created(amp_state_create(&e->state, faults_system()), &e->state);
         case 1: return amp_model_save(e->model, e->state, "m");
         case 2: if (e->variant == 0) memset(w->weight.data, 0, 20); e->unfinished = 1; return amp_model_load(e->model, e->state, "m");
-        case 3: if (e->variant == 0) note(e, w->weight.data, 240); note_number(e, amp_model_bytes(e->model, NULL)); return amp_model_freeze(e->model, "fc1*", 1);
+        case 3: if (e->variant == 0) note(e, w->weight.data, 240); note_number(e, amp_model_bytes(e->model, NULL)); r = amp_model_zero_grad(e->model); return r == AMP_OK ? amp_model_freeze(e->model, "fc1*", 1) : r;
         default:
             r = amp_tensor_create(e->amp, &t, AMP_F32, shape, 2);
             if (r == AMP_OK) amp_free(e->amp, t.data);

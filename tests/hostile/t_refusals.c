@@ -1352,7 +1352,7 @@ TEST(nothing_for_a_step) {
     CHECK_OK(amp_optimizer_create(amp, &o, &desc));
     NULLS(amp_optimizer_query(NULL, &desc)); NULLS(amp_optimizer_query(o, NULL));
     CHECK(amp_optimizer_grad_set(NULL) == NULL);
-    NULLS(amp_optimizer_set_lr(NULL, 1)); NULLS(amp_optimizer_set_clip(NULL, 1)); NULLS(amp_optimizer_set_accumulation(NULL, 1));
+    NULLS(amp_optimizer_set_lr(NULL, 1)); NULLS(amp_optimizer_set_clip(NULL, 1)); NULLS(amp_optimizer_set_accumulation(NULL, 1)); NULLS(amp_optimizer_zero_grad(NULL));
     NULLS(amp_optimizer_rebuild_masters(NULL));
     NULLS(amp_optimizer_set_weight(NULL, desc.params, &one)); NULLS(amp_optimizer_set_weight(o, NULL, &one));
     NULLS(amp_optimizer_set_weight(o, desc.params, NULL));

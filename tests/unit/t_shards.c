@@ -56,11 +56,12 @@ typedef struct job {
 } job;
 
 /* A reducer of the user's own, which fails after `arm` calls, having done its work. */
-typedef struct failing_hook { amp_reducer inner; int arm; } failing_hook;
+typedef struct failing_hook { amp_reducer inner; int arm, calls; } failing_hook;
 static failing_hook hooks[MOST_RANKS];
 static int failing_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
     failing_hook *h = (failing_hook *)user;
     int code = h->inner.reduce(h->inner.user, data, count, dtype, op, stream);
+    h->calls++;
     return h->arm > 0 && --h->arm == 0 ? 7 : code;
 }
 
@@ -918,6 +919,43 @@ TEST(sums_that_failed_are_dropped) {
     }
 }
 
+/* zero_grad before each backward costs nothing and changes nothing; after a backward, whose buckets are on their way, it drops
+   what comes back, also where one rank's backward ended early; and if that fails. */
+enum { DROP_NOTHING, DROP_BEFORE, DROP_AFTER, DROP_APART, DROP_FAILS };
+static int dropping;
+static void drop_and_train(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    hooks[j->rank].calls = 0;
+    for (int step = 0; step < STEPS; step++) {
+        amp_linear_op last = {.x = amp_tensor2(m->y[3], AMP_F32, ROWS, 200), .y = amp_tensor2(m->y[4], AMP_F32, ROWS, 10), .weight = &m->p[4], .bias = &m->p[5],
+                              .dy = amp_tensor2(m->dy[4], AMP_F32, ROWS, 10)};
+        int again = dropping >= DROP_AFTER && step == 3;
+        hooks[j->rank].arm = again && dropping == DROP_FAILS;
+        if (again && dropping == DROP_APART && j->rank == 1) {
+            CHECK_OK(amp_linear(amp, &last));
+            CHECK_OK(amp_linear_backward(amp, &last));
+        } else if (again) run_model(amp, m, scaler, 99, 0, AMP_OK);
+        if (again && dropping == DROP_FAILS) {
+            if (j->rank == 0) CHECK_ERR(amp_optimizer_zero_grad(o), AMP_ERR_REDUCE);
+            else CHECK_EQ(amp_optimizer_zero_grad(o), AMP_ERR_REDUCE);
+        } else if (again || dropping == DROP_BEFORE) CHECK_OK(amp_optimizer_zero_grad(o));
+        one_step(j, amp, m, o, scaler, step);
+    }
+    j->out->applied = hooks[j->rank].calls;
+}
+TEST(gradients_on_their_way_are_dropped) {
+    setup s = plain();
+    s.hook = 1;
+    s.d.reducer.one_thread = 1;
+    run_ranks_with(&s, 2, one, NULL, drop_and_train);
+    for (dropping = DROP_BEFORE; dropping <= DROP_FAILS; dropping++) {
+        s.d.reducer.one_thread = dropping != DROP_AFTER;
+        run_ranks_with(&s, 2, other, NULL, drop_and_train);
+        for (int r = 0; r < 2; r++) CHECK_MSG(memcmp(one[0].w, other[r].w, sizeof one[0].w) == 0, "case %d, rank %d", dropping, r);
+        CHECK_MSG(dropping == DROP_BEFORE ? other[0].applied == one[0].applied : other[0].applied > one[0].applied, "case %d: %d calls, %d", dropping, other[0].applied, one[0].applied);
+    }
+    dropping = DROP_NOTHING;
+}
+
 /* Calls of all ranks at once; rank 0's are told to errors.sh. */
 static char unwritable[] = "/nonexistent.folder/state";
 static void refuse_and_train(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
@@ -1136,7 +1174,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(sums_during_backward); RUN(what_lies_apart_on_one_rank); RUN(buckets_go_as_backward_finishes_them);
     RUN(sharded_states_give_the_same_bits); RUN(masters_follow_a_broadcast); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
-    RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(sums_that_failed_are_dropped);
+    RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(sums_that_failed_are_dropped); RUN(gradients_on_their_way_are_dropped);
     RUN(calls_of_all_ranks_refuse); RUN(ranks_of_threads_share_no_memory); RUN(states_go_from_any_world_to_any);
     RUN(files_of_two_saves_are_refused);
     RUN(weights_behind_forward_give_the_same_bits); RUN(the_first_layer_begins_before_the_last_gather_ends); RUN(what_waits_for_gathered_weights);

@@ -2440,6 +2440,395 @@ TEST(late_and_impossible_parameters) {
     close_context();
 }
 
+/* ---- The life of a gradient: two networks, two optimizers, one loss through both (a GAN) */
+
+enum { GAN_ROWS = 8, GAN_Z = 3, GAN_X = 4 };
+static struct {
+    amp_model *g, *d;
+    amp_param *wg, *wd;
+    amp_optimizer *og, *od;
+    float z[GAN_ROWS * GAN_Z], real[GAN_ROWS * GAN_X], fake[GAN_ROWS * GAN_X];
+    int32_t zeros[GAN_ROWS], ones[GAN_ROWS];
+} gan;
+
+static void gan_open(int32_t accumulation) {
+    amp_optimizer_desc o = {.kind = AMP_SGD, .lr = 0.5, .result_lag = AMP_LAG_NONE};
+    open_context(AMP_F32, AMP_LEVEL_O1);
+    memset(&gan, 0, sizeof gan);
+    CHECK_OK(amp_model_create(amp, &gan.g, 1, 0));
+    CHECK_OK(amp_model_create(amp, &gan.d, 2, 0));
+    gan.wg = amp_model_param(gan.g, "g", GAN_X, GAN_Z, AMP_INIT_NORMAL, 0.7);
+    gan.wd = amp_model_param(gan.d, "d", 2, GAN_X, AMP_INIT_NORMAL, 0.7);
+    CHECK_OK(amp_model_params(gan.g, &o.params, &o.n_params));
+    CHECK_OK(amp_optimizer_create(amp, &gan.og, &o));
+    CHECK_OK(amp_model_params(gan.d, &o.params, &o.n_params));
+    o.accumulation = accumulation;
+    CHECK_OK(amp_optimizer_create(amp, &gan.od, &o));
+    for (int i = 0; i < GAN_ROWS * GAN_Z; i++) gan.z[i] = sinf(1.7f * (float)i);
+    for (int i = 0; i < GAN_ROWS * GAN_X; i++) gan.real[i] = cosf(0.9f * (float)i);
+    for (int i = 0; i < GAN_ROWS; i++) gan.ones[i] = 1;
+}
+static void gan_close(void) {
+    amp_optimizer_destroy(gan.og);
+    amp_optimizer_destroy(gan.od);
+    amp_model_destroy(gan.g);
+    amp_model_destroy(gan.d);
+    close_context();
+}
+static amp_value gan_loss(const float *x, const int32_t *truth) {
+    amp_tensor in = amp_tensor2(x, AMP_F32, GAN_ROWS, GAN_X);
+    return amp_tape_cross_entropy(tape, amp_tape_linear(tape, amp_tape_input(tape, &in), gan.wd, NULL, AMP_ACT_NONE), truth, NULL);
+}
+/* The discriminator's backward, from real rows and from what the generator makes; and the generator's, through both. */
+static amp_result gan_discriminator(const float *scale) {
+    amp_autocast_desc inference = {.mode = AMP_MODE_INFERENCE};
+    amp_tensor z = amp_tensor2(gan.z, AMP_F32, GAN_ROWS, GAN_Z);
+    amp_value y, a, b;
+    CHECK_OK(amp_tape_begin(tape, &inference));
+    y = amp_tape_linear(tape, amp_tape_input(tape, &z), gan.wg, NULL, AMP_ACT_NONE);
+    CHECK_OK(amp_tape_finish(tape));
+    CHECK_OK(amp_tape_read(tape, y, gan.fake, GAN_ROWS * GAN_X));
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    a = gan_loss(gan.real, gan.ones);
+    b = gan_loss(gan.fake, gan.zeros);
+    return amp_tape_backward(tape, amp_tape_add(tape, a, b), scale);
+}
+static amp_result gan_generator(const float *scale) {
+    amp_tensor z = amp_tensor2(gan.z, AMP_F32, GAN_ROWS, GAN_Z);
+    amp_value y;
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    y = amp_tape_linear(tape, amp_tape_input(tape, &z), gan.wg, NULL, AMP_ACT_NONE);
+    y = amp_tape_linear(tape, y, gan.wd, NULL, AMP_ACT_NONE);
+    return amp_tape_backward(tape, amp_tape_cross_entropy(tape, y, gan.ones, NULL), scale);
+}
+static int says(const char *a, const char *b) { return strstr(amp_last_error(), a) != NULL && strstr(amp_last_error(), b) != NULL; }
+
+/* Three rounds from the same weights give PyTorch's numbers (2.15, in fp64: SGD, optD.zero_grad() before each backward of the
+   discriminator), with each of the three ways to keep the generator's loss out of the discriminator. */
+TEST(a_gan_trains_as_in_pytorch) {
+    static const double d[] = {-1.62262132681437, -0.12265144631171866, 0.2507285956283992, -0.39844409525745156,
+                               -0.2845912403856299, 0.3673877084117187, -0.7413643776283994, 0.6338687762374516};
+    static const double g[] = {0.1902978029311869, 1.4583032048788316, 0.4543108844848645, 0.48235246542714405, -1.0182056375792952, 0.30283760590468506,
+                               -0.17198418762424228, 0.9163832359471041, -0.9772516625226388, 0.41113278918635654, -0.4195317106151294, -0.25666698440489477};
+    static const double norms[] = {0.5120229908573606, 0.5155913216577875, 0.4455453472543164};
+    amp_step_result result;
+    for (int way = 0; way < 3; way++) {
+        gan_open(1);
+        for (int round = 0; round < 3; round++) {
+            if (way == 0) CHECK_OK(amp_optimizer_zero_grad(gan.od));
+            if (way == 1) CHECK_OK(amp_model_zero_grad(gan.d));
+            CHECK(!gan.wd->grad_live);
+            CHECK_OK(gan_discriminator(NULL));
+            CHECK_OK(amp_step(gan.od, NULL));
+            CHECK(amp_step_result_next(gan.od, &result) && fabs((double)result.norm - norms[round]) < 1e-6);
+            if (way == 2) CHECK_OK(amp_model_freeze(gan.d, "*", 1));
+            CHECK_OK(gan_generator(NULL));
+            CHECK_OK(amp_step(gan.og, NULL));
+            if (way == 2) CHECK_OK(amp_model_freeze(gan.d, "*", 0));
+        }
+        for (int i = 0; i < 2 * GAN_X; i++) CHECK(fabs((double)((float *)gan.wd->weight.data)[i] - d[i]) < 1e-6);
+        for (int i = 0; i < GAN_X * GAN_Z; i++) CHECK(fabs((double)((float *)gan.wg->weight.data)[i] - g[i]) < 1e-6);
+        gan_close();
+    }
+}
+
+/* Without any of the three the discriminator's next backward is refused, before it runs, and the ways out are named. */
+TEST(what_another_step_left_is_not_added_to) {
+    float kept[2 * GAN_X];
+    static float dx[GAN_ROWS * GAN_X];
+    gan_open(1);
+    CHECK_OK(gan_discriminator(NULL));
+    CHECK_OK(amp_step(gan.od, NULL));
+    CHECK_OK(gan_generator(NULL));
+    CHECK_OK(gan_generator(NULL));                                  /* no step in between: it adds, as in PyTorch */
+    CHECK_OK(amp_step(gan.og, NULL));
+    CHECK(gan.wd->grad_live && !gan.wg->grad_live);
+    memcpy(kept, gan.wd->grad.data, sizeof kept);
+    CHECK_ERR(gan_discriminator(NULL), AMP_ERR_STATE);
+    CHECK_MSG(says("amp_tape_backward: d: ", "an optimizer without this parameter stepped") && says("_zero_grad", "amp_model_freeze") && says("d: ", ".accumulation"),
+              "%s", amp_last_error());
+    CHECK_ERR(gan_generator(NULL), AMP_ERR_STATE);                  /* through d too; g's own gradient stays as it was */
+    CHECK(gan.wd->grad_live && !gan.wg->grad_live && memcmp(kept, gan.wd->grad.data, sizeof kept) == 0);
+    /* by hand */
+    amp_linear_op l = {.x = amp_tensor2(gan.real, AMP_F32, GAN_ROWS, GAN_X), .y = amp_tensor2(gan.fake, AMP_F32, GAN_ROWS, 2), .weight = gan.wd,
+                       .dy = amp_tensor2(gan.fake, AMP_F32, GAN_ROWS, 2), .dx = amp_tensor2(dx, AMP_F32, GAN_ROWS, GAN_X)};
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_OK(amp_linear(amp, &l));
+    CHECK_OK(amp_autocast_end(amp));
+    CHECK_ERR(amp_linear_backward(amp, &l), AMP_ERR_STATE);
+    CHECK_MSG(says("amp_linear_backward: d: ", "amp_model_zero_grad"), "%s", amp_last_error());
+    CHECK(memcmp(kept, gan.wd->grad.data, sizeof kept) == 0);
+    /* your own kernels cannot be refused; their step is, until the gradient is dropped */
+    CHECK_EQ(amp_param_accumulate(gan.wd), 1);
+    CHECK_ERR(amp_step(gan.od, NULL), AMP_ERR_STATE);
+    CHECK_MSG(says("amp_step: d: ", "amp_param_accumulate"), "%s", amp_last_error());
+    CHECK_OK(amp_optimizer_zero_grad(gan.od));
+    CHECK_EQ(amp_param_accumulate(gan.wd), 0);
+    CHECK_EQ(amp_param_accumulate(gan.wd), 1);
+    CHECK_OK(amp_step(gan.od, NULL));
+    CHECK_OK(gan_discriminator(NULL));
+    CHECK_OK(amp_step(gan.od, NULL));
+    gan_close();
+}
+
+static amp_result add_to_weight(void *user, const amp_custom_call *call) {
+    (void)call;
+    (void)amp_param_accumulate((amp_param *)user);
+    return AMP_OK;
+}
+static amp_result leave_y(void *user, const amp_custom_call *call) { (void)user; (void)call; return AMP_OK; }
+
+/* What passes: sums that an optimizer wants, one backward for two optimizers, gradients that nobody takes, and after
+   grad_live = 0.  What does not: a gradient that the host's own optimizer takes, and a custom operator's. */
+TEST(sums_that_are_meant_pass) {
+    amp_optimizer *halves[2];
+    amp_optimizer_desc o = {.kind = AMP_SGD, .lr = 0.1, .n_params = 3};
+    amp_scaler *scaler;
+    gan_open(2);
+    for (int i = 0; i < 4; i++) {                                   /* two micro-batches per step of the discriminator */
+        if (i % 2 == 0) CHECK_OK(amp_model_zero_grad(gan.d));
+        CHECK_OK(gan_discriminator(NULL));
+        CHECK_OK(amp_step(gan.od, NULL));
+        CHECK_OK(gan_generator(NULL));
+        CHECK_OK(amp_step(gan.og, NULL));
+    }
+    CHECK_OK(amp_optimizer_set_accumulation(gan.od, 1));
+    CHECK_OK(gan_generator(NULL));
+    CHECK_OK(amp_step(gan.og, NULL));
+    gan.wd->grad_live = 0;                                          /* the fourth way */
+    CHECK_OK(gan_discriminator(NULL));
+    gan_close();
+    open_context(AMP_BF16, AMP_LEVEL_O1);
+    make_mlp();
+    for (int which = 0; which < 2; which++) {
+        o.params = which ? w2 + 1 : w1;
+        CHECK_OK(amp_optimizer_create(amp, &halves[which], &o));
+    }
+    for (int i = 0; i < 4; i++) {
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        CHECK_OK(amp_tape_backward(tape, mlp_loss(AMP_ACT_RELU), NULL));
+        CHECK_OK(amp_step(halves[i & 1], NULL));
+        CHECK_OK(amp_step(halves[!(i & 1)], NULL));
+    }
+    amp_optimizer_destroy(halves[1]);                               /* the other half is in no optimizer now */
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    for (int i = 0; i < 3; i++) {
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        CHECK_OK(amp_tape_backward(tape, mlp_loss(AMP_ACT_RELU), amp_scaler_scale_ptr(scaler)));
+        CHECK_OK(amp_step(halves[0], scaler));
+    }
+    amp_scaler_destroy(scaler);
+    for (int i = 0; i < 2; i++) {                                   /* but b3 in the host's */
+        b3->grad_live = 0;
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        CHECK_OK(amp_tape_backward(tape, mlp_loss(AMP_ACT_RELU), NULL));
+        CHECK_OK(amp_step(halves[0], NULL));
+    }
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    CHECK_ERR(amp_tape_backward(tape, mlp_loss(AMP_ACT_RELU), NULL), AMP_ERR_STATE);
+    CHECK_MSG(says("fc3.bias: ", "_zero_grad"), "%s", amp_last_error());
+    /* what a custom operator adds to is its .weight */
+    CHECK_OK(amp_optimizer_create(amp, &halves[1], &o));
+    CHECK_OK(amp_model_zero_grad(model));
+    for (int i = 0; i < 3; i++) {
+        amp_custom_op adder = {.weight = w2, .forward = leave_y, .backward = add_to_weight, .user = w2};
+        amp_tensor batch = amp_tensor2(inputs, AMP_F32, ROWS, IN);
+        amp_value x;
+        if (i == 2) CHECK_OK(amp_step(halves[1], NULL));
+        CHECK_OK(amp_tape_begin(tape, NULL));
+        x = amp_tape_linear(tape, amp_tape_input(tape, &batch), w1, b1, AMP_ACT_NONE);
+        x = amp_tape_mse(tape, amp_tape_custom(tape, &x, 1, &adder), x, AMP_REDUCTION_MEAN);
+        w1->grad_live = b1->grad_live = 0;
+        if (i < 2) CHECK_OK(amp_tape_backward(tape, x, NULL));
+        else CHECK_ERR(amp_tape_backward(tape, x, NULL), AMP_ERR_STATE);
+        CHECK_MSG(i < 2 || says("fc2.weight: ", "_zero_grad"), "%s", amp_last_error());
+    }
+    amp_optimizer_destroy(halves[1]);
+    amp_optimizer_destroy(halves[0]);
+    close_context();
+}
+
+/* A gradient under one loss scale is not added to one under another. */
+TEST(loss_scales_are_not_mixed) {
+    amp_scaler_desc one = {.init_scale = 8}, still = {.init_scale = 8, .frozen = 1}, off = {.disable = 1};
+    amp_scaler *a, *b, *frozen, *disabled;
+    static const float weights[2] = {0.5f, 2};
+    gan_open(4);
+    CHECK_OK(amp_scaler_create(amp, &a, &one));
+    CHECK_OK(amp_scaler_create(amp, &b, &one));
+    CHECK_OK(amp_scaler_create(amp, &frozen, &still));
+    CHECK_OK(amp_scaler_create(amp, &disabled, &off));
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(a)));
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(a)));           /* the same scale */
+    CHECK_ERR(gan_discriminator(amp_scaler_scale_ptr(b)), AMP_ERR_STATE);
+    CHECK_MSG(says("amp_tape_backward: d: ", "another loss scale") && says("_zero_grad", "amp_model_freeze") && says("d: ", ".accumulation"), "%s", amp_last_error());
+    CHECK_ERR(gan_discriminator(NULL), AMP_ERR_STATE);              /* unscaled */
+    CHECK_OK(gan_discriminator(weights));                           /* a factor of the host's own may be anything */
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(a)));
+    CHECK_OK(amp_scaler_update_with(a, 1));
+    CHECK_ERR(gan_discriminator(amp_scaler_scale_ptr(a)), AMP_ERR_STATE);
+    CHECK_OK(amp_scaler_rescale(a, amp_optimizer_grad_set(gan.od), 0));     /* now it carries the new one */
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(a)));
+    CHECK_OK(amp_scaler_set_scale(a, 32));
+    CHECK_ERR(gan_discriminator(amp_scaler_scale_ptr(a)), AMP_ERR_STATE);
+    CHECK_OK(amp_optimizer_zero_grad(gan.od));
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(a)));
+    CHECK_OK(amp_optimizer_zero_grad(gan.od));
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(frozen)));
+    CHECK_OK(amp_scaler_update_with(frozen, 1));                    /* its scale stays */
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(frozen)));
+    CHECK_OK(amp_optimizer_zero_grad(gan.od));
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(disabled)));
+    CHECK_OK(amp_scaler_update_with(disabled, 0));
+    CHECK_OK(gan_discriminator(NULL));                              /* both are 1 */
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(disabled)));
+    amp_scaler_destroy(b);
+    amp_scaler_destroy(a);
+    CHECK_OK(amp_optimizer_zero_grad(gan.od));
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(frozen)));
+    amp_scaler_destroy(frozen);
+    amp_scaler_destroy(disabled);
+    gan_close();
+}
+
+/* By hand the scale is that of this thread's last loss; of two losses before one backward it is not known which. */
+static amp_result one_layer(amp_param *w, const float *const *scales, int losses) {
+    float y[2][GAN_ROWS * 2], loss;
+    amp_linear_op l = {.x = amp_tensor2(gan.real, AMP_F32, GAN_ROWS, GAN_X), .weight = w};
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    for (int i = 0; i < losses; i++) {
+        amp_cross_entropy_op ce = {.labels = gan.ones, .loss = &loss, .grad_scale = scales[i]};
+        l.y = l.dy = ce.logits = ce.dlogits = amp_tensor2(y[i], AMP_F32, GAN_ROWS, 2);
+        CHECK_OK(amp_linear(amp, &l));
+        CHECK_OK(amp_cross_entropy(amp, &ce));
+    }
+    CHECK_OK(amp_autocast_end(amp));
+    return amp_linear_backward(amp, &l);
+}
+TEST(loss_scales_by_hand) {
+    amp_scaler *a, *b;
+    const float *scales[2];
+    gan_open(1);
+    CHECK_OK(amp_scaler_create(amp, &a, NULL));
+    CHECK_OK(amp_scaler_create(amp, &b, NULL));
+    scales[0] = amp_scaler_scale_ptr(a);
+    scales[1] = amp_scaler_scale_ptr(b);
+    CHECK_OK(one_layer(gan.wd, scales, 1));
+    CHECK_OK(one_layer(gan.wd, scales, 1));
+    CHECK_ERR(one_layer(gan.wd, scales + 1, 1), AMP_ERR_STATE);
+    CHECK_MSG(says("amp_linear_backward: d: ", "another loss scale"), "%s", amp_last_error());
+    CHECK_OK(amp_scaler_update_with(a, 0));
+    CHECK_ERR(one_layer(gan.wd, scales, 1), AMP_ERR_STATE);
+    CHECK_OK(amp_step(gan.od, NULL));
+    CHECK_OK(one_layer(gan.wd, scales, 2));
+    CHECK_OK(one_layer(gan.wd, scales, 1));
+    CHECK_OK(one_layer(gan.wd, scales + 1, 1));
+    amp_scaler_destroy(a);
+    amp_scaler_destroy(b);
+    gan_close();
+}
+
+/* zero_grad in the middle of a cycle: what it has gathered is gone, and a whole cycle follows. */
+TEST(zero_grad_begins_a_cycle) {
+    float weights[2][2 * GAN_X];
+    amp_step_result result;
+    amp_value loss;
+    for (int way = 0; way < 3; way++) {
+        gan_open(3);
+        if (way > 0) {
+            for (int i = 0; i < 2; i++) { CHECK_OK(gan_discriminator(NULL)); CHECK_OK(amp_step(gan.od, NULL)); }
+            CHECK_OK(way == 1 ? amp_optimizer_zero_grad(gan.od) : amp_model_zero_grad(gan.d));
+        }
+        for (int i = 0; i < 3; i++) {
+            CHECK(amp_step_result_next(gan.od, &result) == 0);
+            CHECK_OK(gan_discriminator(NULL));
+            CHECK_OK(amp_step(gan.od, NULL));
+        }
+        CHECK(amp_step_result_next(gan.od, &result) == 1 && result.applied_steps == 1);
+        memcpy(weights[way > 0], gan.wd->weight.data, sizeof *weights);
+        CHECK(memcmp(weights[0], weights[way > 0], sizeof *weights) == 0);
+        /* without a backward it rests */
+        CHECK_OK(amp_optimizer_set_accumulation(gan.od, 1));
+        CHECK_OK(gan_discriminator(NULL));
+        CHECK_OK(amp_optimizer_zero_grad(gan.od));
+        CHECK_OK(amp_step(gan.od, NULL));
+        CHECK(memcmp(weights[0], gan.wd->weight.data, sizeof *weights) == 0);
+        gan_close();
+    }
+    gan_open(1);
+    CHECK_ERR(amp_optimizer_zero_grad(NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_model_zero_grad(NULL), AMP_ERR_NULL);
+    CHECK_OK(amp_tape_begin(tape, NULL));
+    loss = gan_loss(gan.real, gan.ones);
+    CHECK_OK(amp_optimizer_zero_grad(gan.od));                      /* PyTorch's order: forward, zero_grad, backward */
+    CHECK_OK(amp_tape_forward(tape, loss, NULL));
+    CHECK_ERR(amp_optimizer_zero_grad(gan.od), AMP_ERR_STATE);      /* a fused loss may have added already */
+    CHECK_ERR(amp_model_zero_grad(gan.g), AMP_ERR_STATE);
+    CHECK_OK(amp_tape_backward(tape, loss, NULL));
+    CHECK(gan.wd->grad_live);
+    gan_close();
+}
+
+/* amp_verify and amp_gradcheck between two backwards leave everything as it was: what may be added to, and what may not. */
+static amp_value record_gan(void *user, amp_tape *t) {
+    amp_tensor in = amp_tensor2(gan.real, AMP_F32, GAN_ROWS, GAN_X);
+    (void)user;
+    return amp_tape_cross_entropy(t, amp_tape_linear(t, amp_tape_input(t, &in), gan.wd, NULL, AMP_ACT_NONE), gan.ones, NULL);
+}
+TEST(trials_leave_the_life_of_a_gradient) {
+    const amp_dtype dtypes[] = {AMP_BF16};
+    amp_scaler_desc eight = {.init_scale = 8};
+    amp_verify_report report;
+    amp_scaler *scaler;
+    gan_open(3);
+    CHECK_OK(amp_scaler_create(amp, &scaler, &eight));
+    amp_verify_desc v = {.record = record_gan, .dtypes = dtypes, .n_dtypes = 1, .scaler = scaler};
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(scaler)));
+    CHECK_OK(amp_step(gan.od, scaler));
+    CHECK_OK(amp_verify(amp, &v, &report));
+    CHECK_OK(gan_discriminator(amp_scaler_scale_ptr(scaler)));      /* the cycle goes on */
+    CHECK_OK(amp_optimizer_set_accumulation(gan.od, 1));
+    CHECK_OK(gan_generator(NULL));
+    CHECK_OK(amp_step(gan.og, NULL));
+    v.scaler = NULL;
+    CHECK_OK(amp_verify(amp, &v, &report));
+    CHECK_ERR(gan_discriminator(NULL), AMP_ERR_STATE);
+    CHECK_MSG(says("d: ", "stepped"), "%s", amp_last_error());
+    amp_scaler_destroy(scaler);
+    gan_close();
+}
+
+/* Another thread trains a network of its own in this context, between two backwards that add up: its steps do not matter. */
+static void *train_alone(void *arg) {
+    amp_param *w = (amp_param *)arg;
+    const float *scale = NULL;
+    int64_t failed = 0;
+    for (int i = 0; i < 4; i++) {
+        failed += one_layer(w, &scale, 1) != AMP_OK;
+        if (i % 2) failed += amp_step(gan.og, NULL) != AMP_OK;
+    }
+    return failed == 0 ? arg : NULL;
+}
+TEST(threads_step_beside_each_other) {
+    amp_param *second;
+    amp_optimizer_desc o = {.kind = AMP_SGD, .lr = 1e-3, .n_params = 1};
+    const float *scale = NULL;
+    pthread_t thread;
+    void *trained = NULL;
+    gan_open(1);
+    amp_optimizer_destroy(gan.og);
+    o.params = second = amp_model_param(gan.g, "second", 2, GAN_X, AMP_INIT_NORMAL, 0.7);
+    CHECK_OK(amp_optimizer_create(amp, &gan.og, &o));
+    CHECK_OK(one_layer(gan.wd, &scale, 1));
+    CHECK(pthread_create(&thread, NULL, train_alone, second) == 0);
+    pthread_join(thread, &trained);
+    CHECK(trained == second);
+    CHECK_OK(one_layer(gan.wd, &scale, 1));
+    CHECK(train_alone(second) == second);                           /* this thread's do */
+    CHECK_ERR(one_layer(gan.wd, &scale, 1), AMP_ERR_STATE);
+    gan_close();
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     for (int i = 1; i < argc; i++) if (!strcmp(argv[i], "--full")) same_graphs = 16667;
@@ -2481,5 +2870,13 @@ int main(int argc, char **argv) {
     RUN(a_plan_tells_the_memory);
     RUN(times_of_every_call);
     RUN(results_are_stored_as_told);
+    RUN(a_gan_trains_as_in_pytorch);
+    RUN(what_another_step_left_is_not_added_to);
+    RUN(sums_that_are_meant_pass);
+    RUN(loss_scales_are_not_mixed);
+    RUN(loss_scales_by_hand);
+    RUN(zero_grad_begins_a_cycle);
+    RUN(trials_leave_the_life_of_a_gradient);
+    RUN(threads_step_beside_each_other);
     return TEST_END();
 }
