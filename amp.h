@@ -3534,24 +3534,26 @@ typedef struct amp_k_tensor {
     int64_t count;
     double lr_scale, weight_decay;
     int64_t first;              /* of a part of a parameter: the place of its first element, a multiple of 256 */
-    int32_t live;               /* 0: no gradient in this step, skipped */
-    int32_t reserved;
+    int32_t live;               /* 0: no gradient in this step, skipped: the parameter rests */
+    int32_t said;               /* what this rank says of it to the others: 0 no gradient, 1 a gradient, 2 frozen */
 } amp_k_tensor;
 
 /* What a check finds, and what follows from it; one per set, in device memory. */
 struct amp_k_grad_stats {
     double sum_sq;              /* of the gradients before any multiplication; inf or NaN with them */
-    float found_inf;            /* not 0: something was infinite or NaN */
     int32_t first_bad;          /* lowest row with a non-finite element; -1: none */
     float norm;                 /* of the unscaled, averaged gradients; what clipping compares */
     float clip_coef;            /* min(1, clip / (norm + 1e-6)), 1 without clipping */
     float multiplier;           /* fp32(inverse scale * clip / divisor), or the part not yet applied in memory */
     float factor;               /* for the next pass over the gradients */
     int32_t skip;               /* 1: the optimizer changes nothing */
-    int32_t consecutive_skips;
     int64_t attempts, step, skips;  /* attempts = step + skips; step counts those applied */
     double beta1_power, beta2_power;  /* beta^step */
     double lr;
+    int32_t consecutive_skips;
+    /* 1 + the first row that is frozen on one rank and not on another, 0: none; and these two ranks */
+    int32_t apart_row, apart_frozen, apart_other, reserved;
+    float found_inf;            /* not 0: something was infinite or NaN; last, as what ranks say of rows follows it */
 };
 
 /* The result of one step: record (number - 1) % AMP_STEP_RESULTS of a ring in device memory. */
@@ -3561,7 +3563,8 @@ typedef struct amp_k_step_result {
     double lr;
     float norm, clip_coef, scale;
     int32_t applied, at_floor, first_bad;
-    int32_t growth_tracker, reserved;  /* like scale, before the attempt's update */
+    int32_t growth_tracker;     /* like scale, before the attempt's update */
+    int32_t apart_row, apart_frozen, apart_other;  /* as in amp_k_grad_stats */
 } amp_k_step_result;
 
 /* Finite check and sum of squares; grad *= *multiply if that is given and not 1. */
@@ -3695,7 +3698,7 @@ typedef enum amp_rule_kind {
     AMP_RULE_KIND_FORCE_I32 = 0x7fffffff
 } amp_rule_kind;
 
-/* Run by one thread on the device.  Pointers that a kind does not use are NULL. */
+/* Run by one thread on the device, but for the rows.  Pointers that a kind does not use are NULL. */
 typedef struct amp_k_rule {
     float value;
     amp_rule_kind kind;
@@ -3704,6 +3707,9 @@ typedef struct amp_k_rule {
     amp_k_step_result *results; /* device; the ring */
     uint64_t *random;           /* device */
     uint64_t random_offset;
+    /* device; BEGIN and CHECKED where ranks sum gradients, else NULL and 0: see ampi_rule_rows */
+    amp_k_tensor *table; int64_t tensors;
+    int32_t rank, reserved;
     amp_k_scaler_rule scaler_rule;  /* by value */
     amp_k_step_rule step_rule;  /* by value */
 } amp_k_rule;
@@ -3991,6 +3997,9 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     o->applied = !f->skip;
     o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
     o->first_bad = f->first_bad;
+    o->apart_row = f->apart_row;
+    o->apart_frozen = f->apart_frozen;
+    o->apart_other = f->apart_other;
 }
 
 AMPI_HD void ampi_scale_changed(amp_k_scaler *s, float scale) {
@@ -4057,6 +4066,50 @@ AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
     s->at_floor = 0;
     s->overflows = 0;
     ampi_scale_changed(s, scale);
+}
+
+/* ---- Which parameters rest.  A gradient that no rank has must not be stepped with, as zeros, but each rank knows only
+   its own.  So each says two numbers of every row, which lie behind `found`; ranks take the largest of each, in the
+   message that combines found_inf.  The first is for ranks on which the parameter is frozen, the second for the others:
+   1 + the rank, and 2^23 more if it has a gradient there. */
+#define AMPI_SAID_LIVE 8388608
+AMPI_HD float *ampi_said(amp_k_grad_stats *found, int64_t row) { return (float *)(void *)(found + 1) + 2 * row; }
+AMPI_HD void ampi_say(float two[2], int frozen, int live, int32_t rank) {
+    two[frozen ? 0 : 1] = (float)(rank + 1 + (live ? AMPI_SAID_LIVE : 0));
+    two[frozen ? 1 : 0] = 0;
+}
+AMPI_HD int ampi_said_live(const float two[2]) {
+    return two[0] >= (float)AMPI_SAID_LIVE || two[1] >= (float)AMPI_SAID_LIVE;
+}
+/* 1: it is frozen on some ranks, and not on others. */
+AMPI_HD int ampi_said_apart(const float two[2]) { return two[0] > 0 && two[1] > 0; }
+AMPI_HD int32_t ampi_said_rank(float one) { return (int32_t)one % AMPI_SAID_LIVE - 1; }
+
+/* Every `by`-th row from `first` on: BEGIN says what this rank knows, and lets the check read all sums; CHECKED obeys
+   what the ranks agreed on.  Returns the first row that they hold apart, INT32_MAX: none. */
+AMPI_HD int32_t ampi_rule_rows(const amp_k_rule *rule, int32_t first, int32_t by) {
+    int32_t apart = INT32_MAX;
+    int64_t i;
+    for (i = first; i < rule->tensors; i += by) {
+        amp_k_tensor *row = &rule->table[i];
+        float *two = ampi_said(rule->found, i);
+        if (rule->kind == AMP_RULE_BEGIN) {
+            ampi_say(two, row->said == 2, row->said == 1, rule->rank);
+            row->live = row->said != 2;
+        } else {
+            row->live = ampi_said_live(two) && !ampi_said_apart(two);
+            if (apart == INT32_MAX && ampi_said_apart(two)) apart = (int32_t)i;
+        }
+    }
+    return apart;
+}
+AMPI_HD void ampi_rule_apart(const amp_k_rule *rule, int32_t apart) {
+    amp_k_grad_stats *f = rule->found;
+    if (rule->kind != AMP_RULE_CHECKED || rule->tensors == 0) return;
+    f->apart_row = apart == INT32_MAX ? 0 : 1 + apart;
+    if (apart == INT32_MAX) return;
+    f->apart_frozen = ampi_said_rank(ampi_said(f, apart)[0]);
+    f->apart_other = ampi_said_rank(ampi_said(f, apart)[1]);
 }
 
 AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
@@ -10759,6 +10812,7 @@ static amp_result ampi_cpu_lion(void *dev, const amp_k_lion *a, void *stream) {
 static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream) {
     ampi_fp host = ampi_fp_begin();
     (void)dev; (void)stream;
+    ampi_rule_apart(args, ampi_rule_rows(args, 0, 1));
     ampi_rule_run(args);
     ampi_fp_end(host);
     return AMP_OK;
@@ -19767,6 +19821,8 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    The host holds what it decides (stages, tables, settings).  Everything that rules change is in device memory: only
    the getters, save and load wait for the device. */
 
+/* What ranks say of rows follows what a check found, without a gap. */
+enum { AMPI_SAID_FOLLOWS = 1 / (offsetof(amp_k_grad_stats, found_inf) + sizeof(float) == sizeof(amp_k_grad_stats)) };
 typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } ampi_stage;
 typedef struct ampi_buckets ampi_buckets;
 
@@ -19775,7 +19831,8 @@ typedef struct ampi_buckets ampi_buckets;
 typedef struct ampi_outer {
     float *anchor, *momentum, *piece;       /* piece: room for AMPI_OUTER_PIECE weights */
     uint16_t *low;                          /* room for n_low 16-bit numbers: twice as many, cut into parts of ranks */
-    int64_t n, n_low;
+    float *said;                            /* what ranks say before they sum: weights of 1 + rank are bad, then rows */
+    int64_t n, n_low, n_said;
     int32_t begun;                          /* 1: anchor holds weights */
 } ampi_outer;
 enum { AMPI_OUTER_PIECE = 1 << 18 };
@@ -19792,6 +19849,8 @@ struct amp_grad_set {
     const amp_optimizer_desc *desc;
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
+    /* Of params, with several ranks: room for what all ranks say of the rows, on the host; NULL if it sees the device's */
+    float *said;
     int32_t apart;                  /* 1: no two gradients share memory */
     int32_t by_host;                /* 1: of amp_grad_set_create */
     int32_t agreed;                 /* all ranks have the same ... 1: weights; 2: settings too */
@@ -19832,6 +19891,7 @@ struct amp_optimizer {
     int64_t sent;                   /* results sent by this object, regardless of loads */
     double ranks[AMP_STEP_RESULTS][2];      /* of each result: ranks_seconds, ranks_waited */
     int32_t micro;                  /* micro-batches so far in this cycle */
+    int64_t apart_told;             /* the last step whose amp_k_step_result.apart_row was returned as an error */
     ampi_outer outer;               /* of .sync_every */
 };
 
@@ -19926,6 +19986,10 @@ static int ampi_is_combined(const amp_grad_set *set) {
     return ampi_world(set->amp) > 1 && set->desc->sync_every == 0;
 }
 static int ampi_is_summed(const amp_grad_set *set) { return ampi_is_combined(set) && !set->desc->sharded; }
+/* 1: sums are the device's own, so this thread does not wait for what ranks say of the rows. */
+static int ampi_is_behind(const amp_grad_set *set) {
+    return !set->amp->backend->host_visible && ampi_reducer(set->amp)->on_host == 0;
+}
 
 /* What averaging divides gradients by. */
 static double ampi_set_divisor(const amp_grad_set *set) {
@@ -20073,6 +20137,7 @@ static void ampi_set_stop(ampi_object *object) {
     ampi_free(s, set->rows, set->n, sizeof *set->rows);
     ampi_free(s, set->params, set->n, sizeof *set->params);
     ampi_free(s, (void *)set->names, set->n, sizeof *set->names);
+    ampi_free(s, set->said, 2 * set->n, sizeof *set->said);
     ampi_free(s, set->text, set->text_bytes, 1);
 }
 AMP_API void amp_grad_set_destroy(amp_grad_set *set) { if (set != NULL) ampi_object_destroy(&set->object); }
@@ -20081,6 +20146,7 @@ AMP_API void amp_grad_set_destroy(amp_grad_set *set) { if (set != NULL) ampi_obj
 static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
                                int with_params) {
     const amp_system *s = ampi_context_system(amp);
+    const int64_t said = with_params && ampi_world(amp) > 1 ? 2 * n : 0;    /* numbers behind `found` */
     amp_result r;
     amp_grad_set *set;
     AMPI_TRY(ampi_object_create(amp, function, (void **)out, sizeof *set, "set", ampi_set_stop));
@@ -20094,7 +20160,11 @@ static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_
     if (r == AMP_OK && with_params) r = ampi_alloc(s, function, (void **)&set->params, n, sizeof *set->params);
     if (r == AMP_OK)
         r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->table, n * (int64_t)sizeof *set->table);
-    if (r == AMP_OK) r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->found, (int64_t)sizeof *set->found);
+    if (r == AMP_OK && said > 0 && !amp->backend->host_visible)
+        r = ampi_alloc(s, function, (void **)&set->said, said, sizeof *set->said);
+    if (r == AMP_OK)
+        r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->found,
+                            (int64_t)sizeof *set->found + said * (int64_t)sizeof *set->said);
     if (r == AMP_OK) return AMP_OK;
     amp_grad_set_destroy(set);
     *out = NULL;
@@ -20287,6 +20357,11 @@ static const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
     return row < 0 || row >= set->n || ampi_is_closed(set->amp) ? NULL : set->names[row];
 }
 
+static amp_result ampi_fail_frozen(const char *name, int32_t frozen, int32_t other) {
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s is frozen on rank %d and not on rank %d: freeze it on all ranks or "
+                     "on none", name ? name : "a parameter", (int)frozen, (int)other);
+}
+
 /* The first infinity or NaN in a row that had one, read piece by piece; -1: none any more. */
 static amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tensor *row, int64_t *out) {
     uint64_t piece[2048];
@@ -20306,6 +20381,9 @@ AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *o
     AMPI_TRY(ampi_need("amp_grad_set_stats", set && out, "set or out"));
     AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_stats"));
     AMPI_TRY(ampi_as("amp_grad_set_stats", ampi_fetch(set->amp, &f, set->found, sizeof f)));
+    if (f.apart_row > 0)
+        AMPI_TRY(ampi_as("amp_grad_set_stats", ampi_fail_frozen(ampi_set_name(set, f.apart_row - 1), f.apart_frozen,
+                                                                f.apart_other)));
     if (f.first_bad >= 0 && f.first_bad < set->n)
         AMPI_TRY(ampi_as("amp_grad_set_stats", ampi_set_bad_element(set, &set->rows[f.first_bad], &element)));
     out->found_inf = ampi_is_set(f.found_inf);
@@ -20744,7 +20822,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
         ampi_bucket_row *r = &b->rows[i];
         if (r->bucket < b->posted && b->set->params[i]->by_hand > 0) late = b->set->names[i];
         if (!counts) continue;
-        r->by_hand |= b->set->params[i]->by_hand > 0 || (b->set->params[i]->grad_live && r->seen == 0);
+        r->by_hand |= b->set->params[i]->by_hand > 0 || (b->set->rows[i].said == 1 && r->seen == 0);
         r->expected = AMPI_MAX(r->expected, r->seen);
     }
     ampi_buckets_launch(b, 1);
@@ -21148,23 +21226,37 @@ static amp_result ampi_check_set_known(const char *function, const amp_grad_set 
     return AMP_OK;
 }
 
-/* Notes which rows have a gradient now.  With several ranks all rows enter the sums, as zeros without a gradient. */
+/* Notes which rows have a gradient now; what ranks have agreed on stands. */
 static amp_result ampi_set_refresh(amp_grad_set *set) {
-    int all = ampi_is_summed(set), changed = 0;
+    int changed = 0;
     int64_t i;
-    if (set->params == NULL) return AMP_OK;
+    if (set->params == NULL || (ampi_is_summed(set) && set->stage == AMPI_CHECKED)) return AMP_OK;
     for (i = 0; i < set->n; i++) {
+        const int live = set->params[i]->grad_live != 0;
+        changed |= set->rows[i].live != live;
+        set->rows[i].live = live;
+    }
+    if (!changed) return AMP_OK;
+    return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
+}
+/* The same before sums over ranks.  All rows enter them, as zeros without a gradient; which of them rest, the ranks say
+   with the check's flags (ampi_rule_rows). */
+static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
+    int changed = 0;
+    int64_t i;
+    for (i = 0; set->params != NULL && i < set->n; i++) {
+        const amp_k_tensor *whole = ampi_whole_row(set, i);
         amp_k_tensor *row = &set->rows[i];
         amp_param *p = set->params[i];
+        int32_t said;
         if (ampi_bucket_sent(set->buckets, i)) ampi_gradient_live(p, 1);
-        if (all && !p->grad_live) {
-            const amp_k_tensor *whole = set->buckets != NULL ? &set->buckets->whole[i] : row;
-            AMPI_TRY(amp_fill(set->amp, whole->grad, 0,
-                              whole->count * (int64_t)amp_dtype_size(whole->grad_dtype)));
-            ampi_gradient_live(p, 1);
-        }
-        changed |= row->live != (p->grad_live != 0);
-        row->live = p->grad_live != 0;
+        said = p->grad.data == NULL ? 2 : p->grad_live != 0;
+        if (said != 1)
+            AMPI_TRY(amp_fill(set->amp, whole->grad, 0, whole->count * (int64_t)amp_dtype_size(whole->grad_dtype)));
+        ampi_gradient_live(p, 1);
+        changed |= row->said != said;
+        row->said = said;
+        row->live = said != 2;
     }
     if (!changed) return AMP_OK;
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
@@ -21252,12 +21344,14 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
                      apart.value, (int)apart.rank, apart.first);
 }
 
-/* Of each parameter two checksums must be alike: of its name, shape, dtypes and group, and of its values. */
+/* Of each parameter three numbers must be alike: whether it is frozen, and two checksums, of its name, shape, dtypes
+   and group, and of its values. */
+enum { AMPI_COMMON_FROZEN, AMPI_COMMON_KIND, AMPI_COMMON_VALUES, AMPI_COMMON };
 typedef struct ampi_common {
     const amp_grad_set *set;
     ampi_crc crc;
     char *stage;                    /* for values on a device */
-    double *facts;                  /* two for each */
+    double *facts;                  /* AMPI_COMMON for each */
 } ampi_common;
 enum { AMPI_COMMON_STAGE = 1 << 20 };
 
@@ -21298,8 +21392,9 @@ static amp_result ampi_agree_fact(const ampi_common *c, int64_t i, const amp_k_t
         AMPI_TRY(ampi_agree_bytes(c, &values, row->master, row->count * (ampi_has_remainder(row) ? 2 : 4)));
     kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)is, sizeof is);
     if (name != NULL) kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)name, strlen(name));
-    c->facts[2 * i] = kind;
-    c->facts[2 * i + 1] = values;
+    c->facts[AMPI_COMMON * i + AMPI_COMMON_FROZEN] = p != NULL && p->grad.data == NULL;
+    c->facts[AMPI_COMMON * i + AMPI_COMMON_KIND] = kind;
+    c->facts[AMPI_COMMON * i + AMPI_COMMON_VALUES] = values;
     return AMP_OK;
 }
 static amp_result ampi_agree_facts(const ampi_common *c) {
@@ -21318,13 +21413,17 @@ static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
     const amp_grad_set *set = c->set;
     ampi_apart apart;
     const char *name;
+    int64_t i;
     AMPI_TRY(ampi_agree_facts(c));
-    AMPI_TRY(ampi_ranks_compare_facts(set->amp, c->facts, 2 * n, &apart));
+    AMPI_TRY(ampi_ranks_compare_facts(set->amp, c->facts, AMPI_COMMON * n, &apart));
     if (apart.which < 0) return AMP_OK;
-    name = set->desc->params != NULL ? set->desc->params[apart.which / 2].name : set->names[apart.which / 2];
-    if (apart.which % 2 == 0)
+    i = apart.which / AMPI_COMMON;
+    name = set->desc->params != NULL ? set->desc->params[i].name : set->names[i];
+    if (apart.which % AMPI_COMMON == AMPI_COMMON_FROZEN)
+        return ampi_fail_frozen(name, apart.value > 0 ? apart.rank : 0, apart.value > 0 ? 0 : apart.rank);
+    if (apart.which % AMPI_COMMON == AMPI_COMMON_KIND)
         return ampi_fail(AMP_ERR_REDUCE, "reducer", "parameter %lld (%s) of rank %d has another name, shape, dtype or "
-                         "group than rank 0's", (long long)(apart.which / 2), name ? name : "unnamed", (int)apart.rank);
+                         "group than rank 0's", (long long)i, name ? name : "unnamed", (int)apart.rank);
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s of rank %d has other values than rank 0's: initialise all ranks "
                      "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
 }
@@ -21368,10 +21467,10 @@ static amp_result ampi_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) 
     c.set = set;
     ampi_crc_init(&c.crc, 1);
     result = ampi_alloc(s, "reducer", (void **)&c.stage, AMPI_COMMON_STAGE, 1);
-    if (result == AMP_OK) result = ampi_alloc(s, "reducer", (void **)&c.facts, 2 * n, sizeof *c.facts);
+    if (result == AMP_OK) result = ampi_alloc(s, "reducer", (void **)&c.facts, AMPI_COMMON * n, sizeof *c.facts);
     if (result == AMP_OK && !set->desc->sharded && !set->agreed) result = ampi_agree_params(&c, n);
     if (result == AMP_OK && !set->agreed) result = ampi_agree_apart(&c);
-    ampi_free(s, c.facts, 2 * n, sizeof *c.facts);
+    ampi_free(s, c.facts, AMPI_COMMON * n, sizeof *c.facts);
     ampi_free(s, c.stage, AMPI_COMMON_STAGE, 1);
     set->agreed = result == AMP_OK ? 2 : 0;
     return result;
@@ -21401,8 +21500,8 @@ AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int
     return AMP_OK;
 }
 
-/* After a check that failed between, gradients are sums already, or partly: a whole cycle begins again. */
-static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
+/* Gradients that are sums already, or partly, are dropped: a whole cycle begins again. */
+static amp_result ampi_set_drop_sums(amp_grad_set *set) {
     int64_t i;
     AMPI_TRY(ampi_weights_whole(set->amp, "reducer", NULL));
     for (i = 0; set->params != NULL && i < set->n; i++) ampi_gradient_live(set->params[i], 0);
@@ -21412,8 +21511,46 @@ static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
         ampi_buckets_unsort(set->buckets);
     }
     set->spoiled = 0;
+    return AMP_OK;
+}
+/* After a check that failed between. */
+static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
+    AMPI_TRY(ampi_set_drop_sums(set));
     return ampi_fail(AMP_ERR_STATE, "reducer", "gradients were summed over the ranks by a check that failed, and are "
                      "dropped; run backward for a whole cycle");
+}
+
+/* Which parameters rest, now that all ranks have said what they know of them.  A device that sums by itself alone knows
+   (amp_k_tensor.live of its table; 2 here): no weight is then stepped on one rank and not on another either, and
+   ampi_check_apart returns the error later. */
+static amp_result ampi_set_rest(amp_grad_set *set) {
+    const float *said = set->said != NULL ? set->said : ampi_said(set->found, 0);
+    int64_t i;
+    if (ampi_is_behind(set)) {
+        for (i = 0; i < set->n; i++) set->rows[i].live *= 2;
+        return AMP_OK;
+    }
+    if (set->said != NULL)
+        AMPI_TRY(ampi_fetch(set->amp, set->said, ampi_said(set->found, 0), (size_t)set->n * 2 * sizeof *said));
+    for (i = 0; i < set->n && !ampi_said_apart(said + 2 * i); i++) {}
+    if (i < set->n) {
+        AMPI_TRY(ampi_set_drop_sums(set));
+        return ampi_fail_frozen(set->names[i], ampi_said_rank(said[2 * i]), ampi_said_rank(said[2 * i + 1]));
+    }
+    for (i = 0; i < set->n; i++) {
+        set->rows[i].live = ampi_said_live(said + 2 * i);
+        ampi_gradient_live(set->params[i], set->rows[i].live);
+    }
+    return AMP_OK;
+}
+/* Between the check and the step no rank may change alone what all have agreed on. */
+static amp_result ampi_check_agreed(const amp_grad_set *set) {
+    int64_t i;
+    for (i = 0; set->params != NULL && i < set->n; i++)
+        if ((set->rows[i].live != 0) != (set->params[i]->grad_live != 0))
+            return ampi_fail(AMP_ERR_STATE, "reducer", "%s: a backward, a freeze or you changed whether it has a "
+                             "gradient after ranks agreed on that in amp_scaler_check: do so before", set->names[i]);
+    return AMP_OK;
 }
 
 /* The gradients become their sums over the ranks. */
@@ -21445,23 +21582,29 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply, int l
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     const int parted = set->buckets != NULL && set->buckets->parted;
     const int late = set->buckets != NULL && set->buckets->recorded;    /* gradients may be on their way already */
+    const int sums = last && ampi_is_summed(set);
     amp_k_rule rule;
     if (set->buckets == NULL && ampi_is_combined(set)) AMPI_TRY(ampi_may_exchange(set->amp, "amp_scaler_check"));
     if (last && !late) AMPI_TRY(ampi_ranks_agree(set, scaler));
-    if (mode == AMP_CHECK_UNSCALE || (last && ampi_is_summed(set)))
-        AMPI_TRY(ampi_check_gradients_apart(set));
-    AMPI_TRY(ampi_set_refresh(set));
+    if (mode == AMP_CHECK_UNSCALE || sums) AMPI_TRY(ampi_check_gradients_apart(set));
+    AMPI_TRY(sums ? ampi_set_refresh_sums(set) : ampi_set_refresh(set));
     if (last) AMPI_TRY(ampi_set_sum(set));
     if (last && late) AMPI_TRY(ampi_ranks_agree(set, scaler));
     set->unscaled = mode == AMP_CHECK_UNSCALE;
     rule = ampi_rule(AMP_RULE_BEGIN, scaler, set);
     if (!last) rule.step_rule.divisor = set->desc->accumulation;
+    if (sums && set->params != NULL) {
+        rule.table = set->table;
+        rule.tensors = set->n;
+        rule.rank = ampi_settings(set->amp)->reducer.rank;
+    }
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
     AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL, last));
     if (last && ampi_is_combined(set))
-        AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1, AMP_F32, AMP_REDUCE_MAX));
+        AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1 + 2 * rule.tensors, AMP_F32, AMP_REDUCE_MAX));
     if (last && (set->desc->sharded || parted))
         AMPI_TRY(ampi_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
+    if (rule.tensors > 0) AMPI_TRY(ampi_set_rest(set));
     rule.kind = AMP_RULE_CHECKED;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
     if (last && parted) AMPI_TRY(ampi_buckets_checked(set->buckets, set->unscaled));
@@ -22393,6 +22536,8 @@ static amp_result ampi_outer_memory(amp_optimizer *o) {
     AMPI_TRY(ampi_alloc(s, f, (void **)&u->piece, AMPI_OUTER_PIECE, sizeof *u->piece));
     u->n_low = 2 * ((int64_t)AMPI_OUTER_PIECE + ampi_world(o->amp));
     AMPI_TRY(ampi_alloc(s, f, (void **)&u->low, u->n_low, sizeof *u->low));
+    u->n_said = 1 + 2 * o->set->n;
+    AMPI_TRY(ampi_alloc(s, f, (void **)&u->said, u->n_said, sizeof *u->said));
     o->set->outer = u;
     return AMP_OK;
 }
@@ -22403,6 +22548,7 @@ static void ampi_outer_free(amp_optimizer *o) {
     ampi_free(s, u->momentum, u->n, sizeof *u->momentum);
     ampi_free(s, u->piece, AMPI_OUTER_PIECE, sizeof *u->piece);
     ampi_free(s, u->low, u->n_low, sizeof *u->low);
+    ampi_free(s, u->said, u->n_said, sizeof *u->said);
     memset(u, 0, sizeof *u);
 }
 
@@ -22751,6 +22897,22 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
+/* Where a device sums by itself, the error of a parameter frozen on one rank alone comes when the step's result is due,
+   so in the same step on all ranks; until then it rests on all of them. */
+static amp_result ampi_check_apart(amp_optimizer *o) {
+    const int64_t number = o->attempts - AMPI_MAX(o->desc.result_lag, 0), slot = (number - 1) % AMP_STEP_RESULTS;
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+    const amp_k_step_result *r;
+    if (!ampi_is_summed(o->set) || !ampi_is_behind(o->set) || ampi_capture(o->amp) != NULL) return AMP_OK;
+    if (number <= o->attempts - o->sent || number <= o->apart_told) return AMP_OK;
+    AMPI_TRY(backend->event_sync(dev, o->events[slot]));
+    r = &o->outcomes[slot];
+    if (r->apart_row == 0) return AMP_OK;
+    o->apart_told = number;
+    return ampi_fail_frozen(ampi_set_name(o->set, r->apart_row - 1), r->apart_frozen, r->apart_other);
+}
+
 /* Ends a step for the tensors in FP8: histories are combined over ranks, unless these step alone, and give the next
    step's scales. */
 static amp_result ampi_fp8_step(amp_context *amp, int combined) {
@@ -22816,22 +22978,52 @@ static amp_result ampi_outer_begin(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* A rank whose weights are not finite would spoil all: refused on every rank, before anything is changed. */
-static amp_result ampi_outer_check(const amp_optimizer *o) {
+/* Calls visit(u, row, from, to) for each row that has some of the n elements from `first` on: those from `from` to
+   `to`. */
+static void ampi_outer_visit(amp_optimizer *o, int64_t first, int64_t n,
+                             void (*visit)(amp_optimizer *o, int64_t row, int64_t from, int64_t to)) {
+    int64_t i, at = 0, from, to;
+    for (i = 0; i < o->set->n && at < first + n; i++) {
+        from = AMPI_MAX(at, first);
+        at += o->set->rows[i].count;
+        to = AMPI_MIN(at, first + n);
+        if (from < to) visit(o, i, from, to);
+    }
+}
+/* A row is live if its weights have changed: `piece` holds those from a multiple of AMPI_OUTER_PIECE on. */
+static void ampi_outer_compare(amp_optimizer *o, int64_t row, int64_t from, int64_t to) {
     const ampi_outer *u = &o->outer;
-    float bad = 0;
+    const float *piece = u->piece + from % AMPI_OUTER_PIECE;
+    if (memcmp(piece, u->anchor + from, (size_t)(to - from) * sizeof *piece) != 0)
+        ampi_say(u->said + 1 + 2 * row, o->set->params[row]->grad.data == NULL, 1,
+                 ampi_settings(o->amp)->reducer.rank);
+}
+/* Before anything is changed, what would spoil all is refused on every rank: weights of one that are not finite, a
+   parameter that is frozen on some alone.  Ranks say too which rows have changed since the last outer step: the others
+   rest. */
+static amp_result ampi_outer_check(amp_optimizer *o) {
+    const int32_t rank = ampi_settings(o->amp)->reducer.rank;
+    const ampi_outer *u = &o->outer;
+    float *bad = u->said, *said = u->said + 1;
     int64_t i, n;
-    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, &bad, &bad, 1, AMP_F32);
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->said, u->said, u->n_said, AMP_F32);
     e.op = AMP_REDUCE_MAX;
+    *bad = 0;
+    for (i = 0; i < o->set->n; i++) ampi_say(said + 2 * i, o->set->params[i]->grad.data == NULL, 0, rank);
     for (i = 0; i < u->n; i += n) {
         n = AMPI_MIN(u->n - i, (int64_t)AMPI_OUTER_PIECE);
         AMPI_TRY(ampi_outer_rows(o, i, n, u->piece, 0));
-        if (amp_count_nonfinite(u->piece, AMP_F32, n, NULL) > 0) bad = (float)(ampi_settings(o->amp)->reducer.rank + 1);
+        if (amp_count_nonfinite(u->piece, AMP_F32, n, NULL) > 0) *bad = (float)(rank + 1);
+        ampi_outer_visit(o, i, n, ampi_outer_compare);
     }
     AMPI_TRY(ampi_exchange_host(o->amp, e));
-    if (!(bad > 0)) return AMP_OK;
-    return ampi_fail(AMP_ERR_REDUCE, "reducer", "weights of rank %d are infinite or NaN: the ranks stay as they are",
-                     (int)bad - 1);
+    if (*bad > 0)
+        return ampi_fail(AMP_ERR_REDUCE, "reducer", "weights of rank %d are infinite or NaN: the ranks stay as they "
+                         "are", (int)*bad - 1);
+    for (i = 0; i < o->set->n; i++, said += 2)
+        if (ampi_said_apart(said))
+            return ampi_fail_frozen(o->set->names[i], ampi_said_rank(said[0]), ampi_said_rank(said[1]));
+    return AMP_OK;
 }
 
 /* Sums `piece` over ranks in bf16: each rank sums its part of all, in the order of ranks, so no reducer widens what is
@@ -22857,10 +23049,21 @@ static amp_result ampi_outer_sum_bf16(const amp_optimizer *o, int64_t n) {
 
 /* change = anchor - weights, averaged over ranks; momentum = mu momentum + change;
    anchor -= lr (change + mu momentum) */
+static void ampi_outer_move(amp_optimizer *o, int64_t row, int64_t from, int64_t to) {
+    const ampi_outer *u = &o->outer;
+    const double lr = o->desc.outer_lr, mu = o->desc.outer_momentum, world = ampi_world(o->amp);
+    const float *sum = u->piece + from % AMPI_OUTER_PIECE;
+    int64_t i;
+    if (!ampi_said_live(u->said + 1 + 2 * row)) return;
+    for (i = from; i < to; i++) {
+        double change = (double)*sum++ / world;
+        u->momentum[i] = (float)(mu * (double)u->momentum[i] + change);
+        u->anchor[i] = (float)((double)u->anchor[i] - lr * (change + mu * (double)u->momentum[i]));
+    }
+}
 static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
     ampi_outer *u = &o->outer;
-    float *anchor = u->anchor + first, *momentum = u->momentum + first;
-    double lr = o->desc.outer_lr, mu = o->desc.outer_momentum, world = ampi_world(o->amp);
+    float *anchor = u->anchor + first;
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->piece, u->piece, n, AMP_F32);
     ampi_fp host;
     int64_t i;
@@ -22871,11 +23074,7 @@ static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
     e.op = AMP_REDUCE_SUM;
     AMPI_TRY(o->desc.sync_wire == AMP_BF16 ? ampi_outer_sum_bf16(o, n) : ampi_exchange_host(o->amp, e));
     host = ampi_fp_begin();
-    for (i = 0; i < n; i++) {
-        double change = (double)u->piece[i] / world;
-        momentum[i] = (float)(mu * (double)momentum[i] + change);
-        anchor[i] = (float)((double)anchor[i] - lr * (change + mu * (double)momentum[i]));
-    }
+    ampi_outer_visit(o, first, n, ampi_outer_move);
     ampi_fp_end(host);
     return ampi_outer_rows(o, first, n, anchor, 1);
 }
@@ -22887,7 +23086,8 @@ static amp_result ampi_outer_step(amp_optimizer *o) {
     AMPI_TRY(ampi_outer_check(o));
     for (i = 0; i < o->outer.n; i += AMPI_OUTER_PIECE)
         AMPI_TRY(ampi_outer_piece(o, i, AMPI_MIN(o->outer.n - i, (int64_t)AMPI_OUTER_PIECE)));
-    for (i = 0; i < o->set->n; i++) amp_param_changed(o->set->params[i]);
+    for (i = 0; i < o->set->n; i++)
+        if (ampi_said_live(o->outer.said + 1 + 2 * i)) amp_param_changed(o->set->params[i]);
     return AMP_OK;
 }
 
@@ -22896,10 +23096,12 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     amp_grad_set *set = o->set;
     amp_result result;
     int64_t i;
+    AMPI_TRY(ampi_check_apart(o));
     if (set->stage != AMPI_CHECKED) {
         AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, 1));
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
-    } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have become live or dead since the check */
+    } else      /* gradients may have become live or dead since the check */
+        AMPI_TRY(ampi_is_summed(set) ? ampi_check_agreed(set) : ampi_set_refresh(set));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_outer_begin(o));
     AMPI_TRY(ampi_count_step(o, enabled));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
@@ -23103,7 +23305,8 @@ static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
         for (k = 0; k < graph->n; k++)
             for (r = 0; r < graph->optimizers[k]->set->n; r++)
                 known->captured -=
-                    graph->optimizers[k]->set->params[r] == known->param && graph->optimizers[k]->set->rows[r].live;
+                    graph->optimizers[k]->set->params[r] == known->param &&
+                    graph->optimizers[k]->set->rows[r].live != 0;
     }
     return AMP_OK;
 }
@@ -23180,6 +23383,7 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
         return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch",
                          "precision, overrides, seed or settings changed since its capture began");
     AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
+    for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_check_apart(graph->optimizers[i]));
     AMPI_TRY(ampi_graph_numbers(graph));
     AMPI_TRY(ampi_copies_refresh(graph->amp));
     for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_outer_begin(graph->optimizers[n]);
