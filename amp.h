@@ -24198,40 +24198,37 @@ static int ampi_is_part(const amp_state *state, const char *key, ampi_part_key *
     return ampi_key("load", whole, out->prefix, "part", -1) == AMP_OK && ampi_state_find(state, whole) != NULL;
 }
 
-/* Copies a rank's record into that of all; returns its elements, -1: it does not fit. */
-static int64_t ampi_join_one(const amp_state *from, int64_t rank, int64_t world, const char *key,
-                             const ampi_part_key *k, char *all, const ampi_record *like) {
-    const ampi_record *record = ampi_state_find(from, key), *part;
+/* Appends a rank's record to that of all, which has the parameter's first `done` elements; returns how many it then has,
+   -1: it does not fit.  An empty part may have any place: that of a rank which begins behind the parameter is its
+   end, and no multiple of a block. */
+static int64_t ampi_join_one(const amp_state *from, const int64_t whose[2], const ampi_part_key *k, int64_t done,
+                             char *all, const ampi_record *like) {
+    const ampi_record *record = ampi_state_find(from, like->key), *part;
     const size_t size = amp_dtype_size(like->dtype);
-    int64_t whose[2], place[2], n = (k->count + k->block - 1) / k->block;
+    int64_t place[2];
     char name[AMPI_STATE_KEY];
     if (ampi_key("load", name, k->prefix, "part", -1) != AMP_OK) return -1;
     part = ampi_state_find(from, name);
     if (record == NULL || record->dtype != like->dtype || part == NULL || part->dtype != AMP_I64 ||
-        part->count < 2 * k->row + 4)
+        part->count < 2 * k->row + 4 || memcmp(part->data, whose, 2 * sizeof *whose) != 0)
         return -1;
-    memcpy(whose, part->data, sizeof whose);
     memcpy(place, (const char *)part->data + 16 * (k->row + 1), sizeof place);
-    if (whose[0] != rank || whose[1] != world || place[0] < 0 || place[0] % k->block != 0 || place[0] > k->count ||
-        place[1] < 0 || record->count != (place[1] + k->block - 1) / k->block ||
-        record->count > n - AMPI_MIN(place[0] / k->block, n))
-        return -1;
-    if (record->count > 0)
-        memcpy(all + (size_t)(place[0] / k->block) * size, record->data, (size_t)record->count * size);
-    return record->count;
+    if (place[1] < 0 || place[1] > k->count - done || record->count != (place[1] + k->block - 1) / k->block) return -1;
+    if (place[1] == 0) return done;
+    if (place[0] != done || done % k->block != 0) return -1;
+    memcpy(all + (size_t)(done / k->block) * size, record->data, (size_t)record->count * size);
+    return done + place[1];
 }
 static amp_result ampi_join_record(amp_state *out, amp_state *const *parts, int64_t world, const ampi_record *like,
                                    const ampi_part_key *k) {
     const char *f = "amp_state_load_ranks";
-    int64_t n = (k->count + k->block - 1) / k->block, rank, one = 0, sum = 0;
+    int64_t n = (k->count + k->block - 1) / k->block, whose[2] = {0, 0}, done = 0;
     amp_result r;
     char *all;
     AMPI_TRY(ampi_alloc(&out->system, f, (void **)&all, n, amp_dtype_size(like->dtype)));
-    for (rank = 0; rank < world && one >= 0; rank++) {
-        one = ampi_join_one(parts[rank], rank, world, like->key, k, all, like);
-        sum += one;
-    }
-    r = one < 0 || sum != n
+    for (whose[1] = world; whose[0] < world && done >= 0; whose[0]++)
+        done = ampi_join_one(parts[whose[0]], whose, k, done, all, like);
+    r = done != k->count
             ? ampi_fail(AMP_ERR_FORMAT, f, "%s: the parts of %lld ranks do not make one of %lld elements", like->key,
                         (long long)world, (long long)k->count)
             : amp_state_put(out, like->key, like->dtype, all, n);
