@@ -3144,15 +3144,15 @@ amp_result ampc_lion(void *device, const amp_k_lion *a, void *stream) {
 /* ---- Rules: amp.h's arithmetic, on one thread; its rows on all of a block */
 
 __global__ void ampc_rule_kernel(amp_k_rule rule) {
-    __shared__ int apart;
+    AMPC_SHARED(int, apart, 1);
     int32_t own;
-    if (threadIdx.x == 0) apart = INT32_MAX;
+    if (threadIdx.x == 0) *apart = INT32_MAX;
     __syncthreads();
     own = ampi_rule_rows(&rule, (int32_t)threadIdx.x, (int32_t)blockDim.x);
-    if (own != INT32_MAX) atomicMin(&apart, own);
+    if (own != INT32_MAX) atomicMin(apart, own);
     __syncthreads();
     if (threadIdx.x != 0) return;
-    ampi_rule_apart(&rule, apart);
+    ampi_rule_apart(&rule, *apart);
     ampi_rule_run(&rule);
 }
 
