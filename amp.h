@@ -1509,12 +1509,25 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
 /* ---- Gradient sets, of parameters or of your own arrays.
 
    Ranks: with amp_desc.reducer (of amp_ranks for threads, of examples/amp_mpi.h for MPI, or yours), a check averages
-   the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  Every rank takes part
-   with every parameter; one without a gradient counts as zeros.  The first check, and the first after an
-   optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks before it sums: world,
-   version of amp.h, precision, optimizer, parameters and the values of all weights.  On a difference it returns
-   AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  Later checks compare nothing.  Over
-   slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
+   the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  The first check, and the
+   first after an optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks before it
+   sums: world, version of amp.h, precision, optimizer, parameters and the values of all weights.  On a difference it
+   returns AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  Later checks compare only
+   what is frozen.  Over slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
+
+   Every rank takes part with every parameter.  Where only some ranks have a gradient, it counts as zeros on the others,
+   and the mean is over all.  Where no rank has one, the parameter rests on all ranks, as it does on one rank and as with
+   find_unused_parameters of PyTorch's DistributedDataParallel: no weight decay, no momentum.  Ranks agree on that in the
+   message that combines the overflow flags, which takes 8 bytes more for each parameter in each step.  A parameter that
+   is frozen on one rank and not on another is AMP_ERR_REDUCE on every rank, also when it is frozen after the first step;
+   the text names it and the ranks, the gradients of that step are dropped, and nothing has changed.  (With .sync_every
+   the outer step compares that, and all stay as they are.)  What was agreed on stands until the step: amp_optimizer_step returns AMP_ERR_STATE if a backward, a freeze or your code has changed
+   which parameters have a gradient since amp_scaler_check.  After a check of your own set, amp_param.grad_live is 0 for
+   parameters that rest.
+   Where a device itself sums (.reduce_on_device, or a reducer with on_host 0), the CPU does not wait for that message.
+   Then grad_live stays 1 for all, a parameter that is frozen on one rank alone rests on all, and the error comes from
+   the first step after that step's result is due (result_lag), which does nothing else and can be called again; for a
+   set of your own it comes from amp_grad_set_stats.
 
    An optimizer's gradients go in buckets of .bucket_bytes, cut from the last parameter to the first, while backward
    runs, in the order in which backward finished them in rank 0's first cycle: each as soon as the operators have added
@@ -1576,7 +1589,8 @@ typedef struct amp_grad_stats {
     int64_t first_bad_index;    /* its place in the set; -1: none */
     int64_t first_bad_element;  /* the first bad element now in it; -1: none */
 } amp_grad_stats;
-/* Waits; reads the bad range, if any. */
+/* Waits; reads the bad range, if any.
+   Errors: AMP_ERR_REDUCE a device summed, and a parameter is frozen on one rank and not on another. */
 AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out);
 /* The device address, which never changes, of what was found.  For kernels of your own: multiply gradients by
    `multiplier` (with momentum in the gradient buffer: fold it into the learning rate), and change nothing if `skip` is
@@ -1791,8 +1805,9 @@ typedef struct amp_optimizer_desc {
     uint64_t seed;
     /* Above 0: loose coupling, for slow networks (DiLoCo, Douillard et al. 2023).  Ranks step alone, each with its own
        gradients and overflows; after every sync_every steps, skipped ones included, the mean change of the weights over
-       ranks is the gradient of an outer step, SGD with Nesterov momentum, from which all go on.  It waits.  Needs 8
-       bytes of host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9 (AMP_EXPLICIT_ZERO: 0); sync_wire:
+       ranks is the gradient of an outer step, SGD with Nesterov momentum, from which all go on.  A parameter whose
+       weights have changed on no rank since the last outer step rests in this one too.  It waits.  Needs 8 bytes of
+       host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9 (AMP_EXPLICIT_ZERO: 0); sync_wire:
        what changes are on the way, F32 (default) or BF16. */
     int32_t sync_every;
     amp_dtype sync_wire;
@@ -1831,8 +1846,9 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 /* Averages the gradients by `accumulation` times ranks, clips them and steps; the scale stays.  Checks first if
    amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count stay.  scaler
    NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward overwrites gradients.
-   Errors: AMP_ERR_STATE another scaler uses the set, or a tape of this thread is between amp_tape_forward and backward,
-   AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
+   Errors: AMP_ERR_STATE another scaler uses the set, a tape of this thread is between amp_tape_forward and backward, or
+   with several ranks other parameters have a gradient than in amp_scaler_check; AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED,
+   AMP_ERR_REDUCE. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
    scaler may be NULL.  Errors: as above, and AMP_ERR_STATE the set was checked before the cycle's last micro-batch. */

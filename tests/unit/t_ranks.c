@@ -592,7 +592,7 @@ TEST(ranks_that_differ_are_named) {
    bits: N ranks must give those of one. */
 
 enum { IDLE = 4, SIDE = 16, MANY = SIDE * SIDE, IDLE_STEPS = 6 };
-enum { PLAIN_HOOK = 1, STAGED_DEVICE = 2, OWN_DEVICE = 4, NO_OVERLAP = 8, LATE_GATHER = 16, ORDERED = 32, NARROW = 64, BITS8 = 128, SCALED = 256 };
+enum { PLAIN_HOOK = 1, STAGED_DEVICE = 2, OWN_DEVICE = 4, NO_OVERLAP = 8, LATE_GATHER = 16, ORDERED = 32, NARROW = 64, BITS8 = 128, SCALED = 256, EACH = 512 };
 typedef struct idle_run {
     const char *what; amp_optimizer_kind kind; double momentum, clip; amp_shard shard; int how; amp_dtype wire; int accumulation;
     int sync_every;
@@ -611,6 +611,7 @@ static const idle_run idle_runs[] = {
     {"a device and a reducer on the host", AMP_ADAMW, 0, 0.5, AMP_SHARD_NONE, STAGED_DEVICE | SCALED, AMP_F32, 2, 0},
     {"a device that sums by itself", AMP_SGD, 0.9, 0.5, AMP_SHARD_NONE, OWN_DEVICE, AMP_F32, 1, 0},
     {"a device that sums by itself, sharded", AMP_ADAMW, 0, 0, AMP_SHARD_STATES, OWN_DEVICE | SCALED | ORDERED, AMP_F32, 2, 0},
+    {"clipped alone", AMP_ADAMW, 0, 0.5, AMP_SHARD_NONE, EACH, AMP_F32, 2, 0},
     {"loosely coupled", AMP_SGD, 0.9, 0, AMP_SHARD_NONE, 0, AMP_F32, 1, 2},
     {"loosely coupled, bf16 wire", AMP_ADAMW, 0, 0, AMP_SHARD_NONE, NARROW, AMP_BF16, 1, 2}};
 static struct {
@@ -692,6 +693,7 @@ static void idle_train(int rank, int world) {
     od.shard = run->shard; od.accumulation = run->accumulation; od.sync_every = run->sync_every; od.bucket_bytes = 2 * MANY * 4;
     *(run->sync_every ? &od.sync_wire : &od.wire) = run->wire;
     od.no_overlap = (run->how & NO_OVERLAP) != 0; od.overlap_param_gather = (run->how & LATE_GATHER) != 0; od.deterministic = (run->how & ORDERED) != 0;
+    od.clip_each = (run->how & EACH) != 0;
     sd.init_scale = 4;
     CHECK_OK(amp_optimizer_create(amp, &opt, &od));
     if (run->how & SCALED) CHECK_OK(amp_scaler_create(amp, &scaler, &sd));
@@ -740,13 +742,14 @@ TEST(parameters_that_no_rank_uses_rest) {
         idle_go(1, run);
         memcpy(want, idle.w[0], sizeof want);
         CHECK(memcmp(want[0][1], want[IDLE_STEPS - 1][1], sizeof want[0][1]) == 0);
-        if (run->sync_every == 0) CHECK(memcmp(want[1][2], want[3][2], sizeof want[1][2]) == 0 && memcmp(want[3][2], want[4][2], sizeof want[3][2]) != 0);
+        CHECK(memcmp(want[1][2], want[3][2], sizeof want[1][2]) == 0 && memcmp(want[3][2], want[4][2], sizeof want[3][2]) != 0);
         for (int world = 2; world <= RANKS; world += 2) {
             idle_go(world, run);
             for (int r = 0; r < world; r++)
                 for (int step = 0; step < IDLE_STEPS; step++)
                     for (int k = 0; k < IDLE; k++) {
                         int same = memcmp(idle.w[r][step][k], want[step][k], sizeof want[step][k]) == 0;
+                        if (run->how & EACH && k != 1) same = memcmp(idle.w[r][step][k], idle.w[0][step][k], sizeof want[step][k]) == 0;
                         if (run->sync_every > 0 && k == 3) same = step % 2 == 0 || memcmp(idle.w[r][step][k], idle.w[0][step][k], sizeof want[step][k]) == 0;
                         CHECK_MSG(same, "%s, rank %d of %d, step %d: parameter %d moved otherwise than on one rank", run->what, r, world, step, k);
                     }
@@ -787,6 +790,51 @@ TEST(gradients_that_change_after_the_check_are_refused) {
         idle_go(2, &idle_runs[i]);
         for (int r = 0; r < 2; r++) CHECK_MSG(idle.code[r] == AMP_ERR_STATE && strstr(idle.why[r], "sometimes: "), "%s, rank %d: %d %s", idle_runs[i].what, r, idle.code[r], idle.why[r]);
     }
+}
+
+/* A host's own set: on the CPU it is told by grad_live what rests; a device that sums by itself says only what is frozen. */
+static void idle_set(int rank, int world) {
+    amp_context *amp;
+    amp_scaler *scaler;
+    amp_grad_set *set;
+    amp_desc desc;
+    amp_grad_set_desc gd;
+    amp_grad_stats stats;
+    amp_param p[3];
+    float w[6] = {1, 2, 3, 4, 5, 6}, g[6] = {1, 1, 7, 7, 1, 1};
+    static const char *const names[3] = {"by all", "by none", "of rank 0"};
+    (void)world;
+    memset(&desc, 0, sizeof desc); memset(&gd, 0, sizeof gd); memset(p, 0, sizeof p);
+    CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    desc.threads = 1; desc.dtype = AMP_F32;
+    if (on_a_device) { desc.backend = &device; desc.reducer.on_host = 0; }
+    CHECK_OK(amp_open(&amp, &desc));
+    for (int i = 0; i < 3; i++) { p[i].name = names[i]; p[i].weight = amp_tensor1(w + 2 * i, AMP_F32, 2); p[i].grad = amp_tensor1(g + 2 * i, AMP_F32, 2); }
+    CHECK_OK(amp_param_register(amp, p, 3));
+    gd.params = p; gd.n_params = 3;
+    CHECK_OK(amp_grad_set_create(amp, &set, &gd));
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    p[0].grad_live = 1; p[2].grad_live = rank == 0;
+    CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
+    CHECK_OK(amp_grad_set_stats(set, &stats));
+    CHECK(g[0] == 2 && g[2] == 0 && g[4] == 1 && p[0].grad_live && p[1].grad_live == on_a_device && p[2].grad_live);
+    CHECK_OK(amp_scaler_update(scaler));
+    if (rank == 1) p[1].grad.data = NULL;
+    if (!on_a_device) CHECK_EQ(amp_scaler_check(scaler, set, AMP_CHECK_READ), AMP_ERR_REDUCE);
+    else {
+        CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
+        if (rank == 0) CHECK_ERR(amp_grad_set_stats(set, &stats), AMP_ERR_REDUCE);
+        else CHECK_EQ(amp_grad_set_stats(set, &stats), AMP_ERR_REDUCE);
+    }
+    CHECK(strstr(amp_last_error(), "by none is frozen on rank 1 and not on rank 0") != NULL);
+    amp_grad_set_destroy(set);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+TEST(sets_of_the_host_are_told_what_rests) {
+    idle_reset();
+    for (on_a_device = 0; on_a_device < 2; on_a_device++) thread_ranks(2, idle_set);
+    on_a_device = 0;
 }
 
 /* ---- Loose coupling.  The inner optimizer is SGD on numbers that make its steps exact, so the whole is known to the bit. */
@@ -1688,7 +1736,7 @@ int main(int argc, char **argv) {
     RUN(threads_train_as_processes_do); RUN(ranks_that_differ_are_named); RUN(ranks_that_step_alone_follow_the_rule);
     RUN(ranks_that_step_alone_with_16_bit_weights); RUN(ranks_that_step_alone_resume); RUN(a_rank_with_spoiled_weights_is_named); RUN(ranks_that_step_alone_scale_alone);
     RUN(loose_coupling_that_cannot_be); RUN(parameters_that_no_rank_uses_rest); RUN(parameters_frozen_on_one_rank_are_named);
-    RUN(gradients_that_change_after_the_check_are_refused);
+    RUN(gradients_that_change_after_the_check_are_refused); RUN(sets_of_the_host_are_told_what_rests);
     RUN(ranks_verify_together); RUN(a_step_that_fails_on_one_rank_fails_on_all); RUN(ranks_tune_together);
     RUN(ranks_adapt_together); RUN(ranks_that_would_adapt_apart); RUN(ranks_go_back_together);
     RUN(sums_and_maxima); RUN(every_exchange); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);
