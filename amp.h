@@ -19922,6 +19922,8 @@ struct amp_graph {
     amp_optimizer **optimizers; int64_t n, capacity;    /* each stepped once per launch */
     amp_grad_set **sets; int64_t n_sets, set_capacity;       /* checked by amp_scaler_check */
     ampi_known *changed; int64_t n_changed;     /* parameters changed by the host during capture, `captured` times */
+    /* .live and .said of all rows of the optimizers' and then the other sets, which steps outside the graph may change */
+    int32_t *live; int64_t n_live;
 };
 
 /* The scaler, or NULL if disabled. */
@@ -23262,6 +23264,7 @@ static void ampi_graph_stop(ampi_object *object) {
     ampi_free(ampi_context_system(amp), graph->optimizers, graph->capacity, sizeof(void *));
     ampi_free(ampi_context_system(amp), graph->sets, graph->set_capacity, sizeof(void *));
     ampi_free(ampi_context_system(amp), graph->changed, graph->n_changed, sizeof *graph->changed);
+    ampi_free(ampi_context_system(amp), graph->live, graph->n_live, sizeof *graph->live);
     ampi_graph_left(amp);
 }
 AMP_API void amp_graph_destroy(amp_graph *graph) { if (graph != NULL) ampi_object_destroy(&graph->object); }
@@ -23327,6 +23330,41 @@ static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     return AMP_OK;
 }
 
+/* What the captured steps know of their rows: noted when the capture ends, and before each launch on the device again. */
+static amp_grad_set *ampi_graph_set(const amp_graph *graph, int64_t i) {
+    return i < graph->n ? graph->optimizers[i]->set : graph->sets[i - graph->n];
+}
+static amp_result ampi_graph_note_rows(amp_graph *graph, const char *function) {
+    int64_t i, r, n = 0;
+    int32_t *at;
+    for (i = 0; i < graph->n + graph->n_sets; i++) n += 2 * ampi_graph_set(graph, i)->n;
+    AMPI_TRY(ampi_alloc(ampi_context_system(graph->amp), function, (void **)&graph->live, n, sizeof *graph->live));
+    graph->n_live = n;
+    for (i = 0, at = graph->live; i < graph->n + graph->n_sets; i++)
+        for (r = 0; r < ampi_graph_set(graph, i)->n; r++) {
+            *at++ = ampi_graph_set(graph, i)->rows[r].live;
+            *at++ = ampi_graph_set(graph, i)->rows[r].said;
+        }
+    return AMP_OK;
+}
+static amp_result ampi_graph_rows(const amp_graph *graph) {
+    const int32_t *at = graph->live;
+    int64_t i, r;
+    for (i = 0; i < graph->n + graph->n_sets; i++) {
+        amp_grad_set *set = ampi_graph_set(graph, i);
+        int changed = 0;
+        for (r = 0; r < set->n; r++, at += 2) {
+            changed |= set->rows[r].live != at[0] || set->rows[r].said != at[1];
+            set->rows[r].live = at[0];
+            set->rows[r].said = at[1];
+        }
+        if (changed)
+            AMPI_TRY(amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows,
+                              AMP_COPY_TO_DEVICE));
+    }
+    return AMP_OK;
+}
+
 /* Makes the set ready, as if it had not been checked. */
 static void ampi_set_undo(amp_grad_set *set) {
     amp_scaler *scaler = set->scaler;
@@ -23362,6 +23400,7 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     result = backend->graph_end(dev, stream, &graph->exec);
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
     if (result == AMP_OK) result = ampi_graph_changes(graph, f);
+    if (result == AMP_OK) result = ampi_graph_note_rows(graph, f);
     graph->object.unfinished = 0;
     if (result == AMP_OK) *out = graph;
     else {
@@ -23401,6 +23440,7 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
     AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
     for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_check_apart(graph->optimizers[i]));
     AMPI_TRY(ampi_graph_numbers(graph));
+    AMPI_TRY(ampi_graph_rows(graph));
     AMPI_TRY(ampi_copies_refresh(graph->amp));
     for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_outer_begin(graph->optimizers[n]);
     for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_copies_begin(graph->optimizers[n]);
