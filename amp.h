@@ -23396,11 +23396,11 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "call amp_graph_begin first");
     if (!pthread_equal(graph->thread, pthread_self()))
         return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
+    AMPI_TRY(ampi_graph_note_rows(graph, f));       /* without memory the capture goes on, and can be ended again */
     graph->random = ampi_capture_end(amp);
     result = backend->graph_end(dev, stream, &graph->exec);
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
     if (result == AMP_OK) result = ampi_graph_changes(graph, f);
-    if (result == AMP_OK) result = ampi_graph_note_rows(graph, f);
     graph->object.unfinished = 0;
     if (result == AMP_OK) *out = graph;
     else {
