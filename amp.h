@@ -1516,14 +1516,18 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    what is frozen.  Over slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
 
    Every rank takes part with every parameter.  Where only some ranks have a gradient, it counts as zeros on the others,
-   and the mean is over all.  Where no rank has one, the parameter rests on all ranks, as it does on one rank and as with
-   find_unused_parameters of PyTorch's DistributedDataParallel: no weight decay, no momentum.  Ranks agree on that in the
-   message that combines the overflow flags, which takes 8 bytes more for each parameter in each step.  A parameter that
-   is frozen on one rank and not on another is AMP_ERR_REDUCE on every rank, also when it is frozen after the first step;
-   the text names it and the ranks, the gradients of that step are dropped, and nothing has changed.  (With .sync_every
-   the outer step compares that, and all stay as they are.)  What was agreed on stands until the step: amp_optimizer_step returns AMP_ERR_STATE if a backward, a freeze or your code has changed
-   which parameters have a gradient since amp_scaler_check.  After a check of your own set, amp_param.grad_live is 0 for
-   parameters that rest.
+   and the mean is over all.  Where no rank has one, the parameter rests on all ranks, as it does on one rank and as
+   with find_unused_parameters of PyTorch's DistributedDataParallel: no weight decay, no momentum.  Ranks agree on that
+   in the message that combines the overflow flags, which takes 8 bytes more for each parameter in each step.
+
+   A parameter that is frozen on one rank and not on another is AMP_ERR_REDUCE on every rank, also when it is frozen
+   after the first step.  The text names it and the ranks, the gradients of that step are dropped, and nothing has
+   changed.  (With .sync_every the outer step compares that, and the ranks stay as they are.)
+
+   What ranks agreed on stands until the step: amp_optimizer_step returns AMP_ERR_STATE if a backward, a freeze or your
+   code has changed which parameters have a gradient since amp_scaler_check.  After a check of your own set,
+   amp_param.grad_live is 0 for parameters that rest.
+
    Where a device itself sums (.reduce_on_device, or a reducer with on_host 0), the CPU does not wait for that message.
    Then grad_live stays 1 for all, a parameter that is frozen on one rank alone rests on all, and the error comes from
    the first step after that step's result is due (result_lag), which does nothing else and can be called again; for a
@@ -1886,10 +1890,11 @@ AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer);
    The bits are those of the same calls without a graph: learning rate, loss scale, step count and random offsets are
    read from device memory.  Nothing in between may wait for the device, accumulation cycles must be whole, and a check
    needs its step or update.  Copies in the cast and mask caches stay while a graph lives; before
-   it runs, a launch casts anew what amp_param_changed was called for.  A graph holds the dtype,
-   overrides, seed, pointers, shapes, and all settings of optimizer and scaler but learning rate and scale: launching
-   it after any of them changed returns AMP_ERR_GRAPH.  Destroy graphs before the optimizers they step, and before the
-   context.  After a failed end nothing was done or changed.  Closing the context drops an open capture.
+   it runs, a launch casts anew what amp_param_changed was called for.  A graph steps the parameters that had a gradient
+   when it was captured, on whichever rank.  It holds the dtype, overrides, seed, pointers, shapes, and all settings of
+   optimizer and scaler but learning rate and scale: launching it after any of them changed returns AMP_ERR_GRAPH.
+   Destroy graphs before the optimizers they step, and before the context.  After a failed end nothing was done or
+   changed.  Closing the context drops an open capture.
    Errors: AMP_ERR_STATE a graph is being captured (begin, launch), none is (end), another thread began it (end), or a
    cycle is not whole (end); AMP_ERR_UNSUPPORTED the backend, such as the CPU's, has no graphs (begin); AMP_ERR_DEVICE
    what could not be captured (end); AMP_ERR_GRAPH (launch). */
@@ -19865,7 +19870,7 @@ struct amp_grad_set {
     const amp_optimizer_desc *desc;
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
-    /* Of params, with several ranks: room for what all ranks say of the rows, on the host; NULL if it sees the device's */
+    /* Of params, with several ranks: room here for what all ranks say of the rows; NULL if `found` lies here too */
     float *said;
     int32_t apart;                  /* 1: no two gradients share memory */
     int32_t by_host;                /* 1: of amp_grad_set_create */
@@ -19922,7 +19927,7 @@ struct amp_graph {
     amp_optimizer **optimizers; int64_t n, capacity;    /* each stepped once per launch */
     amp_grad_set **sets; int64_t n_sets, set_capacity;       /* checked by amp_scaler_check */
     ampi_known *changed; int64_t n_changed;     /* parameters changed by the host during capture, `captured` times */
-    /* .live and .said of all rows of the optimizers' and then the other sets, which steps outside the graph may change */
+    /* .live and .said of all rows of the optimizers' sets, then of the others; steps outside the graph may change them */
     int32_t *live; int64_t n_live;
 };
 
