@@ -1567,12 +1567,29 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
 /* ---- Gradient sets, of parameters or of your own arrays.
 
    Ranks: with amp_desc.reducer (of amp_ranks for threads, of examples/amp_mpi.h for MPI, or yours), a check averages
-   the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  Every rank takes part
-   with every parameter; one without a gradient counts as zeros.  The first check, and the first after an
-   optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks before it sums: world,
-   version of amp.h, precision, optimizer, parameters and the values of all weights.  On a difference it returns
-   AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  Later checks compare nothing.  Over
-   slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
+   the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  The first check, and the
+   first after an optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks before it
+   sums: world, version of amp.h, precision, optimizer, parameters and the values of all weights.  On a difference it
+   returns AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  Later checks compare only
+   what is frozen.  Over slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
+
+   Every rank takes part with every parameter.  Where only some ranks have a gradient, it counts as zeros on the others,
+   and the mean is over all.  Where no rank has one, the parameter rests on all ranks, as it does on one rank and as
+   with find_unused_parameters of PyTorch's DistributedDataParallel: no weight decay, no momentum.  Ranks agree on that
+   in the message that combines the overflow flags, which takes 8 bytes more for each parameter in each step.
+
+   A parameter that is frozen on one rank and not on another is AMP_ERR_REDUCE on every rank, also when it is frozen
+   after the first step.  The text names it and the ranks, the gradients of that step are dropped, and nothing has
+   changed.  (With .sync_every the outer step compares that, and the ranks stay as they are.)
+
+   What ranks agreed on stands until the step: amp_optimizer_step returns AMP_ERR_STATE if a backward, a freeze or your
+   code has changed which parameters have a gradient since amp_scaler_check.  After a check of your own set,
+   amp_param.grad_live is 0 for parameters that rest.
+
+   Where a device itself sums (.reduce_on_device, or a reducer with on_host 0), the CPU does not wait for that message.
+   Then grad_live stays 1 for all, a parameter that is frozen on one rank alone rests on all, and the error comes from
+   the first step after that step's result is due (result_lag), which does nothing else and can be called again; for a
+   set of your own it comes from amp_grad_set_stats.
 
    An optimizer's gradients go in buckets of .bucket_bytes, cut from the last parameter to the first, while backward
    runs, in the order in which backward finished them in rank 0's first cycle: each as soon as the operators have added
@@ -1634,7 +1651,8 @@ typedef struct amp_grad_stats {
     int64_t first_bad_index;    /* its place in the set; -1: none */
     int64_t first_bad_element;  /* the first bad element now in it; -1: none */
 } amp_grad_stats;
-/* Waits; reads the bad range, if any. */
+/* Waits; reads the bad range, if any.
+   Errors: AMP_ERR_REDUCE a device summed, and a parameter is frozen on one rank and not on another. */
 AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out);
 /* The device address, which never changes, of what was found.  For kernels of your own: multiply gradients by
    `multiplier` (with momentum in the gradient buffer: fold it into the learning rate), and change nothing if `skip` is
@@ -1860,8 +1878,9 @@ typedef struct amp_optimizer_desc {
     uint64_t seed;
     /* Above 0: loose coupling, for slow networks (DiLoCo, Douillard et al. 2023).  Ranks step alone, each with its own
        gradients and overflows; after every sync_every steps, skipped ones included, the mean change of the weights over
-       ranks is the gradient of an outer step, SGD with Nesterov momentum, from which all go on.  It waits.  Needs 8
-       bytes of host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9 (AMP_EXPLICIT_ZERO: 0); sync_wire:
+       ranks is the gradient of an outer step, SGD with Nesterov momentum, from which all go on.  A parameter whose
+       weights have changed on no rank since the last outer step rests in this one too.  It waits.  Needs 8 bytes of
+       host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9 (AMP_EXPLICIT_ZERO: 0); sync_wire:
        what changes are on the way, F32 (default) or BF16. */
     int32_t sync_every;
     amp_dtype sync_wire;
@@ -1912,9 +1931,9 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
    amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count stay.  scaler
    NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward overwrites gradients.
    Errors: AMP_ERR_STATE another scaler uses the set, a tape of this thread is between amp_tape_forward and backward or
-   is running (in grad_ready: unless all gradients of this optimizer were told), or your kernels added
-   (amp_param_accumulate) where WHAT BACKWARD ADDS TO forbids it; AMP_ERR_GRAD_16BIT,
-   AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
+   is running (in grad_ready: unless all gradients of this optimizer were told), your kernels added
+   (amp_param_accumulate) where WHAT BACKWARD ADDS TO forbids it, or with several ranks other parameters have a gradient
+   than in amp_scaler_check; AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
    scaler may be NULL.  Errors: as above, and AMP_ERR_STATE the set was checked before the cycle's last micro-batch. */
@@ -1952,10 +1971,11 @@ AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer);
    The bits are those of the same calls without a graph: learning rate, loss scale, step count and random offsets are
    read from device memory.  Nothing in between may wait for the device, accumulation cycles must be whole, and a check
    needs its step or update.  Copies in the cast and mask caches stay while a graph lives; before
-   it runs, a launch casts anew what amp_param_changed was called for.  A graph holds the dtype,
-   overrides, seed, pointers, shapes, and all settings of optimizer and scaler but learning rate and scale: launching
-   it after any of them changed returns AMP_ERR_GRAPH.  Destroy graphs before the optimizers they step, and before the
-   context.  After a failed end nothing was done or changed.  Closing the context drops an open capture.
+   it runs, a launch casts anew what amp_param_changed was called for.  A graph steps the parameters that had a gradient
+   when it was captured, on whichever rank.  It holds the dtype, overrides, seed, pointers, shapes, and all settings of
+   optimizer and scaler but learning rate and scale: launching it after any of them changed returns AMP_ERR_GRAPH.
+   Destroy graphs before the optimizers they step, and before the context.  After a failed end nothing was done or
+   changed.  Closing the context drops an open capture.
    Errors: AMP_ERR_STATE a graph is being captured (begin, launch), none is (end), another thread began it (end), or a
    cycle is not whole (end); AMP_ERR_UNSUPPORTED the backend, such as the CPU's, has no graphs (begin); AMP_ERR_DEVICE
    what could not be captured (end); AMP_ERR_GRAPH (launch). */
@@ -3635,24 +3655,26 @@ typedef struct amp_k_tensor {
     int64_t count;
     double lr_scale, weight_decay;
     int64_t first;              /* of a part of a parameter: the place of its first element, a multiple of 256 */
-    int32_t live;               /* 0: no gradient in this step, skipped */
-    int32_t reserved;
+    int32_t live;               /* 0: no gradient in this step, skipped: the parameter rests */
+    int32_t said;               /* what this rank says of it to the others: 0 no gradient, 1 a gradient, 2 frozen */
 } amp_k_tensor;
 
 /* What a check finds, and what follows from it; one per set, in device memory. */
 struct amp_k_grad_stats {
     double sum_sq;              /* of the gradients before any multiplication; inf or NaN with them */
-    float found_inf;            /* not 0: something was infinite or NaN */
     int32_t first_bad;          /* lowest row with a non-finite element; -1: none */
     float norm;                 /* of the unscaled, averaged gradients; what clipping compares */
     float clip_coef;            /* min(1, clip / (norm + 1e-6)), 1 without clipping */
     float multiplier;           /* fp32(inverse scale * clip / divisor), or the part not yet applied in memory */
     float factor;               /* for the next pass over the gradients */
     int32_t skip;               /* 1: the optimizer changes nothing */
-    int32_t consecutive_skips;
     int64_t attempts, step, skips;  /* attempts = step + skips; step counts those applied */
     double beta1_power, beta2_power;  /* beta^step */
     double lr;
+    int32_t consecutive_skips;
+    /* 1 + the first row that is frozen on one rank and not on another, 0: none; and these two ranks */
+    int32_t apart_row, apart_frozen, apart_other, reserved;
+    float found_inf;            /* not 0: something was infinite or NaN; last, as what ranks say of rows follows it */
 };
 
 /* The result of one step: record (number - 1) % AMP_STEP_RESULTS of a ring in device memory. */
@@ -3662,7 +3684,8 @@ typedef struct amp_k_step_result {
     double lr;
     float norm, clip_coef, scale;
     int32_t applied, at_floor, first_bad;
-    int32_t growth_tracker, reserved;  /* like scale, before the attempt's update */
+    int32_t growth_tracker;     /* like scale, before the attempt's update */
+    int32_t apart_row, apart_frozen, apart_other;  /* as in amp_k_grad_stats */
 } amp_k_step_result;
 
 /* Finite check and sum of squares; grad *= *multiply if that is given and not 1. */
@@ -3796,7 +3819,7 @@ typedef enum amp_rule_kind {
     AMP_RULE_KIND_FORCE_I32 = 0x7fffffff
 } amp_rule_kind;
 
-/* Run by one thread on the device.  Pointers that a kind does not use are NULL. */
+/* Run by one thread on the device, but for the rows.  Pointers that a kind does not use are NULL. */
 typedef struct amp_k_rule {
     float value;
     amp_rule_kind kind;
@@ -3805,6 +3828,9 @@ typedef struct amp_k_rule {
     amp_k_step_result *results; /* device; the ring */
     uint64_t *random;           /* device */
     uint64_t random_offset;
+    /* device; BEGIN and CHECKED where ranks sum gradients, else NULL and 0: see ampi_rule_rows */
+    amp_k_tensor *table; int64_t tensors;
+    int32_t rank, reserved;
     amp_k_scaler_rule scaler_rule;  /* by value */
     amp_k_step_rule step_rule;  /* by value */
 } amp_k_rule;
@@ -4093,6 +4119,9 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     o->applied = !f->skip;
     o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
     o->first_bad = f->first_bad;
+    o->apart_row = f->apart_row;
+    o->apart_frozen = f->apart_frozen;
+    o->apart_other = f->apart_other;
 }
 
 AMPI_HD void ampi_scale_changed(amp_k_scaler *s, float scale) {
@@ -4159,6 +4188,50 @@ AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
     s->at_floor = 0;
     s->overflows = 0;
     ampi_scale_changed(s, scale);
+}
+
+/* ---- Which parameters rest.  A gradient that no rank has must not be stepped with, as zeros, but each rank knows only
+   its own.  So each says two numbers of every row, which lie behind `found`; ranks take the largest of each, in the
+   message that combines found_inf.  The first is for ranks on which the parameter is frozen, the second for the others:
+   1 + the rank, and 2^23 more if it has a gradient there. */
+#define AMPI_SAID_LIVE 8388608
+AMPI_HD float *ampi_said(amp_k_grad_stats *found, int64_t row) { return (float *)(void *)(found + 1) + 2 * row; }
+AMPI_HD void ampi_say(float two[2], int frozen, int live, int32_t rank) {
+    two[frozen ? 0 : 1] = (float)(rank + 1 + (live ? AMPI_SAID_LIVE : 0));
+    two[frozen ? 1 : 0] = 0;
+}
+AMPI_HD int ampi_said_live(const float two[2]) {
+    return two[0] >= (float)AMPI_SAID_LIVE || two[1] >= (float)AMPI_SAID_LIVE;
+}
+/* 1: it is frozen on some ranks, and not on others. */
+AMPI_HD int ampi_said_apart(const float two[2]) { return two[0] > 0 && two[1] > 0; }
+AMPI_HD int32_t ampi_said_rank(float one) { return (int32_t)one % AMPI_SAID_LIVE - 1; }
+
+/* Every `by`-th row from `first` on: BEGIN says what this rank knows, and lets the check read all sums; CHECKED obeys
+   what the ranks agreed on.  Returns the first row that they hold apart, INT32_MAX: none. */
+AMPI_HD int32_t ampi_rule_rows(const amp_k_rule *rule, int32_t first, int32_t by) {
+    int32_t apart = INT32_MAX;
+    int64_t i;
+    for (i = first; i < rule->tensors; i += by) {
+        amp_k_tensor *row = &rule->table[i];
+        float *two = ampi_said(rule->found, i);
+        if (rule->kind == AMP_RULE_BEGIN) {
+            ampi_say(two, row->said == 2, row->said == 1, rule->rank);
+            row->live = row->said != 2;
+        } else {
+            row->live = ampi_said_live(two) && !ampi_said_apart(two);
+            if (apart == INT32_MAX && ampi_said_apart(two)) apart = (int32_t)i;
+        }
+    }
+    return apart;
+}
+AMPI_HD void ampi_rule_apart(const amp_k_rule *rule, int32_t apart) {
+    amp_k_grad_stats *f = rule->found;
+    if (rule->kind != AMP_RULE_CHECKED || rule->tensors == 0) return;
+    f->apart_row = apart == INT32_MAX ? 0 : 1 + apart;
+    if (apart == INT32_MAX) return;
+    f->apart_frozen = ampi_said_rank(ampi_said(f, apart)[0]);
+    f->apart_other = ampi_said_rank(ampi_said(f, apart)[1]);
 }
 
 AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
@@ -11240,6 +11313,7 @@ static amp_result ampi_cpu_lion(void *dev, const amp_k_lion *a, void *stream) {
 static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream) {
     ampi_fp host = ampi_fp_begin();
     (void)dev; (void)stream;
+    ampi_rule_apart(args, ampi_rule_rows(args, 0, 1));
     ampi_rule_run(args);
     ampi_fp_end(host);
     return AMP_OK;
@@ -20734,6 +20808,8 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    The host holds what it decides (stages, tables, settings).  Everything that rules change is in device memory: only
    the getters, save and load wait for the device. */
 
+/* What ranks say of rows follows what a check found, without a gap. */
+enum { AMPI_SAID_FOLLOWS = 1 / (offsetof(amp_k_grad_stats, found_inf) + sizeof(float) == sizeof(amp_k_grad_stats)) };
 typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } ampi_stage;
 typedef struct ampi_buckets ampi_buckets;
 
@@ -20742,7 +20818,8 @@ typedef struct ampi_buckets ampi_buckets;
 typedef struct ampi_outer {
     float *anchor, *momentum, *piece;       /* piece: room for AMPI_OUTER_PIECE weights */
     uint16_t *low;                          /* room for n_low 16-bit numbers: twice as many, cut into parts of ranks */
-    int64_t n, n_low;
+    float *said;                            /* what ranks say before they sum: weights of 1 + rank are bad, then rows */
+    int64_t n, n_low, n_said;
     int32_t begun;                          /* 1: anchor holds weights */
 } ampi_outer;
 enum { AMPI_OUTER_PIECE = 1 << 18 };
@@ -20759,6 +20836,8 @@ struct amp_grad_set {
     const amp_optimizer_desc *desc;
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
+    /* Of params, with several ranks: room here for what all ranks say of the rows; NULL if `found` lies here too */
+    float *said;
     int32_t apart;                  /* 1: no two gradients share memory */
     int32_t by_host;                /* 1: of amp_grad_set_create */
     int32_t agreed;                 /* all ranks have the same ... 1: weights; 2: settings too */
@@ -20801,6 +20880,7 @@ struct amp_optimizer {
     int64_t sent;                   /* results sent by this object, regardless of loads */
     double ranks[AMP_STEP_RESULTS][2];      /* of each result: ranks_seconds, ranks_waited */
     int32_t micro;                  /* micro-batches so far in this cycle */
+    int64_t apart_told;             /* the last step whose amp_k_step_result.apart_row was returned as an error */
     ampi_outer outer;               /* of .sync_every */
     uint64_t stepped, stepper;      /* its last step: when, on which thread; 0: none; atomic */
 };
@@ -20816,6 +20896,8 @@ struct amp_graph {
     amp_optimizer **optimizers; int64_t n, capacity;    /* each stepped once per launch */
     amp_grad_set **sets; int64_t n_sets, set_capacity;       /* checked by amp_scaler_check */
     ampi_known *changed; int64_t n_changed;     /* parameters changed by the host during capture, `captured` times */
+    /* .live and .said of all rows of the optimizers' sets, then of the others; steps outside the graph may change them */
+    int32_t *live; int64_t n_live;
 };
 
 /* The scaler, or NULL if disabled. */
@@ -20960,6 +21042,10 @@ static int ampi_is_combined(const amp_grad_set *set) {
     return ampi_world(set->amp) > 1 && set->desc->sync_every == 0;
 }
 static int ampi_is_summed(const amp_grad_set *set) { return ampi_is_combined(set) && !set->desc->sharded; }
+/* 1: sums are the device's own, so this thread does not wait for what ranks say of the rows. */
+static int ampi_is_behind(const amp_grad_set *set) {
+    return !set->amp->backend->host_visible && ampi_reducer(set->amp)->on_host == 0;
+}
 
 /* What averaging divides gradients by. */
 static double ampi_set_divisor(const amp_grad_set *set) {
@@ -21108,6 +21194,7 @@ static void ampi_set_stop(ampi_object *object) {
     ampi_free(s, set->rows, set->n, sizeof *set->rows);
     ampi_free(s, set->params, set->n, sizeof *set->params);
     ampi_free(s, (void *)set->names, set->n, sizeof *set->names);
+    ampi_free(s, set->said, 2 * set->n, sizeof *set->said);
     ampi_free(s, set->text, set->text_bytes, 1);
 }
 AMP_API void amp_grad_set_destroy(amp_grad_set *set) {
@@ -21118,6 +21205,7 @@ AMP_API void amp_grad_set_destroy(amp_grad_set *set) {
 static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
                                int with_params) {
     const amp_system *s = ampi_context_system(amp);
+    const int64_t said = with_params && ampi_world(amp) > 1 ? 2 * n : 0;    /* numbers behind `found` */
     amp_result r;
     amp_grad_set *set;
     AMPI_TRY(ampi_object_create(amp, function, (void **)out, sizeof *set, "set", ampi_set_stop));
@@ -21131,7 +21219,11 @@ static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_
     if (r == AMP_OK && with_params) r = ampi_alloc(s, function, (void **)&set->params, n, sizeof *set->params);
     if (r == AMP_OK)
         r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->table, n * (int64_t)sizeof *set->table);
-    if (r == AMP_OK) r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->found, (int64_t)sizeof *set->found);
+    if (r == AMP_OK && said > 0 && !amp->backend->host_visible)
+        r = ampi_alloc(s, function, (void **)&set->said, said, sizeof *set->said);
+    if (r == AMP_OK)
+        r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->found,
+                            (int64_t)sizeof *set->found + said * (int64_t)sizeof *set->said);
     if (r == AMP_OK) return AMP_OK;
     amp_grad_set_destroy(set);
     *out = NULL;
@@ -21329,6 +21421,11 @@ static const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
     return row < 0 || row >= set->n || ampi_is_closed(set->amp) ? NULL : set->names[row];
 }
 
+static amp_result ampi_fail_frozen(const char *name, int32_t frozen, int32_t other) {
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s is frozen on rank %d and not on rank %d: freeze it on all ranks or "
+                     "on none", name ? name : "a parameter", (int)frozen, (int)other);
+}
+
 /* The first infinity or NaN in a row that had one, read piece by piece; -1: none any more. */
 static amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tensor *row, int64_t *out) {
     uint64_t piece[2048];
@@ -21348,6 +21445,9 @@ AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *o
     AMPI_TRY(ampi_need("amp_grad_set_stats", set && out, "set or out"));
     AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_stats"));
     AMPI_TRY(ampi_as("amp_grad_set_stats", ampi_fetch(set->amp, &f, set->found, sizeof f)));
+    if (f.apart_row > 0)
+        AMPI_TRY(ampi_as("amp_grad_set_stats", ampi_fail_frozen(ampi_set_name(set, f.apart_row - 1), f.apart_frozen,
+                                                                f.apart_other)));
     if (f.first_bad >= 0 && f.first_bad < set->n)
         AMPI_TRY(ampi_as("amp_grad_set_stats", ampi_set_bad_element(set, &set->rows[f.first_bad], &element)));
     out->found_inf = ampi_is_set(f.found_inf);
@@ -21787,7 +21887,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
         ampi_bucket_row *r = &b->rows[i];
         if (r->bucket < b->posted && b->set->params[i]->by_hand > 0) late = b->set->names[i];
         if (!counts) continue;
-        r->by_hand |= b->set->params[i]->by_hand > 0 || (b->set->params[i]->grad_live && r->seen == 0);
+        r->by_hand |= b->set->params[i]->by_hand > 0 || (b->set->rows[i].said == 1 && r->seen == 0);
         r->expected = AMPI_MAX(r->expected, r->seen);
     }
     ampi_buckets_launch(b, 1);
@@ -22191,23 +22291,37 @@ static amp_result ampi_check_set_known(const char *function, const amp_grad_set 
     return AMP_OK;
 }
 
-/* Notes which rows have a gradient now.  With several ranks all rows enter the sums, as zeros without a gradient. */
+/* Notes which rows have a gradient now; what ranks have agreed on stands. */
 static amp_result ampi_set_refresh(amp_grad_set *set) {
-    int all = ampi_is_summed(set), changed = 0;
+    int changed = 0;
     int64_t i;
-    if (set->params == NULL) return AMP_OK;
+    if (set->params == NULL || (ampi_is_summed(set) && set->stage == AMPI_CHECKED)) return AMP_OK;
     for (i = 0; i < set->n; i++) {
+        const int live = set->params[i]->grad_live != 0;
+        changed |= set->rows[i].live != live;
+        set->rows[i].live = live;
+    }
+    if (!changed) return AMP_OK;
+    return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
+}
+/* The same before sums over ranks.  All rows enter them, as zeros without a gradient; which of them rest, the ranks say
+   with the check's flags (ampi_rule_rows). */
+static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
+    int changed = 0;
+    int64_t i;
+    for (i = 0; set->params != NULL && i < set->n; i++) {
+        const amp_k_tensor *whole = ampi_whole_row(set, i);
         amp_k_tensor *row = &set->rows[i];
         amp_param *p = set->params[i];
+        int32_t said;
         if (ampi_bucket_sent(set->buckets, i)) ampi_gradient_live(p, 1);
-        if (all && !p->grad_live) {
-            const amp_k_tensor *whole = set->buckets != NULL ? &set->buckets->whole[i] : row;
-            AMPI_TRY(amp_fill(set->amp, whole->grad, 0,
-                              whole->count * (int64_t)amp_dtype_size(whole->grad_dtype)));
-            ampi_gradient_live(p, 1);
-        }
-        changed |= row->live != (p->grad_live != 0);
-        row->live = p->grad_live != 0;
+        said = p->grad.data == NULL ? 2 : p->grad_live != 0;
+        if (said != 1)
+            AMPI_TRY(amp_fill(set->amp, whole->grad, 0, whole->count * (int64_t)amp_dtype_size(whole->grad_dtype)));
+        ampi_gradient_live(p, 1);
+        changed |= row->said != said;
+        row->said = said;
+        row->live = said != 2;
     }
     if (!changed) return AMP_OK;
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
@@ -22295,12 +22409,14 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
                      apart.value, (int)apart.rank, apart.first);
 }
 
-/* Of each parameter two checksums must be alike: of its name, shape, dtypes and group, and of its values. */
+/* Of each parameter three numbers must be alike: whether it is frozen, and two checksums, of its name, shape, dtypes
+   and group, and of its values. */
+enum { AMPI_COMMON_FROZEN, AMPI_COMMON_KIND, AMPI_COMMON_VALUES, AMPI_COMMON };
 typedef struct ampi_common {
     const amp_grad_set *set;
     ampi_crc crc;
     char *stage;                    /* for values on a device */
-    double *facts;                  /* two for each */
+    double *facts;                  /* AMPI_COMMON for each */
 } ampi_common;
 enum { AMPI_COMMON_STAGE = 1 << 20 };
 
@@ -22341,8 +22457,9 @@ static amp_result ampi_agree_fact(const ampi_common *c, int64_t i, const amp_k_t
         AMPI_TRY(ampi_agree_bytes(c, &values, row->master, row->count * (ampi_has_remainder(row) ? 2 : 4)));
     kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)is, sizeof is);
     if (name != NULL) kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)name, strlen(name));
-    c->facts[2 * i] = kind;
-    c->facts[2 * i + 1] = values;
+    c->facts[AMPI_COMMON * i + AMPI_COMMON_FROZEN] = p != NULL && p->grad.data == NULL;
+    c->facts[AMPI_COMMON * i + AMPI_COMMON_KIND] = kind;
+    c->facts[AMPI_COMMON * i + AMPI_COMMON_VALUES] = values;
     return AMP_OK;
 }
 static amp_result ampi_agree_facts(const ampi_common *c) {
@@ -22361,13 +22478,17 @@ static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
     const amp_grad_set *set = c->set;
     ampi_apart apart;
     const char *name;
+    int64_t i;
     AMPI_TRY(ampi_agree_facts(c));
-    AMPI_TRY(ampi_ranks_compare_facts(set->amp, c->facts, 2 * n, &apart));
+    AMPI_TRY(ampi_ranks_compare_facts(set->amp, c->facts, AMPI_COMMON * n, &apart));
     if (apart.which < 0) return AMP_OK;
-    name = set->desc->params != NULL ? set->desc->params[apart.which / 2].name : set->names[apart.which / 2];
-    if (apart.which % 2 == 0)
+    i = apart.which / AMPI_COMMON;
+    name = set->desc->params != NULL ? set->desc->params[i].name : set->names[i];
+    if (apart.which % AMPI_COMMON == AMPI_COMMON_FROZEN)
+        return ampi_fail_frozen(name, apart.value > 0 ? apart.rank : 0, apart.value > 0 ? 0 : apart.rank);
+    if (apart.which % AMPI_COMMON == AMPI_COMMON_KIND)
         return ampi_fail(AMP_ERR_REDUCE, "reducer", "parameter %lld (%s) of rank %d has another name, shape, dtype or "
-                         "group than rank 0's", (long long)(apart.which / 2), name ? name : "unnamed", (int)apart.rank);
+                         "group than rank 0's", (long long)i, name ? name : "unnamed", (int)apart.rank);
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s of rank %d has other values than rank 0's: initialise all ranks "
                      "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
 }
@@ -22411,10 +22532,10 @@ static amp_result ampi_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) 
     c.set = set;
     ampi_crc_init(&c.crc, 1);
     result = ampi_alloc(s, "reducer", (void **)&c.stage, AMPI_COMMON_STAGE, 1);
-    if (result == AMP_OK) result = ampi_alloc(s, "reducer", (void **)&c.facts, 2 * n, sizeof *c.facts);
+    if (result == AMP_OK) result = ampi_alloc(s, "reducer", (void **)&c.facts, AMPI_COMMON * n, sizeof *c.facts);
     if (result == AMP_OK && !set->desc->sharded && !set->agreed) result = ampi_agree_params(&c, n);
     if (result == AMP_OK && !set->agreed) result = ampi_agree_apart(&c);
-    ampi_free(s, c.facts, 2 * n, sizeof *c.facts);
+    ampi_free(s, c.facts, AMPI_COMMON * n, sizeof *c.facts);
     ampi_free(s, c.stage, AMPI_COMMON_STAGE, 1);
     set->agreed = result == AMP_OK ? 2 : 0;
     return result;
@@ -22444,8 +22565,8 @@ AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int
     return AMP_OK;
 }
 
-/* After a check that failed between, gradients are sums already, or partly: a whole cycle begins again. */
-static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
+/* Gradients that are sums already, or partly, are dropped: a whole cycle begins again. */
+static amp_result ampi_set_drop_sums(amp_grad_set *set) {
     int64_t i;
     AMPI_TRY(ampi_weights_whole(set->amp, "reducer", NULL));
     for (i = 0; set->params != NULL && i < set->n; i++) ampi_gradient_live(set->params[i], 0);
@@ -22455,8 +22576,46 @@ static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
         ampi_buckets_unsort(set->buckets);
     }
     set->spoiled = 0;
+    return AMP_OK;
+}
+/* After a check that failed between. */
+static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
+    AMPI_TRY(ampi_set_drop_sums(set));
     return ampi_fail(AMP_ERR_STATE, "reducer", "gradients were summed over the ranks by a check that failed, and are "
                      "dropped; run backward for a whole cycle");
+}
+
+/* Which parameters rest, now that all ranks have said what they know of them.  A device that sums by itself alone knows
+   (amp_k_tensor.live of its table; 2 here): no weight is then stepped on one rank and not on another either, and
+   ampi_check_apart returns the error later. */
+static amp_result ampi_set_rest(amp_grad_set *set) {
+    const float *said = set->said != NULL ? set->said : ampi_said(set->found, 0);
+    int64_t i;
+    if (ampi_is_behind(set)) {
+        for (i = 0; i < set->n; i++) set->rows[i].live *= 2;
+        return AMP_OK;
+    }
+    if (set->said != NULL)
+        AMPI_TRY(ampi_fetch(set->amp, set->said, ampi_said(set->found, 0), (size_t)set->n * 2 * sizeof *said));
+    for (i = 0; i < set->n && !ampi_said_apart(said + 2 * i); i++) {}
+    if (i < set->n) {
+        AMPI_TRY(ampi_set_drop_sums(set));
+        return ampi_fail_frozen(set->names[i], ampi_said_rank(said[2 * i]), ampi_said_rank(said[2 * i + 1]));
+    }
+    for (i = 0; i < set->n; i++) {
+        set->rows[i].live = ampi_said_live(said + 2 * i);
+        ampi_gradient_live(set->params[i], set->rows[i].live);
+    }
+    return AMP_OK;
+}
+/* Between the check and the step no rank may change alone what all have agreed on. */
+static amp_result ampi_check_agreed(const amp_grad_set *set) {
+    int64_t i;
+    for (i = 0; set->params != NULL && i < set->n; i++)
+        if ((set->rows[i].live != 0) != (set->params[i]->grad_live != 0))
+            return ampi_fail(AMP_ERR_STATE, "reducer", "%s: a backward, a freeze or you changed whether it has a "
+                             "gradient after ranks agreed on that in amp_scaler_check: do so before", set->names[i]);
+    return AMP_OK;
 }
 
 /* The gradients become their sums over the ranks. */
@@ -22488,23 +22647,29 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply, int l
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     const int parted = set->buckets != NULL && set->buckets->parted;
     const int late = set->buckets != NULL && set->buckets->recorded;    /* gradients may be on their way already */
+    const int sums = last && ampi_is_summed(set);
     amp_k_rule rule;
     if (set->buckets == NULL && ampi_is_combined(set)) AMPI_TRY(ampi_may_exchange(set->amp, "amp_scaler_check"));
     if (last && !late) AMPI_TRY(ampi_ranks_agree(set, scaler));
-    if (mode == AMP_CHECK_UNSCALE || (last && ampi_is_summed(set)))
-        AMPI_TRY(ampi_check_gradients_apart(set));
-    AMPI_TRY(ampi_set_refresh(set));
+    if (mode == AMP_CHECK_UNSCALE || sums) AMPI_TRY(ampi_check_gradients_apart(set));
+    AMPI_TRY(sums ? ampi_set_refresh_sums(set) : ampi_set_refresh(set));
     if (last) AMPI_TRY(ampi_set_sum(set));
     if (last && late) AMPI_TRY(ampi_ranks_agree(set, scaler));
     set->unscaled = mode == AMP_CHECK_UNSCALE;
     rule = ampi_rule(AMP_RULE_BEGIN, scaler, set);
     if (!last) rule.step_rule.divisor = set->desc->accumulation;
+    if (sums && set->params != NULL) {
+        rule.table = set->table;
+        rule.tensors = set->n;
+        rule.rank = ampi_settings(set->amp)->reducer.rank;
+    }
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
     AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL, last));
     if (last && ampi_is_combined(set))
-        AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1, AMP_F32, AMP_REDUCE_MAX));
+        AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1 + 2 * rule.tensors, AMP_F32, AMP_REDUCE_MAX));
     if (last && (set->desc->sharded || parted))
         AMPI_TRY(ampi_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
+    if (rule.tensors > 0) AMPI_TRY(ampi_set_rest(set));
     rule.kind = AMP_RULE_CHECKED;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
     if (last && parted) AMPI_TRY(ampi_buckets_checked(set->buckets, set->unscaled));
@@ -23521,6 +23686,8 @@ static amp_result ampi_outer_memory(amp_optimizer *o) {
     AMPI_TRY(ampi_alloc(s, f, (void **)&u->piece, AMPI_OUTER_PIECE, sizeof *u->piece));
     u->n_low = 2 * ((int64_t)AMPI_OUTER_PIECE + ampi_world(o->amp));
     AMPI_TRY(ampi_alloc(s, f, (void **)&u->low, u->n_low, sizeof *u->low));
+    u->n_said = 1 + 2 * o->set->n;
+    AMPI_TRY(ampi_alloc(s, f, (void **)&u->said, u->n_said, sizeof *u->said));
     o->set->outer = u;
     return AMP_OK;
 }
@@ -23531,6 +23698,7 @@ static void ampi_outer_free(amp_optimizer *o) {
     ampi_free(s, u->momentum, u->n, sizeof *u->momentum);
     ampi_free(s, u->piece, AMPI_OUTER_PIECE, sizeof *u->piece);
     ampi_free(s, u->low, u->n_low, sizeof *u->low);
+    ampi_free(s, u->said, u->n_said, sizeof *u->said);
     memset(u, 0, sizeof *u);
 }
 
@@ -23906,6 +24074,22 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
+/* Where a device sums by itself, the error of a parameter frozen on one rank alone comes when the step's result is due,
+   so in the same step on all ranks; until then it rests on all of them. */
+static amp_result ampi_check_apart(amp_optimizer *o) {
+    const int64_t number = o->attempts - AMPI_MAX(o->desc.result_lag, 0), slot = (number - 1) % AMP_STEP_RESULTS;
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+    const amp_k_step_result *r;
+    if (!ampi_is_summed(o->set) || !ampi_is_behind(o->set) || ampi_capture(o->amp) != NULL) return AMP_OK;
+    if (number <= o->attempts - o->sent || number <= o->apart_told) return AMP_OK;
+    AMPI_TRY((backend->event_sync)(dev, o->events[slot]));
+    r = &o->outcomes[slot];
+    if (r->apart_row == 0) return AMP_OK;
+    o->apart_told = number;
+    return ampi_fail_frozen(ampi_set_name(o->set, r->apart_row - 1), r->apart_frozen, r->apart_other);
+}
+
 /* Histories of the weights that are due are combined over ranks, in runs of neighbours. */
 static amp_result ampi_fp8_combine(amp_context *amp, const amp_k_fp8_update *u) {
     int64_t i, n;
@@ -23981,22 +24165,52 @@ static amp_result ampi_outer_begin(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* A rank whose weights are not finite would spoil all: refused on every rank, before anything is changed. */
-static amp_result ampi_outer_check(const amp_optimizer *o) {
+/* Calls visit(u, row, from, to) for each row that has some of the n elements from `first` on: those from `from` to
+   `to`. */
+static void ampi_outer_visit(amp_optimizer *o, int64_t first, int64_t n,
+                             void (*visit)(amp_optimizer *o, int64_t row, int64_t from, int64_t to)) {
+    int64_t i, at = 0, from, to;
+    for (i = 0; i < o->set->n && at < first + n; i++) {
+        from = AMPI_MAX(at, first);
+        at += o->set->rows[i].count;
+        to = AMPI_MIN(at, first + n);
+        if (from < to) visit(o, i, from, to);
+    }
+}
+/* A row is live if its weights have changed: `piece` holds those from a multiple of AMPI_OUTER_PIECE on. */
+static void ampi_outer_compare(amp_optimizer *o, int64_t row, int64_t from, int64_t to) {
     const ampi_outer *u = &o->outer;
-    float bad = 0;
+    const float *piece = u->piece + from % AMPI_OUTER_PIECE;
+    if (memcmp(piece, u->anchor + from, (size_t)(to - from) * sizeof *piece) != 0)
+        ampi_say(u->said + 1 + 2 * row, o->set->params[row]->grad.data == NULL, 1,
+                 ampi_settings(o->amp)->reducer.rank);
+}
+/* Before anything is changed, what would spoil all is refused on every rank: weights of one that are not finite, a
+   parameter that is frozen on some alone.  Ranks say too which rows have changed since the last outer step: the others
+   rest. */
+static amp_result ampi_outer_check(amp_optimizer *o) {
+    const int32_t rank = ampi_settings(o->amp)->reducer.rank;
+    const ampi_outer *u = &o->outer;
+    float *bad = u->said, *said = u->said + 1;
     int64_t i, n;
-    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, &bad, &bad, 1, AMP_F32);
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->said, u->said, u->n_said, AMP_F32);
     e.op = AMP_REDUCE_MAX;
+    *bad = 0;
+    for (i = 0; i < o->set->n; i++) ampi_say(said + 2 * i, o->set->params[i]->grad.data == NULL, 0, rank);
     for (i = 0; i < u->n; i += n) {
         n = AMPI_MIN(u->n - i, (int64_t)AMPI_OUTER_PIECE);
         AMPI_TRY(ampi_outer_rows(o, i, n, u->piece, 0));
-        if (amp_count_nonfinite(u->piece, AMP_F32, n, NULL) > 0) bad = (float)(ampi_settings(o->amp)->reducer.rank + 1);
+        if (amp_count_nonfinite(u->piece, AMP_F32, n, NULL) > 0) *bad = (float)(rank + 1);
+        ampi_outer_visit(o, i, n, ampi_outer_compare);
     }
     AMPI_TRY(ampi_exchange_host(o->amp, e));
-    if (!(bad > 0)) return AMP_OK;
-    return ampi_fail(AMP_ERR_REDUCE, "reducer", "weights of rank %d are infinite or NaN: the ranks stay as they are",
-                     (int)bad - 1);
+    if (*bad > 0)
+        return ampi_fail(AMP_ERR_REDUCE, "reducer", "weights of rank %d are infinite or NaN: the ranks stay as they "
+                         "are", (int)*bad - 1);
+    for (i = 0; i < o->set->n; i++, said += 2)
+        if (ampi_said_apart(said))
+            return ampi_fail_frozen(o->set->names[i], ampi_said_rank(said[0]), ampi_said_rank(said[1]));
+    return AMP_OK;
 }
 
 /* Sums `piece` over ranks in bf16: each rank sums its part of all, in the order of ranks, so no reducer widens what is
@@ -24022,10 +24236,21 @@ static amp_result ampi_outer_sum_bf16(const amp_optimizer *o, int64_t n) {
 
 /* change = anchor - weights, averaged over ranks; momentum = mu momentum + change;
    anchor -= lr (change + mu momentum) */
+static void ampi_outer_move(amp_optimizer *o, int64_t row, int64_t from, int64_t to) {
+    const ampi_outer *u = &o->outer;
+    const double lr = o->desc.outer_lr, mu = o->desc.outer_momentum, world = ampi_world(o->amp);
+    const float *sum = u->piece + from % AMPI_OUTER_PIECE;
+    int64_t i;
+    if (!ampi_said_live(u->said + 1 + 2 * row)) return;
+    for (i = from; i < to; i++) {
+        double change = (double)*sum++ / world;
+        u->momentum[i] = (float)(mu * (double)u->momentum[i] + change);
+        u->anchor[i] = (float)((double)u->anchor[i] - lr * (change + mu * (double)u->momentum[i]));
+    }
+}
 static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
     ampi_outer *u = &o->outer;
-    float *anchor = u->anchor + first, *momentum = u->momentum + first;
-    double lr = o->desc.outer_lr, mu = o->desc.outer_momentum, world = ampi_world(o->amp);
+    float *anchor = u->anchor + first;
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->piece, u->piece, n, AMP_F32);
     ampi_fp host;
     int64_t i;
@@ -24036,11 +24261,7 @@ static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
     e.op = AMP_REDUCE_SUM;
     AMPI_TRY(o->desc.sync_wire == AMP_BF16 ? ampi_outer_sum_bf16(o, n) : ampi_exchange_host(o->amp, e));
     host = ampi_fp_begin();
-    for (i = 0; i < n; i++) {
-        double change = (double)u->piece[i] / world;
-        momentum[i] = (float)(mu * (double)momentum[i] + change);
-        anchor[i] = (float)((double)anchor[i] - lr * (change + mu * (double)momentum[i]));
-    }
+    ampi_outer_visit(o, first, n, ampi_outer_move);
     ampi_fp_end(host);
     return ampi_outer_rows(o, first, n, anchor, 1);
 }
@@ -24052,7 +24273,8 @@ static amp_result ampi_outer_step(amp_optimizer *o) {
     AMPI_TRY(ampi_outer_check(o));
     for (i = 0; i < o->outer.n; i += AMPI_OUTER_PIECE)
         AMPI_TRY(ampi_outer_piece(o, i, AMPI_MIN(o->outer.n - i, (int64_t)AMPI_OUTER_PIECE)));
-    for (i = 0; i < o->set->n; i++) amp_param_changed(o->set->params[i]);
+    for (i = 0; i < o->set->n; i++)
+        if (ampi_said_live(o->outer.said + 1 + 2 * i)) amp_param_changed(o->set->params[i]);
     return AMP_OK;
 }
 
@@ -24061,10 +24283,12 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     amp_grad_set *set = o->set;
     amp_result result;
     int64_t i;
+    AMPI_TRY(ampi_check_apart(o));
     if (set->stage != AMPI_CHECKED) {
         AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, 1));
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
-    } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have become live or dead since the check */
+    } else      /* gradients may have become live or dead since the check */
+        AMPI_TRY(ampi_is_summed(set) ? ampi_check_agreed(set) : ampi_set_refresh(set));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_outer_begin(o));
     AMPI_TRY(ampi_count_step(o, enabled));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
@@ -24213,6 +24437,7 @@ static void ampi_graph_stop(ampi_object *object) {
     ampi_free(ampi_context_system(amp), graph->optimizers, graph->capacity, sizeof(void *));
     ampi_free(ampi_context_system(amp), graph->sets, graph->set_capacity, sizeof(void *));
     ampi_free(ampi_context_system(amp), graph->changed, graph->n_changed, sizeof *graph->changed);
+    ampi_free(ampi_context_system(amp), graph->live, graph->n_live, sizeof *graph->live);
     ampi_graph_left(amp);
 }
 AMP_API void amp_graph_destroy(amp_graph *graph) {
@@ -24276,7 +24501,43 @@ static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
         for (k = 0; k < graph->n; k++)
             for (r = 0; r < graph->optimizers[k]->set->n; r++)
                 known->captured -=
-                    graph->optimizers[k]->set->params[r] == known->param && graph->optimizers[k]->set->rows[r].live;
+                    graph->optimizers[k]->set->params[r] == known->param &&
+                    graph->optimizers[k]->set->rows[r].live != 0;
+    }
+    return AMP_OK;
+}
+
+/* What the captured steps know of their rows: noted when the capture ends, and before each launch on the device again. */
+static amp_grad_set *ampi_graph_set(const amp_graph *graph, int64_t i) {
+    return i < graph->n ? graph->optimizers[i]->set : graph->sets[i - graph->n];
+}
+static amp_result ampi_graph_note_rows(amp_graph *graph, const char *function) {
+    int64_t i, r, n = 0;
+    int32_t *at;
+    for (i = 0; i < graph->n + graph->n_sets; i++) n += 2 * ampi_graph_set(graph, i)->n;
+    AMPI_TRY(ampi_alloc(ampi_context_system(graph->amp), function, (void **)&graph->live, n, sizeof *graph->live));
+    graph->n_live = n;
+    for (i = 0, at = graph->live; i < graph->n + graph->n_sets; i++)
+        for (r = 0; r < ampi_graph_set(graph, i)->n; r++) {
+            *at++ = ampi_graph_set(graph, i)->rows[r].live;
+            *at++ = ampi_graph_set(graph, i)->rows[r].said;
+        }
+    return AMP_OK;
+}
+static amp_result ampi_graph_rows(const amp_graph *graph) {
+    const int32_t *at = graph->live;
+    int64_t i, r;
+    for (i = 0; i < graph->n + graph->n_sets; i++) {
+        amp_grad_set *set = ampi_graph_set(graph, i);
+        int changed = 0;
+        for (r = 0; r < set->n; r++, at += 2) {
+            changed |= set->rows[r].live != at[0] || set->rows[r].said != at[1];
+            set->rows[r].live = at[0];
+            set->rows[r].said = at[1];
+        }
+        if (changed)
+            AMPI_TRY(amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows,
+                              AMP_COPY_TO_DEVICE));
     }
     return AMP_OK;
 }
@@ -24312,6 +24573,7 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "call amp_graph_begin first");
     if (!pthread_equal(graph->thread, pthread_self()))
         return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
+    AMPI_TRY(ampi_graph_note_rows(graph, f));       /* without memory the capture goes on, and can be ended again */
     graph->random = ampi_capture_end(amp);
     result = (backend->graph_end)(dev, stream, &graph->exec);
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
@@ -24353,7 +24615,9 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
         return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch",
                          "precision, overrides, seed or settings changed since its capture began");
     AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
+    for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_check_apart(graph->optimizers[i]));
     AMPI_TRY(ampi_graph_numbers(graph));
+    AMPI_TRY(ampi_graph_rows(graph));
     AMPI_TRY(ampi_copies_refresh(graph->amp));
     for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_outer_begin(graph->optimizers[n]);
     for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_copies_begin(graph->optimizers[n]);
@@ -25168,40 +25432,37 @@ static int ampi_is_part(const amp_state *state, const char *key, ampi_part_key *
     return ampi_key("load", whole, out->prefix, "part", -1) == AMP_OK && ampi_state_find(state, whole) != NULL;
 }
 
-/* Copies a rank's record into that of all; returns its elements, -1: it does not fit. */
-static int64_t ampi_join_one(const amp_state *from, int64_t rank, int64_t world, const char *key,
-                             const ampi_part_key *k, char *all, const ampi_record *like) {
-    const ampi_record *record = ampi_state_find(from, key), *part;
+/* Appends a rank's record to that of all, which has the parameter's first `done` elements; returns how many it then has,
+   -1: it does not fit.  An empty part may have any place: that of a rank which begins behind the parameter is its
+   end, and no multiple of a block. */
+static int64_t ampi_join_one(const amp_state *from, const int64_t whose[2], const ampi_part_key *k, int64_t done,
+                             char *all, const ampi_record *like) {
+    const ampi_record *record = ampi_state_find(from, like->key), *part;
     const size_t size = amp_dtype_size(like->dtype);
-    int64_t whose[2], place[2], n = (k->count + k->block - 1) / k->block;
+    int64_t place[2];
     char name[AMPI_STATE_KEY];
     if (ampi_key("load", name, k->prefix, "part", -1) != AMP_OK) return -1;
     part = ampi_state_find(from, name);
     if (record == NULL || record->dtype != like->dtype || part == NULL || part->dtype != AMP_I64 ||
-        part->count < 2 * k->row + 4)
+        part->count < 2 * k->row + 4 || memcmp(part->data, whose, 2 * sizeof *whose) != 0)
         return -1;
-    memcpy(whose, part->data, sizeof whose);
     memcpy(place, (const char *)part->data + 16 * (k->row + 1), sizeof place);
-    if (whose[0] != rank || whose[1] != world || place[0] < 0 || place[0] % k->block != 0 || place[0] > k->count ||
-        place[1] < 0 || record->count != (place[1] + k->block - 1) / k->block ||
-        record->count > n - AMPI_MIN(place[0] / k->block, n))
-        return -1;
-    if (record->count > 0)
-        memcpy(all + (size_t)(place[0] / k->block) * size, record->data, (size_t)record->count * size);
-    return record->count;
+    if (place[1] < 0 || place[1] > k->count - done || record->count != (place[1] + k->block - 1) / k->block) return -1;
+    if (place[1] == 0) return done;
+    if (place[0] != done || done % k->block != 0) return -1;
+    memcpy(all + (size_t)(done / k->block) * size, record->data, (size_t)record->count * size);
+    return done + place[1];
 }
 static amp_result ampi_join_record(amp_state *out, amp_state *const *parts, int64_t world, const ampi_record *like,
                                    const ampi_part_key *k) {
     const char *f = "amp_state_load_ranks";
-    int64_t n = (k->count + k->block - 1) / k->block, rank, one = 0, sum = 0;
+    int64_t n = (k->count + k->block - 1) / k->block, whose[2] = {0, 0}, done = 0;
     amp_result r;
     char *all;
     AMPI_TRY(ampi_alloc(&out->system, f, (void **)&all, n, amp_dtype_size(like->dtype)));
-    for (rank = 0; rank < world && one >= 0; rank++) {
-        one = ampi_join_one(parts[rank], rank, world, like->key, k, all, like);
-        sum += one;
-    }
-    r = one < 0 || sum != n
+    for (whose[1] = world; whose[0] < world && done >= 0; whose[0]++)
+        done = ampi_join_one(parts[whose[0]], whose, k, done, all, like);
+    r = done != k->count
             ? ampi_fail(AMP_ERR_FORMAT, f, "%s: the parts of %lld ranks do not make one of %lld elements", like->key,
                         (long long)world, (long long)k->count)
             : amp_state_put(out, like->key, like->dtype, all, n);

@@ -3141,12 +3141,24 @@ amp_result ampc_lion(void *device, const amp_k_lion *a, void *stream) {
     return ampc_optimize((ampc_device *)device, "amp_step (Lion)", a, stream, ampc_lion_kernel);
 }
 
-/* ---- Rules: amp.h's arithmetic, on one thread */
+/* ---- Rules: amp.h's arithmetic, on one thread; its rows on all of a block */
 
-__global__ void ampc_rule_kernel(amp_k_rule rule) { ampi_rule_run(&rule); }
+__global__ void ampc_rule_kernel(amp_k_rule rule) {
+    AMPC_SHARED(int, apart, 1);
+    int32_t own;
+    if (threadIdx.x == 0) *apart = INT32_MAX;
+    __syncthreads();
+    own = ampi_rule_rows(&rule, (int32_t)threadIdx.x, (int32_t)blockDim.x);
+    if (own != INT32_MAX) atomicMin(apart, own);
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    ampi_rule_apart(&rule, *apart);
+    ampi_rule_run(&rule);
+}
 
 amp_result ampc_rule(void *device, const amp_k_rule *a, void *stream) {
-    return ampc_launch((ampc_device *)device, "rule", ampc_rule_kernel, 1, 1, 0, stream, *a);
+    const unsigned threads = a->tensors > 0 ? 128 : 1;
+    return ampc_launch((ampc_device *)device, "rule", ampc_rule_kernel, 1, threads, 0, stream, *a);
 }
 
 /* Tells the architecture that the driver's image was compiled for.  Without -arch, nvcc builds for its oldest one,

@@ -242,9 +242,9 @@ static void groups(linked &l, int rank, int world) {
     l.backend->stream_destroy(l.dev, stream);
 }
 
-/* ---- Training: two linears, cross-entropy, SGD with momentum */
+/* ---- Training: two linears, cross-entropy, SGD with momentum and decay; a third weight that no rank uses */
 
-enum { IN = 24, HIDDEN = 40, CLASSES = 10, ROWS = 6, STEPS = 3 };
+enum { IN = 24, HIDDEN = 40, CLASSES = 10, ROWS = 6, STEPS = 3, SPARE = 5 };
 
 #define TRY(call) do { amp_result tried = (call); if (tried != AMP_OK) return tried; } while (0)
 
@@ -286,7 +286,7 @@ struct net {
     amp_optimizer *optimizer = NULL;
     amp_scaler *scaler = NULL;
     amp_graph *graph = NULL;
-    amp_param params[2];
+    amp_param params[3];
     amp_linear_op hidden, head;
     amp_cross_entropy_op loss;
     void *x = NULL, *labels = NULL;
@@ -323,7 +323,8 @@ struct net {
         TRY(amp_open(&amp, &d));
         TRY(parameter(0, "hidden.weight", HIDDEN + more, IN, p.dtype));
         TRY(parameter(1, "head.weight", CLASSES, HIDDEN + more, p.dtype));
-        TRY(amp_param_register(amp, params, 2));
+        TRY(parameter(2, "spare.weight", SPARE, SPARE, p.dtype));
+        TRY(amp_param_register(amp, params, 3));
         TRY(room(&hidden.x, AMP_F32, ROWS, IN));
         TRY(room(&hidden.y, AMP_F32, ROWS, HIDDEN + more));
         TRY(room(&head.y, AMP_F32, ROWS, CLASSES));
@@ -335,7 +336,8 @@ struct net {
         hidden.weight = &params[0], hidden.act = AMP_ACT_RELU;
         head.x = hidden.y, head.weight = &params[1], head.dy = loss.dlogits, hidden.dy = head.dx;
         loss.logits = head.y, loss.labels = (const int32_t *)labels, loss.loss = (float *)q;
-        o.params = params, o.n_params = 2, o.lr = 0.1, o.kind = AMP_SGD, o.momentum = 0.5, o.result_lag = AMP_LAG_NONE;
+        o.params = params, o.n_params = 3, o.lr = 0.1, o.kind = AMP_SGD, o.momentum = 0.5, o.result_lag = AMP_LAG_NONE;
+        o.weight_decay = 0.01;
         if (p.sharded) o.shard = AMP_SHARD_STATES, o.deterministic = 1, o.bucket_bytes = 2048;
         s.init_scale = 256;
         TRY(amp_scaler_create(amp, &scaler, &s));
@@ -365,7 +367,7 @@ struct net {
     }
     /* Of 16-bit weights the masters. */
     amp_result read(std::vector<float> *out) {
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < 3; i++) {
             size_t at = out->size(), n = (size_t)amp_tensor_count(&params[i].weight);
             out->resize(at + n);
             TRY(amp_copy(amp, &(*out)[at], params[i].master ? params[i].master : params[i].weight.data, (int64_t)n * 4, AMP_COPY_TO_HOST));
@@ -393,7 +395,11 @@ static amp_result train(const amp_desc &d, plan *p) {
         TRY(amp_sync(n.amp));
         p->done++;
     }
-    return n.read(&p->weights);
+    TRY(n.read(&p->weights));
+    const std::string start = cuda_stored(cuda_random(SPARE * SPARE, 3, -0.3f, 0.3f), p->dtype);
+    for (size_t i = 0; i < SPARE * SPARE; i++)
+        CHECK_EQ(p->weights[p->weights.size() - SPARE * SPARE + i], cuda_value(start.data(), p->dtype, i));
+    return AMP_OK;
 }
 
 static amp_desc on_gpu(const amp_reducer &r, int nccl_ms) {

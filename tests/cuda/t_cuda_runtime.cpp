@@ -1074,6 +1074,52 @@ TEST(rules) {
     CHECK_EQ(coc_faults(), 0);
 }
 
+/* What ranks say of the rows, and what follows: three ranks' flags are combined here. */
+TEST(rules_of_rows) {
+    coc_reset();
+    side cuda(amp_cuda());
+    enum { ROWS = 300, WORLD = 3 };
+    const size_t bytes_found = sizeof(amp_k_grad_stats) + 2 * ROWS * sizeof(float);
+    for (int frozen_apart = 0; frozen_apart < 2; frozen_apart++) {
+        std::vector<float> said(2 * ROWS), got(2 * ROWS);
+        std::vector<amp_k_tensor> rows(ROWS), table(ROWS);
+        int apart = 0;
+        amp_k_rule r;
+        memset(&r, 0, sizeof r);
+        r.tensors = ROWS;
+        r.step_rule.divisor = 1;
+        r.found = (amp_k_grad_stats *)cuda.up(std::vector<unsigned char>(bytes_found));
+        float *const flags = (float *)(void *)((char *)r.found + sizeof(amp_k_grad_stats));
+        for (int rank = 0; rank < WORLD; rank++) {
+            for (int i = 0; i < ROWS; i++) {
+                memset((void *)&rows[(size_t)i], 0, sizeof rows[0]);
+                /* used by all, by one, by none; frozen on all, and on the last rank alone */
+                rows[(size_t)i].said = i % 5 == 3 || (frozen_apart && i % 50 == 44 && rank == WORLD - 1) ? 2 : i % 5 == 0 || (i % 5 == 1 && rank == 1);
+            }
+            r.table = cuda.up(rows);
+            r.rank = rank;
+            r.kind = AMP_RULE_BEGIN;
+            CHECK_EQ(cuda.b->rule(cuda.dev, &r, NULL), AMP_OK);
+            cuda.down(&table, r.table);
+            cuda.down(&got, flags);
+            for (int i = 0; i < 2 * ROWS; i++) said[(size_t)i] = fmaxf(said[(size_t)i], got[(size_t)i]);
+            for (int i = 0; i < ROWS; i++) CHECK_EQ(table[(size_t)i].live, rows[(size_t)i].said != 2);
+        }
+        CHECK_EQ(cuda.b->copy(cuda.dev, flags, said.data(), said.size() * sizeof said[0], AMP_COPY_TO_DEVICE, NULL), AMP_OK);
+        r.kind = AMP_RULE_CHECKED;
+        CHECK_EQ(cuda.b->rule(cuda.dev, &r, NULL), AMP_OK);
+        cuda.down(&table, r.table);
+        for (int i = 0; i < ROWS; i++) {
+            if (frozen_apart && i % 50 == 44 && apart == 0) apart = 1 + i;
+            CHECK_EQ(table[(size_t)i].live, i % 5 < 2);
+        }
+        amp_k_grad_stats f = cuda.one<amp_k_grad_stats>(r.found);
+        CHECK_EQ(f.apart_row, apart);
+        if (apart) CHECK(f.apart_frozen == WORLD - 1 && f.apart_other == WORLD - 2);
+    }
+    CHECK_EQ(coc_faults(), 0);
+}
+
 /* ---- Column sums.  The chain of fp32 additions into one sum: the rows of a warp, the warps, the runs, the runs' warps. */
 
 static double unit_of(amp_dtype dtype) { return dtype == AMP_F16 ? ldexp(1, -11) : dtype == AMP_BF16 ? ldexp(1, -8) : ldexp(1, -24); }
@@ -1932,6 +1978,7 @@ int main(int argc, char **argv) {
     RUN_PLAIN(check_of_extremes);
     RUN(checks_find_each);
     RUN(rules);
+    RUN(rules_of_rows);
     RUN(column_sums);
     RUN(products);
     RUN(beyond_31_bits);

@@ -752,6 +752,51 @@ CUDA_TEST(copies_that_are_used) {
     check_copies(other, "another context's step");
 }
 
+/* A graph steps the parameters that had a gradient when it was captured, whatever steps outside it had. */
+CUDA_TEST(graphs_keep_what_they_step) {
+    enum { N = 24 };
+    std::string weights[2];
+    for (int captured = 0; captured < 2; captured++) {
+        network gpu;                            /* for what it gives back */
+        amp_optimizer *optimizer;
+        amp_optimizer_desc o = {};
+        amp_graph *graph[2] = {NULL, NULL};
+        amp_param params[2];
+        std::vector<float> ones(N, 1);
+        CHECK_OK(amp_open(&gpu.amp, std::vector<amp_desc>(1, settings(amp_cuda(), AMP_LEVEL_O1)).data()));
+        memset((void *)params, 0, sizeof params);
+        for (int i = 0; i < 2; i++) {
+            params[i].name = i ? "sometimes" : "always";
+            CHECK_OK(gpu.tensor(&params[i].weight, AMP_F32, N, 1));
+            CHECK_OK(gpu.tensor(&params[i].grad, AMP_F32, N, 1));
+            for (void *p : {params[i].weight.data, params[i].grad.data}) CHECK_OK(amp_copy(gpu.amp, p, ones.data(), N * 4, AMP_COPY_TO_DEVICE));
+        }
+        CHECK_OK(amp_param_register(gpu.amp, params, 2));
+        o.params = params, o.n_params = 2, o.kind = AMP_SGD, o.lr = 0.125, o.momentum = 0.5;
+        CHECK_OK(amp_optimizer_create(gpu.amp, &optimizer, &o));
+        auto step = [&](int both) {
+            for (int i = 0; i <= both; i++) (void)amp_param_accumulate(&params[i]);
+            CHECK_OK(amp_step(optimizer, NULL));
+        };
+        step(1);
+        for (int both = 0; both < 2 && captured; both++) {
+            CHECK_OK(amp_graph_begin(gpu.amp));
+            step(both);
+            CHECK_OK(amp_graph_end(gpu.amp, &graph[both]));
+        }
+        for (int both : {1, 0, 1, 1, 0}) {
+            if (captured) CHECK_OK(amp_graph_launch(graph[both]));
+            else step(both);
+            step(0);
+        }
+        CHECK_OK(amp_sync(gpu.amp));
+        weights[captured] = gpu.bytes(params[0].weight) + gpu.bytes(params[1].weight);
+        for (amp_graph *g : graph) amp_graph_destroy(g);
+        amp_optimizer_destroy(optimizer);
+    }
+    CHECK(weights[0] == weights[1]);
+}
+
 /* A captured step casts nothing either once one has run before it; what the host changes between launches, or by its own
    work inside the graph, is cast before the launch. */
 static std::string copies_in_graph(bool captured, bool own_work) {
@@ -2192,6 +2237,7 @@ int main(int argc, char **argv) {
     RUN_PLAIN(steady_step_casts_no_weight);
     RUN(copies_change_no_bits);
     RUN(copies_that_are_used);
+    RUN(graphs_keep_what_they_step);
     RUN_PLAIN(captured_step_casts_no_weight);
     RUN(late_step_waits_for_two_before);
     RUN(records_are_the_cpus);

@@ -588,6 +588,255 @@ TEST(ranks_that_differ_are_named) {
     for (int r = 0; r < 3; r++) CHECK_EQ(told.code[r], 0);
 }
 
+/* ---- Parameters that rest.  Gradients are small integers, so sums over 1, 2 and 4 ranks, and their means, have the same
+   bits: N ranks must give those of one. */
+
+enum { IDLE = 4, SIDE = 16, MANY = SIDE * SIDE, IDLE_STEPS = 6 };
+enum { PLAIN_HOOK = 1, STAGED_DEVICE = 2, OWN_DEVICE = 4, NO_OVERLAP = 8, LATE_GATHER = 16, ORDERED = 32, NARROW = 64, BITS8 = 128, SCALED = 256, EACH = 512 };
+typedef struct idle_run {
+    const char *what; amp_optimizer_kind kind; double momentum, clip; amp_shard shard; int how; amp_dtype wire; int accumulation;
+    int sync_every;
+} idle_run;
+static const idle_run idle_runs[] = {
+    {"AdamW", AMP_ADAMW, 0, 0, AMP_SHARD_NONE, 0, AMP_F32, 1, 0},
+    {"SGD with momentum, in the step", AMP_SGD, 0.9, 0, AMP_SHARD_NONE, NO_OVERLAP, AMP_F32, 1, 0},
+    {"Lion, bf16 wire", AMP_LION, 0, 0, AMP_SHARD_NONE, 0, AMP_BF16, 1, 0},
+    {"sharded states", AMP_ADAMW, 0, 0.5, AMP_SHARD_STATES, 0, AMP_F32, 1, 0},
+    {"sharded states of 8 bits", AMP_ADAMW, 0, 0, AMP_SHARD_STATES, BITS8, AMP_F32, 2, 0},
+    {"sharded gradients, accumulated", AMP_SGD, 0.9, 0.5, AMP_SHARD_GRADIENTS, 0, AMP_F32, 2, 0},
+    {"weights behind forward", AMP_ADAMW, 0, 0, AMP_SHARD_STATES, LATE_GATHER | NARROW, AMP_BF16, 1, 0},
+    {"deterministic", AMP_ADAMW, 0, 0.5, AMP_SHARD_NONE, ORDERED | SCALED, AMP_F32, 2, 0},
+    {"narrow weights, scaler", AMP_LION, 0, 0, AMP_SHARD_NONE, NARROW | SCALED, AMP_F32, 1, 0},
+    {"a hook that only reduces", AMP_ADAMW, 0, 0, AMP_SHARD_STATES, PLAIN_HOOK, AMP_F32, 1, 0},
+    {"a device and a reducer on the host", AMP_ADAMW, 0, 0.5, AMP_SHARD_NONE, STAGED_DEVICE | SCALED, AMP_F32, 2, 0},
+    {"a device that sums by itself", AMP_SGD, 0.9, 0.5, AMP_SHARD_NONE, OWN_DEVICE, AMP_F32, 1, 0},
+    {"a device that sums by itself, sharded", AMP_ADAMW, 0, 0, AMP_SHARD_STATES, OWN_DEVICE | SCALED | ORDERED, AMP_F32, 2, 0},
+    {"clipped alone", AMP_ADAMW, 0, 0.5, AMP_SHARD_NONE, EACH, AMP_F32, 2, 0},
+    {"loosely coupled", AMP_SGD, 0.9, 0, AMP_SHARD_NONE, 0, AMP_F32, 1, 2},
+    {"loosely coupled, bf16 wire", AMP_ADAMW, 0, 0, AMP_SHARD_NONE, NARROW, AMP_BF16, 1, 2}};
+static struct {
+    const idle_run *run;
+    int freeze_rank, freeze_step, thaw, checked;    /* freeze_rank -2: all */
+    float w[RANKS][IDLE_STEPS][IDLE][MANY];
+    int code[RANKS], failed_in[RANKS];
+    char why[RANKS][512];
+} idle;
+
+/* Of parameter k in a micro-batch: how often its gradient counts; 0: it gets none. */
+static float idle_uses(int k, int rank, int world, int step, int micro) {
+    if (k == 0) return 1;
+    if (k == 2) return (step < 2 || step == 4) && micro == idle.run->accumulation - 1 ? 1.0f : 0.0f;
+    return k == 3 && rank == 0 && step != 3 ? (float)world : 0.0f;
+}
+static void idle_backward(amp_context *amp, amp_param *p, int k, int step, int micro, float factor) {
+    amp_linear_op lin;
+    float x[4 * SIDE], y[4 * SIDE], dy[4 * SIDE];
+    memset(&lin, 0, sizeof lin);
+    for (int i = 0; i < 4 * SIDE; i++) {
+        x[i] = (float)((i * 7 + step * 3 + k) % 3 - 1);
+        dy[i] = (float)((i * 5 + step + micro + k) % 5 - 2) * factor / 64;
+    }
+    lin.x = amp_tensor2(x, AMP_F32, 4, SIDE); lin.y = amp_tensor2(y, AMP_F32, 4, SIDE); lin.weight = &p[k]; lin.dy = amp_tensor2(dy, AMP_F32, 4, SIDE);
+    CHECK_OK(amp_linear(amp, &lin));
+    CHECK_OK(amp_linear_backward(amp, &lin));
+}
+static int idle_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    const amp_reducer *inner = (const amp_reducer *)user;
+    return inner->reduce(inner->user, data, count, dtype, op, stream);
+}
+/* One step, with the micro-batches before it. */
+static amp_result idle_step(amp_context *amp, amp_param *p, amp_optimizer *opt, amp_scaler *scaler, int rank, int world, int step) {
+    amp_result result = AMP_OK;
+    for (int micro = 0; micro < idle.run->accumulation && result == AMP_OK; micro++) {
+        for (int k = 0; k < IDLE; k++) {
+            float uses = idle_uses(k, rank, world, step, micro);
+            if (uses > 0) idle_backward(amp, p, k, step, micro, uses * (scaler ? 4 : 1));
+        }
+        if (scaler && micro == idle.run->accumulation - 1) result = amp_scaler_check(scaler, amp_optimizer_grad_set(opt), AMP_CHECK_READ);
+        if (result == AMP_OK && idle.checked && step == 1) p[2].grad_live = 0;
+        if (result == AMP_OK) result = amp_step(opt, scaler);
+    }
+    return result;
+}
+static void idle_train(int rank, int world) {
+    const idle_run *run = idle.run;
+    amp_context *amp;
+    amp_optimizer *opt;
+    amp_scaler *scaler = NULL;
+    amp_desc desc;
+    amp_optimizer_desc od;
+    amp_scaler_desc sd;
+    amp_param_group group;
+    amp_param p[IDLE];
+    amp_reducer inner;
+    float *w = malloc(IDLE * MANY * 4), *g = malloc(IDLE * MANY * 4);
+    const amp_dtype dtype = run->how & NARROW ? AMP_BF16 : AMP_F32;
+    static const char *const names[IDLE] = {"used", "unused", "sometimes", "of rank 0"};
+    memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(p, 0, sizeof p); memset(&sd, 0, sizeof sd); memset(&group, 0, sizeof group);
+    if (together) CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    inner = desc.reducer;
+    if (together && run->how & PLAIN_HOOK) { desc.reducer.reduce = idle_reduce; desc.reducer.user = &inner; desc.reducer.calls = NULL; }
+    if (run->how & (STAGED_DEVICE | OWN_DEVICE)) desc.backend = &device;
+    if (run->how & OWN_DEVICE) desc.reducer.on_host = 0;
+    desc.threads = 1; desc.dtype = dtype; desc.level = run->how & NARROW ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
+    CHECK_OK(amp_open(&amp, &desc));
+    for (int k = 0; k < IDLE; k++) {
+        float start[MANY];
+        for (int i = 0; i < MANY; i++) start[i] = value(k * MANY + i);
+        p[k].name = names[k]; p[k].weight = amp_tensor2(w + k * MANY, dtype, SIDE, SIDE); p[k].grad = amp_tensor2(g + k * MANY, AMP_F32, SIDE, SIDE);
+        CHECK_OK(amp_convert(w + k * MANY, dtype, start, AMP_F32, MANY, NULL, NULL));
+    }
+    CHECK_OK(amp_param_register(amp, p, IDLE));
+    group.match = "*"; group.moments = run->how & BITS8 ? AMP_MOMENTS_8BIT : AMP_F32;
+    od.params = p; od.n_params = IDLE; od.groups = &group; od.n_groups = 1;
+    od.kind = run->kind; od.momentum = run->momentum; od.clip_norm = run->clip; od.lr = 0.1; od.weight_decay = 0.1;
+    od.shard = run->shard; od.accumulation = run->accumulation; od.sync_every = run->sync_every; od.bucket_bytes = 2 * MANY * 4;
+    *(run->sync_every ? &od.sync_wire : &od.wire) = run->wire;
+    od.no_overlap = (run->how & NO_OVERLAP) != 0; od.overlap_param_gather = (run->how & LATE_GATHER) != 0; od.deterministic = (run->how & ORDERED) != 0;
+    od.clip_each = (run->how & EACH) != 0;
+    sd.init_scale = 4;
+    CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+    if (run->how & SCALED) CHECK_OK(amp_scaler_create(amp, &scaler, &sd));
+    for (int step = 0; step < IDLE_STEPS; step++) {
+        int freezes = step == idle.freeze_step && (rank == idle.freeze_rank || idle.freeze_rank == -2);
+        amp_result result;
+        if (freezes) p[1].grad.data = NULL;
+        result = idle_step(amp, p, opt, scaler, rank, world, step);
+        if (result != AMP_OK && idle.code[rank] == 0) {
+            idle.code[rank] = (int)result;
+            idle.failed_in[rank] = step;
+            snprintf(idle.why[rank], sizeof idle.why[rank], "%s", amp_last_error());
+            if (!idle.thaw) break;
+            p[1].grad.data = g + MANY;
+            /* a device that sums by itself has said it late, of a step before: this one has not begun */
+            result = run->how & OWN_DEVICE ? amp_step(opt, scaler) : idle_step(amp, p, opt, scaler, rank, world, step);
+        }
+        CHECK_OK(result);
+        CHECK_OK(amp_sync(amp));
+        for (int k = 0; k < IDLE; k++) CHECK_OK(amp_convert(idle.w[rank][step][k], AMP_F32, w + k * MANY, dtype, MANY, NULL, NULL));
+    }
+    amp_optimizer_destroy(opt);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+    free(w); free(g);
+}
+static void idle_go(int world, const idle_run *run) {
+    idle.run = run;
+    memset(idle.code, 0, sizeof idle.code);
+    if (world > 1) thread_ranks(world, idle_train);
+    else idle_train(0, 1);
+}
+static void idle_reset(void) {
+    memset(&idle, 0, sizeof idle);
+    idle.freeze_rank = idle.freeze_step = -1;
+    device = *amp_cpu();
+    device.name = "device"; device.host_visible = 0; device.copy = device_copy;
+}
+
+/* Unused everywhere, in some steps, or on all ranks but one. */
+TEST(parameters_that_no_rank_uses_rest) {
+    static float want[IDLE_STEPS][IDLE][MANY];
+    idle_reset();
+    for (size_t i = 0; i < sizeof idle_runs / sizeof *idle_runs; i++) {
+        const idle_run *run = &idle_runs[i];
+        idle_go(1, run);
+        memcpy(want, idle.w[0], sizeof want);
+        CHECK(memcmp(want[0][1], want[IDLE_STEPS - 1][1], sizeof want[0][1]) == 0);
+        CHECK(memcmp(want[1][2], want[3][2], sizeof want[1][2]) == 0 && memcmp(want[3][2], want[4][2], sizeof want[3][2]) != 0);
+        for (int world = 2; world <= RANKS; world += 2) {
+            idle_go(world, run);
+            for (int r = 0; r < world; r++)
+                for (int step = 0; step < IDLE_STEPS; step++)
+                    for (int k = 0; k < IDLE; k++) {
+                        int same = memcmp(idle.w[r][step][k], want[step][k], sizeof want[step][k]) == 0;
+                        if (run->how & EACH && k != 1) same = memcmp(idle.w[r][step][k], idle.w[0][step][k], sizeof want[step][k]) == 0;
+                        if (run->sync_every > 0 && k == 3) same = step % 2 == 0 || memcmp(idle.w[r][step][k], idle.w[0][step][k], sizeof want[step][k]) == 0;
+                        CHECK_MSG(same, "%s, rank %d of %d, step %d: parameter %d moved otherwise than on one rank", run->what, r, world, step, k);
+                    }
+        }
+    }
+}
+
+/* On one rank alone, before the first step and later, it is an error of all; on all ranks it is none. */
+TEST(parameters_frozen_on_one_rank_are_named) {
+    static float want[2][IDLE_STEPS][IDLE][MANY];
+    for (size_t i = 0; i < sizeof idle_runs / sizeof *idle_runs; i++) {
+        const idle_run *run = &idle_runs[i];
+        int late = run->how & OWN_DEVICE ? 3 : run->sync_every > 0 ? 1 : 0;     /* steps until the error */
+        idle_reset();
+        idle_go(2, run);
+        memcpy(want, idle.w, sizeof want);
+        for (int step = 0; step < 4; step += 2) {
+            idle.freeze_rank = 1; idle.freeze_step = step; idle.thaw = step > 0;
+            idle_go(2, run);
+            for (int r = 0; r < 2; r++) {
+                CHECK_MSG(idle.code[r] == AMP_ERR_REDUCE && strstr(idle.why[r], "unused is frozen on rank 1 and not on rank 0"), "%s, rank %d: %d %s", run->what, r, idle.code[r], idle.why[r]);
+                CHECK_EQ(idle.failed_in[r], step == 0 ? 0 : step + late);
+                if (step > 0 && run->sync_every == 0) CHECK_MSG(memcmp(idle.w[r], want[r], sizeof want[r]) == 0, "%s, rank %d: it goes on otherwise", run->what, r);
+            }
+        }
+        idle.freeze_rank = -2;
+        idle_go(2, run);
+        for (int r = 0; r < 2; r++) CHECK_MSG(idle.code[r] == 0 && memcmp(idle.w[r], want[r], sizeof want[r]) == 0, "%s, rank %d: %d %s", run->what, r, idle.code[r], idle.why[r]);
+    }
+}
+
+/* What ranks agreed on in the check stands until the step. */
+TEST(gradients_that_change_after_the_check_are_refused) {
+    for (size_t i = 0; i < sizeof idle_runs / sizeof *idle_runs; i++) {
+        if (!(idle_runs[i].how & SCALED)) continue;
+        idle_reset();
+        idle.checked = 1;
+        idle_go(2, &idle_runs[i]);
+        for (int r = 0; r < 2; r++) CHECK_MSG(idle.code[r] == AMP_ERR_STATE && strstr(idle.why[r], "sometimes: "), "%s, rank %d: %d %s", idle_runs[i].what, r, idle.code[r], idle.why[r]);
+    }
+}
+
+/* A host's own set: on the CPU it is told by grad_live what rests; a device that sums by itself says only what is frozen. */
+static void idle_set(int rank, int world) {
+    amp_context *amp;
+    amp_scaler *scaler;
+    amp_grad_set *set;
+    amp_desc desc;
+    amp_grad_set_desc gd;
+    amp_grad_stats stats;
+    amp_param p[3];
+    float w[6] = {1, 2, 3, 4, 5, 6}, g[6] = {1, 1, 7, 7, 1, 1};
+    static const char *const names[3] = {"by all", "by none", "of rank 0"};
+    (void)world;
+    memset(&desc, 0, sizeof desc); memset(&gd, 0, sizeof gd); memset(p, 0, sizeof p);
+    CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    desc.threads = 1; desc.dtype = AMP_F32;
+    if (on_a_device) { desc.backend = &device; desc.reducer.on_host = 0; }
+    CHECK_OK(amp_open(&amp, &desc));
+    for (int i = 0; i < 3; i++) { p[i].name = names[i]; p[i].weight = amp_tensor1(w + 2 * i, AMP_F32, 2); p[i].grad = amp_tensor1(g + 2 * i, AMP_F32, 2); }
+    CHECK_OK(amp_param_register(amp, p, 3));
+    gd.params = p; gd.n_params = 3;
+    CHECK_OK(amp_grad_set_create(amp, &set, &gd));
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    p[0].grad_live = 1; p[2].grad_live = rank == 0;
+    CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
+    CHECK_OK(amp_grad_set_stats(set, &stats));
+    CHECK(g[0] == 2 && g[2] == 0 && g[4] == 1 && p[0].grad_live && p[1].grad_live == on_a_device && p[2].grad_live);
+    CHECK_OK(amp_scaler_update(scaler));
+    if (rank == 1) p[1].grad.data = NULL;
+    if (!on_a_device) CHECK_EQ(amp_scaler_check(scaler, set, AMP_CHECK_READ), AMP_ERR_REDUCE);
+    else {
+        CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
+        if (rank == 0) CHECK_ERR(amp_grad_set_stats(set, &stats), AMP_ERR_REDUCE);
+        else CHECK_EQ(amp_grad_set_stats(set, &stats), AMP_ERR_REDUCE);
+    }
+    CHECK(strstr(amp_last_error(), "by none is frozen on rank 1 and not on rank 0") != NULL);
+    amp_grad_set_destroy(set);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+TEST(sets_of_the_host_are_told_what_rests) {
+    idle_reset();
+    for (on_a_device = 0; on_a_device < 2; on_a_device++) thread_ranks(2, idle_set);
+    on_a_device = 0;
+}
+
 /* ---- Loose coupling.  The inner optimizer is SGD on numbers that make its steps exact, so the whole is known to the bit. */
 
 enum { LOOSE = 5, LOOSE_H = 3 };
@@ -1486,7 +1735,8 @@ int main(int argc, char **argv) {
     RUN(shards_are_disjoint_and_complete); RUN(restarts_with_ranks); RUN(a_failing_hook_is_an_error_and_changes_nothing);
     RUN(threads_train_as_processes_do); RUN(ranks_that_differ_are_named); RUN(ranks_that_step_alone_follow_the_rule);
     RUN(ranks_that_step_alone_with_16_bit_weights); RUN(ranks_that_step_alone_resume); RUN(a_rank_with_spoiled_weights_is_named); RUN(ranks_that_step_alone_scale_alone);
-    RUN(loose_coupling_that_cannot_be);
+    RUN(loose_coupling_that_cannot_be); RUN(parameters_that_no_rank_uses_rest); RUN(parameters_frozen_on_one_rank_are_named);
+    RUN(gradients_that_change_after_the_check_are_refused); RUN(sets_of_the_host_are_told_what_rests);
     RUN(ranks_verify_together); RUN(a_step_that_fails_on_one_rank_fails_on_all); RUN(ranks_tune_together);
     RUN(ranks_adapt_together); RUN(ranks_that_would_adapt_apart); RUN(ranks_go_back_together);
     RUN(sums_and_maxima); RUN(every_exchange); RUN(ranks_that_disagree); RUN(ranks_that_leave); RUN(ranks_that_cannot_be);

@@ -1105,6 +1105,130 @@ TEST(states_go_from_any_world_to_any) {
     { char command[100]; snprintf(command, sizeof command, "rm -r %s", folder); CHECK_EQ(system(command), 0); }
 }
 
+/* Parameters whose sizes are no multiples of a block of 8-bit moments, and small ones: parts of ranks that are empty,
+ * begin behind a parameter, or end within its last block. */
+enum { ODD = 5, ODD_WORLDS = 5, ODD_NUMBERS = 4160 + 300 + 8205 + 1 + 4097 };
+static const struct { const char *name; int64_t n; } odd[ODD] = {{"a", 4160}, {"b", 300}, {"c", 8205}, {"d", 1}, {"e", 4097}};
+static const struct { amp_dtype weights, moments; amp_master_kind master; int64_t bucket; } odd_kinds[] = {
+    {AMP_F32, AMP_F32, AMP_MASTER_DEFAULT, 1 << 20},      {AMP_F32, AMP_MOMENTS_8BIT, AMP_MASTER_DEFAULT, 1 << 20},
+    {AMP_BF16, AMP_BF16, AMP_MASTER_F32, 1 << 20},        {AMP_BF16, AMP_MOMENTS_8BIT, AMP_MASTER_REMAINDER, 20000},
+    {AMP_BF16, AMP_F32, AMP_MASTER_REMAINDER, 1 << 20},   {AMP_BF16, AMP_BF16, AMP_MASTER_STOCHASTIC, 20000}};
+typedef struct odd_job {
+    amp_ranks *ranks; const char *path; const amp_state *whole; amp_state *state; int rank, world, kind, shard, load;
+    float w[ODD_NUMBERS], g[ODD_NUMBERS];
+    pthread_t thread;
+} odd_job;
+
+/* A rank's records are the parts of `whole` that its part record names. */
+static void check_parts(const amp_state *whole, const amp_state *own, const odd_job *j) {
+    static const struct { const char *name; int64_t block; } arrays[] = {{"m", 1}, {"v", 1}, {"master", 1}, {"m_scales", 256}, {"v_scales", 256}};
+    int64_t part[2 * ODD + 2] = {0};
+    int parts = amp_state_get(own, "o.part", AMP_I64, part, 2 * ODD + 2) == AMP_OK;
+    char *a = malloc(ODD_NUMBERS * 4), *b = malloc(ODD_NUMBERS * 4);
+    for (int i = 0; i < 5 * ODD; i++) {
+        char key[40];
+        int row = i % ODD;
+        int64_t block = arrays[i / ODD].block, n, first = parts ? part[2 * row + 2] : 0, count = parts ? part[2 * row + 3] : odd[row].n;
+        amp_dtype dtype = AMP_F32, kind = AMP_F32;
+        snprintf(key, sizeof key, "o.%s.%d", arrays[i / ODD].name, row);
+        n = amp_state_count(whole, key, &dtype);
+        CHECK_EQ(amp_state_count(own, key, &kind), n < 0 ? -1 : (count + block - 1) / block);
+        CHECK_EQ(kind, dtype);
+        if (n < 0 || count == 0) continue;
+        CHECK_OK(amp_state_get(whole, key, dtype, a, n));
+        CHECK_OK(amp_state_get(own, key, dtype, b, (count + block - 1) / block));
+        CHECK_MSG(memcmp(a + (size_t)(first / block) * amp_dtype_size(dtype), b, (size_t)((count + block - 1) / block) * amp_dtype_size(dtype)) == 0,
+                  "storage %d, rank %d of %d: %s differs", j->kind, j->rank, j->world, key);
+    }
+    free(a); free(b);
+}
+
+/* Loads `path`, or takes two steps and saves to it; then compares its state with `whole`, or else keeps it. */
+static void *odd_rank(void *arg) {
+    odd_job *j = (odd_job *)arg;
+    amp_desc d;
+    amp_optimizer_desc od;
+    amp_param p[ODD];
+    amp_context *amp;
+    amp_optimizer *o;
+    amp_state *state = NULL;
+    int64_t at = 0;
+    memset(&d, 0, sizeof d); memset(&od, 0, sizeof od); memset(p, 0, sizeof p);
+    CHECK_OK(amp_ranks_reducer(j->ranks, j->rank, &d.reducer));
+    d.threads = 1; d.dtype = AMP_F32;
+    CHECK_OK(amp_open(&amp, &d));
+    for (int i = 0; i < ODD; at += odd[i++].n) {
+        p[i].name = odd[i].name;
+        p[i].weight = amp_tensor1(j->w + at, odd_kinds[j->kind].weights, odd[i].n);
+        p[i].grad = amp_tensor1(j->g + at, AMP_F32, odd[i].n);
+    }
+    CHECK_OK(amp_param_register(amp, p, ODD));
+    od.params = p; od.n_params = ODD; od.deterministic = 1; od.shard = (amp_shard)j->shard; od.lr = 0.01;
+    od.master = odd_kinds[j->kind].master; od.moments = odd_kinds[j->kind].moments; od.bucket_bytes = odd_kinds[j->kind].bucket;
+    CHECK_OK(amp_optimizer_create(amp, &o, &od));
+    for (int step = 0; step < 2 && !j->load; step++) {
+        for (int i = 0; i < ODD; i++) amp_param_accumulate(&p[i]);
+        for (int64_t i = 0; i < at; i++) j->g[i] = value(step * 7919 + j->rank * 131 + i);
+        CHECK_OK(amp_step(o, NULL));
+    }
+    if (j->load) {
+        CHECK_OK(amp_state_load_ranks(amp, &state, j->path));
+        if (state != NULL) CHECK_OK(amp_optimizer_load(o, state, "o"));
+        amp_state_destroy(state);
+    }
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_optimizer_save(o, state, "o"));
+    if (j->whole != NULL) check_parts(j->whole, state, j);
+    if (j->path != NULL && !j->load) CHECK_OK(amp_state_save_ranks(amp, state, j->path));
+    if (j->rank == 0 && j->whole == NULL) j->state = state;
+    else amp_state_destroy(state);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+    return NULL;
+}
+static amp_state *odd_run(int kind, int world, int shard, const char *path, int load, const amp_state *whole) {
+    static odd_job jobs[ODD_WORLDS];
+    amp_ranks_desc rd;
+    amp_ranks *ranks;
+    memset(&rd, 0, sizeof rd); memset(jobs, 0, sizeof jobs);
+    rd.world = world; rd.timeout_ms = 20000;
+    CHECK_OK(amp_ranks_create(&ranks, &rd));
+    for (int r = 0; r < world; r++) {
+        jobs[r].ranks = ranks; jobs[r].rank = r; jobs[r].world = world; jobs[r].kind = kind; jobs[r].shard = shard;
+        jobs[r].path = path; jobs[r].load = load; jobs[r].whole = whole;
+        CHECK_EQ(pthread_create(&jobs[r].thread, NULL, odd_rank, &jobs[r]), 0);
+    }
+    for (int r = 0; r < world; r++) pthread_join(jobs[r].thread, NULL);
+    amp_ranks_destroy(ranks);
+    return jobs[0].state;
+}
+TEST(parts_of_every_world_load_in_every_other) {
+    char path[80], what[80], command[100];
+    snprintf(folder, sizeof folder, "/tmp/amp_shards_XXXXXX");
+    if (mkdtemp(folder) == NULL) SKIP("no temporary folder");
+    snprintf(path, sizeof path, "%s/s", folder);
+    for (int kind = 0; kind < (int)(sizeof odd_kinds / sizeof *odd_kinds); kind++)
+        for (int from = 1; from <= ODD_WORLDS; from++) {
+            amp_state *whole = odd_run(kind, from, AMP_SHARD_NONE, NULL, 0, NULL), *state;
+            amp_state_destroy(odd_run(kind, from, AMP_SHARD_STATES, path, 0, NULL));
+            state = joined(path);
+            snprintf(what, sizeof what, "storage %d", kind);
+            same_states(whole, state, what, from);
+            for (int to = 1; to <= ODD_WORLDS; to++) odd_run(kind, to, AMP_SHARD_STATES, path, 1, whole);
+            amp_state_destroy(state);
+            amp_state_destroy(whole);
+        }
+    for (int kind = 0; kind < 2; kind++) {              /* 8-bit moments become fp32 ones, and the other way round */
+        amp_state *whole;
+        amp_state_destroy(odd_run(!kind, 3, AMP_SHARD_STATES, path, 0, NULL));
+        whole = odd_run(kind, 1, AMP_SHARD_NONE, path, 1, NULL);
+        for (int to = 2; to <= ODD_WORLDS; to++) odd_run(kind, to, AMP_SHARD_STATES, path, 1, whole);
+        amp_state_destroy(whole);
+    }
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    CHECK_EQ(system(command), 0);
+}
+
 /* A rank's file of an earlier save, renamed to be of this one: whole, but not what the index names. */
 static void load_refused(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
     amp_state *state = (amp_state *)j;
@@ -1176,7 +1300,7 @@ int main(int argc, char **argv) {
     RUN(sharded_states_give_the_same_bits); RUN(masters_follow_a_broadcast); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
     RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(sums_that_failed_are_dropped); RUN(gradients_on_their_way_are_dropped);
     RUN(calls_of_all_ranks_refuse); RUN(ranks_of_threads_share_no_memory); RUN(states_go_from_any_world_to_any);
-    RUN(files_of_two_saves_are_refused);
+    RUN(files_of_two_saves_are_refused); RUN(parts_of_every_world_load_in_every_other);
     RUN(weights_behind_forward_give_the_same_bits); RUN(the_first_layer_begins_before_the_last_gather_ends); RUN(what_waits_for_gathered_weights);
     RUN(a_gather_that_fails_is_told); RUN(two_optimizers_gather_weights); RUN(where_weights_are_not_gathered_behind_forward);
 #if defined(__linux__)
