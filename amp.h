@@ -3527,7 +3527,8 @@ typedef struct amp_k_add_views {
 
 /* A row of a multi-tensor call's table, which is built once, in device memory. */
 typedef struct amp_k_tensor {
-    void *weight, *grad, *master, *m, *v;  /* NULL if not used; master: fp32, or u16 remainders */
+    /* NULL if not used; master: fp32, or u16 remainders; steps: an amp_k_steps, of AdamW and of SGD with momentum */
+    void *weight, *grad, *master, *m, *v, *steps;
     amp_dtype weight_dtype, grad_dtype;
     amp_dtype moment_dtype;     /* of m and v: BF16, AMP_MOMENTS_8BIT (see ampi_moment_scales), else fp32 */
     amp_master_kind master_kind;  /* REMAINDER: what master is; STOCHASTIC: how the weight is rounded */
@@ -3537,6 +3538,12 @@ typedef struct amp_k_tensor {
     int32_t live;               /* 0: no gradient in this step, skipped */
     int32_t reserved;
 } amp_k_tensor;
+
+/* How often a parameter was updated, which bias correction and the first momentum depend on; zeros before the first. */
+typedef struct amp_k_steps {
+    int64_t count;
+    double beta1_power, beta2_power;  /* beta^count, once count is 1 or more */
+} amp_k_steps;
 
 /* What a check finds, and what follows from it; one per set, in device memory. */
 struct amp_k_grad_stats {
@@ -3550,7 +3557,6 @@ struct amp_k_grad_stats {
     int32_t skip;               /* 1: the optimizer changes nothing */
     int32_t consecutive_skips;
     int64_t attempts, step, skips;  /* attempts = step + skips; step counts those applied */
-    double beta1_power, beta2_power;  /* beta^step */
     double lr;
 };
 
@@ -3571,7 +3577,8 @@ typedef struct amp_k_check {
     amp_k_grad_stats *found;    /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
 } amp_k_check;
 
-/* By ampi_adamw_row and its like.  Weight and master, or an fp32 weight and its copy, are written in one pass. */
+/* Adds 1 to the steps of each live row, unless found->skip, then computes by ampi_adamw_row and its like.  Weight and
+   master, or an fp32 weight and its copy, are written in one pass. */
 typedef struct amp_k_adamw {
     const amp_k_tensor *table; int64_t tensors;
     const amp_k_grad_stats *found;
@@ -3676,10 +3683,11 @@ typedef struct amp_k_scaler_rule {
 /* A step's constants. */
 typedef struct amp_k_step_rule {
     double divisor;             /* micro-batches times ranks, for the average */
-    double beta1, beta2, lr;    /* lr below 0: found->lr is in effect */
+    double lr;                  /* below 0: found->lr is in effect */
     double clip_norm;           /* 0: none */
     int32_t unscaled;           /* 1: the check multiplied the gradients in memory by `factor` */
     int32_t apply_nonfinite;    /* 1: never skip */
+    int32_t idle, reserved;     /* idle 1: no row is live, so the step counts as skipped */
 } amp_k_step_rule;
 
 typedef enum amp_rule_kind {
@@ -3968,16 +3976,15 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     const amp_k_scaler *s = rule->scaler;
     const amp_k_scaler_rule *r = &rule->scaler_rule;
     amp_k_step_result *o = rule->results + f->attempts % AMP_STEP_RESULTS;
+    int skipped = f->skip || rule->step_rule.idle;
     f->attempts++;
     if (rule->step_rule.lr >= 0) f->lr = rule->step_rule.lr;
-    if (f->skip) {
+    if (skipped) {
         f->skips++;
         f->consecutive_skips++;
     } else {
         f->step++;
         f->consecutive_skips = 0;
-        f->beta1_power *= rule->step_rule.beta1;
-        f->beta2_power *= rule->step_rule.beta2;
     }
     o->number = f->attempts;
     o->step = f->step;
@@ -3988,7 +3995,7 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     o->clip_coef = f->clip_coef;
     o->scale = s ? s->scale : 1.0f;
     o->growth_tracker = s ? s->growth_tracker : 0;
-    o->applied = !f->skip;
+    o->applied = !skipped;
     o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
     o->first_bad = f->first_bad;
 }
@@ -4175,13 +4182,15 @@ AMPI_HD float ampi_keep(double lr, double decay) {
 
 /* What every element of a row needs.  AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 -
    beta2) g^2;
-   w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier. */
+   w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier,
+   t = the row's own count. */
 typedef struct ampi_adamw_step {
     float multiplier, beta2, rest1, rest2, keep, rate, correction, eps;
     uint64_t seed;              /* of ampi_row_seed */
 } ampi_adamw_step;
 AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tensor *row) {
     const amp_k_grad_stats *f = args->found;
+    const amp_k_steps *t = (const amp_k_steps *)row->steps;
     ampi_adamw_step s;
     double lr = f->lr * row->lr_scale;
     s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
@@ -4189,16 +4198,15 @@ AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tens
     s.rest1 = (float)(1.0 - args->beta1);
     s.rest2 = (float)(1.0 - args->beta2);
     s.keep = ampi_keep(lr, row->weight_decay);
-    s.rate = (float)(lr / (1.0 - f->beta1_power));
-    s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
+    s.rate = (float)(lr / (1.0 - t->beta1_power));
+    s.correction = (float)(1.0 / ampi_root(1.0 - t->beta2_power));
     s.eps = (float)args->eps;
     s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
     return s;
 }
 
-/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first
-   step
-   b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
+/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the row's first
+   step b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
 typedef struct ampi_sgd_step {
     float multiplier, decay, momentum, rest, rate;
     int32_t nesterov;
@@ -4206,7 +4214,7 @@ typedef struct ampi_sgd_step {
 } ampi_sgd_step;
 AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *row) {
     const amp_k_grad_stats *f = args->found;
-    int first = f->step == 1;
+    int first = row->steps != NULL && ((const amp_k_steps *)row->steps)->count == 1;
     ampi_sgd_step s;
     s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
     s.decay = (float)row->weight_decay;
@@ -10723,6 +10731,21 @@ static amp_result ampi_update_rows(void *dev, const amp_k_tensor *table, int64_t
     return AMP_OK;
 }
 
+/* Counts the rows that are updated. */
+static void ampi_count_rows(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, double beta1,
+                            double beta2) {
+    ampi_fp host = ampi_fp_begin();
+    int64_t i;
+    for (i = 0; i < tensors && !found->skip; i++) {
+        amp_k_steps *k = (amp_k_steps *)table[i].steps;
+        if (k == NULL || !table[i].live) continue;
+        k->beta1_power = k->count > 0 ? k->beta1_power * beta1 : beta1;
+        k->beta2_power = k->count > 0 ? k->beta2_power * beta2 : beta2;
+        k->count++;
+    }
+    ampi_fp_end(host);
+}
+
 static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                              int64_t chunk) {
     ampi_adamw_step step = ampi_adamw_row((const amp_k_adamw *)job->args, row);
@@ -10731,6 +10754,7 @@ static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row,
 }
 static amp_result ampi_cpu_adamw(void *dev, const amp_k_adamw *a, void *stream) {
     (void)stream;
+    ampi_count_rows(a->table, a->tensors, a->found, a->beta1, a->beta2);
     return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_adamw_piece, a);
 }
 
@@ -10742,6 +10766,7 @@ static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, i
 }
 static amp_result ampi_cpu_sgd(void *dev, const amp_k_sgd *a, void *stream) {
     (void)stream;
+    ampi_count_rows(a->table, a->tensors, a->found, 1, 1);
     return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_sgd_piece, a);
 }
 
@@ -20139,7 +20164,6 @@ static amp_result ampi_set_finish(amp_grad_set *set) {
     memset(&found, 0, sizeof found);
     found.first_bad = -1;
     found.clip_coef = found.multiplier = found.factor = 1;
-    found.beta1_power = found.beta2_power = 1;
     AMPI_TRY(ampi_send(set->amp, set->found, &found, sizeof found));
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
@@ -22067,8 +22091,8 @@ static double ampi_or(double value, double otherwise) {
 }
 
 static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
-/* The arrays that a parameter may have. */
-enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
+/* The arrays that a parameter may have, and its own count of steps. */
+enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3, AMPI_COUNTED = AMPI_ARRAYS, AMPI_BLOCKS };
 
 static int64_t *ampi_copies_inf(const amp_optimizer *o) {
     return o->copy_table != NULL ? &o->amp->cells->new_inf : NULL;
@@ -22104,9 +22128,11 @@ static amp_result ampi_run_lion(const amp_optimizer *o, const amp_backend *backe
     return backend->lion(dev, &k, stream);
 }
 
-/* The optimizers, by amp_optimizer_kind: which moments a parameter has, as bits, without and with .momentum; which
-   fields are read that not all read; their defaults; and the kernel call.  Masters depend on the row alone. */
+/* The optimizers, by amp_optimizer_kind: which moments a parameter has, and whether its steps are counted, as bits,
+   without and with .momentum; which fields are read that not all read; their defaults; and the kernel call.  Masters
+   depend on the row alone. */
 enum { AMPI_READS_BETAS = 1, AMPI_READS_EPS = 2, AMPI_READS_MOMENTUM = 4 };
+enum { AMPI_ADAM = 1 << AMPI_M | 1 << AMPI_V2 | 1 << AMPI_COUNTED, AMPI_MOMENTUM = 1 << AMPI_M | 1 << AMPI_COUNTED };
 static const struct ampi_optimizer_row {
     const char *name;
     int arrays[2], reads;
@@ -22114,9 +22140,8 @@ static const struct ampi_optimizer_row {
     amp_result (*run)(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream);
 } ampi_optimizers[] = {
     {"?", {0, 0}, 0, 0, 0, 0, 0, NULL},
-    {"AdamW", {1 << AMPI_M | 1 << AMPI_V2, 1 << AMPI_M | 1 << AMPI_V2}, AMPI_READS_BETAS | AMPI_READS_EPS,
-     1e-3, 0.9, 0.999, 1e-8, ampi_run_adamw},
-    {"SGD", {0, 1 << AMPI_M}, AMPI_READS_MOMENTUM, 1e-3, 0.9, 0.999, 1e-8, ampi_run_sgd},
+    {"AdamW", {AMPI_ADAM, AMPI_ADAM}, AMPI_READS_BETAS | AMPI_READS_EPS, 1e-3, 0.9, 0.999, 1e-8, ampi_run_adamw},
+    {"SGD", {0, AMPI_MOMENTUM}, AMPI_READS_MOMENTUM, 1e-3, 0.9, 0.999, 1e-8, ampi_run_sgd},
     {"Lion", {1 << AMPI_M, 1 << AMPI_M}, AMPI_READS_BETAS, 1e-4, 0.9, 0.99, 0, ampi_run_lion}
 };
 enum { AMPI_OPTIMIZERS = sizeof ampi_optimizers / sizeof *ampi_optimizers };
@@ -22322,9 +22347,10 @@ static int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int w
     return ampi_has_moments(&o->desc) >> which & 1;
 }
 static void **ampi_row_array(amp_k_tensor *row, int which) {
-    return which == AMPI_M ? &row->m : which == AMPI_V2 ? &row->v : &row->master;
+    return which == AMPI_M ? &row->m : which == AMPI_V2 ? &row->v : which == AMPI_MASTER ? &row->master : &row->steps;
 }
 static int64_t ampi_array_bytes(const amp_k_tensor *row, int which) {
+    if (which == AMPI_COUNTED) return (int64_t)sizeof(amp_k_steps);
     if (which == AMPI_MASTER) return row->count * (row->master_kind == AMP_MASTER_REMAINDER ? 2 : 4);
     if (row->moment_dtype == AMP_MOMENTS_8BIT)
         return ampi_moment_blocks(row->count) * (AMPI_MOMENT_BLOCK + (int64_t)sizeof(float));
@@ -22338,7 +22364,7 @@ static amp_result ampi_optimizer_memory(amp_optimizer *o) {
     for (pass = 0; pass < 2; pass++) {
         if (pass == 1) AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, &o->memory, bytes));
         for (i = 0; i < o->set->n; i++)
-            for (a = 0; a < AMPI_ARRAYS; a++) {
+            for (a = 0; a < AMPI_BLOCKS; a++) {
                 amp_k_tensor *row = &o->set->rows[i];
                 int64_t size = (ampi_array_bytes(row, a) + 255) / 256 * 256;
                 if (!ampi_has_array(o, row, a)) continue;
@@ -22682,12 +22708,18 @@ static amp_result ampi_run_optimizer(const amp_optimizer *o) {
     return ampi_optimizers[o->desc.kind].run(o, backend, dev, stream);
 }
 
+/* 1: nothing has a gradient.  With .sharded another rank may have one. */
+static int ampi_is_idle(const amp_grad_set *set) {
+    int64_t i;
+    for (i = 0; i < set->n && !set->rows[i].live; i++) {}
+    return i == set->n && !(set->desc->sharded && ampi_world(set->amp) > 1);
+}
+
 /* Counts the step on the device; scaler is enabled or NULL.  In a graph AMP_RULE_LAUNCH writes the learning rate. */
 static amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
     amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
     rule.results = o->ring;
-    rule.step_rule.beta1 = o->desc.beta1;
-    rule.step_rule.beta2 = o->desc.beta2;
+    rule.step_rule.idle = ampi_is_idle(o->set);
     rule.step_rule.lr = ampi_capture(o->amp) ? -1 : o->desc.lr;
     return ampi_run_rule(o->amp, &rule);
 }
@@ -22804,14 +22836,21 @@ static amp_result ampi_outer_rows(const amp_optimizer *o, int64_t first, int64_t
     return AMP_OK;
 }
 
-/* Notes where the ranks begin. */
+/* Notes where the ranks begin: elements [first, first + n) of all rows. */
+static amp_result ampi_outer_note(const amp_optimizer *o, int64_t first, int64_t n) {
+    const ampi_outer *u = &o->outer;
+    int64_t i, k;
+    for (i = first; i < first + n; i += k) {
+        k = AMPI_MIN(first + n - i, (int64_t)AMPI_OUTER_PIECE);
+        AMPI_TRY(ampi_outer_rows(o, i, k, u->anchor + i, 0));
+    }
+    if (n > 0) memset(u->momentum + first, 0, (size_t)n * sizeof *u->momentum);
+    return AMP_OK;
+}
 static amp_result ampi_outer_begin(amp_optimizer *o) {
     ampi_outer *u = &o->outer;
-    int64_t i;
     if (o->desc.sync_every == 0 || u->begun) return AMP_OK;
-    for (i = 0; i < u->n; i += AMPI_OUTER_PIECE)
-        AMPI_TRY(ampi_outer_rows(o, i, AMPI_MIN(u->n - i, (int64_t)AMPI_OUTER_PIECE), u->anchor + i, 0));
-    memset(u->momentum, 0, (size_t)u->n * sizeof *u->momentum);
+    AMPI_TRY(ampi_outer_note(o, 0, u->n));
     u->begun = 1;
     return AMP_OK;
 }
@@ -23198,8 +23237,8 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
 }
 AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
 
-/* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes; the arrays m.0, v.0, master.0
-   and so on by row; cycle: the rank that the gradients grad.0 ... belong to; live: which of them count.  Masters are
+/* ---- Saving an optimizer.  Records: names; frozen: those of parameters without a row; shape, counters, settings, seed,
+   outcomes; counts, powers: each row's amp_k_steps; the arrays m.0, v.0, master.0 and so on by row; cycle: the rank that the gradients grad.0 ... belong to; live: which of them count.  Masters are
    always saved in fp32. */
 
 enum {
@@ -23256,17 +23295,24 @@ static amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
     return AMP_OK;
 }
 
-/* All names, each followed by a line feed. */
-static amp_result ampi_names_record(const amp_optimizer *o, char **text, int64_t *bytes) {
-    int64_t i, at = 0;
-    *bytes = 0;
-    for (i = 0; i < o->set->n; i++) *bytes += (int64_t)strlen(o->set->names[i]) + 1;
-    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)text, *bytes, 1));
-    for (i = 0; i < o->set->n; i++) {
-        size_t n = strlen(o->set->names[i]);
-        memcpy(*text + at, o->set->names[i], n);
-        (*text)[at + (int64_t)n] = '\n';
-        at += (int64_t)n + 1;
+/* The names of parameters that have a row, or have none, each followed by a line feed. */
+static amp_result ampi_names_record(const amp_optimizer *o, int with_row, char **text, int64_t *bytes) {
+    int64_t i, row, pass, at = 0;
+    for (pass = 0; pass < 2; pass++) {
+        for (i = row = at = 0; i < o->desc.n_params; i++) {
+            const amp_param *p = &o->desc.params[i];
+            int has = row < o->set->n && o->set->params[row] == p;
+            size_t n = strlen(p->name);
+            row += has;
+            if (has != with_row) continue;
+            if (pass > 0) {
+                memcpy(*text + at, p->name, n);
+                (*text)[at + (int64_t)n] = '\n';
+            }
+            at += (int64_t)n + 1;
+        }
+        *bytes = at;
+        if (pass == 0) AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)text, at, 1));
     }
     return AMP_OK;
 }
@@ -23297,27 +23343,59 @@ static amp_result ampi_save_part(const amp_optimizer *o, amp_state *state, const
 static amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t *shape, bytes;
+    int with_row;
     char *names;
     amp_result r;
     AMPI_TRY(ampi_shape_record(o, &shape));
     r = ampi_put(state, prefix, "shape", -1, AMP_I64, shape, 2 * o->set->n);
     ampi_free(s, shape, 2 * o->set->n, sizeof *shape);
-    if (r != AMP_OK) return r;
-    AMPI_TRY(ampi_names_record(o, &names, &bytes));
-    r = ampi_put(state, prefix, "names", -1, AMP_U8, names, bytes);
-    ampi_free(s, names, bytes, 1);
+    for (with_row = 0; with_row < 2 && r == AMP_OK; with_row++) {
+        AMPI_TRY(ampi_names_record(o, with_row, &names, &bytes));
+        r = ampi_put(state, prefix, with_row ? "names" : "frozen", -1, AMP_U8, names, bytes);
+        ampi_free(s, names, bytes, 1);
+    }
+    return r;
+}
+
+/* Each row's own steps.  The most of them are also what 0.2, which has one count for all, loads: *most. */
+static amp_result ampi_save_steps(const amp_optimizer *o, amp_state *state, const char *prefix, amp_k_steps *most) {
+    const amp_system *s = ampi_context_system(o->amp);
+    double *powers = NULL;
+    int64_t *counts, i;
+    amp_result r;
+    most->count = 0;
+    most->beta1_power = most->beta2_power = 1;
+    if (!(ampi_has_moments(&o->desc) >> AMPI_COUNTED & 1)) return AMP_OK;
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", (void **)&counts, o->set->n, sizeof *counts));
+    r = ampi_alloc(s, "amp_optimizer_save", (void **)&powers, 2 * o->set->n, sizeof *powers);
+    for (i = 0; r == AMP_OK && i < o->set->n; i++) {
+        amp_k_steps k;
+        r = ampi_fetch(o->amp, &k, o->set->rows[i].steps, sizeof k);
+        if (r != AMP_OK) break;
+        if (k.count == 0) k.beta1_power = k.beta2_power = 1;
+        if (k.count > most->count) *most = k;
+        counts[i] = k.count;
+        powers[2 * i] = k.beta1_power;
+        powers[2 * i + 1] = k.beta2_power;
+    }
+    if (r == AMP_OK) r = ampi_put(state, prefix, "counts", -1, AMP_I64, counts, o->set->n);
+    if (r == AMP_OK) r = ampi_put(state, prefix, "powers", -1, AMP_F64, powers, 2 * o->set->n);
+    ampi_free(s, powers, 2 * o->set->n, sizeof *powers);
+    ampi_free(s, counts, o->set->n, sizeof *counts);
     return r;
 }
 
 static amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, const char *prefix) {
     amp_k_grad_stats f;
+    amp_k_steps most;
     ampi_saved_optimizer n;
     int64_t seed = (int64_t)o->desc.seed;
+    AMPI_TRY(ampi_save_steps(o, state, prefix, &most));
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     n.kind = o->desc.kind; n.micro = o->micro;
     n.attempts = o->attempts; n.delivered = o->delivered; n.flushed = o->flushed;
     n.step = f.step; n.skips = f.skips; n.consecutive_skips = f.consecutive_skips;
-    n.beta1_power = f.beta1_power; n.beta2_power = f.beta2_power; n.lr = o->desc.lr;
+    n.beta1_power = most.beta1_power; n.beta2_power = most.beta2_power; n.lr = o->desc.lr;
     AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_optimizer_saved,
                              sizeof ampi_optimizer_saved, &n, sizeof n, 1));
     AMPI_TRY(ampi_put(state, prefix, "seed", -1, AMP_I64, &seed, 1));
@@ -23396,7 +23474,17 @@ typedef struct ampi_archive {
     const amp_state *from;
     const char *prefix;
     void *scratch;
+    int64_t *rows, n_saved;         /* of a load: each row's number in the state, -1: it is new; how many were saved */
 } ampi_archive;
+
+/* The number of a row in the names of its records. */
+static int64_t ampi_saved_row(const ampi_archive *r, int64_t i) { return r->rows != NULL ? r->rows[i] : i; }
+/* The row that a saved one is, or -1. */
+static int32_t ampi_own_row(const ampi_archive *r, int64_t saved) {
+    int64_t i;
+    for (i = 0; i < r->o->set->n && (saved < 0 || r->rows[i] != saved); i++) {}
+    return i < r->o->set->n ? (int32_t)i : -1;
+}
 
 /* The elements of a row's records: of a rank's part, if that was saved or is, else of the parameter. */
 static int64_t ampi_record_count(const amp_optimizer *o, const amp_state *from, const char *prefix, int64_t i) {
@@ -23414,7 +23502,7 @@ static amp_result ampi_archive_array(const ampi_archive *r, const char *name, in
                                      int64_t n, int64_t n_saved, int64_t first) {
     size_t bytes = (size_t)n * amp_dtype_size(dtype);
     if (r->to == NULL) {
-        AMPI_TRY(ampi_get_as(r->from, r->prefix, name, i, dtype, r->scratch, n_saved));
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, name, ampi_saved_row(r, i), dtype, r->scratch, n_saved));
         return n > 0 ? ampi_send(r->o->amp, data, ampi_at(r->scratch, dtype, first), bytes) : AMP_OK;
     }
     if (n > 0) AMPI_TRY(ampi_fetch(r->o->amp, r->scratch, data, bytes));
@@ -23429,7 +23517,8 @@ static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     uint16_t *weight = (uint16_t *)(values + n), *rest = weight + n;
     size_t bytes = (size_t)row->count * 2;
     if (r->to == NULL) {
-        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, n));
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[AMPI_MASTER], ampi_saved_row(r, i), AMP_F32, values,
+                             n));
         if (n == 0) return AMP_OK;
         amp_param_changed(r->o->set->params[i]);
         /* a whole record has the whole weight */
@@ -23462,7 +23551,7 @@ static void ampi_moments_convert(int which, uint8_t *codes, float *values, int64
 static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t i, void *data) {
     const amp_k_tensor *row = &r->o->set->rows[i];
     int64_t n = ampi_record_count(r->o, r->from, r->prefix, i), first = ampi_record_first(r, i);
-    int64_t blocks = ampi_moment_blocks(n), bytes = ampi_array_bytes(row, which);
+    int64_t blocks = ampi_moment_blocks(n), bytes = ampi_array_bytes(row, which), k = ampi_saved_row(r, i);
     float *values = (float *)r->scratch, *scales;
     uint8_t *codes = (uint8_t *)(values + n);
     int wide = ampi_moments_are_f32(row);
@@ -23475,12 +23564,12 @@ static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t 
         return ampi_put(r->to, r->prefix, ampi_scale_names[which], i, AMP_F32, scales, blocks);
     }
     memset(codes, 0, (size_t)blocks * AMPI_MOMENT_BLOCK);
-    ampi_saved_count(r->from, r->prefix, ampi_array_names[which], i, &saved);
+    ampi_saved_count(r->from, r->prefix, ampi_array_names[which], k, &saved);
     if (saved == AMP_MOMENTS_8BIT) {
-        AMPI_TRY(ampi_get(r->from, r->prefix, ampi_array_names[which], i, AMP_MOMENTS_8BIT, codes, n));
-        AMPI_TRY(ampi_get(r->from, r->prefix, ampi_scale_names[which], i, AMP_F32, scales, blocks));
+        AMPI_TRY(ampi_get(r->from, r->prefix, ampi_array_names[which], k, AMP_MOMENTS_8BIT, codes, n));
+        AMPI_TRY(ampi_get(r->from, r->prefix, ampi_scale_names[which], k, AMP_F32, scales, blocks));
     } else {
-        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[which], i, AMP_F32, values, n));
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[which], k, AMP_F32, values, n));
     }
     host = ampi_fp_begin();
     if (saved != AMP_MOMENTS_8BIT || wide) ampi_moments_convert(which, codes, values, n, !wide);
@@ -23497,16 +23586,30 @@ static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t 
 static int ampi_has_8bit(const ampi_archive *r, const amp_k_tensor *row, int which, int64_t i) {
     amp_dtype saved = AMP_F32;
     if (which == AMPI_MASTER) return 0;
-    if (r->from != NULL) ampi_saved_count(r->from, r->prefix, ampi_array_names[which], i, &saved);
+    if (r->from != NULL)
+        ampi_saved_count(r->from, r->prefix, ampi_array_names[which], ampi_saved_row(r, i), &saved);
     return row->moment_dtype == AMP_MOMENTS_8BIT || saved == AMP_MOMENTS_8BIT;
 }
 
-/* The same for all arrays and the live gradients. */
+/* States as a parameter begins with. */
+static amp_result ampi_row_begin(const amp_optimizer *o, amp_k_tensor *row) {
+    int a;
+    for (a = 0; a < AMPI_BLOCKS; a++)
+        if (a != AMPI_MASTER && ampi_has_array(o, row, a) && ampi_array_bytes(row, a) > 0)
+            AMPI_TRY(amp_fill(o->amp, *ampi_row_array(row, a), 0, ampi_array_bytes(row, a)));
+    return ampi_make_master(o->amp, row);
+}
+
+/* The same for all arrays and the live gradients; rows that are new to the state begin anew. */
 static amp_result ampi_archive_arrays(const ampi_archive *r) {
     int64_t i;
     int a;
     for (i = 0; i < r->o->set->n; i++) {
         amp_k_tensor *row = &r->o->set->rows[i];
+        if (ampi_saved_row(r, i) < 0) {
+            AMPI_TRY(ampi_row_begin(r->o, row));
+            continue;
+        }
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (!ampi_has_array(r->o, row, a)) continue;
             else if (a == AMPI_MASTER && ampi_has_remainder(row)) AMPI_TRY(ampi_archive_remainder(r, i));
@@ -23529,11 +23632,13 @@ static amp_result ampi_archive_outer(const ampi_archive *r) {
     int64_t i, at, n;
     int k;
     for (i = at = 0; i < r->o->set->n; i++, at += n) {
+        const int64_t saved = ampi_saved_row(r, i);
         n = r->o->set->rows[i].count;
-        for (k = 0; k < 2; k++) {
+        if (saved < 0) AMPI_TRY(ampi_outer_note(r->o, at, n));
+        for (k = 0; k < 2 && saved >= 0; k++) {
             float *values = (k == 0 ? u->anchor : u->momentum) + at;
             AMPI_TRY(r->to ? ampi_put(r->to, r->prefix, ampi_outer_names[k], i, AMP_F32, values, n)
-                           : ampi_get(r->from, r->prefix, ampi_outer_names[k], i, AMP_F32, values, n));
+                           : ampi_get(r->from, r->prefix, ampi_outer_names[k], saved, AMP_F32, values, n));
         }
     }
     return AMP_OK;
@@ -23550,7 +23655,7 @@ static int64_t ampi_row_scratch(const amp_grad_set *set) {
 
 static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
-    ampi_archive archive = {o, state, NULL, prefix, NULL};
+    ampi_archive archive = {o, state, NULL, prefix, NULL, NULL, 0};
     int64_t bytes = ampi_row_scratch(o->set), every = o->desc.sync_every;
     amp_result r;
     AMPI_TRY(ampi_save_rows(o, state, prefix));
@@ -23574,102 +23679,170 @@ AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state 
     return ampi_state_take(state, own, ampi_save_optimizer(optimizer, own, prefix), "amp_optimizer_save");
 }
 
-/* Refuses a state saved for other parameters, and names the first. */
-static amp_result ampi_compare_names(const amp_optimizer *o, const char *saved, int64_t bytes) {
-    int64_t i, at = 0;
-    for (i = 0; i < o->set->n; i++) {
-        const char *name = o->set->names[i], *end = NULL;
-        int64_t n;
-        if (at < bytes) end = (const char *)memchr(saved + at, '\n', (size_t)(bytes - at));
-        n = end ? end - (saved + at) : AMPI_MAX(bytes - at, 0);
-        if (n != (int64_t)strlen(name) || memcmp(saved + at, name, (size_t)n) != 0)
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "parameter %lld is %s, but %.*s was saved",
-                             (long long)i, name, (int)AMPI_MIN(n, 100), saved + at);
-        at += n + 1;
+/* Names of parameters, one after the other in a message. */
+typedef struct ampi_named { ampi_sheet sheet; char text[200]; int64_t n; } ampi_named;
+static void ampi_name_one(ampi_named *to, const char *name, int64_t n) {
+    if (to->n == 0) to->sheet = ampi_sheet_of(to->text, sizeof to->text);
+    if (to->n++ < 4) ampi_print(&to->sheet, "%s%.*s", to->n > 1 ? ", " : "", (int)AMPI_MIN(n, (int64_t)40), name);
+}
+static const char *ampi_named_more(ampi_named *to) {
+    if (to->n > 4) ampi_print(&to->sheet, " and %lld more", (long long)to->n - 4);
+    return to->text;
+}
+
+/* 1: a parameter of the optimizer has this name, and no row. */
+static int ampi_is_frozen(const amp_optimizer *o, const char *name, int64_t n) {
+    int64_t i, row = 0;
+    for (i = 0; i < o->desc.n_params; i++) {
+        const amp_param *p = &o->desc.params[i];
+        if (row < o->set->n && o->set->params[row] == p) row++;
+        else if ((int64_t)strlen(p->name) == n && memcmp(p->name, name, (size_t)n) == 0) return 1;
     }
-    if (at >= bytes) return AMP_OK;
-    return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%.*s was saved too", (int)AMPI_MIN(bytes - at - 1, 100),
-                     saved + at);
+    return 0;
+}
+/* The length of the line that begins at `at`, without its line feed. */
+static int64_t ampi_line(const char *text, int64_t bytes, int64_t at) {
+    const char *end = at < bytes ? (const char *)memchr(text + at, '\n', (size_t)(bytes - at)) : NULL;
+    return end != NULL ? end - (text + at) : AMPI_MAX(bytes - at, 0);
+}
+static int ampi_has_line(const char *text, int64_t bytes, const char *name) {
+    int64_t at, n;
+    for (at = 0; at < bytes; at += n + 1) {
+        n = ampi_line(text, bytes, at);
+        if (n == (int64_t)strlen(name) && memcmp(text + at, name, (size_t)n) == 0) return 1;
+    }
+    return 0;
 }
 
-static amp_result ampi_load_names(const amp_optimizer *o, const amp_state *state, const char *prefix) {
-    const amp_system *s = ampi_context_system(o->amp);
-    char key[64], *saved;
-    amp_dtype dtype;
-    int64_t bytes;
-    amp_result r;
-    AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, "names", -1));
-    bytes = amp_state_count(state, key, &dtype);
-    if (bytes < 0) return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s", key);
-    AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&saved, bytes, 1));
-    r = amp_state_get(state, key, AMP_U8, saved, bytes);
-    if (r == AMP_OK) r = ampi_compare_names(o, saved, bytes);
+/* A text of a state; there may be none.  To be freed: *bytes. */
+static amp_result ampi_load_text(const ampi_archive *r, const char *name, char **text, int64_t *bytes) {
+    *text = NULL;
+    *bytes = AMPI_MAX(ampi_saved_count(r->from, r->prefix, name, -1, NULL), 0);
+    AMPI_TRY(ampi_alloc(ampi_context_system(r->o->amp), "amp_optimizer_load", (void **)text, *bytes, 1));
+    return *bytes > 0 ? ampi_get(r->from, r->prefix, name, -1, AMP_U8, *text, *bytes) : AMP_OK;
+}
+
+/* Finds each row among those saved, which stand in the same order.  A parameter may have had a row when the state was
+   saved and be frozen here (named[0]), or the other way around (named[1]); a state of other parameters is refused, and
+   the first named. */
+static amp_result ampi_match_names(ampi_archive *r, const char *saved, int64_t bytes, const char *frozen,
+                                   int64_t frozen_bytes, ampi_named *named) {
+    const char *f = "amp_optimizer_load";
+    const amp_grad_set *set = r->o->set;
+    int64_t i = 0, at = 0, n;
+    while (i < set->n || at < bytes) {
+        const char *name = i < set->n ? set->names[i] : "";
+        n = ampi_line(saved, bytes, at);
+        if (i < set->n && at < bytes && n == (int64_t)strlen(name) && memcmp(saved + at, name, (size_t)n) == 0) {
+            r->rows[i++] = r->n_saved++;
+            at += n + 1;
+        } else if (at < bytes && ampi_is_frozen(r->o, saved + at, n)) {
+            ampi_name_one(&named[0], saved + at, n);
+            r->n_saved++;
+            at += n + 1;
+        } else if (i < set->n && ampi_has_line(frozen, frozen_bytes, name)) {
+            ampi_name_one(&named[1], name, (int64_t)strlen(name));
+            r->rows[i++] = -1;
+        } else if (i == set->n) {
+            return ampi_fail(AMP_ERR_MISMATCH, f, "%.*s was saved too", (int)AMPI_MIN(n, (int64_t)100), saved + at);
+        } else if (at >= bytes) {
+            return ampi_fail(AMP_ERR_MISMATCH, f, "parameter %lld is %s, which the state does not have; freeze it, load "
+                             "the state, and unfreeze it, if its moments shall start at zero", (long long)i, name);
+        } else {
+            return ampi_fail(AMP_ERR_MISMATCH, f, "parameter %lld is %s, but %.*s was saved", (long long)i, name,
+                             (int)AMPI_MIN(n, (int64_t)100), saved + at);
+        }
+    }
+    return AMP_OK;
+}
+static void ampi_warn_named(const amp_optimizer *o, ampi_named *named) {
+    if (named[0].n > 0)
+        ampi_log(o->amp, AMP_LOG_WARNING, 1108, "amp_optimizer_load: frozen here, so what was saved for them is left "
+                 "out: %s", ampi_named_more(&named[0]));
+    if (named[1].n > 0)
+        ampi_log(o->amp, AMP_LOG_WARNING, 1108, "amp_optimizer_load: frozen when the state was saved, so their moments "
+                 "start at zero: %s", ampi_named_more(&named[1]));
+}
+static amp_result ampi_load_names(ampi_archive *r, ampi_named *named) {
+    const amp_system *s = ampi_context_system(r->o->amp);
+    int64_t bytes, frozen_bytes = 0;
+    char key[64], *saved, *frozen = NULL;
+    amp_result result;
+    AMPI_TRY(ampi_key("amp_optimizer_load", key, r->prefix, "names", -1));
+    if (amp_state_count(r->from, key, NULL) < 0)
+        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s", key);
+    result = ampi_load_text(r, "names", &saved, &bytes);
+    if (result == AMP_OK) result = ampi_load_text(r, "frozen", &frozen, &frozen_bytes);
+    if (result == AMP_OK) result = ampi_match_names(r, saved, bytes, frozen, frozen_bytes, named);
+    ampi_free(s, frozen, frozen_bytes, 1);
     ampi_free(s, saved, bytes, 1);
-    return r;
+    return result;
 }
 
-static amp_result ampi_compare_shape(const amp_optimizer *o, const int64_t *saved, const int64_t *shape) {
-    int64_t i;
-    for (i = 0; i < o->set->n; i++) {
-        const char *name = o->set->names[i];
-        if (saved[2 * i] != shape[2 * i])
+static amp_result ampi_compare_shape(const ampi_archive *r, const int64_t *saved, const int64_t *shape) {
+    int64_t i, k;
+    for (i = 0; i < r->o->set->n; i++) {
+        const char *name = r->o->set->names[i];
+        k = r->rows[i];
+        if (k < 0) continue;
+        if (saved[2 * k] != shape[2 * i])
             return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has %lld elements, %lld were saved", name,
-                             (long long)shape[2 * i], (long long)saved[2 * i]);
-        if (saved[2 * i + 1] != shape[2 * i + 1])
+                             (long long)shape[2 * i], (long long)saved[2 * k]);
+        if (saved[2 * k + 1] != shape[2 * i + 1])
             return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
                              "%s: its moments or master differ from those saved (%lld, %lld)", name,
-                             (long long)shape[2 * i + 1], (long long)saved[2 * i + 1]);
+                             (long long)shape[2 * i + 1], (long long)saved[2 * k + 1]);
     }
     return AMP_OK;
 }
 
-static amp_result ampi_load_shape(const amp_optimizer *o, const amp_state *state, const char *prefix) {
-    const amp_system *s = ampi_context_system(o->amp);
-    int64_t *shape, *saved, n = 2 * o->set->n;
-    amp_result r;
-    AMPI_TRY(ampi_shape_record(o, &shape));
-    r = ampi_alloc(s, "amp_optimizer_load", (void **)&saved, n, sizeof *saved);
-    if (r == AMP_OK) r = ampi_get(state, prefix, "shape", -1, AMP_I64, saved, n);
-    if (r == AMP_OK) r = ampi_compare_shape(o, saved, shape);
+static amp_result ampi_load_shape(const ampi_archive *r) {
+    const amp_system *s = ampi_context_system(r->o->amp);
+    int64_t *shape, *saved, n = 2 * r->n_saved;
+    amp_result result;
+    AMPI_TRY(ampi_shape_record(r->o, &shape));
+    result = ampi_alloc(s, "amp_optimizer_load", (void **)&saved, n, sizeof *saved);
+    if (result == AMP_OK) result = ampi_get(r->from, r->prefix, "shape", -1, AMP_I64, saved, n);
+    if (result == AMP_OK) result = ampi_compare_shape(r, saved, shape);
     ampi_free(s, saved, n, sizeof *saved);
-    ampi_free(s, shape, n, sizeof *shape);
-    return r;
+    ampi_free(s, shape, 2 * r->o->set->n, sizeof *shape);
+    return result;
 }
 
-/* The record exists, with `count` elements of the right dtype. */
-static amp_result ampi_check_array(const amp_optimizer *o, const amp_state *state, const char *prefix,
-                                   const char *name, int64_t i, int64_t count, amp_dtype wanted) {
+/* The record of a row exists, with `count` elements of the right dtype. */
+static amp_result ampi_check_array(const ampi_archive *r, const char *name, int64_t i, int64_t count,
+                                   amp_dtype wanted) {
     char key[64];
     amp_dtype dtype;
     int64_t n;
-    AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));
-    n = amp_state_count(state, key, &dtype);
+    AMPI_TRY(ampi_key("amp_optimizer_load", key, r->prefix, name, ampi_saved_row(r, i)));
+    n = amp_state_count(r->from, key, &dtype);
     if (n < 0)
-        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, o->set->names[i]);
+        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, r->o->set->names[i]);
     if (n == count && (dtype == wanted || (wanted == AMP_F32 && dtype == AMP_BF16))) return AMP_OK;
     return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s: record %s holds %lld x %s, must be %lld x %s",
-                     o->set->names[i], key, (long long)n,
+                     r->o->set->names[i], key, (long long)n,
                      amp_dtype_name(dtype), (long long)count, amp_dtype_name(wanted));
 }
 
 /* The same for a moment; 8-bit ones and fp32 ones load into each other. */
-static amp_result ampi_check_moment(const amp_optimizer *o, const amp_state *state, const char *prefix, int which,
-                                    int64_t i) {
-    amp_dtype wanted = ampi_saved_dtype(&o->set->rows[i], which), saved = AMP_F32, dtype = AMP_F32;
-    int64_t count = ampi_record_count(o, state, prefix, i), blocks = ampi_moment_blocks(count), n;
-    if (ampi_saved_count(state, prefix, ampi_array_names[which], i, &saved) >= 0 && wanted != saved) {
+static amp_result ampi_check_moment(const ampi_archive *r, int which, int64_t i) {
+    amp_dtype wanted = ampi_saved_dtype(&r->o->set->rows[i], which), saved = AMP_F32, dtype = AMP_F32;
+    int64_t count = ampi_record_count(r->o, r->from, r->prefix, i), blocks = ampi_moment_blocks(count), n;
+    const int64_t k = ampi_saved_row(r, i);
+    if (ampi_saved_count(r->from, r->prefix, ampi_array_names[which], k, &saved) >= 0 && wanted != saved) {
         if (wanted == AMP_F32 && saved == AMP_MOMENTS_8BIT) wanted = saved;
         else if (wanted == AMP_MOMENTS_8BIT) wanted = AMP_F32;
     }
-    AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[which], i, count, wanted));
+    AMPI_TRY(ampi_check_array(r, ampi_array_names[which], i, count, wanted));
     if (wanted != AMP_MOMENTS_8BIT) return AMP_OK;
-    n = ampi_saved_count(state, prefix, ampi_scale_names[which], i, &dtype);
+    n = ampi_saved_count(r->from, r->prefix, ampi_scale_names[which], k, &dtype);
     if (n == blocks && dtype == AMP_F32) return AMP_OK;
     return ampi_fail(n < 0 ? AMP_ERR_NAME : AMP_ERR_MISMATCH, "amp_optimizer_load",
                      "%s: record %s.%s.%lld has 8 bits, and %s.%s.%lld holds %lld x %s, must be %lld x fp32: one scale "
-                     "for each block of %d elements", o->set->names[i], prefix, ampi_array_names[which], (long long)i,
-                     prefix, ampi_scale_names[which], (long long)i, (long long)AMPI_MAX(n, 0), amp_dtype_name(dtype),
-                     (long long)blocks, (int)AMPI_MOMENT_BLOCK);
+                     "for each block of %d elements", r->o->set->names[i], r->prefix, ampi_array_names[which],
+                     (long long)k, r->prefix, ampi_scale_names[which], (long long)k, (long long)AMPI_MAX(n, 0),
+                     amp_dtype_name(dtype), (long long)blocks, (int)AMPI_MOMENT_BLOCK);
 }
 
 static int ampi_has_record(const amp_state *state, const char *prefix, const char *name, int64_t i) {
@@ -23712,60 +23885,66 @@ static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const 
                      (long long)own[AMPI_CYCLE_RANK], (long long)own[AMPI_CYCLE_WORLD]);
 }
 
-/* live[row]: its gradient was saved and counts.  States of 0.1.0 do not name the rank. */
-static amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
-                                  int period, uint8_t *live) {
+/* live[saved row]: its gradient was saved and counts.  States of 0.1.0 do not name the rank. */
+static amp_result ampi_load_cycle(const ampi_archive *r, int64_t micro, int period, uint8_t *live) {
     int64_t saved[AMPI_SAVED_CYCLE], own[AMPI_SAVED_CYCLE], i;
     int any = 0;
-    ampi_cycle_record(o, own);
-    if (!ampi_has_record(state, prefix, "cycle", -1)) {
-        for (i = 0; i < o->set->n; i++) live[i] = micro > 0 && ampi_has_record(state, prefix, "grad", i);
+    ampi_cycle_record(r->o, own);
+    if (!ampi_has_record(r->from, r->prefix, "cycle", -1)) {
+        for (i = 0; i < r->n_saved; i++) live[i] = micro > 0 && ampi_has_record(r->from, r->prefix, "grad", i);
         if (micro == 0 || own[AMPI_CYCLE_WORLD] == 1) return AMP_OK;
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
                          "saved in the middle of a cycle, by a rank it does not name");
     }
-    AMPI_TRY(ampi_get(state, prefix, "cycle", -1, AMP_I64, saved, AMPI_SAVED_CYCLE));
-    AMPI_TRY(ampi_get(state, prefix, "live", -1, AMP_U8, live, o->set->n));
-    for (i = 0; i < o->set->n; i++) any |= live[i];
+    AMPI_TRY(ampi_get(r->from, r->prefix, "cycle", -1, AMP_I64, saved, AMPI_SAVED_CYCLE));
+    AMPI_TRY(ampi_get(r->from, r->prefix, "live", -1, AMP_U8, live, r->n_saved));
+    for (i = 0; i < r->n_saved; i++) any |= live[i];
     return ampi_check_cycle(saved, own, micro, any, period);
 }
 
-static amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *state, const char *prefix,
-                                    const uint8_t *live) {
+static amp_result ampi_check_arrays(const ampi_archive *r, const uint8_t *live) {
+    const amp_optimizer *o = r->o;
     int64_t i;
     int a;
     for (i = 0; i < o->set->n; i++) {
         const amp_k_tensor *row = &o->set->rows[i];
+        if (r->rows[i] < 0) continue;
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (ampi_has_array(o, row, a))
-                AMPI_TRY(a == AMPI_MASTER ? ampi_check_array(o, state, prefix, ampi_array_names[a], i,
-                                                             ampi_record_count(o, state, prefix, i), AMP_F32)
-                                          : ampi_check_moment(o, state, prefix, a, i));
-        for (a = 0; a < 2 && ampi_has_outer(o, state, prefix); a++)
-            AMPI_TRY(ampi_check_array(o, state, prefix, ampi_outer_names[a], i, row->count, AMP_F32));
+                AMPI_TRY(a == AMPI_MASTER ? ampi_check_array(r, ampi_array_names[a], i,
+                                                             ampi_record_count(o, r->from, r->prefix, i), AMP_F32)
+                                          : ampi_check_moment(r, a, i));
+        for (a = 0; a < 2 && ampi_has_outer(o, r->from, r->prefix); a++)
+            AMPI_TRY(ampi_check_array(r, ampi_outer_names[a], i, row->count, AMP_F32));
         row = ampi_whole_row(o->set, i);
-        if (live[i]) AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->count, row->grad_dtype));
+        if (live[r->rows[i]]) AMPI_TRY(ampi_check_array(r, "grad", i, row->count, row->grad_dtype));
     }
     return AMP_OK;
 }
 
 /* A rank's part of a sharded state is for the same part. */
-static amp_result ampi_load_part(const amp_optimizer *o, const amp_state *state, const char *prefix) {
-    const amp_system *s = ampi_context_system(o->amp);
-    int64_t *own, *saved, n = 2 * o->set->n + 2;
-    amp_result r;
-    if (!ampi_has_record(state, prefix, "part", -1)) return AMP_OK;
-    AMPI_TRY(ampi_part_record(o, &own));
-    r = ampi_alloc(s, "amp_optimizer_load", (void **)&saved, n, sizeof *saved);
-    if (r == AMP_OK) r = ampi_get(state, prefix, "part", -1, AMP_I64, saved, n);
-    if (r == AMP_OK && (!ampi_shards(o->set) || memcmp(own, saved, (size_t)n * sizeof *own) != 0))
-        r = ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
-                      "saved by rank %lld of %lld for its part of the states: save with amp_state_save_ranks and load "
-                      "with amp_state_load_ranks, which joins the parts",
-                      (long long)saved[0], (long long)saved[1]);
+static amp_result ampi_load_part(const ampi_archive *r) {
+    const amp_system *s = ampi_context_system(r->o->amp);
+    int64_t *own, *saved, n = 2 * r->n_saved + 2, n_own = 2 * r->o->set->n + 2, i;
+    int same = ampi_shards(r->o->set);
+    amp_result result;
+    if (!ampi_has_record(r->from, r->prefix, "part", -1)) return AMP_OK;
+    AMPI_TRY(ampi_part_record(r->o, &own));
+    result = ampi_alloc(s, "amp_optimizer_load", (void **)&saved, n, sizeof *saved);
+    if (result == AMP_OK) result = ampi_get(r->from, r->prefix, "part", -1, AMP_I64, saved, n);
+    if (result == AMP_OK) {
+        same &= memcmp(own, saved, 2 * sizeof *own) == 0;
+        for (i = 0; i < r->o->set->n; i++)
+            same &= r->rows[i] < 0 || memcmp(own + 2 * i + 2, saved + 2 * r->rows[i] + 2, 2 * sizeof *own) == 0;
+    }
+    if (result == AMP_OK && !same)
+        result = ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
+                           "saved by rank %lld of %lld for its part of the states: save with amp_state_save_ranks and "
+                           "load with amp_state_load_ranks, which joins the parts",
+                           (long long)saved[0], (long long)saved[1]);
     ampi_free(s, saved, n, sizeof *saved);
-    ampi_free(s, own, n, sizeof *own);
-    return r;
+    ampi_free(s, own, n_own, sizeof *own);
+    return result;
 }
 
 static amp_result ampi_check_saved_steps(const amp_optimizer *o, const ampi_saved_optimizer *n) {
@@ -23786,7 +23965,6 @@ static amp_result ampi_load_counters(amp_optimizer *o, const ampi_saved_optimize
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     f.attempts = n->attempts; f.step = n->step; f.skips = n->skips;
     f.consecutive_skips = (int32_t)AMPI_MIN(n->consecutive_skips, INT32_MAX / 2);
-    f.beta1_power = n->beta1_power; f.beta2_power = n->beta2_power;
     AMPI_TRY(ampi_send(o->amp, o->set->found, &f, sizeof f));
     o->micro = (int32_t)n->micro;
     o->attempts = n->attempts;
@@ -23796,63 +23974,137 @@ static amp_result ampi_load_counters(amp_optimizer *o, const ampi_saved_optimize
     return AMP_OK;
 }
 
-static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
-    const char *f = "amp_optimizer_load";
-    amp_optimizer *o = optimizer;
-    ampi_archive archive = {o, NULL, state, prefix, NULL};
-    const amp_system *s;
+/* What a load reads and checks before it changes anything. */
+typedef struct ampi_loading {
+    ampi_archive archive;
     ampi_saved_optimizer numbers;
-    amp_k_step_result due[AMP_STEP_RESULTS];
-    int64_t n, bytes, seed, i;
-    amp_result r = AMP_OK;
-    uint8_t *live;
-    int period;
-    AMPI_TRY(ampi_need("amp_optimizer_load", o && state, "optimizer or state"));
-    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_load"));
-    s = ampi_context_system(o->amp);
-    bytes = ampi_row_scratch(o->set);
-    seed = (int64_t)o->desc.seed;
-    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_optimizer_saved, sizeof ampi_optimizer_saved, &numbers,
-                             sizeof numbers, 1));
-    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_settings_saved, sizeof ampi_settings_saved, &numbers,
-                             sizeof numbers, 1));
-    AMPI_TRY(ampi_load_names(o, state, prefix));
-    AMPI_TRY(ampi_check_saved_steps(o, &numbers));
-    AMPI_TRY(ampi_load_shape(o, state, prefix));
-    AMPI_TRY(ampi_load_part(o, state, prefix));
-    AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
-    n = AMPI_MIN(numbers.attempts - numbers.delivered, AMP_STEP_RESULTS);
-    memset(due, 0, sizeof due);
-    AMPI_TRY(
-        ampi_saved_walk(f, NULL, state, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved, due, sizeof *due, n));
-    if (ampi_has_record(state, prefix, "trackers", -1))
-        AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved, due,
-                                 sizeof *due, n));
-    if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
-    AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&live, o->set->n, 1));
-    period = ampi_saved_within_period(o, state, prefix, numbers.attempts, &r);
-    if (r == AMP_OK) r = ampi_load_cycle(o, state, prefix, numbers.micro, period, live);
-    if (r == AMP_OK) r = ampi_check_arrays(o, state, prefix, live);
-    if (r == AMP_OK) r = ampi_alloc(s, "amp_optimizer_load", &archive.scratch, bytes, 1);
-    if (r == AMP_OK) r = ampi_wait(o->amp);
-    if (r != AMP_OK) {
-        ampi_free(s, archive.scratch, bytes, 1);
-        ampi_free(s, live, o->set->n, 1);
-        return r;
+    amp_k_step_result due[AMP_STEP_RESULTS]; int64_t n_due;
+    int64_t seed, scratch_bytes;
+    ampi_named named[2];            /* parameters without a row here, and without one when it was saved */
+    uint8_t *live;                  /* by saved row, as the next */
+    amp_k_steps *steps;
+} ampi_loading;
+
+/* The steps of each saved row; those of 0.2 have one count for all. */
+static amp_result ampi_load_steps(ampi_loading *l) {
+    const ampi_archive *r = &l->archive;
+    const amp_system *s = ampi_context_system(r->o->amp);
+    const char *f = "amp_optimizer_load";
+    int64_t *counts, i, n = r->n_saved;
+    double *powers = NULL;
+    amp_result result;
+    for (i = 0; i < n; i++) {
+        l->steps[i].count = l->numbers.step;
+        l->steps[i].beta1_power = l->numbers.beta1_power;
+        l->steps[i].beta2_power = l->numbers.beta2_power;
     }
-    for (i = 0; i < o->set->n; i++) ampi_gradient_live(o->set->params[i], live[i] != 0);
-    r = ampi_archive_arrays(&archive);
+    if (!ampi_has_record(r->from, r->prefix, "counts", -1)) return AMP_OK;
+    AMPI_TRY(ampi_alloc(s, f, (void **)&counts, n, sizeof *counts));
+    result = ampi_alloc(s, f, (void **)&powers, 2 * n, sizeof *powers);
+    if (result == AMP_OK) result = ampi_get(r->from, r->prefix, "counts", -1, AMP_I64, counts, n);
+    if (result == AMP_OK) result = ampi_get(r->from, r->prefix, "powers", -1, AMP_F64, powers, 2 * n);
+    for (i = 0; i < n && result == AMP_OK; i++) {
+        l->steps[i].count = counts[i];
+        l->steps[i].beta1_power = powers[2 * i];
+        l->steps[i].beta2_power = powers[2 * i + 1];
+        if (counts[i] < 0 || counts[i] > l->numbers.step || !(powers[2 * i] >= 0 && powers[2 * i] <= 1) ||
+            !(powers[2 * i + 1] >= 0 && powers[2 * i + 1] <= 1))
+            result = ampi_fail(AMP_ERR_RANGE, f, "the saved steps of row %lld (%lld, %g, %g) are out of range",
+                               (long long)i, (long long)counts[i], powers[2 * i], powers[2 * i + 1]);
+    }
+    ampi_free(s, powers, 2 * n, sizeof *powers);
+    ampi_free(s, counts, n, sizeof *counts);
+    return result;
+}
+
+/* Names, shapes, counters and results. */
+static amp_result ampi_load_facts(ampi_loading *l) {
+    const char *f = "amp_optimizer_load", *prefix = l->archive.prefix;
+    const amp_state *state = l->archive.from;
+    int64_t i;
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_optimizer_saved, sizeof ampi_optimizer_saved, &l->numbers,
+                             sizeof l->numbers, 1));
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_settings_saved, sizeof ampi_settings_saved, &l->numbers,
+                             sizeof l->numbers, 1));
+    AMPI_TRY(ampi_load_names(&l->archive, l->named));
+    AMPI_TRY(ampi_check_saved_steps(l->archive.o, &l->numbers));
+    AMPI_TRY(ampi_load_shape(&l->archive));
+    AMPI_TRY(ampi_load_part(&l->archive));
+    l->n_due = AMPI_MIN(l->numbers.attempts - l->numbers.delivered, AMP_STEP_RESULTS);
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved, l->due,
+                             sizeof *l->due, l->n_due));
+    if (ampi_has_record(state, prefix, "trackers", -1))
+        AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved, l->due,
+                                 sizeof *l->due, l->n_due));
+    for (i = 0; i < l->n_due; i++) l->due[i].first_bad = ampi_own_row(&l->archive, l->due[i].first_bad);
+    if (ampi_has_record(state, prefix, "seed", -1))
+        AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &l->seed, 1));
+    return AMP_OK;
+}
+static amp_result ampi_load_check(ampi_loading *l) {
+    ampi_archive *r = &l->archive;
+    const amp_optimizer *o = r->o;
+    const amp_system *s = ampi_context_system(o->amp);
+    const char *f = "amp_optimizer_load";
+    amp_result result = AMP_OK;
+    int period;
+    AMPI_TRY(ampi_alloc(s, f, (void **)&r->rows, o->set->n, sizeof *r->rows));
+    AMPI_TRY(ampi_load_facts(l));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&l->live, r->n_saved, 1));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&l->steps, r->n_saved, sizeof *l->steps));
+    AMPI_TRY(ampi_load_steps(l));
+    period = ampi_saved_within_period(o, r->from, r->prefix, l->numbers.attempts, &result);
+    AMPI_TRY(result);
+    AMPI_TRY(ampi_load_cycle(r, l->numbers.micro, period, l->live));
+    AMPI_TRY(ampi_check_arrays(r, l->live));
+    AMPI_TRY(ampi_alloc(s, f, &r->scratch, l->scratch_bytes, 1));
+    AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
+    return ampi_wait(o->amp);
+}
+static amp_result ampi_load_apply(ampi_loading *l, amp_optimizer *o) {
+    ampi_archive *r = &l->archive;
+    int64_t i, n = l->n_due;
+    for (i = 0; i < o->set->n; i++)
+        ampi_gradient_live(o->set->params[i], r->rows[i] >= 0 && l->live[r->rows[i]] != 0);
     o->outer.begun = 0;
-    if (r == AMP_OK && ampi_has_outer(o, state, prefix)) r = ampi_archive_outer(&archive);
-    o->outer.begun = r == AMP_OK && ampi_has_outer(o, state, prefix);
-    if (r == AMP_OK) r = ampi_load_counters(o, &numbers);
-    for (i = 0; r == AMP_OK && i < n; i++) o->outcomes[(o->attempts - n + i) % AMP_STEP_RESULTS] = due[i];
-    if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
-    ampi_free(s, archive.scratch, bytes, 1);
-    ampi_free(s, live, o->set->n, 1);
-    ampi_set_unlink(o->set);
-    o->set->agreed = 0;
-    ampi_settings_changed(o->amp);
+    AMPI_TRY(ampi_archive_arrays(r));
+    for (i = 0; i < o->set->n; i++)
+        if (r->rows[i] >= 0 && o->set->rows[i].steps != NULL)
+            AMPI_TRY(ampi_send(o->amp, o->set->rows[i].steps, &l->steps[r->rows[i]], sizeof *l->steps));
+    if (ampi_has_outer(o, r->from, r->prefix)) {
+        AMPI_TRY(ampi_archive_outer(r));
+        o->outer.begun = 1;
+    }
+    AMPI_TRY(ampi_load_counters(o, &l->numbers));
+    for (i = 0; i < n; i++) o->outcomes[(o->attempts - n + i) % AMP_STEP_RESULTS] = l->due[i];
+    o->desc.seed = (uint64_t)l->seed;
+    return AMP_OK;
+}
+static amp_result ampi_load_optimizer(amp_optimizer *o, const amp_state *state, const char *prefix) {
+    const amp_system *s;
+    ampi_loading l;
+    amp_result r;
+    AMPI_TRY(ampi_need("amp_optimizer_load", o && state, "optimizer or state"));
+    AMPI_TRY(ampi_alive(&o->object, "amp_optimizer_load"));
+    s = ampi_context_system(o->amp);
+    memset(&l, 0, sizeof l);
+    l.archive.o = o;
+    l.archive.from = state;
+    l.archive.prefix = prefix;
+    l.seed = (int64_t)o->desc.seed;
+    l.scratch_bytes = ampi_row_scratch(o->set);
+    r = ampi_load_check(&l);
+    if (r == AMP_OK) {
+        r = ampi_load_apply(&l, o);
+        if (r == AMP_OK) ampi_warn_named(o, l.named);
+        ampi_set_unlink(o->set);
+        o->set->agreed = 0;
+        ampi_settings_changed(o->amp);
+    }
+    ampi_free(s, l.archive.scratch, l.scratch_bytes, 1);
+    ampi_free(s, l.steps, l.archive.n_saved, sizeof *l.steps);
+    ampi_free(s, l.live, l.archive.n_saved, 1);
+    ampi_free(s, l.archive.rows, o->set->n, sizeof *l.archive.rows);
     return r;
 }
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
@@ -28527,7 +28779,7 @@ static void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
         amp_param *p = o->set->params[i];
         if (k->desc.n_params == 0 || p < k->desc.params || p >= k->desc.params + k->desc.n_params)
             ampi_snapshot_param(k, p);
-        for (a = 0; a < AMPI_ARRAYS; a++)
+        for (a = 0; a < AMPI_BLOCKS; a++)
             if (ampi_has_array(o, row, a))
                 ampi_snapshot_memory(k, *ampi_row_array(row, a), ampi_array_bytes(row, a));
         if (!k->desc.settings && p->grad_live) ampi_snapshot_tensor(k, &p->grad);
@@ -28578,7 +28830,7 @@ static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
     amp_optimizer *o = k->desc.optimizer;
     int64_t i, rows = o != NULL ? o->set->n : 0;
     k->capacity = k->desc.n_params + rows;
-    k->kept_capacity = 3 * k->capacity + (AMPI_ARRAYS + 1) * rows + 2;
+    k->kept_capacity = 3 * k->capacity + (AMPI_BLOCKS + 1) * rows + 2;
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->params, k->capacity, sizeof *k->params));
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->capacity, sizeof *k->param_copies));
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->kept, k->kept_capacity, sizeof *k->kept));

@@ -1520,8 +1520,8 @@ static void take(snapshot *s, const model *m, const amp_optimizer *o) {
         }
     }
     s->step = o->set->found->step;
-    s->power1 = o->set->found->beta1_power;
-    s->power2 = o->set->found->beta2_power;
+    s->power1 = o->set->rows[0].steps ? ((amp_k_steps *)o->set->rows[0].steps)->beta1_power : 0;
+    s->power2 = o->set->rows[0].steps ? ((amp_k_steps *)o->set->rows[0].steps)->beta2_power : 0;
 }
 
 TEST(a_skip_leaves_everything_bit_for_bit) {
