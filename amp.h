@@ -1307,8 +1307,12 @@ AMP_API amp_result amp_model_params(const amp_model *model, amp_param **params, 
 AMP_API amp_param *amp_model_find(const amp_model *model, const char *name);
 /* Bytes of weights and gradients; *elements of the weights, may be NULL. */
 AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements);
-/* frozen 1: parameters whose names match the pattern get no gradients; frozen 0: they get them again.
-   Errors: AMP_ERR_NAME none matches. */
+/* frozen 1: parameters whose names match the pattern get no gradients, so optimizers leave them as they are; frozen 0:
+   they get them again.  Gradients that were not stepped with are dropped.  An optimizer keeps the states of a parameter
+   that is frozen later, and makes states for one that was frozen when it was created, which waits: on failure all that
+   were frozen stay so.
+   Errors: AMP_ERR_NAME none matches; of frozen 0 also those of amp_optimizer_create, and AMP_ERR_STATE during a graph
+   capture, while gradients are summed over ranks, or between amp_scaler_check and the step. */
 AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen);
 /* All weights in fp32, by name and shape.  Where a 16-bit weight has a master or a remainder, that is saved and loaded:
    save before amp_optimizer_destroy, which ends them, and load after amp_optimizer_create, or only 16 bits of such a
@@ -1555,7 +1559,8 @@ typedef struct amp_grad_set amp_grad_set;
 
 /* Either params or ranges. */
 typedef struct amp_grad_set_desc {
-    /* gradients with grad_live set; not copied.  Set grad_live = 0 after a step of your own */
+    /* gradients with grad_live set; not copied.  Set grad_live = 0 after a step of your own.  A parameter that has no
+       .grad yet enters with the first check in which its gradient is live */
     amp_param *params; int64_t n_params;
     const amp_range *ranges; int64_t n_ranges;  /* copied; F32, F16, BF16 or F64; count may be 0 */
     /* 1: ranks hold different elements: gradients are not summed over them, norms and flags are */
@@ -1759,7 +1764,7 @@ typedef struct amp_optimizer_desc {
     int32_t reserved;
     amp_optimizer_kind kind;
     int32_t accumulation;       /* micro-batches per step: every n-th amp_step steps, with the mean; default 1 */
-    amp_param *params; int64_t n_params;  /* not copied; those without grad are left out */
+    amp_param *params; int64_t n_params;  /* not copied; those without grad rest until they get one */
     const amp_param_group *groups; int64_t n_groups;  /* copied */
     /* defaults 1e-3, 0.9, 0.999, 1e-8, 0, of Lion 1e-4, 0.9, 0.99, no eps, 0; betas below 1; decay on matrices only,
        unless decay_vectors */
@@ -1798,7 +1803,14 @@ typedef struct amp_optimizer_desc {
     amp_dtype sync_wire;
     double outer_lr, outer_momentum;
 } amp_optimizer_desc;
-/* All parameters share one step count, also for bias correction.
+/* Each parameter has its own step count, as in PyTorch, for AdamW's bias correction and for SGD's first momentum, which
+   is the gradient without dampening: it grows in steps that are applied and in which the parameter has a gradient.  A
+   parameter without one rests: no decay, no momentum.  A step in which none has one is not applied.
+   A parameter without .grad when the optimizer is created takes no memory here.  When it gets one, from
+   amp_model_freeze(model, pattern, 0) at once, or by hand in the next step in which its gradient is live, it gets states
+   that begin then: moments of 0, a master made from the weight, the settings of its group.  From then on captured graphs
+   return AMP_ERR_GRAPH.  With ranks all must do so alike, and a gradient that comes by hand counts from the step after,
+   with a warning.  If another optimizer has the parameter, it stays there.
    Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, AMP_ERR_CONFLICT a storage policy that does not
    fit, weights that share memory, a parameter of an amp_model that another optimizer has, or any whose master it has,
    or a field that this kind does not read. */
@@ -1841,7 +1853,7 @@ AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler);
 typedef struct amp_step_result {
     int64_t step;               /* steps so far, skipped or not, this one included */
     int64_t applied_steps;      /* those applied */
-    int32_t applied;            /* 0: skipped */
+    int32_t applied;            /* 0: skipped, as a gradient was not finite, or as no parameter had a gradient */
     int32_t at_floor;           /* 1: it overflowed, and the scale cannot shrink further */
     float norm, clip_coef;      /* as in amp_grad_stats */
     float scale;                /* that this step's gradients carried */
@@ -1883,14 +1895,18 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out);
 AMP_API amp_result amp_graph_launch(amp_graph *graph);
 AMP_API void amp_graph_destroy(amp_graph *graph);
 
-/* Moments, masters, step count, learning rate, seed, accumulation cycle with its gradients, counters, and results not
+/* Moments, masters, step counts, learning rate, seed, accumulation cycle with its gradients, counters, and results not
    yet delivered.  Weights are yours to save, and to load first.  Between two steps any rank's state loads into every
    rank of any world; inside a cycle, or with .sharded, only into the same rank, world and accumulation.  With
    .sync_every also the outer step's: each rank must load its own, but after an outer step any rank's will do.
    Remainders are saved as fp32 masters, so either kind loads into the other; loading remainders also writes the bf16
    weights.  bf16 and 8-bit moments load into fp32 ones too, and any into 8-bit ones.
+   The parameters must have the same names in the same order, but some may be frozen: of one that has no .grad here, what
+   was saved is left out, and one that had none when the state was saved begins anew; a warning names both.  States of
+   0.2 do not say what was frozen, and have one step count, which all parameters get; 0.2 loads a state of this version
+   with the largest count for all.
    Errors: AMP_ERR_STATE saved between amp_scaler_check and the step, AMP_ERR_NAME, AMP_ERR_MISMATCH with the
-   parameter's name. */
+   parameter's name, AMP_ERR_RANGE numbers that no optimizer saves. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
 /* With .shard or .sync_every: every rank calls save with its own state, and writes path.SAVE.RANK; then rank 0 writes
@@ -4205,8 +4221,8 @@ AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tens
     return s;
 }
 
-/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the row's first
-   step b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
+/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first step
+   of the row b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
 typedef struct ampi_sgd_step {
     float multiplier, decay, momentum, rest, rate;
     int32_t nesterov;
@@ -4260,7 +4276,7 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
     X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) \
     X(k_rope) X(k_norm) X(k_softmax) \
     X(k_activation) X(k_swiglu) X(k_cross_entropy) X(k_mse) X(k_embedding) X(k_dropout) X(k_add) X(k_add_views) \
-    X(k_tensor) X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
+    X(k_tensor) X(k_steps) X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
     X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
     X(device_memory) X(backend_desc) X(k_communicator) X(backend) X(reducer) X(exchanges) X(ranks_desc) \
@@ -16600,10 +16616,12 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 enum { AMPI_MODEL_NAME = 96, AMPI_MODEL_PARAMS = 4096 };
 
 /* An optimizer of parameters.  set: the weight from fp32 values, with all that is kept of it.  remainder: the lower 16
-   bits of a bf16 weight, in memory of the backend; NULL: none are kept. */
+   bits of a bf16 weight, in memory of the backend; NULL: none are kept.  grow: takes in parameters that have got a
+   gradient. */
 typedef struct ampi_keeper {
     amp_result (*set)(void *owner, amp_param *p, const float *values);
     const void *(*remainder)(const void *owner, const amp_param *p);
+    amp_result (*grow)(void *owner, const char *function);
 } ampi_keeper;
 
 /* What the library keeps of a parameter besides amp_param. */
@@ -16613,6 +16631,7 @@ typedef struct ampi_model_row {
     void *grad;                     /* param.grad.data, unless that is frozen */
     void *owner; const ampi_keeper *keeper;         /* NULL: no optimizer has it */
     int32_t rounded;                /* 1: loaded, from fp32 values that only a master could have held */
+    int32_t thaws;                  /* 1: while it is being unfrozen */
 } ampi_model_row;
 
 struct amp_model {
@@ -16871,15 +16890,37 @@ AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements) {
     return bytes;
 }
 
+/* Gives the frozen parameters that match their gradients back.  Their optimizers make states for them, or all stay
+   frozen. */
+static amp_result ampi_model_thaw(amp_model *m, const char *pattern) {
+    const void *before = NULL;
+    amp_result result = AMP_OK;
+    int64_t i;
+    for (i = 0; i < m->n; i++) {
+        ampi_model_row *row = &m->rows[i];
+        row->thaws = m->params[i].grad.data == NULL && ampi_match(pattern, row->name);
+        if (row->thaws) m->params[i].grad.data = row->grad;
+    }
+    for (i = 0; i < m->n && result == AMP_OK; i++) {
+        const ampi_model_row *row = &m->rows[i];
+        if (!row->thaws || row->keeper == NULL || row->owner == before) continue;
+        result = row->keeper->grow(row->owner, "amp_model_freeze");
+        before = row->owner;
+    }
+    for (i = 0; i < m->n && result != AMP_OK; i++) if (m->rows[i].thaws) m->params[i].grad.data = NULL;
+    return result;
+}
+
 AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen) {
     int64_t i, n = 0;
     AMPI_TRY(ampi_need_object("amp_model_freeze", model, "model"));
     AMPI_TRY(ampi_need("amp_model_freeze", pattern != NULL, "pattern"));
     if (frozen != 0 && frozen != 1)
         return ampi_fail(AMP_ERR_RANGE, "amp_model_freeze", "frozen = %d, must be 0 or 1", frozen);
+    if (!frozen) AMPI_TRY(ampi_model_thaw(model, pattern));
     for (i = 0; i < model->n; i++) {
         if (!ampi_match(pattern, model->rows[i].name)) continue;
-        model->params[i].grad.data = frozen ? NULL : model->rows[i].grad;
+        if (frozen) model->params[i].grad.data = NULL;
         ampi_gradient_live(&model->params[i], 0);
         n++;
     }
@@ -19811,6 +19852,10 @@ struct amp_grad_set {
     int64_t n;
     amp_k_tensor *rows, *table;     /* the host's copy, the device's */
     amp_param **params;             /* per row; NULL: the rows are ranges */
+    amp_param *all; int64_t n_all;  /* those that may have a row, in the order of rows: once they have a gradient */
+    amp_optimizer *optimizer;       /* whose set it is, or NULL */
+    /* before a check: takes in parameters that have got a gradient */
+    amp_result (*grow)(amp_grad_set *set, const char *function);
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
     amp_k_grad_stats *found;        /* device */
     /* the optimizer's; without one `own`: accumulation 1, clip_norm and sharded as given */
@@ -19840,13 +19885,25 @@ struct amp_scaler {
     amp_grad_set *own;              /* of amp_scaler_unscale's last ranges, or NULL */
 };
 
+/* Device memory of moments, masters and steps: of the rows there were at first, or of those that came at once. */
+typedef struct ampi_states { struct ampi_states *before; void *memory; } ampi_states;
+
+/* grown: rows are about to come: rows as they will be; which[row]: what it was, -1: it is new.  rows NULL: they do not
+   come after all. */
+typedef struct ampi_growth ampi_growth;
+struct ampi_growth {
+    ampi_growth *next;
+    amp_result (*grown)(ampi_growth *growth, const char *function, const amp_grad_set *rows, const int64_t *which);
+};
+
 struct amp_optimizer {
     ampi_object object;
     amp_context *amp;
     amp_optimizer_desc desc;        /* effective */
     amp_param_group *groups; const char **matches; char *text; int64_t text_bytes;
     amp_grad_set *set;
-    void *memory;                   /* device: moments and masters of all rows */
+    ampi_states *states;
+    ampi_growth *growths;           /* what wants to know of rows that come; NULL: nothing */
     /* Per row, the weight's copy to write too: as last sent (count -1: not sent), and the device's table.  NULL if
        memory is host-visible: copies are then packed. */
     amp_range *copies, *copy_table;
@@ -20013,7 +20070,8 @@ typedef struct ampi_bucket {
 typedef struct ampi_bucket_row {
     int64_t bucket, place;          /* its first element in the bucket */
     int32_t seen, expected;         /* operators that added to it in this cycle; the most in one before */
-    int32_t by_hand, reserved;      /* 1: the host adds to it too, so it waits for the step */
+    int32_t by_hand;                /* 1: the host adds to it too, so it waits for the step */
+    int32_t lot;                    /* 0: there from the start; rows that come later have buckets of their own */
 } ampi_bucket_row;
 
 /* See Buckets. */
@@ -20213,21 +20271,118 @@ static amp_result ampi_check_weights_of(const char *function, const amp_param *p
     return AMP_OK;
 }
 
+static void ampi_set_fill_param(amp_grad_set *set, int64_t r, amp_param *p) {
+    amp_k_tensor *row = &set->rows[r];
+    row->weight = p->weight.data;
+    row->weight_dtype = p->weight.dtype;
+    row->grad = p->grad.data;
+    row->grad_dtype = p->grad.dtype;
+    row->count = amp_tensor_count(&p->grad);
+    row->live = 1;
+    set->params[r] = p;
+    set->names[r] = p->name;
+}
 static void ampi_set_fill_params(amp_grad_set *set, amp_param *params, int64_t n) {
     int64_t i, r = 0;
-    for (i = 0; i < n; i++) {
-        amp_param *p = &params[i];
-        amp_k_tensor *row = &set->rows[r];
-        if (p->grad.data == NULL) continue;
-        row->weight = p->weight.data;
-        row->weight_dtype = p->weight.dtype;
-        row->grad = p->grad.data;
-        row->grad_dtype = p->grad.dtype;
-        row->count = amp_tensor_count(&p->grad);
-        row->live = 1;
-        set->params[r] = p;
-        set->names[r++] = p->name;
+    set->all = params;
+    set->n_all = n;
+    for (i = 0; i < n; i++)
+        if (params[i].grad.data != NULL) ampi_set_fill_param(set, r++, &params[i]);
+}
+
+/* ---- Parameters that get a gradient after their set was made: each gets a row then, in the order of parameters. */
+
+/* Whether the set takes a parameter in that has no row: it has a gradient (live: one that counts), and no other
+   optimizer has it. */
+static int ampi_is_newcomer(const amp_grad_set *set, const amp_param *p, int live) {
+    const ampi_object *object;
+    int64_t i;
+    if (p->grad.data == NULL || (live && !p->grad_live)) return 0;
+    for (object = set->amp->objects; object != NULL && set->optimizer != NULL; object = object->next) {
+        const amp_optimizer *other = (const amp_optimizer *)(const void *)object;
+        if (strcmp(object->kind, "optimizer") != 0 || other == set->optimizer) continue;
+        for (i = 0; i < other->set->n; i++) if (other->set->params[i] == p) return 0;
     }
+    return 1;
+}
+/* How many it would take in. */
+static int64_t ampi_newcomers(const amp_grad_set *set, int live) {
+    int64_t i, row = 0, n = 0;
+    for (i = 0; i < set->n_all; i++) {
+        if (row < set->n && set->params[row] == &set->all[i]) row++;
+        else n += ampi_is_newcomer(set, &set->all[i], live);
+    }
+    return n;
+}
+static amp_result ampi_check_newcomers(const amp_grad_set *set, const char *function, int live) {
+    int64_t i, k, row = 0;
+    for (i = 0; i < set->n_all; i++) {
+        const amp_param *p = &set->all[i];
+        if (row < set->n && set->params[row] == p) { row++; continue; }
+        if (!ampi_is_newcomer(set, p, live)) continue;
+        if (ampi_capture(set->amp) != NULL)
+            return ampi_fail(AMP_ERR_STATE, function, "%s has had no gradient before, and a graph is being captured: "
+                             "unfreeze it, or step once with it, before the capture", p->name);
+        for (k = 0; k < set->n; k++)
+            if (strcmp(set->names[k], p->name) == 0)
+                return ampi_fail(AMP_ERR_NAME, function, "two parameters are named %s", p->name);
+        AMPI_TRY(ampi_check_gradient(function, p));
+        AMPI_TRY(ampi_check_known(set->amp, function, p));
+    }
+    return ampi_wait(set->amp);
+}
+/* Fills `next` with the rows that a set has, and those to come.  which[row]: what it was, -1: it is new. */
+static void ampi_set_fill_grown(amp_grad_set *next, const amp_grad_set *set, int live, int64_t *which) {
+    int64_t i, row = 0, r = 0;
+    next->all = set->all;
+    next->n_all = set->n_all;
+    for (i = 0; i < set->n_all; i++) {
+        amp_param *p = &set->all[i];
+        int has = row < set->n && set->params[row] == p;
+        if (!has && !ampi_is_newcomer(set, p, live)) continue;
+        ampi_set_fill_param(next, r, p);
+        if (has) {                  /* it may be frozen now */
+            next->rows[r].grad = ampi_whole_row(set, row)->grad;
+            next->rows[r].grad_dtype = ampi_whole_row(set, row)->grad_dtype;
+            next->rows[r].live = p->grad_live != 0;
+        }
+        which[r++] = has ? row++ : -1;
+    }
+}
+/* The set gets the rows of `next`, which gets its. */
+static void ampi_set_swap(amp_grad_set *set, amp_grad_set *next) {
+    amp_grad_set was = *set;
+    set->n = next->n; set->rows = next->rows; set->table = next->table; set->params = next->params;
+    set->names = next->names; set->buckets = next->buckets;
+    next->n = was.n; next->rows = was.rows; next->table = was.table; next->params = was.params;
+    next->names = was.names; next->buckets = was.buckets;
+    amp_free(set->amp, set->saved);
+    set->saved = NULL;
+    set->apart = 0;
+    if (!set->desc->sharded) set->agreed = 0;
+    ampi_settings_changed(set->amp);
+}
+/* 1: only a parameter whose gradient counts is taken in.  Ranks that have the same parameters must do alike, so there
+   it is enough that there is a gradient. */
+static int ampi_takes_live(const amp_grad_set *set) { return ampi_world(set->amp) == 1 || set->desc->sharded; }
+/* A set without an optimizer. */
+static amp_result ampi_set_grow(amp_grad_set *set, const char *function) {
+    const amp_system *s = ampi_context_system(set->amp);
+    int live = ampi_takes_live(set);
+    int64_t n = set->n + ampi_newcomers(set, live), *which;
+    amp_grad_set *next;
+    amp_result r;
+    if (n == set->n) return AMP_OK;
+    AMPI_TRY(ampi_check_newcomers(set, function, live));
+    AMPI_TRY(ampi_set_new(set->amp, function, &next, n, 1));
+    r = ampi_alloc(s, function, (void **)&which, n, sizeof *which);
+    if (r == AMP_OK) ampi_set_fill_grown(next, set, live, which);
+    if (r == AMP_OK) r = ampi_check_gradients_apart(next);
+    if (r == AMP_OK) r = ampi_set_finish(next);
+    if (r == AMP_OK) ampi_set_swap(set, next);
+    ampi_free(s, which, n, sizeof *which);
+    amp_grad_set_destroy(next);
+    return r;
 }
 
 static amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
@@ -20290,6 +20445,7 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     AMPI_TRY(ampi_set_new(amp, "amp_grad_set_create", out, n, desc->params != NULL));
     if (desc->params != NULL) ampi_set_fill_params(*out, desc->params, desc->n_params);
     r = desc->ranges != NULL ? ampi_set_fill_ranges(*out, desc->ranges) : AMP_OK;
+    (*out)->grow = ampi_set_grow;
     (*out)->own.clip_norm = desc->clip_norm;
     (*out)->own.sharded = desc->sharded;
     if (r == AMP_OK) r = ampi_check_gradients_apart(*out);
@@ -20360,7 +20516,7 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
 }
 
 /* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
-   parameter to the first; within one the first lies first.  Once the operators that have added to a bucket's gradients
+   parameter to the first, those that came later in buckets of their own, so that parts of ranks stay what they were; within one the first lies first.  Once the operators that have added to a bucket's gradients
    in a cycle before have done so again, the bucket goes on its way: in a thread of its own, or in a stream if the
    reducer obeys those.  All ranks send all buckets in the same order, that in which backward finished them on rank 0 in
    the first whole cycle; what is not ready waits for the step.
@@ -20905,23 +21061,26 @@ static void ampi_buckets_fill(ampi_buckets *b) {
     const int64_t size = (int64_t)amp_dtype_size(d->wire), world = ampi_world(b->amp);
     const int64_t unit = ampi_buckets_unit(b);
     ampi_bucket *k = NULL;
-    int64_t i, part = 0, place = 0;
-    for (i = 0; i < b->set->n; i++) {
-        int64_t row = b->set->n - 1 - i;
-        b->order[i] = row;
-        if (k == NULL || (k->n > 0 && (k->count + b->whole[row].count) * size > d->bucket_bytes)) {
-            k = &b->all[b->n++];
-            k->first = i;
+    int64_t i, row, part = 0, place, at = 0;
+    int32_t lot;
+    for (lot = 0; at < b->set->n; lot++, k = NULL)
+        for (row = b->set->n - 1; row >= 0; row--) {
+            if (b->rows[row].lot != lot) continue;
+            if (k == NULL || (k->n > 0 && (k->count + b->whole[row].count) * size > d->bucket_bytes)) {
+                k = &b->all[b->n++];
+                k->first = at;
+            }
+            b->order[at++] = row;
+            b->rows[row].bucket = b->n - 1;
+            k->n++;
+            k->waiting++;
+            k->count += (b->whole[row].count + unit - 1) / unit * unit;
         }
-        b->rows[row].bucket = b->n - 1;
-        k->n++;
-        k->waiting++;
-        k->count += (b->whole[row].count + unit - 1) / unit * unit;
-    }
-    for (i = 0; i < b->set->n; i++) {       /* by parameter, as they most often lie in memory */
-        b->rows[i].place = i > 0 && b->rows[i].bucket == b->rows[i - 1].bucket ? place : 0;
-        place = b->rows[i].place + (b->whole[i].count + unit - 1) / unit * unit;
-    }
+    for (k = b->all; k < b->all + b->n; k++)
+        for (i = k->first + k->n - 1, place = 0; i >= k->first; i--) {      /* as they most often lie in memory */
+            b->rows[b->order[i]].place = place;
+            place += (b->whole[b->order[i]].count + unit - 1) / unit * unit;
+        }
     for (i = 0; i < b->n && unit > 1; i++) {
         k = &b->all[i];
         k->count = (k->count + world * unit - 1) / (world * unit) * (world * unit);
@@ -21005,7 +21164,17 @@ static amp_result ampi_buckets_stream(ampi_buckets *b) {
     return backend->stream_create(b->amp->dev, &b->stream);
 }
 
-static amp_result ampi_buckets_build(ampi_buckets *b) {
+/* Those that were there before keep their lots. */
+static void ampi_buckets_lots(ampi_buckets *b, const ampi_buckets *before) {
+    int64_t i, was;
+    int32_t lots = 0;
+    for (i = 0; before != NULL && i < before->set->n; i++) lots = AMPI_MAX(lots, before->rows[i].lot + 1);
+    for (i = 0; before != NULL && i < b->set->n; i++) {
+        was = before->slots[ampi_bucket_slot(before, b->set->params[i])] - 1;
+        b->rows[i].lot = was >= 0 ? before->rows[was].lot : lots;
+    }
+}
+static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before) {
     const amp_system *s = ampi_context_system(b->amp);
     const char *f = "amp_optimizer_create";
     int64_t i, n = b->set->n;
@@ -21019,6 +21188,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     memcpy(b->whole, b->set->rows, (size_t)n * sizeof *b->whole);
     for (i = 0; i < n; i++) b->slots[ampi_bucket_slot(b, b->set->params[i])] = (int32_t)i + 1;
     AMPI_TRY(ampi_check_gradients_apart(b->set));
+    ampi_buckets_lots(b, before);
     ampi_buckets_fill(b);
     AMPI_TRY(ampi_buckets_memory(b));
     AMPI_TRY(ampi_buckets_cut(b));
@@ -21043,8 +21213,8 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     ampi_watch_gradients(b->amp, &b->watch);
     return AMP_OK;
 }
-/* For an optimizer's set. */
-static amp_result ampi_buckets_create(amp_grad_set *set, int32_t *micro) {
+/* For an optimizer's set; before: those of the set that this one will replace, or NULL. */
+static amp_result ampi_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
     const amp_reducer *r = ampi_reducer(set->amp);
     const amp_optimizer_desc *d = set->desc;
     ampi_buckets *b;
@@ -21059,7 +21229,7 @@ static amp_result ampi_buckets_create(amp_grad_set *set, int32_t *micro) {
     b->parted = b->states || d->deterministic;
     b->ordered = d->deterministic || d->wire == AMP_BF16;
     b->threaded = !r->one_thread && !d->no_overlap && (set->amp->backend->host_visible || r->on_host != 0);
-    return ampi_buckets_build(b);
+    return ampi_buckets_build(b, before);
 }
 
 static void ampi_buckets_destroy(ampi_buckets *b) {
@@ -21788,6 +21958,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
         return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
     if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "the check must come before the optimizer's step");
+    AMPI_TRY(set->grow(set, "amp_scaler_check"));
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
     while (filled < set->n && set->rows[filled].count == 0) filled++;
     if (filled == set->n && !set->desc->sharded && ampi_log_count(set->amp, 1102) == 1)
@@ -22357,31 +22528,60 @@ static int64_t ampi_array_bytes(const amp_k_tensor *row, int which) {
     return row->count * (row->moment_dtype == AMP_BF16 ? 2 : 4);
 }
 
-/* Allocates one zeroed block for all rows' arrays, each at a multiple of 256 bytes. */
+/* Allocates one zeroed block for the arrays of all rows that have none, each at a multiple of 256 bytes. */
 static amp_result ampi_optimizer_memory(amp_optimizer *o) {
     int64_t i, bytes = 0, at = 0;
     int a, pass;
+    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_create", (void **)&o->states, 1,
+                        sizeof *o->states));
     for (pass = 0; pass < 2; pass++) {
-        if (pass == 1) AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, &o->memory, bytes));
+        if (pass == 1) AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, &o->states->memory, bytes));
         for (i = 0; i < o->set->n; i++)
             for (a = 0; a < AMPI_BLOCKS; a++) {
                 amp_k_tensor *row = &o->set->rows[i];
                 int64_t size = (ampi_array_bytes(row, a) + 255) / 256 * 256;
-                if (!ampi_has_array(o, row, a)) continue;
+                if (!ampi_has_array(o, row, a) || *ampi_row_array(row, a) != NULL) continue;
                 if (pass == 0) bytes += size;
-                else if (bytes > 0) *ampi_row_array(row, a) = (char *)o->memory + at;
+                else if (bytes > 0) *ampi_row_array(row, a) = (char *)o->states->memory + at;
                 at += pass * size;
             }
     }
-    return bytes > 0 ? amp_fill(o->amp, o->memory, 0, bytes) : AMP_OK;
+    return bytes > 0 ? amp_fill(o->amp, o->states->memory, 0, bytes) : AMP_OK;
+}
+static void ampi_states_free(amp_optimizer *o) {
+    while (o->states != NULL) {
+        ampi_states *states = o->states;
+        o->states = states->before;
+        amp_free(o->amp, states->memory);
+        ampi_free(ampi_context_system(o->amp), states, 1, sizeof *states);
+    }
 }
 
+#if !defined(AMP_NO_CARE)
+static void ampi_growth_link(amp_optimizer *o, ampi_growth *growth,
+                             amp_result (*grown)(ampi_growth *growth, const char *function, const amp_grad_set *rows,
+                                                 const int64_t *which)) {
+    growth->grown = grown;
+    growth->next = o->growths;
+    o->growths = growth;
+}
+static void ampi_growth_unlink(amp_optimizer *o, const ampi_growth *growth) {
+    ampi_growth **link = &o->growths;
+    while (*link != NULL && *link != growth) link = &(*link)->next;
+    if (*link != NULL) *link = growth->next;
+}
+#endif
+
+/* Says where a parameter's fp32 master is. */
+static void ampi_show_master(const amp_grad_set *set, int64_t i) {
+    const amp_k_tensor *row = &set->rows[i];
+    set->params[i]->master = ampi_has_remainder(row) || ampi_shards(set) ? NULL : row->master;
+}
 static amp_result ampi_make_masters(amp_optimizer *o) {
     int64_t i;
     for (i = 0; i < o->set->n; i++) {
-        amp_k_tensor *row = &o->set->rows[i];
-        o->set->params[i]->master = ampi_has_remainder(row) || ampi_shards(o->set) ? NULL : row->master;
-        AMPI_TRY(ampi_make_master(o->amp, row));
+        ampi_show_master(o->set, i);
+        AMPI_TRY(ampi_make_master(o->amp, &o->set->rows[i]));
     }
     return AMP_OK;
 }
@@ -22432,15 +22632,186 @@ static void ampi_outer_free(amp_optimizer *o) {
     memset(u, 0, sizeof *u);
 }
 
+/* Names of parameters, one after the other in a message. */
+typedef struct ampi_named { ampi_sheet sheet; char text[200]; int64_t n; } ampi_named;
+static void ampi_name_one(ampi_named *to, const char *name, int64_t n) {
+    if (to->n == 0) to->sheet = ampi_sheet_of(to->text, sizeof to->text);
+    if (to->n++ < 4) ampi_print(&to->sheet, "%s%.*s", to->n > 1 ? ", " : "", (int)AMPI_MIN(n, (int64_t)40), name);
+}
+static const char *ampi_named_more(ampi_named *to) {
+    if (to->n > 4) ampi_print(&to->sheet, " and %lld more", (long long)to->n - 4);
+    return to->text;
+}
+
+/* ---- Rows that come later.  `next` is built beside the optimizer and holds what it will have; then they exchange it, so
+   that a failure changes nothing. */
+
+/* The outer step's arrays: those of rows that are new begin at the weights. */
+static amp_result ampi_grow_outer(const amp_optimizer *o, amp_optimizer *next, const char *function,
+                                  const int64_t *which) {
+    ampi_outer *u = &next->outer;
+    int64_t i, n, at = 0, was = 0;
+    AMPI_TRY(ampi_outer_memory(next));
+    u->begun = o->outer.begun;
+    for (i = 0; i < next->set->n && u->begun; i++, at += n) {
+        n = next->set->rows[i].count;
+        if (which[i] < 0) {
+            AMPI_TRY(ampi_param_read(o->amp, function, next->set->params[i], NULL, u->anchor + at));
+            continue;
+        }
+        memcpy(u->anchor + at, o->outer.anchor + was, (size_t)n * sizeof *u->anchor);
+        memcpy(u->momentum + at, o->outer.momentum + was, (size_t)n * sizeof *u->momentum);
+        was += n;
+    }
+    return AMP_OK;
+}
+
+/* Where a row stands that was row `was`. */
+static int32_t ampi_grown_row(const amp_grad_set *next, const int64_t *which, int64_t was) {
+    int64_t i;
+    for (i = 0; i < next->n && (was < 0 || which[i] != was); i++) {}
+    return i < next->n ? (int32_t)i : -1;
+}
+static amp_result ampi_grow_found(const amp_optimizer *o, const amp_optimizer *next, const int64_t *which) {
+    amp_k_grad_stats f;
+    AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
+    if (f.first_bad < 0) return AMP_OK;
+    f.first_bad = ampi_grown_row(next->set, which, f.first_bad);
+    return ampi_send(o->amp, o->set->found, &f, sizeof f);
+}
+
+static amp_result ampi_grow_notify(const amp_optimizer *o, const char *function, const amp_grad_set *next,
+                                   const int64_t *which) {
+    ampi_growth *g, *back;
+    amp_result r = AMP_OK;
+    for (g = o->growths; g != NULL; g = g->next) {
+        r = g->grown(g, function, next, which);
+        if (r != AMP_OK) break;
+    }
+    for (back = o->growths; back != g && r != AMP_OK; back = back->next)
+        (void)back->grown(back, function, NULL, NULL);
+    return r;
+}
+
+static amp_result ampi_grow_build(amp_optimizer *o, amp_optimizer *next, const char *function, int live,
+                                  int64_t *which) {
+    int64_t i;
+    int a;
+    ampi_set_fill_grown(next->set, o->set, live, which);
+    ampi_apply_groups(next);
+    for (i = 0; i < next->set->n; i++) {
+        if (which[i] < 0) continue;
+        next->set->rows[i].master_kind = o->set->rows[which[i]].master_kind;
+        next->set->rows[i].moment_dtype = o->set->rows[which[i]].moment_dtype;
+    }
+    AMPI_TRY(ampi_check_weights(next));
+    AMPI_TRY(ampi_check_weights_apart(next->set));
+    AMPI_TRY(ampi_buckets_create(next->set, &o->micro, o->set->buckets));
+    for (i = 0; i < next->set->n; i++)
+        for (a = 0; a < AMPI_BLOCKS && which[i] >= 0; a++)
+            *ampi_row_array(&next->set->rows[i], a) = *ampi_row_array(&o->set->rows[which[i]], a);
+    AMPI_TRY(ampi_optimizer_memory(next));
+    AMPI_TRY(ampi_copy_memory(next));
+    AMPI_TRY(ampi_grow_outer(o, next, function, which));
+    AMPI_TRY(ampi_set_finish(next->set));
+    for (i = 0; i < next->set->n; i++)
+        if (which[i] < 0) AMPI_TRY(ampi_make_master(o->amp, &next->set->rows[i]));
+    AMPI_TRY(ampi_grow_found(o, next, which));
+    AMPI_TRY(ampi_wait(o->amp));
+    return ampi_grow_notify(o, function, next->set, which);
+}
+
+/* The optimizer and `next` exchange what they have. */
+static void ampi_grow_swap(amp_optimizer *o, amp_optimizer *next, const int64_t *which) {
+    amp_optimizer was = *o;
+    int64_t i;
+    for (i = 0; i < AMP_STEP_RESULTS; i++)
+        o->outcomes[i].first_bad = ampi_grown_row(next->set, which, o->outcomes[i].first_bad);
+    for (i = 0; i < next->set->n; i++) if (which[i] < 0) ampi_show_master(next->set, i);
+    o->copies = next->copies; o->copy_table = next->copy_table; o->outer = next->outer;
+    next->copies = was.copies; next->copy_table = was.copy_table; next->outer = was.outer;
+    next->states->before = o->states;
+    o->states = next->states;
+    next->states = NULL;
+    ampi_set_swap(o->set, next->set);
+    if (o->set->buckets != NULL) o->set->buckets->set = o->set;
+    if (next->set->buckets != NULL) next->set->buckets->set = next->set;
+}
+
+static amp_result ampi_grow_check(const amp_optimizer *o, const char *function, int live) {
+    AMPI_TRY(ampi_may_exchange(o->amp, function));
+    if (ampi_trials(o->amp, 0) > 0)
+        return ampi_fail(AMP_ERR_STATE, function, "a parameter gets a gradient inside amp_verify, amp_gradcheck or "
+                         "amp_tune, whose steps are trials: unfreeze it before");
+    if (o->set->stage == AMPI_CHECKED)
+        return ampi_fail(AMP_ERR_STATE, function, "the gradients were checked, and are not used yet: step first");
+    return ampi_check_newcomers(o->set, function, live);
+}
+
+/* Takes in parameters that have got a gradient (live: one that counts), with states that begin now. */
+static amp_result ampi_optimizer_grow(amp_optimizer *o, const char *function, int live) {
+    const amp_system *s = ampi_context_system(o->amp);
+    int64_t come = ampi_newcomers(o->set, live), n = o->set->n + come, *which = NULL;
+    amp_optimizer next;
+    amp_result r;
+    if (come == 0) return AMP_OK;
+    AMPI_TRY(ampi_as(function, ampi_grow_check(o, function, live)));
+    memset(&next, 0, sizeof next);
+    next.amp = o->amp;
+    next.desc = o->desc;
+    next.groups = o->groups;
+    AMPI_TRY(ampi_set_new(o->amp, function, &next.set, n, 1));
+    next.set->desc = &o->desc;
+    next.set->optimizer = o;
+    r = ampi_alloc(s, function, (void **)&which, n, sizeof *which);
+    if (r == AMP_OK) r = ampi_as(function, ampi_grow_build(o, &next, function, live, which));
+    if (r == AMP_OK) ampi_grow_swap(o, &next, which);
+    ampi_buckets_destroy(next.set->buckets);
+    next.set->buckets = NULL;
+    ampi_states_free(&next);
+    amp_free(o->amp, next.copy_table);
+    if (next.copies != NULL) ampi_free(s, next.copies, next.set->n, sizeof *next.copies);
+    ampi_outer_free(&next);
+    amp_grad_set_destroy(next.set);
+    ampi_free(s, which, n, sizeof *which);
+    return r;
+}
+/* Before a check.  With buckets gradients may be on their way: see ampi_grow_late. */
+static amp_result ampi_optimizer_grow_live(amp_grad_set *set, const char *function) {
+    return ampi_is_summed(set) ? AMP_OK : ampi_optimizer_grow(set->optimizer, function, ampi_takes_live(set));
+}
+/* After a step of ranks, whose sums the newcomers had no part in. */
+static void ampi_grow_late(amp_optimizer *o) {
+    int64_t i, row = 0, before = o->set->n;
+    ampi_named come;
+    if (!ampi_is_summed(o->set) || ampi_newcomers(o->set, ampi_takes_live(o->set)) == 0) return;
+    come.n = 0;
+    for (i = 0; i < o->set->n_all; i++) {
+        amp_param *p = &o->set->all[i];
+        if (row < o->set->n && o->set->params[row] == p) { row++; continue; }
+        if (!ampi_is_newcomer(o->set, p, ampi_takes_live(o->set))) continue;
+        ampi_name_one(&come, p->name, (int64_t)strlen(p->name));
+        ampi_gradient_live(p, 0);
+    }
+    if (ampi_optimizer_grow(o, "amp_step", 0) == AMP_OK && o->set->n > before)
+        ampi_log(o->amp, AMP_LOG_WARNING, 1109, "amp_step: a gradient came after amp_optimizer_create, so on ranks this "
+                 "step was without it, and the next has it: %s", ampi_named_more(&come));
+    else
+        ampi_log(o->amp, AMP_LOG_WARNING, 1109, "amp_step: a gradient came after amp_optimizer_create, and cannot be "
+                 "stepped with yet: %s: %.200s", ampi_named_more(&come), ampi_error_text);
+}
+
 static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_copy_groups(o));
     AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
     o->set->desc = &o->desc;
+    o->set->optimizer = o;
+    o->set->grow = ampi_optimizer_grow_live;
     ampi_set_fill_params(o->set, o->desc.params, o->desc.n_params);
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
     AMPI_TRY(ampi_as("amp_optimizer_create", ampi_check_weights_apart(o->set)));
-    AMPI_TRY(ampi_as("amp_optimizer_create", ampi_buckets_create(o->set, &o->micro)));
+    AMPI_TRY(ampi_as("amp_optimizer_create", ampi_buckets_create(o->set, &o->micro, NULL)));
     AMPI_TRY(ampi_optimizer_memory(o));
     AMPI_TRY(ampi_copy_memory(o));
     AMPI_TRY(ampi_result_memory(o));
@@ -22467,7 +22838,7 @@ static void ampi_optimizer_stop(ampi_object *object) {
     }
     if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_STEP_RESULTS * sizeof *o->outcomes);
     amp_free(o->amp, o->ring);
-    amp_free(o->amp, o->memory);
+    ampi_states_free(o);
     amp_free(o->amp, o->copy_table);
     if (o->copies != NULL) ampi_free(s, o->copies, o->set->n, sizeof *o->copies);
     ampi_outer_free(o);
@@ -22648,7 +23019,10 @@ static const void *ampi_optimizer_remainder(const void *owner, const amp_param *
     for (i = 0; i < set->n && set->params[i] != p; i++) {}
     return i < set->n && ampi_has_remainder(&set->rows[i]) && !ampi_shards(set) ? set->rows[i].master : NULL;
 }
-static const ampi_keeper ampi_optimizer_keeper = {ampi_optimizer_set, ampi_optimizer_remainder};
+static amp_result ampi_optimizer_take_in(void *owner, const char *function) {
+    return ampi_optimizer_grow((amp_optimizer *)owner, function, 0);
+}
+static const ampi_keeper ampi_optimizer_keeper = {ampi_optimizer_set, ampi_optimizer_remainder, ampi_optimizer_take_in};
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_result result = ampi_optimizer_create(amp, out, desc);
     if (result == AMP_OK) result = ampi_models_own(amp, desc->params, desc->n_params, *out, &ampi_optimizer_keeper);
@@ -22780,6 +23154,7 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
         return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer stepped since the last update");
     if (ampi_tape_waits(o->amp, NULL))
         return ampi_fail(AMP_ERR_STATE, function, "amp_tape_forward has run, and amp_tape_backward has not");
+    if (o->set->stage == AMPI_READY) AMPI_TRY(o->set->grow(o->set, function));
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
@@ -22955,6 +23330,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     result = ampi_fp8_step(o->amp, ampi_is_combined(set));
     if (ampi_gathers_late(set)) ampi_buckets_gather_late(set->buckets);     /* no exchange is left */
     AMPI_TRY(result);
+    ampi_grow_late(o);
     return ampi_capture(o->amp) == NULL ? ampi_outer_step(o) : AMP_OK;
 }
 
@@ -23677,17 +24053,6 @@ AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state 
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_save"));
     AMPI_TRY(ampi_as("amp_optimizer_save", amp_state_create(&own, &state->system)));
     return ampi_state_take(state, own, ampi_save_optimizer(optimizer, own, prefix), "amp_optimizer_save");
-}
-
-/* Names of parameters, one after the other in a message. */
-typedef struct ampi_named { ampi_sheet sheet; char text[200]; int64_t n; } ampi_named;
-static void ampi_name_one(ampi_named *to, const char *name, int64_t n) {
-    if (to->n == 0) to->sheet = ampi_sheet_of(to->text, sizeof to->text);
-    if (to->n++ < 4) ampi_print(&to->sheet, "%s%.*s", to->n > 1 ? ", " : "", (int)AMPI_MIN(n, (int64_t)40), name);
-}
-static const char *ampi_named_more(ampi_named *to) {
-    if (to->n > 4) ampi_print(&to->sheet, " and %lld more", (long long)to->n - 4);
-    return to->text;
 }
 
 /* 1: a parameter of the optimizer has this name, and no row. */
@@ -28726,7 +29091,10 @@ typedef struct ampi_snapshot_desc {
 /* device memory and its copy on the host */
 typedef struct ampi_kept { void *data, *copy; size_t bytes; } ampi_kept;
 
-typedef struct ampi_snapshot {
+typedef struct ampi_snapshot ampi_snapshot;
+struct ampi_snapshot {
+    ampi_growth growth;             /* first */
+    ampi_snapshot *more;            /* of rows that have come since, which changed nothing before */
     amp_context *amp;
     ampi_snapshot_desc desc;
     /* the desc's and the optimizer's other ones */
@@ -28738,13 +29106,15 @@ typedef struct ampi_snapshot {
     ampi_precision precision;
     uint64_t seed;
     int64_t position;               /* of the loader: batches taken */
-} ampi_snapshot;
+};
 
 static void ampi_snapshot_destroy(ampi_snapshot *k) {
     const amp_system *s;
     int64_t i;
     if (k == NULL) return;
     s = ampi_context_system(k->amp);
+    if (k->growth.grown != NULL) ampi_growth_unlink(k->desc.optimizer, &k->growth);
+    ampi_snapshot_destroy(k->more);
     for (i = 0; i < k->n_kept; i++) if (k->kept[i].copy != NULL) s->free(s->user, k->kept[i].copy, k->kept[i].bytes);
     ampi_free(s, k->params, k->capacity, sizeof *k->params);
     ampi_free(s, k->param_copies, k->capacity, sizeof *k->param_copies);
@@ -28771,17 +29141,18 @@ static void ampi_snapshot_param(ampi_snapshot *k, amp_param *p) {
     if (k->desc.optimizer == NULL) ampi_snapshot_memory(k, p->master, amp_tensor_count(&p->weight) * 4);
 }
 
+static void ampi_snapshot_row(ampi_snapshot *k, const amp_optimizer *o, amp_k_tensor *row, amp_param *p) {
+    int a;
+    if (k->desc.n_params == 0 || p < k->desc.params || p >= k->desc.params + k->desc.n_params)
+        ampi_snapshot_param(k, p);
+    for (a = 0; a < AMPI_BLOCKS; a++)
+        if (ampi_has_array(o, row, a)) ampi_snapshot_memory(k, *ampi_row_array(row, a), ampi_array_bytes(row, a));
+}
 static void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
     int64_t i;
-    int a;
     for (i = 0; i < o->set->n; i++) {
-        amp_k_tensor *row = &o->set->rows[i];
         amp_param *p = o->set->params[i];
-        if (k->desc.n_params == 0 || p < k->desc.params || p >= k->desc.params + k->desc.n_params)
-            ampi_snapshot_param(k, p);
-        for (a = 0; a < AMPI_BLOCKS; a++)
-            if (ampi_has_array(o, row, a))
-                ampi_snapshot_memory(k, *ampi_row_array(row, a), ampi_array_bytes(row, a));
+        ampi_snapshot_row(k, o, &o->set->rows[i], p);
         if (!k->desc.settings && p->grad_live) ampi_snapshot_tensor(k, &p->grad);
     }
     ampi_snapshot_memory(k, o->ring, AMP_STEP_RESULTS * (int64_t)sizeof *o->ring);
@@ -28825,23 +29196,60 @@ static amp_result ampi_snapshot_check(const char *function, const amp_context *a
     return d->settings ? ampi_check_all_known(amp, function, d->params, d->n_params) : AMP_OK;
 }
 
-static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
+/* Room for n parameters, and rows of an optimizer. */
+static amp_result ampi_snapshot_room(ampi_snapshot *k, const char *function, int64_t n, int64_t rows) {
     const amp_system *s = ampi_context_system(k->amp);
-    amp_optimizer *o = k->desc.optimizer;
-    int64_t i, rows = o != NULL ? o->set->n : 0;
-    k->capacity = k->desc.n_params + rows;
+    k->capacity = n + rows;
     k->kept_capacity = 3 * k->capacity + (AMPI_BLOCKS + 1) * rows + 2;
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->params, k->capacity, sizeof *k->params));
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->capacity, sizeof *k->param_copies));
-    AMPI_TRY(ampi_alloc(s, function, (void **)&k->kept, k->kept_capacity, sizeof *k->kept));
-    for (i = 0; i < k->desc.n_params; i++) ampi_snapshot_param(k, &k->desc.params[i]);
-    if (o != NULL) ampi_snapshot_optimizer(k, o);
+    return ampi_alloc(s, function, (void **)&k->kept, k->kept_capacity, sizeof *k->kept);
+}
+/* Copies what was noted to the host. */
+static amp_result ampi_snapshot_take(ampi_snapshot *k, const char *function) {
+    const amp_system *s = ampi_context_system(k->amp);
+    int64_t i;
     for (i = 0; i < k->n_kept; i++) {           /* without ampi_alloc's zeros */
         k->kept[i].copy = s->alloc(s->user, k->kept[i].bytes, 64);
         if (k->kept[i].copy == NULL)
             return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
     }
-    AMPI_TRY(ampi_snapshot_copy(k, 1));
+    return ampi_snapshot_copy(k, 1);
+}
+/* New rows: they and their weights are still as they were when the snapshot was taken. */
+static amp_result ampi_snapshot_grown(ampi_growth *growth, const char *function, const amp_grad_set *rows,
+                                      const int64_t *which) {
+    ampi_snapshot *k = (ampi_snapshot *)(void *)growth, *more;
+    int64_t i, n = 0;
+    amp_result r;
+    if (rows == NULL) {
+        more = k->more;
+        k->more = more->more;
+        more->more = NULL;
+        ampi_snapshot_destroy(more);
+        return AMP_OK;
+    }
+    for (i = 0; i < rows->n; i++) n += which[i] < 0;
+    AMPI_TRY(ampi_alloc(ampi_context_system(k->amp), function, (void **)&more, 1, sizeof *more));
+    more->amp = k->amp;
+    more->desc = k->desc;
+    r = ampi_snapshot_room(more, function, 0, n);
+    for (i = 0; r == AMP_OK && i < rows->n; i++)
+        if (which[i] < 0) ampi_snapshot_row(more, k->desc.optimizer, &rows->rows[i], rows->params[i]);
+    if (r == AMP_OK) r = ampi_snapshot_take(more, function);
+    if (r != AMP_OK) { ampi_snapshot_destroy(more); return r; }
+    more->more = k->more;
+    k->more = more;
+    return AMP_OK;
+}
+
+static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
+    amp_optimizer *o = k->desc.optimizer;
+    int64_t i;
+    AMPI_TRY(ampi_snapshot_room(k, function, k->desc.n_params, o != NULL ? o->set->n : 0));
+    for (i = 0; i < k->desc.n_params; i++) ampi_snapshot_param(k, &k->desc.params[i]);
+    if (o != NULL) ampi_snapshot_optimizer(k, o);
+    AMPI_TRY(ampi_snapshot_take(k, function));
     AMPI_TRY(ampi_fp8_keep(k->amp, function, &k->fp8));
     if (o != NULL) {
         k->optimizer = *o;
@@ -28868,6 +29276,7 @@ static amp_result ampi_snapshot_create(amp_context *amp, const char *function, c
     k->desc = *desc;
     r = ampi_snapshot_fill(k, function);
     if (r != AMP_OK) { ampi_snapshot_destroy(k); return r; }
+    if (desc->optimizer != NULL && !desc->settings) ampi_growth_link(desc->optimizer, &k->growth, ampi_snapshot_grown);
     *out = k;
     return AMP_OK;
 }
@@ -28884,6 +29293,7 @@ static amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     if (o != NULL) {
         ampi_set_unlink(o->set);
         k->optimizer.object = o->object;        /* lifetimes are not restored */
+        k->optimizer.growths = o->growths;
         k->set.object = o->set->object;
         k->set.saved = o->set->saved;
         *o = k->optimizer;
@@ -28916,14 +29326,17 @@ static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler
 static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_loader *l = k->desc.loader;
+    const ampi_snapshot *more;
     int64_t i;
     AMPI_TRY(ampi_may_wait(k->amp));
     AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
     if (l != NULL) AMPI_TRY(amp_loader_seek(l, k->position / l->batches, k->position % l->batches));
-    AMPI_TRY(ampi_snapshot_copy(k, 0));
+    for (more = k; more != NULL; more = more->more) {
+        AMPI_TRY(ampi_snapshot_copy(more, 0));
+        for (i = 0; i < more->n_params; i++) amp_param_changed(more->params[i]);
+    }
     AMPI_TRY(ampi_fp8_restore(k->amp, k->fp8));
     if (k->desc.scaler != NULL) AMPI_TRY(ampi_snapshot_rewind_scaler(k, k->desc.scaler));
-    for (i = 0; i < k->n_params; i++) amp_param_changed(k->params[i]);
     for (i = 0; i < o->set->n; i++) {
         amp_param *p = o->set->params[i];
         ampi_gradient_live(p, ampi_snapshot_of(k, p->grad.data) != NULL);

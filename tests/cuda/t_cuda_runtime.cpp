@@ -839,6 +839,7 @@ static void decay_rounds_twice(int kind) {
         row.grad = x.up(zero);
         row.m = x.up(zero);
         row.v = x.up(zero);
+        row.steps = x.up(steps_of(0));
         row.count = 8;
         row.lr_scale = 1;
         row.weight_decay = decay;
