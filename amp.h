@@ -1807,10 +1807,10 @@ typedef struct amp_optimizer_desc {
    is the gradient without dampening: it grows in steps that are applied and in which the parameter has a gradient.  A
    parameter without one rests: no decay, no momentum.  A step in which none has one is not applied.
    A parameter without .grad when the optimizer is created takes no memory here.  When it gets one, from
-   amp_model_freeze(model, pattern, 0) at once, or by hand in the next step in which its gradient is live, it gets states
-   that begin then: moments of 0, a master made from the weight, the settings of its group.  From then on captured graphs
-   return AMP_ERR_GRAPH.  With ranks all must do so alike, and a gradient that comes by hand counts from the step after,
-   with a warning.  If another optimizer has the parameter, it stays there.
+   amp_model_freeze(model, pattern, 0) at once, or by hand in the next step in which its gradient is live, it gets
+   states that begin then: moments of 0, a master made from the weight, the settings of its group.  From then on graphs
+   captured before return AMP_ERR_GRAPH.  With ranks all must do so alike, and a gradient that comes by hand counts from
+   the step after, with a warning.  If another optimizer has the parameter, it stays there.
    Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, AMP_ERR_CONFLICT a storage policy that does not
    fit, weights that share memory, a parameter of an amp_model that another optimizer has, or any whose master it has,
    or a field that this kind does not read. */
@@ -1901,10 +1901,10 @@ AMP_API void amp_graph_destroy(amp_graph *graph);
    .sync_every also the outer step's: each rank must load its own, but after an outer step any rank's will do.
    Remainders are saved as fp32 masters, so either kind loads into the other; loading remainders also writes the bf16
    weights.  bf16 and 8-bit moments load into fp32 ones too, and any into 8-bit ones.
-   The parameters must have the same names in the same order, but some may be frozen: of one that has no .grad here, what
-   was saved is left out, and one that had none when the state was saved begins anew; a warning names both.  States of
-   0.2 do not say what was frozen, and have one step count, which all parameters get; 0.2 loads a state of this version
-   with the largest count for all.
+   The parameters must have the same names in the same order, but some may be frozen: of one that has no .grad here,
+   what was saved is left out, and one that had none when the state was saved begins anew; a warning names both.  States
+   of 0.2 do not say what was frozen, and have one step count, which all parameters get; 0.2 loads a state of this
+   version with the largest count for all.
    Errors: AMP_ERR_STATE saved between amp_scaler_check and the step, AMP_ERR_NAME, AMP_ERR_MISMATCH with the
    parameter's name, AMP_ERR_RANGE numbers that no optimizer saves. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
@@ -20516,8 +20516,9 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
 }
 
 /* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
-   parameter to the first, those that came later in buckets of their own, so that parts of ranks stay what they were; within one the first lies first.  Once the operators that have added to a bucket's gradients
-   in a cycle before have done so again, the bucket goes on its way: in a thread of its own, or in a stream if the
+   parameter to the first, those that came later in buckets of their own, so that the parts of ranks stay what they
+   were; within one the first lies first.  Once the operators that have added to a bucket's gradients in a cycle before
+   have done so again, the bucket goes on its way: in a thread of its own, or in a stream if the
    reducer obeys those.  All ranks send all buckets in the same order, that in which backward finished them on rank 0 in
    the first whole cycle; what is not ready waits for the step.
    With .shard or .deterministic, each rank has a part of each bucket, at multiples of ampi_buckets_unit elements of
@@ -22643,8 +22644,8 @@ static const char *ampi_named_more(ampi_named *to) {
     return to->text;
 }
 
-/* ---- Rows that come later.  `next` is built beside the optimizer and holds what it will have; then they exchange it, so
-   that a failure changes nothing. */
+/* ---- Rows that come later.  `next` is built beside the optimizer and holds what it will have; then they exchange it,
+   so that a failure changes nothing. */
 
 /* The outer step's arrays: those of rows that are new begin at the weights. */
 static amp_result ampi_grow_outer(const amp_optimizer *o, amp_optimizer *next, const char *function,
@@ -22794,11 +22795,11 @@ static void ampi_grow_late(amp_optimizer *o) {
         ampi_gradient_live(p, 0);
     }
     if (ampi_optimizer_grow(o, "amp_step", 0) == AMP_OK && o->set->n > before)
-        ampi_log(o->amp, AMP_LOG_WARNING, 1109, "amp_step: a gradient came after amp_optimizer_create, so on ranks this "
-                 "step was without it, and the next has it: %s", ampi_named_more(&come));
+        ampi_log(o->amp, AMP_LOG_WARNING, 1109, "amp_step: these have a gradient since amp_optimizer_create, and are "
+                 "stepped from the next step on: %s", ampi_named_more(&come));
     else
-        ampi_log(o->amp, AMP_LOG_WARNING, 1109, "amp_step: a gradient came after amp_optimizer_create, and cannot be "
-                 "stepped with yet: %s: %.200s", ampi_named_more(&come), ampi_error_text);
+        ampi_log(o->amp, AMP_LOG_WARNING, 1109, "amp_step: these have a gradient since amp_optimizer_create, and "
+                 "cannot be stepped yet: %s: %.200s", ampi_named_more(&come), ampi_error_text);
 }
 
 static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
@@ -23613,9 +23614,9 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
 }
 AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
 
-/* ---- Saving an optimizer.  Records: names; frozen: those of parameters without a row; shape, counters, settings, seed,
-   outcomes; counts, powers: each row's amp_k_steps; the arrays m.0, v.0, master.0 and so on by row; cycle: the rank that the gradients grad.0 ... belong to; live: which of them count.  Masters are
-   always saved in fp32. */
+/* ---- Saving an optimizer.  Records: names; frozen: those of parameters without a row; shape, counters, settings,
+   seed, outcomes; counts, powers: each row's amp_k_steps; the arrays m.0, v.0, master.0 and so on by row; cycle: the
+   rank that the gradients grad.0 ... belong to; live: which of them count.  Masters are always saved in fp32. */
 
 enum {
     AMPI_CYCLE_RANK = 0,
@@ -24111,8 +24112,8 @@ static amp_result ampi_match_names(ampi_archive *r, const char *saved, int64_t b
         } else if (i == set->n) {
             return ampi_fail(AMP_ERR_MISMATCH, f, "%.*s was saved too", (int)AMPI_MIN(n, (int64_t)100), saved + at);
         } else if (at >= bytes) {
-            return ampi_fail(AMP_ERR_MISMATCH, f, "parameter %lld is %s, which the state does not have; freeze it, load "
-                             "the state, and unfreeze it, if its moments shall start at zero", (long long)i, name);
+            return ampi_fail(AMP_ERR_MISMATCH, f, "parameter %lld is %s, which the state does not have; to let it "
+                             "begin anew, freeze it, load the state, and unfreeze it", (long long)i, name);
         } else {
             return ampi_fail(AMP_ERR_MISMATCH, f, "parameter %lld is %s, but %.*s was saved", (long long)i, name,
                              (int)AMPI_MIN(n, (int64_t)100), saved + at);
