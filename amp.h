@@ -2647,7 +2647,8 @@ typedef struct amp_tensor_stats_report {
 } amp_tensor_stats_report;
 
 typedef struct amp_tensor_stats_desc {
-    amp_param *params; int64_t n_params;  /* weights and live gradients; not copied */
+    /* weights and live gradients; not copied.  What has no .grad now gets no row for one later: create it anew */
+    amp_param *params; int64_t n_params;
     const amp_range *ranges; int64_t n_ranges;  /* others, such as activations; copied */
     amp_scaler *scaler;         /* whose scale the gradients carry; may be NULL */
     /* the format: F16, BF16, E4M3 or E5M2; default the context's now, F16 for F32 and TF32 */
@@ -20344,7 +20345,6 @@ static void ampi_set_fill_grown(amp_grad_set *next, const amp_grad_set *set, int
         if (has) {                  /* it may be frozen now */
             next->rows[r].grad = ampi_whole_row(set, row)->grad;
             next->rows[r].grad_dtype = ampi_whole_row(set, row)->grad_dtype;
-            next->rows[r].live = p->grad_live != 0;
         }
         which[r++] = has ? row++ : -1;
     }

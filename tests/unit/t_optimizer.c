@@ -2656,6 +2656,83 @@ TEST(every_failing_allocation_is_survived) {
     CHECK_EQ(heap.live, 0);
 }
 
+/* amp_model_freeze makes the states that an optimizer lacks.  If memory fails all stays frozen and as it was, and it can
+   be called again. */
+TEST(unfreezing_makes_states_or_changes_nothing) {
+    int64_t k, base, n;
+    int done = 0, i, frozen, step;
+    for (k = 0; k < 200 && !done; k++) {
+        amp_context *amp = NULL;
+        amp_desc c;
+        meter heap = {1000000, 0};
+        amp_model *m;
+        amp_param *p;
+        amp_optimizer_desc d;
+        amp_optimizer *o;
+        amp_scaler *s;
+        amp_result r;
+        float before[2][12], held[2][12];
+        memset(&c, 0, sizeof c);
+        memset(&d, 0, sizeof d);
+        c.system.alloc = meter_alloc;
+        c.system.free = meter_free;
+        c.system.user = &heap;
+        c.level = AMP_LEVEL_O2;
+        c.dtype = AMP_BF16;
+        CHECK_OK(amp_open(&amp, &c));
+        s = make_scaler(amp, 1, 100);
+        CHECK_OK(amp_model_create(amp, &m, 1, 8));
+        for (i = 0; i < 4; i++) (void)amp_model_param(m, i % 2 ? i == 1 ? "back.1" : "back.3" : i ? "head.2" : "head.0", 3, 4, AMP_INIT_NORMAL, 1);
+        CHECK_OK(amp_model_params(m, &p, &n));
+        CHECK_OK(amp_model_freeze(m, "back.*", 1));
+        d.params = p;
+        d.n_params = n;
+        d.sync_every = 3;
+        o = make(amp, &d);
+        for (step = 0; step < 2; step++) {
+            for (i = 0; i < 4; i += 2) { (void)amp_param_accumulate(&p[i]); ampt_uniform((float *)p[i].grad.data, 12, 80, (uint32_t)(step * 4 + i), 1, 0.1f); }
+            CHECK_OK(amp_step(o, s));
+        }
+        CHECK_OK(amp_scaler_check(s, amp_optimizer_grad_set(o), AMP_CHECK_READ));
+        CHECK_ERR(amp_model_freeze(m, "back.*", 0), AMP_ERR_STATE);
+        CHECK(p[1].grad.data == NULL && o->set->n == 2);
+        CHECK_OK(amp_scaler_update(s));
+        for (i = 0; i < 2; i++) memcpy(before[i], p[2 * i].master, sizeof before[i]);
+        base = heap.live;
+        heap.left = k;
+        r = amp_model_freeze(m, "back.*", 0);
+        heap.left = 1000000;
+        done = r == AMP_OK;
+        frozen = !done;
+        if (frozen) {
+            CHECK_ERR(r, AMP_ERR_MEMORY);
+            CHECK_EQ(heap.live, base);
+            CHECK(p[1].grad.data == NULL && p[3].grad.data == NULL && p[1].master == NULL && o->set->n == 2);
+            CHECK_OK(amp_model_freeze(m, "back.*", 0));
+        }
+        CHECK(o->set->n == 4 && p[1].grad.data != NULL && p[3].grad.data != NULL && p[1].master != NULL);
+        for (i = 0; i < 2; i++) CHECK(memcmp(before[i], p[2 * i].master, sizeof before[i]) == 0);
+        for (i = 0; i < 12; i++) CHECK(((float *)p[1].master)[i] == amp_f32_from_bf16(((uint16_t *)p[1].weight.data)[i]));
+        for (i = 0; i < 2; i++) memcpy(held[i], p[2 * i + 1].master, sizeof held[i]);
+        for (step = 2; step < 4; step++) {
+            for (i = 0; i < 4; i++) { (void)amp_param_accumulate(&p[i]); ampt_uniform((float *)p[i].grad.data, 12, 80, (uint32_t)(step * 4 + i), 1, 0.1f); }
+            CHECK_OK(amp_step(o, s));
+        }
+        for (i = 0; i < 2; i++) CHECK(memcmp(held[i], p[2 * i + 1].master, sizeof held[i]) != 0);
+        CHECK_OK(amp_model_freeze(m, "back.1", 1));               /* frozen again it stays, states and all */
+        memcpy(held[0], p[1].master, sizeof held[0]);
+        for (i = 0; i < 4; i++) if (i != 1) (void)amp_param_accumulate(&p[i]);
+        CHECK_OK(amp_step(o, s));
+        CHECK(memcmp(held[0], p[1].master, sizeof held[0]) == 0 && o->set->n == 4);
+        amp_optimizer_destroy(o);
+        amp_scaler_destroy(s);
+        amp_model_destroy(m);
+        amp_close(amp);
+        CHECK_EQ(heap.live, 0);
+    }
+    CHECK(done && k > 8);
+}
+
 /* Two ranks with the same gradients, one of which has none for one parameter: the hook doubles what it is given. */
 static int twice(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
     int64_t i;
@@ -2944,6 +3021,7 @@ int main(int argc, char **argv) {
     RUN(optimizer_settings_are_checked);
     RUN(what_is_not_read_is_refused);
     RUN(every_failing_allocation_is_survived);
+    RUN(unfreezing_makes_states_or_changes_nothing);
     RUN(ranks_average_and_take_part_without_a_gradient);
     RUN(states_in_a_cycle_are_of_their_rank);
     RUN(gradients_of_a_state);
