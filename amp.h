@@ -1351,8 +1351,13 @@ AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements);
 /* Drops the gradients of all its parameters, and calls amp_optimizer_zero_grad for the optimizers that have some.
    Errors: as there. */
 AMP_API amp_result amp_model_zero_grad(amp_model *model);
-/* frozen 1: parameters whose names match the pattern get no gradients; frozen 0: they get them again.
-   Errors: AMP_ERR_NAME none matches; the text has the nearest name. */
+/* frozen 1: parameters whose names match the pattern get no gradients, so optimizers leave them as they are; frozen 0:
+   they get them again.  Gradients that were not stepped with are dropped.  An optimizer keeps the states of a parameter
+   that is frozen later, and makes states for one that was frozen when it was created, which waits: on failure all that
+   were frozen stay so.
+   Errors: AMP_ERR_NAME none matches, and the text has the nearest name; of frozen 0 also those of amp_optimizer_create,
+   and AMP_ERR_STATE during a graph capture, while gradients are summed over ranks, or between amp_scaler_check and the
+   step. */
 AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen);
 /* All weights in fp32, by name and shape.  Where a 16-bit weight has a master or a remainder, that is saved and loaded:
    save before amp_optimizer_destroy, which ends them, and load after amp_optimizer_create, or only 16 bits of such a
@@ -1630,7 +1635,8 @@ typedef struct amp_grad_set amp_grad_set;
 
 /* Either params or ranges. */
 typedef struct amp_grad_set_desc {
-    /* gradients with grad_live set; not copied.  Set grad_live = 0 after a step of your own */
+    /* gradients with grad_live set; not copied.  Set grad_live = 0 after a step of your own.  A parameter that has no
+       .grad yet enters with the first check in which its gradient is live */
     amp_param *params; int64_t n_params;
     const amp_range *ranges; int64_t n_ranges;  /* copied; F32, F16, BF16 or F64; count may be 0 */
     /* 1: ranks hold different elements: gradients are not summed over them, norms and flags are */
@@ -1845,7 +1851,7 @@ typedef struct amp_optimizer_desc {
     int32_t reserved;
     amp_optimizer_kind kind;
     int32_t accumulation;       /* micro-batches per step: every n-th amp_step steps, with the mean; default 1 */
-    amp_param *params; int64_t n_params;  /* not copied; those without grad are left out */
+    amp_param *params; int64_t n_params;  /* not copied; those without grad rest until they get one */
     const amp_param_group *groups; int64_t n_groups;  /* copied */
     /* defaults 1e-3, 0.9, 0.999, 1e-8, 0, of Lion 1e-4, 0.9, 0.99, no eps, 0; lr, eps and decay at most 1e30, lr also
        such that a group's rate, times its decay, fits in fp32; betas below 1; decay on matrices only, unless
@@ -1886,7 +1892,14 @@ typedef struct amp_optimizer_desc {
     amp_dtype sync_wire;
     double outer_lr, outer_momentum;
 } amp_optimizer_desc;
-/* All parameters share one step count, also for bias correction.
+/* Each parameter has its own step count, as in PyTorch, for AdamW's bias correction and for SGD's first momentum, which
+   is the gradient without dampening: it grows in steps that are applied and in which the parameter has a gradient.  A
+   parameter without one rests: no decay, no momentum.  A step in which none has one is not applied.
+   A parameter without .grad when the optimizer is created takes no memory here.  When it gets one, from
+   amp_model_freeze(model, pattern, 0) at once, or by hand in the next step in which its gradient is live, it gets
+   states that begin then: moments of 0, a master made from the weight, the settings of its group.  From then on graphs
+   captured before return AMP_ERR_GRAPH.  With ranks all must do so alike, and a gradient that comes by hand counts from
+   the step after, with a warning.  If another optimizer has the parameter, it stays there.
    Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, or a group that matches no parameter (the text has the
    nearest name), AMP_ERR_CONFLICT a storage policy that does not fit, weights that share memory, a parameter of an
    amp_model that another optimizer has, or any whose master it has, or a field that this kind does not read. */
@@ -1942,7 +1955,7 @@ AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler);
 typedef struct amp_step_result {
     int64_t step;               /* steps so far, skipped or not, this one included */
     int64_t applied_steps;      /* those applied */
-    int32_t applied;            /* 0: skipped */
+    int32_t applied;            /* 0: skipped, as a gradient was not finite, or as no parameter had a gradient */
     int32_t at_floor;           /* 1: it overflowed, and the scale cannot shrink further */
     float norm, clip_coef;      /* as in amp_grad_stats */
     float scale;                /* that this step's gradients carried */
@@ -1985,14 +1998,18 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out);
 AMP_API amp_result amp_graph_launch(amp_graph *graph);
 AMP_API void amp_graph_destroy(amp_graph *graph);
 
-/* Moments, masters, step count, learning rate, seed, accumulation cycle with its gradients, counters, and results not
+/* Moments, masters, step counts, learning rate, seed, accumulation cycle with its gradients, counters, and results not
    yet delivered.  Weights are yours to save, and to load first.  Between two steps any rank's state loads into every
    rank of any world; inside a cycle, or with .sharded, only into the same rank, world and accumulation.  With
    .sync_every also the outer step's: each rank must load its own, but after an outer step any rank's will do.
    Remainders are saved as fp32 masters, so either kind loads into the other; loading remainders also writes the bf16
    weights.  bf16 and 8-bit moments load into fp32 ones too, and any into 8-bit ones.
+   The parameters must have the same names in the same order, but some may be frozen: of one that has no .grad here,
+   what was saved is left out, and one that had none when the state was saved begins anew; a warning names both.  States
+   of 0.2 do not say what was frozen, and have one step count, which all parameters get; 0.2 loads a state of this
+   version with the largest count for all.
    Errors: AMP_ERR_STATE saved between amp_scaler_check and the step, AMP_ERR_NAME, AMP_ERR_MISMATCH with the
-   parameter's name. */
+   parameter's name, AMP_ERR_RANGE numbers that no optimizer saves. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
 /* With .shard or .sync_every: every rank calls save with its own state, and writes path.SAVE.RANK; then rank 0 writes
@@ -2750,7 +2767,8 @@ typedef struct amp_tensor_stats_report {
 } amp_tensor_stats_report;
 
 typedef struct amp_tensor_stats_desc {
-    amp_param *params; int64_t n_params;  /* weights and live gradients; not copied */
+    /* weights and live gradients; not copied.  What has no .grad now gets no row for one later: create it anew */
+    amp_param *params; int64_t n_params;
     const amp_range *ranges; int64_t n_ranges;  /* others, such as activations; copied */
     amp_scaler *scaler;         /* whose scale the gradients carry; may be NULL */
     /* the format: F16, BF16, E4M3 or E5M2; default the context's now, F16 for F32 and TF32 */
@@ -3648,7 +3666,8 @@ typedef struct amp_k_add_views {
 
 /* A row of a multi-tensor call's table, which is built once, in device memory. */
 typedef struct amp_k_tensor {
-    void *weight, *grad, *master, *m, *v;  /* NULL if not used; master: fp32, or u16 remainders */
+    /* NULL if not used; master: fp32, or u16 remainders; steps: an amp_k_steps, of AdamW and of SGD with momentum */
+    void *weight, *grad, *master, *m, *v, *steps;
     amp_dtype weight_dtype, grad_dtype;
     amp_dtype moment_dtype;     /* of m and v: BF16, AMP_MOMENTS_8BIT (see ampi_moment_scales), else fp32 */
     amp_master_kind master_kind;  /* REMAINDER: what master is; STOCHASTIC: how the weight is rounded */
@@ -3658,6 +3677,12 @@ typedef struct amp_k_tensor {
     int32_t live;               /* 0: no gradient in this step, skipped: the parameter rests */
     int32_t said;               /* what this rank says of it to the others: 0 no gradient, 1 a gradient, 2 frozen */
 } amp_k_tensor;
+
+/* How often a parameter was updated, which bias correction and the first momentum depend on; zeros before the first. */
+typedef struct amp_k_steps {
+    int64_t count;
+    double beta1_power, beta2_power;  /* beta^count, once count is 1 or more */
+} amp_k_steps;
 
 /* What a check finds, and what follows from it; one per set, in device memory. */
 struct amp_k_grad_stats {
@@ -3669,7 +3694,6 @@ struct amp_k_grad_stats {
     float factor;               /* for the next pass over the gradients */
     int32_t skip;               /* 1: the optimizer changes nothing */
     int64_t attempts, step, skips;  /* attempts = step + skips; step counts those applied */
-    double beta1_power, beta2_power;  /* beta^step */
     double lr;
     int32_t consecutive_skips;
     /* 1 + the first row that is frozen on one rank and not on another, 0: none; and these two ranks */
@@ -3695,7 +3719,8 @@ typedef struct amp_k_check {
     amp_k_grad_stats *found;    /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
 } amp_k_check;
 
-/* By ampi_adamw_row and its like.  Weight and master, or an fp32 weight and its copy, are written in one pass. */
+/* Adds 1 to the steps of each live row, unless found->skip, then computes by ampi_adamw_row and its like.  Weight and
+   master, or an fp32 weight and its copy, are written in one pass. */
 typedef struct amp_k_adamw {
     const amp_k_tensor *table; int64_t tensors;
     const amp_k_grad_stats *found;
@@ -3800,10 +3825,11 @@ typedef struct amp_k_scaler_rule {
 /* A step's constants. */
 typedef struct amp_k_step_rule {
     double divisor;             /* micro-batches times ranks, for the average */
-    double beta1, beta2, lr;    /* lr below 0: found->lr is in effect */
+    double lr;                  /* below 0: found->lr is in effect */
     double clip_norm;           /* 0: none */
     int32_t unscaled;           /* 1: the check multiplied the gradients in memory by `factor` */
     int32_t apply_nonfinite;    /* 1: never skip */
+    int32_t idle, reserved;     /* idle 1: no row is live, so the step counts as skipped */
 } amp_k_step_rule;
 
 typedef enum amp_rule_kind {
@@ -4096,16 +4122,15 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     const amp_k_scaler *s = rule->scaler;
     const amp_k_scaler_rule *r = &rule->scaler_rule;
     amp_k_step_result *o = rule->results + f->attempts % AMP_STEP_RESULTS;
+    int skipped = f->skip || rule->step_rule.idle;
     f->attempts++;
     if (rule->step_rule.lr >= 0) f->lr = rule->step_rule.lr;
-    if (f->skip) {
+    if (skipped) {
         f->skips++;
         f->consecutive_skips++;
     } else {
         f->step++;
         f->consecutive_skips = 0;
-        f->beta1_power *= rule->step_rule.beta1;
-        f->beta2_power *= rule->step_rule.beta2;
     }
     o->number = f->attempts;
     o->step = f->step;
@@ -4116,7 +4141,7 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     o->clip_coef = f->clip_coef;
     o->scale = s ? s->scale : 1.0f;
     o->growth_tracker = s ? s->growth_tracker : 0;
-    o->applied = !f->skip;
+    o->applied = !skipped;
     o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
     o->first_bad = f->first_bad;
     o->apart_row = f->apart_row;
@@ -4350,13 +4375,15 @@ AMPI_HD float ampi_keep(double lr, double decay) {
 
 /* What every element of a row needs.  AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 -
    beta2) g^2;
-   w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier. */
+   w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier,
+   t = the row's own count. */
 typedef struct ampi_adamw_step {
     float multiplier, beta2, rest1, rest2, keep, rate, correction, eps;
     uint64_t seed;              /* of ampi_row_seed */
 } ampi_adamw_step;
 AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tensor *row) {
     const amp_k_grad_stats *f = args->found;
+    const amp_k_steps *t = (const amp_k_steps *)row->steps;
     ampi_adamw_step s;
     double lr = f->lr * row->lr_scale;
     s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
@@ -4364,16 +4391,15 @@ AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tens
     s.rest1 = (float)(1.0 - args->beta1);
     s.rest2 = (float)(1.0 - args->beta2);
     s.keep = ampi_keep(lr, row->weight_decay);
-    s.rate = (float)(lr / (1.0 - f->beta1_power));
-    s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
+    s.rate = (float)(lr / (1.0 - t->beta1_power));
+    s.correction = (float)(1.0 / ampi_root(1.0 - t->beta2_power));
     s.eps = (float)args->eps;
     s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
     return s;
 }
 
-/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first
-   step
-   b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
+/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first step
+   of the row b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
 typedef struct ampi_sgd_step {
     float multiplier, decay, momentum, rest, rate;
     int32_t nesterov;
@@ -4381,7 +4407,7 @@ typedef struct ampi_sgd_step {
 } ampi_sgd_step;
 AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *row) {
     const amp_k_grad_stats *f = args->found;
-    int first = f->step == 1;
+    int first = row->steps != NULL && ((const amp_k_steps *)row->steps)->count == 1;
     ampi_sgd_step s;
     s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
     s.decay = (float)row->weight_decay;
@@ -4427,7 +4453,7 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
     X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) \
     X(k_rope) X(k_norm) X(k_softmax) \
     X(k_activation) X(k_swiglu) X(k_cross_entropy) X(k_mse) X(k_embedding) X(k_dropout) X(k_add) X(k_add_views) \
-    X(k_tensor) X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
+    X(k_tensor) X(k_steps) X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_lion) X(k_scale_ranges) \
     X(k_inspected) X(k_inspect) \
     X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
     X(device_memory) X(backend_desc) X(k_communicator) X(backend) X(reducer) X(exchanges) X(ranks_desc) \
@@ -11277,6 +11303,21 @@ static amp_result ampi_update_rows(void *dev, const amp_k_tensor *table, int64_t
     return AMP_OK;
 }
 
+/* Counts the rows that are updated. */
+static void ampi_count_rows(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, double beta1,
+                            double beta2) {
+    ampi_fp host = ampi_fp_begin();
+    int64_t i;
+    for (i = 0; i < tensors && !found->skip; i++) {
+        amp_k_steps *k = (amp_k_steps *)table[i].steps;
+        if (k == NULL || !table[i].live) continue;
+        k->beta1_power = k->count > 0 ? k->beta1_power * beta1 : beta1;
+        k->beta2_power = k->count > 0 ? k->beta2_power * beta2 : beta2;
+        k->count++;
+    }
+    ampi_fp_end(host);
+}
+
 static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                              int64_t chunk) {
     ampi_adamw_step step = ampi_adamw_row((const amp_k_adamw *)job->args, row);
@@ -11285,6 +11326,7 @@ static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row,
 }
 static amp_result ampi_cpu_adamw(void *dev, const amp_k_adamw *a, void *stream) {
     (void)stream;
+    ampi_count_rows(a->table, a->tensors, a->found, a->beta1, a->beta2);
     return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_adamw_piece, a);
 }
 
@@ -11296,6 +11338,7 @@ static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, i
 }
 static amp_result ampi_cpu_sgd(void *dev, const amp_k_sgd *a, void *stream) {
     (void)stream;
+    ampi_count_rows(a->table, a->tensors, a->found, 1, 1);
     return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_sgd_piece, a);
 }
 
@@ -17522,11 +17565,13 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 enum { AMPI_MODEL_NAME = 96, AMPI_MODEL_PARAMS = 4096 };
 
 /* An optimizer of parameters.  set: the weight from fp32 values, with all that is kept of it.  remainder: the lower 16
-   bits of a bf16 weight, in memory of the backend; NULL: none are kept.  zero: drops gradients, and begins a cycle. */
+   bits of a bf16 weight, in memory of the backend; NULL: none are kept.  zero: drops gradients, and begins a cycle.
+   grow: takes in parameters that have got a gradient. */
 typedef struct ampi_keeper {
     amp_result (*set)(void *owner, amp_param *p, const float *values);
     const void *(*remainder)(const void *owner, const amp_param *p);
     amp_result (*zero)(void *owner);
+    amp_result (*grow)(void *owner, const char *function);
 } ampi_keeper;
 
 /* What the library keeps of a parameter besides amp_param. */
@@ -17536,6 +17581,7 @@ typedef struct ampi_model_row {
     void *grad;                     /* param.grad.data, unless that is frozen */
     void *owner; const ampi_keeper *keeper;         /* NULL: no optimizer has it */
     int32_t rounded;                /* 1: loaded, from fp32 values that only a master could have held */
+    int32_t thaws;                  /* 1: while it is being unfrozen */
 } ampi_model_row;
 
 struct amp_model {
@@ -17795,6 +17841,27 @@ AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements) {
     return bytes;
 }
 
+/* Gives the frozen parameters that match their gradients back.  Their optimizers make states for them, or all stay
+   frozen. */
+static amp_result ampi_model_thaw(amp_model *m, const char *pattern) {
+    const void *before = NULL;
+    amp_result result = AMP_OK;
+    int64_t i;
+    for (i = 0; i < m->n; i++) {
+        ampi_model_row *row = &m->rows[i];
+        row->thaws = m->params[i].grad.data == NULL && ampi_match(pattern, row->name);
+        if (row->thaws) m->params[i].grad.data = row->grad;
+    }
+    for (i = 0; i < m->n && result == AMP_OK; i++) {
+        const ampi_model_row *row = &m->rows[i];
+        if (!row->thaws || row->keeper == NULL || row->owner == before) continue;
+        result = (row->keeper->grow)(row->owner, "amp_model_freeze");
+        before = row->owner;
+    }
+    for (i = 0; i < m->n && result != AMP_OK; i++) if (m->rows[i].thaws) m->params[i].grad.data = NULL;
+    return result;
+}
+
 AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen) {
     ampi_nearest nearest = {NULL, 0};
     int64_t i, n = 0;
@@ -17802,9 +17869,10 @@ AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32
     AMPI_TRY(ampi_need("amp_model_freeze", pattern != NULL, "pattern"));
     if (frozen != 0 && frozen != 1)
         return ampi_fail(AMP_ERR_RANGE, "amp_model_freeze", "frozen = %d, must be 0 or 1", frozen);
+    if (!frozen) AMPI_TRY(ampi_model_thaw(model, pattern));
     for (i = 0; i < model->n; i++) {
         if (!ampi_match(pattern, model->rows[i].name)) continue;
-        model->params[i].grad.data = frozen ? NULL : model->rows[i].grad;
+        if (frozen) model->params[i].grad.data = NULL;
         ampi_gradient_live(&model->params[i], 0);
         n++;
     }
@@ -20830,6 +20898,10 @@ struct amp_grad_set {
     int64_t n;
     amp_k_tensor *rows, *table;     /* the host's copy, the device's */
     amp_param **params;             /* per row; NULL: the rows are ranges */
+    amp_param *all; int64_t n_all;  /* those that may have a row, in the order of rows: once they have a gradient */
+    amp_optimizer *optimizer;       /* whose set it is, or NULL */
+    /* before a check: takes in parameters that have got a gradient */
+    amp_result (*grow)(amp_grad_set *set, const char *function);
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
     amp_k_grad_stats *found;        /* device */
     /* the optimizer's; without one `own`: accumulation 1, clip_norm and sharded as given */
@@ -20863,13 +20935,25 @@ struct amp_scaler {
     ampi_scale scale;               /* what gradients remember of it */
 };
 
+/* Device memory of moments, masters and steps: of the rows there were at first, or of those that came at once. */
+typedef struct ampi_states { struct ampi_states *before; void *memory; } ampi_states;
+
+/* grown: rows are about to come: rows as they will be; which[row]: what it was, -1: it is new.  rows NULL: they do not
+   come after all. */
+typedef struct ampi_growth ampi_growth;
+struct ampi_growth {
+    ampi_growth *next;
+    amp_result (*grown)(ampi_growth *growth, const char *function, const amp_grad_set *rows, const int64_t *which);
+};
+
 struct amp_optimizer {
     ampi_object object;
     amp_context *amp;
     amp_optimizer_desc desc;        /* effective */
     amp_param_group *groups; const char **matches; char *text; int64_t text_bytes;
     amp_grad_set *set;
-    void *memory;                   /* device: moments and masters of all rows */
+    ampi_states *states;
+    ampi_growth *growths;           /* what wants to know of rows that come; NULL: nothing */
     /* Per row, the weight's copy to write too: as last sent (count -1: not sent), and the device's table.  NULL if
        memory is host-visible: copies are then packed. */
     amp_range *copies, *copy_table;
@@ -21108,7 +21192,8 @@ typedef struct ampi_bucket {
 typedef struct ampi_bucket_row {
     int64_t bucket, place;          /* its first element in the bucket */
     int32_t seen, expected;         /* operators that added to it in this cycle; the most in one before */
-    int32_t by_hand, reserved;      /* 1: the host adds to it too, so it waits for the step */
+    int32_t by_hand;                /* 1: the host adds to it too, so it waits for the step */
+    int32_t lot;                    /* 0: there from the start; rows that come later have buckets of their own */
 } ampi_bucket_row;
 
 /* See Buckets. */
@@ -21268,7 +21353,6 @@ static amp_result ampi_set_finish(amp_grad_set *set) {
     memset(&found, 0, sizeof found);
     found.first_bad = -1;
     found.clip_coef = found.multiplier = found.factor = 1;
-    found.beta1_power = found.beta2_power = 1;
     AMPI_TRY(ampi_send(set->amp, set->found, &found, sizeof found));
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
@@ -21320,21 +21404,117 @@ static amp_result ampi_check_weights_of(const char *function, const amp_param *p
     return AMP_OK;
 }
 
+static void ampi_set_fill_param(amp_grad_set *set, int64_t r, amp_param *p) {
+    amp_k_tensor *row = &set->rows[r];
+    row->weight = p->weight.data;
+    row->weight_dtype = p->weight.dtype;
+    row->grad = p->grad.data;
+    row->grad_dtype = p->grad.dtype;
+    row->count = amp_tensor_count(&p->grad);
+    row->live = 1;
+    set->params[r] = p;
+    set->names[r] = p->name;
+}
 static void ampi_set_fill_params(amp_grad_set *set, amp_param *params, int64_t n) {
     int64_t i, r = 0;
-    for (i = 0; i < n; i++) {
-        amp_param *p = &params[i];
-        amp_k_tensor *row = &set->rows[r];
-        if (p->grad.data == NULL) continue;
-        row->weight = p->weight.data;
-        row->weight_dtype = p->weight.dtype;
-        row->grad = p->grad.data;
-        row->grad_dtype = p->grad.dtype;
-        row->count = amp_tensor_count(&p->grad);
-        row->live = 1;
-        set->params[r] = p;
-        set->names[r++] = p->name;
+    set->all = params;
+    set->n_all = n;
+    for (i = 0; i < n; i++)
+        if (params[i].grad.data != NULL) ampi_set_fill_param(set, r++, &params[i]);
+}
+
+/* ---- Parameters that get a gradient after their set was made: each gets a row then, in the order of parameters. */
+
+/* Whether the set takes a parameter in that has no row: it has a gradient (live: one that counts), and no other
+   optimizer has it. */
+static int ampi_is_newcomer(const amp_grad_set *set, const amp_param *p, int live) {
+    const ampi_object *object;
+    int64_t i;
+    if (p->grad.data == NULL || (live && !p->grad_live)) return 0;
+    for (object = set->amp->objects; object != NULL && set->optimizer != NULL; object = object->next) {
+        const amp_optimizer *other = (const amp_optimizer *)(const void *)object;
+        if (strcmp(object->kind, "optimizer") != 0 || other == set->optimizer) continue;
+        for (i = 0; i < other->set->n; i++) if (other->set->params[i] == p) return 0;
     }
+    return 1;
+}
+/* How many it would take in. */
+static int64_t ampi_newcomers(const amp_grad_set *set, int live) {
+    int64_t i, row = 0, n = 0;
+    for (i = 0; i < set->n_all; i++) {
+        if (row < set->n && set->params[row] == &set->all[i]) row++;
+        else n += ampi_is_newcomer(set, &set->all[i], live);
+    }
+    return n;
+}
+static amp_result ampi_check_newcomers(const amp_grad_set *set, const char *function, int live) {
+    int64_t i, k, row = 0;
+    for (i = 0; i < set->n_all; i++) {
+        const amp_param *p = &set->all[i];
+        if (row < set->n && set->params[row] == p) { row++; continue; }
+        if (!ampi_is_newcomer(set, p, live)) continue;
+        if (ampi_capture(set->amp) != NULL)
+            return ampi_fail(AMP_ERR_STATE, function, "%s has had no gradient before, and a graph is being captured: "
+                             "unfreeze it, or step once with it, before the capture", p->name);
+        for (k = 0; k < set->n; k++)
+            if (strcmp(set->names[k], p->name) == 0)
+                return ampi_fail(AMP_ERR_NAME, function, "two parameters are named %s", p->name);
+        AMPI_TRY(ampi_check_gradient(function, p));
+        AMPI_TRY(ampi_check_known(set->amp, function, p));
+    }
+    return ampi_wait(set->amp);
+}
+/* Fills `next` with the rows that a set has, and those to come.  which[row]: what it was, -1: it is new. */
+static void ampi_set_fill_grown(amp_grad_set *next, const amp_grad_set *set, int live, int64_t *which) {
+    int64_t i, row = 0, r = 0;
+    next->all = set->all;
+    next->n_all = set->n_all;
+    for (i = 0; i < set->n_all; i++) {
+        amp_param *p = &set->all[i];
+        int has = row < set->n && set->params[row] == p;
+        if (!has && !ampi_is_newcomer(set, p, live)) continue;
+        ampi_set_fill_param(next, r, p);
+        if (has) {                  /* it may be frozen now */
+            next->rows[r].grad = ampi_whole_row(set, row)->grad;
+            next->rows[r].grad_dtype = ampi_whole_row(set, row)->grad_dtype;
+        }
+        which[r++] = has ? row++ : -1;
+    }
+}
+/* The set gets the rows of `next`, which gets its. */
+static void ampi_set_swap(amp_grad_set *set, amp_grad_set *next) {
+    amp_grad_set was = *set;
+    set->n = next->n; set->rows = next->rows; set->table = next->table; set->params = next->params;
+    set->names = next->names; set->buckets = next->buckets;
+    next->n = was.n; next->rows = was.rows; next->table = was.table; next->params = was.params;
+    next->names = was.names; next->buckets = was.buckets;
+    amp_free(set->amp, set->saved);
+    set->saved = NULL;
+    set->apart = 0;
+    if (!set->desc->sharded) set->agreed = 0;
+    ampi_settings_changed(set->amp);
+}
+/* 1: only a parameter whose gradient counts is taken in.  Ranks that have the same parameters must do alike, so there
+   it is enough that there is a gradient. */
+static int ampi_takes_live(const amp_grad_set *set) { return ampi_world(set->amp) == 1 || set->desc->sharded; }
+/* A set without an optimizer. */
+static amp_result ampi_set_grow(amp_grad_set *set, const char *function) {
+    const amp_system *s = ampi_context_system(set->amp);
+    int live = ampi_takes_live(set);
+    int64_t n = set->n + ampi_newcomers(set, live), *which;
+    amp_grad_set *next;
+    amp_result r;
+    if (n == set->n) return AMP_OK;
+    AMPI_TRY(ampi_check_newcomers(set, function, live));
+    AMPI_TRY(ampi_set_new(set->amp, function, &next, n, 1));
+    r = ampi_alloc(s, function, (void **)&which, n, sizeof *which);
+    if (r == AMP_OK) ampi_set_fill_grown(next, set, live, which);
+    if (r == AMP_OK) r = ampi_check_gradients_apart(next);
+    if (r == AMP_OK) r = ampi_set_finish(next);
+    if (r == AMP_OK) ampi_set_swap(set, next);
+    ampi_free(s, which, n, sizeof *which);
+    amp_grad_set_destroy(next);
+    return r;
 }
 
 static amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
@@ -21400,6 +21580,7 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     AMPI_TRY(ampi_set_new(amp, "amp_grad_set_create", out, n, desc->params != NULL));
     if (desc->params != NULL) ampi_set_fill_params(*out, desc->params, desc->n_params);
     r = desc->ranges != NULL ? ampi_set_fill_ranges(*out, desc->ranges) : AMP_OK;
+    (*out)->grow = ampi_set_grow;
     (*out)->own.clip_norm = desc->clip_norm;
     (*out)->own.sharded = desc->sharded;
     if (r == AMP_OK) r = ampi_check_gradients_apart(*out);
@@ -21478,8 +21659,9 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
 }
 
 /* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
-   parameter to the first; within one the first lies first.  Once the operators that have added to a bucket's gradients
-   in a cycle before have done so again, the bucket goes on its way: in a thread of its own, or in a stream if the
+   parameter to the first, those that came later in buckets of their own, so that the parts of ranks stay what they
+   were; within one the first lies first.  Once the operators that have added to a bucket's gradients in a cycle before
+   have done so again, the bucket goes on its way: in a thread of its own, or in a stream if the
    reducer obeys those.  All ranks send all buckets in the same order, that in which backward finished them on rank 0 in
    the first whole cycle; what is not ready waits for the step.
    With .shard or .deterministic, each rank has a part of each bucket, at multiples of ampi_buckets_unit elements of
@@ -22024,23 +22206,26 @@ static void ampi_buckets_fill(ampi_buckets *b) {
     const int64_t size = (int64_t)amp_dtype_size(d->wire), world = ampi_world(b->amp);
     const int64_t unit = ampi_buckets_unit(b);
     ampi_bucket *k = NULL;
-    int64_t i, part = 0, place = 0;
-    for (i = 0; i < b->set->n; i++) {
-        int64_t row = b->set->n - 1 - i;
-        b->order[i] = row;
-        if (k == NULL || (k->n > 0 && (k->count + b->whole[row].count) * size > d->bucket_bytes)) {
-            k = &b->all[b->n++];
-            k->first = i;
+    int64_t i, row, part = 0, place, at = 0;
+    int32_t lot;
+    for (lot = 0; at < b->set->n; lot++, k = NULL)
+        for (row = b->set->n - 1; row >= 0; row--) {
+            if (b->rows[row].lot != lot) continue;
+            if (k == NULL || (k->n > 0 && (k->count + b->whole[row].count) * size > d->bucket_bytes)) {
+                k = &b->all[b->n++];
+                k->first = at;
+            }
+            b->order[at++] = row;
+            b->rows[row].bucket = b->n - 1;
+            k->n++;
+            k->waiting++;
+            k->count += (b->whole[row].count + unit - 1) / unit * unit;
         }
-        b->rows[row].bucket = b->n - 1;
-        k->n++;
-        k->waiting++;
-        k->count += (b->whole[row].count + unit - 1) / unit * unit;
-    }
-    for (i = 0; i < b->set->n; i++) {       /* by parameter, as they most often lie in memory */
-        b->rows[i].place = i > 0 && b->rows[i].bucket == b->rows[i - 1].bucket ? place : 0;
-        place = b->rows[i].place + (b->whole[i].count + unit - 1) / unit * unit;
-    }
+    for (k = b->all; k < b->all + b->n; k++)
+        for (i = k->first + k->n - 1, place = 0; i >= k->first; i--) {      /* as they most often lie in memory */
+            b->rows[b->order[i]].place = place;
+            place += (b->whole[b->order[i]].count + unit - 1) / unit * unit;
+        }
     for (i = 0; i < b->n && unit > 1; i++) {
         k = &b->all[i];
         k->count = (k->count + world * unit - 1) / (world * unit) * (world * unit);
@@ -22124,7 +22309,17 @@ static amp_result ampi_buckets_stream(ampi_buckets *b) {
     return (backend->stream_create)(b->amp->dev, &b->stream);
 }
 
-static amp_result ampi_buckets_build(ampi_buckets *b) {
+/* Those that were there before keep their lots. */
+static void ampi_buckets_lots(ampi_buckets *b, const ampi_buckets *before) {
+    int64_t i, was;
+    int32_t lots = 0;
+    for (i = 0; before != NULL && i < before->set->n; i++) lots = AMPI_MAX(lots, before->rows[i].lot + 1);
+    for (i = 0; before != NULL && i < b->set->n; i++) {
+        was = before->slots[ampi_bucket_slot(before, b->set->params[i])] - 1;
+        b->rows[i].lot = was >= 0 ? before->rows[was].lot : lots;
+    }
+}
+static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before) {
     const amp_system *s = ampi_context_system(b->amp);
     const char *f = "amp_optimizer_create";
     int64_t i, n = b->set->n;
@@ -22138,6 +22333,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     memcpy(b->whole, b->set->rows, (size_t)n * sizeof *b->whole);
     for (i = 0; i < n; i++) b->slots[ampi_bucket_slot(b, b->set->params[i])] = (int32_t)i + 1;
     AMPI_TRY(ampi_check_gradients_apart(b->set));
+    ampi_buckets_lots(b, before);
     ampi_buckets_fill(b);
     AMPI_TRY(ampi_buckets_memory(b));
     AMPI_TRY(ampi_buckets_cut(b));
@@ -22162,8 +22358,8 @@ static amp_result ampi_buckets_build(ampi_buckets *b) {
     ampi_watch_gradients(b->amp, &b->watch);
     return AMP_OK;
 }
-/* For an optimizer's set. */
-static amp_result ampi_buckets_create(amp_grad_set *set, int32_t *micro) {
+/* For an optimizer's set; before: those of the set that this one will replace, or NULL. */
+static amp_result ampi_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
     const amp_reducer *r = ampi_reducer(set->amp);
     const amp_optimizer_desc *d = set->desc;
     ampi_buckets *b;
@@ -22178,7 +22374,7 @@ static amp_result ampi_buckets_create(amp_grad_set *set, int32_t *micro) {
     b->parted = b->states || d->deterministic;
     b->ordered = d->deterministic || d->wire == AMP_BF16;
     b->threaded = !r->one_thread && !d->no_overlap && (set->amp->backend->host_visible || r->on_host != 0);
-    return ampi_buckets_build(b);
+    return ampi_buckets_build(b, before);
 }
 
 static void ampi_buckets_destroy(ampi_buckets *b) {
@@ -23000,6 +23196,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
         return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
     if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "the check must come before the optimizer's step");
+    AMPI_TRY((set->grow)(set, "amp_scaler_check"));
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
     while (filled < set->n && set->rows[filled].count == 0) filled++;
     if (filled == set->n && !set->desc->sharded && ampi_log_count(set->amp, 1102) == 1)
@@ -23308,8 +23505,8 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 
 /* ---- Optimizers */
 
-/* The arrays that a parameter may have. */
-enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
+/* The arrays that a parameter may have, and its own count of steps. */
+enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3, AMPI_COUNTED = AMPI_ARRAYS, AMPI_BLOCKS };
 
 static int64_t *ampi_copies_inf(const amp_optimizer *o) {
     return o->copy_table != NULL ? &o->amp->cells->new_inf : NULL;
@@ -23345,9 +23542,11 @@ static amp_result ampi_run_lion(const amp_optimizer *o, const amp_backend *backe
     return (backend->lion)(dev, &k, stream);
 }
 
-/* The optimizers, by amp_optimizer_kind: which moments a parameter has, as bits, without and with .momentum; which
-   fields are read that not all read; their defaults; and the kernel call.  Masters depend on the row alone. */
+/* The optimizers, by amp_optimizer_kind: which moments a parameter has, and whether its steps are counted, as bits,
+   without and with .momentum; which fields are read that not all read; their defaults; and the kernel call.  Masters
+   depend on the row alone. */
 enum { AMPI_READS_BETAS = 1, AMPI_READS_EPS = 2, AMPI_READS_MOMENTUM = 4 };
+enum { AMPI_ADAM = 1 << AMPI_M | 1 << AMPI_V2 | 1 << AMPI_COUNTED, AMPI_MOMENTUM = 1 << AMPI_M | 1 << AMPI_COUNTED };
 static const struct ampi_optimizer_row {
     const char *name;
     int arrays[2], reads;
@@ -23355,9 +23554,8 @@ static const struct ampi_optimizer_row {
     amp_result (*run)(const amp_optimizer *o, const amp_backend *backend, void *dev, void *stream);
 } ampi_optimizers[] = {
     {"?", {0, 0}, 0, 0, 0, 0, 0, NULL},
-    {"AdamW", {1 << AMPI_M | 1 << AMPI_V2, 1 << AMPI_M | 1 << AMPI_V2}, AMPI_READS_BETAS | AMPI_READS_EPS,
-     1e-3, 0.9, 0.999, 1e-8, ampi_run_adamw},
-    {"SGD", {0, 1 << AMPI_M}, AMPI_READS_MOMENTUM, 1e-3, 0.9, 0.999, 1e-8, ampi_run_sgd},
+    {"AdamW", {AMPI_ADAM, AMPI_ADAM}, AMPI_READS_BETAS | AMPI_READS_EPS, 1e-3, 0.9, 0.999, 1e-8, ampi_run_adamw},
+    {"SGD", {0, AMPI_MOMENTUM}, AMPI_READS_MOMENTUM, 1e-3, 0.9, 0.999, 1e-8, ampi_run_sgd},
     {"Lion", {1 << AMPI_M, 1 << AMPI_M}, AMPI_READS_BETAS, 1e-4, 0.9, 0.99, 0, ampi_run_lion}
 };
 enum { AMPI_OPTIMIZERS = sizeof ampi_optimizers / sizeof *ampi_optimizers };
@@ -23615,40 +23813,70 @@ static int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int w
     return ampi_has_moments(&o->desc) >> which & 1;
 }
 static void **ampi_row_array(amp_k_tensor *row, int which) {
-    return which == AMPI_M ? &row->m : which == AMPI_V2 ? &row->v : &row->master;
+    return which == AMPI_M ? &row->m : which == AMPI_V2 ? &row->v : which == AMPI_MASTER ? &row->master : &row->steps;
 }
 static int64_t ampi_array_bytes(const amp_k_tensor *row, int which) {
+    if (which == AMPI_COUNTED) return (int64_t)sizeof(amp_k_steps);
     if (which == AMPI_MASTER) return row->count * (row->master_kind == AMP_MASTER_REMAINDER ? 2 : 4);
     if (row->moment_dtype == AMP_MOMENTS_8BIT)
         return ampi_moment_blocks(row->count) * (AMPI_MOMENT_BLOCK + (int64_t)sizeof(float));
     return row->count * (row->moment_dtype == AMP_BF16 ? 2 : 4);
 }
 
-/* Allocates one zeroed block for all rows' arrays, each at a multiple of 256 bytes. */
+/* Allocates one zeroed block for the arrays of all rows that have none, each at a multiple of 256 bytes. */
 static amp_result ampi_optimizer_memory(amp_optimizer *o) {
     int64_t i, bytes = 0, at = 0;
     int a, pass;
+    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_create", (void **)&o->states, 1,
+                        sizeof *o->states));
     for (pass = 0; pass < 2; pass++) {
-        if (pass == 1) AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, &o->memory, bytes));
+        if (pass == 1) AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, &o->states->memory, bytes));
         for (i = 0; i < o->set->n; i++)
-            for (a = 0; a < AMPI_ARRAYS; a++) {
+            for (a = 0; a < AMPI_BLOCKS; a++) {
                 amp_k_tensor *row = &o->set->rows[i];
                 int64_t size = (ampi_array_bytes(row, a) + 255) / 256 * 256;
-                if (!ampi_has_array(o, row, a)) continue;
+                if (!ampi_has_array(o, row, a) || *ampi_row_array(row, a) != NULL) continue;
                 if (pass == 0) bytes += size;
-                else if (bytes > 0) *ampi_row_array(row, a) = (char *)o->memory + at;
+                else if (bytes > 0) *ampi_row_array(row, a) = (char *)o->states->memory + at;
                 at += pass * size;
             }
     }
-    return bytes > 0 ? amp_fill(o->amp, o->memory, 0, bytes) : AMP_OK;
+    return bytes > 0 ? amp_fill(o->amp, o->states->memory, 0, bytes) : AMP_OK;
+}
+static void ampi_states_free(amp_optimizer *o) {
+    while (o->states != NULL) {
+        ampi_states *states = o->states;
+        o->states = states->before;
+        amp_free(o->amp, states->memory);
+        ampi_free(ampi_context_system(o->amp), states, 1, sizeof *states);
+    }
 }
 
+#if !defined(AMP_NO_CARE)
+static void ampi_growth_link(amp_optimizer *o, ampi_growth *growth,
+                             amp_result (*grown)(ampi_growth *growth, const char *function, const amp_grad_set *rows,
+                                                 const int64_t *which)) {
+    growth->grown = grown;
+    growth->next = o->growths;
+    o->growths = growth;
+}
+static void ampi_growth_unlink(amp_optimizer *o, const ampi_growth *growth) {
+    ampi_growth **link = &o->growths;
+    while (*link != NULL && *link != growth) link = &(*link)->next;
+    if (*link != NULL) *link = growth->next;
+}
+#endif
+
+/* Says where a parameter's fp32 master is. */
+static void ampi_show_master(const amp_grad_set *set, int64_t i) {
+    const amp_k_tensor *row = &set->rows[i];
+    set->params[i]->master = ampi_has_remainder(row) || ampi_shards(set) ? NULL : row->master;
+}
 static amp_result ampi_make_masters(amp_optimizer *o) {
     int64_t i;
     for (i = 0; i < o->set->n; i++) {
-        amp_k_tensor *row = &o->set->rows[i];
-        o->set->params[i]->master = ampi_has_remainder(row) || ampi_shards(o->set) ? NULL : row->master;
-        AMPI_TRY(ampi_make_master(o->amp, row));
+        ampi_show_master(o->set, i);
+        AMPI_TRY(ampi_make_master(o->amp, &o->set->rows[i]));
     }
     return AMP_OK;
 }
@@ -23702,15 +23930,186 @@ static void ampi_outer_free(amp_optimizer *o) {
     memset(u, 0, sizeof *u);
 }
 
+/* Names of parameters, one after the other in a message. */
+typedef struct ampi_named { ampi_sheet sheet; char text[200]; int64_t n; } ampi_named;
+static void ampi_name_one(ampi_named *to, const char *name, int64_t n) {
+    if (to->n == 0) to->sheet = ampi_sheet_of(to->text, sizeof to->text);
+    if (to->n++ < 4) ampi_print(&to->sheet, "%s%.*s", to->n > 1 ? ", " : "", (int)AMPI_MIN(n, (int64_t)40), name);
+}
+static const char *ampi_named_more(ampi_named *to) {
+    if (to->n > 4) ampi_print(&to->sheet, " and %lld more", (long long)to->n - 4);
+    return to->text;
+}
+
+/* ---- Rows that come later.  `next` is built beside the optimizer and holds what it will have; then they exchange it,
+   so that a failure changes nothing. */
+
+/* The outer step's arrays: those of rows that are new begin at the weights. */
+static amp_result ampi_grow_outer(const amp_optimizer *o, amp_optimizer *next, const char *function,
+                                  const int64_t *which) {
+    ampi_outer *u = &next->outer;
+    int64_t i, n, at = 0, was = 0;
+    AMPI_TRY(ampi_outer_memory(next));
+    u->begun = o->outer.begun;
+    for (i = 0; i < next->set->n && u->begun; i++, at += n) {
+        n = next->set->rows[i].count;
+        if (which[i] < 0) {
+            AMPI_TRY(ampi_param_read(o->amp, function, next->set->params[i], NULL, u->anchor + at));
+            continue;
+        }
+        memcpy(u->anchor + at, o->outer.anchor + was, (size_t)n * sizeof *u->anchor);
+        memcpy(u->momentum + at, o->outer.momentum + was, (size_t)n * sizeof *u->momentum);
+        was += n;
+    }
+    return AMP_OK;
+}
+
+/* Where a row stands that was row `was`. */
+static int32_t ampi_grown_row(const amp_grad_set *next, const int64_t *which, int64_t was) {
+    int64_t i;
+    for (i = 0; i < next->n && (was < 0 || which[i] != was); i++) {}
+    return i < next->n ? (int32_t)i : -1;
+}
+static amp_result ampi_grow_found(const amp_optimizer *o, const amp_optimizer *next, const int64_t *which) {
+    amp_k_grad_stats f;
+    AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
+    if (f.first_bad < 0) return AMP_OK;
+    f.first_bad = ampi_grown_row(next->set, which, f.first_bad);
+    return ampi_send(o->amp, o->set->found, &f, sizeof f);
+}
+
+static amp_result ampi_grow_notify(const amp_optimizer *o, const char *function, const amp_grad_set *next,
+                                   const int64_t *which) {
+    ampi_growth *g, *back;
+    amp_result r = AMP_OK;
+    for (g = o->growths; g != NULL; g = g->next) {
+        r = (g->grown)(g, function, next, which);
+        if (r != AMP_OK) break;
+    }
+    for (back = o->growths; back != g && r != AMP_OK; back = back->next)
+        (void)back->grown(back, function, NULL, NULL);
+    return r;
+}
+
+static amp_result ampi_grow_build(amp_optimizer *o, amp_optimizer *next, const char *function, int live,
+                                  int64_t *which) {
+    int64_t i;
+    int a;
+    ampi_set_fill_grown(next->set, o->set, live, which);
+    ampi_apply_groups(next);
+    for (i = 0; i < next->set->n; i++) {
+        if (which[i] < 0) continue;
+        next->set->rows[i].master_kind = o->set->rows[which[i]].master_kind;
+        next->set->rows[i].moment_dtype = o->set->rows[which[i]].moment_dtype;
+    }
+    AMPI_TRY(ampi_check_weights(next));
+    AMPI_TRY(ampi_check_weights_apart(next->set));
+    AMPI_TRY(ampi_buckets_create(next->set, &o->micro, o->set->buckets));
+    for (i = 0; i < next->set->n; i++)
+        for (a = 0; a < AMPI_BLOCKS && which[i] >= 0; a++)
+            *ampi_row_array(&next->set->rows[i], a) = *ampi_row_array(&o->set->rows[which[i]], a);
+    AMPI_TRY(ampi_optimizer_memory(next));
+    AMPI_TRY(ampi_copy_memory(next));
+    AMPI_TRY(ampi_grow_outer(o, next, function, which));
+    AMPI_TRY(ampi_set_finish(next->set));
+    for (i = 0; i < next->set->n; i++)
+        if (which[i] < 0) AMPI_TRY(ampi_make_master(o->amp, &next->set->rows[i]));
+    AMPI_TRY(ampi_grow_found(o, next, which));
+    AMPI_TRY(ampi_wait(o->amp));
+    return ampi_grow_notify(o, function, next->set, which);
+}
+
+/* The optimizer and `next` exchange what they have. */
+static void ampi_grow_swap(amp_optimizer *o, amp_optimizer *next, const int64_t *which) {
+    amp_optimizer was = *o;
+    int64_t i;
+    for (i = 0; i < AMP_STEP_RESULTS; i++)
+        o->outcomes[i].first_bad = ampi_grown_row(next->set, which, o->outcomes[i].first_bad);
+    for (i = 0; i < next->set->n; i++) if (which[i] < 0) ampi_show_master(next->set, i);
+    o->copies = next->copies; o->copy_table = next->copy_table; o->outer = next->outer;
+    next->copies = was.copies; next->copy_table = was.copy_table; next->outer = was.outer;
+    next->states->before = o->states;
+    o->states = next->states;
+    next->states = NULL;
+    ampi_set_swap(o->set, next->set);
+    if (o->set->buckets != NULL) o->set->buckets->set = o->set;
+    if (next->set->buckets != NULL) next->set->buckets->set = next->set;
+}
+
+static amp_result ampi_grow_check(const amp_optimizer *o, const char *function, int live) {
+    AMPI_TRY(ampi_may_exchange(o->amp, function));
+    if (ampi_trials(o->amp, 0) > 0)
+        return ampi_fail(AMP_ERR_STATE, function, "a parameter gets a gradient inside amp_verify, amp_gradcheck or "
+                         "amp_tune, whose steps are trials: unfreeze it before");
+    if (o->set->stage == AMPI_CHECKED)
+        return ampi_fail(AMP_ERR_STATE, function, "the gradients were checked, and are not used yet: step first");
+    return ampi_check_newcomers(o->set, function, live);
+}
+
+/* Takes in parameters that have got a gradient (live: one that counts), with states that begin now. */
+static amp_result ampi_optimizer_grow(amp_optimizer *o, const char *function, int live) {
+    const amp_system *s = ampi_context_system(o->amp);
+    int64_t come = ampi_newcomers(o->set, live), n = o->set->n + come, *which = NULL;
+    amp_optimizer next;
+    amp_result r;
+    if (come == 0) return AMP_OK;
+    AMPI_TRY(ampi_as(function, ampi_grow_check(o, function, live)));
+    memset(&next, 0, sizeof next);
+    next.amp = o->amp;
+    next.desc = o->desc;
+    next.groups = o->groups;
+    AMPI_TRY(ampi_set_new(o->amp, function, &next.set, n, 1));
+    next.set->desc = &o->desc;
+    next.set->optimizer = o;
+    r = ampi_alloc(s, function, (void **)&which, n, sizeof *which);
+    if (r == AMP_OK) r = ampi_as(function, ampi_grow_build(o, &next, function, live, which));
+    if (r == AMP_OK) ampi_grow_swap(o, &next, which);
+    ampi_buckets_destroy(next.set->buckets);
+    next.set->buckets = NULL;
+    ampi_states_free(&next);
+    amp_free(o->amp, next.copy_table);
+    if (next.copies != NULL) ampi_free(s, next.copies, next.set->n, sizeof *next.copies);
+    ampi_outer_free(&next);
+    amp_grad_set_destroy(next.set);
+    ampi_free(s, which, n, sizeof *which);
+    return r;
+}
+/* Before a check.  With buckets gradients may be on their way: see ampi_grow_late. */
+static amp_result ampi_optimizer_grow_live(amp_grad_set *set, const char *function) {
+    return ampi_is_summed(set) ? AMP_OK : ampi_optimizer_grow(set->optimizer, function, ampi_takes_live(set));
+}
+/* After a step of ranks, whose sums the newcomers had no part in. */
+static void ampi_grow_late(amp_optimizer *o) {
+    int64_t i, row = 0, before = o->set->n;
+    ampi_named come;
+    if (!ampi_is_summed(o->set) || ampi_newcomers(o->set, ampi_takes_live(o->set)) == 0) return;
+    come.n = 0;
+    for (i = 0; i < o->set->n_all; i++) {
+        amp_param *p = &o->set->all[i];
+        if (row < o->set->n && o->set->params[row] == p) { row++; continue; }
+        if (!ampi_is_newcomer(o->set, p, ampi_takes_live(o->set))) continue;
+        ampi_name_one(&come, p->name, (int64_t)strlen(p->name));
+        ampi_gradient_live(p, 0);
+    }
+    if (ampi_optimizer_grow(o, "amp_step", 0) == AMP_OK && o->set->n > before)
+        ampi_log(o->amp, AMP_LOG_WARNING, 1111, "amp_step: these have a gradient since amp_optimizer_create, and are "
+                 "stepped from the next step on: %s", ampi_named_more(&come));
+    else
+        ampi_log(o->amp, AMP_LOG_WARNING, 1111, "amp_step: these have a gradient since amp_optimizer_create, and "
+                 "cannot be stepped yet: %s: %.200s", ampi_named_more(&come), ampi_error_text);
+}
+
 static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_copy_groups(o));
     AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
     o->set->desc = &o->desc;
+    o->set->optimizer = o;
+    o->set->grow = ampi_optimizer_grow_live;
     ampi_set_fill_params(o->set, o->desc.params, o->desc.n_params);
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
     AMPI_TRY(ampi_as("amp_optimizer_create", ampi_check_weights_apart(o->set)));
-    AMPI_TRY(ampi_as("amp_optimizer_create", ampi_buckets_create(o->set, &o->micro)));
+    AMPI_TRY(ampi_as("amp_optimizer_create", ampi_buckets_create(o->set, &o->micro, NULL)));
     AMPI_TRY(ampi_optimizer_memory(o));
     AMPI_TRY(ampi_copy_memory(o));
     AMPI_TRY(ampi_result_memory(o));
@@ -23738,7 +24137,7 @@ static void ampi_optimizer_stop(ampi_object *object) {
     }
     if (o->outcomes != NULL) (backend->free_pinned)(dev, o->outcomes, AMP_STEP_RESULTS * sizeof *o->outcomes);
     amp_free(o->amp, o->ring);
-    amp_free(o->amp, o->memory);
+    ampi_states_free(o);
     amp_free(o->amp, o->copy_table);
     if (o->copies != NULL) ampi_free(s, o->copies, o->set->n, sizeof *o->copies);
     ampi_outer_free(o);
@@ -23936,8 +24335,11 @@ static const void *ampi_optimizer_remainder(const void *owner, const amp_param *
     for (i = 0; i < set->n && set->params[i] != p; i++) {}
     return i < set->n && ampi_has_remainder(&set->rows[i]) && !ampi_shards(set) ? set->rows[i].master : NULL;
 }
+static amp_result ampi_optimizer_take_in(void *owner, const char *function) {
+    return ampi_optimizer_grow((amp_optimizer *)owner, function, 0);
+}
 static const ampi_keeper ampi_optimizer_keeper = {
-    ampi_optimizer_set, ampi_optimizer_remainder, ampi_optimizer_zero
+    ampi_optimizer_set, ampi_optimizer_remainder, ampi_optimizer_zero, ampi_optimizer_take_in
 };
 AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_result result = ampi_optimizer_create(amp, out, desc);
@@ -24001,12 +24403,18 @@ static amp_result ampi_run_optimizer(const amp_optimizer *o) {
     return (ampi_optimizers[o->desc.kind].run)(o, backend, dev, stream);
 }
 
+/* 1: nothing has a gradient.  With .sharded another rank may have one. */
+static int ampi_is_idle(const amp_grad_set *set) {
+    int64_t i;
+    for (i = 0; i < set->n && !set->rows[i].live; i++) {}
+    return i == set->n && !(set->desc->sharded && ampi_world(set->amp) > 1);
+}
+
 /* Counts the step on the device; scaler is enabled or NULL.  In a graph AMP_RULE_LAUNCH writes the learning rate. */
 static amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
     amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
     rule.results = o->ring;
-    rule.step_rule.beta1 = o->desc.beta1;
-    rule.step_rule.beta2 = o->desc.beta2;
+    rule.step_rule.idle = ampi_is_idle(o->set);
     rule.step_rule.lr = ampi_capture(o->amp) ? -1 : o->desc.lr;
     return ampi_run_rule(o->amp, &rule);
 }
@@ -24071,6 +24479,7 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
         return ampi_fail(AMP_ERR_STATE, function, "called from within a tape that runs: step after "
                          "amp_tape_backward, or in grad_ready once all gradients of this optimizer were told");
     AMPI_TRY(ampi_check_by_hand(function, o));
+    if (o->set->stage == AMPI_READY) AMPI_TRY((o->set->grow)(o->set, function));
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
@@ -24153,14 +24562,21 @@ static amp_result ampi_outer_rows(const amp_optimizer *o, int64_t first, int64_t
     return AMP_OK;
 }
 
-/* Notes where the ranks begin. */
+/* Notes where the ranks begin: elements [first, first + n) of all rows. */
+static amp_result ampi_outer_note(const amp_optimizer *o, int64_t first, int64_t n) {
+    const ampi_outer *u = &o->outer;
+    int64_t i, k;
+    for (i = first; i < first + n; i += k) {
+        k = AMPI_MIN(first + n - i, (int64_t)AMPI_OUTER_PIECE);
+        AMPI_TRY(ampi_outer_rows(o, i, k, u->anchor + i, 0));
+    }
+    if (n > 0) memset(u->momentum + first, 0, (size_t)n * sizeof *u->momentum);
+    return AMP_OK;
+}
 static amp_result ampi_outer_begin(amp_optimizer *o) {
     ampi_outer *u = &o->outer;
-    int64_t i;
     if (o->desc.sync_every == 0 || u->begun) return AMP_OK;
-    for (i = 0; i < u->n; i += AMPI_OUTER_PIECE)
-        AMPI_TRY(ampi_outer_rows(o, i, AMPI_MIN(u->n - i, (int64_t)AMPI_OUTER_PIECE), u->anchor + i, 0));
-    memset(u->momentum, 0, (size_t)u->n * sizeof *u->momentum);
+    AMPI_TRY(ampi_outer_note(o, 0, u->n));
     u->begun = 1;
     return AMP_OK;
 }
@@ -24309,6 +24725,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     result = ampi_fp8_step(o, ampi_is_combined(set));
     if (ampi_gathers_late(set)) ampi_buckets_gather_late(set->buckets);     /* no exchange is left */
     AMPI_TRY(result);
+    ampi_grow_late(o);
     return ampi_capture(o->amp) == NULL ? ampi_outer_step(o) : AMP_OK;
 }
 
@@ -24635,9 +25052,9 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
 }
 AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
 
-/* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes; the arrays m.0, v.0, master.0
-   and so on by row; cycle: the rank that the gradients grad.0 ... belong to; live: which of them count.  Masters are
-   always saved in fp32. */
+/* ---- Saving an optimizer.  Records: names; frozen: those of parameters without a row; shape, counters, settings,
+   seed, outcomes; counts, powers: each row's amp_k_steps; the arrays m.0, v.0, master.0 and so on by row; cycle: the
+   rank that the gradients grad.0 ... belong to; live: which of them count.  Masters are always saved in fp32. */
 
 enum {
     AMPI_CYCLE_RANK = 0,
@@ -24693,17 +25110,24 @@ static amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
     return AMP_OK;
 }
 
-/* All names, each followed by a line feed. */
-static amp_result ampi_names_record(const amp_optimizer *o, char **text, int64_t *bytes) {
-    int64_t i, at = 0;
-    *bytes = 0;
-    for (i = 0; i < o->set->n; i++) *bytes += (int64_t)strlen(o->set->names[i]) + 1;
-    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)text, *bytes, 1));
-    for (i = 0; i < o->set->n; i++) {
-        size_t n = strlen(o->set->names[i]);
-        memcpy(*text + at, o->set->names[i], n);
-        (*text)[at + (int64_t)n] = '\n';
-        at += (int64_t)n + 1;
+/* The names of parameters that have a row, or have none, each followed by a line feed. */
+static amp_result ampi_names_record(const amp_optimizer *o, int with_row, char **text, int64_t *bytes) {
+    int64_t i, row, pass, at = 0;
+    for (pass = 0; pass < 2; pass++) {
+        for (i = row = at = 0; i < o->desc.n_params; i++) {
+            const amp_param *p = &o->desc.params[i];
+            int has = row < o->set->n && o->set->params[row] == p;
+            size_t n = strlen(p->name);
+            row += has;
+            if (has != with_row) continue;
+            if (pass > 0) {
+                memcpy(*text + at, p->name, n);
+                (*text)[at + (int64_t)n] = '\n';
+            }
+            at += (int64_t)n + 1;
+        }
+        *bytes = at;
+        if (pass == 0) AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)text, at, 1));
     }
     return AMP_OK;
 }
@@ -24734,27 +25158,59 @@ static amp_result ampi_save_part(const amp_optimizer *o, amp_state *state, const
 static amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t *shape, bytes;
+    int with_row;
     char *names;
     amp_result r;
     AMPI_TRY(ampi_shape_record(o, &shape));
     r = ampi_put(state, prefix, "shape", -1, AMP_I64, shape, 2 * o->set->n);
     ampi_free(s, shape, 2 * o->set->n, sizeof *shape);
-    if (r != AMP_OK) return r;
-    AMPI_TRY(ampi_names_record(o, &names, &bytes));
-    r = ampi_put(state, prefix, "names", -1, AMP_U8, names, bytes);
-    ampi_free(s, names, bytes, 1);
+    for (with_row = 0; with_row < 2 && r == AMP_OK; with_row++) {
+        AMPI_TRY(ampi_names_record(o, with_row, &names, &bytes));
+        r = ampi_put(state, prefix, with_row ? "names" : "frozen", -1, AMP_U8, names, bytes);
+        ampi_free(s, names, bytes, 1);
+    }
+    return r;
+}
+
+/* Each row's own steps.  The most of them are also what 0.2, which has one count for all, loads: *most. */
+static amp_result ampi_save_steps(const amp_optimizer *o, amp_state *state, const char *prefix, amp_k_steps *most) {
+    const amp_system *s = ampi_context_system(o->amp);
+    double *powers = NULL;
+    int64_t *counts, i;
+    amp_result r;
+    most->count = 0;
+    most->beta1_power = most->beta2_power = 1;
+    if (!(ampi_has_moments(&o->desc) >> AMPI_COUNTED & 1)) return AMP_OK;
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", (void **)&counts, o->set->n, sizeof *counts));
+    r = ampi_alloc(s, "amp_optimizer_save", (void **)&powers, 2 * o->set->n, sizeof *powers);
+    for (i = 0; r == AMP_OK && i < o->set->n; i++) {
+        amp_k_steps k;
+        r = ampi_fetch(o->amp, &k, o->set->rows[i].steps, sizeof k);
+        if (r != AMP_OK) break;
+        if (k.count == 0) k.beta1_power = k.beta2_power = 1;
+        if (k.count > most->count) *most = k;
+        counts[i] = k.count;
+        powers[2 * i] = k.beta1_power;
+        powers[2 * i + 1] = k.beta2_power;
+    }
+    if (r == AMP_OK) r = ampi_put(state, prefix, "counts", -1, AMP_I64, counts, o->set->n);
+    if (r == AMP_OK) r = ampi_put(state, prefix, "powers", -1, AMP_F64, powers, 2 * o->set->n);
+    ampi_free(s, powers, 2 * o->set->n, sizeof *powers);
+    ampi_free(s, counts, o->set->n, sizeof *counts);
     return r;
 }
 
 static amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, const char *prefix) {
     amp_k_grad_stats f;
+    amp_k_steps most;
     ampi_saved_optimizer n;
     int64_t seed = (int64_t)o->desc.seed;
+    AMPI_TRY(ampi_save_steps(o, state, prefix, &most));
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     n.kind = o->desc.kind; n.micro = o->micro;
     n.attempts = o->attempts; n.delivered = o->delivered; n.flushed = o->flushed;
     n.step = f.step; n.skips = f.skips; n.consecutive_skips = f.consecutive_skips;
-    n.beta1_power = f.beta1_power; n.beta2_power = f.beta2_power; n.lr = o->desc.lr;
+    n.beta1_power = most.beta1_power; n.beta2_power = most.beta2_power; n.lr = o->desc.lr;
     AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_optimizer_saved,
                              sizeof ampi_optimizer_saved, &n, sizeof n, 1));
     AMPI_TRY(ampi_put(state, prefix, "seed", -1, AMP_I64, &seed, 1));
@@ -24833,7 +25289,17 @@ typedef struct ampi_archive {
     const amp_state *from;
     const char *prefix;
     void *scratch;
+    int64_t *rows, n_saved;         /* of a load: each row's number in the state, -1: it is new; how many were saved */
 } ampi_archive;
+
+/* The number of a row in the names of its records. */
+static int64_t ampi_saved_row(const ampi_archive *r, int64_t i) { return r->rows != NULL ? r->rows[i] : i; }
+/* The row that a saved one is, or -1. */
+static int32_t ampi_own_row(const ampi_archive *r, int64_t saved) {
+    int64_t i;
+    for (i = 0; i < r->o->set->n && (saved < 0 || r->rows[i] != saved); i++) {}
+    return i < r->o->set->n ? (int32_t)i : -1;
+}
 
 /* The elements of a row's records: of a rank's part, if that was saved or is, else of the parameter. */
 static int64_t ampi_record_count(const amp_optimizer *o, const amp_state *from, const char *prefix, int64_t i) {
@@ -24851,7 +25317,7 @@ static amp_result ampi_archive_array(const ampi_archive *r, const char *name, in
                                      int64_t n, int64_t n_saved, int64_t first) {
     size_t bytes = (size_t)n * amp_dtype_size(dtype);
     if (r->to == NULL) {
-        AMPI_TRY(ampi_get_as(r->from, r->prefix, name, i, dtype, r->scratch, n_saved));
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, name, ampi_saved_row(r, i), dtype, r->scratch, n_saved));
         return n > 0 ? ampi_send(r->o->amp, data, ampi_at(r->scratch, dtype, first), bytes) : AMP_OK;
     }
     if (n > 0) AMPI_TRY(ampi_fetch(r->o->amp, r->scratch, data, bytes));
@@ -24866,7 +25332,8 @@ static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     uint16_t *weight = (uint16_t *)(values + n), *rest = weight + n;
     size_t bytes = (size_t)row->count * 2;
     if (r->to == NULL) {
-        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, n));
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[AMPI_MASTER], ampi_saved_row(r, i), AMP_F32, values,
+                             n));
         if (n == 0) return AMP_OK;
         amp_param_changed(r->o->set->params[i]);
         /* a whole record has the whole weight */
@@ -24899,7 +25366,7 @@ static void ampi_moments_convert(int which, uint8_t *codes, float *values, int64
 static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t i, void *data) {
     const amp_k_tensor *row = &r->o->set->rows[i];
     int64_t n = ampi_record_count(r->o, r->from, r->prefix, i), first = ampi_record_first(r, i);
-    int64_t blocks = ampi_moment_blocks(n), bytes = ampi_array_bytes(row, which);
+    int64_t blocks = ampi_moment_blocks(n), bytes = ampi_array_bytes(row, which), k = ampi_saved_row(r, i);
     float *values = (float *)r->scratch, *scales;
     uint8_t *codes = (uint8_t *)(values + n);
     int wide = ampi_moments_are_f32(row);
@@ -24912,12 +25379,12 @@ static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t 
         return ampi_put(r->to, r->prefix, ampi_scale_names[which], i, AMP_F32, scales, blocks);
     }
     memset(codes, 0, (size_t)blocks * AMPI_MOMENT_BLOCK);
-    ampi_saved_count(r->from, r->prefix, ampi_array_names[which], i, &saved);
+    ampi_saved_count(r->from, r->prefix, ampi_array_names[which], k, &saved);
     if (saved == AMP_MOMENTS_8BIT) {
-        AMPI_TRY(ampi_get(r->from, r->prefix, ampi_array_names[which], i, AMP_MOMENTS_8BIT, codes, n));
-        AMPI_TRY(ampi_get(r->from, r->prefix, ampi_scale_names[which], i, AMP_F32, scales, blocks));
+        AMPI_TRY(ampi_get(r->from, r->prefix, ampi_array_names[which], k, AMP_MOMENTS_8BIT, codes, n));
+        AMPI_TRY(ampi_get(r->from, r->prefix, ampi_scale_names[which], k, AMP_F32, scales, blocks));
     } else {
-        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[which], i, AMP_F32, values, n));
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[which], k, AMP_F32, values, n));
     }
     host = ampi_fp_begin();
     if (saved != AMP_MOMENTS_8BIT || wide) ampi_moments_convert(which, codes, values, n, !wide);
@@ -24934,16 +25401,30 @@ static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t 
 static int ampi_has_8bit(const ampi_archive *r, const amp_k_tensor *row, int which, int64_t i) {
     amp_dtype saved = AMP_F32;
     if (which == AMPI_MASTER) return 0;
-    if (r->from != NULL) ampi_saved_count(r->from, r->prefix, ampi_array_names[which], i, &saved);
+    if (r->from != NULL)
+        ampi_saved_count(r->from, r->prefix, ampi_array_names[which], ampi_saved_row(r, i), &saved);
     return row->moment_dtype == AMP_MOMENTS_8BIT || saved == AMP_MOMENTS_8BIT;
 }
 
-/* The same for all arrays and the live gradients. */
+/* States as a parameter begins with. */
+static amp_result ampi_row_begin(const amp_optimizer *o, amp_k_tensor *row) {
+    int a;
+    for (a = 0; a < AMPI_BLOCKS; a++)
+        if (a != AMPI_MASTER && ampi_has_array(o, row, a) && ampi_array_bytes(row, a) > 0)
+            AMPI_TRY(amp_fill(o->amp, *ampi_row_array(row, a), 0, ampi_array_bytes(row, a)));
+    return ampi_make_master(o->amp, row);
+}
+
+/* The same for all arrays and the live gradients; rows that are new to the state begin anew. */
 static amp_result ampi_archive_arrays(const ampi_archive *r) {
     int64_t i;
     int a;
     for (i = 0; i < r->o->set->n; i++) {
         amp_k_tensor *row = &r->o->set->rows[i];
+        if (ampi_saved_row(r, i) < 0) {
+            AMPI_TRY(ampi_row_begin(r->o, row));
+            continue;
+        }
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (!ampi_has_array(r->o, row, a)) continue;
             else if (a == AMPI_MASTER && ampi_has_remainder(row)) AMPI_TRY(ampi_archive_remainder(r, i));
@@ -24966,11 +25447,13 @@ static amp_result ampi_archive_outer(const ampi_archive *r) {
     int64_t i, at, n;
     int k;
     for (i = at = 0; i < r->o->set->n; i++, at += n) {
+        const int64_t saved = ampi_saved_row(r, i);
         n = r->o->set->rows[i].count;
-        for (k = 0; k < 2; k++) {
+        if (saved < 0) AMPI_TRY(ampi_outer_note(r->o, at, n));
+        for (k = 0; k < 2 && saved >= 0; k++) {
             float *values = (k == 0 ? u->anchor : u->momentum) + at;
             AMPI_TRY(r->to ? ampi_put(r->to, r->prefix, ampi_outer_names[k], i, AMP_F32, values, n)
-                           : ampi_get(r->from, r->prefix, ampi_outer_names[k], i, AMP_F32, values, n));
+                           : ampi_get(r->from, r->prefix, ampi_outer_names[k], saved, AMP_F32, values, n));
         }
     }
     return AMP_OK;
@@ -24987,7 +25470,7 @@ static int64_t ampi_row_scratch(const amp_grad_set *set) {
 
 static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
-    ampi_archive archive = {o, state, NULL, prefix, NULL};
+    ampi_archive archive = {o, state, NULL, prefix, NULL, NULL, 0};
     int64_t bytes = ampi_row_scratch(o->set), every = o->desc.sync_every;
     amp_result r;
     AMPI_TRY(ampi_save_rows(o, state, prefix));
@@ -25011,102 +25494,159 @@ AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state 
     return ampi_state_take(state, own, ampi_save_optimizer(optimizer, own, prefix), "amp_optimizer_save");
 }
 
-/* Refuses a state saved for other parameters, and names the first. */
-static amp_result ampi_compare_names(const amp_optimizer *o, const char *saved, int64_t bytes) {
-    int64_t i, at = 0;
-    for (i = 0; i < o->set->n; i++) {
-        const char *name = o->set->names[i], *end = NULL;
-        int64_t n;
-        if (at < bytes) end = (const char *)memchr(saved + at, '\n', (size_t)(bytes - at));
-        n = end ? end - (saved + at) : AMPI_MAX(bytes - at, 0);
-        if (n != (int64_t)strlen(name) || memcmp(saved + at, name, (size_t)n) != 0)
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "parameter %lld is %s, but %.*s was saved",
-                             (long long)i, name, (int)AMPI_MIN(n, 100), saved + at);
-        at += n + 1;
+/* 1: a parameter of the optimizer has this name, and no row. */
+static int ampi_is_frozen(const amp_optimizer *o, const char *name, int64_t n) {
+    int64_t i, row = 0;
+    for (i = 0; i < o->desc.n_params; i++) {
+        const amp_param *p = &o->desc.params[i];
+        if (row < o->set->n && o->set->params[row] == p) row++;
+        else if ((int64_t)strlen(p->name) == n && memcmp(p->name, name, (size_t)n) == 0) return 1;
     }
-    if (at >= bytes) return AMP_OK;
-    return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%.*s was saved too", (int)AMPI_MIN(bytes - at - 1, 100),
-                     saved + at);
+    return 0;
+}
+/* The length of the line that begins at `at`, without its line feed. */
+static int64_t ampi_line(const char *text, int64_t bytes, int64_t at) {
+    const char *end = at < bytes ? (const char *)memchr(text + at, '\n', (size_t)(bytes - at)) : NULL;
+    return end != NULL ? end - (text + at) : AMPI_MAX(bytes - at, 0);
+}
+static int ampi_has_line(const char *text, int64_t bytes, const char *name) {
+    int64_t at, n;
+    for (at = 0; at < bytes; at += n + 1) {
+        n = ampi_line(text, bytes, at);
+        if (n == (int64_t)strlen(name) && memcmp(text + at, name, (size_t)n) == 0) return 1;
+    }
+    return 0;
 }
 
-static amp_result ampi_load_names(const amp_optimizer *o, const amp_state *state, const char *prefix) {
-    const amp_system *s = ampi_context_system(o->amp);
-    char key[AMPI_STATE_KEY], *saved;
-    amp_dtype dtype;
-    int64_t bytes;
-    amp_result r;
-    AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, "names", -1));
-    bytes = amp_state_count(state, key, &dtype);
-    if (bytes < 0) return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s", key);
-    AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&saved, bytes, 1));
-    r = amp_state_get(state, key, AMP_U8, saved, bytes);
-    if (r == AMP_OK) r = ampi_compare_names(o, saved, bytes);
+/* A text of a state; there may be none.  To be freed: *bytes. */
+static amp_result ampi_load_text(const ampi_archive *r, const char *name, char **text, int64_t *bytes) {
+    *text = NULL;
+    *bytes = AMPI_MAX(ampi_saved_count(r->from, r->prefix, name, -1, NULL), 0);
+    AMPI_TRY(ampi_alloc(ampi_context_system(r->o->amp), "amp_optimizer_load", (void **)text, *bytes, 1));
+    return *bytes > 0 ? ampi_get(r->from, r->prefix, name, -1, AMP_U8, *text, *bytes) : AMP_OK;
+}
+
+/* Finds each row among those saved, which stand in the same order.  A parameter may have had a row when the state was
+   saved and be frozen here (named[0]), or the other way around (named[1]); a state of other parameters is refused, and
+   the first named. */
+static amp_result ampi_match_names(ampi_archive *r, const char *saved, int64_t bytes, const char *frozen,
+                                   int64_t frozen_bytes, ampi_named *named) {
+    const char *f = "amp_optimizer_load";
+    const amp_grad_set *set = r->o->set;
+    int64_t i = 0, at = 0, n;
+    while (i < set->n || at < bytes) {
+        const char *name = i < set->n ? set->names[i] : "";
+        n = ampi_line(saved, bytes, at);
+        if (i < set->n && at < bytes && n == (int64_t)strlen(name) && memcmp(saved + at, name, (size_t)n) == 0) {
+            r->rows[i++] = r->n_saved++;
+            at += n + 1;
+        } else if (at < bytes && ampi_is_frozen(r->o, saved + at, n)) {
+            ampi_name_one(&named[0], saved + at, n);
+            r->n_saved++;
+            at += n + 1;
+        } else if (i < set->n && ampi_has_line(frozen, frozen_bytes, name)) {
+            ampi_name_one(&named[1], name, (int64_t)strlen(name));
+            r->rows[i++] = -1;
+        } else if (i == set->n) {
+            return ampi_fail(AMP_ERR_MISMATCH, f, "%.*s was saved too", (int)AMPI_MIN(n, (int64_t)100), saved + at);
+        } else if (at >= bytes) {
+            return ampi_fail(AMP_ERR_MISMATCH, f, "parameter %lld is %s, which the state does not have; to let it "
+                             "begin anew, freeze it, load the state, and unfreeze it", (long long)i, name);
+        } else {
+            return ampi_fail(AMP_ERR_MISMATCH, f, "parameter %lld is %s, but %.*s was saved", (long long)i, name,
+                             (int)AMPI_MIN(n, (int64_t)100), saved + at);
+        }
+    }
+    return AMP_OK;
+}
+static void ampi_warn_named(const amp_optimizer *o, ampi_named *named) {
+    if (named[0].n > 0)
+        ampi_log(o->amp, AMP_LOG_WARNING, 1112, "amp_optimizer_load: frozen here, so what was saved for them is left "
+                 "out: %s", ampi_named_more(&named[0]));
+    if (named[1].n > 0)
+        ampi_log(o->amp, AMP_LOG_WARNING, 1112, "amp_optimizer_load: frozen when the state was saved, so their moments "
+                 "start at zero: %s", ampi_named_more(&named[1]));
+}
+static amp_result ampi_load_names(ampi_archive *r, ampi_named *named) {
+    const amp_system *s = ampi_context_system(r->o->amp);
+    int64_t bytes, frozen_bytes = 0;
+    char key[AMPI_STATE_KEY], *saved, *frozen = NULL;
+    amp_result result;
+    AMPI_TRY(ampi_key("amp_optimizer_load", key, r->prefix, "names", -1));
+    if (amp_state_count(r->from, key, NULL) < 0)
+        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s", key);
+    result = ampi_load_text(r, "names", &saved, &bytes);
+    if (result == AMP_OK) result = ampi_load_text(r, "frozen", &frozen, &frozen_bytes);
+    if (result == AMP_OK) result = ampi_match_names(r, saved, bytes, frozen, frozen_bytes, named);
+    ampi_free(s, frozen, frozen_bytes, 1);
     ampi_free(s, saved, bytes, 1);
-    return r;
+    return result;
 }
 
-static amp_result ampi_compare_shape(const amp_optimizer *o, const int64_t *saved, const int64_t *shape) {
-    int64_t i;
-    for (i = 0; i < o->set->n; i++) {
-        const char *name = o->set->names[i];
-        if (saved[2 * i] != shape[2 * i])
+static amp_result ampi_compare_shape(const ampi_archive *r, const int64_t *saved, const int64_t *shape) {
+    int64_t i, k;
+    for (i = 0; i < r->o->set->n; i++) {
+        const char *name = r->o->set->names[i];
+        k = r->rows[i];
+        if (k < 0) continue;
+        if (saved[2 * k] != shape[2 * i])
             return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has %lld elements, %lld were saved", name,
-                             (long long)shape[2 * i], (long long)saved[2 * i]);
-        if (saved[2 * i + 1] != shape[2 * i + 1])
+                             (long long)shape[2 * i], (long long)saved[2 * k]);
+        if (saved[2 * k + 1] != shape[2 * i + 1])
             return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
                              "%s: its moments or master differ from those saved (%lld, %lld)", name,
-                             (long long)shape[2 * i + 1], (long long)saved[2 * i + 1]);
+                             (long long)shape[2 * i + 1], (long long)saved[2 * k + 1]);
     }
     return AMP_OK;
 }
 
-static amp_result ampi_load_shape(const amp_optimizer *o, const amp_state *state, const char *prefix) {
-    const amp_system *s = ampi_context_system(o->amp);
-    int64_t *shape, *saved, n = 2 * o->set->n;
-    amp_result r;
-    AMPI_TRY(ampi_shape_record(o, &shape));
-    r = ampi_alloc(s, "amp_optimizer_load", (void **)&saved, n, sizeof *saved);
-    if (r == AMP_OK) r = ampi_get(state, prefix, "shape", -1, AMP_I64, saved, n);
-    if (r == AMP_OK) r = ampi_compare_shape(o, saved, shape);
+static amp_result ampi_load_shape(const ampi_archive *r) {
+    const amp_system *s = ampi_context_system(r->o->amp);
+    int64_t *shape, *saved, n = 2 * r->n_saved;
+    amp_result result;
+    AMPI_TRY(ampi_shape_record(r->o, &shape));
+    result = ampi_alloc(s, "amp_optimizer_load", (void **)&saved, n, sizeof *saved);
+    if (result == AMP_OK) result = ampi_get(r->from, r->prefix, "shape", -1, AMP_I64, saved, n);
+    if (result == AMP_OK) result = ampi_compare_shape(r, saved, shape);
     ampi_free(s, saved, n, sizeof *saved);
-    ampi_free(s, shape, n, sizeof *shape);
-    return r;
+    ampi_free(s, shape, 2 * r->o->set->n, sizeof *shape);
+    return result;
 }
 
-/* The record exists, with `count` elements of the right dtype. */
-static amp_result ampi_check_array(const amp_optimizer *o, const amp_state *state, const char *prefix,
-                                   const char *name, int64_t i, int64_t count, amp_dtype wanted) {
+/* The record of a row exists, with `count` elements of the right dtype. */
+static amp_result ampi_check_array(const ampi_archive *r, const char *name, int64_t i, int64_t count,
+                                   amp_dtype wanted) {
     char key[AMPI_STATE_KEY];
     amp_dtype dtype;
     int64_t n;
-    AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));
-    n = amp_state_count(state, key, &dtype);
+    AMPI_TRY(ampi_key("amp_optimizer_load", key, r->prefix, name, ampi_saved_row(r, i)));
+    n = amp_state_count(r->from, key, &dtype);
     if (n < 0)
-        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, o->set->names[i]);
+        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, r->o->set->names[i]);
     if (n == count && (dtype == wanted || (wanted == AMP_F32 && dtype == AMP_BF16))) return AMP_OK;
     return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s: record %s holds %lld x %s, must be %lld x %s",
-                     o->set->names[i], key, (long long)n,
+                     r->o->set->names[i], key, (long long)n,
                      amp_dtype_name(dtype), (long long)count, amp_dtype_name(wanted));
 }
 
 /* The same for a moment; 8-bit ones and fp32 ones load into each other. */
-static amp_result ampi_check_moment(const amp_optimizer *o, const amp_state *state, const char *prefix, int which,
-                                    int64_t i) {
-    amp_dtype wanted = ampi_saved_dtype(&o->set->rows[i], which), saved = AMP_F32, dtype = AMP_F32;
-    int64_t count = ampi_record_count(o, state, prefix, i), blocks = ampi_moment_blocks(count), n;
-    if (ampi_saved_count(state, prefix, ampi_array_names[which], i, &saved) >= 0 && wanted != saved) {
+static amp_result ampi_check_moment(const ampi_archive *r, int which, int64_t i) {
+    amp_dtype wanted = ampi_saved_dtype(&r->o->set->rows[i], which), saved = AMP_F32, dtype = AMP_F32;
+    int64_t count = ampi_record_count(r->o, r->from, r->prefix, i), blocks = ampi_moment_blocks(count), n;
+    const int64_t k = ampi_saved_row(r, i);
+    if (ampi_saved_count(r->from, r->prefix, ampi_array_names[which], k, &saved) >= 0 && wanted != saved) {
         if (wanted == AMP_F32 && saved == AMP_MOMENTS_8BIT) wanted = saved;
         else if (wanted == AMP_MOMENTS_8BIT) wanted = AMP_F32;
     }
-    AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[which], i, count, wanted));
+    AMPI_TRY(ampi_check_array(r, ampi_array_names[which], i, count, wanted));
     if (wanted != AMP_MOMENTS_8BIT) return AMP_OK;
-    n = ampi_saved_count(state, prefix, ampi_scale_names[which], i, &dtype);
+    n = ampi_saved_count(r->from, r->prefix, ampi_scale_names[which], k, &dtype);
     if (n == blocks && dtype == AMP_F32) return AMP_OK;
     return ampi_fail(n < 0 ? AMP_ERR_NAME : AMP_ERR_MISMATCH, "amp_optimizer_load",
                      "%s: record %s.%s.%lld has 8 bits, and %s.%s.%lld holds %lld x %s, must be %lld x fp32: one scale "
-                     "for each block of %d elements", o->set->names[i], prefix, ampi_array_names[which], (long long)i,
-                     prefix, ampi_scale_names[which], (long long)i, (long long)AMPI_MAX(n, 0), amp_dtype_name(dtype),
-                     (long long)blocks, (int)AMPI_MOMENT_BLOCK);
+                     "for each block of %d elements", r->o->set->names[i], r->prefix, ampi_array_names[which],
+                     (long long)k, r->prefix, ampi_scale_names[which], (long long)k, (long long)AMPI_MAX(n, 0),
+                     amp_dtype_name(dtype), (long long)blocks, (int)AMPI_MOMENT_BLOCK);
 }
 
 static int ampi_has_record(const amp_state *state, const char *prefix, const char *name, int64_t i) {
@@ -25149,60 +25689,66 @@ static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const 
                      (long long)own[AMPI_CYCLE_RANK], (long long)own[AMPI_CYCLE_WORLD]);
 }
 
-/* live[row]: its gradient was saved and counts.  States of 0.1.0 do not name the rank. */
-static amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
-                                  int period, uint8_t *live) {
+/* live[saved row]: its gradient was saved and counts.  States of 0.1.0 do not name the rank. */
+static amp_result ampi_load_cycle(const ampi_archive *r, int64_t micro, int period, uint8_t *live) {
     int64_t saved[AMPI_SAVED_CYCLE], own[AMPI_SAVED_CYCLE], i;
     int any = 0;
-    ampi_cycle_record(o, own);
-    if (!ampi_has_record(state, prefix, "cycle", -1)) {
-        for (i = 0; i < o->set->n; i++) live[i] = micro > 0 && ampi_has_record(state, prefix, "grad", i);
+    ampi_cycle_record(r->o, own);
+    if (!ampi_has_record(r->from, r->prefix, "cycle", -1)) {
+        for (i = 0; i < r->n_saved; i++) live[i] = micro > 0 && ampi_has_record(r->from, r->prefix, "grad", i);
         if (micro == 0 || own[AMPI_CYCLE_WORLD] == 1) return AMP_OK;
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
                          "saved in the middle of a cycle, by a rank it does not name");
     }
-    AMPI_TRY(ampi_get(state, prefix, "cycle", -1, AMP_I64, saved, AMPI_SAVED_CYCLE));
-    AMPI_TRY(ampi_get(state, prefix, "live", -1, AMP_U8, live, o->set->n));
-    for (i = 0; i < o->set->n; i++) any |= live[i];
+    AMPI_TRY(ampi_get(r->from, r->prefix, "cycle", -1, AMP_I64, saved, AMPI_SAVED_CYCLE));
+    AMPI_TRY(ampi_get(r->from, r->prefix, "live", -1, AMP_U8, live, r->n_saved));
+    for (i = 0; i < r->n_saved; i++) any |= live[i];
     return ampi_check_cycle(saved, own, micro, any, period);
 }
 
-static amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *state, const char *prefix,
-                                    const uint8_t *live) {
+static amp_result ampi_check_arrays(const ampi_archive *r, const uint8_t *live) {
+    const amp_optimizer *o = r->o;
     int64_t i;
     int a;
     for (i = 0; i < o->set->n; i++) {
         const amp_k_tensor *row = &o->set->rows[i];
+        if (r->rows[i] < 0) continue;
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (ampi_has_array(o, row, a))
-                AMPI_TRY(a == AMPI_MASTER ? ampi_check_array(o, state, prefix, ampi_array_names[a], i,
-                                                             ampi_record_count(o, state, prefix, i), AMP_F32)
-                                          : ampi_check_moment(o, state, prefix, a, i));
-        for (a = 0; a < 2 && ampi_has_outer(o, state, prefix); a++)
-            AMPI_TRY(ampi_check_array(o, state, prefix, ampi_outer_names[a], i, row->count, AMP_F32));
+                AMPI_TRY(a == AMPI_MASTER ? ampi_check_array(r, ampi_array_names[a], i,
+                                                             ampi_record_count(o, r->from, r->prefix, i), AMP_F32)
+                                          : ampi_check_moment(r, a, i));
+        for (a = 0; a < 2 && ampi_has_outer(o, r->from, r->prefix); a++)
+            AMPI_TRY(ampi_check_array(r, ampi_outer_names[a], i, row->count, AMP_F32));
         row = ampi_whole_row(o->set, i);
-        if (live[i]) AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->count, row->grad_dtype));
+        if (live[r->rows[i]]) AMPI_TRY(ampi_check_array(r, "grad", i, row->count, row->grad_dtype));
     }
     return AMP_OK;
 }
 
 /* A rank's part of a sharded state is for the same part. */
-static amp_result ampi_load_part(const amp_optimizer *o, const amp_state *state, const char *prefix) {
-    const amp_system *s = ampi_context_system(o->amp);
-    int64_t *own, *saved, n = 2 * o->set->n + 2;
-    amp_result r;
-    if (!ampi_has_record(state, prefix, "part", -1)) return AMP_OK;
-    AMPI_TRY(ampi_part_record(o, &own));
-    r = ampi_alloc(s, "amp_optimizer_load", (void **)&saved, n, sizeof *saved);
-    if (r == AMP_OK) r = ampi_get(state, prefix, "part", -1, AMP_I64, saved, n);
-    if (r == AMP_OK && (!ampi_shards(o->set) || memcmp(own, saved, (size_t)n * sizeof *own) != 0))
-        r = ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
-                      "saved by rank %lld of %lld for its part of the states: save with amp_state_save_ranks and load "
-                      "with amp_state_load_ranks, which joins the parts",
-                      (long long)saved[0], (long long)saved[1]);
+static amp_result ampi_load_part(const ampi_archive *r) {
+    const amp_system *s = ampi_context_system(r->o->amp);
+    int64_t *own, *saved, n = 2 * r->n_saved + 2, n_own = 2 * r->o->set->n + 2, i;
+    int same = ampi_shards(r->o->set);
+    amp_result result;
+    if (!ampi_has_record(r->from, r->prefix, "part", -1)) return AMP_OK;
+    AMPI_TRY(ampi_part_record(r->o, &own));
+    result = ampi_alloc(s, "amp_optimizer_load", (void **)&saved, n, sizeof *saved);
+    if (result == AMP_OK) result = ampi_get(r->from, r->prefix, "part", -1, AMP_I64, saved, n);
+    if (result == AMP_OK) {
+        same &= memcmp(own, saved, 2 * sizeof *own) == 0;
+        for (i = 0; i < r->o->set->n; i++)
+            same &= r->rows[i] < 0 || memcmp(own + 2 * i + 2, saved + 2 * r->rows[i] + 2, 2 * sizeof *own) == 0;
+    }
+    if (result == AMP_OK && !same)
+        result = ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
+                           "saved by rank %lld of %lld for its part of the states: save with amp_state_save_ranks and "
+                           "load with amp_state_load_ranks, which joins the parts",
+                           (long long)saved[0], (long long)saved[1]);
     ampi_free(s, saved, n, sizeof *saved);
-    ampi_free(s, own, n, sizeof *own);
-    return r;
+    ampi_free(s, own, n_own, sizeof *own);
+    return result;
 }
 
 static amp_result ampi_check_saved_steps(const amp_optimizer *o, const ampi_saved_optimizer *n) {
@@ -25224,7 +25770,6 @@ static amp_result ampi_load_counters(amp_optimizer *o, const ampi_saved_optimize
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     f.attempts = n->attempts; f.step = n->step; f.skips = n->skips;
     f.consecutive_skips = (int32_t)AMPI_MIN(n->consecutive_skips, INT32_MAX / 2);
-    f.beta1_power = n->beta1_power; f.beta2_power = n->beta2_power;
     AMPI_TRY(ampi_send(o->amp, o->set->found, &f, sizeof f));
     o->micro = (int32_t)n->micro;
     o->attempts = n->attempts;
@@ -25234,63 +25779,137 @@ static amp_result ampi_load_counters(amp_optimizer *o, const ampi_saved_optimize
     return AMP_OK;
 }
 
-static amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
-    const char *f = "amp_optimizer_load";
-    amp_optimizer *o = optimizer;
-    ampi_archive archive = {o, NULL, state, prefix, NULL};
-    const amp_system *s;
+/* What a load reads and checks before it changes anything. */
+typedef struct ampi_loading {
+    ampi_archive archive;
     ampi_saved_optimizer numbers;
-    amp_k_step_result due[AMP_STEP_RESULTS];
-    int64_t n, bytes, seed, i;
-    amp_result r = AMP_OK;
-    uint8_t *live;
-    int period;
-    AMPI_TRY(ampi_need("amp_optimizer_load", o && state, "optimizer or state"));
-    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_load"));
-    s = ampi_context_system(o->amp);
-    bytes = ampi_row_scratch(o->set);
-    seed = (int64_t)o->desc.seed;
-    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_optimizer_saved, sizeof ampi_optimizer_saved, &numbers,
-                             sizeof numbers, 1));
-    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_settings_saved, sizeof ampi_settings_saved, &numbers,
-                             sizeof numbers, 1));
-    AMPI_TRY(ampi_load_names(o, state, prefix));
-    AMPI_TRY(ampi_check_saved_steps(o, &numbers));
-    AMPI_TRY(ampi_load_shape(o, state, prefix));
-    AMPI_TRY(ampi_load_part(o, state, prefix));
-    AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
-    n = AMPI_MIN(numbers.attempts - numbers.delivered, AMP_STEP_RESULTS);
-    memset(due, 0, sizeof due);
-    AMPI_TRY(
-        ampi_saved_walk(f, NULL, state, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved, due, sizeof *due, n));
-    if (ampi_has_record(state, prefix, "trackers", -1))
-        AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved, due,
-                                 sizeof *due, n));
-    if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
-    AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&live, o->set->n, 1));
-    period = ampi_saved_within_period(o, state, prefix, numbers.attempts, &r);
-    if (r == AMP_OK) r = ampi_load_cycle(o, state, prefix, numbers.micro, period, live);
-    if (r == AMP_OK) r = ampi_check_arrays(o, state, prefix, live);
-    if (r == AMP_OK) r = ampi_alloc(s, "amp_optimizer_load", &archive.scratch, bytes, 1);
-    if (r == AMP_OK) r = ampi_wait(o->amp);
-    if (r != AMP_OK) {
-        ampi_free(s, archive.scratch, bytes, 1);
-        ampi_free(s, live, o->set->n, 1);
-        return r;
+    amp_k_step_result due[AMP_STEP_RESULTS]; int64_t n_due;
+    int64_t seed, scratch_bytes;
+    ampi_named named[2];            /* parameters without a row here, and without one when it was saved */
+    uint8_t *live;                  /* by saved row, as the next */
+    amp_k_steps *steps;
+} ampi_loading;
+
+/* The steps of each saved row; those of 0.2 have one count for all. */
+static amp_result ampi_load_steps(ampi_loading *l) {
+    const ampi_archive *r = &l->archive;
+    const amp_system *s = ampi_context_system(r->o->amp);
+    const char *f = "amp_optimizer_load";
+    int64_t *counts, i, n = r->n_saved;
+    double *powers = NULL;
+    amp_result result;
+    for (i = 0; i < n; i++) {
+        l->steps[i].count = l->numbers.step;
+        l->steps[i].beta1_power = l->numbers.beta1_power;
+        l->steps[i].beta2_power = l->numbers.beta2_power;
     }
-    for (i = 0; i < o->set->n; i++) ampi_gradient_live(o->set->params[i], live[i] != 0);
-    r = ampi_archive_arrays(&archive);
+    if (!ampi_has_record(r->from, r->prefix, "counts", -1)) return AMP_OK;
+    AMPI_TRY(ampi_alloc(s, f, (void **)&counts, n, sizeof *counts));
+    result = ampi_alloc(s, f, (void **)&powers, 2 * n, sizeof *powers);
+    if (result == AMP_OK) result = ampi_get(r->from, r->prefix, "counts", -1, AMP_I64, counts, n);
+    if (result == AMP_OK) result = ampi_get(r->from, r->prefix, "powers", -1, AMP_F64, powers, 2 * n);
+    for (i = 0; i < n && result == AMP_OK; i++) {
+        l->steps[i].count = counts[i];
+        l->steps[i].beta1_power = powers[2 * i];
+        l->steps[i].beta2_power = powers[2 * i + 1];
+        if (counts[i] < 0 || counts[i] > l->numbers.step || !(powers[2 * i] >= 0 && powers[2 * i] <= 1) ||
+            !(powers[2 * i + 1] >= 0 && powers[2 * i + 1] <= 1))
+            result = ampi_fail(AMP_ERR_RANGE, f, "the saved steps of row %lld (%lld, %g, %g) are out of range",
+                               (long long)i, (long long)counts[i], powers[2 * i], powers[2 * i + 1]);
+    }
+    ampi_free(s, powers, 2 * n, sizeof *powers);
+    ampi_free(s, counts, n, sizeof *counts);
+    return result;
+}
+
+/* Names, shapes, counters and results. */
+static amp_result ampi_load_facts(ampi_loading *l) {
+    const char *f = "amp_optimizer_load", *prefix = l->archive.prefix;
+    const amp_state *state = l->archive.from;
+    int64_t i;
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_optimizer_saved, sizeof ampi_optimizer_saved, &l->numbers,
+                             sizeof l->numbers, 1));
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_settings_saved, sizeof ampi_settings_saved, &l->numbers,
+                             sizeof l->numbers, 1));
+    AMPI_TRY(ampi_load_names(&l->archive, l->named));
+    AMPI_TRY(ampi_check_saved_steps(l->archive.o, &l->numbers));
+    AMPI_TRY(ampi_load_shape(&l->archive));
+    AMPI_TRY(ampi_load_part(&l->archive));
+    l->n_due = AMPI_MIN(l->numbers.attempts - l->numbers.delivered, AMP_STEP_RESULTS);
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved, l->due,
+                             sizeof *l->due, l->n_due));
+    if (ampi_has_record(state, prefix, "trackers", -1))
+        AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved, l->due,
+                                 sizeof *l->due, l->n_due));
+    for (i = 0; i < l->n_due; i++) l->due[i].first_bad = ampi_own_row(&l->archive, l->due[i].first_bad);
+    if (ampi_has_record(state, prefix, "seed", -1))
+        AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &l->seed, 1));
+    return AMP_OK;
+}
+static amp_result ampi_load_check(ampi_loading *l) {
+    ampi_archive *r = &l->archive;
+    const amp_optimizer *o = r->o;
+    const amp_system *s = ampi_context_system(o->amp);
+    const char *f = "amp_optimizer_load";
+    amp_result result = AMP_OK;
+    int period;
+    AMPI_TRY(ampi_alloc(s, f, (void **)&r->rows, o->set->n, sizeof *r->rows));
+    AMPI_TRY(ampi_load_facts(l));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&l->live, r->n_saved, 1));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&l->steps, r->n_saved, sizeof *l->steps));
+    AMPI_TRY(ampi_load_steps(l));
+    period = ampi_saved_within_period(o, r->from, r->prefix, l->numbers.attempts, &result);
+    AMPI_TRY(result);
+    AMPI_TRY(ampi_load_cycle(r, l->numbers.micro, period, l->live));
+    AMPI_TRY(ampi_check_arrays(r, l->live));
+    AMPI_TRY(ampi_alloc(s, f, &r->scratch, l->scratch_bytes, 1));
+    AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
+    return ampi_wait(o->amp);
+}
+static amp_result ampi_load_apply(ampi_loading *l, amp_optimizer *o) {
+    ampi_archive *r = &l->archive;
+    int64_t i, n = l->n_due;
+    for (i = 0; i < o->set->n; i++)
+        ampi_gradient_live(o->set->params[i], r->rows[i] >= 0 && l->live[r->rows[i]] != 0);
     o->outer.begun = 0;
-    if (r == AMP_OK && ampi_has_outer(o, state, prefix)) r = ampi_archive_outer(&archive);
-    o->outer.begun = r == AMP_OK && ampi_has_outer(o, state, prefix);
-    if (r == AMP_OK) r = ampi_load_counters(o, &numbers);
-    for (i = 0; r == AMP_OK && i < n; i++) o->outcomes[(o->attempts - n + i) % AMP_STEP_RESULTS] = due[i];
-    if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
-    ampi_free(s, archive.scratch, bytes, 1);
-    ampi_free(s, live, o->set->n, 1);
-    ampi_set_unlink(o->set);
-    o->set->agreed = 0;
-    ampi_settings_changed(o->amp);
+    AMPI_TRY(ampi_archive_arrays(r));
+    for (i = 0; i < o->set->n; i++)
+        if (r->rows[i] >= 0 && o->set->rows[i].steps != NULL)
+            AMPI_TRY(ampi_send(o->amp, o->set->rows[i].steps, &l->steps[r->rows[i]], sizeof *l->steps));
+    if (ampi_has_outer(o, r->from, r->prefix)) {
+        AMPI_TRY(ampi_archive_outer(r));
+        o->outer.begun = 1;
+    }
+    AMPI_TRY(ampi_load_counters(o, &l->numbers));
+    for (i = 0; i < n; i++) o->outcomes[(o->attempts - n + i) % AMP_STEP_RESULTS] = l->due[i];
+    o->desc.seed = (uint64_t)l->seed;
+    return AMP_OK;
+}
+static amp_result ampi_load_optimizer(amp_optimizer *o, const amp_state *state, const char *prefix) {
+    const amp_system *s;
+    ampi_loading l;
+    amp_result r;
+    AMPI_TRY(ampi_need("amp_optimizer_load", o && state, "optimizer or state"));
+    AMPI_TRY(ampi_alive(&o->object, "amp_optimizer_load"));
+    s = ampi_context_system(o->amp);
+    memset(&l, 0, sizeof l);
+    l.archive.o = o;
+    l.archive.from = state;
+    l.archive.prefix = prefix;
+    l.seed = (int64_t)o->desc.seed;
+    l.scratch_bytes = ampi_row_scratch(o->set);
+    r = ampi_load_check(&l);
+    if (r == AMP_OK) {
+        r = ampi_load_apply(&l, o);
+        if (r == AMP_OK) ampi_warn_named(o, l.named);
+        ampi_set_unlink(o->set);
+        o->set->agreed = 0;
+        ampi_settings_changed(o->amp);
+    }
+    ampi_free(s, l.archive.scratch, l.scratch_bytes, 1);
+    ampi_free(s, l.steps, l.archive.n_saved, sizeof *l.steps);
+    ampi_free(s, l.live, l.archive.n_saved, 1);
+    ampi_free(s, l.archive.rows, o->set->n, sizeof *l.archive.rows);
     return r;
 }
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
@@ -29921,7 +30540,10 @@ typedef struct ampi_snapshot_desc {
 /* device memory and its copy on the host */
 typedef struct ampi_kept { void *data, *copy; size_t bytes; } ampi_kept;
 
-typedef struct ampi_snapshot {
+typedef struct ampi_snapshot ampi_snapshot;
+struct ampi_snapshot {
+    ampi_growth growth;             /* first */
+    ampi_snapshot *more;            /* of rows that have come since, which changed nothing before */
     amp_context *amp;
     ampi_snapshot_desc desc;
     /* the desc's and the optimizer's other ones */
@@ -29933,13 +30555,15 @@ typedef struct ampi_snapshot {
     ampi_precision precision;
     uint64_t seed;
     int64_t position;               /* of the loader: batches taken */
-} ampi_snapshot;
+};
 
 static void ampi_snapshot_destroy(ampi_snapshot *k) {
     const amp_system *s;
     int64_t i;
     if (k == NULL) return;
     s = ampi_context_system(k->amp);
+    if (k->growth.grown != NULL) ampi_growth_unlink(k->desc.optimizer, &k->growth);
+    ampi_snapshot_destroy(k->more);
     for (i = 0; i < k->n_kept; i++) if (k->kept[i].copy != NULL) ampi_memory_give(s, k->kept[i].copy, k->kept[i].bytes);
     ampi_free(s, k->params, k->capacity, sizeof *k->params);
     ampi_free(s, k->param_copies, k->capacity, sizeof *k->param_copies);
@@ -29966,17 +30590,18 @@ static void ampi_snapshot_param(ampi_snapshot *k, amp_param *p) {
     if (k->desc.optimizer == NULL) ampi_snapshot_memory(k, p->master, amp_tensor_count(&p->weight) * 4);
 }
 
+static void ampi_snapshot_row(ampi_snapshot *k, const amp_optimizer *o, amp_k_tensor *row, amp_param *p) {
+    int a;
+    if (k->desc.n_params == 0 || p < k->desc.params || p >= k->desc.params + k->desc.n_params)
+        ampi_snapshot_param(k, p);
+    for (a = 0; a < AMPI_BLOCKS; a++)
+        if (ampi_has_array(o, row, a)) ampi_snapshot_memory(k, *ampi_row_array(row, a), ampi_array_bytes(row, a));
+}
 static void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
     int64_t i;
-    int a;
     for (i = 0; i < o->set->n; i++) {
-        amp_k_tensor *row = &o->set->rows[i];
         amp_param *p = o->set->params[i];
-        if (k->desc.n_params == 0 || p < k->desc.params || p >= k->desc.params + k->desc.n_params)
-            ampi_snapshot_param(k, p);
-        for (a = 0; a < AMPI_ARRAYS; a++)
-            if (ampi_has_array(o, row, a))
-                ampi_snapshot_memory(k, *ampi_row_array(row, a), ampi_array_bytes(row, a));
+        ampi_snapshot_row(k, o, &o->set->rows[i], p);
         if (!k->desc.settings && p->grad_live) ampi_snapshot_tensor(k, &p->grad);
     }
     ampi_snapshot_memory(k, o->ring, AMP_STEP_RESULTS * (int64_t)sizeof *o->ring);
@@ -30020,23 +30645,60 @@ static amp_result ampi_snapshot_check(const char *function, const amp_context *a
     return d->settings ? ampi_check_all_known(amp, function, d->params, d->n_params) : AMP_OK;
 }
 
-static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
+/* Room for n parameters, and rows of an optimizer. */
+static amp_result ampi_snapshot_room(ampi_snapshot *k, const char *function, int64_t n, int64_t rows) {
     const amp_system *s = ampi_context_system(k->amp);
-    amp_optimizer *o = k->desc.optimizer;
-    int64_t i, rows = o != NULL ? o->set->n : 0;
-    k->capacity = k->desc.n_params + rows;
-    k->kept_capacity = 3 * k->capacity + (AMPI_ARRAYS + 1) * rows + 2;
+    k->capacity = n + rows;
+    k->kept_capacity = 3 * k->capacity + (AMPI_BLOCKS + 1) * rows + 2;
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->params, k->capacity, sizeof *k->params));
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->capacity, sizeof *k->param_copies));
-    AMPI_TRY(ampi_alloc(s, function, (void **)&k->kept, k->kept_capacity, sizeof *k->kept));
-    for (i = 0; i < k->desc.n_params; i++) ampi_snapshot_param(k, &k->desc.params[i]);
-    if (o != NULL) ampi_snapshot_optimizer(k, o);
+    return ampi_alloc(s, function, (void **)&k->kept, k->kept_capacity, sizeof *k->kept);
+}
+/* Copies what was noted to the host. */
+static amp_result ampi_snapshot_take(ampi_snapshot *k, const char *function) {
+    const amp_system *s = ampi_context_system(k->amp);
+    int64_t i;
     for (i = 0; i < k->n_kept; i++) {           /* without ampi_alloc's zeros */
         k->kept[i].copy = ampi_memory_take(s, k->kept[i].bytes, 64);
         if (k->kept[i].copy == NULL)
             return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
     }
-    AMPI_TRY(ampi_snapshot_copy(k, 1));
+    return ampi_snapshot_copy(k, 1);
+}
+/* New rows: they and their weights are still as they were when the snapshot was taken. */
+static amp_result ampi_snapshot_grown(ampi_growth *growth, const char *function, const amp_grad_set *rows,
+                                      const int64_t *which) {
+    ampi_snapshot *k = (ampi_snapshot *)(void *)growth, *more;
+    int64_t i, n = 0;
+    amp_result r;
+    if (rows == NULL) {
+        more = k->more;
+        k->more = more->more;
+        more->more = NULL;
+        ampi_snapshot_destroy(more);
+        return AMP_OK;
+    }
+    for (i = 0; i < rows->n; i++) n += which[i] < 0;
+    AMPI_TRY(ampi_alloc(ampi_context_system(k->amp), function, (void **)&more, 1, sizeof *more));
+    more->amp = k->amp;
+    more->desc = k->desc;
+    r = ampi_snapshot_room(more, function, 0, n);
+    for (i = 0; r == AMP_OK && i < rows->n; i++)
+        if (which[i] < 0) ampi_snapshot_row(more, k->desc.optimizer, &rows->rows[i], rows->params[i]);
+    if (r == AMP_OK) r = ampi_snapshot_take(more, function);
+    if (r != AMP_OK) { ampi_snapshot_destroy(more); return r; }
+    more->more = k->more;
+    k->more = more;
+    return AMP_OK;
+}
+
+static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
+    amp_optimizer *o = k->desc.optimizer;
+    int64_t i;
+    AMPI_TRY(ampi_snapshot_room(k, function, k->desc.n_params, o != NULL ? o->set->n : 0));
+    for (i = 0; i < k->desc.n_params; i++) ampi_snapshot_param(k, &k->desc.params[i]);
+    if (o != NULL) ampi_snapshot_optimizer(k, o);
+    AMPI_TRY(ampi_snapshot_take(k, function));
     AMPI_TRY(ampi_fp8_keep(k->amp, function, &k->fp8));
     if (o != NULL) {
         k->optimizer = *o;
@@ -30063,6 +30725,7 @@ static amp_result ampi_snapshot_create(amp_context *amp, const char *function, c
     k->desc = *desc;
     r = ampi_snapshot_fill(k, function);
     if (r != AMP_OK) { ampi_snapshot_destroy(k); return r; }
+    if (desc->optimizer != NULL && !desc->settings) ampi_growth_link(desc->optimizer, &k->growth, ampi_snapshot_grown);
     *out = k;
     return AMP_OK;
 }
@@ -30079,6 +30742,7 @@ static amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     if (o != NULL) {
         ampi_set_unlink(o->set);
         k->optimizer.object = o->object;        /* lifetimes are not restored */
+        k->optimizer.growths = o->growths;
         k->set.object = o->set->object;
         k->set.saved = o->set->saved;
         *o = k->optimizer;
@@ -30114,14 +30778,17 @@ static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler
 static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_loader *l = k->desc.loader;
+    const ampi_snapshot *more;
     int64_t i;
     AMPI_TRY(ampi_may_wait(k->amp));
     AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
     if (l != NULL) AMPI_TRY(amp_loader_seek(l, k->position / l->batches, k->position % l->batches));
-    AMPI_TRY(ampi_snapshot_copy(k, 0));
+    for (more = k; more != NULL; more = more->more) {
+        AMPI_TRY(ampi_snapshot_copy(more, 0));
+        for (i = 0; i < more->n_params; i++) amp_param_changed(more->params[i]);
+    }
     AMPI_TRY(ampi_fp8_restore(k->amp, k->fp8));
     if (k->desc.scaler != NULL) AMPI_TRY(ampi_snapshot_rewind_scaler(k, k->desc.scaler));
-    for (i = 0; i < k->n_params; i++) amp_param_changed(k->params[i]);
     for (i = 0; i < o->set->n; i++) {
         amp_param *p = o->set->params[i];
         ampi_gradient_live(p, ampi_snapshot_of(k, p->grad.data) != NULL);

@@ -3032,16 +3032,27 @@ __device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const 
     copy.count(found);
 }
 
-/* nvcc would fuse 1 - lr decay, rounding once where the CPU rounds twice. */
+/* nvcc would fuse 1 - lr decay, and 1 - beta^count, rounding once where the CPU rounds twice. */
 __device__ inline float ampc_keep(const amp_k_grad_stats *found, const amp_k_tensor *row) {
     return (float)(1.0 - ampc_mul(ampc_mul(found->lr, row->lr_scale), row->weight_decay));
 }
+__device__ inline void ampc_row_counted(const amp_k_tensor *row, const amp_k_grad_stats *found, double beta1,
+                                        double beta2) {
+    amp_k_steps *k = (amp_k_steps *)row->steps;
+    if (k == NULL || found->skip) return;
+    k->beta1_power = k->count > 0 ? ampc_mul(k->beta1_power, beta1) : beta1;
+    k->beta2_power = k->count > 0 ? ampc_mul(k->beta2_power, beta2) : beta2;
+    k->count++;
+}
 __device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const amp_k_tensor *row) {
-    ampi_adamw_step s = ampi_adamw_row(args, row);
+    ampi_adamw_step s;
+    ampc_row_counted(row, args->found, args->beta1, args->beta2);
+    s = ampi_adamw_row(args, row);
     s.keep = ampc_keep(args->found, row);
     return s;
 }
 __device__ inline ampi_sgd_step ampc_row_step(const amp_k_sgd *args, const amp_k_tensor *row) {
+    ampc_row_counted(row, args->found, 1, 1);
     return ampi_sgd_row(args, row);
 }
 __device__ inline ampi_lion_step ampc_row_step(const amp_k_lion *args, const amp_k_tensor *row) {
@@ -3054,7 +3065,7 @@ __device__ inline ampi_lion_step ampc_row_step(const amp_k_lion *args, const amp
 template <class A, class S>
 __global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps, ampi_moment_map *maps) {
     int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (row < args.tensors) steps[row] = ampc_row_step(&args, &args.table[row]);
+    if (row < args.tensors && args.table[row].live) steps[row] = ampc_row_step(&args, &args.table[row]);
     if (!__syncthreads_or(row < args.tensors && args.table[row].moment_dtype == AMP_MOMENTS_8BIT)) return;
     for (int i = (int)threadIdx.x; i < 2 * AMPI_MOMENT_CODES; i += (int)blockDim.x)
         ampi_moment_map_set(&maps[i / AMPI_MOMENT_CODES], i % AMPI_MOMENT_CODES, i / AMPI_MOMENT_CODES);

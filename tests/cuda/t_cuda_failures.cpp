@@ -75,6 +75,7 @@ static work multi_tensor(cuda_side &s, int which) {
         row.weight = matrix(s, AMP_F32, 1, 40, 14).data, row.weight_dtype = AMP_F32;
         row.grad = matrix(s, AMP_F32, 1, 40, 15).data, row.grad_dtype = AMP_F32;
         row.m = numbers(s, 40, 0.0f), row.v = numbers(s, 40, 0.0f);
+        row.steps = s.put(std::vector<amp_k_steps>(1));
         row.count = 40, row.live = 1, row.lr_scale = 1;
     }
     found.first_bad = -1, found.multiplier = found.factor = 1, found.lr = 1e-3;

@@ -1492,8 +1492,6 @@ static amp_k_grad_stats a_found() {
     f.factor = 0.126f;
     f.lr = 1e-3;
     f.step = 3;
-    f.beta1_power = 0.9 * 0.9 * 0.9;
-    f.beta2_power = 0.999 * 0.999 * 0.999;
     return f;
 }
 
@@ -1585,6 +1583,7 @@ static void optimizer_far(const cuda_shape &shape, amp_optimizer_kind which, amp
         row.count = count_of(s, shape);
         row.lr_scale = row.live = 1;
         row.weight_decay = 0.1;
+        row.steps = s.put(std::vector<amp_k_steps>(1, amp_k_steps{3, 0.9 * 0.9 * 0.9, 0.999 * 0.999 * 0.999}));
         const amp_k_tensor *table = s.put(std::vector<amp_k_tensor>(1, row));
         amp_k_adamw a = {table, 1, found, 0.9, 0.999, 1e-8, 7, 0, 0, NULL, NULL};
         amp_k_sgd b = {table, 1, found, 0.9, 0.1, 7, 0, 0, NULL, NULL};

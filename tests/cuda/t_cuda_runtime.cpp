@@ -620,7 +620,14 @@ static std::vector<row_spec> stored_rows(int n) {
 }
 
 /* The arrays of a table, once in host memory and then on each side. */
-struct row_data { bytes weight, grad, master, m, v, copy; };
+struct row_data { bytes weight, grad, master, m, v, copy, steps; };
+
+/* Of a row that was updated 0 to 3 times. */
+static bytes steps_of(size_t row) {
+    amp_k_steps k = {(int64_t)(row % 4), 1, 1};
+    for (size_t i = 0; i < row % 4; i++) k.beta1_power *= 0.9, k.beta2_power *= 0.999;
+    return bytes((const uint8_t *)&k, (const uint8_t *)(&k + 1));
+}
 
 /* 8-bit moments, with a block of zeros, one of subnormal numbers, and one that is not finite. */
 static bytes eight_bit_numbers(int64_t n) {
@@ -637,6 +644,7 @@ static std::vector<row_data> fill_rows(const std::vector<row_spec> &specs, float
     std::vector<row_data> out;
     for (const row_spec &s : specs) {
         row_data d;
+        d.steps = steps_of(out.size());
         d.weight = numbers(s.weight, s.count);
         d.grad = numbers(s.grad, s.count, grad_scale);
         d.master = numbers(AMP_F32, s.count);
@@ -666,6 +674,7 @@ static std::vector<amp_k_tensor> table_of(side *s, const std::vector<row_spec> &
         t.master = r.master ? s->up(data[i].master, r.odd * 4) : NULL;          /* twice what remainders need */
         t.m = moments > 0 ? s->up(data[i].m, r.moments == AMP_MOMENTS_8BIT ? 0 : r.odd * amp_dtype_size(r.moments)) : NULL;
         t.v = moments > 1 ? s->up(data[i].v) : NULL;
+        t.steps = moments > 0 ? s->up(data[i].steps) : NULL;
         t.weight_dtype = r.weight;
         t.grad_dtype = r.grad;
         t.moment_dtype = r.moments;
@@ -686,6 +695,7 @@ static void bring_rows(side *s, const std::vector<amp_k_tensor> &table, std::vec
         if (table[i].master) s->down(&(*data)[i].master, table[i].master);
         if (table[i].m) s->down(&(*data)[i].m, table[i].m);
         if (table[i].v) s->down(&(*data)[i].v, table[i].v);
+        if (table[i].steps) s->down(&(*data)[i].steps, table[i].steps);
     }
 }
 
@@ -718,6 +728,7 @@ static void compare_rows(const std::vector<row_spec> &specs, const std::vector<r
         CHECK_MSG(same_masters(specs[i], got[i], want[i]), "master of row %zu", i);
         CHECK_MSG(same_numbers(got[i].m, want[i].m, moments), "m of row %zu", i);
         CHECK_MSG(same_numbers(got[i].v, want[i].v, moments), "v of row %zu", i);
+        CHECK_MSG(got[i].steps == want[i].steps, "steps of row %zu", i);
         CHECK_MSG(same_numbers(got[i].copy, want[i].copy, copy_dtype(i)), "copy of row %zu", i);
         CHECK_MSG(same_numbers(got[i].grad, want[i].grad, specs[i].grad), "gradient of row %zu: %s, %lld", i, g, (long long)specs[i].count);
     }
@@ -731,8 +742,6 @@ static amp_k_grad_stats a_found() {
     f.factor = 0.125f + 0.001f;
     f.lr = 1e-3;
     f.step = 3;
-    f.beta1_power = 0.9 * 0.9 * 0.9;
-    f.beta2_power = 0.999 * 0.999 * 0.999;
     return f;
 }
 
@@ -830,6 +839,7 @@ static void decay_rounds_twice(int kind) {
         row.grad = x.up(zero);
         row.m = x.up(zero);
         row.v = x.up(zero);
+        row.steps = x.up(steps_of(0));
         row.count = 8;
         row.lr_scale = 1;
         row.weight_decay = decay;
@@ -1028,7 +1038,6 @@ TEST(rules) {
     scaler.scale = 65536;
     scaler.inv_scale = 1.0f / 65536;
     scaler.growth_interval = 3;
-    found.beta1_power = found.beta2_power = 1;
     found.step = 0;
     amp_k_scaler *d_scaler = (amp_k_scaler *)cuda.up(&scaler, sizeof scaler);
     amp_k_grad_stats *d_found = (amp_k_grad_stats *)cuda.up(&found, sizeof found);
@@ -1045,8 +1054,6 @@ TEST(rules) {
             r.scaler_rule.growth_interval = 3;
             r.scaler_rule.hysteresis = 1;
             r.step_rule.divisor = 3;
-            r.step_rule.beta1 = 0.9;
-            r.step_rule.beta2 = 0.95;
             r.step_rule.lr = 1e-3 * (step + 1);
             r.step_rule.clip_norm = 1;
             if (kind == AMP_RULE_CHECKED) {     /* what a check would have found */

@@ -2178,6 +2178,85 @@ CUDA_TEST(graph_after_settings_change) {
     CHECK_OK(amp_sync(gpu.amp));
 }
 
+/* Gradients of parameters come in other steps, and of one only after the optimizer was created: weights and counts, in
+ * steps and in launches, which are refused once the parameter has come. */
+static std::string late_run(const amp_backend *backend, amp_optimizer_kind kind, bool graphs) {
+    enum { SETS = 3, N = 300 };
+    static const char *const names[SETS] = {"a", "late", "c"};
+    amp_context *amp = NULL;
+    amp_desc d = settings(backend, AMP_LEVEL_O1);
+    amp_param p[SETS] = {};
+    void *grads[SETS];
+    amp_optimizer_desc od = {};
+    amp_optimizer *o = NULL;
+    amp_graph *graph = NULL;
+    std::vector<float> x(N);
+    std::string out;
+    CHECK_OK(amp_open(&amp, &d));
+    for (int i = 0; i < SETS; i++) {
+        void *weight = NULL;
+        for (int k = 0; k < N; k++) x[(size_t)k] = amp_random_uniform(5, (uint64_t)(i * N + k)) - 0.5f;
+        CHECK_OK(amp_alloc(amp, &weight, 4 * N));
+        CHECK_OK(amp_alloc(amp, &grads[i], 4 * N));
+        CHECK_OK(amp_copy(amp, weight, x.data(), 4 * N, AMP_COPY_TO_DEVICE));
+        CHECK_OK(amp_sync(amp));
+        p[i].name = names[i];
+        p[i].weight = amp_tensor1(weight, AMP_F32, N);
+        if (i != 1) p[i].grad = amp_tensor1(grads[i], AMP_F32, N);
+    }
+    CHECK_OK(amp_param_register(amp, p, SETS));
+    od.params = p, od.n_params = SETS, od.kind = kind, od.lr = 0.01, od.weight_decay = 0.1;
+    if (kind == AMP_SGD) od.momentum = 0.9, od.dampening = 0.25;
+    CHECK_OK(amp_optimizer_create(amp, &o, &od));
+    for (int step = 0; step < 10; step++) {
+        bool launched = graphs && (step == 2 || step >= 7);
+        if (step == 4) p[1].grad = amp_tensor1(grads[1], AMP_F32, N);
+        for (int i = 0; i < SETS; i++) {
+            for (int k = 0; k < N; k++) x[(size_t)k] = amp_random_uniform((uint64_t)(step + 6), (uint64_t)(i * N + k)) - 0.5f;
+            CHECK_OK(amp_copy(amp, grads[i], x.data(), 4 * N, AMP_COPY_TO_DEVICE));
+            CHECK_OK(amp_sync(amp));
+        }
+        if (graphs && (step == 2 || step == 7)) CHECK_OK(amp_graph_begin(amp));
+        for (int i = 0; i < SETS && (!launched || graph == NULL); i++)
+            if (p[i].grad.data != NULL && (i != 2 || step % 2 == 1 || step >= 6)) (void)amp_param_accumulate(&p[i]);
+        if (!launched || graph == NULL) CHECK_OK(amp_step(o, NULL));
+        if (graphs && (step == 2 || step == 7)) CHECK_OK(amp_graph_end(amp, &graph));
+        if (launched) CHECK_OK(amp_graph_launch(graph));
+        if (graphs && step == 4) {
+            CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+            amp_graph_destroy(graph);
+            graph = NULL;
+        }
+    }
+    CHECK_OK(amp_sync(amp));
+    for (int i = 0; i < SETS; i++) {
+        CHECK_OK(amp_copy(amp, x.data(), p[i].weight.data, 4 * N, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(amp));
+        out.append((const char *)x.data(), 4 * N);
+    }
+    amp_state *state = NULL;
+    int64_t counts[SETS] = {0, 0, 0};
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_optimizer_save(o, state, "o"));
+    if (kind == AMP_LION) CHECK_EQ(amp_state_count(state, "o.counts", NULL), -1);
+    else CHECK_OK(amp_state_get(state, "o.counts", AMP_I64, counts, SETS));
+    CHECK(kind == AMP_LION || (counts[0] == 10 && counts[1] == 6 && counts[2] == 7));
+    amp_state_destroy(state);
+    amp_graph_destroy(graph);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+    return out;
+}
+CUDA_TEST(steps_of_each_parameter) {
+    amp_machine machine;
+    for (amp_optimizer_kind kind : {AMP_ADAMW, AMP_SGD, AMP_LION}) {
+        std::string eager = late_run(amp_cuda(), kind, false);
+        CHECK_MSG(late_run(amp_cuda(), kind, true) == eager, "kind %d: a graph has other bits", (int)kind);
+        if (amp_machine_probe(&machine) == AMP_OK && machine.cpu.path >= AMP_CPU_AVX2)
+            CHECK_MSG(late_run(amp_cpu(), kind, false) == eager, "kind %d: the CPU has other bits", (int)kind);
+    }
+}
+
 /* The seed of the random numbers is built into a graph, the offset is not; and what changes in the middle of a capture is
  * in a part of the graph only. */
 CUDA_TEST(graph_and_what_is_loaded) {
@@ -2223,6 +2302,7 @@ CUDA_TEST(graph_and_what_is_loaded) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(graph_and_what_is_loaded);
+    RUN(steps_of_each_parameter);
     RUN(verified_training_goes_on);
     RUN(verify_beside_a_graph);
     RUN(numerics_of_the_device);

@@ -330,6 +330,7 @@ amp_k_tensor put_parameter(const optimizer_layout &layout, int64_t n) {
     t.master_kind = layout.master, t.moment_dtype = layout.moments;
     t.grad = g.random(layout.grad, n);
     if (layout.m) t.weight = g.random(layout.weight, n), t.m = g.random(layout.moments, n);
+    if (layout.m) t.steps = g.put(std::vector<amp_k_steps>(1));
     if (layout.master == AMP_MASTER_F32) t.master = g.random(AMP_F32, n);
     if (layout.master == AMP_MASTER_REMAINDER) t.master = g.random(AMP_BF16, n);        /* any 16 bits */
     if (layout.v) t.v = g.room(moment_bytes), need(g.b->fill(g.dev, t.v, 0, (size_t)moment_bytes, NULL) == AMP_OK, "zeros");
@@ -341,7 +342,7 @@ parameter_table put_parameters(const optimizer_layout &layout) {
     for (int64_t n : parameter_sizes()) rows.push_back(put_parameter(layout, n));
     found[0].multiplier = found[0].factor = found[0].clip_coef = 1;
     found[0].attempts = found[0].step = 1, found[0].first_bad = -1;
-    found[0].beta1_power = 0.9, found[0].beta2_power = 0.999, found[0].lr = 1e-4;
+    found[0].lr = 1e-4;
     parameter_table p = {g.put(rows), (int64_t)rows.size(), g.put(found), g.put(std::vector<float>{2.0f, 0.5f}),
                          g.put(std::vector<amp_k_inspected>(rows.size()))};
     return p;

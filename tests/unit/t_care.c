@@ -1966,6 +1966,68 @@ static void mean_over(void *user, amp_recovery_event *event) {
     CHECK(event->action == AMP_RECOVERY_HALVE_BATCH);
 }
 
+enum { LATE = 3, LATE_NUMBERS = 20 };
+static void late_step(amp_optimizer *o, amp_param *p, int step, int frozen) {
+    float g[LATE_NUMBERS];
+    int i, k;
+    for (i = 0; i < LATE; i++) {
+        if (i == 1 && frozen) continue;
+        for (k = 0; k < LATE_NUMBERS; k++) g[k] = amp_random_uniform((uint64_t)step, (uint64_t)(i * 100 + k)) - 0.5f;
+        (void)amp_param_accumulate(&p[i]);
+        memcpy(p[i].grad.data, g, sizeof g);
+    }
+    CHECK_OK(amp_step(o, NULL));
+}
+/* Going back to before a parameter was unfrozen restores it too, and the same steps give the same bits. */
+TEST(recovery_goes_back_to_before_a_parameter_was_unfrozen) {
+    amp_desc c = host_desc(NULL, AMP_F32);
+    amp_context *amp;
+    amp_model *m;
+    amp_param *p;
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    amp_recovery_desc rd;
+    amp_recovery *r;
+    amp_recovery_event e;
+    amp_step_record record;
+    int64_t n;
+    float start[LATE][LATE_NUMBERS], end[LATE][LATE_NUMBERS];
+    int i, step, turn;
+    CHECK_OK(amp_open(&amp, &c));
+    CHECK_OK(amp_model_create(amp, &m, 1, 0));
+    for (i = 0; i < LATE; i++) (void)amp_model_param(m, i == 1 ? "late" : i ? "c" : "a", LATE_NUMBERS, 0, AMP_INIT_NORMAL, 1);
+    CHECK_OK(amp_model_params(m, &p, &n));
+    CHECK_OK(amp_model_freeze(m, "late", 1));
+    memset(&d, 0, sizeof d);
+    d.params = p; d.n_params = n; d.lr = 0.01;
+    CHECK_OK(amp_optimizer_create(amp, &o, &d));
+    memset(&rd, 0, sizeof rd);
+    rd.params = p; rd.n_params = 1; rd.optimizer = o;
+    CHECK_OK(amp_recovery_create(amp, &r, &rd));
+    for (i = 0; i < LATE; i++) memcpy(start[i], p[i].weight.data, sizeof start[i]);
+    for (turn = 0; turn < 2; turn++) {
+        for (step = 0; step < 5; step++) {
+            if (step == 2 && turn == 0) CHECK_OK(amp_model_freeze(m, "late", 0));
+            late_step(o, p, step, step < 2);
+        }
+        for (i = 0; i < LATE; i++) CHECK(memcmp(start[i], p[i].weight.data, sizeof start[i]) != 0);
+        for (i = 0; i < LATE && turn == 1; i++) CHECK(memcmp(end[i], p[i].weight.data, sizeof end[i]) == 0);
+        for (i = 0; i < LATE; i++) memcpy(end[i], p[i].weight.data, sizeof end[i]);
+        memset(&record, 0, sizeof record);
+        record.result.step = 100 + turn;
+        record.anomaly = AMP_ANOMALY_LOSS;
+        record.action = AMP_NAN_RECOVER;
+        CHECK_OK(amp_recovery_step(r, &record, &e));
+        CHECK(e.action == AMP_RECOVERY_RESTORED);
+        for (i = 0; i < LATE; i++) CHECK(memcmp(start[i], p[i].weight.data, sizeof start[i]) == 0);
+    }
+    amp_recovery_destroy(r);
+    amp_optimizer_destroy(o);
+    amp_model_destroy(m);
+    amp_close(amp);
+    CHECK_EQ(host.blocks, 0);
+}
+
 TEST(memory_recovery_halves_the_batch) {
     static halving whole, h;
     static trainee host_side;
@@ -2388,6 +2450,7 @@ int main(int argc, char **argv) {
     RUN(recovery_restores_what_is_the_hosts);
     RUN(snapshots_survive_failing_allocations);
     RUN(recovery_survives_failing_allocations);
+    RUN(recovery_goes_back_to_before_a_parameter_was_unfrozen);
     RUN(memory_recovery_halves_the_batch); RUN(memory_recovery_doubles_the_batch_again);
     RUN(memory_recovery_from_any_failing_allocation);
     RUN(memory_recovery_drops_the_cycle);

@@ -1521,8 +1521,8 @@ static void take(snapshot *s, const model *m, const amp_optimizer *o) {
         }
     }
     s->step = o->set->found->step;
-    s->power1 = o->set->found->beta1_power;
-    s->power2 = o->set->found->beta2_power;
+    s->power1 = o->set->rows[0].steps ? ((amp_k_steps *)o->set->rows[0].steps)->beta1_power : 0;
+    s->power2 = o->set->rows[0].steps ? ((amp_k_steps *)o->set->rows[0].steps)->beta2_power : 0;
 }
 
 TEST(a_skip_leaves_everything_bit_for_bit) {
@@ -1863,6 +1863,355 @@ TEST(parameters_without_a_gradient_are_passed_over) {
     amp_close(amp);
 }
 
+/* Sets whose gradients count in a step: each parameter's come and go at random, the last's first in step 9. */
+static int has_gradient(int step, int i) { return i == 4 ? step >= 9 : amp_random_u32(70, (uint64_t)(step * 8 + i)) % 3 != 0; }
+
+/* A parameter moves as if its optimizer had it alone, and stepped only when it has a gradient: steps that are skipped
+   count for none. */
+TEST(each_parameter_counts_its_own_steps) {
+    static model all, one;
+    static const amp_cpu_path paths[] = {AMP_CPU_SCALAR, AMP_CPU_DEFAULT};
+    int kind, storage, path, i, step;
+    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) for (storage = 0; storage < 4; storage++) for (path = 0; path < 2; path++) {
+        amp_context *amp = open_context(paths[path], 1, AMP_LEVEL_O2), *alone = open_context(paths[path], 1, AMP_LEVEL_O2);
+        amp_optimizer_desc d;
+        amp_optimizer *o, *p[TENSORS];
+        amp_param_group group;
+        memset(&group, 0, sizeof group);
+        model_init(&all, storage == 0 ? AMP_F32 : AMP_BF16, AMP_F32);
+        model_init(&one, all.weight, AMP_F32);
+        d = adamw(&all);
+        set_kind(&d, kind);
+        if (kind == AMP_SGD) { d.dampening = storage % 2 ? 0 : 0.3; d.nesterov = storage % 2; }
+        if (storage == 2) d.master = AMP_MASTER_REMAINDER;
+        group.match = "*";
+        group.moments = AMP_MOMENTS_8BIT;
+        if (storage == 3) { d.groups = &group; d.n_groups = 1; }
+        o = make(amp, &d);
+        for (i = 0; i < TENSORS; i++) { d.params = &one.p[i]; d.n_params = 1; p[i] = make(alone, &d); }
+        for (step = 0; step < 24; step++) {
+            model_backward(&all, step, 1);
+            memcpy(one.g, all.g, sizeof one.g);
+            if (step % 6 == 5) all.g[0][0] = NAN;
+            for (i = 0; i < TENSORS; i++) all.p[i].grad_live = has_gradient(step, i) || (i == 0 && step % 6 == 5);
+            CHECK_OK(amp_step(o, NULL));
+            for (i = 0; i < TENSORS && step % 6 != 5; i++) {
+                one.p[i].grad_live = has_gradient(step, i);
+                if (has_gradient(step, i)) CHECK_OK(amp_step(p[i], NULL));
+            }
+            CHECK_MSG(memcmp(all.w, one.w, sizeof all.w) == 0 && memcmp(all.w16, one.w16, sizeof all.w16) == 0, "kind %d, storage %d, step %d", kind, storage, step);
+        }
+        CHECK_EQ(o->set->found->step, 20);
+        if (kind != AMP_LION) CHECK_EQ(((amp_k_steps *)o->set->rows[4].steps)->count, 12);      /* 9 to 23 but 11, 17 and 23 */
+        else CHECK(o->set->rows[4].steps == NULL);
+        for (i = 0; i < TENSORS; i++) amp_optimizer_destroy(p[i]);
+        amp_optimizer_destroy(o);
+        amp_close(amp);
+        amp_close(alone);
+    }
+}
+
+/* PyTorch's numbers: AdamW's first step moves a weight by the learning rate, whenever it comes. */
+TEST(a_late_first_gradient_moves_by_the_learning_rate) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    amp_step_result r;
+    int step, i;
+    float before[ROOM];
+    model_init(&m, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    d.weight_decay = 0;
+    d.lr = 1e-3;
+    d.result_lag = AMP_LAG_NONE;
+    o = make(amp, &d);
+    for (step = 0; step < 200; step++) {
+        model_backward(&m, step, 1);
+        m.p[1].grad_live = 0;
+        CHECK_OK(amp_step(o, NULL));
+        CHECK(amp_step_result_next(o, &r) == 1 && r.applied_steps == step + 1);
+    }
+    memcpy(before, m.w[1], sizeof before);
+    model_backward(&m, step, 1);
+    CHECK_OK(amp_step(o, NULL));
+    for (i = 0; i < count_of(1); i++) CHECK_MSG(fabs(fabs(before[i] - m.w[1][i]) - 1e-3) < 2e-6, "element %d moved by %g", i, before[i] - m.w[1][i]);
+    CHECK(amp_step_result_next(o, &r) == 1 && r.applied == 1 && r.applied_steps == 201);
+    for (i = 0; i < TENSORS; i++) m.p[i].grad_live = 0;              /* a step with no gradient at all counts for none */
+    CHECK_OK(amp_step(o, NULL));
+    CHECK(amp_step_result_next(o, &r) == 1 && r.applied == 0 && r.step == 202 && r.applied_steps == 201 && r.total_skips == 1);
+    CHECK(r.first_bad == NULL && r.at_floor == 0);
+    CHECK_EQ(((amp_k_steps *)o->set->rows[0].steps)->count, 201);
+    CHECK_EQ(((amp_k_steps *)o->set->rows[1].steps)->count, 1);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+/* ---- Parameters that are frozen at first */
+
+static void encode_state(const amp_optimizer *o, const amp_system *system, void **blob, size_t *bytes) {
+    amp_state *state = NULL;
+    CHECK_OK(amp_state_create(&state, system));
+    CHECK_OK(amp_optimizer_save(o, state, "o"));
+    CHECK_OK(amp_state_encode(state, blob, bytes));
+    amp_state_destroy(state);
+}
+
+/* A parameter that gets its gradient later has from then on what one has that was there all the time: the same weights,
+   norms, results and saved states, bit for bit. */
+TEST(a_parameter_that_gets_a_gradient_later_trains) {
+    static model late, there;
+    int variant, step, i;
+    for (variant = 0; variant < 6; variant++) {
+        amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
+        amp_optimizer_desc d;
+        amp_optimizer *o[2];
+        amp_step_result r[2];
+        amp_parameter_bytes held[2];
+        void *blob[2];
+        size_t bytes[2];
+        model_init(&late, variant ? AMP_BF16 : AMP_F32, AMP_F32);
+        model_init(&there, late.weight, AMP_F32);
+        d = adamw(&late);
+        set_kind(&d, variant % 3 + 1);
+        if (variant == 2) d.master = AMP_MASTER_REMAINDER;
+        if (variant == 4) d.moments = AMP_MOMENTS_8BIT;
+        if (variant == 5) { d.sync_every = 2; d.master = AMP_MASTER_NONE; }
+        d.clip_norm = 0.05;
+        d.accumulation = variant == 3 ? 2 : 1;
+        d.result_lag = 5;
+        late.p[1].grad.data = late.p[3].grad.data = NULL;
+        o[0] = make(amp, &d);
+        CHECK_OK(amp_optimizer_bytes(o[0], &held[0]));
+        d.params = there.p;
+        o[1] = make(amp, &d);
+        for (step = 0; step < 24; step++) {
+            if (step == 10) { late.p[1].grad = view(late.g[1], AMP_F32, 1); late.p[3].grad = view(late.g[3], AMP_F32, 3); }
+            model_backward(&late, step, 1);
+            memcpy(there.g, late.g, sizeof there.g);
+            if (step == 8) late.g[4][0] = there.g[4][0] = NAN;       /* its result is delivered after the rows moved */
+            for (i = 0; i < TENSORS; i++) there.p[i].grad_live = step >= 10 || i % 2 == 0;
+            if (step < 10) late.p[1].grad_live = late.p[3].grad_live = 0;
+            CHECK_OK(amp_step(o[0], NULL));
+            CHECK_OK(amp_step(o[1], NULL));
+            CHECK_EQ(o[0]->set->n, step < 10 ? 3 : 5);
+            CHECK_MSG(memcmp(late.w, there.w, sizeof late.w) == 0 && memcmp(late.w16, there.w16, sizeof late.w16) == 0, "variant %d, step %d", variant, step);
+            while (amp_step_result_next(o[0], &r[0])) {
+                CHECK(amp_step_result_next(o[1], &r[1]) == 1);
+                CHECK(r[0].norm == r[1].norm || r[0].step == 9 || variant == 3);
+                CHECK(r[0].applied == r[1].applied && (r[0].applied || strcmp(r[0].first_bad, r[1].first_bad) == 0));
+            }
+        }
+        encode_state(o[0], NULL, &blob[0], &bytes[0]);
+        encode_state(o[1], NULL, &blob[1], &bytes[1]);
+        CHECK(bytes[0] == bytes[1] && memcmp(blob[0], blob[1], bytes[0]) == 0);
+        CHECK_OK(amp_optimizer_bytes(o[1], &held[1]));
+        CHECK(held[0].parameters < held[1].parameters);
+        CHECK_OK(amp_optimizer_bytes(o[0], &held[0]));
+        CHECK(memcmp(&held[0], &held[1], sizeof held[0]) == 0);
+        for (i = 0; i < 2; i++) { amp_file_free(NULL, blob[i], bytes[i]); amp_optimizer_destroy(o[i]); }
+        amp_close(amp);
+    }
+}
+
+/* Another optimizer's parameters are not taken in, nor those whose gradient does not count, and what is wrong with one
+   is an error that names it. */
+TEST(who_gets_a_parameter_that_comes_later) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_optimizer_desc d;
+    amp_optimizer *first, *second;
+    amp_grad_set_desc set_desc;
+    amp_grad_set *set = NULL;
+    amp_scaler *s = make_scaler(amp, 4, 0);
+    amp_grad_stats stats;
+    float other[ROOM];
+    model_init(&m, AMP_F32, AMP_F32);
+    m.p[0].grad.data = m.p[4].grad.data = NULL;
+    d = adamw(&m);
+    first = make(amp, &d);
+    m.p[0].grad = view(m.g[0], AMP_F32, 0);
+    d.params = m.p;
+    d.n_params = 1;
+    second = make(amp, &d);
+    model_backward(&m, 0, 1);
+    CHECK_OK(amp_step(first, NULL));
+    CHECK_EQ(first->set->n, 3);                                       /* the second has [0]; [4] has no gradient */
+    CHECK(m.p[0].grad_live == 1);
+    CHECK_OK(amp_step(second, NULL));
+    m.p[4].grad = amp_tensor1(m.g[4], AMP_F32, 2);
+    m.p[4].grad_live = 1;
+    CHECK_ERR(amp_step(first, NULL), AMP_ERR_SHAPE);
+    CHECK(strstr(amp_last_error(), "amp_step") != NULL && strstr(amp_last_error(), names[4]) != NULL);
+    m.p[4].grad = view(m.g[4], AMP_F32, 4);
+    m.p[4].grad_live = 0;
+    model_backward(&m, 1, 1);
+    m.p[4].grad_live = 0;
+    CHECK_OK(amp_step(first, NULL));
+    CHECK_EQ(first->set->n, 3);
+    m.p[4].grad.data = NULL;
+    memset(&set_desc, 0, sizeof set_desc);
+    set_desc.params = m.p;
+    set_desc.n_params = TENSORS;
+    CHECK_OK(amp_grad_set_create(amp, &set, &set_desc));              /* the same for a set without an optimizer */
+    model_backward(&m, 2, 4);
+    m.p[4].grad = view(m.g[4], AMP_F32, 4);
+    memcpy(other, m.g[4], sizeof other);
+    m.g[4][3] = INFINITY;
+    CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_UNSCALE));
+    CHECK_OK(amp_grad_set_stats(set, &stats));
+    CHECK(stats.found_inf == 1 && strcmp(stats.first_bad, names[4]) == 0 && stats.first_bad_element == 3);
+    CHECK(m.g[4][0] == other[0] / 4);
+    CHECK_OK(amp_scaler_update(s));
+    amp_grad_set_destroy(set);
+    amp_optimizer_destroy(first);
+    amp_optimizer_destroy(second);
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
+typedef struct { int count, id; char text[256]; } heard;
+static void hear(void *user, amp_log_level level, int id, const char *text) {
+    heard *h = (heard *)user;
+    if (level != AMP_LOG_WARNING) return;
+    h->count++;
+    h->id = id;
+    snprintf(h->text, sizeof h->text, "%s", text);
+}
+
+/* A state loads where more or fewer parameters are frozen, with a warning that names them; the others go on bit for bit. */
+TEST(states_load_where_other_parameters_are_frozen) {
+    static model a, b;
+    int way, kind, step, i;
+    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) for (way = 0; way < 4; way++) {
+        int frozen_then = way & 1 ? 1 : -1, frozen_now = way & 2 ? 3 : -1;
+        heard h = {0, 0, ""};
+        amp_context *amp = NULL;
+        amp_desc c;
+        amp_optimizer_desc d;
+        amp_optimizer *x, *y;
+        amp_state *state = NULL;
+        memset(&c, 0, sizeof c);
+        c.logger.write = hear;
+        c.logger.user = &h;
+        CHECK_OK(amp_open(&amp, &c));
+        model_init(&a, AMP_F32, AMP_F32);
+        model_init(&b, AMP_F32, AMP_F32);
+        if (frozen_then >= 0) a.p[frozen_then].grad.data = NULL;
+        if (frozen_now >= 0) b.p[frozen_now].grad.data = NULL;
+        d = adamw(&a);
+        set_kind(&d, kind);
+        x = make(amp, &d);
+        d.params = b.p;
+        y = make(amp, &d);
+        for (step = 0; step < 3; step++) {                            /* the other has states of its own, which go */
+            model_backward(&a, step, 1);
+            if (frozen_then >= 0) a.p[frozen_then].grad_live = 0;
+            CHECK_OK(amp_step(x, NULL));
+            model_backward(&b, step + 5, 1);
+            if (frozen_now >= 0) b.p[frozen_now].grad_live = 0;
+            CHECK_OK(amp_step(y, NULL));
+        }
+        CHECK_OK(amp_state_create(&state, NULL));
+        CHECK_OK(amp_optimizer_save(x, state, "o"));
+        CHECK_OK(amp_optimizer_load(y, state, "o"));
+        CHECK_EQ(h.count, (frozen_then >= 0) + (frozen_now >= 0));
+        CHECK(way == 0 || h.id == 1108);
+        if (frozen_then >= 0) CHECK(strstr(h.text, names[frozen_then]) != NULL);
+        if (way == 2) CHECK(strstr(h.text, names[frozen_now]) != NULL);
+        memcpy(b.w, a.w, sizeof b.w);
+        if (frozen_then >= 0) a.p[frozen_then].grad = view(a.g[frozen_then], AMP_F32, frozen_then);
+        for (step = 9; step < 12; step++) {
+            model_backward(&a, step, 1);
+            model_backward(&b, step, 1);
+            if (frozen_now >= 0) b.p[frozen_now].grad_live = 0;
+            CHECK_OK(amp_step(x, NULL));
+            CHECK_OK(amp_step(y, NULL));
+            for (i = 0; i < TENSORS; i++) CHECK_MSG(i == frozen_now || memcmp(a.w[i], b.w[i], sizeof a.w[i]) == 0, "kind %d, way %d: %s", kind, way, names[i]);
+        }
+        a.p[2].name = "other";                                        /* not the same parameters: refused by name */
+        CHECK_OK(amp_optimizer_save(x, state, "p"));
+        amp_optimizer_destroy(x);
+        d.params = a.p;
+        x = make(amp, &d);
+        CHECK_ERR(amp_optimizer_load(x, state, "o"), AMP_ERR_MISMATCH);
+        CHECK(strstr(amp_last_error(), "other") != NULL && strstr(amp_last_error(), names[2]) != NULL);
+        a.p[2].name = names[2];
+        amp_optimizer_destroy(x);
+        amp_optimizer_destroy(y);
+        amp_state_destroy(state);
+        amp_close(amp);
+    }
+}
+
+/* As 0.2 wrote it. */
+static amp_state *without_counts(const amp_state *from) {
+    static uint8_t values[8 * ROOM];
+    const char *key;
+    amp_state *to = NULL;
+    int64_t i, n;
+    CHECK_OK(amp_state_create(&to, NULL));
+    for (i = 0; (key = amp_state_key(from, i)) != NULL; i++) {
+        amp_dtype dtype = AMP_DTYPE_DEFAULT;
+        n = amp_state_count(from, key, &dtype);
+        if (strcmp(key, "o.counts") == 0 || strcmp(key, "o.powers") == 0 || strcmp(key, "o.frozen") == 0) continue;
+        CHECK_OK(amp_state_get(from, key, dtype, values, n));
+        CHECK_OK(amp_state_put(to, key, dtype, values, n));
+    }
+    return to;
+}
+
+/* The counts of a state are checked; 0.2 has one for all, and loads the largest. */
+TEST(counts_of_a_state) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    amp_state *state = NULL, *old;
+    int64_t counts[TENSORS], bad, i;
+    double powers[2 * TENSORS], settings[3];
+    int step;
+    model_init(&m, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    o = make(amp, &d);
+    for (step = 0; step < 4; step++) {
+        model_backward(&m, step, 1);
+        m.p[2].grad_live = step == 3;
+        CHECK_OK(amp_step(o, NULL));
+    }
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_optimizer_save(o, state, "o"));
+    CHECK_OK(amp_state_get(state, "o.counts", AMP_I64, counts, TENSORS));
+    CHECK_OK(amp_state_get(state, "o.powers", AMP_F64, powers, 2 * TENSORS));
+    CHECK_OK(amp_state_get(state, "o.settings", AMP_F64, settings, 3));
+    for (i = 0; i < TENSORS; i++) CHECK_EQ(counts[i], i == 2 ? 1 : 4);
+    CHECK(powers[4] == 0.9 && powers[5] == 0.999 && powers[0] == 0.9 * 0.9 * 0.9 * 0.9);
+    CHECK(settings[0] == powers[0] && settings[1] == powers[1]);
+    for (bad = 0; bad < 4; bad++) {
+        int64_t wrong[TENSORS];
+        double beyond[2 * TENSORS];
+        memcpy(wrong, counts, sizeof wrong);
+        memcpy(beyond, powers, sizeof beyond);
+        if (bad < 2) wrong[3] = bad ? 5 : -1;
+        else beyond[3] = bad == 2 ? 1.5 : NAN;
+        CHECK_OK(amp_state_put(state, "o.counts", AMP_I64, wrong, TENSORS));
+        CHECK_OK(amp_state_put(state, "o.powers", AMP_F64, beyond, 2 * TENSORS));
+        CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+    }
+    CHECK_OK(amp_state_put(state, "o.counts", AMP_I64, counts, TENSORS - 1));
+    CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_MISMATCH);
+    old = without_counts(state);
+    CHECK_OK(amp_optimizer_load(o, old, "o"));
+    for (i = 0; i < TENSORS; i++) {
+        const amp_k_steps *k = (const amp_k_steps *)o->set->rows[i].steps;
+        CHECK(k->count == 4 && k->beta1_power == powers[0] && k->beta2_power == powers[1]);
+    }
+    amp_state_destroy(old);
+    amp_state_destroy(state);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
 /* ---- Outcomes */
 
 TEST(outcomes_come_at_a_fixed_lag) {
@@ -1905,15 +2254,6 @@ TEST(outcomes_come_at_a_fixed_lag) {
         amp_scaler_destroy(s);
         amp_close(amp);
     }
-}
-
-typedef struct { int count, id; char text[256]; } heard;
-static void hear(void *user, amp_log_level level, int id, const char *text) {
-    heard *h = (heard *)user;
-    if (level != AMP_LOG_WARNING) return;
-    h->count++;
-    h->id = id;
-    snprintf(h->text, sizeof h->text, "%s", text);
 }
 
 TEST(an_overflow_at_the_floor_is_logged) {
@@ -2439,6 +2779,83 @@ TEST(every_failing_allocation_is_survived) {
     CHECK_EQ(heap.live, 0);
 }
 
+/* amp_model_freeze makes the states that an optimizer lacks.  If memory fails all stays frozen and as it was, and it can
+   be called again. */
+TEST(unfreezing_makes_states_or_changes_nothing) {
+    int64_t k, base, n;
+    int done = 0, i, frozen, step;
+    for (k = 0; k < 200 && !done; k++) {
+        amp_context *amp = NULL;
+        amp_desc c;
+        meter heap = {1000000, 0};
+        amp_model *m;
+        amp_param *p;
+        amp_optimizer_desc d;
+        amp_optimizer *o;
+        amp_scaler *s;
+        amp_result r;
+        float before[2][12], held[2][12];
+        memset(&c, 0, sizeof c);
+        memset(&d, 0, sizeof d);
+        c.system.alloc = meter_alloc;
+        c.system.free = meter_free;
+        c.system.user = &heap;
+        c.level = AMP_LEVEL_O2;
+        c.dtype = AMP_BF16;
+        CHECK_OK(amp_open(&amp, &c));
+        s = make_scaler(amp, 1, 100);
+        CHECK_OK(amp_model_create(amp, &m, 1, 8));
+        for (i = 0; i < 4; i++) (void)amp_model_param(m, i % 2 ? i == 1 ? "back.1" : "back.3" : i ? "head.2" : "head.0", 3, 4, AMP_INIT_NORMAL, 1);
+        CHECK_OK(amp_model_params(m, &p, &n));
+        CHECK_OK(amp_model_freeze(m, "back.*", 1));
+        d.params = p;
+        d.n_params = n;
+        d.sync_every = 3;
+        o = make(amp, &d);
+        for (step = 0; step < 2; step++) {
+            for (i = 0; i < 4; i += 2) { (void)amp_param_accumulate(&p[i]); ampt_uniform((float *)p[i].grad.data, 12, 80, (uint32_t)(step * 4 + i), 1, 0.1f); }
+            CHECK_OK(amp_step(o, s));
+        }
+        CHECK_OK(amp_scaler_check(s, amp_optimizer_grad_set(o), AMP_CHECK_READ));
+        CHECK_ERR(amp_model_freeze(m, "back.*", 0), AMP_ERR_STATE);
+        CHECK(p[1].grad.data == NULL && o->set->n == 2);
+        CHECK_OK(amp_scaler_update(s));
+        for (i = 0; i < 2; i++) memcpy(before[i], p[2 * i].master, sizeof before[i]);
+        base = heap.live;
+        heap.left = k;
+        r = amp_model_freeze(m, "back.*", 0);
+        heap.left = 1000000;
+        done = r == AMP_OK;
+        frozen = !done;
+        if (frozen) {
+            CHECK_ERR(r, AMP_ERR_MEMORY);
+            CHECK_EQ(heap.live, base);
+            CHECK(p[1].grad.data == NULL && p[3].grad.data == NULL && p[1].master == NULL && o->set->n == 2);
+            CHECK_OK(amp_model_freeze(m, "back.*", 0));
+        }
+        CHECK(o->set->n == 4 && p[1].grad.data != NULL && p[3].grad.data != NULL && p[1].master != NULL);
+        for (i = 0; i < 2; i++) CHECK(memcmp(before[i], p[2 * i].master, sizeof before[i]) == 0);
+        for (i = 0; i < 12; i++) CHECK(((float *)p[1].master)[i] == amp_f32_from_bf16(((uint16_t *)p[1].weight.data)[i]));
+        for (i = 0; i < 2; i++) memcpy(held[i], p[2 * i + 1].master, sizeof held[i]);
+        for (step = 2; step < 4; step++) {
+            for (i = 0; i < 4; i++) { (void)amp_param_accumulate(&p[i]); ampt_uniform((float *)p[i].grad.data, 12, 80, (uint32_t)(step * 4 + i), 1, 0.1f); }
+            CHECK_OK(amp_step(o, s));
+        }
+        for (i = 0; i < 2; i++) CHECK(memcmp(held[i], p[2 * i + 1].master, sizeof held[i]) != 0);
+        CHECK_OK(amp_model_freeze(m, "back.1", 1));               /* frozen again it stays, states and all */
+        memcpy(held[0], p[1].master, sizeof held[0]);
+        for (i = 0; i < 4; i++) if (i != 1) (void)amp_param_accumulate(&p[i]);
+        CHECK_OK(amp_step(o, s));
+        CHECK(memcmp(held[0], p[1].master, sizeof held[0]) == 0 && o->set->n == 4);
+        amp_optimizer_destroy(o);
+        amp_scaler_destroy(s);
+        amp_model_destroy(m);
+        amp_close(amp);
+        CHECK_EQ(heap.live, 0);
+    }
+    CHECK(done && k > 8);
+}
+
 /* Two ranks with the same gradients, one of which has none for one parameter: the hook doubles what it is given. */
 static int twice(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
     int64_t i;
@@ -2712,6 +3129,12 @@ int main(int argc, char **argv) {
     RUN(clip_each_clips_the_running_sum);
     RUN(groups_by_name); RUN(groups_that_match_nothing);
     RUN(parameters_without_a_gradient_are_passed_over);
+    RUN(each_parameter_counts_its_own_steps);
+    RUN(a_late_first_gradient_moves_by_the_learning_rate);
+    RUN(a_parameter_that_gets_a_gradient_later_trains);
+    RUN(who_gets_a_parameter_that_comes_later);
+    RUN(states_load_where_other_parameters_are_frozen);
+    RUN(counts_of_a_state);
     RUN(outcomes_come_at_a_fixed_lag);
     RUN(an_overflow_at_the_floor_is_logged);
     RUN(the_last_64_outcomes_are_kept);
@@ -2722,6 +3145,7 @@ int main(int argc, char **argv) {
     RUN(rates_fit_in_fp32);
     RUN(what_is_not_read_is_refused);
     RUN(every_failing_allocation_is_survived);
+    RUN(unfreezing_makes_states_or_changes_nothing);
     RUN(ranks_average_and_take_part_without_a_gradient);
     RUN(states_in_a_cycle_are_of_their_rank);
     RUN(gradients_of_a_state);

@@ -36,6 +36,7 @@ typedef struct setup {
     int gate;                       /* 1: gathers of weights wait until the test lets them pass, and can fail */
     int split;                      /* 1: the optimizer has the first two parameters */
     int ends;                       /* 1: the body ends with the optimizer and the context */
+    int late;                       /* 1: two parameters get their gradients after the second step */
 } setup;
 
 /* What a rank ends with. */
@@ -183,7 +184,9 @@ static void fill_by_hand(const job *j, model *m, float scale, int64_t seed) {
     for (int i = 0; i < 6; i++) {
         int64_t n = amp_tensor_count(&m->p[i].weight);
         amp_dtype dtype = m->p[i].grad.dtype;
-        int add = amp_param_accumulate(&m->p[i]);
+        int add;
+        if (m->p[i].grad.data == NULL) continue;
+        add = amp_param_accumulate(&m->p[i]);
         if (add) CHECK_OK(amp_convert(x, AMP_F32, m->p[i].grad.data, dtype, n, NULL, NULL));
         for (int64_t k = 0; k < n; k++) x[k] = (add ? x[k] : 0) + value(seed * 100000 + j->rank * 7919 + i * 131 + k) * scale;
         if (seed / 10 == j->s->bad_step && j->rank == j->s->bad_rank && i == 2) x[n - 1] = INFINITY;
@@ -223,6 +226,33 @@ static void train(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scal
         j->out->applied += r.applied;
         j->out->seconds += r.ranks_seconds;
         CHECK(r.ranks_waited >= 0);
+    }
+}
+
+/* Two parameters that were frozen get a gradient; what is saved then, by all ranks or by one, loads again. */
+static void train_late(job *j, amp_context *amp, model *m, amp_optimizer *o, amp_scaler *scaler) {
+    amp_step_result r;
+    amp_state *state = NULL;
+    for (int step = 0; step < STEPS; step++) {
+        if (step == 2) {
+            m->p[2].grad.data = m->g + 4096 + 64;
+            m->p[5].grad.data = m->g + 4096 + 64 + 12800 + 200 + 2000;
+        }
+        if (step == 4 && j->path) {
+            CHECK_OK(amp_sync(amp));
+            CHECK_OK(amp_state_create(&state, NULL));
+            CHECK_OK(amp_optimizer_save(o, state, "o"));
+            CHECK_OK(amp_state_save_ranks(amp, state, j->path));
+            amp_state_destroy(state);
+            CHECK_OK(amp_state_load_ranks(amp, &state, j->path));
+            CHECK_OK(amp_optimizer_load(o, state, "o"));
+            amp_state_destroy(state);
+        }
+        one_step(j, amp, m, o, scaler, step);
+        CHECK_EQ(amp_step_result_next(o, &r), 1);
+        j->out->norm[step] = r.norm;
+        j->out->scale[step] = 1;
+        j->out->applied += r.applied;
     }
 }
 
@@ -266,6 +296,7 @@ static void *run_job(void *arg) {
     }
     if (j->s->shared) pthread_barrier_wait(&shared_ready);
     CHECK_OK(amp_param_register(amp, m->p, PARAMS));
+    if (j->s->late) m->p[2].grad.data = m->p[5].grad.data = NULL;
     od.params = m->p; od.n_params = j->s->split ? 2 : PARAMS;
     od.result_lag = AMP_LAG_NONE;
     CHECK_OK(amp_optimizer_create(amp, &o, &od));
@@ -325,6 +356,37 @@ static setup plain(void) {
     s.o.lr = 0.01; s.o.clip_norm = 0.5; s.o.weight_decay = 0.1;
     s.o.bucket_bytes = 20000;
     return s;
+}
+
+TEST(parameters_that_come_later) {
+    static outcome start[MOST_RANKS];
+    char place[] = "/tmp/amp_shards_XXXXXX", path[80], command[100];
+    if (mkdtemp(place) == NULL) SKIP("no temporary folder");
+    snprintf(path, sizeof path, "%s/s", place);
+    for (int kind = AMP_ADAMW; kind <= AMP_LION; kind++) for (int world = 2; world <= 3; world++) {
+        setup s = plain();
+        s.by_hand = s.late = 1;
+        s.o.kind = (amp_optimizer_kind)kind;
+        s.o.momentum = kind == AMP_SGD ? 0.9 : 0;
+        s.o.deterministic = 1;
+        s.d.logger.level = AMP_LOG_OFF;
+        run_ranks_with(&s, world, one, NULL, train_late);
+        s.o.shard = AMP_SHARD_STATES;
+        run_ranks_with(&s, world, other, NULL, train_late);
+        same(&one[0], &other[0], "parts of states", world);
+        same(&one[0], &other[world - 1], "parts of states", world);
+        CHECK(other[0].states < 0.7 * one[0].states);
+        run_ranks_with(&s, world, other, path, train_late);
+        same(&one[0], &other[0], "saved and loaded", world);
+        s.o.overlap_param_gather = 1;
+        run_ranks_with(&s, world, other, NULL, train_late);
+        same(&one[0], &other[0], "gathered late", world);
+        s.late = 0;
+        run_ranks_with(&s, world, start, NULL, train);
+        CHECK(memcmp(one[0].w + 4160, start[0].w + 4160, 12800 * 4) != 0);
+    }
+    snprintf(command, sizeof command, "rm -r %s", place);
+    CHECK_EQ(system(command), 0);
 }
 
 /* With threads, in the training thread, in the step, as one bucket; on all ranks. */
@@ -1296,6 +1358,7 @@ TEST(files_of_two_saves_are_refused) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
+    RUN(parameters_that_come_later);
     RUN(sums_during_backward); RUN(what_lies_apart_on_one_rank); RUN(buckets_go_as_backward_finishes_them);
     RUN(sharded_states_give_the_same_bits); RUN(masters_follow_a_broadcast); RUN(sharded_states_of_a_model); RUN(each_rank_has_its_share);
     RUN(a_gradient_that_was_sent_takes_no_more); RUN(ranks_that_clip_alone); RUN(sums_that_failed_are_dropped); RUN(gradients_on_their_way_are_dropped);
