@@ -236,7 +236,7 @@ static uint64_t observe(env *e, int failed) {
 static void copy_outputs(void *to, const env *e) {
     env copy = *e;
     int i;
-    for (i = 0; i < PARAMS; i++) memset(copy.out.params[i].used, 0, sizeof copy.out.params[i].used);
+    for (i = 0; i < PARAMS; i++) memset(copy.out.params[i].last_used, 0, sizeof copy.out.params[i].last_used);
     memcpy(to, &copy.out, sizeof copy.out);
 }
 
