@@ -2116,7 +2116,7 @@ TEST(states_load_where_other_parameters_are_frozen) {
         CHECK_OK(amp_optimizer_save(x, state, "o"));
         CHECK_OK(amp_optimizer_load(y, state, "o"));
         CHECK_EQ(h.count, (frozen_then >= 0) + (frozen_now >= 0));
-        CHECK(way == 0 || h.id == 1108);
+        CHECK(way == 0 || h.id == 1112);
         if (frozen_then >= 0) CHECK(strstr(h.text, names[frozen_then]) != NULL);
         if (way == 2) CHECK(strstr(h.text, names[frozen_now]) != NULL);
         memcpy(b.w, a.w, sizeof b.w);
