@@ -728,8 +728,6 @@ static amp_result open_weights(run *r, const amp_state *resumed) {
     return r->labels.n > 0 ? encoder_name_labels(&r->model, (const char *const *)r->labels.name, r->labels.n) : AMP_OK;
 }
 
-static float or_zero(double value) { return value > 0 ? (float)value : AMP_EXPLICIT_ZERO; }
-
 static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
     amp_scaler_desc scaler;
@@ -741,7 +739,7 @@ static amp_result open_optimizer(run *r) {
         return ex_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
-    desc.lr = or_zero(set->lr);
+    desc.lr = (float)amp_explicit(set->lr);
     desc.weight_decay = set->weight_decay;
     desc.seed = (uint64_t)set->seed;
     rank_flags_fill(&set->ranks, &desc);
@@ -1056,7 +1054,7 @@ static amp_result train_epoch(run *r, progress *bar, int64_t *steps) {
     double lr;
     memset(&schedule, 0, sizeof schedule);
     schedule.kind = AMP_SCHEDULE_LINEAR;
-    schedule.lr = set->lr > 0 ? set->lr : AMP_EXPLICIT_ZERO;
+    schedule.lr = amp_explicit(set->lr);
     schedule.steps = r->steps;
     schedule.warmup = (int64_t)(set->warmup * (double)r->steps);
     while (r->first < r->n_train && r->step < r->steps) {

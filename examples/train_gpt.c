@@ -454,7 +454,7 @@ static amp_schedule schedule_of(const run *r) {
     amp_schedule s;
     memset(&s, 0, sizeof s);
     s.kind = strcmp(set->schedule, "constant") == 0 ? AMP_SCHEDULE_CONSTANT : AMP_SCHEDULE_COSINE;
-    s.lr = set->lr > 0 ? set->lr : AMP_EXPLICIT_ZERO;
+    s.lr = amp_explicit(set->lr);
     if (s.kind == AMP_SCHEDULE_COSINE) s.min_lr = set->min_lr >= 0 ? set->min_lr : 0.1 * set->lr;
     s.warmup = set->warmup;
     s.steps = r->steps > set->warmup ? r->steps : set->warmup;

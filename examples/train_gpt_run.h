@@ -363,8 +363,6 @@ static amp_result open_scaler(run *r) {
     return ex_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
 }
 
-static float or_zero(double value) { return value > 0 ? (float)value : AMP_EXPLICIT_ZERO; }
-
 static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
     amp_optimizer_desc desc;
@@ -373,9 +371,9 @@ static amp_result open_optimizer(run *r) {
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
     desc.lr = (float)set->lr;
-    desc.beta1 = or_zero(set->beta1);
-    desc.beta2 = or_zero(set->beta2);
-    desc.eps = or_zero(set->eps);
+    desc.beta1 = (float)amp_explicit(set->beta1);
+    desc.beta2 = (float)amp_explicit(set->beta2);
+    desc.eps = (float)amp_explicit(set->eps);
     desc.weight_decay = (float)set->weight_decay;
     desc.master = (amp_master_kind)ex_word_place(options[flag_index("masters")].words, set->masters);
     desc.seed = (uint64_t)set->seed;
@@ -476,7 +474,7 @@ static amp_result open_adapt(run *r) {
     desc.n_params = r->model.n_params;
     desc.scaler = r->scaler;
     if (lowest > 0) { desc.ladder = ladders[lowest]; desc.n_ladder = lowest == 3 ? 3 : 2; }
-    desc.budget = r->set.error_budget < 0 ? 0 : r->set.error_budget > 0 ? r->set.error_budget : AMP_EXPLICIT_ZERO;
+    desc.budget = r->set.error_budget < 0 ? 0 : amp_explicit(r->set.error_budget);
     if (amp_adapt_create(r->amp, &r->adapt, &desc) == AMP_OK) return AMP_OK;
     return flag_refuse("precision", "adaptive: %s", amp_last_error());
 }

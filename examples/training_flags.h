@@ -117,8 +117,8 @@ static inline amp_result rank_flags_open(const rank_settings *set, amp_desc *des
 static inline void rank_flags_fill(const rank_settings *set, amp_optimizer_desc *desc) {
     desc->sync_every = (int32_t)set->sync_every;
     if (set->sync_every > 0) {
-        desc->outer_lr = set->outer_lr > 0 ? set->outer_lr : AMP_EXPLICIT_ZERO;
-        desc->outer_momentum = set->outer_momentum > 0 ? set->outer_momentum : AMP_EXPLICIT_ZERO;
+        desc->outer_lr = amp_explicit(set->outer_lr);
+        desc->outer_momentum = amp_explicit(set->outer_momentum);
         desc->sync_wire = strcmp(set->sync_wire, "bf16") == 0 ? AMP_BF16 : AMP_F32;
     }
     desc->shard = strcmp(set->shard, "states") == 0      ? AMP_SHARD_STATES
