@@ -841,10 +841,12 @@ struct ampc_graph {
     ampc_graph *next;
 };
 
-/* A capture of the host's own.  The arena holds it, and so does a CUDA user object while the graph or an instance of it
-   lives, possibly longer than the context. */
+/* What one stream does in a capture of the host's own.  Streams that were forked from it are branches of one graph, which
+   run at the same time: each has memory of its own.  The arena holds this record, and so does a CUDA user object while the
+   graph or an instance of it lives, possibly longer than the context. */
 struct ampc_capture {
     unsigned long long id;
+    cudaStream_t stream;
     int holders;
     ampc_capture *next;
 };
@@ -914,13 +916,14 @@ void ampc_captures_end(ampc_device *dev, bool all) {
     }
 }
 
-/* A host's capture, held by the arena and by its graph.  If CUDA makes no user object, it is held until the context is
-   closed. */
-ampc_capture *ampc_capture_new(unsigned long long id, cudaGraph_t graph) {
+/* A stream's part of a host's capture, held by the arena and by its graph.  If CUDA makes no user object, it is held until
+   the context is closed. */
+ampc_capture *ampc_capture_new(unsigned long long id, cudaStream_t stream, cudaGraph_t graph) {
     cudaUserObject_t object;
     ampc_capture *capture = (ampc_capture *)malloc(sizeof *capture);
     if (capture == NULL) return NULL;
     capture->id = id;
+    capture->stream = stream;
     capture->holders = 2;
     if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) ==
             cudaSuccess &&
@@ -939,20 +942,20 @@ cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *stat
 #endif
 }
 
-/* The owner of a capture's memory, or NULL; made: a new host's capture to add. */
+/* The owner of the memory that a stream uses in a capture, or NULL; made: a new host's capture to add. */
 const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned long long id, ampc_capture *made) {
     ampc_locked locked(dev);
     ampc_capture *capture = dev->captures;
     for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
         if (graph->capturing && graph->stream == stream) return graph;
-    while (capture != NULL && capture->id != id) capture = capture->next;
+    while (capture != NULL && (capture->id != id || capture->stream != stream)) capture = capture->next;
     if (capture != NULL || made == NULL) return capture;
     made->next = dev->captures;
     return dev->captures = made;
 }
 
-/* The owner of scratch memory used on a stream: the stream, or the graph it is being captured into.  NULL: no host
-   memory. */
+/* The owner of scratch memory used on a stream: the stream, or its branch of the graph that it is being captured into.
+   NULL: no host memory. */
 const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
@@ -964,9 +967,9 @@ const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     if (status != cudaStreamCaptureStatusActive) return stream;
     const void *owner = ampc_capture_owner(dev, stream, id, NULL);
     if (owner != NULL) return owner;
-    ampc_capture *made = ampc_capture_new(id, captured);
+    ampc_capture *made = ampc_capture_new(id, stream, captured);
     owner = made == NULL ? NULL : ampc_capture_owner(dev, stream, id, made);
-    /* another thread capturing into the same graph was faster */
+    /* another thread capturing from the same stream was faster */
     if (owner != made) ampc_capture_release(made);
     return owner;
 }

@@ -19,7 +19,8 @@ void coc_set_last_blocks(unsigned blocks);
 
 /* ---- When work in streams runs; all three are legal.
    LATE: when something waits for it, and no more than that needs.  EAGER: at the call.
-   OTHERS_FIRST: as LATE, but everything else that may run at that moment runs before. */
+   OTHERS_FIRST: as LATE, but everything else that may run at that moment runs before; branches of a graph go forward
+   step by step beside one another. */
 enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
 void coc_set_schedule(coc_schedule schedule);
 /* cudaEventQuery and cudaStreamQuery say "not ready" this often (default 1) before unfinished work runs. */
