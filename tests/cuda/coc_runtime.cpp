@@ -150,7 +150,7 @@ struct model_state {
     std::vector<device_state> devices;
     int device_count = 2, multiprocessors = 4, capability = 90, image = 90;
     size_t memory = (size_t)1 << 30;
-    int hidden = 1, pointer_check = 1, patience = 1;
+    int hidden = 1, pointer_check = 1, patience = 1, yielding = 0;
     coc_schedule schedule = COC_LATE;
     std::map<void *, pinned_memory> pinned;
     std::map<CUstream_st *, stream_ref> streams;
@@ -630,6 +630,7 @@ struct api_call {
 
     api_call(const char *function, unsigned traits) : guard(model().lock), name(function) {
         model_state &m = model();
+        if (m.yielding) pause_briefly();
         coc_check_locks(function);
         m.counts.calls++;
         m.calls[function]++;
@@ -1721,6 +1722,7 @@ void coc_set_schedule(coc_schedule schedule) {
 void coc_set_modelled_clock(int modelled) { model().modelled_clock = modelled; }
 void coc_set_launch_time(double microseconds) { model().launch_time = microseconds * 1e-6; }
 void coc_set_patience(int queries) { model().patience = queries; }
+void coc_set_yielding(int yielding) { model().yielding = yielding; }
 void coc_set_pointer_check(int check) { model().pointer_check = check; }
 
 void coc_set_hidden(int hidden) {

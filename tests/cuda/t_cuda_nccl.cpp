@@ -812,7 +812,7 @@ CUDA_TEST(one_rank) {
 /* Threads that launch graphs with reductions at the same time, each its own: every launch has an event to itself. */
 CUDA_TEST(threads_launch_reductions) {
     MODEL_ONLY();
-    enum { THREADS = 4, LAUNCHES = 60 };
+    enum { THREADS = 4, LAUNCHES = 40 };
     (void)load_nccl();
     linked maker, l;
     char id[AMP_COMMUNICATOR_ID];
@@ -830,6 +830,7 @@ CUDA_TEST(threads_launch_reductions) {
     }
     std::vector<std::thread> threads;
     std::vector<int> failed(THREADS);
+    coc_set_yielding(1);
     for (int i = 0; i < THREADS; i++)
         threads.emplace_back([&, i] {
             for (int k = 0; k < LAUNCHES; k++) {
@@ -838,6 +839,7 @@ CUDA_TEST(threads_launch_reductions) {
             }
         });
     for (std::thread &t : threads) t.join();
+    coc_set_yielding(0);
     for (int i = 0; i < THREADS; i++) {
         CHECK_EQ(failed[(size_t)i], 0);
         l.backend->stream_destroy(l.dev, streams[i]);

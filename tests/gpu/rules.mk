@@ -37,6 +37,8 @@ gpu-table:
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models
 GPU_PROGRAMS := $(GPU_TESTS) bench_gpu bench_data probe_gemm
 GPU_RUN       = $(PYTHON) tests/gpu/run.py --rows "$(ROWS)" $(if $(filter 1,$(REHEARSE)),--rehearse)
+# `make fuzz` has a default for SECONDS, which is not meant here.
+GPU_SECONDS   = $(if $(filter command environment,$(origin SECONDS)),--seconds $(SECONDS))
 # In the order in which they are needed: those of early rows are built first.
 GPU_NEEDED    = $(shell $(GPU_RUN) --needs)
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
@@ -94,4 +96,4 @@ gpu:
 	    { echo "make gpu: no nvcc to build for this GPU with; set NVCC or CUDA_HOME"; exit 1; }
 	@$(GPU_RUN) --needs >/dev/null
 	began=$$(date +%s); $(MAKE) -k -j$(GPU_JOBS) $(GPU_NEEDED:%=$(GPU_BIN)/%) || echo "make gpu: not everything was built"; \
-	    $(GPU_RUN) --bin $(GPU_BIN) --began $$began $(if $(SECONDS),--seconds $(SECONDS)) $(if $(RESULTS),--results $(RESULTS))
+	    $(GPU_RUN) --bin $(GPU_BIN) --began $$began $(GPU_SECONDS) $(if $(RESULTS),--results $(RESULTS))

@@ -342,7 +342,8 @@ def do_program(runner, whole, name, what):
         found += runner.lines(shlex.join(["$PEER_TORCH"] + peer), [runner.python] + peer, runner.left())
     whole[what or runner.row.name] = [record for record in found if record["event"] not in ("device", "versions")]
     for record in found:
-        runner.say(json.dumps(record))
+        if record.get("best", 1):               # of the ways of a product, the fastest
+            runner.say(json.dumps(record))
 
 
 # ---- Verdicts, the file, and what is printed
