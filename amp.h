@@ -34388,7 +34388,8 @@ static inline ampi_vf AMPI_V(ampi_gelu)(ampi_vf x) {
     return x * AMPI_V(ampi_sigmoid)(x * AMPI_V(ampi_fma)(b, AMPI_V(ampi_gelu_square)(x), a));
 }
 
-/* x where p, which is 0 or above, is not 0, and else 0: x may be infinite, and the product of both is 0 then, not NaN. */
+/* x where p, which is 0 or above, is not 0, and else 0: x may be infinite, and the product of both is 0 then, not
+   NaN. */
 static inline ampi_vf AMPI_V(ampi_where_not_zero)(ampi_vf x, ampi_vf p) {
     return (ampi_vf)((ampi_vi)x & (ampi_vi)((ampi_vi)p != 0));
 }

@@ -842,9 +842,9 @@ struct ampc_graph {
     ampc_graph *next;
 };
 
-/* What one stream does in a capture of the host's own.  Streams that were forked from it are branches of one graph, which
-   run at the same time: each has memory of its own.  The arena holds this record, and so does a CUDA user object while the
-   graph or an instance of it lives, possibly longer than the context. */
+/* What one stream does in a capture of the host's own.  Streams that were forked from it are branches of one graph,
+   which run at the same time: each has memory of its own.  The arena holds this record, and so does a CUDA user object
+   while the graph or an instance of it lives, possibly longer than the context. */
 struct ampc_capture {
     unsigned long long id;
     cudaStream_t stream;
@@ -917,8 +917,8 @@ void ampc_captures_end(ampc_device *dev, bool all) {
     }
 }
 
-/* A stream's part of a host's capture, held by the arena and by its graph.  If CUDA makes no user object, it is held until
-   the context is closed. */
+/* A stream's part of a host's capture, held by the arena and by its graph.  If CUDA makes no user object, it is held
+   until the context is closed. */
 ampc_capture *ampc_capture_new(unsigned long long id, cudaStream_t stream, cudaGraph_t graph) {
     cudaUserObject_t object;
     ampc_capture *capture = (ampc_capture *)malloc(sizeof *capture);
@@ -1822,7 +1822,8 @@ int ampc_ranks_place(ampc_ranks *r) {
 
 amp_result ampc_ranks_record(ampc_device *dev, cudaEvent_t *event, cudaStream_t stream) {
     if (*event == NULL)
-        AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreateWithFlags", NULL));
+        AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(event, cudaEventDisableTiming),
+                            "cudaEventCreateWithFlags", NULL));
     return ampc_check(dev, cudaEventRecord(*event, stream), "cudaEventRecord", NULL);
 }
 
@@ -4402,7 +4403,8 @@ __device__ __forceinline__ float ampc_sigmoid(float x) { return ampc_reciprocal(
 __device__ __forceinline__ float ampc_gelu(float x) {
     return ampc_mul(x, ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, ampc_mul(x, x), AMPC_GELU_A))));
 }
-/* x where p, which is 0 or above, is not 0, and else 0: x may be infinite, and the product of both is 0 then, not NaN. */
+/* x where p, which is 0 or above, is not 0, and else 0: x may be infinite, and the product of both is 0 then, not
+   NaN. */
 __device__ __forceinline__ float ampc_where_not_zero(float x, float p) { return p == 0.0f ? 0.0f : x; }
 /* s + x s (1 - s) (A + 3 B x^2).  x^2 is limited to 10^4: s is long 0 or 1. */
 __device__ __forceinline__ float ampc_gelu_slope(float x) {

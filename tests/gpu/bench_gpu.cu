@@ -830,6 +830,7 @@ void describe(const amp_device &d) {
            "\"ms\": %g}\n",
            d.name, d.cc_major, d.cc_minor, d.multiprocessors, g.l2, (long long)d.memory, driver / 1000, driver % 1000 / 10,
            runtime / 1000, runtime % 1000 / 10, cublasLtGetVersion(), given.rounds, given.ms);
+    fflush(stdout);
 }
 
 void options(int argc, char **argv) {

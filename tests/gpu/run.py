@@ -86,8 +86,9 @@ PLAN = ([timing("link", 20, "bench_gpu")] +
          ("losses", "norms", "products", "pointwise", "softmaxes", "embeddings", "casts")] +
         [timing(f"peer:{name}", 45, "train_gpt") for name in ("fp32-eager", "fp32-compile", "tf32-compile")])
 # In a rehearsal: what takes long on the CPU and is tested elsewhere is left out, and one row stands for its kind.
-REHEARSED = ("link", "fp8", "rules", "tests", "racecheck:attention", "step:*", "peer:tf32-eager", "peer:bf16-eager",
-             "peer:bf16-few-compile", "probe", "data:*", "kernels:*", "compiled:casts")
+REHEARSED = ("link", "rules", "tests", "racecheck:attention", "step:init", "step:bf16", "step:bf16-graph", "step:profile",
+             "step:bf16-stream", "step:ncu", "peer:bf16-eager", "peer:tf32-eager", "probe", "data:*", "kernels:*",
+             "compiled:casts")
 LACKING = ("PyTorch", "$PEER_TORCH", "kernel times of train_gpt: ncu")     # what may be missing where it is rehearsed
 REHEARSED_REST = ["t_cuda_inputs", "t_cuda_telemetry"]
 
