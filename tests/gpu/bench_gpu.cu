@@ -746,18 +746,18 @@ void product_case(const char *name, amp_dtype dtype, int64_t m, int64_t n, int64
     }, 2.0 * (double)m * (double)n * (double)k);
 }
 
+void products_in(const std::string &p, amp_dtype dtype) {
+    int64_t c = given.s.channels, h = given.s.hidden, few = dtype == AMP_F32 ? given.s.rows / 4 : given.s.rows;   /* they are slow */
+    product_case((p + ", linear").c_str(), dtype, few, h, c, "NT", BIAS);
+    product_case((p + ", NN").c_str(), dtype, few, c, h, "NN");
+    product_case((p + ", TN").c_str(), dtype, h, c, few, "TN");
+    product_case((p + ", linear GELU").c_str(), dtype, few, h, c, "NT", BIAS_GELU);
+}
+
+/* The step's own first: the time may not be enough for all. */
 void products() {
     int64_t rows = given.s.rows, c = given.s.channels, h = given.s.hidden, square = given.small ? 64 : 8192;
-    static const struct { const char *name; amp_dtype dtype; } types[] = {
-        {"bf16", AMP_BF16}, {"fp16", AMP_F16}, {"tf32", AMP_TF32}, {"fp32", AMP_F32}};
-    for (const auto &t : types) {
-        std::string p = std::string("product ") + t.name;
-        int64_t few = t.dtype == AMP_F32 ? rows / 4 : rows;         /* the slow ones on fewer rows */
-        product_case((p + ", linear").c_str(), t.dtype, few, h, c, "NT", BIAS);
-        product_case((p + ", NN").c_str(), t.dtype, few, c, h, "NN");
-        product_case((p + ", TN").c_str(), t.dtype, h, c, few, "TN");
-        product_case((p + ", linear GELU").c_str(), t.dtype, few, h, c, "NT", BIAS_GELU);
-    }
+    products_in("product bf16", AMP_BF16);
     product_case("product bf16, qkv", AMP_BF16, rows, 3 * c, c, "NT", BIAS);
     product_case("product bf16, projection", AMP_BF16, rows, c, c, "NT", BIAS);
     product_case("product bf16, MLP projection", AMP_BF16, rows, c, h, "NT", BIAS);
@@ -773,6 +773,9 @@ void products() {
     product_case("product bf16, weight gradient", AMP_BF16, h, c, rows, "TN", WEIGHT_GRADIENT);
     product_case("product bf16, square", AMP_BF16, square, square, square, "NN");
     product_case("product bf16, few rows", AMP_BF16, given.s.tokens, h, c, "NT", BIAS);
+    products_in("product fp16", AMP_F16);
+    products_in("product tf32", AMP_TF32);
+    products_in("product fp32", AMP_F32);
     product_case("product bf16, odd sizes", AMP_BF16, given.s.tokens * 2 + 1, h + 3, c + 1, "NT");
 }
 
