@@ -36546,13 +36546,20 @@ static inline ampi_vf AMPI_V(ampi_gelu)(ampi_vf x) {
     return x * AMPI_V(ampi_sigmoid)(x * AMPI_V(ampi_fma)(b, AMPI_V(ampi_gelu_square)(x), a));
 }
 
+/* x where p, which is 0 or above, is not 0, and else 0: x may be infinite, and the product of both is 0 then, not
+   NaN. */
+static inline ampi_vf AMPI_V(ampi_where_not_zero)(ampi_vf x, ampi_vf p) {
+    return (ampi_vf)((ampi_vi)x & (ampi_vi)((ampi_vi)p != 0));
+}
+
 /* s + x s (1 - s) (A + 3 B x^2) */
 static inline ampi_vf AMPI_V(ampi_gelu_slope)(ampi_vf x) {
     ampi_vf a = AMPI_V(ampi_splat)(AMPI_GELU_A), b = AMPI_V(ampi_splat)(AMPI_GELU_B);
     ampi_vf square = AMPI_V(ampi_gelu_square)(x);
     ampi_vf s = AMPI_V(ampi_sigmoid)(x * AMPI_V(ampi_fma)(b, square, a));
     ampi_vf inner = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(3.0f * AMPI_GELU_B), square, a);
-    return AMPI_V(ampi_fma)(x * inner, s * (AMPI_V(ampi_splat)(1.0f) - s), s);
+    ampi_vf both = s * (AMPI_V(ampi_splat)(1.0f) - s);
+    return AMPI_V(ampi_fma)(AMPI_V(ampi_where_not_zero)(x * inner, both), both, s);
 }
 
 /* The normal distribution function, (1 + erf(x / sqrt 2)) / 2. */
@@ -36564,13 +36571,13 @@ static inline ampi_vf AMPI_V(ampi_normal)(ampi_vf x) {
 /* normal(x) + x exp(-x^2 / 2) / sqrt(2 pi) */
 static inline ampi_vf AMPI_V(ampi_gelu_erf_slope)(ampi_vf x) {
     ampi_vf density = AMPI_V(ampi_exp)(x * x * AMPI_V(ampi_splat)(-0.5f)) * AMPI_V(ampi_splat)(0.3989422804014327f);
-    return AMPI_V(ampi_fma)(x, density, AMPI_V(ampi_normal)(x));
+    return AMPI_V(ampi_fma)(AMPI_V(ampi_where_not_zero)(x, density), density, AMPI_V(ampi_normal)(x));
 }
 
 /* s (1 + x (1 - s)), s = sigmoid(x) */
 static inline ampi_vf AMPI_V(ampi_silu_slope)(ampi_vf x, ampi_vf s) {
     ampi_vf one = AMPI_V(ampi_splat)(1.0f);
-    return s * AMPI_V(ampi_fma)(x, one - s, one);
+    return s * AMPI_V(ampi_fma)(AMPI_V(ampi_where_not_zero)(x, s * (one - s)), one - s, one);
 }
 
 /* ReLU by bits, so that NaN survives -Ofast: all ones where x is above 0 or NaN. */

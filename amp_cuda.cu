@@ -173,7 +173,8 @@ struct ampc_ranks {
     int watching, stop;             /* stop: atomic */
     cudaEvent_t events[AMPC_WATCHED];       /* a ring: the end of what is under way */
     pthread_mutex_t lock;           /* for the rest */
-    int first, watched;             /* of the ring */
+    int first, watched;             /* of the ring: the oldest place that is taken, and how many are */
+    int8_t noted[AMPC_WATCHED];     /* of each: 0 while its event is not recorded, -1 if it never will be */
     int64_t since;                  /* when the ring's first one had nothing before it that was not done */
     int users;                      /* calls of NCCL under way */
     int broken;                     /* 1: every call fails, because of `why`; atomic */
@@ -841,10 +842,12 @@ struct ampc_graph {
     ampc_graph *next;
 };
 
-/* A capture of the host's own.  The arena holds it, and so does a CUDA user object while the graph or an instance of it
-   lives, possibly longer than the context. */
+/* What one stream does in a capture of the host's own.  Streams that were forked from it are branches of one graph,
+   which run at the same time: each has memory of its own.  The arena holds this record, and so does a CUDA user object
+   while the graph or an instance of it lives, possibly longer than the context. */
 struct ampc_capture {
     unsigned long long id;
+    cudaStream_t stream;
     int holders;
     ampc_capture *next;
 };
@@ -914,13 +917,14 @@ void ampc_captures_end(ampc_device *dev, bool all) {
     }
 }
 
-/* A host's capture, held by the arena and by its graph.  If CUDA makes no user object, it is held until the context is
-   closed. */
-ampc_capture *ampc_capture_new(unsigned long long id, cudaGraph_t graph) {
+/* A stream's part of a host's capture, held by the arena and by its graph.  If CUDA makes no user object, it is held
+   until the context is closed. */
+ampc_capture *ampc_capture_new(unsigned long long id, cudaStream_t stream, cudaGraph_t graph) {
     cudaUserObject_t object;
     ampc_capture *capture = (ampc_capture *)malloc(sizeof *capture);
     if (capture == NULL) return NULL;
     capture->id = id;
+    capture->stream = stream;
     capture->holders = 2;
     if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) ==
             cudaSuccess &&
@@ -939,20 +943,20 @@ cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *stat
 #endif
 }
 
-/* The owner of a capture's memory, or NULL; made: a new host's capture to add. */
+/* The owner of the memory that a stream uses in a capture, or NULL; made: a new host's capture to add. */
 const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned long long id, ampc_capture *made) {
     ampc_locked locked(dev);
     ampc_capture *capture = dev->captures;
     for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
         if (graph->capturing && graph->stream == stream) return graph;
-    while (capture != NULL && capture->id != id) capture = capture->next;
+    while (capture != NULL && (capture->id != id || capture->stream != stream)) capture = capture->next;
     if (capture != NULL || made == NULL) return capture;
     made->next = dev->captures;
     return dev->captures = made;
 }
 
-/* The owner of scratch memory used on a stream: the stream, or the graph it is being captured into.  NULL: no host
-   memory. */
+/* The owner of scratch memory used on a stream: the stream, or its branch of the graph that it is being captured into.
+   NULL: no host memory. */
 const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
@@ -964,9 +968,9 @@ const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     if (status != cudaStreamCaptureStatusActive) return stream;
     const void *owner = ampc_capture_owner(dev, stream, id, NULL);
     if (owner != NULL) return owner;
-    ampc_capture *made = ampc_capture_new(id, captured);
+    ampc_capture *made = ampc_capture_new(id, stream, captured);
     owner = made == NULL ? NULL : ampc_capture_owner(dev, stream, id, made);
-    /* another thread capturing into the same graph was faster */
+    /* another thread capturing from the same stream was faster */
     if (owner != made) ampc_capture_release(made);
     return owner;
 }
@@ -1806,38 +1810,50 @@ amp_result ampc_nccl_settle(ampc_device *dev, const char *call, int code) {
 
 /* ---- Watching */
 
+/* A place in the ring for the caller alone, or -1: none is free. */
+int ampc_ranks_place(ampc_ranks *r) {
+    ampc_locked locked(&r->lock);
+    if (r->watched == AMPC_WATCHED) return -1;
+    if (r->watched == 0) r->since = ampc_now();
+    int at = (r->first + r->watched++) % AMPC_WATCHED;
+    r->noted[at] = 0;
+    return at;
+}
+
+amp_result ampc_ranks_record(ampc_device *dev, cudaEvent_t *event, cudaStream_t stream) {
+    if (*event == NULL)
+        AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(event, cudaEventDisableTiming),
+                            "cudaEventCreateWithFlags", NULL));
+    return ampc_check(dev, cudaEventRecord(*event, stream), "cudaEventRecord", NULL);
+}
+
 /* Notes that what stands in the stream now must end. */
 amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream) {
     ampc_ranks *r = &dev->ranks;
-    int at = -1;
-    while (at < 0) {
-        AMPC_TRY(ampc_usable(dev, "reducer"));
-        {
-            ampc_locked locked(&r->lock);
-            if (r->watched < AMPC_WATCHED) at = (r->first + r->watched) % AMPC_WATCHED;
-        }
-        if (at < 0) ampc_nap(1000);
-    }
+    int at;
     AMPC_ENTER(dev, "reducer");
-    if (r->events[at] == NULL)
-        AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(&r->events[at], cudaEventDisableTiming),
-                            "cudaEventCreateWithFlags", NULL));
-    AMPC_TRY(ampc_check(dev, cudaEventRecord(r->events[at], stream), "cudaEventRecord", NULL));
+    AMPC_TRY(ampc_usable(dev, "reducer"));
+    while ((at = ampc_ranks_place(r)) < 0) {
+        ampc_nap(1000);
+        AMPC_TRY(ampc_usable(dev, "reducer"));
+    }
+    amp_result result = ampc_ranks_record(dev, &r->events[at], stream);
     ampc_locked locked(&r->lock);
-    if (r->watched++ == 0) r->since = ampc_now();
-    return AMP_OK;
+    r->noted[at] = result == AMP_OK ? 1 : -1;
+    return result;
 }
 
 /* Whether the oldest one noted was done; it is then forgotten. */
 bool ampc_ranks_step(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
-    cudaEvent_t event = NULL;
+    int noted = 0;
     {
         ampc_locked locked(&r->lock);
-        if (r->watched > 0) event = r->events[r->first];
+        if (r->watched > 0) noted = r->noted[r->first];
     }
-    if (event == NULL) return false;
-    cudaError_t error = cudaEventQuery(event);
+    if (noted == 0) return false;
+    /* of this place nobody else takes the event before it is free again */
+    cudaError_t error = noted < 0 ? cudaSuccess : cudaEventQuery(r->events[r->first]);
     if (error != cudaSuccess) (void)cudaGetLastError();
     bool late;
     {
@@ -4410,12 +4426,16 @@ __device__ __forceinline__ float ampc_sigmoid(float x) { return ampc_reciprocal(
 __device__ __forceinline__ float ampc_gelu(float x) {
     return ampc_mul(x, ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, ampc_mul(x, x), AMPC_GELU_A))));
 }
+/* x where p, which is 0 or above, is not 0, and else 0: x may be infinite, and the product of both is 0 then, not
+   NaN. */
+__device__ __forceinline__ float ampc_where_not_zero(float x, float p) { return p == 0.0f ? 0.0f : x; }
 /* s + x s (1 - s) (A + 3 B x^2).  x^2 is limited to 10^4: s is long 0 or 1. */
 __device__ __forceinline__ float ampc_gelu_slope(float x) {
     float square = fminf(ampc_mul(x, x), 1.0e4f),
           s = ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, square, AMPC_GELU_A)));
     float inner = ampc_fma(3.0f * AMPC_GELU_B, square, AMPC_GELU_A);
-    return ampc_fma(ampc_mul(x, inner), ampc_mul(s, 1.0f - s), s);
+    float both = ampc_mul(s, 1.0f - s);
+    return ampc_fma(ampc_where_not_zero(ampc_mul(x, inner), both), both, s);
 }
 /* The normal distribution function, (1 + erf(x / sqrt 2)) / 2. */
 __device__ __forceinline__ float ampc_normal(float x) {
@@ -4424,10 +4444,13 @@ __device__ __forceinline__ float ampc_normal(float x) {
 /* normal(x) + x exp(-x^2 / 2) / sqrt(2 pi) */
 __device__ __forceinline__ float ampc_gelu_erf_slope(float x) {
     float density = ampc_mul(ampc_exp(ampc_mul(ampc_mul(x, x), -0.5f)), 0.3989422804014327f);
-    return ampc_fma(x, density, ampc_normal(x));
+    return ampc_fma(ampc_where_not_zero(x, density), density, ampc_normal(x));
 }
 /* s (1 + x (1 - s)), s = sigmoid(x) */
-__device__ __forceinline__ float ampc_silu_slope(float x, float s) { return ampc_mul(s, ampc_fma(x, 1.0f - s, 1.0f)); }
+__device__ __forceinline__ float ampc_silu_slope(float x, float s) {
+    float rest = 1.0f - s;
+    return ampc_mul(s, ampc_fma(ampc_where_not_zero(x, ampc_mul(s, rest)), rest, 1.0f));
+}
 __device__ __forceinline__ float ampc_tanh_slope(float y) { return ampc_fma(-y, y, 1.0f); }
 /* x if `by` is above 0 or NaN, else 0 */
 __device__ __forceinline__ float ampc_gate(float x, float by) { return by <= 0.0f ? 0.0f : x; }
@@ -7332,7 +7355,7 @@ __device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], 
 __device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], ampc_address row) {
 #if defined(__CUDA_ARCH__)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 #elif !defined(__CUDACC__)
     coc_ldmatrix_x4(r, (const void *)row, false);
 #endif
@@ -7340,7 +7363,7 @@ __device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], ampc_address 
 __device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], ampc_address row) {
 #if defined(__CUDA_ARCH__)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 #elif !defined(__CUDACC__)
     coc_ldmatrix_x4(r, (const void *)row, true);
 #endif

@@ -4,15 +4,17 @@
     <!-- NAME:end -->
 
 steps: README.md, the training steps, the gain of adopting, two ranks; its picture examples/plot/bars.svg (chart.gp) is drawn too.
-bench and gpu: tests/bench/README.md, all bars and the accuracy.  adopt: examples/adopt/README.md.
+bench and gpu: tests/bench/README.md, all bars and the accuracy.  adopt: examples/adopt/README.md.  state and example: README.md
+and examples/README.md, which GPU has run the CUDA backend, what its tests said, and what has changed since.
 
-    python3 tests/bench/table.py [--print] [--only steps,bench,gpu,adopt] [results.json]
+    python3 tests/bench/table.py [--print] [--only steps,bench,gpu,adopt,state,example] [results.json]
 
 `make readme` calls it.  Results of a machine on which something else was running are refused.  Where there are no results
 of a GPU, its table is left empty.
 """
 import argparse
 import glob
+import hashlib
 import json
 import os
 import shutil
@@ -25,7 +27,7 @@ ROOT = os.path.dirname(os.path.dirname(HERE))
 MODELS = {"124m": "GPT-2 124M", "30m": "30M", "11m": "11M bytes"}
 BUSY = 0.06
 PLACES = {"steps": "README.md", "bench": "tests/bench/README.md", "gpu": "tests/bench/README.md",
-          "adopt": "examples/adopt/README.md"}
+          "adopt": "examples/adopt/README.md", "state": "README.md", "example": "examples/README.md"}
 # The picture's bars: of the first training steps, in this order.
 BARS = [("amp.h bf16", "amp.h, bf16"), ("torch compile bf16", "PyTorch compiled, bf16"), ("torch eager bf16", "PyTorch, bf16"),
         ("amp.h fp32", "amp.h, fp32"), ("torch compile fp32", "PyTorch compiled, fp32"), ("torch eager fp32", "PyTorch, fp32"),
@@ -192,21 +194,90 @@ def ddp_lines(results, name):
            f"{m['cpu']}, {m['cores']} cores, `make bench-ddp`, [{name}](tests/bench/results/{name}).")
 
 
-def gpu_sentence(results, name):
-    """Of README.md: whole steps, then what is slower than PyTorch's."""
-    def one(title, row):
-        peers = ", ".join(f"{peer['ratio']:.2f}x PyTorch {mode}" for mode, peer in row["peers"].items() if peer.get("ratio"))
-        return f"{title} {row['tokens_per_s']:,.0f} tokens/s (MFU {row['mfu']:.1%}), {peers}"
+def sources(parts, name):
+    """The hashes of this file that these parts of a GPU's record were measured with, and the one it has now."""
+    with open(os.path.join(ROOT, name), "rb") as f:
+        now = "sha256 " + hashlib.sha256(f.read()).hexdigest()[:16]
+    return {part.get("versions", {}).get(name) for part in parts}, now
 
-    rows, model = results["step"]["rows"], results["step"]["model"]
-    flash = [row["peers"]["flash"]["ratio"] for case, row in results["cases"].items() if case.startswith("attention")]
-    cudnn = [row["peers"]["cudnn"]["ratio"] for case, row in results["cases"].items() if case.startswith("attention")]
+
+def changed_since(results, *names):
+    """Whether the sources are those that these parts were measured with, part:what counting as part; none: all parts."""
+    parts = [part for key, part in results["parts"].items() if not names or key.split(":")[0] in names]
+    known = {name: sources(parts, name) for name in ("amp_cuda.cu", "amp.h")}
+    if any(None in hashes for hashes, _ in known.values()):
+        return "its record does not say of which amp_cuda.cu"
+    changed = [name for name, (hashes, now) in known.items() if hashes - {now}]
+    if not changed:
+        return "with the amp_cuda.cu and amp.h of here"
+    return f"{' and '.join(changed)} {'has' if len(changed) == 1 else 'have'} changed since"
+
+
+TESTS = {"rules": "cuBLASLt's rules", "attention": "attention", "fp8": "fp8", "tests": "all others",
+         "sanitizers": "compute-sanitizer"}
+
+
+def gpu_tests(results):
+    """The counts of all parts that are tests, and which of them were not run."""
+    rows = {part: results.get(part) for part in TESTS}
+    if rows["sanitizers"]:
+        rows["sanitizers"] = {count: sum(row[count] for row in rows["sanitizers"].values()) for count in ("passed", "failed", "skipped")}
+    found = {count: sum((row or {}).get(count, 0) for row in rows.values()) for count in ("passed", "failed", "skipped")}
+    # compute-sanitizer's rows were among "all others" before they had their own
+    found["not run"] = [TESTS[part] for part, row in rows.items() if not row and part != "sanitizers"]
+    return found
+
+
+def tests_text(results):
+    """What a GPU's tests said, and of which sources that speaks."""
+    t = gpu_tests(results)
+    left = f"those of {' and '.join(t['not run'])} were not run; " if t["not run"] else ""
+    since = changed_since(results, "link", "racecheck", "memcheck", "synccheck", *TESTS)
+    return (f"{t['passed']} tests passed, {t['failed']} failed, {t['skipped']} were skipped, most of which need the model "
+            f"({results['date'][:10]}; {left}{since})")
+
+
+def gpu_state():
+    """Which GPUs have run the CUDA backend, and what the newest record says."""
+    names = set()
+    for path in glob.glob(os.path.join(HERE, "results", "gpu-*.json")):
+        with open(path) as f:
+            names.add(json.load(f)["device"]["name"])
+    with open(newest("gpu")) as f:
+        results = json.load(f)
+    return f"{' and an '.join(sorted(names))} and on no other GPU: {tests_text(results)}"
+
+
+def state_text(_path, _trial):
+    return (f"- **GPU**: the CUDA backend has been run on an {gpu_state()}. It builds with nvcc 13 for sm_75 to sm_121, and every "
+            "change is tested on a model of a GPU.")
+
+
+def example_text(_path, _trial):
+    return f"The CUDA backend has been run on an {gpu_state()}. `make test` runs all of it on a model of one."
+
+
+def gpu_sentence(results, name):
+    """Of README.md: whole steps, then attention alone; nothing of what the record lacks."""
+    def one(title, row):
+        peers = ", ".join(f"{peer['ratio']:.2f}x PyTorch {mode}" for mode, peer in row.get("peers", {}).items() if peer.get("ratio"))
+        share = f" (MFU {row['mfu']:.1%})" if row.get("mfu") else ""
+        return f"{title} {row['tokens_per_s']:,.0f} tokens/s{share}" + (f", {peers}" if peers else "")
+
+    step = results.get("step") or {"rows": {}, "model": {}}
+    few = f"B={step['model'].get('few')}, graph"
+    wanted = {"bf16": f"B={step['model'].get('batch')}", f"bf16, {few}": few}
+    rows = [one(title, step["rows"][row]) for row, title in wanted.items() if row in step["rows"]]
+    texts = [f"GPT-2 124M, T={step['model']['seq']}, bf16: {'; '.join(rows)}."] if rows else []
+    ratios = {mode: [row["peers"][mode]["ratio"] for case, row in results["cases"].items() if case.startswith("attention") and
+                     row.get("peers", {}).get(mode, {}).get("ratio")] for mode in ("flash", "cudnn")}
+    if all(ratios.values()):
+        texts.append(f"Alone, attention runs at {min(ratios['flash']):.2f} to {max(ratios['flash']):.2f} times the speed of PyTorch's "
+                     f"flash kernels and {min(ratios['cudnn']):.2f} to {max(ratios['cudnn']):.2f} times cuDNN's.")
     met = sum(row["verdict"] == "PASS" for row in results["bars"])
-    few = f"B={model['few']}, graph"
-    return (f"On an {results['device']['name']}, GPT-2 124M, T={model['seq']}, bf16: {one('B=' + str(model['batch']), rows['bf16'])}; "
-            f"{one(few, rows['bf16, ' + few])}. Alone, attention runs at {min(flash):.2f} to {max(flash):.2f} times the speed of "
-            f"PyTorch's flash kernels and {min(cudnn):.2f} to {max(cudnn):.2f} times cuDNN's. {met} of {len(results['bars'])} bars "
-            "are met; every kernel: [tests/bench](tests/bench/README.md#on-a-gpu); `make gpu`, "
+    since = changed_since(results, "step", "peer", "kernels", "compiled")
+    return (f"On an {results['device']['name']} ({results['date'][:10]}; {since}): {' '.join(texts)} {met} of "
+            f"{len(results['bars'])} bars are met; every kernel: [tests/bench](tests/bench/README.md#on-a-gpu); `make gpu`, "
             f"[{name}](tests/bench/results/{name}).")
 
 
@@ -228,7 +299,7 @@ def chart(results):
     return None
 
 
-def gpu_step_lines(step):
+def gpu_step_lines(step, since):
     """Whole training steps: a line per row and program."""
     def cells(name, program, row):
         return [name, program, f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.1%}" if row.get("mfu") else "",
@@ -238,8 +309,8 @@ def gpu_step_lines(step):
     for name, row in step["rows"].items():
         every = [("amp.h", row)] + [("PyTorch " + mode, peer) for mode, peer in row.get("peers", {}).items()]
         rows += [cells(name, program, one) for program, one in every if one.get("tokens_per_s")]
-    yield (f"GPT-2 of {step.get('parameters', 0) / 1e6:.0f}M parameters, B={m['batch']}, T={m['seq']}, `make gpu PART=step`; "
-           f"MFU = {step['formula']}, {step.get('dense_bf16_tflop_per_s') or '-'} TFLOP/s.")
+    yield (f"GPT-2 of {step.get('parameters', 0) / 1e6:.0f}M parameters, B={m['batch']}, T={m['seq']}, `make gpu ROWS=step` "
+           f"({since}); MFU = {step['formula']}, {step.get('dense_bf16_tflop_per_s') or '-'} TFLOP/s.")
     yield ""
     yield from table(["step", "program", "tokens/s", "MFU", "peak MiB", "amp.h is"], rows)
     yield ""
@@ -251,10 +322,24 @@ def gpu_step_lines(step):
         yield ""
 
 
-def gpu_tests(results):
-    """The counts of all parts that are tests."""
-    parts = [results[part] or {} for part in ("rules", "attention", "fp8", "tests")]
-    return {count: sum(part.get(count, 0) for part in parts) for count in ("passed", "failed", "skipped")}
+def data_lines(results):
+    """The loader and the mask cache, and PyTorch's loader."""
+    rows = results.get("loader") or []
+    copies = [f"{'PyTorch' if row['event'].startswith('torch') else 'amp.h'} {row.get('from', 'pin_memory')} {row['gb_per_s']:.1f}"
+              for row in rows if row["event"] in ("copy", "torch copy", "torch pin_memory")]
+    batches = [f"{'pinned' if row['pinned'] else 'pageable'} {row['gb_per_s']:.1f} GB/s, {row['hidden']:.0%} hidden behind a step"
+               for row in rows if row["event"] == "batches"]
+    calls = [f"{'PyTorch' if row['event'] == 'torch next' else 'amp.h'} with {row['workers']}: {row['median_us']:.0f} us" for row in rows
+             if row["event"] in ("next", "torch next")]
+    if rows:
+        yield (f"Data to the GPU, GB/s: {', '.join(copies)}. The loader's batches: {'; '.join(batches)}. The next batch, by workers: "
+               f"{'; '.join(calls)}.")
+        yield ""
+    if results.get("masks"):
+        yield "Softmax under a mask of documents: " + "; ".join(
+            f"{row['way']} {row['us']:.0f} us, {row['hits']} hits, {row['misses']} misses, {row['bytes']:,} bytes cached"
+            for row in results["masks"]) + "."
+        yield ""
 
 
 def gpu_lines(results, name):
@@ -269,16 +354,18 @@ def gpu_lines(results, name):
         return [case, f"{row['ms']:.3f}", f"{row['share']:.0%}" if row.get("share") else "-", cell(row, modes[0]),
                 cell(row, modes[1]), next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")]
 
-    d, v, t = results["device"], results["versions"], gpu_tests(results)
+    d, v = results["device"], results["versions"]
     if results.get("step"):
-        yield from gpu_step_lines(results["step"])
+        yield from gpu_step_lines(results["step"], changed_since(results, "step", "peer"))
+    yield from data_lines(results)
     if not results["cases"]:
         return
     copy = results["copy_gb_per_s"]
-    yield (f"{d['name']}, driver CUDA {v['driver']}, nvcc {v['nvcc']}, PyTorch {v.get('torch') or '-'}; {results['date']}; "
+    blas = f", cuBLAS {v['cublas']}" if v.get("cublas") else ""
+    yield (f"{d['name']}, driver CUDA {v['driver']}, nvcc {v['nvcc']}{blas}, PyTorch {v.get('torch') or '-'}; {results['date']}; "
            f"`make gpu`, [{name}](results/{name}): medians of {results['settings']['rounds']} rounds over "
-           f"operands that the L2 cache does not hold. {t['passed']} tests passed on it, {t['failed']} failed, "
-           f"{t['skipped']} were skipped. Copies run at {copy:,.0f} GB/s, read and written; \"of copy\" is a kernel's "
+           f"operands that the L2 cache does not hold ({changed_since(results, 'kernels', 'compiled')}). "
+           f"{tests_text(results)}. Copies run at {copy:,.0f} GB/s, read and written; \"of copy\" is a kernel's "
            "share of that. In brackets: amp.h's speed over PyTorch's.")
     yield ""
     yield from table(["kernel", "ms", "of copy", "PyTorch eager (attention: flash), ms", "compiled (attention: cuDNN), ms", "bars"],
@@ -351,10 +438,11 @@ def put(name, value):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print", action="store_true", help="to stdout, not into the documents")
-    parser.add_argument("--only", default="steps,bench,gpu,adopt")
+    parser.add_argument("--only", default="steps,bench,gpu,adopt,state,example")
     parser.add_argument("results", nargs="?", help="a file; default: the newest of its kind")
     args = parser.parse_args()
-    tables = {"steps": ("cpu", steps_text), "bench": ("cpu", bench_text), "gpu": ("gpu", gpu_text), "adopt": ("adopt", adopt_text)}
+    tables = {"steps": ("cpu", steps_text), "bench": ("cpu", bench_text), "gpu": ("gpu", gpu_text), "adopt": ("adopt", adopt_text),
+              "state": ("gpu", state_text), "example": ("gpu", example_text)}
     texts = {}
     for name in args.only.split(","):
         kind, text_of = tables[name]

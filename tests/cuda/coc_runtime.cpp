@@ -150,7 +150,7 @@ struct model_state {
     std::vector<device_state> devices;
     int device_count = 2, multiprocessors = 4, capability = 90, image = 90;
     size_t memory = (size_t)1 << 30;
-    int hidden = 1, pointer_check = 1, patience = 1;
+    int hidden = 1, pointer_check = 1, patience = 1, yielding = 0;
     coc_schedule schedule = COC_LATE;
     std::map<void *, pinned_memory> pinned;
     std::map<CUstream_st *, stream_ref> streams;
@@ -630,6 +630,7 @@ struct api_call {
 
     api_call(const char *function, unsigned traits) : guard(model().lock), name(function) {
         model_state &m = model();
+        if (m.yielding) pause_briefly();
         coc_check_locks(function);
         m.counts.calls++;
         m.calls[function]++;
@@ -1524,16 +1525,28 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *handle, cudaGraph_t graph, uns
 
 namespace {
 
-/* Among the nodes that may run the one recorded last, or first: branches that are not ordered run in either order. */
+/* How many nodes come one after the other up to each. */
+std::vector<int> graph_depths(const CUgraph_st &graph) {
+    std::vector<int> depth(graph.nodes.size(), 0);
+    for (size_t i = 0; i < depth.size(); i++)
+        for (int before : graph.nodes[i].after) depth[i] = std::max(depth[i], depth[(size_t)before] + 1);
+    return depth;
+}
+
+/* Among the nodes that may run the one recorded last, or first: branches that are not ordered run in either order.  Under
+   OTHERS_FIRST the one with the fewest before it: branches go forward step by step beside one another, so that memory that
+   two of them use for themselves shows in what they compute. */
 cudaError_t run_graph(const CUgraph_st &graph, std::vector<char> &ran) {
     size_t n = graph.nodes.size();
+    std::vector<int> depth = graph_depths(graph);
     for (;;) {
         size_t pick = n;
-        for (size_t k = 0; k < n && pick == n; k++) {
+        for (size_t k = 0; k < n; k++) {
             size_t i = model().schedule == COC_EAGER ? k : n - 1 - k;
             bool ready = !ran[i];
             for (int before : graph.nodes[i].after) ready = ready && ran[(size_t)before];
-            if (ready) pick = i;
+            if (ready && (pick == n || depth[i] < depth[pick])) pick = i;
+            if (pick != n && model().schedule != COC_OTHERS_FIRST) break;
         }
         if (pick == n) return cudaSuccess;
         cudaError_t error = graph.nodes[pick].run ? graph.nodes[pick].run() : cudaSuccess;
@@ -1709,6 +1722,7 @@ void coc_set_schedule(coc_schedule schedule) {
 void coc_set_modelled_clock(int modelled) { model().modelled_clock = modelled; }
 void coc_set_launch_time(double microseconds) { model().launch_time = microseconds * 1e-6; }
 void coc_set_patience(int queries) { model().patience = queries; }
+void coc_set_yielding(int yielding) { model().yielding = yielding; }
 void coc_set_pointer_check(int check) { model().pointer_check = check; }
 
 void coc_set_hidden(int hidden) {

@@ -815,6 +815,44 @@ CUDA_TEST(one_rank) {
     l.backend->graph_destroy(l.dev, graph);
 }
 
+/* Threads that launch graphs with reductions at the same time, each its own: every launch has an event to itself. */
+CUDA_TEST(threads_launch_reductions) {
+    MODEL_ONLY();
+    enum { THREADS = 4, LAUNCHES = 40 };
+    (void)load_nccl();
+    linked maker, l;
+    char id[AMP_COMMUNICATOR_ID];
+    amp_backend_desc d = {};
+    CHECK(maker.backend->open(&maker.dev, cuda_host(), &d) == AMP_OK);
+    CHECK(maker.backend->communicator_id(maker.dev, id) == AMP_OK && l.open(0, 1, id) == AMP_OK);
+    if (l.r.reduce == NULL) return;
+    float *x = l.put(std::vector<float>(8, 3.0f));
+    void *graphs[THREADS] = {}, *streams[THREADS] = {};
+    CHECK(l.backend->stream_sync(l.dev, NULL) == AMP_OK);
+    for (int i = 0; i < THREADS; i++) {
+        CHECK(l.backend->stream_create(l.dev, &streams[i]) == AMP_OK && l.backend->graph_begin(l.dev, NULL) == AMP_OK);
+        CHECK(l.r.reduce(l.r.user, x, 8, AMP_F32, AMP_REDUCE_SUM, NULL) == 0);
+        CHECK(l.backend->graph_end(l.dev, NULL, &graphs[i]) == AMP_OK);
+    }
+    std::vector<std::thread> threads;
+    std::vector<int> failed(THREADS);
+    coc_set_yielding(1);
+    for (int i = 0; i < THREADS; i++)
+        threads.emplace_back([&, i] {
+            for (int k = 0; k < LAUNCHES; k++) {
+                failed[(size_t)i] += l.backend->graph_launch(l.dev, graphs[i], streams[i]) != AMP_OK;
+                if (k % 8 == 7) failed[(size_t)i] += l.backend->stream_sync(l.dev, streams[i]) != AMP_OK;
+            }
+        });
+    for (std::thread &t : threads) t.join();
+    coc_set_yielding(0);
+    for (int i = 0; i < THREADS; i++) {
+        CHECK_EQ(failed[(size_t)i], 0);
+        l.backend->stream_destroy(l.dev, streams[i]);
+        l.backend->graph_destroy(l.dev, graphs[i]);
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc == 6 && !strcmp(argv[1], "--rank")) return rank_main(argv[2], atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
     TEST_BEGIN(argc, argv);
@@ -834,5 +872,6 @@ int main(int argc, char **argv) {
     RUN(an_old_nccl);
     RUN(refusals);
     RUN(one_rank);
+    RUN(threads_launch_reductions);
     return TEST_END();
 }

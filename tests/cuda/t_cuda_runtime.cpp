@@ -1488,6 +1488,79 @@ TEST(host_captures) {
     CHECK_EQ(coc_faults(), 0);
 }
 
+/* Two streams of one capture are branches of a graph, which run at the same time: each has scratch memory of its own, in
+   a capture of the host's and in the context's.  Returns the bytes reserved for both. */
+static int64_t sum_in_branches(bool own_capture, std::string *results) {
+    const int64_t rows = 600, cols = 40;
+    cudaStream_t streams[2] = {};
+    cudaEvent_t events[2] = {};
+    amp_memory_info before, after;
+    side x(amp_cuda());
+    void *graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    float sums[2][40];
+    amp_k_column_sum k[2] = {};
+    for (int i = 0; i < 2; i++) {
+        std::vector<float> values((size_t)(rows * cols), (float)(i + 1));
+        CHECK_EQ(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking), cudaSuccess);
+        CHECK_EQ(cudaEventCreateWithFlags(&events[i], cudaEventDisableTiming), cudaSuccess);
+        k[i].x = amp_mat{x.up(values), AMP_F32, 0, rows, cols, cols};
+        k[i].out = x.up(values.data(), cols * 4), k[i].out_dtype = AMP_F32;
+    }
+    CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);
+    x.b->memory(x.dev, &before);
+    if (own_capture) CHECK_EQ(x.b->graph_begin(x.dev, streams[0]), AMP_OK);
+    else CHECK_EQ(cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    CHECK(cudaEventRecord(events[0], streams[0]) == cudaSuccess && cudaStreamWaitEvent(streams[1], events[0], 0) == cudaSuccess);
+    for (int turn = 0; turn < 2; turn++)
+        for (int i = 0; i < 2; i++) CHECK_EQ(x.b->column_sum(x.dev, &k[i], streams[i]), AMP_OK);
+    CHECK(cudaEventRecord(events[1], streams[1]) == cudaSuccess && cudaStreamWaitEvent(streams[0], events[1], 0) == cudaSuccess);
+    if (own_capture) CHECK_EQ(x.b->graph_end(x.dev, streams[0], &graph), AMP_OK);
+    else {
+        cudaGraph_t captured = NULL;
+        CHECK_EQ(cudaStreamEndCapture(streams[0], &captured), cudaSuccess);
+        CHECK(cudaGraphInstantiate(&exec, captured, 0) == cudaSuccess && cudaGraphDestroy(captured) == cudaSuccess);
+    }
+    x.b->memory(x.dev, &after);
+    if (own_capture) CHECK_EQ(x.b->graph_launch(x.dev, graph, streams[0]), AMP_OK);
+    else CHECK_EQ(cudaGraphLaunch(exec, streams[0]), cudaSuccess);
+    CHECK_EQ(x.b->stream_sync(x.dev, streams[0]), AMP_OK);
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ(cudaMemcpy(sums[i], k[i].out, sizeof sums[i], cudaMemcpyDeviceToHost), cudaSuccess);
+        CHECK_MSG(sums[i][0] == 600.0f * (float)(i + 1) && sums[i][39] == sums[i][0], "branch %d: %g", i, (double)sums[i][0]);
+    }
+    results->append((const char *)sums, sizeof sums);
+    if (own_capture) x.b->graph_destroy(x.dev, graph);
+    else CHECK_EQ(cudaGraphExecDestroy(exec), cudaSuccess);
+    for (int i = 0; i < 2; i++)
+        CHECK(cudaEventDestroy(events[i]) == cudaSuccess && cudaStreamDestroy(streams[i]) == cudaSuccess);
+    return after.reserved - before.reserved;
+}
+TEST(branches_of_a_capture) {
+    coc_reset();
+    for (bool own_capture : {false, true}) {
+        std::string difference = coc_every_order([=](std::string *results) {
+            int64_t reserved = sum_in_branches(own_capture, results), one;
+            {
+                side x(amp_cuda());
+                std::vector<float> values(600 * 40, 1.0f);
+                amp_k_column_sum k = {};
+                amp_memory_info before, after;
+                k.x = amp_mat{x.up(values), AMP_F32, 0, 600, 40, 40}, k.out = x.up(values.data(), 160), k.out_dtype = AMP_F32;
+                x.b->memory(x.dev, &before);
+                CHECK_EQ(x.b->column_sum(x.dev, &k, NULL), AMP_OK);
+                x.b->memory(x.dev, &after);
+                one = after.reserved - before.reserved;
+            }
+            CHECK(one > 0);
+            CHECK_EQ(reserved, 2 * one);
+        });
+        CHECK_MSG(difference.empty(), "%s", difference.c_str());
+    }
+    CHECK_EQ(coc_living().allocations, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
 /* Memory of a graph whose stream is gone is given back on the context's stream. */
 static std::vector<void *> given_back;
 static void *plain_memory(void *, size_t size, int, void *) {
@@ -1993,6 +2066,7 @@ int main(int argc, char **argv) {
     RUN(grids);
     RUN(graph_replays);
     RUN(host_captures);
+    RUN(branches_of_a_capture);
     RUN(graph_outlives_its_stream);
     RUN(graph_misuse);
     RUN(captures_left_open);

@@ -1094,6 +1094,37 @@ HARNESS_TEST(graphs_repeat_with_their_arguments) {
     cudaStreamDestroy(s);
 }
 
+/* Two branches that pass a number on through the same memory: the one that is taken first in each step leaves it to the
+   other.  A schedule that ends one branch before it begins the other does not show that. */
+HARNESS_TEST(branches_go_step_by_step) {
+    array<int> a(3);
+    cudaStream_t s = new_stream(), t = new_stream();
+    cudaEvent_t forked = new_event(), joined = new_event();
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    int sums[COC_SCHEDULES];
+    cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal);
+    cudaEventRecord(forked, s), cudaStreamWaitEvent(t, forked, 0);
+    launch(k_add, 1, 1, 0, s, a.data, 1), launch(k_copy, 1, 1, 0, s, a.data + 1, a.data);
+    launch(k_add, 1, 1, 0, t, a.data, 10), launch(k_copy, 1, 1, 0, t, a.data + 2, a.data);
+    cudaEventRecord(joined, t), cudaStreamWaitEvent(s, joined, 0);
+    CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+    for (int i = 0; i < COC_SCHEDULES; i++) {
+        coc_set_schedule((coc_schedule)i);
+        a.zero();
+        CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        CHECK(cudaGraphLaunch(exec, s) == cudaSuccess && cudaStreamSynchronize(s) == cudaSuccess);
+        sums[i] = 100 * a.get()[1] + a.get()[2];
+    }
+    CHECK_EQ(sums[COC_EAGER], 111);
+    CHECK_EQ(sums[COC_LATE], 1110);
+    CHECK_EQ(sums[COC_OTHERS_FIRST], 1111);
+    cudaGraphExecDestroy(exec), cudaGraphDestroy(graph);
+    cudaEventDestroy(forked), cudaEventDestroy(joined);
+    cudaStreamDestroy(s), cudaStreamDestroy(t);
+}
+
 /* A fork into a second stream and back; without the way back the capture is refused. */
 HARNESS_TEST(captures_fork_and_join) {
     array<int> a(2);
@@ -1464,6 +1495,7 @@ int main(int argc, char **argv) {
     RUN(host_functions);
     RUN(events);
     RUN(graphs_repeat_with_their_arguments);
+    RUN(branches_go_step_by_step);
     RUN(captures_fork_and_join);
     RUN(captures_refuse);
     RUN(locks_are_seen);

@@ -1,14 +1,18 @@
 /* bench_gpu.cu - times every kernel of amp_cuda.cu that is bound by memory, matrix products, attention, and plain copies.
  *
- *     bench_gpu [--rounds 9] [--ms 20] [--tiny] [--only TEXT] [--autotune] [--describe]
+ *     bench_gpu [--rounds 9] [--ms 20] [--tiny] [--only TEXT] [--autotune] [--describe] [--list] [--turns]
  *
  * Prints one JSON object per line: first the device, then per case the bytes that must move (each operand read once,
  * each result written once) and the median time of a launch.  A round is as many launches as fill --ms, between two
  * events; launches go round several sets of operands, so that nothing is found in the L2 cache.  The shapes are those of
  * GPT-2 124M with 64 sequences of 1024 tokens.  --tiny: the smallest sizes that take the same path, for the model GPU.
- * --describe: only the device's line.  A case that fails has a line with the reason, and the next one is tried; the
- * program then ends with 1.  host_us: what the call of a launch costs the CPU, with the GPU idle before.
+ * --describe: only the device's line.  --list: the names of all cases, with their groups.  --turns: lines on the input say
+ * what to do next, so that another program's rounds can lie between: "case NAME" makes its operands ready, "round" times
+ * one round of them, "end" gives them back; each is answered by one line.  A case that fails has a line with the reason, and the next one is tried; the
+ * program then ends with 1.  host_us: what the call of a launch costs the CPU, with the GPU idle before.  mhz: the
+ * multiprocessors' clock right behind the last launch of a round.
  * peer_gpu.py times the same cases in PyTorch, under the same names. */
+#include <cublasLt.h>
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <functional>
@@ -35,8 +39,9 @@ struct shapes { int64_t rows, channels, hidden, vocabulary, classes, logit_rows,
 const shapes gpt2 = {65536, 768, 3072, 50304, 50257, 16384, 96, 1024, 12};
 const shapes tiny = {64, 64, 256, 512, 500, 12, 2, 32, 2};
 
-struct settings { shapes s; int rounds; double ms; bool small, autotune, describe; std::string only; };
+struct settings { shapes s; int rounds; double ms; bool small, autotune, describe, list, turns; std::string only; };
 settings given;
+std::string asked, group;                       /* the case that --turns is at; the group of the cases under way */
 
 /* What ends a case.  host_fail keeps the backend's own words. */
 struct failure { std::string why; };
@@ -67,6 +72,7 @@ struct gpu {
     void *dev = NULL;
     cudaStream_t stream = NULL;
     cudaEvent_t from = NULL, to = NULL;
+    unsigned long long *ticks = NULL;                   /* cycles and nanoseconds, in pinned memory */
     size_t l2 = 0;
     std::vector<std::pair<void *, size_t> > owned;      /* by the case under way */
     std::map<amp_dtype, void *> noise;                  /* random numbers that operands are filled from */
@@ -77,6 +83,8 @@ struct gpu {
         need(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
         need(cudaEventCreateWithFlags(&from, cudaEventDefault), "an event");
         need(cudaEventCreateWithFlags(&to, cudaEventDefault), "an event");
+        need(cudaMallocHost((void **)&ticks, 2 * sizeof *ticks), "pinned memory");
+        ticks[0] = 0, ticks[1] = 1;
         d.stream = stream;
         d.autotune = given.autotune;
         need(b->open(&dev, &host, &d) == AMP_OK, "amp_cuda");
@@ -85,6 +93,7 @@ struct gpu {
         release();
         for (const auto &numbers : noise) b->free(dev, numbers.second, noise_bytes());
         b->close(dev);
+        need(cudaFreeHost(ticks), "pinned memory");
         need(cudaEventDestroy(from), "an event");
         need(cudaEventDestroy(to), "an event");
         need(cudaStreamDestroy(stream), "a stream");
@@ -100,6 +109,7 @@ struct gpu {
         (void)b->stream_sync(dev, NULL);
         for (const auto &piece : owned) b->free(dev, piece.first, piece.second);
         owned.clear();
+        if (given.turns) (void)b->trim(dev);        /* another program's operands need the memory */
     }
     template <class T> T *put(const std::vector<T> &values) {
         T *p = (T *)room((int64_t)(values.size() * sizeof(T)));
@@ -151,7 +161,11 @@ gpu g;
 
 /* ---- Timing */
 
-bool wanted(const std::string &name) { return name.find(given.only) != std::string::npos; }
+bool wanted(const std::string &name) {
+    if (given.list) printf("{\"event\": \"listed\", \"group\": \"%s\", \"case\": \"%s\"}\n", group.c_str(), name.c_str());
+    if (given.list) return false;
+    return given.turns ? name == asked : name.find(given.only) != std::string::npos;
+}
 
 /* Runs a case, or several; one that fails leaves a line, and the memory of its operands. */
 bool failed;
@@ -171,12 +185,28 @@ int sets_for(double bytes) {
     return given.small ? 2 : std::max(2, std::min(16, (int)(4 * (double)g.l2 / bytes) + 1));
 }
 
+/* The cycles of 50 microseconds. */
+__global__ void __launch_bounds__(32) clock_kernel(unsigned long long *out) {
+#if defined(__CUDA_ARCH__)
+    unsigned long long begin, now;
+    long long from = clock64();
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin)::"memory");
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory"); while (now - begin < 50000);
+    out[0] = (unsigned long long)(clock64() - from), out[1] = now - begin;
+#else
+    (void)out;
+#endif
+}
+double mhz() { return 1e3 * (double)g.ticks[0] / (double)g.ticks[1]; }
+
 double milliseconds(const launch &run, int count, int sets) {
     float ms = 0;
     need(cudaEventRecord(g.from, g.stream), "an event");
     for (int i = 0; i < count; i++) run(i % sets);
     need(cudaEventRecord(g.to, g.stream), "an event");
-    need(cudaEventSynchronize(g.to), "the launches");
+    void *args[] = {(void *)&g.ticks};
+    need(cudaLaunchKernel(clock_kernel, dim3(1), dim3(1), args, 0, g.stream), "the clock");
+    need(cudaStreamSynchronize(g.stream), "the launches");
     need(cudaEventElapsedTime(&ms, g.from, g.to), "an event");
     return (double)ms / count;
 }
@@ -192,23 +222,48 @@ double host_microseconds(const launch &run, int sets) {
     return (1e6 * (double)(to.tv_sec - from.tv_sec) + 1e-3 * (double)(to.tv_nsec - from.tv_nsec)) / sets;
 }
 
+/* How many launches fill a round; loads the code and takes scratch memory. */
+int launches_for(const launch &run, int sets) {
+    (void)milliseconds(run, sets, sets);
+    if (given.small) return sets;
+    double first = milliseconds(run, 2 * sets, sets);
+    int count = std::max(sets, std::min(2000, (int)(given.ms / std::max(first, 1e-3)) + 1));
+    (void)milliseconds(run, count, sets);
+    return count;
+}
+
+std::string next_line() {
+    char text[256];
+    if (fgets(text, sizeof text, stdin) == NULL) return "";
+    std::string line(text);
+    while (!line.empty() && line[line.size() - 1] == '\n') line.resize(line.size() - 1);
+    return line;
+}
+
+/* Rounds one by one, as the input asks for them. */
+void take_turns(const launch &run, int count, int sets) {
+    while (next_line() == "round") {
+        double ms = milliseconds(run, count, sets);
+        printf("{\"event\": \"round\", \"ms\": %.6f, \"mhz\": %.0f}\n", ms, mhz());
+        fflush(stdout);
+    }
+}
+
 /* Times a case and prints its line; the operands are given back.  operations: of a matrix product. */
 void report(const char *name, double bytes, int sets, const launch &run, double operations = 0) {
     std::vector<double> rounds;
-    (void)milliseconds(run, sets, sets);                /* loads the code, takes scratch memory */
-    int count = sets;
-    if (!given.small) {
-        double first = milliseconds(run, 2 * sets, sets);
-        count = std::max(sets, std::min(2000, (int)(given.ms / std::max(first, 1e-3)) + 1));
-        (void)milliseconds(run, count, sets);
-    }
+    int count = launches_for(run, sets);
     double host = host_microseconds(run, sets);
-    for (int i = 0; i < given.rounds; i++) rounds.push_back(milliseconds(run, count, sets));
+    for (int i = 0; i < given.rounds && !given.turns; i++) rounds.push_back(milliseconds(run, count, sets));
     std::sort(rounds.begin(), rounds.end());
-    printf("{\"event\": \"case\", \"case\": \"%s\", \"bytes\": %.0f, \"ms\": %.6f, \"best_ms\": %.6f, \"worst_ms\": %.6f, "
-           "\"launches\": %d, \"sets\": %d, \"operations\": %.0f, \"host_us\": %.2f}\n", name, bytes, rounds[rounds.size() / 2], rounds.front(),
-           rounds.back(), count * given.rounds, sets, operations, host);
+    printf("{\"event\": \"%s\", \"case\": \"%s\", \"bytes\": %.0f, \"launches\": %d, \"sets\": %d, \"operations\": %.0f, "
+           "\"host_us\": %.2f", given.turns ? "ready" : "case", name, bytes, count, sets, operations, host);
+    if (!given.turns)
+        printf(", \"ms\": %.6f, \"best_ms\": %.6f, \"worst_ms\": %.6f, \"mhz\": %.0f", rounds[rounds.size() / 2],
+               rounds.front(), rounds.back(), mhz());
+    printf("}\n");
     fflush(stdout);
+    if (given.turns) take_turns(run, count, sets);
     g.release();
 }
 
@@ -238,6 +293,7 @@ __global__ void __launch_bounds__(256) read_kernel(const uint4 *p, int64_t n, ui
 }
 
 void copy_case(const char *name, int64_t bytes) {
+    if (!wanted(name)) return;
     int sets = sets_for((double)bytes);
     std::vector<void *> from, to;
     for (int i = 0; i < sets; i++) {
@@ -251,6 +307,7 @@ void copy_case(const char *name, int64_t bytes) {
 }
 
 void read_case(const char *name, int64_t bytes, int multiprocessors) {
+    if (!wanted(name)) return;
     int sets = sets_for((double)bytes);
     std::vector<const uint4 *> from;
     uint32_t *out = (uint32_t *)g.room(4);
@@ -282,9 +339,7 @@ void casts() {
     cast_case("cast bf16 to fp32", AMP_F32, AMP_BF16);
     cast_case("cast fp32 to e4m3", AMP_E4M3, AMP_F32);
     cast_case("cast fp32 to bf16, stochastic", AMP_BF16, AMP_F32, AMP_ROUND_STOCHASTIC);
-}
-/* Token ids come as u16. */
-void widening() {
+    /* token ids come as u16 */
     int64_t n = given.s.rows * given.s.channels;
     kernel_case<amp_k_cast>("widen ids", 6.0 * (double)n, g.b->cast, [=] {
         amp_k_cast a = {};
@@ -458,13 +513,16 @@ void optimizers() {
 
 /* ---- Normalisation */
 
-struct norm_shape { bool rms, residual; int64_t rows, cols; amp_dtype dtype; };
+/* stream: the residual stream is fp32, as in a GPT-2 step: forward it and the sum are, backward the gradient that comes from
+   it and the one that goes into it, with a copy of the latter in dtype. */
+struct norm_shape { bool rms, residual; int64_t rows, cols; amp_dtype dtype; bool stream; };
 
 amp_k_norm norm_operands(const norm_shape &s) {
     amp_k_norm a = {};
     a.rms = s.rms, a.eps = 1e-5f, a.weight_dtype = AMP_F32;
     a.x = g.matrix(s.rows, s.cols, s.dtype), a.y = g.result(s.rows, s.cols, s.dtype);
-    if (s.residual) a.residual = g.matrix(s.rows, s.cols, s.dtype), a.sum = g.result(s.rows, s.cols, s.dtype);
+    amp_dtype stream = s.stream ? AMP_F32 : s.dtype;
+    if (s.residual) a.residual = g.matrix(s.rows, s.cols, stream), a.sum = g.result(s.rows, s.cols, stream);
     a.weight = g.random(AMP_F32, s.cols);
     if (!s.rms) a.bias = g.random(AMP_F32, s.cols);
     a.mean = s.rms ? NULL : (float *)g.random(AMP_F32, s.rows);
@@ -475,8 +533,10 @@ amp_k_norm norm_gradient_operands(norm_shape s) {
     bool residual = s.residual;
     s.residual = false;
     amp_k_norm a = norm_operands(s);
-    a.dy = g.matrix(s.rows, s.cols, s.dtype), a.dx = g.result(s.rows, s.cols, s.dtype);
-    if (residual) a.dsum = g.matrix(s.rows, s.cols, s.dtype);
+    amp_dtype stream = s.stream ? AMP_F32 : s.dtype;
+    a.dy = g.matrix(s.rows, s.cols, s.dtype), a.dx = g.result(s.rows, s.cols, stream);
+    if (residual) a.dsum = g.matrix(s.rows, s.cols, stream);
+    if (s.stream) a.x = g.matrix(s.rows, s.cols, stream), a.dx_low = g.result(s.rows, s.cols, s.dtype);
     a.dweight.data = g.room(4 * s.cols), a.dweight.dtype = AMP_F32;
     if (!s.rms) a.dbias.data = g.room(4 * s.cols), a.dbias.dtype = AMP_F32;
     return a;
@@ -485,14 +545,15 @@ amp_k_norm norm_gradient_operands(norm_shape s) {
 /* x, y (and the residual and the sum) once each; backward x, dy, dx (and the gradient from the residual stream); mean and
    1 / deviation of each row */
 void norm_case(const std::string &name, const norm_shape &s, bool backward) {
-    double operands = (backward ? 3 : 2) + (s.residual ? (backward ? 1 : 2) : 0);
-    double bytes = (double)s.rows * (operands * (double)s.cols * (double)amp_dtype_size(s.dtype) + (s.rms ? 4 : 8));
+    double operands = (backward ? 3 : 2) + (s.residual ? (backward ? 1 : 2) : 0), size = (double)amp_dtype_size(s.dtype);
+    double element = s.stream ? 8 + 2 * size + (backward ? 4 : 0) : operands * size;
+    double bytes = (double)s.rows * (element * (double)s.cols + (s.rms ? 4 : 8));
     kernel_case<amp_k_norm>(name.c_str(), bytes, backward ? g.b->norm_backward : g.b->norm,
                             [=] { return backward ? norm_gradient_operands(s) : norm_operands(s); });
 }
 void norms_of(int64_t rows, int64_t cols, amp_dtype dtype, const std::string &suffix) {
-    const norm_shape layer = {false, false, rows, cols, dtype}, rms = {true, false, rows, cols, dtype};
-    const norm_shape both = {false, true, rows, cols, dtype};
+    const norm_shape layer = {false, false, rows, cols, dtype, false}, rms = {true, false, rows, cols, dtype, false};
+    const norm_shape both = {false, true, rows, cols, dtype, false};
     for (const char *backward : {"", " backward"}) {
         norm_case(std::string("layernorm") + backward + suffix, layer, *backward != 0);
         norm_case(std::string("rmsnorm") + backward + suffix, rms, *backward != 0);
@@ -502,10 +563,13 @@ void norms_of(int64_t rows, int64_t cols, amp_dtype dtype, const std::string &su
 
 void norms() {
     int64_t rows = given.s.rows, cols = given.s.channels, wide = given.small ? 256 : 4096;
+    for (bool backward : {false, true})
+        norm_case(backward ? "residual + layernorm backward, fp32 stream" : "residual + layernorm, fp32 stream",
+                  {false, true, rows, cols, AMP_BF16, true}, backward);
     norms_of(rows, cols, AMP_BF16, "");
     norms_of(rows * cols / wide, wide, AMP_BF16, ", wide");
     for (bool backward : {false, true})
-        norm_case(backward ? "layernorm backward, fp32" : "layernorm, fp32", {false, false, rows, cols, AMP_F32}, backward);
+        norm_case(backward ? "layernorm backward, fp32" : "layernorm, fp32", {false, false, rows, cols, AMP_F32, false}, backward);
 }
 
 /* ---- Softmax of attention scores.  Under a causal mask only half of what comes in must be read; all results are written. */
@@ -648,6 +712,8 @@ void losses() {
         a.x = g.random(AMP_BF16, n), a.target = g.random(AMP_BF16, n), a.dx = g.room(2 * n);
         return a;
     });
+}
+void embeddings() {
     embedding_case("embedding");
     embedding_gradient_case("embedding backward", false, false);
     embedding_gradient_case("embedding backward, one id", false, true);
@@ -656,11 +722,11 @@ void losses() {
 
 /* ---- Matrix products: those of GPT-2's blocks and classifier, and some others.  2 m n k operations each. */
 
-enum product_kind { PLAIN, BIAS, BIAS_GELU, GELU_BACKWARD, WEIGHT_GRADIENT };
+enum product_kind { PLAIN, BIAS, BIAS_GELU, GELU_BACKWARD, WEIGHT_GRADIENT, WEIGHT_GRADIENT_ALONE };
 
-/* c[m, n] of op(a) op(b); WEIGHT_GRADIENT adds to fp32, with the bias's gradient beside it. */
+/* c[m, n] of op(a) op(b); WEIGHT_GRADIENT adds to fp32, with the bias's gradient beside it (ALONE: without). */
 void product_case(const char *name, amp_dtype dtype, int64_t m, int64_t n, int64_t k, const char *layout, product_kind kind = PLAIN) {
-    amp_dtype compute = dtype, c_dtype = kind == WEIGHT_GRADIENT || dtype == AMP_TF32 ? AMP_F32 : dtype;
+    amp_dtype compute = dtype, c_dtype = kind >= WEIGHT_GRADIENT || dtype == AMP_TF32 ? AMP_F32 : dtype;
     if (dtype == AMP_TF32) dtype = AMP_F32;
     double size = (double)amp_dtype_size(dtype), out = (double)amp_dtype_size(c_dtype), results = kind >= BIAS_GELU ? 2 : 1;
     double bytes = size * (double)((m + n) * k) + results * out * (double)(m * n);
@@ -675,31 +741,42 @@ void product_case(const char *name, amp_dtype dtype, int64_t m, int64_t n, int64
         if (kind == BIAS_GELU || kind == GELU_BACKWARD)
             a.act = AMP_ACT_GELU, a.pre = g.random(c_dtype, m * n), a.pre_dtype = c_dtype, a.ld_pre = n;
         a.backward = kind == GELU_BACKWARD;
-        if (kind == WEIGHT_GRADIENT) a.beta = 1, a.row_sum = amp_k_gradient{g.random(AMP_F32, m), AMP_F32, 1};
+        if (kind >= WEIGHT_GRADIENT) a.beta = 1;
+        if (kind == WEIGHT_GRADIENT) a.row_sum = amp_k_gradient{g.random(AMP_F32, m), AMP_F32, 1};
         return a;
     }, 2.0 * (double)m * (double)n * (double)k);
 }
 
+void products_in(const std::string &p, amp_dtype dtype) {
+    int64_t c = given.s.channels, h = given.s.hidden, few = dtype == AMP_F32 ? given.s.rows / 4 : given.s.rows;   /* they are slow */
+    product_case((p + ", linear").c_str(), dtype, few, h, c, "NT", BIAS);
+    product_case((p + ", NN").c_str(), dtype, few, c, h, "NN");
+    product_case((p + ", TN").c_str(), dtype, h, c, few, "TN");
+    product_case((p + ", linear GELU").c_str(), dtype, few, h, c, "NT", BIAS_GELU);
+}
+
+/* The step's own first: the time may not be enough for all. */
 void products() {
     int64_t rows = given.s.rows, c = given.s.channels, h = given.s.hidden, square = given.small ? 64 : 8192;
-    static const struct { const char *name; amp_dtype dtype; } types[] = {
-        {"bf16", AMP_BF16}, {"fp16", AMP_F16}, {"tf32", AMP_TF32}, {"fp32", AMP_F32}};
-    for (const auto &t : types) {
-        std::string p = std::string("product ") + t.name;
-        int64_t few = t.dtype == AMP_F32 ? rows / 4 : rows;         /* the slow ones on fewer rows */
-        product_case((p + ", linear").c_str(), t.dtype, few, h, c, "NT", BIAS);
-        product_case((p + ", NN").c_str(), t.dtype, few, c, h, "NN");
-        product_case((p + ", TN").c_str(), t.dtype, h, c, few, "TN");
-        product_case((p + ", linear GELU").c_str(), t.dtype, few, h, c, "NT", BIAS_GELU);
-    }
+    products_in("product bf16", AMP_BF16);
     product_case("product bf16, qkv", AMP_BF16, rows, 3 * c, c, "NT", BIAS);
     product_case("product bf16, projection", AMP_BF16, rows, c, c, "NT", BIAS);
     product_case("product bf16, MLP projection", AMP_BF16, rows, c, h, "NT", BIAS);
     product_case("product bf16, classifier", AMP_BF16, given.s.logit_rows, given.s.vocabulary, c, "NT");
+    product_case("product bf16, classifier dX", AMP_BF16, given.s.logit_rows, c, given.s.vocabulary, "NN");
+    product_case("product bf16, classifier dW", AMP_BF16, given.s.vocabulary, c, given.s.logit_rows, "TN", WEIGHT_GRADIENT_ALONE);
+    product_case("product bf16, qkv dX", AMP_BF16, rows, c, 3 * c, "NN");
+    product_case("product bf16, qkv dW", AMP_BF16, 3 * c, c, rows, "TN", WEIGHT_GRADIENT);
+    product_case("product bf16, projection dX", AMP_BF16, rows, c, c, "NN");
+    product_case("product bf16, projection dW", AMP_BF16, c, c, rows, "TN", WEIGHT_GRADIENT);
+    product_case("product bf16, MLP projection dW", AMP_BF16, c, h, rows, "TN", WEIGHT_GRADIENT);
     product_case("product bf16, GELU backward", AMP_BF16, rows, h, c, "NN", GELU_BACKWARD);
     product_case("product bf16, weight gradient", AMP_BF16, h, c, rows, "TN", WEIGHT_GRADIENT);
     product_case("product bf16, square", AMP_BF16, square, square, square, "NN");
     product_case("product bf16, few rows", AMP_BF16, given.s.tokens, h, c, "NT", BIAS);
+    products_in("product fp16", AMP_F16);
+    products_in("product tf32", AMP_TF32);
+    products_in("product fp32", AMP_F32);
     product_case("product bf16, odd sizes", AMP_BF16, given.s.tokens * 2 + 1, h + 3, c + 1, "NT");
 }
 
@@ -753,18 +830,22 @@ void describe(const amp_device &d) {
     need(cudaRuntimeGetVersion(&runtime), "the runtime");
     g.l2 = (size_t)prop.l2CacheSize;
     printf("{\"event\": \"device\", \"name\": \"%s\", \"cc\": \"%d.%d\", \"multiprocessors\": %d, \"l2_bytes\": %zu, "
-           "\"memory_bytes\": %lld, \"driver\": \"%d.%d\", \"runtime\": \"%d.%d\", \"rounds\": %d, \"ms\": %g}\n",
+           "\"memory_bytes\": %lld, \"driver\": \"%d.%d\", \"runtime\": \"%d.%d\", \"cublas\": \"%zu\", \"rounds\": %d, "
+           "\"ms\": %g}\n",
            d.name, d.cc_major, d.cc_minor, d.multiprocessors, g.l2, (long long)d.memory, driver / 1000, driver % 1000 / 10,
-           runtime / 1000, runtime % 1000 / 10, given.rounds, given.ms);
+           runtime / 1000, runtime % 1000 / 10, cublasLtGetVersion(), given.rounds, given.ms);
+    fflush(stdout);
 }
 
 void options(int argc, char **argv) {
-    given.s = gpt2, given.rounds = 9, given.ms = 20, given.small = given.autotune = given.describe = false;
+    given.s = gpt2, given.rounds = 9, given.ms = 20, given.small = given.autotune = given.describe = given.list = given.turns = false;
     for (int i = 1; i < argc; i++) {
         bool more = i + 1 < argc;
         if (!strcmp(argv[i], "--tiny")) given.small = true, given.s = tiny;
         else if (!strcmp(argv[i], "--describe")) given.describe = true;
         else if (!strcmp(argv[i], "--autotune")) given.autotune = true;
+        else if (!strcmp(argv[i], "--list")) given.list = true;
+        else if (!strcmp(argv[i], "--turns")) given.turns = true;
         else if (!strcmp(argv[i], "--rounds") && more) given.rounds = std::max(1, atoi(argv[++i]));
         else if (!strcmp(argv[i], "--ms") && more) given.ms = atof(argv[++i]);
         else if (!strcmp(argv[i], "--only") && more) given.only = argv[++i];
@@ -772,7 +853,6 @@ void options(int argc, char **argv) {
     }
 }
 
-/* Without its copies a run says little: they are timed whatever --only names. */
 void copies(int multiprocessors) {
     copy_case("copy 0.4 GB", given.small ? 1 << 16 : 400 << 20);
     copy_case("copy 4 GB", given.small ? 1 << 17 : (int64_t)4 << 30);
@@ -780,17 +860,23 @@ void copies(int multiprocessors) {
 }
 
 void every_case(int multiprocessors) {
-    attempt("copies", [=] { copies(multiprocessors); });
-    attempt("attention", attentions);           /* in the order of what they say first */
-    attempt("optimizers", optimizers);
-    attempt("norms", norms);
-    attempt("losses", losses);
-    attempt("gradients", gradients);
-    attempt("products", products);
-    attempt("casts", casts);
-    attempt("widening", widening);
-    attempt("softmaxes", softmaxes);
-    attempt("pointwise", pointwise);
+    const std::pair<const char *, std::function<void()> > groups[] = {
+        {"copies", [=] { copies(multiprocessors); }}, {"attention", attentions}, {"products", products}, {"norms", norms},
+        {"losses", losses}, {"optimizers", optimizers}, {"gradients", gradients}, {"softmaxes", softmaxes},
+        {"pointwise", pointwise}, {"embeddings", embeddings}, {"casts", casts}};
+    for (const auto &one : groups) {
+        group = one.first;
+        attempt(group, one.second);
+    }
+}
+
+/* Until the input ends; a case that fails, or that there is none of, has said so. */
+void turns(int multiprocessors) {
+    for (std::string line; !(line = next_line()).empty();) {
+        if (line.compare(0, 5, "case ") == 0) asked = line.substr(5), every_case(multiprocessors);
+        printf("{\"event\": \"end\"}\n");
+        fflush(stdout);
+    }
 }
 
 } /* namespace */
@@ -807,7 +893,8 @@ int main(int argc, char **argv) {
         fprintf(stderr, "bench_gpu: %s\n", f.why.c_str());
         return 1;
     }
-    if (!given.describe) every_case(d.multiprocessors);
+    if (given.turns) turns(d.multiprocessors);
+    else if (!given.describe) every_case(d.multiprocessors);
     g.close();
     return failed;
 }

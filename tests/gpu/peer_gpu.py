@@ -1,12 +1,14 @@
 """The cases of bench_gpu.cu in PyTorch, eager and by torch.compile, under the same names.
 
-    python tests/gpu/peer_gpu.py [--device cuda] [--rounds 9] [--ms 20] [--seconds 180] [--compile all] [--tiny]
+    python tests/gpu/peer_gpu.py [--device cuda] [--ms 20] [--tiny]
 
-Prints JSON lines: first the versions, then per case and mode the median time: first everything eager, then compiled, the
-cases first in which that is the stronger.  Launches go round several sets of operands, as in bench_gpu.cu.  --compile:
-"all", "none" or a text that cases' names hold; what --seconds leave no time for is printed as skipped.  run.py calls it.
+Prints JSON lines: first the versions, then what the lines on its input ask for, as bench_gpu --turns does, so that rounds of
+both lie in turn: "list" names the cases and the modes of each, "case MODE NAME" makes the operands ready (or says why it is
+skipped), "round" times one round of them, "end" gives them back.  Modes are eager, compile, and other ways of a case by
+their names.  Launches go round several sets of operands, as in bench_gpu.cu.  run.py calls it.
 """
 import argparse
+import ctypes
 import json
 import math
 import platform
@@ -29,13 +31,9 @@ def line(event, **values):
     print(json.dumps({"event": event, **values}), flush=True)
 
 
-class Skip(Exception):
-    """Why something was not measured."""
-
-
 class Bench:
     def __init__(self, args):
-        self.args, self.device, self.end, self.mode = args, args.device, time.time() + args.seconds, "eager"
+        self.args, self.device, self.asked, self.mode = args, args.device, None, None   # None: to be listed
         self.s = argparse.Namespace(**(TINY if args.tiny else GPT2))
         self.cuda = self.device == "cuda"
         self.l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 1 << 26) if self.cuda else 0
@@ -64,36 +62,38 @@ class Bench:
         end.synchronize()
         return begin.elapsed_time(end) / count
 
-    def measure(self, calls):
+    def launches(self, calls):
+        """How many of them fill a round; compiles and allocates."""
         sets = len(calls)
-        self.milliseconds(calls, 2 * sets)                  # compiles, allocates
+        self.milliseconds(calls, 2 * sets)
         first = self.milliseconds(calls, sets)
-        count = 1 if self.args.tiny else max(sets, min(2000, int(self.args.ms / max(first, 1e-3)) + 1))
-        rounds = sorted(self.milliseconds(calls, count) for _ in range(self.args.rounds))
-        return {"ms": statistics.median(rounds), "best_ms": rounds[0], "worst_ms": rounds[-1], "sets": sets}
+        return 1 if self.args.tiny else max(sets, min(2000, int(self.args.ms / max(first, 1e-3)) + 1))
+
+    def turns(self, calls):
+        """Rounds one by one, as the input asks for them."""
+        count = self.launches(calls)
+        line("ready", sets=len(calls), launches=count)
+        while sys.stdin.readline() == "round\n":
+            line("round", ms=self.milliseconds(calls, count))
 
     def case(self, name, megabytes, text, make, compiled=True, variant=None):
         """make(compiler): a function that makes one set of operands and returns what a launch calls.  compiler turns a
         Python function into the one to call: by torch.compile, or as it is.  variant: another eager way, by its name."""
-        compiling = self.mode == "compile"
-        if self.args.only not in name or (variant and compiling):
+        modes = [variant] if variant else ["eager", "compile"] if compiled else ["eager"]
+        if self.asked is None:
+            for mode in modes:
+                line("listed", case=name, mode=mode, call=text)
+        if name != self.asked or self.mode not in modes:
             return
         try:
-            if compiling and compiled is False:
-                raise Skip("one kernel as it is")
-            if compiling and self.args.compile != "all" and self.args.compile not in name:
-                raise Skip("not asked for")
-            if time.time() > self.end:
-                raise Skip("no time left")
+            compiling = self.mode == "compile"
             if compiling:
                 torch._dynamo.reset()
             one = make(torch.compile if compiling else lambda function: function)
-            calls = [one() for _ in range(self.sets(megabytes))]
-            line("peer", case=name, mode=variant or self.mode, call=text, **self.measure(calls))
-            del calls, one
+            self.turns([one() for _ in range(self.sets(megabytes))])
         except Exception as error:                          # whatever a version of PyTorch lacks is left out
             why = str(error).strip().splitlines() or [type(error).__name__]
-            line("peer", case=name, mode=variant or self.mode, call=text, skipped=why[0][:200])
+            line("skipped", why=why[0][:200])
         if self.cuda:
             torch.cuda.empty_cache()
 
@@ -240,6 +240,7 @@ def norms(b):
     norms_of(b, rows, cols, BF16, "")
     norms_of(b, rows * cols // wide, wide, BF16, ", wide")
     norms_of(b, rows, cols, FP32, ", fp32", only=("layernorm", "layernorm backward"))
+    stream_norms(b, rows, cols)
 
 
 def norms_of(b, rows, cols, dtype, suffix, only=()):
@@ -309,6 +310,38 @@ def residual_norms(b, rows, cols, dtype, case):
         return one
     case("residual + layernorm", 4, "x + r, F.layer_norm", forward)
     case("residual + layernorm backward", 4, "autograd.grad of F.layer_norm(x + r)", backward)
+
+
+def stream_norms(b, rows, cols):
+    """Those of a GPT-2 step under autocast: the residual stream is fp32, and LayerNorm's weight, its branch and its result are
+    bf16 on the other side of casts."""
+    def both(x, r, w, c):
+        total = x + r
+        return total, F.layer_norm(total, (cols,), w, c).to(BF16)
+
+    def operands(grad):
+        pair = [b.random(rows, cols, dtype=dtype, grad=grad) for dtype in (BF16, FP32)]
+        return pair + [b.random(cols, dtype=FP32, grad=grad) for _ in range(2)]
+
+    def forward(compiler):
+        function = compiler(both)
+
+        def one():
+            values = operands(False)
+            return lambda: function(*values)
+        return one
+
+    def backward(compiler):
+        function = compiler(both)
+
+        def one():
+            x, r, w, c = operands(True)
+            seeds = [b.random(rows, cols, dtype=dtype) for dtype in (FP32, BF16)]
+            return gradient(function(x, r, w, c), (x, r, w, c), seeds)
+        return one
+    name = "residual + layernorm{}, fp32 stream"
+    b.case(name.format(""), 12 * rows * cols / 1e6, "x + r, F.layer_norm, to(bf16)", forward)
+    b.case(name.format(" backward"), 16 * rows * cols / 1e6, "autograd.grad of the same", backward)
 
 
 def softmaxes(b):
@@ -500,6 +533,15 @@ def products(b):
          ((rows, c), (c, c), (c,)), compiled=False)
     linear(p + "MLP projection", BF16, rows, c, h)
     linear(p + "classifier", BF16, s.logit_rows, s.vocabulary, c, False)
+    logits, v = s.logit_rows, s.vocabulary
+    case(p + "classifier dX", "dy @ w", BF16, logits, c, v, torch.matmul, ((logits, v), (v, c)), compiled=False)
+    case(p + "classifier dW", "dy.t() @ x", BF16, v, c, logits, lambda dy, x: dy.t() @ x, ((logits, v), (logits, c)),
+         compiled=False)
+    for name, m, n in (("qkv", 3 * c, c), ("projection", c, c), ("MLP projection", c, h)):
+        if m != c or n != h:                                # dX of the MLP's projection is "GELU backward"
+            case(p + name + " dX", "dy @ w", BF16, rows, n, m, torch.matmul, ((rows, m), (m, n)), compiled=False)
+        case(p + name + " dW", "dy.t() @ x, dy.sum(0)", BF16, m, n, rows, lambda dy, x: (dy.t() @ x, dy.sum(0)),
+             ((rows, m), (rows, n)), compiled=False)
     case(p + "GELU backward", "gelu_backward(dy @ w, x)", BF16, rows, h, c,
          lambda dy, w, x: aten.gelu_backward(dy @ w, x, approximate="tanh"), ((rows, c), (c, h), (rows, h)))
     case(p + "weight gradient", "dy.t() @ x, dy.sum(0)", BF16, h, c, rows, lambda dy, x: (dy.t() @ x, dy.sum(0)),
@@ -542,26 +584,33 @@ def attentions(b):
             case(name + "GPT-2", b.s.rows // b.s.tokens, b.s.tokens, b.s.channels // 64, 64, backward, mode, backend)
 
 
+def cublas_version():
+    """Of the library that PyTorch has loaded."""
+    try:
+        return str(ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}").cublasLtGetVersion())
+    except (OSError, AttributeError):
+        return None
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ms", type=float, default=20)
-    parser.add_argument("--seconds", type=float, default=180, help="after which nothing more is timed")
-    parser.add_argument("--compile", default="all")
-    parser.add_argument("--only", default="")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(1)
     if hasattr(torch._functorch.config, "donated_buffer"):
         torch._functorch.config.donated_buffer = False      # one forward pass serves many backward passes
     bench = Bench(args)
-    line("versions", torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
+    line("versions", torch=torch.__version__, cuda=torch.version.cuda, cublas=cublas_version(), python=platform.python_version(),
          device=torch.cuda.get_device_name(0) if bench.cuda else "model")
-    for bench.mode in ("eager", "compile"):
-        for part in (losses, norms, softmaxes, pointwise, products, attentions, embeddings, casts,
-                     gradients, optimizers):
+    for text in iter(sys.stdin.readline, ""):
+        bench.asked = bench.mode = None
+        if text.startswith("case "):
+            _, bench.mode, bench.asked = text.strip().split(" ", 2)
+        for part in (losses, norms, softmaxes, pointwise, products, attentions, embeddings, casts, gradients, optimizers):
             part(bench)
+        line("end")
 
 
 if __name__ == "__main__":

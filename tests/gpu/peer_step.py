@@ -1,8 +1,8 @@
 """Trains the GPT-2 that train_gpt starts from in PyTorch, as nanoGPT does, on the same tokens; step.py calls it.
 
-    python tests/gpu/peer_step.py --tokens tokens.bin --init init.safetensors --heads 12 --seq 1024 --seconds 200 RUN...
+    echo RUN | python tests/gpu/peer_step.py --tokens tokens.bin --init init.safetensors --heads 12 --seq 1024
 
-A RUN is precision:mode:batch:steps[:profile], as bf16:compile:64:100.  Prints JSON lines: the versions, then per run the
+Each line of its input is a RUN: precision:mode:batch:steps[:profile], as bf16:compile:64:100.  Prints JSON lines: the versions, then per run the
 losses, tokens per second of the steps after --warm, peak memory, between which times it trained, and with `profile` where
 the GPU's time goes.  Fused causal attention, fused AdamW, autocast (GradScaler for fp16), gradients clipped to norm 1.
 """
@@ -150,19 +150,14 @@ def main():
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--warmup", type=int, default=10, help="steps in which the learning rate rises")
     parser.add_argument("--warm", type=int, default=10, help="steps that are not timed")
-    parser.add_argument("--seconds", type=float, default=1e9, help="after which no run begins")
-    parser.add_argument("runs", nargs="+", metavar="RUN")
     args = parser.parse_args()
-    end = time.time() + args.seconds
     args.data = torch.from_file(args.tokens, dtype=torch.uint16, size=os.path.getsize(args.tokens) // 2)
     weights = safetensors(args.init)
     line("versions", torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version())
-    for text in args.runs:
-        run = text.split(":")
+    for text in iter(sys.stdin.readline, ""):
+        run = text.strip().split(":")
         name = {"precision": run[0], "mode": run[1], "batch": int(run[2])}
         try:
-            if time.time() > end:
-                raise RuntimeError("no time left")
             line("begin", **name)
             line("run", **name, **train(args, weights, run))
         except Exception as error:                          # too little memory for one leaves the others

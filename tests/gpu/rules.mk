@@ -1,9 +1,10 @@
 # rules.mk - amp_cuda.cu for GPUs; included by the Makefile after tests/cuda/rules.mk.
 #
 #   make cuda               build/amp_cuda.o, one object for every architecture that nvcc knows (CUDA_ARCHS: fewer)
-#   make gpu                on the GPU at hand, one after the other: link, rules, attention, fp8, kernels (timings
-#                           beside PyTorch, PEER_TORCH), step (GPT-2 beside PyTorch), tests; each saves what it found
-#   make gpu PART=step      one part alone
+#   make gpu                on the GPU at hand: tests and timings, row by row, what helps most first (run.py --list); each row
+#                           saves what it found.  PEER_TORCH=python: with PyTorch, which is timed beside it
+#   make gpu ROWS="attention kernels:norms step:*"      some of the rows
+#   make gpu SECONDS=300    for everything, building included (default 575); RESULTS=folder: of the file
 #   make gpu REHEARSE=1     the same programs on the model GPU, in the smallest sizes
 #   make gpu-table          what the kernels need of sm_90 into tests/gpu/resources.txt
 #   make backend            which backend a program can use here
@@ -34,13 +35,12 @@ gpu-table:
 
 # ---- The tests and timings, for the GPU at hand or for the model.  GPU_CXX compiles host code, GPU_CU device code.
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models
-GPU_PROGRAMS := $(GPU_TESTS) bench_gpu
-GPU_PARTS    := $(or $(PART),link rules attention fp8 kernels step tests)
-# In the order in which they are needed: those of early parts are built first.
-GPU_NEEDED    = bench_gpu $(if $(filter rules,$(GPU_PARTS)),t_models) $(if $(filter attention,$(GPU_PARTS)),t_cuda_attention) \
-                $(if $(filter fp8,$(GPU_PARTS)),t_cuda_fp8) \
-                $(if $(filter step,$(GPU_PARTS)),train_gpt) \
-                $(if $(filter tests,$(GPU_PARTS)),$(filter-out t_models t_cuda_attention t_cuda_fp8,$(GPU_TESTS)))
+GPU_PROGRAMS := $(GPU_TESTS) bench_gpu bench_data probe_gemm
+GPU_RUN       = $(PYTHON) tests/gpu/run.py --rows "$(ROWS)" $(if $(filter 1,$(REHEARSE)),--rehearse)
+# `make fuzz` has a default for SECONDS, which is not meant here.
+GPU_SECONDS   = $(if $(filter command environment,$(origin SECONDS)),--seconds $(SECONDS))
+# In the order in which they are needed: those of early rows are built first.
+GPU_NEEDED    = $(shell $(GPU_RUN) --needs)
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
 GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/fragments.h $(COC)/cublas_rules.h tests/test.h \
                 $(HEADERS) tests/handwritten_gpt.h
@@ -88,11 +88,12 @@ $(GPU_BIN)/train_gpt: examples/train_gpt.c $(HEADERS) amp.h $(GPU_CUDA) $(GPU_RE
 
 gpu-programs: $(GPU_PROGRAMS:%=$(GPU_BIN)/%)
 
-# The deadline of run.py counts from here, so that building belongs to it.
+# The deadline of run.py counts from here, so that building belongs to it.  A program that does not build costs its own rows.
 gpu:
 	@[ "$(REHEARSE)" = 1 ] || sh tests/gpu/find.sh gpu >/dev/null || \
 	    { echo "make gpu: no GPU here (nvidia-smi shows none); make gpu REHEARSE=1 runs it on the model GPU"; exit 1; }
 	@[ "$(REHEARSE)" = 1 ] || sh tests/gpu/find.sh nvcc >/dev/null || \
 	    { echo "make gpu: no nvcc to build for this GPU with; set NVCC or CUDA_HOME"; exit 1; }
-	began=$$(date +%s) && $(MAKE) -j$(GPU_JOBS) $(GPU_NEEDED:%=$(GPU_BIN)/%) && \
-	    $(PYTHON) tests/gpu/run.py --parts "$(GPU_PARTS)" --bin $(GPU_BIN) --began $$began $(if $(filter 1,$(REHEARSE)),--rehearse)
+	@$(GPU_RUN) --needs >/dev/null
+	began=$$(date +%s); $(MAKE) -k -j$(GPU_JOBS) $(GPU_NEEDED:%=$(GPU_BIN)/%) || echo "make gpu: not everything was built"; \
+	    $(GPU_RUN) --bin $(GPU_BIN) --began $$began $(GPU_SECONDS) $(if $(RESULTS),--results $(RESULTS))

@@ -1,57 +1,114 @@
 """Tests the CUDA backend on the GPU, times it beside PyTorch and writes medians and a verdict per bar as one JSON file.
 
-    python3 tests/gpu/run.py [--parts link,rules,attention,kernels] [--bin build/gpu] [--rounds 9] [--ms 20]
+    python3 tests/gpu/run.py [--rows "attention kernels:norms step:*"] [--bin build/gpu] [--seconds 575] [--results FOLDER]
     python3 tests/gpu/run.py --bin build/rehearsal --rehearse
+    python3 tests/gpu/run.py --list
 
-`make gpu` calls it.  Parts, in the order that helps most on a GPU that is there for minutes: whether the backend links and
-opens the GPU (link), fragments and cuBLASLt's rules (rules), attention's tests (attention), those of fp8 (fp8), timings
-(kernels), whole training steps with autotuning (step), all other tests and compute-sanitizer (tests).  Each prints its verdict and saves the
-file when it ends, so that a run that is cut off keeps what it has.  Each can be run alone; a day's parts on one GPU share
-a file, in which a part replaces what it wrote before.  PEER_TORCH names the Python that has
-PyTorch; without it this one is tried.  The backend is timed before and after its peers, so that the spread of its own
-times is known.  One deadline holds for everything, building included: what it leaves no time for is said to be not
-measured.  --rehearse: programs built for the model GPU, the smallest sizes, PyTorch on CPU tensors; the file then lies
-below build/, and no number in it says anything.
+`make gpu` calls it.  It works through PLAN row by row, in the order in which a row helps most on a GPU that is there for
+minutes; --list prints it.  --rows chooses some of them: by name, by what stands before the colon, or by a pattern with *;
+their order stays.  Each row has a time of its own, and one deadline holds for everything, building included: a row that has
+too little time left is said to be not measured, and shorter ones that come later are still tried.  Results are saved after
+each row, and after each case of a row, so that a run that is cut off keeps what it has.  A day's rows on one GPU share a
+file; for each it holds the hashes of the sources that were measured.  Rows of tests run beside one another; rows of timings
+run alone, and the backend's rounds and PyTorch's lie in turn, so that a change of the clock falls on both alike.  PEER_TORCH
+names the Python that has PyTorch; without it this one is tried.  --rehearse: programs built for the model GPU, the smallest
+sizes, PyTorch on CPU tensors; the file then lies below build/, and no number in it says anything.
 """
 import argparse
 import collections
 import concurrent.futures
 import datetime
+import fnmatch
+import glob
 import hashlib
 import json
 import os
 import platform
+import queue
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 
+import kernels
 import step
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-PARTS = ("link", "rules", "attention", "fp8", "kernels", "step", "tests")
-PROGRAMS = {"rules": ["t_models"], "attention": ["t_cuda_attention"], "fp8": ["t_cuda_fp8"]}     # tests: all others
-# What a kernel must reach of the measured rate of copies: the first word or words of the cases' names.
-BARS = [("cast", 0.92), ("unscale", 0.90), ("norm ", 0.90), ("AdamW", 0.90),
-        ("layernorm backward", 0.80), ("rmsnorm backward", 0.80), ("residual + layernorm backward", 0.80),
-        ("layernorm", 0.90), ("rmsnorm", 0.90), ("residual + layernorm", 0.90), ("softmax", 0.88), ("GELU", 0.90),
-        ("SwiGLU", 0.90), ("cross-entropy bf16", 0.85)]
-# What attention must reach, in TFLOP/s of 4 T^2 D a head, half of them under a causal mask, 2.5 times as many backward.
-# PyTorch's flash and cuDNN backends are timed beside it, in place of eager and compiled.
-TFLOPS = {"attention D=64 T=1024": 230, "attention D=64 T=4096": 285, "attention backward D=64 T=1024": 180,
-          "attention backward D=64 T=4096": 240}
-BACKENDS = ("flash", "cudnn")
-SAME = 1.02         # a ratio of two times may be this far from 1 without either being the slower
-# Seconds: of everything; what a part may take of them where others come after it, and what is left to compute-sanitizer.
-WHOLE, SANITIZERS = 575, 45
-SHARES = {"link": 30, "rules": 75, "attention": 75, "fp8": 45, "kernels": 190, "step": 200, "tests": WHOLE}
-AT_ONCE = max(3, (os.cpu_count() or 1) // 2)    # test programs: they compute on the CPU what is right
+WHOLE = 575         # seconds of everything
+AT_ONCE = max(3, (os.cpu_count() or 1) // 2)    # rows and test programs: they compute on the CPU what is right
+
+# seconds: at most; needs: the programs that make must have built; beside: it may run beside others that may.
+Row = collections.namedtuple("Row", "name seconds needs beside")
+EARLY = {"attention": "t_cuda_attention", "fp8": "t_cuda_fp8", "rules": "t_models"}
+REST = sorted(os.path.basename(path)[:-4] for path in glob.glob(os.path.join(ROOT, "tests/cuda/t_cuda*.cpp"))
+              if os.path.basename(path)[:-4] not in EARLY.values())
+# Under compute-sanitizer: the tool, a program, and the tests of it whose names hold the last word.
+SANITIZED = {"racecheck:attention": (110, "t_cuda_attention", "tensor_cores_and_head_sizes"),
+             "racecheck:norms": (80, "t_cuda_operators", "norm_gradient_in_short"),
+             "memcheck:softmax": (40, "t_cuda_operators", "softmax_backward"),
+             "memcheck:losses": (40, "t_cuda_operators", "cross_entropy_long_rows"),
+             "synccheck:embedding": (40, "t_cuda_operators", "embedding_backward"),
+             "racecheck:gpt": (60, "t_cuda_gpt", "same_bits"),
+             "racecheck:attention-tiles": (100, "t_cuda_attention", "tensor_cores_and_tiles")}
+# What these parts of the file hold is a count of tests.
+TESTS = ("link", "rules", "attention", "fp8", "tests", "sanitizers")
+
+
+def timing(name, seconds, *needs):
+    return Row(name, seconds, list(needs), False)
+
+
+PLAN = ([timing("link", 20, "bench_gpu")] +
+        [Row(name, 100, [program], True) for name, program in EARLY.items()] + [Row("tests", 120, REST, True)] +
+        [Row(name, seconds, [program], True) for name, (seconds, program, _) in SANITIZED.items()] +
+        [Row("step:init", 60, ["train_gpt"], True)] +
+        [timing(f"step:{name}", 28, "train_gpt") for name in ("bf16", "bf16-graph")] +
+        [timing("probe", 30, "probe_gemm")] +
+        [timing(f"kernels:{group}", seconds, "bench_gpu") for group, seconds in
+         (("products", 60), ("attention", 30), ("norms", 35))] +
+        [timing(f"step:{name}", 28, "train_gpt") for name in ("profile", "tf32", "fp16", "bf16-not-tuned", "bf16-recompute",
+                                                             "bf16-stream")] +
+        [timing(f"data:{what}", 25, "bench_data") for what in ("loader", "masks")] +
+        [timing(f"peer:{name}", seconds, "train_gpt") for name, seconds in
+         (("tf32-eager", 25), ("fp16-eager", 20), ("fp16-compile", 45), ("bf16-few-compile", 45))] +
+        [timing("step:ncu", 40, "train_gpt"), timing("step:curve", 30, "train_gpt")] +
+        [timing(f"peer:{name}", seconds, "train_gpt") for name, seconds in
+         (("bf16-compile", 50), ("bf16-eager", 20), ("bf16-few-eager", 15))] +
+        [timing(f"step:{name}", 28, "train_gpt") for name in ("bf16-few", "bf16-few-graph", "fp32")] +
+        [timing(f"kernels:{group}", 30, "bench_gpu") for group in
+         ("losses", "optimizers", "softmaxes", "gradients", "pointwise", "embeddings", "casts")] +
+        [timing(f"compiled:{group}", 60, "bench_gpu") for group in
+         ("losses", "norms", "products", "pointwise", "softmaxes", "embeddings", "casts")] +
+        [timing(f"peer:{name}", 45, "train_gpt") for name in ("fp32-eager", "fp32-compile", "tf32-compile")])
+# In a rehearsal: what takes long on the CPU and is tested elsewhere is left out, and one row stands for its kind.
+REHEARSED = ("link", "rules", "tests", "racecheck:attention", "step:init", "step:bf16", "step:bf16-graph", "step:profile",
+             "step:bf16-stream", "step:ncu", "peer:bf16-eager", "peer:tf32-eager", "probe", "data:*", "kernels:*",
+             "compiled:casts")
+LACKING = ("PyTorch", "$PEER_TORCH", "kernel times of train_gpt: ncu")     # what may be missing where it is rehearsed
+REHEARSED_REST = ["t_cuda_inputs", "t_cuda_telemetry"]
+
+
+def plan(args):
+    """The rows to do."""
+    rows = PLAN
+    if args.rehearse:
+        rows = [row._replace(needs=REHEARSED_REST) if row.name == "tests" else row for row in rows
+                if any(fnmatch.fnmatch(row.name, pattern) for pattern in REHEARSED)]
+        rows = [row._replace(needs=[]) if row.name in SANITIZED else row for row in rows]
+    words = args.rows.replace(",", " ").split()
+    for word in words:
+        if not any(matches(row, word) for row in PLAN):
+            sys.exit(f"--rows: no row is named {word}; they are: {' '.join(row.name for row in PLAN)}")
+    return [row for row in rows if not words or any(matches(row, word) for word in words)]
+
+
+def matches(row, word):
+    return word in (row.name, row.name.split(":")[0]) or fnmatch.fnmatch(row.name, word)
 
 
 def without_paths(text):
@@ -59,27 +116,100 @@ def without_paths(text):
     return re.sub(r"(?<![\w.])(/[\w.+@-]+)+/", "", text)
 
 
-class Runner:
+class Talk:
+    """A program that answers lines on its input by lines of JSON; it runs on between the questions."""
+    def __init__(self, command, env):
+        self.errors, self.heard, self.greeted = tempfile.TemporaryFile("w+"), queue.Queue(), False
+        self.child = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                      stderr=self.errors, text=True, start_new_session=True)
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self):
+        for text in self.child.stdout:
+            if text.startswith("{") and text.endswith("}\n"):
+                self.heard.put(json.loads(text))
+        self.heard.put(None)
+
+    def tell(self, text):
+        try:
+            self.child.stdin.write(text + "\n")
+            self.child.stdin.flush()
+        except OSError:                         # it has ended; hear says so
+            pass
+
+    def hear(self, seconds):
+        """Its next answer; None where it has ended or says nothing in this time, after which it is ended."""
+        try:
+            found = self.heard.get(timeout=max(0.1, seconds))
+        except queue.Empty:
+            found = None
+        if found is None:
+            self.end()
+        return found
+
+    def ask(self, text, seconds):
+        self.tell(text)
+        return self.hear(seconds)
+
+    def messages(self):
+        self.errors.seek(0)
+        return [text.strip() for text in self.errors if text.strip()]
+
+    def end(self):
+        if self.child.poll() is None:
+            os.killpg(self.child.pid, signal.SIGKILL)
+            self.child.wait()
+
+    @property
+    def alive(self):
+        return self.child.poll() is None
+
+
+class Session:
+    """What all rows share: the arguments, the deadline, the file, and programs that run on from row to row."""
     def __init__(self, args):
-        self.args, self.commands, self.why, self.began = args, [], [], args.began or time.time()
-        self.last = self.end = self.began + (args.seconds or WHOLE)
-        self.keep = lambda rows: None           # saves what a part has so far
-        self.root, self.bin = ROOT, os.path.join(ROOT, args.bin)
+        self.args, self.began, self.root = args, args.began or time.time(), ROOT
+        self.last = self.began + (args.seconds or WHOLE)
+        self.bin = os.path.join(ROOT, args.bin)
         self.python = os.environ.get("PEER_TORCH") or sys.executable
         self.env = dict(os.environ, GPU_BIN=args.bin, GPU_MODEL="1" if args.rehearse else "0",
                         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")     # its largest steps leave no room for gaps
+        self.talks, self.lock, self.steps, self.cases = {}, threading.RLock(), None, None
+
+    def say(self, text):
+        print(f"[{time.time() - self.began:5.0f} s] {text}", flush=True)
+
+    def talk(self, name, command):
+        """The running program of this name, begun if it is not there."""
+        if name not in self.talks or not self.talks[name].alive:
+            self.talks[name] = Talk(command, self.env)
+        return self.talks[name]
+
+    def close(self):
+        for talk in self.talks.values():
+            talk.end()
+        if self.steps:
+            self.steps.close()
+
+
+class Runner:
+    """One row: its time, its commands, and what it had to leave out."""
+    def __init__(self, session, row):
+        self.session, self.row, self.commands, self.why = session, row, [], []
+        self.args, self.bin, self.root, self.env, self.python = (session.args, session.bin, ROOT, dict(session.env),
+                                                                session.python)
+        self.began = time.time()
+        self.end = min(session.last, self.began + (3600 if self.args.rehearse else row.seconds))
 
     def left(self):
         return self.end - time.time()
 
-    def begin(self, part):
-        """Its share of the time, or all that is left where nothing comes after it."""
-        rest = PARTS[PARTS.index(part) + 1:]
-        alone = self.args.rehearse or not any(other in self.args.parts for other in rest)
-        self.end = self.last if alone else min(self.last, time.time() + SHARES[part])
+    def extend(self, seconds):
+        """As long as something took that serves other rows too."""
+        self.end = min(self.session.last, self.end + seconds)
 
     def say(self, text):
-        print(f"[{time.time() - self.began:5.0f} s] {text}", flush=True)
+        self.session.say(f"{self.row.name}: {text}")
 
     def skip(self, why):
         """Says and keeps why something was not measured, or not wholly."""
@@ -89,7 +219,6 @@ class Runner:
     def shown(self, command):
         if command not in self.commands:
             self.commands.append(command)
-        self.say(command)
 
     def wait(self, child, seconds):
         """The exit status, or None where the time was not enough; then nothing of the program is left."""
@@ -99,31 +228,22 @@ class Runner:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
 
-    def lines(self, shown, command, seconds, meanwhile=None):
+    def lines(self, shown, command, seconds):
         """The JSON lines that a program printed, also of one that did not come to its end.  shown: its command line as
-        the results name it.  meanwhile: called with each line as it comes."""
+        the results name it."""
         self.shown(shown)
-        found = []
-
-        def read(stream):
-            for text in stream:
-                if text.startswith("{") and text.endswith("}\n"):
-                    found.append(json.loads(text))
-                    if meanwhile:
-                        meanwhile(found[-1])
-        with tempfile.TemporaryFile("w+") as errors:
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
             try:
-                child = subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=errors, text=True,
+                child = subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=out, stderr=errors, text=True,
                                          start_new_session=True)
             except OSError as error:
-                return self.skip(f"{shown}: {error}") or found
-            reader = threading.Thread(target=read, args=(child.stdout,), daemon=True)
-            reader.start()
+                return self.skip(f"{shown}: {error}") or []
             status = self.wait(child, seconds)
-            reader.join(5)
+            out.seek(0)
             errors.seek(0)
+            found = [json.loads(text) for text in out if text.startswith("{") and text.endswith("}\n")]
             last = ([text.strip() for text in errors if text.strip()] or ["no message"])[-1]
-        failed = [f"{record['case']}: {record['why']}" for record in found if record["event"] == "failed"]
+        failed = [f"{record.get('case', '')}: {record['why']}" for record in found if record["event"] == "failed"]
         if status is None:
             self.skip(f"{shown}: stopped after {max(1, seconds):.0f} s")
         elif status != 0 or not found:
@@ -132,8 +252,14 @@ class Runner:
 
     # ---- The tests
 
+    def unbuilt(self):
+        """The programs that make did not build of these sources."""
+        newest = max(os.path.getmtime(os.path.join(ROOT, name)) for name in ("amp.h", "amp_cuda.cu"))
+        paths = {name: os.path.join(self.bin, name) for name in self.row.needs}
+        return [name for name, path in paths.items() if not os.path.exists(path) or os.path.getmtime(path) < newest]
+
     def program(self, program, seconds):
-        """Runs a test program and shows what it printed: the counts of its closing line, and the lines."""
+        """Runs a test program: the counts of its closing line, and what it printed."""
         with tempfile.TemporaryFile("w+") as out:
             child = subprocess.Popen(["sh", "tests/run.sh", program], cwd=ROOT, env=self.env, stdout=out,
                                      stderr=subprocess.STDOUT, start_new_session=True)
@@ -143,113 +269,85 @@ class Runner:
         if status is None:
             lines += [f"FAIL {os.path.basename(program)}: did not come to its end in {seconds:.0f} s",
                       "0 passed, 1 failed, 0 skipped"]
+        counts = [int(n) for n in re.findall(r"(\d+) (?:passed|failed|skipped)", lines[-1] if lines else "")]
+        if len(counts) != 3:
+            counts, lines = [0, 1, 0], lines + [f"FAIL {os.path.basename(program)}: ran no test"]
         self.say("\n    ".join(lines[:-1]))
-        counts = [int(n) for n in re.findall(r"(\d+) (?:passed|failed|skipped)", lines[-1])]
         return counts, [without_paths(text.strip()) for text in lines]
 
-    def programs(self, programs, seconds):
+    def programs(self, programs):
         """Runs several at a time: the sums of their counts, what failed or was skipped, and cuBLASLt's and the tensor cores'
         rules that were confirmed or struck."""
+        self.shown(" ".join(["sh tests/run.sh"] + [os.path.basename(program) for program in programs]))
         with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-            end = time.time() + seconds
-            found = list(pool.map(lambda program: self.program(program, end - time.time()), programs))
+            found = list(pool.map(lambda program: self.program(program, self.left()), programs))
         lines = [text for _, text in found for text in text]
-        return ([sum(counts[i] for counts, _ in found) for i in range(3)],
-                [text for text in lines if text.startswith(("FAIL", "skip"))],
-                [text for text in lines if text.startswith(("confirmed: ", "struck: "))])
-
-    def tests(self, part):
-        """The programs of a part; with the last of them compute-sanitizer, in a time of its own, which ends without a failure."""
-        early = [name for names in PROGRAMS.values() for name in names]
-        names = PROGRAMS.get(part) or sorted(name for name in os.listdir(self.bin) if name.startswith("t_") and "." not in name
-                                             and name not in early)
-        self.shown(" ".join(["sh tests/run.sh"] + names))
-        counts, text, rules = self.programs([os.path.join(self.args.bin, name) for name in names],
-                                            self.left() - (SANITIZERS if part == "tests" else 0))
-        if part == "tests":
-            self.env["SANITIZE_SECONDS"] = str(int(max(0, min(SANITIZERS, self.left() - 5))))
-            self.shown("sh tests/run.sh sanitize.sh")
-            more, found, _ = self.programs(["tests/gpu/sanitize.sh"], self.left() + 15)
-            counts, text, names = [a + b for a, b in zip(counts, more)], text + found, names + ["sanitize.sh"]
-        out = {"programs": names, "passed": counts[0], "failed": counts[1], "skipped": counts[2], "not_passed": text}
-        if part == "rules":
+        out = {"programs": [os.path.basename(program) for program in programs]}
+        out.update({word: sum(counts[i] for counts, _ in found) for i, word in enumerate(("passed", "failed", "skipped"))})
+        out["not_passed"] = [text for text in lines if text.startswith(("FAIL", "skip"))]
+        rules = [text for text in lines if text.startswith(("confirmed: ", "struck: "))]
+        if rules:
             out.update(rules_confirmed=sum(rule.startswith("confirmed") for rule in rules),
                        rules_struck=[rule for rule in rules if rule.startswith("struck")])
         return out
 
-    # ---- The kernels
-
-    def flags(self):
-        a = self.args
-        return ["--rounds", str(a.rounds), "--ms", str(a.ms)] + (["--tiny"] if a.rehearse else []) + (
-            ["--only", a.only] if a.only else [])
-
-    def bench(self, meanwhile=None):
-        return self.lines(shlex.join(["bench_gpu"] + self.flags()), [os.path.join(self.bin, "bench_gpu")] + self.flags(),
-                          self.left(), meanwhile)
-
-    def peers(self, seconds):
-        flags = self.flags() + ["--seconds", f"{seconds:.0f}", "--compile", self.args.compile]
-        flags += ["--device", "cpu"] if self.args.rehearse else []
-        return self.lines("$PEER_TORCH tests/gpu/peer_gpu.py " + shlex.join(flags),
-                          [self.python, os.path.join(HERE, "peer_gpu.py")] + flags, seconds + 15)
-
-    def kernels(self):
-        """Our times, PyTorch's in what time is left, our times again."""
-        began, so_far = time.time(), []
-
-        def meanwhile(record):
-            so_far.append(record)
-            self.keep([so_far])
-        first = self.bench(meanwhile)
-        took = 1.1 * (time.time() - began)
-        peers = self.peers(max(1, self.left() - took - 20))
-        second = []
-        if self.left() > took or self.args.rehearse:
-            second = self.bench()
-        else:
-            self.skip("bench_gpu a second time: no time left")
-        return [first, second], peers
+    def sanitize(self):
+        tool = self.row.name.split(":")[0]
+        _, program, tests = SANITIZED[self.row.name]
+        self.env.update(SANITIZE=f"{tool} {program} {tests}", SANITIZE_SECONDS=str(int(max(1, self.left() - 5))))
+        return self.programs(["tests/gpu/sanitize.sh"])
 
 
-# ---- What was measured, case by case
+# ---- The rows
 
-def merge(runs, peers):
-    """A row per case: the median of the runs, and the peers' times."""
-    rows = collections.OrderedDict()
-    for run in runs:
-        for record in run:
-            if record["event"] == "case":
-                row = rows.setdefault(record["case"], {"bytes": record["bytes"], "runs_ms": []})
-                row["operations"], row["host_us"] = record.get("operations", 0), record["host_us"]
-                row["runs_ms"].append(round(record["ms"], 6))
-    for row in rows.values():
-        row["ms"] = round(statistics.median(row["runs_ms"]), 6)
-        row["spread"] = round(max(row["runs_ms"]) / min(row["runs_ms"]) - 1, 4) if min(row["runs_ms"]) > 0 else None
-        row["gb_per_s"] = float(f"{row['bytes'] / row['ms'] * 1e-6:.4g}") if row["ms"] > 0 else None
-        operations = row.pop("operations")
-        if operations and row["ms"] > 0:
-            row["tflop_per_s"] = float(f"{operations / row['ms'] * 1e-9:.4g}")
-    for record in peers:
-        if record["event"] == "peer" and record["case"] in rows:
-            kept = {k: record[k] for k in ("call", "ms", "skipped") if k in record}
-            rows[record["case"]].setdefault("peers", collections.OrderedDict())[record["mode"]] = kept
-    return rows
+def do_link(runner, whole):
+    """Whether the backend links and opens the GPU, as bench_gpu showed when the device was described."""
+    opened = whole["device"]["name"] != "no result"
+    return {"passed": int(opened), "failed": int(not opened), "skipped": 0, "not_passed": runner.why[:]}
 
 
-def copy_rate(rows):
-    """Bytes per second of the faster copy: read and written bytes both count."""
-    return max([row["gb_per_s"] for name, row in rows.items() if name.startswith("copy") and row["gb_per_s"]] or [0])
+def do_row(runner, whole, save):
+    """Does one row; what it finds replaces what the file has of it."""
+    session, (part, _, what) = runner.session, runner.row.name.partition(":")
+    found = None
+    if part == "link":
+        found = do_link(runner, whole)
+    elif part in EARLY or part == "tests":
+        found = runner.programs([os.path.join(runner.args.bin, name) for name in runner.row.needs if name not in runner.unbuilt()])
+        for name in runner.unbuilt():
+            found["failed"] += 1
+            found["not_passed"].append(f"FAIL {name}: was not built")
+    elif runner.row.name in SANITIZED:
+        one = runner.sanitize()
+        with session.lock:
+            whole["sanitizers"] = dict(whole["sanitizers"] or {}, **{runner.row.name: one})
+    elif part in ("kernels", "compiled"):
+        kernels.measure(runner, whole, what, part == "compiled", save)
+    elif part in ("step", "peer"):
+        session.steps = session.steps or step.Steps(session, whole)
+        session.steps.do(runner, part, what)
+    else:
+        name = {"probe": "probe_gemm", "data": "bench_data"}[part]
+        do_program(runner, whole, name, what)
+    if found is not None:
+        with session.lock:
+            whole[part] = found
 
 
-def shares(rows):
-    copy = copy_rate(rows)
-    for row in rows.values():
-        row["share"] = round(row["gb_per_s"] / copy, 4) if copy and row["gb_per_s"] else None
-        for peer in row.get("peers", {}).values():
-            if peer.get("ms") and row["ms"]:
-                peer["ratio"] = round(peer["ms"] / row["ms"], 3)
+def do_program(runner, whole, name, what):
+    """A program whose lines are kept as they are: the probe of products, the loader, the masks; beside the loader, PyTorch's."""
+    flags = ([what] if what else []) + (["--tiny"] if runner.args.rehearse else [])
+    found = runner.lines(shlex.join([name] + flags), [os.path.join(runner.bin, name)] + flags, runner.left())
+    if what == "loader":
+        peer = ["tests/gpu/peer_data.py"] + (["--device", "cpu", "--tiny"] if runner.args.rehearse else [])
+        found += runner.lines(shlex.join(["$PEER_TORCH"] + peer), [runner.python] + peer, runner.left())
+    whole[what or runner.row.name] = [record for record in found if record["event"] not in ("device", "versions")]
+    for record in found:
+        if record.get("best", 1):               # of the ways of a product, the fastest
+            runner.say(json.dumps(record))
 
+
+# ---- Verdicts, the file, and what is printed
 
 def verdict(bar, needs, measured, why="", at_least=0.0):
     if measured is None:
@@ -257,46 +355,33 @@ def verdict(bar, needs, measured, why="", at_least=0.0):
     return {"bar": bar, "needs": needs, "measured": measured, "verdict": "PASS" if measured >= at_least else "FAIL"}
 
 
-def test_bars(part, tests):
-    """Of the parts that are tests; link counts as one."""
-    failed = tests["failed"] if tests else None
+def counted(found):
+    """Tests of a part: one count, or one of each row."""
+    return found if found is None or "failed" in found else {
+        word: sum(one[word] for one in found.values()) for word in ("passed", "failed", "skipped")}
+
+
+def test_bar(part, found):
+    failed = counted(found)["failed"] if found else None
     what = {"link": "the backend links and opens the GPU", "rules": "fragments and rules", "attention": "attention's tests",
-            "fp8": "fp8: operands' bits, and products beside the CPU's", "tests": "all other tests"}
-    return [{"bar": what[part], "needs": "none fails", "measured": failed,
-             "verdict": "not measured" if tests is None else "FAIL" if failed else "PASS"}]
+            "fp8": "fp8: operands' bits, and products beside the CPU's", "tests": "all other tests",
+            "sanitizers": "compute-sanitizer finds nothing"}
+    return {"bar": what[part], "needs": "none fails", "measured": failed,
+            "verdict": "not measured" if found is None else "FAIL" if failed else "PASS"}
 
 
-def bars(rows, why):
-    """Every bar of the kernels, also of what was not measured: shares of the copy rate, and no peer faster."""
-    out = []
-    for name, row in rows.items():
-        share = next((share for start, share in BARS if name.startswith(start)), None)
-        if share is not None:
-            out.append(verdict(f"{name}: share of the copy rate", f"at least {share:g}", row.get("share"), why, share))
-        if name in TFLOPS:
-            out.append(verdict(f"{name}: TFLOP/s", f"at least {TFLOPS[name]}", row.get("tflop_per_s"), why, TFLOPS[name]))
-        if name.startswith(("copy", "read", "attention")):
-            continue
-        for mode, peer in row.get("peers", {"eager": {"skipped": why or "no PyTorch"}}).items():
-            if peer.get("skipped") != "one kernel as it is":
-                out.append(verdict(f"{name}: speed over PyTorch's ({mode})", "at least 1, within 2%", peer.get("ratio"),
-                                   peer.get("skipped", ""), 1 / SAME))
-    return out
+def bars(whole, rehearse):
+    """Of everything the file has, by its part."""
+    why = "; ".join(text for part in whole["parts"].values() for text in part.get("left_out", []))
+    out = [dict(test_bar(part, whole.get(part)), part=part) for part in TESTS]
+    out += [dict(bar, part="kernels") for bar in kernels.bars(whole["cases"], verdict, why)]
+    out += [dict(bar, part="step") for bar in step.bars(whole["step"] or {}, verdict)]
+    return [dict(bar, measured=None, verdict="not measured", why="a rehearsal") for bar in out] if rehearse else out
 
 
-def unsaid(rows):
-    """The bars of a rehearsal."""
-    return [dict(row, measured=None, verdict="not measured", why="a rehearsal") for row in rows]
-
-
-# ---- What is printed, and the file
-
-def cell(value, form):
-    return "-" if value is None else format(value, form)
-
-
-def show(whole, parts):
+def show(whole, rows):
     """What misses its bar, then the tables, of the parts that were run."""
+    parts = {row.name.split(":")[0].replace("compiled", "kernels").replace("peer", "step") for row in rows}
     verdicts = [v for v in whole["bars"] if v["part"] in parts]
     rehearsal = any(v.get("why") == "a rehearsal" for v in verdicts)
     for v in verdicts:
@@ -305,36 +390,25 @@ def show(whole, parts):
                   (f": {v['measured']:g}" if v["measured"] is not None else f" ({v.get('why') or 'no result'})"))
     print(f"\n{whole['device']['name']}, {whole['date']}" + ("; a rehearsal, no number says anything" if rehearsal else ""))
     if "kernels" in parts and whole["cases"]:
-        show_kernels(whole["cases"], verdicts, whole["copy_gb_per_s"])
+        kernels.show(whole["cases"], verdicts, whole["copy_gb_per_s"])
     if "step" in parts and whole["step"]:
         step.show(whole["step"])
     met = sum(v["verdict"] == "PASS" for v in verdicts)
     print("A rehearsal measures no bar." if rehearsal else f"{met} of {len(verdicts)} bars are met.")
 
 
-def show_kernels(rows, verdicts, copy):
-    print(f"\ncopies {copy:.4g} GB/s\n{'case':38s} {'ms':>9s} {'GB/s':>7s} {'of copy':>8s} {'TFLOP/s':>8s} {'eager':>7s} "
-          f"{'compiled':>9s}  bars")
-    for name, row in rows.items():
-        peers = row.get("peers", {})
-        ratios = [cell(peers.get(mode, {}).get("ratio"), ".2f") + ("x" if peers.get(mode, {}).get("ratio") else "")
-                  for mode in (BACKENDS if name.startswith("attention") else ("eager", "compile"))]
-        own = [v["verdict"] for v in verdicts if v["bar"].startswith(name + ":")]
-        worst = next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")
-        print(f"{name:38s} {cell(row['ms'], '.4f'):>9s} {cell(row['gb_per_s'], '.4g'):>7s} {cell(row['share'], '.1%'):>8s} "
-              f"{cell(row.get('tflop_per_s'), '.4g'):>8s} {ratios[0]:>7s} {ratios[1]:>9s}  {worst}")
-    print("eager, compiled (attention: flash, cuDNN): how many times as fast as PyTorch's.")
-
-
-def versions(device, torch):
-    out = collections.OrderedDict()
-    for name in ("amp.h", "amp_cuda.cu"):
+def versions(session, whole):
+    """What was measured, and by what: a record says of which sources it speaks."""
+    out, device, torch = collections.OrderedDict(), whole["device"], getattr(session, "torch", None) or {}
+    for name in ("amp.h", "amp_cuda.cu", "tests/gpu/bench_gpu.cu", "tests/gpu/peer_gpu.py", "examples/train_gpt.c"):
         with open(os.path.join(ROOT, name), "rb") as f:
             out[name] = "sha256 " + hashlib.sha256(f.read()).hexdigest()[:16]
-    nvcc = subprocess.run(["sh", "tests/gpu/find.sh", "release"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    out["nvcc"] = nvcc.stdout.strip()
-    out["driver"], out["runtime"] = device.get("driver"), device.get("runtime")
-    out["torch"], out["python"] = torch, platform.python_version()
+    out["nvcc"] = session.nvcc
+    for name in ("driver", "runtime", "cublas"):
+        out[name] = device.get(name)
+    before = whole.get("versions", {})
+    out["torch"], out["torch cublas"] = torch.get("torch") or before.get("torch"), torch.get("cublas") or before.get("torch cublas")
+    out["python"] = platform.python_version()
     return out
 
 
@@ -343,128 +417,117 @@ def short_name(name):
 
 
 def describe(runner):
-    """The device, from bench_gpu, which every part builds."""
+    """The device, from bench_gpu, which every row builds."""
     found = runner.lines("bench_gpu --describe", [os.path.join(runner.bin, "bench_gpu"), "--describe"], 60)
     device = next((r for r in found if r["event"] == "device"), {"name": "no result"})
     return dict({k: v for k, v in device.items() if k not in ("event", "rounds", "ms")},
                 **({"name": "model"} if runner.args.rehearse else {}))
 
 
+class File:
+    """The day's results of this GPU; never half written."""
+    def __init__(self, session, device):
+        now, args = datetime.datetime.now(datetime.timezone.utc), session.args
+        folder = args.results or ("build/rehearsal" if args.rehearse else "tests/bench/results")
+        self.path = os.path.join(ROOT, folder, f"gpu-{short_name(device['name'])}-{now.strftime('%Y-%m-%d')}.json")
+        self.session, self.whole, self.written = session, {}, device["name"] != "no result"
+        if os.path.exists(self.path) and not args.rehearse:
+            with open(self.path) as f:
+                self.whole = json.load(f)
+        self.whole.update(date=now.strftime("%Y-%m-%d %H:%M UTC"), device=device)
+        for name, empty in [(name, None) for name in TESTS] + [("cases", {}), ("copy_gb_per_s", 0), ("settings", {}),
+                                                               ("step", None), ("parts", {})]:
+            self.whole.setdefault(name, empty)
+
+    def save(self):
+        with self.session.lock:
+            self.whole["versions"] = versions(self.session, self.whole)
+            self.whole["bars"] = bars(self.whole, self.session.args.rehearse)
+            if not self.written:
+                return
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            with open(self.path + ".new", "w") as f:
+                json.dump(self.whole, f, indent=1)
+                f.write("\n")
+            os.replace(self.path + ".new", self.path)
+
+
+def turn(session, file, row):
+    """One row from its beginning to its place in the file; False: there was no time."""
+    runner = Runner(session, row)
+    if not session.args.rehearse and runner.left() < row.seconds / 2:
+        session.say(f"{row.name}: not begun, {max(0, runner.left()):.0f} s are left of the {row.seconds} it may take")
+        return False
+    session.say(f"{row.name}: begins, {runner.left():.0f} s")
+    try:
+        do_row(runner, file.whole, file.save)
+    except Exception as error:                  # one row's fault must not cost the others
+        runner.skip(f"{type(error).__name__}: {error}")
+        if session.args.rehearse:
+            raise
+    with session.lock:
+        file.whole["parts"][row.name] = {"seconds": round(time.time() - runner.began), "commands": runner.commands,
+                                         "left_out": runner.why, "versions": versions(session, file.whole)}
+    file.save()
+    return True
+
+
+def do_all(session, file, rows):
+    """Rows in their order; those that may run beside one another do.  What was done."""
+    done = []
+    while rows:
+        n = next((i for i, row in enumerate(rows) if not row.beside), len(rows)) or 1
+        together, rows = rows[:n], rows[n:]
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+            done += [row for row, begun in zip(together, list(pool.map(lambda row: turn(session, file, row), together))) if begun]
+        if not file.written:
+            break
+    return done
+
+
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
+    parser.add_argument("--rows", default="", help="some of the plan: names, parts, patterns with *")
+    parser.add_argument("--list", action="store_true", help="print the plan")
+    parser.add_argument("--needs", action="store_true", help="print the programs that its rows need")
     parser.add_argument("--bin", default="build/gpu", help="folder of the programs, from the project's root")
+    parser.add_argument("--results", default="", help="folder of the file; default tests/bench/results")
     parser.add_argument("--rehearse", action="store_true", help="they are built for the model GPU")
     parser.add_argument("--began", type=float, default=0, help="when building began, in seconds since 1970")
     parser.add_argument("--seconds", type=float, default=0, help=f"for everything; default {WHOLE}")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ms", type=float, default=20, help="milliseconds of one round")
-    parser.add_argument("--compile", default="all", help="which cases PyTorch also compiles: those whose name holds it")
-    parser.add_argument("--only", default="", help="kernels: those cases whose name holds it, into no file")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ms", type=float, default=12, help="milliseconds of one round")
     args = parser.parse_args()
-    args.parts = args.parts.replace(" ", ",").split(",")
-    if not set(args.parts) <= set(PARTS):
-        parser.error(f"the parts are {', '.join(PARTS)}")
     if args.rehearse:
-        args.rounds, args.compile = min(args.rounds, 2), "rmsnorm backward, wide" if args.compile == "all" else args.compile
-        args.seconds = args.seconds or 3600
+        args.rounds, args.ms, args.seconds = 1, 1, args.seconds or 3600
     return args
-
-
-def kernel_rows(runner, whole, runs, peers):
-    whole["cases"] = merge(runs, peers)
-    shares(whole["cases"])
-    whole["copy_gb_per_s"] = copy_rate(whole["cases"])
-    whole["settings"] = {"rounds": runner.args.rounds, "ms": runner.args.ms}
-    return bars(whole["cases"], "; ".join(runner.why))
-
-
-def measure(runner, whole, part, keep):
-    """Runs a part; what it finds replaces what the file has of it.  Its bars, and PyTorch's version."""
-    torch = None
-    if part == "kernels":
-        runner.keep = lambda runs: keep(kernel_rows(runner, whole, runs, []))
-        runs, peers = runner.kernels()
-        found = kernel_rows(runner, whole, runs, peers)
-        torch = next((r["torch"] for r in peers if r["event"] == "versions"), None)
-    elif part == "step":
-        whole["step"] = step.measure(runner, whole["device"])
-        torch, found = whole["step"].get("torch"), step.bars(whole["step"], verdict)
-    else:
-        if part == "link":
-            opened = whole["device"]["name"] != "no result"
-            whole[part] = {"passed": int(opened), "failed": int(not opened), "skipped": 0, "not_passed": runner.why[:]}
-        else:
-            whole[part] = runner.tests(part)
-        found = test_bars(part, whole[part])
-    return found, torch
-
-
-def no_bars(part):
-    """Of a part that was never run."""
-    return [] if part == "kernels" else step.bars({}, verdict) if part == "step" else test_bars(part, None)
-
-
-def say_verdict(runner, part, found):
-    count = {word: sum(v["verdict"] == word for v in found) for word in ("PASS", "FAIL", "not measured")}
-    worst = "FAIL" if count["FAIL"] else "PASS" if count["PASS"] else "not measured"
-    runner.say(f"{part}: {worst if not runner.args.rehearse or part not in ('kernels', 'step') else 'rehearsed'} ("
-               + ", ".join(f"{n} {word}" for word, n in count.items() if n) + ")")
 
 
 def main():
     args = arguments()
-    runner, now = Runner(args), datetime.datetime.now(datetime.timezone.utc)
-    device = describe(runner)
-    folder = "build/rehearsal" if args.rehearse else "tests/bench/results"
-    path = os.path.join(ROOT, folder, f"gpu-{short_name(device['name'])}-{now.strftime('%Y-%m-%d')}.json")
-    whole = {}
-    if os.path.exists(path):
-        with open(path) as f:
-            whole = json.load(f)
-    writes = device["name"] != "no result" and not args.only
-    fresh = {part: [bar for bar in whole.get("bars", []) if bar.get("part") == part] for part in PARTS}
-    whole.update(date=now.strftime("%Y-%m-%d %H:%M UTC"), device=device)
-    for name, empty in (("link", None), ("rules", None), ("attention", None), ("fp8", None), ("tests", None), ("cases", {}),
-                        ("copy_gb_per_s", 0), ("settings", {}), ("step", None), ("parts", {})):
-        whole.setdefault(name, empty)
-
-    def save(part, found, torch=None):
-        """What there is by now into the file, which is never half written."""
-        fresh[part] = found
-        whole["versions"] = versions(device, torch or whole.get("versions", {}).get("torch"))
-        whole["bars"] = [dict(bar, part=p) for p in PARTS for bar in fresh[p] or no_bars(p)]
-        if args.rehearse:
-            whole["bars"] = unsaid(whole["bars"])
-        if not writes:
-            return
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path + ".new", "w") as f:
-            json.dump(whole, f, indent=1)
-            f.write("\n")
-        os.replace(path + ".new", path)
-
-    done = []
-    for part in [p for p in PARTS if p in args.parts]:
-        runner.commands, began = [], time.time()
-        runner.why = runner.why if part == "link" else []
-        runner.begin(part)
-        if runner.left() < 5:
-            runner.say(f"{part}: not begun, no time left; make gpu PART={part}")
-            continue
-        found, torch = measure(runner, whole, part, lambda bars_now: save(part, bars_now))
-        whole["parts"][part] = {"seconds": round(time.time() - began), "commands": runner.commands, "left_out": runner.why,
-                                "versions": versions(device, torch)}
-        save(part, found, torch)
-        say_verdict(runner, part, found)
-        done.append(part)
-        if part == "link" and not writes and not args.only:
-            break
-    show(whole, done)
-    if not writes:
-        return print("nothing is written") or (0 if args.only else 1)
-    print(f"wrote {os.path.relpath(path, ROOT)}, {time.time() - runner.began:.0f} s in all")
-    return 1 if any((whole.get(part) or {}).get("failed") for part in done if part not in ("kernels", "step")) else 0
+    rows = plan(args)
+    if args.list:
+        return print("\n".join(f"{row.name:24s} {row.seconds:4d} s" for row in rows))
+    if args.needs:
+        return print(" ".join(dict.fromkeys(["bench_gpu"] + [name for row in rows for name in row.needs])))
+    session = Session(args)
+    session.nvcc = subprocess.run(["sh", "tests/gpu/find.sh", "release"], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.strip()
+    file = File(session, describe(Runner(session, PLAN[0])))
+    try:
+        done = do_all(session, file, rows)
+    finally:
+        session.close()
+    file.save()
+    show(file.whole, done)
+    left = [row.name for row in rows if row not in done]
+    if left:
+        print(f"Not begun: make gpu ROWS=\"{' '.join(left)}\"")
+    if not file.written:
+        return print("nothing is written") or 1
+    print(f"wrote {os.path.relpath(file.path, ROOT)}, {time.time() - session.began:.0f} s in all")
+    failed = [part for part in TESTS if (counted(file.whole.get(part)) or {}).get("failed")]
+    unsound = [text for part in file.whole["parts"].values() for text in part["left_out"] if not text.startswith(LACKING)]
+    return 1 if failed or (args.rehearse and unsound) else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whole training steps: train_gpt on the GPU beside PyTorch (peer_step.py), from the same weights on the same tokens.
 
-For run.py: measure() trains and returns what the results keep, bars() rates it, show() prints it.  Model FLOPs utilisation
+For run.py: Steps does one row at a time and puts it into the results, bars() rates them, show() prints them.  Model FLOPs utilisation
 (MFU) is tokens per second times FLOP per token over the GPU's dense bf16 rate, whatever the precision;
 FLOP per token = 6 N + 12 L C T for N parameters, L layers, C channels and T tokens in a sequence, as PaLM (appendix B) and
 nanoGPT count: attention as if it were not causal, and nothing of what is recomputed.
@@ -38,28 +38,29 @@ def model_for(device, rehearse):
 
 
 def our_rows(model, rehearse):
-    """In the order of their weight; what the time does not suffice for comes last."""
-    batch, few = model["batch"], model["few"]
+    """By the name that chooses them; the name in the results is Row's."""
+    few = model["few"]
 
-    def row(name, precision, steps, *flags, size=batch):
+    def row(name, precision, steps, *flags, size=model["batch"]):
         return Row(name, precision, size, FEW if rehearse else steps, list(flags))
-    first = [row("bf16", "bf16", 30, "tuned"), row("bf16, graph", "bf16", 30, "tuned", "--graph"),
-             row("curve", "bf16", CURVE, "tuned", "--log-interval", "1")]
-    rest = [row(f"bf16, B={few}", "bf16", 200, "tuned", size=few),
-            row(f"bf16, B={few}, graph", "bf16", 200, "tuned", "--graph", size=few),
-            row("fp32", "fp32", 10, "tuned"), row("fp16", "fp16", 30, "tuned"), row("tf32", "tf32", 15, "tuned"),
-            row("profile", "bf16", 10, "tuned", "--profile"), row("bf16, recompute", "bf16", 20, "tuned", "--recompute"),
-            row("bf16, not tuned", "bf16", 20)]
-    return first, rest
+    return {"bf16": row("bf16", "bf16", 30, "tuned"), "bf16-graph": row("bf16, graph", "bf16", 30, "tuned", "--graph"),
+            "curve": row("curve", "bf16", CURVE, "tuned", "--log-interval", "1"),
+            "bf16-few": row(f"bf16, B={few}", "bf16", 200, "tuned", size=few),
+            "bf16-few-graph": row(f"bf16, B={few}, graph", "bf16", 200, "tuned", "--graph", size=few),
+            "fp32": row("fp32", "fp32", 10, "tuned"), "fp16": row("fp16", "fp16", 30, "tuned"),
+            "tf32": row("tf32", "tf32", 15, "tuned"), "profile": row("profile", "bf16", 10, "tuned", "--profile"),
+            "bf16-recompute": row("bf16, recompute", "bf16", 20, "tuned", "--recompute"),
+            "bf16-not-tuned": row("bf16, not tuned", "bf16", 20),
+            "bf16-stream": row("bf16, bf16 stream", "bf16", 30, "tuned", "--activations", "auto,stream=bf16")}
 
 
-def peer_runs(model, rehearse):
-    b, few = model["batch"], model["few"]
-    if rehearse:
-        return [f"bf16:compile:{b}:{FEW}:profile", f"bf16:eager:{b}:{FEW}", f"bf16:eager:{few}:{FEW}"], [f"fp32:eager:{b}:{FEW}"]
-    return ([f"bf16:compile:{b}:{CURVE}:profile", f"bf16:eager:{b}:24", f"bf16:eager:{few}:60"],
-            [f"fp16:eager:{b}:24", f"tf32:eager:{b}:20", f"fp32:eager:{b}:9", f"fp16:compile:{b}:30", f"fp32:compile:{b}:9",
-             f"tf32:compile:{b}:20", f"bf16:compile:{few}:60"])
+def peer_run(model, rehearse, name):
+    """What peer_step.py is asked: precision, mode, batch and steps of "bf16-few-compile"."""
+    words = name.split("-")
+    steps = {"bf16-compile": CURVE, "bf16-few-eager": 60, "bf16-few-compile": 60}.get(
+        name, {"fp32": 9, "tf32": 20}.get(words[0], 24))
+    run = f"{words[0]}:{words[-1]}:{model['few' if 'few' in words else 'batch']}:{FEW if rehearse else steps}"
+    return run + (":profile" if name == "bf16-compile" else "")
 
 
 # ---- What both train on
@@ -118,6 +119,7 @@ class Watch:
 # ---- train_gpt
 
 class Trainer:
+    """runner: of the row under way."""
     def __init__(self, runner, model, folder, watch):
         self.runner, self.model, self.folder, self.watch = runner, model, folder, watch
         self.program = os.path.join(runner.bin, "train_gpt")
@@ -226,38 +228,111 @@ def profile_kernels(trainer, row, seconds):
 
 # ---- Both
 
-def peers(runner, model, trainer, watch, runs, seconds):
-    """What peer_step.py says of each run, by (precision, mode, batch), and PyTorch's version."""
-    flags = ["--heads", str(model["heads"]), "--seq", str(model["seq"])] + (["--device", "cpu"] if runner.args.rehearse else [])
-    command = [runner.python, os.path.join(os.path.dirname(__file__), "peer_step.py"), "--tokens", trainer.tokens, "--init",
-               trainer.init, "--seconds", f"{seconds:.0f}"] + flags + runs
-    found = runner.lines("$PEER_TORCH tests/gpu/peer_step.py " + " ".join(flags + runs), command, seconds + 10)
-    torch, out = None, {}
-    for record in found:
-        if record["event"] == "versions":
-            torch = record["torch"]
-        if record["event"] == "run":
-            key = (record["precision"], record["mode"], record["batch"])
-            out[key] = {k: v for k, v in record.items() if k not in ("event", "begin", "end", "precision", "mode")}
-            if "begin" in record:
-                out[key].update(watch.between(record["begin"], record["end"]))
-    return out, torch
+class Steps:
+    """The rows of both programs; what they share is made with the first."""
+    def __init__(self, session, whole):
+        self.session, self.whole = session, whole
+        self.model = model_for(whole["device"], session.args.rehearse)
+        self.rows = our_rows(self.model, session.args.rehearse)
+        folder = os.path.join(session.bin, "step")
+        os.makedirs(folder, exist_ok=True)
+        self.watch = Watch()
+        self.trainer = Trainer(session, self.model, folder, self.watch)
+        self.ready = False
+        if not whole["step"]:
+            whole["step"] = {"model": self.model, "formula": FORMULA, "rows": collections.OrderedDict(), "torch": None, "profile": {},
+                             "peers": {}}
+        whole["step"].setdefault("peers", {})
+
+    def close(self):
+        self.watch.close()
+
+    def prepare(self):
+        """What both train on, and the weights they start from."""
+        trainer, sequences = self.trainer, (CURVE + 5) * self.model["batch"]    # the profile takes some steps more
+        write_tokens(trainer.tokens, (sequences + 2) * self.model["seq"], self.model["vocab"] - 47)
+        self.ready = trainer.make_init()
+
+    def do(self, runner, part, name):
+        """One row of ours, or of PyTorch's.  Where no row has prepared them yet, that is not of this row's time."""
+        trainer, began = self.trainer, time.time()
+        trainer.runner = runner
+        if not self.ready:
+            self.prepare()
+            runner.extend(time.time() - began)
+        if not self.ready or name == "init":
+            return
+        if part == "peer":
+            self.peer(runner, name)
+        elif name == "ncu":
+            self.whole["step"]["profile"]["amp.h kernels"] = profile_kernels(trainer, self.rows["bf16"], runner.left() - 2)
+        else:
+            self.ours(runner, name)
+        collect(self.whole["step"], self.rows)
+        utilisation(self.whole["step"], self.whole["device"])
+
+    def ours(self, runner, name):
+        row, step = self.rows[name], self.whole["step"]
+        found = self.trainer.row(row, runner.left())
+        if found is None:
+            return
+        operators = found.pop("operators")
+        if name == "profile":
+            step["profile"]["amp.h operators"] = operators
+        elif name == "curve":
+            step["curve"] = [found["losses"][k] for k in sorted(found["losses"])]
+        else:
+            found.pop("losses")
+            step["rows"][row.name] = found
+
+    def peer(self, runner, name):
+        """PyTorch's program runs on from run to run."""
+        step, run = self.whole["step"], peer_run(self.model, self.session.args.rehearse, name)
+        flags = ["--heads", str(self.model["heads"]), "--seq", str(self.model["seq"])]
+        flags += ["--device", "cpu"] if self.session.args.rehearse else []
+        command = [runner.python, os.path.join(os.path.dirname(__file__), "peer_step.py"), "--tokens", self.trainer.tokens,
+                   "--init", self.trainer.init] + flags
+        runner.shown("$PEER_TORCH tests/gpu/peer_step.py " + " ".join(flags) + " < " + run)
+        talk = self.session.talk("peer_step", command)
+        talk.tell(run)
+        record = {}
+        while record is not None and record.get("event") != "run":
+            record = talk.hear(runner.left())
+            if record and record["event"] == "versions":
+                step["torch"] = record["torch"]
+                self.session.torch = getattr(self.session, "torch", None) or record
+        if record is None or "skipped" in record:
+            return runner.skip(f"PyTorch, {run}: " + (record["skipped"] if record else (talk.messages() or ["no answer in time"])[-1]))
+        kept = {k: v for k, v in record.items() if k not in ("event", "begin", "end")}
+        kept.update(self.watch.between(record["begin"], record["end"]))
+        if kept.get("kernels"):
+            step["profile"]["torch kernels"] = kept.pop("kernels")
+        step["peers"][":".join(run.split(":")[:3])] = kept
 
 
 def attach(row, ours, theirs):
     """PyTorch's figures beside a row of ours, and how many times as fast ours is."""
-    for (precision, mode, batch), record in theirs.items():
-        if (precision, batch) != (row.precision, row.batch) or row.name == "profile":
+    for record in theirs.values():
+        if (record["precision"], record["batch"]) != (row.precision, row.batch):
             continue
-        kept = {k: v for k, v in record.items() if k not in ("losses", "kernels", "parameters", "steps", "batch")}
+        kept = {k: v for k, v in record.items() if k not in ("losses", "parameters", "steps", "batch", "precision", "mode")}
         if kept.get("tokens_per_s") and ours.get("tokens_per_s"):
             kept["ratio"] = round(ours["tokens_per_s"] / kept["tokens_per_s"], 3)
-        ours.setdefault("peers", collections.OrderedDict())[mode] = kept
+        ours.setdefault("peers", collections.OrderedDict())[record["mode"]] = kept
 
 
-def curves(ours, theirs):
+def collect(step, rows):
+    """PyTorch's figures beside all rows that are there, and the losses of both."""
+    for row in rows.values():
+        if row.name in step["rows"]:
+            attach(row, step["rows"][row.name], step["peers"])
+    compiled = step["peers"].get(f"bf16:compile:{step['model']['batch']}", {})
+    if step.get("curve") and compiled.get("losses"):
+        step["curves"] = curves(step["curve"], compiled)
+
+
+def curves(mine, theirs):
     """The losses of both, step by step, and how far they are apart."""
-    mine = [ours["losses"][step] for step in sorted(ours["losses"])]
     gaps = [abs(a - b) for a, b in zip(mine, theirs["losses"])]
     return {"amp.h": mine, "torch": theirs["losses"][:len(mine)], "largest_difference": max(gaps), "mean_difference":
             sum(gaps) / len(gaps), "last_ten_difference": abs(sum(mine[-10:]) - sum(theirs["losses"][:len(mine)][-10:])) / 10}
@@ -280,70 +355,12 @@ def utilisation(whole, device):
                 one["tokens_per_s"] = round(one["tokens_per_s"], 1)
 
 
-def measure(runner, device):
-    model, rehearse = model_for(device, runner.args.rehearse), runner.args.rehearse
-    folder = os.path.join(runner.bin, "step")
-    os.makedirs(folder, exist_ok=True)
-    watch = Watch()
-    trainer = Trainer(runner, model, folder, watch)
-    whole = {"model": model, "formula": FORMULA, "rows": collections.OrderedDict(), "torch": None, "profile": {}}
-    sequences = (CURVE + 5) * model["batch"]            # the profile takes some steps more
-    write_tokens(trainer.tokens, (sequences + 2) * model["seq"], model["vocab"] - 47)
-    first, rest = our_rows(model, rehearse)
-    first_runs, rest_runs = peer_runs(model, rehearse)
-    theirs, done = {}, []
-
-    def ours(rows, spare):
-        for row in rows:
-            if runner.left() - spare < 15:
-                runner.skip(f"train_gpt, {row.name}: no time left")
-                continue
-            found = trainer.row(row, min(150, runner.left() - spare))
-            if found:
-                done.append((row, found))
-
-    def pytorch(runs, spare):
-        found, torch = peers(runner, model, trainer, watch, runs, max(1, runner.left() - spare))
-        theirs.update(found)
-        whole["torch"] = torch or whole["torch"]
-    try:
-        if trainer.make_init():
-            ours(first, 0)
-            pytorch(first_runs, 0.5 * runner.left())
-            ours(rest, 0.4 * runner.left())
-            pytorch(rest_runs, 0.1 * runner.left())
-            if not rehearse and runner.left() > 30:
-                whole["profile"]["amp.h kernels"] = profile_kernels(trainer, first[0], runner.left() - 5)
-    finally:
-        watch.close()
-    collect(whole, done, theirs)
-    utilisation(whole, device)
-    return whole
-
-
-def collect(whole, done, theirs):
-    compiled = theirs.get(("bf16", "compile", whole["model"]["batch"]), {})
-    for row, found in done:
-        operators = found.pop("operators")
-        if row.name == "curve" and compiled.get("losses"):
-            whole["curves"] = curves(found, compiled)
-        if row.name == "profile":
-            whole["profile"]["amp.h operators"] = operators
-        if row.name in ("curve", "profile"):
-            continue
-        attach(row, found, theirs)
-        found.pop("losses")
-        whole["rows"][row.name] = found
-    if compiled.get("kernels"):
-        whole["profile"]["torch kernels"] = compiled["kernels"]
-
-
 # ---- Bars and the table
 
 def bars(whole, verdict):
     """What the whole step must reach; whole {}: nothing was measured."""
     rows, model = whole.get("rows", {}), whole.get("model", GPT2)
-    few, why = f"bf16, B={model['few']}, graph", "make gpu PART=step" if not whole else "no result"
+    few, why = f"bf16, B={model['few']}, graph", "make gpu ROWS=step" if not whole else "no result"
 
     def of(name, key):
         return rows.get(name, {}).get(key)

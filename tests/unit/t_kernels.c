@@ -329,6 +329,8 @@ TEST(activation_special_values) {
             CHECK_CLOSE((double)y[5], low, 0, AMP_F32, "kind %d of -1e30", kind);
             CHECK_CLOSE((double)dx[4], s, 8 * U, AMP_F32, "slope %d of 1e30", kind);
             CHECK_CLOSE((double)dx[5], 0, 0, AMP_F32, "slope %d of -1e30", kind);
+            CHECK_CLOSE((double)dx[2], s, 0, AMP_F32, "slope %d of inf", kind);
+            CHECK_CLOSE((double)dx[3], 0, 0, AMP_F32, "slope %d of -inf", kind);
             if (kind == AMP_ACT_RELU) CHECK(dx[0] == 1 && dx[1] == 1);
             else CHECK(is_nan((double)dx[0]) && is_nan((double)dx[1]));
         }

@@ -19,11 +19,15 @@ void coc_set_last_blocks(unsigned blocks);
 
 /* ---- When work in streams runs; all three are legal.
    LATE: when something waits for it, and no more than that needs.  EAGER: at the call.
-   OTHERS_FIRST: as LATE, but everything else that may run at that moment runs before. */
+   OTHERS_FIRST: as LATE, but everything else that may run at that moment runs before; branches of a graph go forward
+   step by step beside one another. */
 enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
 void coc_set_schedule(coc_schedule schedule);
 /* cudaEventQuery and cudaStreamQuery say "not ready" this often (default 1) before unfinished work runs. */
 void coc_set_patience(int queries);
+/* 1: every call first lets other threads in, for a tenth of a millisecond: what two threads do between two calls of theirs
+   then comes in every order. */
+void coc_set_yielding(int yielding);
 
 /* ---- The machine: how many GPUs (default 2), their memory in bytes (default 1 GiB), their multiprocessors
    (default 4: small, so that persistent grids loop), compute capability (default 90), and what the program was compiled

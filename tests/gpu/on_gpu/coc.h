@@ -46,6 +46,7 @@ static const bool coc_guards = (ampt.around = coc_guarded) != NULL;
 static inline void coc_set_order(coc_order, uint64_t = 1) {}
 static inline void coc_set_schedule(coc_schedule) {}
 static inline void coc_set_patience(int) {}
+static inline void coc_set_yielding(int) {}
 static inline void coc_set_hidden(int) {}
 static inline void coc_set_pointer_check(int) {}
 static inline int coc_faults() { return 0; }
