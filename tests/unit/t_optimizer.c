@@ -2655,16 +2655,18 @@ static int numbers_are_finite(amp_optimizer *o) {
     amp_k_grad_stats f = *o->set->found;
     int finite = 1;
     memset(&adamw_args, 0, sizeof adamw_args); memset(&sgd_args, 0, sizeof sgd_args); memset(&lion_args, 0, sizeof lion_args);
-    f.lr = o->desc.lr; f.step = 1; f.beta1_power = o->desc.beta1; f.beta2_power = o->desc.beta2; f.multiplier = 1;
+    amp_k_steps first = {1, o->desc.beta1, o->desc.beta2};
+    f.lr = o->desc.lr; f.step = 1; f.multiplier = 1;
     adamw_args.found = sgd_args.found = lion_args.found = &f;
-    adamw_args.table = sgd_args.table = lion_args.table = o->set->table;
     adamw_args.beta1 = o->desc.beta1; adamw_args.beta2 = o->desc.beta2; adamw_args.eps = o->desc.eps;
     sgd_args.momentum = o->desc.momentum; sgd_args.dampening = o->desc.dampening;
     lion_args.beta1 = o->desc.beta1; lion_args.beta2 = o->desc.beta2;
     for (int64_t i = 0; i < o->set->n; i++) {
-        ampi_adamw_step a = ampi_adamw_row(&adamw_args, &o->set->table[i]);
-        ampi_sgd_step b = ampi_sgd_row(&sgd_args, &o->set->table[i]);
-        ampi_lion_step c = ampi_lion_row(&lion_args, &o->set->table[i]);
+        amp_k_tensor row = o->set->table[i];
+        row.steps = &first;
+        ampi_adamw_step a = ampi_adamw_row(&adamw_args, &row);
+        ampi_sgd_step b = ampi_sgd_row(&sgd_args, &row);
+        ampi_lion_step c = ampi_lion_row(&lion_args, &row);
         if (o->desc.kind == AMP_ADAMW) finite &= isfinite(a.keep) && isfinite(a.rate) && isfinite(a.correction) && (a.eps > 0);
         if (o->desc.kind == AMP_SGD) finite &= isfinite(b.decay) && isfinite(b.rate) && isfinite(b.rest);
         if (o->desc.kind == AMP_LION) finite &= isfinite(c.keep) && isfinite(c.rate);
