@@ -20900,7 +20900,7 @@ struct amp_grad_set {
     amp_param **params;             /* per row; NULL: the rows are ranges */
     amp_param *all; int64_t n_all;  /* those that may have a row, in the order of rows: once they have a gradient */
     amp_optimizer *optimizer;       /* whose set it is, or NULL */
-    /* before a check: takes in parameters that have got a gradient */
+    /* before a check: takes in parameters that have got a gradient; NULL: a set of ranges */
     amp_result (*grow)(amp_grad_set *set, const char *function);
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
     amp_k_grad_stats *found;        /* device */
@@ -21580,7 +21580,7 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     AMPI_TRY(ampi_set_new(amp, "amp_grad_set_create", out, n, desc->params != NULL));
     if (desc->params != NULL) ampi_set_fill_params(*out, desc->params, desc->n_params);
     r = desc->ranges != NULL ? ampi_set_fill_ranges(*out, desc->ranges) : AMP_OK;
-    (*out)->grow = ampi_set_grow;
+    if (desc->params != NULL) (*out)->grow = ampi_set_grow;
     (*out)->own.clip_norm = desc->clip_norm;
     (*out)->own.sharded = desc->sharded;
     if (r == AMP_OK) r = ampi_check_gradients_apart(*out);
@@ -23196,7 +23196,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
         return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
     if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "the check must come before the optimizer's step");
-    AMPI_TRY((set->grow)(set, "amp_scaler_check"));
+    if (set->grow != NULL) AMPI_TRY((set->grow)(set, "amp_scaler_check"));
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
     while (filled < set->n && set->rows[filled].count == 0) filled++;
     if (filled == set->n && !set->desc->sharded && ampi_log_count(set->amp, 1102) == 1)
