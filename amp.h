@@ -20980,7 +20980,8 @@ struct amp_graph {
     amp_optimizer **optimizers; int64_t n, capacity;    /* each stepped once per launch */
     amp_grad_set **sets; int64_t n_sets, set_capacity;       /* checked by amp_scaler_check */
     ampi_known *changed; int64_t n_changed;     /* parameters changed by the host during capture, `captured` times */
-    /* .live and .said of all rows of the optimizers' sets, then of the others; steps outside the graph may change them */
+    /* .live and .said of all rows of the optimizers' sets, then of the others: steps outside the graph may change them
+       there */
     int32_t *live; int64_t n_live;
 };
 
@@ -24924,7 +24925,8 @@ static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     return AMP_OK;
 }
 
-/* What the captured steps know of their rows: noted when the capture ends, and before each launch on the device again. */
+/* What the captured steps know of their rows is noted when the capture ends, and sent again before each launch where
+   other steps have changed it. */
 static amp_grad_set *ampi_graph_set(const amp_graph *graph, int64_t i) {
     return i < graph->n ? graph->optimizers[i]->set : graph->sets[i - graph->n];
 }
@@ -26051,8 +26053,8 @@ static int ampi_is_part(const amp_state *state, const char *key, ampi_part_key *
     return ampi_key("load", whole, out->prefix, "part", -1) == AMP_OK && ampi_state_find(state, whole) != NULL;
 }
 
-/* Appends a rank's record to that of all, which has the parameter's first `done` elements; returns how many it then has,
-   -1: it does not fit.  An empty part may have any place: that of a rank which begins behind the parameter is its
+/* Appends a rank's record to that of all, which has the parameter's first `done` elements; returns how many it then
+   has, -1: it does not fit.  An empty part may have any place: that of a rank which begins behind the parameter is its
    end, and no multiple of a block. */
 static int64_t ampi_join_one(const amp_state *from, const int64_t whose[2], const ampi_part_key *k, int64_t done,
                              char *all, const ampi_record *like) {
