@@ -31,7 +31,7 @@ class Timer:
         peer = flags + (["--device", "cpu"] if args.rehearse else [])
         self.peer_command = [runner.python, os.path.join(os.path.dirname(__file__), "peer_gpu.py")] + peer
         runner.shown(shlex.join(["bench_gpu"] + self.ours_command[1:]))
-        runner.shown(shlex.join(["$PEER_TORCH", "tests/gpu/peer_gpu.py"] + peer))
+        runner.shown("$PEER_TORCH " + shlex.join(["tests/gpu/peer_gpu.py"] + peer))
         if session.cases is None:
             session.cases = self.find_cases(tiny)
 
@@ -157,8 +157,9 @@ def measure(runner, whole, group, compiled, save):
         row["share"] = round(row["gb_per_s"] / copy, 4) if copy and row["gb_per_s"] else None
     whole["settings"] = {"rounds": runner.args.rounds, "ms": runner.args.ms, "autotune": True}
     tuned = [text.split("amp_cuda: ", 1)[1] for text in timer.ours().messages() if "autotune:" in text]
-    if tuned:
-        whole["autotune"] = sorted(set(whole.get("autotune", []) + tuned))
+    for text in tuned:                          # of each product the last that was said
+        product, _, choice = text.removeprefix("autotune: ").partition(": ")
+        whole.setdefault("autotune", {})[product] = choice
 
 
 def bars(rows, verdict, why):

@@ -340,7 +340,7 @@ def do_program(runner, whole, name, what):
     found = runner.lines(shlex.join([name] + flags), [os.path.join(runner.bin, name)] + flags, runner.left())
     if what == "loader":
         peer = ["tests/gpu/peer_data.py"] + (["--device", "cpu", "--tiny"] if runner.args.rehearse else [])
-        found += runner.lines(shlex.join(["$PEER_TORCH"] + peer), [runner.python] + peer, runner.left())
+        found += runner.lines("$PEER_TORCH " + " ".join(peer), [runner.python] + peer, runner.left())
     whole[what or runner.row.name] = [record for record in found if record["event"] not in ("device", "versions")]
     for record in found:
         if record.get("best", 1):               # of the ways of a product, the fastest
