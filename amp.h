@@ -1087,7 +1087,8 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
    keys, heads, dim]; any strides with dim contiguous, so a packed qkv [batch, seq, 3, heads, dim] is three views of
    one buffer.  Grouped heads (fewer heads in k and v than in q): amp_tape_attention makes the calls for you.  By hand
    it is one call per group, with k and v of stride 0 over its heads; dk and dv then need memory per head, to be added
-   up afterwards.  Decoding: k and v are the first `keys` positions of a cache, with its strides; CAUSAL aligns the last query
+   up afterwards.  Decoding: k and v are the first `keys` positions of a cache, with its strides;
+       CAUSAL aligns the last query
    and key. */
 typedef struct amp_attention_op {
     const char *layer;
@@ -23988,7 +23989,7 @@ static amp_result ampi_grow_notify(const amp_optimizer *o, const char *function,
         if (r != AMP_OK) break;
     }
     for (back = o->growths; back != g && r != AMP_OK; back = back->next)
-        (void)back->grown(back, function, NULL, NULL);
+        (void)(back->grown)(back, function, NULL, NULL);
     return r;
 }
 
@@ -30474,7 +30475,8 @@ AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char
     for (i = 0; i < report->n_rows; i++) {
         const amp_tensor_stats_row *r = &report->rows[i];
         ampi_print(&sheet, "%-36s %-8s %10.3g %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n",
-                   r->name ? ampi_plain(r->name, name, sizeof name) : "range", r->gradient ? "gradient" : "", r->norm, (double)r->largest,
+                   r->name ? ampi_plain(r->name, name, sizeof name) : "range", r->gradient ? "gradient" : "", r->norm,
+                       (double)r->largest,
                    100 * r->underflow, 100 * r->subnormal, 100 * r->saturation, 100 * r->overflow,
                    (long long)r->infinite, (long long)r->nan);
     }
