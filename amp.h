@@ -27629,11 +27629,12 @@ static int ampi_loader_calls_here(const amp_loader *l) {
     return l->calls > 0 && pthread_equal(l->caller, pthread_self());
 }
 
-/* Brackets public calls that may block: destroying the loader waits for them. */
-static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
+/* Brackets public calls that may block: destroying the loader waits for them.  here: where the public call is on the
+   stack. */
+static amp_result ampi_loader_enter(amp_loader *l, const char *function, uintptr_t here) {
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
-    if (ampi_is_within(l, AMPI_STACK))
+    if (ampi_is_within(l, here))
         return ampi_fail(AMP_ERR_STATE, function, "called from within this loader's own read, which it would wait for");
     pthread_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
@@ -28078,7 +28079,7 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
     if (l == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_next"));
-    AMPI_TRY(ampi_loader_enter(l, "amp_loader_next"));
+    AMPI_TRY(ampi_loader_enter(l, "amp_loader_next", AMPI_STACK));
     AMPI_TRY(ampi_loader_leave(l, ampi_next(l, &batch)));
     *out = batch;
     return AMP_OK;
@@ -28087,10 +28088,10 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
 /* ---- Position */
 
 /* Makes batch `number` the next one.  Workers drop their batches; batches read ahead are discarded. */
-static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function) {
+static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function, uintptr_t here) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
-    AMPI_TRY(ampi_loader_enter(l, function));
+    AMPI_TRY(ampi_loader_enter(l, function, here));
     if (l->copy_stream != NULL) result = (l->backend->stream_sync)(l->dev, l->copy_stream);
     if (result != AMP_OK) return ampi_loader_leave(l, result);
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
@@ -28119,7 +28120,7 @@ AMP_API amp_result amp_loader_seek(amp_loader *l, int64_t epoch, int64_t index) 
         return ampi_fail(AMP_ERR_RANGE, "amp_loader_seek",
                          "epoch = %lld, index = %lld; an epoch has %lld batches, and .epochs is %lld", (long long)epoch,
                          (long long)index, (long long)l->batches, (long long)l->desc.epochs);
-    return ampi_loader_move(l, epoch * l->batches + index, "amp_loader_seek");
+    return ampi_loader_move(l, epoch * l->batches + index, "amp_loader_seek", AMPI_STACK);
 }
 
 AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out) {
@@ -28212,7 +28213,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
     if (saved[0] < 0 || saved[1] < 0 || saved[1] >= l->batches || saved[0] > (INT64_MAX - saved[1]) / l->batches)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": epoch %lld, index %lld of %lld", key,
                          (long long)saved[0], (long long)saved[1], (long long)l->batches);
-    return ampi_loader_move(l, saved[0] * l->batches + saved[1], "amp_loader_load");
+    return ampi_loader_move(l, saved[0] * l->batches + saved[1], "amp_loader_load", AMPI_STACK);
 }
 
 /* ==== 13 >>watch: implementation ==== */

@@ -477,7 +477,7 @@ static int raise_all(void *user, void *data, int64_t count, amp_dtype dtype, amp
     float *x = (float *)data;
     (void)user; (void)stream;
     for (int64_t i = 0; dtype == AMP_F32 && op == AMP_REDUCE_MAX && count == 3 && i < 3; i++)
-        if (x[i] < other_rank) x[i] = other_rank;
+        if (x[i] < other_rank && x[i] != (float)(int)x[i]) x[i] = other_rank;       /* of histories, not flags or rows */
     return 0;
 }
 
