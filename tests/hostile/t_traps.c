@@ -585,7 +585,7 @@ TEST(nothing_to_do_is_no_error) {
             CHECK_OK(amp_step(o, s));
             CHECK(amp_scaler_scale(s) == 2 * scale);
             CHECK_EQ(amp_step_result_next(o, &out), 1);
-            CHECK(out.applied == 0 && out.applied_steps == 0 && out.step == step && out.norm == 0 && out.clip_coef == 1 && out.first_bad == NULL);
+            CHECK(out.applied == 0 && out.applied_steps == 0 && out.total_skips == step && out.norm == 0 && out.clip_coef == 1 && out.first_bad == NULL);
         }
         CHECK_OK(amp_grad_set_stats(amp_optimizer_grad_set(o), &f));
         CHECK(f.found_inf == 0 && f.first_bad_index == -1);

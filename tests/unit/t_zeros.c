@@ -582,7 +582,7 @@ static const struct row {
     R(amp_tensor, stride, OFF, 0, 0, 0, "all zero means contiguous", NULL),
     R(amp_range, count, VALUE, 0, 0, 4, "elements", try_range),
     R(amp_param, id, MADE, 0, 0, 0, "from amp_param_register", NULL), R(amp_param, version, MADE, 0, 0, 0, "of the weight's value", NULL),
-    R(amp_param, used, MADE, 0, 0, 0, "the last forward", NULL), R(amp_param, grad_live, VALUE, 0, 0, 0, "0: the next backward overwrites grad", NULL),
+    R(amp_param, last_used, MADE, 0, 0, 0, "the last forward", NULL), R(amp_param, grad_live, VALUE, 0, 0, 0, "0: the next backward overwrites grad", NULL),
     R(amp_param, embedding, VALUE, 0, 0, 1, "1: a table of embeddings", try_param),
     R(amp_param, context, MADE, 0, 0, 0, "serial number", NULL), R(amp_param, by_hand, MADE, 0, 0, 0, "amp_param_accumulate since", NULL),
     R(amp_mask, bidirectional, VALUE, 0, 0, 1, "1 = not causal", try_bidirectional), R(amp_mask, window, REFUSED, 0, 0, 2, "1 or more", try_window),
