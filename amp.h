@@ -21251,7 +21251,8 @@ static amp_result ampi_check_set_known(const char *function, const amp_grad_set 
     return AMP_OK;
 }
 
-/* Sends rows that have changed.  A graph must not: it would read them whenever it runs; its launch sends them before. */
+/* Sends rows that have changed.  A graph must not, as it would read them whenever it runs: its launch sends them
+   first. */
 static amp_result ampi_set_send(amp_grad_set *set, int changed) {
     set->unsent |= changed;
     if (!set->unsent || ampi_capture(set->amp) != NULL) return AMP_OK;
