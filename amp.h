@@ -20911,6 +20911,7 @@ struct amp_grad_set {
     int32_t unscaled;               /* 1: the last check multiplied */
     /* Of params, with several ranks: room here for what all ranks say of the rows; NULL if `found` lies here too */
     float *said;
+    int32_t unsent;                 /* 1: rows have changed since they were last sent to `table` */
     int32_t apart;                  /* 1: no two gradients share memory */
     int32_t by_host;                /* 1: of amp_grad_set_create */
     int32_t agreed;                 /* all ranks have the same ... 1: weights; 2: settings too */
@@ -22489,6 +22490,15 @@ static amp_result ampi_check_set_known(const char *function, const amp_grad_set 
     return AMP_OK;
 }
 
+/* Sends rows that have changed.  A graph must not, as it would read them whenever it runs: its launch sends them
+   first. */
+static amp_result ampi_set_send(amp_grad_set *set, int changed) {
+    set->unsent |= changed;
+    if (!set->unsent || ampi_capture(set->amp) != NULL) return AMP_OK;
+    AMPI_TRY(amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE));
+    set->unsent = 0;
+    return AMP_OK;
+}
 /* Notes which rows have a gradient now; what ranks have agreed on stands. */
 static amp_result ampi_set_refresh(amp_grad_set *set) {
     int changed = 0;
@@ -22499,8 +22509,7 @@ static amp_result ampi_set_refresh(amp_grad_set *set) {
         changed |= set->rows[i].live != live;
         set->rows[i].live = live;
     }
-    if (!changed) return AMP_OK;
-    return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
+    return ampi_set_send(set, changed);
 }
 /* The same before sums over ranks.  All rows enter them, as zeros without a gradient; which of them rest, the ranks say
    with the check's flags (ampi_rule_rows). */
@@ -22521,8 +22530,7 @@ static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
         row->said = said;
         row->live = said != 2;
     }
-    if (!changed) return AMP_OK;
-    return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
+    return ampi_set_send(set, changed);
 }
 
 /* ---- Ranks that agree.  Before a set's first reduction, and the first after its weights or state were set or loaded,
@@ -24955,9 +24963,7 @@ static amp_result ampi_graph_rows(const amp_graph *graph) {
             set->rows[r].live = at[0];
             set->rows[r].said = at[1];
         }
-        if (changed)
-            AMPI_TRY(amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows,
-                              AMP_COPY_TO_DEVICE));
+        AMPI_TRY(ampi_set_send(set, changed));
     }
     return AMP_OK;
 }
