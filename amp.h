@@ -1027,7 +1027,8 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
    "rows" are all leading dimensions of a tensor together, evenly strided without overlap; the last dimension is
    contiguous.  Some operators need whole tensors to be contiguous: amp_activation, amp_dropout, amp_softmax, amp_mse,
    amp_add, amp_cast, and the backward of amp_linear with an activation, for dy and what it differentiates (.pre, or y
-   with RELU), unless .dy_before_act is set.  Inputs of products and attention may repeat over batches and heads (stride 0).  Storage is fp32, fp16
+   with RELU), unless .dy_before_act is set.  Inputs of products and attention may repeat over batches and heads (stride
+   0).  Storage is fp32, fp16
    or bf16 unless said otherwise.  Gradients: see STEP BY STEP, 6; only linear, matmul and the losses can do without dx
    (data NULL).  layer is the name that overrides match; NULL: the weight's.  An output may alias another operand only
    where its operator says so, by the same view with equal element sizes.
@@ -3118,8 +3119,8 @@ typedef struct amp_recovery_desc {
        With .loader only if its next two batches make one */
     int64_t batch_growth_interval;
     int32_t max_retries, reserved;  /* default 3; AMP_NO_RETRIES: none; counted anew after .interval good steps */
-    /* may change action, mitigation and layer of the plan, and its text.  A learning rate that it sets stays; otherwise the
-       snapshot's returns */
+    /* may change action, mitigation and layer of the plan, and its text.  A learning rate that it sets stays; otherwise
+       the snapshot's returns */
     void (*policy)(void *user, amp_recovery_event *event);
     /* and load: more to restore, in records of your own; return 0, an amp_result or another number */
     int (*save)(void *user, amp_state *state);
@@ -4852,8 +4853,8 @@ static int ampi_is_control(const unsigned char *p) {
     return p[0] < 0x20 || p[0] == 0x7f || (p[0] == 0xc2 && p[1] < 0xa0);
 }
 
-/* Makes a text one plain line: control characters, and bytes that are not UTF-8, become question marks.  Paths and names
-   come from outside, and may hold anything. */
+/* Makes a text one plain line: control characters, and bytes that are not UTF-8, become question marks.  Paths and
+   names come from outside, and may hold anything. */
 static char *ampi_one_line(char *text) {
     unsigned char *p = (unsigned char *)text;
     int n;
