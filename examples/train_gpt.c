@@ -715,9 +715,6 @@ static amp_result main_run(run *r) {
     else if (*r->set.resume != 0 && weights_are_old(r)) EX_TRY(save_weights(r));
     if (r->set.profile && r->profile.steps > 0) EX_TRY(print_profile(r));
     if (r->anomaly[0] != 0) return ex_fail(AMP_ERR_STATE, "%s", r->anomaly);
-    if (r->results > 0 && r->applied == 0)
-        return ex_fail(AMP_ERR_STATE, "no step was applied: all %lld were skipped, and the weights are unchanged",
-                       (long long)r->results);
     if (stop) {
         printf("stopped at step %lld", (long long)r->step);
         if (r->save[0] != 0) printf("; continue with --resume %s", r->save);
@@ -726,6 +723,9 @@ static amp_result main_run(run *r) {
     }
     EX_TRY(report_validation(r, &bar, &loss));
     print_result(r, loss);
+    if (r->results > 0 && r->applied == 0)
+        return ex_fail(AMP_ERR_STATE, "no step was applied: all %lld were skipped, and the weights are unchanged",
+                       (long long)r->results);
     EX_TRY(report_adapt(r));
     EX_TRY(print_stream(r, loss));
     return r->set.sample > 0 ? print_sample(r) : AMP_OK;

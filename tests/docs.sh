@@ -51,12 +51,14 @@ for file in "$work"/readme_*.c "$work"/readme_*.cpp; do
     compile "$file" "$(basename "$file")"
 done
 
-# README's program learns, and prints the loss that README says.
+# README's program learns, and prints the losses that README says, which the machine's precision moves in the last digit.
 if $cc -O0 $linked -I. "$work/readme_01.c" build/amp.o -o "$work/readme_01" -lm -lpthread > "$work/log" 2>&1 && "$work/readme_01" > "$work/readme_01.log" 2>&1 &&
    awk '$3 == "loss" {loss[n++] = $4} END {exit !(n == 2 && loss[0] > 1 && loss[1] < 0.3)}' "$work/readme_01.log"; then pass
 else fail "README's program learns" "$(head -n 5 "$work/log") $(head -n 5 "$work/readme_01.log")"; fi
 said=$(sed -n 's/.*&& \.\/program *# \(step 1: .*\)/\1/p' README.md)
-if [ -n "$said" ] && [ "$said" = "$(paste -s -d, "$work/readme_01.log" | sed 's/,/, /')" ]; then pass; else fail "README's losses" "\"$said\", it prints $(cat "$work/readme_01.log")"; fi
+printed=$(paste -s -d, "$work/readme_01.log" | sed 's/,/, /')
+if [ -n "$said" ] && printf '%s\n%s\n' "$said" "$printed" | awk '{for (i = 1; i <= NF; i++) {
+    if (NR == 1) was[i] = $i; else if ($i != was[i] && !($i + 0 > 0 && ($i - was[i]) ^ 2 <= 0.003 ^ 2)) bad = 1} n[NR] = NF} END {exit bad || n[1] != n[2]}'; then pass; else fail "README's losses" "\"$said\", it prints $(cat "$work/readme_01.log")"; fi
 
 # Functions and fields that README names exist.
 for name in $(awk '/^```/ {code = !code} code {next} {line = $0; if (line ~ /^\|/) sub(/^\|[^|]*\|/, "", line); n = split(line, part, "`")
@@ -114,10 +116,10 @@ for name in $(sed 's/amp_NAME[a-z_]*//g' "$work/text" | grep -oE '\b(amp|AMP)_[A
 done
 
 # So do those of the table of defaults at the end of the API; t_zeros.c holds its numbers.
-sed -n "/^   WHAT DIFFERS FROM PYTORCH'S DEFAULTS$/,/^   WHEN SOMETHING IS WRONG$/p" "$work/api" > "$work/differs"
+sed -n "/^   WHAT DIFFERS FROM PYTORCH'S DEFAULTS$/,/^   THREADS AND CALLBACKS/p" "$work/api" > "$work/differs"
 sed '/^   SETTINGS  /,$d' "$work/api" > "$work/declared"
 [ "$(wc -l < "$work/differs")" -ge 50 ] || fail "WHAT DIFFERS" "has $(wc -l < "$work/differs") lines"
-for name in $(grep -oE '\B\.[a-z_]+( =|$)|\bamp_[a-z_]+|\bAMP_[A-Z0-9_]+' "$work/differs" | sed 's/^\.//; s/ =$//' | sort -u); do
+for name in $(grep -oE '\B\.[a-z_]+( =|$)|\bamp_[a-z0-9_]+|\bAMP_[A-Z0-9_]+' "$work/differs" | sed 's/^\.//; s/ =$//' | sort -u); do
     if grep -qw -- "$name" "$work/declared"; then pass; else fail "names in WHAT DIFFERS" "amp.h has no $name"; fi
 done
 

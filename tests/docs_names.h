@@ -5,6 +5,7 @@
 static amp_context *amp;
 static amp_scaler *scaler;
 static amp_optimizer *optimizer, *opt;
+static amp_model *model;
 static amp_loader *loader;
 static amp_state *state;
 static amp_desc desc;
