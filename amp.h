@@ -2868,6 +2868,9 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
    changes of all inputs by up to the coarsest roundoff of dtype, outputs and output_grads, plus twice the truncation
    error that halving h shows.  So fp32, the default, finds a factor of 1.01, while bf16 misses one of 1.1: see
    .detectable.
+   Where L has kinks, as at a ReLU's 0, no difference across one is the gradient.  Both sides' differences and smaller
+   steps show them: directions that fail because of kinks are left out, and counted in .kinks; others, which move fewer
+   elements and less, and so cross fewer, are tried instead.
    Forwards get the same random numbers; backwards begin with input_grads zero.  Inputs and records of FP8 are restored;
    gradients of parameters are not live afterwards. */
 typedef struct amp_gradcheck_desc {
@@ -2886,8 +2889,11 @@ typedef struct amp_gradcheck_report {
     amp_dtype dtype;            /* that the region computed in */
     double error, bound;        /* of the worst, by error over bound; absolute */
     double expected, found;     /* by differences, by backward */
-    double detectable;          /* the relative error of any input's gradient from which on it is found */
+    /* the relative error of any input's gradient from which on it is found; infinite: of some input every direction
+       was left out, so its gradient was not checked */
+    double detectable;
     char worst[64];             /* its input */
+    int64_t kinks;              /* directions left out because they cross kinks */
 } amp_gradcheck_report;
 #if !defined(AMP_NO_CARE)
 /* Errors: those of your functions, AMP_ERR_RANGE also for an output or gradient that is not finite, AMP_ERR_SHAPE,
@@ -4301,6 +4307,8 @@ AMPI_HD uint16_t ampi_moment_round(float x, uint32_t word) { return amp_bf16_sto
 /* ---- Moments in 8 bits: block-wise dynamic quantisation (Dettmers et al. 2022), with the map and the arithmetic of
    bitsandbytes.  A block of 256 elements has a scale, its largest magnitude, and each element a code, its place in the
    map: the number nearest to element * (1 / scale), of two equally near the lower.  A number is map[code] * scale.
+   Other than there, a v above 0 never becomes 0: where the gradients of a block span more than three decades, the
+   smaller ones would lose their v, and the update m / (sqrt(v) + eps) would have no bound.
    The unsigned map (v) has 0, the middles of 2, 4, .. 128 equal parts of the decades from 1e-7 to 1, and 1; the signed
    one (m) 0, those of 1, 2, .. 64 parts with either sign, and 1. */
 #define AMPI_MOMENT_BLOCK 256
@@ -4338,6 +4346,7 @@ AMPI_HD float ampi_moment_beside(float x, int up) {
 AMPI_HD float ampi_moment_bound(int code, int is_signed) {
     float low = ampi_moment_value(code, is_signed), high, x;
     if (code == AMPI_MOMENT_CODES - 1) return 2;
+    if (code == 0 && !is_signed) return 0;
     high = ampi_moment_value(code + 1, is_signed);
     x = (float)(((double)low + (double)high) * 0.5);
     while (!ampi_moment_is_high(x, low, high)) x = ampi_moment_beside(x, 1);
@@ -4625,7 +4634,7 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      need those, the caller works alone.  If the system has no more threads, kernels use fewer, with one warning, and a
      loader returns AMP_ERR_THREAD.  fork() only while no other thread is in the library.  A child starts threads of its
      own; calls on the parent's loader return AMP_ERR_STATE; destroying it, and amp_close of the parent's context, do
-     nothing.
+     nothing.  A thread that calls the library needs 96 KiB of stack, your callbacks' not counted.
 
      Callbacks are: a logger, the calls of amp_system and .memory, a reducer, .parallel, a loader's read, operators of
      your own, grad_ready, and what amp_verify and its kin and a recovery call.  They are not called under a lock, and
@@ -31535,6 +31544,7 @@ typedef struct ampi_gradchecker {
     int32_t directions, ready;      /* ready 1: x holds the inputs */
     double u;                       /* roundoff of the dtype computed or stored in */
     double loss, squares, noise;    /* L, the sum of (w y)^2, and the standard deviation of L's rounding */
+    double start;                   /* L at the inputs */
 } ampi_gradchecker;
 
 /* 1/4 to 1 in quarters, of either sign. */
@@ -31546,7 +31556,14 @@ static double ampi_gradcheck_weight(const ampi_gradchecker *c, int64_t output, i
 static uint64_t ampi_direction_seed(const ampi_gradchecker *c, int64_t input, int32_t direction) {
     return ampi_row_seed(c->desc->seed, input, direction);
 }
-static double ampi_direction(uint64_t seed, int64_t i) { return amp_random_u32(seed, (uint64_t)i) & 1 ? 1.0 : -1.0; }
+
+/* A direction moves every `stride`th element, from `first` on, to either side; and how far, in units of the root mean
+   square. */
+typedef struct ampi_course { uint64_t seed; int64_t stride, first; double step; } ampi_course;
+static double ampi_direction(const ampi_course *d, int64_t i) {
+    if (i % d->stride != d->first) return 0;
+    return amp_random_u32(d->seed, (uint64_t)i) & 1 ? 1.0 : -1.0;
+}
 
 /* ---- Runs */
 
@@ -31657,18 +31674,35 @@ static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
     return sum > 0 ? h * ampi_root(sum / (double)n) : h;
 }
 
+/* Level 0 moves all elements.  Each further one moves a 7th of those before, down to one, and then a quarter as far:
+   the fewer move, and the less, the fewer kinks lie on the way. */
+enum { AMPI_GRADCHECK_LEVELS = 12 };
+static ampi_course ampi_gradcheck_course(const ampi_gradchecker *c, int64_t input, int32_t j, int level) {
+    int64_t n = ampi_gradcheck_count(c, input);
+    ampi_course d;
+    d.seed = ampi_row_seed(ampi_direction_seed(c, input, j), level, 0);
+    d.stride = 1;
+    d.step = ampi_gradcheck_step(c, input);
+    for (; level > 0; level--) {
+        if (d.stride < n) d.stride *= 7;
+        else d.step /= 4;
+    }
+    d.first = (int64_t)(d.seed % (uint64_t)AMPI_MAX(AMPI_MIN(d.stride, n), 1));
+    return d;
+}
+
 /* x + step d in fp32. */
 static float ampi_gradcheck_moved(float x, double step, double d) { return (float)((double)x + step * d); }
 
 /* (gradient - minus) . d, where d is the step actually taken over `step`; *squares: sum of its terms' squares. */
-static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, uint64_t seed, double step,
+static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, const ampi_course *course,
                                  const float *gradient, const float *minus, double *squares) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
-    double sum = 0;
+    double sum = 0, step = course->step;
     *squares = 0;
     for (i = 0; i < n; i++) {
-        double d = ampi_direction(seed, i);
+        double d = ampi_direction(course, i);
         double moved = (double)ampi_gradcheck_moved(x[i], step, d) - (double)ampi_gradcheck_moved(x[i], -step, d);
         double term = ((double)gradient[i] - (minus ? (double)minus[i] : 0)) * moved / (2 * step);
         sum += term;
@@ -31700,8 +31734,8 @@ static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
         for (input = 0; input < d->n_inputs; input++) {
             AMPI_TRY(ampi_gradcheck_gradient(c, input, c->work));
             for (j = 0; j < c->directions; j++) {
-                change = ampi_gradcheck_dot(c, input, ampi_direction_seed(c, input, j), ampi_gradcheck_step(c, input),
-                                            c->work, c->grad + c->begin[input], &not_used);
+                ampi_course every = ampi_gradcheck_course(c, input, j, 0);
+                change = ampi_gradcheck_dot(c, input, &every, c->work, c->grad + c->begin[input], &not_used);
                 c->changes[input * c->directions + j] += ampi_square(change);
             }
         }
@@ -31713,43 +31747,109 @@ static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
 
 /* ---- Differences */
 
-/* (L(x + step d) - L(x - step d)) / 2 step. */
-static amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, uint64_t seed, double step,
-                                            double *out) {
+/* One direction.  Where L is smooth, a smaller step changes the difference of both sides hardly, and halves by how much
+   the two sides differ.  Kinks on the way break these rules, each by about as much as it falsifies the difference. */
+typedef struct ampi_probe {
+    double wide;                    /* (L(x + step d) - L(x - step d)) / 2 step */
+    double found, error, bound;
+    /* by how much the rules are broken with half the step, and by how much still smaller ones change `wide` (asked only
+       where the direction fails); less twice the standard deviation that rounding of L gives each, 0 or less: not */
+    double bent, moves;
+} ampi_probe;
+
+/* *both: (L(x + step d) - L(x - step d)) / 2 step; *sides: by how much the two sides' differences differ. */
+static amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, const ampi_course *course, double step,
+                                            double *both, double *sides) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
     double loss[2] = {0, 0};
     int side;
     for (side = 0; side < 2; side++) {
-        for (i = 0; i < n; i++) c->work[i] = ampi_gradcheck_moved(x[i], side ? -step : step, ampi_direction(seed, i));
+        for (i = 0; i < n; i++) c->work[i] = ampi_gradcheck_moved(x[i], side ? -step : step, ampi_direction(course, i));
         AMPI_TRY(ampi_gradcheck_put(c, input, c->work));
         AMPI_TRY(ampi_gradcheck_forward(c, &loss[side]));
     }
-    *out = (loss[0] - loss[1]) / (2 * step);
+    *both = (loss[0] - loss[1]) / (2 * step);
+    *sides = (loss[0] - c->start + loss[1] - c->start) / step;
     return ampi_gradcheck_put(c, input, x);
 }
 
-/* limit: the smallest bound over gradient . d so far; inputs that L does not depend on do not count. */
-static amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t input, int32_t j, amp_gradcheck_report *worst,
-                                           double *limit) {
-    uint64_t seed = ampi_direction_seed(c, input, j);
-    double step = ampi_gradcheck_step(c, input), wide, narrow, found, squares, rounding, error, bound;
-    AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step, &wide));
-    AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step / 2, &narrow));
-    found = ampi_gradcheck_dot(c, input, seed, step, c->grad + c->begin[input], NULL, &squares);
-    rounding =
-        c->noise / (step * 1.4142135623730951) +
-        ampi_root(c->changes[input * c->directions + j] / (double)AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
-    error = found > wide ? found - wide : wide - found;
-    bound = AMPI_GRADCHECK_SIGMAS * rounding + 8.0 / 3 * (wide > narrow ? wide - narrow : narrow - wide);
-    if (error > bound) worst->passed = 0;
-    if (ampi_is_given(wide)) *limit = AMPI_MIN(*limit, bound / (wide > 0 ? wide : -wide));
-    if (worst->worst[0] != 0 && !(error * worst->bound > worst->error * bound)) return AMP_OK;
-    worst->error = error;
-    worst->bound = bound;
-    worst->expected = wide;
-    worst->found = found;
+static double ampi_size(double x) { return x < 0 ? -x : x; }
+
+static amp_result ampi_gradcheck_probe(ampi_gradchecker *c, int64_t input, int32_t j, int level, ampi_probe *p) {
+    ampi_course course = ampi_gradcheck_course(c, input, j, level);
+    double sides[2], narrow, squares, rounding, own = c->noise / course.step;
+    int k;
+    AMPI_TRY(ampi_gradcheck_difference(c, input, &course, course.step, &p->wide, &sides[0]));
+    AMPI_TRY(ampi_gradcheck_difference(c, input, &course, course.step / 2, &narrow, &sides[1]));
+    p->found = ampi_gradcheck_dot(c, input, &course, c->grad + c->begin[input], NULL, &squares);
+    rounding = own / 1.4142135623730951 +
+               ampi_root(c->changes[input * c->directions + j] / (double)AMPI_GRADCHECK_DRAWS / (double)course.stride +
+                         squares * c->u * c->u / 3);
+    p->error = ampi_size(p->found - p->wide);
+    p->bound = AMPI_GRADCHECK_SIGMAS * rounding + 8.0 / 3 * ampi_size(p->wide - narrow);
+    p->bent = AMPI_MAX(ampi_size(sides[0] - 2 * sides[1]) - 20 * own, ampi_size(p->wide - narrow) - 4 * own);
+    p->moves = 0;
+    for (k = 4; k <= 8 && p->error > p->bound; k *= 2) {
+        AMPI_TRY(ampi_gradcheck_difference(c, input, &course, course.step / k, &narrow, &sides[1]));
+        p->moves = AMPI_MAX(p->moves, ampi_size(p->wide - narrow) - 1.5 * k * own);
+    }
+    return AMP_OK;
+}
+
+static void ampi_gradcheck_note(const ampi_gradchecker *c, int64_t input, const ampi_probe *p,
+                                amp_gradcheck_report *worst) {
+    if (worst->worst[0] != 0 && !(p->error * worst->bound > worst->error * p->bound)) return;
+    worst->error = p->error;
+    worst->bound = p->bound;
+    worst->expected = p->wide;
+    worst->found = p->found;
     snprintf(worst->worst, sizeof worst->worst, "%s", ampi_input_name(c, input));
+}
+
+/* One level of an input.  *left_out: directions whose error kinks explain, because it is at most four times what the
+   direction's own kinks, or any direction's, do.  The gradient is wrong if none explain the error of another.  After
+   level 0 there are kinks, and up to twice the bound is left to those that no rule shows.
+   limit: the smallest error over gradient . d that would be found; inputs that L does not depend on do not count. */
+static amp_result ampi_gradcheck_level(ampi_gradchecker *c, int64_t input, int level, amp_gradcheck_report *report,
+                                       double *limit, int64_t *left_out) {
+    amp_gradcheck_report wrong = *report;
+    double most = 0, bent = 0, margin = level > 0 ? 2 : 1, passing = *limit, all = *limit;
+    int32_t j;
+    *left_out = 0;
+    for (j = 0; j < c->directions; j++) {
+        ampi_probe p;
+        int bad;
+        AMPI_TRY(ampi_gradcheck_probe(c, input, j, level, &p));
+        bad = p.error > p.bound;
+        *left_out += bad;
+        bent = AMPI_MAX(bent, p.bent);
+        if (p.error > margin * p.bound && p.error > 4 * p.moves) most = AMPI_MAX(most, p.error);
+        ampi_gradcheck_note(c, input, &p, bad ? &wrong : report);
+        if (!ampi_is_given(p.wide)) continue;
+        all = AMPI_MIN(all, margin * p.bound / ampi_size(p.wide));
+        if (!bad) passing = AMPI_MIN(passing, margin * p.bound / ampi_size(p.wide));
+    }
+    *limit = passing;
+    if (!(most > 4 * bent)) return AMP_OK;
+    *limit = all;
+    *report = wrong;
+    report->passed = 0;
+    *left_out = 0;
+    return AMP_OK;
+}
+
+static amp_result ampi_gradcheck_input(ampi_gradchecker *c, int64_t input, amp_gradcheck_report *report) {
+    double limit = AMPI_NO_LIMIT;
+    int64_t left_out = 1, all = 0;
+    int level;
+    for (level = 0; level < AMPI_GRADCHECK_LEVELS && left_out > 0; level++) {
+        AMPI_TRY(ampi_gradcheck_level(c, input, level, report, &limit, &left_out));
+        all += left_out;
+    }
+    report->kinks += all;
+    if (limit < AMPI_NO_LIMIT) report->detectable = AMPI_MAX(report->detectable, limit);
+    else if (all > 0) report->detectable = (double)INFINITY;
     return AMP_OK;
 }
 
@@ -31827,19 +31927,14 @@ static void ampi_gradcheck_free(ampi_gradchecker *c) {
 
 static amp_result ampi_gradcheck_run(ampi_gradchecker *c, amp_gradcheck_report *report) {
     int64_t i;
-    int32_t j;
     AMPI_TRY(ampi_gradcheck_memory(c));
     AMPI_TRY(ampi_gradcheck_seed(c));
-    AMPI_TRY(ampi_gradcheck_forward(c, &c->loss));
+    AMPI_TRY(ampi_gradcheck_forward(c, &c->start));
     AMPI_TRY(ampi_gradcheck_backward(c));
     for (i = 0; i < c->desc->n_inputs; i++) AMPI_TRY(ampi_gradcheck_gradient(c, i, c->grad + c->begin[i]));
     AMPI_TRY(ampi_gradcheck_noise(c));
-    for (i = 0; i < c->desc->n_inputs; i++) {
-        double limit = AMPI_NO_LIMIT;
-        for (j = 0; j < c->directions && c->desc->inputs[i].count > 0; j++)
-            AMPI_TRY(ampi_gradcheck_direction(c, i, j, report, &limit));
-        if (limit < AMPI_NO_LIMIT) report->detectable = AMPI_MAX(report->detectable, limit);
-    }
+    for (i = 0; i < c->desc->n_inputs; i++)
+        if (c->desc->inputs[i].count > 0) AMPI_TRY(ampi_gradcheck_input(c, i, report));
     return AMP_OK;
 }
 
@@ -31906,10 +32001,10 @@ AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text
     if (r == NULL) return 0;
     ampi_print(&sheet,
                "gradient check in %s: %s; worst in %s: %.6g by differences, %.6g by backward, error %.2g, "
-               "bound %.2g; detects relative errors from %.2g%% on\n",
+               "bound %.2g; detects relative errors from %.2g%% on; directions left out at kinks: %lld\n",
                amp_dtype_name(r->dtype), r->passed ? "passed" : "failed",
                ampi_plain(r->worst, worst, sizeof worst), r->expected, r->found, r->error,
-               r->bound, 100 * r->detectable);
+               r->bound, 100 * r->detectable, (long long)r->kinks);
     return sheet.in_use;
 }
 
@@ -37223,7 +37318,40 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
 #endif /* AMPI_PASS */
 
 /* ---- Change log
-   next   (nothing yet)
+   next   Changed results:
+
+       Each parameter counts its own steps, for AdamW's bias correction and for SGD's first momentum, as in PyTorch.  A
+       run in which all parameters have every gradient keeps its bits; the single count of older states loads into all.
+       A step in which no parameter has a gradient is not applied.
+       With several ranks a parameter for which no rank has a gradient rests on all of them, as it does on one rank;
+       with .sync_every it rests in the outer step too.  The message of the overflow flags is 8 bytes per parameter
+       longer.  A parameter frozen on one rank alone is AMP_ERR_REDUCE.
+       A backward that adds to a gradient which another optimizer's step left behind, or which has another loss scale,
+       returns AMP_ERR_STATE: programs with two networks got wrong sums before.
+       A captured graph steps the parameters that had a gradient when it was captured, whatever was stepped since.
+       A step ends the FP8 step of its own layers alone, so models that share a context do not change each other.
+       The schedule WSD with .from_zero and .min_lr warms up from min_lr, as transformers' does.
+       A loss that is weighted with 0 on the tape leaves gradients of 0 instead of none, as in PyTorch.
+       The slopes of GELU, SiLU and SwiGLU at infinity are 1 and 0 instead of NaN.
+       A second moment above 0 is never rounded to 0 in 8 bits, so that steps stay bounded.
+       amp_open_env leaves its outputs as they were when it fails.
+       What was taken is refused: groups of an optimizer that match no parameter (layers that match none give a
+       warning), memory that is not aligned to its elements, learning rates that do not fit into fp32 with what
+       multiplies them, destroying an object from within a callback whose caller may use it.
+
+       New: amp_optimizer_zero_grad, amp_model_zero_grad; amp_scaler_found; amp_gradcheck_report.kinks; amp_explicit,
+       AMP_IGNORE_ZERO, AMP_NO_CACHE, AMP_NO_WARMUP, and AMP_EXPLICIT_ZERO wherever 0 is a default; the setting threads (AMP_THREADS); a scaler may be
+       NULL in amp_open_env and read by several threads.  Parameters that were frozen when their optimizer was created
+       train once they are unfrozen; states load into more or fewer of them.  Keys of states have up to 255 bytes; only
+       a longer key than 63 makes format version 2, which 0.2 refuses as newer.  Sharded 8-bit moments load wherever a
+       rank's part begins.  Every scale that a scaler can have loads.  Errors are one line of UTF-8.  Loaders go on
+       after an exception or longjmp has left their callback.  The tables WHAT DIFFERS FROM PYTORCH'S DEFAULTS and
+       THREADS AND CALLBACKS.  amp.h compiles behind a program's macros, with -fsanitize=thread -Werror and with clang
+       16; with AMP_API predefined a shared library can hide all of it.  examples/amp_tcp.h starts hundreds of ranks and
+       needs AMP_TCP_SECRET beyond loopback.  CUDA: streams forked within your captured graph have scratch memory of
+       their own.
+       Renamed: amp_param.used is .last_used.
+
    0.2.0  Renamed, with unchanged meaning:
 
        0.1.0                             0.2.0

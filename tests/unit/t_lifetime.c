@@ -1195,6 +1195,64 @@ static void *take_batches(void *arg) {
     }
     return NULL;
 }
+/* What the manual says of the stack: a thread with 96 KiB creates, trains, saves and loads. */
+static void *train_on_a_small_stack(void *arg) {
+    static float x[64 * 96];
+    static int32_t labels[64];
+    amp_context *own;
+    amp_model *m;
+    amp_tape *t;
+    amp_optimizer *o;
+    amp_scaler *scaler;
+    amp_state *s;
+    amp_desc d;
+    amp_optimizer_desc od;
+    amp_tensor in = amp_tensor2(x, AMP_F32, 64, 96);
+    int i;
+    memset(&d, 0, sizeof d); memset(&od, 0, sizeof od);
+    d.dtype = AMP_F16; d.allow_fallback = 1;
+    for (i = 0; i < 64 * 96; i++) x[i] = (float)(i % 13) - 6;
+    CHECK_OK(amp_open(&own, &d));
+    CHECK_OK(amp_model_create(own, &m, 1, 0));
+    amp_param *w1 = amp_model_param(m, "up", 256, 96, AMP_INIT_NORMAL, 0.05), *w2 = amp_model_param(m, "qkv", 96, 256, AMP_INIT_NORMAL, 0.05),
+              *gain = amp_model_param(m, "norm", 96, 0, AMP_INIT_ONES, 0), *head = amp_model_param(m, "head", 10, 32, AMP_INIT_NORMAL, 0.05);
+    CHECK_OK(amp_tape_create(own, &t, NULL));
+    CHECK_OK(amp_model_params(m, &od.params, &od.n_params));
+    od.moments = AMP_MOMENTS_8BIT; od.clip_norm = 1;
+    CHECK_OK(amp_optimizer_create(own, &o, &od));
+    CHECK_OK(amp_scaler_create(own, &scaler, NULL));
+    for (i = 0; i < 2; i++) {
+        CHECK_OK(amp_tape_begin(t, NULL));
+        amp_value h = amp_tape_linear(t, amp_tape_input(t, &in), w1, NULL, AMP_ACT_GELU);
+        h = amp_tape_rmsnorm(t, amp_tape_linear(t, h, w2, NULL, AMP_ACT_NONE), gain, 0);
+        h = amp_tape_linear(t, amp_tape_split(t, h, 1, 0, 32), head, NULL, AMP_ACT_NONE);
+        CHECK_OK(amp_tape_backward(t, amp_tape_cross_entropy(t, h, labels, NULL), amp_scaler_scale_ptr(scaler)));
+        CHECK_OK(amp_step(o, scaler));
+    }
+    CHECK_OK(amp_state_create(&s, NULL));
+    CHECK_OK(amp_model_save(m, s, "m"));
+    CHECK_OK(amp_optimizer_save(o, s, "o"));
+    CHECK_OK(amp_state_save(s, (const char *)arg));
+    amp_state_destroy(s);
+    CHECK_OK(amp_state_load(&s, NULL, (const char *)arg));
+    CHECK_OK(amp_optimizer_load(o, s, "o"));
+    amp_state_destroy(s);
+    amp_scaler_destroy(scaler); amp_optimizer_destroy(o); amp_tape_destroy(t); amp_model_destroy(m);
+    amp_close(own);
+    return NULL;
+}
+TEST(a_thread_with_96_kib_of_stack) {
+    char path[64];
+    pthread_attr_t small;
+    pthread_t thread;
+    snprintf(path, sizeof path, "/tmp/amp_stack_%ld", (long)getpid());
+    CHECK(pthread_attr_init(&small) == 0 && pthread_attr_setstacksize(&small, 96 * 1024) == 0);
+    CHECK(pthread_create(&thread, &small, train_on_a_small_stack, path) == 0);
+    pthread_join(thread, NULL);
+    pthread_attr_destroy(&small);
+    remove(path);
+}
+
 TEST(closing_while_a_thread_takes_batches) {
     for (int round = 0; round < 4; round++) {
         amp_desc d = watched_desc(round % 2);
@@ -1244,6 +1302,7 @@ int main(int argc, char **argv) {
     RUN(nothing_is_ended_from_within);
     RUN(a_loader_called_from_its_own_read);
     RUN(a_callback_that_was_left);
+    RUN_PLAIN(a_thread_with_96_kib_of_stack);
     if (!ampt.list) { remove(log_file); rmdir(folder); }
     return TEST_END();
 }

@@ -930,6 +930,10 @@ TEST(eight_bit_maps_codes_and_scales_are_those_of_bitsandbytes) {
             CHECK(ampi_bits_f32(scale) == ampi_bits_f32(scales[i / AMPI_MOMENT_BLOCK]));
             ampi_moment_unpack(&map, codes, scale, back, count);
             for (k = 0; k < count; k++) {
+                if (which != AMPI_M && x[i + k] > 0 && expected[i + k] == 0) {      /* what alone is done otherwise */
+                    CHECK(codes[k] == 1 && back[k] == map.value[1] * scale);
+                    continue;
+                }
                 off += codes[k] != expected[i + k] || ampi_bits_f32(back[k]) != ampi_bits_f32(want[i + k]);
                 CHECK_MSG(codes[k] == expected[i + k], "%s[%d] = %.9g: code %d, bitsandbytes has %d", kind, (int)(i + k), (double)x[i + k], codes[k], expected[i + k]);
             }
@@ -1008,7 +1012,8 @@ TEST(eight_bit_steps_are_as_close_as_those_of_bitsandbytes) {
     free(golden.data);
 }
 
-/* What the 8-bit moments of a row stand for, by the map alone, and the other way: the nearest number, of two the lower. */
+/* What the 8-bit moments of a row stand for, by the map alone, and the other way: the nearest number, of two the lower, but
+   never 0 for a v above 0. */
 static void reference_unpack(const amp_k_tensor *row, void *moment, int is_signed, float *out) {
     const float *scales = (const float *)(void *)((char *)moment + (EIGHT + 255) / 256 * 256);
     ampi_fp host = ampi_fp_begin();             /* -Ofast flushes subnormal numbers, and reassociates products */
@@ -1021,8 +1026,8 @@ static void reference_unpack(const amp_k_tensor *row, void *moment, int is_signe
     ampi_fp_end(host);
 }
 static int reference_code(float y, const float *values) {
-    int best = 0, k;
-    for (k = 1; k < 256; k++) if (fabs((double)y - (double)values[k]) < fabs((double)y - (double)values[best])) best = k;
+    int best = values[0] == 0 && y > 0, k;
+    for (k = best + 1; k < 256; k++) if (fabs((double)y - (double)values[k]) < fabs((double)y - (double)values[best])) best = k;
     return best;
 }
 static void check_packed(const amp_k_tensor *row, void *moment, int is_signed, const float *exact) {
@@ -1036,6 +1041,33 @@ static void check_packed(const amp_k_tensor *row, void *moment, int is_signed, c
         CHECK(scales[i / 256] == largest);
         for (k = i; k < row->count && k < i + 256; k += 7) CHECK_EQ(((const uint8_t *)moment)[k], reference_code(exact[k] * (1.0f / largest), values));
     }
+}
+
+/* Gradients of a block that lie four and more decades apart: each step moves no weight by more than AdamW with fp32 moments
+   can, (1 - beta1) / sqrt(1 - beta2) of the learning rate.  With v rounded to 0 a step was 31 times as far. */
+TEST(eight_bit_moments_keep_small_gradients_bounded) {
+    static float w[4096], g[4096], before[4096];
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_param p;
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    double most = 0;
+    int step, i;
+    memset(&p, 0, sizeof p); memset(&d, 0, sizeof d); memset(w, 0, sizeof w);
+    p.name = "w";
+    p.weight = amp_tensor1(w, AMP_F32, 4096); p.grad = amp_tensor1(g, AMP_F32, 4096);
+    d.params = &p; d.n_params = 1; d.lr = 0.01; d.moments = AMP_MOMENTS_8BIT;
+    CHECK_OK(amp_optimizer_create(amp, &o, &d));
+    for (step = 0; step < 30; step++) {
+        for (i = 0; i < 4096; i++) g[i] = i % 256 == 0 ? 1.0f : ldexpf(step % 5 == 4 ? 0.01f : 1.0f, -(i % 29) - 4);
+        memcpy(before, w, sizeof w);
+        CHECK_OK(amp_param_accumulate(&p));
+        CHECK_OK(amp_step(o, NULL));
+        for (i = 0; i < 4096; i++) most = fmax(most, fabs((double)w[i] - (double)before[i]) / 0.01);
+    }
+    CHECK_MSG(most < 0.1 / sqrt(0.001), "a step moved a weight by %.2f of the learning rate", most);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
 }
 
 /* A step with 8-bit moments is a step with fp32 moments that were unpacked before it and are packed behind it, in every
@@ -3114,6 +3146,7 @@ int main(int argc, char **argv) {
     RUN(a_block_with_a_number_that_is_not_finite_becomes_nan);
     RUN(eight_bit_steps_are_as_close_as_those_of_bitsandbytes);
     RUN(eight_bit_steps_are_fp32_steps_rounded);
+    RUN(eight_bit_moments_keep_small_gradients_bounded);
     RUN(eight_bit_states_load_and_convert);
     RUN(eight_bit_states_that_do_not_fit_are_refused_whole);
     RUN(small_parameters_and_embeddings_keep_fp32_moments);

@@ -837,6 +837,59 @@ TEST(wrong_gradients) {
     }
 }
 
+/* Leaky ReLU on the tape, with the slope that backward takes below 0; kinks lie on the way of most directions. */
+typedef struct kinked { amp_param *w1, *b1, *w2; float x[40 * 8], slope; } kinked;
+static amp_result kinked_forward(void *user, const amp_custom_call *c) {
+    const float *x = (const float *)c->x[0].data;
+    (void)user;
+    for (int64_t i = 0; i < amp_tensor_count(&c->y); i++) ((float *)c->y.data)[i] = x[i] > 0 ? x[i] : 0.1f * x[i];
+    return AMP_OK;
+}
+static amp_result kinked_backward(void *user, const amp_custom_call *c) {
+    const float *x = (const float *)c->x[0].data, *dy = (const float *)c->dy.data;
+    const kinked *k = (const kinked *)user;
+    for (int64_t i = 0; c->dx[0].data != NULL && i < amp_tensor_count(&c->y); i++)
+        ((float *)c->dx[0].data)[i] = x[i] > 0 ? dy[i] : k->slope * dy[i];
+    return AMP_OK;
+}
+static amp_value kinked_record(void *user, amp_tape *t) {
+    static const int32_t labels[40] = {0, 1, 2, 3, 0, 2};
+    kinked *k = (kinked *)user;
+    amp_custom_op op = {.layer = "leaky", .forward = kinked_forward, .backward = kinked_backward, .user = k};
+    amp_tensor x = amp_tensor2(k->x, AMP_F32, 40, 8);
+    amp_tape_store(t, AMP_F32);
+    amp_value h = amp_tape_linear(t, amp_tape_input(t, &x), k->w1, k->b1, AMP_ACT_NONE);
+    return amp_tape_cross_entropy(t, amp_tape_linear(t, amp_tape_custom(t, &h, 1, &op), k->w2, NULL, AMP_ACT_RELU), labels, NULL);
+}
+TEST(gradients_beside_kinks) {
+    int64_t kinks = 0;
+    static kinked k;
+    for (int wrong = 0; wrong < 2; wrong++)
+        for (int seed = 0; seed < 6; seed++) {
+            amp_context *own;
+            amp_model *m;
+            amp_gradcheck_report r;
+            amp_gradcheck_desc d;
+            char text[400];
+            memset(&d, 0, sizeof d);
+            k.slope = wrong ? 0.2f : 0.1f;
+            for (int i = 0; i < 40 * 8; i++) k.x[i] = amp_random_uniform((uint64_t)seed + 3, (uint64_t)i) - 0.5f;
+            CHECK_OK(amp_open(&own, NULL));
+            CHECK_OK(amp_model_create(own, &m, (uint64_t)seed, 0));
+            k.w1 = amp_model_param(m, "first.weight", 32, 8, AMP_INIT_KAIMING_NORMAL, 0);
+            k.b1 = amp_model_param(m, "first.bias", 32, 0, AMP_INIT_ZEROS, 0);
+            k.w2 = amp_model_param(m, "second.weight", 4, 32, AMP_INIT_KAIMING_NORMAL, 0);
+            d.record = kinked_record; d.user = &k; d.seed = (uint64_t)seed;
+            CHECK_OK(amp_gradcheck(own, &d, &r));
+            amp_gradcheck_text(&r, text, sizeof text);
+            CHECK_MSG(r.passed == !wrong, "seed %d, slope %g: %s", seed, (double)k.slope, text);
+            if (!wrong) kinks += r.kinks;
+            amp_model_destroy(m);
+            amp_close(own);
+        }
+    CHECK(kinks > 0);
+}
+
 /* Whatever the context and the region around compute in, a check that is not told a dtype runs in fp32; and what it reports
    as detectable is what it detects: an error of that size is at the bound. */
 TEST(what_a_gradcheck_detects) {
@@ -1001,7 +1054,7 @@ int main(int argc, char **argv) {
     RUN(placement_here);
     RUN(right_gradients);
     RUN(regions_around_do_not_count);
-    RUN(wrong_gradients);
+    RUN(wrong_gradients); RUN(gradients_beside_kinks);
     RUN(what_a_gradcheck_detects);
     RUN(gradcheck_failures);
     RUN(gemm_follows_the_precision);
