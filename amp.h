@@ -20920,7 +20920,7 @@ struct amp_grad_set {
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
     /* Of params, with several ranks: room here for what all ranks say of the rows; NULL if `found` lies here too */
-    float *said;
+    float *said; int64_t n_said;
     int32_t unsent;                 /* 1: rows have changed since they were last sent to `table` */
     int32_t apart;                  /* 1: no two gradients share memory */
     int32_t by_host;                /* 1: of amp_grad_set_create */
@@ -21292,29 +21292,30 @@ static void ampi_set_stop(ampi_object *object) {
     ampi_free(s, set->rows, set->n, sizeof *set->rows);
     ampi_free(s, set->params, set->n, sizeof *set->params);
     ampi_free(s, (void *)set->names, set->n, sizeof *set->names);
-    ampi_free(s, set->said, 2 * set->n, sizeof *set->said);
+    ampi_free(s, set->said, set->n_said, sizeof *set->said);
     ampi_free(s, set->text, set->text_bytes, 1);
 }
 AMP_API void amp_grad_set_destroy(amp_grad_set *set) {
     if (set != NULL) ampi_object_end(&set->object, "amp_grad_set_destroy", AMPI_STACK);
 }
 
-/* A set of n empty rows. */
-static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
-                               int with_params) {
+/* A set of n empty rows.  most: how many it may grow to, with parameters that get a gradient later, as `found` never
+   moves; 0: it has none. */
+static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n, int64_t most) {
     const amp_system *s = ampi_context_system(amp);
-    const int64_t said = with_params && ampi_world(amp) > 1 ? 2 * n : 0;    /* numbers behind `found` */
+    const int64_t said = ampi_world(amp) > 1 ? 2 * most : 0;    /* numbers behind `found` */
     amp_result r;
     amp_grad_set *set;
     AMPI_TRY(ampi_object_create(amp, function, (void **)out, sizeof *set, "set", ampi_set_stop));
     set = *out;
     set->amp = amp;
     set->n = n;
+    set->n_said = said;
     set->desc = &set->own;
     set->own.accumulation = 1;
     r = ampi_alloc(s, function, (void **)&set->rows, n, sizeof *set->rows);
     if (r == AMP_OK) r = ampi_alloc(s, function, (void **)&set->names, n, sizeof *set->names);
-    if (r == AMP_OK && with_params) r = ampi_alloc(s, function, (void **)&set->params, n, sizeof *set->params);
+    if (r == AMP_OK && most > 0) r = ampi_alloc(s, function, (void **)&set->params, n, sizeof *set->params);
     if (r == AMP_OK)
         r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->table, n * (int64_t)sizeof *set->table);
     if (r == AMP_OK && said > 0 && !amp->backend->host_visible)
@@ -21519,7 +21520,7 @@ static amp_result ampi_set_grow(amp_grad_set *set, const char *function) {
     amp_result r;
     if (n == set->n) return AMP_OK;
     AMPI_TRY(ampi_check_newcomers(set, function, live));
-    AMPI_TRY(ampi_set_new(set->amp, function, &next, n, 1));
+    AMPI_TRY(ampi_set_new(set->amp, function, &next, n, set->n_all));
     r = ampi_alloc(s, function, (void **)&which, n, sizeof *which);
     if (r == AMP_OK) ampi_set_fill_grown(next, set, live, which);
     if (r == AMP_OK) r = ampi_check_gradients_apart(next);
@@ -21590,7 +21591,7 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
         AMPI_TRY(ampi_check_params("amp_grad_set_create", desc->params, desc->n_params, &n));
         AMPI_TRY(ampi_check_all_known(amp, "amp_grad_set_create", desc->params, desc->n_params));
     }
-    AMPI_TRY(ampi_set_new(amp, "amp_grad_set_create", out, n, desc->params != NULL));
+    AMPI_TRY(ampi_set_new(amp, "amp_grad_set_create", out, n, desc->params != NULL ? desc->n_params : 0));
     if (desc->params != NULL) ampi_set_fill_params(*out, desc->params, desc->n_params);
     r = desc->ranges != NULL ? ampi_set_fill_ranges(*out, desc->ranges) : AMP_OK;
     if (desc->params != NULL) (*out)->grow = ampi_set_grow;
@@ -24078,7 +24079,7 @@ static amp_result ampi_optimizer_grow(amp_optimizer *o, const char *function, in
     next.amp = o->amp;
     next.desc = o->desc;
     next.groups = o->groups;
-    AMPI_TRY(ampi_set_new(o->amp, function, &next.set, n, 1));
+    AMPI_TRY(ampi_set_new(o->amp, function, &next.set, n, o->set->n_all));
     next.set->desc = &o->desc;
     next.set->optimizer = o;
     r = ampi_alloc(s, function, (void **)&which, n, sizeof *which);
@@ -24121,7 +24122,7 @@ static void ampi_grow_late(amp_optimizer *o) {
 
 static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_copy_groups(o));
-    AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
+    AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, o->desc.n_params));
     o->set->desc = &o->desc;
     o->set->optimizer = o;
     o->set->grow = ampi_optimizer_grow_live;
@@ -25809,6 +25810,9 @@ typedef struct ampi_loading {
     amp_k_steps *steps;
 } ampi_loading;
 
+/* 1: from 0 to 1; also where the compiler takes NaN for impossible. */
+static int ampi_is_share(double x) { return amp_is_finite_f64(&x) && x >= 0 && x <= 1; }
+
 /* The steps of each saved row; those of 0.2 have one count for all. */
 static amp_result ampi_load_steps(ampi_loading *l) {
     const ampi_archive *r = &l->archive;
@@ -25831,8 +25835,8 @@ static amp_result ampi_load_steps(ampi_loading *l) {
         l->steps[i].count = counts[i];
         l->steps[i].beta1_power = powers[2 * i];
         l->steps[i].beta2_power = powers[2 * i + 1];
-        if (counts[i] < 0 || counts[i] > l->numbers.step || !(powers[2 * i] >= 0 && powers[2 * i] <= 1) ||
-            !(powers[2 * i + 1] >= 0 && powers[2 * i + 1] <= 1))
+        if (counts[i] < 0 || counts[i] > l->numbers.step || !ampi_is_share(powers[2 * i]) ||
+            !ampi_is_share(powers[2 * i + 1]))
             result = ampi_fail(AMP_ERR_RANGE, f, "the saved steps of row %lld (%lld, %g, %g) are out of range",
                                (long long)i, (long long)counts[i], powers[2 * i], powers[2 * i + 1]);
     }

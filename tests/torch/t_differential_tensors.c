@@ -454,7 +454,9 @@ static double act_value(amp_activation_kind act, double x) {
     return act == AMP_ACT_RELU && x < 0 ? 0 : x;
 }
 
+/* At infinity 1 and 0; PyTorch, whose terms are infinity times 0 there, has NaN. */
 static double act_slope(amp_activation_kind act, double x) {
+    if (isinf(x) && act != AMP_ACT_NONE) return x > 0;
     if (act == AMP_ACT_GELU) {
         double t = r(tanh(gelu_argument(x))), inner = r(0.79788456080286536 * r(1 + r(3 * 0.044715 * r(x * x))));
         return r(r(0.5 * r(1 + t)) + r(r(r(0.5 * x) * r(1 - r(t * t))) * inner));

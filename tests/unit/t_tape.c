@@ -1974,7 +1974,8 @@ TEST(one_function_is_verified_checked_and_tuned) {
     CHECK_MSG(checked.passed && checked.detectable < 0.2 && checked.worst[0] != 0, "%s: %g %g", checked.worst, checked.found, checked.expected);
     CHECK(memcmp(weights[0], w2->weight.data, sizeof weights[0]) == 0 && !w2->grad_live);
     CHECK_OK(amp_tune(amp, &t, &tuned));
-    CHECK(tuned.n_rows >= 2 && tuned.best >= 0 && tuned.rows[0].seconds > 0 && record_prepared >= 2 && !w2->grad_live);
+    /* fp32, and what else this machine computes in */
+    CHECK(tuned.n_rows >= 1 && tuned.best >= 0 && tuned.rows[0].seconds > 0 && record_prepared >= tuned.n_rows && !w2->grad_live);
     t.verify = NULL;
     CHECK_OK(amp_tune(amp, &t, &tuned));
     CHECK(tuned.best >= 0 && !w2->grad_live && !b1->grad_live);
