@@ -25538,12 +25538,22 @@ static int ampi_has_line(const char *text, int64_t bytes, const char *name) {
     return 0;
 }
 
-/* A text of a state; there may be none.  To be freed: *bytes. */
+/* Of two records that came with one version a state has both, or neither. */
+static amp_result ampi_check_both(const ampi_archive *r, const char *name, const char *other) {
+    if (ampi_saved_count(r->from, r->prefix, name, -1, NULL) >= 0 ||
+        ampi_saved_count(r->from, r->prefix, other, -1, NULL) < 0)
+        return AMP_OK;
+    return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s.%s, but %s.%s", r->prefix, name,
+                     r->prefix, other);
+}
+/* A list of names; there may be none.  To be freed: *bytes. */
 static amp_result ampi_load_text(const ampi_archive *r, const char *name, char **text, int64_t *bytes) {
+    int64_t n = ampi_saved_count(r->from, r->prefix, name, -1, NULL);
     *text = NULL;
-    *bytes = AMPI_MAX(ampi_saved_count(r->from, r->prefix, name, -1, NULL), 0);
-    AMPI_TRY(ampi_alloc(ampi_context_system(r->o->amp), "amp_optimizer_load", (void **)text, *bytes, 1));
-    return *bytes > 0 ? ampi_get(r->from, r->prefix, name, -1, AMP_U8, *text, *bytes) : AMP_OK;
+    *bytes = AMPI_MAX(n, (int64_t)0);
+    if (n < 0) return AMP_OK;
+    AMPI_TRY(ampi_alloc(ampi_context_system(r->o->amp), "amp_optimizer_load", (void **)text, n, 1));
+    return ampi_get(r->from, r->prefix, name, -1, AMP_U8, *text, n);
 }
 
 /* Finds each row among those saved, which stand in the same order.  A parameter may have had a row when the state was
@@ -25596,7 +25606,10 @@ static amp_result ampi_load_names(ampi_archive *r, ampi_named *named) {
     if (amp_state_count(r->from, key, NULL) < 0)
         return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s", key);
     result = ampi_load_text(r, "names", &saved, &bytes);
+    if (result == AMP_OK) result = ampi_check_both(r, "frozen", "counts");
     if (result == AMP_OK) result = ampi_load_text(r, "frozen", &frozen, &frozen_bytes);
+    if (result == AMP_OK && frozen_bytes > 0 && frozen[frozen_bytes - 1] != '\n')
+        result = ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "record %s.frozen is no list of names", r->prefix);
     if (result == AMP_OK) result = ampi_match_names(r, saved, bytes, frozen, frozen_bytes, named);
     ampi_free(s, frozen, frozen_bytes, 1);
     ampi_free(s, saved, bytes, 1);
@@ -25826,6 +25839,8 @@ static amp_result ampi_load_steps(ampi_loading *l) {
         l->steps[i].beta1_power = l->numbers.beta1_power;
         l->steps[i].beta2_power = l->numbers.beta2_power;
     }
+    if (!(ampi_has_moments(&r->o->desc) >> AMPI_COUNTED & 1)) return AMP_OK;
+    AMPI_TRY(ampi_check_both(r, "counts", "frozen"));
     if (!ampi_has_record(r->from, r->prefix, "counts", -1)) return AMP_OK;
     AMPI_TRY(ampi_alloc(s, f, (void **)&counts, n, sizeof *counts));
     result = ampi_alloc(s, f, (void **)&powers, 2 * n, sizeof *powers);

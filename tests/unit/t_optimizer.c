@@ -2232,6 +2232,9 @@ TEST(counts_of_a_state) {
     }
     CHECK_OK(amp_state_put(state, "o.counts", AMP_I64, counts, TENSORS - 1));
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_MISMATCH);
+    CHECK_OK(amp_state_put(state, "o.frozen", AMP_U8, "junk", 4));
+    CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_MISMATCH);
+    CHECK(strstr(amp_last_error(), "o.frozen is no list") != NULL);
     old = without_counts(state);
     CHECK_OK(amp_optimizer_load(o, old, "o"));
     for (i = 0; i < TENSORS; i++) {
