@@ -31811,7 +31811,7 @@ static amp_result ampi_gradcheck_probe(ampi_gradchecker *c, int64_t input, int32
     p->moves = 0;
     for (k = 4; k <= 8 && p->error > p->bound; k *= 2) {
         AMPI_TRY(ampi_gradcheck_difference(c, input, &course, course.step / k, &narrow, &sides[1]));
-        p->moves = AMPI_MAX(p->moves, ampi_size(p->wide - narrow) - 1.5 * k * own);
+        p->moves = AMPI_MAX(p->moves, ampi_size(p->wide - narrow) - (level > 0 ? 0 : 1.5 * k * own));
     }
     return AMP_OK;
 }
@@ -37359,7 +37359,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        multiplies them, destroying an object from within a callback whose caller may use it.
 
        New: amp_optimizer_zero_grad, amp_model_zero_grad; amp_scaler_found; amp_gradcheck_report.kinks; amp_explicit,
-       AMP_IGNORE_ZERO, AMP_NO_CACHE, AMP_NO_WARMUP, and AMP_EXPLICIT_ZERO wherever 0 is a default; the setting threads (AMP_THREADS); a scaler may be
+       AMP_IGNORE_ZERO, AMP_NO_CACHE, AMP_NO_WARMUP, and AMP_EXPLICIT_ZERO wherever 0 is a default;
+           the setting threads (AMP_THREADS); a scaler may be
        NULL in amp_open_env and read by several threads.  Parameters that were frozen when their optimizer was created
        train once they are unfrozen; states load into more or fewer of them.  Keys of states have up to 255 bytes; only
        a longer key than 63 makes format version 2, which 0.2 refuses as newer.  Sharded 8-bit moments load wherever a
