@@ -690,7 +690,7 @@ static const struct row {
     R(amp_tensor_stats_desc, interval, DEFAULT, 100, 0, 7, "default 100", try_stats),
     R(amp_verify_desc, n_params, COUNT, 0, 0, 0, "", NULL), R(amp_verify_desc, n_outputs, COUNT, 0, 0, 0, "", NULL), R(amp_verify_desc, n_dtypes, COUNT, 0, 0, 0, "", NULL),
     R(amp_verify_desc, allowance, DEFAULT, 8, 0, 2, "default 8", try_verify),
-    R(amp_gradcheck_desc, n_inputs, COUNT, 0, 0, 0, "", NULL), R(amp_gradcheck_desc, n_outputs, COUNT, 0, 0, 0, "", NULL), R(amp_gradcheck_desc, directions, DEFAULT, 8, 0, 1, "default 8", try_gradcheck),
+    R(amp_gradcheck_desc, n_inputs, COUNT, 0, 0, 0, "", NULL), R(amp_gradcheck_desc, n_outputs, COUNT, 0, 0, 0, "", NULL), R(amp_gradcheck_desc, directions, DEFAULT, 8, 0, 40, "default 8", try_gradcheck),
     R(amp_gradcheck_desc, seed, VALUE, 0, 0, 5, "", try_gradcheck),
     R(amp_advise_desc, batch, OFF, 0, 0, 0, "Each may be 0", try_advise), R(amp_advise_desc, n_losses, COUNT, 0, 0, 0, "", NULL),
     R(amp_tune_desc, n_dtypes, COUNT, 0, 0, 0, "", NULL), R(amp_tune_desc, batch, DEFAULT, 1, 0, 3, "batch (default 1)", try_tune), R(amp_tune_desc, max_batch, DEFAULT, 1, 0, 0, "max_batch (default batch)", try_tune),
