@@ -4624,7 +4624,7 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      E4M3 beyond 448         448 (from 2.12 on)          NaN                         .saturate = 1
    THREADS AND CALLBACKS
 
-     Alone on its context runs what changes or restores all of it: amp_fp8_save and _load, amp_verify and its kin, a
+     Alone on its context runs what changes or restores all of it: amp_fp8_save and _load, amp_verify and the like, a
      recovery, a graph capture, and every exchange with other ranks, so that with a reducer one thread trains.  A step
      ends the step of the FP8 tensors of its own optimizer's layers, and of the layers that this thread computed last
      and whose weights no optimizer has.
@@ -4637,7 +4637,7 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      nothing.  A thread that calls the library needs 96 KiB of stack, your callbacks' not counted.
 
      Callbacks are: a logger, the calls of amp_system and .memory, a reducer, .parallel, a loader's read, operators of
-     your own, grad_ready, and what amp_verify and its kin and a recovery call.  They are not called under a lock, and
+     your own, grad_ready, and what amp_verify and recoveries call.  They are not called under a lock, and
      may call the library.  But their caller may be using all that was there before the callback began.  So amp_close
      and every _destroy refuse to end that, by name: AMP_ERR_STATE in amp_last_error, and a warning.  It stays as it
      was, to be destroyed once the callback has returned.  What a callback has made it may destroy.  Refused in the same
@@ -21675,7 +21675,7 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
 /* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
    parameter to the first, those that came later in buckets of their own, so that the parts of ranks stay what they
    were; within one the first lies first.  Once the operators that have added to a bucket's gradients in a cycle before
-   have done so again, the bucket goes on its way: in a thread of its own, or in a stream if the
+   have done so again, the bucket is sent: in a thread of its own, or in a stream if the
    reducer obeys those.  All ranks send all buckets in the same order, that in which backward finished them on rank 0 in
    the first whole cycle; what is not ready waits for the step.
    With .shard or .deterministic, each rank has a part of each bucket, at multiples of ampi_buckets_unit elements of
