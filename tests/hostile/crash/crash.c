@@ -84,7 +84,7 @@ int __wrap_open(const char *path, int how, ...);
 int __wrap_open(const char *path, int how, ...) {
     int chosen, file;
     if ((how & (O_WRONLY | O_RDWR)) == 0) return __real_open(path, how);
-    chosen = about_to(OPEN, strstr(path, ".state.tmp") != NULL);
+    chosen = about_to(OPEN, is_checkpoint(path, ".state.tmp"));
     file = __real_open(path, how, 0666);
     done_with(chosen);
     return file;
@@ -112,7 +112,7 @@ int __wrap_fsync(int file) {
 
 int __wrap_rename(const char *from, const char *to);
 int __wrap_rename(const char *from, const char *to) {
-    int chosen = about_to(RENAME, 0), result, is_state = ends_with(to, ".state"), is_weights = ends_with(to, ".safetensors");
+    int chosen = about_to(RENAME, 0), result, is_state = is_checkpoint(to, ".state"), is_weights = ends_with(to, ".safetensors");
     uint64_t hash = shared->reference ? hash_file(from) : 0;
     shared->states_begun += is_state;
     shared->weights_begun += is_weights;

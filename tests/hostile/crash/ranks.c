@@ -74,7 +74,7 @@ int __wrap_open(const char *path, int how, ...) {
     int chosen, file;
     if ((how & (O_WRONLY | O_RDWR)) == 0) return __real_open(path, how);
     if (!writes_model(path)) return __real_open(path, how, 0666);
-    shared->states_opened += strstr(path, ".state.tmp") != NULL;
+    shared->states_opened += is_checkpoint(path, ".state.tmp");
     chosen = about_to(0);
     file = __real_open(path, how, 0666);
     done_with(chosen);
@@ -103,7 +103,7 @@ int __wrap_fsync(int file) {
 
 int __wrap_rename(const char *from, const char *to);
 int __wrap_rename(const char *from, const char *to) {
-    int chosen, result, is_state = ends_with(to, ".state");
+    int chosen, result, is_state = is_checkpoint(to, ".state");
     uint64_t hash = shared->reference ? hash_file(from) : 0;
     if (!writes_model(to)) return __real_rename(from, to);
     chosen = about_to(0);

@@ -60,6 +60,11 @@ static int ends_with(const char *text, const char *end) {
     size_t n = strlen(text), k = strlen(end);
     return n >= k && strcmp(text + n - k, end) == 0;
 }
+/* NAME.state, or with end ".state.tmp" the file that becomes it; not the one that a run writes before its first step, to
+   prove that it can be saved. */
+static int is_checkpoint(const char *path, const char *end) {
+    return strstr(path, end) != NULL && strstr(path, ".trial") == NULL;
+}
 
 /* ---- The arguments of a run: words, of which those that begin with % stand for a folder's path. */
 
