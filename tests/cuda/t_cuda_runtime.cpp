@@ -971,14 +971,16 @@ TEST(checks) {
     check_both(100, 0, 1);
 }
 
-/* A row of one 16-bit number over and over: its largest, its smallest, and those around where squares leave fp32. */
+/* A row of one 16-bit number over and over, of each exponent: the largest, the smallest, and those around where squares leave
+   fp32. */
 TEST(check_of_extremes) {
     coc_reset();
     const int64_t n = 4099;
     for (amp_dtype dtype : {AMP_F16, AMP_BF16}) {
         side x(amp_cuda());
-        for (int step = 0; step < 256; step++) {
-            uint16_t bits = (uint16_t)(step * 128 < 0x7f80 ? step * 128 + 1 : 0x7f7f), number = dtype == AMP_F16 && bits > 0x7bff ? 0x7bff : bits;
+        const int one_exponent = dtype == AMP_F16 ? 1024 : 128, largest = dtype == AMP_F16 ? 0x7bff : 0x7f7f;
+        for (int from = 0; from < 0x8000; from += one_exponent) {
+            uint16_t number = (uint16_t)std::min(from + 1, largest);
             double value = dtype == AMP_F16 ? (double)amp_f32_from_f16(number) : (double)amp_f32_from_bf16(number);
             std::vector<uint16_t> grad((size_t)n, number);
             amp_k_grad_stats start = a_found();
