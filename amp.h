@@ -152,8 +152,8 @@
 
      1 Zero every struct: = {.x = x}, = {0}, in C++ also = {}.  A field left at 0 has its default.  Check every result;
        amp_last_error() says what went wrong, where, and what is allowed.
-     2 amp_open(&amp, &desc), or NULL for &desc.  .dtype 0 ("auto") is bf16 where the machine computes in it, fp16 on
-       older GPUs, else fp32; amp_query_choice tells which, and why.
+     2 amp_open(&amp, &desc), or NULL for &desc.  .dtype 0 ("auto") is bf16 on a GPU that has it and on a CPU that
+       multiplies it faster than fp32, fp16 on older GPUs, else fp32; amp_query_choice tells which, and why.
      3 A parameter is a name, a weight and a grad of the same shape, in fp32 or the weight's dtype; without grad it is
        frozen.  amp_param_register(amp, params, n) before creating the optimizer; the array must not move.  Casts of
        weights are cached: after changing one yourself call amp_param_changed(&params[i]).  Set 16-bit weights (level
@@ -453,9 +453,9 @@ typedef struct amp_system {
     int64_t (*clock_ns)(void *user);  /* monotonic */
 } amp_system;
 
-/* Instruction sets of the CPU kernels, best last. */
+/* Instruction sets of the CPU kernels, widest last.  From AVX512 on they differ in products of bf16 alone. */
 typedef enum amp_cpu_path {
-    AMP_CPU_DEFAULT = 0,        /* the best this CPU supports */
+    AMP_CPU_DEFAULT = 0,        /* the fastest of this CPU, by amp_machine.rates */
     AMP_CPU_SCALAR = 1,         /* C99 */
     AMP_CPU_AVX2 = 2,           /* with FMA and F16C */
     AMP_CPU_AVX512 = 3,         /* F, BW, DQ, VL */
@@ -747,7 +747,7 @@ typedef struct amp_desc {
     /* 1 to 1024 working on one call, the caller included; default: cores, within the CPU quota */
     int32_t threads;
     uint64_t seed;              /* of dropout; ranks with one seed draw the same masks */
-    amp_cpu_path cpu_path;      /* default: the best this CPU supports */
+    amp_cpu_path cpu_path;      /* default: the fastest of this CPU, by amp_machine.rates */
     /* ON: a GPU times its algorithms on the first product of each shape (not in a capture); the CPU has none */
     amp_autotune autotune;
     /* keeps the results: read by amp_open, written by amp_close if there are new ones.  A missing, damaged or foreign
@@ -2228,8 +2228,10 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
 
 typedef struct amp_cpu_info {
     char name[64];
+    char vendor[16];            /* CPUID's: "GenuineIntel", "AuthenticAMD"; "" unknown */
+    int32_t family, model, stepping;    /* CPUID's, 0 unknown */
     int32_t cores;              /* that this process may use, within its CPU quota */
-    amp_cpu_path path;          /* the best that CPU and system support */
+    amp_cpu_path path;          /* the fastest that CPU and system support; amp_query_machine: the one in use */
     int32_t avx2, avx512, avx512_bf16, avx512_fp16;  /* 0 or 1 */
     int32_t amx_bf16;           /* 1: the system lets this process use it */
     int64_t l1d, l2, l3;        /* bytes per core, core and socket; 0 unknown */
@@ -2276,9 +2278,19 @@ typedef struct amp_device {
     char versions[96];          /* of the backend's compiler, driver and libraries */
 } amp_device;
 
+enum { AMP_CPU_PATHS = AMP_CPU_AMX + 1 };
+/* How fast a CPU path multiplies matrices in a compute dtype, beside fp32 on the same path: 2 is twice as many products
+   in a second.  0: the CPU lacks the path, or the rate is not known. */
+typedef struct amp_rates { float tf32, fp16, bf16, fp8; } amp_rates;
+
 struct amp_machine {
     amp_cpu_info cpu;
     amp_device device;          /* of the context's backend; kind "cpu" where that is the CPU */
+    /* Of the CPU, by amp_cpu_path.  They come from a table by vendor, family and model that is compiled in, and are
+       never measured at run time: a measurement could fall otherwise in the next run or on the next rank, and change
+       bits.  A CPU that is not in the table gets careful numbers by its instructions. */
+    amp_rates rates[AMP_CPU_PATHS];
+    char cores[48];             /* the table's name for them, such as "Zen 4"; "" not in the table */
 };
 
 /* Describes the CPU, in device too.  Errors: AMP_ERR_VERSION. */
@@ -2291,11 +2303,13 @@ struct amp_choice {
     amp_dtype dtype;            /* what regions compute in: AMP_F32, AMP_TF32, AMP_F16, AMP_BF16, AMP_FP8 */
     int32_t emulated;           /* 1: the CPU rounds to this dtype and computes in fp32 */
     int32_t fell_back;          /* 1: not what was asked for */
-    char reason[160];           /* one line */
+    float rate;                 /* of products beside fp32's, on a CPU; 0: not known, or a GPU */
+    char reason[200];           /* one line */
 };
 
 /* Chooses a compute dtype from its arguments alone.  wanted AMP_DTYPE_DEFAULT ("auto"): bf16 on compute capability 8.0
-   and later, or on a CPU with bf16 instructions; fp16 with a scaler on 7.0 to 7.5; else fp32.  Otherwise `wanted` if
+   and later, or on a CPU whose path (machine->cpu.path) multiplies bf16 faster than fp32 by machine->rates; fp16 with a
+   scaler on 7.0 to 7.5; else fp32.  Otherwise `wanted` if
    the device has it; if not, with allow_fallback, the nearest dtype that works, and the reason says so.
    Errors: AMP_ERR_DTYPE not a compute dtype, AMP_ERR_VERSION, AMP_ERR_UNSUPPORTED the device lacks it (E4M3 and E5M2:
    always; FP8 computes in them). */
@@ -2521,9 +2535,8 @@ AMP_API amp_result amp_settings_read_env(amp_settings *settings);
    Errors: as amp_settings_read_env, amp_settings_check, amp_open and amp_scaler_create. */
 AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) __attribute__((__warn_unused_result__));
 /* Checks each field, and for contradictions: level O0 (fp32 throughout) with another dtype, tf32 or the scaler on;
-   levels O2 and O3 (16-bit weights) with fp32 or tf32; what only delayed scaling reads with another fp8_scaling; a
-   floor above the ceiling; an initial scale outside them.
-   Settings without effect are no contradiction.
+   what only delayed scaling reads with another fp8_scaling; a floor above the ceiling; an initial scale outside them.
+   Settings without effect are no contradiction: fp32 at levels O2 and O3 keeps fp32 weights, as where auto chooses it.
    Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT with both keys, AMP_ERR_SCALE, AMP_ERR_UNSUPPORTED as amp_settings_set. */
 AMP_API amp_result amp_settings_check(const amp_settings *settings);
 /* All settings in effect, as a file that amp_settings_read_text takes; what nothing reads stands behind a #. */
@@ -2923,7 +2936,7 @@ typedef struct amp_advice {
     int64_t batch;              /* largest that should fit in 90% of the memory; 0 unknown */
     double lr_factor;           /* for the learning rate: 0.5 to 0.8, 1, 1.2 to 1.5; 0 unknown */
     double lr;                  /* .optimizer's times that; 0 unknown */
-    char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160], lr_reason[160];
+    char dtype_reason[200], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160], lr_reason[160];
 } amp_advice;
 #if !defined(AMP_NO_CARE)
 /* dtype: fp8 if the device has it and it passed verification; else amp_choose's for "auto", or the first of bf16,
@@ -4666,8 +4679,11 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      fp16 steps are skipped: the first few (the scale starts at 65536 and halves until gradients fit), or all
        Look: amp_status_text; a NaN of the model's own is no matter of the scale.  Then: init_scale; as for NaN.
      No speedup
-       Look: make check-machine; train_gpt --profile; amp_query_choice: "emulated" is fp32 arithmetic.  Then: bf16 where
-       the machine has it; larger batch; sizes in multiples of 8; level = O2; graphs.
+       Look: make check-machine; train_gpt --profile; amp_query_choice: .reason has the rate of products beside fp32's,
+       and "emulated" is fp32 arithmetic.  Some CPUs have bf16 instructions that are slower than fp32's; there fp32 is
+       faster.  16 bits pay in large products: with AVX-512 BF16 from about 64 x 64 x 64 on, and 1.8 times from
+       128 x 128 x 128 on; below 16 x 16 x 16 they cost 20 to 30%.  Then: dtype = auto; larger batch; sizes in
+       multiples of 8; level = O2; graphs.
      Accuracy is lost
        Look: amp_verify: which output or gradient, how far beyond rounding.  Then: fallback = tf32, amp_layer_override,
        level = O1, masters.
@@ -5812,11 +5828,13 @@ static int ampi_ask_for_tiles(void) {
 #endif
 }
 
-/* On cores with AMX, vdpbf16ps runs at a quarter of an FMA's rate for twice its work: they use AMX or FMA for bf16. */
-static amp_cpu_path ampi_path_of(const amp_cpu_info *cpu, int cores_have_amx) {
-    if (cpu->amx_bf16) return AMP_CPU_AMX;
-    if (cpu->avx512_bf16 && !cores_have_amx) return AMP_CPU_AVX512_BF16;
-    return cpu->avx512 ? AMP_CPU_AVX512 : cpu->avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
+/* Family, model and stepping from CPUID leaf 1's eax, as Intel and AMD define them. */
+static void ampi_cpu_signature(amp_cpu_info *cpu, uint32_t eax) {
+    cpu->stepping = (int32_t)(eax & 15);
+    cpu->model = (int32_t)(eax >> 4 & 15);
+    cpu->family = (int32_t)(eax >> 8 & 15);
+    if (cpu->family == 6 || cpu->family == 15) cpu->model += (int32_t)(eax >> 16 & 15) << 4;
+    if (cpu->family == 15) cpu->family += (int32_t)(eax >> 20 & 255);
 }
 
 /* An instruction set counts only if the operating system saves its registers (XCR0: 0x06 ymm, 0xe6 zmm,
@@ -5825,6 +5843,11 @@ static void ampi_probe_x86(amp_cpu_info *cpu) {
     uint32_t a, b, c, d, brand[12];
     uint64_t saved;
     int i, amx;
+    if (__get_cpuid(0, &a, &b, &c, &d)) {
+        memcpy(cpu->vendor, &b, 4);
+        memcpy(cpu->vendor + 4, &d, 4);
+        memcpy(cpu->vendor + 8, &c, 4);
+    }
     if (__get_cpuid(0x80000000u, &a, &b, &c, &d) && a >= 0x80000004u) {
         const char *name = (const char *)brand;
         for (i = 0; i < 3; i++)
@@ -5833,7 +5856,9 @@ static void ampi_probe_x86(amp_cpu_info *cpu) {
         while (*name == ' ') name++;
         snprintf(cpu->name, sizeof cpu->name, "%.47s", name);
     }
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    ampi_cpu_signature(cpu, a);
+    if (!(c >> 27 & 1)) return;
     saved = ampi_xgetbv();
     if ((saved & 0x06) == 0x06 && (c >> 12 & 1) && (c >> 28 & 1) && (c >> 29 & 1)) cpu->avx2 = 1;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) { cpu->avx2 = 0; return; }
@@ -5844,7 +5869,7 @@ static void ampi_probe_x86(amp_cpu_info *cpu) {
     amx = (d >> 22 & 1) && (d >> 24 & 1);
     if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu->avx512_bf16 = cpu->avx512 && (a >> 5 & 1);
     cpu->amx_bf16 = cpu->avx512_bf16 && amx && (saved & 0x60000) == 0x60000 && ampi_ask_for_tiles();
-    cpu->path = ampi_path_of(cpu, amx);
+    cpu->path = cpu->avx512 ? AMP_CPU_AVX512 : cpu->avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
 }
 #endif
 
@@ -6444,6 +6469,120 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
 #else
 #  define AMPI_COMPILER "gcc "
 #endif
+
+/* ---- Rates: how fast products are in each dtype.  Every dtype without a fast instruction of its own is rounded or
+   widened while operands are packed and multiplied by fp32's kernel, at nearly its rate.  That leaves two numbers to know
+   of a CPU with bf16 instructions: the rate of vdpbf16ps, and that of AMX's tiles.
+
+   Measured at 1024^3 (tests/bench/results): Zen 4 or 5 1.9 (shapes-amd-epyc-2026-11-22.json: 1 / 0.52); Intel with AMX
+   4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487 (cpu-intel-xeon-2026-11-21.json).
+   Cooper Lake: Intel's optimization manual gives vdpbf16ps twice the multiplications of an FMA; not measured. */
+typedef struct ampi_cpu_kind {
+    const char *vendor, *name;
+    int32_t family, first, last;        /* models */
+    int32_t step;                       /* from this stepping on */
+    float dot, tiles;                   /* vdpbf16ps and AMX; 0: the cores lack it */
+} ampi_cpu_kind;
+/* Models: Linux arch/x86/include/asm/intel-family.h and AMD's revision guides.  The last row that matches holds. */
+static const ampi_cpu_kind ampi_cpu_kinds[] = {
+    {"AuthenticAMD", "Zen or Zen 2", 0x17, 0x00, 0xff, 0, 0, 0},
+    {"AuthenticAMD", "Zen 3", 0x19, 0x00, 0x5f, 0, 0, 0},
+    {"AuthenticAMD", "Zen 4", 0x19, 0x10, 0x1f, 0, 1.9f, 0},
+    {"AuthenticAMD", "Zen 4", 0x19, 0x60, 0xaf, 0, 1.9f, 0},
+    {"AuthenticAMD", "Zen 5", 0x1a, 0x00, 0x4f, 0, 1.9f, 0},
+    {"AuthenticAMD", "Zen 5", 0x1a, 0x60, 0x7f, 0, 1.9f, 0},
+    {"GenuineIntel", "Haswell", 6, 0x3c, 0x3c, 0, 0, 0},
+    {"GenuineIntel", "Haswell", 6, 0x3f, 0x3f, 0, 0, 0},
+    {"GenuineIntel", "Haswell", 6, 0x45, 0x46, 0, 0, 0},
+    {"GenuineIntel", "Broadwell", 6, 0x3d, 0x3d, 0, 0, 0},
+    {"GenuineIntel", "Broadwell", 6, 0x47, 0x47, 0, 0, 0},
+    {"GenuineIntel", "Broadwell", 6, 0x4f, 0x4f, 0, 0, 0},
+    {"GenuineIntel", "Broadwell", 6, 0x56, 0x56, 0, 0, 0},
+    {"GenuineIntel", "Skylake", 6, 0x4e, 0x4e, 0, 0, 0},
+    {"GenuineIntel", "Skylake", 6, 0x5e, 0x5e, 0, 0, 0},
+    {"GenuineIntel", "Kaby Lake", 6, 0x8e, 0x8e, 0, 0, 0},
+    {"GenuineIntel", "Kaby Lake", 6, 0x9e, 0x9e, 0, 0, 0},
+    {"GenuineIntel", "Comet Lake", 6, 0xa5, 0xa6, 0, 0, 0},
+    {"GenuineIntel", "Skylake-X", 6, 0x55, 0x55, 0, 0, 0},
+    {"GenuineIntel", "Cascade Lake", 6, 0x55, 0x55, 5, 0, 0},
+    {"GenuineIntel", "Cooper Lake", 6, 0x55, 0x55, 10, 1.5f, 0},
+    {"GenuineIntel", "Ice Lake", 6, 0x6a, 0x6c, 0, 0, 0},
+    {"GenuineIntel", "Ice Lake", 6, 0x7d, 0x7e, 0, 0, 0},
+    {"GenuineIntel", "Tiger Lake", 6, 0x8c, 0x8d, 0, 0, 0},
+    {"GenuineIntel", "Rocket Lake", 6, 0xa7, 0xa7, 0, 0, 0},
+    {"GenuineIntel", "Sapphire Rapids", 6, 0x8f, 0x8f, 0, 0.5f, 4},
+    {"GenuineIntel", "Emerald Rapids", 6, 0xcf, 0xcf, 0, 0.5f, 4},
+    {"GenuineIntel", "Granite Rapids", 6, 0xad, 0xae, 0, 0.5f, 4},
+    {"GenuineIntel", "Alder Lake (hybrid)", 6, 0x97, 0x97, 0, 0, 0},
+    {"GenuineIntel", "Alder Lake (hybrid)", 6, 0x9a, 0x9a, 0, 0, 0},
+    {"GenuineIntel", "Raptor Lake (hybrid)", 6, 0xb7, 0xb7, 0, 0, 0},
+    {"GenuineIntel", "Raptor Lake (hybrid)", 6, 0xba, 0xba, 0, 0, 0},
+    {"GenuineIntel", "Raptor Lake (hybrid)", 6, 0xbf, 0xbf, 0, 0, 0},
+    {"GenuineIntel", "Meteor Lake (hybrid)", 6, 0xaa, 0xaa, 0, 0, 0},
+    {"GenuineIntel", "Arrow Lake (hybrid)", 6, 0xc5, 0xc6, 0, 0, 0},
+    {"GenuineIntel", "Lunar Lake (hybrid)", 6, 0xbd, 0xbd, 0, 0, 0},
+    {"GenuineIntel", "Sierra Forest", 6, 0xaf, 0xaf, 0, 0, 0}
+};
+enum { AMPI_CPU_KINDS = (int)(sizeof ampi_cpu_kinds / sizeof *ampi_cpu_kinds) };
+
+/* The row of these cores, or NULL. */
+static const ampi_cpu_kind *ampi_cpu_kind_of(const amp_cpu_info *cpu) {
+    const ampi_cpu_kind *found = NULL;
+    int i;
+    for (i = 0; i < AMPI_CPU_KINDS; i++) {
+        const ampi_cpu_kind *row = &ampi_cpu_kinds[i];
+        if (strcmp(row->vendor, cpu->vendor) == 0 && row->family == cpu->family && row->first <= cpu->model &&
+            cpu->model <= row->last && row->step <= cpu->stepping)
+            found = row;
+    }
+    return found;
+}
+
+static int ampi_cpu_has(const amp_cpu_info *cpu, amp_cpu_path path) {
+    switch (path) {
+        case AMP_CPU_SCALAR: return 1;
+        case AMP_CPU_AVX2: return cpu->avx2;
+        case AMP_CPU_AVX512: return cpu->avx512;
+        case AMP_CPU_AVX512_BF16: return cpu->avx512_bf16;
+        case AMP_CPU_AMX: return cpu->amx_bf16;
+        default: return 0;
+    }
+}
+
+/* Without a row: tiles are far faster than fp32 wherever there are any; of vdpbf16ps that is not known, and then fp32's
+   kernel is used. */
+static void ampi_rates_fill(amp_machine *m) {
+    static const amp_rates scalar = {0.96f, 0.49f, 0.96f, 0.96f}, fma = {0.97f, 0.97f, 0.97f, 0.96f}, none = {0, 0, 0, 0};
+    const ampi_cpu_kind *row = ampi_cpu_kind_of(&m->cpu);
+    float dot = row != NULL && row->dot > 0 ? row->dot : 0.5f, tiles = row != NULL && row->tiles > 0 ? row->tiles : 2;
+    int path;
+    snprintf(m->cores, sizeof m->cores, "%s", row != NULL ? row->name : "");
+    for (path = AMP_CPU_SCALAR; path < AMP_CPU_PATHS; path++)
+        m->rates[path] = !ampi_cpu_has(&m->cpu, (amp_cpu_path)path) ? none : path == AMP_CPU_SCALAR ? scalar : fma;
+    if (m->cpu.avx512_bf16) m->rates[AMP_CPU_AVX512_BF16].bf16 = dot;
+    if (m->cpu.amx_bf16) m->rates[AMP_CPU_AMX].bf16 = tiles;
+}
+
+/* The path that multiplies bf16 fastest among those with the widest fp32 kernels, which AVX-512 and up share.  Of two that
+   are as fast, the one with fewer instructions of its own. */
+static amp_cpu_path ampi_fastest_path(const amp_machine *m) {
+    amp_cpu_path best = m->cpu.avx512 ? AMP_CPU_AVX512 : m->cpu.avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
+    int path;
+    for (path = AMP_CPU_AVX512_BF16; path < AMP_CPU_PATHS; path++)
+        if (m->rates[path].bf16 > m->rates[best].bf16) best = (amp_cpu_path)path;
+    return best;
+}
+
+static float ampi_rate_of(const amp_machine *m, amp_dtype dtype) {
+    const amp_rates *r = &m->rates[AMPI_MIN(AMPI_MAX((int)m->cpu.path, 0), AMP_CPU_PATHS - 1)];
+    return dtype == AMP_F32    ? 1
+           : dtype == AMP_TF32 ? r->tf32
+           : dtype == AMP_F16  ? r->fp16
+           : dtype == AMP_BF16 ? r->bf16
+           : dtype == AMP_FP8  ? r->fp8
+                               : 0;
+}
+
 static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "%s", cpu->name);
@@ -6459,6 +6598,8 @@ AMP_API amp_result amp_machine_probe(amp_machine *out) {
     AMPI_TRY(ampi_check_headers("amp_machine_probe", AMPI_HEADERS));
     memset(out, 0, sizeof *out);
     ampi_probe_cpu(&out->cpu);
+    ampi_rates_fill(out);
+    out->cpu.path = ampi_fastest_path(out);
     ampi_cpu_as_device(&out->cpu, &out->device);
     return AMP_OK;
 }
@@ -6476,6 +6617,16 @@ static const char *ampi_cpu_path_name(amp_cpu_path path) {
 
 static const char *ampi_yes_no(int32_t flag) { return flag ? "yes" : "no"; }
 
+static void ampi_print_rates(ampi_sheet *s, const amp_machine *m) {
+    int path;
+    ampi_print(s, "         %s; products beside fp32's, by path:\n", m->cores[0] ? m->cores : "cores not in the table");
+    for (path = AMP_CPU_SCALAR; path < AMP_CPU_PATHS; path++)
+        if (m->rates[path].bf16 > 0)
+            ampi_print(s, "           %-16s bf16 %.2f, fp16 %.2f%s\n", ampi_cpu_path_name((amp_cpu_path)path),
+                       (double)m->rates[path].bf16, (double)m->rates[path].fp16,
+                       path == (int)m->cpu.path ? "   (in use)" : "");
+}
+
 static void ampi_print_machine(ampi_sheet *s, const amp_machine *machine) {
     const amp_cpu_info *c = &machine->cpu;
     const amp_device *d = &machine->device;
@@ -6486,6 +6637,7 @@ static void ampi_print_machine(ampi_sheet *s, const amp_machine *machine) {
     ampi_print(s, "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n",
                ampi_yes_no(c->avx2), ampi_yes_no(c->avx512), ampi_yes_no(c->avx512_bf16), ampi_yes_no(c->avx512_fp16),
                ampi_yes_no(c->amx_bf16), ampi_cpu_path_name(c->path));
+    ampi_print_rates(s, machine);
     ampi_print(s, "device   %s%s%s", d->kind, is_cpu ? "" : ", ", is_cpu ? "" : d->name);
     if (d->cc_major > 0)
         ampi_print(s, ", compute capability %d.%d, %d SMs", d->cc_major, d->cc_minor, d->multiprocessors);
@@ -6521,14 +6673,29 @@ static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
            (dtype == AMP_TF32 && d->tf32) || (dtype == AMP_FP8 && d->fp8);
 }
 
-static amp_result ampi_choose_auto(const amp_device *d, int is_cpu, amp_choice *out) {
+/* Among what a CPU's path offers: bf16 where it is faster than fp32. */
+static amp_result ampi_choose_on_cpu(const amp_machine *m, amp_choice *out) {
+    const char *path = ampi_cpu_path_name(m->cpu.path);
+    float rate = ampi_rate_of(m, AMP_BF16);
+    if (rate > 1) {
+        AMPI_TRY(ampi_chosen(out, AMP_BF16, !m->device.bf16, 0,
+                             "auto: bf16 has %.3g times fp32's products here (%s), fp32's range, and needs no loss "
+                             "scaler", (double)rate, path));
+        out->rate = rate;
+        return AMP_OK;
+    }
+    AMPI_TRY(rate > 0 ? ampi_chosen(out, AMP_F32, 0, 0,
+                                    "auto: fp32 is fastest here, and exact; bf16 has %.3g times its products (%s)",
+                                    (double)rate, path)
+                      : ampi_chosen(out, AMP_F32, 0, 0, "auto: fp32; how fast 16 bits are here is not known"));
+    out->rate = 1;
+    return AMP_OK;
+}
+
+static amp_result ampi_choose_auto(const amp_machine *m, int is_cpu, amp_choice *out) {
+    const amp_device *d = &m->device;
     int cc = d->cc_major * 10 + d->cc_minor;
-    if (is_cpu && d->bf16)
-        return ampi_chosen(out, AMP_BF16, 0, 0,
-                           "auto: this CPU has bf16 instructions; bf16 has fp32's range and needs no loss scaler");
-    if (is_cpu)
-        return ampi_chosen(out, AMP_F32, 0, 0,
-                           "auto: this CPU has no 16-bit matrix instructions, so fp32 is fastest and exact");
+    if (is_cpu) return ampi_choose_on_cpu(m, out);
     if (d->bf16 && cc >= 80)
         return ampi_chosen(out, AMP_BF16, 0, 0,
                            "auto: compute capability %d.%d has bf16 tensor cores; no loss scaler needed", d->cc_major,
@@ -6543,23 +6710,43 @@ static amp_result ampi_choose_auto(const amp_device *d, int is_cpu, amp_choice *
     return ampi_chosen(out, AMP_F32, 0, 0, "auto: %.64s has no fast 16-bit matrix instructions", d->name);
 }
 
+/* What was asked for, on a CPU, and what it costs. */
+static amp_result ampi_choose_asked(const amp_machine *m, amp_dtype wanted, amp_choice *out) {
+    const char *name = amp_dtype_name(wanted), *path = ampi_cpu_path_name(m->cpu.path);
+    int emulated = !ampi_device_has(&m->device, wanted);
+    float rate = ampi_rate_of(m, wanted);
+    char beside[64] = "";
+    if (rate > 0) snprintf(beside, sizeof beside, ", with %.3g times fp32's products", (double)rate);
+    if (emulated)
+        AMPI_TRY(ampi_chosen(out, wanted, 1, 0,
+                             "requested; emulated: operands are rounded to %s, the arithmetic is fp32 (%s)%s%s", name,
+                             path, beside, wanted == AMP_F16 ? ": fp32 needs no loss scaler, and is exact" : ""));
+    else
+        AMPI_TRY(ampi_chosen(out, wanted, 0, 0, "requested; this CPU has %s matrix instructions (%s)%s%s", name, path,
+                             beside, rate > 0 && rate < 1 ? ": fp32 is faster" : ""));
+    out->rate = rate;
+    return AMP_OK;
+}
+
 AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out) {
     const amp_device *d;
-    const char *scaler;
     int is_cpu;
     AMPI_TRY(ampi_need("amp_choose", machine && out, "machine or out"));
     AMPI_TRY(ampi_check_headers("amp_choose", AMPI_HEADERS));
     d = &machine->device;
     is_cpu = strcmp(d->kind, "cpu") == 0;
     switch (wanted) {
-        case AMP_DTYPE_DEFAULT: return ampi_choose_auto(d, is_cpu, out);
-        case AMP_F32: return ampi_chosen(out, AMP_F32, 0, 0, "requested; every machine has fp32");
+        case AMP_DTYPE_DEFAULT: return ampi_choose_auto(machine, is_cpu, out);
+        case AMP_F32:
+            AMPI_TRY(ampi_chosen(out, AMP_F32, 0, 0, "requested; every machine has fp32"));
+            out->rate = is_cpu ? 1.0f : 0.0f;
+            return AMP_OK;
         case AMP_E4M3: case AMP_E5M2:
             if (!allow_fallback)
                 return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose",
                                  "dtype %s is a format to store in; to compute in it, use fp8 and its recipe",
                                  amp_dtype_name(wanted));
-            AMPI_TRY(ampi_choose_auto(d, is_cpu, out));
+            AMPI_TRY(ampi_choose_auto(machine, is_cpu, out));
             return ampi_chosen(out, out->dtype, 0, 1,
                                "%s requested: products compute in fp8, not in one of its formats; %s instead",
                                amp_dtype_name(wanted), amp_dtype_name(out->dtype));
@@ -6569,19 +6756,15 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
                              "dtype %s is not a compute dtype; use fp32, tf32, fp16, bf16 or fp8",
                              amp_dtype_name(wanted));
     }
-    scaler = wanted == AMP_F16 ? "; train with a loss scaler" : "";
+    if (is_cpu) return ampi_choose_asked(machine, wanted, out);
     if (ampi_device_has(d, wanted))
-        return ampi_chosen(out, wanted, 0, 0, "requested; %s has %s matrix instructions%s",
-                           is_cpu ? "this CPU" : "the device", amp_dtype_name(wanted), scaler);
-    if (is_cpu)
-        return ampi_chosen(out, wanted, 1, 0,
-                           "requested; emulated: operands are rounded to %s, the arithmetic is fp32%s",
-                           amp_dtype_name(wanted), scaler);
+        return ampi_chosen(out, wanted, 0, 0, "requested; the device has %s matrix instructions%s",
+                           amp_dtype_name(wanted), wanted == AMP_F16 ? "; train with a loss scaler" : "");
     if (!allow_fallback)
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose",
                          "dtype %s: %.64s (compute capability %d.%d) has no such matrix instructions",
                          amp_dtype_name(wanted), d->name, d->cc_major, d->cc_minor);
-    AMPI_TRY(ampi_choose_auto(d, is_cpu, out));
+    AMPI_TRY(ampi_choose_auto(machine, is_cpu, out));
     return ampi_chosen(out, out->dtype, 0, 1, "%s requested: %.64s lacks it; %s instead", amp_dtype_name(wanted),
                        d->name, amp_dtype_name(out->dtype));
 }
@@ -11413,10 +11596,10 @@ static void ampi_cpu_close(void *dev) {
 }
 
 static amp_result ampi_cpu_describe(void *dev, amp_device *out) {
-    amp_machine machine;
-    (void)dev;
-    AMPI_TRY(amp_machine_probe(&machine));
-    *out = machine.device;
+    amp_cpu_info info;
+    ampi_probe_cpu(&info);
+    info.path = ((const ampi_cpu *)dev)->path;
+    ampi_cpu_as_device(&info, out);
     return AMP_OK;
 }
 
@@ -12922,9 +13105,6 @@ static amp_result ampi_check_desc(amp_desc *d) {
                          d->threads, d->share_threads->desc.threads);
     if (d->share_threads != NULL && d->parallel.parallel != NULL)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel are both set, use one");
-    if (d->cpu_path > ampi_cpu_best_path())
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s",
-                         ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
     if ((s->alloc == NULL) != (s->free == NULL))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free must be set together");
     if ((d->memory.alloc == NULL) != (d->memory.free == NULL))
@@ -12958,9 +13138,18 @@ static amp_result ampi_check_desc(amp_desc *d) {
     return AMP_OK;
 }
 
+/* The path in use, of those that this CPU has. */
+static amp_result ampi_choose_path(amp_desc *d, amp_machine *m) {
+    if (d->cpu_path != AMP_CPU_DEFAULT && !ampi_cpu_has(&m->cpu, d->cpu_path))
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU lacks it; its fastest is %s",
+                         ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(m->cpu.path));
+    if (d->cpu_path == AMP_CPU_DEFAULT) d->cpu_path = m->cpu.path;
+    m->cpu.path = d->cpu_path;
+    return AMP_OK;
+}
+
 static void ampi_fill_defaults(amp_desc *d, const amp_cpu_info *cpu) {
     if (d->backend == NULL) d->backend = amp_cpu();
-    if (d->cpu_path == 0) d->cpu_path = cpu->path;
     if (d->threads == 0) d->threads = d->share_threads ? d->share_threads->desc.threads : cpu->cores;
     if (d->reducer.world == 0) d->reducer.world = 1;
 }
@@ -13311,6 +13500,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp_system system;
     amp_context *amp;
     amp_desc d;
+    amp_machine machine;
     amp_result result;
     void *memory;
     int locks;
@@ -13321,11 +13511,13 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     AMPI_TRY(ampi_check_desc(&d));
+    AMPI_TRY(amp_machine_probe(&machine));
+    AMPI_TRY(ampi_choose_path(&d, &machine));
     system = ampi_system(desc ? &desc->system : NULL);
     AMPI_TRY(ampi_alloc(&system, "amp_open", &memory, 1, sizeof *amp));
     amp = (amp_context *)memory;
     amp->desc = d;
-    ampi_probe_cpu(&amp->machine.cpu);
+    amp->machine = machine;
     ampi_fill_defaults(&amp->desc, &amp->machine.cpu);
     amp->system = amp->desc.system = system;
     amp->quiet = amp->desc.logger.level == AMP_LOG_DEBUG ? AMP_LOG_WARNING : amp->desc.logger.level;
@@ -28865,8 +29057,6 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
         if (s.allow_tf32) return ampi_settings_conflict(f, &s, "level", "tf32", why);
         if (s.use_scaler == AMP_SCALER_USE_ON) return ampi_settings_conflict(f, &s, "level", "scaler", why);
     }
-    if (s.level >= AMP_LEVEL_O2 && (s.dtype == AMP_F32 || s.dtype == AMP_TF32))
-        return ampi_settings_conflict(f, &s, "level", "dtype", "levels O2 and O3 keep weights in fp16 or bf16");
     unread = ampi_fp8_unread(&s.fp8);
     if (unread != NULL) {
         snprintf(key, sizeof key, "fp8_%s", unread + 4);

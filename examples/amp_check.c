@@ -752,7 +752,7 @@ static void recommend(check *c) {
     }
     for (i = 2; i < PRECISIONS && (!c->precisions[i].supported || c->precisions[i].emulated); i++) { }
     if (i == PRECISIONS)
-        advise(c, "16 bits: this CPU has no such instructions: mixed precision saves memory, not time");
+        advise(c, "16 bits: fp32's products are fastest on this CPU: mixed precision saves memory, not time");
     if (c->wait_share > 0.05)
         advise(c, "workers: training waits for data: raise amp_loader_desc.workers, then .prefetch; or other programs "
                   "use the cores");

@@ -83,7 +83,7 @@ TEST(choice_follows_the_device) {
     static const struct { const char *kind; int major, minor, fp16, bf16; amp_dtype dtype; int scaler; } rows[] = {
         {"cuda", 9, 0, 1, 1, AMP_BF16, 0}, {"cuda", 8, 6, 1, 1, AMP_BF16, 0}, {"cuda", 8, 0, 1, 1, AMP_BF16, 0},
         {"cuda", 7, 5, 1, 0, AMP_F16, 1}, {"cuda", 7, 0, 1, 0, AMP_F16, 1}, {"cuda", 6, 1, 0, 0, AMP_F32, 0},
-        {"cpu", 0, 0, 0, 1, AMP_BF16, 0}, {"cpu", 0, 0, 0, 0, AMP_F32, 0}};
+        {"cpu", 0, 0, 0, 1, AMP_F32, 0}, {"cpu", 0, 0, 0, 0, AMP_F32, 0}};      /* no rate is known */
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         amp_machine m = machine_with(rows[i].kind, rows[i].major, rows[i].minor, rows[i].fp16, rows[i].bf16, 0);
         amp_choice choice;
@@ -91,6 +91,94 @@ TEST(choice_follows_the_device) {
         CHECK_EQ(choice.dtype, rows[i].dtype);
         CHECK_EQ(choice.scaler, rows[i].scaler);
         CHECK(strlen(choice.reason) > 10);
+    }
+}
+
+/* Cores of this kind, with or without the instructions that a hypervisor may hide. */
+static amp_machine machine_of(const char *vendor, int family, int model, int stepping, int avx512, int dot, int tiles) {
+    amp_machine m;
+    memset(&m, 0, sizeof m);
+    snprintf(m.cpu.vendor, sizeof m.cpu.vendor, "%s", vendor);
+    m.cpu.family = family; m.cpu.model = model; m.cpu.stepping = stepping;
+    m.cpu.avx2 = 1; m.cpu.avx512 = avx512; m.cpu.avx512_bf16 = dot; m.cpu.amx_bf16 = tiles;
+    ampi_rates_fill(&m);
+    m.cpu.path = ampi_fastest_path(&m);
+    ampi_cpu_as_device(&m.cpu, &m.device);
+    return m;
+}
+
+#define AMD "AuthenticAMD"
+#define INTEL "GenuineIntel"
+/* Kernel, choice and reason for every kind of cores, also where the system hides instructions that they have. */
+TEST(cores_of_the_table) {
+    static const struct {
+        const char *name, *vendor;
+        int family, model, stepping, avx512, dot, tiles;
+        amp_cpu_path path; amp_dtype dtype; const char *says;
+    } rows[] = {
+        {"Zen or Zen 2", AMD, 0x17, 0x31, 0, 0, 0, 0, AMP_CPU_AVX2, AMP_F32, "0.97 times its products (AVX2)"},
+        {"Zen 3", AMD, 0x19, 0x01, 1, 0, 0, 0, AMP_CPU_AVX2, AMP_F32, "0.97 times its products (AVX2)"},
+        {"Zen 3", AMD, 0x19, 0x50, 0, 0, 0, 0, AMP_CPU_AVX2, AMP_F32, "0.97 times its products (AVX2)"},
+        {"Zen 4", AMD, 0x19, 0x11, 1, 1, 1, 0, AMP_CPU_AVX512_BF16, AMP_BF16, "1.9 times fp32's products here (AVX-512 BF16)"},
+        {"Zen 4", AMD, 0x19, 0xa0, 1, 1, 1, 0, AMP_CPU_AVX512_BF16, AMP_BF16, "1.9 times"},
+        {"Zen 4", AMD, 0x19, 0x61, 2, 1, 0, 0, AMP_CPU_AVX512, AMP_F32, "0.97 times its products (AVX-512)"},
+        {"Zen 5", AMD, 0x1a, 0x02, 1, 1, 1, 0, AMP_CPU_AVX512_BF16, AMP_BF16, "1.9 times"},
+        {"Haswell", INTEL, 6, 0x3f, 2, 0, 0, 0, AMP_CPU_AVX2, AMP_F32, "AVX2"},
+        {"Skylake-X", INTEL, 6, 0x55, 4, 1, 0, 0, AMP_CPU_AVX512, AMP_F32, "AVX-512"},
+        {"Cascade Lake", INTEL, 6, 0x55, 7, 1, 0, 0, AMP_CPU_AVX512, AMP_F32, "AVX-512"},
+        {"Cooper Lake", INTEL, 6, 0x55, 11, 1, 1, 0, AMP_CPU_AVX512_BF16, AMP_BF16, "1.5 times"},
+        {"Ice Lake", INTEL, 6, 0x6a, 6, 1, 0, 0, AMP_CPU_AVX512, AMP_F32, "AVX-512"},
+        {"Sapphire Rapids", INTEL, 6, 0x8f, 8, 1, 1, 1, AMP_CPU_AMX, AMP_BF16, "4 times fp32's products here (AMX and AVX-512)"},
+        {"Sapphire Rapids", INTEL, 6, 0x8f, 8, 1, 1, 0, AMP_CPU_AVX512, AMP_F32, "0.97 times its products (AVX-512)"},
+        {"Emerald Rapids", INTEL, 6, 0xcf, 2, 1, 1, 1, AMP_CPU_AMX, AMP_BF16, "4 times"},
+        {"Emerald Rapids", INTEL, 6, 0xcf, 2, 1, 1, 0, AMP_CPU_AVX512, AMP_F32, "0.97 times"},
+        {"Granite Rapids", INTEL, 6, 0xad, 1, 1, 1, 1, AMP_CPU_AMX, AMP_BF16, "4 times"},
+        {"Granite Rapids", INTEL, 6, 0xad, 1, 1, 1, 0, AMP_CPU_AVX512, AMP_F32, "0.97 times"},
+        {"Alder Lake (hybrid)", INTEL, 6, 0x97, 2, 0, 0, 0, AMP_CPU_AVX2, AMP_F32, "AVX2"},
+        {"Sierra Forest", INTEL, 6, 0xaf, 3, 0, 0, 0, AMP_CPU_AVX2, AMP_F32, "AVX2"},
+        /* not in the table: careful */
+        {"", INTEL, 6, 0xff, 0, 1, 1, 0, AMP_CPU_AVX512, AMP_F32, "0.97 times"},
+        {"", INTEL, 6, 0xff, 0, 1, 1, 1, AMP_CPU_AMX, AMP_BF16, "2 times"},
+        {"", AMD, 0x1b, 0x00, 0, 1, 1, 0, AMP_CPU_AVX512, AMP_F32, "0.97 times"},
+        {"", "HygonGenuine", 0x18, 0x00, 0, 0, 0, 0, AMP_CPU_AVX2, AMP_F32, "AVX2"},
+        {"", "", 0, 0, 0, 1, 1, 0, AMP_CPU_AVX512, AMP_F32, "0.97 times"}};
+    const int n = (int)(sizeof rows / sizeof *rows);
+    for (int i = 0; i < n; i++) {
+        amp_machine m = machine_of(rows[i].vendor, rows[i].family, rows[i].model, rows[i].stepping, rows[i].avx512,
+                                   rows[i].dot, rows[i].tiles);
+        amp_choice choice;
+        CHECK_OK(amp_choose(&m, AMP_DTYPE_DEFAULT, 0, &choice));
+        CHECK_MSG(strcmp(m.cores, rows[i].name) == 0 && m.cpu.path == rows[i].path && choice.dtype == rows[i].dtype,
+                  "row %d, %s: %s, path %d, %s", i, rows[i].name, m.cores, (int)m.cpu.path, amp_dtype_name(choice.dtype));
+        CHECK_MSG(strstr(choice.reason, rows[i].says) != NULL, "row %d: %s", i, choice.reason);
+        CHECK(choice.dtype == AMP_F32 ? choice.rate == 1 : choice.rate > 1);
+        CHECK(choice.emulated == 0 && choice.fell_back == 0);
+    }
+    for (int i = 0; i < AMPI_CPU_KINDS; i++) {      /* each with bf16 instructions is one of those above */
+        const ampi_cpu_kind *row = &ampi_cpu_kinds[i];
+        int k = 0;
+        CHECK(row->first <= row->last && (row->dot > 0 || row->tiles <= 0));
+        while (k < n && strcmp(rows[k].name, row->name) != 0) k++;
+        CHECK_MSG(k < n || !(row->dot > 0), "%s has no row in the test", row->name);
+    }
+}
+
+/* The path in use decides.  One that multiplies slower than fp32 says so when it is asked for. */
+TEST(choice_counts_the_path) {
+    amp_machine m = machine_of(INTEL, 6, 0xcf, 2, 1, 1, 1);
+    amp_choice choice;
+    for (int path = AMP_CPU_SCALAR; path < AMP_CPU_PATHS; path++) {
+        m.cpu.path = (amp_cpu_path)path;
+        ampi_cpu_as_device(&m.cpu, &m.device);
+        CHECK_OK(amp_choose(&m, AMP_DTYPE_DEFAULT, 0, &choice));
+        CHECK(choice.dtype == (path == AMP_CPU_AMX ? AMP_BF16 : AMP_F32));
+        CHECK_OK(amp_choose(&m, AMP_BF16, 0, &choice));
+        CHECK(choice.dtype == AMP_BF16 && choice.emulated == (path < AMP_CPU_AVX512_BF16));
+        if (path == AMP_CPU_AVX512_BF16)
+            CHECK_MSG(strstr(choice.reason, "0.5 times fp32's products: fp32 is faster"), "%s", choice.reason);
+        CHECK_OK(amp_choose(&m, AMP_F16, 0, &choice));
+        CHECK(choice.emulated && choice.scaler && strstr(choice.reason, "fp32 needs no loss scaler") != NULL);
+        CHECK(strlen(choice.reason) < sizeof choice.reason - 1);
     }
 }
 
@@ -583,7 +671,8 @@ TEST(several_threads_share_a_context) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(results_have_texts_and_hints); RUN(result_numbers_never_change); RUN(last_error_names_field_value_and_mend);
-    RUN(a_stale_header_is_an_error); RUN(choice_follows_the_device); RUN(choice_refuses_or_falls_back_by_name);
+    RUN(a_stale_header_is_an_error); RUN(choice_follows_the_device); RUN(cores_of_the_table); RUN(choice_counts_the_path);
+    RUN(choice_refuses_or_falls_back_by_name);
     RUN(machine_is_described); RUN(caches_are_those_that_linux_lists); RUN(cpu_quotas_limit_the_cores); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
     RUN(settings_out_of_range); RUN(memory_is_accounted_and_returned);
     RUN(a_fallback_is_logged_with_its_reason);

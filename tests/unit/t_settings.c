@@ -557,7 +557,7 @@ TEST(contradictions_are_refused_with_both_keys) {
         {"level=O0\nscaler=on\n", AMP_ERR_CONFLICT, "level = O0", "scaler = on"},
         {"level=O0\nautocast_dtype=bf16\n", AMP_ERR_CONFLICT, "level = O0", "autocast_dtype = bf16"},
         {"level=O2\ndtype=bf16\nautocast_dtype=fp32\n", AMP_OK, "", ""},
-        {"level=O2\ndtype=fp32\n", AMP_ERR_CONFLICT, "level = O2", "dtype = fp32"},
+        {"level=O2\ndtype=fp32\n", AMP_OK, "", ""},
         {"level=O3\ndtype=tf32\n", AMP_ERR_CONFLICT, "level = O3", "dtype = tf32"},
         {"min_scale=16\nmax_scale=8\ninit_scale=8\n", AMP_ERR_CONFLICT, "min_scale = 16", "max_scale = 8"},
         {"init_scale=2\nmin_scale=4\n", AMP_ERR_CONFLICT, "init_scale = 2", "min_scale = 4"},
