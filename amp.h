@@ -6182,6 +6182,61 @@ static inline float ampi_or32(float value, float otherwise) {
 #define AMPI_ABOVE_1 1.0000000000000002
 #define AMPI_BELOW_1 0.99999999999999989
 
+/* ---- Numbers as text, the same in every locale. */
+
+/* The current locale's decimal point. */
+static const char *ampi_point(char scratch[16]) {
+    snprintf(scratch, 16, "%.1f", 0.5);
+    scratch[strlen(scratch) - 1] = 0;
+    return scratch + 1;
+}
+
+/* [sign] digits [. digits] [e [sign] digits], with at least one digit before the e; whole: [sign] digits. */
+static int ampi_is_number(const char *text, size_t n, int whole) {
+    size_t i = 0, digits = 0, exponent = 0;
+    if (i < n && (text[i] == '+' || text[i] == '-')) i++;
+    for (; i < n && text[i] >= '0' && text[i] <= '9'; i++) digits++;
+    if (whole || i == n) return digits > 0 && i == n;
+    if (text[i] == '.') for (i++; i < n && text[i] >= '0' && text[i] <= '9'; i++) digits++;
+    if (digits == 0 || i == n) return digits > 0;
+    if (text[i] != 'e' && text[i] != 'E') return 0;
+    if (++i < n && (text[i] == '+' || text[i] == '-')) i++;
+    for (; i < n && text[i] >= '0' && text[i] <= '9'; i++) exponent++;
+    return exponent > 0 && i == n;
+}
+
+/* Reads the same number in every locale; 0: not a number, or too large for fp64. */
+static int ampi_parse_number(const char *text, size_t n, int whole, double *out) {
+    char copy[96], scratch[16], *end;
+    const char *point = (const char *)memchr(text, '.', n);
+    size_t before = point ? (size_t)(point - text) : n;
+    if (n >= 64 || !ampi_is_number(text, n, whole)) return 0;
+    snprintf(copy, sizeof copy, "%.*s%s%.*s", (int)before, text, point ? ampi_point(scratch) : "",
+             point ? (int)(n - before - 1) : 0, point ? point + 1 : "");
+    *out = strtod(copy, &end);
+    return *end == 0 && amp_is_finite_f64(out);
+}
+
+/* The shortest text that ampi_parse_number reads as this number, or as one that rounds to the same fp32. */
+static void ampi_number_text(double value, int single, char out[64]) {
+    char scratch[16], *at;
+    const char *point = ampi_point(scratch);
+    ampi_fp host = ampi_fp_begin();
+    double back = 0;
+    int digits;
+    for (digits = 1; digits <= 17; digits++) {
+        snprintf(out, 64, "%.*g", digits, value);
+        at = strstr(out, point);
+        if (at != NULL) {
+            *at = '.';
+            memmove(at + 1, at + strlen(point), strlen(at + strlen(point)) + 1);
+        }
+        if (ampi_parse_number(out, strlen(out), 0, &back) && (single ? (float)back == (float)value : back == value))
+            break;
+    }
+    ampi_fp_end(host);
+}
+
 /* ---- Fields.  A row gives a field's name, place and legal values; tables of rows drive defaults, checks, settings. */
 
 typedef struct ampi_word { const char *word; double value; } ampi_word;
@@ -28635,59 +28690,6 @@ static int ampi_same_word(const char *word, const char *text, size_t n) {
     size_t i;
     for (i = 0; i < n && word[i] != 0; i++) if (ampi_lower(word[i]) != ampi_lower(text[i])) return 0;
     return i == n && word[i] == 0;
-}
-
-/* The current locale's decimal point. */
-static const char *ampi_point(char scratch[16]) {
-    snprintf(scratch, 16, "%.1f", 0.5);
-    scratch[strlen(scratch) - 1] = 0;
-    return scratch + 1;
-}
-
-/* [sign] digits [. digits] [e [sign] digits], with at least one digit before the e; whole: [sign] digits. */
-static int ampi_is_number(const char *text, size_t n, int whole) {
-    size_t i = 0, digits = 0, exponent = 0;
-    if (i < n && (text[i] == '+' || text[i] == '-')) i++;
-    for (; i < n && text[i] >= '0' && text[i] <= '9'; i++) digits++;
-    if (whole || i == n) return digits > 0 && i == n;
-    if (text[i] == '.') for (i++; i < n && text[i] >= '0' && text[i] <= '9'; i++) digits++;
-    if (digits == 0 || i == n) return digits > 0;
-    if (text[i] != 'e' && text[i] != 'E') return 0;
-    if (++i < n && (text[i] == '+' || text[i] == '-')) i++;
-    for (; i < n && text[i] >= '0' && text[i] <= '9'; i++) exponent++;
-    return exponent > 0 && i == n;
-}
-
-/* Reads the same number in every locale; 0: not a number, or too large for fp64. */
-static int ampi_parse_number(const char *text, size_t n, int whole, double *out) {
-    char copy[96], scratch[16], *end;
-    const char *point = (const char *)memchr(text, '.', n);
-    size_t before = point ? (size_t)(point - text) : n;
-    if (n >= 64 || !ampi_is_number(text, n, whole)) return 0;
-    snprintf(copy, sizeof copy, "%.*s%s%.*s", (int)before, text, point ? ampi_point(scratch) : "",
-             point ? (int)(n - before - 1) : 0, point ? point + 1 : "");
-    *out = strtod(copy, &end);
-    return *end == 0 && amp_is_finite_f64(out);
-}
-
-/* The shortest text that ampi_parse_number reads as this number, or as one that rounds to the same fp32. */
-static void ampi_number_text(double value, int single, char out[64]) {
-    char scratch[16], *at;
-    const char *point = ampi_point(scratch);
-    ampi_fp host = ampi_fp_begin();
-    double back = 0;
-    int digits;
-    for (digits = 1; digits <= 17; digits++) {
-        snprintf(out, 64, "%.*g", digits, value);
-        at = strstr(out, point);
-        if (at != NULL) {
-            *at = '.';
-            memmove(at + 1, at + strlen(point), strlen(at + strlen(point)) + 1);
-        }
-        if (ampi_parse_number(out, strlen(out), 0, &back) && (single ? (float)back == (float)value : back == value))
-            break;
-    }
-    ampi_fp_end(host);
 }
 
 /* A value as written in a file. */
