@@ -1567,6 +1567,9 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
      - It carries another loss scale: that of another scaler, or of the same one before an update or
        amp_scaler_set_scale.  This holds with .accumulation too, so an optimizer that accumulates while others step
        needs a scaler of its own.  (A scaler with .frozen, or disabled, keeps its scale.)
+   A check or a step refuses a gradient that carries another loss scale than the one it divides by, for the same reason.
+   Optimizers that share a scaler therefore call amp_scaler_check and amp_optimizer_step each, and then
+   amp_scaler_update once; amp_step for each of them would update the scale in between.
    What to do: drop the gradient first, freeze its model in the other backward, or set .accumulation.  Not refused: one
    backward for several optimizers; several backwards, then one step; parameters that no optimizer has and whose
    gradients your code never took (by grad_live = 0); optimizers that other threads step. */
@@ -1782,8 +1785,8 @@ typedef enum amp_check_mode {
        amp_scaler_update    AMP_ERR_NO_CHECK unless some set of this scaler was checked
    An empty set counts as checked.  On failure the stage stays.  Values are tested before the multiplication: overflow
    that it causes is not found.
-   Errors: AMP_ERR_STATE another scaler uses the set, or amp_scaler_found found an infinity, AMP_ERR_CONFLICT an
-   optimizer's gradients share memory and would be unscaled, AMP_ERR_GRAD_16BIT, AMP_ERR_UNSCALED, AMP_ERR_STEPPED,
+   Errors: AMP_ERR_STATE another scaler uses the set, a gradient carries another loss scale, or amp_scaler_found found
+   an infinity, AMP_ERR_CONFLICT an optimizer's gradients share memory and would be unscaled, AMP_ERR_GRAD_16BIT, AMP_ERR_UNSCALED, AMP_ERR_STEPPED,
    AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode);
 /* Grows or shrinks the scale by what all checks, and amp_scaler_found, found since the last update.
@@ -21066,6 +21069,26 @@ static amp_result ampi_check_by_hand(const char *function, const amp_optimizer *
     return AMP_OK;
 }
 
+/* A step divides gradients by its scaler's scale: refuses those that carry another one. */
+static amp_result ampi_check_scales(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
+    const uint64_t id = scaler != NULL ? scaler->scale.id : AMPI_UNSCALED;
+    int64_t i;
+    for (i = 0; set->params != NULL && i < set->n && set->amp->trials == 0; i++) {
+        const amp_param *p = set->params[i];
+        if (p == NULL || !p->grad_live || p->began == 0 || p->scale == 0 || p->scale == id) continue;
+        return ampi_fail(AMP_ERR_STATE, function, "%s: %s", p->name,
+                         p->scale == AMPI_UNSCALED
+                             ? "its backward did not start from the loss scale that this step divides by: start it "
+                               "from the scaler (amp_scaler_seed), or step without one"
+                         : scaler == NULL ? "its gradient carries a scaler's loss scale: pass that scaler"
+                                          : "its gradient carries another loss scale: another scaler's, or the same "
+                                            "before its update.  Optimizers that share a scaler each call "
+                                            "amp_scaler_check and amp_optimizer_step, then amp_scaler_update is "
+                                            "called once");
+    }
+    return AMP_OK;
+}
+
 static amp_result ampi_wait(const amp_context *amp) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
@@ -23213,6 +23236,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     AMPI_TRY(ampi_refuse_found("amp_scaler_check", scaler));
     AMPI_TRY(ampi_check_set_known("amp_scaler_check", set));
     AMPI_TRY(ampi_check_owner("amp_scaler_check", set, scaler));
+    if (set->stage == AMPI_READY) AMPI_TRY(ampi_check_scales("amp_scaler_check", set, scaler));
     if (set->stage == AMPI_CHECKED)
         return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
     if (set->stage == AMPI_STEPPED)
@@ -24500,6 +24524,7 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
         return ampi_fail(AMP_ERR_STATE, function, "called from within a tape that runs: step after "
                          "amp_tape_backward, or in grad_ready once all gradients of this optimizer were told");
     AMPI_TRY(ampi_check_by_hand(function, o));
+    if (o->set->stage == AMPI_READY) AMPI_TRY(ampi_check_scales(function, o->set, scaler));
     if (o->set->stage == AMPI_READY) AMPI_TRY((o->set->grow)(o->set, function));
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
@@ -37347,6 +37372,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        longer.  A parameter frozen on one rank alone is AMP_ERR_REDUCE.
        A backward that adds to a gradient which another optimizer's step left behind, or which has another loss scale,
        returns AMP_ERR_STATE: programs with two networks got wrong sums before.
+       A check or a step returns AMP_ERR_STATE if a gradient carries another loss scale than the one it divides by:
+       amp_step for each of two optimizers with one scaler, a step that was not given the scaler, a backward that did
+       not start from it.
        A captured graph steps the parameters that had a gradient when it was captured, whatever was stepped since.
        A step ends the FP8 step of its own layers alone, so models that share a context do not change each other.
        The schedule WSD with .from_zero and .min_lr warms up from min_lr, as transformers' does.

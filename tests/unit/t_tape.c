@@ -263,7 +263,7 @@ TEST(values_used_twice) {
 /* Three parts of a gradient in bf16: their sum in fp32, the later ones first, is rounded once. */
 TEST(parts_of_a_gradient_are_rounded_once) {
     static const float alpha[3] = {0.99f, 0.37f, 0.0111f};
-    uint16_t x[ROWS * IN], zeros[ROWS * IN];
+    uint16_t x[ROWS * IN] = {0}, zeros[ROWS * IN];
     float y[ROWS * IN], part[3][ROWS * IN], once[ROWS * IN], twice[ROWS * IN], got[ROWS * IN];
     int differ = 0;
     amp_tensor batch = amp_tensor2(x, AMP_BF16, ROWS, IN), target = amp_tensor2(zeros, AMP_BF16, ROWS, IN), gradient;
@@ -2720,10 +2720,48 @@ TEST(loss_scales_by_hand) {
     CHECK_MSG(says("amp_linear_backward: d: ", "another loss scale"), "%s", amp_last_error());
     CHECK_OK(amp_scaler_update_with(a, 0));
     CHECK_ERR(one_layer(gan.wd, scales, 1), AMP_ERR_STATE);
-    CHECK_OK(amp_step(gan.od, NULL));
+    CHECK_OK(amp_optimizer_zero_grad(gan.od));
     CHECK_OK(one_layer(gan.wd, scales, 2));
     CHECK_OK(one_layer(gan.wd, scales, 1));
     CHECK_OK(one_layer(gan.wd, scales + 1, 1));
+    amp_scaler_destroy(a);
+    amp_scaler_destroy(b);
+    gan_close();
+}
+
+/* A step divides by the scale that its gradients carry, or is refused: without the scaler, with one that the backward did
+   not start from, with another one, and after its update, as in amp_step for each of two optimizers. */
+TEST(steps_divide_by_the_right_scale) {
+    amp_scaler *a, *b;
+    const float *scale;
+    float before[GAN_X * 2];
+    gan_open(1);
+    CHECK_OK(amp_scaler_create(amp, &a, NULL));
+    CHECK_OK(amp_scaler_create(amp, &b, NULL));
+    scale = amp_scaler_scale_ptr(a);
+    memcpy(before, gan.wd->weight.data, sizeof before);
+    CHECK_OK(one_layer(gan.wd, &scale, 1));
+    CHECK_ERR(amp_step(gan.od, NULL), AMP_ERR_STATE);
+    CHECK_MSG(says("amp_step: d: ", "pass that scaler"), "%s", amp_last_error());
+    CHECK_ERR(amp_optimizer_step(gan.od, NULL), AMP_ERR_STATE);
+    CHECK_ERR(amp_step(gan.od, b), AMP_ERR_STATE);
+    CHECK_ERR(amp_scaler_check(b, amp_optimizer_grad_set(gan.od), AMP_CHECK_READ), AMP_ERR_STATE);
+    CHECK_OK(amp_scaler_update_with(a, 0));                         /* as amp_step of another optimizer does */
+    CHECK_ERR(amp_step(gan.od, a), AMP_ERR_STATE);
+    CHECK_MSG(says("amp_step: d: ", "amp_scaler_update is called once"), "%s", amp_last_error());
+    CHECK_ERR(amp_scaler_check(a, amp_optimizer_grad_set(gan.od), AMP_CHECK_READ), AMP_ERR_STATE);
+    CHECK(memcmp(before, gan.wd->weight.data, sizeof before) == 0);
+    CHECK_OK(amp_optimizer_zero_grad(gan.od));
+    scale = NULL;
+    CHECK_OK(one_layer(gan.wd, &scale, 1));
+    CHECK_ERR(amp_step(gan.od, a), AMP_ERR_STATE);
+    CHECK_MSG(says("amp_step: d: ", "amp_scaler_seed"), "%s", amp_last_error());
+    CHECK_OK(amp_step(gan.od, NULL));
+    scale = amp_scaler_scale_ptr(a);
+    CHECK_OK(one_layer(gan.wd, &scale, 1));
+    CHECK_OK(amp_scaler_check(a, amp_optimizer_grad_set(gan.od), AMP_CHECK_READ));
+    CHECK_OK(amp_step(gan.od, a));
+    CHECK(memcmp(before, gan.wd->weight.data, sizeof before) != 0);
     amp_scaler_destroy(a);
     amp_scaler_destroy(b);
     gan_close();
@@ -2876,6 +2914,7 @@ int main(int argc, char **argv) {
     RUN(sums_that_are_meant_pass);
     RUN(loss_scales_are_not_mixed);
     RUN(loss_scales_by_hand);
+    RUN(steps_divide_by_the_right_scale);
     RUN(zero_grad_begins_a_cycle);
     RUN(trials_leave_the_life_of_a_gradient);
     RUN(threads_step_beside_each_other);
