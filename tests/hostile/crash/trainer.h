@@ -62,7 +62,7 @@ static int ends_with(const char *text, const char *end) {
 }
 /* NAME.state, or with end ".state.tmp" the file that becomes it; not the one that a run writes before its first step, to
    prove that it can be saved. */
-static int is_checkpoint(const char *path, const char *end) {
+static inline int is_checkpoint(const char *path, const char *end) {
     return strstr(path, end) != NULL && strstr(path, ".trial") == NULL;
 }
 
