@@ -748,6 +748,9 @@ typedef struct amp_desc {
     int32_t threads;
     uint64_t seed;              /* of dropout; ranks with one seed draw the same masks */
     amp_cpu_path cpu_path;      /* default: the fastest of this CPU, by amp_machine.rates */
+    /* rates that you measured, in place of amp_machine.rates: "avx512 bf16 0.98, avx512_bf16 bf16 0.5" is a path, a dtype
+       and products beside fp32's.  `make check-machine` prints such a line.  NULL from amp_query */
+    const char *rates;
     /* ON: a GPU times its algorithms on the first product of each shape (not in a capture); the CPU has none */
     amp_autotune autotune;
     /* keeps the results: read by amp_open, written by amp_close if there are new ones.  A missing, damaged or foreign
@@ -771,7 +774,7 @@ typedef struct amp_desc {
 
 /* Opens a context; *out is NULL on failure.
    Errors: AMP_ERR_DTYPE, AMP_ERR_VERSION, AMP_ERR_STATE .share_threads was closed, AMP_ERR_UNSUPPORTED,
-   AMP_ERR_CONFLICT, AMP_ERR_THREAD, AMP_ERR_BACKEND. */
+   AMP_ERR_RANGE, AMP_ERR_CONFLICT, AMP_ERR_THREAD, AMP_ERR_BACKEND. */
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc);
 /* Closes it and frees amp_alloc's memory; open regions end, on all threads.  Objects created from it and not yet
    destroyed are stopped and named in a warning: their calls return AMP_ERR_STATE or do nothing, and destroying them
@@ -2464,6 +2467,7 @@ typedef enum amp_nan_action {
     "fp8_history" "fp8_margin"    1024, 0   to 1024, to 16
     "autotune"                    off       on
     "threads"                     all       1 to 1024; unless set, .threads of the context's desc stays
+    "rates"                       none      amp_desc.rates: "avx512 bf16 0.98, avx512_bf16 bf16 0.5"
     "scaler" .use_scaler          auto      on, off
     "scaler_preset" .scaler.preset default   the names of amp_scaler_preset
     "init_scale" "growth_factor" "backoff_factor" "growth_interval" "min_scale" "max_scale" "hysteresis" "tolerance"
@@ -2499,6 +2503,7 @@ typedef struct amp_settings {
     amp_scaler_use use_scaler;
     amp_nan_action nan_action;
     char layers[2048];          /* beside the overrides that are there already */
+    char rates[512];            /* amp_desc.rates */
     amp_scaler_desc scaler;     /* .disable stays 0: see use_scaler */
     double clip_norm;
     int32_t accumulation, max_skips;
@@ -2542,7 +2547,8 @@ AMP_API amp_result amp_settings_check(const amp_settings *settings);
 /* All settings in effect, as a file that amp_settings_read_text takes; what nothing reads stands behind a #. */
 AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
 
-/* Overwrites the fields of each desc that are settings; any desc may be NULL.  desc->layers then points into settings.
+/* Overwrites the fields of each desc that are settings; any desc may be NULL.  desc->layers and, if set, desc->rates then
+   point into settings.
    scaler->disable becomes 1 if no scaler is wanted; for "auto" that takes the dtype of amp: pass it once it is open,
    before that NULL.
    Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT, AMP_ERR_SCALE. */
@@ -2553,7 +2559,7 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader);
 /* Changes a running training between two steps: dtypes, enabled, mode, caches, fallback, tf32, clipping, accumulation,
    scaler on or off and its rule, intervals and actions.  A scaler turned on starts anew; one turned off has scale 1.
-   Level, policy, autotune, threads, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of inputs and
+   Level, policy, autotune, threads, rates, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of inputs and
    outputs change for later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler,
    optimizer and monitor may be NULL.
    Errors: AMP_ERR_STATE in the middle of a step, accumulation cycle or capture, AMP_ERR_UNSUPPORTED the device lacks
@@ -6243,7 +6249,7 @@ typedef struct ampi_word { const char *word; double value; } ampi_word;
 static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
 
 /* INVERTED: a switch whose field says the opposite.  DTYPE: a compute dtype, or the only one of .words.  TEXT: an array
-   of bytes, which counts as 1 unless empty. */
+   of so many bytes as .high, which counts as 1 unless empty. */
 typedef enum ampi_type {
     AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_DTYPE, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64,
     AMPI_TEXT
@@ -6276,14 +6282,13 @@ static double ampi_field_get(const void *s, const ampi_field *k) {
     return k->type == AMPI_INVERTED ? narrow == 0 : k->type == AMPI_SWITCH ? narrow != 0 : (double)narrow;
 }
 
-enum { AMPI_TEXT_BYTES = 2048 };    /* of a text among the fields: amp_settings.layers */
 static void ampi_field_put(void *s, const ampi_field *k, double value) {
     char *at = (char *)s + k->offset;
     int64_t wide;
     int32_t narrow;
     float real32;
     switch (k->type) {              /* one conversion each: the others could trap on this value */
-        case AMPI_TEXT: memset(at, 0, AMPI_TEXT_BYTES); break;      /* others are copied by themselves */
+        case AMPI_TEXT: memset(at, 0, (size_t)k->high); break;      /* others are copied by themselves */
         case AMPI_I64: wide = (int64_t)value; memcpy(at, &wide, sizeof wide); break;
         case AMPI_REAL32: real32 = (float)value; memcpy(at, &real32, sizeof real32); break;
         case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
@@ -6628,14 +6633,72 @@ static amp_cpu_path ampi_fastest_path(const amp_machine *m) {
     return best;
 }
 
+/* ---- Rates as text: "path dtype rate, path dtype rate" */
+
+typedef struct ampi_rate { int path; amp_dtype dtype; float rate; } ampi_rate;
+static const char *const ampi_path_words[AMP_CPU_PATHS] = {"", "scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+
+static float *ampi_rate_at(amp_rates *r, amp_dtype dtype) {
+    return dtype == AMP_TF32 ? &r->tf32 : dtype == AMP_F16 ? &r->fp16 : dtype == AMP_BF16 ? &r->bf16 : &r->fp8;
+}
+
+/* The next word, up to a space or a comma; its length. */
+static size_t ampi_rates_word(const char **text, char word[32]) {
+    size_t n;
+    *text += strspn(*text, " ");
+    n = strcspn(*text, ", ");
+    snprintf(word, 32, "%.*s", (int)AMPI_MIN(n, (size_t)31), *text);
+    *text += n;
+    return n;
+}
+
+/* 1: *out is the next of the text; 0: the end; -1: something else. */
+static int ampi_rates_next(const char **text, ampi_rate *out) {
+    char path[32], dtype[32], rate[32];
+    double value = 0;
+    *text += strspn(*text, ", ");
+    if (**text == 0) return 0;
+    if (ampi_rates_word(text, path) > 31 || ampi_rates_word(text, dtype) > 31 || ampi_rates_word(text, rate) > 31)
+        return -1;
+    *text += strspn(*text, " ");
+    for (out->path = AMP_CPU_PATHS - 1; out->path > 0; out->path--)
+        if (strcmp(path, ampi_path_words[out->path]) == 0) break;
+    if (out->path == 0 || (**text != 0 && **text != ',')) return -1;
+    if (amp_dtype_parse(dtype, &out->dtype) != AMP_OK || !ampi_is_compute(out->dtype) || out->dtype == AMP_F32)
+        return -1;
+    if (!ampi_parse_number(rate, strlen(rate), 0, &value) || !(value >= 0.001 && value <= 1000)) return -1;
+    out->rate = (float)value;
+    return 1;
+}
+
+/* How many there are; -1: it is no such text. */
+static int64_t ampi_rates_count(const char *text) {
+    ampi_rate rate;
+    int64_t n = 0;
+    int found;
+    while ((found = ampi_rates_next(&text, &rate)) > 0) n++;
+    return found < 0 ? -1 : n;
+}
+#define AMPI_RATES_RANGE "a path, a dtype and products beside fp32's from 0.001 to 1000: avx512 bf16 0.98, amx bf16 4"
+
+/* Puts the rates of a text, which may be NULL, in place of the table's. */
+static amp_result ampi_rates_take(const char *function, amp_machine *m, const char *text) {
+    ampi_rate rate;
+    if (text != NULL && ampi_rates_count(text) < 0)
+        return ampi_fail(AMP_ERR_RANGE, function, ".rates = \"%.80s\", must be " AMPI_RATES_RANGE, text);
+    while (text != NULL && ampi_rates_next(&text, &rate) > 0) {
+        if (!ampi_cpu_has(&m->cpu, (amp_cpu_path)rate.path))
+            return ampi_fail(AMP_ERR_UNSUPPORTED, function, ".rates names %s, which this CPU lacks: measure it here",
+                             ampi_path_words[rate.path]);
+        *ampi_rate_at(&m->rates[rate.path], rate.dtype) = rate.rate;
+    }
+    m->cpu.path = ampi_fastest_path(m);
+    return AMP_OK;
+}
+
 static float ampi_rate_of(const amp_machine *m, amp_dtype dtype) {
-    const amp_rates *r = &m->rates[AMPI_MIN(AMPI_MAX((int)m->cpu.path, 0), AMP_CPU_PATHS - 1)];
-    return dtype == AMP_F32    ? 1
-           : dtype == AMP_TF32 ? r->tf32
-           : dtype == AMP_F16  ? r->fp16
-           : dtype == AMP_BF16 ? r->bf16
-           : dtype == AMP_FP8  ? r->fp8
-                               : 0;
+    amp_rates rates = m->rates[AMPI_MIN(AMPI_MAX((int)m->cpu.path, 0), AMP_CPU_PATHS - 1)];
+    return dtype == AMP_F32 ? 1 : *ampi_rate_at(&rates, dtype);
 }
 
 static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
@@ -13567,6 +13630,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     if (desc != NULL) d = *desc;
     AMPI_TRY(ampi_check_desc(&d));
     AMPI_TRY(amp_machine_probe(&machine));
+    AMPI_TRY(ampi_rates_take("amp_open", &machine, d.rates));
     AMPI_TRY(ampi_choose_path(&d, &machine));
     system = ampi_system(desc ? &desc->system : NULL);
     AMPI_TRY(ampi_alloc(&system, "amp_open", &memory, 1, sizeof *amp));
@@ -13606,7 +13670,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     if (result == AMP_OK) result = ampi_layers_may(amp, "amp_open", d.layers, d.fallback);
     if (result == AMP_OK) result = ampi_layers_set(amp, "amp_open", d.layers);
     if (result != AMP_OK) { amp_close(amp); return result; }
-    amp->desc.layers = NULL;
+    amp->desc.layers = amp->desc.rates = NULL;
     *out = amp;
     return AMP_OK;
 }
@@ -28604,7 +28668,7 @@ static const ampi_word ampi_io_words[] = {
 static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
 static const ampi_word ampi_threads_words[] = {{"all", 0}, {NULL, 0}};
-static const ampi_word ampi_layers_words[] = {{"none", 0}, {NULL, 0}};
+static const ampi_word ampi_text_words[] = {{"none", 0}, {NULL, 0}};
 static const ampi_word ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}};
 static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
 
@@ -28623,7 +28687,7 @@ static const ampi_field ampi_setting_table[] = {
     {"memory_efficient", AMPI_SWITCH, AMPI_AT(memory_efficient), ampi_switch_words, 0, 0, 0, NULL},
     {"cache", AMPI_INVERTED, AMPI_AT(disable_cache), ampi_switch_words, 0, 0, 0, NULL},
     {"saturate_inputs", AMPI_SWITCH, AMPI_AT(saturate_inputs), ampi_switch_words, 0, 0, 0, NULL},
-    {"layers", AMPI_TEXT, AMPI_AT(layers), ampi_layers_words, 0, 1, 1,
+    {"layers", AMPI_TEXT, AMPI_AT(layers), ampi_text_words, 0, 1, sizeof((amp_settings *)0)->layers,
      "pairs of a pattern and a dtype, below 2048 bytes in all: h.* bf16, head.weight fp32"},
     {"fallback", AMPI_DTYPE, AMPI_AT(fallback), ampi_fallback_words, 0, 0, 0, NULL},
     {"tf32", AMPI_SWITCH, AMPI_AT(allow_tf32), ampi_switch_words, 0, 0, 0, NULL},
@@ -28634,6 +28698,7 @@ static const ampi_field ampi_setting_table[] = {
     {"fp8_margin", AMPI_I32, AMPI_AT(fp8.margin), NULL, 0, 0, 16, "a whole number from 0 to 16"},
     {"autotune", AMPI_WORD, AMPI_AT(autotune), ampi_autotune_words, AMP_AUTOTUNE_OFF, 0, 0, NULL},
     {"threads", AMPI_I32, AMPI_AT(threads), ampi_threads_words, 0, 1, 1024, "a whole number from 1 to 1024, or all"},
+    {"rates", AMPI_TEXT, AMPI_AT(rates), ampi_text_words, 0, 1, sizeof((amp_settings *)0)->rates, AMPI_RATES_RANGE},
     {"scaler", AMPI_WORD, AMPI_AT(use_scaler), ampi_scaler_words, AMP_SCALER_USE_AUTO, 0, 0, NULL},
     {"scaler_preset", AMPI_PRESET, AMPI_AT(scaler.preset), NULL, 0, 0, 0, NULL},
     {"frozen", AMPI_SWITCH, AMPI_AT(scaler.frozen), ampi_switch_words, 0, 0, 0, NULL},
@@ -28806,15 +28871,19 @@ static const char *ampi_setting_left_out(const ampi_field *k, double value) {
     return NULL;
 }
 
-/* Takes overrides of layers; 0: it is no such text, or too long. */
-static int ampi_setting_layers(amp_settings *s, const char *text, size_t n) {
+/* How many entries a text has; -1: it is not of its kind. */
+static int64_t ampi_setting_count(const ampi_field *k, const char *text) {
+    return k->offset == AMPI_AT(layers) ? ampi_layers_count(text) : ampi_rates_count(text);
+}
+/* Takes a text; 0: it is not of its kind, or too long. */
+static int ampi_setting_take(amp_settings *s, const ampi_field *k, const char *text, size_t n) {
     char copy[sizeof s->layers];
-    if (n >= sizeof copy) return 0;
+    if (n >= (size_t)k->high) return 0;
     memcpy(copy, text, n);
     copy[n] = 0;
-    if (ampi_layers_count(copy) < 1) return 0;
-    memset(s->layers, 0, sizeof s->layers);
-    memcpy(s->layers, copy, n);
+    if (ampi_setting_count(k, copy) < 1) return 0;
+    ampi_field_put(s, k, 0);
+    memcpy((char *)s + k->offset, copy, n);
     return 1;
 }
 
@@ -28831,7 +28900,7 @@ static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, con
         ampi_field_put(s, k, k->type == AMPI_INVERTED);
         return AMP_OK;
     }
-    if (k->type == AMPI_TEXT && n > 0 && ampi_setting_layers(s, text, n)) return AMP_OK;
+    if (k->type == AMPI_TEXT && n > 0 && ampi_setting_take(s, k, text, n)) return AMP_OK;
     host = ampi_fp_begin();
     known = n > 0 && ampi_setting_parse(k, text, n, &value);
     ampi_fp_end(host);
@@ -28989,19 +29058,24 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
     int i;
     if (settings == NULL || ampi_check_headers("amp_settings_text", AMPI_HEADERS) != AMP_OK) return 0;
     s = ampi_settings_effective(settings);
-    s.layers[sizeof s.layers - 1] = 0;
-    ampi_one_line(s.layers);
     for (i = 0; i < AMPI_SETTINGS; i++) {
         const ampi_field *k = &ampi_setting_table[i];
         const char *left_out = ampi_setting_left_out(k, ampi_field_get(&s, k));
+        char *words = k->type == AMPI_TEXT ? (char *)&s + k->offset : NULL;
+        if (words != NULL) { words[(size_t)k->high - 1] = 0; ampi_one_line(words); }
         ampi_setting_text(k, ampi_field_get(&s, k), value);
         ampi_print(&t, "%s%s = %s%s%s\n", left_out ? "# " : "", k->key,
-                   k->type == AMPI_TEXT && s.layers[0] != 0 ? s.layers : value,
+                   words != NULL && words[0] != 0 ? words : value,
                    left_out ? ": read by nothing, because of " : "", left_out ? left_out : "");
     }
     return t.in_use;
 }
 
+static amp_result ampi_settings_check_text(const char *f, const amp_settings *s, const ampi_field *k) {
+    const char *text = (const char *)s + k->offset;
+    if (memchr(text, 0, (size_t)k->high) != NULL && ampi_setting_count(k, text) >= 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, f, ".%s = \"%.80s\", must be %s", k->key, text, k->range);
+}
 /* Checks each field by itself, as a program may have filled it. */
 static amp_result ampi_settings_check_fields(const char *f, const amp_settings *s) {
     char allowed[160], shown[64];
@@ -29014,6 +29088,7 @@ static amp_result ampi_settings_check_fields(const char *f, const amp_settings *
         fits = amp_is_finite_f64(&value) && (value == 0 || (k->range != NULL && value >= k->low && value <= k->high));
         for (w = 0; !fits && amp_is_finite_f64(&value) && ampi_setting_word(k, w, &of) != NULL; w++) fits = value == of;
         left_out = fits ? ampi_setting_left_out(k, value) : NULL;
+        if (fits && left_out == NULL && k->type == AMPI_TEXT) AMPI_TRY(ampi_settings_check_text(f, s, k));
         if (fits && left_out == NULL) continue;
         ampi_setting_text(k, value, shown);
         if (left_out != NULL)
@@ -29022,9 +29097,6 @@ static amp_result ampi_settings_check_fields(const char *f, const amp_settings *
         ampi_setting_allowed(k, allowed, sizeof allowed);
         return ampi_fail(AMP_ERR_RANGE, f, ".%s = %s, must be %s", k->key, shown, allowed);
     }
-    if (memchr(s->layers, 0, sizeof s->layers) == NULL || ampi_layers_count(s->layers) < 0)
-        return ampi_fail(AMP_ERR_RANGE, f, ".layers = \"%.80s\", must be %s", s->layers,
-                         ampi_setting_find("layers", 6)->range);
     if (s->scaler.disable)
         return ampi_fail(AMP_ERR_RANGE, f, ".scaler.disable = %d, must be 0: .use_scaler decides", s->scaler.disable);
     return AMP_OK;
@@ -29133,6 +29205,7 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
     s = ampi_settings_effective(settings);
     if (desc != NULL) ampi_settings_fill_context(&s, desc);
     if (desc != NULL) desc->layers = settings->layers[0] != 0 ? settings->layers : NULL;
+    if (desc != NULL && settings->rates[0] != 0) desc->rates = settings->rates;
     if (scaler != NULL)
         *scaler = ampi_settings_scaler(settings, amp ? ampi_dtype(amp) : s.dtype,
                                        amp ? ampi_settings(amp)->autocast_dtype : s.autocast_dtype);
@@ -29228,6 +29301,14 @@ static amp_result ampi_settings_fixed(const char *f, const char *key, int asked,
                      b);
 }
 
+static amp_result ampi_settings_rates(const char *f, const amp_settings *s, const amp_context *amp) {
+    amp_machine asked = amp->machine;
+    AMPI_TRY(ampi_rates_take(f, &asked, s->rates));
+    if (memcmp(asked.rates, amp->machine.rates, sizeof asked.rates) == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_CONFLICT, f, "rates = %.80s, but others are in force: they cannot change during training",
+                     s->rates);
+}
+
 /* Everything that amp_settings_apply may refuse. */
 static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp,
                                           const amp_scaler *scaler, const amp_optimizer *optimizer, amp_choice *choice,
@@ -29249,6 +29330,7 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
+    AMPI_TRY(ampi_settings_rates(f, s, amp));
     AMPI_TRY(ampi_settings_fixed(f, "threads", s->threads, amp->desc.threads));
     if (optimizer != NULL)
         AMPI_TRY(ampi_settings_fixed(f, "moments", (int)s->moments, (int)optimizer->desc.moments));

@@ -32,7 +32,7 @@ static const char *temporary(const char *name) {
 
 static const char *const keys[] = {
     "enabled", "dtype", "autocast_dtype", "cast_inputs", "cast_outputs", "level", "policy", "mode", "memory_efficient", "cache", "saturate_inputs", "layers", "fallback", "tf32",
-    "fp8_format", "fp8_scaling", "fp8_amax", "fp8_history", "fp8_margin", "autotune", "threads", "scaler",
+    "fp8_format", "fp8_scaling", "fp8_amax", "fp8_history", "fp8_margin", "autotune", "threads", "rates", "scaler",
     "scaler_preset", "frozen", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale",
     "hysteresis", "tolerance", "clip_norm", "accumulation", "moments", "log_interval", "memory_interval", "cleanup_interval",
     "tensor_stats_interval", "memory_warning", "nan_action", "max_skips", "max_retries",
@@ -41,7 +41,7 @@ enum { KEYS = sizeof keys / sizeof *keys };
 
 /* A value of each key that is not the default, and the line it stands in. */
 static const char *const other_values[] = {
-    "false", "bf16", "tf32", "true", "fp32", "O2", "torch", "inference", "true", "off", "on", "h.* bf16, head fp32", "fp32", "yes", "e4m3", "delayed", "recent", "16", "3", "on", "3", "on",
+    "false", "bf16", "tf32", "true", "fp32", "O2", "torch", "inference", "true", "off", "on", "h.* bf16, head fp32", "fp32", "yes", "e4m3", "delayed", "recent", "16", "3", "on", "3", "scalar bf16 0.5, scalar fp16 1.25", "on",
     "apex", "1", "1024", "1.5", "0.25", "77", "2", "4096",
     "3", "0.125", "1.5", "4", "8bit", "10", "off", "50",
     "200", "0.75", "recover", "7", "0",
@@ -50,7 +50,6 @@ static const char *const other_values[] = {
 TEST(every_key_is_set_written_and_read) {
     char text[2048], line[64];
     amp_settings s, zero;
-    CHECK_EQ(sizeof zero.layers, AMPI_TEXT_BYTES);
     memset(&zero, 0, sizeof zero);
     for (int i = 0; i < KEYS; i++) {
         memset(&s, 0, sizeof s);
@@ -125,10 +124,65 @@ TEST(threads_are_a_contexts_for_good) {
     amp_close(amp);
 }
 
+/* Measured rates decide in place of the table's.  What is no such line, and a path that this CPU lacks, is refused. */
+TEST(rates_are_a_setting) {
+    static const char *const wrong[] = {"", "avx2", "avx2 bf16", "avx2 bf16 0", "avx2 bf16 -1", "avx2 bf16 nan", "avx2 bf16 inf", "avx2 bf16 1e9", "avx2 bf16 0x1p1",
+        "avx9 bf16 1", "avx2 fp32 1", "avx2 fp7 1", "avx2 bf16 1 2", "avx2 bf16 1; scalar bf16 1", "AVX2 bf16 1", "avx2 bf16 1,5", "default bf16 1"};
+    amp_desc d = {.cpu_path = AMP_CPU_SCALAR, .threads = 1}, none = {.threads = 1};
+    amp_settings s = {0};
+    amp_context *amp;
+    amp_machine machine;
+    amp_choice choice;
+    char text[2048];
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        CHECK_ERR(amp_settings_set(&s, "rates", wrong[i]), AMP_ERR_RANGE);
+        CHECK_MSG(says("rates = ") && says("must be a path, a dtype and products"), "%s: %s", wrong[i], amp_last_error());
+        d.rates = wrong[i];
+        if (i > 0) CHECK_ERR(amp_open(&amp, &d), AMP_ERR_RANGE);
+        memcpy(s.rates, wrong[i], strlen(wrong[i]) + 1);
+        if (i > 0) CHECK_ERR(amp_settings_check(&s), AMP_ERR_RANGE);
+        memset(&s, 0, sizeof s);
+    }
+    memset(s.rates, 'x', sizeof s.rates);
+    CHECK_ERR(amp_settings_check(&s), AMP_ERR_RANGE);
+    memset(&s, 0, sizeof s);
+    CHECK_OK(amp_settings_set(&s, "rates", "scalar bf16 1.5,scalar  fp16 0.25 , "));
+    CHECK_OK(amp_settings_fill(&s, NULL, &d, NULL, NULL, NULL));
+    CHECK_OK(amp_open(&amp, &d));
+    CHECK_OK(amp_query_choice(amp, &choice));
+    CHECK_MSG(choice.dtype == AMP_BF16 && choice.rate == 1.5f && strstr(choice.reason, "1.5 times fp32's products here (scalar)"), "%s", choice.reason);
+    CHECK_OK(amp_query_machine(amp, &machine));
+    CHECK(machine.rates[AMP_CPU_SCALAR].bf16 == 1.5f && machine.rates[AMP_CPU_SCALAR].fp16 == 0.25f && machine.cpu.path == AMP_CPU_SCALAR);
+    CHECK(amp_machine_text(&machine, text, sizeof text) < sizeof text && strstr(text, "bf16 1.50, fp16 0.25   (in use)") != NULL);
+    CHECK_OK(amp_settings_apply(&s, amp, NULL, NULL, NULL));                /* those in force */
+    CHECK_OK(amp_settings_set(&s, "rates", "scalar bf16 1.25"));
+    CHECK_ERR(amp_settings_apply(&s, amp, NULL, NULL, NULL), AMP_ERR_CONFLICT);
+    CHECK(says("rates = scalar bf16 1.25") && says("cannot change"));
+    CHECK_OK(amp_settings_set(&s, "rates", "none"));
+    CHECK_OK(amp_settings_apply(&s, amp, NULL, NULL, NULL));
+    amp_close(amp);
+    for (int path = AMP_CPU_AVX2; path < AMP_CPU_PATHS; path++) {           /* bf16 by the fastest of the widest */
+        CHECK_OK(amp_machine_probe(&machine));
+        snprintf(text, sizeof text, "%s bf16 9", ampi_path_words[path]);
+        none.rates = text;
+        if (!ampi_cpu_has(&machine.cpu, (amp_cpu_path)path)) {
+            CHECK_ERR(amp_open(&amp, &none), AMP_ERR_UNSUPPORTED);
+            CHECK_MSG(says(ampi_path_words[path]) && says("which this CPU lacks"), "%s", amp_last_error());
+            continue;
+        }
+        CHECK_OK(amp_open(&amp, &none));
+        CHECK_OK(amp_query_machine(amp, &machine));
+        CHECK(path < AMP_CPU_AVX512 || machine.cpu.path == (amp_cpu_path)path);
+        CHECK_OK(amp_query_choice(amp, &choice));
+        CHECK_EQ(choice.dtype, machine.cpu.path == (amp_cpu_path)path || ampi_rate_of(&machine, AMP_BF16) > 1 ? AMP_BF16 : AMP_F32);
+        amp_close(amp);
+    }
+}
+
 TEST(the_defaults_are_those_documented) {
     static const char expected[] =
         "enabled = true\ndtype = auto\nautocast_dtype = auto\ncast_inputs = false\ncast_outputs = false\nlevel = O1\npolicy = fused\nmode = training\nmemory_efficient = false\ncache = true\nsaturate_inputs = false\nlayers = none\n"
-        "fallback = none\ntf32 = false\nfp8_format = hybrid\nfp8_scaling = current\nfp8_amax = max\nfp8_history = 1024\nfp8_margin = 0\nautotune = off\nthreads = all\nscaler = auto\nscaler_preset = default\nfrozen = false\n"
+        "fallback = none\ntf32 = false\nfp8_format = hybrid\nfp8_scaling = current\nfp8_amax = max\nfp8_history = 1024\nfp8_margin = 0\nautotune = off\nthreads = all\nrates = none\nscaler = auto\nscaler_preset = default\nfrozen = false\n"
         "init_scale = 65536\ngrowth_factor = 2\nbackoff_factor = 0.5\ngrowth_interval = 2000\nmin_scale = 1\n"
         "max_scale = 8.507059e+37\nhysteresis = 1\ntolerance = 0\nclip_norm = none\naccumulation = 1\nmoments = fp32\nlog_interval = 100\n"
         "memory_interval = 100\ncleanup_interval = off\ntensor_stats_interval = off\nmemory_warning = 0.9\nnan_action = skip\n"
@@ -558,7 +612,7 @@ TEST(contradictions_are_refused_with_both_keys) {
         {"level=O0\nautocast_dtype=bf16\n", AMP_ERR_CONFLICT, "level = O0", "autocast_dtype = bf16"},
         {"level=O2\ndtype=bf16\nautocast_dtype=fp32\n", AMP_OK, "", ""},
         {"level=O2\ndtype=fp32\n", AMP_OK, "", ""},
-        {"level=O3\ndtype=tf32\n", AMP_ERR_CONFLICT, "level = O3", "dtype = tf32"},
+        {"level=O3\ndtype=tf32\n", AMP_OK, "", ""},
         {"min_scale=16\nmax_scale=8\ninit_scale=8\n", AMP_ERR_CONFLICT, "min_scale = 16", "max_scale = 8"},
         {"init_scale=2\nmin_scale=4\n", AMP_ERR_CONFLICT, "init_scale = 2", "min_scale = 4"},
         {"max_scale=1024\n", AMP_ERR_CONFLICT, "init_scale = 65536", "max_scale = 1024"},
@@ -2072,7 +2126,7 @@ TEST(example_files_train) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
-    RUN(every_key_is_set_written_and_read); RUN(moments_are_an_optimizers_for_good); RUN(threads_are_a_contexts_for_good); RUN(the_defaults_are_those_documented);
+    RUN(every_key_is_set_written_and_read); RUN(moments_are_an_optimizers_for_good); RUN(threads_are_a_contexts_for_good); RUN(rates_are_a_setting); RUN(the_defaults_are_those_documented);
     RUN(words_come_in_either_case_and_switches_in_four_ways); RUN(numbers_are_read_whole);
     RUN(numbers_are_the_same_with_a_decimal_comma); RUN(every_key_refuses_what_is_out_of_range);
     RUN(text_is_read_with_comments_blank_lines_and_any_line_ends); RUN(malformed_text_is_refused_with_name_line_and_key);
