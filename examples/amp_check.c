@@ -80,6 +80,8 @@ typedef struct check {
     int n_advice;
     workload work;                  /* the model that trains */
     double pinned, ordinary;        /* GB/s to the device; 0: not measured */
+    char rates[400];                /* amp_desc.rates, measured; "" on a GPU */
+    double disturbed;               /* share of the CPU's time that others took meanwhile; -1: unknown */
     double loader_rate;             /* tokens/s, without training */
     double train_rate, wait_share, utilisation, temperature, power;     /* the last three: -1 unknown */
     amp_verify_report verified;
@@ -282,11 +284,65 @@ static double measure_peak(const check *c, amp_dtype dtype) {
     return best;
 }
 
+/* Adds what a path reached to the line of rates. */
+static void add_rates(check *c, amp_cpu_path path, const double products[PRECISIONS]) {
+    static const char *const words[AMP_CPU_PATHS] = {"", "scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+    int i;
+    for (i = 0; i < PRECISIONS; i++) {
+        size_t used = strlen(c->rates);
+        if ((precisions[i] != AMP_BF16 && precisions[i] != AMP_F16) || !(products[0] > 0) || !(products[i] > 0)) continue;
+        snprintf(c->rates + used, sizeof c->rates - used, "%s%s %s %.2f", used > 0 ? ", " : "", words[path],
+                 amp_dtype_name(precisions[i]), products[0] / products[i]);
+    }
+}
+
+/* The same products by the other paths that could be chosen: those with the widest fp32 kernels. */
+static amp_result measure_paths(check *c) {
+    double products[PRECISIONS];
+    amp_desc in_use, desc;
+    int path;
+    EX_TRY(amp_query(c->amp, &in_use));
+    memset(&desc, 0, sizeof desc);
+    desc.threads = in_use.threads;
+    for (path = AMP_CPU_AVX512; path < AMP_CPU_PATHS; path++) {
+        check other = *c;
+        amp_result result;
+        if (path == (int)in_use.cpu_path || !(c->machine.rates[path].bf16 > 0)) continue;
+        desc.cpu_path = (amp_cpu_path)path;
+        EX_TRY(amp_open(&other.amp, &desc));
+        result = measure_products(&other, products);
+        amp_close(other.amp);
+        EX_TRY(result);
+        add_rates(c, (amp_cpu_path)path, products);
+    }
+    return AMP_OK;
+}
+
+/* Seconds that all cores worked for anyone, or were taken by a hypervisor; -1: this system does not say. */
+static double cores_busy(void) {
+    double ticks[8] = {0};
+    FILE *file = fopen("/proc/stat", "r");
+    int n = file == NULL ? 0
+                         : fscanf(file, "cpu %lf %lf %lf %lf %lf %lf %lf %lf", &ticks[0], &ticks[1], &ticks[2], &ticks[3],
+                                  &ticks[4], &ticks[5], &ticks[6], &ticks[7]);
+    if (file != NULL) fclose(file);
+    if (n < 8) return -1;
+    return (ticks[0] + ticks[1] + ticks[2] + ticks[5] + ticks[6] + ticks[7]) / (double)sysconf(_SC_CLK_TCK);
+}
+
 static void measure_rates(check *c) {
-    double products[PRECISIONS], copies[PRECISIONS], n = (double)c->size;
+    double products[PRECISIONS], copies[PRECISIONS], n = (double)c->size, busy = cores_busy(), began = ex_seconds();
+    double own = (double)clock() / CLOCKS_PER_SEC;
     int64_t values = 0;
     int i, counted = measure_products(c, products) == AMP_OK;
     if (!counted) add_error(c, "products");
+    if (on_cpu(c->amp) && counted) {
+        add_rates(c, c->machine.cpu.path, products);
+        if (measure_paths(c) != AMP_OK) add_error(c, "products by other paths");
+    }
+    own = (double)clock() / CLOCKS_PER_SEC - own;
+    c->disturbed = busy < 0 ? -1 : (cores_busy() - busy - own) / ((ex_seconds() - began) * c->machine.cpu.cores);
+    if (c->disturbed >= 0 && c->disturbed < 0.05) c->disturbed = 0;     /* this system's own, and its clock's ticks */
     if (measure_copies(c, copies, &values) != AMP_OK) { add_error(c, "copies"); return; }
     for (i = 0; i < PRECISIONS; i++) {
         precision_row *row = &c->precisions[i];
@@ -299,23 +355,24 @@ static void measure_rates(check *c) {
     }
 }
 
-/* Checks that the regions' dtype is faster than fp32 here. */
+/* Checks that the regions' dtype is the faster one here, as measured.  A tenth more or less is noise. */
 static void check_choice(check *c) {
     const precision_row *row = &c->precisions[precision_place(c->choice.dtype)];
-    const char *name = amp_dtype_name(c->choice.dtype);
-    double speedup = c->precisions[0].gemm > 0 ? row->gemm / c->precisions[0].gemm : 0;
+    const precision_row *bf16 = &c->precisions[precision_place(AMP_BF16)];
+    double fp32 = c->precisions[0].gemm, speedup = fp32 > 0 ? row->gemm / fp32 : 0;
+    const char *because = c->disturbed > 0 ? ", but other programs used the cores: run it again" : "";
     char value[48];
-    if (c->choice.dtype == AMP_F32) {
-        add_line(c, NOT_HERE, "fast precision", "fp32",
-                 "no fast 16-bit products: mixed precision saves memory here, not time");
-        return;
+    if (c->choice.dtype == AMP_F32 && fp32 > 0 && bf16->gemm > 1.1 * fp32) {
+        snprintf(value, sizeof value, "fp32; bf16 %.2f x", bf16->gemm / fp32);
+        add_line(c, NOT_HERE, "fast precision", value, "bf16 products are faster here than fp32's%s", because);
+    } else if (c->choice.dtype == AMP_F32)
+        add_line(c, NOT_HERE, "fast precision", "fp32", "no fast 16-bit products: mixed precision saves memory here, "
+                 "not time");
+    else if (speedup > 0) {
+        snprintf(value, sizeof value, "%s, %.2f x fp32", amp_dtype_name(c->choice.dtype), speedup);
+        add_line(c, speedup >= 1 ? PASS : FAIL, "fast precision", value, "products in the chosen precision are %s than "
+                 "in fp32%s", speedup >= 1 ? "faster" : "slower", speedup >= 1 ? "" : because);
     }
-    snprintf(value, sizeof value, "%s, %.2f x fp32", name, speedup);
-    if (speedup > 0)
-        add_line(c, speedup >= 1 ? PASS : FAIL, "fast precision", value, "%s",
-                 speedup >= 1
-                     ? "products in the chosen precision are faster than in fp32"
-                     : "products in the chosen precision are slower than in fp32: are other programs running?");
 }
 
 /* ==== Data ======================================================================================= */
@@ -735,6 +792,23 @@ static void check_training(check *c) {
 
 /* ==== Recommendations ============================================================================ */
 
+/* What was measured is worth a setting only where it would change the choice, and was not disturbed. */
+static void recommend_rates(check *c) {
+    amp_context *measured;
+    amp_desc desc;
+    amp_choice choice;
+    memset(&desc, 0, sizeof desc);
+    desc.rates = c->rates;
+    if (c->rates[0] == 0) return;
+    if (amp_open(&measured, &desc) != AMP_OK) { add_error(c, "rates"); return; }
+    if (amp_query_choice(measured, &choice) == AMP_OK && choice.dtype != c->choice.dtype)
+        advise(c, c->disturbed > 0 ? "rates: measured, they would choose %s, but other programs used the cores: run this "
+                                     "again before you set them"
+                                   : "rates: measured, they choose %s: set the line of rates above (amp_desc.rates, a "
+                                     "file of settings, or AMP_RATES)", amp_dtype_name(choice.dtype));
+    amp_close(measured);
+}
+
 static void recommend(check *c) {
     amp_advise_desc desc;
     amp_advice advice;
@@ -750,6 +824,7 @@ static void recommend(check *c) {
         static const char *const names[] = {"dtype", "level", "tf32", "scaler"};
         for (i = 0; i < 4; i++) if (reasons[i][0] != 0) advise(c, "%s: %s", names[i], reasons[i]);
     }
+    recommend_rates(c);
     for (i = 2; i < PRECISIONS && (!c->precisions[i].supported || c->precisions[i].emulated); i++) { }
     if (i == PRECISIONS)
         advise(c, "16 bits: fp32's products are fastest on this CPU: mixed precision saves memory, not time");
@@ -798,6 +873,10 @@ static void print_precisions(const check *c) {
                                : "native",
                gemm, times, peak, cast, row->reason);
     }
+    if (c->rates[0] != 0) printf("  measured, as a line of settings:\n  rates = %s\n", c->rates);
+    if (c->disturbed > 0)
+        printf("  other programs took %.0f%% of the cores' time meanwhile: the figures are not this machine's best\n",
+               100 * c->disturbed);
 }
 
 static void print_text(const check *c) {
@@ -836,7 +915,10 @@ static void print_json_rows(const check *c) {
         metrics_text(stdout, "meaning", c->lines[i].meaning);
         printf("}");
     }
-    printf("], \"recommendations\": [");
+    printf("]");
+    metrics_text(stdout, "rates", c->rates);
+    metrics_number(stdout, "disturbed", c->disturbed >= 0 ? c->disturbed : HUGE_VAL);
+    printf(", \"recommendations\": [");
     for (i = 0; i < c->n_advice; i++) {
         if (i > 0) printf(", ");
         metrics_string(stdout, c->advice[i]);

@@ -30,6 +30,9 @@ done
 for name in "fast precision" "pinned copies" "loader" "utilisation"; do
     if grep -qE "^  (PASS|FAIL|n/a) +$name " "$work/check.log"; then pass; else fail "amp_check: $name" "no such line"; fi
 done
+# The rates that it prints; a line that amp_open refuses would be a FAIL.
+if grep -qE '^  rates = .* fp16 [0-9.]+, .* bf16 [0-9.]+' "$work/check.log" && ! grep -q "^  FAIL  *rates" "$work/check.log"; then pass
+else fail "amp_check: rates" "$(grep rates "$work/check.log")"; fi
 if grep -q "^  dtype: " "$work/check.log"; then pass; else fail "amp_check recommends" "$(tail -n 5 "$work/check.log")"; fi
 
 # A line that fails, because nothing uses a device twice over.
@@ -50,7 +53,7 @@ said=$(sed 's/.*"failed": \([0-9]*\).*/\1/' "$work/check.json")
 if { [ "$said" -gt 0 ] && [ $status -eq 1 ]; } || { [ "$said" = 0 ] && [ $status -eq 0 ]; }; then pass; else fail "amp_check --json" "exit code $status, failed: $said"; fi
 missing=
 for key in version compiler product_size loader_tokens_per_s training_tokens_per_s wait_share utilisation status precisions \
-    gemm_gflops cast_gb_per_s checks verdict recommendations cpu device backend memory; do grep -q "\"$key\":" "$work/check.json" || missing="$missing $key"; done
+    gemm_gflops cast_gb_per_s rates disturbed checks verdict recommendations cpu device backend memory; do grep -q "\"$key\":" "$work/check.json" || missing="$missing $key"; done
 if [ -z "$missing" ]; then pass; else fail "amp_check --json" "no$missing"; fi
 lines=$(grep -cE '^  (PASS|FAIL|n/a) ' "$work/check.log")
 if [ "$(grep -o '"verdict"' "$work/check.json" | wc -l)" -eq "$lines" ]; then pass; else fail "amp_check --json" "not the $lines lines of the text"; fi
