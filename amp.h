@@ -21390,7 +21390,7 @@ static amp_result ampi_check_scales(const char *function, const amp_grad_set *se
         return ampi_fail(AMP_ERR_STATE, function, "%s: %s", p->name,
                          p->scale == AMPI_UNSCALED
                              ? "its backward did not start from the loss scale that this step divides by: start it "
-                               "from the scaler (amp_scaler_seed), or step without one"
+                               "from the scaler (amp_scaler_scale_ptr), or step without one"
                          : scaler == NULL ? "its gradient carries a scaler's loss scale: pass that scaler"
                                           : "its gradient carries another loss scale: another scaler's, or the same "
                                             "before its update.  Optimizers that share a scaler each call "
@@ -37656,13 +37656,18 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        The slopes of GELU, SiLU and SwiGLU at infinity are 1 and 0 instead of NaN.
        A second moment above 0 is never rounded to 0 in 8 bits, so that steps stay bounded.
        amp_open_env leaves its outputs as they were when it fails.
+       On a CPU auto chooses bf16 only where the path in use multiplies it faster than fp32, by a table of cores.  On
+       Intel's cores without AMX it is fp32 now, and bf16 is multiplied by fp32's kernel, at twice the rate of their bf16
+       instructions and with other bits; .cpu_path = AMP_CPU_AVX512_BF16 has the old ones.
+       Settings with level O2 or O3 and dtype fp32 or tf32 are accepted, as amp_open accepts them.
        What was taken is refused: groups of an optimizer that match no parameter (layers that match none give a
        warning), memory that is not aligned to its elements, learning rates that do not fit into fp32 with what
        multiplies them, destroying an object from within a callback whose caller may use it.
 
        New: amp_optimizer_zero_grad, amp_model_zero_grad; amp_scaler_found; amp_gradcheck_report.kinks; amp_explicit,
        AMP_IGNORE_ZERO, AMP_NO_CACHE, AMP_NO_WARMUP, and AMP_EXPLICIT_ZERO wherever 0 is a default;
-           the setting threads (AMP_THREADS); a scaler may be
+           the setting threads (AMP_THREADS); amp_machine.rates and .cores, amp_choice.rate, the setting rates
+       (AMP_RATES), which make check-machine prints; a scaler may be
        NULL in amp_open_env and read by several threads.  Parameters that were frozen when their optimizer was created
        train once they are unfrozen; states load into more or fewer of them.  Keys of states have up to 255 bytes; only
        a longer key than 63 makes format version 2, which 0.2 refuses as newer.  Sharded 8-bit moments load wherever a

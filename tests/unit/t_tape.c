@@ -2755,7 +2755,7 @@ TEST(steps_divide_by_the_right_scale) {
     scale = NULL;
     CHECK_OK(one_layer(gan.wd, &scale, 1));
     CHECK_ERR(amp_step(gan.od, a), AMP_ERR_STATE);
-    CHECK_MSG(says("amp_step: d: ", "amp_scaler_seed"), "%s", amp_last_error());
+    CHECK_MSG(says("amp_step: d: ", "amp_scaler_scale_ptr"), "%s", amp_last_error());
     CHECK_OK(amp_step(gan.od, NULL));
     scale = amp_scaler_scale_ptr(a);
     CHECK_OK(one_layer(gan.wd, &scale, 1));
