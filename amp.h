@@ -748,8 +748,8 @@ typedef struct amp_desc {
     int32_t threads;
     uint64_t seed;              /* of dropout; ranks with one seed draw the same masks */
     amp_cpu_path cpu_path;      /* default: the fastest of this CPU, by amp_machine.rates */
-    /* rates that you measured, in place of amp_machine.rates: "avx512 bf16 0.98, avx512_bf16 bf16 0.5" is a path, a dtype
-       and products beside fp32's.  `make check-machine` prints such a line.  NULL from amp_query */
+    /* rates that you measured, in place of amp_machine.rates: "avx512 bf16 0.98, avx512_bf16 bf16 0.5" is a path, a
+       dtype and products beside fp32's.  `make check-machine` prints such a line.  NULL from amp_query */
     const char *rates;
     /* ON: a GPU times its algorithms on the first product of each shape (not in a capture); the CPU has none */
     amp_autotune autotune;
@@ -1789,8 +1789,8 @@ typedef enum amp_check_mode {
    An empty set counts as checked.  On failure the stage stays.  Values are tested before the multiplication: overflow
    that it causes is not found.
    Errors: AMP_ERR_STATE another scaler uses the set, a gradient carries another loss scale, or amp_scaler_found found
-   an infinity, AMP_ERR_CONFLICT an optimizer's gradients share memory and would be unscaled, AMP_ERR_GRAD_16BIT, AMP_ERR_UNSCALED, AMP_ERR_STEPPED,
-   AMP_ERR_REDUCE. */
+   an infinity, AMP_ERR_CONFLICT an optimizer's gradients share memory and would be unscaled, AMP_ERR_GRAD_16BIT,
+   AMP_ERR_UNSCALED, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode);
 /* Grows or shrinks the scale by what all checks, and amp_scaler_found, found since the last update.
    Errors: AMP_ERR_NO_CHECK. */
@@ -2547,8 +2547,8 @@ AMP_API amp_result amp_settings_check(const amp_settings *settings);
 /* All settings in effect, as a file that amp_settings_read_text takes; what nothing reads stands behind a #. */
 AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
 
-/* Overwrites the fields of each desc that are settings; any desc may be NULL.  desc->layers and, if set, desc->rates then
-   point into settings.
+/* Overwrites the fields of each desc that are settings; any desc may be NULL.  desc->layers and, if set, desc->rates
+   then point into settings.
    scaler->disable becomes 1 if no scaler is wanted; for "auto" that takes the dtype of amp: pass it once it is open,
    before that NULL.
    Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT, AMP_ERR_SCALE. */
@@ -4481,7 +4481,7 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
 
 /* Every struct of this header except amp_header: X(desc) for amp_desc. */
 #define AMPI_STRUCTS(X) \
-    X(logger) X(system) X(convert_desc) X(cpu_info) X(device) X(machine) X(choice) X(tensor) X(range) X(param) \
+    X(logger) X(system) X(convert_desc) X(cpu_info) X(device) X(rates) X(machine) X(choice) X(tensor) X(range) X(param) \
     X(mask) X(mat) X(k_cast) X(k_cut_note) X(k_cut) X(k_fp8_count) X(k_fp8_slot) X(k_fp8) X(k_fp8_update) X(fp8_stats) \
     X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) \
     X(k_rope) X(k_norm) X(k_softmax) \
@@ -13391,8 +13391,9 @@ static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice)
 
 /* A name that rules may match, with the lock held. */
 static void ampi_layers_meet(amp_context *amp, const char *name, int parameter) {
-    ampi_layer_rule *rule;
-    for (rule = amp->layers; rule < amp->layers + amp->n_layers; rule++) {
+    int64_t i;
+    for (i = 0; i < amp->n_layers; i++) {
+        ampi_layer_rule *rule = &amp->layers[i];
         if (rule->met) continue;
         if (ampi_match(rule->pattern, name)) {
             rule->met = 1;
@@ -37666,7 +37667,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
 
        New: amp_optimizer_zero_grad, amp_model_zero_grad; amp_scaler_found; amp_gradcheck_report.kinks; amp_explicit,
        AMP_IGNORE_ZERO, AMP_NO_CACHE, AMP_NO_WARMUP, and AMP_EXPLICIT_ZERO wherever 0 is a default;
-           the setting threads (AMP_THREADS); amp_machine.rates and .cores, amp_choice.rate, the setting rates
+       the setting threads (AMP_THREADS); amp_machine.rates and .cores, amp_choice.rate, the setting rates
        (AMP_RATES), which make check-machine prints; a scaler may be
        NULL in amp_open_env and read by several threads.  Parameters that were frozen when their optimizer was created
        train once they are unfrozen; states load into more or fewer of them.  Keys of states have up to 255 bytes; only

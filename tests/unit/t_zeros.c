@@ -360,10 +360,12 @@ static amp_loader_desc loader_of(amp_source *source) {
     return d;
 }
 static amp_result batches(const amp_loader_desc *d, amp_loader_desc *out) {
+    static amp_source source;               /* the loader's own ends with it */
     amp_loader *loader;
     amp_loader_info info;
     TRY(amp_loader_create(amp, &loader, d));
     CHECK_OK(amp_loader_query(loader, out));
+    if (out->source != NULL) { source = *out->source; out->source = &source; }
     CHECK_OK(amp_loader_info_get(loader, &info));
     add(&info.samples, sizeof info.samples); add(&info.batches, sizeof info.batches);
     amp_loader_destroy(loader);
