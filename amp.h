@@ -2559,8 +2559,8 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader);
 /* Changes a running training between two steps: dtypes, enabled, mode, caches, fallback, tf32, clipping, accumulation,
    scaler on or off and its rule, intervals and actions.  A scaler turned on starts anew; one turned off has scale 1.
-   Level, policy, autotune, threads, rates, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of inputs and
-   outputs change for later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler,
+   Level, policy, autotune, threads, rates, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of
+   inputs and outputs change for later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler,
    optimizer and monitor may be NULL.
    Errors: AMP_ERR_STATE in the middle of a step, accumulation cycle or capture, AMP_ERR_UNSUPPORTED the device lacks
    the dtype, AMP_ERR_CONFLICT what cannot change, or not under an amp_adapt, AMP_ERR_SCALE. */
@@ -4481,7 +4481,8 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
 
 /* Every struct of this header except amp_header: X(desc) for amp_desc. */
 #define AMPI_STRUCTS(X) \
-    X(logger) X(system) X(convert_desc) X(cpu_info) X(device) X(rates) X(machine) X(choice) X(tensor) X(range) X(param) \
+    X(logger) X(system) X(convert_desc) X(cpu_info) X(device) X(rates) X(machine) X(choice) X(tensor) X(range) \
+    X(param) \
     X(mask) X(mat) X(k_cast) X(k_cut_note) X(k_cut) X(k_fp8_count) X(k_fp8_slot) X(k_fp8) X(k_fp8_update) X(fp8_stats) \
     X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) \
     X(k_rope) X(k_norm) X(k_softmax) \
@@ -6531,8 +6532,8 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
 #endif
 
 /* ---- Rates: how fast products are in each dtype.  Every dtype without a fast instruction of its own is rounded or
-   widened while operands are packed and multiplied by fp32's kernel, at nearly its rate.  That leaves two numbers to know
-   of a CPU with bf16 instructions: the rate of vdpbf16ps, and that of AMX's tiles.
+   widened while operands are packed and multiplied by fp32's kernel, at nearly its rate.  That leaves two numbers to
+   know of a CPU with bf16 instructions: the rate of vdpbf16ps, and that of AMX's tiles.
 
    Measured at 1024^3 (tests/bench/results): Zen 4 or 5 1.9 (shapes-amd-epyc-2026-11-22.json: 1 / 0.52); Intel with AMX
    4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487 (cpu-intel-xeon-2026-11-21.json).

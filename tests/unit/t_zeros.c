@@ -711,7 +711,7 @@ enum { ROWS = sizeof rows / sizeof *rows };
 /* Structs that the library fills.  Those of part three are for kernels and backends. */
 static const char *const made[] = {
     "amp_memory_info", "amp_cache_info", "amp_telemetry", "amp_plan", "amp_fp8_stats", "amp_tape_node_info", "amp_custom_call", "amp_grad_stats", "amp_parameter_bytes",
-    "amp_step_result", "amp_sample", "amp_batch", "amp_loader_info", "amp_cpu_info", "amp_device", "amp_machine", "amp_choice", "amp_mask_view", "amp_status",
+    "amp_step_result", "amp_sample", "amp_batch", "amp_loader_info", "amp_cpu_info", "amp_device", "amp_rates", "amp_machine", "amp_choice", "amp_mask_view", "amp_status",
     "amp_step_record", "amp_epoch_record", "amp_epoch_summary", "amp_tensor_stats_row", "amp_tensor_stats_report", "amp_verify_row", "amp_verify_report",
     "amp_gradcheck_report", "amp_advice", "amp_tune_row", "amp_tune_report", "amp_adapt_record", "amp_recovery_event"};
 static int is_made(const char *type) {
