@@ -2560,8 +2560,8 @@ AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_lo
 /* Changes a running training between two steps: dtypes, enabled, mode, caches, fallback, tf32, clipping, accumulation,
    scaler on or off and its rule, intervals and actions.  A scaler turned on starts anew; one turned off has scale 1.
    Level, policy, autotune, threads, rates, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of
-   inputs and outputs change for later loaders and memory.  All or nothing; captured graphs are then out of date.  scaler,
-   optimizer and monitor may be NULL.
+   inputs and outputs change for later loaders and memory.  All or nothing; captured graphs are then out of date.
+   scaler, optimizer and monitor may be NULL.
    Errors: AMP_ERR_STATE in the middle of a step, accumulation cycle or capture, AMP_ERR_UNSUPPORTED the device lacks
    the dtype, AMP_ERR_CONFLICT what cannot change, or not under an amp_adapt, AMP_ERR_SCALE. */
 typedef struct amp_monitor amp_monitor;
@@ -6535,8 +6535,9 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
    widened while operands are packed and multiplied by fp32's kernel, at nearly its rate.  That leaves two numbers to
    know of a CPU with bf16 instructions: the rate of vdpbf16ps, and that of AMX's tiles.
 
-   Measured at 1024^3 (tests/bench/results): Zen 4 or 5 1.9 (shapes-amd-epyc-2026-11-22.json: 1 / 0.52); Intel with AMX
-   4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487 (cpu-intel-xeon-2026-11-21.json).
+   Measured (tests/bench/results): Zen 4 or 5 has 1.9 (shapes-amd-epyc-2026-11-22.json, 64 x 1024 x 1024: 1 / 0.52).
+   Intel with AMX has 4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487
+   (cpu-intel-xeon-2026-11-21.json, 1024^3).  Zen 3's fp32 kernel on 16-bit operands: see the numbers of `fma` below.
    Cooper Lake: Intel's optimization manual gives vdpbf16ps twice the multiplications of an FMA; not measured. */
 typedef struct ampi_cpu_kind {
     const char *vendor, *name;
@@ -6613,7 +6614,8 @@ static int ampi_cpu_has(const amp_cpu_info *cpu, amp_cpu_path path) {
 /* Without a row: tiles are far faster than fp32 wherever there are any; of vdpbf16ps that is not known, and then fp32's
    kernel is used. */
 static void ampi_rates_fill(amp_machine *m) {
-    static const amp_rates scalar = {0.96f, 0.49f, 0.96f, 0.96f}, fma = {0.97f, 0.97f, 0.97f, 0.96f}, none = {0, 0, 0, 0};
+    static const amp_rates scalar = {0.96f, 0.49f, 0.96f, 0.96f}, fma = {0.97f, 0.97f, 0.97f, 0.96f};
+    static const amp_rates none = {0, 0, 0, 0};
     const ampi_cpu_kind *row = ampi_cpu_kind_of(&m->cpu);
     float dot = row != NULL && row->dot > 0 ? row->dot : 0.5f, tiles = row != NULL && row->tiles > 0 ? row->tiles : 2;
     int path;
@@ -6624,8 +6626,8 @@ static void ampi_rates_fill(amp_machine *m) {
     if (m->cpu.amx_bf16) m->rates[AMP_CPU_AMX].bf16 = tiles;
 }
 
-/* The path that multiplies bf16 fastest among those with the widest fp32 kernels, which AVX-512 and up share.  Of two that
-   are as fast, the one with fewer instructions of its own. */
+/* The path that multiplies bf16 fastest among those with the widest fp32 kernels, which AVX-512 and up share.  Of two
+   that are as fast, the one with fewer instructions of its own. */
 static amp_cpu_path ampi_fastest_path(const amp_machine *m) {
     amp_cpu_path best = m->cpu.avx512 ? AMP_CPU_AVX512 : m->cpu.avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
     int path;
@@ -37659,8 +37661,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        A second moment above 0 is never rounded to 0 in 8 bits, so that steps stay bounded.
        amp_open_env leaves its outputs as they were when it fails.
        On a CPU auto chooses bf16 only where the path in use multiplies it faster than fp32, by a table of cores.  On
-       Intel's cores without AMX it is fp32 now, and bf16 is multiplied by fp32's kernel, at twice the rate of their bf16
-       instructions and with other bits; .cpu_path = AMP_CPU_AVX512_BF16 has the old ones.
+       Intel's cores without AMX it is fp32 now, and bf16 is multiplied by fp32's kernel, at twice the rate of their
+       bf16 instructions and with other bits; .cpu_path = AMP_CPU_AVX512_BF16 has the old ones.
        Settings with level O2 or O3 and dtype fp32 or tf32 are accepted, as amp_open accepts them.
        What was taken is refused: groups of an optimizer that match no parameter (layers that match none give a
        warning), memory that is not aligned to its elements, learning rates that do not fit into fp32 with what
