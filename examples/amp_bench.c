@@ -541,7 +541,7 @@ static amp_result step_own(side *s) { return workload_step(&s->work, NULL, NULL)
 enum { MICRO_BATCHES = 4 };
 static void describe_cast_cache(int on, amp_desc *context, workload_desc *model) {
     context->disable_cache = !on;
-    if (context->dtype == AMP_DTYPE_DEFAULT) context->dtype = AMP_BF16;      /* fp32, which a CPU may choose, casts nothing */
+    if (context->dtype == AMP_DTYPE_DEFAULT) context->dtype = AMP_BF16;     /* fp32, a CPU's choice, casts nothing */
     /* the same weights are used several times: the cache has something to keep */
     model->accumulation = MICRO_BATCHES;
 }

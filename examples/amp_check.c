@@ -290,7 +290,8 @@ static void add_rates(check *c, amp_cpu_path path, const double products[PRECISI
     int i;
     for (i = 0; i < PRECISIONS; i++) {
         size_t used = strlen(c->rates);
-        if ((precisions[i] != AMP_BF16 && precisions[i] != AMP_F16) || !(products[0] > 0) || !(products[i] > 0)) continue;
+        if (precisions[i] != AMP_BF16 && precisions[i] != AMP_F16) continue;
+        if (!(products[0] > 0) || !(products[i] > 0)) continue;
         snprintf(c->rates + used, sizeof c->rates - used, "%s%s %s %.2f", used > 0 ? ", " : "", words[path],
                  amp_dtype_name(precisions[i]), products[0] / products[i]);
     }
@@ -320,14 +321,14 @@ static amp_result measure_paths(check *c) {
 
 /* Seconds that all cores worked for anyone, or were taken by a hypervisor; -1: this system does not say. */
 static double cores_busy(void) {
-    double ticks[8] = {0};
+    double user, nice, system, idle, waits, interrupts, soft, stolen;
     FILE *file = fopen("/proc/stat", "r");
-    int n = file == NULL ? 0
-                         : fscanf(file, "cpu %lf %lf %lf %lf %lf %lf %lf %lf", &ticks[0], &ticks[1], &ticks[2], &ticks[3],
-                                  &ticks[4], &ticks[5], &ticks[6], &ticks[7]);
-    if (file != NULL) fclose(file);
-    if (n < 8) return -1;
-    return (ticks[0] + ticks[1] + ticks[2] + ticks[5] + ticks[6] + ticks[7]) / (double)sysconf(_SC_CLK_TCK);
+    int n;
+    if (file == NULL) return -1;
+    n = fscanf(file, "cpu %lf %lf %lf %lf %lf %lf %lf %lf", &user, &nice, &system, &idle, &waits, &interrupts, &soft,
+               &stolen);
+    fclose(file);
+    return n == 8 ? (user + nice + system + interrupts + soft + stolen) / (double)sysconf(_SC_CLK_TCK) : -1;
 }
 
 static void measure_rates(check *c) {
@@ -802,10 +803,12 @@ static void recommend_rates(check *c) {
     if (c->rates[0] == 0) return;
     if (amp_open(&measured, &desc) != AMP_OK) { add_error(c, "rates"); return; }
     if (amp_query_choice(measured, &choice) == AMP_OK && choice.dtype != c->choice.dtype)
-        advise(c, c->disturbed > 0 ? "rates: measured, they would choose %s, but other programs used the cores: run this "
-                                     "again before you set them"
-                                   : "rates: measured, they choose %s: set the line of rates above (amp_desc.rates, a "
-                                     "file of settings, or AMP_RATES)", amp_dtype_name(choice.dtype));
+        advise(c,
+               c->disturbed > 0 ? "rates: as measured they would choose %s, but other programs used the cores: run "
+                                  "this again before you set them"
+                                : "rates: as measured they choose %s: set the line above (amp_desc.rates, a file of "
+                                  "settings, or AMP_RATES)",
+               amp_dtype_name(choice.dtype));
     amp_close(measured);
 }
 
