@@ -1583,8 +1583,9 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  The first check, and the
    first after an optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks before it
    sums: world, version of amp.h, precision, optimizer, parameters and the values of all weights.  On a difference it
-   returns AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  Later checks compare only
-   what is frozen.  Over slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
+   returns AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  All go on with rank 0's CPU
+   path, so that a rank's results do not depend on its CPU; one that lacks it, or chose its own, gives a warning.  Later
+   checks compare only what is frozen.  Over slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
 
    Every rank takes part with every parameter.  Where only some ranks have a gradient, it counts as zeros on the others,
    and the mean is over all.  Where no rank has one, the parameter rests on all ranks, as it does on one rank and as
@@ -2013,9 +2014,11 @@ AMP_API void amp_graph_destroy(amp_graph *graph);
    Remainders are saved as fp32 masters, so either kind loads into the other; loading remainders also writes the bf16
    weights.  bf16 and 8-bit moments load into fp32 ones too, and any into 8-bit ones.
    The parameters must have the same names in the same order, but some may be frozen: of one that has no .grad here,
-   what was saved is left out, and one that had none when the state was saved begins anew; a warning names both.  States
-   of 0.2 do not say what was frozen, and have one step count, which all parameters get; 0.2 loads a state of this
-   version with the largest count for all.
+   what was saved is left out, and one that had none when the state was saved begins anew; a warning names both.
+   Loading goes on with the CPU path that the state was trained with, for the same bits, unless this CPU lacks it or you
+   chose .cpu_path; then, and where auto chooses another dtype here, a warning says so.
+   States of 0.2 say neither that nor what was frozen, and have one step count, which all parameters get; 0.2 loads a
+   state of this version with the largest count for all.
    Errors: AMP_ERR_STATE saved between amp_scaler_check and the step, AMP_ERR_NAME, AMP_ERR_MISMATCH with the
    parameter's name, AMP_ERR_RANGE numbers that no optimizer saves. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
@@ -11716,6 +11719,7 @@ static void ampi_cpu_close(void *dev) {
     (host.free)(host.user, dev, sizeof(ampi_cpu));
 }
 
+static void ampi_cpu_use_path(void *dev, amp_cpu_path path) { ((ampi_cpu *)dev)->path = path; }
 static amp_result ampi_cpu_describe(void *dev, amp_device *out) {
     amp_cpu_info info;
     ampi_probe_cpu(&info);
@@ -12121,6 +12125,7 @@ struct amp_context {
     /* decisions logged: a table of AMPI_TOLD_CAPACITY hashes; NULL before the first */
     uint64_t *told; int n_told;
     amp_log_level quiet;            /* the log level before `debug` of the settings */
+    int path_given, dtype_given;    /* 1: the program chose .cpu_path, .dtype */
     pid_t process;                  /* the one that opened it */
     int own_sets;                   /* of amp_grad_set_create */
     int seated;                     /* 1: it is one of the amp_ranks of .reducer */
@@ -13625,7 +13630,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp_machine machine;
     amp_result result;
     void *memory;
-    int locks;
+    int locks, path_given;
     AMPI_TRY(ampi_need("amp_open", out != NULL, "out"));
     *out = NULL;
     if (headers == NULL || n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "headers is NULL or n is below 1");
@@ -13635,12 +13640,15 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     AMPI_TRY(ampi_check_desc(&d));
     AMPI_TRY(amp_machine_probe(&machine));
     AMPI_TRY(ampi_rates_take("amp_open", &machine, d.rates));
+    path_given = d.cpu_path != AMP_CPU_DEFAULT;
     AMPI_TRY(ampi_choose_path(&d, &machine));
     system = ampi_system(desc ? &desc->system : NULL);
     AMPI_TRY(ampi_alloc(&system, "amp_open", &memory, 1, sizeof *amp));
     amp = (amp_context *)memory;
     amp->desc = d;
     amp->machine = machine;
+    amp->path_given = path_given;
+    amp->dtype_given = d.dtype != AMP_DTYPE_DEFAULT;
     ampi_fill_defaults(&amp->desc, &amp->machine.cpu);
     amp->system = amp->desc.system = system;
     amp->quiet = amp->desc.logger.level == AMP_LOG_DEBUG ? AMP_LOG_WARNING : amp->desc.logger.level;
@@ -22882,14 +22890,42 @@ static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
     return ampi_set_send(set, changed);
 }
 
+/* ---- Kernels of another machine: of rank 0, or of the one that saved a state.  Bits go on as there where this CPU has
+   that path too, and the program did not choose its own. */
+
+/* 1: the paths give the same bits, by the table SAME BITS. */
+static int ampi_paths_agree(const amp_context *amp, int a, int b) {
+    amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
+    return a == b || (AMPI_MIN(a, b) >= AMP_CPU_AVX512 && dtype != AMP_BF16 && dtype != AMP_FP8);
+}
+/* Where bits come from; 0: not from a CPU. */
+static int ampi_path_of_bits(const amp_context *amp) {
+    return amp->backend == amp_cpu() ? (int)amp->desc.cpu_path : 0;
+}
+/* 1: the context computes by this path now, or its bits are the same anyhow; 0: it cannot. */
+static int ampi_path_adopt(amp_context *amp, int path) {
+    amp_machine *m = &amp->machine;
+    if (path == 0 || ampi_path_of_bits(amp) == 0 || ampi_paths_agree(amp, path, (int)m->cpu.path)) return 1;
+    if (amp->path_given || !ampi_cpu_has(&m->cpu, (amp_cpu_path)path)) return 0;
+    ampi_log(amp, AMP_LOG_INFO, 1113, "products go on by %s in place of %s, as where the weights come from",
+             ampi_cpu_path_name((amp_cpu_path)path), ampi_cpu_path_name(m->cpu.path));
+    amp->desc.cpu_path = m->cpu.path = (amp_cpu_path)path;
+    ampi_cpu_use_path(amp->dev, m->cpu.path);
+    ampi_cpu_as_device(&m->cpu, &m->device);
+    amp_cast_cache_clear(amp);          /* packed for the other kernels */
+    ampi_decisions_changed(amp);
+    return 1;
+}
+
 /* ---- Ranks that agree.  Before a set's first reduction, and the first after its weights or state were set or loaded,
    all ranks compare what must be alike; later steps compare nothing. */
 
 /* The first of a rank's n numbers that another rank has otherwise than rank 0, that rank, and both values. */
-typedef struct ampi_apart { int64_t which; int32_t rank; double value, first; } ampi_apart;
+typedef struct ampi_apart { int64_t which; int32_t rank; double value, first; int path; } ampi_apart;
 
-/* which -1: none. */
-static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, int64_t n, ampi_apart *out) {
+/* which -1: none.  path: the number that may differ, of which out->path is rank 0's; -1: none may. */
+static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, int64_t n, int64_t path,
+                                           ampi_apart *out) {
     const amp_system *s = ampi_context_system(amp);
     int32_t world = ampi_world(amp), rank;
     double *all;
@@ -22898,8 +22934,9 @@ static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, in
     out->which = -1;
     AMPI_TRY(ampi_alloc(s, "reducer", (void **)&all, world * n, sizeof *all));
     result = ampi_exchange_host(amp, ampi_exchange_of(AMPI_GATHER, x, all, n * (int64_t)sizeof *x, AMP_U8));
+    out->path = result == AMP_OK && path >= 0 ? (int)all[path] : 0;
     for (i = 0; i < n && result == AMP_OK && out->which < 0; i++)
-        for (rank = 1; rank < world && out->which < 0; rank++)
+        for (rank = 1; rank < world && out->which < 0 && i != path; rank++)
             if (ampi_bits_f64(all[rank * n + i]) != ampi_bits_f64(all[i])) {
                 out->which = i; out->rank = rank;
                 out->value = all[rank * n + i]; out->first = all[i];
@@ -22923,9 +22960,10 @@ static const ampi_field ampi_alike[] = {
     AMPI_FACT(wire, AMPI_I32), AMPI_FACT(bucket_bytes, AMPI_I64)
 };
 static const char *const ampi_more_facts[] = {".world", "amp.h version", "level", "dtype", "seed (low half)",
-                                              "seed (high half)", "steps done", "loss scale", "parameters"};
+                                              "seed (high half)", "steps done", "loss scale", "parameters",
+                                              "CPU path"};
 enum {
-    AMPI_FACT_DTYPE = 3,
+    AMPI_FACT_DTYPE = 3, AMPI_FACT_PATH = 9,
     AMPI_MORE_FACTS = sizeof ampi_more_facts / sizeof *ampi_more_facts,
     AMPI_FACTS = AMPI_MORE_FACTS + sizeof ampi_alike / sizeof *ampi_alike
 };
@@ -22951,9 +22989,16 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
     x[4] = (double)(uint32_t)set->desc->seed; x[5] = (double)(set->desc->seed >> 32);
     x[6] = (double)found.attempts; x[7] = (double)scale.scale;
     x[8] = (double)(set->desc->sharded ? 0 : ampi_agree_count(set));
+    x[AMPI_FACT_PATH] = ampi_path_of_bits(amp);
     for (i = AMPI_MORE_FACTS; i < AMPI_FACTS; i++) x[i] = ampi_field_get(set->desc, &ampi_alike[i - AMPI_MORE_FACTS]);
-    AMPI_TRY(ampi_ranks_compare_facts(amp, x, AMPI_FACTS, &apart));
-    if (apart.which < 0) return AMP_OK;
+    AMPI_TRY(ampi_ranks_compare_facts(amp, x, AMPI_FACTS, AMPI_FACT_PATH, &apart));
+    if (apart.which < 0) {
+        if (!ampi_path_adopt(amp, apart.path) && ampi_log_count(amp, 1114) == 1)
+            ampi_log(amp, AMP_LOG_WARNING, 1114,
+                     "rank 0 multiplies by %s, this one by %s: bits depend on which rank does what",
+                     ampi_cpu_path_name((amp_cpu_path)apart.path), ampi_cpu_path_name(amp->machine.cpu.path));
+        return AMP_OK;
+    }
     if (apart.which == AMPI_FACT_DTYPE)
         return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d computes in %s, rank 0 in %s: all must agree",
                          (int)apart.rank, amp_dtype_name((amp_dtype)(int)apart.value),
@@ -23035,7 +23080,7 @@ static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
     const char *name;
     int64_t i;
     AMPI_TRY(ampi_agree_facts(c));
-    AMPI_TRY(ampi_ranks_compare_facts(set->amp, c->facts, AMPI_COMMON * n, &apart));
+    AMPI_TRY(ampi_ranks_compare_facts(set->amp, c->facts, AMPI_COMMON * n, -1, &apart));
     if (apart.which < 0) return AMP_OK;
     i = apart.which / AMPI_COMMON;
     name = set->desc->params != NULL ? set->desc->params[i].name : set->names[i];
@@ -25832,6 +25877,7 @@ static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, 
     const amp_system *s = ampi_context_system(o->amp);
     ampi_archive archive = {o, state, NULL, prefix, NULL, NULL, 0};
     int64_t bytes = ampi_row_scratch(o->set), every = o->desc.sync_every;
+    int32_t kernels[2];
     amp_result r;
     AMPI_TRY(ampi_save_rows(o, state, prefix));
     AMPI_TRY(ampi_save_part(o, state, prefix));
@@ -25840,6 +25886,9 @@ static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, 
     AMPI_TRY(ampi_save_outcomes(o, state, prefix));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &archive.scratch, bytes, 1));
     r = ampi_archive_arrays(&archive);
+    kernels[0] = ampi_path_of_bits(o->amp);
+    kernels[1] = (int32_t)ampi_settings(o->amp)->autocast_dtype;
+    if (r == AMP_OK) r = ampi_put(state, prefix, "kernels", -1, AMP_I32, kernels, 2);
     if (r == AMP_OK && o->outer.begun) r = ampi_archive_outer(&archive);
     if (r == AMP_OK && o->outer.begun) r = ampi_put(state, prefix, "sync_every", -1, AMP_I64, &every, 1);
     ampi_free(s, archive.scratch, bytes, 1);
@@ -26161,10 +26210,34 @@ typedef struct ampi_loading {
     ampi_named named[2];            /* parameters without a row here, and without one when it was saved */
     uint8_t *live;                  /* by saved row, as the next */
     amp_k_steps *steps;
+    int32_t kernels[2];             /* a CPU path, and the dtype of regions; 0: not known */
 } ampi_loading;
 
 /* 1: from 0 to 1; also where the compiler takes NaN for impossible. */
 static int ampi_is_share(double x) { return amp_is_finite_f64(&x) && x >= 0 && x <= 1; }
+
+/* The path and the dtype that the state was trained with; those of 0.2 do not say. */
+static amp_result ampi_load_kernels(ampi_loading *l) {
+    const ampi_archive *r = &l->archive;
+    if (ampi_saved_count(r->from, r->prefix, "kernels", -1, NULL) < 0) return AMP_OK;
+    AMPI_TRY(ampi_get(r->from, r->prefix, "kernels", -1, AMP_I32, l->kernels, 2));
+    if (l->kernels[0] >= 0 && l->kernels[0] < AMP_CPU_PATHS && ampi_is_compute((amp_dtype)l->kernels[1])) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "%s.kernels = %d, %d: no CPU path and dtype", r->prefix,
+                     l->kernels[0], l->kernels[1]);
+}
+/* Goes on as the state was trained, or says what is otherwise. */
+static void ampi_resume_kernels(amp_context *amp, const int32_t kernels[2]) {
+    amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
+    if (kernels[1] != 0 && kernels[1] != (int32_t)dtype && !amp->dtype_given)
+        ampi_log(amp, AMP_LOG_WARNING, 1115,
+                 "amp_optimizer_load: saved while regions computed in %s; here auto chooses %s: set .dtype to go on as "
+                 "before", amp_dtype_name((amp_dtype)kernels[1]), amp_dtype_name(dtype));
+    else if (!ampi_path_adopt(amp, kernels[0]))
+        ampi_log(amp, AMP_LOG_WARNING, 1115,
+                 "amp_optimizer_load: saved by the kernels of %s, and this context has %s: from here on results differ "
+                 "from the saved run's by rounding", ampi_cpu_path_name((amp_cpu_path)kernels[0]),
+                 ampi_cpu_path_name(amp->machine.cpu.path));
+}
 
 /* The steps of each saved row; those of 0.2 have one count for all. */
 static amp_result ampi_load_steps(ampi_loading *l) {
@@ -26236,6 +26309,7 @@ static amp_result ampi_load_check(ampi_loading *l) {
     AMPI_TRY(ampi_alloc(s, f, (void **)&l->live, r->n_saved, 1));
     AMPI_TRY(ampi_alloc(s, f, (void **)&l->steps, r->n_saved, sizeof *l->steps));
     AMPI_TRY(ampi_load_steps(l));
+    AMPI_TRY(ampi_load_kernels(l));
     period = ampi_saved_within_period(o, r->from, r->prefix, l->numbers.attempts, &result);
     AMPI_TRY(result);
     AMPI_TRY(ampi_load_cycle(r, l->numbers.micro, period, l->live));
@@ -26280,6 +26354,7 @@ static amp_result ampi_load_optimizer(amp_optimizer *o, const amp_state *state, 
     if (r == AMP_OK) {
         r = ampi_load_apply(&l, o);
         if (r == AMP_OK) ampi_warn_named(o, l.named);
+        if (r == AMP_OK) ampi_resume_kernels(o->amp, l.kernels);
         ampi_set_unlink(o->set);
         o->set->agreed = 0;
         ampi_settings_changed(o->amp);
@@ -31740,7 +31815,7 @@ static amp_result ampi_ranks_same_dtypes(amp_context *amp, const char *f, const 
     if (ampi_world(amp) == 1) return AMP_OK;
     x[0] = (double)n;
     for (i = 0; i < n; i++) x[1 + i] = (int)dtypes[i];
-    AMPI_TRY(ampi_ranks_compare_facts(amp, x, 1 + AMP_VERIFY_ROWS, &apart));
+    AMPI_TRY(ampi_ranks_compare_facts(amp, x, 1 + AMP_VERIFY_ROWS, -1, &apart));
     return apart.which < 0 ? AMP_OK
                            : ampi_fail(AMP_ERR_REDUCE, f, "rank %d would try other dtypes than rank 0: give .dtypes",
                                        (int)apart.rank);
@@ -33983,7 +34058,7 @@ static amp_result ampi_adapt_compare(const amp_adapt *m) {
     x[0] = ampi_adapt_digest(model);
     for (i = 0; i < AMPI_RUNGS; i++) x[1 + i] = (int)m->ladder[i];
     for (i = 0; i < AMPI_ADAPT_FIELDS; i++) x[1 + AMPI_RUNGS + i] = ampi_field_get(&m->desc, &ampi_adapt_fields[i]);
-    AMPI_TRY(ampi_ranks_compare_facts(m->amp, x, AMPI_ADAPT_FACTS, &apart));
+    AMPI_TRY(ampi_ranks_compare_facts(m->amp, x, AMPI_ADAPT_FACTS, -1, &apart));
     if (apart.which < 0) return AMP_OK;
     if (apart.which <= AMPI_RUNGS)
         return ampi_fail(AMP_ERR_REDUCE, "amp_adapt_create", "rank %d has other .%s than rank 0: all must agree",

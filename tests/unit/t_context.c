@@ -482,6 +482,74 @@ TEST(a_fallback_is_logged_with_its_reason) {
     amp_close(amp);
 }
 
+/* A state says by which kernels and in which dtype it was trained.  Another context goes on by them if it can, or says so. */
+static amp_result saved_and_loaded(amp_desc from, amp_desc to, const int32_t *kernels, amp_cpu_path *path) {
+    enum { N = 4 };
+    float w[N] = {1, 2, 3, 4}, g[N] = {0};
+    amp_param p = {.name = "w"};
+    amp_optimizer_desc od = {.params = &p, .n_params = 1};
+    amp_context *amp;
+    amp_optimizer *opt;
+    amp_machine machine;
+    amp_state *state;
+    amp_result result;
+    int32_t said[2] = {-1, -1};
+    p.weight = amp_tensor1(w, AMP_F32, N); p.grad = amp_tensor1(g, AMP_F32, N);
+    CHECK_OK(amp_state_create(&state, NULL));
+    for (int load = 0; load < 2; load++) {
+        amp = context_open_with(load ? &to : &from);
+        CHECK_OK(amp_param_register(amp, &p, 1));
+        CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+        memset(&context_logged, 0, sizeof context_logged);
+        if (!load) {
+            CHECK_OK(amp_optimizer_save(opt, state, "o"));
+            CHECK_OK(amp_state_get(state, "o.kernels", AMP_I32, said, 2));
+            CHECK(said[0] == (int)from.cpu_path && said[1] == (int)from.dtype);
+            if (kernels != NULL) CHECK_OK(amp_state_put(state, "o.kernels", AMP_I32, kernels, 2));
+        } else {
+            result = amp_optimizer_load(opt, state, "o");
+            CHECK_OK(amp_query_machine(amp, &machine));
+            *path = machine.cpu.path;
+        }
+        amp_optimizer_destroy(opt);
+        amp_param_forget(amp, &p, 1);
+        amp_close(amp);
+    }
+    amp_state_destroy(state);
+    return result;
+}
+TEST(a_state_goes_on_by_its_kernels) {
+    amp_desc scalar = {.cpu_path = AMP_CPU_SCALAR, .dtype = AMP_F32}, bf16 = {.cpu_path = AMP_CPU_SCALAR, .dtype = AMP_BF16};
+    amp_desc any = {.dtype = AMP_F32}, automatic = {0}, own = {.dtype = AMP_F32};
+    amp_machine machine;
+    amp_cpu_path path;
+    int32_t missing[2] = {AMP_CPU_AMX, AMP_BF16};
+    CHECK_OK(amp_machine_probe(&machine));
+    scalar.logger.write = bf16.logger.write = any.logger.write = automatic.logger.write = own.logger.write = logger_write;
+    own.cpu_path = machine.cpu.path;
+    CHECK_OK(saved_and_loaded(scalar, any, NULL, &path));
+    CHECK(path == AMP_CPU_SCALAR && context_logged.calls == 0);
+    if (machine.cpu.path != AMP_CPU_SCALAR) {
+        CHECK_OK(saved_and_loaded(scalar, own, NULL, &path));
+        CHECK(path == machine.cpu.path && context_logged.id == 1115 && strstr(context_logged.text, "saved by the kernels of scalar") != NULL);
+    }
+    automatic.rates = "scalar bf16 0.5";
+    if (machine.rates[machine.cpu.path].bf16 <= 1) {        /* auto is fp32 */
+        CHECK_OK(saved_and_loaded(bf16, automatic, NULL, &path));
+        CHECK(context_logged.id == 1115 && strstr(context_logged.text, "regions computed in bf16; here auto chooses fp32") != NULL);
+    }
+    any.dtype = AMP_BF16;
+    if (!machine.cpu.amx_bf16) {
+        CHECK_OK(saved_and_loaded(bf16, any, missing, &path));
+        CHECK(path == machine.cpu.path && strstr(context_logged.text, "AMX") != NULL);
+    }
+    for (int i = 0; i < 4; i++) {
+        int32_t wrong[2] = {i == 0 ? -1 : i == 1 ? AMP_CPU_PATHS : AMP_CPU_AVX2, i == 2 ? AMP_I32 : i == 3 ? -5 : AMP_F32};
+        CHECK_ERR(saved_and_loaded(scalar, any, wrong, &path), AMP_ERR_RANGE);
+        CHECK(path == machine.cpu.path);
+    }
+}
+
 /* Paths and names may hold anything; errors, log lines and texts stay one line of UTF-8, without what commands a terminal. */
 static int is_plain(const char *text) {
     const unsigned char *p = (const unsigned char *)text;
@@ -675,7 +743,7 @@ int main(int argc, char **argv) {
     RUN(choice_refuses_or_falls_back_by_name);
     RUN(machine_is_described); RUN(caches_are_those_that_linux_lists); RUN(cpu_quotas_limit_the_cores); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
     RUN(settings_out_of_range); RUN(memory_is_accounted_and_returned);
-    RUN(a_fallback_is_logged_with_its_reason);
+    RUN(a_fallback_is_logged_with_its_reason); RUN(a_state_goes_on_by_its_kernels);
     RUN(errors_and_log_lines_are_one_line); RUN(parameters); RUN(tensor_counts); RUN(context_patterns); RUN(files); RUN(autotune_on_the_cpu);
     RUN(several_threads_share_a_context);
     return TEST_END();

@@ -588,6 +588,53 @@ TEST(ranks_that_differ_are_named) {
     for (int r = 0; r < 3; r++) CHECK_EQ(told.code[r], 0);
 }
 
+/* All go on by rank 0's path, which has other bits than the one they would take; not one that chose its own. */
+static struct { amp_cpu_path chosen[RANKS], now[RANKS]; int warned[RANKS]; float y[RANKS]; } paths;
+static void paths_log(void *user, amp_log_level level, int id, const char *text) {
+    if (id == 1114 && level == AMP_LOG_WARNING && strstr(text, "rank 0 multiplies by scalar") != NULL) ++*(int *)user;
+}
+static void step_by_path(int rank, int world) {
+    enum { N = 33 };
+    static const uint64_t seed = 5;
+    amp_context *amp;
+    amp_optimizer *opt;
+    amp_machine machine;
+    amp_desc desc = {.threads = 1, .dtype = AMP_F32, .cpu_path = paths.chosen[rank]};
+    amp_param p = {.name = "a"};
+    amp_optimizer_desc od = {.params = &p, .n_params = 1};
+    float x[N], w[N * N], g[N * N] = {0}, y[N];
+    (void)world;
+    CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
+    desc.logger.write = paths_log;
+    desc.logger.user = &paths.warned[rank];
+    CHECK_OK(amp_open(&amp, &desc));
+    for (int i = 0; i < N * N; i++) w[i] = amp_random_uniform(seed, (uint64_t)i) - 0.5f;
+    for (int i = 0; i < N; i++) x[i] = amp_random_uniform(seed, (uint64_t)(i + N * N)) - 0.5f;
+    p.weight = amp_tensor2(w, AMP_F32, N, N);
+    p.grad = amp_tensor2(g, AMP_F32, N, N);
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+    for (int step = 0; step < 2; step++) { p.grad_live = 1; CHECK_OK(amp_step(opt, NULL)); }
+    CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, N, N, 1, x, N, w, N, 0, y, N));
+    for (int i = 0; i < N; i++) paths.y[rank] += y[i];
+    CHECK_OK(amp_query_machine(amp, &machine));
+    paths.now[rank] = machine.cpu.path;
+    amp_optimizer_destroy(opt);
+    amp_close(amp);
+}
+TEST(ranks_go_on_by_the_first_ones_path) {
+    amp_machine machine;
+    CHECK_OK(amp_machine_probe(&machine));
+    if (machine.cpu.path == AMP_CPU_SCALAR) SKIP("this CPU has one path");
+    memset(&paths, 0, sizeof paths);
+    paths.chosen[0] = AMP_CPU_SCALAR;
+    paths.chosen[2] = AMP_CPU_AVX2;
+    thread_ranks(3, step_by_path);
+    CHECK(paths.now[0] == AMP_CPU_SCALAR && paths.now[1] == AMP_CPU_SCALAR && paths.now[2] == AMP_CPU_AVX2);
+    CHECK(paths.warned[0] == 0 && paths.warned[1] == 0 && paths.warned[2] == 1);
+    CHECK(memcmp(&paths.y[0], &paths.y[1], sizeof paths.y[0]) == 0);
+}
+
 /* ---- Parameters that rest.  Gradients are small integers, so sums over 1, 2 and 4 ranks, and their means, have the same
    bits: N ranks must give those of one. */
 
@@ -1733,7 +1780,7 @@ int main(int argc, char **argv) {
     RUN(ranks_equal_one_process_with_the_whole_batch); RUN(an_overflow_on_one_rank_skips_on_all);
     RUN(ranks_without_gradients_take_part);
     RUN(shards_are_disjoint_and_complete); RUN(restarts_with_ranks); RUN(a_failing_hook_is_an_error_and_changes_nothing);
-    RUN(threads_train_as_processes_do); RUN(ranks_that_differ_are_named); RUN(ranks_that_step_alone_follow_the_rule);
+    RUN(threads_train_as_processes_do); RUN(ranks_that_differ_are_named); RUN(ranks_go_on_by_the_first_ones_path); RUN(ranks_that_step_alone_follow_the_rule);
     RUN(ranks_that_step_alone_with_16_bit_weights); RUN(ranks_that_step_alone_resume); RUN(a_rank_with_spoiled_weights_is_named); RUN(ranks_that_step_alone_scale_alone);
     RUN(loose_coupling_that_cannot_be); RUN(parameters_that_no_rank_uses_rest); RUN(parameters_frozen_on_one_rank_are_named);
     RUN(gradients_that_change_after_the_check_are_refused); RUN(sets_of_the_host_are_told_what_rests);
