@@ -589,7 +589,7 @@ TEST(ranks_that_differ_are_named) {
 }
 
 /* All go on by rank 0's path, which has other bits than the one they would take; not one that chose its own. */
-static struct { amp_cpu_path chosen[RANKS], now[RANKS]; int warned[RANKS]; float y[RANKS]; } paths;
+static struct { amp_cpu_path chosen[RANKS], now[RANKS]; int warned[RANKS]; float y[RANKS]; } by_path;
 static void paths_log(void *user, amp_log_level level, int id, const char *text) {
     if (id == 1114 && level == AMP_LOG_WARNING && strstr(text, "rank 0 multiplies by scalar") != NULL) ++*(int *)user;
 }
@@ -599,14 +599,14 @@ static void step_by_path(int rank, int world) {
     amp_context *amp;
     amp_optimizer *opt;
     amp_machine machine;
-    amp_desc desc = {.threads = 1, .dtype = AMP_F32, .cpu_path = paths.chosen[rank]};
+    amp_desc desc = {.threads = 1, .dtype = AMP_F32, .cpu_path = by_path.chosen[rank]};
     amp_param p = {.name = "a"};
     amp_optimizer_desc od = {.params = &p, .n_params = 1};
     float x[N], w[N * N], g[N * N] = {0}, y[N];
     (void)world;
     CHECK_OK(amp_ranks_reducer(together, rank, &desc.reducer));
     desc.logger.write = paths_log;
-    desc.logger.user = &paths.warned[rank];
+    desc.logger.user = &by_path.warned[rank];
     CHECK_OK(amp_open(&amp, &desc));
     for (int i = 0; i < N * N; i++) w[i] = amp_random_uniform(seed, (uint64_t)i) - 0.5f;
     for (int i = 0; i < N; i++) x[i] = amp_random_uniform(seed, (uint64_t)(i + N * N)) - 0.5f;
@@ -616,9 +616,9 @@ static void step_by_path(int rank, int world) {
     CHECK_OK(amp_optimizer_create(amp, &opt, &od));
     for (int step = 0; step < 2; step++) { p.grad_live = 1; CHECK_OK(amp_step(opt, NULL)); }
     CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, N, N, 1, x, N, w, N, 0, y, N));
-    for (int i = 0; i < N; i++) paths.y[rank] += y[i];
+    for (int i = 0; i < N; i++) by_path.y[rank] += y[i];
     CHECK_OK(amp_query_machine(amp, &machine));
-    paths.now[rank] = machine.cpu.path;
+    by_path.now[rank] = machine.cpu.path;
     amp_optimizer_destroy(opt);
     amp_close(amp);
 }
@@ -626,13 +626,13 @@ TEST(ranks_go_on_by_the_first_ones_path) {
     amp_machine machine;
     CHECK_OK(amp_machine_probe(&machine));
     if (machine.cpu.path == AMP_CPU_SCALAR) SKIP("this CPU has one path");
-    memset(&paths, 0, sizeof paths);
-    paths.chosen[0] = AMP_CPU_SCALAR;
-    paths.chosen[2] = AMP_CPU_AVX2;
+    memset(&by_path, 0, sizeof by_path);
+    by_path.chosen[0] = AMP_CPU_SCALAR;
+    by_path.chosen[2] = AMP_CPU_AVX2;
     thread_ranks(3, step_by_path);
-    CHECK(paths.now[0] == AMP_CPU_SCALAR && paths.now[1] == AMP_CPU_SCALAR && paths.now[2] == AMP_CPU_AVX2);
-    CHECK(paths.warned[0] == 0 && paths.warned[1] == 0 && paths.warned[2] == 1);
-    CHECK(memcmp(&paths.y[0], &paths.y[1], sizeof paths.y[0]) == 0);
+    CHECK(by_path.now[0] == AMP_CPU_SCALAR && by_path.now[1] == AMP_CPU_SCALAR && by_path.now[2] == AMP_CPU_AVX2);
+    CHECK(by_path.warned[0] == 0 && by_path.warned[1] == 0 && by_path.warned[2] == 1);
+    CHECK(memcmp(&by_path.y[0], &by_path.y[1], sizeof by_path.y[0]) == 0);
 }
 
 /* ---- Parameters that rest.  Gradients are small integers, so sums over 1, 2 and 4 ranks, and their means, have the same
