@@ -304,8 +304,9 @@
      where amp_scaler_found says so; the next update then skips the step, as in tests/examples/hosts.
 
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run (a GPU's .autotune
-     needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  Which
-     CPU paths (in the order of amp_cpu_path) agree; others differ by rounding:
+     needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  A restart on
+     another CPU, and ranks with different CPUs, go on by the path of the state or of rank 0 where their CPU has it, and
+     a warning says where not.  Which CPU paths (in the order of amp_cpu_path) agree; others differ by rounding:
 
        what                                   runs  threads  restarts  CPU paths that agree
        casts, random numbers, dropout, masks  yes   yes      yes       all
@@ -1585,7 +1586,8 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    sums: world, version of amp.h, precision, optimizer, parameters and the values of all weights.  On a difference it
    returns AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  All go on with rank 0's CPU
    path, so that a rank's results do not depend on its CPU; one that lacks it, or chose its own, gives a warning.  Later
-   checks compare only what is frozen.  Over slow networks ranks may step alone for a while: amp_optimizer_desc.sync_every.
+   checks compare only what is frozen.  Over slow networks ranks may step alone for a while:
+   amp_optimizer_desc.sync_every.
 
    Every rank takes part with every parameter.  Where only some ranks have a gradient, it counts as zeros on the others,
    and the mean is over all.  Where no rank has one, the parameter rests on all ranks, as it does on one rank and as
@@ -2996,7 +2998,8 @@ typedef struct amp_tune_row {
 } amp_tune_row;
 typedef struct amp_tune_report {
     int64_t n_rows, best;       /* index of the highest rate; -1: none */
-    int32_t from_file, reserved;  /* 1: nothing was timed */
+    int32_t from_file;          /* 1: nothing was timed */
+    int32_t cpu_path;           /* the amp_cpu_path that computed; 0: a device did */
     amp_tune_row rows[AMP_TUNE_ROWS];
 } amp_tune_report;
 #if !defined(AMP_NO_CARE)
@@ -3010,6 +3013,7 @@ typedef struct amp_tune_report {
    With several ranks all call it: a step takes as long as on the slowest, one that fails on a rank failed, and all get
    the same rows. */
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out);
+/* As a table; of a CPU with a last line "rates = ...", a setting by which auto chooses what was faster here. */
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size);
 #endif
 
@@ -33293,6 +33297,7 @@ static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, a
     ampi_taped_close(amp, &t.taped);
     ampi_taped_close(amp, &t.verified);
     ampi_tune_pick(&report);
+    report.cpu_path = ampi_path_of_bits(amp);
     if (result == AMP_OK)
         code = ampi_tune_prepare(&t, report.best >= 0 ? report.rows[report.best].batch : t.desc.batch);
     if (code != 0) ampi_host_said("prepare", code, why, sizeof why);
@@ -33310,6 +33315,21 @@ AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tun
     result = ampi_tune_whole(amp, desc, out);
     (void)ampi_trials(amp, -1);
     return ampi_as("amp_tune", result);
+}
+
+/* The rows of the best batch that were faster or slower than fp32, as amp_desc.rates. */
+static void ampi_tune_rates(ampi_sheet *sheet, const amp_tune_report *r) {
+    const char *before = "  rates = ";
+    int64_t i, n = AMPI_MIN(r->n_rows, (int64_t)AMP_TUNE_ROWS);
+    if (r->cpu_path <= 0 || r->cpu_path >= AMP_CPU_PATHS || r->best < 0 || r->best >= n) return;
+    for (i = 0; i < n; i++) {
+        const amp_tune_row *row = &r->rows[i];
+        if (row->dtype == AMP_F32 || row->batch != r->rows[r->best].batch || !(row->speedup > 0)) continue;
+        ampi_print(sheet, "%s%s %s %.3g", before, ampi_path_words[r->cpu_path], amp_dtype_name(row->dtype),
+                   row->speedup);
+        before = ", ";
+    }
+    if (before[0] == ',') ampi_print(sheet, "\n");
 }
 
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
@@ -33330,6 +33350,7 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
         ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "",
                    ampi_plain(row->reason, reason, sizeof reason));
     }
+    ampi_tune_rates(&sheet, report);
     return sheet.in_use;
 }
 
@@ -37746,7 +37767,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        New: amp_optimizer_zero_grad, amp_model_zero_grad; amp_scaler_found; amp_gradcheck_report.kinks; amp_explicit,
        AMP_IGNORE_ZERO, AMP_NO_CACHE, AMP_NO_WARMUP, and AMP_EXPLICIT_ZERO wherever 0 is a default;
        the setting threads (AMP_THREADS); amp_machine.rates and .cores, amp_choice.rate, the setting rates
-       (AMP_RATES), which make check-machine prints; a scaler may be
+       (AMP_RATES), which make check-machine prints.  A state loads with the CPU path that it was trained with, and
+       ranks go on by rank 0's.  A scaler may be
        NULL in amp_open_env and read by several threads.  Parameters that were frozen when their optimizer was created
        train once they are unfrozen; states load into more or fewer of them.  Keys of states have up to 255 bytes; only
        a longer key than 63 makes format version 2, which 0.2 refuses as newer.  Sharded 8-bit moments load wherever a

@@ -278,6 +278,16 @@ TEST(tune_is_shown_as_a_table) {
     CHECK_EQ(amp_tune_text(&r, text, sizeof text), strlen(text));
     CHECK(strstr(text, "\n  fp32         8      500.000         16.0     1.00        3.0  pass\n") != NULL);
     CHECK(strstr(text, "\n* bf16         8      250.000         32.0     2.00        3.0  ?\n") != NULL);
+    CHECK(strstr(text, "rates") == NULL);                   /* a device's */
+    r.n_rows = 3;
+    r.cpu_path = AMP_CPU_AVX512_BF16;
+    r.rows[2] = r.rows[1];
+    r.rows[2].dtype = AMP_F16; r.rows[2].speedup = 0.625;
+    CHECK_EQ(amp_tune_text(&r, text, sizeof text), strlen(text));
+    CHECK_MSG(strstr(text, "\n  rates = avx512_bf16 bf16 2, avx512_bf16 fp16 0.625\n") != NULL, "%s", text);
+    CHECK_EQ(ampi_rates_count(strstr(text, "rates = ") + 8), -1);       /* with its line's end */
+    strstr(text, "rates = ")[strlen(strstr(text, "rates = ")) - 1] = 0;
+    CHECK_EQ(ampi_rates_count(strstr(text, "rates = ") + 8), 2);
     CHECK_EQ(amp_tune_text(NULL, text, sizeof text), 0);
     CHECK_EQ(amp_advice_text(NULL, text, sizeof text), 0);
 }
