@@ -174,7 +174,8 @@ def adopt_lines(results, name, folder):
     m = results["machine"]
     yield (f"A plain trainer that adopts amp.h ([before, after](examples/adopt/README.md)): {fp32:.1f}x in fp32, all of it the "
            f"GEMM's; {gain('bf16')}; {gain('fp16')}. Test loss before, and after in fp32, fp16, bf16: {losses}. "
-           f"{m['cpu']}, {m['cores']} cores, `make adopt`, medians of {results['settings']['rounds']} runs, "
+           f"{m['cpu']} with {m['path'].upper()}, which the bf16 figure needs, {m['cores']} cores, `make adopt`, medians of "
+           f"{results['settings']['rounds']} runs, "
            f"[{name}]({folder}{name}).")
 
 
