@@ -14611,6 +14611,8 @@ static uint64_t ampi_seed_scale(const amp_context *amp) {
 }
 /* Before a backward whose losses are all its own. */
 static void ampi_seed_forget(void) { ampi_regions.seed.open = 0; }
+/* A forward begins: the loss before says nothing of its backward, which may start from numbers of the program's own. */
+static void ampi_seed_drop(void) { ampi_regions.seed.context = 0; }
 
 /* This context's innermost entry and its settings; NULL: none. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
@@ -14795,6 +14797,7 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
         AMPI_TRY(ampi_as("amp_autocast_begin", ampi_choose_here(amp, d.dtype, amp->desc.fallback, &choice)));
         d.dtype = choice.dtype;
     }
+    if (outer == NULL) ampi_seed_drop();
     return ampi_region_push(amp, "amp_autocast_begin", &d, 0);
 }
 
@@ -26223,7 +26226,8 @@ static int ampi_is_share(double x) { return amp_is_finite_f64(&x) && x >= 0 && x
 /* The path and the dtype that the state was trained with; those of 0.2 do not say. */
 static amp_result ampi_load_kernels(ampi_loading *l) {
     const ampi_archive *r = &l->archive;
-    if (ampi_saved_count(r->from, r->prefix, "kernels", -1, NULL) < 0) return AMP_OK;
+    AMPI_TRY(ampi_check_both(r, "kernels", "frozen"));
+    if (!ampi_has_record(r->from, r->prefix, "kernels", -1)) return AMP_OK;
     AMPI_TRY(ampi_get(r->from, r->prefix, "kernels", -1, AMP_I32, l->kernels, 2));
     if (l->kernels[0] >= 0 && l->kernels[0] < AMP_CPU_PATHS && ampi_is_compute((amp_dtype)l->kernels[1])) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "%s.kernels = %d, %d: no CPU path and dtype", r->prefix,
