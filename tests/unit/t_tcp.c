@@ -245,6 +245,7 @@ TEST(too_few_ranks) {
 
 TEST(one_rank_twice) {
     work w[MOST + 1];
+    const char *loser;
     describe(w, 4, 0, NULL);
     w[3].desc.rank = 1;
     run_all(w, 4, 0);
@@ -254,7 +255,8 @@ TEST(one_rank_twice) {
     w[2].desc.rank = 0;
     run_all(w, 3, 0);
     CHECK((outcomes[0].result != 0) != (outcomes[2].result != 0));
-    CHECK(strstr(outcomes[outcomes[0].result == 0 ? 2 : 0].why, "is in use, by another program or another rank 0") != NULL);
+    loser = outcomes[outcomes[0].result == 0 ? 2 : 0].why;      /* on a busy machine it may come when the others have met */
+    CHECK_MSG(strstr(loser, "is in use, by another program or another rank 0") != NULL || strstr(loser, "1 of 2 ranks are here") != NULL, "%s", loser);
     CHECK_EQ(outcomes[1].result, 0);
     describe(w, 2, 1, NULL);
     limit(w);
