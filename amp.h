@@ -1571,9 +1571,11 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
      - It carries another loss scale: that of another scaler, or of the same one before an update or
        amp_scaler_set_scale.  This holds with .accumulation too, so an optimizer that accumulates while others step
        needs a scaler of its own.  (A scaler with .frozen, or disabled, keeps its scale.)
-   A check or a step refuses a gradient that carries another loss scale than the one it divides by, for the same reason.
-   Optimizers that share a scaler therefore call amp_scaler_check and amp_optimizer_step each, and then
-   amp_scaler_update once; amp_step for each of them would update the scale in between.
+   A check or a step refuses a gradient that carries the loss scale of another scaler than the one it divides by, or the
+   same scaler's before an update.  Where it was given no scaler, or the loss did not start from one, it warns once, as
+   your code may have divided or multiplied.  Optimizers that share a scaler therefore call amp_scaler_check and
+   amp_optimizer_step each, and then amp_scaler_update once; amp_step for each of them would update the scale in
+   between.
    What to do: drop the gradient first, freeze its model in the other backward, or set .accumulation.  Not refused: one
    backward for several optimizers; several backwards, then one step; parameters that no optimizer has and whose
    gradients your code never took (by grad_live = 0); optimizers that other threads step. */
@@ -1584,10 +1586,10 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  The first check, and the
    first after an optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks before it
    sums: world, version of amp.h, precision, optimizer, parameters and the values of all weights.  On a difference it
-   returns AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  All go on with rank 0's CPU
-   path, so that a rank's results do not depend on its CPU; one that lacks it, or chose its own, gives a warning.  Later
-   checks compare only what is frozen.  Over slow networks ranks may step alone for a while:
-   amp_optimizer_desc.sync_every.
+   returns AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  From the first
+   check on all use rank 0's CPU path, so that a rank's results do not depend on its CPU; one that lacks it, or chose
+   its own, gives a warning.  Later checks compare only what is frozen.  Over slow networks ranks may step alone for a
+   while: amp_optimizer_desc.sync_every.
 
    Every rank takes part with every parameter.  Where only some ranks have a gradient, it counts as zeros on the others,
    and the mean is over all.  Where no rank has one, the parameter rests on all ranks, as it does on one rank and as
@@ -3013,7 +3015,8 @@ typedef struct amp_tune_report {
    With several ranks all call it: a step takes as long as on the slowest, one that fails on a rank failed, and all get
    the same rows. */
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out);
-/* As a table; of a CPU with a last line "rates = ...", a setting by which auto chooses what was faster here. */
+/* As a table.  Of a CPU it ends with a line "rates = ...", a setting by which auto decides between bf16 and fp32 on the
+   path that computed. */
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size);
 #endif
 
@@ -4654,10 +4657,10 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      E4M3 beyond 448         448 (from 2.12 on)          NaN                         .saturate = 1
    THREADS AND CALLBACKS
 
-     Alone on its context runs what changes or restores all of it: amp_fp8_save and _load, amp_verify and the like, a
-     recovery, a graph capture, and every exchange with other ranks, so that with a reducer one thread trains.  A step
-     ends the step of the FP8 tensors of its own optimizer's layers, and of the layers that this thread computed last
-     and whose weights no optimizer has.
+     Alone on its context runs what changes or restores all of it: amp_fp8_save and _load, amp_optimizer_load (which
+     may change the CPU path), amp_verify and the like, a recovery, a graph capture, and every exchange with other ranks,
+     so that with a reducer one thread trains.  A step ends the step of the FP8 tensors of its own optimizer's layers,
+     and of the layers that this thread computed last and whose weights no optimizer has.
 
      Kernels run on the context's own threads (.threads; .share_threads: another context's; .parallel: yours), started
      by the first call worth it.  All contexts together run no more threads than there are cores; while other programs
@@ -6607,12 +6610,13 @@ static const ampi_cpu_kind *ampi_cpu_kind_of(const amp_cpu_info *cpu) {
     return found;
 }
 
+/* Whether it has the path, and the compiler of this file knew its instructions. */
 static int ampi_cpu_has(const amp_cpu_info *cpu, amp_cpu_path path) {
     switch (path) {
         case AMP_CPU_SCALAR: return 1;
         case AMP_CPU_AVX2: return cpu->avx2;
         case AMP_CPU_AVX512: return cpu->avx512;
-        case AMP_CPU_AVX512_BF16: return cpu->avx512_bf16;
+        case AMP_CPU_AVX512_BF16: return AMPI_GEMM_BF16 && cpu->avx512_bf16;
         case AMP_CPU_AMX: return cpu->amx_bf16;
         default: return 0;
     }
@@ -6629,8 +6633,8 @@ static void ampi_rates_fill(amp_machine *m) {
     snprintf(m->cores, sizeof m->cores, "%s", row != NULL ? row->name : "");
     for (path = AMP_CPU_SCALAR; path < AMP_CPU_PATHS; path++)
         m->rates[path] = !ampi_cpu_has(&m->cpu, (amp_cpu_path)path) ? none : path == AMP_CPU_SCALAR ? scalar : fma;
-    if (m->cpu.avx512_bf16) m->rates[AMP_CPU_AVX512_BF16].bf16 = dot;
-    if (m->cpu.amx_bf16) m->rates[AMP_CPU_AMX].bf16 = tiles;
+    if (ampi_cpu_has(&m->cpu, AMP_CPU_AVX512_BF16)) m->rates[AMP_CPU_AVX512_BF16].bf16 = dot;
+    if (ampi_cpu_has(&m->cpu, AMP_CPU_AMX)) m->rates[AMP_CPU_AMX].bf16 = tiles;
 }
 
 /* The path that multiplies bf16 fastest among those with the widest fp32 kernels, which AVX-512 and up share.  Of two
@@ -6666,6 +6670,8 @@ static size_t ampi_rates_word(const char **text, char word[32]) {
 static int ampi_rates_next(const char **text, ampi_rate *out) {
     char path[32], dtype[32], rate[32];
     double value = 0;
+    ampi_fp host;
+    int found;
     *text += strspn(*text, ", ");
     if (**text == 0) return 0;
     if (ampi_rates_word(text, path) > 31 || ampi_rates_word(text, dtype) > 31 || ampi_rates_word(text, rate) > 31)
@@ -6676,9 +6682,11 @@ static int ampi_rates_next(const char **text, ampi_rate *out) {
     if (out->path == 0 || (**text != 0 && **text != ',')) return -1;
     if (amp_dtype_parse(dtype, &out->dtype) != AMP_OK || !ampi_is_compute(out->dtype) || out->dtype == AMP_F32)
         return -1;
-    if (!ampi_parse_number(rate, strlen(rate), 0, &value) || !(value >= 0.001 && value <= 1000)) return -1;
-    out->rate = (float)value;
-    return 1;
+    host = ampi_fp_begin();
+    found = ampi_parse_number(rate, strlen(rate), 0, &value) && value >= 0.001 && value <= 1000;
+    out->rate = found ? (float)value : 0;
+    ampi_fp_end(host);
+    return found ? 1 : -1;
 }
 
 /* How many there are; -1: it is no such text. */
@@ -12130,6 +12138,8 @@ struct amp_context {
     uint64_t *told; int n_told;
     amp_log_level quiet;            /* the log level before `debug` of the settings */
     int path_given, dtype_given;    /* 1: the program chose .cpu_path, .dtype */
+    int path_adopted;               /* 1: the path is another machine's, and auto stays what it was */
+    amp_dtype auto_dtype;           /* what auto chose at opening; 0: it was not asked */
     pid_t process;                  /* the one that opened it */
     int own_sets;                   /* of amp_grad_set_create */
     int seated;                     /* 1: it is one of the amp_ranks of .reducer */
@@ -12330,6 +12340,11 @@ static void ampi_gradient_live(amp_param *p, int live) {
     if (!live || !p->grad_live) p->began = 0;
     p->grad_live = live;
     if (!live) { p->by_hand = 0; p->taken = 0; }
+}
+/* The same of a gradient that was restored: which backward it is from, and under which scale, is not known. */
+static void ampi_gradient_anew(amp_param *p, int live) {
+    ampi_gradient_live(p, 0);
+    ampi_gradient_live(p, live);
 }
 /* A backward, which overwrites what was there, begins a gradient under this scale. */
 static void ampi_gradient_begin(amp_param *p, uint64_t scale) {
@@ -13362,17 +13377,22 @@ static amp_result ampi_choose_exactly(const amp_context *amp, amp_dtype wanted, 
 /* The same, which replaces a dtype that the device lacks by fallback, if given. */
 static amp_result ampi_choose_here(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
     int none = fallback == AMP_DTYPE_DEFAULT;
+    float rate;
     amp_result result = ampi_choose_exactly(amp, wanted, none && amp->desc.allow_fallback, out);
     if (result != AMP_ERR_UNSUPPORTED || (none && !amp->desc.allow_fallback)) return result;
     AMPI_TRY(ampi_choose_exactly(amp, fallback, 0, out));
-    return ampi_chosen(out, out->dtype, out->emulated, 1, "%s requested: %.64s lacks it; the fallback %s instead",
-                       amp_dtype_name(wanted), amp->machine.device.name, amp_dtype_name(out->dtype));
+    rate = out->rate;
+    AMPI_TRY(ampi_chosen(out, out->dtype, out->emulated, 1, "%s requested: %.64s lacks it; the fallback %s instead",
+                         amp_dtype_name(wanted), amp->machine.device.name, amp_dtype_name(out->dtype)));
+    out->rate = rate;
+    return AMP_OK;
 }
 
 /* The dtype that regions compute in.  Level O0 is fp32 throughout. */
 static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
     amp_choice other;
     if (fallback != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_choose_exactly(amp, fallback, 0, &other));
+    if (wanted == AMP_DTYPE_DEFAULT && amp->path_adopted && amp->auto_dtype != 0) wanted = amp->auto_dtype;
     AMPI_TRY(ampi_choose_here(amp, wanted, fallback, out));
     if (amp->desc.level != AMP_LEVEL_O0 || out->dtype == AMP_F32) return AMP_OK;
     return ampi_chosen(out, AMP_F32, 0, 0, "level O0 computes in fp32");
@@ -13393,6 +13413,18 @@ static int32_t ampi_may_tf32(const amp_context *amp, int32_t wanted) {
     if (!choice.fell_back) return 1;
     ampi_log(amp, AMP_LOG_INFO, 1004, "allow_tf32 has no effect: %.64s has no TF32", amp->machine.device.name);
     return 0;
+}
+
+/* From now on the CPU backend computes by this path, which the CPU has.  The dtype stays. */
+static void ampi_use_path(amp_context *amp, amp_cpu_path path) {
+    const amp_choice was = amp->choice;
+    amp->desc.cpu_path = amp->machine.cpu.path = path;
+    ampi_cpu_use_path(amp->dev, path);
+    ampi_cpu_as_device(&amp->machine.cpu, &amp->machine.device);
+    amp->path_adopted = 1;
+    (void)amp_choose(&amp->machine, was.dtype, 1, &amp->choice);       /* its rate and reason on this path */
+    amp->choice.fell_back = was.fell_back;
+    ampi_decisions_changed(amp);
 }
 
 static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice) {
@@ -13618,6 +13650,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     AMPI_TRY(ampi_check_saturate(amp, "amp_open", amp->desc.saturate_inputs));
     amp->desc.allow_tf32 = ampi_may_tf32(amp, amp->desc.allow_tf32);
     ampi_tell_fallback(amp, &amp->choice);
+    amp->auto_dtype = amp->dtype_given ? AMP_DTYPE_DEFAULT : amp->choice.dtype;
     amp->desc.dtype = AMP_DTYPE_DEFAULT;
     if (amp->desc.autocast_dtype != AMP_DTYPE_DEFAULT) ampi_tell_fallback(amp, &regions);
     amp->desc.autocast_dtype = regions.dtype;
@@ -14611,7 +14644,8 @@ static uint64_t ampi_seed_scale(const amp_context *amp) {
 }
 /* Before a backward whose losses are all its own. */
 static void ampi_seed_forget(void) { ampi_regions.seed.open = 0; }
-/* A forward begins: the loss before says nothing of its backward, which may start from numbers of the program's own. */
+/* A forward begins, or a step ends: the loss before says nothing of the next backward, which may start from numbers of
+   the program's own. */
 static void ampi_seed_drop(void) { ampi_regions.seed.context = 0; }
 
 /* This context's innermost entry and its settings; NULL: none. */
@@ -18591,6 +18625,7 @@ struct amp_tape {
     int64_t compiled, loss;         /* nodes of the compiled graph; its loss, or AMPI_NONE */
     int moved;                      /* an input's data moved */
     int ran;                        /* this step, without failure */
+    ampi_seed seed;                 /* of this step's losses, between the two halves */
     const float *grad_scale;        /* of amp_tape_forward */
     ampi_slab *slabs; int64_t n_slabs, slab_capacity;
     ampi_action *actions; int64_t n_actions, action_capacity;
@@ -20483,6 +20518,7 @@ AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float 
     AMPI_TRY(ampi_tape_run(tape, "amp_tape_forward", node, grad_scale, AMPI_FIRST_HALF));
     tape->state = AMPI_TAPE_HALF;
     tape->grad_scale = grad_scale;
+    tape->seed = ampi_regions.seed;
     return AMP_OK;
 }
 
@@ -20496,6 +20532,7 @@ static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value lo
         return ampi_fail(AMP_ERR_CONFLICT, f, "grad_scale is not that of amp_tape_forward, which takes it");
     t->state = AMPI_TAPE_DONE;
     t->function = f;
+    ampi_regions.seed = t->seed;        /* other losses may have come since */
     return ampi_tape_run(t, f, (int32_t)t->loss, NULL, AMPI_SECOND_HALF);
 }
 AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale) {
@@ -21399,22 +21436,28 @@ static amp_result ampi_check_by_hand(const char *function, const amp_optimizer *
     return AMP_OK;
 }
 
-/* A step divides gradients by its scaler's scale: refuses those that carry another one. */
+/* A step divides gradients by its scaler's scale.  One that carries another scaler's, or the same before an update, is
+   refused.  Where one of the two is 1 your code may have multiplied or divided by itself: that is a warning. */
 static amp_result ampi_check_scales(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     const uint64_t id = scaler != NULL ? scaler->scale.id : AMPI_UNSCALED;
+    amp_context *amp = set->amp;
     int64_t i;
-    for (i = 0; set->params != NULL && i < set->n && set->amp->trials == 0; i++) {
+    for (i = 0; set->params != NULL && i < set->n && amp->trials == 0; i++) {
         const amp_param *p = set->params[i];
         if (p == NULL || !p->grad_live || p->began == 0 || p->scale == 0 || p->scale == id) continue;
-        return ampi_fail(AMP_ERR_STATE, function, "%s: %s", p->name,
-                         p->scale == AMPI_UNSCALED
-                             ? "its backward did not start from the loss scale that this step divides by: start it "
-                               "from the scaler (amp_scaler_scale_ptr), or step without one"
-                         : scaler == NULL ? "its gradient carries a scaler's loss scale: pass that scaler"
-                                          : "its gradient carries another loss scale: another scaler's, or the same "
-                                            "before its update.  Optimizers that share a scaler each call "
-                                            "amp_scaler_check and amp_optimizer_step, then amp_scaler_update is "
-                                            "called once");
+        if (id != AMPI_UNSCALED && p->scale != AMPI_UNSCALED)
+            return ampi_fail(AMP_ERR_STATE, function,
+                             "%s: its gradient carries another loss scale: another scaler's, or the same before its "
+                             "update.  Optimizers that share a scaler each call amp_scaler_check and "
+                             "amp_optimizer_step, then amp_scaler_update is called once", p->name);
+        if (ampi_log_count(amp, 1116) == 1)
+            ampi_log(amp, AMP_LOG_WARNING, 1116, "%s: %s: %s", function, p->name,
+                     id == AMPI_UNSCALED
+                         ? "its gradient carries a scaler's loss scale, and this step has no scaler: pass it, unless "
+                           "your code has divided the gradient"
+                         : "this step divides by the loss scale, and the loss did not start its gradient from it: "
+                           ".grad_scale = amp_scaler_scale_ptr(scaler), unless your code has multiplied the gradient");
+        return AMP_OK;
     }
     return AMP_OK;
 }
@@ -22900,28 +22943,36 @@ static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
 /* ---- Kernels of another machine: of rank 0, or of the one that saved a state.  Bits go on as there where this CPU has
    that path too, and the program did not choose its own. */
 
-/* 1: the paths give the same bits, by the table SAME BITS. */
-static int ampi_paths_agree(const amp_context *amp, int a, int b) {
-    amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
-    return a == b || (AMPI_MIN(a, b) >= AMP_CPU_AVX512 && dtype != AMP_BF16 && dtype != AMP_FP8);
-}
 /* Where bits come from; 0: not from a CPU. */
 static int ampi_path_of_bits(const amp_context *amp) {
     return amp->backend == amp_cpu() ? (int)amp->desc.cpu_path : 0;
 }
-/* 1: the context computes by this path now, or its bits are the same anyhow; 0: it cannot. */
+/* 1: a thread uses a copy of a weight that was packed for the path in use, or has begun a region. */
+static int ampi_path_is_used(amp_context *amp) {
+    int64_t i;
+    int used = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED) > 0;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_cache && !used; i++) used = amp->cache[i].users > 0;
+    ampi_unlock(amp);
+    return used;
+}
+/* 1: the context computes by this path now; 0: it cannot, or must not. */
 static int ampi_path_adopt(amp_context *amp, int path) {
-    amp_machine *m = &amp->machine;
-    if (path == 0 || ampi_path_of_bits(amp) == 0 || ampi_paths_agree(amp, path, (int)m->cpu.path)) return 1;
-    if (amp->path_given || !ampi_cpu_has(&m->cpu, (amp_cpu_path)path)) return 0;
-    ampi_log(amp, AMP_LOG_INFO, 1113, "products go on by %s in place of %s, as where the weights come from",
+    const amp_machine *m = &amp->machine;
+    if (path == 0 || ampi_path_of_bits(amp) == 0 || path == (int)m->cpu.path) return 1;
+    if (amp->path_given || !ampi_cpu_has(&m->cpu, (amp_cpu_path)path) || ampi_path_is_used(amp)) return 0;
+    ampi_log(amp, path < (int)m->cpu.path ? AMP_LOG_WARNING : AMP_LOG_INFO, 1113,
+             "products go on by %s in place of %s, for the bits of where the weights come from; .cpu_path chooses "
+             "another",
              ampi_cpu_path_name((amp_cpu_path)path), ampi_cpu_path_name(m->cpu.path));
-    amp->desc.cpu_path = m->cpu.path = (amp_cpu_path)path;
-    ampi_cpu_use_path(amp->dev, m->cpu.path);
-    ampi_cpu_as_device(&m->cpu, &m->device);
+    ampi_use_path(amp, (amp_cpu_path)path);
     amp_cast_cache_clear(amp);          /* packed for the other kernels */
-    ampi_decisions_changed(amp);
     return 1;
+}
+/* 1: by the table SAME BITS the paths agree for products in the context's dtype. */
+static int ampi_paths_agree(const amp_context *amp, int a, int b) {
+    amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
+    return a == b || (AMPI_MIN(a, b) >= AMP_CPU_AVX512 && dtype != AMP_BF16 && dtype != AMP_FP8);
 }
 
 /* ---- Ranks that agree.  Before a set's first reduction, and the first after its weights or state were set or loaded,
@@ -23000,7 +23051,8 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
     for (i = AMPI_MORE_FACTS; i < AMPI_FACTS; i++) x[i] = ampi_field_get(set->desc, &ampi_alike[i - AMPI_MORE_FACTS]);
     AMPI_TRY(ampi_ranks_compare_facts(amp, x, AMPI_FACTS, AMPI_FACT_PATH, &apart));
     if (apart.which < 0) {
-        if (!ampi_path_adopt(amp, apart.path) && ampi_log_count(amp, 1114) == 1)
+        if (!ampi_path_adopt(amp, apart.path) && !ampi_paths_agree(amp, apart.path, (int)amp->machine.cpu.path) &&
+            ampi_log_count(amp, 1114) == 1)
             ampi_log(amp, AMP_LOG_WARNING, 1114,
                      "rank 0 multiplies by %s, this one by %s: bits depend on which rank does what",
                      ampi_cpu_path_name((amp_cpu_path)apart.path), ampi_cpu_path_name(amp->machine.cpu.path));
@@ -23603,12 +23655,12 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     AMPI_TRY(ampi_refuse_found("amp_scaler_check", scaler));
     AMPI_TRY(ampi_check_set_known("amp_scaler_check", set));
     AMPI_TRY(ampi_check_owner("amp_scaler_check", set, scaler));
-    if (set->stage == AMPI_READY) AMPI_TRY(ampi_check_scales("amp_scaler_check", set, scaler));
     if (set->stage == AMPI_CHECKED)
         return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
     if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "the check must come before the optimizer's step");
     if (set->grow != NULL) AMPI_TRY((set->grow)(set, "amp_scaler_check"));
+    AMPI_TRY(ampi_check_scales("amp_scaler_check", set, scaler));
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
     while (filled < set->n && set->rows[filled].count == 0) filled++;
     if (filled == set->n && !set->desc->sharded && ampi_log_count(set->amp, 1102) == 1)
@@ -24891,8 +24943,8 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
         return ampi_fail(AMP_ERR_STATE, function, "called from within a tape that runs: step after "
                          "amp_tape_backward, or in grad_ready once all gradients of this optimizer were told");
     AMPI_TRY(ampi_check_by_hand(function, o));
-    if (o->set->stage == AMPI_READY) AMPI_TRY(ampi_check_scales(function, o->set, scaler));
     if (o->set->stage == AMPI_READY) AMPI_TRY((o->set->grow)(o->set, function));
+    if (o->set->stage == AMPI_READY) AMPI_TRY(ampi_check_scales(function, o->set, scaler));
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
@@ -25134,6 +25186,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     }
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
+    ampi_seed_drop();
     ampi_buckets_recount(set->buckets);
     result = ampi_fp8_step(o, ampi_is_combined(set));
     if (ampi_gathers_late(set)) ampi_buckets_gather_late(set->buckets);     /* no exchange is left */
@@ -26238,9 +26291,9 @@ static void ampi_resume_kernels(amp_context *amp, const int32_t kernels[2]) {
     amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
     if (kernels[1] != 0 && kernels[1] != (int32_t)dtype && !amp->dtype_given)
         ampi_log(amp, AMP_LOG_WARNING, 1115,
-                 "amp_optimizer_load: saved while regions computed in %s; here auto chooses %s: set .dtype to go on as "
-                 "before", amp_dtype_name((amp_dtype)kernels[1]), amp_dtype_name(dtype));
-    else if (!ampi_path_adopt(amp, kernels[0]))
+                 "amp_optimizer_load: saved while regions computed in %s; they compute in %s here: set .dtype to go on "
+                 "as before", amp_dtype_name((amp_dtype)kernels[1]), amp_dtype_name(dtype));
+    if (!ampi_path_adopt(amp, kernels[0]) && !ampi_paths_agree(amp, kernels[0], (int)amp->machine.cpu.path))
         ampi_log(amp, AMP_LOG_WARNING, 1115,
                  "amp_optimizer_load: saved by the kernels of %s, and this context has %s: from here on results differ "
                  "from the saved run's by rounding", ampi_cpu_path_name((amp_cpu_path)kernels[0]),
@@ -26330,7 +26383,7 @@ static amp_result ampi_load_apply(ampi_loading *l, amp_optimizer *o) {
     ampi_archive *r = &l->archive;
     int64_t i, n = l->n_due;
     for (i = 0; i < o->set->n; i++)
-        ampi_gradient_live(o->set->params[i], r->rows[i] >= 0 && l->live[r->rows[i]] != 0);
+        ampi_gradient_anew(o->set->params[i], r->rows[i] >= 0 && l->live[r->rows[i]] != 0);
     o->outer.begun = 0;
     AMPI_TRY(ampi_archive_arrays(r));
     for (i = 0; i < o->set->n; i++)
@@ -31217,7 +31270,7 @@ static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     if (k->desc.scaler != NULL) AMPI_TRY(ampi_snapshot_rewind_scaler(k, k->desc.scaler));
     for (i = 0; i < o->set->n; i++) {
         amp_param *p = o->set->params[i];
-        ampi_gradient_live(p, ampi_snapshot_of(k, p->grad.data) != NULL);
+        ampi_gradient_anew(p, ampi_snapshot_of(k, p->grad.data) != NULL);
     }
     ampi_optimizer_rewind(o, &k->optimizer);
     k->amp->desc.seed = k->seed;
@@ -33321,16 +33374,18 @@ AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tun
     return ampi_as("amp_tune", result);
 }
 
-/* The rows of the best batch that were faster or slower than fp32, as amp_desc.rates. */
+/* The rows of the best batch that passed, beside fp32's, as amp_desc.rates. */
 static void ampi_tune_rates(ampi_sheet *sheet, const amp_tune_report *r) {
     const char *before = "  rates = ";
+    char rate[64];
     int64_t i, n = AMPI_MIN(r->n_rows, (int64_t)AMP_TUNE_ROWS);
     if (r->cpu_path <= 0 || r->cpu_path >= AMP_CPU_PATHS || r->best < 0 || r->best >= n) return;
     for (i = 0; i < n; i++) {
         const amp_tune_row *row = &r->rows[i];
         if (row->dtype == AMP_F32 || row->batch != r->rows[r->best].batch || !(row->speedup > 0)) continue;
-        ampi_print(sheet, "%s%s %s %.3g", before, ampi_path_words[r->cpu_path], amp_dtype_name(row->dtype),
-                   row->speedup);
+        if (row->verdict != AMP_VERDICT_PASS) continue;
+        ampi_number_text(floor(1000 * row->speedup + 0.5) / 1000, 1, rate);
+        ampi_print(sheet, "%s%s %s %s", before, ampi_path_words[r->cpu_path], amp_dtype_name(row->dtype), rate);
         before = ", ";
     }
     if (before[0] == ',') ampi_print(sheet, "\n");
@@ -37750,9 +37805,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        longer.  A parameter frozen on one rank alone is AMP_ERR_REDUCE.
        A backward that adds to a gradient which another optimizer's step left behind, or which has another loss scale,
        returns AMP_ERR_STATE: programs with two networks got wrong sums before.
-       A check or a step returns AMP_ERR_STATE if a gradient carries another loss scale than the one it divides by:
-       amp_step for each of two optimizers with one scaler, a step that was not given the scaler, a backward that did
-       not start from it.
+       A check or a step returns AMP_ERR_STATE if a gradient carries another scaler's loss scale than the one it divides
+       by, or an older one, as amp_step for each of two optimizers with one scaler leaves it.  It warns once if it was
+       not given the scaler, or if backward did not start from it.
        A captured graph steps the parameters that had a gradient when it was captured, whatever was stepped since.
        A step ends the FP8 step of its own layers alone, so models that share a context do not change each other.
        The schedule WSD with .from_zero and .min_lr warms up from min_lr, as transformers' does.

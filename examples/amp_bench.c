@@ -542,6 +542,7 @@ enum { MICRO_BATCHES = 4 };
 static void describe_cast_cache(int on, amp_desc *context, workload_desc *model) {
     context->disable_cache = !on;
     if (context->dtype == AMP_DTYPE_DEFAULT) context->dtype = AMP_BF16;     /* fp32, a CPU's choice, casts nothing */
+    context->allow_fallback = 1;            /* older GPUs have fp16 alone */
     /* the same weights are used several times: the cache has something to keep */
     model->accumulation = MICRO_BATCHES;
 }

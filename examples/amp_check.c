@@ -333,7 +333,7 @@ static double cores_busy(void) {
 
 static void measure_rates(check *c) {
     double products[PRECISIONS], copies[PRECISIONS], n = (double)c->size, busy = cores_busy(), began = ex_seconds();
-    double own = (double)clock() / CLOCKS_PER_SEC;
+    double own = (double)clock() / CLOCKS_PER_SEC, others;
     int64_t values = 0;
     int i, counted = measure_products(c, products) == AMP_OK;
     if (!counted) add_error(c, "products");
@@ -342,8 +342,8 @@ static void measure_rates(check *c) {
         if (measure_paths(c) != AMP_OK) add_error(c, "products by other paths");
     }
     own = (double)clock() / CLOCKS_PER_SEC - own;
-    c->disturbed = busy < 0 ? -1 : (cores_busy() - busy - own) / ((ex_seconds() - began) * c->machine.cpu.cores);
-    if (c->disturbed >= 0 && c->disturbed < 0.05) c->disturbed = 0;     /* this system's own, and its clock's ticks */
+    others = (cores_busy() - busy - own) / ((ex_seconds() - began) * (double)sysconf(_SC_NPROCESSORS_ONLN));
+    c->disturbed = busy < 0 ? -1 : others < 0.05 ? 0 : others;      /* below that is the system itself */
     if (measure_copies(c, copies, &values) != AMP_OK) { add_error(c, "copies"); return; }
     for (i = 0; i < PRECISIONS; i++) {
         precision_row *row = &c->precisions[i];

@@ -279,10 +279,11 @@ TEST(tune_is_shown_as_a_table) {
     CHECK(strstr(text, "\n  fp32         8      500.000         16.0     1.00        3.0  pass\n") != NULL);
     CHECK(strstr(text, "\n* bf16         8      250.000         32.0     2.00        3.0  ?\n") != NULL);
     CHECK(strstr(text, "rates") == NULL);                   /* a device's */
-    r.n_rows = 3;
+    r.n_rows = 4;
     r.cpu_path = AMP_CPU_AVX512_BF16;
-    r.rows[2] = r.rows[1];
-    r.rows[2].dtype = AMP_F16; r.rows[2].speedup = 0.625;
+    r.rows[3] = r.rows[2] = r.rows[1];                      /* the second has not passed */
+    r.rows[2].verdict = r.rows[3].verdict = AMP_VERDICT_PASS;
+    r.rows[3].dtype = AMP_F16; r.rows[3].speedup = 0.6249;
     CHECK_EQ(amp_tune_text(&r, text, sizeof text), strlen(text));
     CHECK_MSG(strstr(text, "\n  rates = avx512_bf16 bf16 2, avx512_bf16 fp16 0.625\n") != NULL, "%s", text);
     CHECK_EQ(ampi_rates_count(strstr(text, "rates = ") + 8), -1);       /* with its line's end */

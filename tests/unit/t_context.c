@@ -528,15 +528,17 @@ TEST(a_state_goes_on_by_its_kernels) {
     scalar.logger.write = bf16.logger.write = any.logger.write = automatic.logger.write = own.logger.write = logger_write;
     own.cpu_path = machine.cpu.path;
     CHECK_OK(saved_and_loaded(scalar, any, NULL, &path));
-    CHECK(path == AMP_CPU_SCALAR && context_logged.calls == 0);
+    CHECK(path == AMP_CPU_SCALAR);
+    if (machine.cpu.path != AMP_CPU_SCALAR)                 /* narrower kernels are slower */
+        CHECK_MSG(context_logged.calls == 1 && context_logged.id == 1113 && strstr(context_logged.text, ".cpu_path") != NULL, "%s", context_logged.text);
     if (machine.cpu.path != AMP_CPU_SCALAR) {
         CHECK_OK(saved_and_loaded(scalar, own, NULL, &path));
         CHECK(path == machine.cpu.path && context_logged.id == 1115 && strstr(context_logged.text, "saved by the kernels of scalar") != NULL);
     }
-    automatic.rates = "scalar bf16 0.5";
-    if (machine.rates[machine.cpu.path].bf16 <= 1) {        /* auto is fp32 */
+    automatic.cpu_path = AMP_CPU_SCALAR;
+    {                                                       /* auto is fp32 */
         CHECK_OK(saved_and_loaded(bf16, automatic, NULL, &path));
-        CHECK(context_logged.id == 1115 && strstr(context_logged.text, "regions computed in bf16; here auto chooses fp32") != NULL);
+        CHECK(strstr(context_logged.text, "regions computed in bf16; they compute in fp32 here") != NULL);
     }
     any.dtype = AMP_BF16;
     if (!machine.cpu.amx_bf16) {

@@ -16,8 +16,9 @@ static amp_param *w1, *b1, *w2, *b2, *w3, *b3;
 static float inputs[ROWS * IN];
 static int32_t labels[ROWS];
 
+static amp_logger logger;               /* of contexts that are opened here; default: amp.h's */
 static void open_context(amp_dtype dtype, amp_level level) {
-    amp_desc desc = {.dtype = dtype, .level = level, .threads = 2};
+    amp_desc desc = {.dtype = dtype, .level = level, .threads = 2, .logger = logger};
     CHECK_OK(amp_open(&amp, &desc));
     CHECK_OK(amp_tape_create(amp, &tape, NULL));
     for (int i = 0; i < ROWS * IN; i++) inputs[i] = amp_random_uniform(1, (uint64_t)i) - 0.5f;
@@ -2729,21 +2730,25 @@ TEST(loss_scales_by_hand) {
     gan_close();
 }
 
-/* A step divides by the scale that its gradients carry, or is refused: without the scaler, with one that the backward did
-   not start from, with another one, and after its update, as in amp_step for each of two optimizers. */
+/* A step divides by the scale that its gradients carry.  With another scaler, and after its update, as in amp_step for each
+   of two optimizers, it is refused; where the program may have multiplied or divided, it is a warning. */
+static int scales_warned;
+static void scales_log(void *user, amp_log_level level, int id, const char *text) {
+    (void)user; (void)level;
+    if (id == 1116 && strstr(text, "amp_step: d: ") != NULL) scales_warned++;
+}
 TEST(steps_divide_by_the_right_scale) {
     amp_scaler *a, *b;
     const float *scale;
     float before[GAN_X * 2];
+    logger.write = scales_log;
     gan_open(1);
+    logger.write = NULL;
     CHECK_OK(amp_scaler_create(amp, &a, NULL));
     CHECK_OK(amp_scaler_create(amp, &b, NULL));
     scale = amp_scaler_scale_ptr(a);
     memcpy(before, gan.wd->weight.data, sizeof before);
     CHECK_OK(one_layer(gan.wd, &scale, 1));
-    CHECK_ERR(amp_step(gan.od, NULL), AMP_ERR_STATE);
-    CHECK_MSG(says("amp_step: d: ", "pass that scaler"), "%s", amp_last_error());
-    CHECK_ERR(amp_optimizer_step(gan.od, NULL), AMP_ERR_STATE);
     CHECK_ERR(amp_step(gan.od, b), AMP_ERR_STATE);
     CHECK_ERR(amp_scaler_check(b, amp_optimizer_grad_set(gan.od), AMP_CHECK_READ), AMP_ERR_STATE);
     CHECK_OK(amp_scaler_update_with(a, 0));                         /* as amp_step of another optimizer does */
@@ -2752,16 +2757,19 @@ TEST(steps_divide_by_the_right_scale) {
     CHECK_ERR(amp_scaler_check(a, amp_optimizer_grad_set(gan.od), AMP_CHECK_READ), AMP_ERR_STATE);
     CHECK(memcmp(before, gan.wd->weight.data, sizeof before) == 0);
     CHECK_OK(amp_optimizer_zero_grad(gan.od));
-    scale = NULL;
-    CHECK_OK(one_layer(gan.wd, &scale, 1));
-    CHECK_ERR(amp_step(gan.od, a), AMP_ERR_STATE);
-    CHECK_MSG(says("amp_step: d: ", "amp_scaler_scale_ptr"), "%s", amp_last_error());
-    CHECK_OK(amp_step(gan.od, NULL));
-    scale = amp_scaler_scale_ptr(a);
     CHECK_OK(one_layer(gan.wd, &scale, 1));
     CHECK_OK(amp_scaler_check(a, amp_optimizer_grad_set(gan.od), AMP_CHECK_READ));
     CHECK_OK(amp_step(gan.od, a));
     CHECK(memcmp(before, gan.wd->weight.data, sizeof before) != 0);
+    scale = NULL;
+    CHECK_EQ(scales_warned, 0);
+    CHECK_OK(one_layer(gan.wd, &scale, 1));
+    CHECK_OK(amp_step(gan.od, a));                                  /* the program may have multiplied dlogits */
+    CHECK_EQ(scales_warned, 1);
+    scale = amp_scaler_scale_ptr(a);
+    CHECK_OK(one_layer(gan.wd, &scale, 1));
+    CHECK_OK(amp_step(gan.od, NULL));                               /* ... or divided gradients */
+    CHECK_EQ(scales_warned, 1);                                     /* once per context */
     amp_scaler_destroy(a);
     amp_scaler_destroy(b);
     gan_close();
