@@ -4657,10 +4657,10 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      E4M3 beyond 448         448 (from 2.12 on)          NaN                         .saturate = 1
    THREADS AND CALLBACKS
 
-     Alone on its context runs what changes or restores all of it: amp_fp8_save and _load, amp_optimizer_load (which
-     may change the CPU path), amp_verify and the like, a recovery, a graph capture, and every exchange with other ranks,
-     so that with a reducer one thread trains.  A step ends the step of the FP8 tensors of its own optimizer's layers,
-     and of the layers that this thread computed last and whose weights no optimizer has.
+     Alone on its context runs what changes or restores all of it: amp_fp8_save and _load, amp_optimizer_load (which may
+     change the CPU path), amp_verify and the like, a recovery, a graph capture, and every exchange with other ranks, so
+     that with a reducer one thread trains.  A step ends the step of the FP8 tensors of its own optimizer's layers, and
+     of the layers that this thread computed last and whose weights no optimizer has.
 
      Kernels run on the context's own threads (.threads; .share_threads: another context's; .parallel: yours), started
      by the first call worth it.  All contexts together run no more threads than there are cores; while other programs
