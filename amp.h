@@ -21439,7 +21439,7 @@ static amp_result ampi_check_by_hand(const char *function, const amp_optimizer *
 /* A step divides gradients by its scaler's scale.  One that carries another scaler's, or the same before an update, is
    refused.  Where one of the two is 1 your code may have multiplied or divided by itself: that is a warning. */
 static amp_result ampi_check_scales(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
-    const uint64_t id = scaler != NULL ? scaler->scale.id : AMPI_UNSCALED;
+    const uint64_t id = scaler != NULL ? scaler->scale.id : (uint64_t)AMPI_UNSCALED;
     amp_context *amp = set->amp;
     int64_t i;
     for (i = 0; set->params != NULL && i < set->n && amp->trials == 0; i++) {
@@ -22950,11 +22950,11 @@ static int ampi_path_of_bits(const amp_context *amp) {
 /* 1: a thread uses a copy of a weight that was packed for the path in use, or has begun a region. */
 static int ampi_path_is_used(amp_context *amp) {
     int64_t i;
-    int used = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED) > 0;
+    int busy = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED) > 0;
     ampi_lock(amp);
-    for (i = 0; i < amp->n_cache && !used; i++) used = amp->cache[i].users > 0;
+    for (i = 0; i < amp->n_cache && !busy; i++) busy = amp->cache[i].users > 0;
     ampi_unlock(amp);
-    return used;
+    return busy;
 }
 /* 1: the context computes by this path now; 0: it cannot, or must not. */
 static int ampi_path_adopt(amp_context *amp, int path) {
