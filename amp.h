@@ -12171,6 +12171,7 @@ static void ampi_observe(amp_context *amp, ampi_observer observer, void *of) {
 }
 static void *ampi_observing(const amp_context *amp) { return amp->observer != NULL ? amp->observing : NULL; }
 #endif
+/* Written only by what runs alone on its context; others read it at any time. */
 static int ampi_trials(amp_context *amp, int more) { return amp == NULL ? 0 : (amp->trials += more); }
 
 static const amp_backend *ampi_backend(const amp_context *amp, void **dev, void **stream) {
@@ -24502,7 +24503,7 @@ static void ampi_grow_swap(amp_optimizer *o, amp_optimizer *next, const int64_t 
 
 static amp_result ampi_grow_check(const amp_optimizer *o, const char *function, int live) {
     AMPI_TRY(ampi_may_exchange(o->amp, function));
-    if (ampi_trials(o->amp, 0) > 0)
+    if (o->amp->trials > 0)
         return ampi_fail(AMP_ERR_STATE, function, "a parameter gets a gradient inside amp_verify, amp_gradcheck or "
                          "amp_tune, whose steps are trials: unfreeze it before");
     if (o->set->stage == AMPI_CHECKED)
@@ -25150,7 +25151,7 @@ static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
 /* After every sync_every steps; not in the trials of amp_verify and its kin. */
 static amp_result ampi_outer_step(amp_optimizer *o) {
     int64_t i;
-    if (o->desc.sync_every == 0 || o->attempts % o->desc.sync_every != 0 || ampi_trials(o->amp, 0) > 0) return AMP_OK;
+    if (o->desc.sync_every == 0 || o->attempts % o->desc.sync_every != 0 || o->amp->trials > 0) return AMP_OK;
     AMPI_TRY(ampi_outer_check(o));
     for (i = 0; i < o->outer.n; i += AMPI_OUTER_PIECE)
         AMPI_TRY(ampi_outer_piece(o, i, AMPI_MIN(o->outer.n - i, (int64_t)AMPI_OUTER_PIECE)));
@@ -25180,7 +25181,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     ampi_copies_end(o, result);
     AMPI_TRY(result);
     for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);
-    if (ampi_trials(o->amp, 0) == 0) {
+    if (o->amp->trials == 0) {
         __atomic_store_n(&o->stepper, ampi_this_thread(), __ATOMIC_RELAXED);
         __atomic_store_n(&o->stepped, ampi_step_noted(o->amp), __ATOMIC_RELEASE);
     }
@@ -33937,7 +33938,7 @@ static amp_result ampi_adapt_step(amp_adapt *m) {
     int last;
     AMPI_TRY(ampi_need_object("amp_adapt_step", m, "adapt"));
     AMPI_TRY(ampi_may_wait(m->amp));
-    if (ampi_trials(m->amp, 0) > 0)
+    if (m->amp->trials > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_adapt_step",
                          "inside amp_verify, amp_gradcheck or amp_tune, whose steps are trials: call it after training "
                          "steps only");
