@@ -6547,7 +6547,8 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
 
    Measured (tests/bench/results): Zen 4 or 5 has 1.9 (shapes-amd-epyc-2026-11-22.json, 64 x 1024 x 1024: 1 / 0.52).
    Intel with AMX has 4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487
-   (cpu-intel-xeon-2026-11-21.json, 1024^3).  Zen 3's fp32 kernel on 16-bit operands: see the numbers of `fma` below.
+   (cpu-intel-xeon-2026-11-21.json, 1024^3).  fp32's kernel on 16-bit operands had 0.93 to 1.08 on a Zen 3 that other
+   programs used (make check-machine).
    Cooper Lake: Intel's optimization manual gives vdpbf16ps twice the multiplications of an FMA; not measured. */
 typedef struct ampi_cpu_kind {
     const char *vendor, *name;
