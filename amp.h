@@ -6549,7 +6549,7 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
    Intel with AMX has 4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487
    (cpu-intel-xeon-2026-11-21.json, 1024^3).  fp32's kernel on 16-bit operands had 0.93 to 1.08 on a Zen 3 that other
    programs used (make check-machine).
-   Cooper Lake: Intel's optimization manual gives vdpbf16ps twice the multiplications of an FMA; not measured. */
+   Cooper Lake was not measured: Intel states twice fp32's peak, of which the table counts on half of the gain. */
 typedef struct ampi_cpu_kind {
     const char *vendor, *name;
     int32_t family, first, last;        /* models */

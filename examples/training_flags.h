@@ -276,6 +276,7 @@ static inline amp_result checkpoint_try(const amp_state *state, const char *save
     char path[PATH_MAX + 32], why[400];
     amp_result result;
     snprintf(path, sizeof path, "%s.trial%d.state", save, (int)ranks.rank);
+    ex_remove_unfinished(path);         /* of a run that was killed here */
     result = amp_state_save(state, path);
     (void)remove(path);
     return result == AMP_OK ? AMP_OK
