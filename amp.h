@@ -12172,8 +12172,10 @@ static void ampi_observe(amp_context *amp, ampi_observer observer, void *of) {
 }
 static void *ampi_observing(const amp_context *amp) { return amp->observer != NULL ? amp->observing : NULL; }
 #endif
+#if !defined(AMP_NO_CARE)
 /* Written only by what runs alone on its context; others read it at any time. */
 static int ampi_trials(amp_context *amp, int more) { return amp == NULL ? 0 : (amp->trials += more); }
+#endif
 
 static const amp_backend *ampi_backend(const amp_context *amp, void **dev, void **stream) {
     *dev = amp->dev;
