@@ -4659,7 +4659,7 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
 
      Alone on its context runs what changes or restores all of it: amp_fp8_save and _load, amp_optimizer_load (which may
      change the CPU path), amp_verify and the like, a recovery, a graph capture, and every exchange with other ranks, so
-     that with a reducer one thread trains.  A step ends the step of the FP8 tensors of its own optimizer's layers, and
+     that with a reducer one thread trains.  A step ends the FP8 step of its optimizer's layers, and
      of the layers that this thread computed last and whose weights no optimizer has.
 
      Kernels run on the context's own threads (.threads; .share_threads: another context's; .parallel: yours), started
@@ -6541,9 +6541,9 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
 #  define AMPI_COMPILER "gcc "
 #endif
 
-/* ---- Rates: how fast products are in each dtype.  Every dtype without a fast instruction of its own is rounded or
-   widened while operands are packed and multiplied by fp32's kernel, at nearly its rate.  That leaves two numbers to
-   know of a CPU with bf16 instructions: the rate of vdpbf16ps, and that of AMX's tiles.
+/* ---- Rates: how fast products are in each dtype.  Operands of a dtype for which the CPU has no fast instruction are
+   rounded or widened while they are packed, and fp32's kernel multiplies them.  That leaves two numbers to know of a
+   CPU with bf16 instructions: the rate of vdpbf16ps, and that of AMX's tiles.
 
    Measured (tests/bench/results): Zen 4 or 5 has 1.9 (shapes-amd-epyc-2026-11-22.json, 64 x 1024 x 1024: 1 / 0.52).
    Intel with AMX has 4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487
@@ -6639,7 +6639,7 @@ static void ampi_rates_fill(amp_machine *m) {
 }
 
 /* The path that multiplies bf16 fastest among those with the widest fp32 kernels, which AVX-512 and up share.  Of two
-   that are as fast, the one with fewer instructions of its own. */
+   equally fast paths it is the one with the lower number. */
 static amp_cpu_path ampi_fastest_path(const amp_machine *m) {
     amp_cpu_path best = m->cpu.avx512 ? AMP_CPU_AVX512 : m->cpu.avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
     int path;
@@ -22075,7 +22075,7 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
 /* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
    parameter to the first, those that came later in buckets of their own, so that the parts of ranks stay what they
    were; within one the first lies first.  Once the operators that have added to a bucket's gradients in a cycle before
-   have done so again, the bucket is sent: in a thread of its own, or in a stream if the
+   have done so again, the bucket is sent: by a separate thread, or in a stream if the
    reducer obeys those.  All ranks send all buckets in the same order, that in which backward finished them on rank 0 in
    the first whole cycle; what is not ready waits for the step.
    With .shard or .deterministic, each rank has a part of each bucket, at multiples of ampi_buckets_unit elements of
