@@ -13462,19 +13462,19 @@ static void ampi_layers_meet(amp_context *amp, const char *name, int parameter) 
 static void ampi_layers_tell(amp_context *amp, int closing) {
     ampi_layer_rule found;
     int64_t i;
-    int asked = __atomic_load_n(&amp->asked, __ATOMIC_RELAXED);
+    int pending, asked = __atomic_load_n(&amp->asked, __ATOMIC_RELAXED);
     while (__atomic_load_n(&amp->unmet, __ATOMIC_RELAXED) > 0) {
+        pending = 0;
         ampi_lock(amp);
-        for (i = 0; i < amp->n_layers; i++) {
-            found = amp->layers[i];
-            if (!found.met && (closing ? asked || found.nearest[0] : asked && found.nearest[0])) break;
-        }
-        if (i < amp->n_layers) {
-            amp->layers[i].met = 1;
+        for (i = 0; i < amp->n_layers && !pending; i++) {
+            ampi_layer_rule *rule = &amp->layers[i];
+            if (rule->met || !(closing ? asked || rule->nearest[0] : asked && rule->nearest[0])) continue;
+            found = *rule;
+            rule->met = pending = 1;
             __atomic_sub_fetch(&amp->unmet, 1, __ATOMIC_RELAXED);
         }
         ampi_unlock(amp);
-        if (i >= amp->n_layers) return;
+        if (!pending) return;
         ampi_log(amp, AMP_LOG_WARNING, 1108, "amp_layer_override: no layer so far matches \"%s\"; %s%s", found.pattern,
                  found.nearest[0] ? "the nearest parameter is " : "no parameter is registered", found.nearest);
     }
