@@ -25,7 +25,7 @@ TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
 .PHONY: slurm newcomer compilers docs help run quick t examples check-machine bench-precision bench-features adopt libampblas plot watch test test-ci test-exhaustive errors anomalies oracle bench \
-        bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 bench-ddp accuracy readme install clean
+        bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 bench-choice bench-ddp accuracy readme install clean
 
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
@@ -65,6 +65,7 @@ help: backend
 	@echo "make bench-tape       host time of a tape's nodes beside the same calls by hand, for 100 to 10,000 nodes"
 	@echo "make bench-compile    CPU seconds of compiling amp.h, by pass and by section; PEER=header MACRO=its implementation's"
 	@echo "make bench-fp8        train in fp8 beside bf16: loss curves of every recipe; goes on where it was stopped"
+	@echo "make bench-choice     train 2,000 steps in every precision: is auto's choice the fastest of those that learn as well?"
 	@echo "make bench-ddp        time a step on two processes (TCP, MPI) beside PyTorch's DDP and one process (PYTHON= with PyTorch)"
 	@echo "make bench-curves     measure memory, resume time, host cost and step time as curves"
 	@echo "make adopt            compare a plain fp32 program before and after adopting amp.h: time and loss per precision"
@@ -278,6 +279,9 @@ bench-compile:
 
 bench-fp8: $(BUILD)/train_gpt
 	$(PYTHON) tests/bench/fp8_curves.py
+
+bench-choice: $(BUILD)/train_gpt
+	$(PYTHON) tests/bench/precision_curves.py
 
 # With MPI where there is mpicc.
 bench-ddp: $(BUILD)/train_gpt $(if $(shell command -v mpicc),$(BUILD)/train_gpt_mpi)

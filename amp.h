@@ -8244,7 +8244,8 @@ static void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *sc
    and its bits depend neither on the number of threads nor on the cuts.  In a part:
 
        for each block of rows, for each block of k:    pack the rows of A into words
-           for each group of panels of columns:        pack the panels of B, unless gemm_pack did
+           for each group of panels of columns:        pack the panels of B, unless they are packed already: by
+                                                       gemm_pack, or for the first block of rows where B is kept
                for each band of rows, for each panel, for each tile of rows:
                                                        multiply; in the last block of k, write out
 
@@ -8253,7 +8254,8 @@ static void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *sc
    work, scratch memory is on the stack. */
 
 enum {
-    AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each */
+    AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each, or kept */
+    AMPI_GEMM_KEPT = 1 << 19,           /* most words of B that are kept packed for the next block of rows */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
     AMPI_GEMM_SUMS = 1 << 17,           /* words of a block of C's fp32 sums between blocks of k */
     AMPI_GEMM_LOCAL = 4096,             /* words of scratch memory on the stack */
@@ -8380,6 +8382,7 @@ typedef struct ampi_gemm_call {
     int64_t block_rows, band_rows, block_panels;        /* of a block of C */
     int64_t pitch;                      /* of the sums kept between blocks of k */
     int use_a, use_b;                   /* 1: in place, unpacked */
+    int keep_b;                         /* 1: a part keeps what it packed of B for its next blocks of rows */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int past_cache;                     /* 1: C is written past the caches */
     /* offsets in, and size of, a thread's scratch memory in words */
@@ -8394,6 +8397,7 @@ typedef struct ampi_gemm_step {
     int64_t item, row, rows, panel, panels;
     int64_t k, words;                   /* k values and words of this block of k */
     int first, last;                    /* block of k */
+    int packed;                         /* 1: an earlier block of rows packed these panels, and they are kept */
     const float *a; int64_t lda, step;
     float *scratch;
 } ampi_gemm_step;
@@ -8492,7 +8496,7 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
     int64_t width = vec->cols, stride = s->words * width, k0 = block * call->blocks.size * vec->unit, p, q, end;
     const float *ready =
         call->packed_b == NULL ? NULL : call->packed_b + block * call->blocks.size * call->panels * width;
-    float *packing = s->scratch + call->at_b;
+    float *packing = s->scratch + call->at_b + (call->keep_b ? block * call->blocks.size * call->block_panels * width : 0);
     for (p = s->panel; p < s->panel + s->panels; p = end) {
         end = AMPI_MIN(p + AMPI_GEMM_GROUP, s->panel + s->panels);
         if (ready != NULL) {
@@ -8503,9 +8507,11 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
         q = !call->use_b ? p : vec->edges ? end : AMPI_MIN(end, g->n / width);
         if (p < q) ampi_gemm_bands(call, s, p, q, (const float *)ampi_gemm_at(&b, k0, p * width), width, b.ld, 0);
         if (q == end) continue;
-        ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packing, stride,
-                               s->scratch + call->at_scratch);
-        ampi_gemm_bands(call, s, q, end, packing, stride, width, 0);
+        if (!s->packed)
+            ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packing, stride,
+                                   s->scratch + call->at_scratch);
+        ampi_gemm_bands(call, s, q, end, packing, stride, width, s->packed && end < s->panel + s->panels);
+        if (call->keep_b) packing += (end - q) * stride;
     }
 }
 
@@ -8560,6 +8566,7 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
             for (i = row; i < row_end; i += call->block_rows) {
                 s.row = i;
                 s.rows = AMPI_MIN(row_end - i, call->block_rows);
+                s.packed = call->keep_b && i > row;
                 s.panel = j;
                 s.panels = AMPI_MIN(panel_end - j, call->block_panels);
                 ampi_gemm_block(call, &s);
@@ -8624,7 +8631,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
     int64_t tiles = (g->m + vec->rows - 1) / vec->rows, width = vec->cols, words = call->blocks.size;
     int64_t rows = AMPI_MIN((tiles + call->cut_m - 1) / call->cut_m * vec->rows, g->m),
-            panels = (call->panels + call->cut_n - 1) / call->cut_n;
+            panels = (call->panels + call->cut_n - 1) / call->cut_n, kept;
     int keep;
     call->past_cache = ampi_gemm_past_cache(call);
     call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL && !call->past_cache;
@@ -8637,11 +8644,14 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->use_a = (a.along_k || vec->edges) && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 &&
                   (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
+    kept = call->block_panels * call->blocks.words * width;
+    call->keep_b = call->packed_b == NULL && !call->use_b && rows > call->block_rows && kept <= AMPI_GEMM_KEPT;
     call->at_tile = 0;
     call->at_a = call->at_tile + vec->rows * width;
     call->at_b = call->at_a + (call->use_a ? 0 : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
-    call->at_scratch =
-        call->at_b + (call->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
+    call->at_scratch = call->at_b + (call->packed_b != NULL ? 0
+                                     : call->keep_b        ? kept
+                                                           : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
     call->at_sums = call->at_scratch + width * ampi_gemm_pitch(words);
     call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
 }
@@ -23063,8 +23073,8 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
         return AMP_OK;
     }
     if (apart.which == AMPI_FACT_DTYPE)
-        return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d computes in %s, rank 0 in %s: all must agree",
-                         (int)apart.rank, amp_dtype_name((amp_dtype)(int)apart.value),
+        return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d computes in %s, rank 0 in %s: all must agree; set .dtype or "
+                         "AMP_DTYPE on every rank", (int)apart.rank, amp_dtype_name((amp_dtype)(int)apart.value),
                          amp_dtype_name((amp_dtype)(int)apart.first));
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s is %.9g on rank %d and %.9g on rank 0: all must agree",
                      apart.which < AMPI_MORE_FACTS ? ampi_more_facts[apart.which]
@@ -35258,6 +35268,15 @@ static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
 }
 #endif
 
+#if AMPI_PASS < 2
+static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
+    ampi_vf v;
+    int j;
+    for (j = 0; j < AMPI_W; j++) v[j] = amp_f32_from_f16(ampi_get16(p, i + j));
+    return v;
+}
+#endif
+
 /* Rounds to nearest in `dtype`: ties to even in fp16 and bf16, away from zero in tf32.  Other dtypes: unchanged. */
 static AMPI_ALWAYS ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
     ampi_vu x = (ampi_vu)v, zero = {0};
@@ -36143,19 +36162,45 @@ static inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, const floa
     AMPI_V(ampi_store)(dst + AMPI_W, AMPI_V(ampi_load_tail)(src + AMPI_MIN(n, AMPI_W), AMPI_MAX(n - AMPI_W, 0)));
 }
 
-static void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
-                                    int64_t ld, int64_t k, int64_t n) {
-    float scratch[AMPI_GEMM_BUFFER];
-    int64_t size = (int64_t)amp_dtype_size(dtype), p;
+/* The AMPI_W values from i on as words. */
+static AMPI_ALWAYS ampi_vf AMPI_V(ampi_gemm_words)(const char *src, int64_t i, amp_dtype dtype, amp_dtype compute) {
+    ampi_vf v;
+    if (dtype == AMP_BF16) v = (ampi_vf)(AMPI_V(ampi_load16)(src, i) << 16);
+    else if (dtype == AMP_F16) v = AMPI_V(ampi_load_f16)(src, i);
+    else v = (ampi_vf)AMPI_V(ampi_load32)(src, i);
+    return dtype == compute ? v : AMPI_V(ampi_round_to)(v, compute);
+}
+/* With constants for the dtypes, a row is converted in registers between its memory and the panels. */
+static AMPI_ALWAYS void AMPI_V(ampi_gemm_weave_as)(float *dst, int64_t stride, const void *src, amp_dtype dtype,
+                                                   amp_dtype compute, int64_t ld, int64_t k, int64_t n) {
+    float rest[2 * AMPI_W];
+    int64_t size = (int64_t)amp_dtype_size(dtype), whole = n - n % (2 * AMPI_W), p, j;
     for (p = 0; p < k; p++, dst += 2 * AMPI_W) {
         const char *row = (const char *)src + p * ld * size;
-        if (dtype == AMP_F32 && compute == AMP_F32) {
-            AMPI_V(ampi_gemm_deal)(dst, stride, (const float *)(const void *)row, n);
-            continue;
+        float *to = dst;
+        for (j = 0; j < whole; j += 2 * AMPI_W, to += stride) {
+            AMPI_V(ampi_store)(to, AMPI_V(ampi_gemm_words)(row, j, dtype, compute));
+            AMPI_V(ampi_store)(to + AMPI_W, AMPI_V(ampi_gemm_words)(row, j + AMPI_W, dtype, compute));
         }
-        AMPI_V(ampi_gemm_row)(scratch, row, dtype, compute, n);
-        AMPI_V(ampi_gemm_deal)(dst, stride, scratch, n);
+        if (whole == n) continue;
+        AMPI_V(ampi_gemm_row)(rest, row + whole * size, dtype, compute, n - whole);
+        AMPI_V(ampi_gemm_deal)(to, stride, rest, n - whole);
     }
+}
+static void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
+                                    int64_t ld, int64_t k, int64_t n) {
+    if (dtype == AMP_F32 && compute == AMP_F32)
+        AMPI_V(ampi_gemm_weave_as)(dst, stride, src, AMP_F32, AMP_F32, ld, k, n);
+    else if (dtype == AMP_F32 && compute == AMP_BF16)
+        AMPI_V(ampi_gemm_weave_as)(dst, stride, src, AMP_F32, AMP_BF16, ld, k, n);
+    else if (dtype == AMP_BF16 && compute == AMP_BF16)
+        AMPI_V(ampi_gemm_weave_as)(dst, stride, src, AMP_BF16, AMP_BF16, ld, k, n);
+    else if (dtype == AMP_F32 && compute == AMP_F16)
+        AMPI_V(ampi_gemm_weave_as)(dst, stride, src, AMP_F32, AMP_F16, ld, k, n);
+    else if (dtype == AMP_F16 && compute == AMP_F16)
+        AMPI_V(ampi_gemm_weave_as)(dst, stride, src, AMP_F16, AMP_F16, ld, k, n);
+    else
+        AMPI_V(ampi_gemm_weave_as)(dst, stride, src, dtype, compute, ld, k, n);
 }
 
 /* ---- Transposition: rows that end up side by side are loaded first */

@@ -47,6 +47,7 @@ typedef struct bench_case {
 #define S 1024
 #define F AMP_F32
 #define B AMP_BF16
+#define H AMP_F16
 static bench_case cases[] = {
     {"fp32 NN 1024^3",                         S, S, S, 0, 0, F, F, F, F, 0, 0, 0, 0, 0.80, {0}, {0}, 0, 0},
     {"fp32 NT 1024^3",                         S, S, S, 0, 1, F, F, F, F, 0, 0, 0, 0, 0.80, {0}, {0}, 0, 0},
@@ -61,6 +62,10 @@ static bench_case cases[] = {
     {"bf16 linear 256x3072x768 packed, gelu",  256, 3072, 768, 0, 1, B, F, B, B, 0, 1, 0, 1, 0, {0}, {0}, 0, 0},
     {"bf16 dX 256x768x3072 NN packed B",       256, 768, 3072, 0, 0, B, F, B, B, 0, 1, 0, 0, 0, {0}, {0}, 0, 0},
     {"bf16 dW 3072x768x256 TN beta 1",         3072, 768, 256, 1, 0, B, B, F, B, 1, 0, 0, 0, 0, {0}, {0}, 0, 0},
+    {"fp16 NT 1024^3 from fp16, packed B",     S, S, S, 0, 1, H, H, H, H, 0, 1, 0, 0, 0, {0}, {0}, 0, 0},
+    {"fp16 linear 256x3072x768 packed, gelu",  256, 3072, 768, 0, 1, H, F, H, H, 0, 1, 0, 1, 0, {0}, {0}, 0, 0},
+    {"fp16 dX 256x768x3072 NN packed B",       256, 768, 3072, 0, 0, H, F, H, H, 0, 1, 0, 0, 0, {0}, {0}, 0, 0},
+    {"fp16 dW 3072x768x256 TN beta 1",         3072, 768, 256, 1, 0, H, H, F, H, 1, 0, 0, 0, 0, {0}, {0}, 0, 0},
     {"vdpbf16ps NT 1024^3 from fp32, packed B", S, S, S, 0, 1, F, F, F, B, 0, 1, 1, 0, 0.85, {0}, {0}, 0, 0},
     {"vdpbf16ps NT 1024^3 from fp32",          S, S, S, 0, 1, F, F, F, B, 0, 0, 1, 0, 0.80, {0}, {0}, 0, 0},
     {"vdpbf16ps dW 3072x768x256 TN beta 1",    3072, 768, 256, 1, 0, B, B, F, B, 1, 0, 1, 0, 0, {0}, {0}, 0, 0},
@@ -69,6 +74,7 @@ enum { CASES = sizeof cases / sizeof *cases };
 #undef S
 #undef F
 #undef B
+#undef H
 
 /* One block is kept for the next call, as a context keeps its scratch memory. */
 static void *spare;
@@ -93,7 +99,7 @@ static void *numbers(amp_dtype dtype, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
         float x = (float)(i * 7919 % 1009) / 1009.0f - 0.5f;
-        uint16_t h = amp_bf16_from_f32(x, 0);
+        uint16_t h = dtype == AMP_F16 ? amp_f16_from_f32(x, 0) : amp_bf16_from_f32(x, 0);
         if (dtype == AMP_F32) memcpy(p + 4 * i, &x, 4);
         else memcpy(p + 2 * i, &h, 2);
     }

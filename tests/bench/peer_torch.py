@@ -5,7 +5,7 @@
     python tests/bench/peer_torch.py loader --workers 2
 
 The model is GPT-2 as nanoGPT writes it: fused causal attention, tied weights, vocabulary padded to 50304, no dropout;
-fused AdamW; bf16 by torch.autocast.  Prints the JSON lines of the C programs.  run.py calls it.
+fused AdamW; bf16 and fp16 by torch.autocast.  Prints the JSON lines of the C programs.  run.py calls it.
 """
 import argparse
 import json
@@ -89,13 +89,13 @@ def step(args):
     optimizer = adamw(model)
     forward = torch.compile(model) if args.compile else model
     data = torch.randint(0, tokens, (8, args.batch * args.seq + 1))
-    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
     times, parts = [], {"forward_ms": [], "backward_ms": [], "update_ms": []}
     for i in range(args.warmup + args.steps):
         row = data[i % 8]
         at = [time.perf_counter()]
         ids, labels = row[:-1].view(args.batch, args.seq), row[1:].view(args.batch, args.seq)
-        with torch.autocast("cpu", dtype, enabled=args.precision == "bf16"):
+        with torch.autocast("cpu", dtype, enabled=args.precision != "fp32"):
             loss = forward(ids, labels)
         at.append(time.perf_counter())
         loss.backward()
@@ -114,19 +114,37 @@ def step(args):
          **{name: statistics.median(values) for name, values in parts.items()})
 
 
+def products(dtype):
+    """The cases of bench_gemm.c that PyTorch has: the name without the dtype, and what computes it."""
+    def numbers(*shape):
+        return (torch.rand(*shape) - 0.5).to(dtype)
+    a, b = numbers(1024, 1024), numbers(1024, 1024)
+    x, fc, bias, dy = numbers(256, 768), numbers(3072, 768), numbers(3072), numbers(256, 3072)
+    grad = torch.zeros(3072, 768)
+    if dtype == torch.float32:
+        yield "NN 1024^3", 1024 ** 3, lambda: a @ b
+        yield "NT 1024^3", 1024 ** 3, lambda: a @ b.t()
+        yield "linear 256x3072x768 NT bias gelu", dy.numel() * 768, lambda: F.gelu(F.linear(x, fc, bias), approximate="tanh")
+        yield "dX 256x768x3072 NN", dy.numel() * 768, lambda: dy @ fc
+    else:
+        yield f"NT 1024^3 from {'bf16' if dtype == torch.bfloat16 else 'fp16'}, packed B", 1024 ** 3, lambda: a @ b.t()
+        yield "linear 256x3072x768 packed, gelu", dy.numel() * 768, lambda: F.gelu(F.linear(x, fc, bias), approximate="tanh")
+        yield "dX 256x768x3072 NN packed B", dy.numel() * 768, lambda: dy @ fc
+    yield "dW 3072x768x256 TN beta 1", dy.numel() * 768, lambda: grad.add_(dy.t() @ x)
+
+
 def gemm(args):
-    """The cases of bench_gemm.c that PyTorch has: four calls after one that is not timed, the median over rounds."""
-    for name, dtype, transposed in (("fp32 NN 1024^3", torch.float32, False), ("fp32 NT 1024^3", torch.float32, True),
-                                    ("bf16 NT 1024^3 from bf16, packed B", torch.bfloat16, True)):
-        a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
-        b = b.t() if transposed else b
+    """Four calls after one that is not timed, the median over rounds."""
+    cases = [(f"{name} {case}", count, call) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+             for case, count, call in products(dtype)]
+    for name, count, call in cases:
         rates = []
         for _ in range(args.rounds + 1):
-            a @ b
+            call()
             start = time.perf_counter()
             for _ in range(4):
-                a @ b
-            rates.append(4 * 2 * 1024 ** 3 / (time.perf_counter() - start) * 1e-9)
+                call()
+            rates.append(4 * 2 * count / (time.perf_counter() - start) * 1e-9)
         line("gemm", case=name, gflops=statistics.median(rates[1:]))
 
 
@@ -174,7 +192,7 @@ def main():
     s.add_argument("--model", choices=MODELS, default="124m")
     s.add_argument("--batch", type=int, default=4)
     s.add_argument("--seq", type=int, default=64)
-    s.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
+    s.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="bf16")
     s.add_argument("--compile", action="store_true")
     s.add_argument("--threads", type=int, default=2)
     s.add_argument("--steps", type=int, default=10)

@@ -12,6 +12,8 @@
     PEER_BLAS         the same, with its matrix products done by a BLAS
     PEER_LLMC_LOADER  a program that times llm.c's loader and prints {"event": "loader", "tokens_per_s": ...}
 
+--before FOLDER compares steps and products with amp.h at another commit, whose bench_step and bench_gemm lie there.
+
 Needs no package beyond Python 3.8's own library.
 """
 import argparse
@@ -95,13 +97,18 @@ class Machine:
             raise Skip(without_paths(f"{key} ended with {done.returncode}: {why}"))
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
-    def own(self, program, *flags):
-        path = os.path.join(ROOT, self.args.bin, program)
+    def program(self, name, before=False):
+        path = os.path.join(ROOT, self.args.before if before else self.args.bin, name)
         if not os.path.exists(path):
-            raise Skip(f"{program} is not built")
-        flags = [str(flag) for flag in flags]
-        lines = self.run(" ".join([program] + flags), " ".join([program] + flags), [path] + flags)
-        self.line = lines[0]                    # says what CPU, kernels and compiler
+            raise Skip(f"{name} is not built")
+        return path
+
+    def own(self, program, *flags, before=False):
+        path, flags = self.program(program, before), [str(flag) for flag in flags]
+        shown = " ".join((["before:"] if before else []) + [program] + flags)
+        lines = self.run(shown, shown, [path] + flags)
+        if not before:
+            self.line = lines[0]                # says what CPU, kernels and compiler
         return lines
 
     def torch(self, *flags):
@@ -188,8 +195,8 @@ def step_contestants(machine, model, seq):
     steps = args.steps or (8 if model == "124m" else 30)
     shared = ["--model", model, "--batch", BATCH, "--seq", seq, "--threads", args.threads, "--steps", steps]
 
-    def own(precision):
-        return lambda: machine.own("bench_step", *shared, "--warmup", 2, "--precision", precision)[-1]
+    def own(precision, before=False):
+        return lambda: machine.own("bench_step", *shared, "--warmup", 2, "--precision", precision, before=before)[-1]
 
     def torch(precision, *flags):
         return lambda: machine.torch("step", *shared, "--warmup", 3, "--precision", precision, *flags)[-1]
@@ -201,12 +208,16 @@ def step_contestants(machine, model, seq):
             return {"median_ms": median, "best_ms": min(times), "tokens_per_s": BATCH * seq / median * 1e3}
         return measure
 
-    out = [Contestant("amp.h fp32", own("fp32")), Contestant("torch eager fp32", torch("fp32")),
-           Contestant("torch compile fp32", torch("fp32", "--compile"))]
+    out = []
+    for precision in args.precisions.split(","):
+        out.append(Contestant(f"amp.h {precision}", own(precision)))
+        if args.before:
+            out.append(Contestant(f"before {precision}", own(precision, before=True)))
+        if precision in (args.torch_precisions or args.precisions).split(","):
+            out += [Contestant(f"torch eager {precision}", torch(precision)),
+                    Contestant(f"torch compile {precision}", torch(precision, "--compile"))]
     if (model, seq) == ("124m", 64):            # what llm.c's program is written for
         out += [Contestant("llm.c", llmc("PEER_LLMC")), Contestant("llm.c with BLAS", llmc("PEER_BLAS"))]
-    out += [Contestant("amp.h bf16", own("bf16")), Contestant("torch eager bf16", torch("bf16")),
-            Contestant("torch compile bf16", torch("bf16", "--compile"))]
     return out
 
 
@@ -220,11 +231,13 @@ def ratio(contestants, ours, peer):
 
 
 def step_ratios(contestants):
-    pairs = [("amp.h fp32", name) for name in ("torch eager fp32", "torch compile fp32", "llm.c", "llm.c with BLAS")]
-    pairs += [("amp.h bf16", name) for name in ("torch eager bf16", "torch compile bf16", "amp.h fp32")]
+    pairs = [("amp.h fp32", name) for name in ("llm.c", "llm.c with BLAS")]
+    for precision in ("fp32", "bf16", "fp16"):
+        pairs += [(f"amp.h {precision}", f"{name} {precision}") for name in ("before", "torch eager", "torch compile")]
+    pairs += [("amp.h bf16", "amp.h fp32"), ("amp.h fp16", "amp.h fp32"), ("before bf16", "before fp32"), ("before fp16", "before fp32")]
     out = collections.OrderedDict()
     for ours, peer in pairs:
-        if peer in contestants:
+        if ours in contestants and peer in contestants:
             try:
                 out[f"{ours} / {peer}"] = round(ratio(contestants, ours, peer), 3)
             except Skip as skip:
@@ -277,14 +290,14 @@ def run_recompute(machine):
 
 # ---- The other benchmarks
 
-def run_gemm(machine):
-    program = os.path.join(ROOT, machine.args.bin, "bench_gemm")
+def gemm_once(machine, rounds, before=False):
+    """What bench_gemm measured: a dictionary with its peaks and cases."""
+    program = machine.program("bench_gemm", before)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "gemm.json")
-        flags = ["--threads", str(machine.args.threads), "--rounds", str(machine.args.gemm_rounds)]
-        machine.commands["bench_gemm"] = " ".join(["bench_gemm"] + flags)
-        if not os.path.exists(program):
-            raise Skip("bench_gemm is not built")
+        flags = ["--threads", str(machine.args.threads), "--rounds", str(rounds)]
+        shown = " ".join((["before:"] if before else []) + ["bench_gemm"] + flags)
+        machine.commands[shown] = shown
         done = machine.quiet(lambda: subprocess.run([program] + flags + ["--json", path], cwd=ROOT, env=machine.env,
                                                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         print(done.stdout, flush=True)
@@ -293,11 +306,40 @@ def run_gemm(machine):
         if not os.path.exists(path):
             raise Skip(without_paths((done.stdout.strip().splitlines() or ["bench_gemm printed nothing"])[-1]))
         with open(path) as f:
-            out = json.load(f)
-    try:
-        out["torch"] = machine.torch("gemm", "--threads", machine.args.threads, "--rounds", machine.args.gemm_rounds)
-    except (Skip, subprocess.TimeoutExpired) as error:
-        out["torch"] = [{"skipped": without_paths(str(error))}]
+            return json.load(f)
+
+
+def gemm_beside(out, own, others):
+    """Into each case the other programs' median rates, and the median of the rounds' ratios to them."""
+    for name, rates in others.items():
+        for case in out["cases"]:
+            pairs = [(a[case["name"]], b[case["name"]]) for a, b in zip(own, rates) if b.get(case["name"])]
+            if pairs:
+                case[name] = round(statistics.median(b for _, b in pairs), 1)
+                case[f"over {name}"] = round(statistics.median(a / b for a, b in pairs), 3)
+
+
+def run_gemm(machine):
+    """The programs in turn, each with its share of the rounds."""
+    args, own, others = machine.args, [], {"before": [], "torch": []}
+    inner, runs, torch_skipped = max(1, args.gemm_rounds // args.rounds), [], None
+    for _ in range(args.rounds):
+        runs.append(gemm_once(machine, inner))
+        own.append({case["name"]: case["median"] for case in runs[-1]["cases"]})
+        if args.before:
+            others["before"].append({case["name"]: case["median"] for case in gemm_once(machine, inner, before=True)["cases"]})
+        try:
+            if torch_skipped is None:
+                others["torch"].append({row["case"]: row["gflops"] for row in machine.torch("gemm", "--threads", args.threads, "--rounds", inner)})
+        except (Skip, subprocess.TimeoutExpired) as error:
+            torch_skipped = without_paths(str(error))
+    out = runs[-1]
+    for case in out["cases"]:
+        case["median"] = round(statistics.median(rates[case["name"]] for rates in own), 1)
+        case["peak"] = round(statistics.median(c["peak"] for r in runs for c in r["cases"] if c["name"] == case["name"]), 1)
+    gemm_beside(out, own, others)
+    if torch_skipped is not None:
+        out["torch"] = {"skipped": torch_skipped}
     return out
 
 
@@ -473,7 +515,11 @@ def main():
     parser.add_argument("--only", default="gemm,step,loader,masks,recompute",
                         help="gemm, step, loader, masks, recompute, curves, accuracy")
     parser.add_argument("--bin", default="build", help="folder of the bench programs, from the project's root")
+    parser.add_argument("--before", default="", help="folder of the same programs at another commit, to compare with")
+    parser.add_argument("--precisions", default="fp32,bf16", help="of the steps")
+    parser.add_argument("--torch-precisions", help="PyTorch's, where 16 bits are too slow to wait for; default: all")
     parser.add_argument("--out", default="tests/bench/results", help="folder for the JSON file")
+    parser.add_argument("--name", help="what the file's name begins with; default: curves, accuracy or cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gemm-rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
@@ -507,7 +553,7 @@ def main():
     now = datetime.datetime.now(datetime.timezone.utc)
     about = describe_machine(machine, results)
     os.makedirs(os.path.join(ROOT, args.out), exist_ok=True)
-    kind = parts[0] if parts in (["curves"], ["accuracy"]) else "cpu"
+    kind = args.name or (parts[0] if parts in (["curves"], ["accuracy"]) else "cpu")
     name = f"{kind}-{short_name(about['cpu'])}-{now.strftime('%Y-%m-%d')}.json"
     path, commands, used = os.path.join(ROOT, args.out, name), list(machine.commands.values()), versions(machine)
     if args.again:

@@ -1,4 +1,4 @@
-"""Runs of train_gpt that are kept and not repeated, for moments.py and fp8_curves.py."""
+"""Runs of train_gpt that are kept and not repeated, for moments.py, fp8_curves.py and precision_curves.py."""
 import datetime
 import hashlib
 import json

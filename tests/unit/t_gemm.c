@@ -459,6 +459,37 @@ TEST(large) {
         }
 }
 
+/* Several blocks of rows share the panels that the first one packed, and get the bits of a B that gemm_pack packed: with
+   one block of k and with several, for each dtype of the operands, in either order, and for a C that is not fp32. */
+TEST(kept_panels) {
+    static const int64_t depth[] = {90, 700};
+    int w, kind, d, trans;
+    for (w = 0; w < ways(); w++)
+        for (kind = 0; kind < 3; kind++) for (d = 0; d < 2; d++) for (trans = 0; trans < 2; trans++) {
+            test_case t = plain(430, 300, depth[d]);
+            ampi_cpu cpu = cpu_of(&all_ways[w], 1);
+            int64_t bytes = t.m * t.n * (kind ? 2 : 4);
+            amp_k_pack pack;
+            void *kept;
+            problem p;
+            t.compute = t.a = t.c = kind == 0 ? AMP_F32 : kind == 1 ? AMP_BF16 : AMP_F16;
+            t.b = trans ? AMP_F32 : t.compute;
+            t.trans_b = trans;
+            p = gemm_make(t);
+            CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
+            kept = keep(bytes);
+            memcpy(kept, p.g.c, (size_t)bytes);
+            memset(&pack, 0, sizeof pack);
+            pack.b = p.g.b; pack.b_dtype = t.b; pack.compute = t.compute; pack.trans_b = trans; pack.k = t.k; pack.n = t.n;
+            pack.ldb = p.g.ldb; pack.repeated = 1;
+            p.g.packed_b = keep((int64_t)ampi_cpu_gemm_pack_size(&cpu, &pack));
+            CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, (void *)(uintptr_t)p.g.packed_b, NULL));
+            CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
+            CHECK(memcmp(kept, p.g.c, (size_t)bytes) == 0);
+            gemm_drop();
+        }
+}
+
 /* A C far larger than A and B, in whole cache lines, is written past the caches: the same bits as one that is not
    aligned, for one thread and for three, with a panel that is not whole and with nothing written between its rows. */
 TEST(past_the_caches) {
@@ -681,6 +712,7 @@ int main(int argc, char **argv) {
     RUN_LONG(batches);
     RUN(shared_b);
     RUN(large);
+    RUN(kept_panels);
     RUN(past_the_caches);
     RUN(special_values);
     RUN(pack_counts_new_inf);
