@@ -1,10 +1,11 @@
 /* amp.h - v0.2.0 - mixed-precision training for C, C++ and CUDA programs - MIT licence, text at the end
    SPDX-License-Identifier: MIT
 
-   What PyTorch's AMP and Apex give a Python program: a compute dtype chosen for the machine, autocast, a loss scaler,
-   operators with their backward, a tape that calls it, optimizers, a data loader, exact checkpoints.  Every part works
-   alone.  Not there: convolution (bring yours, with amp_gemm, scaler and optimizer), dropout inside attention.  It
-   never aborts or exits, and prints only warnings and errors, to stderr or your logger.
+   amp.h gives C, C++ and CUDA programs what PyTorch's AMP and Apex give Python programs: a compute dtype chosen for the
+   machine, autocast, a loss scaler, operators with their backward, a tape that calls it, optimizers, a data loader and
+   exact checkpoints.  Each part can be used alone.  There is no convolution (write your own with amp_gemm, and use the
+   scaler and optimizer) and no dropout inside attention.  amp.h never aborts or exits the program, and it prints only
+   warnings and errors, to stderr or to your logger.
 
    A WHOLE PROGRAM     C99 and C++20.  ./program fp16 trains in fp16; ./program fp16 program.state resumes.
 
@@ -127,65 +128,73 @@
 
        gcc -O2 program.c -o program -lm -lpthread
 
-     Exactly one file defines AMP_IMPLEMENTATION, best a file of its own, compiled once, as C even for C++:
+     Exactly one file of the program defines AMP_IMPLEMENTATION.  A separate file, compiled once, is best.  Compile it
+     as C even for a C++ program:
 
        printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n' > amp.c
        gcc -O2 -c amp.c
        gcc -O2 program.c amp.o -o program -lm -lpthread
        g++ -O2 -std=c++20 program.cpp amp.o -o program -lpthread
 
-     For an NVIDIA GPU of sm_75 or later (not sm_70, which CUDA 13 no longer builds for), set desc.backend = amp_cuda();
-     tensors, labels and loss are then in its memory.  It has run on an H100; tests run it on a model of a GPU.
+     For an NVIDIA GPU of sm_75 or later (not sm_70, which CUDA 13 no longer builds for), set desc.backend = amp_cuda().
+     Tensors, labels and the loss are then in GPU memory.  The CUDA backend has run on an H100; the tests run it on a
+     software model of a GPU.
 
        nvcc -O2 -std=c++17 -arch=native -c amp_cuda.cu
        gcc -O2 -c program.c
        nvcc program.o amp.o amp_cuda.o -o program -lcublasLt -lm -lpthread
 
      Without -O2 everything is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under
-     -std=c99 includes amp.h before system headers; other files may be C90 or C++98.  AMP_STATIC beside
-     AMP_IMPLEMENTATION makes everything, thread state and caches too, private to the file.  AMP_API may be predefined
-     in all files, say as a visibility attribute.  Some g++ -Wextra need -Wno-missing-field-initializers.
-     AMP_NO_CARE and AMP_NO_WATCH, beside it, leave out functions of >>care, or of >>watch but settings: calls fail to
-     compile, or in files without the macro to link; settings that nothing then reads are refused (AMP_ERR_UNSUPPORTED).
+     -std=c99 it includes amp.h before system headers.  Other files may be C90 or C++98.  AMP_STATIC beside
+     AMP_IMPLEMENTATION makes everything private to the file, including thread state and caches.  AMP_API may be
+     predefined in all files, for example as a visibility attribute.  Some versions of g++ need
+     -Wno-missing-field-initializers with -Wextra.  AMP_NO_CARE and AMP_NO_WATCH, also beside AMP_IMPLEMENTATION, leave
+     out the functions of >>care, and those of >>watch except settings.  Calls to these functions then do not compile,
+     or do not link from files without the macro.  Settings that are no longer read are refused (AMP_ERR_UNSUPPORTED).
 
    STEP BY STEP     for readers who know PyTorch
 
-     1 Zero every struct: = {.x = x}, = {0}, in C++ also = {}.  A field left at 0 has its default.  Check every result;
-       amp_last_error() says what went wrong, where, and what is allowed.
-     2 amp_open(&amp, &desc), or NULL for &desc.  .dtype 0 ("auto") is bf16 on a GPU that has it and on a CPU that
-       multiplies it faster than fp32, fp16 on older GPUs, else fp32; amp_query_choice tells which, and why.
+     1 Zero every struct: = {.x = x} or = {0}, in C++ also = {}.  A field left at 0 has its default.  Check every
+       result; amp_last_error() says what went wrong, where, and what is allowed.
+     2 Call amp_open(&amp, &desc); &desc may be NULL.  .dtype 0 ("auto") is bf16 on a GPU that has it and on a CPU that
+       multiplies it faster than fp32, fp16 on older GPUs, and fp32 otherwise.  amp_query_choice says which was chosen,
+       and why.
      3 A parameter is a name, a weight and a grad of the same shape, in fp32 or the weight's dtype; without grad it is
-       frozen.  amp_param_register(amp, params, n) before creating the optimizer; the array must not move.  Casts of
-       weights are cached: after changing one yourself call amp_param_changed(&params[i]).  Set 16-bit weights (level
-       O2, amp_param_dtype) with amp_optimizer_set_weight; they get fp32 masters.
-     4 An amp_tensor has .data .dtype .ndim .shape .stride (0: contiguous), stored in fp32, fp16 or bf16.  As in
-       PyTorch, use the region's dtype between operators and fp32 for logits; loss, mean, rstd and lse are float.  One
-       dtype each: all tensors of attention or rope; dx and x in softmax, activation, mse; dy and y in the first two;
-       linear's dy and .pre with .act, or dy and y without.
-     5 A region, from amp_autocast_begin to amp_autocast_end, sets what operators compute in, however their operands are
-       stored.  Backward comes after it and computes as forward did, which the op records: until then keep the op, and
-       what it points to.
-     6 Backward goes in reverse; a tape (>>tape) runs it for you.  The first backward after a step overwrites parameter
-       gradients, later ones add: one network with one optimizer never zeroes them.  amp_optimizer_zero_grad or
-       amp_model_zero_grad is needed for a batch that you give up after its backward, and for two networks.  The
-       backward of a GAN's generator also writes the discriminator's gradients: drop them before the discriminator's
-       own backward, or freeze the discriminator meanwhile (amp_model_freeze).  A backward that would add to what
-       another optimizer's step left behind, or to a gradient under another loss scale, is refused (WHAT BACKWARD ADDS
-       TO, in >>gradients).  dx is overwritten; where a tensor has two uses, add: amp_add.
-     7 fp16 needs a scaler, which scales not the loss but its gradient: .grad_scale.  amp_step(optimizer, scaler) is
-       unscale_, clip_grad_norm_, step and update, and skips the step if gradients are infinite or NaN.  With an
-       optimizer of your own: amp_scaler_unscale(scaler, ranges, n, &apply).
-     8 .accumulation = n: amp_step after each of n backwards; the last steps with the mean.  .groups (amp_param_group)
-       by name; .weight_decay on matrices.  amp_schedule_lr(&schedule, step, &lr); amp_optimizer_set_lr(optimizer, lr).
-     9 while (amp_step_result_next(optimizer, &result)): each step's outcome, two steps later: .applied, .norm, .scale,
-       .first_bad.  The first fp16 steps may be skipped while the scale adapts.
-    10 Data: a callback as above, .path of token files with .seq, .arrays of .npy files, .tensors of arrays in memory.
-       A batch is valid until the next; .inputs and .targets are .fields[0] and [1] if those are int32_t.
-    11 Evaluate in a region with .mode = AMP_MODE_INFERENCE: no dropout, and no backward can follow.
-    12 Save between steps: weights, optimizer, scaler, loader; with dropout amp_random_save, with delayed fp8
-       amp_fp8_save, with an amp_adapt its.  Load into the same objects, weights first: the run goes on bit for bit.
-    13 Destroy what you created, then amp_close(amp).
-    14 Further: amp_monitor_create (JSON lines), amp_tensor_stats_create, amp_verify, amp_recovery_create, .reducer.
+       frozen.  Call amp_param_register(amp, params, n) before you create the optimizer; the array must not move.  Casts
+       of weights are cached, so call amp_param_changed(&params[i]) after changing one yourself.  Set 16-bit weights
+       (level O2, amp_param_dtype) with amp_optimizer_set_weight; they get fp32 masters.
+     4 An amp_tensor has .data .dtype .ndim .shape .stride (0: contiguous) and is stored in fp32, fp16 or bf16.  As in
+       PyTorch, use the region's dtype between operators and fp32 for logits; loss, mean, rstd and lse are float.  These
+       must have the same dtype: all tensors of attention or rope; dx and x in softmax, activation and mse; dy and y in
+       softmax and activation; in linear, dy and .pre with .act, or dy and y without it.
+     5 A region, from amp_autocast_begin to amp_autocast_end, sets the dtype that operators compute in, whatever dtype
+       their operands are stored in.  Backward comes after the region and computes as forward did.  The op struct
+       records this, so keep the struct, and what it points to, until backward has run.
+     6 Call backward in reverse order; a tape (>>tape) does this for you.  The first backward after a step overwrites
+       parameter gradients and later ones add to them, so one network with one optimizer never zeroes them.
+       amp_optimizer_zero_grad or amp_model_zero_grad is needed for a batch that you give up after its backward, and for
+       two networks.  For example, the backward of a GAN's generator also writes the discriminator's gradients: drop
+       them before the discriminator's own backward, or freeze the discriminator meanwhile (amp_model_freeze).  A
+       backward that would add to gradients that another optimizer's step left behind, or that carry another loss scale,
+       is refused (WHAT BACKWARD ADDS TO, in >>gradients).  dx is overwritten; where a tensor has two uses, add the
+       gradients with amp_add.
+     7 fp16 needs a scaler, which scales the gradient of the loss (.grad_scale), not the loss.
+       amp_step(optimizer, scaler) does what PyTorch's unscale_, clip_grad_norm_, step and update do, and skips the step
+       if gradients are infinite or NaN.  With your own optimizer, call amp_scaler_unscale(scaler, ranges, n, &apply).
+     8 With .accumulation = n, call amp_step after each of n backwards; the last one steps with the mean.  .groups
+       (amp_param_group) select parameters by name; .weight_decay is on matrices.  For a schedule, call
+       amp_schedule_lr(&schedule, step, &lr) and amp_optimizer_set_lr(optimizer, lr).
+     9 while (amp_step_result_next(optimizer, &result)) gives each step's outcome, two steps later: .applied, .norm,
+       .scale and .first_bad.  The first fp16 steps may be skipped while the scale adapts.
+    10 Data comes from a callback as above, from token files (.path with .seq), from .npy files (.arrays) or from arrays
+       in memory (.tensors).  A batch is valid until the next; .inputs and .targets are .fields[0] and [1] if those are
+       int32_t.
+    11 Evaluate in a region with .mode = AMP_MODE_INFERENCE: dropout is off, and no backward can follow.
+    12 Save between steps: weights, optimizer, scaler and loader; also amp_random_save with dropout, amp_fp8_save with
+       delayed fp8, and amp_adapt_save with an amp_adapt.  Load into the same objects, weights first; the run then
+       continues bit for bit.
+    13 Destroy what you created, then call amp_close(amp).
+    14 See also: amp_monitor_create (JSON lines), amp_tensor_stats_create, amp_verify, amp_recovery_create, .reducer.
 
    OPERATORS     amp_NAME(amp, &op), then amp_NAME_backward(amp, &op).  Fields of amp_NAME_op in order; [optional];
                  | for backward.  (rows, n): leading dimensions count as rows
@@ -213,13 +222,14 @@
        and activation; sum and x or residual, dx and dsum; in amp_add and amp_cast the result and an operand.
 
    CONTENTS AT A GLANCE     Search for the tags.  The API has three parts: what a training program calls, the rest, and
-                            what kernels and backends are made of; each, and the implementation, in this order.  Objects
-                            also have _destroy, _query.  The API ends with SETTINGS, WHAT DIFFERS FROM PYTORCH'S
-                            DEFAULTS, THREADS AND CALLBACKS and WHEN SOMETHING IS WRONG
+                            what kernels and backends are made of.  The sections of each part, and those of the
+                            implementation, stand in this order.  Objects also have _destroy and _query.  The API ends
+                            with SETTINGS, WHAT DIFFERS FROM PYTORCH'S DEFAULTS, THREADS AND CALLBACKS and WHEN
+                            SOMETHING IS WRONG
 
        >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all
                     amp_file_free amp_system_default
-       >>numbers    amp_f16_from_f32 and its kin, amp_convert amp_count_nonfinite amp_random_u32 amp_dtype_parse
+       >>numbers    amp_f16_from_f32 and the like, amp_convert amp_count_nonfinite amp_random_u32 amp_dtype_parse
        >>machine    amp_machine_probe amp_machine_text amp_choose
        >>tensors    amp_tensor1 to amp_tensor4, amp_tensor_count
        >>state      amp_state_create _put _get _save _load
@@ -230,9 +240,9 @@
        >>autocast   amp_autocast_begin _end _active _decide _compute _result _cast _input _output, amp_recompute_begin
                     _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear amp_fp8_save
        >>operators  those above, amp_random_save
-       >>tape       amp_model_create _param _zero_grad and their kin, amp_tensor_create, amp_tape_create _begin
-                    _backward _finish _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time and
-                    kin, operators
+       >>tape       amp_model_create _param _zero_grad and others, amp_tensor_create, amp_tape_create _begin _backward
+                    _finish _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time and others,
+                    operators
        >>gradients  amp_params_broadcast, amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale
                     _check _update _update_with _found _get _set_scale _rescale _save, amp_grad_set_create _stats
                     _device _apply _save _restore, amp_optimizer_create _step _zero_grad _set_lr _set_clip
@@ -246,32 +256,35 @@
 
    GLOSSARY
 
-     found_inf: some gradient is infinite or NaN, so the step is skipped and the scale shrinks.  live gradient: written
-     by a backward since the last step.  master weights: the fp32 weights an optimizer updates when the model's own are
-     16-bit.  remainder: the 16 bits that make a bf16 weight an fp32 master.  island: a region with .disable inside
-     another.  recomputing: running a block's forward again before its backward, to save the memory of its activations.
-     packed weight: in the order and dtype in which the kernel reads it.  to wait: for the device, on the host.
+     found_inf: some gradient is infinite or NaN, so the step is skipped and the scale shrinks.  live gradient: one that
+     a backward has written since the last step.  master weights: the fp32 weights that an optimizer updates when the
+     model's weights are 16-bit.  remainder: the 16 bits that make a bf16 weight an fp32 master.  island: a region with
+     .disable inside another.  recomputing: running a block's forward again before its backward, to save the memory of
+     its activations.  packed weight: a weight in the order and dtype in which the kernel reads it.  to wait: the
+     calling thread waits until the device has finished.
 
    ERRORS  Calls that can fail return an amp_result, and on failure leave their outputs as they were; pointers to new
      objects become NULL, except in amp_open_env.  Overflow and skipped steps are data, not errors: see amp_step_result.
-     "Errors:" in a function's comment omits what all have in common: AMP_ERR_NULL for NULL where it is not allowed,
-     AMP_ERR_RANGE for a number or enum outside its range, AMP_ERR_MEMORY from whatever allocates, AMP_ERR_DEVICE from
-     whatever uses the device.
+     "Errors:" in a function's comment omits the results that all functions share: AMP_ERR_NULL for NULL where it is not
+     allowed, AMP_ERR_RANGE for a number or enum outside its range, AMP_ERR_MEMORY from functions that allocate, and
+     AMP_ERR_DEVICE from functions that use the device.
    HEADERS  All files of a program must include the same amp.h.  amp_open, like the calls that take a struct before it
      (amp_machine_*, amp_choose, amp_settings_*), checks every file linked with its caller; AMP_ERR_VERSION names the
-     first one compiled against another version or other struct sizes.  Not checked: with amp.h in a shared library,
-     calls before amp_open (put the version in its soname) and amp_open_env; with AMP_STATIC or AMP_API, or in formats
-     other than ELF and Mach-O, files other than the caller.  amp_system, amp_convert_desc and amp_tensor never change.
+     first one compiled against another version or other struct sizes.  If amp.h is in a shared library, calls before
+     amp_open (put the version in its soname) and amp_open_env are not checked.  With AMP_STATIC or AMP_API, or in
+     formats other than ELF and Mach-O, only the caller's file is checked.  amp_system, amp_convert_desc and amp_tensor
+     never change.
    SYMBOLS  Functions are symbols by their own names, except the inline scalar conversions, amp_tensor1 to 4, and
-     amp_open: other languages call amp_open_abi.  A shared library exports none of them if AMP_API hides them.
-   TEXTS  Functions that write text take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
-   MEMORY  All of it comes from amp_system.alloc, the operators' scratch included.
+     amp_open.  Other languages call amp_open_abi instead.  A shared library exports none of them if AMP_API hides them.
+   TEXTS  Functions that write text take (text, size) and return the length needed, as snprintf does; 0 for a NULL
+     struct.
+   MEMORY  All memory comes from amp_system.alloc, including the operators' scratch memory.
    STATE  amp_NAME_save and _load take a prefix of 1 to 40 bytes, for records <prefix>.WHAT, and do all or nothing.
-   FILES  Settings and states may be read from pipes; data must be regular files.  Descriptors below 3 and signal
-     dispositions are left alone; exceeding a file size limit is AMP_ERR_WRITE.
-   STABLE  Result numbers and the state format never change: what any version wrote, every later version reads.  A state
-     whose keys all have up to 63 bytes is written as 0.1 wrote it; with a longer key it has format version 2, which 0.2
-     refuses as AMP_ERR_NEWER.  The rest may change with the minor version until 1.0 (change log: at the end).
+   FILES  Settings and states may be read from pipes; data must be regular files.  amp.h does not touch descriptors
+     below 3 or signal dispositions.  Exceeding a file size limit is AMP_ERR_WRITE.
+   STABLE  Result numbers and the state format never change, so every version reads what any earlier version wrote.  A
+     state whose keys all have up to 63 bytes is written as 0.1 wrote it; with a longer key it has format version 2,
+     which 0.2 refuses as AMP_ERR_NEWER.  The rest may change with the minor version until 1.0 (change log: at the end).
 
    NUMBERS
 
@@ -283,30 +296,32 @@
        E4M3    4         3         448      1.6e-2           2.0e-3    6.3e-2
        E5M2    5         2         57344    6.1e-5           1.5e-5    1.3e-1
 
-     Rounding, overflow and NaN: see the scalar conversions.  Conversion to TF32 rounds ties away; tensor cores given
-     fp32 may truncate instead, an error of up to 9.8e-4.
+     For rounding, overflow and NaN see the scalar conversions.  Conversion to TF32 rounds ties away from zero; tensor
+     cores that are given fp32 may truncate instead, which is an error of up to 9.8e-4.
 
-   THREADS  Operators, amp_gemm, regions, memory and cache calls, amp_status_get, amp_scaler_found and reading a scaler
-     may use one context from several threads at once.  Setup (registering, overriding), and each scaler, optimizer,
-     set, loader, model, tape and adapt, is for one thread at a time, except amp_loader_stop and amp_loader_info_get.
-     So several models may train on one context at once, each with its tape, optimizer, scaler and loader in a thread of
-     its own: each gets the bits that it gets alone, but for dropout, whose random numbers come from one sequence.
-     Regions and the last-error text are per thread.  What must run alone, the threads of kernels, fork, and what
-     callbacks may not do (destroy what was there before they began, for one) stands in THREADS AND CALLBACKS at the end
-     of the API.
+   THREADS  Several threads may use one context at once for operators, amp_gemm, regions, memory and cache calls,
+     amp_status_get, amp_scaler_found and reading a scaler.  Setup (registering, overriding), and each scaler,
+     optimizer, set, loader, model, tape and adapt, is for one thread at a time, except amp_loader_stop and
+     amp_loader_info_get.  So several models may train on one context at once, each in a separate thread with its own
+     tape, optimizer, scaler and loader.  Each gets the same bits as when it trains alone, except for dropout, whose
+     random numbers come from one sequence.  Regions and the last-error text are per thread.  THREADS AND CALLBACKS, at
+     the end of the API, says what must run alone, which threads kernels use, when fork is allowed, and what callbacks
+     may not do (for example, destroy what was there before they began).
 
    TRAPS AND ROUNDING  The CPU backend computes and converts in C's default floating-point environment (no traps, round
-     to nearest, subnormals kept), whatever your program or a library linked with -Ofast has set.  Yours is back when a
-     call returns, and in callbacks: .parallel and its threads, allocator, logger, steps, your kernels; a loader's run
-     in that of the thread that created it.  If yours differs, each call sets and restores it.  Traps for
-     FE_INEXACT and FE_UNDERFLOW stay active in host code of >>watch and >>care.  Calls may raise exception flags but
-     clear none.  Your own sums may trap on inf - inf when too high a scale makes gradients infinite: leave them out
-     where amp_scaler_found says so; the next update then skips the step, as in tests/examples/hosts.
+     to nearest, subnormals kept), whatever your program or a library linked with -Ofast has set.  Your environment is
+     back when a call returns, and in callbacks: .parallel and its threads, allocator, logger, steps and your kernels.
+     A loader's callbacks run in the environment of the thread that created the loader.  If your environment is not the
+     default, each call sets and restores it.  Traps for FE_INEXACT and FE_UNDERFLOW stay active in the CPU code of
+     >>watch and >>care.  Calls may raise exception flags but clear none.  Your own sums may trap on inf - inf when too
+     high a scale makes gradients infinite.  Leave them out where amp_scaler_found says so; the next update then skips
+     the step, as in tests/examples/hosts.
 
-   SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run (a GPU's .autotune
-     needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  A restart on
-     another CPU, and ranks with different CPUs, go on by the path of the state or of rank 0 where their CPU has it, and
-     a warning says where not.  Which CPU paths (in the order of amp_cpu_path) agree; others differ by rounding:
+   SAME BITS  Results do not depend on the number of threads or workers.  They repeat from run to run (a GPU's .autotune
+     needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  After a restart
+     on another CPU the path of the state is used, and ranks with different CPUs use the path of rank 0.  Where a CPU
+     lacks that path, a warning says so.  The table says which CPU paths (in the order of amp_cpu_path) agree; others
+     differ by rounding:
 
        what                                   runs  threads  restarts  CPU paths that agree
        casts, random numbers, dropout, masks  yes   yes      yes       all
@@ -321,7 +336,7 @@
 #ifndef AMP_H_INCLUDED
 #define AMP_H_INCLUDED
 
-/* Under -std=c99 system headers show POSIX only when asked before the first of them is included. */
+/* Under -std=c99 system headers declare POSIX functions only if asked before the first of them is included. */
 #if defined(AMP_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE) && !defined(_GNU_SOURCE)
 #  define _POSIX_C_SOURCE 200809L
 #endif
@@ -359,9 +374,9 @@ extern "C" {
 /* ==== 1 >>base ====
    Result codes, the last-error text, the log, and the table of system calls. */
 
-/* Why this thread's last failing call failed, in one line of UTF-8: number, function, field, value, what is allowed.
-   Control characters, for example of a path, are shown as "?", as they are in the log and in names within texts.
-   "" before the first failure; valid until the next one on this thread. */
+/* Why this thread's last failing call failed, in one line of UTF-8: number, function, field, value, and what is
+   allowed.  Control characters, for example of a path, are shown as "?", as they are in the log and in names within
+   texts.  The text is "" before the first failure, and valid until the next one on this thread. */
 AMP_API const char *amp_last_error(void);
 
 /* X(name, number, text, hint).  1xx arguments, 2xx numerics, 3xx memory and threads, 4xx files and data,
@@ -409,7 +424,8 @@ typedef enum amp_result {
     AMP_RESULT_FORCE_I32 = 0x7fffffff
 } amp_result;
 
-/* A result in words, and what to do about it: constant strings; "unknown result" and "" for any other number. */
+/* A result in words, and what to do about it.  Both are constant strings; for any other number they are "unknown
+   result" and "". */
 AMP_API const char *amp_result_text(amp_result result);
 AMP_API const char *amp_result_hint(amp_result result);
 /* AMP_VERSION of the linked implementation. */
@@ -421,17 +437,17 @@ typedef enum amp_log_level {
     AMP_LOG_FORCE_I32 = 0x7fffffff
 } amp_log_level;
 
-/* write may be called from any thread; NULL writes to stderr, each warning and error at most 10 times.  id is an
-   error's amp_result, and otherwise a constant number for each message. */
+/* write may be called from any thread.  NULL writes to stderr, each warning and error at most 10 times.  id is an
+   error's amp_result; for other messages it is a constant number for each message. */
 typedef struct amp_logger {
     void (*write)(void *user, amp_log_level level, int id, const char *text);
     void *user;
     amp_log_level level;        /* the most detailed level to write */
 } amp_logger;
 
-/* System calls.  NULL members are POSIX's.  File calls return 0 (or a byte count), or -errno.  Set alloc and free
-   together, and the three thread calls together.  alloc is never asked for 0 bytes; align is a power of two up to
-   4096.  Every thread started is joined, or detached if a call of this table hangs in it. */
+/* System calls.  Members that are NULL use POSIX.  File calls return 0 (or a byte count), or -errno.  Set alloc and
+   free together, and the three thread calls together.  alloc is never called with 0 bytes; align is a power of two up
+   to 4096.  Every thread that was started is joined, or detached if a call of this table hangs in it. */
 typedef struct amp_system {
     void *user;
     void *(*alloc)(void *user, size_t size, size_t align);
@@ -446,7 +462,8 @@ typedef struct amp_system {
     int (*file_close)(void *user, intptr_t file);
     int (*file_rename)(void *user, const char *from, const char *to);
     int (*file_remove)(void *user, const char *path);
-    /* Calls each(arg, name) for the names in a folder, in any order, until that is not 0; returns it, or -errno. */
+    /* Calls each(arg, name) for the names in a folder, in any order, until each returns another value than 0, which is
+       returned; or returns -errno. */
     int (*file_list)(void *user, const char *folder, int (*each)(void *arg, const char *name), void *arg);
     int (*thread_start)(void *user, void **thread, void (*run)(void *arg), void *arg);
     int (*thread_join)(void *user, void *thread);
@@ -488,9 +505,10 @@ AMP_API const char *amp_dtype_name(amp_dtype dtype);
 AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out);
 
 /* A number that is 0 in a struct stands for the field's default.  Where the default is not 0 but 0 would make sense
-   too, the field's comment names AMP_EXPLICIT_ZERO, which says 0.  It is -2^-64, so no other number is lost.
-   amp_explicit(x) is for a value that your program computes, such as a loss weight that is annealed from 0: it returns
-   AMP_EXPLICIT_ZERO for 0 and for what would be 0 in a float, and otherwise x.  Use it for float and double fields. */
+   too, the field's comment names AMP_EXPLICIT_ZERO, which stands for 0.  Its value is -2^-64, so no other number is
+   lost.  amp_explicit(x) is for a value that your program computes, such as a loss weight that is annealed from 0.  It
+   returns AMP_EXPLICIT_ZERO for 0 and for what would be 0 in a float, and otherwise x.  Use it for float and double
+   fields. */
 #define AMP_EXPLICIT_ZERO (-1.0f / 18446744073709551616.0f)
 AMPI_INLINE double amp_explicit(double x) {
     double half = 1.0 / 1073741824;     /* 2^-30; half the smallest float is 2^-150 */
@@ -499,8 +517,8 @@ AMPI_INLINE double amp_explicit(double x) {
 }
 
 /* ==== 4 >>tensors ====
-   Views of memory that the caller owns.  Memory of numbers, here and in every other argument, begins at a multiple of
-   their size: int32_t labels at 4, bf16 at 2; anything else is refused (AMP_ERR_RANGE). */
+   Views of memory that the caller owns.  Arrays of numbers, here and in every other argument, begin at a multiple of
+   their element size: int32_t labels at 4, bf16 at 2.  Anything else is refused (AMP_ERR_RANGE). */
 
 enum { AMP_MAX_DIMS = 4 };
 
@@ -580,8 +598,8 @@ typedef enum amp_mask_kind {
     AMP_MASK_FORCE_I32 = 0x7fffffff
 } amp_mask_kind;
 
-/* A key is visible if the kind, the lengths and the documents all allow it; a zeroed mask hides nothing.  A query that
-   sees no key gives zeros, and zero gradients. */
+/* A key is visible if the kind, the lengths and the documents all allow it; a zeroed mask hides nothing.  The output of
+   a query that sees no key is 0, and so are its gradients. */
 typedef struct amp_mask {
     int32_t bidirectional;      /* WINDOW, WINDOW_GLOBAL: 1 = not causal */
     amp_mask_kind kind;
@@ -589,7 +607,7 @@ typedef struct amp_mask {
     int64_t global;             /* WINDOW_GLOBAL: 0 or more */
     const int32_t *prefix;      /* PREFIX: [batch] */
     const int32_t *lengths;     /* [batch]: keys from lengths[b] on are padding; NULL: no padding */
-    /* [batch, keys] document numbers; queries see only keys of their own document; NULL: one document */
+    /* [batch, keys] document numbers; queries see only keys of the same document; NULL: one document */
     const int32_t *documents;
     const uint8_t *allowed;     /* ARBITRARY: 1 = visible; [batch or 1, heads or 1, queries, keys] */
     int64_t allowed_batch_stride;  /* in elements; 0: one mask for all sequences */
@@ -642,15 +660,15 @@ typedef enum amp_reduce_op {
     AMP_REDUCE_FORCE_I32 = 0x7fffffff
 } amp_reduce_op;
 
-/* How ranks exchange data: calls on the stream that return 0.  Every rank makes the same calls in the same order, with
-   the same sizes.  reduce combines a buffer over all ranks, in place; NULL: one rank. */
+/* How ranks exchange data.  The functions work on the stream and return 0.  Every rank makes the same calls in the same
+   order, with the same sizes.  reduce combines a buffer over all ranks, in place; NULL means one rank. */
 typedef struct amp_reducer {
     int (*reduce)(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream);
     void *user;
     int32_t rank, world;        /* world 0: 1 */
     int32_t on_host;            /* which memory calls take: 0 the device's; 1 the host's; 2: see amp_exchanges */
     int32_t one_thread;         /* 1: calls come from threads that call amp.h, never from one that amp.h starts */
-    const amp_exchanges *calls; /* other calls; what is NULL in it is built from reduce, exactly but slowly */
+    const amp_exchanges *calls; /* other calls; those that are NULL are built from reduce, exactly but slowly */
 } amp_reducer;
 
 typedef enum amp_autotune {
@@ -676,9 +694,9 @@ typedef struct amp_parallel {
     void (*parallel)(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg);
 } amp_parallel;
 
-/* Your own device allocator, ordered by `stream` (NULL: the legacy default stream): new memory is ready for work
-   queued there, and freed memory may still be in use by such work.  alloc returns memory that is 256-byte aligned, or
-   NULL when there is none. */
+/* Your own device allocator, ordered by `stream` (NULL: the legacy default stream).  New memory must be ready for work
+   queued on that stream, and freed memory may still be in use by such work.  alloc returns memory that is 256-byte
+   aligned, or NULL when there is none. */
 typedef struct amp_device_memory {
     void *user;
     void *(*alloc)(void *user, size_t bytes, int32_t device, void *stream);
@@ -695,11 +713,11 @@ typedef enum amp_fp8_format {
 /* Where scales come from. */
 typedef enum amp_fp8_scaling {
     AMP_FP8_SCALING_DEFAULT = 0,  /* CURRENT */
-    AMP_FP8_CURRENT = 1,        /* one a tensor: its largest magnitude becomes the format's largest number */
+    AMP_FP8_CURRENT = 1,        /* one per tensor: its largest magnitude becomes the format's largest number */
     AMP_FP8_BLOCK = 2,          /* one for 128 values of an activation or gradient, and for 128 x 128 of a weight */
     AMP_FP8_MX = 3,             /* one for 32 values, as in OCP Microscaling v1.0 */
-    /* one a tensor, from its largest magnitudes in the steps before, as TransformerEngine's DelayedScaling; a tensor
-       without any takes its own.  Weights must be registered */
+    /* one per tensor, from its largest magnitudes in the steps before, as TransformerEngine's DelayedScaling.  A tensor
+       without such a history uses its current magnitude.  Weights must be registered */
     AMP_FP8_DELAYED = 4,
     AMP_FP8_SCALING_FORCE_I32 = 0x7fffffff
 } amp_fp8_scaling;
@@ -713,8 +731,8 @@ typedef enum amp_fp8_amax {
 
 /* How linear layers compute in FP8: x, weight and dy are scaled, rounded to 8 bits, multiplied with fp32 sums, and
    scaled back.  Blocks lie along the dimension that is summed over, and their scales are powers of two.  Finite numbers
-   saturate; infinity and NaN stay, or become NaN where the format has no infinity, so that a scaler sees them.
-   Everything else in a region of AMP_FP8 computes in BF16. */
+   saturate.  Infinity and NaN stay, or become NaN where the format has no infinity, so a scaler sees them.  Everything
+   else in a region of AMP_FP8 computes in BF16. */
 typedef struct amp_fp8_recipe {
     int32_t margin;             /* DELAYED only, as the next two: scales are 2^-margin of what fits; 0 to 16 */
     int32_t history;            /* steps, 1 to 1024; default 1024 */
@@ -726,8 +744,8 @@ typedef struct amp_fp8_recipe {
 typedef struct amp_desc {
     int32_t reserved;
     amp_dtype dtype;            /* F32, TF32, F16, BF16, FP8; default chosen by amp_choose */
-    /* default .dtype; of regions that name none, if they should compute in another dtype than weights are stored in
-       (O2, O3) */
+    /* the dtype of regions that name none; default .dtype.  Set it if they should compute in another dtype than weights
+       are stored in (O2, O3) */
     amp_dtype autocast_dtype;
     amp_io_cast cast_inputs;    /* of loader fields in F32, F16 and BF16; see amp_autocast_input */
     amp_io_cast cast_outputs;   /* see amp_autocast_output */
@@ -739,23 +757,24 @@ typedef struct amp_desc {
     int32_t disable;            /* 1: regions compute in their operands' dtypes until amp_set_enabled */
     int32_t allow_tf32;         /* 1: compute F32 products in TF32 */
     int32_t memory_efficient;   /* 1: empty the cast cache when the last region closes; a hint to recompute */
-    /* F32, TF32, F16, BF16 or FP8 in place of a dtype the device lacks (default: refused, or the nearest); operators
-       overridden to AMP_CAST_FP32 compute in it too */
+    /* F32, TF32, F16, BF16 or FP8: used in place of a dtype that the device lacks (default: refused, or the nearest).
+       Operators overridden to AMP_CAST_FP32 compute in it too */
     amp_dtype fallback;
     int64_t cache_limit, mask_limit;  /* bytes of the cast cache and of the mask cache; 0: no limit */
     const amp_backend *backend; /* default amp_cpu() */
     int32_t device;             /* device index */
-    /* 1 to 1024 working on one call, the caller included; default: cores, within the CPU quota */
+    /* threads that work on one call, the caller included, 1 to 1024; default: cores, within the CPU quota */
     int32_t threads;
     uint64_t seed;              /* of dropout; ranks with one seed draw the same masks */
     amp_cpu_path cpu_path;      /* default: the fastest of this CPU, by amp_machine.rates */
-    /* rates that you measured, in place of amp_machine.rates: "avx512 bf16 0.98, avx512_bf16 bf16 0.5" is a path, a
-       dtype and products beside fp32's.  `make check-machine` prints such a line.  NULL from amp_query */
+    /* rates that you measured, in place of amp_machine.rates.  In "avx512 bf16 0.98, avx512_bf16 bf16 0.5" each entry
+       is a path, a dtype and its rate of products beside fp32's.  `make check-machine` prints such a line.  NULL from
+       amp_query */
     const char *rates;
     /* ON: a GPU times its algorithms on the first product of each shape (not in a capture); the CPU has none */
     amp_autotune autotune;
-    /* keeps the results: read by amp_open, written by amp_close if there are new ones.  A missing, damaged or foreign
-       file is a warning */
+    /* a file that keeps the results: amp_open reads it, and amp_close writes it if there are new ones.  A missing,
+       damaged or foreign file is a warning */
     const char *autotune_file;
     void *stream;               /* your own stream; NULL: the backend's */
     void *blas;                 /* your own BLAS handle */
@@ -765,7 +784,7 @@ typedef struct amp_desc {
     amp_reducer reducer;
     int32_t reduce_on_device, reduce_timeout_ms;  /* 1: device memory goes over NCCL, see part two; default 60000 */
     amp_parallel parallel;      /* default: amp.h's own threads */
-    amp_context *share_threads; /* an open context whose threads to use; .threads is then at most its own */
+    amp_context *share_threads; /* an open context whose threads are used; .threads is then at most that context's */
     int32_t pin_threads;        /* 1: bind each thread that amp.h starts to a core (Linux) */
     int32_t gemm_always;        /* 1: amp_gemm outside any region computes as inside one; islands stay islands */
     int32_t saturate_inputs;    /* 1: in every region; see amp_autocast_desc */
@@ -777,17 +796,17 @@ typedef struct amp_desc {
    Errors: AMP_ERR_DTYPE, AMP_ERR_VERSION, AMP_ERR_STATE .share_threads was closed, AMP_ERR_UNSUPPORTED,
    AMP_ERR_RANGE, AMP_ERR_CONFLICT, AMP_ERR_THREAD, AMP_ERR_BACKEND. */
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc);
-/* Closes it and frees amp_alloc's memory; open regions end, on all threads.  Objects created from it and not yet
-   destroyed are stopped and named in a warning: their calls return AMP_ERR_STATE or do nothing, and destroying them
-   frees the rest, so .system must last until then.  No amp_param is touched.  amp may be NULL.  From within a callback
-   it is refused, as every _destroy is (THREADS AND CALLBACKS): the context stays open. */
+/* Closes the context and frees amp_alloc's memory; open regions end, on all threads.  Objects created from it and not
+   yet destroyed are stopped and named in a warning.  Their calls return AMP_ERR_STATE or do nothing, and destroying
+   them frees the rest, so .system must last until then.  No amp_param is changed.  amp may be NULL.  A call from within
+   a callback is refused, as every _destroy is (THREADS AND CALLBACKS), and the context stays open. */
 AMP_API void amp_close(amp_context *amp);
-/* The settings in effect, defaults filled in. */
+/* The settings in effect, with defaults filled in. */
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out);
-/* The machine and the context's device; the dtype, and why it was chosen. */
+/* The machine and the context's device; the dtype in use and why it was chosen. */
 AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out);
 AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out);
-/* Sets .dtype and .autocast_dtype for regions that begin outside any other from now on; empties the cast cache.
+/* Sets .dtype and .autocast_dtype for regions that begin from now on outside any other region; empties the cast cache.
    Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED, AMP_ERR_CONFLICT levels O0, O2 and O3, or an amp_adapt. */
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype);
 /* 0: regions that begin from now on compute in their operands' dtypes, as islands do; 1: in the context's dtype again.
@@ -808,13 +827,14 @@ AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_
 AMP_API amp_result amp_fill(amp_context *amp, void *dst, int value, int64_t bytes);
 /* Waits for everything queued on the context's stream. */
 AMP_API amp_result amp_sync(amp_context *amp);
-/* Orders the context's stream with others of yours, through an event of yours (cudaEvent_t): record marks what is
-   queued so far; wait holds later work back until the event.  Neither blocks the host; both do nothing on the CPU. */
+/* Orders the context's stream with your other streams, through your own event (cudaEvent_t).  record marks the work
+   that is queued so far; wait holds later work back until the event.  Neither blocks the CPU; with the CPU backend both
+   do nothing. */
 AMP_API amp_result amp_event_record(amp_context *amp, void *event);
 AMP_API amp_result amp_event_wait(amp_context *amp, void *event);
 /* In bytes. */
 typedef struct amp_memory_info {
-    int64_t allocated;          /* in use: by you, caches and optimizers */
+    int64_t allocated;          /* in use: by your program, caches and optimizers */
     int64_t reserved;           /* taken from the system, kernel scratch included */
     int64_t peak;               /* since the last reset: of reserved on the CPU, of allocated on a device */
     int64_t pinned;             /* host memory */
@@ -823,21 +843,22 @@ typedef struct amp_memory_info {
 } amp_memory_info;
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out);
 AMP_API void amp_memory_reset_peak(amp_context *amp);
-/* Frees what can be made again: cached casts, masks not in use, scratch.  Waits.  *freed: bytes; may be NULL.
+/* Frees memory whose contents can be made again: cached casts, masks not in use, and scratch memory.  Waits.  *freed is
+   the number of bytes; freed may be NULL.
    Errors: AMP_ERR_STATE during a graph capture. */
 AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed);
 
-/* Gives each parameter an id, so that its casts are cached.  The array must not move until amp_param_forget or
-   amp_close; names are unique in a context.  The last context to register a parameter owns it: using it, or a copy of
-   it, with another returns AMP_ERR_STATE, as does using it after amp_close.
+/* Gives each parameter an id, which its cached casts need.  The array must not move until amp_param_forget or
+   amp_close; names are unique in a context.  The last context to register a parameter owns it.  Using it, or a copy of
+   it, with another context returns AMP_ERR_STATE, as does using it after amp_close.
    Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME, AMP_ERR_CONFLICT a gradient overlaps its weight. */
 AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n);
 AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n);
-/* Call it after changing a weight yourself: drops its cached casts. */
+/* Call it after changing a weight yourself: it drops the weight's cached casts. */
 AMP_API void amp_param_changed(amp_param *param);
-/* For your own backward kernels: 1 if the gradient must be added to param->grad, 0 if it overwrites it.
-   Marks the gradient as live.  It cannot refuse to add to what another optimizer's step left behind, as operators do:
-   the next step of the parameter's own optimizer does, before it changes anything. */
+/* For your own backward kernels: returns 1 if the gradient must be added to param->grad, 0 if it overwrites it.  It
+   marks the gradient as live.  Unlike operators, it cannot refuse to add to what another optimizer's step left behind.
+   Instead, the next step of the parameter's own optimizer refuses, before it changes anything. */
 AMP_API int32_t amp_param_accumulate(amp_param *param);
 /* The dtype to store a weight in at this context's level. */
 AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm);
@@ -888,7 +909,7 @@ typedef enum amp_operator {
     AMP_OP_EMBEDDING = 12, AMP_OP_DROPOUT = 13, AMP_OP_ADD = 14, AMP_OP_ROPE = 15,
     AMP_OP_LINEAR_CROSS_ENTROPY = 16,
     AMPI_BUILTIN_OPS,           /* how many there are, NONE included */
-    AMP_OP_USER = 1000,         /* the first of your own */
+    AMP_OP_USER = 1000,         /* the first of your own operators */
     AMP_OP_FORCE_I32 = 0x7fffffff
 } amp_operator;
 
@@ -939,63 +960,65 @@ typedef struct amp_autocast_desc {
     amp_mode mode;
     int32_t disable_cache;      /* 1: no cast cache, in nested regions too */
     /* 1, nested regions included: linear, matmul and attention clamp finite inputs that would become infinite in the
-       cast (fp16: beyond 65504).  Gradients are not clamped, so the scaler sees them overflow; amp_gemm, which cannot
-       tell, clamps both operands.  Infinity and NaN stay */
+       cast (fp16: beyond 65504).  Gradients are not clamped, so the scaler sees them overflow.  amp_gemm cannot tell
+       gradients from inputs and clamps both operands.  Infinity and NaN stay */
     int32_t saturate_inputs;
 } amp_autocast_desc;
 
 /* Opens a region on this thread; other threads are not affected.  Regions nest, up to 32 deep.  desc may be NULL.
    Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED as in amp_choose, AMP_ERR_STATE nested too deep. */
 AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc *desc);
-/* Closes this thread's innermost region.  Errors: AMP_ERR_STATE none is open, it is another context's, or it was open
-   before the callback that calls. */
+/* Closes this thread's innermost region.
+   Errors: AMP_ERR_STATE none is open, it is another context's, or it was open before the callback that makes this
+   call. */
 AMP_API amp_result amp_autocast_end(amp_context *amp);
-/* 1 if this thread is in a region of this context that is no island, at a level other than O0.  *out: the settings in
-   effect; may be NULL. */
+/* Returns 1 if this thread is in a region of this context that is no island, at a level other than O0.  *out receives
+   the settings in effect; out may be NULL. */
 AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *out);
 
-/* Recomputing (activation checkpointing, Chen et al. 2016): keep only each block's input, share activation memory
-   between blocks, and run each block's forward again just before its backward:
+/* Recomputing (activation checkpointing, Chen et al. 2016) means to keep only each block's input, to share activation
+   memory between blocks, and to run each block's forward again just before its backward:
 
        amp_recompute_begin(amp); block_forward(b); amp_recompute_end(amp); block_backward(b);
 
-   Between the two calls, forwards on this thread follow the plans in their op structs, whatever the region: same
-   dtype, mode and random numbers, hence the same bits from the same inputs, and the same gradients as if all had been
-   kept.  Outputs that no backward reads, such as the block's last linear, need not be recomputed.  The pair nests with
-   itself and with regions, 32 deep in all.
-   amp_gemm and amp_autocast_decide have no plan: AMP_ERR_STATE unless you open their region again in between.
-   Operators in between return AMP_ERR_STATE if forward has not run, ran in inference mode, or a parameter has changed
-   since.
+   Between the two calls, forwards on this thread follow the plans in their op structs, whatever the region.  They use
+   the same dtype, mode and random numbers, so the same inputs give the same bits, and the gradients are the same as if
+   all activations had been kept.  Outputs that no backward reads, such as the block's last linear, need not be
+   recomputed.  The pair nests with itself and with regions, 32 deep in all.
+   amp_gemm and amp_autocast_decide have no plan: they return AMP_ERR_STATE unless you open their region again.
+   Operators in between return AMP_ERR_STATE if forward has not run, if it ran in inference mode, or if a parameter has
+   changed since.
    Errors: AMP_ERR_STATE nested too deep, none is open, or the innermost is a region or another context's. */
 AMP_API amp_result amp_recompute_begin(amp_context *amp);
 AMP_API amp_result amp_recompute_end(amp_context *amp);
 
-/* What an operator with n inputs of these dtypes would do now.  layer, for overrides, may be NULL.  Integer and fp64
-   inputs are ignored, as in PyTorch.  Errors: AMP_ERR_STATE recomputing outside a region, AMP_ERR_NAME no such
-   operator, AMP_ERR_UNSUPPORTED banned. */
+/* What an operator with n inputs of these dtypes would do now.  layer is for overrides and may be NULL.  Integer and
+   fp64 inputs are ignored, as in PyTorch.
+   Errors: AMP_ERR_STATE recomputing outside a region, AMP_ERR_NAME no such operator, AMP_ERR_UNSUPPORTED banned. */
 AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
                                        const amp_dtype *inputs, int32_t n, amp_plan *out);
-/* .compute and .result of that decision, for one or two inputs: what to compute in, and what to allocate the output
-   in.  AMP_DTYPE_DEFAULT on error. */
+/* .compute and .result of that decision, for one or two inputs: the dtype to compute in, and the dtype to allocate the
+   output in.  AMP_DTYPE_DEFAULT on error. */
 AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
 AMP_API amp_dtype amp_autocast_result(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
-/* What amp_desc.cast_inputs and .cast_outputs make of a model's input or output in F32, F16 or BF16.  Other dtypes
-   stay as they are, as does everything while the context is disabled or at level O0.  AMP_DTYPE_DEFAULT on error. */
+/* The dtype that amp_desc.cast_inputs and .cast_outputs give to a model's input or output in F32, F16 or BF16.  Other
+   dtypes stay as they are, as does everything while the context is disabled or at level O0.  AMP_DTYPE_DEFAULT on
+   error. */
 AMP_API amp_dtype amp_autocast_input(const amp_context *amp, amp_dtype dtype);
 AMP_API amp_dtype amp_autocast_output(const amp_context *amp, amp_dtype dtype);
 /* For your own kernels: *out is param's weight in dtype, from the cast cache, or the weight itself if it has that
-   dtype; valid until the weight changes or the last open region ends.  With the cache disabled each call casts again,
-   into the same memory: use it from one thread at a time.
+   dtype.  It is valid until the weight changes or the last open region ends.  With the cache disabled each call casts
+   again, into the same memory, so use it from one thread at a time.
    Errors: AMP_ERR_DTYPE, AMP_ERR_STATE param is not registered. */
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out);
 
-/* Adds an operator of your own; *op is its number.  Errors: AMP_ERR_NAME duplicate. */
+/* Adds your own operator; *op is its number.  Errors: AMP_ERR_NAME duplicate. */
 AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp_cast_policy policy, int32_t *op);
 /* Replaces one operator's policy; AMP_CAST_DEFAULT restores it.  Errors: AMP_ERR_NAME. */
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy);
 /* Layers whose name matches pattern (* any run, ? one character) compute in dtype; the last match wins.
-   AMP_DTYPE_DEFAULT removes the pattern.  Parameters and layers may come later; a pattern that has matched none when a
-   region in which layers ran has closed, or the context closes, gives a warning with the nearest parameter's name.
+   AMP_DTYPE_DEFAULT removes the pattern.  Parameters and layers may come later.  A pattern that has matched none by the
+   time a region in which layers ran closes, or the context closes, gives a warning with the nearest parameter's name.
    Errors: AMP_ERR_DTYPE, AMP_ERR_UNSUPPORTED. */
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype);
 
@@ -1005,8 +1028,8 @@ typedef enum amp_fp8_tensor {
     AMP_FP8_TENSOR_FORCE_I32 = 0x7fffffff
 } amp_fp8_tensor;
 
-/* What rounding to 8 bits did to a tensor in the last step in which it did; forwards in AMP_MODE_INFERENCE, recomputed
-   ones and those of unregistered weights do not count, and a weight counts when its copy is written. */
+/* What rounding to 8 bits did to a tensor in the last step in which it was rounded.  Forwards in AMP_MODE_INFERENCE,
+   recomputed ones and those of unregistered weights do not count.  A weight counts when its copy is written. */
 typedef struct amp_fp8_stats {
     int64_t values, saturated;  /* all; finite, but beyond the largest number */
     int64_t underflowed, nonfinite;  /* not 0, but became 0; infinite or NaN */
@@ -1015,11 +1038,13 @@ typedef struct amp_fp8_stats {
     int32_t reserved;
 } amp_fp8_stats;
 /* Waits.  With delayed scaling on several ranks all weights of an optimizer have records from the start, with .values
-   0.  Errors: AMP_ERR_STATE the layer has not computed in FP8. */
+   0.
+   Errors: AMP_ERR_STATE the layer has not computed in FP8. */
 AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *weight, amp_fp8_tensor tensor,
                                      amp_fp8_stats *out);
-/* The histories of AMP_FP8_DELAYED by the names of the registered weights, without which a resumed run has other bits.
-   Wait.  Errors: AMP_ERR_NAME (load), AMP_ERR_MISMATCH another recipe or other weights (load). */
+/* Save and load the histories of AMP_FP8_DELAYED by the names of the registered weights.  Without them a resumed run
+   has other bits.  Both wait.
+   Errors: AMP_ERR_NAME (load), AMP_ERR_MISMATCH another recipe or other weights (load). */
 AMP_API amp_result amp_fp8_save(const amp_context *amp, amp_state *state, const char *prefix);
 AMP_API amp_result amp_fp8_load(amp_context *amp, const amp_state *state, const char *prefix);
 
@@ -1030,15 +1055,16 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
 /* ==== 9 >>operators ====
    "rows" are all leading dimensions of a tensor together, evenly strided without overlap; the last dimension is
    contiguous.  Some operators need whole tensors to be contiguous: amp_activation, amp_dropout, amp_softmax, amp_mse,
-   amp_add, amp_cast, and the backward of amp_linear with an activation, for dy and what it differentiates (.pre, or y
-   with RELU), unless .dy_before_act is set.  Inputs of products and attention may repeat over batches and heads (stride
-   0).  Storage is fp32, fp16
-   or bf16 unless said otherwise.  Gradients: see STEP BY STEP, 6; only linear, matmul and the losses can do without dx
-   (data NULL).  layer is the name that overrides match; NULL: the weight's.  An output may alias another operand only
-   where its operator says so, by the same view with equal element sizes.
-   All return AMP_ERR_RANGE for bad numbers and for a struct that was not zeroed, AMP_ERR_SHAPE, AMP_ERR_DTYPE,
-   AMP_ERR_CONFLICT for operands that share memory, and AMP_ERR_MEMORY without scratch memory; backward AMP_ERR_STATE
-   if forward has not run, or where WHAT BACKWARD ADDS TO (>>gradients) forbids to add. */
+   amp_add and amp_cast.  The backward of amp_linear with an activation needs it for dy and for what it differentiates
+   (.pre, or y with RELU), unless .dy_before_act is set.  Inputs of products and attention may repeat over batches and
+   heads (stride 0).  Storage is fp32, fp16 or bf16 unless said otherwise.  Gradients: see STEP BY STEP, 6; only linear,
+   matmul and the losses can do without dx (data NULL).  layer is the name that overrides match; if it is NULL, the
+   weight's name is used.  An output may alias another operand only where its operator says so, by the same view with
+   equal element sizes.
+   All operators return AMP_ERR_RANGE for bad numbers and for a struct that was not zeroed, AMP_ERR_SHAPE,
+   AMP_ERR_DTYPE, AMP_ERR_CONFLICT for operands that share memory, and AMP_ERR_MEMORY without scratch memory.  Backward
+   also returns AMP_ERR_STATE if forward has not run, or where WHAT BACKWARD ADDS TO (>>gradients) does not allow it to
+   add. */
 
 /* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out]. */
 typedef struct amp_linear_op {
@@ -1070,9 +1096,9 @@ typedef struct amp_matmul_op {
 AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op);
 AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op);
 
-/* Replaces cblas_sgemm in one line, and follows the region.  examples/adopt/cblas.h needs no changed line.  Enum
-   values are CBLAS's.  C = alpha op(A) op(B) + beta C; op(A) m x k, op(B) k x n; fp32; dimensions may be 0; with
-   beta 0 C is not read.  alpha and beta must be finite.
+/* Replaces cblas_sgemm in one line, and follows the region.  With examples/adopt/cblas.h no line needs to change.  Enum
+   values are CBLAS's.  C = alpha op(A) op(B) + beta C, where op(A) is m x k and op(B) k x n, in fp32.  Dimensions may
+   be 0; with beta 0 C is not read.  alpha and beta must be finite.
    Errors: AMP_ERR_SIZE sizes or strides beyond any memory, AMP_ERR_CONFLICT C shares memory with A or B. */
 typedef enum amp_order { AMP_ROW_MAJOR = 101, AMP_COL_MAJOR = 102, AMP_ORDER_FORCE_I32 = 0x7fffffff } amp_order;
 typedef enum amp_trans {
@@ -1088,13 +1114,13 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
                                 int64_t m, int64_t n, int64_t k, double alpha, const double *a, int64_t lda,
                                 const double *b, int64_t ldb, double beta, double *c, int64_t ldc);
 
-/* o = softmax(scale q k^T + mask) v, without storing queries x keys.  q, o [batch, queries, heads, dim]; k, v [batch,
-   keys, heads, dim]; any strides with dim contiguous, so a packed qkv [batch, seq, 3, heads, dim] is three views of
-   one buffer.  Grouped heads (fewer heads in k and v than in q): amp_tape_attention makes the calls for you.  By hand
-   it is one call per group, with k and v of stride 0 over its heads; dk and dv then need memory per head, to be added
-   up afterwards.  Decoding: k and v are the first `keys` positions of a cache, with its strides;
-       CAUSAL aligns the last query
-   and key. */
+/* o = softmax(scale q k^T + mask) v, without storing queries x keys.  q and o are [batch, queries, heads, dim], k and v
+   [batch, keys, heads, dim].  Strides are free as long as dim is contiguous, so a packed qkv [batch, seq, 3, heads,
+   dim] is three views of one buffer.
+   Grouped heads (fewer heads in k and v than in q): amp_tape_attention makes the calls for you.  By hand it is one call
+   per group, with k and v of stride 0 over its heads; dk and dv then need memory per head, to be added up afterwards.
+   Decoding: k and v are the first `keys` positions of a cache, with its strides; CAUSAL aligns the last query and
+   key. */
 typedef struct amp_attention_op {
     const char *layer;
     amp_tensor q, k, v, o;
@@ -1116,10 +1142,11 @@ typedef enum amp_rope_pairing {
 } amp_rope_pairing;
 
 /* Rotary position embedding (Su et al. 2021), in place: pair i of each head is turned by position / base^(2i / rotary)
-   radians, (x, y) = (x cos - y sin, y cos + x sin).  q, k [batch, positions, heads, dim] as in amp_attention, dim even,
-   in one dtype; k may have fewer heads.  Backward turns dq and dk back, in place too; of q and k it reads shapes.  Each
-   call turns further: forward once per q and k.  Computes in fp32; angles in fp64: cos and sin are at most 2^-24 off up
-   to position 2^24.  An infinity or NaN spreads to the other element of its pair, and no further.
+   radians, (x, y) = (x cos - y sin, y cos + x sin).  q and k are [batch, positions, heads, dim] as in amp_attention,
+   with dim even, in one dtype; k may have fewer heads.  Backward turns dq and dk back, also in place; it reads only the
+   shapes of q and k.  Each call turns further, so call forward once per q and k.  It computes in fp32, with angles in
+   fp64: cos and sin are at most 2^-24 off up to position 2^24.  An infinity or NaN spreads to the other element of its
+   pair, and no further.
    Errors: AMP_ERR_SHAPE dim is odd, AMP_ERR_NULL .dk without .k. */
 typedef struct amp_rope_op {
     const char *layer;
@@ -1135,11 +1162,11 @@ typedef struct amp_rope_op {
 AMP_API amp_result amp_rope(amp_context *amp, amp_rope_op *op);
 AMP_API amp_result amp_rope_backward(amp_context *amp, amp_rope_op *op);
 
-/* sum = x + residual; y = norm(sum) weight + bias.  x, residual, sum, y [rows, cols]; weight, bias [cols], each may be
-   NULL.  Without a residual, leave residual and sum empty.  sum may be x or residual.
-   Backward: dx is the gradient of x, and of residual.  dsum, if given, is added: the gradient of sum's other uses; it
-   may be dx.  dx_low, if given, is dx again in 16 bits: the .dy of the linear layer whose output was added to the
-   residual, in the dtype that layer computes in, so that nothing is cast.
+/* sum = x + residual; y = norm(sum) weight + bias.  x, residual, sum and y are [rows, cols]; weight and bias are
+   [cols], and each may be NULL.  Without a residual, leave residual and sum empty.  sum may be x or residual.
+   Backward: dx is the gradient of x, and of residual.  dsum, if given, is the gradient of sum's other uses, and is
+   added; it may be dx.  dx_low, if given, receives dx again in 16 bits.  It is the .dy of the linear layer whose output
+   was added to the residual, in the dtype that layer computes in, so nothing needs to be cast.
    Errors: backward AMP_ERR_DTYPE dx_low is not fp16 or bf16, or dx not fp32. */
 typedef struct amp_norm_op {
     const char *layer;
@@ -1203,11 +1230,11 @@ typedef enum amp_reduction {
     AMP_REDUCTION_FORCE_I32 = 0x7fffffff
 } amp_reduction;
 
-/* Of .ignore_index, where 0 means the default: ignore label 0. */
+/* For .ignore_index, where 0 means the default: labels of 0 are ignored. */
 #define AMP_IGNORE_ZERO (-2147483647 - 1)
 
 /* Softmax cross-entropy over the last dimension of logits [rows, cols], averaged over the rows that are not ignored.
-   With dlogits the same read of the logits also gives the gradient, times grad_scale and factor; dlogits may be
+   With dlogits the same pass over the logits also gives the gradient, times grad_scale and factor; dlogits may be
    logits.
    Errors: AMP_ERR_LABEL a label out of range (on a device: from the next call that waits). */
 typedef struct amp_cross_entropy_op {
@@ -1240,12 +1267,13 @@ typedef struct amp_mse_op {
 } amp_mse_op;
 AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op);
 
-/* amp_cross_entropy of the logits x weight^T + bias, with its gradients, a chunk of rows at a time: the logits of all
-   rows are never stored (Hsu et al. 2024, Liger Kernel; Wijmans et al. 2024, Cut Your Losses).  x [rows, in], weight
-   [out, in], bias [out]; the rest is as in amp_cross_entropy_op, with cols = out.
-   One call writes the loss, dx and the gradients of weight and bias, as the operators one by one do, within rounding;
-   in inference mode the loss only: evaluate there, since any other call adds to the gradients.  There is no backward.
-   Chunks are summed in fp32, for which a 16-bit gradient needs scratch memory of weight's size.  dx may be x.
+/* amp_cross_entropy of the logits x weight^T + bias, with its gradients, computed for a chunk of rows at a time.  The
+   logits of all rows are therefore never stored (Hsu et al. 2024, Liger Kernel; Wijmans et al. 2024, Cut Your Losses).
+   x is [rows, in], weight [out, in] and bias [out]; the rest is as in amp_cross_entropy_op, with cols = out.
+   One call writes the loss, dx and the gradients of weight and bias, as the separate operators do, within rounding.  In
+   inference mode it writes only the loss: evaluate there, since any other call adds to the gradients.  There is no
+   backward.  Chunks are summed in fp32, for which a 16-bit gradient needs scratch memory of weight's size.  dx may be
+   x.
    Errors: AMP_ERR_LABEL: then nothing is written; on a device, gradients are NaN.  AMP_ERR_STATE recomputing, which
    would add to the gradients again. */
 typedef struct amp_linear_cross_entropy_op {
@@ -1262,7 +1290,7 @@ typedef struct amp_linear_cross_entropy_op {
     float *loss;
     float *losses;
     int64_t chunk;              /* rows at a time; default: what 64 MiB hold */
-    amp_dtype logits;           /* what a chunk's are stored in; default F32 */
+    amp_dtype logits;           /* the dtype that a chunk's logits are stored in; default F32 */
     int32_t reserved;
     amp_plan plan;
 } amp_linear_cross_entropy_op;
@@ -1300,8 +1328,8 @@ AMP_API amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op);
 AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tensor *b, const amp_tensor *y);
 /* dst = src, rounded to nearest even in dst's dtype; contiguous; dst may be src. */
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst);
-/* The context's random seed and next offset (of dropout).  Loading another seed puts captured graphs out of date; a
-   rank with a .seed of its own does not load another rank's (AMP_ERR_MISMATCH).
+/* The context's random seed and next offset (of dropout).  Loading another seed puts captured graphs out of date.  A
+   rank with its own .seed does not load another rank's (AMP_ERR_MISMATCH).
    Errors: AMP_ERR_STATE during a graph capture, AMP_ERR_NAME, AMP_ERR_MISMATCH. */
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix);
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix);
@@ -1320,8 +1348,8 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 
 typedef struct amp_model amp_model;
 
-/* What a weight starts as; `value` is amp_model_param's, where 0 is the default and AMP_EXPLICIT_ZERO is 0.  For Xavier
-   and Kaiming a weight is [out, in]. */
+/* The initial values of a weight.  `value` is amp_model_param's, where 0 is the default and AMP_EXPLICIT_ZERO is 0.
+   For Xavier and Kaiming a weight is [out, in]. */
 typedef enum amp_init {
     AMP_INIT_DEFAULT = 0,       /* ZEROS */
     AMP_INIT_ZEROS = 1, AMP_INIT_ONES = 2,
@@ -1335,44 +1363,47 @@ typedef enum amp_init {
     AMP_INIT_FORCE_I32 = 0x7fffffff
 } amp_init;
 
-/* A model: named parameters with weight and gradient in the backend's memory, registered with the context.  max_params:
-   how many it may have, 0: 4096.  Names are the context's: a second model there needs others, with a prefix for example
-   ("teacher.fc1.weight").  Random weights are a function of seed, number of the parameter and element, with the
-   same bits everywhere.  Destroy it after what uses it: earlier, it stays until the context closes, with a warning. */
+/* A model: named parameters with weight and gradient in the backend's memory, registered with the context.  max_params
+   is how many it may have; 0 means 4096.  Names are unique in the context, so a second model there needs other names,
+   for example with a prefix ("teacher.fc1.weight").  Random weights are a function of seed, number of the parameter and
+   element, with the same bits everywhere.  Destroy the model after everything that uses it.  If it is destroyed
+   earlier, it stays until the context closes, with a warning. */
 AMP_API amp_result amp_model_create(amp_context *amp, amp_model **out, uint64_t seed, int64_t max_params);
 AMP_API void amp_model_destroy(amp_model *model);
-/* Adds a parameter [rows, cols], or with cols 0 a vector [rows], and returns it; NULL on failure, which sticks: further
-   calls do nothing, and amp_model_params returns the first failure.  The weight is stored as amp_param_dtype says, the
-   gradient in fp32.  The name is copied, up to 95 bytes.
+/* Adds a parameter [rows, cols], or with cols 0 a vector [rows], and returns it, or NULL on failure.  After a failure
+   further calls do nothing, and amp_model_params returns the first failure.  The weight is stored as amp_param_dtype
+   says, the gradient in fp32.  The name is copied, up to 95 bytes.
    Errors: AMP_ERR_RANGE, AMP_ERR_NAME, AMP_ERR_SIZE more than max_params. */
 AMP_API amp_param *amp_model_param(amp_model *model, const char *name, int64_t rows, int64_t cols, amp_init init,
                                    double value);
-/* All parameters, in the order they were added, as amp_optimizer_desc takes them.  Errors: what failed first. */
+/* All parameters, in the order they were added, as amp_optimizer_desc takes them.  Errors: the first failure. */
 AMP_API amp_result amp_model_params(const amp_model *model, amp_param **params, int64_t *n);
 
-/* The parameter of that name; NULL: there is none.  Groups of an optimizer match by name too. */
+/* The parameter of that name, or NULL if there is none.  Groups of an optimizer match by name too. */
 AMP_API amp_param *amp_model_find(const amp_model *model, const char *name);
-/* Bytes of weights and gradients; *elements of the weights, may be NULL. */
+/* Bytes of weights and gradients; *elements receives the number of elements of the weights, and elements may be
+   NULL. */
 AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements);
 /* Drops the gradients of all its parameters, and calls amp_optimizer_zero_grad for the optimizers that have some.
-   Errors: as there. */
+   Errors: those of amp_optimizer_zero_grad. */
 AMP_API amp_result amp_model_zero_grad(amp_model *model);
-/* frozen 1: parameters whose names match the pattern get no gradients, so optimizers leave them as they are; frozen 0:
-   they get them again.  Gradients that were not stepped with are dropped.  An optimizer keeps the states of a parameter
-   that is frozen later, and makes states for one that was frozen when it was created, which waits: on failure all that
-   were frozen stay so.
+/* With frozen 1, parameters whose names match the pattern get no gradients, so optimizers leave them as they are; with
+   frozen 0 they get them again.  Gradients that no step has used yet are dropped.  An optimizer keeps the states of a
+   parameter that is frozen later.  It makes states for one that was frozen when it was created, which waits; on failure
+   all that were frozen stay frozen.
    Errors: AMP_ERR_NAME none matches, and the text has the nearest name; of frozen 0 also those of amp_optimizer_create,
    and AMP_ERR_STATE during a graph capture, while gradients are summed over ranks, or between amp_scaler_check and the
    step. */
 AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen);
-/* All weights in fp32, by name and shape.  Where a 16-bit weight has a master or a remainder, that is saved and loaded:
-   save before amp_optimizer_destroy, which ends them, and load after amp_optimizer_create, or only 16 bits of such a
-   weight remain (loaded before, the optimizer warns).  Waits.
+/* All weights in fp32, by name and shape.  Where a 16-bit weight has a master or a remainder, that is saved and loaded.
+   So save before amp_optimizer_destroy, which ends them, and load after amp_optimizer_create.  Otherwise only 16 bits
+   of such a weight remain (the optimizer warns if the weights were loaded before it was created).  Waits.
    Errors: AMP_ERR_STATE during a graph capture, AMP_ERR_NAME no such record (load), AMP_ERR_MISMATCH of another model
    (load). */
 AMP_API amp_result amp_model_save(const amp_model *model, amp_state *state, const char *prefix);
 AMP_API amp_result amp_model_load(amp_model *model, const amp_state *state, const char *prefix);
-/* Zeros in the context's memory; free .data with amp_free.  dtype 0: what a linear layer returns here.
+/* A tensor of zeros in the context's memory; free .data with amp_free.  dtype 0 is the dtype that a linear layer
+   returns here.
    Errors: AMP_ERR_RANGE, AMP_ERR_SHAPE, AMP_ERR_DTYPE. */
 AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtype dtype, const int64_t *shape,
                                      int32_t ndim);
@@ -1380,89 +1411,95 @@ AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtyp
 /* ---- The tape
 
    Between amp_tape_begin and amp_tape_backward (or _finish) calls only record: shape, dtype and autocast's decision.
-   The work is done by amp_tape_backward, which then sees the whole graph: it fuses what the operators can fuse with the
-   same bits, gives memory back after its last use, and uses the same addresses in each step of the same shape.
+   amp_tape_backward does the work, when the whole graph is known.  It fuses what the operators can fuse with the same
+   bits, gives memory back after its last use, and uses the same addresses in each step of the same shape.
    Pointers that calls take (tensors' data, labels, ids, names of layers) must stay valid until then.
-   The first failure sticks: later calls return 0 and do nothing, and amp_tape_backward returns the failure with its
-   text.  Then the next amp_tape_begin starts afresh. */
+   After the first failure later calls return 0 and do nothing, and amp_tape_backward returns the failure with its text.
+   The next amp_tape_begin then starts afresh. */
 
 typedef struct amp_tape amp_tape;
-/* A handle of a value, valid in its step; 0: none. */
+/* A handle of a value, valid in its step; 0 is none. */
 typedef uint64_t amp_value;
 
-/* Records a forward, between amp_tape_begin and amp_tape_backward, which its caller calls, and returns the loss: one
-   function for the training loop, amp_verify, amp_gradcheck and amp_tune. */
+/* Records a forward, between amp_tape_begin and amp_tape_backward, which its caller calls, and returns the loss.  One
+   such function serves the training loop, amp_verify, amp_gradcheck and amp_tune. */
 typedef amp_value (*amp_record_function)(void *user, amp_tape *tape);
 
 typedef struct amp_tape_desc {
-    /* Bytes that the values and gradients of a step may take; 0: any.  Of a step that takes more, stretches are
-       computed again, as between amp_tape_checkpoint_begin and _end: operators of your own too, and the bits stay.
-       They are chosen by bytes and operations, not by time: a graph always has the same.  amp_tape_text tells them. */
+    /* Bytes that the values and gradients of a step may take; 0: any.  If a step takes more, stretches of it are
+       computed again, as between amp_tape_checkpoint_begin and _end, including your own operators, and the bits stay
+       the same.  Stretches are chosen by bytes and operations, not by time, so a graph always has the same ones.
+       amp_tape_text shows them. */
     int64_t memory_budget;
-    /* Called in backward once for each parameter that gets a gradient, as soon as that is final: of a weight used twice
-       after both.  On a device it is what the context's stream has then written.  The order is that in which backward
-       ends them, the same in every step of a graph; what no backward reaches is not told.  Each micro-batch tells anew;
-       the launch of a captured graph does not.  Another result than AMP_OK ends the step. */
+    /* Called during backward, once for each parameter that gets a gradient, as soon as that gradient is final.  For a
+       weight that is used twice this is after both uses.  On a device the gradient is what the context's stream has
+       written by then.  The order is the one in which backward finishes the gradients, and is the same in every step of
+       a graph.  The function is not called for parameters without a gradient.  It is called again in each micro-batch,
+       but not by the launch of a captured graph.  Another result than AMP_OK ends the step. */
     amp_result (*grad_ready)(void *user, amp_param *param);
     void *user;
 } amp_tape_desc;
 
 /* desc may be NULL.  Errors: AMP_ERR_RANGE. */
 AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out, const amp_tape_desc *desc);
-/* Between begin and backward it also ends the tape's region, with a warning; from another thread, which cannot, the
-   warning says so.  Between amp_tape_forward and backward it gives the step up, as amp_tape_begin does. */
+/* Between begin and backward it also ends the tape's region, with a warning.  Another thread cannot end the region, and
+   the warning then says so.  Between amp_tape_forward and backward it gives the step up, as amp_tape_begin does. */
 AMP_API void amp_tape_destroy(amp_tape *tape);
 /* Begins to record, in an autocast region with these settings, on this thread.  In inference mode no backward can
-   follow; values that operators read can be looked at afterwards only if amp_tape_keep was called for them.
+   follow.  Values that operators read can be looked at afterwards only if amp_tape_keep was called for them.
    Errors: those of amp_autocast_begin, AMP_ERR_STATE it is recording already. */
 AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *region);
-/* Runs what was recorded, then backward from loss: a loss, or a sum or multiple of losses.  grad_scale: the device
-   address of the factor that gradients start from, as in amp_cross_entropy_op; NULL: 1.  Parameter gradients are added
-   to as usual.  Ends the region, on failure too.  After a failure gradients that were not live before the step are not;
-   sums over several steps are unfinished: start them over (amp_optimizer_zero_grad).
-   Errors: what failed first; AMP_ERR_STATE not recording (twice, say), another thread's tape, an inner region is still
-   open, recorded in inference mode, or it would add to a gradient that WHAT BACKWARD ADDS TO (>>gradients) forbids,
-   which it finds before it runs; AMP_ERR_SHAPE not a loss; AMP_ERR_CONFLICT no parameter reaches the loss;
-   AMP_ERR_MEMORY also .memory_budget is less than the least that is possible, which the text has; AMP_ERR_SOURCE a
-   callback's result that is no amp_result. */
+/* Runs what was recorded, then backward from loss, which is a loss, or a sum or multiple of losses.  grad_scale is the
+   device address of the factor that gradients start from, as in amp_cross_entropy_op; NULL means 1.  Parameter
+   gradients are added to as usual.  Ends the region, on failure too.  After a failure, gradients that were not live
+   before the step are not live.  Sums over several steps are then unfinished: start them over
+   (amp_optimizer_zero_grad).
+   Errors: the first failure; AMP_ERR_STATE not recording (for example, called twice), another thread's tape, an inner
+   region is still open, recorded in inference mode, or it would add to a gradient where WHAT BACKWARD ADDS TO
+   (>>gradients) forbids it, which is found before anything runs; AMP_ERR_SHAPE not a loss; AMP_ERR_CONFLICT no
+   parameter reaches the loss; AMP_ERR_MEMORY also .memory_budget is less than the least that is possible, which the
+   text has; AMP_ERR_SOURCE a callback's result that is no amp_result. */
 AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale);
 /* The same without a backward. */
 AMP_API amp_result amp_tape_finish(amp_tape *tape);
-/* The first half of amp_tape_backward, which then only does the second, with the same loss, and the same grad_scale or
-   NULL: to look at the loss or take times in between.  amp_tape_begin instead gives the step up, as a failure does: a
-   fused loss has added to gradients, and where that was a sum over several steps, a warning names the first.
+/* The first half of amp_tape_backward, to look at the loss or take times in between.  amp_tape_backward then does only
+   the second half, with the same loss, and the same grad_scale or NULL.  amp_tape_begin instead gives the step up, as a
+   failure does.  A fused loss has then already added to gradients; where that was a sum over several steps, a warning
+   names the first.
    Errors: those of amp_tape_backward. */
 AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float *grad_scale);
-/* Ends the step without running it: *bytes is the memory that it would take.  loss 0: without a backward. */
+/* Ends the step without running it; *bytes receives the memory that it would take.  loss 0 means without a backward. */
 AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes);
 
-/* Memory of yours as a value: tensor is copied, its data is not.  variable: its gradient is wanted too. */
+/* Your own memory as a value: tensor is copied, its data is not.  With amp_tape_variable its gradient is computed
+   too. */
 AMP_API amp_value amp_tape_input(amp_tape *tape, const amp_tensor *tensor);
 AMP_API amp_value amp_tape_variable(amp_tape *tape, const amp_tensor *tensor);
-/* amp_tape_keep: the value's memory is not given to others, so that it can be looked at after the run; returns the
-   value.  amp_tape_tensor: shape and dtype of a value, and between the run and the next begin its data; NULL before,
-   and where others have the memory: call amp_tape_keep, or take what no operator reads.  amp_tape_gradient: the
-   gradient of a variable, after backward.
+/* amp_tape_keep: the value's memory is not reused for others, so the value can be looked at after the run; returns the
+   value.
+   amp_tape_tensor: shape and dtype of a value, and between the run and the next begin its data.  The data is NULL
+   before the run, and where the memory was reused: call amp_tape_keep, or take a value that no operator reads.
+   amp_tape_gradient: the gradient of a variable, after backward.
    Errors: AMP_ERR_RANGE of another tape or step, AMP_ERR_STATE no gradient. */
 AMP_API amp_value amp_tape_keep(amp_tape *tape, amp_value value);
 AMP_API amp_result amp_tape_tensor(const amp_tape *tape, amp_value value, amp_tensor *out);
 AMP_API amp_result amp_tape_gradient(const amp_tape *tape, amp_value value, amp_tensor *out);
-/* Copies a value to the host as fp32, after the run.  n: its elements.  Waits.
+/* Copies a value to CPU memory as fp32, after the run.  n is the number of its elements.  Waits.
    Errors: AMP_ERR_RANGE, AMP_ERR_SHAPE, AMP_ERR_STATE it was not kept. */
 AMP_API amp_result amp_tape_read(const amp_tape *tape, amp_value value, float *out, int64_t n);
 
-/* Of what is recorded in between only the inputs, and values that operators outside read, are kept; backward computes
-   the rest again, with the same bits (activation checkpointing; see amp_recompute_begin).  Losses stay outside.
-   Failures stick. */
+/* Of everything recorded between the two calls, only the inputs, and values that operators outside read, are kept.
+   backward computes the rest again, with the same bits (activation checkpointing; see amp_recompute_begin).  Losses
+   must stay outside.  A failure is returned by amp_tape_backward. */
 AMP_API void amp_tape_checkpoint_begin(amp_tape *tape);
 AMP_API void amp_tape_checkpoint_end(amp_tape *tape);
-/* The graph as lines of text, or as a program for Graphviz's dot: operators, layers, shapes and dtypes; after the run
-   also bytes, and with amp_tape_time milliseconds of forward and backward.  Returns the length without the 0 at the
-   end; a longer text is cut off at size - 1.  Names given to the tape must still be there; those of parameters that
-   were destroyed or forgotten are left out. */
+/* The graph as lines of text, or as a program for Graphviz's dot: operators, layers, shapes and dtypes.  After the run
+   it also has bytes, and with amp_tape_time the milliseconds of forward and backward.  Returns the length without the 0
+   at the end; a longer text is cut off at size - 1.  Names given to the tape must still be there; names of parameters
+   that were destroyed or forgotten are left out. */
 AMP_API size_t amp_tape_text(const amp_tape *tape, char *text, size_t size);
 AMP_API size_t amp_tape_dot(const amp_tape *tape, char *text, size_t size);
-/* 1: every call is timed from now on, and waits for the device before and after.  0: no more. */
+/* With on 1, every call is timed from now on, and waits for the device before and after; with 0 no longer. */
 AMP_API amp_result amp_tape_time(amp_tape *tape, int32_t on);
 /* One operator of the step. */
 typedef struct amp_tape_node_info {
@@ -1474,26 +1511,27 @@ typedef struct amp_tape_node_info {
 } amp_tape_node_info;
 /* Operator i, from 0, in the order of recording.  Errors: AMP_ERR_RANGE there are no more. */
 AMP_API amp_result amp_tape_node(const amp_tape *tape, int64_t i, amp_tape_node_info *out);
-/* Results of products, norms, activations, SwiGLU, embeddings, dropout, sums, multiples and means that follow are
-   stored in this dtype, fp32, fp16 or bf16; 0: as autocast decides.  Others stay. */
+/* Sets the dtype (fp32, fp16 or bf16) in which the results of the products, norms, activations, SwiGLU, embeddings,
+   dropout, sums, multiples and means that follow are stored; 0: as autocast decides.  Other operators are not
+   affected. */
 AMP_API void amp_tape_store(amp_tape *tape, amp_dtype dtype);
-/* Names the layer of the operators that follow, for overrides and messages; one with a weight has the weight's name
-   instead.  NULL: no name. */
+/* Names the layer of the operators that follow, for overrides and messages.  An operator with a weight has the weight's
+   name instead.  NULL: no name. */
 AMP_API void amp_tape_layer(amp_tape *tape, const char *layer);
 
-/* Operators: as in >>operators, with the output in the dtype that PyTorch would return, and norms' in the region's
-   (AMP_POLICY_TORCH: fp32).  Leading dimensions stay.  options: an op struct whose numbers are read, not its tensors;
-   NULL: the defaults.  A bias, positions and a norm's weight may be NULL too.
+/* Operators: as in >>operators, with the output in the dtype that PyTorch would return, and the output of norms in the
+   region's dtype (AMP_POLICY_TORCH: fp32).  Leading dimensions stay.  options is an op struct of which only the numbers
+   are read, not the tensors; NULL means the defaults.  A bias, positions and a norm's weight may be NULL too.
    Calls may be nested, but C does not say which argument is evaluated first.  The order of recording gives dropout its
-   random numbers, and a gradient of three or more parts the order of its sum.  For the same bits from every compiler
-   record operands that are calls themselves in statements of their own. */
+   random numbers, and a gradient of three or more parts the order of its sum.  For the same bits from every compiler,
+   record operands that are calls themselves in separate statements. */
 AMP_API amp_value amp_tape_linear(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias,
                                   amp_activation_kind act);
 /* alpha 0: 1; AMP_EXPLICIT_ZERO: 0. */
 AMP_API amp_value amp_tape_matmul(amp_tape *tape, amp_value a, amp_value b, int32_t trans_a, int32_t trans_b,
                                   float alpha);
-/* q [batch, positions, heads dim], k and v [batch, keys, dim times heads or a divisor of heads]: grouped heads.
-   options: layer, scale, mask.  rope: as amp_rope, options: all but q and k. */
+/* q is [batch, positions, heads dim]; k and v are [batch, keys, dim times heads or a divisor of heads], for grouped
+   heads.  options: layer, scale and mask are read; of amp_tape_rope's, which works as amp_rope, all but q and k. */
 AMP_API amp_value amp_tape_attention(amp_tape *tape, amp_value q, amp_value k, amp_value v, int64_t heads,
                                      const amp_attention_op *options);
 AMP_API amp_value amp_tape_rope(amp_tape *tape, amp_value x, int64_t heads, const amp_rope_op *options);
@@ -1503,7 +1541,7 @@ AMP_API amp_value amp_tape_rmsnorm(amp_tape *tape, amp_value x, amp_param *weigh
 AMP_API amp_value amp_tape_softmax(amp_tape *tape, amp_value x, const amp_softmax_op *options);
 AMP_API amp_value amp_tape_activation(amp_tape *tape, amp_value x, amp_param *bias, amp_activation_kind act);
 AMP_API amp_value amp_tape_swiglu(amp_tape *tape, amp_value gate, amp_value up);
-/* ids: int32, contiguous, one to three dimensions; positions: of the last of them. */
+/* ids are int32 and contiguous, with one to three dimensions; positions belong to the last of these dimensions. */
 AMP_API amp_value amp_tape_embedding(amp_tape *tape, const amp_tensor *ids, amp_param *table, amp_param *positions);
 AMP_API amp_value amp_tape_dropout(amp_tape *tape, amp_value x, float p);
 AMP_API amp_value amp_tape_add(amp_tape *tape, amp_value a, amp_value b);
@@ -1515,20 +1553,22 @@ AMP_API amp_value amp_tape_split(amp_tape *tape, amp_value x, int32_t dim, int64
 AMP_API amp_value amp_tape_reshape(amp_tape *tape, amp_value x, const int64_t *shape, int32_t ndim);
 /* Swaps dimensions i and j, in a copy. */
 AMP_API amp_value amp_tape_transpose(amp_tape *tape, amp_value x, int32_t i, int32_t j);
-/* Over the last dimension but one: the mean of rows. */
+/* The mean over the last dimension but one, which is the mean of rows. */
 AMP_API amp_value amp_tape_mean(amp_tape *tape, amp_value x);
-/* Losses, [1]; target gets no gradient.  options: tensors, .loss and .grad_scale are the tape's (AMP_ERR_CONFLICT). */
+/* Losses, [1]; target gets no gradient.  In options, tensors, .loss and .grad_scale belong to the tape
+   (AMP_ERR_CONFLICT). */
 AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const int32_t *labels,
                                          const amp_cross_entropy_op *options);
 AMP_API amp_value amp_tape_mse(amp_tape *tape, amp_value x, amp_value target, amp_reduction reduction);
 AMP_API amp_value amp_tape_linear_cross_entropy(amp_tape *tape, amp_value x, amp_param *weight, amp_param *bias,
                                                 const int32_t *labels, const amp_linear_cross_entropy_op *options);
 
-/* ---- Operators of your own */
+/* ---- Your own operators */
 
 enum { AMP_CUSTOM_INPUTS = 3 };
 
-/* What a callback gets: contiguous, in memory of the backend, to be written by kernels on the context's stream. */
+/* What a callback receives: contiguous tensors in the backend's memory, to be written by kernels on the context's
+   stream. */
 typedef struct amp_custom_call {
     amp_context *amp;
     amp_plan plan;              /* autocast's decision, from the recording; zeros if .op is 0 */
@@ -1537,10 +1577,10 @@ typedef struct amp_custom_call {
     amp_tensor dx[AMP_CUSTOM_INPUTS], dy;
 } amp_custom_call;
 
-/* forward writes y; backward, NULL if no gradient passes, has all inputs and y again.  They run in a region as when the
-   call was recorded, and return AMP_OK, or a failure that amp_tape_backward returns, with amp_last_error's text.
-   Regions that they open they close; inputs and the tape itself they leave alone.  In a checkpoint forward runs twice,
-   and must give the same bits. */
+/* forward writes y.  backward has all inputs and y again; it is NULL if no gradient passes.  They run in a region with
+   the settings of the recording, and return AMP_OK, or a failure, which amp_tape_backward returns with amp_last_error's
+   text.  They must close the regions that they open, and must not change the inputs or the tape itself.  In a
+   checkpoint forward runs twice, and must give the same bits. */
 typedef struct amp_custom_op {
     const char *layer;
     int32_t op;                 /* of amp_operator_register: what autocast decides by; 0: nothing is decided */
@@ -1563,83 +1603,84 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
        amp_optimizer_step    new weights, unless something was infinite or NaN
        amp_scaler_update     new scale, once per step
 
-   WHAT BACKWARD ADDS TO     The first backward after a step overwrites a gradient; later ones add to it, until the
+   WHAT BACKWARD ADDS TO     The first backward after a step overwrites a gradient.  Later ones add to it, until the
    parameter's optimizer steps or amp_optimizer_zero_grad, amp_model_zero_grad or amp_model_freeze drops it.  Adding is
    refused with AMP_ERR_STATE and the parameter's name where the sum would be wrong:
      - An optimizer without this parameter has stepped since the gradient began, and the parameter's own optimizer has
        .accumulation 1.  The gradient is then most often what the other optimizer's backward left behind.
-     - It carries another loss scale: that of another scaler, or of the same one before an update or
+     - The gradient carries another loss scale: that of another scaler, or of the same one before an update or
        amp_scaler_set_scale.  This holds with .accumulation too, so an optimizer that accumulates while others step
-       needs a scaler of its own.  (A scaler with .frozen, or disabled, keeps its scale.)
+       needs its own scaler.  (A scaler with .frozen, or disabled, keeps its scale.)
    A check or a step refuses a gradient that carries the loss scale of another scaler than the one it divides by, or the
-   same scaler's before an update.  Where it was given no scaler, or the loss did not start from one, it warns once, as
-   your code may have divided or multiplied.  Optimizers that share a scaler therefore call amp_scaler_check and
-   amp_optimizer_step each, and then amp_scaler_update once; amp_step for each of them would update the scale in
+   same scaler's before an update.  If it was given no scaler, or the loss did not start from one, it only warns once,
+   as your code may have divided or multiplied.  Optimizers that share a scaler therefore each call amp_scaler_check and
+   amp_optimizer_step, and then amp_scaler_update is called once; amp_step for each of them would update the scale in
    between.
-   What to do: drop the gradient first, freeze its model in the other backward, or set .accumulation.  Not refused: one
-   backward for several optimizers; several backwards, then one step; parameters that no optimizer has and whose
-   gradients your code never took (by grad_live = 0); optimizers that other threads step. */
+   To avoid the error, drop the gradient first, freeze its model in the other backward, or set .accumulation.  These are
+   not refused: one backward for several optimizers; several backwards, then one step; parameters that no optimizer has
+   and whose gradients your code never took (by grad_live = 0); optimizers that other threads step. */
 
 /* ---- Gradient sets, of parameters or of your own arrays.
 
-   Ranks: with amp_desc.reducer (of amp_ranks for threads, of examples/amp_mpi.h for MPI, or yours), a check averages
-   the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  The first check, and the
-   first after an optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks before it
-   sums: world, version of amp.h, precision, optimizer, parameters and the values of all weights.  On a difference it
-   returns AMP_ERR_REDUCE on every rank, with a text that names what differs and the rank.  From the first
-   check on all use rank 0's CPU path, so that a rank's results do not depend on its CPU; one that lacks it, or chose
-   its own, gives a warning.  Later checks compare only what is frozen.  Over slow networks ranks may step alone for a
-   while: amp_optimizer_desc.sync_every.
+   Ranks: with amp_desc.reducer (from amp_ranks for threads, from examples/amp_mpi.h for MPI, or your own), a check
+   averages the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  The first check,
+   and the first after an optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks
+   before it sums: world, version of amp.h, precision, optimizer, parameters and the values of all weights.  On a
+   difference it returns AMP_ERR_REDUCE on every rank, with a text that names the difference and the rank.  From the
+   first check on all ranks use rank 0's CPU path, so a rank's results do not depend on its CPU.  A rank that lacks this
+   path, or chose its own, gives a warning.  Later checks compare only which parameters are frozen.  Over slow networks
+   ranks may step alone for a while: amp_optimizer_desc.sync_every.
 
-   Every rank takes part with every parameter.  Where only some ranks have a gradient, it counts as zeros on the others,
-   and the mean is over all.  Where no rank has one, the parameter rests on all ranks, as it does on one rank and as
-   with find_unused_parameters of PyTorch's DistributedDataParallel: no weight decay, no momentum.  Ranks agree on that
-   in the message that combines the overflow flags, which takes 8 bytes more for each parameter in each step.
+   Every rank takes part with every parameter.  If only some ranks have a gradient, it counts as zeros on the others,
+   and the mean is over all ranks.  If no rank has one, the parameter rests on all ranks, without weight decay and
+   momentum, as it does on one rank and as with find_unused_parameters of PyTorch's DistributedDataParallel.  Ranks
+   agree on that in the message that combines the overflow flags, which takes 8 bytes more for each parameter in each
+   step.
 
-   A parameter that is frozen on one rank and not on another is AMP_ERR_REDUCE on every rank, also when it is frozen
-   after the first step.  The text names it and the ranks, the gradients of that step are dropped, and nothing has
-   changed.  (With .sync_every the outer step compares that, and the ranks stay as they are.)
+   If a parameter is frozen on one rank and not on another, every rank returns AMP_ERR_REDUCE, also when it is frozen
+   after the first step.  The text names the parameter and the ranks, the gradients of that step are dropped, and
+   nothing has changed.  (With .sync_every the outer step compares that, and the ranks stay as they are.)
 
-   What ranks agreed on stands until the step: amp_optimizer_step returns AMP_ERR_STATE if a backward, a freeze or your
+   The ranks' agreement holds until the step: amp_optimizer_step returns AMP_ERR_STATE if a backward, a freeze or your
    code has changed which parameters have a gradient since amp_scaler_check.  After a check of your own set,
    amp_param.grad_live is 0 for parameters that rest.
 
    Where a device itself sums (.reduce_on_device, or a reducer with on_host 0), the CPU does not wait for that message.
-   Then grad_live stays 1 for all, a parameter that is frozen on one rank alone rests on all, and the error comes from
-   the first step after that step's result is due (result_lag), which does nothing else and can be called again; for a
-   set of your own it comes from amp_grad_set_stats.
+   Then grad_live stays 1 for all parameters, and one that is frozen on one rank alone rests on all.  The error comes
+   from the first step after that step's result is due (result_lag).  That step does nothing else and can be called
+   again.  For your own set the error comes from amp_grad_set_stats.
 
-   An optimizer's gradients go in buckets of .bucket_bytes, cut from the last parameter to the first, while backward
-   runs, in the order in which backward finished them in rank 0's first cycle: each as soon as the operators have added
-   to all its gradients as often as in a cycle before (all of it in the step: the first cycle, gradients that you wrote
-   after amp_param_accumulate, which go last, a second optimizer, a set of yours).  So with ranks, leave the gradients
-   alone between backward and the step, or set .no_overlap; one more operator that adds to a gradient that was sent
-   returns AMP_ERR_STATE with its name.  Calls come from a thread of their own, so do not use the reducer yourself
-   between backward and the step; with reducer.one_thread from yours, in backward; with a device and on_host 0 they go
-   to a second stream.  After a check that failed while gradients were summed, the next returns AMP_ERR_STATE and drops
-   them.
+   An optimizer's gradients are sent in buckets of .bucket_bytes, cut from the last parameter to the first.  They are
+   sent while backward runs, in the order in which backward finished them in rank 0's first cycle.  Each bucket is sent
+   as soon as the operators have added to all its gradients as often as in a cycle before.  Everything is sent in the
+   step instead for the first cycle, gradients that you wrote after amp_param_accumulate (which are sent last), a second
+   optimizer, and your own set.  So with ranks, leave the gradients alone between backward and the step, or set
+   .no_overlap.  Another operator that adds to a gradient that was sent returns AMP_ERR_STATE with its name.  The calls
+   come from a separate thread, so do not use the reducer yourself between backward and the step.  With
+   reducer.one_thread they come from your thread, in backward; with a device and on_host 0 they are queued on a second
+   stream.  After a check that failed while gradients were summed, the next returns AMP_ERR_STATE and drops them.
 
-   .shard = AMP_SHARD_STATES: each rank has masters, remainders and moments of its part of every bucket, updates that,
-   and all gather the weights in the step.  .deterministic: sums in fp32 in the order of ranks, so weights, norms and
-   scales have the same bits with and without shards; without it, sums are the reducer's own.  .wire = AMP_BF16 halves
-   the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again.
+   .shard = AMP_SHARD_STATES: each rank has masters, remainders and moments of its part of every bucket and updates that
+   part, and all ranks gather the weights in the step.  With .deterministic, sums are taken in fp32 in the order of
+   ranks, so weights, norms and scales have the same bits with and without shards; without it, sums are the reducer's
+   own.  .wire = AMP_BF16 halves the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again.
 
-   .shard = AMP_SHARD_GRADIENTS, on the CPU under Linux: besides, whole pages that hold nothing but gradients of a
-   bucket are given back (madvise) as soon as this rank has its part of their sum, and backward waits rather than run
-   two buckets ahead of the sums.  So with accumulation 1, after the first step, a rank holds its part of the gradients
-   and about three buckets.  After the step .grad is undefined until backward writes it again.
+   .shard = AMP_SHARD_GRADIENTS, on the CPU under Linux: in addition, whole pages that hold only gradients of a bucket
+   are given back (madvise) as soon as this rank has its part of their sum.  Backward waits rather than run two buckets
+   ahead of the sums.  So with accumulation 1, after the first step, a rank holds its part of the gradients and about
+   three buckets.  After the step .grad is undefined until backward writes it again.
 
-   .overlap_param_gather: the step returns, and the thread of the buckets gathers the weights behind the next forward,
+   .overlap_param_gather: the step returns, and the thread of the buckets gathers the weights during the next forward,
    in the reverse order of the sums (with reducer.one_thread still in the step).  Operators wait for the parameters that
-   they are given, as amp_param; what waits for the device, uses the reducer or frees memory waits for all.  Call
-   amp_sync before weights are read, written or freed by code of yours, or given as tensors or pointers (amp_copy,
-   amp_gemm).  A gather that fails leaves old weights beside new ones: all that waits returns AMP_ERR_REDUCE, until the
-   optimizer is destroyed; then load a state.
+   they are given as amp_param.  Calls that wait for the device, use the reducer or free memory wait for all parameters.
+   Call amp_sync before your own code reads, writes or frees weights, and before they are given as tensors or pointers
+   (amp_copy, amp_gemm).  A gather that fails leaves old weights beside new ones.  Every call that waits then returns
+   AMP_ERR_REDUCE until the optimizer is destroyed; load a state after that.
 
-   A bucket's fp32 gradients that lie in the order of parameters, without gaps, are sent from there; with .shard
-   weights of one type too, both as a multiple of world * 16 numbers (8-bit: * 256). */
+   A bucket's fp32 gradients that lie in the order of parameters, without gaps, are sent from their place.  With .shard
+   this also holds for weights of one type; both must then be a multiple of world * 16 numbers (8-bit: * 256). */
 
-/* Gives all ranks rank 0's weights, and fp32 masters; remainders and sharded masters are made anew from the weights,
+/* Gives all ranks rank 0's weights, and fp32 masters.  Remainders and sharded masters are made anew from the weights,
    with .sync_every by amp_optimizer_rebuild_masters.  Waits.
    Errors: AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n);
@@ -1648,8 +1689,8 @@ typedef struct amp_grad_set amp_grad_set;
 
 /* Either params or ranges. */
 typedef struct amp_grad_set_desc {
-    /* gradients with grad_live set; not copied.  Set grad_live = 0 after a step of your own.  A parameter that has no
-       .grad yet enters with the first check in which its gradient is live */
+    /* gradients with grad_live set; not copied.  Set grad_live = 0 after your own step.  A parameter that has no .grad
+       yet enters with the first check in which its gradient is live */
     amp_param *params; int64_t n_params;
     const amp_range *ranges; int64_t n_ranges;  /* copied; F32, F16, BF16 or F64; count may be 0 */
     /* 1: ranks hold different elements: gradients are not summed over them, norms and flags are */
@@ -1673,15 +1714,14 @@ typedef struct amp_grad_stats {
 /* Waits; reads the bad range, if any.
    Errors: AMP_ERR_REDUCE a device summed, and a parameter is frozen on one rank and not on another. */
 AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out);
-/* The device address, which never changes, of what was found.  For kernels of your own: multiply gradients by
-   `multiplier` (with momentum in the gradient buffer: fold it into the learning rate), and change nothing if `skip` is
-   1. */
+/* The device address of what was found; it never changes.  For your own kernels: multiply gradients by `multiplier`
+   (with momentum in the gradient buffer: fold it into the learning rate), and change nothing if `skip` is 1. */
 AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set);
-/* For an optimizer of your own: multiplies the gradients by what the last check left over: the clipping factor, and
+/* For your own optimizer: multiplies the gradients by what the last check left over, which is the clipping factor, and
    after AMP_CHECK_READ also the inverse scale and the averaging.  Errors: AMP_ERR_CONFLICT gradients share memory. */
 AMP_API amp_result amp_grad_set_apply(amp_grad_set *set);
 /* Copies the ranges, and restores them: for gradient buffers that also hold the momentum, which a skipped step must
-   not change.  Takes as much memory as the ranges.  A step of such a host, whose buffers carry the scale S (while S
+   not change.  Takes as much memory as the ranges.  If the buffers carry the scale S, a step is as follows (while S
    stays 1, save, restore and rescale are not needed; examples/adopt/momentum.c):
        amp_grad_set_save; backward, from a gradient of S, adds to the buffers;
        amp_scaler_check(scaler, set, AMP_CHECK_READ); amp_grad_set_stats gives found_inf;
@@ -1746,36 +1786,36 @@ typedef struct amp_scaler_desc {
     int32_t growth_interval, hysteresis;
     float min_scale, max_scale; /* floor, ceiling: as init_scale, or AMP_NO_FLOOR, AMP_NO_CEILING */
     /* 0 to 1: an overflow also shrinks the scale, whatever hysteresis is left, when overflows / updates since the last
-       change reach this rate.  With hysteresis 1 only the rate decides (fairseq's rule).  Default: none with
-       hysteresis 1, in MEGATRON and in DEEPSPEED, else 0.25 against endlessly alternating overflows;
-       AMP_EXPLICIT_ZERO: none */
+       change reach this rate.  With hysteresis 1 only the rate decides (fairseq's rule).  Default: none with hysteresis
+       1, in MEGATRON and in DEEPSPEED; otherwise 0.25, against endlessly alternating overflows.  AMP_EXPLICIT_ZERO:
+       none */
     double tolerance;
     int32_t skip_warning;       /* steps skipped in a row at the floor before one warning; default 50, -1: never */
 } amp_scaler_desc;
 /* Errors: AMP_ERR_SCALE. */
 AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc);
 AMP_API void amp_scaler_destroy(amp_scaler *scaler);
-/* 1 if there is a loss scale: not NULL, not disabled, its context open.  NULL means "no scaler" in amp_scaler_scale,
-   _scale_ptr, _get, _check, _unscale, _update, _update_with, _found and _rescale, so fp32 runs can call them too: the
-   scale is 1, nothing is found or done, and the result is AMP_OK.  While no thread changes the scaler, several may call
-   its _enabled, _query, _scale_ptr, _device, _get and _scale at once. */
+/* Returns 1 if there is a loss scale, that is, if scaler is not NULL, not disabled, and its context is open.  NULL
+   means "no scaler" in amp_scaler_scale, _scale_ptr, _get, _check, _unscale, _update, _update_with, _found and
+   _rescale, so fp32 runs can call them too: the scale is 1, nothing is found or done, and the result is AMP_OK.  While
+   no thread changes the scaler, several may call its _enabled, _query, _scale_ptr, _device, _get and _scale at once. */
 AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler);
-/* The settings in effect; they create the same scaler. */
+/* The settings in effect; they would create the same scaler. */
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out);
-/* The device address, which never changes, of the scale: what backward starts from, d(loss)/d(loss) = scale.
-   NULL, which operators take as 1, for NULL. */
+/* The device address of the scale; it never changes.  Backward starts from it: d(loss)/d(loss) = scale.  For NULL it
+   returns NULL, which operators take as 1. */
 AMP_API const float *amp_scaler_scale_ptr(const amp_scaler *scaler);
-/* The device address of the whole state, for kernels of your own. */
+/* The device address of the whole state, for your own kernels. */
 AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler);
 /* A copy of the state.  Waits. */
 AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out);
 /* The scale alone; 1 if disabled.  Waits. */
 AMP_API float amp_scaler_scale(const amp_scaler *scaler);
-/* Sets the scale and makes every set ready; the growth tracker stays, as in PyTorch.
+/* Sets the scale and makes every set ready; the growth tracker keeps its value, as in PyTorch.
    Errors: AMP_ERR_SCALE (TORCH takes anything, as PyTorch does). */
 AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale);
-/* Sets growth factor, backoff factor and growth interval; 0 leaves a value.  An interval at or below the tracker
-   restarts the count (TORCH: the scale then never grows again, as in PyTorch). */
+/* Sets growth factor, backoff factor and growth interval; 0 leaves a value as it is.  An interval at or below the
+   tracker restarts the count (TORCH: the scale then never grows again, as in PyTorch). */
 AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor, double backoff_factor,
                                        int32_t growth_interval);
 
@@ -1791,27 +1831,28 @@ typedef enum amp_check_mode {
        amp_scaler_check     -> checked               AMP_ERR_UNSCALED    AMP_ERR_STEPPED
        amp_optimizer_step   checks first, -> stepped  -> stepped         AMP_ERR_STEPPED
        amp_scaler_update    AMP_ERR_NO_CHECK unless some set of this scaler was checked
-   An empty set counts as checked.  On failure the stage stays.  Values are tested before the multiplication: overflow
-   that it causes is not found.
+   An empty set counts as checked.  On failure the stage stays as it was.  Values are tested before the multiplication,
+   so overflow that the multiplication causes is not found.
    Errors: AMP_ERR_STATE another scaler uses the set, a gradient carries another loss scale, or amp_scaler_found found
    an infinity, AMP_ERR_CONFLICT an optimizer's gradients share memory and would be unscaled, AMP_ERR_GRAD_16BIT,
    AMP_ERR_UNSCALED, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode);
-/* Grows or shrinks the scale by what all checks, and amp_scaler_found, found since the last update.
+/* Grows or shrinks the scale according to what all checks, and amp_scaler_found, have found since the last update.
    Errors: AMP_ERR_NO_CHECK. */
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
-/* The same, also counting what you found yourself (found_inf 0 or 1).  Needs no check: for updates fused with
-   backward, which leave no gradients behind. */
+/* The same, and also counts what you found yourself (found_inf 0 or 1).  It needs no check, because it is for updates
+   fused with backward, which leave no gradients behind. */
 AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf);
-/* 1 if some of n numbers in host memory are infinite or NaN, or if a call since the last update found such; n 0 only
-   asks.  Too high a scale makes gradients infinite, and your own sum over them would trap on inf - inf: call this
-   first, and leave the sum out.  The finding counts in the next _update, _update_with and _unscale; _check and steps of
-   amp.h's optimizers refuse to go on with it.  Several threads may call it at once.  0, without reading, for NULL and
-   for a dtype that is not floating. */
+/* Returns 1 if some of n numbers in host memory are infinite or NaN, or if a call since the last update found such; n 0
+   only asks for the latter.  Too high a scale makes gradients infinite, and your own sum over them would trap on inf -
+   inf: call this first, and leave the sum out.  The finding counts in the next _update, _update_with and _unscale;
+   _check and steps of amp.h's optimizers then return an error.  Several threads may call it at once.  Returns 0,
+   without reading, for NULL and for a dtype that is not floating. */
 AMP_API int32_t amp_scaler_found(amp_scaler *scaler, const void *data, amp_dtype dtype, int64_t n);
 /* All at once, for gradients in a few arrays: checks them, multiplies them by 1 / scale (non-finite ones too), updates
-   the scale, and sets *apply to whether your optimizer shall step: 0 if anything is infinite or NaN, or on failure;
-   1 if scaler is NULL.  What amp_scaler_found found is enough for 0: the gradients are then not touched.  Waits.
+   the scale, and sets *apply to whether your optimizer should step.  *apply is 0 if anything is infinite or NaN, or on
+   failure, and 1 if scaler is NULL.  If amp_scaler_found has found something, *apply is 0 and the gradients are not
+   touched.  Waits.
    Errors: AMP_ERR_DTYPE, AMP_ERR_CONFLICT ranges share memory, AMP_ERR_STATE during a graph capture,
    AMP_ERR_GRAD_16BIT, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply);
@@ -1819,8 +1860,8 @@ AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *range
    old_scale 0: the scale before the last update, so call it after every update.
    Errors: AMP_ERR_SCALE, AMP_ERR_CONFLICT gradients share memory. */
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, float old_scale);
-/* Everything the next decision depends on.  Loading also takes over the saved factors and interval, and makes every
-   set ready; a disabled scaler loads anything, for its stages alone.
+/* Save and load everything that the next decision depends on.  Loading also takes over the saved factors and interval,
+   and makes every set ready.  A disabled scaler loads any state, for its stages alone.
    Errors of load: AMP_ERR_NAME, AMP_ERR_SCALE, AMP_ERR_MISMATCH another preset, or saved by a disabled scaler. */
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix);
 AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, const char *prefix);
@@ -1839,7 +1880,7 @@ typedef enum amp_optimizer_kind {
     AMP_OPTIMIZER_FORCE_I32 = 0x7fffffff
 } amp_optimizer_kind;
 
-/* What each rank has a part of, in the manner of ZeRO (Rajbhandari et al. 2020). */
+/* What each rank holds only a part of, in the manner of ZeRO (Rajbhandari et al. 2020). */
 typedef enum amp_shard {
     AMP_SHARD_DEFAULT = 0,      /* NONE */
     AMP_SHARD_NONE = 1,
@@ -1850,8 +1891,8 @@ typedef enum amp_shard {
 
 /* Settings for parameters whose name matches; the first match wins. */
 typedef struct amp_param_group {
-    /* pattern with * and ?; must match a parameter of .params, or with .sharded one of another rank.  A group whose
-       parameters all match earlier groups too has no effect: a warning says so */
+    /* pattern with * and ?; must match a parameter of .params, or with .sharded one of another rank.  If earlier groups
+       match all parameters that a group matches, the group has no effect, and a warning says so */
     const char *match;
     double lr_scale;            /* default 1; AMP_EXPLICIT_ZERO: 0 */
     double weight_decay;        /* default the optimizer's, AMP_EXPLICIT_ZERO: none; else also on vectors */
@@ -1859,16 +1900,17 @@ typedef struct amp_param_group {
     amp_dtype moments;          /* default the optimizer's */
 } amp_param_group;
 
-/* AMP_EXPLICIT_ZERO is a 0 for lr, the betas and eps.  What a kind does not read must be 0 or its default. */
+/* AMP_EXPLICIT_ZERO is a 0 for lr, the betas and eps.  Fields that a kind does not read must be 0 or have their
+   default. */
 typedef struct amp_optimizer_desc {
     int32_t reserved;
     amp_optimizer_kind kind;
     int32_t accumulation;       /* micro-batches per step: every n-th amp_step steps, with the mean; default 1 */
     amp_param *params; int64_t n_params;  /* not copied; those without grad rest until they get one */
     const amp_param_group *groups; int64_t n_groups;  /* copied */
-    /* defaults 1e-3, 0.9, 0.999, 1e-8, 0, of Lion 1e-4, 0.9, 0.99, no eps, 0; lr, eps and decay at most 1e30, lr also
-       such that a group's rate, times its decay, fits in fp32; betas below 1; decay on matrices only, unless
-       decay_vectors */
+    /* defaults 1e-3, 0.9, 0.999, 1e-8, 0; for Lion 1e-4, 0.9, 0.99, no eps, 0.  lr, eps and decay are at most 1e30, and
+       a group's rate, times its decay, must fit in fp32.  Betas are below 1.  Weight decay is on matrices only, unless
+       decay_vectors is set */
     double lr, beta1, beta2, eps, weight_decay;
     double momentum, dampening; /* SGD, as in torch.optim.SGD; momentum below 1 */
     double clip_norm;           /* largest norm of all averaged gradients together; 0: no clipping */
@@ -1878,41 +1920,43 @@ typedef struct amp_optimizer_desc {
     int32_t result_lag;         /* steps until a result is delivered: up to 63, or AMP_LAG_NONE; default 2 */
     int32_t apply_nonfinite;    /* 1: without a scaler, step even with inf or NaN gradients, as PyTorch does */
     int32_t sharded;            /* as in amp_grad_set_desc */
-    /* of several ranks, as "Ranks" above says: */
+    /* for several ranks, as "Ranks" above says: */
     int32_t deterministic;      /* 1: the same bits with any .shard */
-    int32_t no_overlap;         /* 1: gradients are summed in the step, and are yours to change until then */
-    /* 1: weights of .shard are gathered behind the next forward, so amp_sync comes before your own code reads, writes
-       or frees any; not on devices, not with no_overlap */
+    int32_t no_overlap;         /* 1: gradients are summed in the step, and your code may change them until then */
+    /* 1: weights of .shard are gathered during the next forward, so call amp_sync before your own code reads, writes or
+       frees any of them; not on devices, not with no_overlap */
     int32_t overlap_param_gather;
     amp_shard shard;            /* default NONE; not with .sharded, .clip_each, .sync_every; GRADIENTS not on devices */
     amp_dtype wire;             /* F32 (default) or BF16 */
     int64_t bucket_bytes;       /* 1 or more, on the wire; default 25 MiB */
     amp_master_kind master;     /* of 16-bit weights; at level O3 NONE or STOCHASTIC */
-    /* F32; BF16 rounded stochastically (to nearest, v would never shrink with beta2 above 0.996); AMP_MOMENTS_8BIT:
-       one byte per number and one fp32 scale per 256 consecutive numbers, as in bitsandbytes.  Parameters of fewer than
-       4,096 elements and those with .embedding = 1 then keep F32, unless a group's .moments says 8 bits */
+    /* F32, BF16 or AMP_MOMENTS_8BIT.  BF16 is rounded stochastically (rounded to nearest, v would never shrink with
+       beta2 above 0.996).  AMP_MOMENTS_8BIT: one byte per number and one fp32 scale per 256 consecutive numbers, as in
+       bitsandbytes.  Parameters of fewer than 4,096 elements and those with .embedding = 1 then keep F32, unless a
+       group's .moments says 8 bits */
     amp_dtype moments;
-    /* of stochastic rounding, a function of seed, applied step, parameter and element; ranks with the same weights
-       need the same */
+    /* of stochastic rounding, a function of seed, applied step, parameter and element; ranks with the same weights need
+       the same seed */
     uint64_t seed;
     /* Above 0: loose coupling, for slow networks (DiLoCo, Douillard et al. 2023).  Ranks step alone, each with its own
-       gradients and overflows; after every sync_every steps, skipped ones included, the mean change of the weights over
-       ranks is the gradient of an outer step, SGD with Nesterov momentum, from which all go on.  A parameter whose
-       weights have changed on no rank since the last outer step rests in this one too.  It waits.  Needs 8 bytes of
-       host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9 (AMP_EXPLICIT_ZERO: 0); sync_wire:
-       what changes are on the way, F32 (default) or BF16. */
+       gradients and overflows.  After every sync_every steps, skipped ones included, the mean change of the weights
+       over ranks is the gradient of an outer step, SGD with Nesterov momentum, from which all ranks continue.  A
+       parameter whose weights have changed on no rank since the last outer step rests in this one too.  The outer step
+       waits.  It needs 8 bytes of host memory per parameter.  outer_lr 0: 0.7; outer_momentum 0: 0.9
+       (AMP_EXPLICIT_ZERO: 0).  sync_wire: the dtype in which changes are sent, F32 (default) or BF16. */
     int32_t sync_every;
     amp_dtype sync_wire;
     double outer_lr, outer_momentum;
 } amp_optimizer_desc;
-/* Each parameter has its own step count, as in PyTorch, for AdamW's bias correction and for SGD's first momentum, which
-   is the gradient without dampening: it grows in steps that are applied and in which the parameter has a gradient.  A
-   parameter without one rests: no decay, no momentum.  A step in which none has one is not applied.
-   A parameter without .grad when the optimizer is created takes no memory here.  When it gets one, from
-   amp_model_freeze(model, pattern, 0) at once, or by hand in the next step in which its gradient is live, it gets
-   states that begin then: moments of 0, a master made from the weight, the settings of its group.  From then on graphs
-   captured before return AMP_ERR_GRAPH.  With ranks all must do so alike, and a gradient that comes by hand counts from
-   the step after, with a warning.  If another optimizer has the parameter, it stays there.
+/* Each parameter has its own step count, as in PyTorch.  It is used for AdamW's bias correction and for SGD's first
+   momentum, which is the gradient without dampening.  It grows in steps that are applied and in which the parameter has
+   a gradient.  A parameter without a gradient rests: no decay, no momentum.  A step in which no parameter has one is
+   not applied.
+   A parameter without .grad when the optimizer is created takes no memory here.  It may get one later: with
+   amp_model_freeze(model, pattern, 0) at once, or by hand in the next step in which its gradient is live.  Then it gets
+   states that begin at that point: moments of 0, a master made from the weight, the settings of its group.  From then
+   on graphs that were captured before return AMP_ERR_GRAPH.  With ranks all must do this alike, and a gradient that
+   comes by hand counts from the step after, with a warning.  If another optimizer has the parameter, it stays there.
    Errors: AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_NAME duplicate, or a group that matches no parameter (the text has the
    nearest name), AMP_ERR_CONFLICT a storage policy that does not fit, weights that share memory, a parameter of an
    amp_model that another optimizer has, or any whose master it has, or a field that this kind does not read. */
@@ -1921,31 +1965,33 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
 /* The set of its gradients, for amp_scaler_check. */
 AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer);
-/* From the next step on; 0 to 1e30, as .lr. */
+/* Sets the learning rate from the next step on; 0 to 1e30, as .lr. */
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
-/* From the next check on; 0: no clipping. */
+/* Sets the largest norm from the next check on; 0: no clipping. */
 AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm);
-/* Drops the gradients of its parameters, as PyTorch's zero_grad(set_to_none=True): the next backward overwrites them,
+/* Drops the gradients of its parameters, as PyTorch's zero_grad(set_to_none=True).  The next backward overwrites them,
    and a parameter that no backward reaches then rests in the step.  Nothing is written.  In the middle of an
-   accumulation cycle it drops what the cycle has gathered, and begins a new one; what amp_scaler_check found is dropped
-   too.  One network with one optimizer never needs it, as the first backward after a step overwrites anyway.  Call it
+   accumulation cycle it drops the gradients accumulated so far, and begins a new cycle; what amp_scaler_check
+   found is dropped too.  One network with one optimizer never needs it, as the first backward after a step overwrites
+   anyway.  Call it
      - where another network's backward also writes these gradients: before their own backward (a GAN's discriminator),
      - for a batch that you give up after its backward: without a step the next backward adds, as in PyTorch.
-   A captured graph may hold the call: what is captured after it overwrites in every launch.
-   Ranks: every rank calls it at the same place.  Buckets that are on their way arrive first, and are dropped.
+   A graph may capture the call: backwards that are captured after it overwrite gradients in every launch.
+   Ranks: every rank calls it at the same place.  Buckets that are being sent are received first, and then dropped.
    Errors: AMP_ERR_STATE a tape of this thread is between amp_tape_forward and backward; AMP_ERR_REDUCE the buckets did
    not arrive (the gradients are dropped). */
 AMP_API amp_result amp_optimizer_zero_grad(amp_optimizer *optimizer);
-/* Begins a new cycle: accumulated gradients are dropped. */
+/* Sets .accumulation and begins a new cycle; accumulated gradients are dropped. */
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation);
-/* Makes masters from the weights again, after you loaded some, and drops their cached casts. */
+/* Makes masters from the weights again, after you have loaded weights, and drops their cached casts. */
 AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer);
-/* Sets a weight of .params, and its master or remainder, from fp32 values on the host; a 16-bit weight is rounded to
-   nearest.  Initialise and load 16-bit models with it: masters made from the weights lack the bits that these lack.
-   Waits.
+/* Sets a weight of .params, and its master or remainder, from fp32 values in CPU memory; a 16-bit weight is rounded to
+   nearest.  Use it to initialise and load 16-bit models, because masters made from the weights lack the bits that these
+   lack.  Waits.
    Errors: AMP_ERR_RANGE also for a value that overflows, AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_NAME. */
 AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values);
-/* Bytes per parameter on this rank, over those with a gradient; .gradient with sharded gradients: of its sums. */
+/* Bytes per parameter on this rank, over those with a gradient.  With sharded gradients, .gradient counts their
+   sums. */
 typedef struct amp_parameter_bytes {
     int64_t parameters;         /* total elements */
     double weight, gradient, master, moments;
@@ -1953,16 +1999,18 @@ typedef struct amp_parameter_bytes {
 } amp_parameter_bytes;
 AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_parameter_bytes *out);
 
-/* Averages the gradients by `accumulation` times ranks, clips them and steps; the scale stays.  Checks first if
-   amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count stay.  scaler
-   NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward overwrites gradients.
+/* Averages the gradients by `accumulation` times ranks, clips them and steps; the scale does not change.  It checks
+   first if amp_scaler_check was not called.  If anything was infinite or NaN, weights, moments and step count keep
+   their values.  With scaler NULL or disabled the scale is 1.  Ends the accumulation cycle: the next backward
+   overwrites gradients.
    Errors: AMP_ERR_STATE another scaler uses the set, a tape of this thread is between amp_tape_forward and backward or
-   is running (in grad_ready: unless all gradients of this optimizer were told), your kernels added
+   is running (in grad_ready: unless it was called for all gradients of this optimizer), your kernels added
    (amp_param_accumulate) where WHAT BACKWARD ADDS TO forbids it, or with several ranks other parameters have a gradient
    than in amp_scaler_check; AMP_ERR_GRAD_16BIT, AMP_ERR_STEPPED, AMP_ERR_REDUCE. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
-/* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
-   scaler may be NULL.  Errors: as above, and AMP_ERR_STATE the set was checked before the cycle's last micro-batch. */
+/* The whole step for one optimizer: check, norm, clip, optimizer and new scale.  With accumulation n it steps in every
+   n-th call.  scaler may be NULL.
+   Errors: as above, and AMP_ERR_STATE the set was checked before the cycle's last micro-batch. */
 AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler);
 
 typedef struct amp_step_result {
@@ -1976,62 +2024,65 @@ typedef struct amp_step_result {
     double lr;
     const char *first_bad;      /* the first parameter with a bad gradient, or NULL; sharded: of this rank's part */
     int64_t total_skips, consecutive_skips;
-    /* seconds, since the step before, in which ranks summed gradients and gathered weights, and in which you waited for
-       that: the rest was hidden behind backward and forward.  0 with one rank, or where a device's stream does it */
+    /* seconds, since the step before, in which ranks summed gradients and gathered weights, and in which your program
+       waited for that; the rest was hidden behind backward and forward.  0 with one rank, or where a device's stream
+       does it */
     double ranks_seconds, ranks_waited;
 } amp_step_result;
 /* Takes the oldest result that is due, result_lag steps old, and waits for that step, so results come at fixed times.
-   1: *out was filled; 0: none is due, or the device failed.  The last 64 are kept.  amp_step_result_flush makes all of
-   them due, and waits. */
+   Returns 1 if *out was filled, and 0 if none is due or the device failed.  The last 64 are kept.
+   amp_step_result_flush makes all of them due, and waits. */
 AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *out);
 AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer);
 
-/* A captured graph (CUDA graphs): calls between begin and end are recorded instead of done, and each launch does all
-   of them at the cost of one.  A whole step can be captured, dynamic loss scaling included:
+/* A captured graph (CUDA graphs): calls between begin and end are recorded instead of run, and each launch runs all of
+   them at the cost of one.  A whole step can be captured, dynamic loss scaling included:
 
        step once as usual;                         (creates buffers, masks, casts and plans)
        amp_graph_begin(amp); forward; backward; amp_step; amp_graph_end(amp, &graph);
        then each step: amp_loader_next; amp_copy of the batch into the captured buffers;
                        amp_optimizer_set_lr; amp_graph_launch(graph); amp_step_result_next;
 
-   The bits are those of the same calls without a graph: learning rate, loss scale, step count and random offsets are
-   read from device memory.  Nothing in between may wait for the device, accumulation cycles must be whole, and a check
-   needs its step or update.  Copies in the cast and mask caches stay while a graph lives; before
-   it runs, a launch casts anew what amp_param_changed was called for.  A graph steps the parameters that had a gradient
-   when it was captured, on whichever rank.  It holds the dtype, overrides, seed, pointers, shapes, and all settings of
-   optimizer and scaler but learning rate and scale: launching it after any of them changed returns AMP_ERR_GRAPH.
-   Destroy graphs before the optimizers they step, and before the context.  After a failed end nothing was done or
-   changed.  Closing the context drops an open capture.
+   The bits are those of the same calls without a graph, because learning rate, loss scale, step count and random
+   offsets are read from device memory.  No call in between may wait for the device, accumulation cycles must be whole,
+   and a check needs its step or update.  Copies in the cast and mask caches stay while a graph lives.  Before it runs,
+   a launch casts the weights for which amp_param_changed was called anew.  A graph steps the parameters that had a
+   gradient when it was captured, on whichever rank.  It holds the dtype, overrides, seed, pointers, shapes, and all
+   settings of optimizer and scaler except learning rate and scale.  Launching it after any of them has changed returns
+   AMP_ERR_GRAPH.  Destroy graphs before the optimizers they step, and before the context.  After a failed end nothing
+   was done or changed.  Closing the context drops an open capture.
    Errors: AMP_ERR_STATE a graph is being captured (begin, launch), none is (end), another thread began it (end), or a
-   cycle is not whole (end); AMP_ERR_UNSUPPORTED the backend, such as the CPU's, has no graphs (begin); AMP_ERR_DEVICE
-   what could not be captured (end); AMP_ERR_GRAPH (launch). */
+   cycle is not whole (end); AMP_ERR_UNSUPPORTED the backend, such as the CPU's, has no graphs (begin); AMP_ERR_DEVICE a
+   call that could not be captured (end); AMP_ERR_GRAPH (launch). */
 typedef struct amp_graph amp_graph;
 AMP_API amp_result amp_graph_begin(amp_context *amp);
 AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out);
 AMP_API amp_result amp_graph_launch(amp_graph *graph);
 AMP_API void amp_graph_destroy(amp_graph *graph);
 
-/* Moments, masters, step counts, learning rate, seed, accumulation cycle with its gradients, counters, and results not
-   yet delivered.  Weights are yours to save, and to load first.  Between two steps any rank's state loads into every
-   rank of any world; inside a cycle, or with .sharded, only into the same rank, world and accumulation.  With
-   .sync_every also the outer step's: each rank must load its own, but after an outer step any rank's will do.
+/* Save and load moments, masters, step counts, learning rate, seed, accumulation cycle with its gradients, counters,
+   and results not yet delivered.  Your program saves the weights, and loads them first.  Between two steps any rank's
+   state loads into every rank of any world; inside a cycle, or with .sharded, only into the same rank, world and
+   accumulation.  With .sync_every the outer step's state is saved too: each rank must load its own, but after an outer
+   step any rank's will do.
    Remainders are saved as fp32 masters, so either kind loads into the other; loading remainders also writes the bf16
    weights.  bf16 and 8-bit moments load into fp32 ones too, and any into 8-bit ones.
-   The parameters must have the same names in the same order, but some may be frozen: of one that has no .grad here,
-   what was saved is left out, and one that had none when the state was saved begins anew; a warning names both.
-   Loading goes on with the CPU path that the state was trained with, for the same bits, unless this CPU lacks it or you
-   chose .cpu_path; then, and where auto chooses another dtype here, a warning says so.
-   States of 0.2 say neither that nor what was frozen, and have one step count, which all parameters get; 0.2 loads a
-   state of this version with the largest count for all.
+   The parameters must have the same names in the same order, but some may be frozen.  For a parameter that has no .grad
+   here, the saved values are left out.  A parameter that had none when the state was saved begins anew.  A warning
+   names both.
+   Loading continues with the CPU path that the state was trained with, for the same bits, unless this CPU lacks it or
+   you chose .cpu_path.  In these cases, and where auto chooses another dtype here, a warning says so.
+   States of 0.2 contain neither the CPU path nor which parameters were frozen, and have one step count, which all
+   parameters get; 0.2 loads a state of this version with the largest count for all.
    Errors: AMP_ERR_STATE saved between amp_scaler_check and the step, AMP_ERR_NAME, AMP_ERR_MISMATCH with the
    parameter's name, AMP_ERR_RANGE numbers that no optimizer saves. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
-/* With .shard or .sync_every: every rank calls save with its own state, and writes path.SAVE.RANK; then rank 0 writes
-   `path`, which names them with their checksums, and removes the files of the save before.  load reads the files of
-   however many ranks there were, and joins the parts of optimizers to what one rank would have saved, which any rank of
-   any world loads; the rest is this rank's, or rank 0's if the number of ranks differs or amp is NULL.  A rank that
-   fails makes all fail, and the save before stays.
+/* For .shard or .sync_every: every rank calls save with its own state, and writes path.SAVE.RANK.  Then rank 0 writes
+   `path`, which names these files with their checksums, and removes the files of the save before.  load reads the files
+   of however many ranks there were, and joins the parts of optimizers to what one rank would have saved, which any rank
+   of any world loads.  The rest is this rank's, or rank 0's if the number of ranks differs or amp is NULL.  If one rank
+   fails, all fail, and the save before stays.
    Errors of save: AMP_ERR_OPEN, AMP_ERR_WRITE, AMP_ERR_REDUCE another rank failed, AMP_ERR_STATE gradients are being
    summed; of load: those of amp_state_load, AMP_ERR_CHECKSUM also a file of another save. */
 AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path);
@@ -2050,10 +2101,10 @@ typedef enum amp_schedule_kind {
     AMP_SCHEDULE_FORCE_I32 = 0x7fffffff
 } amp_schedule_kind;
 
-/* What a kind does not read must be 0; all may have .steps. */
+/* Fields that a kind does not read must be 0; all kinds may have .steps. */
 typedef struct amp_schedule {
-    /* 1: warmup is lr step / warmup, as in PyTorch programs, so that step 0 changes nothing; of WSD it rises from
-       min_lr, as there: min_lr + (lr - min_lr) step / warmup.  0: lr (step + 1) / warmup */
+    /* 1: warmup is lr step / warmup, as in PyTorch programs, so step 0 changes nothing.  With WSD it rises from min_lr,
+       as there: min_lr + (lr - min_lr) step / warmup.  0: lr (step + 1) / warmup */
     int32_t from_zero;
     amp_schedule_kind kind;
     double lr;                  /* the highest; above 0, at most 1e30, or AMP_EXPLICIT_ZERO */
@@ -2065,9 +2116,9 @@ typedef struct amp_schedule {
     amp_schedule_kind decay_kind;   /* WSD: LINEAR, COSINE or SQRT; default COSINE */
     int32_t reserved;
 } amp_schedule;
-/* *lr = the learning rate of a step, counted from 0; for amp_optimizer_set_lr.  It depends on nothing else, so a
-   resumed run has the same.  With .from_zero the values are those of these schedulers of transformers, except that
-   after the end the rate stays at min_lr, where transformers' cosine rises again:
+/* *lr is the learning rate of a step, counted from 0, for amp_optimizer_set_lr.  It depends on nothing else, so a
+   resumed run has the same rates.  With .from_zero the values are those of these schedulers of transformers, except
+   that after the end the rate stays at min_lr, where transformers' cosine rises again:
        CONSTANT         get_constant_schedule_with_warmup
        LINEAR           get_linear_schedule_with_warmup; with min_lr get_polynomial_decay_schedule_with_warmup, of
                         lr_end = min_lr and power = 1
@@ -2089,7 +2140,7 @@ typedef enum amp_token_format {
     AMP_TOKENS_FORCE_I32 = 0x7fffffff
 } amp_token_format;
 
-/* What to do with samples at an epoch's end that do not fill a batch on every rank. */
+/* What to do at an epoch's end with samples that do not fill a batch on every rank. */
 typedef enum amp_last_batch {
     AMP_LAST_DEFAULT = 0,       /* DROP */
     AMP_LAST_DROP = 1,          /* leave them out of this epoch */
@@ -2107,21 +2158,21 @@ typedef struct amp_field {
     int64_t count;
 } amp_field;
 
-/* What a callback is asked for. */
+/* The sample that a callback is asked for. */
 typedef struct amp_sample {
     int64_t sample;             /* 0 to samples - 1 */
     int64_t epoch;
     uint64_t random;            /* for augmentation: a function of seed, epoch and sample */
-    int32_t worker;             /* index of the calling thread, for scratch memory of its own */
+    int32_t worker;             /* index of the calling thread, for its own scratch memory */
     int32_t error_size;
     char *error;                /* on failure write the reason here */
 } amp_sample;
 
-/* A source of your own.  read fills fields[i], host memory for fields[i].count values, and returns 0 on success.
-   Workers call it concurrently.  Exact resume needs equal samples from equal calls.
+/* Your own source.  read fills fields[i], host memory for fields[i].count values, and returns 0 on success.  Workers
+   call it concurrently.  For exact resume, equal calls must give equal samples.
    Without workers read runs within your call.  If a C++ exception or longjmp leaves it there, the loader stays as it
-   was: the next amp_loader_next begins the same batch again, and amp_loader_destroy works where you caught it, or
-   further up.  From a worker no exception may escape, as from any thread. */
+   was.  The next amp_loader_next begins the same batch again, and amp_loader_destroy works where you caught the
+   exception, or further up.  From a worker no exception may escape, as from any thread. */
 typedef struct amp_source {
     int (*read)(void *user, const amp_sample *sample, void *const *fields);
     void *user;
@@ -2134,15 +2185,15 @@ typedef struct amp_source {
 
 typedef struct amp_loader amp_loader;
 
-/* One of path, arrays, tensors and source.
+/* Set one of path, arrays, tensors and source.
    path: token files.  A sample is `seq` tokens, and as targets the same shifted by one; samples start every seq tokens
-   within a file.  A path that is no file is a pattern if any part has * ? or []; its files are taken in byte order of
-   their names and kept open: a replaced file is still read, a truncated one is an error where it ends.
+   within a file.  A path that is no file is a pattern if any part has * ? or [].  The files that it matches are taken
+   in byte order of their names and kept open: a replaced file is still read, a truncated one is an error where it ends.
    arrays: .npy files of f2, f4, f8, u1, u2, i4, i8 or b1 with equal first dimension; sample i is row i of each.
-   tensors: the same of arrays in host memory, of any dtype but TF32.  Rows are contiguous, at any stride.  The data is
-   not copied: keep it, unchanged.  Resuming refuses other data by a hash of rows (all, up to 64 KiB of each).
-   Floating-point fields come in amp_autocast_input's dtype as of creation, with a warning for values that become
-   infinite. */
+   tensors: the same for arrays in host memory, of any dtype but TF32.  Rows are contiguous, at any stride.  The data is
+   not copied, so keep it unchanged.  Resuming refuses other data by a hash of rows (all, up to 64 KiB of each).
+   Floating-point fields are delivered in amp_autocast_input's dtype as of creation, with a warning for values that
+   become infinite. */
 typedef struct amp_loader_desc {
     const char *path;
     const char *const *arrays;
@@ -2163,7 +2214,7 @@ typedef struct amp_loader_desc {
     int32_t rank, world;        /* of this process; world 0: those of the context's reducer */
     int32_t vocab;              /* tokens must be below; default unchecked */
     int32_t disable_pinned;     /* 1: pageable host memory even where the device has pinned */
-    /* MiB of files kept in memory as they are read, to shuffle samples below 8 KiB fast; default 1024;
+    /* MiB of files kept in memory as they are read, which makes shuffling samples below 8 KiB fast; default 1024;
        AMP_NO_CACHE: 0 */
     int32_t cache_mb;
 } amp_loader_desc;
@@ -2171,9 +2222,9 @@ typedef struct amp_loader_desc {
 #define AMP_NO_CACHE (-1)
 
 /* Device memory, read-only, valid until the next call on the loader, also for work queued on the context's stream
-   before it.  A device gets batches on a separate stream, into two slots, while the previous one is in use:
-   amp_loader_next waits only for the workers, and the context's stream for the copy.  Tokens known to be below 65536
-   (.vocab, or the files' width) cross the bus in 16 bits. */
+   before that call.  A device receives batches on a separate stream, into two slots, while the previous batch is in
+   use.  amp_loader_next therefore waits only for the workers, and the context's stream for the copy.  Tokens known to
+   be below 65536 (.vocab, or the files' width) cross the bus in 16 bits. */
 typedef struct amp_batch {
     const int32_t *inputs, *targets;  /* [batch, seq]: fields 0 and 1, NULL unless I32 */
     const void *fields[AMP_MAX_FIELDS];  /* [batch, count] each */
@@ -2186,11 +2237,11 @@ typedef struct amp_batch {
    AMP_ERR_SIZE, AMP_ERR_CONFLICT, AMP_ERR_THREAD, AMP_ERR_OPEN, AMP_ERR_READ, AMP_ERR_FORMAT, AMP_ERR_TRUNCATED,
    AMP_ERR_TIMEOUT. */
 AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc);
-/* For shutting down from another thread: waiting and later calls return AMP_ERR_STATE; only save and destroy still
+/* For shutting down from another thread.  Waiting and later calls return AMP_ERR_STATE; only save and destroy still
    work. */
 AMP_API void amp_loader_stop(amp_loader *loader);
-/* Stops it first.  Returns within 100 ms once no callback (and without workers no call) is running; a worker stuck in
-   a read is left behind, and frees what it uses when the read returns. */
+/* Stops it first.  Returns within 100 ms once no callback (and without workers no call) is running.  A worker that
+   hangs in a read is left behind, and frees its memory when the read returns. */
 AMP_API void amp_loader_destroy(amp_loader *loader);
 /* After an error the next call tries the same batch again.
    Errors: AMP_ERR_STATE stopped, or called from this loader's read, AMP_ERR_READ and AMP_ERR_TRUNCATED with file and
@@ -2212,10 +2263,11 @@ typedef struct amp_loader_info {
     uint64_t hash;              /* of the files' sizes and sampled blocks: identifies the data */
 } amp_loader_info;
 AMP_API amp_result amp_loader_info_get(const amp_loader *loader, amp_loader_info *out);
-/* What the pointers point to belongs to the loader. */
+/* The loader owns what the pointers point to. */
 AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *out);
-/* The position after the last batch taken; the same on all ranks.  Load continues there exactly, also with other
-   workers, prefetch, paths, epochs and ranks; it refuses other data, samples, order, or batch times world.
+/* Save and load the position after the last batch taken, which is the same on all ranks.  Load continues there exactly,
+   also with other workers, prefetch, paths, epochs and ranks.  It refuses other data, samples, order, or batch times
+   world.
    Errors of load: AMP_ERR_STATE, AMP_ERR_NAME, AMP_ERR_MISMATCH, AMP_ERR_TIMEOUT. */
 AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
 AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
@@ -2224,15 +2276,16 @@ AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, c
 
 /* ==== 1 >>base ==== */
 
-/* The POSIX table, every member set. */
+/* The POSIX table, with every member set. */
 AMP_API void amp_system_default(amp_system *out);
-/* Replaces a file through a temporary one (write, fsync, rename), so after a crash or a concurrent write it has one
-   whole content.  Keeps permissions and, where possible, the owner.  A symbolic link is replaced; a device or pipe is
-   refused.  system may be NULL.  A process killed here leaves PATH.tmpPID@HOST-RANDOM.
+/* Replaces a file through a temporary one (write, fsync, rename), so the file is always complete after a crash or a
+   concurrent write.  Keeps permissions and, where possible, the owner.  A symbolic link is replaced; a device or pipe
+   is refused.  system may be NULL.  If the process is killed here, PATH.tmpPID@HOST-RANDOM is left behind.
    Errors: AMP_ERR_OPEN, AMP_ERR_WRITE; the old file is then untouched. */
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
 /* Reads a file, a pipe or a device to its end, at most 256 MiB unless it is a regular file; waits for a pipe's writer.
-   *data ends with an extra 0 byte; free it with amp_file_free.  Errors: AMP_ERR_OPEN, AMP_ERR_READ. */
+   *data ends with an extra 0 byte; free it with amp_file_free.
+   Errors: AMP_ERR_OPEN, AMP_ERR_READ. */
 AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes);
 AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
 
@@ -2263,15 +2316,15 @@ typedef struct amp_convert_desc {
     uint64_t seed, offset;      /* stochastic: element i uses amp_random_u32(seed, offset + i) */
 } amp_convert_desc;
 
-/* Converts n elements between floating dtypes on the host, fast, with the scalar functions' bits.  TF32 as destination
-   rounds within fp32 storage.  dst and src need no alignment, and may be one buffer if element sizes agree.  desc may
-   be NULL.  *new_inf, if given, counts finite inputs that became infinite (E4M3: NaN).
+/* Converts n elements between floating dtypes on the CPU, fast, with the same bits as the scalar functions.  TF32 as
+   destination rounds within fp32 storage.  dst and src need no alignment, and may be one buffer if element sizes agree.
+   desc may be NULL.  *new_inf, if given, receives the number of finite inputs that became infinite (E4M3: NaN).
    Errors: AMP_ERR_DTYPE not floating, or stochastic to fp32, fp64 or TF32, AMP_ERR_SIZE n elements exceed any memory,
    AMP_ERR_CONFLICT dst and src overlap otherwise. */
 AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                const amp_convert_desc *desc, int64_t *new_inf);
-/* How many of n elements are infinite or NaN, by their bits, so under -Ofast too; -1 for a dtype that is not floating.
-   *first, if given, is the index of the first, or -1. */
+/* Returns how many of n elements are infinite or NaN; -1 for a dtype that is not floating.  It looks at their bits, so
+   it works under -Ofast too.  *first, if given, receives the index of the first, or -1. */
 AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first);
 
 /* ==== 3 >>machine ====
@@ -2289,23 +2342,23 @@ typedef struct amp_device {
 } amp_device;
 
 enum { AMP_CPU_PATHS = AMP_CPU_AMX + 1 };
-/* How fast a CPU path multiplies matrices in a compute dtype, beside fp32 on the same path: 2 is twice as many products
-   in a second.  0: the CPU lacks the path, or the rate is not known. */
+/* How fast a CPU path multiplies matrices in a compute dtype, beside fp32 on the same path: 2 means twice as many
+   products per second.  0: the CPU lacks the path, or the rate is not known. */
 typedef struct amp_rates { float tf32, fp16, bf16, fp8; } amp_rates;
 
 struct amp_machine {
     amp_cpu_info cpu;
     amp_device device;          /* of the context's backend; kind "cpu" where that is the CPU */
-    /* Of the CPU, by amp_cpu_path.  They come from a table by vendor, family and model that is compiled in, and are
-       never measured at run time: a measurement could fall otherwise in the next run or on the next rank, and change
+    /* Of the CPU, by amp_cpu_path.  They come from a table by vendor, family and model that is compiled in.  They are
+       never measured at run time, because a measurement could differ in the next run or on the next rank, and change
        bits.  A CPU that is not in the table gets careful numbers by its instructions. */
     amp_rates rates[AMP_CPU_PATHS];
     char cores[48];             /* the table's name for them, such as "Zen 4"; "" not in the table */
 };
 
-/* Describes the CPU, in device too.  Errors: AMP_ERR_VERSION. */
+/* Describes the CPU, also in .device.  Errors: AMP_ERR_VERSION. */
 AMP_API amp_result amp_machine_probe(amp_machine *out);
-/* As a table. */
+/* The description as a table. */
 AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size);
 
 struct amp_choice {
@@ -2317,17 +2370,17 @@ struct amp_choice {
     char reason[200];           /* one line */
 };
 
-/* Chooses a compute dtype from its arguments alone.  wanted AMP_DTYPE_DEFAULT ("auto"): bf16 on compute capability 8.0
-   and later, or on a CPU whose path (machine->cpu.path) multiplies bf16 faster than fp32 by machine->rates; fp16 with a
-   scaler on 7.0 to 7.5; else fp32.  Otherwise `wanted` if
-   the device has it; if not, with allow_fallback, the nearest dtype that works, and the reason says so.
+/* Chooses a compute dtype from its arguments alone.  If wanted is AMP_DTYPE_DEFAULT ("auto"), it is bf16 on compute
+   capability 8.0 and later, or on a CPU whose path (machine->cpu.path) multiplies bf16 faster than fp32 by
+   machine->rates; fp16 with a scaler on 7.0 to 7.5; and otherwise fp32.  Any other `wanted` is chosen if the device has
+   it.  If the device lacks it, and with allow_fallback, it is the nearest dtype that works, and the reason says so.
    Errors: AMP_ERR_DTYPE not a compute dtype, AMP_ERR_VERSION, AMP_ERR_UNSUPPORTED the device lacks it (E4M3 and E5M2:
    always; FP8 computes in them). */
 AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out);
 
 /* ==== 5 >>state ====
    One blob for all that must survive a restart: named records, little-endian everywhere, each with a checksum, behind
-   a header with magic and format version.  Objects save into it; add records of your own. */
+   a header with magic and format version.  Objects save their state into it; add your own records. */
 
 /* An empty state.  system may be NULL. */
 AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system);
@@ -2340,7 +2393,7 @@ AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dt
 AMP_API amp_result amp_state_get(const amp_state *state, const char *key, amp_dtype dtype, void *values, int64_t n);
 /* Count and dtype of a record; -1 if there is none. */
 AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dtype *dtype);
-/* Name of record i; NULL beyond the last. */
+/* Name of record i, or NULL beyond the last. */
 AMP_API const char *amp_state_key(const amp_state *state, int64_t i);
 /* The blob; free *data with amp_file_free and the state's system. */
 AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t *bytes);
@@ -2352,9 +2405,10 @@ AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, con
 
 /* ==== 6 >>backends ==== */
 
-/* What else an amp_reducer can do.  Parts lie one after the other in the order of ranks.  With on_host 0 calls obey the
-   stream (NCCL); 1: a device's memory goes through the host's, piece by piece, and waits for the stream; 2: calls take
-   a device's memory, once the stream is done (CUDA-aware MPI), but 16-bit numbers to be summed go through the host. */
+/* Other calls that an amp_reducer can make.  Parts lie one after the other in the order of ranks.  With on_host 0 calls
+   are ordered by the stream (NCCL).  With 1 a device's memory is copied through host memory, piece by piece, after
+   waiting for the stream.  With 2 calls take a device's memory, once the stream is done (CUDA-aware MPI), but 16-bit
+   numbers to be summed are copied through host memory. */
 struct amp_exchanges {
     /* part `rank` of the sum of all `in`, of world * count_each numbers; `out` may be that part of `in` */
     int (*reduce_scatter)(void *user, const void *in, void *out, int64_t count_each, amp_dtype dtype, amp_reduce_op op,
@@ -2370,26 +2424,26 @@ struct amp_exchanges {
     const char *(*error)(void *user);   /* why the last call failed, for amp_last_error; NULL or "": unknown */
 };
 
-/* Ranks on devices: each rank, a process or a thread with a device of its own, opens its context at the same time with
-   .reduce_on_device = 1 and any reducer of host memory, by which the ranks find each other:
+/* Ranks on devices: each rank is a process or a thread with its own device.  All ranks open their contexts at the same
+   time with .reduce_on_device = 1 and any reducer of host memory, by which the ranks find each other:
 
        desc.backend = amp_cuda(), desc.device = gpu, desc.reducer = amp_mpi(&comm), desc.reduce_on_device = 1;
 
-   Device memory then goes over NCCL, on the stream and into captured graphs.  A rank that is gone, late by
-   .reduce_timeout_ms, or makes other calls than the rest ends all: every call but those that free and close fails with
-   AMP_ERR_REDUCE, and .reducer, asked once more, says which rank it is.
+   Device memory is then exchanged with NCCL, on the stream and within captured graphs.  If a rank is gone, is late by
+   .reduce_timeout_ms, or makes other calls than the rest, training ends for all.  Every call except those that free and
+   close then fails with AMP_ERR_REDUCE, and .reducer, asked once more, says which rank it is.
    Errors of amp_open: AMP_ERR_UNSUPPORTED no NCCL, or before 2.14; AMP_ERR_CONFLICT a .reducer of device memory;
    AMP_ERR_REDUCE a rank has not come or cannot. */
 
-/* Data-parallel training in one process: each rank is a context, with a model of its own, in a thread of its own.
+/* Data-parallel training in one process: each rank is a context with its own model, in a separate thread.
 
        amp_ranks_create(&ranks, &(amp_ranks_desc){.world = 4});
        in thread i:  amp_ranks_reducer(ranks, i, &desc.reducer); amp_open(&amp, &desc); train; amp_close(amp);
 
    Sums are taken in the order of ranks in fp64 and rounded once, so all ranks get the same bits in every run; device
-   memory goes through the host.  All must begin with the same weights (amp_params_broadcast).  A rank that passes other
-   sizes than the rest or their memory, does not come in time or has closed its context makes the call fail in all, and
-   every later one: AMP_ERR_REDUCE, with a text that names it.
+   memory is copied through host memory.  All ranks must begin with the same weights (amp_params_broadcast).  If a rank
+   passes other sizes than the rest or their memory, is not in time, or has closed its context, the call fails on all
+   ranks, and so does every later one: AMP_ERR_REDUCE, with a text that names the rank.
    Errors of amp_open with such a reducer: AMP_ERR_CONFLICT another context is this rank, AMP_ERR_REDUCE the ranks have
    failed before. */
 typedef struct amp_ranks_desc {
@@ -2400,12 +2454,12 @@ typedef struct amp_ranks_desc {
 typedef struct amp_ranks amp_ranks;
 AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc);
 AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer *out);
-/* The calls of contexts that are still open fail from then on; the last one to close frees the memory. */
+/* Calls of contexts that are still open fail from then on; the last context to close frees the memory. */
 AMP_API void amp_ranks_destroy(amp_ranks *ranks);
 
 /* ==== 7 >>masks ====
-   Masks written out and cached: for softmax over scores of your own, kernels that want a mask tensor, and arbitrary
-   masks used repeatedly.  amp_attention and amp_softmax do not need it. */
+   Masks written out and cached: for softmax over your own scores, kernels that want a mask tensor, and arbitrary masks
+   that are used repeatedly.  amp_attention and amp_softmax do not need it. */
 
 /* A cached mask, read-only and shared. */
 typedef struct amp_mask_view {
@@ -2414,9 +2468,9 @@ typedef struct amp_mask_view {
 } amp_mask_view;
 
 /* Finds a mask in the cache, by kind, sizes, dtype and array contents, or writes it.  AMP_U8: 1 visible, 0 hidden;
-   AMP_F32, AMP_F16, AMP_BF16: 0 visible, -inf hidden, to add to scores.  The arrays of mask must be readable by the
-   host, and `allowed` the same for all heads.  Held until amp_mask_release; then evicted, least recently used first,
-   to stay within amp_desc.mask_limit.
+   AMP_F32, AMP_F16, AMP_BF16: 0 visible, -inf hidden, to add to scores.  The CPU must be able to read the arrays of
+   mask, and `allowed` must be the same for all heads.  The mask is held until amp_mask_release.  After that it may be
+   evicted, least recently used first, to stay within amp_desc.mask_limit.
    Errors: AMP_ERR_DTYPE, AMP_ERR_STATE, AMP_ERR_UNSUPPORTED a mask per head. */
 AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
                                 amp_dtype dtype, amp_mask_view *out);
@@ -2438,7 +2492,7 @@ typedef enum amp_scaler_use {
     AMP_SCALER_USE_FORCE_I32 = 0x7fffffff
 } amp_scaler_use;
 
-/* What to do about an amp_anomaly, apart from a warning. */
+/* What to do about an amp_anomaly, in addition to a warning. */
 typedef enum amp_nan_action {
     AMP_NAN_DEFAULT = 0,        /* SKIP */
     AMP_NAN_REPORT = 1,         /* nothing: without a scaler the step is applied, as in PyTorch */
@@ -2451,9 +2505,9 @@ typedef enum amp_nan_action {
 #define AMP_INTERVAL_OFF (-1)       /* an interval: never */
 
 /* Keys in files, with the field if its name differs; default; other values.  Environment variables are AMP_ and the key
-   in capitals.  Enum values go without their prefix, in either case; switches are true, false, on, off, yes, no, 1, 0;
-   "default" restores any default.  Intervals are numbers of steps, or "off".  More is said in the descs with these
-   fields; SETTINGS, at the end of the API, has the names in Python trainers.
+   in capitals.  Enum values are written without their prefix, in either case; switches are true, false, on, off, yes,
+   no, 1, 0; "default" restores any default.  Intervals are numbers of steps, or "off".  The descs with these fields say
+   more; SETTINGS, at the end of the API, has the names in Python trainers.
 
     "enabled" .disable            true      false: regions compute in their operands' dtypes
     "dtype"                       auto      fp32, tf32, fp16, bf16, fp8
@@ -2509,7 +2563,7 @@ typedef struct amp_settings {
     amp_autotune autotune;
     amp_scaler_use use_scaler;
     amp_nan_action nan_action;
-    char layers[2048];          /* beside the overrides that are there already */
+    char layers[2048];          /* in addition to the overrides that are there already */
     char rates[512];            /* amp_desc.rates */
     amp_scaler_desc scaler;     /* .disable stays 0: see use_scaler */
     double clip_norm;
@@ -2525,39 +2579,42 @@ typedef struct amp_settings {
 } amp_settings;
 #define AMP_NO_RETRIES (-1)
 
-/* Sets one setting.  Errors: AMP_ERR_VERSION, AMP_ERR_NAME no such key (the text names the nearest), AMP_ERR_RANGE not
-   a value of this key, AMP_ERR_UNSUPPORTED what reads it was left out (AMP_NO_CARE, AMP_NO_WATCH). */
+/* Sets one setting.
+   Errors: AMP_ERR_VERSION, AMP_ERR_NAME no such key (the text names the nearest), AMP_ERR_RANGE not a value of this
+   key, AMP_ERR_UNSUPPORTED the code that reads it was left out (AMP_NO_CARE, AMP_NO_WATCH). */
 AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, const char *value);
-/* Lines "key = value"; # begins a comment; each key at most once.  All or nothing.  Error texts say `name`, line and
-   key.
+/* Lines "key = value"; # begins a comment; each key at most once.  Sets all or nothing.  Error texts have `name`, line
+   and key.
    Errors: as above, AMP_ERR_FORMAT another line, AMP_ERR_CONFLICT a key twice. */
 AMP_API amp_result amp_settings_read_text(amp_settings *settings, const char *name, const char *text, size_t bytes);
 /* The same from a file.  Errors: also AMP_ERR_OPEN, AMP_ERR_READ. */
 AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_system *system, const char *path);
-/* From the environment, such as AMP_DTYPE=bf16; empty variables count as not set.  All or nothing.  Only this function
-   and amp_open_env read it.
+/* From the environment, such as AMP_DTYPE=bf16; empty variables count as not set.  Sets all or nothing.  Only this
+   function and amp_open_env read the environment.
    Errors: as amp_settings_set; AMP_ERR_NAME for a variable AMP_... that is no key. */
 AMP_API amp_result amp_settings_read_env(amp_settings *settings);
-/* A context and a scaler from the environment, for a program with fp32 code of its own.  With no variable AMP_... set,
+/* A context and a scaler from the environment, for a program with its own fp32 code.  With no variable AMP_... set,
    both become NULL: the program branches on *amp, and scaler calls take NULL as a scale of 1.  Otherwise the context is
    as the variables say, on the CPU, with .gemm_always; the scaler is disabled if none is wanted.  scaler may be NULL,
-   for a program that computes products but no gradients: a scale that the variables ask for is then a warning.
-   On failure both stay as they were.  NULL would mean that nothing is set, and a program that did not look at the
-   result would compute in fp32 unnoticed; compilers warn where the result is dropped.
+   for a program that computes products but no gradients.  A scale that the variables ask for is then a warning.
+   On failure both stay as they were.  They do not become NULL, because that would mean that nothing is set, and a
+   program that did not look at the result would compute in fp32 unnoticed; compilers warn where the result is dropped.
    Errors: as amp_settings_read_env, amp_settings_check, amp_open and amp_scaler_create. */
 AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) __attribute__((__warn_unused_result__));
-/* Checks each field, and for contradictions: level O0 (fp32 throughout) with another dtype, tf32 or the scaler on;
-   what only delayed scaling reads with another fp8_scaling; a floor above the ceiling; an initial scale outside them.
-   Settings without effect are no contradiction: fp32 at levels O2 and O3 keeps fp32 weights, as where auto chooses it.
+/* Checks each field, and looks for contradictions: level O0 (fp32 throughout) with another dtype, tf32 or the scaler
+   on; settings that only delayed scaling reads with another fp8_scaling; a floor above the ceiling; an initial scale
+   outside them.  Settings without effect are no contradiction: fp32 at levels O2 and O3 keeps fp32 weights, as where
+   auto chooses it.
    Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT with both keys, AMP_ERR_SCALE, AMP_ERR_UNSUPPORTED as amp_settings_set. */
 AMP_API amp_result amp_settings_check(const amp_settings *settings);
-/* All settings in effect, as a file that amp_settings_read_text takes; what nothing reads stands behind a #. */
+/* All settings in effect, as a file that amp_settings_read_text takes; settings that are not read are commented out
+   with #. */
 AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
 
 /* Overwrites the fields of each desc that are settings; any desc may be NULL.  desc->layers and, if set, desc->rates
    then point into settings.
-   scaler->disable becomes 1 if no scaler is wanted; for "auto" that takes the dtype of amp: pass it once it is open,
-   before that NULL.
+   scaler->disable becomes 1 if no scaler is wanted.  For "auto" that depends on the dtype of amp: pass amp once it is
+   open, and NULL before that.
    Errors: AMP_ERR_VERSION, AMP_ERR_CONFLICT, AMP_ERR_SCALE. */
 typedef struct amp_monitor_desc amp_monitor_desc;
 AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
@@ -2565,12 +2622,12 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
 /* The same for a loader: .workers, .prefetch and .disable_pinned. */
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader);
 /* Changes a running training between two steps: dtypes, enabled, mode, caches, fallback, tf32, clipping, accumulation,
-   scaler on or off and its rule, intervals and actions.  A scaler turned on starts anew; one turned off has scale 1.
-   Level, policy, autotune, threads, rates, FP8 recipe and scaler preset must be as they are, or defaults.  Casts of
-   inputs and outputs change for later loaders and memory.  All or nothing; captured graphs are then out of date.
-   scaler, optimizer and monitor may be NULL.
+   scaler on or off and its rule, intervals and actions.  A scaler that is turned on starts anew; one that is turned off
+   has scale 1.  Level, policy, autotune, threads, rates, FP8 recipe and scaler preset must be as they are, or defaults.
+   Casts of inputs and outputs change for loaders and memory created later.  Changes all or nothing; captured graphs are
+   then out of date.  scaler, optimizer and monitor may be NULL.
    Errors: AMP_ERR_STATE in the middle of a step, accumulation cycle or capture, AMP_ERR_UNSUPPORTED the device lacks
-   the dtype, AMP_ERR_CONFLICT what cannot change, or not under an amp_adapt, AMP_ERR_SCALE. */
+   the dtype, AMP_ERR_CONFLICT a setting that cannot change, or not under an amp_adapt, AMP_ERR_SCALE. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
                                       amp_optimizer *optimizer, amp_monitor *monitor);
@@ -2593,12 +2650,12 @@ typedef struct amp_status {
     int32_t growth_tracker, growth_interval, at_floor;
     int64_t updates, skips, consecutive_skips;
     amp_cache_info cast_cache, mask_cache;
-    /* finite numbers in operands of products that saturate_inputs clamped or, on the CPU, fp16 made infinite; there an
-       operand that a batch shares counts for each of its products */
+    /* finite numbers in operands of products that saturate_inputs clamped or, on the CPU, fp16 made infinite.  On the
+       CPU an operand that a batch shares counts for each of its products */
     int64_t new_inf;
     char new_inf_in[80];        /* the last such operand: "amp_linear: x of h.0.fc.weight" */
-    /* tensors rounded to fp8 so far, and the largest shares of one's numbers that saturated and became 0 in its last
-       step; amp_fp8_stats_get has each */
+    /* tensors rounded to fp8 so far; and the largest shares of one tensor's numbers that saturated, and that became 0,
+       in its last step.  amp_fp8_stats_get has each tensor's */
     int64_t fp8_tensors;
     double fp8_saturated, fp8_underflowed;
     char fp8_saturated_in[80];  /* the first one: "x of h.0.fc.weight"; "": none saturated */
@@ -2611,7 +2668,7 @@ typedef struct amp_status {
 /* memory_warning: as in amp_settings.  scaler may be NULL.  Waits.  Errors: AMP_ERR_STATE during a graph capture. */
 AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning,
                                   amp_status *out);
-/* As a table, and as one JSON object; unknown values are "n/a" (JSON: null). */
+/* The status as a table, and as one JSON object; unknown values are "n/a" (JSON: null). */
 AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size);
 AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size);
 
@@ -2636,8 +2693,8 @@ AMP_API void amp_profile_pop(amp_context *amp);
        "epoch"    epoch steps skipped anomalies loss dtype tokens_per_s seconds data_s ... optimizer_s peak
        "fp8"      when memory is queried, for each tensor in fp8: step weight tensor ("x", "weight", "dy") saturated
                   underflowed nonfinite (shares), with delayed scaling the next step's scale
-   A loss that was not read is left out; null is infinity or NaN.  tracker: before the step; skipped: 0 or 1; skips:
-   total. */
+   A loss that was not read is left out; null is infinity or NaN.  tracker: its value before the step; skipped: 0 or 1;
+   skips: the total. */
 
 typedef enum amp_phase {
     AMP_PHASE_OTHER = 0, AMP_PHASE_DATA = 1, AMP_PHASE_FORWARD = 2, AMP_PHASE_BACKWARD = 3, AMP_PHASE_OPTIMIZER = 4,
@@ -2645,7 +2702,7 @@ typedef enum amp_phase {
     AMP_PHASE_FORCE_I32 = 0x7fffffff
 } amp_phase;
 
-/* What is wrong with a step.  Overflow that a scaler answers is no anomaly. */
+/* What is wrong with a step.  Overflow that a scaler handles is not an anomaly. */
 typedef enum amp_anomaly {
     AMP_ANOMALY_NONE = 0,
     AMP_ANOMALY_LOSS = 1,       /* loss infinite or NaN */
@@ -2672,13 +2729,13 @@ struct amp_monitor_desc {
 /* Destroy it before its optimizer.
    Errors: AMP_ERR_CONFLICT optimizer or scaler of another context, AMP_ERR_OPEN, AMP_ERR_READ, AMP_ERR_WRITE. */
 AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc);
-/* Writes what is left, the last steps' records too; logs errors. */
+/* Writes what is left, including the records of the last steps; logs errors. */
 AMP_API void amp_monitor_destroy(amp_monitor *monitor);
 AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out);
 
-/* Ends the previous phase and begins one, also as a profiler's range; timed by device events if there are any.  An
-   epoch's time counts from its first call (without calls, from its beginning), so validation between epochs does not
-   count.  Does nothing during a graph capture. */
+/* Ends the previous phase and begins one, which is also a profiler's range; device events give the time if there are
+   any.  An epoch's time counts from its first call (without calls, from its beginning), so validation between epochs
+   does not count.  Does nothing during a graph capture. */
 AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase);
 #endif
 
@@ -2689,9 +2746,9 @@ typedef struct amp_step_info {
     int64_t tokens;             /* or samples, of all micro-batches of the step; for the rate */
 } amp_step_info;
 #if !defined(AMP_NO_WATCH)
-/* Ends a step, after amp_step; does not wait for it, but for the lines of fp8.
-   Errors: AMP_ERR_STATE the optimizer has not stepped since the last call, AMP_ERR_WRITE lines could not be written:
-   up to 256 KiB are kept and written when it works again; training may go on. */
+/* Ends a step, after amp_step.  It does not wait for the step, except for the lines of fp8.
+   Errors: AMP_ERR_STATE the optimizer has not stepped since the last call, AMP_ERR_WRITE lines could not be written: up
+   to 256 KiB are kept, and written when writing works again; training can continue. */
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info);
 #endif
 
@@ -2708,13 +2765,13 @@ typedef struct amp_step_record {
     amp_memory_info memory;
 } amp_step_record;
 #if !defined(AMP_NO_WATCH)
-/* The next record that is due, with the step's result.  1: *out was filled.  The last 64 are kept.  Steps without
-   amp_monitor_step have none. */
+/* The next record that is due, with the step's result.  Returns 1 if *out was filled.  The last 64 are kept.  Steps
+   without amp_monitor_step have no record. */
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out);
 /* Makes the records of all steps due, and waits. */
 AMP_API amp_result amp_monitor_flush(amp_monitor *monitor);
-/* Adds a line of your own: one JSON object without line ends.  Errors: AMP_ERR_RANGE not JSON, AMP_ERR_WRITE as
-   above. */
+/* Adds your own line: one JSON object without line ends.
+   Errors: AMP_ERR_RANGE not JSON, AMP_ERR_WRITE as above. */
 AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json);
 #endif
 
@@ -2733,7 +2790,7 @@ typedef struct amp_epoch_record {
    Errors: AMP_ERR_STATE it has no steps, AMP_ERR_WRITE. */
 AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out);
 #endif
-/* Mixed-precision and full-precision epochs compared: means of loss, time and rate; the greater peak.  If either has
+/* Compares mixed-precision and full-precision epochs: means of loss, time and rate; the greater peak.  If either has
    epoch 0 (there was none), the ratios are 0. */
 typedef struct amp_epoch_summary {
     amp_epoch_record mixed, full;
@@ -2748,17 +2805,17 @@ AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *te
 
 /* ---- Statistics of tensors: how their values fit a format
 
-   Recommendations, the first that applies; gradients are judged as they lie in memory, loss scale included:
+   Recommendations, the first that applies.  Gradients are judged as they are in memory, loss scale included:
        LOOK         NaN or infinities that a wider format would not prevent: in weights or ranges (except infinities in
        fp16 ranges), or in gradients if the format is bf16 or the scale cannot fall further.
        LOWER_SCALE  a gradient overflows in the format, or is infinite or NaN, and fits at a smaller scale not below
        the scaler's floor (1 without a scaler).
        RAISE_SCALE  more than AMP_UNDERFLOW_SHARE of a gradient becomes 0, none overflows, and there is headroom.
-       LAYER_FP32   no scale serves all gradients (one overflows and another, or the same, underflows), and fewer than
-       a quarter do not fit.  Otherwise BF16 (judged against bf16 itself: still LAYER_FP32).  The same for weights and
-       ranges that overflow, which no scale helps; their underflow is ignored, as small beside the rest.
+       LAYER_FP32   no scale fits all gradients (one overflows and another, or the same, underflows), and fewer than a
+       quarter do not fit.  Otherwise BF16 (judged against bf16 itself: still LAYER_FP32).  The same for weights and
+       ranges that overflow, for which no scale helps.  Their underflow is ignored, because it is small beside the rest.
    wanted_scale is the largest power of two at which the largest gradient is at most a quarter of the format's largest
-   number: two bits of headroom from step to step. */
+   number, which leaves two bits of headroom from step to step. */
 
 /* Of the values that are not 0. */
 #define AMP_UNDERFLOW_SHARE 0.01
@@ -2798,7 +2855,8 @@ typedef struct amp_tensor_stats_report {
 } amp_tensor_stats_report;
 
 typedef struct amp_tensor_stats_desc {
-    /* weights and live gradients; not copied.  What has no .grad now gets no row for one later: create it anew */
+    /* weights and live gradients; not copied.  A parameter that has no .grad now gets no row for one later: create the
+       object anew */
     amp_param *params; int64_t n_params;
     const amp_range *ranges; int64_t n_ranges;  /* others, such as activations; copied */
     amp_scaler *scaler;         /* whose scale the gradients carry; may be NULL */
@@ -2816,22 +2874,22 @@ AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats);
    Errors: AMP_ERR_STATE during a graph capture. */
 AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out);
 AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size);
-/* The row of the weight or range of this name, or (gradient 1) of a gradient; NULL: there is none. */
+/* The row of the weight or range of this name, or (gradient 1) of its gradient; NULL if there is none. */
 AMP_API const amp_tensor_stats_row *amp_tensor_stats_find(const amp_tensor_stats_report *report, const char *name,
                                                           int32_t gradient);
 #endif
 
 /* ==== 14 >>care ====
-   Does mixed precision work here, which is best, and what to do when it goes wrong. */
+   Whether mixed precision works here, which one is best, and what to do when it goes wrong. */
 
 /* ---- Verify: your step in fp32 and in each candidate, on the same batch */
 
-/* Forward and backward of one batch, always the same; returns 0, or an amp_result or number of your own.  Its regions
+/* Forward and backward of one batch, always the same one; returns 0, or an amp_result or your own number.  Its regions
    take the context's dtype (amp_autocast_begin(amp, NULL)).  It may step an optimizer that the desc names, but not
    change overrides; the fp32 reference ignores overrides of layers, .fallback and .allow_tf32. */
 typedef int (*amp_step_function)(void *user, amp_context *amp);
 
-/* How far a precision may differ is measured: in fp32, all weights (but zeros) are changed at random by up to the
+/* How far a precision may differ is measured.  In fp32, all weights (but zeros) are changed at random by up to the
    candidate's roundoff, as one rounding would, twice.  The root mean square effect on a tensor is its noise.  Since a
    computation rounds more than the weights, correct models were found at 0.5 to 2 times the noise. */
 typedef struct amp_verify_desc {
@@ -2874,10 +2932,10 @@ typedef struct amp_verify_report {
 } amp_verify_report;
 #if !defined(AMP_NO_CARE)
 /* Runs the step 3 times in fp32 and 3 times per candidate, from the same weights (but for those changes), zero
-   gradients, random numbers and loss scale; with a scaler once more before and, if fp16's gradients overflow then, at
-   the scale the scaler would come to.  Whatever the step did, parameters, gradients, optimizer, scaler, records of FP8,
-   random offsets and dtype are restored bit for bit; outputs are not.  Takes host memory for all of these, twice for
-   gradients.  A candidate that fails, or that the device lacks, is a row, not an error.
+   gradients, random numbers and loss scale.  With a scaler it runs once more before and, if fp16's gradients overflow
+   then, at the scale the scaler would come to.  Whatever the step did, parameters, gradients, optimizer, scaler,
+   records of FP8, random offsets and dtype are restored bit for bit; outputs are not.  Takes host memory for all of
+   these, twice for gradients.  A candidate that fails, or that the device lacks, is a row, not an error.
    Errors: AMP_ERR_RANGE also if the step fails or is not finite in fp32 (the text has the first bad tensor or the
    step's error), AMP_ERR_SHAPE, AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture or between amp_scaler_check and
    amp_scaler_update, AMP_ERR_NAME, AMP_ERR_CONFLICT level O0.
@@ -2885,21 +2943,21 @@ typedef struct amp_verify_report {
 AMP_API amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out);
 AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size);
 
-/* Is all memory where the context's kernels can use it?
+/* Checks that all memory is where the context's kernels can use it.
    Errors: AMP_ERR_SHAPE a range without data, AMP_ERR_DEVICE the first name that is elsewhere, and where. */
 AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *ranges, int64_t n);
 #endif
 
-/* Finite differences for an operator of your own, under autocast: for random directions d of each input, (L(x + h d) -
-   L(x - h d)) / 2h is compared with gradient . d, where L = sum(outputs * weights) with random weights, which backward
-   gets as the outputs' gradients.  h is 2^-8 (fp16 and tf32 2^-4, bf16 2^-3) times the input's root mean square.  The
-   bound is 8 standard deviations of the effect of rounding on L (over h) and on gradient . d, both measured by random
-   changes of all inputs by up to the coarsest roundoff of dtype, outputs and output_grads, plus twice the truncation
-   error that halving h shows.  So fp32, the default, finds a factor of 1.01, while bf16 misses one of 1.1: see
+/* Finite differences for your own operator, under autocast.  For random directions d of each input, (L(x + h d) - L(x -
+   h d)) / 2h is compared with gradient . d.  Here L = sum(outputs * weights) with random weights, which backward gets
+   as the outputs' gradients.  h is 2^-8 (fp16 and tf32 2^-4, bf16 2^-3) times the input's root mean square.  The bound
+   is 8 standard deviations of the effect of rounding on L (over h) and on gradient . d, plus twice the truncation error
+   that halving h shows.  Both effects are measured by random changes of all inputs by up to the coarsest roundoff of
+   dtype, outputs and output_grads.  So fp32, the default, finds a factor of 1.01, while bf16 misses one of 1.1: see
    .detectable.
    Where L has kinks, as at a ReLU's 0, no difference across one is the gradient.  Both sides' differences and smaller
-   steps show them: directions that fail because of kinks are left out, and counted in .kinks; others, which move fewer
-   elements and less, and so cross fewer, are tried instead.
+   steps show them.  Directions that fail because of kinks are left out, and counted in .kinks.  Others, which move
+   fewer elements and less, and so cross fewer kinks, are tried instead.
    Forwards get the same random numbers; backwards begin with input_grads zero.  Inputs and records of FP8 are restored;
    gradients of parameters are not live afterwards. */
 typedef struct amp_gradcheck_desc {
@@ -2918,8 +2976,8 @@ typedef struct amp_gradcheck_report {
     amp_dtype dtype;            /* that the region computed in */
     double error, bound;        /* of the worst, by error over bound; absolute */
     double expected, found;     /* by differences, by backward */
-    /* the relative error of any input's gradient from which on it is found; infinite: of some input every direction
-       was left out, so its gradient was not checked */
+    /* the smallest relative error of any input's gradient that is found.  Infinite: for some input every direction was
+       left out, so its gradient was not checked */
     double detectable;
     char worst[64];             /* its input */
     int64_t kinks;              /* directions left out because they cross kinks */
@@ -2938,7 +2996,7 @@ typedef struct amp_advise_desc {
     int64_t batch;              /* of a step that has run, for the memory left */
     const amp_optimizer *optimizer;
     const amp_scaler *scaler;
-    const amp_verify_report *verified;  /* what failed there is not advised */
+    const amp_verify_report *verified;  /* precisions that failed there are not advised */
     /* of the last steps after warmup, oldest first, NaN and infinity included */
     const double *losses; int64_t n_losses;
 } amp_advise_desc;
@@ -2952,25 +3010,27 @@ typedef struct amp_advice {
     char dtype_reason[200], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160], lr_reason[160];
 } amp_advice;
 #if !defined(AMP_NO_CARE)
-/* dtype: fp8 if the device has it and it passed verification; else amp_choose's for "auto", or the first of bf16,
-   fp16, tf32 and fp32 with nothing against it (verification; fp16's scale at its floor).  level: O1; or O2 when the
-   step took over 90% of the device's memory and the dtype has 16 bits.  batch: from peak memory = fixed + batch *
-   each, where fixed is amp_optimizer_bytes and the cast cache; the step must be the largest since
-   amp_memory_reset_peak, with memory from amp_alloc.  scaler: by its share of skipped steps.  lr: lower if losses are
-   not finite, rise or jump; higher if they fall smoothly, by less than 10% in all, and as fast at the end as before.
+/* dtype: fp8 if the device has it and it passed verification.  Otherwise amp_choose's for "auto", or the first of bf16,
+   fp16, tf32 and fp32 with nothing against it (verification; fp16's scale at its floor).
+   level: O1, or O2 when the step took over 90% of the device's memory and the dtype has 16 bits.
+   batch: from peak memory = fixed + batch * each, where fixed is amp_optimizer_bytes and the cast cache.  The step must
+   be the largest since amp_memory_reset_peak, with memory from amp_alloc.
+   scaler: by its share of skipped steps.
+   lr: lower if losses are not finite, rise or jump; higher if they fall smoothly, by less than 10% in all, and as fast
+   at the end as before.
    desc may be NULL. */
 AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out);
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size);
-/* amp_settings_apply with what can change while training runs, and the learning rate; another level is only logged, as
-   it needs a new context.  If you set the rate in each step, apply lr_factor to your schedule. */
+/* Applies, by amp_settings_apply, what can change while training runs, and the learning rate.  Another level is only
+   logged, as it needs a new context.  If you set the rate in each step, apply lr_factor to your schedule. */
 AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler,
                                     amp_optimizer *optimizer);
 #endif
 
 /* ---- Tune: your step over precisions and batch sizes, timed and verified */
 
-/* Makes the model ready for a batch size, freeing that of the one before; returns 0, AMP_ERR_MEMORY if it does not
-   fit, or another amp_result. */
+/* Makes the model ready for a batch size, and frees the model of the size before; returns 0, AMP_ERR_MEMORY if it does
+   not fit, or another amp_result. */
 typedef int (*amp_prepare_function)(void *user, amp_context *amp, int64_t batch);
 
 typedef struct amp_tune_desc {
@@ -2982,7 +3042,7 @@ typedef struct amp_tune_desc {
     /* from batch (default 1), doubled up to max_batch (default batch) or the end of memory */
     int64_t batch, max_batch;
     int32_t iterations, warmup; /* timed steps, default 10, after warmup, default 3 (AMP_NO_WARMUP: none) */
-    /* candidates that fail it are not picked; NULL: none is verified; all zeros, with .record: it is what is verified.
+    /* candidates that fail it are not picked.  NULL: none is verified; all zeros, with .record: the record is verified.
        Its parameters must not move when a batch is prepared */
     const amp_verify_desc *verify;
     const char *file, *model;   /* keeps results by machine, model name and desc, to read them instead of timing */
@@ -3006,17 +3066,18 @@ typedef struct amp_tune_report {
 } amp_tune_report;
 #if !defined(AMP_NO_CARE)
 /* Precisions take turns of a few timed steps, so changes in the machine's speed affect all alike.  A failing row is no
-   error: its precision is not tried with larger batches.  Verification runs at the first batch.  Afterwards dtype,
-   records of FP8 and all that .verify names are restored (without it the steps have trained), captured graphs are out
-   of date, and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch cannot be
-   prepared, is rewritten, one with other content is left alone, each with a warning.
+   error: its precision is not tried with larger batches.  Verification runs at the first batch.
+   Afterwards dtype, records of FP8 and everything that .verify names are restored (without .verify the steps have
+   trained), captured graphs are out of date, and `prepare` was last called with the best batch.  A file that is
+   damaged, or whose best batch cannot be prepared, is rewritten; one with other content is left alone.  Both give a
+   warning.
    Errors: AMP_ERR_DTYPE, AMP_ERR_STATE during a graph capture, in a disabled context or if the last `prepare` fails,
    those of amp_verify, AMP_ERR_WRITE the file could not be written (*out is filled).
-   With several ranks all call it: a step takes as long as on the slowest, one that fails on a rank failed, and all get
-   the same rows. */
+   With several ranks all call it: a step takes as long as on the slowest rank, a step that fails on one rank counts as
+   failed, and all get the same rows. */
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out);
-/* As a table.  Of a CPU it ends with a line "rates = ...", a setting by which auto decides between bf16 and fp32 on the
-   path that computed. */
+/* The report as a table.  For a CPU it ends with a line "rates = ...", a setting by which auto decides between bf16 and
+   fp32 on the path that computed. */
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size);
 #endif
 
@@ -3028,19 +3089,20 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
            amp_adapt_step(adapt);
            while (amp_adapt_next(adapt, &record)) ...
 
-   A layer is a weight that amp_linear or amp_linear_cross_entropy multiplies by; other operators, and layers that an
+   A layer is a weight that amp_linear or amp_linear_cross_entropy multiplies by.  Other operators, and layers that an
    amp_layer_override names already, stay as they are.  Layers begin in the last dtype of the ladder, which the context
-   computes in: in fp32, store activations in fp32 too.  Once per interval each layer's products, output and gradients,
-   are computed again for a few rows: in fp32, in the layer's dtype and in the one below.  A layer moves down after
-   `checks` intervals in a row in which the errors there were at most budget * hysteresis and no input overflowed (nor,
-   in fp16, came within a factor of 2 of that); it moves up right after a step in which they exceeded the budget in its
-   own dtype, and from then on needs twice as many checks.  Decisions depend on nothing but the data, and are layer
-   overrides.  An interval in which a result was not finite in fp32 does not count, nor, once a layer has had a
-   backward, one without.  amp_linear_cross_entropy leaves fp8 out; a weight of two names stays in the last dtype, with
-   a warning.  A layer that an override of yours or an amp_recovery's comes to name is left alone from then on.  Several
-   ranks create, load, freeze and step alike, and decide alike, by the worst that one found.  Errors are |x - fp32|
-   / |fp32| in the Euclidean norm, and where nothing cancels about 0.0003 in fp16 and tf32, 0.002 in bf16, 0.04 in fp8
-   and 0.06 to 0.09 in its gradients. */
+   computes in; if that is fp32, store activations in fp32 too.
+   Once per interval each layer's products, output and gradients, are computed again for a few rows: in fp32, in the
+   layer's dtype and in the one below.  A layer moves down after `checks` intervals in a row in which the errors there
+   were at most budget * hysteresis and no input overflowed (nor, in fp16, came within a factor of 2 of that).  It moves
+   up right after a step in which they exceeded the budget in its own dtype, and from then on needs twice as many
+   checks.  Decisions depend on nothing but the data, and are layer overrides.  An interval in which a result was not
+   finite in fp32 does not count.  Once a layer has had a backward, an interval without one does not count either.
+   amp_linear_cross_entropy leaves fp8 out; a weight with two names stays in the last dtype, with a warning.  If your
+   own override or an amp_recovery's comes to name a layer, the layer is left alone from then on.  Several ranks must
+   create, load, freeze and step alike.  They decide alike, by the worst error that one of them found.
+   Errors are |x - fp32| / |fp32| in the Euclidean norm.  Where nothing cancels they are about 0.0003 in fp16 and tf32,
+   0.002 in bf16, and 0.04 in fp8, with 0.06 to 0.09 in its gradients. */
 typedef struct amp_adapt_desc {
     amp_param *params; int64_t n_params;  /* those of the layers, among others; registered; not copied */
     /* two or three of these: FP8; F16 or BF16; TF32 or F32; copied.  Default: FP8 where it is not emulated; BF16, or
@@ -3056,17 +3118,17 @@ typedef struct amp_adapt_desc {
     int32_t reserved;
 } amp_adapt_desc;
 
-/* A decision; or how a layer stands, with from == to.  Errors are DBL_MAX where a result is not finite. */
+/* A decision, or, with from == to, the state of a layer.  Errors are DBL_MAX where a result is not finite. */
 typedef struct amp_adapt_record {
     int64_t step;               /* calls of amp_adapt_step */
     char layer[128];
     amp_dtype from, to;
-    /* the evidence, the worst of the last interval: in the lower of from and to; where they are equal, in the dtype
-       below, or else in `to` */
+    /* the evidence, the worst of the last interval, in the lower of from and to.  Where they are equal it is in the
+       dtype below, or else in `to` */
     double output_error, gradient_error;
     double underflow, overflow; /* share of an operand's values that are not 0 and become 0, become infinite */
     float largest, largest_of_format;  /* finite magnitude of an operand; of a number in that dtype */
-    int32_t checks, fixed;      /* fitting ones in a row; fixed 1: an override of yours holds */
+    int32_t checks, fixed;      /* fitting ones in a row; fixed 1: your own override holds */
     double multiply_adds;       /* in one step, forward and backward */
 } amp_adapt_record;
 typedef struct amp_adapt amp_adapt;
@@ -3081,22 +3143,22 @@ AMP_API amp_result amp_adapt_create(amp_context *amp, amp_adapt **out, const amp
 AMP_API void amp_adapt_destroy(amp_adapt *adapt);
 /* The settings in effect; .ladder is the object's. */
 AMP_API amp_result amp_adapt_query(const amp_adapt *adapt, amp_adapt_desc *out);
-/* Call it once after each step.  Warns once if no layer ran in an interval outside of captured graphs.
+/* Call it once after each step.  It warns once if no layer ran in an interval outside of captured graphs.
    Errors: AMP_ERR_STATE during a graph capture, or inside amp_verify, amp_gradcheck or amp_tune, AMP_ERR_REDUCE ranks
    differ. */
 AMP_API amp_result amp_adapt_step(amp_adapt *adapt);
-/* 1: *out is the next decision, oldest first.  Those of the last step at least are kept. */
+/* Returns 1 if *out is the next decision, oldest first.  At least those of the last step are kept. */
 AMP_API int32_t amp_adapt_next(amp_adapt *adapt, amp_adapt_record *out);
-/* How layer i stands, in the order of params.  Errors: AMP_ERR_RANGE i. */
+/* The state of layer i, in the order of params.  Errors: AMP_ERR_RANGE i. */
 AMP_API amp_result amp_adapt_layer(const amp_adapt *adapt, int64_t i, amp_adapt_record *out);
-/* 1: no more checks and moves; 0: go on.  All counts start again. */
+/* With frozen 1 there are no more checks and moves; with 0 they go on.  All counts start again. */
 AMP_API amp_result amp_adapt_freeze(amp_adapt *adapt, int32_t frozen);
-/* The layers that compute in another dtype than the context as a file of settings ("layers" in amp_settings), with the
+/* The layers that compute in another dtype than the context, as a file of settings ("layers" in amp_settings), with the
    evidence in comments.  If they do not fit there, or a name has a wildcard, a space, a comma, a # or a control
    character, that setting is left out, with a comment and a warning. */
 AMP_API size_t amp_adapt_text(const amp_adapt *adapt, char *text, size_t size);
-/* Which layers compute in what, and what the next decisions count on.
-   Loading takes back what was decided since; overrides of yours, as they are then, hold.
+/* Save and load which dtypes the layers compute in, and what the next decisions depend on.
+   Loading takes back what was decided since; your own overrides, as they are then, hold.
    Errors of load: AMP_ERR_NAME, AMP_ERR_MISMATCH another ladder or model. */
 AMP_API amp_result amp_adapt_save(const amp_adapt *adapt, amp_state *state, const char *prefix);
 AMP_API amp_result amp_adapt_load(amp_adapt *adapt, const amp_state *state, const char *prefix);
@@ -3126,12 +3188,12 @@ typedef enum amp_recovery_action {
     AMP_RECOVERY_FORCE_I32 = 0x7fffffff
 } amp_recovery_action;
 
-/* What a recovery does about the cause, beside restoring. */
+/* What a recovery does about the cause, in addition to restoring. */
 typedef enum amp_mitigation {
     AMP_MITIGATE_NONE = 0,
     AMP_MITIGATE_LAYERS = 1,    /* the layer of the first bad tensor computes in fp32 from now on */
-    /* fp16 becomes bf16 if the device has it, else fp32, and the scaler is turned off; bf16 and tf32 become fp32.
-       Levels O2 and O3 keep their dtype */
+    /* fp16 becomes bf16 if the device has it, and otherwise fp32, and the scaler is turned off.  bf16 and tf32 become
+       fp32.  Levels O2 and O3 keep their dtype */
     AMP_MITIGATE_DTYPE = 2,
     AMP_MITIGATE_FORCE_I32 = 0x7fffffff
 } amp_mitigation;
@@ -3153,14 +3215,14 @@ typedef struct amp_recovery_desc {
     amp_scaler *scaler;
     amp_loader *loader;         /* NULL: the data continue */
     int64_t interval;           /* applied steps between snapshots, the first at creation; default 100 */
-    /* good steps until DOUBLE_BATCH undoes a HALVE_BATCH, doubled each time memory then runs out again; default off.
-       With .loader only if its next two batches make one */
+    /* good steps until DOUBLE_BATCH undoes a HALVE_BATCH; the number doubles each time memory then runs out again;
+       default off.  With .loader this happens only if its next two batches make one */
     int64_t batch_growth_interval;
     int32_t max_retries, reserved;  /* default 3; AMP_NO_RETRIES: none; counted anew after .interval good steps */
     /* may change action, mitigation and layer of the plan, and its text.  A learning rate that it sets stays; otherwise
-       the snapshot's returns */
+       the snapshot's is restored */
     void (*policy)(void *user, amp_recovery_event *event);
-    /* and load: more to restore, in records of your own; return 0, an amp_result or another number */
+    /* save and load: more to restore, in your own records; return 0, an amp_result or another number */
     int (*save)(void *user, amp_state *state);
     int (*load)(void *user, const amp_state *state);
     void *user;
@@ -3171,23 +3233,24 @@ typedef struct amp_recovery amp_recovery;
    returns. */
 AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc);
 AMP_API void amp_recovery_destroy(amp_recovery *recovery);
-/* Call it for every record: good ones lead to snapshots and DOUBLE_BATCH, anomalies with action RECOVER to recovery.
-   A snapshot replaces the one before only once a later step, computed from its weights, was applied without anomaly.
-   If one does not fit into memory the old one stays, with a warning.  The plan is LAYERS for non-finite gradients;
-   DTYPE if that was tried, or for a non-finite loss or a scale at its floor; NONE in fp32.  After restoring, records
-   of undone steps give NONE.  With several ranks all call it with every record: an anomaly on one is one on all, and
-   rank 0's policy decides.
+/* Call it for every record: good ones lead to snapshots and DOUBLE_BATCH, anomalies with action RECOVER to recovery.  A
+   snapshot replaces the one before only once a later step, computed from its weights, was applied without anomaly.  If
+   a snapshot does not fit into memory the old one stays, with a warning.
+   The plan is LAYERS for non-finite gradients; DTYPE if that was tried, or for a non-finite loss or a scale at its
+   floor; NONE in fp32.  After restoring, records of undone steps give NONE.  With several ranks all call it with every
+   record: an anomaly on one rank is one on all, and rank 0's policy decides.
    Errors: AMP_ERR_STATE, what .load returns: then call it again with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
-/* Call it when a step returned AMP_ERR_MEMORY, or the device ran out: cleans up first (RETRY), then asks for
-   HALVE_BATCH as often as needed, unless the policy decides otherwise.  Drops what the cycle had accumulated.
+/* Call it when a step returned AMP_ERR_MEMORY, or the device ran out of memory.  It cleans up first (RETRY), then asks
+   for HALVE_BATCH as often as needed, unless the policy decides otherwise.  Drops what the cycle had accumulated.
    Errors: AMP_ERR_CONFLICT several ranks: the others wait in a step. */
 AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event);
-/* After HALVE_BATCH or DOUBLE_BATCH: takes your new loader (or NULL), at the old one's position, in its place, and a
-   snapshot.
+/* Call it after HALVE_BATCH or DOUBLE_BATCH.  It puts your new loader (or NULL) in the place of the old one, at the old
+   one's position, and takes a snapshot.
    Errors: AMP_ERR_STATE inside an accumulation cycle, what .save returns; nothing has changed then. */
 AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader);
-/* What a resumed run counts on from, without the snapshots.  Errors of load: AMP_ERR_NAME, AMP_ERR_MISMATCH. */
+/* Save and load the counts from which a resumed run continues, without the snapshots.
+   Errors of load: AMP_ERR_NAME, AMP_ERR_MISMATCH. */
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix);
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix);
 #endif
@@ -3195,14 +3258,14 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 /* ==== PART THREE: for kernels and backends ==== */
 
 /* ==== 2 >>numbers ====
-   Scalar conversions and random numbers, in integer arithmetic on bit patterns: the same bits on every machine, under
-   every compiler flag, with flush-to-zero or without. */
+   Scalar conversions and random numbers, in integer arithmetic on bit patterns.  They give the same bits on every
+   machine, under every compiler flag, with flush-to-zero or without. */
 
 /* ---- Scalar conversions.  16-bit and 8-bit numbers are uint16_t and uint8_t bit patterns.
 
-   Narrowing rounds once, to nearest, ties to even (IEEE 754-2019, 4.3.1), and keeps subnormals.  On overflow the
-   result is infinity, as in PyTorch, or in E4M3, which has none, NaN (beyond 464), as in ml_dtypes and in PyTorch
-   before 2.12 (which saturates E4M3 alone); with saturate 1 it is the largest finite value, for an infinite input too.
+   Narrowing rounds once, to nearest, ties to even (IEEE 754-2019, 4.3.1), and keeps subnormals.  On overflow the result
+   is infinity, as in PyTorch.  E4M3 has no infinity: its result is NaN (beyond 464), as in ml_dtypes and in PyTorch
+   before 2.12 (which saturates E4M3 alone).  With saturate 1 it is the largest finite value, for an infinite input too.
    NaN keeps its sign and upper payload bits, and becomes quiet, as in the F16C instructions. */
 
 enum { AMPI_EVEN = 0, AMPI_AWAY = 1, AMPI_STOCHASTIC = 2 };     /* how ampi_round_bits rounds */
@@ -3300,7 +3363,7 @@ AMPI_HD float amp_tf32_from_f32(float x, int saturate) {
     return ampi_f32_of_bits(ampi_to_tf32(ampi_bits_f32(x), 0, saturate));
 }
 
-/* From fp64; through fp32 would round twice. */
+/* From fp64 directly; a conversion through fp32 would round twice. */
 AMPI_HD uint16_t amp_f16_from_f64(double x, int saturate) {
     return ampi_to_f16(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
 }
@@ -3381,7 +3444,7 @@ AMPI_HD int amp_is_finite_f16(uint16_t x)      { return (x & 0x7c00) != 0x7c00; 
 AMPI_HD int amp_is_finite_bf16(uint16_t x)     { return (x & 0x7f80) != 0x7f80; }
 
 /* ---- How numbers fit a format: the magnitudes of finite fp32 (wide 0) or fp64 (wide 1) numbers at which rounding to
-   fp16, bf16, E4M3 or E5M2 changes kind.  x counts at i if |x| as an integer is above limit[i]; differences of these
+   fp16, bf16, E4M3 or E5M2 changes kind.  x counts at i if |x| as an integer is above limit[i].  Differences of these
    counts are counts of the kinds. */
 enum {
     AMPI_FIT_ZERO = 0,          /* above: not 0 */
@@ -3420,8 +3483,8 @@ AMPI_HD ampi_fit ampi_fit_of(int wide, amp_dtype format) {
     return f;
 }
 
-/* ---- Random numbers as a function of seed and position, so any element can be computed anywhere, in any order:
-   Philox4x32-10 (Salmon et al. 2011), four words from key = seed and counter = {block, stream}, low words first. */
+/* ---- Random numbers as a function of seed and position, so any element can be computed anywhere, in any order.
+   Philox4x32-10 (Salmon et al. 2011) makes 4 words from key = seed and counter = {block, stream}, low words first. */
 AMPI_HD void amp_philox(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]) {
     uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -3449,9 +3512,9 @@ AMPI_HD float amp_random_uniform(uint64_t seed, uint64_t index) {
 }
 
 /* ==== 6 >>backends ====
-   All that a device does: memory, copies, streams, events, graphs and kernels.  The CPU backend is built in,
-   amp_cuda.cu is another, and a third needs no change here.  You may also copy a table and replace an entry, such as
-   gemm by your BLAS. */
+   Everything that a device does: memory, copies, streams, events, graphs and kernels.  The CPU backend is built in,
+   amp_cuda.cu is another, and a third needs no change in amp.h.  You may also copy a table and replace an entry, for
+   example gemm with your BLAS. */
 
 /* A matrix: element (i, j) at data[i * ld + j]. */
 typedef struct amp_mat {
@@ -3461,9 +3524,9 @@ typedef struct amp_mat {
     int64_t rows, cols, ld;
 } amp_mat;
 
-/* ---- Kernel arguments.  All pointers are device pointers, unchecked.  Sums are fp32 or wider, rounded once to the
-   output's dtype, and do not depend on the number of threads.  "add" fields: 1 = add to what is there, 0 =
-   overwrite. */
+/* ---- Kernel arguments.  All pointers are device pointers and are not checked.  Sums are fp32 or wider, rounded once
+   to the output's dtype, and do not depend on the number of threads.  "add" fields: 1 = add to the values that are
+   there, 0 = overwrite them. */
 
 /* dst[i] = src[i]: between floating dtypes; or U16 to I32, ignoring `how`. */
 typedef struct amp_k_cast {
@@ -3475,7 +3538,7 @@ typedef struct amp_k_cast {
 } amp_k_cast;
 
 /* A saturating operand: finite numbers whose fp32 magnitude bits are at least `beyond` become `largest` in the product,
-   and are counted; the last one leaves its `note`. */
+   and are counted.  The last such operand leaves its `note`. */
 typedef struct amp_k_cut_note { int32_t input; amp_dtype compute; char where[80]; } amp_k_cut_note;
 typedef struct amp_k_cut {
     uint32_t largest, beyond;
@@ -3520,9 +3583,9 @@ typedef struct amp_k_fp8_update {
 typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
 
 /* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.  a and
-   b are rounded to `compute` (F32, F16, BF16, FP8 with batch 1, or TF32, which a device may truncate); a device may
+   b are rounded to `compute` (F32, F16, BF16, FP8 with batch 1, or TF32, which a device may truncate).  A device may
    round bias to c's dtype first, and its RELU may turn NaN into 0.  With beta 0 c is not read; k 0 leaves act(bias) +
-   beta c.  pre, backward and the sums need batch 1; backward and the sums also a backend that fuses. */
+   beta c.  pre, backward and the sums need batch 1; backward and the sums also need a backend that fuses. */
 typedef struct amp_k_gemm {
     int64_t m, n, k, batch;
     const void *a, *b; void *c;
@@ -3644,8 +3707,8 @@ typedef struct amp_k_swiglu {
 /* loss = sum or mean, over the rows whose label is not ignore_index, of
    (1 - smoothing) (lse - x[label]) + smoothing (lse - mean(x)) over the first `classes` columns.
    dlogits = (softmax - target) factor grad_scale / (rows counted, for the mean), and 0 in ignored rows and further
-   columns.  One read of the logits; dlogits may be logits.  The batch may come in chunks of rows, in order: labels and
-   losses are the batch's, over which the mean is taken, and the call with the last chunk writes the loss. */
+   columns.  The logits are read once; dlogits may be logits.  The batch may come in chunks of rows, in order: labels
+   and losses are the batch's, over which the mean is taken, and the call with the last chunk writes the loss. */
 typedef struct amp_k_cross_entropy {
     amp_mat logits, dlogits;    /* dlogits.data NULL: loss only */
     int64_t classes;
@@ -3715,7 +3778,7 @@ typedef struct amp_k_tensor {
     double lr_scale, weight_decay;
     int64_t first;              /* of a part of a parameter: the place of its first element, a multiple of 256 */
     int32_t live;               /* 0: no gradient in this step, skipped: the parameter rests */
-    int32_t said;               /* what this rank says of it to the others: 0 no gradient, 1 a gradient, 2 frozen */
+    int32_t said;               /* what this rank reports of it to the others: 0 no gradient, 1 a gradient, 2 frozen */
 } amp_k_tensor;
 
 /* How often a parameter was updated, which bias correction and the first momentum depend on; zeros before the first. */
@@ -3738,7 +3801,7 @@ struct amp_k_grad_stats {
     int32_t consecutive_skips;
     /* 1 + the first row that is frozen on one rank and not on another, 0: none; and these two ranks */
     int32_t apart_row, apart_frozen, apart_other, reserved;
-    float found_inf;            /* not 0: something was infinite or NaN; last, as what ranks say of rows follows it */
+    float found_inf;            /* not 0: something was infinite or NaN; last, as the ranks' numbers for rows follow */
 };
 
 /* The result of one step: record (number - 1) % AMP_STEP_RESULTS of a ring in device memory. */
@@ -3759,8 +3822,8 @@ typedef struct amp_k_check {
     amp_k_grad_stats *found;    /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
 } amp_k_check;
 
-/* Adds 1 to the steps of each live row, unless found->skip, then computes by ampi_adamw_row and its like.  Weight and
-   master, or an fp32 weight and its copy, are written in one pass. */
+/* Adds 1 to the steps of each live row, unless found->skip, then computes by ampi_adamw_row and similar functions.
+   Weight and master, or an fp32 weight and its copy, are written in one pass. */
 typedef struct amp_k_adamw {
     const amp_k_tensor *table; int64_t tensors;
     const amp_k_grad_stats *found;
@@ -3876,7 +3939,7 @@ typedef enum amp_rule_kind {
     AMP_RULE_BEGIN = 1,         /* clears `found` but its counters; factor = fp32(inverse scale / divisor) */
     AMP_RULE_CHECKED = 2,       /* found -> norm, clip_coef, multiplier, skip; scaler->found_inf |= found_inf */
     AMP_RULE_STEPPED = 3,       /* before the optimizer kernel: counts the step or skip, writes the result */
-    AMP_RULE_UPDATE = 4,        /* updates the scaler; value not 0: the host found an infinity or NaN */
+    AMP_RULE_UPDATE = 4,        /* updates the scaler; value not 0: the CPU found an infinity or NaN */
     AMP_RULE_APPLIED = 5,       /* gradients have been multiplied by `multiplier`, which becomes 1 */
     AMP_RULE_RATIO = 6,         /* factor = scale / value, or scale / previous_scale for value 0 */
     AMP_RULE_SET_SCALE = 7,     /* the scale becomes value; the growth tracker stays */
@@ -3885,7 +3948,7 @@ typedef enum amp_rule_kind {
     AMP_RULE_KIND_FORCE_I32 = 0x7fffffff
 } amp_rule_kind;
 
-/* Run by one thread on the device, but for the rows.  Pointers that a kind does not use are NULL. */
+/* Run by one thread on the device, except for the rows.  Pointers that a kind does not use are NULL. */
 typedef struct amp_k_rule {
     float value;
     amp_rule_kind kind;
@@ -3911,7 +3974,7 @@ typedef enum amp_memory_kind {
     AMP_MEMORY_FORCE_I32 = 0x7fffffff
 } amp_memory_kind;
 
-/* What a backend may call: fail sets the thread's last-error text and returns the result. */
+/* Functions that a backend may call; fail sets the thread's last-error text and returns the result. */
 typedef struct amp_host {
     void *user;
     amp_result (*fail)(void *user, amp_result result, const char *text);
@@ -3942,8 +4005,8 @@ typedef struct amp_k_communicator {
     const void *id;
 } amp_k_communicator;
 
-/* `dev` is what open returned.  Only calls named sync or wait wait for the device.  Every entry is set, or NULL where
-   its comment allows it. */
+/* `dev` is the pointer that open returned.  Only calls named sync or wait wait for the device.  Every entry is set, or
+   NULL where its comment allows it. */
 struct amp_backend {
     uint64_t abi;               /* AMP_ABI */
     const char *name;
@@ -3951,9 +4014,9 @@ struct amp_backend {
     void (*close)(void *dev);
     amp_result (*describe)(void *dev, amp_device *out);
     int32_t fuses;              /* 1: gemm takes .backward and the sums; 0: separate kernels do them */
-    /* memory; host_visible 1: the host can read device pointers */
+    /* memory; host_visible 1: the CPU can read device pointers */
     int32_t host_visible;
-    int32_t saturates;          /* 1: gemm and attention obey .cut; 0: host_visible backends get clamped operands */
+    int32_t saturates;          /* 1: gemm and attention apply .cut; 0: host_visible backends get clamped operands */
     int32_t quantizes;          /* 1: gemm and gemm_pack take compute FP8; 0: contexts have no fp8 */
     amp_result (*alloc)(void *dev, void **ptr, size_t bytes);
     void (*free)(void *dev, void *ptr, size_t bytes);
@@ -3970,7 +4033,7 @@ struct amp_backend {
     amp_result (*event_create)(void *dev, void **event, int32_t timed);  /* timed 1: for event_elapsed */
     void (*event_destroy)(void *dev, void *event);
     amp_result (*event_record)(void *dev, void *event, void *stream);
-    amp_result (*event_wait)(void *dev, void *event, void *stream);  /* the stream waits, the host does not */
+    amp_result (*event_wait)(void *dev, void *event, void *stream);  /* the stream waits, the CPU does not */
     amp_result (*event_done)(void *dev, void *event, int32_t *done);
     amp_result (*event_sync)(void *dev, void *event);
     amp_result (*event_elapsed)(void *dev, void *from, void *to, double *seconds);
@@ -3979,17 +4042,18 @@ struct amp_backend {
     amp_result (*graph_end)(void *dev, void *stream, void **graph);
     amp_result (*graph_launch)(void *dev, void *graph, void *stream);
     void (*graph_destroy)(void *dev, void *graph);
-    /* The device's way between ranks, or NULL both.  communicator_id makes an id; id NULL: only whether there is a way.
-       communicator joins all ranks, which call it at once, until close; *out: of device memory, its calls return an
-       amp_result and tell the host why. */
+    /* The device's exchange between ranks; both are NULL if there is none.  communicator_id makes an id; with id NULL
+       it only says whether there is such an exchange.  communicator joins all ranks, which call it at the same time,
+       until close.  *out is a reducer of device memory, whose calls return an amp_result and report the reason through
+       amp_host. */
     amp_result (*communicator_id)(void *dev, void *id);
     amp_result (*communicator)(void *dev, const amp_k_communicator *args, amp_reducer *out);
     /* optional, or NULL */
     amp_result (*telemetry)(void *dev, amp_telemetry *out);
     void (*profile_push)(void *dev, const char *name);
     void (*profile_pop)(void *dev);
-    /* What autotuning found.  save returns its bytes, 0 if nothing is new since load, and copies them if size is
-       enough.  load leaves out, and logs, what is not for this device and library. */
+    /* The results of autotuning.  save returns their size in bytes, or 0 if nothing is new since load, and copies them
+       if size is enough.  load leaves out, and logs, results that are not for this device and library. */
     size_t (*plans_save)(void *dev, void *buffer, size_t size);
     amp_result (*plans_load)(void *dev, const void *buffer, size_t size);
     /* Gives unused memory back to the system, except what graphs need. */
@@ -3999,12 +4063,13 @@ struct amp_backend {
     amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
     size_t (*gemm_pack_size)(void *dev, const amp_k_pack *args);  /* 0: packing is of no use */
     amp_result (*gemm_pack)(void *dev, const amp_k_pack *args, void *packing, void *stream);
-    /* Scratch for n products run in turn in the context's stream, set in them before the first, which may cast there
-       what they share, and given back by gemm_release.  NULL: each takes its own. */
+    /* Scratch memory for n products that run in turn in the context's stream.  It is set in them before the first,
+       which may cast operands that they share there, and gemm_release gives it back.  NULL: each product takes its
+       own. */
     amp_result (*gemm_reserve)(void *dev, amp_k_gemm *args, int64_t n);
     void (*gemm_release)(void *dev, const amp_k_gemm *args);
-    /* Memory of one call in the context's stream, kept for the next, or for the graph that captures the call.  NULL:
-       alloc and free serve. */
+    /* Memory for one call in the context's stream, kept for the next call, or for the graph that captures the call.
+       NULL: alloc and free are used. */
     amp_result (*scratch)(void *dev, void **ptr, size_t bytes);
     void (*scratch_release)(void *dev, void *ptr, size_t bytes);
     amp_result (*column_sum)(void *dev, const amp_k_column_sum *args, void *stream);
@@ -4086,8 +4151,8 @@ AMPI_HD int ampi_fp8_spread(float factor) {
     return e > 60 ? e - 60 : e < -60 ? e + 60 : 0;
 }
 
-/* ---- The rules: single-thread arithmetic on device memory, with the same bits on host and device: only integers, and
-   fp64 operations in an order that leaves nothing to contract. */
+/* ---- The rules: single-thread arithmetic on device memory, with the same bits on host and device.  They use only
+   integers, and fp64 operations in an order that leaves nothing to contract. */
 
 /* Not 0, NaN included. */
 AMPI_HD int ampi_is_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
@@ -4256,9 +4321,9 @@ AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
 }
 
 /* ---- Which parameters rest.  A gradient that no rank has must not be stepped with, as zeros, but each rank knows only
-   its own.  So each says two numbers of every row, which lie behind `found`; ranks take the largest of each, in the
-   message that combines found_inf.  The first is for ranks on which the parameter is frozen, the second for the others:
-   1 + the rank, and 2^23 more if it has a gradient there. */
+   its own.  So each rank gives two numbers for every row, which lie behind `found`, and ranks take the largest of each,
+   in the message that combines found_inf.  The first is for ranks on which the parameter is frozen, the second for the
+   others.  The number is 1 + the rank, and 2^23 more if the parameter has a gradient there. */
 #define AMPI_SAID_LIVE 8388608
 AMPI_HD float *ampi_said(amp_k_grad_stats *found, int64_t row) { return (float *)(void *)(found + 1) + 2 * row; }
 AMPI_HD void ampi_say(float two[2], int frozen, int live, int32_t rank) {
@@ -4272,8 +4337,8 @@ AMPI_HD int ampi_said_live(const float two[2]) {
 AMPI_HD int ampi_said_apart(const float two[2]) { return two[0] > 0 && two[1] > 0; }
 AMPI_HD int32_t ampi_said_rank(float one) { return (int32_t)one % AMPI_SAID_LIVE - 1; }
 
-/* Every `by`-th row from `first` on: BEGIN says what this rank knows, and lets the check read all sums; CHECKED obeys
-   what the ranks agreed on.  Returns the first row that they hold apart, INT32_MAX: none. */
+/* Every `by`-th row from `first` on: BEGIN sets the numbers of this rank, and lets the check read all sums; CHECKED
+   applies the ranks' agreement.  Returns the first row in which the ranks differ, INT32_MAX: none. */
 AMPI_HD int32_t ampi_rule_rows(const amp_k_rule *rule, int32_t first, int32_t by) {
     int32_t apart = INT32_MAX;
     int64_t i;
@@ -4339,8 +4404,8 @@ AMPI_HD uint16_t ampi_moment_round(float x, uint32_t word) { return amp_bf16_sto
 /* ---- Moments in 8 bits: block-wise dynamic quantisation (Dettmers et al. 2022), with the map and the arithmetic of
    bitsandbytes.  A block of 256 elements has a scale, its largest magnitude, and each element a code, its place in the
    map: the number nearest to element * (1 / scale), of two equally near the lower.  A number is map[code] * scale.
-   Other than there, a v above 0 never becomes 0: where the gradients of a block span more than three decades, the
-   smaller ones would lose their v, and the update m / (sqrt(v) + eps) would have no bound.
+   Unlike in bitsandbytes, a v above 0 never becomes 0.  Where the gradients of a block span more than three decades,
+   the smaller ones would otherwise lose their v, and the update m / (sqrt(v) + eps) would have no bound.
    The unsigned map (v) has 0, the middles of 2, 4, .. 128 equal parts of the decades from 1e-7 to 1, and 1; the signed
    one (m) 0, those of 1, 2, .. 64 parts with either sign, and 1. */
 #define AMPI_MOMENT_BLOCK 256
@@ -4485,9 +4550,9 @@ AMPI_HD ampi_lion_step ampi_lion_row(const amp_k_lion *args, const amp_k_tensor 
 
 /* ==== Header and implementation ====
 
-   Every file that includes amp.h records in the program which amp.h that was; the inline amp_open passes all records
-   (with AMP_STATIC, and outside of ELF and Mach-O, its own file's) to the implementation.  The layouts of amp_header
-   and amp_open_abi, amp_system, amp_convert_desc and amp_tensor never change. */
+   Every file that includes amp.h records in the program which amp.h that was.  The inline amp_open passes all records
+   (with AMP_STATIC, and outside of ELF and Mach-O, only its own file's) to the implementation.  The layouts of
+   amp_header and amp_open_abi, amp_system, amp_convert_desc and amp_tensor never change. */
 
 /* Every struct of this header except amp_header: X(desc) for amp_desc. */
 #define AMPI_STRUCTS(X) \
@@ -4536,7 +4601,7 @@ typedef struct amp_header {
 #  define AMPI_RETAIN __attribute__((__used__))
 #endif
 /* The linker provides a section's ends.  It exports them from a shared library even if they are hidden, so a program
-   that says how amp.h's symbols are exported goes without. */
+   that sets how amp.h's symbols are exported does without them. */
 #if defined(AMPI_API_IS_OURS) && defined(__ELF__)
 #  define AMPI_SECTION __attribute__((__section__("amp_headers")))
 extern const amp_header ampi_headers[] __asm__("__start_amp_headers") __attribute__((__visibility__("hidden")));
@@ -4553,7 +4618,7 @@ extern const amp_header ampi_headers_end[] __asm("section$end$__DATA$amp_headers
 #endif
 static const amp_header ampi_header AMPI_RETAIN AMPI_SECTION = {AMP_ABI, __BASE_FILE__};
 
-/* amp_open for other languages; headers: the AMP_ABI, printed by a C file, that their structs were made from. */
+/* amp_open for other languages.  headers holds the AMP_ABI, printed by a C file, from which their structs were made. */
 AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const amp_header *headers, int64_t n);
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
     return amp_open_abi(out, desc, AMPI_HEADERS);
@@ -4565,11 +4630,12 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
 #endif /* AMP_H_INCLUDED */
 
 /*
-   SETTINGS     what a Python trainer's settings are called here
+   SETTINGS     what the settings of Python trainers are called here
 
-     Each is a key of amp_settings: a field in the program, a line "key = value" in a file (amp_settings_read_file), a
-     variable like AMP_DTYPE (amp_settings_read_env), and changeable between steps (amp_settings_apply).  Left: names in
-     Python trainers; right: keys, fields, calls, or flags of examples/train_gpt.c.
+     Each setting is a key of amp_settings.  It is a field in the program, a line "key = value" in a file
+     (amp_settings_read_file), or a variable like AMP_DTYPE (amp_settings_read_env), and it can be changed between steps
+     (amp_settings_apply).  On the left are names in Python trainers; on the right are keys, fields, calls, or flags of
+     examples/train_gpt.c.
 
      use_amp amp_enabled use_mixed_precision mixed_precision_enabled mixed_precision_autocast_enabled -> "enabled"
      mixed_precision mixed_precision_dtype amp_dtype fp_precision PRECISION -> "dtype"; no, none: fp32
@@ -4603,9 +4669,10 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
 
    WHAT DIFFERS FROM PYTORCH'S DEFAULTS
 
-     Where both have a setting and it does not stand here, a field of 0 is PyTorch's default: learning rate, betas and
-     eps of AdamW, momentum and dampening of SGD, the scaler's first scale, factors and interval, eps of LayerNorm, the
-     scale of attention, reduction, label smoothing and ignored label of the losses, buckets of 25 MiB, no shuffling.
+     If both have a setting and it is not in this table, a field of 0 is PyTorch's default.  This holds for learning
+     rate, betas and eps of AdamW, momentum and dampening of SGD, the scaler's first scale, factors and interval, eps of
+     LayerNorm, the scale of attention, reduction, label smoothing and ignored label of the losses, buckets of 25 MiB,
+     and no shuffling.
 
      WHAT                    PYTORCH                     AMP.H                       FOR PYTORCH'S
      gradients after a step  stay until zero_grad        the next backward           nothing for one network;
@@ -4657,73 +4724,75 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      E4M3 beyond 448         448 (from 2.12 on)          NaN                         .saturate = 1
    THREADS AND CALLBACKS
 
-     Alone on its context runs what changes or restores all of it: amp_fp8_save and _load, amp_optimizer_load (which may
-     change the CPU path), amp_verify and the like, a recovery, a graph capture, and every exchange with other ranks, so
-     that with a reducer one thread trains.  A step ends the FP8 step of its optimizer's layers, and
-     of the layers that this thread computed last and whose weights no optimizer has.
+     Calls that change or restore all of a context must be the only ones on it: amp_fp8_save and _load,
+     amp_optimizer_load (which may change the CPU path), amp_verify and similar calls, a recovery, a graph capture, and
+     every exchange with other ranks.  With a reducer, therefore, only one thread trains.  A step ends the FP8 step of
+     its optimizer's layers, and of the layers that this thread computed last and whose weights no optimizer has.
 
-     Kernels run on the context's own threads (.threads; .share_threads: another context's; .parallel: yours), started
-     by the first call worth it.  All contexts together run no more threads than there are cores; while other programs
-     need those, the caller works alone.  If the system has no more threads, kernels use fewer, with one warning, and a
-     loader returns AMP_ERR_THREAD.  fork() only while no other thread is in the library.  A child starts threads of its
-     own; calls on the parent's loader return AMP_ERR_STATE; destroying it, and amp_close of the parent's context, do
-     nothing.  A thread that calls the library needs 96 KiB of stack, your callbacks' not counted.
+     Kernels run on the context's own threads (.threads), on another context's (.share_threads) or on yours (.parallel).
+     The context's threads are started by the first call that is large enough.  All contexts together run no more
+     threads than there are cores; while other programs need the cores, the caller works alone.  If the system has no
+     more threads, kernels use fewer, with one warning, and a loader returns AMP_ERR_THREAD.  Call fork() only while no
+     other thread is in the library.  A child process starts its own threads.  In the child, calls on the parent's
+     loader return AMP_ERR_STATE; destroying that loader, and amp_close of the parent's context, do nothing.  A thread
+     that calls the library needs 96 KiB of stack, in addition to what your callbacks need.
 
-     Callbacks are: a logger, the calls of amp_system and .memory, a reducer, .parallel, a loader's read, operators of
-     your own, grad_ready, and what amp_verify and recoveries call.  They are not called under a lock, and
-     may call the library.  But their caller may be using all that was there before the callback began.  So amp_close
-     and every _destroy refuse to end that, by name: AMP_ERR_STATE in amp_last_error, and a warning.  It stays as it
-     was, to be destroyed once the callback has returned.  What a callback has made it may destroy.  Refused in the same
-     way are closing a region, or ending the recording of a tape, that the callback did not begin; amp_step on a
-     thread whose tape is running, but for an optimizer in grad_ready whose gradients have all been told; and
-     amp_loader_next, _seek and _load of a loader from its own read.  The entries of a backend's table are no
-     callbacks: they call only amp_host.
+     Callbacks are: a logger, the calls of amp_system and .memory, a reducer, .parallel, a loader's read, your own
+     operators, grad_ready, and the functions that amp_verify and recoveries call.  They are not called under a lock,
+     and may call the library.  But their caller may be using any object that existed before the callback began.  So
+     amp_close and every _destroy refuse to end such an object: AMP_ERR_STATE with its name in amp_last_error, and a
+     warning.  The object stays as it was, and can be destroyed once the callback has returned.  A callback may destroy
+     what it has made.  Refused in the same way are closing a region, or ending the recording of a tape, that the
+     callback did not begin; amp_step on a thread whose tape is running, except in grad_ready for an optimizer for whose
+     gradients it has been called already; and amp_loader_next, _seek and _load of a loader from its own read.  The
+     entries of a backend's table are not callbacks: they call only amp_host.
 
-     A callback must return.  One that a C++ exception or longjmp leaves also leaves the calls that it was in: what
-     they had taken (scratch memory, copies of weights in use) stays until the context closes, and what amp_verify and
-     its kin would have restored stays changed.  The next call from the function that caught it, or from one that
-     called that function, forgets them: regions that they and the callback opened end, the tape begins anew, and
-     objects can be destroyed, which calls from deeper in the stack may be refused until then.  An exception that
-     leaves the read of a worker thread ends the program, as in any thread.  Where C has no unwind tables by default,
-     compile amp.c with -fexceptions.
+     A callback must return.  A C++ exception or longjmp that leaves it also leaves the library calls that it was in.
+     What these calls had taken (scratch memory, copies of weights in use) stays until the context closes, and what
+     amp_verify and similar calls would have restored stays changed.  The next call from the function that caught the
+     exception, or from one that called that function, clears this up: regions that the abandoned calls and the callback
+     opened end, the tape begins anew, and objects can be destroyed.  Calls from deeper in the stack may be refused
+     until then.  An exception that leaves the read of a worker thread ends the program, as in any thread.  Where C has
+     no unwind tables by default, compile amp.c with -fexceptions.
 
    WHEN SOMETHING IS WRONG
 
      NaN in loss or gradients
-       Look: first_bad in the record; tensor_stats_interval = 10 says which tensor does not fit, and what helps.
-       Then: init_scale = 2048, backoff_factor = 0.25, clip_norm = 1, learning rate x 0.5 to 0.8, amp_layer_override for
-       that layer, bf16; nan_action = recover.
+       Look: first_bad in the record; an amp_tensor_stats (tensor_stats_interval = 10) says which tensor does not fit,
+       and what helps.  Then: init_scale = 2048, backoff_factor = 0.25, clip_norm = 1, learning rate x 0.5 to 0.8,
+       amp_layer_override for that layer, bf16; nan_action = recover.
      fp16 steps are skipped: the first few (the scale starts at 65536 and halves until gradients fit), or all
-       Look: amp_status_text; a NaN of the model's own is no matter of the scale.  Then: init_scale; as for NaN.
+       Look: amp_status_text; the scale cannot help against a NaN that the model itself makes.  Then: init_scale; as for
+       NaN.
      No speedup
        Look: make check-machine; train_gpt --profile; amp_query_choice: .reason has the rate of products beside fp32's,
-       and "emulated" is fp32 arithmetic.  Some CPUs have bf16 instructions that are slower than fp32's; there fp32 is
-       faster.  16 bits pay in large products: with AVX-512 BF16 from about 64 x 64 x 64 on, and 1.8 times from
-       128 x 128 x 128 on; below 16 x 16 x 16 they cost 20 to 30%.  Then: dtype = auto; larger batch; sizes in
-       multiples of 8; level = O2; graphs.
+       and "emulated" means fp32 arithmetic.  Some CPUs have bf16 instructions that are slower than fp32's; there fp32
+       is faster.  16-bit dtypes are faster in large products: with AVX-512 BF16 from about 64 x 64 x 64 on, and 1.8
+       times from 128 x 128 x 128 on; below 16 x 16 x 16 they cost 20 to 30%.  Then: dtype = auto; larger batch; sizes
+       in multiples of 8; level = O2; graphs.
      Accuracy is lost
-       Look: amp_verify: which output or gradient, how far beyond rounding.  Then: fallback = tf32, amp_layer_override,
-       level = O1, masters.
+       Look: amp_verify says which output or gradient is off, and how far beyond rounding.  Then: fallback = tf32,
+       amp_layer_override, level = O1, masters.
      Out of memory
-       Look: make bench-precision: weights, gradients, optimizer, activations, caches.  Then: memory_efficient = true,
-       accumulation x 2 with half the batch, .master, .moments; amp_recovery_memory.
+       Look: make bench-precision shows weights, gradients, optimizer, activations and caches.  Then: memory_efficient =
+       true, accumulation x 2 with half the batch, .master, .moments; amp_recovery_memory.
      A step takes longer at times
-       Look: do other programs run here?  Then: fewer of them; .threads in amp_desc.
+       Look: do other programs run on this machine?  Then: run fewer of them; .threads in amp_desc.
      The loss rises, jumps, or falls steadily and hardly
-       Look: amp_advise with .losses of 100 steps or more: lr_reason has the evidence.  Then: amp_advice_apply, or
+       Look: amp_advise with .losses of 100 steps or more; lr_reason has the evidence.  Then: amp_advice_apply, or
        learning rate x lr_factor: 0.5 to 0.8, or 1.2 to 1.5.
      The loader is slow
        Look: make bench-features; wait_seconds in amp_loader_info.  Then: .workers, .prefetch, .cache_mb.
-     A kernel of yours is suspect
-       Look: amp_gradcheck; debug = true: what each operator computes in, and why.  Then: amp_operator_register.
+     You suspect one of your own kernels
+       Look: amp_gradcheck; debug = true logs what each operator computes in, and why.  Then: amp_operator_register.
      "undefined reference to amp_...", or "multiple definition" of it
-       Exactly one file of a program defines AMP_IMPLEMENTATION; or all of them, each with AMP_STATIC too.
+       Exactly one file of a program defines AMP_IMPLEMENTATION; or all of them define it, each with AMP_STATIC too.
      "undefined reference to sqrt", ceil
-       -lm at the end of the command.
+       Put -lm at the end of the command.
      "error: include amp.h before system headers"
-       -std=c99 and its like hide POSIX: do that, or -std=gnu99.
+       -std=c99 and similar options hide POSIX.  Include amp.h first, or use -std=gnu99.
      The loss is 65536 times too large
-       amp.h scales the loss's gradient, never the loss: remove your multiplication.
+       amp.h scales the loss's gradient, never the loss: remove your own multiplication.
 */
 
 /* Stop here if you only want the API. */
@@ -37855,37 +37924,36 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        A backward that adds to a gradient which another optimizer's step left behind, or which has another loss scale,
        returns AMP_ERR_STATE: programs with two networks got wrong sums before.
        A check or a step returns AMP_ERR_STATE if a gradient carries another scaler's loss scale than the one it divides
-       by, or an older one, as amp_step for each of two optimizers with one scaler leaves it.  It warns once if it was
-       not given the scaler, or if backward did not start from it.
+       by, or an older one, as after amp_step for each of two optimizers with one scaler.  It warns once if it was not
+       given the scaler, or if backward did not start from it.
        A captured graph steps the parameters that had a gradient when it was captured, whatever was stepped since.
        A step ends the FP8 step of its own layers alone, so models that share a context do not change each other.
        The schedule WSD with .from_zero and .min_lr warms up from min_lr, as transformers' does.
        A loss that is weighted with 0 on the tape leaves gradients of 0 instead of none, as in PyTorch.
        The slopes of GELU, SiLU and SwiGLU at infinity are 1 and 0 instead of NaN.
-       A second moment above 0 is never rounded to 0 in 8 bits, so that steps stay bounded.
+       A second moment above 0 is never rounded to 0 in 8 bits, so steps stay bounded.
        amp_open_env leaves its outputs as they were when it fails.
        On a CPU auto chooses bf16 only where the path in use multiplies it faster than fp32, by a table of cores.  On
-       Intel's cores without AMX it is fp32 now, and bf16 is multiplied by fp32's kernel, at twice the rate of their
-       bf16 instructions and with other bits; .cpu_path = AMP_CPU_AVX512_BF16 has the old ones.
+       Intel's cores without AMX it now chooses fp32, and bf16 is multiplied by fp32's kernel, at twice the rate of
+       their bf16 instructions and with other bits.  .cpu_path = AMP_CPU_AVX512_BF16 gives the old ones.
        Settings with level O2 or O3 and dtype fp32 or tf32 are accepted, as amp_open accepts them.
-       What was taken is refused: groups of an optimizer that match no parameter (layers that match none give a
-       warning), memory that is not aligned to its elements, learning rates that do not fit into fp32 with what
-       multiplies them, destroying an object from within a callback whose caller may use it.
+       These were accepted and are now refused: groups of an optimizer that match no parameter (layers that match none
+       give a warning), memory that is not aligned to its elements, learning rates that do not fit into fp32 with the
+       factors that multiply them, and destroying an object from within a callback whose caller may use it.
 
        New: amp_optimizer_zero_grad, amp_model_zero_grad; amp_scaler_found; amp_gradcheck_report.kinks; amp_explicit,
-       AMP_IGNORE_ZERO, AMP_NO_CACHE, AMP_NO_WARMUP, and AMP_EXPLICIT_ZERO wherever 0 is a default;
-       the setting threads (AMP_THREADS); amp_machine.rates and .cores, amp_choice.rate, the setting rates
-       (AMP_RATES), which make check-machine prints.  A state loads with the CPU path that it was trained with, and
-       ranks go on by rank 0's.  A scaler may be
-       NULL in amp_open_env and read by several threads.  Parameters that were frozen when their optimizer was created
-       train once they are unfrozen; states load into more or fewer of them.  Keys of states have up to 255 bytes; only
-       a longer key than 63 makes format version 2, which 0.2 refuses as newer.  Sharded 8-bit moments load wherever a
-       rank's part begins.  Every scale that a scaler can have loads.  Errors are one line of UTF-8.  Loaders go on
-       after an exception or longjmp has left their callback.  The tables WHAT DIFFERS FROM PYTORCH'S DEFAULTS and
-       THREADS AND CALLBACKS.  amp.h compiles behind a program's macros, with -fsanitize=thread -Werror and with clang
-       16; with AMP_API predefined a shared library can hide all of it.  examples/amp_tcp.h starts hundreds of ranks and
-       needs AMP_TCP_SECRET beyond loopback.  CUDA: streams forked within your captured graph have scratch memory of
-       their own.
+       AMP_IGNORE_ZERO, AMP_NO_CACHE, AMP_NO_WARMUP, and AMP_EXPLICIT_ZERO wherever 0 is a default; the setting threads
+       (AMP_THREADS); amp_machine.rates and .cores, amp_choice.rate, and the setting rates (AMP_RATES), which make
+       check-machine prints.  A state loads with the CPU path that it was trained with, and ranks continue with rank
+       0's.  A scaler may be NULL in amp_open_env and read by several threads.  Parameters that were frozen when their
+       optimizer was created train once they are unfrozen; states load into more or fewer of them.  Keys of states have
+       up to 255 bytes; only a longer key than 63 makes format version 2, which 0.2 refuses as newer.  Sharded 8-bit
+       moments load wherever a rank's part begins.  Every scale that a scaler can have loads.  Errors are one line of
+       UTF-8.  Loaders continue after an exception or longjmp has left their callback.  The manual has new tables, WHAT
+       DIFFERS FROM PYTORCH'S DEFAULTS and THREADS AND CALLBACKS.  amp.h compiles behind a program's macros, with
+       -fsanitize=thread -Werror and with clang 16; with AMP_API predefined a shared library can hide all of it.
+       examples/amp_tcp.h starts hundreds of ranks and needs AMP_TCP_SECRET beyond loopback.  CUDA: streams forked
+       within your captured graph have their own scratch memory.
        Renamed: amp_param.used is .last_used.
 
    0.2.0  Renamed, with unchanged meaning:
@@ -37929,8 +37997,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        C90 and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
        amp_grad_stats.first_bad_element.  examples/adopt/cblas.h is compiled once, as cblas.c; without AMP_... a program
        keeps its BLAS; ampblas.c is for binaries.
-       Own threads instead of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  One per core,
-       or as a CPU quota allows.
+       amp.h has its own threads instead of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.
+       It starts one thread per core, or as a CPU quota allows.
        Backends: .fuses says whether gemm takes sums and .backward; .gemm_reserve and .gemm_release: memory for
        products.  Ids of parameters are unique over all contexts; amp_close stops what was created from the context.
        A disabled scaler keeps the stages of an enabled one; AMP_SCALER_TORCH takes bf16 gradients; AMP_EXPLICIT_ZERO is
@@ -37939,7 +38007,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; learning-rate
        hints in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
        Long fp32 sums no longer lose accuracy with their number of terms.
-       Arithmetic runs in C's default floating-point environment, whatever the host's traps, rounding and subnormals.
+       Arithmetic runs in C's default floating-point environment, whatever the program's traps, rounding and subnormals.
        amp_convert from and to fp64 uses vector instructions and rounds once.
        No struct begins with an enum: = {0} is clean under gcc's -Wc++-compat; initialise by name.
        On GPUs, optimizers write the 16-bit copies of fp32 weights in their own pass: steady and captured steps cast no

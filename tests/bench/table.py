@@ -32,6 +32,8 @@ PLACES = {"steps": "README.md", "bench": "tests/bench/README.md", "gpu": "tests/
 BARS = [("amp.h bf16", "amp.h, bf16"), ("torch compile bf16", "PyTorch compiled, bf16"), ("torch eager bf16", "PyTorch, bf16"),
         ("amp.h fp32", "amp.h, fp32"), ("torch compile fp32", "PyTorch compiled, fp32"), ("torch eager fp32", "PyTorch, fp32"),
         ("llm.c with BLAS", "llm.c with OpenBLAS, fp32"), ("llm.c", "llm.c, fp32")]
+# The beginning of the sentence on adopting in README.md, which examples/adopt/README.md omits.
+ADOPTED = "Adopting amp.h makes a plain trainer faster ([before, after](examples/adopt/README.md)): "
 
 
 def newest(kind):
@@ -78,7 +80,7 @@ def step_table(steps):
 def recompute_text(rows):
     if not isinstance(rows, list):
         return ""
-    return " Recomputing: " + "; ".join(
+    return " Memory and time with recomputing: " + "; ".join(
         f"{MODELS.get(row['model'], row['model'])}, T={row['seq']}, {row['precision']}: "
         f"{row['recomputed']['memory_bytes'] / 2 ** 20:,.0f} of {row['kept']['memory_bytes'] / 2 ** 20:,.0f} MiB, "
         f"{row['time']:.2f}x the time" for row in rows) + "."
@@ -124,7 +126,7 @@ def verdict_text(bars):
     steps = [row for row in bars if row["bar"].startswith("step ")]
     failed = [f"{row['bar'][len('step '):]}: {number(row['measured'])}, {row['needs']}" for row in steps
               if row["verdict"] != "PASS"]
-    text = f"{met(bars)} bars are met, {met(steps)} of the training steps'"
+    text = f"{met(bars)} bars are met, {met(steps)} of the training steps' bars"
     return f"{text} (not met: {'; '.join(failed)})." if failed else f"{text}."
 
 
@@ -137,28 +139,31 @@ def machine_text(results):
 
 def step_lines(results, name):
     """Of README.md."""
-    yield (f"{machine_text(results)}; `make bench`: all programs in turn, medians of {results['settings']['rounds']} rounds, "
-           f"[{name}](tests/bench/results/{name}). In brackets: amp.h's speed over that program's.")
+    yield (f"Measured by `make bench` on {machine_text(results)}. The programs ran in turn. Speeds are medians of "
+           f"{results['settings']['rounds']} rounds, from [{name}](tests/bench/results/{name}). Brackets give amp.h's speed over "
+           "that program's.")
     yield ""
     yield from step_table(results["step"])
-    yield f"{verdict_text(results['bars'])} All bars, and the accuracy: [tests/bench](tests/bench/README.md)."
+    yield (f"{verdict_text(results['bars'])} A bar is a target that a measurement must reach. [tests/bench](tests/bench/README.md) "
+           "has all bars and the accuracy.")
 
 
 def lines(results, name, accuracy, accuracy_name):
     """Of tests/bench/README.md."""
-    yield f"{machine_text(results)}; `make bench`, [{name}](results/{name})."
+    yield f"Measured by `make bench` on {machine_text(results)}; the results are in [{name}](results/{name})."
     yield ""
     other = [row for row in results["bars"] if not row["bar"].startswith("step ")]
     if other:
-        yield "Measured, bar, verdict:"
+        yield "Each line has what was measured, the bar, and the verdict:"
         yield ""
         yield from (f"- {text}" for text in bar_texts(other))
         yield ""
     yield verdict_text(results["bars"]) + recompute_text(results.get("recompute"))
     yield ""
-    yield ("The tests' errors over PyTorch's own on the same data, both against fp64, mean / worst (RMS over 16 seeds; at "
-           f"most 1.2 is allowed; fp32 models: relative, at most 1e-5): {accuracy_text(accuracy['accuracy'])}; "
-           f"`make accuracy`, [{accuracy_name}](results/{accuracy_name}).")
+    yield ("The tests' errors divided by PyTorch's own on the same data, both against fp64, as mean / worst (RMS over 16 seeds; at "
+           "most 1.2 is allowed; the errors of fp32 models are relative, and at most 1e-5 is allowed): "
+           f"{accuracy_text(accuracy['accuracy'])}. Measured by `make accuracy`; the results are in "
+           f"[{accuracy_name}](results/{accuracy_name}).")
 
 
 def adopt_lines(results, name, folder):
@@ -172,11 +177,9 @@ def adopt_lines(results, name, folder):
         return f"{all_of_it:.1f}x in {precision}: {fp32:.1f}x from the GEMM, {own:.1f}x from precision"
 
     m = results["machine"]
-    yield (f"A plain trainer that adopts amp.h ([before, after](examples/adopt/README.md)): {fp32:.1f}x in fp32, all of it the "
-           f"GEMM's; {gain('bf16')}; {gain('fp16')}. Test loss before, and after in fp32, fp16, bf16: {losses}. "
-           f"{m['cpu']} with {m['path'].upper()}, which the bf16 figure needs, {m['cores']} cores, `make adopt`, medians of "
-           f"{results['settings']['rounds']} runs, "
-           f"[{name}]({folder}{name}).")
+    yield (f"{ADOPTED}{fp32:.1f}x in fp32, all of it the GEMM's; {gain('bf16')}; {gain('fp16')}. The test losses, before and then "
+           f"after in fp32, fp16 and bf16, are {losses}. Measured by `make adopt` on {m['cpu']} with {m['path'].upper()}, which the bf16 "
+           f"figure needs, {m['cores']} cores; medians of {results['settings']['rounds']} runs, from [{name}]({folder}{name}).")
 
 
 def ddp_lines(results, name):
@@ -186,13 +189,14 @@ def ddp_lines(results, name):
         own = [(label.removeprefix("amp.h "), row["median_ms"]) for label, row in programs.items()
                if label.startswith("amp.h ") and label != "amp.h one process" and "median_ms" in row]
         name, tokens = model.split("/")
-        return (f"{MODELS[name]}, T={tokens}: " + ", ".join(f"{peer / ms:.2f}x over {label} ({ms / one:.2f} of one process's time)"
+        return (f"{MODELS[name]}, T={tokens}: " + ", ".join(f"{peer / ms:.2f}x over {label} ({ms / one:.2f} times one process's time)"
                                                  for label, ms in own))
 
     m, met = results["machine"], sum(row["verdict"] == "PASS" for row in results["bars"])
-    yield (f"Data-parallel, two ranks of one thread, fp32, speed over PyTorch's DistributedDataParallel (gloo): "
-           f"{'; '.join(sentence(*row) for row in results['rows'].items())}. {met} of {len(results['bars'])} bars are met; "
-           f"{m['cpu']}, {m['cores']} cores, `make bench-ddp`, [{name}](tests/bench/results/{name}).")
+    yield (f"Data-parallel training in fp32 with two ranks of one thread each, as speed over PyTorch's DistributedDataParallel (gloo) "
+           f"and, in brackets, as time over one process: {'; '.join(sentence(*row) for row in results['rows'].items())}. "
+           f"{met} of {len(results['bars'])} bars are met. Measured by `make bench-ddp` on {m['cpu']}, {m['cores']} cores; the results are "
+           f"in [{name}](tests/bench/results/{name}).")
 
 
 def sources(parts, name):
@@ -232,9 +236,9 @@ def gpu_tests(results):
 def tests_text(results):
     """What a GPU's tests said, and of which sources that speaks."""
     t = gpu_tests(results)
-    left = f"those of {' and '.join(t['not run'])} were not run; " if t["not run"] else ""
+    left = f"the tests of {' and '.join(t['not run'])} were not run; " if t["not run"] else ""
     since = changed_since(results, "link", "racecheck", "memcheck", "synccheck", *TESTS)
-    return (f"{t['passed']} tests passed, {t['failed']} failed, {t['skipped']} were skipped, most of which need the model "
+    return (f"{t['passed']} tests passed, {t['failed']} failed and {t['skipped']} were skipped, most of which need the model of a GPU "
             f"({results['date'][:10]}; {left}{since})")
 
 
@@ -246,40 +250,40 @@ def gpu_state():
             names.add(json.load(f)["device"]["name"])
     with open(newest("gpu")) as f:
         results = json.load(f)
-    return f"{' and an '.join(sorted(names))} and on no other GPU: {tests_text(results)}"
+    return f"{' and an '.join(sorted(names))} and on no other GPU. In the newest run {tests_text(results)}"
 
 
 def state_text(_path, _trial):
     return (f"- **GPU**: the CUDA backend has been run on an {gpu_state()}. It builds with nvcc 13 for sm_75 to sm_121, and every "
-            "change is tested on a model of a GPU.")
+            "change is tested on a model of a GPU that runs on the CPU.")
 
 
 def example_text(_path, _trial):
-    return f"The CUDA backend has been run on an {gpu_state()}. `make test` runs all of it on a model of one."
+    return f"The CUDA backend has been run on an {gpu_state()}. `make test` runs all of it on a model of a GPU."
 
 
 def gpu_sentence(results, name):
     """Of README.md: whole steps, then attention alone; nothing of what the record lacks."""
     def one(title, row):
-        peers = ", ".join(f"{peer['ratio']:.2f}x PyTorch {mode}" for mode, peer in row.get("peers", {}).items() if peer.get("ratio"))
+        peers = " and ".join(f"{peer['ratio']:.2f}x PyTorch {mode}" for mode, peer in row.get("peers", {}).items() if peer.get("ratio"))
         share = f" (MFU {row['mfu']:.1%})" if row.get("mfu") else ""
-        return f"{title} {row['tokens_per_s']:,.0f} tokens/s{share}" + (f", {peers}" if peers else "")
+        return f"at {row['tokens_per_s']:,.0f} tokens/s with {title}{share}" + (f", {peers}" if peers else "")
 
     step = results.get("step") or {"rows": {}, "model": {}}
-    few = f"B={step['model'].get('few')}, graph"
-    wanted = {"bf16": f"B={step['model'].get('batch')}", f"bf16, {few}": few}
+    few = f"B={step['model'].get('few')}"
+    wanted = {"bf16": f"B={step['model'].get('batch')}", f"bf16, {few}, graph": f"{few} in a CUDA graph"}
     rows = [one(title, step["rows"][row]) for row, title in wanted.items() if row in step["rows"]]
-    texts = [f"GPT-2 124M, T={step['model']['seq']}, bf16: {'; '.join(rows)}."] if rows else []
+    texts = [f"GPT-2 124M (T={step['model']['seq']}, bf16) trains {', and '.join(rows)}."] if rows else []
     ratios = {mode: [row["peers"][mode]["ratio"] for case, row in results["cases"].items() if case.startswith("attention") and
                      row.get("peers", {}).get(mode, {}).get("ratio")] for mode in ("flash", "cudnn")}
     if all(ratios.values()):
-        texts.append(f"Alone, attention runs at {min(ratios['flash']):.2f} to {max(ratios['flash']):.2f} times the speed of PyTorch's "
+        texts.append(f"Attention alone runs at {min(ratios['flash']):.2f} to {max(ratios['flash']):.2f} times the speed of PyTorch's "
                      f"flash kernels and {min(ratios['cudnn']):.2f} to {max(ratios['cudnn']):.2f} times cuDNN's.")
     met = sum(row["verdict"] == "PASS" for row in results["bars"])
     since = changed_since(results, "step", "peer", "kernels", "compiled")
     return (f"On an {results['device']['name']} ({results['date'][:10]}; {since}): {' '.join(texts)} {met} of "
-            f"{len(results['bars'])} bars are met; every kernel: [tests/bench](tests/bench/README.md#on-a-gpu); `make gpu`, "
-            f"[{name}](tests/bench/results/{name}).")
+            f"{len(results['bars'])} bars are met. [tests/bench](tests/bench/README.md#on-a-gpu) lists every kernel. Measured by "
+            f"`make gpu`; the results are in [{name}](tests/bench/results/{name}).")
 
 
 def chart(results):
@@ -310,15 +314,15 @@ def gpu_step_lines(step, since):
     for name, row in step["rows"].items():
         every = [("amp.h", row)] + [("PyTorch " + mode, peer) for mode, peer in row.get("peers", {}).items()]
         rows += [cells(name, program, one) for program, one in every if one.get("tokens_per_s")]
-    yield (f"GPT-2 of {step.get('parameters', 0) / 1e6:.0f}M parameters, B={m['batch']}, T={m['seq']}, `make gpu ROWS=step` "
-           f"({since}); MFU = {step['formula']}, {step.get('dense_bf16_tflop_per_s') or '-'} TFLOP/s.")
+    yield (f"Training steps of GPT-2 with {step.get('parameters', 0) / 1e6:.0f}M parameters, B={m['batch']}, T={m['seq']}, measured by "
+           f"`make gpu ROWS=step` ({since}). MFU = {step['formula']}, {step.get('dense_bf16_tflop_per_s') or '-'} TFLOP/s.")
     yield ""
     yield from table(["step", "program", "tokens/s", "MFU", "peak MiB", "amp.h is"], rows)
     yield ""
     if step.get("curves"):
         c = step["curves"]
-        yield (f"Losses over {len(c['amp.h'])} steps from the same weights on the same tokens: amp.h {c['amp.h'][0]:.4f} to "
-               f"{c['amp.h'][-1]:.4f}, PyTorch {c['torch'][0]:.4f} to {c['torch'][-1]:.4f}, at most "
+        yield (f"Over {len(c['amp.h'])} steps from the same weights on the same tokens, the loss of amp.h goes from {c['amp.h'][0]:.4f} to "
+               f"{c['amp.h'][-1]:.4f} and the loss of PyTorch from {c['torch'][0]:.4f} to {c['torch'][-1]:.4f}. They are at most "
                f"{c['largest_difference']:.2g} apart.")
         yield ""
 
@@ -363,11 +367,10 @@ def gpu_lines(results, name):
         return
     copy = results["copy_gb_per_s"]
     blas = f", cuBLAS {v['cublas']}" if v.get("cublas") else ""
-    yield (f"{d['name']}, driver CUDA {v['driver']}, nvcc {v['nvcc']}{blas}, PyTorch {v.get('torch') or '-'}; {results['date']}; "
-           f"`make gpu`, [{name}](results/{name}): medians of {results['settings']['rounds']} rounds over "
-           f"operands that the L2 cache does not hold ({changed_since(results, 'kernels', 'compiled')}). "
-           f"{tests_text(results)}. Copies run at {copy:,.0f} GB/s, read and written; \"of copy\" is a kernel's "
-           "share of that. In brackets: amp.h's speed over PyTorch's.")
+    yield (f"Measured by `make gpu` on {d['name']}, driver CUDA {v['driver']}, nvcc {v['nvcc']}{blas}, PyTorch {v.get('torch') or '-'}; "
+           f"{results['date']}. Times are medians of {results['settings']['rounds']} rounds over operands that the L2 cache does not hold "
+           f"({changed_since(results, 'kernels', 'compiled')}), from [{name}](results/{name}). {tests_text(results)}. Copies run at "
+           f"{copy:,.0f} GB/s, read and written; \"of copy\" is a kernel's share of that. Brackets give amp.h's speed over PyTorch's.")
     yield ""
     yield from table(["kernel", "ms", "of copy", "PyTorch eager (attention: flash), ms", "compiled (attention: cuDNN), ms", "bars"],
                      [line(case, row) for case, row in results["cases"].items() if not case.startswith(("copy", "read"))])
@@ -411,7 +414,7 @@ def bench_text(path, trial):
 def adopt_text(path, _trial):
     with open(path) as f:
         text = "\n".join(adopt_lines(json.load(f), os.path.basename(path), "../../tests/bench/results/"))
-    return text.replace("A plain trainer that adopts amp.h ([before, after](examples/adopt/README.md)): ", "")
+    return text.replace(ADOPTED, "")
 
 
 def gpu_text(path, trial):
