@@ -19,7 +19,7 @@ sys.path[:0] = [os.path.dirname(os.path.abspath(__file__))]
 import run                                                      # noqa: E402
 import training                                                 # noqa: E402
 
-MODEL = ("--model", "d6", "--batch", 4, "--seq", 64)
+MODEL = ("--model", "d6", "--batch", 2, "--seq", 64)
 PRECISIONS = ("fp32", "bf16", "fp16")
 EVERY, SLOWER = 100, 1.03
 
