@@ -8565,7 +8565,8 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
     int64_t width = vec->cols, stride = s->words * width, k0 = block * call->blocks.size * vec->unit, p, q, end;
     const float *ready =
         call->packed_b == NULL ? NULL : call->packed_b + block * call->blocks.size * call->panels * width;
-    float *packing = s->scratch + call->at_b + (call->keep_b ? block * call->blocks.size * call->block_panels * width : 0);
+    float *packing = s->scratch + call->at_b;
+    if (call->keep_b) packing += block * call->blocks.size * call->block_panels * width;
     for (p = s->panel; p < s->panel + s->panels; p = end) {
         end = AMPI_MIN(p + AMPI_GEMM_GROUP, s->panel + s->panels);
         if (ready != NULL) {
@@ -8577,8 +8578,8 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
         if (p < q) ampi_gemm_bands(call, s, p, q, (const float *)ampi_gemm_at(&b, k0, p * width), width, b.ld, 0);
         if (q == end) continue;
         if (!s->packed)
-            ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packing, stride,
-                                   s->scratch + call->at_scratch);
+            ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packing,
+                                   stride, s->scratch + call->at_scratch);
         ampi_gemm_bands(call, s, q, end, packing, stride, width, s->packed && end < s->panel + s->panels);
         if (call->keep_b) packing += (end - q) * stride;
     }
@@ -8700,7 +8701,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
     int64_t tiles = (g->m + vec->rows - 1) / vec->rows, width = vec->cols, words = call->blocks.size;
     int64_t rows = AMPI_MIN((tiles + call->cut_m - 1) / call->cut_m * vec->rows, g->m),
-            panels = (call->panels + call->cut_n - 1) / call->cut_n, kept;
+            panels = (call->panels + call->cut_n - 1) / call->cut_n, group, kept;
     int keep;
     call->past_cache = ampi_gemm_past_cache(call);
     call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL && !call->past_cache;
@@ -8718,9 +8719,8 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->at_tile = 0;
     call->at_a = call->at_tile + vec->rows * width;
     call->at_b = call->at_a + (call->use_a ? 0 : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
-    call->at_scratch = call->at_b + (call->packed_b != NULL ? 0
-                                     : call->keep_b        ? kept
-                                                           : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
+    group = AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width;
+    call->at_scratch = call->at_b + (call->packed_b != NULL ? 0 : call->keep_b ? kept : group);
     call->at_sums = call->at_scratch + width * ampi_gemm_pitch(words);
     call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
 }
@@ -23142,8 +23142,8 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
         return AMP_OK;
     }
     if (apart.which == AMPI_FACT_DTYPE)
-        return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d computes in %s, rank 0 in %s: all must agree; set .dtype or "
-                         "AMP_DTYPE on every rank", (int)apart.rank, amp_dtype_name((amp_dtype)(int)apart.value),
+        return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d computes in %s, rank 0 in %s: all must agree; set .dtype "
+                         "or AMP_DTYPE on every rank", (int)apart.rank, amp_dtype_name((amp_dtype)(int)apart.value),
                          amp_dtype_name((amp_dtype)(int)apart.first));
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s is %.9g on rank %d and %.9g on rank 0: all must agree",
                      apart.which < AMPI_MORE_FACTS ? ampi_more_facts[apart.which]
