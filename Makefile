@@ -280,7 +280,7 @@ bench-compile:
 bench-fp8: $(BUILD)/train_gpt
 	$(PYTHON) tests/bench/fp8_curves.py
 
-bench-choice: $(BUILD)/train_gpt
+bench-choice: $(BUILD)/train_gpt $(BUILD)/bench_step
 	$(PYTHON) tests/bench/precision_curves.py
 
 # With MPI where there is mpicc.

@@ -6616,8 +6616,8 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
 
    Measured (tests/bench/results): Zen 4 or 5 has 1.9 (shapes-amd-epyc-2026-11-22.json, 64 x 1024 x 1024: 1 / 0.52).
    Intel with AMX has 4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487
-   (cpu-intel-xeon-2026-11-21.json, 1024^3).  fp32's kernel on 16-bit operands had 0.93 to 1.08 on a Zen 3 that other
-   programs used (make check-machine).
+   (cpu-intel-xeon-2026-11-21.json, 1024^3).  fp32's kernel on 16-bit operands had 0.90 to 1.11 on a Zen 3, in
+   bf16 and fp16, by shape (rates-amd-epyc-2026-11-27.json).
    Cooper Lake was not measured: Intel states twice fp32's peak, of which the table counts on half of the gain. */
 typedef struct ampi_cpu_kind {
     const char *vendor, *name;
@@ -8466,7 +8466,7 @@ typedef struct ampi_gemm_step {
     int64_t item, row, rows, panel, panels;
     int64_t k, words;                   /* k values and words of this block of k */
     int first, last;                    /* block of k */
-    int packed;                         /* 1: an earlier block of rows packed these panels, and they are kept */
+    int reuse_b;                        /* 1: an earlier block of rows packed these panels, and they are kept */
     const float *a; int64_t lda, step;
     float *scratch;
 } ampi_gemm_step;
@@ -8577,10 +8577,10 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
         q = !call->use_b ? p : vec->edges ? end : AMPI_MIN(end, g->n / width);
         if (p < q) ampi_gemm_bands(call, s, p, q, (const float *)ampi_gemm_at(&b, k0, p * width), width, b.ld, 0);
         if (q == end) continue;
-        if (!s->packed)
+        if (!s->reuse_b)
             ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packing,
                                    stride, s->scratch + call->at_scratch);
-        ampi_gemm_bands(call, s, q, end, packing, stride, width, s->packed && end < s->panel + s->panels);
+        ampi_gemm_bands(call, s, q, end, packing, stride, width, s->reuse_b && end < s->panel + s->panels);
         if (call->keep_b) packing += (end - q) * stride;
     }
 }
@@ -8636,7 +8636,7 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
             for (i = row; i < row_end; i += call->block_rows) {
                 s.row = i;
                 s.rows = AMPI_MIN(row_end - i, call->block_rows);
-                s.packed = call->keep_b && i > row;
+                s.reuse_b = call->keep_b && i > row;
                 s.panel = j;
                 s.panels = AMPI_MIN(panel_end - j, call->block_panels);
                 ampi_gemm_block(call, &s);

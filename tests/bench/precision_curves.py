@@ -1,25 +1,27 @@
 """What auto chooses, proven by outcome: the 11M model for 2,000 steps in every precision, with its validation loss and its
 time.
 
-    python tests/bench/precision_curves.py [--seeds 3] [--threads 2] [--steps 2000] [--report]
+    python tests/bench/precision_curves.py [--seeds 3] [--threads 2] [--steps 2000] [--rounds 7] [--report]
 
-`make bench-choice` calls it.  fp32 trains with every seed, the other precisions with the first.  The bars: the validation loss
-in the precision that auto chooses lies within the spread of fp32's seeds, and its step takes at most 1.03 times that of the
-fastest precision whose loss does.  A step's time is the median over the run's steps.  A run that lies in out/training is not
-repeated, and after each run tests/bench/results/choice-CPU-DATE.json is written again: what is stopped goes on with the next
-call.  --report writes it from the runs there are.
+`make bench-choice` calls it.  fp32 trains with every seed, the other precisions with the first.  Then build/bench_step takes
+the time of a step in every precision in turn, as the long runs may have had other programs beside them.  The bars: the
+validation loss in the precision that auto chooses lies within the spread of fp32's seeds, and its step takes at most 1.03
+times that of the fastest precision whose loss does.  A run that lies in out/training is not repeated.  --report trains
+nothing and uses the runs there are.  Writes tests/bench/results/choice-CPU-DATE.json.
 """
 import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 
 sys.path[:0] = [os.path.dirname(os.path.abspath(__file__))]
 import run                                                      # noqa: E402
 import training                                                 # noqa: E402
 
-MODEL = ("--model", "d6", "--batch", 2, "--seq", 64)
+MODEL = ("--model", "d6", "--batch", 1, "--seq", 64)
+STEP = ("--model", "11m", "--batch", 4, "--seq", 64, "--steps", 10, "--warmup", 2)
 PRECISIONS = ("fp32", "bf16", "fp16")
 EVERY, SLOWER = 100, 1.03
 
@@ -45,45 +47,58 @@ def runs(seeds, steps, threads, train):
                 print(f"{name}: {done['loss']:.4f}", flush=True)
             if done is not None:
                 with open(path) as f:
-                    seconds = [r["seconds"] for r in map(json.loads, f) if r["event"] == "step"]
+                    seconds = sum(r["seconds"] for r in map(json.loads, f) if r["event"] == "step")
                 found[precision].append({"recipe": precision, "seed": seed, "steps": steps, "amp.h": done["amp.h"], "loss": round(done["loss"], 4),
-                                         "seconds": round(sum(seconds), 1), "step_ms": round(1e3 * statistics.median(seconds), 2), "every": EVERY,
+                                         "seconds": round(seconds, 1), "every": EVERY,
                                          "curve": [round(x, 4) for s, x in done["steps"].items() if s % EVERY == 0]})
     return found
 
 
-def bars(found, auto):
-    spread = [r["loss"] for r in found["fp32"]]
-    ms = {p: statistics.median(r["step_ms"] for r in rows) for p, rows in found.items() if rows}
+def step_times(rounds, threads):
+    """precision -> the milliseconds of a step, one for each round, in which the precisions take turns."""
+    ms = {p: [] for p in PRECISIONS}
+    for number in range(rounds):
+        turn = number % len(PRECISIONS)
+        for precision in PRECISIONS[turn:] + PRECISIONS[:turn]:
+            command = [os.path.join(training.ROOT, "build/bench_step"), *map(str, STEP), "--threads", str(threads), "--precision", precision]
+            out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=training.ROOT).stdout
+            ms[precision].append(json.loads(out.splitlines()[-1])["median_ms"])
+    return ms
+
+
+def bars(found, ms, auto):
+    losses = [r["loss"] for r in found["fp32"]]
+    spread = max(losses) - min(losses) if len(losses) > 1 else 0
     # One seed's loss beside the others': as far from their mean as they are at most from each other.
-    near = {p: abs(found[p][0]["loss"] - statistics.mean(spread)) <= max(spread) - min(spread) for p in ms} if len(spread) > 1 else {}
+    distance = {p: abs(found[p][0]["loss"] - statistics.mean(losses)) / spread for p in PRECISIONS if found[p] and spread}
 
     def loss():
-        if auto not in near:
+        if auto not in distance:
             raise run.Skip("its runs have not finished")
-        return abs(found[auto][0]["loss"] - statistics.mean(spread)) / (max(spread) - min(spread))
+        return distance[auto]
 
     def time():
-        fastest = [ms[p] for p in near if near[p]]
-        if auto not in ms or not fastest:
+        near = [p for p in distance if distance[p] <= 1]
+        if auto not in ms or not near:
             raise run.Skip("its runs have not finished")
-        return ms[auto] / min(fastest)
+        return max(statistics.median(a / b for a, b in zip(ms[auto], ms[p])) for p in near)
     return [run.verdict(f"{auto}, which auto chooses: distance of its loss from the mean of fp32's seeds over their spread", 1, loss, at_most=True),
             run.verdict(f"{auto}, which auto chooses: time over that of the fastest precision with such a loss", SLOWER, time, at_most=True)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, value in (("seeds", 3), ("threads", 2), ("steps", 2000)):
+    for flag, value in (("seeds", 3), ("threads", 2), ("steps", 2000), ("rounds", 7)):
         parser.add_argument(f"--{flag}", type=int, default=value)
     parser.add_argument("--report", action="store_true", help="train nothing")
     args = parser.parse_args()
     auto, reason = chosen()
     found = runs(args.seeds, args.steps, args.threads, not args.report)
-    results = bars(found, auto)
+    ms = step_times(args.rounds, args.threads)
+    results = bars(found, ms, auto)
     path = training.write("choice", {"amp.h": "in each run", "text": training.digest(training.text())},
-                          command="python tests/bench/precision_curves.py", settings={"threads": args.threads, "model": " ".join(map(str, MODEL))},
-                          auto={"precision": auto, "reason": reason}, bars=results, runs=[r for rows in found.values() for r in rows])
+                          command="python tests/bench/precision_curves.py", settings={"threads": args.threads, "model": " ".join(map(str, MODEL)), "step": " ".join(map(str, STEP))},
+                          step_ms={p: round(statistics.median(x), 1) for p, x in ms.items()}, auto={"precision": auto, "reason": reason}, bars=results, runs=[r for rows in found.values() for r in rows])
     run.show_bars(results)
     print(f"wrote {path}")
 
