@@ -97,7 +97,7 @@ def main():
     ms = step_times(args.rounds, args.threads)
     results = bars(found, ms, auto)
     path = training.write("choice", {"amp.h": "in each run", "text": training.digest(training.text())},
-                          command="python tests/bench/precision_curves.py", settings={"threads": args.threads, "model": " ".join(map(str, MODEL)), "step": " ".join(map(str, STEP))},
+                          command=" ".join(["python tests/bench/precision_curves.py"] + sys.argv[1:]), settings={"threads": args.threads, "model": " ".join(map(str, MODEL)), "step": " ".join(map(str, STEP))},
                           step_ms={p: round(statistics.median(x), 1) for p, x in ms.items()}, auto={"precision": auto, "reason": reason}, bars=results, runs=[r for rows in found.values() for r in rows])
     run.show_bars(results)
     print(f"wrote {path}")
