@@ -12228,6 +12228,18 @@ struct amp_context {
     int roll_called; char roll[160];        /* what the ranks said when on_device failed */
 };
 
+/* ---- Hooks.  A section that needs something from a later one declares a function ampi_hook_NAME, which the later
+   section defines.  These are of >>autocast: the overrides of layers, ... */
+
+static amp_result ampi_hook_layers_may(amp_context *amp, const char *function, const char *text, amp_dtype fallback);
+static amp_result ampi_hook_layers_set(amp_context *amp, const char *function, const char *text);
+static void ampi_hook_layers_meet(amp_context *amp, const char *name, int parameter);
+static void ampi_hook_layers_tell(amp_context *amp, int closing);
+/* ... and these of >>ranks.  join and leave: the amp_ranks of .reducer; open: the ranks on their devices. */
+static amp_result ampi_hook_ranks_join(amp_context *amp);
+static amp_result ampi_hook_ranks_open(amp_context *amp);
+static void ampi_hook_ranks_leave(amp_context *amp);
+
 /* ---- Access for other sections */
 
 /* Registers a section's listener.  Called with the lock held. */
@@ -12995,7 +13007,7 @@ static void ampi_ranks_let_go(amp_ranks *r) {
 static ampi_seat *ampi_seat_of(const amp_desc *d) {
     return d->reducer.reduce == ampi_ranks_reduce ? (ampi_seat *)d->reducer.user : NULL;
 }
-static amp_result ampi_ranks_join(amp_context *amp) {
+static amp_result ampi_hook_ranks_join(amp_context *amp) {
     ampi_seat *seat = ampi_seat_of(&amp->desc);
     amp_result result = AMP_OK;
     if (seat == NULL) return AMP_OK;
@@ -13013,7 +13025,7 @@ static amp_result ampi_ranks_join(amp_context *amp) {
     pthread_mutex_unlock(&seat->ranks->lock);
     return result;
 }
-static void ampi_ranks_leave(amp_context *amp) {
+static void ampi_hook_ranks_leave(amp_context *amp) {
     ampi_seat *seat = ampi_seat_of(&amp->desc);
     if (!amp->seated) return;
     pthread_mutex_lock(&seat->ranks->lock);
@@ -13273,7 +13285,7 @@ static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, vo
     AMPI_TRY(ampi_weights_whole(amp, "reducer", NULL));
     return ampi_exchange_now(amp, e, stream);
 }
-static amp_result ampi_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
+static amp_result ampi_hook_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, data, data, count, dtype);
     e.op = op;
     return ampi_exchange_run(amp, &e, ampi_settings(amp)->stream);
@@ -13517,7 +13529,7 @@ static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice)
 /* ---- Overrides of layers */
 
 /* A name that rules may match, with the lock held. */
-static void ampi_layers_meet(amp_context *amp, const char *name, int parameter) {
+static void ampi_hook_layers_meet(amp_context *amp, const char *name, int parameter) {
     int64_t i;
     for (i = 0; i < amp->n_layers; i++) {
         ampi_layer_rule *rule = &amp->layers[i];
@@ -13538,7 +13550,7 @@ static void ampi_layers_meet(amp_context *amp, const char *name, int parameter) 
 
 /* Warns once about each rule that matched nothing: when no region is open, the parameters are known and layers ran; and
    when the context closes. */
-static void ampi_layers_tell(amp_context *amp, int closing) {
+static void ampi_hook_layers_tell(amp_context *amp, int closing) {
     ampi_layer_rule found;
     int64_t i;
     int pending, asked = __atomic_load_n(&amp->asked, __ATOMIC_RELAXED);
@@ -13582,7 +13594,7 @@ static amp_result ampi_layer_set(amp_context *amp, const char *function, const c
     for (i = 0; i < kept; i++) unmet += !amp->layers[i].met;
     __atomic_store_n(&amp->unmet, unmet, __ATOMIC_RELAXED);
     __atomic_store_n(&amp->asked, 0, __ATOMIC_RELAXED);
-    for (i = 0; i < amp->n_params && unmet > 0; i++) ampi_layers_meet(amp, amp->params[i].param->name, 1);
+    for (i = 0; i < amp->n_params && unmet > 0; i++) ampi_hook_layers_meet(amp, amp->params[i].param->name, 1);
     ampi_settings_changed(amp);
     ampi_unlock(amp);
     return AMP_OK;
@@ -13631,7 +13643,7 @@ static int64_t ampi_layers_count(const char *text) {
 }
 
 /* Whether they can be set; text may be NULL. */
-static amp_result ampi_layers_may(amp_context *amp, const char *function, const char *text, amp_dtype fallback) {
+static amp_result ampi_hook_layers_may(amp_context *amp, const char *function, const char *text, amp_dtype fallback) {
     int64_t n = text == NULL ? 0 : ampi_layers_count(text);
     ampi_layer_rule rule;
     amp_choice choice;
@@ -13644,7 +13656,7 @@ static amp_result ampi_layers_may(amp_context *amp, const char *function, const 
     return ampi_layers_reserve(amp, function, n);
 }
 /* ... after which this does not fail. */
-static amp_result ampi_layers_set(amp_context *amp, const char *function, const char *text) {
+static amp_result ampi_hook_layers_set(amp_context *amp, const char *function, const char *text) {
     ampi_layer_rule rule;
     while (text != NULL && ampi_layers_next(&text, &rule) > 0)
         AMPI_TRY(ampi_layer_set(amp, function, rule.pattern, rule.dtype));
@@ -13663,7 +13675,7 @@ static amp_result ampi_open_threads(amp_context *amp) {
 }
 
 /* Joins the ranks on their devices.  The host's reducer carries rank 0's id, and whether all can join. */
-static amp_result ampi_open_ranks(amp_context *amp) {
+static amp_result ampi_hook_ranks_open(amp_context *amp) {
     const amp_reducer *r = &amp->desc.reducer;
     const amp_backend *b = amp->backend;
     unsigned char id[AMP_COMMUNICATOR_ID];
@@ -13725,7 +13737,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
     AMPI_TRY(ampi_as("amp_open", (amp->backend->open)(&amp->dev, &amp->host, &b)));
     AMPI_TRY(ampi_as("amp_open", (amp->backend->describe)(amp->dev, &amp->machine.device)));
-    AMPI_TRY(ampi_as("amp_open", ampi_open_ranks(amp)));
+    AMPI_TRY(ampi_as("amp_open", ampi_hook_ranks_open(amp)));
     if (!amp->backend->quantizes) amp->machine.device.fp8 = 0;
     AMPI_TRY(ampi_as("amp_open", ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice)));
     AMPI_TRY(ampi_as("amp_open",
@@ -13796,11 +13808,11 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     }
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
-    else result = ampi_ranks_join(amp);
+    else result = ampi_hook_ranks_join(amp);
     if (result == AMP_OK) result = ampi_open_threads(amp);
     if (result == AMP_OK) result = ampi_open_device(amp);
-    if (result == AMP_OK) result = ampi_layers_may(amp, "amp_open", d.layers, d.fallback);
-    if (result == AMP_OK) result = ampi_layers_set(amp, "amp_open", d.layers);
+    if (result == AMP_OK) result = ampi_hook_layers_may(amp, "amp_open", d.layers, d.fallback);
+    if (result == AMP_OK) result = ampi_hook_layers_set(amp, "amp_open", d.layers);
     if (result != AMP_OK) { amp_close(amp); return result; }
     amp->desc.layers = amp->desc.rates = NULL;
     *out = amp;
@@ -13842,13 +13854,13 @@ AMP_API void amp_close(amp_context *amp) {
     if (ampi_may_destroy(amp, "amp_close", "context", amp->serial, AMPI_STACK) != AMP_OK) return;
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
     system = &amp->system;
-    ampi_layers_tell(amp, 1);
+    ampi_hook_layers_tell(amp, 1);
     ampi_close_objects(amp);
     ampi_notify(amp, AMPI_CLOSING, 0);
     if (amp->dev != NULL) ampi_close_device(amp);
     ampi_threads_close(amp->threads);
     amp->threads = NULL;
-    ampi_ranks_leave(amp);
+    ampi_hook_ranks_leave(amp);
     if (amp->desc.autotune_file)
         ampi_free(system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
     ampi_free(system, amp->blocks, amp->block_capacity, sizeof *amp->blocks);
@@ -14251,7 +14263,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
         amp->params[amp->n_params].stepper = NULL;
         amp->params[amp->n_params].param = p;
         amp->params[amp->n_params++].id = p->id;
-        ampi_layers_meet(amp, p->name, 1);
+        ampi_hook_layers_meet(amp, p->name, 1);
     }
     ampi_unlock(amp);
     ampi_notify(amp, AMPI_PARAMS_FORGOTTEN, 0);
@@ -14760,7 +14772,7 @@ static void ampi_region_remove(int i) {
     memmove(&ampi_regions.at[i], &ampi_regions.at[i + 1], (size_t)(ampi_thread.regions - i) * sizeof *ampi_regions.at);
     if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && !ampi_is_closed(amp)) {
         if (amp->desc.memory_efficient) ampi_cache_clear_idle(amp);
-        ampi_layers_tell(amp, 0);
+        ampi_hook_layers_tell(amp, 0);
     }
     ampi_context_let_go(amp);
 }
@@ -15007,7 +15019,7 @@ static amp_dtype ampi_layer_found(const amp_context *amp, const char *layer) {
     if (layer == NULL) return AMP_DTYPE_DEFAULT;
     if (__atomic_load_n(&amp->unmet, __ATOMIC_RELAXED) > 0) {
         amp_context *own = (amp_context *)(uintptr_t)amp;
-        ampi_layers_meet(own, layer, 0);
+        ampi_hook_layers_meet(own, layer, 0);
         __atomic_store_n(&own->asked, 1, __ATOMIC_RELAXED);
     }
     while (--i >= 0)
@@ -21455,6 +21467,21 @@ static amp_scaler *ampi_enabled(amp_scaler *scaler) {
     return scaler != NULL && !scaler->desc.disable ? scaler : NULL;
 }
 
+/* ---- Hooks, of >>ranks.  Only the first is called with one rank, where it finds nothing to do. */
+
+/* Before the first check, and the first after weights or settings were set: the same on all ranks? */
+static amp_result ampi_hook_ranks_agree(amp_grad_set *set, const amp_scaler *scaler);
+/* Combines a buffer over the ranks, in place. */
+static amp_result ampi_hook_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op);
+/* The gradients become their sums over the ranks. */
+static amp_result ampi_hook_set_sum(amp_grad_set *set);
+/* Which parameters rest, by what all ranks said with the flags of the check. */
+static amp_result ampi_hook_set_rest(amp_grad_set *set);
+/* 1: the row's gradient is on its way. */
+static int ampi_hook_bucket_sent(const ampi_buckets *b, int64_t row);
+/* Gradients were checked part by part: what each rank found becomes the whole. */
+static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled);
+
 /* ---- The life of a gradient.  An optimizer's step takes the gradients of its own parameters.  One that stays live
    while another optimizer steps is most often what that one's backward left behind, as in the discriminator of a GAN
    when its generator steps: adding to it would be wrong, and nobody would notice. */
@@ -22584,7 +22611,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     return result;
 }
 /* The seconds of this cycle, for its result. */
-static void ampi_buckets_times(ampi_buckets *b, double out[2]) {
+static void ampi_hook_buckets_times(ampi_buckets *b, double out[2]) {
     out[0] = out[1] = 0;
     if (b == NULL) return;
     pthread_mutex_lock(&b->lock);
@@ -22605,7 +22632,7 @@ static amp_result ampi_buckets_settle(ampi_gradient_watch *w) {
     return any ? ampi_buckets_order(b, 1) : AMP_OK;
 }
 /* Ends a cycle that has no step.  All ranks come here, so what some have sent is sent by all. */
-static amp_result ampi_buckets_give_up(ampi_buckets *b) {
+static amp_result ampi_hook_buckets_give_up(ampi_buckets *b) {
     amp_result result = AMP_OK;
     if (b == NULL) return AMP_OK;
     if (ampi_buckets_early(b)) result = ampi_buckets_finish(b, 0);
@@ -22613,13 +22640,15 @@ static amp_result ampi_buckets_give_up(ampi_buckets *b) {
     return result;
 }
 /* 1: this row's gradient has been sent. */
-static int ampi_bucket_sent(const ampi_buckets *b, int64_t row) { return b != NULL && b->rows[row].bucket < b->posted; }
+static int ampi_hook_bucket_sent(const ampi_buckets *b, int64_t row) {
+    return b != NULL && b->rows[row].bucket < b->posted;
+}
 
 /* Gathers all weights: in the step, or in the thread, after it. */
-static int ampi_gathers_late(const amp_grad_set *set) {
+static int ampi_hook_gathers_late(const amp_grad_set *set) {
     return ampi_shards(set) && set->desc->overlap_param_gather && set->buckets->threaded;
 }
-static amp_result ampi_buckets_gather(ampi_buckets *b) {
+static amp_result ampi_hook_buckets_gather(ampi_buckets *b) {
     amp_result result = ampi_buckets_order(b, 0);
     double start = ampi_seconds(b->amp);
     int64_t i;
@@ -22627,7 +22656,7 @@ static amp_result ampi_buckets_gather(ampi_buckets *b) {
     ampi_buckets_waited(b, start, 1);
     return result == AMP_OK ? ampi_buckets_order(b, 1) : result;
 }
-static void ampi_buckets_gather_late(ampi_buckets *b) {
+static void ampi_hook_buckets_gather_late(ampi_buckets *b) {
     pthread_mutex_lock(&b->lock);
     b->to_gather = b->n;
     __atomic_add_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
@@ -22670,7 +22699,7 @@ static amp_result ampi_buckets_whole(ampi_gradient_watch *w, const char *functio
 }
 
 /* Once the parts are checked, all ranks get all gradients, unless each has only its part of the states. */
-static amp_result ampi_buckets_checked(ampi_buckets *b, int unscaled) {
+static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled) {
     int64_t i;
     AMPI_TRY(ampi_buckets_order(b, 0));
     for (i = 0; i < b->n; i++) {
@@ -22852,7 +22881,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before
     return AMP_OK;
 }
 /* For an optimizer's set; before: those of the set that this one will replace, or NULL. */
-static amp_result ampi_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
+static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
     const amp_reducer *r = ampi_reducer(set->amp);
     const amp_optimizer_desc *d = set->desc;
     ampi_buckets *b;
@@ -22870,7 +22899,7 @@ static amp_result ampi_buckets_create(amp_grad_set *set, int32_t *micro, const a
     return ampi_buckets_build(b, before);
 }
 
-static void ampi_buckets_destroy(ampi_buckets *b) {
+static void ampi_hook_buckets_destroy(ampi_buckets *b) {
     const amp_system *s;
     const amp_backend *backend;
     int64_t i, n;
@@ -23011,7 +23040,7 @@ static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
         amp_k_tensor *row = &set->rows[i];
         amp_param *p = set->params[i];
         int32_t said;
-        if (ampi_bucket_sent(set->buckets, i)) ampi_gradient_live(p, 1);
+        if (ampi_hook_bucket_sent(set->buckets, i)) ampi_gradient_live(p, 1);
         said = p->grad.data == NULL ? 2 : p->grad_live != 0;
         if (said != 1)
             AMPI_TRY(amp_fill(set->amp, whole->grad, 0, whole->count * (int64_t)amp_dtype_size(whole->grad_dtype)));
@@ -23263,7 +23292,7 @@ static amp_result ampi_agree_apart(const ampi_common *c) {
     return result;
 }
 
-static amp_result ampi_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) {
+static amp_result ampi_hook_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) {
     const amp_system *s = ampi_context_system(set->amp);
     int64_t n = ampi_agree_count(set);
     ampi_common c;
@@ -23330,7 +23359,7 @@ static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
 /* Which parameters rest, now that all ranks have said what they know of them.  A device that sums by itself alone knows
    (amp_k_tensor.live of its table; 2 here): no weight is then stepped on one rank and not on another either, and
    ampi_check_apart returns the error later. */
-static amp_result ampi_set_rest(amp_grad_set *set) {
+static amp_result ampi_hook_set_rest(amp_grad_set *set) {
     const float *said = set->said != NULL ? set->said : ampi_said(set->found, 0);
     int64_t i;
     if (ampi_is_behind(set)) {
@@ -23361,14 +23390,15 @@ static amp_result ampi_check_agreed(const amp_grad_set *set) {
 }
 
 /* The gradients become their sums over the ranks. */
-static amp_result ampi_set_sum(amp_grad_set *set) {
+static amp_result ampi_hook_set_sum(amp_grad_set *set) {
     int64_t i;
     if (!ampi_is_summed(set)) return AMP_OK;
     if (set->spoiled) return ampi_set_refuse_sums(set);
     set->spoiled = 1;
     if (set->buckets != NULL) return ampi_buckets_finish(set->buckets, 1);
     for (i = 0; i < set->n; i++)
-        AMPI_TRY(ampi_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype, AMP_REDUCE_SUM));
+        AMPI_TRY(ampi_hook_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype,
+                                  AMP_REDUCE_SUM));
     return AMP_OK;
 }
 
@@ -23392,11 +23422,11 @@ static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_chec
     const int sums = last && ampi_is_summed(set);
     amp_k_rule rule;
     if (set->buckets == NULL && ampi_is_combined(set)) AMPI_TRY(ampi_may_exchange(set->amp, "amp_scaler_check"));
-    if (last && !late) AMPI_TRY(ampi_ranks_agree(set, scaler));
+    if (last && !late) AMPI_TRY(ampi_hook_ranks_agree(set, scaler));
     if (mode == AMP_CHECK_UNSCALE || sums) AMPI_TRY(ampi_check_gradients_apart(set));
     AMPI_TRY(sums ? ampi_set_refresh_sums(set) : ampi_set_refresh(set));
-    if (last) AMPI_TRY(ampi_set_sum(set));
-    if (last && late) AMPI_TRY(ampi_ranks_agree(set, scaler));
+    if (last) AMPI_TRY(ampi_hook_set_sum(set));
+    if (last && late) AMPI_TRY(ampi_hook_ranks_agree(set, scaler));
     set->unscaled = mode == AMP_CHECK_UNSCALE;
     rule = ampi_rule(AMP_RULE_BEGIN, scaler, set);
     if (!last) rule.step_rule.divisor = set->desc->accumulation;
@@ -23408,13 +23438,13 @@ static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_chec
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
     AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL, last));
     if (last && ampi_is_combined(set))
-        AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1 + 2 * rule.tensors, AMP_F32, AMP_REDUCE_MAX));
+        AMPI_TRY(ampi_hook_reduce(set->amp, &set->found->found_inf, 1 + 2 * rule.tensors, AMP_F32, AMP_REDUCE_MAX));
     if (last && (set->desc->sharded || parted))
-        AMPI_TRY(ampi_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
-    if (rule.tensors > 0) AMPI_TRY(ampi_set_rest(set));
+        AMPI_TRY(ampi_hook_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
+    if (rule.tensors > 0) AMPI_TRY(ampi_hook_set_rest(set));
     rule.kind = AMP_RULE_CHECKED;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
-    if (last && parted) AMPI_TRY(ampi_buckets_checked(set->buckets, set->unscaled));
+    if (last && parted) AMPI_TRY(ampi_hook_buckets_checked(set->buckets, set->unscaled));
     set->spoiled = 0;
     return AMP_OK;
 }
@@ -24052,6 +24082,19 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 
 /* ---- Optimizers */
 
+/* Hooks, of >>ranks: the buckets of an optimizer's gradients, NULL with one rank ... */
+static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before);
+static void ampi_hook_buckets_destroy(ampi_buckets *b);
+static amp_result ampi_hook_buckets_give_up(ampi_buckets *b);
+static amp_result ampi_hook_buckets_gather(ampi_buckets *b);
+static void ampi_hook_buckets_gather_late(ampi_buckets *b);
+static int ampi_hook_gathers_late(const amp_grad_set *set);
+static void ampi_hook_buckets_times(ampi_buckets *b, double out[2]);
+/* ... and the outer step of loose coupling. */
+static amp_result ampi_hook_outer_begin(amp_optimizer *o);
+static amp_result ampi_hook_outer_step(amp_optimizer *o);
+static amp_result ampi_hook_outer_note(const amp_optimizer *o, int64_t first, int64_t n);
+
 /* The arrays that a parameter may have, and its own count of steps. */
 enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3, AMPI_COUNTED = AMPI_ARRAYS, AMPI_BLOCKS };
 
@@ -24551,7 +24594,7 @@ static amp_result ampi_grow_build(amp_optimizer *o, amp_optimizer *next, const c
     }
     AMPI_TRY(ampi_check_weights(next));
     AMPI_TRY(ampi_check_weights_apart(next->set));
-    AMPI_TRY(ampi_buckets_create(next->set, &o->micro, o->set->buckets));
+    AMPI_TRY(ampi_hook_buckets_create(next->set, &o->micro, o->set->buckets));
     for (i = 0; i < next->set->n; i++)
         for (a = 0; a < AMPI_BLOCKS && which[i] >= 0; a++)
             *ampi_row_array(&next->set->rows[i], a) = *ampi_row_array(&o->set->rows[which[i]], a);
@@ -24611,7 +24654,7 @@ static amp_result ampi_optimizer_grow(amp_optimizer *o, const char *function, in
     r = ampi_alloc(s, function, (void **)&which, n, sizeof *which);
     if (r == AMP_OK) r = ampi_as(function, ampi_grow_build(o, &next, function, live, which));
     if (r == AMP_OK) ampi_grow_swap(o, &next, which);
-    ampi_buckets_destroy(next.set->buckets);
+    ampi_hook_buckets_destroy(next.set->buckets);
     next.set->buckets = NULL;
     ampi_states_free(&next);
     amp_free(o->amp, next.copy_table);
@@ -24656,7 +24699,7 @@ static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
     AMPI_TRY(ampi_as("amp_optimizer_create", ampi_check_weights_apart(o->set)));
-    AMPI_TRY(ampi_as("amp_optimizer_create", ampi_buckets_create(o->set, &o->micro, NULL)));
+    AMPI_TRY(ampi_as("amp_optimizer_create", ampi_hook_buckets_create(o->set, &o->micro, NULL)));
     AMPI_TRY(ampi_optimizer_memory(o));
     AMPI_TRY(ampi_copy_memory(o));
     AMPI_TRY(ampi_result_memory(o));
@@ -24679,7 +24722,7 @@ static void ampi_optimizer_stop(ampi_object *object) {
     for (i = 0; o->set != NULL && i < o->set->n && !ampi_is_closed(o->amp); i++)
         if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
     if (o->set != NULL) {
-        ampi_buckets_destroy(o->set->buckets);
+        ampi_hook_buckets_destroy(o->set->buckets);
         o->set->buckets = NULL;
     }
     if (o->outcomes != NULL) (backend->free_pinned)(dev, o->outcomes, AMP_STEP_RESULTS * sizeof *o->outcomes);
@@ -24785,7 +24828,7 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
 static amp_result ampi_optimizer_zero(void *owner) {
     amp_optimizer *o = (amp_optimizer *)owner;
     ampi_buckets *b = o->set->buckets;
-    amp_result result = b != NULL && b->ran ? ampi_buckets_give_up(b) : AMP_OK;
+    amp_result result = b != NULL && b->ran ? ampi_hook_buckets_give_up(b) : AMP_OK;
     int64_t i;
     o->micro = 0;
     for (i = 0; i < o->set->n; i++) ampi_gradient_live(o->set->params[i], 0);
@@ -24973,7 +25016,7 @@ static amp_result ampi_send_result(amp_optimizer *o) {
     int64_t slot = o->attempts % AMP_STEP_RESULTS;
     AMPI_TRY((backend->copy)(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
     AMPI_TRY((backend->event_record)(dev, o->events[slot], stream));
-    ampi_buckets_times(o->set->buckets, o->ranks[slot]);
+    ampi_hook_buckets_times(o->set->buckets, o->ranks[slot]);
     o->attempts++;
     o->sent++;
     return AMP_OK;
@@ -25052,7 +25095,7 @@ static amp_result ampi_fp8_combine(amp_context *amp, const amp_k_fp8_update *u) 
     int64_t i, n;
     for (i = 0; i < u->n; i += n + 3) {
         for (n = 0; i + n < u->n && ampi_fp8_is_due(u, i + n); n += 3) {}
-        if (n > 0) AMPI_TRY(ampi_reduce(amp, u->amax + i, n, AMP_F32, AMP_REDUCE_MAX));
+        if (n > 0) AMPI_TRY(ampi_hook_reduce(amp, u->amax + i, n, AMP_F32, AMP_REDUCE_MAX));
     }
     return AMP_OK;
 }
@@ -25111,7 +25154,7 @@ static amp_result ampi_outer_rows(const amp_optimizer *o, int64_t first, int64_t
 }
 
 /* Notes where the ranks begin: elements [first, first + n) of all rows. */
-static amp_result ampi_outer_note(const amp_optimizer *o, int64_t first, int64_t n) {
+static amp_result ampi_hook_outer_note(const amp_optimizer *o, int64_t first, int64_t n) {
     const ampi_outer *u = &o->outer;
     int64_t i, k;
     for (i = first; i < first + n; i += k) {
@@ -25121,10 +25164,10 @@ static amp_result ampi_outer_note(const amp_optimizer *o, int64_t first, int64_t
     if (n > 0) memset(u->momentum + first, 0, (size_t)n * sizeof *u->momentum);
     return AMP_OK;
 }
-static amp_result ampi_outer_begin(amp_optimizer *o) {
+static amp_result ampi_hook_outer_begin(amp_optimizer *o) {
     ampi_outer *u = &o->outer;
     if (o->desc.sync_every == 0 || u->begun) return AMP_OK;
-    AMPI_TRY(ampi_outer_note(o, 0, u->n));
+    AMPI_TRY(ampi_hook_outer_note(o, 0, u->n));
     u->begun = 1;
     return AMP_OK;
 }
@@ -25231,7 +25274,7 @@ static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
 }
 
 /* After every sync_every steps; not in the trials of amp_verify and its kin. */
-static amp_result ampi_outer_step(amp_optimizer *o) {
+static amp_result ampi_hook_outer_step(amp_optimizer *o) {
     int64_t i;
     if (o->desc.sync_every == 0 || o->attempts % o->desc.sync_every != 0 || o->amp->trials > 0) return AMP_OK;
     AMPI_TRY(ampi_outer_check(o));
@@ -25253,12 +25296,12 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
     } else      /* gradients may have become live or dead since the check */
         AMPI_TRY(ampi_is_summed(set) ? ampi_check_agreed(set) : ampi_set_refresh(set));
-    if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_outer_begin(o));
+    if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_hook_outer_begin(o));
     AMPI_TRY(ampi_count_step(o, enabled));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
     AMPI_TRY(ampi_copies_begin(o));
     result = ampi_run_optimizer(o);
-    if (result == AMP_OK && ampi_shards(set) && !ampi_gathers_late(set)) result = ampi_buckets_gather(set->buckets);
+    if (result == AMP_OK && ampi_shards(set) && !ampi_hook_gathers_late(set)) result = ampi_hook_buckets_gather(set->buckets);
     if (result == AMP_OK) ampi_weights_changed(set);
     ampi_copies_end(o, result);
     AMPI_TRY(result);
@@ -25272,10 +25315,10 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     ampi_seed_drop();
     ampi_buckets_recount(set->buckets);
     result = ampi_fp8_step(o, ampi_is_combined(set));
-    if (ampi_gathers_late(set)) ampi_buckets_gather_late(set->buckets);     /* no exchange is left */
+    if (ampi_hook_gathers_late(set)) ampi_hook_buckets_gather_late(set->buckets);     /* no exchange is left */
     AMPI_TRY(result);
     ampi_grow_late(o);
-    return ampi_capture(o->amp) == NULL ? ampi_outer_step(o) : AMP_OK;
+    return ampi_capture(o->amp) == NULL ? ampi_hook_outer_step(o) : AMP_OK;
 }
 
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler) {
@@ -25584,7 +25627,7 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
     AMPI_TRY(ampi_graph_numbers(graph));
     AMPI_TRY(ampi_graph_rows(graph));
     AMPI_TRY(ampi_copies_refresh(graph->amp));
-    for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_outer_begin(graph->optimizers[n]);
+    for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_hook_outer_begin(graph->optimizers[n]);
     for (n = 0; n < graph->n && result == AMP_OK; n++) result = ampi_copies_begin(graph->optimizers[n]);
     if (result == AMP_OK) result = (backend->graph_launch)(dev, graph->exec, stream);
     for (i = 0; i < n; i++) {
@@ -25595,7 +25638,7 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
     for (i = 0; i < graph->n_changed; i++) graph->changed[i].param->version += graph->changed[i].captured;
     ampi_random_advance(graph->amp, graph->random);
     for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_send_result(graph->optimizers[i]));
-    for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_outer_step(graph->optimizers[i]));
+    for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_hook_outer_step(graph->optimizers[i]));
     return AMP_OK;
 }
 AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
@@ -25997,7 +26040,7 @@ static amp_result ampi_archive_outer(const ampi_archive *r) {
     for (i = at = 0; i < r->o->set->n; i++, at += n) {
         const int64_t saved = ampi_saved_row(r, i);
         n = r->o->set->rows[i].count;
-        if (saved < 0) AMPI_TRY(ampi_outer_note(r->o, at, n));
+        if (saved < 0) AMPI_TRY(ampi_hook_outer_note(r->o, at, n));
         for (k = 0; k < 2 && saved >= 0; k++) {
             float *values = (k == 0 ? u->anchor : u->momentum) + at;
             AMPI_TRY(r->to ? ampi_put(r->to, r->prefix, ampi_outer_names[k], i, AMP_F32, values, n)
@@ -26459,7 +26502,7 @@ static amp_result ampi_load_check(ampi_loading *l) {
     AMPI_TRY(ampi_load_cycle(r, l->numbers.micro, period, l->live));
     AMPI_TRY(ampi_check_arrays(r, l->live));
     AMPI_TRY(ampi_alloc(s, f, &r->scratch, l->scratch_bytes, 1));
-    AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
+    AMPI_TRY(ampi_hook_buckets_give_up(o->set->buckets));
     return ampi_wait(o->amp);
 }
 static amp_result ampi_load_apply(ampi_loading *l, amp_optimizer *o) {
@@ -29606,14 +29649,14 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
 #endif
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &regions, &rule));
     AMPI_TRY(ampi_check_observed(amp, f, settings->disable != 0, regions.dtype));
-    AMPI_TRY(ampi_layers_may(amp, f, settings->layers, settings->fallback));
+    AMPI_TRY(ampi_hook_layers_may(amp, f, settings->layers, settings->fallback));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
     else if (!rule.disable)
         ampi_log(amp, AMP_LOG_WARNING, 1201, "%s needs a loss scaler, but none was passed to amp_settings_apply",
                  amp_dtype_name(regions.dtype == AMP_F16 ? AMP_F16 : choice.dtype));
     s = ampi_settings_effective(settings);
     ampi_settings_apply_context(&s, amp, &choice, &regions);
-    AMPI_TRY(ampi_layers_set(amp, f, s.layers));
+    AMPI_TRY(ampi_hook_layers_set(amp, f, s.layers));
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
         if (s.accumulation != optimizer->desc.accumulation)
@@ -31343,7 +31386,7 @@ static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     const ampi_snapshot *more;
     int64_t i;
     AMPI_TRY(ampi_may_wait(k->amp));
-    AMPI_TRY(ampi_buckets_give_up(o->set->buckets));
+    AMPI_TRY(ampi_hook_buckets_give_up(o->set->buckets));
     if (l != NULL) AMPI_TRY(amp_loader_seek(l, k->position / l->batches, k->position % l->batches));
     for (more = k; more != NULL; more = more->more) {
         AMPI_TRY(ampi_snapshot_copy(more, 0));

@@ -2,8 +2,9 @@
 #     awk -f tests/layers.awk amp.h amp.h
 # A section of the implementation names only what is defined in it or in a section above: functions, be they called or passed
 # on, tables, types, constants and macros.  Comments, strings, and macros that are undefined again do not count.  A public
-# function is defined in the section that declares it, and nothing is declared ahead of its definition.  What stands under a
-# title without a number belongs to all.
+# function is defined in the section that declares it.  Nothing is declared ahead of its definition but hooks: functions
+# ampi_hook_NAME, which a section declares and a later one defines.  What stands under a title without a number belongs to
+# all.
 # The first reading notes what each section defines, the second looks at every name.
 function bare(s,    kept) {                             # s without comments, strings and characters
     for (kept = ""; ; s = substr(s, RSTART + (comment ? 2 : RLENGTH))) {
@@ -21,9 +22,14 @@ function say(text) { gsub(/AMPI_V_/, "", text); print FILENAME ":" FNR ": " text
 function first_name(s) { sub(/^[^A-Za-z_]+/, "", s); sub(/[^A-Za-z0-9_].*/, "", s); return s }
 function last_name(s) { gsub(/[^A-Za-z0-9_]+/, " ", s); sub(/ $/, "", s); sub(/.* /, "", s); return s }
 function define(name) {
+    if (name ~ /^ampi_hook_/) {
+        if (!(name in declared) || rank[declared[name]] >= rank[section]) say(name " is a hook, which no section above declares")
+        hooked[name]
+        return
+    }
     if (name !~ /^(amp|ampi|AMP|AMPI)_/ || name in home) return
-    home[name] = section ? section : declared[name] + 0
-    if (name in declared && declared[name] != home[name] && declared[name]) say(name " is declared in >>" title[declared[name]] ", and defined in >>" title[section])
+    home[name] = section != "" ? section : declared[name]
+    if (name in declared && declared[name] != home[name] && declared[name] != "") say(name " is declared in >>" declared[name] ", and defined in >>" section)
 }
 # A declaration at column 0, up to its body, value or end.
 function declare(head,    is_prototype) {
@@ -39,13 +45,18 @@ function declare(head,    is_prototype) {
     }
     if (head !~ /^typedef/) sub(/[(=[;{].*/, "", head)
     if (!is_prototype) define(last_name(head))
+    else if (last_name(head) ~ /^ampi_hook_/) { declared[last_name(head)] = section; home[last_name(head)] = section }
     else if (implementation && last_name(head) ~ /^ampi?_/) say(last_name(head) " is declared before it is defined")
     else declared[last_name(head)] = section
 }
-FNR == 1 { reading++; section = 0; comment = 0; implementation = 0 }
-/^\/\* ==== [0-9]+ >>/ { section = $3 + 0; title[section] = $4; gsub(/[>:]/, "", title[section]) }
-/^\/\* ==== [^0-9]/ { section = 0 }
-/^\/\* Stop here/ { implementation = 1; section = 0 }
+FNR == 1 { reading++; section = ""; comment = 0; implementation = 0 }
+/^\/\* ==== [0-9]+ >>/ {                                # a section: its tag; its rank is its place in the implementation
+    section = $4
+    gsub(/[>:]/, "", section)
+    if (implementation && !(section in rank)) rank[section] = ++sections
+}
+/^\/\* ==== [^0-9]/ { section = "" }
+/^\/\* Stop here/ { implementation = 1; section = "" }
 {
     line = bare($0)
     gsub(/AMPI_(V|PICK)\(/, "AMPI_V_", line)           # the vector kernel of that name is another one
@@ -68,6 +79,7 @@ reading == 2 && implementation {
         name = substr(line, RSTART, RLENGTH)
         line = substr(line, RSTART + RLENGTH)
         if (!(name in home) && name ~ /^ampi?_/ && line ~ /^\(/) say("where " name " is defined, this check does not see")
-        if (name in home && home[name] > section && !(name in temporary)) say(">>" title[section] " names " name " of >>" title[home[name]])
+        if (name in home && rank[home[name]] > rank[section] && !(name in temporary)) say(">>" section " names " name " of >>" home[name])
     }
 }
+END { for (name in home) if (name ~ /^ampi_hook_/ && !(name in hooked)) print FILENAME ": nobody defines " name }
