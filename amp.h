@@ -369,8 +369,6 @@ extern "C" {
 #  define AMPI_HD AMPI_INLINE
 #endif
 
-/* ==== PART ONE: what a training program calls ==== */
-
 /* ==== 1 >>base ====
    Result codes, the last-error text, the log, and the table of system calls. */
 
@@ -481,6 +479,31 @@ typedef enum amp_cpu_path {
     AMP_CPU_AMX = 5,            /* AMX-BF16 for bf16 products, else AVX-512 */
     AMP_CPU_FORCE_I32 = 0x7fffffff
 } amp_cpu_path;
+
+/* The POSIX table, with every member set. */
+AMP_API void amp_system_default(amp_system *out);
+/* Replaces a file through a temporary one (write, fsync, rename), so the file is always complete after a crash or a
+   concurrent write.  Keeps permissions and, where possible, the owner.  A symbolic link is replaced; a device or pipe
+   is refused.  system may be NULL.  If the process is killed here, PATH.tmpPID@HOST-RANDOM is left behind.
+   Errors: AMP_ERR_OPEN, AMP_ERR_WRITE; the old file is then untouched. */
+AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
+/* Reads a file, a pipe or a device to its end, at most 256 MiB unless it is a regular file; waits for a pipe's writer.
+   *data ends with an extra 0 byte; free it with amp_file_free.
+   Errors: AMP_ERR_OPEN, AMP_ERR_READ. */
+AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes);
+AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
+
+typedef struct amp_cpu_info {
+    char name[64];
+    char vendor[16];            /* CPUID's: "GenuineIntel", "AuthenticAMD"; "" unknown */
+    int32_t family, model, stepping;    /* CPUID's, 0 unknown */
+    int32_t cores;              /* that this process may use, within its CPU quota */
+    amp_cpu_path path;          /* the fastest that CPU and system support; amp_query_machine: the one in use */
+    int32_t avx2, avx512, avx512_bf16, avx512_fp16;  /* 0 or 1 */
+    int32_t amx_bf16;           /* 1: the system lets this process use it */
+    int64_t l1d, l2, l3;        /* bytes per core, core and socket; 0 unknown */
+    int64_t memory;             /* bytes of RAM; 0 unknown */
+} amp_cpu_info;
 
 /* ==== 2 >>numbers ==== */
 
@@ -897,6 +920,29 @@ typedef struct amp_telemetry {
     float utilization, memory_utilization;  /* 0 to 1 */
     float temperature, power;   /* degrees C, W */
 } amp_telemetry;
+
+/* ==== 7 >>masks ====
+   Masks written out and cached: for softmax over your own scores, kernels that want a mask tensor, and arbitrary masks
+   that are used repeatedly.  amp_attention and amp_softmax do not need it. */
+
+/* A cached mask, read-only and shared. */
+typedef struct amp_mask_view {
+    amp_mask mask;              /* U8: of kind ARBITRARY over the tensor, for amp_attention and amp_softmax */
+    amp_tensor tensor;          /* device, [batch or 1, 1, queries, keys]; 1 if all sequences have the same mask */
+} amp_mask_view;
+
+/* Finds a mask in the cache, by kind, sizes, dtype and array contents, or writes it.  AMP_U8: 1 visible, 0 hidden;
+   AMP_F32, AMP_F16, AMP_BF16: 0 visible, -inf hidden, to add to scores.  The CPU must be able to read the arrays of
+   mask, and `allowed` must be the same for all heads.  The mask is held until amp_mask_release.  After that it may be
+   evicted, least recently used first, to stay within amp_desc.mask_limit.
+   Errors: AMP_ERR_DTYPE, AMP_ERR_STATE, AMP_ERR_UNSUPPORTED a mask per head. */
+AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
+                                amp_dtype dtype, amp_mask_view *out);
+AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view);
+AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *out);
+/* Frees the masks of one kind, or of all kinds, that are not held. */
+AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind);
+AMP_API void amp_mask_cache_clear(amp_context *amp);
 
 /* ==== 8 >>autocast ====
    The dtype that operators compute in, by region, policy, operator and layer; recomputing. */
@@ -1334,17 +1380,7 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix);
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix);
 
-/* ==== 10 >>tape ====
-   A forward written as expressions, which brings its own backward, and parameters that the library owns.
-
-       amp_param *w1 = amp_model_param(model, "fc1.weight", 256, 784, AMP_INIT_KAIMING_UNIFORM, 0);  (and so on, once)
-       amp_tape_begin(tape, NULL);
-       h = amp_tape_linear(tape, amp_tape_input(tape, &x), w1, b1, AMP_ACT_RELU);
-       loss = amp_tape_cross_entropy(tape, amp_tape_linear(tape, h, w2, b2, AMP_ACT_NONE), labels, NULL);
-       amp_tape_backward(tape, loss, amp_scaler_scale_ptr(scaler));
-       amp_step(optimizer, scaler);  */
-
-/* ---- Parameters that amp.h owns */
+/* ==== 10 >>models: parameters that amp.h owns ==== */
 
 typedef struct amp_model amp_model;
 
@@ -1407,6 +1443,16 @@ AMP_API amp_result amp_model_load(amp_model *model, const amp_state *state, cons
    Errors: AMP_ERR_RANGE, AMP_ERR_SHAPE, AMP_ERR_DTYPE. */
 AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtype dtype, const int64_t *shape,
                                      int32_t ndim);
+
+/* ==== 10 >>tape ====
+   A forward written as expressions, which brings its own backward, and parameters that the library owns.
+
+       amp_param *w1 = amp_model_param(model, "fc1.weight", 256, 784, AMP_INIT_KAIMING_UNIFORM, 0);  (and so on, once)
+       amp_tape_begin(tape, NULL);
+       h = amp_tape_linear(tape, amp_tape_input(tape, &x), w1, b1, AMP_ACT_RELU);
+       loss = amp_tape_cross_entropy(tape, amp_tape_linear(tape, h, w2, b2, AMP_ACT_NONE), labels, NULL);
+       amp_tape_backward(tape, loss, amp_scaler_scale_ptr(scaler));
+       amp_step(optimizer, scaler);  */
 
 /* ---- The tape
 
@@ -1620,70 +1666,7 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
    not refused: one backward for several optimizers; several backwards, then one step; parameters that no optimizer has
    and whose gradients your code never took (by grad_live = 0); optimizers that other threads step. */
 
-/* ---- Gradient sets, of parameters or of your own arrays.
-
-   Ranks: with amp_desc.reducer (from amp_ranks for threads, from examples/amp_mpi.h for MPI, or your own), a check
-   averages the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  The first check,
-   and the first after an optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks
-   before it sums: world, version of amp.h, precision, optimizer, parameters and the values of all weights.  On a
-   difference it returns AMP_ERR_REDUCE on every rank, with a text that names the difference and the rank.  From the
-   first check on all ranks use rank 0's CPU path, so a rank's results do not depend on its CPU.  A rank that lacks this
-   path, or chose its own, gives a warning.  Later checks compare only which parameters are frozen.  Over slow networks
-   ranks may step alone for a while: amp_optimizer_desc.sync_every.
-
-   Every rank takes part with every parameter.  If only some ranks have a gradient, it counts as zeros on the others,
-   and the mean is over all ranks.  If no rank has one, the parameter rests on all ranks, without weight decay and
-   momentum, as it does on one rank and as with find_unused_parameters of PyTorch's DistributedDataParallel.  Ranks
-   agree on that in the message that combines the overflow flags, which takes 8 bytes more for each parameter in each
-   step.
-
-   If a parameter is frozen on one rank and not on another, every rank returns AMP_ERR_REDUCE, also when it is frozen
-   after the first step.  The text names the parameter and the ranks, the gradients of that step are dropped, and
-   nothing has changed.  (With .sync_every the outer step compares that, and the ranks stay as they are.)
-
-   The ranks' agreement holds until the step: amp_optimizer_step returns AMP_ERR_STATE if a backward, a freeze or your
-   code has changed which parameters have a gradient since amp_scaler_check.  After a check of your own set,
-   amp_param.grad_live is 0 for parameters that rest.
-
-   Where a device itself sums (.reduce_on_device, or a reducer with on_host 0), the CPU does not wait for that message.
-   Then grad_live stays 1 for all parameters, and one that is frozen on one rank alone rests on all.  The error comes
-   from the first step after that step's result is due (result_lag).  That step does nothing else and can be called
-   again.  For your own set the error comes from amp_grad_set_stats.
-
-   An optimizer's gradients are sent in buckets of .bucket_bytes, cut from the last parameter to the first.  They are
-   sent while backward runs, in the order in which backward finished them in rank 0's first cycle.  Each bucket is sent
-   as soon as the operators have added to all its gradients as often as in a cycle before.  Everything is sent in the
-   step instead for the first cycle, gradients that you wrote after amp_param_accumulate (which are sent last), a second
-   optimizer, and your own set.  So with ranks, leave the gradients alone between backward and the step, or set
-   .no_overlap.  Another operator that adds to a gradient that was sent returns AMP_ERR_STATE with its name.  The calls
-   come from a separate thread, so do not use the reducer yourself between backward and the step.  With
-   reducer.one_thread they come from your thread, in backward; with a device and on_host 0 they are queued on a second
-   stream.  After a check that failed while gradients were summed, the next returns AMP_ERR_STATE and drops them.
-
-   .shard = AMP_SHARD_STATES: each rank has masters, remainders and moments of its part of every bucket and updates that
-   part, and all ranks gather the weights in the step.  With .deterministic, sums are taken in fp32 in the order of
-   ranks, so weights, norms and scales have the same bits with and without shards; without it, sums are the reducer's
-   own.  .wire = AMP_BF16 halves the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again.
-
-   .shard = AMP_SHARD_GRADIENTS, on the CPU under Linux: in addition, whole pages that hold only gradients of a bucket
-   are given back (madvise) as soon as this rank has its part of their sum.  Backward waits rather than run two buckets
-   ahead of the sums.  So with accumulation 1, after the first step, a rank holds its part of the gradients and about
-   three buckets.  After the step .grad is undefined until backward writes it again.
-
-   .overlap_param_gather: the step returns, and the thread of the buckets gathers the weights during the next forward,
-   in the reverse order of the sums (with reducer.one_thread still in the step).  Operators wait for the parameters that
-   they are given as amp_param.  Calls that wait for the device, use the reducer or free memory wait for all parameters.
-   Call amp_sync before your own code reads, writes or frees weights, and before they are given as tensors or pointers
-   (amp_copy, amp_gemm).  A gather that fails leaves old weights beside new ones.  Every call that waits then returns
-   AMP_ERR_REDUCE until the optimizer is destroyed; load a state after that.
-
-   A bucket's fp32 gradients that lie in the order of parameters, without gaps, are sent from their place.  With .shard
-   this also holds for weights of one type; both must then be a multiple of world * 16 numbers (8-bit: * 256). */
-
-/* Gives all ranks rank 0's weights, and fp32 masters.  Remainders and sharded masters are made anew from the weights,
-   with .sync_every by amp_optimizer_rebuild_masters.  Waits.
-   Errors: AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_REDUCE. */
-AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n);
+/* ---- Gradient sets, of parameters or of your own arrays */
 
 typedef struct amp_grad_set amp_grad_set;
 
@@ -1866,7 +1849,7 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix);
 AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, const char *prefix);
 
-/* ---- Optimizers and the step */
+/* ==== 11 >>optimizers: optimizers, the step, captured graphs and schedules ==== */
 
 typedef struct amp_optimizer amp_optimizer;
 
@@ -2078,15 +2061,6 @@ AMP_API void amp_graph_destroy(amp_graph *graph);
    parameter's name, AMP_ERR_RANGE numbers that no optimizer saves. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
-/* For .shard or .sync_every: every rank calls save with its own state, and writes path.SAVE.RANK.  Then rank 0 writes
-   `path`, which names these files with their checksums, and removes the files of the save before.  load reads the files
-   of however many ranks there were, and joins the parts of optimizers to what one rank would have saved, which any rank
-   of any world loads.  The rest is this rank's, or rank 0's if the number of ranks differs or amp is NULL.  If one rank
-   fails, all fail, and the save before stays.
-   Errors of save: AMP_ERR_OPEN, AMP_ERR_WRITE, AMP_ERR_REDUCE another rank failed, AMP_ERR_STATE gradients are being
-   summed; of load: those of amp_state_load, AMP_ERR_CHECKSUM also a file of another save. */
-AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path);
-AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out, const char *path);
 
 /* ---- Learning-rate schedules */
 
@@ -2128,7 +2102,133 @@ typedef struct amp_schedule {
    Errors: AMP_ERR_CONFLICT a field that this kind does not read, or warmup and decay longer than .steps. */
 AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, double *lr);
 
-/* ==== 12 >>data ====
+/* ==== 12 >>ranks ====
+   Ranks: with amp_desc.reducer (from amp_ranks for threads, from examples/amp_mpi.h for MPI, or your own), a check
+   averages the gradients over the ranks, then combines the overflow flags, so all ranks decide alike.  The first check,
+   and the first after an optimizer's functions set weights, a state, clip_norm or accumulation, compares the ranks
+   before it sums: world, version of amp.h, precision, optimizer, parameters and the values of all weights.  On a
+   difference it returns AMP_ERR_REDUCE on every rank, with a text that names the difference and the rank.  From the
+   first check on all ranks use rank 0's CPU path, so a rank's results do not depend on its CPU.  A rank that lacks this
+   path, or chose its own, gives a warning.  Later checks compare only which parameters are frozen.  Over slow networks
+   ranks may step alone for a while: amp_optimizer_desc.sync_every.
+
+   Every rank takes part with every parameter.  If only some ranks have a gradient, it counts as zeros on the others,
+   and the mean is over all ranks.  If no rank has one, the parameter rests on all ranks, without weight decay and
+   momentum, as it does on one rank and as with find_unused_parameters of PyTorch's DistributedDataParallel.  Ranks
+   agree on that in the message that combines the overflow flags, which takes 8 bytes more for each parameter in each
+   step.
+
+   If a parameter is frozen on one rank and not on another, every rank returns AMP_ERR_REDUCE, also when it is frozen
+   after the first step.  The text names the parameter and the ranks, the gradients of that step are dropped, and
+   nothing has changed.  (With .sync_every the outer step compares that, and the ranks stay as they are.)
+
+   The ranks' agreement holds until the step: amp_optimizer_step returns AMP_ERR_STATE if a backward, a freeze or your
+   code has changed which parameters have a gradient since amp_scaler_check.  After a check of your own set,
+   amp_param.grad_live is 0 for parameters that rest.
+
+   Where a device itself sums (.reduce_on_device, or a reducer with on_host 0), the CPU does not wait for that message.
+   Then grad_live stays 1 for all parameters, and one that is frozen on one rank alone rests on all.  The error comes
+   from the first step after that step's result is due (result_lag).  That step does nothing else and can be called
+   again.  For your own set the error comes from amp_grad_set_stats.
+
+   An optimizer's gradients are sent in buckets of .bucket_bytes, cut from the last parameter to the first.  They are
+   sent while backward runs, in the order in which backward finished them in rank 0's first cycle.  Each bucket is sent
+   as soon as the operators have added to all its gradients as often as in a cycle before.  Everything is sent in the
+   step instead for the first cycle, gradients that you wrote after amp_param_accumulate (which are sent last), a second
+   optimizer, and your own set.  So with ranks, leave the gradients alone between backward and the step, or set
+   .no_overlap.  Another operator that adds to a gradient that was sent returns AMP_ERR_STATE with its name.  The calls
+   come from a separate thread, so do not use the reducer yourself between backward and the step.  With
+   reducer.one_thread they come from your thread, in backward; with a device and on_host 0 they are queued on a second
+   stream.  After a check that failed while gradients were summed, the next returns AMP_ERR_STATE and drops them.
+
+   .shard = AMP_SHARD_STATES: each rank has masters, remainders and moments of its part of every bucket and updates that
+   part, and all ranks gather the weights in the step.  With .deterministic, sums are taken in fp32 in the order of
+   ranks, so weights, norms and scales have the same bits with and without shards; without it, sums are the reducer's
+   own.  .wire = AMP_BF16 halves the bytes of gradients: each is rounded to bf16, summed in fp32 and rounded again.
+
+   .shard = AMP_SHARD_GRADIENTS, on the CPU under Linux: in addition, whole pages that hold only gradients of a bucket
+   are given back (madvise) as soon as this rank has its part of their sum.  Backward waits rather than run two buckets
+   ahead of the sums.  So with accumulation 1, after the first step, a rank holds its part of the gradients and about
+   three buckets.  After the step .grad is undefined until backward writes it again.
+
+   .overlap_param_gather: the step returns, and the thread of the buckets gathers the weights during the next forward,
+   in the reverse order of the sums (with reducer.one_thread still in the step).  Operators wait for the parameters that
+   they are given as amp_param.  Calls that wait for the device, use the reducer or free memory wait for all parameters.
+   Call amp_sync before your own code reads, writes or frees weights, and before they are given as tensors or pointers
+   (amp_copy, amp_gemm).  A gather that fails leaves old weights beside new ones.  Every call that waits then returns
+   AMP_ERR_REDUCE until the optimizer is destroyed; load a state after that.
+
+   A bucket's fp32 gradients that lie in the order of parameters, without gaps, are sent from their place.  With .shard
+   this also holds for weights of one type; both must then be a multiple of world * 16 numbers (8-bit: * 256). */
+
+/* Other calls that an amp_reducer can make.  Parts lie one after the other in the order of ranks.  With on_host 0 calls
+   are ordered by the stream (NCCL).  With 1 a device's memory is copied through host memory, piece by piece, after
+   waiting for the stream.  With 2 calls take a device's memory, once the stream is done (CUDA-aware MPI), but 16-bit
+   numbers to be summed are copied through host memory. */
+struct amp_exchanges {
+    /* part `rank` of the sum of all `in`, of world * count_each numbers; `out` may be that part of `in` */
+    int (*reduce_scatter)(void *user, const void *in, void *out, int64_t count_each, amp_dtype dtype, amp_reduce_op op,
+                          void *stream);
+    /* out: the `in` of every rank; `in` may be part `rank` of `out` */
+    int (*all_gather)(void *user, const void *in, void *out, int64_t bytes_each, void *stream);
+    /* part r of `in` becomes part `rank` of rank r's `out` */
+    int (*all_to_all)(void *user, const void *in, void *out, int64_t bytes_each, void *stream);
+    int (*broadcast)(void *user, void *data, int64_t bytes, int32_t root, void *stream);
+    /* calls between them may begin together, at group_end; both or neither */
+    int (*group_begin)(void *user, void *stream);
+    int (*group_end)(void *user, void *stream);
+    const char *(*error)(void *user);   /* why the last call failed, for amp_last_error; NULL or "": unknown */
+};
+
+/* Ranks on devices: each rank is a process or a thread with its own device.  All ranks open their contexts at the same
+   time with .reduce_on_device = 1 and any reducer of host memory, by which the ranks find each other:
+
+       desc.backend = amp_cuda(), desc.device = gpu, desc.reducer = amp_mpi(&comm), desc.reduce_on_device = 1;
+
+   Device memory is then exchanged with NCCL, on the stream and within captured graphs.  If a rank is gone, is late by
+   .reduce_timeout_ms, or makes other calls than the rest, training ends for all.  Every call except those that free and
+   close then fails with AMP_ERR_REDUCE, and .reducer, asked once more, says which rank it is.
+   Errors of amp_open: AMP_ERR_UNSUPPORTED no NCCL, or before 2.14; AMP_ERR_CONFLICT a .reducer of device memory;
+   AMP_ERR_REDUCE a rank has not come or cannot. */
+
+/* Data-parallel training in one process: each rank is a context with its own model, in a separate thread.
+
+       amp_ranks_create(&ranks, &(amp_ranks_desc){.world = 4});
+       in thread i:  amp_ranks_reducer(ranks, i, &desc.reducer); amp_open(&amp, &desc); train; amp_close(amp);
+
+   Sums are taken in the order of ranks in fp64 and rounded once, so all ranks get the same bits in every run; device
+   memory is copied through host memory.  All ranks must begin with the same weights (amp_params_broadcast).  If a rank
+   passes other sizes than the rest or their memory, is not in time, or has closed its context, the call fails on all
+   ranks, and so does every later one: AMP_ERR_REDUCE, with a text that names the rank.
+   Errors of amp_open with such a reducer: AMP_ERR_CONFLICT another context is this rank, AMP_ERR_REDUCE the ranks have
+   failed before. */
+typedef struct amp_ranks_desc {
+    int32_t world;              /* 1 to 1024 */
+    int32_t timeout_ms;         /* how long a rank waits for the others; default 60000 */
+    amp_system system;          /* its allocator is used */
+} amp_ranks_desc;
+typedef struct amp_ranks amp_ranks;
+AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc);
+AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer *out);
+/* Calls of contexts that are still open fail from then on; the last context to close frees the memory. */
+AMP_API void amp_ranks_destroy(amp_ranks *ranks);
+
+/* Gives all ranks rank 0's weights, and fp32 masters.  Remainders and sharded masters are made anew from the weights,
+   with .sync_every by amp_optimizer_rebuild_masters.  Waits.
+   Errors: AMP_ERR_SHAPE, AMP_ERR_STATE, AMP_ERR_REDUCE. */
+AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n);
+
+/* For .shard or .sync_every: every rank calls save with its own state, and writes path.SAVE.RANK.  Then rank 0 writes
+   `path`, which names these files with their checksums, and removes the files of the save before.  load reads the files
+   of however many ranks there were, and joins the parts of optimizers to what one rank would have saved, which any rank
+   of any world loads.  The rest is this rank's, or rank 0's if the number of ranks differs or amp is NULL.  If one rank
+   fails, all fail, and the save before stays.
+   Errors of save: AMP_ERR_OPEN, AMP_ERR_WRITE, AMP_ERR_REDUCE another rank failed, AMP_ERR_STATE gradients are being
+   summed; of load: those of amp_state_load, AMP_ERR_CHECKSUM also a file of another save. */
+AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path);
+AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out, const char *path);
+
+/* ==== 13 >>data ====
    Samples, read ahead by worker threads, in an order that does not depend on their number, with exact resume. */
 
 typedef enum amp_token_format {
@@ -2272,61 +2372,6 @@ AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *o
 AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
 AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
 
-/* ==== PART TWO: the rest ==== */
-
-/* ==== 1 >>base ==== */
-
-/* The POSIX table, with every member set. */
-AMP_API void amp_system_default(amp_system *out);
-/* Replaces a file through a temporary one (write, fsync, rename), so the file is always complete after a crash or a
-   concurrent write.  Keeps permissions and, where possible, the owner.  A symbolic link is replaced; a device or pipe
-   is refused.  system may be NULL.  If the process is killed here, PATH.tmpPID@HOST-RANDOM is left behind.
-   Errors: AMP_ERR_OPEN, AMP_ERR_WRITE; the old file is then untouched. */
-AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
-/* Reads a file, a pipe or a device to its end, at most 256 MiB unless it is a regular file; waits for a pipe's writer.
-   *data ends with an extra 0 byte; free it with amp_file_free.
-   Errors: AMP_ERR_OPEN, AMP_ERR_READ. */
-AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes);
-AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
-
-typedef struct amp_cpu_info {
-    char name[64];
-    char vendor[16];            /* CPUID's: "GenuineIntel", "AuthenticAMD"; "" unknown */
-    int32_t family, model, stepping;    /* CPUID's, 0 unknown */
-    int32_t cores;              /* that this process may use, within its CPU quota */
-    amp_cpu_path path;          /* the fastest that CPU and system support; amp_query_machine: the one in use */
-    int32_t avx2, avx512, avx512_bf16, avx512_fp16;  /* 0 or 1 */
-    int32_t amx_bf16;           /* 1: the system lets this process use it */
-    int64_t l1d, l2, l3;        /* bytes per core, core and socket; 0 unknown */
-    int64_t memory;             /* bytes of RAM; 0 unknown */
-} amp_cpu_info;
-
-/* ==== 2 >>numbers ==== */
-
-typedef enum amp_rounding {
-    AMP_ROUND_DEFAULT = 0,      /* nearest, ties to even (TF32: ties away from zero, as cvt.rna) */
-    AMP_ROUND_STOCHASTIC = 1,   /* to bf16, fp16 or fp8; see amp_f16_stochastic */
-    AMP_ROUND_FORCE_I32 = 0x7fffffff
-} amp_rounding;
-
-typedef struct amp_convert_desc {
-    uint32_t rounding;          /* an amp_rounding */
-    /* 1: overflow and infinity become the largest finite value, except in fp64; NaN stays NaN */
-    int32_t saturate;
-    uint64_t seed, offset;      /* stochastic: element i uses amp_random_u32(seed, offset + i) */
-} amp_convert_desc;
-
-/* Converts n elements between floating dtypes on the CPU, fast, with the same bits as the scalar functions.  TF32 as
-   destination rounds within fp32 storage.  dst and src need no alignment, and may be one buffer if element sizes agree.
-   desc may be NULL.  *new_inf, if given, receives the number of finite inputs that became infinite (E4M3: NaN).
-   Errors: AMP_ERR_DTYPE not floating, or stochastic to fp32, fp64 or TF32, AMP_ERR_SIZE n elements exceed any memory,
-   AMP_ERR_CONFLICT dst and src overlap otherwise. */
-AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
-                               const amp_convert_desc *desc, int64_t *new_inf);
-/* Returns how many of n elements are infinite or NaN; -1 for a dtype that is not floating.  It looks at their bits, so
-   it works under -Ofast too.  *first, if given, receives the index of the first, or -1. */
-AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first);
-
 /* ==== 3 >>machine ====
    What this machine can do, and which precision to use on it. */
 
@@ -2403,84 +2448,7 @@ AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, c
 AMP_API amp_result amp_state_save(const amp_state *state, const char *path);
 AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path);
 
-/* ==== 6 >>backends ==== */
-
-/* Other calls that an amp_reducer can make.  Parts lie one after the other in the order of ranks.  With on_host 0 calls
-   are ordered by the stream (NCCL).  With 1 a device's memory is copied through host memory, piece by piece, after
-   waiting for the stream.  With 2 calls take a device's memory, once the stream is done (CUDA-aware MPI), but 16-bit
-   numbers to be summed are copied through host memory. */
-struct amp_exchanges {
-    /* part `rank` of the sum of all `in`, of world * count_each numbers; `out` may be that part of `in` */
-    int (*reduce_scatter)(void *user, const void *in, void *out, int64_t count_each, amp_dtype dtype, amp_reduce_op op,
-                          void *stream);
-    /* out: the `in` of every rank; `in` may be part `rank` of `out` */
-    int (*all_gather)(void *user, const void *in, void *out, int64_t bytes_each, void *stream);
-    /* part r of `in` becomes part `rank` of rank r's `out` */
-    int (*all_to_all)(void *user, const void *in, void *out, int64_t bytes_each, void *stream);
-    int (*broadcast)(void *user, void *data, int64_t bytes, int32_t root, void *stream);
-    /* calls between them may begin together, at group_end; both or neither */
-    int (*group_begin)(void *user, void *stream);
-    int (*group_end)(void *user, void *stream);
-    const char *(*error)(void *user);   /* why the last call failed, for amp_last_error; NULL or "": unknown */
-};
-
-/* Ranks on devices: each rank is a process or a thread with its own device.  All ranks open their contexts at the same
-   time with .reduce_on_device = 1 and any reducer of host memory, by which the ranks find each other:
-
-       desc.backend = amp_cuda(), desc.device = gpu, desc.reducer = amp_mpi(&comm), desc.reduce_on_device = 1;
-
-   Device memory is then exchanged with NCCL, on the stream and within captured graphs.  If a rank is gone, is late by
-   .reduce_timeout_ms, or makes other calls than the rest, training ends for all.  Every call except those that free and
-   close then fails with AMP_ERR_REDUCE, and .reducer, asked once more, says which rank it is.
-   Errors of amp_open: AMP_ERR_UNSUPPORTED no NCCL, or before 2.14; AMP_ERR_CONFLICT a .reducer of device memory;
-   AMP_ERR_REDUCE a rank has not come or cannot. */
-
-/* Data-parallel training in one process: each rank is a context with its own model, in a separate thread.
-
-       amp_ranks_create(&ranks, &(amp_ranks_desc){.world = 4});
-       in thread i:  amp_ranks_reducer(ranks, i, &desc.reducer); amp_open(&amp, &desc); train; amp_close(amp);
-
-   Sums are taken in the order of ranks in fp64 and rounded once, so all ranks get the same bits in every run; device
-   memory is copied through host memory.  All ranks must begin with the same weights (amp_params_broadcast).  If a rank
-   passes other sizes than the rest or their memory, is not in time, or has closed its context, the call fails on all
-   ranks, and so does every later one: AMP_ERR_REDUCE, with a text that names the rank.
-   Errors of amp_open with such a reducer: AMP_ERR_CONFLICT another context is this rank, AMP_ERR_REDUCE the ranks have
-   failed before. */
-typedef struct amp_ranks_desc {
-    int32_t world;              /* 1 to 1024 */
-    int32_t timeout_ms;         /* how long a rank waits for the others; default 60000 */
-    amp_system system;          /* its allocator is used */
-} amp_ranks_desc;
-typedef struct amp_ranks amp_ranks;
-AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc);
-AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer *out);
-/* Calls of contexts that are still open fail from then on; the last context to close frees the memory. */
-AMP_API void amp_ranks_destroy(amp_ranks *ranks);
-
-/* ==== 7 >>masks ====
-   Masks written out and cached: for softmax over your own scores, kernels that want a mask tensor, and arbitrary masks
-   that are used repeatedly.  amp_attention and amp_softmax do not need it. */
-
-/* A cached mask, read-only and shared. */
-typedef struct amp_mask_view {
-    amp_mask mask;              /* U8: of kind ARBITRARY over the tensor, for amp_attention and amp_softmax */
-    amp_tensor tensor;          /* device, [batch or 1, 1, queries, keys]; 1 if all sequences have the same mask */
-} amp_mask_view;
-
-/* Finds a mask in the cache, by kind, sizes, dtype and array contents, or writes it.  AMP_U8: 1 visible, 0 hidden;
-   AMP_F32, AMP_F16, AMP_BF16: 0 visible, -inf hidden, to add to scores.  The CPU must be able to read the arrays of
-   mask, and `allowed` must be the same for all heads.  The mask is held until amp_mask_release.  After that it may be
-   evicted, least recently used first, to stay within amp_desc.mask_limit.
-   Errors: AMP_ERR_DTYPE, AMP_ERR_STATE, AMP_ERR_UNSUPPORTED a mask per head. */
-AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
-                                amp_dtype dtype, amp_mask_view *out);
-AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view);
-AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *out);
-/* Frees the masks of one kind, or of all kinds, that are not held. */
-AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind);
-AMP_API void amp_mask_cache_clear(amp_context *amp);
-
-/* ==== 13 >>watch ====
+/* ==== 14 >>watch ====
    Settings for every part, the library's status, records of steps and epochs, and statistics of tensors. */
 
 /* ---- Settings: one struct for everything below, from a program, a file or the environment */
@@ -2879,7 +2847,7 @@ AMP_API const amp_tensor_stats_row *amp_tensor_stats_find(const amp_tensor_stats
                                                           int32_t gradient);
 #endif
 
-/* ==== 14 >>care ====
+/* ==== 15 >>care ====
    Whether mixed precision works here, which one is best, and what to do when it goes wrong. */
 
 /* ---- Verify: your step in fp32 and in each candidate, on the same batch */
@@ -2988,6 +2956,8 @@ typedef struct amp_gradcheck_report {
 AMP_API amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out);
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size);
 #endif
+
+/* ==== 15 >>tuning: advice, tuning, adaptive precision, recovery ==== */
 
 /* ---- Advice */
 
@@ -3255,9 +3225,9 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix);
 #endif
 
-/* ==== PART THREE: for kernels and backends ==== */
+/* ==== >>kernels: for your own kernels and backends ==== */
 
-/* ==== 2 >>numbers ====
+/* ---- Numbers
    Scalar conversions and random numbers, in integer arithmetic on bit patterns.  They give the same bits on every
    machine, under every compiler flag, with flush-to-zero or without. */
 
@@ -3510,6 +3480,30 @@ AMPI_HD uint32_t amp_random_u32(uint64_t seed, uint64_t index) {
 AMPI_HD float amp_random_uniform(uint64_t seed, uint64_t index) {
     return (float)(amp_random_u32(seed, index) >> 8) * (1.0f / 16777216);
 }
+
+typedef enum amp_rounding {
+    AMP_ROUND_DEFAULT = 0,      /* nearest, ties to even (TF32: ties away from zero, as cvt.rna) */
+    AMP_ROUND_STOCHASTIC = 1,   /* to bf16, fp16 or fp8; see amp_f16_stochastic */
+    AMP_ROUND_FORCE_I32 = 0x7fffffff
+} amp_rounding;
+
+typedef struct amp_convert_desc {
+    uint32_t rounding;          /* an amp_rounding */
+    /* 1: overflow and infinity become the largest finite value, except in fp64; NaN stays NaN */
+    int32_t saturate;
+    uint64_t seed, offset;      /* stochastic: element i uses amp_random_u32(seed, offset + i) */
+} amp_convert_desc;
+
+/* Converts n elements between floating dtypes on the CPU, fast, with the same bits as the scalar functions.  TF32 as
+   destination rounds within fp32 storage.  dst and src need no alignment, and may be one buffer if element sizes agree.
+   desc may be NULL.  *new_inf, if given, receives the number of finite inputs that became infinite (E4M3: NaN).
+   Errors: AMP_ERR_DTYPE not floating, or stochastic to fp32, fp64 or TF32, AMP_ERR_SIZE n elements exceed any memory,
+   AMP_ERR_CONFLICT dst and src overlap otherwise. */
+AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                               const amp_convert_desc *desc, int64_t *new_inf);
+/* Returns how many of n elements are infinite or NaN; -1 for a dtype that is not floating.  It looks at their bits, so
+   it works under -Ofast too.  *first, if given, receives the index of the first, or -1. */
+AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first);
 
 /* ==== 6 >>backends ====
    Everything that a device does: memory, copies, streams, events, graphs and kernels.  The CPU backend is built in,
@@ -7863,7 +7857,7 @@ static amp_result ampi_state_load_own(amp_state **out, const amp_system *system,
     return amp_state_load(out, system, path);
 }
 
-/* ==== 6 >>backends: implementation, the CPU backend ==== */
+/* ==== 6 >>workers: implementation, what the CPU kernels share: threads, scratch memory, pieces of rows ==== */
 
 /* ---- Attention on the CPU works on strips of queries times tiles of keys; AMPI_STRIPS strips share one pass over
    the keys.  In a tile of scores the queries are the lanes: (key, query) is at tile[key * AMPI_STRIP + query]. */
@@ -8306,6 +8300,8 @@ static float *ampi_row_out(void *row, amp_dtype dtype, float *scratch) {
 static void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *scratch, amp_cpu_path path) {
     if (dtype != AMP_F32) ampi_convert_fast(row, dtype, scratch, AMP_F32, n, path);
 }
+
+/* ==== 6 >>products: implementation, matrix products on the CPU ==== */
 
 /* ---- >>backends: GEMM on the CPU
 
@@ -9670,6 +9666,8 @@ static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *pa
     if (args->compute == AMP_FP8) return ampi_gemm_pack_fp8(cpu, args, packing);
     return ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, args->compute), args, packing);
 }
+
+/* ==== 6 >>cpu: implementation, the other CPU kernels and the table of the backend ==== */
 
 /* ---- Long sums of rows, element by element.  AMPI_SUM_ROWS at a time are added in fp32, and these sums in fp64, so
    that the error does not grow with the number of rows. */
@@ -12758,537 +12756,10 @@ static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int
                  (int)amp->threads->started + 1, (int)amp->threads->limit + 1);
 }
 
-/* ---- Ranks of one process.  A reduction is two meetings: at the first all have come with their buffers, which are
-   compared; each rank then combines a share of the elements, and writes it to all; at the second all are done. */
-
-enum { AMPI_RANKS_MOST = 1024, AMPI_RANKS_PIECE = 512 };
-typedef enum ampi_seat_state { AMPI_SEAT_FREE, AMPI_SEAT_TAKEN, AMPI_SEAT_LEFT } ampi_seat_state;
-
-typedef enum ampi_exchange_kind {
-    AMPI_REDUCE, AMPI_SCATTER, AMPI_GATHER, AMPI_TO_ALL, AMPI_BROADCAST
-} ampi_exchange_kind;
-/* One call of a reducer.  count: elements of a part; moved bytes have dtype AMP_U8. */
-typedef struct ampi_exchange {
-    ampi_exchange_kind kind;
-    const void *in; void *out;
-    int64_t count; amp_dtype dtype; amp_reduce_op op;
-    int32_t root;
-} ampi_exchange;
-static int32_t ampi_parts_in(const ampi_exchange *e, int32_t world) {
-    return e->kind == AMPI_SCATTER || e->kind == AMPI_TO_ALL ? world : 1;
-}
-static int32_t ampi_parts_out(const ampi_exchange *e, int32_t world) {
-    return e->kind == AMPI_GATHER || e->kind == AMPI_TO_ALL ? world : 1;
-}
-static size_t ampi_part_bytes(const ampi_exchange *e) { return (size_t)e->count * amp_dtype_size(e->dtype); }
-static const char *ampi_exchange_text(const ampi_exchange *e, char *text, size_t size) {
-    static const char *const verbs[] = {"reduces", "scatters", "gathers", "exchanges", "broadcasts"};
-    ampi_sheet s = ampi_sheet_of(text, size);
-    if (e->kind >= AMPI_GATHER) ampi_print(&s, "%s %lld bytes", verbs[e->kind], (long long)e->count);
-    else
-        ampi_print(&s, "%s %lld x %s (%s)", verbs[e->kind], (long long)e->count, amp_dtype_name(e->dtype),
-                   e->op == AMP_REDUCE_SUM ? "sum" : "max");
-    if (e->kind == AMPI_BROADCAST) ampi_print(&s, " of rank %d", (int)e->root);
-    return text;
-}
-
-typedef struct ampi_seat {
-    amp_ranks *ranks;
-    int32_t rank;
-    ampi_seat_state state;
-    uint64_t came;                  /* how many meetings this rank has come to */
-    ampi_exchange call;
-} ampi_seat;
-
-struct amp_ranks {
-    amp_system system;
-    uint64_t made;                  /* a serial */
-    pthread_mutex_t lock;           /* guards the rest, but for what a seat brings to a meeting */
-    pthread_cond_t met;
-    int32_t world, timeout_ms, arrived, holders;        /* holders: the owner and open contexts */
-    uint64_t meetings;
-    int agreed;                     /* 1: the last meeting was whole, and nothing broken */
-    char broken[160];               /* why every call fails from now on; "": they do not */
-    ampi_seat *seats;
-};
-
-/* The first reason stays. */
-static AMPI_PRINTF(2, 3) void ampi_ranks_break(amp_ranks *r, const char *format, ...) {
-    ampi_sheet s = ampi_sheet_of(r->broken, r->broken[0] == 0 ? sizeof r->broken : 0);
-    va_list args;
-    va_start(args, format);
-    if (s.size > 0) ampi_print_args(&s, format, args);
-    va_end(args);
-    pthread_cond_broadcast(&r->met);
-}
-
-/* Whether one rank writes what another reads or writes. */
-static int ampi_seats_share(const ampi_seat *a, const ampi_seat *b) {
-    size_t in = ampi_part_bytes(&a->call) * (size_t)ampi_parts_in(&a->call, a->ranks->world);
-    size_t out = ampi_part_bytes(&a->call) * (size_t)ampi_parts_out(&a->call, a->ranks->world);
-    return !ampi_is_apart(a->call.out, out, b->call.out, out) || !ampi_is_apart(a->call.out, out, b->call.in, in) ||
-           !ampi_is_apart(a->call.in, in, b->call.out, out);
-}
-/* Whether all have come for the same. */
-static void ampi_ranks_compare(amp_ranks *r) {
-    const ampi_exchange *first = &r->seats->call, *e;
-    char a[80], b[80];
-    int32_t i, j;
-    for (i = 1; i < r->world; i++) {
-        e = &r->seats[i].call;
-        if (e->kind != first->kind || e->count != first->count || e->dtype != first->dtype || e->op != first->op ||
-            e->root != first->root)
-            ampi_ranks_break(r, "rank 0 %s, rank %d %s: all must call the same in the same order",
-                             ampi_exchange_text(first, a, sizeof a), (int)i, ampi_exchange_text(e, b, sizeof b));
-        for (j = 0; j < i && r->broken[0] == 0; j++)
-            if (ampi_seats_share(&r->seats[i], &r->seats[j]))
-                ampi_ranks_break(r, "ranks %d and %d use the same memory; each needs a model of its own", (int)j,
-                                 (int)i);
-    }
-}
-
-/* Waits until all ranks have come; 0: the reduction fails, on all alike.  Whoever works on the others' memory comes to
-   the second meeting, `done`, for sure, so nothing ends that early. */
-static int ampi_ranks_meet(ampi_seat *seat, int done) {
-    amp_ranks *r = seat->ranks;
-    int64_t deadline = done ? INT64_MAX : ampi_posix_clock(NULL) + (int64_t)r->timeout_ms * 1000000;
-    uint64_t meeting;
-    int32_t i;
-    int whole;
-    pthread_mutex_lock(&r->lock);
-    meeting = r->meetings;
-    seat->came = meeting + 1;
-    for (i = 0; i < r->world && !done; i++)
-        if (r->seats[i].state == AMPI_SEAT_LEFT) ampi_ranks_break(r, "rank %d has closed its context", (int)i);
-    if ((done || r->broken[0] == 0) && ++r->arrived == r->world) {
-        if (!done) ampi_ranks_compare(r);
-        r->arrived = 0;
-        r->agreed = r->broken[0] == 0;
-        r->meetings++;
-        pthread_cond_broadcast(&r->met);
-    }
-    while ((done || r->broken[0] == 0) && r->meetings == meeting)
-        if (!ampi_wait_until(&r->met, &r->lock, deadline) && r->meetings == meeting) {
-            for (i = 0; i < r->world - 1 && r->seats[i].came > meeting; i++) {}
-            ampi_ranks_break(r, "rank %d has not come within %d ms", (int)i, r->timeout_ms);
-        }
-    whole = r->meetings != meeting && r->agreed;
-    pthread_mutex_unlock(&r->lock);
-    return whole;
-}
-
-/* NaN, by its bits, counts as the largest. */
-static double ampi_larger(double a, double b) {
-    const uint64_t inf = (uint64_t)0x7ff0 << 48, magnitude = UINT64_MAX >> 1;
-    if ((ampi_bits_f64(a) & magnitude) > inf) return a;
-    return (ampi_bits_f64(b) & magnitude) > inf || b > a ? b : a;
-}
-/* Elements [first, first + n) of all buffers into `out`. */
-static void ampi_ranks_combine(const amp_ranks *r, void *out, int64_t first, int64_t n) {
-    const ampi_exchange *e = &r->seats->call;
-    size_t size = amp_dtype_size(e->dtype);
-    double sum[AMPI_RANKS_PIECE], x[AMPI_RANKS_PIECE];
-    int64_t i;
-    int32_t rank;
-    for (rank = 0; rank < r->world; rank++) {
-        const char *from = (const char *)r->seats[rank].call.in + (size_t)first * size;
-        (void)amp_convert(rank == 0 ? sum : x, AMP_F64, from, e->dtype, n, NULL, NULL);
-        for (i = 0; i < n && rank > 0; i++)
-            sum[i] = e->op == AMP_REDUCE_SUM ? sum[i] + x[i] : ampi_larger(sum[i], x[i]);
-    }
-    (void)amp_convert(out, e->dtype, sum, AMP_F64, n, NULL, NULL);
-}
-/* A share of the elements, for all ranks. */
-static void ampi_ranks_reduce_share(const amp_ranks *r, int32_t rank) {
-    const int64_t count = r->seats->call.count, whole = count / r->world, rest = count % r->world;
-    const size_t size = amp_dtype_size(r->seats->call.dtype);
-    int64_t i = whole * rank + rest * rank / r->world, n;
-    const int64_t end = whole * (rank + 1) + rest * (rank + 1) / r->world;
-    int32_t other;
-    for (; i < end; i += n) {
-        size_t at = (size_t)i * size;
-        n = AMPI_MIN(end - i, (int64_t)AMPI_RANKS_PIECE);
-        ampi_ranks_combine(r, (char *)r->seats->call.out + at, i, n);
-        for (other = 1; other < r->world; other++)
-            memcpy((char *)r->seats[other].call.out + at, (char *)r->seats->call.out + at, (size_t)n * size);
-    }
-}
-/* This rank's part. */
-static void ampi_ranks_scatter(const amp_ranks *r, int32_t rank) {
-    const ampi_exchange *e = &r->seats[rank].call;
-    int64_t i, n;
-    for (i = 0; i < e->count; i += n) {
-        n = AMPI_MIN(e->count - i, (int64_t)AMPI_RANKS_PIECE);
-        ampi_ranks_combine(r, (char *)e->out + (size_t)i * amp_dtype_size(e->dtype), e->count * rank + i, n);
-    }
-}
-/* What this rank gets from each. */
-static void ampi_ranks_move(const amp_ranks *r, int32_t rank) {
-    const ampi_exchange *e = &r->seats[rank].call;
-    const size_t bytes = ampi_part_bytes(e);
-    int32_t from;
-    for (from = 0; from < r->world; from++) {
-        const char *in = (const char *)r->seats[from].call.in + (e->kind == AMPI_TO_ALL ? (size_t)rank * bytes : 0);
-        char *out = (char *)e->out + (e->kind == AMPI_BROADCAST ? 0 : (size_t)from * bytes);
-        if (in != out && (e->kind != AMPI_BROADCAST || from == e->root)) memcpy(out, in, bytes);
-    }
-}
-
-static int ampi_ranks_exchange(ampi_seat *seat, const ampi_exchange *e) {
-    const amp_ranks *r = seat->ranks;
-    ampi_fp host;
-    seat->call = *e;
-    if (!ampi_ranks_meet(seat, 0)) return 1;
-    host = ampi_fp_begin();
-    if (e->kind == AMPI_REDUCE) ampi_ranks_reduce_share(r, seat->rank);
-    else if (e->kind == AMPI_SCATTER) ampi_ranks_scatter(r, seat->rank);
-    else ampi_ranks_move(r, seat->rank);
-    ampi_fp_end(host);
-    return !ampi_ranks_meet(seat, 1);
-}
-static ampi_exchange ampi_exchange_of(ampi_exchange_kind kind, const void *in, void *out, int64_t count,
-                                      amp_dtype dtype) {
-    ampi_exchange e;
-    memset(&e, 0, sizeof e);
-    e.kind = kind;
-    e.in = in;
-    e.out = out;
-    e.count = count;
-    e.dtype = dtype;
-    return e;
-}
-static int ampi_ranks_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
-    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, data, data, count, dtype);
-    (void)stream;
-    e.op = op;
-    return ampi_ranks_exchange((ampi_seat *)user, &e);
-}
-static int ampi_ranks_reduce_scatter(void *user, const void *in, void *out, int64_t count_each, amp_dtype dtype,
-                                     amp_reduce_op op, void *stream) {
-    ampi_exchange e = ampi_exchange_of(AMPI_SCATTER, in, out, count_each, dtype);
-    (void)stream;
-    e.op = op;
-    return ampi_ranks_exchange((ampi_seat *)user, &e);
-}
-static int ampi_ranks_gather(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
-    ampi_exchange e = ampi_exchange_of(AMPI_GATHER, in, out, bytes_each, AMP_U8);
-    (void)stream;
-    return ampi_ranks_exchange((ampi_seat *)user, &e);
-}
-static int ampi_ranks_to_all(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
-    ampi_exchange e = ampi_exchange_of(AMPI_TO_ALL, in, out, bytes_each, AMP_U8);
-    (void)stream;
-    return ampi_ranks_exchange((ampi_seat *)user, &e);
-}
-static int ampi_ranks_broadcast(void *user, void *data, int64_t bytes, int32_t root, void *stream) {
-    ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
-    (void)stream;
-    e.root = root;
-    return ampi_ranks_exchange((ampi_seat *)user, &e);
-}
-static const char *ampi_ranks_error(void *user) { return ((ampi_seat *)user)->ranks->broken; }
-static const amp_exchanges ampi_ranks_calls = {
-    ampi_ranks_reduce_scatter, ampi_ranks_gather, ampi_ranks_to_all, ampi_ranks_broadcast, NULL, NULL, ampi_ranks_error
-};
-
-static void ampi_ranks_let_go(amp_ranks *r) {
-    amp_system system = r->system;
-    int last;
-    pthread_mutex_lock(&r->lock);
-    last = --r->holders == 0;
-    pthread_mutex_unlock(&r->lock);
-    if (!last) return;
-    ampi_timed_lock_destroy(&r->lock, &r->met);
-    ampi_free(&system, r->seats, r->world, sizeof *r->seats);
-    ampi_free(&system, r, 1, sizeof *r);
-}
-
-/* The seat of a context's reducer, or NULL. */
-static ampi_seat *ampi_seat_of(const amp_desc *d) {
-    return d->reducer.reduce == ampi_ranks_reduce ? (ampi_seat *)d->reducer.user : NULL;
-}
-static amp_result ampi_hook_ranks_join(amp_context *amp) {
-    ampi_seat *seat = ampi_seat_of(&amp->desc);
-    amp_result result = AMP_OK;
-    if (seat == NULL) return AMP_OK;
-    pthread_mutex_lock(&seat->ranks->lock);
-    if (seat->ranks->broken[0] != 0)
-        result = ampi_fail(AMP_ERR_REDUCE, "amp_open", "%s; create new amp_ranks", seat->ranks->broken);
-    else if (seat->state == AMPI_SEAT_TAKEN)
-        result = ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".reducer: rank %d has an open context already",
-                           (int)seat->rank);
-    else {
-        seat->state = AMPI_SEAT_TAKEN;
-        seat->ranks->holders++;
-        amp->seated = 1;
-    }
-    pthread_mutex_unlock(&seat->ranks->lock);
-    return result;
-}
-static void ampi_hook_ranks_leave(amp_context *amp) {
-    ampi_seat *seat = ampi_seat_of(&amp->desc);
-    if (!amp->seated) return;
-    pthread_mutex_lock(&seat->ranks->lock);
-    seat->state = AMPI_SEAT_LEFT;
-    if (seat->ranks->arrived > 0) ampi_ranks_break(seat->ranks, "rank %d has closed its context", (int)seat->rank);
-    pthread_mutex_unlock(&seat->ranks->lock);
-    ampi_ranks_let_go(seat->ranks);
-}
-
-AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc) {
-    const char *f = "amp_ranks_create";
-    amp_system system = ampi_system(desc != NULL ? &desc->system : NULL);
-    void *memory;
-    amp_ranks *r;
-    int32_t i;
-    AMPI_TRY(ampi_need(f, out && desc, "out or desc"));
-    *out = NULL;
-    if (desc->world < 1 || desc->world > AMPI_RANKS_MOST)
-        return ampi_fail(AMP_ERR_RANGE, f, ".world = %d, must be 1 to %d", (int)desc->world, AMPI_RANKS_MOST);
-    if (desc->timeout_ms < 0)
-        return ampi_fail(AMP_ERR_RANGE, f, ".timeout_ms = %d, must be 1 or more, or 0 for 60000",
-                         (int)desc->timeout_ms);
-    AMPI_TRY(ampi_alloc(&system, f, &memory, 1, sizeof *r));
-    r = (amp_ranks *)memory;
-    if (ampi_alloc(&system, f, &memory, desc->world, sizeof *r->seats) != AMP_OK) {
-        ampi_free(&system, r, 1, sizeof *r);
-        return AMP_ERR_MEMORY;
-    }
-    r->system = system;
-    r->made = ampi_serial();
-    r->seats = (ampi_seat *)memory;
-    r->world = desc->world;
-    r->timeout_ms = desc->timeout_ms != 0 ? desc->timeout_ms : 60000;
-    r->holders = 1;
-    for (i = 0; i < r->world; i++) { r->seats[i].ranks = r; r->seats[i].rank = i; }
-    if (ampi_timed_lock_init(&r->lock, &r->met) != 0) {
-        ampi_free(&system, r->seats, r->world, sizeof *r->seats);
-        ampi_free(&system, r, 1, sizeof *r);
-        return ampi_fail(AMP_ERR_THREAD, f, "cannot create the ranks' lock");
-    }
-    *out = r;
-    return AMP_OK;
-}
-
-AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer *out) {
-    AMPI_TRY(ampi_need("amp_ranks_reducer", ranks && out, "ranks or out"));
-    if (rank < 0 || rank >= ranks->world)
-        return ampi_fail(AMP_ERR_RANGE, "amp_ranks_reducer", "rank = %d, must be 0 to %d", (int)rank,
-                         (int)ranks->world - 1);
-    memset(out, 0, sizeof *out);
-    out->reduce = ampi_ranks_reduce;
-    out->user = &ranks->seats[rank];
-    out->rank = rank;
-    out->world = ranks->world;
-    out->on_host = 1;
-    out->calls = &ampi_ranks_calls;
-    return AMP_OK;
-}
-
-AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
-    if (ranks == NULL || ampi_check_unused("amp_ranks_destroy", "ranks", ranks->made, AMPI_STACK) != AMP_OK) return;
-    pthread_mutex_lock(&ranks->lock);
-    ampi_ranks_break(ranks, "the ranks were destroyed");
-    pthread_mutex_unlock(&ranks->lock);
-    ampi_ranks_let_go(ranks);
-}
-
-/* ---- Exchanges between the ranks of a context: by the reducer's own call, or by reduce.  Then, and where host memory
-   stands between a device and a reducer on the host, they go piece by piece. */
-
 static int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
 /* The reducer of what the context computes with. */
 static const amp_reducer *ampi_reducer(const amp_context *amp) {
     return amp->on_device.reduce != NULL ? &amp->on_device : &amp->desc.reducer;
-}
-
-enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
-
-static amp_result ampi_exchange_fail(const amp_reducer *r, const ampi_exchange *e, int code) {
-    const char *why = ampi_reducer_why(r);
-    char text[80];
-    if (why != NULL && why[0] != 0) return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s", why);
-    return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d %s: the hook returned %d", (int)r->rank,
-                     ampi_exchange_text(e, text, sizeof text), code);
-}
-static int ampi_is_native(const amp_exchanges *c, ampi_exchange_kind kind) {
-    if (c == NULL || kind == AMPI_REDUCE) return kind == AMPI_REDUCE;
-    return kind == AMPI_SCATTER   ? c->reduce_scatter != NULL
-           : kind == AMPI_GATHER  ? c->all_gather != NULL
-           : kind == AMPI_TO_ALL  ? c->all_to_all != NULL
-                                  : c->broadcast != NULL;
-}
-static int ampi_exchange_by(const amp_reducer *r, const ampi_exchange *e, void *stream) {
-    switch (e->kind) {
-        case AMPI_SCATTER:
-            return (r->calls->reduce_scatter)(r->user, e->in, e->out, e->count, e->dtype, e->op, stream);
-        case AMPI_GATHER: return (r->calls->all_gather)(r->user, e->in, e->out, e->count, stream);
-        case AMPI_TO_ALL: return (r->calls->all_to_all)(r->user, e->in, e->out, e->count, stream);
-        case AMPI_BROADCAST: return (r->calls->broadcast)(r->user, e->out, e->count, e->root, stream);
-        default: return (r->reduce)(r->user, e->out, e->count, e->dtype, e->op, stream);
-    }
-}
-static amp_result ampi_exchange_call(const amp_context *amp, const ampi_exchange *e, void *stream) {
-    const amp_reducer *r = ampi_reducer(amp);
-    int code;
-    AMPI_CALLOUT(ampi_reducer_text, code = ampi_exchange_by(r, e, stream));
-    if (r == &amp->on_device) return (amp_result)code;      /* the backend has said why */
-    return code == 0 ? AMP_OK : ampi_exchange_fail(r, e, code);
-}
-
-/* Host memory for a piece of an exchange.  wide: what reduce gets instead of the reducer's own call; on_device: the
-   same for a reducer that reads a device's memory. */
-typedef struct ampi_relay {
-    amp_context *amp;
-    void *stream;
-    int32_t rank, world;
-    int visible;                    /* 1: the exchange's memory is the host's */
-    char *in, *out, *wide; void *on_device;
-    int64_t in_bytes, out_bytes, wide_bytes;
-} ampi_relay;
-
-static amp_result ampi_relay_fetch(const ampi_relay *s, void *dst, const void *src, size_t bytes) {
-    if (s->visible) { memcpy(dst, src, bytes); return AMP_OK; }
-    AMPI_TRY((s->amp->backend->copy)(s->amp->dev, dst, src, bytes, AMP_COPY_TO_HOST, s->stream));
-    return (s->amp->backend->stream_sync)(s->amp->dev, s->stream);
-}
-static amp_result ampi_relay_send(const ampi_relay *s, void *dst, const void *src, size_t bytes) {
-    if (s->visible) { memcpy(dst, src, bytes); return AMP_OK; }
-    AMPI_TRY((s->amp->backend->copy)(s->amp->dev, dst, src, bytes, AMP_COPY_TO_DEVICE, s->stream));
-    return (s->amp->backend->stream_sync)(s->amp->dev, s->stream);
-}
-
-/* Bytes travel as 16-bit integers in fp32: each sum has one term that may be other than 0, so it is exact. */
-static void ampi_bytes_to_wide(float *wide, const char *bytes, int64_t n) {
-    const unsigned char *at = (const unsigned char *)bytes;
-    int64_t i;
-    for (i = 0; i < n; i += 2) *wide++ = (float)(at[i] | (i + 1 < n ? at[i + 1] << 8 : 0));
-}
-static void ampi_bytes_of_wide(char *bytes, const float *wide, int64_t n) {
-    unsigned char *at = (unsigned char *)bytes;
-    int64_t i;
-    for (i = 0; i < n; i += 2) {
-        unsigned both = (unsigned)*wide++;
-        at[i] = (unsigned char)(both & 255);
-        if (i + 1 < n) at[i + 1] = (unsigned char)(both >> 8);
-    }
-}
-
-/* Reduces `wide`. */
-static amp_result ampi_relay_reduce(const ampi_relay *s, int64_t count, amp_dtype dtype, amp_reduce_op op) {
-    size_t bytes = (size_t)count * amp_dtype_size(dtype);
-    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, s->wide, s->wide, count, dtype);
-    e.op = op;
-    if (s->on_device == NULL) return ampi_exchange_call(s->amp, &e, s->stream);
-    e.in = e.out = s->on_device;
-    AMPI_TRY(ampi_relay_send(s, s->on_device, s->wide, bytes));
-    AMPI_TRY(ampi_exchange_call(s->amp, &e, s->stream));
-    return ampi_relay_fetch(s, s->wide, s->on_device, bytes);
-}
-/* A piece of n elements a part, from s->in to s->out. */
-static amp_result ampi_relay_emulate(const ampi_relay *s, const ampi_exchange *e, int64_t n) {
-    size_t size = amp_dtype_size(e->dtype);
-    int64_t words = (n + 1) / 2;
-    float *wide = (float *)(void *)s->wide;
-    int32_t i, parts = ampi_parts_in(e, s->world), from = ampi_parts_out(e, s->world);
-    if (e->kind == AMPI_SCATTER) {
-        memcpy(s->wide, s->in, (size_t)(s->world * n) * size);
-        AMPI_TRY(ampi_relay_reduce(s, s->world * n, e->dtype, e->op));
-        memcpy(s->out, s->wide + (size_t)(s->rank * n) * size, (size_t)n * size);
-        return AMP_OK;
-    }
-    memset(wide, 0, (size_t)(from * parts * words) * sizeof *wide);
-    for (i = 0; i < parts && (e->kind != AMPI_BROADCAST || s->rank == e->root); i++)
-        ampi_bytes_to_wide(wide + ((e->kind == AMPI_BROADCAST ? 0 : s->rank) * parts + i) * words, s->in + i * n, n);
-    AMPI_TRY(ampi_relay_reduce(s, from * parts * words, AMP_F32, AMP_REDUCE_SUM));
-    for (i = 0; i < from; i++)
-        ampi_bytes_of_wide(s->out + i * n, wide + (i * parts + (e->kind == AMPI_TO_ALL ? s->rank : 0)) * words, n);
-    return AMP_OK;
-}
-static amp_result ampi_relay_run(const ampi_relay *s, const ampi_exchange *e, int64_t most, int native) {
-    const size_t size = amp_dtype_size(e->dtype);
-    const int32_t in = ampi_parts_in(e, s->world), out = ampi_parts_out(e, s->world);
-    ampi_exchange piece = *e;
-    int64_t at, n;
-    int32_t i;
-    for (at = 0; at < e->count; at += n) {
-        n = AMPI_MIN(most, e->count - at);
-        for (i = 0; i < in; i++)
-            AMPI_TRY(ampi_relay_fetch(s, s->in + (size_t)(i * n) * size,
-                                      (const char *)e->in + (size_t)(i * e->count + at) * size, (size_t)n * size));
-        piece.count = n;
-        piece.in = s->in;
-        piece.out = e->kind == AMPI_REDUCE || e->kind == AMPI_BROADCAST ? s->in : s->out;
-        AMPI_TRY(native ? ampi_exchange_call(s->amp, &piece, s->stream) : ampi_relay_emulate(s, e, n));
-        for (i = 0; i < out; i++)
-            AMPI_TRY(ampi_relay_send(s, (char *)e->out + (size_t)(i * e->count + at) * size,
-                                     (native ? (char *)piece.out : s->out) + (size_t)(i * n) * size, (size_t)n * size));
-    }
-    return AMP_OK;
-}
-/* 1: through host memory. */
-static int ampi_is_relayed(const amp_context *amp, const ampi_exchange *e) {
-    int on_host = ampi_reducer(amp)->on_host;
-    if (amp->backend->host_visible || on_host == 0) return 0;
-    return on_host == 1 || e->dtype == AMP_F16 || e->dtype == AMP_BF16;
-}
-
-static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e, void *stream, int native) {
-    const amp_reducer *r = ampi_reducer(amp);
-    const amp_system *system = ampi_context_system(amp);
-    const int64_t size = (int64_t)amp_dtype_size(e->dtype);
-    int64_t in = ampi_parts_in(e, r->world), out = ampi_parts_out(e, r->world);
-    int64_t most = AMPI_MIN(e->count, AMPI_MAX(AMPI_EXCHANGE_PIECE / (in * out) / 2 * 2, 2));
-    ampi_relay s;
-    amp_result result;
-    AMPI_TRY(ampi_not_captured(amp));
-    memset(&s, 0, sizeof s);
-    s.amp = amp;
-    s.stream = stream;
-    s.rank = r->rank;
-    s.world = r->world;
-    s.visible = amp->backend->host_visible;
-    s.in_bytes = in * most * size;
-    s.out_bytes = out * most * size;
-    if (!native) s.wide_bytes = e->kind == AMPI_SCATTER ? s.in_bytes : in * out * ((most + 1) / 2) * 4;
-    result = ampi_alloc(system, "reducer", (void **)&s.in, s.in_bytes, 1);
-    if (result == AMP_OK) result = ampi_alloc(system, "reducer", (void **)&s.out, s.out_bytes, 1);
-    if (result == AMP_OK) result = ampi_alloc(system, "reducer", (void **)&s.wide, s.wide_bytes, 1);
-    if (result == AMP_OK && !native && !s.visible && !ampi_is_relayed(amp, e))
-        result = (amp->backend->alloc)(amp->dev, &s.on_device, (size_t)s.wide_bytes);
-    if (result == AMP_OK) result = ampi_relay_run(&s, e, most, native);
-    if (s.on_device != NULL) (amp->backend->free)(amp->dev, s.on_device, (size_t)s.wide_bytes);
-    ampi_free(system, s.wide, s.wide_bytes, 1);
-    ampi_free(system, s.out, s.out_bytes, 1);
-    ampi_free(system, s.in, s.in_bytes, 1);
-    return result;
-}
-
-/* Of buckets, whose thread makes one exchange after the other. */
-static amp_result ampi_exchange_now(amp_context *amp, const ampi_exchange *e, void *stream) {
-    const amp_reducer *r = ampi_reducer(amp);
-    int native = ampi_is_native(r->calls, e->kind);
-    if (e->count == 0) return AMP_OK;
-    if (ampi_world(amp) == 1)
-        return e->in == e->out ? AMP_OK
-                               : (amp->backend->copy)(amp->dev, e->out, e->in, ampi_part_bytes(e), AMP_COPY_ON_DEVICE,
-                                                    stream);
-    if (!native || ampi_is_relayed(amp, e)) return ampi_exchange_staged(amp, e, stream, native);
-    if (r->on_host == 2 && !amp->backend->host_visible) {
-        AMPI_TRY(ampi_not_captured(amp));
-        AMPI_TRY((amp->backend->stream_sync)(amp->dev, stream));
-    }
-    return ampi_exchange_call(amp, e, stream);
-}
-/* Of everything else: not beside them. */
-static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, void *stream) {
-    AMPI_TRY(ampi_weights_whole(amp, "reducer", NULL));
-    return ampi_exchange_now(amp, e, stream);
-}
-static amp_result ampi_hook_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
-    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, data, data, count, dtype);
-    e.op = op;
-    return ampi_exchange_run(amp, &e, ampi_settings(amp)->stream);
 }
 
 /* ---- Opening */
@@ -13526,143 +12997,6 @@ static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice)
     if (choice->fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice->reason);
 }
 
-/* ---- Overrides of layers */
-
-/* A name that rules may match, with the lock held. */
-static void ampi_hook_layers_meet(amp_context *amp, const char *name, int parameter) {
-    int64_t i;
-    for (i = 0; i < amp->n_layers; i++) {
-        ampi_layer_rule *rule = &amp->layers[i];
-        if (rule->met) continue;
-        if (ampi_match(rule->pattern, name)) {
-            rule->met = 1;
-            __atomic_sub_fetch(&amp->unmet, 1, __ATOMIC_RELAXED);
-        } else if (parameter) {
-            ampi_nearest best;
-            best.name = rule->nearest[0] != 0 ? rule->nearest : NULL;
-            best.edits = rule->edits;
-            ampi_nearest_try(&best, rule->pattern, strlen(rule->pattern), name);
-            if (best.name == name) snprintf(rule->nearest, sizeof rule->nearest, "%s", name);
-            rule->edits = best.edits;
-        }
-    }
-}
-
-/* Warns once about each rule that matched nothing: when no region is open, the parameters are known and layers ran; and
-   when the context closes. */
-static void ampi_hook_layers_tell(amp_context *amp, int closing) {
-    ampi_layer_rule found;
-    int64_t i;
-    int pending, asked = __atomic_load_n(&amp->asked, __ATOMIC_RELAXED);
-    while (__atomic_load_n(&amp->unmet, __ATOMIC_RELAXED) > 0) {
-        pending = 0;
-        ampi_lock(amp);
-        for (i = 0; i < amp->n_layers && !pending; i++) {
-            ampi_layer_rule *rule = &amp->layers[i];
-            if (rule->met || !(closing ? asked || rule->nearest[0] : asked && rule->nearest[0])) continue;
-            found = *rule;
-            rule->met = pending = 1;
-            __atomic_sub_fetch(&amp->unmet, 1, __ATOMIC_RELAXED);
-        }
-        ampi_unlock(amp);
-        if (!pending) return;
-        ampi_log(amp, AMP_LOG_WARNING, 1108, "amp_layer_override: no layer so far matches \"%s\"; %s%s", found.pattern,
-                 found.nearest[0] ? "the nearest parameter is " : "no parameter is registered", found.nearest);
-    }
-}
-
-static amp_result ampi_layer_set(amp_context *amp, const char *function, const char *pattern, amp_dtype dtype) {
-    amp_choice choice;
-    int64_t i, kept = 0;                /* others read n_layers without the lock */
-    int unmet = 0;
-    if (strlen(pattern) >= sizeof amp->layers->pattern)
-        return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, at most 127", strlen(pattern));
-    memset(&choice, 0, sizeof choice);
-    if (dtype != AMP_DTYPE_DEFAULT)
-        AMPI_TRY(ampi_as(function, ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
-    AMPI_TRY(ampi_lock_and_grow(amp, function, (void **)&amp->layers, &amp->n_layers, 1, &amp->layer_capacity,
-                                sizeof *amp->layers));
-    for (i = 0; i < amp->n_layers; i++)
-        if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
-    if (dtype != AMP_DTYPE_DEFAULT) {
-        ampi_layer_rule *rule = &amp->layers[kept++];
-        memset(rule, 0, sizeof *rule);
-        snprintf(rule->pattern, sizeof rule->pattern, "%s", pattern);
-        rule->dtype = choice.dtype;
-    }
-    __atomic_store_n(&amp->n_layers, kept, __ATOMIC_RELAXED);
-    for (i = 0; i < kept; i++) unmet += !amp->layers[i].met;
-    __atomic_store_n(&amp->unmet, unmet, __ATOMIC_RELAXED);
-    __atomic_store_n(&amp->asked, 0, __ATOMIC_RELAXED);
-    for (i = 0; i < amp->n_params && unmet > 0; i++) ampi_hook_layers_meet(amp, amp->params[i].param->name, 1);
-    ampi_settings_changed(amp);
-    ampi_unlock(amp);
-    return AMP_OK;
-}
-
-/* Room for n more rules, so that setting them cannot fail for memory. */
-static amp_result ampi_layers_reserve(amp_context *amp, const char *function, int64_t n) {
-    AMPI_TRY(ampi_lock_and_grow(amp, function, (void **)&amp->layers, &amp->n_layers, n, &amp->layer_capacity,
-                                sizeof *amp->layers));
-    ampi_unlock(amp);
-    return AMP_OK;
-}
-
-/* 1: a file of settings can have this name: none of these characters is in it, and none that is not printed. */
-static int ampi_layers_may_name(const char *name, const char *none) {
-    const char *c;
-    for (c = name; *c != 0; c++) if (strchr(none, *c) != NULL || (unsigned char)*c < 32 || *c == 127) return 0;
-    return name[0] != 0;
-}
-
-/* The next of "pattern dtype, pattern dtype".  1: found; 0: the end; -1: something else. */
-static int ampi_layers_next(const char **text, ampi_layer_rule *out) {
-    char dtype[32];
-    size_t n, m;
-    *text += strspn(*text, ", ");
-    if (**text == 0) return 0;
-    n = strcspn(*text, ", ");
-    if (n >= sizeof out->pattern) return -1;
-    snprintf(out->pattern, sizeof out->pattern, "%.*s", (int)n, *text);
-    if (!ampi_layers_may_name(out->pattern, "#")) return -1;
-    *text += n;
-    *text += strspn(*text, " ");
-    m = strcspn(*text, ", ");
-    snprintf(dtype, sizeof dtype, "%.*s", (int)AMPI_MIN(m, sizeof dtype - 1), *text);
-    *text += m + strspn(*text + m, " ");
-    if (amp_dtype_parse(dtype, &out->dtype) != AMP_OK || !ampi_is_compute(out->dtype)) return -1;
-    return **text == 0 || **text == ',' ? 1 : -1;
-}
-/* How many there are; -1: it is no such text. */
-static int64_t ampi_layers_count(const char *text) {
-    ampi_layer_rule rule;
-    int64_t n = 0;
-    int found;
-    while ((found = ampi_layers_next(&text, &rule)) > 0) n++;
-    return found < 0 ? -1 : n;
-}
-
-/* Whether they can be set; text may be NULL. */
-static amp_result ampi_hook_layers_may(amp_context *amp, const char *function, const char *text, amp_dtype fallback) {
-    int64_t n = text == NULL ? 0 : ampi_layers_count(text);
-    ampi_layer_rule rule;
-    amp_choice choice;
-    if (n == 0) return AMP_OK;
-    if (n < 0)
-        return ampi_fail(AMP_ERR_RANGE, function, ".layers = \"%.80s\", must be pairs: \"h.* bf16, head.weight fp32\"",
-                         text);
-    while (ampi_layers_next(&text, &rule) > 0)
-        AMPI_TRY(ampi_as(function, ampi_choose_here(amp, rule.dtype, fallback, &choice)));
-    return ampi_layers_reserve(amp, function, n);
-}
-/* ... after which this does not fail. */
-static amp_result ampi_hook_layers_set(amp_context *amp, const char *function, const char *text) {
-    ampi_layer_rule rule;
-    while (text != NULL && ampi_layers_next(&text, &rule) > 0)
-        AMPI_TRY(ampi_layer_set(amp, function, rule.pattern, rule.dtype));
-    return AMP_OK;
-}
-
 static amp_result ampi_open_threads(amp_context *amp) {
     amp_context *other = amp->desc.share_threads;
     if (other == NULL)
@@ -13672,40 +13006,6 @@ static amp_result ampi_open_threads(amp_context *amp) {
     amp->desc.parallel = other->desc.parallel;
     __atomic_add_fetch(&amp->threads->holders, 1, __ATOMIC_RELAXED);
     return AMP_OK;
-}
-
-/* Joins the ranks on their devices.  The host's reducer carries rank 0's id, and whether all can join. */
-static amp_result ampi_hook_ranks_open(amp_context *amp) {
-    const amp_reducer *r = &amp->desc.reducer;
-    const amp_backend *b = amp->backend;
-    unsigned char id[AMP_COMMUNICATOR_ID];
-    float said[AMP_COMMUNICATOR_ID + 1];
-    amp_k_communicator args;
-    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, said, said, AMP_COMMUNICATOR_ID + 1, AMP_F32);
-    amp_result result;
-    int i, code;
-    if (!amp->desc.reduce_on_device || r->world == 1) return AMP_OK;
-    if (b->communicator == NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reduce_on_device: the %s backend has no way between ranks",
-                         b->name);
-    memset(id, 0, sizeof id);
-    result = (b->communicator_id)(amp->dev, r->rank == 0 ? id : NULL);
-    for (i = 0; i < AMP_COMMUNICATOR_ID; i++) said[i] = (float)id[i];
-    said[AMP_COMMUNICATOR_ID] = result != AMP_OK ? 1.0f : 0.0f;
-    e.op = AMP_REDUCE_SUM;
-    AMPI_CALLOUT(ampi_reducer_text, code = (r->reduce)(r->user, said, e.count, e.dtype, e.op, NULL));
-    if (result != AMP_OK) return result;
-    if (code != 0) return ampi_exchange_fail(r, &e, code);
-    if (said[AMP_COMMUNICATOR_ID] > 0)
-        return ampi_fail(AMP_ERR_REDUCE, "amp_open", ".reduce_on_device: %d of %d ranks have no way between devices",
-                         (int)said[AMP_COMMUNICATOR_ID], (int)r->world);
-    for (i = 0; i < AMP_COMMUNICATOR_ID; i++) id[i] = (unsigned char)said[i];
-    memset(&args, 0, sizeof args);
-    args.rank = r->rank;
-    args.world = r->world;
-    args.timeout_ms = amp->desc.reduce_timeout_ms;
-    args.id = id;
-    return (b->communicator)(amp->dev, &args, &amp->on_device);
 }
 
 /* The host's own device memory, as the backend calls it. */
@@ -14697,6 +13997,143 @@ static int ampi_cache_free_one(amp_context *amp, ampi_copies which, int64_t more
 }
 static void ampi_cache_free_dropped(amp_context *amp) { while (ampi_cache_free_one(amp, AMPI_COPIES_DROPPED, 0)) {} }
 static void ampi_cache_clear_idle(amp_context *amp) { while (ampi_cache_free_one(amp, AMPI_COPIES_IDLE, 0)) {} }
+
+/* ---- Overrides of layers */
+
+/* A name that rules may match, with the lock held. */
+static void ampi_hook_layers_meet(amp_context *amp, const char *name, int parameter) {
+    int64_t i;
+    for (i = 0; i < amp->n_layers; i++) {
+        ampi_layer_rule *rule = &amp->layers[i];
+        if (rule->met) continue;
+        if (ampi_match(rule->pattern, name)) {
+            rule->met = 1;
+            __atomic_sub_fetch(&amp->unmet, 1, __ATOMIC_RELAXED);
+        } else if (parameter) {
+            ampi_nearest best;
+            best.name = rule->nearest[0] != 0 ? rule->nearest : NULL;
+            best.edits = rule->edits;
+            ampi_nearest_try(&best, rule->pattern, strlen(rule->pattern), name);
+            if (best.name == name) snprintf(rule->nearest, sizeof rule->nearest, "%s", name);
+            rule->edits = best.edits;
+        }
+    }
+}
+
+/* Warns once about each rule that matched nothing: when no region is open, the parameters are known and layers ran; and
+   when the context closes. */
+static void ampi_hook_layers_tell(amp_context *amp, int closing) {
+    ampi_layer_rule found;
+    int64_t i;
+    int pending, asked = __atomic_load_n(&amp->asked, __ATOMIC_RELAXED);
+    while (__atomic_load_n(&amp->unmet, __ATOMIC_RELAXED) > 0) {
+        pending = 0;
+        ampi_lock(amp);
+        for (i = 0; i < amp->n_layers && !pending; i++) {
+            ampi_layer_rule *rule = &amp->layers[i];
+            if (rule->met || !(closing ? asked || rule->nearest[0] : asked && rule->nearest[0])) continue;
+            found = *rule;
+            rule->met = pending = 1;
+            __atomic_sub_fetch(&amp->unmet, 1, __ATOMIC_RELAXED);
+        }
+        ampi_unlock(amp);
+        if (!pending) return;
+        ampi_log(amp, AMP_LOG_WARNING, 1108, "amp_layer_override: no layer so far matches \"%s\"; %s%s", found.pattern,
+                 found.nearest[0] ? "the nearest parameter is " : "no parameter is registered", found.nearest);
+    }
+}
+
+static amp_result ampi_layer_set(amp_context *amp, const char *function, const char *pattern, amp_dtype dtype) {
+    amp_choice choice;
+    int64_t i, kept = 0;                /* others read n_layers without the lock */
+    int unmet = 0;
+    if (strlen(pattern) >= sizeof amp->layers->pattern)
+        return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, at most 127", strlen(pattern));
+    memset(&choice, 0, sizeof choice);
+    if (dtype != AMP_DTYPE_DEFAULT)
+        AMPI_TRY(ampi_as(function, ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
+    AMPI_TRY(ampi_lock_and_grow(amp, function, (void **)&amp->layers, &amp->n_layers, 1, &amp->layer_capacity,
+                                sizeof *amp->layers));
+    for (i = 0; i < amp->n_layers; i++)
+        if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
+    if (dtype != AMP_DTYPE_DEFAULT) {
+        ampi_layer_rule *rule = &amp->layers[kept++];
+        memset(rule, 0, sizeof *rule);
+        snprintf(rule->pattern, sizeof rule->pattern, "%s", pattern);
+        rule->dtype = choice.dtype;
+    }
+    __atomic_store_n(&amp->n_layers, kept, __ATOMIC_RELAXED);
+    for (i = 0; i < kept; i++) unmet += !amp->layers[i].met;
+    __atomic_store_n(&amp->unmet, unmet, __ATOMIC_RELAXED);
+    __atomic_store_n(&amp->asked, 0, __ATOMIC_RELAXED);
+    for (i = 0; i < amp->n_params && unmet > 0; i++) ampi_hook_layers_meet(amp, amp->params[i].param->name, 1);
+    ampi_settings_changed(amp);
+    ampi_unlock(amp);
+    return AMP_OK;
+}
+
+/* Room for n more rules, so that setting them cannot fail for memory. */
+static amp_result ampi_layers_reserve(amp_context *amp, const char *function, int64_t n) {
+    AMPI_TRY(ampi_lock_and_grow(amp, function, (void **)&amp->layers, &amp->n_layers, n, &amp->layer_capacity,
+                                sizeof *amp->layers));
+    ampi_unlock(amp);
+    return AMP_OK;
+}
+
+/* 1: a file of settings can have this name: none of these characters is in it, and none that is not printed. */
+static int ampi_layers_may_name(const char *name, const char *none) {
+    const char *c;
+    for (c = name; *c != 0; c++) if (strchr(none, *c) != NULL || (unsigned char)*c < 32 || *c == 127) return 0;
+    return name[0] != 0;
+}
+
+/* The next of "pattern dtype, pattern dtype".  1: found; 0: the end; -1: something else. */
+static int ampi_layers_next(const char **text, ampi_layer_rule *out) {
+    char dtype[32];
+    size_t n, m;
+    *text += strspn(*text, ", ");
+    if (**text == 0) return 0;
+    n = strcspn(*text, ", ");
+    if (n >= sizeof out->pattern) return -1;
+    snprintf(out->pattern, sizeof out->pattern, "%.*s", (int)n, *text);
+    if (!ampi_layers_may_name(out->pattern, "#")) return -1;
+    *text += n;
+    *text += strspn(*text, " ");
+    m = strcspn(*text, ", ");
+    snprintf(dtype, sizeof dtype, "%.*s", (int)AMPI_MIN(m, sizeof dtype - 1), *text);
+    *text += m + strspn(*text + m, " ");
+    if (amp_dtype_parse(dtype, &out->dtype) != AMP_OK || !ampi_is_compute(out->dtype)) return -1;
+    return **text == 0 || **text == ',' ? 1 : -1;
+}
+/* How many there are; -1: it is no such text. */
+static int64_t ampi_layers_count(const char *text) {
+    ampi_layer_rule rule;
+    int64_t n = 0;
+    int found;
+    while ((found = ampi_layers_next(&text, &rule)) > 0) n++;
+    return found < 0 ? -1 : n;
+}
+
+/* Whether they can be set; text may be NULL. */
+static amp_result ampi_hook_layers_may(amp_context *amp, const char *function, const char *text, amp_dtype fallback) {
+    int64_t n = text == NULL ? 0 : ampi_layers_count(text);
+    ampi_layer_rule rule;
+    amp_choice choice;
+    if (n == 0) return AMP_OK;
+    if (n < 0)
+        return ampi_fail(AMP_ERR_RANGE, function, ".layers = \"%.80s\", must be pairs: \"h.* bf16, head.weight fp32\"",
+                         text);
+    while (ampi_layers_next(&text, &rule) > 0)
+        AMPI_TRY(ampi_as(function, ampi_choose_here(amp, rule.dtype, fallback, &choice)));
+    return ampi_layers_reserve(amp, function, n);
+}
+/* ... after which this does not fail. */
+static amp_result ampi_hook_layers_set(amp_context *amp, const char *function, const char *text) {
+    ampi_layer_rule rule;
+    while (text != NULL && ampi_layers_next(&text, &rule) > 0)
+        AMPI_TRY(ampi_layer_set(amp, function, rule.pattern, rule.dtype));
+    return AMP_OK;
+}
 
 /* ---- Regions */
 
@@ -18031,9 +17468,7 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     return AMP_OK;
 }
 
-/* ==== 10 >>tape: implementation ==== */
-
-/* ---- Models */
+/* ==== 10 >>models: implementation ==== */
 
 enum { AMPI_MODEL_NAME = 96, AMPI_MODEL_PARAMS = 4096 };
 
@@ -18585,6 +18020,8 @@ AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtyp
     else amp_free(amp, t.data);
     return result;
 }
+
+/* ==== 10 >>tape: implementation ==== */
 
 /* ---- The tape.  Recording adds a node for each call: its kind, inputs and attributes, and the op struct.  The nodes
    of the last step stay: while a step repeats them, their shapes and plan hold.  When the graph is complete, it is
@@ -22178,773 +21615,6 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
     return (amp->backend->cast)(amp->dev, &args, ampi_settings(amp)->stream);
 }
 
-/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
-   parameter to the first, those that came later in buckets of their own, so that the parts of ranks stay what they
-   were; within one the first lies first.  Once the operators that have added to a bucket's gradients in a cycle before
-   have done so again, the bucket is sent: by a separate thread, or in a stream if the
-   reducer obeys those.  All ranks send all buckets in the same order, that in which backward finished them on rank 0 in
-   the first whole cycle; what is not ready waits for the step.
-   With .shard or .deterministic, each rank has a part of each bucket, at multiples of ampi_buckets_unit elements of
-   every parameter in it, and sums that part in fp32.
-   What lies in one piece in memory (ampi_bucket_find_flat) is sent from there, and comes there, without a copy. */
-
-/* An exchange of host memory, whatever memory the reducer works on. */
-static amp_result ampi_exchange_host(amp_context *amp, ampi_exchange e) {
-    int64_t in = ampi_parts_in(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
-    int64_t out = ampi_parts_out(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
-    const void *from = e.in;
-    void *to = e.out, *memory, *stream = ampi_settings(amp)->stream;
-    amp_result result;
-    if (amp->backend->host_visible || e.count == 0) return ampi_exchange_run(amp, &e, stream);
-    AMPI_TRY(amp_alloc(amp, &memory, in + out));
-    e.in = memory;
-    e.out = from == to ? memory : (char *)memory + in;
-    result = ampi_send(amp, memory, from, (size_t)in);
-    if (result == AMP_OK) result = ampi_exchange_run(amp, &e, stream);
-    if (result == AMP_OK) result = ampi_fetch(amp, to, e.out, (size_t)out);
-    amp_free(amp, memory);
-    return result;
-}
-
-/* What rank `rank` has of a row: elements from *first on. */
-static int64_t ampi_bucket_part(const ampi_buckets *b, int64_t row, int32_t rank, int64_t *first) {
-    int64_t part = b->all[b->rows[row].bucket].count / ampi_world(b->amp), place = b->rows[row].place;
-    int64_t count = b->whole[row].count, from = AMPI_MAX(part * rank - place, 0);
-    *first = AMPI_MIN(from, count);
-    return AMPI_MAX(AMPI_MIN(part * (rank + 1) - place, count) - *first, 0);
-}
-
-static double ampi_seconds(const amp_context *amp) {
-    const amp_system *s = ampi_context_system(amp);
-    return (double)ampi_clock(s) * 1e-9;
-}
-
-/* A device's stream of buckets waits for the context's, or the context's for it. */
-static amp_result ampi_buckets_order(const ampi_buckets *b, int back) {
-    const amp_backend *backend = b->amp->backend;
-    void *own = ampi_settings(b->amp)->stream;
-    if (b->finished == NULL) return AMP_OK;
-    AMPI_TRY((backend->event_record)(b->amp->dev, b->finished, back ? b->stream : own));
-    return (backend->event_wait)(b->amp->dev, b->finished, back ? own : b->stream);
-}
-
-/* n numbers, converted if need be. */
-static amp_result ampi_flat_move(const ampi_buckets *b, void *dst, amp_dtype to, const void *src, amp_dtype from,
-                                 int64_t n) {
-    const amp_backend *backend = b->amp->backend;
-    amp_k_cast cast;
-    if (n == 0) return AMP_OK;
-    if (to == from)
-        return (backend->copy)(b->amp->dev, dst, src, (size_t)n * amp_dtype_size(to), AMP_COPY_ON_DEVICE, b->stream);
-    memset(&cast, 0, sizeof cast);
-    cast.dst = dst;
-    cast.src = src;
-    cast.dst_dtype = to;
-    cast.src_dtype = from;
-    cast.n = n;
-    return (backend->cast)(b->amp->dev, &cast, b->stream);
-}
-
-/* Copies a bucket's gradients into `flat`, or back. */
-static amp_result ampi_bucket_copy(const ampi_buckets *b, const ampi_bucket *k, void *flat, amp_dtype dtype, int back) {
-    int64_t i;
-    for (i = k->first; i < k->first + k->n; i++) {
-        const amp_k_tensor *row = &b->whole[b->order[i]];
-        void *at = ampi_at_mut(flat, dtype, b->rows[b->order[i]].place);
-        AMPI_TRY(back ? ampi_flat_move(b, row->grad, row->grad_dtype, at, dtype, row->count)
-                      : ampi_flat_move(b, at, dtype, row->grad, row->grad_dtype, row->count));
-    }
-    return AMP_OK;
-}
-
-/* Rounds numbers of this rank's part to what a narrower dtype holds. */
-static amp_result ampi_shard_round(const ampi_buckets *b, float *x, amp_dtype dtype, int64_t n) {
-    if (dtype == AMP_F32) return AMP_OK;
-    AMPI_TRY(ampi_flat_move(b, b->received, dtype, x, AMP_F32, n));
-    return ampi_flat_move(b, x, AMP_F32, b->received, dtype, n);
-}
-static amp_result ampi_shard_round_rows(const ampi_buckets *b, int64_t first, int64_t n) {
-    int64_t i;
-    for (i = first; i < first + n && b->parted; i++) {
-        const int64_t row = b->order[i];
-        AMPI_TRY(ampi_shard_round(b, (float *)b->parts[row].grad, b->whole[row].grad_dtype, b->parts[row].count));
-    }
-    return AMP_OK;
-}
-
-/* The parts that have come from all ranks become their sum, in the order of ranks. */
-static amp_result ampi_bucket_sum(const ampi_buckets *b, float *sum, int64_t part) {
-    const amp_dtype wire = b->set->desc->wire;
-    const int32_t world = ampi_world(b->amp);
-    amp_k_add add;
-    int32_t r;
-    AMPI_TRY(ampi_flat_move(b, sum, AMP_F32, b->received, wire, part));
-    memset(&add, 0, sizeof add);
-    add.a = add.y = sum;
-    add.a_dtype = add.y_dtype = AMP_F32;
-    add.b_dtype = wire;
-    add.n = part;
-    add.alpha = add.beta = 1;
-    for (r = 1; r < world; r++) {
-        add.b = ampi_at(b->received, wire, r * part);
-        AMPI_TRY((b->amp->backend->add)(b->amp->dev, &add, b->stream));
-    }
-    return ampi_shard_round(b, sum, wire, part);
-}
-
-static amp_result ampi_bucket_exchange(const ampi_buckets *b, ampi_exchange_kind kind, const void *in, void *out,
-                                       int64_t count, amp_dtype dtype) {
-    int moves = kind >= AMPI_GATHER;
-    ampi_exchange e = ampi_exchange_of(kind, in, out, moves ? count * (int64_t)amp_dtype_size(dtype) : count,
-                                       moves ? AMP_U8 : dtype);
-    e.op = AMP_REDUCE_SUM;
-    return ampi_exchange_now(b->amp, &e, b->stream);
-}
-
-/* In fp32 by the reducer's own sums. */
-static amp_result ampi_bucket_reduce(const ampi_buckets *b, const ampi_bucket *k) {
-    void *flat = k->flat != NULL ? k->flat : b->send;
-    int64_t part = k->count / ampi_world(b->amp);
-    if (k->flat == NULL) AMPI_TRY(ampi_bucket_copy(b, k, flat, AMP_F32, 0));
-    if (b->parted) {
-        AMPI_TRY(ampi_bucket_exchange(b, AMPI_SCATTER, flat, b->shard + k->part_at, part, AMP_F32));
-        return ampi_shard_round_rows(b, k->first, k->n);
-    }
-    AMPI_TRY(ampi_bucket_exchange(b, AMPI_REDUCE, flat, flat, k->count, AMP_F32));
-    return k->flat == NULL ? ampi_bucket_copy(b, k, flat, AMP_F32, 1) : AMP_OK;
-}
-/* By sums of this rank's part here; without parts all ranks get all sums at once. */
-static amp_result ampi_bucket_sum_ordered(const ampi_buckets *b, const ampi_bucket *k) {
-    const amp_dtype wire = b->set->desc->wire;
-    int64_t part = k->count / ampi_world(b->amp);
-    float *sum = b->shard + k->part_at;
-    if (k->flat == NULL) AMPI_TRY(ampi_bucket_copy(b, k, b->send, wire, 0));
-    AMPI_TRY(ampi_bucket_exchange(b, AMPI_TO_ALL, k->flat != NULL ? k->flat : b->send, b->received, part, wire));
-    AMPI_TRY(ampi_bucket_sum(b, sum, part));
-    if (b->parted) return ampi_shard_round_rows(b, k->first, k->n);
-    AMPI_TRY(ampi_flat_move(b, b->received, wire, sum, AMP_F32, part));
-    AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->received, b->send, part, wire));
-    return ampi_bucket_copy(b, k, b->send, wire, 1);
-}
-/* Gives a bucket's gradients back to the system. */
-static void ampi_bucket_discard(const ampi_buckets *b, const ampi_bucket *k) {
-    int64_t i;
-    if (k->flat != NULL) ampi_discard(k->flat, (size_t)k->count * 4);
-    for (i = k->first; k->flat == NULL && i < k->first + k->n; i++) {
-        const amp_k_tensor *row = &b->whole[b->order[i]];
-        ampi_discard(row->grad, (size_t)row->count * amp_dtype_size(row->grad_dtype));
-    }
-}
-static amp_result ampi_bucket_run(const ampi_buckets *b, const ampi_bucket *k) {
-    if (k->event != NULL) AMPI_TRY((b->amp->backend->event_wait)(b->amp->dev, k->event, b->stream));
-    AMPI_TRY(b->ordered ? ampi_bucket_sum_ordered(b, k) : ampi_bucket_reduce(b, k));
-    if (b->gradients) ampi_bucket_discard(b, k);
-    return AMP_OK;
-}
-
-/* Runs bucket i, unless one has failed, and notes it.  Called and left with the lock held. */
-static void ampi_bucket_serve(ampi_buckets *b, int64_t i) {
-    amp_result result = b->failed;
-    double start = 0;
-    pthread_mutex_unlock(&b->lock);
-    start = ampi_seconds(b->amp);
-    if (result == AMP_OK && (result = ampi_bucket_run(b, &b->all[i])) != AMP_OK)
-        memcpy(b->why, ampi_error_text, sizeof b->why);
-    start = ampi_seconds(b->amp) - start;
-    pthread_mutex_lock(&b->lock);
-    b->failed = result;
-    b->busy += start;
-    b->done++;
-    pthread_cond_broadcast(&b->changed);
-}
-
-/* The bytes of a rank's weights in a bucket; `at` NULL, or what they are copied to, or from with `back`. */
-static int64_t ampi_bucket_weights(const ampi_buckets *b, const ampi_bucket *k, int32_t rank, char *at, int back,
-                                   amp_result *result) {
-    int64_t i, first, bytes = 0;
-    for (i = k->first + k->n - 1; i >= k->first; i--) {     /* in the order of places */
-        const amp_k_tensor *row = &b->whole[b->order[i]];
-        int64_t n = ampi_bucket_part(b, b->order[i], rank, &first);
-        void *weight = ampi_at_mut(row->weight, row->weight_dtype, first);
-        if (at != NULL && *result == AMP_OK)
-            *result = ampi_flat_move(b, back ? weight : at + bytes, row->weight_dtype, back ? at + bytes : weight,
-                                     row->weight_dtype, n);
-        bytes += n * (int64_t)amp_dtype_size(row->weight_dtype);
-    }
-    return bytes;
-}
-static int64_t ampi_bucket_weight_bytes(const ampi_buckets *b, const ampi_bucket *k) {
-    int64_t most = 0;
-    int32_t r;
-    for (r = 0; r < ampi_world(b->amp); r++) most = AMPI_MAX(most, ampi_bucket_weights(b, k, r, NULL, 0, NULL));
-    return most;
-}
-/* The weights of a bucket from all ranks' updates. */
-static amp_result ampi_bucket_gather(const ampi_buckets *b, const ampi_bucket *k) {
-    const int32_t own = ampi_settings(b->amp)->reducer.rank;
-    int64_t bytes = ampi_bucket_weight_bytes(b, k);
-    char *flat = (char *)(k->weights != NULL ? k->weights : b->received);
-    amp_result result = AMP_OK;
-    int32_t r;
-    if (k->weights == NULL) ampi_bucket_weights(b, k, own, flat + own * bytes, 0, &result);
-    if (result == AMP_OK) result = ampi_bucket_exchange(b, AMPI_GATHER, flat + own * bytes, flat, bytes, AMP_U8);
-    for (r = 0; r < ampi_world(b->amp) && k->weights == NULL; r++)
-        if (r != own) ampi_bucket_weights(b, k, r, flat + r * bytes, 1, &result);
-    return result;
-}
-/* Gathers the last bucket on its way: forward mostly needs first what backward finishes last.  Called and left with the
-   lock held. */
-static void ampi_bucket_serve_weights(ampi_buckets *b) {
-    const ampi_bucket *k = &b->all[b->to_gather - 1];
-    amp_result result;
-    double start;
-    pthread_mutex_unlock(&b->lock);
-    start = ampi_seconds(b->amp);
-    result = ampi_bucket_gather(b, k);
-    start = ampi_seconds(b->amp) - start;
-    pthread_mutex_lock(&b->lock);
-    b->busy += start;
-    if (result != AMP_OK) memcpy(b->torn_why, ampi_error_text, sizeof b->torn_why);
-    b->torn = result;
-    b->to_gather = result == AMP_OK ? b->to_gather - 1 : 0;
-    if (b->to_gather == 0 && result == AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
-    pthread_cond_broadcast(&b->changed);
-}
-
-/* The host's thread has waited since `start`; busy: and done the work itself. */
-static void ampi_buckets_waited(ampi_buckets *b, double start, int busy) {
-    start = ampi_seconds(b->amp) - start;
-    pthread_mutex_lock(&b->lock);
-    b->waited += start;
-    if (busy) b->busy += start;
-    pthread_mutex_unlock(&b->lock);
-}
-
-static void ampi_buckets_main(void *arg) {
-    ampi_buckets *b = (ampi_buckets *)arg;
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
-    pthread_mutex_lock(&b->lock);
-    for (;;) {
-        while (!b->closing && b->done == b->posted && b->to_gather == 0) pthread_cond_wait(&b->changed, &b->lock);
-        if (b->to_gather > 0) {                 /* of the step before */
-            ampi_bucket_serve_weights(b);
-            continue;
-        }
-        if (b->done == b->posted) break;        /* closing: ranks that have sent a bucket wait for it */
-        ampi_bucket_serve(b, b->done);
-    }
-    pthread_mutex_unlock(&b->lock);
-}
-
-/* 1: nobody but operators has touched these gradients. */
-static int ampi_bucket_ready(const ampi_buckets *b, const ampi_bucket *k) {
-    int64_t i;
-    if (k->waiting > 0) return 0;
-    for (i = k->first; i < k->first + k->n; i++) {
-        const amp_param *p = b->set->params[b->order[i]];
-        if (p->by_hand > 0 || !p->grad_live) return 0;
-    }
-    return 1;
-}
-
-/* Sends what is ready, or all that is left.  Called with the lock held. */
-static void ampi_buckets_launch(ampi_buckets *b, int rest) {
-    if (b->launching) return;
-    b->launching = 1;
-    while (b->posted < b->n && (rest || ampi_bucket_ready(b, &b->all[b->posted]))) {
-        ampi_bucket *k = &b->all[b->posted];
-        amp_result result = AMP_OK;
-        if (k->event != NULL) {
-            pthread_mutex_unlock(&b->lock);
-            result = (b->amp->backend->event_record)(b->amp->dev, k->event, ampi_settings(b->amp)->stream);
-            pthread_mutex_lock(&b->lock);
-        }
-        if (result != AMP_OK && b->failed == AMP_OK) {
-            b->failed = result;
-            memcpy(b->why, ampi_error_text, sizeof b->why);
-        }
-        b->posted++;
-        __atomic_store_n(&b->watch.away, 1, __ATOMIC_RELEASE);
-        if (b->threaded) pthread_cond_broadcast(&b->changed);
-        else ampi_bucket_serve(b, b->posted - 1);
-    }
-    b->launching = 0;
-}
-
-static int64_t ampi_bucket_slot(const ampi_buckets *b, const amp_param *p) {
-    int64_t i = (int64_t)(((uint64_t)(uintptr_t)p * 0x9e3779b97f4a7c15u) >> 20) & (b->n_slots - 1);
-    while (b->slots[i] != 0 && b->set->params[b->slots[i] - 1] != p) i = (i + 1) & (b->n_slots - 1);
-    return i;
-}
-
-static amp_result ampi_bucket_open(ampi_gradient_watch *w, const char *function, const amp_param *p) {
-    ampi_buckets *b = (ampi_buckets *)(void *)w;
-    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
-    int gone;
-    if (row < 0) return AMP_OK;
-    pthread_mutex_lock(&b->lock);
-    gone = b->rows[row].bucket < b->posted;
-    pthread_mutex_unlock(&b->lock);
-    if (!gone) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function,
-                     "%s: its gradient is being summed over the ranks, as backward added to it %d times before; step "
-                     "first, or set amp_optimizer_desc.no_overlap if that number may grow",
-                     p->name, (int)b->rows[row].expected);
-}
-
-static amp_result ampi_bucket_set(ampi_gradient_watch *w, const amp_param *p) {
-    const ampi_buckets *b = (ampi_buckets *)(void *)w;
-    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
-    return row < 0 || p->master != NULL ? AMP_OK : ampi_make_master(b->amp, &b->set->rows[row]);
-}
-
-/* 1: buckets may go before the step: in the last micro-batch of a cycle, once a cycle was seen, and with no other
-   optimizer or set, whose sums ranks might send in another order. */
-static int ampi_buckets_early(const ampi_buckets *b) {
-    int alone = b->amp->watches == &b->watch && b->watch.next == NULL && b->amp->own_sets == 0;
-    return alone && b->recorded && !b->set->desc->no_overlap && *b->micro + 1 == b->set->desc->accumulation &&
-           b->set->stage == AMPI_READY && !b->set->spoiled && (ampi_capture(b->amp) == NULL || !b->threaded);
-}
-/* With sharded gradients backward waits for all buckets but one: what it is ahead of the sums is held whole. */
-static void ampi_buckets_pace(ampi_buckets *b) {
-    double start;
-    if (!b->gradients || !b->threaded || b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) return;
-    start = ampi_seconds(b->amp);
-    pthread_mutex_lock(&b->lock);
-    while (b->posted - b->done > 1) pthread_cond_wait(&b->changed, &b->lock);
-    pthread_mutex_unlock(&b->lock);
-    ampi_buckets_waited(b, start, 0);
-}
-static void ampi_bucket_added(ampi_gradient_watch *w, const amp_param *p) {
-    ampi_buckets *b = (ampi_buckets *)(void *)w;
-    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
-    ampi_bucket_row *r = &b->rows[AMPI_MAX(row, 0)];
-    pthread_mutex_lock(&b->lock);
-    b->ran = 1;
-    if (row < 0) { pthread_mutex_unlock(&b->lock); return; }
-    if (++r->seen == r->expected && !r->by_hand) b->all[r->bucket].waiting--;
-    if (!b->sorted) b->all[r->bucket].turn = ++b->added;
-    if (ampi_buckets_early(b)) ampi_buckets_launch(b, 0);
-    pthread_mutex_unlock(&b->lock);
-    ampi_buckets_pace(b);
-}
-
-static int ampi_compare_turns(const void *a, const void *b) {
-    const ampi_bucket *x = (const ampi_bucket *)a, *y = (const ampi_bucket *)b;
-    return x->turn != y->turn ? (x->turn > y->turn) - (x->turn < y->turn)
-                              : (x->first > y->first) - (x->first < y->first);
-}
-/* Buckets in the order of .turn, else as they were cut.  Called with the lock held. */
-static void ampi_buckets_arrange(ampi_buckets *b) {
-    int64_t i, j;
-    qsort(b->all, (size_t)b->n, sizeof *b->all, ampi_compare_turns);
-    for (i = 0; i < b->n; i++)
-        for (j = b->all[i].first; j < b->all[i].first + b->all[i].n; j++) b->rows[b->order[j]].bucket = i;
-}
-/* After a whole cycle: buckets go in the order in which rank 0's backward finished them; last those that can only go in
-   the step, with a gradient that no operator adds to, or the host does. */
-static amp_result ampi_buckets_sort(ampi_buckets *b) {
-    int64_t i, j;
-    for (i = 0; i < b->n; i++) {
-        const ampi_bucket *k = &b->all[i];
-        b->turns[i] = k->turn;
-        for (j = k->first; j < k->first + k->n; j++)
-            if (b->rows[b->order[j]].expected == 0 || b->rows[b->order[j]].by_hand) b->turns[i] = INT64_MAX;
-    }
-    AMPI_TRY(ampi_exchange_host(b->amp, ampi_exchange_of(AMPI_BROADCAST, b->turns, b->turns,
-                                                         b->n * (int64_t)sizeof *b->turns, AMP_U8)));
-    pthread_mutex_lock(&b->lock);
-    for (i = 0; i < b->n; i++) b->all[i].turn = b->turns[i];
-    ampi_buckets_arrange(b);
-    b->sorted = 1;
-    pthread_mutex_unlock(&b->lock);
-    return AMP_OK;
-}
-/* After a failure, of which some ranks may know more than others: the next whole cycle sorts again.  No weights may be
-   on their way. */
-static void ampi_buckets_unsort(ampi_buckets *b) {
-    int64_t i;
-    pthread_mutex_lock(&b->lock);
-    for (i = 0; i < b->n; i++) b->all[i].turn = 0;
-    ampi_buckets_arrange(b);
-    b->sorted = 0;
-    pthread_mutex_unlock(&b->lock);
-}
-
-/* Waits for all buckets to come back, from a step (`whole`: of a whole cycle) or where a cycle is given up. */
-static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
-    const char *late = NULL;
-    amp_result result;
-    double start;
-    int64_t i;
-    int counts = whole && b->amp->trials == 0;
-    if (b->started && b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED))
-        return ampi_fail(AMP_ERR_STATE, "reducer", "a child of fork() has no part in its parent's ranks");
-    if (b->threaded) AMPI_TRY(ampi_may_wait(b->amp));
-    start = ampi_seconds(b->amp);
-    pthread_mutex_lock(&b->lock);
-    for (i = 0; i < b->set->n; i++) {
-        ampi_bucket_row *r = &b->rows[i];
-        if (r->bucket < b->posted && b->set->params[i]->by_hand > 0) late = b->set->names[i];
-        if (!counts) continue;
-        r->by_hand |= b->set->params[i]->by_hand > 0 || (b->set->rows[i].said == 1 && r->seen == 0);
-        r->expected = AMPI_MAX(r->expected, r->seen);
-    }
-    ampi_buckets_launch(b, 1);
-    while (b->done < b->posted) pthread_cond_wait(&b->changed, &b->lock);
-    b->recorded |= counts;
-    result = b->failed;
-    if (result != AMP_OK) memcpy(ampi_error_text, b->why, sizeof b->why);
-    b->failed = AMP_OK;
-    pthread_mutex_unlock(&b->lock);
-    ampi_buckets_waited(b, start, 0);
-    if (result == AMP_OK) result = ampi_buckets_order(b, 1);
-    if (result == AMP_OK && late != NULL)
-        result = ampi_fail(AMP_ERR_STATE, "amp_param_accumulate", "%s: its gradient was summed over the ranks already, "
-                           "as no cycle before had such a call; set amp_optimizer_desc.no_overlap", late);
-    if (result == AMP_OK && counts && !b->sorted && b->n > 1 && !b->set->desc->no_overlap &&
-        ampi_capture(b->amp) == NULL)
-        result = ampi_buckets_sort(b);
-    if (result != AMP_OK) ampi_buckets_recount(b);
-    return result;
-}
-/* The seconds of this cycle, for its result. */
-static void ampi_hook_buckets_times(ampi_buckets *b, double out[2]) {
-    out[0] = out[1] = 0;
-    if (b == NULL) return;
-    pthread_mutex_lock(&b->lock);
-    if (b->finished == NULL || ampi_reducer(b->amp)->on_host != 0) {
-        out[0] = b->busy;
-        out[1] = b->waited;
-    }
-    b->busy = b->waited = 0;
-    pthread_mutex_unlock(&b->lock);
-}
-static amp_result ampi_buckets_settle(ampi_gradient_watch *w) {
-    ampi_buckets *b = (ampi_buckets *)(void *)w;
-    int any;
-    pthread_mutex_lock(&b->lock);
-    any = b->posted > 0;
-    while (b->done < b->posted) pthread_cond_wait(&b->changed, &b->lock);
-    pthread_mutex_unlock(&b->lock);
-    return any ? ampi_buckets_order(b, 1) : AMP_OK;
-}
-/* Ends a cycle that has no step.  All ranks come here, so what some have sent is sent by all. */
-static amp_result ampi_hook_buckets_give_up(ampi_buckets *b) {
-    amp_result result = AMP_OK;
-    if (b == NULL) return AMP_OK;
-    if (ampi_buckets_early(b)) result = ampi_buckets_finish(b, 0);
-    ampi_buckets_recount(b);
-    return result;
-}
-/* 1: this row's gradient has been sent. */
-static int ampi_hook_bucket_sent(const ampi_buckets *b, int64_t row) {
-    return b != NULL && b->rows[row].bucket < b->posted;
-}
-
-/* Gathers all weights: in the step, or in the thread, after it. */
-static int ampi_hook_gathers_late(const amp_grad_set *set) {
-    return ampi_shards(set) && set->desc->overlap_param_gather && set->buckets->threaded;
-}
-static amp_result ampi_hook_buckets_gather(ampi_buckets *b) {
-    amp_result result = ampi_buckets_order(b, 0);
-    double start = ampi_seconds(b->amp);
-    int64_t i;
-    for (i = b->n - 1; i >= 0 && result == AMP_OK; i--) result = ampi_bucket_gather(b, &b->all[i]);
-    ampi_buckets_waited(b, start, 1);
-    return result == AMP_OK ? ampi_buckets_order(b, 1) : result;
-}
-static void ampi_hook_buckets_gather_late(ampi_buckets *b) {
-    pthread_mutex_lock(&b->lock);
-    b->to_gather = b->n;
-    __atomic_add_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
-    pthread_cond_broadcast(&b->changed);
-    pthread_mutex_unlock(&b->lock);
-}
-/* The bucket with a parameter's weight, or with memory of it; .n: none.  Of several, what comes last. */
-static int64_t ampi_bucket_of_weight(const ampi_buckets *b, const amp_param *p) {
-    const size_t bytes = (size_t)AMPI_MAX(amp_tensor_count(&p->weight), (int64_t)0) * amp_dtype_size(p->weight.dtype);
-    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
-    int64_t i, bucket = b->n;
-    if (row >= 0) return b->rows[row].bucket;
-    for (i = 0; i < b->set->n; i++) {
-        const amp_k_tensor *k = &b->whole[i];
-        if (!ampi_is_apart(k->weight, (size_t)k->count * amp_dtype_size(k->weight_dtype), p->weight.data, bytes))
-            bucket = AMPI_MIN(bucket, b->rows[i].bucket);
-    }
-    return bucket;
-}
-static amp_result ampi_buckets_whole(ampi_gradient_watch *w, const char *function, const amp_param *p) {
-    ampi_buckets *b = (ampi_buckets *)(void *)w;
-    int64_t bucket = p != NULL ? ampi_bucket_of_weight(b, p) : 0;
-    int parent = b->process == __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED), left;
-    amp_result torn;
-    char why[sizeof ampi_error_text];
-    double start = ampi_seconds(b->amp);
-    if (bucket == b->n) return AMP_OK;
-    pthread_mutex_lock(&b->lock);
-    left = bucket < b->to_gather;
-    while (parent && bucket < b->to_gather) pthread_cond_wait(&b->changed, &b->lock);
-    torn = b->torn;
-    memcpy(why, b->torn_why, sizeof why);
-    pthread_mutex_unlock(&b->lock);
-    if (left && parent) ampi_buckets_waited(b, start, 0);
-    if (torn != AMP_OK)
-        return ampi_fail(torn, function, "the last step's weights were not gathered whole, destroy the optimizer and "
-                         "load a state: %.300s", why);
-    if (!left || parent) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "a child of fork() has no part in its parent's ranks");
-}
-
-/* Once the parts are checked, all ranks get all gradients, unless each has only its part of the states. */
-static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled) {
-    int64_t i;
-    AMPI_TRY(ampi_buckets_order(b, 0));
-    for (i = 0; i < b->n; i++) {
-        ampi_bucket *k = &b->all[i];
-        void *flat = k->flat != NULL ? k->flat : b->send;
-        if (unscaled) AMPI_TRY(ampi_shard_round_rows(b, k->first, k->n));
-        if (b->states) continue;
-        AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->shard + k->part_at, flat, k->count / ampi_world(b->amp),
-                                      AMP_F32));
-        if (k->flat == NULL) AMPI_TRY(ampi_bucket_copy(b, k, flat, AMP_F32, 1));
-    }
-    return ampi_buckets_order(b, 1);
-}
-
-/* Parameters lie in buckets, and are cut, at multiples of a cache line or of a block of 8-bit moments. */
-static int64_t ampi_buckets_unit(const ampi_buckets *b) {
-    int64_t i;
-    if (!b->ordered && !b->parted) return 1;
-    for (i = 0; i < b->set->n && b->whole[i].moment_dtype != AMP_MOMENTS_8BIT; i++) {}
-    return i < b->set->n ? AMPI_MOMENT_BLOCK : 16;
-}
-
-/* Rows into buckets. */
-static void ampi_buckets_fill(ampi_buckets *b) {
-    const amp_optimizer_desc *d = b->set->desc;
-    const int64_t size = (int64_t)amp_dtype_size(d->wire), world = ampi_world(b->amp);
-    const int64_t unit = ampi_buckets_unit(b);
-    ampi_bucket *k = NULL;
-    int64_t i, row, part = 0, place, at = 0;
-    int32_t lot;
-    for (lot = 0; at < b->set->n; lot++, k = NULL)
-        for (row = b->set->n - 1; row >= 0; row--) {
-            if (b->rows[row].lot != lot) continue;
-            if (k == NULL || (k->n > 0 && (k->count + b->whole[row].count) * size > d->bucket_bytes)) {
-                k = &b->all[b->n++];
-                k->first = at;
-            }
-            b->order[at++] = row;
-            b->rows[row].bucket = b->n - 1;
-            k->n++;
-            k->waiting++;
-            k->count += (b->whole[row].count + unit - 1) / unit * unit;
-        }
-    for (k = b->all; k < b->all + b->n; k++)
-        for (i = k->first + k->n - 1, place = 0; i >= k->first; i--) {      /* as they most often lie in memory */
-            b->rows[b->order[i]].place = place;
-            place += (b->whole[b->order[i]].count + unit - 1) / unit * unit;
-        }
-    for (i = 0; i < b->n && unit > 1; i++) {
-        k = &b->all[i];
-        k->count = (k->count + world * unit - 1) / (world * unit) * (world * unit);
-        if (b->parted) k->part_at = part;
-        part = b->parted ? part + k->count / world : AMPI_MAX(part, k->count / world);
-    }
-    b->shard_count = part;
-}
-/* Where a bucket's weights, or gradients, lie without gaps as on their way, or NULL; on another rank they may lie
-   elsewhere. */
-static void *ampi_bucket_find_flat(const ampi_buckets *b, const ampi_bucket *k, int weights) {
-    const amp_k_tensor *first = &b->whole[b->order[k->first]];
-    const amp_dtype dtype = weights ? first->weight_dtype : AMP_F32;
-    int64_t i, count = 0;
-    uintptr_t flat = 0, at;
-    for (i = k->first; i < k->first + k->n; i++) {
-        const amp_k_tensor *row = &b->whole[b->order[i]];
-        at = (uintptr_t)(weights ? row->weight : row->grad) -
-             (uintptr_t)b->rows[b->order[i]].place * amp_dtype_size(dtype);
-        if ((weights ? row->weight_dtype : row->grad_dtype) != dtype) return NULL;
-        if (row->count > 0 && flat != 0 && at != flat) return NULL;
-        if (row->count > 0) flat = at;
-        count += row->count;
-    }
-    return count == k->count ? (void *)flat : NULL;
-}
-
-static amp_result ampi_buckets_memory(ampi_buckets *b) {
-    const int64_t wire = (int64_t)amp_dtype_size(b->set->desc->wire);
-    int64_t i, send = 0, received = 0;
-    for (i = 0; i < b->n; i++) {
-        ampi_bucket *k = &b->all[i];
-        if (wire == 4) k->flat = ampi_bucket_find_flat(b, k, 0);
-        if (b->states) k->weights = ampi_bucket_find_flat(b, k, 1);
-        if (k->flat == NULL) send = AMPI_MAX(send, k->count * (b->parted && !b->states ? 4 : wire));
-        if (b->ordered || (b->parted && k->flat == NULL)) received = AMPI_MAX(received, k->count * wire);
-        if (b->states && k->weights == NULL)
-            received = AMPI_MAX(received, ampi_bucket_weight_bytes(b, k) * ampi_world(b->amp));
-    }
-    AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, &b->send, send));
-    AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, &b->received, received));
-    AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, (void **)&b->shard, b->shard_count * 4));
-    if (send > 0) AMPI_TRY(amp_fill(b->amp, b->send, 0, send));
-    return b->shard_count > 0 ? amp_fill(b->amp, b->shard, 0, b->shard_count * 4) : AMP_OK;
-}
-
-/* This rank's parts as rows of their own; with sharded states they are the set's. */
-static amp_result ampi_buckets_cut(ampi_buckets *b) {
-    const int32_t rank = ampi_settings(b->amp)->reducer.rank;
-    const int64_t bytes = b->set->n * (int64_t)sizeof *b->parts;
-    int64_t i, first, place;
-    if (!b->parted) return AMP_OK;
-    b->parts = b->set->rows;
-    b->table = b->set->table;
-    if (!b->states) {
-        AMPI_TRY(ampi_alloc(ampi_context_system(b->amp), "amp_optimizer_create", (void **)&b->parts, b->set->n,
-                            sizeof *b->parts));
-        memcpy(b->parts, b->whole, (size_t)bytes);
-        AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, (void **)&b->table, bytes));
-    }
-    for (i = 0; i < b->set->n; i++) {
-        amp_k_tensor *row = &b->parts[i];
-        const ampi_bucket *k = &b->all[b->rows[i].bucket];
-        row->count = ampi_bucket_part(b, i, rank, &first);
-        row->first = first;
-        row->weight = ampi_at_mut(row->weight, row->weight_dtype, first);
-        place = b->rows[i].place + first - k->count / ampi_world(b->amp) * rank;
-        row->grad = b->shard + (row->count == 0 ? 0 : k->part_at + place);
-        row->grad_dtype = AMP_F32;
-    }
-    return b->states ? AMP_OK : amp_copy(b->amp, b->table, b->parts, bytes, AMP_COPY_TO_DEVICE);
-}
-
-static amp_result ampi_buckets_stream(ampi_buckets *b) {
-    const amp_backend *backend = b->amp->backend;
-    int64_t i;
-    b->stream = ampi_settings(b->amp)->stream;
-    if (backend->host_visible) return AMP_OK;
-    AMPI_TRY((backend->event_create)(b->amp->dev, &b->finished, 0));
-    for (i = 0; i < b->n; i++) AMPI_TRY((backend->event_create)(b->amp->dev, &b->all[i].event, 0));
-    return (backend->stream_create)(b->amp->dev, &b->stream);
-}
-
-/* Those that were there before keep their lots. */
-static void ampi_buckets_lots(ampi_buckets *b, const ampi_buckets *before) {
-    int64_t i, was;
-    int32_t lots = 0;
-    for (i = 0; before != NULL && i < before->set->n; i++) lots = AMPI_MAX(lots, before->rows[i].lot + 1);
-    for (i = 0; before != NULL && i < b->set->n; i++) {
-        was = before->slots[ampi_bucket_slot(before, b->set->params[i])] - 1;
-        b->rows[i].lot = was >= 0 ? before->rows[was].lot : lots;
-    }
-}
-static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before) {
-    const amp_system *s = ampi_context_system(b->amp);
-    const char *f = "amp_optimizer_create";
-    int64_t i, n = b->set->n;
-    for (b->n_slots = 16; b->n_slots < 2 * n; b->n_slots *= 2) {}
-    AMPI_TRY(ampi_alloc(s, f, (void **)&b->all, n, sizeof *b->all));
-    AMPI_TRY(ampi_alloc(s, f, (void **)&b->turns, n, sizeof *b->turns));
-    AMPI_TRY(ampi_alloc(s, f, (void **)&b->rows, n, sizeof *b->rows));
-    AMPI_TRY(ampi_alloc(s, f, (void **)&b->order, n, sizeof *b->order));
-    AMPI_TRY(ampi_alloc(s, f, (void **)&b->whole, n, sizeof *b->whole));
-    AMPI_TRY(ampi_alloc(s, f, (void **)&b->slots, b->n_slots, sizeof *b->slots));
-    memcpy(b->whole, b->set->rows, (size_t)n * sizeof *b->whole);
-    for (i = 0; i < n; i++) b->slots[ampi_bucket_slot(b, b->set->params[i])] = (int32_t)i + 1;
-    AMPI_TRY(ampi_check_gradients_apart(b->set));
-    ampi_buckets_lots(b, before);
-    ampi_buckets_fill(b);
-    AMPI_TRY(ampi_buckets_memory(b));
-    AMPI_TRY(ampi_buckets_cut(b));
-    AMPI_TRY(ampi_buckets_stream(b));
-    if (pthread_mutex_init(&b->lock, NULL) != 0) return ampi_fail(AMP_ERR_THREAD, f, "cannot create the buckets' lock");
-    if (pthread_cond_init(&b->changed, NULL) != 0) {
-        pthread_mutex_destroy(&b->lock);
-        return ampi_fail(AMP_ERR_THREAD, f, "cannot create the buckets' condition");
-    }
-    b->locks = 1;
-    b->process = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED);
-    if (b->threaded && ampi_thread_start(s, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
-    if (b->threaded && !b->started) {
-        ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread for sums over ranks: they are not hidden behind backward");
-        b->threaded = 0;
-    }
-    b->watch.open = ampi_bucket_open;
-    b->watch.added = ampi_bucket_added;
-    b->watch.settle = ampi_buckets_settle;
-    b->watch.set = ampi_bucket_set;
-    b->watch.whole = ampi_buckets_whole;
-    ampi_watch_gradients(b->amp, &b->watch);
-    return AMP_OK;
-}
-/* For an optimizer's set; before: those of the set that this one will replace, or NULL. */
-static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
-    const amp_reducer *r = ampi_reducer(set->amp);
-    const amp_optimizer_desc *d = set->desc;
-    ampi_buckets *b;
-    if (!ampi_is_summed(set) || set->n == 0) return AMP_OK;
-    AMPI_TRY(ampi_alloc(ampi_context_system(set->amp), "amp_optimizer_create", (void **)&set->buckets, 1, sizeof *b));
-    b = set->buckets;
-    b->amp = set->amp;
-    b->set = set;
-    b->micro = micro;
-    b->states = d->shard >= AMP_SHARD_STATES;
-    b->gradients = d->shard == AMP_SHARD_GRADIENTS;
-    b->parted = b->states || d->deterministic;
-    b->ordered = d->deterministic || d->wire == AMP_BF16;
-    b->threaded = !r->one_thread && !d->no_overlap && (set->amp->backend->host_visible || r->on_host != 0);
-    return ampi_buckets_build(b, before);
-}
-
-static void ampi_hook_buckets_destroy(ampi_buckets *b) {
-    const amp_system *s;
-    const amp_backend *backend;
-    int64_t i, n;
-    if (b == NULL) return;
-    s = ampi_context_system(b->amp);
-    backend = b->amp->backend;
-    n = b->set->n;
-    if (b->locks) ampi_unwatch_gradients(b->amp, &b->watch);
-    if (b->started && b->process == __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) {
-        pthread_mutex_lock(&b->lock);
-        b->closing = 1;
-        pthread_cond_broadcast(&b->changed);
-        pthread_mutex_unlock(&b->lock);
-        ampi_thread_join(s, b->thread);
-    }
-    if (b->to_gather > 0 || b->torn != AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
-    if (b->torn != AMP_OK)
-        ampi_log(b->amp, AMP_LOG_ERROR, 1107, "weights of %s and others are partly from before the last step: %.300s",
-                 b->set->names[0], b->torn_why);
-    if (b->locks) {
-        pthread_cond_destroy(&b->changed);
-        pthread_mutex_destroy(&b->lock);
-    }
-    for (i = 0; b->all != NULL && i < b->n; i++)
-        if (b->all[i].event != NULL) (backend->event_destroy)(b->amp->dev, b->all[i].event);
-    if (b->finished != NULL) {
-        (backend->event_destroy)(b->amp->dev, b->finished);
-        if (b->stream != NULL) (backend->stream_destroy)(b->amp->dev, b->stream);
-    }
-    if (!b->states) {
-        amp_free(b->amp, b->table);
-        ampi_free(s, b->parts, n, sizeof *b->parts);
-    }
-    amp_free(b->amp, b->shard);
-    amp_free(b->amp, b->received);
-    amp_free(b->amp, b->send);
-    ampi_free(s, b->slots, b->n_slots, sizeof *b->slots);
-    ampi_free(s, b->whole, n, sizeof *b->whole);
-    ampi_free(s, b->order, n, sizeof *b->order);
-    ampi_free(s, b->rows, n, sizeof *b->rows);
-    ampi_free(s, b->turns, n, sizeof *b->turns);
-    ampi_free(s, b->all, n, sizeof *b->all);
-    ampi_free(s, b, 1, sizeof *b);
-}
-
 /* ---- What a set's gradients become */
 
 static amp_result ampi_check_unsharded(const amp_grad_set *set) {
@@ -23087,298 +21757,6 @@ static int ampi_paths_agree(const amp_context *amp, int a, int b) {
     return a == b || (AMPI_MIN(a, b) >= AMP_CPU_AVX512 && dtype != AMP_BF16 && dtype != AMP_FP8);
 }
 
-/* ---- Ranks that agree.  Before a set's first reduction, and the first after its weights or state were set or loaded,
-   all ranks compare what must be alike; later steps compare nothing. */
-
-/* The first of a rank's n numbers that another rank has otherwise than rank 0, that rank, and both values. */
-typedef struct ampi_apart { int64_t which; int32_t rank; double value, first; int path; } ampi_apart;
-
-/* which -1: none.  path: the number that may differ, of which out->path is rank 0's; -1: none may. */
-static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, int64_t n, int64_t path,
-                                           ampi_apart *out) {
-    const amp_system *s = ampi_context_system(amp);
-    int32_t world = ampi_world(amp), rank;
-    double *all;
-    int64_t i;
-    amp_result result;
-    out->which = -1;
-    AMPI_TRY(ampi_alloc(s, "reducer", (void **)&all, world * n, sizeof *all));
-    result = ampi_exchange_host(amp, ampi_exchange_of(AMPI_GATHER, x, all, n * (int64_t)sizeof *x, AMP_U8));
-    out->path = result == AMP_OK && path >= 0 ? (int)all[path] : 0;
-    for (i = 0; i < n && result == AMP_OK && out->which < 0; i++)
-        for (rank = 1; rank < world && out->which < 0 && i != path; rank++)
-            if (ampi_bits_f64(all[rank * n + i]) != ampi_bits_f64(all[i])) {
-                out->which = i; out->rank = rank;
-                out->value = all[rank * n + i]; out->first = all[i];
-            }
-    ampi_free(s, all, world * n, sizeof *all);
-    return result;
-}
-
-/* What an optimizer's ranks must have in common besides its parameters. */
-#define AMPI_FACT(field, type) {"." #field, type, offsetof(amp_optimizer_desc, field), NULL, 0, 0, 0, NULL}
-static const ampi_field ampi_alike[] = {
-    AMPI_FACT(kind, AMPI_I32), AMPI_FACT(accumulation, AMPI_I32), AMPI_FACT(lr, AMPI_REAL64),
-    AMPI_FACT(beta1, AMPI_REAL64), AMPI_FACT(beta2, AMPI_REAL64), AMPI_FACT(eps, AMPI_REAL64),
-    AMPI_FACT(weight_decay, AMPI_REAL64), AMPI_FACT(momentum, AMPI_REAL64), AMPI_FACT(dampening, AMPI_REAL64),
-    AMPI_FACT(clip_norm, AMPI_REAL64), AMPI_FACT(nesterov, AMPI_I32), AMPI_FACT(maximize, AMPI_I32),
-    AMPI_FACT(clip_each, AMPI_I32), AMPI_FACT(apply_nonfinite, AMPI_I32), AMPI_FACT(sharded, AMPI_I32),
-    AMPI_FACT(sync_every, AMPI_I32), AMPI_FACT(sync_wire, AMPI_I32), AMPI_FACT(outer_lr, AMPI_REAL64),
-    AMPI_FACT(outer_momentum, AMPI_REAL64),
-    AMPI_FACT(deterministic, AMPI_I32), AMPI_FACT(no_overlap, AMPI_I32), AMPI_FACT(shard, AMPI_I32),
-    AMPI_FACT(overlap_param_gather, AMPI_I32),
-    AMPI_FACT(wire, AMPI_I32), AMPI_FACT(bucket_bytes, AMPI_I64)
-};
-static const char *const ampi_more_facts[] = {".world", "amp.h version", "level", "dtype", "seed (low half)",
-                                              "seed (high half)", "steps done", "loss scale", "parameters",
-                                              "CPU path"};
-enum {
-    AMPI_FACT_DTYPE = 3, AMPI_FACT_PATH = 9,
-    AMPI_MORE_FACTS = sizeof ampi_more_facts / sizeof *ampi_more_facts,
-    AMPI_FACTS = AMPI_MORE_FACTS + sizeof ampi_alike / sizeof *ampi_alike
-};
-
-/* Parameters to compare: an optimizer's set has also those without a gradient. */
-static int64_t ampi_agree_count(const amp_grad_set *set) {
-    return set->desc->params != NULL ? set->desc->n_params : set->n;
-}
-
-static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler *scaler) {
-    amp_context *amp = set->amp;
-    const amp_desc *d = ampi_settings(amp);
-    double x[AMPI_FACTS];
-    ampi_apart apart;
-    amp_k_grad_stats found;
-    amp_k_scaler scale;
-    int i;
-    AMPI_TRY(ampi_fetch(amp, &found, set->found, sizeof found));
-    scale.scale = 0;
-    if (scaler != NULL && set->outer == NULL)       /* ranks that step alone scale alone */
-        AMPI_TRY(ampi_fetch(amp, &scale, scaler->device, sizeof scale));
-    x[0] = ampi_world(amp); x[1] = AMP_VERSION; x[2] = (int)d->level; x[AMPI_FACT_DTYPE] = (int)d->autocast_dtype;
-    x[4] = (double)(uint32_t)set->desc->seed; x[5] = (double)(set->desc->seed >> 32);
-    x[6] = (double)found.attempts; x[7] = (double)scale.scale;
-    x[8] = (double)(set->desc->sharded ? 0 : ampi_agree_count(set));
-    x[AMPI_FACT_PATH] = ampi_path_of_bits(amp);
-    for (i = AMPI_MORE_FACTS; i < AMPI_FACTS; i++) x[i] = ampi_field_get(set->desc, &ampi_alike[i - AMPI_MORE_FACTS]);
-    AMPI_TRY(ampi_ranks_compare_facts(amp, x, AMPI_FACTS, AMPI_FACT_PATH, &apart));
-    if (apart.which < 0) {
-        if (!ampi_path_adopt(amp, apart.path) && !ampi_paths_agree(amp, apart.path, (int)amp->machine.cpu.path) &&
-            ampi_log_count(amp, 1114) == 1)
-            ampi_log(amp, AMP_LOG_WARNING, 1114,
-                     "rank 0 multiplies by %s, this one by %s: bits depend on which rank does what",
-                     ampi_cpu_path_name((amp_cpu_path)apart.path), ampi_cpu_path_name(amp->machine.cpu.path));
-        return AMP_OK;
-    }
-    if (apart.which == AMPI_FACT_DTYPE)
-        return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d computes in %s, rank 0 in %s: all must agree; set .dtype "
-                         "or AMP_DTYPE on every rank", (int)apart.rank, amp_dtype_name((amp_dtype)(int)apart.value),
-                         amp_dtype_name((amp_dtype)(int)apart.first));
-    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s is %.9g on rank %d and %.9g on rank 0: all must agree",
-                     apart.which < AMPI_MORE_FACTS ? ampi_more_facts[apart.which]
-                                                   : ampi_alike[apart.which - AMPI_MORE_FACTS].key,
-                     apart.value, (int)apart.rank, apart.first);
-}
-
-/* Of each parameter three numbers must be alike: whether it is frozen, and two checksums, of its name, shape, dtypes
-   and group, and of its values. */
-enum { AMPI_COMMON_FROZEN, AMPI_COMMON_KIND, AMPI_COMMON_VALUES, AMPI_COMMON };
-typedef struct ampi_common {
-    const amp_grad_set *set;
-    ampi_crc crc;
-    char *stage;                    /* for values on a device */
-    double *facts;                  /* AMPI_COMMON for each */
-} ampi_common;
-enum { AMPI_COMMON_STAGE = 1 << 20 };
-
-static amp_result ampi_agree_bytes(const ampi_common *c, uint32_t *sum, const void *data, int64_t bytes) {
-    void *dev, *stream;
-    int visible = ampi_backend(c->set->amp, &dev, &stream)->host_visible;
-    int64_t i, n;
-    for (i = 0; data != NULL && i < bytes; i += n) {
-        const char *at = (const char *)data + i;
-        n = AMPI_MIN(bytes - i, (int64_t)AMPI_COMMON_STAGE);
-        if (!visible) AMPI_TRY(ampi_fetch(c->set->amp, c->stage, at, (size_t)n));
-        *sum = ampi_crc_add(&c->crc, *sum, (const uint8_t *)(visible ? at : c->stage), (size_t)n);
-    }
-    return AMP_OK;
-}
-/* row or p may be NULL; the row begins at element `at` of all rows. */
-static amp_result ampi_agree_fact(const ampi_common *c, int64_t i, const amp_k_tensor *row, const amp_param *p,
-                                  const char *name, int64_t at) {
-    const ampi_outer *u = row != NULL && c->set->outer != NULL && c->set->outer->begun ? c->set->outer : NULL;
-    int64_t is[12] = {0};
-    uint32_t kind = 0, values = 0;
-    int k;
-    if (row != NULL) {
-        is[0] = row->count; is[1] = (int)row->grad_dtype; is[2] = (int)row->master_kind; is[3] = (int)row->moment_dtype;
-        is[4] = (int64_t)ampi_bits_f64(row->lr_scale); is[5] = (int64_t)ampi_bits_f64(row->weight_decay);
-    }
-    if (p != NULL) {
-        is[6] = (int)p->weight.dtype; is[7] = p->weight.ndim;
-        for (k = 0; k < p->weight.ndim; k++) is[8 + k] = p->weight.shape[k];
-    }
-    if (u != NULL) {                /* between two outer steps weights differ */
-        values = ampi_crc_add(&c->crc, values, (const uint8_t *)(u->anchor + at), (size_t)row->count * 4);
-        values = ampi_crc_add(&c->crc, values, (const uint8_t *)(u->momentum + at), (size_t)row->count * 4);
-    } else if (p != NULL)
-        AMPI_TRY(ampi_agree_bytes(c, &values, p->weight.data,
-                                  amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->weight.dtype)));
-    if (u == NULL && row != NULL && p != NULL)
-        AMPI_TRY(ampi_agree_bytes(c, &values, row->master, row->count * (ampi_has_remainder(row) ? 2 : 4)));
-    kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)is, sizeof is);
-    if (name != NULL) kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)name, strlen(name));
-    c->facts[AMPI_COMMON * i + AMPI_COMMON_FROZEN] = p != NULL && p->grad.data == NULL;
-    c->facts[AMPI_COMMON * i + AMPI_COMMON_KIND] = kind;
-    c->facts[AMPI_COMMON * i + AMPI_COMMON_VALUES] = values;
-    return AMP_OK;
-}
-static amp_result ampi_agree_facts(const ampi_common *c) {
-    const amp_grad_set *set = c->set;
-    int64_t i, row = 0, at = 0;
-    for (i = 0; i < ampi_agree_count(set); i++) {
-        const amp_param *p = set->desc->params != NULL ? &set->desc->params[i] : set->params ? set->params[i] : NULL;
-        int has = set->desc->params == NULL || (row < set->n && set->params[row] == p);
-        AMPI_TRY(ampi_agree_fact(c, i, has ? ampi_whole_row(set, row) : NULL, p,
-                                 p != NULL ? p->name : set->names[row], at));
-        if (has) at += ampi_whole_row(set, row++)->count;
-    }
-    return AMP_OK;
-}
-static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
-    const amp_grad_set *set = c->set;
-    ampi_apart apart;
-    const char *name;
-    int64_t i;
-    AMPI_TRY(ampi_agree_facts(c));
-    AMPI_TRY(ampi_ranks_compare_facts(set->amp, c->facts, AMPI_COMMON * n, -1, &apart));
-    if (apart.which < 0) return AMP_OK;
-    i = apart.which / AMPI_COMMON;
-    name = set->desc->params != NULL ? set->desc->params[i].name : set->names[i];
-    if (apart.which % AMPI_COMMON == AMPI_COMMON_FROZEN)
-        return ampi_fail_frozen(name, apart.value > 0 ? apart.rank : 0, apart.value > 0 ? 0 : apart.rank);
-    if (apart.which % AMPI_COMMON == AMPI_COMMON_KIND)
-        return ampi_fail(AMP_ERR_REDUCE, "reducer", "parameter %lld (%s) of rank %d has another name, shape, dtype or "
-                         "group than rank 0's", (long long)i, name ? name : "unnamed", (int)apart.rank);
-    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s of rank %d has other values than rank 0's: initialise all ranks "
-                     "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
-}
-
-/* Ranks that are threads share no memory: each needs a model of its own. */
-static amp_result ampi_agree_apart(const ampi_common *c) {
-    const amp_grad_set *set = c->set;
-    const amp_system *s = ampi_context_system(set->amp);
-    const int64_t n = 2 * set->n;
-    int32_t world = ampi_world(set->amp), r, q;
-    amp_result result;
-    double *all;
-    int64_t i;
-    if (ampi_seat_of(ampi_settings(set->amp)) == NULL) return AMP_OK;
-    for (i = 0; i < set->n; i++) {
-        c->facts[2 * i] = (double)(uintptr_t)(set->params != NULL ? set->params[i]->weight.data : NULL);
-        c->facts[2 * i + 1] = (double)(uintptr_t)ampi_whole_row(set, i)->grad;
-    }
-    AMPI_TRY(ampi_alloc(s, "reducer", (void **)&all, world * n, sizeof *all));
-    result = ampi_exchange_host(set->amp,
-                                ampi_exchange_of(AMPI_GATHER, c->facts, all, n * (int64_t)sizeof *all, AMP_U8));
-    for (i = 0; i < n && result == AMP_OK; i++)
-        for (r = 1; r < world && result == AMP_OK; r++)
-            for (q = 0; q < r && result == AMP_OK; q++)
-                if (all[r * n + i] > 0 && ampi_bits_f64(all[r * n + i]) == ampi_bits_f64(all[q * n + i]))
-                    result = ampi_fail(AMP_ERR_REDUCE, "reducer", "ranks %d and %d share a %s of %s; each needs a "
-                                       "model of its own", (int)q, (int)r, i % 2 ? "gradient" : "weight",
-                                       set->names[i / 2]);
-    ampi_free(s, all, world * n, sizeof *all);
-    return result;
-}
-
-static amp_result ampi_hook_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) {
-    const amp_system *s = ampi_context_system(set->amp);
-    int64_t n = ampi_agree_count(set);
-    ampi_common c;
-    amp_result result;
-    if (ampi_world(set->amp) == 1 || set->agreed == 2 || ampi_capture(set->amp) != NULL) return AMP_OK;
-    AMPI_TRY(ampi_agree_settings(set, scaler));
-    memset(&c, 0, sizeof c);
-    c.set = set;
-    ampi_crc_init(&c.crc, 1);
-    result = ampi_alloc(s, "reducer", (void **)&c.stage, AMPI_COMMON_STAGE, 1);
-    if (result == AMP_OK) result = ampi_alloc(s, "reducer", (void **)&c.facts, AMPI_COMMON * n, sizeof *c.facts);
-    if (result == AMP_OK && !set->desc->sharded && !set->agreed) result = ampi_agree_params(&c, n);
-    if (result == AMP_OK && !set->agreed) result = ampi_agree_apart(&c);
-    ampi_free(s, c.facts, AMPI_COMMON * n, sizeof *c.facts);
-    ampi_free(s, c.stage, AMPI_COMMON_STAGE, 1);
-    set->agreed = result == AMP_OK ? 2 : 0;
-    return result;
-}
-
-static amp_result ampi_broadcast(amp_context *amp, void *data, int64_t bytes) {
-    ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
-    return ampi_exchange_run(amp, &e, ampi_settings(amp)->stream);
-}
-AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n) {
-    const char *f = "amp_params_broadcast";
-    ampi_gradient_watch *w;
-    int64_t i;
-    AMPI_TRY(ampi_need(f, amp != NULL && (params != NULL || n == 0), "amp or params"));
-    if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
-    AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
-    AMPI_TRY(ampi_may_exchange(amp, f));
-    AMPI_TRY(ampi_check_weights_of(f, params, n));
-    for (i = 0; i < n; i++) {
-        const amp_tensor *weight = &params[i].weight;
-        int64_t count = amp_tensor_count(weight);
-        AMPI_TRY(ampi_as(f, ampi_broadcast(amp, weight->data, count * (int64_t)amp_dtype_size(weight->dtype))));
-        if (params[i].master != NULL) AMPI_TRY(ampi_as(f, ampi_broadcast(amp, params[i].master, count * 4)));
-        amp_param_changed(&params[i]);
-        for (w = amp->watches; w != NULL; w = w->next) AMPI_TRY(ampi_as(f, (w->set)(w, &params[i])));
-    }
-    return AMP_OK;
-}
-
-/* Gradients that are sums already, or partly, are dropped: a whole cycle begins again. */
-static amp_result ampi_set_drop_sums(amp_grad_set *set) {
-    int64_t i;
-    AMPI_TRY(ampi_weights_whole(set->amp, "reducer", NULL));
-    for (i = 0; set->params != NULL && i < set->n; i++) ampi_gradient_live(set->params[i], 0);
-    if (set->buckets != NULL) {
-        *set->buckets->micro = 0;
-        ampi_buckets_recount(set->buckets);
-        ampi_buckets_unsort(set->buckets);
-    }
-    set->spoiled = 0;
-    return AMP_OK;
-}
-/* After a check that failed between. */
-static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
-    AMPI_TRY(ampi_set_drop_sums(set));
-    return ampi_fail(AMP_ERR_STATE, "reducer", "gradients were summed over the ranks by a check that failed, and are "
-                     "dropped; run backward for a whole cycle");
-}
-
-/* Which parameters rest, now that all ranks have said what they know of them.  A device that sums by itself alone knows
-   (amp_k_tensor.live of its table; 2 here): no weight is then stepped on one rank and not on another either, and
-   ampi_check_apart returns the error later. */
-static amp_result ampi_hook_set_rest(amp_grad_set *set) {
-    const float *said = set->said != NULL ? set->said : ampi_said(set->found, 0);
-    int64_t i;
-    if (ampi_is_behind(set)) {
-        for (i = 0; i < set->n; i++) set->rows[i].live *= 2;
-        return AMP_OK;
-    }
-    if (set->said != NULL)
-        AMPI_TRY(ampi_fetch(set->amp, set->said, ampi_said(set->found, 0), (size_t)set->n * 2 * sizeof *said));
-    for (i = 0; i < set->n && !ampi_said_apart(said + 2 * i); i++) {}
-    if (i < set->n) {
-        AMPI_TRY(ampi_set_drop_sums(set));
-        return ampi_fail_frozen(set->names[i], ampi_said_rank(said[2 * i]), ampi_said_rank(said[2 * i + 1]));
-    }
-    for (i = 0; i < set->n; i++) {
-        set->rows[i].live = ampi_said_live(said + 2 * i);
-        ampi_gradient_live(set->params[i], set->rows[i].live);
-    }
-    return AMP_OK;
-}
 /* Between the check and the step no rank may change alone what all have agreed on. */
 static amp_result ampi_check_agreed(const amp_grad_set *set) {
     int64_t i;
@@ -23386,19 +21764,6 @@ static amp_result ampi_check_agreed(const amp_grad_set *set) {
         if ((set->rows[i].live != 0) != (set->params[i]->grad_live != 0))
             return ampi_fail(AMP_ERR_STATE, "reducer", "%s: a backward, a freeze or you changed whether it has a "
                              "gradient after ranks agreed on that in amp_scaler_check: do so before", set->names[i]);
-    return AMP_OK;
-}
-
-/* The gradients become their sums over the ranks. */
-static amp_result ampi_hook_set_sum(amp_grad_set *set) {
-    int64_t i;
-    if (!ampi_is_summed(set)) return AMP_OK;
-    if (set->spoiled) return ampi_set_refuse_sums(set);
-    set->spoiled = 1;
-    if (set->buckets != NULL) return ampi_buckets_finish(set->buckets, 1);
-    for (i = 0; i < set->n; i++)
-        AMPI_TRY(ampi_hook_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype,
-                                  AMP_REDUCE_SUM));
     return AMP_OK;
 }
 
@@ -24080,7 +22445,7 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
     return ampi_as("amp_scaler_load", ampi_load_scaler(scaler, state, prefix));
 }
 
-/* ---- Optimizers */
+/* ==== 11 >>optimizers: implementation ==== */
 
 /* Hooks, of >>ranks: the buckets of an optimizer's gradients, NULL with one rank ... */
 static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before);
@@ -25111,177 +23476,6 @@ static amp_result ampi_fp8_step(const amp_optimizer *o, int combined) {
         if (t->history != NULL && combined) AMPI_TRY(ampi_fp8_combine(o->amp, &u));
         AMPI_TRY((backend->fp8_update)(dev, &u, stream));
     }
-    return AMP_OK;
-}
-
-/* ---- Loose coupling: the outer step.  With one rank it is a step of its own too. */
-
-/* Elements [first, first + n) of a row in fp32, to `values` or, with store, from them. */
-static amp_result ampi_outer_row(const amp_optimizer *o, const amp_k_tensor *row, int64_t first, int64_t n,
-                                 float *values, int store) {
-    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
-    int rest = ampi_has_remainder(row);
-    size_t bytes = (size_t)n * amp_dtype_size(row->weight_dtype);
-    void *weight = ampi_at_mut(row->weight, row->weight_dtype, first), *low = o->outer.low;
-    void *master = row->master == NULL ? NULL : (char *)row->master + first * (rest ? 2 : 4);
-    uint16_t *low_rest = o->outer.low + n;
-    if (!store && master != NULL && !rest) return ampi_fetch(o->amp, values, master, (size_t)n * 4);
-    if (!store) {
-        AMPI_TRY(ampi_fetch(o->amp, low, weight, bytes));
-        if (!rest) return amp_convert(values, AMP_F32, low, row->weight_dtype, n, NULL, NULL);
-        AMPI_TRY(ampi_fetch(o->amp, low_rest, master, bytes));
-        (vec->f32_join)(values, low, low_rest, n);
-        return AMP_OK;
-    }
-    if (rest) (vec->bf16_split)(low, low_rest, values, n);
-    else AMPI_TRY(amp_convert(low, row->weight_dtype, values, AMP_F32, n, NULL, NULL));
-    AMPI_TRY(ampi_send(o->amp, weight, low, bytes));
-    if (master == NULL) return amp_convert(values, AMP_F32, low, row->weight_dtype, n, NULL, NULL);
-    return ampi_send(o->amp, master, rest ? (void *)low_rest : (void *)values, (size_t)n * (rest ? 2 : 4));
-}
-/* The same of all rows. */
-static amp_result ampi_outer_rows(const amp_optimizer *o, int64_t first, int64_t n, float *values, int store) {
-    int64_t i, k;
-    for (i = 0; i < o->set->n && n > 0; i++) {
-        const amp_k_tensor *row = &o->set->rows[i];
-        k = AMPI_MAX(AMPI_MIN(n, row->count - first), (int64_t)0);
-        if (k > 0) AMPI_TRY(ampi_outer_row(o, row, first, k, values, store));
-        first = k > 0 ? 0 : first - row->count;
-        values += k;
-        n -= k;
-    }
-    return AMP_OK;
-}
-
-/* Notes where the ranks begin: elements [first, first + n) of all rows. */
-static amp_result ampi_hook_outer_note(const amp_optimizer *o, int64_t first, int64_t n) {
-    const ampi_outer *u = &o->outer;
-    int64_t i, k;
-    for (i = first; i < first + n; i += k) {
-        k = AMPI_MIN(first + n - i, (int64_t)AMPI_OUTER_PIECE);
-        AMPI_TRY(ampi_outer_rows(o, i, k, u->anchor + i, 0));
-    }
-    if (n > 0) memset(u->momentum + first, 0, (size_t)n * sizeof *u->momentum);
-    return AMP_OK;
-}
-static amp_result ampi_hook_outer_begin(amp_optimizer *o) {
-    ampi_outer *u = &o->outer;
-    if (o->desc.sync_every == 0 || u->begun) return AMP_OK;
-    AMPI_TRY(ampi_hook_outer_note(o, 0, u->n));
-    u->begun = 1;
-    return AMP_OK;
-}
-
-/* Calls visit(u, row, from, to) for each row that has some of the n elements from `first` on: those from `from` to
-   `to`. */
-static void ampi_outer_visit(amp_optimizer *o, int64_t first, int64_t n,
-                             void (*visit)(amp_optimizer *o, int64_t row, int64_t from, int64_t to)) {
-    int64_t i, at = 0, from, to;
-    for (i = 0; i < o->set->n && at < first + n; i++) {
-        from = AMPI_MAX(at, first);
-        at += o->set->rows[i].count;
-        to = AMPI_MIN(at, first + n);
-        if (from < to) visit(o, i, from, to);
-    }
-}
-/* A row is live if its weights have changed: `piece` holds those from a multiple of AMPI_OUTER_PIECE on. */
-static void ampi_outer_compare(amp_optimizer *o, int64_t row, int64_t from, int64_t to) {
-    const ampi_outer *u = &o->outer;
-    const float *piece = u->piece + from % AMPI_OUTER_PIECE;
-    if (memcmp(piece, u->anchor + from, (size_t)(to - from) * sizeof *piece) != 0)
-        ampi_say(u->said + 1 + 2 * row, o->set->params[row]->grad.data == NULL, 1,
-                 ampi_settings(o->amp)->reducer.rank);
-}
-/* Before anything is changed, what would spoil all is refused on every rank: weights of one that are not finite, a
-   parameter that is frozen on some alone.  Ranks say too which rows have changed since the last outer step: the others
-   rest. */
-static amp_result ampi_outer_check(amp_optimizer *o) {
-    const int32_t rank = ampi_settings(o->amp)->reducer.rank;
-    const ampi_outer *u = &o->outer;
-    float *bad = u->said, *said = u->said + 1;
-    int64_t i, n;
-    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->said, u->said, u->n_said, AMP_F32);
-    e.op = AMP_REDUCE_MAX;
-    *bad = 0;
-    for (i = 0; i < o->set->n; i++) ampi_say(said + 2 * i, o->set->params[i]->grad.data == NULL, 0, rank);
-    for (i = 0; i < u->n; i += n) {
-        n = AMPI_MIN(u->n - i, (int64_t)AMPI_OUTER_PIECE);
-        AMPI_TRY(ampi_outer_rows(o, i, n, u->piece, 0));
-        if (amp_count_nonfinite(u->piece, AMP_F32, n, NULL) > 0) *bad = (float)(rank + 1);
-        ampi_outer_visit(o, i, n, ampi_outer_compare);
-    }
-    AMPI_TRY(ampi_exchange_host(o->amp, e));
-    if (*bad > 0)
-        return ampi_fail(AMP_ERR_REDUCE, "reducer", "weights of rank %d are infinite or NaN: the ranks stay as they "
-                         "are", (int)*bad - 1);
-    for (i = 0; i < o->set->n; i++, said += 2)
-        if (ampi_said_apart(said))
-            return ampi_fail_frozen(o->set->names[i], ampi_said_rank(said[0]), ampi_said_rank(said[1]));
-    return AMP_OK;
-}
-
-/* Sums `piece` over ranks in bf16: each rank sums its part of all, in the order of ranks, so no reducer widens what is
-   on the way. */
-static amp_result ampi_outer_sum_bf16(const amp_optimizer *o, int64_t n) {
-    const ampi_outer *u = &o->outer;
-    int64_t world = ampi_world(o->amp), part = (n + world - 1) / world, i, r;
-    uint16_t *all = u->low + world * part, *mine = u->low + ampi_settings(o->amp)->reducer.rank * part;
-    ampi_fp host;
-    memset(u->low, 0, (size_t)(world * part) * 2);
-    AMPI_TRY(amp_convert(u->low, AMP_BF16, u->piece, AMP_F32, n, NULL, NULL));
-    AMPI_TRY(ampi_exchange_host(o->amp, ampi_exchange_of(AMPI_TO_ALL, u->low, all, part * 2, AMP_U8)));
-    host = ampi_fp_begin();
-    for (i = 0; i < part; i++) {
-        double sum = 0;
-        for (r = 0; r < world; r++) sum += (double)amp_f32_from_bf16(all[r * part + i]);
-        mine[i] = amp_bf16_from_f64(sum, 0);
-    }
-    ampi_fp_end(host);
-    AMPI_TRY(ampi_exchange_host(o->amp, ampi_exchange_of(AMPI_GATHER, mine, all, part * 2, AMP_U8)));
-    return amp_convert(u->piece, AMP_F32, all, AMP_BF16, n, NULL, NULL);
-}
-
-/* change = anchor - weights, averaged over ranks; momentum = mu momentum + change;
-   anchor -= lr (change + mu momentum) */
-static void ampi_outer_move(amp_optimizer *o, int64_t row, int64_t from, int64_t to) {
-    const ampi_outer *u = &o->outer;
-    const double lr = o->desc.outer_lr, mu = o->desc.outer_momentum, world = ampi_world(o->amp);
-    const float *sum = u->piece + from % AMPI_OUTER_PIECE;
-    int64_t i;
-    if (!ampi_said_live(u->said + 1 + 2 * row)) return;
-    for (i = from; i < to; i++) {
-        double change = (double)*sum++ / world;
-        u->momentum[i] = (float)(mu * (double)u->momentum[i] + change);
-        u->anchor[i] = (float)((double)u->anchor[i] - lr * (change + mu * (double)u->momentum[i]));
-    }
-}
-static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
-    ampi_outer *u = &o->outer;
-    float *anchor = u->anchor + first;
-    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->piece, u->piece, n, AMP_F32);
-    ampi_fp host;
-    int64_t i;
-    AMPI_TRY(ampi_outer_rows(o, first, n, u->piece, 0));
-    host = ampi_fp_begin();
-    for (i = 0; i < n; i++) u->piece[i] = anchor[i] - u->piece[i];
-    ampi_fp_end(host);
-    e.op = AMP_REDUCE_SUM;
-    AMPI_TRY(o->desc.sync_wire == AMP_BF16 ? ampi_outer_sum_bf16(o, n) : ampi_exchange_host(o->amp, e));
-    host = ampi_fp_begin();
-    ampi_outer_visit(o, first, n, ampi_outer_move);
-    ampi_fp_end(host);
-    return ampi_outer_rows(o, first, n, anchor, 1);
-}
-
-/* After every sync_every steps; not in the trials of amp_verify and its kin. */
-static amp_result ampi_hook_outer_step(amp_optimizer *o) {
-    int64_t i;
-    if (o->desc.sync_every == 0 || o->attempts % o->desc.sync_every != 0 || o->amp->trials > 0) return AMP_OK;
-    AMPI_TRY(ampi_outer_check(o));
-    for (i = 0; i < o->outer.n; i += AMPI_OUTER_PIECE)
-        AMPI_TRY(ampi_outer_piece(o, i, AMPI_MIN(o->outer.n - i, (int64_t)AMPI_OUTER_PIECE)));
-    for (i = 0; i < o->set->n; i++)
-        if (ampi_said_live(o->outer.said + 1 + 2 * i)) amp_param_changed(o->set->params[i]);
     return AMP_OK;
 }
 
@@ -26556,6 +24750,1934 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     return ampi_as("amp_optimizer_load", ampi_load_optimizer(optimizer, state, prefix));
 }
 
+/* ---- Learning-rate schedules */
+
+/* What not all kinds read. */
+enum { AMPI_READS_MIN = 1, AMPI_READS_STEPS = 2, AMPI_READS_DECAY = 4, AMPI_READS_TIME = 8 };
+static const struct ampi_schedule_row { const char *name; int reads; } ampi_schedules[] = {
+    {"?", 0}, {"CONSTANT", 0}, {"LINEAR", AMPI_READS_MIN | AMPI_READS_STEPS},
+    {"COSINE", AMPI_READS_MIN | AMPI_READS_STEPS}, {"WSD", AMPI_READS_MIN | AMPI_READS_STEPS | AMPI_READS_DECAY},
+    {"INVERSE_SQRT", AMPI_READS_MIN | AMPI_READS_TIME}, {"SQRT", AMPI_READS_MIN | AMPI_READS_STEPS}
+};
+
+#define AMPI_RATE_RANGE "above 0 and at most 1e30, or AMP_EXPLICIT_ZERO"
+#define AMPI_OF_SCHEDULE(field, type, standard, low, high, range) \
+    { #field, type, offsetof(amp_schedule, field), NULL, standard, low, high, range }
+static const ampi_field ampi_schedule_fields[] = {
+    AMPI_OF_SCHEDULE(from_zero, AMPI_I32, 0, 0, 1, NULL),
+    AMPI_OF_SCHEDULE(kind, AMPI_I32, AMP_SCHEDULE_COSINE, 1, AMP_SCHEDULE_SQRT, NULL),
+    {"lr", AMPI_REAL64, offsetof(amp_schedule, lr), ampi_zero_words, 0, 0, 1e30, AMPI_RATE_RANGE},
+    AMPI_OF_SCHEDULE(min_lr, AMPI_REAL64, 0, 0, 1e30, "from 0 to 1e30"),
+    AMPI_OF_SCHEDULE(warmup, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
+    AMPI_OF_SCHEDULE(steps, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
+    AMPI_OF_SCHEDULE(decay, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
+    AMPI_OF_SCHEDULE(timescale, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
+    AMPI_OF_SCHEDULE(decay_kind, AMPI_I32, 0, 0, AMP_SCHEDULE_SQRT, NULL)
+};
+
+/* Checks a schedule, and fills in the defaults. */
+static amp_result ampi_schedule_check(amp_schedule *s) {
+    const char *function = "amp_schedule_lr";
+    const struct ampi_schedule_row *row;
+    AMPI_TRY(ampi_fields(function, ampi_schedule_fields, sizeof ampi_schedule_fields, s));
+    AMPI_TRY(ampi_check_reserved(function, s->reserved));
+    row = &ampi_schedules[s->kind];
+    AMPI_TRY(ampi_check_real(function, ".lr", s->lr, ampi_is_given(s->lr), AMPI_RATE_RANGE));
+    s->lr = ampi_or(s->lr, 0);
+    if ((s->min_lr > 0 && !(row->reads & AMPI_READS_MIN)) || (s->timescale > 0 && !(row->reads & AMPI_READS_TIME)) ||
+        ((s->decay > 0 || s->decay_kind != AMP_SCHEDULE_DEFAULT) && !(row->reads & AMPI_READS_DECAY)))
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".%s is given, and %s does not read it",
+                         s->min_lr > 0 && !(row->reads & AMPI_READS_MIN)         ? "min_lr"
+                         : s->timescale > 0 && !(row->reads & AMPI_READS_TIME) ? "timescale"
+                         : s->decay > 0                                        ? "decay"
+                                                                               : "decay_kind", row->name);
+    AMPI_TRY(ampi_check_real(function, ".min_lr", s->min_lr, s->min_lr <= s->lr, "at most .lr"));
+    if (s->steps == 0 && (row->reads & AMPI_READS_STEPS))
+        return ampi_fail(AMP_ERR_RANGE, function, ".steps = 0, must be 1 or more with %s", row->name);
+    if (s->timescale == 0) s->timescale = s->warmup > 0 ? s->warmup : 10000;
+    if (s->kind == AMP_SCHEDULE_WSD && s->decay == 0) s->decay = AMPI_MAX(s->steps / 5, (int64_t)1);
+    if (s->steps > 0 && (s->decay > s->steps || s->warmup > s->steps - s->decay))
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".warmup = %lld and .decay = %lld are longer than .steps = %lld",
+                         (long long)s->warmup, (long long)s->decay, (long long)s->steps);
+    if (s->decay_kind == AMP_SCHEDULE_DEFAULT) s->decay_kind = s->kind;
+    if (s->decay_kind == AMP_SCHEDULE_WSD) s->decay_kind = AMP_SCHEDULE_COSINE;
+    if (s->kind == AMP_SCHEDULE_WSD && s->decay_kind != AMP_SCHEDULE_LINEAR && s->decay_kind != AMP_SCHEDULE_COSINE &&
+        s->decay_kind != AMP_SCHEDULE_SQRT)
+        return ampi_fail(AMP_ERR_RANGE, function, ".decay_kind = %d, must be LINEAR, COSINE or SQRT",
+                         (int)s->decay_kind);
+    return AMP_OK;
+}
+
+static double ampi_schedule_rate(const amp_schedule *s, int64_t step) {
+    int64_t from = s->kind == AMP_SCHEDULE_WSD ? s->steps - s->decay : s->warmup;
+    double done, left;
+    double low = s->kind == AMP_SCHEDULE_WSD && s->from_zero ? s->min_lr : 0;
+    if (step < s->warmup) return low + (s->lr - low) * (double)(step + !s->from_zero) / (double)s->warmup;
+    if (s->kind == AMP_SCHEDULE_CONSTANT) return s->lr;
+    if (s->kind == AMP_SCHEDULE_INVERSE_SQRT) {
+        left = s->lr / ampi_root(((double)(step - s->warmup) + (double)s->timescale) / (double)s->timescale);
+        return left > s->min_lr ? left : s->min_lr;
+    }
+    if (step >= s->steps) return s->min_lr;
+    if (step < from) return s->lr;
+    done = (double)(step - from) / (double)(s->steps - from);
+    left = s->decay_kind == AMP_SCHEDULE_LINEAR ? 1 - done
+           : s->decay_kind == AMP_SCHEDULE_SQRT ? 1 - ampi_root(done)
+                                                : 0.5 * (1 + cos(3.14159265358979323846 * done));
+    return s->min_lr + (s->lr - s->min_lr) * left;
+}
+
+AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, double *lr) {
+    amp_schedule s;
+    ampi_fp host;
+    AMPI_TRY(ampi_need("amp_schedule_lr", schedule && lr, "schedule or lr"));
+    s = *schedule;
+    AMPI_TRY(ampi_schedule_check(&s));
+    if (step < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_schedule_lr", "step = %lld, must be 0 or more", (long long)step);
+    host = ampi_fp_begin();
+    *lr = ampi_schedule_rate(&s, step);
+    ampi_fp_end(host);
+    return AMP_OK;
+}
+
+/* ==== 12 >>ranks: implementation ==== */
+
+/* ---- Ranks of one process.  A reduction is two meetings: at the first all have come with their buffers, which are
+   compared; each rank then combines a share of the elements, and writes it to all; at the second all are done. */
+
+enum { AMPI_RANKS_MOST = 1024, AMPI_RANKS_PIECE = 512 };
+typedef enum ampi_seat_state { AMPI_SEAT_FREE, AMPI_SEAT_TAKEN, AMPI_SEAT_LEFT } ampi_seat_state;
+
+typedef enum ampi_exchange_kind {
+    AMPI_REDUCE, AMPI_SCATTER, AMPI_GATHER, AMPI_TO_ALL, AMPI_BROADCAST
+} ampi_exchange_kind;
+/* One call of a reducer.  count: elements of a part; moved bytes have dtype AMP_U8. */
+typedef struct ampi_exchange {
+    ampi_exchange_kind kind;
+    const void *in; void *out;
+    int64_t count; amp_dtype dtype; amp_reduce_op op;
+    int32_t root;
+} ampi_exchange;
+static int32_t ampi_parts_in(const ampi_exchange *e, int32_t world) {
+    return e->kind == AMPI_SCATTER || e->kind == AMPI_TO_ALL ? world : 1;
+}
+static int32_t ampi_parts_out(const ampi_exchange *e, int32_t world) {
+    return e->kind == AMPI_GATHER || e->kind == AMPI_TO_ALL ? world : 1;
+}
+static size_t ampi_part_bytes(const ampi_exchange *e) { return (size_t)e->count * amp_dtype_size(e->dtype); }
+static const char *ampi_exchange_text(const ampi_exchange *e, char *text, size_t size) {
+    static const char *const verbs[] = {"reduces", "scatters", "gathers", "exchanges", "broadcasts"};
+    ampi_sheet s = ampi_sheet_of(text, size);
+    if (e->kind >= AMPI_GATHER) ampi_print(&s, "%s %lld bytes", verbs[e->kind], (long long)e->count);
+    else
+        ampi_print(&s, "%s %lld x %s (%s)", verbs[e->kind], (long long)e->count, amp_dtype_name(e->dtype),
+                   e->op == AMP_REDUCE_SUM ? "sum" : "max");
+    if (e->kind == AMPI_BROADCAST) ampi_print(&s, " of rank %d", (int)e->root);
+    return text;
+}
+
+typedef struct ampi_seat {
+    amp_ranks *ranks;
+    int32_t rank;
+    ampi_seat_state state;
+    uint64_t came;                  /* how many meetings this rank has come to */
+    ampi_exchange call;
+} ampi_seat;
+
+struct amp_ranks {
+    amp_system system;
+    uint64_t made;                  /* a serial */
+    pthread_mutex_t lock;           /* guards the rest, but for what a seat brings to a meeting */
+    pthread_cond_t met;
+    int32_t world, timeout_ms, arrived, holders;        /* holders: the owner and open contexts */
+    uint64_t meetings;
+    int agreed;                     /* 1: the last meeting was whole, and nothing broken */
+    char broken[160];               /* why every call fails from now on; "": they do not */
+    ampi_seat *seats;
+};
+
+/* The first reason stays. */
+static AMPI_PRINTF(2, 3) void ampi_ranks_break(amp_ranks *r, const char *format, ...) {
+    ampi_sheet s = ampi_sheet_of(r->broken, r->broken[0] == 0 ? sizeof r->broken : 0);
+    va_list args;
+    va_start(args, format);
+    if (s.size > 0) ampi_print_args(&s, format, args);
+    va_end(args);
+    pthread_cond_broadcast(&r->met);
+}
+
+/* Whether one rank writes what another reads or writes. */
+static int ampi_seats_share(const ampi_seat *a, const ampi_seat *b) {
+    size_t in = ampi_part_bytes(&a->call) * (size_t)ampi_parts_in(&a->call, a->ranks->world);
+    size_t out = ampi_part_bytes(&a->call) * (size_t)ampi_parts_out(&a->call, a->ranks->world);
+    return !ampi_is_apart(a->call.out, out, b->call.out, out) || !ampi_is_apart(a->call.out, out, b->call.in, in) ||
+           !ampi_is_apart(a->call.in, in, b->call.out, out);
+}
+/* Whether all have come for the same. */
+static void ampi_ranks_compare(amp_ranks *r) {
+    const ampi_exchange *first = &r->seats->call, *e;
+    char a[80], b[80];
+    int32_t i, j;
+    for (i = 1; i < r->world; i++) {
+        e = &r->seats[i].call;
+        if (e->kind != first->kind || e->count != first->count || e->dtype != first->dtype || e->op != first->op ||
+            e->root != first->root)
+            ampi_ranks_break(r, "rank 0 %s, rank %d %s: all must call the same in the same order",
+                             ampi_exchange_text(first, a, sizeof a), (int)i, ampi_exchange_text(e, b, sizeof b));
+        for (j = 0; j < i && r->broken[0] == 0; j++)
+            if (ampi_seats_share(&r->seats[i], &r->seats[j]))
+                ampi_ranks_break(r, "ranks %d and %d use the same memory; each needs a model of its own", (int)j,
+                                 (int)i);
+    }
+}
+
+/* Waits until all ranks have come; 0: the reduction fails, on all alike.  Whoever works on the others' memory comes to
+   the second meeting, `done`, for sure, so nothing ends that early. */
+static int ampi_ranks_meet(ampi_seat *seat, int done) {
+    amp_ranks *r = seat->ranks;
+    int64_t deadline = done ? INT64_MAX : ampi_posix_clock(NULL) + (int64_t)r->timeout_ms * 1000000;
+    uint64_t meeting;
+    int32_t i;
+    int whole;
+    pthread_mutex_lock(&r->lock);
+    meeting = r->meetings;
+    seat->came = meeting + 1;
+    for (i = 0; i < r->world && !done; i++)
+        if (r->seats[i].state == AMPI_SEAT_LEFT) ampi_ranks_break(r, "rank %d has closed its context", (int)i);
+    if ((done || r->broken[0] == 0) && ++r->arrived == r->world) {
+        if (!done) ampi_ranks_compare(r);
+        r->arrived = 0;
+        r->agreed = r->broken[0] == 0;
+        r->meetings++;
+        pthread_cond_broadcast(&r->met);
+    }
+    while ((done || r->broken[0] == 0) && r->meetings == meeting)
+        if (!ampi_wait_until(&r->met, &r->lock, deadline) && r->meetings == meeting) {
+            for (i = 0; i < r->world - 1 && r->seats[i].came > meeting; i++) {}
+            ampi_ranks_break(r, "rank %d has not come within %d ms", (int)i, r->timeout_ms);
+        }
+    whole = r->meetings != meeting && r->agreed;
+    pthread_mutex_unlock(&r->lock);
+    return whole;
+}
+
+/* NaN, by its bits, counts as the largest. */
+static double ampi_larger(double a, double b) {
+    const uint64_t inf = (uint64_t)0x7ff0 << 48, magnitude = UINT64_MAX >> 1;
+    if ((ampi_bits_f64(a) & magnitude) > inf) return a;
+    return (ampi_bits_f64(b) & magnitude) > inf || b > a ? b : a;
+}
+/* Elements [first, first + n) of all buffers into `out`. */
+static void ampi_ranks_combine(const amp_ranks *r, void *out, int64_t first, int64_t n) {
+    const ampi_exchange *e = &r->seats->call;
+    size_t size = amp_dtype_size(e->dtype);
+    double sum[AMPI_RANKS_PIECE], x[AMPI_RANKS_PIECE];
+    int64_t i;
+    int32_t rank;
+    for (rank = 0; rank < r->world; rank++) {
+        const char *from = (const char *)r->seats[rank].call.in + (size_t)first * size;
+        (void)amp_convert(rank == 0 ? sum : x, AMP_F64, from, e->dtype, n, NULL, NULL);
+        for (i = 0; i < n && rank > 0; i++)
+            sum[i] = e->op == AMP_REDUCE_SUM ? sum[i] + x[i] : ampi_larger(sum[i], x[i]);
+    }
+    (void)amp_convert(out, e->dtype, sum, AMP_F64, n, NULL, NULL);
+}
+/* A share of the elements, for all ranks. */
+static void ampi_ranks_reduce_share(const amp_ranks *r, int32_t rank) {
+    const int64_t count = r->seats->call.count, whole = count / r->world, rest = count % r->world;
+    const size_t size = amp_dtype_size(r->seats->call.dtype);
+    int64_t i = whole * rank + rest * rank / r->world, n;
+    const int64_t end = whole * (rank + 1) + rest * (rank + 1) / r->world;
+    int32_t other;
+    for (; i < end; i += n) {
+        size_t at = (size_t)i * size;
+        n = AMPI_MIN(end - i, (int64_t)AMPI_RANKS_PIECE);
+        ampi_ranks_combine(r, (char *)r->seats->call.out + at, i, n);
+        for (other = 1; other < r->world; other++)
+            memcpy((char *)r->seats[other].call.out + at, (char *)r->seats->call.out + at, (size_t)n * size);
+    }
+}
+/* This rank's part. */
+static void ampi_ranks_scatter(const amp_ranks *r, int32_t rank) {
+    const ampi_exchange *e = &r->seats[rank].call;
+    int64_t i, n;
+    for (i = 0; i < e->count; i += n) {
+        n = AMPI_MIN(e->count - i, (int64_t)AMPI_RANKS_PIECE);
+        ampi_ranks_combine(r, (char *)e->out + (size_t)i * amp_dtype_size(e->dtype), e->count * rank + i, n);
+    }
+}
+/* What this rank gets from each. */
+static void ampi_ranks_move(const amp_ranks *r, int32_t rank) {
+    const ampi_exchange *e = &r->seats[rank].call;
+    const size_t bytes = ampi_part_bytes(e);
+    int32_t from;
+    for (from = 0; from < r->world; from++) {
+        const char *in = (const char *)r->seats[from].call.in + (e->kind == AMPI_TO_ALL ? (size_t)rank * bytes : 0);
+        char *out = (char *)e->out + (e->kind == AMPI_BROADCAST ? 0 : (size_t)from * bytes);
+        if (in != out && (e->kind != AMPI_BROADCAST || from == e->root)) memcpy(out, in, bytes);
+    }
+}
+
+static int ampi_ranks_exchange(ampi_seat *seat, const ampi_exchange *e) {
+    const amp_ranks *r = seat->ranks;
+    ampi_fp host;
+    seat->call = *e;
+    if (!ampi_ranks_meet(seat, 0)) return 1;
+    host = ampi_fp_begin();
+    if (e->kind == AMPI_REDUCE) ampi_ranks_reduce_share(r, seat->rank);
+    else if (e->kind == AMPI_SCATTER) ampi_ranks_scatter(r, seat->rank);
+    else ampi_ranks_move(r, seat->rank);
+    ampi_fp_end(host);
+    return !ampi_ranks_meet(seat, 1);
+}
+static ampi_exchange ampi_exchange_of(ampi_exchange_kind kind, const void *in, void *out, int64_t count,
+                                      amp_dtype dtype) {
+    ampi_exchange e;
+    memset(&e, 0, sizeof e);
+    e.kind = kind;
+    e.in = in;
+    e.out = out;
+    e.count = count;
+    e.dtype = dtype;
+    return e;
+}
+static int ampi_ranks_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, data, data, count, dtype);
+    (void)stream;
+    e.op = op;
+    return ampi_ranks_exchange((ampi_seat *)user, &e);
+}
+static int ampi_ranks_reduce_scatter(void *user, const void *in, void *out, int64_t count_each, amp_dtype dtype,
+                                     amp_reduce_op op, void *stream) {
+    ampi_exchange e = ampi_exchange_of(AMPI_SCATTER, in, out, count_each, dtype);
+    (void)stream;
+    e.op = op;
+    return ampi_ranks_exchange((ampi_seat *)user, &e);
+}
+static int ampi_ranks_gather(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
+    ampi_exchange e = ampi_exchange_of(AMPI_GATHER, in, out, bytes_each, AMP_U8);
+    (void)stream;
+    return ampi_ranks_exchange((ampi_seat *)user, &e);
+}
+static int ampi_ranks_to_all(void *user, const void *in, void *out, int64_t bytes_each, void *stream) {
+    ampi_exchange e = ampi_exchange_of(AMPI_TO_ALL, in, out, bytes_each, AMP_U8);
+    (void)stream;
+    return ampi_ranks_exchange((ampi_seat *)user, &e);
+}
+static int ampi_ranks_broadcast(void *user, void *data, int64_t bytes, int32_t root, void *stream) {
+    ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
+    (void)stream;
+    e.root = root;
+    return ampi_ranks_exchange((ampi_seat *)user, &e);
+}
+static const char *ampi_ranks_error(void *user) { return ((ampi_seat *)user)->ranks->broken; }
+static const amp_exchanges ampi_ranks_calls = {
+    ampi_ranks_reduce_scatter, ampi_ranks_gather, ampi_ranks_to_all, ampi_ranks_broadcast, NULL, NULL, ampi_ranks_error
+};
+
+static void ampi_ranks_let_go(amp_ranks *r) {
+    amp_system system = r->system;
+    int last;
+    pthread_mutex_lock(&r->lock);
+    last = --r->holders == 0;
+    pthread_mutex_unlock(&r->lock);
+    if (!last) return;
+    ampi_timed_lock_destroy(&r->lock, &r->met);
+    ampi_free(&system, r->seats, r->world, sizeof *r->seats);
+    ampi_free(&system, r, 1, sizeof *r);
+}
+
+/* The seat of a context's reducer, or NULL. */
+static ampi_seat *ampi_seat_of(const amp_desc *d) {
+    return d->reducer.reduce == ampi_ranks_reduce ? (ampi_seat *)d->reducer.user : NULL;
+}
+static amp_result ampi_hook_ranks_join(amp_context *amp) {
+    ampi_seat *seat = ampi_seat_of(&amp->desc);
+    amp_result result = AMP_OK;
+    if (seat == NULL) return AMP_OK;
+    pthread_mutex_lock(&seat->ranks->lock);
+    if (seat->ranks->broken[0] != 0)
+        result = ampi_fail(AMP_ERR_REDUCE, "amp_open", "%s; create new amp_ranks", seat->ranks->broken);
+    else if (seat->state == AMPI_SEAT_TAKEN)
+        result = ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".reducer: rank %d has an open context already",
+                           (int)seat->rank);
+    else {
+        seat->state = AMPI_SEAT_TAKEN;
+        seat->ranks->holders++;
+        amp->seated = 1;
+    }
+    pthread_mutex_unlock(&seat->ranks->lock);
+    return result;
+}
+static void ampi_hook_ranks_leave(amp_context *amp) {
+    ampi_seat *seat = ampi_seat_of(&amp->desc);
+    if (!amp->seated) return;
+    pthread_mutex_lock(&seat->ranks->lock);
+    seat->state = AMPI_SEAT_LEFT;
+    if (seat->ranks->arrived > 0) ampi_ranks_break(seat->ranks, "rank %d has closed its context", (int)seat->rank);
+    pthread_mutex_unlock(&seat->ranks->lock);
+    ampi_ranks_let_go(seat->ranks);
+}
+
+AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc) {
+    const char *f = "amp_ranks_create";
+    amp_system system = ampi_system(desc != NULL ? &desc->system : NULL);
+    void *memory;
+    amp_ranks *r;
+    int32_t i;
+    AMPI_TRY(ampi_need(f, out && desc, "out or desc"));
+    *out = NULL;
+    if (desc->world < 1 || desc->world > AMPI_RANKS_MOST)
+        return ampi_fail(AMP_ERR_RANGE, f, ".world = %d, must be 1 to %d", (int)desc->world, AMPI_RANKS_MOST);
+    if (desc->timeout_ms < 0)
+        return ampi_fail(AMP_ERR_RANGE, f, ".timeout_ms = %d, must be 1 or more, or 0 for 60000",
+                         (int)desc->timeout_ms);
+    AMPI_TRY(ampi_alloc(&system, f, &memory, 1, sizeof *r));
+    r = (amp_ranks *)memory;
+    if (ampi_alloc(&system, f, &memory, desc->world, sizeof *r->seats) != AMP_OK) {
+        ampi_free(&system, r, 1, sizeof *r);
+        return AMP_ERR_MEMORY;
+    }
+    r->system = system;
+    r->made = ampi_serial();
+    r->seats = (ampi_seat *)memory;
+    r->world = desc->world;
+    r->timeout_ms = desc->timeout_ms != 0 ? desc->timeout_ms : 60000;
+    r->holders = 1;
+    for (i = 0; i < r->world; i++) { r->seats[i].ranks = r; r->seats[i].rank = i; }
+    if (ampi_timed_lock_init(&r->lock, &r->met) != 0) {
+        ampi_free(&system, r->seats, r->world, sizeof *r->seats);
+        ampi_free(&system, r, 1, sizeof *r);
+        return ampi_fail(AMP_ERR_THREAD, f, "cannot create the ranks' lock");
+    }
+    *out = r;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer *out) {
+    AMPI_TRY(ampi_need("amp_ranks_reducer", ranks && out, "ranks or out"));
+    if (rank < 0 || rank >= ranks->world)
+        return ampi_fail(AMP_ERR_RANGE, "amp_ranks_reducer", "rank = %d, must be 0 to %d", (int)rank,
+                         (int)ranks->world - 1);
+    memset(out, 0, sizeof *out);
+    out->reduce = ampi_ranks_reduce;
+    out->user = &ranks->seats[rank];
+    out->rank = rank;
+    out->world = ranks->world;
+    out->on_host = 1;
+    out->calls = &ampi_ranks_calls;
+    return AMP_OK;
+}
+
+AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
+    if (ranks == NULL || ampi_check_unused("amp_ranks_destroy", "ranks", ranks->made, AMPI_STACK) != AMP_OK) return;
+    pthread_mutex_lock(&ranks->lock);
+    ampi_ranks_break(ranks, "the ranks were destroyed");
+    pthread_mutex_unlock(&ranks->lock);
+    ampi_ranks_let_go(ranks);
+}
+
+/* ---- Exchanges between the ranks of a context: by the reducer's own call, or by reduce.  Then, and where host memory
+   stands between a device and a reducer on the host, they go piece by piece. */
+
+enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
+
+static amp_result ampi_exchange_fail(const amp_reducer *r, const ampi_exchange *e, int code) {
+    const char *why = ampi_reducer_why(r);
+    char text[80];
+    if (why != NULL && why[0] != 0) return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s", why);
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d %s: the hook returned %d", (int)r->rank,
+                     ampi_exchange_text(e, text, sizeof text), code);
+}
+static int ampi_is_native(const amp_exchanges *c, ampi_exchange_kind kind) {
+    if (c == NULL || kind == AMPI_REDUCE) return kind == AMPI_REDUCE;
+    return kind == AMPI_SCATTER   ? c->reduce_scatter != NULL
+           : kind == AMPI_GATHER  ? c->all_gather != NULL
+           : kind == AMPI_TO_ALL  ? c->all_to_all != NULL
+                                  : c->broadcast != NULL;
+}
+static int ampi_exchange_by(const amp_reducer *r, const ampi_exchange *e, void *stream) {
+    switch (e->kind) {
+        case AMPI_SCATTER:
+            return (r->calls->reduce_scatter)(r->user, e->in, e->out, e->count, e->dtype, e->op, stream);
+        case AMPI_GATHER: return (r->calls->all_gather)(r->user, e->in, e->out, e->count, stream);
+        case AMPI_TO_ALL: return (r->calls->all_to_all)(r->user, e->in, e->out, e->count, stream);
+        case AMPI_BROADCAST: return (r->calls->broadcast)(r->user, e->out, e->count, e->root, stream);
+        default: return (r->reduce)(r->user, e->out, e->count, e->dtype, e->op, stream);
+    }
+}
+static amp_result ampi_exchange_call(const amp_context *amp, const ampi_exchange *e, void *stream) {
+    const amp_reducer *r = ampi_reducer(amp);
+    int code;
+    AMPI_CALLOUT(ampi_reducer_text, code = ampi_exchange_by(r, e, stream));
+    if (r == &amp->on_device) return (amp_result)code;      /* the backend has said why */
+    return code == 0 ? AMP_OK : ampi_exchange_fail(r, e, code);
+}
+
+/* Host memory for a piece of an exchange.  wide: what reduce gets instead of the reducer's own call; on_device: the
+   same for a reducer that reads a device's memory. */
+typedef struct ampi_relay {
+    amp_context *amp;
+    void *stream;
+    int32_t rank, world;
+    int visible;                    /* 1: the exchange's memory is the host's */
+    char *in, *out, *wide; void *on_device;
+    int64_t in_bytes, out_bytes, wide_bytes;
+} ampi_relay;
+
+static amp_result ampi_relay_fetch(const ampi_relay *s, void *dst, const void *src, size_t bytes) {
+    if (s->visible) { memcpy(dst, src, bytes); return AMP_OK; }
+    AMPI_TRY((s->amp->backend->copy)(s->amp->dev, dst, src, bytes, AMP_COPY_TO_HOST, s->stream));
+    return (s->amp->backend->stream_sync)(s->amp->dev, s->stream);
+}
+static amp_result ampi_relay_send(const ampi_relay *s, void *dst, const void *src, size_t bytes) {
+    if (s->visible) { memcpy(dst, src, bytes); return AMP_OK; }
+    AMPI_TRY((s->amp->backend->copy)(s->amp->dev, dst, src, bytes, AMP_COPY_TO_DEVICE, s->stream));
+    return (s->amp->backend->stream_sync)(s->amp->dev, s->stream);
+}
+
+/* Bytes travel as 16-bit integers in fp32: each sum has one term that may be other than 0, so it is exact. */
+static void ampi_bytes_to_wide(float *wide, const char *bytes, int64_t n) {
+    const unsigned char *at = (const unsigned char *)bytes;
+    int64_t i;
+    for (i = 0; i < n; i += 2) *wide++ = (float)(at[i] | (i + 1 < n ? at[i + 1] << 8 : 0));
+}
+static void ampi_bytes_of_wide(char *bytes, const float *wide, int64_t n) {
+    unsigned char *at = (unsigned char *)bytes;
+    int64_t i;
+    for (i = 0; i < n; i += 2) {
+        unsigned both = (unsigned)*wide++;
+        at[i] = (unsigned char)(both & 255);
+        if (i + 1 < n) at[i + 1] = (unsigned char)(both >> 8);
+    }
+}
+
+/* Reduces `wide`. */
+static amp_result ampi_relay_reduce(const ampi_relay *s, int64_t count, amp_dtype dtype, amp_reduce_op op) {
+    size_t bytes = (size_t)count * amp_dtype_size(dtype);
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, s->wide, s->wide, count, dtype);
+    e.op = op;
+    if (s->on_device == NULL) return ampi_exchange_call(s->amp, &e, s->stream);
+    e.in = e.out = s->on_device;
+    AMPI_TRY(ampi_relay_send(s, s->on_device, s->wide, bytes));
+    AMPI_TRY(ampi_exchange_call(s->amp, &e, s->stream));
+    return ampi_relay_fetch(s, s->wide, s->on_device, bytes);
+}
+/* A piece of n elements a part, from s->in to s->out. */
+static amp_result ampi_relay_emulate(const ampi_relay *s, const ampi_exchange *e, int64_t n) {
+    size_t size = amp_dtype_size(e->dtype);
+    int64_t words = (n + 1) / 2;
+    float *wide = (float *)(void *)s->wide;
+    int32_t i, parts = ampi_parts_in(e, s->world), from = ampi_parts_out(e, s->world);
+    if (e->kind == AMPI_SCATTER) {
+        memcpy(s->wide, s->in, (size_t)(s->world * n) * size);
+        AMPI_TRY(ampi_relay_reduce(s, s->world * n, e->dtype, e->op));
+        memcpy(s->out, s->wide + (size_t)(s->rank * n) * size, (size_t)n * size);
+        return AMP_OK;
+    }
+    memset(wide, 0, (size_t)(from * parts * words) * sizeof *wide);
+    for (i = 0; i < parts && (e->kind != AMPI_BROADCAST || s->rank == e->root); i++)
+        ampi_bytes_to_wide(wide + ((e->kind == AMPI_BROADCAST ? 0 : s->rank) * parts + i) * words, s->in + i * n, n);
+    AMPI_TRY(ampi_relay_reduce(s, from * parts * words, AMP_F32, AMP_REDUCE_SUM));
+    for (i = 0; i < from; i++)
+        ampi_bytes_of_wide(s->out + i * n, wide + (i * parts + (e->kind == AMPI_TO_ALL ? s->rank : 0)) * words, n);
+    return AMP_OK;
+}
+static amp_result ampi_relay_run(const ampi_relay *s, const ampi_exchange *e, int64_t most, int native) {
+    const size_t size = amp_dtype_size(e->dtype);
+    const int32_t in = ampi_parts_in(e, s->world), out = ampi_parts_out(e, s->world);
+    ampi_exchange piece = *e;
+    int64_t at, n;
+    int32_t i;
+    for (at = 0; at < e->count; at += n) {
+        n = AMPI_MIN(most, e->count - at);
+        for (i = 0; i < in; i++)
+            AMPI_TRY(ampi_relay_fetch(s, s->in + (size_t)(i * n) * size,
+                                      (const char *)e->in + (size_t)(i * e->count + at) * size, (size_t)n * size));
+        piece.count = n;
+        piece.in = s->in;
+        piece.out = e->kind == AMPI_REDUCE || e->kind == AMPI_BROADCAST ? s->in : s->out;
+        AMPI_TRY(native ? ampi_exchange_call(s->amp, &piece, s->stream) : ampi_relay_emulate(s, e, n));
+        for (i = 0; i < out; i++)
+            AMPI_TRY(ampi_relay_send(s, (char *)e->out + (size_t)(i * e->count + at) * size,
+                                     (native ? (char *)piece.out : s->out) + (size_t)(i * n) * size, (size_t)n * size));
+    }
+    return AMP_OK;
+}
+/* 1: through host memory. */
+static int ampi_is_relayed(const amp_context *amp, const ampi_exchange *e) {
+    int on_host = ampi_reducer(amp)->on_host;
+    if (amp->backend->host_visible || on_host == 0) return 0;
+    return on_host == 1 || e->dtype == AMP_F16 || e->dtype == AMP_BF16;
+}
+
+static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e, void *stream, int native) {
+    const amp_reducer *r = ampi_reducer(amp);
+    const amp_system *system = ampi_context_system(amp);
+    const int64_t size = (int64_t)amp_dtype_size(e->dtype);
+    int64_t in = ampi_parts_in(e, r->world), out = ampi_parts_out(e, r->world);
+    int64_t most = AMPI_MIN(e->count, AMPI_MAX(AMPI_EXCHANGE_PIECE / (in * out) / 2 * 2, 2));
+    ampi_relay s;
+    amp_result result;
+    AMPI_TRY(ampi_not_captured(amp));
+    memset(&s, 0, sizeof s);
+    s.amp = amp;
+    s.stream = stream;
+    s.rank = r->rank;
+    s.world = r->world;
+    s.visible = amp->backend->host_visible;
+    s.in_bytes = in * most * size;
+    s.out_bytes = out * most * size;
+    if (!native) s.wide_bytes = e->kind == AMPI_SCATTER ? s.in_bytes : in * out * ((most + 1) / 2) * 4;
+    result = ampi_alloc(system, "reducer", (void **)&s.in, s.in_bytes, 1);
+    if (result == AMP_OK) result = ampi_alloc(system, "reducer", (void **)&s.out, s.out_bytes, 1);
+    if (result == AMP_OK) result = ampi_alloc(system, "reducer", (void **)&s.wide, s.wide_bytes, 1);
+    if (result == AMP_OK && !native && !s.visible && !ampi_is_relayed(amp, e))
+        result = (amp->backend->alloc)(amp->dev, &s.on_device, (size_t)s.wide_bytes);
+    if (result == AMP_OK) result = ampi_relay_run(&s, e, most, native);
+    if (s.on_device != NULL) (amp->backend->free)(amp->dev, s.on_device, (size_t)s.wide_bytes);
+    ampi_free(system, s.wide, s.wide_bytes, 1);
+    ampi_free(system, s.out, s.out_bytes, 1);
+    ampi_free(system, s.in, s.in_bytes, 1);
+    return result;
+}
+
+/* Of buckets, whose thread makes one exchange after the other. */
+static amp_result ampi_exchange_now(amp_context *amp, const ampi_exchange *e, void *stream) {
+    const amp_reducer *r = ampi_reducer(amp);
+    int native = ampi_is_native(r->calls, e->kind);
+    if (e->count == 0) return AMP_OK;
+    if (ampi_world(amp) == 1)
+        return e->in == e->out ? AMP_OK
+                               : (amp->backend->copy)(amp->dev, e->out, e->in, ampi_part_bytes(e), AMP_COPY_ON_DEVICE,
+                                                    stream);
+    if (!native || ampi_is_relayed(amp, e)) return ampi_exchange_staged(amp, e, stream, native);
+    if (r->on_host == 2 && !amp->backend->host_visible) {
+        AMPI_TRY(ampi_not_captured(amp));
+        AMPI_TRY((amp->backend->stream_sync)(amp->dev, stream));
+    }
+    return ampi_exchange_call(amp, e, stream);
+}
+/* Of everything else: not beside them. */
+static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, void *stream) {
+    AMPI_TRY(ampi_weights_whole(amp, "reducer", NULL));
+    return ampi_exchange_now(amp, e, stream);
+}
+static amp_result ampi_hook_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, data, data, count, dtype);
+    e.op = op;
+    return ampi_exchange_run(amp, &e, ampi_settings(amp)->stream);
+}
+
+/* An exchange of host memory, whatever memory the reducer works on. */
+static amp_result ampi_exchange_host(amp_context *amp, ampi_exchange e) {
+    int64_t in = ampi_parts_in(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
+    int64_t out = ampi_parts_out(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
+    const void *from = e.in;
+    void *to = e.out, *memory, *stream = ampi_settings(amp)->stream;
+    amp_result result;
+    if (amp->backend->host_visible || e.count == 0) return ampi_exchange_run(amp, &e, stream);
+    AMPI_TRY(amp_alloc(amp, &memory, in + out));
+    e.in = memory;
+    e.out = from == to ? memory : (char *)memory + in;
+    result = ampi_send(amp, memory, from, (size_t)in);
+    if (result == AMP_OK) result = ampi_exchange_run(amp, &e, stream);
+    if (result == AMP_OK) result = ampi_fetch(amp, to, e.out, (size_t)out);
+    amp_free(amp, memory);
+    return result;
+}
+
+/* Joins the ranks on their devices.  The host's reducer carries rank 0's id, and whether all can join. */
+static amp_result ampi_hook_ranks_open(amp_context *amp) {
+    const amp_reducer *r = &amp->desc.reducer;
+    const amp_backend *b = amp->backend;
+    unsigned char id[AMP_COMMUNICATOR_ID];
+    float said[AMP_COMMUNICATOR_ID + 1];
+    amp_k_communicator args;
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, said, said, AMP_COMMUNICATOR_ID + 1, AMP_F32);
+    amp_result result;
+    int i, code;
+    if (!amp->desc.reduce_on_device || r->world == 1) return AMP_OK;
+    if (b->communicator == NULL)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reduce_on_device: the %s backend has no way between ranks",
+                         b->name);
+    memset(id, 0, sizeof id);
+    result = (b->communicator_id)(amp->dev, r->rank == 0 ? id : NULL);
+    for (i = 0; i < AMP_COMMUNICATOR_ID; i++) said[i] = (float)id[i];
+    said[AMP_COMMUNICATOR_ID] = result != AMP_OK ? 1.0f : 0.0f;
+    e.op = AMP_REDUCE_SUM;
+    AMPI_CALLOUT(ampi_reducer_text, code = (r->reduce)(r->user, said, e.count, e.dtype, e.op, NULL));
+    if (result != AMP_OK) return result;
+    if (code != 0) return ampi_exchange_fail(r, &e, code);
+    if (said[AMP_COMMUNICATOR_ID] > 0)
+        return ampi_fail(AMP_ERR_REDUCE, "amp_open", ".reduce_on_device: %d of %d ranks have no way between devices",
+                         (int)said[AMP_COMMUNICATOR_ID], (int)r->world);
+    for (i = 0; i < AMP_COMMUNICATOR_ID; i++) id[i] = (unsigned char)said[i];
+    memset(&args, 0, sizeof args);
+    args.rank = r->rank;
+    args.world = r->world;
+    args.timeout_ms = amp->desc.reduce_timeout_ms;
+    args.id = id;
+    return (b->communicator)(amp->dev, &args, &amp->on_device);
+}
+
+/* ---- Ranks: what one finds decides for all, so that all go the same way and make the same calls */
+
+/* The largest of all ranks' numbers. */
+static amp_result ampi_ranks_most(amp_context *amp, double *x, int64_t n) {
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, x, x, n, AMP_F64);
+    e.op = AMP_REDUCE_MAX;
+    return ampi_world(amp) > 1 ? ampi_exchange_host(amp, e) : AMP_OK;
+}
+/* A user function's code; not 0 also if another rank's is not. */
+static int ampi_ranks_code(amp_context *amp, int code) {
+    double failed = code != 0;
+    amp_result result = ampi_ranks_most(amp, &failed, 1);
+    if (result != AMP_OK || code != 0) return result != AMP_OK ? (int)result : code;
+    return failed > 0 ? (int)ampi_fail(AMP_ERR_REDUCE, "reducer", "it failed on another rank") : 0;
+}
+static amp_result ampi_ranks_result(amp_context *amp, amp_result result) {
+    return (amp_result)ampi_ranks_code(amp, (int)result);
+}
+/* Gives all what the first rank with the largest key has. */
+static amp_result ampi_ranks_take(amp_context *amp, void *data, int64_t bytes, double key) {
+    ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
+    double most = key, first = -(double)ampi_settings(amp)->reducer.rank;
+    if (ampi_world(amp) == 1) return AMP_OK;
+    AMPI_TRY(ampi_ranks_most(amp, &most, 1));
+    if (key < most) first = -(double)ampi_world(amp);
+    AMPI_TRY(ampi_ranks_most(amp, &first, 1));
+    e.root = (int32_t)-first;
+    return ampi_exchange_host(amp, e);
+}
+static int ampi_is_first(const amp_context *amp) { return ampi_settings(amp)->reducer.rank == 0; }
+
+/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
+   parameter to the first, those that came later in buckets of their own, so that the parts of ranks stay what they
+   were; within one the first lies first.  Once the operators that have added to a bucket's gradients in a cycle before
+   have done so again, the bucket is sent: by a separate thread, or in a stream if the
+   reducer obeys those.  All ranks send all buckets in the same order, that in which backward finished them on rank 0 in
+   the first whole cycle; what is not ready waits for the step.
+   With .shard or .deterministic, each rank has a part of each bucket, at multiples of ampi_buckets_unit elements of
+   every parameter in it, and sums that part in fp32.
+   What lies in one piece in memory (ampi_bucket_find_flat) is sent from there, and comes there, without a copy. */
+
+/* What rank `rank` has of a row: elements from *first on. */
+static int64_t ampi_bucket_part(const ampi_buckets *b, int64_t row, int32_t rank, int64_t *first) {
+    int64_t part = b->all[b->rows[row].bucket].count / ampi_world(b->amp), place = b->rows[row].place;
+    int64_t count = b->whole[row].count, from = AMPI_MAX(part * rank - place, 0);
+    *first = AMPI_MIN(from, count);
+    return AMPI_MAX(AMPI_MIN(part * (rank + 1) - place, count) - *first, 0);
+}
+
+static double ampi_seconds(const amp_context *amp) {
+    const amp_system *s = ampi_context_system(amp);
+    return (double)ampi_clock(s) * 1e-9;
+}
+
+/* A device's stream of buckets waits for the context's, or the context's for it. */
+static amp_result ampi_buckets_order(const ampi_buckets *b, int back) {
+    const amp_backend *backend = b->amp->backend;
+    void *own = ampi_settings(b->amp)->stream;
+    if (b->finished == NULL) return AMP_OK;
+    AMPI_TRY((backend->event_record)(b->amp->dev, b->finished, back ? b->stream : own));
+    return (backend->event_wait)(b->amp->dev, b->finished, back ? own : b->stream);
+}
+
+/* n numbers, converted if need be. */
+static amp_result ampi_flat_move(const ampi_buckets *b, void *dst, amp_dtype to, const void *src, amp_dtype from,
+                                 int64_t n) {
+    const amp_backend *backend = b->amp->backend;
+    amp_k_cast cast;
+    if (n == 0) return AMP_OK;
+    if (to == from)
+        return (backend->copy)(b->amp->dev, dst, src, (size_t)n * amp_dtype_size(to), AMP_COPY_ON_DEVICE, b->stream);
+    memset(&cast, 0, sizeof cast);
+    cast.dst = dst;
+    cast.src = src;
+    cast.dst_dtype = to;
+    cast.src_dtype = from;
+    cast.n = n;
+    return (backend->cast)(b->amp->dev, &cast, b->stream);
+}
+
+/* Copies a bucket's gradients into `flat`, or back. */
+static amp_result ampi_bucket_copy(const ampi_buckets *b, const ampi_bucket *k, void *flat, amp_dtype dtype, int back) {
+    int64_t i;
+    for (i = k->first; i < k->first + k->n; i++) {
+        const amp_k_tensor *row = &b->whole[b->order[i]];
+        void *at = ampi_at_mut(flat, dtype, b->rows[b->order[i]].place);
+        AMPI_TRY(back ? ampi_flat_move(b, row->grad, row->grad_dtype, at, dtype, row->count)
+                      : ampi_flat_move(b, at, dtype, row->grad, row->grad_dtype, row->count));
+    }
+    return AMP_OK;
+}
+
+/* Rounds numbers of this rank's part to what a narrower dtype holds. */
+static amp_result ampi_shard_round(const ampi_buckets *b, float *x, amp_dtype dtype, int64_t n) {
+    if (dtype == AMP_F32) return AMP_OK;
+    AMPI_TRY(ampi_flat_move(b, b->received, dtype, x, AMP_F32, n));
+    return ampi_flat_move(b, x, AMP_F32, b->received, dtype, n);
+}
+static amp_result ampi_shard_round_rows(const ampi_buckets *b, int64_t first, int64_t n) {
+    int64_t i;
+    for (i = first; i < first + n && b->parted; i++) {
+        const int64_t row = b->order[i];
+        AMPI_TRY(ampi_shard_round(b, (float *)b->parts[row].grad, b->whole[row].grad_dtype, b->parts[row].count));
+    }
+    return AMP_OK;
+}
+
+/* The parts that have come from all ranks become their sum, in the order of ranks. */
+static amp_result ampi_bucket_sum(const ampi_buckets *b, float *sum, int64_t part) {
+    const amp_dtype wire = b->set->desc->wire;
+    const int32_t world = ampi_world(b->amp);
+    amp_k_add add;
+    int32_t r;
+    AMPI_TRY(ampi_flat_move(b, sum, AMP_F32, b->received, wire, part));
+    memset(&add, 0, sizeof add);
+    add.a = add.y = sum;
+    add.a_dtype = add.y_dtype = AMP_F32;
+    add.b_dtype = wire;
+    add.n = part;
+    add.alpha = add.beta = 1;
+    for (r = 1; r < world; r++) {
+        add.b = ampi_at(b->received, wire, r * part);
+        AMPI_TRY((b->amp->backend->add)(b->amp->dev, &add, b->stream));
+    }
+    return ampi_shard_round(b, sum, wire, part);
+}
+
+static amp_result ampi_bucket_exchange(const ampi_buckets *b, ampi_exchange_kind kind, const void *in, void *out,
+                                       int64_t count, amp_dtype dtype) {
+    int moves = kind >= AMPI_GATHER;
+    ampi_exchange e = ampi_exchange_of(kind, in, out, moves ? count * (int64_t)amp_dtype_size(dtype) : count,
+                                       moves ? AMP_U8 : dtype);
+    e.op = AMP_REDUCE_SUM;
+    return ampi_exchange_now(b->amp, &e, b->stream);
+}
+
+/* In fp32 by the reducer's own sums. */
+static amp_result ampi_bucket_reduce(const ampi_buckets *b, const ampi_bucket *k) {
+    void *flat = k->flat != NULL ? k->flat : b->send;
+    int64_t part = k->count / ampi_world(b->amp);
+    if (k->flat == NULL) AMPI_TRY(ampi_bucket_copy(b, k, flat, AMP_F32, 0));
+    if (b->parted) {
+        AMPI_TRY(ampi_bucket_exchange(b, AMPI_SCATTER, flat, b->shard + k->part_at, part, AMP_F32));
+        return ampi_shard_round_rows(b, k->first, k->n);
+    }
+    AMPI_TRY(ampi_bucket_exchange(b, AMPI_REDUCE, flat, flat, k->count, AMP_F32));
+    return k->flat == NULL ? ampi_bucket_copy(b, k, flat, AMP_F32, 1) : AMP_OK;
+}
+/* By sums of this rank's part here; without parts all ranks get all sums at once. */
+static amp_result ampi_bucket_sum_ordered(const ampi_buckets *b, const ampi_bucket *k) {
+    const amp_dtype wire = b->set->desc->wire;
+    int64_t part = k->count / ampi_world(b->amp);
+    float *sum = b->shard + k->part_at;
+    if (k->flat == NULL) AMPI_TRY(ampi_bucket_copy(b, k, b->send, wire, 0));
+    AMPI_TRY(ampi_bucket_exchange(b, AMPI_TO_ALL, k->flat != NULL ? k->flat : b->send, b->received, part, wire));
+    AMPI_TRY(ampi_bucket_sum(b, sum, part));
+    if (b->parted) return ampi_shard_round_rows(b, k->first, k->n);
+    AMPI_TRY(ampi_flat_move(b, b->received, wire, sum, AMP_F32, part));
+    AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->received, b->send, part, wire));
+    return ampi_bucket_copy(b, k, b->send, wire, 1);
+}
+/* Gives a bucket's gradients back to the system. */
+static void ampi_bucket_discard(const ampi_buckets *b, const ampi_bucket *k) {
+    int64_t i;
+    if (k->flat != NULL) ampi_discard(k->flat, (size_t)k->count * 4);
+    for (i = k->first; k->flat == NULL && i < k->first + k->n; i++) {
+        const amp_k_tensor *row = &b->whole[b->order[i]];
+        ampi_discard(row->grad, (size_t)row->count * amp_dtype_size(row->grad_dtype));
+    }
+}
+static amp_result ampi_bucket_run(const ampi_buckets *b, const ampi_bucket *k) {
+    if (k->event != NULL) AMPI_TRY((b->amp->backend->event_wait)(b->amp->dev, k->event, b->stream));
+    AMPI_TRY(b->ordered ? ampi_bucket_sum_ordered(b, k) : ampi_bucket_reduce(b, k));
+    if (b->gradients) ampi_bucket_discard(b, k);
+    return AMP_OK;
+}
+
+/* Runs bucket i, unless one has failed, and notes it.  Called and left with the lock held. */
+static void ampi_bucket_serve(ampi_buckets *b, int64_t i) {
+    amp_result result = b->failed;
+    double start = 0;
+    pthread_mutex_unlock(&b->lock);
+    start = ampi_seconds(b->amp);
+    if (result == AMP_OK && (result = ampi_bucket_run(b, &b->all[i])) != AMP_OK)
+        memcpy(b->why, ampi_error_text, sizeof b->why);
+    start = ampi_seconds(b->amp) - start;
+    pthread_mutex_lock(&b->lock);
+    b->failed = result;
+    b->busy += start;
+    b->done++;
+    pthread_cond_broadcast(&b->changed);
+}
+
+/* The bytes of a rank's weights in a bucket; `at` NULL, or what they are copied to, or from with `back`. */
+static int64_t ampi_bucket_weights(const ampi_buckets *b, const ampi_bucket *k, int32_t rank, char *at, int back,
+                                   amp_result *result) {
+    int64_t i, first, bytes = 0;
+    for (i = k->first + k->n - 1; i >= k->first; i--) {     /* in the order of places */
+        const amp_k_tensor *row = &b->whole[b->order[i]];
+        int64_t n = ampi_bucket_part(b, b->order[i], rank, &first);
+        void *weight = ampi_at_mut(row->weight, row->weight_dtype, first);
+        if (at != NULL && *result == AMP_OK)
+            *result = ampi_flat_move(b, back ? weight : at + bytes, row->weight_dtype, back ? at + bytes : weight,
+                                     row->weight_dtype, n);
+        bytes += n * (int64_t)amp_dtype_size(row->weight_dtype);
+    }
+    return bytes;
+}
+static int64_t ampi_bucket_weight_bytes(const ampi_buckets *b, const ampi_bucket *k) {
+    int64_t most = 0;
+    int32_t r;
+    for (r = 0; r < ampi_world(b->amp); r++) most = AMPI_MAX(most, ampi_bucket_weights(b, k, r, NULL, 0, NULL));
+    return most;
+}
+/* The weights of a bucket from all ranks' updates. */
+static amp_result ampi_bucket_gather(const ampi_buckets *b, const ampi_bucket *k) {
+    const int32_t own = ampi_settings(b->amp)->reducer.rank;
+    int64_t bytes = ampi_bucket_weight_bytes(b, k);
+    char *flat = (char *)(k->weights != NULL ? k->weights : b->received);
+    amp_result result = AMP_OK;
+    int32_t r;
+    if (k->weights == NULL) ampi_bucket_weights(b, k, own, flat + own * bytes, 0, &result);
+    if (result == AMP_OK) result = ampi_bucket_exchange(b, AMPI_GATHER, flat + own * bytes, flat, bytes, AMP_U8);
+    for (r = 0; r < ampi_world(b->amp) && k->weights == NULL; r++)
+        if (r != own) ampi_bucket_weights(b, k, r, flat + r * bytes, 1, &result);
+    return result;
+}
+/* Gathers the last bucket on its way: forward mostly needs first what backward finishes last.  Called and left with the
+   lock held. */
+static void ampi_bucket_serve_weights(ampi_buckets *b) {
+    const ampi_bucket *k = &b->all[b->to_gather - 1];
+    amp_result result;
+    double start;
+    pthread_mutex_unlock(&b->lock);
+    start = ampi_seconds(b->amp);
+    result = ampi_bucket_gather(b, k);
+    start = ampi_seconds(b->amp) - start;
+    pthread_mutex_lock(&b->lock);
+    b->busy += start;
+    if (result != AMP_OK) memcpy(b->torn_why, ampi_error_text, sizeof b->torn_why);
+    b->torn = result;
+    b->to_gather = result == AMP_OK ? b->to_gather - 1 : 0;
+    if (b->to_gather == 0 && result == AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&b->changed);
+}
+
+/* The host's thread has waited since `start`; busy: and done the work itself. */
+static void ampi_buckets_waited(ampi_buckets *b, double start, int busy) {
+    start = ampi_seconds(b->amp) - start;
+    pthread_mutex_lock(&b->lock);
+    b->waited += start;
+    if (busy) b->busy += start;
+    pthread_mutex_unlock(&b->lock);
+}
+
+static void ampi_buckets_main(void *arg) {
+    ampi_buckets *b = (ampi_buckets *)arg;
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_mutex_lock(&b->lock);
+    for (;;) {
+        while (!b->closing && b->done == b->posted && b->to_gather == 0) pthread_cond_wait(&b->changed, &b->lock);
+        if (b->to_gather > 0) {                 /* of the step before */
+            ampi_bucket_serve_weights(b);
+            continue;
+        }
+        if (b->done == b->posted) break;        /* closing: ranks that have sent a bucket wait for it */
+        ampi_bucket_serve(b, b->done);
+    }
+    pthread_mutex_unlock(&b->lock);
+}
+
+/* 1: nobody but operators has touched these gradients. */
+static int ampi_bucket_ready(const ampi_buckets *b, const ampi_bucket *k) {
+    int64_t i;
+    if (k->waiting > 0) return 0;
+    for (i = k->first; i < k->first + k->n; i++) {
+        const amp_param *p = b->set->params[b->order[i]];
+        if (p->by_hand > 0 || !p->grad_live) return 0;
+    }
+    return 1;
+}
+
+/* Sends what is ready, or all that is left.  Called with the lock held. */
+static void ampi_buckets_launch(ampi_buckets *b, int rest) {
+    if (b->launching) return;
+    b->launching = 1;
+    while (b->posted < b->n && (rest || ampi_bucket_ready(b, &b->all[b->posted]))) {
+        ampi_bucket *k = &b->all[b->posted];
+        amp_result result = AMP_OK;
+        if (k->event != NULL) {
+            pthread_mutex_unlock(&b->lock);
+            result = (b->amp->backend->event_record)(b->amp->dev, k->event, ampi_settings(b->amp)->stream);
+            pthread_mutex_lock(&b->lock);
+        }
+        if (result != AMP_OK && b->failed == AMP_OK) {
+            b->failed = result;
+            memcpy(b->why, ampi_error_text, sizeof b->why);
+        }
+        b->posted++;
+        __atomic_store_n(&b->watch.away, 1, __ATOMIC_RELEASE);
+        if (b->threaded) pthread_cond_broadcast(&b->changed);
+        else ampi_bucket_serve(b, b->posted - 1);
+    }
+    b->launching = 0;
+}
+
+static int64_t ampi_bucket_slot(const ampi_buckets *b, const amp_param *p) {
+    int64_t i = (int64_t)(((uint64_t)(uintptr_t)p * 0x9e3779b97f4a7c15u) >> 20) & (b->n_slots - 1);
+    while (b->slots[i] != 0 && b->set->params[b->slots[i] - 1] != p) i = (i + 1) & (b->n_slots - 1);
+    return i;
+}
+
+static amp_result ampi_bucket_open(ampi_gradient_watch *w, const char *function, const amp_param *p) {
+    ampi_buckets *b = (ampi_buckets *)(void *)w;
+    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
+    int gone;
+    if (row < 0) return AMP_OK;
+    pthread_mutex_lock(&b->lock);
+    gone = b->rows[row].bucket < b->posted;
+    pthread_mutex_unlock(&b->lock);
+    if (!gone) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "%s: its gradient is being summed over the ranks, as backward added to it %d times before; step "
+                     "first, or set amp_optimizer_desc.no_overlap if that number may grow",
+                     p->name, (int)b->rows[row].expected);
+}
+
+static amp_result ampi_bucket_set(ampi_gradient_watch *w, const amp_param *p) {
+    const ampi_buckets *b = (ampi_buckets *)(void *)w;
+    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
+    return row < 0 || p->master != NULL ? AMP_OK : ampi_make_master(b->amp, &b->set->rows[row]);
+}
+
+/* 1: buckets may go before the step: in the last micro-batch of a cycle, once a cycle was seen, and with no other
+   optimizer or set, whose sums ranks might send in another order. */
+static int ampi_buckets_early(const ampi_buckets *b) {
+    int alone = b->amp->watches == &b->watch && b->watch.next == NULL && b->amp->own_sets == 0;
+    return alone && b->recorded && !b->set->desc->no_overlap && *b->micro + 1 == b->set->desc->accumulation &&
+           b->set->stage == AMPI_READY && !b->set->spoiled && (ampi_capture(b->amp) == NULL || !b->threaded);
+}
+/* With sharded gradients backward waits for all buckets but one: what it is ahead of the sums is held whole. */
+static void ampi_buckets_pace(ampi_buckets *b) {
+    double start;
+    if (!b->gradients || !b->threaded || b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) return;
+    start = ampi_seconds(b->amp);
+    pthread_mutex_lock(&b->lock);
+    while (b->posted - b->done > 1) pthread_cond_wait(&b->changed, &b->lock);
+    pthread_mutex_unlock(&b->lock);
+    ampi_buckets_waited(b, start, 0);
+}
+static void ampi_bucket_added(ampi_gradient_watch *w, const amp_param *p) {
+    ampi_buckets *b = (ampi_buckets *)(void *)w;
+    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
+    ampi_bucket_row *r = &b->rows[AMPI_MAX(row, 0)];
+    pthread_mutex_lock(&b->lock);
+    b->ran = 1;
+    if (row < 0) { pthread_mutex_unlock(&b->lock); return; }
+    if (++r->seen == r->expected && !r->by_hand) b->all[r->bucket].waiting--;
+    if (!b->sorted) b->all[r->bucket].turn = ++b->added;
+    if (ampi_buckets_early(b)) ampi_buckets_launch(b, 0);
+    pthread_mutex_unlock(&b->lock);
+    ampi_buckets_pace(b);
+}
+
+static int ampi_compare_turns(const void *a, const void *b) {
+    const ampi_bucket *x = (const ampi_bucket *)a, *y = (const ampi_bucket *)b;
+    return x->turn != y->turn ? (x->turn > y->turn) - (x->turn < y->turn)
+                              : (x->first > y->first) - (x->first < y->first);
+}
+/* Buckets in the order of .turn, else as they were cut.  Called with the lock held. */
+static void ampi_buckets_arrange(ampi_buckets *b) {
+    int64_t i, j;
+    qsort(b->all, (size_t)b->n, sizeof *b->all, ampi_compare_turns);
+    for (i = 0; i < b->n; i++)
+        for (j = b->all[i].first; j < b->all[i].first + b->all[i].n; j++) b->rows[b->order[j]].bucket = i;
+}
+/* After a whole cycle: buckets go in the order in which rank 0's backward finished them; last those that can only go in
+   the step, with a gradient that no operator adds to, or the host does. */
+static amp_result ampi_buckets_sort(ampi_buckets *b) {
+    int64_t i, j;
+    for (i = 0; i < b->n; i++) {
+        const ampi_bucket *k = &b->all[i];
+        b->turns[i] = k->turn;
+        for (j = k->first; j < k->first + k->n; j++)
+            if (b->rows[b->order[j]].expected == 0 || b->rows[b->order[j]].by_hand) b->turns[i] = INT64_MAX;
+    }
+    AMPI_TRY(ampi_exchange_host(b->amp, ampi_exchange_of(AMPI_BROADCAST, b->turns, b->turns,
+                                                         b->n * (int64_t)sizeof *b->turns, AMP_U8)));
+    pthread_mutex_lock(&b->lock);
+    for (i = 0; i < b->n; i++) b->all[i].turn = b->turns[i];
+    ampi_buckets_arrange(b);
+    b->sorted = 1;
+    pthread_mutex_unlock(&b->lock);
+    return AMP_OK;
+}
+/* After a failure, of which some ranks may know more than others: the next whole cycle sorts again.  No weights may be
+   on their way. */
+static void ampi_buckets_unsort(ampi_buckets *b) {
+    int64_t i;
+    pthread_mutex_lock(&b->lock);
+    for (i = 0; i < b->n; i++) b->all[i].turn = 0;
+    ampi_buckets_arrange(b);
+    b->sorted = 0;
+    pthread_mutex_unlock(&b->lock);
+}
+
+/* Waits for all buckets to come back, from a step (`whole`: of a whole cycle) or where a cycle is given up. */
+static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
+    const char *late = NULL;
+    amp_result result;
+    double start;
+    int64_t i;
+    int counts = whole && b->amp->trials == 0;
+    if (b->started && b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED))
+        return ampi_fail(AMP_ERR_STATE, "reducer", "a child of fork() has no part in its parent's ranks");
+    if (b->threaded) AMPI_TRY(ampi_may_wait(b->amp));
+    start = ampi_seconds(b->amp);
+    pthread_mutex_lock(&b->lock);
+    for (i = 0; i < b->set->n; i++) {
+        ampi_bucket_row *r = &b->rows[i];
+        if (r->bucket < b->posted && b->set->params[i]->by_hand > 0) late = b->set->names[i];
+        if (!counts) continue;
+        r->by_hand |= b->set->params[i]->by_hand > 0 || (b->set->rows[i].said == 1 && r->seen == 0);
+        r->expected = AMPI_MAX(r->expected, r->seen);
+    }
+    ampi_buckets_launch(b, 1);
+    while (b->done < b->posted) pthread_cond_wait(&b->changed, &b->lock);
+    b->recorded |= counts;
+    result = b->failed;
+    if (result != AMP_OK) memcpy(ampi_error_text, b->why, sizeof b->why);
+    b->failed = AMP_OK;
+    pthread_mutex_unlock(&b->lock);
+    ampi_buckets_waited(b, start, 0);
+    if (result == AMP_OK) result = ampi_buckets_order(b, 1);
+    if (result == AMP_OK && late != NULL)
+        result = ampi_fail(AMP_ERR_STATE, "amp_param_accumulate", "%s: its gradient was summed over the ranks already, "
+                           "as no cycle before had such a call; set amp_optimizer_desc.no_overlap", late);
+    if (result == AMP_OK && counts && !b->sorted && b->n > 1 && !b->set->desc->no_overlap &&
+        ampi_capture(b->amp) == NULL)
+        result = ampi_buckets_sort(b);
+    if (result != AMP_OK) ampi_buckets_recount(b);
+    return result;
+}
+/* The seconds of this cycle, for its result. */
+static void ampi_hook_buckets_times(ampi_buckets *b, double out[2]) {
+    out[0] = out[1] = 0;
+    if (b == NULL) return;
+    pthread_mutex_lock(&b->lock);
+    if (b->finished == NULL || ampi_reducer(b->amp)->on_host != 0) {
+        out[0] = b->busy;
+        out[1] = b->waited;
+    }
+    b->busy = b->waited = 0;
+    pthread_mutex_unlock(&b->lock);
+}
+static amp_result ampi_buckets_settle(ampi_gradient_watch *w) {
+    ampi_buckets *b = (ampi_buckets *)(void *)w;
+    int any;
+    pthread_mutex_lock(&b->lock);
+    any = b->posted > 0;
+    while (b->done < b->posted) pthread_cond_wait(&b->changed, &b->lock);
+    pthread_mutex_unlock(&b->lock);
+    return any ? ampi_buckets_order(b, 1) : AMP_OK;
+}
+/* Ends a cycle that has no step.  All ranks come here, so what some have sent is sent by all. */
+static amp_result ampi_hook_buckets_give_up(ampi_buckets *b) {
+    amp_result result = AMP_OK;
+    if (b == NULL) return AMP_OK;
+    if (ampi_buckets_early(b)) result = ampi_buckets_finish(b, 0);
+    ampi_buckets_recount(b);
+    return result;
+}
+/* 1: this row's gradient has been sent. */
+static int ampi_hook_bucket_sent(const ampi_buckets *b, int64_t row) {
+    return b != NULL && b->rows[row].bucket < b->posted;
+}
+
+/* Gathers all weights: in the step, or in the thread, after it. */
+static int ampi_hook_gathers_late(const amp_grad_set *set) {
+    return ampi_shards(set) && set->desc->overlap_param_gather && set->buckets->threaded;
+}
+static amp_result ampi_hook_buckets_gather(ampi_buckets *b) {
+    amp_result result = ampi_buckets_order(b, 0);
+    double start = ampi_seconds(b->amp);
+    int64_t i;
+    for (i = b->n - 1; i >= 0 && result == AMP_OK; i--) result = ampi_bucket_gather(b, &b->all[i]);
+    ampi_buckets_waited(b, start, 1);
+    return result == AMP_OK ? ampi_buckets_order(b, 1) : result;
+}
+static void ampi_hook_buckets_gather_late(ampi_buckets *b) {
+    pthread_mutex_lock(&b->lock);
+    b->to_gather = b->n;
+    __atomic_add_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&b->changed);
+    pthread_mutex_unlock(&b->lock);
+}
+/* The bucket with a parameter's weight, or with memory of it; .n: none.  Of several, what comes last. */
+static int64_t ampi_bucket_of_weight(const ampi_buckets *b, const amp_param *p) {
+    const size_t bytes = (size_t)AMPI_MAX(amp_tensor_count(&p->weight), (int64_t)0) * amp_dtype_size(p->weight.dtype);
+    int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
+    int64_t i, bucket = b->n;
+    if (row >= 0) return b->rows[row].bucket;
+    for (i = 0; i < b->set->n; i++) {
+        const amp_k_tensor *k = &b->whole[i];
+        if (!ampi_is_apart(k->weight, (size_t)k->count * amp_dtype_size(k->weight_dtype), p->weight.data, bytes))
+            bucket = AMPI_MIN(bucket, b->rows[i].bucket);
+    }
+    return bucket;
+}
+static amp_result ampi_buckets_whole(ampi_gradient_watch *w, const char *function, const amp_param *p) {
+    ampi_buckets *b = (ampi_buckets *)(void *)w;
+    int64_t bucket = p != NULL ? ampi_bucket_of_weight(b, p) : 0;
+    int parent = b->process == __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED), left;
+    amp_result torn;
+    char why[sizeof ampi_error_text];
+    double start = ampi_seconds(b->amp);
+    if (bucket == b->n) return AMP_OK;
+    pthread_mutex_lock(&b->lock);
+    left = bucket < b->to_gather;
+    while (parent && bucket < b->to_gather) pthread_cond_wait(&b->changed, &b->lock);
+    torn = b->torn;
+    memcpy(why, b->torn_why, sizeof why);
+    pthread_mutex_unlock(&b->lock);
+    if (left && parent) ampi_buckets_waited(b, start, 0);
+    if (torn != AMP_OK)
+        return ampi_fail(torn, function, "the last step's weights were not gathered whole, destroy the optimizer and "
+                         "load a state: %.300s", why);
+    if (!left || parent) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "a child of fork() has no part in its parent's ranks");
+}
+
+/* Once the parts are checked, all ranks get all gradients, unless each has only its part of the states. */
+static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled) {
+    int64_t i;
+    AMPI_TRY(ampi_buckets_order(b, 0));
+    for (i = 0; i < b->n; i++) {
+        ampi_bucket *k = &b->all[i];
+        void *flat = k->flat != NULL ? k->flat : b->send;
+        if (unscaled) AMPI_TRY(ampi_shard_round_rows(b, k->first, k->n));
+        if (b->states) continue;
+        AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->shard + k->part_at, flat, k->count / ampi_world(b->amp),
+                                      AMP_F32));
+        if (k->flat == NULL) AMPI_TRY(ampi_bucket_copy(b, k, flat, AMP_F32, 1));
+    }
+    return ampi_buckets_order(b, 1);
+}
+
+/* Parameters lie in buckets, and are cut, at multiples of a cache line or of a block of 8-bit moments. */
+static int64_t ampi_buckets_unit(const ampi_buckets *b) {
+    int64_t i;
+    if (!b->ordered && !b->parted) return 1;
+    for (i = 0; i < b->set->n && b->whole[i].moment_dtype != AMP_MOMENTS_8BIT; i++) {}
+    return i < b->set->n ? AMPI_MOMENT_BLOCK : 16;
+}
+
+/* Rows into buckets. */
+static void ampi_buckets_fill(ampi_buckets *b) {
+    const amp_optimizer_desc *d = b->set->desc;
+    const int64_t size = (int64_t)amp_dtype_size(d->wire), world = ampi_world(b->amp);
+    const int64_t unit = ampi_buckets_unit(b);
+    ampi_bucket *k = NULL;
+    int64_t i, row, part = 0, place, at = 0;
+    int32_t lot;
+    for (lot = 0; at < b->set->n; lot++, k = NULL)
+        for (row = b->set->n - 1; row >= 0; row--) {
+            if (b->rows[row].lot != lot) continue;
+            if (k == NULL || (k->n > 0 && (k->count + b->whole[row].count) * size > d->bucket_bytes)) {
+                k = &b->all[b->n++];
+                k->first = at;
+            }
+            b->order[at++] = row;
+            b->rows[row].bucket = b->n - 1;
+            k->n++;
+            k->waiting++;
+            k->count += (b->whole[row].count + unit - 1) / unit * unit;
+        }
+    for (k = b->all; k < b->all + b->n; k++)
+        for (i = k->first + k->n - 1, place = 0; i >= k->first; i--) {      /* as they most often lie in memory */
+            b->rows[b->order[i]].place = place;
+            place += (b->whole[b->order[i]].count + unit - 1) / unit * unit;
+        }
+    for (i = 0; i < b->n && unit > 1; i++) {
+        k = &b->all[i];
+        k->count = (k->count + world * unit - 1) / (world * unit) * (world * unit);
+        if (b->parted) k->part_at = part;
+        part = b->parted ? part + k->count / world : AMPI_MAX(part, k->count / world);
+    }
+    b->shard_count = part;
+}
+/* Where a bucket's weights, or gradients, lie without gaps as on their way, or NULL; on another rank they may lie
+   elsewhere. */
+static void *ampi_bucket_find_flat(const ampi_buckets *b, const ampi_bucket *k, int weights) {
+    const amp_k_tensor *first = &b->whole[b->order[k->first]];
+    const amp_dtype dtype = weights ? first->weight_dtype : AMP_F32;
+    int64_t i, count = 0;
+    uintptr_t flat = 0, at;
+    for (i = k->first; i < k->first + k->n; i++) {
+        const amp_k_tensor *row = &b->whole[b->order[i]];
+        at = (uintptr_t)(weights ? row->weight : row->grad) -
+             (uintptr_t)b->rows[b->order[i]].place * amp_dtype_size(dtype);
+        if ((weights ? row->weight_dtype : row->grad_dtype) != dtype) return NULL;
+        if (row->count > 0 && flat != 0 && at != flat) return NULL;
+        if (row->count > 0) flat = at;
+        count += row->count;
+    }
+    return count == k->count ? (void *)flat : NULL;
+}
+
+static amp_result ampi_buckets_memory(ampi_buckets *b) {
+    const int64_t wire = (int64_t)amp_dtype_size(b->set->desc->wire);
+    int64_t i, send = 0, received = 0;
+    for (i = 0; i < b->n; i++) {
+        ampi_bucket *k = &b->all[i];
+        if (wire == 4) k->flat = ampi_bucket_find_flat(b, k, 0);
+        if (b->states) k->weights = ampi_bucket_find_flat(b, k, 1);
+        if (k->flat == NULL) send = AMPI_MAX(send, k->count * (b->parted && !b->states ? 4 : wire));
+        if (b->ordered || (b->parted && k->flat == NULL)) received = AMPI_MAX(received, k->count * wire);
+        if (b->states && k->weights == NULL)
+            received = AMPI_MAX(received, ampi_bucket_weight_bytes(b, k) * ampi_world(b->amp));
+    }
+    AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, &b->send, send));
+    AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, &b->received, received));
+    AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, (void **)&b->shard, b->shard_count * 4));
+    if (send > 0) AMPI_TRY(amp_fill(b->amp, b->send, 0, send));
+    return b->shard_count > 0 ? amp_fill(b->amp, b->shard, 0, b->shard_count * 4) : AMP_OK;
+}
+
+/* This rank's parts as rows of their own; with sharded states they are the set's. */
+static amp_result ampi_buckets_cut(ampi_buckets *b) {
+    const int32_t rank = ampi_settings(b->amp)->reducer.rank;
+    const int64_t bytes = b->set->n * (int64_t)sizeof *b->parts;
+    int64_t i, first, place;
+    if (!b->parted) return AMP_OK;
+    b->parts = b->set->rows;
+    b->table = b->set->table;
+    if (!b->states) {
+        AMPI_TRY(ampi_alloc(ampi_context_system(b->amp), "amp_optimizer_create", (void **)&b->parts, b->set->n,
+                            sizeof *b->parts));
+        memcpy(b->parts, b->whole, (size_t)bytes);
+        AMPI_TRY(ampi_alloc_part(b->amp, AMPI_PART_OPTIMIZER, (void **)&b->table, bytes));
+    }
+    for (i = 0; i < b->set->n; i++) {
+        amp_k_tensor *row = &b->parts[i];
+        const ampi_bucket *k = &b->all[b->rows[i].bucket];
+        row->count = ampi_bucket_part(b, i, rank, &first);
+        row->first = first;
+        row->weight = ampi_at_mut(row->weight, row->weight_dtype, first);
+        place = b->rows[i].place + first - k->count / ampi_world(b->amp) * rank;
+        row->grad = b->shard + (row->count == 0 ? 0 : k->part_at + place);
+        row->grad_dtype = AMP_F32;
+    }
+    return b->states ? AMP_OK : amp_copy(b->amp, b->table, b->parts, bytes, AMP_COPY_TO_DEVICE);
+}
+
+static amp_result ampi_buckets_stream(ampi_buckets *b) {
+    const amp_backend *backend = b->amp->backend;
+    int64_t i;
+    b->stream = ampi_settings(b->amp)->stream;
+    if (backend->host_visible) return AMP_OK;
+    AMPI_TRY((backend->event_create)(b->amp->dev, &b->finished, 0));
+    for (i = 0; i < b->n; i++) AMPI_TRY((backend->event_create)(b->amp->dev, &b->all[i].event, 0));
+    return (backend->stream_create)(b->amp->dev, &b->stream);
+}
+
+/* Those that were there before keep their lots. */
+static void ampi_buckets_lots(ampi_buckets *b, const ampi_buckets *before) {
+    int64_t i, was;
+    int32_t lots = 0;
+    for (i = 0; before != NULL && i < before->set->n; i++) lots = AMPI_MAX(lots, before->rows[i].lot + 1);
+    for (i = 0; before != NULL && i < b->set->n; i++) {
+        was = before->slots[ampi_bucket_slot(before, b->set->params[i])] - 1;
+        b->rows[i].lot = was >= 0 ? before->rows[was].lot : lots;
+    }
+}
+static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before) {
+    const amp_system *s = ampi_context_system(b->amp);
+    const char *f = "amp_optimizer_create";
+    int64_t i, n = b->set->n;
+    for (b->n_slots = 16; b->n_slots < 2 * n; b->n_slots *= 2) {}
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->all, n, sizeof *b->all));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->turns, n, sizeof *b->turns));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->rows, n, sizeof *b->rows));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->order, n, sizeof *b->order));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->whole, n, sizeof *b->whole));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&b->slots, b->n_slots, sizeof *b->slots));
+    memcpy(b->whole, b->set->rows, (size_t)n * sizeof *b->whole);
+    for (i = 0; i < n; i++) b->slots[ampi_bucket_slot(b, b->set->params[i])] = (int32_t)i + 1;
+    AMPI_TRY(ampi_check_gradients_apart(b->set));
+    ampi_buckets_lots(b, before);
+    ampi_buckets_fill(b);
+    AMPI_TRY(ampi_buckets_memory(b));
+    AMPI_TRY(ampi_buckets_cut(b));
+    AMPI_TRY(ampi_buckets_stream(b));
+    if (pthread_mutex_init(&b->lock, NULL) != 0) return ampi_fail(AMP_ERR_THREAD, f, "cannot create the buckets' lock");
+    if (pthread_cond_init(&b->changed, NULL) != 0) {
+        pthread_mutex_destroy(&b->lock);
+        return ampi_fail(AMP_ERR_THREAD, f, "cannot create the buckets' condition");
+    }
+    b->locks = 1;
+    b->process = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED);
+    if (b->threaded && ampi_thread_start(s, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
+    if (b->threaded && !b->started) {
+        ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread for sums over ranks: they are not hidden behind backward");
+        b->threaded = 0;
+    }
+    b->watch.open = ampi_bucket_open;
+    b->watch.added = ampi_bucket_added;
+    b->watch.settle = ampi_buckets_settle;
+    b->watch.set = ampi_bucket_set;
+    b->watch.whole = ampi_buckets_whole;
+    ampi_watch_gradients(b->amp, &b->watch);
+    return AMP_OK;
+}
+/* For an optimizer's set; before: those of the set that this one will replace, or NULL. */
+static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
+    const amp_reducer *r = ampi_reducer(set->amp);
+    const amp_optimizer_desc *d = set->desc;
+    ampi_buckets *b;
+    if (!ampi_is_summed(set) || set->n == 0) return AMP_OK;
+    AMPI_TRY(ampi_alloc(ampi_context_system(set->amp), "amp_optimizer_create", (void **)&set->buckets, 1, sizeof *b));
+    b = set->buckets;
+    b->amp = set->amp;
+    b->set = set;
+    b->micro = micro;
+    b->states = d->shard >= AMP_SHARD_STATES;
+    b->gradients = d->shard == AMP_SHARD_GRADIENTS;
+    b->parted = b->states || d->deterministic;
+    b->ordered = d->deterministic || d->wire == AMP_BF16;
+    b->threaded = !r->one_thread && !d->no_overlap && (set->amp->backend->host_visible || r->on_host != 0);
+    return ampi_buckets_build(b, before);
+}
+
+static void ampi_hook_buckets_destroy(ampi_buckets *b) {
+    const amp_system *s;
+    const amp_backend *backend;
+    int64_t i, n;
+    if (b == NULL) return;
+    s = ampi_context_system(b->amp);
+    backend = b->amp->backend;
+    n = b->set->n;
+    if (b->locks) ampi_unwatch_gradients(b->amp, &b->watch);
+    if (b->started && b->process == __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) {
+        pthread_mutex_lock(&b->lock);
+        b->closing = 1;
+        pthread_cond_broadcast(&b->changed);
+        pthread_mutex_unlock(&b->lock);
+        ampi_thread_join(s, b->thread);
+    }
+    if (b->to_gather > 0 || b->torn != AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
+    if (b->torn != AMP_OK)
+        ampi_log(b->amp, AMP_LOG_ERROR, 1107, "weights of %s and others are partly from before the last step: %.300s",
+                 b->set->names[0], b->torn_why);
+    if (b->locks) {
+        pthread_cond_destroy(&b->changed);
+        pthread_mutex_destroy(&b->lock);
+    }
+    for (i = 0; b->all != NULL && i < b->n; i++)
+        if (b->all[i].event != NULL) (backend->event_destroy)(b->amp->dev, b->all[i].event);
+    if (b->finished != NULL) {
+        (backend->event_destroy)(b->amp->dev, b->finished);
+        if (b->stream != NULL) (backend->stream_destroy)(b->amp->dev, b->stream);
+    }
+    if (!b->states) {
+        amp_free(b->amp, b->table);
+        ampi_free(s, b->parts, n, sizeof *b->parts);
+    }
+    amp_free(b->amp, b->shard);
+    amp_free(b->amp, b->received);
+    amp_free(b->amp, b->send);
+    ampi_free(s, b->slots, b->n_slots, sizeof *b->slots);
+    ampi_free(s, b->whole, n, sizeof *b->whole);
+    ampi_free(s, b->order, n, sizeof *b->order);
+    ampi_free(s, b->rows, n, sizeof *b->rows);
+    ampi_free(s, b->turns, n, sizeof *b->turns);
+    ampi_free(s, b->all, n, sizeof *b->all);
+    ampi_free(s, b, 1, sizeof *b);
+}
+
+/* ---- Ranks that agree.  Before a set's first reduction, and the first after its weights or state were set or loaded,
+   all ranks compare what must be alike; later steps compare nothing. */
+
+/* The first of a rank's n numbers that another rank has otherwise than rank 0, that rank, and both values. */
+typedef struct ampi_apart { int64_t which; int32_t rank; double value, first; int path; } ampi_apart;
+
+/* which -1: none.  path: the number that may differ, of which out->path is rank 0's; -1: none may. */
+static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, int64_t n, int64_t path,
+                                           ampi_apart *out) {
+    const amp_system *s = ampi_context_system(amp);
+    int32_t world = ampi_world(amp), rank;
+    double *all;
+    int64_t i;
+    amp_result result;
+    out->which = -1;
+    AMPI_TRY(ampi_alloc(s, "reducer", (void **)&all, world * n, sizeof *all));
+    result = ampi_exchange_host(amp, ampi_exchange_of(AMPI_GATHER, x, all, n * (int64_t)sizeof *x, AMP_U8));
+    out->path = result == AMP_OK && path >= 0 ? (int)all[path] : 0;
+    for (i = 0; i < n && result == AMP_OK && out->which < 0; i++)
+        for (rank = 1; rank < world && out->which < 0 && i != path; rank++)
+            if (ampi_bits_f64(all[rank * n + i]) != ampi_bits_f64(all[i])) {
+                out->which = i; out->rank = rank;
+                out->value = all[rank * n + i]; out->first = all[i];
+            }
+    ampi_free(s, all, world * n, sizeof *all);
+    return result;
+}
+
+/* What an optimizer's ranks must have in common besides its parameters. */
+#define AMPI_FACT(field, type) {"." #field, type, offsetof(amp_optimizer_desc, field), NULL, 0, 0, 0, NULL}
+static const ampi_field ampi_alike[] = {
+    AMPI_FACT(kind, AMPI_I32), AMPI_FACT(accumulation, AMPI_I32), AMPI_FACT(lr, AMPI_REAL64),
+    AMPI_FACT(beta1, AMPI_REAL64), AMPI_FACT(beta2, AMPI_REAL64), AMPI_FACT(eps, AMPI_REAL64),
+    AMPI_FACT(weight_decay, AMPI_REAL64), AMPI_FACT(momentum, AMPI_REAL64), AMPI_FACT(dampening, AMPI_REAL64),
+    AMPI_FACT(clip_norm, AMPI_REAL64), AMPI_FACT(nesterov, AMPI_I32), AMPI_FACT(maximize, AMPI_I32),
+    AMPI_FACT(clip_each, AMPI_I32), AMPI_FACT(apply_nonfinite, AMPI_I32), AMPI_FACT(sharded, AMPI_I32),
+    AMPI_FACT(sync_every, AMPI_I32), AMPI_FACT(sync_wire, AMPI_I32), AMPI_FACT(outer_lr, AMPI_REAL64),
+    AMPI_FACT(outer_momentum, AMPI_REAL64),
+    AMPI_FACT(deterministic, AMPI_I32), AMPI_FACT(no_overlap, AMPI_I32), AMPI_FACT(shard, AMPI_I32),
+    AMPI_FACT(overlap_param_gather, AMPI_I32),
+    AMPI_FACT(wire, AMPI_I32), AMPI_FACT(bucket_bytes, AMPI_I64)
+};
+static const char *const ampi_more_facts[] = {".world", "amp.h version", "level", "dtype", "seed (low half)",
+                                              "seed (high half)", "steps done", "loss scale", "parameters",
+                                              "CPU path"};
+enum {
+    AMPI_FACT_DTYPE = 3, AMPI_FACT_PATH = 9,
+    AMPI_MORE_FACTS = sizeof ampi_more_facts / sizeof *ampi_more_facts,
+    AMPI_FACTS = AMPI_MORE_FACTS + sizeof ampi_alike / sizeof *ampi_alike
+};
+
+/* Parameters to compare: an optimizer's set has also those without a gradient. */
+static int64_t ampi_agree_count(const amp_grad_set *set) {
+    return set->desc->params != NULL ? set->desc->n_params : set->n;
+}
+
+static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler *scaler) {
+    amp_context *amp = set->amp;
+    const amp_desc *d = ampi_settings(amp);
+    double x[AMPI_FACTS];
+    ampi_apart apart;
+    amp_k_grad_stats found;
+    amp_k_scaler scale;
+    int i;
+    AMPI_TRY(ampi_fetch(amp, &found, set->found, sizeof found));
+    scale.scale = 0;
+    if (scaler != NULL && set->outer == NULL)       /* ranks that step alone scale alone */
+        AMPI_TRY(ampi_fetch(amp, &scale, scaler->device, sizeof scale));
+    x[0] = ampi_world(amp); x[1] = AMP_VERSION; x[2] = (int)d->level; x[AMPI_FACT_DTYPE] = (int)d->autocast_dtype;
+    x[4] = (double)(uint32_t)set->desc->seed; x[5] = (double)(set->desc->seed >> 32);
+    x[6] = (double)found.attempts; x[7] = (double)scale.scale;
+    x[8] = (double)(set->desc->sharded ? 0 : ampi_agree_count(set));
+    x[AMPI_FACT_PATH] = ampi_path_of_bits(amp);
+    for (i = AMPI_MORE_FACTS; i < AMPI_FACTS; i++) x[i] = ampi_field_get(set->desc, &ampi_alike[i - AMPI_MORE_FACTS]);
+    AMPI_TRY(ampi_ranks_compare_facts(amp, x, AMPI_FACTS, AMPI_FACT_PATH, &apart));
+    if (apart.which < 0) {
+        if (!ampi_path_adopt(amp, apart.path) && !ampi_paths_agree(amp, apart.path, (int)amp->machine.cpu.path) &&
+            ampi_log_count(amp, 1114) == 1)
+            ampi_log(amp, AMP_LOG_WARNING, 1114,
+                     "rank 0 multiplies by %s, this one by %s: bits depend on which rank does what",
+                     ampi_cpu_path_name((amp_cpu_path)apart.path), ampi_cpu_path_name(amp->machine.cpu.path));
+        return AMP_OK;
+    }
+    if (apart.which == AMPI_FACT_DTYPE)
+        return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d computes in %s, rank 0 in %s: all must agree; set .dtype "
+                         "or AMP_DTYPE on every rank", (int)apart.rank, amp_dtype_name((amp_dtype)(int)apart.value),
+                         amp_dtype_name((amp_dtype)(int)apart.first));
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s is %.9g on rank %d and %.9g on rank 0: all must agree",
+                     apart.which < AMPI_MORE_FACTS ? ampi_more_facts[apart.which]
+                                                   : ampi_alike[apart.which - AMPI_MORE_FACTS].key,
+                     apart.value, (int)apart.rank, apart.first);
+}
+
+/* Of each parameter three numbers must be alike: whether it is frozen, and two checksums, of its name, shape, dtypes
+   and group, and of its values. */
+enum { AMPI_COMMON_FROZEN, AMPI_COMMON_KIND, AMPI_COMMON_VALUES, AMPI_COMMON };
+typedef struct ampi_common {
+    const amp_grad_set *set;
+    ampi_crc crc;
+    char *stage;                    /* for values on a device */
+    double *facts;                  /* AMPI_COMMON for each */
+} ampi_common;
+enum { AMPI_COMMON_STAGE = 1 << 20 };
+
+static amp_result ampi_agree_bytes(const ampi_common *c, uint32_t *sum, const void *data, int64_t bytes) {
+    void *dev, *stream;
+    int visible = ampi_backend(c->set->amp, &dev, &stream)->host_visible;
+    int64_t i, n;
+    for (i = 0; data != NULL && i < bytes; i += n) {
+        const char *at = (const char *)data + i;
+        n = AMPI_MIN(bytes - i, (int64_t)AMPI_COMMON_STAGE);
+        if (!visible) AMPI_TRY(ampi_fetch(c->set->amp, c->stage, at, (size_t)n));
+        *sum = ampi_crc_add(&c->crc, *sum, (const uint8_t *)(visible ? at : c->stage), (size_t)n);
+    }
+    return AMP_OK;
+}
+/* row or p may be NULL; the row begins at element `at` of all rows. */
+static amp_result ampi_agree_fact(const ampi_common *c, int64_t i, const amp_k_tensor *row, const amp_param *p,
+                                  const char *name, int64_t at) {
+    const ampi_outer *u = row != NULL && c->set->outer != NULL && c->set->outer->begun ? c->set->outer : NULL;
+    int64_t is[12] = {0};
+    uint32_t kind = 0, values = 0;
+    int k;
+    if (row != NULL) {
+        is[0] = row->count; is[1] = (int)row->grad_dtype; is[2] = (int)row->master_kind; is[3] = (int)row->moment_dtype;
+        is[4] = (int64_t)ampi_bits_f64(row->lr_scale); is[5] = (int64_t)ampi_bits_f64(row->weight_decay);
+    }
+    if (p != NULL) {
+        is[6] = (int)p->weight.dtype; is[7] = p->weight.ndim;
+        for (k = 0; k < p->weight.ndim; k++) is[8 + k] = p->weight.shape[k];
+    }
+    if (u != NULL) {                /* between two outer steps weights differ */
+        values = ampi_crc_add(&c->crc, values, (const uint8_t *)(u->anchor + at), (size_t)row->count * 4);
+        values = ampi_crc_add(&c->crc, values, (const uint8_t *)(u->momentum + at), (size_t)row->count * 4);
+    } else if (p != NULL)
+        AMPI_TRY(ampi_agree_bytes(c, &values, p->weight.data,
+                                  amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->weight.dtype)));
+    if (u == NULL && row != NULL && p != NULL)
+        AMPI_TRY(ampi_agree_bytes(c, &values, row->master, row->count * (ampi_has_remainder(row) ? 2 : 4)));
+    kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)is, sizeof is);
+    if (name != NULL) kind = ampi_crc_add(&c->crc, kind, (const uint8_t *)name, strlen(name));
+    c->facts[AMPI_COMMON * i + AMPI_COMMON_FROZEN] = p != NULL && p->grad.data == NULL;
+    c->facts[AMPI_COMMON * i + AMPI_COMMON_KIND] = kind;
+    c->facts[AMPI_COMMON * i + AMPI_COMMON_VALUES] = values;
+    return AMP_OK;
+}
+static amp_result ampi_agree_facts(const ampi_common *c) {
+    const amp_grad_set *set = c->set;
+    int64_t i, row = 0, at = 0;
+    for (i = 0; i < ampi_agree_count(set); i++) {
+        const amp_param *p = set->desc->params != NULL ? &set->desc->params[i] : set->params ? set->params[i] : NULL;
+        int has = set->desc->params == NULL || (row < set->n && set->params[row] == p);
+        AMPI_TRY(ampi_agree_fact(c, i, has ? ampi_whole_row(set, row) : NULL, p,
+                                 p != NULL ? p->name : set->names[row], at));
+        if (has) at += ampi_whole_row(set, row++)->count;
+    }
+    return AMP_OK;
+}
+static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
+    const amp_grad_set *set = c->set;
+    ampi_apart apart;
+    const char *name;
+    int64_t i;
+    AMPI_TRY(ampi_agree_facts(c));
+    AMPI_TRY(ampi_ranks_compare_facts(set->amp, c->facts, AMPI_COMMON * n, -1, &apart));
+    if (apart.which < 0) return AMP_OK;
+    i = apart.which / AMPI_COMMON;
+    name = set->desc->params != NULL ? set->desc->params[i].name : set->names[i];
+    if (apart.which % AMPI_COMMON == AMPI_COMMON_FROZEN)
+        return ampi_fail_frozen(name, apart.value > 0 ? apart.rank : 0, apart.value > 0 ? 0 : apart.rank);
+    if (apart.which % AMPI_COMMON == AMPI_COMMON_KIND)
+        return ampi_fail(AMP_ERR_REDUCE, "reducer", "parameter %lld (%s) of rank %d has another name, shape, dtype or "
+                         "group than rank 0's", (long long)i, name ? name : "unnamed", (int)apart.rank);
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s of rank %d has other values than rank 0's: initialise all ranks "
+                     "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
+}
+
+/* Ranks that are threads share no memory: each needs a model of its own. */
+static amp_result ampi_agree_apart(const ampi_common *c) {
+    const amp_grad_set *set = c->set;
+    const amp_system *s = ampi_context_system(set->amp);
+    const int64_t n = 2 * set->n;
+    int32_t world = ampi_world(set->amp), r, q;
+    amp_result result;
+    double *all;
+    int64_t i;
+    if (ampi_seat_of(ampi_settings(set->amp)) == NULL) return AMP_OK;
+    for (i = 0; i < set->n; i++) {
+        c->facts[2 * i] = (double)(uintptr_t)(set->params != NULL ? set->params[i]->weight.data : NULL);
+        c->facts[2 * i + 1] = (double)(uintptr_t)ampi_whole_row(set, i)->grad;
+    }
+    AMPI_TRY(ampi_alloc(s, "reducer", (void **)&all, world * n, sizeof *all));
+    result = ampi_exchange_host(set->amp,
+                                ampi_exchange_of(AMPI_GATHER, c->facts, all, n * (int64_t)sizeof *all, AMP_U8));
+    for (i = 0; i < n && result == AMP_OK; i++)
+        for (r = 1; r < world && result == AMP_OK; r++)
+            for (q = 0; q < r && result == AMP_OK; q++)
+                if (all[r * n + i] > 0 && ampi_bits_f64(all[r * n + i]) == ampi_bits_f64(all[q * n + i]))
+                    result = ampi_fail(AMP_ERR_REDUCE, "reducer", "ranks %d and %d share a %s of %s; each needs a "
+                                       "model of its own", (int)q, (int)r, i % 2 ? "gradient" : "weight",
+                                       set->names[i / 2]);
+    ampi_free(s, all, world * n, sizeof *all);
+    return result;
+}
+
+static amp_result ampi_hook_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) {
+    const amp_system *s = ampi_context_system(set->amp);
+    int64_t n = ampi_agree_count(set);
+    ampi_common c;
+    amp_result result;
+    if (ampi_world(set->amp) == 1 || set->agreed == 2 || ampi_capture(set->amp) != NULL) return AMP_OK;
+    AMPI_TRY(ampi_agree_settings(set, scaler));
+    memset(&c, 0, sizeof c);
+    c.set = set;
+    ampi_crc_init(&c.crc, 1);
+    result = ampi_alloc(s, "reducer", (void **)&c.stage, AMPI_COMMON_STAGE, 1);
+    if (result == AMP_OK) result = ampi_alloc(s, "reducer", (void **)&c.facts, AMPI_COMMON * n, sizeof *c.facts);
+    if (result == AMP_OK && !set->desc->sharded && !set->agreed) result = ampi_agree_params(&c, n);
+    if (result == AMP_OK && !set->agreed) result = ampi_agree_apart(&c);
+    ampi_free(s, c.facts, AMPI_COMMON * n, sizeof *c.facts);
+    ampi_free(s, c.stage, AMPI_COMMON_STAGE, 1);
+    set->agreed = result == AMP_OK ? 2 : 0;
+    return result;
+}
+
+static amp_result ampi_broadcast(amp_context *amp, void *data, int64_t bytes) {
+    ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
+    return ampi_exchange_run(amp, &e, ampi_settings(amp)->stream);
+}
+AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n) {
+    const char *f = "amp_params_broadcast";
+    ampi_gradient_watch *w;
+    int64_t i;
+    AMPI_TRY(ampi_need(f, amp != NULL && (params != NULL || n == 0), "amp or params"));
+    if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
+    AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
+    AMPI_TRY(ampi_may_exchange(amp, f));
+    AMPI_TRY(ampi_check_weights_of(f, params, n));
+    for (i = 0; i < n; i++) {
+        const amp_tensor *weight = &params[i].weight;
+        int64_t count = amp_tensor_count(weight);
+        AMPI_TRY(ampi_as(f, ampi_broadcast(amp, weight->data, count * (int64_t)amp_dtype_size(weight->dtype))));
+        if (params[i].master != NULL) AMPI_TRY(ampi_as(f, ampi_broadcast(amp, params[i].master, count * 4)));
+        amp_param_changed(&params[i]);
+        for (w = amp->watches; w != NULL; w = w->next) AMPI_TRY(ampi_as(f, (w->set)(w, &params[i])));
+    }
+    return AMP_OK;
+}
+
+/* Gradients that are sums already, or partly, are dropped: a whole cycle begins again. */
+static amp_result ampi_set_drop_sums(amp_grad_set *set) {
+    int64_t i;
+    AMPI_TRY(ampi_weights_whole(set->amp, "reducer", NULL));
+    for (i = 0; set->params != NULL && i < set->n; i++) ampi_gradient_live(set->params[i], 0);
+    if (set->buckets != NULL) {
+        *set->buckets->micro = 0;
+        ampi_buckets_recount(set->buckets);
+        ampi_buckets_unsort(set->buckets);
+    }
+    set->spoiled = 0;
+    return AMP_OK;
+}
+/* After a check that failed between. */
+static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
+    AMPI_TRY(ampi_set_drop_sums(set));
+    return ampi_fail(AMP_ERR_STATE, "reducer", "gradients were summed over the ranks by a check that failed, and are "
+                     "dropped; run backward for a whole cycle");
+}
+
+/* Which parameters rest, now that all ranks have said what they know of them.  A device that sums by itself alone knows
+   (amp_k_tensor.live of its table; 2 here): no weight is then stepped on one rank and not on another either, and
+   ampi_check_apart returns the error later. */
+static amp_result ampi_hook_set_rest(amp_grad_set *set) {
+    const float *said = set->said != NULL ? set->said : ampi_said(set->found, 0);
+    int64_t i;
+    if (ampi_is_behind(set)) {
+        for (i = 0; i < set->n; i++) set->rows[i].live *= 2;
+        return AMP_OK;
+    }
+    if (set->said != NULL)
+        AMPI_TRY(ampi_fetch(set->amp, set->said, ampi_said(set->found, 0), (size_t)set->n * 2 * sizeof *said));
+    for (i = 0; i < set->n && !ampi_said_apart(said + 2 * i); i++) {}
+    if (i < set->n) {
+        AMPI_TRY(ampi_set_drop_sums(set));
+        return ampi_fail_frozen(set->names[i], ampi_said_rank(said[2 * i]), ampi_said_rank(said[2 * i + 1]));
+    }
+    for (i = 0; i < set->n; i++) {
+        set->rows[i].live = ampi_said_live(said + 2 * i);
+        ampi_gradient_live(set->params[i], set->rows[i].live);
+    }
+    return AMP_OK;
+}
+/* The gradients become their sums over the ranks. */
+static amp_result ampi_hook_set_sum(amp_grad_set *set) {
+    int64_t i;
+    if (!ampi_is_summed(set)) return AMP_OK;
+    if (set->spoiled) return ampi_set_refuse_sums(set);
+    set->spoiled = 1;
+    if (set->buckets != NULL) return ampi_buckets_finish(set->buckets, 1);
+    for (i = 0; i < set->n; i++)
+        AMPI_TRY(ampi_hook_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype,
+                                  AMP_REDUCE_SUM));
+    return AMP_OK;
+}
+
+/* ---- Loose coupling: the outer step.  With one rank it is a step of its own too. */
+
+/* Elements [first, first + n) of a row in fp32, to `values` or, with store, from them. */
+static amp_result ampi_outer_row(const amp_optimizer *o, const amp_k_tensor *row, int64_t first, int64_t n,
+                                 float *values, int store) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
+    int rest = ampi_has_remainder(row);
+    size_t bytes = (size_t)n * amp_dtype_size(row->weight_dtype);
+    void *weight = ampi_at_mut(row->weight, row->weight_dtype, first), *low = o->outer.low;
+    void *master = row->master == NULL ? NULL : (char *)row->master + first * (rest ? 2 : 4);
+    uint16_t *low_rest = o->outer.low + n;
+    if (!store && master != NULL && !rest) return ampi_fetch(o->amp, values, master, (size_t)n * 4);
+    if (!store) {
+        AMPI_TRY(ampi_fetch(o->amp, low, weight, bytes));
+        if (!rest) return amp_convert(values, AMP_F32, low, row->weight_dtype, n, NULL, NULL);
+        AMPI_TRY(ampi_fetch(o->amp, low_rest, master, bytes));
+        (vec->f32_join)(values, low, low_rest, n);
+        return AMP_OK;
+    }
+    if (rest) (vec->bf16_split)(low, low_rest, values, n);
+    else AMPI_TRY(amp_convert(low, row->weight_dtype, values, AMP_F32, n, NULL, NULL));
+    AMPI_TRY(ampi_send(o->amp, weight, low, bytes));
+    if (master == NULL) return amp_convert(values, AMP_F32, low, row->weight_dtype, n, NULL, NULL);
+    return ampi_send(o->amp, master, rest ? (void *)low_rest : (void *)values, (size_t)n * (rest ? 2 : 4));
+}
+/* The same of all rows. */
+static amp_result ampi_outer_rows(const amp_optimizer *o, int64_t first, int64_t n, float *values, int store) {
+    int64_t i, k;
+    for (i = 0; i < o->set->n && n > 0; i++) {
+        const amp_k_tensor *row = &o->set->rows[i];
+        k = AMPI_MAX(AMPI_MIN(n, row->count - first), (int64_t)0);
+        if (k > 0) AMPI_TRY(ampi_outer_row(o, row, first, k, values, store));
+        first = k > 0 ? 0 : first - row->count;
+        values += k;
+        n -= k;
+    }
+    return AMP_OK;
+}
+
+/* Notes where the ranks begin: elements [first, first + n) of all rows. */
+static amp_result ampi_hook_outer_note(const amp_optimizer *o, int64_t first, int64_t n) {
+    const ampi_outer *u = &o->outer;
+    int64_t i, k;
+    for (i = first; i < first + n; i += k) {
+        k = AMPI_MIN(first + n - i, (int64_t)AMPI_OUTER_PIECE);
+        AMPI_TRY(ampi_outer_rows(o, i, k, u->anchor + i, 0));
+    }
+    if (n > 0) memset(u->momentum + first, 0, (size_t)n * sizeof *u->momentum);
+    return AMP_OK;
+}
+static amp_result ampi_hook_outer_begin(amp_optimizer *o) {
+    ampi_outer *u = &o->outer;
+    if (o->desc.sync_every == 0 || u->begun) return AMP_OK;
+    AMPI_TRY(ampi_hook_outer_note(o, 0, u->n));
+    u->begun = 1;
+    return AMP_OK;
+}
+
+/* Calls visit(u, row, from, to) for each row that has some of the n elements from `first` on: those from `from` to
+   `to`. */
+static void ampi_outer_visit(amp_optimizer *o, int64_t first, int64_t n,
+                             void (*visit)(amp_optimizer *o, int64_t row, int64_t from, int64_t to)) {
+    int64_t i, at = 0, from, to;
+    for (i = 0; i < o->set->n && at < first + n; i++) {
+        from = AMPI_MAX(at, first);
+        at += o->set->rows[i].count;
+        to = AMPI_MIN(at, first + n);
+        if (from < to) visit(o, i, from, to);
+    }
+}
+/* A row is live if its weights have changed: `piece` holds those from a multiple of AMPI_OUTER_PIECE on. */
+static void ampi_outer_compare(amp_optimizer *o, int64_t row, int64_t from, int64_t to) {
+    const ampi_outer *u = &o->outer;
+    const float *piece = u->piece + from % AMPI_OUTER_PIECE;
+    if (memcmp(piece, u->anchor + from, (size_t)(to - from) * sizeof *piece) != 0)
+        ampi_say(u->said + 1 + 2 * row, o->set->params[row]->grad.data == NULL, 1,
+                 ampi_settings(o->amp)->reducer.rank);
+}
+/* Before anything is changed, what would spoil all is refused on every rank: weights of one that are not finite, a
+   parameter that is frozen on some alone.  Ranks say too which rows have changed since the last outer step: the others
+   rest. */
+static amp_result ampi_outer_check(amp_optimizer *o) {
+    const int32_t rank = ampi_settings(o->amp)->reducer.rank;
+    const ampi_outer *u = &o->outer;
+    float *bad = u->said, *said = u->said + 1;
+    int64_t i, n;
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->said, u->said, u->n_said, AMP_F32);
+    e.op = AMP_REDUCE_MAX;
+    *bad = 0;
+    for (i = 0; i < o->set->n; i++) ampi_say(said + 2 * i, o->set->params[i]->grad.data == NULL, 0, rank);
+    for (i = 0; i < u->n; i += n) {
+        n = AMPI_MIN(u->n - i, (int64_t)AMPI_OUTER_PIECE);
+        AMPI_TRY(ampi_outer_rows(o, i, n, u->piece, 0));
+        if (amp_count_nonfinite(u->piece, AMP_F32, n, NULL) > 0) *bad = (float)(rank + 1);
+        ampi_outer_visit(o, i, n, ampi_outer_compare);
+    }
+    AMPI_TRY(ampi_exchange_host(o->amp, e));
+    if (*bad > 0)
+        return ampi_fail(AMP_ERR_REDUCE, "reducer", "weights of rank %d are infinite or NaN: the ranks stay as they "
+                         "are", (int)*bad - 1);
+    for (i = 0; i < o->set->n; i++, said += 2)
+        if (ampi_said_apart(said))
+            return ampi_fail_frozen(o->set->names[i], ampi_said_rank(said[0]), ampi_said_rank(said[1]));
+    return AMP_OK;
+}
+
+/* Sums `piece` over ranks in bf16: each rank sums its part of all, in the order of ranks, so no reducer widens what is
+   on the way. */
+static amp_result ampi_outer_sum_bf16(const amp_optimizer *o, int64_t n) {
+    const ampi_outer *u = &o->outer;
+    int64_t world = ampi_world(o->amp), part = (n + world - 1) / world, i, r;
+    uint16_t *all = u->low + world * part, *mine = u->low + ampi_settings(o->amp)->reducer.rank * part;
+    ampi_fp host;
+    memset(u->low, 0, (size_t)(world * part) * 2);
+    AMPI_TRY(amp_convert(u->low, AMP_BF16, u->piece, AMP_F32, n, NULL, NULL));
+    AMPI_TRY(ampi_exchange_host(o->amp, ampi_exchange_of(AMPI_TO_ALL, u->low, all, part * 2, AMP_U8)));
+    host = ampi_fp_begin();
+    for (i = 0; i < part; i++) {
+        double sum = 0;
+        for (r = 0; r < world; r++) sum += (double)amp_f32_from_bf16(all[r * part + i]);
+        mine[i] = amp_bf16_from_f64(sum, 0);
+    }
+    ampi_fp_end(host);
+    AMPI_TRY(ampi_exchange_host(o->amp, ampi_exchange_of(AMPI_GATHER, mine, all, part * 2, AMP_U8)));
+    return amp_convert(u->piece, AMP_F32, all, AMP_BF16, n, NULL, NULL);
+}
+
+/* change = anchor - weights, averaged over ranks; momentum = mu momentum + change;
+   anchor -= lr (change + mu momentum) */
+static void ampi_outer_move(amp_optimizer *o, int64_t row, int64_t from, int64_t to) {
+    const ampi_outer *u = &o->outer;
+    const double lr = o->desc.outer_lr, mu = o->desc.outer_momentum, world = ampi_world(o->amp);
+    const float *sum = u->piece + from % AMPI_OUTER_PIECE;
+    int64_t i;
+    if (!ampi_said_live(u->said + 1 + 2 * row)) return;
+    for (i = from; i < to; i++) {
+        double change = (double)*sum++ / world;
+        u->momentum[i] = (float)(mu * (double)u->momentum[i] + change);
+        u->anchor[i] = (float)((double)u->anchor[i] - lr * (change + mu * (double)u->momentum[i]));
+    }
+}
+static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
+    ampi_outer *u = &o->outer;
+    float *anchor = u->anchor + first;
+    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, u->piece, u->piece, n, AMP_F32);
+    ampi_fp host;
+    int64_t i;
+    AMPI_TRY(ampi_outer_rows(o, first, n, u->piece, 0));
+    host = ampi_fp_begin();
+    for (i = 0; i < n; i++) u->piece[i] = anchor[i] - u->piece[i];
+    ampi_fp_end(host);
+    e.op = AMP_REDUCE_SUM;
+    AMPI_TRY(o->desc.sync_wire == AMP_BF16 ? ampi_outer_sum_bf16(o, n) : ampi_exchange_host(o->amp, e));
+    host = ampi_fp_begin();
+    ampi_outer_visit(o, first, n, ampi_outer_move);
+    ampi_fp_end(host);
+    return ampi_outer_rows(o, first, n, anchor, 1);
+}
+
+/* After every sync_every steps; not in the trials of amp_verify and its kin. */
+static amp_result ampi_hook_outer_step(amp_optimizer *o) {
+    int64_t i;
+    if (o->desc.sync_every == 0 || o->attempts % o->desc.sync_every != 0 || o->amp->trials > 0) return AMP_OK;
+    AMPI_TRY(ampi_outer_check(o));
+    for (i = 0; i < o->outer.n; i += AMPI_OUTER_PIECE)
+        AMPI_TRY(ampi_outer_piece(o, i, AMPI_MIN(o->outer.n - i, (int64_t)AMPI_OUTER_PIECE)));
+    for (i = 0; i < o->set->n; i++)
+        if (ampi_said_live(o->outer.said + 1 + 2 * i)) amp_param_changed(o->set->params[i]);
+    return AMP_OK;
+}
+
 /* ---- States of several ranks: a file each, and an index that is written last. */
 
 /* The largest of the ranks' numbers. */
@@ -26788,98 +26910,7 @@ AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out,
     return ampi_as(f, ampi_load_ranks(amp, out, path));
 }
 
-/* ---- Learning-rate schedules */
-
-/* What not all kinds read. */
-enum { AMPI_READS_MIN = 1, AMPI_READS_STEPS = 2, AMPI_READS_DECAY = 4, AMPI_READS_TIME = 8 };
-static const struct ampi_schedule_row { const char *name; int reads; } ampi_schedules[] = {
-    {"?", 0}, {"CONSTANT", 0}, {"LINEAR", AMPI_READS_MIN | AMPI_READS_STEPS},
-    {"COSINE", AMPI_READS_MIN | AMPI_READS_STEPS}, {"WSD", AMPI_READS_MIN | AMPI_READS_STEPS | AMPI_READS_DECAY},
-    {"INVERSE_SQRT", AMPI_READS_MIN | AMPI_READS_TIME}, {"SQRT", AMPI_READS_MIN | AMPI_READS_STEPS}
-};
-
-#define AMPI_RATE_RANGE "above 0 and at most 1e30, or AMP_EXPLICIT_ZERO"
-#define AMPI_OF_SCHEDULE(field, type, standard, low, high, range) \
-    { #field, type, offsetof(amp_schedule, field), NULL, standard, low, high, range }
-static const ampi_field ampi_schedule_fields[] = {
-    AMPI_OF_SCHEDULE(from_zero, AMPI_I32, 0, 0, 1, NULL),
-    AMPI_OF_SCHEDULE(kind, AMPI_I32, AMP_SCHEDULE_COSINE, 1, AMP_SCHEDULE_SQRT, NULL),
-    {"lr", AMPI_REAL64, offsetof(amp_schedule, lr), ampi_zero_words, 0, 0, 1e30, AMPI_RATE_RANGE},
-    AMPI_OF_SCHEDULE(min_lr, AMPI_REAL64, 0, 0, 1e30, "from 0 to 1e30"),
-    AMPI_OF_SCHEDULE(warmup, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
-    AMPI_OF_SCHEDULE(steps, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
-    AMPI_OF_SCHEDULE(decay, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
-    AMPI_OF_SCHEDULE(timescale, AMPI_I64, 0, 0, AMPI_DBL_MAX, "0 or more"),
-    AMPI_OF_SCHEDULE(decay_kind, AMPI_I32, 0, 0, AMP_SCHEDULE_SQRT, NULL)
-};
-
-/* Checks a schedule, and fills in the defaults. */
-static amp_result ampi_schedule_check(amp_schedule *s) {
-    const char *function = "amp_schedule_lr";
-    const struct ampi_schedule_row *row;
-    AMPI_TRY(ampi_fields(function, ampi_schedule_fields, sizeof ampi_schedule_fields, s));
-    AMPI_TRY(ampi_check_reserved(function, s->reserved));
-    row = &ampi_schedules[s->kind];
-    AMPI_TRY(ampi_check_real(function, ".lr", s->lr, ampi_is_given(s->lr), AMPI_RATE_RANGE));
-    s->lr = ampi_or(s->lr, 0);
-    if ((s->min_lr > 0 && !(row->reads & AMPI_READS_MIN)) || (s->timescale > 0 && !(row->reads & AMPI_READS_TIME)) ||
-        ((s->decay > 0 || s->decay_kind != AMP_SCHEDULE_DEFAULT) && !(row->reads & AMPI_READS_DECAY)))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".%s is given, and %s does not read it",
-                         s->min_lr > 0 && !(row->reads & AMPI_READS_MIN)         ? "min_lr"
-                         : s->timescale > 0 && !(row->reads & AMPI_READS_TIME) ? "timescale"
-                         : s->decay > 0                                        ? "decay"
-                                                                               : "decay_kind", row->name);
-    AMPI_TRY(ampi_check_real(function, ".min_lr", s->min_lr, s->min_lr <= s->lr, "at most .lr"));
-    if (s->steps == 0 && (row->reads & AMPI_READS_STEPS))
-        return ampi_fail(AMP_ERR_RANGE, function, ".steps = 0, must be 1 or more with %s", row->name);
-    if (s->timescale == 0) s->timescale = s->warmup > 0 ? s->warmup : 10000;
-    if (s->kind == AMP_SCHEDULE_WSD && s->decay == 0) s->decay = AMPI_MAX(s->steps / 5, (int64_t)1);
-    if (s->steps > 0 && (s->decay > s->steps || s->warmup > s->steps - s->decay))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".warmup = %lld and .decay = %lld are longer than .steps = %lld",
-                         (long long)s->warmup, (long long)s->decay, (long long)s->steps);
-    if (s->decay_kind == AMP_SCHEDULE_DEFAULT) s->decay_kind = s->kind;
-    if (s->decay_kind == AMP_SCHEDULE_WSD) s->decay_kind = AMP_SCHEDULE_COSINE;
-    if (s->kind == AMP_SCHEDULE_WSD && s->decay_kind != AMP_SCHEDULE_LINEAR && s->decay_kind != AMP_SCHEDULE_COSINE &&
-        s->decay_kind != AMP_SCHEDULE_SQRT)
-        return ampi_fail(AMP_ERR_RANGE, function, ".decay_kind = %d, must be LINEAR, COSINE or SQRT",
-                         (int)s->decay_kind);
-    return AMP_OK;
-}
-
-static double ampi_schedule_rate(const amp_schedule *s, int64_t step) {
-    int64_t from = s->kind == AMP_SCHEDULE_WSD ? s->steps - s->decay : s->warmup;
-    double done, left;
-    double low = s->kind == AMP_SCHEDULE_WSD && s->from_zero ? s->min_lr : 0;
-    if (step < s->warmup) return low + (s->lr - low) * (double)(step + !s->from_zero) / (double)s->warmup;
-    if (s->kind == AMP_SCHEDULE_CONSTANT) return s->lr;
-    if (s->kind == AMP_SCHEDULE_INVERSE_SQRT) {
-        left = s->lr / ampi_root(((double)(step - s->warmup) + (double)s->timescale) / (double)s->timescale);
-        return left > s->min_lr ? left : s->min_lr;
-    }
-    if (step >= s->steps) return s->min_lr;
-    if (step < from) return s->lr;
-    done = (double)(step - from) / (double)(s->steps - from);
-    left = s->decay_kind == AMP_SCHEDULE_LINEAR ? 1 - done
-           : s->decay_kind == AMP_SCHEDULE_SQRT ? 1 - ampi_root(done)
-                                                : 0.5 * (1 + cos(3.14159265358979323846 * done));
-    return s->min_lr + (s->lr - s->min_lr) * left;
-}
-
-AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, double *lr) {
-    amp_schedule s;
-    ampi_fp host;
-    AMPI_TRY(ampi_need("amp_schedule_lr", schedule && lr, "schedule or lr"));
-    s = *schedule;
-    AMPI_TRY(ampi_schedule_check(&s));
-    if (step < 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_schedule_lr", "step = %lld, must be 0 or more", (long long)step);
-    host = ampi_fp_begin();
-    *lr = ampi_schedule_rate(&s, step);
-    ampi_fp_end(host);
-    return AMP_OK;
-}
-
-/* ==== 12 >>data: implementation ====
+/* ==== 13 >>data: implementation ====
 
    Batches are numbered over all epochs: epoch * batches per epoch + index.  Batch `number` goes into slot
    number % depth of a ring.  Workers claim numbers in order and fill slots in any order; the consumer takes them in
@@ -28853,7 +28884,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
     return ampi_loader_move(l, saved[0] * l->batches + saved[1], "amp_loader_load", AMPI_STACK);
 }
 
-/* ==== 13 >>watch: implementation ==== */
+/* ==== 14 >>watch: implementation ==== */
 
 #if !defined(AMP_NO_WATCH)
 /* A step as the program reported it and as measured; kept until the step's result is due. */
@@ -31096,40 +31127,9 @@ AMP_API const amp_tensor_stats_row *amp_tensor_stats_find(const amp_tensor_stats
 }
 #endif /* AMP_NO_WATCH */
 
-/* ==== 14 >>care: implementation ==== */
+/* ==== 15 >>care: implementation ==== */
 
 #if !defined(AMP_NO_CARE)
-/* ---- Ranks: what one finds decides for all, so that all go the same way and make the same calls */
-
-/* The largest of all ranks' numbers. */
-static amp_result ampi_ranks_most(amp_context *amp, double *x, int64_t n) {
-    ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, x, x, n, AMP_F64);
-    e.op = AMP_REDUCE_MAX;
-    return ampi_world(amp) > 1 ? ampi_exchange_host(amp, e) : AMP_OK;
-}
-/* A user function's code; not 0 also if another rank's is not. */
-static int ampi_ranks_code(amp_context *amp, int code) {
-    double failed = code != 0;
-    amp_result result = ampi_ranks_most(amp, &failed, 1);
-    if (result != AMP_OK || code != 0) return result != AMP_OK ? (int)result : code;
-    return failed > 0 ? (int)ampi_fail(AMP_ERR_REDUCE, "reducer", "it failed on another rank") : 0;
-}
-static amp_result ampi_ranks_result(amp_context *amp, amp_result result) {
-    return (amp_result)ampi_ranks_code(amp, (int)result);
-}
-/* Gives all what the first rank with the largest key has. */
-static amp_result ampi_ranks_take(amp_context *amp, void *data, int64_t bytes, double key) {
-    ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
-    double most = key, first = -(double)ampi_settings(amp)->reducer.rank;
-    if (ampi_world(amp) == 1) return AMP_OK;
-    AMPI_TRY(ampi_ranks_most(amp, &most, 1));
-    if (key < most) first = -(double)ampi_world(amp);
-    AMPI_TRY(ampi_ranks_most(amp, &first, 1));
-    e.root = (int32_t)-first;
-    return ampi_exchange_host(amp, e);
-}
-static int ampi_is_first(const amp_context *amp) { return ampi_settings(amp)->reducer.rank == 0; }
-
 /* ---- Snapshots: everything that training changes, copied to the host and restored bit for bit, any number of times.
    Restoring allocates nothing, so it works after a step ran out of memory. */
 
@@ -32592,6 +32592,11 @@ AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text
     return sheet.in_use;
 }
 
+#endif /* AMP_NO_CARE */
+
+/* ==== 15 >>tuning: implementation ==== */
+
+#if !defined(AMP_NO_CARE)
 /* ---- Advice */
 
 /* The settings in force. */
@@ -35881,7 +35886,7 @@ __extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
 #undef ampi_vu
 
 #else
-/* ==== 6 >>backends: vector kernels ==== */
+/* ==== 6 >>workers: vector kernels ==== */
 
 /* ---- Vector helpers and elementary functions, safe under -Ofast: special values are recognised by their bits, and
    AMPI_V(ampi_keep) stops the compiler from reordering a sum whose order matters. */

@@ -2,7 +2,8 @@
 #     awk -f tests/layers.awk amp.h amp.h
 # A section of the implementation names only what is defined in it or in a section above: functions, be they called or passed
 # on, tables, types, constants and macros.  Comments, strings, and macros that are undefined again do not count.  A public
-# function is defined in the section that declares it.  Nothing is declared ahead of its definition but hooks: functions
+# function is defined in the section that declares it, or in another part of it: with the same number.  Types of the API
+# half belong to their number too.  Nothing is declared ahead of its definition but hooks: functions
 # ampi_hook_NAME, which a section declares and a later one defines.  What stands under a title without a number belongs to
 # all.
 # The first reading notes what each section defines, the second looks at every name.
@@ -29,8 +30,12 @@ function define(name) {
     }
     if (name !~ /^(amp|ampi|AMP|AMPI)_/ || name in home) return
     home[name] = section != "" ? section : declared[name]
-    if (name in declared && declared[name] != home[name] && declared[name] != "") say(name " is declared in >>" declared[name] ", and defined in >>" section)
+    place[name] = implementation ? rank[home[name]] : number[home[name]]
+    if (!implementation) shown[name]
+    if (declared[name] != "" && number[declared[name]] != number[home[name]])
+        say(name " is declared in >>" declared[name] ", and defined in >>" section)
 }
+function declare_hook(name) { declared[name] = home[name] = section; place[name] = rank[section] }
 # A declaration at column 0, up to its body, value or end.
 function declare(head,    is_prototype) {
     gsub(/AMPI_PRINTF\([^)]*\)|__attribute__\(\([^)]*(\([^)]*\))?[^)]*\)\)/, "", head)
@@ -45,14 +50,15 @@ function declare(head,    is_prototype) {
     }
     if (head !~ /^typedef/) sub(/[(=[;{].*/, "", head)
     if (!is_prototype) define(last_name(head))
-    else if (last_name(head) ~ /^ampi_hook_/) { declared[last_name(head)] = section; home[last_name(head)] = section }
+    else if (last_name(head) ~ /^ampi_hook_/) declare_hook(last_name(head))
     else if (implementation && last_name(head) ~ /^ampi?_/) say(last_name(head) " is declared before it is defined")
     else declared[last_name(head)] = section
 }
 FNR == 1 { reading++; section = ""; comment = 0; implementation = 0 }
-/^\/\* ==== [0-9]+ >>/ {                                # a section: its tag; its rank is its place in the implementation
+/^\/\* ==== [0-9]+ >>/ {                                # rank: its place in the implementation
     section = $4
     gsub(/[>:]/, "", section)
+    number[section] = $3 + 0
     if (implementation && !(section in rank)) rank[section] = ++sections
 }
 /^\/\* ==== [^0-9]/ { section = "" }
@@ -79,7 +85,7 @@ reading == 2 && implementation {
         name = substr(line, RSTART, RLENGTH)
         line = substr(line, RSTART + RLENGTH)
         if (!(name in home) && name ~ /^ampi?_/ && line ~ /^\(/) say("where " name " is defined, this check does not see")
-        if (name in home && rank[home[name]] > rank[section] && !(name in temporary)) say(">>" section " names " name " of >>" home[name])
+        if (name in home && place[name] > (name in shown ? number[section] : rank[section]) && !(name in temporary)) say(">>" section " names " name " of >>" home[name])
     }
 }
 END { for (name in home) if (name ~ /^ampi_hook_/ && !(name in hooked)) print FILENAME ": nobody defines " name }
