@@ -149,8 +149,9 @@
      AMP_IMPLEMENTATION makes everything private to the file, including thread state and caches.  AMP_API may be
      predefined in all files, for example as a visibility attribute.  Some versions of g++ need
      -Wno-missing-field-initializers with -Wextra.  AMP_NO_CARE and AMP_NO_WATCH, also beside AMP_IMPLEMENTATION, leave
-     out the functions of >>care, and those of >>watch except settings.  Calls to these functions then do not compile,
-     or do not link from files without the macro.  Settings that are no longer read are refused (AMP_ERR_UNSUPPORTED).
+     out the functions of >>care and >>tuning, and those of >>watch except settings.  Calls to these functions then do
+     not compile, or do not link from files without the macro.  Settings that are no longer read are refused
+     (AMP_ERR_UNSUPPORTED).
 
    STEP BY STEP     for readers who know PyTorch
 
@@ -221,38 +222,41 @@
        logits; dx and x of the other losses; y and x in dropout, softmax, TANH and RELU; dx and dy in dropout, softmax
        and activation; sum and x or residual, dx and dsum; in amp_add and amp_cast the result and an operand.
 
-   CONTENTS AT A GLANCE     Search for the tags.  The API has three parts: what a training program calls, the rest, and
-                            what kernels and backends are made of.  The sections of each part, and those of the
-                            implementation, stand in this order.  Objects also have _destroy and _query.  The API ends
-                            with SETTINGS, WHAT DIFFERS FROM PYTORCH'S DEFAULTS, THREADS AND CALLBACKS and WHEN
-                            SOMETHING IS WRONG
+   CONTENTS AT A GLANCE     Search for the tags.  The API has each section once, the ones that a training program calls
+                            first.  In the implementation the sections stand in the order of their numbers, and each
+                            calls only those above it.  Objects also have _destroy and _query.  The API ends with
+                            SETTINGS, WHAT DIFFERS FROM PYTORCH'S DEFAULTS, THREADS AND CALLBACKS and WHEN SOMETHING
+                            IS WRONG
 
        >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all
                     amp_file_free amp_system_default
-       >>numbers    amp_f16_from_f32 and the like, amp_convert amp_count_nonfinite amp_random_u32 amp_dtype_parse
-       >>machine    amp_machine_probe amp_machine_text amp_choose
+       >>numbers    amp_dtype_parse amp_dtype_name amp_dtype_size amp_explicit
        >>tensors    amp_tensor1 to amp_tensor4, amp_tensor_count
-       >>state      amp_state_create _put _get _save _load
        >>backends   amp_open amp_close amp_query _machine _choice, amp_set_dtype amp_set_enabled amp_cpu amp_cuda
-                    amp_ranks_create _reducer, amp_alloc amp_free amp_copy amp_fill amp_sync amp_event_record _wait,
-                    amp_memory _reset_peak, amp_cleanup amp_param_register _forget _changed _accumulate _dtype
+                    amp_alloc amp_free amp_copy amp_fill amp_sync amp_event_record _wait, amp_memory _reset_peak,
+                    amp_cleanup amp_param_register _forget _changed _accumulate _dtype
        >>masks      amp_mask_get amp_mask_release amp_mask_cache_info _drop _clear
        >>autocast   amp_autocast_begin _end _active _decide _compute _result _cast _input _output, amp_recompute_begin
                     _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear amp_fp8_save
        >>operators  those above, amp_random_save
-       >>tape       amp_model_create _param _zero_grad and others, amp_tensor_create, amp_tape_create _begin _backward
-                    _finish _forward _plan _input _keep _tensor _gradient _read _layer _store _text _time and others,
-                    operators
-       >>gradients  amp_params_broadcast, amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale
-                    _check _update _update_with _found _get _set_scale _rescale _save, amp_grad_set_create _stats
-                    _device _apply _save _restore, amp_optimizer_create _step _zero_grad _set_lr _set_clip
-                    _set_accumulation _set_weight _bytes _save, amp_state_save_ranks _load_ranks, amp_schedule_lr,
-                    amp_graph_begin _end _launch
+       >>models     amp_model_create _param _zero_grad and others, amp_tensor_create
+       >>tape       amp_tape_create _begin _backward _finish _forward _plan _input _keep _tensor _gradient _read _layer
+                    _store _text _time and others, operators
+       >>gradients  amp_scaler_create _enabled _scale_ptr _unscale _check _update _update_with _found _get _set_scale
+                    _rescale _save, amp_grad_set_create _stats _device _apply _save _restore
+       >>optimizers amp_step amp_step_result_next amp_optimizer_create _step _zero_grad _set_lr _set_clip
+                    _set_accumulation _set_weight _bytes _save, amp_schedule_lr, amp_graph_begin _end _launch
+       >>ranks      amp_ranks_create _reducer, amp_params_broadcast, amp_state_save_ranks _load_ranks
        >>data       amp_loader_create _next _seek _stop _info_get _save
+       >>machine    amp_machine_probe amp_machine_text amp_choose
+       >>state      amp_state_create _put _get _save _load
        >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text, amp_status_get,
                     amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step _find, amp_profile_push
-       >>care       amp_verify _placement, amp_gradcheck amp_advise amp_advice_apply amp_tune amp_adapt_create _step
-                    _next _layer _freeze _text _json _save, amp_recovery_create _step _memory _batch
+       >>care       amp_verify _placement, amp_gradcheck
+       >>tuning     amp_advise amp_advice_apply amp_tune amp_adapt_create _step _next _layer _freeze _text _json _save,
+                    amp_recovery_create _step _memory _batch
+       >>kernels    for your own kernels and backends: amp_f16_from_f32 and its kind for each format, amp_convert
+                    amp_count_nonfinite amp_random_u32, the arguments of kernels, the table of a backend
 
    GLOSSARY
 
@@ -313,9 +317,9 @@
      back when a call returns, and in callbacks: .parallel and its threads, allocator, logger, steps and your kernels.
      A loader's callbacks run in the environment of the thread that created the loader.  If your environment is not the
      default, each call sets and restores it.  Traps for FE_INEXACT and FE_UNDERFLOW stay active in the CPU code of
-     >>watch and >>care.  Calls may raise exception flags but clear none.  Your own sums may trap on inf - inf when too
-     high a scale makes gradients infinite.  Leave them out where amp_scaler_found says so; the next update then skips
-     the step, as in tests/examples/hosts.
+     >>watch, >>care and >>tuning.  Calls may raise exception flags but clear none.  Your own sums may trap on inf -
+     inf when too high a scale makes gradients infinite.  Leave them out where amp_scaler_found says so; the next
+     update then skips the step, as in tests/examples/hosts.
 
    SAME BITS  Results do not depend on the number of threads or workers.  They repeat from run to run (a GPU's .autotune
      needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  After a restart
@@ -641,12 +645,12 @@ typedef struct amp_mask {
    The context: backend, precision, threads, memory and parameters. */
 
 typedef struct amp_context amp_context;
-typedef struct amp_backend amp_backend; /* in part three */
-typedef struct amp_exchanges amp_exchanges; /* in part two */
-typedef struct amp_machine amp_machine; /* in part two */
+typedef struct amp_backend amp_backend; /* in >>kernels */
+typedef struct amp_exchanges amp_exchanges; /* in >>ranks */
+typedef struct amp_machine amp_machine; /* in >>machine */
 typedef struct amp_choice amp_choice;
 typedef struct amp_state amp_state;
-typedef struct amp_k_scaler amp_k_scaler; /* in part three */
+typedef struct amp_k_scaler amp_k_scaler; /* in >>kernels */
 typedef struct amp_k_grad_stats amp_k_grad_stats;
 
 /* The CPU backend. */
@@ -805,7 +809,7 @@ typedef struct amp_desc {
     amp_logger logger;
     amp_system system;
     amp_reducer reducer;
-    int32_t reduce_on_device, reduce_timeout_ms;  /* 1: device memory goes over NCCL, see part two; default 60000 */
+    int32_t reduce_on_device, reduce_timeout_ms;  /* 1: device memory goes over NCCL, see >>ranks; default 60000 */
     amp_parallel parallel;      /* default: amp.h's own threads */
     amp_context *share_threads; /* an open context whose threads are used; .threads is then at most that context's */
     int32_t pin_threads;        /* 1: bind each thread that amp.h starts to a core (Linux) */
@@ -3225,11 +3229,10 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix);
 #endif
 
-/* ==== >>kernels: for your own kernels and backends ==== */
-
-/* ---- Numbers
-   Scalar conversions and random numbers, in integer arithmetic on bit patterns.  They give the same bits on every
-   machine, under every compiler flag, with flush-to-zero or without. */
+/* ==== 16 >>kernels ====
+   For your own kernels and backends: conversions and random numbers, and what a backend is made of.  The scalar
+   functions compute in integer arithmetic on bit patterns.  They give the same bits on every machine, under every
+   compiler flag, with flush-to-zero or without. */
 
 /* ---- Scalar conversions.  16-bit and 8-bit numbers are uint16_t and uint8_t bit patterns.
 
@@ -3505,10 +3508,9 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
    it works under -Ofast too.  *first, if given, receives the index of the first, or -1. */
 AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first);
 
-/* ==== 6 >>backends ====
-   Everything that a device does: memory, copies, streams, events, graphs and kernels.  The CPU backend is built in,
-   amp_cuda.cu is another, and a third needs no change in amp.h.  You may also copy a table and replace an entry, for
-   example gemm with your BLAS. */
+/* ---- Backends.  A backend is a table of everything that a device does: memory, copies, streams, events, graphs and
+   kernels.  The CPU backend is built in, amp_cuda.cu is another, and a third needs no change in amp.h.  You may also
+   copy a table and replace an entry, for example gemm with your BLAS. */
 
 /* A matrix: element (i, j) at data[i * ld + j]. */
 typedef struct amp_mat {
@@ -15491,7 +15493,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
 }
 
 /* ==== 9 >>operators: implementation ====
-   Each function checks its op struct, asks section 8 for the plan, and calls the backend. */
+   Each function checks its op struct, asks >>autocast for the plan, and calls the backend. */
 
 /* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
 static amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
@@ -23495,7 +23497,8 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
     AMPI_TRY(ampi_copies_begin(o));
     result = ampi_run_optimizer(o);
-    if (result == AMP_OK && ampi_shards(set) && !ampi_hook_gathers_late(set)) result = ampi_hook_buckets_gather(set->buckets);
+    if (result == AMP_OK && ampi_shards(set) && !ampi_hook_gathers_late(set))
+        result = ampi_hook_buckets_gather(set->buckets);
     if (result == AMP_OK) ampi_weights_changed(set);
     ampi_copies_end(o, result);
     AMPI_TRY(result);
@@ -35305,7 +35308,7 @@ static AMPI_ALWAYS AMPI_V(ampi_four) AMPI_V(ampi_transpose4)(AMPI_V(ampi_four) r
 }
 #undef AMPI_SHUFFLE
 
-/* ---- Numbers: bulk conversions, with the bits of the scalar functions of section 2. */
+/* ---- Numbers: bulk conversions, with the bits of the scalar functions of >>numbers. */
 
 #define ampi_vu AMPI_V(ampi_vuint)       /* AMPI_W uint32 */
 typedef uint32_t ampi_vu __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
@@ -36621,7 +36624,7 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .pairs = NULL};
 
 /* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low ones.
-   It takes subnormal operands as 0; so does the conversion that packs them, unlike section 2's roundings. */
+   It takes subnormal operands as 0; so does the conversion that packs them, unlike the roundings of >>numbers. */
 
 #if AMPI_GEMM_BF16 && AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))

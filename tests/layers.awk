@@ -2,10 +2,10 @@
 #     awk -f tests/layers.awk amp.h amp.h
 # A section of the implementation names only what is defined in it or in a section above: functions, be they called or passed
 # on, tables, types, constants and macros.  Comments, strings, and macros that are undefined again do not count.  A public
-# function is defined in the section that declares it, or in another part of it: with the same number.  Types of the API
-# half belong to their number too.  Nothing is declared ahead of its definition but hooks: functions
-# ampi_hook_NAME, which a section declares and a later one defines.  What stands under a title without a number belongs to
-# all.
+# function is defined in the section that declares it, or in another part of it, with the same number.  Types of the API
+# half belong to the number of their section, and to all if it has no implementation (>>kernels).  Nothing is declared ahead
+# of its definition but hooks: functions ampi_hook_NAME, which a section declares and a later one defines.  What stands
+# under a title without a number belongs to all.
 # The first reading notes what each section defines, the second looks at every name.
 function bare(s,    kept) {                             # s without comments, strings and characters
     for (kept = ""; ; s = substr(s, RSTART + (comment ? 2 : RLENGTH))) {
@@ -32,7 +32,7 @@ function define(name) {
     home[name] = section != "" ? section : declared[name]
     place[name] = implementation ? rank[home[name]] : number[home[name]]
     if (!implementation) shown[name]
-    if (declared[name] != "" && number[declared[name]] != number[home[name]])
+    if (declared[name] != "" && declared[name] != "kernels" && number[declared[name]] != number[home[name]])
         say(name " is declared in >>" declared[name] ", and defined in >>" section)
 }
 function declare_hook(name) { declared[name] = home[name] = section; place[name] = rank[section] }
@@ -85,7 +85,7 @@ reading == 2 && implementation {
         name = substr(line, RSTART, RLENGTH)
         line = substr(line, RSTART + RLENGTH)
         if (!(name in home) && name ~ /^ampi?_/ && line ~ /^\(/) say("where " name " is defined, this check does not see")
-        if (name in home && place[name] > (name in shown ? number[section] : rank[section]) && !(name in temporary)) say(">>" section " names " name " of >>" home[name])
+        if (name in home && home[name] != "kernels" && place[name] > (name in shown ? number[section] : rank[section]) && !(name in temporary)) say(">>" section " names " name " of >>" home[name])
     }
 }
 END { for (name in home) if (name ~ /^ampi_hook_/ && !(name in hooked)) print FILENAME ": nobody defines " name }
