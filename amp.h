@@ -3282,38 +3282,52 @@ AMPI_HD uint64_t ampi_round_bits(uint64_t bits, int sm, int sb, int dm, int db, 
     return ((uint64_t)(e - 1) << dm) + q;
 }
 
-/* An fp32 (wide 0) or fp64 (wide 1) pattern's magnitude in a format with dm mantissa bits, bias db and this largest
-   finite pattern.  largest + 1 is infinity, in E4M3 NaN. */
-AMPI_HD uint32_t ampi_narrow(uint64_t x, int wide, int dm, int db, uint32_t largest, int saturate, int mode,
-                             uint32_t random) {
-    int sm = wide ? 52 : 23, sb = wide ? 1023 : 127;
+/* A format to narrow to: its mantissa bits, its exponent's bias, and the pattern of its largest finite number.  The
+   next pattern is infinity, in E4M3 NaN. */
+typedef struct ampi_format { int mantissa, bias; uint32_t largest; } ampi_format;
+AMPI_HD ampi_format ampi_format_of(int mantissa, int bias, uint32_t largest) {
+    ampi_format to;
+    to.mantissa = mantissa; to.bias = bias; to.largest = largest;
+    return to;
+}
+
+/* An fp32 (wide 0) or fp64 (wide 1) pattern's magnitude in a format. */
+AMPI_HD uint32_t ampi_narrow(uint64_t x, int wide, ampi_format to, int saturate, int mode, uint32_t random) {
+    int sm = wide ? 52 : 23, sb = wide ? 1023 : 127, dm = to.mantissa;
+    uint32_t largest = to.largest;
     uint64_t magnitude = x & (wide ? ~(uint64_t)0 >> 1 : (uint64_t)0x7fffffff);
     uint64_t infinity = (uint64_t)(2 * sb + 1) << sm, r;
     if (magnitude > infinity)
         return (largest + 1) | (uint32_t)1 << (dm - 1) | (uint32_t)((magnitude - infinity) >> (sm - dm));
     if (magnitude == infinity) return saturate ? largest : largest + 1;
-    r = ampi_round_bits(magnitude, sm, sb, dm, db, mode, random);
+    r = ampi_round_bits(magnitude, sm, sb, dm, to.bias, mode, random);
     return r <= largest ? (uint32_t)r : saturate ? largest : largest + 1;
 }
 
 AMPI_HD uint32_t ampi_sign(uint64_t x, int wide) { return (uint32_t)(x >> (wide ? 63 : 31)); }
 AMPI_HD uint16_t ampi_to_f16(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
-    return (uint16_t)(ampi_sign(x, wide) << 15 | ampi_narrow(x, wide, 10, 15, 0x7bff, saturate, mode, random));
+    uint32_t magnitude = ampi_narrow(x, wide, ampi_format_of(10, 15, 0x7bff), saturate, mode, random);
+    return (uint16_t)(ampi_sign(x, wide) << 15 | magnitude);
 }
 AMPI_HD uint16_t ampi_to_bf16(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
-    return (uint16_t)(ampi_sign(x, wide) << 15 | ampi_narrow(x, wide, 7, 127, 0x7f7f, saturate, mode, random));
+    uint32_t magnitude = ampi_narrow(x, wide, ampi_format_of(7, 127, 0x7f7f), saturate, mode, random);
+    return (uint16_t)(ampi_sign(x, wide) << 15 | magnitude);
 }
 AMPI_HD uint8_t ampi_to_e4m3(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
-    return (uint8_t)(ampi_sign(x, wide) << 7 | ampi_narrow(x, wide, 3, 7, 0x7e, saturate, mode, random));
+    uint32_t magnitude = ampi_narrow(x, wide, ampi_format_of(3, 7, 0x7e), saturate, mode, random);
+    return (uint8_t)(ampi_sign(x, wide) << 7 | magnitude);
 }
 AMPI_HD uint8_t ampi_to_e5m2(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
-    return (uint8_t)(ampi_sign(x, wide) << 7 | ampi_narrow(x, wide, 2, 15, 0x7b, saturate, mode, random));
+    uint32_t magnitude = ampi_narrow(x, wide, ampi_format_of(2, 15, 0x7b), saturate, mode, random);
+    return (uint8_t)(ampi_sign(x, wide) << 7 | magnitude);
 }
 AMPI_HD uint32_t ampi_to_tf32(uint64_t x, int wide, int saturate) {
-    return ampi_sign(x, wide) << 31 | ampi_narrow(x, wide, 10, 127, 0x3fbff, saturate, AMPI_AWAY, 0) << 13;
+    uint32_t magnitude = ampi_narrow(x, wide, ampi_format_of(10, 127, 0x3fbff), saturate, AMPI_AWAY, 0);
+    return ampi_sign(x, wide) << 31 | magnitude << 13;
 }
 AMPI_HD uint32_t ampi_to_f32(uint64_t x, int saturate) {
-    return ampi_sign(x, 1) << 31 | ampi_narrow(x, 1, 23, 127, 0x7f7fffff, saturate, AMPI_EVEN, 0);
+    uint32_t magnitude = ampi_narrow(x, 1, ampi_format_of(23, 127, 0x7f7fffff), saturate, AMPI_EVEN, 0);
+    return ampi_sign(x, 1) << 31 | magnitude;
 }
 
 /* From fp32.  TF32: 10 mantissa bits in fp32 storage, ties away from zero as cvt.rna.tf32.f32. */
@@ -3432,11 +3446,11 @@ enum {
 typedef struct ampi_fit { uint64_t limit[AMPI_FIT_LIMITS]; } ampi_fit;
 
 /* The largest finite magnitude that rounds to at most `pattern`, by bisection. */
-AMPI_HD uint64_t ampi_fit_limit(int wide, int dm, int db, uint32_t largest, uint32_t pattern) {
+AMPI_HD uint64_t ampi_fit_limit(int wide, ampi_format format, uint32_t pattern) {
     uint64_t low = 0, high = (wide ? (uint64_t)0x7ff << 52 : (uint64_t)0xff << 23) - 1;
     while (low < high) {
         uint64_t middle = low + (high - low + 1) / 2;
-        if (ampi_narrow(middle, wide, dm, db, largest, 0, AMPI_EVEN, 0) <= pattern) low = middle;
+        if (ampi_narrow(middle, wide, format, 0, AMPI_EVEN, 0) <= pattern) low = middle;
         else high = middle - 1;
     }
     return low;
@@ -3445,12 +3459,13 @@ AMPI_HD ampi_fit ampi_fit_of(int wide, amp_dtype format) {
     int dm = format == AMP_F16 ? 10 : format == AMP_BF16 ? 7 : format == AMP_E4M3 ? 3 : 2;
     int db = format == AMP_BF16 ? 127 : format == AMP_E4M3 ? 7 : 15;
     uint32_t largest = format == AMP_F16 ? 0x7bff : format == AMP_BF16 ? 0x7f7f : format == AMP_E4M3 ? 0x7e : 0x7b;
+    ampi_format to = ampi_format_of(dm, db, largest);
     ampi_fit f;
     f.limit[AMPI_FIT_ZERO] = 0;
-    f.limit[AMPI_FIT_KEPT] = ampi_fit_limit(wide, dm, db, largest, 0);
-    f.limit[AMPI_FIT_NORMAL] = ampi_fit_limit(wide, dm, db, largest, ((uint32_t)1 << dm) - 1);
-    f.limit[AMPI_FIT_LAST] = ampi_fit_limit(wide, dm, db, largest, (largest >> dm << dm) - 1);
-    f.limit[AMPI_FIT_OVER] = ampi_fit_limit(wide, dm, db, largest, largest);
+    f.limit[AMPI_FIT_KEPT] = ampi_fit_limit(wide, to, 0);
+    f.limit[AMPI_FIT_NORMAL] = ampi_fit_limit(wide, to, ((uint32_t)1 << dm) - 1);
+    f.limit[AMPI_FIT_LAST] = ampi_fit_limit(wide, to, (largest >> dm << dm) - 1);
+    f.limit[AMPI_FIT_OVER] = ampi_fit_limit(wide, to, largest);
     f.limit[AMPI_FIT_NAN] = wide ? (uint64_t)0x7ff << 52 : (uint64_t)0xff << 23;
     f.limit[AMPI_FIT_INFINITE] = f.limit[AMPI_FIT_NAN] - 1;
     return f;
@@ -6531,14 +6546,14 @@ static void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, int64_t
     }
 }
 
-/* n is at most AMPI_CONVERT_CHUNK; `index`: the first element's random number. */
+/* n is at most AMPI_CONVERT_CHUNK. */
 static void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
-                               const amp_convert_desc *desc, uint64_t index, amp_cpu_path path) {
+                               const amp_convert_desc *desc, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     int mode = desc->rounding == AMP_ROUND_STOCHASTIC ? AMPI_STOCHASTIC : AMPI_EVEN;
     uint32_t random[AMPI_CONVERT_CHUNK];
     float scratch[AMPI_CONVERT_CHUNK];
-    if (mode == AMPI_STOCHASTIC) (vec->random)(random, n, desc->seed, index);
+    if (mode == AMPI_STOCHASTIC) (vec->random)(random, n, desc->seed, desc->offset);
     if (src_dtype == AMP_F64 && dst_dtype != AMP_F64) {
         ampi_from_fp64(dst, dst_dtype, src, n, desc->saturate, mode == AMPI_STOCHASTIC ? random : NULL, path);
         return;
@@ -6553,24 +6568,39 @@ static void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void *src, 
     else ampi_from_fp32(dst, dst_dtype, scratch, n, path);
 }
 
-/* amp_convert with checked arguments.  Without saturation non-finite numbers stay non-finite, so *new_inf is the
-   difference of two counts. */
+/* amp_convert with checked arguments. */
 static void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
-                         const amp_convert_desc *desc, int64_t *new_inf, amp_cpu_path path) {
-    int64_t dst_size = (int64_t)amp_dtype_size(dst_dtype), src_size = (int64_t)amp_dtype_size(src_dtype), i, found = 0;
-    int plain = desc->rounding != AMP_ROUND_STOCHASTIC && !desc->saturate, counted = new_inf != NULL && !desc->saturate;
+                         const amp_convert_desc *desc, amp_cpu_path path) {
+    int64_t dst_size = (int64_t)amp_dtype_size(dst_dtype), src_size = (int64_t)amp_dtype_size(src_dtype), i;
+    int plain = desc->rounding != AMP_ROUND_STOCHASTIC && !desc->saturate;
+    amp_convert_desc piece = *desc;
     ampi_fp host = ampi_fp_begin();
     for (i = 0; i < n; i += AMPI_CONVERT_CHUNK) {
         int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
         const char *from = (const char *)src + i * src_size;
         char *to = (char *)dst + i * dst_size;
-        if (counted) found -= ampi_count_nonfinite(from, src_dtype, m, path);
+        piece.offset = desc->offset + (uint64_t)i;
         if (plain) ampi_convert_fast(to, dst_dtype, from, src_dtype, m, path);
-        else ampi_convert_chunk(to, dst_dtype, from, src_dtype, m, desc, desc->offset + (uint64_t)i, path);
-        if (counted) found += ampi_count_nonfinite(to, dst_dtype, m, path);
+        else ampi_convert_chunk(to, dst_dtype, from, src_dtype, m, &piece, path);
     }
     ampi_fp_end(host);
-    if (new_inf != NULL) *new_inf = found;
+}
+/* Also returns how many finite numbers became infinite or NaN: without saturation the others stay so, and the number is
+   the difference of two counts.  In pieces, as dst may be src. */
+static int64_t ampi_convert_counted(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                                    const amp_convert_desc *desc, amp_cpu_path path) {
+    int64_t dst_size = (int64_t)amp_dtype_size(dst_dtype), src_size = (int64_t)amp_dtype_size(src_dtype), i, found = 0;
+    amp_convert_desc piece = *desc;
+    for (i = 0; i < n; i += AMPI_CONVERT_CHUNK) {
+        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
+        const char *from = (const char *)src + i * src_size;
+        char *to = (char *)dst + i * dst_size;
+        piece.offset = desc->offset + (uint64_t)i;
+        if (!desc->saturate) found -= ampi_count_nonfinite(from, src_dtype, m, path);
+        ampi_convert(to, dst_dtype, from, src_dtype, m, &piece, path);
+        if (!desc->saturate) found += ampi_count_nonfinite(to, dst_dtype, m, path);
+    }
+    return found;
 }
 
 AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
@@ -6594,7 +6624,9 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     if ((dst != src || bytes[0] != bytes[1]) && !ampi_is_apart(dst, bytes[0], src, bytes[1]))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_convert",
                          "dst and src overlap, and are not the same buffer with elements of one size");
-    ampi_convert(dst, dst_dtype, src, src_dtype, n, desc != NULL ? desc : &none, new_inf, ampi_cpu_best_path());
+    if (desc == NULL) desc = &none;
+    if (new_inf == NULL) ampi_convert(dst, dst_dtype, src, src_dtype, n, desc, ampi_cpu_best_path());
+    else *new_inf = ampi_convert_counted(dst, dst_dtype, src, src_dtype, n, desc, ampi_cpu_best_path());
     return AMP_OK;
 }
 
@@ -9819,8 +9851,10 @@ typedef struct ampi_strip_mask {
     int64_t keys, n;
 } ampi_strip_mask;
 
-static void ampi_strip_mask_open(ampi_strip_mask *s, const amp_mask *mask, int64_t b, int64_t h, int64_t query,
-                                 int64_t n, int64_t queries, int64_t keys) {
+static void ampi_strip_mask_open(ampi_strip_mask *s, const amp_k_attention *x, int64_t b, int64_t h, int64_t query,
+                                 int64_t n) {
+    const amp_mask *mask = &x->mask;
+    const int64_t queries = x->queries, keys = x->keys;
     int64_t i;
     s->documents = mask->documents ? mask->documents + b * keys : NULL;
     s->allowed = ampi_mask_row(mask, b, h, query, keys);
@@ -9911,6 +9945,7 @@ typedef struct ampi_strip {
 } ampi_strip;
 
 typedef struct ampi_attention_scratch {
+    const ampi_attention_call *call;
     int64_t b, h;                   /* the head being worked on */
     ampi_strip strips[AMPI_STRIPS];
     int64_t n_strips;
@@ -9983,9 +10018,9 @@ static void ampi_attention_load(const ampi_attention_call *call, const void *dat
 
 /* Rows [begin, begin + n) of the head, in place if fp32 without rounding, else in `copy`.  A strip is padded with zeros
    to AMPI_STRIP rows of `wide`. */
-static ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
-                                       const void *data, const int64_t stride[3], int64_t begin, int64_t n,
-                                       int strip, float *copy) {
+static ampi_rows32 ampi_attention_rows(const ampi_attention_scratch *scratch, const void *data,
+                                       const int64_t stride[3], int64_t begin, int64_t n, int strip, float *copy) {
+    const ampi_attention_call *call = scratch->call;
     const amp_k_attention *x = call->x;
     const void *from = ampi_at(data, x->dtype, ampi_attention_at(scratch, stride, begin));
     int64_t wide = call->wide;
@@ -10002,8 +10037,9 @@ static ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, const am
 }
 
 /* Rounds factor * rows[n][wide] into a tensor's rows from `begin` on.  Returns whether one held a NaN. */
-static int ampi_attention_store(const ampi_attention_call *call, const ampi_attention_scratch *scratch, void *data,
-                                const int64_t stride[3], int64_t begin, int64_t n, float *rows, float factor) {
+static int ampi_attention_store(const ampi_attention_scratch *scratch, void *data, const int64_t stride[3],
+                                int64_t begin, int64_t n, float *rows, float factor) {
+    const ampi_attention_call *call = scratch->call;
     const amp_k_attention *x = call->x;
     int nan = (call->vec->has_nan)(rows, n * call->wide);
     int64_t i;
@@ -10041,9 +10077,9 @@ static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_
     for (; query < x->queries && scratch->n_strips < AMPI_STRIPS; query += AMPI_STRIP) {
         ampi_strip *s = &scratch->strips[scratch->n_strips++];
         int64_t n = AMPI_MIN(x->queries - query, (int64_t)AMPI_STRIP);
-        ampi_strip_mask_open(&s->mask, &x->mask, scratch->b, scratch->h, query, n, x->queries, x->keys);
+        ampi_strip_mask_open(&s->mask, x, scratch->b, scratch->h, query, n);
         s->query = query;
-        s->q = ampi_attention_rows(call, scratch, x->q, x->q_stride, query, n, 1, s->q_copy);
+        s->q = ampi_attention_rows(scratch, x->q, x->q_stride, query, n, 1, s->q_copy);
         (call->vec->transpose)(s->q_t, AMPI_STRIP, s->q.data, s->q.ld, AMPI_STRIP, call->wide);
         memset(s->result_t, 0, (size_t)(AMPI_STRIP * call->wide) * sizeof(float));
         s->tiles = s->folded = 0;
@@ -10052,7 +10088,7 @@ static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_
             s->sum[i] = s->lse[i] = s->delta[i] = 0.0f;
         }
         if (!backward) continue;
-        s->d_o = ampi_attention_rows(call, scratch, x->d_o, x->do_stride, query, n, 1, s->d_o_copy);
+        s->d_o = ampi_attention_rows(scratch, x->d_o, x->do_stride, query, n, 1, s->d_o_copy);
         (call->vec->transpose)(s->d_o_t, AMPI_STRIP, s->d_o.data, s->d_o.ld, AMPI_STRIP, call->wide);
         ampi_attention_delta(call, scratch, s);
     }
@@ -10157,8 +10193,8 @@ static void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention
             ampi_rows32 ks, vs;
             if (!ampi_strip_range(&s->mask, &begin, &end)) continue;
             if (k.data == NULL) {
-                k = ampi_attention_rows(call, scratch, x->k, x->k_stride, j, last - j, 0, scratch->k);
-                v = ampi_attention_rows(call, scratch, x->v, x->v_stride, j, last - j, 0, scratch->v);
+                k = ampi_attention_rows(scratch, x->k, x->k_stride, j, last - j, 0, scratch->k);
+                v = ampi_attention_rows(scratch, x->v, x->v_stride, j, last - j, 0, scratch->v);
             }
             ks = k; ks.data += (begin - j) * k.ld;
             vs = v; vs.data += (begin - j) * v.ld;
@@ -10191,7 +10227,7 @@ static int ampi_attention_forward(const ampi_attention_call *call, ampi_attentio
         (call->vec->finish)(s->max, s->sum, s->lse, inverse);
         (call->vec->product)(&divide);                        /* depth 0: only rescales */
         (call->vec->transpose)(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
-        nan |= ampi_attention_store(call, scratch, x->o, x->o_stride, s->query, n, scratch->result, 1.0f);
+        nan |= ampi_attention_store(scratch, x->o, x->o_stride, s->query, n, scratch->result, 1.0f);
         if (x->lse) memcpy(x->lse + row, s->lse, (size_t)n * sizeof(float));
     }
     return nan;
@@ -10220,15 +10256,14 @@ static int ampi_attention_backward(const ampi_attention_call *call, ampi_attenti
         for (i = 0; i < scratch->n_strips; i++) {
             ampi_strip *s = &scratch->strips[i];
             (call->vec->transpose)(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
-            nan |= ampi_attention_store(call, scratch, x->dq, x->dq_stride, s->query, s->mask.n, scratch->result,
-                                        x->scale);
+            nan |= ampi_attention_store(scratch, x->dq, x->dq_stride, s->query, s->mask.n, scratch->result, x->scale);
         }
         if ((t + 1) % AMPI_FOLD_TILES != 0 && t + 1 < call->tiles) continue;
         ampi_attention_total(call, scratch->dk, scratch->dk_total, t + 1);
         ampi_attention_total(call, scratch->dv, scratch->dv_total, t + 1);
     }
-    nan |= ampi_attention_store(call, scratch, x->dk, x->dk_stride, 0, x->keys, scratch->dk, x->scale);
-    nan |= ampi_attention_store(call, scratch, x->dv, x->dv_stride, 0, x->keys, scratch->dv, 1.0f);
+    nan |= ampi_attention_store(scratch, x->dk, x->dk_stride, 0, x->keys, scratch->dk, x->scale);
+    nan |= ampi_attention_store(scratch, x->dv, x->dv_stride, 0, x->keys, scratch->dv, 1.0f);
     return nan;
 }
 
@@ -10472,15 +10507,18 @@ static void ampi_cast_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_cast_job *job = (const ampi_cast_job *)arg;
     const amp_k_cast *a = job->args;
     amp_convert_desc how = a->how;
-    int64_t found = 0;                  /* a thread may have several pieces */
+    const void *from = ampi_at(a->src, a->src_dtype, begin);
+    void *to = ampi_at_mut(a->dst, a->dst_dtype, begin);
     if (a->src_dtype == AMP_U16 && a->dst_dtype == AMP_I32) {
         for (; begin < end; begin++) ampi_put32(a->dst, begin, ampi_get16(a->src, begin));
         return;
     }
     how.offset += (uint64_t)begin;
-    ampi_convert(ampi_at_mut(a->dst, a->dst_dtype, begin), a->dst_dtype, ampi_at(a->src, a->src_dtype, begin),
-                 a->src_dtype, end - begin, &how, job->new_inf ? &found : NULL, job->cpu->path);
-    if (job->new_inf) job->new_inf[thread] += found;
+    if (job->new_inf == NULL)
+        ampi_convert(to, a->dst_dtype, from, a->src_dtype, end - begin, &how, job->cpu->path);
+    else        /* a thread may have several pieces */
+        job->new_inf[thread] += ampi_convert_counted(to, a->dst_dtype, from, a->src_dtype, end - begin, &how,
+                                                     job->cpu->path);
 }
 
 static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream) {
@@ -11704,13 +11742,15 @@ static const ampi_moment_map *ampi_moments(ampi_cpu *cpu, const amp_k_tensor *ta
     return cpu->moments;
 }
 
-static amp_result ampi_update_rows(void *dev, const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
-                                   const amp_range *copies, int64_t *new_inf, ampi_multi_piece piece,
-                                   const void *args) {
+static ampi_multi_job ampi_update_job(const amp_range *copies, int64_t *new_inf) {
     ampi_multi_job job;
     memset(&job, 0, sizeof job);
     job.copies = copies;
     job.new_inf = new_inf;
+    return job;
+}
+static amp_result ampi_update_rows(void *dev, ampi_multi_job job, const amp_k_tensor *table, int64_t tensors,
+                                   const amp_k_grad_stats *found, ampi_multi_piece piece, const void *args) {
     job.moments = ampi_moments((ampi_cpu *)dev, table, tensors);
     if (!found->skip) ampi_multi_run((ampi_cpu *)dev, &job, table, tensors, piece, args);
     return AMP_OK;
@@ -11740,7 +11780,8 @@ static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row,
 static amp_result ampi_cpu_adamw(void *dev, const amp_k_adamw *a, void *stream) {
     (void)stream;
     ampi_count_rows(a->table, a->tensors, a->found, a->beta1, a->beta2);
-    return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_adamw_piece, a);
+    return ampi_update_rows(dev, ampi_update_job(a->copies, a->new_inf), a->table, a->tensors, a->found,
+                            ampi_adamw_piece, a);
 }
 
 static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
@@ -11752,7 +11793,8 @@ static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, i
 static amp_result ampi_cpu_sgd(void *dev, const amp_k_sgd *a, void *stream) {
     (void)stream;
     ampi_count_rows(a->table, a->tensors, a->found, 1, 1);
-    return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_sgd_piece, a);
+    return ampi_update_rows(dev, ampi_update_job(a->copies, a->new_inf), a->table, a->tensors, a->found,
+                            ampi_sgd_piece, a);
 }
 
 static void ampi_lion_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
@@ -11763,7 +11805,8 @@ static void ampi_lion_piece(const ampi_multi_job *job, const amp_k_tensor *row, 
 }
 static amp_result ampi_cpu_lion(void *dev, const amp_k_lion *a, void *stream) {
     (void)stream;
-    return ampi_update_rows(dev, a->table, a->tensors, a->found, a->copies, a->new_inf, ampi_lion_piece, a);
+    return ampi_update_rows(dev, ampi_update_job(a->copies, a->new_inf), a->table, a->tensors, a->found,
+                            ampi_lion_piece, a);
 }
 
 static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream) {
@@ -13057,6 +13100,14 @@ static amp_result ampi_open_device(amp_context *amp) {
     return (amp->backend->fill)(amp->dev, amp->cells, 0, sizeof *amp->cells, amp->desc.stream);
 }
 
+/* 1: the context has its mutex and condition. */
+static int ampi_open_locks(amp_context *amp) {
+    if (pthread_mutex_init(&amp->lock, NULL) != 0) return 0;
+    if (pthread_cond_init(&amp->written, NULL) == 0) return 1;
+    pthread_mutex_destroy(&amp->lock);
+    return 0;
+}
+
 AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const amp_header *headers, int64_t n) {
     amp_system system;
     amp_context *amp;
@@ -13064,7 +13115,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp_machine machine;
     amp_result result;
     void *memory;
-    int locks, path_given;
+    int path_given;
     AMPI_TRY(ampi_need("amp_open", out != NULL, "out"));
     *out = NULL;
     if (headers == NULL || n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "headers is NULL or n is below 1");
@@ -13099,12 +13150,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp->host.alloc = ampi_host_alloc;
     amp->host.free = ampi_host_free;
     amp->host.parallel = ampi_host_parallel;
-    locks = pthread_mutex_init(&amp->lock, NULL) == 0;
-    if (locks && pthread_cond_init(&amp->written, NULL) != 0) {
-        pthread_mutex_destroy(&amp->lock);
-        locks = 0;
-    }
-    if (!locks) {
+    if (!ampi_open_locks(amp)) {
         ampi_free(&system, amp, 1, sizeof *amp);
         return ampi_fail(AMP_ERR_THREAD, "amp_open", "cannot create the context's mutex");
     }
@@ -15335,15 +15381,17 @@ static void ampi_cache_made(amp_context *amp, const ampi_cache_entry *e, amp_res
     if (result != AMP_OK) ampi_cache_free_dropped(amp);
 }
 
-/* Returns a copy in use, or *data NULL.  repeated: as in amp_k_pack. */
+/* How a copy is looked up.  REPEATED: as in amp_k_pack; REFRESH: it is written anew. */
+enum { AMPI_LOOKUP_REPEATED = 1, AMPI_LOOKUP_REFRESH = 2 };
+/* Returns a copy in use, or *data NULL. */
 static amp_result ampi_cache_lookup(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
-                                    int repeated, int refresh, const void **data, ampi_cache_use *use) {
+                                    int how, const void **data, ampi_cache_use *use) {
     ampi_cache_entry e;
     amp_result result;
-    AMPI_TRY(ampi_cache_claim(amp, p, dtype, kind, refresh, &e));
+    AMPI_TRY(ampi_cache_claim(amp, p, dtype, kind, how & AMPI_LOOKUP_REFRESH, &e));
     *use = e.users > 0 && !e.writing ? AMPI_CACHE_HIT : AMPI_CACHE_MISS;
     if (e.writing) {
-        result = ampi_cache_make(amp, p, repeated, &e);
+        result = ampi_cache_make(amp, p, how & AMPI_LOOKUP_REPEATED, &e);
         ampi_cache_made(amp, &e, result);
         AMPI_TRY(result);
     }
@@ -15368,7 +15416,7 @@ static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype
     repeated = *in_use == now && !ampi_is_recomputing(amp);
     *in_use = now;
     ampi_unlock(amp);
-    return ampi_cache_lookup(amp, p, dtype, kind, repeated, 0, data, use);
+    return ampi_cache_lookup(amp, p, dtype, kind, repeated ? AMPI_LOOKUP_REPEATED : 0, data, use);
 }
 
 static void ampi_cache_put(amp_context *amp, const void *data) {
@@ -15435,7 +15483,7 @@ static amp_result ampi_copies_refresh(amp_context *amp) {
         }
         ampi_unlock(amp);
         if (p == NULL) return AMP_OK;
-        AMPI_TRY(ampi_cache_lookup(amp, p, e.dtype, e.kind, 1, 0, &data, &use));
+        AMPI_TRY(ampi_cache_lookup(amp, p, e.dtype, e.kind, AMPI_LOOKUP_REPEATED, &data, &use));
         if (data == NULL)
             return ampi_fail(AMP_ERR_STATE, "amp_graph_launch",
                              "called from a callback of a call that is casting; it must not wait for %s", p->name);
@@ -15446,6 +15494,7 @@ static amp_result ampi_copies_refresh(amp_context *amp) {
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out) {
     char list[80];
     const void *data = NULL;
+    int how = AMPI_LOOKUP_REPEATED | (amp != NULL && ampi_cache_is_off(amp) ? AMPI_LOOKUP_REFRESH : 0);
     ampi_cache_use use;
     AMPI_TRY(ampi_need("amp_autocast_cast", amp && param && out, "amp, param or out"));
     if (!ampi_is_storage(dtype))
@@ -15457,7 +15506,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first",
                          param->name ? param->name : "the parameter");
     AMPI_TRY(ampi_as("amp_autocast_cast",
-                     ampi_cache_lookup(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use)));
+                     ampi_cache_lookup(amp, param, dtype, AMPI_PACK_CAST, how, &data, &use)));
     if (data == NULL && amp_tensor_count(&param->weight) > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast",
                          "called from a callback of a call that is casting; it must not wait for %s", param->name);
@@ -15673,7 +15722,7 @@ static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
         for (j = 0; j < n; j += m) {
             const char *from = (const char *)ampi_view_row(t, i) + j * size;
             m = AMPI_MIN(n - j, (int64_t)AMPI_CONVERT_CHUNK);
-            ampi_convert(scratch, compute, from, t->dtype, m, &plain, &found, ampi_cpu_best_path());
+            found = ampi_convert_counted(scratch, compute, from, t->dtype, m, &plain, ampi_cpu_best_path());
             total += found;
             if (copy == NULL) continue;
             memcpy(to, from, (size_t)(m * size));
@@ -22295,10 +22344,19 @@ static int64_t ampi_saved_run(const ampi_saved *row, const ampi_saved *end) {
     return n;
 }
 
-/* Saves `count` structs of `size` bytes to a state, or loads them from one; each record holds its numbers of all. */
+/* The table of a struct's numbers, and the struct's bytes. */
+typedef struct ampi_saved_table { const ampi_saved *rows; size_t n, size; } ampi_saved_table;
+static ampi_saved_table ampi_saved_table_of(const ampi_saved *rows, size_t bytes, size_t size) {
+    ampi_saved_table table;
+    table.rows = rows; table.n = bytes / sizeof *rows; table.size = size;
+    return table;
+}
+#define AMPI_SAVED_TABLE(rows, object) ampi_saved_table_of(rows, sizeof rows, sizeof(object))
+
+/* Saves `count` structs to a state, or loads them from one; each record holds its numbers of all. */
 static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp_state *from, const char *prefix,
-                                  const ampi_saved *row, size_t bytes, void *structs, size_t size, int64_t count) {
-    const ampi_saved *end = row + bytes / sizeof *row;
+                                  ampi_saved_table table, void *structs, int64_t count) {
+    const ampi_saved *row = table.rows, *end = row + table.n;
     int64_t record[AMPI_SAVED_NUMBERS * AMP_STEP_RESULTS], n, i;
     for (; row < end; row += n) {
         ampi_field place = row->field;
@@ -22310,7 +22368,7 @@ static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp
         if (to == NULL) AMPI_TRY(ampi_get(from, prefix, row->record, -1, row->dtype, record, n * count));
         for (i = 0; i < n * count; i++) {
             const ampi_field *k = &row[i % n].field;
-            char *at = (char *)structs + (size_t)(i / n) * size;
+            char *at = (char *)structs + (size_t)(i / n) * table.size;
             double value;
             place.offset = (size_t)i * amp_dtype_size(row->dtype);
             /* by its bits: the host may flush subnormals */
@@ -22381,8 +22439,7 @@ static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *be
     s.checked = scaler->checked;
     if (ampi_is_zero(s.d.tolerance)) s.d.tolerance = AMPI_SAVED_ZERO;
     AMPI_TRY(amp_scaler_get(scaler, &s.k));
-    return ampi_saved_walk("amp_scaler_save", state, NULL, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved, &s,
-                           sizeof s, 1);
+    return ampi_saved_walk("amp_scaler_save", state, NULL, prefix, AMPI_SAVED_TABLE(ampi_scaler_saved, s), &s, 1);
 }
 
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
@@ -22426,14 +22483,13 @@ static amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, c
     if (scaler->desc.disable) {
         ampi_scaler_release_sets(scaler);
         if (!disabled)
-            (void)ampi_saved_walk("amp_scaler_load", NULL, state, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved,
-                                  &s, sizeof s, 1);
+            (void)ampi_saved_walk("amp_scaler_load", NULL, state, prefix, AMPI_SAVED_TABLE(ampi_scaler_saved, s), &s,
+                                  1);
         scaler->checked = disabled == AMPI_DISABLED_CHECKED || s.checked;
         return AMP_OK;
     }
     if (disabled) return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
-    AMPI_TRY(ampi_saved_walk("amp_scaler_load", NULL, state, prefix, ampi_scaler_saved, sizeof ampi_scaler_saved, &s,
-                             sizeof s, 1));
+    AMPI_TRY(ampi_saved_walk("amp_scaler_load", NULL, state, prefix, AMPI_SAVED_TABLE(ampi_scaler_saved, s), &s, 1));
     AMPI_TRY(ampi_saved_scaler_check(&s, scaler->desc.preset));
     AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s.k, sizeof s.k));
     ampi_scaler_moved(scaler);
@@ -23999,11 +24055,10 @@ static amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, c
     n.attempts = o->attempts; n.delivered = o->delivered; n.flushed = o->flushed;
     n.step = f.step; n.skips = f.skips; n.consecutive_skips = f.consecutive_skips;
     n.beta1_power = most.beta1_power; n.beta2_power = most.beta2_power; n.lr = o->desc.lr;
-    AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_optimizer_saved,
-                             sizeof ampi_optimizer_saved, &n, sizeof n, 1));
+    AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, AMPI_SAVED_TABLE(ampi_optimizer_saved, n), &n,
+                             1));
     AMPI_TRY(ampi_put(state, prefix, "seed", -1, AMP_I64, &seed, 1));
-    return ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_settings_saved, sizeof ampi_settings_saved,
-                           &n, sizeof n, 1);
+    return ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, AMPI_SAVED_TABLE(ampi_settings_saved, n), &n, 1);
 }
 
 /* The rank and the settings that a cycle's gradients depend on. */
@@ -24037,10 +24092,10 @@ static amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, c
     amp_k_step_result due[AMP_STEP_RESULTS];
     int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_STEP_RESULTS), n = o->attempts - first;
     for (i = 0; i < n; i++) due[i] = o->outcomes[(first + i) % AMP_STEP_RESULTS];
-    AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved,
-                             due, sizeof *due, n));
-    return ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved,
-                           due, sizeof *due, n);
+    AMPI_TRY(ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, AMPI_SAVED_TABLE(ampi_tracker_saved, *due),
+                             due, n));
+    return ampi_saved_walk("amp_optimizer_save", state, NULL, prefix, AMPI_SAVED_TABLE(ampi_outcome_saved, *due), due,
+                           n);
 }
 
 /* The dtype of an array of a row in a record; 8-bit moments have a second one, of their scales. */
@@ -24100,9 +24155,12 @@ static int64_t ampi_record_first(const ampi_archive *r, int64_t i) {
     return ampi_record_count(r->o, r->from, r->prefix, i) == row->count ? 0 : row->first;
 }
 
-/* Copies n numbers from the device to a record of theirs, or back from one of n_saved, from `first` on. */
+/* Copies n numbers of row i from the device to a record of theirs, or back from one.  parted: the record may hold the
+   whole row, of which n are this rank's part. */
 static amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data, amp_dtype dtype,
-                                     int64_t n, int64_t n_saved, int64_t first) {
+                                     int64_t n, int parted) {
+    int64_t n_saved = parted ? ampi_record_count(r->o, r->from, r->prefix, i) : n;
+    int64_t first = parted ? ampi_record_first(r, i) : 0;
     size_t bytes = (size_t)n * amp_dtype_size(dtype);
     if (r->to == NULL) {
         AMPI_TRY(ampi_get_as(r->from, r->prefix, name, ampi_saved_row(r, i), dtype, r->scratch, n_saved));
@@ -24219,11 +24277,10 @@ static amp_result ampi_archive_arrays(const ampi_archive *r) {
             else if (ampi_has_8bit(r, row, a, i)) AMPI_TRY(ampi_archive_moment(r, a, i, *ampi_row_array(row, a)));
             else
                 AMPI_TRY(ampi_archive_array(r, ampi_array_names[a], i, *ampi_row_array(row, a),
-                                            ampi_saved_dtype(row, a), row->count,
-                                            ampi_record_count(r->o, r->from, r->prefix, i), ampi_record_first(r, i)));
+                                            ampi_saved_dtype(row, a), row->count, 1));
         row = ampi_whole_row(r->o->set, i);
         if (r->o->set->params[i]->grad_live)
-            AMPI_TRY(ampi_archive_array(r, "grad", i, row->grad, row->grad_dtype, row->count, row->count, 0));
+            AMPI_TRY(ampi_archive_array(r, "grad", i, row->grad, row->grad_dtype, row->count, 0));
     }
     return AMP_OK;
 }
@@ -24662,20 +24719,19 @@ static amp_result ampi_load_facts(ampi_loading *l) {
     const char *f = "amp_optimizer_load", *prefix = l->archive.prefix;
     const amp_state *state = l->archive.from;
     int64_t i;
-    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_optimizer_saved, sizeof ampi_optimizer_saved, &l->numbers,
-                             sizeof l->numbers, 1));
-    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_settings_saved, sizeof ampi_settings_saved, &l->numbers,
-                             sizeof l->numbers, 1));
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, AMPI_SAVED_TABLE(ampi_optimizer_saved, l->numbers), &l->numbers,
+                             1));
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, AMPI_SAVED_TABLE(ampi_settings_saved, l->numbers), &l->numbers,
+                             1));
     AMPI_TRY(ampi_load_names(&l->archive, l->named));
     AMPI_TRY(ampi_check_saved_steps(l->archive.o, &l->numbers));
     AMPI_TRY(ampi_load_shape(&l->archive));
     AMPI_TRY(ampi_load_part(&l->archive));
     l->n_due = AMPI_MIN(l->numbers.attempts - l->numbers.delivered, AMP_STEP_RESULTS);
-    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_outcome_saved, sizeof ampi_outcome_saved, l->due,
-                             sizeof *l->due, l->n_due));
+    AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, AMPI_SAVED_TABLE(ampi_outcome_saved, *l->due), l->due, l->n_due));
     if (ampi_has_record(state, prefix, "trackers", -1))
-        AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, ampi_tracker_saved, sizeof ampi_tracker_saved, l->due,
-                                 sizeof *l->due, l->n_due));
+        AMPI_TRY(ampi_saved_walk(f, NULL, state, prefix, AMPI_SAVED_TABLE(ampi_tracker_saved, *l->due), l->due,
+                                 l->n_due));
     for (i = 0; i < l->n_due; i++) l->due[i].first_bad = ampi_own_row(&l->archive, l->due[i].first_bad);
     if (ampi_has_record(state, prefix, "seed", -1))
         AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &l->seed, 1));
@@ -29609,10 +29665,15 @@ static amp_result ampi_settings_rates(const char *f, const amp_settings *s, cons
                      s->rates);
 }
 
+/* What settings change: the dtypes of the context and of its regions, and the scaler. */
+typedef struct ampi_settings_change { amp_choice choice, regions; amp_scaler_desc rule; } ampi_settings_change;
+
 /* Everything that amp_settings_apply may refuse. */
 static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp,
-                                          const amp_scaler *scaler, const amp_optimizer *optimizer, amp_choice *choice,
-                                          amp_choice *regions, amp_scaler_desc *rule) {
+                                          const amp_scaler *scaler, const amp_optimizer *optimizer,
+                                          ampi_settings_change *out) {
+    amp_choice *choice = &out->choice, *regions = &out->regions;
+    amp_scaler_desc *rule = &out->rule;
     int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
@@ -29671,8 +29732,7 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
                                   amp_optimizer *optimizer, amp_monitor *monitor) {
     const char *f = "amp_settings_apply";
     amp_settings s;
-    amp_choice choice, regions;
-    amp_scaler_desc rule;
+    ampi_settings_change to;
     AMPI_TRY(ampi_need(f, settings && amp, "settings or amp"));
     AMPI_TRY(ampi_settings_check(f, settings));
 #if defined(AMP_NO_WATCH)
@@ -29681,15 +29741,15 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
     if (monitor != NULL && monitor->amp != amp)
         return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context");
 #endif
-    AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &regions, &rule));
-    AMPI_TRY(ampi_check_observed(amp, f, settings->disable != 0, regions.dtype));
+    AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &to));
+    AMPI_TRY(ampi_check_observed(amp, f, settings->disable != 0, to.regions.dtype));
     AMPI_TRY(ampi_hook_layers_may(amp, f, settings->layers, settings->fallback));
-    if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
-    else if (!rule.disable)
+    if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &to.rule));
+    else if (!to.rule.disable)
         ampi_log(amp, AMP_LOG_WARNING, 1201, "%s needs a loss scaler, but none was passed to amp_settings_apply",
-                 amp_dtype_name(regions.dtype == AMP_F16 ? AMP_F16 : choice.dtype));
+                 amp_dtype_name(to.regions.dtype == AMP_F16 ? AMP_F16 : to.choice.dtype));
     s = ampi_settings_effective(settings);
-    ampi_settings_apply_context(&s, amp, &choice, &regions);
+    ampi_settings_apply_context(&s, amp, &to.choice, &to.regions);
     AMPI_TRY(ampi_hook_layers_set(amp, f, s.layers));
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
@@ -34453,8 +34513,7 @@ static void ampi_adapt_exchange(amp_adapt *m, ampi_saved_layers *s, int in) {
 static amp_result ampi_adapt_put(const amp_adapt *m, amp_state *state, const char *prefix, ampi_saved_layers *s) {
     const char *f = "amp_adapt_save";
     ampi_saved_adapt numbers = ampi_adapt_numbers(m);
-    AMPI_TRY(ampi_saved_walk(f, state, NULL, prefix, ampi_adapt_saved, sizeof ampi_adapt_saved, &numbers,
-                             sizeof numbers, 1));
+    AMPI_TRY(ampi_saved_walk(f, state, NULL, prefix, AMPI_SAVED_TABLE(ampi_adapt_saved, numbers), &numbers, 1));
     AMPI_TRY(ampi_saved_layers_alloc(&state->system, f, s));
     ampi_adapt_exchange((amp_adapt *)(uintptr_t)m, s, 0);
     AMPI_TRY(ampi_put(state, prefix, "adapt_model", -1, AMP_I64, s->shape, m->n * AMPI_ADAPT_SHAPE));
@@ -34538,8 +34597,8 @@ static amp_result ampi_adapt_load(amp_adapt *m, const amp_state *state, const ch
     const char *f = "amp_adapt_load";
     int64_t i;
     ampi_saved_adapt numbers, mine = ampi_adapt_numbers(m);
-    amp_result result = ampi_saved_walk(f, NULL, state, prefix, ampi_adapt_saved, sizeof ampi_adapt_saved, &numbers,
-                                        sizeof numbers, 1);
+    amp_result result = ampi_saved_walk(f, NULL, state, prefix, AMPI_SAVED_TABLE(ampi_adapt_saved, numbers), &numbers,
+                                        1);
     if (result == AMP_ERR_RANGE)
         return ampi_fail(AMP_ERR_MISMATCH, f, "%s.adapt was not saved by an amp_adapt", prefix);
     AMPI_TRY(result);
@@ -35122,8 +35181,7 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
     /* good steps that nothing waits for are not counted, so runs at the same point save the same bytes */
     if (r.halvings == 0) r.fitted = 0;
     if (r.retries == 0) r.streak = 0;
-    return ampi_as(f, ampi_saved_walk(f, state, NULL, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r,
-                                      sizeof r, 1));
+    return ampi_as(f, ampi_saved_walk(f, state, NULL, prefix, AMPI_SAVED_TABLE(ampi_recovery_saved, r), &r, 1));
 }
 
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix) {
@@ -35135,8 +35193,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
     AMPI_TRY(ampi_key(f, key, prefix, "recovery", -1));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
-    result = ampi_as(f, ampi_saved_walk(f, NULL, state, prefix, ampi_recovery_saved, sizeof ampi_recovery_saved, &r,
-                                        sizeof r, 1));
+    result = ampi_as(f, ampi_saved_walk(f, NULL, state, prefix, AMPI_SAVED_TABLE(ampi_recovery_saved, r), &r, 1));
     if (result == AMP_ERR_RANGE) return ampi_fail(AMP_ERR_MISMATCH, f, "%s was not saved by a recovery", key);
     if (result != AMP_OK) return result;
     recovery->halvings = r.halvings, recovery->fitted = r.fitted, recovery->failures = r.failures;

@@ -24,16 +24,20 @@ open && /[{;]/ {
     if (head ~ /\).*\{ *(return.*\})? *$/ && head !~ /\) *=/) { inside = NR; deepest = level = 0 }
     if (head ~ /^[^=]*\(/ && !is_blas(name, head) && parameters(head) > 7) say(name " has " parameters(head) " parameters")
 }
+# A statement that opens a block within a function stands at a multiple of four columns.
+inside && /^ *(if|for|while|switch|do)[ ({]/ {
+    match($0, /^ */)
+    if (RLENGTH / 4 > deepest) deepest = RLENGTH / 4
+}
 inside {
     text = $0
     gsub(/"([^"\\]|\\.)*"|'([^'\\]|\\.)*'|\/\*.*\*\//, "", text)
     level += gsub(/\{/, "{", text)
-    if (level > deepest) deepest = level
     level -= gsub(/\}/, "}", text)
     if (level == 0 && NR >= inside) {
         functions++
         if (NR - inside + 1 > 60) say(name " has " NR - inside + 1 " lines")
-        if (deepest > 5) say(name " has " deepest - 1 " levels of blocks")
+        if (deepest > 4) say(name " has " deepest " levels of blocks")
         inside = 0
     }
 }

@@ -1,4 +1,4 @@
-/* t_numbers.c - section 2: conversions, finite checks and random numbers, against golden data of
+/* t_numbers.c - >>numbers: conversions, finite checks and random numbers, against golden data of
  * tests/torch/oracle/number_formats.py.  `t_numbers --full` converts every fp32 pattern, not only some blocks of 2^24. */
 #define _POSIX_C_SOURCE 200809L
 #define AMP_IMPLEMENTATION
@@ -451,8 +451,8 @@ TEST(in_place) {
                     if (amp_dtype_size(from) != amp_dtype_size(to)) continue;
                     desc.saturate = how;
                     ampt_fill(data, from, ODD, 7);
-                    ampi_convert(want, to, data, from, ODD, &desc, NULL, AMP_CPU_SCALAR);
-                    ampi_convert(data, to, data, from, ODD, &desc, NULL, path);
+                    ampi_convert(want, to, data, from, ODD, &desc, AMP_CPU_SCALAR);
+                    ampi_convert(data, to, data, from, ODD, &desc, path);
                     CHECK_MSG(memcmp(data, want, bytes) == 0, "%s to %s, path %d", amp_dtype_name(from),
                               amp_dtype_name(to), (int)path);
                 }
@@ -476,7 +476,6 @@ TEST(f64_vectors) {
     static uint32_t narrow[N];
     const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0}, saturated = {AMP_ROUND_DEFAULT, 1, 0, 0};
     amp_cpu_path path;
-    int64_t new_inf;
     for EACH_PATH(path)
         for (int d = 0; d < 7; d++) {
             amp_dtype dtype = ampt_floats[d];
@@ -486,11 +485,12 @@ TEST(f64_vectors) {
                 if (round % 2) fill_turns(wide, N, dtype, (uint64_t)(100 * round + d));
                 else ampt_fill(wide, AMP_F64, N, (uint64_t)(100 * round + d));
                 for (int saturate = 0; saturate < 2; saturate++) {
-                    ampi_convert(narrow, dtype, wide + first, AMP_F64, n - first, saturate ? &saturated : &plain, round % 4 ? NULL : &new_inf, path);
+                    if (round % 4) ampi_convert(narrow, dtype, wide + first, AMP_F64, n - first, saturate ? &saturated : &plain, path);
+                    else (void)ampi_convert_counted(narrow, dtype, wide + first, AMP_F64, n - first, saturate ? &saturated : &plain, path);
                     for (int64_t i = 0; i < n - first; i++) wrong += ampt_get(narrow, dtype, i) != ampt_from_f64(wide[first + i], dtype, saturate);
                 }
                 ampt_fill(narrow, dtype, N, (uint64_t)(7000 + 100 * round + d));
-                ampi_convert(back, AMP_F64, narrow, dtype, n, &plain, NULL, path);
+                ampi_convert(back, AMP_F64, narrow, dtype, n, &plain, path);
                 for (int64_t i = 0; i < n; i++) wrong_back += back[i] != ampi_f64_bits_of_f32_bits(ampt_to_f32(ampt_get(narrow, dtype, i), dtype));
             }
             CHECK_MSG(wrong == 0 && wrong_back == 0, "path %d: %lld to %s and %lld from it differ", (int)path, (long long)wrong,
@@ -572,7 +572,7 @@ TEST(bulk_options) {
                     desc.seed = 0x123456789abcdefu;
                     desc.offset = ((uint64_t)1 << 34) - 700 + (uint64_t)how;     /* block numbers cross 2^32 */
                     ampt_fill(src, from, ODD, (uint64_t)(b + 10));
-                    ampi_convert(dst, to, src, from, ODD, &desc, &new_inf, path);
+                    new_inf = ampi_convert_counted(dst, to, src, from, ODD, &desc, path);
                     for (i = 0; i < ODD; i++) {
                         uint64_t x = ampt_get(src, from, i), got = ampt_get(dst, to, i);
                         uint64_t want = ampt_one(x, from, to, desc.saturate);
