@@ -306,6 +306,11 @@ amp_result ampc_refuse(ampc_device *dev, amp_result result, const char *kernel, 
 
 #define AMPC_TRY(call) do { amp_result ampc_tried = (call); if (ampc_tried != AMP_OK) return ampc_tried; } while (0)
 
+template <class F> bool ampc_symbol(void *library, const char *name, F *out) {
+    *out = (F)dlsym(library, name);
+    return *out != NULL;
+}
+
 /* Finds the driver's function for ampc_has_context. */
 void ampc_find_context_state(ampc_device *dev) {
     cudaDriverEntryPointQueryResult found;
@@ -1141,6 +1146,19 @@ void ampc_nvml_close(ampc_nvml *nvml);
 void ampc_ranks_close(ampc_device *dev);
 amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream);
 
+/* Tells the architecture that the driver's image was compiled for.  Without -arch, nvcc builds for its oldest one,
+   which the driver translates for newer GPUs: __CUDA_ARCH__, and all code under #if, is the old one's. */
+__global__ void ampc_marker_kernel() {}
+
+amp_result ampc_image(ampc_device *dev, int *image) {
+    cudaFuncAttributes attributes;
+    AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&attributes, (const void *)ampc_marker_kernel),
+                        "cudaFuncGetAttributes", "compile amp_cuda.cu with -arch for this GPU"));
+    /* 10 __CUDA_ARCH__ / 100, also of machine code (cub::PtxVersion relies on it) */
+    *image = attributes.ptxVersion;
+    return AMP_OK;
+}
+
 /* Fills the features, and refuses GPUs below the least. */
 amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     ampc_features *has = &dev->has;
@@ -1361,93 +1379,6 @@ amp_result ampc_memory(void *device, amp_memory_info *out) {
     return AMP_OK;
 }
 
-/* ---- Telemetry and a profiler's ranges */
-
-void ampc_nvml_close(ampc_nvml *nvml) {
-    if (nvml->shutdown != NULL) (void)nvml->shutdown();
-    if (nvml->library != NULL) (void)dlclose(nvml->library);
-    memset((void *)nvml, 0, sizeof *nvml);
-}
-
-template <class F> bool ampc_symbol(void *library, const char *name, F *out) {
-    *out = (F)dlsym(library, name);
-    return *out != NULL;
-}
-
-/* Finds the GPU by its PCI address: NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
-void ampc_nvml_open(ampc_nvml *nvml, int index) {
-    int (*init)(void);
-    int (*find)(const char *address, void **device);
-    char address[32];
-    nvml->library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (nvml->library == NULL) return;
-    ampc_symbol(nvml->library, "nvmlInit_v2", &init);
-    ampc_symbol(nvml->library, "nvmlDeviceGetHandleByPciBusId_v2", &find);
-    if (init == NULL || find == NULL || init() != 0) return;
-    ampc_symbol(nvml->library, "nvmlShutdown", &nvml->shutdown);
-    if (cudaDeviceGetPCIBusId(address, (int)sizeof address, index) != cudaSuccess) (void)cudaGetLastError();
-    else if (find(address, &nvml->device) != 0) nvml->device = NULL;
-    ampc_symbol(nvml->library, "nvmlDeviceGetUtilizationRates", &nvml->utilization);
-    ampc_symbol(nvml->library, "nvmlDeviceGetTemperatureV", &nvml->temperature);
-    ampc_symbol(nvml->library, "nvmlDeviceGetTemperature", &nvml->temperature_before);
-    ampc_symbol(nvml->library, "nvmlDeviceGetPowerUsage", &nvml->power);
-}
-
-/* The GPU's own sensor is number 0.  A struct's version holds its size and, above 24 bits, its number. */
-float ampc_temperature(const ampc_nvml *nvml) {
-    ampc_nvml_temperature now = {(unsigned)sizeof now | 1u << 24, 0, 0};
-    unsigned celsius = 0;
-    if (nvml->temperature != NULL && nvml->temperature(nvml->device, &now) == 0) return (float)now.celsius;
-    if (nvml->temperature_before != NULL && nvml->temperature_before(nvml->device, 0, &celsius) == 0)
-        return (float)celsius;
-    return -1;
-}
-
-/* NVML, opened by the first thread that asks; one that asks meanwhile closes its own copy. */
-ampc_nvml ampc_nvml_of(ampc_device *dev) {
-    ampc_nvml nvml, mine = {};
-    {
-        ampc_locked locked(dev);
-        nvml = dev->nvml;
-    }
-    if (nvml.looked_for) return nvml;
-    ampc_nvml_open(&mine, dev->index);
-    mine.looked_for = 1;
-    {
-        ampc_locked locked(dev);
-        nvml = dev->nvml;
-        if (!nvml.looked_for) dev->nvml = mine;
-    }
-    if (!nvml.looked_for) return mine;
-    ampc_nvml_close(&mine);
-    return nvml;
-}
-
-/* Unavailable values stay -1: no driver library, a virtual GPU without sensors, a lost GPU. */
-amp_result ampc_telemetry(void *device, amp_telemetry *out) {
-    ampc_device *dev = (ampc_device *)device;
-    const ampc_nvml nvml = ampc_nvml_of(dev);
-    ampc_nvml_utilization busy = {0, 0};
-    unsigned milliwatts = 0;
-    out->utilization = out->memory_utilization = out->temperature = out->power = -1;
-    if (nvml.device == NULL) return AMP_OK;
-    if (nvml.utilization != NULL && nvml.utilization(nvml.device, &busy) == 0) {
-        out->utilization = (float)busy.gpu / 100;
-        out->memory_utilization = (float)busy.memory / 100;
-    }
-    if (nvml.power != NULL && nvml.power(nvml.device, &milliwatts) == 0) out->power = (float)milliwatts / 1000;
-    out->temperature = ampc_temperature(&nvml);
-    return AMP_OK;
-}
-
-#if defined(AMP_NVTX)
-void ampc_profile_push(void *device, const char *name) { (void)device; (void)nvtxRangePushA(name); }
-void ampc_profile_pop(void *device) { (void)device; (void)nvtxRangePop(); }
-#else
-void (*const ampc_profile_push)(void *device, const char *name) = NULL;
-void (*const ampc_profile_pop)(void *device) = NULL;
-#endif
-
 /* ---- Streams */
 
 /* This context's capture running on a stream (NULL: on any), or NULL. */
@@ -1660,464 +1591,66 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
     return graph->reduces ? ampc_ranks_note(dev, ampc_stream(dev, stream)) : AMP_OK;
 }
 
-/* ==== Ranks =========================================================================================
-   The reducer of .reduce_on_device: NCCL.  Its communicator does not block, so that no call waits for another rank
-   without an end; a thread watches what the GPU does, which only ncclCommAbort can stop.                  */
+/* ---- Masks: the keys that a query sees */
 
-int64_t ampc_now() {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-void ampc_nap(int microseconds) {
-    const struct timespec t = {microseconds / 1000000, microseconds % 1000000 * 1000};
-    (void)nanosleep(&t, NULL);
+/* The keys visible by kind and length: j < first or low <= j < high. */
+struct ampc_span { int64_t first, low, high; };
+
+__device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t high) {
+    return x < low ? low : x > high ? high : x;
 }
 
-/* ---- The library */
-
-/* The name of the first function that it lacks, or NULL. */
-const char *ampc_nccl_lacks(ampc_nccl *n) {
-    void *l = n->opened;
-    return !ampc_symbol(l, "ncclGetVersion", &n->version)             ? "ncclGetVersion"
-           : !ampc_symbol(l, "ncclGetUniqueId", &n->unique_id)        ? "ncclGetUniqueId"
-           : !ampc_symbol(l, "ncclCommInitRankConfig", &n->init)      ? "ncclCommInitRankConfig"
-           : !ampc_symbol(l, "ncclCommGetAsyncError", &n->async_error) ? "ncclCommGetAsyncError"
-           : !ampc_symbol(l, "ncclCommFinalize", &n->finalize)        ? "ncclCommFinalize"
-           : !ampc_symbol(l, "ncclCommDestroy", &n->destroy)          ? "ncclCommDestroy"
-           : !ampc_symbol(l, "ncclCommAbort", &n->abort)              ? "ncclCommAbort"
-           : !ampc_symbol(l, "ncclGetErrorString", &n->error_text)    ? "ncclGetErrorString"
-           : !ampc_symbol(l, "ncclGetLastError", &n->last_error)      ? "ncclGetLastError"
-           : !ampc_symbol(l, "ncclGroupStart", &n->group_start)       ? "ncclGroupStart"
-           : !ampc_symbol(l, "ncclGroupEnd", &n->group_end)           ? "ncclGroupEnd"
-           : !ampc_symbol(l, "ncclAllReduce", &n->all_reduce)         ? "ncclAllReduce"
-           : !ampc_symbol(l, "ncclReduceScatter", &n->reduce_scatter) ? "ncclReduceScatter"
-           : !ampc_symbol(l, "ncclAllGather", &n->all_gather)         ? "ncclAllGather"
-           : !ampc_symbol(l, "ncclBroadcast", &n->broadcast)          ? "ncclBroadcast"
-           : !ampc_symbol(l, "ncclSend", &n->send)                    ? "ncclSend"
-           : !ampc_symbol(l, "ncclRecv", &n->receive)                 ? "ncclRecv"
-                                                                      : NULL;
-}
-
-amp_result ampc_nccl_refuse(ampc_device *dev, const char *format, const char *detail, int version) {
-    char why[176], text[240];
-    snprintf(why, sizeof why, format, detail, version / 10000, version / 100 % 100, version % 100);
-    snprintf(text, sizeof text, ".reduce_on_device: %s; without it none is needed", why);
-    return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
-}
-
-/* It stays loaded until the process ends: it has threads. */
-amp_result ampc_nccl_open(ampc_device *dev) {
-    ampc_nccl *n = &dev->ranks.nccl;
-    const char *lacks;
-    int version = 0;
-    if (n->opened != NULL) return AMP_OK;
-    n->opened = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-    if (n->opened == NULL)
-        return ampc_nccl_refuse(dev, "%.90s; install NCCL, and name its folder in LD_LIBRARY_PATH", dlerror(), 0);
-    lacks = ampc_nccl_lacks(n);
-    if (n->version != NULL && n->version(&version) == AMPC_NCCL_SUCCESS && version < AMPC_NCCL_LEAST)
-        return version >= 10000
-                   ? ampc_nccl_refuse(dev, "libnccl.so.2 is NCCL%s %d.%d.%d, and 2.14 or later is needed", "", version)
-                   : ampc_nccl_refuse(dev, "libnccl.so.2 is NCCL%s before 2.9, and 2.14 or later is needed", "", 0);
-    return lacks == NULL ? AMP_OK : ampc_nccl_refuse(dev, "libnccl.so.2 has no %s", lacks, 0);
-}
-
-/* ---- Failing: for ever, because NCCL's communicators do not recover */
-
-/* While it lives the communicator does; .comm NULL: there is none any more. */
-struct ampc_nccl_use {
-    ampc_ranks *r;
-    void *comm;
-    explicit ampc_nccl_use(ampc_device *dev) : r(&dev->ranks), comm(NULL) {
-        ampc_locked locked(&r->lock);
-        comm = r->broken ? NULL : r->comm;
-        r->users += comm != NULL;
+/* position: the query's among the keys. */
+__device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int64_t position, int64_t keys) {
+    int64_t length = mask.lengths ? ampc_clamp(mask.lengths[b], 0, keys) : keys, end = position + 1;
+    int64_t window = mask.window < INT64_MAX / 4 ? mask.window : INT64_MAX / 4;
+    ampc_span s = {keys, 0, 0};
+    if (mask.kind == AMP_MASK_CAUSAL) s.first = end;
+    else if (mask.kind == AMP_MASK_PREFIX) s.first = end > mask.prefix[b] ? end : mask.prefix[b];
+    else if (mask.kind == AMP_MASK_WINDOW || mask.kind == AMP_MASK_WINDOW_GLOBAL) {
+        s.low = position - window + 1;
+        s.high = mask.bidirectional ? position + window : end;
+        if (mask.bidirectional) end = keys;
+        s.first = mask.kind == AMP_MASK_WINDOW ? 0 : mask.global < end ? mask.global : end;
+        if (mask.kind == AMP_MASK_WINDOW_GLOBAL && position >= 0 && position < mask.global) s.first = end;
     }
-    ~ampc_nccl_use() {
-        ampc_locked locked(&r->lock);
-        r->users -= comm != NULL;
-    }
-    ampc_nccl_use(const ampc_nccl_use &) = delete;
-    ampc_nccl_use &operator=(const ampc_nccl_use &) = delete;
+    if (mask.documents && position < 0) s.first = s.high = 0;       /* a query of no document */
+    s.first = ampc_clamp(s.first, 0, length);
+    s.low = ampc_clamp(s.low, 0, length);
+    s.high = ampc_clamp(s.high, 0, length);
+    return s;
+}
+
+struct ampc_sight {
+    ampc_span span;
+    int64_t end;                    /* keys from here on are hidden */
+    const int32_t *documents;       /* of the keys; NULL: one document */
+    int32_t document;               /* of the query */
+    const uint8_t *allowed;         /* of the query; NULL: all */
 };
 
-/* Ends what the GPU does for the communicator.  A call of NCCL under way ends first, if it does within a second: it may
-   stand behind the work that hangs.  ncclCommAbort stops that work at once, but returns when no graph refers to the
-   communicator any more. */
-void ampc_ranks_abort(ampc_device *dev) {
-    ampc_ranks *r = &dev->ranks;
-    bool busy = true;
-    for (int i = 0; i < 1000 && busy; i++) {
-        {
-            ampc_locked locked(&r->lock);
-            busy = r->users > 0;
-        }
-        if (busy) ampc_nap(1000);
-    }
-    if (r->comm != NULL) (void)r->nccl.abort(r->comm);
-    r->comm = NULL;
+__device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int64_t h, int64_t query, int64_t queries,
+                                           int64_t keys) {
+    int64_t position = query + keys - queries;
+    ampc_sight s;
+    s.span = ampc_mask_span(mask, b, position, keys);
+    s.end = s.span.first > s.span.high ? s.span.first : s.span.high;
+    s.documents = mask.documents ? mask.documents + b * keys : NULL;
+    s.document = s.documents && position >= 0 ? s.documents[position] : 0;
+    s.allowed = mask.kind == AMP_MASK_ARBITRARY ? mask.allowed + b * mask.allowed_batch_stride +
+                                                  h * mask.allowed_head_stride + query * keys : NULL;
+    return s;
 }
 
-/* The first reason stays.  The watcher aborts, if there is one: this thread is the one that destroys graphs. */
-void ampc_ranks_break(ampc_device *dev, const char *why) {
-    ampc_ranks *r = &dev->ranks;
-    {
-        ampc_locked locked(&r->lock);
-        if (r->broken) return;
-        snprintf(r->why, sizeof r->why, "amp_cuda: rank %d of %d: %s", r->rank, r->world, why);
-        __atomic_store_n(&r->broken, 1, __ATOMIC_RELEASE);
-    }
-    if (!r->watching) ampc_ranks_abort(dev);
+/* Whether key `at` is in a span, all counted from the same key; whether documents and tensor allow a key. */
+__device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) {
+    return at < first || (at >= low && at < high);
 }
-
-void ampc_ranks_break_late(ampc_device *dev, const char *what) {
-    char why[160];
-    snprintf(why, sizeof why, "%s within %lld ms: a rank has died, hangs, or makes other calls than the rest", what,
-             (long long)(dev->ranks.limit / 1000000));
-    ampc_ranks_break(dev, why);
-}
-
-/* Says what NCCL says. */
-void ampc_nccl_break(ampc_device *dev, const char *call, int code) {
-    char why[320];
-    {
-        ampc_nccl_use use(dev);
-        const char *last = use.comm != NULL ? dev->ranks.nccl.last_error(use.comm) : NULL;
-        snprintf(why, sizeof why, "%s: %s (NCCL's error %d)%s%.160s", call, dev->ranks.nccl.error_text(code), code,
-                 last != NULL && last[0] != 0 ? ": " : "", last != NULL ? last : "");
-    }
-    ampc_ranks_break(dev, why);
-}
-
-/* Waits until NCCL has done what it began, which is not what the GPU does. */
-amp_result ampc_nccl_settle(ampc_device *dev, const char *call, int code) {
-    const int64_t deadline = ampc_now() + dev->ranks.limit;
-    while (code == AMPC_NCCL_IN_PROGRESS) {
-        {
-            ampc_nccl_use use(dev);
-            if (use.comm == NULL) break;
-            int asked = dev->ranks.nccl.async_error(use.comm, &code);
-            if (asked != AMPC_NCCL_SUCCESS) code = asked;
-        }
-        if (code != AMPC_NCCL_IN_PROGRESS) break;
-        if (ampc_now() > deadline) { ampc_ranks_break_late(dev, "not all ranks have come"); break; }
-        ampc_nap(200);
-    }
-    if (code != AMPC_NCCL_SUCCESS && code != AMPC_NCCL_IN_PROGRESS) ampc_nccl_break(dev, call, code);
-    return ampc_usable(dev, call);
-}
-
-/* ---- Watching */
-
-/* A place in the ring for the caller alone, or -1: none is free. */
-int ampc_ranks_place(ampc_ranks *r) {
-    ampc_locked locked(&r->lock);
-    if (r->watched == AMPC_WATCHED) return -1;
-    if (r->watched == 0) r->since = ampc_now();
-    int at = (r->first + r->watched++) % AMPC_WATCHED;
-    r->noted[at] = 0;
-    return at;
-}
-
-amp_result ampc_ranks_record(ampc_device *dev, cudaEvent_t *event, cudaStream_t stream) {
-    if (*event == NULL)
-        AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(event, cudaEventDisableTiming),
-                            "cudaEventCreateWithFlags", NULL));
-    return ampc_check(dev, cudaEventRecord(*event, stream), "cudaEventRecord", NULL);
-}
-
-/* Notes that what stands in the stream now must end. */
-amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream) {
-    ampc_ranks *r = &dev->ranks;
-    int at;
-    AMPC_ENTER(dev, "reducer");
-    AMPC_TRY(ampc_usable(dev, "reducer"));
-    while ((at = ampc_ranks_place(r)) < 0) {
-        ampc_nap(1000);
-        AMPC_TRY(ampc_usable(dev, "reducer"));
-    }
-    amp_result result = ampc_ranks_record(dev, &r->events[at], stream);
-    ampc_locked locked(&r->lock);
-    r->noted[at] = result == AMP_OK ? 1 : -1;
-    return result;
-}
-
-/* Whether the oldest one noted was done; it is then forgotten. */
-bool ampc_ranks_step(ampc_device *dev) {
-    ampc_ranks *r = &dev->ranks;
-    int noted = 0;
-    {
-        ampc_locked locked(&r->lock);
-        if (r->watched > 0) noted = r->noted[r->first];
-    }
-    if (noted == 0) return false;
-    /* of this place nobody else takes the event before it is free again */
-    cudaError_t error = noted < 0 ? cudaSuccess : cudaEventQuery(r->events[r->first]);
-    if (error != cudaSuccess) (void)cudaGetLastError();
-    bool late;
-    {
-        ampc_locked locked(&r->lock);
-        late = error == cudaErrorNotReady && ampc_now() - r->since > r->limit;
-        if (error != cudaErrorNotReady) {
-            r->first = (r->first + 1) % AMPC_WATCHED;
-            r->watched--;
-            r->since = ampc_now();
-        }
-    }
-    if (late) ampc_ranks_break_late(dev, "a reduction has not ended");
-    return error != cudaErrorNotReady;
-}
-
-/* What other ranks and the network did to the communicator meanwhile. */
-void ampc_ranks_ask(ampc_device *dev) {
-    int code = AMPC_NCCL_SUCCESS, asked = AMPC_NCCL_SUCCESS;
-    {
-        ampc_nccl_use use(dev);
-        if (use.comm != NULL) asked = dev->ranks.nccl.async_error(use.comm, &code);
-    }
-    if (asked != AMPC_NCCL_SUCCESS) code = asked;
-    if (code != AMPC_NCCL_SUCCESS && code != AMPC_NCCL_IN_PROGRESS) ampc_nccl_break(dev, "a reduction", code);
-}
-
-void *ampc_ranks_watch(void *device) {
-    ampc_device *dev = (ampc_device *)device;
-    ampc_current current(dev);
-    ampc_relaxed relaxed;           /* a capture on another thread is not its business */
-    while (!__atomic_load_n(&dev->ranks.stop, __ATOMIC_RELAXED) &&
-           !__atomic_load_n(&dev->ranks.broken, __ATOMIC_ACQUIRE)) {
-        while (ampc_ranks_step(dev)) {}
-        ampc_ranks_ask(dev);
-        ampc_nap(1000 * AMPC_LOOK_MS);
-    }
-    if (dev->ranks.broken) ampc_ranks_abort(dev);
-    return NULL;
-}
-
-/* ---- Calls */
-
-/* The largest of n numbers over the ranks, by their bits; NaN counts as larger, which NCCL's own maximum does not do.
-   inf: infinity's bits. */
-template <class U> __global__ void ampc_largest_kernel(const U *all, U *out, int64_t n, int world, U inf) {
-    const U sign = (U)((U)1 << (8 * sizeof(U) - 1));
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        U best = 0, most = 0;
-        for (int rank = 0; rank < world; rank++) {
-            const U x = all[rank * n + i], magnitude = (U)(x & (U)~sign);
-            const U key = (U)(magnitude > inf ? (U)~(U)0 : x & sign ? (U)~x : (U)(x | sign));
-            if (rank > 0 && key <= most) continue;
-            best = x;
-            most = key;
-        }
-        out[i] = best;
-    }
-}
-template <class U> amp_result ampc_largest_of(ampc_device *dev, const ampc_collective &c, U inf) {
-    return ampc_launch(dev, "reducer", ampc_largest_kernel<U>, ampc_grid(dev, ampc_blocks(c.count, 256), 4), 256, 0,
-                       dev->ranks.stream, (const U *)c.all, (U *)c.out, c.count, dev->ranks.world, inf);
-}
-amp_result ampc_largest(ampc_device *dev, const ampc_collective &c) {
-    switch (c.dtype) {
-        case AMP_F64: return ampc_largest_of<uint64_t>(dev, c, (uint64_t)0x7ff << 52);
-        case AMP_F32: return ampc_largest_of<uint32_t>(dev, c, 0x7f800000u);
-        default: return ampc_largest_of<uint16_t>(dev, c, c.dtype == AMP_F16 ? 0x7c00 : 0x7f80);
-    }
-}
-
-int ampc_nccl_dtype(amp_dtype dtype) {
-    switch (dtype) {
-        case AMP_F32: return AMPC_NCCL_F32;
-        case AMP_F64: return AMPC_NCCL_F64;
-        case AMP_F16: return AMPC_NCCL_F16;
-        case AMP_BF16: return AMPC_NCCL_BF16;
-        default: return AMPC_NCCL_U8;
-    }
-}
-
-/* Part r of `in` for rank r, whose part comes to its place in `out`. */
-int ampc_nccl_exchange(const ampc_ranks *r, void *comm, const void *in, void *out, size_t each) {
-    int code = AMPC_NCCL_SUCCESS;
-    for (int peer = 0; peer < r->world; peer++) {
-        int sent = r->nccl.send((const char *)in + (size_t)peer * each, each, AMPC_NCCL_U8, peer, comm, r->stream);
-        int came = r->nccl.receive((char *)out + (size_t)peer * each, each, AMPC_NCCL_U8, peer, comm, r->stream);
-        if (code == AMPC_NCCL_SUCCESS) code = sent != AMPC_NCCL_SUCCESS ? sent : came;
-    }
-    return code;
-}
-/* For a maximum it brings every rank's numbers together. */
-int ampc_nccl_call(const ampc_ranks *r, void *comm, const ampc_collective &c) {
-    const size_t count = (size_t)c.count, bytes = count * amp_dtype_size(c.dtype);
-    const int dtype = ampc_nccl_dtype(c.dtype);
-    const void *in = c.in;
-    switch (c.verb) {
-        case AMPC_REDUCES:
-            if (c.all != NULL) return r->nccl.all_gather(in, c.all, bytes, AMPC_NCCL_U8, comm, r->stream);
-            return r->nccl.all_reduce(in, c.out, count, dtype, AMPC_NCCL_SUM, comm, r->stream);
-        case AMPC_SCATTERS:
-            if (c.all != NULL) return ampc_nccl_exchange(r, comm, in, c.all, bytes);
-            return r->nccl.reduce_scatter(in, c.out, count, dtype, AMPC_NCCL_SUM, comm, r->stream);
-        case AMPC_GATHERS: return r->nccl.all_gather(in, c.out, bytes, AMPC_NCCL_U8, comm, r->stream);
-        case AMPC_EXCHANGES: return ampc_nccl_exchange(r, comm, in, c.out, bytes);
-        default: return r->nccl.broadcast(in, c.out, bytes, AMPC_NCCL_U8, c.root, comm, r->stream);
-    }
-}
-/* Begins these in the stream. */
-amp_result ampc_nccl_begin(ampc_device *dev, const ampc_collective *calls, int n) {
-    ampc_ranks *r = &dev->ranks;
-    int code = AMPC_NCCL_SUCCESS, ended;
-    AMPC_ENTER(dev, "reducer");
-    {
-        ampc_nccl_use use(dev);
-        if (use.comm == NULL) return ampc_usable(dev, "reducer");
-        code = r->nccl.group_start();
-        for (int i = 0; i < n && (code == AMPC_NCCL_SUCCESS || code == AMPC_NCCL_IN_PROGRESS); i++)
-            code = ampc_nccl_call(r, use.comm, calls[i]);
-        ended = r->nccl.group_end();
-    }
-    if (code == AMPC_NCCL_SUCCESS || code == AMPC_NCCL_IN_PROGRESS) code = ended;
-    return ampc_nccl_settle(dev, "a reduction", code);
-}
-
-/* Whether the stream is captured; a graph of amp.h's then knows that it reduces. */
-bool ampc_ranks_captured(ampc_device *dev, cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    ampc_graph *graph = ampc_captured(dev, NULL);
-    if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) (void)cudaGetLastError();
-    if (status == cudaStreamCaptureStatusNone) return false;
-    if (graph != NULL) graph->reduces = 1;
-    return true;
-}
-
-amp_result ampc_group_run(ampc_device *dev, ampc_collective *calls, int n) {
-    ampc_ranks *r = &dev->ranks;
-    const bool captured = ampc_ranks_captured(dev, r->stream);
-    int i;
-    for (i = 0; i < n; i++) {
-        if (calls[i].op != AMP_REDUCE_MAX || calls[i].verb > AMPC_SCATTERS) continue;
-        ampc_scratch all(dev, r->stream);
-        AMPC_TRY(all.get((size_t)(r->world * calls[i].count) * amp_dtype_size(calls[i].dtype), "reducer"));
-        calls[i].all = all.keep();
-    }
-    AMPC_TRY(ampc_nccl_begin(dev, calls, n));
-    if (!captured) AMPC_TRY(ampc_ranks_note(dev, r->stream));
-    for (i = 0; i < n; i++)
-        if (calls[i].all != NULL) AMPC_TRY(ampc_largest(dev, calls[i]));
-    return AMP_OK;
-}
-/* Begins what was asked for. */
-amp_result ampc_group_flush(ampc_device *dev) {
-    ampc_ranks *r = &dev->ranks;
-    const int n = r->grouped;
-    amp_result result;
-    if (n == 0) return ampc_usable(dev, "reducer");
-    r->grouped = 0;
-    result = ampc_group_run(dev, r->group, n);
-    for (int i = 0; i < n; i++) ampc_free(dev, r->group[i].all, 0);
-    return result;
-}
-
-amp_result ampc_group_add(ampc_device *dev, const ampc_collective &c, void *stream) {
-    ampc_ranks *r = &dev->ranks;
-    const bool numbers = c.dtype == AMP_F32 || c.dtype == AMP_F64 || c.dtype == AMP_F16 || c.dtype == AMP_BF16;
-    if (c.verb <= AMPC_SCATTERS && !numbers)
-        return ampc_refuse(dev, AMP_ERR_DTYPE, "reducer", "NCCL sums F32, F64, F16 and BF16 here");
-    AMPC_TRY(ampc_usable(dev, "reducer"));
-    if (c.count == 0) return AMP_OK;
-    if (r->grouped > 0 && r->stream != ampc_stream(dev, stream)) AMPC_TRY(ampc_group_flush(dev));
-    r->stream = ampc_stream(dev, stream);
-    r->group[r->grouped++] = c;
-    return r->in_group && r->grouped < AMPC_GROUP ? AMP_OK : ampc_group_flush(dev);
-}
-
-int ampc_reduce(void *device, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
-    return ampc_group_add((ampc_device *)device, {AMPC_REDUCES, data, data, count, dtype, op, 0, NULL}, stream);
-}
-int ampc_reduce_scatter(void *device, const void *in, void *out, int64_t each, amp_dtype dtype, amp_reduce_op op,
-                        void *stream) {
-    return ampc_group_add((ampc_device *)device, {AMPC_SCATTERS, in, out, each, dtype, op, 0, NULL}, stream);
-}
-int ampc_all_gather(void *device, const void *in, void *out, int64_t each, void *stream) {
-    return ampc_group_add((ampc_device *)device, {AMPC_GATHERS, in, out, each, AMP_U8, AMP_REDUCE_SUM, 0, NULL},
-                          stream);
-}
-int ampc_all_to_all(void *device, const void *in, void *out, int64_t each, void *stream) {
-    return ampc_group_add((ampc_device *)device, {AMPC_EXCHANGES, in, out, each, AMP_U8, AMP_REDUCE_SUM, 0, NULL},
-                          stream);
-}
-int ampc_broadcast(void *device, void *data, int64_t bytes, int32_t root, void *stream) {
-    return ampc_group_add((ampc_device *)device,
-                          {AMPC_BROADCASTS, data, data, bytes, AMP_U8, AMP_REDUCE_SUM, root, NULL}, stream);
-}
-int ampc_group_begin(void *device, void *) {
-    ((ampc_device *)device)->ranks.in_group = 1;
-    return 0;
-}
-int ampc_group_end(void *device, void *) {
-    ((ampc_device *)device)->ranks.in_group = 0;
-    return ampc_group_flush((ampc_device *)device);
-}
-
-const amp_exchanges ampc_exchanges = {ampc_reduce_scatter, ampc_all_gather,  ampc_all_to_all, ampc_broadcast,
-                                      ampc_group_begin,    ampc_group_end,   NULL};
-
-/* ---- Joining and leaving */
-
-amp_result ampc_communicator_id(void *device, void *id) {
-    ampc_device *dev = (ampc_device *)device;
-    AMPC_ENTER(dev, "amp_open");
-    AMPC_TRY(ampc_nccl_open(dev));
-    if (id == NULL) return AMP_OK;
-    int code = dev->ranks.nccl.unique_id((ampc_nccl_id *)id);
-    return code == AMPC_NCCL_SUCCESS
-               ? AMP_OK
-               : ampc_nccl_refuse(dev, "ncclGetUniqueId: %.120s", dev->ranks.nccl.last_error(NULL), 0);
-}
-
-amp_result ampc_communicator(void *device, const amp_k_communicator *a, amp_reducer *out) {
-    ampc_device *dev = (ampc_device *)device;
-    ampc_ranks *r = &dev->ranks;
-    ampc_nccl_config config = {sizeof config, AMPC_NCCL_MAGIC, AMPC_NCCL_LEAST, 0};
-    ampc_nccl_id id;
-    int code;
-    AMPC_ENTER(dev, "amp_open");
-    AMPC_TRY(ampc_nccl_open(dev));
-    memcpy(id.bytes, a->id, sizeof id.bytes);
-    r->rank = a->rank;
-    r->world = a->world;
-    r->limit = (int64_t)a->timeout_ms * 1000000;
-    code = r->nccl.init(&r->comm, r->world, id, r->rank, &config);
-    AMPC_TRY(ampc_nccl_settle(dev, "ncclCommInitRankConfig", code));
-    r->watching = pthread_create(&r->watcher, NULL, ampc_ranks_watch, dev) == 0;
-    if (!r->watching) return ampc_refuse(dev, AMP_ERR_THREAD, "amp_open", "no thread to watch the ranks");
-    memset(out, 0, sizeof *out);
-    out->user = dev;
-    out->rank = r->rank;
-    out->world = r->world;
-    out->reduce = ampc_reduce;
-    out->calls = &ampc_exchanges;
-    return AMP_OK;
-}
-
-/* A rank that is gone must not keep this one: after the time limit it goes without the others. */
-void ampc_ranks_close(ampc_device *dev) {
-    ampc_ranks *r = &dev->ranks;
-    const int64_t deadline = ampc_now() + r->limit;
-    int state = AMPC_NCCL_IN_PROGRESS;
-    __atomic_store_n(&r->stop, 1, __ATOMIC_RELAXED);
-    if (r->watching) (void)pthread_join(r->watcher, NULL);
-    for (cudaEvent_t event : r->events)
-        if (event != NULL) (void)cudaEventDestroy(event);
-    if (r->comm != NULL && !r->broken) {
-        int code = r->nccl.finalize(r->comm);
-        while ((code == AMPC_NCCL_SUCCESS || code == AMPC_NCCL_IN_PROGRESS) && state == AMPC_NCCL_IN_PROGRESS &&
-               ampc_now() < deadline) {
-            code = r->nccl.async_error(r->comm, &state);
-            if (state == AMPC_NCCL_IN_PROGRESS) ampc_nap(200);
-        }
-        (void)(state == AMPC_NCCL_SUCCESS ? r->nccl.destroy(r->comm) : r->nccl.abort(r->comm));
-        r->comm = NULL;
-    }
-    if (r->nccl.opened != NULL) (void)dlclose(r->nccl.opened);
+__device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t key) {
+    bool see = true;
+    if (sight.documents) see = sight.documents[key] == sight.document;
+    if (sight.allowed) see &= sight.allowed[key] != 0;
+    return see;
 }
 
 /* ==== Casts =========================================================================================
@@ -2435,770 +1968,6 @@ amp_result ampc_cast(void *device, const amp_k_cast *a, void *stream) {
         case AMP_E5M2: return ampc_cast_to<ampc_e5m2>(dev, a, stream);
         default: return ampc_refuse(dev, AMP_ERR_DTYPE, "amp_cast", "the destination must be a floating dtype");
     }
-}
-
-/* ==== Multi-tensor kernels ==========================================================================
-   One launch covers a table of any number of rows.  Rows are cut into chunks, numbered across the table; block b takes
-   chunks b, b + grid, b + 2 grid and so on.  A warp finds a chunk's row by summing the chunks of 32 rows at a time;
-   as chunks come in ascending order, it goes through the table once.                                     */
-
-enum { AMPC_CHUNK = 8192, AMPC_MULTI_THREADS = 256, AMPC_MULTI_PER_SM = 4, AMPC_OPTIMIZER_PER_SM = 3,
-       AMPC_CHECK_BLOCKS = 512 };
-
-struct ampc_cursor {
-    const amp_k_tensor *table;
-    int tensors, base;              /* base: the first of the 32 rows in view */
-    int at;                         /* the chunk's number from that row on */
-    int upto, tail;                 /* chunks of the rows in view up to this lane's, and elements of its last one */
-};
-
-__device__ inline void ampc_cursor_look(ampc_cursor *c) {
-    int row = c->base + (int)(threadIdx.x % 32);
-    c->upto = c->tail = 0;
-    if (row < c->tensors && c->table[row].live) {
-        c->upto = (int)ampc_blocks(c->table[row].count, AMPC_CHUNK);
-        c->tail = (int)(c->table[row].count - (int64_t)(c->upto - 1) * AMPC_CHUNK);
-    }
-    for (unsigned step = 1; step < 32; step *= 2) {
-        int other = __shfl_up_sync(0xffffffffu, c->upto, step);
-        if (threadIdx.x % 32 >= step) c->upto += other;
-    }
-}
-
-__device__ inline ampc_cursor ampc_cursor_begin(const amp_k_tensor *table, int64_t tensors) {
-    ampc_cursor c = {table, (int)tensors, 0, (int)blockIdx.x, 0, 0};
-    ampc_cursor_look(&c);
-    return c;
-}
-
-/* The n elements of a row's chunk `inside`, and their table entry as it was loaded: nothing is computed from it before
-   the chunk's turn, so that no thread waits for it.  row -1: none. */
-struct ampc_entry {
-    void *grad;                     /* of the row */
-    int row, inside, n;
-    amp_dtype dtype;                /* of grad */
-};
-
-/* The entry of the chunk that the cursor is at. */
-__device__ inline ampc_entry ampc_cursor_find(ampc_cursor *c) {
-    ampc_entry e = {NULL, -1, 0, 0, AMP_F32};
-    int total = __shfl_sync(0xffffffffu, c->upto, 31), lane, before;
-    while (c->at >= total) {
-        c->at -= total;
-        c->base += 32;
-        if (c->base >= c->tensors) return e;
-        ampc_cursor_look(c);
-        total = __shfl_sync(0xffffffffu, c->upto, 31);
-    }
-    lane = __ffs((int)__ballot_sync(0xffffffffu, c->upto > c->at)) - 1;
-    before = __shfl_sync(0xffffffffu, c->upto, lane - 1);
-    e.row = c->base + lane;
-    e.inside = c->at - (lane > 0 ? before : 0);
-    e.n = __shfl_sync(0xffffffffu, c->upto - c->at == 1 ? c->tail : (int)AMPC_CHUNK, lane);
-    e.grad = c->table[e.row].grad;
-    e.dtype = c->table[e.row].grad_dtype;
-    return e;
-}
-
-/* n elements of a row, from `first` on. */
-struct ampc_chunk {
-    void *grad;                     /* of the first of them */
-    int64_t first;
-    int row, n;
-    amp_dtype dtype;                /* of grad */
-};
-
-/* Calls piece(chunk) for the block's chunks, with all its threads.  The next chunk's table entry is fetched while this
-   chunk is processed. */
-template <class F>
-__device__ __forceinline__ void ampc_for_chunks(const amp_k_tensor *table, int64_t tensors, F piece) {
-    ampc_cursor cursor = ampc_cursor_begin(table, tensors);
-    ampc_entry next = ampc_cursor_find(&cursor);
-    while (next.row >= 0) {
-        const int64_t first = (int64_t)next.inside * AMPC_CHUNK;
-        const ampc_chunk chunk = {ampc_at(next.grad, next.dtype, first), first, next.row, next.n, next.dtype};
-        cursor.at += (int)gridDim.x;
-        next = ampc_cursor_find(&cursor);
-        piece(chunk);
-    }
-}
-
-/* ---- Check and scale */
-
-struct ampc_partial { double sum_sq; int32_t bad_row, reserved; };      /* bad_row: INT32_MAX if none */
-
-__device__ __forceinline__ double ampc_square(double x) { return x * x; }
-
-/* The sum of the squares of 1, 4 or 8 numbers.  Squares of 16-bit numbers, 8 per piece, are exact in fp32, and their
-   sum is off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is
-   in fp64. */
-template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)[N]) {
-    double squares = 0;
-    if constexpr (N == 8) {
-        /* 2^-100: beside it, underflow is negligible */
-        const uint32_t least = 0x0d800000u, most = 0x7f7fffffu;
-        float pair[4], sum;
-        bool zeros = true;
-        AMPC_UNROLL
-        for (int i = 0; i < 4; i++) pair[i] = ampc_fma(x[2 * i], x[2 * i], ampc_mul(x[2 * i + 1], x[2 * i + 1]));
-        sum = ampc_add(ampc_add(pair[0], pair[1]), ampc_add(pair[2], pair[3]));
-        if (ampi_bits_f32(sum) - least <= most - least) return (double)sum;
-        AMPC_UNROLL
-        for (int i = 0; i < 8; i++) zeros &= x[i] == 0.0f;
-        if (zeros) return 0;
-    }
-    if constexpr (N == 1) squares = ampc_square(x[0]);
-    else {
-        AMPC_UNROLL
-        for (int i = 0; i < N; i += 4)
-            squares += (ampc_square(x[i]) + ampc_square(x[i + 1])) + (ampc_square(x[i + 2]) + ampc_square(x[i + 3]));
-    }
-    return squares;
-}
-
-/* Checks the numbers of a piece, and multiplies them in place. */
-template <bool SUM, int V>
-__device__ __forceinline__ void ampc_check_lanes(uint4 &raw, amp_dtype dtype, float factor, double *sum, int *bad) {
-    float x[V];
-    ampc_widen<V>(raw, dtype, x);
-    if (SUM) {
-        AMPC_UNROLL
-        for (int k = 0; k < V; k++) *bad |= !ampc_finite(x[k]);
-        *sum += ampc_squares(x);
-    }
-    AMPC_UNROLL
-    for (int k = 0; k < V; k++) x[k] = ampc_mul(x[k], factor);
-    raw = ampc_narrow<V>(x, dtype);
-}
-
-/* Calls run(piece, its dtype, V) for n elements at p, with the whole block; single elements follow the whole pieces.
-   WRITE: stores the pieces again. */
-template <int V> struct ampc_lanes { enum { v = V }; };
-template <class F>
-__device__ __forceinline__ void ampc_for_pieces(void *p, amp_dtype dtype, int n, bool write, F run) {
-    enum { U = 4 };                 /* pieces in flight */
-    const int width = dtype == AMP_F32 ? 4 : 8, whole = ampc_aligned(p) ? n / width : 0;
-    int i;
-    for (i = (int)threadIdx.x; i < whole; i += U * AMPC_MULTI_THREADS) {
-        uint4 raw[U], *at = (uint4 *)p + i;
-        AMPC_UNROLL
-        for (int u = 0; u < U; u++)
-            if (i + u * AMPC_MULTI_THREADS < whole) raw[u] = ampc_get_bytes<16>(at + u * AMPC_MULTI_THREADS);
-        AMPC_UNROLL
-        for (int u = 0; u < U; u++) {
-            if (i + u * AMPC_MULTI_THREADS >= whole) continue;
-            if (dtype == AMP_F32) run(raw[u], AMP_F32, ampc_lanes<4>());
-            else if (dtype == AMP_F16) run(raw[u], AMP_F16, ampc_lanes<8>());
-            else run(raw[u], AMP_BF16, ampc_lanes<8>());
-            if (write) ampc_put_bytes<16>(at + u * AMPC_MULTI_THREADS, raw[u]);
-        }
-    }
-    for (i = whole * width + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
-        void *at = ampc_within(p, dtype, i);
-        uint4 raw = ampc_piece_get<1>(at, dtype);
-        run(raw, dtype, ampc_lanes<1>());
-        if (write) ampc_piece_put<1>(at, dtype, raw);
-    }
-}
-template <bool SUM>
-__device__ __forceinline__ void ampc_check_doubles(double *p, int n, float factor, int write, double *sum, int *bad) {
-    for (int i = (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
-        double x = p[i];
-        if (SUM) {
-            *bad |= !amp_is_finite_f64(&x);
-            *sum += ampc_square(x);
-        }
-        if (write) p[i] = x * (double)factor;
-    }
-}
-template <bool SUM>
-__device__ __forceinline__ void ampc_check_chunk(const ampc_chunk &c, float factor, int write, double *sum, int *bad) {
-    if (c.dtype == AMP_F64) ampc_check_doubles<SUM>((double *)c.grad, c.n, factor, write, sum, bad);
-    else
-        ampc_for_pieces(c.grad, c.dtype, c.n, write, [&](uint4 &raw, amp_dtype dtype, auto lanes) {
-            ampc_check_lanes<SUM, decltype(lanes)::v>(raw, dtype, factor, sum, bad);
-        });
-}
-
-__device__ __forceinline__ int ampc_is_one(float x) { return ampi_bits_f32(x) == 0x3f800000u; }
-
-/* The grid is always AMPC_CHECK_BLOCKS, so the order of the sum is the same on every GPU.  A block without a chunk
-   forms no sum: in small models that is nearly all of them. */
-__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
-ampc_check_kernel(const amp_k_tensor *table, int64_t tensors, const float *multiply, ampc_partial *partials) {
-    AMPC_SHARED(double, sums, 32);
-    AMPC_SHARED(int, rows, 32);
-    float factor = multiply != NULL ? *multiply : 1.0f;
-    int write = !ampc_is_one(factor), bad_row = INT32_MAX, any = 0;
-    double sum = 0;
-    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
-        int bad = 0;
-        ampc_check_chunk<true>(c, factor, write, &sum, &bad);
-        if (bad && c.row < bad_row) bad_row = c.row;
-        any = 1;
-    });
-    if (any) {
-        sum = ampc_block_sum(sum, sums);
-        bad_row = -ampc_block_max(-bad_row, rows);
-    }
-    if (threadIdx.x != 0) return;
-    partials[blockIdx.x].sum_sq = sum;
-    partials[blockIdx.x].bad_row = bad_row;
-}
-
-__global__ void __launch_bounds__(AMPC_CHECK_BLOCKS)
-    ampc_check_finish_kernel(const ampc_partial *partials, amp_k_grad_stats *found) {
-    AMPC_SHARED(double, sums, 32);
-    AMPC_SHARED(int, rows, 32);
-    double sum = ampc_block_sum(partials[threadIdx.x].sum_sq, sums);
-    int bad_row = -ampc_block_max(-partials[threadIdx.x].bad_row, rows);
-    if (threadIdx.x != 0) return;
-    found->sum_sq += sum;
-    if (bad_row == INT32_MAX) return;
-    found->found_inf = 1;
-    if (found->first_bad < 0 || bad_row < found->first_bad) found->first_bad = bad_row;
-}
-
-__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
-ampc_scale_kernel(const amp_k_tensor *table, int64_t tensors, const float *factor_at) {
-    float factor = *factor_at;
-    if (ampc_is_one(factor)) return;
-    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) { ampc_check_chunk<false>(c, factor, 1, NULL, NULL); });
-}
-
-amp_result ampc_check_grads(void *device, const amp_k_check *a, void *stream) {
-    ampc_device *dev = (ampc_device *)device;
-    ampc_scratch partials(dev, stream);
-    if (a->tensors <= 0) return ampc_usable(dev, "amp_scaler_check");
-    AMPC_TRY(partials.get(AMPC_CHECK_BLOCKS * sizeof(ampc_partial), "amp_scaler_check"));
-    AMPC_TRY(ampc_launch(dev, "amp_scaler_check", ampc_check_kernel, AMPC_CHECK_BLOCKS, AMPC_MULTI_THREADS, 0, stream,
-                         a->table, a->tensors, a->multiply, (ampc_partial *)partials.data));
-    return ampc_launch(dev, "amp_scaler_check", ampc_check_finish_kernel, 1, AMPC_CHECK_BLOCKS, 0, stream,
-                       (const ampc_partial *)partials.data, a->found);
-}
-
-amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *stream) {
-    ampc_device *dev = (ampc_device *)device;
-    unsigned grid = a->tensors > 0 ? (unsigned)(dev->has.multiprocessors * AMPC_MULTI_PER_SM) : 0;
-    return ampc_launch(dev, "scale_ranges", ampc_scale_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table,
-                       a->tensors, a->factor);
-}
-
-/* ---- Inspect.  A thread counts over a row, and a warp adds its counts to the row's in memory: integers, so the order
-   does not matter. */
-
-struct ampc_fits { ampi_fit of32, of64; };
-/* above: as in ampi_fit, without the `plain` numbers, which become normal numbers below the last binade. */
-struct ampc_tally { int plain, above[AMPI_FIT_LIMITS]; uint32_t largest; };
-
-template <int N>
-__device__ __forceinline__ void ampc_inspect_lanes(const uint4 &raw, amp_dtype dtype, const ampi_fit &fit,
-                                                   ampc_tally *t) {
-    float x[N];
-    ampc_widen<N>(raw, dtype, x);
-    uint32_t first = (uint32_t)fit.limit[AMPI_FIT_NORMAL] + 1, plain = (uint32_t)fit.limit[AMPI_FIT_LAST] - first,
-             largest = 0;
-    bool all = true;
-    AMPC_UNROLL
-    for (int i = 0; i < N; i++) {
-        uint32_t bits = ampi_bits_f32(x[i]) & 0x7fffffffu;
-        all &= bits - first <= plain;
-        if (bits > largest) largest = bits;
-    }
-    if (all) {
-        t->plain += N;
-        if (largest > t->largest) t->largest = largest;
-        return;
-    }
-    AMPC_UNROLL
-    for (int i = 0; i < N; i++) {
-        uint32_t bits = ampi_bits_f32(x[i]) & 0x7fffffffu;
-        AMPC_UNROLL
-        for (int k = 0; k < AMPI_FIT_LIMITS; k++) t->above[k] += bits > (uint32_t)fit.limit[k];
-        if (bits > t->largest && bits <= (uint32_t)fit.limit[AMPI_FIT_INFINITE]) t->largest = bits;
-    }
-}
-
-__device__ __forceinline__ void ampc_inspect_doubles(const double *p, int n, const ampc_fits &fits, ampc_tally *t) {
-    for (int i = (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
-        uint64_t bits = ampi_bits_f64(p[i]) & ~(uint64_t)0 >> 1;
-        uint32_t narrow = bits <= fits.of64.limit[AMPI_FIT_INFINITE] ? ampi_to_f32(bits, 1) : 0;
-        AMPC_UNROLL
-        for (int k = 0; k < AMPI_FIT_LIMITS; k++) t->above[k] += bits > fits.of64.limit[k];
-        if (narrow > t->largest) t->largest = narrow;
-    }
-}
-
-__device__ __forceinline__ void ampc_count_add(int64_t *total, int64_t more) {
-    if (more != 0) atomicAdd((unsigned long long *)total, (unsigned long long)more);
-}
-__device__ __forceinline__ void ampc_tally_add(const ampc_tally &t, amp_k_inspected *out) {
-    uint32_t largest = ampc_warp_max(t.largest);
-    int64_t above[AMPI_FIT_LIMITS];
-    amp_k_inspected sum;
-    AMPC_UNROLL
-    for (int k = 0; k < AMPI_FIT_LIMITS; k++)
-        above[k] = ampc_warp_sum(t.above[k] + (k <= AMPI_FIT_NORMAL ? t.plain : 0));
-    if (threadIdx.x % 32 != 0) return;
-    ampi_fit_count(above, &sum);
-    ampc_count_add(&out->nan, sum.nan);
-    ampc_count_add(&out->infinite, sum.infinite);
-    ampc_count_add(&out->nonzero, sum.nonzero);
-    ampc_count_add(&out->underflow, sum.underflow);
-    ampc_count_add(&out->subnormal, sum.subnormal);
-    ampc_count_add(&out->overflow, sum.overflow);
-    ampc_count_add(&out->saturated, sum.saturated);
-    atomicMax((unsigned *)&out->largest, largest);
-}
-
-__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
-ampc_inspect_kernel(const amp_k_tensor *table, int64_t tensors, ampc_fits fits, amp_k_inspected *out) {
-    ampc_tally t = {};
-    int mine = -1;
-    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
-        if (c.row != mine) {
-            if (mine >= 0) ampc_tally_add(t, out + mine);
-            t = {};
-            mine = c.row;
-        }
-        if (c.dtype == AMP_F64) ampc_inspect_doubles((const double *)c.grad, c.n, fits, &t);
-        else
-            ampc_for_pieces(c.grad, c.dtype, c.n, false, [&](const uint4 &raw, amp_dtype dtype, auto lanes) {
-                ampc_inspect_lanes<decltype(lanes)::v>(raw, dtype, fits.of32, &t);
-            });
-    });
-    if (mine >= 0) ampc_tally_add(t, out + mine);
-}
-
-amp_result ampc_inspect(void *device, const amp_k_inspect *a, void *stream) {
-    ampc_device *dev = (ampc_device *)device;
-    unsigned grid = (unsigned)(dev->has.multiprocessors * AMPC_MULTI_PER_SM);
-    ampc_fits fits = {ampi_fit_of(0, a->dtype), ampi_fit_of(1, a->dtype)};
-    if (a->tensors <= 0) return ampc_usable(dev, "amp_tensor_stats_step");
-    AMPC_TRY(ampc_fill(dev, a->out, 0, (size_t)a->tensors * sizeof *a->out, stream));
-    return ampc_launch(dev, "amp_tensor_stats_step", ampc_inspect_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table,
-                       a->tensors, fits, a->out);
-}
-
-/* ---- Optimizers.  A row's fp32 weight is its master, the weight itself, or a 16-bit weight widened.  A first launch
-   computes each row's constants in fp64, as the CPU does, and the maps of 8-bit moments if a row has them, so that the
-   second needs no fp64. */
-
-/* One element.  Every operation rounds once, in the order of amp.h's CPU kernels. */
-__device__ __forceinline__ float ampc_adamw_one(float w, float g, float *m, float *v, const ampi_adamw_step &s) {
-    float root;
-    g = ampc_mul(g, s.multiplier);
-    *m = ampc_fma(ampc_add(g, -*m), s.rest1, *m);
-    *v = ampc_fma(ampc_mul(g, s.rest2), g, ampc_mul(*v, s.beta2));
-    root = ampc_fma(ampc_sqrt(*v), s.correction, s.eps);
-    return ampc_fma(-s.rate, ampc_div(*m, root), ampc_mul(w, s.keep));
-}
-__device__ __forceinline__ float ampc_sgd_one(float w, float g, float *m, const ampi_sgd_step &s, bool momentum) {
-    g = ampc_mul(g, s.multiplier);
-    if (s.decay != 0) g = ampc_fma(w, s.decay, g);
-    if (momentum) {
-        *m = ampc_fma(s.momentum, *m, ampc_mul(g, s.rest));
-        g = s.nesterov ? ampc_fma(s.momentum, *m, g) : *m;
-    }
-    return ampc_fma(-s.rate, g, w);
-}
-
-__device__ __forceinline__ float ampc_lion_one(float w, float g, float *m, const ampi_lion_step &s) {
-    float sum;
-    g = ampc_mul(g, s.multiplier);
-    sum = ampc_fma(*m, s.beta1, ampc_mul(g, s.rest1));
-    *m = ampc_fma(*m, s.beta2, ampc_mul(g, s.rest2));
-    return ampc_fma(-s.rate, sum > 0 ? 1.0f : sum < 0 ? -1.0f : sum, ampc_mul(w, s.keep));
-}
-
-/* The 16-bit copy of a row's fp32 weight (data NULL: none), and the count of finite weights that become infinite in
-   it. */
-struct ampc_low_copy {
-    const amp_range *range;
-    int64_t *new_inf;
-    __device__ __forceinline__ void *data() const { return range != NULL ? range->data : NULL; }
-    __device__ __forceinline__ void count(int found) const {
-        if (found != 0 && data() != NULL) atomicAdd((unsigned long long *)new_inf, (unsigned long long)found);
-    }
-};
-/* Numbers round to infinity from 2^16 - 2^4 on in fp16, from 2^128 - 2^119 on in bf16. */
-__device__ __forceinline__ bool ampc_gains_inf(float w, amp_dtype dtype) {
-    const uint32_t least = dtype == AMP_F16 ? 0x477ff000u : 0x7f7f8000u;
-    return (ampi_bits_f32(w) & 0x7fffffffu) - least < 0x7f800000u - least;
-}
-
-/* A row's elements from `first` on.  w: the fp32 weights, NULL if there are only 16-bit ones; low: the 16-bit weights,
-   or a copy, whose infinities are counted. */
-struct ampc_row_piece {
-    float *w, *m, *v;
-    void *low;
-    const void *g;
-    bool aligned;
-};
-__device__ __forceinline__ ampc_row_piece ampc_piece_of(const amp_k_tensor &row, const ampc_low_copy &copy,
-                                                        amp_dtype low, amp_dtype grad, int64_t first) {
-    ampc_row_piece p;
-    bool wide = row.weight_dtype == AMP_F32;
-    p.w = row.master != NULL ? (float *)row.master + first : wide ? (float *)row.weight + first : NULL;
-    p.m = row.m != NULL ? (float *)row.m + first : NULL;
-    p.v = row.v != NULL ? (float *)row.v + first : NULL;
-    p.low = copy.data() != NULL          ? ampc_within(copy.data(), low, first)
-            : wide && row.master == NULL ? NULL
-                                         : ampc_within(row.weight, low, first);
-    p.g = ampc_within(row.grad, grad, first);
-    p.aligned = ampc_aligned(p.w) && ampc_aligned(p.m) && ampc_aligned(p.v) && ampc_aligned(p.low) && ampc_aligned(p.g);
-    return p;
-}
-
-/* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v).  Returns how many of
-   this thread's finite weights become infinite in 16 bits. */
-template <bool SECOND, class UPDATE>
-__device__ __forceinline__ int ampc_update_piece(const ampc_row_piece &p, amp_dtype low, amp_dtype grad, int n,
-                                                 UPDATE update) {
-    enum { L = 4 };                 /* elements of a piece: 16 bytes of fp32, so that a warp writes whole sectors */
-    int whole = p.aligned ? n / L : 0, found = 0, i;
-    AMPC_NO_UNROLL
-    for (i = (int)threadIdx.x; i < whole; i += AMPC_MULTI_THREADS) {
-        int at = i * L;
-        float w[L], g[L], m[L] = {}, v[L] = {};
-        ampc_load<L, AMPC_ONCE>(ampc_within(p.g, grad, at), grad, g);
-        if (p.w != NULL) ampc_load<L, AMPC_ONCE>(p.w + at, AMP_F32, w);
-        else ampc_load<L, AMPC_ONCE>(ampc_within(p.low, low, at), low, w);
-        if (p.m != NULL) ampc_load<L, AMPC_ONCE>(p.m + at, AMP_F32, m);
-        if (SECOND) ampc_load<L, AMPC_ONCE>(p.v + at, AMP_F32, v);
-        AMPC_UNROLL
-        for (int j = 0; j < L; j++) w[j] = update(w[j], g[j], &m[j], &v[j]);
-        if (p.w != NULL) ampc_store<L, AMPC_ONCE>(p.w + at, AMP_F32, w);
-        if (p.m != NULL) ampc_store<L, AMPC_ONCE>(p.m + at, AMP_F32, m);
-        if (SECOND) ampc_store<L, AMPC_ONCE>(p.v + at, AMP_F32, v);
-        if (p.low != NULL) ampc_store<L>(ampc_within(p.low, low, at), low, w);
-        AMPC_UNROLL
-        for (int j = 0; j < L && low != AMP_F32; j++) found += ampc_gains_inf(w[j], low);
-    }
-    AMPC_NO_UNROLL
-    for (i = whole * L + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
-        float w = p.w != NULL ? p.w[i] : ampc_stored(p.low, low, i), m = p.m != NULL ? p.m[i] : 0.0f,
-              v = SECOND ? p.v[i] : 0.0f;
-        w = update(w, ampc_stored(p.g, grad, i), &m, &v);
-        if (p.w != NULL) p.w[i] = w;
-        if (p.m != NULL) p.m[i] = m;
-        if (SECOND) p.v[i] = v;
-        if (p.low != NULL) ampc_put_stored(p.low, low, i, w);
-        found += low != AMP_F32 && ampc_gains_inf(w, low);
-    }
-    return found;
-}
-
-template <bool SECOND, class UPDATE>
-__device__ __forceinline__ int ampc_update_row(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first, int n,
-                                                UPDATE update) {
-    return ampc_by_dtype(copy.data() != NULL ? copy.range->dtype : row.weight_dtype, [&](auto low) {
-        return ampc_by_dtype(row.grad_dtype, [&](auto grad) {
-            return ampc_update_piece<SECOND>(ampc_piece_of(row, copy, low, grad, first), low, grad, n, update);
-        });
-    });
-}
-
-/* ---- Rows whose storage needs more than a conversion: remainders, stochastic rounding, bf16 and 8-bit moments.
-   Dtypes are known only at run time; kept apart, they cost plain rows no registers. */
-
-__device__ inline bool ampc_is_plain(const amp_k_tensor &row) {
-    return row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC &&
-           row.moment_dtype != AMP_BF16 && row.moment_dtype != AMP_MOMENTS_8BIT;
-}
-
-/* Up to 8 numbers from element i on. */
-__device__ inline void ampc_load_some(const void *p, amp_dtype dtype, int64_t i, float (&x)[AMPC_LANES], int n) {
-    ampc_by_dtype(dtype, [&](auto one) { ampc_load_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(p, one, i), one, x, n); });
-}
-__device__ inline void ampc_store_some(void *p, amp_dtype dtype, int64_t i, const float (&x)[AMPC_LANES], int n) {
-    ampc_by_dtype(dtype, [&](auto one) { ampc_store_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(p, one, i), one, x, n); });
-}
-
-__device__ inline void ampc_load_weights(const amp_k_tensor &row, int64_t i, float (&w)[AMPC_LANES], int n) {
-    uint16_t high[AMPC_LANES], rest[AMPC_LANES];
-    if (row.master_kind != AMP_MASTER_REMAINDER) {
-        ampc_load_some(row.master != NULL ? row.master : row.weight, row.master != NULL ? AMP_F32 : row.weight_dtype, i,
-                     w, n);
-        return;
-    }
-    ampc_fetch_upto<AMPC_ONCE>((const uint16_t *)row.weight + i, high, n);
-    ampc_fetch_upto<AMPC_ONCE>((const uint16_t *)row.master + i, rest, n);
-    AMPC_UNROLL
-    for (int j = 0; j < AMPC_LANES; j++) w[j] = amp_f32_join(high[j], rest[j]);
-}
-__device__ inline void ampc_store_weights(const amp_k_tensor &row, int64_t i, const float (&w)[AMPC_LANES],
-                                          const uint32_t (&random)[AMPC_LANES], int n) {
-    uint16_t high[AMPC_LANES], rest[AMPC_LANES];
-    if (row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC) {
-        if (row.master != NULL) ampc_store_some(row.master, AMP_F32, i, w, n);
-        ampc_store_some(row.weight, row.weight_dtype, i, w, n);
-        return;
-    }
-    AMPC_UNROLL
-    for (int j = 0; j < AMPC_LANES; j++) {
-        rest[j] = 0;
-        high[j] = row.master_kind == AMP_MASTER_REMAINDER ? amp_bf16_split(w[j], &rest[j])
-                  : row.weight_dtype == AMP_BF16 ? amp_bf16_stochastic(w[j], random[j], 0)
-                                                 : amp_f16_stochastic(w[j], random[j], 0);
-    }
-    ampc_leave_upto<AMPC_ONCE>((uint16_t *)row.weight + i, high, n);
-    if (row.master_kind == AMP_MASTER_REMAINDER) ampc_leave_upto<AMPC_ONCE>((uint16_t *)row.master + i, rest, n);
-}
-static_assert(AMPI_MOMENT_BLOCK == 32 * AMPC_LANES, "a warp has a block of 8-bit moments");
-/* Codes stay packed: as an array of bytes they take more registers than AdamW has. */
-__device__ inline void ampc_unpack_moments(const ampi_moment_map *map, void *p, int64_t count, int64_t i,
-                                           float (&x)[AMPC_LANES], int n) {
-    const uint8_t *codes = (const uint8_t *)p + i;
-    const bool whole = n >= AMPC_LANES;
-    float scale = n > 0 ? ampi_moment_scales(p, count)[i / AMPI_MOMENT_BLOCK] : 0;
-    uint4 raw = whole ? ampc_get_bytes<AMPC_LANES>(codes) : uint4{0, 0, 0, 0};
-    AMPC_UNROLL
-    for (int j = 0; j < AMPC_LANES; j++) {
-        uint32_t code = whole ? ampc_word(raw, j / 4) >> j % 4 * 8 & 0xffu : j < n ? codes[j] : 0u;
-        x[j] = ampc_mul(map->value[code], scale);
-    }
-}
-__device__ inline void ampc_pack_moments(const ampi_moment_map *map, void *p, int64_t count, int64_t i,
-                                         const float (&x)[AMPC_LANES], int n) {
-    uint8_t *codes = (uint8_t *)p + i;
-    uint4 raw = {0, 0, 0, 0};
-    uint32_t largest = 0;
-    float inverse;
-    AMPC_UNROLL
-    for (int j = 0; j < AMPC_LANES; j++)
-        if (j < n) largest = ampc_larger(largest, ampi_bits_f32(x[j]) & 0x7fffffffu);
-    largest = ampc_warp_max(largest);
-    inverse = ampc_div(1.0f, ampc_larger(ampi_f32_of_bits(largest), 1e-38f));
-    AMPC_UNROLL
-    for (int j = 0; j < AMPC_LANES; j++) {
-        uint32_t code = largest < 0x7f800000u ? (uint32_t)ampi_moment_code(map, ampc_mul(x[j], inverse))
-                                              : (uint32_t)AMPI_MOMENT_CODES - 1;
-        (j < 4 ? raw.x : raw.y) |= code << j % 4 * 8;
-    }
-    if (n >= AMPC_LANES) ampc_put_bytes<AMPC_LANES>(codes, raw);
-    AMPC_UNROLL
-    for (int j = 0; j < AMPC_LANES; j++)
-        if (n < AMPC_LANES && j < n) codes[j] = (uint8_t)(ampc_word(raw, j / 4) >> j % 4 * 8);
-    if (threadIdx.x % 32 == 0)
-        ampi_moment_scales(p, count)[i / AMPI_MOMENT_BLOCK] =
-            ampi_f32_of_bits(largest < 0x7f800000u ? largest : (uint32_t)AMPI_MOMENT_NAN);
-}
-
-__device__ inline void ampc_store_moments(void *p, amp_dtype dtype, int64_t i, const float (&x)[AMPC_LANES],
-                                          const uint32_t (&random)[AMPC_LANES], int n) {
-    uint16_t bits[AMPC_LANES];
-    if (dtype != AMP_BF16) {
-        ampc_store_some(p, AMP_F32, i, x, n);
-        return;
-    }
-    AMPC_UNROLL
-    for (int j = 0; j < AMPC_LANES; j++) bits[j] = ampi_moment_round(x[j], random[j]);
-    ampc_leave_upto<AMPC_ONCE>((uint16_t *)p + i, bits, n);
-}
-
-template <bool SECOND, class UPDATE>
-__device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, const ampi_moment_map *maps, int64_t first,
-                                                   int n, uint64_t seed, UPDATE update) {
-    const bool stochastic = row.master_kind == AMP_MASTER_STOCHASTIC || row.moment_dtype == AMP_BF16;
-    const bool eight = row.moment_dtype == AMP_MOMENTS_8BIT;
-    const int lane = (int)threadIdx.x % 32 * AMPC_LANES;        /* whole warps: beyond n there is nothing to load */
-    AMPC_NO_UNROLL
-    for (int at = (int)threadIdx.x * AMPC_LANES; at - lane < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
-        int64_t i = first + at;
-        float w[AMPC_LANES], g[AMPC_LANES], m[AMPC_LANES] = {}, v[AMPC_LANES] = {};
-        uint32_t random[AMPC_LANES] = {};
-        AMPC_UNROLL
-        for (int k = 0; k < AMPC_LANES / 4; k++)
-            if (stochastic) amp_philox(seed, 0, (uint64_t)(row.first + i) / 4 + (uint64_t)k, random + 4 * k);
-        ampc_load_some(row.grad, row.grad_dtype, i, g, n - at);
-        ampc_load_weights(row, i, w, n - at);
-        if (eight) {
-            if (row.m != NULL) ampc_unpack_moments(&maps[1], row.m, row.count, i, m, n - at);
-            if (SECOND) ampc_unpack_moments(&maps[0], row.v, row.count, i, v, n - at);
-        } else {
-            if (row.m != NULL) ampc_load_some(row.m, row.moment_dtype, i, m, n - at);
-            if (SECOND) ampc_load_some(row.v, row.moment_dtype, i, v, n - at);
-        }
-        AMPC_UNROLL
-        for (int j = 0; j < AMPC_LANES; j++) w[j] = update(w[j], g[j], &m[j], &v[j]);
-        ampc_store_weights(row, i, w, random, n - at);
-        if (eight) {
-            if (row.m != NULL) ampc_pack_moments(&maps[1], row.m, row.count, i, m, n - at);
-            if (SECOND) ampc_pack_moments(&maps[0], row.v, row.count, i, v, n - at);
-        } else {
-            if (row.m != NULL) ampc_store_moments(row.m, row.moment_dtype, i, m, random, n - at);
-            if (SECOND) ampc_store_moments(row.v, row.moment_dtype, i, v, random, n - at);
-        }
-    }
-}
-/* Copies each thread's own elements: a function of its own, as registers are short above. */
-__device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first,
-                                                 int n) {
-    int found = 0;
-    if (copy.data() == NULL) return;
-    AMPC_NO_UNROLL
-    for (int at = (int)threadIdx.x * AMPC_LANES; at < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
-        float w[AMPC_LANES];
-        ampc_load_some(row.weight, AMP_F32, first + at, w, n - at);
-        ampc_store_some(copy.data(), copy.range->dtype, first + at, w, n - at);
-        AMPC_UNROLL
-        for (int j = 0; j < AMPC_LANES; j++) found += j < n - at && ampc_gains_inf(w[j], copy.range->dtype);
-    }
-    copy.count(found);
-}
-
-/* nvcc would fuse 1 - lr decay, and 1 - beta^count, rounding once where the CPU rounds twice. */
-__device__ inline float ampc_keep(const amp_k_grad_stats *found, const amp_k_tensor *row) {
-    return (float)(1.0 - ampc_mul(ampc_mul(found->lr, row->lr_scale), row->weight_decay));
-}
-__device__ inline void ampc_row_counted(const amp_k_tensor *row, const amp_k_grad_stats *found, double beta1,
-                                        double beta2) {
-    amp_k_steps *k = (amp_k_steps *)row->steps;
-    if (k == NULL || found->skip) return;
-    k->beta1_power = k->count > 0 ? ampc_mul(k->beta1_power, beta1) : beta1;
-    k->beta2_power = k->count > 0 ? ampc_mul(k->beta2_power, beta2) : beta2;
-    k->count++;
-}
-__device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const amp_k_tensor *row) {
-    ampi_adamw_step s;
-    ampc_row_counted(row, args->found, args->beta1, args->beta2);
-    s = ampi_adamw_row(args, row);
-    s.keep = ampc_keep(args->found, row);
-    return s;
-}
-__device__ inline ampi_sgd_step ampc_row_step(const amp_k_sgd *args, const amp_k_tensor *row) {
-    ampc_row_counted(row, args->found, 1, 1);
-    return ampi_sgd_row(args, row);
-}
-__device__ inline ampi_lion_step ampc_row_step(const amp_k_lion *args, const amp_k_tensor *row) {
-    ampi_lion_step s = ampi_lion_row(args, row);
-    s.keep = ampc_keep(args->found, row);
-    return s;
-}
-
-/* maps: of v, of m; every block whose rows need them writes the same. */
-template <class A, class S>
-__global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps, ampi_moment_map *maps) {
-    int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (row < args.tensors && args.table[row].live) steps[row] = ampc_row_step(&args, &args.table[row]);
-    if (!__syncthreads_or(row < args.tensors && args.table[row].moment_dtype == AMP_MOMENTS_8BIT)) return;
-    for (int i = (int)threadIdx.x; i < 2 * AMPI_MOMENT_CODES; i += (int)blockDim.x)
-        ampi_moment_map_set(&maps[i / AMPI_MOMENT_CODES], i % AMPI_MOMENT_CODES, i / AMPI_MOMENT_CODES);
-}
-
-/* A chunk of a row, with its copy. */
-template <bool SECOND, class UPDATE>
-__device__ __forceinline__ void ampc_update_chunk(const amp_k_tensor *table, const ampc_chunk &c, uint64_t seed,
-                                                  const amp_range *copies, int64_t *new_inf,
-                                                  const ampi_moment_map *maps, UPDATE update) {
-    const amp_k_tensor &row = table[c.row];
-    const ampc_low_copy copy = {copies != NULL ? copies + c.row : NULL, new_inf};
-    if (ampc_is_plain(row)) {
-        copy.count(ampc_update_row<SECOND>(row, copy, c.first, c.n, update));
-        return;
-    }
-    ampc_update_stored<SECOND>(row, maps, c.first, c.n, seed, update);
-    ampc_copy_stored(row, copy, c.first, c.n);
-}
-
-__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
-    ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
-                      const ampi_adamw_step *steps, const ampi_moment_map *maps, const amp_range *copies,
-                      int64_t *new_inf) {
-    if (found->skip) return;
-    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
-        const ampi_adamw_step s = steps[c.row];
-        auto update = [&](float w, float g, float *m, float *v) { return ampc_adamw_one(w, g, m, v, s); };
-        ampc_update_chunk<true>(table, c, s.seed, copies, new_inf, maps, update);
-    });
-}
-
-__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
-ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_sgd_step *steps,
-                const ampi_moment_map *maps, const amp_range *copies, int64_t *new_inf) {
-    if (found->skip) return;
-    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
-        const ampi_sgd_step s = steps[c.row];
-        bool momentum = table[c.row].m != NULL;
-        auto update = [&](float w, float g, float *m, float *) { return ampc_sgd_one(w, g, m, s, momentum); };
-        ampc_update_chunk<false>(table, c, s.seed, copies, new_inf, maps, update);
-    });
-}
-
-__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
-    ampc_lion_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
-                     const ampi_lion_step *steps, const ampi_moment_map *maps, const amp_range *copies,
-                     int64_t *new_inf) {
-    if (found->skip) return;
-    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
-        const ampi_lion_step s = steps[c.row];
-        auto update = [&](float w, float g, float *m, float *) { return ampc_lion_one(w, g, m, s); };
-        ampc_update_chunk<false>(table, c, s.seed, copies, new_inf, maps, update);
-    });
-}
-
-template <class A, class S>
-amp_result ampc_optimize(ampc_device *dev, const char *name, const A *a, void *stream,
-                         void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_grad_stats *, const S *,
-                                        const ampi_moment_map *, const amp_range *, int64_t *)) {
-    ampc_scratch scratch(dev, stream);
-    ampi_moment_map *maps;
-    S *steps;
-    if (a->tensors <= 0) return ampc_usable(dev, name);
-    AMPC_TRY(scratch.get(2 * sizeof *maps + (size_t)a->tensors * sizeof *steps, name));
-    steps = (S *)scratch.data;
-    maps = (ampi_moment_map *)(steps + a->tensors);
-    AMPC_TRY(ampc_launch(dev, name, ampc_row_steps_kernel<A, S>, (unsigned)ampc_blocks(a->tensors, 128), 128, 0, stream,
-                         *a, steps, maps));
-    return ampc_launch(dev, name, kernel, (unsigned)(dev->has.multiprocessors * AMPC_OPTIMIZER_PER_SM),
-                       AMPC_MULTI_THREADS, 0, stream, a->table, a->tensors, a->found, (const S *)steps,
-                       (const ampi_moment_map *)maps, a->copies, a->new_inf);
-}
-
-amp_result ampc_adamw(void *device, const amp_k_adamw *a, void *stream) {
-    return ampc_optimize((ampc_device *)device, "amp_step (AdamW)", a, stream, ampc_adamw_kernel);
-}
-
-amp_result ampc_sgd(void *device, const amp_k_sgd *a, void *stream) {
-    return ampc_optimize((ampc_device *)device, "amp_step (SGD)", a, stream, ampc_sgd_kernel);
-}
-
-amp_result ampc_lion(void *device, const amp_k_lion *a, void *stream) {
-    return ampc_optimize((ampc_device *)device, "amp_step (Lion)", a, stream, ampc_lion_kernel);
-}
-
-/* ---- Rules: amp.h's arithmetic, on one thread; its rows on all of a block */
-
-__global__ void ampc_rule_kernel(amp_k_rule rule) {
-    AMPC_SHARED(int, apart, 1);
-    int32_t own;
-    if (threadIdx.x == 0) *apart = INT32_MAX;
-    __syncthreads();
-    own = ampi_rule_rows(&rule, (int32_t)threadIdx.x, (int32_t)blockDim.x);
-    if (own != INT32_MAX) atomicMin(apart, own);
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    ampi_rule_apart(&rule, *apart);
-    ampi_rule_run(&rule);
-}
-
-amp_result ampc_rule(void *device, const amp_k_rule *a, void *stream) {
-    const unsigned threads = a->tensors > 0 ? 128 : 1;
-    return ampc_launch((ampc_device *)device, "rule", ampc_rule_kernel, 1, threads, 0, stream, *a);
-}
-
-/* Tells the architecture that the driver's image was compiled for.  Without -arch, nvcc builds for its oldest one,
-   which the driver translates for newer GPUs: __CUDA_ARCH__, and all code under #if, is the old one's. */
-__global__ void ampc_marker_kernel() {}
-
-amp_result ampc_image(ampc_device *dev, int *image) {
-    cudaFuncAttributes attributes;
-    AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&attributes, (const void *)ampc_marker_kernel),
-                        "cudaFuncGetAttributes", "compile amp_cuda.cu with -arch for this GPU"));
-    /* 10 __CUDA_ARCH__ / 100, also of machine code (cub::PtxVersion relies on it) */
-    *image = attributes.ptxVersion;
-    return AMP_OK;
 }
 
 /* ==== Column sums ===================================================================================
@@ -4060,68 +2829,6 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
                              (int64_t)blocks, partials));
     return ampc_launch(d, name, ampc_norm_reduce, (unsigned)(2 * ampc_blocks(a.x.cols, 32)), 1024, 0, stream, a.dweight,
                        a.dbias, partials, (int64_t)blocks, a.x.cols);
-}
-
-/* ---- Masks: the keys that a query sees */
-
-/* The keys visible by kind and length: j < first or low <= j < high. */
-struct ampc_span { int64_t first, low, high; };
-
-__device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t high) {
-    return x < low ? low : x > high ? high : x;
-}
-
-/* position: the query's among the keys. */
-__device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int64_t position, int64_t keys) {
-    int64_t length = mask.lengths ? ampc_clamp(mask.lengths[b], 0, keys) : keys, end = position + 1;
-    int64_t window = mask.window < INT64_MAX / 4 ? mask.window : INT64_MAX / 4;
-    ampc_span s = {keys, 0, 0};
-    if (mask.kind == AMP_MASK_CAUSAL) s.first = end;
-    else if (mask.kind == AMP_MASK_PREFIX) s.first = end > mask.prefix[b] ? end : mask.prefix[b];
-    else if (mask.kind == AMP_MASK_WINDOW || mask.kind == AMP_MASK_WINDOW_GLOBAL) {
-        s.low = position - window + 1;
-        s.high = mask.bidirectional ? position + window : end;
-        if (mask.bidirectional) end = keys;
-        s.first = mask.kind == AMP_MASK_WINDOW ? 0 : mask.global < end ? mask.global : end;
-        if (mask.kind == AMP_MASK_WINDOW_GLOBAL && position >= 0 && position < mask.global) s.first = end;
-    }
-    if (mask.documents && position < 0) s.first = s.high = 0;       /* a query of no document */
-    s.first = ampc_clamp(s.first, 0, length);
-    s.low = ampc_clamp(s.low, 0, length);
-    s.high = ampc_clamp(s.high, 0, length);
-    return s;
-}
-
-struct ampc_sight {
-    ampc_span span;
-    int64_t end;                    /* keys from here on are hidden */
-    const int32_t *documents;       /* of the keys; NULL: one document */
-    int32_t document;               /* of the query */
-    const uint8_t *allowed;         /* of the query; NULL: all */
-};
-
-__device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int64_t h, int64_t query, int64_t queries,
-                                           int64_t keys) {
-    int64_t position = query + keys - queries;
-    ampc_sight s;
-    s.span = ampc_mask_span(mask, b, position, keys);
-    s.end = s.span.first > s.span.high ? s.span.first : s.span.high;
-    s.documents = mask.documents ? mask.documents + b * keys : NULL;
-    s.document = s.documents && position >= 0 ? s.documents[position] : 0;
-    s.allowed = mask.kind == AMP_MASK_ARBITRARY ? mask.allowed + b * mask.allowed_batch_stride +
-                                                  h * mask.allowed_head_stride + query * keys : NULL;
-    return s;
-}
-
-/* Whether key `at` is in a span, all counted from the same key; whether documents and tensor allow a key. */
-__device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) {
-    return at < first || (at >= low && at < high);
-}
-__device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t key) {
-    bool see = true;
-    if (sight.documents) see = sight.documents[key] == sight.document;
-    if (sight.allowed) see &= sight.allowed[key] != 0;
-    return see;
 }
 
 /* ---- Softmax over masked rows */
@@ -8905,6 +7612,1299 @@ amp_result ampc_attention_backward(void *device, const amp_k_attention *given, v
     AMPC_TRY((ampc_attention_stats<1, 32>(dev, *a, a->queries, (float2 *)stats.data, stream)));
     return a->dim <= AMPC_GEMM_TILE ? ampc_attention_gradients_as<1>(dev, a, (const float2 *)stats.data, stream)
                                     : ampc_attention_gradients_as<2>(dev, a, (const float2 *)stats.data, stream);
+}
+
+/* ==== Multi-tensor kernels ==========================================================================
+   One launch covers a table of any number of rows.  Rows are cut into chunks, numbered across the table; block b takes
+   chunks b, b + grid, b + 2 grid and so on.  A warp finds a chunk's row by summing the chunks of 32 rows at a time;
+   as chunks come in ascending order, it goes through the table once.                                     */
+
+enum { AMPC_CHUNK = 8192, AMPC_MULTI_THREADS = 256, AMPC_MULTI_PER_SM = 4, AMPC_OPTIMIZER_PER_SM = 3,
+       AMPC_CHECK_BLOCKS = 512 };
+
+struct ampc_cursor {
+    const amp_k_tensor *table;
+    int tensors, base;              /* base: the first of the 32 rows in view */
+    int at;                         /* the chunk's number from that row on */
+    int upto, tail;                 /* chunks of the rows in view up to this lane's, and elements of its last one */
+};
+
+__device__ inline void ampc_cursor_look(ampc_cursor *c) {
+    int row = c->base + (int)(threadIdx.x % 32);
+    c->upto = c->tail = 0;
+    if (row < c->tensors && c->table[row].live) {
+        c->upto = (int)ampc_blocks(c->table[row].count, AMPC_CHUNK);
+        c->tail = (int)(c->table[row].count - (int64_t)(c->upto - 1) * AMPC_CHUNK);
+    }
+    for (unsigned step = 1; step < 32; step *= 2) {
+        int other = __shfl_up_sync(0xffffffffu, c->upto, step);
+        if (threadIdx.x % 32 >= step) c->upto += other;
+    }
+}
+
+__device__ inline ampc_cursor ampc_cursor_begin(const amp_k_tensor *table, int64_t tensors) {
+    ampc_cursor c = {table, (int)tensors, 0, (int)blockIdx.x, 0, 0};
+    ampc_cursor_look(&c);
+    return c;
+}
+
+/* The n elements of a row's chunk `inside`, and their table entry as it was loaded: nothing is computed from it before
+   the chunk's turn, so that no thread waits for it.  row -1: none. */
+struct ampc_entry {
+    void *grad;                     /* of the row */
+    int row, inside, n;
+    amp_dtype dtype;                /* of grad */
+};
+
+/* The entry of the chunk that the cursor is at. */
+__device__ inline ampc_entry ampc_cursor_find(ampc_cursor *c) {
+    ampc_entry e = {NULL, -1, 0, 0, AMP_F32};
+    int total = __shfl_sync(0xffffffffu, c->upto, 31), lane, before;
+    while (c->at >= total) {
+        c->at -= total;
+        c->base += 32;
+        if (c->base >= c->tensors) return e;
+        ampc_cursor_look(c);
+        total = __shfl_sync(0xffffffffu, c->upto, 31);
+    }
+    lane = __ffs((int)__ballot_sync(0xffffffffu, c->upto > c->at)) - 1;
+    before = __shfl_sync(0xffffffffu, c->upto, lane - 1);
+    e.row = c->base + lane;
+    e.inside = c->at - (lane > 0 ? before : 0);
+    e.n = __shfl_sync(0xffffffffu, c->upto - c->at == 1 ? c->tail : (int)AMPC_CHUNK, lane);
+    e.grad = c->table[e.row].grad;
+    e.dtype = c->table[e.row].grad_dtype;
+    return e;
+}
+
+/* n elements of a row, from `first` on. */
+struct ampc_chunk {
+    void *grad;                     /* of the first of them */
+    int64_t first;
+    int row, n;
+    amp_dtype dtype;                /* of grad */
+};
+
+/* Calls piece(chunk) for the block's chunks, with all its threads.  The next chunk's table entry is fetched while this
+   chunk is processed. */
+template <class F>
+__device__ __forceinline__ void ampc_for_chunks(const amp_k_tensor *table, int64_t tensors, F piece) {
+    ampc_cursor cursor = ampc_cursor_begin(table, tensors);
+    ampc_entry next = ampc_cursor_find(&cursor);
+    while (next.row >= 0) {
+        const int64_t first = (int64_t)next.inside * AMPC_CHUNK;
+        const ampc_chunk chunk = {ampc_at(next.grad, next.dtype, first), first, next.row, next.n, next.dtype};
+        cursor.at += (int)gridDim.x;
+        next = ampc_cursor_find(&cursor);
+        piece(chunk);
+    }
+}
+
+/* ---- Check and scale */
+
+struct ampc_partial { double sum_sq; int32_t bad_row, reserved; };      /* bad_row: INT32_MAX if none */
+
+__device__ __forceinline__ double ampc_square(double x) { return x * x; }
+
+/* The sum of the squares of 1, 4 or 8 numbers.  Squares of 16-bit numbers, 8 per piece, are exact in fp32, and their
+   sum is off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is
+   in fp64. */
+template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)[N]) {
+    double squares = 0;
+    if constexpr (N == 8) {
+        /* 2^-100: beside it, underflow is negligible */
+        const uint32_t least = 0x0d800000u, most = 0x7f7fffffu;
+        float pair[4], sum;
+        bool zeros = true;
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) pair[i] = ampc_fma(x[2 * i], x[2 * i], ampc_mul(x[2 * i + 1], x[2 * i + 1]));
+        sum = ampc_add(ampc_add(pair[0], pair[1]), ampc_add(pair[2], pair[3]));
+        if (ampi_bits_f32(sum) - least <= most - least) return (double)sum;
+        AMPC_UNROLL
+        for (int i = 0; i < 8; i++) zeros &= x[i] == 0.0f;
+        if (zeros) return 0;
+    }
+    if constexpr (N == 1) squares = ampc_square(x[0]);
+    else {
+        AMPC_UNROLL
+        for (int i = 0; i < N; i += 4)
+            squares += (ampc_square(x[i]) + ampc_square(x[i + 1])) + (ampc_square(x[i + 2]) + ampc_square(x[i + 3]));
+    }
+    return squares;
+}
+
+/* Checks the numbers of a piece, and multiplies them in place. */
+template <bool SUM, int V>
+__device__ __forceinline__ void ampc_check_lanes(uint4 &raw, amp_dtype dtype, float factor, double *sum, int *bad) {
+    float x[V];
+    ampc_widen<V>(raw, dtype, x);
+    if (SUM) {
+        AMPC_UNROLL
+        for (int k = 0; k < V; k++) *bad |= !ampc_finite(x[k]);
+        *sum += ampc_squares(x);
+    }
+    AMPC_UNROLL
+    for (int k = 0; k < V; k++) x[k] = ampc_mul(x[k], factor);
+    raw = ampc_narrow<V>(x, dtype);
+}
+
+/* Calls run(piece, its dtype, V) for n elements at p, with the whole block; single elements follow the whole pieces.
+   WRITE: stores the pieces again. */
+template <int V> struct ampc_lanes { enum { v = V }; };
+template <class F>
+__device__ __forceinline__ void ampc_for_pieces(void *p, amp_dtype dtype, int n, bool write, F run) {
+    enum { U = 4 };                 /* pieces in flight */
+    const int width = dtype == AMP_F32 ? 4 : 8, whole = ampc_aligned(p) ? n / width : 0;
+    int i;
+    for (i = (int)threadIdx.x; i < whole; i += U * AMPC_MULTI_THREADS) {
+        uint4 raw[U], *at = (uint4 *)p + i;
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++)
+            if (i + u * AMPC_MULTI_THREADS < whole) raw[u] = ampc_get_bytes<16>(at + u * AMPC_MULTI_THREADS);
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) {
+            if (i + u * AMPC_MULTI_THREADS >= whole) continue;
+            if (dtype == AMP_F32) run(raw[u], AMP_F32, ampc_lanes<4>());
+            else if (dtype == AMP_F16) run(raw[u], AMP_F16, ampc_lanes<8>());
+            else run(raw[u], AMP_BF16, ampc_lanes<8>());
+            if (write) ampc_put_bytes<16>(at + u * AMPC_MULTI_THREADS, raw[u]);
+        }
+    }
+    for (i = whole * width + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+        void *at = ampc_within(p, dtype, i);
+        uint4 raw = ampc_piece_get<1>(at, dtype);
+        run(raw, dtype, ampc_lanes<1>());
+        if (write) ampc_piece_put<1>(at, dtype, raw);
+    }
+}
+template <bool SUM>
+__device__ __forceinline__ void ampc_check_doubles(double *p, int n, float factor, int write, double *sum, int *bad) {
+    for (int i = (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+        double x = p[i];
+        if (SUM) {
+            *bad |= !amp_is_finite_f64(&x);
+            *sum += ampc_square(x);
+        }
+        if (write) p[i] = x * (double)factor;
+    }
+}
+template <bool SUM>
+__device__ __forceinline__ void ampc_check_chunk(const ampc_chunk &c, float factor, int write, double *sum, int *bad) {
+    if (c.dtype == AMP_F64) ampc_check_doubles<SUM>((double *)c.grad, c.n, factor, write, sum, bad);
+    else
+        ampc_for_pieces(c.grad, c.dtype, c.n, write, [&](uint4 &raw, amp_dtype dtype, auto lanes) {
+            ampc_check_lanes<SUM, decltype(lanes)::v>(raw, dtype, factor, sum, bad);
+        });
+}
+
+__device__ __forceinline__ int ampc_is_one(float x) { return ampi_bits_f32(x) == 0x3f800000u; }
+
+/* The grid is always AMPC_CHECK_BLOCKS, so the order of the sum is the same on every GPU.  A block without a chunk
+   forms no sum: in small models that is nearly all of them. */
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
+ampc_check_kernel(const amp_k_tensor *table, int64_t tensors, const float *multiply, ampc_partial *partials) {
+    AMPC_SHARED(double, sums, 32);
+    AMPC_SHARED(int, rows, 32);
+    float factor = multiply != NULL ? *multiply : 1.0f;
+    int write = !ampc_is_one(factor), bad_row = INT32_MAX, any = 0;
+    double sum = 0;
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
+        int bad = 0;
+        ampc_check_chunk<true>(c, factor, write, &sum, &bad);
+        if (bad && c.row < bad_row) bad_row = c.row;
+        any = 1;
+    });
+    if (any) {
+        sum = ampc_block_sum(sum, sums);
+        bad_row = -ampc_block_max(-bad_row, rows);
+    }
+    if (threadIdx.x != 0) return;
+    partials[blockIdx.x].sum_sq = sum;
+    partials[blockIdx.x].bad_row = bad_row;
+}
+
+__global__ void __launch_bounds__(AMPC_CHECK_BLOCKS)
+    ampc_check_finish_kernel(const ampc_partial *partials, amp_k_grad_stats *found) {
+    AMPC_SHARED(double, sums, 32);
+    AMPC_SHARED(int, rows, 32);
+    double sum = ampc_block_sum(partials[threadIdx.x].sum_sq, sums);
+    int bad_row = -ampc_block_max(-partials[threadIdx.x].bad_row, rows);
+    if (threadIdx.x != 0) return;
+    found->sum_sq += sum;
+    if (bad_row == INT32_MAX) return;
+    found->found_inf = 1;
+    if (found->first_bad < 0 || bad_row < found->first_bad) found->first_bad = bad_row;
+}
+
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
+ampc_scale_kernel(const amp_k_tensor *table, int64_t tensors, const float *factor_at) {
+    float factor = *factor_at;
+    if (ampc_is_one(factor)) return;
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) { ampc_check_chunk<false>(c, factor, 1, NULL, NULL); });
+}
+
+amp_result ampc_check_grads(void *device, const amp_k_check *a, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    ampc_scratch partials(dev, stream);
+    if (a->tensors <= 0) return ampc_usable(dev, "amp_scaler_check");
+    AMPC_TRY(partials.get(AMPC_CHECK_BLOCKS * sizeof(ampc_partial), "amp_scaler_check"));
+    AMPC_TRY(ampc_launch(dev, "amp_scaler_check", ampc_check_kernel, AMPC_CHECK_BLOCKS, AMPC_MULTI_THREADS, 0, stream,
+                         a->table, a->tensors, a->multiply, (ampc_partial *)partials.data));
+    return ampc_launch(dev, "amp_scaler_check", ampc_check_finish_kernel, 1, AMPC_CHECK_BLOCKS, 0, stream,
+                       (const ampc_partial *)partials.data, a->found);
+}
+
+amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    unsigned grid = a->tensors > 0 ? (unsigned)(dev->has.multiprocessors * AMPC_MULTI_PER_SM) : 0;
+    return ampc_launch(dev, "scale_ranges", ampc_scale_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table,
+                       a->tensors, a->factor);
+}
+
+/* ---- Optimizers.  A row's fp32 weight is its master, the weight itself, or a 16-bit weight widened.  A first launch
+   computes each row's constants in fp64, as the CPU does, and the maps of 8-bit moments if a row has them, so that the
+   second needs no fp64. */
+
+/* One element.  Every operation rounds once, in the order of amp.h's CPU kernels. */
+__device__ __forceinline__ float ampc_adamw_one(float w, float g, float *m, float *v, const ampi_adamw_step &s) {
+    float root;
+    g = ampc_mul(g, s.multiplier);
+    *m = ampc_fma(ampc_add(g, -*m), s.rest1, *m);
+    *v = ampc_fma(ampc_mul(g, s.rest2), g, ampc_mul(*v, s.beta2));
+    root = ampc_fma(ampc_sqrt(*v), s.correction, s.eps);
+    return ampc_fma(-s.rate, ampc_div(*m, root), ampc_mul(w, s.keep));
+}
+__device__ __forceinline__ float ampc_sgd_one(float w, float g, float *m, const ampi_sgd_step &s, bool momentum) {
+    g = ampc_mul(g, s.multiplier);
+    if (s.decay != 0) g = ampc_fma(w, s.decay, g);
+    if (momentum) {
+        *m = ampc_fma(s.momentum, *m, ampc_mul(g, s.rest));
+        g = s.nesterov ? ampc_fma(s.momentum, *m, g) : *m;
+    }
+    return ampc_fma(-s.rate, g, w);
+}
+
+__device__ __forceinline__ float ampc_lion_one(float w, float g, float *m, const ampi_lion_step &s) {
+    float sum;
+    g = ampc_mul(g, s.multiplier);
+    sum = ampc_fma(*m, s.beta1, ampc_mul(g, s.rest1));
+    *m = ampc_fma(*m, s.beta2, ampc_mul(g, s.rest2));
+    return ampc_fma(-s.rate, sum > 0 ? 1.0f : sum < 0 ? -1.0f : sum, ampc_mul(w, s.keep));
+}
+
+/* The 16-bit copy of a row's fp32 weight (data NULL: none), and the count of finite weights that become infinite in
+   it. */
+struct ampc_low_copy {
+    const amp_range *range;
+    int64_t *new_inf;
+    __device__ __forceinline__ void *data() const { return range != NULL ? range->data : NULL; }
+    __device__ __forceinline__ void count(int found) const {
+        if (found != 0 && data() != NULL) atomicAdd((unsigned long long *)new_inf, (unsigned long long)found);
+    }
+};
+/* Numbers round to infinity from 2^16 - 2^4 on in fp16, from 2^128 - 2^119 on in bf16. */
+__device__ __forceinline__ bool ampc_gains_inf(float w, amp_dtype dtype) {
+    const uint32_t least = dtype == AMP_F16 ? 0x477ff000u : 0x7f7f8000u;
+    return (ampi_bits_f32(w) & 0x7fffffffu) - least < 0x7f800000u - least;
+}
+
+/* A row's elements from `first` on.  w: the fp32 weights, NULL if there are only 16-bit ones; low: the 16-bit weights,
+   or a copy, whose infinities are counted. */
+struct ampc_row_piece {
+    float *w, *m, *v;
+    void *low;
+    const void *g;
+    bool aligned;
+};
+__device__ __forceinline__ ampc_row_piece ampc_piece_of(const amp_k_tensor &row, const ampc_low_copy &copy,
+                                                        amp_dtype low, amp_dtype grad, int64_t first) {
+    ampc_row_piece p;
+    bool wide = row.weight_dtype == AMP_F32;
+    p.w = row.master != NULL ? (float *)row.master + first : wide ? (float *)row.weight + first : NULL;
+    p.m = row.m != NULL ? (float *)row.m + first : NULL;
+    p.v = row.v != NULL ? (float *)row.v + first : NULL;
+    p.low = copy.data() != NULL          ? ampc_within(copy.data(), low, first)
+            : wide && row.master == NULL ? NULL
+                                         : ampc_within(row.weight, low, first);
+    p.g = ampc_within(row.grad, grad, first);
+    p.aligned = ampc_aligned(p.w) && ampc_aligned(p.m) && ampc_aligned(p.v) && ampc_aligned(p.low) && ampc_aligned(p.g);
+    return p;
+}
+
+/* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v).  Returns how many of
+   this thread's finite weights become infinite in 16 bits. */
+template <bool SECOND, class UPDATE>
+__device__ __forceinline__ int ampc_update_piece(const ampc_row_piece &p, amp_dtype low, amp_dtype grad, int n,
+                                                 UPDATE update) {
+    enum { L = 4 };                 /* elements of a piece: 16 bytes of fp32, so that a warp writes whole sectors */
+    int whole = p.aligned ? n / L : 0, found = 0, i;
+    AMPC_NO_UNROLL
+    for (i = (int)threadIdx.x; i < whole; i += AMPC_MULTI_THREADS) {
+        int at = i * L;
+        float w[L], g[L], m[L] = {}, v[L] = {};
+        ampc_load<L, AMPC_ONCE>(ampc_within(p.g, grad, at), grad, g);
+        if (p.w != NULL) ampc_load<L, AMPC_ONCE>(p.w + at, AMP_F32, w);
+        else ampc_load<L, AMPC_ONCE>(ampc_within(p.low, low, at), low, w);
+        if (p.m != NULL) ampc_load<L, AMPC_ONCE>(p.m + at, AMP_F32, m);
+        if (SECOND) ampc_load<L, AMPC_ONCE>(p.v + at, AMP_F32, v);
+        AMPC_UNROLL
+        for (int j = 0; j < L; j++) w[j] = update(w[j], g[j], &m[j], &v[j]);
+        if (p.w != NULL) ampc_store<L, AMPC_ONCE>(p.w + at, AMP_F32, w);
+        if (p.m != NULL) ampc_store<L, AMPC_ONCE>(p.m + at, AMP_F32, m);
+        if (SECOND) ampc_store<L, AMPC_ONCE>(p.v + at, AMP_F32, v);
+        if (p.low != NULL) ampc_store<L>(ampc_within(p.low, low, at), low, w);
+        AMPC_UNROLL
+        for (int j = 0; j < L && low != AMP_F32; j++) found += ampc_gains_inf(w[j], low);
+    }
+    AMPC_NO_UNROLL
+    for (i = whole * L + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+        float w = p.w != NULL ? p.w[i] : ampc_stored(p.low, low, i), m = p.m != NULL ? p.m[i] : 0.0f,
+              v = SECOND ? p.v[i] : 0.0f;
+        w = update(w, ampc_stored(p.g, grad, i), &m, &v);
+        if (p.w != NULL) p.w[i] = w;
+        if (p.m != NULL) p.m[i] = m;
+        if (SECOND) p.v[i] = v;
+        if (p.low != NULL) ampc_put_stored(p.low, low, i, w);
+        found += low != AMP_F32 && ampc_gains_inf(w, low);
+    }
+    return found;
+}
+
+template <bool SECOND, class UPDATE>
+__device__ __forceinline__ int ampc_update_row(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first, int n,
+                                                UPDATE update) {
+    return ampc_by_dtype(copy.data() != NULL ? copy.range->dtype : row.weight_dtype, [&](auto low) {
+        return ampc_by_dtype(row.grad_dtype, [&](auto grad) {
+            return ampc_update_piece<SECOND>(ampc_piece_of(row, copy, low, grad, first), low, grad, n, update);
+        });
+    });
+}
+
+/* ---- Rows whose storage needs more than a conversion: remainders, stochastic rounding, bf16 and 8-bit moments.
+   Dtypes are known only at run time; kept apart, they cost plain rows no registers. */
+
+__device__ inline bool ampc_is_plain(const amp_k_tensor &row) {
+    return row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC &&
+           row.moment_dtype != AMP_BF16 && row.moment_dtype != AMP_MOMENTS_8BIT;
+}
+
+/* Up to 8 numbers from element i on. */
+__device__ inline void ampc_load_some(const void *p, amp_dtype dtype, int64_t i, float (&x)[AMPC_LANES], int n) {
+    ampc_by_dtype(dtype, [&](auto one) { ampc_load_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(p, one, i), one, x, n); });
+}
+__device__ inline void ampc_store_some(void *p, amp_dtype dtype, int64_t i, const float (&x)[AMPC_LANES], int n) {
+    ampc_by_dtype(dtype, [&](auto one) { ampc_store_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(p, one, i), one, x, n); });
+}
+
+__device__ inline void ampc_load_weights(const amp_k_tensor &row, int64_t i, float (&w)[AMPC_LANES], int n) {
+    uint16_t high[AMPC_LANES], rest[AMPC_LANES];
+    if (row.master_kind != AMP_MASTER_REMAINDER) {
+        ampc_load_some(row.master != NULL ? row.master : row.weight, row.master != NULL ? AMP_F32 : row.weight_dtype, i,
+                     w, n);
+        return;
+    }
+    ampc_fetch_upto<AMPC_ONCE>((const uint16_t *)row.weight + i, high, n);
+    ampc_fetch_upto<AMPC_ONCE>((const uint16_t *)row.master + i, rest, n);
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++) w[j] = amp_f32_join(high[j], rest[j]);
+}
+__device__ inline void ampc_store_weights(const amp_k_tensor &row, int64_t i, const float (&w)[AMPC_LANES],
+                                          const uint32_t (&random)[AMPC_LANES], int n) {
+    uint16_t high[AMPC_LANES], rest[AMPC_LANES];
+    if (row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC) {
+        if (row.master != NULL) ampc_store_some(row.master, AMP_F32, i, w, n);
+        ampc_store_some(row.weight, row.weight_dtype, i, w, n);
+        return;
+    }
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++) {
+        rest[j] = 0;
+        high[j] = row.master_kind == AMP_MASTER_REMAINDER ? amp_bf16_split(w[j], &rest[j])
+                  : row.weight_dtype == AMP_BF16 ? amp_bf16_stochastic(w[j], random[j], 0)
+                                                 : amp_f16_stochastic(w[j], random[j], 0);
+    }
+    ampc_leave_upto<AMPC_ONCE>((uint16_t *)row.weight + i, high, n);
+    if (row.master_kind == AMP_MASTER_REMAINDER) ampc_leave_upto<AMPC_ONCE>((uint16_t *)row.master + i, rest, n);
+}
+static_assert(AMPI_MOMENT_BLOCK == 32 * AMPC_LANES, "a warp has a block of 8-bit moments");
+/* Codes stay packed: as an array of bytes they take more registers than AdamW has. */
+__device__ inline void ampc_unpack_moments(const ampi_moment_map *map, void *p, int64_t count, int64_t i,
+                                           float (&x)[AMPC_LANES], int n) {
+    const uint8_t *codes = (const uint8_t *)p + i;
+    const bool whole = n >= AMPC_LANES;
+    float scale = n > 0 ? ampi_moment_scales(p, count)[i / AMPI_MOMENT_BLOCK] : 0;
+    uint4 raw = whole ? ampc_get_bytes<AMPC_LANES>(codes) : uint4{0, 0, 0, 0};
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++) {
+        uint32_t code = whole ? ampc_word(raw, j / 4) >> j % 4 * 8 & 0xffu : j < n ? codes[j] : 0u;
+        x[j] = ampc_mul(map->value[code], scale);
+    }
+}
+__device__ inline void ampc_pack_moments(const ampi_moment_map *map, void *p, int64_t count, int64_t i,
+                                         const float (&x)[AMPC_LANES], int n) {
+    uint8_t *codes = (uint8_t *)p + i;
+    uint4 raw = {0, 0, 0, 0};
+    uint32_t largest = 0;
+    float inverse;
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++)
+        if (j < n) largest = ampc_larger(largest, ampi_bits_f32(x[j]) & 0x7fffffffu);
+    largest = ampc_warp_max(largest);
+    inverse = ampc_div(1.0f, ampc_larger(ampi_f32_of_bits(largest), 1e-38f));
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++) {
+        uint32_t code = largest < 0x7f800000u ? (uint32_t)ampi_moment_code(map, ampc_mul(x[j], inverse))
+                                              : (uint32_t)AMPI_MOMENT_CODES - 1;
+        (j < 4 ? raw.x : raw.y) |= code << j % 4 * 8;
+    }
+    if (n >= AMPC_LANES) ampc_put_bytes<AMPC_LANES>(codes, raw);
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++)
+        if (n < AMPC_LANES && j < n) codes[j] = (uint8_t)(ampc_word(raw, j / 4) >> j % 4 * 8);
+    if (threadIdx.x % 32 == 0)
+        ampi_moment_scales(p, count)[i / AMPI_MOMENT_BLOCK] =
+            ampi_f32_of_bits(largest < 0x7f800000u ? largest : (uint32_t)AMPI_MOMENT_NAN);
+}
+
+__device__ inline void ampc_store_moments(void *p, amp_dtype dtype, int64_t i, const float (&x)[AMPC_LANES],
+                                          const uint32_t (&random)[AMPC_LANES], int n) {
+    uint16_t bits[AMPC_LANES];
+    if (dtype != AMP_BF16) {
+        ampc_store_some(p, AMP_F32, i, x, n);
+        return;
+    }
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++) bits[j] = ampi_moment_round(x[j], random[j]);
+    ampc_leave_upto<AMPC_ONCE>((uint16_t *)p + i, bits, n);
+}
+
+template <bool SECOND, class UPDATE>
+__device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, const ampi_moment_map *maps, int64_t first,
+                                                   int n, uint64_t seed, UPDATE update) {
+    const bool stochastic = row.master_kind == AMP_MASTER_STOCHASTIC || row.moment_dtype == AMP_BF16;
+    const bool eight = row.moment_dtype == AMP_MOMENTS_8BIT;
+    const int lane = (int)threadIdx.x % 32 * AMPC_LANES;        /* whole warps: beyond n there is nothing to load */
+    AMPC_NO_UNROLL
+    for (int at = (int)threadIdx.x * AMPC_LANES; at - lane < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
+        int64_t i = first + at;
+        float w[AMPC_LANES], g[AMPC_LANES], m[AMPC_LANES] = {}, v[AMPC_LANES] = {};
+        uint32_t random[AMPC_LANES] = {};
+        AMPC_UNROLL
+        for (int k = 0; k < AMPC_LANES / 4; k++)
+            if (stochastic) amp_philox(seed, 0, (uint64_t)(row.first + i) / 4 + (uint64_t)k, random + 4 * k);
+        ampc_load_some(row.grad, row.grad_dtype, i, g, n - at);
+        ampc_load_weights(row, i, w, n - at);
+        if (eight) {
+            if (row.m != NULL) ampc_unpack_moments(&maps[1], row.m, row.count, i, m, n - at);
+            if (SECOND) ampc_unpack_moments(&maps[0], row.v, row.count, i, v, n - at);
+        } else {
+            if (row.m != NULL) ampc_load_some(row.m, row.moment_dtype, i, m, n - at);
+            if (SECOND) ampc_load_some(row.v, row.moment_dtype, i, v, n - at);
+        }
+        AMPC_UNROLL
+        for (int j = 0; j < AMPC_LANES; j++) w[j] = update(w[j], g[j], &m[j], &v[j]);
+        ampc_store_weights(row, i, w, random, n - at);
+        if (eight) {
+            if (row.m != NULL) ampc_pack_moments(&maps[1], row.m, row.count, i, m, n - at);
+            if (SECOND) ampc_pack_moments(&maps[0], row.v, row.count, i, v, n - at);
+        } else {
+            if (row.m != NULL) ampc_store_moments(row.m, row.moment_dtype, i, m, random, n - at);
+            if (SECOND) ampc_store_moments(row.v, row.moment_dtype, i, v, random, n - at);
+        }
+    }
+}
+/* Copies each thread's own elements: a function of its own, as registers are short above. */
+__device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first,
+                                                 int n) {
+    int found = 0;
+    if (copy.data() == NULL) return;
+    AMPC_NO_UNROLL
+    for (int at = (int)threadIdx.x * AMPC_LANES; at < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
+        float w[AMPC_LANES];
+        ampc_load_some(row.weight, AMP_F32, first + at, w, n - at);
+        ampc_store_some(copy.data(), copy.range->dtype, first + at, w, n - at);
+        AMPC_UNROLL
+        for (int j = 0; j < AMPC_LANES; j++) found += j < n - at && ampc_gains_inf(w[j], copy.range->dtype);
+    }
+    copy.count(found);
+}
+
+/* nvcc would fuse 1 - lr decay, and 1 - beta^count, rounding once where the CPU rounds twice. */
+__device__ inline float ampc_keep(const amp_k_grad_stats *found, const amp_k_tensor *row) {
+    return (float)(1.0 - ampc_mul(ampc_mul(found->lr, row->lr_scale), row->weight_decay));
+}
+__device__ inline void ampc_row_counted(const amp_k_tensor *row, const amp_k_grad_stats *found, double beta1,
+                                        double beta2) {
+    amp_k_steps *k = (amp_k_steps *)row->steps;
+    if (k == NULL || found->skip) return;
+    k->beta1_power = k->count > 0 ? ampc_mul(k->beta1_power, beta1) : beta1;
+    k->beta2_power = k->count > 0 ? ampc_mul(k->beta2_power, beta2) : beta2;
+    k->count++;
+}
+__device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const amp_k_tensor *row) {
+    ampi_adamw_step s;
+    ampc_row_counted(row, args->found, args->beta1, args->beta2);
+    s = ampi_adamw_row(args, row);
+    s.keep = ampc_keep(args->found, row);
+    return s;
+}
+__device__ inline ampi_sgd_step ampc_row_step(const amp_k_sgd *args, const amp_k_tensor *row) {
+    ampc_row_counted(row, args->found, 1, 1);
+    return ampi_sgd_row(args, row);
+}
+__device__ inline ampi_lion_step ampc_row_step(const amp_k_lion *args, const amp_k_tensor *row) {
+    ampi_lion_step s = ampi_lion_row(args, row);
+    s.keep = ampc_keep(args->found, row);
+    return s;
+}
+
+/* maps: of v, of m; every block whose rows need them writes the same. */
+template <class A, class S>
+__global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps, ampi_moment_map *maps) {
+    int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (row < args.tensors && args.table[row].live) steps[row] = ampc_row_step(&args, &args.table[row]);
+    if (!__syncthreads_or(row < args.tensors && args.table[row].moment_dtype == AMP_MOMENTS_8BIT)) return;
+    for (int i = (int)threadIdx.x; i < 2 * AMPI_MOMENT_CODES; i += (int)blockDim.x)
+        ampi_moment_map_set(&maps[i / AMPI_MOMENT_CODES], i % AMPI_MOMENT_CODES, i / AMPI_MOMENT_CODES);
+}
+
+/* A chunk of a row, with its copy. */
+template <bool SECOND, class UPDATE>
+__device__ __forceinline__ void ampc_update_chunk(const amp_k_tensor *table, const ampc_chunk &c, uint64_t seed,
+                                                  const amp_range *copies, int64_t *new_inf,
+                                                  const ampi_moment_map *maps, UPDATE update) {
+    const amp_k_tensor &row = table[c.row];
+    const ampc_low_copy copy = {copies != NULL ? copies + c.row : NULL, new_inf};
+    if (ampc_is_plain(row)) {
+        copy.count(ampc_update_row<SECOND>(row, copy, c.first, c.n, update));
+        return;
+    }
+    ampc_update_stored<SECOND>(row, maps, c.first, c.n, seed, update);
+    ampc_copy_stored(row, copy, c.first, c.n);
+}
+
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
+    ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
+                      const ampi_adamw_step *steps, const ampi_moment_map *maps, const amp_range *copies,
+                      int64_t *new_inf) {
+    if (found->skip) return;
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
+        const ampi_adamw_step s = steps[c.row];
+        auto update = [&](float w, float g, float *m, float *v) { return ampc_adamw_one(w, g, m, v, s); };
+        ampc_update_chunk<true>(table, c, s.seed, copies, new_inf, maps, update);
+    });
+}
+
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
+ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_sgd_step *steps,
+                const ampi_moment_map *maps, const amp_range *copies, int64_t *new_inf) {
+    if (found->skip) return;
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
+        const ampi_sgd_step s = steps[c.row];
+        bool momentum = table[c.row].m != NULL;
+        auto update = [&](float w, float g, float *m, float *) { return ampc_sgd_one(w, g, m, s, momentum); };
+        ampc_update_chunk<false>(table, c, s.seed, copies, new_inf, maps, update);
+    });
+}
+
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
+    ampc_lion_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found,
+                     const ampi_lion_step *steps, const ampi_moment_map *maps, const amp_range *copies,
+                     int64_t *new_inf) {
+    if (found->skip) return;
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
+        const ampi_lion_step s = steps[c.row];
+        auto update = [&](float w, float g, float *m, float *) { return ampc_lion_one(w, g, m, s); };
+        ampc_update_chunk<false>(table, c, s.seed, copies, new_inf, maps, update);
+    });
+}
+
+template <class A, class S>
+amp_result ampc_optimize(ampc_device *dev, const char *name, const A *a, void *stream,
+                         void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_grad_stats *, const S *,
+                                        const ampi_moment_map *, const amp_range *, int64_t *)) {
+    ampc_scratch scratch(dev, stream);
+    ampi_moment_map *maps;
+    S *steps;
+    if (a->tensors <= 0) return ampc_usable(dev, name);
+    AMPC_TRY(scratch.get(2 * sizeof *maps + (size_t)a->tensors * sizeof *steps, name));
+    steps = (S *)scratch.data;
+    maps = (ampi_moment_map *)(steps + a->tensors);
+    AMPC_TRY(ampc_launch(dev, name, ampc_row_steps_kernel<A, S>, (unsigned)ampc_blocks(a->tensors, 128), 128, 0, stream,
+                         *a, steps, maps));
+    return ampc_launch(dev, name, kernel, (unsigned)(dev->has.multiprocessors * AMPC_OPTIMIZER_PER_SM),
+                       AMPC_MULTI_THREADS, 0, stream, a->table, a->tensors, a->found, (const S *)steps,
+                       (const ampi_moment_map *)maps, a->copies, a->new_inf);
+}
+
+amp_result ampc_adamw(void *device, const amp_k_adamw *a, void *stream) {
+    return ampc_optimize((ampc_device *)device, "amp_step (AdamW)", a, stream, ampc_adamw_kernel);
+}
+
+amp_result ampc_sgd(void *device, const amp_k_sgd *a, void *stream) {
+    return ampc_optimize((ampc_device *)device, "amp_step (SGD)", a, stream, ampc_sgd_kernel);
+}
+
+amp_result ampc_lion(void *device, const amp_k_lion *a, void *stream) {
+    return ampc_optimize((ampc_device *)device, "amp_step (Lion)", a, stream, ampc_lion_kernel);
+}
+
+/* ---- Rules: amp.h's arithmetic, on one thread; its rows on all of a block */
+
+__global__ void ampc_rule_kernel(amp_k_rule rule) {
+    AMPC_SHARED(int, apart, 1);
+    int32_t own;
+    if (threadIdx.x == 0) *apart = INT32_MAX;
+    __syncthreads();
+    own = ampi_rule_rows(&rule, (int32_t)threadIdx.x, (int32_t)blockDim.x);
+    if (own != INT32_MAX) atomicMin(apart, own);
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    ampi_rule_apart(&rule, *apart);
+    ampi_rule_run(&rule);
+}
+
+amp_result ampc_rule(void *device, const amp_k_rule *a, void *stream) {
+    const unsigned threads = a->tensors > 0 ? 128 : 1;
+    return ampc_launch((ampc_device *)device, "rule", ampc_rule_kernel, 1, threads, 0, stream, *a);
+}
+
+/* ==== Ranks =========================================================================================
+   The reducer of .reduce_on_device: NCCL.  Its communicator does not block, so that no call waits for another rank
+   without an end; a thread watches what the GPU does, which only ncclCommAbort can stop.                  */
+
+int64_t ampc_now() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+void ampc_nap(int microseconds) {
+    const struct timespec t = {microseconds / 1000000, microseconds % 1000000 * 1000};
+    (void)nanosleep(&t, NULL);
+}
+
+/* ---- The library */
+
+/* The name of the first function that it lacks, or NULL. */
+const char *ampc_nccl_lacks(ampc_nccl *n) {
+    void *l = n->opened;
+    return !ampc_symbol(l, "ncclGetVersion", &n->version)             ? "ncclGetVersion"
+           : !ampc_symbol(l, "ncclGetUniqueId", &n->unique_id)        ? "ncclGetUniqueId"
+           : !ampc_symbol(l, "ncclCommInitRankConfig", &n->init)      ? "ncclCommInitRankConfig"
+           : !ampc_symbol(l, "ncclCommGetAsyncError", &n->async_error) ? "ncclCommGetAsyncError"
+           : !ampc_symbol(l, "ncclCommFinalize", &n->finalize)        ? "ncclCommFinalize"
+           : !ampc_symbol(l, "ncclCommDestroy", &n->destroy)          ? "ncclCommDestroy"
+           : !ampc_symbol(l, "ncclCommAbort", &n->abort)              ? "ncclCommAbort"
+           : !ampc_symbol(l, "ncclGetErrorString", &n->error_text)    ? "ncclGetErrorString"
+           : !ampc_symbol(l, "ncclGetLastError", &n->last_error)      ? "ncclGetLastError"
+           : !ampc_symbol(l, "ncclGroupStart", &n->group_start)       ? "ncclGroupStart"
+           : !ampc_symbol(l, "ncclGroupEnd", &n->group_end)           ? "ncclGroupEnd"
+           : !ampc_symbol(l, "ncclAllReduce", &n->all_reduce)         ? "ncclAllReduce"
+           : !ampc_symbol(l, "ncclReduceScatter", &n->reduce_scatter) ? "ncclReduceScatter"
+           : !ampc_symbol(l, "ncclAllGather", &n->all_gather)         ? "ncclAllGather"
+           : !ampc_symbol(l, "ncclBroadcast", &n->broadcast)          ? "ncclBroadcast"
+           : !ampc_symbol(l, "ncclSend", &n->send)                    ? "ncclSend"
+           : !ampc_symbol(l, "ncclRecv", &n->receive)                 ? "ncclRecv"
+                                                                      : NULL;
+}
+
+amp_result ampc_nccl_refuse(ampc_device *dev, const char *format, const char *detail, int version) {
+    char why[176], text[240];
+    snprintf(why, sizeof why, format, detail, version / 10000, version / 100 % 100, version % 100);
+    snprintf(text, sizeof text, ".reduce_on_device: %s; without it none is needed", why);
+    return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
+}
+
+/* It stays loaded until the process ends: it has threads. */
+amp_result ampc_nccl_open(ampc_device *dev) {
+    ampc_nccl *n = &dev->ranks.nccl;
+    const char *lacks;
+    int version = 0;
+    if (n->opened != NULL) return AMP_OK;
+    n->opened = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    if (n->opened == NULL)
+        return ampc_nccl_refuse(dev, "%.90s; install NCCL, and name its folder in LD_LIBRARY_PATH", dlerror(), 0);
+    lacks = ampc_nccl_lacks(n);
+    if (n->version != NULL && n->version(&version) == AMPC_NCCL_SUCCESS && version < AMPC_NCCL_LEAST)
+        return version >= 10000
+                   ? ampc_nccl_refuse(dev, "libnccl.so.2 is NCCL%s %d.%d.%d, and 2.14 or later is needed", "", version)
+                   : ampc_nccl_refuse(dev, "libnccl.so.2 is NCCL%s before 2.9, and 2.14 or later is needed", "", 0);
+    return lacks == NULL ? AMP_OK : ampc_nccl_refuse(dev, "libnccl.so.2 has no %s", lacks, 0);
+}
+
+/* ---- Failing: for ever, because NCCL's communicators do not recover */
+
+/* While it lives the communicator does; .comm NULL: there is none any more. */
+struct ampc_nccl_use {
+    ampc_ranks *r;
+    void *comm;
+    explicit ampc_nccl_use(ampc_device *dev) : r(&dev->ranks), comm(NULL) {
+        ampc_locked locked(&r->lock);
+        comm = r->broken ? NULL : r->comm;
+        r->users += comm != NULL;
+    }
+    ~ampc_nccl_use() {
+        ampc_locked locked(&r->lock);
+        r->users -= comm != NULL;
+    }
+    ampc_nccl_use(const ampc_nccl_use &) = delete;
+    ampc_nccl_use &operator=(const ampc_nccl_use &) = delete;
+};
+
+/* Ends what the GPU does for the communicator.  A call of NCCL under way ends first, if it does within a second: it may
+   stand behind the work that hangs.  ncclCommAbort stops that work at once, but returns when no graph refers to the
+   communicator any more. */
+void ampc_ranks_abort(ampc_device *dev) {
+    ampc_ranks *r = &dev->ranks;
+    bool busy = true;
+    for (int i = 0; i < 1000 && busy; i++) {
+        {
+            ampc_locked locked(&r->lock);
+            busy = r->users > 0;
+        }
+        if (busy) ampc_nap(1000);
+    }
+    if (r->comm != NULL) (void)r->nccl.abort(r->comm);
+    r->comm = NULL;
+}
+
+/* The first reason stays.  The watcher aborts, if there is one: this thread is the one that destroys graphs. */
+void ampc_ranks_break(ampc_device *dev, const char *why) {
+    ampc_ranks *r = &dev->ranks;
+    {
+        ampc_locked locked(&r->lock);
+        if (r->broken) return;
+        snprintf(r->why, sizeof r->why, "amp_cuda: rank %d of %d: %s", r->rank, r->world, why);
+        __atomic_store_n(&r->broken, 1, __ATOMIC_RELEASE);
+    }
+    if (!r->watching) ampc_ranks_abort(dev);
+}
+
+void ampc_ranks_break_late(ampc_device *dev, const char *what) {
+    char why[160];
+    snprintf(why, sizeof why, "%s within %lld ms: a rank has died, hangs, or makes other calls than the rest", what,
+             (long long)(dev->ranks.limit / 1000000));
+    ampc_ranks_break(dev, why);
+}
+
+/* Says what NCCL says. */
+void ampc_nccl_break(ampc_device *dev, const char *call, int code) {
+    char why[320];
+    {
+        ampc_nccl_use use(dev);
+        const char *last = use.comm != NULL ? dev->ranks.nccl.last_error(use.comm) : NULL;
+        snprintf(why, sizeof why, "%s: %s (NCCL's error %d)%s%.160s", call, dev->ranks.nccl.error_text(code), code,
+                 last != NULL && last[0] != 0 ? ": " : "", last != NULL ? last : "");
+    }
+    ampc_ranks_break(dev, why);
+}
+
+/* Waits until NCCL has done what it began, which is not what the GPU does. */
+amp_result ampc_nccl_settle(ampc_device *dev, const char *call, int code) {
+    const int64_t deadline = ampc_now() + dev->ranks.limit;
+    while (code == AMPC_NCCL_IN_PROGRESS) {
+        {
+            ampc_nccl_use use(dev);
+            if (use.comm == NULL) break;
+            int asked = dev->ranks.nccl.async_error(use.comm, &code);
+            if (asked != AMPC_NCCL_SUCCESS) code = asked;
+        }
+        if (code != AMPC_NCCL_IN_PROGRESS) break;
+        if (ampc_now() > deadline) { ampc_ranks_break_late(dev, "not all ranks have come"); break; }
+        ampc_nap(200);
+    }
+    if (code != AMPC_NCCL_SUCCESS && code != AMPC_NCCL_IN_PROGRESS) ampc_nccl_break(dev, call, code);
+    return ampc_usable(dev, call);
+}
+
+/* ---- Watching */
+
+/* A place in the ring for the caller alone, or -1: none is free. */
+int ampc_ranks_place(ampc_ranks *r) {
+    ampc_locked locked(&r->lock);
+    if (r->watched == AMPC_WATCHED) return -1;
+    if (r->watched == 0) r->since = ampc_now();
+    int at = (r->first + r->watched++) % AMPC_WATCHED;
+    r->noted[at] = 0;
+    return at;
+}
+
+amp_result ampc_ranks_record(ampc_device *dev, cudaEvent_t *event, cudaStream_t stream) {
+    if (*event == NULL)
+        AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(event, cudaEventDisableTiming),
+                            "cudaEventCreateWithFlags", NULL));
+    return ampc_check(dev, cudaEventRecord(*event, stream), "cudaEventRecord", NULL);
+}
+
+/* Notes that what stands in the stream now must end. */
+amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream) {
+    ampc_ranks *r = &dev->ranks;
+    int at;
+    AMPC_ENTER(dev, "reducer");
+    AMPC_TRY(ampc_usable(dev, "reducer"));
+    while ((at = ampc_ranks_place(r)) < 0) {
+        ampc_nap(1000);
+        AMPC_TRY(ampc_usable(dev, "reducer"));
+    }
+    amp_result result = ampc_ranks_record(dev, &r->events[at], stream);
+    ampc_locked locked(&r->lock);
+    r->noted[at] = result == AMP_OK ? 1 : -1;
+    return result;
+}
+
+/* Whether the oldest one noted was done; it is then forgotten. */
+bool ampc_ranks_step(ampc_device *dev) {
+    ampc_ranks *r = &dev->ranks;
+    int noted = 0;
+    {
+        ampc_locked locked(&r->lock);
+        if (r->watched > 0) noted = r->noted[r->first];
+    }
+    if (noted == 0) return false;
+    /* of this place nobody else takes the event before it is free again */
+    cudaError_t error = noted < 0 ? cudaSuccess : cudaEventQuery(r->events[r->first]);
+    if (error != cudaSuccess) (void)cudaGetLastError();
+    bool late;
+    {
+        ampc_locked locked(&r->lock);
+        late = error == cudaErrorNotReady && ampc_now() - r->since > r->limit;
+        if (error != cudaErrorNotReady) {
+            r->first = (r->first + 1) % AMPC_WATCHED;
+            r->watched--;
+            r->since = ampc_now();
+        }
+    }
+    if (late) ampc_ranks_break_late(dev, "a reduction has not ended");
+    return error != cudaErrorNotReady;
+}
+
+/* What other ranks and the network did to the communicator meanwhile. */
+void ampc_ranks_ask(ampc_device *dev) {
+    int code = AMPC_NCCL_SUCCESS, asked = AMPC_NCCL_SUCCESS;
+    {
+        ampc_nccl_use use(dev);
+        if (use.comm != NULL) asked = dev->ranks.nccl.async_error(use.comm, &code);
+    }
+    if (asked != AMPC_NCCL_SUCCESS) code = asked;
+    if (code != AMPC_NCCL_SUCCESS && code != AMPC_NCCL_IN_PROGRESS) ampc_nccl_break(dev, "a reduction", code);
+}
+
+void *ampc_ranks_watch(void *device) {
+    ampc_device *dev = (ampc_device *)device;
+    ampc_current current(dev);
+    ampc_relaxed relaxed;           /* a capture on another thread is not its business */
+    while (!__atomic_load_n(&dev->ranks.stop, __ATOMIC_RELAXED) &&
+           !__atomic_load_n(&dev->ranks.broken, __ATOMIC_ACQUIRE)) {
+        while (ampc_ranks_step(dev)) {}
+        ampc_ranks_ask(dev);
+        ampc_nap(1000 * AMPC_LOOK_MS);
+    }
+    if (dev->ranks.broken) ampc_ranks_abort(dev);
+    return NULL;
+}
+
+/* ---- Calls */
+
+/* The largest of n numbers over the ranks, by their bits; NaN counts as larger, which NCCL's own maximum does not do.
+   inf: infinity's bits. */
+template <class U> __global__ void ampc_largest_kernel(const U *all, U *out, int64_t n, int world, U inf) {
+    const U sign = (U)((U)1 << (8 * sizeof(U) - 1));
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        U best = 0, most = 0;
+        for (int rank = 0; rank < world; rank++) {
+            const U x = all[rank * n + i], magnitude = (U)(x & (U)~sign);
+            const U key = (U)(magnitude > inf ? (U)~(U)0 : x & sign ? (U)~x : (U)(x | sign));
+            if (rank > 0 && key <= most) continue;
+            best = x;
+            most = key;
+        }
+        out[i] = best;
+    }
+}
+template <class U> amp_result ampc_largest_of(ampc_device *dev, const ampc_collective &c, U inf) {
+    return ampc_launch(dev, "reducer", ampc_largest_kernel<U>, ampc_grid(dev, ampc_blocks(c.count, 256), 4), 256, 0,
+                       dev->ranks.stream, (const U *)c.all, (U *)c.out, c.count, dev->ranks.world, inf);
+}
+amp_result ampc_largest(ampc_device *dev, const ampc_collective &c) {
+    switch (c.dtype) {
+        case AMP_F64: return ampc_largest_of<uint64_t>(dev, c, (uint64_t)0x7ff << 52);
+        case AMP_F32: return ampc_largest_of<uint32_t>(dev, c, 0x7f800000u);
+        default: return ampc_largest_of<uint16_t>(dev, c, c.dtype == AMP_F16 ? 0x7c00 : 0x7f80);
+    }
+}
+
+int ampc_nccl_dtype(amp_dtype dtype) {
+    switch (dtype) {
+        case AMP_F32: return AMPC_NCCL_F32;
+        case AMP_F64: return AMPC_NCCL_F64;
+        case AMP_F16: return AMPC_NCCL_F16;
+        case AMP_BF16: return AMPC_NCCL_BF16;
+        default: return AMPC_NCCL_U8;
+    }
+}
+
+/* Part r of `in` for rank r, whose part comes to its place in `out`. */
+int ampc_nccl_exchange(const ampc_ranks *r, void *comm, const void *in, void *out, size_t each) {
+    int code = AMPC_NCCL_SUCCESS;
+    for (int peer = 0; peer < r->world; peer++) {
+        int sent = r->nccl.send((const char *)in + (size_t)peer * each, each, AMPC_NCCL_U8, peer, comm, r->stream);
+        int came = r->nccl.receive((char *)out + (size_t)peer * each, each, AMPC_NCCL_U8, peer, comm, r->stream);
+        if (code == AMPC_NCCL_SUCCESS) code = sent != AMPC_NCCL_SUCCESS ? sent : came;
+    }
+    return code;
+}
+/* For a maximum it brings every rank's numbers together. */
+int ampc_nccl_call(const ampc_ranks *r, void *comm, const ampc_collective &c) {
+    const size_t count = (size_t)c.count, bytes = count * amp_dtype_size(c.dtype);
+    const int dtype = ampc_nccl_dtype(c.dtype);
+    const void *in = c.in;
+    switch (c.verb) {
+        case AMPC_REDUCES:
+            if (c.all != NULL) return r->nccl.all_gather(in, c.all, bytes, AMPC_NCCL_U8, comm, r->stream);
+            return r->nccl.all_reduce(in, c.out, count, dtype, AMPC_NCCL_SUM, comm, r->stream);
+        case AMPC_SCATTERS:
+            if (c.all != NULL) return ampc_nccl_exchange(r, comm, in, c.all, bytes);
+            return r->nccl.reduce_scatter(in, c.out, count, dtype, AMPC_NCCL_SUM, comm, r->stream);
+        case AMPC_GATHERS: return r->nccl.all_gather(in, c.out, bytes, AMPC_NCCL_U8, comm, r->stream);
+        case AMPC_EXCHANGES: return ampc_nccl_exchange(r, comm, in, c.out, bytes);
+        default: return r->nccl.broadcast(in, c.out, bytes, AMPC_NCCL_U8, c.root, comm, r->stream);
+    }
+}
+/* Begins these in the stream. */
+amp_result ampc_nccl_begin(ampc_device *dev, const ampc_collective *calls, int n) {
+    ampc_ranks *r = &dev->ranks;
+    int code = AMPC_NCCL_SUCCESS, ended;
+    AMPC_ENTER(dev, "reducer");
+    {
+        ampc_nccl_use use(dev);
+        if (use.comm == NULL) return ampc_usable(dev, "reducer");
+        code = r->nccl.group_start();
+        for (int i = 0; i < n && (code == AMPC_NCCL_SUCCESS || code == AMPC_NCCL_IN_PROGRESS); i++)
+            code = ampc_nccl_call(r, use.comm, calls[i]);
+        ended = r->nccl.group_end();
+    }
+    if (code == AMPC_NCCL_SUCCESS || code == AMPC_NCCL_IN_PROGRESS) code = ended;
+    return ampc_nccl_settle(dev, "a reduction", code);
+}
+
+/* Whether the stream is captured; a graph of amp.h's then knows that it reduces. */
+bool ampc_ranks_captured(ampc_device *dev, cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    ampc_graph *graph = ampc_captured(dev, NULL);
+    if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) (void)cudaGetLastError();
+    if (status == cudaStreamCaptureStatusNone) return false;
+    if (graph != NULL) graph->reduces = 1;
+    return true;
+}
+
+amp_result ampc_group_run(ampc_device *dev, ampc_collective *calls, int n) {
+    ampc_ranks *r = &dev->ranks;
+    const bool captured = ampc_ranks_captured(dev, r->stream);
+    int i;
+    for (i = 0; i < n; i++) {
+        if (calls[i].op != AMP_REDUCE_MAX || calls[i].verb > AMPC_SCATTERS) continue;
+        ampc_scratch all(dev, r->stream);
+        AMPC_TRY(all.get((size_t)(r->world * calls[i].count) * amp_dtype_size(calls[i].dtype), "reducer"));
+        calls[i].all = all.keep();
+    }
+    AMPC_TRY(ampc_nccl_begin(dev, calls, n));
+    if (!captured) AMPC_TRY(ampc_ranks_note(dev, r->stream));
+    for (i = 0; i < n; i++)
+        if (calls[i].all != NULL) AMPC_TRY(ampc_largest(dev, calls[i]));
+    return AMP_OK;
+}
+/* Begins what was asked for. */
+amp_result ampc_group_flush(ampc_device *dev) {
+    ampc_ranks *r = &dev->ranks;
+    const int n = r->grouped;
+    amp_result result;
+    if (n == 0) return ampc_usable(dev, "reducer");
+    r->grouped = 0;
+    result = ampc_group_run(dev, r->group, n);
+    for (int i = 0; i < n; i++) ampc_free(dev, r->group[i].all, 0);
+    return result;
+}
+
+amp_result ampc_group_add(ampc_device *dev, const ampc_collective &c, void *stream) {
+    ampc_ranks *r = &dev->ranks;
+    const bool numbers = c.dtype == AMP_F32 || c.dtype == AMP_F64 || c.dtype == AMP_F16 || c.dtype == AMP_BF16;
+    if (c.verb <= AMPC_SCATTERS && !numbers)
+        return ampc_refuse(dev, AMP_ERR_DTYPE, "reducer", "NCCL sums F32, F64, F16 and BF16 here");
+    AMPC_TRY(ampc_usable(dev, "reducer"));
+    if (c.count == 0) return AMP_OK;
+    if (r->grouped > 0 && r->stream != ampc_stream(dev, stream)) AMPC_TRY(ampc_group_flush(dev));
+    r->stream = ampc_stream(dev, stream);
+    r->group[r->grouped++] = c;
+    return r->in_group && r->grouped < AMPC_GROUP ? AMP_OK : ampc_group_flush(dev);
+}
+
+int ampc_reduce(void *device, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    return ampc_group_add((ampc_device *)device, {AMPC_REDUCES, data, data, count, dtype, op, 0, NULL}, stream);
+}
+int ampc_reduce_scatter(void *device, const void *in, void *out, int64_t each, amp_dtype dtype, amp_reduce_op op,
+                        void *stream) {
+    return ampc_group_add((ampc_device *)device, {AMPC_SCATTERS, in, out, each, dtype, op, 0, NULL}, stream);
+}
+int ampc_all_gather(void *device, const void *in, void *out, int64_t each, void *stream) {
+    return ampc_group_add((ampc_device *)device, {AMPC_GATHERS, in, out, each, AMP_U8, AMP_REDUCE_SUM, 0, NULL},
+                          stream);
+}
+int ampc_all_to_all(void *device, const void *in, void *out, int64_t each, void *stream) {
+    return ampc_group_add((ampc_device *)device, {AMPC_EXCHANGES, in, out, each, AMP_U8, AMP_REDUCE_SUM, 0, NULL},
+                          stream);
+}
+int ampc_broadcast(void *device, void *data, int64_t bytes, int32_t root, void *stream) {
+    return ampc_group_add((ampc_device *)device,
+                          {AMPC_BROADCASTS, data, data, bytes, AMP_U8, AMP_REDUCE_SUM, root, NULL}, stream);
+}
+int ampc_group_begin(void *device, void *) {
+    ((ampc_device *)device)->ranks.in_group = 1;
+    return 0;
+}
+int ampc_group_end(void *device, void *) {
+    ((ampc_device *)device)->ranks.in_group = 0;
+    return ampc_group_flush((ampc_device *)device);
+}
+
+const amp_exchanges ampc_exchanges = {ampc_reduce_scatter, ampc_all_gather,  ampc_all_to_all, ampc_broadcast,
+                                      ampc_group_begin,    ampc_group_end,   NULL};
+
+/* ---- Joining and leaving */
+
+amp_result ampc_communicator_id(void *device, void *id) {
+    ampc_device *dev = (ampc_device *)device;
+    AMPC_ENTER(dev, "amp_open");
+    AMPC_TRY(ampc_nccl_open(dev));
+    if (id == NULL) return AMP_OK;
+    int code = dev->ranks.nccl.unique_id((ampc_nccl_id *)id);
+    return code == AMPC_NCCL_SUCCESS
+               ? AMP_OK
+               : ampc_nccl_refuse(dev, "ncclGetUniqueId: %.120s", dev->ranks.nccl.last_error(NULL), 0);
+}
+
+amp_result ampc_communicator(void *device, const amp_k_communicator *a, amp_reducer *out) {
+    ampc_device *dev = (ampc_device *)device;
+    ampc_ranks *r = &dev->ranks;
+    ampc_nccl_config config = {sizeof config, AMPC_NCCL_MAGIC, AMPC_NCCL_LEAST, 0};
+    ampc_nccl_id id;
+    int code;
+    AMPC_ENTER(dev, "amp_open");
+    AMPC_TRY(ampc_nccl_open(dev));
+    memcpy(id.bytes, a->id, sizeof id.bytes);
+    r->rank = a->rank;
+    r->world = a->world;
+    r->limit = (int64_t)a->timeout_ms * 1000000;
+    code = r->nccl.init(&r->comm, r->world, id, r->rank, &config);
+    AMPC_TRY(ampc_nccl_settle(dev, "ncclCommInitRankConfig", code));
+    r->watching = pthread_create(&r->watcher, NULL, ampc_ranks_watch, dev) == 0;
+    if (!r->watching) return ampc_refuse(dev, AMP_ERR_THREAD, "amp_open", "no thread to watch the ranks");
+    memset(out, 0, sizeof *out);
+    out->user = dev;
+    out->rank = r->rank;
+    out->world = r->world;
+    out->reduce = ampc_reduce;
+    out->calls = &ampc_exchanges;
+    return AMP_OK;
+}
+
+/* A rank that is gone must not keep this one: after the time limit it goes without the others. */
+void ampc_ranks_close(ampc_device *dev) {
+    ampc_ranks *r = &dev->ranks;
+    const int64_t deadline = ampc_now() + r->limit;
+    int state = AMPC_NCCL_IN_PROGRESS;
+    __atomic_store_n(&r->stop, 1, __ATOMIC_RELAXED);
+    if (r->watching) (void)pthread_join(r->watcher, NULL);
+    for (cudaEvent_t event : r->events)
+        if (event != NULL) (void)cudaEventDestroy(event);
+    if (r->comm != NULL && !r->broken) {
+        int code = r->nccl.finalize(r->comm);
+        while ((code == AMPC_NCCL_SUCCESS || code == AMPC_NCCL_IN_PROGRESS) && state == AMPC_NCCL_IN_PROGRESS &&
+               ampc_now() < deadline) {
+            code = r->nccl.async_error(r->comm, &state);
+            if (state == AMPC_NCCL_IN_PROGRESS) ampc_nap(200);
+        }
+        (void)(state == AMPC_NCCL_SUCCESS ? r->nccl.destroy(r->comm) : r->nccl.abort(r->comm));
+        r->comm = NULL;
+    }
+    if (r->nccl.opened != NULL) (void)dlclose(r->nccl.opened);
+}
+
+/* ---- Telemetry and a profiler's ranges */
+
+void ampc_nvml_close(ampc_nvml *nvml) {
+    if (nvml->shutdown != NULL) (void)nvml->shutdown();
+    if (nvml->library != NULL) (void)dlclose(nvml->library);
+    memset((void *)nvml, 0, sizeof *nvml);
+}
+
+/* Finds the GPU by its PCI address: NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
+void ampc_nvml_open(ampc_nvml *nvml, int index) {
+    int (*init)(void);
+    int (*find)(const char *address, void **device);
+    char address[32];
+    nvml->library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (nvml->library == NULL) return;
+    ampc_symbol(nvml->library, "nvmlInit_v2", &init);
+    ampc_symbol(nvml->library, "nvmlDeviceGetHandleByPciBusId_v2", &find);
+    if (init == NULL || find == NULL || init() != 0) return;
+    ampc_symbol(nvml->library, "nvmlShutdown", &nvml->shutdown);
+    if (cudaDeviceGetPCIBusId(address, (int)sizeof address, index) != cudaSuccess) (void)cudaGetLastError();
+    else if (find(address, &nvml->device) != 0) nvml->device = NULL;
+    ampc_symbol(nvml->library, "nvmlDeviceGetUtilizationRates", &nvml->utilization);
+    ampc_symbol(nvml->library, "nvmlDeviceGetTemperatureV", &nvml->temperature);
+    ampc_symbol(nvml->library, "nvmlDeviceGetTemperature", &nvml->temperature_before);
+    ampc_symbol(nvml->library, "nvmlDeviceGetPowerUsage", &nvml->power);
+}
+
+/* The GPU's own sensor is number 0.  A struct's version holds its size and, above 24 bits, its number. */
+float ampc_temperature(const ampc_nvml *nvml) {
+    ampc_nvml_temperature now = {(unsigned)sizeof now | 1u << 24, 0, 0};
+    unsigned celsius = 0;
+    if (nvml->temperature != NULL && nvml->temperature(nvml->device, &now) == 0) return (float)now.celsius;
+    if (nvml->temperature_before != NULL && nvml->temperature_before(nvml->device, 0, &celsius) == 0)
+        return (float)celsius;
+    return -1;
+}
+
+/* NVML, opened by the first thread that asks; one that asks meanwhile closes its own copy. */
+ampc_nvml ampc_nvml_of(ampc_device *dev) {
+    ampc_nvml nvml, mine = {};
+    {
+        ampc_locked locked(dev);
+        nvml = dev->nvml;
+    }
+    if (nvml.looked_for) return nvml;
+    ampc_nvml_open(&mine, dev->index);
+    mine.looked_for = 1;
+    {
+        ampc_locked locked(dev);
+        nvml = dev->nvml;
+        if (!nvml.looked_for) dev->nvml = mine;
+    }
+    if (!nvml.looked_for) return mine;
+    ampc_nvml_close(&mine);
+    return nvml;
+}
+
+/* Unavailable values stay -1: no driver library, a virtual GPU without sensors, a lost GPU. */
+amp_result ampc_telemetry(void *device, amp_telemetry *out) {
+    ampc_device *dev = (ampc_device *)device;
+    const ampc_nvml nvml = ampc_nvml_of(dev);
+    ampc_nvml_utilization busy = {0, 0};
+    unsigned milliwatts = 0;
+    out->utilization = out->memory_utilization = out->temperature = out->power = -1;
+    if (nvml.device == NULL) return AMP_OK;
+    if (nvml.utilization != NULL && nvml.utilization(nvml.device, &busy) == 0) {
+        out->utilization = (float)busy.gpu / 100;
+        out->memory_utilization = (float)busy.memory / 100;
+    }
+    if (nvml.power != NULL && nvml.power(nvml.device, &milliwatts) == 0) out->power = (float)milliwatts / 1000;
+    out->temperature = ampc_temperature(&nvml);
+    return AMP_OK;
+}
+
+#if defined(AMP_NVTX)
+void ampc_profile_push(void *device, const char *name) { (void)device; (void)nvtxRangePushA(name); }
+void ampc_profile_pop(void *device) { (void)device; (void)nvtxRangePop(); }
+#else
+void (*const ampc_profile_push)(void *device, const char *name) = NULL;
+void (*const ampc_profile_pop)(void *device) = NULL;
+#endif
+
+/* ---- Inspect.  A thread counts over a row, and a warp adds its counts to the row's in memory: integers, so the order
+   does not matter. */
+
+struct ampc_fits { ampi_fit of32, of64; };
+/* above: as in ampi_fit, without the `plain` numbers, which become normal numbers below the last binade. */
+struct ampc_tally { int plain, above[AMPI_FIT_LIMITS]; uint32_t largest; };
+
+template <int N>
+__device__ __forceinline__ void ampc_inspect_lanes(const uint4 &raw, amp_dtype dtype, const ampi_fit &fit,
+                                                   ampc_tally *t) {
+    float x[N];
+    ampc_widen<N>(raw, dtype, x);
+    uint32_t first = (uint32_t)fit.limit[AMPI_FIT_NORMAL] + 1, plain = (uint32_t)fit.limit[AMPI_FIT_LAST] - first,
+             largest = 0;
+    bool all = true;
+    AMPC_UNROLL
+    for (int i = 0; i < N; i++) {
+        uint32_t bits = ampi_bits_f32(x[i]) & 0x7fffffffu;
+        all &= bits - first <= plain;
+        if (bits > largest) largest = bits;
+    }
+    if (all) {
+        t->plain += N;
+        if (largest > t->largest) t->largest = largest;
+        return;
+    }
+    AMPC_UNROLL
+    for (int i = 0; i < N; i++) {
+        uint32_t bits = ampi_bits_f32(x[i]) & 0x7fffffffu;
+        AMPC_UNROLL
+        for (int k = 0; k < AMPI_FIT_LIMITS; k++) t->above[k] += bits > (uint32_t)fit.limit[k];
+        if (bits > t->largest && bits <= (uint32_t)fit.limit[AMPI_FIT_INFINITE]) t->largest = bits;
+    }
+}
+
+__device__ __forceinline__ void ampc_inspect_doubles(const double *p, int n, const ampc_fits &fits, ampc_tally *t) {
+    for (int i = (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+        uint64_t bits = ampi_bits_f64(p[i]) & ~(uint64_t)0 >> 1;
+        uint32_t narrow = bits <= fits.of64.limit[AMPI_FIT_INFINITE] ? ampi_to_f32(bits, 1) : 0;
+        AMPC_UNROLL
+        for (int k = 0; k < AMPI_FIT_LIMITS; k++) t->above[k] += bits > fits.of64.limit[k];
+        if (narrow > t->largest) t->largest = narrow;
+    }
+}
+
+__device__ __forceinline__ void ampc_count_add(int64_t *total, int64_t more) {
+    if (more != 0) atomicAdd((unsigned long long *)total, (unsigned long long)more);
+}
+__device__ __forceinline__ void ampc_tally_add(const ampc_tally &t, amp_k_inspected *out) {
+    uint32_t largest = ampc_warp_max(t.largest);
+    int64_t above[AMPI_FIT_LIMITS];
+    amp_k_inspected sum;
+    AMPC_UNROLL
+    for (int k = 0; k < AMPI_FIT_LIMITS; k++)
+        above[k] = ampc_warp_sum(t.above[k] + (k <= AMPI_FIT_NORMAL ? t.plain : 0));
+    if (threadIdx.x % 32 != 0) return;
+    ampi_fit_count(above, &sum);
+    ampc_count_add(&out->nan, sum.nan);
+    ampc_count_add(&out->infinite, sum.infinite);
+    ampc_count_add(&out->nonzero, sum.nonzero);
+    ampc_count_add(&out->underflow, sum.underflow);
+    ampc_count_add(&out->subnormal, sum.subnormal);
+    ampc_count_add(&out->overflow, sum.overflow);
+    ampc_count_add(&out->saturated, sum.saturated);
+    atomicMax((unsigned *)&out->largest, largest);
+}
+
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
+ampc_inspect_kernel(const amp_k_tensor *table, int64_t tensors, ampc_fits fits, amp_k_inspected *out) {
+    ampc_tally t = {};
+    int mine = -1;
+    ampc_for_chunks(table, tensors, [&](const ampc_chunk &c) {
+        if (c.row != mine) {
+            if (mine >= 0) ampc_tally_add(t, out + mine);
+            t = {};
+            mine = c.row;
+        }
+        if (c.dtype == AMP_F64) ampc_inspect_doubles((const double *)c.grad, c.n, fits, &t);
+        else
+            ampc_for_pieces(c.grad, c.dtype, c.n, false, [&](const uint4 &raw, amp_dtype dtype, auto lanes) {
+                ampc_inspect_lanes<decltype(lanes)::v>(raw, dtype, fits.of32, &t);
+            });
+    });
+    if (mine >= 0) ampc_tally_add(t, out + mine);
+}
+
+amp_result ampc_inspect(void *device, const amp_k_inspect *a, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    unsigned grid = (unsigned)(dev->has.multiprocessors * AMPC_MULTI_PER_SM);
+    ampc_fits fits = {ampi_fit_of(0, a->dtype), ampi_fit_of(1, a->dtype)};
+    if (a->tensors <= 0) return ampc_usable(dev, "amp_tensor_stats_step");
+    AMPC_TRY(ampc_fill(dev, a->out, 0, (size_t)a->tensors * sizeof *a->out, stream));
+    return ampc_launch(dev, "amp_tensor_stats_step", ampc_inspect_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table,
+                       a->tensors, fits, a->out);
 }
 
 /* ==== Large shared memory =========================================================================== */
