@@ -84,7 +84,8 @@
 
 namespace {
 
-/* ==== Device ======================================================================================== */
+/* ==== 1 >>base: the device ====
+   What an open context holds of its GPU, and the features that decide which kernels run. */
 
 struct ampc_block;
 struct ampc_graph;
@@ -231,7 +232,7 @@ enum {
     AMPC_LOG_IMAGE = 5006
 }; /* ids */
 
-/* ==== Errors ======================================================================================== */
+/* ==== 1 >>base: errors ==== */
 
 /* Errors after which the process can no longer use the GPU. */
 bool ampc_is_sticky(cudaError_t error) {
@@ -306,6 +307,9 @@ amp_result ampc_refuse(ampc_device *dev, amp_result result, const char *kernel, 
 
 #define AMPC_TRY(call) do { amp_result ampc_tried = (call); if (ampc_tried != AMP_OK) return ampc_tried; } while (0)
 
+/* ---- Functions found at run time, and the current device */
+
+/* Finds a function by name; false if the library lacks it. */
 template <class F> bool ampc_symbol(void *library, const char *name, F *out) {
     *out = (F)dlsym(library, name);
     return *out != NULL;
@@ -355,7 +359,7 @@ struct ampc_current {
 /* Runs the rest of the function on the context's GPU, or returns why it cannot. */
 #define AMPC_ENTER(dev, call) ampc_current ampc_here(dev); AMPC_TRY(ampc_here.ready(call))
 
-/* ==== Launches ====================================================================================== */
+/* ==== 1 >>base: launches ==== */
 
 /* NULL: the context's own. */
 cudaStream_t ampc_stream(const ampc_device *dev, void *stream) { return stream ? (cudaStream_t)stream : dev->stream; }
@@ -448,8 +452,8 @@ struct ampc_scratch {
     ampc_scratch &operator=(const ampc_scratch &) = delete;
 };
 
-/* ==== Numbers =======================================================================================
-   Storage types, and their conversions to and from fp32 with the bits of amp.h's scalar functions.       */
+/* ==== 2 >>numbers: storage ====
+   Storage types, and their conversions to and from fp32.  These give the bits of amp.h's scalar functions. */
 
 struct ampc_f16 { uint16_t bits; };
 struct ampc_bf16 { uint16_t bits; };
@@ -576,20 +580,21 @@ template <int V = 1, class F> __device__ __forceinline__ auto ampc_by_dtype(amp_
     if constexpr (V < 8) return run(ampc_constant<AMP_F32>());
 }
 
-/* ==== Lanes =========================================================================================
-   A thread's piece of an array: V neighbouring elements, read and written at once and held as they lie in memory, 16
-   bytes at most: 8 of 16 bits, 4 of 32.  All loads and stores are of one family; a dtype may be a constant.
+/* ==== 2 >>numbers: lanes ====
+   A piece is a thread's part of an array: V neighbouring elements, read and written at once and held as they lie in
+   memory.  It has 16 bytes at most, which are 8 elements of 16 bits or 4 of 32.  All loads and stores belong to one
+   family.  A dtype may be a constant.
 
        ampc_get_bytes   ampc_put_bytes     2 to 16 bytes
        ampc_piece_get   ampc_piece_put     a piece
-       ampc_piece_read  ampc_piece_write   a piece of a row; beyond its end 0, and nothing
+       ampc_piece_read  ampc_piece_write   a piece of a row; beyond the row's end it reads 0, and writes nothing
        ampc_widen       ampc_narrow        a piece in fp32
        ampc_load        ampc_store         V numbers in fp32; 8 may be of 32 bits, in two pieces
        ampc_load_upto   ampc_store_upto    the first n of them, at any address
        ampc_stored      ampc_put_stored    number i
-       ampc_fetch       ampc_leave         N elements in their own type; _upto: the first n, at any address
+       ampc_fetch       ampc_leave         N elements in the array's type; with _upto the first n, at any address
 
-   Other addresses are multiples of the piece's bytes.                                                    */
+   The other addresses are multiples of the piece's bytes. */
 
 enum { AMPC_LANES = 8 };
 enum ampc_reuse { AMPC_KEEP, AMPC_ONCE };       /* ONCE: not used again soon, so the cache may drop it first */
@@ -790,9 +795,9 @@ template <int N> __device__ __forceinline__ void ampc_random(uint64_t seed, uint
         words[i] = shift == 0 ? all[i] : shift == 1 ? all[i + 1] : shift == 2 ? all[i + 2] : all[i + 3];
 }
 
-/* ==== Sums ==========================================================================================
-   Over a warp and over a block, in one fixed order, with the result in every thread.  Blocks have whole
-   warps.  scratch: 32 values of shared memory; it may be used again at once.                               */
+/* ==== 2 >>numbers: sums ====
+   Sums and maxima over a warp and over a block, in one fixed order, with the result in every thread.  Blocks consist of
+   whole warps.  `scratch` is 32 values of shared memory, which may be used again at once. */
 
 template <class T> __device__ __forceinline__ T ampc_warp_sum(T x) {
     AMPC_UNROLL
@@ -825,11 +830,12 @@ template <class T> __device__ __forceinline__ T ampc_block_max(T x, T *scratch) 
     return x;
 }
 
-/* ==== Runtime: the arena ============================================================================
-   Freed memory stays in the arena, in size classes (eight per octave, so at most an eighth is lost to rounding), for
-   later requests of the same class.  An idle block remembers its last owner: a stream, whose later work runs after all
-   work that uses the block, so only that stream may reuse it at once; or a graph, which uses it again at every launch.
-   When CUDA has no more memory, blocks that no graph holds go back to CUDA and the request is tried once more. */
+/* ==== 6 >>backends: the arena ====
+   Freed memory stays in the arena for later requests of the same size class.  There are eight classes per octave, so at
+   most an eighth is lost to rounding.  The arena notes the last owner of each idle block, which is a stream or a graph.
+   A stream's later work runs after all work that uses the block, so only that stream may reuse the block at once.  A
+   graph uses its blocks again at every launch.  When CUDA has no more memory, blocks that no graph holds go back to
+   CUDA, and the request is tried once more. */
 
 struct ampc_block {
     void *data;
@@ -1133,7 +1139,8 @@ ampc_scratch::~ampc_scratch() {
     ampc_give(dev, data);
 }
 
-/* ==== Runtime: entries of the table ================================================================= */
+/* ==== 6 >>backends: runtime ====
+   The table's entries for opening and closing, memory, streams, events and graphs. */
 
 amp_result ampc_image(ampc_device *dev, int *image);
 amp_result ampc_allow_large(ampc_device *dev);
@@ -1145,6 +1152,8 @@ void ampc_blas_close(ampc_device *dev);
 void ampc_nvml_close(ampc_nvml *nvml);
 void ampc_ranks_close(ampc_device *dev);
 amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream);
+
+/* ---- Opening and closing */
 
 /* Tells the architecture that the driver's image was compiled for.  Without -arch, nvcc builds for its oldest one,
    which the driver translates for newer GPUs: __CUDA_ARCH__, and all code under #if, is the old one's. */
@@ -1591,7 +1600,8 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
     return graph->reduces ? ampc_ranks_note(dev, ampc_stream(dev, stream)) : AMP_OK;
 }
 
-/* ---- Masks: the keys that a query sees */
+/* ==== 7 >>masks ====
+   Which keys a query sees. */
 
 /* The keys visible by kind and length: j < first or low <= j < high. */
 struct ampc_span { int64_t first, low, high; };
@@ -1653,9 +1663,9 @@ __device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t k
     return see;
 }
 
-/* ==== Casts =========================================================================================
-   Through the fp32 pattern, as amp.h's bulk conversion, but directly from fp64: rounding twice can differ from
-   rounding once.  A thread takes pieces of 16 bytes of the wider side.                                   */
+/* ==== 8 >>autocast: casts ====
+   A number is converted through its fp32 pattern, as in amp.h's bulk conversion.  From fp64 it is converted directly,
+   because rounding twice can differ from rounding once.  A thread takes pieces of 16 bytes of the wider side. */
 
 struct ampc_tf32 { uint32_t bits; };
 struct ampc_e4m3 { uint8_t bits; };
@@ -1970,10 +1980,10 @@ amp_result ampc_cast(void *device, const amp_k_cast *a, void *stream) {
     }
 }
 
-/* ==== Column sums ===================================================================================
-   A warp adds every eighth row of 256 columns, eight columns per lane; then the block's eight warps are added in
-   order.  Tall matrices are cut into runs of rows, whose sums a second kernel adds in order, in fp64.  The number of
-   runs depends on the shape alone.                                                                         */
+/* ==== 9 >>operators: column sums ====
+   A warp adds every eighth row of 256 columns, with eight columns per lane.  Then the sums of the block's eight warps
+   are added in order.  Tall matrices are cut into runs of rows, and a second kernel adds the sums of the runs in order,
+   in fp64.  The number of runs depends on the shape alone. */
 
 enum { AMPC_SUM_COLS = 256, AMPC_SUM_ROWS = 256, AMPC_SUM_RUNS = 256, AMPC_SUM_CHAIN = 32 };
 
@@ -2050,10 +2060,10 @@ amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream
                        (const float *)partial.data, runs, x.cols, out);
 }
 
-/* ==== Pieces ========================================================================================
-   How wide a row's pieces are: 8 of 16 bits, or 4 of any storage dtype if one operand is fp32, so that the lanes of a
-   warp always access neighbouring bytes; 1 where a pointer, a row distance or a row's length does not fit.  A piece is
-   held in its storage dtype until it is used.                                                              */
+/* ==== 9 >>operators: pieces ====
+   A row's pieces have 8 elements of 16 bits, or 4 of any storage dtype if one operand is fp32.  The lanes of a warp
+   then always access neighbouring bytes.  Where a pointer, a row distance or a row's length does not fit, pieces are
+   narrower, down to 1 element.  A piece is held in its storage dtype until it is used. */
 
 /* The widest V, at most v, for an array from p on; for rows of `cols` elements, ld apart, each a whole number of
    pieces. */
@@ -2099,7 +2109,7 @@ __device__ __forceinline__ void ampc_piece_sum(void *row, amp_dtype dtype, I at,
     ampc_piece_write<V>(row, dtype, at, end, ampc_narrow<V>(sum, dtype));
 }
 
-/* ---- Asynchronous copies into shared memory: cp.async.  Before compute capability 8.0 they are done at once. */
+/* ---- Asynchronous copies into shared memory, by cp.async.  Before compute capability 8.0 they are done at once. */
 
 /* An address in shared memory. */
 #if defined(__CUDACC__)
@@ -2152,7 +2162,8 @@ template <int LEFT> __device__ __forceinline__ void ampc_copy_wait() {
 #endif
 }
 
-/* ---- Exponentials.  Hardware: 2^x and 1/x with relative errors below 2^-22 and 2^-23, results below 2^-126 are 0. */
+/* ---- Exponentials.  The hardware computes 2^x and 1/x with relative errors below 2^-22 and 2^-23.  Results below
+   2^-126 become 0. */
 
 #define AMPC_LOG2_E 1.44269504f
 
@@ -2178,10 +2189,10 @@ __device__ __forceinline__ float ampc_reciprocal(float x) {
 __device__ __forceinline__ float ampc_exp(float x) { return ampc_exp2(ampc_mul(x, AMPC_LOG2_E)); }
 __device__ __forceinline__ float ampc_exp_below(float x, float max) { return ampc_exp(x - max); }
 
-/* ==== Rows ==========================================================================================
-   A group of `lanes` threads, whole warps, processes a row.  Thread i holds E of its elements: the pieces i, i + lanes,
-   i + 2 lanes, ...  A row longer than lanes E is processed in chunks, which later passes read again; passes alternate
-   in direction, so that the chunk at the turn is still held.                                               */
+/* ==== 9 >>operators: rows ====
+   A group of `lanes` threads, which are whole warps, processes a row.  Thread i holds E of the row's elements, in the
+   pieces i, i + lanes, i + 2 lanes and so on.  A row of more than lanes times E elements is processed in chunks, which
+   later passes read again.  Passes alternate in direction, so the chunk at the turn is still held. */
 
 /* The most threads of a block, and their registers: 64 for rows of one chunk, so that a multiprocessor holds 1024
    threads; 128 for other rows.  Kernels that also sum columns have one block per multiprocessor, and 168 registers if
@@ -2499,10 +2510,10 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
     });
 }
 
-/* ---- LayerNorm and RMSNorm, backward.  With g = dy weight, h = (x - mean) rstd and means over the row:
-   dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy.
-   A thread keeps its columns from row to row and sums their dweight and dbias.  Each block writes one partial sum, and
-   a second kernel adds these in order.  Only these sums depend on the size of the grid, and so on the GPU. */
+/* ---- LayerNorm and RMSNorm, backward.  With g = dy weight, h = (x - mean) rstd and means over the row,
+   dx = rstd (g - mean(g) - h mean(g h)).  RMSNorm leaves out mean(g).  dweight is the sum of dy h, and dbias the sum of
+   dy.  A thread keeps its columns from row to row and sums their dweight and dbias.  Each block writes one partial sum,
+   and a second kernel adds these in order.  Only these sums depend on the size of the grid, and so on the GPU. */
 
 template <int V>
 __device__ __forceinline__ void ampc_norm_pair(const uint4 &x_raw, amp_dtype x_dtype, const uint4 &dy_raw,
@@ -3030,10 +3041,10 @@ amp_result ampc_softmax_backward(void *dev, const amp_k_softmax *args, void *str
     });
 }
 
-/* ==== Pointwise operators ===========================================================================
-   One kernel: out[0 to O) = op(in[0 to I)), element by element, over rows or, if no operand has gaps, one long row.
-   op has a template run<V>(in, out, index), where index is the piece's first element, and says how many pieces of
-   each input a thread reads ahead.                                                                          */
+/* ==== 9 >>operators: pointwise ====
+   One kernel computes out[0 to O) = op(in[0 to I)), element by element.  It works over rows or, if no operand has gaps,
+   over one long row.  op has a template run<V>(in, out, index), where index is the piece's first element.  Its constant
+   `ahead` is how many pieces of each input a thread reads ahead. */
 
 template <int I, int O> struct ampc_map {
     /* blocks per multiprocessor: many operands need registers */
@@ -3396,7 +3407,7 @@ amp_result ampc_add_views(void *dev, const amp_k_add_views *args, void *stream) 
                        *args, total);
 }
 
-/* ---- RoPE.  A thread finds the angles of V pairs of one position, and turns these in every `slices`-th head. */
+/* ---- RoPE.  A thread finds the angles of V pairs of one position, and turns these pairs in every `slices`-th head. */
 
 template <bool Adjacent, int V>
 __device__ __forceinline__ void ampc_rope_pairs(const uint4 *from, amp_dtype dtype, const float *cosine,
@@ -3478,7 +3489,7 @@ amp_result ampc_rope(void *dev, const amp_k_rope *args, void *stream) {
     return args->adjacent ? ampc_rope_as<true>(d, args, stream) : ampc_rope_as<false>(d, args, stream);
 }
 
-/* ==== Losses and embeddings ========================================================================= */
+/* ==== 9 >>operators: losses and embeddings ==== */
 
 /* Writes 1 + row into a report that is clear or names a later row.  An earlier call's report stays until the host has
    read and cleared it. */
@@ -3544,10 +3555,10 @@ __global__ void __launch_bounds__(1024)
     *loss = (float)(sum ? total : total / (double)counted);         /* 0 / 0 is NaN */
 }
 
-/* ---- Cross-entropy.  A block reads a row once with a running maximum and sum of exponentials, keeps it in shared
-   memory if it fits (KEEP), and writes the gradient from there.  A thread writes only pieces that it read, so dlogits
-   may be the logits.  Rows of any length and distance have aligned pieces; elements before and after them are the
-   row's edges, done one by one. */
+/* ---- Cross-entropy.  A block reads a row once, with a running maximum and sum of exponentials.  It keeps the row in
+   shared memory if it fits (KEEP), and writes the gradient from there.  A thread writes only pieces that it has read,
+   so dlogits may be the logits.  Rows of any length and distance have aligned pieces.  The elements before and after
+   these are the row's edges, which are done one by one. */
 
 /* The sum of exp(x - max) over a thread's elements so far, max being their largest. */
 struct ampc_running {
@@ -3754,8 +3765,9 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     return ampc_launch(d, name, ampc_loss_total<float>, 1, 1024, 0, stream, losses, batch, labels, 0, a.sum, a.loss);
 }
 
-/* ---- Mean squared error.  A block sums a stretch in fp64.  Its length, and so each partial sum, depends only on the
-   number of elements: from 2 million on there are at least 512 stretches, enough for any GPU. */
+/* ---- Mean squared error.  A block sums a stretch in fp64.  The length of a stretch, and so each partial sum, depends
+   only on the number of elements.  From 2 million elements on there are at least 512 stretches, which are enough for
+   any GPU. */
 
 __host__ __device__ inline int64_t ampc_mse_stretch(int64_t n) {
     int64_t stretch = 4096;
@@ -3851,9 +3863,10 @@ amp_result ampc_embedding(void *dev, const amp_k_embedding *args, void *stream) 
                        args->seq);
 }
 
-/* ---- Embedding, backward.  The rows of dy are sorted by id (a stable radix sort of their numbers, 8 bits a pass), and
-   each id's rows are added in that order, in stretches of fixed length: first within each stretch, then, for ids that
-   span stretches, stretch by stretch.  No sum depends on the grid, and a frequent id is not one long chain. */
+/* ---- Embedding, backward.  The rows of dy are sorted by id, by a stable radix sort of the rows' numbers with 8 bits
+   per pass.  Each id's rows are added in that order, in stretches of fixed length.  The rows within each stretch are
+   added first.  Then, for ids that span stretches, the stretches are added one by one.  No sum depends on the grid, and
+   a frequent id does not make one long chain. */
 
 enum { AMPC_SORT_TILE = 1024, AMPC_DIGITS = 256, AMPC_STRETCH = 128 };
 
@@ -4167,12 +4180,14 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
                        ampc_grid(d, ampc_blocks(positions * a.dy.cols / v, 128), 8), 128, 0, stream, a, positions,
                        a.dy.cols / v, labels);
 }
-/* ==== Matrix products ===============================================================================
-   Further down: products through cuBLASLt, by plans made once for each shape.  First, this file's own kernel for any
-   layout, dtype and epilogue on the fp32 units.
 
-   Operands are rounded to the compute dtype when they enter shared memory; a block computes 64 x 64 of c in tiles of 16
-   along k, a thread 4 x 4 of them.  Every sum is one chain of fused multiply-adds along k.               */
+/* ==== 9 >>operators: products ====
+   The first kernel multiplies on the fp32 units.  Products through cuBLASLt follow it, by plans that are made once per
+   shape. */
+
+/* ---- On the fp32 units, in any layout and dtype and with any epilogue.  Operands are rounded to the compute dtype
+   when they enter shared memory.  A block computes 64 x 64 elements of c in tiles of 16 along k, and a thread 4 x 4 of
+   them.  Every sum is one chain of fused multiply-adds along k. */
 
 enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 3 };
 
@@ -4304,7 +4319,7 @@ amp_result ampc_gemm_units(ampc_device *dev, const amp_k_gemm &g, void *stream) 
                        0, stream, g, a, b, rows, columns);
 }
 
-/* ---- Around a product: operands in the compute dtype, epilogues that cuBLASLt lacks, sums */
+/* ---- Around a product: operands in the compute dtype, epilogues that cuBLASLt lacks, and sums */
 
 /* The dtype that stores operands of a compute dtype. */
 amp_dtype ampc_operand_dtype(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
@@ -4491,8 +4506,9 @@ amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
                        amp_mat{a, g.a_dtype, 0, g.m, g.k, g.lda}, out);
 }
 
-/* ---- cuBLASLt is column-major, and sees a row-major matrix as its transpose: c^T = op(b)^T op(a)^T, so its A is b,
-   its B is a, its rows are our columns, and a vector along its rows is a bias. */
+/* ---- Through cuBLASLt.  It is column-major, so it reads a row-major matrix as the transpose, and
+   c^T = op(b)^T op(a)^T.  Its A is therefore b, and its B is a.  Its rows are our columns, and a vector along its rows
+   is a bias. */
 
 /* Everything that a product's plan depends on; keys are compared byte by byte, so there is no padding. */
 struct ampc_product_key {
@@ -4694,8 +4710,9 @@ ampc_plan **ampc_plan_slot(ampc_device *dev, const ampc_plan_key &key) {
     return &dev->blas.plans[hash % AMPC_PLANS];
 }
 
-/* ---- An operand of a product in FP8, rounded to 8 bits: its numbers, k contiguous, both sizes filled up with zeros to
-   what cuBLASLt needs; behind them a head; behind that the scales of blocks, as cuBLASLt reads them. */
+/* ---- An operand of a product in FP8, rounded to 8 bits.  Its numbers come first.  They are contiguous along k, and
+   both sizes are filled up with zeros to what cuBLASLt needs.  Behind them is a head, and behind that are the scales of
+   blocks, as cuBLASLt reads them. */
 
 enum { AMPC_FP8_TILE = 128, AMPC_FP8_THREADS = 512, AMPC_FP8_MX = 32, AMPC_FP8_HEAD = 256 };
 
@@ -4973,7 +4990,7 @@ bool ampc_is_captured(const ampc_device *dev, void *stream) {
            status != cudaStreamCaptureStatusNone;
 }
 
-/* ---- One call: the planner lists its steps once for all calls alike. */
+/* ---- One call.  The planner lists its steps once for all calls that are alike. */
 
 /* Whether cuBLASLt can do a product at all: it counts in 32 bits, and alpha 0 reads neither a nor b, as in BLAS. */
 bool ampc_gemm_for_library(const amp_k_gemm &g) {
@@ -5121,9 +5138,10 @@ amp_result ampc_gemm_from(ampc_device *dev, amp_k_gemm g, ampc_way first, void *
     return AMP_OK;
 }
 
-/* ---- FP8: operands rounded to 8 bits, then a product in cuBLASLt; where it has none, one in bf16, which holds each of
-   their numbers exactly.  Fast accumulation (CUBLASLT_MATMUL_DESC_FAST_ACCUM) stays off, in the forward pass too, where
-   PyTorch and TransformerEngine turn it on: Hopper then keeps sums of about 14 bits, here it adds them to fp32 sums. */
+/* ---- Products in FP8.  Operands are rounded to 8 bits, and cuBLASLt multiplies them.  Where it cannot, they are
+   multiplied in bf16, which holds each of their numbers exactly.  Fast accumulation (CUBLASLT_MATMUL_DESC_FAST_ACCUM)
+   stays off, in the forward pass too, where PyTorch and TransformerEngine turn it on.  With it, Hopper keeps sums of
+   about 14 bits.  Without it, Hopper adds these sums to sums in fp32. */
 
 /* Rounds a matrix.  Entry (row >> row_shift) pitch + (col >> col_shift) of a tile's table scales (row, col). */
 struct ampc_fp8_job {
@@ -5611,9 +5629,10 @@ amp_result ampc_call_scratch(void *device, void **ptr, size_t bytes) {
 }
 void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device, args->scratch, args->scratch_bytes); }
 
-/* ---- Autotuning, in its own memory and the caller's stream: each algorithm that cuBLASLt names is compared with the
-   fp32 units' result and timed, and so are the parts of each epilogue.  Operands are small whole numbers, so any order
-   of summation must give the same bits; first all ones, which expose a product that skips part of k. */
+/* ---- Autotuning.  It has separate memory, and runs in the caller's stream.  Each algorithm that cuBLASLt names is
+   compared with the fp32 units' result and timed, and so are the parts of each epilogue.  Operands are small whole
+   numbers, so any order of summation must give the same bits.  The first operands are all ones, which expose a product
+   that skips part of k. */
 
 enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_TUNE_PRODUCTS = 4, AMPC_TUNE_SETS = 16 };
 enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, enough for a few launches */
@@ -5920,7 +5939,7 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
     return result == AMP_ERR_MEMORY ? AMP_OK : result;
 }
 
-/* ---- Plans in a file: for one device and library, in memory's format */
+/* ---- Plans in a file, for one device and one library, in the format that they have in memory */
 
 enum { AMPC_PLANS_FORMAT = 3 };
 
@@ -6027,9 +6046,10 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *args, void *packed, vo
     return ampc_fp8_round(dev, *args->fp8, b, t ? packed : NULL, t ? NULL : packed, stream);
 }
 
-/* ==== Tensor cores ==================================================================================
-   Products of 16-bit numbers summed in fp32, and their operands; from compute capability 8.0 on.  For the layout of a
-   fragment in a warp see PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix".   */
+/* ==== 9 >>operators: tensor cores ====
+   Products of 16-bit numbers that are summed in fp32, and their operands.  They need compute capability 8.0 or later.
+   For the layout of a fragment in a warp see PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and
+   "ldmatrix". */
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #  define AMPC_TENSOR_CORES 1
@@ -6076,8 +6096,8 @@ __device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], am
 #endif
 }
 
-/* ---- Tiles: rows of D 16-bit numbers in shared memory.  Exclusive-or with the row's number spreads the same piece of
-   8 neighbouring rows over all banks, so neither copies nor ldmatrix have bank conflicts. */
+/* ---- Tiles, which are rows of D 16-bit numbers in shared memory.  Exclusive-or with the row's number spreads the same
+   piece of 8 neighbouring rows over all banks.  Therefore neither copies nor ldmatrix have bank conflicts. */
 
 template <int D> __device__ __forceinline__ int ampc_tile_at(int row, int piece) {
     return row * 2 * D + ((piece ^ (row & 7)) << 4);
@@ -6216,16 +6236,16 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
 
 #endif /* AMPC_TENSOR_CORES */
 
-/* ==== Attention on tensor cores =====================================================================
-   After Dao 2023, FlashAttention-2.  Kernels for heads of D = 64 and 128 numbers; others are padded with zeros.  A
-   block owns 128 queries or keys of one head.  The other side comes in tiles, fetched into one half of a double buffer
-   while the other half is processed.  Tiles that the mask hides are neither fetched nor computed; fully visible tiles
-   are not tested number by number.  Registers of a warp hold its sums, the weights between two products and, if there
-   is room, its own rows.
+/* ==== 9 >>operators: attention on tensor cores ====
+   These kernels follow FlashAttention-2 (Dao 2023).  They are for heads of D = 64 and 128 numbers, and other heads are
+   padded with zeros.  A block owns 128 queries or keys of one head.  The other side comes in tiles, which are fetched
+   into one half of a double buffer while the other half is processed.  Tiles that the mask hides are neither fetched
+   nor computed, and fully visible tiles are not tested number by number.  The registers of a warp hold its sums, the
+   weights between two products and, if there is room, the rows that it owns.
 
-   Backward takes two passes, so that one thread computes each sum in a fixed order, without atomic operations or an
-   fp32 copy of dq: blocks that own keys compute dk and dv, blocks that own queries compute the weights again and dq.
-   That is 7 products, where one pass that sums dq over blocks takes 5; in return no weight goes through memory. */
+   Backward takes two passes.  One thread computes each sum, in a fixed order, without atomic operations or an fp32 copy
+   of dq.  Blocks that own keys compute dk and dv.  Blocks that own queries compute the weights again and dq.  That is 7
+   products, where one pass that sums dq over blocks takes 5.  In return, no weight goes through memory. */
 
 /* From this size on, rounding a maximum in powers of 2 is no longer negligible: it is subtracted before the scores are
    scaled. */
@@ -6555,8 +6575,8 @@ __device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const amp
     ampc_tile_fetch<D, ROWS, THREADS>(tiles + ROWS * 2 * D, x[1].at(p, i), x[1].row, dim, rows - i);
 }
 
-/* ---- A weight of 0 times an infinity or NaN, which a hidden key or query may hold, must give 0.  On tensor cores it
-   gives NaN: if that happens under a mask, a warp computes its rows again, one by one. */
+/* ---- Hidden keys and queries may hold infinities or NaN.  A weight of 0 times such a number must give 0, but tensor
+   cores give NaN.  If that happens under a mask, a warp computes its rows again, one by one. */
 
 /* A lane's D / 32 numbers of a row. */
 template <int D, bool BF16> struct ampc_flash_part {
@@ -6822,8 +6842,8 @@ ampc_flash_rows(ampc_flash_call a) {
 #endif
 }
 
-/* ---- Backward.  With s the raw scores and lse in powers of 2: p = 2^(scale s - lse) (ampc_flash_power), ds = p (do
-   v^T - delta), delta = the sum of do o over a row; dv = p^T do, dk = factor ds^T q, dq = factor ds k. */
+/* ---- Backward.  With s the raw scores and lse in powers of 2, p = 2^(scale s - lse) (ampc_flash_power).  With delta
+   the sum of do o over a row, ds = p (do v^T - delta).  Then dv = p^T do, dk = factor ds^T q and dq = factor ds k. */
 
 /* lse and delta of all queries, LANES threads per row, V numbers at a time: 8 for the tensor cores, with lse in their
    form.  Queries that see nothing and padding rows get lse = infinity, which makes their p and ds 0. */
@@ -7098,7 +7118,7 @@ amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const cha
                        *bits, heads, a.queries, a.keys, words / 4);
 }
 
-/* ---- Rows that are no multiple of 16 bytes, or not aligned: the kernels run on copies, filled up with zeros. */
+/* ---- Rows that are not aligned, or are no multiple of 16 bytes.  The kernels run on copies, filled up with zeros. */
 
 /* A tensor [batch, positions, heads, dim] of 16-bit numbers. */
 struct ampc_heads {
@@ -7228,13 +7248,13 @@ amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &given, v
     }));
 }
 
-/* ==== Attention =====================================================================================
-   Any shape, mask, dtype and head dimension on the fp32 units, after Dao et al. 2022 and with the semantics of the CPU
-   backend: operands and probabilities are rounded to the compute dtype, products and sums are fp32.  A block owns 64
-   rows (queries, or keys in the pass for dk and dv) and visits in order the other side's tiles of 64 that it sees, so
-   nothing depends on the order of blocks.  It sums 64 or 128 columns of its results at once, and computes the scores
-   again for further ones.
-   Thread (x, y) of 16 x 16 holds 4 x 4 of every tile: owned rows 4 y to 4 y + 3, others 4 x to 4 x + 3.            */
+/* ==== 9 >>operators: attention on the fp32 units ====
+   These kernels take any shape, mask, dtype and head dimension, after Dao et al. 2022 and with the semantics of the CPU
+   backend.  Operands and probabilities are rounded to the compute dtype, and products and sums are fp32.  A block owns
+   64 rows, which are queries, or keys in the pass for dk and dv.  It visits in order the other side's tiles of 64 that
+   it sees, so nothing depends on the order of blocks.  It sums 64 or 128 columns of its results at once, and computes
+   the scores again for further ones.  Thread (x, y) of 16 x 16 holds 4 x 4 of every tile, which are the owned rows 4 y
+   to 4 y + 3 and the others 4 x to 4 x + 3. */
 
 enum { AMPC_ATTENTION_PER_SM = 2 };
 
@@ -7393,8 +7413,8 @@ __device__ __forceinline__ void ampc_attention_store(const amp_k_attention &a, c
     }
 }
 
-/* ---- Forward: m = max(m, scores), p = exp(score - m), sum = sum rescale + all p, o = o rescale + p v, where rescale =
-   exp(old m - m): the running softmax of Milakov and Gimelshein 2018. */
+/* ---- Forward, by the running softmax of Milakov and Gimelshein 2018.  A tile of scores gives m = max(m, scores),
+   p = exp(score - m) and rescale = exp(old m - m).  Then sum = sum rescale + all p, and o = o rescale + p v. */
 
 /* The running softmax of a thread's four rows.  max: over the whole row; sum: over the thread's keys. */
 struct ampc_online_softmax {
@@ -7468,9 +7488,9 @@ ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
     }
 }
 
-/* ---- Backward, with s the scaled scores: p = exp(s - lse), dp = do v^T, delta = sum over d of do o, ds = p (dp -
-   delta); dq = scale ds k, dk = scale ds^T q, dv = p^T do.  One kernel owns queries and sums dq, or owns keys and sums
-   dk and dv. */
+/* ---- Backward.  With s the scaled scores, p = exp(s - lse), dp = do v^T, delta is the sum over d of do o, and
+   ds = p (dp - delta).  Then dq = scale ds k, dk = scale ds^T q and dv = p^T do.  One kernel owns queries and sums dq,
+   or owns keys and sums dk and dv. */
 
 /* Turns scores into p and dp into ds, 0 if hidden. */
 template <bool KEYS>
@@ -7614,10 +7634,10 @@ amp_result ampc_attention_backward(void *device, const amp_k_attention *given, v
                                     : ampc_attention_gradients_as<2>(dev, a, (const float2 *)stats.data, stream);
 }
 
-/* ==== Multi-tensor kernels ==========================================================================
-   One launch covers a table of any number of rows.  Rows are cut into chunks, numbered across the table; block b takes
-   chunks b, b + grid, b + 2 grid and so on.  A warp finds a chunk's row by summing the chunks of 32 rows at a time;
-   as chunks come in ascending order, it goes through the table once.                                     */
+/* ==== 11 >>gradients ====
+   One launch of a multi-tensor kernel covers a table of any number of rows.  Rows are cut into chunks, which are
+   numbered across the table.  Block b takes chunks b, b + grid, b + 2 grid and so on.  A warp finds a chunk's row by
+   summing the chunks of 32 rows at a time.  Since chunks come in ascending order, it goes through the table once. */
 
 enum { AMPC_CHUNK = 8192, AMPC_MULTI_THREADS = 256, AMPC_MULTI_PER_SM = 4, AMPC_OPTIMIZER_PER_SM = 3,
        AMPC_CHECK_BLOCKS = 512 };
@@ -7862,8 +7882,8 @@ amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *st
 }
 
 /* ---- Optimizers.  A row's fp32 weight is its master, the weight itself, or a 16-bit weight widened.  A first launch
-   computes each row's constants in fp64, as the CPU does, and the maps of 8-bit moments if a row has them, so that the
-   second needs no fp64. */
+   computes each row's constants in fp64, as the CPU does.  It also computes the maps of 8-bit moments if a row has
+   them.  The second launch then needs no fp64. */
 
 /* One element.  Every operation rounds once, in the order of amp.h's CPU kernels. */
 __device__ __forceinline__ float ampc_adamw_one(float w, float g, float *m, float *v, const ampi_adamw_step &s) {
@@ -7980,8 +8000,9 @@ __device__ __forceinline__ int ampc_update_row(const amp_k_tensor &row, const am
     });
 }
 
-/* ---- Rows whose storage needs more than a conversion: remainders, stochastic rounding, bf16 and 8-bit moments.
-   Dtypes are known only at run time; kept apart, they cost plain rows no registers. */
+/* ---- Rows whose storage needs more than a conversion, which are those with remainders, stochastic rounding, bf16
+   moments or 8-bit moments.  Their dtypes are known only at run time.  They are kept apart, so they cost plain rows no
+   registers. */
 
 __device__ inline bool ampc_is_plain(const amp_k_tensor &row) {
     return row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC &&
@@ -8249,7 +8270,7 @@ amp_result ampc_lion(void *device, const amp_k_lion *a, void *stream) {
     return ampc_optimize((ampc_device *)device, "amp_step (Lion)", a, stream, ampc_lion_kernel);
 }
 
-/* ---- Rules: amp.h's arithmetic, on one thread; its rows on all of a block */
+/* ---- Rules.  amp.h's arithmetic runs on one thread, but its rows run on all threads of a block. */
 
 __global__ void ampc_rule_kernel(amp_k_rule rule) {
     AMPC_SHARED(int, apart, 1);
@@ -8269,9 +8290,9 @@ amp_result ampc_rule(void *device, const amp_k_rule *a, void *stream) {
     return ampc_launch((ampc_device *)device, "rule", ampc_rule_kernel, 1, threads, 0, stream, *a);
 }
 
-/* ==== Ranks =========================================================================================
-   The reducer of .reduce_on_device: NCCL.  Its communicator does not block, so that no call waits for another rank
-   without an end; a thread watches what the GPU does, which only ncclCommAbort can stop.                  */
+/* ==== 12 >>ranks ====
+   The reducer of .reduce_on_device is NCCL.  Its communicator does not block, so no call waits for another rank without
+   end.  A thread watches what the GPU does, which only ncclCommAbort can stop. */
 
 int64_t ampc_now() {
     struct timespec t;
@@ -8332,7 +8353,7 @@ amp_result ampc_nccl_open(ampc_device *dev) {
     return lacks == NULL ? AMP_OK : ampc_nccl_refuse(dev, "libnccl.so.2 has no %s", lacks, 0);
 }
 
-/* ---- Failing: for ever, because NCCL's communicators do not recover */
+/* ---- Failing.  A failure is for ever, because NCCL's communicators do not recover. */
 
 /* While it lives the communicator does; .comm NULL: there is none any more. */
 struct ampc_nccl_use {
@@ -8729,7 +8750,9 @@ void ampc_ranks_close(ampc_device *dev) {
     if (r->nccl.opened != NULL) (void)dlclose(r->nccl.opened);
 }
 
-/* ---- Telemetry and a profiler's ranges */
+/* ==== 14 >>watch ==== */
+
+/* ---- Telemetry, and a profiler's ranges */
 
 void ampc_nvml_close(ampc_nvml *nvml) {
     if (nvml->shutdown != NULL) (void)nvml->shutdown();
@@ -8811,8 +8834,8 @@ void (*const ampc_profile_push)(void *device, const char *name) = NULL;
 void (*const ampc_profile_pop)(void *device) = NULL;
 #endif
 
-/* ---- Inspect.  A thread counts over a row, and a warp adds its counts to the row's in memory: integers, so the order
-   does not matter. */
+/* ---- Statistics of tensors.  A thread counts over a row, and a warp adds its counts to the row's in memory.  Counts
+   are integers, so the order does not matter. */
 
 struct ampc_fits { ampi_fit of32, of64; };
 /* above: as in ampi_fit, without the `plain` numbers, which become normal numbers below the last binade. */
@@ -8907,7 +8930,8 @@ amp_result ampc_inspect(void *device, const amp_k_inspect *a, void *stream) {
                        a->tensors, fits, a->out);
 }
 
-/* ==== Large shared memory =========================================================================== */
+/* ==== 6 >>backends: large shared memory ====
+   When a context is opened, every kernel that may need more shared memory than CUDA's default is allowed to use it. */
 
 amp_result ampc_allow_large(ampc_device *dev) {
     amp_k_attention a = {};
@@ -8935,7 +8959,7 @@ amp_result ampc_allow_large(ampc_device *dev) {
     return AMP_OK;
 }
 
-/* ==== Table ========================================================================================= */
+/* ==== 6 >>backends: the table ==== */
 
 __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
                                                 .name = "cuda",
