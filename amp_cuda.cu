@@ -1,55 +1,89 @@
 /* amp_cuda.cu - the CUDA backend of amp.h: memory, streams, graphs and kernels of one NVIDIA GPU.
 
-   Build it and link it to the program; it is not included:
+   BUILD     Compile this file and link it to your program; it is not included.
 
-       nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu          (-arch=native for this machine's GPU; sm_75 and later:
-                                                               nvcc 13 no longer builds for Volta, sm_70)
+       nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu
        cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
-   With -DAMP_NVTX, profilers see amp_profile_push and amp_monitor_phase (nsys profile -t nvtx,cuda ./train).
+     -arch=native compiles for the GPU of this machine, and sm_75 is the oldest architecture.  nvcc 13 no longer builds
+     for Volta, which is sm_70.  With -DAMP_NVTX, profilers show the ranges of amp_profile_push and amp_monitor_phase
+     (nsys profile -t nvtx,cuda ./train).  Do not build with --use_fast_math, which flushes subnormal numbers and would
+     change the optimizers' bits.
 
-   Then name it when you open a context:
+   USE     Name the backend when you open a context.
 
        amp_desc d = {0};
        d.backend = amp_cuda();
        d.device = 0;                    index of the GPU; several contexts may be open, on one GPU or on several
-       d.stream = my_stream;            a cudaStream_t, or NULL: the context makes its own
-       d.blas = my_handle;              a cublasLtHandle_t or cublasHandle_t of this GPU, or NULL: the same
+       d.stream = my_stream;            a cudaStream_t; if NULL, the context makes one
+       d.blas = my_handle;              a cublasLtHandle_t or cublasHandle_t of this GPU; if NULL, the context makes one
        d.autotune = AMP_AUTOTUNE_ON;    measure cuBLASLt's algorithms at the first product of each shape
-       d.memory = my_memory;            the host's own alloc and free, or zeros: cudaMalloc and cudaFree
+       d.memory = my_memory;            your alloc and free; if zeros, cudaMalloc and cudaFree
        amp_open(&amp, &d);
 
-   For every entry of the table:
-   - It works on the context's GPU and restores the calling thread's current device, unless the process has no CUDA
-     context there: restoring would create one, which takes memory on an unused GPU.
-   - Kernels, copies and fills go to the stream and return at once.  Only stream_sync and event_sync wait; copies from
-     and to pageable memory may.  A step allocates nothing once its sizes have been seen.
-   - Memory comes from an arena that keeps freed blocks.  The same stream may reuse a freed block at once, in stream
-     order.  Scratch memory taken while a stream is captured, by amp_graph_begin or by the host itself, belongs
-     to that graph until it is destroyed.
-   - A failure names the CUDA error and the call.  After an error that CUDA does not recover from (such as an illegal
-     address) every call fails and says so; close the context and restart the process.
-   - Kernels compute in fp32 (sums in fp32 or wider), round once to storage, use 64-bit indices and give the same bits
-     every time on one kind of GPU: no floating-point atomics.  The norms' gradients of weight and bias are summed by
-     block and may differ in the last bits between GPUs with another number of multiprocessors; nothing else does.
-   - cuBLASLt computes products, with its epilogues where they fit; kernels of this file do the rest.
-     Split sums are kept in fp32 and added in order, so one plan gives the same bits every time; autotuning may choose
-     another plan in each run, and .autotune_file keeps the choice.  TF32 operands are rounded or truncated, off by
-     2^-10 at most.  Biases are rounded to the result's dtype, and so may be the product before its epilogue and beta c:
-     one beyond fp16 is then infinite, and GELU makes NaN of -infinity.  RELU may turn NaN into 0.  FP8 products never
-     use Hopper's fast accumulation, which keeps about 14 bits of a sum.
-   - With .reduce_on_device, ranks exchange device memory over NCCL 2.14 or later: libnccl.so.2, opened at run time; to
-     build, none is needed.  Sums are NCCL's: 16-bit numbers may be rounded at each hop between ranks, and a sum's order
-     depends on NCCL's version and on the machines.  Its calls go to the stream, and into a graph that captures it.  A
-     thread of the context's watches: what does not end within .reduce_timeout_ms is aborted.  A graph that the host
-     captures and launches itself is not watched, and must be destroyed before the context is closed.
-   - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
-   - Compute capability 7.5 or later.  Older GPUs (Volta's 7.0) are refused: CUDA 13 builds for none of them.
+   WHAT HOLDS FOR EVERY ENTRY OF THE TABLE
 
-   The file is CUDA C++17 that g++ also compiles: ampc_launch launches the kernels, and PTX is confined to small
-   functions with a twin in plain C++.  Sections, in order: device, errors, launches, numbers, lanes, sums; runtime;
-   ranks; casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products;
-   attention; table. */
+   - An entry works on the context's GPU and restores the calling thread's current device.  It does not restore a device
+     on which the process has no CUDA context.  Restoring would create one, which takes memory on an unused GPU.
+   - Kernels, copies and fills go to the stream and return at once.  Only stream_sync and event_sync wait.  Copies
+     from and to pageable memory may wait too.  A step allocates nothing once its sizes have been seen.
+   - Memory comes from an arena that keeps freed blocks.  The same stream may reuse a freed block at once, in stream
+     order.  Scratch memory that is taken while amp_graph_begin or your program captures a stream belongs to that graph
+     until it is destroyed.
+   - The text of a failure names the CUDA error and the call.  CUDA does not recover from some errors, such as an
+     illegal address.  After one of these every call fails, and its text names that error.  Close the context then, and
+     restart the process.
+   - Kernels compute in fp32, with sums in fp32 or wider, and round once to storage.  Their indices have 64 bits.  They
+     use no floating-point atomics, and so give the same bits every time on one kind of GPU.  The norms' gradients of
+     weight and bias are summed by block.  Their last bits may differ between GPUs with another number of
+     multiprocessors, but nothing else does.
+   - cuBLASLt computes products, with its epilogues where they fit.  Kernels of this file do the rest.  Split sums are
+     kept in fp32 and added in order, so one plan gives the same bits every time.  Autotuning may choose another plan in
+     each run, and .autotune_file keeps the choice.
+   - In products, TF32 operands are rounded or truncated, and are off by 2^-10 at most.  Biases are rounded to the
+     result's dtype, and so may be beta c and the product before its epilogue.  A product beyond fp16 is then infinite,
+     and GELU makes NaN of -infinity.  RELU may turn NaN into 0.
+   - FP8 products never use Hopper's fast accumulation, which keeps about 14 bits of a sum.
+   - With .reduce_on_device, ranks exchange device memory over NCCL 2.14 or later.  Its library, libnccl.so.2, is opened
+     at run time and is not needed to build.  NCCL computes the sums.  It may round 16-bit numbers at each hop between
+     ranks, and a sum's order depends on NCCL's version and on the machines.
+   - NCCL's calls go to the stream, and into a graph that captures it.  A thread of the context watches them and aborts
+     what does not end within .reduce_timeout_ms.  A graph that your program itself captures and launches is not
+     watched, and must be destroyed before the context is closed.
+   - GPUs need compute capability 7.5 or later.  Older ones (Volta has 7.0) are refused, because CUDA 13 builds for none
+     of them.
+
+   CONTENTS AT A GLANCE     Search for the tags.  They are amp.h's, and so is the order of the sections.  Only the two
+                            of >>backends at the end stand elsewhere: C++ requires them after the kernels that they
+                            name.  Subjects of amp.h that are not in this list have no code here
+
+        1 >>base: the device                        the data of an open context, and the features of its GPU
+        1 >>base: errors                            failures and their texts, and the current device
+        1 >>base: launches                          how kernels start, sizes of grids, division, scratch memory
+        2 >>numbers: storage                        conversions to and from fp32, and arithmetic that rounds once
+        2 >>numbers: lanes                          loads and stores of a thread's piece of an array, random words
+        2 >>numbers: sums                           sums and maxima over a warp and over a block
+        6 >>backends: the arena                     freed memory and who may reuse it, captures, locks
+        6 >>backends: runtime                       opening and closing, memory, streams, events, graphs
+        7 >>masks                                   the keys that a query sees
+        8 >>autocast: casts                         arrays in another dtype, with any rounding
+        9 >>operators: column sums                  gradients of biases, which are sums over rows
+        9 >>operators: pieces                       the width of accesses, asynchronous copies, exponentials
+        9 >>operators: rows                         LayerNorm, RMSNorm, softmax
+        9 >>operators: pointwise                    activations, SwiGLU, dropout, addition, RoPE
+        9 >>operators: losses and embeddings        cross-entropy, mean squared error, embedding
+        9 >>operators: products                     on the fp32 units, through cuBLASLt, in FP8; plans and autotuning
+        9 >>operators: tensor cores                 products of fragments, and tiles in shared memory
+        9 >>operators: attention on tensor cores    in fp16 and bf16, for heads of up to 128 numbers
+        9 >>operators: attention on the fp32 units  every other attention
+       11 >>gradients                               check and scale, optimizers, rules
+       12 >>ranks                                   the reducer over NCCL
+       14 >>watch                                   telemetry, a profiler's ranges, statistics of tensors
+        6 >>backends: large shared memory           which kernels may use it
+        6 >>backends: the table                     all entries, and amp_cuda
+
+   The file is CUDA C++17 that g++ also compiles.  ampc_launch launches the kernels, and PTX is confined to small
+   functions with a twin in plain C++. */
 
 #include <cublasLt.h>
 #include <cuda_runtime.h>
