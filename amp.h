@@ -9978,6 +9978,7 @@ static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base
         scratch->strips[s].result_t = ampi_take(base, &in_use, strip);
         scratch->strips[s].total_t = ampi_take(base, &in_use, strip);
     }
+    scratch->call = call;
     scratch->scores = ampi_take(base, &in_use, tile);
     scratch->slopes = ampi_take(base, &in_use, backward ? tile : 0);
     scratch->k = ampi_take(base, &in_use, AMPI_KEY_TILE * wide);
@@ -15573,6 +15574,33 @@ static amp_result ampi_check_same_rows(const char *function, const char *field, 
                      (long long)m->rows, (long long)m->cols, other, (long long)like->rows, (long long)like->cols);
 }
 
+/* ---- The operators are rows of the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the
+   kernel's arguments and lists the memory read and written; `kernel` calls it.  They share everything else. */
+
+/* A linear layer's rows, and what the backward of .act and of .x_act reads; NULL: there is none. */
+typedef struct ampi_linear_args { amp_mat x, y, pre, dy, dx; const amp_tensor *kept, *x_kept; } ampi_linear_args;
+/* The products of a matmul: one forward, up to two backward. */
+typedef struct ampi_matmul_args { amp_k_gemm gemms[2]; int32_t n; } ampi_matmul_args;
+typedef struct ampi_linear_loss { amp_mat x, dx; amp_k_cross_entropy loss; } ampi_linear_loss;
+
+typedef struct ampi_call {
+    amp_context *amp;
+    const char *f;                  /* the public function */
+    void *op;
+    int32_t id, backward, bad;      /* bad: 1 + the first label or id out of range */
+    amp_dtype inputs[2];            /* set by `prepare`, for the plan */
+    amp_param *params[2];
+    amp_plan plan;                  /* known to `kernel` alone */
+    ampi_places at;
+    union {
+        ampi_linear_args linear; ampi_matmul_args matmul; amp_k_attention attention;
+        amp_k_norm norm; amp_k_softmax softmax; amp_k_activation activation; amp_k_swiglu swiglu;
+        amp_k_cross_entropy cross_entropy; amp_k_mse mse; amp_k_embedding embedding; amp_k_dropout dropout;
+        amp_k_rope rope;
+        ampi_linear_loss linear_cross_entropy;
+    } k;
+} ampi_call;
+
 /* A plan is 0 or written by a forward; any other value means that the op was never zeroed. */
 static int ampi_plan_is_garbage(const amp_plan *p) {
     return (uint32_t)p->compute > AMP_FP8 || (uint32_t)p->result > AMP_I64 || (uint32_t)p->rule > AMP_BY_LEVEL ||
@@ -15602,26 +15630,23 @@ static uint64_t ampi_versions(const amp_param *a, const amp_param *b) {
     return (a ? a->version : 0) + (b ? b->version : 0);
 }
 
-/* The plan of a forward: decided now or, when recomputing, the recorded one.  amp_linear logs its own, with the use of
-   the cast cache. */
-static amp_result ampi_plan_forward(const amp_context *amp, const char *function, int32_t op, const char *layer,
-                                    amp_dtype a, amp_dtype b, uint64_t version, const amp_plan *recorded,
-                                    amp_plan *plan) {
-    if (!ampi_is_recomputing(amp)) {
-        amp_dtype inputs[2];
-        inputs[0] = a; inputs[1] = b;
-        if (ampi_follows(amp)) *plan = *recorded;
-        else AMPI_TRY(ampi_decide(amp, op, layer, inputs, 2, plan));
-        if (op != AMP_OP_LINEAR) ampi_tell(amp, op, layer, inputs, 2, plan, AMPI_CACHE_UNUSED);
-        plan->version = version;
+/* Decides the plan of a forward or, when recomputing, takes the recorded one.  version: of its parameters.  told: 1: the
+   operator logs the decision itself. */
+static amp_result ampi_plan_forward(ampi_call *c, const char *layer, const amp_plan *recorded, uint64_t version,
+                                    int told) {
+    if (!ampi_is_recomputing(c->amp)) {
+        if (ampi_follows(c->amp)) c->plan = *recorded;
+        else AMPI_TRY(ampi_decide(c->amp, c->id, layer, c->inputs, 2, &c->plan));
+        if (!told) ampi_tell(c->amp, c->id, layer, c->inputs, 2, &c->plan, AMPI_CACHE_UNUSED);
+        c->plan.version = version;
         return AMP_OK;
     }
-    AMPI_TRY(ampi_check_plan(function, recorded));
+    AMPI_TRY(ampi_check_plan(c->f, recorded));
     if (recorded->version != version)
-        return ampi_fail(AMP_ERR_STATE, function,
+        return ampi_fail(AMP_ERR_STATE, c->f,
                          "a parameter of %s has changed since its forward; recompute before the optimizer steps",
-                         layer ? layer : ampi_op_name(amp, op));
-    *plan = *recorded;
+                         layer ? layer : ampi_op_name(c->amp, c->id));
+    c->plan = *recorded;
     return AMP_OK;
 }
 
@@ -15830,15 +15855,16 @@ static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_
     return AMP_OK;
 }
 
-/* All three for one product.  input: of both operands.  weight: of a layer, the right one; or NULL. */
-static amp_result ampi_product_call(amp_context *amp, const char *f, amp_k_gemm *g, const char *layer, const char *a,
-                                    const char *b, int input, int32_t saturate, amp_param *weight) {
-    ampi_input in[2];
-    amp_result result;
-    memset(in, 0, sizeof in);
-    in[0].weight = in[1].weight = weight;
-    in[0].name = a; in[1].name = b; in[0].layer = in[1].layer = layer; in[0].input = in[1].input = input;
-    result = ampi_product_ready(amp, f, g, in, saturate);
+/* The operands of a product.  input: of both. */
+static void ampi_product_inputs(ampi_input in[2], const char *a, const char *b, int input) {
+    memset(in, 0, 2 * sizeof *in);
+    in[0].name = a; in[1].name = b;
+    in[0].input = in[1].input = input;
+}
+/* All three for one product. */
+static amp_result ampi_product_call(amp_context *amp, const char *f, amp_k_gemm *g, ampi_input in[2],
+                                    int32_t saturate) {
+    amp_result result = ampi_product_ready(amp, f, g, in, saturate);
     if (result == AMP_OK) result = ampi_product_run(amp, f, g, in);
     ampi_product_done(amp, in);
     return result;
@@ -15864,9 +15890,13 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
     return ampi_linear_check_act(function, "x_act", op->x_act);
 }
 
+/* The products of a linear layer in FP8, by their operands. */
+typedef enum ampi_fp8_product { AMPI_FP8_FORWARD, AMPI_FP8_DX, AMPI_FP8_DWEIGHT } ampi_fp8_product;
 /* How a product in FP8 rounds its operands. */
-static amp_result ampi_linear_fp8(amp_context *amp, const char *f, const amp_param *w, amp_fp8_tensor a,
-                                  amp_fp8_tensor b, int record, amp_k_gemm *g, amp_k_fp8 how[2]) {
+static amp_result ampi_linear_fp8(amp_context *amp, const char *f, const amp_param *w, ampi_fp8_product product,
+                                  int record, amp_k_gemm *g, amp_k_fp8 how[2]) {
+    const amp_fp8_tensor a = product == AMPI_FP8_FORWARD ? AMP_FP8_X : AMP_FP8_DY;
+    const amp_fp8_tensor b = product == AMPI_FP8_DWEIGHT ? AMP_FP8_X : AMP_FP8_WEIGHT;
     if (g->compute != AMP_FP8 || g->c == NULL) return AMP_OK;
     AMPI_TRY(ampi_fp8_how(amp, f, w, a, record, &how[0]));
     AMPI_TRY(ampi_fp8_how(amp, f, w, b, record && a == AMP_FP8_X, &how[1]));
@@ -15906,50 +15936,36 @@ static amp_result ampi_linear_bias(amp_context *amp, amp_param *bias, amp_k_gemm
     return ampi_cache_get(amp, bias, g->c_dtype, AMPI_PACK_CAST, &g->bias_copy, &use);
 }
 
-AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
-    const char *f = "amp_linear";
-    ampi_places at;
-    amp_mat x, y, pre;
+static amp_result ampi_linear_forward(ampi_call *c) {
+    amp_linear_op *op = (amp_linear_op *)c->op;
+    const ampi_linear_args *k = &c->k.linear;
+    const char *layer = ampi_layer_name(op->layer, op->weight);
+    amp_context *amp = c->amp;
     amp_k_gemm g;
-    amp_plan plan;
-    amp_dtype inputs[2];
     ampi_cache_use use;
     amp_result result;
     amp_k_fp8 fp8[2];
+    ampi_input in[2];
     const void *held;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_linear_op, plan)));
-    AMPI_TRY(ampi_check_known(amp, f, op->weight));
-    AMPI_TRY(ampi_check_known(amp, f, op->bias));
-    AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
-    AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
-    at.n = 0;
-    ampi_reads(&at, ".x", &op->x);
-    ampi_reads_param(&at, ".weight", op->weight);
-    ampi_reads_param(&at, ".bias", op->bias);
-    ampi_writes(&at, ".y", &op->y); ampi_writes(&at, ".pre", &op->pre);
-    AMPI_TRY(ampi_check_places(f, &at));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype,
-                               op->weight->weight.dtype, ampi_versions(op->weight, op->bias), &op->plan, &plan));
     memset(&g, 0, sizeof g);
-    g.m = y.rows; g.n = y.cols; g.k = x.cols; g.batch = 1;
-    g.a = x.data; g.a_dtype = x.dtype; g.lda = x.ld;
-    g.ldb = x.cols; g.trans_b = 1;
-    g.c = y.data; g.c_dtype = y.dtype; g.ldc = y.ld;
-    g.alpha = 1; g.compute = plan.compute; g.act = op->act;
+    g.m = k->y.rows; g.n = k->y.cols; g.k = k->x.cols; g.batch = 1;
+    g.a = k->x.data; g.a_dtype = k->x.dtype; g.lda = k->x.ld;
+    g.ldb = k->x.cols; g.trans_b = 1;
+    g.c = k->y.data; g.c_dtype = k->y.dtype; g.ldc = k->y.ld;
+    g.alpha = 1; g.compute = c->plan.compute; g.act = op->act;
     if (op->bias) { g.bias = op->bias->weight.data; g.bias_dtype = op->bias->weight.dtype; }
-    if (pre.data) { g.pre = pre.data; g.pre_dtype = pre.dtype; g.ld_pre = pre.ld; }
-    AMPI_TRY(ampi_linear_fp8(amp, f, op->weight, AMP_FP8_X, AMP_FP8_WEIGHT,
-                             plan.mode != AMP_MODE_INFERENCE && !ampi_is_recomputing(amp), &g, fp8));
-    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &plan, &g, &held, &use));
-    inputs[0] = x.dtype; inputs[1] = op->weight->weight.dtype;
-    ampi_tell(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), inputs, 2, &plan, use);
+    if (k->pre.data) { g.pre = k->pre.data; g.pre_dtype = k->pre.dtype; g.ld_pre = k->pre.ld; }
+    AMPI_TRY(ampi_linear_fp8(amp, c->f, op->weight, AMPI_FP8_FORWARD,
+                             c->plan.mode != AMP_MODE_INFERENCE && !ampi_is_recomputing(amp), &g, fp8));
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &c->plan, &g, &held, &use));
+    ampi_tell(amp, AMP_OP_LINEAR, layer, c->inputs, 2, &c->plan, use);
+    ampi_product_inputs(in, "x", "weight", 1);
+    in[0].layer = in[1].layer = layer;
+    in[0].weight = in[1].weight = op->weight;
     result = ampi_linear_bias(amp, op->bias, &g);
-    if (result == AMP_OK)
-        result = ampi_product_call(amp, f, &g, ampi_layer_name(op->layer, op->weight), "x", "weight", 1, plan.saturate,
-                                   op->weight);
+    if (result == AMP_OK) result = ampi_product_call(amp, c->f, &g, in, c->plan.saturate);
     ampi_cache_put(amp, held);
     ampi_cache_put(amp, g.bias_copy);
-    if (result == AMP_OK) op->plan = plan;
     return result;
 }
 
@@ -15969,10 +15985,12 @@ static amp_result ampi_linear_activation_backward(amp_context *amp, const char *
     return ampi_as(f, (amp->backend->activation_backward)(amp->dev, &a, amp->desc.stream));
 }
 
-/* What an activation's backward reads: its input.  RELU can do with its output: relu(x) > 0 if and only if x > 0. */
-static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const amp_tensor *pre, const char *name,
-                                   const amp_tensor *y, const amp_tensor *d, const char *d_name,
-                                   const amp_tensor **in) {
+/* What the backward of .act reads, or with of_x that of .x_act: the activation's input.  RELU can do with its output:
+   relu(x) > 0 if and only if x > 0. */
+static amp_result ampi_linear_kept(const char *f, const amp_linear_op *op, int of_x, const amp_tensor **in) {
+    amp_activation_kind act = of_x ? op->x_act : op->act;
+    const amp_tensor *pre = of_x ? &op->x_pre : &op->pre, *y = of_x ? &op->x : &op->y, *d = of_x ? &op->dx : &op->dy;
+    const char *name = of_x ? "x_pre" : "pre";
     *in = act == AMP_ACT_RELU && pre->data == NULL ? y : pre;
     if ((*in)->data == NULL)
         return ampi_fail(AMP_ERR_NULL, f, ".%s has no data; backward through GELU needs its input", name);
@@ -15980,8 +15998,8 @@ static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const
         return ampi_fail(AMP_ERR_CONFLICT, f,
                          ".%s is the activation's output; backward through GELU needs its input", name);
     if ((*in)->dtype == d->dtype) return AMP_OK;
-    return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", d_name, amp_dtype_name(d->dtype),
-                     name, amp_dtype_name((*in)->dtype));
+    return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", of_x ? "dx" : "dy",
+                     amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
 }
 
 /* Reserves the scratch memory of several products before the first writes. */
@@ -16030,109 +16048,139 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_colu
     return AMP_OK;
 }
 
-/* pre: x_act's input, NULL: none.  Release the weight with ampi_cache_put(*held). */
-static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy,
-                                      const amp_mat *dx, const amp_tensor *pre, amp_k_gemm *g, amp_k_fp8 fp8[2],
-                                      const void **held) {
-    amp_mat at;
+/* dx: no data: it is not wanted. */
+static amp_k_gemm ampi_linear_dx_args(const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx) {
+    amp_k_gemm g;
+    memset(&g, 0, sizeof g);
+    if (dx->data == NULL) return g;
+    g.m = dx->rows; g.n = dx->cols; g.k = dy->cols; g.batch = 1;
+    g.a = dy->data; g.a_dtype = dy->dtype; g.lda = dy->ld;
+    g.ldb = dx->cols;
+    g.c = dx->data; g.c_dtype = dx->dtype; g.ldc = dx->ld;
+    g.alpha = 1; g.compute = op->plan.compute;
+    return g;
+}
+/* Its weight.  Release it with ampi_cache_put(*held). */
+static amp_result ampi_linear_dx_weight(amp_context *amp, const char *f, const amp_linear_op *op, amp_k_gemm *g,
+                                        amp_k_fp8 fp8[2], const void **held) {
     ampi_cache_use use;
     *held = NULL;
-    memset(g, 0, sizeof *g);
-    if (dx->data == NULL) return AMP_OK;
-    g->m = dx->rows; g->n = dx->cols; g->k = dy->cols; g->batch = 1;
-    g->a = dy->data; g->a_dtype = dy->dtype; g->lda = dy->ld;
-    g->ldb = dx->cols;
-    g->c = dx->data; g->c_dtype = dx->dtype; g->ldc = dx->ld;
-    g->alpha = 1; g->compute = op->plan.compute;
-    if (pre != NULL && amp->backend->fuses) {
-        AMPI_TRY(ampi_rows(f, "x_pre", pre, &at));
-        g->backward = 1; g->act = op->x_act;
-        g->pre = at.data; g->pre_dtype = at.dtype; g->ld_pre = at.ld;
-    }
-    AMPI_TRY(ampi_linear_fp8(amp, f, op->weight, AMP_FP8_DY, AMP_FP8_WEIGHT, !ampi_wants_grad(op->weight), g, fp8));
+    if (g->c == NULL) return AMP_OK;
+    AMPI_TRY(ampi_linear_fp8(amp, f, op->weight, AMPI_FP8_DX, !ampi_wants_grad(op->weight), g, fp8));
     return ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &op->plan, g, held, &use);
+}
+/* Fuses the backward of .x_act, whose input is `kept`, if the backend can. */
+static amp_result ampi_linear_dx_act(const amp_context *amp, const char *f, const amp_linear_op *op,
+                                     const amp_tensor *kept, amp_k_gemm *g) {
+    amp_mat at;
+    if (kept == NULL || g->c == NULL || !amp->backend->fuses) return AMP_OK;
+    AMPI_TRY(ampi_rows(f, "x_pre", kept, &at));
+    g->backward = 1; g->act = op->x_act;
+    g->pre = at.data; g->pre_dtype = at.dtype; g->ld_pre = at.ld;
+    return AMP_OK;
 }
 
 /* What a linear layer's backward calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for x. */
 typedef struct ampi_linear_calls {
-    amp_k_gemm gemms[2]; amp_k_column_sum sum; const amp_tensor *pre, *x_pre; amp_param *along;
+    amp_k_gemm gemms[2]; amp_k_column_sum sum; amp_param *along;
     ampi_input in[2][2];
     amp_k_fp8 fp8[2][2];
 } ampi_linear_calls;
 
-static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op *op, const ampi_linear_calls *c) {
-    if (c->pre) AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, c->pre, "pre", &op->dy, "dy"));
-    if (c->gemms[0].c) {
-        AMPI_TRY(ampi_product_run(amp, f, &c->gemms[0], c->in[0]));
+/* Each gradient is marked as soon as it is there: ranks then send it while the next is computed. */
+static amp_result ampi_linear_run(ampi_call *c, const ampi_linear_calls *calls) {
+    amp_linear_op *op = (amp_linear_op *)c->op;
+    const ampi_linear_args *k = &c->k.linear;
+    amp_context *amp = c->amp;
+    if (k->kept) AMPI_TRY(ampi_linear_activation_backward(amp, c->f, op->act, k->kept, "pre", &op->dy, "dy"));
+    if (calls->gemms[0].c) {
+        AMPI_TRY(ampi_product_run(amp, c->f, &calls->gemms[0], calls->in[0]));
         ampi_gradient_added(amp, op->weight, ampi_seed_scale(amp));
-        ampi_gradient_added(amp, c->along, ampi_seed_scale(amp));
+        ampi_gradient_added(amp, calls->along, ampi_seed_scale(amp));
     }
-    AMPI_TRY(ampi_dbias(amp, op->bias, &c->sum));
-    if (c->gemms[1].c == NULL) return AMP_OK;
-    AMPI_TRY(ampi_product_run(amp, f, &c->gemms[1], c->in[1]));
-    if (c->x_pre == NULL || c->gemms[1].backward) return AMP_OK;
-    return ampi_linear_activation_backward(amp, f, op->x_act, c->x_pre, "x_pre", &op->dx, "dx");
+    AMPI_TRY(ampi_dbias(amp, op->bias, &calls->sum));
+    if (calls->gemms[1].c == NULL) return AMP_OK;
+    AMPI_TRY(ampi_product_run(amp, c->f, &calls->gemms[1], calls->in[1]));
+    if (k->x_kept == NULL || calls->gemms[1].backward) return AMP_OK;
+    return ampi_linear_activation_backward(amp, c->f, op->x_act, k->x_kept, "x_pre", &op->dx, "dx");
 }
 
-/* pre, x_pre: what the backward of act and x_act reads, or NULL. */
-static amp_result ampi_linear_places(const char *f, const amp_linear_op *op, const amp_tensor *pre,
-                                     const amp_tensor *x_pre) {
-    ampi_places at;
-    at.n = 0;
-    if (ampi_wants_grad(op->weight) || x_pre == &op->x) ampi_reads(&at, ".x", &op->x);
-    if (op->dx.data) ampi_reads_param(&at, ".weight", op->weight);
-    if (pre != NULL) { ampi_reads(&at, pre == &op->y ? ".y" : ".pre", pre); ampi_writes(&at, ".dy", &op->dy); }
-    else ampi_reads(&at, ".dy", &op->dy);
-    if (x_pre != NULL && x_pre != &op->x) ampi_reads(&at, ".x_pre", x_pre);
-    ampi_writes(&at, ".dx", &op->dx);
-    ampi_writes_gradient(&at, ".weight->grad", op->weight); ampi_writes_gradient(&at, ".bias->grad", op->bias);
-    return ampi_check_places(f, &at);
+static void ampi_linear_places_backward(ampi_call *c) {
+    const amp_linear_op *op = (const amp_linear_op *)c->op;
+    const ampi_linear_args *k = &c->k.linear;
+    ampi_places *at = &c->at;
+    if (ampi_wants_grad(op->weight) || k->x_kept == &op->x) ampi_reads(at, ".x", &op->x);
+    if (op->dx.data) ampi_reads_param(at, ".weight", op->weight);
+    if (k->kept != NULL) {
+        ampi_reads(at, k->kept == &op->y ? ".y" : ".pre", k->kept);
+        ampi_writes(at, ".dy", &op->dy);
+    } else ampi_reads(at, ".dy", &op->dy);
+    if (k->x_kept != NULL && k->x_kept != &op->x) ampi_reads(at, ".x_pre", k->x_kept);
+    ampi_writes(at, ".dx", &op->dx);
+    ampi_writes_gradient(at, ".weight->grad", op->weight); ampi_writes_gradient(at, ".bias->grad", op->bias);
 }
 
-AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) {
-    const char *f = "amp_linear_backward";
-    ampi_linear_calls c;
-    amp_mat x, y, dy, dx, same;
+static amp_result ampi_linear_prepare(ampi_call *c) {
+    const amp_linear_op *op = (const amp_linear_op *)c->op;
+    ampi_linear_args *k = &c->k.linear;
+    const char *f = c->f;
+    amp_mat same;
+    AMPI_TRY(ampi_linear_rows(f, op, &k->x, &k->y));
+    c->inputs[0] = k->x.dtype; c->inputs[1] = op->weight->weight.dtype;
+    if (!c->backward) {
+        AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &k->y, &k->pre));
+        ampi_reads(&c->at, ".x", &op->x);
+        ampi_reads_param(&c->at, ".weight", op->weight); ampi_reads_param(&c->at, ".bias", op->bias);
+        ampi_writes(&c->at, ".y", &op->y); ampi_writes(&c->at, ".pre", &op->pre);
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k->y, &k->dy));
+    AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &k->x, &k->dx));
+    if (k->dx.data && op->x_act != AMP_ACT_NONE) {
+        AMPI_TRY(ampi_linear_kept(f, op, 1, &k->x_kept));
+        AMPI_TRY(ampi_rows_like(f, "x_pre", k->x_kept, "x", &k->x, &same));
+    }
+    if (op->act != AMP_ACT_NONE && !op->dy_before_act) {
+        AMPI_TRY(ampi_linear_kept(f, op, 0, &k->kept));
+        AMPI_TRY(ampi_rows_like(f, "pre", k->kept, "y", &k->y, &same));
+    }
+    ampi_linear_places_backward(c);
+    return AMP_OK;
+}
+
+static amp_result ampi_linear_backward(ampi_call *c) {
+    amp_linear_op *op = (amp_linear_op *)c->op;
+    const ampi_linear_args *k = &c->k.linear;
+    amp_context *amp = c->amp;
+    ampi_linear_calls calls;
     const void *held;
     amp_result result;
     int i;
-    memset(&c, 0, sizeof c);
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_linear_op, plan)));
-    AMPI_TRY(ampi_check_known(amp, f, op->weight));
-    AMPI_TRY(ampi_check_known(amp, f, op->bias));
-    AMPI_TRY(ampi_gradient_open(amp, f, op->weight, ampi_seed_scale(amp)));
-    AMPI_TRY(ampi_gradient_open(amp, f, op->bias, ampi_seed_scale(amp)));
-    AMPI_TRY(ampi_check_plan(f, &op->plan));
-    AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
-    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &y, &dy));
-    AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &x, &dx));
-    if (dx.data && op->x_act != AMP_ACT_NONE) {
-        AMPI_TRY(ampi_linear_kept(f, op->x_act, &op->x_pre, "x_pre", &op->x, &op->dx, "dx", &c.x_pre));
-        AMPI_TRY(ampi_rows_like(f, "x_pre", c.x_pre, "x", &x, &same));
-    }
-    if (op->act != AMP_ACT_NONE && !op->dy_before_act) {
-        AMPI_TRY(ampi_linear_kept(f, op->act, &op->pre, "pre", &op->y, &op->dy, "dy", &c.pre));
-        AMPI_TRY(ampi_rows_like(f, "pre", c.pre, "y", &y, &same));
-    }
-    AMPI_TRY(ampi_linear_places(f, op, c.pre, c.x_pre));
-    c.along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && amp->backend->fuses ? op->bias : NULL;
-    c.gemms[0] = ampi_linear_dweight_args(op, &x, &dy, c.along);
-    AMPI_TRY(ampi_linear_fp8(amp, f, op->weight, AMP_FP8_DY, AMP_FP8_X, 1, &c.gemms[0], c.fp8[0]));
-    c.sum = ampi_dbias_args(c.along == NULL ? op->bias : NULL, &dy);
-    AMPI_TRY(ampi_linear_dx_args(amp, f, op, &dy, &dx, c.x_pre, &c.gemms[1], c.fp8[1], &held));
+    memset(&calls, 0, sizeof calls);
+    if (ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && amp->backend->fuses) calls.along = op->bias;
+    calls.gemms[0] = ampi_linear_dweight_args(op, &k->x, &k->dy, calls.along);
+    calls.gemms[1] = ampi_linear_dx_args(op, &k->dy, &k->dx);
+    calls.sum = ampi_dbias_args(calls.along == NULL ? op->bias : NULL, &k->dy);
+    AMPI_TRY(ampi_linear_fp8(amp, c->f, op->weight, AMPI_FP8_DWEIGHT, 1, &calls.gemms[0], calls.fp8[0]));
+    AMPI_TRY(ampi_linear_dx_act(amp, c->f, op, k->x_kept, &calls.gemms[1]));
+    AMPI_TRY(ampi_linear_dx_weight(amp, c->f, op, &calls.gemms[1], calls.fp8[1], &held));
     for (i = 0; i < 2; i++) {
-        c.in[i][0].name = "dy"; c.in[i][1].name = i ? "weight" : "x"; c.in[i][1].input = 1;
-        c.in[i][0].layer = c.in[i][1].layer = ampi_layer_name(op->layer, op->weight);
-        c.in[i][0].weight = op->weight; c.in[i][1].weight = i ? op->weight : NULL;
+        calls.in[i][0].name = "dy"; calls.in[i][1].name = i ? "weight" : "x"; calls.in[i][1].input = 1;
+        calls.in[i][0].layer = calls.in[i][1].layer = ampi_layer_name(op->layer, op->weight);
+        calls.in[i][0].weight = op->weight; calls.in[i][1].weight = i ? op->weight : NULL;
     }
-    result = ampi_product_ready(amp, f, &c.gemms[0], c.in[0], op->plan.saturate);
-    if (result == AMP_OK) result = ampi_product_ready(amp, f, &c.gemms[1], c.in[1], op->plan.saturate);
-    if (result == AMP_OK) result = ampi_gemm_reserve(amp, f, c.gemms, 2);
-    if (result == AMP_OK) result = ampi_linear_run(amp, f, op, &c);
-    ampi_gemm_release(amp, c.gemms);
-    ampi_product_done(amp, c.in[0]); ampi_product_done(amp, c.in[1]);
+    result = ampi_product_ready(amp, c->f, &calls.gemms[0], calls.in[0], op->plan.saturate);
+    if (result == AMP_OK) result = ampi_product_ready(amp, c->f, &calls.gemms[1], calls.in[1], op->plan.saturate);
+    if (result == AMP_OK) result = ampi_gemm_reserve(amp, c->f, calls.gemms, 2);
+    if (result == AMP_OK) result = ampi_linear_run(c, &calls);
+    ampi_gemm_release(amp, calls.gemms);
+    ampi_product_done(amp, calls.in[0]); ampi_product_done(amp, calls.in[1]);
     ampi_cache_put(amp, held);
     return result;
+}
+
+static amp_result ampi_linear_kernel(ampi_call *c) {
+    return c->backward ? ampi_linear_backward(c) : ampi_linear_forward(c);
 }
 
 /* ---- Batched matmul */
@@ -16169,10 +16217,9 @@ static amp_result ampi_batched_check(const char *f, const ampi_operand *a, int t
                      (long long)c->batch, (long long)c->rows, (long long)c->cols);
 }
 
-/* *out: c = alpha op(a) op(b), shapes checked. */
+/* *out: c = alpha op(a) op(b), shapes checked; without .compute. */
 static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b,
-                                    int trans_b, const ampi_operand *c, float alpha, amp_dtype compute,
-                                    amp_k_gemm *out) {
+                                    int trans_b, const ampi_operand *c, float alpha, amp_k_gemm *out) {
     amp_k_gemm g;
     AMPI_TRY(ampi_batched_check(f, a, trans_a, b, trans_b, c));
     memset(&g, 0, sizeof g);
@@ -16181,86 +16228,79 @@ static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int tr
     g.a = a->data; g.a_dtype = a->dtype; g.lda = a->ld; g.stride_a = a->stride; g.trans_a = trans_a;
     g.b = b->data; g.b_dtype = b->dtype; g.ldb = b->ld; g.stride_b = b->stride; g.trans_b = trans_b;
     memcpy(&g.c, &c->data, sizeof g.c); g.c_dtype = c->dtype; g.ldc = c->ld; g.stride_c = c->stride;
-    g.alpha = alpha; g.compute = compute;
+    g.alpha = alpha;
     *out = g;
     return AMP_OK;
 }
 
-AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) {
-    const char *f = "amp_matmul";
-    ampi_operand a, b, y;
-    ampi_places at;
-    amp_k_gemm g;
-    amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_matmul_op, plan)));
-    AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
-    AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
-    AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
-    AMPI_TRY(ampi_operand_of(f, "y", &op->y, &y));
-    AMPI_TRY(ampi_check_output(f, "y", &op->y));
-    at.n = 0;
-    ampi_reads(&at, ".a", &op->a); ampi_reads(&at, ".b", &op->b); ampi_writes(&at, ".y", &op->y);
-    AMPI_TRY(ampi_check_places(f, &at));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
-    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, ampi_or32(op->alpha, 1),
-                               plan.compute, &g));
-    AMPI_TRY(ampi_product_call(amp, f, &g, op->layer, "a", "b", 1, plan.saturate, NULL));
-    op->plan = plan;
+/* The products of the backward.  With y = op(a) op(b): d op(a) = dy op(b)^T and d op(b) = op(a)^T dy; these transposed
+   for a transposed operand. */
+static amp_result ampi_matmul_prepare_backward(ampi_call *c, const ampi_operand *a, const ampi_operand *b) {
+    const amp_matmul_op *op = (const amp_matmul_op *)c->op;
+    ampi_matmul_args *k = &c->k.matmul;
+    const float alpha = ampi_or32(op->alpha, 1);
+    const int ta = op->trans_a, tb = op->trans_b;
+    ampi_operand dy, da, db;
+    AMPI_TRY(ampi_operand_of(c->f, "dy", &op->dy, &dy));
+    AMPI_TRY(ampi_batched_check(c->f, a, ta, b, tb, &dy));
+    if (op->da.data) {
+        AMPI_TRY(ampi_operand_of(c->f, "da", &op->da, &da));
+        AMPI_TRY(ampi_check_output(c->f, "da", &op->da));
+        if (ta) AMPI_TRY(ampi_batched_gemm(c->f, b, tb, &dy, 1, &da, alpha, &k->gemms[k->n++]));
+        else AMPI_TRY(ampi_batched_gemm(c->f, &dy, 0, b, !tb, &da, alpha, &k->gemms[k->n++]));
+        ampi_reads(&c->at, ".b", &op->b); ampi_writes(&c->at, ".da", &op->da);
+    }
+    if (op->db.data) {
+        AMPI_TRY(ampi_operand_of(c->f, "db", &op->db, &db));
+        AMPI_TRY(ampi_check_output(c->f, "db", &op->db));
+        if (tb) AMPI_TRY(ampi_batched_gemm(c->f, &dy, 1, a, ta, &db, alpha, &k->gemms[k->n++]));
+        else AMPI_TRY(ampi_batched_gemm(c->f, a, !ta, &dy, 0, &db, alpha, &k->gemms[k->n++]));
+        ampi_reads(&c->at, ".a", &op->a); ampi_writes(&c->at, ".db", &op->db);
+    }
+    ampi_reads(&c->at, ".dy", &op->dy);
     return AMP_OK;
 }
 
-/* With y = op(a) op(b): d op(a) = dy op(b)^T and d op(b) = op(a)^T dy; these transposed for a transposed operand. */
-AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
-    const char *f = "amp_matmul_backward";
-    ampi_operand a, b, dy, da, db;
-    ampi_places at;
-    amp_k_gemm gemms[2];
+static amp_result ampi_matmul_prepare(ampi_call *c) {
+    const amp_matmul_op *op = (const amp_matmul_op *)c->op;
+    ampi_matmul_args *k = &c->k.matmul;
+    ampi_operand a, b, y;
+    AMPI_TRY(ampi_check_real(c->f, ".alpha", (double)op->alpha, 1, "finite"));
+    AMPI_TRY(ampi_operand_of(c->f, "a", &op->a, &a));
+    AMPI_TRY(ampi_operand_of(c->f, "b", &op->b, &b));
+    c->inputs[0] = a.dtype; c->inputs[1] = b.dtype;
+    if (c->backward) return ampi_matmul_prepare_backward(c, &a, &b);
+    AMPI_TRY(ampi_operand_of(c->f, "y", &op->y, &y));
+    AMPI_TRY(ampi_check_output(c->f, "y", &op->y));
+    AMPI_TRY(ampi_batched_gemm(c->f, &a, op->trans_a, &b, op->trans_b, &y, ampi_or32(op->alpha, 1), k->gemms));
+    k->n = 1;
+    ampi_reads(&c->at, ".a", &op->a); ampi_reads(&c->at, ".b", &op->b); ampi_writes(&c->at, ".y", &op->y);
+    return AMP_OK;
+}
+
+static amp_result ampi_matmul_kernel(ampi_call *c) {
+    const amp_matmul_op *op = (const amp_matmul_op *)c->op;
+    ampi_matmul_args *k = &c->k.matmul;
     ampi_input in[4];
-    amp_result result;
-    float alpha;
-    int n = 0, i;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_matmul_op, plan)));
-    AMPI_TRY(ampi_check_plan(f, &op->plan));
-    AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
-    alpha = ampi_or32(op->alpha, 1);
-    AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
-    AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
-    AMPI_TRY(ampi_operand_of(f, "dy", &op->dy, &dy));
-    AMPI_TRY(ampi_batched_check(f, &a, op->trans_a, &b, op->trans_b, &dy));
-    if (op->da.data) {
-        AMPI_TRY(ampi_operand_of(f, "da", &op->da, &da));
-        AMPI_TRY(ampi_check_output(f, "da", &op->da));
-        if (op->trans_a)
-            AMPI_TRY(ampi_batched_gemm(f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute, &gemms[n++]));
-        else AMPI_TRY(ampi_batched_gemm(f, &dy, 0, &b, !op->trans_b, &da, alpha, op->plan.compute, &gemms[n++]));
+    amp_result result = AMP_OK;
+    int i;
+    for (i = 0; i < k->n; i++) {
+        amp_k_gemm *g = &k->gemms[i];
+        const int dy_left = c->backward && g->a == op->dy.data, dy_right = c->backward && g->b == op->dy.data;
+        ampi_input *pair = in + 2 * i;
+        g->compute = c->plan.compute;
+        ampi_product_inputs(pair, g->a == op->a.data ? "a" : "b", !c->backward || g->b == op->b.data ? "b" : "a", 1);
+        if (dy_left) { pair[0].name = "dy"; pair[0].input = 0; }
+        if (dy_right) { pair[1].name = "dy"; pair[1].input = 0; }
+        pair[0].layer = pair[1].layer = op->layer;
     }
-    if (op->db.data) {
-        AMPI_TRY(ampi_operand_of(f, "db", &op->db, &db));
-        AMPI_TRY(ampi_check_output(f, "db", &op->db));
-        if (op->trans_b)
-            AMPI_TRY(ampi_batched_gemm(f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute, &gemms[n++]));
-        else AMPI_TRY(ampi_batched_gemm(f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute, &gemms[n++]));
-    }
-    at.n = 0;
-    if (op->db.data) ampi_reads(&at, ".a", &op->a);
-    if (op->da.data) ampi_reads(&at, ".b", &op->b);
-    ampi_reads(&at, ".dy", &op->dy);
-    ampi_writes(&at, ".da", &op->da); ampi_writes(&at, ".db", &op->db);
-    AMPI_TRY(ampi_check_places(f, &at));
-    if (n == 0) return AMP_OK;
-    memset(in, 0, sizeof in);
-    for (i = 0; i < 2 * n; i++) {
-        const void *data = i % 2 ? gemms[i / 2].b : gemms[i / 2].a;
-        in[i].name = data == op->dy.data ? "dy" : data == op->a.data ? "a" : "b";
-        in[i].input = data != op->dy.data;
-        in[i].layer = op->layer;
-    }
-    for (i = 0, result = AMP_OK; i < n && result == AMP_OK; i++)
-        result = ampi_product_ready(amp, f, &gemms[i], in + 2 * i, op->plan.saturate);
-    if (result == AMP_OK) result = ampi_gemm_reserve(amp, f, gemms, n);
-    for (i = 0; i < n && result == AMP_OK; i++) result = ampi_product_run(amp, f, &gemms[i], in + 2 * i);
-    ampi_gemm_release(amp, gemms);
-    ampi_product_done(amp, in); ampi_product_done(amp, in + 2);
+    for (i = 0; i < k->n && result == AMP_OK; i++)
+        result = ampi_product_ready(c->amp, c->f, &k->gemms[i], in + 2 * i, c->plan.saturate);
+    if (result == AMP_OK && k->n > 1) result = ampi_gemm_reserve(c->amp, c->f, k->gemms, k->n);
+    for (i = 0; i < k->n && result == AMP_OK; i++)
+        result = ampi_product_run(c->amp, c->f, &k->gemms[i], in + 2 * i);
+    if (k->n > 1) ampi_gemm_release(c->amp, k->gemms);
+    for (i = 0; i < k->n; i++) ampi_product_done(c->amp, in + 2 * i);
     return result;
 }
 
@@ -16361,6 +16401,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
                             const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
     int swap = order == AMP_COL_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
     size_t bytes = swap ? ampi_gemm_span(n, m, ldc) : ampi_gemm_span(m, n, ldc);
+    ampi_input in[2];
     amp_plan plan;
     amp_k_gemm g;
     AMPI_TRY(ampi_need("amp_gemm", amp != NULL, "amp"));
@@ -16384,9 +16425,10 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     g.b = swap ? a : b; g.ldb = swap ? lda : ldb; g.trans_b = swap ? ta : tb;
     g.c = c; g.ldc = ldc;
     g.alpha = alpha; g.beta = beta; g.compute = plan.compute;
-    if (plan.compute == AMP_F16 || plan.saturate)
-        return ampi_product_call(amp, "amp_gemm", &g, NULL, swap ? "b" : "a", swap ? "a" : "b", 2, plan.saturate,
-                                 NULL);
+    if (plan.compute == AMP_F16 || plan.saturate) {
+        ampi_product_inputs(in, swap ? "b" : "a", swap ? "a" : "b", 2);
+        return ampi_product_call(amp, "amp_gemm", &g, in, plan.saturate);
+    }
     return ampi_as("amp_gemm", (amp->backend->gemm)(amp->dev, &g, amp->desc.stream));
 }
 
@@ -16514,84 +16556,53 @@ static void ampi_attention_done(amp_context *amp, const ampi_input *in) {
     for (i = 0; i < 3; i++) amp_free(amp, in[i].copy);
 }
 
-AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op) {
-    ampi_places at;
-    ampi_input in[4];
-    amp_k_attention k;
-    amp_result result;
-    amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_attention", amp, op, offsetof(amp_attention_op, plan)));
-    AMPI_TRY(ampi_attention_args("amp_attention", op, &k));
-    at.n = 0;
-    ampi_reads(&at, ".q", &op->q); ampi_reads(&at, ".k", &op->k); ampi_reads(&at, ".v", &op->v);
-    ampi_reads_mask(&at, &op->mask, k.batch, k.heads, k.queries, k.keys);
-    ampi_writes(&at, ".o", &op->o);
-    ampi_writes_array(&at, ".lse", op->lse, k.batch * k.heads * k.queries * (int64_t)sizeof(float));
-    AMPI_TRY(ampi_check_places("amp_attention", &at));
-    AMPI_TRY(
-        ampi_plan_forward(amp, "amp_attention", AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, 0, &op->plan, &plan));
-    k.compute = plan.compute;
-    result = ampi_attention_ready(amp, "amp_attention", op, &k, in, plan.saturate);
-    if (result == AMP_OK) result = ampi_as("amp_attention", (amp->backend->attention)(amp->dev, &k, amp->desc.stream));
-    ampi_attention_done(amp, in);
-    if (result == AMP_OK) op->plan = plan;
-    return result;
-}
-
-AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op) {
-    const char *f = "amp_attention_backward";
+static amp_result ampi_attention_prepare_backward(ampi_call *c) {
+    const amp_attention_op *op = (const amp_attention_op *)c->op;
+    amp_k_attention *k = &c->k.attention;
+    ampi_places *at = &c->at;
     int64_t k_shape[4];
-    ampi_places at;
-    ampi_input in[4];
-    amp_k_attention k;
-    amp_result result;
-    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_attention_op, plan)));
-    AMPI_TRY(ampi_check_plan(f, &op->plan));
-    AMPI_TRY(ampi_attention_args(f, op, &k));
     memcpy(k_shape, op->k.shape, sizeof k_shape);
-    AMPI_TRY(ampi_attention_view(f, "d_o", &op->d_o, op->q.shape, k.dtype, k.do_stride));
-    AMPI_TRY(ampi_attention_view(f, "dq", &op->dq, op->q.shape, k.dtype, k.dq_stride));
-    AMPI_TRY(ampi_attention_view(f, "dk", &op->dk, k_shape, k.dtype, k.dk_stride));
-    AMPI_TRY(ampi_attention_view(f, "dv", &op->dv, k_shape, k.dtype, k.dv_stride));
-    AMPI_TRY(ampi_check_output(f, "dq", &op->dq));
-    AMPI_TRY(ampi_check_output(f, "dk", &op->dk));
-    AMPI_TRY(ampi_check_output(f, "dv", &op->dv));
-    at.n = 0;
-    ampi_reads(&at, ".q", &op->q); ampi_reads(&at, ".k", &op->k); ampi_reads(&at, ".v", &op->v);
-    ampi_reads(&at, ".o", &op->o); ampi_reads(&at, ".d_o", &op->d_o);
-    ampi_reads_array(&at, ".lse", op->lse, k.batch * k.heads * k.queries * (int64_t)sizeof(float));
-    ampi_reads_mask(&at, &op->mask, k.batch, k.heads, k.queries, k.keys);
-    ampi_writes(&at, ".dq", &op->dq); ampi_writes(&at, ".dk", &op->dk); ampi_writes(&at, ".dv", &op->dv);
-    AMPI_TRY(ampi_check_places(f, &at));
-    k.compute = op->plan.compute;
-    k.d_o = op->d_o.data; k.dq = op->dq.data; k.dk = op->dk.data; k.dv = op->dv.data;
-    result = ampi_attention_ready(amp, f, op, &k, in, op->plan.saturate);
-    if (result == AMP_OK) result = ampi_as(f, (amp->backend->attention_backward)(amp->dev, &k, amp->desc.stream));
-    ampi_attention_done(amp, in);
-    return result;
+    AMPI_TRY(ampi_attention_view(c->f, "d_o", &op->d_o, op->q.shape, k->dtype, k->do_stride));
+    AMPI_TRY(ampi_attention_view(c->f, "dq", &op->dq, op->q.shape, k->dtype, k->dq_stride));
+    AMPI_TRY(ampi_attention_view(c->f, "dk", &op->dk, k_shape, k->dtype, k->dk_stride));
+    AMPI_TRY(ampi_attention_view(c->f, "dv", &op->dv, k_shape, k->dtype, k->dv_stride));
+    AMPI_TRY(ampi_check_output(c->f, "dq", &op->dq));
+    AMPI_TRY(ampi_check_output(c->f, "dk", &op->dk));
+    AMPI_TRY(ampi_check_output(c->f, "dv", &op->dv));
+    ampi_reads(at, ".o", &op->o); ampi_reads(at, ".d_o", &op->d_o);
+    ampi_reads_array(at, ".lse", op->lse, k->batch * k->heads * k->queries * (int64_t)sizeof(float));
+    ampi_writes(at, ".dq", &op->dq); ampi_writes(at, ".dk", &op->dk); ampi_writes(at, ".dv", &op->dv);
+    k->d_o = op->d_o.data; k->dq = op->dq.data; k->dk = op->dk.data; k->dv = op->dv.data;
+    return AMP_OK;
 }
 
-/* ---- The operators in the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the kernel's
-   arguments and lists the memory read and written; `kernel` calls it.  They share everything else. */
+static amp_result ampi_attention_prepare(ampi_call *c) {
+    const amp_attention_op *op = (const amp_attention_op *)c->op;
+    amp_k_attention *k = &c->k.attention;
+    ampi_places *at = &c->at;
+    AMPI_TRY(ampi_attention_args(c->f, op, k));
+    c->inputs[0] = c->inputs[1] = k->dtype;
+    ampi_reads(at, ".q", &op->q); ampi_reads(at, ".k", &op->k); ampi_reads(at, ".v", &op->v);
+    ampi_reads_mask(at, &op->mask, k->batch, k->heads, k->queries, k->keys);
+    if (c->backward) return ampi_attention_prepare_backward(c);
+    ampi_writes(at, ".o", &op->o);
+    ampi_writes_array(at, ".lse", op->lse, k->batch * k->heads * k->queries * (int64_t)sizeof(float));
+    return AMP_OK;
+}
 
-typedef struct ampi_linear_loss { amp_mat x, dx; amp_k_cross_entropy loss; } ampi_linear_loss;
-
-typedef struct ampi_call {
-    amp_context *amp;
-    const char *f;                  /* the public function */
-    const void *op;
-    int32_t id, backward, bad;      /* bad: 1 + the first label or id out of range */
-    amp_dtype inputs[2];            /* set by `prepare`, for the plan */
-    amp_param *params[2];
-    amp_plan plan;
-    ampi_places at;
-    union {
-        amp_k_norm norm; amp_k_softmax softmax; amp_k_activation activation; amp_k_swiglu swiglu;
-        amp_k_cross_entropy cross_entropy; amp_k_mse mse; amp_k_embedding embedding; amp_k_dropout dropout;
-        amp_k_rope rope;
-        ampi_linear_loss linear_loss;
-    } k;
-} ampi_call;
+static amp_result ampi_attention_kernel(ampi_call *c) {
+    const amp_backend *b = c->amp->backend;
+    amp_k_attention *k = &c->k.attention;
+    ampi_input in[4];
+    amp_result result;
+    k->compute = c->plan.compute;
+    result = ampi_attention_ready(c->amp, c->f, (const amp_attention_op *)c->op, k, in, c->plan.saturate);
+    if (result == AMP_OK)
+        result = ampi_as(c->f, (c->backward ? b->attention_backward : b->attention)(c->amp->dev, k,
+                                                                                    c->amp->desc.stream));
+    ampi_attention_done(c->amp, in);
+    return result;
+}
 
 /* ---- Norms */
 
@@ -16933,7 +16944,7 @@ typedef struct ampi_chunks {
 
 static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
     const amp_linear_cross_entropy_op *op = (const amp_linear_cross_entropy_op *)c->op;
-    ampi_linear_loss *k = &c->k.linear_loss;
+    ampi_linear_loss *k = &c->k.linear_cross_entropy;
     amp_cross_entropy_op loss;
     char list[80];
     amp_mat w;
@@ -17022,7 +17033,7 @@ static amp_result ampi_chunks_place(ampi_call *c, ampi_chunks *s, int64_t wanted
 
 /* The products, as amp_linear and amp_linear_backward take them. */
 static amp_result ampi_chunks_products(ampi_call *c, ampi_chunks *s, const char *layer, int gradient) {
-    const ampi_linear_loss *k = &c->k.linear_loss;
+    const ampi_linear_loss *k = &c->k.linear_cross_entropy;
     amp_linear_op op;
     amp_k_gemm *g = s->gemms;
     ampi_cache_use use;
@@ -17045,8 +17056,8 @@ static amp_result ampi_chunks_products(ampi_call *c, ampi_chunks *s, const char 
     if (gradient) {
         g[1] = ampi_linear_dweight_args(&op, &k->x, &s->loss.dlogits, NULL);
         if (s->sums[0] != NULL) { g[1].c = s->sums[0]; g[1].c_dtype = AMP_F32; g[1].beta = 0; }
-        AMPI_TRY(
-            ampi_linear_dx_args(c->amp, c->f, &op, &s->loss.dlogits, &k->dx, NULL, &g[2], NULL, &s->held[1]));
+        g[2] = ampi_linear_dx_args(&op, &s->loss.dlogits, &k->dx);
+        AMPI_TRY(ampi_linear_dx_weight(c->amp, c->f, &op, &g[2], NULL, &s->held[1]));
         s->dbias = ampi_dbias_args(c->params[1], &s->loss.dlogits);
         if (s->sums[1] != NULL) { s->dbias.out = s->sums[1]; s->dbias.out_dtype = AMP_F32; s->dbias.add = 0; }
     }
@@ -17128,10 +17139,10 @@ static amp_result ampi_linear_cross_entropy_kernel(ampi_call *c) {
     amp_result result;
     int i;
     memset(&s, 0, sizeof s);
-    s.loss = c->k.linear_loss.loss;
+    s.loss = c->k.linear_cross_entropy.loss;
     s.loss.spoil = 1;
     s.loss.batch = s.loss.logits.rows;
-    s.rows = c->k.linear_loss.x.rows;
+    s.rows = c->k.linear_cross_entropy.x.rows;
     if (gradient) ampi_seed_set(c->amp, op->grad_scale);
     for (i = 0; i < 2 && gradient; i++) AMPI_TRY(ampi_gradient_open(c->amp, c->f, c->params[i], scale));
     result = ampi_chunks_place(c, &s, op->chunk, gradient);
@@ -17321,23 +17332,27 @@ static amp_result ampi_rope_kernel(ampi_call *c) {
 }
 
 /* ---- Calls.  A row: the offsets in the op struct, which begins with .layer, of the plan and up to two parameters (0:
-   none); whether the first names a layer without a name; the operator's functions. */
+   none); the bytes of its part of ampi_call.k; whether the first parameter names a layer without a name; the operator's
+   functions.  amp_gemm is no row: it has no op struct, and as a drop-in for sgemm it must cost no more than one. */
 
 typedef struct ampi_operator {
     int32_t id;
     const char *names[2];           /* of the public functions */
-    size_t plan, params[2];
+    size_t plan, params[2], bytes;
     int named;
     amp_result (*prepare)(ampi_call *c);
     amp_result (*kernel)(ampi_call *c);
 } ampi_operator;
 
 #define AMPI_CALL_OF(id, name, op, a, b, named) \
-    {AMP_OP_##id, {"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##op##_op, plan), {a, b}, named, \
-     ampi_##op##_prepare, ampi_##op##_kernel}
+    {AMP_OP_##id, {"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##op##_op, plan), {a, b}, \
+     sizeof(((ampi_call *)0)->k.op), named, ampi_##op##_prepare, ampi_##op##_kernel}
 #define AMPI_CALL(id, name, a, b, named) AMPI_CALL_OF(id, name, name, a, b, named)
 #define AMPI_IN(name, field) offsetof(amp_##name##_op, field)
 static const ampi_operator ampi_calls[] = {
+    AMPI_CALL(LINEAR, linear, AMPI_IN(linear, weight), AMPI_IN(linear, bias), 1),
+    AMPI_CALL(MATMUL, matmul, 0, 0, 0),
+    AMPI_CALL(ATTENTION, attention, 0, 0, 0),
     AMPI_CALL_OF(LAYERNORM, layernorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), 1),
     AMPI_CALL_OF(RMSNORM, rmsnorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), 1),
     AMPI_CALL(SOFTMAX, softmax, 0, 0, 0),
@@ -17354,6 +17369,7 @@ static const ampi_operator ampi_calls[] = {
 
 static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backward) {
     const ampi_operator *row = ampi_calls;
+    const int is_linear = id == AMP_OP_LINEAR;      /* logs its use of the cast cache, and marks its gradients, itself */
     const char *f, *layer;
     amp_plan *plan;
     ampi_call c;
@@ -17364,7 +17380,7 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
     c.amp = amp; c.f = f; c.op = op; c.id = id; c.backward = backward; c.bad = 0;
     c.inputs[0] = c.inputs[1] = AMP_DTYPE_DEFAULT;
     c.at.n = 0;
-    memset(&c.k, 0, sizeof c.k);
+    memset(&c.k, 0, row->bytes);
     memcpy(&layer, op, sizeof layer);
     plan = (amp_plan *)(void *)((char *)op + row->plan);
     for (i = 0; i < 2; i++) {
@@ -17378,14 +17394,28 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
     AMPI_TRY(ampi_check_places(f, &c.at));
     if (backward) c.plan = *plan;
     else
-        AMPI_TRY(ampi_plan_forward(amp, f, id, row->named ? ampi_layer_name(layer, c.params[0]) : layer, c.inputs[0],
-                                   c.inputs[1], ampi_versions(c.params[0], c.params[1]), plan, &c.plan));
+        AMPI_TRY(ampi_plan_forward(&c, row->named ? ampi_layer_name(layer, c.params[0]) : layer, plan,
+                                   ampi_versions(c.params[0], c.params[1]), is_linear));
     AMPI_TRY(ampi_as(f, (row->kernel)(&c)));
     if (!backward) *plan = c.plan;
-    for (i = 0; i < 2 && backward; i++) ampi_gradient_added(amp, c.params[i], ampi_seed_scale(amp));
+    for (i = 0; i < 2 && backward && !is_linear; i++) ampi_gradient_added(amp, c.params[i], ampi_seed_scale(amp));
     return AMP_OK;
 }
 
+AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) { return ampi_operate(amp, AMP_OP_LINEAR, op, 0); }
+AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) {
+    return ampi_operate(amp, AMP_OP_LINEAR, op, 1);
+}
+AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) { return ampi_operate(amp, AMP_OP_MATMUL, op, 0); }
+AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
+    return ampi_operate(amp, AMP_OP_MATMUL, op, 1);
+}
+AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op) {
+    return ampi_operate(amp, AMP_OP_ATTENTION, op, 0);
+}
+AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op) {
+    return ampi_operate(amp, AMP_OP_ATTENTION, op, 1);
+}
 AMP_API amp_result amp_layernorm(amp_context *amp, amp_norm_op *op) {
     return ampi_operate(amp, AMP_OP_LAYERNORM, op, 0);
 }
