@@ -15630,7 +15630,7 @@ static uint64_t ampi_versions(const amp_param *a, const amp_param *b) {
     return (a ? a->version : 0) + (b ? b->version : 0);
 }
 
-/* Decides the plan of a forward or, when recomputing, takes the recorded one.  version: of its parameters.  told: 1: the
+/* Decides the plan of a forward or, when recomputing, takes the recorded one.  version: of its parameters.  told 1: the
    operator logs the decision itself. */
 static amp_result ampi_plan_forward(ampi_call *c, const char *layer, const amp_plan *recorded, uint64_t version,
                                     int told) {
@@ -17369,7 +17369,7 @@ static const ampi_operator ampi_calls[] = {
 
 static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backward) {
     const ampi_operator *row = ampi_calls;
-    const int is_linear = id == AMP_OP_LINEAR;      /* logs its use of the cast cache, and marks its gradients, itself */
+    const int is_linear = id == AMP_OP_LINEAR;      /* logs its use of the cast cache, and marks its gradients */
     const char *f, *layer;
     amp_plan *plan;
     ampi_call c;
@@ -38093,6 +38093,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        examples/amp_tcp.h starts hundreds of ranks and needs AMP_TCP_SECRET beyond loopback.  CUDA: streams forked
        within your captured graph have their own scratch memory.
        Renamed: amp_param.used is .last_used.
+       The API has each section once.  Those that a training program calls come first, and what only kernels and
+       backends need comes last, in >>kernels.  It has 280 public functions and 139 structs; 0.2.0 had 277 and 137.
 
    0.2.0  Renamed, with unchanged meaning:
 

@@ -1,6 +1,7 @@
 # sizes.awk - prints what is longer or deeper in amp.h than a reader follows; silent when all is well.
 #     awk -f tests/sizes.awk amp.h
-# A section has at most 3,000 lines; a function at most 60 lines, 7 parameters (products apart) and 4 levels of blocks within its body.
+# A section has at most 3,000 lines; a function at most 60 lines, 7 parameters (products apart) and 4 levels of statements that
+# hold others.
 function say(text) { print FILENAME ":" NR ": " text }
 function parameters(head,    inner, n) {
     inner = head
