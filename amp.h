@@ -7354,6 +7354,49 @@ static amp_result ampi_fail_unmatched(const char *function, const char *given, c
                      nearest->name ? "the nearest is " : "there are none", nearest->name ? nearest->name : "");
 }
 
+/* ---- Masks: which keys a query sees */
+
+/* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
+typedef struct ampi_span { int64_t first, low, high; } ampi_span;
+
+static int64_t ampi_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+/* position: the query's place among the keys, i + keys - queries for query i, so that the last ones align. */
+static ampi_span ampi_mask_span(const amp_mask *mask, int64_t b, int64_t position, int64_t keys) {
+    int64_t length = mask->lengths ? ampi_clamp(mask->lengths[b], 0, keys) : keys;
+    int64_t window = AMPI_MIN(mask->window, INT64_MAX / 4), end = position + 1;
+    ampi_span s = {keys, 0, 0};
+    switch (mask->kind) {
+        case AMP_MASK_CAUSAL: s.first = end; break;
+        case AMP_MASK_PREFIX: s.first = AMPI_MAX(end, (int64_t)mask->prefix[b]); break;
+        case AMP_MASK_WINDOW: case AMP_MASK_WINDOW_GLOBAL:
+            s.low = position - window + 1;
+            s.high = mask->bidirectional ? position + window : end;
+            if (mask->bidirectional) end = keys;
+            s.first = mask->kind == AMP_MASK_WINDOW ? 0 : AMPI_MIN(mask->global, end);
+            if (mask->kind == AMP_MASK_WINDOW_GLOBAL && position >= 0 && position < mask->global) s.first = end;
+            break;
+        default: break;
+    }
+    if (mask->documents && position < 0) s.first = s.high = 0;      /* in no document */
+    s.first = ampi_clamp(s.first, 0, length);
+    s.low = ampi_clamp(s.low, 0, length);
+    s.high = ampi_clamp(s.high, 0, length);
+    if (s.low <= s.first) s.first = AMPI_MAX(s.first, s.high);
+    if (s.low <= s.first || s.high <= s.low) s.low = s.high = s.first;
+    return s;
+}
+
+static int ampi_mask_hides(const amp_mask *mask) {
+    return mask->kind != AMP_MASK_NONE || mask->lengths != NULL || mask->documents != NULL;
+}
+
+/* The row of `allowed` that belongs to a query, or NULL. */
+static const uint8_t *ampi_mask_row(const amp_mask *mask, int64_t b, int64_t h, int64_t query, int64_t keys) {
+    if (mask->kind != AMP_MASK_ARBITRARY) return NULL;
+    return mask->allowed + b * mask->allowed_batch_stride + h * mask->allowed_head_stride + query * keys;
+}
+
 /* ==== 5 >>state: implementation ====
 
    The blob, little-endian:
@@ -8333,6 +8376,37 @@ static float *ampi_row_out(void *row, amp_dtype dtype, float *scratch) {
 }
 static void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *scratch, amp_cpu_path path) {
     if (dtype != AMP_F32) ampi_convert_fast(row, dtype, scratch, AMP_F32, n, path);
+}
+
+/* Raises *to to bits, atomically. */
+static void ampi_raise(uint32_t *to, uint32_t bits) {
+    uint32_t had = __atomic_load_n(to, __ATOMIC_RELAXED);
+    while (had < bits && !__atomic_compare_exchange_n(to, &had, bits, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+static void ampi_fp8_count_add(amp_k_fp8_count *to, const amp_k_fp8_count *more) {
+    __atomic_fetch_add(&to->saturated, more->saturated, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&to->underflowed, more->underflowed, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&to->nonfinite, more->nonfinite, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&to->values, more->values, __ATOMIC_RELAXED);
+}
+static void ampi_fp8_count_copy(const amp_k_fp8_count *from, amp_k_fp8_count *to) {
+    __atomic_store_n(&to->values, __atomic_load_n(&from->values, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store_n(&to->saturated, __atomic_load_n(&from->saturated, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store_n(&to->underflowed, __atomic_load_n(&from->underflowed, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store_n(&to->nonfinite, __atomic_load_n(&from->nonfinite, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+}
+static float ampi_fp8_scale_of(const amp_k_fp8_slot *slot) {
+    float scale;
+    __atomic_load(&slot->scale, &scale, __ATOMIC_RELAXED);
+    return scale;
+}
+/* Records in the host's memory: other threads may look at them at any time. */
+static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
+    float scale = ampi_fp8_scale_of(from);
+    ampi_fp8_count_copy(&from->now, &to->now);
+    ampi_fp8_count_copy(&from->last, &to->last);
+    __atomic_store_n(&to->updates, __atomic_load_n(&from->updates, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    __atomic_store(&to->scale, &scale, __ATOMIC_RELAXED);
 }
 
 /* ==== 6 >>products: implementation, matrix products on the CPU ==== */
@@ -9342,37 +9416,6 @@ typedef struct ampi_fp8_job {
     amp_k_fp8_count count;              /* changed atomically */
 } ampi_fp8_job;
 
-/* Raises *to to bits, atomically. */
-static void ampi_raise(uint32_t *to, uint32_t bits) {
-    uint32_t had = __atomic_load_n(to, __ATOMIC_RELAXED);
-    while (had < bits && !__atomic_compare_exchange_n(to, &had, bits, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
-}
-static void ampi_fp8_count_add(amp_k_fp8_count *to, const amp_k_fp8_count *more) {
-    __atomic_fetch_add(&to->saturated, more->saturated, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&to->underflowed, more->underflowed, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&to->nonfinite, more->nonfinite, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&to->values, more->values, __ATOMIC_RELAXED);
-}
-static void ampi_fp8_count_copy(const amp_k_fp8_count *from, amp_k_fp8_count *to) {
-    __atomic_store_n(&to->values, __atomic_load_n(&from->values, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
-    __atomic_store_n(&to->saturated, __atomic_load_n(&from->saturated, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
-    __atomic_store_n(&to->underflowed, __atomic_load_n(&from->underflowed, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
-    __atomic_store_n(&to->nonfinite, __atomic_load_n(&from->nonfinite, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
-}
-static float ampi_fp8_scale_of(const amp_k_fp8_slot *slot) {
-    float scale;
-    __atomic_load(&slot->scale, &scale, __ATOMIC_RELAXED);
-    return scale;
-}
-/* Records in the host's memory: other threads may look at them at any time. */
-static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
-    float scale = ampi_fp8_scale_of(from);
-    ampi_fp8_count_copy(&from->now, &to->now);
-    ampi_fp8_count_copy(&from->last, &to->last);
-    __atomic_store_n(&to->updates, __atomic_load_n(&from->updates, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
-    __atomic_store(&to->scale, &scale, __ATOMIC_RELAXED);
-}
-
 static ampi_fp8_job ampi_fp8_job_of(const ampi_cpu *cpu, const amp_k_fp8 *how, const ampi_gemm_operand *x, int64_t k,
                                     int64_t n, void *out) {
     int64_t block = how->scaling == AMP_FP8_MX ? AMPI_FP8_MX_BLOCK : how->scaling == AMP_FP8_BLOCK ? AMPI_FP8_BLOCK : 0;
@@ -9800,47 +9843,6 @@ static amp_result ampi_cpu_column_sum(void *dev, const amp_k_column_sum *args, v
    probabilities are rounded to the compute dtype; products and sums are fp32.  Sums over keys (o, dq) and over queries
    (dk, dv) run in order, 1024 terms at a time and then over these partial sums, so that the error hardly grows. */
 enum { AMPI_FOLD = 1024 / AMPI_KEY_TILE, AMPI_FOLD_TILES = 1024 / (AMPI_STRIPS * AMPI_STRIP) };
-
-/* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
-typedef struct ampi_span { int64_t first, low, high; } ampi_span;
-
-static int64_t ampi_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-
-/* position: the query's place among the keys, i + keys - queries for query i, so that the last ones align. */
-static ampi_span ampi_mask_span(const amp_mask *mask, int64_t b, int64_t position, int64_t keys) {
-    int64_t length = mask->lengths ? ampi_clamp(mask->lengths[b], 0, keys) : keys;
-    int64_t window = AMPI_MIN(mask->window, INT64_MAX / 4), end = position + 1;
-    ampi_span s = {keys, 0, 0};
-    switch (mask->kind) {
-        case AMP_MASK_CAUSAL: s.first = end; break;
-        case AMP_MASK_PREFIX: s.first = AMPI_MAX(end, (int64_t)mask->prefix[b]); break;
-        case AMP_MASK_WINDOW: case AMP_MASK_WINDOW_GLOBAL:
-            s.low = position - window + 1;
-            s.high = mask->bidirectional ? position + window : end;
-            if (mask->bidirectional) end = keys;
-            s.first = mask->kind == AMP_MASK_WINDOW ? 0 : AMPI_MIN(mask->global, end);
-            if (mask->kind == AMP_MASK_WINDOW_GLOBAL && position >= 0 && position < mask->global) s.first = end;
-            break;
-        default: break;
-    }
-    if (mask->documents && position < 0) s.first = s.high = 0;      /* in no document */
-    s.first = ampi_clamp(s.first, 0, length);
-    s.low = ampi_clamp(s.low, 0, length);
-    s.high = ampi_clamp(s.high, 0, length);
-    if (s.low <= s.first) s.first = AMPI_MAX(s.first, s.high);
-    if (s.low <= s.first || s.high <= s.low) s.low = s.high = s.first;
-    return s;
-}
-
-static int ampi_mask_hides(const amp_mask *mask) {
-    return mask->kind != AMP_MASK_NONE || mask->lengths != NULL || mask->documents != NULL;
-}
-
-/* The row of `allowed` that belongs to a query, or NULL. */
-static const uint8_t *ampi_mask_row(const amp_mask *mask, int64_t b, int64_t h, int64_t query, int64_t keys) {
-    if (mask->kind != AMP_MASK_ARBITRARY) return NULL;
-    return mask->allowed + b * mask->allowed_batch_stride + h * mask->allowed_head_stride + query * keys;
-}
 
 /* What the queries of a strip see.  Lanes without a query repeat the last one. */
 typedef struct ampi_strip_mask {
