@@ -4641,6 +4641,255 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
 #endif /* AMP_H_INCLUDED */
 
 /*
+   HOW DO I     questions in the words of PyTorch and CUDA programs, each with the field or the call, and code
+
+     The structs in the code begin as zeros: desc is an amp_desc, adamw an amp_optimizer_desc, scaling an
+     amp_scaler_desc, region an amp_autocast_desc, train and valid are an amp_loader_desc each, and attention is an
+     amp_attention_op or the options of amp_tape_attention.  h, logits and loss are values of a tape.  The code leaves
+     out the check of each result.
+
+     PRECISION AND THE LOSS SCALE
+
+     choose bf16, fp16 or fp32 (torch_dtype, torch.autocast's dtype)?
+       Set .dtype; 0 is "auto".  amp_query_choice says which dtype was chosen, and whether it needs a loss scaler.
+           desc.dtype = AMP_BF16;
+           amp_open(&amp, &desc);
+     run the same program from the shell in another precision?
+       Read the settings from the environment, as in AMP_DTYPE=fp16 ./program.
+           amp_settings_read_env(&settings);
+           amp_settings_fill(&settings, NULL, &desc, &scaling, &adamw, NULL);
+     keep one layer in fp32 (keep_batchnorm_fp32, an fp32 head)?
+       Override it by the name of its weight.  Norms, softmax and losses compute in fp32 anyway.
+           amp_layer_override(amp, "head.*", AMP_F32);
+     compute a part of the forward in fp32 (torch.autocast(enabled=False))?
+       Open a region inside the region, and give it fp32 operands.
+           region.disable = 1;
+           amp_autocast_begin(amp, &region);
+           amp_autocast_end(amp);
+     store the weights in bf16 (model.half(), model.bfloat16(), Apex O2)?
+       Use level O2.  The weights have 16 bits and the optimizer keeps fp32 masters.
+           desc.level = AMP_LEVEL_O2;
+     use a static loss scale (loss_scale=128)?
+       Freeze the scale.  Steps that overflow are still skipped.
+           scaling.init_scale = 128;
+           scaling.frozen = 1;
+     see whether the scaler skipped a step (get_scale() before and after)?
+       Take the step results, which come two steps later, so that the CPU need not wait for a GPU.
+           while (amp_step_result_next(optimizer, &result))
+               if (!result.applied) printf("step %lld skipped: %s\n", (long long)result.step, result.first_bad);
+     keep my own optimizer and use only the GradScaler?  Which steps do I count?
+       amp_scaler_unscale does unscale_ and update.  Count the steps that are applied: in a skipped step the t of Adam's
+       bias correction does not grow, and neither do the moments change.
+           amp_scaler_unscale(scaler, ranges, n_ranges, &apply);
+           if (apply) my_adam(weights, gradients, ++t);
+     find out which batch sizes pay for bf16?
+       16 bits are faster in large products, and small batches make small ones ("No speedup", at the end of the API, has
+       sizes).  amp_tune times your step in each precision, with the batch doubled from 1 to .max_batch.  Your function
+       prepare makes the model ready for a batch size.
+           amp_tune_desc tune = {.record = record, .prepare = prepare, .user = &net, .max_batch = 64};
+           amp_tune(amp, &tune, &report);
+           amp_tune_text(&report, text, sizeof text);
+
+     GRADIENTS AND OPTIMIZERS
+
+     call zero_grad?
+       Not for one network: the first backward after a step overwrites the gradients.  Call it for a batch that you give
+       up after its backward, and before the discriminator's backward in a GAN.
+           amp_optimizer_zero_grad(optimizer);
+     clip gradients (clip_grad_norm_)?
+       Set the largest norm.  The step unscales before it clips, and result.norm is the norm before clipping.
+           adamw.clip_norm = 1;
+     accumulate gradients over micro-batches (gradient_accumulation_steps)?
+       Set the number, and call amp_step after every backward.  Do not divide the loss: the step takes the mean.
+           adamw.accumulation = 4;
+     use several optimizers with one scaler?
+       Step each, then update the scale once.  amp_step for each would change the scale between them.
+           amp_optimizer_step(optimizer, scaler);
+           amp_optimizer_step(second, scaler);
+           amp_scaler_update(scaler);
+     give some layers another learning rate or weight decay (param_groups)?
+       Add groups, by names of parameters.  Biases and norms have no weight decay unless .decay_vectors is 1.
+           static const amp_param_group groups[] = {{.match = "head.*", .lr_scale = 10, .weight_decay = 0.1}};
+           adamw.groups = groups;
+           adamw.n_groups = 1;
+     freeze layers, and unfreeze them later (requires_grad_(False))?
+       Freeze by name.  The optimizer keeps their moments meanwhile.
+           amp_model_freeze(model, "encoder.*", 1);
+           amp_model_freeze(model, "encoder.*", 0);
+     stop a gradient (.detach())?
+       There is no such operator.  Make one with amp_tape_custom: without a backward, no gradient passes.  Its forward,
+       copy_forward here, copies the `bytes` of its input:
+           amp_copy(call->amp, call->y.data, call->x[0].data, bytes, AMP_COPY_ON_DEVICE);
+       The forward of the model calls it:
+           amp_custom_op detach = {.forward = copy_forward};
+           h = amp_tape_custom(tape, &h, 1, &detach);
+     get the gradient of an input (x.requires_grad_())?
+       Record the input as a variable.
+           h = amp_tape_variable(tape, &x);
+           amp_tape_gradient(tape, h, &dx);
+     warm up and decay the learning rate (get_cosine_schedule_with_warmup)?
+       Compute the rate of each step, counted from 0, and set it.
+           amp_schedule cosine = {.lr = 3e-4, .warmup = 100, .steps = 2000};
+           amp_schedule_lr(&cosine, step, &lr);
+           amp_optimizer_set_lr(optimizer, lr);
+     keep an average of the weights (EMA, swa_utils)?
+       Not included.  Update your own copy after each step.  With fp32 weights on the CPU:
+           for (i = 0; i < n; i++) average[i] += 0.001f * (weights[i] - average[i]);
+     save memory in the optimizer (8-bit Adam, ZeRO)?
+       Choose how masters and moments are stored.  With several ranks each can hold only its part of them.
+           adamw.moments = AMP_MOMENTS_8BIT;
+           adamw.shard = AMP_SHARD_STATES;
+
+     MODELS
+
+     tie the embedding to the output layer (tie_weights)?
+       Give the same parameter to both calls.  Its gradient is the sum of both.
+           h = amp_tape_embedding(tape, &ids, table, NULL);
+           logits = amp_tape_linear(tape, h, table, NULL, AMP_ACT_NONE);
+     attend in a sliding window (Mistral's sliding_window)?
+       Set the mask.  A window of 4096 is the position itself and the 4095 before it.
+           attention.mask.kind = AMP_MASK_WINDOW;
+           attention.mask.window = 4096;
+     mask padding (attention_mask, key_padding_mask)?
+       Give each sequence's length.  Labels of -100 leave the padding out of the loss.
+           attention.mask.lengths = lengths;
+     train on packed documents (cu_seqlens, varlen attention, FlexAttention's document mask)?
+       There are no cu_seqlens.  Give each position the number of its document, as int32_t [batch, keys]; queries then
+       see only keys of their own document.  amp_rope takes positions that begin anew in each document.
+           attention.mask.kind = AMP_MASK_CAUSAL;
+           attention.mask.documents = documents;
+     keep a KV cache (past_key_values)?
+       amp_attention does not keep one.  Hold keys and values yourself, write those of each new position behind the
+       others, and pass the first `keys` positions.  CAUSAL aligns the last query with the last key.  amp_rope's .offset
+       is the number of positions in the cache.  examples/generate.c does this on a tape.
+           attention.k = amp_tensor4(k_cache, AMP_BF16, 1, keys, heads, dim);
+           attention.v = amp_tensor4(v_cache, AMP_BF16, 1, keys, heads, dim);
+     drop out attention weights (attn_pdrop)?
+       amp_attention has no dropout.  Compute the scores with amp_tape_matmul, and put dropout between the softmax and
+       the product with v; scores are then stored.
+           h = amp_tape_dropout(tape, amp_tape_softmax(tape, scores, NULL), 0.1f);
+     train with a binary cross-entropy (BCEWithLogitsLoss)?
+       Not included.  Two classes with the logits 0 and z have the same loss; more simply, use two outputs.
+           loss = amp_tape_cross_entropy(tape, logits, labels, NULL);
+     add my own kernel with its gradient (torch.autograd.Function)?
+       Record it with amp_tape_custom.  Your kernels run on the context's stream; amp_gradcheck checks the gradient.
+       examples/convnet.c is a convolution, which amp.h does not have.
+           amp_custom_op silu = {.layer = "silu", .forward = silu_forward, .backward = silu_backward};
+           h = amp_tape_custom(tape, &h, 1, &silu);
+     look at activations (register_forward_hook)?
+       Keep the value while recording, and read it after the run.
+           h = amp_tape_keep(tape, h);
+           amp_tape_read(tape, h, values, n);
+     evaluate (model.eval(), torch.no_grad())?
+       Record in inference mode, and end with amp_tape_finish.
+           region.mode = AMP_MODE_INFERENCE;
+           amp_tape_begin(tape, &region);
+           amp_tape_finish(tape);
+     read the loss (loss.item())?
+       Copy it to the CPU.  That waits for a GPU, so do it only in steps that you print.
+           amp_tape_read(tape, loss, &value, 1);
+     checkpoint activations (torch.utils.checkpoint)?
+       Put a block between two calls, or give the whole tape a budget in bytes.
+           amp_tape_checkpoint_begin(tape);
+           amp_tape_checkpoint_end(tape);
+           tape_desc.memory_budget = (int64_t)2 << 30;
+
+     DATA AND CHECKPOINTS
+
+     pass int64 labels (torch.long)?
+       Labels and ids are int32_t, so convert an array once.  Token files of int64 (.npy) arrive as int32_t.
+           for (i = 0; i < rows; i++) labels[i] = (int32_t)wide[i];
+     split off a validation share (random_split, validation_split)?
+       Two loaders read two ranges of the same data.  Shuffling stays within a range, so the data must not be sorted by
+       class.
+           train.last = valid.first = rows - rows / 10;
+           train.shuffle = 1;
+     keep the last, smaller batch (drop_last=False)?
+       Ask for it; batch.batch is then its size.
+           train.last_batch = AMP_LAST_PARTIAL;
+     read in the main thread (num_workers=0)?
+       The default is two workers.
+           train.workers = AMP_NO_WORKERS;
+     save everything and resume in the middle of an epoch (state_dict)?
+       Save every object between two steps.  Load them in the same order, weights first.
+           amp_model_save(model, state, "model");
+           amp_optimizer_save(optimizer, state, "adamw");
+           amp_scaler_save(scaler, state, "scaler");
+           amp_loader_save(loader, state, "train");
+           amp_state_save(state, "run.state");
+     load weights from safetensors (from_pretrained)?
+       examples/safetensors.h reads the file.  amp_optimizer_set_weight sets weight and master.
+           st_floats(st_find(&file, params[i].name), values);
+           amp_optimizer_set_weight(optimizer, &params[i], values);
+     write the fp32 masters to safetensors?
+       amp_model_save puts the master in the place of a 16-bit weight.  Its records are PREFIX.weight.0, then .1 and so
+       on, in the order of the parameters.
+           amp_model_save(model, state, "model");
+           amp_state_get(state, "model.weight.0", AMP_F32, values, amp_tensor_count(&params[0].weight));
+           st_write_tensor(&writer, params[0].name, params[0].weight.ndim, params[0].weight.shape);
+           st_write_begin(&writer);
+           st_write_floats(&writer, values, amp_tensor_count(&params[0].weight));
+     get the same numbers in every run (manual_seed, use_deterministic_algorithms)?
+       There is nothing to switch on: equal seeds give equal bits, with any number of threads.  Dropout, the initial
+       weights and the order of the data each have their own seed.
+           desc.seed = 1;
+           amp_model_create(amp, &model, 2, 0);
+           train.seed = 3;
+
+     GPU, THREADS AND RANKS
+
+     run on my own cudaStream_t (torch.cuda.stream)?
+       Give it to amp_open.  All kernels are then queued on it.
+           desc.backend = amp_cuda();
+           desc.stream = stream;
+     order my other streams with amp.h's (cudaStreamWaitEvent)?
+       Pass your own cudaEvent_t.  The stream marks it, or waits for it; the CPU does not wait.
+           amp_event_record(amp, event);
+           amp_event_wait(amp, other_event);
+     copy between CPU and GPU (.to("cuda"), .cpu(), cudaMemcpyAsync)?
+       amp_copy finds the direction from the pointers.  It is queued, and amp_sync waits for it.
+           amp_copy(amp, on_gpu, values, bytes, AMP_COPY_DEFAULT);
+           amp_sync(amp);
+     share my allocator and my cuBLAS handle (CUDACachingAllocator, cublasHandle_t)?
+       Set them before amp_open.
+           desc.memory.alloc = my_alloc;
+           desc.memory.free = my_free;
+           desc.blas = handle;
+     replay the whole step as a CUDA graph (torch.cuda.CUDAGraph)?
+       Take one step as usual, capture the second, with its forward and backward, and launch it from then on.  Copy each
+       batch into the captured buffers.
+           amp_graph_begin(amp);
+           amp_step(optimizer, scaler);
+           amp_graph_end(amp, &graph);
+           amp_graph_launch(graph);
+     see how much memory is in use (torch.cuda.max_memory_allocated, empty_cache)?
+       The peak counts from amp_memory_reset_peak.  amp_cleanup frees what can be made again.
+           amp_memory(amp, &memory);
+           printf("%lld bytes\n", (long long)memory.peak);
+           amp_cleanup(amp, NULL);
+     find the slow operator (torch.profiler)?
+       Time the tape's calls for some steps, and print them.
+           amp_tape_time(tape, 1);
+           amp_tape_text(tape, text, sizeof text);
+     set the number of threads (torch.set_num_threads, OMP_NUM_THREADS)?
+       amp.h has its own threads, by default one for each core that the process may use.
+           desc.threads = 4;
+     train on several GPUs or processes (torchrun, DistributedDataParallel, DistributedSampler)?
+       Give amp_open a reducer, from examples/amp_mpi.h, examples/amp_tcp.h or amp_ranks_create.  Steps then average the
+       gradients, and loaders read each rank's share.
+           desc.reducer = reducer;
+           desc.reduce_on_device = 1;
+     print the loss averaged over ranks (dist.all_reduce)?
+       amp_step averages gradients, not the loss.  Sum it on every rank with the same reducer, after the step and before
+       the next backward (with .overlap_param_gather, after amp_sync).
+           reducer.reduce(reducer.user, &value, 1, AMP_F32, AMP_REDUCE_SUM, NULL);
+           value /= (float)reducer.world;
+     log to a file (TensorBoard, W&B)?
+       A monitor writes one line of JSON per step; call amp_monitor_step after each.  For TensorBoard's event files
+       there is examples/tensorboard.h.
+           amp_monitor_desc log = {.path = "run.jsonl", .optimizer = optimizer, .scaler = scaler};
+           amp_monitor_create(amp, &monitor, &log);
+
    SETTINGS     what the settings of Python trainers are called here
 
      Each setting is a key of amp_settings.  It is a field in the program, a line "key = value" in a file

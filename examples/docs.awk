@@ -3,6 +3,7 @@
 #
 # The manual is text up to AMP_H_INCLUDED: lines "   NAME" begin a chapter, deeper indentation is kept as it stands.  In
 # the API a line "==== 6 >>tape" begins a section; a comment belongs to the declarations behind it, up to a blank line.
+# Behind the declarations come more chapters (HOW DO I, SETTINGS and so on).
 function escape(s) { gsub(/&/, "\\&amp;", s); gsub(/</, "\\&lt;", s); gsub(/>/, "\\&gt;", s); return s }
 # Names of calls and chapters become links.
 function linked(s, out, name) {
@@ -37,6 +38,7 @@ function coloured(s, out, word, n, kind) {
 }
 # A chapter's title: up to two spaces, behind which its text may begin.
 function title_of(s) { sub(/^ +/, "", s); sub(/  .*/, "", s); return s }
+function id_of(title) { gsub(/ /, "-", title); gsub(/'/, "", title); return "manual-" tolower(title) }
 function close_chapter() { if (open_chapter) print "</pre></section>"; open_chapter = 0 }
 function chapter(id, title) {
     close_chapter()
@@ -46,7 +48,7 @@ function chapter(id, title) {
 function close_item() { if (item != "") printf "<div class=\"item\"%s><pre>%s</pre></div>\n", ids, item; item = ids = "" }
 
 BEGIN {
-    heading = "^   [A-Z][A-Z ]*[A-Z](  |$)"
+    heading = "^   [A-Z][A-Z' ]*[A-Z](  |$)"
     keywords = "^(typedef|struct|enum|const|void|char|int|float|double|size_t|int32_t|int64_t|uint(8|16|32|64)_t|static|" \
                "return|for|while|if|else|inline)$"
 }
@@ -59,8 +61,9 @@ FNR == NR {
     if ($0 ~ /^(AMP_API|AMPI_INLINE|AMPI_HD) / && match($0, /amp_[a-z0-9_]+\(/)) known[substr($0, RSTART, RLENGTH - 1)] = 1
     if (match($0, /^(typedef )?(struct|enum) amp_[a-z0-9_]+ \{/)) { split(substr($0, RSTART, RLENGTH), w, " "); for (k in w) if (w[k] ~ /^amp_/) known[w[k]] = 1 }
     if ($0 ~ /^\/\* ==== [0-9]+ >>/ && !(($4) in seen)) { seen[$4] = 1; tag = $4; sub(/^>>/, "", tag); sub(/:$/, "", tag); tags[++n_tags] = tag }
-    if ($0 ~ heading && !api) chapters[++n_chapters] = title_of($0)
+    if ($0 ~ heading && (!api || after)) chapters[++n_chapters] = title_of($0)
     if ($0 ~ /^#ifndef AMP_H_INCLUDED/) api = 1
+    if ($0 ~ /^#endif .* AMP_H_INCLUDED/) after = 1
     text[FNR] = $0
     next
 }
@@ -74,20 +77,23 @@ END {
     print "pre i{color:#5a6a5a;font-style:normal}pre s{color:#a03030;text-decoration:none}pre b{color:#0b5cad;font-weight:normal}pre a{color:inherit;text-decoration-color:#9bc}p.none{color:#777}"
     print "@media(max-width:50em){nav{position:static;width:auto;max-height:14em}main{margin:0;padding:.5em 1em}}</style></head><body>"
     print "<nav><input id=\"q\" type=\"search\" placeholder=\"Search\" aria-label=\"Search\"><b>Manual</b>"
-    for (i = 1; i <= n_chapters; i++) { id = "manual-" chapters[i]; gsub(/ /, "-", id); printf "<a href=\"#%s\">%s</a>\n", tolower(id), chapters[i] }
+    for (i = 1; i <= n_chapters; i++) printf "<a href=\"#%s\">%s</a>\n", id_of(chapters[i]), chapters[i]
     print "<b>API</b>"
     for (i = 1; i <= n_tags; i++) printf "<a href=\"#%s\">%s</a>\n", tags[i], tags[i]
     print "</nav><main><h1>amp.h</h1><p class=\"none\" id=\"none\" hidden>Nothing has these words.</p>"
-    api = 0; open_chapter = 0
+    api = open_chapter = after = 0
     for (i = 2; i <= lines; i++) {
         s = text[i]
-        if (!api) {
+        if (s ~ /^#endif .* AMP_H_INCLUDED/) { close_item(); after = 1; continue }
+        if (!api || after) {
             if (s ~ /^#ifndef AMP_H_INCLUDED/) { close_chapter(); api = 1; continue }
+            if (after && s ~ /^(\/\*|\*\/)$/) continue
             if (s ~ heading) {
                 title = title_of(s); rest = substr(s, 4 + length(title)); sub(/^ +/, "", rest)
-                id = "manual-" title; gsub(/ /, "-", id); chapter(tolower(id), title); if (rest != "") print linked(escape(rest)); continue
+                chapter(id_of(title), title); if (rest != "") print linked(escape(rest)); continue
             }
-            if (open_chapter) print s ~ /^        ? ?[^ ].*[;{}]( *\/\/.*)?$|^    #/ ? coloured(s) : linked(escape(s))
+            code = after ? "^           [^ ]" : "^        ? ?[^ ].*[;{}]( *//.*)?$|^    #"
+            if (open_chapter) print s ~ code ? coloured(s) : linked(escape(s))
             continue
         }
         if (s ~ /^\/\* ==== [0-9]+ >>/) {
@@ -103,7 +109,7 @@ END {
         if (s ~ /\/\*/ && s !~ /\*\//) in_comment = 1
         item = item coloured(s) "\n"
     }
-    close_item()
+    close_item(); close_chapter()
     print "</main><script>"
     print "const q=document.getElementById('q'),parts=[...document.querySelectorAll('main section,main .item')].map(e=>[e,e.textContent.toLowerCase()]);"
     print "q.addEventListener('input',()=>{const w=q.value.toLowerCase().split(/\\s+/).filter(x=>x);let n=0;for(const[e,t]of parts){const on=w.every(x=>t.includes(x));e.hidden=!on;n+=on}document.getElementById('none').hidden=n>0});"
