@@ -7,134 +7,69 @@
    scaler and optimizer) and no dropout inside attention.  amp.h never aborts or exits the program, and it prints only
    warnings and errors, to stderr or to your logger.
 
-   A WHOLE PROGRAM     C99 and C++20.  ./program fp16 trains in fp16; ./program fp16 program.state resumes.
+   USE
 
-    #define AMP_IMPLEMENTATION
+     1 One file, amp.c, has two lines:  #define AMP_IMPLEMENTATION  and, below it,  #include "amp.h"
+     2 Every file that uses amp.h has:  #include "amp.h"
+     3 Compile amp.c once, then yours:  gcc -O2 -c amp.c; gcc -O2 program.c amp.o -o program -lm -lpthread
+
+   A PROGRAM     C99 and C++20.  It trains a small network in fp16 with a loss scaler.
+
     #include "amp.h"
     #include <stdio.h>
-    #include <stdlib.h>
+    #define CHECK(call) do { if ((call) != AMP_OK) { puts(amp_last_error()); return 1; } } while (0)
+    int main(void) {
+        static float x[512][8], value;
+        static int32_t labels[512];  // whether the first two numbers of a row have the same sign
+        for (int i = 0; i < 512 * 8; i++) x[i / 8][i % 8] = amp_random_uniform(1, (uint64_t)i) - 0.5f;
+        for (int i = 0; i < 512; i++) labels[i] = x[i][0] * x[i][1] > 0;
+        amp_tensor batch = amp_tensor2(x, AMP_F32, 512, 8);
+        amp_context *amp;
+        amp_desc desc = {.dtype = AMP_F16};  // without it, the precision that suits this machine
+        CHECK(amp_open(&amp, &desc));
+        amp_model *model;
+        CHECK(amp_model_create(amp, &model, 1, 0));
+        amp_param *w1 = amp_model_param(model, "fc1.weight", 64, 8, AMP_INIT_KAIMING_NORMAL, 0);
+        amp_param *w2 = amp_model_param(model, "fc2.weight", 2, 64, AMP_INIT_KAIMING_NORMAL, 0);
+        amp_optimizer *optimizer;
+        amp_optimizer_desc adamw = {.lr = 0.01, .clip_norm = 1};
+        CHECK(amp_model_params(model, &adamw.params, &adamw.n_params));
+        CHECK(amp_optimizer_create(amp, &optimizer, &adamw));
+        amp_scaler *scaler;
+        CHECK(amp_scaler_create(amp, &scaler, NULL));
+        amp_tape *tape;
+        CHECK(amp_tape_create(amp, &tape, NULL));
+        for (int step = 1; step <= 300; step++) {
+            CHECK(amp_tape_begin(tape, NULL));  // as torch.autocast: weights stay fp32, products are fp16
+            amp_value h = amp_tape_linear(tape, amp_tape_input(tape, &batch), w1, NULL, AMP_ACT_RELU);
+            amp_value logits = amp_tape_linear(tape, h, w2, NULL, AMP_ACT_NONE);
+            amp_value loss = amp_tape_cross_entropy(tape, logits, labels, NULL);
+            CHECK(amp_tape_backward(tape, loss, amp_scaler_scale_ptr(scaler)));
+            CHECK(amp_step(optimizer, scaler));  // unscales, clips, and skips the step if gradients are infinite
+            CHECK(amp_tape_read(tape, loss, &value, 1));
+            if (step % 100 == 0) printf("step %d: loss %.3f\n", step, (double)value);
+        }
+        amp_tape_destroy(tape);
+        amp_scaler_destroy(scaler);
+        amp_optimizer_destroy(optimizer);
+        amp_model_destroy(model);
+        amp_close(amp);
+    }
 
-    enum { IN = 8, HIDDEN = 64, BATCH = 32, STEPS = 600 };
-    static amp_context *amp; static amp_scaler *scaler; static amp_optimizer *optimizer;
-    static amp_loader *train, *valid;
-    static amp_param params[4];
-    static amp_tensor h, dh, logits, loss;
-
-    static void check(amp_result result) {
-        if (result != AMP_OK) { fprintf(stderr, "%s\n", amp_last_error()); exit(1); }
-    }
-    static void copy(void *to, const void *from, int64_t n) {  // floats, also between host and GPU
-        check(amp_copy(amp, to, from, 4 * n, AMP_COPY_DEFAULT));
-        check(amp_sync(amp));
-    }
-    static amp_tensor zeros(amp_dtype dtype, int64_t rows, int64_t cols) {  // rows 0: a vector
-        int64_t bytes = (rows > 0 ? rows : 1) * cols * (int64_t)amp_dtype_size(dtype);
-        void *data;
-        check(amp_alloc(amp, &data, bytes));
-        check(amp_fill(amp, data, 0, bytes));
-        return rows > 0 ? amp_tensor2(data, dtype, rows, cols) : amp_tensor1(data, dtype, cols);
-    }
-    static amp_param param(const char *name, int64_t rows, int64_t cols) {
-        amp_param p = {.name = name, .weight = zeros(AMP_F32, rows, cols), .grad = zeros(AMP_F32, rows, cols)};
-        float start[HIDDEN * IN];
-        for (int i = 0; i < rows * cols; i++) start[i] = amp_random_uniform((uint64_t)rows, (uint64_t)i) - 0.5f;
-        copy(p.weight.data, start, rows * cols);
-        return p;
-    }
-    // Called by the loader's threads.  A sample: eight numbers; whether the first two have the same sign.
-    static int read_sample(void *user, const amp_sample *sample, void *const *fields) {
-        float *x = (float *)fields[0]; int32_t *label = (int32_t *)fields[1];
-        for (int i = 0; i < IN; i++) x[i] = amp_random_uniform(1, (uint64_t)(sample->sample * IN + i)) - 0.5f;
-        *label = x[0] * x[1] > 0;
-        return user != NULL;  // 0: success
-    }
-    static float run(amp_loader *loader, amp_mode mode) {  // one batch; its loss
-        amp_batch batch; float value;
-        check(amp_loader_next(loader, &batch));
-        amp_autocast_desc region = {.mode = mode};
-        amp_linear_op fc1 = {.x = amp_tensor2(batch.fields[0], AMP_F32, BATCH, IN), .y = h, .weight = &params[0],
-                             .bias = &params[1], .act = AMP_ACT_RELU, .dy = dh};
-        amp_linear_op fc2 = {.x = h, .y = logits, .weight = &params[2], .bias = &params[3], .dy = logits, .dx = dh};
-        amp_cross_entropy_op ce = {.logits = logits, .dlogits = logits, .labels = batch.targets,
-                                   .grad_scale = amp_scaler_scale_ptr(scaler), .loss = (float *)loss.data};
-        check(amp_autocast_begin(amp, &region));
-        check(amp_linear(amp, &fc1));
-        check(amp_linear(amp, &fc2));
-        check(amp_cross_entropy(amp, &ce));  // the loss, and its gradient in place of the logits
-        check(amp_autocast_end(amp));
-        if (mode == AMP_MODE_TRAINING) {
-            check(amp_linear_backward(amp, &fc2));
-            check(amp_linear_backward(amp, &fc1));
-            check(amp_step(optimizer, scaler));
-        }
-        copy(&value, loss.data, 1);
-        return value;
-    }
-    static void checkpoint(const char *path, int load) {
-        amp_state *state; float host[HIDDEN * IN];
-        check(load ? amp_state_load(&state, NULL, path) : amp_state_create(&state, NULL));
-        for (amp_param *p = params; p < params + 4; p++) {
-            int64_t n = amp_tensor_count(&p->weight);
-            if (!load) copy(host, p->weight.data, n);
-            check(load ? amp_state_get(state, p->name, AMP_F32, host, n)
-                       : amp_state_put(state, p->name, AMP_F32, host, n));
-            if (load) { copy(p->weight.data, host, n); amp_param_changed(p); }
-        }
-        check(load ? amp_optimizer_load(optimizer, state, "adamw") : amp_optimizer_save(optimizer, state, "adamw"));
-        check(load ? amp_scaler_load(scaler, state, "scaler") : amp_scaler_save(scaler, state, "scaler"));
-        check(load ? amp_loader_load(train, state, "train") : amp_loader_save(train, state, "train"));
-        if (!load) check(amp_state_save(state, path));
-        amp_state_destroy(state);
-    }
-    int main(int argc, char **argv) {
-        amp_desc desc = {.level = AMP_LEVEL_O1};  // weights in fp32; the region's dtype follows
-        amp_choice choice;
-        check(amp_dtype_parse(argc > 1 ? argv[1] : "auto", &desc.dtype));
-        check(amp_open(&amp, &desc));
-        check(amp_query_choice(amp, &choice));
-        printf("%s: %s\n", amp_dtype_name(choice.dtype), choice.reason);
-        params[0] = param("fc1.weight", HIDDEN, IN); params[1] = param("fc1.bias", 0, HIDDEN);
-        params[2] = param("fc2.weight", 2, HIDDEN);  params[3] = param("fc2.bias", 0, 2);
-        check(amp_param_register(amp, params, 4));
-        amp_dtype store = choice.dtype == AMP_TF32 ? AMP_F32 : choice.dtype == AMP_FP8 ? AMP_BF16 : choice.dtype;
-        h = zeros(store, BATCH, HIDDEN); dh = zeros(store, BATCH, HIDDEN);
-        logits = zeros(AMP_F32, BATCH, 2); loss = zeros(AMP_F32, 0, 1);
-        amp_source source = {.read = read_sample, .samples = 4096,
-                             .fields = {{.dtype = AMP_F32, .count = IN}, {.dtype = AMP_I32, .count = 1}},
-                             .n_fields = 2};
-        amp_loader_desc first = {.source = &source, .shuffle = 1, .batch = BATCH, .last = 3840};
-        amp_loader_desc rest = {.source = &source, .batch = BATCH, .first = 3840};
-        amp_scaler_desc scaling = {.disable = !choice.scaler};  // only fp16 needs one
-        amp_optimizer_desc adamw = {.params = params, .n_params = 4, .lr = 0.01, .weight_decay = 0.01, .clip_norm = 1};
-        check(amp_loader_create(amp, &train, &first));
-        check(amp_loader_create(amp, &valid, &rest));
-        check(amp_scaler_create(amp, &scaler, &scaling));
-        check(amp_optimizer_create(amp, &optimizer, &adamw));
-        if (argc > 2) checkpoint(argv[2], 1);
-        for (int step = 1; step <= STEPS; step++) {
-            float value = run(train, AMP_MODE_TRAINING), mean = 0;
-            if (step % 200 != 0) continue;
-            for (int i = 0; i < 8; i++) mean += run(valid, AMP_MODE_INFERENCE) / 8;
-            printf("step %d: loss %.3f, validation %.3f\n", step, (double)value, (double)mean);
-        }
-        checkpoint("program.state", 0);
-        amp_optimizer_destroy(optimizer); amp_scaler_destroy(scaler);
-        amp_loader_destroy(train); amp_loader_destroy(valid);
-        amp_close(amp);  // frees what amp_alloc gave, too
-        return 0;
-    }
+     examples/whole_program.c adds a data loader, validation and a checkpoint, and calls every operator without a tape.
+     HOW DO I, at the end of the API, answers questions in the words of PyTorch and CUDA programs.
 
    BUILD
-
-       gcc -O2 program.c -o program -lm -lpthread
-
-     Exactly one file of the program defines AMP_IMPLEMENTATION.  A separate file, compiled once, is best.  Compile it
-     as C even for a C++ program:
 
        printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n' > amp.c
        gcc -O2 -c amp.c
        gcc -O2 program.c amp.o -o program -lm -lpthread
        g++ -O2 -std=c++20 program.cpp amp.o -o program -lpthread
+
+     Exactly one file of a program defines AMP_IMPLEMENTATION.  Compile that file as C even for a C++ program.  A
+     program of one file may do without amp.c, and have the #define itself:
+
+       gcc -O2 program.c -o program -lm -lpthread
 
      For an NVIDIA GPU of sm_75 or later (not sm_70, which CUDA 13 no longer builds for), set desc.backend = amp_cuda().
      Tensors, labels and the loss are then in GPU memory.  The CUDA backend has run on an H100; the tests run it on a
@@ -187,9 +122,9 @@
        amp_schedule_lr(&schedule, step, &lr) and amp_optimizer_set_lr(optimizer, lr).
      9 while (amp_step_result_next(optimizer, &result)) gives each step's outcome, two steps later: .applied, .norm,
        .scale and .first_bad.  The first fp16 steps may be skipped while the scale adapts.
-    10 Data comes from a callback as above, from token files (.path with .seq), from .npy files (.arrays) or from arrays
-       in memory (.tensors).  A batch is valid until the next; .inputs and .targets are .fields[0] and [1] if those are
-       int32_t.
+    10 Data comes from token files (.path with .seq), from .npy files (.arrays), from arrays in memory (.tensors) or
+       from your callback (.source).  A batch is valid until the next; .inputs and .targets are .fields[0] and [1] if
+       those are int32_t.
     11 Evaluate in a region with .mode = AMP_MODE_INFERENCE: dropout is off, and no backward can follow.
     12 Save between steps: weights, optimizer, scaler and loader; also amp_random_save with dropout, amp_fp8_save with
        delayed fp8, and amp_adapt_save with an amp_adapt.  Load into the same objects, weights first; the run then

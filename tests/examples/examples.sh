@@ -519,6 +519,17 @@ for precision in fp32 fp16 bf16; do
     if build/lora $precision > "$work/lora.log" 2>&1 && grep -q "the base has not moved" "$work/lora.log" &&
         awk '/adapters/ {sub(/.*loss /, ""); exit !($0 + 0 < 0.3)}' "$work/lora.log"; then pass; else fail "lora $precision" "$(tail -n 2 "$work/lora.log")"; fi
 done
+# whole_program in each precision, and once more from its checkpoint, with a lower loss on what it has not seen.
+whole() {
+    (build=$PWD/build; cd "$work" && "$build/whole_program" "$@" > whole.log 2>&1) || return 1
+    seen=$(awk '/^step/ {printf "%s ", $6}' "$work/whole.log")
+    echo "$seen" | awk '{exit !(NF == 3 && $1 < 0.3 && $2 < $1 && $3 < $2)}'
+}
+for precision in fp32 tf32 bf16 fp16; do
+    if whole $precision; then pass; else fail "whole_program in $precision" "$(cat "$work/whole.log")"; fi
+done
+fresh=${seen%% *}
+if { whole fp16 program.state || true; } && echo "$fresh $seen" | awk '{exit !(NF == 4 && $2 < 0.8 * $1)}'; then pass; else fail "whole_program resumes" "$fresh at first, then $(cat "$work/whole.log")"; fi
 # A text that never changes, as what 60 steps learn depends on it.
 tar -xzOf tests/frozen/examples-0.2.0.tar.gz | head -c 120000 > "$work/frozen_text"
 if build/gpt "$work/frozen_text" fp16 60 > "$work/gpt_c.log" 2>&1 && awk '/^step 60/ {exit !($4 + 0 < 3.5)}' "$work/gpt_c.log" && [ "$(wc -c < "$work/gpt_c.log")" -gt 300 ]; then pass; else fail gpt.c "$(head -n 3 "$work/gpt_c.log")"; fi
@@ -565,8 +576,9 @@ sed '1,/^Sample/d' "$work/wrote.log" > "$work/sampled.log"
 AMP_DTYPE=fp32 build/generate "$work/writes/model.safetensors" "the " 28 0 > "$work/generated.log" 2>&1
 if [ -s "$work/sampled.log" ] && cmp -s "$work/sampled.log" "$work/generated.log"; then pass; else fail generate "$(head -c 100 "$work/generated.log"), without kept keys: $(head -c 100 "$work/sampled.log")"; fi
 
-# C++: with RAII; CUDA: on the model GPU, where it has been built.
+# C++: with RAII; CUDA: on the model GPU, where it has been built.  The C of whole_program.c is C++20, too.
 if have g++; then
+    check "whole_program.c as C++20" g++ -x c++ -std=c++20 -DAMP_IMPLEMENTATION_INCLUDED -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror -Wno-missing-field-initializers -fsyntax-only examples/whole_program.c
     check "mlp.cpp" g++ -std=c++17 -O1 -Wall -Wextra -Werror examples/mlp.cpp build/amp.o -o "$work/mlp_cpp" -lpthread
     if "$work/mlp_cpp" > "$work/mlp_cpp.log" 2>&1 && awk '/^step 1500/ {exit !($NF < 0.3)}' "$work/mlp_cpp.log"; then pass; else fail mlp.cpp "$(tail -n 2 "$work/mlp_cpp.log")"; fi
 else skip mlp.cpp "no g++"; fi
