@@ -55,7 +55,7 @@ done
 if $cc -O0 $linked -I. "$work/readme_01.c" build/amp.o -o "$work/readme_01" -lm -lpthread > "$work/log" 2>&1 && "$work/readme_01" > "$work/readme_01.log" 2>&1 &&
    awk '$3 == "loss" {loss[n++] = $4} END {exit !(n == 2 && loss[0] > 1 && loss[1] < 0.3)}' "$work/readme_01.log"; then pass
 else fail "README's program learns" "$(head -n 5 "$work/log") $(head -n 5 "$work/readme_01.log")"; fi
-said=$(sed -n 's/.*&& \.\/program *# \(step 1: .*\)/\1/p' README.md)
+said=$(sed -n 's/^    \.\/program *# \(step 1: .*\)/\1/p' README.md)
 printed=$(paste -s -d, "$work/readme_01.log" | sed 's/,/, /')
 if [ -n "$said" ] && printf '%s\n%s\n' "$said" "$printed" | awk '{for (i = 1; i <= NF; i++) {
     if (NR == 1) was[i] = $i; else if ($i != was[i] && !($i + 0 > 0 && ($i - was[i]) ^ 2 <= 0.003 ^ 2)) bad = 1} n[NR] = NF} END {exit bad || n[1] != n[2]}'; then pass; else fail "README's losses" "\"$said\", it prints $(cat "$work/readme_01.log")"; fi
@@ -245,8 +245,14 @@ else skip "documents as table.py writes them" "no python3"; fi
 if [ "$(wc -l < README.md)" -le 160 ]; then pass; else fail "README.md" "$(wc -l < README.md) lines, at most 160"; fi
 if sed -n '/^## Is it for me/,/^## /p' README.md | sed -n 4p | grep -q '^- [*][*]GPU[*][*]: the CUDA backend'; then pass
 else fail "README.md" "'Is it for me' does not begin with the GPU's state"; fi
-lines=$(awk '/^int main/ {on = 1; next} /^}/ {on = 0} on && !/^ *}$/ {n++} END {print n + 0}' "$work/readme_01.c")
-if [ "$lines" -le 12 ]; then pass; else fail "README's twelve lines" "are $lines"; fi
+# Its program is short, with one statement in each line; it is built by lines of the manual's BUILD.
+crowded=$(sed 's/for ([^)]*;[^)]*)//; s/"[^"]*"//g' "$work/readme_01.c" | grep -c ';.*;')
+if [ "$(wc -l < "$work/readme_01.c")" -le 32 ] && [ "$crowded" -eq 0 ]; then pass; else fail "README's short program" "has $(wc -l < "$work/readme_01.c") lines, at most 32, and $crowded with several statements"; fi
+sed -n '/^## A short program/,/^## Try it/p' README.md | sed -n 's/  *# .*//; s/^    \(printf\|gcc\) /\1 /p' > "$work/commands"
+[ "$(wc -l < "$work/commands")" -eq 3 ] || fail "README's short program" "has $(wc -l < "$work/commands") commands that build it, must have 3"
+while IFS= read -r line; do
+    if grep -qxF "       $line" "$work/manual"; then pass; else fail "README's short program" "BUILD has no line: $line"; fi
+done < "$work/commands"
 for file in README.md examples/README.md examples/adopt/README.md tests/bench/README.md; do
     for link in $(grep -oE '\]\([^)]+\)' $file | sed 's/^](//; s/)$//' | grep -v '^http' | sort -u); do
         if [ -e "$(dirname $file)/${link%%#*}" ]; then pass; else fail "links of $file" "there is no $link"; fi

@@ -25,10 +25,10 @@ awk 'BEGIN {srand(3); print "length,width,weight,age,class"
 awk 'BEGIN {srand(4); split("moving clever superb", good, " "); split("dull clumsy awful", bad, " "); split("film plot cast music", what, " ")
     for (i = 0; i < 480; i++) {k = rand() < 0.5; printf "%d\tthe %s was %s\n", k, what[int(4 * rand()) + 1], k ? good[int(3 * rand()) + 1] : bad[int(3 * rand()) + 1]}}' > "$clone/reviews.tsv"
 
-# README's program, and the line behind it that builds and runs it.
+# README's program, and the lines behind it that build and run it.
 awk '/^```c$/ {on = 1; next} /^```/ {exit} on' README.md > "$clone/program.c"
-grep -oE '^    gcc .*&& \./program' README.md > "$work/commands"
-[ "$(wc -l < "$work/commands")" -eq 1 ] || fail "README.md" "has no line that builds its program"
+awk '/^## A short program/ {on = 1} /^## Try it/ {exit} /^```/ {code = !code} on && !code && sub(/^    /, "") {sub(/  *# .*/, ""); print}' README.md > "$work/commands"
+[ "$(wc -l < "$work/commands")" -eq 4 ] || fail "README.md" "has $(wc -l < "$work/commands") lines that build and run its program, must have 4"
 # Commands of the first hour are indented by four; its operator, and what it changes in the copy, stand between fences.
 sed -n '/^## A first hour/,/^## /p' examples/README.md > "$work/hour"
 awk '/^```/ {code = !code} !code && sub(/^    /, "")' "$work/hour" >> "$work/commands"
