@@ -226,6 +226,11 @@ llm.c with BLAS|llm.c with OpenBLAS, fp32
 llm.c|llm.c, fp32
 end
 if [ "$(grep -o '<text' examples/plot/bars.svg | wc -l)" -eq 17 ]; then pass; else fail "the bar chart" "has other texts than a title, 8 labels and 8 numbers"; fi
+# Every picture is shown by one of the two READMEs; that of a run has steps that were skipped, beside the mark in its key.
+for picture in examples/plot/*.svg; do
+    if grep -qF "($picture)" README.md || grep -qF "(${picture#examples/})" examples/README.md; then pass; else fail "pictures" "nobody links $picture"; fi
+done
+if [ "$(grep -c "<use xlink:href='#gpPt1' transform" examples/plot/run.svg)" -ge 6 ] && grep -q '>skipped step<' examples/plot/run.svg; then pass; else fail "run.svg" "shows no skipped steps"; fi
 if have python3; then
     for name in steps bench adopt gpu state example; do
         file=$(python3 - "$name" << 'end'

@@ -1,8 +1,11 @@
-# plot.gp - the picture of plot.sh, which sets work (folder of the columns), runs (how many), kind (png, svg) and name.
+# plot.gp - the picture of plot.sh, which sets work (folder of the columns), runs (how many), kind (png, svg), name, and
+# bars (1: speed and memory, too; 0: the curves alone, wider).
+wide = bars ? 1200 : 900
+curves = bars ? 0.62 : 1
 if (kind eq "png") {
-    set terminal pngcairo size 1200,760 font "sans,11" background "white"
+    set terminal pngcairo size wide,760 font "sans,11" background "white"
 } else {
-    set terminal svg size 1200,760 font "sans,14" background "white" dynamic
+    set terminal svg size wide,760 font "sans,14" background "white" dynamic
 }
 set output name . "." . kind
 set encoding utf8
@@ -39,7 +42,7 @@ set multiplot
 nothing = "set label 1 nodata at graph 0.5, graph 0.5 center textcolor rgb '#777777'; unset key; unset tics; set xrange [0:1]; set yrange [0:1]; plot NaN notitle; unset label 1; set tics nomirror; set xrange [*:*]; set yrange [*:*]"
 
 # Loss curves
-set origin 0, 0.46; set size 0.62, 0.54
+set origin 0, 0.46; set size curves, 0.54
 set title "Training loss"
 set xlabel "step" offset 0, 0.4
 set ylabel "nats per token" offset 1
@@ -51,7 +54,7 @@ if (with_loss ne "") {
 }
 
 # The loss scale, with what was skipped
-set origin 0, 0; set size 0.62, 0.46
+set origin 0, 0; set size curves, 0.46
 set title "Loss scale"
 set ylabel "scale" offset 1
 set key top right
@@ -74,6 +77,7 @@ if (with_scaler ne "") {
 }
 
 # Bars: speed and memory
+if (bars) {
 set key off
 set style fill solid 0.85 noborder
 set boxwidth 0.6
@@ -82,17 +86,18 @@ set xtics noenhanced rotate by (runs > 4 ? -30 : 0)
 set xlabel ""
 unset ylabel
 set offsets 0, 0, graph 0.12, 0
-bars = "set xrange [0.4:runs + 0.6]; set yrange [0:*]; plot for [i in measured] table using (int(i)):bar every ::int(i) - 1::int(i) - 1 with boxes lc rgb colour(int(i)), table using ($0 + 1):bar:(sprintf(shown, column(bar))) with labels offset 0, 0.7 font ',10', table using ($0 + 1):(0):xtic(1) with points pt -1"
+boxes = "set xrange [0.4:runs + 0.6]; set yrange [0:*]; plot for [i in measured] table using (int(i)):bar every ::int(i) - 1::int(i) - 1 with boxes lc rgb colour(int(i)), table using ($0 + 1):bar:(sprintf(shown, column(bar))) with labels offset 0, 0.7 font ',10', table using ($0 + 1):(0):xtic(1) with points pt -1"
 set origin 0.63, 0.5; set size 0.37, 0.5
 set title "tokens/s, median over the steps"
 set format y "%.0f"
 bar = 2; measured = with_rate; shown = "%.0f"
-if (with_rate ne "") { eval bars } else { nodata = "the records have no rate"; eval nothing }
+if (with_rate ne "") { eval boxes } else { nodata = "the records have no rate"; eval nothing }
 set origin 0.63, 0; set size 0.37, 0.5
 set title "Peak memory, MiB"
 set format y "%.0f"
 bar = 3; measured = with_memory; shown = "%.1f"
-if (with_memory ne "") { eval bars } else { nodata = "the records have no memory"; eval nothing }
+if (with_memory ne "") { eval boxes } else { nodata = "the records have no memory"; eval nothing }
+}
 unset multiplot
 
 # Each layer's precision by step

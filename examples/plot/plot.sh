@@ -2,14 +2,25 @@
 # plot.sh - draws runs of train_gpt, or of any program that writes amp.h's records: loss, loss scale with the skipped
 # steps, tokens/s and memory; and of runs with adaptive precision each layer's precision by step.
 #
-#     sh examples/plot/plot.sh [-o NAME] [metrics.jsonl ...]     from the project's folder; `make plot` runs it
+#     sh examples/plot/plot.sh [-c] [-o NAME] [metrics.jsonl ...]     from the project's folder; `make plot` runs it
 #
-# Writes NAME.png and NAME.svg (default out/plot), and NAME.layers.png and .svg of the last run that has such layers.  Without files: those below out/; without any there, it trains first:
-# 300 steps each in fp32, fp16 and bf16, about a minute.  Needs gnuplot.
+# Writes NAME.png and NAME.svg (default out/plot), and NAME.layers.png and .svg of the last run that has such layers.
+# -c: only the curves of loss and loss scale.  Without files, it draws those below out/; without any there, it trains
+# first: 300 steps each in fp32, fp16 and bf16, about a minute.  fp16 starts from a scale of 2^30, which is too high, and
+# doubles it after 25 clean steps, so that the picture shows steps being skipped.  Needs gnuplot.
+#
+# run.svg is the picture of two of these runs:
+#     sh examples/plot/plot.sh -c -o run out/fp32/metrics.jsonl out/fp16/metrics.jsonl
 LC_ALL=C.UTF-8          # numbers have points, and gnuplot reads names as UTF-8, whatever the locale here
 export LC_ALL
-name=out/plot
-if [ "$1" = -o ]; then name=$2; shift 2; fi
+name=out/plot bars=1
+while :; do
+    case $1 in
+        -c) bars=0; shift ;;
+        -o) name=$2; shift 2 ;;
+        *) break ;;
+    esac
+done
 if ! command -v gnuplot > /dev/null 2>&1; then echo "plot: skipped: there is no gnuplot here (Debian: apt-get install gnuplot-nox)"; exit 0; fi
 
 if [ $# -eq 0 ]; then for file in out/metrics.jsonl out/*/metrics.jsonl out/*/*/metrics.jsonl; do [ -s "$file" ] && set -- "$@" "$file"; done; fi
@@ -17,7 +28,9 @@ if [ $# -eq 0 ]; then
     echo "plot: no runs in out/: training three short ones"
     ${MAKE:-make} build/train_gpt || exit 1
     for precision in fp32 fp16 bf16; do
-        build/train_gpt --precision $precision --out out/$precision --steps 300 --log-interval 5 --eval-interval 300 --sample 0 --save none || exit 1
+        scale=
+        [ $precision = fp16 ] && scale="--init-scale 1073741824 --growth-interval 25"
+        build/train_gpt --precision $precision $scale --out out/$precision --steps 300 --log-interval 2 --eval-interval 300 --sample 0 --save none || exit 1
         set -- "$@" out/$precision/metrics.jsonl
     done
 fi
@@ -90,7 +103,7 @@ done
 
 mkdir -p "$(dirname "$name")" || exit 1
 for kind in png svg; do
-    gnuplot -e "work='$work'; runs=$n; kind='$kind'; name='$name'" "$(dirname "$0")/plot.gp" || exit 1
+    gnuplot -e "work='$work'; runs=$n; kind='$kind'; name='$name'; bars=$bars" "$(dirname "$0")/plot.gp" || exit 1
 done
 echo "plot: $name.png, $name.svg"
 if [ -s "$work/layers" ]; then echo "plot: $name.layers.png, $name.layers.svg"; fi

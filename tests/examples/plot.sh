@@ -131,6 +131,12 @@ for text in fp32 fp16 "skipped step" 1234 4321 10.5 "Training loss" "nats per to
 done
 if grep -q "records have no\|no run has" "$work/out/picture.svg"; then fail "the picture" "has an empty panel"; else pass; fi
 
+# -c: the curves alone, narrower, with every skipped step marked, and one more mark in the key.
+if $plot -c -o "$work/out/curves" "$work/a/fp32/metrics.jsonl" "$work/a/fp16/metrics.jsonl" > "$work/log" 2>&1 && [ "$(grep -vc '^plot: ' "$work/log")" -eq 0 ]; then pass; else fail "curves alone" "$(tail -n 3 "$work/log")"; fi
+marks=$(grep -c "<use xlink:href='#gpPt1' transform" "$work/out/curves.svg")
+if grep -q 'viewBox="0 0 900 760"' "$work/out/curves.svg" && ! grep -q "Peak memory\|tokens/s" "$work/out/curves.svg" && [ "$marks" -eq 3 ]; then pass
+else fail "curves alone" "$marks marks, must be 3; or it has bars"; fi
+
 # Decisions on layers are drawn in a picture of their own: each layer, also one that never moved, in each of its precisions.
 mkdir -p "$work/a/adaptive"
 {
