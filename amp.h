@@ -4590,9 +4590,12 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
            desc.dtype = AMP_BF16;
            amp_open(&amp, &desc);
      run the same program from the shell in another precision?
-       Read the settings from the environment, as in AMP_DTYPE=fp16 ./program.
+       Read the settings from the environment, as in AMP_DTYPE=fp16 ./program.  Whether there is a scaler depends on the
+       dtype that amp_open chooses, so fill the rest after it.
            amp_settings_read_env(&settings);
-           amp_settings_fill(&settings, NULL, &desc, &scaling, &adamw, NULL);
+           amp_settings_fill(&settings, NULL, &desc, NULL, NULL, NULL);
+           amp_open(&amp, &desc);
+           amp_settings_fill(&settings, amp, NULL, &scaling, &adamw, NULL);
      keep one layer in fp32 (keep_batchnorm_fp32, an fp32 head)?
        Override it by the name of its weight.  Norms, softmax and losses compute in fp32 anyway.
            amp_layer_override(amp, "head.*", AMP_F32);
@@ -4611,10 +4614,10 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      see whether the scaler skipped a step (get_scale() before and after)?
        Take the step results, which come two steps later, so that the CPU need not wait for a GPU.
            while (amp_step_result_next(optimizer, &result))
-               if (!result.applied) printf("step %lld skipped: %s\n", (long long)result.step, result.first_bad);
+               if (!result.applied) printf("step %lld skipped, scale %g\n", (long long)result.step, (double)result.scale);
      keep my own optimizer and use only the GradScaler?  Which steps do I count?
-       amp_scaler_unscale does unscale_ and update.  Count the steps that are applied: in a skipped step the t of Adam's
-       bias correction does not grow, and neither do the moments change.
+       amp_scaler_unscale does unscale_ and update.  Count only the steps that are applied: a skipped step changes
+       neither the moments nor the t of Adam's bias correction.
            amp_scaler_unscale(scaler, ranges, n_ranges, &apply);
            if (apply) my_adam(weights, gradients, ++t);
      find out which batch sizes pay for bf16?
