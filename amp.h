@@ -4600,9 +4600,10 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
        Override it by the name of its weight.  Norms, softmax and losses compute in fp32 anyway.
            amp_layer_override(amp, "head.*", AMP_F32);
      compute a part of the forward in fp32 (torch.autocast(enabled=False))?
-       Open a region inside the region, and give it fp32 operands.
+       Open a region inside the region, and give its operators fp32 operands.
            region.disable = 1;
            amp_autocast_begin(amp, &region);
+           amp_softmax(amp, &softmax);
            amp_autocast_end(amp);
      store the weights in bf16 (model.half(), model.bfloat16(), Apex O2)?
        Use level O2.  The weights have 16 bits and the optimizer keeps fp32 masters.
@@ -4614,7 +4615,7 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      see whether the scaler skipped a step (get_scale() before and after)?
        Take the step results, which come two steps later, so that the CPU need not wait for a GPU.
            while (amp_step_result_next(optimizer, &result))
-               if (!result.applied) printf("step %lld skipped, scale %g\n", (long long)result.step, (double)result.scale);
+               if (!result.applied) printf("step %lld was skipped\n", (long long)result.step);
      keep my own optimizer and use only the GradScaler?  Which steps do I count?
        amp_scaler_unscale does unscale_ and update.  Count only the steps that are applied: a skipped step changes
        neither the moments nor the t of Adam's bias correction.
@@ -4641,7 +4642,8 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
        Set the number, and call amp_step after every backward.  Do not divide the loss: the step takes the mean.
            adamw.accumulation = 4;
      use several optimizers with one scaler?
-       Step each, then update the scale once.  amp_step for each would change the scale between them.
+       After one backward for all of them, step each, then update the scale once.  amp_step for each would change the
+       scale between them.
            amp_optimizer_step(optimizer, scaler);
            amp_optimizer_step(second, scaler);
            amp_scaler_update(scaler);
@@ -4664,6 +4666,7 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      get the gradient of an input (x.requires_grad_())?
        Record the input as a variable.
            h = amp_tape_variable(tape, &x);
+           amp_tape_backward(tape, loss, NULL);
            amp_tape_gradient(tape, h, &dx);
      warm up and decay the learning rate (get_cosine_schedule_with_warmup)?
        Compute the rate of each step, counted from 0, and set it.
@@ -4717,18 +4720,22 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
      look at activations (register_forward_hook)?
        Keep the value while recording, and read it after the run.
            h = amp_tape_keep(tape, h);
+           amp_tape_backward(tape, loss, NULL);
            amp_tape_read(tape, h, values, n);
      evaluate (model.eval(), torch.no_grad())?
        Record in inference mode, and end with amp_tape_finish.
            region.mode = AMP_MODE_INFERENCE;
            amp_tape_begin(tape, &region);
+           logits = amp_tape_linear(tape, amp_tape_input(tape, &x), table, NULL, AMP_ACT_NONE);
            amp_tape_finish(tape);
+           amp_tape_read(tape, logits, values, n);
      read the loss (loss.item())?
        Copy it to the CPU.  That waits for a GPU, so do it only in steps that you print.
            amp_tape_read(tape, loss, &value, 1);
      checkpoint activations (torch.utils.checkpoint)?
        Put a block between two calls, or give the whole tape a budget in bytes.
            amp_tape_checkpoint_begin(tape);
+           h = amp_tape_linear(tape, h, table, NULL, AMP_ACT_RELU);
            amp_tape_checkpoint_end(tape);
            tape_desc.memory_budget = (int64_t)2 << 30;
 
@@ -4814,7 +4821,7 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
            desc.threads = 4;
      train on several GPUs or processes (torchrun, DistributedDataParallel, DistributedSampler)?
        Give amp_open a reducer, from examples/amp_mpi.h, examples/amp_tcp.h or amp_ranks_create.  Steps then average the
-       gradients, and loaders read each rank's share.
+       gradients, and loaders read each rank's share.  On GPUs set .reduce_on_device too, for NCCL.
            desc.reducer = reducer;
            desc.reduce_on_device = 1;
      print the loss averaged over ranks (dist.all_reduce)?

@@ -151,7 +151,7 @@ void my_free(void *user, void *ptr, size_t bytes, int32_t device, void *stream);
 static amp_context *amp; static amp_model *model; static amp_tape *tape; static amp_optimizer *optimizer, *second;
 static amp_scaler *scaler; static amp_loader *loader; static amp_state *state; static amp_monitor *monitor; static amp_graph *graph;
 static amp_desc desc; static amp_settings settings; static amp_autocast_desc region; static amp_scaler_desc scaling;
-static amp_optimizer_desc adamw; static amp_loader_desc train, valid; static amp_tape_desc tape_desc; static amp_attention_op attention;
+static amp_optimizer_desc adamw; static amp_loader_desc train, valid; static amp_tape_desc tape_desc; static amp_attention_op attention; static amp_softmax_op softmax;
 static amp_tune_report report; static amp_step_result result; static amp_memory_info memory; static amp_reducer reducer;
 static amp_param params[8], *table; static amp_range ranges[8]; static amp_tensor x, dx, ids; static amp_value h, scores, logits, loss;
 static st_file file; static st_writer writer; static const amp_custom_call *call;
