@@ -301,6 +301,14 @@ extern "C" {
 #endif
 #define AMPI_INLINE static __inline__ __attribute__((__unused__))       /* also in C90 */
 
+/* Parts that need one another are left out together: LEAVING PARTS OUT, in the manual. */
+#if defined(AMP_NO_OPERATORS) && !defined(AMP_NO_TAPE)
+#  define AMP_NO_TAPE
+#endif
+#if defined(AMP_NO_TAPE) && !defined(AMP_NO_CARE)
+#  define AMP_NO_CARE
+#endif
+
 /* Rules that must give the same bits on the host and in device code are written once under AMPI_HD. */
 #if defined(__CUDACC__)
 #  define AMPI_HD static inline __host__ __device__ __attribute__((__unused__))
@@ -5037,20 +5045,34 @@ extern long syscall(long number, ...);      /* unistd.h declares it only where m
 #if !defined(O_CLOEXEC)
 #  error "with -std=c99 or -std=c11, include amp.h before system headers where AMP_IMPLEMENTATION is, or use -std=gnu99"
 #endif
-#if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
+#if defined(AMP_NO_FP8)
+enum { AMPI_HAS_FP8 = 0 };
+#else
+enum { AMPI_HAS_FP8 = 1 };
+#endif
+#if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__) && !defined(AMP_NO_VECTOR)
 #  define AMPI_X86 1
-#  if !defined(__clang__)
-#    pragma GCC diagnostic push
-#    pragma GCC diagnostic ignored "-Wmaybe-uninitialized"      /* g++ 12 warns inside its own AVX-512 intrinsics */
-#    pragma GCC diagnostic ignored "-Wuninitialized"
-#    if !defined(__OPTIMIZE__)
-#      pragma GCC diagnostic ignored "-Wsign-conversion"         /* and at -O0, where they are macros */
-#    endif
-#  endif
-#  include <cpuid.h>
-#  include <immintrin.h>
 #else
 #  define AMPI_X86 0
+#endif
+#if defined(__GNUC__)
+#  pragma GCC diagnostic push
+#  if defined(AMP_NO_OPERATORS) || defined(AMP_NO_TAPE) || defined(AMP_NO_RANKS) || defined(AMP_NO_VECTOR) || \
+      defined(AMP_NO_FP8)
+#    pragma GCC diagnostic ignored "-Wunused-function"          /* what only the parts that were left out use */
+#    pragma GCC diagnostic ignored "-Wunused-variable"
+#  endif
+#endif
+#if defined(__GNUC__) && !defined(__clang__)
+#  pragma GCC diagnostic ignored "-Wmaybe-uninitialized"        /* outputs of calls that failed; g++ 12's intrinsics */
+#  pragma GCC diagnostic ignored "-Wuninitialized"
+#  if AMPI_X86 && !defined(__OPTIMIZE__)
+#    pragma GCC diagnostic ignored "-Wsign-conversion"          /* at -O0 intrinsics are macros */
+#  endif
+#endif
+#if AMPI_X86
+#  include <cpuid.h>
+#  include <immintrin.h>
 #endif
 /* vdpbf16ps needs a compiler that knows it. */
 #if AMPI_X86 && (defined(__clang__) || __GNUC__ >= 10)
@@ -7161,6 +7183,8 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
     int is_cpu;
     AMPI_TRY(ampi_need("amp_choose", machine && out, "machine or out"));
     AMPI_TRY(ampi_check_headers("amp_choose", AMPI_HEADERS));
+    if (wanted == AMP_FP8 && !AMPI_HAS_FP8)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: AMP_NO_FP8 left it out of this program");
     d = &machine->device;
     is_cpu = strcmp(d->kind, "cpu") == 0;
     switch (wanted) {
@@ -9775,7 +9799,7 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
         return ampi_fail(AMP_ERR_UNSUPPORTED, "gemm",
                          "this backend has .fuses 0: call an activation's backward and the sums separately");
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return AMP_OK;
-    if (args->compute == AMP_FP8) return ampi_gemm_fp8(cpu, args);
+    if (AMPI_HAS_FP8 && args->compute == AMP_FP8) return ampi_gemm_fp8(cpu, args);
     if (ampi_direct_run(cpu, args)) return AMP_OK;
     if (args->n == 1 && args->m > 1 && args->ldc == 1 && args->bias == NULL && args->pre == NULL) {
         amp_k_gemm row = ampi_gemm_turned(args);
@@ -9792,7 +9816,7 @@ static size_t ampi_gemm_scratch_size(ampi_cpu *cpu, const amp_k_gemm *args) {
     ampi_gemm_call all;
     size_t one, work = 0;
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return 0;
-    if (args->compute == AMP_FP8) { ampi_gemm_of_fp8(cpu, args, NULL, &g); work = ampi_gemm_fp8_bytes(args); }
+    if (AMPI_HAS_FP8 && args->compute == AMP_FP8) { ampi_gemm_of_fp8(cpu, args, NULL, &g); work = ampi_gemm_fp8_bytes(args); }
     else if (args->m == 1 || args->n == 1) return ampi_gemv_call_of(cpu, args).bytes;
     all = ampi_gemm_call_of(cpu, vec, &g, cpu->threads);
     one = all.threads > 1 ? ampi_gemm_call_of(cpu, vec, &g, 1).bytes : 0;
@@ -9904,7 +9928,7 @@ static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, c
 /* A product packs B as it goes.  Packing ahead pays only for repeated products: one alone does not repay the memory
    traffic. */
 static size_t ampi_cpu_gemm_pack_size(void *dev, const amp_k_pack *args) {
-    int fp8 = args->compute == AMP_FP8;
+    int fp8 = AMPI_HAS_FP8 && args->compute == AMP_FP8;
     ampi_gemm_packing p =
         ampi_gemm_packing_of(ampi_gemm_pick((const ampi_cpu *)dev, fp8 ? AMP_BF16 : args->compute), args);
     size_t bytes = (size_t)(p.blocks.words * p.panels * p.vec->cols) * sizeof(float);
@@ -9934,7 +9958,7 @@ static amp_result ampi_gemm_pack_fp8(ampi_cpu *cpu, const amp_k_pack *args, void
 static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *packing, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
     (void)stream;
-    if (args->compute == AMP_FP8) return ampi_gemm_pack_fp8(cpu, args, packing);
+    if (AMPI_HAS_FP8 && args->compute == AMP_FP8) return ampi_gemm_pack_fp8(cpu, args, packing);
     return ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, args->compute), args, packing);
 }
 
@@ -12222,6 +12246,7 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .plans_load = NULL,
     .trim = ampi_cpu_trim,
     .cast = ampi_cpu_cast,
+#if !defined(AMP_NO_OPERATORS)
     .gemm = ampi_cpu_gemm,
     .gemm_pack_size = ampi_cpu_gemm_pack_size,
     .gemm_pack = ampi_cpu_gemm_pack,
@@ -12248,14 +12273,17 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .dropout = ampi_cpu_dropout,
     .add = ampi_cpu_add,
     .add_views = ampi_cpu_add_views,
+#endif
     .check = ampi_cpu_check,
     .adamw = ampi_cpu_adamw,
     .sgd = ampi_cpu_sgd,
     .lion = ampi_cpu_lion,
     .scale_ranges = ampi_cpu_scale_ranges,
     .inspect = ampi_cpu_inspect,
-    .rule = ampi_cpu_rule,
-    .fp8_update = ampi_cpu_fp8_update
+#if !defined(AMP_NO_FP8)
+    .fp8_update = ampi_cpu_fp8_update,
+#endif
+    .rule = ampi_cpu_rule
 };
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
@@ -14777,7 +14805,7 @@ static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc
         policy = AMP_CAST_LOWER;
         dtype = amp->desc.fallback;
     }
-    if (dtype == AMP_FP8 && (op != AMP_OP_LINEAR || policy != AMP_CAST_LOWER)) dtype = AMP_BF16;
+    if (dtype == AMP_FP8 && (!AMPI_HAS_FP8 || op != AMP_OP_LINEAR || policy != AMP_CAST_LOWER)) dtype = AMP_BF16;
     ampi_apply_policy(policy, dtype, widest, out);
     return AMP_OK;
 }
@@ -15049,7 +15077,7 @@ static amp_result ampi_fp8_expect(amp_context *amp, const amp_param *params, int
     ampi_fp8_table *t;
     int64_t i;
     int at;
-    for (i = 0; i < n && ampi_fp8_length(amp) > 0; i++)
+    for (i = 0; AMPI_HAS_FP8 && i < n && ampi_fp8_length(amp) > 0; i++)
         if (params[i].id != 0 && params[i].weight.ndim == 2)
             AMPI_TRY(ampi_fp8_place(amp, params[i].id, 0, &t, &at));
     return AMP_OK;
@@ -15137,6 +15165,7 @@ static amp_result ampi_fp8_read(const amp_context *amp, const amp_k_fp8_slot *fr
     return AMP_OK;
 }
 
+#if !defined(AMP_NO_FP8)
 AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *weight, amp_fp8_tensor tensor,
                                      amp_fp8_stats *out) {
     const char *f = "amp_fp8_stats_get";
@@ -15165,6 +15194,7 @@ AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *we
     out->scale = slot.scale;
     return AMP_OK;
 }
+#endif
 
 #if !defined(AMP_NO_WATCH)
 static const char *const ampi_fp8_roles[] = {"x", "weight", "dy"};
@@ -15194,7 +15224,7 @@ static amp_result ampi_fp8_worst(const amp_context *amp, int64_t *tensors, doubl
     const char *name = "";
     int64_t i;
     int j;
-    for (i = 0; name != NULL; i++) {
+    for (i = 0; AMPI_HAS_FP8 && name != NULL; i++) {
         AMPI_TRY(ampi_fp8_look(amp, i, &name, slots));
         for (j = 0; j < 3; j++) {
             double share = ampi_fp8_share(&slots[j], slots[j].last.saturated);
@@ -15297,6 +15327,7 @@ static amp_result ampi_fp8_records(amp_state *to, const amp_state *from, const c
     return ampi_fp8_record(to, from, prefix, "fp8_history", AMP_F32, s->history, 3 * s->n * s->length);
 }
 
+#if !defined(AMP_NO_FP8)
 AMP_API amp_result amp_fp8_save(const amp_context *amp, amp_state *state, const char *prefix) {
     const char *f = "amp_fp8_save";
     int64_t recipe[AMPI_FP8_RECIPE], n, names_bytes;
@@ -15320,6 +15351,7 @@ AMP_API amp_result amp_fp8_save(const amp_context *amp, amp_state *state, const 
     ampi_free(&amp->system, s.memory, s.bytes, 1);
     return r;
 }
+#endif
 
 /* The registered parameter that a line names, with a place for its records; *line moves on. */
 static amp_result ampi_fp8_named(amp_context *amp, const char **line, const char *end, ampi_fp8_table **t, int *at) {
@@ -15380,6 +15412,7 @@ static amp_result ampi_fp8_load_checked(amp_context *amp, const ampi_fp8_saved *
     return AMP_OK;
 }
 
+#if !defined(AMP_NO_FP8)
 AMP_API amp_result amp_fp8_load(amp_context *amp, const amp_state *state, const char *prefix) {
     static const char *const fields[] = {"format", "scaling", "amax", "history", "margin"};
     const char *f = "amp_fp8_load";
@@ -15414,6 +15447,7 @@ AMP_API amp_result amp_fp8_load(amp_context *amp, const amp_state *state, const 
     if (r == AMP_OK) amp_cast_cache_clear(amp);     /* copies have scales of their own */
     return ampi_as(f, r);
 }
+#endif
 
 #if !defined(AMP_NO_CARE)
 /* A table as it was, with its memory behind this, for steps that are undone. */
@@ -15472,7 +15506,7 @@ static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cac
     amp_k_cast cast;
     if (e->kind != AMPI_PACK_CAST) {
         ampi_pack_args(p, e->dtype, e->kind, new_inf, &pack);
-        if (e->dtype == AMP_FP8)
+        if (AMPI_HAS_FP8 && e->dtype == AMP_FP8)
             AMPI_TRY(ampi_fp8_how(amp, "cast cache", p, AMP_FP8_WEIGHT, e->kind == AMPI_PACK_FORWARD, &how));
         pack.fp8 = e->dtype == AMP_FP8 ? &how : NULL;
         return (amp->backend->gemm_pack)(amp->dev, &pack, e->data, amp->desc.stream);
@@ -15494,7 +15528,7 @@ static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype 
     if (kind == AMPI_PACK_CAST) return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(dtype);
     ampi_pack_args(p, dtype, kind, NULL, &pack);
     pack.repeated = repeated;
-    if (dtype == AMP_FP8 && ampi_fp8_how(amp, "cast cache", p, AMP_FP8_WEIGHT, 0, &how) != AMP_OK) return 0;
+    if (AMPI_HAS_FP8 && dtype == AMP_FP8 && ampi_fp8_how(amp, "cast cache", p, AMP_FP8_WEIGHT, 0, &how) != AMP_OK) return 0;
     pack.fp8 = dtype == AMP_FP8 ? &how : NULL;
     return (int64_t)(amp->backend->gemm_pack_size)(amp->dev, &pack);
 }
@@ -15769,6 +15803,8 @@ static amp_result ampi_check_same_rows(const char *function, const char *field, 
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s is [%lld, %lld], .%s is [%lld, %lld]; they must agree", field,
                      (long long)m->rows, (long long)m->cols, other, (long long)like->rows, (long long)like->cols);
 }
+
+#if !defined(AMP_NO_OPERATORS)
 
 /* ---- The operators are rows of the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the
    kernel's arguments and lists the memory read and written; `kernel` calls it.  They share everything else. */
@@ -16093,7 +16129,7 @@ static amp_result ampi_linear_fp8(amp_context *amp, const char *f, const amp_par
                                   int record, amp_k_gemm *g, amp_k_fp8 how[2]) {
     const amp_fp8_tensor a = product == AMPI_FP8_FORWARD ? AMP_FP8_X : AMP_FP8_DY;
     const amp_fp8_tensor b = product == AMPI_FP8_DWEIGHT ? AMP_FP8_X : AMP_FP8_WEIGHT;
-    if (g->compute != AMP_FP8 || g->c == NULL) return AMP_OK;
+    if (!AMPI_HAS_FP8 || g->compute != AMP_FP8 || g->c == NULL) return AMP_OK;
     AMPI_TRY(ampi_fp8_how(amp, f, w, a, record, &how[0]));
     AMPI_TRY(ampi_fp8_how(amp, f, w, b, record && a == AMP_FP8_X, &how[1]));
     g->fp8[0] = &how[0]; g->fp8[1] = &how[1];
@@ -17700,6 +17736,8 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
     return ampi_as("amp_cast", (amp->backend->cast)(amp->dev, &k, amp->desc.stream));
 }
 
+#endif /* AMP_NO_OPERATORS */
+
 /* Records <prefix>.random and <prefix>.rank. */
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix) {
     int64_t values[2], rank[2];
@@ -17747,8 +17785,6 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 
 /* ==== 10 >>models: implementation ==== */
 
-enum { AMPI_MODEL_NAME = 96, AMPI_MODEL_PARAMS = 4096 };
-
 /* An optimizer of parameters.  set: the weight from fp32 values, with all that is kept of it.  remainder: the lower 16
    bits of a bf16 weight, in memory of the backend; NULL: none are kept.  zero: drops gradients, and begins a cycle.
    grow: takes in parameters that have got a gradient. */
@@ -17758,6 +17794,30 @@ typedef struct ampi_keeper {
     amp_result (*zero)(void *owner);
     amp_result (*grow)(void *owner, const char *function);
 } ampi_keeper;
+
+/* A weight as fp32 on the host: its master if it has one; rest: its remainder, or NULL. */
+static amp_result ampi_param_read(amp_context *amp, const char *f, const amp_param *p, const void *rest,
+                                  float *values) {
+    amp_dtype dtype = p->master != NULL ? AMP_F32 : p->weight.dtype;
+    int64_t n = amp_tensor_count(&p->weight), bytes = n * (int64_t)amp_dtype_size(dtype), i;
+    const void *from = p->master != NULL ? p->master : p->weight.data;
+    void *memory = NULL;
+    uint16_t *low;
+    amp_result result;
+    if (dtype != AMP_F32) AMPI_TRY(ampi_alloc(&amp->system, f, &memory, 2 * bytes, 1));
+    low = (uint16_t *)memory;
+    result = amp_copy(amp, low ? (void *)low : values, from, bytes, AMP_COPY_TO_HOST);
+    if (result == AMP_OK && rest != NULL) result = amp_copy(amp, low + n, rest, bytes, AMP_COPY_TO_HOST);
+    if (result == AMP_OK) result = (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
+    if (result == AMP_OK && low != NULL) result = amp_convert(values, AMP_F32, low, dtype, n, NULL, NULL);
+    for (i = 0; rest != NULL && result == AMP_OK && i < n; i++) values[i] = amp_f32_join(low[i], low[n + i]);
+    if (low != NULL) ampi_free(&amp->system, low, 2 * bytes, 1);
+    return ampi_as(f, result);
+}
+
+#if !defined(AMP_NO_TAPE)
+
+enum { AMPI_MODEL_NAME = 96, AMPI_MODEL_PARAMS = 4096 };
 
 /* What the library keeps of a parameter besides amp_param. */
 typedef struct ampi_model_row {
@@ -18154,26 +18214,6 @@ static amp_result ampi_model_names(const amp_model *m, const char *f, char **tex
     }
     *text = (char *)memory;
     return AMP_OK;
-}
-
-/* A weight as fp32 on the host: its master if it has one; rest: its remainder, or NULL. */
-static amp_result ampi_param_read(amp_context *amp, const char *f, const amp_param *p, const void *rest,
-                                  float *values) {
-    amp_dtype dtype = p->master != NULL ? AMP_F32 : p->weight.dtype;
-    int64_t n = amp_tensor_count(&p->weight), bytes = n * (int64_t)amp_dtype_size(dtype), i;
-    const void *from = p->master != NULL ? p->master : p->weight.data;
-    void *memory = NULL;
-    uint16_t *low;
-    amp_result result;
-    if (dtype != AMP_F32) AMPI_TRY(ampi_alloc(&amp->system, f, &memory, 2 * bytes, 1));
-    low = (uint16_t *)memory;
-    result = amp_copy(amp, low ? (void *)low : values, from, bytes, AMP_COPY_TO_HOST);
-    if (result == AMP_OK && rest != NULL) result = amp_copy(amp, low + n, rest, bytes, AMP_COPY_TO_HOST);
-    if (result == AMP_OK) result = (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
-    if (result == AMP_OK && low != NULL) result = amp_convert(values, AMP_F32, low, dtype, n, NULL, NULL);
-    for (i = 0; rest != NULL && result == AMP_OK && i < n; i++) values[i] = amp_f32_join(low[i], low[n + i]);
-    if (low != NULL) ampi_free(&amp->system, low, 2 * bytes, 1);
-    return ampi_as(f, result);
 }
 
 static int64_t ampi_model_largest(const amp_model *m) {
@@ -21062,6 +21102,28 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
     return ampi_tape_handle(tape, node);
 }
 
+#else
+/* Without models: no parameters but the program's. */
+static amp_result ampi_models_check(amp_context *amp, const amp_param *params, int64_t n) {
+    (void)amp; (void)params; (void)n;
+    return AMP_OK;
+}
+static amp_result ampi_models_own(amp_context *amp, const amp_param *params, int64_t n, void *owner,
+                                  const ampi_keeper *keeper) {
+    (void)keeper; (void)owner;
+    return ampi_models_check(amp, params, n);
+}
+static void ampi_models_disown(amp_context *amp, const void *owner) { (void)amp; (void)owner; }
+static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n) {
+    (void)amp; (void)params; (void)n;
+    return 0;
+}
+static amp_result ampi_tape_is_whole(amp_context *amp, const char *function) {
+    (void)amp; (void)function;
+    return AMP_OK;
+}
+#endif /* AMP_NO_TAPE */
+
 /* ==== 11 >>gradients: implementation ====
    The host holds what it decides (stages, tables, settings).  Everything that rules change is in device memory: only
    the getters, save and load wait for the device. */
@@ -23752,7 +23814,7 @@ static amp_result ampi_fp8_combine(amp_context *amp, const amp_k_fp8_update *u) 
    give the next step's scales. */
 static amp_result ampi_fp8_step(const amp_optimizer *o, int combined) {
     const ampi_fp8_table *t;
-    for (t = ampi_fp8_tables(o->amp); t != NULL; t = t->next) {
+    for (t = AMPI_HAS_FP8 ? ampi_fp8_tables(o->amp) : NULL; t != NULL; t = t->next) {
         void *dev, *stream;
         const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
         amp_k_fp8_update u = ampi_fp8_update_of(o->amp, t, o);
@@ -25128,6 +25190,11 @@ AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, d
 
 /* ==== 12 >>ranks: implementation ==== */
 
+/* The first of a rank's n numbers that another rank has otherwise than rank 0, that rank, and both values. */
+typedef struct ampi_apart { int64_t which; int32_t rank; double value, first; int path; } ampi_apart;
+
+#if !defined(AMP_NO_RANKS)
+
 /* ---- Ranks of one process.  A reduction is two meetings: at the first all have come with their buffers, which are
    compared; each rank then combines a share of the elements, and writes it to all; at the second all are done. */
 
@@ -26490,8 +26557,6 @@ static void ampi_hook_buckets_destroy(ampi_buckets *b) {
 /* ---- Ranks that agree.  Before a set's first reduction, and the first after its weights or state were set or loaded,
    all ranks compare what must be alike; later steps compare nothing. */
 
-/* The first of a rank's n numbers that another rank has otherwise than rank 0, that rank, and both values. */
-typedef struct ampi_apart { int64_t which; int32_t rank; double value, first; int path; } ampi_apart;
 
 /* which -1: none.  path: the number that may differ, of which out->path is rank 0's; -1: none may. */
 static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, int64_t n, int64_t path,
@@ -27194,6 +27259,66 @@ AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out,
     AMPI_TRY(ampi_need(f, out && path, "out or path"));
     return ampi_as(f, ampi_load_ranks(amp, out, path));
 }
+
+#else
+/* With one rank nothing is exchanged. */
+static amp_result ampi_hook_ranks_join(amp_context *amp) {
+    const amp_reducer *r = &amp->desc.reducer;
+    if (r->reduce == NULL && r->world <= 1) return AMP_OK;
+    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reducer is given, but AMP_NO_RANKS left ranks out of this program");
+}
+static amp_result ampi_hook_ranks_open(amp_context *amp) { (void)amp; return AMP_OK; }
+static void ampi_hook_ranks_leave(amp_context *amp) { (void)amp; }
+static amp_result ampi_hook_ranks_agree(amp_grad_set *set, const amp_scaler *scaler) {
+    (void)set; (void)scaler;
+    return AMP_OK;
+}
+static amp_result ampi_hook_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
+    (void)amp; (void)data; (void)count; (void)dtype; (void)op;
+    return AMP_OK;
+}
+static amp_result ampi_hook_set_sum(amp_grad_set *set) { (void)set; return AMP_OK; }
+static amp_result ampi_hook_set_rest(amp_grad_set *set) { (void)set; return AMP_OK; }
+static int ampi_hook_bucket_sent(const ampi_buckets *b, int64_t row) { (void)b; (void)row; return 0; }
+static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled) { (void)b; (void)unscaled; return AMP_OK; }
+static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
+    (void)micro; (void)before;
+    if (set->desc->sync_every == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create",
+                     ".sync_every = %d, must be 0: AMP_NO_RANKS left the outer step out", (int)set->desc->sync_every);
+}
+static void ampi_hook_buckets_destroy(ampi_buckets *b) { (void)b; }
+static amp_result ampi_hook_buckets_give_up(ampi_buckets *b) { (void)b; return AMP_OK; }
+static amp_result ampi_hook_buckets_gather(ampi_buckets *b) { (void)b; return AMP_OK; }
+static void ampi_hook_buckets_gather_late(ampi_buckets *b) { (void)b; }
+static int ampi_hook_gathers_late(const amp_grad_set *set) { (void)set; return 0; }
+static void ampi_hook_buckets_times(ampi_buckets *b, double out[2]) { (void)b; out[0] = out[1] = 0; }
+static amp_result ampi_hook_outer_begin(amp_optimizer *o) { (void)o; return AMP_OK; }
+static amp_result ampi_hook_outer_step(amp_optimizer *o) { (void)o; return AMP_OK; }
+static amp_result ampi_hook_outer_note(const amp_optimizer *o, int64_t first, int64_t n) {
+    (void)o; (void)first; (void)n;
+    return AMP_OK;
+}
+
+static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, int64_t n, int64_t path,
+                                           ampi_apart *out) {
+    (void)amp; (void)x; (void)n; (void)path;
+    memset(out, 0, sizeof *out);
+    out->which = -1;
+    return AMP_OK;
+}
+static amp_result ampi_ranks_most(amp_context *amp, double *x, int64_t n) {
+    (void)amp; (void)x; (void)n;
+    return AMP_OK;
+}
+static int ampi_ranks_code(amp_context *amp, int code) { (void)amp; return code; }
+static amp_result ampi_ranks_result(amp_context *amp, amp_result result) { (void)amp; return result; }
+static amp_result ampi_ranks_take(amp_context *amp, void *data, int64_t bytes, double key) {
+    (void)amp; (void)data; (void)bytes; (void)key;
+    return AMP_OK;
+}
+static int ampi_is_first(const amp_context *amp) { (void)amp; return 1; }
+#endif /* AMP_NO_RANKS */
 
 /* ==== 13 >>data: implementation ====
 
@@ -30722,7 +30847,7 @@ static amp_result ampi_fp8_lines(amp_monitor *m, int64_t step) {
     const char *name = "";
     int64_t i;
     int j;
-    for (i = 0; name != NULL; i++) {
+    for (i = 0; AMPI_HAS_FP8 && name != NULL; i++) {
         AMPI_TRY(ampi_fp8_look(m->amp, i, &name, slots));
         for (j = 0; j < 3; j++) {
             const amp_k_fp8_count *c = &slots[j].last;
@@ -35428,7 +35553,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 }
 #endif /* AMP_NO_CARE */
 
-#if AMPI_X86 && !defined(__clang__)
+#if defined(__GNUC__)
 #  pragma GCC diagnostic pop
 #endif
 #ifdef __cplusplus
