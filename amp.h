@@ -83,10 +83,29 @@
      -std=c99 it includes amp.h before system headers.  Other files may be C90 or C++98.  AMP_STATIC beside
      AMP_IMPLEMENTATION makes everything private to the file, including thread state and caches.  AMP_API may be
      predefined in all files, for example as a visibility attribute.  Some versions of g++ need
-     -Wno-missing-field-initializers with -Wextra.  AMP_NO_CARE and AMP_NO_WATCH, also beside AMP_IMPLEMENTATION, leave
-     out the functions of >>care and >>tuning, and those of >>watch except settings.  Calls to these functions then do
-     not compile, or do not link from files without the macro.  Settings that are no longer read are refused
-     (AMP_ERR_UNSUPPORTED).
+     -Wno-missing-field-initializers with -Wextra.
+
+   LEAVING PARTS OUT     Define one or more of these beside AMP_IMPLEMENTATION, or as -DAMP_NO_TAPE for all files, and
+                         what your program does not use takes no time to compile and no space in it.
+                         tests/bench/README.md has the seconds and bytes of each.
+
+       AMP_NO_OPERATORS  >>operators but amp_random_save and _load, and their kernels on the CPU.  It leaves out the tape
+                         and >>care too.  The scaler, optimizers, autocast's decisions, loaders, masks, states and
+                         graphs remain, and work with your own kernels.
+       AMP_NO_TAPE       >>models and >>tape, and >>care and >>tuning, which need them
+       AMP_NO_RANKS      >>ranks: training is on one rank.  amp_open refuses a .reducer, and amp_optimizer_create
+                         .sync_every.
+       AMP_NO_VECTOR     the kernels for AVX2, AVX-512 and AMX: the CPU computes on the path AMP_CPU_SCALAR.
+       AMP_NO_FP8        products in fp8, and amp_fp8_stats_get, _save and _load.  The dtype fp8 is refused;
+                         conversions to E4M3 and E5M2 remain.
+       AMP_NO_CARE       >>care and >>tuning
+       AMP_NO_WATCH      >>watch but its settings
+
+     What is refused returns AMP_ERR_UNSUPPORTED, with the macro's name.  So do settings that nothing reads any more.
+     Calls to functions that were left out do not link; those of >>care, >>tuning and >>watch do not compile either, in
+     files with the macro.  For the scaler, the choice of precision, the loader and checkpoints alone:
+
+       gcc -O2 -DAMP_NO_OPERATORS -DAMP_NO_RANKS -DAMP_NO_VECTOR -DAMP_NO_FP8 -DAMP_NO_WATCH -c amp.c
 
    STEP BY STEP     for readers who know PyTorch
 
@@ -160,7 +179,7 @@
    CONTENTS AT A GLANCE     Search for the tags.  The API has each section once, the ones that a training program calls
                             first.  In the implementation the sections stand in the order of their numbers, and each
                             calls only those above it.  Objects also have _destroy and _query.  The API ends with
-                            SETTINGS, WHAT DIFFERS FROM PYTORCH'S DEFAULTS, THREADS AND CALLBACKS and WHEN SOMETHING
+                            HOW DO I, SETTINGS, WHAT DIFFERS FROM PYTORCH'S DEFAULTS, THREADS AND CALLBACKS and WHEN SOMETHING
                             IS WRONG
 
        >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all

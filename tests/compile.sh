@@ -99,10 +99,13 @@ sed "s:^#define AMP_IMPLEMENTATION:#define AMP_STATIC\n&:" "$work/one.c" > "$wor
 check "two static copies link" $quick -std=c99 $strict "$work/one_static.c" "$work/two.c" -o "$work/linked" -lm -lpthread
 check "two static copies run" "$work/linked"
 
-# Without care, without watch, and without both: clean in every language, no larger than it was, and what is left out is
-# missed by name.
+# In parts, as the manual names them: each macro alone, its smallest command, and without care and watch.  Clean in every
+# language, no larger than it was, and what is left out is missed by name.
+parts=$(grep -oE '^       AMP_NO_[A-Z0-9]+' amp.h | sed 's/ *//; s/^/-D/' | tr '\n' ' ')
+smallest=$(sed -n 's/^       gcc -O2 \(-DAMP_NO_.*\) -c amp.c$/\1/p' amp.h)
+if [ "$(echo $parts | wc -w)" -eq 7 ] && [ -n "$smallest" ]; then pass; else fail "parts" "the manual names: $parts; $smallest"; fi
 lean="-DAMP_NO_CARE -DAMP_NO_WATCH"
-for without in -DAMP_NO_CARE -DAMP_NO_WATCH "$lean"; do
+for without in $parts "$smallest" "$lean"; do
     at_once "implementation $without" $quick -std=c99 -O0 $strict -Wsign-conversion $without -c "$work/impl.c" -o "$work/lean_$running.o"
     for compiler in "${CC:-gcc} -std=c99" "g++ -x c++ -std=c++11" "clang++ -x c++ -std=c++11"; do
         if have "${compiler%% *}"; then at_once "$compiler $without" $compiler $strict -Wsign-conversion $without -fsyntax-only "$work/impl.c"
@@ -112,8 +115,8 @@ for without in -DAMP_NO_CARE -DAMP_NO_WATCH "$lean"; do
 done
 at_once "static $lean" $quick -std=c99 -O0 $strict -Wsign-conversion $lean -c "$work/static.c" -o "$work/lean_static.o"
 collect
-for without in -DAMP_NO_CARE -DAMP_NO_WATCH; do
-    check "t_lean.c $without builds" $quick -std=c99 -O0 -I. -Itests $without tests/unit/t_lean.c -o "$work/lean" -lm -lpthread
+for without in $parts "$lean"; do
+    check "t_lean.c $without builds" $quick -std=c99 -O0 -I. -Itests -DLEAN $without tests/unit/t_lean.c -o "$work/lean" -lm -lpthread
     if "$work/lean" > "$work/said"; then pass; else fail "t_lean.c $without" "$(tail -n 3 "$work/said")"; fi
 done
 $quick -std=c99 -O0 -I. $lean -c "$work/impl.c" -o "$work/lean.o"
@@ -124,6 +127,13 @@ for call in amp_verify amp_gradcheck amp_advise amp_tune amp_recovery_create amp
     else fail "$call, left out" "a file with $lean sees its declaration"; fi
     $quick -std=c99 -I. -c "$work/caller.c" -o "$work/caller.o"
     if "${CC:-gcc}" "$work/lean.o" "$work/caller.o" -o "$work/linked" -lm -lpthread 2>&1 | grep -q "undefined reference.*$call"; then pass
+    else fail "$call, left out" "a file that sees its declaration links"; fi
+done
+$quick -std=c99 -O0 -I. $smallest -c "$work/impl.c" -o "$work/smallest.o"
+for call in amp_linear amp_gemm amp_add amp_tape_create amp_model_create amp_ranks_create amp_params_broadcast amp_state_save_ranks amp_fp8_save amp_verify; do
+    printf '#include "amp.h"\nvoid (*called)(void);\nint main(void) { called = (void (*)(void))%s; return called == 0; }\n' $call > "$work/caller.c"
+    $quick -std=c99 -I. -c "$work/caller.c" -o "$work/caller.o"
+    if "${CC:-gcc}" "$work/smallest.o" "$work/caller.o" -o "$work/linked" -lm -lpthread 2>&1 | grep -q "undefined reference.*$call"; then pass
     else fail "$call, left out" "a file that sees its declaration links"; fi
 done
 # How much of amp.h is compiled then, comments included: each run of lines between two conditions, if the preprocessor keeps it.

@@ -2,8 +2,7 @@
 
     python3 tests/bench/compile_time.py [--rounds 3] [--peer HEADER --macro NAME_IMPLEMENTATION]
 
-Compiles the implementation whole and without its outer sections (AMP_NO_CARE, AMP_NO_WATCH), and a peer's single header, in
-turn; reads gcc's -ftime-report; and gives the bytes of machine code by section and instruction set, for the passes' time goes
+Compiles the implementation whole and without its parts (AMP_NO_CARE and the others), and a peer's single header, in turn; reads gcc's -ftime-report; and gives the bytes of machine code by section and instruction set, for the passes' time goes
 with them.  Writes tests/bench/results/compile-CPU-DATE.json.
 """
 import argparse
@@ -23,6 +22,8 @@ sys.path[:0] = [os.path.dirname(os.path.abspath(__file__))]
 import run                                                      # noqa: E402
 
 LEAN = ["-DAMP_NO_CARE", "-DAMP_NO_WATCH"]
+PARTS = ["OPERATORS", "TAPE", "RANKS", "VECTOR", "FP8", "CARE", "WATCH"]
+SMALLEST = [f"-DAMP_NO_{part}" for part in ("OPERATORS", "RANKS", "VECTOR", "FP8", "WATCH")]
 SETS = ("scalar", "avx2", "avx512")
 
 
@@ -72,6 +73,12 @@ def machine_code(cc, out):
     return [collections.OrderedDict(section=s, instructions=i, functions=n, bytes=b) for (s, i), (n, b) in sorted(found.items())]
 
 
+def object_bytes(out):
+    """Bytes of code and constants of an object."""
+    text, data = subprocess.run(["size", out], capture_output=True, text=True, check=True).stdout.splitlines()[1].split()[:2]
+    return int(text) + int(data)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -84,21 +91,24 @@ def main():
     machine = run.Machine(args)
     amp = os.path.join(run.ROOT, "amp.h")
     cases = {"amp.h": (["-O2"], amp, "AMP_IMPLEMENTATION"), "amp.h without care and watch": (["-O2", *LEAN], amp, "AMP_IMPLEMENTATION"),
+             **{f"without {part.lower()}": (["-O2", f"-DAMP_NO_{part}"], amp, "AMP_IMPLEMENTATION") for part in PARTS},
+             "the scaler, the choice, loaders and states": (["-O2", *SMALLEST], amp, "AMP_IMPLEMENTATION"),
              "amp.h, -O1": (["-O1"], amp, "AMP_IMPLEMENTATION"), "amp.h, -O0": (["-O0"], amp, "AMP_IMPLEMENTATION")}
     if args.peer:
         cases[os.path.basename(args.peer)] = (["-O2"], args.peer, args.macro)
-    seconds = {name: [] for name in cases}
+    seconds, size = {name: [] for name in cases}, {}
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "x.o")
         for _ in range(args.rounds):
             for name, (flags, header, macro) in cases.items():
                 seconds[name].append(compile_once(args.cc, flags, header, macro, out)[0])
+                size[name] = object_bytes(out)
         total, phases, most = passes(compile_once(args.cc, ["-O2", "-ftime-report"], amp, "AMP_IMPLEMENTATION", out)[1])
         code = machine_code(args.cc, out)
     about, now = run.describe_machine(machine, {}), datetime.datetime.now(datetime.timezone.utc)
     about.pop("used_by_others")                                 # CPU seconds, and nothing measured it here
     peer = statistics.median(seconds[os.path.basename(args.peer)]) if args.peer else None
-    rows = [collections.OrderedDict(compiled=name, cpu_seconds=round(statistics.median(s), 2),
+    rows = [collections.OrderedDict(compiled=name, cpu_seconds=round(statistics.median(s), 2), bytes=size[name],
                                     over_peer=round(statistics.median(s) / peer, 2) if peer else None) for name, s in seconds.items()]
     whole = collections.OrderedDict(date=now.strftime("%Y-%m-%d %H:%M UTC"), machine=about, command="python3 " + " ".join(
         ["tests/bench/compile_time.py"] + (["--peer", os.path.basename(args.peer), "--macro", args.macro] if args.peer else [])),
@@ -109,7 +119,7 @@ def main():
     with open(os.path.join(run.ROOT, path), "w") as f:
         f.write(text + "\n")
     for row in rows:
-        print(f"{row['compiled']:32} {row['cpu_seconds']:6.2f} s {row['over_peer'] or ''}")
+        print(f"{row['compiled']:44} {row['cpu_seconds']:6.2f} s {row['bytes']:9,d} bytes {row['over_peer'] or ''}")
     by = collections.Counter()
     for row in code:
         by[row["section"], row["instructions"]] += row["bytes"]

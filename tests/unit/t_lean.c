@@ -1,7 +1,11 @@
-/* t_lean.c - amp.h without its outer sections: training works, and settings that only those read are refused by name.
- * With AMP_NO_CARE or AMP_NO_WATCH on the command line, without that one alone (tests/compile.sh). */
-#if !defined(AMP_NO_CARE) && !defined(AMP_NO_WATCH)
-#  define AMP_NO_CARE
+/* t_lean.c - amp.h in parts: training works without the parts that are left out, and what needed them is refused by name.
+ * Without the scaler's surroundings, as the manual's smallest command has it; with other macros on the command line,
+ * without those alone (tests/compile.sh). */
+#if !defined(LEAN)
+#  define AMP_NO_OPERATORS
+#  define AMP_NO_RANKS
+#  define AMP_NO_VECTOR
+#  define AMP_NO_FP8
 #  define AMP_NO_WATCH
 #endif
 #define AMP_IMPLEMENTATION
@@ -20,6 +24,43 @@ static int read_sample(void *user, const amp_sample *sample, void *const *fields
     }
     return 0;
 }
+
+/* The forward and backward of a linear layer and the mean squared error: with amp.h's operators, or as a program's own. */
+typedef struct step_of { amp_context *amp; amp_scaler *scaler; amp_param *param; const amp_batch *batch; float *y, *loss; } step_of;
+
+#if defined(AMP_NO_OPERATORS)
+static void forward_backward(const step_of *s) {
+    const float *x = (const float *)s->batch->fields[0], *target = (const float *)s->batch->fields[1];
+    float *w = (float *)s->param->weight.data, *grad = (float *)s->param->grad.data, scale = amp_scaler_scale(s->scaler);
+    amp_plan plan;
+    CHECK_OK(amp_autocast_begin(s->amp, NULL));
+    amp_dtype inputs[2] = {AMP_F32, AMP_F32};
+    CHECK_OK(amp_autocast_decide(s->amp, AMP_OP_LINEAR, NULL, inputs, 2, &plan));
+    CHECK_EQ(plan.compute, AMP_F16);
+    CHECK_OK(amp_autocast_end(s->amp));
+    if (!amp_param_accumulate(s->param)) memset(grad, 0, IN * sizeof *grad);
+    *s->loss = 0;
+    for (int r = 0; r < BATCH; r++) {
+        float d = -target[r];
+        for (int i = 0; i < IN; i++) d += x[r * IN + i] * w[i];
+        *s->loss += d * d / BATCH;
+        for (int i = 0; i < IN; i++) grad[i] += scale * 2 * d * x[r * IN + i] / BATCH;
+    }
+}
+#else
+static void forward_backward(const step_of *s) {
+    amp_tensor out = amp_tensor2(s->y, AMP_F32, BATCH, 1);
+    amp_linear_op fc = {.x = amp_tensor2(s->batch->fields[0], AMP_F32, BATCH, IN), .y = out, .weight = s->param, .dy = out};
+    amp_mse_op mse = {.x = out, .dx = out, .target = amp_tensor2(s->batch->fields[1], AMP_F32, BATCH, 1),
+                      .grad_scale = amp_scaler_scale_ptr(s->scaler), .loss = s->loss};
+    CHECK_OK(amp_autocast_begin(s->amp, NULL));
+    CHECK_OK(amp_linear(s->amp, &fc));
+    CHECK_EQ(fc.plan.compute, AMP_F16);
+    CHECK_OK(amp_mse(s->amp, &mse));
+    CHECK_OK(amp_autocast_end(s->amp));
+    CHECK_OK(amp_linear_backward(s->amp, &fc));
+}
+#endif
 
 TEST(trains_in_fp16) {
     amp_context *amp;
@@ -43,16 +84,7 @@ TEST(trains_in_fp16) {
     for (int step = 0; step < 200; step++) {
         amp_batch batch;
         CHECK_OK(amp_loader_next(loader, &batch));
-        amp_tensor out = amp_tensor2(y, AMP_F32, BATCH, 1);
-        amp_linear_op fc = {.x = amp_tensor2(batch.fields[0], AMP_F32, BATCH, IN), .y = out, .weight = &param, .dy = out};
-        amp_mse_op mse = {.x = out, .dx = out, .target = amp_tensor2(batch.fields[1], AMP_F32, BATCH, 1),
-                          .grad_scale = amp_scaler_scale_ptr(scaler), .loss = &loss};
-        CHECK_OK(amp_autocast_begin(amp, NULL));
-        CHECK_OK(amp_linear(amp, &fc));
-        CHECK_EQ(fc.plan.compute, AMP_F16);
-        CHECK_OK(amp_mse(amp, &mse));
-        CHECK_OK(amp_autocast_end(amp));
-        CHECK_OK(amp_linear_backward(amp, &fc));
+        forward_backward(&(step_of){amp, scaler, &param, &batch, y, &loss});
         CHECK_OK(amp_step(optimizer, scaler));
         if (step == 0) first = loss;
     }
@@ -64,6 +96,13 @@ TEST(trains_in_fp16) {
     amp_loader_destroy(loader);
     amp_close(amp);
 }
+
+#if defined(AMP_NO_RANKS)
+static int no_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    (void)user; (void)data; (void)count; (void)dtype; (void)op; (void)stream;
+    return 0;
+}
+#endif
 
 /* What each setting needs that may be left out: 0 nothing, 1 watch, 2 care, 3 both. */
 static int needs(const char *key, const char *value) {
@@ -111,7 +150,11 @@ TEST(what_nothing_reads_is_refused) {
         CHECK(memcmp(&s, &zero, sizeof s) == 0);
         CHECK_OK(amp_settings_set(&s, lines[i][0], "default"));
     }
+#if defined(AMP_NO_CARE) || defined(AMP_NO_WATCH)
     CHECK(refused >= 3);
+#else
+    CHECK(refused == 0);
+#endif
 }
 
 /* A field that the program filled itself. */
@@ -166,9 +209,84 @@ TEST(a_monitor_is_refused) {
     amp_close(amp);
 }
 
+TEST(what_is_left_out_is_refused_by_name) {
+    amp_machine machine;
+    amp_choice choice;
+    amp_context *amp;
+    CHECK_OK(amp_machine_probe(&machine));
+#if defined(AMP_NO_FP8)
+    CHECK_ERR(amp_choose(&machine, AMP_FP8, 0, &choice), AMP_ERR_UNSUPPORTED);
+    CHECK(strstr(amp_last_error(), "AMP_NO_FP8") != NULL);
+    CHECK_ERR(amp_open(&amp, &(amp_desc){.dtype = AMP_FP8}), AMP_ERR_UNSUPPORTED);
+#else
+    CHECK_OK(amp_choose(&machine, AMP_FP8, 0, &choice));
+#endif
+#if defined(AMP_NO_RANKS)
+    static float w[IN], g[IN];
+    amp_param p = {.name = "w", .weight = amp_tensor1(w, AMP_F32, IN), .grad = amp_tensor1(g, AMP_F32, IN)};
+    amp_optimizer_desc loose = {.params = &p, .n_params = 1, .lr = 0.1, .sync_every = 4};
+    amp_optimizer *optimizer;
+    CHECK_ERR(amp_open(&amp, &(amp_desc){.reducer = {.reduce = no_reduce, .world = 2}}), AMP_ERR_UNSUPPORTED);
+    CHECK(strstr(amp_last_error(), "AMP_NO_RANKS") != NULL);
+    CHECK_OK(amp_open(&amp, NULL));
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    CHECK_ERR(amp_optimizer_create(amp, &optimizer, &loose), AMP_ERR_UNSUPPORTED);
+    CHECK(strstr(amp_last_error(), "AMP_NO_RANKS") != NULL);
+    amp_close(amp);
+#endif
+#if defined(AMP_NO_VECTOR)
+    CHECK_EQ(machine.cpu.path, AMP_CPU_SCALAR);
+    CHECK_OK(amp_open(&amp, NULL));
+    CHECK_OK(amp_query_machine(amp, &machine));
+    CHECK_EQ(machine.cpu.path, AMP_CPU_SCALAR);
+    amp_close(amp);
+#endif
+}
+
+/* A checkpoint of everything, loaded into new objects. */
+TEST(checkpoints_work) {
+    static float w[IN], g[IN], back[IN];
+    amp_param p = {.name = "w", .weight = amp_tensor1(w, AMP_F32, IN), .grad = amp_tensor1(g, AMP_F32, IN)};
+    amp_optimizer_desc adamw = {.params = &p, .n_params = 1, .lr = 0.1};
+    amp_context *amp;
+    amp_scaler *scaler;
+    amp_optimizer *optimizer;
+    amp_state *state, *read;
+    void *data;
+    size_t bytes;
+    float scale;
+    CHECK_OK(amp_open(&amp, &(amp_desc){.dtype = AMP_F16}));
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    CHECK_OK(amp_optimizer_create(amp, &optimizer, &adamw));
+    for (int i = 0; i < IN; i++) g[i] = i == 3 ? HUGE_VALF : 1;
+    (void)amp_param_accumulate(&p);
+    CHECK_OK(amp_step(optimizer, scaler));          /* skipped, and the scale is halved */
+    scale = amp_scaler_scale(scaler);
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_state_put(state, "w", AMP_F32, w, IN));
+    CHECK_OK(amp_optimizer_save(optimizer, state, "o"));
+    CHECK_OK(amp_scaler_save(scaler, state, "s"));
+    CHECK_OK(amp_state_encode(state, &data, &bytes));
+    CHECK_OK(amp_state_decode(&read, NULL, data, bytes));
+    CHECK_OK(amp_scaler_set_scale(scaler, 4));
+    CHECK_OK(amp_state_get(read, "w", AMP_F32, back, IN));
+    CHECK_OK(amp_optimizer_load(optimizer, read, "o"));
+    CHECK_OK(amp_scaler_load(scaler, read, "s"));
+    CHECK(amp_scaler_scale(scaler) == scale && scale == 32768 && memcmp(back, w, sizeof w) == 0);
+    amp_file_free(NULL, data, bytes);
+    amp_state_destroy(read);
+    amp_state_destroy(state);
+    amp_optimizer_destroy(optimizer);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(trains_in_fp16);
+    RUN(checkpoints_work);
+    RUN(what_is_left_out_is_refused_by_name);
     RUN(what_nothing_reads_is_refused);
     RUN(fields_are_checked_too);
     RUN(the_text_says_what_is_left_out);
