@@ -24,7 +24,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: slurm newcomer compilers docs help run quick t examples check-machine bench-precision bench-features adopt libampblas plot watch test test-ci test-exhaustive errors anomalies oracle bench \
+.PHONY: slurm newcomer compilers docs map help run quick t examples check-machine bench-precision bench-features adopt libampblas plot watch test test-ci test-exhaustive errors anomalies oracle bench \
         bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 bench-choice bench-ddp accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -50,6 +50,7 @@ help: backend
 	@echo "make newcomer         walk the first hour of README.md and examples/README.md, command by command, in an empty HOME"
 	@echo "make compilers        compile amp.h by every gcc, clang and zig at hand, at every level (COMPILERS: by these; an hour)"
 	@echo "make docs             make one page of amp.h's manual, comments and declarations: $(BUILD)/docs/index.html"
+	@echo "make map              cut amp.h and amp_cuda.cu into one file per section, with a table of sections, into $(BUILD)/map/"
 	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, and compare with a clean run"
 	@echo "make coverage         measure which lines and branches the tests reach; fails below 95% and 85%"
 	@echo "make mutants          change one token of amp.h at a time: a test must catch each (ten minutes); mutants-cuda: one"
@@ -232,6 +233,9 @@ compilers:
 	sh tests/run.sh tests/compilers.sh
 
 # One page, which needs nothing but itself.
+map:
+	sh tests/map.sh $(BUILD)/map
+
 docs: $(BUILD)/docs/index.html
 $(BUILD)/docs/index.html: amp.h examples/docs.awk
 	mkdir -p $(@D)

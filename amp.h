@@ -85,12 +85,12 @@
      predefined in all files, for example as a visibility attribute.  Some versions of g++ need
      -Wno-missing-field-initializers with -Wextra.
 
-   LEAVING PARTS OUT     Define one or more of these beside AMP_IMPLEMENTATION, or as -DAMP_NO_TAPE for all files, and
-                         what your program does not use takes no time to compile and no space in it.
+   LEAVING PARTS OUT     Define one or more of these beside AMP_IMPLEMENTATION, or for all files (-DAMP_NO_TAPE).  What
+                         your program does not use then takes no time to compile and no space in it.
                          tests/bench/README.md has the seconds and bytes of each.
 
-       AMP_NO_OPERATORS  >>operators but amp_random_save and _load, and their kernels on the CPU.  It leaves out the tape
-                         and >>care too.  The scaler, optimizers, autocast's decisions, loaders, masks, states and
+       AMP_NO_OPERATORS  >>operators but amp_random_save and _load, and their kernels on the CPU.  It leaves out what
+                         AMP_NO_TAPE does too.  The scaler, optimizers, autocast's decisions, loaders, masks, states and
                          graphs remain, and work with your own kernels.
        AMP_NO_TAPE       >>models and >>tape, and >>care and >>tuning, which need them
        AMP_NO_RANKS      >>ranks: training is on one rank.  amp_open refuses a .reducer, and amp_optimizer_create
@@ -179,8 +179,8 @@
    CONTENTS AT A GLANCE     Search for the tags.  The API has each section once, the ones that a training program calls
                             first.  In the implementation the sections stand in the order of their numbers, and each
                             calls only those above it.  Objects also have _destroy and _query.  The API ends with
-                            HOW DO I, SETTINGS, WHAT DIFFERS FROM PYTORCH'S DEFAULTS, THREADS AND CALLBACKS and WHEN SOMETHING
-                            IS WRONG
+                            HOW DO I, SETTINGS, WHAT DIFFERS FROM PYTORCH'S DEFAULTS, THREADS AND CALLBACKS and WHEN
+                            SOMETHING IS WRONG
 
        >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all
                     amp_file_free amp_system_default
@@ -9835,7 +9835,10 @@ static size_t ampi_gemm_scratch_size(ampi_cpu *cpu, const amp_k_gemm *args) {
     ampi_gemm_call all;
     size_t one, work = 0;
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return 0;
-    if (AMPI_HAS_FP8 && args->compute == AMP_FP8) { ampi_gemm_of_fp8(cpu, args, NULL, &g); work = ampi_gemm_fp8_bytes(args); }
+    if (AMPI_HAS_FP8 && args->compute == AMP_FP8) {
+        ampi_gemm_of_fp8(cpu, args, NULL, &g);
+        work = ampi_gemm_fp8_bytes(args);
+    }
     else if (args->m == 1 || args->n == 1) return ampi_gemv_call_of(cpu, args).bytes;
     all = ampi_gemm_call_of(cpu, vec, &g, cpu->threads);
     one = all.threads > 1 ? ampi_gemm_call_of(cpu, vec, &g, 1).bytes : 0;
@@ -15547,7 +15550,8 @@ static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype 
     if (kind == AMPI_PACK_CAST) return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(dtype);
     ampi_pack_args(p, dtype, kind, NULL, &pack);
     pack.repeated = repeated;
-    if (AMPI_HAS_FP8 && dtype == AMP_FP8 && ampi_fp8_how(amp, "cast cache", p, AMP_FP8_WEIGHT, 0, &how) != AMP_OK) return 0;
+    if (AMPI_HAS_FP8 && dtype == AMP_FP8 && ampi_fp8_how(amp, "cast cache", p, AMP_FP8_WEIGHT, 0, &how) != AMP_OK)
+        return 0;
     pack.fp8 = dtype == AMP_FP8 ? &how : NULL;
     return (int64_t)(amp->backend->gemm_pack_size)(amp->dev, &pack);
 }
@@ -27284,7 +27288,8 @@ AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out,
 static amp_result ampi_hook_ranks_join(amp_context *amp) {
     const amp_reducer *r = &amp->desc.reducer;
     if (r->reduce == NULL && r->world <= 1) return AMP_OK;
-    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reducer is given, but AMP_NO_RANKS left ranks out of this program");
+    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open",
+                     ".reducer is given, but AMP_NO_RANKS left ranks out of this program");
 }
 static amp_result ampi_hook_ranks_open(amp_context *amp) { (void)amp; return AMP_OK; }
 static void ampi_hook_ranks_leave(amp_context *amp) { (void)amp; }

@@ -160,6 +160,13 @@ done
 odd=$(sh tests/index.sh --check | tr '\n' ' ')
 if [ -z "$odd" ]; then pass; else fail "files in tests/README.md" "sh tests/index.sh: $odd"; fi
 
+# The table of sections there is that of today, but for the numbers of lines, which change all the time.
+parts_of() { grep -E '^\| [0-9]+ `>>' | awk -F'|' '{print $2 $5 $6}'; }
+sh tests/map.sh --table | parts_of > "$work/map"
+if [ -s "$work/map" ] && parts_of < tests/README.md | cmp -s - "$work/map"; then pass; else fail "sections in tests/README.md" "sh tests/index.sh writes them"; fi
+if sh tests/map.sh "$work/cut" > /dev/null && [ "$(cat "$work"/cut/amp_[0-9]* | wc -c)" -eq "$(wc -c < amp.h)" ] &&
+    [ -z "$(find "$work/cut" -size +600k)" ]; then pass; else fail "make map" "the parts are not amp.h"; fi
+
 # A number of the log stands for one message: ids that calls share have the same beginning, and the backend's are its own.
 {
     grep -ohE 'AMP_LOG_[A-Z]+, [0-9]{4}, .*' amp.h | sed -E 's/^AMP_LOG_[A-Z]+, ([0-9]{4}), ("%s".*|"[^"]{0,20}|).*/\1 \2/'

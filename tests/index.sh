@@ -1,8 +1,8 @@
 #!/bin/sh
-# index.sh - writes the table of test files into tests/README.md: what the head of each says, and the seconds of the processor
-# that it took in the last `make test` and `make test-ci` (build/times*.txt; what did not run there keeps its number).
-# index.sh --check: says
-# which files the table lacks, or has and are no more.
+# index.sh - writes two tables into tests/README.md.  The table of sections is map.sh's.  The table of test files has what the
+# head of each says, and the seconds of the processor that it took in the last `make test` and `make test-ci`
+# (build/times*.txt; what did not run there keeps its number).  index.sh --check: says which files the table lacks, or has and
+# are no more.
 export LC_ALL=C
 readme=tests/README.md times="/dev/null $(ls build/times*.txt 2>/dev/null)"
 files() { ls tests/*.sh tests/*/*.sh tests/*/t_*.c tests/*/t_*.cpp tests/gpu/t_*.cu tests/hostile/crash/*.c tests/hostile/fuzz/run.sh tests/torch/differential/*.py; }
@@ -18,6 +18,13 @@ if [ "$1" = --check ]; then
     rm -f "${TMPDIR:-/tmp}/index.$$"
     exit
 fi
+{
+    sed '/^<!-- sections -->$/q' $readme
+    printf '\n'
+    sh tests/map.sh --table
+    printf '\n'
+    sed -n '/^<!-- end of the sections -->$/,$p' $readme
+} > "$readme.new" && mv "$readme.new" $readme
 {
     sed '/^<!-- index -->$/q' $readme
     printf '\n| file | what it holds | seconds |\n|---|---|---|\n'

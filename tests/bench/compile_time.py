@@ -2,8 +2,9 @@
 
     python3 tests/bench/compile_time.py [--rounds 3] [--peer HEADER --macro NAME_IMPLEMENTATION]
 
-Compiles the implementation whole and without its parts (AMP_NO_CARE and the others), and a peer's single header, in turn; reads gcc's -ftime-report; and gives the bytes of machine code by section and instruction set, for the passes' time goes
-with them.  Writes tests/bench/results/compile-CPU-DATE.json.
+Compiles the implementation whole and without its parts (AMP_NO_CARE and the others), and a peer's single header, in turn;
+reads gcc's -ftime-report; and gives the bytes of machine code by section and instruction set, for the passes' time goes with
+them.  Writes tests/bench/results/compile-CPU-DATE.json.
 """
 import argparse
 import bisect

@@ -5,9 +5,10 @@
 
 steps: README.md, the training steps, the gain of adopting, two ranks; its picture examples/plot/bars.svg (chart.gp) is drawn too.
 bench and gpu: tests/bench/README.md, all bars and the accuracy.  adopt: examples/adopt/README.md.  state and example: README.md
-and examples/README.md, which GPU has run the CUDA backend, what its tests said, and what has changed since.
+and examples/README.md, which GPU has run the CUDA backend, what its tests said, and what has changed since.  parts:
+tests/bench/README.md, what compiling amp.h takes, whole and in parts.
 
-    python3 tests/bench/table.py [--print] [--only steps,bench,gpu,adopt,state,example] [results.json]
+    python3 tests/bench/table.py [--print] [--only steps,bench,gpu,adopt,state,example,parts] [results.json]
 
 `make readme` calls it.  Results of a machine on which something else was running are refused.  Where there are no results
 of a GPU, its table is left empty.
@@ -27,7 +28,8 @@ ROOT = os.path.dirname(os.path.dirname(HERE))
 MODELS = {"124m": "GPT-2 124M", "30m": "30M", "11m": "11M bytes"}
 BUSY = 0.06
 PLACES = {"steps": "README.md", "bench": "tests/bench/README.md", "gpu": "tests/bench/README.md",
-          "adopt": "examples/adopt/README.md", "state": "README.md", "example": "examples/README.md"}
+          "adopt": "examples/adopt/README.md", "state": "README.md", "example": "examples/README.md",
+          "parts": "tests/bench/README.md"}
 # The picture's bars: of the first training steps, in this order.
 BARS = [("amp.h bf16", "amp.h, bf16"), ("torch compile bf16", "PyTorch compiled, bf16"), ("torch eager bf16", "PyTorch, bf16"),
         ("amp.h fp32", "amp.h, fp32"), ("torch compile fp32", "PyTorch compiled, fp32"), ("torch eager fp32", "PyTorch, fp32"),
@@ -427,6 +429,17 @@ def gpu_text(path, trial):
     return "\n".join(gpu_lines(results, os.path.basename(path))).rstrip()
 
 
+def parts_text(path, _trial):
+    with open(path) as f:
+        results = json.load(f)
+    rows = [[row["compiled"], f"{row['cpu_seconds']:.1f}", f"{row['bytes']:,}" if row.get("bytes") else "-",
+             f"{row['over_peer']:.2f}" if row["over_peer"] else "-"] for row in results["rows"]]
+    peer = results["command"].partition("--peer ")[2].split()[:1]
+    name = os.path.basename(path)
+    return "\n".join([f"`{results['compiler']}`, {results['machine']['cpu']}, medians of {results['rounds']}, from [{name}](results/{name}):", "",
+                      *table(["compiled, -O2 unless said", "CPU seconds", "bytes", f"in ratio to {peer[0]}" if peer else "ratio"], rows)])
+
+
 def put(name, value):
     """`value` between the markers of `name`, in its document."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -442,11 +455,11 @@ def put(name, value):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print", action="store_true", help="to stdout, not into the documents")
-    parser.add_argument("--only", default="steps,bench,gpu,adopt,state,example")
+    parser.add_argument("--only", default="steps,bench,gpu,adopt,state,example,parts")
     parser.add_argument("results", nargs="?", help="a file; default: the newest of its kind")
     args = parser.parse_args()
     tables = {"steps": ("cpu", steps_text), "bench": ("cpu", bench_text), "gpu": ("gpu", gpu_text), "adopt": ("adopt", adopt_text),
-              "state": ("gpu", state_text), "example": ("gpu", example_text)}
+              "state": ("gpu", state_text), "example": ("gpu", example_text), "parts": ("compile", parts_text)}
     texts = {}
     for name in args.only.split(","):
         kind, text_of = tables[name]
