@@ -17,7 +17,7 @@
 #include "encoder_files.h"
 #include "metrics.h"
 #include "progress.h"
-#include "training_flags.h"
+#include "training_checkpoint.h"
 #include "wordpiece.h"
 
 /* ==== Flags ====================================================================================== */

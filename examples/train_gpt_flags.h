@@ -4,7 +4,7 @@
 #define TRAIN_GPT_FLAGS_H
 
 #include "gpt.h"
-#include "training_flags.h"
+#include "training_checkpoint.h"
 
 /* ==== Settings: one table drives parsing, checking and --help ==================================== */
 
