@@ -1,8 +1,8 @@
-/* flags.h - flags of a program: one table drives parsing, checking and --help.
+/* flags.h - flags of a program: its tables drive parsing, checking and --help.
  *
- * A program defines flag_given with its table; flag_read reads the command line, flag_parse_all writes all values into
+ * A program defines flag_given with its tables; flag_read reads the command line, flag_parse_all writes all values into
  * the program's settings.  A FLAG_SETTING is a key of amp_settings, which says what is legal.  flag_refuse: the error
- * text "--name value: why".  Tables that several programs have are .shared. */
+ * text "--name value: why". */
 #ifndef EXAMPLE_FLAGS_H
 #define EXAMPLE_FLAGS_H
 
@@ -25,17 +25,15 @@ typedef struct flag_row {
     const char *words, *help;
 } flag_row;
 
-/* A table that several programs have, and where in their settings its fields begin. */
+/* A table, and where in the program's settings its fields begin: several programs can have the same table. */
 typedef struct flag_part { const flag_row *options; int n; size_t at; } flag_part;
 
-/* The flags of this program, which defines it with its table, its name and the texts of --help.  text: the values
+/* The flags of this program, which defines it with its tables, its name and the texts of --help.  text: the values
    given on the command line or else in the program's other sources. */
-enum { FLAG_MOST = 128, FLAG_PARTS = 2 };
+enum { FLAG_MOST = 128, FLAG_PARTS = 8 };
 typedef struct flag_program {
     const char *program, *summary;
-    const flag_row *options;
-    int n;
-    flag_part shared[FLAG_PARTS];
+    flag_part parts[FLAG_PARTS];    /* in the order of --help */
     const char *ending;             /* of --help */
     const char *text[FLAG_MOST];
     int on_command_line[FLAG_MOST];
@@ -43,23 +41,18 @@ typedef struct flag_program {
 } flag_program;
 static flag_program flag_given;
 
-/* Flags are counted through all tables, the program's own first. */
+/* Flags are counted through all tables. */
 static inline int flag_count(void) {
-    int n = flag_given.n, part;
-    for (part = 0; part < FLAG_PARTS; part++) n += flag_given.shared[part].n;
+    int n = 0, part;
+    for (part = 0; part < FLAG_PARTS; part++) n += flag_given.parts[part].n;
     return n;
 }
 /* Flag i, and in *field, unless NULL, where its value lies in the settings. */
 static inline const flag_row *flag_place(int i, size_t *field) {
-    const flag_row *o = flag_given.options;
-    size_t at = 0;
-    int n = flag_given.n, part;
-    for (part = 0; i >= n && part < FLAG_PARTS; part++) {
-        i -= n;
-        o = flag_given.shared[part].options; n = flag_given.shared[part].n; at = flag_given.shared[part].at;
-    }
-    if (field != NULL) *field = at + o[i].field;
-    return &o[i];
+    const flag_part *part = flag_given.parts;
+    while (i >= part->n) i -= (part++)->n;
+    if (field != NULL) *field = part->at + part->options[i].field;
+    return &part->options[i];
 }
 static inline const flag_row *flag_at(int i) { return flag_place(i, NULL); }
 static inline int flag_is_setting(const flag_row *o) {
@@ -73,6 +66,10 @@ static inline int flag_index(const char *name) {
     return -1;
 }
 static inline int flag_was_given(const char *name) { return flag_given.on_command_line[flag_index(name)]; }
+/* Place of a CHOICE's value among its words. */
+static inline int flag_choice_place(const char *name, const char *value) {
+    return ex_word_place(flag_at(flag_index(name))->words, value);
+}
 
 /* Sets the error text "--name value: why". */
 static inline amp_result flag_refuse(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));

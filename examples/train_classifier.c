@@ -118,15 +118,14 @@ static const flag_row options[] = {
      "divides the architectures' vocabularies and widths"},
     {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
-static flag_program flag_given = {.program = "train_classifier",
-                              .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
-                              .options = options,
-                              .n = (int)(sizeof options / sizeof *options),
-                              .shared = {{scaler_flags, N_SCALER_FLAGS, FIELD(amp)},
-                                         {rank_flags, N_RANK_FLAGS, FIELD(ranks)}},
-                              .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 "
-                                        "done, 1 failed, 2 refused, 75 stopped by SIGTERM or SIGUSR1, to be started "
-                                        "again with --resume, 130 stopped by Ctrl-C."};
+static flag_program flag_given = {
+    .program = "train_classifier", .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
+    .parts = {{options, (int)(sizeof options / sizeof *options), 0},
+              {scaler_flags, N_SCALER_FLAGS, FIELD(amp)},
+              {rank_flags, N_RANK_FLAGS, FIELD(ranks)}},
+    .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 done, 1 failed, 2 refused, "
+              "75 stopped by SIGTERM or SIGUSR1, to be started again with --resume, 130 stopped by Ctrl-C."
+};
 
 /* Not taken over from a checkpoint: they belong to one session. */
 static const char *const session_options[] = {"resume", "threads",    "save", "metrics", "out",

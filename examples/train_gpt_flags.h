@@ -160,16 +160,14 @@ static const flag_row options[] = {
     {"profile", FLAG_SWITCH, FIELD(profile), "off", 0, 0, NULL, "where the time goes: a table by operator at the end"},
     {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
-enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
-static flag_program flag_given = {.program = "train_gpt",
-                              .summary = "trains a GPT-2 in mixed precision with amp.h",
-                              .options = options,
-                              .n = N_OPTIONS,
-                              .shared = {{scaler_flags, N_SCALER_FLAGS, FIELD(amp)},
-                                         {rank_flags, N_RANK_FLAGS, FIELD(ranks)}},
-                              .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 "
-                                        "done, 1 failed, 2 refused, 75 stopped by SIGTERM or SIGUSR1, to be started "
-                                        "again with --resume, 130 stopped by Ctrl-C."};
+static flag_program flag_given = {
+    .program = "train_gpt", .summary = "trains a GPT-2 in mixed precision with amp.h",
+    .parts = {{options, (int)(sizeof options / sizeof *options), 0},
+              {scaler_flags, N_SCALER_FLAGS, FIELD(amp)},
+              {rank_flags, N_RANK_FLAGS, FIELD(ranks)}},
+    .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 done, 1 failed, 2 refused, "
+              "75 stopped by SIGTERM or SIGUSR1, to be started again with --resume, 130 stopped by Ctrl-C."
+};
 /* Not taken over from a checkpoint: they belong to one session. */
 static const char *const session_options[] = {"resume",      "init",   "threads",    "save",        "metrics",
                                               "recompute",   "out",    "sample",      "prompt",

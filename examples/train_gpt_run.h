@@ -375,7 +375,7 @@ static amp_result open_optimizer(run *r) {
     desc.beta2 = (float)amp_explicit(set->beta2);
     desc.eps = (float)amp_explicit(set->eps);
     desc.weight_decay = (float)set->weight_decay;
-    desc.master = (amp_master_kind)ex_word_place(options[flag_index("masters")].words, set->masters);
+    desc.master = (amp_master_kind)flag_choice_place("masters", set->masters);
     desc.seed = (uint64_t)set->seed;
     rank_flags_fill(&set->ranks, &desc);
     if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
@@ -466,7 +466,7 @@ static amp_result open_files(run *r) {
 static amp_result open_adapt(run *r) {
     static const amp_dtype ladders[][3] = {
         {AMP_F32}, {AMP_BF16, AMP_F32}, {AMP_F16, AMP_F32}, {AMP_FP8, AMP_BF16, AMP_F32}};
-    int lowest = ex_word_place(options[flag_index("lowest")].words, r->set.lowest);
+    int lowest = flag_choice_place("lowest", r->set.lowest);
     amp_adapt_desc desc;
     if (!r->set.adaptive) return AMP_OK;
     memset(&desc, 0, sizeof desc);

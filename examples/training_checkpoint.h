@@ -1,5 +1,5 @@
-/* training_checkpoint.h - what every trainer's checkpoint keeps: the settings, the command line and the batch; and how a
- * resumed run takes them over. */
+/* training_checkpoint.h - what every trainer's checkpoint keeps: the settings, the command line and the batch; and how
+ * a resumed run takes them over. */
 #ifndef EXAMPLE_TRAINING_CHECKPOINT_H
 #define EXAMPLE_TRAINING_CHECKPOINT_H
 

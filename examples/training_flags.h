@@ -1,6 +1,6 @@
 /* training_flags.h - flags that trainers share: the loss scaler's and those of ranks.
  *
- * A program adds the two tables to its own (flag_program.shared), with the fields `amp` and `ranks` of its settings. */
+ * A program has both tables beside its own in flag_program.parts, with the fields `amp` and `ranks` of its settings. */
 #ifndef EXAMPLE_TRAINING_FLAGS_H
 #define EXAMPLE_TRAINING_FLAGS_H
 
