@@ -62,7 +62,7 @@ static const flag_row options[] = {
 };
 static flag_program flag_given = {
     .program = "amp_bench", .summary = "what mixed precision and amp.h's features gain here, and what they cost",
-    .parts = {{options, (int)(sizeof options / sizeof *options), 0}},
+    .parts = {{options, FLAG_ROWS(options), 0}},
     .ending = "Exit codes: 0 done, 1 failed, 2 refused."
 };
 

@@ -48,7 +48,7 @@ static const flag_row options[] = {
 };
 static flag_program flag_given = {
     .program = "amp_check", .summary = "what mixed precision can do on this machine, and whether it works",
-    .parts = {{options, (int)(sizeof options / sizeof *options), 0}},
+    .parts = {{options, FLAG_ROWS(options), 0}},
     .ending = "Exit codes: 0 nothing failed, 1 a line says FAIL, 2 refused."
 };
 

@@ -27,6 +27,7 @@ typedef struct flag_row {
 
 /* A table, and where in the program's settings its fields begin: several programs can have the same table. */
 typedef struct flag_part { const flag_row *options; int n; size_t at; } flag_part;
+#define FLAG_ROWS(table) (int)(sizeof table / sizeof *table)
 
 /* The flags of this program, which defines it with its tables, its name and the texts of --help.  text: the values
    given on the command line or else in the program's other sources. */

@@ -57,7 +57,7 @@ static const flag_row options[] = {
 };
 static flag_program flag_given = {
     .program = "sweep", .summary = "searches precision, learning rate and batch size with amp.h",
-    .parts = {{options, (int)(sizeof options / sizeof *options), 0}},
+    .parts = {{options, FLAG_ROWS(options), 0}},
     .ending = "Ctrl-C stops; run again to continue the search.\n"
               "Exit codes: 0 done, 1 no trial finished, 2 refused, 130 stopped by Ctrl-C."
 };

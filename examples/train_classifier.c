@@ -23,19 +23,17 @@
 /* ==== Flags ====================================================================================== */
 
 typedef struct settings {
-    amp_settings amp;               /* from flags, --config and --env */
-    rank_settings ranks;
-    const char *data, *valid, *vocab, *init, *model, *out, *save, *resume, *metrics, *device, *config;
-    int64_t classes, cased, seq, layers, heads, hidden, intermediate, allow_fallback, env;
-    int64_t batch, epochs, seed, shuffle_off, save_interval, stop_after, compat, compat_scale, help;
-    int64_t accumulation;           /* as .amp has it, with its default */
+    training_settings training;
+    const char *data, *valid, *vocab, *init, *model;
+    int64_t classes, cased, seq, layers, heads, hidden, intermediate;
+    int64_t batch, epochs, seed, shuffle_off, compat, compat_scale, help;
+    int64_t accumulation;           /* as .training.amp has it, with its default */
     double validation, dropout, lr, warmup, weight_decay;
 } settings;
 
 #define FIELD(name) offsetof(settings, name)
-#define HUGE_COUNT 9e15
 
-static const flag_row options[] = {
+static const flag_row model_flags[] = {
     {"Data", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"data", FLAG_TEXT, FIELD(data), "", 0, 0, NULL,
      "labelled text, one \"label<TAB>text\" a line; empty: made-up sentences"},
@@ -64,53 +62,31 @@ static const flag_row options[] = {
      "start from this safetensors file of a BERT or ELECTRA, with its config.json beside it"},
 
     {"Precision", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"config", FLAG_TEXT, FIELD(config), "", 0, 0, NULL,
-     "a file of lines \"key = value\" with the keys of amp_settings, such as examples/max.conf; flags override it"},
-    {"env", FLAG_SWITCH, FIELD(env), "off", 0, 0, NULL,
-     "the same from the environment, AMP_DTYPE=bf16 and so on, which overrides the file"},
-    {"precision", FLAG_SETTING, FIELD(amp), "auto", 0, 0, "dtype",
+    {"precision", FLAG_SETTING, FIELD(training.amp), "auto", 0, 0, "dtype",
      "dtype of autocast: auto, fp32, tf32, fp16, bf16, fp8 (the linear layers of all blocks but the first and the "
      "last; what else there is in bf16)"},
-    {"level", FLAG_SETTING, FIELD(amp), "O1", 0, 0, "level",
-     "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
-    {"policy", FLAG_SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
-    {"allow-fallback", FLAG_SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
-     "use the nearest precision if this machine lacks the requested one"},
-    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
-     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", FLAG_SETTING, FIELD(amp), "all", 0, 0, "threads", "CPU threads, 1 to 1024"},
-    {"nan-action", FLAG_SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
+    {"nan-action", FLAG_SETTING, FIELD(training.amp), "skip", 0, 0, "nan_action",
      "on an anomaly that no scale cures: report, skip, stop"},
-
-    {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+};
+static const flag_row step_flags[] = {
     {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL,
      "texts in a rank's micro-batch, padded to its longest; resumed: its share of the checkpoint's"},
-    {"accumulation", FLAG_SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
     {"epochs", FLAG_INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL, "passes over the data; 0: only evaluate, and save"},
     {"lr", FLAG_NUMBER, FIELD(lr), "auto", 0, 100, "auto=-1",
      "highest learning rate; auto: 5e-5 with --init, else 1e-3"},
     {"warmup", FLAG_NUMBER, FIELD(warmup), "0.1", 0, 1, NULL,
      "part of the steps in which the rate rises; then it falls linearly to 0"},
     {"weight-decay", FLAG_NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL, "on matrices only"},
-    {"clip", FLAG_SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
-    {"moments", FLAG_SETTING, FIELD(amp), "fp32", 0, 0, "moments",
-     "storage of the optimizer's two moments: fp32, bf16, 8bit"},
     {"shuffle-off", FLAG_SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "keep the file's order in every epoch"},
     {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, 9e15, NULL, "of weights, order and dropout"},
 
     {"Files", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"out", FLAG_TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
-    {"save", FLAG_TEXT, FIELD(save), "", 0, 0, NULL,
-     "writes NAME.safetensors and NAME.state; empty: OUT/classifier/model; none: nothing"},
-    {"save-interval", FLAG_INTEGER, FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0", "steps between checkpoints"},
-    {"resume", FLAG_TEXT, FIELD(resume), "", 0, 0, NULL, "continues from NAME.state, with its original flags"},
-    {"stop-after", FLAG_INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
-     "save and stop after this many steps of this session; continue with --resume"},
-    {"metrics", FLAG_TEXT, FIELD(metrics), "", 0, 0, NULL,
-     "JSON lines; empty: OUT/classifier/metrics.jsonl; none: nothing"},
-
+    {"out", FLAG_TEXT, FIELD(training.out), "out", 0, 0, NULL,
+     "OUT: all files without a path of their own go to the folder OUT/classifier"},
+};
+static const flag_row report_flags[] = {
     {"Reports", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"log-interval", FLAG_SETTING, FIELD(amp), "10", 0, 0, "log_interval",
+    {"log-interval", FLAG_SETTING, FIELD(training.amp), "10", 0, 0, "log_interval",
      "steps between records in the metrics, or off; every epoch has one"},
     {"compat", FLAG_SWITCH, FIELD(compat), "off", 0, 0, NULL,
      "train nothing, but compare every precision with fp32 on two layers of each architecture"},
@@ -120,16 +96,17 @@ static const flag_row options[] = {
 };
 static flag_program flag_given = {
     .program = "train_classifier", .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
-    .parts = {{options, (int)(sizeof options / sizeof *options), 0},
-              {scaler_flags, N_SCALER_FLAGS, FIELD(amp)},
-              {rank_flags, N_RANK_FLAGS, FIELD(ranks)}},
-    .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 done, 1 failed, 2 refused, "
-              "75 stopped by SIGTERM or SIGUSR1, to be started again with --resume, 130 stopped by Ctrl-C."
+    .parts = {{model_flags, FLAG_ROWS(model_flags), 0},
+              {precision_flags, FLAG_ROWS(precision_flags), FIELD(training)},
+              {optimizer_flags, FLAG_ROWS(optimizer_flags), FIELD(training)},
+              {step_flags, FLAG_ROWS(step_flags), 0},
+              {file_flags, FLAG_ROWS(file_flags), FIELD(training)},
+              {report_flags, FLAG_ROWS(report_flags), 0},
+              {scaler_flags, FLAG_ROWS(scaler_flags), FIELD(training.amp)},
+              {rank_flags, FLAG_ROWS(rank_flags), FIELD(training.ranks)}},
+    .ending = training_ending
 };
-
-/* Not taken over from a checkpoint: they belong to one session. */
-static const char *const session_options[] = {"resume", "threads",    "save", "metrics", "out",
-                                              "device", "stop-after", "help", "config",  "env", NULL};
+static const char *const session_options[] = {NULL};        /* of its own, none */
 
 /* ==== Labelled text ============================================================================== */
 
@@ -421,19 +398,14 @@ static amp_result check_flags(const settings *set) {
     }
     if (set->compat && ranks.world > 1) return flag_refuse("compat", "is for one process");
     if (flag_was_given("compat-scale") && !set->compat) return flag_refuse("compat-scale", "needs --compat");
-    EX_TRY(rank_flags_check(&set->ranks, set->resume));
-    EX_TRY(scaler_flags_check(&set->amp));
-    if (*set->resume != 0 && flag_was_given("init"))
-        return flag_refuse("init", "a resumed run already has weights: drop --init or --resume");
-    if (flag_was_given("save-interval") && strcmp(set->save, "none") == 0)
-        return flag_refuse("save-interval", "contradicts --save none");
-    if (set->ranks.sync_every > 0 && set->save_interval % set->ranks.sync_every != 0)
+    EX_TRY(training_flags_check(&set->training));
+    if (set->training.ranks.sync_every > 0 && set->training.save_interval % set->training.ranks.sync_every != 0)
         return flag_refuse("save-interval", "is no multiple of --sync-every");
-    if (set->amp.nan_action == AMP_NAN_RECOVER)
+    if (set->training.amp.nan_action == AMP_NAN_RECOVER)
         return flag_refuse("nan-action", "recover, here or in settings, is what train_gpt does, and not this program");
-    if (set->amp.memory_efficient || set->amp.tensor_stats_interval > 0)
+    if (set->training.amp.memory_efficient || set->training.amp.tensor_stats_interval > 0)
         return ex_fail(AMP_ERR_CONFLICT, "%s is a setting of train_gpt, and not of this program",
-                       set->amp.memory_efficient ? "memory_efficient" : "tensor_stats_interval");
+                       set->training.amp.memory_efficient ? "memory_efficient" : "tensor_stats_interval");
     if (flag_was_given("validation") && *set->valid != 0)
         return flag_refuse("validation", "contradicts --valid, which names the texts to evaluate on");
     return AMP_OK;
@@ -442,17 +414,16 @@ static amp_result check_flags(const settings *set) {
 /* All settings; *resumed: the checkpoint of --resume, or NULL. */
 static amp_result read_settings(int argc, char **argv, settings *set, amp_state **resumed) {
     amp_optimizer_desc optimizer;
+    amp_monitor_desc monitor;
     memset(set, 0, sizeof *set);
     *resumed = NULL;
     EX_TRY(flag_read(argc, argv));
     EX_TRY(resume_open(resumed));
     EX_TRY(flag_parse_all(set));
-    EX_TRY(settings_read(set, &set->amp, set->config, set->env, *resumed));
-    memset(&optimizer, 0, sizeof optimizer);
-    if (amp_settings_fill(&set->amp, NULL, NULL, NULL, &optimizer, NULL) != AMP_OK)
-        return ex_fail(AMP_ERR_CONFLICT, "the settings contradict each other: %s", amp_last_error());
+    EX_TRY(settings_read(set, &set->training, *resumed));
+    EX_TRY(settings_fill(&set->training.amp, &optimizer, &monitor));
     set->accumulation = optimizer.accumulation;
-    if (*resumed != NULL) EX_TRY(rank_flags_batch(&set->ranks, *resumed, set->accumulation, &set->batch));
+    if (*resumed != NULL) EX_TRY(rank_flags_batch(&set->training.ranks, *resumed, set->accumulation, &set->batch));
     return check_flags(set);
 }
 
@@ -460,10 +431,10 @@ static amp_result open_context(run *r) {
     const settings *set = &r->set;
     amp_desc desc;
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
-    desc.allow_fallback = (int32_t)set->allow_fallback;
+    EX_TRY(amp_settings_fill(&set->training.amp, NULL, &desc, NULL, NULL, NULL));
+    desc.allow_fallback = (int32_t)set->training.allow_fallback;
     desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
-    EX_TRY(rank_flags_open(&set->ranks, &desc, set->device, &r->amp));
+    EX_TRY(rank_flags_open(&set->training.ranks, &desc, set->training.device, &r->amp));
     EX_TRY(amp_query(r->amp, &desc));
     r->level = desc.level;
     return amp_query_choice(r->amp, &r->choice);
@@ -483,18 +454,19 @@ static void clean_folder(const run *r) {
 /* Opens the files that a run writes, so that it fails at its start rather than at its end. */
 static amp_result open_files(run *r) {
     const settings *set = &r->set;
-    const char *save = *set->save != 0 ? set->save : set->resume;
+    const char *save = *set->training.save != 0 ? set->training.save : set->training.resume;
     char why[400];
-    if (ranks.rank > 0 && !rank_flags_own_states(&set->ranks)) return AMP_OK;
+    if (ranks.rank > 0 && !rank_flags_own_states(&set->training.ranks)) return AMP_OK;
     if (strcmp(save, "none") == 0 || set->compat) r->save[0] = 0;
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
-    else snprintf(r->save, sizeof r->save, "%.4000s/classifier/model", set->out);
+    else snprintf(r->save, sizeof r->save, "%.4000s/classifier/model", set->training.out);
     if (r->save[0] != 0 && ex_folder_make(r->save) != AMP_OK) return flag_refuse("save", "%s", ex_because(why));
     if (ranks.rank > 0) return AMP_OK;
     if (r->save[0] != 0) clean_folder(r);
-    if (strcmp(set->metrics, "none") == 0) return AMP_OK;
-    if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
-    else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/classifier/metrics.jsonl", set->out);
+    if (strcmp(set->training.metrics, "none") == 0) return AMP_OK;
+    if (*set->training.metrics != 0)
+        snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->training.metrics);
+    else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/classifier/metrics.jsonl", set->training.out);
     if (ex_folder_make(r->metrics_path) != AMP_OK) return flag_refuse("metrics", "%s", ex_because(why));
     r->metrics.file = set->compat ? fopen(r->metrics_path, "w") : open_memstream(&r->metrics.text, &r->metrics.bytes);
     return r->metrics.file != NULL ? AMP_OK : flag_refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
@@ -528,7 +500,7 @@ static amp_result open_data(run *r) {
     r->labels.numbers = 1;
     if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
     else {
-        snprintf(r->data, sizeof r->data, "%.4000s/classifier/sentences.tsv", set->out);
+        snprintf(r->data, sizeof r->data, "%.4000s/classifier/sentences.tsv", set->training.out);
         EX_TRY(ex_folder_make(r->data));
         if (ranks.rank == 0) EX_TRY(make_sentences(r->data));
         EX_TRY(ranks_wait());
@@ -565,7 +537,7 @@ static amp_result open_tokenizer(run *r) {
         if (access(r->vocab, R_OK) != 0) r->vocab[0] = 0;
     }
     if (r->vocab[0] == 0 && *set->data == 0) {
-        snprintf(r->vocab, sizeof r->vocab, "%.4000s/classifier/vocab.txt", set->out);
+        snprintf(r->vocab, sizeof r->vocab, "%.4000s/classifier/vocab.txt", set->training.out);
         if (ranks.rank == 0) EX_TRY(make_vocabulary(r->vocab));
         EX_TRY(ranks_wait());
     }
@@ -733,7 +705,7 @@ static amp_result open_optimizer(run *r) {
     amp_optimizer_desc desc;
     memset(&scaler, 0, sizeof scaler);
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->amp, r->amp, NULL, &scaler, &desc, NULL));
+    EX_TRY(amp_settings_fill(&set->training.amp, r->amp, NULL, &scaler, &desc, NULL));
     if (!scaler.disable && amp_scaler_create(r->amp, &r->scaler, &scaler) != AMP_OK)
         return ex_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
     desc.params = r->model.params;
@@ -741,7 +713,7 @@ static amp_result open_optimizer(run *r) {
     desc.lr = (float)amp_explicit(set->lr);
     desc.weight_decay = set->weight_decay;
     desc.seed = (uint64_t)set->seed;
-    rank_flags_fill(&set->ranks, &desc);
+    rank_flags_fill(&set->training.ranks, &desc);
     if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
     return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
 }
@@ -753,11 +725,11 @@ static int64_t batches_of(const run *r, int64_t texts) { return (texts + texts_a
 /* Where training goes on, and when it ends: what is left of this epoch and the later ones. */
 static amp_result open_position(run *r, const amp_state *resumed) {
     const settings *set = &r->set;
-    int64_t at[2] = {1, 0}, data[2], left, every = set->ranks.sync_every;
+    int64_t at[2] = {1, 0}, data[2], left, every = set->training.ranks.sync_every;
     if (resumed != NULL) {
         EX_TRY(amp_state_get(resumed, "train.data", AMP_I64, data, 2));
         if (data[0] != r->n_train || data[1] != (int64_t)r->crc)
-            return flag_refuse("resume", "%s was trained on other data or another part of it", set->resume);
+            return flag_refuse("resume", "%s was trained on other data or another part of it", set->training.resume);
         EX_TRY(amp_state_get(resumed, "train.step", AMP_I64, &r->step, 1));
         EX_TRY(amp_state_get(resumed, "train.position", AMP_I64, at, 2));
     }
@@ -778,11 +750,11 @@ static amp_result open_position(run *r, const amp_state *resumed) {
 static amp_result open_monitor(run *r) {
     amp_monitor_desc desc;
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&r->set.amp, r->amp, NULL, NULL, NULL, &desc));
+    EX_TRY(amp_settings_fill(&r->set.training.amp, r->amp, NULL, NULL, NULL, &desc));
     if (r->metrics.file != NULL) desc.path = r->metrics_path;
     desc.optimizer = r->optimizer;
     desc.scaler = r->scaler;
-    desc.append = *r->set.resume != 0;
+    desc.append = *r->set.training.resume != 0;
     desc.epoch = r->epoch;
     return amp_monitor_create(r->amp, &r->monitor, &desc) == AMP_OK ? AMP_OK
                                                                     : flag_refuse("metrics", "%s", amp_last_error());
@@ -850,7 +822,7 @@ static amp_result put_training(run *r, amp_state *state) {
     const int64_t batch[] = {r->set.batch, r->set.accumulation, ranks.world}, at[] = {r->epoch, r->first};
     const int64_t data[] = {r->n_train, (int64_t)r->crc};
     EX_TRY(saved_options_put(state, session_options));
-    EX_TRY(settings_put(&r->set.amp, state));
+    EX_TRY(settings_put(&r->set.training.amp, state));
     EX_TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
     EX_TRY(amp_state_put(state, "train.batch", AMP_I64, batch, 3));
     EX_TRY(amp_state_put(state, "train.position", AMP_I64, at, 2));
@@ -871,7 +843,7 @@ static amp_result save_state(run *r) {
     result = put_training(r, state);
     snprintf(path, sizeof path, "%s.state", r->save);
     if (result == AMP_OK)
-        result = rank_flags_own_states(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path)
+        result = rank_flags_own_states(&r->set.training.ranks) ? amp_state_save_ranks(r->amp, state, path)
                                                  : amp_state_save(state, path);
     amp_state_destroy(state);
     return result;
@@ -1004,11 +976,12 @@ static amp_result train_micro(run *r) {
 static amp_result decide_stop(run *r) {
     const settings *set = &r->set;
     double anomaly = r->anomaly[0] != 0;
-    if (set->ranks.sync_every > 0 && r->step % set->ranks.sync_every != 0) return AMP_OK;
+    if (set->training.ranks.sync_every > 0 && r->step % set->training.ranks.sync_every != 0) return AMP_OK;
     EX_TRY(ranks_stop(&r->stop));
-    if (set->amp.nan_action == AMP_NAN_STOP) EX_TRY(ranks_sum(&anomaly, 1));
+    if (set->training.amp.nan_action == AMP_NAN_STOP) EX_TRY(ranks_sum(&anomaly, 1));
     if (anomaly > 0 && r->anomaly[0] == 0) snprintf(r->anomaly, sizeof r->anomaly, "stopped with another rank");
-    r->stop |= anomaly > 0 || (set->stop_after > 0 && r->step - r->start >= set->stop_after && r->step < r->steps);
+    r->stop |= anomaly > 0 || (set->training.stop_after > 0 && r->step - r->start >= set->training.stop_after &&
+                               r->step < r->steps);
     return AMP_OK;
 }
 
@@ -1027,7 +1000,7 @@ static amp_result end_step(run *r, progress *bar) {
     char text[200];
     r->step++;
     r->micro = 0;
-    if (r->set.ranks.sync_every == 0) EX_TRY(ranks_sum(&r->info.loss, 1));
+    if (r->set.training.ranks.sync_every == 0) EX_TRY(ranks_sum(&r->info.loss, 1));
     else r->info.loss *= ranks.world;
     EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &r->info)));
     take_records(r);
@@ -1037,7 +1010,7 @@ static amp_result end_step(run *r, progress *bar) {
         progress_show(bar, (r->epoch - 1) * r->n_train + r->first, text, 0);
     }
     memset(&r->info, 0, sizeof r->info);
-    if (r->set.save_interval > 0 && r->step % r->set.save_interval == 0 && r->step < r->steps) {
+    if (r->set.training.save_interval > 0 && r->step % r->set.training.save_interval == 0 && r->step < r->steps) {
         EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
         take_records(r);
         EX_TRY(save_state(r));
@@ -1170,7 +1143,7 @@ static void print_run(const run *r) {
     printf("%s\n  steps       %lld of %lld x %lld texts, learning rate %g\n", r->labels.n > 8 ? ", ..." : "",
            (long long)r->steps, (long long)set->accumulation, (long long)texts_at_once(r), set->lr);
     if (ranks.world > 1) printf("  ranks       %d\n", (int)ranks.world);
-    if (r->start > 0) printf("  resumed     %s, after step %lld\n", set->resume, (long long)r->start);
+    if (r->start > 0) printf("  resumed     %s, after step %lld\n", set->training.resume, (long long)r->start);
 }
 
 static void metrics_run(run *r) {
@@ -1428,11 +1401,11 @@ int main(int argc, char **argv) {
     ex_begin();
     if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
     if (set.help) return flag_print_help(), ranks_end(0), 0;
-    if (ranks_join(set.ranks.file, set.ranks.timeout) != AMP_OK) return fail(2);
+    if (ranks_join(set.training.ranks.file, set.training.ranks.timeout) != AMP_OK) return fail(2);
     memset(&r, 0, sizeof r);
     r.set = set;
     result = open_context(&r);
-    if (result == AMP_OK) result = resume_own(&set.ranks, r.amp, resumed, &own);
+    if (result == AMP_OK) result = resume_own(&set.training.ranks, r.amp, resumed, &own);
     if (result == AMP_OK) result = open_files(&r);
     if (result == AMP_OK && !set.compat) result = open_run(&r, own != NULL ? own : resumed);
     amp_state_destroy(own);

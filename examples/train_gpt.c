@@ -259,8 +259,8 @@ static void report_event(run *r, progress *bar, const amp_recovery_event *event)
 static amp_result keep_cure(run *r, const amp_recovery_event *event) {
     if (event->mitigation == AMP_MITIGATE_LAYERS) return keep_fp32_layer(r, event->layer);
     if (event->mitigation != AMP_MITIGATE_DTYPE) return AMP_OK;
-    r->set.amp.dtype = event->dtype;
-    if (r->set.amp.use_scaler == AMP_SCALER_USE_ON) r->set.amp.use_scaler = AMP_SCALER_USE_AUTO;
+    r->set.training.amp.dtype = event->dtype;
+    if (r->set.training.amp.use_scaler == AMP_SCALER_USE_ON) r->set.training.amp.use_scaler = AMP_SCALER_USE_AUTO;
     return AMP_OK;
 }
 
@@ -269,7 +269,7 @@ static amp_result keep_cure(run *r, const amp_recovery_event *event) {
 static amp_result change_batch(run *r, int64_t batch, int64_t accumulation, int64_t index) {
     r->set.batch = batch;
     r->set.accumulation = accumulation;
-    r->set.amp.accumulation = (int32_t)accumulation;
+    r->set.training.amp.accumulation = (int32_t)accumulation;
     r->index = index;
     amp_graph_destroy(r->graph);
     free(r->host_losses);
@@ -442,9 +442,10 @@ static amp_result save_between(run *r, progress *bar) {
 /* *stop 1: stopped by --stop-after before the end, or by a signal to any rank, of which ranks with --sync-every tell
    each other when they combine. */
 static amp_result stopped(const run *r, int *stop) {
+    const training_settings *set = &r->set.training;
     *stop = 0;
-    if (r->set.ranks.sync_every == 0 || r->step % r->set.ranks.sync_every == 0) EX_TRY(ranks_stop(stop));
-    *stop |= r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps;
+    if (set->ranks.sync_every == 0 || r->step % set->ranks.sync_every == 0) EX_TRY(ranks_stop(stop));
+    *stop |= set->stop_after > 0 && r->step - r->start >= set->stop_after && r->step < r->steps;
     return AMP_OK;
 }
 
@@ -495,7 +496,7 @@ static amp_result train_steps(run *r, progress *bar) {
             EX_TRY(take_all_records(r, bar));
             if (r->step == next) EX_TRY(report_validation(r, bar, &loss_at_eval));
         }
-        if (set->save_interval > 0 && next % set->save_interval == 0) EX_TRY(save_between(r, bar));
+        if (set->training.save_interval > 0 && next % set->training.save_interval == 0) EX_TRY(save_between(r, bar));
     }
     return result == AMP_ERR_END ? AMP_OK : result;
 }
@@ -711,8 +712,8 @@ static amp_result main_run(run *r) {
     EX_TRY(try_to_save(r));
     EX_TRY(train(r, &bar));
     EX_TRY(stopped(r, &stop));
-    if (r->step > start || stop || *r->set.resume == 0) EX_TRY(report_save(r, &bar));
-    else if (*r->set.resume != 0 && weights_are_old(r)) EX_TRY(save_weights(r));
+    if (r->step > start || stop || *r->set.training.resume == 0) EX_TRY(report_save(r, &bar));
+    else if (*r->set.training.resume != 0 && weights_are_old(r)) EX_TRY(save_weights(r));
     if (r->set.profile && r->profile.steps > 0) EX_TRY(print_profile(r));
     if (r->anomaly[0] != 0) return ex_fail(AMP_ERR_STATE, "%s", r->anomaly);
     if (stop) {
@@ -739,7 +740,7 @@ int main(int argc, char **argv) {
     ex_begin();
     if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
     if (set.help) return flag_print_help(), ranks_end(0), 0;
-    if (ranks_join(set.ranks.file, set.ranks.timeout) != AMP_OK) return fail(2);
+    if (ranks_join(set.training.ranks.file, set.training.ranks.timeout) != AMP_OK) return fail(2);
     result = open_run(&r, &set, resumed);
     amp_state_destroy(resumed);
     if (result == AMP_OK && ranks.rank == 0) result = measure_bigrams(&r);

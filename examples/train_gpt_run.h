@@ -59,11 +59,11 @@ static amp_result open_context(run *r) {
     const settings *set = &r->set;
     amp_desc desc;
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
-    desc.allow_fallback = (int32_t)set->allow_fallback;
+    EX_TRY(amp_settings_fill(&set->training.amp, NULL, &desc, NULL, NULL, NULL));
+    desc.allow_fallback = (int32_t)set->training.allow_fallback;
     if (strcmp(set->autotune, "off") != 0 && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
     desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
-    EX_TRY(rank_flags_open(&set->ranks, &desc, set->device, &r->amp));
+    EX_TRY(rank_flags_open(&set->training.ranks, &desc, set->training.device, &r->amp));
     EX_TRY(amp_query(r->amp, &desc));
     if (set->graph && desc.backend->graph_begin == NULL)
         return flag_refuse("graph", "the %s backend has none", desc.backend->name);
@@ -142,7 +142,7 @@ static amp_result open_tokenizer(run *r) {
     if (ex_st(bpe_open(&r->tokenizer, vocab, comma + 1)) != AMP_OK)
         return flag_refuse("tokenizer", "%s", ex_because(why));
     if (r->info.format != AMP_TOKENS_BYTES) return AMP_OK;
-    snprintf(tokens, sizeof tokens, "%.4000s/tokens.bin", r->set.out);
+    snprintf(tokens, sizeof tokens, "%.4000s/tokens.bin", r->set.training.out);
     if (ranks.rank == 0) {
         char *file = r->data;
         int pattern = access(r->data, F_OK) != 0 && glob(r->data, 0, NULL, &found) == 0;
@@ -166,9 +166,10 @@ static amp_result open_data(run *r) {
     int64_t validation, per_batch = set->batch * set->seq * ranks.world;
     if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
     else {
-        snprintf(r->data, sizeof r->data, "%.4000s/corpus.txt", set->out);
+        snprintf(r->data, sizeof r->data, "%.4000s/corpus.txt", set->training.out);
         EX_TRY(ex_folder_make(r->data));
-        if (ranks.rank == 0 && (*set->resume == 0 || access(r->data, R_OK) != 0)) EX_TRY(write_own_text(r->data));
+        if (ranks.rank == 0 && (*set->training.resume == 0 || access(r->data, R_OK) != 0))
+            EX_TRY(write_own_text(r->data));
         EX_TRY(ranks_wait());
     }
     EX_TRY(probe_data(r));
@@ -240,7 +241,7 @@ static amp_result config_from_state(const run *r, const amp_state *state, gpt_co
     int64_t n = amp_state_count(state, "train.config", NULL);
     char type[16] = "";
     if (n <= 0) return AMP_OK;
-    snprintf(described->path, sizeof described->path, "%.4000s.state", r->set.resume);
+    snprintf(described->path, sizeof described->path, "%.4000s.state", r->set.training.resume);
     described->text = (char *)calloc((size_t)n + 1, 1);
     if (described->text == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's config.json");
     described->bytes = (size_t)n;
@@ -357,7 +358,7 @@ static amp_result open_weights(run *r, const amp_state *resumed) {
 static amp_result open_scaler(run *r) {
     amp_scaler_desc desc;
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&r->set.amp, r->amp, NULL, &desc, NULL, NULL));
+    EX_TRY(amp_settings_fill(&r->set.training.amp, r->amp, NULL, &desc, NULL, NULL));
     if (desc.disable) return AMP_OK;
     if (amp_scaler_create(r->amp, &r->scaler, &desc) == AMP_OK) return AMP_OK;
     return ex_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
@@ -367,7 +368,7 @@ static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
     amp_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, &desc, NULL));
+    EX_TRY(amp_settings_fill(&set->training.amp, r->amp, NULL, NULL, &desc, NULL));
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
     desc.lr = (float)set->lr;
@@ -377,7 +378,7 @@ static amp_result open_optimizer(run *r) {
     desc.weight_decay = (float)set->weight_decay;
     desc.master = (amp_master_kind)flag_choice_place("masters", set->masters);
     desc.seed = (uint64_t)set->seed;
-    rank_flags_fill(&set->ranks, &desc);
+    rank_flags_fill(&set->training.ranks, &desc);
     if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
     return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
 }
@@ -395,14 +396,14 @@ static amp_result open_loader(run *r) {
     amp_loader_info info;
     int64_t by_epochs;
     training_data(r, &desc);
-    EX_TRY(amp_settings_fill_loader(&set->amp, &desc));
+    EX_TRY(amp_settings_fill_loader(&set->training.amp, &desc));
     desc.timeout_ms = (int32_t)(set->timeout * 1000 + 0.5);
     if (amp_loader_create(r->amp, &r->loader, &desc) != AMP_OK) return flag_refuse("data", "%s", amp_last_error());
     EX_TRY(amp_loader_info_get(r->loader, &info));
     r->steps = set->steps >= 0 ? set->steps : set->epochs > 0 ? INT64_MAX : 1200;
     by_epochs = set->epochs * info.batches / set->accumulation;
     if (set->epochs > 0 && by_epochs < r->steps) r->steps = by_epochs;
-    if (set->ranks.sync_every > 0 && r->steps % set->ranks.sync_every != 0)
+    if (set->training.ranks.sync_every > 0 && r->steps % set->training.ranks.sync_every != 0)
         return flag_refuse("sync-every", "%lld steps would end between two combinations", (long long)r->steps);
     return AMP_OK;
 }
@@ -445,18 +446,19 @@ static void clean_folder(const run *r) {
 /* Opens the files that a run writes, so that it fails at its start rather than at its end. */
 static amp_result open_files(run *r) {
     const settings *set = &r->set;
-    const char *save = *set->save != 0 ? set->save : set->resume;
+    const char *save = *set->training.save != 0 ? set->training.save : set->training.resume;
     char why[400];
-    if (ranks.rank > 0 && !rank_flags_own_states(&set->ranks)) return AMP_OK;
+    if (ranks.rank > 0 && !rank_flags_own_states(&set->training.ranks)) return AMP_OK;
     if (strcmp(save, "none") == 0) r->save[0] = 0;
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
-    else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
+    else snprintf(r->save, sizeof r->save, "%.4000s/model", set->training.out);
     if (r->save[0] != 0 && ex_folder_make(r->save) != AMP_OK) return flag_refuse("save", "%s", ex_because(why));
     if (ranks.rank > 0) return AMP_OK;
     if (r->save[0] != 0) clean_folder(r);
-    if (strcmp(set->metrics, "none") == 0) return AMP_OK;
-    if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
-    else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->out);
+    if (strcmp(set->training.metrics, "none") == 0) return AMP_OK;
+    if (*set->training.metrics != 0)
+        snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->training.metrics);
+    else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->training.out);
     if (ex_folder_make(r->metrics_path) != AMP_OK) return flag_refuse("metrics", "%s", ex_because(why));
     r->metrics.file = open_memstream(&r->metrics.text, &r->metrics.bytes);
     return r->metrics.file != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for metrics");
@@ -533,15 +535,15 @@ static int recovery_load(void *user, const amp_state *state) {
 
 static amp_result open_recovery(run *r) {
     amp_recovery_desc desc;
-    if (r->set.amp.nan_action != AMP_NAN_RECOVER) return AMP_OK;
+    if (r->set.training.amp.nan_action != AMP_NAN_RECOVER) return AMP_OK;
     memset(&desc, 0, sizeof desc);
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
     desc.optimizer = r->optimizer;
     desc.scaler = r->scaler;
     desc.loader = r->loader;
-    desc.max_retries = r->set.amp.max_retries;
-    desc.batch_growth_interval = r->set.amp.batch_growth_interval;
+    desc.max_retries = r->set.training.amp.max_retries;
+    desc.batch_growth_interval = r->set.training.amp.batch_growth_interval;
     desc.save = recovery_save;
     desc.load = recovery_load;
     desc.user = r;
@@ -554,9 +556,9 @@ static amp_result open_watch(run *r) {
     amp_monitor_desc monitor;
     amp_tensor_stats_desc stats;
     memset(&monitor, 0, sizeof monitor);
-    EX_TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
+    EX_TRY(amp_settings_fill(&set->training.amp, r->amp, NULL, NULL, NULL, &monitor));
     if (r->metrics.file != NULL) monitor.path = r->metrics_path;
-    monitor.append = *set->resume != 0;
+    monitor.append = *set->training.resume != 0;
     monitor.epoch = set->eval_interval > 0 ? r->start / set->eval_interval : 0;
     monitor.optimizer = r->optimizer;
     monitor.scaler = r->scaler;
@@ -614,7 +616,7 @@ static amp_result load_position(run *r, const amp_state *state) {
     result = amp_loader_load(loader, state, "loader");
     if (result == AMP_OK) result = amp_loader_info_get(loader, &info);
     if (result != AMP_OK)
-        result = flag_refuse("resume", "%s was trained on other data or another split: %s", r->set.resume,
+        result = flag_refuse("resume", "%s was trained on other data or another split: %s", r->set.training.resume,
                              amp_last_error());
     if (loader == r->loader) return result;
     amp_loader_destroy(loader);
@@ -690,7 +692,7 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
     memset(r, 0, sizeof *r);
     r->set = *set;
     EX_TRY(open_context(r));
-    EX_TRY(resume_own(&set->ranks, r->amp, resumed, &own));
+    EX_TRY(resume_own(&set->training.ranks, r->amp, resumed, &own));
     result = open_training(r, own != NULL ? own : resumed);
     amp_state_destroy(own);
     return result;
@@ -716,7 +718,7 @@ static amp_result put_training(run *r, amp_state *state) {
     int64_t shape[SHAPE_NUMBERS];
     shape[0] = c->vocab; shape[1] = c->positions; shape[2] = c->channels; shape[3] = c->heads; shape[4] = c->layers;
     EX_TRY(saved_options_put(state, session_options));
-    EX_TRY(settings_put(&r->set.amp, state));
+    EX_TRY(settings_put(&r->set.training.amp, state));
     if (r->fp32_layers.used > 0)
         EX_TRY(amp_state_put(state, "train.fp32_layers", AMP_U8, r->fp32_layers.text, (int64_t)r->fp32_layers.used));
     EX_TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
@@ -751,7 +753,7 @@ static amp_result save_run(run *r) {
     result = put_training(r, state);
     snprintf(path, sizeof path, "%s.state", r->save);
     if (result == AMP_OK)
-        result = rank_flags_own_states(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path)
+        result = rank_flags_own_states(&r->set.training.ranks) ? amp_state_save_ranks(r->amp, state, path)
                                                  : amp_state_save(state, path);
     amp_state_destroy(state);
     return result == AMP_OK ? save_weights(r) : result;

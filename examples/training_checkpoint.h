@@ -47,20 +47,29 @@ static inline amp_result settings_of_state(amp_settings *amp, const amp_state *s
     return result;
 }
 
-/* Completes set's `amp`, which has defaults and flags: the checkpoint (NULL: none), --config, --env, then the flags
-   again. */
-static inline amp_result settings_read(void *set, amp_settings *amp, const char *config, int64_t env,
-                                       const amp_state *resumed) {
+/* Completes set->amp, which has defaults and flags: the checkpoint (NULL: none), --config, --env, then the flags
+   again.  all: the program's settings. */
+static inline amp_result settings_read(void *all, training_settings *set, const amp_state *resumed) {
+    amp_settings *amp = &set->amp;
     int i;
     if (resumed != NULL) EX_TRY(settings_of_state(amp, resumed));
-    if (*config != 0 && amp_settings_read_file(amp, NULL, config) != AMP_OK)
+    if (*set->config != 0 && amp_settings_read_file(amp, NULL, set->config) != AMP_OK)
         return flag_refuse("config", "%s", amp_last_error());
-    if (env && amp_settings_read_env(amp) != AMP_OK) return flag_refuse("env", "%s", amp_last_error());
+    if (set->env && amp_settings_read_env(amp) != AMP_OK) return flag_refuse("env", "%s", amp_last_error());
     for (i = 0; i < flag_count(); i++)
         if (flag_given.on_command_line[i] && flag_is_setting(flag_at(i)))
-            EX_TRY(flag_parse(i, flag_given.text[i], set));
+            EX_TRY(flag_parse(i, flag_given.text[i], all));
     if (amp->mode == AMP_MODE_INFERENCE) return ex_fail(AMP_ERR_RANGE, "mode = inference: this program trains");
     return AMP_OK;
+}
+
+/* What an optimizer and a monitor have of the settings, with defaults. */
+static inline amp_result settings_fill(const amp_settings *amp, amp_optimizer_desc *optimizer,
+                                       amp_monitor_desc *monitor) {
+    memset(optimizer, 0, sizeof *optimizer);
+    memset(monitor, 0, sizeof *monitor);
+    if (amp_settings_fill(amp, NULL, NULL, NULL, optimizer, monitor) == AMP_OK) return AMP_OK;
+    return ex_fail(AMP_ERR_CONFLICT, "the settings contradict each other: %s", amp_last_error());
 }
 
 /* The loader's settings and the threads are left out: they belong to a session, and change no result. */
@@ -119,9 +128,11 @@ static inline amp_result saved_options_read(const amp_state *state) {
     return AMP_OK;
 }
 
-/* The options that a resumed run needs.  session: names of those that it does not, up to a NULL. */
+/* The options that a resumed run needs.  session: the program's own that it does not, up to a NULL. */
 static inline amp_result saved_options_put(amp_state *state, const char *const *session) {
-    static const char *const always[] = {"rank-file", "rank-timeout", "change-batch", "nccl", NULL};
+    static const char *const always[] = {"config", "env",     "device",     "threads", "out",       "save",
+                                         "resume", "metrics", "stop-after", "help",    "rank-file", "rank-timeout",
+                                         "change-batch", "nccl", NULL};
     const char *const *of_session[2];
     json_buffer b = {NULL, 0, 0, 0};
     amp_result result;

@@ -1,11 +1,68 @@
-/* training_flags.h - flags that trainers share: the loss scaler's and those of ranks.
+/* training_flags.h - flags that trainers share: of precision, the optimizer, files, the loss scaler and ranks.
  *
- * A program has both tables beside its own in flag_program.parts, with the fields `amp` and `ranks` of its settings. */
+ * A program's settings hold a training_settings, and its flag_program.parts have these tables among its own: fields of
+ * scaler_flags are those of .amp, fields of rank_flags those of .ranks. */
 #ifndef EXAMPLE_TRAINING_FLAGS_H
 #define EXAMPLE_TRAINING_FLAGS_H
 
 #include "flags.h"
 #include "ranks.h"
+
+typedef struct rank_settings {
+    const char *file, *shard, *wire, *sync_wire;
+    int64_t sync_every, overlap_param_gather, deterministic, bucket_mb, change_batch, nccl;
+    double timeout, outer_lr, outer_momentum;
+} rank_settings;
+
+typedef struct training_settings {
+    amp_settings amp;               /* from flags, --config and --env */
+    rank_settings ranks;
+    const char *config, *device, *out, *save, *resume, *metrics;
+    int64_t env, allow_fallback, save_interval, stop_after;
+} training_settings;
+
+#define TRAINING_FIELD(name) offsetof(training_settings, name)
+#define HUGE_COUNT 9e15
+
+/* ---- Precision, the optimizer and files.  A program has more of each: of precision and files before these, under its
+   heading, and of the optimizer after them. */
+
+static const flag_row precision_flags[] = {
+    {"level", FLAG_SETTING, TRAINING_FIELD(amp), "O1", 0, 0, "level",
+     "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
+    {"policy", FLAG_SETTING, TRAINING_FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
+    {"config", FLAG_TEXT, TRAINING_FIELD(config), "", 0, 0, NULL,
+     "a file of lines \"key = value\" with the keys of amp_settings, such as examples/max.conf; flags override it"},
+    {"env", FLAG_SWITCH, TRAINING_FIELD(env), "off", 0, 0, NULL,
+     "the same from the environment, AMP_DTYPE=bf16 and so on, which overrides the file"},
+    {"allow-fallback", FLAG_SWITCH, TRAINING_FIELD(allow_fallback), "off", 0, 0, NULL,
+     "use the nearest precision if this machine lacks the requested one"},
+    {"device", FLAG_TEXT, TRAINING_FIELD(device), "auto", 0, 0, NULL,
+     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
+    {"threads", FLAG_SETTING, TRAINING_FIELD(amp), "all", 0, 0, "threads", "CPU threads, 1 to 1024"},
+};
+static const flag_row optimizer_flags[] = {
+    {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"moments", FLAG_SETTING, TRAINING_FIELD(amp), "fp32", 0, 0, "moments",
+     "storage of the optimizer's two moments: fp32, bf16, 8bit"},
+    {"clip", FLAG_SETTING, TRAINING_FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
+    {"accumulation", FLAG_SETTING, TRAINING_FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
+};
+static const flag_row file_flags[] = {
+    {"save", FLAG_TEXT, TRAINING_FIELD(save), "", 0, 0, NULL,
+     "NAME: writes NAME.safetensors and NAME.state; empty: model in the folder of --out; none: nothing"},
+    {"save-interval", FLAG_INTEGER, TRAINING_FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0",
+     "steps between checkpoints"},
+    {"resume", FLAG_TEXT, TRAINING_FIELD(resume), "", 0, 0, NULL, "continues from NAME.state, with its original flags"},
+    {"stop-after", FLAG_INTEGER, TRAINING_FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
+     "save and stop after this many steps of this session; continue with --resume"},
+    {"metrics", FLAG_TEXT, TRAINING_FIELD(metrics), "", 0, 0, NULL,
+     "JSON lines; empty: metrics.jsonl in the folder of --out; none: nothing"},
+};
+
+static const char training_ending[] =
+    "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 done, 1 failed, 2 refused, "
+    "75 stopped by SIGTERM or SIGUSR1, to be started again with --resume, 130 stopped by Ctrl-C.";
 
 /* ---- The loss scaler */
 
@@ -26,7 +83,7 @@ static const flag_row scaler_flags[] = {
      "overflow rate that shrinks whatever the hysteresis"},
     {"static-scale", FLAG_SETTING_SWITCH, 0, "off", 0, 0, "frozen", "the scale never changes"},
 };
-enum { N_SCALER_FLAGS = (int)(sizeof scaler_flags / sizeof *scaler_flags), FIRST_OF_SCALER = 2 };
+enum { N_SCALER_FLAGS = FLAG_ROWS(scaler_flags), FIRST_OF_SCALER = 2 };
 
 /* Prints which of them were given, where there is no scaler. */
 static inline void scaler_flags_without_effect(void) {
@@ -44,12 +101,6 @@ static inline amp_result scaler_flags_check(const amp_settings *amp) {
 }
 
 /* ---- Ranks */
-
-typedef struct rank_settings {
-    const char *file, *shard, *wire, *sync_wire;
-    int64_t sync_every, overlap_param_gather, deterministic, bucket_mb, change_batch, nccl;
-    double timeout, outer_lr, outer_momentum;
-} rank_settings;
 
 #define RANK_FIELD(name) offsetof(rank_settings, name)
 static const flag_row rank_flags[] = {
@@ -81,7 +132,6 @@ static const flag_row rank_flags[] = {
     {"nccl", FLAG_SWITCH, RANK_FIELD(nccl), "off", 0, 0, NULL,
      "gradients go from GPU to GPU, over libnccl.so.2, and --device cuda is the GPU of LOCAL_RANK; off: over the host"},
 };
-enum { N_RANK_FLAGS = (int)(sizeof rank_flags / sizeof *rank_flags) };
 
 static inline amp_result rank_flags_check(const rank_settings *set, const char *resume) {
     static const char *const outer[] = {"outer-lr", "outer-momentum", "sync-wire"};
@@ -131,6 +181,19 @@ static inline void rank_flags_fill(const rank_settings *set, amp_optimizer_desc 
 /* 1: each rank saves its own state: its part, or what it has between two combinations. */
 static inline int rank_flags_own_states(const rank_settings *set) {
     return ranks.world > 1 && (strcmp(set->shard, "none") != 0 || set->sync_every > 0);
+}
+
+/* ---- All of them */
+
+/* Refuses values that are legal alone but not together.  The program has a flag --init. */
+static inline amp_result training_flags_check(const training_settings *set) {
+    EX_TRY(rank_flags_check(&set->ranks, set->resume));
+    EX_TRY(scaler_flags_check(&set->amp));
+    if (*set->resume != 0 && flag_was_given("init"))
+        return flag_refuse("init", "a resumed run already has weights: drop --init or --resume");
+    if (flag_was_given("save-interval") && strcmp(set->save, "none") == 0)
+        return flag_refuse("save-interval", "contradicts --save none");
+    return AMP_OK;
 }
 
 #endif

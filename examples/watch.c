@@ -34,7 +34,7 @@ static const flag_row options[] = {
 };
 static flag_program flag_given = {
     .program = "watch", .summary = "shows a training as it runs, from its JSON lines",
-    .parts = {{options, (int)(sizeof options / sizeof *options), 0}},
+    .parts = {{options, FLAG_ROWS(options), 0}},
     .ending = "Exit codes: 0 shown, also until Ctrl-C; 2 refused."
 };
 
