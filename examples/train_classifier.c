@@ -9,15 +9,14 @@
  * reviews.tsv has one text a line, "label<TAB>text"; labels are numbers or names.  model.safetensors is as Hugging Face
  * writes it, with its vocab.txt and config.json beside it.  On a GPU and on several processes: as train_gpt.c.
  *
- * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_optimizer, which makes the
- * scaler, model_tape_begin, the region, forward_loss, the gradient at its scale, and train_batch, the rest of a
- * step; the model is encoder.h. */
+ * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_context, training_open_scaler
+ * and open_optimizer, which set it up, model_tape_begin, the region, forward_loss, the gradient at its scale, and
+ * train_batch, the rest of a step; the model is encoder.h. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "encoder_files.h"
-#include "metrics.h"
 #include "progress.h"
-#include "training_checkpoint.h"
+#include "training_run.h"
 #include "wordpiece.h"
 
 /* ==== Flags ====================================================================================== */
@@ -428,47 +427,20 @@ static amp_result read_settings(int argc, char **argv, settings *set, amp_state 
 }
 
 static amp_result open_context(run *r) {
-    const settings *set = &r->set;
     amp_desc desc;
-    memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->training.amp, NULL, &desc, NULL, NULL, NULL));
-    desc.allow_fallback = (int32_t)set->training.allow_fallback;
-    desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
-    EX_TRY(rank_flags_open(&set->training.ranks, &desc, set->training.device, &r->amp));
+    EX_TRY(training_open_context(&r->set.training, r->set.seed, NULL, &r->amp));
     EX_TRY(amp_query(r->amp, &desc));
     r->level = desc.level;
     return amp_query_choice(r->amp, &r->choice);
 }
 
-/* Removes the remains of a run killed while saving. */
-static void clean_folder(const run *r) {
-    static const char *const ends[] = {".state", ".safetensors"};
-    char path[PATH_MAX + 16];
-    int i;
-    for (i = 0; i < 2; i++) {
-        snprintf(path, sizeof path, "%s%s", r->save, ends[i]);
-        ex_remove_unfinished(path);
-    }
-}
-
-/* Opens the files that a run writes, so that it fails at its start rather than at its end. */
+/* --compat saves nothing, and its metrics are a file of their own. */
 static amp_result open_files(run *r) {
-    const settings *set = &r->set;
-    const char *save = *set->training.save != 0 ? set->training.save : set->training.resume;
-    char why[400];
-    if (ranks.rank > 0 && !rank_flags_own_states(&set->training.ranks)) return AMP_OK;
-    if (strcmp(save, "none") == 0 || set->compat) r->save[0] = 0;
-    else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
-    else snprintf(r->save, sizeof r->save, "%.4000s/classifier/model", set->training.out);
-    if (r->save[0] != 0 && ex_folder_make(r->save) != AMP_OK) return flag_refuse("save", "%s", ex_because(why));
-    if (ranks.rank > 0) return AMP_OK;
-    if (r->save[0] != 0) clean_folder(r);
-    if (strcmp(set->training.metrics, "none") == 0) return AMP_OK;
-    if (*set->training.metrics != 0)
-        snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->training.metrics);
-    else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/classifier/metrics.jsonl", set->training.out);
-    if (ex_folder_make(r->metrics_path) != AMP_OK) return flag_refuse("metrics", "%s", ex_because(why));
-    r->metrics.file = set->compat ? fopen(r->metrics_path, "w") : open_memstream(&r->metrics.text, &r->metrics.bytes);
+    if (r->set.compat) r->set.training.save = "none";
+    EX_TRY(training_open_files(&r->set.training, "/classifier", r->save, r->metrics_path));
+    if (r->metrics_path[0] == 0) return AMP_OK;
+    if (!r->set.compat) return metrics_line_open(&r->metrics);
+    r->metrics.file = fopen(r->metrics_path, "w");
     return r->metrics.file != NULL ? AMP_OK : flag_refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
 }
 
@@ -701,21 +673,14 @@ static amp_result open_weights(run *r, const amp_state *resumed) {
 
 static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
-    amp_scaler_desc scaler;
     amp_optimizer_desc desc;
-    memset(&scaler, 0, sizeof scaler);
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->training.amp, r->amp, NULL, &scaler, &desc, NULL));
-    if (!scaler.disable && amp_scaler_create(r->amp, &r->scaler, &scaler) != AMP_OK)
-        return ex_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
     desc.lr = (float)amp_explicit(set->lr);
     desc.weight_decay = set->weight_decay;
     desc.seed = (uint64_t)set->seed;
-    rank_flags_fill(&set->training.ranks, &desc);
-    if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
-    return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
+    return training_open_optimizer(&set->training, r->amp, &desc, &r->optimizer);
 }
 
 /* Texts in a micro-batch of all ranks; such batches in an epoch. */
@@ -750,14 +715,10 @@ static amp_result open_position(run *r, const amp_state *resumed) {
 static amp_result open_monitor(run *r) {
     amp_monitor_desc desc;
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&r->set.training.amp, r->amp, NULL, NULL, NULL, &desc));
-    if (r->metrics.file != NULL) desc.path = r->metrics_path;
     desc.optimizer = r->optimizer;
     desc.scaler = r->scaler;
-    desc.append = *r->set.training.resume != 0;
     desc.epoch = r->epoch;
-    return amp_monitor_create(r->amp, &r->monitor, &desc) == AMP_OK ? AMP_OK
-                                                                    : flag_refuse("metrics", "%s", amp_last_error());
+    return training_open_monitor(&r->set.training, r->amp, &desc, r->metrics_path, &r->monitor);
 }
 
 /* Room for a batch on host and device. */
@@ -773,13 +734,12 @@ static amp_result open_batches(run *r) {
 
 static void close_run(run *r) {
     amp_monitor_destroy(r->monitor);
-    if (r->metrics.file != NULL) fclose(r->metrics.file);
-    free(r->metrics.text);
-    if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
-    if (r->scaler != NULL) amp_scaler_destroy(r->scaler);
+    metrics_line_close(&r->metrics);
+    amp_optimizer_destroy(r->optimizer);
+    amp_scaler_destroy(r->scaler);
     encoder_destroy(&r->model);
     encoder_file_close(&r->file);
-    if (r->amp != NULL) amp_free(r->amp, r->device);
+    amp_free(r->amp, r->device);
     text_set_close(&r->texts);
     text_set_close(&r->valid);
     label_names_close(&r->labels);
@@ -807,6 +767,7 @@ static amp_result open_run(run *r, const amp_state *resumed) {
     EX_TRY(open_model(r));
     EX_TRY(text_set_encode(&r->texts, &r->tokenizer, r->set.seq));
     EX_TRY(text_set_encode(&r->valid, &r->tokenizer, r->set.seq));
+    EX_TRY(training_open_scaler(&r->set.training, r->amp, &r->scaler));
     EX_TRY(open_optimizer(r));
     EX_TRY(open_weights(r, resumed));
     if (resumed != NULL) EX_TRY(load_state(r, resumed));
@@ -1164,17 +1125,14 @@ static void metrics_run(run *r) {
 
 /* The weights for other programs, and what transformers' from_pretrained needs beside model.safetensors. */
 static amp_result save_weights(run *r) {
-    const char *slash = strrchr(r->save, '/');
-    int folder = slash != NULL ? (int)(slash - r->save) + 1 : 0;
     char path[PATH_MAX + 16];
     if (r->save[0] == 0 || ranks.rank > 0) return AMP_OK;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
     EX_TRY(encoder_save(&r->model, path));
     printf("saved %s and %s.state\n", path, r->save);
-    if (strcmp(r->save + folder, "model") != 0) return AMP_OK;
-    snprintf(path, sizeof path, "%.*sconfig.json", folder, r->save);
+    if (!training_beside(r->save, "config.json", path, sizeof path)) return AMP_OK;
     EX_TRY(encoder_save_config(&r->model, path));
-    snprintf(path, sizeof path, "%.*svocab.txt", folder, r->save);
+    (void)training_beside(r->save, "vocab.txt", path, sizeof path);
     if (r->vocab[0] == 0 || strcmp(path, r->vocab) == 0) return AMP_OK;
     return amp_file_write_atomic(NULL, path, r->tokenizer.text, r->tokenizer.text_bytes);
 }
@@ -1353,7 +1311,7 @@ static amp_result run_compat(run *r, int *failed) {
         result = compat_architecture(&c, &architectures[i], r->set.compat_scale, failed);
         compat_close(&c);
     }
-    if (c.scaler != NULL) amp_scaler_destroy(c.scaler);
+    amp_scaler_destroy(c.scaler);
     EX_TRY(result);
     printf("errors are relative norms; of gradients, the worst tensor's, relative to its layer; at most: 8 times the\n"
            "effect of rounding only the weights, see amp_verify; values: finite, or the first tensor that is not\n");

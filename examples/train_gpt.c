@@ -15,8 +15,8 @@
  *     mpirun -np 2 ./train_gpt_mpi --batch 8
  *     for i in 0 1; do RANK=$i WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ./train_gpt --batch 8 & done; wait
  *
- * Read it from the bottom: main, then train, then train_step.  Mixed precision is open_context, open_scaler and
- * open_optimizer, which set it up, model_tape_begin, the region, and micro_step, the rest of a step; the model is
+ * Read it from the bottom: main, then train, then train_step.  Mixed precision is open_context, training_open_scaler
+ * and open_optimizer, which set it up, model_tape_begin, the region, and micro_step, the rest of a step; the model is
  * gpt.h. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"

@@ -5,11 +5,11 @@
 #define TRAIN_GPT_RUN_H
 
 #include "gpt_files.h"
-#include "metrics.h"
 #include "profile.h"
 #include "tensorboard.h"
 #include "token_files.h"
 #include "train_gpt_flags.h"
+#include "training_run.h"
 #include <glob.h>
 
 typedef struct run {
@@ -56,20 +56,15 @@ typedef struct run {
 } run;
 
 static amp_result open_context(run *r) {
-    const settings *set = &r->set;
+    const char *autotune = r->set.autotune;
+    int to_file = strcmp(autotune, "off") != 0 && strcmp(autotune, "on") != 0;
     amp_desc desc;
-    memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->training.amp, NULL, &desc, NULL, NULL, NULL));
-    desc.allow_fallback = (int32_t)set->training.allow_fallback;
-    if (strcmp(set->autotune, "off") != 0 && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
-    desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
-    EX_TRY(rank_flags_open(&set->training.ranks, &desc, set->training.device, &r->amp));
+    EX_TRY(training_open_context(&r->set.training, r->set.seed, to_file ? autotune : NULL, &r->amp));
     EX_TRY(amp_query(r->amp, &desc));
-    if (set->graph && desc.backend->graph_begin == NULL)
+    if (r->set.graph && desc.backend->graph_begin == NULL)
         return flag_refuse("graph", "the %s backend has none", desc.backend->name);
-    EX_TRY(amp_query_choice(r->amp, &r->choice));
     r->level = desc.level;
-    return AMP_OK;
+    return amp_query_choice(r->amp, &r->choice);
 }
 
 /* Concatenates the files of this project. */
@@ -355,20 +350,10 @@ static amp_result open_weights(run *r, const amp_state *resumed) {
     return result;
 }
 
-static amp_result open_scaler(run *r) {
-    amp_scaler_desc desc;
-    memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&r->set.training.amp, r->amp, NULL, &desc, NULL, NULL));
-    if (desc.disable) return AMP_OK;
-    if (amp_scaler_create(r->amp, &r->scaler, &desc) == AMP_OK) return AMP_OK;
-    return ex_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
-}
-
 static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
     amp_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->training.amp, r->amp, NULL, NULL, &desc, NULL));
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
     desc.lr = (float)set->lr;
@@ -378,9 +363,7 @@ static amp_result open_optimizer(run *r) {
     desc.weight_decay = (float)set->weight_decay;
     desc.master = (amp_master_kind)flag_choice_place("masters", set->masters);
     desc.seed = (uint64_t)set->seed;
-    rank_flags_fill(&set->training.ranks, &desc);
-    if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
-    return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
+    return training_open_optimizer(&set->training, r->amp, &desc, &r->optimizer);
 }
 
 static void training_data(const run *r, amp_loader_desc *desc) {
@@ -422,46 +405,9 @@ static amp_result open_step(run *r) {
     return AMP_OK;
 }
 
-/* config.json beside the model.  1: the model is model.safetensors, and transformers' from_pretrained(folder) opens the
-   two. */
-static int config_path(const run *r, char *path, size_t size) {
-    const char *slash = strrchr(r->save, '/');
-    snprintf(path, size, "%.*sconfig.json", slash != NULL ? (int)(slash - r->save) + 1 : 0, r->save);
-    return strcmp(slash != NULL ? slash + 1 : r->save, "model") == 0;
-}
-
-/* Removes the remains of a run killed while saving. */
-static void clean_folder(const run *r) {
-    static const char *const ends[] = {".state", ".safetensors"};
-    char path[PATH_MAX + 16];
-    int i;
-    for (i = 0; i < 2; i++) {
-        snprintf(path, sizeof path, "%s%s", r->save, ends[i]);
-        ex_remove_unfinished(path);
-    }
-    (void)config_path(r, path, sizeof path);
-    ex_remove_unfinished(path);
-}
-
-/* Opens the files that a run writes, so that it fails at its start rather than at its end. */
 static amp_result open_files(run *r) {
-    const settings *set = &r->set;
-    const char *save = *set->training.save != 0 ? set->training.save : set->training.resume;
-    char why[400];
-    if (ranks.rank > 0 && !rank_flags_own_states(&set->training.ranks)) return AMP_OK;
-    if (strcmp(save, "none") == 0) r->save[0] = 0;
-    else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
-    else snprintf(r->save, sizeof r->save, "%.4000s/model", set->training.out);
-    if (r->save[0] != 0 && ex_folder_make(r->save) != AMP_OK) return flag_refuse("save", "%s", ex_because(why));
-    if (ranks.rank > 0) return AMP_OK;
-    if (r->save[0] != 0) clean_folder(r);
-    if (strcmp(set->training.metrics, "none") == 0) return AMP_OK;
-    if (*set->training.metrics != 0)
-        snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->training.metrics);
-    else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->training.out);
-    if (ex_folder_make(r->metrics_path) != AMP_OK) return flag_refuse("metrics", "%s", ex_because(why));
-    r->metrics.file = open_memstream(&r->metrics.text, &r->metrics.bytes);
-    return r->metrics.file != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for metrics");
+    EX_TRY(training_open_files(&r->set.training, "", r->save, r->metrics_path));
+    return r->metrics_path[0] != 0 ? metrics_line_open(&r->metrics) : AMP_OK;
 }
 
 /* --precision adaptive. */
@@ -556,14 +502,10 @@ static amp_result open_watch(run *r) {
     amp_monitor_desc monitor;
     amp_tensor_stats_desc stats;
     memset(&monitor, 0, sizeof monitor);
-    EX_TRY(amp_settings_fill(&set->training.amp, r->amp, NULL, NULL, NULL, &monitor));
-    if (r->metrics.file != NULL) monitor.path = r->metrics_path;
-    monitor.append = *set->training.resume != 0;
     monitor.epoch = set->eval_interval > 0 ? r->start / set->eval_interval : 0;
     monitor.optimizer = r->optimizer;
     monitor.scaler = r->scaler;
-    if (amp_monitor_create(r->amp, &r->monitor, &monitor) != AMP_OK)
-        return flag_refuse("metrics", "%s", amp_last_error());
+    EX_TRY(training_open_monitor(&set->training, r->amp, &monitor, r->metrics_path, &r->monitor));
     if (*set->tensorboard != 0 && ranks.rank == 0 && board_open(&r->board, set->tensorboard) != AMP_OK) {
         char why[400];
         return flag_refuse("tensorboard", "%s", ex_because(why));
@@ -652,17 +594,16 @@ static void close_run(run *r) {
     amp_tensor_stats_destroy(r->stats);
     amp_recovery_destroy(r->recovery);
     board_close(&r->board);
-    if (r->metrics.file != NULL) fclose(r->metrics.file);
-    free(r->metrics.text);
+    metrics_line_close(&r->metrics);
     free(r->fp32_layers.text);
     free(r->host_losses);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
-    if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
-    if (r->scaler != NULL) amp_scaler_destroy(r->scaler);
+    amp_optimizer_destroy(r->optimizer);
+    amp_scaler_destroy(r->scaler);
     gpt_destroy(&r->model);
     gpt_file_close(&r->file);
-    if (r->loader != NULL) amp_loader_destroy(r->loader);
+    amp_loader_destroy(r->loader);
     bpe_close(&r->tokenizer);
     amp_close(r->amp);
     memset(r, 0, sizeof *r);
@@ -673,7 +614,7 @@ static amp_result open_training(run *r, const amp_state *resumed) {
     EX_TRY(open_data(r));
     EX_TRY(open_files(r));
     EX_TRY(open_model(r, resumed));
-    EX_TRY(open_scaler(r));
+    EX_TRY(training_open_scaler(&r->set.training, r->amp, &r->scaler));
     EX_TRY(open_optimizer(r));
     EX_TRY(open_weights(r, resumed));
     EX_TRY(open_loader(r));
@@ -741,7 +682,7 @@ static amp_result save_weights(run *r) {
     if (r->save[0] == 0 || ranks.rank > 0) return AMP_OK;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
     EX_TRY(gpt_save_safetensors(&r->model, path, r->step));
-    return config_path(r, path, sizeof path) ? gpt_save_config(&r->model, path) : AMP_OK;
+    return training_beside(r->save, "config.json", path, sizeof path) ? gpt_save_config(&r->model, path) : AMP_OK;
 }
 
 static amp_result save_run(run *r) {
@@ -781,7 +722,8 @@ static int weights_are_old(const run *r) {
     if (gpt_file_open(&file, path) != AMP_OK) return 1;
     if (file.tensors.metadata.at != NULL) json_find(file.tensors.metadata, "step", step, sizeof step);
     gpt_file_close(&file);
-    return atoll(step) != r->step || (config_path(r, path, sizeof path) && access(path, R_OK) != 0);
+    return atoll(step) != r->step ||
+           (training_beside(r->save, "config.json", path, sizeof path) && access(path, R_OK) != 0);
 }
 
 #endif
