@@ -25,6 +25,15 @@ static inline void model_param_describe(amp_context *amp, amp_param *p, const ch
     p->grad.dtype = AMP_F32;
 }
 
+/* The storage dtype of activations: that which a linear layer returns under autocast. */
+static inline amp_result model_activations(amp_context *amp, amp_dtype *out) {
+    EX_TRY(amp_autocast_begin(amp, NULL));
+    *out = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
+    EX_TRY(amp_autocast_end(amp));
+    if (*out == AMP_TF32) *out = AMP_F32;
+    return AMP_OK;
+}
+
 /* Which weights compute in fp8, if the context does: as users of fp8 do, embeddings, head, first and last block stay in
    bf16; with `all` only embeddings and head.  block: what stands before a block's number in names.  *n_fp8: how many
    compute in it. */

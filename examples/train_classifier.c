@@ -623,15 +623,6 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
     return AMP_OK;
 }
 
-/* The storage dtype of activations: the dtype that a linear layer returns under autocast. */
-static amp_result activation_dtype(amp_context *amp, amp_dtype *out) {
-    EX_TRY(amp_autocast_begin(amp, NULL));
-    *out = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
-    EX_TRY(amp_autocast_end(amp));
-    if (*out == AMP_TF32) *out = AMP_F32;
-    return AMP_OK;
-}
-
 static amp_result open_model(run *r) {
     const settings *set = &r->set;
     encoder_config config;
@@ -644,7 +635,7 @@ static amp_result open_model(run *r) {
     config.batch = set->batch;
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
-    EX_TRY(activation_dtype(r->amp, &config.activations));
+    EX_TRY(model_activations(r->amp, &config.activations));
     result = encoder_create(&r->model, r->amp, &config);
     if (result == AMP_OK)
         result = model_fp8_layers(r->amp, r->model.params, r->model.n_params, "encoder.layer.", config.layers, 0,
@@ -1231,7 +1222,7 @@ static amp_result compat_run(compat *c) {
     amp_context *amp = c->amp;
     encoder *e = &c->model;
     amp_tensor logits = amp_tensor2(c->logits, AMP_F32, e->config.batch, e->config.classes), stored;
-    EX_TRY(activation_dtype(amp, &e->config.activations));
+    EX_TRY(model_activations(amp, &e->config.activations));
     EX_TRY(encoder_forward(e, &c->input, c->labels, amp_scaler_scale_ptr(c->scaler), 1));
     EX_TRY(amp_tape_tensor(e->tape, e->logits, &stored));
     EX_TRY(amp_cast(amp, &stored, &logits));

@@ -292,12 +292,7 @@ static amp_result choose_fp8_layers(run *r) {
 /* Sets the storage dtypes of activations and logits in the model's config.  auto: as autocast returns them. */
 static amp_result storage_dtypes(const run *r, gpt_config *c) {
     EX_TRY(read_activations(r->set.activations, &c->activations, c->stored));
-    if (c->activations == AMP_DTYPE_DEFAULT) {
-        EX_TRY(amp_autocast_begin(r->amp, NULL));
-        c->activations = amp_autocast_result(r->amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
-        EX_TRY(amp_autocast_end(r->amp));
-        if (c->activations == AMP_TF32) c->activations = AMP_F32;
-    }
+    if (c->activations == AMP_DTYPE_DEFAULT) EX_TRY(model_activations(r->amp, &c->activations));
     c->logits = amp_autocast_output(r->amp, c->activations);
     return AMP_OK;
 }
