@@ -740,16 +740,6 @@ static void close_run(run *r) {
     memset(r, 0, sizeof *r);
 }
 
-/* The second half of a checkpoint; model_load_state was the first. */
-static amp_result load_state(run *r, const amp_state *state) {
-    EX_TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
-    if (r->scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
-        EX_TRY(amp_scaler_load(r->scaler, state, "scaler"));
-    if (amp_state_count(state, "amp.fp8", NULL) > 0 && amp_fp8_load(r->amp, state, "amp") != AMP_OK)
-        return flag_refuse("resume", "%s", amp_last_error());
-    return amp_random_load(r->amp, state, "random");
-}
-
 static amp_result open_run(run *r, const amp_state *resumed) {
     if (r->set.lr < 0) r->set.lr = *r->set.init != 0 ? 5e-5 : 1e-3;
     EX_TRY(open_data(r));
@@ -761,56 +751,24 @@ static amp_result open_run(run *r, const amp_state *resumed) {
     EX_TRY(training_open_scaler(&r->set.training, r->amp, &r->scaler));
     EX_TRY(open_optimizer(r));
     EX_TRY(open_weights(r, resumed));
-    if (resumed != NULL) EX_TRY(load_state(r, resumed));
+    if (resumed != NULL) EX_TRY(checkpoint_load(r->amp, r->optimizer, r->scaler, resumed));
     EX_TRY(open_monitor(r));
     return open_batches(r);
 }
 
-/* ==== Checkpoints ================================================================================
-   NAME.state alone is the checkpoint: it also holds the weights and is replaced in one rename, so it is always whole.
-   NAME.safetensors, written after training, has the same weights for other programs. */
+/* ==== Checkpoints ================================================================================ */
 
-static amp_result put_training(run *r, amp_state *state) {
-    const int64_t batch[] = {r->set.batch, r->set.accumulation, ranks.world}, at[] = {r->epoch, r->first};
-    const int64_t data[] = {r->n_train, (int64_t)r->crc};
-    EX_TRY(saved_options_put(state, session_options));
-    EX_TRY(settings_put(&r->set.training.amp, state));
-    EX_TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
-    EX_TRY(amp_state_put(state, "train.batch", AMP_I64, batch, 3));
+static amp_result put_training(void *user, amp_state *state) {
+    run *r = (run *)user;
+    const int64_t at[] = {r->epoch, r->first}, data[] = {r->n_train, (int64_t)r->crc};
+    EX_TRY(checkpoint_put_run(&r->set.training, session_options, r->step, r->set.batch, r->set.accumulation, state));
     EX_TRY(amp_state_put(state, "train.position", AMP_I64, at, 2));
     EX_TRY(amp_state_put(state, "train.data", AMP_I64, data, 2));
-    EX_TRY(model_save_state(r->amp, r->model.params, r->model.n_params, state));
-    EX_TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
-    if (r->scaler != NULL) EX_TRY(amp_scaler_save(r->scaler, state, "scaler"));
-    EX_TRY(amp_fp8_save(r->amp, state, "amp"));
-    return amp_random_save(r->amp, state, "random");
+    return checkpoint_put_model(r->amp, r->model.params, r->model.n_params, r->optimizer, r->scaler, state);
 }
 
 static amp_result save_state(run *r) {
-    char path[PATH_MAX + 16];
-    amp_state *state;
-    amp_result result;
-    if (r->save[0] == 0) return AMP_OK;
-    EX_TRY(amp_state_create(&state, NULL));
-    result = put_training(r, state);
-    snprintf(path, sizeof path, "%s.state", r->save);
-    if (result == AMP_OK)
-        result = rank_flags_own_states(&r->set.training.ranks) ? amp_state_save_ranks(r->amp, state, path)
-                                                 : amp_state_save(state, path);
-    amp_state_destroy(state);
-    return result;
-}
-
-/* Proves before the first step that the run will be able to save. */
-static amp_result try_to_save(run *r) {
-    amp_state *state;
-    amp_result result;
-    if (r->save[0] == 0) return AMP_OK;
-    EX_TRY(amp_state_create(&state, NULL));
-    result = put_training(r, state);
-    if (result == AMP_OK) result = checkpoint_try(state, r->save);
-    amp_state_destroy(state);
-    return result;
+    return checkpoint_save(&r->set.training, r->save, r->amp, put_training, r);
 }
 
 /* ==== Training =================================================================================== */
@@ -1326,7 +1284,7 @@ static int fail(int code) {
 static amp_result main_run(run *r) {
     print_run(r);
     metrics_run(r);
-    EX_TRY(try_to_save(r));
+    EX_TRY(checkpoint_try(r->save, put_training, r));
     EX_TRY(train(r));
     EX_TRY(save_state(r));
     EX_TRY(save_weights(r));

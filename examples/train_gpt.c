@@ -709,7 +709,7 @@ static amp_result main_run(run *r) {
     progress_open(&bar, r->steps);
     if (r->set.log_interval > 0)
         bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
-    EX_TRY(try_to_save(r));
+    EX_TRY(checkpoint_try(r->save, put_training, r));
     EX_TRY(train(r, &bar));
     EX_TRY(stopped(r, &stop));
     if (r->step > start || stop || *r->set.training.resume == 0) EX_TRY(report_save(r, &bar));

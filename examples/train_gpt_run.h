@@ -572,14 +572,9 @@ static amp_result load_state(run *r, const amp_state *state) {
     EX_TRY(amp_state_get(state, "train.step", AMP_I64, &r->step, 1));
     EX_TRY(load_fp32_layers(r, state));
     EX_TRY(load_position(r, state));
-    EX_TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
-    if (r->scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
-        EX_TRY(amp_scaler_load(r->scaler, state, "scaler"));
-    if (amp_state_count(state, "amp.fp8", NULL) > 0 && amp_fp8_load(r->amp, state, "amp") != AMP_OK)
-        return flag_refuse("resume", "%s", amp_last_error());
-    if (r->adapt != NULL && amp_state_count(state, "adapt.adapt", NULL) > 0)
-        EX_TRY(amp_adapt_load(r->adapt, state, "adapt"));
-    return amp_random_load(r->amp, state, "random");
+    EX_TRY(checkpoint_load(r->amp, r->optimizer, r->scaler, state));
+    return r->adapt != NULL && amp_state_count(state, "adapt.adapt", NULL) > 0
+               ? amp_adapt_load(r->adapt, state, "adapt") : AMP_OK;
 }
 
 static void close_run(run *r) {
@@ -634,9 +629,7 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
     return result;
 }
 
-/* ==== Checkpoints ================================================================================
-   NAME.state alone is the checkpoint: it also holds the weights and is replaced in one rename, so it is always whole.
-   NAME.safetensors, written after it, has the same weights for other programs. */
+/* ==== Checkpoints ================================================================================ */
 
 static amp_result put_config(const run *r, amp_state *state) {
     json_buffer b = {NULL, 0, 0, 0};
@@ -648,27 +641,20 @@ static amp_result put_config(const run *r, amp_state *state) {
     return result;
 }
 
-static amp_result put_training(run *r, amp_state *state) {
+static amp_result put_training(void *user, amp_state *state) {
+    run *r = (run *)user;
     const gpt_config *c = &r->model.config;
-    const int64_t batch[] = {r->set.batch, r->set.accumulation, ranks.world};
     int64_t shape[SHAPE_NUMBERS];
     shape[0] = c->vocab; shape[1] = c->positions; shape[2] = c->channels; shape[3] = c->heads; shape[4] = c->layers;
-    EX_TRY(saved_options_put(state, session_options));
-    EX_TRY(settings_put(&r->set.training.amp, state));
+    EX_TRY(checkpoint_put_run(&r->set.training, session_options, r->step, r->set.batch, r->set.accumulation, state));
     if (r->fp32_layers.used > 0)
         EX_TRY(amp_state_put(state, "train.fp32_layers", AMP_U8, r->fp32_layers.text, (int64_t)r->fp32_layers.used));
     EX_TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
     EX_TRY(put_config(r, state));
-    EX_TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
-    EX_TRY(amp_state_put(state, "train.batch", AMP_I64, batch, 3));
     if (r->recovery != NULL) EX_TRY(amp_recovery_save(r->recovery, state, "train"));
-    EX_TRY(model_save_state(r->amp, r->model.params, r->model.n_params, state));
-    EX_TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
-    if (r->scaler != NULL) EX_TRY(amp_scaler_save(r->scaler, state, "scaler"));
     if (r->adapt != NULL) EX_TRY(amp_adapt_save(r->adapt, state, "adapt"));
     EX_TRY(amp_loader_save(r->loader, state, "loader"));
-    EX_TRY(amp_fp8_save(r->amp, state, "amp"));
-    return amp_random_save(r->amp, state, "random");
+    return checkpoint_put_model(r->amp, r->model.params, r->model.n_params, r->optimizer, r->scaler, state);
 }
 
 /* The weights for other programs. */
@@ -681,30 +667,8 @@ static amp_result save_weights(run *r) {
 }
 
 static amp_result save_run(run *r) {
-    char path[PATH_MAX + 16];
-    amp_state *state;
-    amp_result result;
-    if (r->save[0] == 0) return AMP_OK;
-    EX_TRY(amp_state_create(&state, NULL));
-    result = put_training(r, state);
-    snprintf(path, sizeof path, "%s.state", r->save);
-    if (result == AMP_OK)
-        result = rank_flags_own_states(&r->set.training.ranks) ? amp_state_save_ranks(r->amp, state, path)
-                                                 : amp_state_save(state, path);
-    amp_state_destroy(state);
-    return result == AMP_OK ? save_weights(r) : result;
-}
-
-/* Proves before the first step that the run will be able to save. */
-static amp_result try_to_save(run *r) {
-    amp_state *state;
-    amp_result result;
-    if (r->save[0] == 0) return AMP_OK;
-    EX_TRY(amp_state_create(&state, NULL));
-    result = put_training(r, state);
-    if (result == AMP_OK) result = checkpoint_try(state, r->save);
-    amp_state_destroy(state);
-    return result;
+    EX_TRY(checkpoint_save(&r->set.training, r->save, r->amp, put_training, r));
+    return save_weights(r);
 }
 
 /* 1: NAME.safetensors or its config.json is missing, or the former is damaged or of another step: the run was killed

@@ -1,9 +1,11 @@
-/* training_checkpoint.h - what every trainer's checkpoint keeps: the settings, the command line and the batch; and how
- * a resumed run takes them over. */
+/* training_checkpoint.h - what every trainer's checkpoint keeps, and how a resumed run takes it over.
+ *
+ * NAME.state alone is the checkpoint: it also holds the weights and is replaced in one rename, so it is always whole.
+ * NAME.safetensors, which programs write after it, has the same weights for other programs. */
 #ifndef EXAMPLE_TRAINING_CHECKPOINT_H
 #define EXAMPLE_TRAINING_CHECKPOINT_H
 
-#include "safetensors.h"
+#include "model_files.h"
 #include "training_flags.h"
 
 /* A resumed run has the checkpoint's global batch, whatever the number of ranks: each takes its share.  *batch: a
@@ -152,17 +154,79 @@ static inline amp_result saved_options_put(amp_state *state, const char *const *
     return amp_state_put(state, "train.program", AMP_U8, flag_given.program, (int64_t)strlen(flag_given.program));
 }
 
+/* ---- Saving */
+
+/* What a checkpoint has of the run.  session: as in saved_options_put.  batch: a rank's micro-batch. */
+static inline amp_result checkpoint_put_run(const training_settings *set, const char *const *session, int64_t step,
+                                            int64_t batch, int64_t accumulation, amp_state *state) {
+    const int64_t batches[] = {batch, accumulation, ranks.world};
+    EX_TRY(saved_options_put(state, session));
+    EX_TRY(settings_put(&set->amp, state));
+    EX_TRY(amp_state_put(state, "train.step", AMP_I64, &step, 1));
+    return amp_state_put(state, "train.batch", AMP_I64, batches, 3);
+}
+
+/* What a checkpoint has of the model and of mixed precision; model_load_state and checkpoint_load are its other side.
+   scaler may be NULL. */
+static inline amp_result checkpoint_put_model(amp_context *amp, const amp_param *params, int64_t n,
+                                              const amp_optimizer *optimizer, const amp_scaler *scaler,
+                                              amp_state *state) {
+    EX_TRY(model_save_state(amp, params, n, state));
+    EX_TRY(amp_optimizer_save(optimizer, state, "optimizer"));
+    if (scaler != NULL) EX_TRY(amp_scaler_save(scaler, state, "scaler"));
+    EX_TRY(amp_fp8_save(amp, state, "amp"));
+    return amp_random_save(amp, state, "random");
+}
+
+/* The program's function that puts all of a run into a state. */
+typedef amp_result (*checkpoint_put)(void *run, amp_state *state);
+
+/* Writes NAME.state; save: NAME, or "" for nothing. */
+static inline amp_result checkpoint_save(const training_settings *set, const char *save, amp_context *amp,
+                                         checkpoint_put put, void *run) {
+    char path[PATH_MAX + 16];
+    amp_state *state;
+    amp_result result;
+    if (save[0] == 0) return AMP_OK;
+    snprintf(path, sizeof path, "%s.state", save);
+    EX_TRY(amp_state_create(&state, NULL));
+    result = (*put)(run, state);
+    if (result == AMP_OK)
+        result = rank_flags_own_states(&set->ranks) ? amp_state_save_ranks(amp, state, path)
+                                                    : amp_state_save(state, path);
+    amp_state_destroy(state);
+    return result;
+}
+
 /* Writes a checkpoint beside the one to come, and removes it: what cannot be saved, for want of memory, disk space or
    permission, is known before the first step instead of after the last. */
-static inline amp_result checkpoint_try(const amp_state *state, const char *save) {
+static inline amp_result checkpoint_try(const char *save, checkpoint_put put, void *run) {
     char path[PATH_MAX + 32], why[400];
+    amp_state *state;
     amp_result result;
+    if (save[0] == 0) return AMP_OK;
+    EX_TRY(amp_state_create(&state, NULL));
+    result = (*put)(run, state);
     snprintf(path, sizeof path, "%s.trial%d.state", save, (int)ranks.rank);
     ex_remove_unfinished(path);         /* of a run that was killed here */
-    result = amp_state_save(state, path);
+    if (result == AMP_OK && (result = amp_state_save(state, path)) != AMP_OK)
+        (void)ex_fail(result, "this run could not be saved, so it does not begin: %s", ex_because(why));
     (void)remove(path);
-    return result == AMP_OK ? AMP_OK
-                            : ex_fail(result, "this run could not be saved, so it does not begin: %s", ex_because(why));
+    amp_state_destroy(state);
+    return result;
+}
+
+/* ---- Resuming */
+
+/* What checkpoint_put_model saved, but for the weights. */
+static inline amp_result checkpoint_load(amp_context *amp, amp_optimizer *optimizer, amp_scaler *scaler,
+                                         const amp_state *state) {
+    EX_TRY(amp_optimizer_load(optimizer, state, "optimizer"));
+    if (scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
+        EX_TRY(amp_scaler_load(scaler, state, "scaler"));
+    if (amp_state_count(state, "amp.fp8", NULL) > 0 && amp_fp8_load(amp, state, "amp") != AMP_OK)
+        return flag_refuse("resume", "%s", amp_last_error());
+    return amp_random_load(amp, state, "random");
 }
 
 static int resume_of_ranks;             /* 1: each rank has saved its own */
