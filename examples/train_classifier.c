@@ -16,7 +16,7 @@
 #include "../amp.h"
 #include "encoder_files.h"
 #include "progress.h"
-#include "training_run.h"
+#include "training_report.h"
 #include "wordpiece.h"
 
 /* ==== Flags ====================================================================================== */
@@ -380,8 +380,6 @@ typedef struct run {
     char anomaly[128];              /* why training stops, or "" */
     double valid_loss, accuracy;    /* of the last evaluation */
 } run;
-
-static const char *const level_names[] = {"O0", "O1", "O2", "O3"};
 
 /* Refuses flags that are legal alone but not together. */
 static amp_result check_flags(const settings *set) {

@@ -24,6 +24,7 @@
 #include "progress.h"
 #include "sample.h"
 #include "train_gpt_run.h"
+#include "training_report.h"
 
 /* ==== Validation and the bigram entropy ========================================================== */
 
@@ -526,25 +527,6 @@ static void print_machine(const run *r) {
     printf("Machine\n%s\n", text);
 }
 
-static const char *const level_names[] = {"O0", "O1", "O2", "O3"};
-
-static void print_scaler(const run *r) {
-    static const char *const presets[] = {"default", "torch",   "apex",    "megatron", "deepspeed", "deepspeed_fused",
-                                          "fairseq", "metaseq", "flax",    "keras"};
-    amp_scaler_desc desc;
-    if (r->scaler == NULL || amp_scaler_query(r->scaler, &desc) != AMP_OK) {
-        printf("  scaler      no");
-        scaler_flags_without_effect();
-        printf("\n");
-        return;
-    }
-    printf("  scaler      yes: preset %s, first scale %g, ", presets[desc.preset], (double)desc.init_scale);
-    if (desc.frozen) printf("static\n");
-    else
-        printf("times %g after %d clean steps, times %g after an overflow\n", desc.growth_factor,
-               (int)desc.growth_interval, desc.backoff_factor);
-}
-
 static void print_run(const run *r) {
     static const char *const levels[] = {"O0: fp32 throughout", "O1: fp32 weights, operators cast",
                                          "O2: 16-bit weights with fp32 masters", "O3: 16-bit weights, no masters"};
@@ -557,7 +539,7 @@ static void print_run(const run *r) {
     printf("Run\n  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
     if (r->choice.dtype == AMP_FP8)
         printf("  fp8         %d weights of the %s blocks; the others in bf16\n", r->n_fp8, set->fp8_blocks);
-    print_scaler(r);
+    training_print_scaler(r->scaler);
     printf("  level       %s\n", levels[r->level - AMP_LEVEL_O0]);
     printf("  storage     weights %s, activations %s, ", amp_dtype_name(r->model.params[0].weight.dtype),
            amp_dtype_name(c->activations));
