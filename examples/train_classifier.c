@@ -352,7 +352,6 @@ typedef struct run {
     char save[PATH_MAX];            /* NAME of NAME.state and NAME.safetensors; "": nothing.  vocab "": bytes */
     amp_context *amp;
     amp_choice choice;
-    amp_level level;
     label_names labels;             /* n 0: labels are numbers */
     text_set texts, valid;
     int64_t *order;                 /* of texts: without --valid, those to evaluate on come last */
@@ -361,6 +360,7 @@ typedef struct run {
     wordpiece tokenizer;
     encoder_file file;              /* of --init; data NULL: none */
     encoder model;
+    int n_fp8;                      /* weights that compute in fp8 */
     int fresh;                      /* parameters of the head that the file did not have */
     int other_labels;               /* 1: the data has labels that the file lacks */
     char described[400];            /* remarks on its config.json, or "" */
@@ -396,8 +396,6 @@ static amp_result check_flags(const settings *set) {
     if (set->compat && ranks.world > 1) return flag_refuse("compat", "is for one process");
     if (flag_was_given("compat-scale") && !set->compat) return flag_refuse("compat-scale", "needs --compat");
     EX_TRY(training_flags_check(&set->training));
-    if (set->training.ranks.sync_every > 0 && set->training.save_interval % set->training.ranks.sync_every != 0)
-        return flag_refuse("save-interval", "is no multiple of --sync-every");
     if (set->training.amp.nan_action == AMP_NAN_RECOVER)
         return flag_refuse("nan-action", "recover, here or in settings, is what train_gpt does, and not this program");
     if (set->training.amp.memory_efficient || set->training.amp.tensor_stats_interval > 0)
@@ -425,10 +423,7 @@ static amp_result read_settings(int argc, char **argv, settings *set, amp_state 
 }
 
 static amp_result open_context(run *r) {
-    amp_desc desc;
     EX_TRY(training_open_context(&r->set.training, r->set.seed, NULL, &r->amp));
-    EX_TRY(amp_query(r->amp, &desc));
-    r->level = desc.level;
     return amp_query_choice(r->amp, &r->choice);
 }
 
@@ -626,7 +621,6 @@ static amp_result open_model(run *r) {
     encoder_config config;
     char why[400];
     amp_result result;
-    int n_fp8;
     memset(&config, 0, sizeof config);
     EX_TRY(*set->init != 0 ? shape_from_file(r, &config) : shape_from_flags(r, &config));
     config.classes = r->classes;
@@ -637,8 +631,7 @@ static amp_result open_model(run *r) {
     result = encoder_create(&r->model, r->amp, &config);
     if (result == AMP_OK)
         result = model_fp8_layers(r->amp, r->model.params, r->model.n_params, "encoder.layer.", config.layers, 0,
-                                  &n_fp8);
-    if (result == AMP_OK && r->choice.dtype == AMP_FP8) printf("fp8: %d weights, the others in bf16\n", n_fp8);
+                                  &r->n_fp8);
     return result == AMP_ERR_MEMORY ? flag_refuse(*set->init != 0 ? "batch" : "model", "%s", ex_because(why)) : result;
 }
 
@@ -879,17 +872,16 @@ static amp_result train_micro(run *r) {
     return AMP_OK;
 }
 
-/* r->stop 1: stopped by a signal to any rank, by --nan-action stop, or by --stop-after before the end; with
-   --sync-every only where the ranks are alike. */
+/* r->stop 1: as training_stop decides, or with --nan-action stop after an anomaly on any rank, of which ranks with
+   --sync-every tell each other when they combine. */
 static amp_result decide_stop(run *r) {
-    const settings *set = &r->set;
+    const training_settings *set = &r->set.training;
     double anomaly = r->anomaly[0] != 0;
-    if (set->training.ranks.sync_every > 0 && r->step % set->training.ranks.sync_every != 0) return AMP_OK;
-    EX_TRY(ranks_stop(&r->stop));
-    if (set->training.amp.nan_action == AMP_NAN_STOP) EX_TRY(ranks_sum(&anomaly, 1));
+    EX_TRY(training_stop(set, r->start, r->step, r->steps, &r->stop));
+    if (set->amp.nan_action != AMP_NAN_STOP || !training_ranks_alike(set, r->step)) return AMP_OK;
+    EX_TRY(ranks_sum(&anomaly, 1));
     if (anomaly > 0 && r->anomaly[0] == 0) snprintf(r->anomaly, sizeof r->anomaly, "stopped with another rank");
-    r->stop |= anomaly > 0 || (set->training.stop_after > 0 && r->step - r->start >= set->training.stop_after &&
-                               r->step < r->steps);
+    r->stop |= anomaly > 0;
     return AMP_OK;
 }
 
@@ -897,9 +889,7 @@ static void take_records(run *r) {
     while (amp_monitor_next(r->monitor, &r->record)) {
         r->records++;
         r->applied += r->record.result.applied;
-        if (r->record.action == AMP_NAN_STOP && r->anomaly[0] == 0)
-            snprintf(r->anomaly, sizeof r->anomaly, "stopped by --nan-action stop after an anomaly at step %lld",
-                     (long long)r->record.result.step);
+        training_note_anomaly(&r->record, r->anomaly, sizeof r->anomaly);
     }
 }
 
@@ -1024,13 +1014,9 @@ static void print_run(const run *r) {
     int64_t i;
     if (*set->data == 0) printf("No --data: learning MADE-UP sentences, kept in %s.\n", r->data);
     if (*set->init == 0) printf("No --init: the weights are RANDOM.\n");
-    printf("  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
-    printf("  level       %s, weights %s, activations %s, the stream between layers fp32\n",
-           level_names[r->level - AMP_LEVEL_O0],
+    training_print_precision(r->amp, r->scaler, r->n_fp8, "inner");
+    printf("  storage     weights %s, activations %s, the stream between layers fp32\n",
            amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
-    printf("  scaler      %s", r->scaler != NULL ? "yes" : "no");
-    if (r->scaler == NULL) scaler_flags_without_effect();
-    printf("\n");
     printf("  model       %s, %lld layers, %lld heads, width %lld, %s tokens: %s parameters%s%s\n",
            encoder_kinds[c->family].name, (long long)c->layers, (long long)c->heads, (long long)c->hidden,
            progress_grouped(c->vocab, a, sizeof a), progress_grouped(r->model.own.count, b, sizeof b),
@@ -1055,12 +1041,7 @@ static void print_run(const run *r) {
 }
 
 static void metrics_run(run *r) {
-    metrics_begin(r->metrics.file, "run");
-    metrics_text(r->metrics.file, "version", AMP_VERSION_TEXT);
-    metrics_text(r->metrics.file, "precision", amp_dtype_name(r->choice.dtype));
-    metrics_text(r->metrics.file, "reason", r->choice.reason);
-    metrics_text(r->metrics.file, "level", level_names[r->level - AMP_LEVEL_O0]);
-    metrics_integer(r->metrics.file, "scaler", r->scaler != NULL);
+    training_metrics_run(r->metrics.file, r->amp, r->scaler);
     metrics_text(r->metrics.file, "weights", *r->set.init != 0 ? r->set.init : "random");
     metrics_integer(r->metrics.file, "head_initialised", r->fresh);
     metrics_integer(r->metrics.file, "parameters", r->model.own.count);
@@ -1271,13 +1252,6 @@ static amp_result run_compat(run *r, int *failed) {
 
 /* ==== main ======================================================================================= */
 
-static int fail(int code) {
-    if (ranks.world > 1) fprintf(stderr, "rank %d: ", (int)ranks.rank);
-    fprintf(stderr, "train_classifier: %s\n", ex_error());
-    ranks_end(code);
-    return code;
-}
-
 /* Trains and saves. */
 static amp_result main_run(run *r) {
     print_run(r);
@@ -1287,14 +1261,8 @@ static amp_result main_run(run *r) {
     EX_TRY(save_state(r));
     EX_TRY(save_weights(r));
     if (r->anomaly[0] != 0) return ex_fail(AMP_ERR_STATE, "%s", r->anomaly);
-    if (r->records > 0 && r->applied == 0)
-        return ex_fail(AMP_ERR_STATE, "no step was applied: all %lld were skipped, and the weights are unchanged",
-                       (long long)r->records);
-    if (!r->stop) return AMP_OK;
-    printf("stopped at step %lld", (long long)r->step);
-    if (r->save[0] != 0) printf("; continue with --resume %s", r->save);
-    printf("\n");
-    return ranks_wait();            /* a launcher may end all as soon as one has ended */
+    EX_TRY(training_check_applied(r->records, r->applied));
+    return r->stop ? training_print_stopped(r->step, r->save) : AMP_OK;
 }
 
 int main(int argc, char **argv) {
@@ -1304,9 +1272,10 @@ int main(int argc, char **argv) {
     amp_result result;
     int failed = 0;
     ex_begin();
-    if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
+    if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK)
+        return training_fail(2);
     if (set.help) return flag_print_help(), ranks_end(0), 0;
-    if (ranks_join(set.training.ranks.file, set.training.ranks.timeout) != AMP_OK) return fail(2);
+    if (ranks_join(set.training.ranks.file, set.training.ranks.timeout) != AMP_OK) return training_fail(2);
     memset(&r, 0, sizeof r);
     r.set = set;
     result = open_context(&r);
@@ -1315,10 +1284,10 @@ int main(int argc, char **argv) {
     if (result == AMP_OK && !set.compat) result = open_run(&r, own != NULL ? own : resumed);
     amp_state_destroy(own);
     amp_state_destroy(resumed);
-    if (result != AMP_OK) { fail(2); close_run(&r); return 2; }
+    if (result != AMP_OK) { training_fail(2); close_run(&r); return 2; }
     ranks_stop_install();
     result = set.compat ? run_compat(&r, &failed) : main_run(&r);
-    if (result != AMP_OK) { fail(1); close_run(&r); return 1; }
+    if (result != AMP_OK) { training_fail(1); close_run(&r); return 1; }
     close_run(&r);
     free(saved_options);
     ranks_end(0);

@@ -19,7 +19,6 @@ typedef struct run {
     char data[PATH_MAX], save[PATH_MAX], metrics_path[PATH_MAX];    /* save "": nothing */
     amp_context *amp;
     amp_choice choice;
-    amp_level level;
     amp_loader_info info;           /* of the whole data */
     int64_t split;                  /* tokens before it are trained on */
     amp_loader *loader;
@@ -63,7 +62,6 @@ static amp_result open_context(run *r) {
     EX_TRY(amp_query(r->amp, &desc));
     if (r->set.graph && desc.backend->graph_begin == NULL)
         return flag_refuse("graph", "the %s backend has none", desc.backend->name);
-    r->level = desc.level;
     return amp_query_choice(r->amp, &r->choice);
 }
 

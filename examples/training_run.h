@@ -1,5 +1,5 @@
 /* training_run.h - what every trainer opens from its settings: the context, its files, the loss scaler, the optimizer
- * and the monitor. */
+ * and the monitor; and when it stops. */
 #ifndef EXAMPLE_TRAINING_RUN_H
 #define EXAMPLE_TRAINING_RUN_H
 
@@ -91,6 +91,30 @@ static inline amp_result training_open_monitor(const training_settings *set, amp
     desc.append = *set->resume != 0;
     if (amp_monitor_create(amp, monitor, &desc) == AMP_OK) return AMP_OK;
     return flag_refuse("metrics", "%s", amp_last_error());
+}
+
+/* ---- Stopping */
+
+/* 1: the ranks have the same weights after this step; between two combinations of --sync-every they do not. */
+static inline int training_ranks_alike(const training_settings *set, int64_t step) {
+    return set->ranks.sync_every == 0 || step % set->ranks.sync_every == 0;
+}
+
+/* *stop 1: stopped by --stop-after before the end, or by a signal to any rank, of which ranks with --sync-every tell
+   each other when they combine.  start: the session's first step. */
+static inline amp_result training_stop(const training_settings *set, int64_t start, int64_t step, int64_t steps,
+                                       int *stop) {
+    *stop = 0;
+    if (training_ranks_alike(set, step)) EX_TRY(ranks_stop(stop));
+    *stop |= set->stop_after > 0 && step - start >= set->stop_after && step < steps;
+    return AMP_OK;
+}
+
+/* Keeps in `anomaly`, unless it has one, that --nan-action stop ends the training after this step. */
+static inline void training_note_anomaly(const amp_step_record *record, char *anomaly, size_t size) {
+    if (record->action == AMP_NAN_STOP && anomaly[0] == 0)
+        snprintf(anomaly, size, "stopped by --nan-action stop after an anomaly at step %lld",
+                 (long long)record->result.step);
 }
 
 #endif

@@ -209,6 +209,12 @@ else fail "two go on from shards" "$(tail -n 2 "$work/goes_on.log" "$work/goes_o
 if "$program" --threads 1 --out "$work/stopped" --resume "$work/stopped/classifier/model" > "$work/alone.log" 2>&1 && near stopped one_0.1; then pass
 else fail "one goes on from two" "$(tail -n 2 "$work/alone.log")"; fi
 if together loose --precision fp32 --epochs 1 --batch 8 --sync-every 34 --wire bf16; then pass; else fail "--sync-every" "$(tail -n 2 "$work/loose.log")"; fi
+# They stop after the step that --stop-after names, save before and after it, and go on from there, each from its own state.
+loose="--precision fp32 --epochs 2 --batch 8 --sync-every 34"
+together loose_whole $loose
+if together loose_part $loose --stop-after 50 --save-interval 20 && grep -q "stopped at step 50;" "$work/loose_part.log" &&
+    together loose_rest --resume "$work/loose_part/classifier/model" --save "$work/loose_rest/classifier/model" && same_weights loose_whole loose_rest; then pass
+else fail "ranks go on from between two combinations" "$(tail -n 2 "$work/loose_part.log" "$work/loose_rest.log")"; fi
 if together uneven --precision fp32 --epochs 1 --batch 8 --sync-every 50 || ! grep -q "68 micro-batches would end between two combinations" "$work/uneven.log"; then
     fail "--sync-every across an epoch's end" "$(tail -n 2 "$work/uneven.log")"
 else pass; fi
